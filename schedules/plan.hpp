@@ -1,0 +1,150 @@
+// Plans: every post-receive, start-send, wait, compute and buffer release of a rank, in order.
+//
+// The plan is the only rule book: verify() replays exactly this list under each transport model,
+// the engine executes exactly this list, and neither knows another rule.
+//
+// Buffers. A stage owns pools, addressed by slot:
+//   kInput       its input activations, filled by a receive, or written by the previous stage when
+//                that stage is on the same rank (then the previous stage has no kOutput pool).
+//                Stage 0 has none: its inputs come from the data. Held until W (or B) is done.
+//   kOutput      activations on their way to the next stage: held until the send is done. The last
+//                stage's outputs are held until W (or B): the loss turns them into their gradient.
+//   kGradOutput  gradients with respect to its outputs, received, or written by the next stage when
+//                that is on the same rank (then the next stage has no kGradInput pool). Held until
+//                W (or B) is done. The last stage has none.
+//   kGradInput   gradients on their way to the previous stage: held until the send is done.
+//   kState       what the stage itself keeps between F and W (or B).
+// Slots named by a compute op: kInput, kState, kGradOutput are the stage's own pools; kOutput means
+// the stage's own kOutput pool or, at a local hand-over, stage + 1's kInput pool; kGradInput its
+// own kGradInput pool or, at a local hand-over, stage - 1's kGradOutput pool. Message and release
+// ops always name the stage's own pools.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "schedules/schedule.hpp"
+
+namespace sluice {
+
+enum class BufferKind : std::uint8_t { kInput, kOutput, kGradOutput, kGradInput, kState };
+inline constexpr int kBufferKinds = 5;
+[[nodiscard]] std::string_view name_of(BufferKind kind);  // "input", "grad-output", ...
+
+enum class OpKind : std::uint8_t {
+  kPostRecv,    // action RECV_F | RECV_B: hand the slot to the transport
+  kWaitRecv,    // block until that message is there
+  kStartSend,   // action SEND_F | SEND_B
+  kWaitSend,    // block until the slot may be written again
+  kCompute,     // action F | B | I | W
+  kRelease,     // every slot named is free from here on
+  kReduceGrad,  // collective over the stage's replicas
+  kReduceTied,  // collective over the ranks that own a use of tied parameter group `channel`
+  kOptimizer,   // collective over the job: norm, guard, clip, update
+};
+
+struct PlanOp {
+  OpKind kind = OpKind::kCompute;
+  ActionKind action = ActionKind::kForward;
+  std::int32_t stage = 0;
+  std::int32_t micro_batch = -1;
+  std::int32_t channel = -1;  // messages: index into Plan::channels; kReduceTied: group index
+  // By BufferKind. A release after kWaitSend repeats the message's action and names its one slot.
+  std::array<std::int32_t, kBufferKinds> slots = {-1, -1, -1, -1, -1};
+
+  [[nodiscard]] std::int32_t slot(BufferKind kind_of) const {
+    return slots[static_cast<size_t>(kind_of)];
+  }
+};
+
+// One FIFO of messages: (ordered rank pair, direction, stage edge). Messages are sent in the
+// sender's order and received in the same.
+struct Channel {
+  ActionKind kind = ActionKind::kSendForward;  // kSendForward or kSendBackward
+  std::int32_t from_stage = 0, to_stage = 0;
+  std::int32_t from_rank = 0, to_rank = 0;
+  std::int32_t tag = 0;  // index among the channels of this ordered rank pair, from 0
+};
+
+struct BufferPool {
+  std::int32_t stage = 0;
+  BufferKind kind = BufferKind::kInput;
+  std::int32_t count = 0;
+};
+
+struct RankPlan {
+  std::vector<BufferPool> pools;
+  std::vector<PlanOp> ops;
+};
+
+struct Plan {
+  std::string schedule_name;
+  Placement placement = Placement::linear(1);
+  int micro_batches = 1;
+  bool forward_only = false;
+  bool exact = true;
+  std::vector<TiedStages> tied;
+  std::vector<Channel> channels;
+  std::vector<RankPlan> ranks;
+};
+
+struct PlanOptions {
+  int receive_ahead = 1;  // receives posted beyond what the schedule holds, per channel
+  int send_slots = 2;     // slots per send pool; a send's wait comes when its slot is used again
+};
+
+// Slots are assigned statically, by walking each rank's list once. Receives are posted in the
+// sender's order: at the list's start as many as fit, then right after the release that frees a
+// slot. A pool of received tensors holds the most messages that must be posted and unreleased at
+// any wait, and receive_ahead more, but no more than there are messages; where ranks own several
+// stages and that would deadlock, room is made for as many as are under way when every action takes
+// one unit of time. A send is waited for just before its slot is used again, and at the latest
+// before the reductions. A send pool exceeds send_slots only where a schedule computes more tensors
+// than that before it sends them. Of an overlapped pair the first action's op comes first. Linear
+// in the number of actions.
+//
+// Requires: check(schedule) found nothing; `lowered` comes from lower(). `tied` as given there.
+// Throws std::invalid_argument for illegal options, messages that are not all there and kinds no op
+// exists for.
+[[nodiscard]] Plan make_plan(const Schedule& lowered, const std::vector<TiedStages>& tied,
+                             const PlanOptions& options = {});
+
+enum class TransportModel : std::uint8_t {
+  kEager,       // a send is done at once
+  kRendezvous,  // a send is done when its receive is posted
+  kBounded,     // rendezvous, and start-send itself blocks while `send_buffers` of the rank's sends
+                // are unmatched
+};
+[[nodiscard]] std::string_view name_of(TransportModel model);
+
+struct VerifyOptions {
+  int send_buffers = 1;  // for kBounded, at least 1
+};
+
+struct Verification {
+  // Set where a rule is broken or a model cannot finish: the first offending op of the first rank,
+  // in words; for a deadlock the cycle (who waits for whom, on which action). position indexes
+  // RankPlan::ops.
+  std::optional<Violation> violation;
+  std::vector<TransportModel> progresses_under;
+  std::vector<int> peak_in_flight;  // [rank] in chunks, counted from the plan's compute ops
+  std::vector<int> queue_depth;     // [channel] most sends started and not yet waited for
+  [[nodiscard]] bool ok() const { return !violation.has_value(); }
+};
+
+// Replays the list under every model: each slot free when it is written and filled when it is read,
+// each wait matched by a post or start before it, messages paired one to one and in order, nothing
+// left posted or held at the end. Reductions come after all backwards of their stage, over replicas
+// before over tied uses; the optimizer after all of them and last. REDUCE_TIED and OPTIMIZER wait
+// for every rank that takes part. Linear in the number of ops. A broken rule ends the search (the
+// other fields are then empty); of several models that cannot finish, the first one's cycle is
+// reported. Throws std::invalid_argument for send_buffers < 1.
+[[nodiscard]] Verification verify(const Plan& plan, const VerifyOptions& options = {});
+
+[[nodiscard]] std::string to_string(const PlanOp& op);
+
+}  // namespace sluice

@@ -1,0 +1,137 @@
+#include <array>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "schedules/plan.hpp"
+#include "schedules/verify_progress.hpp"
+#include "schedules/verify_rank.hpp"
+
+namespace sluice {
+namespace {
+
+Violation about_plan(const std::string& message) { return Violation{-1, -1, message}; }
+
+std::optional<Violation> check_shape(const Plan& plan) {
+  if (plan.micro_batches < 1) {
+    return about_plan("the plan has " + std::to_string(plan.micro_batches) +
+                      " micro-batches; at least 1 is needed");
+  }
+  if (plan.ranks.size() != static_cast<std::size_t>(plan.placement.ranks())) {
+    return about_plan("the plan lists " + std::to_string(plan.ranks.size()) +
+                      " ranks, its placement has " + std::to_string(plan.placement.ranks()));
+  }
+  for (const TiedStages& group : plan.tied) {
+    if (group.stages.empty()) return about_plan("a tied group names no stage");
+    for (const int stage : group.stages) {
+      if (stage >= 0 && stage < plan.placement.stages()) continue;
+      return about_plan("a tied group names stage " + std::to_string(stage) +
+                        "; legal stages are 0 to " + std::to_string(plan.placement.stages() - 1));
+    }
+  }
+  return std::nullopt;
+}
+
+// Each channel joins neighbouring stages on two ranks, under a tag of its own; no two are alike.
+std::optional<Violation> check_channels(const Plan& plan) {
+  const Placement& placement = plan.placement;
+  std::set<std::array<int, 3>> tags;
+  std::set<std::array<int, 2>> edges;
+  for (std::size_t i = 0; i < plan.channels.size(); ++i) {
+    const Channel& channel = plan.channels[i];
+    const std::string name = "channel " + std::to_string(i);
+    const int step = channel.kind == ActionKind::kSendForward ? 1 : -1;
+    if (channel.kind != ActionKind::kSendForward && channel.kind != ActionKind::kSendBackward) {
+      return about_plan(name + " carries " + std::string(name_of(channel.kind)) +
+                        "; legal are SEND_F and SEND_B");
+    }
+    if (channel.from_stage < 0 || channel.from_stage >= placement.stages() ||
+        channel.to_stage < 0 || channel.to_stage >= placement.stages() ||
+        channel.to_stage != channel.from_stage + step) {
+      return about_plan(name + " joins stages " + std::to_string(channel.from_stage) + " and " +
+                        std::to_string(channel.to_stage) + ", which " +
+                        std::string(name_of(channel.kind)) + " does not");
+    }
+    if (channel.from_rank != placement.rank_of(channel.from_stage) ||
+        channel.to_rank != placement.rank_of(channel.to_stage) ||
+        channel.from_rank == channel.to_rank) {
+      return about_plan(name + " joins ranks " + std::to_string(channel.from_rank) + " and " +
+                        std::to_string(channel.to_rank) + ", its stages are on ranks " +
+                        std::to_string(placement.rank_of(channel.from_stage)) + " and " +
+                        std::to_string(placement.rank_of(channel.to_stage)));
+    }
+    if (!edges.insert({channel.from_stage, channel.to_stage}).second) {
+      return about_plan(name + " repeats an earlier channel of the same stages and direction");
+    }
+    if (channel.tag < 0 || !tags.insert({channel.from_rank, channel.to_rank, channel.tag}).second) {
+      return about_plan(name + " has tag " + std::to_string(channel.tag) +
+                        ", which is negative or taken by another channel of its ranks");
+    }
+  }
+  return std::nullopt;
+}
+
+// The n-th send of a channel meets the n-th posted receive: both must be of one micro-batch.
+std::optional<Violation> check_pairing(const Plan& plan, const PlanTrace& trace) {
+  if (trace.send_index == trace.post_index) return std::nullopt;
+  for (int rank = 0; rank < plan.placement.ranks(); ++rank) {
+    const std::vector<PlanOp>& ops = plan.ranks[static_cast<std::size_t>(rank)].ops;
+    for (std::size_t i = 0; i < ops.size(); ++i) {
+      const bool sends = ops[i].kind == OpKind::kStartSend;
+      if (!sends && ops[i].kind != OpKind::kPostRecv) continue;
+      const auto message =
+          static_cast<std::size_t>(ops[i].channel) * static_cast<std::size_t>(plan.micro_batches) +
+          static_cast<std::size_t>(ops[i].micro_batch);
+      const int own = (sends ? trace.send_index : trace.post_index)[message];
+      const int other = (sends ? trace.post_index : trace.send_index)[message];
+      if (own == other) continue;
+      const Channel& channel = plan.channels[static_cast<std::size_t>(ops[i].channel)];
+      const std::string peer =
+          "rank " + std::to_string(sends ? channel.to_rank : channel.from_rank);
+      const std::string what =
+          other < 0
+              ? peer + (sends ? " posts no receive for it" : " never sends it")
+              : "it is number " + std::to_string(own) + " of its channel here and number " +
+                    std::to_string(other) + " on " + peer + "; both sides must keep one order";
+      return violation_at(plan, rank, static_cast<int>(i), what);
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+Verification verify(const Plan& plan, const VerifyOptions& options) {
+  if (options.send_buffers < 1) {
+    throw std::invalid_argument("verify: send_buffers is " + std::to_string(options.send_buffers) +
+                                "; the nearest legal value is 1");
+  }
+  Verification result;
+  result.violation = check_shape(plan);
+  if (!result.violation) result.violation = check_channels(plan);
+  if (result.violation) return result;
+
+  PlanTrace trace(plan);
+  const std::vector<int> local_stage = local_stage_indices(plan.placement);
+  for (int rank = 0; rank < plan.placement.ranks() && !result.violation; ++rank) {
+    result.violation = replay_rank(plan, rank, local_stage, trace);
+  }
+  if (!result.violation) result.violation = check_pairing(plan, trace);
+  if (result.violation) return result;
+
+  for (const TransportModel model :
+       {TransportModel::kEager, TransportModel::kRendezvous, TransportModel::kBounded}) {
+    auto stuck = replay_progress(plan, trace, model, options);
+    if (!stuck) {
+      result.progresses_under.push_back(model);
+    } else if (!result.violation) {
+      result.violation = std::move(stuck);
+    }
+  }
+  result.peak_in_flight = std::move(trace.peak_in_flight);
+  result.queue_depth = std::move(trace.queue_depth);
+  return result;
+}
+
+}  // namespace sluice
