@@ -1,0 +1,35 @@
+// The control channel: how one rank's failure ends the job everywhere, with its message.
+//
+// A receive is always posted; every blocking wait polls it (it is the Interrupt). The first error
+// wins, by time seen on rank 0, then by rank. Non-zero ranks report to rank 0; rank 0 tells all.
+#pragma once
+
+#include <memory>
+
+#include "comm/communicator.hpp"
+#include "comm/error.hpp"
+
+namespace sluice {
+
+class ControlChannel : public Interrupt {
+ public:
+  // Collective over `comm`, of which this duplicates its own.
+  explicit ControlChannel(Communicator& comm);
+  ~ControlChannel() override;
+  ControlChannel(const ControlChannel&) = delete;
+  ControlChannel& operator=(const ControlChannel&) = delete;
+
+  // Throws the winning Error if any rank has reported one; else returns at once (an MPI_Test, or
+  // less, every few calls).
+  void poll() override;
+
+  // Tells every other rank; then waits, a second at most, until rank 0 has decided whose error
+  // wins, and returns the winner, which the caller throws. Never throws itself.
+  [[nodiscard]] Error report(const Error& error) noexcept;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,30 @@
+// What the launcher and the host say about the job before any message can be sent.
+#pragma once
+
+#include <string>
+
+namespace sluice {
+
+// Cores of this host that the job may use: those online, within the CPU set and the CPU quota of
+// this process's control group. Not the affinity mask: a launcher binds each rank to a core of its
+// own, and the other ranks run on the others. Read once, at the first call.
+[[nodiscard]] int host_cores();
+
+// Cores in this process's affinity mask.
+[[nodiscard]] int affinity_cores();
+
+// The job's ranks on this host, and this rank's place among them, from the launcher's environment
+// (Open MPI, PMIx launchers, Slurm, MPICH, Intel MPI); 0 and -1 where it does not say.
+struct LauncherInfo {
+  int local_size = 0;
+  int local_rank = -1;
+};
+[[nodiscard]] LauncherInfo launcher_info();
+
+// Number of CPUs in a kernel CPU list such as "0-3,8"; 0 where the text is not one.
+[[nodiscard]] int count_cpu_list(const std::string& text);
+
+// Ranks per node from Slurm's SLURM_TASKS_PER_NODE form, "4(x2),3": the largest; 0 if malformed.
+[[nodiscard]] int largest_slurm_count(const std::string& text);
+
+}  // namespace sluice

@@ -1,0 +1,301 @@
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "comm/error.hpp"
+#include "comm/transport.hpp"
+
+namespace sluice {
+
+namespace {
+
+// Header fields up to here must be equal at both ends; shape and bytes are bounds.
+constexpr std::size_t kComparedBytes = offsetof(MessageHeader, shape);
+static_assert(kComparedBytes == 32);
+
+std::string describe(const MessageHeader& header) {
+  constexpr std::array kPhases = {"train", "evaluate", "generate"};
+  constexpr std::array kDtypes = {"f32", "bf16", "i32", "u8", "f64"};
+  std::string shape;
+  for (std::uint32_t i = 0; i < std::min<std::uint32_t>(header.rank, kMaxDims); ++i) {
+    shape += fmt::format("{}{}", i == 0 ? "" : ", ", header.shape[i]);
+  }
+  return fmt::format(
+      "channel {} micro-batch {} tensor {} of {} step {} ({}) {} [{}], {} bytes", header.channel,
+      header.micro_batch, header.tensor, header.tensor_count, header.step,
+      header.phase < kPhases.size() ? kPhases[header.phase] : "unknown phase",
+      header.dtype < kDtypes.size() ? kDtypes[header.dtype] : "unknown type", shape, header.bytes);
+}
+
+// What makes `got` unfit for `expected`, in words; empty where it fits.
+std::string difference(const MessageHeader& expected, const MessageHeader& got) {
+  if (got.magic != expected.magic) return "no header of ours";
+  if (got.version != expected.version) {
+    return fmt::format("header version {} instead of {}", got.version, expected.version);
+  }
+  if (got.channel != expected.channel) return "another channel";
+  if (got.phase != expected.phase) return "another phase";
+  if (got.step != expected.step) return "another step";
+  if (got.micro_batch != expected.micro_batch) return "another micro-batch";
+  if (got.tensor != expected.tensor) return "another tensor";
+  if (got.tensor_count != expected.tensor_count) return "another number of tensors";
+  if (got.dtype != expected.dtype) return "another type of element";
+  if (got.rank != expected.rank) return "another number of dimensions";
+  if (got.bytes > expected.bytes) return "too many bytes";
+  for (std::uint32_t i = 0; i < std::min<std::uint32_t>(expected.rank, kMaxDims); ++i) {
+    if (got.shape[i] < 0 || got.shape[i] > expected.shape[i]) return "too large a shape";
+  }
+  return {};
+}
+
+// As difference(...).empty(), without words.
+bool fits(const MessageHeader& expected, const MessageHeader& got) {
+  bool smaller = got.bytes <= expected.bytes;
+  for (std::size_t i = 0; i < std::min<std::size_t>(expected.rank, kMaxDims); ++i) {
+    smaller = smaller && got.shape[i] >= 0 && got.shape[i] <= expected.shape[i];
+  }
+  return smaller && std::memcmp(&expected, &got, kComparedBytes) == 0;
+}
+
+// Operations live in a table of fixed size; a ticket is an index into it.
+class MessageTransport final : public Transport {
+ public:
+  MessageTransport(Communicator& comm, std::size_t max_open, std::size_t piece_bytes)
+      : comm_(comm), piece_bytes_(piece_bytes), operations_(max_open) {
+    if (piece_bytes < 1 || piece_bytes > kMaxPieceBytes) {
+      throw Error(ErrorCode::kInternal,
+                  fmt::format("a piece of {} bytes; legal: 1 to {}", piece_bytes, kMaxPieceBytes));
+    }
+    free_.reserve(max_open);
+    for (std::size_t i = max_open; i > 0; --i) {
+      free_.push_back(static_cast<Ticket>(i - 1));
+    }
+  }
+
+  ~MessageTransport() override {
+    try {
+      cancel_all();
+    } catch (...) {  // nothing more can be withdrawn
+    }
+  }
+
+  MessageTransport(const MessageTransport&) = delete;
+  MessageTransport& operator=(const MessageTransport&) = delete;
+
+  Ticket start_send(int peer, int tag, const MessageBuffer& buffer) override {
+    const std::uint64_t bytes = buffer.header().bytes;
+    if (bytes > buffer.capacity) {
+      refuse_size("sends", bytes, buffer.capacity, buffer.header());
+    }
+    const Ticket ticket = open(peer, tag, buffer, /*receives=*/false);
+    Operation& operation = at(ticket);
+    const std::size_t head = std::min<std::size_t>(bytes, piece_bytes_);
+    operation.head = comm_.start_send(peer, tag, {buffer.message, kHeaderBytes + head});
+    if (head < bytes) {
+      open_tail(operation);
+    }
+    return ticket;
+  }
+
+  Ticket post_recv(int peer, int tag, const MessageBuffer& buffer,
+                   const MessageHeader& expected) override {
+    if (expected.bytes > buffer.capacity) {
+      refuse_size("expects", expected.bytes, buffer.capacity, expected);
+    }
+    const Ticket ticket = open(peer, tag, buffer, /*receives=*/true);
+    Operation& operation = at(ticket);
+    operation.expected = expected;
+    operation.number = posted_++;
+    buffer.header().magic = 0;  // tells whether a message too long has left its header
+    const std::size_t head = std::min(buffer.capacity, piece_bytes_);
+    operation.head = comm_.post_recv(peer, tag, {buffer.message, kHeaderBytes + head});
+    return ticket;
+  }
+
+  bool test(Ticket ticket) override {
+    Operation& operation = at(ticket);
+    if (!test_head(operation) || (!operation.tail.empty() && !test_tail(operation))) {
+      return false;
+    }
+    operation.open = false;
+    free_.push_back(ticket);
+    return true;
+  }
+
+  void cancel_all() override {
+    for (std::size_t i = 0; i < operations_.size(); ++i) {
+      Operation& operation = operations_[i];
+      if (!operation.open) {
+        continue;
+      }
+      comm_.cancel(operation.head);
+      for (Request& request : operation.tail) {
+        comm_.cancel(request);
+      }
+      operation.tail.clear();
+      operation.open = false;
+      free_.push_back(static_cast<Ticket>(i));
+    }
+  }
+
+ private:
+  struct Operation {
+    MessageHeader expected;  // of a receive
+    MessageBuffer buffer;
+    Request head;  // header and first piece
+    int peer = 0;
+    int tag = 0;
+    bool open = false;
+    bool receives = false;
+    bool tail_due = false;      // the first piece has arrived, receives for the rest are not posted
+    std::uint64_t number = 0;   // of a receive, in order of posting
+    std::vector<Request> tail;  // pieces after the first
+  };
+
+  Operation& at(Ticket ticket) { return operations_[static_cast<std::size_t>(ticket)]; }
+
+  Ticket open(int peer, int tag, const MessageBuffer& buffer, bool receives) {
+    if (free_.empty()) {
+      throw Error(
+          ErrorCode::kInternal,
+          fmt::format("more than {} messages open on rank {}", operations_.size(), comm_.rank()),
+          comm_.rank());
+    }
+    const Ticket ticket = free_.back();
+    free_.pop_back();
+    Operation& operation = at(ticket);
+    operation.buffer = buffer;
+    operation.peer = peer;
+    operation.tag = tag;
+    operation.open = true;
+    operation.receives = receives;
+    operation.tail_due = false;
+    return ticket;
+  }
+
+  // True once the first piece is done, has been found to be what was expected, and the pieces
+  // behind it, if any, are under way.
+  bool test_head(Operation& operation) {
+    if (operation.head.index != Request::kNone) {
+      if (!operation.receives) {
+        return comm_.test(operation.head);
+      }
+      if (!test_receive(operation)) {
+        return false;
+      }
+    }
+    if (!operation.tail_due) {
+      return true;
+    }
+    // Pieces are matched in the order their receives are posted, which must be the channel's order.
+    for (Operation& other : operations_) {
+      if (other.open && other.receives && other.peer == operation.peer &&
+          other.tag == operation.tag && other.number < operation.number && !test_head(other)) {
+        return false;
+      }
+    }
+    open_tail(operation);
+    return true;
+  }
+
+  // The first piece of a receive.
+  bool test_receive(Operation& operation) {
+    Arrival arrival;
+    try {
+      if (!comm_.test(operation.head, &arrival)) {
+        return false;
+      }
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kMismatch ||
+          operation.buffer.header().magic != MessageHeader::kMagic) {
+        throw;
+      }
+      refuse(operation, "longer than there is room for");
+    }
+    const MessageHeader& got = operation.buffer.header();
+    if (arrival.bytes < kHeaderBytes) {
+      throw Error(
+          ErrorCode::kMismatch,
+          fmt::format("message mismatch on rank {}: expected {} from rank {}, got {} bytes, "
+                      "fewer than a header has",
+                      comm_.rank(), describe(operation.expected), operation.peer, arrival.bytes),
+          comm_.rank());
+    }
+    if (!fits(operation.expected, got)) {
+      refuse(operation, difference(operation.expected, got));
+    }
+    const std::size_t head = std::min<std::size_t>(got.bytes, piece_bytes_);
+    if (arrival.bytes != kHeaderBytes + head) {
+      refuse(operation, fmt::format("its first piece has {} bytes instead of {}",
+                                    arrival.bytes - kHeaderBytes, head));
+    }
+    operation.tail_due = head < got.bytes;
+    return true;
+  }
+
+  // Starts the pieces after the first.
+  void open_tail(Operation& operation) {
+    const std::size_t bytes = operation.buffer.header().bytes;
+    const int tag = comm_.max_tag() - operation.tag;
+    operation.tail.clear();
+    for (std::size_t at = piece_bytes_; at < bytes; at += piece_bytes_) {
+      std::byte* piece = operation.buffer.payload() + at;
+      const std::size_t length = std::min(piece_bytes_, bytes - at);
+      operation.tail.push_back(operation.receives
+                                   ? comm_.post_recv(operation.peer, tag, {piece, length})
+                                   : comm_.start_send(operation.peer, tag, {piece, length}));
+    }
+    operation.tail_due = false;
+  }
+
+  bool test_tail(Operation& operation) {
+    bool done = true;
+    for (Request& request : operation.tail) {
+      if (request.index != Request::kNone && !comm_.test(request)) {
+        done = false;
+      }
+    }
+    if (done) {
+      operation.tail.clear();
+    }
+    return done;
+  }
+
+  [[noreturn]] void refuse(const Operation& operation, const std::string& reason) const {
+    const MessageHeader& got = operation.buffer.header();
+    throw Error(
+        ErrorCode::kMismatch,
+        fmt::format("message mismatch on rank {}: expected {} from rank {}, got {}: {}",
+                    comm_.rank(), describe(operation.expected), operation.peer,
+                    got.magic == MessageHeader::kMagic ? describe(got) : "other bytes", reason),
+        comm_.rank());
+  }
+
+  [[noreturn]] void refuse_size(const char* verb, std::uint64_t bytes, std::size_t capacity,
+                                const MessageHeader& header) const {
+    throw Error(ErrorCode::kInternal,
+                fmt::format("rank {} {} {} bytes with a buffer of {}: {}", comm_.rank(), verb,
+                            bytes, capacity, describe(header)),
+                comm_.rank());
+  }
+
+  Communicator& comm_;
+  std::size_t piece_bytes_;
+  std::vector<Operation> operations_;
+  std::vector<Ticket> free_;
+  std::uint64_t posted_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_message_transport(Communicator& comm, std::size_t max_open,
+                                                  std::size_t piece_bytes) {
+  return std::make_unique<MessageTransport>(comm, max_open, piece_bytes);
+}
+
+}  // namespace sluice

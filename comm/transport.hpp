@@ -1,0 +1,85 @@
+// Transport: tagged, self-describing messages of a plan's channels, receives posted ahead.
+//
+// Every message starts with a 64-byte header that names what it is; the receiver compares it with
+// what its plan expects and a wrong pairing stops at once, naming both ends. Labels (step, phase,
+// channel, slot) are opaque here. A host message is one piece: the header is the 64 bytes in front
+// of the payload, in the same buffer. Payloads above kMaxPieceBytes go in pieces: the first behind
+// the header, the rest, posted once the header has said how many, with a tag of their own.
+//
+// A transport operation takes a "ready" and returns a "done": on host buffers, ready is always now
+// and done is test(). Only the engine's progress loop blocks. All calls come from one thread.
+// Nothing is allocated after construction.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "comm/communicator.hpp"
+
+namespace sluice {
+
+inline constexpr std::size_t kHeaderBytes = 64;
+inline constexpr std::size_t kMaxPieceBytes = std::size_t{1} << 30;
+inline constexpr int kMaxDims = 4;
+
+// On the wire, little-endian, exactly 64 bytes.
+struct MessageHeader {
+  static constexpr std::uint32_t kMagic = 0x43554c53;  // "SLUC"
+  static constexpr std::uint16_t kVersion = 1;
+
+  std::uint32_t magic = kMagic;
+  std::uint16_t version = kVersion;
+  std::uint8_t phase = 0;  // 0 train, 1 evaluate, 2 generate
+  std::uint8_t dtype = 0;  // DType's number
+  std::uint64_t step = 0;
+  std::int32_t channel = 0;      // index in the plan
+  std::int32_t micro_batch = 0;  // which message of the channel
+  std::uint16_t tensor = 0;      // index among the edge's tensors
+  std::uint16_t tensor_count = 1;
+  std::uint32_t rank = 0;  // number of dims in `shape`
+  std::array<std::int32_t, kMaxDims> shape = {0, 0, 0, 0};
+  std::uint64_t bytes = 0;  // of payload
+  std::uint64_t reserved = 0;
+};
+static_assert(sizeof(MessageHeader) == kHeaderBytes);
+
+// One end of a message: memory for header and payload.
+struct MessageBuffer {
+  std::byte* message = nullptr;  // kHeaderBytes of header, then the payload
+  std::size_t capacity = 0;      // of payload, bytes
+  [[nodiscard]] MessageHeader& header() const { return *reinterpret_cast<MessageHeader*>(message); }
+  [[nodiscard]] std::byte* payload() const { return message + kHeaderBytes; }
+};
+
+// An open operation of a transport.
+using Ticket = std::int32_t;
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+
+  // The header in `buffer` is filled in by the caller; header.bytes of payload follow it. `tag` is
+  // the plan's channel tag, `peer` a rank of the pipeline.
+  [[nodiscard]] virtual Ticket start_send(int peer, int tag, const MessageBuffer& buffer) = 0;
+  // `expected` says what must arrive (magic, version, phase, step, channel, micro_batch, tensor,
+  // tensor_count, dtype and rank are compared; shape and bytes may be smaller, never larger than
+  // expected). Error(kMismatch) from test() names both ends.
+  [[nodiscard]] virtual Ticket post_recv(int peer, int tag, const MessageBuffer& buffer,
+                                         const MessageHeader& expected) = 0;
+  // Drives progress; true once the operation is done, and the ticket then invalid.
+  [[nodiscard]] virtual bool test(Ticket ticket) = 0;
+  // Gives up everything open, after an error.
+  virtual void cancel_all() = 0;
+};
+
+// The transport over a communicator ("mpi" and "loopback" alike), which must outlive it. Uses the
+// tags [0, max_channel_tag] of `comm`, and max_tag() - tag for payloads above `piece_bytes` (at
+// least 1; equal on all ranks). `max_open` operations may be open at once, else Error(kInternal).
+// The destructor cancels what is open. A payload in pieces allocates the first time.
+[[nodiscard]] std::unique_ptr<Transport> make_message_transport(
+    Communicator& comm, std::size_t max_open, std::size_t piece_bytes = kMaxPieceBytes);
+
+}  // namespace sluice
