@@ -1,0 +1,101 @@
+#include "stages/compute.hpp"
+
+#include <fmt/format.h>
+#include <omp.h>
+
+#include <cmath>
+#include <dnnl.hpp>
+#include <utility>
+
+#include "comm/error.hpp"
+#include "stages/cpu/kernel_set.hpp"
+#include "stages/matmul.hpp"
+
+namespace sluice {
+
+namespace {
+
+int checked_threads(int threads) {
+  if (threads < 1) {
+    throw Error(ErrorCode::kUsage, fmt::format("{} compute threads; at least 1 is legal", threads));
+  }
+  omp_set_num_threads(threads);
+  return threads;
+}
+
+const char* matmul_instruction_set() {
+  switch (dnnl::get_effective_cpu_isa()) {
+    case dnnl::cpu_isa::sse41:
+      return "sse41";
+    case dnnl::cpu_isa::avx:
+      return "avx";
+    case dnnl::cpu_isa::avx2:
+      return "avx2";
+    case dnnl::cpu_isa::avx2_vnni:
+      return "avx2_vnni";
+    case dnnl::cpu_isa::avx512_core:
+      return "avx512_core";
+    case dnnl::cpu_isa::avx512_core_vnni:
+      return "avx512_core_vnni";
+    case dnnl::cpu_isa::avx512_core_bf16:
+      return "avx512_core_bf16";
+    case dnnl::cpu_isa::avx512_core_amx:
+      return "avx512_core_amx";
+    default:
+      return "another instruction set";
+  }
+}
+
+}  // namespace
+
+ComputeContext::ComputeContext(Device device, int threads)
+    : device_(device),
+      threads_(checked_threads(threads)),
+      stream_(device),
+      matmuls_(std::make_unique<MatMulCache>(device)),
+      kernels_(&choose_kernels()) {}
+
+ComputeContext::~ComputeContext() = default;
+
+std::byte* ComputeContext::workspace(std::size_t bytes) {
+  reserve_workspace(bytes);
+  return workspace_.data();
+}
+
+void ComputeContext::reserve_workspace(std::size_t bytes) {
+  if (bytes > workspace_.size()) workspace_ = Buffer(device_, bytes);
+}
+
+const float* ComputeContext::rotary_table(std::int64_t sequence, std::int64_t head_dim,
+                                          float base) {
+  for (const RotaryTable& table : rotary_tables_) {
+    if (table.sequence >= sequence && table.head_dim == head_dim && table.base == base) {
+      return table.values.data();
+    }
+  }
+  RotaryTable table = {sequence, head_dim, base, {}};
+  const std::int64_t half = head_dim / 2;
+  table.values.resize(static_cast<std::size_t>(sequence * 3 * half));
+  float* row = table.values.data();
+  for (std::int64_t position = 0; position < sequence; ++position, row += 3 * half) {
+    for (std::int64_t i = 0; i < half; ++i) {
+      const double exponent = -2.0 * static_cast<double>(i) / static_cast<double>(head_dim);
+      const double angle = static_cast<double>(position) * std::pow(base, exponent);
+      row[i] = static_cast<float>(std::cos(angle));
+      row[half + i] = static_cast<float>(std::sin(angle));
+      row[2 * half + i] = -row[half + i];
+    }
+  }
+  rotary_tables_.push_back(std::move(table));
+  return rotary_tables_.back().values.data();
+}
+
+std::string kernel_set() { return choose_kernels().name; }
+
+std::string matmul_library() {
+  const dnnl_version_t* version = dnnl_version();
+  return fmt::format("oneDNN {}.{}.{} ({})", version->major, version->minor, version->patch,
+                     matmul_instruction_set());
+}
+
+}  // namespace sluice

@@ -1,0 +1,64 @@
+// Compute context: what operators need besides their operands: device, stream, threads, the cache
+// of prepared library primitives, and scratch memory. One per rank; used from one thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/device.hpp"
+
+namespace sluice {
+
+class MatMulCache;  // stages/matmul.hpp
+struct Kernels;     // stages/cpu/kernels/kernels.hpp
+
+class ComputeContext {
+ public:
+  // threads >= 1, else Error(kUsage); binds the calling thread's OpenMP team to that size. Error
+  // (kUsage) also where SLUICE_KERNELS names no kernel set, or one this machine cannot run.
+  ComputeContext(Device device, int threads);
+  ~ComputeContext();
+  ComputeContext(const ComputeContext&) = delete;
+  ComputeContext& operator=(const ComputeContext&) = delete;
+
+  [[nodiscard]] Device device() const { return device_; }
+  [[nodiscard]] int threads() const { return threads_; }
+  [[nodiscard]] StreamView stream() const { return stream_.view(); }
+  [[nodiscard]] MatMulCache& matmuls() { return *matmuls_; }
+  [[nodiscard]] const Kernels& kernels() const { return *kernels_; }
+
+  // Scratch of one operator call; contents do not survive the next call. Grows only when asked for
+  // more than ever before (before step 1, by reserve()).
+  [[nodiscard]] std::byte* workspace(std::size_t bytes);
+  void reserve_workspace(std::size_t bytes);
+
+  // For positions 0 .. sequence - 1: cosines, sines, negated sines of position *
+  // base^(-2i/head_dim), [sequence, 3, head_dim / 2]. Made on first use.
+  [[nodiscard]] const float* rotary_table(std::int64_t sequence, std::int64_t head_dim, float base);
+
+ private:
+  struct RotaryTable {
+    std::int64_t sequence, head_dim;
+    float base;
+    std::vector<float> values;
+  };
+
+  Device device_;
+  int threads_;
+  Stream stream_;
+  Buffer workspace_;
+  std::unique_ptr<MatMulCache> matmuls_;
+  std::vector<RotaryTable> rotary_tables_;
+  const Kernels* kernels_;
+};
+
+// "avx512" | "avx2" | "baseline": which build of the element-wise loops a context made now would
+// run (SLUICE_KERNELS=baseline|avx2|avx512 in the environment lowers it).
+[[nodiscard]] std::string kernel_set();
+// The matrix library with version and its instruction set, for reports.
+[[nodiscard]] std::string matmul_library();
+
+}  // namespace sluice

@@ -1,0 +1,109 @@
+// Element-wise operators.
+#include <cstring>
+
+#include "stages/cpu/dropout.hpp"
+#include "stages/cpu/parallel.hpp"
+#include "stages/operators.hpp"
+
+namespace sluice {
+
+namespace {
+
+using Unary = void (*)(const void* x, void* y, std::int64_t n);
+using Binary = void (*)(const void* x, const void* dy, void* dx, std::int64_t n);
+
+void run(ComputeContext& ctx, Unary kernel, const Tensor& x, const Tensor& y) {
+  parallel_range(ctx, x.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
+    kernel(element(x, begin), element(y, begin), end - begin);
+  });
+}
+
+void run(ComputeContext& ctx, Binary kernel, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  parallel_range(ctx, x.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
+    kernel(element(x, begin), element(dy, begin), element(dx, begin), end - begin);
+  });
+}
+
+void copy(const Tensor& from, const Tensor& to) {
+  if (from.data != to.data) std::memcpy(to.data, from.data, from.spec.bytes());
+}
+
+// gate_up is [rows, 2 * hidden]; hidden is its last dimension's half.
+std::int64_t hidden_of(const Tensor& gate_up) {
+  return gate_up.shape()[gate_up.shape().rank() - 1] / 2;
+}
+
+}  // namespace
+
+void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  run(ctx, kernels_for(ctx, x.spec.dtype).gelu_forward, x, y);
+}
+
+void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  run(ctx, kernels_for(ctx, x.spec.dtype).gelu_backward, x, dy, dx);
+}
+
+void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  run(ctx, kernels_for(ctx, x.spec.dtype).relu_forward, x, y);
+}
+
+void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  run(ctx, kernels_for(ctx, x.spec.dtype).relu_backward, x, dy, dx);
+}
+
+void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y) {
+  const std::int64_t hidden = hidden_of(gate_up);
+  if (hidden == 0) return;
+  const TypedKernels& kernels = kernels_for(ctx, y.spec.dtype);
+  parallel_range(ctx, y.elements() / hidden, 1, [&](std::int64_t begin, std::int64_t end) {
+    kernels.swiglu_forward(element(gate_up, 2 * begin * hidden), element(y, begin * hidden),
+                           end - begin, hidden);
+  });
+}
+
+void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,
+                     const Tensor& dgate_up) {
+  const std::int64_t hidden = hidden_of(gate_up);
+  if (hidden == 0) return;
+  const TypedKernels& kernels = kernels_for(ctx, dy.spec.dtype);
+  parallel_range(ctx, dy.elements() / hidden, 1, [&](std::int64_t begin, std::int64_t end) {
+    kernels.swiglu_backward(element(gate_up, 2 * begin * hidden), element(dy, begin * hidden),
+                            element(dgate_up, 2 * begin * hidden), end - begin, hidden);
+  });
+}
+
+void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y) {
+  if (dropout.probability == 0) {
+    copy(x, y);
+    return;
+  }
+  const TypedKernels& kernels = kernels_for(ctx, x.spec.dtype);
+  parallel_range(ctx, x.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
+    const DropoutArguments arguments = dropout_arguments(dropout, begin);
+    kernels.dropout(&arguments, element(x, begin), element(y, begin), end - begin);
+  });
+}
+
+void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  const TypedKernels& kernels = kernels_for(ctx, x.spec.dtype);
+  parallel_range(ctx, x.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
+    kernels.add(element(x, begin), y.as<float>() + begin, end - begin);
+  });
+}
+
+void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
+  if (from.spec.dtype == to.spec.dtype) {
+    copy(from, to);
+    return;
+  }
+  parallel_range(ctx, from.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
+    const TypedKernels& kernels = ctx.kernels().bf16;
+    if (to.spec.dtype == DType::kBf16) {
+      kernels.from_float(from.as<float>() + begin, element(to, begin), end - begin);
+    } else {
+      kernels.to_float(element(from, begin), to.as<float>() + begin, end - begin);
+    }
+  });
+}
+
+}  // namespace sluice

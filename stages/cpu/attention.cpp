@@ -1,0 +1,405 @@
+// Causal self-attention in blocks of query rows: only the scores up to a block's last column are
+// computed. Products run directly on the packed queries, keys and values, one sample at a time,
+// batched over the key heads; query heads that share a key head are separate products whose key and
+// value gradients accumulate.
+//
+// Matrices of scores are [heads, sequence, ld] per sample, ld a multiple of 16; what lies right of
+// a block's last column is never written or read. Key and value gradients go by blocks of columns:
+// one product over all query rows from the block on.
+#include <cmath>
+
+#include "stages/cpu/dropout.hpp"
+#include "stages/cpu/parallel.hpp"
+#include "stages/matmul.hpp"
+#include "stages/operators.hpp"
+
+namespace sluice {
+
+namespace {
+
+constexpr std::int64_t kBlock = 64;
+
+// Where things are, in elements.
+struct Places {
+  explicit Places(const AttentionShape& shape)
+      : sequence(shape.sequence),
+        heads(shape.heads),
+        kv_heads(shape.kv_heads),
+        group(shape.heads / shape.kv_heads),
+        head_dim(shape.head_dim),
+        packed(shape.packed_width()),
+        width(heads * head_dim),
+        ld((sequence + 15) / 16 * 16),
+        keys(width),
+        values(width + kv_heads * head_dim) {}
+
+  std::int64_t sequence, heads, kv_heads, group, head_dim;
+  std::int64_t packed, width;  // leading dimensions of qkv and of out
+  std::int64_t ld;             // of scores
+  std::int64_t keys, values;   // columns of qkv
+
+  [[nodiscard]] std::int64_t matrix() const { return sequence * ld; }  // one head's scores
+  [[nodiscard]] std::int64_t columns(std::int64_t row) const {         // of row's block
+    return std::min(row / kBlock * kBlock + kBlock, sequence);
+  }
+  [[nodiscard]] std::int64_t rows(std::int64_t row) const {  // in the block that starts at row
+    return std::min(kBlock, sequence - row);
+  }
+  // Batched over key heads: element strides from one key head to the next.
+  [[nodiscard]] MatMulLayout query() const { return {packed, 1, group * head_dim}; }
+  [[nodiscard]] MatMulLayout key() const { return {packed, 1, head_dim}; }
+  [[nodiscard]] MatMulLayout key_transposed() const { return {1, packed, head_dim}; }
+  [[nodiscard]] MatMulLayout output() const { return {width, 1, group * head_dim}; }
+};
+
+// A matrix of scores per head: all rows of the sequence, or those of one block.
+struct Scores {
+  std::byte* data;
+  DType dtype;
+  std::int64_t ld, head;  // elements from one head to the next
+
+  [[nodiscard]] std::byte* at(std::int64_t h, std::int64_t row) const {
+    return data + (h * head + row * ld) * static_cast<std::int64_t>(size_of(dtype));
+  }
+  [[nodiscard]] float* floats(std::int64_t h, std::int64_t row) const {
+    return reinterpret_cast<float*>(at(h, row));
+  }
+  [[nodiscard]] MatMulLayout layout(std::int64_t group) const { return {ld, 1, group * head}; }
+  [[nodiscard]] MatMulLayout transposed(std::int64_t group) const { return {1, ld, group * head}; }
+};
+
+// Cuts the workspace of one call into aligned pieces; made twice: to add up, then to hand out.
+class Pieces {
+ public:
+  explicit Pieces(std::byte* base) : base_(base) {}
+  std::byte* take(std::int64_t elements, DType dtype) {
+    const std::size_t bytes = static_cast<std::size_t>(elements) * size_of(dtype);
+    std::byte* piece = base_ == nullptr ? nullptr : base_ + used_;
+    used_ += round_up(bytes, kBufferAlignment);
+    return piece;
+  }
+  [[nodiscard]] std::size_t used() const { return used_; }
+
+ private:
+  std::byte* base_;
+  std::size_t used_ = 0;
+};
+
+// work(head, row, rows) over rows [0, count) of every head.
+template <typename Work>
+void for_head_rows(const ComputeContext& ctx, std::int64_t heads, std::int64_t count,
+                   const Work& work) {
+  parallel_range(ctx, heads * count, 1, [&](std::int64_t begin, std::int64_t end) {
+    while (begin < end) {
+      const std::int64_t head = begin / count, row = begin % count;
+      const std::int64_t rows = std::min(count - row, end - begin);
+      work(head, row, rows);
+      begin += rows;
+    }
+  });
+}
+
+// One call of forward or backward.
+class Attention {
+ public:
+  Attention(ComputeContext& ctx, const AttentionShape& shape, const Dropout& dropout, DType dtype)
+      : ctx_(ctx),
+        places_(shape),
+        dropout_(dropout),
+        dtype_(dtype),
+        kernels_(kernels_for(ctx, dtype)),
+        scale_(static_cast<float>(1 / std::sqrt(static_cast<double>(shape.head_dim)))) {}
+
+  void forward(std::int64_t sample, const Tensor& qkv, const Tensor& out, std::byte* state);
+  void backward(std::int64_t sample, const Tensor& qkv, const Tensor& out, const Tensor& dout,
+                std::byte* state, const Tensor& dqkv);
+  // Hands out the scratch of forward (backward); returns the bytes it takes.
+  std::size_t take_forward(std::byte* base);
+  std::size_t take_backward(std::byte* base);
+
+ private:
+  [[nodiscard]] Scores whole(std::byte* data) const {
+    return {data, dtype_, places_.ld, places_.matrix()};
+  }
+  [[nodiscard]] Scores block(std::byte* data, DType dtype) const {
+    return {data, dtype, places_.ld, kBlock * places_.ld};
+  }
+  [[nodiscard]] Scores probabilities(std::byte* state, std::int64_t sample) const {
+    return whole(state + sample * places_.heads * places_.matrix() *
+                             static_cast<std::int64_t>(size_of(dtype_)));
+  }
+  // Address of (row, column) of a sample's matrix.
+  [[nodiscard]] std::byte* packed_at(const Tensor& qkv, std::int64_t sample, std::int64_t row,
+                                     std::int64_t column) const {
+    return element(qkv, (sample * places_.sequence + row) * places_.packed + column);
+  }
+  [[nodiscard]] std::byte* output_at(const Tensor& out, std::int64_t sample,
+                                     std::int64_t row) const {
+    return element(out, (sample * places_.sequence + row) * places_.width);
+  }
+  [[nodiscard]] bool drops() const { return dropout_.probability != 0; }
+  // Dropout of rows of one head's scores, from one place to another (or the same).
+  void drop(const TypedKernels& kernels, std::int64_t sample, std::int64_t head, std::int64_t row,
+            std::int64_t rows, const Scores& from, std::int64_t from_row, const Scores& to,
+            std::int64_t to_row) const;
+  void gradient_of_scores(std::int64_t sample, std::int64_t row, const Tensor& qkv,
+                          const Tensor& dout, const Scores& p);
+  void key_gradients(std::int64_t sample, std::int64_t first, const Tensor& qkv, const Tensor& dout,
+                     const Scores& dropped, const Tensor& dqkv);
+  void store_key_gradients(std::int64_t sample, const Tensor& dqkv) const;
+  // Key gradients sum over a group in f32 before they are rounded.
+  [[nodiscard]] bool sums_apart() const { return places_.group > 1 && dtype_ == DType::kBf16; }
+
+  ComputeContext& ctx_;
+  Places places_;
+  Dropout dropout_;
+  DType dtype_;
+  const TypedKernels& kernels_;
+  float scale_;
+  // Scratch, for one sample at a time.
+  Scores block_scores_ = {};   // f32, one block of rows; bf16 only
+  Scores block_dropped_ = {};  // probabilities after dropout, one block of rows
+  Scores dscores_ = {};        // gradient of the scores
+  Scores dropped_ = {};        // probabilities after dropout
+  float* delta_ = nullptr;     // [heads, sequence]: dot(dout, out)
+  float* dkeys_ = nullptr;     // f32 [sequence, 2 * kv_heads * head_dim], where sums_apart()
+};
+
+std::size_t Attention::take_forward(std::byte* base) {
+  Pieces pieces(base);
+  const std::int64_t block_elements = places_.heads * kBlock * places_.ld;
+  if (dtype_ == DType::kBf16) {
+    block_scores_ = block(pieces.take(block_elements, DType::kF32), DType::kF32);
+  }
+  if (drops()) block_dropped_ = block(pieces.take(block_elements, dtype_), dtype_);
+  return pieces.used();
+}
+
+std::size_t Attention::take_backward(std::byte* base) {
+  Pieces pieces(base);
+  const Places& at = places_;
+  if (dtype_ == DType::kBf16) {
+    const std::int64_t block_elements = at.heads * kBlock * at.ld;
+    block_scores_ = block(pieces.take(block_elements, DType::kF32), DType::kF32);
+  }
+  dscores_ = whole(pieces.take(at.heads * at.matrix(), dtype_));
+  if (drops()) dropped_ = whole(pieces.take(at.heads * at.matrix(), dtype_));
+  delta_ = reinterpret_cast<float*>(pieces.take(at.heads * at.sequence, DType::kF32));
+  if (sums_apart()) {
+    dkeys_ = reinterpret_cast<float*>(
+        pieces.take(at.sequence * 2 * at.kv_heads * at.head_dim, DType::kF32));
+  }
+  return pieces.used();
+}
+
+void Attention::drop(const TypedKernels& kernels, std::int64_t sample, std::int64_t head,
+                     std::int64_t row, std::int64_t rows, const Scores& from, std::int64_t from_row,
+                     const Scores& to, std::int64_t to_row) const {
+  const std::int64_t columns = places_.columns(row);
+  for (std::int64_t i = 0; i < rows; ++i) {
+    const std::int64_t line = (sample * places_.heads + head) * places_.sequence + row + i;
+    const DropoutArguments arguments = dropout_arguments(dropout_, line * places_.sequence);
+    kernels.dropout(&arguments, from.at(head, from_row + i), to.at(head, to_row + i), columns);
+  }
+}
+
+void Attention::forward(std::int64_t sample, const Tensor& qkv, const Tensor& out,
+                        std::byte* state) {
+  const Places& at = places_;
+  const Scores p = probabilities(state, sample);
+  for (std::int64_t row = 0; row < at.sequence; row += kBlock) {
+    const std::int64_t rows = at.rows(row), columns = at.columns(row);
+    const bool apart = dtype_ == DType::kBf16;
+    const Scores& scores = apart ? block_scores_ : p;
+    const std::int64_t scores_row = apart ? 0 : row;
+    for (std::int64_t j = 0; j < at.group; ++j) {
+      ctx_.matmuls().run({.batches = at.kv_heads,
+                          .m = rows,
+                          .n = columns,
+                          .k = at.head_dim,
+                          .a = at.query(),
+                          .b = at.key_transposed(),
+                          .c = scores.layout(at.group),
+                          .operands = dtype_},
+                         packed_at(qkv, sample, row, j * at.head_dim),
+                         packed_at(qkv, sample, 0, at.keys), nullptr, scores.at(j, scores_row));
+    }
+    for_head_rows(ctx_, at.heads, rows, [&](std::int64_t head, std::int64_t i, std::int64_t count) {
+      kernels_.causal_softmax(scores.floats(head, scores_row + i), at.ld, row + i, count, columns,
+                              scale_, p.at(head, row + i));
+      if (drops()) {
+        drop(kernels_, sample, head, row + i, count, p, row + i, block_dropped_, i);
+      }
+    });
+    const Scores& used = drops() ? block_dropped_ : p;
+    const std::int64_t used_row = drops() ? 0 : row;
+    for (std::int64_t j = 0; j < at.group; ++j) {
+      ctx_.matmuls().run({.batches = at.kv_heads,
+                          .m = rows,
+                          .n = at.head_dim,
+                          .k = columns,
+                          .a = used.layout(at.group),
+                          .b = at.key(),
+                          .c = at.output(),
+                          .operands = dtype_,
+                          .result = dtype_},
+                         used.at(j, used_row), packed_at(qkv, sample, 0, at.values), nullptr,
+                         output_at(out, sample, row) +
+                             j * at.head_dim * static_cast<std::int64_t>(size_of(dtype_)));
+    }
+  }
+}
+
+// Rows of the block at `row`: dscores_ and, with dropout, dropped_.
+void Attention::gradient_of_scores(std::int64_t sample, std::int64_t row, const Tensor& qkv,
+                                   const Tensor& dout, const Scores& p) {
+  const Places& at = places_;
+  const std::int64_t rows = at.rows(row), columns = at.columns(row);
+  const bool apart = dtype_ == DType::kBf16;
+  const Scores& dp = apart ? block_scores_ : dscores_;
+  const std::int64_t dp_row = apart ? 0 : row;
+  for (std::int64_t j = 0; j < at.group; ++j) {
+    ctx_.matmuls().run(
+        {.batches = at.kv_heads,
+         .m = rows,
+         .n = columns,
+         .k = at.head_dim,
+         .a = at.output(),
+         .b = at.key_transposed(),
+         .c = dp.layout(at.group),
+         .operands = dtype_},
+        output_at(dout, sample, row) + j * at.head_dim * static_cast<std::int64_t>(size_of(dtype_)),
+        packed_at(qkv, sample, 0, at.values), nullptr, dp.at(j, dp_row));
+  }
+  for_head_rows(ctx_, at.heads, rows, [&](std::int64_t head, std::int64_t i, std::int64_t count) {
+    if (drops()) {
+      drop(ctx_.kernels().f32, sample, head, row + i, count, dp, dp_row + i, dp, dp_row + i);
+      drop(kernels_, sample, head, row + i, count, p, row + i, dropped_, row + i);
+    }
+    kernels_.causal_softmax_backward(p.at(head, row + i), dp.floats(head, dp_row + i),
+                                     delta_ + head * at.sequence + row + i, at.ld, row + i, count,
+                                     columns, scale_, dscores_.at(head, row + i));
+  });
+}
+
+// Keys and values [first, first + block): sums over all query rows from `first` on.
+void Attention::key_gradients(std::int64_t sample, std::int64_t first, const Tensor& qkv,
+                              const Tensor& dout, const Scores& dropped, const Tensor& dqkv) {
+  const Places& at = places_;
+  const std::int64_t columns = at.rows(first), apart_width = 2 * at.kv_heads * at.head_dim;
+  MatMulSpec spec = {.batches = at.kv_heads,
+                     .m = columns,
+                     .n = at.head_dim,
+                     .k = at.sequence - first,
+                     .a = dscores_.transposed(at.group),
+                     .b = at.query(),
+                     .c = at.key(),
+                     .operands = dtype_,
+                     .result = dtype_};
+  std::byte* dkey = packed_at(dqkv, sample, first, at.keys);
+  std::byte* dvalue = packed_at(dqkv, sample, first, at.values);
+  if (sums_apart()) {
+    spec.c = {apart_width, 1, at.head_dim};
+    spec.result = DType::kF32;
+    float* place = dkeys_ + first * apart_width;
+    dkey = reinterpret_cast<std::byte*>(place);
+    dvalue = reinterpret_cast<std::byte*>(place + at.kv_heads * at.head_dim);
+  }
+  const auto size = static_cast<std::int64_t>(size_of(dtype_));
+  for (std::int64_t j = 0; j < at.group; ++j) {
+    spec.accumulate = j > 0;
+    spec.b = at.query();
+    ctx_.matmuls().run(spec, dscores_.at(j, first) + first * size,
+                       packed_at(qkv, sample, first, j * at.head_dim), nullptr, dkey);
+    spec.b = at.output();
+    ctx_.matmuls().run(spec, dropped.at(j, first) + first * size,
+                       output_at(dout, sample, first) + j * at.head_dim * size, nullptr, dvalue);
+  }
+}
+
+void Attention::store_key_gradients(std::int64_t sample, const Tensor& dqkv) const {
+  const std::int64_t width = 2 * places_.kv_heads * places_.head_dim;
+  parallel_range(ctx_, places_.sequence, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t row = begin; row < end; ++row) {
+      kernels_.from_float(dkeys_ + row * width, packed_at(dqkv, sample, row, places_.keys), width);
+    }
+  });
+}
+
+void Attention::backward(std::int64_t sample, const Tensor& qkv, const Tensor& out,
+                         const Tensor& dout, std::byte* state, const Tensor& dqkv) {
+  const Places& at = places_;
+  const Scores p = probabilities(state, sample);
+  const auto size = static_cast<std::int64_t>(size_of(dtype_));
+  for_head_rows(ctx_, at.heads, at.sequence,
+                [&](std::int64_t head, std::int64_t row, std::int64_t rows) {
+                  const std::int64_t column = head * at.head_dim * size;
+                  kernels_.row_dots(output_at(out, sample, row) + column,
+                                    output_at(dout, sample, row) + column, at.width, rows,
+                                    at.head_dim, delta_ + head * at.sequence + row);
+                });
+  for (std::int64_t row = 0; row < at.sequence; row += kBlock) {
+    gradient_of_scores(sample, row, qkv, dout, p);
+    for (std::int64_t j = 0; j < at.group; ++j) {
+      ctx_.matmuls().run({.batches = at.kv_heads,
+                          .m = at.rows(row),
+                          .n = at.head_dim,
+                          .k = at.columns(row),
+                          .a = dscores_.layout(at.group),
+                          .b = at.key(),
+                          .c = at.query(),
+                          .operands = dtype_,
+                          .result = dtype_},
+                         dscores_.at(j, row), packed_at(qkv, sample, 0, at.keys), nullptr,
+                         packed_at(dqkv, sample, row, j * at.head_dim));
+    }
+  }
+  const Scores& dropped = drops() ? dropped_ : p;
+  for (std::int64_t first = 0; first < at.sequence; first += kBlock) {
+    key_gradients(sample, first, qkv, dout, dropped, dqkv);
+  }
+  if (sums_apart()) store_key_gradients(sample, dqkv);
+}
+
+}  // namespace
+
+std::size_t attention_state_bytes(const AttentionShape& shape, DType dtype) {
+  const Places places(shape);
+  return static_cast<std::size_t>(shape.samples * places.heads * places.matrix()) * size_of(dtype);
+}
+
+void attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                       const Dropout& dropout, const Tensor& out, std::byte* state) {
+  Attention attention(ctx, shape, dropout, qkv.spec.dtype);
+  attention.take_forward(ctx.workspace(attention.take_forward(nullptr)));
+  for (std::int64_t sample = 0; sample < shape.samples; ++sample) {
+    attention.forward(sample, qkv, out, state);
+  }
+}
+
+void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                        const Tensor& out, const Tensor& dout, const Dropout& dropout,
+                        const std::byte* state, const Tensor& dqkv) {
+  Attention attention(ctx, shape, dropout, qkv.spec.dtype);
+  attention.take_backward(ctx.workspace(attention.take_backward(nullptr)));
+  for (std::int64_t sample = 0; sample < shape.samples; ++sample) {
+    // The state is only read; its places are shared with forward, which writes.
+    attention.backward(sample, qkv, out, dout, const_cast<std::byte*>(state), dqkv);
+  }
+}
+
+void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const Tensor& qkv,
+            bool backward) {
+  const std::int64_t half = shape.head_dim / 2, heads = shape.heads + shape.kv_heads;
+  const float* table = ctx.rotary_table(shape.sequence, shape.head_dim, base);
+  const TypedKernels& kernels = kernels_for(ctx, qkv.spec.dtype);
+  parallel_range(ctx, shape.rows(), 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t row = begin; row < end; ++row) {
+      const float* angles = table + row % shape.sequence * 3 * half;
+      kernels.rotate(element(qkv, row * shape.packed_width()), heads, shape.head_dim, angles,
+                     angles + (backward ? 2 : 1) * half);
+    }
+  });
+}
+
+}  // namespace sluice

@@ -1,0 +1,42 @@
+// Embedding of tokens and positions.
+#include <cstring>
+
+#include "stages/cpu/parallel.hpp"
+#include "stages/operators.hpp"
+
+namespace sluice {
+
+void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
+                       const Tensor& positions, const Tensor& out) {
+  const std::int64_t sequence = tokens.shape()[1], width = table.shape()[1];
+  const auto bytes = static_cast<std::size_t>(width) * sizeof(float);
+  const auto* token = tokens.as<std::int32_t>();
+  parallel_range(ctx, tokens.elements(), 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t row = begin; row < end; ++row) {
+      float* to = out.as<float>() + row * width;
+      std::memcpy(to, table.as<float>() + token[row] * width, bytes);
+      if (positions.data != nullptr) {
+        ctx.kernels().f32.add(positions.as<float>() + row % sequence * width, to, width);
+      }
+    }
+  });
+}
+
+// Threads share columns, not rows: each element of a gradient is summed in the order of rows.
+void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
+                               const Tensor& dtable, const Tensor& dpositions) {
+  const std::int64_t sequence = tokens.shape()[1], width = dtable.shape()[1];
+  const auto* token = tokens.as<std::int32_t>();
+  parallel_range(ctx, width, kColumnGrain, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t row = 0; row < tokens.elements(); ++row) {
+      const float* from = dout.as<float>() + row * width + begin;
+      const auto add = ctx.kernels().f32.add;
+      add(from, dtable.as<float>() + token[row] * width + begin, end - begin);
+      if (dpositions.data != nullptr) {
+        add(from, dpositions.as<float>() + row % sequence * width + begin, end - begin);
+      }
+    }
+  });
+}
+
+}  // namespace sluice

@@ -1,0 +1,150 @@
+// The matrix product layer.
+#include "stages/cpu/parallel.hpp"
+#include "stages/matmul.hpp"
+#include "stages/operators.hpp"
+
+namespace sluice {
+
+namespace {
+
+struct LinearShape {
+  std::int64_t rows, in, out;
+};
+
+LinearShape shape_of(const Tensor& weight, const Tensor& x) {
+  const std::int64_t in = weight.shape()[1];
+  return {in == 0 ? 0 : x.elements() / in, in, weight.shape()[0]};
+}
+
+// Rows of one product: 256 of f32, 512 of bf16. A block's operands stay in a second-level cache of
+// 2 MiB, which makes the products themselves faster (1024 rows, width 256, AVX-512: 5 % in f32, up
+// to 20 % of weight gradients in bf16), and what else is done with the same rows.
+std::int64_t block_rows(DType dtype) { return 1024 / static_cast<std::int64_t>(size_of(dtype)); }
+
+// work(first, rows) for each block, in order.
+template <typename Work>
+void for_row_blocks(DType dtype, std::int64_t rows, const Work& work) {
+  const std::int64_t block = block_rows(dtype);
+  for (std::int64_t first = 0; first < rows; first += block) {
+    work(first, std::min(block, rows - first));
+  }
+}
+
+Tensor rows_of(const Tensor& tensor, std::int64_t first, std::int64_t rows, std::int64_t width) {
+  return {element(tensor, first * width), {tensor.spec.dtype, {rows, width}}};
+}
+
+void forward_rows(ComputeContext& ctx, const LinearShape& shape, std::int64_t first,
+                  std::int64_t rows, const Tensor& x, const Tensor& weight, const Tensor& bias,
+                  const Tensor& y) {
+  ctx.matmuls().run({.m = rows,
+                     .n = shape.out,
+                     .k = shape.in,
+                     .a = {.row = shape.in},
+                     .b = {.row = 1, .column = shape.in},
+                     .c = {.row = shape.out},
+                     .operands = x.spec.dtype,
+                     .result = y.spec.dtype,
+                     .bias = bias.data != nullptr},
+                    element(x, first * shape.in), weight.data, bias.data,
+                    element(y, first * shape.out));
+}
+
+void backward_rows(ComputeContext& ctx, const LinearShape& shape, std::int64_t first,
+                   std::int64_t rows, const Tensor& dy, const Tensor& weight, const Tensor& dx) {
+  ctx.matmuls().run({.m = rows,
+                     .n = shape.in,
+                     .k = shape.out,
+                     .a = {.row = shape.out},
+                     .b = {.row = shape.in},
+                     .c = {.row = shape.in},
+                     .operands = dy.spec.dtype,
+                     .result = dx.spec.dtype},
+                    element(dy, first * shape.out), weight.data, nullptr,
+                    element(dx, first * shape.in));
+}
+
+// sums += column sums of dy.
+void add_column_sums(ComputeContext& ctx, const Tensor& dy, const Tensor& sums) {
+  const TypedKernels& kernels = kernels_for(ctx, dy.spec.dtype);
+  const std::int64_t rows = dy.shape()[0], width = dy.shape()[1];
+  parallel_range(ctx, width, kColumnGrain, [&](std::int64_t begin, std::int64_t end) {
+    kernels.column_sums(element(dy, begin), width, rows, end - begin, sums.as<float>() + begin);
+  });
+}
+
+}  // namespace
+
+void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
+                    const Tensor& y) {
+  const LinearShape shape = shape_of(weight, x);
+  for_row_blocks(x.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
+    forward_rows(ctx, shape, first, rows, x, weight, bias, y);
+  });
+}
+
+void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
+                           const Tensor& dx) {
+  const LinearShape shape = shape_of(weight, dx);
+  for_row_blocks(dy.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
+    backward_rows(ctx, shape, first, rows, dy, weight, dx);
+  });
+}
+
+void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
+                               const Tensor& weight, const Tensor& bias, const Tensor& raised,
+                               const Tensor& y) {
+  const LinearShape shape = shape_of(weight, x);
+  for_row_blocks(x.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
+    forward_rows(ctx, shape, first, rows, x, weight, bias, raised);
+    const Tensor raised_rows = rows_of(raised, first, rows, shape.out);
+    if (activation == Activation::kGelu) {
+      gelu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out));
+    } else {
+      swiglu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out / 2));
+    }
+  });
+}
+
+void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
+                                      const Tensor& weight, const Tensor& raised,
+                                      const Tensor& draised) {
+  const std::int64_t width = weight.shape()[1];
+  const LinearShape shape = {width == 0 ? 0 : dy.elements() / weight.shape()[0], width,
+                             weight.shape()[0]};
+  Tensor block = {nullptr,
+                  {dy.spec.dtype, {std::min(block_rows(dy.spec.dtype), shape.rows), width}}};
+  if (activation == Activation::kSwiglu) block.data = ctx.workspace(block.spec.bytes());
+  for_row_blocks(dy.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
+    if (activation == Activation::kGelu) {
+      backward_rows(ctx, shape, first, rows, dy, weight, draised);
+      const Tensor gradient = rows_of(draised, first, rows, width);
+      gelu_backward(ctx, rows_of(raised, first, rows, width), gradient, gradient);
+      return;
+    }
+    const Tensor gradient = rows_of(block, 0, rows, width);
+    backward_rows(ctx, shape, 0, rows, rows_of(dy, first, rows, shape.out), weight, gradient);
+    swiglu_backward(ctx, rows_of(raised, first, rows, 2 * width), gradient,
+                    rows_of(draised, first, rows, 2 * width));
+  });
+}
+
+void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
+                            const Tensor& dweight, const Tensor& dbias) {
+  const LinearShape shape = shape_of(dweight, x);
+  for_row_blocks(dy.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
+    if (dbias.data != nullptr) add_column_sums(ctx, rows_of(dy, first, rows, shape.out), dbias);
+    ctx.matmuls().run({.m = shape.out,
+                       .n = shape.in,
+                       .k = rows,
+                       .a = {.row = 1, .column = shape.out},
+                       .b = {.row = shape.in},
+                       .c = {.row = shape.in},
+                       .operands = x.spec.dtype,
+                       .accumulate = true},
+                      element(dy, first * shape.out), element(x, first * shape.in), nullptr,
+                      dweight.data);
+  });
+}
+
+}  // namespace sluice

@@ -1,0 +1,55 @@
+// Losses. Partial sums are kept per row or block and added in order, so that the result does not
+// depend on the number of threads.
+#include "stages/cpu/parallel.hpp"
+#include "stages/operators.hpp"
+
+namespace sluice {
+
+namespace {
+
+constexpr std::int64_t kLossBlock = 16384;
+
+double sum_in_order(const double* values, std::int64_t count) {
+  double sum = 0;
+  for (std::int64_t i = 0; i < count; ++i) sum += values[i];
+  return sum;
+}
+
+double* partial_sums(ComputeContext& ctx, std::int64_t count) {
+  return reinterpret_cast<double*>(ctx.workspace(static_cast<std::size_t>(count) * sizeof(double)));
+}
+
+}  // namespace
+
+double softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
+                             double scale, bool gradient) {
+  const std::int64_t rows = targets.elements();
+  if (rows == 0) return 0;
+  const std::int64_t width = logits.elements() / rows;
+  double* losses = partial_sums(ctx, rows);
+  parallel_range(ctx, rows, 1, [&](std::int64_t begin, std::int64_t end) {
+    ctx.kernels().cross_entropy(logits.as<float>() + begin * width,
+                                targets.as<std::int32_t>() + begin, static_cast<float>(scale),
+                                gradient, losses + begin, end - begin, width);
+  });
+  return sum_in_order(losses, rows);
+}
+
+double mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
+                          double scale, bool gradient) {
+  const std::int64_t count = outputs.elements();
+  const std::int64_t blocks = (count + kLossBlock - 1) / kLossBlock;
+  double* sums = partial_sums(ctx, blocks);
+  const auto factor = static_cast<float>(2 * scale);
+  parallel_range(ctx, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t block = begin; block < end; ++block) {
+      const std::int64_t first = block * kLossBlock;
+      sums[block] =
+          ctx.kernels().squared_error(outputs.as<float>() + first, targets.as<float>() + first,
+                                      factor, gradient, std::min(kLossBlock, count - first));
+    }
+  });
+  return sum_in_order(sums, blocks);
+}
+
+}  // namespace sluice

@@ -1,0 +1,45 @@
+// What the CPU operators share: the kernels of a type, and cutting a range for threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "stages/compute.hpp"
+#include "stages/cpu/kernels/kernels.hpp"
+#include "stages/tensor.hpp"
+
+namespace sluice {
+
+[[nodiscard]] inline const TypedKernels& kernels_for(const ComputeContext& ctx, DType dtype) {
+  return dtype == DType::kBf16 ? ctx.kernels().bf16 : ctx.kernels().f32;
+}
+
+// Address of element `index` of an operand of any type.
+[[nodiscard]] inline std::byte* element(const Tensor& tensor, std::int64_t index) {
+  return tensor.as<std::byte>() + index * static_cast<std::int64_t>(size_of(tensor.spec.dtype));
+}
+
+// work(begin, end) over pieces of [0, count), one per thread, each but the last a multiple of
+// `grain`. The work of one index must not depend on where the pieces end.
+template <typename Work>
+void parallel_range(const ComputeContext& ctx, std::int64_t count, std::int64_t grain,
+                    const Work& work) {
+  const std::int64_t grains = (count + grain - 1) / grain;
+  const std::int64_t pieces = std::min<std::int64_t>(ctx.threads(), grains);
+  if (pieces <= 1) {
+    if (count > 0) work(std::int64_t{0}, count);
+    return;
+  }
+#pragma omp parallel for schedule(static) num_threads(static_cast <int>(pieces))
+  for (std::int64_t piece = 0; piece < pieces; ++piece) {
+    const std::int64_t begin = grains * piece / pieces * grain;
+    const std::int64_t end = std::min(count, grains * (piece + 1) / pieces * grain);
+    work(begin, end);
+  }
+}
+
+// Multiples of this many columns or elements go to one thread: whole cache lines and vectors.
+inline constexpr std::int64_t kColumnGrain = 64;
+inline constexpr std::int64_t kElementGrain = 4096;
+
+}  // namespace sluice

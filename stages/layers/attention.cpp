@@ -1,0 +1,84 @@
+#include "stages/layers/attention.hpp"
+
+namespace sluice {
+
+AttentionLayer::AttentionLayer(const Options& options, ParameterSet& parameters,
+                               WeightCopies& copies)
+    : ResidualLayer(Norm(options.norm, options.name + ".norm1", options.width, parameters),
+                    options.output, options.width, options.precision),
+      heads_(options.heads),
+      kv_heads_(options.kv_heads),
+      head_dim_(static_cast<int>(options.width / options.heads)),
+      rotary_base_(options.rotary_base),
+      probabilities_(options.probabilities),
+      qkv_(options.name + ".attention.qkv",
+           {.in = options.width,
+            .out = std::int64_t{options.heads + 2 * options.kv_heads} * head_dim_,
+            .bias = options.bias},
+           parameters, copies),
+      output_(options.name + ".attention.output",
+              {.in = options.width,
+               .out = options.width,
+               .deviation = options.output_deviation,
+               .bias = options.bias},
+              parameters, copies) {}
+
+AttentionShape AttentionLayer::attention_shape(const BatchShape& shape) const {
+  return {shape.samples, shape.sequence, heads_, kv_heads_, head_dim_};
+}
+
+AttentionLayer::Kept AttentionLayer::carve(const BatchShape& shape, Memory& memory) const {
+  const std::int64_t rows = shape.rows();
+  Kept kept;
+  kept.probabilities =
+      memory.until_input.bytes(attention_state_bytes(attention_shape(shape), precision()));
+  kept.qkv = memory.until_weight.tensor(precision(), rows, qkv_.out());
+  kept.mixed = memory.until_weight.tensor(precision(), rows, width());
+  kept.dqkv = memory.gradients.tensor(precision(), rows, qkv_.out());
+  kept.dmixed = memory.scratch.tensor(precision(), rows, width());
+  return kept;
+}
+
+void AttentionLayer::measure(const BatchShape& shape, Memory& memory) const {
+  carve(shape, memory);
+}
+
+Dropout AttentionLayer::mask(const LayerCall& call) const {
+  return probabilities_.at(call, heads_ * call.shape.sequence * call.shape.sequence);
+}
+
+void AttentionLayer::branch_forward(LayerCall& call, Memory memory, const Tensor& x,
+                                    const Tensor& y) {
+  const Kept kept = carve(call.shape, memory);
+  const AttentionShape shape = attention_shape(call.shape);
+  ComputeContext& compute = call.compute();
+  qkv_.forward(compute, x, kept.qkv);
+  if (rotary_base_) {
+    rotary(compute, shape, *rotary_base_, kept.qkv, false);
+  }
+  attention_forward(compute, shape, kept.qkv, mask(call), kept.mixed, kept.probabilities);
+  output_.forward(compute, kept.mixed, y);
+}
+
+void AttentionLayer::branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
+                                           const Tensor& dx) {
+  const Kept kept = carve(call.shape, memory);
+  const AttentionShape shape = attention_shape(call.shape);
+  ComputeContext& compute = call.compute();
+  output_.backward_input(compute, dy, kept.dmixed);
+  attention_backward(compute, shape, kept.qkv, kept.mixed, kept.dmixed, mask(call),
+                     kept.probabilities, kept.dqkv);
+  if (rotary_base_) {
+    rotary(compute, shape, *rotary_base_, kept.dqkv, true);
+  }
+  qkv_.backward_input(compute, kept.dqkv, dx);
+}
+
+void AttentionLayer::branch_backward_weight(LayerCall& call, Memory memory, const Tensor& x,
+                                            const Tensor& dy) {
+  const Kept kept = carve(call.shape, memory);
+  output_.backward_weight(call.compute(), kept.mixed, dy);
+  qkv_.backward_weight(call.compute(), x, kept.dqkv);
+}
+
+}  // namespace sluice

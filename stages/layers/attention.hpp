@@ -1,0 +1,51 @@
+// Causal self-attention with grouped queries (Ainslie et al. 2023) as a residual branch.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "stages/layers/residual.hpp"
+
+namespace sluice {
+
+class AttentionLayer final : public ResidualLayer {
+ public:
+  struct Options {
+    std::string name;  // "blocks.3"
+    Norm::Kind norm = Norm::Kind::kLayer;
+    std::int64_t width = 0;
+    int heads = 0, kv_heads = 0;
+    std::optional<float> rotary_base;  // rotary positions where set
+    double output_deviation = 0.02;    // initial weights of the output projection
+    bool bias = false;
+    DropoutSite probabilities, output;
+    DType precision = DType::kF32;
+  };
+  AttentionLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
+
+ protected:
+  void measure(const BatchShape& shape, Memory& memory) const override;
+  void branch_forward(LayerCall& call, Memory memory, const Tensor& x, const Tensor& y) override;
+  void branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
+                             const Tensor& dx) override;
+  void branch_backward_weight(LayerCall& call, Memory memory, const Tensor& x,
+                              const Tensor& dy) override;
+
+ private:
+  struct Kept {
+    std::byte* probabilities = nullptr;  // until the input gradient
+    Tensor qkv, mixed;                   // until the weight gradient
+    Tensor dqkv;                         // gradients
+    Tensor dmixed;                       // scratch
+  };
+  [[nodiscard]] AttentionShape attention_shape(const BatchShape& shape) const;
+  Kept carve(const BatchShape& shape, Memory& memory) const;
+  [[nodiscard]] Dropout mask(const LayerCall& call) const;
+
+  int heads_, kv_heads_, head_dim_;
+  std::optional<float> rotary_base_;
+  DropoutSite probabilities_;
+  Linear qkv_, output_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,131 @@
+#include "stages/layers/ends.hpp"
+
+namespace sluice {
+
+namespace {
+
+constexpr const char* kTokenEmbedding = "token_embedding";
+
+}  // namespace
+
+EmbeddingLayer::EmbeddingLayer(const Options& options, ParameterSet& parameters)
+    : tokens_(&parameters.add(std::string(kTokenEmbedding) + ".weight",
+                              Shape{options.vocabulary, options.width}, Init::normal(0.02), true,
+                              options.tied)),
+      width_(options.width),
+      dropout_(options.dropout) {
+  if (options.positions > 0) {
+    positions_ = &parameters.add("position_embedding.weight",
+                                 Shape{options.positions, options.width}, Init::normal(0.02));
+  }
+}
+
+LayerMemory EmbeddingLayer::memory(const BatchShape& shape) const {
+  Carver gradients;
+  if (dropout_.probability > 0) {
+    (void)gradients.tensor(DType::kF32, shape.rows(), width_);
+  }
+  return {.gradients = gradients.used()};
+}
+
+Tensor EmbeddingLayer::dropped(const LayerCall& call) const {
+  return Carver(call.gradients).tensor(DType::kF32, call.shape.rows(), width_);
+}
+
+Residual EmbeddingLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {
+  ComputeContext& compute = call.compute();
+  embedding_forward(compute, in.value, tokens_->value,
+                    positions_ != nullptr ? positions_->value : Tensor{}, out);
+  if (dropout_.active(call)) {
+    dropout(compute, out, dropout_.at(call, call.shape.sequence * width_), out);
+  }
+  return {out, {}};
+}
+
+void EmbeddingLayer::backward_input(LayerCall& call, const Tensor& /*in*/, const Tensor& dout,
+                                    const Tensor& /*din*/) {
+  if (dropout_.active(call)) {
+    dropout(call.compute(), dout, dropout_.at(call, call.shape.sequence * width_), dropped(call));
+  }
+}
+
+void EmbeddingLayer::backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) {
+  embedding_backward_weight(call.compute(), in, dropout_.active(call) ? dropped(call) : dout,
+                            tokens_->grad, positions_ != nullptr ? positions_->grad : Tensor{});
+}
+
+void EmbeddingLayer::backward(LayerCall& call, const Tensor& in, const Tensor& dout,
+                              const Tensor& din) {
+  backward_input(call, in, dout, din);
+  backward_weight(call, in, dout);
+}
+
+HeadLayer::HeadLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies)
+    : norm_(options.norm, "final_norm", options.width, parameters),
+      projection_(options.tied ? kTokenEmbedding : "head",
+                  {.in = options.width, .out = options.vocabulary, .tied = options.tied},
+                  parameters, copies),
+      width_(options.width),
+      precision_(options.precision) {}
+
+HeadLayer::Kept HeadLayer::carve(const BatchShape& shape, Carver until_weight,
+                                 Carver gradients) const {
+  const std::int64_t rows = shape.rows();
+  Kept kept;
+  kept.normed = until_weight.tensor(precision_, rows, width_);
+  kept.stats = until_weight.tensor(DType::kF32, rows, norm_.stats_per_row());
+  kept.dnormed = gradients.tensor(precision_, rows, width_);
+  if (precision_ != DType::kF32) {
+    kept.dlogits = gradients.tensor(precision_, rows, projection_.out());
+  }
+  return kept;
+}
+
+HeadLayer::Kept HeadLayer::carve(const LayerCall& call) const {
+  return carve(call.shape, Carver(call.until_weight), Carver(call.gradients));
+}
+
+LayerMemory HeadLayer::memory(const BatchShape& shape) const {
+  const Kept kept = carve(shape, {}, {});
+  const auto bytes = [](const Tensor& tensor) {
+    return tensor.shape().rank() == 0 ? 0 : round_up(tensor.spec.bytes(), kBufferAlignment);
+  };
+  return {.until_weight = bytes(kept.normed) + bytes(kept.stats),
+          .gradients = bytes(kept.dnormed) + bytes(kept.dlogits)};
+}
+
+Tensor HeadLayer::operand(const Kept& kept, const Tensor& dout) const {
+  return precision_ == DType::kF32 ? dout : kept.dlogits;
+}
+
+Residual HeadLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {
+  const Kept kept = carve(call);
+  norm_.forward(call.compute(), in, kept.normed, kept.stats);
+  projection_.forward(call.compute(), kept.normed, out);
+  return {out, {}};
+}
+
+void HeadLayer::backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+                               const Tensor& din) {
+  const Kept kept = carve(call);
+  const Tensor dlogits = operand(kept, dout);
+  copy_or_convert(call.compute(), dout, dlogits);
+  projection_.backward_input(call.compute(), dlogits, kept.dnormed);
+  if (din.data != nullptr) {
+    fill_zero(din);
+    norm_.backward_input(call.compute(), kept.dnormed, in, kept.stats, din);
+  }
+}
+
+void HeadLayer::backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) {
+  const Kept kept = carve(call);
+  projection_.backward_weight(call.compute(), kept.normed, operand(kept, dout));
+  norm_.backward_weight(call.compute(), kept.dnormed, in, kept.stats);
+}
+
+void HeadLayer::backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) {
+  backward_input(call, in, dout, din);
+  backward_weight(call, in, dout);
+}
+
+}  // namespace sluice

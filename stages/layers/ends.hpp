@@ -1,0 +1,70 @@
+// The two ends of a transformer: embedding of tokens and positions, and the head (final norm and
+// projection to the vocabulary).
+#pragma once
+
+#include "stages/layers/layer.hpp"
+#include "stages/layers/parts.hpp"
+
+namespace sluice {
+
+// Takes tokens i32 [samples, sequence] as its input; its input has no gradient.
+class EmbeddingLayer final : public Layer {
+ public:
+  struct Options {
+    std::int64_t vocabulary = 0, width = 0;
+    std::int64_t positions = 0;  // 0: none learned
+    bool tied = false;
+    DropoutSite dropout;
+  };
+  EmbeddingLayer(const Options& options, ParameterSet& parameters);
+
+  [[nodiscard]] LayerMemory memory(const BatchShape& shape) const override;
+  [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
+  void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+                      const Tensor& din) override;
+  void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) override;
+  void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) override;
+
+ private:
+  [[nodiscard]] Tensor dropped(const LayerCall& call) const;
+
+  Parameter* tokens_;
+  Parameter* positions_ = nullptr;
+  std::int64_t width_;
+  DropoutSite dropout_;
+};
+
+// Gives logits f32 [rows, vocabulary].
+class HeadLayer final : public Layer {
+ public:
+  struct Options {
+    std::int64_t vocabulary = 0, width = 0;
+    Norm::Kind norm = Norm::Kind::kLayer;
+    bool tied = false;
+    DType precision = DType::kF32;
+  };
+  HeadLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
+
+  [[nodiscard]] LayerMemory memory(const BatchShape& shape) const override;
+  [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
+  void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+                      const Tensor& din) override;
+  void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) override;
+  void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) override;
+
+ private:
+  struct Kept {
+    Tensor normed, stats;     // until the weight gradient
+    Tensor dnormed, dlogits;  // gradients; dlogits only where the precision is not f32
+  };
+  [[nodiscard]] Kept carve(const BatchShape& shape, Carver until_weight, Carver gradients) const;
+  [[nodiscard]] Kept carve(const LayerCall& call) const;
+  [[nodiscard]] Tensor operand(const Kept& kept, const Tensor& dout) const;
+
+  Norm norm_;
+  Linear projection_;
+  std::int64_t width_;
+  DType precision_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,95 @@
+// What a transformer stage is made of. Internal to stages/.
+//
+// A layer is stateless between calls except for its parameters: what it keeps of a micro-batch lies
+// in memory the stage hands it with each call, and is found again by carving the same tensors, in
+// the same order, from the same address. The border between two layers is the f32 residual stream.
+//
+// A layer may leave the last addition to the residual stream to the next one, which fuses it into
+// its norm (Residual::pending). The sum of two f32 numbers has the same bits wherever it is formed,
+// so nothing depends on where a stage ends.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "stages/operators.hpp"
+#include "stages/stage.hpp"
+
+namespace sluice {
+
+struct BatchShape {
+  std::int64_t samples = 0, sequence = 0;
+  [[nodiscard]] std::int64_t rows() const { return samples * sequence; }
+  friend bool operator==(const BatchShape&, const BatchShape&) = default;
+};
+
+// Hands out tensors of one memory area, each at a multiple of kBufferAlignment. Without a base it
+// only measures: tensors have null data.
+class Carver {
+ public:
+  Carver() = default;
+  explicit Carver(std::byte* base) : base_(base) {}
+
+  [[nodiscard]] Tensor tensor(DType dtype, std::int64_t rows, std::int64_t columns) {
+    const TensorSpec spec{dtype, Shape{rows, columns}};
+    return Tensor{bytes(spec.bytes()), spec};
+  }
+  [[nodiscard]] std::byte* bytes(std::size_t count) {
+    std::byte* const here = base_ == nullptr ? nullptr : base_ + used_;
+    used_ += round_up(count, kBufferAlignment);
+    return here;
+  }
+  [[nodiscard]] std::size_t used() const { return used_; }
+
+ private:
+  std::byte* base_ = nullptr;
+  std::size_t used_ = 0;
+};
+
+// Bytes a layer wants for a micro-batch, by how long it keeps them.
+struct LayerMemory {
+  std::size_t until_input = 0;   // from forward to the input gradient
+  std::size_t until_weight = 0;  // from forward to the weight gradient
+  std::size_t gradients = 0;     // from the input gradient to the weight gradient
+  std::size_t scratch = 0;       // within one call
+};
+
+// The same memory, handed in with a call.
+struct LayerCall {
+  StageContext& stage;
+  BatchShape shape;
+  std::byte* until_input = nullptr;
+  std::byte* until_weight = nullptr;
+  std::byte* gradients = nullptr;
+  std::byte* scratch = nullptr;
+
+  [[nodiscard]] ComputeContext& compute() const { return stage.compute; }
+};
+
+// A point of the residual stream: value, or value + pending where pending has data; the sum then
+// belongs in value's memory. f32 [rows, width].
+struct Residual {
+  Tensor value;
+  Tensor pending;
+};
+
+class Layer {
+ public:
+  virtual ~Layer() = default;
+
+  [[nodiscard]] virtual LayerMemory memory(const BatchShape& shape) const = 0;
+  // Completes `in` where something is pending; writes `out`, and returns it with what is pending.
+  [[nodiscard]] virtual Residual forward(LayerCall& call, const Residual& in,
+                                         const Tensor& out) = 0;
+  // `in` is forward's completed input, `dout` the gradient of its completed output. Overwrites
+  // `din` (null data: nobody wants it). din is not dout.
+  virtual void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+                              const Tensor& din) = 0;
+  // Adds to the parameters' gradients; operands as in the backward_input before it.
+  virtual void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) = 0;
+  // Both, by the same kernels in the same order; din may be dout.
+  virtual void backward(LayerCall& call, const Tensor& in, const Tensor& dout,
+                        const Tensor& din) = 0;
+};
+
+}  // namespace sluice

@@ -1,0 +1,54 @@
+#include "stages/layers/mlp.hpp"
+
+namespace sluice {
+
+MlpLayer::MlpLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies)
+    : ResidualLayer(Norm(options.norm, options.name + ".norm2", options.width, parameters),
+                    options.output, options.width, options.precision),
+      kind_(options.kind),
+      up_(options.name + (options.kind == Kind::kGelu ? ".mlp.up" : ".mlp.gate_up"),
+          {.in = options.width,
+           .out = options.hidden * (options.kind == Kind::kGelu ? 1 : 2),
+           .bias = options.bias},
+          parameters, copies),
+      down_(options.name + ".mlp.down",
+            {.in = options.hidden,
+             .out = options.width,
+             .deviation = options.output_deviation,
+             .bias = options.bias},
+            parameters, copies) {}
+
+MlpLayer::Kept MlpLayer::carve(const BatchShape& shape, Memory& memory) const {
+  const std::int64_t rows = shape.rows();
+  Kept kept;
+  kept.raised = memory.until_input.tensor(precision(), rows, up_.out());
+  kept.hidden = memory.until_weight.tensor(precision(), rows, down_.in());
+  kept.draised = memory.gradients.tensor(precision(), rows, up_.out());
+  return kept;
+}
+
+void MlpLayer::measure(const BatchShape& shape, Memory& memory) const { carve(shape, memory); }
+
+void MlpLayer::branch_forward(LayerCall& call, Memory memory, const Tensor& x, const Tensor& y) {
+  const Kept kept = carve(call.shape, memory);
+  ComputeContext& compute = call.compute();
+  up_.forward(compute, activation(), x, kept.raised, kept.hidden);
+  down_.forward(compute, kept.hidden, y);
+}
+
+void MlpLayer::branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
+                                     const Tensor& dx) {
+  const Kept kept = carve(call.shape, memory);
+  ComputeContext& compute = call.compute();
+  down_.backward_input(compute, activation(), dy, kept.raised, kept.draised);
+  up_.backward_input(compute, kept.draised, dx);
+}
+
+void MlpLayer::branch_backward_weight(LayerCall& call, Memory memory, const Tensor& x,
+                                      const Tensor& dy) {
+  const Kept kept = carve(call.shape, memory);
+  down_.backward_weight(call.compute(), kept.hidden, dy);
+  up_.backward_weight(call.compute(), x, kept.draised);
+}
+
+}  // namespace sluice

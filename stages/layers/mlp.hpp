@@ -1,0 +1,49 @@
+// The feed-forward part of a block as a residual branch: down(gelu(up(x))), or
+// down(silu(gate(x)) * up(x)) (SwiGLU, Shazeer 2020) with gate and up in one product.
+#pragma once
+
+#include <string>
+
+#include "stages/layers/residual.hpp"
+
+namespace sluice {
+
+class MlpLayer final : public ResidualLayer {
+ public:
+  enum class Kind { kGelu, kSwiGlu };
+  struct Options {
+    std::string name;  // "blocks.3"
+    Kind kind = Kind::kGelu;
+    Norm::Kind norm = Norm::Kind::kLayer;
+    std::int64_t width = 0, hidden = 0;
+    double output_deviation = 0.02;  // initial weights of the down projection
+    bool bias = false;
+    DropoutSite output;
+    DType precision = DType::kF32;
+  };
+  MlpLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
+
+ protected:
+  void measure(const BatchShape& shape, Memory& memory) const override;
+  void branch_forward(LayerCall& call, Memory memory, const Tensor& x, const Tensor& y) override;
+  void branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
+                             const Tensor& dx) override;
+  void branch_backward_weight(LayerCall& call, Memory memory, const Tensor& x,
+                              const Tensor& dy) override;
+
+ private:
+  struct Kept {
+    Tensor raised;   // until the input gradient: the up product's result
+    Tensor hidden;   // until the weight gradient: after the activation
+    Tensor draised;  // gradients
+  };
+  Kept carve(const BatchShape& shape, Memory& memory) const;
+  [[nodiscard]] Activation activation() const {
+    return kind_ == Kind::kGelu ? Activation::kGelu : Activation::kSwiglu;
+  }
+
+  Kind kind_;
+  Linear up_, down_;
+};
+
+}  // namespace sluice

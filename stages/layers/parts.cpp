@@ -1,0 +1,147 @@
+#include "stages/layers/parts.hpp"
+
+#include <cstring>
+
+namespace sluice {
+
+namespace {
+
+constexpr float kLayerNormEpsilon = 1e-5F;
+constexpr float kRmsNormEpsilon = 1e-5F;
+
+}  // namespace
+
+const Tensor& WeightCopies::add(const Parameter& parameter) {
+  return copies_.emplace_back(Copy{&parameter, {}}).tensor;
+}
+
+void WeightCopies::allocate(Device device) {
+  if (precision_ == DType::kF32) {
+    for (Copy& copy : copies_) {
+      copy.tensor = copy.parameter->value;
+    }
+    return;
+  }
+  const auto carve = [this](Carver carver) {
+    for (Copy& copy : copies_) {
+      const Shape& shape = copy.parameter->shape;
+      copy.tensor = carver.tensor(precision_, shape[0], shape[1]);
+    }
+    return carver.used();
+  };
+  memory_ = Buffer(device, carve(Carver()));
+  carve(Carver(memory_.data()));
+  fresh_ = false;
+}
+
+void WeightCopies::refresh(ComputeContext& ctx, std::uint64_t version) {
+  if (precision_ == DType::kF32 || (fresh_ && version == version_)) {
+    return;
+  }
+  for (const Copy& copy : copies_) {
+    convert(ctx, copy.parameter->value, copy.tensor);
+  }
+  version_ = version;
+  fresh_ = true;
+}
+
+Linear::Linear(const std::string& name, const Options& options, ParameterSet& parameters,
+               WeightCopies& copies)
+    : weight_(&parameters.add(name + ".weight", Shape{options.out, options.in},
+                              Init::normal(options.deviation), true, options.tied)),
+      operand_(&copies.add(*weight_)) {
+  if (options.bias) {
+    bias_ = &parameters.add(name + ".bias", Shape{options.out}, Init::constant(0), false);
+  }
+}
+
+void Linear::forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) const {
+  linear_forward(ctx, x, *operand_, bias(), y);
+}
+
+void Linear::forward(ComputeContext& ctx, Activation activation, const Tensor& x,
+                     const Tensor& raised, const Tensor& y) const {
+  linear_activation_forward(ctx, activation, x, *operand_, bias(), raised, y);
+}
+
+void Linear::backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
+                            const Tensor& raised, const Tensor& draised) const {
+  linear_activation_backward_input(ctx, activation, dy, *operand_, raised, draised);
+}
+
+void Linear::backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& dx) const {
+  linear_backward_input(ctx, dy, *operand_, dx);
+}
+
+void Linear::backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy) const {
+  linear_backward_weight(ctx, x, dy, weight_->grad, bias_ != nullptr ? bias_->grad : Tensor{});
+}
+
+Norm::Norm(Kind kind, const std::string& name, std::int64_t width, ParameterSet& parameters)
+    : kind_(kind),
+      weight_(&parameters.add(name + ".weight", Shape{width}, Init::constant(1), false)) {
+  if (kind == Kind::kLayer) {
+    bias_ = &parameters.add(name + ".bias", Shape{width}, Init::constant(0), false);
+  }
+}
+
+void Norm::forward(ComputeContext& ctx, const Residual& x, const Tensor& y,
+                   const Tensor& stats) const {
+  if (kind_ == Kind::kLayer) {
+    layer_norm_forward(ctx, x.value, x.pending, weight_->value, bias_->value, kLayerNormEpsilon, y,
+                       stats);
+  } else {
+    rms_norm_forward(ctx, x.value, x.pending, weight_->value, kRmsNormEpsilon, y, stats);
+  }
+}
+
+void Norm::backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                          const Tensor& stats, const Tensor& dx) const {
+  if (kind_ == Kind::kLayer) {
+    layer_norm_backward_input(ctx, dy, x, weight_->value, stats, dx);
+  } else {
+    rms_norm_backward_input(ctx, dy, x, weight_->value, stats, dx);
+  }
+}
+
+void Norm::backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                           const Tensor& stats) const {
+  if (kind_ == Kind::kLayer) {
+    layer_norm_backward_weight(ctx, dy, x, stats, weight_->grad, bias_->grad);
+  } else {
+    rms_norm_backward_weight(ctx, dy, x, stats, weight_->grad);
+  }
+}
+
+Dropout DropoutSite::at(const LayerCall& call, std::int64_t elements_per_sample) const {
+  if (!active(call)) {
+    return {};
+  }
+  return {probability,
+          {call.stage.seed, site, call.stage.step},
+          static_cast<std::uint64_t>(call.stage.first_sample) *
+              static_cast<std::uint64_t>(elements_per_sample)};
+}
+
+void copy_or_convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
+  if (from.spec.dtype != to.spec.dtype) {
+    convert(ctx, from, to);
+  } else if (from.data != to.data && from.elements() > 0) {
+    std::memcpy(to.data, from.data, from.spec.bytes());
+  }
+}
+
+void fill_zero(const Tensor& tensor) {
+  if (tensor.elements() > 0) {
+    std::memset(tensor.data, 0, tensor.spec.bytes());
+  }
+}
+
+Tensor as_rows(const Tensor& tensor) {
+  const Shape& shape = tensor.shape();
+  const std::int64_t columns = shape.rank() == 0 ? 1 : shape[shape.rank() - 1];
+  const std::int64_t rows = columns == 0 ? 0 : shape.elements() / columns;
+  return {tensor.data, {tensor.spec.dtype, Shape{rows, columns}}};
+}
+
+}  // namespace sluice

@@ -1,0 +1,110 @@
+// Parts that layers share: a linear map and a norm with their parameters, the copies of weights in
+// the products' precision, and dropout keyed by place. Internal to stages/.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <string>
+
+#include "stages/layers/layer.hpp"
+#include "stages/parameter.hpp"
+
+namespace sluice {
+
+// Copies of weights in a product's precision, one set per stage. In f32 the values themselves are
+// used and nothing is copied.
+class WeightCopies {
+ public:
+  explicit WeightCopies(DType precision) : precision_(precision) {}
+
+  // Where the products find this weight; the reference stays valid and is set by allocate().
+  const Tensor& add(const Parameter& parameter);
+  // After ParameterSet::allocate.
+  void allocate(Device device);
+  // Converts all values where `version` is not that of the last call.
+  void refresh(ComputeContext& ctx, std::uint64_t version);
+  [[nodiscard]] DType precision() const { return precision_; }
+
+ private:
+  struct Copy {
+    const Parameter* parameter;
+    Tensor tensor;
+  };
+  DType precision_;
+  std::deque<Copy> copies_;
+  Buffer memory_;
+  std::uint64_t version_ = 0;
+  bool fresh_ = false;
+};
+
+// y = x weightᵀ + bias, with parameters <name>.weight [out, in] and, if asked, <name>.bias [out].
+class Linear {
+ public:
+  struct Options {
+    std::int64_t in = 0, out = 0;
+    double deviation = 0.02;  // of the initial weights
+    bool bias = false;
+    bool tied = false;
+  };
+  Linear(const std::string& name, const Options& options, ParameterSet& parameters,
+         WeightCopies& copies);
+
+  [[nodiscard]] std::int64_t in() const { return weight_->shape[1]; }
+  [[nodiscard]] std::int64_t out() const { return weight_->shape[0]; }
+  void forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) const;
+  void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& dx) const;
+  void backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy) const;
+  // With the activation that follows (precedes) the product; raised is what it was applied to.
+  void forward(ComputeContext& ctx, Activation activation, const Tensor& x, const Tensor& raised,
+               const Tensor& y) const;
+  void backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
+                      const Tensor& raised, const Tensor& draised) const;
+
+ private:
+  [[nodiscard]] Tensor bias() const { return bias_ != nullptr ? bias_->value : Tensor{}; }
+
+  Parameter* weight_;
+  Parameter* bias_ = nullptr;
+  const Tensor* operand_;  // the weight in the products' precision
+};
+
+// LayerNorm with weight and bias, or RMSNorm with a weight.
+class Norm {
+ public:
+  enum class Kind { kLayer, kRms };
+  Norm(Kind kind, const std::string& name, std::int64_t width, ParameterSet& parameters);
+
+  [[nodiscard]] std::int64_t stats_per_row() const { return kind_ == Kind::kLayer ? 2 : 1; }
+  // Completes x first.
+  void forward(ComputeContext& ctx, const Residual& x, const Tensor& y, const Tensor& stats) const;
+  // dx += .
+  void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
+                      const Tensor& dx) const;
+  void backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                       const Tensor& stats) const;
+
+ private:
+  Kind kind_;
+  Parameter* weight_;
+  Parameter* bias_ = nullptr;
+};
+
+// A place in the model where dropout may happen; none outside training.
+struct DropoutSite {
+  float probability = 0;
+  std::uint32_t site = 0;  // random_site(layer, place)
+
+  [[nodiscard]] bool active(const LayerCall& call) const {
+    return probability > 0 && call.stage.phase == Phase::kTrain;
+  }
+  // elements_per_sample: of the operand.
+  [[nodiscard]] Dropout at(const LayerCall& call, std::int64_t elements_per_sample) const;
+};
+
+// to = from: bytes of equal tensors, or a conversion where the types differ.
+void copy_or_convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
+void fill_zero(const Tensor& tensor);
+// The same memory as [rows, last dimension].
+[[nodiscard]] Tensor as_rows(const Tensor& tensor);
+
+}  // namespace sluice

@@ -1,0 +1,99 @@
+#include "stages/layers/residual.hpp"
+
+namespace sluice {
+
+ResidualLayer::Kept ResidualLayer::carve(const BatchShape& shape, Memory& memory) const {
+  const std::int64_t rows = shape.rows();
+  const bool drops = dropout_.probability > 0;
+  Kept kept;
+  kept.normed = memory.until_weight.tensor(precision_, rows, width_);
+  kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_.stats_per_row());
+  kept.dnormed = memory.gradients.tensor(precision_, rows, width_);
+  if (drops || precision_ != DType::kF32) {
+    kept.dbranch = memory.gradients.tensor(precision_, rows, width_);
+  }
+  if (drops && precision_ != DType::kF32) {
+    kept.dropped = memory.scratch.tensor(DType::kF32, rows, width_);
+  }
+  return kept;
+}
+
+ResidualLayer::Kept ResidualLayer::carve(const LayerCall& call, Memory& memory) const {
+  memory = {Carver(call.until_input), Carver(call.until_weight), Carver(call.gradients),
+            Carver(call.scratch)};
+  return carve(call.shape, memory);
+}
+
+LayerMemory ResidualLayer::memory(const BatchShape& shape) const {
+  Memory memory;
+  carve(shape, memory);
+  measure(shape, memory);
+  return {memory.until_input.used(), memory.until_weight.used(), memory.gradients.used(),
+          memory.scratch.used()};
+}
+
+Residual ResidualLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {
+  Memory memory;
+  const Kept kept = carve(call, memory);
+  norm_.forward(call.compute(), in, kept.normed, kept.stats);
+  branch_forward(call, memory, kept.normed, out);
+  if (dropout_.active(call)) {
+    dropout(call.compute(), out, dropout_.at(call, call.shape.sequence * width_), out);
+  }
+  return {out, in.value};
+}
+
+Tensor ResidualLayer::branch_gradient(const Kept& kept, const Tensor& dout) const {
+  return kept.dbranch.spec.shape.rank() == 0 ? dout : kept.dbranch;
+}
+
+void ResidualLayer::backward_branch(LayerCall& call, const Tensor& dout) {
+  Memory memory;
+  const Kept kept = carve(call, memory);
+  ComputeContext& compute = call.compute();
+  const Tensor dbranch = branch_gradient(kept, dout);
+  if (dropout_.active(call)) {
+    const Dropout mask = dropout_.at(call, call.shape.sequence * width_);
+    const Tensor dropped = precision_ == DType::kF32 ? dbranch : kept.dropped;
+    dropout(compute, dout, mask, dropped);
+    copy_or_convert(compute, dropped, dbranch);
+  } else {
+    copy_or_convert(compute, dout, dbranch);
+  }
+  branch_backward_input(call, memory, dbranch, kept.dnormed);
+}
+
+void ResidualLayer::backward_norm(LayerCall& call, const Tensor& in, const Tensor& din) {
+  Memory memory;
+  const Kept kept = carve(call, memory);
+  norm_.backward_input(call.compute(), kept.dnormed, in, kept.stats, din);
+}
+
+void ResidualLayer::backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+                                   const Tensor& din) {
+  backward_branch(call, dout);
+  if (din.data != nullptr) {
+    copy_or_convert(call.compute(), dout, din);
+    backward_norm(call, in, din);
+  }
+}
+
+void ResidualLayer::backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) {
+  Memory memory;
+  const Kept kept = carve(call, memory);
+  branch_backward_weight(call, memory, kept.normed, branch_gradient(kept, dout));
+  norm_.backward_weight(call.compute(), kept.dnormed, in, kept.stats);
+}
+
+void ResidualLayer::backward(LayerCall& call, const Tensor& in, const Tensor& dout,
+                             const Tensor& din) {
+  // The weight gradient reads dout, which the norm's input gradient may then turn into din.
+  backward_branch(call, dout);
+  backward_weight(call, in, dout);
+  if (din.data != nullptr) {
+    copy_or_convert(call.compute(), dout, din);
+    backward_norm(call, in, din);
+  }
+}
+
+}  // namespace sluice

@@ -1,0 +1,63 @@
+// A residual branch: out = in + dropout(branch(norm(in))). Attention and MLP are two of them.
+//
+// The branch's result is written into the memory of `out` and `in` left pending, so that the sum
+// costs no pass of its own: the next norm forms it.
+#pragma once
+
+#include <string>
+
+#include "stages/layers/layer.hpp"
+#include "stages/layers/parts.hpp"
+
+namespace sluice {
+
+class ResidualLayer : public Layer {
+ public:
+  [[nodiscard]] LayerMemory memory(const BatchShape& shape) const final;
+  [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) final;
+  void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+                      const Tensor& din) final;
+  void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) final;
+  void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) final;
+
+ protected:
+  // Where a branch finds its memory: behind what the residual layer itself carved.
+  struct Memory {
+    Carver until_input, until_weight, gradients, scratch;
+  };
+  ResidualLayer(Norm norm, DropoutSite dropout, std::int64_t width, DType precision)
+      : norm_(norm), dropout_(dropout), width_(width), precision_(precision) {}
+
+  [[nodiscard]] std::int64_t width() const { return width_; }
+  [[nodiscard]] DType precision() const { return precision_; }
+
+  // Carves everything the branch ever uses, to measure it.
+  virtual void measure(const BatchShape& shape, Memory& memory) const = 0;
+  // x [rows, width] in the products' precision, y f32 [rows, width].
+  virtual void branch_forward(LayerCall& call, Memory memory, const Tensor& x, const Tensor& y) = 0;
+  // dy and dx [rows, width] in the products' precision.
+  virtual void branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
+                                     const Tensor& dx) = 0;
+  virtual void branch_backward_weight(LayerCall& call, Memory memory, const Tensor& x,
+                                      const Tensor& dy) = 0;
+
+ private:
+  struct Kept {
+    Tensor normed, stats;     // until the weight gradient
+    Tensor dbranch, dnormed;  // gradients; dbranch without data: it is dout itself
+    Tensor dropped;           // scratch, f32, where dropout and a conversion follow each other
+  };
+  Kept carve(const BatchShape& shape, Memory& memory) const;
+  Kept carve(const LayerCall& call, Memory& memory) const;
+  [[nodiscard]] Tensor branch_gradient(const Kept& kept, const Tensor& dout) const;
+  // Everything of backward_input in front of the norm.
+  void backward_branch(LayerCall& call, const Tensor& dout);
+  void backward_norm(LayerCall& call, const Tensor& in, const Tensor& din);
+
+  Norm norm_;
+  DropoutSite dropout_;
+  std::int64_t width_;
+  DType precision_;
+};
+
+}  // namespace sluice

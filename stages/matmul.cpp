@@ -1,0 +1,268 @@
+#include "stages/matmul.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <dnnl.hpp>
+#include <unordered_map>
+
+#include "comm/error.hpp"
+#include "stages/compute.hpp"
+
+namespace sluice {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct SpecHash {
+  std::size_t operator()(const MatMulSpec& spec) const {
+    std::uint64_t hash = 0xCBF29CE484222325U;
+    const auto mix = [&hash](std::int64_t value) {
+      hash = (hash ^ static_cast<std::uint64_t>(value)) * 0x9E3779B97F4A7C15U;
+      hash ^= hash >> 29;
+    };
+    for (const std::int64_t value : {spec.batches, spec.m, spec.n, spec.k}) mix(value);
+    for (const MatMulLayout& layout : {spec.a, spec.b, spec.c}) {
+      mix(layout.row);
+      mix(layout.column);
+      mix(layout.batch);
+    }
+    mix(static_cast<std::int64_t>(spec.operands) | static_cast<std::int64_t>(spec.result) << 8 |
+        static_cast<std::int64_t>(spec.bias) << 16 |
+        static_cast<std::int64_t>(spec.accumulate) << 17);
+    return static_cast<std::size_t>(hash);
+  }
+};
+
+[[noreturn]] void fail(const MatMulSpec& spec, const std::string& what) {
+  throw Error(ErrorCode::kDevice,
+              fmt::format("{} cannot compute {}: {}", matmul_library(), to_string(spec), what));
+}
+
+dnnl::memory::data_type library_type(DType dtype) {
+  return dtype == DType::kBf16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
+}
+
+dnnl::memory::desc describe(const MatMulSpec& spec, std::int64_t rows, std::int64_t columns,
+                            const MatMulLayout& layout, DType dtype) {
+  if (spec.batches == 1) {
+    return {{rows, columns}, library_type(dtype), {layout.row, layout.column}};
+  }
+  return {{spec.batches, rows, columns},
+          library_type(dtype),
+          {layout.batch, layout.row, layout.column}};
+}
+
+// A primitive with its memory objects and argument list, made once; a run only sets pointers.
+struct Product {
+  dnnl::matmul primitive;
+  dnnl::memory a, b, bias, c, scratch;
+  std::vector<dnnl_exec_arg_t> arguments;
+  std::size_t scratch_bytes = 0;
+  bool emulated = false;  // then none of the above
+};
+
+dnnl::matmul::primitive_desc make_descriptor(const dnnl::engine& engine, const MatMulSpec& spec) {
+  const dnnl::memory::desc a = describe(spec, spec.m, spec.k, spec.a, spec.operands);
+  const dnnl::memory::desc b = describe(spec, spec.k, spec.n, spec.b, spec.operands);
+  const dnnl::memory::desc c = describe(spec, spec.m, spec.n, spec.c, spec.result);
+  dnnl::memory::desc bias;
+  if (spec.bias) bias = describe(spec, 1, spec.n, {spec.n, 1, spec.n}, DType::kF32);
+  if (spec.bias && spec.batches != 1) fail(spec, "a bias needs a single product");
+  dnnl::primitive_attr attributes;
+  attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
+  if (spec.accumulate) {
+    dnnl::post_ops sum;
+    sum.append_sum(1.0F);
+    attributes.set_post_ops(sum);
+  }
+#if DNNL_VERSION_MAJOR >= 3
+  return spec.bias ? dnnl::matmul::primitive_desc(engine, a, b, bias, c, attributes)
+                   : dnnl::matmul::primitive_desc(engine, a, b, c, attributes);
+#else
+  const dnnl::matmul::desc operation =
+      spec.bias ? dnnl::matmul::desc(a, b, bias, c) : dnnl::matmul::desc(a, b, c);
+  return {operation, attributes, engine};
+#endif
+}
+
+void bind(Product& product, int argument, const dnnl::memory& memory) {
+  product.arguments.push_back({argument, memory.get()});
+}
+
+Product make_product(const dnnl::engine& engine, const MatMulSpec& spec) {
+  const dnnl::matmul::primitive_desc descriptor = make_descriptor(engine, spec);
+  Product product;
+  product.primitive = dnnl::matmul(descriptor);
+  product.a = dnnl::memory(descriptor.src_desc(), engine, DNNL_MEMORY_NONE);
+  product.b = dnnl::memory(descriptor.weights_desc(), engine, DNNL_MEMORY_NONE);
+  product.c = dnnl::memory(descriptor.dst_desc(), engine, DNNL_MEMORY_NONE);
+  product.scratch = dnnl::memory(descriptor.scratchpad_desc(), engine, DNNL_MEMORY_NONE);
+  product.scratch_bytes = descriptor.scratchpad_desc().get_size();
+  bind(product, DNNL_ARG_SRC, product.a);
+  bind(product, DNNL_ARG_WEIGHTS, product.b);
+  bind(product, DNNL_ARG_DST, product.c);
+  bind(product, DNNL_ARG_SCRATCHPAD, product.scratch);
+  if (spec.bias) {
+    product.bias = dnnl::memory(descriptor.bias_desc(), engine, DNNL_MEMORY_NONE);
+    bind(product, DNNL_ARG_BIAS, product.bias);
+  }
+  return product;
+}
+
+// A matrix operand of any type as dense f32 [batches, rows, columns].
+void widen(const MatMulSpec& spec, std::int64_t rows, std::int64_t columns,
+           const MatMulLayout& layout, const Bf16* from, float* to) {
+  for (std::int64_t batch = 0; batch < spec.batches; ++batch) {
+    for (std::int64_t i = 0; i < rows; ++i) {
+      for (std::int64_t j = 0; j < columns; ++j) {
+        *to++ = to_float(from[batch * layout.batch + i * layout.row + j * layout.column]);
+      }
+    }
+  }
+}
+
+void narrow(const MatMulSpec& spec, const float* from, Bf16* to) {
+  for (std::int64_t batch = 0; batch < spec.batches; ++batch) {
+    for (std::int64_t i = 0; i < spec.m; ++i) {
+      for (std::int64_t j = 0; j < spec.n; ++j) {
+        to[batch * spec.c.batch + i * spec.c.row + j * spec.c.column] = to_bf16(*from++);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+std::string to_string(const MatMulSpec& spec) {
+  const auto layout = [](const MatMulLayout& l) {
+    return fmt::format("({}, {}, {})", l.batch, l.row, l.column);
+  };
+  return fmt::format("{} x {} [{}, {}] x [{}, {}] -> {}, strides {} {} {}{}{}", spec.batches,
+                     name_of(spec.operands), spec.m, spec.k, spec.k, spec.n, name_of(spec.result),
+                     layout(spec.a), layout(spec.b), layout(spec.c), spec.bias ? ", bias" : "",
+                     spec.accumulate ? ", accumulated" : "");
+}
+
+struct MatMulCache::State {
+  explicit State(Device where) : device(where) {}
+
+  Product& find(const MatMulSpec& spec);
+  void execute(const MatMulSpec& spec, Product& product, const void* a, const void* b,
+               const void* bias, void* c);
+  void execute_emulated(const MatMulSpec& spec, const void* a, const void* b, const void* bias,
+                        void* c);
+
+  Device device;
+  dnnl::engine engine{dnnl::engine::kind::cpu, 0};
+  dnnl::stream stream{engine};
+  std::unordered_map<MatMulSpec, Product, SpecHash> products;
+  Buffer scratch;
+  Buffer copies;  // operands of emulated products
+  bool emulate = false;
+  bool recording = false;
+  std::vector<MatMulCall> record;
+};
+
+Product& MatMulCache::State::find(const MatMulSpec& spec) {
+  const auto found = products.find(spec);
+  if (found != products.end()) return found->second;
+  Product product;
+  product.emulated = emulate && spec.operands == DType::kBf16;
+  if (!product.emulated) {
+    try {
+      product = make_product(engine, spec);
+    } catch (const dnnl::error& error) {
+      if (spec.operands != DType::kBf16 || error.status != dnnl_unimplemented) {
+        fail(spec, error.what());
+      }
+      product.emulated = true;
+    }
+  }
+  if (product.scratch_bytes > scratch.size()) scratch = Buffer(device, product.scratch_bytes);
+  return products.emplace(spec, std::move(product)).first->second;
+}
+
+void MatMulCache::State::execute(const MatMulSpec& spec, Product& product, const void* a,
+                                 const void* b, const void* bias, void* c) {
+  if (product.emulated) {
+    execute_emulated(spec, a, b, bias, c);
+    return;
+  }
+  // The library reads sources through non-const handles.
+  product.a.set_data_handle(const_cast<void*>(a));
+  product.b.set_data_handle(const_cast<void*>(b));
+  product.c.set_data_handle(c);
+  product.scratch.set_data_handle(scratch.data());
+  if (spec.bias) product.bias.set_data_handle(const_cast<void*>(bias));
+  const dnnl_status_t status =
+      dnnl_primitive_execute(product.primitive.get(), stream.get(),
+                             static_cast<int>(product.arguments.size()), product.arguments.data());
+  if (status != dnnl_success) fail(spec, fmt::format("status {}", static_cast<int>(status)));
+}
+
+void MatMulCache::State::execute_emulated(const MatMulSpec& spec, const void* a, const void* b,
+                                          const void* bias, void* c) {
+  MatMulSpec wide = spec;
+  wide.operands = wide.result = DType::kF32;
+  wide.a = {spec.k, 1, spec.m * spec.k};
+  wide.b = {spec.n, 1, spec.k * spec.n};
+  const bool narrow_result = spec.result == DType::kBf16;
+  if (narrow_result) wide.c = {spec.n, 1, spec.m * spec.n};
+  const auto a_size = static_cast<std::size_t>(spec.batches * spec.m * spec.k);
+  const auto b_size = static_cast<std::size_t>(spec.batches * spec.k * spec.n);
+  const auto c_size = static_cast<std::size_t>(narrow_result ? spec.batches * spec.m * spec.n : 0);
+  const std::size_t bytes = (a_size + b_size + c_size) * sizeof(float);
+  if (copies.size() < bytes) copies = Buffer(device, bytes);
+  auto* wide_a = reinterpret_cast<float*>(copies.data());
+  float* wide_b = wide_a + a_size;
+  float* wide_c = narrow_result ? wide_b + b_size : static_cast<float*>(c);
+  widen(spec, spec.m, spec.k, spec.a, static_cast<const Bf16*>(a), wide_a);
+  widen(spec, spec.k, spec.n, spec.b, static_cast<const Bf16*>(b), wide_b);
+  execute(wide, find(wide), wide_a, wide_b, bias, wide_c);
+  if (narrow_result) narrow(spec, wide_c, static_cast<Bf16*>(c));
+}
+
+MatMulCache::MatMulCache(Device device) : state_(std::make_unique<State>(device)) {}
+
+MatMulCache::~MatMulCache() = default;
+
+void MatMulCache::run(const MatMulSpec& spec, const void* a, const void* b, const void* bias,
+                      void* c) {
+  Product& product = state_->find(spec);
+  if (!state_->recording) {
+    state_->execute(spec, product, a, b, bias, c);
+    return;
+  }
+  const Clock::time_point start = Clock::now();
+  state_->execute(spec, product, a, b, bias, c);
+  const std::chrono::duration<double> took = Clock::now() - start;
+  state_->record.push_back({spec, a, b, bias, c, took.count()});
+}
+
+void MatMulCache::prepare(const MatMulSpec& spec) { static_cast<void>(state_->find(spec)); }
+
+std::size_t MatMulCache::size() const { return state_->products.size(); }
+
+void MatMulCache::emulate_bf16(bool emulate) {
+  state_->emulate = emulate;
+  std::erase_if(state_->products,
+                [](const auto& entry) { return entry.first.operands == DType::kBf16; });
+}
+
+void MatMulCache::record(bool on) {
+  if (on) state_->record.clear();
+  state_->recording = on;
+}
+
+std::span<const MatMulCall> MatMulCache::recorded() const { return state_->record; }
+
+void MatMulCache::replay(std::span<const MatMulCall> calls) {
+  for (const MatMulCall& call : calls) {
+    state_->execute(call.spec, state_->find(call.spec), call.a, call.b, call.bias, call.c);
+  }
+}
+
+}  // namespace sluice

@@ -1,0 +1,150 @@
+// Operators: forward, input gradient, weight gradient. The CPU versions are the specification.
+//
+// Conventions. rows = samples * sequence. Activations are [rows, width], dense, of the operator's
+// activation type T (f32 or bf16, equal for all activation operands unless said); the residual
+// stream, parameters, their gradients and statistics are f32. Sums run in f32 (or wider) in an
+// order that depends on shapes alone. "overwrites" or "adds to" is said of every output. Weight
+// gradients add. Products go through one call site per (layer, operation): shape, leading
+// dimension, transposition, epilogue and accumulation are a function of the model and the
+// micro-batch alone. Shapes are checked by the layers when they are built, not here.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "stages/compute.hpp"
+#include "stages/random.hpp"
+#include "stages/tensor.hpp"
+
+namespace sluice {
+
+// --- matrix product layer: weight [out, in], bias [out] (null data: none) ---
+// y = x weightᵀ + bias; x [rows, in], y [rows, out]. `weight` of x's type, bias f32, y of x's type
+// or f32 (the residual stream, logits).
+void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
+                    const Tensor& y);
+// dx = dy weight; overwrites. dy, weight and dx of one type.
+void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
+                           const Tensor& dx);
+// dweight += dyᵀ x, dbias += column sums of dy; f32.
+void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
+                            const Tensor& dweight, const Tensor& dbias);
+
+// The products on either side of an activation, with it, block of rows by block of rows while the
+// block is in the cache; the bits of the separate calls. kSwiglu: raised is [rows, 2 * hidden].
+enum class Activation { kGelu, kSwiglu };
+// raised = x weightᵀ + bias, y = activation(raised); both overwritten, of x's type.
+void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
+                               const Tensor& weight, const Tensor& bias, const Tensor& raised,
+                               const Tensor& y);
+// draised = gradient through the activation of (dy weight), for the product that follows the
+// activation; overwrites. All of one type.
+void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
+                                      const Tensor& weight, const Tensor& raised,
+                                      const Tensor& draised);
+
+// --- embedding: tokens i32 [samples, sequence], table [vocabulary, width], positions
+// [context, width] (null data: none); residual stream out f32 [rows, width] ---
+void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
+                       const Tensor& positions, const Tensor& out);
+void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
+                               const Tensor& dtable, const Tensor& dpositions);
+
+// --- normalisation over the last dimension; x f32 (residual stream), y of type T ---
+// LayerNorm: y = (x - mean) * rstd * gamma + beta. stats f32 [rows, 2]: mean, rstd; overwritten.
+// If `delta` (type T or f32) has data, first x += delta, in place: the residual add, fused.
+void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
+                        const Tensor& gamma, const Tensor& beta, float epsilon, const Tensor& y,
+                        const Tensor& stats);
+// dx (f32) += gradient through the normalisation (the residual's gradient is already there).
+void layer_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                               const Tensor& gamma, const Tensor& stats, const Tensor& dx);
+void layer_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta);
+// RMSNorm: y = x * rstd * gamma; stats [rows, 1]: rstd. As above otherwise.
+void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
+                      const Tensor& gamma, float epsilon, const Tensor& y, const Tensor& stats);
+void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                             const Tensor& gamma, const Tensor& stats, const Tensor& dx);
+void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                              const Tensor& stats, const Tensor& dgamma);
+
+// --- causal self-attention ---
+struct AttentionShape {
+  std::int64_t samples = 0, sequence = 0;
+  int heads = 0, kv_heads = 0, head_dim = 0;  // heads is a multiple of kv_heads
+  [[nodiscard]] std::int64_t rows() const { return samples * sequence; }
+  [[nodiscard]] std::int64_t packed_width() const {
+    return static_cast<std::int64_t>(heads + 2 * kv_heads) * head_dim;
+  }
+};
+struct Dropout {
+  float probability = 0;  // 0: the operator is the identity and draws nothing
+  RandomKey key;
+  // Index of the operand's first element in the whole global batch's tensor, so that a sample's
+  // mask is the same in whatever micro-batch it sits.
+  std::uint64_t first_element = 0;
+};
+// Bytes attention_forward keeps for backward: probabilities before dropout, [samples, heads,
+// sequence, sequence rounded up to 16]; right of a block of 64 rows nothing is written or read.
+[[nodiscard]] std::size_t attention_state_bytes(const AttentionShape& shape, DType dtype);
+// qkv [rows, packed_width]: all queries, then keys, then values of a position. out
+// [rows, heads * head_dim]; scores are scaled by 1/sqrt(head_dim). `dropout` applies to the
+// probabilities; its element index is ((sample * heads + head) * sequence + query) * sequence +
+// key.
+void attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                       const Dropout& dropout, const Tensor& out, std::byte* state);
+// dqkv overwritten. `out` is the forward's output.
+void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                        const Tensor& out, const Tensor& dout, const Dropout& dropout,
+                        const std::byte* state, const Tensor& dqkv);
+// Rotary positions (Su et al. 2021; halves rotated as in Llama), in place on queries and keys of a
+// packed qkv; `backward` rotates the other way. Table: theta_i = base^(-2i/head_dim).
+void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const Tensor& qkv,
+            bool backward);
+
+// --- element-wise; overwrites unless said; the result may be the gradient operand in place ---
+// GELU, tanh form (GPT-2).
+void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
+void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
+// SwiGLU: gate_up [rows, 2 * hidden] (gate, then up), y = silu(gate) * up, [rows, hidden].
+void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y);
+void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,
+                     const Tensor& dgate_up);
+void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
+void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
+// y = keep ? x / (1 - p) : 0; the same call is its own backward. In place allowed.
+void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y);
+void add(ComputeContext& ctx, const Tensor& x, const Tensor& y);  // y += x, y f32
+// Converts between f32 and bf16 (to nearest even).
+void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
+
+// --- losses ---
+// logits f32 [rows, vocabulary], targets i32 [rows]; a negative target does not count. Returns the
+// sum over counted rows of -log softmax(logits)[target]. With `gradient`, logits are replaced by
+// scale * (softmax - onehot), zero in uncounted rows.
+[[nodiscard]] double softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits,
+                                           const Tensor& targets, double scale, bool gradient);
+// Sum of squared differences over all elements; with `gradient`, outputs become
+// 2 * scale * (outputs - targets).
+[[nodiscard]] double mean_squared_error(ComputeContext& ctx, const Tensor& outputs,
+                                        const Tensor& targets, double scale, bool gradient);
+
+// --- optimizer kernels, over flat f32 vectors ---
+struct AdamWStep {
+  float learning_rate = 0, beta1 = 0.9F, beta2 = 0.95F, epsilon = 1e-8F, weight_decay = 0;
+  float correction1 = 1, correction2 = 1;  // 1 - beta^t
+  float grad_scale = 1;                    // clipping
+};
+void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<float> value,
+           std::span<const float> grad, std::span<float> first, std::span<float> second);
+struct SgdStep {
+  float learning_rate = 0, momentum = 0, weight_decay = 0, grad_scale = 1;
+};
+// velocity may be empty when momentum is 0.
+void sgd(ComputeContext& ctx, const SgdStep& step, std::span<float> value,
+         std::span<const float> grad, std::span<float> velocity);
+// Double partial sums over fixed blocks of 16,384 elements, added in order.
+[[nodiscard]] double sum_of_squares(ComputeContext& ctx, std::span<const float> values);
+
+}  // namespace sluice

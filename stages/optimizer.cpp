@@ -1,0 +1,202 @@
+#include "stages/optimizer.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numbers>
+
+#include "comm/error.hpp"
+#include "stages/operators.hpp"
+
+namespace sluice {
+
+namespace {
+
+// Parameters that follow each other in memory and decay alike: one kernel call. The padding between
+// them is zero in value, gradient and state, and stays so under either update.
+struct Run {
+  float* value = nullptr;
+  float* grad = nullptr;
+  std::size_t state_offset = 0;  // floats
+  std::size_t count = 0;         // floats, padding between parameters included
+  bool decay = true;
+};
+
+std::size_t padded_floats(const Parameter& parameter) {
+  return round_up(static_cast<size_t>(parameter.value.elements()) * sizeof(float),
+                  kBufferAlignment) /
+         sizeof(float);
+}
+
+std::vector<Run> make_runs(std::span<Parameter* const> parameters) {
+  std::vector<Run> runs;
+  std::size_t offset = 0;
+  for (const Parameter* parameter : parameters) {
+    Run next{parameter->value.as<float>(), parameter->grad.as<float>(), offset,
+             padded_floats(*parameter), parameter->decay};
+    if (next.value == nullptr || next.grad == nullptr) {
+      throw Error(ErrorCode::kInternal, fmt::format("parameter {} reaches the optimizer before it "
+                                                    "has memory",
+                                                    parameter->name));
+    }
+    offset += next.count;
+    Run* const last = runs.empty() ? nullptr : &runs.back();
+    if (last != nullptr && last->decay == next.decay && last->value + last->count == next.value &&
+        last->grad + last->count == next.grad) {
+      last->count += next.count;
+    } else {
+      runs.push_back(next);
+    }
+  }
+  return runs;
+}
+
+// Zeroed state of `kinds` vectors, each laid out like the parameters.
+class StateMemory {
+ public:
+  StateMemory(std::span<Parameter* const> parameters, std::vector<std::string> kinds, Device device)
+      : parameters_(parameters.begin(), parameters.end()), kinds_(std::move(kinds)) {
+    for (const Parameter* parameter : parameters_) {
+      floats_ += padded_floats(*parameter);
+    }
+    for (size_t i = 0; i < kinds_.size(); ++i) {
+      buffers_.emplace_back(device, floats_ * sizeof(float));
+      if (floats_ > 0) {
+        std::memset(buffers_.back().data(), 0, floats_ * sizeof(float));
+      }
+    }
+  }
+
+  [[nodiscard]] std::span<float> of(const Run& run, size_t kind) const {
+    return {reinterpret_cast<float*>(buffers_[kind].data()) + run.state_offset, run.count};
+  }
+  [[nodiscard]] std::vector<OptimizerState> list() const {
+    std::vector<OptimizerState> result;
+    std::size_t offset = 0;
+    for (const Parameter* parameter : parameters_) {
+      for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+        result.push_back(
+            {parameter->name, kinds_[kind],
+             Tensor{buffers_[kind].data() + offset * sizeof(float), parameter->value.spec}});
+      }
+      offset += padded_floats(*parameter);
+    }
+    return result;
+  }
+  [[nodiscard]] std::size_t bytes() const { return buffers_.size() * floats_ * sizeof(float); }
+
+ private:
+  std::vector<Parameter*> parameters_;
+  std::vector<std::string> kinds_;
+  std::vector<Buffer> buffers_;
+  std::size_t floats_ = 0;
+};
+
+class AdamW final : public Optimizer {
+ public:
+  AdamW(const OptimizerConfig& config, std::span<Parameter* const> parameters, Device device)
+      : config_(config),
+        runs_(make_runs(parameters)),
+        state_(parameters, {"exp_avg", "exp_avg_sq"}, device) {}
+
+  void update(ComputeContext& ctx, std::uint64_t step, float learning_rate,
+              float grad_scale) override {
+    const auto correction = [step](float beta) {
+      return static_cast<float>(1.0 -
+                                std::pow(static_cast<double>(beta), static_cast<double>(step)));
+    };
+    AdamWStep kernel;
+    kernel.learning_rate = learning_rate;
+    kernel.beta1 = config_.beta1;
+    kernel.beta2 = config_.beta2;
+    kernel.epsilon = config_.epsilon;
+    kernel.correction1 = correction(config_.beta1);
+    kernel.correction2 = correction(config_.beta2);
+    kernel.grad_scale = grad_scale;
+    for (const Run& run : runs_) {
+      kernel.weight_decay = run.decay ? config_.weight_decay : 0.0F;
+      adamw(ctx, kernel, {run.value, run.count}, {run.grad, run.count}, state_.of(run, 0),
+            state_.of(run, 1));
+    }
+  }
+  std::vector<OptimizerState> state() override { return state_.list(); }
+  std::size_t state_bytes() const override { return state_.bytes(); }
+
+ private:
+  OptimizerConfig config_;
+  std::vector<Run> runs_;
+  StateMemory state_;
+};
+
+class Sgd final : public Optimizer {
+ public:
+  Sgd(const OptimizerConfig& config, std::span<Parameter* const> parameters, Device device)
+      : config_(config),
+        runs_(make_runs(parameters)),
+        state_(parameters,
+               config.momentum == 0 ? std::vector<std::string>{}
+                                    : std::vector<std::string>{"momentum"},
+               device) {}
+
+  void update(ComputeContext& ctx, std::uint64_t /*step*/, float learning_rate,
+              float grad_scale) override {
+    SgdStep kernel;
+    kernel.learning_rate = learning_rate;
+    kernel.momentum = config_.momentum;
+    kernel.grad_scale = grad_scale;
+    for (const Run& run : runs_) {
+      kernel.weight_decay = run.decay ? config_.weight_decay : 0.0F;
+      const std::span<float> velocity =
+          config_.momentum == 0 ? std::span<float>{} : state_.of(run, 0);
+      sgd(ctx, kernel, {run.value, run.count}, {run.grad, run.count}, velocity);
+    }
+  }
+  std::vector<OptimizerState> state() override { return state_.list(); }
+  std::size_t state_bytes() const override { return state_.bytes(); }
+
+ private:
+  OptimizerConfig config_;
+  std::vector<Run> runs_;
+  StateMemory state_;
+};
+
+}  // namespace
+
+OptimizerConfig::Kind parse_optimizer(std::string_view text) {
+  if (text == "adamw") {
+    return OptimizerConfig::Kind::kAdamW;
+  }
+  if (text == "sgd") {
+    return OptimizerConfig::Kind::kSgd;
+  }
+  throw Error(ErrorCode::kUsage, fmt::format("unknown optimizer '{}'; legal: adamw, sgd", text));
+}
+
+std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
+                                          std::span<Parameter* const> parameters, Device device) {
+  if (config.kind == OptimizerConfig::Kind::kSgd) {
+    return std::make_unique<Sgd>(config, parameters, device);
+  }
+  return std::make_unique<AdamW>(config, parameters, device);
+}
+
+double LearningRate::at(std::uint64_t step) const {
+  if (step < warmup) {
+    return peak * static_cast<double>(step) / static_cast<double>(warmup);
+  }
+  if (constant) {
+    return peak;
+  }
+  if (step >= steps) {
+    return peak * (steps > warmup ? final_share : 1.0);
+  }
+  const double progress = static_cast<double>(step - warmup) / static_cast<double>(steps - warmup);
+  const double share = 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
+  return peak * (final_share + (1.0 - final_share) * share);
+}
+
+double clip_factor(double norm, double clip) { return clip > 0 && norm > clip ? clip / norm : 1.0; }
+
+}  // namespace sluice

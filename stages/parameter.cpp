@@ -1,0 +1,165 @@
+#include "stages/parameter.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numbers>
+#include <span>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+
+#include "comm/error.hpp"
+#include "stages/random.hpp"
+
+namespace sluice {
+
+namespace {
+
+struct UnitPair {
+  double first, second;
+};
+
+// Two numbers in (0, 1) of 53 bits, the pair-th of the stream.
+UnitPair unit_pair(const RandomKey& key, std::uint64_t pair) {
+  const auto words = philox(key, 0, pair);
+  const auto unit = [](std::uint32_t high, std::uint32_t low) {
+    const std::uint64_t bits = (std::uint64_t{high} << 32 | low) >> 11;
+    return (static_cast<double>(bits) + 0.5) * 0x1.0p-53;
+  };
+  return {unit(words[0], words[1]), unit(words[2], words[3])};
+}
+
+void fill_normal(std::span<float> values, const RandomKey& key, double deviation) {
+  for (size_t i = 0; i < values.size(); i += 2) {
+    const UnitPair unit = unit_pair(key, i / 2);
+    const double radius = deviation * std::sqrt(-2.0 * std::log(unit.first));
+    const double angle = 2.0 * std::numbers::pi * unit.second;
+    values[i] = static_cast<float>(radius * std::cos(angle));
+    if (i + 1 < values.size()) {
+      values[i + 1] = static_cast<float>(radius * std::sin(angle));
+    }
+  }
+}
+
+void fill_uniform(std::span<float> values, const RandomKey& key, double bound) {
+  for (size_t i = 0; i < values.size(); i += 2) {
+    const UnitPair unit = unit_pair(key, i / 2);
+    values[i] = static_cast<float>(bound * (2.0 * unit.first - 1.0));
+    if (i + 1 < values.size()) {
+      values[i + 1] = static_cast<float>(bound * (2.0 * unit.second - 1.0));
+    }
+  }
+}
+
+void draw(const Parameter& parameter, std::uint64_t seed) {
+  const RandomKey key{seed, hash_name(parameter.name), 0};
+  const std::span<float> values = parameter.value.floats();
+  switch (parameter.init.kind) {
+    case Init::Kind::kConstant:
+      std::fill(values.begin(), values.end(), static_cast<float>(parameter.init.value));
+      return;
+    case Init::Kind::kNormal:
+      fill_normal(values, key, parameter.init.value);
+      return;
+    case Init::Kind::kUniform:
+      fill_uniform(values, key, parameter.init.value);
+      return;
+  }
+}
+
+std::size_t padded_bytes(const Parameter& parameter) {
+  return round_up(static_cast<size_t>(parameter.shape.elements()) * sizeof(float),
+                  kBufferAlignment);
+}
+
+void require_distinct(const std::deque<Parameter>& parameters) {
+  std::unordered_map<std::string_view, const Parameter*> first_uses;
+  for (const Parameter& parameter : parameters) {
+    const auto [use, is_new] = first_uses.emplace(parameter.name, &parameter);
+    if (is_new) {
+      continue;
+    }
+    if (!parameter.tied || !use->second->tied) {
+      throw Error(ErrorCode::kUsage,
+                  fmt::format("parameter {} is declared twice in one stage; give it another name, "
+                              "or declare both uses as tied",
+                              parameter.name));
+    }
+    if (parameter.shape != use->second->shape) {
+      throw Error(
+          ErrorCode::kUsage,
+          fmt::format("tied parameter {} is used with shapes {} and {}; uses share a shape",
+                      parameter.name, to_string(use->second->shape), to_string(parameter.shape)));
+    }
+  }
+}
+
+}  // namespace
+
+Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool decay, bool tied) {
+  if (values_.data() != nullptr) {
+    throw Error(ErrorCode::kInternal, fmt::format("parameter {} is added after allocate()", name));
+  }
+  return parameters_.emplace_back(Parameter{std::move(name), shape, init, decay, tied, {}, {}});
+}
+
+void ParameterSet::allocate(Device device, std::uint64_t seed) {
+  require_distinct(parameters_);
+  std::size_t bytes = 0;
+  for (const Parameter& parameter : parameters_) {
+    bytes += padded_bytes(parameter);
+  }
+  values_ = Buffer(device, bytes);
+  grads_ = Buffer(device, bytes);
+  flat_floats_ = bytes / sizeof(float);
+  if (bytes > 0) {
+    std::memset(values_.data(), 0, bytes);
+  }
+  zero_grads();
+
+  std::size_t offset = 0;
+  for (Parameter& parameter : parameters_) {
+    parameter.value = {values_.data() + offset, {DType::kF32, parameter.shape}};
+    parameter.grad = {grads_.data() + offset, {DType::kF32, parameter.shape}};
+    draw(parameter, seed);
+    offset += padded_bytes(parameter);
+  }
+  touch();
+}
+
+std::vector<Parameter*> ParameterSet::all() {
+  std::vector<Parameter*> result;
+  result.reserve(parameters_.size());
+  for (Parameter& parameter : parameters_) {
+    result.push_back(&parameter);
+  }
+  return result;
+}
+
+Parameter* ParameterSet::find(std::string_view name) {
+  for (Parameter& parameter : parameters_) {
+    if (parameter.name == name) {
+      return &parameter;
+    }
+  }
+  return nullptr;
+}
+
+std::span<float> ParameterSet::flat_grads() const {
+  return {reinterpret_cast<float*>(grads_.data()), flat_floats_};
+}
+
+std::span<float> ParameterSet::flat_values() const {
+  return {reinterpret_cast<float*>(values_.data()), flat_floats_};
+}
+
+void ParameterSet::zero_grads() {
+  if (flat_floats_ > 0) {
+    std::memset(grads_.data(), 0, flat_floats_ * sizeof(float));
+  }
+}
+
+}  // namespace sluice

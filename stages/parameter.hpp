@@ -1,0 +1,73 @@
+// Parameters: named values with gradients, laid out in two flat fp32 buffers per stage so that a
+// reduction or an optimizer walks memory once.
+//
+// Names are global ("blocks.3.attention.qkv.weight"): they do not depend on the layout, and files
+// are keyed by them. A parameter used by several stages (or twice in one) is `tied`: each use has
+// its own entry of the same name, its own copy of the value and its own gradient; the use in the
+// lowest stage (first in it) is the owner, which alone is updated, saved and counted in the norm.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "comm/device.hpp"
+#include "stages/tensor.hpp"
+
+namespace sluice {
+
+struct Init {
+  enum class Kind { kConstant, kNormal, kUniform };
+  Kind kind = Kind::kConstant;
+  double value = 0;  // the constant, the standard deviation, or the bound b of [-b, b)
+
+  static Init constant(double value) { return {Kind::kConstant, value}; }
+  static Init normal(double deviation) { return {Kind::kNormal, deviation}; }
+  static Init uniform(double bound) { return {Kind::kUniform, bound}; }
+};
+
+struct Parameter {
+  std::string name;
+  Shape shape;
+  Init init;
+  bool decay = true;   // weight decay applies (not to norms and biases)
+  bool tied = false;   // other uses of the same name exist
+  Tensor value, grad;  // fp32, set by allocate(); starts at multiples of kBufferAlignment
+};
+
+class ParameterSet {
+ public:
+  ParameterSet() = default;
+  ParameterSet(ParameterSet&&) = default;
+  ParameterSet& operator=(ParameterSet&&) = default;
+
+  // The reference stays valid for the life of the set. Requires: allocate() not yet called.
+  Parameter& add(std::string name, Shape shape, Init init, bool decay = true, bool tied = false);
+
+  // Gives memory to every value and gradient, draws initial values (a function of seed, name and
+  // position alone) and zeroes gradients. Throws Error(kUsage) for a name that is used twice
+  // without being tied.
+  void allocate(Device device, std::uint64_t seed);
+
+  [[nodiscard]] std::vector<Parameter*> all();           // in order of add()
+  [[nodiscard]] Parameter* find(std::string_view name);  // first use, or null
+  // All gradients (values) as one vector, padding between parameters included and always zero.
+  [[nodiscard]] std::span<float> flat_grads() const;
+  [[nodiscard]] std::span<float> flat_values() const;
+  void zero_grads();
+  // Raised by whoever writes values (optimizer, weights, ties), read by stages that keep a copy in
+  // another precision.
+  void touch() { ++version_; }
+  [[nodiscard]] std::uint64_t version() const { return version_; }
+
+ private:
+  std::deque<Parameter> parameters_;
+  Buffer values_, grads_;
+  std::size_t flat_floats_ = 0;
+  std::uint64_t version_ = 0;
+};
+
+}  // namespace sluice

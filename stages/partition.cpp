@@ -1,0 +1,157 @@
+#include "stages/partition.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <charconv>
+#include <limits>
+#include <numeric>
+#include <string>
+
+#include "comm/error.hpp"
+
+namespace sluice {
+
+namespace {
+
+void require_stages(int stages) {
+  if (stages < 1) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("a partition over {} stages; it needs at least 1", stages));
+  }
+}
+
+// A stage per layer; what is left over stays empty in front of the last stage.
+Partition one_layer_each(int layers, int stages) {
+  if (layers < 2) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("{} layer on {} stages; the first and the last stage "
+                            "need a layer each, so at most {} stage",
+                            layers, stages, std::max(layers, 1)));
+  }
+  Partition partition;
+  partition.first.reserve(static_cast<size_t>(stages) + 1);
+  for (int s = 0; s < stages; ++s) {
+    partition.first.push_back(std::min(s, layers - 1));
+  }
+  partition.first.back() = layers - 1;
+  partition.first.push_back(layers);
+  return partition;
+}
+
+// least[s][n]: smallest possible largest cost of the first n layers on s stages, none empty.
+std::vector<std::vector<double>> least_maxima(const std::vector<double>& prefix, int stages) {
+  const size_t layers = prefix.size() - 1;
+  const double infinity = std::numeric_limits<double>::infinity();
+  std::vector<std::vector<double>> least(static_cast<size_t>(stages) + 1,
+                                         std::vector<double>(layers + 1, infinity));
+  least[0][0] = 0;
+  for (size_t s = 1; s < least.size(); ++s) {
+    for (size_t n = s; n <= layers; ++n) {
+      // The last stage grows as begin falls; once it alone is no better, nothing further is.
+      for (size_t begin = n - 1; begin + 1 >= s && prefix[n] - prefix[begin] < least[s][n];
+           --begin) {
+        least[s][n] =
+            std::min(least[s][n], std::max(least[s - 1][begin], prefix[n] - prefix[begin]));
+        if (begin == 0) {
+          break;
+        }
+      }
+    }
+  }
+  return least;
+}
+
+std::vector<int> parse_counts(std::string_view text, int blocks, int stages) {
+  const auto refuse = [&](std::string_view why) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("--partition {}: {}; legal: auto, even, or {} counts of blocks, "
+                            "separated by commas, that add up to {}",
+                            text, why, stages, blocks));
+  };
+  std::vector<int> counts;
+  std::int64_t sum = 0;
+  for (size_t at = 0; at <= text.size();) {
+    const size_t comma = std::min(text.find(',', at), text.size());
+    const std::string_view field = text.substr(at, comma - at);
+    int count = 0;
+    const auto parsed = std::from_chars(field.data(), field.data() + field.size(), count);
+    if (field.empty() || parsed.ec != std::errc() || parsed.ptr != field.data() + field.size() ||
+        count < 0) {
+      refuse(fmt::format("'{}' is not a count", field));
+    }
+    counts.push_back(count);
+    sum += count;
+    at = comma + 1;
+  }
+  if (counts.size() != static_cast<size_t>(stages)) {
+    refuse(fmt::format("{} counts for {} stages", counts.size(), stages));
+  }
+  if (sum != blocks) {
+    refuse(fmt::format("the counts add up to {}, the model has {} blocks", sum, blocks));
+  }
+  return counts;
+}
+
+// The embedding joins the first stage's blocks, the head the last stage's.
+Partition from_block_counts(const std::vector<int>& counts) {
+  Partition partition;
+  partition.first.push_back(0);
+  int layer = 1;
+  for (const int count : counts) {
+    layer += count;
+    partition.first.push_back(layer);
+  }
+  partition.first.back() += 1;
+  return partition;
+}
+
+}  // namespace
+
+Partition partition_by_cost(std::span<const double> costs, int stages) {
+  require_stages(stages);
+  const int layers = static_cast<int>(costs.size());
+  if (layers < stages) {
+    return one_layer_each(layers, stages);
+  }
+  std::vector<double> prefix(costs.size() + 1, 0.0);
+  std::partial_sum(costs.begin(), costs.end(), prefix.begin() + 1);
+  const auto least = least_maxima(prefix, stages);
+  const double bound = least[static_cast<size_t>(stages)][costs.size()];
+
+  // From the back: each stage as light as the bound on the rest allows.
+  Partition partition;
+  partition.first.assign(static_cast<size_t>(stages) + 1, 0);
+  size_t end = costs.size();
+  for (size_t s = static_cast<size_t>(stages); s >= 1; --s) {
+    partition.first[s] = static_cast<int>(end);
+    size_t begin = end - 1;
+    while (least[s - 1][begin] > bound) {
+      --begin;
+    }
+    end = begin;
+  }
+  return partition;
+}
+
+Partition parse_partition(std::string_view text, std::span<const double> costs, int stages) {
+  require_stages(stages);
+  if (costs.size() < 3) {
+    throw Error(ErrorCode::kInternal,
+                fmt::format("{} layer costs; expected embedding, blocks and head", costs.size()));
+  }
+  const int blocks = static_cast<int>(costs.size()) - 2;
+  if (text == "auto") {
+    return partition_by_cost(costs, stages);
+  }
+  if (text == "even") {
+    std::vector<int> counts;
+    for (int s = 0; s < stages; ++s) {
+      counts.push_back(blocks / stages + (s < blocks % stages ? 1 : 0));
+    }
+    return from_block_counts(counts);
+  }
+  return from_block_counts(parse_counts(text, blocks, stages));
+}
+
+}  // namespace sluice

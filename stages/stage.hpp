@@ -1,0 +1,119 @@
+// Stage: one contiguous piece of the model on one device. This is what users write.
+//
+// The runtime calls describe() first, for every micro-batch size, before anything is allocated;
+// then prepare() once; then, as the schedule says, forward and backward of micro-batches, several
+// of which may be in flight: whatever a stage keeps between the two, it keeps per ctx.slot
+// (0 <= slot < setup.slots). All calls come from one thread. Everything is asynchronous on
+// ctx.compute.stream() where the device has streams.
+//
+// A split-backward schedule needs SplitBackward as well; the last stage must be a LossStage. The
+// runtime asks once, by dynamic_cast, and refuses with the stage's number.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "stages/compute.hpp"
+#include "stages/parameter.hpp"
+#include "stages/random.hpp"
+#include "stages/tensor.hpp"
+
+namespace sluice {
+
+enum class Phase : std::uint8_t { kTrain = 0, kEvaluate = 1, kGenerate = 2 };
+
+struct StageDescription {
+  std::vector<TensorSpec> outputs = {};
+  std::size_t state_bytes_until_input = 0;   // per micro-batch in flight, free after I (or B)
+  std::size_t state_bytes_until_weight = 0;  // per micro-batch in flight, kept until W (or B)
+  // Gradients kept from I to W: per micro-batch in flight where the schedule parts the two
+  // (StageSetup::split_backward), otherwise scratch and part of workspace_bytes.
+  std::size_t gradient_bytes_until_weight = 0;
+  std::size_t workspace_bytes = 0;         // shared by all calls of the stage, without operators'
+  std::vector<bool> input_gradients = {};  // which inputs want gradients; empty: all f32 and bf16
+};
+
+struct StageSetup {
+  ComputeContext* compute = nullptr;
+  int slots = 1;  // micro-batches in flight at once, by the plan
+  // False: only backward() will be called, never its halves; a stage may then share among its slots
+  // what lives between I and W.
+  bool split_backward = true;
+  std::uint64_t seed = 0;  // of initial values
+  // Input specs of every micro-batch size that will occur, the largest first.
+  std::vector<std::vector<TensorSpec>> input_sizes = {};
+};
+
+// Sums over this stage's replicas, for batch statistics; handed in by the runtime.
+class Collective {
+ public:
+  virtual ~Collective() = default;
+  virtual void sum(std::span<float> values) = 0;  // in replica order, in place
+};
+
+struct StageContext {
+  ComputeContext& compute;
+  int stage = 0;
+  int micro_batch = 0;
+  int slot = 0;
+  Phase phase = Phase::kTrain;
+  std::uint64_t step = 0;
+  std::uint64_t seed = 0;         // key of dropout and the like; see RandomKey
+  std::int64_t first_sample = 0;  // of the micro-batch, within the global batch
+  std::int64_t samples = 0;       // in this micro-batch
+  double loss_scale = 1;          // 1/N: loss gradients are multiplied by it
+  // The same tensors forward() had; in backward calls too (valid until W is done).
+  std::span<const Tensor> inputs = {};
+  Collective* collective = nullptr;
+};
+
+class Stage {
+ public:
+  virtual ~Stage() = default;
+
+  // Pure: no allocation of device memory, no dependence on prepare(). `inputs`: of one micro-batch.
+  [[nodiscard]] virtual StageDescription describe(std::span<const TensorSpec> inputs) const = 0;
+  // Parameters allocated (parameters()->allocate), state for `slots` made, primitives built.
+  virtual void prepare(const StageSetup& setup) = 0;
+  // Writes every output. `inputs` stay as they are until backward is done; `outputs` are gone
+  // once forward returns.
+  virtual void forward(StageContext& ctx, std::span<const Tensor> inputs,
+                       std::span<const Tensor> outputs) = 0;
+  // Adds to parameter gradients and overwrites grad_inputs (an entry whose input wants no gradient
+  // has null data; stage 0 gets none). Equals backward_input then backward_weight.
+  virtual void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
+                        std::span<const Tensor> grad_inputs) = 0;
+  // Null for a stage without any.
+  [[nodiscard]] virtual ParameterSet* parameters() { return nullptr; }
+};
+
+class SplitBackward {
+ public:
+  virtual ~SplitBackward() = default;
+  // Overwrites grad_inputs; keeps what backward_weight needs. grad_outputs stay valid until then.
+  virtual void backward_input(StageContext& ctx, std::span<const Tensor> grad_outputs,
+                              std::span<const Tensor> grad_inputs) = 0;
+  // Adds to parameter gradients.
+  virtual void backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) = 0;
+};
+
+struct LossResult {
+  double sum = 0;     // of the loss over the micro-batch's counted targets
+  double weight = 0;  // number of counted targets (a mean is sum / weight over the global batch)
+};
+
+class LossStage {
+ public:
+  virtual ~LossStage() = default;
+  // Right after forward(). `outputs` are what forward wrote. In training they are replaced by the
+  // gradient of (sum * ctx.loss_scale) with respect to them, and come back as backward's
+  // grad_outputs; in evaluation they may be left as they are.
+  [[nodiscard]] virtual LossResult loss(StageContext& ctx, std::span<const Tensor> outputs,
+                                        std::span<const Tensor> targets) = 0;
+  // How many targets of a micro-batch count; known from the targets alone, before any forward.
+  [[nodiscard]] virtual double target_weight(std::span<const Tensor> targets) const = 0;
+};
+
+}  // namespace sluice
