@@ -1,0 +1,206 @@
+#include "runtime/checkpoint.hpp"
+
+#include <fmt/format.h>
+
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <vector>
+
+#include "comm/error.hpp"
+#include "runtime/atomic_file.hpp"
+#include "runtime/weights.hpp"
+
+namespace sluice {
+namespace {
+
+using Json = nlohmann::json;
+namespace fs = std::filesystem;
+
+// Which pipeline ranks write a file, and which parameters go where.
+struct Parts {
+  std::vector<int> part_of_rank;  // -1: owns nothing
+  int count = 0;
+};
+
+Parts parts_of(const PipelineLayout& layout) {
+  Parts parts;
+  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
+    bool owns = false;
+    for (const int stage : layout.train.placement.stages_of(rank)) {
+      const auto& parameters = layout.stages[static_cast<std::size_t>(stage)].parameters;
+      for (std::size_t i = 0; i < parameters.size(); ++i) {
+        owns = owns || layout.is_owner(stage, static_cast<int>(i));
+      }
+    }
+    parts.part_of_rank.push_back(owns ? parts.count++ : -1);
+  }
+  return parts;
+}
+
+struct OwnedParameter {
+  std::string name;
+  int rank = 0;
+  std::int64_t elements = 0;
+};
+
+std::vector<OwnedParameter> owned_parameters(const PipelineLayout& layout) {
+  std::vector<OwnedParameter> owned;
+  for (int stage = 0; stage < layout.num_stages(); ++stage) {
+    const auto& parameters = layout.stages[static_cast<std::size_t>(stage)].parameters;
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (!layout.is_owner(stage, static_cast<int>(i))) continue;
+      owned.push_back(
+          {parameters[i].name, layout.train.placement.rank_of(stage), parameters[i].elements});
+    }
+  }
+  return owned;
+}
+
+// Kinds of state the optimizer keeps per parameter, e.g. exp_avg and exp_avg_sq.
+std::set<std::string> state_kinds(const std::vector<OptimizerState>& states) {
+  std::set<std::string> kinds;
+  for (const OptimizerState& state : states) kinds.insert(state.kind);
+  return kinds;
+}
+
+void remove_stale(const fs::path& directory, const std::string& kind,
+                  const std::map<std::string, std::string>& file_of) {
+  std::set<std::string> current;
+  for (const auto& [name, file] : file_of) current.insert(file);
+  if (current.size() > 1) current.insert(kind + ".safetensors.index.json");
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
+    const std::string file = entry.path().filename().string();
+    const bool ours = file == kind + ".safetensors" || file == kind + ".safetensors.index.json" ||
+                      (file.starts_with(kind + "-") && file.ends_with(".safetensors"));
+    if (ours && !current.contains(file)) fs::remove(entry.path());
+  }
+}
+
+void write_text_file(const fs::path& path, const std::string& text) {
+  AtomicFile file(path);
+  file.write(text);
+  file.commit();
+}
+
+// Rank 0's part: indices over the files of all ranks, then configuration and state.
+void write_directory(const Pipeline& pipeline, const std::set<std::string>& kinds,
+                     const fs::path& directory, const std::string& config) {
+  const PipelineLayout& layout = pipeline.layout();
+  const Parts parts = parts_of(layout);
+  std::map<std::string, std::string> model, optimizer;
+  std::size_t bytes = 0;
+  for (const OwnedParameter& parameter : owned_parameters(layout)) {
+    const int part = parts.part_of_rank[static_cast<std::size_t>(parameter.rank)];
+    model[parameter.name] = weights_file_name("model", part, parts.count);
+    for (const std::string& kind : kinds) {
+      optimizer[kind + "." + parameter.name] = weights_file_name("optimizer", part, parts.count);
+    }
+    bytes += static_cast<std::size_t>(parameter.elements) * 4;
+  }
+  if (parts.count > 1) {
+    write_weights_index(directory, "model", model, bytes);
+    if (!kinds.empty()) {
+      write_weights_index(directory, "optimizer", optimizer, bytes * kinds.size());
+    }
+  }
+  remove_stale(directory, "model", model);
+  remove_stale(directory, "optimizer", optimizer);
+  write_text_file(directory / "config.json", config);
+  write_text_file(directory / "state.json",
+                  Json{{"format", 1}, {"step", pipeline.step()}}.dump(2) + "\n");
+}
+
+}  // namespace
+
+void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::string& config) {
+  pipeline.guarded([&] {
+    const PipelineLayout& layout = pipeline.layout();
+    const std::vector<OptimizerState> states = pipeline.optimizer_state();
+    // Kinds are the optimizer's, the same on every rank that owns a parameter.
+    std::set<std::string> kinds;
+    for (const std::string& text :
+         pipeline.world().all_gather_strings(Json(state_kinds(states)).dump())) {
+      kinds.merge(Json::parse(text).get<std::set<std::string>>());
+    }
+    if (pipeline.world().communicator().rank() == 0) {
+      require_writable_directory(directory);
+      // Without it nothing can be resumed: a save that is cut short leaves no mixture behind.
+      fs::remove(directory / "state.json");
+    }
+    pipeline.world().barrier();
+    const Parts parts = parts_of(layout);
+    const int part = parts.part_of_rank[static_cast<std::size_t>(layout.rank)];
+    if (layout.replica == 0 && part >= 0) {
+      const std::map<std::string, std::string> metadata = {
+          {"format", "pt"}, {"step", std::to_string(pipeline.step())}};
+      std::vector<NamedTensor> model, optimizer;
+      for (const Pipeline::Owned& owned : pipeline.parameters()) {
+        if (owned.owner) model.push_back({owned.parameter->name, owned.parameter->value});
+      }
+      for (const OptimizerState& state : states) {
+        optimizer.push_back({state.kind + "." + state.parameter, state.tensor});
+      }
+      write_safetensors(directory / weights_file_name("model", part, parts.count), model, metadata);
+      if (!optimizer.empty()) {
+        write_safetensors(directory / weights_file_name("optimizer", part, parts.count), optimizer,
+                          metadata);
+      }
+    }
+    pipeline.world().barrier();
+    if (pipeline.world().communicator().rank() == 0) {
+      write_directory(pipeline, kinds, directory, config);
+    }
+    pipeline.world().barrier();
+  });
+}
+
+void load_weights(Pipeline& pipeline, const fs::path& directory) {
+  pipeline.guarded([&] {
+    const WeightsDirectory weights(directory, "model");
+    std::set<std::string> known;
+    for (const OwnedParameter& parameter : owned_parameters(pipeline.layout())) {
+      known.insert(parameter.name);
+    }
+    for (const std::string& name : weights.names()) {
+      if (known.contains(name)) continue;
+      throw Error(ErrorCode::kWeights,
+                  fmt::format("weights in '{}' do not fit the model: it has no parameter '{}' (is "
+                              "it another --model, --layers or --untie?)",
+                              directory.string(), name));
+    }
+    for (const Pipeline::Owned& owned : pipeline.parameters()) {
+      if (owned.owner) weights.read(owned.parameter->name, owned.parameter->value);
+    }
+    pipeline.world().barrier();
+  });
+  pipeline.values_changed();
+}
+
+void load_checkpoint(Pipeline& pipeline, const fs::path& directory) {
+  load_weights(pipeline, directory);
+  pipeline.guarded([&] {
+    const std::vector<OptimizerState> states = pipeline.optimizer_state();
+    if (!states.empty()) {
+      const WeightsDirectory optimizer(directory, "optimizer");
+      for (const OptimizerState& state : states) {
+        optimizer.read(state.kind + "." + state.parameter, state.tensor);
+      }
+    }
+    const fs::path path = directory / "state.json";
+    std::ifstream in(path);
+    const Json state = Json::parse(in, nullptr, false);
+    if (!in || state.is_discarded() || !state.is_object() || !state.contains("step") ||
+        !state["step"].is_number_unsigned()) {
+      throw Error(ErrorCode::kWeights,
+                  fmt::format("'{}' is missing or damaged; --resume needs a directory that --save "
+                              "wrote",
+                              path.string()));
+    }
+    pipeline.set_step(state["step"].get<std::uint64_t>());
+    pipeline.world().barrier();
+  });
+}
+
+}  // namespace sluice

@@ -1,0 +1,35 @@
+#include <fmt/format.h>
+
+#include "runtime/option_table.hpp"
+#include "runtime/program.hpp"
+#include "runtime/weights.hpp"
+
+namespace sluice {
+namespace {
+
+constexpr const char* kAbout =
+    "Prints the SHA-256 of every parameter saved in DIR (its little-endian bytes), one line\n"
+    "'<sha256>  <name>' each, sorted by name; then '<sha256>  total', the SHA-256 of those lines.\n"
+    "Two runs ended with the same parameters, to the bit, where the last lines agree.";
+
+}  // namespace
+
+int digest_command(const std::vector<std::string>& arguments) {
+  return run_guarded([&] {
+    std::string directory;
+    OptionTable table("sluice digest DIR", kAbout);
+    table.add_argument("DIR", directory);
+    table.parse(arguments);
+    if (table.help_wanted()) {
+      fmt::print("{}", table.help());
+      return;
+    }
+    const auto digests = digest_parameters(WeightsDirectory(directory, "model"));
+    for (const ParameterDigest& digest : digests) {
+      fmt::print("{}  {}\n", digest.sha256, digest.name);
+    }
+    fmt::print("{}  total\n", digest_all(digests));
+  });
+}
+
+}  // namespace sluice

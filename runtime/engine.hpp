@@ -1,0 +1,110 @@
+// Engine: executes one rank's part of a plan, and nothing else.
+//
+// The plan's list of posts, sends, waits, computations and releases is followed to the letter; the
+// engine has no scheduling rule of its own and refuses (Error(kPlan)) an op whose slot is not in
+// the state the op needs. Everything is allocated on construction; run() allocates nothing.
+// Threading: one thread, the one that constructed it. Only the waits block; they drive the
+// transport and poll the interrupt.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "comm/communicator.hpp"
+#include "comm/transport.hpp"
+#include "runtime/data.hpp"
+#include "runtime/edges.hpp"
+#include "runtime/trace.hpp"
+#include "schedules/plan.hpp"
+#include "stages/stage.hpp"
+
+namespace sluice {
+
+// A stage and what it can do; the pointers are views of the same object, owned by the caller.
+struct StageBinding {
+  int index = 0;  // global
+  Stage* stage = nullptr;
+  SplitBackward* split = nullptr;  // null: only whole backwards
+  LossStage* loss = nullptr;       // set on the last stage
+};
+
+// What a plan's reductions and its optimizer do; the engine only says when.
+class StepActions {
+ public:
+  virtual ~StepActions() = default;
+  virtual void reduce_grad(int stage) = 0;
+  virtual void reduce_tied(int group) = 0;
+  virtual void optimizer() = 0;
+};
+
+struct StepRequest {
+  Phase phase = Phase::kTrain;
+  std::uint64_t step = 0;
+  std::uint64_t seed = 0;
+  double loss_scale = 1;
+  std::span<const SampleRange> micro_batches;  // [micro_batch], sizes as in the edge table
+  const BatchLoader::Batch* batch = nullptr;   // inputs on stage 0, targets on the last stage
+};
+
+// Seconds spent in compute actions, per local stage in ascending order: forward, whole backward,
+// input half, weight half, each as a sum over `count` actions.
+struct ActionSeconds {
+  int stage = 0;
+  struct Sum {
+    double seconds = 0;
+    std::int64_t count = 0;
+  };
+  Sum forward, backward, backward_input, backward_weight;
+};
+
+struct StepOutcome {
+  std::vector<LossResult> losses;  // [micro_batch], on the last stage's rank, else empty
+  double busy_seconds = 0;         // in compute actions
+  int peak_in_flight = 0;          // chunks held at once, counted while running
+  std::vector<ActionSeconds> actions;
+};
+
+struct EngineConfig {
+  const Plan* plan = nullptr;  // outlives the engine
+  int rank = 0;                // of the pipeline
+  const EdgeTable* edges = nullptr;
+  std::vector<StageBinding> stages;  // of this rank, ascending
+  ComputeContext* compute = nullptr;
+  Communicator* communicator = nullptr;  // of the pipeline, for the transport alone
+  Interrupt* interrupt = nullptr;        // polled by waits; may be null
+  Collective* collective = nullptr;      // handed to stages; may be null
+  std::size_t trace_events = 0;          // room for that many per step; 0: record none
+};
+
+class Engine {
+ public:
+  explicit Engine(const EngineConfig& config);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // One step. `actions` may be null for a forward-only plan. After an exception the engine can only
+  // be destroyed. The outcome stays valid until the next call.
+  const StepOutcome& run(const StepRequest& request, StepActions* actions);
+
+  // Filled by run() as it goes; its address never changes.
+  [[nodiscard]] const StepOutcome& outcome() const;
+  // The last stage's outputs of the last micro-batch of the last run, on its rank; else empty.
+  [[nodiscard]] std::span<const Tensor> outputs() const;
+  // Of the last run; times in seconds of the steady clock.
+  [[nodiscard]] std::span<const TraceEvent> trace() const;
+
+  // Bytes of message and hand-over buffers such an engine needs, without making one.
+  [[nodiscard]] static std::size_t buffer_bytes(const Plan& plan, int rank, const EdgeTable& edges);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// Seconds of the steady clock, the same on all ranks of a host.
+[[nodiscard]] double steady_seconds();
+
+}  // namespace sluice

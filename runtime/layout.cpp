@@ -1,0 +1,482 @@
+#include "runtime/layout.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "comm/error.hpp"
+#include "runtime/engine.hpp"
+#include "runtime/guard.hpp"
+#include "schedules/simulate.hpp"
+
+namespace sluice {
+namespace {
+
+using Json = nlohmann::json;
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+// What a stage tells every rank about itself.
+struct StageReport {
+  StageEntry entry;
+  // [size] outputs, and which of the stage's inputs want gradients.
+  std::vector<std::vector<TensorSpec>> outputs;
+  std::vector<std::vector<bool>> input_gradients;
+};
+
+bool wants_gradient_by_default(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kBf16;
+}
+
+Json to_json(const TensorSpec& spec) {
+  Json dims = Json::array();
+  for (int d = 0; d < spec.shape.rank(); ++d) dims.push_back(spec.shape[d]);
+  return {{"dtype", static_cast<int>(spec.dtype)}, {"shape", dims}};
+}
+
+TensorSpec spec_from(const Json& json) {
+  const auto dims = json.at("shape").get<std::vector<std::int64_t>>();
+  return {static_cast<DType>(json.at("dtype").get<int>()), Shape(std::span(dims))};
+}
+
+std::string to_text(const StageReport& report) {
+  Json json;
+  for (const ParameterEntry& p : report.entry.parameters) {
+    json["parameters"].push_back({{"name", p.name}, {"elements", p.elements}, {"tied", p.tied}});
+  }
+  json["state_bytes"] = report.entry.state_bytes;
+  json["split_bytes"] = report.entry.split_bytes;
+  json["workspace_bytes"] = report.entry.workspace_bytes;
+  for (std::size_t i = 0; i < report.outputs.size(); ++i) {
+    Json outputs = Json::array();
+    for (const TensorSpec& spec : report.outputs[i]) outputs.push_back(to_json(spec));
+    json["sizes"].push_back({{"outputs", outputs}, {"gradients", report.input_gradients[i]}});
+  }
+  return json.dump();
+}
+
+StageReport report_from(const std::string& text) {
+  const Json json = Json::parse(text);
+  StageReport report;
+  if (json.contains("parameters")) {
+    for (const Json& p : json["parameters"]) {
+      report.entry.parameters.push_back({p.at("name").get<std::string>(),
+                                         p.at("elements").get<std::int64_t>(),
+                                         p.at("tied").get<bool>()});
+    }
+  }
+  report.entry.state_bytes = json.at("state_bytes").get<std::size_t>();
+  report.entry.split_bytes = json.at("split_bytes").get<std::size_t>();
+  report.entry.workspace_bytes = json.at("workspace_bytes").get<std::size_t>();
+  for (const Json& size : json.at("sizes")) {
+    std::vector<TensorSpec> outputs;
+    for (const Json& spec : size.at("outputs")) outputs.push_back(spec_from(spec));
+    report.outputs.push_back(std::move(outputs));
+    report.input_gradients.push_back(size.at("gradients").get<std::vector<bool>>());
+  }
+  return report;
+}
+
+// Buffers are sized for the largest micro-batch, so smaller ones may not ask for more.
+void require_like(const std::vector<TensorSpec>& largest, const std::vector<TensorSpec>& outputs,
+                  int index) {
+  bool fits = largest.size() == outputs.size();
+  for (std::size_t i = 0; fits && i < outputs.size(); ++i) {
+    fits = outputs[i].dtype == largest[i].dtype &&
+           outputs[i].shape.rank() == largest[i].shape.rank() &&
+           outputs[i].bytes() <= largest[i].bytes();
+  }
+  if (fits) return;
+  throw Error(ErrorCode::kUsage,
+              fmt::format("stage {} describes other outputs for a smaller micro-batch than for the "
+                          "largest; their number, dtypes and ranks must agree and their bytes may "
+                          "not grow",
+                          index));
+}
+
+// Describes `stage` for every size, given its inputs.
+StageReport report_of(Stage& stage, int index, const std::vector<std::vector<TensorSpec>>& inputs) {
+  StageReport report;
+  for (const auto& specs : inputs) {
+    const StageDescription description = stage.describe(specs);
+    if (description.outputs.empty() || description.outputs.size() > 65535) {
+      throw Error(ErrorCode::kUsage, fmt::format("stage {} describes {} outputs; it needs at "
+                                                 "least one",
+                                                 index, description.outputs.size()));
+    }
+    for (const TensorSpec& spec : description.outputs) {
+      bool legal = spec.shape.rank() <= kMaxDims;
+      for (int d = 0; d < spec.shape.rank(); ++d) {
+        legal = legal && spec.shape[d] >= 0 &&
+                spec.shape[d] <= std::numeric_limits<std::int32_t>::max();
+      }
+      if (!legal) {
+        throw Error(ErrorCode::kUsage,
+                    fmt::format("stage {} describes an output of shape {}; at most {} dimensions, "
+                                "each from 0 to 2147483647",
+                                index, to_string(spec.shape), kMaxDims));
+      }
+    }
+    if (!report.outputs.empty()) require_like(report.outputs.front(), description.outputs, index);
+    std::vector<bool> gradients = description.input_gradients;
+    if (gradients.empty()) {
+      for (const TensorSpec& spec : specs)
+        gradients.push_back(wants_gradient_by_default(spec.dtype));
+    }
+    if (gradients.size() != specs.size()) {
+      throw Error(ErrorCode::kUsage, fmt::format("stage {} says for {} inputs whether they want "
+                                                 "gradients, but has {}",
+                                                 index, gradients.size(), specs.size()));
+    }
+    report.outputs.push_back(description.outputs);
+    report.input_gradients.push_back(std::move(gradients));
+    report.entry.state_bytes =
+        std::max(report.entry.state_bytes,
+                 description.state_bytes_until_input + description.state_bytes_until_weight);
+    report.entry.split_bytes =
+        std::max(report.entry.split_bytes, description.gradient_bytes_until_weight);
+    report.entry.workspace_bytes =
+        std::max(report.entry.workspace_bytes, description.workspace_bytes);
+  }
+  if (ParameterSet* parameters = stage.parameters()) {
+    for (const Parameter* p : parameters->all()) {
+      report.entry.parameters.push_back({p->name, p->shape.elements(), p->tied});
+    }
+  }
+  return report;
+}
+
+std::vector<std::int64_t> distinct_sizes(const std::vector<std::vector<SampleRange>>& ranges) {
+  std::set<std::int64_t, std::greater<>> sizes;
+  for (const auto& list : ranges) {
+    for (const SampleRange& range : list) sizes.insert(range.count);
+  }
+  return {sizes.begin(), sizes.end()};
+}
+
+// A replica's share of an evaluation: contiguous, in micro-batches of `size`, the last one smaller.
+std::vector<SampleRange> evaluation_ranges(std::int64_t samples, int replicas, int replica,
+                                           std::int64_t size) {
+  const std::int64_t share = samples / replicas;
+  const std::int64_t extra = samples % replicas;
+  std::int64_t first = share * replica + std::min<std::int64_t>(replica, extra);
+  std::int64_t left = share + (replica < extra ? 1 : 0);
+  std::vector<SampleRange> ranges;
+  constexpr std::int64_t kMost = 1'000'000;
+  if (left / size > kMost) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("an evaluation of {} samples falls into more than {} micro-batches of "
+                            "{}; choose at most {} samples (--validation-samples)",
+                            samples, kMost, size, kMost * size * replicas));
+  }
+  for (; left > 0; left -= ranges.back().count) {
+    ranges.push_back({first, std::min(size, left)});
+    first += ranges.back().count;
+  }
+  return ranges;
+}
+
+Schedule generated(const std::string& name, const ScheduleShape& shape) {
+  try {
+    return generate(name, shape);
+  } catch (const std::invalid_argument& error) {
+    throw Error(ErrorCode::kUsage, error.what());
+  }
+}
+
+Plan verified(const Schedule& schedule, const LowerOptions& lowering) {
+  if (const auto violation = check(schedule)) {
+    throw Error(ErrorCode::kPlan, describe(schedule, *violation));
+  }
+  Plan plan = make_plan(lower(schedule, lowering), lowering.tied);
+  // Messages of the transports here are sent without blocking, at worst by rendezvous; a bound on
+  // unmatched sends is none of theirs.
+  const Verification verification = verify(plan);
+  const auto& models = verification.progresses_under;
+  const bool runs =
+      std::find(models.begin(), models.end(), TransportModel::kEager) != models.end() &&
+      std::find(models.begin(), models.end(), TransportModel::kRendezvous) != models.end();
+  if (!runs) {
+    throw Error(ErrorCode::kPlan,
+                fmt::format("schedule '{}': {}", schedule.name, verification.violation->message));
+  }
+  return plan;
+}
+
+Plan evaluation_plan(const Placement& placement, std::size_t micro_batches) {
+  return verified(generate_forward_only(placement, static_cast<int>(micro_batches)),
+                  {.reduce_grad = false, .tied = {}});
+}
+
+// Ties by name: every parameter with several uses, each of which must be declared tied.
+std::vector<TiedParameter> find_ties(const std::vector<StageEntry>& stages) {
+  std::map<std::string, TiedParameter> uses;
+  std::vector<std::string> order;
+  for (std::size_t s = 0; s < stages.size(); ++s) {
+    for (std::size_t i = 0; i < stages[s].parameters.size(); ++i) {
+      const ParameterEntry& entry = stages[s].parameters[i];
+      TiedParameter& tie = uses[entry.name];
+      if (tie.uses.empty()) order.push_back(entry.name);
+      tie.name = entry.name;
+      tie.uses.push_back({static_cast<int>(s), static_cast<int>(i)});
+      const TiedUse& first = tie.uses.front();
+      const ParameterEntry& owner = stages[at(first.stage)].parameters[at(first.index)];
+      if (tie.uses.size() > 1 && !(entry.tied && owner.tied)) {
+        throw Error(ErrorCode::kUsage,
+                    fmt::format("parameter '{}' is owned by stage {} and by stage {}; either one "
+                                "must own it or both must declare it tied",
+                                entry.name, first.stage, s));
+      }
+      if (entry.elements != owner.elements) {
+        throw Error(
+            ErrorCode::kUsage,
+            fmt::format("tied parameter '{}' has {} elements on stage {} and {} on stage {}",
+                        entry.name, owner.elements, first.stage, entry.elements, s));
+      }
+    }
+  }
+  std::vector<TiedParameter> ties;
+  for (const std::string& name : order) {
+    if (uses[name].uses.size() > 1) ties.push_back(uses[name]);
+  }
+  return ties;
+}
+
+std::vector<RankMemory> memory_of(const PipelineLayout& layout, const PipelineOptions& options) {
+  std::vector<RankMemory> memory(at(layout.topology.pipeline));
+  const std::size_t states_per_value = options.inference                                         ? 0
+                                       : options.optimizer.kind == OptimizerConfig::Kind::kAdamW ? 2
+                                       : options.optimizer.momentum != 0                         ? 1
+                                                                         : 0;
+  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
+    RankMemory& total = memory[at(rank)];
+    std::map<int, std::size_t> slots;  // by stage
+    const auto count_slots = [&](const Plan& plan) {
+      if (plan.ranks.empty()) return;
+      for (const BufferPool& pool : plan.ranks[at(rank)].pools) {
+        if (pool.kind == BufferKind::kState) {
+          slots[pool.stage] = std::max(slots[pool.stage], static_cast<std::size_t>(pool.count));
+        }
+      }
+      total.buffers += Engine::buffer_bytes(plan, rank, layout.edges);
+    };
+    count_slots(layout.train);
+    for (const EvaluationPlan& evaluation : layout.evaluations) {
+      count_slots(evaluation.round);
+      count_slots(evaluation.rest);
+    }
+    for (const int stage : layout.train.placement.stages_of(rank)) {
+      const StageEntry& entry = layout.stages[at(stage)];
+      for (std::size_t i = 0; i < entry.parameters.size(); ++i) {
+        const std::size_t bytes = static_cast<std::size_t>(entry.parameters[i].elements) * 4;
+        total.parameters += bytes;
+        total.gradients += bytes;
+        if (layout.is_owner(stage, static_cast<int>(i)))
+          total.optimizer += states_per_value * bytes;
+      }
+      const std::size_t split = layout.splits_backward() ? entry.split_bytes : 0;
+      total.activations += slots[stage] * (entry.state_bytes + split);
+      total.workspace = std::max(total.workspace, entry.workspace_bytes);
+    }
+  }
+  return memory;
+}
+
+// What every rank must agree on, beyond what the program adds.
+std::vector<std::pair<std::string, std::string>> agreed_values(const PipelineOptions& options) {
+  std::vector<std::pair<std::string, std::string>> values = options.configuration;
+  const auto add = [&](const char* name, const auto& value) {
+    values.emplace_back(name, fmt::format("{}", value));
+  };
+  add("pipeline", options.pipeline);
+  add("replicas", options.replicas);
+  add("rank-order", static_cast<int>(options.rank_order));
+  add("schedule", options.schedule);
+  add("chunks", options.chunks);
+  add("micro-batches", options.micro_batches);
+  add("micro-batch-size", options.micro_batch_size);
+  add("batch-size", options.batch_size);
+  add("seed", options.seed);
+  add("threads", options.threads);
+  add("optimizer", static_cast<int>(options.optimizer.kind));
+  add("beta1", options.optimizer.beta1);
+  add("beta2", options.optimizer.beta2);
+  add("epsilon", options.optimizer.epsilon);
+  add("momentum", options.optimizer.momentum);
+  add("weight-decay", options.optimizer.weight_decay);
+  add("learning-rate", options.learning_rate.peak);
+  add("final-learning-rate-share", options.learning_rate.final_share);
+  add("warmup", options.learning_rate.warmup);
+  add("steps", options.learning_rate.steps);
+  add("clip", options.clip);
+  add("learning-rate-constant", options.learning_rate.constant);
+  add("inference", options.inference);
+  values.emplace_back("evaluations", fmt::format("{}", fmt::join(options.evaluations, ",")));
+  add("check-replicas", options.check_replicas);
+  add("trace", options.trace);
+  return values;
+}
+
+}  // namespace
+
+bool PipelineLayout::splits_backward() const {
+  for (const RankPlan& plan : train.ranks) {
+    for (const PlanOp& op : plan.ops) {
+      if (op.action == ActionKind::kBackwardInput) return true;
+    }
+  }
+  return false;
+}
+
+bool PipelineLayout::is_owner(int stage, int index) const {
+  for (const TiedParameter& tie : tied) {
+    for (std::size_t u = 1; u < tie.uses.size(); ++u) {
+      if (tie.uses[u].stage == stage && tie.uses[u].index == index) return false;
+    }
+  }
+  return true;
+}
+
+void require_same_configuration(Collectives& comm,
+                                const std::vector<std::pair<std::string, std::string>>& values) {
+  const auto all = comm.all_gather_strings(Json(values).dump());
+  for (std::size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank] == all[0]) continue;
+    const Json first = Json::parse(all[0]);
+    const Json other = Json::parse(all[rank]);
+    for (std::size_t i = 0; i < std::min(first.size(), other.size()); ++i) {
+      if (first[i] == other[i]) continue;
+      throw Error(ErrorCode::kMismatch,
+                  fmt::format("ranks disagree about '{}': rank 0 has '{}', rank {} has '{}'",
+                              first[i][0].get<std::string>(), first[i][1].get<std::string>(), rank,
+                              other[i][1].get<std::string>()));
+    }
+    throw Error(ErrorCode::kMismatch,
+                fmt::format("ranks disagree: rank 0 has {} settings, rank {} has {}", first.size(),
+                            rank, other.size()));
+  }
+}
+
+JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
+    : world(comm.duplicate()), control(std::make_unique<ControlChannel>(*world)) {
+  in_world = std::make_unique<Collectives>(*world, 0, control.get());
+  guarded([&] {
+    require_same_configuration(*in_world, agreed_values(options));
+    const int replicas_asked = std::max(options.replicas, 1);
+    const int depth =
+        options.pipeline > 0 ? options.pipeline : std::max(world->size() / replicas_asked, 1);
+    topology = make_topology(world->size(), depth, options.replicas, options.rank_order);
+  });
+  rank = topology.pipeline_rank(world->rank());
+  replica = topology.replica(world->rank());
+  pipeline = world->split(replica, rank);
+  messages = pipeline->duplicate();
+  replicas = world->split(rank, replica);
+  in_pipeline = std::make_unique<Collectives>(*pipeline, 0, control.get());
+  in_replicas = std::make_unique<Collectives>(*replicas, 0, control.get());
+}
+
+void JobGroups::guarded(const std::function<void()>& body) {
+  sluice::guarded(*control, world->rank(), body);
+}
+
+BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
+                         const StageFactory& make_stage, const DataSource& source) {
+  BuiltLayout built;
+  PipelineLayout& layout = built.layout;
+  layout.topology = groups.topology;
+  layout.rank = groups.rank;
+  layout.replica = groups.replica;
+  const int replicas = layout.topology.replicas;
+
+  BatchShape batch{.batch_size = options.batch_size,
+                   .micro_batch_size = options.micro_batch_size,
+                   .micro_batches = options.micro_batches,
+                   .replicas = replicas};
+  if (batch.batch_size == 0) {
+    // micro_batches_of() refuses what does not fit.
+    if (__builtin_mul_overflow(batch.micro_batch_size, std::int64_t{batch.micro_batches} * replicas,
+                               &batch.batch_size)) {
+      batch.batch_size = std::numeric_limits<std::int64_t>::max();
+    }
+  }
+  std::vector<std::vector<SampleRange>> ranges;
+  for (int r = 0; r < replicas; ++r) {
+    ranges.push_back(micro_batches_of(batch, r));
+    if (r == layout.replica) layout.micro_batches = ranges.back();
+    for (const std::int64_t samples : options.evaluations) {
+      ranges.push_back(evaluation_ranges(samples, replicas, r, options.micro_batch_size));
+      if (r == layout.replica) {
+        layout.evaluations.push_back(
+            {.samples = samples, .micro_batches = ranges.back(), .round = {}, .rest = {}});
+      }
+    }
+  }
+
+  const ScheduleShape shape{layout.topology.pipeline, options.micro_batches, options.chunks};
+  const Schedule order = generated(options.inference ? "forward-only" : options.schedule, shape);
+  const Placement& placement = order.placement;
+  layout.train.placement = placement;
+  const int stages = placement.stages();
+
+  const std::vector<std::int64_t> sizes = distinct_sizes(ranges);
+  std::vector<std::vector<std::vector<EdgeTensor>>> edges(sizes.size());
+  std::vector<std::vector<TensorSpec>> inputs;  // [size] of the stage at hand
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    inputs.push_back(source.input_specs(sizes[i]));
+    edges[i].resize(at(stages) + 1);
+  }
+  for (int s = 0; s < stages; ++s) {
+    std::string text;
+    if (placement.rank_of(s) == layout.rank) {
+      built.stages.push_back(make_stage(s, stages));
+      if (built.stages.back() == nullptr) {
+        throw Error(ErrorCode::kUsage, fmt::format("the factory made nothing for stage {}", s));
+      }
+      text = to_text(report_of(*built.stages.back(), s, inputs));
+    }
+    const StageReport report =
+        report_from(groups.in_pipeline->broadcast_string(text, placement.rank_of(s)));
+    layout.stages.push_back(report.entry);
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      for (std::size_t t = 0; t < inputs[i].size(); ++t) {
+        edges[i][at(s)].push_back({inputs[i][t], s > 0 && report.input_gradients[i][t]});
+      }
+      inputs[i] = report.outputs[i];
+      if (s + 1 == stages) {
+        for (const TensorSpec& spec : inputs[i]) edges[i][at(stages)].push_back({spec, true});
+      }
+    }
+  }
+  layout.edges = EdgeTable(sizes, std::move(edges));
+  layout.tied = find_ties(layout.stages);
+
+  LowerOptions training{.reduce_grad = !options.inference, .tied = {}};
+  if (!options.inference) {
+    for (const TiedParameter& tie : layout.tied) {
+      TiedStages group;
+      for (const TiedUse& use : tie.uses) {
+        if (group.stages.empty() || group.stages.back() != use.stage)
+          group.stages.push_back(use.stage);
+      }
+      training.tied.push_back(std::move(group));
+    }
+  }
+  layout.train = verified(order, training);
+  for (EvaluationPlan& evaluation : layout.evaluations) {
+    const std::size_t count = evaluation.micro_batches.size();
+    const std::size_t round = std::min(count, EvaluationPlan::kRoundMicroBatches);
+    if (round > 0) evaluation.round = evaluation_plan(placement, round);
+    if (round > 0 && count % round > 0) evaluation.rest = evaluation_plan(placement, count % round);
+  }
+  layout.bubble_ideal = simulate(order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
+  layout.memory = memory_of(layout, options);
+  return built;
+}
+
+}  // namespace sluice

@@ -1,0 +1,75 @@
+// Metrics (JSON lines) and progress (one terminal line), both written by rank 0.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace sluice {
+
+struct StepRecord {
+  std::uint64_t step = 0;
+  double loss = 0;  // mean over the global batch's counted targets, nats
+  std::int64_t tokens = 0;
+  double seconds = 0, tokens_per_second = 0;
+  double grad_norm = 0, learning_rate = 0;
+  double bubble_measured = 0;            // idle share of the step over all ranks
+  double bubble_ideal = 0;               // simulated, uniform stages
+  std::vector<int> peak_in_flight;       // [pipeline rank], counted by the engine, chunks
+  std::vector<std::int64_t> peak_bytes;  // [rank] slots, parameters, gradients, optimizer
+};
+
+// One JSON object a line, flushed per line; a failed write throws Error(kIo) naming the path.
+// Floats have the digits that give the same double back; JSON has no number for NaN and infinities,
+// so they are the strings "nan", "inf" and "-inf" (which Python's float() reads). An existing file
+// is replaced.
+class MetricsWriter {
+ public:
+  // Replaces the file, or goes on after its end (a run that resumes). Throws Error(kIo) naming the
+  // path. `run` (a JSON object as text) becomes the last field of the first line written, "run":
+  // options, instruction set, kernel set, libraries.
+  MetricsWriter(const std::filesystem::path& path, const std::string& run, bool append = false);
+  void step(const StepRecord& record);
+  void validation(std::uint64_t step, double val_loss);
+
+ private:
+  void line(std::string json);
+
+  std::ofstream out_;
+  std::string path_;
+  std::string run_;  // until the first line is written
+};
+
+// "step 120/2000  loss 2.3456  8421 tokens/s  bubble 11.2 %  0:35 elapsed  9:08 left": the time
+// left is the mean of steps `first_step` to `record.step`, which took `elapsed` seconds, for the
+// rest.
+[[nodiscard]] std::string progress_line(const StepRecord& record, std::uint64_t first_step,
+                                        std::uint64_t last_step, double elapsed);
+
+// One updating line on a terminal, plain lines (at most one every `plain_seconds`) elsewhere; the
+// last step always shows. Steps are those of StepRecord, first and last inclusive. `out` outlives
+// this.
+class Progress {
+ public:
+  Progress(std::uint64_t first_step, std::uint64_t last_step, bool terminal,
+           double plain_seconds = 5, std::ostream& out = std::cout);
+  void step(const StepRecord& record);
+  void note(const std::string& line);  // a line of its own, e.g. a validation loss
+  void finish();                       // leaves the line on the screen and the cursor below it
+
+ private:
+  void clear();
+
+  std::uint64_t first_, last_;
+  bool terminal_;
+  double plain_seconds_, started_;
+  std::optional<double> last_plain_;  // none shown yet
+  std::size_t width_ = 0;             // of the line on the terminal
+  std::ostream& out_;
+};
+
+}  // namespace sluice

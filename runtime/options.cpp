@@ -1,0 +1,236 @@
+#include "runtime/options.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "comm/error.hpp"
+#include "runtime/batch_options.hpp"
+#include "runtime/option_table.hpp"
+#include "schedules/schedule.hpp"
+
+namespace sluice {
+namespace {
+
+constexpr int kMaxInt = std::numeric_limits<int>::max();
+constexpr std::int64_t kMaxSamples = std::int64_t{1} << 40;
+constexpr std::uint64_t kMaxSteps = std::uint64_t{1} << 40;
+constexpr int kMaxMicroBatches = 1'000'000;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr RealRange kShare = {.low = 0, .high = 1};
+constexpr RealRange kBelowOne = {.low = 0, .high = 1, .high_open = true};
+constexpr RealRange kNotNegative = {.low = 0, .high = kInfinity};
+constexpr RealRange kPositive = {.low = 0, .high = kInfinity, .low_open = true};
+
+constexpr const char* kAbout =
+    "Trains a transformer as a pipeline of stages over the ranks of an MPI job (one rank without\n"
+    "mpirun). ranks = pipeline x replicas. Batches: samples per step = replicas x micro-batches x\n"
+    "micro-batch size; give any two, the last micro-batch may be smaller. Results depend on "
+    "neither\n"
+    "schedule nor pipeline depth, to the last bit, at equal micro-batches and replicas.\n"
+    "\n"
+    "  mpirun -n 4 sluice train --data text.txt --pipeline 2 --replicas 2 --save run\n"
+    "\n"
+    "Of an option given twice the last one counts.";
+
+// Options whose values are words; resolve_words() turns them into what TrainOptions holds.
+struct Words {
+  std::string model = "gpt2", precision = "fp32", rank_order = "pipeline-first";
+  std::string optimizer = "adamw", decay = "cosine";
+  bool untie = false;
+};
+
+std::vector<std::string> training_schedules() {
+  std::vector<std::string> names = schedule_names();
+  std::erase(names, "forward-only");
+  return names;
+}
+
+void add_model_options(OptionTable& table, TransformerConfig& model, Words& words) {
+  table.heading("Model");
+  table.add_choice("model", words.model, {"gpt2", "llama"}, "architecture");
+  table.add_integer("layers", model.layers, 1, kMaxInt, "transformer blocks");
+  table.add_integer("heads", model.heads, 1, kMaxInt, "attention heads; divide the width");
+  table.add_integer("kv-heads", model.kv_heads, 1, kMaxInt,
+                    "heads of keys and values (llama); divide the heads; auto: as many as heads",
+                    "auto");
+  table.add_integer("width", model.width, 1, kMaxInt, "of the residual stream");
+  table.add_integer("context", model.context, 1, kMaxInt, "tokens of a sample");
+  table.add_integer("vocabulary", model.vocabulary, 1, kMaxInt, "tokens; 256: bytes");
+  table.add_integer("mlp-width", model.mlp_width, 1, kMaxInt,
+                    "auto: 4 x width (gpt2), 8/3 x width rounded up to 64s (llama)", "auto");
+  table.add_real("dropout", model.dropout, kBelowOne, "probability");
+  table.add_flag("untie", words.untie, "give the head weights of its own");
+  table.add_choice("precision", words.precision, {"fp32", "bf16"},
+                   "of products' operands; weights, sums and the residual stream stay fp32");
+}
+
+void add_layout_options(OptionTable& table, TrainOptions& options, Words& words) {
+  table.heading("Layout");
+  table.add_integer("pipeline", options.pipeline, 1, kMaxInt,
+                    "ranks of one pipeline; auto: ranks / replicas", "auto");
+  table.add_integer("replicas", options.replicas, 1, kMaxInt, "pipelines that share each batch");
+  table.add_choice("rank-order", words.rank_order, {"pipeline-first", "replica-first"},
+                   "which ranks are neighbours");
+  table.add_choice("schedule", options.schedule, training_schedules(),
+                   "order of micro-batches; see 'sluice schedule'");
+  table.add_integer("chunks", options.chunks, 1, kMaxInt, "stages per rank");
+  table.add_text("partition", options.partition, "auto|even|N,N,...", "blocks per stage");
+  table.add_integer("micro-batches", options.micro_batches, 1, kMaxMicroBatches,
+                    "per step and replica; auto: from the next two", "auto");
+  table.add_integer("micro-batch-size", options.micro_batch_size, 1, kMaxSamples,
+                    "samples; auto: from batch-size and micro-batches, else 1", "auto");
+  table.add_integer("batch-size", options.batch_size, 1, kMaxSamples,
+                    "samples per step over all replicas; auto: from the other two, else at least 4",
+                    "auto");
+  table.add_integer("threads", options.threads, 1, 4096, "per rank; results depend on it");
+}
+
+void add_training_options(OptionTable& table, TrainOptions& options, Words& words) {
+  table.heading("Training");
+  table.add_text("data", options.data, "FILE",
+                 "text (bytes), nanoGPT .bin or llm.c token file; required unless --dry-run");
+  table.add_real("validation-share", options.validation_share, kBelowOne,
+                 "last part of the data, kept for validation");
+  table.add_integer("steps", options.steps, 1, kMaxSteps, "optimizer steps");
+  table.add_integer("seed", options.seed, 0, std::numeric_limits<std::uint64_t>::max(),
+                    "of initial weights, batches and dropout");
+  table.add_choice("optimizer", words.optimizer, {"adamw", "sgd"}, "update rule");
+  table.add_real("learning-rate", options.learning_rate.peak, kPositive, "peak");
+  table.add_integer("warmup", options.learning_rate.warmup, 0, kMaxSteps,
+                    "steps of linear warmup; default: 100, at most a tenth of the steps");
+  table.add_choice("learning-rate-decay", words.decay, {"cosine", "constant"}, "after warmup");
+  table.add_real("final-learning-rate-share", options.learning_rate.final_share, kShare,
+                 "of the peak, at the end of the cosine");
+  table.add_real("weight-decay", options.optimizer.weight_decay, kNotNegative,
+                 "not on norms and biases");
+  table.add_real("beta1", options.optimizer.beta1, kBelowOne, "AdamW");
+  table.add_real("beta2", options.optimizer.beta2, kBelowOne, "AdamW");
+  table.add_real("epsilon", options.optimizer.epsilon, kPositive, "AdamW");
+  table.add_real("momentum", options.optimizer.momentum, kBelowOne, "SGD");
+  table.add_real("clip", options.clip, kNotNegative, "global gradient norm; 0: off");
+}
+
+void add_output_options(OptionTable& table, TrainOptions& options) {
+  table.heading("Running and output");
+  table.add_integer("validate-every", options.validate_every, 0, kMaxSteps,
+                    "steps; 0: at the end only");
+  table.add_integer("validation-samples", options.validation_samples, 1, kMaxSamples,
+                    "per validation; all: the whole validation part", "all");
+  table.add_text("save", options.save, "DIR", "weights as safetensors, at the end");
+  table.add_integer("save-every", options.save_every, 0, kMaxSteps, "steps; 0: at the end only");
+  table.add_text("resume", options.resume, "DIR", "go on from what --save left, at equal layout");
+  table.add_text("metrics", options.metrics, "FILE", "JSON lines, one a step");
+  table.add_text("trace", options.trace, "FILE", "timeline of a step, for Perfetto");
+  table.add_integer("check-replicas", options.check_replicas, 0, kMaxSteps,
+                    "compare replicas every that many steps; 0: never");
+  table.add_flag("dry-run", options.dry_run, "print layout and memory, train nothing");
+}
+
+void resolve_words(const Words& words, TrainOptions& options) {
+  options.model.kind = words.model == "llama" ? TransformerKind::kLlama : TransformerKind::kGpt2;
+  options.model.precision = words.precision == "bf16" ? DType::kBf16 : DType::kF32;
+  options.model.tied = !words.untie;
+  options.rank_order = parse_rank_order(words.rank_order);
+  options.optimizer.kind = parse_optimizer(words.optimizer);
+  options.learning_rate.constant = words.decay == "constant";
+}
+
+void resolve_learning_rate(const OptionTable& table, TrainOptions& options) {
+  options.learning_rate.steps = options.steps;
+  if (!table.given("warmup")) {
+    options.learning_rate.warmup = std::min(options.learning_rate.warmup, options.steps / 10);
+  } else if (options.learning_rate.warmup > options.steps) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("option --warmup: {} is more than --steps {}; at most {} is legal",
+                            options.learning_rate.warmup, options.steps, options.steps));
+  }
+}
+
+// A command line that gives one of the numbers a file fixed all of makes the file's give way.
+void yield_to_command_line(const OptionTable& table, BatchNumbers& batch) {
+  bool all_given = true;
+  bool any_on_command_line = table.given_on_command_line("replicas");
+  for (const char* name : {"micro-batches", "micro-batch-size", "batch-size"}) {
+    all_given = all_given && table.given(name);
+    any_on_command_line = any_on_command_line || table.given_on_command_line(name);
+  }
+  if (!all_given || !any_on_command_line) return;
+  if (!table.given_on_command_line("micro-batches")) {
+    batch.micro_batches = 0;
+  } else if (!table.given_on_command_line("batch-size")) {
+    batch.batch_size = 0;
+  } else if (!table.given_on_command_line("micro-batch-size")) {
+    batch.micro_batch_size = 0;
+  }
+}
+
+void resolve_batch(const OptionTable& table, TrainOptions& options) {
+  BatchNumbers batch = {.batch_size = options.batch_size,
+                        .micro_batch_size = options.micro_batch_size,
+                        .micro_batches = options.micro_batches,
+                        .replicas = options.replicas};
+  yield_to_command_line(table, batch);
+  batch = resolve_batch(batch, kMaxMicroBatches);
+  options.batch_size = batch.batch_size;
+  options.micro_batch_size = batch.micro_batch_size;
+  options.micro_batches = static_cast<int>(batch.micro_batches);
+}
+
+void require_outputs_make_sense(const TrainOptions& options) {
+  if (options.data.empty() && !options.dry_run) {
+    throw Error(ErrorCode::kUsage,
+                "option --data is missing: give a text or token file to train on (or --dry-run)");
+  }
+  if (options.save_every > 0 && options.save.empty()) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("option --save-every: {} without --save DIR saves nowhere; "
+                            "give --save DIR as well",
+                            options.save_every));
+  }
+}
+
+TrainOptions default_options() {
+  TrainOptions options;
+  options.steps = 2000;
+  options.learning_rate.warmup = 100;
+  options.optimizer.weight_decay = 0.1F;
+  return options;
+}
+
+}  // namespace
+
+ParsedTrain parse_train_options(const std::vector<std::string>& arguments) {
+  ParsedTrain parsed;
+  parsed.options = default_options();
+  TrainOptions& options = parsed.options;
+  Words words;
+  OptionTable table("sluice train [options]", kAbout);
+  table.allow_config_file();
+  add_model_options(table, options.model, words);
+  add_layout_options(table, options, words);
+  add_training_options(table, options, words);
+  add_output_options(table, options);
+  parsed.help_text = table.help();
+  table.parse(arguments);
+  parsed.help = table.help_wanted();
+  if (parsed.help) return parsed;
+  resolve_words(words, options);
+  resolve_learning_rate(table, options);
+  validate(options.model);
+  resolve_batch(table, options);
+  require_outputs_make_sense(options);
+  parsed.resolved = table.values();
+  return parsed;
+}
+
+std::string to_config_text(const std::vector<std::pair<std::string, std::string>>& resolved) {
+  std::string text;
+  for (const auto& [name, value] : resolved) {
+    if (!value.empty()) text += fmt::format("{} = {}\n", name, value);
+  }
+  return text;
+}
+
+}  // namespace sluice

@@ -1,0 +1,343 @@
+#include "runtime/pipeline.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <deque>
+
+#include "comm/error.hpp"
+#include "runtime/evaluation.hpp"
+#include "runtime/gradients.hpp"
+#include "runtime/replicas.hpp"
+
+namespace sluice {
+namespace {
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+// Sums of a stage's batch statistics over its replicas.
+class ReplicaSum : public Collective {
+ public:
+  explicit ReplicaSum(Collectives& replicas) : replicas_(replicas) {}
+  void sum(std::span<float> values) override {
+    const std::size_t needed = replicas_.ordered_sum_workspace(values.size());
+    if (workspace_.size() < needed) workspace_.resize(needed);
+    replicas_.ordered_sum(values, workspace_);
+  }
+
+ private:
+  Collectives& replicas_;
+  std::vector<float> workspace_;
+};
+
+}  // namespace
+
+struct Pipeline::Impl {
+  Impl(Communicator& world, const PipelineOptions& options_in, const StageFactory& make_stage,
+       const DataSource& source);
+
+  void prepare_stages();
+  int slots_of(int stage) const;
+  std::unique_ptr<Engine> make_engine(const Plan& plan, std::size_t trace_events);
+  double count_targets(const BatchLoader::Batch& batch);
+  StepReport train_step();
+  double evaluate(std::int64_t samples);
+  std::span<const Tensor> infer(std::span<const Tensor> inputs);
+  void require_inference(std::span<const Tensor> inputs) const;
+  StepReport report_of(double seconds) const;
+
+  PipelineOptions options;
+  JobGroups groups;
+  ReplicaSum replica_sum;
+  PipelineLayout layout;
+  std::vector<std::unique_ptr<Stage>> stages;
+  std::vector<StageBinding> bindings;
+  std::unique_ptr<ComputeContext> compute;
+  std::unique_ptr<Engine> engine;
+  std::unique_ptr<BatchLoader> loader;
+  std::deque<Evaluation> evaluations;
+  TiedUses tied;
+  std::unique_ptr<GradientSync> gradients;
+  BatchLoader::Batch inference_batch;
+  std::uint64_t step = 0;
+  std::vector<double> replica_targets;  // [replica]
+};
+
+Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
+                     const StageFactory& make_stage, const DataSource& source)
+    : options(options_in), groups(world, options), replica_sum(*groups.in_replicas) {
+  groups.guarded([&] {
+    BuiltLayout built = build_layout(groups, options, make_stage, source);
+    layout = std::move(built.layout);
+    stages = std::move(built.stages);
+    compute = std::make_unique<ComputeContext>(Device{}, options.threads);
+    replica_targets.resize(at(layout.topology.replicas));
+    prepare_stages();
+    tied = find_tied_parameters(layout, bindings);
+    const std::size_t events = options.trace ? layout.train.ranks[at(layout.rank)].ops.size() : 0;
+    engine = make_engine(layout.train, events);
+    for (const EvaluationPlan& plan : layout.evaluations) {
+      evaluations.emplace_back(plan, source, layout,
+                               [this](const Plan& forward) { return make_engine(forward, 0); });
+    }
+    if (options.inference) return;
+    loader = std::make_unique<BatchLoader>(source, Phase::kTrain, layout.micro_batches,
+                                           layout.owns(0), layout.owns(layout.num_stages() - 1));
+    gradients = std::make_unique<GradientSync>(groups, layout, options, *compute, bindings);
+    gradients->zero_grads();
+    groups.in_world->barrier();
+  });
+}
+
+int Pipeline::Impl::slots_of(int stage) const {
+  int slots = 1;
+  const auto look = [&](const Plan& plan) {
+    if (plan.ranks.empty()) return;
+    for (const BufferPool& pool : plan.ranks[at(layout.rank)].pools) {
+      if (pool.stage == stage && pool.kind == BufferKind::kState)
+        slots = std::max(slots, pool.count);
+    }
+  };
+  look(layout.train);
+  for (const EvaluationPlan& evaluation : layout.evaluations) {
+    look(evaluation.round);
+    look(evaluation.rest);
+  }
+  return slots;
+}
+
+void Pipeline::Impl::prepare_stages() {
+  const std::vector<int>& mine = layout.train.placement.stages_of(layout.rank);
+  const bool splits = layout.splits_backward();
+  for (std::size_t i = 0; i < stages.size(); ++i) {
+    const int index = mine[i];
+    StageBinding binding{.index = index,
+                         .stage = stages[i].get(),
+                         .split = dynamic_cast<SplitBackward*>(stages[i].get()),
+                         .loss = nullptr};
+    if (splits && binding.split == nullptr) {
+      throw Error(ErrorCode::kUsage,
+                  fmt::format("schedule '{}' parts the backward pass, which stage {} cannot (it is "
+                              "no SplitBackward)",
+                              options.schedule, index));
+    }
+    if (index + 1 == layout.num_stages()) {
+      binding.loss = dynamic_cast<LossStage*>(stages[i].get());
+      if (binding.loss == nullptr) {
+        throw Error(
+            ErrorCode::kUsage,
+            fmt::format("stage {} is the last one and has no loss (it is no LossStage)", index));
+      }
+    }
+    StageSetup setup{.compute = compute.get(),
+                     .slots = slots_of(index),
+                     .split_backward = splits,
+                     .seed = options.seed,
+                     .input_sizes = {}};
+    for (const std::int64_t size : layout.edges.sizes()) {
+      std::vector<TensorSpec>& specs = setup.input_sizes.emplace_back();
+      for (const EdgeTensor& tensor : layout.edges.inputs(size, index))
+        specs.push_back(tensor.spec);
+    }
+    compute->reserve_workspace(layout.stages[at(index)].workspace_bytes);
+    stages[i]->prepare(setup);
+    bindings.push_back(binding);
+  }
+}
+
+std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, std::size_t trace_events) {
+  return std::make_unique<Engine>(
+      EngineConfig{.plan = &plan,
+                   .rank = layout.rank,
+                   .edges = &layout.edges,
+                   .stages = bindings,
+                   .compute = compute.get(),
+                   .communicator = groups.messages.get(),
+                   .interrupt = groups.control.get(),
+                   .collective = plan.forward_only ? nullptr : &replica_sum,
+                   .trace_events = trace_events});
+}
+
+// One sum over replicas, on the last stage's ranks, fixes what the mean is taken over; elsewhere 1.
+double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch) {
+  if (!layout.owns(layout.num_stages() - 1)) return 1;
+  double mine = 0;
+  for (const std::vector<Tensor>& targets : batch.targets) {
+    mine += bindings.back().loss->target_weight(targets);
+  }
+  groups.in_replicas->all_gather(std::as_bytes(std::span(&mine, 1)),
+                                 std::as_writable_bytes(std::span(replica_targets)));
+  double total = 0;
+  for (const double count : replica_targets) total += count;
+  if (total <= 0) {
+    throw Error(ErrorCode::kData, fmt::format("step {} has no target that counts", step + 1));
+  }
+  return total;
+}
+
+StepReport Pipeline::Impl::train_step() {
+  StepReport report;
+  groups.guarded([&] {
+    if (options.inference) throw Error(ErrorCode::kUsage, "an inference pipeline does not train");
+    const double started = steady_seconds();
+    const std::uint64_t number = step + 1;
+    const BatchLoader::Batch& batch = loader->load(number);
+    const StepRequest request{.phase = Phase::kTrain,
+                              .step = number,
+                              .seed = options.seed,
+                              .loss_scale = 1 / count_targets(batch),
+                              .micro_batches = layout.micro_batches,
+                              .batch = &batch};
+    gradients->begin(number, started, engine->outcome());
+    engine->run(request, gradients.get());
+    gradients->zero_grads();
+    step = number;
+    report = report_of(steady_seconds() - started);
+    if (options.check_replicas > 0 && step % options.check_replicas == 0) {
+      sluice::check_replicas(groups, layout, tied, bindings, step);
+    }
+  });
+  return report;
+}
+
+void Pipeline::Impl::require_inference(std::span<const Tensor> inputs) const {
+  if (!options.inference) throw Error(ErrorCode::kUsage, "a training pipeline does not infer");
+  if (layout.micro_batches.size() != 1) {
+    throw Error(ErrorCode::kUsage, fmt::format("inference takes one micro-batch, not {}",
+                                               layout.micro_batches.size()));
+  }
+  const auto expected = layout.edges.inputs(layout.micro_batches[0].count, 0);
+  bool fits = inputs.size() == expected.size();
+  for (std::size_t i = 0; fits && i < inputs.size(); ++i) fits = inputs[i].spec == expected[i].spec;
+  if (!fits) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("inference needs {} input tensors, the first {}", expected.size(),
+                            expected.empty() ? "none" : to_string(expected[0].spec)));
+  }
+}
+
+StepReport Pipeline::Impl::report_of(double seconds) const {
+  const StepTotals& totals = gradients->totals();
+  StepReport report;
+  report.step = step;
+  report.loss = totals.loss;
+  report.targets = totals.targets;
+  report.grad_norm = totals.grad_norm;
+  report.learning_rate = options.learning_rate.at(step);
+  report.seconds = seconds;
+  report.pipeline_seconds = totals.window_seconds;
+  report.bubble_measured =
+      1 - totals.busy_seconds / (totals.window_seconds * layout.topology.ranks());
+  if (groups.world->rank() == 0) {
+    report.peak_in_flight = gradients->peaks();
+    report.peak_bytes.reserve(layout.memory.size());
+    for (const RankMemory& memory : layout.memory) {
+      report.peak_bytes.push_back(static_cast<std::int64_t>(memory.total()));
+    }
+  }
+  return report;
+}
+
+double Pipeline::Impl::evaluate(std::int64_t samples) {
+  double mean = 0;
+  groups.guarded([&] {
+    const auto found = std::find_if(evaluations.begin(), evaluations.end(),
+                                    [&](const Evaluation& e) { return e.samples() == samples; });
+    if (found == evaluations.end()) {
+      throw Error(
+          ErrorCode::kUsage,
+          fmt::format("evaluation of {} samples was not announced in the options", samples));
+    }
+    const LossResult loss = found->run(options.seed);
+    const std::array<double, 2> mine = {loss.sum, loss.weight};
+    std::vector<double> all(2 * at(groups.world->size()));
+    groups.in_world->all_gather(std::as_bytes(std::span(mine)),
+                                std::as_writable_bytes(std::span(all)));
+    std::array<double, 2> total = {0, 0};
+    for (int r = 0; r < layout.topology.replicas; ++r) {
+      const std::size_t rank = at(layout.topology.rank_of(r, layout.last_rank()));
+      total[0] += all[2 * rank];
+      total[1] += all[2 * rank + 1];
+    }
+    mean = total[0] / total[1];
+  });
+  return mean;
+}
+
+std::span<const Tensor> Pipeline::Impl::infer(std::span<const Tensor> inputs) {
+  std::span<const Tensor> outputs;
+  groups.guarded([&] {
+    require_inference(inputs);
+    inference_batch.inputs.assign(1, {inputs.begin(), inputs.end()});
+    inference_batch.targets.resize(1);
+    const StepRequest request{.phase = Phase::kGenerate,
+                              .step = ++step,
+                              .seed = options.seed,
+                              .micro_batches = layout.micro_batches,
+                              .batch = &inference_batch};
+    engine->run(request, nullptr);
+    outputs = engine->outputs();
+  });
+  return outputs;
+}
+
+Pipeline::Pipeline(Communicator& world, const PipelineOptions& options,
+                   const StageFactory& make_stage, const DataSource& source)
+    : impl_(std::make_unique<Impl>(world, options, make_stage, source)) {}
+Pipeline::~Pipeline() = default;
+
+PipelineLayout Pipeline::plan_layout(Communicator& world, const PipelineOptions& options,
+                                     const StageFactory& make_stage, const DataSource& source) {
+  JobGroups groups(world, options);
+  PipelineLayout layout;
+  groups.guarded([&] { layout = build_layout(groups, options, make_stage, source).layout; });
+  return layout;
+}
+
+StepReport Pipeline::train_step() { return impl_->train_step(); }
+double Pipeline::evaluate(std::int64_t samples) { return impl_->evaluate(samples); }
+std::span<const Tensor> Pipeline::infer(std::span<const Tensor> inputs) {
+  return impl_->infer(inputs);
+}
+std::uint64_t Pipeline::step() const { return impl_->step; }
+void Pipeline::set_step(std::uint64_t step) { impl_->step = step; }
+const PipelineLayout& Pipeline::layout() const { return impl_->layout; }
+
+std::vector<Pipeline::Owned> Pipeline::parameters() {
+  std::vector<Owned> owned;
+  for (const StageBinding& binding : impl_->bindings) {
+    ParameterSet* set = binding.stage->parameters();
+    if (set == nullptr) continue;
+    int index = 0;
+    for (Parameter* parameter : set->all()) {
+      owned.push_back({.stage = binding.index,
+                       .owner = impl_->layout.is_owner(binding.index, index++),
+                       .parameter = parameter});
+    }
+  }
+  return owned;
+}
+
+void Pipeline::values_changed() {
+  impl_->groups.guarded(
+      [&] { spread_tied_values(impl_->groups, impl_->layout, impl_->tied, impl_->bindings); });
+}
+
+std::vector<OptimizerState> Pipeline::optimizer_state() {
+  if (impl_->gradients == nullptr) return {};
+  return impl_->gradients->optimizer_state().state();
+}
+
+Collectives& Pipeline::world() { return *impl_->groups.in_world; }
+void Pipeline::guarded(const std::function<void()>& body) { impl_->groups.guarded(body); }
+
+std::vector<TraceEvent> Pipeline::trace() const {
+  const auto events = impl_->engine->trace();
+  return {events.begin(), events.end()};
+}
+
+ComputeContext& Pipeline::compute() { return *impl_->compute; }
+const StepOutcome& Pipeline::last_outcome() const { return impl_->engine->outcome(); }
+
+}  // namespace sluice

@@ -1,0 +1,210 @@
+#include "runtime/program.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <memory>
+#include <new>
+#include <optional>
+#include <thread>
+
+#include "comm/control.hpp"
+#include "comm/error.hpp"
+
+namespace sluice {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+// How long a failing rank waits for the others to have failed as well.
+constexpr auto kMeetingTime = std::chrono::milliseconds(1000);
+// What the launcher needs to forward the last lines before the job is ended.
+constexpr auto kDrainTime = std::chrono::milliseconds(200);
+
+// Everything that must outlive the body; destroyed in the right order before MPI ends.
+struct Job {
+  Job(int* argc, char*** argv)
+      : session(argc, argv),
+        world(session.world()),
+        meeting(world->duplicate()),
+        control(std::make_unique<ControlChannel>(*world)) {}
+  MpiSession session;
+  std::unique_ptr<Communicator> world;
+  std::unique_ptr<Communicator> meeting;
+  std::unique_ptr<ControlChannel> control;
+};
+
+// Call from a catch clause.
+Error current_error() {
+  try {
+    throw;
+  } catch (const Error& error) {
+    return error;
+  } catch (const std::bad_alloc&) {
+    return {ErrorCode::kInternal, "out of memory"};
+  } catch (const std::exception& error) {
+    return {ErrorCode::kInternal, error.what()};
+  } catch (...) {
+    return {ErrorCode::kInternal, "an exception of unknown type"};
+  }
+}
+
+void flush_stdout() {
+  std::cout.flush();
+  std::fflush(stdout);
+}
+
+bool wait_until(Communicator& comm, Request& request, Clock::time_point deadline) {
+  Waiter waiter(comm.local_size());
+  while (!comm.test(request)) {
+    if (Clock::now() > deadline) {
+      comm.cancel(request);
+      return false;
+    }
+    waiter.pause();
+  }
+  return true;
+}
+
+// True on all ranks once every rank has called it; false where some did not in time.
+bool meet(Communicator& comm) {
+  constexpr int kTag = 0;
+  const auto deadline = Clock::now() + kMeetingTime;
+  std::array<std::byte, 1> note{};
+  const auto send = [&](int peer) {
+    Request request = comm.start_send(peer, kTag, note);
+    return wait_until(comm, request, deadline);
+  };
+  const auto receive = [&](int peer) {
+    Request request = comm.post_recv(peer, kTag, note);
+    return wait_until(comm, request, deadline);
+  };
+  if (comm.rank() != 0) return send(0) && receive(0);
+  for (int peer = 1; peer < comm.size(); ++peer) {
+    if (!receive(peer)) return false;
+  }
+  bool all = true;
+  for (int peer = 1; peer < comm.size(); ++peer) all = send(peer) && all;
+  return all;
+}
+
+// Returns the exit code, or ends the job where other ranks may still be waiting.
+int fail(Job& job, const Error& error) {
+  const int rank = job.world->rank();
+  if (job.world->size() == 1) {
+    print_error(Error(error.code(), error.what(), /*rank=*/-1, error.location()));
+    return exit_code(error.code());
+  }
+  flush_stdout();
+  const Error mine(error.code(), error.what(), error.rank() >= 0 ? error.rank() : rank,
+                   error.location());
+  const Error first = job.control->report(mine);
+  if (first.rank() == rank) print_error(first);
+  const int code = exit_code(first.code());
+  bool met = false;
+  try {
+    met = meet(*job.meeting);
+  } catch (const Error&) {
+    // A rank is gone; ending the job is all that is left.
+  }
+  // What every rank refuses alike leaves no message under way: MPI may end in peace.
+  if (met && first.code() == ErrorCode::kUsage) return code;
+  // One rank ends the job; the others do it only if that one cannot.
+  std::this_thread::sleep_for(first.rank() == rank ? kDrainTime : kDrainTime + kMeetingTime);
+  job.session.abort(code);
+}
+
+}  // namespace
+
+void print_error(const Error& error) {
+  flush_stdout();
+  // One write, so that lines of several processes do not mix.
+  const bool named = error.rank() >= 0 && error.code() != ErrorCode::kUsage;
+  const std::string line = fmt::format("sluice: error: {}{}\n", error.what(),
+                                       named ? fmt::format(" [rank {}]", error.rank()) : "");
+  std::fwrite(line.data(), 1, line.size(), stderr);
+  std::fflush(stderr);
+}
+
+int run_guarded(const std::function<void()>& body) {
+  try {
+    body();
+    flush_stdout();
+    if (std::ferror(stdout) != 0 || !std::cout) {
+      throw Error(ErrorCode::kIo, "cannot write to standard output");
+    }
+    return 0;
+  } catch (...) {
+    const Error error = current_error();
+    print_error(error);
+    return exit_code(error.code());
+  }
+}
+
+int run_main(int argc, char** argv,
+             const std::function<void(MpiSession& session, Communicator& world)>& body) {
+  std::optional<Job> job;
+  try {
+    job.emplace(&argc, &argv);
+  } catch (...) {
+    const Error error = current_error();
+    print_error(error);
+    return exit_code(error.code());
+  }
+  try {
+    body(job->session, *job->world);
+    flush_stdout();
+    return 0;
+  } catch (...) {
+    return fail(*job, current_error());
+  }
+}
+
+int run_command(int argc, char** argv, const std::function<std::string()>& parse,
+                const std::function<void(MpiSession& session, Communicator& world)>& body) {
+  std::optional<Error> refusal;
+  std::string help;
+  try {
+    help = parse();
+  } catch (...) {
+    refusal = current_error();
+  }
+  if (!help.empty()) {
+    return run_guarded([&] {
+      if (first_of_job()) std::fwrite(help.data(), 1, help.size(), stdout);
+    });
+  }
+  if (refusal && launched_rank() < 0) {
+    print_error(*refusal);
+    return exit_code(refusal->code());
+  }
+  return run_main(argc, argv, [&](MpiSession& session, Communicator& world) {
+    if (refusal) throw Error(*refusal);
+    body(session, world);
+  });
+}
+
+int launched_rank() {
+  for (const char* name :
+       {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "MV2_COMM_WORLD_RANK"}) {
+    const char* text = std::getenv(name);
+    if (text != nullptr && *text >= '0' && *text <= '9') return std::atoi(text);
+  }
+  return -1;
+}
+
+bool terminal_output() {
+  if (::isatty(STDOUT_FILENO) == 0) return false;
+  if (launched_rank() < 0) return true;
+  const std::string link = fmt::format("/proc/{}/fd/{}", ::getppid(), STDOUT_FILENO);
+  std::array<char, 64> target = {};
+  const ssize_t length = ::readlink(link.c_str(), target.data(), target.size() - 1);
+  const std::string_view name(target.data(), length > 0 ? static_cast<std::size_t>(length) : 0);
+  return name.starts_with("/dev/pts/") || name.starts_with("/dev/tty");
+}
+
+}  // namespace sluice

@@ -1,0 +1,124 @@
+#include "runtime/replicas.hpp"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <cstring>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "comm/error.hpp"
+#include "runtime/weights.hpp"
+
+namespace sluice {
+namespace {
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+std::span<std::byte> value_bytes(const Parameter& parameter) {
+  return std::as_writable_bytes(parameter.value.floats());
+}
+
+using Digest = std::array<char, 64>;
+
+Digest digest_of(const Parameter& parameter) {
+  const std::string hex = sha256_hex(value_bytes(parameter));
+  Digest digest = {};
+  std::memcpy(digest.data(), hex.data(), digest.size());
+  return digest;
+}
+
+}  // namespace
+
+TiedUses find_tied_parameters(const PipelineLayout& layout, std::span<const StageBinding> stages) {
+  TiedUses tied;
+  for (const TiedParameter& tie : layout.tied) {
+    std::vector<Parameter*>& uses = tied.emplace_back();
+    for (const TiedUse& use : tie.uses) {
+      Parameter* found = nullptr;
+      for (const StageBinding& binding : stages) {
+        if (binding.index == use.stage) found = binding.stage->parameters()->all()[at(use.index)];
+      }
+      uses.push_back(found);
+    }
+  }
+  return tied;
+}
+
+void spread_tied_values(JobGroups& groups, const PipelineLayout& layout, const TiedUses& tied,
+                        std::span<const StageBinding> stages) {
+  const Placement& placement = layout.train.placement;
+  for (std::size_t group = 0; group < tied.size(); ++group) {
+    const TiedParameter& tie = layout.tied[group];
+    const int owner = placement.rank_of(tie.uses.front().stage);
+    for (std::size_t u = 1; u < tie.uses.size(); ++u) {
+      const int holder = placement.rank_of(tie.uses[u].stage);
+      if (layout.rank == holder) {
+        const std::span<std::byte> target = value_bytes(*tied[group][u]);
+        if (holder == owner) {
+          const auto source = value_bytes(*tied[group].front());
+          std::memcpy(target.data(), source.data(), target.size());
+        } else {
+          groups.in_pipeline->recv(owner, target);
+        }
+      } else if (layout.rank == owner) {
+        groups.in_pipeline->send(holder, value_bytes(*tied[group].front()));
+      }
+    }
+  }
+  for (const StageBinding& binding : stages) {
+    if (ParameterSet* set = binding.stage->parameters()) set->touch();
+  }
+}
+
+void check_replicas(JobGroups& groups, const PipelineLayout& layout, const TiedUses& tied,
+                    std::span<const StageBinding> stages, std::uint64_t step) {
+  std::vector<Digest> all(at(layout.topology.replicas));
+  for (const StageBinding& binding : stages) {
+    ParameterSet* set = binding.stage->parameters();
+    if (set == nullptr) continue;
+    for (const Parameter* parameter : set->all()) {
+      const Digest mine = digest_of(*parameter);
+      groups.in_replicas->all_gather(std::as_bytes(std::span(&mine, 1)),
+                                     std::as_writable_bytes(std::span(all)));
+      for (int r = 1; r < layout.topology.replicas; ++r) {
+        if (all[at(r)] == all[0]) continue;
+        throw Error(
+            ErrorCode::kMismatch,
+            fmt::format("after step {} parameter '{}' of stage {} differs between replica 0 "
+                        "and replica {}",
+                        step, parameter->name, binding.index, r));
+      }
+    }
+  }
+  const Placement& placement = layout.train.placement;
+  for (std::size_t group = 0; group < tied.size(); ++group) {
+    const TiedParameter& tie = layout.tied[group];
+    for (std::size_t u = 1; u < tie.uses.size(); ++u) {
+      const int owner = placement.rank_of(tie.uses.front().stage);
+      const int holder = placement.rank_of(tie.uses[u].stage);
+      Digest theirs = {};
+      if (layout.rank == holder && holder != owner) {
+        const Digest mine = digest_of(*tied[group][u]);
+        groups.in_pipeline->send(owner, std::as_bytes(std::span(&mine, 1)));
+      }
+      if (layout.rank != owner) continue;
+      if (holder == owner) {
+        theirs = digest_of(*tied[group][u]);
+      } else {
+        groups.in_pipeline->recv(holder, std::as_writable_bytes(std::span(&theirs, 1)));
+      }
+      if (theirs != digest_of(*tied[group].front())) {
+        throw Error(
+            ErrorCode::kMismatch,
+            fmt::format("after step {} the copies of tied parameter '{}' on stages {} and {} "
+                        "differ",
+                        step, tie.name, tie.uses.front().stage, tie.uses[u].stage));
+      }
+    }
+  }
+  groups.in_world->barrier();
+}
+
+}  // namespace sluice

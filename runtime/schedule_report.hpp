@@ -1,0 +1,66 @@
+// What `sluice schedule` says of one schedule: proven by verify(), timed by simulate(), drawn; and
+// where the schedule comes from when it is a file.
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "schedules/plan.hpp"
+#include "schedules/pytorch_csv.hpp"
+#include "schedules/schedule.hpp"
+#include "schedules/simulate.hpp"
+
+namespace sluice {
+
+// Above this many pairs of stage and micro-batch nothing is planned on one machine.
+inline constexpr std::int64_t kMaxReportPairs = 2'000'000;
+
+struct ScheduleReport {
+  Schedule schedule;  // compute actions only
+  int chunks = 1;     // most stages of a rank
+  Simulation simulation;
+  bool exact = false;
+  std::vector<TransportModel> transports;  // under which the plan ends
+  std::string source;                      // what was read from which file; empty: generated
+};
+
+// Throws Error(kUsage) where name, shape or times cannot be served, with the nearest legal values,
+// and where the shape has more than `max_pairs` pairs of stage and micro-batch; Error(kPlan), with
+// the grid, where the schedule breaks a rule.
+[[nodiscard]] ScheduleReport report_schedule(std::string_view name, const ScheduleShape& shape,
+                                             const SimulationTimes& times,
+                                             std::int64_t max_pairs = kMaxReportPairs);
+
+struct LoadedSchedule {
+  Schedule schedule;
+  std::string source;  // one line: the file, its format and alphabet, what was dropped
+};
+
+// Sluice's JSON or PyTorch's CSV, told apart by the first byte. Throws Error(kPlan) naming the path
+// where it cannot be read or is refused.
+[[nodiscard]] LoadedSchedule load_schedule(const std::filesystem::path& path,
+                                           CsvAlphabet alphabet = CsvAlphabet::kDetect);
+
+// The same for a schedule that was loaded. Requires nothing of it.
+[[nodiscard]] ScheduleReport report_schedule(LoadedSchedule loaded, const SimulationTimes& times,
+                                             std::int64_t max_pairs = kMaxReportPairs);
+
+// The grid, where it has at most `max_columns` of cells (a sentence instead of a wider one), and
+// below it makespan, bubbles, memory, messages, transports. `colours`: terminal escapes in the
+// grid, by kind.
+[[nodiscard]] std::string to_grid_text(const ScheduleReport& report, bool colours = false,
+                                       int max_columns = 200);
+
+// One JSON object: schedule, ranks, stages, micro_batches, chunks, makespan, span, busy ([rank]),
+// bubble_makespan, bubble_span, peak_in_flight ([rank], chunks), transports, messages, exact; with
+// `timeline`, also timeline: [rank] lists of {action, start, end}.
+[[nodiscard]] std::string to_json_text(const ScheduleReport& report, bool timeline);
+
+// The simulation as Chrome-trace JSON, one unit of time shown as a millisecond. Throws
+// Error(kUsage) where stages or times exceed what a trace can hold.
+void put_trace(const ScheduleReport& report, const std::function<void(std::string_view)>& put);
+
+}  // namespace sluice

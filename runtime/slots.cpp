@@ -1,0 +1,54 @@
+#include "runtime/slots.hpp"
+
+namespace sluice {
+namespace {
+
+// The payload starts aligned; the header sits in the bytes just before it.
+std::size_t tensor_bytes(const EdgeTensor& tensor) {
+  return kBufferAlignment + round_up(tensor.spec.bytes(), kBufferAlignment);
+}
+
+}  // namespace
+
+int SlotPool::edge_of(const BufferPool& pool) {
+  const bool towards_next =
+      pool.kind == BufferKind::kOutput || pool.kind == BufferKind::kGradOutput;
+  return towards_next ? pool.stage + 1 : pool.stage;
+}
+
+std::size_t SlotPool::bytes(const BufferPool& pool, const EdgeTable& edges) {
+  if (pool.kind == BufferKind::kState) return 0;
+  std::size_t slot_bytes = 0;
+  for (const EdgeTensor& tensor : edges.inputs(edges.largest(), edge_of(pool))) {
+    if (!is_gradient(pool.kind) || tensor.wants_gradient) slot_bytes += tensor_bytes(tensor);
+  }
+  return slot_bytes * static_cast<std::size_t>(pool.count);
+}
+
+SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, Device device)
+    : description_(pool), edges_(&edges), slots_(static_cast<std::size_t>(pool.count)) {
+  if (pool.kind == BufferKind::kState) return;
+  memory_ = Buffer(device, bytes(pool, edges));
+  const auto tensors = edges.inputs(edges.largest(), edge_of(pool));
+  std::byte* next = memory_.data();
+  for (Slot& slot : slots_) {
+    slot.tensors.resize(tensors.size());
+    slot.buffers.resize(tensors.size());
+    slot.tickets.reserve(tensors.size());
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      slot.tensors[i].spec = tensors[i].spec;
+      if (is_gradient(pool.kind) && !tensors[i].wants_gradient) continue;
+      slot.buffers[i] = {next + kBufferAlignment - kHeaderBytes, tensors[i].spec.bytes()};
+      slot.tensors[i].data = next + kBufferAlignment;
+      next += tensor_bytes(tensors[i]);
+    }
+  }
+}
+
+void SlotPool::shape(Slot& slot, std::int64_t samples) const {
+  if (slot.tensors.empty()) return;
+  const auto tensors = edges_->inputs(samples, edge_of(description_));
+  for (std::size_t i = 0; i < tensors.size(); ++i) slot.tensors[i].spec = tensors[i].spec;
+}
+
+}  // namespace sluice

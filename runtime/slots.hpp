@@ -1,0 +1,52 @@
+// Slots: the engine's buffers, by pool, with the state each is in. Internal to the engine.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "comm/device.hpp"
+#include "comm/transport.hpp"
+#include "runtime/edges.hpp"
+#include "schedules/plan.hpp"
+#include "stages/tensor.hpp"
+
+namespace sluice {
+
+enum class SlotState : std::uint8_t { kFree, kPosted, kFilled, kSending, kSent };
+
+// One slot: a message buffer per tensor of the edge. tensors[i] is a view of buffers[i]'s payload
+// in the shape of the micro-batch that sits there; null data where the edge carries no gradient.
+struct Slot {
+  SlotState state = SlotState::kFree;
+  std::vector<Tensor> tensors;
+  std::vector<MessageBuffer> buffers;
+  std::vector<Ticket> tickets;  // open operations, one per tensor that travels
+  double started = 0;           // when the open operation began, for traces
+};
+
+// All slots of one (stage, kind). kState pools have slots without memory: the stage owns that.
+class SlotPool {
+ public:
+  SlotPool(const BufferPool& pool, const EdgeTable& edges, Device device);
+  [[nodiscard]] Slot& slot(std::int32_t index) { return slots_[static_cast<std::size_t>(index)]; }
+  [[nodiscard]] int count() const { return static_cast<int>(slots_.size()); }
+  // Sets the tensors' shapes for a micro-batch of `samples`.
+  void shape(Slot& slot, std::int64_t samples) const;
+  [[nodiscard]] const BufferPool& description() const { return description_; }
+
+  // Index of the edge (as EdgeTable::inputs counts) that this pool's tensors belong to.
+  [[nodiscard]] static int edge_of(const BufferPool& pool);
+  [[nodiscard]] static bool is_gradient(BufferKind kind) {
+    return kind == BufferKind::kGradOutput || kind == BufferKind::kGradInput;
+  }
+  [[nodiscard]] static std::size_t bytes(const BufferPool& pool, const EdgeTable& edges);
+
+ private:
+  BufferPool description_;
+  const EdgeTable* edges_;
+  std::vector<Slot> slots_;
+  Buffer memory_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,31 @@
+// Timeline: collects the traced steps of a run and writes them, planned beside actual.
+#pragma once
+
+#include <filesystem>
+#include <vector>
+
+#include "runtime/pipeline.hpp"
+#include "runtime/profile.hpp"
+#include "runtime/trace.hpp"
+
+namespace sluice {
+
+class Timeline {
+ public:
+  // Keeps the last step's events; collective only in write().
+  void add(const Pipeline& pipeline);
+  // Collective. Rank 0 writes the file; the planned track is the plan's simulation with the mean
+  // times of the collected steps, starting where each step started.
+  void write(Pipeline& pipeline, const PipelineOptions& options,
+             const std::filesystem::path& path) const;
+
+ private:
+  struct Step {
+    double start = 0;
+    std::vector<TraceEvent> events;
+  };
+  std::vector<Step> steps_;
+  Profile profile_;
+};
+
+}  // namespace sluice

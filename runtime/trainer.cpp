@@ -1,0 +1,358 @@
+#include "runtime/trainer.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "comm/cores.hpp"
+#include "comm/error.hpp"
+#include "runtime/checkpoint.hpp"
+#include "runtime/data.hpp"
+#include "runtime/guard.hpp"
+#include "runtime/metrics.hpp"
+#include "runtime/model_config.hpp"
+#include "runtime/program.hpp"
+#include "runtime/timeline.hpp"
+#include "runtime/weights.hpp"
+
+namespace sluice {
+namespace {
+
+// Steps at the end of a run that go into the trace.
+constexpr std::uint64_t kTracedSteps = 4;
+// Windows of a validation between steps, where the user does not say.
+constexpr std::int64_t kQuickValidation = 64;
+
+struct Sums {
+  double seconds = 0, tokens = 0, bubble = 0;
+  std::uint64_t steps = 0;
+};
+
+class Training {
+ public:
+  Training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed)
+      : machine_(machine), world_(world), parsed_(parsed), options_(parsed.options) {}
+
+  void run();
+
+ private:
+  [[nodiscard]] bool first() const { return world_.rank() == 0; }
+  void open_data(ControlChannel& control);
+  void open_outputs();
+  void make_pipeline();
+  void resume();
+  void steps();
+  void one_step(Progress& progress);
+  void validate(std::int64_t samples, Progress* progress);
+  void save();
+  void summarise();
+  StepRecord record_of(const StepReport& report) const;
+
+  const MpiInfo& machine_;
+  Communicator& world_;
+  const ParsedTrain& parsed_;
+  const TrainOptions& options_;
+  Partition partition_;
+  std::shared_ptr<TokenFile> file_;
+  std::unique_ptr<DataSource> source_;
+  PipelineOptions pipeline_options_;
+  std::unique_ptr<Pipeline> pipeline_;
+  std::optional<MetricsWriter> metrics_;
+  Timeline timeline_;
+  std::int64_t quick_samples_ = 0, all_samples_ = 0;
+  std::optional<double> validation_loss_;
+  double train_loss_ = 0;
+  Sums sums_;
+};
+
+void Training::run() {
+  {
+    const std::unique_ptr<Communicator> comm = world_.duplicate();
+    ControlChannel control(*comm);
+    guarded(control, world_.rank(), [&] {
+      Collectives collectives(*comm, 0, &control);
+      require_same_configuration(collectives, parsed_.resolved);
+      const Topology topology =
+          make_topology(world_.size(),
+                        options_.pipeline > 0 ? options_.pipeline
+                                              : std::max(world_.size() / options_.replicas, 1),
+                        options_.replicas, options_.rank_order);
+      partition_ = partition_for(options_, topology.pipeline);
+    });
+    open_data(control);
+  }
+  make_pipeline();
+  if (options_.dry_run) return;
+  steps();
+  if (!options_.save.empty()) save();
+  if (!options_.trace.empty()) timeline_.write(*pipeline_, pipeline_options_, options_.trace);
+  if (first()) summarise();
+}
+
+void Training::open_data(ControlChannel& control) {
+  guarded(control, world_.rank(), [&] {
+    if (options_.data.empty()) {
+      source_ = make_token_shapes(options_.model.context);
+      return;
+    }
+    file_ = std::make_shared<TokenFile>(options_.data, options_.validation_share);
+    if (file_->train_size() == file_->size() &&
+        (options_.validation_samples > 0 || options_.validate_every > 0)) {
+      throw Error(ErrorCode::kUsage,
+                  "option --validation-share: 0 leaves nothing for --validation-samples or "
+                  "--validate-every; give a share above 0 or leave them out");
+    }
+    source_ =
+        make_token_source(file_, options_.model.context, options_.model.vocabulary, options_.seed);
+    all_samples_ = options_.validation_samples > 0
+                       ? options_.validation_samples
+                       : validation_samples(*file_, options_.model.context);
+    quick_samples_ =
+        options_.validation_samples > 0 ? all_samples_ : std::min(all_samples_, kQuickValidation);
+  });
+}
+
+// Last before the first step, so that a run refused for its layout or weights leaves nothing
+// behind.
+void Training::open_outputs() {
+  pipeline_->guarded([&] {
+    if (!first()) return;
+    if (!options_.trace.empty()) require_writable_file(options_.trace);
+    if (!options_.metrics.empty()) require_writable_file(options_.metrics);
+    if (!options_.save.empty()) require_writable_directory(options_.save);
+    if (!options_.metrics.empty()) {
+      nlohmann::ordered_json run;
+      for (const auto& [key, value] : parsed_.resolved) run["options"][key] = value;
+      run["ranks"] = world_.size();
+      run["kernels"] = kernel_set();
+      run["matmul"] = matmul_library();
+      run["mpi"] = machine_.library;
+      metrics_.emplace(options_.metrics, run.dump(), !options_.resume.empty());
+    }
+  });
+}
+
+void Training::make_pipeline() {
+  std::vector<std::int64_t> evaluations;
+  if (!options_.dry_run && all_samples_ > 0) {
+    evaluations.push_back(all_samples_);
+    if (options_.validate_every > 0 && quick_samples_ != all_samples_) {
+      evaluations.push_back(quick_samples_);
+    }
+  }
+  pipeline_options_ = pipeline_options(parsed_, evaluations);
+  const StageFactory factory = [this](int stage, int) {
+    return make_transformer_stage(options_.model, partition_, stage);
+  };
+  if (options_.dry_run) {
+    const PipelineLayout layout =
+        Pipeline::plan_layout(world_, pipeline_options_, factory, *source_);
+    if (first()) fmt::print("{}", describe_layout(layout, partition_));
+    return;
+  }
+  pipeline_ = std::make_unique<Pipeline>(world_, pipeline_options_, factory, *source_);
+  if (!options_.resume.empty()) resume();
+  open_outputs();
+  if (first()) {
+    fmt::print("{}", describe_layout(pipeline_->layout(), partition_));
+    std::fflush(stdout);
+  }
+}
+
+void Training::resume() {
+  load_checkpoint(*pipeline_, options_.resume);
+  pipeline_->guarded([&] {
+    if (pipeline_->step() < options_.steps) return;
+    throw Error(
+        ErrorCode::kUsage,
+        fmt::format("option --steps: '{}' has done {} steps already, --steps {} leaves "
+                    "nothing to do; choose at least {}",
+                    options_.resume, pipeline_->step(), options_.steps, pipeline_->step() + 1));
+  });
+}
+
+void Training::steps() {
+  Progress progress(pipeline_->step() + 1, options_.steps, terminal_output());
+  while (pipeline_->step() < options_.steps) {
+    one_step(progress);
+    const std::uint64_t step = pipeline_->step();
+    const bool last = step == options_.steps;
+    if (options_.validate_every > 0 && step % options_.validate_every == 0 && !last) {
+      validate(quick_samples_, first() ? &progress : nullptr);
+    }
+    if (options_.save_every > 0 && step % options_.save_every == 0 && !last) save();
+  }
+  if (first()) progress.finish();
+  if (all_samples_ > 0) validate(all_samples_, nullptr);
+}
+
+void Training::one_step(Progress& progress) {
+  const StepReport report = pipeline_->train_step();
+  if (!options_.trace.empty() && report.step + kTracedSteps > options_.steps) {
+    timeline_.add(*pipeline_);
+  }
+  train_loss_ = report.loss;
+  if (!first()) return;
+  const StepRecord record = record_of(report);
+  sums_.seconds += record.seconds;
+  sums_.tokens += static_cast<double>(record.tokens);
+  sums_.bubble += record.bubble_measured;
+  ++sums_.steps;
+  progress.step(record);
+  if (metrics_) metrics_->step(record);
+}
+
+StepRecord Training::record_of(const StepReport& report) const {
+  StepRecord record;
+  record.step = report.step;
+  record.loss = report.loss;
+  record.tokens = static_cast<std::int64_t>(report.targets);
+  record.seconds = report.seconds;
+  record.tokens_per_second = report.targets / report.seconds;
+  record.grad_norm = report.grad_norm;
+  record.learning_rate = report.learning_rate;
+  record.bubble_measured = report.bubble_measured;
+  record.bubble_ideal = pipeline_->layout().bubble_ideal;
+  record.peak_in_flight = report.peak_in_flight;
+  record.peak_bytes = report.peak_bytes;
+  return record;
+}
+
+void Training::validate(std::int64_t samples, Progress* progress) {
+  validation_loss_ = pipeline_->evaluate(samples);
+  if (!first()) return;
+  if (metrics_) metrics_->validation(pipeline_->step(), *validation_loss_);
+  if (progress != nullptr) {
+    progress->note(fmt::format("step {}: validation loss {:.4f} over {} windows", pipeline_->step(),
+                               *validation_loss_, samples));
+  }
+}
+
+void Training::save() {
+  save_checkpoint(*pipeline_, options_.save, model_config_text(options_.model, parsed_.resolved));
+}
+
+void Training::summarise() {
+  const bool bytes = file_->format() == TokenFormat::kText;
+  const char* unit = bytes ? "byte" : "token";
+  const auto line = [&](const char* name, double nats) {
+    fmt::print("  {:<18} {:.4f} nats, {:.4f} bits per {}\n", name, nats, nats / std::log(2.0),
+               unit);
+  };
+  fmt::print("\nDone: {} steps\n", options_.steps);
+  if (sums_.steps > 0) line("training loss", train_loss_);
+  if (validation_loss_) line("validation loss", *validation_loss_);
+  if (sums_.steps > 0) {
+    fmt::print("  {:<18} {:.0f} tokens/s\n", "speed", sums_.tokens / sums_.seconds);
+    const int ranks = world_.local_size(), cores = host_cores();
+    const bool sliced = ranks > cores;
+    fmt::print("  {:<18} {:.1f} % measured, {:.1f} % ideal{}\n", "bubble",
+               100 * sums_.bubble / static_cast<double>(sums_.steps),
+               100 * pipeline_->layout().bubble_ideal,
+               sliced ? fmt::format(" (measured includes time-slicing: {} ranks share {} cores)",
+                                    ranks, cores)
+                      : "");
+  }
+  const auto path = [](const char* name, const std::string& where) {
+    if (!where.empty()) fmt::print("  {:<18} {}\n", name, where);
+  };
+  path("weights", options_.save);
+  path("metrics", options_.metrics);
+  path("trace", options_.trace.empty() ? "" : options_.trace + " (open it at ui.perfetto.dev)");
+}
+
+}  // namespace
+
+Partition partition_for(const TrainOptions& options, int ranks) {
+  int stages = 0;
+  try {
+    stages =
+        stages_of(options.schedule, {ranks, std::max(options.micro_batches, 1), options.chunks});
+  } catch (const std::invalid_argument& error) {
+    throw Error(ErrorCode::kUsage, error.what());
+  }
+  return parse_partition(options.partition, layer_costs(options.model), stages);
+}
+
+PipelineOptions pipeline_options(const ParsedTrain& parsed, std::vector<std::int64_t> evaluations) {
+  const TrainOptions& from = parsed.options;
+  PipelineOptions options;
+  options.pipeline = from.pipeline;
+  options.replicas = from.replicas;
+  options.rank_order = from.rank_order;
+  options.schedule = from.schedule;
+  options.chunks = from.chunks;
+  options.micro_batches = from.micro_batches;
+  options.micro_batch_size = from.micro_batch_size;
+  options.batch_size = from.batch_size;
+  options.seed = from.seed;
+  options.threads = from.threads;
+  options.optimizer = from.optimizer;
+  options.learning_rate = from.learning_rate;
+  options.clip = from.clip;
+  options.evaluations = std::move(evaluations);
+  options.check_replicas = from.check_replicas;
+  options.trace = !from.trace.empty();
+  options.configuration = parsed.resolved;
+  return options;
+}
+
+namespace {
+
+// "E 0-1": the embedding and blocks 0 and 1; "H": the head; "-" for a stage that passes on.
+std::string describe_layers(const Partition& partition, int stage) {
+  const int layers = partition.first.back();
+  const int first = partition.first[static_cast<std::size_t>(stage)];
+  const int last = partition.first[static_cast<std::size_t>(stage) + 1];
+  const int first_block = std::max(first, 1) - 1;
+  const int last_block = std::min(last, layers - 1) - 2;
+  std::string text;
+  const auto append = [&](const std::string& part) { text += (text.empty() ? "" : " ") + part; };
+  if (first == last) return "-";
+  if (first == 0) append("E");
+  if (first_block == last_block) append(std::to_string(first_block));
+  if (first_block < last_block) append(fmt::format("{}-{}", first_block, last_block));
+  if (last == layers) append("H");
+  return text;
+}
+
+}  // namespace
+
+std::string describe_layout(const PipelineLayout& layout, const Partition& partition) {
+  const auto mebi = [](std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); };
+  std::string text = fmt::format(
+      "{} ranks: pipeline of {} x {} replicas, schedule {}, {} micro-batches per replica and "
+      "step\n",
+      layout.topology.ranks(), layout.topology.pipeline, layout.topology.replicas,
+      layout.train.schedule_name, layout.train.micro_batches);
+  text += fmt::format("  {:<5} {:<7} {:<16} {:>10} {:>10} {:>10} {:>11} {:>9} {:>10}\n", "rank",
+                      "stages", "layers", "parameters", "gradients", "optimizer", "activations",
+                      "messages", "total MiB");
+  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
+    std::string stages, owned;
+    for (const int stage : layout.train.placement.stages_of(rank)) {
+      if (!stages.empty()) stages += ",", owned += " ";
+      stages += std::to_string(stage);
+      owned += describe_layers(partition, stage);
+    }
+    const RankMemory& memory = layout.memory[static_cast<std::size_t>(rank)];
+    text += fmt::format(
+        "  {:<5} {:<7} {:<16} {:>10.1f} {:>10.1f} {:>10.1f} {:>11.1f} {:>9.1f} {:>10.1f}\n", rank,
+        stages, owned, mebi(memory.parameters), mebi(memory.gradients), mebi(memory.optimizer),
+        mebi(memory.activations), mebi(memory.buffers), mebi(memory.total()));
+  }
+  text +=
+      "  (layers: E embedding, H head, numbers are blocks, - none; each replica holds the same)\n";
+  return text;
+}
+
+void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed) {
+  Training(machine, world, parsed).run();
+}
+
+}  // namespace sluice

@@ -1,0 +1,28 @@
+// Trainer: what `sluice train` does once MPI is up: data, pipeline, steps, validation, reports,
+// weights, summary.
+#pragma once
+
+#include <string>
+
+#include "comm/communicator.hpp"
+#include "comm/mpi_session.hpp"
+#include "runtime/options.hpp"
+#include "runtime/pipeline.hpp"
+
+namespace sluice {
+
+// Collective over `world`. Throws the same Error on every rank. With options.dry_run prints the
+// layout and memory per rank and returns.
+void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed);
+
+// The pipeline's options for the program's. `evaluations`: see PipelineOptions.
+[[nodiscard]] PipelineOptions pipeline_options(const ParsedTrain& parsed,
+                                               std::vector<std::int64_t> evaluations);
+
+// How the model's layers fall into stages on `ranks` ranks; Error(kUsage) where they cannot.
+[[nodiscard]] Partition partition_for(const TrainOptions& options, int ranks);
+
+// The layout of a pipeline as text: a row per rank with its stages, layers and memory.
+[[nodiscard]] std::string describe_layout(const PipelineLayout& layout, const Partition& partition);
+
+}  // namespace sluice
