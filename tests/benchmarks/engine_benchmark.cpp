@@ -1,0 +1,177 @@
+// Engine overhead: nanoseconds per compute action with stages that do nothing, 1F1B; over loopback,
+// and under mpirun -n 2 beside a bare MPI loop of the same messages with the same header check.
+//   engine_benchmark [--json FILE]        mpirun -n 2 engine_benchmark
+#include <mpi.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+
+#include "comm/loopback.hpp"
+#include "comm/transport.hpp"
+#include "runtime/array_source.hpp"
+#include "runtime/engine.hpp"
+#include "runtime/pipeline.hpp"
+#include "runtime/program.hpp"
+#include "tests/benchmarks/benchmark_report.hpp"
+
+namespace sluice::benchmarks {
+namespace {
+
+constexpr int kMicroBatches = 256;
+constexpr int kRounds = 201;
+
+class IdleStage : public Stage, public LossStage {
+ public:
+  StageDescription describe(std::span<const TensorSpec> inputs) const override {
+    return {{inputs[0]}};
+  }
+  void prepare(const StageSetup&) override {}
+  void forward(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {}
+  void backward(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {}
+  LossResult loss(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {
+    return {0, 1};
+  }
+  double target_weight(std::span<const Tensor>) const override { return 1; }
+};
+
+// Median nanoseconds per compute action of this rank.
+double engine_ns(Communicator& comm, const char* schedule) {
+  const int ranks = comm.size();
+  const Plan plan = make_plan(
+      lower(generate(schedule, {ranks, kMicroBatches, 1}), {.reduce_grad = false, .tied = {}}), {});
+  const std::vector<std::vector<EdgeTensor>> edge(static_cast<std::size_t>(ranks) + 1,
+                                                  {{{DType::kF32, Shape{1, 4}}, true}});
+  const EdgeTable edges({1}, {edge});
+  ComputeContext compute(Device{}, 1);
+  IdleStage stage;
+  const bool last = comm.rank() + 1 == ranks;
+  std::vector<SampleRange> ranges;
+  for (int m = 0; m < kMicroBatches; ++m) ranges.push_back({m, 1});
+  const auto source = make_array_source(std::vector<float>(4 * kMicroBatches, 1), 4,
+                                        std::vector<float>(kMicroBatches, 1), 1, kMicroBatches);
+  BatchLoader loader(*source, Phase::kTrain, ranges, comm.rank() == 0, last);
+  EngineConfig config;
+  config.plan = &plan;
+  config.rank = comm.rank();
+  config.edges = &edges;
+  config.stages = {{comm.rank(), &stage, nullptr, last ? &stage : nullptr}};
+  config.compute = &compute;
+  config.communicator = &comm;
+  Engine engine(config);
+  Collectives collectives(comm, 100, nullptr);
+  std::vector<double> times;
+  for (std::uint64_t round = 1; round <= kRounds; ++round) {
+    StepRequest request;
+    request.step = 1;
+    request.micro_batches = ranges;
+    request.batch = &loader.load(1);
+    collectives.barrier();
+    const double start = steady_seconds();
+    engine.run(request, nullptr);
+    times.push_back((steady_seconds() - start) * 1e9 / (2.0 * kMicroBatches));
+  }
+  return median(times);
+}
+
+// The same messages in the same order as two ranks' 1F1B, straight on MPI: receives posted two
+// ahead, every header written and compared, nothing else.
+class BareLoop {
+ public:
+  explicit BareLoop(int rank) : rank_(rank) {
+    for (Slot& slot : slots_) slot.bytes.resize(kHeaderBytes + 16);
+  }
+  double ns() {
+    std::vector<double> times;
+    for (int round = 0; round < kRounds; ++round) {
+      MPI_Barrier(MPI_COMM_WORLD);
+      const double start = steady_seconds();
+      step();
+      times.push_back((steady_seconds() - start) * 1e9 / (2.0 * kMicroBatches));
+    }
+    return median(times);
+  }
+
+ private:
+  struct Slot {
+    std::vector<std::byte> bytes;
+    MPI_Request request = MPI_REQUEST_NULL;
+  };
+  static void wait(Slot& slot) {
+    int done = 0;
+    while (done == 0) MPI_Test(&slot.request, &done, MPI_STATUS_IGNORE);
+  }
+  void post(int i) {
+    Slot& slot = slots_[static_cast<std::size_t>(i % 2)];
+    MPI_Irecv(slot.bytes.data(), static_cast<int>(slot.bytes.size()), MPI_BYTE, 1 - rank_, 0,
+              MPI_COMM_WORLD, &slot.request);
+  }
+  void receive(int i) {
+    Slot& slot = slots_[static_cast<std::size_t>(i % 2)];
+    wait(slot);
+    MessageHeader expected;
+    expected.micro_batch = i;
+    if (std::memcmp(slot.bytes.data(), &expected, kHeaderBytes) != 0) std::abort();
+    if (i + 2 < kMicroBatches) post(i + 2);
+  }
+  void send(int i) {
+    Slot& slot = slots_[static_cast<std::size_t>(2 + i % 2)];
+    wait(slot);
+    MessageHeader header;
+    header.micro_batch = i;
+    std::memcpy(slot.bytes.data(), &header, kHeaderBytes);
+    MPI_Isend(slot.bytes.data(), static_cast<int>(slot.bytes.size()), MPI_BYTE, 1 - rank_, 0,
+              MPI_COMM_WORLD, &slot.request);
+  }
+  void step() {
+    post(0);
+    post(1);
+    if (rank_ == 0) send(0);
+    for (int i = 0; i < kMicroBatches; ++i) {
+      if (rank_ == 0) {
+        if (i + 1 < kMicroBatches) send(i + 1);
+        receive(i);
+      } else {
+        receive(i);
+        send(i);
+      }
+    }
+    wait(slots_[2]);
+    wait(slots_[3]);
+  }
+  int rank_;
+  Slot slots_[4];
+};
+
+}  // namespace
+}  // namespace sluice::benchmarks
+
+int main(int argc, char** argv) {
+  using namespace sluice;
+  using namespace sluice::benchmarks;
+  return run_main(argc, argv, [&](MpiSession&, Communicator& world) {
+    Report report("Engine overhead, stages that do nothing, ns per compute action",
+                  {"transport", "schedule", "ranks", "engine ns", "bare MPI ns", "above bare"});
+    if (world.size() == 1) {
+      for (const char* schedule : {"1f1b", "gpipe"}) {
+        for (const int ranks : {1, 2}) {
+          double ns = 0;
+          run_loopback(ranks, [&](Communicator& comm) {
+            const double mine = engine_ns(comm, schedule);
+            if (comm.rank() == 0) ns = mine;
+          });
+          report.row({"loopback", schedule, ranks, ns, "-", "-"});
+        }
+      }
+    } else if (world.size() == 2) {
+      const double engine = engine_ns(world, "1f1b");
+      const double bare = BareLoop(world.rank()).ns();
+      report.row({"mpi", "1f1b", 2, engine, bare, engine - bare});
+    } else {
+      report.row({"mpi", "1f1b", world.size(), engine_ns(world, "1f1b"), "-", "-"});
+    }
+    if (world.rank() != 0) return;
+    report.print();
+    report.save(argument(argc, argv, "--json", ""));
+  });
+}

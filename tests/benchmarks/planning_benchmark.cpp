@@ -1,0 +1,182 @@
+// Nanoseconds per compute action of each planning step, for 1F1B at m = 4p: what matters is that
+// the figures stay flat from 64 to 1024 ranks. Prints a table; `--json FILE` also writes the rows.
+//
+//   planning_benchmark [--json FILE] [--ranks P[,P...]] [--repeat N]
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <cstdio>
+#include <ctime>
+#include <fstream>
+#include <functional>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "schedules/plan.hpp"
+#include "schedules/schedule.hpp"
+#include "schedules/simulate.hpp"
+
+namespace sluice {
+namespace {
+
+struct Options {
+  std::string json;
+  std::vector<int> ranks = {64, 256, 1024};
+  int repeat = 3;
+};
+
+struct StepTime {
+  std::string name;
+  double ns_per_action = 0;
+};
+
+struct Row {
+  int ranks = 0;
+  int micro_batches = 0;
+  std::int64_t actions = 0;
+  std::vector<StepTime> steps;
+};
+
+double cpu_seconds_of(const std::function<void()>& body) {
+  const std::clock_t start = std::clock();
+  body();
+  return static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
+}
+
+// All steps once, in order; each result is dropped as soon as no later step needs it.
+Row measure_once(int ranks) {
+  Row row;
+  row.ranks = ranks;
+  row.micro_batches = 4 * ranks;
+  row.actions = std::int64_t{2} * ranks * row.micro_batches;
+  const auto time = [&](std::string name, const std::function<void()>& body) {
+    row.steps.push_back(
+        {std::move(name), cpu_seconds_of(body) * 1e9 / static_cast<double>(row.actions)});
+  };
+
+  Schedule schedule, lowered;
+  Plan plan;
+  time("generate", [&] { schedule = generate("1f1b", {ranks, row.micro_batches, 1}); });
+  time("check", [&] {
+    if (check(schedule)) throw std::logic_error("check refused a generated schedule");
+  });
+  time("lower", [&] { lowered = lower(schedule, {}); });
+  time("simulate", [&] {
+    const Simulation simulation = simulate(schedule, {{StageTimes{}}, 0.1});
+    if (!(simulation.makespan > 0)) throw std::logic_error("the simulation took no time");
+  });
+  schedule = Schedule();
+  time("make_plan", [&] { plan = make_plan(lowered, {}); });
+  lowered = Schedule();
+  time("verify", [&] {
+    if (!verify(plan).ok()) throw std::logic_error("verify refused a generated plan");
+  });
+  return row;
+}
+
+// The fastest of `repeat` runs, step by step.
+Row measure(int ranks, int repeat) {
+  Row best = measure_once(ranks);
+  for (int i = 1; i < repeat; ++i) {
+    const Row again = measure_once(ranks);
+    for (std::size_t step = 0; step < best.steps.size(); ++step) {
+      best.steps[step].ns_per_action =
+          std::min(best.steps[step].ns_per_action, again.steps[step].ns_per_action);
+    }
+  }
+  return best;
+}
+
+void print_header(const Row& row) {
+  std::printf("%6s %6s %10s", "p", "m", "actions");
+  for (const StepTime& step : row.steps) std::printf(" %10s", step.name.c_str());
+  std::printf("   CPU ns per action\n");
+}
+
+void print_row(const Row& row) {
+  std::printf("%6d %6d %10lld", row.ranks, row.micro_batches, static_cast<long long>(row.actions));
+  for (const StepTime& step : row.steps) std::printf(" %10.1f", step.ns_per_action);
+  std::printf("\n");
+  std::fflush(stdout);
+}
+
+void write_json(const std::string& path, const std::vector<Row>& rows) {
+  std::ofstream out(path);
+  out << "{\"benchmark\": \"planning\", \"schedule\": \"1f1b\", \"unit\": \"CPU ns per action\", "
+         "\"rows\": [";
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const Row& row = rows[i];
+    out << (i == 0 ? "\n" : ",\n") << "  {\"ranks\": " << row.ranks
+        << ", \"micro_batches\": " << row.micro_batches << ", \"actions\": " << row.actions;
+    for (const StepTime& step : row.steps) {
+      out << ", \"" << step.name << "\": " << step.ns_per_action;
+    }
+    out << "}";
+  }
+  out << "\n]}\n";
+  if (!out.flush()) throw std::runtime_error("cannot write --json file '" + path + "'");
+}
+
+int parse_positive(std::string_view option, std::string_view text) {
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || value < 1) {
+    throw std::invalid_argument(std::string(option) + " got '" + std::string(text) +
+                                "'; legal are whole numbers from 1");
+  }
+  return value;
+}
+
+Options parse_options(const std::vector<std::string_view>& arguments) {
+  Options options;
+  for (std::size_t i = 0; i < arguments.size(); i += 2) {
+    const std::string_view option = arguments[i];
+    if (option != "--json" && option != "--ranks" && option != "--repeat") {
+      throw std::invalid_argument("unknown option '" + std::string(option) +
+                                  "'; legal are --json FILE, --ranks P[,P...], --repeat N");
+    }
+    if (i + 1 == arguments.size()) {
+      throw std::invalid_argument(std::string(option) + " needs a value");
+    }
+    std::string_view value = arguments[i + 1];
+    if (option == "--json") options.json = value;
+    if (option == "--repeat") options.repeat = parse_positive(option, value);
+    if (option != "--ranks") continue;
+    options.ranks.clear();
+    for (;;) {
+      const std::size_t comma = value.find(',');
+      options.ranks.push_back(parse_positive(option, value.substr(0, comma)));
+      if (comma == std::string_view::npos) break;
+      value.remove_prefix(comma + 1);
+    }
+  }
+  return options;
+}
+
+void run(const Options& options) {
+  std::vector<Row> rows;
+  for (const int ranks : options.ranks) {
+    rows.push_back(measure(ranks, options.repeat));
+    if (rows.size() == 1) print_header(rows.front());
+    print_row(rows.back());
+  }
+  if (!options.json.empty()) write_json(options.json, rows);
+}
+
+}  // namespace
+}  // namespace sluice
+
+int main(int argc, char** argv) {
+  try {
+    sluice::run(sluice::parse_options({argv + 1, argv + argc}));
+  } catch (const std::invalid_argument& error) {
+    std::fprintf(stderr, "planning_benchmark: %s\n", error.what());
+    return 2;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "planning_benchmark: %s\n", error.what());
+    return 1;
+  }
+}

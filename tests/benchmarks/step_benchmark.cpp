@@ -1,0 +1,80 @@
+// One rank's training step against its own matrix products: the step is recorded, then its products
+// are replayed on the same operands, in turn with whole steps.
+//   step_benchmark [--json FILE] [--rounds N]
+#include <chrono>
+#include <cstdlib>
+
+#include "comm/loopback.hpp"
+#include "runtime/pipeline.hpp"
+#include "stages/matmul.hpp"
+#include "stages/transformer.hpp"
+#include "tests/benchmarks/benchmark_report.hpp"
+#include "tests/benchmarks/token_source.hpp"
+
+namespace sluice::benchmarks {
+namespace {
+
+struct Result {
+  double step = 0, replay = 0;  // seconds, medians
+  std::int64_t tokens = 0;
+  double flops = 0;
+};
+
+Result measure(Communicator& comm, DType precision, int rounds) {
+  TransformerConfig model;
+  model.precision = precision;
+  const RandomTokens source(model.context, model.vocabulary);
+  PipelineOptions options;
+  options.micro_batch_size = 4;
+  options.learning_rate = {.peak = 1e-4, .constant = true};
+  const std::vector<double> costs = layer_costs(model);
+  const StageFactory factory = [&](int stage, int stages) {
+    return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+  };
+  Pipeline pipeline(comm, options, factory, source);
+  MatMulCache& products = pipeline.compute().matmuls();
+  for (int i = 0; i < 3; ++i) pipeline.train_step();
+  products.record(true);
+  pipeline.train_step();
+  const std::vector<MatMulCall> calls(products.recorded().begin(), products.recorded().end());
+  products.record(false);
+
+  std::vector<double> steps, replays;
+  for (int i = 0; i < rounds; ++i) {
+    steps.push_back(pipeline.train_step().seconds);
+    const auto start = std::chrono::steady_clock::now();
+    products.replay(calls);
+    replays.push_back(
+        std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  Result result{.step = median(steps),
+                .replay = median(replays),
+                .tokens = options.micro_batch_size * model.context,
+                .flops = 0};
+  for (const MatMulCall& call : calls) result.flops += call.spec.flops();
+  return result;
+}
+
+}  // namespace
+}  // namespace sluice::benchmarks
+
+int main(int argc, char** argv) {
+  using namespace sluice;
+  using namespace sluice::benchmarks;
+  const int rounds = std::atoi(argument(argc, argv, "--rounds", "41").c_str());
+  Report report("One rank: training step against a replay of its matrix products",
+                {"precision", "tokens/s", "replay tokens/s", "step/replay", "products GFLOP/s",
+                 "vs own fp32"});
+  run_loopback(1, [&](Communicator& comm) {
+    double fp32 = 0;
+    for (const DType precision : {DType::kF32, DType::kBf16}) {
+      const Result result = measure(comm, precision, rounds);
+      const double speed = static_cast<double>(result.tokens) / result.step;
+      if (precision == DType::kF32) fp32 = speed;
+      report.row({name_of(precision), speed, static_cast<double>(result.tokens) / result.replay,
+                  result.replay / result.step, result.flops / result.replay * 1e-9, speed / fp32});
+    }
+  });
+  report.print();
+  report.save(argument(argc, argv, "--json", ""));
+}

@@ -1,0 +1,53 @@
+"""The examples as a user runs them: what they print, and to the bit.
+
+usage: examples_test.py MPIEXEC CUSTOM_STAGE SPLIT_MLP
+"""
+
+import subprocess
+import sys
+import unittest
+
+MPIEXEC, CUSTOM_STAGE, SPLIT_MLP = sys.argv[1:4]
+
+
+def run(ranks, *command):
+    """Standard output of `command` on that many ranks; fails the test where it fails."""
+    return subprocess.run(
+        [MPIEXEC, "--timeout", "50", "-n", str(ranks), *command],
+        check=True, text=True, stdout=subprocess.PIPE).stdout
+
+
+class CustomStage(unittest.TestCase):
+    def test_learns_its_line(self):
+        output = run(2, CUSTOM_STAGE)
+        self.assertIn("a = 3.0000", output)
+        self.assertIn("b = 1.0000", output)
+
+    def test_stays_small(self):
+        # 60 lines are the promise of what a stage of one's own takes.
+        source = sys.argv[4]
+        with open(source, encoding="utf-8") as text:
+            self.assertLessEqual(len(text.readlines()), 60)
+
+
+class SplitMlp(unittest.TestCase):
+    @staticmethod
+    def losses(output):
+        return [float(line.split()[-1]) for line in output.splitlines()]
+
+    def test_two_ranks_give_the_bits_of_one(self):
+        for micro_batches in ("1", "5"):
+            alone = run(1, SPLIT_MLP, micro_batches)
+            self.assertEqual(len(self.losses(alone)), 5)
+            self.assertEqual(alone, run(2, SPLIT_MLP, micro_batches))
+
+    def test_micro_batches_change_the_loss_by_rounding_only(self):
+        whole = self.losses(run(2, SPLIT_MLP, "1"))
+        parts = self.losses(run(2, SPLIT_MLP, "5"))
+        self.assertLess(whole[-1], whole[0] / 2)
+        for one, other in zip(whole, parts):
+            self.assertAlmostEqual(one, other, delta=1e-6)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1], verbosity=2)

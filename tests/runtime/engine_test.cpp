@@ -1,0 +1,156 @@
+#include "runtime/engine.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "comm/control.hpp"
+#include "comm/error.hpp"
+#include "comm/loopback.hpp"
+#include "runtime/guard.hpp"
+#include "tests/allocation_counter.hpp"
+#include "tests/runtime/arithmetic_stage.hpp"
+
+namespace sluice::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+Plan plan_of(const std::string& name, int ranks, int micro_batches) {
+  return make_plan(
+      lower(generate(name, {ranks, micro_batches, 1}), {.reduce_grad = false, .tied = {}}), {});
+}
+
+// The edges of ArithmeticStages: f32 [samples, 1] throughout.
+EdgeTable unit_edges(int stages) {
+  std::vector<std::vector<EdgeTensor>> edges(static_cast<std::size_t>(stages) + 1,
+                                             {{{DType::kF32, Shape{1, 1}}, true}});
+  return EdgeTable({1}, {edges});
+}
+
+// One rank's engine over `plan`, with everything it needs.
+class Rig {
+ public:
+  Rig(const Plan& plan, Communicator& comm, Interrupt& interrupt)
+      : stage_(comm.rank()),
+        edges_(unit_edges(comm.size())),
+        compute_(Device{}, 1),
+        source_(counting_source(plan.micro_batches)) {
+    StageSetup setup{.compute = &compute_, .slots = plan.micro_batches};
+    stage_.prepare(setup);
+    for (int m = 0; m < plan.micro_batches; ++m) ranges_.push_back({m, 1});
+    const bool last = comm.rank() + 1 == comm.size();
+    loader_ =
+        std::make_unique<BatchLoader>(*source_, Phase::kTrain, ranges_, comm.rank() == 0, last);
+    EngineConfig config;
+    config.plan = &plan;
+    config.rank = comm.rank();
+    config.edges = &edges_;
+    config.stages = {{comm.rank(), &stage_, &stage_, last ? &stage_ : nullptr}};
+    config.compute = &compute_;
+    config.communicator = &comm;
+    config.interrupt = &interrupt;
+    engine_ = std::make_unique<Engine>(config);
+  }
+  const StepOutcome& run(std::uint64_t step) {
+    const BatchLoader::Batch& batch = loader_->load(step);
+    request_ = {.phase = Phase::kTrain, .step = step, .micro_batches = ranges_, .batch = &batch};
+    const std::size_t before = allocations_of_this_thread();
+    const StepOutcome& outcome = engine_->run(request_, nullptr);
+    allocations_ = allocations_of_this_thread() - before;
+    return outcome;
+  }
+  // By the last run, on this rank's thread.
+  std::size_t allocations() const { return allocations_; }
+  float gradient() { return stage_.parameters()->all()[0]->grad.at(0); }
+
+ private:
+  ArithmeticStage stage_;
+  EdgeTable edges_;
+  ComputeContext compute_;
+  std::unique_ptr<DataSource> source_;
+  std::vector<SampleRange> ranges_;
+  std::unique_ptr<BatchLoader> loader_;
+  std::unique_ptr<Engine> engine_;
+  StepRequest request_;
+  std::size_t allocations_ = 0;
+};
+
+TEST(EngineTest, ComputesEveryMicroBatchOnceForward) {
+  const Plan plan = plan_of("1f1b", 2, 4);
+  run_loopback(2, [&](Communicator& comm) {
+    ControlChannel control(comm);
+    Rig rig(plan, comm, control);
+    const StepOutcome& outcome = rig.run(1);
+    // Stage 0 multiplies by 1, stage 1 by 2; samples are 1, 2, 3, 4.
+    if (comm.rank() == 1) {
+      double sum = 0;
+      for (const LossResult& loss : outcome.losses) sum += loss.sum;
+      EXPECT_EQ(sum, 2 * (1 + 2 + 3 + 4));
+      EXPECT_EQ(rig.gradient(), 1 + 2 + 3 + 4);
+    } else {
+      EXPECT_EQ(rig.gradient(), 2 * (1 + 2 + 3 + 4));
+    }
+    EXPECT_EQ(outcome.peak_in_flight, 2 - comm.rank());
+  });
+}
+
+TEST(EngineTest, AllocatesNothingInSteadyState) {
+  const Plan plan = plan_of("1f1b", 2, 8);
+  run_loopback(2, [&](Communicator& comm) {
+    ControlChannel control(comm);
+    Rig rig(plan, comm, control);
+    rig.run(1);
+    rig.run(2);
+    EXPECT_EQ(rig.allocations(), 0U);
+    rig.run(3);
+    EXPECT_EQ(rig.allocations(), 0U);
+  });
+}
+
+TEST(EngineTest, StopsAtAPlanWithAnyPostRemoved) {
+  const Plan whole = plan_of("1f1b", 2, 3);
+  int broken = 0;
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    for (std::size_t i = 0; i < whole.ranks[rank].ops.size(); ++i) {
+      if (whole.ranks[rank].ops[i].kind != OpKind::kPostRecv) continue;
+      Plan plan = whole;
+      plan.ranks[rank].ops.erase(plan.ranks[rank].ops.begin() + static_cast<std::ptrdiff_t>(i));
+      EXPECT_FALSE(verify(plan).ok()) << "post " << i << " of rank " << rank;
+      try {
+        run_loopback(2, [&](Communicator& comm) {
+          ControlChannel control(comm);
+          Rig rig(plan, comm, control);
+          guarded(control, comm.rank(), [&] { rig.run(1); });
+        });
+        ADD_FAILURE() << "ran without post " << i << " of rank " << rank;
+      } catch (const Error& error) {
+        // The rank that misses the post refuses its wait, or finds another message in its place.
+        EXPECT_TRUE(error.code() == ErrorCode::kPlan || error.code() == ErrorCode::kMismatch)
+            << error.what();
+      }
+      ++broken;
+    }
+  }
+  EXPECT_EQ(broken, 6);
+}
+
+TEST(EngineTest, NamesTheWaitWhoseReceiveWasNeverPosted) {
+  Plan plan = plan_of("1f1b", 2, 1);
+  std::erase_if(plan.ranks[1].ops, [](const PlanOp& op) { return op.kind == OpKind::kPostRecv; });
+  try {
+    run_loopback(2, [&](Communicator& comm) {
+      ControlChannel control(comm);
+      Rig rig(plan, comm, control);
+      guarded(control, comm.rank(), [&] { rig.run(1); });
+    });
+    ADD_FAILURE() << "ran";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kPlan);
+    EXPECT_THAT(error.what(), HasSubstr("never posted"));
+    EXPECT_THAT(error.what(), HasSubstr("RECV_F"));
+    EXPECT_EQ(error.rank(), 1);
+  }
+}
+
+}  // namespace
+}  // namespace sluice::testing

@@ -1,0 +1,202 @@
+// Bit for bit: losses, gradient norms, validation losses and every parameter are the same for every
+// pipeline depth and schedule. Under mpirun one job runs every configuration that fits its ranks;
+// each rank compares with a training it does alone.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "comm/loopback.hpp"
+#include "tests/runtime/training_cases.hpp"
+#ifdef SLUICE_UNDER_MPI
+#include "tests/comm/mpi_main.hpp"
+#endif
+
+namespace sluice::testing {
+namespace {
+
+TrainingCase named(const char* name) {
+  TrainingCase result;
+  result.name = name;
+  result.model = small_model();
+  return result;
+}
+
+std::vector<TrainingCase> cases() {
+  std::vector<TrainingCase> all;
+  all.push_back(named("tied"));
+  all.push_back(named("untied"));
+  all.back().model.tied = false;
+  all.push_back(named("dropout"));
+  all.back().model.dropout = 0.2F;
+  all.push_back(named("odd layers, more micro-batches"));
+  all.back().model.layers = 3;
+  all.back().micro_batches = 5;
+  all.push_back(named("more stages than layers"));
+  all.back().model.layers = 1;
+  all.push_back(named("smaller last micro-batch"));
+  all.back().micro_batches = 4;
+  all.back().micro_batch_size = 3;
+  all.back().batch_size = 10;
+  all.push_back(named("one micro-batch"));
+  all.back().micro_batches = 1;
+  all.push_back(named("llama, grouped queries"));
+  all.back().model.kind = TransformerKind::kLlama;
+  all.back().model.kv_heads = 1;
+  all.push_back(named("bf16"));
+  all.back().model.precision = DType::kBf16;
+  return all;
+}
+
+// Large enough that another leading dimension, or accumulation elsewhere than in place, would show.
+TrainingCase large_case() {
+  TrainingCase large = named("1024 tokens a micro-batch, MLP 1024 wide");
+  large.model.width = 256;
+  large.model.heads = 4;
+  large.model.kv_heads = 4;
+  large.model.context = 256;
+  large.micro_batches = 2;
+  large.micro_batch_size = 4;
+  large.steps = 2;
+  return large;
+}
+
+// Runs `body` over a communicator of `ranks` ranks: threads here, or the job's own under mpirun,
+// where every other count is left to another job.
+void with_ranks(int ranks, const std::function<void(Communicator&)>& body) {
+#ifdef SLUICE_UNDER_MPI
+  if (world().size() != ranks) return;
+  const auto comm = world().duplicate();
+  body(*comm);
+#else
+  run_loopback(ranks, body);
+#endif
+}
+
+// What rank 0 gets by training alone, while the others go on to their first wait.
+TrainingOutcome alone(Communicator& comm, const TrainingCase& what, const Layout& layout = {}) {
+  TrainingOutcome outcome;
+  if (comm.rank() == 0) {
+    run_loopback(1, [&](Communicator& single) { outcome = train(single, what, layout); });
+    EXPECT_GT(outcome.losses.front(), 1) << what.name;
+  }
+  return outcome;
+}
+
+bool is_legal(const std::string& schedule, const ScheduleShape& shape) {
+  try {
+    return stages_of(schedule, shape) > 0;
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
+}
+
+// On rank 0, which alone knows what to expect.
+void expect_same(Communicator& comm, const TrainingCase& what, const Layout& layout,
+                 const TrainingOutcome& expected, const TrainingOutcome& actual) {
+  if (comm.rank() != 0) return;
+  const std::string where = what.name + ", p = " + std::to_string(layout.pipeline) +
+                            ", d = " + std::to_string(layout.replicas) + ", " + layout.schedule +
+                            ", v = " + std::to_string(layout.chunks) +
+                            ", m = " + std::to_string(what.micro_batches);
+  EXPECT_EQ(expected.losses, actual.losses) << where;
+  EXPECT_EQ(expected.norms, actual.norms) << where;
+  EXPECT_EQ(expected.validation, actual.validation) << where;
+  EXPECT_EQ(expected.digest, actual.digest) << where;
+}
+
+class ExactnessTest : public ::testing::TestWithParam<int> {};
+
+TEST_P(ExactnessTest, EveryDepthAndScheduleGivesTheBitsOfOneRank) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    for (const TrainingCase& what : cases()) {
+      const TrainingOutcome expected = alone(comm, what);
+      for (const char* schedule : {"gpipe", "1f1b"}) {
+        const Layout layout{.pipeline = GetParam(), .schedule = schedule};
+        expect_same(comm, what, layout, expected, train(comm, what, layout));
+      }
+    }
+  });
+}
+
+TEST_P(ExactnessTest, LargeProductsGiveTheBitsOfOneRank) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TrainingCase what = large_case();
+    const TrainingOutcome expected = alone(comm, what);
+    const Layout layout{.pipeline = GetParam()};
+    expect_same(comm, what, layout, expected, train(comm, what, layout));
+  });
+}
+
+TEST_P(ExactnessTest, DescendingBackwardsGiveEqualBitsAmongThemselves) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TrainingCase what = cases().front();
+    const TrainingOutcome expected = alone(comm, what, {.schedule = "gpipe-lifo"});
+    const Layout layout{.pipeline = GetParam(), .schedule = "gpipe-lifo"};
+    expect_same(comm, what, layout, expected, train(comm, what, layout));
+  });
+}
+
+// Chunks, V placement, split and overlapped backwards included: every generator, run for real.
+TEST_P(ExactnessTest, EveryGeneratorGivesTheBitsOfOneRank) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    TrainingCase what = cases().front();
+    what.model.layers = 3;
+    what.micro_batch_size = 1;
+    what.steps = 2;
+    for (const int micro_batches : {1, 2, 3, 8, 9}) {
+      what.micro_batches = micro_batches;
+      const TrainingOutcome expected = alone(comm, what);
+      for (const std::string& name : schedule_names()) {
+        for (int chunks = 1; chunks <= 3; ++chunks) {
+          if (name == "forward-only" || !is_legal(name, {GetParam(), micro_batches, chunks}))
+            continue;
+          const Schedule schedule = generate(name, {GetParam(), micro_batches, chunks});
+          const Layout layout{.pipeline = GetParam(), .schedule = name, .chunks = chunks};
+          const TrainingOutcome actual = train(comm, what, layout);
+          if (is_exact(schedule)) expect_same(comm, what, layout, expected, actual);
+          if (comm.rank() != 0) continue;
+          EXPECT_EQ(actual.peaks, peak_in_flight(schedule)) << name << ", m = " << micro_batches;
+        }
+      }
+    }
+  });
+}
+
+TEST_P(ExactnessTest, EngineHoldsAsManyMicroBatchesAsTheScheduleSays) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    TrainingCase what = cases().front();
+    what.micro_batches = 5;
+    const TrainingOutcome outcome = train(comm, what, {.pipeline = GetParam()});
+    if (comm.rank() != 0) return;
+    for (int s = 0; s < GetParam(); ++s) {
+      EXPECT_EQ(outcome.peaks[static_cast<std::size_t>(s)], std::min(GetParam() - s, 5));
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Depths, ExactnessTest, ::testing::Values(1, 2, 3, 4));
+
+class ReplicasTest : public ::testing::TestWithParam<int> {};
+
+// Two replicas prove nothing about the order of a sum; three and four do.
+TEST_P(ReplicasTest, DepthTwoGivesTheBitsOfDepthOne) {
+  const int replicas = GetParam();
+  TrainingCase what = cases().front();
+  what.micro_batches = 2;
+  what.micro_batch_size = 1;
+  with_ranks(2 * replicas, [&](Communicator& comm) {
+    TrainingOutcome expected;
+    train_on_some(comm, what, {.pipeline = 1, .replicas = replicas},
+                  [&](const TrainingOutcome& outcome) { expected = outcome; });
+    for (const RankOrder order : {RankOrder::kPipelineFirst, RankOrder::kReplicaFirst}) {
+      const Layout layout{.pipeline = 2, .replicas = replicas, .order = order};
+      expect_same(comm, what, layout, expected, train(comm, what, layout));
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Counts, ReplicasTest, ::testing::Values(2, 3, 4));
+
+}  // namespace
+}  // namespace sluice::testing

@@ -1,0 +1,263 @@
+#include "runtime/pipeline.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <set>
+
+#include "comm/error.hpp"
+#include "comm/loopback.hpp"
+#include "runtime/checkpoint.hpp"
+#include "tests/allocation_counter.hpp"
+#include "tests/runtime/arithmetic_stage.hpp"
+#include "tests/runtime/temporary_directory.hpp"
+#include "tests/runtime/training_cases.hpp"
+
+namespace sluice::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+PipelineOptions sgd_options(int micro_batches) {
+  PipelineOptions options;
+  options.micro_batches = micro_batches;
+  options.optimizer.kind = OptimizerConfig::Kind::kSgd;
+  options.learning_rate = {.peak = 0.001, .constant = true};
+  return options;
+}
+
+StageFactory arithmetic(int failing_stage = -1, const PlannedFailure& failure = {}) {
+  return [=](int stage, int) -> std::unique_ptr<Stage> {
+    return std::make_unique<ArithmeticStage>(stage,
+                                             stage == failing_stage ? failure : PlannedFailure{});
+  };
+}
+
+// Every rank's error of a body that must fail on all of them.
+std::vector<Error> errors_of(int ranks, const std::function<void(Communicator&)>& body) {
+  std::vector<std::optional<Error>> caught(static_cast<std::size_t>(ranks));
+  run_loopback(ranks, [&](Communicator& comm) {
+    try {
+      body(comm);
+    } catch (const Error& error) {
+      caught[static_cast<std::size_t>(comm.rank())].emplace(error);
+    }
+  });
+  std::vector<Error> errors;
+  for (const auto& error : caught) {
+    EXPECT_TRUE(error.has_value()) << "a rank ended without an error";
+    if (error) errors.push_back(*error);
+  }
+  return errors;
+}
+
+TEST(PipelineTest, AnExceptionOnOneRankIsThrownOnAllWithItsOrigin) {
+  const auto source = counting_source(4);
+  const PlannedFailure failure{
+      .step = 2, .micro_batch = 1, .act = [] { throw std::runtime_error("the stage broke"); }};
+  const auto errors = errors_of(3, [&](Communicator& comm) {
+    Pipeline pipeline(comm, sgd_options(4), arithmetic(1, failure), *source);
+    pipeline.train_step();
+    pipeline.train_step();
+  });
+  for (const Error& error : errors) {
+    EXPECT_THAT(error.what(), HasSubstr("the stage broke"));
+    EXPECT_EQ(error.rank(), 1);
+  }
+}
+
+TEST(PipelineTest, RefusesAStepWithNanOnAllRanksBeforeAnythingMoved) {
+  const auto source =
+      make_array_source({1, std::numeric_limits<float>::quiet_NaN()}, 1, {1, 1}, 1, 2);
+  std::vector<float> weights(2);
+  const auto errors = errors_of(2, [&](Communicator& comm) {
+    Pipeline pipeline(comm, sgd_options(2), arithmetic(), *source);
+    try {
+      pipeline.train_step();
+    } catch (const Error&) {
+      weights[static_cast<std::size_t>(comm.rank())] =
+          pipeline.parameters()[0].parameter->value.at(0);
+      throw;
+    }
+  });
+  for (const Error& error : errors) {
+    EXPECT_EQ(error.code(), ErrorCode::kNumeric);
+    EXPECT_THAT(error.what(), HasSubstr("micro-batch 1"));
+  }
+  EXPECT_EQ(weights, (std::vector<float>{1, 2}));
+}
+
+TEST(PipelineTest, RanksWithOtherOptionsAreToldBothValues) {
+  const auto source = counting_source(4);
+  const auto errors = errors_of(2, [&](Communicator& comm) {
+    PipelineOptions options = sgd_options(2);
+    if (comm.rank() == 1) options.seed = 7;
+    Pipeline pipeline(comm, options, arithmetic(), *source);
+  });
+  for (const Error& error : errors) {
+    EXPECT_EQ(error.code(), ErrorCode::kMismatch);
+    EXPECT_THAT(error.what(), HasSubstr("'seed'"));
+    EXPECT_THAT(error.what(), HasSubstr("'1'"));
+    EXPECT_THAT(error.what(), HasSubstr("'7'"));
+  }
+}
+
+TEST(PipelineTest, RefusesAParameterOwnedTwice) {
+  const auto source = counting_source(4);
+  const StageFactory twice = [](int, int) { return std::make_unique<ArithmeticStage>(0); };
+  const auto errors = errors_of(
+      2, [&](Communicator& comm) { Pipeline pipeline(comm, sgd_options(2), twice, *source); });
+  for (const Error& error : errors) {
+    EXPECT_THAT(error.what(), HasSubstr("'w0' is owned by stage 0 and by stage 1"));
+  }
+}
+
+TEST(PipelineTest, RanksThatAreNotPipelineTimesReplicasAreRefused) {
+  const auto source = counting_source(4);
+  const auto errors = errors_of(3, [&](Communicator& comm) {
+    PipelineOptions options = sgd_options(2);
+    options.pipeline = 2;
+    Pipeline pipeline(comm, options, arithmetic(), *source);
+  });
+  for (const Error& error : errors) EXPECT_EQ(error.code(), ErrorCode::kUsage);
+}
+
+TEST(PipelineTest, ReplicasThatDriftApartAreNamed) {
+  const auto source = counting_source(4);
+  const auto errors = errors_of(2, [&](Communicator& comm) {
+    PipelineOptions options = sgd_options(2);
+    options.replicas = 2;
+    options.check_replicas = 1;
+    Pipeline pipeline(comm, options, arithmetic(), *source);
+    pipeline.train_step();
+    if (comm.rank() == 1) pipeline.parameters()[0].parameter->value.at(0) += 1;
+    pipeline.train_step();
+  });
+  for (const Error& error : errors) {
+    EXPECT_EQ(error.code(), ErrorCode::kMismatch);
+    EXPECT_THAT(error.what(), HasSubstr("'w0'"));
+  }
+}
+
+// The whole step: loading, stages, messages, tied sums, replicas, norm, optimizer. The matrix
+// library's own allocations inside a product are not ours to count, so stages are hand-written.
+TEST(PipelineTest, AStepInSteadyStateAllocatesNothing) {
+  const auto source = counting_source(8);
+  const StageFactory tied = [](int stage, int) {
+    return std::make_unique<ArithmeticStage>(stage, PlannedFailure{}, "shared");
+  };
+  run_loopback(4, [&](Communicator& comm) {
+    PipelineOptions options = sgd_options(4);
+    options.replicas = 2;
+    options.clip = 1;
+    Pipeline pipeline(comm, options, tied, *source);
+    for (int step = 0; step < 3; ++step) pipeline.train_step();
+    const std::size_t before = allocations_of_this_thread();
+    const StepReport report = pipeline.train_step();
+    // Rank 0's report carries two vectors.
+    EXPECT_LE(allocations_of_this_thread() - before, comm.rank() == 0 ? 2U : 0U);
+    EXPECT_EQ(report.step, 4U);
+  });
+}
+
+TEST(PipelineTest, SeveralPipelinesLiveInOneProcess) {
+  const auto source = counting_source(4);
+  run_loopback(2, [&](Communicator& comm) {
+    Pipeline one(comm, sgd_options(4), arithmetic(), *source);
+    Pipeline two(comm, sgd_options(4), arithmetic(), *source);
+    for (int step = 0; step < 3; ++step) {
+      EXPECT_EQ(one.train_step().loss, two.train_step().loss);
+    }
+  });
+}
+
+TEST(PipelineTest, MeansDoNotDependOnMicroBatchesOrReplicas) {
+  const auto source = counting_source(8);
+  const auto loss = [&](int ranks, int replicas, int micro_batches) {
+    double value = 0;
+    run_loopback(ranks, [&](Communicator& comm) {
+      PipelineOptions options = sgd_options(micro_batches);
+      options.replicas = replicas;
+      options.micro_batch_size = 8 / replicas / micro_batches;
+      Pipeline pipeline(comm, options, arithmetic(), *source);
+      const StepReport report = pipeline.train_step();
+      if (comm.rank() == 0) value = report.loss;
+    });
+    return value;
+  };
+  EXPECT_EQ(loss(1, 1, 1), 4.5);
+  EXPECT_EQ(loss(1, 1, 8), 4.5);
+  EXPECT_EQ(loss(2, 2, 4), 4.5);
+}
+
+// Saved under one layout, continued under another: the same bits as never having stopped.
+TEST(CheckpointTest, ContinuesUnderAnotherDepthWithTheSameBits) {
+  TemporaryDirectory directory;
+  TrainingCase what;
+  what.model = small_model();
+  const auto source = synthetic_tokens(what.model);
+  const std::vector<double> costs = layer_costs(what.model);
+  const StageFactory factory = [&](int stage, int stages) {
+    return make_transformer_stage(what.model, partition_by_cost(costs, stages), stage);
+  };
+  PipelineOptions options;
+  options.micro_batches = 3;
+  options.learning_rate = {.peak = 1e-2, .steps = 10};
+  std::string whole, resumed;
+  run_loopback(2, [&](Communicator& comm) {
+    Pipeline pipeline(comm, options, factory, *source);
+    for (int step = 0; step < 2; ++step) pipeline.train_step();
+    save_checkpoint(pipeline, directory.path(), "{}");
+    for (int step = 0; step < 2; ++step) pipeline.train_step();
+    const std::string digest = digest_of(pipeline);
+    if (comm.rank() == 0) whole = digest;
+  });
+  for (const int ranks : {1, 2, 3}) {
+    run_loopback(ranks, [&](Communicator& comm) {
+      Pipeline pipeline(comm, options, factory, *source);
+      load_checkpoint(pipeline, directory.path());
+      EXPECT_EQ(pipeline.step(), 2U);
+      for (int step = 0; step < 2; ++step) pipeline.train_step();
+      const std::string digest = digest_of(pipeline);
+      if (comm.rank() == 0) resumed = digest;
+    });
+    EXPECT_EQ(whole, resumed) << ranks << " ranks";
+  }
+}
+
+TEST(CheckpointTest, RefusesWeightsOfAnotherModelByName) {
+  TemporaryDirectory directory;
+  TransformerConfig model = small_model();
+  const auto run = [&](const TransformerConfig& config, bool save) {
+    const auto source = synthetic_tokens(config);
+    const std::vector<double> costs = layer_costs(config);
+    const StageFactory factory = [&](int stage, int stages) {
+      return make_transformer_stage(config, partition_by_cost(costs, stages), stage);
+    };
+    run_loopback(1, [&](Communicator& comm) {
+      Pipeline pipeline(comm, {}, factory, *source);
+      save ? save_checkpoint(pipeline, directory.path(), "{}")
+           : load_weights(pipeline, directory.path());
+    });
+  };
+  run(model, true);
+  TransformerConfig wider = model;
+  wider.width = 64;
+  TransformerConfig deeper = model;
+  deeper.layers = 3;
+  TransformerConfig shallower = model;
+  shallower.layers = 1;
+  for (const TransformerConfig& other : {wider, deeper, shallower}) {
+    try {
+      run(other, false);
+      ADD_FAILURE() << "loaded";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kWeights) << error.what();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sluice::testing

@@ -1,0 +1,62 @@
+// Small trainings under any layout, and what they came to, for comparisons to the bit.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.hpp"
+#include "runtime/pipeline.hpp"
+#include "stages/transformer.hpp"
+
+namespace sluice::testing {
+
+struct TrainingCase {
+  std::string name;
+  TransformerConfig model;
+  int micro_batches = 3;
+  std::int64_t micro_batch_size = 2;
+  std::int64_t batch_size = 0;  // 0: all micro-batches full
+  int steps = 3;
+  double clip = 0.5;
+};
+
+struct Layout {
+  int pipeline = 1, replicas = 1;
+  std::string schedule = "1f1b";
+  RankOrder order = RankOrder::kPipelineFirst;
+  int chunks = 1;
+};
+
+struct TrainingOutcome {
+  std::vector<double> losses, norms;
+  double validation = 0;
+  std::string digest;  // over every parameter, by name
+  std::vector<int> peaks;
+  friend bool operator==(const TrainingOutcome& a, const TrainingOutcome& b) {
+    return a.losses == b.losses && a.norms == b.norms && a.validation == b.validation &&
+           a.digest == b.digest;
+  }
+};
+
+// gpt2, two blocks, width 32: everything small, nothing special.
+[[nodiscard]] TransformerConfig small_model();
+
+// Tokens that are a function of seed, step, sample and position.
+[[nodiscard]] std::unique_ptr<DataSource> synthetic_tokens(const TransformerConfig& model);
+
+// Collective over `comm` of layout.pipeline * layout.replicas ranks; the outcome is on every rank,
+// but for peaks (rank 0).
+[[nodiscard]] TrainingOutcome train(Communicator& comm, const TrainingCase& what,
+                                    const Layout& layout);
+
+// Runs train() over the first pipeline * replicas ranks of `world`; the outcome on every rank of
+// `world` that took part.
+void train_on_some(Communicator& world, const TrainingCase& what, const Layout& layout,
+                   const std::function<void(const TrainingOutcome&)>& check);
+
+// SHA-256 over names and values of every parameter.
+[[nodiscard]] std::string digest_of(Pipeline& pipeline);
+
+}  // namespace sluice::testing

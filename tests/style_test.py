@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""Rules of style that clang-format and clang-tidy do not know.
+
+    tests/style_test.py [ROOT]
+
+A header starts with the comment that is its contract and has `#pragma once`; a source includes its
+own header first; no file is longer than 500 lines; nothing is marked as unfinished. Prints one line
+per violation and exits 1 if there is any.
+"""
+
+import pathlib
+import re
+import sys
+
+FOLDERS = ("schedules", "comm", "stages", "runtime", "examples", "tests")
+LONGEST = 500
+UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|\bnot (yet )?implemented\b|\bunimplemented\b", re.I)
+
+
+def header_violations(text):
+    if not text.startswith("//"):
+        yield 1, "a header starts with the comment that is its contract"
+    if not re.search(r"^#pragma once$", text, re.MULTILINE):
+        yield 1, "a header has `#pragma once`"
+    for match in re.finditer(r"^using namespace\b", text, re.MULTILINE):
+        yield text.count("\n", 0, match.start()) + 1, "a header has no `using namespace`"
+
+
+def source_violations(path, text, exists):
+    own = str(pathlib.PurePosixPath(path).with_suffix(".hpp"))
+    first = re.search(r'^#include ["<]([^">]+)[">]', text, re.MULTILINE)
+    if exists(own) and first and first.group(1) != own:
+        line = text.count("\n", 0, first.start()) + 1
+        yield line, f'a source includes its own header first: "{own}"'
+
+
+def violations(path, text, exists):
+    """(line, sentence) for each broken rule of one file; exists(path) knows the other files."""
+    if path.endswith(".hpp"):
+        yield from header_violations(text)
+    if path.endswith(".cpp"):
+        yield from source_violations(path, text, exists)
+    for number, line in enumerate(text.splitlines(), 1):
+        if UNFINISHED.search(line):
+            yield number, "something is marked as unfinished"
+    if text.count("\n") > LONGEST:
+        yield LONGEST, f"longer than {LONGEST} lines: what could move out?"
+    if text and not text.endswith("\n"):
+        yield text.count("\n") + 1, "no newline at the end of the file"
+
+
+# path, text, whether it violates a rule; only comm/a.hpp exists
+PLANTED = (
+    ("comm/a.hpp", "// Contract.\n#pragma once\n", False),
+    ("comm/a.hpp", "#pragma once\n", True),
+    ("comm/a.hpp", "// Contract.\n", True),
+    ("comm/a.hpp", "// Contract.\n#pragma once\nusing namespace std;\n", True),
+    ("comm/a.cpp", '#include "comm/a.hpp"\n\n#include <vector>\n', False),
+    ("comm/a.cpp", '#include <vector>\n\n#include "comm/a.hpp"\n', True),
+    ("comm/b.cpp", "#include <vector>\n", False),
+    ("comm/b.cpp", "// TO" + "DO: later\n", True),
+    ("comm/b.cpp", "\n" * (LONGEST + 1), True),
+    ("comm/b.cpp", "int a;", True),
+)
+
+
+def main():
+    failures = []
+    for path, text, wrong in PLANTED:
+        if bool(list(violations(path, text, lambda name: name == "comm/a.hpp"))) != wrong:
+            failures.append(f"rule check: {path}: {text[:60]!r}: expected {'a' if wrong else 'no'} violation")
+
+    root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parents[1])
+    count = 0
+    for folder in FOLDERS:
+        for file in sorted((root / folder).rglob("*")):
+            if file.suffix in (".hpp", ".cpp", ".cu", ".cuh") and file.is_file():
+                count += 1
+                path = file.relative_to(root).as_posix()
+                text = file.read_text(encoding="utf-8")
+                for line, sentence in violations(path, text, lambda name: (root / name).is_file()):
+                    failures.append(f"{path}:{line}: {sentence}")
+    if count == 0:
+        failures.append(f"no source file under {root}")
+
+    for line in failures:
+        print(line)
+    print(f"{count} files read, {len(failures)} violations")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
