@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# Trains a byte-level GPT on the King James Bible over four MPI ranks, then prints some of its text.
+#
+#   ./train.sh [options passed on to `sluice train`]
+#
+# Installs what is missing, builds a release build, makes data/kjv.txt. The defaults below give way
+# to options of the same name, on the command line or in a --config FILE; the number of ranks is
+# pipeline x replicas. A second run installs and builds nothing.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+# Open MPI 4.1 and 5: run as root (in a container), and more ranks than cores.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+export OMPI_MCA_rmaps_base_oversubscribe=1
+export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+# All ranks are on this machine: shared memory is enough, and Open MPI 5 complains of every network
+# interface that TCP could not use.
+export OMPI_MCA_btl=${OMPI_MCA_btl:-^tcp}
+
+options=("$@")
+sluice=build/release/sluice
+
+# given NAME: whether the user gave --NAME; leaves its value (the last one) in `value`.
+value=
+given() {
+  local i found=1
+  for ((i = 0; i < ${#options[@]}; i++)); do
+    case ${options[i]} in
+      "--$1") value=${options[i + 1]-} found=0 ;;
+      "--$1="*) value=${options[i]#*=} found=0 ;;
+    esac
+  done
+  return $found
+}
+
+# The same, where the user's configuration file counts too.
+configured() {
+  local config
+  if given "$1"; then return 0; fi
+  if ! given config || ! [[ -r $value ]]; then return 1; fi
+  config=$(sed -n -E "s/^[[:space:]]*$1[[:space:]]*=[[:space:]]*([^#]*[^#[:space:]]).*/\1/p" \
+    "$value" | tail -n 1)
+  [[ -n $config ]] && value=$config
+}
+
+# default NAME VALUE: passes --NAME VALUE on unless the user said otherwise; `value` is what holds.
+defaults=()
+default() {
+  if ! configured "$1"; then
+    defaults+=("--$1" "$2")
+    value=$2
+  fi
+}
+
+build() {
+  docker/install_dependencies.sh build
+  if ! [[ -f build/release/build.ninja ]]; then
+    cmake --preset release -DSLUICE_BUILD_TESTS=OFF
+  fi
+  cmake --build --preset release --target sluice
+}
+
+# The text without the verse label at the start of each line.
+make_text() {
+  local sum=cd45f0c9cedab8e4439bd6486c8952c77cc8b0ecc5d1f6ae3513f2039f47229d
+  if [[ -s data/kjv.txt ]]; then return; fi
+  docker/install_dependencies.sh data
+  mkdir -p data
+  bible -f gen1:1-rev22:21 </dev/null >data/kjv.raw
+  if ! echo "$sum  data/kjv.raw" | sha256sum --check --status; then
+    echo "train.sh: data/kjv.raw is not the expected text: its SHA-256 is" \
+      "$(sha256sum <data/kjv.raw | cut -d' ' -f1), expected $sum" >&2
+    exit 1
+  fi
+  LC_ALL=C sed -E 's/^[^:]*:[0-9]+ //' data/kjv.raw >data/kjv.part
+  mv data/kjv.part data/kjv.txt
+  rm data/kjv.raw
+}
+
+build
+if given help || [[ " ${options[*]-} " == *" -h "* ]]; then exec "$sluice" train --help; fi
+
+default data data/kjv.txt
+if [[ $value == data/kjv.txt ]]; then make_text; fi
+default pipeline 2 && pipeline=$value
+default replicas 2 && replicas=$value
+default schedule 1f1b
+default steps 1880
+default learning-rate 1e-3
+default save runs/kjv && save=$value
+default metrics runs/kjv/metrics.jsonl
+default trace runs/kjv/trace.json
+
+if ! [[ $pipeline =~ ^[1-9][0-9]{0,3}$ && $replicas =~ ^[1-9][0-9]{0,3}$ ]]; then
+  # Not a number of ranks: the program names the option and what is legal.
+  exec "$sluice" train "${defaults[@]}" "${options[@]}"
+fi
+ranks=$((pipeline * replicas))
+mkdir -p runs/kjv
+
+# mpirun binds one or two ranks to one core each, which would leave further threads no core.
+binding=()
+if configured threads && [[ $value != 1 ]]; then binding=(--bind-to none); fi
+mpirun -n "$ranks" "${binding[@]}" "$sluice" train "${defaults[@]}" "${options[@]}"
+
+if ! given dry-run && [[ -n $save ]]; then
+  echo
+  echo "A sample at temperature 0.7:"
+  "$sluice" generate --weights "$save" --prompt "And the LORD said" --tokens 300 \
+    --temperature 0.7 --seed 1
+fi
