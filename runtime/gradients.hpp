@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "runtime/engine.hpp"
+#include "runtime/job_groups.hpp"
 #include "runtime/layout.hpp"
 #include "stages/optimizer.hpp"
 

@@ -1,7 +1,6 @@
 #include "runtime/layout.hpp"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <limits>
@@ -11,7 +10,7 @@
 
 #include "comm/error.hpp"
 #include "runtime/engine.hpp"
-#include "runtime/guard.hpp"
+#include "runtime/job_groups.hpp"
 #include "schedules/simulate.hpp"
 
 namespace sluice {
@@ -181,12 +180,38 @@ std::vector<SampleRange> evaluation_ranges(std::int64_t samples, int replicas, i
   return ranges;
 }
 
-Schedule generated(const std::string& name, const ScheduleShape& shape) {
+// A given order must be one for this pipeline.
+void require_fitting(const Schedule& order, const ScheduleShape& shape) {
+  if (order.placement.ranks() != shape.ranks) {
+    throw Error(ErrorCode::kUsage, fmt::format("schedule '{}' is for {} ranks, the pipeline has {}",
+                                               order.name, order.placement.ranks(), shape.ranks));
+  }
+  if (order.micro_batches != shape.micro_batches) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("schedule '{}' is for {} micro-batches, the step has {}", order.name,
+                            order.micro_batches, shape.micro_batches));
+  }
+  if (order.forward_only) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("schedule '{}' has no backward actions, so nothing can be trained "
+                            "with it",
+                            order.name));
+  }
+}
+
+Schedule order_of(const PipelineOptions& options, const ScheduleShape& shape) {
   try {
-    return generate(name, shape);
+    if (options.order == nullptr) {
+      return generate(options.inference ? "forward-only" : options.schedule, shape);
+    }
+    if (options.inference) {
+      return generate_forward_only(options.order->placement, shape.micro_batches);
+    }
   } catch (const std::invalid_argument& error) {
     throw Error(ErrorCode::kUsage, error.what());
   }
+  require_fitting(*options.order, shape);
+  return *options.order;
 }
 
 Plan verified(const Schedule& schedule, const LowerOptions& lowering) {
@@ -287,41 +312,6 @@ std::vector<RankMemory> memory_of(const PipelineLayout& layout, const PipelineOp
   return memory;
 }
 
-// What every rank must agree on, beyond what the program adds.
-std::vector<std::pair<std::string, std::string>> agreed_values(const PipelineOptions& options) {
-  std::vector<std::pair<std::string, std::string>> values = options.configuration;
-  const auto add = [&](const char* name, const auto& value) {
-    values.emplace_back(name, fmt::format("{}", value));
-  };
-  add("pipeline", options.pipeline);
-  add("replicas", options.replicas);
-  add("rank-order", static_cast<int>(options.rank_order));
-  add("schedule", options.schedule);
-  add("chunks", options.chunks);
-  add("micro-batches", options.micro_batches);
-  add("micro-batch-size", options.micro_batch_size);
-  add("batch-size", options.batch_size);
-  add("seed", options.seed);
-  add("threads", options.threads);
-  add("optimizer", static_cast<int>(options.optimizer.kind));
-  add("beta1", options.optimizer.beta1);
-  add("beta2", options.optimizer.beta2);
-  add("epsilon", options.optimizer.epsilon);
-  add("momentum", options.optimizer.momentum);
-  add("weight-decay", options.optimizer.weight_decay);
-  add("learning-rate", options.learning_rate.peak);
-  add("final-learning-rate-share", options.learning_rate.final_share);
-  add("warmup", options.learning_rate.warmup);
-  add("steps", options.learning_rate.steps);
-  add("clip", options.clip);
-  add("learning-rate-constant", options.learning_rate.constant);
-  add("inference", options.inference);
-  values.emplace_back("evaluations", fmt::format("{}", fmt::join(options.evaluations, ",")));
-  add("check-replicas", options.check_replicas);
-  add("trace", options.trace);
-  return values;
-}
-
 }  // namespace
 
 bool PipelineLayout::splits_backward() const {
@@ -340,49 +330,6 @@ bool PipelineLayout::is_owner(int stage, int index) const {
     }
   }
   return true;
-}
-
-void require_same_configuration(Collectives& comm,
-                                const std::vector<std::pair<std::string, std::string>>& values) {
-  const auto all = comm.all_gather_strings(Json(values).dump());
-  for (std::size_t rank = 1; rank < all.size(); ++rank) {
-    if (all[rank] == all[0]) continue;
-    const Json first = Json::parse(all[0]);
-    const Json other = Json::parse(all[rank]);
-    for (std::size_t i = 0; i < std::min(first.size(), other.size()); ++i) {
-      if (first[i] == other[i]) continue;
-      throw Error(ErrorCode::kMismatch,
-                  fmt::format("ranks disagree about '{}': rank 0 has '{}', rank {} has '{}'",
-                              first[i][0].get<std::string>(), first[i][1].get<std::string>(), rank,
-                              other[i][1].get<std::string>()));
-    }
-    throw Error(ErrorCode::kMismatch,
-                fmt::format("ranks disagree: rank 0 has {} settings, rank {} has {}", first.size(),
-                            rank, other.size()));
-  }
-}
-
-JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
-    : world(comm.duplicate()), control(std::make_unique<ControlChannel>(*world)) {
-  in_world = std::make_unique<Collectives>(*world, 0, control.get());
-  guarded([&] {
-    require_same_configuration(*in_world, agreed_values(options));
-    const int replicas_asked = std::max(options.replicas, 1);
-    const int depth =
-        options.pipeline > 0 ? options.pipeline : std::max(world->size() / replicas_asked, 1);
-    topology = make_topology(world->size(), depth, options.replicas, options.rank_order);
-  });
-  rank = topology.pipeline_rank(world->rank());
-  replica = topology.replica(world->rank());
-  pipeline = world->split(replica, rank);
-  messages = pipeline->duplicate();
-  replicas = world->split(rank, replica);
-  in_pipeline = std::make_unique<Collectives>(*pipeline, 0, control.get());
-  in_replicas = std::make_unique<Collectives>(*replicas, 0, control.get());
-}
-
-void JobGroups::guarded(const std::function<void()>& body) {
-  sluice::guarded(*control, world->rank(), body);
 }
 
 BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
@@ -419,8 +366,8 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
   }
 
   const ScheduleShape shape{layout.topology.pipeline, options.micro_batches, options.chunks};
-  const Schedule order = generated(options.inference ? "forward-only" : options.schedule, shape);
-  const Placement& placement = order.placement;
+  layout.order = order_of(options, shape);
+  const Placement& placement = layout.order.placement;
   layout.train.placement = placement;
   const int stages = placement.stages();
 
@@ -467,14 +414,15 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
       training.tied.push_back(std::move(group));
     }
   }
-  layout.train = verified(order, training);
+  layout.train = verified(layout.order, training);
   for (EvaluationPlan& evaluation : layout.evaluations) {
     const std::size_t count = evaluation.micro_batches.size();
     const std::size_t round = std::min(count, EvaluationPlan::kRoundMicroBatches);
     if (round > 0) evaluation.round = evaluation_plan(placement, round);
     if (round > 0 && count % round > 0) evaluation.rest = evaluation_plan(placement, count % round);
   }
-  layout.bubble_ideal = simulate(order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
+  layout.bubble_ideal =
+      simulate(layout.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
   layout.memory = memory_of(layout, options);
   return built;
 }

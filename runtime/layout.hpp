@@ -10,8 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "comm/communicator.hpp"
-#include "comm/control.hpp"
 #include "comm/topology.hpp"
 #include "runtime/data.hpp"
 #include "runtime/edges.hpp"
@@ -21,6 +19,8 @@
 
 namespace sluice {
 
+class JobGroups;
+
 // Makes global stage `stage` of `stages`; called on the owning rank only.
 using StageFactory = std::function<std::unique_ptr<Stage>(int stage, int stages)>;
 
@@ -28,8 +28,11 @@ struct PipelineOptions {
   int pipeline = 0;  // p; 0: all ranks / replicas
   int replicas = 1;  // d
   RankOrder rank_order = RankOrder::kPipelineFirst;
-  std::string schedule = "1f1b";
+  std::string schedule = "1f1b";  // a name of schedule_names(), for `chunks` stages per rank
   int chunks = 1;
+  // The order itself, in place of those two: read from a file, searched, or the caller's own.
+  // Compute actions only, for `pipeline` ranks and `micro_batches`; the same on every rank.
+  std::shared_ptr<const Schedule> order = nullptr;
   int micro_batches = 1;
   std::int64_t micro_batch_size = 1;  // samples
   std::int64_t batch_size = 0;        // samples per step over all replicas; 0: d * m * size
@@ -95,6 +98,7 @@ struct PipelineLayout {
   Topology topology;
   int rank = 0, replica = 0;               // of the pipeline; which replica
   std::vector<SampleRange> micro_batches;  // of this replica
+  Schedule order;                          // compute actions of `train`
   Plan train;                              // forward only in inference
   std::vector<EvaluationPlan> evaluations;
   EdgeTable edges;
@@ -113,26 +117,6 @@ struct PipelineLayout {
   [[nodiscard]] bool is_owner(int stage, int index) const;
 };
 
-// The communicators and error handling of one pipeline's job.
-class JobGroups {
- public:
-  // Collective over `world`. Compares options.configuration and the layout's own options first.
-  JobGroups(Communicator& world, const PipelineOptions& options);
-
-  // Runs `body`; an exception in it is told to every rank, and what is thrown here, on every rank,
-  // is the Error that came first.
-  void guarded(const std::function<void()>& body);
-
-  Topology topology;
-  int rank = 0, replica = 0;            // pipeline rank; replica
-  std::unique_ptr<Communicator> world;  // for collectives
-  std::unique_ptr<ControlChannel> control;
-  std::unique_ptr<Communicator> pipeline;  // for collectives
-  std::unique_ptr<Communicator> messages;  // the same ranks, for the engine's transport
-  std::unique_ptr<Communicator> replicas;
-  std::unique_ptr<Collectives> in_world, in_pipeline, in_replicas;
-};
-
 struct BuiltLayout {
   PipelineLayout layout;
   std::vector<std::unique_ptr<Stage>> stages;  // of this rank, ascending
@@ -143,10 +127,5 @@ struct BuiltLayout {
 // that breaks a rule.
 [[nodiscard]] BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
                                        const StageFactory& make_stage, const DataSource& source);
-
-// Compares named values over all ranks of `comm`; throws the same Error(kMismatch) on all of them,
-// naming the first key that differs, the rank that differs from rank 0, and both values.
-void require_same_configuration(Collectives& comm,
-                                const std::vector<std::pair<std::string, std::string>>& values);
 
 }  // namespace sluice

@@ -8,6 +8,7 @@
 #include "comm/error.hpp"
 #include "runtime/batch_options.hpp"
 #include "runtime/option_table.hpp"
+#include "runtime/schedule_report.hpp"
 #include "schedules/schedule.hpp"
 
 namespace sluice {
@@ -76,6 +77,8 @@ void add_layout_options(OptionTable& table, TrainOptions& options, Words& words)
   table.add_choice("schedule", options.schedule, training_schedules(),
                    "order of micro-batches; see 'sluice schedule'");
   table.add_integer("chunks", options.chunks, 1, kMaxInt, "stages per rank");
+  table.add_text("schedule-file", options.schedule_file, "PATH",
+                 "the order from a file instead: Sluice's JSON or PyTorch's CSV");
   table.add_text("partition", options.partition, "auto|even|N,N,...", "blocks per stage");
   table.add_integer("micro-batches", options.micro_batches, 1, kMaxMicroBatches,
                     "per step and replica; auto: from the next two", "auto");
@@ -149,7 +152,9 @@ void resolve_learning_rate(const OptionTable& table, TrainOptions& options) {
 }
 
 // A command line that gives one of the numbers a file fixed all of makes the file's give way.
-void yield_to_command_line(const OptionTable& table, BatchNumbers& batch) {
+// A schedule from a file keeps its micro-batches.
+void yield_to_command_line(const OptionTable& table, bool fixed_micro_batches,
+                           BatchNumbers& batch) {
   bool all_given = true;
   bool any_on_command_line = table.given_on_command_line("replicas");
   for (const char* name : {"micro-batches", "micro-batch-size", "batch-size"}) {
@@ -157,7 +162,7 @@ void yield_to_command_line(const OptionTable& table, BatchNumbers& batch) {
     any_on_command_line = any_on_command_line || table.given_on_command_line(name);
   }
   if (!all_given || !any_on_command_line) return;
-  if (!table.given_on_command_line("micro-batches")) {
+  if (!fixed_micro_batches && !table.given_on_command_line("micro-batches")) {
     batch.micro_batches = 0;
   } else if (!table.given_on_command_line("batch-size")) {
     batch.batch_size = 0;
@@ -166,12 +171,50 @@ void yield_to_command_line(const OptionTable& table, BatchNumbers& batch) {
   }
 }
 
+// The file fixes schedule, chunks, micro-batches and pipeline. A saved configuration names them
+// all, so only the command line can contradict a file.
+void resolve_schedule(const OptionTable& table, TrainOptions& options) {
+  if (options.schedule_file.empty()) return;
+  const bool file_wins = table.given_on_command_line("schedule-file");
+  for (const char* name : {"schedule", "chunks"}) {
+    if (!table.given_on_command_line(name)) continue;
+    if (file_wins) {
+      throw Error(ErrorCode::kUsage,
+                  fmt::format("option --{}: the schedule of --schedule-file says "
+                              "it; give one of the two",
+                              name));
+    }
+    options.schedule_file.clear();
+    return;
+  }
+  LoadedSchedule loaded = load_schedule(options.schedule_file);
+  const Schedule& order = loaded.schedule;
+  const auto take = [&](const char* name, int& value, int from_file) {
+    const bool binding = file_wins ? table.given_on_command_line(name) : table.given(name);
+    if (binding && value != 0 && value != from_file) {
+      throw Error(ErrorCode::kUsage,
+                  fmt::format("option --{}: {}, but the schedule of '{}' is for {}; legal is {}",
+                              name, value, options.schedule_file, from_file, from_file));
+    }
+    value = from_file;
+  };
+  take("micro-batches", options.micro_batches, order.micro_batches);
+  take("pipeline", options.pipeline, order.placement.ranks());
+  if (order.forward_only) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("option --schedule-file: '{}' has no backward actions, so nothing can "
+                            "be trained with it",
+                            options.schedule_file));
+  }
+  options.order = std::make_shared<const Schedule>(std::move(loaded.schedule));
+}
+
 void resolve_batch(const OptionTable& table, TrainOptions& options) {
   BatchNumbers batch = {.batch_size = options.batch_size,
                         .micro_batch_size = options.micro_batch_size,
                         .micro_batches = options.micro_batches,
                         .replicas = options.replicas};
-  yield_to_command_line(table, batch);
+  yield_to_command_line(table, options.order != nullptr, batch);
   batch = resolve_batch(batch, kMaxMicroBatches);
   options.batch_size = batch.batch_size;
   options.micro_batch_size = batch.micro_batch_size;
@@ -219,6 +262,7 @@ ParsedTrain parse_train_options(const std::vector<std::string>& arguments) {
   resolve_words(words, options);
   resolve_learning_rate(table, options);
   validate(options.model);
+  resolve_schedule(table, options);
   resolve_batch(table, options);
   require_outputs_make_sense(options);
   parsed.resolved = table.values();

@@ -8,10 +8,12 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "comm/topology.hpp"
+#include "schedules/schedule.hpp"
 #include "stages/optimizer.hpp"
 #include "stages/transformer.hpp"
 
@@ -27,6 +29,8 @@ struct TrainOptions {
   RankOrder rank_order = RankOrder::kPipelineFirst;
   std::string schedule = "1f1b";
   int chunks = 1;
+  std::string schedule_file;                        // --schedule-file PATH, in place of those two
+  std::shared_ptr<const Schedule> order = nullptr;  // what it holds
   std::string partition = "auto";
   int micro_batches = 0;  // 0: from the other two
   std::int64_t micro_batch_size = 0;

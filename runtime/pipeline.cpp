@@ -9,6 +9,7 @@
 #include "comm/error.hpp"
 #include "runtime/evaluation.hpp"
 #include "runtime/gradients.hpp"
+#include "runtime/job_groups.hpp"
 #include "runtime/replicas.hpp"
 
 namespace sluice {

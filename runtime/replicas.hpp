@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "runtime/engine.hpp"
+#include "runtime/job_groups.hpp"
 #include "runtime/layout.hpp"
 
 namespace sluice {

@@ -38,8 +38,7 @@ void Timeline::add(const Pipeline& pipeline) {
   profile_.add(pipeline.last_outcome());
 }
 
-void Timeline::write(Pipeline& pipeline, const PipelineOptions& options,
-                     const std::filesystem::path& path) const {
+void Timeline::write(Pipeline& pipeline, const std::filesystem::path& path) const {
   const std::vector<StageTimes> times = profile_.gather(pipeline);
   pipeline.guarded([&] {
     const PipelineLayout& layout = pipeline.layout();
@@ -64,10 +63,7 @@ void Timeline::write(Pipeline& pipeline, const PipelineOptions& options,
                    .label = fmt::format("rank {}: replica {}, pipeline rank {}", rank,
                                         layout.replica, layout.rank),
                    .events = {}};
-    const Simulation planned =
-        simulate(generate(options.schedule,
-                          {layout.topology.pipeline, options.micro_batches, options.chunks}),
-                 {.stages = times, .message = 0});
+    const Simulation planned = simulate(layout.order, {.stages = times, .message = 0});
     for (std::size_t i = 0; i < steps_.size(); ++i) {
       add_planned(mine.events, planned, layout.rank, starts[i]);
       mine.events.insert(mine.events.end(), steps_[i].events.begin(), steps_[i].events.end());

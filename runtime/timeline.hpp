@@ -16,8 +16,7 @@ class Timeline {
   void add(const Pipeline& pipeline);
   // Collective. Rank 0 writes the file; the planned track is the plan's simulation with the mean
   // times of the collected steps, starting where each step started.
-  void write(Pipeline& pipeline, const PipelineOptions& options,
-             const std::filesystem::path& path) const;
+  void write(Pipeline& pipeline, const std::filesystem::path& path) const;
 
  private:
   struct Step {

@@ -14,6 +14,7 @@
 #include "runtime/checkpoint.hpp"
 #include "runtime/data.hpp"
 #include "runtime/guard.hpp"
+#include "runtime/job_groups.hpp"
 #include "runtime/metrics.hpp"
 #include "runtime/model_config.hpp"
 #include "runtime/program.hpp"
@@ -90,7 +91,7 @@ void Training::run() {
   if (options_.dry_run) return;
   steps();
   if (!options_.save.empty()) save();
-  if (!options_.trace.empty()) timeline_.write(*pipeline_, pipeline_options_, options_.trace);
+  if (!options_.trace.empty()) timeline_.write(*pipeline_, options_.trace);
   if (first()) summarise();
 }
 
@@ -271,8 +272,10 @@ void Training::summarise() {
 Partition partition_for(const TrainOptions& options, int ranks) {
   int stages = 0;
   try {
-    stages =
-        stages_of(options.schedule, {ranks, std::max(options.micro_batches, 1), options.chunks});
+    stages = options.order != nullptr
+                 ? options.order->placement.stages()
+                 : stages_of(options.schedule,
+                             {ranks, std::max(options.micro_batches, 1), options.chunks});
   } catch (const std::invalid_argument& error) {
     throw Error(ErrorCode::kUsage, error.what());
   }
@@ -287,6 +290,7 @@ PipelineOptions pipeline_options(const ParsedTrain& parsed, std::vector<std::int
   options.rank_order = from.rank_order;
   options.schedule = from.schedule;
   options.chunks = from.chunks;
+  options.order = from.order;
   options.micro_batches = from.micro_batches;
   options.micro_batch_size = from.micro_batch_size;
   options.batch_size = from.batch_size;
@@ -330,6 +334,11 @@ std::string describe_layout(const PipelineLayout& layout, const Partition& parti
       "step\n",
       layout.topology.ranks(), layout.topology.pipeline, layout.topology.replicas,
       layout.train.schedule_name, layout.train.micro_batches);
+  if (!layout.train.exact) {
+    text +=
+        "  (not exact: weight gradients do not accumulate in ascending order, so the bits are this "
+        "schedule's own)\n";
+  }
   text += fmt::format("  {:<5} {:<7} {:<16} {:>10} {:>10} {:>10} {:>11} {:>9} {:>10}\n", "rank",
                       "stages", "layers", "parameters", "gradients", "optimizer", "activations",
                       "messages", "total MiB");

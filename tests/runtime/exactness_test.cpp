@@ -4,9 +4,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "comm/loopback.hpp"
+#include "runtime/schedule_report.hpp"
 #include "tests/runtime/training_cases.hpp"
 #ifdef SLUICE_UNDER_MPI
 #include "tests/comm/mpi_main.hpp"
@@ -176,6 +181,66 @@ TEST_P(ExactnessTest, EngineHoldsAsManyMicroBatchesAsTheScheduleSays) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Depths, ExactnessTest, ::testing::Values(1, 2, 3, 4));
+
+// Trains with the order that a file holds: the bits of one rank where it is exact, else its own
+// bits, again and again.
+void train_from_file(const std::string& path, bool exact) {
+  const auto order = std::make_shared<const Schedule>(load_schedule(path).schedule);
+  EXPECT_EQ(is_exact(*order), exact) << path;
+  with_ranks(order->placement.ranks(), [&](Communicator& comm) {
+    TrainingCase what = named(order->name.c_str());
+    what.model.layers = 3;
+    what.micro_batches = order->micro_batches;
+    what.micro_batch_size = 1;
+    what.steps = 2;
+    const Layout layout{.pipeline = order->placement.ranks(), .own = order};
+    const TrainingOutcome actual = train(comm, what, layout);
+    const TrainingOutcome expected = exact ? alone(comm, what) : train(comm, what, layout);
+    expect_same(comm, what, layout, expected, actual);
+    if (comm.rank() != 0) return;
+    EXPECT_EQ(actual.peaks, peak_in_flight(*order)) << path;
+  });
+}
+
+struct Sample {
+  const char* file;
+  bool exact = true;
+};
+
+class ScheduleFilesTest : public ::testing::TestWithParam<Sample> {};
+
+TEST_P(ScheduleFilesTest, TrainFromOursLikeAGenerator) {
+  train_from_file(std::string(SLUICE_SCHEDULE_SAMPLES "/") + GetParam().file, GetParam().exact);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ScheduleFilesTest,
+                         ::testing::Values(Sample{"v_split.json"}, Sample{"overlapped_v.csv"},
+                                           Sample{"every_message_cell.csv"},
+                                           Sample{"older_alphabet.csv"},
+                                           Sample{"descending.csv", false}),
+                         [](const auto& instance) {
+                           const std::string name(instance.param.file);
+                           return name.substr(0, name.find('.'));
+                         });
+
+class PytorchFilesTest : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(PytorchFilesTest, TrainsToTheBitsOfOneRank) {
+  const char* const named = std::getenv("SLUICE_PYTORCH_SCHEDULES");
+  const std::string folder = named != nullptr ? named : SLUICE_PYTORCH_SCHEDULES;
+  const std::string path = folder + "/" + GetParam();
+  if (!std::filesystem::exists(path)) GTEST_SKIP() << "no " << GetParam() << " in " << folder;
+  train_from_file(path, true);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, PytorchFilesTest,
+                         ::testing::Values("zb1p_2rank_2stagep_compute.csv",
+                                           "zb1p_2rank_2stagep_comms.csv",
+                                           "dualpipev_4rank_10mb.csv"),
+                         [](const auto& instance) {
+                           const std::string name(instance.param);
+                           return name.substr(0, name.find('.'));
+                         });
 
 class ReplicasTest : public ::testing::TestWithParam<int> {};
 

@@ -205,6 +205,39 @@ TEST_F(ConfigFileTest, ABatchOptionOnTheCommandLineChangesASavedRun) {
   EXPECT_EQ(parse({"--config", path, "--replicas", "2"}).micro_batches, 2);
 }
 
+// --- a schedule from a file ---
+
+const std::string kTwoRanks = SLUICE_SCHEDULE_SAMPLES "/older_alphabet.csv";  // 2 micro-batches
+
+TEST(ScheduleFileOptionTest, TheFileFixesDepthAndMicroBatches) {
+  const TrainOptions options = parse({"--schedule-file", kTwoRanks, "--micro-batch-size", "3"});
+  ASSERT_NE(options.order, nullptr);
+  EXPECT_EQ(options.pipeline, 2);
+  EXPECT_EQ(options.micro_batches, 2);
+  EXPECT_EQ(options.batch_size, 6);
+}
+
+TEST(ScheduleFileOptionTest, RefusalsNameTheOptionAndWhatIsLegal) {
+  EXPECT_THAT(refusal({"--schedule-file", kTwoRanks, "--micro-batches", "3"}),
+              AllOf(HasSubstr("--micro-batches: 3"), HasSubstr("legal is 2")));
+  EXPECT_THAT(refusal({"--schedule-file", kTwoRanks, "--pipeline", "4"}),
+              AllOf(HasSubstr("--pipeline: 4"), HasSubstr("legal is 2")));
+  EXPECT_THAT(refusal({"--schedule-file", kTwoRanks, "--schedule", "gpipe"}),
+              AllOf(HasSubstr("--schedule:"), HasSubstr("one of the two")));
+  EXPECT_THAT(refusal({"--schedule-file", kTwoRanks, "--chunks", "2"}), HasSubstr("--chunks:"));
+}
+
+TEST_F(ConfigFileTest, ASavedScheduleFileGivesWayToTheCommandLine) {
+  const ParsedTrain saved =
+      parse_train_options({"--dry-run", "--schedule-file", kTwoRanks, "--batch-size", "6"});
+  const std::string path = write(to_config_text(saved.resolved));
+  EXPECT_NE(parse({"--config", path}).order, nullptr);
+  EXPECT_EQ(parse({"--config", path, "--replicas", "3"}).micro_batches, 2);
+  const TrainOptions other = parse({"--config", path, "--schedule", "gpipe"});
+  EXPECT_EQ(other.order, nullptr);
+  EXPECT_EQ(other.schedule, "gpipe");
+}
+
 // --- batch size, micro-batch size, number of micro-batches ---
 
 BatchNumbers resolve(std::int64_t batch, std::int64_t size, std::int64_t count,

@@ -96,6 +96,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
   options.rank_order = layout.order;
   options.schedule = layout.schedule;
   options.chunks = layout.chunks;
+  options.order = layout.own;
   options.micro_batches = what.micro_batches;
   options.micro_batch_size = what.micro_batch_size;
   options.batch_size = what.batch_size;

@@ -27,6 +27,7 @@ struct Layout {
   std::string schedule = "1f1b";
   RankOrder order = RankOrder::kPipelineFirst;
   int chunks = 1;
+  std::shared_ptr<const Schedule> own = nullptr;  // in place of schedule and chunks
 };
 
 struct TrainingOutcome {

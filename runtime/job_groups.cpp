@@ -1,0 +1,107 @@
+#include "runtime/job_groups.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <span>
+
+#include "comm/error.hpp"
+#include "runtime/guard.hpp"
+#include "runtime/layout.hpp"
+#include "runtime/weights.hpp"
+#include "schedules/schedule_file.hpp"
+
+namespace sluice {
+namespace {
+
+using Json = nlohmann::json;
+
+// What every rank must agree on, beyond what the program adds.
+std::vector<std::pair<std::string, std::string>> agreed_values(const PipelineOptions& options) {
+  std::vector<std::pair<std::string, std::string>> values = options.configuration;
+  const auto add = [&](const char* name, const auto& value) {
+    values.emplace_back(name, fmt::format("{}", value));
+  };
+  add("pipeline", options.pipeline);
+  add("replicas", options.replicas);
+  add("rank-order", static_cast<int>(options.rank_order));
+  if (options.order == nullptr) {
+    add("schedule", options.schedule);
+    add("chunks", options.chunks);
+  } else {
+    const std::string text = to_schedule_json(*options.order);
+    add("schedule", options.order->name);
+    add("SHA-256 of the schedule", sha256_hex(std::as_bytes(std::span<const char>(text))));
+  }
+  add("micro-batches", options.micro_batches);
+  add("micro-batch-size", options.micro_batch_size);
+  add("batch-size", options.batch_size);
+  add("seed", options.seed);
+  add("threads", options.threads);
+  add("optimizer", static_cast<int>(options.optimizer.kind));
+  add("beta1", options.optimizer.beta1);
+  add("beta2", options.optimizer.beta2);
+  add("epsilon", options.optimizer.epsilon);
+  add("momentum", options.optimizer.momentum);
+  add("weight-decay", options.optimizer.weight_decay);
+  add("learning-rate", options.learning_rate.peak);
+  add("final-learning-rate-share", options.learning_rate.final_share);
+  add("warmup", options.learning_rate.warmup);
+  add("steps", options.learning_rate.steps);
+  add("clip", options.clip);
+  add("learning-rate-constant", options.learning_rate.constant);
+  add("inference", options.inference);
+  values.emplace_back("evaluations", fmt::format("{}", fmt::join(options.evaluations, ",")));
+  add("check-replicas", options.check_replicas);
+  add("trace", options.trace);
+  return values;
+}
+
+}  // namespace
+
+void require_same_configuration(Collectives& comm,
+                                const std::vector<std::pair<std::string, std::string>>& values) {
+  const auto all = comm.all_gather_strings(Json(values).dump());
+  for (std::size_t rank = 1; rank < all.size(); ++rank) {
+    if (all[rank] == all[0]) continue;
+    const Json first = Json::parse(all[0]);
+    const Json other = Json::parse(all[rank]);
+    for (std::size_t i = 0; i < std::min(first.size(), other.size()); ++i) {
+      if (first[i] == other[i]) continue;
+      throw Error(ErrorCode::kMismatch,
+                  fmt::format("ranks disagree about '{}': rank 0 has '{}', rank {} has '{}'",
+                              first[i][0].get<std::string>(), first[i][1].get<std::string>(), rank,
+                              other[i][1].get<std::string>()));
+    }
+    throw Error(ErrorCode::kMismatch,
+                fmt::format("ranks disagree: rank 0 has {} settings, rank {} has {}", first.size(),
+                            rank, other.size()));
+  }
+}
+
+JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
+    : world(comm.duplicate()), control(std::make_unique<ControlChannel>(*world)) {
+  in_world = std::make_unique<Collectives>(*world, 0, control.get());
+  guarded([&] {
+    require_same_configuration(*in_world, agreed_values(options));
+    const int replicas_asked = std::max(options.replicas, 1);
+    const int depth =
+        options.pipeline > 0 ? options.pipeline : std::max(world->size() / replicas_asked, 1);
+    topology = make_topology(world->size(), depth, options.replicas, options.rank_order);
+  });
+  rank = topology.pipeline_rank(world->rank());
+  replica = topology.replica(world->rank());
+  pipeline = world->split(replica, rank);
+  messages = pipeline->duplicate();
+  replicas = world->split(rank, replica);
+  in_pipeline = std::make_unique<Collectives>(*pipeline, 0, control.get());
+  in_replicas = std::make_unique<Collectives>(*replicas, 0, control.get());
+}
+
+void JobGroups::guarded(const std::function<void()>& body) {
+  sluice::guarded(*control, world->rank(), body);
+}
+
+}  // namespace sluice

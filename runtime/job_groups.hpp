@@ -1,0 +1,43 @@
+// The groups of ranks that one pipeline's job talks over, and what every rank must agree on first.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/communicator.hpp"
+#include "comm/control.hpp"
+#include "comm/topology.hpp"
+
+namespace sluice {
+
+struct PipelineOptions;
+
+// The communicators and error handling of one pipeline's job.
+class JobGroups {
+ public:
+  // Collective over `world`. Compares options.configuration and the layout's own options first.
+  JobGroups(Communicator& world, const PipelineOptions& options);
+
+  // Runs `body`; an exception in it is told to every rank, and what is thrown here, on every rank,
+  // is the Error that came first.
+  void guarded(const std::function<void()>& body);
+
+  Topology topology;
+  int rank = 0, replica = 0;            // pipeline rank; replica
+  std::unique_ptr<Communicator> world;  // for collectives
+  std::unique_ptr<ControlChannel> control;
+  std::unique_ptr<Communicator> pipeline;  // for collectives
+  std::unique_ptr<Communicator> messages;  // the same ranks, for the engine's transport
+  std::unique_ptr<Communicator> replicas;
+  std::unique_ptr<Collectives> in_world, in_pipeline, in_replicas;
+};
+
+// Compares named values over all ranks of `comm`; throws the same Error(kMismatch) on all of them,
+// naming the first key that differs, the rank that differs from rank 0, and both values.
+void require_same_configuration(Collectives& comm,
+                                const std::vector<std::pair<std::string, std::string>>& values);
+
+}  // namespace sluice
