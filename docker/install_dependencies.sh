@@ -23,11 +23,11 @@ packages_of() {
     # Tests and benchmarks.
     test) echo libgtest-dev libgmock-dev python3 python3-venv ca-certificates ;;
     # Formatting and static checks: the sources are formatted with version 14; clang-tidy knows
-    # std::source_location from 15 on, and wants an omp.h of its own version.
+    # std::source_location from 15 on, and wants an omp.h of its own version; clang for fuzzing.
     check) if [[ $system == debian-12 ]]; then
-      echo git python3 clang-format-14 clang-tidy-16 libomp-16-dev
+      echo git python3 clang-format-14 clang-tidy-16 libomp-16-dev clang-16 libclang-rt-16-dev
     else
-      echo git python3 clang-format clang-tidy libomp-dev
+      echo git python3 clang-format clang-tidy libomp-dev clang libclang-rt-dev
     fi ;;
     *) return 1 ;;
   esac

@@ -3,12 +3,10 @@
 // refusal escapes, where a refusal is not one printable line, or where a written file reads back
 // otherwise.
 //
-//   cmake -S . -B build/fuzz -G Ninja -DCMAKE_C_COMPILER=clang -DCMAKE_CXX_COMPILER=clang++ \
-//         -DSLUICE_BUILD_FUZZERS=ON
-//   cmake --build build/fuzz --target schedule_file_fuzz
-//   mkdir -p build/fuzz/corpus
-//   build/fuzz/tests/fuzz/schedule_file_fuzz -max_total_time=60 build/fuzz/corpus \
-//         tests/schedules/data tests/fuzz/corpus
+//   cmake --preset fuzz -DCMAKE_CXX_COMPILER=clang++ && cmake --build --preset fuzz
+//   mkdir -p build/fuzz/found
+//   build/fuzz/tests/fuzz/schedule_file_fuzz -runs=1000000 build/fuzz/found tests/fuzz/corpus \
+//         tests/schedules/data
 //
 // What the readers do not bound, the fuzzer does: -rss_limit_mb and -timeout end a run.
 #include <cstddef>
