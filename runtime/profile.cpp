@@ -7,6 +7,16 @@ double mean(const ActionSeconds::Sum& sum) {
   return sum.count == 0 ? 0 : sum.seconds / static_cast<double>(sum.count);
 }
 
+// Of I, or of what a whole backward leaves after its weight half.
+double mean_input(const ActionSeconds& sums) {
+  const std::int64_t count = sums.backward.count + sums.backward_input.count;
+  if (count == 0) return 0;
+  const double weight_halves =
+      mean(sums.backward_weight) * static_cast<double>(sums.backward.count);
+  return (sums.backward.seconds - weight_halves + sums.backward_input.seconds) /
+         static_cast<double>(count);
+}
+
 void accumulate(ActionSeconds::Sum& into, const ActionSeconds::Sum& from) {
   into.seconds += from.seconds;
   into.count += from.count;
@@ -34,7 +44,7 @@ std::vector<StageTimes> Profile::gather(Pipeline& pipeline) const {
   for (const ActionSeconds& sum : sums_) {
     double* times = &mine[3 * static_cast<std::size_t>(sum.stage)];
     times[0] = mean(sum.forward);
-    times[1] = mean(sum.backward) + mean(sum.backward_input);
+    times[1] = mean_input(sum);
     times[2] = mean(sum.backward_weight);
   }
   std::vector<double> all(mine.size() * static_cast<std::size_t>(layout.topology.ranks()));

@@ -12,8 +12,9 @@ namespace sluice {
 class Profile {
  public:
   void add(const StepOutcome& outcome);
-  // Collective: mean seconds per action of every global stage of replica 0, on every rank. A whole
-  // backward counts as input half with a weight half of 0.
+  // Collective: mean seconds per action of every global stage of replica 0, on every rank. Where no
+  // backward was parted, its whole counts as input half, the weight half is 0; where some were, the
+  // others are taken apart by the mean weight half.
   [[nodiscard]] std::vector<StageTimes> gather(Pipeline& pipeline) const;
 
  private:

@@ -1,8 +1,10 @@
 // Pipeline efficiency: the measured step over the simulated makespan, fed with the run's own action
 // times; with stages that sleep, and (on two ranks) with real compute.
-//   mpirun -n 4 pipeline_benchmark [--json FILE] [--steps N]
+//   mpirun -n 4 pipeline_benchmark [--json FILE] [--steps N] [--stages family]
+// With --stages family: every schedule, over stages that sleep.
 #include <chrono>
 #include <cstdlib>
+#include <stdexcept>
 #include <thread>
 
 #include "runtime/array_source.hpp"
@@ -19,53 +21,76 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Forward and each half of backward take 5 ms and compute nothing.
-class SleepingStage : public Stage, public LossStage {
+// Forward and each half of backward take a time and compute nothing.
+class SleepingStage : public Stage, public SplitBackward, public LossStage {
  public:
+  explicit SleepingStage(milliseconds time) : time_(time) {}
   StageDescription describe(std::span<const TensorSpec> inputs) const override {
     return {{inputs[0]}};
   }
   void prepare(const StageSetup&) override {}
   void forward(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {
-    std::this_thread::sleep_for(milliseconds(5));
+    std::this_thread::sleep_for(time_);
   }
   void backward(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {
-    std::this_thread::sleep_for(milliseconds(10));
+    std::this_thread::sleep_for(2 * time_);
+  }
+  void backward_input(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {
+    std::this_thread::sleep_for(time_);
+  }
+  void backward_weight(StageContext&, std::span<const Tensor>) override {
+    std::this_thread::sleep_for(time_);
   }
   LossResult loss(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {
     return {0, 1};
   }
   double target_weight(std::span<const Tensor>) const override { return 1; }
+
+ private:
+  milliseconds time_;
 };
 
 struct Measured {
-  double pipeline = 0, step = 0, simulated = 0, ideal = 0;  // seconds
+  double pipeline = 0, step = 0, simulated = 0;  // seconds
+  double ideal = 0;   // the bubble-limited step of a perfectly balanced 1F1B, same work
+  double bubble = 0;  // idle share of `pipeline` over all ranks
+  double simulated_bubble = 0;
 };
 
-// Medians over `steps` steps after two that do not count. `ideal`: the bubble-limited step of a
-// perfectly balanced pipeline with the same total work.
+// Medians over `steps` steps after two that do not count.
 Measured measure(Pipeline& pipeline, const PipelineOptions& options, int steps) {
   for (int i = 0; i < 2; ++i) pipeline.train_step();
-  std::vector<double> pipeline_seconds, step_seconds;
+  std::vector<double> pipeline_seconds, step_seconds, bubbles;
   Profile profile;
   for (int i = 0; i < steps; ++i) {
     const StepReport report = pipeline.train_step();
     pipeline_seconds.push_back(report.pipeline_seconds);
     step_seconds.push_back(report.seconds);
+    bubbles.push_back(report.bubble_measured);
     profile.add(pipeline.last_outcome());
   }
   const std::vector<StageTimes> times = profile.gather(pipeline);
   const int ranks = pipeline.layout().topology.pipeline;
-  const Schedule schedule =
-      generate(options.schedule, {ranks, options.micro_batches, options.chunks});
   double work = 0;
   for (const StageTimes& time : times) {
     work += time.forward + time.backward_input + time.backward_weight;
   }
+  const Simulation simulated = simulate(pipeline.layout().order, {.stages = times, .message = 0});
   return {.pipeline = median(pipeline_seconds),
           .step = median(step_seconds),
-          .simulated = simulate(schedule, {.stages = times, .message = 0}).makespan,
-          .ideal = work / ranks * (options.micro_batches + ranks - 1)};
+          .simulated = simulated.makespan,
+          .ideal = work / ranks * (options.micro_batches + ranks - 1),
+          .bubble = median(bubbles),
+          .simulated_bubble = simulated.bubble_makespan};
+}
+
+Measured measure_sleeping(Communicator& world, const PipelineOptions& options, milliseconds time,
+                          int steps) {
+  const auto source =
+      make_array_source(std::vector<float>(16, 1), 1, std::vector<float>(16, 1), 1, 16);
+  const StageFactory factory = [time](int, int) { return std::make_unique<SleepingStage>(time); };
+  Pipeline pipeline(world, options, factory, *source);
+  return measure(pipeline, options, steps);
 }
 
 void add_row(Report& report, const char* stages, int ranks, const PipelineOptions& options,
@@ -81,11 +106,8 @@ void run(Communicator& world, int steps, Report& report) {
     PipelineOptions options;
     options.schedule = schedule;
     options.micro_batches = 16;
-    const auto source =
-        make_array_source(std::vector<float>(16, 1), 1, std::vector<float>(16, 1), 1, 16);
-    const StageFactory factory = [](int, int) { return std::make_unique<SleepingStage>(); };
-    Pipeline pipeline(world, options, factory, *source);
-    add_row(report, "sleep", world.size(), options, measure(pipeline, options, steps));
+    add_row(report, "sleep", world.size(), options,
+            measure_sleeping(world, options, milliseconds(5), steps));
   }
   if (world.size() != 2) return;
   TransformerConfig model;
@@ -104,6 +126,29 @@ void run(Communicator& world, int steps, Report& report) {
   }
 }
 
+// Every schedule that trains, F = I = W = 10 ms per action, two chunks where it takes them.
+void run_family(Communicator& world, int steps, Report& report) {
+  for (const std::string& name : schedule_names()) {
+    if (name == "forward-only") continue;
+    PipelineOptions options;
+    options.schedule = name;
+    options.micro_batches = 16;
+    for (const int chunks : {2, 1}) {
+      options.chunks = chunks;
+      try {
+        (void)stages_of(name, {world.size(), options.micro_batches, chunks});
+      } catch (const std::invalid_argument&) {
+        continue;
+      }
+      const Measured result = measure_sleeping(world, options, milliseconds(10), steps);
+      report.row({name, world.size(), chunks, options.micro_batches, result.pipeline * 1e3,
+                  result.simulated * 1e3, result.pipeline / result.simulated, result.bubble,
+                  result.simulated_bubble});
+      break;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace sluice::benchmarks
 
@@ -111,10 +156,17 @@ int main(int argc, char** argv) {
   using namespace sluice;
   using namespace sluice::benchmarks;
   return run_main(argc, argv, [&](MpiSession&, Communicator& world) {
-    Report report("Pipeline efficiency: measured step against its simulation",
-                  {"stages", "ranks", "schedule", "micro-batches", "measured ms", "simulated ms",
-                   "measured/simulated", "of simulated", "of balanced ideal", "whole step"});
-    run(world, std::atoi(argument(argc, argv, "--steps", "9").c_str()), report);
+    const int steps = std::atoi(argument(argc, argv, "--steps", "9").c_str());
+    const bool family = argument(argc, argv, "--stages", "") == "family";
+    Report report =
+        family
+            ? Report("The family of schedules, sleeping stages",
+                     {"schedule", "ranks", "chunks", "micro-batches", "measured ms", "simulated ms",
+                      "measured/simulated", "bubble measured", "bubble simulated"})
+            : Report("Pipeline efficiency: measured step against its simulation",
+                     {"stages", "ranks", "schedule", "micro-batches", "measured ms", "simulated ms",
+                      "measured/simulated", "of simulated", "of balanced ideal", "whole step"});
+    family ? run_family(world, steps, report) : run(world, steps, report);
     if (world.rank() != 0) return;
     report.print();
     report.save(argument(argc, argv, "--json", ""));

@@ -19,6 +19,9 @@ run "$programs/engine_benchmark"
 run mpirun -n 2 "$programs/engine_benchmark"
 run mpirun -n 4 "$programs/engine_benchmark"
 for ranks in 2 4 8; do run mpirun -n "$ranks" "$programs/pipeline_benchmark"; done
+for ranks in 4 8; do
+  run mpirun -n "$ranks" "$programs/pipeline_benchmark" --stages family --steps 5
+done
 run mpirun -n 2 "$programs/transport_benchmark"
 run "$programs/operator_benchmark"
 run "$programs/step_benchmark"
