@@ -55,7 +55,7 @@ struct Action {
 // One entry of a rank's list. `overlapped` runs together with `action` (DualPipe's F and B).
 struct Step {
   Action action;
-  std::optional<Action> overlapped;
+  std::optional<Action> overlapped = std::nullopt;
 
   friend bool operator==(const Step&, const Step&) = default;
 };

@@ -31,8 +31,7 @@ using ReadyQueue = std::priority_queue<ReadyForward, std::vector<ReadyForward>, 
 }  // namespace
 
 Schedule generate_forward_only(const Placement& placement, int micro_batches) {
-  Schedule schedule =
-      generators::empty_schedule("forward-only", placement, micro_batches, micro_batches);
+  Schedule schedule = empty_schedule("forward-only", placement, micro_batches, micro_batches);
   schedule.forward_only = true;
   std::vector<ReadyQueue> ready(static_cast<std::size_t>(placement.ranks()));
   const auto queue_of = [&](int stage) -> ReadyQueue& {
@@ -54,7 +53,7 @@ Schedule generate_forward_only(const Placement& placement, int micro_batches) {
       queue.pop();
     }
     for (const ReadyForward& each : ran) {
-      generators::append(schedule, ActionKind::kForward, each.stage, each.micro_batch);
+      append(schedule, ActionKind::kForward, each.stage, each.micro_batch);
       if (each.stage == last) {
         --left;
       } else {

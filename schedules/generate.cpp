@@ -107,8 +107,6 @@ Schedule generate(std::string_view name, const ScheduleShape& shape) {
   return row.generate(shape);
 }
 
-namespace generators {
-
 Schedule empty_schedule(std::string_view name, const Placement& placement, int micro_batches,
                         int steps_per_rank) {
   Schedule schedule;
@@ -121,6 +119,8 @@ Schedule empty_schedule(std::string_view name, const Placement& placement, int m
   }
   return schedule;
 }
+
+namespace generators {
 
 Schedule empty_linear(std::string_view name, const ScheduleShape& shape, int steps_per_rank) {
   return empty_schedule(name, Placement::linear(shape.ranks), shape.micro_batches, steps_per_rank);

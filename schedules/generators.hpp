@@ -26,11 +26,7 @@ namespace sluice::generators {
 [[nodiscard]] Schedule dualpipe_v(const ScheduleShape& shape);
 [[nodiscard]] Schedule forward_only(const ScheduleShape& shape);
 
-// A schedule of that name, one empty list per rank with room for `steps_per_rank`.
-[[nodiscard]] Schedule empty_schedule(std::string_view name, const Placement& placement,
-                                      int micro_batches, int steps_per_rank);
-
-// The same over linear placement.
+// empty_schedule() over linear placement.
 [[nodiscard]] Schedule empty_linear(std::string_view name, const ScheduleShape& shape,
                                     int steps_per_rank);
 
@@ -42,14 +38,5 @@ struct MicroBatchGroup {
 // Parts the micro-batches into as many groups of at least `smallest` as there can be, of nearly
 // equal size, larger ones first; one group where there are fewer than `smallest`.
 [[nodiscard]] std::vector<MicroBatchGroup> groups_of(int micro_batches, int smallest);
-
-// Appends an action that computes `micro_batch` on `stage` to the list of the stage's rank.
-inline void append(Schedule& schedule, ActionKind kind, int stage, int micro_batch) {
-  Step step;
-  step.action.kind = kind;
-  step.action.stage = stage;
-  step.action.micro_batch = micro_batch;
-  schedule.ranks[static_cast<std::size_t>(schedule.placement.rank_of(stage))].push_back(step);
-}
 
 }  // namespace sluice::generators

@@ -59,6 +59,20 @@ struct Schedule {
   std::vector<std::vector<Step>> ranks;  // [rank][position]
 };
 
+// For generators: a schedule of that name, one empty list per rank with room for `steps_per_rank`.
+// Requires: micro_batches >= 1.
+[[nodiscard]] Schedule empty_schedule(std::string_view name, const Placement& placement,
+                                      int micro_batches, int steps_per_rank = 0);
+
+// Appends an action that computes `micro_batch` on `stage` to the list of the stage's rank.
+inline void append(Schedule& schedule, ActionKind kind, int stage, int micro_batch) {
+  Step step;
+  step.action.kind = kind;
+  step.action.stage = stage;
+  step.action.micro_batch = micro_batch;
+  schedule.ranks[static_cast<std::size_t>(schedule.placement.rank_of(stage))].push_back(step);
+}
+
 // Names generate() accepts, in the order they are presented to users.
 [[nodiscard]] const std::vector<std::string>& schedule_names();
 

@@ -1,13 +1,13 @@
 """The examples as a user runs them: what they print, and to the bit.
 
-usage: examples_test.py MPIEXEC CUSTOM_STAGE SPLIT_MLP
+usage: examples_test.py MPIEXEC CUSTOM_STAGE SPLIT_MLP CUSTOM_SCHEDULE SOURCES
 """
 
 import subprocess
 import sys
 import unittest
 
-MPIEXEC, CUSTOM_STAGE, SPLIT_MLP = sys.argv[1:4]
+MPIEXEC, CUSTOM_STAGE, SPLIT_MLP, CUSTOM_SCHEDULE, SOURCES = sys.argv[1:6]
 
 
 def run(ranks, *command):
@@ -15,6 +15,11 @@ def run(ranks, *command):
     return subprocess.run(
         [MPIEXEC, "--timeout", "50", "-n", str(ranks), *command],
         check=True, text=True, stdout=subprocess.PIPE).stdout
+
+
+def lines_of(source):
+    with open(f"{SOURCES}/{source}", encoding="utf-8") as text:
+        return len(text.readlines())
 
 
 class CustomStage(unittest.TestCase):
@@ -25,9 +30,20 @@ class CustomStage(unittest.TestCase):
 
     def test_stays_small(self):
         # 60 lines are the promise of what a stage of one's own takes.
-        source = sys.argv[4]
-        with open(source, encoding="utf-8") as text:
-            self.assertLessEqual(len(text.readlines()), 60)
+        self.assertLessEqual(lines_of("custom_stage.cpp"), 60)
+
+
+class CustomSchedule(unittest.TestCase):
+    def test_is_drawn_and_gives_the_bits_of_one_rank(self):
+        outputs = [run(ranks, CUSTOM_SCHEDULE, f"{SOURCES}/split_mlp.cpp") for ranks in (1, 2, 3)]
+        self.assertIn("waves: makespan 24, bubble 0.375, in flight 2\n", outputs[1])
+        self.assertIn("rank 0 | F0 F1       B0 B1 F2 F3       B2 B3 F4       B4\n", outputs[1])
+        losses = [output.splitlines()[-1] for output in outputs]
+        self.assertRegex(losses[0], r"loss after three steps: 5\.\d{10,}")
+        self.assertEqual(losses, [losses[0]] * 3)
+
+    def test_stays_small(self):
+        self.assertLess(lines_of("custom_schedule.cpp"), 60)
 
 
 class SplitMlp(unittest.TestCase):
