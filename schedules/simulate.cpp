@@ -1,55 +1,41 @@
 #include "schedules/simulate.hpp"
 
 #include <algorithm>
-#include <cmath>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
 #include "schedules/dataflow.hpp"
+#include "schedules/simulation_costs.hpp"
+#include "schedules/simulation_memory.hpp"
 
 namespace sluice {
 namespace {
 
-void require_time(const std::string& what, double time) {
-  if (!std::isfinite(time) || time < 0) {
-    throw std::invalid_argument("simulation: the " + what + " is " + std::to_string(time) +
-                                "; legal is a finite time of 0 or more");
-  }
-}
-
-void require_times(const SimulationTimes& times, int stages) {
-  const std::size_t count = times.stages.size();
-  if (count != 1 && count != static_cast<std::size_t>(stages)) {
-    throw std::invalid_argument("simulation: times for " + std::to_string(count) +
-                                " stages; legal is 1 for all alike or one for each of " +
-                                std::to_string(stages) + " stages");
-  }
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::string stage = " time of stage " + std::to_string(i);
-    require_time("forward" + stage, times.stages[i].forward);
-    require_time("backward-input" + stage, times.stages[i].backward_input);
-    require_time("backward-weight" + stage, times.stages[i].backward_weight);
-  }
-  require_time("message time", times.message);
-  if (!(times.overlap < 0)) require_time("overlap time", times.overlap);
-}
-
 class Simulator {
  public:
-  Simulator(const Schedule& schedule, const SimulationTimes& times)
+  Simulator(const Schedule& schedule, const SimulationTimes& times, const SimulationDetail& detail)
       : schedule_(schedule),
         placement_(schedule.placement),
         times_(times),
-        forward_end_(static_cast<std::size_t>(placement_.stages()) *
-                     static_cast<std::size_t>(schedule.micro_batches)),
-        gradient_end_(schedule.forward_only ? 0 : forward_end_.size()),
-        rank_free_(schedule.ranks.size()) {}
+        detail_(detail),
+        handovers_(handovers_of(times, placement_)),
+        link_free_(static_cast<std::size_t>(handovers_.links)),
+        activation_there_(static_cast<std::size_t>(placement_.stages()) *
+                          static_cast<std::size_t>(schedule.micro_batches)),
+        gradient_there_(schedule.forward_only ? 0 : activation_there_.size()),
+        ranks_(schedule.ranks.size()),
+        weights_done_(static_cast<std::size_t>(placement_.stages())) {
+    if (!times.bytes.empty()) memory_.emplace(schedule, times);
+  }
 
   Simulation run() {
     result_.busy.resize(schedule_.ranks.size());
-    result_.timeline.resize(schedule_.ranks.size());
-    for (std::size_t rank = 0; rank < schedule_.ranks.size(); ++rank) {
-      result_.timeline[rank].reserve(computes(schedule_.ranks[rank]));
+    if (detail_.timeline) {
+      result_.timeline.resize(schedule_.ranks.size());
+      for (std::size_t rank = 0; rank < schedule_.ranks.size(); ++rank) {
+        result_.timeline[rank].reserve(computes(schedule_.ranks[rank]));
+      }
     }
     Dataflow dataflow(schedule_);
     const bool finished = dataflow.run(
@@ -58,11 +44,18 @@ class Simulator {
       throw std::invalid_argument("simulation of '" + schedule_.name +
                                   "': the schedule cannot run to its end; check() says why");
     }
+    if (!schedule_.forward_only) reduce();
+    if (memory_) memory_->finish(result_, detail_.memory);
     summarise();
     return std::move(result_);
   }
 
  private:
+  struct RankState {
+    double first = -1;  // start of its first action; negative: none yet
+    double free = 0;    // end of its last one so far, reductions at the end too
+  };
+
   static std::size_t computes(const std::vector<Step>& steps) {
     std::size_t count = 0;
     for (const Step& step : steps) {
@@ -77,8 +70,7 @@ class Simulator {
   }
 
   double duration(const Action& action) const {
-    const StageTimes& stage =
-        times_.stages[times_.stages.size() == 1 ? 0 : static_cast<std::size_t>(action.stage)];
+    const StageTimes& stage = of_stage(times_.stages, action.stage);
     switch (action.kind) {
       case ActionKind::kForward:
         return stage.forward;
@@ -91,34 +83,74 @@ class Simulator {
     }
   }
 
-  // When the tensor that `action` takes from a neighbouring stage is there.
-  double arrival(const Action& action) {
-    if (action.kind == ActionKind::kBackwardWeight) return 0;
-    const bool forward = action.kind == ActionKind::kForward;
-    const int neighbour = forward ? action.stage - 1 : action.stage + 1;
-    if (neighbour < 0 || neighbour >= placement_.stages()) return 0;
-    const double end =
-        (forward ? forward_end_ : gradient_end_)[index(neighbour, action.micro_batch)];
-    if (placement_.rank_of(neighbour) == placement_.rank_of(action.stage)) return end;
-    ++result_.messages;
-    return end + times_.message;
+  // Where the tensor that `action` uses comes from; null where it comes from no other stage.
+  const Handover* source(const Action& action) const {
+    const auto stage = static_cast<std::size_t>(action.stage);
+    if (action.kind == ActionKind::kForward) {
+      return action.stage == 0 ? nullptr : &handovers_.forward[stage - 1];
+    }
+    const bool from_next =
+        action.kind != ActionKind::kBackwardWeight && action.stage + 1 < placement_.stages();
+    return from_next ? &handovers_.backward[stage + 1] : nullptr;
   }
 
-  void finish(const Action& action, double end) {
-    if (action.kind == ActionKind::kBackwardWeight) return;
-    auto& ends = action.kind == ActionKind::kForward ? forward_end_ : gradient_end_;
-    ends[index(action.stage, action.micro_batch)] = end;
+  // Where what `action` makes goes to; null where no other stage uses it.
+  const Handover* target(const Action& action) const {
+    const auto stage = static_cast<std::size_t>(action.stage);
+    if (action.kind == ActionKind::kForward) {
+      return action.stage + 1 == placement_.stages() ? nullptr : &handovers_.forward[stage];
+    }
+    const bool to_last = action.kind != ActionKind::kBackwardWeight && action.stage > 0;
+    return to_last ? &handovers_.backward[stage] : nullptr;
+  }
+
+  // When the tensor that `action` uses is there.
+  double arrival(const Action& action) const {
+    if (source(action) == nullptr) return 0;
+    const auto& there = action.kind == ActionKind::kForward ? activation_there_ : gradient_there_;
+    return there[index(action.stage, action.micro_batch)];
+  }
+
+  // Hands on what the action made; `start` and `end` are those of its step.
+  void finish(std::size_t rank, const Action& action, double start, double end) {
+    if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardWeight) {
+      weights_done_[static_cast<std::size_t>(action.stage)] = end;
+    }
+    if (memory_) {
+      memory_->compute(static_cast<int>(rank), action, start, end);
+      if (const Handover* from = source(action)) memory_->received(*from, start, end);
+    }
+    const Handover* to = target(action);
+    if (to == nullptr) return;
+    const double there = to->link < 0 ? end : transfer(*to, start, end);
+    if (memory_ && to->link < 0) memory_->produced(*to, start, end, end);
+    const bool forward = action.kind == ActionKind::kForward;
+    (forward ? activation_there_
+             : gradient_there_)[index(action.stage + (forward ? 1 : -1), action.micro_batch)] =
+        there;
+  }
+
+  // Returns when the tensor arrives that was made from `start` to `end`.
+  double transfer(const Handover& handover, double start, double end) {
+    ++result_.messages;
+    double& free = link_free_[static_cast<std::size_t>(handover.link)];
+    const double leaves = std::max(end, free);
+    free = leaves + handover.seconds;
+    if (memory_) memory_->produced(handover, start, leaves, free);
+    return free + handover.latency;
   }
 
   void visit(std::size_t rank, const Step& step) {
     if (!is_compute(step.action.kind)) return;
-    double start = std::max(rank_free_[rank], arrival(step.action));
+    RankState& state = ranks_[rank];
+    double start = std::max(state.free, arrival(step.action));
     if (step.overlapped) start = std::max(start, arrival(*step.overlapped));
+    if (state.first < 0) state.first = start;
     const double end = step.overlapped ? place_pair(rank, step, start)
                                        : place(rank, step.action, start, duration(step.action));
-    if (step.overlapped) finish(*step.overlapped, end);
-    finish(step.action, end);
-    rank_free_[rank] = end;
+    if (step.overlapped) finish(rank, *step.overlapped, start, end);
+    finish(rank, step.action, start, end);
+    state.free = end;
   }
 
   double place_pair(std::size_t rank, const Step& step, double start) {
@@ -133,49 +165,94 @@ class Simulator {
   }
 
   double place(std::size_t rank, const Action& action, double start, double time) {
-    result_.timeline[rank].push_back(SimulatedAction{action, start, start + time});
+    if (detail_.timeline) {
+      result_.timeline[rank].push_back(SimulatedAction{action, start, start + time});
+    }
     result_.busy[rank] += time;
     return start + time;
   }
 
+  double reduction(int stage) const {
+    const double time = of_stage(times_.stages, stage).reduce;
+    if (times_.bytes.empty()) return time;
+    const auto bytes = static_cast<double>(of_stage(times_.bytes, stage).reduced);
+    if (bytes == 0) return time;
+    const Link& link = times_.reduce_link;
+    return time + link.latency + (link.bandwidth > 0 ? bytes / link.bandwidth : 0);
+  }
+
+  void reduce() {
+    double longest = 0;
+    for (int stage = 0; stage < placement_.stages(); ++stage) {
+      longest = std::max(longest, reduction(stage));
+    }
+    if (!(longest > 0)) return;
+    result_.reductions.resize(ranks_.size());
+    for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
+      std::vector<int> stages = placement_.stages_of(static_cast<int>(rank));
+      const auto done = [this](int stage) {
+        return weights_done_[static_cast<std::size_t>(stage)];
+      };
+      if (times_.reduce_overlap) {
+        std::stable_sort(stages.begin(), stages.end(),
+                         [&](int a, int b) { return done(a) < done(b); });
+      }
+      double free = times_.reduce_overlap ? 0 : ranks_[rank].free;
+      for (const int stage : stages) {
+        const double start = std::max(free, done(stage));
+        free = start + reduction(stage);
+        Action action;
+        action.kind = ActionKind::kReduceGrad;
+        action.stage = stage;
+        result_.reductions[rank].push_back({action, start, free});
+      }
+      ranks_[rank].free = std::max(ranks_[rank].free, free);
+    }
+  }
+
   void summarise() {
     result_.peak_in_flight = peak_in_flight(schedule_);
-    result_.makespan = *std::max_element(rank_free_.begin(), rank_free_.end());
     double idle = 0;
-    for (std::size_t rank = 0; rank < rank_free_.size(); ++rank) {
+    for (const RankState& rank : ranks_) result_.makespan = std::max(result_.makespan, rank.free);
+    for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
       idle += result_.makespan - result_.busy[rank];
-      const auto& row = result_.timeline[rank];
-      if (row.empty()) continue;
-      const double span = row.back().end - row.front().start;
+      const double span = ranks_[rank].first < 0 ? 0 : ranks_[rank].free - ranks_[rank].first;
+      result_.waiting.push_back(span - result_.busy[rank]);
       if (span > result_.span) {
         result_.span = span;
         result_.bubble_span = (span - result_.busy[rank]) / span;
       }
     }
     if (result_.makespan > 0) {
-      result_.bubble_makespan = idle / (result_.makespan * static_cast<double>(rank_free_.size()));
+      result_.bubble_makespan = idle / (result_.makespan * static_cast<double>(ranks_.size()));
     }
   }
 
   const Schedule& schedule_;
   const Placement& placement_;
   const SimulationTimes& times_;
-  std::vector<double> forward_end_;   // [stage * micro_batches + micro_batch]
-  std::vector<double> gradient_end_;  // the same, of B or I
-  std::vector<double> rank_free_;     // [rank]
+  const SimulationDetail detail_;
+  const Handovers handovers_;
+  std::vector<double> link_free_;         // [link]
+  std::vector<double> activation_there_;  // [stage * micro_batches + micro_batch] at that stage
+  std::vector<double> gradient_there_;    // the same, from the stage behind
+  std::vector<RankState> ranks_;
+  std::vector<double> weights_done_;  // [stage] end of its last W or B so far
+  std::optional<MemoryRecorder> memory_;
   Simulation result_;
 };
 
 }  // namespace
 
-Simulation simulate(const Schedule& lowered, const SimulationTimes& times) {
-  require_times(times, lowered.placement.stages());
+Simulation simulate(const Schedule& lowered, const SimulationTimes& times,
+                    const SimulationDetail& detail) {
   if (lowered.ranks.size() != static_cast<std::size_t>(lowered.placement.ranks())) {
     throw std::invalid_argument("simulation of '" + lowered.name +
                                 "': " + std::to_string(lowered.ranks.size()) + " lists for " +
                                 std::to_string(lowered.placement.ranks()) + " ranks");
   }
-  return Simulator(lowered, times).run();
+  require_costs(times, lowered);
+  return Simulator(lowered, times, detail).run();
 }
 
 }  // namespace sluice
