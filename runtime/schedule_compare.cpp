@@ -18,25 +18,16 @@ int most_in_flight(const ScheduleReport& report) {
   return *std::max_element(peaks.begin(), peaks.end());
 }
 
-SimulationTimes times_of_chunk(const StageTimes& times, double message, int chunks) {
-  const StageTimes part = {.forward = times.forward / chunks,
-                           .backward_input = times.backward_input / chunks,
-                           .backward_weight = times.backward_weight / chunks};
-  return {.stages = {part}, .message = message};
-}
-
 // The first number of chunks that `name` takes; the last refusal in `why` where it takes none.
 std::optional<ScheduleReport> report_one(const std::string& name, const ScheduleShape& shape,
-                                         const StageTimes& times, double message,
-                                         std::string& why) {
+                                         const Costs& costs, std::string& why) {
   const std::vector<int> candidates =
       shape.chunks > 0 ? std::vector<int>{shape.chunks} : std::vector<int>{2, 1};
   for (const int chunks : candidates) {
     try {
-      return report_schedule(name, {shape.ranks, shape.micro_batches, chunks},
-                             times_of_chunk(times, message, chunks));
+      return report_schedule(name, {shape.ranks, shape.micro_batches, chunks}, costs);
     } catch (const Error& error) {
-      if (error.code() != ErrorCode::kUsage) throw;
+      if (error.code() != ErrorCode::kUsage && error.code() != ErrorCode::kPlan) throw;
       why = error.what();
     }
   }
@@ -45,12 +36,12 @@ std::optional<ScheduleReport> report_one(const std::string& name, const Schedule
 
 }  // namespace
 
-Comparison compare_schedules(const ScheduleShape& shape, const StageTimes& times, double message) {
+Comparison compare_schedules(const ScheduleShape& shape, const Costs& costs) {
   Comparison comparison;
   for (const std::string& name : schedule_names()) {
     if (name == "forward-only") continue;
     std::string why;
-    if (auto report = report_one(name, shape, times, message, why)) {
+    if (auto report = report_one(name, shape, costs, why)) {
       comparison.rows.push_back(std::move(*report));
     } else {
       comparison.left_out.push_back(why);

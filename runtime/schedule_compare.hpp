@@ -14,12 +14,10 @@ struct Comparison {
   std::vector<std::string> left_out;
 };
 
-// Every schedule that trains. `times` are those of one micro-batch on one rank's whole share of the
-// model; with v chunks per rank each action takes a v-th of them, so that all rows do the same
-// work. shape.chunks of 0: for each schedule 2 where it takes them, otherwise 1. Throws
-// Error(kUsage) where no schedule serves the shape.
-[[nodiscard]] Comparison compare_schedules(const ScheduleShape& shape, const StageTimes& times,
-                                           double message);
+// Every schedule that trains, on the same work: `costs` are of CostsOf::kRankShare. shape.chunks of
+// 0: for each schedule 2 where it takes them, otherwise 1. Throws Error(kUsage) where no schedule
+// serves the shape.
+[[nodiscard]] Comparison compare_schedules(const ScheduleShape& shape, const Costs& costs);
 
 // A table, one row per schedule.
 [[nodiscard]] std::string to_table_text(const Comparison& comparison);

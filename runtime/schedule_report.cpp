@@ -52,7 +52,17 @@ std::string peak_text(const std::vector<int>& peaks) {
   return fmt::format("{} to {} (micro-batches x chunks of a rank)", *least, *most);
 }
 
-ScheduleReport make_report(Schedule schedule, const SimulationTimes& times) {
+void require_memory(const ScheduleReport& report, std::optional<std::int64_t> limit) {
+  if (!limit) return;
+  const std::vector<std::int64_t>& peaks = report.simulation.peak_bytes;
+  const auto most = std::max_element(peaks.begin(), peaks.end());
+  if (*most <= *limit) return;
+  throw Error(ErrorCode::kPlan,
+              fmt::format("schedule '{}' holds up to {} bytes on rank {}; --memory-limit allows {}",
+                          report.schedule.name, *most, most - peaks.begin(), *limit));
+}
+
+ScheduleReport make_report(Schedule schedule, const Costs& costs) {
   ScheduleReport report;
   report.schedule = std::move(schedule);
   const Placement& placement = report.schedule.placement;
@@ -67,8 +77,10 @@ ScheduleReport make_report(Schedule schedule, const SimulationTimes& times) {
   const Verification verification = verify(make_plan(lowered, options.tied));
   if (!verification.ok()) refuse_plan(verification.violation->message);
   report.transports = verification.progresses_under;
-  report.simulation = simulate(lowered, times);
+  report.simulation = simulate(lowered, costs.times(placement.ranks(), placement.stages()));
   report.exact = is_exact(report.schedule);
+  report.costs_source = costs.source();
+  require_memory(report, costs.memory_limit());
   return report;
 }
 
@@ -116,21 +128,20 @@ std::string coloured(std::string_view grid) {
 }  // namespace
 
 ScheduleReport report_schedule(std::string_view name, const ScheduleShape& shape,
-                               const SimulationTimes& times, std::int64_t max_pairs) {
+                               const Costs& costs, std::int64_t max_pairs) {
   require_small_enough(std::int64_t{shape.ranks} * shape.chunks, shape.micro_batches, max_pairs);
   try {
-    return make_report(generate(name, shape), times);
+    return make_report(generate(name, shape), costs);
   } catch (const std::invalid_argument& error) {
     throw Error(ErrorCode::kUsage, error.what());
   }
 }
 
-ScheduleReport report_schedule(LoadedSchedule loaded, const SimulationTimes& times,
-                               std::int64_t max_pairs) {
+ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs, std::int64_t max_pairs) {
   require_small_enough(loaded.schedule.placement.stages(), loaded.schedule.micro_batches,
                        max_pairs);
   try {
-    ScheduleReport report = make_report(std::move(loaded.schedule), times);
+    ScheduleReport report = make_report(std::move(loaded.schedule), costs);
     report.source = std::move(loaded.source);
     return report;
   } catch (const std::invalid_argument& error) {

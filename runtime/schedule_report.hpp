@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "runtime/schedule_costs.hpp"
 #include "schedules/plan.hpp"
 #include "schedules/pytorch_csv.hpp"
 #include "schedules/schedule.hpp"
@@ -25,13 +26,14 @@ struct ScheduleReport {
   bool exact = false;
   std::vector<TransportModel> transports;  // under which the plan ends
   std::string source;                      // what was read from which file; empty: generated
+  std::string costs_source;                // Costs::source()
 };
 
-// Throws Error(kUsage) where name, shape or times cannot be served, with the nearest legal values,
+// Throws Error(kUsage) where name, shape or costs cannot be served, with the nearest legal values,
 // and where the shape has more than `max_pairs` pairs of stage and micro-batch; Error(kPlan), with
-// the grid, where the schedule breaks a rule.
+// the grid, where the schedule breaks a rule, and where a rank exceeds the memory limit.
 [[nodiscard]] ScheduleReport report_schedule(std::string_view name, const ScheduleShape& shape,
-                                             const SimulationTimes& times,
+                                             const Costs& costs,
                                              std::int64_t max_pairs = kMaxReportPairs);
 
 struct LoadedSchedule {
@@ -45,7 +47,7 @@ struct LoadedSchedule {
                                            CsvAlphabet alphabet = CsvAlphabet::kDetect);
 
 // The same for a schedule that was loaded. Requires nothing of it.
-[[nodiscard]] ScheduleReport report_schedule(LoadedSchedule loaded, const SimulationTimes& times,
+[[nodiscard]] ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs,
                                              std::int64_t max_pairs = kMaxReportPairs);
 
 // The grid, where it has at most `max_columns` of cells (a sentence instead of a wider one), and

@@ -1,8 +1,5 @@
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <charconv>
-#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -14,6 +11,7 @@
 #include "runtime/option_table.hpp"
 #include "runtime/program.hpp"
 #include "runtime/schedule_compare.hpp"
+#include "runtime/schedule_costs.hpp"
 #include "runtime/schedule_report.hpp"
 #include "schedules/schedule_file.hpp"
 #include "schedules/svg.hpp"
@@ -40,8 +38,7 @@ constexpr const char* kAbout =
 struct ScheduleOptions {
   std::string schedule = "1f1b";
   ScheduleShape shape = {.ranks = 4, .micro_batches = 8, .chunks = 1};
-  std::string forward = "1", backward_input = "1", backward_weight = "1";
-  double message = 0;
+  CostOptions costs;
   std::string file, csv_alphabet = "detect";
   std::string format = "grid", output;
   bool timeline = false, messages = false;
@@ -62,75 +59,25 @@ OptionTable make_table(ScheduleOptions& options) {
                  "read this schedule instead: Sluice's JSON or PyTorch's CSV");
   table.add_choice("csv-alphabet", options.csv_alphabet, {"detect", "current", "older"},
                    "older CSV files write B for the input half and BW for the whole backward");
-  table.add_text("forward-time", options.forward, "X[,X...]", "of one micro-batch on one stage");
-  table.add_text("backward-input-time", options.backward_input, "X[,X...]", "likewise");
-  table.add_text("backward-weight-time", options.backward_weight, "X[,X...]", "likewise");
-  table.add_real("message-time", options.message,
-                 {.low = 0, .high = std::numeric_limits<double>::infinity()},
-                 "latency of a message between ranks");
   table.add_choice("format", options.format, {"grid", "json", "csv", "svg", "trace", "file"},
                    "of the output");
   table.add_text("output", options.output, "PATH", "write here instead of standard output");
   table.add_flag("messages", options.messages, "add SEND and RECV cells to the CSV");
   table.add_flag("timeline", options.timeline, "add start and end of every action to the JSON");
+  add_cost_options(table, options.costs, CostsOf::kStage);
   return table;
 }
 
-// One number, or one per stage.
-std::vector<double> parse_times(const std::string& name, const std::string& text, int stages) {
-  std::vector<double> times;
-  const char* at = text.data();
-  const char* const end = at + text.size();
-  bool well_formed = true;
-  while (well_formed) {
-    double value = 0;
-    const auto [next, problem] = std::from_chars(at, end, value);
-    well_formed = problem == std::errc() && std::isfinite(value) && value >= 0;
-    times.push_back(value);
-    if (!well_formed || next == end) break;
-    well_formed = *next == ',';
-    at = next + 1;
-  }
-  if (!well_formed || (times.size() != 1 && static_cast<std::int64_t>(times.size()) != stages)) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("option --{}: '{}' is neither a number from 0 up nor {} of them "
-                            "separated by commas, one per stage",
-                            name, text, stages));
-  }
-  return times;
-}
-
-SimulationTimes times_of(const ScheduleOptions& options, int stages) {
-  const auto forward = parse_times("forward-time", options.forward, stages);
-  const auto input = parse_times("backward-input-time", options.backward_input, stages);
-  const auto weight = parse_times("backward-weight-time", options.backward_weight, stages);
-  SimulationTimes times;
-  times.message = options.message;
-  const std::size_t entries = std::max({forward.size(), input.size(), weight.size()});
-  for (std::size_t i = 0; i < entries; ++i) {
-    times.stages.push_back({.forward = forward[i % forward.size()],
-                            .backward_input = input[i % input.size()],
-                            .backward_weight = weight[i % weight.size()]});
-  }
-  return times;
-}
-
 ScheduleReport report_of(const ScheduleOptions& options, const OptionTable& table) {
-  if (options.file.empty()) {
-    const std::int64_t stages = std::int64_t{options.shape.ranks} * options.shape.chunks;
-    return report_schedule(
-        options.schedule, options.shape,
-        times_of(options, static_cast<int>(std::min<std::int64_t>(stages, kMaxInt))));
-  }
+  const Costs costs(options.costs, table, CostsOf::kStage);
+  if (options.file.empty()) return report_schedule(options.schedule, options.shape, costs);
   for (const char* name : {"schedule", "ranks", "micro-batches", "chunks"}) {
     if (!table.given(name)) continue;
     throw Error(
         ErrorCode::kUsage,
         fmt::format("option --{}: the schedule of --file says it; give one of the two", name));
   }
-  LoadedSchedule loaded = load_schedule(options.file, alphabet_of(options));
-  const int stages = loaded.schedule.placement.stages();
-  return report_schedule(std::move(loaded), times_of(options, stages));
+  return report_schedule(load_schedule(options.file, alphabet_of(options)), costs);
 }
 
 std::string csv_of(const ScheduleOptions& options, const Schedule& schedule) {

@@ -12,10 +12,8 @@ namespace sluice {
 int schedule_compare_command(const std::vector<std::string>& arguments) {
   return run_guarded([&] {
     constexpr int kMaxInt = std::numeric_limits<int>::max();
-    constexpr RealRange kTime = {.low = 0, .high = std::numeric_limits<double>::infinity()};
     ScheduleShape shape = {.ranks = 4, .micro_batches = 8, .chunks = 0};
-    StageTimes times;
-    double message = 0;
+    CostOptions options;
     std::string format = "grid";
     OptionTable table(
         "sluice schedule compare [options]",
@@ -28,17 +26,15 @@ int schedule_compare_command(const std::vector<std::string>& arguments) {
     table.add_integer("micro-batches", shape.micro_batches, 1, kMaxInt, "per step");
     table.add_integer("chunks", shape.chunks, 1, kMaxInt,
                       "stages per rank; auto: 2 for schedules that take them", "auto");
-    table.add_real("forward-time", times.forward, kTime, "of one micro-batch on one rank");
-    table.add_real("backward-input-time", times.backward_input, kTime, "likewise");
-    table.add_real("backward-weight-time", times.backward_weight, kTime, "likewise");
-    table.add_real("message-time", message, kTime, "latency of a message between ranks");
     table.add_choice("format", format, {"grid", "json"}, "of the output");
+    add_cost_options(table, options, CostsOf::kRankShare);
     table.parse(arguments);
     if (table.help_wanted()) {
       fmt::print("{}", table.help());
       return;
     }
-    const Comparison comparison = compare_schedules(shape, times, message);
+    const Comparison comparison =
+        compare_schedules(shape, Costs(options, table, CostsOf::kRankShare));
     fmt::print("{}", format == "json" ? to_json_text(comparison) : to_table_text(comparison));
   });
 }
