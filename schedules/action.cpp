@@ -130,12 +130,6 @@ class ActionReader {
 
 }  // namespace
 
-bool is_compute(ActionKind kind) { return kind <= ActionKind::kBackwardWeight; }
-
-bool is_message(ActionKind kind) {
-  return kind >= ActionKind::kSendForward && kind <= ActionKind::kRecvBackward;
-}
-
 bool has_micro_batch(ActionKind kind) { return row_of(kind).has_micro_batch; }
 
 std::string_view name_of(ActionKind kind) { return row_of(kind).name; }

@@ -34,9 +34,13 @@ enum class ActionKind : std::uint8_t {
 };
 
 // True for F, B, I and W.
-[[nodiscard]] bool is_compute(ActionKind kind);
+[[nodiscard]] constexpr bool is_compute(ActionKind kind) {
+  return kind <= ActionKind::kBackwardWeight;
+}
 // True for the four message kinds.
-[[nodiscard]] bool is_message(ActionKind kind);
+[[nodiscard]] constexpr bool is_message(ActionKind kind) {
+  return kind >= ActionKind::kSendForward && kind <= ActionKind::kRecvBackward;
+}
 // True where the text form carries a micro-batch (compute, message and RECOMPUTE kinds).
 [[nodiscard]] bool has_micro_batch(ActionKind kind);
 // "F", "SEND_B", ...

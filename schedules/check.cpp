@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "schedules/dataflow.hpp"
+#include "schedules/pair_table.hpp"
 #include "schedules/schedule.hpp"
 
 namespace sluice {
@@ -44,18 +45,23 @@ class Checker {
   // Each pass relies on the ones before it.
   std::optional<Violation> run() {
     if (auto found = check_shape()) return found;
-    seen_.assign(static_cast<std::size_t>(stages_) * static_cast<std::size_t>(micro_batches_), 0);
-    if (auto found = for_each_action(&Checker::check_alone)) return found;
-    if (auto found = check_pairs()) return found;
-    if (auto found = for_each_action(&Checker::check_partner)) return found;
+    seen_ = PairTable<std::uint8_t>(stages_, micro_batches_);
+    if (auto found = for_each_action<&Checker::check_alone>()) return found;
+    if (has_pairs_) {
+      if (auto found = check_pairs()) return found;
+    }
+    if (has_messages_) {
+      if (auto found = for_each_action<&Checker::check_partner>()) return found;
+    }
     if (auto found = check_missing()) return found;
-    done_.assign(seen_.size(), 0);
-    if (auto found = for_each_action(&Checker::check_order)) return found;
+    done_ = PairTable<std::uint8_t>(stages_, micro_batches_);
+    if (auto found = for_each_action<&Checker::check_order>()) return found;
     return check_cycle();
   }
 
  private:
-  using Check = std::optional<std::string> (Checker::*)(int rank, const Action& action);
+  using Objection = std::optional<std::string>;
+  using Check = Objection (Checker::*)(int rank, const Action& action);
 
   std::optional<Violation> check_shape() const {
     const auto lists = schedule_.ranks.size();
@@ -73,12 +79,14 @@ class Checker {
   }
 
   // The first action, rank by rank, that `check` objects to.
-  std::optional<Violation> for_each_action(Check check) {
+  template <Check check>
+  std::optional<Violation> for_each_action() {
     for (std::size_t rank = 0; rank < schedule_.ranks.size(); ++rank) {
       const std::vector<Step>& steps = schedule_.ranks[rank];
       for (std::size_t i = 0; i < steps.size(); ++i) {
-        auto objection = (this->*check)(static_cast<int>(rank), steps[i].action);
+        Objection objection = (this->*check)(static_cast<int>(rank), steps[i].action);
         if (!objection && steps[i].overlapped) {
+          has_pairs_ = true;
           objection = (this->*check)(static_cast<int>(rank), *steps[i].overlapped);
         }
         if (objection) {
@@ -111,7 +119,7 @@ class Checker {
   }
 
   // What can be said of an action by itself, and that it is the first of its kind.
-  std::optional<std::string> check_alone(int rank, const Action& action) {
+  Objection check_alone(int rank, const Action& action) {
     if (action.stage < 0 || action.stage >= stages_) {
       return to_string(action) + " names stage " + std::to_string(action.stage) +
              "; legal stages are 0 to " + std::to_string(stages_ - 1);
@@ -135,7 +143,7 @@ class Checker {
     } else if (auto objection = check_compute_alone(action)) {
       return objection;
     }
-    std::uint8_t& seen = seen_[index(action.stage, action.micro_batch)];
+    std::uint8_t& seen = seen_.at(action.stage, action.micro_batch);
     if ((seen & bit(action.kind)) != 0) {
       return to_string(action) + " appears a second time; the first is at step " +
              std::to_string(find(rank, action));
@@ -144,12 +152,12 @@ class Checker {
     return std::nullopt;
   }
 
-  std::optional<std::string> check_compute_alone(const Action& action) const {
+  Objection check_compute_alone(const Action& action) const {
     if (action.kind == ActionKind::kForward) return std::nullopt;
     if (schedule_.forward_only) {
       return to_string(action) + " has no place in a forward-only schedule";
     }
-    const std::uint8_t seen = seen_[index(action.stage, action.micro_batch)];
+    const std::uint8_t seen = seen_.at(action.stage, action.micro_batch);
     const std::uint8_t halves = kAnyBackward & ~bit(ActionKind::kBackward);
     if ((action.kind == ActionKind::kBackward && (seen & halves) != 0) ||
         (action.kind != ActionKind::kBackward && (seen & bit(ActionKind::kBackward)) != 0)) {
@@ -159,7 +167,7 @@ class Checker {
     return std::nullopt;
   }
 
-  std::optional<std::string> check_message_alone(const Action& action) {
+  Objection check_message_alone(const Action& action) {
     has_messages_ = true;
     const bool backward =
         action.kind == ActionKind::kSendBackward || action.kind == ActionKind::kRecvBackward;
@@ -182,10 +190,10 @@ class Checker {
     return std::nullopt;
   }
 
-  std::optional<std::string> check_partner(int, const Action& action) {
+  Objection check_partner(int, const Action& action) {
     if (!is_message(action.kind)) return std::nullopt;
     const Action other = partner(action);
-    if ((seen_[index(other.stage, other.micro_batch)] & bit(other.kind)) != 0) return std::nullopt;
+    if ((seen_.at(other.stage, other.micro_batch) & bit(other.kind)) != 0) return std::nullopt;
     const bool sends =
         action.kind == ActionKind::kSendForward || action.kind == ActionKind::kSendBackward;
     return to_string(action) + (sends ? " has no receive" : " has no send") + "; rank " +
@@ -207,11 +215,20 @@ class Checker {
 
   // The first kind that (stage, micro-batch) lacks. Of a backward that is quite absent: B.
   std::optional<ActionKind> missing(int stage, int micro_batch) const {
-    const std::uint8_t seen = seen_[index(stage, micro_batch)];
+    const std::uint8_t seen = seen_.at(stage, micro_batch);
+    if (!has_messages_ && is_whole(seen)) return std::nullopt;
     for (const ActionKind kind : kTracked) {
       if ((seen & bit(kind)) == 0 && is_required(kind, stage, seen)) return kind;
     }
     return std::nullopt;
+  }
+
+  // Without messages.
+  bool is_whole(std::uint8_t seen) const {
+    constexpr std::uint8_t kForward = bit(ActionKind::kForward);
+    if (schedule_.forward_only) return seen == kForward;
+    return seen == (kForward | bit(ActionKind::kBackward)) ||
+           seen == (kForward | bit(ActionKind::kBackwardInput) | bit(ActionKind::kBackwardWeight));
   }
 
   bool is_required(ActionKind kind, int stage, std::uint8_t seen) const {
@@ -262,10 +279,10 @@ class Checker {
   }
 
   // Order within a stage: forward, backward input, backward weight, and messages around them.
-  std::optional<std::string> check_order(int, const Action& action) {
+  Objection check_order(int, const Action& action) {
     if (!is_compute(action.kind) && !is_message(action.kind)) return std::nullopt;
-    const std::uint8_t seen = seen_[index(action.stage, action.micro_batch)];
-    std::uint8_t& done = done_[index(action.stage, action.micro_batch)];
+    const std::uint8_t seen = seen_.at(action.stage, action.micro_batch);
+    std::uint8_t& done = done_.at(action.stage, action.micro_batch);
     const unsigned lacking = prerequisites(action) & seen & ~unsigned{done};
     if (lacking != 0) {
       auto kind = kTracked.begin();
@@ -327,7 +344,7 @@ class Checker {
       const int position = dataflow.position(rank);
       Action awaited = *dataflow.waits_for(rank);
       if (awaited.kind == ActionKind::kBackward &&
-          (seen_[index(awaited.stage, awaited.micro_batch)] & bit(awaited.kind)) == 0) {
+          (seen_.at(awaited.stage, awaited.micro_batch) & bit(awaited.kind)) == 0) {
         awaited.kind = ActionKind::kBackwardInput;
       }
       text +=
@@ -359,11 +376,6 @@ class Checker {
     return other >= 0 && other < stages_ && placement_.rank_of(other) != placement_.rank_of(stage);
   }
 
-  std::size_t index(int stage, int micro_batch) const {
-    return static_cast<std::size_t>(stage) * static_cast<std::size_t>(micro_batches_) +
-           static_cast<std::size_t>(micro_batch);
-  }
-
   std::size_t find(int rank, const Action& action) const {
     const std::vector<Step>& steps = schedule_.ranks[static_cast<std::size_t>(rank)];
     std::size_t i = 0;
@@ -384,8 +396,9 @@ class Checker {
   const int stages_;
   const int micro_batches_;
   bool has_messages_ = false;
-  std::vector<std::uint8_t> seen_;  // [stage * micro_batches + micro_batch], bits by kind
-  std::vector<std::uint8_t> done_;
+  bool has_pairs_ = false;
+  PairTable<std::uint8_t> seen_;  // bits by kind
+  PairTable<std::uint8_t> done_;
 };
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include <optional>
 #include <vector>
 
+#include "schedules/pair_table.hpp"
 #include "schedules/schedule.hpp"
 
 namespace sluice {
@@ -18,8 +19,7 @@ class Dataflow {
  public:
   explicit Dataflow(const Schedule& schedule)
       : schedule_(schedule),
-        happened_(static_cast<std::size_t>(schedule.placement.stages()) *
-                  static_cast<std::size_t>(schedule.micro_batches)),
+        happened_(schedule.placement.stages(), schedule.micro_batches),
         cursors_(schedule.ranks.size()) {}
 
   // Calls visit(rank, position, step) once per step. Returns false where some rank never reaches
@@ -67,6 +67,9 @@ class Dataflow {
   }
 
  private:
+  // Ranks take turns after few steps; what the next turn reads is fetched in this one.
+  static constexpr std::size_t kStepsAhead = 4;
+
   // What can happen to one (stage, micro-batch), as bits of `happened_`.
   static constexpr std::uint8_t kForwardDone = 1, kGradientDone = 2, kForwardSent = 4,
                                 kBackwardSent = 8;
@@ -81,12 +84,6 @@ class Dataflow {
     std::size_t position = 0;
     Need need;
   };
-
-  std::uint8_t& happened(std::int32_t stage, std::int32_t micro_batch) {
-    return happened_[static_cast<std::size_t>(stage) *
-                         static_cast<std::size_t>(schedule_.micro_batches) +
-                     static_cast<std::size_t>(micro_batch)];
-  }
 
   [[nodiscard]] Need need_of(const Action& action) const {
     const int last = schedule_.placement.stages() - 1;
@@ -111,7 +108,7 @@ class Dataflow {
 
   bool met(const Action& action, Need& need) {
     need = need_of(action);
-    return need.event == 0 || (happened(need.stage, need.micro_batch) & need.event) != 0;
+    return need.event == 0 || (happened_.at(need.stage, need.micro_batch) & need.event) != 0;
   }
 
   // Marks what the action brings about and wakes the one rank that may wait for it.
@@ -137,7 +134,7 @@ class Dataflow {
       default:
         return;
     }
-    happened(action.stage, action.micro_batch) |= event;
+    happened_.at(action.stage, action.micro_batch) |= event;
     if (consumer < 0 || consumer >= schedule_.placement.stages()) return;
     const auto rank = static_cast<std::size_t>(schedule_.placement.rank_of(consumer));
     if (cursors_[rank].need == Need{action.stage, action.micro_batch, event}) {
@@ -152,6 +149,7 @@ class Dataflow {
     Cursor& cursor = cursors_[rank];
     for (; cursor.position < steps.size(); ++cursor.position) {
       const Step& step = steps[cursor.position];
+      __builtin_prefetch(&step + kStepsAhead);
       if (!met(step.action, cursor.need)) return;
       if (step.overlapped && !met(*step.overlapped, cursor.need)) return;
       cursor.need = {};
@@ -162,7 +160,7 @@ class Dataflow {
   }
 
   const Schedule& schedule_;
-  std::vector<std::uint8_t> happened_;  // [stage * micro_batches + micro_batch]
+  PairTable<std::uint8_t> happened_;  // events so far
   std::vector<Cursor> cursors_;
   std::vector<std::size_t> ready_;
 };

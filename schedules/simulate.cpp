@@ -6,6 +6,7 @@
 #include <string>
 
 #include "schedules/dataflow.hpp"
+#include "schedules/pair_table.hpp"
 #include "schedules/simulation_costs.hpp"
 #include "schedules/simulation_memory.hpp"
 
@@ -21,9 +22,8 @@ class Simulator {
         detail_(detail),
         handovers_(handovers_of(times, placement_)),
         link_free_(static_cast<std::size_t>(handovers_.links)),
-        activation_there_(static_cast<std::size_t>(placement_.stages()) *
-                          static_cast<std::size_t>(schedule.micro_batches)),
-        gradient_there_(schedule.forward_only ? 0 : activation_there_.size()),
+        activation_there_(placement_.stages(), schedule.micro_batches),
+        gradient_there_(schedule.forward_only ? 0 : placement_.stages(), schedule.micro_batches),
         ranks_(schedule.ranks.size()),
         weights_done_(static_cast<std::size_t>(placement_.stages())) {
     if (!times.bytes.empty()) memory_.emplace(schedule, times);
@@ -31,12 +31,8 @@ class Simulator {
 
   Simulation run() {
     result_.busy.resize(schedule_.ranks.size());
-    if (detail_.timeline) {
-      result_.timeline.resize(schedule_.ranks.size());
-      for (std::size_t rank = 0; rank < schedule_.ranks.size(); ++rank) {
-        result_.timeline[rank].reserve(computes(schedule_.ranks[rank]));
-      }
-    }
+    result_.peak_in_flight.resize(schedule_.ranks.size());
+    if (detail_.timeline) reserve_timeline();
     Dataflow dataflow(schedule_);
     const bool finished = dataflow.run(
         [this](int rank, int, const Step& step) { visit(static_cast<std::size_t>(rank), step); });
@@ -54,19 +50,18 @@ class Simulator {
   struct RankState {
     double first = -1;  // start of its first action; negative: none yet
     double free = 0;    // end of its last one so far, reductions at the end too
+    int in_flight = 0;  // chunks
   };
 
-  static std::size_t computes(const std::vector<Step>& steps) {
-    std::size_t count = 0;
-    for (const Step& step : steps) {
-      count += is_compute(step.action.kind) ? (step.overlapped ? 2U : 1U) : 0U;
+  // Room that is not used is never touched, so that it takes no memory.
+  void reserve_timeline() {
+    const std::size_t most =
+        (schedule_.forward_only ? 1U : 3U) * static_cast<std::size_t>(schedule_.micro_batches);
+    result_.timeline.resize(schedule_.ranks.size());
+    for (int rank = 0; rank < placement_.ranks(); ++rank) {
+      result_.timeline[static_cast<std::size_t>(rank)].reserve(placement_.stages_of(rank).size() *
+                                                               most);
     }
-    return count;
-  }
-
-  std::size_t index(int stage, int micro_batch) const {
-    return static_cast<std::size_t>(stage) * static_cast<std::size_t>(schedule_.micro_batches) +
-           static_cast<std::size_t>(micro_batch);
   }
 
   double duration(const Action& action) const {
@@ -105,10 +100,10 @@ class Simulator {
   }
 
   // When the tensor that `action` uses is there.
-  double arrival(const Action& action) const {
+  double arrival(const Action& action) {
     if (source(action) == nullptr) return 0;
-    const auto& there = action.kind == ActionKind::kForward ? activation_there_ : gradient_there_;
-    return there[index(action.stage, action.micro_batch)];
+    const bool forward = action.kind == ActionKind::kForward;
+    return (forward ? activation_there_ : gradient_there_).at(action.stage, action.micro_batch);
   }
 
   // Hands on what the action made; `start` and `end` are those of its step.
@@ -124,10 +119,11 @@ class Simulator {
     if (to == nullptr) return;
     const double there = to->link < 0 ? end : transfer(*to, start, end);
     if (memory_ && to->link < 0) memory_->produced(*to, start, end, end);
-    const bool forward = action.kind == ActionKind::kForward;
-    (forward ? activation_there_
-             : gradient_there_)[index(action.stage + (forward ? 1 : -1), action.micro_batch)] =
-        there;
+    if (action.kind == ActionKind::kForward) {
+      activation_there_.at(action.stage + 1, action.micro_batch) = there;
+    } else {
+      gradient_there_.at(action.stage - 1, action.micro_batch) = there;
+    }
   }
 
   // Returns when the tensor arrives that was made from `start` to `end`.
@@ -167,9 +163,22 @@ class Simulator {
   double place(std::size_t rank, const Action& action, double start, double time) {
     if (detail_.timeline) {
       result_.timeline[rank].push_back(SimulatedAction{action, start, start + time});
+      __builtin_prefetch(&result_.timeline[rank].back() + 3, 1);  // written at the next turn
     }
     result_.busy[rank] += time;
+    count_in_flight(rank, action.kind);
     return start + time;
+  }
+
+  void count_in_flight(std::size_t rank, ActionKind kind) {
+    int& held = ranks_[rank].in_flight;
+    int& peak = result_.peak_in_flight[rank];
+    if (kind == ActionKind::kForward) {
+      peak = std::max(peak, ++held);
+      if (schedule_.forward_only) --held;
+    } else if (kind != ActionKind::kBackwardInput) {
+      --held;
+    }
   }
 
   double reduction(int stage) const {
@@ -211,7 +220,6 @@ class Simulator {
   }
 
   void summarise() {
-    result_.peak_in_flight = peak_in_flight(schedule_);
     double idle = 0;
     for (const RankState& rank : ranks_) result_.makespan = std::max(result_.makespan, rank.free);
     for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
@@ -233,9 +241,9 @@ class Simulator {
   const SimulationTimes& times_;
   const SimulationDetail detail_;
   const Handovers handovers_;
-  std::vector<double> link_free_;         // [link]
-  std::vector<double> activation_there_;  // [stage * micro_batches + micro_batch] at that stage
-  std::vector<double> gradient_there_;    // the same, from the stage behind
+  std::vector<double> link_free_;       // [link]
+  PairTable<double> activation_there_;  // when what the stage takes from the one before is there
+  PairTable<double> gradient_there_;    // the same from the stage behind
   std::vector<RankState> ranks_;
   std::vector<double> weights_done_;  // [stage] end of its last W or B so far
   std::optional<MemoryRecorder> memory_;

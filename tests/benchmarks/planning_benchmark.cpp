@@ -1,7 +1,11 @@
-// Nanoseconds per compute action of each planning step, for 1F1B at m = 4p: what matters is that
-// the figures stay flat from 64 to 1024 ranks. Prints a table; `--json FILE` also writes the rows.
+// Nanoseconds per compute action of each planning step, by default for 1F1B at m = 4p: what matters
+// is that the figures stay flat from 64 to 1024 ranks. Prints a table, with the most memory the
+// process ever had; `--json FILE` also writes the rows. `--until simulate` leaves out planning.
 //
-//   planning_benchmark [--json FILE] [--ranks P[,P...]] [--repeat N]
+//   planning_benchmark [--json FILE] [--ranks P[,P...]] [--repeat N] [--schedule NAME]
+//                      [--until simulate|verify]
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <charconv>
 #include <cstdint>
@@ -26,6 +30,8 @@ struct Options {
   std::string json;
   std::vector<int> ranks = {64, 256, 1024};
   int repeat = 3;
+  std::string schedule = "1f1b";
+  bool plan = true;
 };
 
 struct StepTime {
@@ -38,6 +44,7 @@ struct Row {
   int micro_batches = 0;
   std::int64_t actions = 0;
   std::vector<StepTime> steps;
+  double megabytes = 0;  // most memory of the process so far
 };
 
 double cpu_seconds_of(const std::function<void()>& body) {
@@ -47,19 +54,23 @@ double cpu_seconds_of(const std::function<void()>& body) {
 }
 
 // All steps once, in order; each result is dropped as soon as no later step needs it.
-Row measure_once(int ranks) {
+Row measure_once(const Options& options, int ranks) {
   Row row;
   row.ranks = ranks;
   row.micro_batches = 4 * ranks;
-  row.actions = std::int64_t{2} * ranks * row.micro_batches;
+  Schedule schedule = generate(options.schedule, {ranks, row.micro_batches, 1});
+  for (const std::vector<Step>& steps : schedule.ranks) {
+    for (const Step& step : steps) row.actions += step.overlapped ? 2 : 1;
+  }
+  schedule = Schedule();
   const auto time = [&](std::string name, const std::function<void()>& body) {
     row.steps.push_back(
         {std::move(name), cpu_seconds_of(body) * 1e9 / static_cast<double>(row.actions)});
   };
 
-  Schedule schedule, lowered;
+  Schedule lowered;
   Plan plan;
-  time("generate", [&] { schedule = generate("1f1b", {ranks, row.micro_batches, 1}); });
+  time("generate", [&] { schedule = generate(options.schedule, {ranks, row.micro_batches, 1}); });
   time("check", [&] {
     if (check(schedule)) throw std::logic_error("check refused a generated schedule");
   });
@@ -69,19 +80,25 @@ Row measure_once(int ranks) {
     if (!(simulation.makespan > 0)) throw std::logic_error("the simulation took no time");
   });
   schedule = Schedule();
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  row.megabytes = static_cast<double>(usage.ru_maxrss) / 1024;
+  if (!options.plan) return row;
   time("make_plan", [&] { plan = make_plan(lowered, {}); });
   lowered = Schedule();
   time("verify", [&] {
     if (!verify(plan).ok()) throw std::logic_error("verify refused a generated plan");
   });
+  getrusage(RUSAGE_SELF, &usage);
+  row.megabytes = static_cast<double>(usage.ru_maxrss) / 1024;
   return row;
 }
 
 // The fastest of `repeat` runs, step by step.
-Row measure(int ranks, int repeat) {
-  Row best = measure_once(ranks);
-  for (int i = 1; i < repeat; ++i) {
-    const Row again = measure_once(ranks);
+Row measure(const Options& options, int ranks) {
+  Row best = measure_once(options, ranks);
+  for (int i = 1; i < options.repeat; ++i) {
+    const Row again = measure_once(options, ranks);
     for (std::size_t step = 0; step < best.steps.size(); ++step) {
       best.steps[step].ns_per_action =
           std::min(best.steps[step].ns_per_action, again.steps[step].ns_per_action);
@@ -93,20 +110,20 @@ Row measure(int ranks, int repeat) {
 void print_header(const Row& row) {
   std::printf("%6s %6s %10s", "p", "m", "actions");
   for (const StepTime& step : row.steps) std::printf(" %10s", step.name.c_str());
-  std::printf("   CPU ns per action\n");
+  std::printf(" %10s   CPU ns per action\n", "MiB");
 }
 
 void print_row(const Row& row) {
   std::printf("%6d %6d %10lld", row.ranks, row.micro_batches, static_cast<long long>(row.actions));
   for (const StepTime& step : row.steps) std::printf(" %10.1f", step.ns_per_action);
-  std::printf("\n");
+  std::printf(" %10.0f\n", row.megabytes);
   std::fflush(stdout);
 }
 
-void write_json(const std::string& path, const std::vector<Row>& rows) {
-  std::ofstream out(path);
-  out << "{\"benchmark\": \"planning\", \"schedule\": \"1f1b\", \"unit\": \"CPU ns per action\", "
-         "\"rows\": [";
+void write_json(const Options& options, const std::vector<Row>& rows) {
+  std::ofstream out(options.json);
+  out << "{\"benchmark\": \"planning\", \"schedule\": \"" << options.schedule
+      << "\", \"unit\": \"CPU ns per action\", \"rows\": [";
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const Row& row = rows[i];
     out << (i == 0 ? "\n" : ",\n") << "  {\"ranks\": " << row.ranks
@@ -114,10 +131,10 @@ void write_json(const std::string& path, const std::vector<Row>& rows) {
     for (const StepTime& step : row.steps) {
       out << ", \"" << step.name << "\": " << step.ns_per_action;
     }
-    out << "}";
+    out << ", \"max_rss_mib\": " << row.megabytes << "}";
   }
   out << "\n]}\n";
-  if (!out.flush()) throw std::runtime_error("cannot write --json file '" + path + "'");
+  if (!out.flush()) throw std::runtime_error("cannot write --json file '" + options.json + "'");
 }
 
 int parse_positive(std::string_view option, std::string_view text) {
@@ -134,15 +151,25 @@ Options parse_options(const std::vector<std::string_view>& arguments) {
   Options options;
   for (std::size_t i = 0; i < arguments.size(); i += 2) {
     const std::string_view option = arguments[i];
-    if (option != "--json" && option != "--ranks" && option != "--repeat") {
+    if (option != "--json" && option != "--ranks" && option != "--repeat" &&
+        option != "--schedule" && option != "--until") {
       throw std::invalid_argument("unknown option '" + std::string(option) +
-                                  "'; legal are --json FILE, --ranks P[,P...], --repeat N");
+                                  "'; legal are --json FILE, --ranks P[,P...], --repeat N, "
+                                  "--schedule NAME, --until simulate|verify");
     }
     if (i + 1 == arguments.size()) {
       throw std::invalid_argument(std::string(option) + " needs a value");
     }
     std::string_view value = arguments[i + 1];
     if (option == "--json") options.json = value;
+    if (option == "--schedule") options.schedule = value;
+    if (option == "--until") {
+      if (value != "simulate" && value != "verify") {
+        throw std::invalid_argument("--until got '" + std::string(value) +
+                                    "'; legal are simulate and verify");
+      }
+      options.plan = value == "verify";
+    }
     if (option == "--repeat") options.repeat = parse_positive(option, value);
     if (option != "--ranks") continue;
     options.ranks.clear();
@@ -159,11 +186,11 @@ Options parse_options(const std::vector<std::string_view>& arguments) {
 void run(const Options& options) {
   std::vector<Row> rows;
   for (const int ranks : options.ranks) {
-    rows.push_back(measure(ranks, options.repeat));
+    rows.push_back(measure(options, ranks));
     if (rows.size() == 1) print_header(rows.front());
     print_row(rows.back());
   }
-  if (!options.json.empty()) write_json(options.json, rows);
+  if (!options.json.empty()) write_json(options, rows);
 }
 
 }  // namespace
