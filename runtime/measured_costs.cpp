@@ -72,7 +72,9 @@ class TraceReader {
     const auto json = nlohmann::json::parse(text, nullptr, false);
     const auto events = json.is_object() ? json.find("traceEvents") : json.end();
     if (json.is_discarded() || events == json.end() || !events->is_array()) {
-      fail("is no Chrome trace; legal is what 'sluice train --trace FILE' writes");
+      fail(
+          "is neither a trace nor metrics; legal is what 'sluice train' writes for --trace or "
+          "--metrics");
     }
     for (const nlohmann::json& event : *events) read_label(event);
     for (const nlohmann::json& event : *events) read_event(event);
@@ -195,13 +197,91 @@ class TraceReader {
   std::map<Tensor, Ends> tensors_;
 };
 
+// Metrics know how long ranks were busy, but neither kinds nor stages.
+class MetricsReader {
+ public:
+  explicit MetricsReader(std::string file) : file_(std::move(file)) {}
+
+  MeasuredCosts read(std::string_view text, double input_share) {
+    for (int line = 1; !text.empty(); ++line) {
+      const std::size_t end = std::min(text.find('\n'), text.size());
+      read_line(nlohmann::json::parse(text.substr(0, end), nullptr, false), line);
+      text.remove_prefix(std::min(end + 1, text.size()));
+    }
+    if (busy_.empty()) fail("has no step");
+    if (busy_.size() > 1) busy_.erase(busy_.begin());  // the first step warms up
+    Sum busy;
+    for (const double each : busy_) busy.add(each);
+    // Of one micro-batch on one stage.
+    const double work = busy.mean() / (micro_batches_ * chunks_);
+    constexpr double kForwardShare = 1.0 / 3;
+    const double backward = work * (1 - kForwardShare);
+    MeasuredCosts costs;
+    costs.stages.assign(static_cast<std::size_t>(pipeline_) * static_cast<std::size_t>(chunks_),
+                        {.forward = work * kForwardShare,
+                         .backward_input = backward * input_share,
+                         .backward_weight = backward * (1 - input_share)});
+    costs.source = fmt::format(
+        "{}: metrics in milliseconds, which tell how long ranks were busy ({} steps), not with "
+        "what: "
+        "{} stages counted alike, a third forward, {:.4g} of the rest input half; messages 0; a "
+        "trace "
+        "tells more",
+        file_, busy_.size(), costs.stages.size(), input_share);
+    return costs;
+  }
+
+ private:
+  [[noreturn]] void fail(const std::string& why) const {
+    throw Error(ErrorCode::kData, fmt::format("profile '{}' {}", file_, why));
+  }
+
+  void read_line(const nlohmann::json& json, int line) {
+    if (!json.is_object() || !json.contains("step")) {
+      fail(fmt::format("is neither a trace nor metrics of 'sluice train': line {}", line));
+    }
+    if (line == 1) {
+      pipeline_ = option(json, "pipeline");
+      micro_batches_ = option(json, "micro-batches");
+      chunks_ = option(json, "chunks");
+    }
+    if (json.contains("val_loss")) return;
+    const auto seconds = json.value("seconds", nlohmann::json());
+    const auto bubble = json.value("bubble_measured", nlohmann::json());
+    const bool legal = seconds.is_number() && bubble.is_number() && seconds.get<double>() >= 0 &&
+                       bubble.get<double>() >= 0 && bubble.get<double>() <= 1;
+    if (!legal) fail(fmt::format("lacks seconds or bubble_measured in line {}", line));
+    busy_.push_back(seconds.get<double>() * (1 - bubble.get<double>()) * 1000);
+  }
+
+  // An option of the run that the first line describes.
+  int option(const nlohmann::json& json, const char* name) const {
+    const nlohmann::json::json_pointer pointer(fmt::format("/run/options/{}", name));
+    const auto found = json.contains(pointer) ? json.at(pointer) : nlohmann::json();
+    const std::string text = found.is_string() ? found.get<std::string>() : "";
+    int value = 0;
+    const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), value);
+    constexpr int kMost = 1 << 20;
+    if (problem != std::errc() || end != text.data() + text.size() || value < 1 || value > kMost) {
+      fail(fmt::format("does not say the run's {} in its first line", name));
+    }
+    return value;
+  }
+
+  std::string file_;
+  int pipeline_ = 1, micro_batches_ = 1, chunks_ = 1;
+  std::vector<double> busy_;  // [step] milliseconds of a rank, mean over ranks
+};
+
 }  // namespace
 
 MeasuredCosts read_measured_costs(const std::filesystem::path& path, double input_share) {
   const MappedFile file(path, ErrorCode::kData);
   const std::string_view text(reinterpret_cast<const char*>(file.bytes().data()),
                               file.bytes().size());
-  return TraceReader(path.string()).read(text, input_share);
+  const bool metrics = text.starts_with("{\"step\"");
+  return metrics ? MetricsReader(path.string()).read(text, input_share)
+                 : TraceReader(path.string()).read(text, input_share);
 }
 
 }  // namespace sluice

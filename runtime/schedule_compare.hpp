@@ -8,20 +8,29 @@
 
 namespace sluice {
 
+enum class Objective {
+  kMakespan,  // the step as the engine runs it: it ends with a barrier
+  kSpan,      // the longest own span of a rank, as papers on zero bubbles print it
+};
+
 struct Comparison {
-  std::vector<ScheduleReport> rows;  // ascending makespan, then peak, then name
-  // Why the other schedules cannot serve the shape, a sentence each.
+  Objective objective = Objective::kMakespan;
+  std::vector<ScheduleReport> rows;  // ascending objective, then peak, then name; without actions
+  std::vector<std::string> remarks;  // what a reader may wonder about, a sentence each
+  // Why the other schedules cannot serve the shape or exceed the memory limit, a sentence
+  // each.
   std::vector<std::string> left_out;
 };
 
 // Every schedule that trains, on the same work: `costs` are of CostsOf::kRankShare. shape.chunks of
 // 0: for each schedule 2 where it takes them, otherwise 1. Throws Error(kUsage) where no schedule
 // serves the shape.
-[[nodiscard]] Comparison compare_schedules(const ScheduleShape& shape, const Costs& costs);
+[[nodiscard]] Comparison compare_schedules(const ScheduleShape& shape, const Costs& costs,
+                                           Objective objective = Objective::kMakespan);
 
 // A table, one row per schedule.
 [[nodiscard]] std::string to_table_text(const Comparison& comparison);
-// One JSON object: rows, each as to_json_text() writes it, and left_out.
+// One JSON object: objective, rows, each as to_json_text() writes it, remarks and left_out.
 [[nodiscard]] std::string to_json_text(const Comparison& comparison);
 
 // `sluice schedule compare ...`

@@ -118,7 +118,7 @@ void add_cost_options(OptionTable& table, CostOptions& options, CostsOf scope) {
   table.add_text("overlap-time", options.overlap, "sum|X",
                  "of an overlapped pair; sum: of what its two take");
   table.add_text("profile", options.profile, "FILE",
-                 "times in milliseconds from a trace of 'sluice train --trace FILE'");
+                 "times in milliseconds from what 'sluice train' wrote for --trace or --metrics");
   table.add_real("input-share", options.input_share, {.low = 0, .high = 1},
                  "of a whole backward in the profile that is its input half");
   table.add_real("message-time", options.message, kFromZero, "latency of a message between ranks");

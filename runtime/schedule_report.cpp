@@ -23,7 +23,7 @@ void require_small_enough(std::int64_t stages, std::int64_t micro_batches, std::
   if (!__builtin_mul_overflow(stages, micro_batches, &pairs) && pairs <= max_pairs) return;
   throw Error(
       ErrorCode::kUsage,
-      fmt::format("{} with {} are too many to plan here: at most {} pairs of stage and "
+      fmt::format("{} with {} are too many to simulate here: at most {} pairs of stage and "
                   "micro-batch are legal{}",
                   count(stages, "stage"), count(micro_batches, "micro-batch", "es"), max_pairs,
                   stages > max_pairs
@@ -52,6 +52,53 @@ std::string peak_text(const std::vector<int>& peaks) {
   return fmt::format("{} to {} (micro-batches x chunks of a rank)", *least, *most);
 }
 
+std::string number_text(double value) { return fmt::format("{:.6g}", value); }
+std::string number_text(std::int64_t value) { return fmt::format("{}", value); }
+
+template <class Number>
+std::string range_text(const std::vector<Number>& values) {
+  const auto [least, most] = std::minmax_element(values.begin(), values.end());
+  if (*least == *most) return number_text(*most);
+  return number_text(*least) + " to " + number_text(*most);
+}
+
+std::string bytes_line(const std::vector<std::int64_t>& peaks) {
+  if (peaks.empty()) return "";
+  return fmt::format("peak bytes       {} (of a rank)\n", range_text(peaks));
+}
+
+std::string transports_text(const ScheduleReport& report) {
+  if (!report.planned) {
+    return fmt::format("not planned: more than {} pairs of stage and micro-batch",
+                       kMaxPlannedPairs);
+  }
+  std::vector<std::string_view> names;
+  for (const TransportModel model : report.transports) names.push_back(name_of(model));
+  return fmt::format("{} (transport models it was proven for)", fmt::join(names, ", "));
+}
+
+nlohmann::ordered_json to_json(const std::vector<std::vector<SimulatedAction>>& ranks) {
+  auto json = nlohmann::ordered_json::array();
+  for (const std::vector<SimulatedAction>& rank : ranks) {
+    auto row = nlohmann::ordered_json::array();
+    for (const SimulatedAction& each : rank) {
+      row.push_back({{"action", to_string(each.action)}, {"start", each.start}, {"end", each.end}});
+    }
+    json.push_back(std::move(row));
+  }
+  return json;
+}
+
+nlohmann::ordered_json to_json(const std::vector<std::vector<MemoryStep>>& ranks) {
+  auto json = nlohmann::ordered_json::array();
+  for (const std::vector<MemoryStep>& rank : ranks) {
+    auto row = nlohmann::ordered_json::array();
+    for (const MemoryStep& each : rank) row.push_back({{"time", each.time}, {"bytes", each.bytes}});
+    json.push_back(std::move(row));
+  }
+  return json;
+}
+
 void require_memory(const ScheduleReport& report, std::optional<std::int64_t> limit) {
   if (!limit) return;
   const std::vector<std::int64_t>& peaks = report.simulation.peak_bytes;
@@ -62,7 +109,15 @@ void require_memory(const ScheduleReport& report, std::optional<std::int64_t> li
                           report.schedule.name, *most, most - peaks.begin(), *limit));
 }
 
-ScheduleReport make_report(Schedule schedule, const Costs& costs) {
+// Under which transports the plan ends.
+std::vector<TransportModel> prove(const Schedule& schedule) {
+  const LowerOptions options = {.reduce_grad = !schedule.forward_only, .tied = {}};
+  const Verification verification = verify(make_plan(lower(schedule, options), options.tied));
+  if (!verification.ok()) refuse_plan(verification.violation->message);
+  return verification.progresses_under;
+}
+
+ScheduleReport make_report(Schedule schedule, const Costs& costs, const ReportRequest& request) {
   ScheduleReport report;
   report.schedule = std::move(schedule);
   const Placement& placement = report.schedule.placement;
@@ -72,12 +127,11 @@ ScheduleReport make_report(Schedule schedule, const Costs& costs) {
   if (const auto violation = check(report.schedule)) {
     refuse_plan(describe(report.schedule, *violation));
   }
-  const LowerOptions options = {.reduce_grad = !report.schedule.forward_only, .tied = {}};
-  const Schedule lowered = lower(report.schedule, options);
-  const Verification verification = verify(make_plan(lowered, options.tied));
-  if (!verification.ok()) refuse_plan(verification.violation->message);
-  report.transports = verification.progresses_under;
-  report.simulation = simulate(lowered, costs.times(placement.ranks(), placement.stages()));
+  const std::int64_t pairs = std::int64_t{placement.stages()} * report.schedule.micro_batches;
+  report.planned = pairs <= request.max_planned_pairs;
+  if (report.planned) report.transports = prove(report.schedule);
+  report.simulation =
+      simulate(report.schedule, costs.times(placement.ranks(), placement.stages()), request.detail);
   report.exact = is_exact(report.schedule);
   report.costs_source = costs.source();
   require_memory(report, costs.memory_limit());
@@ -128,20 +182,22 @@ std::string coloured(std::string_view grid) {
 }  // namespace
 
 ScheduleReport report_schedule(std::string_view name, const ScheduleShape& shape,
-                               const Costs& costs, std::int64_t max_pairs) {
-  require_small_enough(std::int64_t{shape.ranks} * shape.chunks, shape.micro_batches, max_pairs);
+                               const Costs& costs, const ReportRequest& request) {
+  require_small_enough(std::int64_t{shape.ranks} * shape.chunks, shape.micro_batches,
+                       request.max_pairs);
   try {
-    return make_report(generate(name, shape), costs);
+    return make_report(generate(name, shape), costs, request);
   } catch (const std::invalid_argument& error) {
     throw Error(ErrorCode::kUsage, error.what());
   }
 }
 
-ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs, std::int64_t max_pairs) {
+ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs,
+                               const ReportRequest& request) {
   require_small_enough(loaded.schedule.placement.stages(), loaded.schedule.micro_batches,
-                       max_pairs);
+                       request.max_pairs);
   try {
-    ScheduleReport report = make_report(std::move(loaded.schedule), costs);
+    ScheduleReport report = make_report(std::move(loaded.schedule), costs, request);
     report.source = std::move(loaded.source);
     return report;
   } catch (const std::invalid_argument& error) {
@@ -167,25 +223,29 @@ std::string to_grid_text(const ScheduleReport& report, bool colours, int max_col
         "every action)\n",
         max_columns);
   }
-  std::vector<std::string_view> transports;
-  for (const TransportModel model : report.transports) transports.push_back(name_of(model));
   text += fmt::format(
       "\nmakespan         {}\n"
       "span             {} (longest own span of a rank)\n"
+      "busy, waiting    {}, {} (of a rank within its own span)\n"
       "bubble_makespan  {:.4f} (idle share up to the last rank's end)\n"
       "bubble_span      {:.4f} (idle share of the longest own span)\n"
       "peak in flight   {}\n"
+      "{}"
       "messages         {}\n"
-      "ends under       {} (transport models it was proven for)\n"
+      "ends under       {}\n"
       "exact            {}\n",
-      simulation.makespan, simulation.span, simulation.bubble_makespan, simulation.bubble_span,
-      peak_text(simulation.peak_in_flight), simulation.messages, fmt::join(transports, ", "),
+      simulation.makespan, simulation.span, range_text(simulation.busy),
+      range_text(simulation.waiting), simulation.bubble_makespan, simulation.bubble_span,
+      peak_text(simulation.peak_in_flight), bytes_line(simulation.peak_bytes), simulation.messages,
+      transports_text(report),
       report.exact ? "yes: the same bits as every other exact schedule"
                    : "no: repeats bit for bit, but sums gradients in another order");
+  if (!report.costs_source.empty())
+    text += fmt::format("times            {}\n", report.costs_source);
   return text;
 }
 
-std::string to_json_text(const ScheduleReport& report, bool timeline) {
+std::string to_json_text(const ScheduleReport& report) {
   const Simulation& simulation = report.simulation;
   nlohmann::ordered_json json;
   json["schedule"] = report.schedule.name;
@@ -197,26 +257,22 @@ std::string to_json_text(const ScheduleReport& report, bool timeline) {
   json["makespan"] = simulation.makespan;
   json["span"] = simulation.span;
   json["busy"] = simulation.busy;
+  json["waiting"] = simulation.waiting;
   json["bubble_makespan"] = simulation.bubble_makespan;
   json["bubble_span"] = simulation.bubble_span;
   json["peak_in_flight"] = simulation.peak_in_flight;
+  if (!simulation.peak_bytes.empty()) json["peak_bytes"] = simulation.peak_bytes;
   json["messages"] = simulation.messages;
-  json["transports"] = nlohmann::ordered_json::array();
+  json["transports"] = nullptr;
+  if (report.planned) json["transports"] = nlohmann::ordered_json::array();
   for (const TransportModel model : report.transports) {
     json["transports"].push_back(std::string(name_of(model)));
   }
   json["exact"] = report.exact;
-  if (timeline) {
-    json["timeline"] = nlohmann::ordered_json::array();
-    for (const std::vector<SimulatedAction>& rank : simulation.timeline) {
-      nlohmann::ordered_json row = nlohmann::ordered_json::array();
-      for (const SimulatedAction& each : rank) {
-        row.push_back(
-            {{"action", to_string(each.action)}, {"start", each.start}, {"end", each.end}});
-      }
-      json["timeline"].push_back(std::move(row));
-    }
-  }
+  if (!report.costs_source.empty()) json["times"] = report.costs_source;
+  if (!simulation.timeline.empty()) json["timeline"] = to_json(simulation.timeline);
+  if (!simulation.reductions.empty()) json["reductions"] = to_json(simulation.reductions);
+  if (!simulation.memory.empty()) json["memory"] = to_json(simulation.memory);
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
@@ -228,11 +284,8 @@ void put_trace(const ScheduleReport& report, const std::function<void(std::strin
                 fmt::format("a trace holds at most {} stages and times up to 1e11", most_stages));
   }
   std::vector<RankTrace> ranks;
-  for (const std::vector<SimulatedAction>& timeline : report.simulation.timeline) {
-    RankTrace& trace = ranks.emplace_back();
-    trace.rank = static_cast<int>(ranks.size()) - 1;
-    trace.label = fmt::format("rank {}", trace.rank);
-    for (const SimulatedAction& each : timeline) {
+  const auto add = [&](RankTrace& trace, const std::vector<SimulatedAction>& actions) {
+    for (const SimulatedAction& each : actions) {
       trace.events.push_back({.start = each.start * kUnit,
                               .end = each.end * kUnit,
                               .action = static_cast<std::uint8_t>(each.action.kind),
@@ -240,6 +293,14 @@ void put_trace(const ScheduleReport& report, const std::function<void(std::strin
                               .stage = static_cast<std::int16_t>(each.action.stage),
                               .micro_batch = each.action.micro_batch});
     }
+  };
+  const Simulation& simulation = report.simulation;
+  for (std::size_t rank = 0; rank < simulation.timeline.size(); ++rank) {
+    RankTrace& trace = ranks.emplace_back();
+    trace.rank = static_cast<int>(rank);
+    trace.label = fmt::format("rank {}", rank);
+    add(trace, simulation.timeline[rank]);
+    if (!simulation.reductions.empty()) add(trace, simulation.reductions[rank]);
   }
   write_trace(put, ranks);
 }

@@ -225,7 +225,7 @@ class Simulator {
     for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
       idle += result_.makespan - result_.busy[rank];
       const double span = ranks_[rank].first < 0 ? 0 : ranks_[rank].free - ranks_[rank].first;
-      result_.waiting.push_back(span - result_.busy[rank]);
+      result_.waiting.push_back(std::max(0.0, span - result_.busy[rank]));
       if (span > result_.span) {
         result_.span = span;
         result_.bubble_span = (span - result_.busy[rank]) / span;

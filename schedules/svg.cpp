@@ -12,6 +12,7 @@ namespace {
 
 constexpr double kRowHeight = 24, kRowGap = 4, kLeft = 64, kMargin = 16, kTitle = 34;
 constexpr double kFontSize = 11, kDigitWidth = 6.7;
+constexpr const char* kReductionFill = "#d9822b";
 constexpr double kMostWidth = 20'000, kLeastWidth = 640;
 
 struct Colour {
@@ -42,6 +43,19 @@ std::string plain(double value) {
   return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value,
                                      std::chars_format::general, 6)
                            .ptr};
+}
+
+// "1.5 to 3 GB".
+std::string bytes_text(const std::vector<std::int64_t>& peaks) {
+  constexpr std::array<const char*, 6> kUnits = {" bytes", " kB", " MB", " GB", " TB", " PB"};
+  const auto [least, most] = std::minmax_element(peaks.begin(), peaks.end());
+  double unit = 1;
+  std::size_t name = 0;
+  for (; name + 1 < kUnits.size() && static_cast<double>(*most) >= 1000 * unit; ++name) {
+    unit *= 1000;
+  }
+  const auto text = [&](std::int64_t bytes) { return plain(static_cast<double>(bytes) / unit); };
+  return (*least == *most ? "" : text(*least) + " to ") + text(*most) + kUnits[name];
 }
 
 std::string escaped(const std::string& text) {
@@ -164,6 +178,7 @@ class Picture {
       const double y = kTitle + static_cast<double>(rank) * (kRowHeight + kRowGap);
       text(kMargin, y + kRowHeight / 2 + 4, "rank " + std::to_string(rank));
       row(rank, y);
+      if (!simulation_.reductions.empty()) reductions(rank, y);
     }
     const double axis =
         kTitle + static_cast<double>(schedule_.ranks.size()) * (kRowHeight + kRowGap) + 10;
@@ -193,6 +208,15 @@ class Picture {
     }
   }
 
+  // Beside compute, so a bar along the row's lower edge.
+  void reductions(std::size_t rank, double y) {
+    for (const SimulatedAction& each : simulation_.reductions[rank]) {
+      const double width = (each.end - each.start) * scale_;
+      if (width < 0.1) continue;
+      rectangle(kLeft + each.start * scale_, y + kRowHeight - 4, width, 4, kReductionFill);
+    }
+  }
+
   // Returns where it ends.
   double legend(double y) {
     double x = kLeft;
@@ -214,6 +238,7 @@ class Picture {
               last ? kKindNames[kind] : "");
       }
     }
+    if (!simulation_.reductions.empty()) entry(kReductionFill, "#fff", "gradient sum");
     entry("#fff", "#888", "idle");
     if (chunks_ > 1) {
       const std::string words =
@@ -233,6 +258,7 @@ class Picture {
     words += *least == *most ? std::to_string(*most)
                              : std::to_string(*least) + " to " + std::to_string(*most);
     words += chunks_ > 1 ? " chunks of a micro-batch per rank" : " micro-batches per rank";
+    if (!simulation_.peak_bytes.empty()) words += ", " + bytes_text(simulation_.peak_bytes);
     text(kLeft, y + 6, words);
     return kLeft + static_cast<double>(words.size()) * kDigitWidth;
   }

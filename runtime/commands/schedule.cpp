@@ -23,13 +23,15 @@ constexpr int kMaxInt = std::numeric_limits<int>::max();
 constexpr const char* kAbout =
     "Proves, simulates and draws a schedule: no MPI, no model. Time has the unit of the times "
     "given;\n"
-    "a backward that is not parted takes backward-input-time + backward-weight-time. Times are "
-    "one\n"
-    "number for all stages, or one per stage, separated by commas.\n"
+    "a backward that is not parted takes backward-input-time + backward-weight-time. Times and\n"
+    "bytes are one number for all stages, or one per stage, separated by commas.\n"
     "\n"
     "  sluice schedule --schedule 1f1b --ranks 4 --micro-batches 8\n"
     "  sluice schedule --file mine.json --format svg --output mine.svg\n"
     "  sluice schedule compare --ranks 8 --micro-batches 32\n"
+    "\n"
+    "Messages queue up on a link of limited bandwidth; peak bytes are counted where bytes are "
+    "given.\n"
     "\n"
     "Formats: grid (text), json (figures), svg (picture), trace (Chrome-trace JSON, one unit of\n"
     "time shown as a millisecond), csv (PyTorch's schedule file) and file (Sluice's own schedule\n"
@@ -63,21 +65,28 @@ OptionTable make_table(ScheduleOptions& options) {
                    "of the output");
   table.add_text("output", options.output, "PATH", "write here instead of standard output");
   table.add_flag("messages", options.messages, "add SEND and RECV cells to the CSV");
-  table.add_flag("timeline", options.timeline, "add start and end of every action to the JSON");
+  table.add_flag("timeline", options.timeline,
+                 "add start and end of every action to the JSON, and the bytes held over time");
   add_cost_options(table, options.costs, CostsOf::kStage);
   return table;
 }
 
 ScheduleReport report_of(const ScheduleOptions& options, const OptionTable& table) {
   const Costs costs(options.costs, table, CostsOf::kStage);
-  if (options.file.empty()) return report_schedule(options.schedule, options.shape, costs);
+  ReportRequest request;
+  const bool listed = options.format == "json" && options.timeline;
+  request.detail.timeline = listed || options.format == "svg" || options.format == "trace";
+  request.detail.memory = listed;
+  if (options.file.empty()) {
+    return report_schedule(options.schedule, options.shape, costs, request);
+  }
   for (const char* name : {"schedule", "ranks", "micro-batches", "chunks"}) {
     if (!table.given(name)) continue;
     throw Error(
         ErrorCode::kUsage,
         fmt::format("option --{}: the schedule of --file says it; give one of the two", name));
   }
-  return report_schedule(load_schedule(options.file, alphabet_of(options)), costs);
+  return report_schedule(load_schedule(options.file, alphabet_of(options)), costs, request);
 }
 
 std::string csv_of(const ScheduleOptions& options, const Schedule& schedule) {
@@ -93,7 +102,7 @@ void print_report(const ScheduleOptions& options, const ScheduleReport& report,
         options.output.empty() && terminal_output() && std::getenv("NO_COLOR") == nullptr;
     put(to_grid_text(report, colours));
   } else if (options.format == "json") {
-    put(to_json_text(report, options.timeline));
+    put(to_json_text(report));
   } else if (options.format == "csv") {
     put(csv_of(options, report.schedule));
   } else if (options.format == "svg") {

@@ -157,7 +157,23 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"ScheduleFileOfGarbage", "schedule --file text.txt", 8, "row 1, column 1"},
         Refusal{"ComparisonOfNothing", "schedule compare --ranks 0", 2, "--ranks"},
         Refusal{"ScheduleTooLarge", "schedule --ranks 100000 --micro-batches 100000", 2,
-                "--micro-batches 20"},
+                "--micro-batches 83"},
+        Refusal{"TimesOfOtherStages", "schedule --ranks 3 --forward-time 1,2", 2, "--forward-time"},
+        Refusal{"TimesOfOtherRanks", "schedule compare --ranks 3 --forward-time 1,2", 2,
+                "--forward-time"},
+        Refusal{"BytesThatAreNotWhole", "schedule --activation-bytes 1.5", 2, "--activation-bytes"},
+        Refusal{"OverlapOfNoTime", "schedule --overlap-time fast", 2, "--overlap-time"},
+        Refusal{"LinkOfNothing", "schedule --links 0:1", 2, "--links"},
+        Refusal{"LinkToItself", "schedule --links 1-1:2", 2, "rank 1 to 1"},
+        Refusal{"MemoryLimitOfNothing", "schedule --memory-limit 5", 2, "--activation-bytes"},
+        Refusal{"MemoryLimitExceeded", "schedule --activation-bytes 2 --memory-limit 7", 8,
+                "rank 0"},
+        Refusal{"MemoryLimitOfAll", "schedule compare --activation-bytes 2 --memory-limit 1", 2,
+                "--memory-limit"},
+        Refusal{"ProfileMissing", "schedule --profile none.json", 3, "none.json"},
+        Refusal{"ProfileOfGarbage", "schedule --profile text.txt", 3, "neither a trace"},
+        Refusal{"ProfileBesideTimes", "schedule --profile text.txt --forward-time 2", 2,
+                "--forward-time"},
         Refusal{"DigestOfNothing", "digest", 2, "DIR"},
         Refusal{"GenerateFromNothing", "generate", 2, "--weights"}),
     case_name);
@@ -323,6 +339,66 @@ TEST_F(CliTest, ScheduleCompareSortsByMakespan) {
   }
   const Outcome table = sluice("schedule compare --ranks 4 --micro-batches 8");
   EXPECT_THAT(table.out, HasSubstr("\n1f1b "));
+}
+
+TEST_F(CliTest, ScheduleCountsLinksReductionsAndBytes) {
+  const Outcome outcome = sluice(
+      "schedule --schedule forward-only --ranks 2 --micro-batches 3 --message-bytes 4 --bandwidth "
+      "2 "
+      "--format json --timeline");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const auto json = nlohmann::json::parse(outcome.out);
+  EXPECT_EQ(json.at("makespan"), 8);
+  EXPECT_EQ(json.at("waiting"), (std::vector<double>{0, 2}));
+  EXPECT_EQ(json.at("memory")[1][1].at("time"), 1);
+
+  const Outcome reduced = sluice(
+      "schedule --ranks 2 --micro-batches 2 --activation-bytes 5,7 --weight-activation-bytes 1 "
+      "--resident-bytes 1e2 --reduce-time 3 --overlap-time 2 --format json");
+  ASSERT_EQ(reduced.code, 0) << reduced.err;
+  const auto figures = nlohmann::json::parse(reduced.out);
+  EXPECT_EQ(figures.at("makespan"), 12);
+  EXPECT_EQ(figures.at("peak_bytes"), (std::vector<int>{112, 108}));
+  EXPECT_FALSE(figures.contains("timeline"));
+}
+
+TEST_F(CliTest, CompareSortsByTheObjectiveAndSaysWhatTheBarrierCosts) {
+  const auto compare = [&](const std::string& more) {
+    const Outcome outcome =
+        sluice("schedule compare --ranks 4 --micro-batches 8 --format json " + more);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return nlohmann::json::parse(outcome.out);
+  };
+  const auto barrier = compare("");
+  EXPECT_THAT(barrier.at("remarks").dump(), HasSubstr("zb-h2 gains nothing over zb-h1"));
+  const auto span = compare("--objective span");
+  for (const char* key : {"makespan", "span"}) {
+    const auto& rows = (key == std::string("span") ? span : barrier).at("rows");
+    for (std::size_t i = 1; i < rows.size(); ++i) EXPECT_LE(rows[i - 1].at(key), rows[i].at(key));
+  }
+  EXPECT_EQ(span.at("rows")[1].at("schedule"), "zb-h2");
+  // Half of everything per chunk: 1f1b and zb-v hold 4 whole micro-batches, gpipe 8.
+  const auto limited = compare("--activation-bytes 10 --memory-limit 40");
+  EXPECT_THAT(limited.at("left_out").dump(), HasSubstr("'gpipe' holds up to 80 bytes on rank 0"));
+  for (const auto& row : limited.at("rows")) {
+    for (const auto& bytes : row.at("peak_bytes")) EXPECT_LE(bytes, 40);
+  }
+  EXPECT_THAT(limited.at("rows").dump(), HasSubstr("\"zb-v\""));
+}
+
+TEST_F(CliTest, ScheduleTakesTheTimesOfATrainedRun) {
+  const Outcome trained = sluice(small("--micro-batches 2 --trace t.json --metrics m.jsonl"));
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  for (const char* profile : {"t.json", "m.jsonl"}) {
+    const Outcome outcome = sluice(
+        std::string("schedule --ranks 2 --micro-batches 4 --format json --profile ") + profile);
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    const auto json = nlohmann::json::parse(outcome.out);
+    EXPECT_GT(json.at("makespan"), 0);
+    EXPECT_THAT(json.at("times").get<std::string>(), HasSubstr(profile));
+  }
+  const Outcome table = sluice("schedule compare --ranks 2 --micro-batches 4 --profile t.json");
+  EXPECT_THAT(table.out, HasSubstr("Times from t.json"));
 }
 
 TEST_F(CliTest, OutputThatCannotBeWrittenIsAnError) {

@@ -18,7 +18,7 @@ std::string drawn(const Schedule& schedule) {
   return draw_svg(schedule, simulate(schedule, {.stages = {StageTimes{}}, .message = 0}));
 }
 
-int times(const std::string& text, const std::string& part) {
+int times_in(const std::string& text, const std::string& part) {
   int found = 0;
   for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) {
     ++found;
@@ -30,9 +30,9 @@ TEST(SvgTest, HasARowPerRankAndANumberedBoxPerAction) {
   const std::string svg = drawn(generate("1f1b", {4, 6, 1}));
   EXPECT_THAT(svg, ::testing::StartsWith("<svg xmlns=\"http://www.w3.org/2000/svg\""));
   EXPECT_THAT(svg, ::testing::EndsWith("</svg>\n"));
-  EXPECT_EQ(times(svg, ">rank "), 4);
-  EXPECT_EQ(times(svg, "<rect class=\"b\""), 4 * 6 * 2);
-  EXPECT_EQ(times(svg, ">5</text>"), 4 * 2);
+  EXPECT_EQ(times_in(svg, ">rank "), 4);
+  EXPECT_EQ(times_in(svg, "<rect class=\"b\""), 4 * 6 * 2);
+  EXPECT_EQ(times_in(svg, ">5</text>"), 4 * 2);
 }
 
 TEST(SvgTest, CaptionAndLegendSayBubblesMemoryAndKinds) {
@@ -46,9 +46,28 @@ TEST(SvgTest, CaptionAndLegendSayBubblesMemoryAndKinds) {
   EXPECT_THAT(drawn(testing::v_split()), HasSubstr("shades: chunk 0 (dark) to 1 (light)"));
 }
 
+TEST(SvgTest, CaptionSaysBytesWhereTheyAreCounted) {
+  SimulationTimes times{.stages = {StageTimes{}}, .message = 0};
+  times.bytes.resize(1);
+  times.bytes[0].until_weight = 1'500'000'000;
+  const Schedule schedule = generate("1f1b", {4, 6, 1});
+  EXPECT_THAT(draw_svg(schedule, simulate(schedule, times)),
+              HasSubstr("1 to 4 micro-batches per rank, 1.5 to 6 GB"));
+}
+
+TEST(SvgTest, ReductionsAreBarsBesideCompute) {
+  SimulationTimes times{.stages = {StageTimes{}}, .message = 0};
+  const Schedule schedule = generate("1f1b", {4, 6, 1});
+  EXPECT_THAT(draw_svg(schedule, simulate(schedule, times)), Not(HasSubstr("gradient sum")));
+  times.stages[0].reduce = 2;
+  const std::string svg = draw_svg(schedule, simulate(schedule, times));
+  EXPECT_THAT(svg, HasSubstr(">gradient sum<"));
+  EXPECT_EQ(times_in(svg, "height=\"4\" fill=\"#d9822b\""), 4);
+}
+
 TEST(SvgTest, AnOverlappedPairIsTwoHalvesOfOneBox) {
   const std::string svg = drawn(testing::v_overlapped());
-  EXPECT_EQ(times(svg, "height=\"12\" fill="), 2);
+  EXPECT_EQ(times_in(svg, "height=\"12\" fill="), 2);
 }
 
 TEST(SvgTest, NamesCannotBreakOutOfTheirText) {
@@ -61,7 +80,7 @@ TEST(SvgTest, ActionsWithoutDurationAreDrawnAsNothing) {
   const Schedule schedule = generate("gpipe", {2, 2, 1});
   const std::string svg =
       draw_svg(schedule, simulate(schedule, {.stages = {StageTimes{0, 0, 0}}, .message = 0}));
-  EXPECT_EQ(times(svg, "<rect class=\"b\""), 0);
+  EXPECT_EQ(times_in(svg, "<rect class=\"b\""), 0);
   EXPECT_THAT(svg, Not(HasSubstr("nan")));
   EXPECT_THAT(svg, Not(HasSubstr("inf")));
 }
