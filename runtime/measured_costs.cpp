@@ -212,21 +212,16 @@ class MetricsReader {
     if (busy_.size() > 1) busy_.erase(busy_.begin());  // the first step warms up
     Sum busy;
     for (const double each : busy_) busy.add(each);
-    // Of one micro-batch on one stage.
-    const double work = busy.mean() / (micro_batches_ * chunks_);
+    const double work = busy.mean() / micro_batches_;  // of one micro-batch on one rank's share
     constexpr double kForwardShare = 1.0 / 3;
     const double backward = work * (1 - kForwardShare);
     MeasuredCosts costs;
-    costs.stages.assign(static_cast<std::size_t>(pipeline_) * static_cast<std::size_t>(chunks_),
-                        {.forward = work * kForwardShare,
-                         .backward_input = backward * input_share,
-                         .backward_weight = backward * (1 - input_share)});
+    costs.stages.assign(ranks_, {.forward = work * kForwardShare,
+                                 .backward_input = backward * input_share,
+                                 .backward_weight = backward * (1 - input_share)});
     costs.source = fmt::format(
-        "{}: metrics in milliseconds, which tell how long ranks were busy ({} steps), not with "
-        "what: "
-        "{} stages counted alike, a third forward, {:.4g} of the rest input half; messages 0; a "
-        "trace "
-        "tells more",
+        "{}: metrics tell how long ranks were busy (mean of {} steps), not with what: {} ranks "
+        "counted alike, a third forward, {:.4g} of the rest input half, messages 0; milliseconds",
         file_, busy_.size(), costs.stages.size(), input_share);
     return costs;
   }
@@ -240,36 +235,37 @@ class MetricsReader {
     if (!json.is_object() || !json.contains("step")) {
       fail(fmt::format("is neither a trace nor metrics of 'sluice train': line {}", line));
     }
-    if (line == 1) {
-      pipeline_ = option(json, "pipeline");
-      micro_batches_ = option(json, "micro-batches");
-      chunks_ = option(json, "chunks");
-    }
+    if (line == 1) micro_batches_ = micro_batches(json);
     if (json.contains("val_loss")) return;
     const auto seconds = json.value("seconds", nlohmann::json());
     const auto bubble = json.value("bubble_measured", nlohmann::json());
+    const auto ranks = json.value("peak_in_flight", nlohmann::json());
     const bool legal = seconds.is_number() && bubble.is_number() && seconds.get<double>() >= 0 &&
-                       bubble.get<double>() >= 0 && bubble.get<double>() <= 1;
-    if (!legal) fail(fmt::format("lacks seconds or bubble_measured in line {}", line));
+                       bubble.get<double>() >= 0 && bubble.get<double>() <= 1 && ranks.is_array() &&
+                       !ranks.empty();
+    if (!legal) {
+      fail(fmt::format("lacks seconds, bubble_measured or peak_in_flight in line {}", line));
+    }
+    ranks_ = ranks.size();
     busy_.push_back(seconds.get<double>() * (1 - bubble.get<double>()) * 1000);
   }
 
-  // An option of the run that the first line describes.
-  int option(const nlohmann::json& json, const char* name) const {
-    const nlohmann::json::json_pointer pointer(fmt::format("/run/options/{}", name));
+  // Of the run that the first line describes.
+  int micro_batches(const nlohmann::json& json) const {
+    const nlohmann::json::json_pointer pointer("/run/options/micro-batches");
     const auto found = json.contains(pointer) ? json.at(pointer) : nlohmann::json();
     const std::string text = found.is_string() ? found.get<std::string>() : "";
     int value = 0;
     const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), value);
-    constexpr int kMost = 1 << 20;
-    if (problem != std::errc() || end != text.data() + text.size() || value < 1 || value > kMost) {
-      fail(fmt::format("does not say the run's {} in its first line", name));
+    if (problem != std::errc() || end != text.data() + text.size() || value < 1) {
+      fail("does not say the run's micro-batches in its first line");
     }
     return value;
   }
 
   std::string file_;
-  int pipeline_ = 1, micro_batches_ = 1, chunks_ = 1;
+  int micro_batches_ = 1;
+  std::size_t ranks_ = 1;     // of the pipeline
   std::vector<double> busy_;  // [step] milliseconds of a rank, mean over ranks
 };
 

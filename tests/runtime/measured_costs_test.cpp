@@ -82,12 +82,13 @@ TEST(MeasuredCostsTest, PartedBackwardsAreTakenAsTheyAre) {
 // 60 ms of work per micro-batch and rank; the first step does not count.
 TEST(MeasuredCostsTest, MetricsGiveOnlyWhatRanksWereBusyWith) {
   const TemporaryDirectory directory;
-  const auto path =
-      directory.write("m.jsonl",
-                      "{\"step\":1,\"seconds\":9.0,\"bubble_measured\":0.5,\"run\":{\"options\":"
-                      "{\"pipeline\":\"2\",\"micro-batches\":\"4\",\"chunks\":\"1\"}}}\n"
-                      "{\"step\":1,\"val_loss\":3.5}\n"
-                      "{\"step\":2,\"seconds\":0.3,\"bubble_measured\":0.2}\n");
+  const auto path = directory.write(
+      "m.jsonl",
+      "{\"step\":1,\"seconds\":9.0,\"bubble_measured\":0.5,\"peak_in_flight\":[2,1],\"run\":{"
+      "\"options\":"
+      "{\"micro-batches\":\"4\"}}}\n"
+      "{\"step\":1,\"val_loss\":3.5}\n"
+      "{\"step\":2,\"seconds\":0.3,\"bubble_measured\":0.2,\"peak_in_flight\":[2,1]}\n");
   const MeasuredCosts costs = read_measured_costs(path, 0.5);
   ASSERT_EQ(costs.stages.size(), 2U);
   EXPECT_NEAR(costs.stages[1].forward, 20, 1e-9);
@@ -112,7 +113,7 @@ TEST(MeasuredCostsTest, RefusesWhatIsNoProfile) {
   refused(trace({event(0, "compute", "0B0", 0, 1)}), "no forward of stage 0");
   refused(trace({event(0, "compute", "nonsense", 0, 1)}), "nonsense");
   refused(trace({"{\"ph\":\"X\",\"cat\":\"compute\",\"name\":\"0F0\"}"}), "'ts'");
-  refused("{\"step\":1,\"seconds\":1,\"bubble_measured\":0}\n", "pipeline");
+  refused("{\"step\":1,\"seconds\":1,\"bubble_measured\":0}\n", "micro-batches");
   refused("{\"step\":1,\n", "line 1");
   expect_error(ErrorCode::kData, {"none.json"},
                [&] { (void)read_measured_costs(directory.path() / "none.json", 0.5); });
