@@ -1,13 +1,12 @@
 #include "schedules/plan.hpp"
 
-#include <algorithm>
 #include <map>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "schedules/message_order.hpp"
 #include "schedules/plan_rank.hpp"
-#include "schedules/simulate.hpp"
 
 namespace sluice {
 namespace {
@@ -68,47 +67,6 @@ PlanMessages find_messages(const Schedule& lowered) {
   return messages;
 }
 
-// How many receives of each channel must be posted ahead so that every send finds its receive where
-// all actions take one unit of time. Then one execution finishes without a send that waits; and as
-// every rank's list is fixed and nothing that happened is ever undone, so do all others, whatever
-// the times and the transport. Linear in the number of actions.
-std::vector<int> unit_time_depths(const Schedule& lowered, const PlanMessages& messages) {
-  SimulationTimes unit;
-  unit.stages = {StageTimes{1, 1, 1}};
-  const Simulation simulation = simulate(lowered, unit);
-  const std::size_t count = messages.channels.size();
-  std::vector<std::vector<double>> sent(count), released(count);
-  const auto add = [](std::vector<std::vector<double>>& times, int channel, double time) {
-    if (channel >= 0) times[static_cast<std::size_t>(channel)].push_back(time);
-  };
-  for (const std::vector<SimulatedAction>& row : simulation.timeline) {
-    for (const auto& [action, start, end] : row) {
-      const auto stage = static_cast<std::size_t>(action.stage);
-      const bool forward = action.kind == ActionKind::kForward;
-      if (forward) add(sent, messages.forward[stage], end);
-      if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardInput) {
-        add(sent, messages.backward[stage], end);
-      }
-      if (lowered.forward_only ? !forward
-                               : action.kind != ActionKind::kBackward &&
-                                     action.kind != ActionKind::kBackwardWeight) {
-        continue;
-      }
-      if (stage > 0) add(released, messages.forward[stage - 1], end);
-      if (stage + 1 < messages.backward.size()) add(released, messages.backward[stage + 1], end);
-    }
-  }
-  std::vector<int> depths(count);
-  for (std::size_t channel = 0; channel < count; ++channel) {
-    std::size_t gone = 0;
-    for (std::size_t i = 0; i < sent[channel].size(); ++i) {
-      while (gone < released[channel].size() && released[channel][gone] < sent[channel][i]) ++gone;
-      depths[channel] = std::max(depths[channel], static_cast<int>(i + 1 - gone));
-    }
-  }
-  return depths;
-}
-
 void require_legal(const Schedule& lowered, const PlanOptions& options) {
   if (options.receive_ahead < 0) {
     throw std::invalid_argument("plan: receive_ahead is " + std::to_string(options.receive_ahead) +
@@ -146,7 +104,8 @@ Plan assemble(const Schedule& lowered, const PlanMessages& messages,
 // sending for one while the receiver waits for another. Asks verify() of such plans alone, since
 // that costs as much as the plan.
 bool needs_receives(const Plan& plan) {
-  return plan.placement.stages() > plan.placement.ranks() && !verify(plan).ok();
+  return plan.placement.stages() > plan.placement.ranks() &&
+         !verify(plan).progresses(TransportModel::kBounded);
 }
 
 }  // namespace
@@ -155,6 +114,10 @@ Plan make_plan(const Schedule& lowered, const std::vector<TiedStages>& tied,
                const PlanOptions& options) {
   require_legal(lowered, options);
   PlanMessages messages = find_messages(lowered);
+  if (options.order == MessageOrder::kGlobal) {
+    messages.issues = global_issue_order(lowered, messages);
+    return assemble(lowered, messages, tied, options);
+  }
   Plan plan = assemble(lowered, messages, tied, options);
   if (needs_receives(plan)) {
     messages.depths = unit_time_depths(lowered, messages);

@@ -50,6 +50,9 @@ enum class OpKind : std::uint8_t {
 struct PlanOp {
   OpKind kind = OpKind::kCompute;
   ActionKind action = ActionKind::kForward;
+  // Posts and starts: issued as one group with the post or start right before this op, as between
+  // ncclGroupStart and ncclGroupEnd. Transports with tags need not look at it.
+  bool with_previous = false;
   std::int32_t stage = 0;
   std::int32_t micro_batch = -1;
   std::int32_t channel = -1;  // messages: index into Plan::channels; kReduceTied: group index
@@ -92,20 +95,36 @@ struct Plan {
   std::vector<RankPlan> ranks;
 };
 
+// In which order a rank posts receives and starts sends.
+enum class MessageOrder : std::uint8_t {
+  kReceivesAhead,  // for transports with tags: each receive as soon as its slot is free
+  kGlobal,         // for in-order queues (NCCL): all ranks follow one order of all messages
+};
+
 struct PlanOptions {
   int receive_ahead = 1;  // receives posted beyond what the schedule holds, per channel
   int send_slots = 2;     // slots per send pool; a send's wait comes when its slot is used again
+  MessageOrder order = MessageOrder::kReceivesAhead;
 };
 
-// Slots are assigned statically, by walking each rank's list once. Receives are posted in the
-// sender's order: at the list's start as many as fit, then right after the release that frees a
-// slot. A pool of received tensors holds the most messages that must be posted and unreleased at
-// any wait, and receive_ahead more, but no more than there are messages; where ranks own several
-// stages and that would deadlock, room is made for as many as are under way when every action takes
-// one unit of time. A send is waited for just before its slot is used again, and at the latest
-// before the reductions. A send pool exceeds send_slots only where a schedule computes more tensors
-// than that before it sends them. Of an overlapped pair the first action's op comes first. Linear
-// in the number of actions.
+// Slots are assigned statically, by walking each rank's list once. A send is waited for just before
+// its slot is used again, and at the latest before the reductions. A send pool exceeds send_slots
+// only where a schedule computes more tensors than that before it sends them. Of an overlapped pair
+// the first action's op comes first.
+//
+// kReceivesAhead. Receives are posted in the sender's order: at the list's start as many as fit,
+// then right after the release that frees a slot. A pool of received tensors holds the most
+// messages that must be posted and unreleased at any wait, and receive_ahead more, but no more than
+// there are messages; where ranks own several stages and that would deadlock, room is made for as
+// many as are under way when every action takes one unit of time. Linear in the number of actions.
+//
+// kGlobal. Messages are ordered by when they are sent where F, I and W take one unit of time (B
+// two), then by pair of ranks, those with an even lower rank first; messages that the same two
+// ranks exchange at one time form a group on both. A rank issues in that order, each send right
+// after the action that makes the tensor, each receive at the latest before the rank's first action
+// that starts later, and up to receive_ahead earlier where its turn has come and a slot is free. A
+// step then waits only for messages sent before it starts, and a message only for earlier steps and
+// messages, so no in-order queue can stop it, whatever the times. n log n in the actions of a rank.
 //
 // Requires: check(schedule) found nothing; `lowered` comes from lower(). `tied` as given there.
 // Throws std::invalid_argument for illegal options, messages that are not all there and kinds no op
@@ -113,36 +132,65 @@ struct PlanOptions {
 [[nodiscard]] Plan make_plan(const Schedule& lowered, const std::vector<TiedStages>& tied,
                              const PlanOptions& options = {});
 
+// What ends a wait, and when an op may be issued. A rank works through its list; kPostRecv and
+// kStartSend only issue, but for kBounded.
 enum class TransportModel : std::uint8_t {
   kEager,       // a send is done at once
   kRendezvous,  // a send is done when its receive is posted
   kBounded,     // rendezvous, and start-send itself blocks while `send_buffers` of the rank's sends
                 // are unmatched
+  kNccl,  // one communicator for the pipeline: a rank's groups (PlanOp::with_previous) stand in
+          // one queue; the first one runs, and ends when the other side of each of its
+          // messages runs too; messages are paired by their order between two ranks alone
+  kNcclEdges,  // the same with one communicator, and so one queue at each end, per ordered pair of
+               // ranks; a group falls into one per queue
 };
-[[nodiscard]] std::string_view name_of(TransportModel model);
+inline constexpr int kTransportModels = 5;
+[[nodiscard]] std::string_view name_of(TransportModel model);  // "eager", ..., "nccl-edges"
 
 struct VerifyOptions {
   int send_buffers = 1;  // for kBounded, at least 1
 };
 
-struct Verification {
-  // Set where a rule is broken or a model cannot finish: the first offending op of the first rank,
-  // in words; for a deadlock the cycle (who waits for whom, on which action). position indexes
-  // RankPlan::ops.
-  std::optional<Violation> violation;
-  std::vector<TransportModel> progresses_under;
-  std::vector<int> peak_in_flight;  // [rank] in chunks, counted from the plan's compute ops
-  std::vector<int> queue_depth;     // [channel] most sends started and not yet waited for
-  [[nodiscard]] bool ok() const { return !violation.has_value(); }
+// Why a plan cannot finish under a model: a deadlock's cycle (who waits for whom, on which action),
+// or, for queues without tags, the two messages that would meet.
+struct Standstill {
+  TransportModel model = TransportModel::kEager;
+  Violation violation;
 };
 
-// Replays the list under every model: each slot free when it is written and filled when it is read,
-// each wait matched by a post or start before it, messages paired one to one and in order, nothing
-// left posted or held at the end. Reductions come after all backwards of their stage, over replicas
-// before over tied uses; the optimizer after all of them and last. REDUCE_TIED and OPTIMIZER wait
-// for every rank that takes part. Linear in the number of ops. A broken rule ends the search (the
-// other fields are then empty); of several models that cannot finish, the first one's cycle is
-// reported. Throws std::invalid_argument for send_buffers < 1.
+// Messages of one ordered pair of ranks, over all its channels.
+struct PairDepth {
+  int from_rank = 0, to_rank = 0;
+  int depth = 0;  // most sends started and not yet waited for
+};
+
+struct Verification {
+  // Set where a rule is broken, or where no model lets the plan finish: the first offending op of
+  // the first rank, in words. position indexes RankPlan::ops.
+  std::optional<Violation> violation;
+  std::vector<TransportModel> progresses_under;
+  std::vector<Standstill> standstills;  // one for each of the other models, in their order
+  std::vector<int> peak_in_flight;      // [rank] in chunks, counted from the plan's compute ops
+  std::vector<int> queue_depth;         // [channel] most sends started and not yet waited for
+  std::vector<PairDepth> pair_depths;   // of each ordered pair of ranks that has a channel
+  bool exact = false;  // every stage's weight gradients accumulate in ascending order
+  [[nodiscard]] bool ok() const { return !violation.has_value(); }
+  [[nodiscard]] bool progresses(TransportModel model) const;
+};
+
+// Replays the list: each slot free when it is written and filled when it is read, each wait matched
+// by a post or start before it, the ops of a group side by side, messages paired one to one and in
+// order, every F, and B or I then W, of every stage and micro-batch once and on the stage's own
+// rank, nothing left posted or held at the end. Reductions come after all backwards of their stage,
+// over replicas before over tied uses; the optimizer after all of them and last. A broken rule ends
+// the search (the other fields are then empty). Then under every model; REDUCE_TIED and OPTIMIZER
+// wait for every rank that takes part. Whatever waits, waits until all of several things have
+// happened, and nothing that happened is undone; so the models' order in strictness (kNccl before
+// kNcclEdges before kRendezvous before kEager, kBounded before kRendezvous) spares the replay of
+// those that a stricter one implies, and an engine that issues earlier than its list says (from a
+// host that runs ahead of its device) ends too. Linear in the number of ops. Throws
+// std::invalid_argument for send_buffers < 1.
 [[nodiscard]] Verification verify(const Plan& plan, const VerifyOptions& options = {});
 
 [[nodiscard]] std::string to_string(const PlanOp& op);

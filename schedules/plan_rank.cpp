@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "schedules/plan_receives.hpp"
+
 namespace sluice {
 namespace {
 
@@ -13,11 +15,6 @@ constexpr std::size_t kKinds = kBufferKinds;
 constexpr std::array kAllBuffers = {BufferKind::kInput, BufferKind::kOutput,
                                     BufferKind::kGradOutput, BufferKind::kGradInput,
                                     BufferKind::kState};
-
-bool ends_use(ActionKind kind, bool forward_only) {
-  return kind == ActionKind::kBackward || kind == ActionKind::kBackwardWeight ||
-         (forward_only && kind == ActionKind::kForward);
-}
 
 // The slots of one (stage, kind), handed out statically while a rank's list is walked.
 struct Pool {
@@ -30,16 +27,6 @@ struct Pool {
     free.pop_back();
     return slot;
   }
-};
-
-// Receives of one channel, posted in the sender's order.
-struct Inbound {
-  int channel = -1;
-  ActionKind action = ActionKind::kRecvForward;
-  BufferKind kind = BufferKind::kInput;
-  int stage = -1;
-  const std::vector<int>* order = nullptr;
-  std::size_t posted = 0;
 };
 
 struct OpenSend {
@@ -63,6 +50,8 @@ class RankPlanner {
         messages_(messages),
         tied_(tied),
         options_(options),
+        issues_(messages.issues.empty() ? nullptr
+                                        : &messages.issues[static_cast<std::size_t>(rank)]),
         rank_(rank),
         micro_batches_(static_cast<std::size_t>(lowered.micro_batches)),
         own_(lowered.placement.stages_of(rank)),
@@ -71,13 +60,12 @@ class RankPlanner {
         slots_(own_.size() * kKinds * micro_batches_, -1) {}
 
   RankPlan run() {
-    find_inbound();
-    for (Inbound& inbound : inbound_) size_pool(inbound);
-    reserve_ops();
-    for (Inbound& inbound : inbound_) post_receives(inbound);
-    for (const Step& step : steps_) {
-      add(step.action);
-      if (step.overlapped) add(*step.overlapped);
+    make_receive_pools();
+    issue_ahead();
+    for (std::size_t i = 0; i < steps_.size(); ++i) {
+      issue_before(i);
+      add(steps_[i].action);
+      if (steps_[i].overlapped) add(*steps_[i].overlapped);
     }
     drain_sends();
     collect_pools();
@@ -116,95 +104,86 @@ class RankPlanner {
     op.slots[static_cast<std::size_t>(kind)] = index;
   }
 
-  void find_inbound() {
-    for (const int stage : own_) {
-      if (stage > 0) {
-        add_inbound(messages_.forward[static_cast<std::size_t>(stage) - 1],
-                    ActionKind::kRecvForward, BufferKind::kInput, stage);
-      }
-      if (!is_last(stage)) {
-        add_inbound(messages_.backward[static_cast<std::size_t>(stage) + 1],
-                    ActionKind::kRecvBackward, BufferKind::kGradOutput, stage);
-      }
+  void make_receive_pools() {
+    RankReceives receives = find_receives(schedule_, messages_, options_, rank_);
+    plan_.ops.reserve(receives.ops);
+    inbound_ = std::move(receives.inbound);
+    for (const Inbound& inbound : inbound_) {
+      Pool& sized = pool(inbound.stage, inbound.kind);
+      sized.count = inbound.slots;
+      for (int i = sized.count; i-- > 0;) sized.free.push_back(i);
     }
   }
 
-  void add_inbound(int channel, ActionKind action, BufferKind kind, int stage) {
-    if (channel < 0) return;
-    Inbound inbound;
-    inbound.channel = channel;
-    inbound.action = action;
-    inbound.kind = kind;
-    inbound.stage = stage;
-    inbound.order = &messages_.orders[static_cast<std::size_t>(channel)];
-    inbound_.push_back(inbound);
+  Inbound& inbound_of(int channel) {
+    return *std::find_if(inbound_.begin(), inbound_.end(),
+                         [&](const Inbound& inbound) { return inbound.channel == channel; });
   }
 
-  // A receive can be waited for only when all before it in the channel are posted too. So the pool
-  // needs, at each wait, a slot for every message up to the furthest one waited for that is not
-  // released.
-  void size_pool(const Inbound& inbound) {
-    std::vector<int> index_of(micro_batches_);
-    for (std::size_t i = 0; i < micro_batches_; ++i) {
-      index_of[static_cast<std::size_t>((*inbound.order)[i])] = static_cast<int>(i);
+  // What can be issued now though no action needs it yet.
+  void issue_ahead() {
+    if (issues_ == nullptr) {
+      for (Inbound& inbound : inbound_) post_receives(inbound);
+      return;
     }
-    int posted = 0, released = 0, most = 0, waits = 0;
-    const auto visit = [&](const Action& action) {
-      if (action.stage != inbound.stage) return;
-      if (action.kind == inbound.action) {
-        posted = std::max(posted, index_of[static_cast<std::size_t>(action.micro_batch)] + 1);
-        most = std::max(most, posted - released);
-        ++waits;
-      } else if (ends_use(action.kind, schedule_.forward_only)) {
-        ++released;
-      }
-    };
-    for (const Step& step : steps_) {
-      visit(step.action);
-      if (step.overlapped) visit(*step.overlapped);
-    }
-    if (waits != schedule_.micro_batches) {
-      throw std::invalid_argument(
-          "plan of '" + schedule_.name + "': rank " + std::to_string(rank_) + " receives " +
-          std::to_string(waits) + " of " + std::to_string(micro_batches_) + " messages for stage " +
-          std::to_string(inbound.stage) + "; pass a schedule that lower() returned");
-    }
-    if (!messages_.depths.empty()) {
-      most = std::max(most, messages_.depths[static_cast<std::size_t>(inbound.channel)]);
-    }
-    Pool& sized = pool(inbound.stage, inbound.kind);
-    sized.count = std::min(schedule_.micro_batches,
-                           most + std::min(options_.receive_ahead, schedule_.micro_batches));
-    for (int i = sized.count; i-- > 0;) sized.free.push_back(i);
+    while (receives_fit()) issue_group();
   }
 
-  // Exact: a receive is posted and waited for, a send started, waited for and released, and each
-  // micro-batch's buffers are released once.
-  void reserve_ops() {
-    std::size_t count = 0;
-    const auto visit = [&](const Action& action) {
-      const bool receive =
-          action.kind == ActionKind::kRecvForward || action.kind == ActionKind::kRecvBackward;
-      count += receive ? 2U : is_message(action.kind) ? 3U : 1U;
-      if (ends_use(action.kind, schedule_.forward_only)) ++count;
-    };
-    for (const Step& step : steps_) {
-      visit(step.action);
-      if (step.overlapped) visit(*step.overlapped);
+  // What must be issued before the step.
+  void issue_before(std::size_t step) {
+    if (issues_ == nullptr || issued_ == issues_->size()) return;
+    if (static_cast<std::size_t>((*issues_)[issued_].before_step) > step) return;
+    while (issued_ < issues_->size() &&
+           static_cast<std::size_t>((*issues_)[issued_].before_step) <= step) {
+      issue_group();
     }
-    plan_.ops.reserve(count);
+    issue_ahead();
   }
 
   void post_receives(Inbound& inbound) {
-    Pool& free_slots = pool(inbound.stage, inbound.kind);
-    while (inbound.posted < inbound.order->size() && !free_slots.free.empty()) {
-      const int micro_batch = (*inbound.order)[inbound.posted++];
-      const int index = free_slots.acquire_or_grow();
-      slot(inbound.stage, inbound.kind, micro_batch) = index;
-      emit_message(OpKind::kPostRecv,
-                   {inbound.channel, inbound.stage, micro_batch, index, inbound.action},
-                   inbound.kind);
+    while (inbound.posted < inbound.order->size() &&
+           !pool(inbound.stage, inbound.kind).free.empty()) {
+      post_receive(inbound, (*inbound.order)[inbound.posted++]);
     }
+  }
+
+  void post_receive(const Inbound& inbound, int micro_batch) {
+    const int index = pool(inbound.stage, inbound.kind).acquire_or_grow();
+    slot(inbound.stage, inbound.kind, micro_batch) = index;
+    emit_message(OpKind::kPostRecv,
+                 {inbound.channel, inbound.stage, micro_batch, index, inbound.action},
+                 inbound.kind);
+  }
+
+  // Does the next group receive only, and is there a slot for each of its messages?
+  bool receives_fit() {
+    if (issued_ == issues_->size()) return false;
+    std::size_t end = issued_;
+    do {
+      const Issue& issue = (*issues_)[end];
+      if (!issue.receives) return false;
+      const Inbound& inbound = inbound_of(issue.channel);
+      const auto taken =
+          std::count_if(issues_->begin() + static_cast<std::ptrdiff_t>(issued_),
+                        issues_->begin() + static_cast<std::ptrdiff_t>(end),
+                        [&](const Issue& earlier) { return earlier.channel == issue.channel; });
+      const auto free = pool(inbound.stage, inbound.kind).free.size();
+      if (free <= static_cast<std::size_t>(taken)) return false;
+    } while (++end < issues_->size() && (*issues_)[end].with_previous);
+    return true;
+  }
+
+  void issue_group() {
+    do {
+      const Issue& issue = (*issues_)[issued_];
+      if (issue.receives) {
+        post_receive(inbound_of(issue.channel), issue.micro_batch);
+      } else {
+        const Channel& channel = messages_.channels[static_cast<std::size_t>(issue.channel)];
+        start_send(channel.kind, channel.from_stage, issue.micro_batch, issue.channel);
+      }
+      plan_.ops.back().with_previous = issue.with_previous;
+    } while (++issued_ < issues_->size() && (*issues_)[issued_].with_previous);
   }
 
   void emit_message(OpKind kind, const OpenSend& message, BufferKind buffer) {
@@ -231,11 +210,8 @@ class RankPlanner {
         return add_receive(action, messages_.backward[static_cast<std::size_t>(action.stage) + 1],
                            BufferKind::kGradOutput);
       case ActionKind::kSendForward:
-        return add_send(action, messages_.forward[static_cast<std::size_t>(action.stage)],
-                        BufferKind::kOutput);
       case ActionKind::kSendBackward:
-        return add_send(action, messages_.backward[static_cast<std::size_t>(action.stage)],
-                        BufferKind::kGradInput);
+        return add_send(action);
       case ActionKind::kReduceGrad:
         drain_sends();
         emit(OpKind::kReduceGrad, action);
@@ -263,11 +239,21 @@ class RankPlanner {
                  kind);
   }
 
-  void add_send(const Action& action, int channel, BufferKind kind) {
-    const OpenSend send{channel, action.stage, action.micro_batch,
-                        slot(action.stage, kind, action.micro_batch), action.kind};
+  // Where the order is global, issue_before() has started it.
+  void add_send(const Action& action) {
+    if (issues_ != nullptr) return;
+    const bool forward = action.kind == ActionKind::kSendForward;
+    start_send(
+        action.kind, action.stage, action.micro_batch,
+        (forward ? messages_.forward : messages_.backward)[static_cast<std::size_t>(action.stage)]);
+  }
+
+  void start_send(ActionKind action, int stage, int micro_batch, int channel) {
+    const BufferKind kind =
+        action == ActionKind::kSendForward ? BufferKind::kOutput : BufferKind::kGradInput;
+    const OpenSend send{channel, stage, micro_batch, slot(stage, kind, micro_batch), action};
     emit_message(OpKind::kStartSend, send, kind);
-    sends_[pool_index(action.stage, kind)].open.push_back(send);
+    sends_[pool_index(stage, kind)].open.push_back(send);
   }
 
   void wait_for_oldest_send(int stage, BufferKind kind) {
@@ -360,6 +346,7 @@ class RankPlanner {
     } else if (!schedule_.forward_only) {
       release(BufferKind::kGradOutput);
     }
+    if (issues_ != nullptr) return issue_ahead();
     for (Inbound& inbound : inbound_) {
       if (inbound.stage == action.stage) post_receives(inbound);
     }
@@ -394,6 +381,7 @@ class RankPlanner {
   const PlanMessages& messages_;
   const std::vector<TiedStages>& tied_;
   const PlanOptions& options_;
+  const std::vector<Issue>* const issues_;  // null: receives are posted ahead
   const int rank_;
   const std::size_t micro_batches_;
   const std::vector<int>& own_;      // this rank's stages
@@ -401,6 +389,7 @@ class RankPlanner {
   std::vector<SendQueue> sends_;     // [own stage][kind]
   std::vector<std::int32_t> slots_;  // [own stage][kind][micro_batch]
   std::vector<Inbound> inbound_;
+  std::size_t issued_ = 0;  // of issues_
   std::size_t tied_cursor_ = 0;
   RankPlan plan_;
 };

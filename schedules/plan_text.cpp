@@ -10,7 +10,8 @@ constexpr std::array<std::string_view, 9> kOpNames = {"post",        "wait",    
                                                       "reduce-grad", "reduce-tied", "optimizer"};
 constexpr std::array<std::string_view, kBufferKinds> kBufferNames = {
     "input", "output", "grad-output", "grad-input", "state"};
-constexpr std::array<std::string_view, 3> kModelNames = {"eager", "rendezvous", "bounded"};
+constexpr std::array<std::string_view, kTransportModels> kModelNames = {
+    "eager", "rendezvous", "bounded", "nccl", "nccl-edges"};
 
 }  // namespace
 
@@ -32,6 +33,7 @@ std::string to_string(const PlanOp& op) {
   } else if (op.channel >= 0) {
     text += " channel " + std::to_string(op.channel);
   }
+  if (op.with_previous) text += " with-previous";
   for (std::size_t kind = 0; kind < op.slots.size(); ++kind) {
     if (op.slots[kind] < 0) continue;
     text += ' ' + std::string(kBufferNames[kind]) + '[' + std::to_string(op.slots[kind]) + ']';

@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <array>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -100,7 +102,37 @@ std::optional<Violation> check_pairing(const Plan& plan, const PlanTrace& trace)
   return std::nullopt;
 }
 
+// Fills in what holds under each model. The strict ones go first, for what they imply.
+void progress_under_all(const Plan& plan, const PlanTrace& trace, const VerifyOptions& options,
+                        Verification& result) {
+  std::array<std::optional<Violation>, kTransportModels> stuck;
+  const auto replay = [&](TransportModel model) {
+    auto& found = stuck[static_cast<std::size_t>(model)];
+    found = replay_progress(plan, trace, model, options);
+    return !found.has_value();
+  };
+  const bool edges = replay(TransportModel::kNccl) || replay(TransportModel::kNcclEdges);
+  const bool bounded = replay(TransportModel::kBounded);
+  const bool rendezvous = bounded || edges || replay(TransportModel::kRendezvous);
+  if (!rendezvous) replay(TransportModel::kEager);
+  for (int i = 0; i < kTransportModels; ++i) {
+    auto& found = stuck[static_cast<std::size_t>(i)];
+    const auto model = static_cast<TransportModel>(i);
+    if (found) {
+      result.standstills.push_back({model, std::move(*found)});
+    } else {
+      result.progresses_under.push_back(model);
+    }
+  }
+  if (result.progresses_under.empty()) result.violation = result.standstills.front().violation;
+}
+
 }  // namespace
+
+bool Verification::progresses(TransportModel model) const {
+  return std::find(progresses_under.begin(), progresses_under.end(), model) !=
+         progresses_under.end();
+}
 
 Verification verify(const Plan& plan, const VerifyOptions& options) {
   if (options.send_buffers < 1) {
@@ -120,17 +152,11 @@ Verification verify(const Plan& plan, const VerifyOptions& options) {
   if (!result.violation) result.violation = check_pairing(plan, trace);
   if (result.violation) return result;
 
-  for (const TransportModel model :
-       {TransportModel::kEager, TransportModel::kRendezvous, TransportModel::kBounded}) {
-    auto stuck = replay_progress(plan, trace, model, options);
-    if (!stuck) {
-      result.progresses_under.push_back(model);
-    } else if (!result.violation) {
-      result.violation = std::move(stuck);
-    }
-  }
+  progress_under_all(plan, trace, options, result);
   result.peak_in_flight = std::move(trace.peak_in_flight);
   result.queue_depth = std::move(trace.queue_depth);
+  result.pair_depths = std::move(trace.pair_depths);
+  result.exact = trace.exact;
   return result;
 }
 

@@ -4,228 +4,38 @@
 #include <string>
 #include <vector>
 
+#include "schedules/verify_walk.hpp"
+
 namespace sluice {
 namespace {
 
-class ProgressReplay {
+// Transports with tags: messages of different channels do not stand in each other's way.
+class TaggedReplay : public ProgressWalk<TaggedReplay> {
  public:
-  ProgressReplay(const Plan& plan, const PlanTrace& trace, TransportModel model,
-                 const VerifyOptions& options)
-      : plan_(plan),
-        trace_(trace),
+  TaggedReplay(const Plan& plan, const PlanTrace& trace, TransportModel model,
+               const VerifyOptions& options)
+      : ProgressWalk(plan, trace),
         model_(model),
         send_buffers_(options.send_buffers),
-        cursors_(plan.ranks.size()),
+        unmatched_(plan.ranks.size()),
         started_(plan.channels.size()),
-        posted_(plan.channels.size()) {
-    for (const TiedStages& group : plan.tied) collectives_.push_back({parties_of(group), 0});
-    Collective all;
-    for (int rank = 0; rank < plan.placement.ranks(); ++rank) all.parties.push_back(rank);
-    collectives_.push_back(std::move(all));
-  }
+        posted_(plan.channels.size()) {}
 
-  std::optional<Violation> run() {
-    for (std::size_t rank = cursors_.size(); rank-- > 0;) ready_.push_back(rank);
-    while (!ready_.empty()) {
-      const std::size_t rank = ready_.back();
-      ready_.pop_back();
-      advance(rank);
-    }
-    for (std::size_t rank = 0; rank < cursors_.size(); ++rank) {
-      if (cursors_[rank].blocked) return deadlock(static_cast<int>(rank));
-    }
-    return std::nullopt;
-  }
-
- private:
-  struct Cursor {
-    std::size_t position = 0;
-    std::int32_t unmatched_sends = 0;
-    bool blocked = false;
-    bool arrived = false;  // counted at the collective it stands at
-  };
-
-  struct Collective {
-    std::vector<int> parties;
-    std::size_t arrived = 0;
-  };
-
-  std::vector<int> parties_of(const TiedStages& group) const {
-    std::vector<int> ranks;
-    for (const int stage : group.stages) ranks.push_back(plan_.placement.rank_of(stage));
-    std::sort(ranks.begin(), ranks.end());
-    ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
-    return ranks;
-  }
-
-  const ProgressEvent& event_at(std::size_t rank) const {
-    return trace_.events[rank][cursors_[rank].position];
-  }
-  const Channel& channel_of(const ProgressEvent& event) const {
-    return plan_.channels[static_cast<std::size_t>(event.channel)];
-  }
-  std::size_t collective_of(const ProgressEvent& event) const {
-    return event.kind == OpKind::kOptimizer ? collectives_.size() - 1
-                                            : static_cast<std::size_t>(event.channel);
-  }
-
-  void advance(std::size_t rank) {
-    Cursor& cursor = cursors_[rank];
-    const std::vector<ProgressEvent>& events = trace_.events[rank];
-    for (; cursor.position < events.size(); ++cursor.position) {
-      if (!step(rank, events[cursor.position])) {
-        cursor.blocked = true;
-        return;
-      }
-      cursor.arrived = false;
-    }
-  }
-
-  // False where the rank must wait; it is then asked again once that may have changed.
-  bool step(std::size_t rank, const ProgressEvent& event) {
-    const auto channel = static_cast<std::size_t>(event.channel);
-    switch (event.kind) {
-      case OpKind::kPostRecv:
-        post(event);
-        return true;
-      case OpKind::kStartSend:
-        return start(rank, event);
-      case OpKind::kWaitRecv:
-        return started_[channel] > event.index;
-      case OpKind::kWaitSend:
-        return model_ == TransportModel::kEager || posted_[channel] > event.index;
-      default:
-        return join(rank, collectives_[collective_of(event)]);
-    }
-  }
-
-  // Posts and starts of a channel come in the order of their index.
-  void post(const ProgressEvent& event) {
-    const auto sender = static_cast<std::size_t>(channel_of(event).from_rank);
-    posted_[static_cast<std::size_t>(event.channel)] = event.index + 1;
-    if (started_[static_cast<std::size_t>(event.channel)] <= event.index) return;
-    --cursors_[sender].unmatched_sends;
-    if (!cursors_[sender].blocked) return;
-    const ProgressEvent& awaited = event_at(sender);
-    if (awaited.kind == OpKind::kStartSend ||
-        (awaited.kind == OpKind::kWaitSend && awaited.channel == event.channel)) {
-      wake(sender);
-    }
-  }
-
-  bool start(std::size_t rank, const ProgressEvent& event) {
-    Cursor& cursor = cursors_[rank];
-    if (model_ == TransportModel::kBounded && cursor.unmatched_sends >= send_buffers_) return false;
-    started_[static_cast<std::size_t>(event.channel)] = event.index + 1;
-    if (posted_[static_cast<std::size_t>(event.channel)] <= event.index) ++cursor.unmatched_sends;
-    const auto receiver = static_cast<std::size_t>(channel_of(event).to_rank);
-    if (cursors_[receiver].blocked) {
-      const ProgressEvent& awaited = event_at(receiver);
-      if (awaited.kind == OpKind::kWaitRecv && awaited.channel == event.channel) wake(receiver);
-    }
+  bool issue(std::size_t rank, const ProgressEvent& event) {
+    if (event.kind == OpKind::kStartSend) return start(rank, event);
+    post(event);
     return true;
   }
 
-  bool join(std::size_t rank, Collective& collective) {
-    if (!cursors_[rank].arrived) {
-      cursors_[rank].arrived = true;
-      if (++collective.arrived == collective.parties.size()) {
-        for (const int party : collective.parties) {
-          if (static_cast<std::size_t>(party) != rank) wake(static_cast<std::size_t>(party));
-        }
-      }
-    }
-    return collective.arrived == collective.parties.size();
+  bool is_done(const ProgressEvent& wait) const {
+    const auto channel = static_cast<std::size_t>(wait.channel);
+    if (wait.kind == OpKind::kWaitRecv) return started_[channel] > wait.index;
+    return model_ == TransportModel::kEager || posted_[channel] > wait.index;
   }
 
-  void wake(std::size_t rank) {
-    cursors_[rank].blocked = false;
-    ready_.push_back(rank);
-  }
-
-  // The rest puts a standstill into words.
-
-  // A rank that must act before the blocked `rank` can go on.
-  int awaited_rank(int rank) const {
-    const ProgressEvent& event = event_at(static_cast<std::size_t>(rank));
-    switch (event.kind) {
-      case OpKind::kWaitRecv:
-        return channel_of(event).from_rank;
-      case OpKind::kWaitSend:
-        return channel_of(event).to_rank;
-      case OpKind::kStartSend:
-        return unmatched_channel(rank).to_rank;
-      default:
-        return missing_party(event);
-    }
-  }
-
-  const Channel& unmatched_channel(int rank) const {
-    std::size_t i = 0;
-    while (plan_.channels[i].from_rank != rank || started_[i] <= posted_[i]) ++i;
-    return plan_.channels[i];
-  }
-
-  int missing_party(const ProgressEvent& event) const {
-    const std::size_t wanted = collective_of(event);
-    for (const int party : collectives_[wanted].parties) {
-      const auto rank = static_cast<std::size_t>(party);
-      const bool waits = cursors_[rank].blocked && cursors_[rank].arrived &&
-                         collective_of(event_at(rank)) == wanted;
-      if (!waits) return party;
-    }
-    return collectives_[wanted].parties.front();
-  }
-
-  bool finished(int rank) const {
-    return cursors_[static_cast<std::size_t>(rank)].position ==
-           trace_.events[static_cast<std::size_t>(rank)].size();
-  }
-
-  // Index of the op that left the rank's current event.
-  int op_position(int rank) const {
-    const std::vector<PlanOp>& ops = plan_.ranks[static_cast<std::size_t>(rank)].ops;
-    std::size_t left = cursors_[static_cast<std::size_t>(rank)].position;
-    std::size_t i = 0;
-    for (;; ++i) {
-      if (leaves_event(ops[i].kind) && left-- == 0) return static_cast<int>(i);
-    }
-  }
-
-  std::string waits(int rank) const {
-    const int position = op_position(rank);
-    const PlanOp& op =
-        plan_.ranks[static_cast<std::size_t>(rank)].ops[static_cast<std::size_t>(position)];
-    std::string text = "rank " + std::to_string(rank) + " at op " + std::to_string(position) +
-                       " (" + to_string(op) + ") waits for rank " +
-                       std::to_string(awaited_rank(rank)) + " to ";
-    Action awaited;
-    awaited.micro_batch = op.micro_batch;
-    switch (op.kind) {
-      case OpKind::kWaitRecv: {
-        const Channel& channel = plan_.channels[static_cast<std::size_t>(op.channel)];
-        awaited.kind = channel.kind;
-        awaited.stage = channel.from_stage;
-        return text + "send " + to_string(awaited);
-      }
-      case OpKind::kWaitSend: {
-        const Channel& channel = plan_.channels[static_cast<std::size_t>(op.channel)];
-        const bool forward = channel.kind == ActionKind::kSendForward;
-        awaited.kind = forward ? ActionKind::kRecvForward : ActionKind::kRecvBackward;
-        awaited.stage = channel.to_stage;
-        return text + "post " + to_string(awaited);
-      }
-      case OpKind::kStartSend:
-        return text + "post a receive for an earlier send from stage " +
-               std::to_string(unmatched_channel(rank).from_stage);
-      default:
-        return text + "join";
-    }
-  }
-
-  Violation deadlock(int first_blocked) const {
+  Violation standstill(int first_blocked) const {
     std::vector<int> chain;
-    std::vector<bool> visited(cursors_.size());
+    std::vector<bool> visited(unmatched_.size());
     int rank = first_blocked;
     while (!finished(rank) && !visited[static_cast<std::size_t>(rank)]) {
       visited[static_cast<std::size_t>(rank)] = true;
@@ -245,22 +55,102 @@ class ProgressReplay {
     return Violation{chain.front(), op_position(chain.front()), text};
   }
 
-  const Plan& plan_;
-  const PlanTrace& trace_;
+ private:
+  // Posts and starts of a channel come in the order of their index.
+  void post(const ProgressEvent& event) {
+    const std::size_t sender = sender_of(event.channel);
+    posted_[static_cast<std::size_t>(event.channel)] = event.index + 1;
+    if (started_[static_cast<std::size_t>(event.channel)] <= event.index) return;
+    --unmatched_[sender];
+    if (!blocked(sender)) return;
+    if (event_at(sender).kind == OpKind::kStartSend) {
+      wake(sender);
+    } else {
+      wake_waiting(sender, OpKind::kWaitSend, event.channel);
+    }
+  }
+
+  bool start(std::size_t rank, const ProgressEvent& event) {
+    if (model_ == TransportModel::kBounded && unmatched_[rank] >= send_buffers_) return false;
+    started_[static_cast<std::size_t>(event.channel)] = event.index + 1;
+    if (posted_[static_cast<std::size_t>(event.channel)] <= event.index) ++unmatched_[rank];
+    wake_waiting(receiver_of(event.channel), OpKind::kWaitRecv, event.channel);
+    return true;
+  }
+
+  // The rest puts a standstill into words.
+
+  // A rank that must act before the blocked `rank` can go on.
+  int awaited_rank(int rank) const {
+    const ProgressEvent& event = event_at(static_cast<std::size_t>(rank));
+    switch (event.kind) {
+      case OpKind::kWaitRecv:
+        return channel_of(event.channel).from_rank;
+      case OpKind::kWaitSend:
+        return channel_of(event.channel).to_rank;
+      case OpKind::kStartSend:
+        return unmatched_channel(rank).to_rank;
+      default:
+        return missing_party(event);
+    }
+  }
+
+  const Channel& unmatched_channel(int rank) const {
+    std::size_t i = 0;
+    while (plan_.channels[i].from_rank != rank || started_[i] <= posted_[i]) ++i;
+    return plan_.channels[i];
+  }
+
+  std::string waits(int rank) const {
+    const int position = op_position(rank);
+    const PlanOp& op = ops_of(rank)[static_cast<std::size_t>(position)];
+    std::string text = "rank " + std::to_string(rank) + " at " + op_text(rank, position) +
+                       " waits for rank " + std::to_string(awaited_rank(rank)) + " to ";
+    switch (op.kind) {
+      case OpKind::kWaitRecv:
+        return text + "send " + to_string(sending_action(channel_of(op.channel), op.micro_batch));
+      case OpKind::kWaitSend:
+        return text + "post " + to_string(receiving_action(channel_of(op.channel), op.micro_batch));
+      case OpKind::kStartSend:
+        return text + "post a receive for an earlier send from stage " +
+               std::to_string(unmatched_channel(rank).from_stage);
+      default:
+        return text + "join";
+    }
+  }
+
   const TransportModel model_;
   const int send_buffers_;
-  std::vector<Cursor> cursors_;          // [rank]
+  std::vector<std::int32_t> unmatched_;  // [rank] sends
   std::vector<std::int32_t> started_;    // [channel] sends
   std::vector<std::int32_t> posted_;     // [channel] receives
-  std::vector<Collective> collectives_;  // one per tied group, then the optimizer's
-  std::vector<std::size_t> ready_;
 };
 
 }  // namespace
 
+Action sending_action(const Channel& channel, int micro_batch) {
+  Action action;
+  action.kind = channel.kind;
+  action.stage = channel.from_stage;
+  action.micro_batch = micro_batch;
+  return action;
+}
+
+Action receiving_action(const Channel& channel, int micro_batch) {
+  Action action;
+  action.kind = channel.kind == ActionKind::kSendForward ? ActionKind::kRecvForward
+                                                         : ActionKind::kRecvBackward;
+  action.stage = channel.to_stage;
+  action.micro_batch = micro_batch;
+  return action;
+}
+
 std::optional<Violation> replay_progress(const Plan& plan, const PlanTrace& trace,
                                          TransportModel model, const VerifyOptions& options) {
-  return ProgressReplay(plan, trace, model, options).run();
+  if (model == TransportModel::kNccl || model == TransportModel::kNcclEdges) {
+    return replay_queues(plan, trace, model);
+  }
+  return TaggedReplay(plan, trace, model, options).run();
 }
 
 }  // namespace sluice

@@ -14,4 +14,12 @@ namespace sluice {
                                                        TransportModel model,
                                                        const VerifyOptions& options);
 
+// The same for kNccl and kNcclEdges.
+[[nodiscard]] std::optional<Violation> replay_queues(const Plan& plan, const PlanTrace& trace,
+                                                     TransportModel model);
+
+// What the two ends of a channel call one of its messages.
+[[nodiscard]] Action sending_action(const Channel& channel, int micro_batch);
+[[nodiscard]] Action receiving_action(const Channel& channel, int micro_batch);
+
 }  // namespace sluice

@@ -38,6 +38,7 @@ class RankReplay {
         pools_(own_.size() * kBufferKinds),
         done_(own_.size() * static_cast<std::size_t>(plan.micro_batches)),
         weights_done_(own_.size()),
+        last_weight_(own_.size(), -1),
         reduced_(own_.size()),
         tied_reduced_(plan.tied.size()) {}
 
@@ -89,6 +90,11 @@ class RankReplay {
       return "stage " + std::to_string(op.stage) + " is not a stage of this rank";
     }
     if (optimized_) return "nothing may follow the optimizer";
+    const bool issues = op.kind == OpKind::kPostRecv || op.kind == OpKind::kStartSend;
+    if (op.with_previous && !(issues && after_issue_)) {
+      return "only a post or a start right after another one can be in a group with the op before";
+    }
+    after_issue_ = issues;
     switch (op.kind) {
       case OpKind::kPostRecv:
       case OpKind::kWaitRecv:
@@ -135,6 +141,10 @@ class RankReplay {
                                       static_cast<std::size_t>(plan_.micro_batches) +
                                   static_cast<std::size_t>(op.micro_batch)];
     std::int32_t& open = trace_.open_sends[static_cast<std::size_t>(op.channel)];
+    const auto pair_index =
+        static_cast<std::size_t>(trace_.pairs[static_cast<std::size_t>(op.channel)]);
+    PairDepth& pair = trace_.pair_depths[pair_index];
+    std::int32_t& open_of_pair = trace_.open_of_pair[pair_index];
     switch (op.kind) {
       case OpKind::kPostRecv:
         if (index >= 0) return "this message has a receive already";
@@ -156,6 +166,7 @@ class RankReplay {
         slot.state = SlotState::kSending;
         trace_.queue_depth[static_cast<std::size_t>(op.channel)] =
             std::max(trace_.queue_depth[static_cast<std::size_t>(op.channel)], ++open);
+        pair.depth = std::max(pair.depth, ++open_of_pair);
         break;
       default:
         if (!holds(slot, SlotState::kSending, op)) {
@@ -164,12 +175,13 @@ class RankReplay {
         }
         slot.state = SlotState::kSent;
         --open;
+        --open_of_pair;
         break;
     }
     if (index < 0) {
       index = (posts ? trace_.posted : trace_.sent)[static_cast<std::size_t>(op.channel)]++;
     }
-    events_.push_back(ProgressEvent{op.kind, op.channel, index});
+    events_.push_back(ProgressEvent{op.kind, op.with_previous, op.channel, index});
     return std::nullopt;
   }
 
@@ -258,6 +270,9 @@ class RankReplay {
     const std::uint8_t final_bit = plan_.forward_only ? kForwardDone : kWeightDone;
     if ((adds & final_bit) != 0) {
       --in_flight_;
+      std::int32_t& last = last_weight_[local(op.stage)];
+      if (op.micro_batch < last && !plan_.forward_only) trace_.exact = false;
+      last = op.micro_batch;
       ++weights_done_[local(op.stage)];
     }
     return std::nullopt;
@@ -302,7 +317,7 @@ class RankReplay {
       optimized_ = true;
       if (auto objection = check_reduced()) return objection;
     }
-    events_.push_back(ProgressEvent{op.kind, op.channel, -1});
+    events_.push_back(ProgressEvent{op.kind, false, op.channel, -1});
     return std::nullopt;
   }
 
@@ -432,42 +447,16 @@ class RankReplay {
   std::vector<Slot> slots_;
   std::vector<std::uint8_t> done_;          // [own stage][micro_batch]
   std::vector<std::int32_t> weights_done_;  // [own stage] micro-batches complete
+  std::vector<std::int32_t> last_weight_;   // [own stage] micro-batch, -1: none yet
   std::vector<bool> reduced_;               // [own stage]
   std::vector<bool> tied_reduced_;          // [group]
   int in_flight_ = 0;
   int peak_ = 0;
   bool optimized_ = false;
+  bool after_issue_ = false;  // the op before is a post or a start
 };
 
 }  // namespace
-
-PlanTrace::PlanTrace(const Plan& plan)
-    : events(plan.ranks.size()),
-      peak_in_flight(plan.ranks.size()),
-      queue_depth(plan.channels.size()),
-      send_index(plan.channels.size() * static_cast<std::size_t>(plan.micro_batches), -1),
-      post_index(send_index),
-      sent(plan.channels.size()),
-      posted(plan.channels.size()),
-      open_sends(plan.channels.size()) {}
-
-std::vector<int> local_stage_indices(const Placement& placement) {
-  std::vector<int> local(static_cast<std::size_t>(placement.stages()));
-  for (int rank = 0; rank < placement.ranks(); ++rank) {
-    int next = 0;
-    for (const int stage : placement.stages_of(rank))
-      local[static_cast<std::size_t>(stage)] = next++;
-  }
-  return local;
-}
-
-Violation violation_at(const Plan& plan, int rank, int position, const std::string& what) {
-  const PlanOp& op =
-      plan.ranks[static_cast<std::size_t>(rank)].ops[static_cast<std::size_t>(position)];
-  return Violation{rank, position,
-                   "rank " + std::to_string(rank) + ", op " + std::to_string(position) + " (" +
-                       to_string(op) + "): " + what};
-}
 
 std::optional<Violation> replay_rank(const Plan& plan, int rank,
                                      const std::vector<int>& local_stage, PlanTrace& trace) {

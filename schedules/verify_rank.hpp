@@ -13,8 +13,9 @@ namespace sluice {
 
 struct ProgressEvent {
   OpKind kind = OpKind::kPostRecv;  // kPostRecv, kWaitRecv, kStartSend, kWaitSend, collectives
-  std::int32_t channel = -1;        // kReduceTied: the group
-  std::int32_t index = -1;          // messages: position in the channel's FIFO
+  bool with_previous = false;
+  std::int32_t channel = -1;  // kReduceTied: the group
+  std::int32_t index = -1;    // messages: position in the channel's FIFO
 };
 
 // True for the op kinds that leave an event. kReduceGrad leaves none: its parties are the same rank
@@ -27,12 +28,16 @@ struct PlanTrace {
   std::vector<std::vector<ProgressEvent>> events;  // [rank], in list order
   std::vector<int> peak_in_flight;                 // [rank]
   std::vector<int> queue_depth;                    // [channel]
+  std::vector<std::int32_t> pairs;                 // [channel] index into pair_depths
+  std::vector<PairDepth> pair_depths;              // ascending
+  bool exact = true;                               // until a rank's list says otherwise
   // [channel * micro_batches + micro_batch] position among the channel's sends (posts), -1: none.
   std::vector<std::int32_t> send_index;
   std::vector<std::int32_t> post_index;
-  std::vector<std::int32_t> sent, posted, open_sends;  // [channel] counts while ranks are replayed
+  // Counts while ranks are replayed, by channel, and by pair.
+  std::vector<std::int32_t> sent, posted, open_sends, open_of_pair;
 
-  explicit PlanTrace(const Plan& plan);
+  explicit PlanTrace(const Plan& plan);  // requires legal ranks in plan.channels
 };
 
 // Where each stage stands among the stages of its rank.
