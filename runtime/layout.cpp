@@ -11,6 +11,7 @@
 #include "comm/error.hpp"
 #include "runtime/engine.hpp"
 #include "runtime/job_groups.hpp"
+#include "runtime/transport_plan.hpp"
 #include "schedules/simulate.hpp"
 
 namespace sluice {
@@ -214,28 +215,10 @@ Schedule order_of(const PipelineOptions& options, const ScheduleShape& shape) {
   return *options.order;
 }
 
-Plan verified(const Schedule& schedule, const LowerOptions& lowering) {
-  if (const auto violation = check(schedule)) {
-    throw Error(ErrorCode::kPlan, describe(schedule, *violation));
-  }
-  Plan plan = make_plan(lower(schedule, lowering), lowering.tied);
-  // Messages of the transports here are sent without blocking, at worst by rendezvous; a bound on
-  // unmatched sends is none of theirs.
-  const Verification verification = verify(plan);
-  const auto& models = verification.progresses_under;
-  const bool runs =
-      std::find(models.begin(), models.end(), TransportModel::kEager) != models.end() &&
-      std::find(models.begin(), models.end(), TransportModel::kRendezvous) != models.end();
-  if (!runs) {
-    throw Error(ErrorCode::kPlan,
-                fmt::format("schedule '{}': {}", schedule.name, verification.violation->message));
-  }
-  return plan;
-}
-
-Plan evaluation_plan(const Placement& placement, std::size_t micro_batches) {
-  return verified(generate_forward_only(placement, static_cast<int>(micro_batches)),
-                  {.reduce_grad = false, .tied = {}});
+Plan evaluation_plan(const Placement& placement, std::size_t micro_batches,
+                     const TransportNeeds& transport) {
+  return plan_for(generate_forward_only(placement, static_cast<int>(micro_batches)),
+                  {.reduce_grad = false, .tied = {}}, transport);
 }
 
 // Ties by name: every parameter with several uses, each of which must be declared tied.
@@ -414,12 +397,15 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
       training.tied.push_back(std::move(group));
     }
   }
-  layout.train = verified(layout.order, training);
+  const TransportNeeds& transport = needs_of(groups.messages->name());
+  layout.train = plan_for(layout.order, training, transport);
   for (EvaluationPlan& evaluation : layout.evaluations) {
     const std::size_t count = evaluation.micro_batches.size();
     const std::size_t round = std::min(count, EvaluationPlan::kRoundMicroBatches);
-    if (round > 0) evaluation.round = evaluation_plan(placement, round);
-    if (round > 0 && count % round > 0) evaluation.rest = evaluation_plan(placement, count % round);
+    if (round > 0) evaluation.round = evaluation_plan(placement, round, transport);
+    if (round > 0 && count % round > 0) {
+      evaluation.rest = evaluation_plan(placement, count % round, transport);
+    }
   }
   layout.bubble_ideal =
       simulate(layout.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;

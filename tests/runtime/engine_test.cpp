@@ -7,17 +7,20 @@
 #include "comm/error.hpp"
 #include "comm/loopback.hpp"
 #include "runtime/guard.hpp"
+#include "runtime/transport_plan.hpp"
 #include "tests/allocation_counter.hpp"
 #include "tests/runtime/arithmetic_stage.hpp"
+#include "tests/runtime/expect_error.hpp"
 
 namespace sluice::testing {
 namespace {
 
 using ::testing::HasSubstr;
 
-Plan plan_of(const std::string& name, int ranks, int micro_batches) {
-  return make_plan(
-      lower(generate(name, {ranks, micro_batches, 1}), {.reduce_grad = false, .tied = {}}), {});
+Plan plan_of(const std::string& name, int ranks, int micro_batches,
+             std::string_view transport = "loopback") {
+  return plan_for(generate(name, {ranks, micro_batches, 1}), {.reduce_grad = false, .tied = {}},
+                  needs_of(transport));
 }
 
 // The edges of ArithmeticStages: f32 [samples, 1] throughout.
@@ -92,6 +95,44 @@ TEST(EngineTest, ComputesEveryMicroBatchOnceForward) {
     }
     EXPECT_EQ(outcome.peak_in_flight, 2 - comm.rank());
   });
+}
+
+TEST(EngineTest, RunsAPlanMadeForInOrderQueuesToTheSameGradients) {
+  for (const char* name : {"1f1b", "gpipe", "zb-h1"}) {
+    const Plan plan = plan_of(name, 3, 5, "nccl");
+    run_loopback(3, [&](Communicator& comm) {
+      ControlChannel control(comm);
+      Rig rig(plan, comm, control);
+      rig.run(1);
+      // Stage s multiplies by s + 1; samples are 1 to 5.
+      EXPECT_EQ(rig.gradient(), (1 * 2 * 3) / (comm.rank() + 1) * (1 + 2 + 3 + 4 + 5));
+    });
+  }
+}
+
+TEST(TransportPlanTest, MakesAPlanThatRunsOverEachTransport) {
+  for (const char* transport : {"mpi", "loopback", "nccl"}) {
+    for (const std::string& name : schedule_names()) {
+      const Verification verification = verify(plan_of(name, 3, 5, transport));
+      for (const TransportModel model : needs_of(transport).models) {
+        EXPECT_TRUE(verification.progresses(model)) << name << " over " << transport;
+      }
+    }
+  }
+}
+
+TEST(TransportPlanTest, RefusesAPlanThatStandsStillOverTheTransportAndNamesTheCycle) {
+  expect_error(
+      ErrorCode::kPlan,
+      {"schedule '1f1b' cannot run over transport 'nccl': under the nccl model the plan deadlocks",
+       "the queue of rank 0 stands at op 0 (post 0RECV_B0 channel 1 grad-output[0])"},
+      [] { require_runnable(plan_of("1f1b", 2, 4, "mpi"), needs_of("nccl")); });
+  Plan broken = plan_of("1f1b", 2, 4, "mpi");
+  broken.ranks[0].ops.pop_back();
+  expect_error(ErrorCode::kPlan, {"schedule '1f1b' cannot run over transport 'mpi': ", "rank 0"},
+               [&] { require_runnable(broken, needs_of("mpi")); });
+  expect_error(ErrorCode::kUsage, {"transport 'smoke'", "mpi, loopback, nccl"},
+               [] { (void)needs_of("smoke"); });
 }
 
 TEST(EngineTest, AllocatesNothingInSteadyState) {

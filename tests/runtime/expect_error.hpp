@@ -18,7 +18,7 @@ void expect_error(ErrorCode code, std::initializer_list<std::string> parts, Body
     ADD_FAILURE() << "nothing was thrown";
   } catch (const Error& error) {
     EXPECT_STREQ(name_of(error.code()), name_of(code)) << error.what();
-    for (const std::string& part : parts) EXPECT_THAT(error.what(), testing::HasSubstr(part));
+    for (const std::string& part : parts) EXPECT_THAT(error.what(), ::testing::HasSubstr(part));
   }
 }
 
