@@ -35,8 +35,6 @@ const char* describe(SlotState state) {
       return "filled";
     case SlotState::kSending:
       return "being sent";
-    case SlotState::kSent:
-      return "sent";
   }
   return "unknown";
 }
@@ -253,7 +251,7 @@ void Engine::Impl::wait_send(const PlanOp& op) {
   if (slot.state != SlotState::kSending)
     refuse(op, "its slot is " + std::string(describe(slot.state)));
   for (const Ticket ticket : slot.tickets) wait(ticket);
-  slot.state = SlotState::kSent;
+  slot.state = SlotState::kFree;
   if (config.trace_events > 0) record(TraceTrack::kSends, op, slot.started, steady_seconds());
 }
 
@@ -266,7 +264,7 @@ void Engine::Impl::release(const PlanOp& op) {
     SlotPool* pool = own_pool(stage, kind);
     if (pool == nullptr || index >= pool->count()) refuse(op, "it names no slot");
     Slot& slot = pool->slot(index);
-    if (slot.state != SlotState::kFilled && slot.state != SlotState::kSent) {
+    if (slot.state != SlotState::kFilled) {
       refuse(op, "its slot is " + std::string(describe(slot.state)));
     }
     slot.state = SlotState::kFree;

@@ -13,7 +13,7 @@
 
 namespace sluice {
 
-enum class SlotState : std::uint8_t { kFree, kPosted, kFilled, kSending, kSent };
+enum class SlotState : std::uint8_t { kFree, kPosted, kFilled, kSending };
 
 // One slot: a message buffer per tensor of the edge. tensors[i] is a view of buffers[i]'s payload
 // in the shape of the micro-batch that sits there; null data where the edge carries no gradient.

@@ -90,11 +90,12 @@ Plan assemble(const Schedule& lowered, const PlanMessages& messages,
   plan.placement = lowered.placement;
   plan.micro_batches = lowered.micro_batches;
   plan.forward_only = lowered.forward_only;
-  plan.exact = is_exact(lowered);
   plan.tied = tied;
   plan.ranks.reserve(lowered.ranks.size());
   for (int rank = 0; rank < lowered.placement.ranks(); ++rank) {
-    plan.ranks.push_back(plan_rank(lowered, messages, tied, options, rank));
+    PlannedRank planned = plan_rank(lowered, messages, tied, options, rank);
+    plan.exact = plan.exact && planned.exact;
+    plan.ranks.push_back(std::move(planned.plan));
   }
   plan.channels = messages.channels;
   return plan;

@@ -39,9 +39,9 @@ enum class OpKind : std::uint8_t {
   kPostRecv,    // action RECV_F | RECV_B: hand the slot to the transport
   kWaitRecv,    // block until that message is there
   kStartSend,   // action SEND_F | SEND_B
-  kWaitSend,    // block until the slot may be written again
+  kWaitSend,    // block until that send is done; its slot is free from here on
   kCompute,     // action F | B | I | W
-  kRelease,     // every slot named is free from here on
+  kRelease,     // after W or B: every slot named is free from here on
   kReduceGrad,  // collective over the stage's replicas
   kReduceTied,  // collective over the ranks that own a use of tied parameter group `channel`
   kOptimizer,   // collective over the job: norm, guard, clip, update
@@ -56,7 +56,7 @@ struct PlanOp {
   std::int32_t stage = 0;
   std::int32_t micro_batch = -1;
   std::int32_t channel = -1;  // messages: index into Plan::channels; kReduceTied: group index
-  // By BufferKind. A release after kWaitSend repeats the message's action and names its one slot.
+  // By BufferKind.
   std::array<std::int32_t, kBufferKinds> slots = {-1, -1, -1, -1, -1};
 
   [[nodiscard]] std::int32_t slot(BufferKind kind_of) const {

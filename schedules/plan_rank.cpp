@@ -57,9 +57,10 @@ class RankPlanner {
         own_(lowered.placement.stages_of(rank)),
         pools_(own_.size() * kKinds),
         sends_(own_.size() * kKinds),
-        slots_(own_.size() * kKinds * micro_batches_, -1) {}
+        slots_(own_.size() * kKinds * micro_batches_, -1),
+        last_weight_(own_.size(), -1) {}
 
-  RankPlan run() {
+  PlannedRank run() {
     make_receive_pools();
     issue_ahead();
     for (std::size_t i = 0; i < steps_.size(); ++i) {
@@ -69,21 +70,42 @@ class RankPlanner {
     }
     drain_sends();
     collect_pools();
-    return std::move(plan_);
+    return {std::move(plan_), exact_};
   }
 
  private:
+  // One of this rank's stages: its pools by kind, and where in them the tensors of each micro-batch
+  // lie.
+  struct StageView {
+    Pool* pools = nullptr;          // [kind]
+    std::int32_t* slots = nullptr;  // [kind][micro_batch]
+    std::size_t micro_batches = 0;
+
+    [[nodiscard]] Pool& pool(BufferKind kind) const {
+      return pools[static_cast<std::size_t>(kind)];
+    }
+    [[nodiscard]] std::int32_t& slot(BufferKind kind, int micro_batch) const {
+      return slots[static_cast<std::size_t>(kind) * micro_batches +
+                   static_cast<std::size_t>(micro_batch)];
+    }
+  };
+
   // Position of one of this rank's stages among its own. Ranks own few stages.
   std::size_t local(int stage) const {
-    return static_cast<std::size_t>(std::find(own_.begin(), own_.end(), stage) - own_.begin());
+    std::size_t i = 0;
+    while (own_[i] != stage) ++i;
+    return i;
   }
-  std::size_t pool_index(int stage, BufferKind kind) const {
-    return local(stage) * kKinds + static_cast<std::size_t>(kind);
+  StageView view(int stage) {
+    const std::size_t first = local(stage) * kKinds;
+    return {&pools_[first], &slots_[first * micro_batches_], micro_batches_};
   }
-  Pool& pool(int stage, BufferKind kind) { return pools_[pool_index(stage, kind)]; }
-  // Where the tensor of a micro-batch lies in the stage's pool.
+  SendQueue& sends_of(int stage, BufferKind kind) {
+    return sends_[local(stage) * kKinds + static_cast<std::size_t>(kind)];
+  }
+  Pool& pool(int stage, BufferKind kind) { return view(stage).pool(kind); }
   std::int32_t& slot(int stage, BufferKind kind, int micro_batch) {
-    return slots_[pool_index(stage, kind) * micro_batches_ + static_cast<std::size_t>(micro_batch)];
+    return view(stage).slot(kind, micro_batch);
   }
 
   bool is_last(int stage) const { return stage + 1 == placement_.stages(); }
@@ -253,36 +275,34 @@ class RankPlanner {
         action == ActionKind::kSendForward ? BufferKind::kOutput : BufferKind::kGradInput;
     const OpenSend send{channel, stage, micro_batch, slot(stage, kind, micro_batch), action};
     emit_message(OpKind::kStartSend, send, kind);
-    sends_[pool_index(stage, kind)].open.push_back(send);
+    sends_of(stage, kind).open.push_back(send);
   }
 
   void wait_for_oldest_send(int stage, BufferKind kind) {
-    SendQueue& queue = sends_[pool_index(stage, kind)];
+    SendQueue& queue = sends_of(stage, kind);
     const OpenSend send = queue.open[queue.head++];
     if (queue.head == queue.open.size()) {
       queue.open.clear();
       queue.head = 0;
     }
     emit_message(OpKind::kWaitSend, send, kind);
-    emit_message(OpKind::kRelease, send, kind);
-    plan_.ops.back().channel = -1;
     pool(stage, kind).free.push_back(send.slot);
   }
 
   // A slot for a tensor about to be sent. Waits for the oldest send where all slots are taken; the
   // pool exceeds send_slots only where more tensors than that lie computed and unsent.
-  int acquire_send_slot(int stage, BufferKind kind) {
-    Pool& taken = pool(stage, kind);
-    const SendQueue& queue = sends_[pool_index(stage, kind)];
-    const bool full = taken.free.empty() && taken.count >= options_.send_slots;
-    if (full && queue.head < queue.open.size()) wait_for_oldest_send(stage, kind);
+  int acquire_send_slot(Pool& taken, int stage, BufferKind kind) {
+    if (taken.free.empty() && taken.count >= options_.send_slots) {
+      const SendQueue& queue = sends_of(stage, kind);
+      if (queue.head < queue.open.size()) wait_for_oldest_send(stage, kind);
+    }
     return taken.acquire_or_grow();
   }
 
   void drain_sends() {
     for (const int stage : own_) {
       for (const BufferKind kind : {BufferKind::kOutput, BufferKind::kGradInput}) {
-        const SendQueue& queue = sends_[pool_index(stage, kind)];
+        const SendQueue& queue = sends_of(stage, kind);
         while (queue.head < queue.open.size()) wait_for_oldest_send(stage, kind);
       }
     }
@@ -290,54 +310,61 @@ class RankPlanner {
 
   // Takes a slot for what `action` hands to `neighbour` and returns it: in the neighbour's pool
   // where that is on this rank, else in the stage's own.
-  int acquire_hand_over(const Action& action, int neighbour, BufferKind own, BufferKind theirs) {
+  int acquire_hand_over(const StageView& own, const Action& action, int neighbour, BufferKind mine,
+                        BufferKind theirs) {
     if (is_local(action.stage, neighbour)) {
-      return slot(neighbour, theirs, action.micro_batch) =
-                 pool(neighbour, theirs).acquire_or_grow();
+      const StageView other = view(neighbour);
+      return other.slot(theirs, action.micro_batch) = other.pool(theirs).acquire_or_grow();
     }
-    return slot(action.stage, own, action.micro_batch) = acquire_send_slot(action.stage, own);
+    return own.slot(mine, action.micro_batch) =
+               acquire_send_slot(own.pool(mine), action.stage, mine);
   }
 
   void add_compute(const Action& action) {
     const int stage = action.stage;
     const int micro_batch = action.micro_batch;
-    std::array<std::int32_t, kBufferKinds> named = {-1, -1, -1, -1, -1};
-    const auto name = [&](BufferKind kind, std::int32_t index) {
-      named[static_cast<std::size_t>(kind)] = index;
-    };
-    if (action.kind == ActionKind::kForward) {
-      slot(stage, BufferKind::kState, micro_batch) =
-          pool(stage, BufferKind::kState).acquire_or_grow();
-      if (is_last(stage)) {
-        slot(stage, BufferKind::kOutput, micro_batch) =
-            pool(stage, BufferKind::kOutput).acquire_or_grow();
-      } else {
-        name(BufferKind::kOutput,
-             acquire_hand_over(action, stage + 1, BufferKind::kOutput, BufferKind::kInput));
-      }
-    } else if (action.kind != ActionKind::kBackwardWeight && stage > 0) {
-      name(BufferKind::kGradInput,
-           acquire_hand_over(action, stage - 1, BufferKind::kGradInput, BufferKind::kGradOutput));
+    const bool forward = action.kind == ActionKind::kForward;
+    const bool last = is_last(stage);
+    const StageView own = view(stage);
+    if (forward) {
+      own.slot(BufferKind::kState, micro_batch) = own.pool(BufferKind::kState).acquire_or_grow();
     }
-    const auto name_kept = [&](BufferKind kind) { name(kind, slot(stage, kind, micro_batch)); };
-    if (stage > 0) name_kept(BufferKind::kInput);
-    name_kept(BufferKind::kState);
-    if (is_last(stage)) {
-      name_kept(BufferKind::kOutput);
-    } else if (action.kind != ActionKind::kForward) {
-      name_kept(BufferKind::kGradOutput);
+    std::int32_t output = -1, grad_input = -1;
+    if (forward && !last) {
+      output = acquire_hand_over(own, action, stage + 1, BufferKind::kOutput, BufferKind::kInput);
+    } else if (last) {
+      std::int32_t& kept = own.slot(BufferKind::kOutput, micro_batch);
+      if (forward) kept = own.pool(BufferKind::kOutput).acquire_or_grow();
+      output = kept;
     }
-    emit(OpKind::kCompute, action).slots = named;
-    if (ends_use(action.kind, schedule_.forward_only)) release_kept(action);
+    if (!forward && action.kind != ActionKind::kBackwardWeight && stage > 0) {
+      grad_input = acquire_hand_over(own, action, stage - 1, BufferKind::kGradInput,
+                                     BufferKind::kGradOutput);
+    }
+    PlanOp& op = emit(OpKind::kCompute, action);
+    if (stage > 0) name_slot(op, BufferKind::kInput, own.slot(BufferKind::kInput, micro_batch));
+    name_slot(op, BufferKind::kOutput, output);
+    if (!forward && !last) {
+      name_slot(op, BufferKind::kGradOutput, own.slot(BufferKind::kGradOutput, micro_batch));
+    }
+    name_slot(op, BufferKind::kGradInput, grad_input);
+    name_slot(op, BufferKind::kState, own.slot(BufferKind::kState, micro_batch));
+    if (!ends_use(action.kind, schedule_.forward_only)) return;
+    if (!forward) {
+      std::int32_t& before = last_weight_[local(stage)];
+      exact_ = exact_ && micro_batch > before;
+      before = micro_batch;
+    }
+    release_kept(own, action);
   }
 
   // Everything kept for (stage, micro-batch), then the receives that now find a slot.
-  void release_kept(const Action& action) {
+  void release_kept(const StageView& own, const Action& action) {
     PlanOp& op = emit(OpKind::kRelease, action);
     const auto release = [&](BufferKind kind) {
-      std::int32_t& index = slot(action.stage, kind, action.micro_batch);
+      const std::int32_t index = own.slot(kind, action.micro_batch);
       name_slot(op, kind, index);
-      pool(action.stage, kind).free.push_back(index);
+      own.pool(kind).free.push_back(index);
     };
     if (action.stage > 0) release(BufferKind::kInput);
     release(BufferKind::kState);
@@ -389,6 +416,8 @@ class RankPlanner {
   std::vector<SendQueue> sends_;     // [own stage][kind]
   std::vector<std::int32_t> slots_;  // [own stage][kind][micro_batch]
   std::vector<Inbound> inbound_;
+  std::vector<std::int32_t> last_weight_;  // [own stage] micro-batch, -1: none yet
+  bool exact_ = true;
   std::size_t issued_ = 0;  // of issues_
   std::size_t tied_cursor_ = 0;
   RankPlan plan_;
@@ -396,8 +425,8 @@ class RankPlanner {
 
 }  // namespace
 
-RankPlan plan_rank(const Schedule& lowered, const PlanMessages& messages,
-                   const std::vector<TiedStages>& tied, const PlanOptions& options, int rank) {
+PlannedRank plan_rank(const Schedule& lowered, const PlanMessages& messages,
+                      const std::vector<TiedStages>& tied, const PlanOptions& options, int rank) {
   return RankPlanner(lowered, messages, tied, options, rank).run();
 }
 

@@ -32,10 +32,15 @@ struct PlanMessages {
   std::vector<std::vector<Issue>> issues;  // [rank]; empty: MessageOrder::kReceivesAhead
 };
 
+struct PlannedRank {
+  RankPlan plan;
+  bool exact = true;  // its stages' weight gradients accumulate in ascending order
+};
+
 // Requires: make_plan()'s requirements, and `messages` found in the same schedule. Throws
 // std::invalid_argument for actions a plan cannot carry and for receives that are not all there.
-[[nodiscard]] RankPlan plan_rank(const Schedule& lowered, const PlanMessages& messages,
-                                 const std::vector<TiedStages>& tied, const PlanOptions& options,
-                                 int rank);
+[[nodiscard]] PlannedRank plan_rank(const Schedule& lowered, const PlanMessages& messages,
+                                    const std::vector<TiedStages>& tied, const PlanOptions& options,
+                                    int rank);
 
 }  // namespace sluice

@@ -78,10 +78,10 @@ class ReceiveFinder {
   }
 
   // What the action asks of the pools, and how many ops it becomes: a receive is posted and waited
-  // for, a send started, waited for and released, each micro-batch's buffers are released once.
+  // for, a send started and waited for, each micro-batch's buffers are released once.
   void count(const Action& action) {
+    result_.ops += is_message(action.kind) ? 2 : 1;
     if (action.kind == ActionKind::kRecvForward || action.kind == ActionKind::kRecvBackward) {
-      result_.ops += 2;
       for (std::size_t i = 0; i < demands_.size(); ++i) {
         const Inbound& inbound = result_.inbound[i];
         if (inbound.stage != action.stage || inbound.action != action.kind) continue;
@@ -93,7 +93,6 @@ class ReceiveFinder {
       }
       return;
     }
-    result_.ops += is_message(action.kind) ? 3 : 1;
     if (!ends_use(action.kind, schedule_.forward_only)) return;
     ++result_.ops;
     for (std::size_t i = 0; i < demands_.size(); ++i) {

@@ -40,6 +40,10 @@ std::optional<Violation> check_channels(const Plan& plan) {
   const Placement& placement = plan.placement;
   std::set<std::array<int, 3>> tags;
   std::set<std::array<int, 2>> edges;
+  if (std::max(plan.channels.size(), plan.tied.size()) > ProgressEvent::kMostChannels) {
+    return about_plan("the plan has more than " + std::to_string(ProgressEvent::kMostChannels) +
+                      " channels or tied groups");
+  }
   for (std::size_t i = 0; i < plan.channels.size(); ++i) {
     const Channel& channel = plan.channels[i];
     const std::string name = "channel " + std::to_string(i);
@@ -76,17 +80,18 @@ std::optional<Violation> check_channels(const Plan& plan) {
 
 // The n-th send of a channel meets the n-th posted receive: both must be of one micro-batch.
 std::optional<Violation> check_pairing(const Plan& plan, const PlanTrace& trace) {
-  if (trace.send_index == trace.post_index) return std::nullopt;
+  if (std::all_of(trace.channels.begin(), trace.channels.end(),
+                  [](const ChannelTrace& channel) { return channel.sent == channel.posted; })) {
+    return std::nullopt;
+  }
   for (int rank = 0; rank < plan.placement.ranks(); ++rank) {
     const std::vector<PlanOp>& ops = plan.ranks[static_cast<std::size_t>(rank)].ops;
     for (std::size_t i = 0; i < ops.size(); ++i) {
       const bool sends = ops[i].kind == OpKind::kStartSend;
       if (!sends && ops[i].kind != OpKind::kPostRecv) continue;
-      const auto message =
-          static_cast<std::size_t>(ops[i].channel) * static_cast<std::size_t>(plan.micro_batches) +
-          static_cast<std::size_t>(ops[i].micro_batch);
-      const int own = (sends ? trace.send_index : trace.post_index)[message];
-      const int other = (sends ? trace.post_index : trace.send_index)[message];
+      const ChannelTrace& orders = trace.channels[static_cast<std::size_t>(ops[i].channel)];
+      const int own = (sends ? orders.sent : orders.posted).index_of(ops[i].micro_batch);
+      const int other = (sends ? orders.posted : orders.sent).index_of(ops[i].micro_batch);
       if (own == other) continue;
       const Channel& channel = plan.channels[static_cast<std::size_t>(ops[i].channel)];
       const std::string peer =
@@ -102,6 +107,14 @@ std::optional<Violation> check_pairing(const Plan& plan, const PlanTrace& trace)
   return std::nullopt;
 }
 
+// Whether each message is a group of its own and each ordered pair of ranks has one channel. A
+// queue between two ranks then is that channel: its n-th message ends once both sides have issued
+// it and those before it, which they have where it is issued, so kNcclEdges is kRendezvous.
+bool is_one_by_one(const PlanTrace& trace) {
+  return !trace.grouped && std::all_of(trace.pairs.begin(), trace.pairs.end(),
+                                       [](const PairTrace& pair) { return pair.channels == 1; });
+}
+
 // Fills in what holds under each model. The strict ones go first, for what they imply.
 void progress_under_all(const Plan& plan, const PlanTrace& trace, const VerifyOptions& options,
                         Verification& result) {
@@ -111,8 +124,10 @@ void progress_under_all(const Plan& plan, const PlanTrace& trace, const VerifyOp
     found = replay_progress(plan, trace, model, options);
     return !found.has_value();
   };
-  const bool edges = replay(TransportModel::kNccl) || replay(TransportModel::kNcclEdges);
+  const bool nccl = replay(TransportModel::kNccl);
   const bool bounded = replay(TransportModel::kBounded);
+  const bool edges =
+      nccl || (bounded && is_one_by_one(trace)) || replay(TransportModel::kNcclEdges);
   const bool rendezvous = bounded || edges || replay(TransportModel::kRendezvous);
   if (!rendezvous) replay(TransportModel::kEager);
   for (int i = 0; i < kTransportModels; ++i) {
@@ -154,8 +169,8 @@ Verification verify(const Plan& plan, const VerifyOptions& options) {
 
   progress_under_all(plan, trace, options, result);
   result.peak_in_flight = std::move(trace.peak_in_flight);
-  result.queue_depth = std::move(trace.queue_depth);
-  result.pair_depths = std::move(trace.pair_depths);
+  for (const ChannelTrace& channel : trace.channels) result.queue_depth.push_back(channel.depth);
+  for (const PairTrace& pair : trace.pairs) result.pair_depths.push_back(pair.depth);
   result.exact = trace.exact;
   return result;
 }

@@ -15,7 +15,7 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
   QueueReplay(const Plan& plan, const PlanTrace& trace, TransportModel model)
       : ProgressWalk(plan, trace),
         model_(model),
-        queues_(model == TransportModel::kNccl ? plan.ranks.size() : 2 * trace.pair_depths.size()),
+        queues_(model == TransportModel::kNccl ? plan.ranks.size() : 2 * trace.pairs.size()),
         groups_(plan.ranks.size()),
         sides_(plan.channels.size()) {}
 
@@ -80,7 +80,7 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     if (model_ == TransportModel::kNccl) {
       return receives ? receiver_of(channel) : sender_of(channel);
     }
-    return 2 * static_cast<std::size_t>(trace_.pairs[static_cast<std::size_t>(channel)]) +
+    return 2 * static_cast<std::size_t>(trace_.channels[static_cast<std::size_t>(channel)].pair) +
            (receives ? 1U : 0U);
   }
 
@@ -190,7 +190,7 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
 
   std::string name_of_queue(std::size_t index) const {
     if (model_ == TransportModel::kNccl) return "the queue of rank " + std::to_string(index);
-    const PairDepth& pair = trace_.pair_depths[index / 2];
+    const PairDepth& pair = trace_.pairs[index / 2].depth;
     return "rank " + std::to_string(index % 2 == 0 ? pair.from_rank : pair.to_rank) +
            "'s end of the queue from rank " + std::to_string(pair.from_rank) + " to rank " +
            std::to_string(pair.to_rank);
@@ -253,23 +253,26 @@ Violation QueueReplay::standstill(int first_blocked) const {
 // channels. What is wrong with that, if anything.
 std::optional<Violation> check_pair_orders(const Plan& plan, const PlanTrace& trace,
                                            TransportModel model) {
-  std::vector<int> channels(trace.pair_depths.size());
-  for (const std::int32_t pair : trace.pairs) ++channels[static_cast<std::size_t>(pair)];
-  if (std::all_of(channels.begin(), channels.end(), [](int count) { return count < 2; })) {
+  if (std::all_of(trace.pairs.begin(), trace.pairs.end(),
+                  [](const PairTrace& pair) { return pair.channels < 2; })) {
     return std::nullopt;
   }
+  const auto pair_of = [&](std::int32_t channel) {
+    return static_cast<std::size_t>(trace.channels[static_cast<std::size_t>(channel)].pair);
+  };
   // [pair * 2 + receives] channels in the order of their messages.
-  std::vector<std::vector<std::int32_t>> orders(2 * channels.size());
+  std::vector<std::vector<std::int32_t>> orders(2 * trace.pairs.size());
   for (const std::vector<ProgressEvent>& events : trace.events) {
     for (const ProgressEvent& event : events) {
       const bool receives = event.kind == OpKind::kPostRecv;
       if (!receives && event.kind != OpKind::kStartSend) continue;
-      const auto pair =
-          static_cast<std::size_t>(trace.pairs[static_cast<std::size_t>(event.channel)]);
-      if (channels[pair] > 1) orders[2 * pair + (receives ? 1 : 0)].push_back(event.channel);
+      const std::size_t pair = pair_of(event.channel);
+      if (trace.pairs[pair].channels > 1) {
+        orders[2 * pair + (receives ? 1 : 0)].push_back(event.channel);
+      }
     }
   }
-  for (std::size_t pair = 0; pair < channels.size(); ++pair) {
+  for (std::size_t pair = 0; pair < trace.pairs.size(); ++pair) {
     const std::vector<std::int32_t>& sent = orders[2 * pair];
     const std::vector<std::int32_t>& received = orders[2 * pair + 1];
     const auto differs = std::mismatch(sent.begin(), sent.end(), received.begin());
@@ -278,16 +281,12 @@ std::optional<Violation> check_pair_orders(const Plan& plan, const PlanTrace& tr
     const auto find = [&](int rank, OpKind kind, std::ptrdiff_t left) {
       const std::vector<PlanOp>& ops = plan.ranks[static_cast<std::size_t>(rank)].ops;
       for (std::size_t i = 0;; ++i) {
-        if (ops[i].kind != kind) continue;
-        if (trace.pairs[static_cast<std::size_t>(ops[i].channel)] !=
-            static_cast<std::int32_t>(pair)) {
-          continue;
-        }
+        if (ops[i].kind != kind || pair_of(ops[i].channel) != pair) continue;
         if (left-- == 0) return static_cast<int>(i);
       }
     };
     const std::ptrdiff_t at = differs.first - sent.begin();
-    const PairDepth& ranks = trace.pair_depths[pair];
+    const PairDepth& ranks = trace.pairs[pair].depth;
     const int sends = find(ranks.from_rank, OpKind::kStartSend, at);
     const int posts = find(ranks.to_rank, OpKind::kPostRecv, at);
     const auto text = [&](int rank, int position) {

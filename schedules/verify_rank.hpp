@@ -11,11 +11,19 @@
 
 namespace sluice {
 
+// Eight bytes: a large plan leaves hundreds of millions.
 struct ProgressEvent {
-  OpKind kind = OpKind::kPostRecv;  // kPostRecv, kWaitRecv, kStartSend, kWaitSend, collectives
-  bool with_previous = false;
-  std::int32_t channel = -1;  // kReduceTied: the group
-  std::int32_t index = -1;    // messages: position in the channel's FIFO
+  OpKind kind : 4;  // kPostRecv, kWaitRecv, kStartSend, kWaitSend, collectives
+  bool with_previous : 1;
+  std::int32_t channel : 27;  // kReduceTied: the group; kOptimizer: 0
+  std::int32_t index;         // messages: position in the channel's FIFO
+
+  static constexpr std::int32_t kMostChannels = 1 << 26;
+  ProgressEvent(const PlanOp& op, std::int32_t channel_in, std::int32_t index_in)
+      : kind(op.kind),
+        with_previous(op.with_previous),
+        channel(channel_in & (kMostChannels - 1)),
+        index(index_in) {}
 };
 
 // True for the op kinds that leave an event. kReduceGrad leaves none: its parties are the same rank
@@ -24,18 +32,48 @@ struct ProgressEvent {
   return kind != OpKind::kCompute && kind != OpKind::kRelease && kind != OpKind::kReduceGrad;
 }
 
+// The order in which one end of a channel lists its messages: a table only where micro-batches do
+// not ascend from 0.
+class MessageOrderTrace {
+ public:
+  // Position of the message, or -1 where it is listed already.
+  std::int32_t add(std::int32_t micro_batch, std::int32_t micro_batches) {
+    if (table_.empty() && micro_batch == count_) return count_++;
+    return add_out_of_order(micro_batch, micro_batches);
+  }
+  // -1: not listed.
+  [[nodiscard]] std::int32_t index_of(std::int32_t micro_batch) const {
+    if (!table_.empty()) return table_[static_cast<std::size_t>(micro_batch)];
+    return micro_batch < count_ ? micro_batch : -1;
+  }
+  friend bool operator==(const MessageOrderTrace&, const MessageOrderTrace&) = default;
+
+ private:
+  std::int32_t add_out_of_order(std::int32_t micro_batch, std::int32_t micro_batches);
+
+  std::int32_t count_ = 0;
+  std::vector<std::int32_t> table_;  // [micro_batch] position or -1; empty: micro-batches ascend
+};
+
+struct ChannelTrace {
+  MessageOrderTrace sent, posted;
+  std::int32_t open = 0, depth = 0;  // sends not waited for yet; most of them so far
+  std::int32_t pair = 0;             // index into PlanTrace::pairs
+};
+
+struct PairTrace {
+  PairDepth depth;
+  std::int32_t open = 0;      // sends not waited for yet, over all channels
+  std::int32_t channels = 0;  // of this ordered pair of ranks
+};
+
 struct PlanTrace {
   std::vector<std::vector<ProgressEvent>> events;  // [rank], in list order
   std::vector<int> peak_in_flight;                 // [rank]
-  std::vector<int> queue_depth;                    // [channel]
-  std::vector<std::int32_t> pairs;                 // [channel] index into pair_depths
-  std::vector<PairDepth> pair_depths;              // ascending
-  bool exact = true;                               // until a rank's list says otherwise
-  // [channel * micro_batches + micro_batch] position among the channel's sends (posts), -1: none.
-  std::vector<std::int32_t> send_index;
-  std::vector<std::int32_t> post_index;
-  // Counts while ranks are replayed, by channel, and by pair.
-  std::vector<std::int32_t> sent, posted, open_sends, open_of_pair;
+  std::vector<ChannelTrace> channels;
+  std::vector<PairTrace> pairs;  // ascending
+  bool exact = true;             // until a rank's list says otherwise
+  bool grouped = false;          // some op is in a group with the op before it
 
   explicit PlanTrace(const Plan& plan);  // requires legal ranks in plan.channels
 };

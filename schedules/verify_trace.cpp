@@ -1,4 +1,5 @@
 #include <map>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -7,25 +8,26 @@
 namespace sluice {
 
 PlanTrace::PlanTrace(const Plan& plan)
-    : events(plan.ranks.size()),
-      peak_in_flight(plan.ranks.size()),
-      queue_depth(plan.channels.size()),
-      send_index(plan.channels.size() * static_cast<std::size_t>(plan.micro_batches), -1),
-      post_index(send_index),
-      sent(plan.channels.size()),
-      posted(plan.channels.size()),
-      open_sends(plan.channels.size()) {
+    : events(plan.ranks.size()), peak_in_flight(plan.ranks.size()), channels(plan.channels.size()) {
   std::map<std::pair<int, int>, std::int32_t> found;
-  for (const Channel& channel : plan.channels) found[{channel.from_rank, channel.to_rank}] = 0;
-  for (auto& [ranks, index] : found) {
-    index = static_cast<std::int32_t>(pair_depths.size());
-    pair_depths.push_back({ranks.first, ranks.second, 0});
+  for (const Channel& channel : plan.channels) ++found[{channel.from_rank, channel.to_rank}];
+  for (auto& [ranks, number] : found) {
+    pairs.push_back({PairDepth{ranks.first, ranks.second, 0}, 0, number});
+    number = static_cast<std::int32_t>(pairs.size() - 1);
   }
-  pairs.reserve(plan.channels.size());
-  for (const Channel& channel : plan.channels) {
-    pairs.push_back(found[{channel.from_rank, channel.to_rank}]);
+  for (std::size_t i = 0; i < channels.size(); ++i) {
+    channels[i].pair = found[{plan.channels[i].from_rank, plan.channels[i].to_rank}];
   }
-  open_of_pair.resize(pair_depths.size());
+}
+
+std::int32_t MessageOrderTrace::add_out_of_order(std::int32_t micro_batch,
+                                                 std::int32_t micro_batches) {
+  if (index_of(micro_batch) >= 0) return -1;
+  if (table_.empty()) {
+    table_.resize(static_cast<std::size_t>(micro_batches), -1);
+    std::iota(table_.begin(), table_.begin() + count_, 0);
+  }
+  return table_[static_cast<std::size_t>(micro_batch)] = count_++;
 }
 
 std::vector<int> local_stage_indices(const Placement& placement) {
