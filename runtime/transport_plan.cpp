@@ -13,17 +13,17 @@ namespace sluice {
 const TransportNeeds& needs_of(std::string_view transport) {
   // Messages with tags are sent without blocking, at worst by rendezvous; a bound on unmatched
   // sends is none of these transports'.
-  static const std::array<TransportNeeds, 3> kNeeds = {{
+  static const std::array<TransportNeeds, 3> table = {{
       {"mpi", MessageOrder::kReceivesAhead, {TransportModel::kEager, TransportModel::kRendezvous}},
       {"loopback",
        MessageOrder::kReceivesAhead,
        {TransportModel::kEager, TransportModel::kRendezvous}},
       {"nccl", MessageOrder::kGlobal, {TransportModel::kNccl}},
   }};
-  const auto found = std::find_if(kNeeds.begin(), kNeeds.end(), [&](const TransportNeeds& needs) {
+  const auto found = std::find_if(table.begin(), table.end(), [&](const TransportNeeds& needs) {
     return needs.name == transport;
   });
-  if (found != kNeeds.end()) return *found;
+  if (found != table.end()) return *found;
   throw Error(ErrorCode::kUsage,
               fmt::format("no plan can be made for transport '{}'; known are mpi, loopback, nccl",
                           transport));

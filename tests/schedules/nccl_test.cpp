@@ -85,6 +85,21 @@ TEST(NcclTest, EveryGeneratedScheduleInTheGlobalOrderEndsUnderEveryModel) {
   });
 }
 
+// The table in schedules/README.md, but for its last row's exceptions.
+TEST(NcclTest, HoldsWhatThePageSays) {
+  for_each_generated([](const Schedule& schedule) {
+    const Placement& placement = schedule.placement;
+    if (placement.ranks() == 1) return;
+    const bool one_chunk = placement.stages() == placement.ranks();
+    const Verification verification = verify(plan_of(schedule));
+    EXPECT_TRUE(verification.progresses(kBounded));
+    EXPECT_EQ(verification.progresses(kNccl), schedule.forward_only && one_chunk);
+    if (!schedule.forward_only || one_chunk) {
+      EXPECT_EQ(verification.progresses(kNcclEdges), one_chunk);
+    }
+  });
+}
+
 TEST(NcclTest, ReceivesJustBeforeTheirUseDeadlockInOneQueueAndTheCycleIsNamed) {
   for (const char* name : {"1f1b", "interleaved", "zb-h1", "interleaved-zb"}) {
     SCOPED_TRACE(name);
