@@ -5,13 +5,9 @@
 #include <vector>
 
 #include "runtime/schedule_report.hpp"
+#include "schedules/search.hpp"
 
 namespace sluice {
-
-enum class Objective {
-  kMakespan,  // the step as the engine runs it: it ends with a barrier
-  kSpan,      // the longest own span of a rank, as papers on zero bubbles print it
-};
 
 struct Comparison {
   Objective objective = Objective::kMakespan;

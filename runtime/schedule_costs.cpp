@@ -143,7 +143,8 @@ void add_cost_options(OptionTable& table, CostOptions& options, CostsOf scope) {
   table.add_text("resident-bytes", options.resident_bytes, kNumbers,
                  std::string("held all the time (parameters, gradients, optimizer) by one ") +
                      (stage ? "stage" : "rank"));
-  table.add_text("memory-limit", options.memory_limit, "X", "bytes that a rank may hold at most");
+  table.add_text("memory-limit", options.memory_limit, "X",
+                 "bytes that a rank may hold at most; without bytes, micro-batches in flight");
   table.add_text(
       "reduce-time", options.reduce, kNumbers,
       std::string("sum of the gradients of one ") + (stage ? "stage" : "rank") + " over replicas");
@@ -183,16 +184,7 @@ Costs::Costs(const CostOptions& options, const OptionTable& table, CostsOf scope
        {&output_, &output_gradient_, &until_input_, &until_weight_, &resident_, &reduced_}) {
     has_bytes_ = has_bytes_ || !list->values.empty();
   }
-  if (!options.memory_limit.empty()) {
-    const std::vector<double> limit = bytes_of("memory-limit", options.memory_limit);
-    if (limit.size() != 1) refuse("option --memory-limit: legal is one number of bytes");
-    if (!has_bytes_) {
-      refuse(
-          "option --memory-limit: nothing is known of memory; it needs --activation-bytes, "
-          "--weight-activation-bytes, --message-bytes or --resident-bytes");
-    }
-    memory_limit_ = std::llround(limit.front());
-  }
+  if (!options.memory_limit.empty()) read_memory_limit(options.memory_limit);
   if (options.profile.empty()) return;
   for (const char* name : {"forward-time", "backward-input-time", "backward-weight-time"}) {
     if (table.given(name)) {
@@ -203,6 +195,23 @@ Costs::Costs(const CostOptions& options, const OptionTable& table, CostsOf scope
   measured_ = measured.stages;
   source_ = measured.source;
   if (!table.given("message-time")) common_.message = measured.message;
+}
+
+void Costs::read_memory_limit(const std::string& text) {
+  if (has_bytes_) {
+    const std::vector<double> limit = bytes_of("memory-limit", text);
+    if (limit.size() != 1) refuse("option --memory-limit: legal is one number of bytes");
+    memory_limit_ = std::llround(limit.front());
+    return;
+  }
+  const auto limit = numbers_of(text);
+  if (!limit || limit->size() != 1 || limit->front() < 1) {
+    refuse(
+        fmt::format("option --memory-limit: '{}' is not a number from 1 up; without bytes of "
+                    "activations it counts micro-batches in flight",
+                    text));
+  }
+  in_flight_limit_ = limit->front();
 }
 
 SimulationTimes Costs::of_pieces(int pieces) const {

@@ -49,8 +49,11 @@ class Costs {
   // lists of another length.
   [[nodiscard]] SimulationTimes times(int ranks, int stages) const;
 
-  // Most bytes a rank may hold.
+  // Most bytes a rank may hold; nothing where no bytes are given.
   [[nodiscard]] std::optional<std::int64_t> memory_limit() const { return memory_limit_; }
+  // What the same option says where none are: micro-batches in flight on a rank, each chunk
+  // counting as its share of one.
+  [[nodiscard]] std::optional<double> in_flight_limit() const { return in_flight_limit_; }
   // Where measured times come from and what was assumed about them; empty: nothing measured.
   [[nodiscard]] const std::string& source() const { return source_; }
 
@@ -61,6 +64,7 @@ class Costs {
     std::vector<double> values;
   };
 
+  void read_memory_limit(const std::string& text);
   [[nodiscard]] SimulationTimes of_pieces(int pieces) const;
 
   CostsOf scope_;
@@ -70,6 +74,7 @@ class Costs {
   bool has_bytes_ = false;
   std::vector<StageTimes> measured_;  // [stage of the measured run]; empty: none
   std::optional<std::int64_t> memory_limit_;
+  std::optional<double> in_flight_limit_;
   std::string source_;
 };
 

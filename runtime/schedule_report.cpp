@@ -99,14 +99,26 @@ nlohmann::ordered_json to_json(const std::vector<std::vector<MemoryStep>>& ranks
   return json;
 }
 
-void require_memory(const ScheduleReport& report, std::optional<std::int64_t> limit) {
+void require_memory(const ScheduleReport& report, const Costs& costs) {
+  const std::string& name = report.schedule.name;
+  const std::vector<std::int64_t>& bytes = report.simulation.peak_bytes;
+  if (const auto limit = costs.memory_limit()) {
+    const auto most = std::max_element(bytes.begin(), bytes.end());
+    if (*most <= *limit) return;
+    refuse_plan(
+        fmt::format("schedule '{}' holds up to {} bytes on rank {}; --memory-limit allows {}", name,
+                    *most, most - bytes.begin(), *limit));
+  }
+  const auto limit = costs.in_flight_limit();
   if (!limit) return;
-  const std::vector<std::int64_t>& peaks = report.simulation.peak_bytes;
-  const auto most = std::max_element(peaks.begin(), peaks.end());
-  if (*most <= *limit) return;
-  throw Error(ErrorCode::kPlan,
-              fmt::format("schedule '{}' holds up to {} bytes on rank {}; --memory-limit allows {}",
-                          report.schedule.name, *most, most - peaks.begin(), *limit));
+  for (int rank = 0; rank < report.schedule.placement.ranks(); ++rank) {
+    const double chunks = static_cast<double>(report.schedule.placement.stages_of(rank).size());
+    const double held = report.simulation.peak_in_flight[static_cast<std::size_t>(rank)] / chunks;
+    if (held <= *limit) continue;
+    refuse_plan(fmt::format(
+        "schedule '{}' holds up to {} micro-batches on rank {}; --memory-limit allows {}", name,
+        held, rank, *limit));
+  }
 }
 
 // Under which transports the plan ends.
@@ -117,7 +129,8 @@ std::vector<TransportModel> prove(const Schedule& schedule) {
   return verification.progresses_under;
 }
 
-ScheduleReport make_report(Schedule schedule, const Costs& costs, const ReportRequest& request) {
+ScheduleReport make_report(Schedule schedule, const SimulationTimes& times,
+                           const ReportRequest& request) {
   ScheduleReport report;
   report.schedule = std::move(schedule);
   const Placement& placement = report.schedule.placement;
@@ -130,11 +143,17 @@ ScheduleReport make_report(Schedule schedule, const Costs& costs, const ReportRe
   const std::int64_t pairs = std::int64_t{placement.stages()} * report.schedule.micro_batches;
   report.planned = pairs <= request.max_planned_pairs;
   if (report.planned) report.transports = prove(report.schedule);
-  report.simulation =
-      simulate(report.schedule, costs.times(placement.ranks(), placement.stages()), request.detail);
+  report.simulation = simulate(report.schedule, times, request.detail);
   report.exact = is_exact(report.schedule);
+  return report;
+}
+
+ScheduleReport make_report(Schedule schedule, const Costs& costs, const ReportRequest& request) {
+  const Placement& placement = schedule.placement;
+  const SimulationTimes times = costs.times(placement.ranks(), placement.stages());
+  ScheduleReport report = make_report(std::move(schedule), times, request);
   report.costs_source = costs.source();
-  require_memory(report, costs.memory_limit());
+  require_memory(report, costs);
   return report;
 }
 
@@ -203,6 +222,13 @@ ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs,
   } catch (const std::invalid_argument& error) {
     throw Error(ErrorCode::kUsage, error.what());
   }
+}
+
+ScheduleReport report_schedule(LoadedSchedule loaded, const SimulationTimes& times,
+                               const ReportRequest& request) {
+  ScheduleReport report = make_report(std::move(loaded.schedule), times, request);
+  report.source = std::move(loaded.source);
+  return report;
 }
 
 std::string to_grid_text(const ScheduleReport& report, bool colours, int max_columns) {

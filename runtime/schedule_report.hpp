@@ -59,6 +59,10 @@ struct LoadedSchedule {
 [[nodiscard]] ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs,
                                              const ReportRequest& request = {});
 
+// The same for a schedule whose costs are known for each stage. Requires: simulate() takes them.
+[[nodiscard]] ScheduleReport report_schedule(LoadedSchedule loaded, const SimulationTimes& times,
+                                             const ReportRequest& request = {});
+
 // The grid, where it has at most `max_columns` of cells (a sentence instead of a wider one), and
 // below it makespan, bubbles, memory, messages, transports. `colours`: terminal escapes in the
 // grid, by kind.

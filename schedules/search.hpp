@@ -33,22 +33,22 @@ struct SearchRequest {
 
   // What the model costs. `stages` and `bytes` are of its parts in order, all alike where there is
   // one entry; the rest is as for simulate(). Overlapped pairs are not searched for.
-  SimulationTimes model;
+  SimulationTimes model = {};
   // true: each part is a layer, and a stage is a run of whole layers, one at least. false: the
   // parts are the shares of the ranks, p of them, and can be cut anywhere; v chunks get a v-th
   // each.
   bool whole_layers = false;
 
   // Numbers of chunks to try; empty: 1, 2, 4 and 8, as far as there are layers.
-  std::vector<int> chunks;
+  std::vector<int> chunks = {};
   // Stages can part their backward pass into I and W.
   bool split_backward = true;
 
   // What a rank may hold, one for all or one per rank; empty: anything. At most one of the two.
-  std::vector<std::int64_t> byte_limit;  // as Simulation::peak_bytes; needs model.bytes
+  std::vector<std::int64_t> byte_limit = {};  // as Simulation::peak_bytes; needs model.bytes
   // In micro-batches, counted as Simulation::peak_in_flight: a chunk counts one v-th, v the number
   // of the rank's stages.
-  std::vector<double> in_flight_limit;
+  std::vector<double> in_flight_limit = {};
 
   // How many actions annealing plays in all, about 10 million per second; 0: none.
   std::int64_t effort = 20'000'000;

@@ -1,20 +1,17 @@
 #include <fmt/format.h>
 
-#include <cstdio>
-#include <cstdlib>
-#include <functional>
+#include <algorithm>
 #include <limits>
-#include <stdexcept>
+#include <optional>
 
 #include "comm/error.hpp"
-#include "runtime/atomic_file.hpp"
 #include "runtime/option_table.hpp"
 #include "runtime/program.hpp"
+#include "runtime/schedule_auto.hpp"
 #include "runtime/schedule_compare.hpp"
 #include "runtime/schedule_costs.hpp"
+#include "runtime/schedule_output.hpp"
 #include "runtime/schedule_report.hpp"
-#include "schedules/schedule_file.hpp"
-#include "schedules/svg.hpp"
 
 namespace sluice {
 namespace {
@@ -29,6 +26,7 @@ constexpr const char* kAbout =
     "  sluice schedule --schedule 1f1b --ranks 4 --micro-batches 8\n"
     "  sluice schedule --file mine.json --format svg --output mine.svg\n"
     "  sluice schedule compare --ranks 8 --micro-batches 32\n"
+    "  sluice schedule auto --ranks 8 --micro-batches 32\n"
     "\n"
     "Messages queue up on a link of limited bandwidth; peak bytes are counted where bytes are "
     "given.\n"
@@ -42,8 +40,7 @@ struct ScheduleOptions {
   ScheduleShape shape = {.ranks = 4, .micro_batches = 8, .chunks = 1};
   CostOptions costs;
   std::string file, csv_alphabet = "detect";
-  std::string format = "grid", output;
-  bool timeline = false, messages = false;
+  ScheduleOutput output;
 };
 
 CsvAlphabet alphabet_of(const ScheduleOptions& options) {
@@ -53,7 +50,10 @@ CsvAlphabet alphabet_of(const ScheduleOptions& options) {
 
 OptionTable make_table(ScheduleOptions& options) {
   OptionTable table("sluice schedule [options]", kAbout);
-  table.add_choice("schedule", options.schedule, schedule_names(), "which");
+  std::vector<std::string> names = schedule_names();
+  names.emplace_back("auto");
+  table.add_choice("schedule", options.schedule, names,
+                   "which; auto: as 'sluice schedule auto', which has options of its own");
   table.add_integer("ranks", options.shape.ranks, 1, kMaxInt, "pipeline depth");
   table.add_integer("micro-batches", options.shape.micro_batches, 1, kMaxInt, "per step");
   table.add_integer("chunks", options.shape.chunks, 1, kMaxInt, "stages per rank");
@@ -61,12 +61,7 @@ OptionTable make_table(ScheduleOptions& options) {
                  "read this schedule instead: Sluice's JSON or PyTorch's CSV");
   table.add_choice("csv-alphabet", options.csv_alphabet, {"detect", "current", "older"},
                    "older CSV files write B for the input half and BW for the whole backward");
-  table.add_choice("format", options.format, {"grid", "json", "csv", "svg", "trace", "file"},
-                   "of the output");
-  table.add_text("output", options.output, "PATH", "write here instead of standard output");
-  table.add_flag("messages", options.messages, "add SEND and RECV cells to the CSV");
-  table.add_flag("timeline", options.timeline,
-                 "add start and end of every action to the JSON, and the bytes held over time");
+  add_output_options(table, options.output);
   add_cost_options(table, options.costs, CostsOf::kStage);
   return table;
 }
@@ -74,9 +69,7 @@ OptionTable make_table(ScheduleOptions& options) {
 ScheduleReport report_of(const ScheduleOptions& options, const OptionTable& table) {
   const Costs costs(options.costs, table, CostsOf::kStage);
   ReportRequest request;
-  const bool listed = options.format == "json" && options.timeline;
-  request.detail.timeline = listed || options.format == "svg" || options.format == "trace";
-  request.detail.memory = listed;
+  request.detail = detail_of(options.output);
   if (options.file.empty()) {
     return report_schedule(options.schedule, options.shape, costs, request);
   }
@@ -89,44 +82,26 @@ ScheduleReport report_of(const ScheduleOptions& options, const OptionTable& tabl
   return report_schedule(load_schedule(options.file, alphabet_of(options)), costs, request);
 }
 
-std::string csv_of(const ScheduleOptions& options, const Schedule& schedule) {
-  const LowerOptions no_reductions = {.reduce_grad = false, .tied = {}};
-  return to_pytorch_csv(options.messages ? lower(schedule, no_reductions) : schedule,
-                        alphabet_of(options));
-}
-
-void print_report(const ScheduleOptions& options, const ScheduleReport& report,
-                  const std::function<void(std::string_view)>& put) {
-  if (options.format == "grid") {
-    const bool colours =
-        options.output.empty() && terminal_output() && std::getenv("NO_COLOR") == nullptr;
-    put(to_grid_text(report, colours));
-  } else if (options.format == "json") {
-    put(to_json_text(report));
-  } else if (options.format == "csv") {
-    put(csv_of(options, report.schedule));
-  } else if (options.format == "svg") {
-    put(draw_svg(report.schedule, report.simulation));
-  } else if (options.format == "trace") {
-    put_trace(report, put);
-  } else {
-    put(to_schedule_json(report.schedule));
-  }
-}
-
 void run(const ScheduleOptions& options, const OptionTable& table) {
   const ScheduleReport report = report_of(options, table);
-  try {
-    if (options.output.empty()) {
-      print_report(options, report, [](std::string_view text) { fmt::print("{}", text); });
-      return;
+  ScheduleOutput output = options.output;
+  output.alphabet = alphabet_of(options);
+  write_output(output, [&](const PutText& put) { put_schedule(report, output, put); });
+}
+
+// The other arguments where `--schedule auto` is one of them.
+std::optional<std::vector<std::string>> arguments_of_auto(std::vector<std::string> arguments) {
+  for (auto it = arguments.begin(); it != arguments.end(); ++it) {
+    if (*it == "--schedule=auto") {
+      arguments.erase(it);
+      return arguments;
     }
-    AtomicFile file(options.output);
-    print_report(options, report, [&file](std::string_view text) { file.write(text); });
-    file.commit();
-  } catch (const std::invalid_argument& error) {
-    throw Error(ErrorCode::kUsage, error.what());
+    if (*it == "--schedule" && it + 1 != arguments.end() && *(it + 1) == "auto") {
+      arguments.erase(it, it + 2);
+      return arguments;
+    }
   }
+  return std::nullopt;
 }
 
 }  // namespace
@@ -135,6 +110,10 @@ int schedule_command(const std::vector<std::string>& arguments) {
   if (!arguments.empty() && arguments.front() == "compare") {
     return schedule_compare_command({arguments.begin() + 1, arguments.end()});
   }
+  if (!arguments.empty() && arguments.front() == "auto") {
+    return schedule_auto_command({arguments.begin() + 1, arguments.end()});
+  }
+  if (const auto rest = arguments_of_auto(arguments)) return schedule_auto_command(*rest);
   return run_guarded([&] {
     ScheduleOptions options;
     OptionTable table = make_table(options);

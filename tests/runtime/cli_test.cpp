@@ -156,6 +156,12 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"ScheduleFileMissing", "schedule --file none.csv", 8, "none.csv"},
         Refusal{"ScheduleFileOfGarbage", "schedule --file text.txt", 8, "row 1, column 1"},
         Refusal{"ComparisonOfNothing", "schedule compare --ranks 0", 2, "--ranks"},
+        Refusal{"AutoInTooLittleMemory", "schedule auto --ranks 2 --memory-limit 0.5", 2,
+                "from 1 up"},
+        Refusal{"AutoInTooFewBytes",
+                "schedule auto --ranks 2 --memory-limit 7 --weight-activation-bytes 8", 2,
+                "the nearest legal limit is 8 bytes"},
+        Refusal{"AutoOfTooFewLayers", "schedule auto --ranks 3 --layers 2", 2, "at most 2 ranks"},
         Refusal{"ScheduleTooLarge", "schedule --ranks 100000 --micro-batches 100000", 2,
                 "--micro-batches 83"},
         Refusal{"TimesOfOtherStages", "schedule --ranks 3 --forward-time 1,2", 2, "--forward-time"},
@@ -165,7 +171,11 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"OverlapOfNoTime", "schedule --overlap-time fast", 2, "--overlap-time"},
         Refusal{"LinkOfNothing", "schedule --links 0:1", 2, "--links"},
         Refusal{"LinkToItself", "schedule --links 1-1:2", 2, "rank 1 to 1"},
-        Refusal{"MemoryLimitOfNothing", "schedule --memory-limit 5", 2, "--activation-bytes"},
+        Refusal{"MemoryLimitOfNothing", "schedule --memory-limit all", 2,
+                "micro-batches in flight"},
+        Refusal{"MemoryLimitOfMicroBatches",
+                "schedule --schedule zb-h2 --ranks 4 --memory-limit 6.5", 8,
+                "up to 7 micro-batches on rank 0"},
         Refusal{"MemoryLimitExceeded", "schedule --activation-bytes 2 --memory-limit 7", 8,
                 "rank 0"},
         Refusal{"MemoryLimitOfAll", "schedule compare --activation-bytes 2 --memory-limit 1", 2,
@@ -400,6 +410,36 @@ TEST_F(CliTest, ScheduleTakesTheTimesOfATrainedRun) {
   }
   const Outcome table = sluice("schedule compare --ranks 2 --micro-batches 4 --profile t.json");
   EXPECT_THAT(table.out, HasSubstr("Times from t.json"));
+}
+
+TEST_F(CliTest, ScheduleAutoFindsOneWithinTheLimitAndSaysHowGoodItIs) {
+  const char* const options =
+      "--ranks 4 --micro-batches 12 --memory-limit 4 --effort 100000 --format json";
+  const Outcome outcome = sluice(std::string("schedule auto ") + options);
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const auto json = nlohmann::json::parse(outcome.out);
+  EXPECT_EQ(json.at("schedule"), "auto");
+  EXPECT_LE(json.at("makespan"), 3 * 12 + 3);  // zb-h1
+  EXPECT_LE(json.at("lower_bound"), json.at("makespan"));
+  for (const int each : json.at("peak_in_flight")) {
+    EXPECT_LE(each, 4 * json.at("chunks").get<int>());
+  }
+  EXPECT_GE(json.at("candidates").size(), 8U);
+  EXPECT_EQ(sluice(std::string("schedule --schedule auto ") + options).out, outcome.out);
+}
+
+TEST_F(CliTest, ScheduleAutoCutsLayersAndWritesAFile) {
+  const std::string command =
+      "schedule auto --ranks 2 --micro-batches 4 --layers 4 --forward-time 6,1,1,1 --effort 0 ";
+  const Outcome grid = sluice(command + "--chunks 1");
+  ASSERT_EQ(grid.code, 0) << grid.err;
+  EXPECT_THAT(grid.out, HasSubstr("layers by stage: 0, 1-3"));
+  EXPECT_THAT(grid.out, HasSubstr("heuristic"));
+  const Outcome written = sluice(command + "--format file --output written");
+  ASSERT_EQ(written.code, 0) << written.err;
+  const Outcome read = sluice("schedule --file written --format json");
+  ASSERT_EQ(read.code, 0) << read.err;
+  EXPECT_EQ(nlohmann::json::parse(read.out).at("schedule"), "auto");
 }
 
 TEST_F(CliTest, OutputThatCannotBeWrittenIsAnError) {
