@@ -45,6 +45,7 @@ struct Words {
 std::vector<std::string> training_schedules() {
   std::vector<std::string> names = schedule_names();
   std::erase(names, "forward-only");
+  names.emplace_back("auto");
   return names;
 }
 
@@ -75,8 +76,9 @@ void add_layout_options(OptionTable& table, TrainOptions& options, Words& words)
   table.add_choice("rank-order", words.rank_order, {"pipeline-first", "replica-first"},
                    "which ranks are neighbours");
   table.add_choice("schedule", options.schedule, training_schedules(),
-                   "order of micro-batches; see 'sluice schedule'");
-  table.add_integer("chunks", options.chunks, 1, kMaxInt, "stages per rank");
+                   "order of micro-batches; see 'sluice schedule'; auto: searched for this model");
+  table.add_integer("chunks", options.chunks, 1, kMaxInt,
+                    "stages per rank; auto: 1 leaves it open");
   table.add_text("schedule-file", options.schedule_file, "PATH",
                  "the order from a file instead: Sluice's JSON or PyTorch's CSV");
   table.add_text("partition", options.partition, "auto|even|N,N,...", "blocks per stage");
@@ -174,7 +176,15 @@ void yield_to_command_line(const OptionTable& table, bool fixed_micro_batches,
 // The file fixes schedule, chunks, micro-batches and pipeline. A saved configuration names them
 // all, so only the command line can contradict a file.
 void resolve_schedule(const OptionTable& table, TrainOptions& options) {
-  if (options.schedule_file.empty()) return;
+  if (options.schedule_file.empty()) {
+    if (options.schedule == "auto" && options.partition != "auto") {
+      throw Error(ErrorCode::kUsage,
+                  fmt::format("option --partition: '{}', but --schedule auto places the layers "
+                              "itself; legal is auto",
+                              options.partition));
+    }
+    return;
+  }
   const bool file_wins = table.given_on_command_line("schedule-file");
   for (const char* name : {"schedule", "chunks"}) {
     if (!table.given_on_command_line(name)) continue;

@@ -11,6 +11,7 @@
 
 #include "comm/cores.hpp"
 #include "comm/error.hpp"
+#include "runtime/arrangement.hpp"
 #include "runtime/checkpoint.hpp"
 #include "runtime/data.hpp"
 #include "runtime/guard.hpp"
@@ -58,7 +59,7 @@ class Training {
   Communicator& world_;
   const ParsedTrain& parsed_;
   const TrainOptions& options_;
-  Partition partition_;
+  Arrangement arrangement_;
   std::shared_ptr<TokenFile> file_;
   std::unique_ptr<DataSource> source_;
   PipelineOptions pipeline_options_;
@@ -83,7 +84,7 @@ void Training::run() {
                         options_.pipeline > 0 ? options_.pipeline
                                               : std::max(world_.size() / options_.replicas, 1),
                         options_.replicas, options_.rank_order);
-      partition_ = partition_for(options_, topology.pipeline);
+      arrangement_ = arrange(options_, topology.pipeline, collectives);
     });
     open_data(control);
   }
@@ -147,20 +148,22 @@ void Training::make_pipeline() {
     }
   }
   pipeline_options_ = pipeline_options(parsed_, evaluations);
+  pipeline_options_.order = arrangement_.order;
+  if (first() && !arrangement_.remark.empty()) fmt::print("{}\n", arrangement_.remark);
   const StageFactory factory = [this](int stage, int) {
-    return make_transformer_stage(options_.model, partition_, stage);
+    return make_transformer_stage(options_.model, arrangement_.partition, stage);
   };
   if (options_.dry_run) {
     const PipelineLayout layout =
         Pipeline::plan_layout(world_, pipeline_options_, factory, *source_);
-    if (first()) fmt::print("{}", describe_layout(layout, partition_));
+    if (first()) fmt::print("{}", describe_layout(layout, arrangement_.partition));
     return;
   }
   pipeline_ = std::make_unique<Pipeline>(world_, pipeline_options_, factory, *source_);
   if (!options_.resume.empty()) resume();
   open_outputs();
   if (first()) {
-    fmt::print("{}", describe_layout(pipeline_->layout(), partition_));
+    fmt::print("{}", describe_layout(pipeline_->layout(), arrangement_.partition));
     std::fflush(stdout);
   }
 }
@@ -269,19 +272,6 @@ void Training::summarise() {
 
 }  // namespace
 
-Partition partition_for(const TrainOptions& options, int ranks) {
-  int stages = 0;
-  try {
-    stages = options.order != nullptr
-                 ? options.order->placement.stages()
-                 : stages_of(options.schedule,
-                             {ranks, std::max(options.micro_batches, 1), options.chunks});
-  } catch (const std::invalid_argument& error) {
-    throw Error(ErrorCode::kUsage, error.what());
-  }
-  return parse_partition(options.partition, layer_costs(options.model), stages);
-}
-
 PipelineOptions pipeline_options(const ParsedTrain& parsed, std::vector<std::int64_t> evaluations) {
   const TrainOptions& from = parsed.options;
   PipelineOptions options;
@@ -290,7 +280,6 @@ PipelineOptions pipeline_options(const ParsedTrain& parsed, std::vector<std::int
   options.rank_order = from.rank_order;
   options.schedule = from.schedule;
   options.chunks = from.chunks;
-  options.order = from.order;
   options.micro_batches = from.micro_batches;
   options.micro_batch_size = from.micro_batch_size;
   options.batch_size = from.batch_size;

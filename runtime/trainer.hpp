@@ -15,12 +15,10 @@ namespace sluice {
 // layout and memory per rank and returns.
 void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed);
 
-// The pipeline's options for the program's. `evaluations`: see PipelineOptions.
+// The pipeline's options for the program's, but for PipelineOptions::order. `evaluations`: see
+// there.
 [[nodiscard]] PipelineOptions pipeline_options(const ParsedTrain& parsed,
                                                std::vector<std::int64_t> evaluations);
-
-// How the model's layers fall into stages on `ranks` ranks; Error(kUsage) where they cannot.
-[[nodiscard]] Partition partition_for(const TrainOptions& options, int ranks);
 
 // The layout of a pipeline as text: a row per rank with its stages, layers and memory.
 [[nodiscard]] std::string describe_layout(const PipelineLayout& layout, const Partition& partition);

@@ -227,6 +227,11 @@ TEST(ScheduleFileOptionTest, RefusalsNameTheOptionAndWhatIsLegal) {
   EXPECT_THAT(refusal({"--schedule-file", kTwoRanks, "--chunks", "2"}), HasSubstr("--chunks:"));
 }
 
+TEST(ScheduleFileOptionTest, ASearchPlacesTheLayersItself) {
+  EXPECT_EQ(parse({"--schedule", "auto"}).schedule, "auto");
+  EXPECT_THAT(refusal({"--schedule", "auto", "--partition", "2,2"}), HasSubstr("--partition:"));
+}
+
 TEST_F(ConfigFileTest, ASavedScheduleFileGivesWayToTheCommandLine) {
   const ParsedTrain saved =
       parse_train_options({"--dry-run", "--schedule-file", kTwoRanks, "--batch-size", "6"});

@@ -1,0 +1,84 @@
+#include "runtime/arrangement.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "comm/error.hpp"
+#include "schedules/schedule_file.hpp"
+#include "schedules/search.hpp"
+
+namespace sluice {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr std::int64_t kSearchEffort = 5'000'000;  // under a second
+
+SearchRequest request_of(const TrainOptions& options, int ranks) {
+  SearchRequest request;
+  request.ranks = ranks;
+  request.micro_batches = options.micro_batches;
+  request.model.stages.clear();
+  for (const double cost : layer_costs(options.model)) {
+    request.model.stages.push_back(
+        {.forward = cost, .backward_input = cost, .backward_weight = cost});
+  }
+  request.whole_layers = true;
+  if (options.chunks > 1) request.chunks = {options.chunks};
+  request.in_flight_limit = {static_cast<double>(ranks)};
+  request.effort = kSearchEffort;
+  return request;
+}
+
+std::string searched(const TrainOptions& options, int ranks) {
+  const SearchResult result = [&] {
+    try {
+      return search_schedule(request_of(options, ranks));
+    } catch (const std::invalid_argument& error) {
+      throw Error(ErrorCode::kUsage, fmt::format("option --schedule: auto: {}", error.what()));
+    }
+  }();
+  const std::string remark = fmt::format(
+      "schedule auto: {}, {} placement, {} stages a rank; simulated step {:.1f} % above the lower "
+      "bound (a heuristic search, within the micro-batches in flight of 1f1b)",
+      result.chosen.origin, result.chosen.placement, result.chosen.chunks,
+      100 * (result.ratio - 1));
+  return Json{{"order", to_schedule_json(result.schedule)},
+              {"first", result.first_layer},
+              {"remark", remark}}
+      .dump();
+}
+
+Arrangement search(const TrainOptions& options, int ranks, Collectives& world) {
+  std::string text;
+  if (world.communicator().rank() == 0) text = searched(options, ranks);
+  const Json json = Json::parse(world.broadcast_string(text, 0));
+  return {.order = std::make_shared<const Schedule>(
+              parse_schedule_json(json.at("order").get<std::string>())),
+          .partition = {json.at("first").get<std::vector<int>>()},
+          .remark = json.at("remark").get<std::string>()};
+}
+
+}  // namespace
+
+Arrangement arrange(const TrainOptions& options, int ranks, Collectives& world) {
+  try {
+    if (options.order == nullptr && options.schedule == "auto") {
+      return search(options, ranks, world);
+    }
+    const int stages = options.order != nullptr
+                           ? options.order->placement.stages()
+                           : stages_of(options.schedule,
+                                       {ranks, std::max(options.micro_batches, 1), options.chunks});
+    return {.order = options.order,
+            .partition = parse_partition(options.partition, layer_costs(options.model), stages),
+            .remark = {}};
+  } catch (const std::invalid_argument& error) {
+    throw Error(ErrorCode::kUsage, error.what());
+  }
+}
+
+}  // namespace sluice
