@@ -18,7 +18,8 @@
 
 namespace sluice {
 
-// An open send or receive. Slot numbers are the communicator's own; kNone is done.
+// A send or receive. Slot numbers are the communicator's own; kNone is done (a send may be at
+// once).
 struct Request {
   static constexpr std::int32_t kNone = -1;
   std::int32_t index = kNone;
@@ -49,7 +50,7 @@ class Communicator {
   // `peer` may be kAnyPeer. A message longer than `bytes` is Error(kMismatch) from test(), except
   // that Open MPI cuts off a rank's message to itself and says nothing.
   [[nodiscard]] virtual Request post_recv(int peer, int tag, std::span<std::byte> bytes) = 0;
-  // Makes progress; true once done, after which `request` is kNone. Throws Error(kMpi).
+  // Makes progress; true once done, after which `request` is kNone; true of kNone. Error(kMpi).
   [[nodiscard]] virtual bool test(Request& request, Arrival* arrival = nullptr) = 0;
   // Gives up an open request; afterwards its memory is the caller's again. One exception: MPI
   // cannot withdraw a send whose peer never receives it; after a tenth of a second it is let go,

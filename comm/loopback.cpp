@@ -1,38 +1,29 @@
 #include "comm/loopback.hpp"
 
 #include <fmt/core.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstring>
 #include <exception>
 #include <limits>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <thread>
 #include <utility>
 
 #include "comm/error.hpp"
-#include "comm/loopback_mailbox.hpp"
+#include "comm/loopback_endpoint.hpp"
 
 namespace sluice {
 
 namespace {
 
-using loopback::Bucket;
-using loopback::claim;
-using loopback::deliver;
-using loopback::EagerCell;
-using loopback::kBuckets;
-using loopback::kEagerBytes;
-using loopback::kEagerCells;
-using loopback::matches;
-using loopback::Node;
-using loopback::Port;
-using loopback::State;
+using loopback::Endpoint;
+using loopback::Fabric;
+using loopback::Operation;
 
 constexpr std::size_t kSlotsPerChunk = 128;       // requests are allocated in chunks
 constexpr auto kGrace = std::chrono::seconds(2);  // for a dead rank's last words to arrive
@@ -45,8 +36,13 @@ struct Outcome {
 
 // Shared by all groups split from one run.
 struct Job {
-  explicit Job(int rank_count) : ranks(rank_count), outcomes(static_cast<std::size_t>(ranks)) {}
+  explicit Job(int rank_count)
+      : ranks(rank_count),
+        fabric(std::make_shared<Fabric>(ranks)),
+        outcomes(static_cast<std::size_t>(ranks)) {}
   const int ranks;
+  const std::shared_ptr<Fabric> fabric;
+  std::atomic<std::uint32_t> next_context = 0;
   std::atomic<bool> failed = false;  // some rank's body threw
   std::vector<Outcome> outcomes;     // each written by its own rank
 };
@@ -70,137 +66,130 @@ struct SplitTable {
 };
 
 struct Group {
-  Group(std::shared_ptr<Job> shared_job, int size)
-      : job(std::move(shared_job)), ports(static_cast<std::size_t>(size)) {
-    splits.entries.resize(ports.size());
+  Group(std::shared_ptr<Job> shared_job, std::vector<int> ranks)
+      : job(std::move(shared_job)),
+        context(job->next_context++),
+        job_ranks(std::move(ranks)),
+        group_ranks(static_cast<std::size_t>(job->ranks), -1) {
+    for (std::size_t rank = 0; rank < job_ranks.size(); ++rank) {
+      group_ranks[static_cast<std::size_t>(job_ranks[rank])] = static_cast<int>(rank);
+    }
+    splits.entries.resize(job_ranks.size());
   }
-  std::shared_ptr<Job> job;
-  std::vector<Port> ports;
+  const std::shared_ptr<Job> job;
+  const std::uint32_t context;
+  const std::vector<int> job_ranks;  // [rank of the group]
+  std::vector<int> group_ranks;      // [rank of the job], -1 where not of the group
   SplitTable splits;
 };
 
-void form_groups(const std::shared_ptr<Job>& job, std::vector<SplitTable::Entry>& entries) {
+void form_groups(Group& parent) {
   std::map<int, std::vector<SplitTable::Entry*>> members;  // by colour, in rank order
-  for (SplitTable::Entry& entry : entries) {
+  for (SplitTable::Entry& entry : parent.splits.entries) {
     members[entry.colour].push_back(&entry);
   }
-  for (auto& [colour, ranks] : members) {
-    std::stable_sort(ranks.begin(), ranks.end(),
+  for (auto& [colour, entries] : members) {
+    std::stable_sort(entries.begin(), entries.end(),
                      [](const auto* a, const auto* b) { return a->key < b->key; });
-    const auto group = std::make_shared<Group>(job, static_cast<int>(ranks.size()));
-    int rank = 0;
-    for (SplitTable::Entry* entry : ranks) {
+    std::vector<int> job_ranks;
+    for (SplitTable::Entry* entry : entries) {
+      entry->rank = static_cast<int>(job_ranks.size());
+      job_ranks.push_back(
+          parent.job_ranks[static_cast<std::size_t>(entry - parent.splits.entries.data())]);
+    }
+    const auto group = std::make_shared<Group>(parent.job, std::move(job_ranks));
+    for (SplitTable::Entry* entry : entries) {
       entry->group = group;
-      entry->rank = rank++;
     }
   }
 }
 
 class LoopbackCommunicator final : public Communicator {
  public:
-  LoopbackCommunicator(std::shared_ptr<Group> group, int rank, int job_rank)
-      : group_(std::move(group)), rank_(rank), job_rank_(job_rank) {
+  LoopbackCommunicator(std::shared_ptr<Group> group, std::shared_ptr<Endpoint> endpoint, int rank)
+      : group_(std::move(group)), endpoint_(std::move(endpoint)), rank_(rank) {
     grow();
+    endpoint_->open(group_->context);
   }
 
   ~LoopbackCommunicator() override {
     for (const auto& chunk : chunks_) {
       for (std::size_t i = 0; i < kSlotsPerChunk; ++i) {
-        if (chunk[i].open) {
-          withdraw(chunk[i]);
-        }
+        endpoint_->withdraw(chunk[i]);
       }
     }
+    endpoint_->close(group_->context);
   }
 
   LoopbackCommunicator(const LoopbackCommunicator&) = delete;
   LoopbackCommunicator& operator=(const LoopbackCommunicator&) = delete;
 
   int rank() const override { return rank_; }
-  int size() const override { return static_cast<int>(group_->ports.size()); }
+  int size() const override { return static_cast<int>(group_->job_ranks.size()); }
   int max_tag() const override { return std::numeric_limits<int>::max(); }
   int local_size() const override { return group_->job->ranks; }
   const char* name() const override { return "loopback"; }
 
   Request start_send(int peer, int tag, std::span<const std::byte> bytes) override {
-    Bucket& bucket = bucket_of(peer, tag);
-    const Request request = take_slot();
-    Slot& slot = slot_of(request);
-    slot.bucket = &bucket;
-    slot.receives = false;
-    EagerCell* cell = bytes.size() <= kEagerBytes ? free_cell() : nullptr;
-    Node& message = slot.node;
-    message.source = rank_;
-    message.tag = tag;
-    message.data = bytes.data();
-    message.bytes = bytes.size();
-    message.state.store(State::kQueued, std::memory_order_relaxed);
-    if (Node* receive = match_or_queue(bucket, message, cell); receive != nullptr) {
-      deliver(message, *receive);
+    check(peer, tag);
+    const int to = group_->job_ranks[static_cast<std::size_t>(peer)];
+    if (endpoint_->send_now(static_cast<std::size_t>(to), group_->context, tag, bytes)) {
+      return Request{};
     }
+    const Request request = take_slot();
+    Operation& send = slot_of(request);
+    send.receives = false;
+    send.peer = to;
+    send.context = group_->context;
+    send.tag = tag;
+    send.data = bytes.data();
+    send.bytes = bytes.size();
+    endpoint_->start(send);
     return request;
   }
 
   Request post_recv(int peer, int tag, std::span<std::byte> bytes) override {
-    if (peer != kAnyPeer) {
-      check_peer(peer);
-    }
-    Bucket& bucket = bucket_of(rank_, tag);
+    check(peer == kAnyPeer ? 0 : peer, tag);
     const Request request = take_slot();
-    Slot& slot = slot_of(request);
-    slot.bucket = &bucket;
-    slot.receives = true;
-    Node& receive = slot.node;
-    receive.source = peer;
+    Operation& receive = slot_of(request);
+    receive.receives = true;
+    receive.peer = peer == kAnyPeer ? Operation::kAnySource
+                                    : group_->job_ranks[static_cast<std::size_t>(peer)];
+    receive.context = group_->context;
     receive.tag = tag;
     receive.memory = bytes.data();
     receive.capacity = bytes.size();
-    receive.state.store(State::kQueued, std::memory_order_relaxed);
-    Node* message = nullptr;
-    {
-      const std::lock_guard guard(bucket.lock);
-      for (message = bucket.messages.first; message != nullptr; message = message->next) {
-        if (matches(*message, receive)) {
-          break;
-        }
-      }
-      if (message != nullptr) {
-        claim(bucket.messages, *message);
-        receive.state.store(State::kMatched, std::memory_order_relaxed);
-      } else {
-        bucket.receives.append(receive);
-      }
-    }
-    if (message != nullptr) {
-      deliver(*message, receive);
-    }
+    endpoint_->start(receive);
     return request;
   }
 
   bool test(Request& request, Arrival* arrival) override {
-    Slot& slot = slot_of(request);
-    if (slot.node.state.load(std::memory_order_acquire) != State::kDone) {
+    if (request.index == Request::kNone) {
+      return true;
+    }
+    Operation& operation = slot_of(request);
+    if (operation.state != Operation::State::kDone && !endpoint_->progress(operation)) {
       if (group_->job->failed.load(std::memory_order_relaxed)) {
         check_grace();
       }
       return false;
     }
-    if (slot.receives) {
-      if (slot.node.bytes > slot.node.capacity) {
-        give_back(request);
-        refuse_long(slot.node);
+    give_back(request);
+    if (operation.receives) {
+      const int source = group_->group_ranks[static_cast<std::size_t>(operation.peer)];
+      if (operation.bytes > operation.capacity) {
+        refuse_long(operation, source);
       }
       if (arrival != nullptr) {
-        *arrival = Arrival{slot.node.source, slot.node.tag, slot.node.bytes};
+        *arrival = Arrival{source, operation.tag, operation.bytes};
       }
     }
-    give_back(request);
     return true;
   }
 
   void cancel(Request& request) override {
     if (request.index != Request::kNone) {
-      withdraw(slot_of(request));
+      endpoint_->withdraw(slot_of(request));
       give_back(request);
     }
   }
@@ -212,7 +201,7 @@ class LoopbackCommunicator final : public Communicator {
     table.entries[static_cast<std::size_t>(rank_)] = {colour, key, nullptr, 0};
     const std::uint64_t round = table.round;
     if (++table.arrived == size()) {
-      form_groups(group_->job, table.entries);
+      form_groups(*group_);
       table.arrived = 0;
       table.left = size();
       ++table.round;
@@ -221,7 +210,7 @@ class LoopbackCommunicator final : public Communicator {
     wait_for(table, lock, [&] { return table.round != round; });
     SplitTable::Entry& mine = table.entries[static_cast<std::size_t>(rank_)];
     auto part = std::make_unique<LoopbackCommunicator>(std::exchange(mine.group, nullptr),
-                                                       mine.rank, job_rank_);
+                                                       endpoint_, mine.rank);
     if (--table.left == 0) {
       table.changed.notify_all();
     }
@@ -231,87 +220,21 @@ class LoopbackCommunicator final : public Communicator {
   std::unique_ptr<Communicator> duplicate() override { return split(0, 0); }
 
  private:
-  struct Slot {
-    Node node;
-    Bucket* bucket = nullptr;
-    bool receives = false;
-    bool open = false;
-  };
-
-  // The receive that takes `message`, or null after `message` was queued (copied, where there is a
-  // cell).
-  static Node* match_or_queue(Bucket& bucket, Node& message, EagerCell* cell) {
-    const std::lock_guard guard(bucket.lock);
-    for (Node* receive = bucket.receives.first; receive != nullptr; receive = receive->next) {
-      if (matches(message, *receive)) {
-        claim(bucket.receives, *receive);
-        return receive;
-      }
-    }
-    if (cell == nullptr) {
-      bucket.messages.append(message);
-      return nullptr;
-    }
-    if (message.bytes > 0) {
-      std::memcpy(cell->bytes.data(), message.data, message.bytes);
-    }
-    cell->node.source = message.source;
-    cell->node.tag = message.tag;
-    cell->node.data = cell->bytes.data();
-    cell->node.bytes = message.bytes;
-    cell->node.state.store(State::kQueued, std::memory_order_relaxed);
-    bucket.messages.append(cell->node);
-    message.state.store(State::kDone, std::memory_order_relaxed);
-    return nullptr;
-  }
-
-  EagerCell* free_cell() {
-    Port& port = group_->ports[static_cast<std::size_t>(rank_)];
-    for (std::size_t i = 0; i < kEagerCells; ++i) {
-      EagerCell& cell = port.cells[next_cell_];
-      next_cell_ = (next_cell_ + 1) % kEagerCells;
-      if (cell.node.state.load(std::memory_order_acquire) == State::kDone) {
-        return &cell;
-      }
-    }
-    return nullptr;
-  }
-
-  void check_peer(int peer) const {
+  void check(int peer, int tag) const {
     if (peer < 0 || peer >= size()) {
       throw Error(ErrorCode::kInternal,
                   fmt::format("rank {} is not in a group of {} ranks", peer, size()), rank_);
     }
-  }
-
-  Bucket& bucket_of(int destination, int tag) const {
-    check_peer(destination);
     if (tag < 0) {
       throw Error(ErrorCode::kInternal, fmt::format("message tag {} is negative", tag), rank_);
     }
-    return group_->ports[static_cast<std::size_t>(destination)]
-        .buckets[static_cast<std::size_t>(tag) % kBuckets];
   }
 
-  // Ends the request: out of its list, or after the copy that is running.
-  static void withdraw(Slot& slot) noexcept {
-    {
-      const std::lock_guard guard(slot.bucket->lock);
-      if (slot.node.state.load(std::memory_order_acquire) == State::kQueued) {
-        (slot.receives ? slot.bucket->receives : slot.bucket->messages).remove(slot.node);
-        slot.node.state.store(State::kDone, std::memory_order_relaxed);
-      }
-    }
-    while (slot.node.state.load(std::memory_order_acquire) != State::kDone) {
-      sched_yield();
-    }
-  }
-
-  [[noreturn]] void refuse_long(const Node& receive) const {
+  [[noreturn]] void refuse_long(const Operation& receive, int source) const {
     throw Error(ErrorCode::kMismatch,
                 fmt::format("rank {} received a message of {} bytes where it has room for {}, from "
                             "rank {} with tag {}",
-                            rank_, receive.bytes, receive.capacity, receive.source, receive.tag),
+                            rank_, receive.bytes, receive.capacity, source, receive.tag),
                 rank_);
   }
 
@@ -321,7 +244,8 @@ class LoopbackCommunicator final : public Communicator {
     if (failure_seen_ == std::chrono::steady_clock::time_point{}) {
       failure_seen_ = now;
     } else if (now - failure_seen_ > kGrace) {
-      group_->job->outcomes[static_cast<std::size_t>(job_rank_)].followed = true;
+      const int job_rank = group_->job_ranks[static_cast<std::size_t>(rank_)];
+      group_->job->outcomes[static_cast<std::size_t>(job_rank)].followed = true;
       throw Error(ErrorCode::kPeer,
                   fmt::format("rank {} waits for a message, but another rank has failed", rank_),
                   rank_);
@@ -339,14 +263,14 @@ class LoopbackCommunicator final : public Communicator {
 
   void grow() {
     const std::size_t old = chunks_.size() * kSlotsPerChunk;
-    chunks_.push_back(std::make_unique<Slot[]>(kSlotsPerChunk));
+    chunks_.push_back(std::make_unique<Operation[]>(kSlotsPerChunk));
     free_.reserve(old + kSlotsPerChunk);
     for (std::size_t i = kSlotsPerChunk; i > 0; --i) {
       free_.push_back(static_cast<std::int32_t>(old + i - 1));
     }
   }
 
-  Slot& slot_of(const Request& request) {
+  Operation& slot_of(const Request& request) {
     const auto index = static_cast<std::size_t>(request.index);
     return chunks_[index / kSlotsPerChunk][index % kSlotsPerChunk];
   }
@@ -357,21 +281,18 @@ class LoopbackCommunicator final : public Communicator {
     }
     const Request request{free_.back()};
     free_.pop_back();
-    slot_of(request).open = true;
     return request;
   }
 
   void give_back(Request& request) {
-    slot_of(request).open = false;
     free_.push_back(std::exchange(request.index, Request::kNone));
   }
 
   std::shared_ptr<Group> group_;
+  std::shared_ptr<Endpoint> endpoint_;  // of this rank's thread
   int rank_;
-  int job_rank_;
-  std::size_t next_cell_ = 0;
   std::chrono::steady_clock::time_point failure_seen_{};
-  std::vector<std::unique_ptr<Slot[]>> chunks_;
+  std::vector<std::unique_ptr<Operation[]>> chunks_;
   std::vector<std::int32_t> free_;
 };
 
@@ -382,12 +303,15 @@ void run_loopback(int ranks, const std::function<void(Communicator&)>& body) {
     throw Error(ErrorCode::kUsage, fmt::format("loopback needs at least 1 rank, got {}", ranks));
   }
   const auto job = std::make_shared<Job>(ranks);
-  const auto group = std::make_shared<Group>(job, ranks);
+  std::vector<int> all(static_cast<std::size_t>(ranks));
+  std::iota(all.begin(), all.end(), 0);
+  const auto group = std::make_shared<Group>(job, std::move(all));
   std::vector<std::jthread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
     threads.emplace_back([&, rank] {
-      LoopbackCommunicator comm(group, rank, rank);
       try {
+        LoopbackCommunicator comm(
+            group, std::make_shared<Endpoint>(job->fabric, static_cast<std::size_t>(rank)), rank);
         body(comm);
       } catch (...) {
         job->outcomes[static_cast<std::size_t>(rank)].exception = std::current_exception();

@@ -103,6 +103,9 @@ class MpiCommunicator final : public Communicator {
   }
 
   bool test(Request& request, Arrival* arrival) override {
+    if (request.index == Request::kNone) {
+      return true;
+    }
     Slot& slot = slots_[static_cast<std::size_t>(request.index)];
     int done = 0;
     MPI_Status status;
