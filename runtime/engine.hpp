@@ -61,7 +61,7 @@ struct ActionSeconds {
 
 struct StepOutcome {
   std::vector<LossResult> losses;  // [micro_batch], on the last stage's rank, else empty
-  double busy_seconds = 0;         // in compute actions
+  double busy_seconds = 0;         // in compute actions, with the bookkeeping between two of them
   int peak_in_flight = 0;          // chunks held at once, counted while running
   std::vector<ActionSeconds> actions;
 };
