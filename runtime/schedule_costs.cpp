@@ -127,9 +127,9 @@ void add_cost_options(OptionTable& table, CostOptions& options, CostsOf scope) {
   table.add_integer("ranks-per-node", options.ranks_per_node, 0, std::numeric_limits<int>::max(),
                     "0: all ranks share a node");
   table.add_real("node-message-time", options.node_message, kFromZero,
-                 "latency of a message between nodes");
+                 "latency of a message between nodes; not given: message-time");
   table.add_real("node-bandwidth", options.node_bandwidth, kFromZero,
-                 "between two ranks of different nodes; 0: without limit");
+                 "between two ranks of different nodes; not given: bandwidth");
   table.add_text("links", options.links, "FROM-TO:LATENCY[:BANDWIDTH],...",
                  "links between ranks that differ from all that");
   table.add_text("message-bytes", options.message_bytes, kNumbers,
@@ -176,7 +176,6 @@ Costs::Costs(const CostOptions& options, const OptionTable& table, CostsOf scope
   common_.bandwidth = options.bandwidth;
   common_.overlap = overlap_of(options.overlap);
   common_.ranks_per_node = options.ranks_per_node;
-  common_.between_nodes = {options.node_message, options.node_bandwidth};
   common_.links = links_of(options.links);
   common_.reduce_link = {0, options.reduce_bandwidth};
   common_.reduce_overlap = options.reduce_overlap;
@@ -185,7 +184,13 @@ Costs::Costs(const CostOptions& options, const OptionTable& table, CostsOf scope
     has_bytes_ = has_bytes_ || !list->values.empty();
   }
   if (!options.memory_limit.empty()) read_memory_limit(options.memory_limit);
-  if (options.profile.empty()) return;
+  if (!options.profile.empty()) read_profile(options, table);
+  common_.between_nodes = {
+      table.given("node-message-time") ? options.node_message : common_.message,
+      table.given("node-bandwidth") ? options.node_bandwidth : common_.bandwidth};
+}
+
+void Costs::read_profile(const CostOptions& options, const OptionTable& table) {
   for (const char* name : {"forward-time", "backward-input-time", "backward-weight-time"}) {
     if (table.given(name)) {
       refuse(fmt::format("option --{}: --profile says it; give one of the two", name));

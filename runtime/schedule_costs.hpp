@@ -65,6 +65,7 @@ class Costs {
   };
 
   void read_memory_limit(const std::string& text);
+  void read_profile(const CostOptions& options, const OptionTable& table);
   [[nodiscard]] SimulationTimes of_pieces(int pieces) const;
 
   CostsOf scope_;

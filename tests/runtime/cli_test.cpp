@@ -373,6 +373,20 @@ TEST_F(CliTest, ScheduleCountsLinksReductionsAndBytes) {
   EXPECT_FALSE(figures.contains("timeline"));
 }
 
+TEST_F(CliTest, LinksBetweenNodesAreAsAllOthersUnlessGiven) {
+  const auto makespan = [&](const std::string& more) {
+    const Outcome outcome = sluice(
+        "schedule --schedule forward-only --ranks 2 --micro-batches 1 --format json "
+        "--message-time 2 --ranks-per-node 1 " +
+        more);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return nlohmann::json::parse(outcome.out).at("makespan").get<double>();
+  };
+  EXPECT_EQ(makespan(""), 4);
+  EXPECT_EQ(makespan("--node-message-time 5"), 7);
+  EXPECT_EQ(makespan("--links 0-1:1.5:8 --message-bytes 4"), 4);
+}
+
 TEST_F(CliTest, CompareSortsByTheObjectiveAndSaysWhatTheBarrierCosts) {
   const auto compare = [&](const std::string& more) {
     const Outcome outcome =
