@@ -34,7 +34,7 @@ struct ScheduleReport {
   Simulation simulation;
   bool exact = false;
   bool planned = false;                    // nothing is known of transports where not
-  std::vector<TransportModel> transports;  // under which the plan ends
+  std::vector<TransportModel> transports;  // under which its plans end: MPI's, or NCCL's
   std::string source;                      // what was read from which file; empty: generated
   std::string costs_source;                // Costs::source()
 };
