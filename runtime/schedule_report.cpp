@@ -74,7 +74,8 @@ std::string transports_text(const ScheduleReport& report) {
   }
   std::vector<std::string_view> names;
   for (const TransportModel model : report.transports) names.push_back(name_of(model));
-  return fmt::format("{} (transport models; for nccl planned in one global order)", fmt::join(names, ", "));
+  return fmt::format("{} (transport models; for nccl planned in one global order)",
+                     fmt::join(names, ", "));
 }
 
 nlohmann::ordered_json to_json(const std::vector<std::vector<SimulatedAction>>& ranks) {
