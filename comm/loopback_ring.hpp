@@ -98,8 +98,15 @@ class Rings {
   Cell* cells_ = nullptr;
 };
 
-// Calls the library's memcpy: a copy bounded by a cell's room would be expanded word by word.
-[[gnu::noipa]] inline void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
+// Calls the library's memcpy: a copy bounded by a cell's room would be expanded word by word, were
+// the bound known here.
+#ifdef __clang__
+[[gnu::noinline]]
+#else
+[[gnu::noipa]]
+#endif
+inline void
+copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   std::memcpy(to, from, bytes);
 }
 
