@@ -15,6 +15,7 @@
 
 #include "comm/control.hpp"
 #include "comm/error.hpp"
+#include "runtime/option_table.hpp"
 
 namespace sluice {
 namespace {
@@ -143,6 +144,18 @@ int run_guarded(const std::function<void()>& body) {
     print_error(error);
     return exit_code(error.code());
   }
+}
+
+int run_guarded(OptionTable& table, const std::vector<std::string>& arguments,
+                const std::function<void()>& body) {
+  return run_guarded([&] {
+    table.parse(arguments);
+    if (table.help_wanted()) {
+      fmt::print("{}", table.help());
+    } else {
+      body();
+    }
+  });
 }
 
 int run_main(int argc, char** argv,

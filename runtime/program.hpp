@@ -11,6 +11,8 @@
 
 namespace sluice {
 
+class OptionTable;
+
 // Runs `body` with MPI up; returns the process's exit code. An error is printed once in the whole
 // job, by the rank that saw it first. Where every rank throws the same Error(kUsage), all of them
 // return its exit code and MPI ends in peace; any other error ends the job on every rank within
@@ -27,6 +29,11 @@ int run_command(int argc, char** argv, const std::function<std::string()>& parse
 
 // The same for what needs no MPI. Standard output that cannot be written is Error(kIo).
 int run_guarded(const std::function<void()>& body);
+
+// run_guarded for a command line: parses it, and prints the help where it is asked for; else runs
+// `body`.
+int run_guarded(OptionTable& table, const std::vector<std::string>& arguments,
+                const std::function<void()>& body);
 
 // "sluice: error: <message> [rank <r>]" on standard error, in one piece; without the rank where
 // there is none, and for kUsage, which all ranks see alike.

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "comm/error.hpp"
+#include "runtime/schedule_compare.hpp"
 
 namespace sluice {
 namespace {
@@ -62,6 +63,17 @@ SimulationTimes times_of_layers(const Costs& costs, int ranks, int layers) {
   return times;
 }
 
+// Of one chunk per rank, where both were candidates.
+std::string remark_of(const std::vector<SearchCandidate>& candidates) {
+  const auto find = [&](const char* name) {
+    return std::find_if(candidates.begin(), candidates.end(),
+                        [&](const SearchCandidate& each) { return each.origin == name; });
+  };
+  const auto h1 = find("zb-h1"), h2 = find("zb-h2");
+  if (h1 == candidates.end() || h2 == candidates.end()) return "";
+  return remark_on_barrier({h1->makespan, h1->span}, {h2->makespan, h2->span});
+}
+
 }  // namespace
 
 AutoSchedule find_schedule(SearchRequest request, const Costs& costs, int layers,
@@ -106,6 +118,8 @@ std::string to_table_text(const AutoSchedule& found, Objective objective) {
       "Its {} is {:.4f} times {:.6g}, which no order of these stages on these ranks undercuts. The "
       "search is\na heuristic: a better schedule may exist.\n",
       name_of(objective), result.ratio, result.lower_bound);
+  const std::string remark = objective == Objective::kMakespan ? remark_of(result.candidates) : "";
+  if (!remark.empty()) text += remark + "\n";
   if (!result.first_layer.empty()) text += layers_text(result.first_layer) + "\n";
   return text + "\n";
 }

@@ -45,23 +45,6 @@ const ScheduleReport* find(const std::vector<ScheduleReport>& rows, std::string_
   return nullptr;
 }
 
-// Papers show zb-h2 ahead of zb-h1; a step with a barrier may not.
-void remark_on_barrier(Comparison& comparison) {
-  const ScheduleReport* const h1 = find(comparison.rows, "zb-h1");
-  const ScheduleReport* const h2 = find(comparison.rows, "zb-h2");
-  if (h1 == nullptr || h2 == nullptr) return;
-  const Simulation& one = h1->simulation;
-  const Simulation& two = h2->simulation;
-  constexpr double kRounding = 1e-9;
-  const bool gains = two.makespan < one.makespan * (1 - kRounding);
-  if (gains || !(two.span < one.span * (1 - kRounding))) return;
-  comparison.remarks.push_back(
-      fmt::format("zb-h2 gains nothing over zb-h1: the step ends with a barrier, so its makespan "
-                  "counts ({:.6g} "
-                  "against {:.6g}), not the shorter span of each rank ({:.6g} against {:.6g})",
-                  two.makespan, one.makespan, two.span, one.span));
-}
-
 // Has the table a column of bytes?
 bool has_bytes(const Comparison& comparison) {
   return !comparison.rows.front().simulation.peak_bytes.empty();
@@ -75,6 +58,17 @@ std::string transports_text(const ScheduleReport& row) {
 }
 
 }  // namespace
+
+std::string remark_on_barrier(const StepTimes& zb_h1, const StepTimes& zb_h2) {
+  constexpr double kRounding = 1e-9;
+  const bool gains = zb_h2.makespan < zb_h1.makespan * (1 - kRounding);
+  if (gains || !(zb_h2.span < zb_h1.span * (1 - kRounding))) return "";
+  return fmt::format(
+      "zb-h2 gains nothing over zb-h1: the step ends with a barrier, so its makespan counts "
+      "({:.6g} "
+      "against {:.6g}), not the shorter span of each rank ({:.6g} against {:.6g})",
+      zb_h2.makespan, zb_h1.makespan, zb_h2.span, zb_h1.span);
+}
 
 Comparison compare_schedules(const ScheduleShape& shape, const Costs& costs, Objective objective) {
   Comparison comparison;
@@ -99,7 +93,13 @@ Comparison compare_schedules(const ScheduleShape& shape, const Costs& costs, Obj
         return std::tuple(objective_of(a, objective), std::int64_t{most_in_flight(a)} * b.chunks) <
                std::tuple(objective_of(b, objective), std::int64_t{most_in_flight(b)} * a.chunks);
       });
-  remark_on_barrier(comparison);
+  const ScheduleReport* const h1 = find(comparison.rows, "zb-h1");
+  const ScheduleReport* const h2 = find(comparison.rows, "zb-h2");
+  if (h1 != nullptr && h2 != nullptr) {
+    const std::string remark = remark_on_barrier({h1->simulation.makespan, h1->simulation.span},
+                                                 {h2->simulation.makespan, h2->simulation.span});
+    if (!remark.empty()) comparison.remarks.push_back(remark);
+  }
   return comparison;
 }
 

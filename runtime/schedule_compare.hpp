@@ -9,6 +9,14 @@
 
 namespace sluice {
 
+struct StepTimes {
+  double makespan = 0, span = 0;
+};
+
+// A sentence where zb-h2's shorter spans, which papers count, do not shorten a step that ends with
+// a barrier; else empty.
+[[nodiscard]] std::string remark_on_barrier(const StepTimes& zb_h1, const StepTimes& zb_h2);
+
 struct Comparison {
   Objective objective = Objective::kMakespan;
   std::vector<ScheduleReport> rows;  // ascending objective, then peak, then name; without actions

@@ -15,15 +15,10 @@ constexpr const char* kAbout =
 }  // namespace
 
 int digest_command(const std::vector<std::string>& arguments) {
-  return run_guarded([&] {
-    std::string directory;
-    OptionTable table("sluice digest DIR", kAbout);
-    table.add_argument("DIR", directory);
-    table.parse(arguments);
-    if (table.help_wanted()) {
-      fmt::print("{}", table.help());
-      return;
-    }
+  std::string directory;
+  OptionTable table("sluice digest DIR", kAbout);
+  table.add_argument("DIR", directory);
+  return run_guarded(table, arguments, [&] {
     const auto digests = digest_parameters(WeightsDirectory(directory, "model"));
     for (const ParameterDigest& digest : digests) {
       fmt::print("{}  {}\n", digest.sha256, digest.name);

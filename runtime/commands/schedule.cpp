@@ -114,16 +114,9 @@ int schedule_command(const std::vector<std::string>& arguments) {
     return schedule_auto_command({arguments.begin() + 1, arguments.end()});
   }
   if (const auto rest = arguments_of_auto(arguments)) return schedule_auto_command(*rest);
-  return run_guarded([&] {
-    ScheduleOptions options;
-    OptionTable table = make_table(options);
-    table.parse(arguments);
-    if (table.help_wanted()) {
-      fmt::print("{}", table.help());
-      return;
-    }
-    run(options, table);
-  });
+  ScheduleOptions options;
+  OptionTable table = make_table(options);
+  return run_guarded(table, arguments, [&] { run(options, table); });
 }
 
 }  // namespace sluice

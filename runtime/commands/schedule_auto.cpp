@@ -72,16 +72,9 @@ void run(AutoOptions& options, const OptionTable& table) {
 }  // namespace
 
 int schedule_auto_command(const std::vector<std::string>& arguments) {
-  return run_guarded([&] {
-    AutoOptions options;
-    OptionTable table = make_table(options);
-    table.parse(arguments);
-    if (table.help_wanted()) {
-      fmt::print("{}", table.help());
-      return;
-    }
-    run(options, table);
-  });
+  AutoOptions options;
+  OptionTable table = make_table(options);
+  return run_guarded(table, arguments, [&] { run(options, table); });
 }
 
 }  // namespace sluice

@@ -9,6 +9,7 @@ namespace {
 
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using ::testing::StartsWith;
 
 TEST_F(CliTest, ScheduleDrawsAndCounts) {
@@ -160,6 +161,12 @@ TEST_F(CliTest, ScheduleAutoFindsOneWithinTheLimitAndSaysHowGoodItIs) {
   }
   EXPECT_GE(json.at("candidates").size(), 8U);
   EXPECT_EQ(sluice(std::string("schedule --schedule auto ") + options).out, outcome.out);
+}
+
+TEST_F(CliTest, ScheduleAutoSaysWhatTheBarrierCosts) {
+  const std::string shape = "schedule auto --ranks 4 --micro-batches 8 --chunks 1 --effort 0 ";
+  EXPECT_THAT(sluice(shape).out, HasSubstr("zb-h2 gains nothing over zb-h1"));
+  EXPECT_THAT(sluice(shape + "--objective span").out, Not(HasSubstr("gains nothing")));
 }
 
 TEST_F(CliTest, ScheduleAutoCutsLayersAndWritesAFile) {
