@@ -1,13 +1,16 @@
-// Device primitives: devices, streams, events, buffers. On the CPU a stream runs what is put on it
-// at once and an event is done when it is made; the types are what a GPU fills in.
+// Device primitives: devices, streams, events, buffers, copies. On the CPU a stream runs what is
+// put on it at once and an event is done when it is made. On a GPU they are CUDA's: what is put on
+// a stream runs in order and later, and the host goes on.
 //
-// Owners (Stream, Event, Buffer) are move-only and null their source; StreamView and pointers do
-// not own. Nothing here throws in a destructor.
+// Owners (Stream, Event, Buffer, HostBuffer) are move-only and null their source; StreamView and
+// pointers do not own. Nothing here throws in a destructor. Everything that can fail throws
+// Error(kDevice) naming the device and what was asked.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace sluice {
@@ -21,6 +24,37 @@ struct Device {
 };
 
 [[nodiscard]] std::string to_string(const Device& device);  // "cpu", "cuda:1"
+// "cpu", "cuda" (the first GPU) or "cuda:<index>", whole text, else Error(kUsage). Whether the
+// device exists is require_device's question.
+[[nodiscard]] Device parse_device(std::string_view text);
+
+// Whether this build has CUDA at all; whether a GPU answers is device_count's question.
+[[nodiscard]] bool built_with_cuda();
+// Devices of a kind that this process can use: CPUs 1; GPUs 0 where the build has no CUDA, where
+// there is no GPU, or where its driver does not answer (no_gpu_reason() then says why).
+[[nodiscard]] int device_count(DeviceKind kind);
+// One line; empty where there is a GPU.
+[[nodiscard]] std::string no_gpu_reason();
+
+struct DeviceProperties {
+  std::string name;             // "NVIDIA H200"; the CPU has none
+  std::string identity;         // PCI bus address, the same from every process of a host
+  std::size_t memory = 0;       // bytes
+  std::size_t free_memory = 0;  // bytes, now
+  int major = 0, minor = 0;     // compute capability
+  int driver = 0, runtime = 0;  // CUDA versions as CUDA counts them, 13000 for 13.0
+};
+// Requires a device for which require_device() passes.
+[[nodiscard]] DeviceProperties properties_of(Device device);
+// Error(kUsage) with what would be legal where this process cannot use the device: a build without
+// CUDA, no GPU, an index out of range, a compute capability the build has no code for, a driver
+// older than the toolkit.
+void require_device(Device device);
+// Makes `device` the one that the calling thread's CUDA calls mean. Streams, events and buffers
+// made later for it need no further call. Nothing on the CPU.
+void use_device(Device device);
+
+class Event;
 
 // Non-owning; null on the CPU.
 class StreamView {
@@ -30,6 +64,8 @@ class StreamView {
   [[nodiscard]] void* native() const { return native_; }
   // Blocks the host until everything put on the stream so far is done.
   void synchronize() const;
+  // What is put on the stream from now on runs after the event. Does not block the host.
+  void wait(const Event& event) const;
 
  private:
   void* native_ = nullptr;
@@ -62,9 +98,11 @@ class Event {
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
   ~Event();
+  // The event is done when everything put on the stream so far is.
   void record(StreamView stream);
-  // Does not block.
+  // Does not block. Error(kDevice) where something before it failed on the device.
   [[nodiscard]] bool done() const;
+  [[nodiscard]] void* native() const { return native_; }  // null on the CPU
 
  private:
   void* native_ = nullptr;
@@ -95,6 +133,38 @@ class Buffer {
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
 };
+
+// Uninitialised host memory, kBufferAlignment-aligned: page-locked where `device` is a GPU, so that
+// copies to and from it run beside the host and kernels may write it; else plain memory.
+class HostBuffer {
+ public:
+  HostBuffer() = default;
+  HostBuffer(Device device, std::size_t bytes);
+  HostBuffer(HostBuffer&& other) noexcept
+      : device_(other.device_),
+        data_(std::exchange(other.data_, nullptr)),
+        bytes_(std::exchange(other.bytes_, 0)) {}
+  HostBuffer& operator=(HostBuffer&& other) noexcept;
+  HostBuffer(const HostBuffer&) = delete;
+  HostBuffer& operator=(const HostBuffer&) = delete;
+  ~HostBuffer();
+  [[nodiscard]] std::byte* data() const { return data_; }
+  [[nodiscard]] std::size_t size() const { return bytes_; }
+
+ private:
+  Device device_;
+  std::byte* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+// Bytes from anywhere to anywhere (host, this device), in stream order. On a CPU stream done when
+// it returns; on a GPU's the host goes on, and host memory should be page-locked and must stay as
+// it is until the stream has passed.
+void copy_async(void* to, const void* from, std::size_t bytes, StreamView stream);
+void fill_zero_async(void* to, std::size_t bytes, StreamView stream);
+// The same, done when it returns; for start-up, files and tests. `device` is where the memory that
+// is not the host's lies. Ordered after nothing: synchronise streams that use the memory first.
+void copy_now(Device device, void* to, const void* from, std::size_t bytes);
 
 [[nodiscard]] constexpr std::size_t round_up(std::size_t bytes, std::size_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;

@@ -8,11 +8,12 @@
 #include "runtime/program.hpp"
 using namespace sluice;
 using Tensors = std::span<const Tensor>;
+using Specs = std::span<const TensorSpec>;
 struct OneNumber : Stage {  // what both stages share: one parameter, outputs shaped like inputs
   ParameterSet set;
   Parameter& p;
   explicit OneNumber(const char* name) : p(set.add(name, Shape{1}, Init::constant(0))) {}
-  StageDescription describe(std::span<const TensorSpec> in) const override { return {{in[0]}}; }
+  StageDescription describe(Specs in, DeviceKind) const override { return {{in[0]}}; }
   void prepare(const StageSetup& s) override { set.allocate(s.compute->device(), s.seed); }
   ParameterSet* parameters() override { return &set; }
 };
@@ -30,13 +31,12 @@ struct Shift : OneNumber, LossStage {
   void forward(StageContext&, Tensors h, Tensors y) override {
     for (int i = 0; i < h[0].elements(); ++i) y[0].at(i) = h[0].at(i) + p.value.at(0);
   }
-  LossResult loss(StageContext& ctx, Tensors y, Tensors t) override {  // leaves its gradient in y
-    LossResult result{.sum = 0, .weight = target_weight(t)};
-    for (int i = 0; i < y[0].elements(); ++i) {
-      result.sum += std::pow(y[0].at(i) -= t[0].at(i), 2.0);
+  void loss(StageContext& ctx, Tensors y, Tensors t, double* sum) override {
+    *sum = 0;
+    for (int i = 0; i < y[0].elements(); ++i) {  // leaves its gradient in y
+      *sum += std::pow(y[0].at(i) -= t[0].at(i), 2.0);
       y[0].at(i) *= float(2 * ctx.loss_scale);
     }
-    return result;
   }
   double target_weight(Tensors t) const override { return double(t[0].elements()); }
   void backward(StageContext&, Tensors dy, Tensors dh) override {

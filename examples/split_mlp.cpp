@@ -32,7 +32,7 @@ class Mlp : public Stage, public LossStage {
       biases_.push_back(&set_.add(name + ".bias", Shape{out}, init, false));
     }
   }
-  StageDescription describe(std::span<const TensorSpec> inputs) const override {
+  StageDescription describe(std::span<const TensorSpec> inputs, DeviceKind) const override {
     return {{{DType::kF32, Shape{inputs[0].shape[0], kWidths[last_]}}}};
   }
   ParameterSet* parameters() override { return &set_; }
@@ -78,10 +78,9 @@ class Mlp : public Stage, public LossStage {
     }
   }
 
-  LossResult loss(StageContext& ctx, Tensors outputs, Tensors targets) override {
-    return {mean_squared_error(ctx.compute, outputs[0], targets[0], ctx.loss_scale,
-                               ctx.phase == Phase::kTrain),
-            target_weight(targets)};
+  void loss(StageContext& ctx, Tensors outputs, Tensors targets, double* sum) override {
+    mean_squared_error(ctx.compute, outputs[0], targets[0], ctx.loss_scale,
+                       ctx.phase == Phase::kTrain, sum);
   }
   double target_weight(Tensors targets) const override { return double(targets[0].elements()); }
 

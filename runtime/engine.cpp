@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <chrono>
 #include <optional>
 #include <string>
 #include <utility>
@@ -41,10 +40,6 @@ const char* describe(SlotState state) {
 }
 
 }  // namespace
-
-double steady_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 struct Engine::Impl {
   explicit Impl(const EngineConfig& config_in);
@@ -324,13 +319,16 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
   if (++in_flight > outcome.peak_in_flight) outcome.peak_in_flight = in_flight;
   Slot& output = expect(stage.output, op, BufferKind::kOutput, SlotState::kFree);
   stage.output->shape(output, samples(op));
+  if (op.stage == 0) stage.binding.stage->check_inputs(ctx.inputs);
   stage.binding.stage->forward(ctx, ctx.inputs, output.tensors);
   output.state = SlotState::kFilled;
   if (stage.binding.loss != nullptr) {
     last_output = &output;
     if (request.phase != Phase::kGenerate) {
-      outcome.losses[index_of(op.micro_batch)] = stage.binding.loss->loss(
-          ctx, output.tensors, request.batch->targets[index_of(op.micro_batch)]);
+      const auto& targets = request.batch->targets[index_of(op.micro_batch)];
+      LossResult& result = outcome.losses[index_of(op.micro_batch)];
+      result.weight = stage.binding.loss->target_weight(targets);
+      stage.binding.loss->loss(ctx, output.tensors, targets, &result.sum);
     }
   }
   if (config.plan->forward_only) --in_flight;

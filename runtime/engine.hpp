@@ -59,6 +59,11 @@ struct ActionSeconds {
   Sum forward, backward, backward_input, backward_weight;
 };
 
+struct LossResult {
+  double sum = 0;     // of the loss over the micro-batch's counted targets
+  double weight = 0;  // their number (a mean is sum / weight over the global batch)
+};
+
 struct StepOutcome {
   std::vector<LossResult> losses;  // [micro_batch], on the last stage's rank, else empty
   double busy_seconds = 0;         // in compute actions, with the bookkeeping between two of them
@@ -103,8 +108,5 @@ class Engine {
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
-
-// Seconds of the steady clock, the same on all ranks of a host.
-[[nodiscard]] double steady_seconds();
 
 }  // namespace sluice

@@ -115,7 +115,7 @@ void GradientSync::reduce_tied(int group) {
 
 void GradientSync::zero_grads() {
   for (const StageBinding& binding : stages_) {
-    if (ParameterSet* set = binding.stage->parameters()) set->zero_grads();
+    if (ParameterSet* set = binding.stage->parameters()) set->zero_grads(compute_.stream());
   }
 }
 
@@ -126,7 +126,7 @@ void GradientSync::pack_record() {
     record_[loss_offset_ + 2 * i + 1] = outcome_->losses[i].weight;
   }
   for (std::size_t i = 0; i < owned_.size(); ++i) {
-    record_[square_offset_ + i] = sum_of_squares(compute_, owned_[i].second->grad.floats());
+    sum_of_squares(compute_, owned_[i].second->grad.floats(), &record_[square_offset_ + i]);
   }
   record_[0] = steady_seconds() - started_;
   record_[1] = outcome_->busy_seconds;

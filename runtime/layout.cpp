@@ -103,7 +103,7 @@ void require_like(const std::vector<TensorSpec>& largest, const std::vector<Tens
 StageReport report_of(Stage& stage, int index, const std::vector<std::vector<TensorSpec>>& inputs) {
   StageReport report;
   for (const auto& specs : inputs) {
-    const StageDescription description = stage.describe(specs);
+    const StageDescription description = stage.describe(specs, DeviceKind::kCpu);
     if (description.outputs.empty() || description.outputs.size() > 65535) {
       throw Error(ErrorCode::kUsage, fmt::format("stage {} describes {} outputs; it needs at "
                                                  "least one",

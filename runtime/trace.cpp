@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <iterator>
@@ -170,6 +171,10 @@ class Unpacker {
 };
 
 }  // namespace
+
+double steady_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks) {
   AtomicFile file(path);

@@ -10,6 +10,9 @@
 #include "comm/error.hpp"
 #include "stages/cpu/kernel_set.hpp"
 #include "stages/matmul.hpp"
+#if SLUICE_WITH_CUDA
+#include "stages/cuda/context.hpp"
+#endif
 
 namespace sluice {
 
@@ -52,8 +55,15 @@ ComputeContext::ComputeContext(Device device, int threads)
     : device_(device),
       threads_(checked_threads(threads)),
       stream_(device),
-      matmuls_(std::make_unique<MatMulCache>(device)),
-      kernels_(&choose_kernels()) {}
+      matmuls_(std::make_unique<MatMulCache>(Device{})),
+      kernels_(&choose_kernels()) {
+#if SLUICE_WITH_CUDA
+  if (device.kind == DeviceKind::kCuda) {
+    use_device(device);
+    cuda_ = cuda::make_context(device, stream_.view());
+  }
+#endif
+}
 
 ComputeContext::~ComputeContext() = default;
 
@@ -63,20 +73,21 @@ std::byte* ComputeContext::workspace(std::size_t bytes) {
 }
 
 void ComputeContext::reserve_workspace(std::size_t bytes) {
-  if (bytes > workspace_.size()) workspace_ = Buffer(device_, bytes);
+  if (bytes <= workspace_.size()) return;
+  stream_.view().synchronize();  // what still runs may use the old one
+  workspace_ = Buffer(device_, bytes);
 }
 
 const float* ComputeContext::rotary_table(std::int64_t sequence, std::int64_t head_dim,
                                           float base) {
   for (const RotaryTable& table : rotary_tables_) {
     if (table.sequence >= sequence && table.head_dim == head_dim && table.base == base) {
-      return table.values.data();
+      return reinterpret_cast<const float*>(table.values.data());
     }
   }
-  RotaryTable table = {sequence, head_dim, base, {}};
   const std::int64_t half = head_dim / 2;
-  table.values.resize(static_cast<std::size_t>(sequence * 3 * half));
-  float* row = table.values.data();
+  std::vector<float> values(static_cast<std::size_t>(sequence * 3 * half));
+  float* row = values.data();
   for (std::int64_t position = 0; position < sequence; ++position, row += 3 * half) {
     for (std::int64_t i = 0; i < half; ++i) {
       const double exponent = -2.0 * static_cast<double>(i) / static_cast<double>(head_dim);
@@ -86,8 +97,11 @@ const float* ComputeContext::rotary_table(std::int64_t sequence, std::int64_t he
       row[2 * half + i] = -row[half + i];
     }
   }
-  rotary_tables_.push_back(std::move(table));
-  return rotary_tables_.back().values.data();
+  const std::size_t bytes = values.size() * sizeof(float);
+  rotary_tables_.push_back({sequence, head_dim, base, Buffer(device_, bytes)});
+  std::byte* const table = rotary_tables_.back().values.data();
+  copy_now(device_, table, values.data(), bytes);
+  return reinterpret_cast<const float*>(table);
 }
 
 std::string kernel_set() { return choose_kernels().name; }

@@ -14,11 +14,15 @@ namespace sluice {
 
 class MatMulCache;  // stages/matmul.hpp
 struct Kernels;     // stages/cpu/kernels/kernels.hpp
+namespace cuda {
+class Context;  // stages/cuda/context.hpp
+}
 
 class ComputeContext {
  public:
   // threads >= 1, else Error(kUsage); binds the calling thread's OpenMP team to that size. Error
-  // (kUsage) also where SLUICE_KERNELS names no kernel set, or one this machine cannot run.
+  // (kUsage) also where SLUICE_KERNELS names no kernel set, or one this machine cannot run, and
+  // where the device cannot be used (require_device). On a GPU it becomes the calling thread's.
   ComputeContext(Device device, int threads);
   ~ComputeContext();
   ComputeContext(const ComputeContext&) = delete;
@@ -30,20 +34,23 @@ class ComputeContext {
   [[nodiscard]] MatMulCache& matmuls() { return *matmuls_; }
   [[nodiscard]] const Kernels& kernels() const { return *kernels_; }
 
-  // Scratch of one operator call; contents do not survive the next call. Grows only when asked for
-  // more than ever before (before step 1, by reserve()).
+  // Of a GPU: library handles, prepared products. Requires device().kind == kCuda.
+  [[nodiscard]] cuda::Context& cuda() { return *cuda_; }
+
+  // Scratch of one operator call, on the device; contents do not survive the next call. Grows only
+  // when asked for more than ever before (before step 1, by reserve()).
   [[nodiscard]] std::byte* workspace(std::size_t bytes);
   void reserve_workspace(std::size_t bytes);
 
   // For positions 0 .. sequence - 1: cosines, sines, negated sines of position *
-  // base^(-2i/head_dim), [sequence, 3, head_dim / 2]. Made on first use.
+  // base^(-2i/head_dim), [sequence, 3, head_dim / 2], on the device. Made on first use.
   [[nodiscard]] const float* rotary_table(std::int64_t sequence, std::int64_t head_dim, float base);
 
  private:
   struct RotaryTable {
     std::int64_t sequence, head_dim;
     float base;
-    std::vector<float> values;
+    Buffer values;
   };
 
   Device device_;
@@ -52,6 +59,7 @@ class ComputeContext {
   Buffer workspace_;
   std::unique_ptr<MatMulCache> matmuls_;
   std::vector<RotaryTable> rotary_tables_;
+  std::shared_ptr<cuda::Context> cuda_;  // null on the CPU
   const Kernels* kernels_;
 };
 

@@ -1,4 +1,9 @@
-// Operators: forward, input gradient, weight gradient. The CPU versions are the specification.
+// Operators: forward, input gradient, weight gradient, on the context's device. The CPU versions
+// are the specification of the GPU's.
+//
+// Streams. On a GPU every operator is put on the context's stream and returns at once; operands are
+// memory of that device. A number for the host is written in stream order to memory the host can
+// read: on a GPU it must be page-locked (HostBuffer).
 //
 // Conventions. rows = samples * sequence. Activations are [rows, width], dense, of the operator's
 // activation type T (f32 or bf16, equal for all activation operands unless said); the residual
@@ -85,9 +90,11 @@ struct Dropout {
   // mask is the same in whatever micro-batch it sits.
   std::uint64_t first_element = 0;
 };
-// Bytes attention_forward keeps for backward: probabilities before dropout, [samples, heads,
-// sequence, sequence rounded up to 16]; right of a block of 64 rows nothing is written or read.
-[[nodiscard]] std::size_t attention_state_bytes(const AttentionShape& shape, DType dtype);
+// Bytes attention_forward keeps for backward. On the CPU: probabilities before dropout, [samples,
+// heads, sequence, sequence rounded up to 16]; right of a block of 64 rows nothing is written or
+// read. On a GPU: log-sum-exp of the scores, f32 [samples, heads, sequence].
+[[nodiscard]] std::size_t attention_state_bytes(DeviceKind device, const AttentionShape& shape,
+                                                DType dtype);
 // qkv [rows, packed_width]: all queries, then keys, then values of a position. out
 // [rows, heads * head_dim]; scores are scaled by 1/sqrt(head_dim). `dropout` applies to the
 // probabilities; its element index is ((sample * heads + head) * sequence + query) * sequence +
@@ -120,31 +127,38 @@ void add(ComputeContext& ctx, const Tensor& x, const Tensor& y);  // y += x, y f
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
 
 // --- losses ---
-// logits f32 [rows, vocabulary], targets i32 [rows]; a negative target does not count. Returns the
+// logits f32 [rows, vocabulary], targets i32 [rows]; a negative target does not count. *sum = the
 // sum over counted rows of -log softmax(logits)[target]. With `gradient`, logits are replaced by
 // scale * (softmax - onehot), zero in uncounted rows.
-[[nodiscard]] double softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits,
-                                           const Tensor& targets, double scale, bool gradient);
-// Sum of squared differences over all elements; with `gradient`, outputs become
+void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
+                           double scale, bool gradient, double* sum);
+// *sum = the squared differences over all elements; with `gradient`, outputs become
 // 2 * scale * (outputs - targets).
-[[nodiscard]] double mean_squared_error(ComputeContext& ctx, const Tensor& outputs,
-                                        const Tensor& targets, double scale, bool gradient);
+void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
+                        double scale, bool gradient, double* sum);
 
 // --- optimizer kernels, over flat f32 vectors ---
+// Neighbours in memory that are updated alike. `first` and `second`: the optimizer's state.
+struct UpdateRun {
+  float* value = nullptr;
+  const float* grad = nullptr;
+  float* first = nullptr;
+  float* second = nullptr;
+  std::int64_t count = 0;
+  bool decay = true;  // the step's weight_decay applies
+};
 struct AdamWStep {
   float learning_rate = 0, beta1 = 0.9F, beta2 = 0.95F, epsilon = 1e-8F, weight_decay = 0;
   float correction1 = 1, correction2 = 1;  // 1 - beta^t
   float grad_scale = 1;                    // clipping
 };
-void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<float> value,
-           std::span<const float> grad, std::span<float> first, std::span<float> second);
+void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs);
 struct SgdStep {
   float learning_rate = 0, momentum = 0, weight_decay = 0, grad_scale = 1;
 };
-// velocity may be empty when momentum is 0.
-void sgd(ComputeContext& ctx, const SgdStep& step, std::span<float> value,
-         std::span<const float> grad, std::span<float> velocity);
-// Double partial sums over fixed blocks of 16,384 elements, added in order.
-[[nodiscard]] double sum_of_squares(ComputeContext& ctx, std::span<const float> values);
+// first: the velocity; may be null when momentum is 0.
+void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs);
+// *sum: double partial sums over fixed blocks of 16,384 elements, added in order.
+void sum_of_squares(ComputeContext& ctx, std::span<const float> values, double* sum);
 
 }  // namespace sluice

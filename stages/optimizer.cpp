@@ -2,9 +2,7 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <numbers>
 
 #include "comm/error.hpp"
@@ -14,35 +12,28 @@ namespace sluice {
 
 namespace {
 
-// Parameters that follow each other in memory and decay alike: one kernel call. The padding between
-// them is zero in value, gradient and state, and stays so under either update.
-struct Run {
-  float* value = nullptr;
-  float* grad = nullptr;
-  std::size_t state_offset = 0;  // floats
-  std::size_t count = 0;         // floats, padding between parameters included
-  bool decay = true;
-};
-
 std::size_t padded_floats(const Parameter& parameter) {
   return round_up(static_cast<size_t>(parameter.value.elements()) * sizeof(float),
                   kBufferAlignment) /
          sizeof(float);
 }
 
-std::vector<Run> make_runs(std::span<Parameter* const> parameters) {
-  std::vector<Run> runs;
-  std::size_t offset = 0;
+// Parameters that follow each other in memory and decay alike make one run. The padding between
+// them is zero in value, gradient and state, and stays so under either update. State is filled in
+// by StateMemory.
+std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters) {
+  std::vector<UpdateRun> runs;
   for (const Parameter* parameter : parameters) {
-    Run next{parameter->value.as<float>(), parameter->grad.as<float>(), offset,
-             padded_floats(*parameter), parameter->decay};
+    UpdateRun next{.value = parameter->value.as<float>(),
+                   .grad = parameter->grad.as<float>(),
+                   .count = static_cast<std::int64_t>(padded_floats(*parameter)),
+                   .decay = parameter->decay};
     if (next.value == nullptr || next.grad == nullptr) {
       throw Error(ErrorCode::kInternal, fmt::format("parameter {} reaches the optimizer before it "
                                                     "has memory",
                                                     parameter->name));
     }
-    offset += next.count;
-    Run* const last = runs.empty() ? nullptr : &runs.back();
+    UpdateRun* const last = runs.empty() ? nullptr : &runs.back();
     if (last != nullptr && last->decay == next.decay && last->value + last->count == next.value &&
         last->grad + last->count == next.grad) {
       last->count += next.count;
@@ -61,16 +52,22 @@ class StateMemory {
     for (const Parameter* parameter : parameters_) {
       floats_ += padded_floats(*parameter);
     }
+    const Stream stream(device);
     for (size_t i = 0; i < kinds_.size(); ++i) {
       buffers_.emplace_back(device, floats_ * sizeof(float));
-      if (floats_ > 0) {
-        std::memset(buffers_.back().data(), 0, floats_ * sizeof(float));
-      }
+      fill_zero_async(buffers_.back().data(), buffers_.back().size(), stream.view());
     }
+    stream.view().synchronize();
   }
 
-  [[nodiscard]] std::span<float> of(const Run& run, size_t kind) const {
-    return {reinterpret_cast<float*>(buffers_[kind].data()) + run.state_offset, run.count};
+  // Gives each run its part of the state; `runs` are those of the same parameters.
+  void assign(std::span<UpdateRun> runs) const {
+    std::int64_t offset = 0;
+    for (UpdateRun& run : runs) {
+      run.first = buffers_.empty() ? nullptr : at(0, offset);
+      run.second = buffers_.size() < 2 ? nullptr : at(1, offset);
+      offset += run.count;
+    }
   }
   [[nodiscard]] std::vector<OptimizerState> list() const {
     std::vector<OptimizerState> result;
@@ -88,6 +85,10 @@ class StateMemory {
   [[nodiscard]] std::size_t bytes() const { return buffers_.size() * floats_ * sizeof(float); }
 
  private:
+  [[nodiscard]] float* at(size_t kind, std::int64_t offset) const {
+    return reinterpret_cast<float*>(buffers_[kind].data()) + offset;
+  }
+
   std::vector<Parameter*> parameters_;
   std::vector<std::string> kinds_;
   std::vector<Buffer> buffers_;
@@ -99,7 +100,9 @@ class AdamW final : public Optimizer {
   AdamW(const OptimizerConfig& config, std::span<Parameter* const> parameters, Device device)
       : config_(config),
         runs_(make_runs(parameters)),
-        state_(parameters, {"exp_avg", "exp_avg_sq"}, device) {}
+        state_(parameters, {"exp_avg", "exp_avg_sq"}, device) {
+    state_.assign(runs_);
+  }
 
   void update(ComputeContext& ctx, std::uint64_t step, float learning_rate,
               float grad_scale) override {
@@ -115,18 +118,15 @@ class AdamW final : public Optimizer {
     kernel.correction1 = correction(config_.beta1);
     kernel.correction2 = correction(config_.beta2);
     kernel.grad_scale = grad_scale;
-    for (const Run& run : runs_) {
-      kernel.weight_decay = run.decay ? config_.weight_decay : 0.0F;
-      adamw(ctx, kernel, {run.value, run.count}, {run.grad, run.count}, state_.of(run, 0),
-            state_.of(run, 1));
-    }
+    kernel.weight_decay = config_.weight_decay;
+    adamw(ctx, kernel, runs_);
   }
   std::vector<OptimizerState> state() override { return state_.list(); }
   std::size_t state_bytes() const override { return state_.bytes(); }
 
  private:
   OptimizerConfig config_;
-  std::vector<Run> runs_;
+  std::vector<UpdateRun> runs_;
   StateMemory state_;
 };
 
@@ -138,7 +138,9 @@ class Sgd final : public Optimizer {
         state_(parameters,
                config.momentum == 0 ? std::vector<std::string>{}
                                     : std::vector<std::string>{"momentum"},
-               device) {}
+               device) {
+    state_.assign(runs_);
+  }
 
   void update(ComputeContext& ctx, std::uint64_t /*step*/, float learning_rate,
               float grad_scale) override {
@@ -146,19 +148,15 @@ class Sgd final : public Optimizer {
     kernel.learning_rate = learning_rate;
     kernel.momentum = config_.momentum;
     kernel.grad_scale = grad_scale;
-    for (const Run& run : runs_) {
-      kernel.weight_decay = run.decay ? config_.weight_decay : 0.0F;
-      const std::span<float> velocity =
-          config_.momentum == 0 ? std::span<float>{} : state_.of(run, 0);
-      sgd(ctx, kernel, {run.value, run.count}, {run.grad, run.count}, velocity);
-    }
+    kernel.weight_decay = config_.weight_decay;
+    sgd(ctx, kernel, runs_);
   }
   std::vector<OptimizerState> state() override { return state_.list(); }
   std::size_t state_bytes() const override { return state_.bytes(); }
 
  private:
   OptimizerConfig config_;
-  std::vector<Run> runs_;
+  std::vector<UpdateRun> runs_;
   StateMemory state_;
 };
 

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <numbers>
 #include <span>
 #include <string_view>
@@ -54,9 +53,8 @@ void fill_uniform(std::span<float> values, const RandomKey& key, double bound) {
   }
 }
 
-void draw(const Parameter& parameter, std::uint64_t seed) {
+void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> values) {
   const RandomKey key{seed, hash_name(parameter.name), 0};
-  const std::span<float> values = parameter.value.floats();
   switch (parameter.init.kind) {
     case Init::Kind::kConstant:
       std::fill(values.begin(), values.end(), static_cast<float>(parameter.init.value));
@@ -115,16 +113,19 @@ void ParameterSet::allocate(Device device, std::uint64_t seed) {
   values_ = Buffer(device, bytes);
   grads_ = Buffer(device, bytes);
   flat_floats_ = bytes / sizeof(float);
-  if (bytes > 0) {
-    std::memset(values_.data(), 0, bytes);
-  }
-  zero_grads();
+  const Stream stream(device);
+  fill_zero_async(values_.data(), bytes, stream.view());
+  zero_grads(stream.view());
+  stream.view().synchronize();
 
+  std::vector<float> drawn;  // in host memory
   std::size_t offset = 0;
   for (Parameter& parameter : parameters_) {
     parameter.value = {values_.data() + offset, {DType::kF32, parameter.shape}};
     parameter.grad = {grads_.data() + offset, {DType::kF32, parameter.shape}};
-    draw(parameter, seed);
+    drawn.resize(static_cast<size_t>(parameter.shape.elements()));
+    draw(parameter, seed, drawn);
+    copy_now(device, parameter.value.data, drawn.data(), drawn.size() * sizeof(float));
     offset += padded_bytes(parameter);
   }
   touch();
@@ -156,10 +157,8 @@ std::span<float> ParameterSet::flat_values() const {
   return {reinterpret_cast<float*>(values_.data()), flat_floats_};
 }
 
-void ParameterSet::zero_grads() {
-  if (flat_floats_ > 0) {
-    std::memset(grads_.data(), 0, flat_floats_ * sizeof(float));
-  }
+void ParameterSet::zero_grads(StreamView stream) {
+  fill_zero_async(grads_.data(), flat_floats_ * sizeof(float), stream);
 }
 
 }  // namespace sluice

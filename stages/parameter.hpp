@@ -55,9 +55,10 @@ class ParameterSet {
   [[nodiscard]] std::vector<Parameter*> all();           // in order of add()
   [[nodiscard]] Parameter* find(std::string_view name);  // first use, or null
   // All gradients (values) as one vector, padding between parameters included and always zero.
+  // Memory of the device that allocate() was given, like the parameters' tensors.
   [[nodiscard]] std::span<float> flat_grads() const;
   [[nodiscard]] std::span<float> flat_values() const;
-  void zero_grads();
+  void zero_grads(StreamView stream);  // in stream order
   // Raised by whoever writes values (optimizer, weights, ties), read by stages that keep a copy in
   // another precision.
   void touch() { ++version_; }

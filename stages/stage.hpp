@@ -4,7 +4,8 @@
 // then prepare() once; then, as the schedule says, forward and backward of micro-batches, several
 // of which may be in flight: whatever a stage keeps between the two, it keeps per ctx.slot
 // (0 <= slot < setup.slots). All calls come from one thread. Everything is asynchronous on
-// ctx.compute.stream() where the device has streams.
+// ctx.compute.stream() where the device has streams; every tensor a stage is given lies on its
+// device, unless said to be in host memory.
 //
 // A split-backward schedule needs SplitBackward as well; the last stage must be a LossStage. The
 // runtime asks once, by dynamic_cast, and refuses with the stage's number.
@@ -73,8 +74,10 @@ class Stage {
  public:
   virtual ~Stage() = default;
 
-  // Pure: no allocation of device memory, no dependence on prepare(). `inputs`: of one micro-batch.
-  [[nodiscard]] virtual StageDescription describe(std::span<const TensorSpec> inputs) const = 0;
+  // Pure: no allocation of device memory, no dependence on prepare(). `inputs`: of one micro-batch;
+  // `device`: what the stage will run on (what operators keep may differ).
+  [[nodiscard]] virtual StageDescription describe(std::span<const TensorSpec> inputs,
+                                                  DeviceKind device) const = 0;
   // Parameters allocated (parameters()->allocate), state for `slots` made, primitives built.
   virtual void prepare(const StageSetup& setup) = 0;
   // Writes every output. `inputs` stay as they are until backward is done; `outputs` are gone
@@ -87,6 +90,9 @@ class Stage {
                         std::span<const Tensor> grad_inputs) = 0;
   // Null for a stage without any.
   [[nodiscard]] virtual ParameterSet* parameters() { return nullptr; }
+  // Asked of stage 0 before each forward, with the micro-batch's inputs in host memory:
+  // Error(kData) for values that forward cannot take.
+  virtual void check_inputs(std::span<const Tensor> /*inputs*/) const {}
 };
 
 class SplitBackward {
@@ -99,20 +105,18 @@ class SplitBackward {
   virtual void backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) = 0;
 };
 
-struct LossResult {
-  double sum = 0;     // of the loss over the micro-batch's counted targets
-  double weight = 0;  // number of counted targets (a mean is sum / weight over the global batch)
-};
-
 class LossStage {
  public:
   virtual ~LossStage() = default;
   // Right after forward(). `outputs` are what forward wrote. In training they are replaced by the
   // gradient of (sum * ctx.loss_scale) with respect to them, and come back as backward's
-  // grad_outputs; in evaluation they may be left as they are.
-  [[nodiscard]] virtual LossResult loss(StageContext& ctx, std::span<const Tensor> outputs,
-                                        std::span<const Tensor> targets) = 0;
-  // How many targets of a micro-batch count; known from the targets alone, before any forward.
+  // grad_outputs; in evaluation they may be left as they are. *sum = the loss over the counted
+  // targets, written in stream order; on a GPU it is page-locked host memory that kernels may
+  // write.
+  virtual void loss(StageContext& ctx, std::span<const Tensor> outputs,
+                    std::span<const Tensor> targets, double* sum) = 0;
+  // How many targets of a micro-batch count; `targets` are in host memory. Known before any
+  // forward.
   [[nodiscard]] virtual double target_weight(std::span<const Tensor> targets) const = 0;
 };
 

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
 
 #include "comm/error.hpp"
 
@@ -51,7 +50,7 @@ TransformerStage::TransformerStage(const TransformerConfig& config, LayerRange r
 
 ParameterSet* TransformerStage::parameters() { return layers_.empty() ? nullptr : &parameters_; }
 
-BatchShape TransformerStage::shape_of(const TensorSpec& input) const {
+BatchShape TransformerStage::shape_of(const TensorSpec& input, DeviceKind device) const {
   const Shape& shape = input.shape;
   const bool right =
       takes_tokens() ? input.dtype == DType::kI32 && shape.rank() == 2
@@ -66,7 +65,7 @@ BatchShape TransformerStage::shape_of(const TensorSpec& input) const {
                                    : fmt::format("f32 [samples, sequence, {}]", config_.width),
                     config_.context));
   }
-  return {shape[0], shape[1]};
+  return {shape[0], shape[1], device};
 }
 
 TensorSpec TransformerStage::output_spec(const BatchShape& shape) const {
@@ -74,7 +73,8 @@ TensorSpec TransformerStage::output_spec(const BatchShape& shape) const {
                              gives_logits() ? config_.vocabulary : config_.width}};
 }
 
-StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs) const {
+StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
+                                            DeviceKind device) const {
   if (inputs.size() != 1) {
     throw Error(ErrorCode::kUsage,
                 fmt::format("a transformer stage was described with {} inputs; it takes 1: {}",
@@ -82,7 +82,7 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs) 
                             takes_tokens() ? "tokens i32 [samples, sequence]"
                                            : "the residual stream f32 [samples, sequence, width]"));
   }
-  const BatchShape shape = shape_of(inputs[0]);
+  const BatchShape shape = shape_of(inputs[0], device);
   const std::size_t stream = round_up(stream_tensor(nullptr, shape).spec.bytes(), kBufferAlignment);
   StageDescription description;
   description.outputs = {output_spec(shape)};
@@ -162,8 +162,8 @@ void TransformerStage::prepare(const StageSetup& setup) {
   }
   shapes_.clear();
   for (const std::vector<TensorSpec>& inputs : setup.input_sizes) {
-    (void)describe(inputs);
-    shapes_.push_back(shape_of(inputs[0]));
+    (void)describe(inputs, setup.compute->device().kind);
+    shapes_.push_back(shape_of(inputs[0], setup.compute->device().kind));
   }
   slots_ = setup.slots;
   split_ = setup.split_backward;
@@ -175,9 +175,8 @@ void TransformerStage::prepare(const StageSetup& setup) {
   gradients_ = Buffer(device, (split_ ? slots : 1) * layout_.slot_gradients);
   scratch_ = Buffer(device, layout_.scratch);
   for (const Buffer* buffer : {&state_, &gradients_, &scratch_}) {
-    if (buffer->size() > 0) {  // so that no page is first touched in a step
-      std::memset(buffer->data(), 0, buffer->size());
-    }
+    // So that no page is first touched in a step.
+    fill_zero_async(buffer->data(), buffer->size(), setup.compute->stream());
   }
   parameters_.allocate(device, setup.seed);
   copies_.allocate(device);
@@ -194,7 +193,7 @@ void TransformerStage::rehearse_all(const StageSetup& setup) {
     const TensorSpec out_spec = output_spec(shapes_[i]);
     const Buffer in(setup.compute->device(), in_spec.bytes());
     const Buffer out(setup.compute->device(), out_spec.bytes());
-    std::memset(in.data(), 0, in_spec.bytes());
+    fill_zero_async(in.data(), in_spec.bytes(), setup.compute->stream());
     const Tensor input{in.data(), in_spec};
     const Tensor output{out.data(), out_spec};
     StageContext ctx{.compute = *setup.compute};
@@ -202,14 +201,15 @@ void TransformerStage::rehearse_all(const StageSetup& setup) {
     ctx.loss_scale = 0;
     ctx.inputs = {&input, 1};
     rehearse(ctx, ctx.inputs, {&output, 1});
+    setup.compute->stream().synchronize();  // before the operands go
   }
-  parameters_.zero_grads();
+  parameters_.zero_grads(setup.compute->stream());
 }
 
 void TransformerStage::rehearse(StageContext& ctx, std::span<const Tensor> inputs,
                                 std::span<const Tensor> outputs) {
   forward(ctx, inputs, outputs);
-  fill_zero(outputs[0]);
+  fill_zero(ctx.compute, outputs[0]);
   if (split_) {
     backward_input(ctx, outputs, {});
     backward_weight(ctx, outputs);
@@ -242,14 +242,16 @@ BatchShape TransformerStage::begin_call(const StageContext& ctx,
                                                   "for {} slots",
                                                   ctx.micro_batch, ctx.slot, slots_));
   }
-  const BatchShape shape = shape_of(inputs[0].spec);
+  const BatchShape shape = shape_of(inputs[0].spec, ctx.compute.device().kind);
   require_fits(shape);
   return shape;
 }
 
-void TransformerStage::check_tokens(const Tensor& tokens) const {
-  const auto* begin = tokens.as<const std::int32_t>();
-  const auto* const end = begin + tokens.elements();
+void TransformerStage::check_inputs(std::span<const Tensor> inputs) const {
+  if (!takes_tokens()) return;
+  require_single(inputs, "input");
+  const auto* begin = inputs[0].as<const std::int32_t>();
+  const auto* const end = begin + inputs[0].elements();
   const auto vocabulary = static_cast<std::uint32_t>(config_.vocabulary);
   std::uint32_t most = 0;
   for (const auto* token = begin; token != end; ++token) {
@@ -305,9 +307,6 @@ void TransformerStage::forward(StageContext& ctx, std::span<const Tensor> inputs
                                std::span<const Tensor> outputs) {
   const BatchShape shape = begin_call(ctx, inputs);
   require_single(outputs, "output");
-  if (takes_tokens()) {
-    check_tokens(inputs[0]);
-  }
   copies_.refresh(ctx.compute, parameters_.version());
   if (layers_.empty()) {
     copy_or_convert(ctx.compute, inputs[0], outputs[0]);
@@ -383,18 +382,19 @@ void LastTransformerStage::rehearse(StageContext& ctx, std::span<const Tensor> i
   const Shape& shape = outputs[0].shape();
   const TensorSpec spec{DType::kI32, Shape{shape[0], shape[1]}};
   const Buffer zeros(ctx.compute.device(), spec.bytes());
-  std::memset(zeros.data(), 0, spec.bytes());
+  const HostBuffer sum(ctx.compute.device(), sizeof(double));
+  fill_zero_async(zeros.data(), spec.bytes(), ctx.compute.stream());
   const Tensor targets{zeros.data(), spec};
   forward(ctx, inputs, outputs);
-  (void)loss(ctx, outputs, {&targets, 1});
+  loss(ctx, outputs, {&targets, 1}, reinterpret_cast<double*>(sum.data()));
   TransformerStage::rehearse(ctx, inputs, outputs);
+  ctx.compute.stream().synchronize();
 }
 
-LossResult LastTransformerStage::loss(StageContext& ctx, std::span<const Tensor> outputs,
-                                      std::span<const Tensor> targets) {
+void LastTransformerStage::loss(StageContext& ctx, std::span<const Tensor> outputs,
+                                std::span<const Tensor> targets, double* sum) {
   require_single(outputs, "output");
-  LossResult result;
-  result.weight = target_weight(targets);
+  require_single(targets, "target");
   const Tensor logits = as_rows(outputs[0]);
   if (targets[0].elements() != logits.shape()[0]) {
     throw Error(ErrorCode::kInternal,
@@ -402,9 +402,7 @@ LossResult LastTransformerStage::loss(StageContext& ctx, std::span<const Tensor>
                             to_string(outputs[0].spec)));
   }
   const Tensor flat{targets[0].data, {DType::kI32, Shape{targets[0].elements()}}};
-  result.sum =
-      softmax_cross_entropy(ctx.compute, logits, flat, ctx.loss_scale, ctx.phase == Phase::kTrain);
-  return result;
+  softmax_cross_entropy(ctx.compute, logits, flat, ctx.loss_scale, ctx.phase == Phase::kTrain, sum);
 }
 
 double LastTransformerStage::target_weight(std::span<const Tensor> targets) const {

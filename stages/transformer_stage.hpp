@@ -28,7 +28,9 @@ class TransformerStage : public Stage, public SplitBackward {
   // Requires a valid config; the embedding and the head lie in the first and the last stage.
   TransformerStage(const TransformerConfig& config, LayerRange range);
 
-  [[nodiscard]] StageDescription describe(std::span<const TensorSpec> inputs) const override;
+  [[nodiscard]] StageDescription describe(std::span<const TensorSpec> inputs,
+                                          DeviceKind device) const override;
+  void check_inputs(std::span<const Tensor> inputs) const override;
   void prepare(const StageSetup& setup) override;
   void forward(StageContext& ctx, std::span<const Tensor> inputs,
                std::span<const Tensor> outputs) override;
@@ -62,7 +64,7 @@ class TransformerStage : public Stage, public SplitBackward {
 
   [[nodiscard]] bool takes_tokens() const { return range_.begin == 0; }
   [[nodiscard]] bool gives_logits() const { return range_.end == config_.layers + 2; }
-  [[nodiscard]] BatchShape shape_of(const TensorSpec& input) const;
+  [[nodiscard]] BatchShape shape_of(const TensorSpec& input, DeviceKind device) const;
   [[nodiscard]] TensorSpec output_spec(const BatchShape& shape) const;
   [[nodiscard]] LayerMemory largest_memory(const Layer& layer,
                                            std::span<const BatchShape> shapes) const;
@@ -80,7 +82,6 @@ class TransformerStage : public Stage, public SplitBackward {
                                       size_t layer, const Tensor& grad_output) const;
   [[nodiscard]] BatchShape begin_call(const StageContext& ctx,
                                       std::span<const Tensor> inputs) const;
-  void check_tokens(const Tensor& tokens) const;
 
   TransformerConfig config_;
   LayerRange range_;
@@ -100,8 +101,8 @@ class LastTransformerStage final : public TransformerStage, public LossStage {
   using TransformerStage::TransformerStage;
 
   // Summed cross-entropy over the targets that are not negative.
-  [[nodiscard]] LossResult loss(StageContext& ctx, std::span<const Tensor> outputs,
-                                std::span<const Tensor> targets) override;
+  void loss(StageContext& ctx, std::span<const Tensor> outputs, std::span<const Tensor> targets,
+            double* sum) override;
   [[nodiscard]] double target_weight(std::span<const Tensor> targets) const override;
 
  protected:

@@ -1,11 +1,11 @@
 // Element-wise operators.
 #include <cstring>
 
+#include "stages/backends.hpp"
 #include "stages/cpu/dropout.hpp"
 #include "stages/cpu/parallel.hpp"
-#include "stages/operators.hpp"
 
-namespace sluice {
+namespace sluice::cpu {
 
 namespace {
 
@@ -106,4 +106,4 @@ void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
   });
 }
 
-}  // namespace sluice
+}  // namespace sluice::cpu

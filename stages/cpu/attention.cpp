@@ -8,12 +8,12 @@
 // one product over all query rows from the block on.
 #include <cmath>
 
+#include "stages/backends.hpp"
 #include "stages/cpu/dropout.hpp"
 #include "stages/cpu/parallel.hpp"
 #include "stages/matmul.hpp"
-#include "stages/operators.hpp"
 
-namespace sluice {
+namespace sluice::cpu {
 
 namespace {
 
@@ -402,4 +402,4 @@ void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const 
   });
 }
 
-}  // namespace sluice
+}  // namespace sluice::cpu

@@ -1,10 +1,10 @@
 // Embedding of tokens and positions.
 #include <cstring>
 
+#include "stages/backends.hpp"
 #include "stages/cpu/parallel.hpp"
-#include "stages/operators.hpp"
 
-namespace sluice {
+namespace sluice::cpu {
 
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out) {
@@ -39,4 +39,4 @@ void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const 
   });
 }
 
-}  // namespace sluice
+}  // namespace sluice::cpu

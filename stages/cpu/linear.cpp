@@ -1,9 +1,9 @@
 // The matrix product layer.
+#include "stages/backends.hpp"
 #include "stages/cpu/parallel.hpp"
 #include "stages/matmul.hpp"
-#include "stages/operators.hpp"
 
-namespace sluice {
+namespace sluice::cpu {
 
 namespace {
 
@@ -99,9 +99,9 @@ void linear_activation_forward(ComputeContext& ctx, Activation activation, const
     forward_rows(ctx, shape, first, rows, x, weight, bias, raised);
     const Tensor raised_rows = rows_of(raised, first, rows, shape.out);
     if (activation == Activation::kGelu) {
-      gelu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out));
+      cpu::gelu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out));
     } else {
-      swiglu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out / 2));
+      cpu::swiglu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out / 2));
     }
   });
 }
@@ -119,13 +119,13 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
     if (activation == Activation::kGelu) {
       backward_rows(ctx, shape, first, rows, dy, weight, draised);
       const Tensor gradient = rows_of(draised, first, rows, width);
-      gelu_backward(ctx, rows_of(raised, first, rows, width), gradient, gradient);
+      cpu::gelu_backward(ctx, rows_of(raised, first, rows, width), gradient, gradient);
       return;
     }
     const Tensor gradient = rows_of(block, 0, rows, width);
     backward_rows(ctx, shape, 0, rows, rows_of(dy, first, rows, shape.out), weight, gradient);
-    swiglu_backward(ctx, rows_of(raised, first, rows, 2 * width), gradient,
-                    rows_of(draised, first, rows, 2 * width));
+    cpu::swiglu_backward(ctx, rows_of(raised, first, rows, 2 * width), gradient,
+                         rows_of(draised, first, rows, 2 * width));
   });
 }
 
@@ -147,4 +147,4 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
   });
 }
 
-}  // namespace sluice
+}  // namespace sluice::cpu

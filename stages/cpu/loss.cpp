@@ -1,9 +1,9 @@
 // Losses. Partial sums are kept per row or block and added in order, so that the result does not
 // depend on the number of threads.
+#include "stages/backends.hpp"
 #include "stages/cpu/parallel.hpp"
-#include "stages/operators.hpp"
 
-namespace sluice {
+namespace sluice::cpu {
 
 namespace {
 
@@ -21,10 +21,11 @@ double* partial_sums(ComputeContext& ctx, std::int64_t count) {
 
 }  // namespace
 
-double softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
-                             double scale, bool gradient) {
+void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
+                           double scale, bool gradient, double* sum) {
   const std::int64_t rows = targets.elements();
-  if (rows == 0) return 0;
+  *sum = 0;
+  if (rows == 0) return;
   const std::int64_t width = logits.elements() / rows;
   double* losses = partial_sums(ctx, rows);
   parallel_range(ctx, rows, 1, [&](std::int64_t begin, std::int64_t end) {
@@ -32,11 +33,11 @@ double softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Te
                                 targets.as<std::int32_t>() + begin, static_cast<float>(scale),
                                 gradient, losses + begin, end - begin, width);
   });
-  return sum_in_order(losses, rows);
+  *sum = sum_in_order(losses, rows);
 }
 
-double mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
-                          double scale, bool gradient) {
+void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
+                        double scale, bool gradient, double* sum) {
   const std::int64_t count = outputs.elements();
   const std::int64_t blocks = (count + kLossBlock - 1) / kLossBlock;
   double* sums = partial_sums(ctx, blocks);
@@ -49,7 +50,7 @@ double mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tens
                                       factor, gradient, std::min(kLossBlock, count - first));
     }
   });
-  return sum_in_order(sums, blocks);
+  *sum = sum_in_order(sums, blocks);
 }
 
-}  // namespace sluice
+}  // namespace sluice::cpu

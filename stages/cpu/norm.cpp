@@ -1,8 +1,8 @@
 // LayerNorm and RMSNorm: rows go to threads; weight gradients: columns do.
+#include "stages/backends.hpp"
 #include "stages/cpu/parallel.hpp"
-#include "stages/operators.hpp"
 
-namespace sluice {
+namespace sluice::cpu {
 
 namespace {
 
@@ -98,4 +98,4 @@ void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tenso
   });
 }
 
-}  // namespace sluice
+}  // namespace sluice::cpu

@@ -1,8 +1,8 @@
 // Optimizer kernels over flat vectors.
+#include "stages/backends.hpp"
 #include "stages/cpu/parallel.hpp"
-#include "stages/operators.hpp"
 
-namespace sluice {
+namespace sluice::cpu {
 
 namespace {
 
@@ -10,35 +10,35 @@ constexpr std::int64_t kNormBlock = 16384;  // part of the result's definition, 
 
 }  // namespace
 
-void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<float> value,
-           std::span<const float> grad, std::span<float> first, std::span<float> second) {
-  const AdamWArguments arguments = {step.learning_rate,
-                                    step.beta1,
-                                    step.beta2,
-                                    step.epsilon,
-                                    step.weight_decay,
-                                    1.0F / step.correction1,
-                                    1.0F / step.correction2,
-                                    step.grad_scale};
-  const auto count = static_cast<std::int64_t>(value.size());
-  parallel_range(ctx, count, kElementGrain, [&](std::int64_t begin, std::int64_t end) {
-    ctx.kernels().adamw(&arguments, value.data() + begin, grad.data() + begin, first.data() + begin,
-                        second.data() + begin, end - begin);
-  });
+void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
+  for (const UpdateRun& run : runs) {
+    const AdamWArguments arguments = {step.learning_rate,
+                                      step.beta1,
+                                      step.beta2,
+                                      step.epsilon,
+                                      run.decay ? step.weight_decay : 0.0F,
+                                      1.0F / step.correction1,
+                                      1.0F / step.correction2,
+                                      step.grad_scale};
+    parallel_range(ctx, run.count, kElementGrain, [&](std::int64_t begin, std::int64_t end) {
+      ctx.kernels().adamw(&arguments, run.value + begin, run.grad + begin, run.first + begin,
+                          run.second + begin, end - begin);
+    });
+  }
 }
 
-void sgd(ComputeContext& ctx, const SgdStep& step, std::span<float> value,
-         std::span<const float> grad, std::span<float> velocity) {
-  const SgdArguments arguments = {step.learning_rate, step.momentum, step.weight_decay,
-                                  step.grad_scale};
-  const auto count = static_cast<std::int64_t>(value.size());
-  parallel_range(ctx, count, kElementGrain, [&](std::int64_t begin, std::int64_t end) {
-    float* speed = velocity.empty() ? nullptr : velocity.data() + begin;
-    ctx.kernels().sgd(&arguments, value.data() + begin, grad.data() + begin, speed, end - begin);
-  });
+void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs) {
+  for (const UpdateRun& run : runs) {
+    const SgdArguments arguments = {step.learning_rate, step.momentum,
+                                    run.decay ? step.weight_decay : 0.0F, step.grad_scale};
+    parallel_range(ctx, run.count, kElementGrain, [&](std::int64_t begin, std::int64_t end) {
+      float* speed = run.first == nullptr ? nullptr : run.first + begin;
+      ctx.kernels().sgd(&arguments, run.value + begin, run.grad + begin, speed, end - begin);
+    });
+  }
 }
 
-double sum_of_squares(ComputeContext& ctx, std::span<const float> values) {
+void sum_of_squares(ComputeContext& ctx, std::span<const float> values, double* sum) {
   const auto count = static_cast<std::int64_t>(values.size());
   const std::int64_t blocks = (count + kNormBlock - 1) / kNormBlock;
   auto* sums =
@@ -50,9 +50,8 @@ double sum_of_squares(ComputeContext& ctx, std::span<const float> values) {
           ctx.kernels().sum_of_squares(values.data() + first, std::min(kNormBlock, count - first));
     }
   });
-  double sum = 0;
-  for (std::int64_t block = 0; block < blocks; ++block) sum += sums[block];
-  return sum;
+  *sum = 0;
+  for (std::int64_t block = 0; block < blocks; ++block) *sum += sums[block];
 }
 
-}  // namespace sluice
+}  // namespace sluice::cpu

@@ -30,8 +30,8 @@ AttentionShape AttentionLayer::attention_shape(const BatchShape& shape) const {
 AttentionLayer::Kept AttentionLayer::carve(const BatchShape& shape, Memory& memory) const {
   const std::int64_t rows = shape.rows();
   Kept kept;
-  kept.probabilities =
-      memory.until_input.bytes(attention_state_bytes(attention_shape(shape), precision()));
+  kept.probabilities = memory.until_input.bytes(
+      attention_state_bytes(shape.device, attention_shape(shape), precision()));
   kept.qkv = memory.until_weight.tensor(precision(), rows, qkv_.out());
   kept.mixed = memory.until_weight.tensor(precision(), rows, width());
   kept.dqkv = memory.gradients.tensor(precision(), rows, qkv_.out());

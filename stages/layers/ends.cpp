@@ -112,7 +112,7 @@ void HeadLayer::backward_input(LayerCall& call, const Tensor& in, const Tensor& 
   copy_or_convert(call.compute(), dout, dlogits);
   projection_.backward_input(call.compute(), dlogits, kept.dnormed);
   if (din.data != nullptr) {
-    fill_zero(din);
+    fill_zero(call.compute(), din);
     norm_.backward_input(call.compute(), kept.dnormed, in, kept.stats, din);
   }
 }

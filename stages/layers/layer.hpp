@@ -17,8 +17,10 @@
 
 namespace sluice {
 
+// A micro-batch, and what it is computed on: all that a layer's memory depends on.
 struct BatchShape {
   std::int64_t samples = 0, sequence = 0;
+  DeviceKind device = DeviceKind::kCpu;
   [[nodiscard]] std::int64_t rows() const { return samples * sequence; }
   friend bool operator==(const BatchShape&, const BatchShape&) = default;
 };

@@ -1,7 +1,5 @@
 #include "stages/layers/parts.hpp"
 
-#include <cstring>
-
 namespace sluice {
 
 namespace {
@@ -126,15 +124,13 @@ Dropout DropoutSite::at(const LayerCall& call, std::int64_t elements_per_sample)
 void copy_or_convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
   if (from.spec.dtype != to.spec.dtype) {
     convert(ctx, from, to);
-  } else if (from.data != to.data && from.elements() > 0) {
-    std::memcpy(to.data, from.data, from.spec.bytes());
+  } else {
+    copy_async(to.data, from.data, from.spec.bytes(), ctx.stream());
   }
 }
 
-void fill_zero(const Tensor& tensor) {
-  if (tensor.elements() > 0) {
-    std::memset(tensor.data, 0, tensor.spec.bytes());
-  }
+void fill_zero(ComputeContext& ctx, const Tensor& tensor) {
+  fill_zero_async(tensor.data, tensor.spec.bytes(), ctx.stream());
 }
 
 Tensor as_rows(const Tensor& tensor) {

@@ -103,7 +103,7 @@ struct DropoutSite {
 
 // to = from: bytes of equal tensors, or a conversion where the types differ.
 void copy_or_convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
-void fill_zero(const Tensor& tensor);
+void fill_zero(ComputeContext& ctx, const Tensor& tensor);
 // The same memory as [rows, last dimension].
 [[nodiscard]] Tensor as_rows(const Tensor& tensor);
 

@@ -180,8 +180,9 @@ std::vector<NamedProduct> attention_products(const Options& options, ComputeCont
                                 static_cast<int>(options.width) / heads};
   const Tensor qkv = tensors.make(dtype, {shape.rows(), shape.packed_width()});
   const Tensor out = tensors.make(dtype, {shape.rows(), options.width});
-  const Tensor state =
-      tensors.make(DType::kU8, {static_cast<std::int64_t>(attention_state_bytes(shape, dtype))});
+  const Tensor state = tensors.make(
+      DType::kU8,
+      {static_cast<std::int64_t>(attention_state_bytes(DeviceKind::kCpu, shape, dtype))});
   auto* kept = state.as<std::byte>();
   const std::vector<MatMulSpec> forward =
       specs_of(ctx, [&] { attention_forward(ctx, shape, qkv, {}, out, kept); });
@@ -273,7 +274,8 @@ class Elements {
     const Tensor out = tensor(dtype_, {rows_, options_.width}),
                  dout = tensor(dtype_, {rows_, options_.width});
     const Tensor state =
-        tensor(DType::kU8, {static_cast<std::int64_t>(attention_state_bytes(shape, dtype_))});
+        tensor(DType::kU8,
+               {static_cast<std::int64_t>(attention_state_bytes(DeviceKind::kCpu, shape, dtype_))});
     const double scores =
         0.5 * static_cast<double>(shape.rows() * shape.heads * (shape.sequence + 1));
     const auto run = [&](const char* name, double bytes, const std::function<void()>& body) {
@@ -303,22 +305,26 @@ class Elements {
 
   void float_only() {
     const std::int64_t vocabulary = 256, parameters = 12 * 4 * options_.width * options_.width;
+    double sum = 0;
     const Tensor logits = tensor(DType::kF32, {rows_, vocabulary}),
                  targets = tensor(DType::kI32, {rows_});
     for (std::int64_t i = 0; i < rows_; ++i)
       targets.as<std::int32_t>()[i] = static_cast<std::int32_t>(i % vocabulary);
     row("cross-entropy", logits.elements(), 8,
-        [&] { static_cast<void>(softmax_cross_entropy(ctx_, logits, targets, 1, true)); });
+        [&] { softmax_cross_entropy(ctx_, logits, targets, 1, true, &sum); });
     const Tensor value = tensor(DType::kF32, {parameters}),
                  grad = tensor(DType::kF32, {parameters});
     const Tensor first = tensor(DType::kF32, {parameters}),
                  second = tensor(DType::kF32, {parameters});
     const AdamWStep step = {
         .learning_rate = 1e-4F, .weight_decay = 0.1F, .correction1 = 0.1F, .correction2 = 0.05F};
-    row("adamw", parameters, 28,
-        [&] { adamw(ctx_, step, value.floats(), grad.floats(), first.floats(), second.floats()); });
-    row("sum of squares", parameters, 4,
-        [&] { static_cast<void>(sum_of_squares(ctx_, grad.floats())); });
+    const UpdateRun run = {.value = value.as<float>(),
+                           .grad = grad.as<float>(),
+                           .first = first.as<float>(),
+                           .second = second.as<float>(),
+                           .count = parameters};
+    row("adamw", parameters, 28, [&] { adamw(ctx_, step, {&run, 1}); });
+    row("sum of squares", parameters, 4, [&] { sum_of_squares(ctx_, grad.floats(), &sum); });
     const Tensor narrow = tensor(DType::kBf16, {parameters});
     row("convert f32 to bf16", parameters, 6, [&] { convert(ctx_, value, narrow); });
   }

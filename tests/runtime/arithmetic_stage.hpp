@@ -30,7 +30,7 @@ class ArithmeticStage : public Stage, public SplitBackward, public LossStage {
                           Init::constant(stage + 1), true, !tied.empty())),
         failure_(std::move(failure)) {}
 
-  StageDescription describe(std::span<const TensorSpec> inputs) const override {
+  StageDescription describe(std::span<const TensorSpec> inputs, DeviceKind) const override {
     return {{inputs[0]}};
   }
   void prepare(const StageSetup& setup) override {
@@ -59,16 +59,15 @@ class ArithmeticStage : public Stage, public SplitBackward, public LossStage {
       weight_->grad.at(0) += dy[0].at(i) * ctx.inputs[0].at(i);
     }
   }
-  LossResult loss(StageContext& ctx, std::span<const Tensor> y,
-                  std::span<const Tensor> targets) override {
-    LossResult result{.sum = 0, .weight = target_weight(targets)};
+  void loss(StageContext& ctx, std::span<const Tensor> y, std::span<const Tensor> targets,
+            double* sum) override {
+    *sum = 0;
     for (std::int64_t i = 0; i < y[0].elements(); ++i) {
-      result.sum += static_cast<double>(y[0].at(i)) * static_cast<double>(targets[0].at(i));
+      *sum += static_cast<double>(y[0].at(i)) * static_cast<double>(targets[0].at(i));
       if (ctx.phase == Phase::kTrain) {
         y[0].at(i) = targets[0].at(i) * static_cast<float>(ctx.loss_scale);
       }
     }
-    return result;
   }
   double target_weight(std::span<const Tensor> targets) const override {
     return static_cast<double>(targets[0].elements());

@@ -48,7 +48,8 @@ void check(ComputeContext& ctx, DType dtype, const AttentionShape& shape, const 
   const Shape width = {shape.rows(), static_cast<std::int64_t>(shape.heads) * shape.head_dim};
   const Operand qkv = random_operand(dtype, packed, 1, 1.5), dout = random_operand(dtype, width, 2);
   const Operand out(dtype, width), dqkv(dtype, packed);
-  const auto bytes = static_cast<std::int64_t>(attention_state_bytes(shape, dtype));
+  const auto bytes =
+      static_cast<std::int64_t>(attention_state_bytes(DeviceKind::kCpu, shape, dtype));
   const Operand state(DType::kU8, {bytes});
   attention_forward(ctx, shape, qkv.tensor, dropout, out.tensor, state.buffer.data());
   const Values in = qkv.values(), direction = dout.values();
@@ -123,8 +124,9 @@ TEST_P(AttentionTest, ASampleDoesNotDependOnItsNeighbours) {
   one.samples = 1;
   const Operand qkv = random_operand(dtype(), {pair.rows(), pair.packed_width()}, 3);
   const Operand both(dtype(), {pair.rows(), 16}), second(dtype(), {one.rows(), 16});
-  const Operand state(DType::kU8,
-                      {static_cast<std::int64_t>(attention_state_bytes(pair, dtype()))});
+  const Operand state(
+      DType::kU8,
+      {static_cast<std::int64_t>(attention_state_bytes(DeviceKind::kCpu, pair, dtype()))});
   Dropout dropout = {0.5F, {1, 2, 3}, 0};
   attention_forward(ctx(), pair, qkv.tensor, dropout, both.tensor, state.buffer.data());
   const auto offset = static_cast<std::ptrdiff_t>(qkv.tensor.spec.bytes() / 2);

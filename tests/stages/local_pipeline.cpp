@@ -70,7 +70,8 @@ void LocalPipeline::make_edges(const MicroBatch& batch, InFlight& flight) const 
   for (const auto& stage : stages_) {
     const TensorSpec input = flight.activations.back().spec;
     flight.gradients.push_back(edge(input));
-    flight.activations.push_back(edge(stage->describe({&input, 1}).outputs.at(0)));
+    flight.activations.push_back(
+        edge(stage->describe({&input, 1}, DeviceKind::kCpu).outputs.at(0)));
   }
 }
 
@@ -99,13 +100,16 @@ void LocalPipeline::forward(int micro_batch) {
     StageContext ctx = context(static_cast<int>(s), micro_batch);
     flight.activations[s + 1].poison();
     const Tensor output = flight.activations[s + 1].tensor();
+    if (s == 0) stages_[s]->check_inputs(ctx.inputs);
     stages_[s]->forward(ctx, ctx.inputs, {&output, 1});
   }
   const Tensor output = flight.activations.back().tensor();
   logits_[at].assign(output.floats().begin(), output.floats().end());
   StageContext ctx = context(static_cast<int>(stages_.size()) - 1, micro_batch);
   const Tensor targets = flight.targets.tensor();
-  losses_[at] = dynamic_cast<LossStage&>(*stages_.back()).loss(ctx, {&output, 1}, {&targets, 1});
+  auto& last = dynamic_cast<LossStage&>(*stages_.back());
+  last.loss(ctx, {&output, 1}, {&targets, 1}, &losses_[at].sum);
+  losses_[at].weight = last.target_weight({&targets, 1});
 }
 
 void LocalPipeline::each_stage_back(
@@ -159,7 +163,7 @@ void LocalPipeline::step() {
 
 double LocalPipeline::loss_sum() const {
   double sum = 0;
-  for (const LossResult& loss : losses_) {
+  for (const LocalLoss& loss : losses_) {
     sum += loss.sum;
   }
   return sum;

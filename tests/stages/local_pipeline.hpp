@@ -25,6 +25,10 @@ struct MicroBatch {
                                           std::int64_t first_sample, std::int64_t samples,
                                           std::int64_t sequence);
 
+struct LocalLoss {
+  double sum = 0, weight = 0;
+};
+
 class LocalPipeline {
  public:
   struct Options {
@@ -47,7 +51,7 @@ class LocalPipeline {
   // Forward and backward of every micro-batch, one after the other.
   void step();
 
-  [[nodiscard]] const std::vector<LossResult>& losses() const { return losses_; }
+  [[nodiscard]] const std::vector<LocalLoss>& losses() const { return losses_; }
   [[nodiscard]] double loss_sum() const;
   // Outputs of the last stage as forward left them, before the loss.
   [[nodiscard]] const std::vector<float>& logits(int micro_batch) const {
@@ -85,7 +89,7 @@ class LocalPipeline {
   ComputeContext compute_;
   std::vector<std::unique_ptr<Stage>> stages_;
   std::vector<InFlight> flights_;
-  std::vector<LossResult> losses_;
+  std::vector<LocalLoss> losses_;
   std::vector<std::vector<float>> logits_;
 };
 

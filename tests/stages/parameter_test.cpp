@@ -133,7 +133,7 @@ TEST(ParameterSetTest, ZeroesGradientsAndCountsVersions) {
   set.allocate({}, 0);
   const std::uint64_t version = set.version();
   set.find("x")->grad.floats()[3] = 2;
-  set.zero_grads();
+  set.zero_grads({});
   EXPECT_THAT(set.flat_grads(), Each(0.0F));
   EXPECT_EQ(set.version(), version);
   set.touch();

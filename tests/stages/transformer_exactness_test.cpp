@@ -56,7 +56,7 @@ struct Outcome {
 
 Outcome outcome_of(const LocalPipeline& pipeline) {
   Outcome outcome;
-  for (const LossResult& loss : pipeline.losses()) {
+  for (const auto& loss : pipeline.losses()) {
     outcome.losses.push_back(loss.sum);
   }
   outcome.grads = pipeline.grads();
@@ -148,8 +148,8 @@ TEST_P(ExactnessTest, RepeatsAfterZeroedGradients) {
   LocalPipeline pipeline(config, {{0, 2, 5}}, batches_of(config));
   pipeline.step();
   const Outcome expected = outcome_of(pipeline);
-  pipeline.stage(0).parameters()->zero_grads();
-  pipeline.stage(1).parameters()->zero_grads();
+  pipeline.stage(0).parameters()->zero_grads({});
+  pipeline.stage(1).parameters()->zero_grads({});
   pipeline.step();
   expect_same_bits(outcome_of(pipeline), expected, "second step");
 }

@@ -1,0 +1,195 @@
+#include "comm/device_cuda.hpp"
+
+#include <string>
+
+#include "comm/error.hpp"
+
+namespace sluice::cuda {
+
+namespace {
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+// "SLUICE_CUDA_OLDEST": the smallest compute capability this build has code for, 80 for 8.0.
+constexpr int kOldestCapability = SLUICE_CUDA_OLDEST;
+
+// Binds the calling thread for the life of the object and puts back what was bound before.
+class Selected {
+ public:
+  explicit Selected(int index) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != index) select(index);
+    index_ = index;
+  }
+  ~Selected() {
+    if (before_ != index_) static_cast<void>(cudaSetDevice(before_));
+  }
+  Selected(const Selected&) = delete;
+  Selected& operator=(const Selected&) = delete;
+
+ private:
+  int before_ = 0, index_ = 0;
+};
+
+}  // namespace
+
+void check(cudaError_t status, std::string_view what, std::source_location location) {
+  if (status == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // what is not sticky is forgotten
+  throw Error(ErrorCode::kDevice, std::string(what) + ": " + cudaGetErrorString(status), -1,
+              location);
+}
+
+int count_devices(std::string* why_none) {
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    count = 0;
+  }
+  if (why_none == nullptr || count > 0) return count;
+  int driver = 0, runtime = 0;
+  static_cast<void>(cudaDriverGetVersion(&driver));
+  static_cast<void>(cudaRuntimeGetVersion(&runtime));
+  if (driver > 0 && driver / 1000 < runtime / 1000) {
+    *why_none = "the driver speaks CUDA " + version_text(driver) + ", this build needs " +
+                version_text(runtime);
+  } else {
+    *why_none = status == cudaSuccess ? "no GPU" : cudaGetErrorString(status);
+  }
+  return 0;
+}
+
+DeviceProperties read_properties(int index) {
+  const Selected selected(index);
+  cudaDeviceProp found = {};
+  check(cudaGetDeviceProperties(&found, index), "cudaGetDeviceProperties");
+  DeviceProperties properties;
+  properties.name = found.name;
+  char address[32] = {};
+  check(cudaDeviceGetPCIBusId(address, sizeof address, index), "cudaDeviceGetPCIBusId");
+  properties.identity = address;
+  check(cudaMemGetInfo(&properties.free_memory, &properties.memory), "cudaMemGetInfo");
+  properties.major = found.major;
+  properties.minor = found.minor;
+  check(cudaDriverGetVersion(&properties.driver), "cudaDriverGetVersion");
+  check(cudaRuntimeGetVersion(&properties.runtime), "cudaRuntimeGetVersion");
+  return properties;
+}
+
+void require_usable(int index) {
+  std::string why;
+  const int count = count_devices(&why);
+  const std::string wanted = "device cuda:" + std::to_string(index);
+  if (count == 0) throw Error(ErrorCode::kUsage, wanted + " cannot be used: " + why);
+  if (index >= count) {
+    throw Error(ErrorCode::kUsage, wanted + " does not exist; legal: cuda:0" +
+                                       (count > 1 ? " to cuda:" + std::to_string(count - 1) : "") +
+                                       ", or cpu");
+  }
+  int major = 0, minor = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index),
+        "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index),
+        "cudaDeviceGetAttribute");
+  if (10 * major + minor < kOldestCapability) {
+    throw Error(ErrorCode::kUsage, wanted + " has compute capability " + std::to_string(major) +
+                                       "." + std::to_string(minor) + "; this build has code for " +
+                                       std::to_string(kOldestCapability / 10) + "." +
+                                       std::to_string(kOldestCapability % 10) + " and newer");
+  }
+}
+
+void select(int index) {
+  check(cudaSetDevice(index), "cudaSetDevice(" + std::to_string(index) + ")");
+}
+
+void* make_stream(int index) {
+  const Selected selected(index);
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  return stream;
+}
+
+void destroy_stream(void* stream) noexcept {
+  static_cast<void>(cudaStreamDestroy(static_cast<cudaStream_t>(stream)));
+}
+
+void synchronize(void* stream) {
+  check(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)), "cudaStreamSynchronize");
+}
+
+void wait(void* stream, void* event) {
+  check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), static_cast<cudaEvent_t>(event), 0),
+        "cudaStreamWaitEvent");
+}
+
+void* make_event(int index) {
+  const Selected selected(index);
+  cudaEvent_t event = nullptr;
+  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  return event;
+}
+
+void destroy_event(void* event) noexcept {
+  static_cast<void>(cudaEventDestroy(static_cast<cudaEvent_t>(event)));
+}
+
+void record(void* event, void* stream) {
+  check(cudaEventRecord(static_cast<cudaEvent_t>(event), static_cast<cudaStream_t>(stream)),
+        "cudaEventRecord");
+}
+
+bool done(void* event) {
+  const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(event));
+  if (status == cudaErrorNotReady) return false;
+  check(status, "cudaEventQuery");
+  return true;
+}
+
+std::byte* allocate(int index, std::size_t bytes) {
+  const Selected selected(index);
+  void* data = nullptr;
+  const cudaError_t status = cudaMalloc(&data, bytes);
+  if (status == cudaErrorMemoryAllocation) {
+    static_cast<void>(cudaGetLastError());
+    std::size_t free = 0, total = 0;
+    static_cast<void>(cudaMemGetInfo(&free, &total));
+    throw Error(ErrorCode::kDevice, "cannot allocate " + std::to_string(bytes) +
+                                        " bytes on cuda:" + std::to_string(index) +
+                                        ": out of memory (" + std::to_string(free) + " of " +
+                                        std::to_string(total) + " bytes are free)");
+  }
+  check(status, "cudaMalloc(" + std::to_string(bytes) + ")");
+  return static_cast<std::byte*>(data);
+}
+
+void release(std::byte* data) noexcept { static_cast<void>(cudaFree(data)); }
+
+std::byte* allocate_host(int index, std::size_t bytes) {
+  const Selected selected(index);
+  void* data = nullptr;
+  check(cudaHostAlloc(&data, bytes, cudaHostAllocPortable),
+        "cudaHostAlloc(" + std::to_string(bytes) + ") of page-locked memory");
+  return static_cast<std::byte*>(data);
+}
+
+void release_host(std::byte* data) noexcept { static_cast<void>(cudaFreeHost(data)); }
+
+void copy(void* to, const void* from, std::size_t bytes, void* stream) {
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream)),
+        "cudaMemcpyAsync");
+}
+
+void fill_zero(void* to, std::size_t bytes, void* stream) {
+  check(cudaMemsetAsync(to, 0, bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
+}
+
+void copy_blocking(int index, void* to, const void* from, std::size_t bytes) {
+  const Selected selected(index);
+  check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
+}
+
+}  // namespace sluice::cuda

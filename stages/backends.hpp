@@ -1,0 +1,78 @@
+// The operators of each backend: the functions of operators.hpp once more, per kind of device.
+// Internal to stages/; everyone else calls operators.hpp, which asks the context for its device.
+#pragma once
+
+#include "stages/operators.hpp"
+
+namespace sluice::cpu {
+
+[[nodiscard]] std::size_t attention_state_bytes(const AttentionShape& shape, DType dtype);
+decltype(sluice::linear_forward) linear_forward;
+decltype(sluice::linear_backward_input) linear_backward_input;
+decltype(sluice::linear_backward_weight) linear_backward_weight;
+decltype(sluice::linear_activation_forward) linear_activation_forward;
+decltype(sluice::linear_activation_backward_input) linear_activation_backward_input;
+decltype(sluice::embedding_forward) embedding_forward;
+decltype(sluice::embedding_backward_weight) embedding_backward_weight;
+decltype(sluice::layer_norm_forward) layer_norm_forward;
+decltype(sluice::layer_norm_backward_input) layer_norm_backward_input;
+decltype(sluice::layer_norm_backward_weight) layer_norm_backward_weight;
+decltype(sluice::rms_norm_forward) rms_norm_forward;
+decltype(sluice::rms_norm_backward_input) rms_norm_backward_input;
+decltype(sluice::rms_norm_backward_weight) rms_norm_backward_weight;
+decltype(sluice::attention_forward) attention_forward;
+decltype(sluice::attention_backward) attention_backward;
+decltype(sluice::rotary) rotary;
+decltype(sluice::gelu_forward) gelu_forward;
+decltype(sluice::gelu_backward) gelu_backward;
+decltype(sluice::swiglu_forward) swiglu_forward;
+decltype(sluice::swiglu_backward) swiglu_backward;
+decltype(sluice::relu_forward) relu_forward;
+decltype(sluice::relu_backward) relu_backward;
+decltype(sluice::dropout) dropout;
+decltype(sluice::add) add;
+decltype(sluice::convert) convert;
+decltype(sluice::softmax_cross_entropy) softmax_cross_entropy;
+decltype(sluice::mean_squared_error) mean_squared_error;
+decltype(sluice::adamw) adamw;
+decltype(sluice::sgd) sgd;
+decltype(sluice::sum_of_squares) sum_of_squares;
+
+}  // namespace sluice::cpu
+
+// Defined where the build has CUDA.
+namespace sluice::cuda {
+
+[[nodiscard]] std::size_t attention_state_bytes(const AttentionShape& shape, DType dtype);
+decltype(sluice::linear_forward) linear_forward;
+decltype(sluice::linear_backward_input) linear_backward_input;
+decltype(sluice::linear_backward_weight) linear_backward_weight;
+decltype(sluice::linear_activation_forward) linear_activation_forward;
+decltype(sluice::linear_activation_backward_input) linear_activation_backward_input;
+decltype(sluice::embedding_forward) embedding_forward;
+decltype(sluice::embedding_backward_weight) embedding_backward_weight;
+decltype(sluice::layer_norm_forward) layer_norm_forward;
+decltype(sluice::layer_norm_backward_input) layer_norm_backward_input;
+decltype(sluice::layer_norm_backward_weight) layer_norm_backward_weight;
+decltype(sluice::rms_norm_forward) rms_norm_forward;
+decltype(sluice::rms_norm_backward_input) rms_norm_backward_input;
+decltype(sluice::rms_norm_backward_weight) rms_norm_backward_weight;
+decltype(sluice::attention_forward) attention_forward;
+decltype(sluice::attention_backward) attention_backward;
+decltype(sluice::rotary) rotary;
+decltype(sluice::gelu_forward) gelu_forward;
+decltype(sluice::gelu_backward) gelu_backward;
+decltype(sluice::swiglu_forward) swiglu_forward;
+decltype(sluice::swiglu_backward) swiglu_backward;
+decltype(sluice::relu_forward) relu_forward;
+decltype(sluice::relu_backward) relu_backward;
+decltype(sluice::dropout) dropout;
+decltype(sluice::add) add;
+decltype(sluice::convert) convert;
+decltype(sluice::softmax_cross_entropy) softmax_cross_entropy;
+decltype(sluice::mean_squared_error) mean_squared_error;
+decltype(sluice::adamw) adamw;
+decltype(sluice::sgd) sgd;
+decltype(sluice::sum_of_squares) sum_of_squares;
+
+}  // namespace sluice::cuda

@@ -1,0 +1,172 @@
+// Every operator: handed to the backend of the context's device.
+#include "stages/operators.hpp"
+
+#include "stages/backends.hpp"
+
+namespace sluice {
+
+namespace {
+
+// The GPU's where the build has one; a context for a GPU exists nowhere else.
+#if SLUICE_WITH_CUDA
+#define SLUICE_BACKEND(ctx, name) \
+  ((ctx).device().kind == DeviceKind::kCuda ? cuda::name : cpu::name)
+#else
+#define SLUICE_BACKEND(ctx, name) cpu::name
+#endif
+
+}  // namespace
+
+void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
+                    const Tensor& y) {
+  SLUICE_BACKEND(ctx, linear_forward)(ctx, x, weight, bias, y);
+}
+
+void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
+                           const Tensor& dx) {
+  SLUICE_BACKEND(ctx, linear_backward_input)(ctx, dy, weight, dx);
+}
+
+void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
+                            const Tensor& dweight, const Tensor& dbias) {
+  SLUICE_BACKEND(ctx, linear_backward_weight)(ctx, x, dy, dweight, dbias);
+}
+
+void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
+                               const Tensor& weight, const Tensor& bias, const Tensor& raised,
+                               const Tensor& y) {
+  SLUICE_BACKEND(ctx, linear_activation_forward)(ctx, activation, x, weight, bias, raised, y);
+}
+
+void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
+                                      const Tensor& weight, const Tensor& raised,
+                                      const Tensor& draised) {
+  SLUICE_BACKEND(ctx, linear_activation_backward_input)
+  (ctx, activation, dy, weight, raised, draised);
+}
+
+void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
+                       const Tensor& positions, const Tensor& out) {
+  SLUICE_BACKEND(ctx, embedding_forward)(ctx, tokens, table, positions, out);
+}
+
+void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
+                               const Tensor& dtable, const Tensor& dpositions) {
+  SLUICE_BACKEND(ctx, embedding_backward_weight)(ctx, tokens, dout, dtable, dpositions);
+}
+
+void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
+                        const Tensor& gamma, const Tensor& beta, float epsilon, const Tensor& y,
+                        const Tensor& stats) {
+  SLUICE_BACKEND(ctx, layer_norm_forward)(ctx, x, delta, gamma, beta, epsilon, y, stats);
+}
+
+void layer_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                               const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
+  SLUICE_BACKEND(ctx, layer_norm_backward_input)(ctx, dy, x, gamma, stats, dx);
+}
+
+void layer_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta) {
+  SLUICE_BACKEND(ctx, layer_norm_backward_weight)(ctx, dy, x, stats, dgamma, dbeta);
+}
+
+void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
+                      const Tensor& gamma, float epsilon, const Tensor& y, const Tensor& stats) {
+  SLUICE_BACKEND(ctx, rms_norm_forward)(ctx, x, delta, gamma, epsilon, y, stats);
+}
+
+void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                             const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
+  SLUICE_BACKEND(ctx, rms_norm_backward_input)(ctx, dy, x, gamma, stats, dx);
+}
+
+void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                              const Tensor& stats, const Tensor& dgamma) {
+  SLUICE_BACKEND(ctx, rms_norm_backward_weight)(ctx, dy, x, stats, dgamma);
+}
+
+std::size_t attention_state_bytes([[maybe_unused]] DeviceKind device, const AttentionShape& shape,
+                                  DType dtype) {
+#if SLUICE_WITH_CUDA
+  if (device == DeviceKind::kCuda) return cuda::attention_state_bytes(shape, dtype);
+#endif
+  return cpu::attention_state_bytes(shape, dtype);
+}
+
+void attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                       const Dropout& dropout, const Tensor& out, std::byte* state) {
+  SLUICE_BACKEND(ctx, attention_forward)(ctx, shape, qkv, dropout, out, state);
+}
+
+void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                        const Tensor& out, const Tensor& dout, const Dropout& dropout,
+                        const std::byte* state, const Tensor& dqkv) {
+  SLUICE_BACKEND(ctx, attention_backward)(ctx, shape, qkv, out, dout, dropout, state, dqkv);
+}
+
+void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const Tensor& qkv,
+            bool backward) {
+  SLUICE_BACKEND(ctx, rotary)(ctx, shape, base, qkv, backward);
+}
+
+void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  SLUICE_BACKEND(ctx, gelu_forward)(ctx, x, y);
+}
+
+void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  SLUICE_BACKEND(ctx, gelu_backward)(ctx, x, dy, dx);
+}
+
+void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y) {
+  SLUICE_BACKEND(ctx, swiglu_forward)(ctx, gate_up, y);
+}
+
+void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,
+                     const Tensor& dgate_up) {
+  SLUICE_BACKEND(ctx, swiglu_backward)(ctx, gate_up, dy, dgate_up);
+}
+
+void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  SLUICE_BACKEND(ctx, relu_forward)(ctx, x, y);
+}
+
+void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  SLUICE_BACKEND(ctx, relu_backward)(ctx, x, dy, dx);
+}
+
+void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y) {
+  SLUICE_BACKEND(ctx, dropout)(ctx, x, dropout, y);
+}
+
+void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  SLUICE_BACKEND(ctx, add)(ctx, x, y);
+}
+
+void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
+  SLUICE_BACKEND(ctx, convert)(ctx, from, to);
+}
+
+void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
+                           double scale, bool gradient, double* sum) {
+  SLUICE_BACKEND(ctx, softmax_cross_entropy)(ctx, logits, targets, scale, gradient, sum);
+}
+
+void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
+                        double scale, bool gradient, double* sum) {
+  SLUICE_BACKEND(ctx, mean_squared_error)(ctx, outputs, targets, scale, gradient, sum);
+}
+
+void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
+  SLUICE_BACKEND(ctx, adamw)(ctx, step, runs);
+}
+
+void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs) {
+  SLUICE_BACKEND(ctx, sgd)(ctx, step, runs);
+}
+
+void sum_of_squares(ComputeContext& ctx, std::span<const float> values, double* sum) {
+  SLUICE_BACKEND(ctx, sum_of_squares)(ctx, values, sum);
+}
+
+}  // namespace sluice
