@@ -39,7 +39,8 @@ void* make_stream(int) { absent(); }
 void destroy_stream(void*) noexcept {}
 void synchronize(void*) {}
 void wait(void*, void*) {}
-void* make_event(int) { absent(); }
+void* make_event(int, bool) { absent(); }
+double seconds_between(void*, void*) { return 0; }
 void destroy_event(void*) noexcept {}
 void record(void*, void*) {}
 bool done(void*) { return true; }
@@ -153,10 +154,10 @@ Stream::~Stream() {
   if (native_ != nullptr) cuda::destroy_stream(native_);
 }
 
-Event::Event(Device device) {
+Event::Event(Device device, bool timed) {
   if (!is_cuda(device)) return;
   require_device(device);
-  native_ = cuda::make_event(device.index);
+  native_ = cuda::make_event(device.index, timed);
 }
 
 Event& Event::operator=(Event&& other) noexcept {
@@ -170,6 +171,10 @@ Event::~Event() {
 
 void Event::record(StreamView stream) {
   if (native_ != nullptr) cuda::record(native_, stream.native());
+}
+
+double Event::seconds_since(const Event& earlier) const {
+  return native_ == nullptr ? 0 : cuda::seconds_between(earlier.native_, native_);
 }
 
 bool Event::done() const { return native_ == nullptr || cuda::done(native_); }

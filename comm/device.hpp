@@ -88,11 +88,11 @@ class Stream {
   void* native_ = nullptr;
 };
 
-// A point in a stream. A default-made event is done.
+// A point in a stream. A default-made event is done. Only `timed` ones tell time.
 class Event {
  public:
   Event() = default;
-  explicit Event(Device device);
+  explicit Event(Device device, bool timed = false);
   Event(Event&& other) noexcept : native_(std::exchange(other.native_, nullptr)) {}
   Event& operator=(Event&& other) noexcept;
   Event(const Event&) = delete;
@@ -102,6 +102,8 @@ class Event {
   void record(StreamView stream);
   // Does not block. Error(kDevice) where something before it failed on the device.
   [[nodiscard]] bool done() const;
+  // Seconds of the device's clock between two timed events that are done; 0 on the CPU.
+  [[nodiscard]] double seconds_since(const Event& earlier) const;
   [[nodiscard]] void* native() const { return native_; }  // null on the CPU
 
  private:

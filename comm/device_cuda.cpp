@@ -126,11 +126,20 @@ void wait(void* stream, void* event) {
         "cudaStreamWaitEvent");
 }
 
-void* make_event(int index) {
+void* make_event(int index, bool timed) {
   const Selected selected(index);
   cudaEvent_t event = nullptr;
-  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
+  check(cudaEventCreateWithFlags(&event, timed ? cudaEventDefault : cudaEventDisableTiming),
+        "cudaEventCreateWithFlags");
   return event;
+}
+
+double seconds_between(void* earlier, void* later) {
+  float milliseconds = 0;
+  check(cudaEventElapsedTime(&milliseconds, static_cast<cudaEvent_t>(earlier),
+                             static_cast<cudaEvent_t>(later)),
+        "cudaEventElapsedTime");
+  return static_cast<double>(milliseconds) * 1e-3;
 }
 
 void destroy_event(void* event) noexcept {

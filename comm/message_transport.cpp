@@ -65,13 +65,19 @@ bool fits(const MessageHeader& expected, const MessageHeader& got) {
 // Operations live in a table of fixed size; a ticket is an index into it.
 class MessageTransport final : public Transport {
  public:
-  MessageTransport(Communicator& comm, std::size_t max_open, std::size_t piece_bytes)
-      : comm_(comm), piece_bytes_(piece_bytes), operations_(max_open) {
+  MessageTransport(Communicator& comm, std::size_t max_open, std::size_t piece_bytes, Device device)
+      : comm_(comm),
+        piece_bytes_(piece_bytes),
+        device_(device),
+        from_device_(device),
+        to_device_(device),
+        operations_(max_open) {
     if (piece_bytes < 1 || piece_bytes > kMaxPieceBytes) {
       throw Error(ErrorCode::kInternal,
                   fmt::format("a piece of {} bytes; legal: 1 to {}", piece_bytes, kMaxPieceBytes));
     }
     free_.reserve(max_open);
+    driven_.reserve(max_open);
     for (std::size_t i = max_open; i > 0; --i) {
       free_.push_back(static_cast<Ticket>(i - 1));
     }
@@ -94,10 +100,11 @@ class MessageTransport final : public Transport {
     }
     const Ticket ticket = open(peer, tag, buffer, /*receives=*/false);
     Operation& operation = at(ticket);
-    const std::size_t head = std::min<std::size_t>(bytes, piece_bytes_);
-    operation.head = comm_.start_send(peer, tag, {buffer.message, kHeaderBytes + head});
-    if (head < bytes) {
-      open_tail(operation);
+    if (buffer.device == nullptr) {
+      start_pieces(operation, pieces_of(operation, bytes));
+    } else {
+      copy_from_device(operation);
+      drive_along(ticket);
     }
     return ticket;
   }
@@ -112,16 +119,20 @@ class MessageTransport final : public Transport {
     operation.expected = expected;
     operation.number = posted_++;
     buffer.header().magic = 0;  // tells whether a message too long has left its header
-    const std::size_t head = std::min(buffer.capacity, piece_bytes_);
+    const std::size_t head = head_bytes(buffer, buffer.capacity);
     operation.head = comm_.post_recv(peer, tag, {buffer.message, kHeaderBytes + head});
+    if (buffer.device != nullptr || head < expected.bytes) drive_along(ticket);
     return ticket;
+  }
+
+  void progress() override {
+    if (!driven_.empty()) drive();
   }
 
   bool test(Ticket ticket) override {
     Operation& operation = at(ticket);
-    if (!test_head(operation) || (!operation.tail.empty() && !test_tail(operation))) {
-      return false;
-    }
+    progress();
+    if (operation.driven || !complete(operation)) return false;
     operation.open = false;
     free_.push_back(ticket);
     return true;
@@ -138,9 +149,13 @@ class MessageTransport final : public Transport {
         comm_.cancel(request);
       }
       operation.tail.clear();
+      operation.driven = false;
       operation.open = false;
       free_.push_back(static_cast<Ticket>(i));
     }
+    driven_.clear();
+    from_device_.view().synchronize();
+    to_device_.view().synchronize();
   }
 
  private:
@@ -155,6 +170,10 @@ class MessageTransport final : public Transport {
     bool tail_due = false;      // the first piece has arrived, receives for the rest are not posted
     std::uint64_t number = 0;   // of a receive, in order of posting
     std::vector<Request> tail;  // pieces after the first
+    bool driven = false;        // by every test(), until nothing is left to start
+    std::size_t started = 0;    // of a send: pieces on the wire
+    std::vector<Event> copied;  // of a device payload's send: [piece]
+    std::size_t delivered = 0;  // of a receive: pieces whose copies to the device are under way
   };
 
   Operation& at(Ticket ticket) { return operations_[static_cast<std::size_t>(ticket)]; }
@@ -175,7 +194,124 @@ class MessageTransport final : public Transport {
     operation.open = true;
     operation.receives = receives;
     operation.tail_due = false;
+    operation.driven = false;
+    operation.started = operation.delivered = 0;
+    operation.tail.clear();
     return ticket;
+  }
+
+  // Bytes of payload in the message that carries the header.
+  [[nodiscard]] std::size_t head_bytes(const MessageBuffer& buffer, std::size_t bytes) const {
+    const bool header_alone = buffer.device != nullptr && buffer.device->direct;
+    return header_alone ? 0 : std::min(bytes, piece_bytes_);
+  }
+
+  // Number of messages that a payload of `bytes` is sent in.
+  [[nodiscard]] std::size_t pieces_of(const Operation& operation, std::size_t bytes) const {
+    const std::size_t head = head_bytes(operation.buffer, bytes);
+    return 1 + (bytes - head + piece_bytes_ - 1) / piece_bytes_;
+  }
+
+  struct Piece {
+    std::size_t offset = 0, length = 0;  // of the payload
+  };
+  [[nodiscard]] Piece piece_of(const Operation& operation, std::size_t index) const {
+    const std::size_t bytes = operation.buffer.header().bytes;
+    const std::size_t head = head_bytes(operation.buffer, bytes);
+    if (index == 0) return {0, head};
+    const std::size_t offset = head + (index - 1) * piece_bytes_;
+    return {offset, std::min(piece_bytes_, bytes - offset)};
+  }
+  // What goes over the wire: the host's copy, or the device's memory itself.
+  [[nodiscard]] static std::byte* wire(const Operation& operation) {
+    const MessageBuffer& buffer = operation.buffer;
+    return buffer.device != nullptr && buffer.device->direct ? buffer.device->payload
+                                                             : buffer.payload();
+  }
+
+  // Puts pieces [started, until) of a send on the wire.
+  void start_pieces(Operation& operation, std::size_t until) {
+    for (; operation.started < until; ++operation.started) {
+      const Piece piece = piece_of(operation, operation.started);
+      if (operation.started == 0) {
+        operation.head = comm_.start_send(operation.peer, operation.tag,
+                                          {operation.buffer.message, kHeaderBytes + piece.length});
+      } else {
+        operation.tail.push_back(comm_.start_send(operation.peer, comm_.max_tag() - operation.tag,
+                                                  {wire(operation) + piece.offset, piece.length}));
+      }
+    }
+  }
+
+  // Queues the copies of a send's payload behind its ready event.
+  void copy_from_device(Operation& operation) {
+    DeviceSide& device = *operation.buffer.device;
+    const std::size_t pieces = pieces_of(operation, operation.buffer.header().bytes);
+    if (device.direct) return;  // its ready event alone counts
+    while (operation.copied.size() < pieces) operation.copied.emplace_back(device_);
+    from_device_.view().wait(device.ready);
+    for (std::size_t i = 0; i < pieces; ++i) {
+      const Piece piece = piece_of(operation, i);
+      copy_async(operation.buffer.payload() + piece.offset, device.payload + piece.offset,
+                 piece.length, from_device_.view());
+      operation.copied[i].record(from_device_.view());
+    }
+  }
+
+  // From here on every test() takes the operation on: a peer may wait for its next piece while this
+  // rank waits for something else.
+  void drive_along(Ticket ticket) {
+    at(ticket).driven = true;
+    driven_.push_back(ticket);
+    drive();
+  }
+
+  void drive() {
+    bool sends_wait = false;
+    std::size_t left = 0;
+    for (const Ticket ticket : driven_) {
+      Operation& operation = at(ticket);
+      if (operation.receives) {
+        operation.driven = !complete(operation);
+      } else {
+        // Sends go to the wire in the order they were started, as messages of one tag have to.
+        operation.driven = sends_wait || !start_copied(operation);
+        sends_wait = operation.driven;
+      }
+      if (operation.driven) driven_[left++] = ticket;
+    }
+    driven_.resize(left);
+  }
+
+  // True once all pieces of a device payload's send are on the wire.
+  bool start_copied(Operation& operation) {
+    const std::size_t pieces = pieces_of(operation, operation.buffer.header().bytes);
+    while (operation.started < pieces && copied(operation, operation.started)) {
+      start_pieces(operation, operation.started + 1);
+    }
+    return operation.started == pieces;
+  }
+  [[nodiscard]] static bool copied(const Operation& operation, std::size_t piece) {
+    const DeviceSide& device = *operation.buffer.device;
+    return device.direct ? device.ready.done() : operation.copied[piece].done();
+  }
+
+  // Queues the copy of a receive's piece to the device, the first behind its ready event.
+  void deliver(Operation& operation, std::size_t index) {
+    DeviceSide* device = operation.buffer.device;
+    if (device == nullptr || device->direct) return;
+    if (operation.delivered++ == 0) to_device_.view().wait(device->ready);
+    const Piece piece = piece_of(operation, index);
+    copy_async(device->payload + piece.offset, operation.buffer.payload() + piece.offset,
+               piece.length, to_device_.view());
+  }
+
+  // True once every message of the operation is done.
+  bool complete(Operation& operation) {
+    if (!test_head(operation) || (!operation.tail.empty() && !test_tail(operation))) return false;
+    DeviceSide* device = operation.buffer.device;
+    if (operation.receives && device != nullptr) device->arrived.record(to_device_.view());
+    return true;
   }
 
   // True once the first piece is done, has been found to be what was expected, and the pieces
@@ -199,8 +335,7 @@ class MessageTransport final : public Transport {
         return false;
       }
     }
-    open_tail(operation);
-    return true;
+    return open_tail(operation);
   }
 
   // The first piece of a receive.
@@ -229,35 +364,41 @@ class MessageTransport final : public Transport {
     if (!fits(operation.expected, got)) {
       refuse(operation, difference(operation.expected, got));
     }
-    const std::size_t head = std::min<std::size_t>(got.bytes, piece_bytes_);
+    const std::size_t head = head_bytes(operation.buffer, got.bytes);
     if (arrival.bytes != kHeaderBytes + head) {
       refuse(operation, fmt::format("its first piece has {} bytes instead of {}",
                                     arrival.bytes - kHeaderBytes, head));
     }
     operation.tail_due = head < got.bytes;
+    deliver(operation, 0);
     return true;
   }
 
-  // Starts the pieces after the first.
-  void open_tail(Operation& operation) {
-    const std::size_t bytes = operation.buffer.header().bytes;
-    const int tag = comm_.max_tag() - operation.tag;
+  // Posts the receives of the pieces after the first; written by MPI itself, the device's memory
+  // has to be free by then.
+  bool open_tail(Operation& operation) {
+    const DeviceSide* device = operation.buffer.device;
+    if (device != nullptr && device->direct && !device->ready.done()) return false;
     operation.tail.clear();
-    for (std::size_t at = piece_bytes_; at < bytes; at += piece_bytes_) {
-      std::byte* piece = operation.buffer.payload() + at;
-      const std::size_t length = std::min(piece_bytes_, bytes - at);
-      operation.tail.push_back(operation.receives
-                                   ? comm_.post_recv(operation.peer, tag, {piece, length})
-                                   : comm_.start_send(operation.peer, tag, {piece, length}));
+    const std::size_t pieces = pieces_of(operation, operation.buffer.header().bytes);
+    for (std::size_t i = 1; i < pieces; ++i) {
+      const Piece piece = piece_of(operation, i);
+      operation.tail.push_back(comm_.post_recv(operation.peer, comm_.max_tag() - operation.tag,
+                                               {wire(operation) + piece.offset, piece.length}));
     }
     operation.tail_due = false;
+    return true;
   }
 
   bool test_tail(Operation& operation) {
     bool done = true;
-    for (Request& request : operation.tail) {
-      if (request.index != Request::kNone && !comm_.test(request)) {
+    for (std::size_t i = 0; i < operation.tail.size(); ++i) {
+      Request& request = operation.tail[i];
+      if (request.index == Request::kNone) continue;
+      if (!comm_.test(request)) {
         done = false;
+      } else if (operation.receives) {
+        deliver(operation, i + 1);
       }
     }
     if (done) {
@@ -286,6 +427,9 @@ class MessageTransport final : public Transport {
 
   Communicator& comm_;
   std::size_t piece_bytes_;
+  Device device_;
+  Stream from_device_, to_device_;
+  std::vector<Ticket> driven_;  // in the order they were opened
   std::vector<Operation> operations_;
   std::vector<Ticket> free_;
   std::uint64_t posted_ = 0;
@@ -294,8 +438,8 @@ class MessageTransport final : public Transport {
 }  // namespace
 
 std::unique_ptr<Transport> make_message_transport(Communicator& comm, std::size_t max_open,
-                                                  std::size_t piece_bytes) {
-  return std::make_unique<MessageTransport>(comm, max_open, piece_bytes);
+                                                  std::size_t piece_bytes, Device device) {
+  return std::make_unique<MessageTransport>(comm, max_open, piece_bytes, device);
 }
 
 }  // namespace sluice

@@ -6,9 +6,17 @@
 // of the payload, in the same buffer. Payloads above kMaxPieceBytes go in pieces: the first behind
 // the header, the rest, posted once the header has said how many, with a tag of their own.
 //
-// A transport operation takes a "ready" and returns a "done": on host buffers, ready is always now
-// and done is test(). Only the engine's progress loop blocks. All calls come from one thread.
-// Nothing is allocated after construction.
+// Device buffers travel through page-locked host memory, which holds the very message a host buffer
+// would: a GPU's neighbour may be a CPU. Pieces are copied on streams of the transport's own while
+// others are on the wire. Between two GPUs whose MPI reads device memory the header travels alone
+// and the pieces go from device to device (DeviceSide::direct, the same at both ends).
+//
+// A transport operation takes a "ready" and returns a "done". On host buffers ready is always now
+// and done is test(). On device buffers ready is an event of the compute stream; a send is done
+// when test() says so; a receive is done for the host when test() says so and for a stream after
+// the event `arrived`. Only the engine's progress loop blocks; any test() drives every operation.
+// All calls come from one thread. Nothing is allocated after construction, but the events of a
+// device payload's pieces, the first time there are that many.
 #pragma once
 
 #include <array>
@@ -18,6 +26,7 @@
 #include <vector>
 
 #include "comm/communicator.hpp"
+#include "comm/device.hpp"
 
 namespace sluice {
 
@@ -46,10 +55,24 @@ struct MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == kHeaderBytes);
 
+// Where a payload lies on a GPU. Owned by the caller, as long as its operation is open.
+struct DeviceSide {
+  std::byte* payload = nullptr;
+  // Recorded by the caller: the payload is written (before a send) or may be overwritten (before a
+  // receive).
+  Event ready;
+  // Recorded by the transport when a receive's test() says done: after it the payload is there.
+  Event arrived;
+  bool direct = false;  // MPI reads and writes the payload itself
+};
+
 // One end of a message: memory for header and payload.
 struct MessageBuffer {
-  std::byte* message = nullptr;  // kHeaderBytes of header, then the payload
+  std::byte* message = nullptr;  // kHeaderBytes of header, then the payload; host memory
   std::size_t capacity = 0;      // of payload, bytes
+  // Null: the payload is what lies in `message`. Else `message` is page-locked and is where the
+  // payload passes; with `direct` it holds the header alone.
+  DeviceSide* device = nullptr;
   [[nodiscard]] MessageHeader& header() const { return *reinterpret_cast<MessageHeader*>(message); }
   [[nodiscard]] std::byte* payload() const { return message + kHeaderBytes; }
 };
@@ -69,6 +92,8 @@ class Transport {
   // expected). Error(kMismatch) from test() names both ends.
   [[nodiscard]] virtual Ticket post_recv(int peer, int tag, const MessageBuffer& buffer,
                                          const MessageHeader& expected) = 0;
+  // Drives what test() drives, for a rank that waits for something else.
+  virtual void progress() = 0;
   // Drives progress; true once the operation is done, and the ticket then invalid.
   [[nodiscard]] virtual bool test(Ticket ticket) = 0;
   // Gives up everything open, after an error.
@@ -78,8 +103,10 @@ class Transport {
 // The transport over a communicator ("mpi" and "loopback" alike), which must outlive it. Uses the
 // tags [0, max_channel_tag] of `comm`, and max_tag() - tag for payloads above `piece_bytes` (at
 // least 1; equal on all ranks). `max_open` operations may be open at once, else Error(kInternal).
-// The destructor cancels what is open. A payload in pieces allocates the first time.
+// `device` is where device payloads lie. The destructor cancels what is open. A payload in pieces
+// allocates the first time.
 [[nodiscard]] std::unique_ptr<Transport> make_message_transport(
-    Communicator& comm, std::size_t max_open, std::size_t piece_bytes = kMaxPieceBytes);
+    Communicator& comm, std::size_t max_open, std::size_t piece_bytes = kMaxPieceBytes,
+    Device device = {});
 
 }  // namespace sluice

@@ -16,7 +16,7 @@ namespace {
 
 // A batch and the memory its tensors point into.
 struct Slot {
-  Buffer memory;
+  HostBuffer memory;
   BatchLoader::Batch batch;
   std::optional<std::uint64_t> step;  // what it holds, or what failed with `error`
   std::exception_ptr error;
@@ -41,9 +41,9 @@ std::vector<Tensor> place(const std::vector<TensorSpec>& specs, std::byte*& at) 
 
 struct BatchLoader::Impl {
   Impl(const DataSource& data, Phase of_phase, std::vector<SampleRange> micro_batches,
-       bool wants_inputs, bool wants_targets)
+       bool wants_inputs, bool wants_targets, Device device)
       : source(data), phase(of_phase), ranges(std::move(micro_batches)) {
-    for (Slot& slot : slots) allocate(slot, wants_inputs, wants_targets);
+    for (Slot& slot : slots) allocate(slot, wants_inputs, wants_targets, device);
     if (wants_inputs || wants_targets) worker = std::thread([this] { work(); });
   }
 
@@ -56,14 +56,14 @@ struct BatchLoader::Impl {
     if (worker.joinable()) worker.join();
   }
 
-  void allocate(Slot& slot, bool wants_inputs, bool wants_targets) {
+  void allocate(Slot& slot, bool wants_inputs, bool wants_targets, Device device) {
     std::vector<std::vector<TensorSpec>> inputs, targets;
     std::size_t bytes = 0;
     for (const SampleRange& range : ranges) {
       if (wants_inputs) bytes += bytes_of(inputs.emplace_back(source.input_specs(range.count)));
       if (wants_targets) bytes += bytes_of(targets.emplace_back(source.target_specs(range.count)));
     }
-    slot.memory = Buffer(Device{}, bytes);
+    slot.memory = HostBuffer(device, bytes);
     std::byte* at = slot.memory.data();
     slot.batch.inputs.resize(ranges.size());
     slot.batch.targets.resize(ranges.size());
@@ -144,9 +144,9 @@ struct BatchLoader::Impl {
 
 BatchLoader::BatchLoader(const DataSource& source, Phase phase,
                          std::vector<SampleRange> micro_batches, bool wants_inputs,
-                         bool wants_targets)
+                         bool wants_targets, Device device)
     : impl_(std::make_unique<Impl>(source, phase, std::move(micro_batches), wants_inputs,
-                                   wants_targets)) {}
+                                   wants_targets, device)) {}
 
 BatchLoader::~BatchLoader() = default;
 

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <deque>
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -10,6 +11,7 @@
 
 #include "comm/error.hpp"
 #include "runtime/atomic_file.hpp"
+#include "runtime/host_mirror.hpp"
 #include "runtime/weights.hpp"
 
 namespace sluice {
@@ -112,6 +114,33 @@ void write_directory(const Pipeline& pipeline, const std::set<std::string>& kind
                   Json{{"format", 1}, {"step", pipeline.step()}}.dump(2) + "\n");
 }
 
+// Tensors as a file takes them: in host memory.
+class HostTensors {
+ public:
+  explicit HostTensors(Device device) : device_(device) {}
+  void add(std::string name, const Tensor& tensor) {
+    Tensor host = tensor;
+    if (device_.kind != DeviceKind::kCpu) {
+      std::vector<std::byte>& copy = copies_.emplace_back(tensor.spec.bytes());
+      copy_now(device_, copy.data(), tensor.data, copy.size());
+      host.data = copy.data();
+    }
+    tensors_.push_back({std::move(name), host});
+  }
+  [[nodiscard]] const std::vector<NamedTensor>& all() const { return tensors_; }
+
+ private:
+  Device device_;
+  std::deque<std::vector<std::byte>> copies_;
+  std::vector<NamedTensor> tensors_;
+};
+
+void read(const WeightsDirectory& weights, const std::string& name, const Tensor& into,
+          HostMirror& mirror) {
+  weights.read(name, {mirror.blank(into).data(), into.spec});
+  mirror.write_back();
+}
+
 }  // namespace
 
 void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::string& config) {
@@ -135,17 +164,19 @@ void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::s
     if (layout.replica == 0 && part >= 0) {
       const std::map<std::string, std::string> metadata = {
           {"format", "pt"}, {"step", std::to_string(pipeline.step())}};
-      std::vector<NamedTensor> model, optimizer;
+      pipeline.compute().stream().synchronize();
+      HostTensors model(pipeline.compute().device()), optimizer(pipeline.compute().device());
       for (const Pipeline::Owned& owned : pipeline.parameters()) {
-        if (owned.owner) model.push_back({owned.parameter->name, owned.parameter->value});
+        if (owned.owner) model.add(owned.parameter->name, owned.parameter->value);
       }
       for (const OptimizerState& state : states) {
-        optimizer.push_back({state.kind + "." + state.parameter, state.tensor});
+        optimizer.add(state.kind + "." + state.parameter, state.tensor);
       }
-      write_safetensors(directory / weights_file_name("model", part, parts.count), model, metadata);
-      if (!optimizer.empty()) {
-        write_safetensors(directory / weights_file_name("optimizer", part, parts.count), optimizer,
-                          metadata);
+      write_safetensors(directory / weights_file_name("model", part, parts.count), model.all(),
+                        metadata);
+      if (!optimizer.all().empty()) {
+        write_safetensors(directory / weights_file_name("optimizer", part, parts.count),
+                          optimizer.all(), metadata);
       }
     }
     pipeline.world().barrier();
@@ -159,6 +190,7 @@ void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::s
 void load_weights(Pipeline& pipeline, const fs::path& directory) {
   pipeline.guarded([&] {
     const WeightsDirectory weights(directory, "model");
+    HostMirror mirror(pipeline.compute());
     std::set<std::string> known;
     for (const OwnedParameter& parameter : owned_parameters(pipeline.layout())) {
       known.insert(parameter.name);
@@ -171,7 +203,7 @@ void load_weights(Pipeline& pipeline, const fs::path& directory) {
                               directory.string(), name));
     }
     for (const Pipeline::Owned& owned : pipeline.parameters()) {
-      if (owned.owner) weights.read(owned.parameter->name, owned.parameter->value);
+      if (owned.owner) read(weights, owned.parameter->name, owned.parameter->value, mirror);
     }
     pipeline.world().barrier();
   });
@@ -184,8 +216,9 @@ void load_checkpoint(Pipeline& pipeline, const fs::path& directory) {
     const std::vector<OptimizerState> states = pipeline.optimizer_state();
     if (!states.empty()) {
       const WeightsDirectory optimizer(directory, "optimizer");
+      HostMirror mirror(pipeline.compute());
       for (const OptimizerState& state : states) {
-        optimizer.read(state.kind + "." + state.parameter, state.tensor);
+        read(optimizer, state.kind + "." + state.parameter, state.tensor, mirror);
       }
     }
     const fs::path path = directory / "state.json";

@@ -52,9 +52,10 @@ class BatchLoader {
     std::vector<std::vector<Tensor>> inputs;
     std::vector<std::vector<Tensor>> targets;
   };
-  // `source` outlives the loader. All memory is allocated here; load() allocates none.
+  // `source` outlives the loader. All memory is allocated here, page-locked where batches go to a
+  // GPU; load() allocates none.
   BatchLoader(const DataSource& source, Phase phase, std::vector<SampleRange> micro_batches,
-              bool wants_inputs, bool wants_targets);
+              bool wants_inputs, bool wants_targets, Device device = {});
   ~BatchLoader();
   BatchLoader(const BatchLoader&) = delete;
   BatchLoader& operator=(const BatchLoader&) = delete;

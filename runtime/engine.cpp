@@ -2,42 +2,23 @@
 
 #include <fmt/format.h>
 
-#include <optional>
+#include <algorithm>
+#include <array>
 #include <string>
 #include <utility>
 
 #include "comm/error.hpp"
+#include "runtime/device_batch.hpp"
+#include "runtime/device_timer.hpp"
 #include "runtime/slots.hpp"
+#include "runtime/stage_table.hpp"
 
 namespace sluice {
 namespace {
 
-// A stage of this rank with the pools its ops name.
-struct LocalStage {
-  StageBinding binding;
-  SlotPool* input = nullptr;        // own kInput; null on stage 0
-  SlotPool* output = nullptr;       // own kOutput, or the next stage's kInput at a local hand-over
-  SlotPool* grad_output = nullptr;  // own kGradOutput; null on the last stage
-  SlotPool* grad_input = nullptr;   // own kGradInput, or the previous stage's kGradOutput
-  SlotPool* state = nullptr;
-  ActionSeconds seconds;
-};
-
 std::size_t index_of(std::int32_t value) { return static_cast<std::size_t>(value); }
 
-const char* describe(SlotState state) {
-  switch (state) {
-    case SlotState::kFree:
-      return "free";
-    case SlotState::kPosted:
-      return "posted";
-    case SlotState::kFilled:
-      return "filled";
-    case SlotState::kSending:
-      return "being sent";
-  }
-  return "unknown";
-}
+std::size_t open_messages(const StageTable& table) { return table.tensors() + 1; }
 
 }  // namespace
 
@@ -55,11 +36,18 @@ struct Engine::Impl {
   void forward(LocalStage& local, const PlanOp& op, StageContext& ctx);
   void backward(LocalStage& local, const PlanOp& op, StageContext& ctx);
 
-  void bind_stages();
-  void wait(Ticket ticket);
+  // Blocks until `done()`, driving the transport and polling the interrupt.
+  template <typename Done>
+  void wait_until(const Done& done);
+  void wait(Ticket ticket) {
+    wait_until([&] { return transport->test(ticket); });
+  }
+  // Blocks until the device has done everything so far; then outcome is whole.
+  void drain();
+  void tally(const PlanOp& op, double start, double end);
+  void keep_outputs();
+
   LocalStage& local(const PlanOp& op);
-  SlotPool* own_pool(LocalStage& stage, BufferKind kind) const;
-  void bind_messages();
   Slot& message_slot(const PlanOp& op);
   // The slot `kind` of `op` in `pool`, which must be in state `needed`.
   Slot& expect(SlotPool* pool, const PlanOp& op, BufferKind kind, SlotState needed);
@@ -71,82 +59,45 @@ struct Engine::Impl {
   std::int64_t samples(const PlanOp& op) const {
     return request.micro_batches[index_of(op.micro_batch)].count;
   }
+  [[nodiscard]] StreamView stream() const { return config.compute->stream(); }
+  [[nodiscard]] bool on_gpu() const { return stream().native() != nullptr; }
 
   EngineConfig config;
   const RankPlan& mine;
-  std::vector<SlotPool> pools;
-  std::vector<LocalStage> locals;
-  std::vector<std::int32_t> local_of_stage;  // [global stage] index into locals or -1
+  StageTable table;
   std::unique_ptr<Transport> transport;
   Waiter waiter;
+  DeviceBatch batch;  // of the step, where the stages compute
+  DeviceTimer timer;  // of a GPU's compute ops
+  HostBuffer losses;  // LossResult per micro-batch, written by the device
+  Event drained;
   StepRequest request;
   StepOutcome outcome;
   std::vector<TraceEvent> events;
   Slot* last_output = nullptr;
+  HostBuffer host_outputs;  // of a GPU
+  std::vector<Tensor> outputs;
   int in_flight = 0;
-  std::vector<Slot*> message_slots;  // [index into mine.ops], null where no message or no slot
-  double computed_until = 0;         // when the last compute ended, while only bookkeeping follows
+  double computed_until = 0;  // when the last compute ended, while only bookkeeping follows
 };
 
 Engine::Impl::Impl(const EngineConfig& config_in)
     : config(config_in),
       mine(config_in.plan->ranks[index_of(config_in.rank)]),
-      waiter(config_in.communicator->local_size()) {
-  pools.reserve(mine.pools.size());
-  std::size_t open = 1;
-  for (const BufferPool& pool : mine.pools) {
-    pools.emplace_back(pool, *config.edges, config.compute->device());
-    if (pool.kind != BufferKind::kState) {
-      const auto edge = config.edges->inputs(config.edges->largest(), SlotPool::edge_of(pool));
-      open += static_cast<std::size_t>(pool.count) * edge.size();
-    }
-  }
-  transport = make_message_transport(*config.communicator, open);
-  bind_stages();
-  bind_messages();
-  outcome.actions.resize(locals.size());
+      table(config_in),
+      transport(make_message_transport(*config.communicator, open_messages(table),
+                                       config.piece_bytes, config.compute->device())),
+      waiter(config_in.communicator->local_size()),
+      batch(*config_in.compute),
+      timer(config_in.compute->device(), mine.ops.size()),
+      drained(config_in.compute->device()) {
+  outcome.actions.resize(table.stages().size());
   if (!config.stages.empty() && config.stages.back().loss != nullptr) {
-    outcome.losses.resize(index_of(config.plan->micro_batches));
+    const std::size_t count = index_of(config.plan->micro_batches);
+    losses = HostBuffer(config.compute->device(), count * sizeof(LossResult));
+    outcome.losses = {reinterpret_cast<const LossResult*>(losses.data()), count};
   }
   events.reserve(config.trace_events);
-}
-
-void Engine::Impl::bind_stages() {
-  const int stages = config.plan->placement.stages();
-  local_of_stage.assign(index_of(stages), -1);
-  locals.resize(config.stages.size());
-  for (std::size_t i = 0; i < locals.size(); ++i) {
-    locals[i].binding = config.stages[i];
-    locals[i].seconds.stage = config.stages[i].index;
-    local_of_stage[index_of(config.stages[i].index)] = static_cast<std::int32_t>(i);
-  }
-  for (SlotPool& pool : pools) {
-    const BufferPool& what = pool.description();
-    LocalStage& stage = locals[index_of(local_of_stage[index_of(what.stage)])];
-    const auto neighbour = [&](int other) -> LocalStage* {
-      if (other < 0 || other >= stages || local_of_stage[index_of(other)] < 0) return nullptr;
-      return &locals[index_of(local_of_stage[index_of(other)])];
-    };
-    switch (what.kind) {
-      case BufferKind::kInput:
-        stage.input = &pool;
-        if (LocalStage* previous = neighbour(what.stage - 1)) previous->output = &pool;
-        break;
-      case BufferKind::kGradOutput:
-        stage.grad_output = &pool;
-        if (LocalStage* next = neighbour(what.stage + 1)) next->grad_input = &pool;
-        break;
-      case BufferKind::kOutput:
-        stage.output = &pool;
-        break;
-      case BufferKind::kGradInput:
-        stage.grad_input = &pool;
-        break;
-      case BufferKind::kState:
-        stage.state = &pool;
-        break;
-    }
-  }
 }
 
 const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions* actions) {
@@ -156,12 +107,17 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   in_flight = 0;
   computed_until = 0;
   events.clear();
-  for (LocalStage& stage : locals) {
+  last_output = nullptr;
+  outputs.clear();
+  for (LocalStage& stage : table.stages()) {
     stage.seconds = ActionSeconds{};
     stage.seconds.stage = stage.binding.index;
   }
+  timer.begin(stream());
+  batch.load(*request.batch, request.micro_batches.size());
   for (const PlanOp& op : mine.ops) execute(op, actions);
-  for (std::size_t i = 0; i < locals.size(); ++i) outcome.actions[i] = locals[i].seconds;
+  if (config.plan->forward_only || actions == nullptr) drain();
+  if (request.phase == Phase::kGenerate && last_output != nullptr) keep_outputs();
   return outcome;
 }
 
@@ -188,6 +144,8 @@ void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
     case OpKind::kReduceTied:
       return actions->reduce_tied(op.channel);
     case OpKind::kOptimizer:
+      actions->measure();
+      drain();
       return actions->optimizer();
   }
 }
@@ -197,15 +155,19 @@ void Engine::Impl::post_recv(const PlanOp& op) {
   const Channel& channel = config.plan->channels[index_of(op.channel)];
   if (slot.state != SlotState::kFree)
     refuse(op, "its slot is " + std::string(describe(slot.state)));
-  SlotPool* pool =
-      own_pool(local(op), op.action == ActionKind::kRecvForward ? BufferKind::kInput
-                                                                : BufferKind::kGradOutput);
+  SlotPool* pool = local(op).pool(op.action == ActionKind::kRecvForward ? BufferKind::kInput
+                                                                        : BufferKind::kGradOutput);
   pool->shape(slot, samples(op));
   slot.tickets.clear();
   if (config.trace_events > 0) slot.started = steady_seconds();
   const std::size_t count = slot.tensors.size();
   for (std::size_t i = 0; i < count; ++i) {
     if (slot.tensors[i].data == nullptr) continue;
+    if (DeviceSide* side = slot.buffers[i].device) {
+      // What arrived last has left host memory; what read it is on the stream already.
+      wait_until([&] { return side->arrived.done(); });
+      side->ready.record(stream());
+    }
     slot.tickets.push_back(transport->post_recv(channel.from_rank, channel.tag, slot.buffers[i],
                                                 header_of(op, slot.tensors[i], i, count)));
   }
@@ -225,6 +187,7 @@ void Engine::Impl::wait_recv(const PlanOp& op) {
     std::array<std::int64_t, kMaxDims> dims = {};
     for (std::size_t d = 0; d < header.rank; ++d) dims[d] = header.shape[d];
     slot.tensors[i].spec.shape = Shape(std::span<const std::int64_t>(dims.data(), header.rank));
+    if (slot.buffers[i].device != nullptr) stream().wait(slot.buffers[i].device->arrived);
   }
   slot.state = SlotState::kFilled;
   if (config.trace_events > 0) {
@@ -243,6 +206,7 @@ void Engine::Impl::start_send(const PlanOp& op) {
   for (std::size_t i = 0; i < count; ++i) {
     if (slot.tensors[i].data == nullptr) continue;
     slot.buffers[i].header() = header_of(op, slot.tensors[i], i, count);
+    if (slot.buffers[i].device != nullptr) slot.buffers[i].device->ready.record(stream());
     slot.tickets.push_back(transport->start_send(channel.to_rank, channel.tag, slot.buffers[i]));
   }
   slot.state = SlotState::kSending;
@@ -263,7 +227,7 @@ void Engine::Impl::release(const PlanOp& op) {
     const auto kind = static_cast<BufferKind>(k);
     const std::int32_t index = op.slot(kind);
     if (index < 0) continue;
-    SlotPool* pool = own_pool(stage, kind);
+    SlotPool* pool = stage.pool(kind);
     if (pool == nullptr || index >= pool->count()) refuse(op, "it names no slot");
     Slot& slot = pool->slot(index);
     if (slot.state != SlotState::kFilled) {
@@ -290,19 +254,27 @@ void Engine::Impl::compute(const PlanOp& op) {
                    .inputs = {},
                    .collective = config.collective};
   if (op.stage == 0) {
-    ctx.inputs = request.batch->inputs[index_of(op.micro_batch)];
+    ctx.inputs = batch.inputs(op.micro_batch);
   } else {
     ctx.inputs = expect(stage.input, op, BufferKind::kInput, SlotState::kFilled).tensors;
   }
   // Reading the clock costs more than what lies between two actions in a row.
   const double start = computed_until > 0 ? computed_until : steady_seconds();
+  timer.start(stream(), op);
   if (op.action == ActionKind::kForward) {
     forward(stage, op, ctx);
   } else {
     backward(stage, op, ctx);
   }
+  timer.stop(stream());
+  if (on_gpu()) return;  // drain() tells how long it took
   const double end = steady_seconds();
   computed_until = end;
+  tally(op, start, end);
+}
+
+void Engine::Impl::tally(const PlanOp& op, double start, double end) {
+  LocalStage& stage = local(op);
   outcome.busy_seconds += end - start;
   ActionSeconds::Sum& sum = op.action == ActionKind::kForward    ? stage.seconds.forward
                             : op.action == ActionKind::kBackward ? stage.seconds.backward
@@ -314,21 +286,50 @@ void Engine::Impl::compute(const PlanOp& op) {
   if (config.trace_events > 0) record(TraceTrack::kCompute, op, start, end);
 }
 
+void Engine::Impl::drain() {
+  if (on_gpu()) {
+    drained.record(stream());
+    wait_until([&] { return drained.done(); });
+    timer.read([&](const PlanOp& op, double start, double end) { tally(op, start, end); });
+  }
+  for (std::size_t i = 0; i < table.stages().size(); ++i) {
+    outcome.actions[i] = table.stages()[i].seconds;
+  }
+}
+
+void Engine::Impl::keep_outputs() {
+  outputs = last_output->tensors;
+  if (!on_gpu()) return;
+  std::size_t bytes = 0;
+  for (const Tensor& tensor : outputs) bytes += round_up(tensor.spec.bytes(), kBufferAlignment);
+  if (host_outputs.size() < bytes) host_outputs = HostBuffer(config.compute->device(), bytes);
+  std::byte* next = host_outputs.data();
+  for (Tensor& tensor : outputs) {
+    copy_async(next, tensor.data, tensor.spec.bytes(), stream());
+    tensor.data = next;
+    next += round_up(tensor.spec.bytes(), kBufferAlignment);
+  }
+  stream().synchronize();
+}
+
 void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
   expect(stage.state, op, BufferKind::kState, SlotState::kFree).state = SlotState::kFilled;
   if (++in_flight > outcome.peak_in_flight) outcome.peak_in_flight = in_flight;
   Slot& output = expect(stage.output, op, BufferKind::kOutput, SlotState::kFree);
   stage.output->shape(output, samples(op));
-  if (op.stage == 0) stage.binding.stage->check_inputs(ctx.inputs);
+  if (op.stage == 0) {
+    stage.binding.stage->check_inputs(request.batch->inputs[index_of(op.micro_batch)]);
+  }
   stage.binding.stage->forward(ctx, ctx.inputs, output.tensors);
   output.state = SlotState::kFilled;
   if (stage.binding.loss != nullptr) {
     last_output = &output;
     if (request.phase != Phase::kGenerate) {
-      const auto& targets = request.batch->targets[index_of(op.micro_batch)];
-      LossResult& result = outcome.losses[index_of(op.micro_batch)];
-      result.weight = stage.binding.loss->target_weight(targets);
-      stage.binding.loss->loss(ctx, output.tensors, targets, &result.sum);
+      auto* results = reinterpret_cast<LossResult*>(losses.data());
+      LossResult& result = results[op.micro_batch];
+      result.weight =
+          stage.binding.loss->target_weight(request.batch->targets[index_of(op.micro_batch)]);
+      stage.binding.loss->loss(ctx, output.tensors, batch.targets(op.micro_batch), &result.sum);
     }
   }
   if (config.plan->forward_only) --in_flight;
@@ -361,59 +362,26 @@ void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& c
   if (grad_input != nullptr) grad_input->state = SlotState::kFilled;
 }
 
-void Engine::Impl::wait(Ticket ticket) {
-  if (transport->test(ticket)) return;
+template <typename Done>
+void Engine::Impl::wait_until(const Done& done) {
+  if (done()) return;
   computed_until = 0;
   waiter.reset();
-  while (!transport->test(ticket)) {
+  while (!done()) {
+    transport->progress();
     if (config.interrupt != nullptr) config.interrupt->poll();
     waiter.pause();
   }
 }
 
 LocalStage& Engine::Impl::local(const PlanOp& op) {
-  const std::int32_t index = local_of_stage[index_of(op.stage)];
-  if (index < 0) refuse(op, "the stage is not on this rank");
-  return locals[index_of(index)];
-}
-
-SlotPool* Engine::Impl::own_pool(LocalStage& stage, BufferKind kind) const {
-  switch (kind) {
-    case BufferKind::kInput:
-      return stage.input;
-    case BufferKind::kOutput:
-      return stage.output;
-    case BufferKind::kGradOutput:
-      return stage.grad_output;
-    case BufferKind::kGradInput:
-      return stage.grad_input;
-    case BufferKind::kState:
-      return stage.state;
-  }
-  return nullptr;
-}
-
-// Which slot a message op means, once for all steps.
-void Engine::Impl::bind_messages() {
-  message_slots.assign(mine.ops.size(), nullptr);
-  for (std::size_t i = 0; i < mine.ops.size(); ++i) {
-    const PlanOp& op = mine.ops[i];
-    std::optional<BufferKind> kind;
-    if (op.action == ActionKind::kRecvForward) kind = BufferKind::kInput;
-    if (op.action == ActionKind::kSendForward) kind = BufferKind::kOutput;
-    if (op.action == ActionKind::kRecvBackward) kind = BufferKind::kGradOutput;
-    if (op.action == ActionKind::kSendBackward) kind = BufferKind::kGradInput;
-    const bool has_channel = op.channel >= 0 && index_of(op.channel) < config.plan->channels.size();
-    if (!kind || !has_channel || local_of_stage[index_of(op.stage)] < 0) continue;
-    SlotPool* pool = own_pool(local(op), *kind);
-    const std::int32_t index = op.slot(*kind);
-    if (pool == nullptr || index < 0 || index >= pool->count()) continue;
-    message_slots[i] = &pool->slot(index);
-  }
+  LocalStage* stage = table.find(op.stage);
+  if (stage == nullptr) refuse(op, "the stage is not on this rank");
+  return *stage;
 }
 
 Slot& Engine::Impl::message_slot(const PlanOp& op) {
-  Slot* slot = message_slots[static_cast<std::size_t>(&op - mine.ops.data())];
+  Slot* slot = table.message_slot(op);
   if (slot == nullptr) refuse(op, "it names no channel or no slot of a message");
   require_micro_batch(op);
   return *slot;
@@ -478,10 +446,7 @@ const StepOutcome& Engine::run(const StepRequest& request, StepActions* actions)
 
 const StepOutcome& Engine::outcome() const { return impl_->outcome; }
 
-std::span<const Tensor> Engine::outputs() const {
-  if (impl_->last_output == nullptr) return {};
-  return impl_->last_output->tensors;
-}
+std::span<const Tensor> Engine::outputs() const { return impl_->outputs; }
 
 std::span<const TraceEvent> Engine::trace() const { return impl_->events; }
 

@@ -5,6 +5,10 @@
 // the state the op needs. Everything is allocated on construction; run() allocates nothing.
 // Threading: one thread, the one that constructed it. Only the waits block; they drive the
 // transport and poll the interrupt.
+//
+// On a GPU compute goes on the context's stream and the host runs ahead of it: it blocks for
+// messages that arrive, for buffers that are to be used again, and once before the optimizer, when
+// the step's losses are read. Data are loaded into host memory and copied in when the step starts.
 #pragma once
 
 #include <cstdint>
@@ -36,6 +40,9 @@ class StepActions {
   virtual ~StepActions() = default;
   virtual void reduce_grad(int stage) = 0;
   virtual void reduce_tied(int group) = 0;
+  // Puts on the stream what optimizer() will read on the host; the engine then waits for the
+  // device, once.
+  virtual void measure() = 0;
   virtual void optimizer() = 0;
 };
 
@@ -64,10 +71,11 @@ struct LossResult {
   double weight = 0;  // their number (a mean is sum / weight over the global batch)
 };
 
+// Times, losses and outputs are there when run() returns, and for StepActions::optimizer().
 struct StepOutcome {
-  std::vector<LossResult> losses;  // [micro_batch], on the last stage's rank, else empty
-  double busy_seconds = 0;         // in compute actions, with the bookkeeping between two of them
-  int peak_in_flight = 0;          // chunks held at once, counted while running
+  std::span<const LossResult> losses;  // [micro_batch], on the last stage's rank, else empty
+  double busy_seconds = 0;  // in compute actions, on the CPU with the bookkeeping between two
+  int peak_in_flight = 0;   // chunks held at once, counted while running
   std::vector<ActionSeconds> actions;
 };
 
@@ -77,10 +85,12 @@ struct EngineConfig {
   const EdgeTable* edges = nullptr;
   std::vector<StageBinding> stages;  // of this rank, ascending
   ComputeContext* compute = nullptr;
-  Communicator* communicator = nullptr;  // of the pipeline, for the transport alone
-  Interrupt* interrupt = nullptr;        // polled by waits; may be null
-  Collective* collective = nullptr;      // handed to stages; may be null
-  std::size_t trace_events = 0;          // room for that many per step; 0: record none
+  Communicator* communicator = nullptr;      // of the pipeline, for the transport alone
+  Interrupt* interrupt = nullptr;            // polled by waits; may be null
+  std::size_t piece_bytes = kMaxPieceBytes;  // of messages; equal on all ranks
+  bool direct_device_messages = false;       // as DeviceSide::direct; equal on all ranks
+  Collective* collective = nullptr;          // handed to stages; may be null
+  std::size_t trace_events = 0;              // room for that many per step; 0: record none
 };
 
 class Engine {
@@ -96,12 +106,13 @@ class Engine {
 
   // Filled by run() as it goes; its address never changes.
   [[nodiscard]] const StepOutcome& outcome() const;
-  // The last stage's outputs of the last micro-batch of the last run, on its rank; else empty.
+  // The last stage's outputs of the last micro-batch of the last run that generated, on its rank,
+  // in host memory; else empty.
   [[nodiscard]] std::span<const Tensor> outputs() const;
   // Of the last run; times in seconds of the steady clock.
   [[nodiscard]] std::span<const TraceEvent> trace() const;
 
-  // Bytes of message and hand-over buffers such an engine needs, without making one.
+  // Bytes of message and hand-over buffers such an engine needs on its device, without making one.
   [[nodiscard]] static std::size_t buffer_bytes(const Plan& plan, int rank, const EdgeTable& edges);
 
  private:

@@ -5,7 +5,8 @@
 namespace sluice {
 
 Evaluation::Evaluation(const EvaluationPlan& plan, const DataSource& source,
-                       const PipelineLayout& layout, const EngineFactory& make_engine)
+                       const PipelineLayout& layout, const EngineFactory& make_engine,
+                       Device device)
     : plan_(plan),
       source_(source),
       wants_inputs_(layout.owns(0)),
@@ -17,10 +18,10 @@ Evaluation::Evaluation(const EvaluationPlan& plan, const DataSource& source,
   batch_.inputs.resize(micro_batches);
   batch_.targets.resize(micro_batches);
   memory_.resize(micro_batches);
-  const auto allocate = [](const std::vector<TensorSpec>& specs, std::vector<Buffer>& memory,
-                           std::vector<Tensor>& tensors) {
+  const auto allocate = [device](const std::vector<TensorSpec>& specs,
+                                 std::vector<HostBuffer>& memory, std::vector<Tensor>& tensors) {
     for (const TensorSpec& spec : specs) {
-      memory.emplace_back(Device{}, spec.bytes());
+      memory.emplace_back(device, spec.bytes());
       tensors.push_back({memory.back().data(), spec});
     }
   };

@@ -19,7 +19,7 @@ class Evaluation {
   using EngineFactory = std::function<std::unique_ptr<Engine>(const Plan& plan)>;
   // `source` and `layout`, of which `plan` is part, outlive this object.
   Evaluation(const EvaluationPlan& plan, const DataSource& source, const PipelineLayout& layout,
-             const EngineFactory& make_engine);
+             const EngineFactory& make_engine, Device device);
 
   [[nodiscard]] std::int64_t samples() const { return plan_.samples; }
   // The pipeline's ranks call alike. Losses are added up in the order of the samples, on the last
@@ -34,7 +34,7 @@ class Evaluation {
   bool wants_inputs_, wants_targets_;
   std::unique_ptr<Engine> round_, rest_;  // null where there is none
   BatchLoader::Batch batch_;
-  std::vector<std::vector<Buffer>> memory_;  // [micro_batch] of batch_
+  std::vector<std::vector<HostBuffer>> memory_;  // [micro_batch] of batch_
 };
 
 }  // namespace sluice

@@ -14,11 +14,6 @@ namespace {
 
 std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
-template <typename T>
-std::span<std::byte> bytes_of(std::span<T> values) {
-  return std::as_writable_bytes(values);
-}
-
 }  // namespace
 
 GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
@@ -29,6 +24,7 @@ GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
       options_(options),
       compute_(compute),
       stages_(std::move(stages)),
+      mirror_(compute),
       square_offset_(loss_offset_ + 2 * at(options.micro_batches)) {
   std::size_t workspace = 0;
   std::vector<Parameter*> owners;
@@ -45,14 +41,9 @@ GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
     }
   }
   tied_ = find_tied_parameters(layout_, stages_);
-  for (std::size_t group = 0; group < tied_.size(); ++group) {
-    const std::vector<Parameter*>& uses = tied_[group];
-    const bool receives = std::find(uses.begin(), uses.end(), nullptr) != uses.end();
-    if (uses.front() == nullptr || !receives) continue;
-    workspace = std::max(workspace, uses.front()->grad.floats().size());
-  }
-  workspace_ = Buffer(compute_.device(), workspace * sizeof(float));
+  workspace_ = HostBuffer(compute_.device(), workspace * sizeof(float));
   floats_ = {reinterpret_cast<float*>(workspace_.data()), workspace};
+  squares_ = HostBuffer(compute_.device(), owned_.size() * sizeof(double));
   optimizer_ = make_optimizer(options_.optimizer, owners, compute_.device());
 
   std::size_t most = 0;
@@ -83,7 +74,8 @@ void GradientSync::reduce_grad(int stage) {
   for (const StageBinding& binding : stages_) {
     if (binding.index != stage) continue;
     if (ParameterSet* set = binding.stage->parameters()) {
-      groups_.in_replicas->ordered_sum(set->flat_grads(), floats_);
+      groups_.in_replicas->ordered_sum(mirror_.view(set->flat_grads()), floats_);
+      mirror_.write_back();
     }
   }
 }
@@ -103,12 +95,15 @@ void GradientSync::reduce_tied(int group) {
       if (holder == owner) {
         addend = tied_[at(group)][u]->grad;
       } else {
-        addend.data = floats_.data();
-        groups_.in_pipeline->recv(holder, bytes_of(addend.floats()));
+        const std::size_t bytes = addend.spec.bytes();
+        if (addend_.size() < bytes) addend_ = Buffer(compute_.device(), bytes);
+        addend.data = addend_.data();
+        groups_.in_pipeline->recv(holder, mirror_.blank(addend));
+        mirror_.write_back();
       }
       add(compute_, addend, target.grad);
     } else if (layout_.rank == holder) {
-      groups_.in_pipeline->send(owner, bytes_of(tied_[at(group)][u]->grad.floats()));
+      groups_.in_pipeline->send(owner, mirror_.view(tied_[at(group)][u]->grad));
     }
   }
 }
@@ -119,15 +114,22 @@ void GradientSync::zero_grads() {
   }
 }
 
+void GradientSync::measure() {
+  auto* squares = reinterpret_cast<double*>(squares_.data());
+  for (std::size_t i = 0; i < owned_.size(); ++i) {
+    sum_of_squares(compute_, owned_[i].second->grad.floats(), &squares[i]);
+  }
+}
+
 void GradientSync::pack_record() {
   std::fill(record_.begin(), record_.end(), 0.0);
   for (std::size_t i = 0; i < outcome_->losses.size(); ++i) {
     record_[loss_offset_ + 2 * i] = outcome_->losses[i].sum;
     record_[loss_offset_ + 2 * i + 1] = outcome_->losses[i].weight;
   }
-  for (std::size_t i = 0; i < owned_.size(); ++i) {
-    sum_of_squares(compute_, owned_[i].second->grad.floats(), &record_[square_offset_ + i]);
-  }
+  const auto* squares = reinterpret_cast<const double*>(squares_.data());
+  std::copy_n(squares, owned_.size(),
+              record_.begin() + static_cast<std::ptrdiff_t>(square_offset_));
   record_[0] = steady_seconds() - started_;
   record_[1] = outcome_->busy_seconds;
   record_[2] = outcome_->peak_in_flight;
@@ -213,7 +215,7 @@ void GradientSync::optimizer() {
   const double factor = clip_factor(totals_.grad_norm, options_.clip);
   optimizer_->update(compute_, step_, static_cast<float>(options_.learning_rate.at(step_)),
                      static_cast<float>(factor));
-  spread_tied_values(groups_, layout_, tied_, stages_);
+  spread_tied_values(groups_, layout_, tied_, stages_, mirror_);
 }
 
 }  // namespace sluice

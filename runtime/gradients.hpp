@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "runtime/engine.hpp"
+#include "runtime/host_mirror.hpp"
 #include "runtime/job_groups.hpp"
 #include "runtime/layout.hpp"
 #include "stages/optimizer.hpp"
@@ -35,6 +36,7 @@ class GradientSync : public StepActions {
   void begin(std::uint64_t step, double started, const StepOutcome& outcome);
   void reduce_grad(int stage) override;
   void reduce_tied(int group) override;
+  void measure() override;
   // Throws Error(kNumeric) on every rank, before any parameter moved.
   void optimizer() override;
   [[nodiscard]] const StepTotals& totals() const { return totals_; }
@@ -59,8 +61,11 @@ class GradientSync : public StepActions {
   std::unique_ptr<Optimizer> optimizer_;
   std::vector<std::pair<int, Parameter*>> owned_;  // (stage, parameter) in global order
   std::vector<std::vector<Parameter*>> tied_;      // [group][use], null where on another rank
-  Buffer workspace_;
+  HostMirror mirror_;                              // of gradients on their way over MPI
+  HostBuffer workspace_;
   std::span<float> floats_;  // of workspace_
+  Buffer addend_;            // another use's gradient, on the device
+  HostBuffer squares_;       // [owned parameter], written by the device
 
   // Per rank: window, busy, peak, then (sum, weight) per micro-batch, then squares per owned
   // parameter.

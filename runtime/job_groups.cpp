@@ -8,6 +8,7 @@
 #include <span>
 
 #include "comm/error.hpp"
+#include "comm/transport.hpp"
 #include "runtime/guard.hpp"
 #include "runtime/layout.hpp"
 #include "runtime/weights.hpp"
@@ -40,6 +41,7 @@ std::vector<std::pair<std::string, std::string>> agreed_values(const PipelineOpt
   add("batch-size", options.batch_size);
   add("seed", options.seed);
   add("threads", options.threads);
+  add("device", to_string(options.devices));
   add("optimizer", static_cast<int>(options.optimizer.kind));
   add("beta1", options.optimizer.beta1);
   add("beta2", options.optimizer.beta2);
@@ -90,6 +92,8 @@ JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
     const int depth =
         options.pipeline > 0 ? options.pipeline : std::max(world->size() / replicas_asked, 1);
     topology = make_topology(world->size(), depth, options.replicas, options.rank_order);
+    devices = choose_devices(*in_world, topology, options.devices);
+    device = devices[static_cast<std::size_t>(world->rank())].device;
   });
   rank = topology.pipeline_rank(world->rank());
   replica = topology.replica(world->rank());
@@ -98,6 +102,14 @@ JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
   replicas = world->split(rank, replica);
   in_pipeline = std::make_unique<Collectives>(*pipeline, 0, control.get());
   in_replicas = std::make_unique<Collectives>(*replicas, 0, control.get());
+}
+
+std::size_t JobGroups::piece_bytes() const {
+  constexpr std::size_t kStagedPiece = std::size_t{4} << 20;
+  const bool staged = std::any_of(devices.begin(), devices.end(), [](const RankDevice& other) {
+    return other.device.kind != DeviceKind::kCpu;
+  });
+  return staged ? kStagedPiece : kMaxPieceBytes;
 }
 
 void JobGroups::guarded(const std::function<void()>& body) {

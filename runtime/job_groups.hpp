@@ -10,6 +10,7 @@
 #include "comm/communicator.hpp"
 #include "comm/control.hpp"
 #include "comm/topology.hpp"
+#include "runtime/device_choice.hpp"
 
 namespace sluice {
 
@@ -25,7 +26,13 @@ class JobGroups {
   // is the Error that came first.
   void guarded(const std::function<void()>& body);
 
+  // Bytes in which messages travel: smaller where some pass through a GPU's host memory, so that
+  // copies and wire overlap.
+  [[nodiscard]] std::size_t piece_bytes() const;
+
   Topology topology;
+  std::vector<RankDevice> devices;      // [rank of the job]
+  Device device;                        // of this rank
   int rank = 0, replica = 0;            // pipeline rank; replica
   std::unique_ptr<Communicator> world;  // for collectives
   std::unique_ptr<ControlChannel> control;

@@ -100,10 +100,11 @@ void require_like(const std::vector<TensorSpec>& largest, const std::vector<Tens
 }
 
 // Describes `stage` for every size, given its inputs.
-StageReport report_of(Stage& stage, int index, const std::vector<std::vector<TensorSpec>>& inputs) {
+StageReport report_of(Stage& stage, int index, const std::vector<std::vector<TensorSpec>>& inputs,
+                      DeviceKind device) {
   StageReport report;
   for (const auto& specs : inputs) {
-    const StageDescription description = stage.describe(specs, DeviceKind::kCpu);
+    const StageDescription description = stage.describe(specs, device);
     if (description.outputs.empty() || description.outputs.size() > 65535) {
       throw Error(ErrorCode::kUsage, fmt::format("stage {} describes {} outputs; it needs at "
                                                  "least one",
@@ -368,7 +369,7 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
       if (built.stages.back() == nullptr) {
         throw Error(ErrorCode::kUsage, fmt::format("the factory made nothing for stage {}", s));
       }
-      text = to_text(report_of(*built.stages.back(), s, inputs));
+      text = to_text(report_of(*built.stages.back(), s, inputs, groups.device.kind));
     }
     const StageReport report =
         report_from(groups.in_pipeline->broadcast_string(text, placement.rank_of(s)));

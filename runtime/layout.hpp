@@ -12,6 +12,7 @@
 
 #include "comm/topology.hpp"
 #include "runtime/data.hpp"
+#include "runtime/device_choice.hpp"
 #include "runtime/edges.hpp"
 #include "schedules/plan.hpp"
 #include "stages/optimizer.hpp"
@@ -38,6 +39,9 @@ struct PipelineOptions {
   std::int64_t batch_size = 0;        // samples per step over all replicas; 0: d * m * size
   std::uint64_t seed = 1;
   int threads = 1;
+  // What ranks compute on: one entry for all of them, or one per rank of a pipeline, or one per
+  // rank of the job; see DeviceChoice.
+  std::vector<DeviceChoice> devices = {{}};
   OptimizerConfig optimizer = {};
   LearningRate learning_rate = {};
   double clip = 0;                             // of the global gradient norm; 0: off

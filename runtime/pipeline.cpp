@@ -9,6 +9,7 @@
 #include "comm/error.hpp"
 #include "runtime/evaluation.hpp"
 #include "runtime/gradients.hpp"
+#include "runtime/host_mirror.hpp"
 #include "runtime/job_groups.hpp"
 #include "runtime/replicas.hpp"
 
@@ -20,15 +21,18 @@ std::size_t at(int index) { return static_cast<std::size_t>(index); }
 // Sums of a stage's batch statistics over its replicas.
 class ReplicaSum : public Collective {
  public:
-  explicit ReplicaSum(Collectives& replicas) : replicas_(replicas) {}
+  ReplicaSum(Collectives& replicas, ComputeContext& compute)
+      : replicas_(replicas), mirror_(compute) {}
   void sum(std::span<float> values) override {
     const std::size_t needed = replicas_.ordered_sum_workspace(values.size());
     if (workspace_.size() < needed) workspace_.resize(needed);
-    replicas_.ordered_sum(values, workspace_);
+    replicas_.ordered_sum(mirror_.view(values), workspace_);
+    mirror_.write_back();
   }
 
  private:
   Collectives& replicas_;
+  HostMirror mirror_;
   std::vector<float> workspace_;
 };
 
@@ -50,11 +54,12 @@ struct Pipeline::Impl {
 
   PipelineOptions options;
   JobGroups groups;
-  ReplicaSum replica_sum;
   PipelineLayout layout;
   std::vector<std::unique_ptr<Stage>> stages;
   std::vector<StageBinding> bindings;
   std::unique_ptr<ComputeContext> compute;
+  std::unique_ptr<HostMirror> mirror;
+  std::unique_ptr<ReplicaSum> replica_sum;
   std::unique_ptr<Engine> engine;
   std::unique_ptr<BatchLoader> loader;
   std::deque<Evaluation> evaluations;
@@ -67,26 +72,31 @@ struct Pipeline::Impl {
 
 Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
                      const StageFactory& make_stage, const DataSource& source)
-    : options(options_in), groups(world, options), replica_sum(*groups.in_replicas) {
+    : options(options_in), groups(world, options) {
   groups.guarded([&] {
     BuiltLayout built = build_layout(groups, options, make_stage, source);
     layout = std::move(built.layout);
     stages = std::move(built.stages);
-    compute = std::make_unique<ComputeContext>(Device{}, options.threads);
+    compute = std::make_unique<ComputeContext>(groups.device, options.threads);
+    mirror = std::make_unique<HostMirror>(*compute);
+    replica_sum = std::make_unique<ReplicaSum>(*groups.in_replicas, *compute);
     replica_targets.resize(at(layout.topology.replicas));
     prepare_stages();
     tied = find_tied_parameters(layout, bindings);
     const std::size_t events = options.trace ? layout.train.ranks[at(layout.rank)].ops.size() : 0;
     engine = make_engine(layout.train, events);
     for (const EvaluationPlan& plan : layout.evaluations) {
-      evaluations.emplace_back(plan, source, layout,
-                               [this](const Plan& forward) { return make_engine(forward, 0); });
+      evaluations.emplace_back(
+          plan, source, layout, [this](const Plan& forward) { return make_engine(forward, 0); },
+          compute->device());
     }
     if (options.inference) return;
-    loader = std::make_unique<BatchLoader>(source, Phase::kTrain, layout.micro_batches,
-                                           layout.owns(0), layout.owns(layout.num_stages() - 1));
+    loader =
+        std::make_unique<BatchLoader>(source, Phase::kTrain, layout.micro_batches, layout.owns(0),
+                                      layout.owns(layout.num_stages() - 1), compute->device());
     gradients = std::make_unique<GradientSync>(groups, layout, options, *compute, bindings);
     gradients->zero_grads();
+    compute->stream().synchronize();
     groups.in_world->barrier();
   });
 }
@@ -156,7 +166,8 @@ std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, std::size_
                    .compute = compute.get(),
                    .communicator = groups.messages.get(),
                    .interrupt = groups.control.get(),
-                   .collective = plan.forward_only ? nullptr : &replica_sum,
+                   .piece_bytes = groups.piece_bytes(),
+                   .collective = plan.forward_only ? nullptr : replica_sum.get(),
                    .trace_events = trace_events});
 }
 
@@ -196,7 +207,7 @@ StepReport Pipeline::Impl::train_step() {
     step = number;
     report = report_of(steady_seconds() - started);
     if (options.check_replicas > 0 && step % options.check_replicas == 0) {
-      sluice::check_replicas(groups, layout, tied, bindings, step);
+      sluice::check_replicas(groups, layout, tied, bindings, *mirror, step);
     }
   });
   return report;
@@ -321,8 +332,9 @@ std::vector<Pipeline::Owned> Pipeline::parameters() {
 }
 
 void Pipeline::values_changed() {
-  impl_->groups.guarded(
-      [&] { spread_tied_values(impl_->groups, impl_->layout, impl_->tied, impl_->bindings); });
+  impl_->groups.guarded([&] {
+    spread_tied_values(impl_->groups, impl_->layout, impl_->tied, impl_->bindings, *impl_->mirror);
+  });
 }
 
 std::vector<OptimizerState> Pipeline::optimizer_state() {

@@ -16,14 +16,10 @@ namespace {
 
 std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
-std::span<std::byte> value_bytes(const Parameter& parameter) {
-  return std::as_writable_bytes(parameter.value.floats());
-}
-
 using Digest = std::array<char, 64>;
 
-Digest digest_of(const Parameter& parameter) {
-  const std::string hex = sha256_hex(value_bytes(parameter));
+Digest digest_of(const Parameter& parameter, HostMirror& mirror) {
+  const std::string hex = sha256_hex(mirror.view(parameter.value));
   Digest digest = {};
   std::memcpy(digest.data(), hex.data(), digest.size());
   return digest;
@@ -47,7 +43,7 @@ TiedUses find_tied_parameters(const PipelineLayout& layout, std::span<const Stag
 }
 
 void spread_tied_values(JobGroups& groups, const PipelineLayout& layout, const TiedUses& tied,
-                        std::span<const StageBinding> stages) {
+                        std::span<const StageBinding> stages, HostMirror& mirror) {
   const Placement& placement = layout.train.placement;
   for (std::size_t group = 0; group < tied.size(); ++group) {
     const TiedParameter& tie = layout.tied[group];
@@ -55,15 +51,16 @@ void spread_tied_values(JobGroups& groups, const PipelineLayout& layout, const T
     for (std::size_t u = 1; u < tie.uses.size(); ++u) {
       const int holder = placement.rank_of(tie.uses[u].stage);
       if (layout.rank == holder) {
-        const std::span<std::byte> target = value_bytes(*tied[group][u]);
+        const Tensor& target = tied[group][u]->value;
         if (holder == owner) {
-          const auto source = value_bytes(*tied[group].front());
-          std::memcpy(target.data(), source.data(), target.size());
+          copy_async(target.data, tied[group].front()->value.data, target.spec.bytes(),
+                     mirror.stream());
         } else {
-          groups.in_pipeline->recv(owner, target);
+          groups.in_pipeline->recv(owner, mirror.blank(target));
+          mirror.write_back();
         }
       } else if (layout.rank == owner) {
-        groups.in_pipeline->send(holder, value_bytes(*tied[group].front()));
+        groups.in_pipeline->send(holder, mirror.view(tied[group].front()->value));
       }
     }
   }
@@ -73,13 +70,13 @@ void spread_tied_values(JobGroups& groups, const PipelineLayout& layout, const T
 }
 
 void check_replicas(JobGroups& groups, const PipelineLayout& layout, const TiedUses& tied,
-                    std::span<const StageBinding> stages, std::uint64_t step) {
+                    std::span<const StageBinding> stages, HostMirror& mirror, std::uint64_t step) {
   std::vector<Digest> all(at(layout.topology.replicas));
   for (const StageBinding& binding : stages) {
     ParameterSet* set = binding.stage->parameters();
     if (set == nullptr) continue;
     for (const Parameter* parameter : set->all()) {
-      const Digest mine = digest_of(*parameter);
+      const Digest mine = digest_of(*parameter, mirror);
       groups.in_replicas->all_gather(std::as_bytes(std::span(&mine, 1)),
                                      std::as_writable_bytes(std::span(all)));
       for (int r = 1; r < layout.topology.replicas; ++r) {
@@ -100,16 +97,16 @@ void check_replicas(JobGroups& groups, const PipelineLayout& layout, const TiedU
       const int holder = placement.rank_of(tie.uses[u].stage);
       Digest theirs = {};
       if (layout.rank == holder && holder != owner) {
-        const Digest mine = digest_of(*tied[group][u]);
+        const Digest mine = digest_of(*tied[group][u], mirror);
         groups.in_pipeline->send(owner, std::as_bytes(std::span(&mine, 1)));
       }
       if (layout.rank != owner) continue;
       if (holder == owner) {
-        theirs = digest_of(*tied[group][u]);
+        theirs = digest_of(*tied[group][u], mirror);
       } else {
         groups.in_pipeline->recv(holder, std::as_writable_bytes(std::span(&theirs, 1)));
       }
-      if (theirs != digest_of(*tied[group].front())) {
+      if (theirs != digest_of(*tied[group].front(), mirror)) {
         throw Error(
             ErrorCode::kMismatch,
             fmt::format("after step {} the copies of tied parameter '{}' on stages {} and {} "

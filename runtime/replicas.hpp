@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "runtime/engine.hpp"
+#include "runtime/host_mirror.hpp"
 #include "runtime/job_groups.hpp"
 #include "runtime/layout.hpp"
 
@@ -19,11 +20,11 @@ using TiedUses = std::vector<std::vector<Parameter*>>;
 // Collective over the pipeline: owners' values to every further use; all stages are told that
 // values changed.
 void spread_tied_values(JobGroups& groups, const PipelineLayout& layout, const TiedUses& tied,
-                        std::span<const StageBinding> stages);
+                        std::span<const StageBinding> stages, HostMirror& mirror);
 
 // Collective over the job: digests of every parameter against replica 0's, and of every tied copy
 // against its owner's. Throws Error(kMismatch) naming the parameter and both holders.
 void check_replicas(JobGroups& groups, const PipelineLayout& layout, const TiedUses& tied,
-                    std::span<const StageBinding> stages, std::uint64_t step);
+                    std::span<const StageBinding> stages, HostMirror& mirror, std::uint64_t step);
 
 }  // namespace sluice

@@ -10,6 +10,20 @@ std::size_t tensor_bytes(const EdgeTensor& tensor) {
 
 }  // namespace
 
+const char* describe(SlotState state) {
+  switch (state) {
+    case SlotState::kFree:
+      return "free";
+    case SlotState::kPosted:
+      return "posted";
+    case SlotState::kFilled:
+      return "filled";
+    case SlotState::kSending:
+      return "being sent";
+  }
+  return "unknown";
+}
+
 int SlotPool::edge_of(const BufferPool& pool) {
   const bool towards_next =
       pool.kind == BufferKind::kOutput || pool.kind == BufferKind::kGradOutput;
@@ -25,21 +39,33 @@ std::size_t SlotPool::bytes(const BufferPool& pool, const EdgeTable& edges) {
   return slot_bytes * static_cast<std::size_t>(pool.count);
 }
 
-SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, Device device)
+SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& place)
     : description_(pool), edges_(&edges), slots_(static_cast<std::size_t>(pool.count)) {
   if (pool.kind == BufferKind::kState) return;
-  memory_ = Buffer(device, bytes(pool, edges));
+  const bool staged = place.device.kind != DeviceKind::kCpu && place.travels;
+  memory_ = Buffer(place.device, bytes(pool, edges));
+  if (staged) host_ = HostBuffer(place.device, memory_.size());
   const auto tensors = edges.inputs(edges.largest(), edge_of(pool));
-  std::byte* next = memory_.data();
+  std::size_t next = 0;
   for (Slot& slot : slots_) {
     slot.tensors.resize(tensors.size());
     slot.buffers.resize(tensors.size());
     slot.tickets.reserve(tensors.size());
+    if (staged) slot.device.resize(tensors.size());
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       slot.tensors[i].spec = tensors[i].spec;
       if (is_gradient(pool.kind) && !tensors[i].wants_gradient) continue;
-      slot.buffers[i] = {next + kBufferAlignment - kHeaderBytes, tensors[i].spec.bytes()};
-      slot.tensors[i].data = next + kBufferAlignment;
+      const std::size_t payload = next + kBufferAlignment;
+      slot.tensors[i].data = memory_.data() + payload;
+      slot.buffers[i].capacity = tensors[i].spec.bytes();
+      slot.buffers[i].message = (staged ? host_.data() : memory_.data()) + payload - kHeaderBytes;
+      if (staged) {
+        slot.device[i] = {.payload = memory_.data() + payload,
+                          .ready = Event(place.device),
+                          .arrived = Event(place.device),
+                          .direct = place.direct};
+        slot.buffers[i].device = &slot.device[i];
+      }
       next += tensor_bytes(tensors[i]);
     }
   }

@@ -14,21 +14,30 @@
 namespace sluice {
 
 enum class SlotState : std::uint8_t { kFree, kPosted, kFilled, kSending };
+[[nodiscard]] const char* describe(SlotState state);  // "free", "posted", "filled", "being sent"
 
-// One slot: a message buffer per tensor of the edge. tensors[i] is a view of buffers[i]'s payload
-// in the shape of the micro-batch that sits there; null data where the edge carries no gradient.
+// One slot: a message buffer per tensor of the edge. tensors[i] is a view of buffers[i]'s payload,
+// on the device, in the shape of the micro-batch that sits there; null data where the edge carries
+// no gradient.
 struct Slot {
   SlotState state = SlotState::kFree;
   std::vector<Tensor> tensors;
   std::vector<MessageBuffer> buffers;
-  std::vector<Ticket> tickets;  // open operations, one per tensor that travels
-  double started = 0;           // when the open operation began, for traces
+  std::vector<DeviceSide> device;  // of buffers, where they travel from or to a GPU
+  std::vector<Ticket> tickets;     // open operations, one per tensor that travels
+  double started = 0;              // when the open operation began, for traces
 };
 
 // All slots of one (stage, kind). kState pools have slots without memory: the stage owns that.
 class SlotPool {
  public:
-  SlotPool(const BufferPool& pool, const EdgeTable& edges, Device device);
+  // `travels`: other ranks fill or read the slots. Only then does a GPU's pool have host memory.
+  struct Place {
+    Device device;
+    bool travels = true;
+    bool direct = false;  // MPI reads and writes a GPU's memory itself
+  };
+  SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& place);
   [[nodiscard]] Slot& slot(std::int32_t index) { return slots_[static_cast<std::size_t>(index)]; }
   [[nodiscard]] int count() const { return static_cast<int>(slots_.size()); }
   // Sets the tensors' shapes for a micro-batch of `samples`.
@@ -40,6 +49,7 @@ class SlotPool {
   [[nodiscard]] static bool is_gradient(BufferKind kind) {
     return kind == BufferKind::kGradOutput || kind == BufferKind::kGradInput;
   }
+  // Of the device; a GPU's pool that travels has as much page-locked host memory again.
   [[nodiscard]] static std::size_t bytes(const BufferPool& pool, const EdgeTable& edges);
 
  private:
@@ -47,6 +57,7 @@ class SlotPool {
   const EdgeTable* edges_;
   std::vector<Slot> slots_;
   Buffer memory_;
+  HostBuffer host_;  // messages of a GPU's slots, laid out as memory_ is
 };
 
 }  // namespace sluice

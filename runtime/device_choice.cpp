@@ -1,0 +1,137 @@
+#include "runtime/device_choice.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <array>
+#include <nlohmann/json.hpp>
+
+#include "comm/error.hpp"
+
+namespace sluice {
+namespace {
+
+using Json = nlohmann::json;
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+std::string host_name() {
+  std::array<char, 256> name = {};
+  if (gethostname(name.data(), name.size() - 1) != 0) return "unknown";
+  return name.data();
+}
+
+DeviceChoice parse_choice(std::string_view text, std::string_view whole) {
+  if (text == "auto") return {DeviceChoice::Kind::kAuto, 0};
+  if (text == "cuda") return {DeviceChoice::Kind::kCuda, 0};
+  try {
+    const Device device = parse_device(text);
+    if (device.kind == DeviceKind::kCpu) return {};
+    return {DeviceChoice::Kind::kCudaIndex, device.index};
+  } catch (const Error&) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("devices '{}': '{}' is none; legal: cpu, cuda, cuda:<index>, auto, or "
+                            "a list of these, one per rank",
+                            whole, text));
+  }
+}
+
+// The choice of one rank, by how many entries there are.
+const DeviceChoice& choice_of(const std::vector<DeviceChoice>& choices, const Topology& topology,
+                              int rank) {
+  if (choices.size() == 1) return choices.front();
+  if (choices.size() == at(topology.ranks())) return choices[at(rank)];
+  if (choices.size() == at(topology.pipeline)) return choices[at(topology.pipeline_rank(rank))];
+  throw Error(ErrorCode::kUsage,
+              fmt::format("{} devices for {} ranks; legal: 1, {} (one per rank of a pipeline) or "
+                          "{} (one per rank of the job)",
+                          choices.size(), topology.ranks(), topology.pipeline, topology.ranks()));
+}
+
+Device resolve(const DeviceChoice& choice, int local_rank) {
+  switch (choice.kind) {
+    case DeviceChoice::Kind::kCpu:
+      return {};
+    case DeviceChoice::Kind::kCudaIndex:
+      return {DeviceKind::kCuda, choice.index};
+    case DeviceChoice::Kind::kCuda:
+    case DeviceChoice::Kind::kAuto:
+      break;
+  }
+  const int count = device_count(DeviceKind::kCuda);
+  const Device gpu{DeviceKind::kCuda, count == 0 ? 0 : local_rank % count};
+  if (choice.kind == DeviceChoice::Kind::kCuda) return gpu;
+  try {
+    require_device(gpu);
+    return gpu;
+  } catch (const Error&) {
+    return {};
+  }
+}
+
+}  // namespace
+
+std::vector<DeviceChoice> parse_devices(std::string_view text) {
+  std::vector<DeviceChoice> choices;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    choices.push_back(parse_choice(text.substr(begin, end - begin), text));
+    begin = end + 1;
+  }
+  return choices;
+}
+
+std::string to_string(const std::vector<DeviceChoice>& choices) {
+  std::string text;
+  for (const DeviceChoice& choice : choices) {
+    constexpr std::array<const char*, 4> kNames = {"cpu", "cuda", "cuda:", "auto"};
+    if (!text.empty()) text += ',';
+    text += kNames[static_cast<std::size_t>(choice.kind)];
+    if (choice.kind == DeviceChoice::Kind::kCudaIndex) text += std::to_string(choice.index);
+  }
+  return text;
+}
+
+std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topology,
+                                       const std::vector<DeviceChoice>& choices) {
+  const int mine = world.communicator().rank();
+  const DeviceChoice& choice = choice_of(choices, topology, mine);
+  const std::vector<std::string> hosts = world.all_gather_strings(host_name());
+  int local_rank = 0;
+  for (int rank = 0; rank < mine; ++rank) local_rank += hosts[at(rank)] == hosts[at(mine)] ? 1 : 0;
+  // A device that cannot be used is told to all, so that none waits for this rank.
+  Json report = {{"refusal", ""}};
+  try {
+    const Device device = resolve(choice, local_rank);
+    require_device(device);
+    report["kind"] = static_cast<int>(device.kind);
+    report["index"] = device.index;
+    report["identity"] = properties_of(device).identity;
+  } catch (const Error& error) {
+    report["refusal"] = fmt::format("rank {} on {}: {}", mine, hosts[at(mine)], error.what());
+  }
+  std::vector<RankDevice> devices;
+  for (const std::string& text : world.all_gather_strings(report.dump())) {
+    const Json other = Json::parse(text);
+    const auto refusal = other["refusal"].get<std::string>();
+    if (!refusal.empty()) throw Error(ErrorCode::kUsage, refusal);
+    devices.push_back({{static_cast<DeviceKind>(other["kind"].get<int>()), other["index"]},
+                       hosts[devices.size()],
+                       other["identity"]});
+  }
+  for (int rank = 0; rank < topology.pipeline; ++rank) {
+    const RankDevice& first = devices[at(topology.rank_of(0, rank))];
+    for (int replica = 1; replica < topology.replicas; ++replica) {
+      const int other = topology.rank_of(replica, rank);
+      if (devices[at(other)].device.kind == first.device.kind) continue;
+      throw Error(ErrorCode::kUsage,
+                  fmt::format("replicas of one stage must compute on one kind of device, but rank "
+                              "{} has {} and rank {} has {}",
+                              topology.rank_of(0, rank), to_string(first.device), other,
+                              to_string(devices[at(other)].device)));
+    }
+  }
+  return devices;
+}
+
+}  // namespace sluice

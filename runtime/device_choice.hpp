@@ -1,0 +1,39 @@
+// Which device each rank of a job computes on.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "comm/communicator.hpp"
+#include "comm/device.hpp"
+#include "comm/topology.hpp"
+
+namespace sluice {
+
+// "cpu"; "cuda": the GPU whose index is the rank's number among the ranks of its host (modulo their
+// count: ranks share GPUs where there are more of them); "cuda:1": that one; "auto": as cuda where
+// the host has a GPU that can be used, else cpu.
+struct DeviceChoice {
+  enum class Kind { kCpu, kCuda, kCudaIndex, kAuto };
+  Kind kind = Kind::kCpu;
+  int index = 0;  // of kCudaIndex
+};
+// A list such as "cuda,cpu", whole text, else Error(kUsage) naming the entry.
+[[nodiscard]] std::vector<DeviceChoice> parse_devices(std::string_view text);
+[[nodiscard]] std::string to_string(const std::vector<DeviceChoice>& choices);
+
+// What one rank of the job computes on.
+struct RankDevice {
+  Device device;
+  std::string host;
+  std::string identity;  // of a GPU, the same from every process of a host; else empty
+};
+
+// Collective over `world`: every rank's device, [rank of the job]. Throws Error(kUsage) on every
+// rank, naming the rank and its host: a number of entries that fits neither one, the pipeline nor
+// the job; a device that rank cannot use; replicas of a stage on devices of different kinds.
+[[nodiscard]] std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topology,
+                                                     const std::vector<DeviceChoice>& choices);
+
+}  // namespace sluice

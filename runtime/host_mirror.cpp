@@ -1,0 +1,37 @@
+#include "runtime/host_mirror.hpp"
+
+namespace sluice {
+
+HostMirror::HostMirror(ComputeContext& compute, std::size_t bytes) : compute_(compute) {
+  if (compute.device().kind != DeviceKind::kCpu) copy_ = HostBuffer(compute.device(), bytes);
+}
+
+std::span<std::byte> HostMirror::blank(void* data, std::size_t bytes) {
+  data_ = data;
+  bytes_ = bytes;
+  if (compute_.device().kind == DeviceKind::kCpu) return {static_cast<std::byte*>(data), bytes};
+  compute_.stream().synchronize();  // the last write_back() may still read the copy
+  if (copy_.size() < bytes) copy_ = HostBuffer(compute_.device(), bytes);
+  return {copy_.data(), bytes};
+}
+
+std::span<std::byte> HostMirror::view(void* data, std::size_t bytes) {
+  const std::span<std::byte> host = blank(data, bytes);
+  if (bytes > 0 && host.data() != data) {
+    copy_async(host.data(), data, bytes, compute_.stream());
+    compute_.stream().synchronize();
+  }
+  return host;
+}
+
+std::span<float> HostMirror::view(std::span<float> values) {
+  const std::span<std::byte> bytes = view(values.data(), values.size_bytes());
+  return {reinterpret_cast<float*>(bytes.data()), values.size()};
+}
+
+void HostMirror::write_back() {
+  if (compute_.device().kind == DeviceKind::kCpu) return;
+  copy_async(data_, copy_.data(), bytes_, compute_.stream());
+}
+
+}  // namespace sluice

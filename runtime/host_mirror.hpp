@@ -1,0 +1,41 @@
+// Device memory as the host reads and writes it: on a CPU the memory itself, on a GPU a page-locked
+// copy. For what goes over MPI or into files beside a pipeline's messages.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "stages/compute.hpp"
+#include "stages/tensor.hpp"
+
+namespace sluice {
+
+class HostMirror {
+ public:
+  // `bytes`: of the largest view; a larger one makes the copy grow.
+  explicit HostMirror(ComputeContext& compute, std::size_t bytes = 0);
+
+  // `bytes` of device memory once everything on the compute stream is done; blocks until then.
+  // Valid until the next call.
+  [[nodiscard]] std::span<std::byte> view(void* data, std::size_t bytes);
+  [[nodiscard]] std::span<std::byte> view(const Tensor& tensor) {
+    return view(tensor.data, tensor.spec.bytes());
+  }
+  [[nodiscard]] std::span<float> view(std::span<float> values);
+  // The same without reading the device: for what the host is about to write.
+  [[nodiscard]] std::span<std::byte> blank(void* data, std::size_t bytes);
+  [[nodiscard]] std::span<std::byte> blank(const Tensor& tensor) {
+    return blank(tensor.data, tensor.spec.bytes());
+  }
+  [[nodiscard]] StreamView stream() const { return compute_.stream(); }
+  // Puts the last view's bytes back, in stream order.
+  void write_back();
+
+ private:
+  ComputeContext& compute_;
+  HostBuffer copy_;
+  void* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace sluice

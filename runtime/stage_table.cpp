@@ -1,0 +1,114 @@
+#include "runtime/stage_table.hpp"
+
+#include <optional>
+
+namespace sluice {
+namespace {
+
+std::size_t at(std::int32_t value) { return static_cast<std::size_t>(value); }
+
+// The rank at the other end of a pool's edge is this one: a hand-over, no message.
+bool stays(const BufferPool& pool, const Placement& placement, int rank) {
+  const int edge = SlotPool::edge_of(pool);  // between stages edge - 1 and edge
+  const auto here = [&](int stage) {
+    return stage < 0 || stage >= placement.stages() || placement.rank_of(stage) == rank;
+  };
+  return here(edge - 1) && here(edge);
+}
+
+}  // namespace
+
+SlotPool* LocalStage::pool(BufferKind kind) const {
+  switch (kind) {
+    case BufferKind::kInput:
+      return input;
+    case BufferKind::kOutput:
+      return output;
+    case BufferKind::kGradOutput:
+      return grad_output;
+    case BufferKind::kGradInput:
+      return grad_input;
+    case BufferKind::kState:
+      return state;
+  }
+  return nullptr;
+}
+
+StageTable::StageTable(const EngineConfig& config)
+    : ops_(config.plan->ranks[at(config.rank)].ops), stages_(config.stages.size()) {
+  const RankPlan& mine = config.plan->ranks[at(config.rank)];
+  const Placement& placement = config.plan->placement;
+  pools_.reserve(mine.pools.size());
+  for (const BufferPool& pool : mine.pools) {
+    pools_.emplace_back(pool, *config.edges,
+                        SlotPool::Place{.device = config.compute->device(),
+                                        .travels = !stays(pool, placement, config.rank),
+                                        .direct = config.direct_device_messages});
+    if (pool.kind != BufferKind::kState) {
+      const auto edge = config.edges->inputs(config.edges->largest(), SlotPool::edge_of(pool));
+      tensors_ += static_cast<std::size_t>(pool.count) * edge.size();
+    }
+  }
+  index_of_stage_.assign(at(placement.stages()), -1);
+  for (std::size_t i = 0; i < stages_.size(); ++i) {
+    stages_[i].binding = config.stages[i];
+    stages_[i].seconds.stage = config.stages[i].index;
+    index_of_stage_[at(config.stages[i].index)] = static_cast<std::int32_t>(i);
+  }
+  bind_pools(placement.stages());
+  bind_messages(config.plan->channels.size());
+}
+
+LocalStage* StageTable::find(std::int32_t stage) {
+  if (stage < 0 || at(stage) >= index_of_stage_.size()) return nullptr;
+  const std::int32_t index = index_of_stage_[at(stage)];
+  return index < 0 ? nullptr : &stages_[at(index)];
+}
+
+void StageTable::bind_pools(int stages) {
+  for (SlotPool& pool : pools_) {
+    const BufferPool& what = pool.description();
+    LocalStage& stage = stages_[at(index_of_stage_[at(what.stage)])];
+    const auto neighbour = [&](int other) { return other < stages ? find(other) : nullptr; };
+    switch (what.kind) {
+      case BufferKind::kInput:
+        stage.input = &pool;
+        if (LocalStage* previous = neighbour(what.stage - 1)) previous->output = &pool;
+        break;
+      case BufferKind::kGradOutput:
+        stage.grad_output = &pool;
+        if (LocalStage* next = neighbour(what.stage + 1)) next->grad_input = &pool;
+        break;
+      case BufferKind::kOutput:
+        stage.output = &pool;
+        break;
+      case BufferKind::kGradInput:
+        stage.grad_input = &pool;
+        break;
+      case BufferKind::kState:
+        stage.state = &pool;
+        break;
+    }
+  }
+}
+
+// Which slot a message op means, once for all steps.
+void StageTable::bind_messages(std::size_t channels) {
+  message_slots_.assign(ops_.size(), nullptr);
+  for (std::size_t i = 0; i < ops_.size(); ++i) {
+    const PlanOp& op = ops_[i];
+    std::optional<BufferKind> kind;
+    if (op.action == ActionKind::kRecvForward) kind = BufferKind::kInput;
+    if (op.action == ActionKind::kSendForward) kind = BufferKind::kOutput;
+    if (op.action == ActionKind::kRecvBackward) kind = BufferKind::kGradOutput;
+    if (op.action == ActionKind::kSendBackward) kind = BufferKind::kGradInput;
+    LocalStage* const stage = find(op.stage);
+    if (!kind || op.channel < 0 || at(op.channel) >= channels || stage == nullptr) continue;
+    SlotPool* pool = stage->pool(*kind);
+    const std::int32_t index = op.slot(*kind);
+    if (pool == nullptr || index < 0 || index >= pool->count()) continue;
+    message_slots_[i] = &pool->slot(index);
+  }
+}
+
+}  // namespace sluice
