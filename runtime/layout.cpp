@@ -290,7 +290,7 @@ std::vector<RankMemory> memory_of(const PipelineLayout& layout, const PipelineOp
       }
       const std::size_t split = layout.splits_backward() ? entry.split_bytes : 0;
       total.activations += slots[stage] * (entry.state_bytes + split);
-      total.workspace = std::max(total.workspace, entry.workspace_bytes);
+      total.workspace += entry.workspace_bytes;
     }
   }
   return memory;

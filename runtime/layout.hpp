@@ -83,7 +83,7 @@ struct RankMemory {
   std::size_t parameters = 0, gradients = 0, optimizer = 0;
   std::size_t activations = 0;  // states of all slots
   std::size_t buffers = 0;      // messages and hand-overs
-  std::size_t workspace = 0;
+  std::size_t workspace = 0;    // of all stages, each its own
   [[nodiscard]] std::size_t total() const {
     return parameters + gradients + optimizer + activations + buffers + workspace;
   }

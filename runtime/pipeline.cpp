@@ -151,7 +151,6 @@ void Pipeline::Impl::prepare_stages() {
       for (const EdgeTensor& tensor : layout.edges.inputs(size, index))
         specs.push_back(tensor.spec);
     }
-    compute->reserve_workspace(layout.stages[at(index)].workspace_bytes);
     stages[i]->prepare(setup);
     bindings.push_back(binding);
   }

@@ -32,7 +32,7 @@ struct StageDescription {
   // Gradients kept from I to W: per micro-batch in flight where the schedule parts the two
   // (StageSetup::split_backward), otherwise scratch and part of workspace_bytes.
   std::size_t gradient_bytes_until_weight = 0;
-  std::size_t workspace_bytes = 0;         // shared by all calls of the stage, without operators'
+  std::size_t workspace_bytes = 0;  // the stage's own, shared by its calls; without operators'
   std::vector<bool> input_gradients = {};  // which inputs want gradients; empty: all f32 and bf16
 };
 

@@ -162,6 +162,40 @@ TEST(PipelineTest, AStepInSteadyStateAllocatesNothing) {
   });
 }
 
+// The table of a dry run: what the stages describe, each slot and each stage's workspace counted.
+TEST(PipelineTest, PlansTheMemoryThatItsStagesDescribe) {
+  const TransformerConfig model = small_model();
+  const auto source = synthetic_tokens(model);
+  const Partition partition{{0, 1, 2, 3, 4}};
+  const StageFactory factory = [&](int stage, int) {
+    return make_transformer_stage(model, partition, stage);
+  };
+  PipelineOptions options;
+  options.schedule = "interleaved";
+  options.chunks = 2;
+  options.micro_batches = 4;
+  run_loopback(2, [&](Communicator& comm) {
+    const PipelineLayout layout = Pipeline::plan_layout(comm, options, factory, *source);
+    const std::vector<int> peaks = peak_in_flight(layout.order);
+    TensorSpec input = source->input_specs(1).front();
+    std::vector<StageDescription> described;
+    for (int stage = 0; stage < 4; ++stage) {
+      described.push_back(factory(stage, 4)->describe({&input, 1}, DeviceKind::kCpu));
+      input = described.back().outputs.front();
+    }
+    for (std::size_t rank = 0; rank < 2; ++rank) {
+      const StageDescription &low = described[rank], &high = described[rank + 2];
+      EXPECT_EQ(layout.memory[rank].workspace, low.workspace_bytes + high.workspace_bytes);
+      const auto state = [](const StageDescription& each) {
+        return each.state_bytes_until_input + each.state_bytes_until_weight;
+      };
+      EXPECT_GE(layout.memory[rank].activations, state(low) + state(high));
+      EXPECT_LE(layout.memory[rank].activations,
+                static_cast<std::size_t>(peaks[rank]) * (state(low) + state(high)));
+    }
+  });
+}
+
 TEST(PipelineTest, SeveralPipelinesLiveInOneProcess) {
   const auto source = counting_source(4);
   run_loopback(2, [&](Communicator& comm) {
