@@ -26,6 +26,14 @@ namespace sluice {
 
 enum class TransformerKind { kGpt2, kLlama };
 
+// What is computed a second time when gradients are due instead of being kept per micro-batch. The
+// bits are the same; describe() says what each takes.
+enum class Recompute {
+  kNone,
+  kAttention,  // all that attention makes of queries, keys and values
+  kBlock,  // of attention, MLP and head all but the point of the residual stream they start from
+};
+
 struct TransformerConfig {
   TransformerKind kind = TransformerKind::kGpt2;
   int layers = 4, heads = 4, width = 256, context = 256, vocabulary = 256;
@@ -35,6 +43,7 @@ struct TransformerConfig {
   bool tied = true;   // head shares the input embedding
   float rotary_base = 10000;
   DType precision = DType::kF32;  // of products' operands; kBf16 keeps f32 master weights and sums
+  Recompute recompute = Recompute::kNone;
 };
 
 // Throws Error(kUsage) naming the option, its value and the nearest legal one: sizes >= 1 and small
@@ -45,6 +54,8 @@ void validate(const TransformerConfig& config);
 // Floating-point operations of one sample's forward, per layer (embedding, blocks, head): the costs
 // of parse_partition.
 [[nodiscard]] std::vector<double> layer_costs(const TransformerConfig& config);
+// Those of them that the input half of backward does again, by config.recompute.
+[[nodiscard]] std::vector<double> recompute_costs(const TransformerConfig& config);
 
 // Number of parameters, each counted once.
 [[nodiscard]] std::int64_t parameter_count(const TransformerConfig& config);

@@ -40,6 +40,10 @@ class TransformerStage : public Stage, public SplitBackward {
                       std::span<const Tensor> grad_inputs) override;
   void backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) override;
   [[nodiscard]] ParameterSet* parameters() override;
+  // Taken by prepare() for what describe() announced: all but parameters.
+  [[nodiscard]] std::size_t prepared_bytes() const {
+    return state_.size() + gradients_.size() + scratch_.size();
+  }
 
  protected:
   // Runs what the primitives of one micro-batch size need to have run once; leaves no trace but

@@ -11,6 +11,7 @@ AttentionLayer::AttentionLayer(const Options& options, ParameterSet& parameters,
       head_dim_(static_cast<int>(options.width / options.heads)),
       rotary_base_(options.rotary_base),
       probabilities_(options.probabilities),
+      recompute_(options.recompute),
       qkv_(options.name + ".attention.qkv",
            {.in = options.width,
             .out = std::int64_t{options.heads + 2 * options.kv_heads} * head_dim_,
@@ -29,11 +30,13 @@ AttentionShape AttentionLayer::attention_shape(const BatchShape& shape) const {
 
 AttentionLayer::Kept AttentionLayer::carve(const BatchShape& shape, Memory& memory) const {
   const std::int64_t rows = shape.rows();
+  Carver& probabilities = recompute_ ? memory.scratch : memory.until_input;
+  Carver& mixed = recompute_ ? memory.gradients : memory.until_weight;
   Kept kept;
-  kept.probabilities = memory.until_input.bytes(
-      attention_state_bytes(shape.device, attention_shape(shape), precision()));
-  kept.qkv = memory.until_weight.tensor(precision(), rows, qkv_.out());
-  kept.mixed = memory.until_weight.tensor(precision(), rows, width());
+  kept.qkv = memory.until_input.tensor(precision(), rows, qkv_.out());
+  kept.probabilities =
+      probabilities.bytes(attention_state_bytes(shape.device, attention_shape(shape), precision()));
+  kept.mixed = mixed.tensor(precision(), rows, width());
   kept.dqkv = memory.gradients.tensor(precision(), rows, qkv_.out());
   kept.dmixed = memory.scratch.tensor(precision(), rows, width());
   return kept;
@@ -47,17 +50,23 @@ Dropout AttentionLayer::mask(const LayerCall& call) const {
   return probabilities_.at(call, heads_ * call.shape.sequence * call.shape.sequence);
 }
 
-void AttentionLayer::branch_forward(LayerCall& call, Memory memory, const Tensor& x,
-                                    const Tensor& y) {
+void AttentionLayer::attend(LayerCall& call, const Kept& kept) const {
+  attention_forward(call.compute(), attention_shape(call.shape), kept.qkv, mask(call), kept.mixed,
+                    kept.probabilities);
+}
+
+void AttentionLayer::branch_keep(LayerCall& call, Memory memory, const Tensor& x) {
   const Kept kept = carve(call.shape, memory);
-  const AttentionShape shape = attention_shape(call.shape);
-  ComputeContext& compute = call.compute();
-  qkv_.forward(compute, x, kept.qkv);
+  qkv_.forward(call.compute(), x, kept.qkv);
   if (rotary_base_) {
-    rotary(compute, shape, *rotary_base_, kept.qkv, false);
+    rotary(call.compute(), attention_shape(call.shape), *rotary_base_, kept.qkv, false);
   }
-  attention_forward(compute, shape, kept.qkv, mask(call), kept.mixed, kept.probabilities);
-  output_.forward(compute, kept.mixed, y);
+  attend(call, kept);
+}
+
+void AttentionLayer::branch_result(LayerCall& call, Memory memory, const Tensor& y) {
+  const Kept kept = carve(call.shape, memory);
+  output_.forward(call.compute(), kept.mixed, y);
 }
 
 void AttentionLayer::branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
@@ -65,6 +74,9 @@ void AttentionLayer::branch_backward_input(LayerCall& call, Memory memory, const
   const Kept kept = carve(call.shape, memory);
   const AttentionShape shape = attention_shape(call.shape);
   ComputeContext& compute = call.compute();
+  if (recompute_) {
+    attend(call, kept);
+  }
   output_.backward_input(compute, dy, kept.dmixed);
   attention_backward(compute, shape, kept.qkv, kept.mixed, kept.dmixed, mask(call),
                      kept.probabilities, kept.dqkv);

@@ -20,12 +20,16 @@ class AttentionLayer final : public ResidualLayer {
     bool bias = false;
     DropoutSite probabilities, output;
     DType precision = DType::kF32;
+    // Keep queries, keys and values alone: what attention makes of them is made again in
+    // backward_input.
+    bool recompute = false;
   };
   AttentionLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
 
  protected:
   void measure(const BatchShape& shape, Memory& memory) const override;
-  void branch_forward(LayerCall& call, Memory memory, const Tensor& x, const Tensor& y) override;
+  void branch_keep(LayerCall& call, Memory memory, const Tensor& x) override;
+  void branch_result(LayerCall& call, Memory memory, const Tensor& y) override;
   void branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
                              const Tensor& dx) override;
   void branch_backward_weight(LayerCall& call, Memory memory, const Tensor& x,
@@ -33,18 +37,22 @@ class AttentionLayer final : public ResidualLayer {
 
  private:
   struct Kept {
-    std::byte* probabilities = nullptr;  // until the input gradient
-    Tensor qkv, mixed;                   // until the weight gradient
+    Tensor qkv;                          // until the input gradient
+    std::byte* probabilities = nullptr;  // likewise; recomputed: scratch
+    Tensor mixed;                        // until the weight gradient; recomputed: gradients
     Tensor dqkv;                         // gradients
     Tensor dmixed;                       // scratch
   };
   [[nodiscard]] AttentionShape attention_shape(const BatchShape& shape) const;
   Kept carve(const BatchShape& shape, Memory& memory) const;
   [[nodiscard]] Dropout mask(const LayerCall& call) const;
+  // From qkv: probabilities and mixed.
+  void attend(LayerCall& call, const Kept& kept) const;
 
   int heads_, kv_heads_, head_dim_;
   std::optional<float> rotary_base_;
   DropoutSite probabilities_;
+  bool recompute_;
   Linear qkv_, output_;
 };
 

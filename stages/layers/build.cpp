@@ -3,10 +3,12 @@
 #include <cmath>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "stages/layers/attention.hpp"
 #include "stages/layers/ends.hpp"
 #include "stages/layers/mlp.hpp"
+#include "stages/layers/recompute.hpp"
 #include "stages/random.hpp"
 
 namespace sluice {
@@ -46,6 +48,7 @@ std::unique_ptr<Layer> make_attention(const TransformerConfig& config, int layer
   options.probabilities = site(config, layer, kProbabilities);
   options.output = site(config, layer, kAttention);
   options.precision = config.precision;
+  options.recompute = config.recompute == Recompute::kAttention;
   return std::make_unique<AttentionLayer>(options, parameters, copies);
 }
 
@@ -63,6 +66,15 @@ std::unique_ptr<Layer> make_mlp(const TransformerConfig& config, int layer,
   options.output = site(config, layer, kMlp);
   options.precision = config.precision;
   return std::make_unique<MlpLayer>(options, parameters, copies);
+}
+
+// A layer that keeps something of a micro-batch.
+void append(const TransformerConfig& config, std::unique_ptr<Layer> layer,
+            std::vector<std::unique_ptr<Layer>>& layers) {
+  if (config.recompute == Recompute::kBlock) {
+    layer = std::make_unique<RecomputedLayer>(std::move(layer));
+  }
+  layers.push_back(std::move(layer));
 }
 
 }  // namespace
@@ -93,8 +105,8 @@ void build_layer(const TransformerConfig& config, int index, ParameterSet& param
     options.dropout = site(config, 0, kEmbedded);
     layers.push_back(std::make_unique<EmbeddingLayer>(options, parameters));
   } else if (index <= config.layers) {
-    layers.push_back(make_attention(config, index, parameters, copies));
-    layers.push_back(make_mlp(config, index, parameters, copies));
+    append(config, make_attention(config, index, parameters, copies), layers);
+    append(config, make_mlp(config, index, parameters, copies), layers);
   } else {
     HeadLayer::Options options;
     options.vocabulary = config.vocabulary;
@@ -102,7 +114,7 @@ void build_layer(const TransformerConfig& config, int index, ParameterSet& param
     options.norm = norm_kind(config);
     options.tied = config.tied;
     options.precision = config.precision;
-    layers.push_back(std::make_unique<HeadLayer>(options, parameters, copies));
+    append(config, std::make_unique<HeadLayer>(options, parameters, copies), layers);
   }
 }
 

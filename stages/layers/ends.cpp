@@ -42,6 +42,8 @@ Residual EmbeddingLayer::forward(LayerCall& call, const Residual& in, const Tens
   return {out, {}};
 }
 
+void EmbeddingLayer::recompute(LayerCall& /*call*/, const Tensor& /*in*/) {}  // keeps nothing
+
 void EmbeddingLayer::backward_input(LayerCall& call, const Tensor& /*in*/, const Tensor& dout,
                                     const Tensor& /*din*/) {
   if (dropout_.active(call)) {
@@ -103,6 +105,11 @@ Residual HeadLayer::forward(LayerCall& call, const Residual& in, const Tensor& o
   norm_.forward(call.compute(), in, kept.normed, kept.stats);
   projection_.forward(call.compute(), kept.normed, out);
   return {out, {}};
+}
+
+void HeadLayer::recompute(LayerCall& call, const Tensor& in) {
+  const Kept kept = carve(call);
+  norm_.forward(call.compute(), {in, {}}, kept.normed, kept.stats);
 }
 
 void HeadLayer::backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,

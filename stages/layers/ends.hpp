@@ -20,6 +20,7 @@ class EmbeddingLayer final : public Layer {
 
   [[nodiscard]] LayerMemory memory(const BatchShape& shape) const override;
   [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
+  void recompute(LayerCall& call, const Tensor& in) override;
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
                       const Tensor& din) override;
   void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) override;
@@ -47,6 +48,7 @@ class HeadLayer final : public Layer {
 
   [[nodiscard]] LayerMemory memory(const BatchShape& shape) const override;
   [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
+  void recompute(LayerCall& call, const Tensor& in) override;
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
                       const Tensor& din) override;
   void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) override;

@@ -83,6 +83,8 @@ class Layer {
   // Completes `in` where something is pending; writes `out`, and returns it with what is pending.
   [[nodiscard]] virtual Residual forward(LayerCall& call, const Residual& in,
                                          const Tensor& out) = 0;
+  // Writes again what forward kept, to the bit; `in` is forward's completed input.
+  virtual void recompute(LayerCall& call, const Tensor& in) = 0;
   // `in` is forward's completed input, `dout` the gradient of its completed output. Overwrites
   // `din` (null data: nobody wants it). din is not dout.
   virtual void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,

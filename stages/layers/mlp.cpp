@@ -29,11 +29,14 @@ MlpLayer::Kept MlpLayer::carve(const BatchShape& shape, Memory& memory) const {
 
 void MlpLayer::measure(const BatchShape& shape, Memory& memory) const { carve(shape, memory); }
 
-void MlpLayer::branch_forward(LayerCall& call, Memory memory, const Tensor& x, const Tensor& y) {
+void MlpLayer::branch_keep(LayerCall& call, Memory memory, const Tensor& x) {
   const Kept kept = carve(call.shape, memory);
-  ComputeContext& compute = call.compute();
-  up_.forward(compute, activation(), x, kept.raised, kept.hidden);
-  down_.forward(compute, kept.hidden, y);
+  up_.forward(call.compute(), activation(), x, kept.raised, kept.hidden);
+}
+
+void MlpLayer::branch_result(LayerCall& call, Memory memory, const Tensor& y) {
+  const Kept kept = carve(call.shape, memory);
+  down_.forward(call.compute(), kept.hidden, y);
 }
 
 void MlpLayer::branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,

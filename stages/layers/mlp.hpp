@@ -25,7 +25,8 @@ class MlpLayer final : public ResidualLayer {
 
  protected:
   void measure(const BatchShape& shape, Memory& memory) const override;
-  void branch_forward(LayerCall& call, Memory memory, const Tensor& x, const Tensor& y) override;
+  void branch_keep(LayerCall& call, Memory memory, const Tensor& x) override;
+  void branch_result(LayerCall& call, Memory memory, const Tensor& y) override;
   void branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
                              const Tensor& dx) override;
   void branch_backward_weight(LayerCall& call, Memory memory, const Tensor& x,

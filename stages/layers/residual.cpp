@@ -32,11 +32,20 @@ LayerMemory ResidualLayer::memory(const BatchShape& shape) const {
           memory.scratch.used()};
 }
 
-Residual ResidualLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {
+void ResidualLayer::keep(LayerCall& call, const Residual& in) {
   Memory memory;
   const Kept kept = carve(call, memory);
   norm_.forward(call.compute(), in, kept.normed, kept.stats);
-  branch_forward(call, memory, kept.normed, out);
+  branch_keep(call, memory, kept.normed);
+}
+
+void ResidualLayer::recompute(LayerCall& call, const Tensor& in) { keep(call, {in, {}}); }
+
+Residual ResidualLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {
+  keep(call, in);
+  Memory memory;
+  carve(call, memory);
+  branch_result(call, memory, out);
   if (dropout_.active(call)) {
     dropout(call.compute(), out, dropout_.at(call, call.shape.sequence * width_), out);
   }

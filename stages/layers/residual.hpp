@@ -15,6 +15,7 @@ class ResidualLayer : public Layer {
  public:
   [[nodiscard]] LayerMemory memory(const BatchShape& shape) const final;
   [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) final;
+  void recompute(LayerCall& call, const Tensor& in) final;
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
                       const Tensor& din) final;
   void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) final;
@@ -33,8 +34,10 @@ class ResidualLayer : public Layer {
 
   // Carves everything the branch ever uses, to measure it.
   virtual void measure(const BatchShape& shape, Memory& memory) const = 0;
-  // x [rows, width] in the products' precision, y f32 [rows, width].
-  virtual void branch_forward(LayerCall& call, Memory memory, const Tensor& x, const Tensor& y) = 0;
+  // Forward in two: all that the branch keeps, from x [rows, width] in the products' precision;
+  // then its result y f32 [rows, width], from what it keeps.
+  virtual void branch_keep(LayerCall& call, Memory memory, const Tensor& x) = 0;
+  virtual void branch_result(LayerCall& call, Memory memory, const Tensor& y) = 0;
   // dy and dx [rows, width] in the products' precision.
   virtual void branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
                                      const Tensor& dx) = 0;
@@ -49,6 +52,8 @@ class ResidualLayer : public Layer {
   };
   Kept carve(const BatchShape& shape, Memory& memory) const;
   Kept carve(const LayerCall& call, Memory& memory) const;
+  // Completes `in`, then all of forward but its result.
+  void keep(LayerCall& call, const Residual& in);
   [[nodiscard]] Tensor branch_gradient(const Kept& kept, const Tensor& dout) const;
   // Everything of backward_input in front of the norm.
   void backward_branch(LayerCall& call, const Tensor& dout);

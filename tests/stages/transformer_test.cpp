@@ -279,9 +279,10 @@ TEST(TransformerTest, DescribesShapesAndMemory) {
   const auto block =
       make_transformer_stage(config, partition, 1)->describe({&stream, 1}, DeviceKind::kCpu);
   EXPECT_EQ(block.input_gradients, (std::vector<bool>{true}));
-  // At least: two norms' and attention's results, qkv, the MLP's hidden values.
-  EXPECT_GE(block.state_bytes_until_weight, 3U * 13 * 4 * (3 * 24 + 3 * 24 + 40));
-  EXPECT_GE(block.state_bytes_until_input, 3U * 13 * 4 * 40);
+  // At least: two norms' and attention's results, the MLP's hidden values.
+  EXPECT_GE(block.state_bytes_until_weight, 3U * 13 * 4 * (3 * 24 + 40));
+  // qkv and the MLP's raised values, probabilities.
+  EXPECT_GE(block.state_bytes_until_input, 3U * 13 * 4 * (3 * 24 + 40 + 4 * 13));
   const auto empty =
       make_transformer_stage(config, partition, 2)->describe({&stream, 1}, DeviceKind::kCpu);
   EXPECT_EQ(empty.outputs, (std::vector<TensorSpec>{stream}));

@@ -1,0 +1,47 @@
+#include "stages/layers/recompute.hpp"
+
+namespace sluice {
+
+LayerMemory RecomputedLayer::memory(const BatchShape& shape) const {
+  const LayerMemory memory = layer_->memory(shape);
+  return {.gradients = memory.until_weight + memory.gradients,
+          .scratch = memory.until_input + memory.scratch};
+}
+
+LayerCall RecomputedLayer::within(const LayerCall& call) const {
+  const LayerMemory memory = layer_->memory(call.shape);
+  return {.stage = call.stage,
+          .shape = call.shape,
+          .until_input = call.scratch,
+          .until_weight = call.gradients,
+          .gradients = call.gradients + memory.until_weight,
+          .scratch = call.scratch + memory.until_input};
+}
+
+Residual RecomputedLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {
+  LayerCall inner = within(call);
+  return layer_->forward(inner, in, out);
+}
+
+void RecomputedLayer::recompute(LayerCall& /*call*/, const Tensor& /*in*/) {}  // nothing is kept
+
+void RecomputedLayer::backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+                                     const Tensor& din) {
+  LayerCall inner = within(call);
+  layer_->recompute(inner, in);
+  layer_->backward_input(inner, in, dout, din);
+}
+
+void RecomputedLayer::backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) {
+  LayerCall inner = within(call);
+  layer_->backward_weight(inner, in, dout);
+}
+
+void RecomputedLayer::backward(LayerCall& call, const Tensor& in, const Tensor& dout,
+                               const Tensor& din) {
+  LayerCall inner = within(call);
+  layer_->recompute(inner, in);
+  layer_->backward(inner, in, dout, din);
+}
+
+}  // namespace sluice
