@@ -17,15 +17,31 @@ using Json = nlohmann::json;
 
 constexpr std::int64_t kSearchEffort = 5'000'000;  // of annealing, a quarter of the default
 
+// By layer. Each of backward's halves takes as many products as forward; its input half also those
+// that are computed again.
+std::vector<StageTimes> layer_times(const TransformerConfig& model) {
+  const std::vector<double> again = recompute_costs(model);
+  std::vector<StageTimes> times;
+  for (const double cost : layer_costs(model)) {
+    times.push_back(
+        {.forward = cost, .backward_input = cost + again[times.size()], .backward_weight = cost});
+  }
+  return times;
+}
+
+std::vector<double> layer_work(const TransformerConfig& model) {
+  std::vector<double> work;
+  for (const StageTimes& times : layer_times(model)) {
+    work.push_back(times.forward + times.backward_input + times.backward_weight);
+  }
+  return work;
+}
+
 SearchRequest request_of(const TrainOptions& options, int ranks) {
   SearchRequest request;
   request.ranks = ranks;
   request.micro_batches = options.micro_batches;
-  request.model.stages.clear();
-  for (const double cost : layer_costs(options.model)) {
-    request.model.stages.push_back(
-        {.forward = cost, .backward_input = cost, .backward_weight = cost});
-  }
+  request.model.stages = layer_times(options.model);
   request.whole_layers = true;
   if (options.chunks > 1) request.chunks = {options.chunks};
   request.in_flight_limit = {static_cast<double>(ranks)};
@@ -74,7 +90,7 @@ Arrangement arrange(const TrainOptions& options, int ranks, Collectives& world) 
                            : stages_of(options.schedule,
                                        {ranks, std::max(options.micro_batches, 1), options.chunks});
     return {.order = options.order,
-            .partition = parse_partition(options.partition, layer_costs(options.model), stages),
+            .partition = parse_partition(options.partition, layer_work(options.model), stages),
             .remark = {}};
   } catch (const std::invalid_argument& error) {
     throw Error(ErrorCode::kUsage, error.what());

@@ -37,7 +37,7 @@ constexpr const char* kAbout =
 
 // Options whose values are words; resolve_words() turns them into what TrainOptions holds.
 struct Words {
-  std::string model = "gpt2", precision = "fp32", rank_order = "pipeline-first";
+  std::string model = "gpt2", precision = "fp32", recompute = "none", rank_order = "pipeline-first";
   std::string optimizer = "adamw", decay = "cosine";
   bool untie = false;
 };
@@ -66,6 +66,8 @@ void add_model_options(OptionTable& table, TransformerConfig& model, Words& word
   table.add_flag("untie", words.untie, "give the head weights of its own");
   table.add_choice("precision", words.precision, {"fp32", "bf16"},
                    "of products' operands; weights, sums and the residual stream stay fp32");
+  table.add_choice("recompute", words.recompute, {"none", "attention", "block"},
+                   "what backward computes again instead of keeping it; the results are the same");
 }
 
 void add_layout_options(OptionTable& table, TrainOptions& options, Words& words) {
@@ -136,6 +138,9 @@ void add_output_options(OptionTable& table, TrainOptions& options) {
 void resolve_words(const Words& words, TrainOptions& options) {
   options.model.kind = words.model == "llama" ? TransformerKind::kLlama : TransformerKind::kGpt2;
   options.model.precision = words.precision == "bf16" ? DType::kBf16 : DType::kF32;
+  options.model.recompute = words.recompute == "block"       ? Recompute::kBlock
+                            : words.recompute == "attention" ? Recompute::kAttention
+                                                             : Recompute::kNone;
   options.model.tied = !words.untie;
   options.rank_order = parse_rank_order(words.rank_order);
   options.optimizer.kind = parse_optimizer(words.optimizer);

@@ -21,7 +21,7 @@ namespace sluice {
 
 struct TrainOptions {
   TransformerConfig model;  // --model --layers --heads --kv-heads --width --context --vocabulary
-                            // --mlp-width --dropout --untie --precision
+                            // --mlp-width --dropout --untie --precision --recompute
   std::string data;         // --data FILE
   double validation_share = 0.1;
   int pipeline = 0;  // --pipeline P; 0: all ranks / replicas

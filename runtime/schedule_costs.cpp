@@ -119,8 +119,9 @@ void add_cost_options(OptionTable& table, CostOptions& options, CostsOf scope) {
                  "of an overlapped pair; sum: of what its two take");
   table.add_text("profile", options.profile, "FILE",
                  "times in milliseconds from what 'sluice train' wrote for --trace or --metrics");
-  table.add_real("input-share", options.input_share, {.low = 0, .high = 1},
-                 "of a whole backward in the profile that is its input half");
+  table.add_real(
+      "input-share", options.input_share, {.low = 0, .high = 1},
+      "of a whole backward in the profile that is its input half, recomputation included");
   table.add_real("message-time", options.message, kFromZero, "latency of a message between ranks");
   table.add_real("bandwidth", options.bandwidth, kFromZero,
                  "bytes per unit of time from one rank to another; 0: without limit");

@@ -75,6 +75,20 @@ TEST(ArrangementTest, ASearchedOrderHoldsNoMoreThan1f1bAndIsFaster) {
             step(generate("1f1b", {.ranks = 4, .micro_batches = 8}), partition_by_cost(costs, 4)));
 }
 
+// A head of 3.3 blocks weighs less beside blocks that backward runs again in part.
+TEST(ArrangementTest, WhatIsRecomputedCountsWhereLayersAreCut) {
+  TrainOptions options = options_for("1f1b", 6, 4);
+  options.model.vocabulary = 43 * options.model.width;
+  const std::vector<double> costs = layer_costs(options.model);
+  const auto blocks_of_last = [&] {
+    const Partition partition = arranged(options, 2).partition;
+    return partition.first[2] - partition.first[1];
+  };
+  const int keeping = blocks_of_last();
+  options.model.recompute = Recompute::kBlock;
+  EXPECT_GT(blocks_of_last(), keeping);
+}
+
 TEST(ArrangementTest, MoreRanksThanLayersAreRefused) {
   expect_error(ErrorCode::kUsage, {"--schedule: auto", "at most 3 ranks"}, [] {
     run_loopback(1, [](Communicator& comm) {

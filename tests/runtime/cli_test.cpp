@@ -60,6 +60,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"UnknownKey", small("--config bad.conf"), 2, "bad.conf"},
         Refusal{"UnknownSchedule", small("--schedule 2f2b"), 2, "2f2b"},
         Refusal{"UnknownModel", small("--model bert"), 2, "bert"},
+        Refusal{"UnknownRecomputation", small("--recompute full"), 2, "none, attention, block"},
         Refusal{"ChunksThatTheScheduleLacks", small("--chunks 2 --save run --metrics m.jsonl"), 2,
                 "chunk"},
         Refusal{"PartitionOfOtherLayers", small("--partition 3"), 2, "partition"},

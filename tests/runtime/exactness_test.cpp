@@ -124,6 +124,28 @@ TEST_P(ExactnessTest, EveryDepthAndScheduleGivesTheBitsOfOneRank) {
   });
 }
 
+// Whole, split and overlapped backwards against one rank that keeps everything.
+TEST_P(ExactnessTest, RecomputationGivesTheBitsOfOneRankThatKeeps) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    TrainingCase what = named("recomputation");
+    what.model.layers = 3;
+    what.model.dropout = 0.2F;
+    what.micro_batches = 8;
+    what.micro_batch_size = 1;
+    what.steps = 2;
+    const TrainingOutcome expected = alone(comm, what);
+    for (const Recompute recompute : {Recompute::kAttention, Recompute::kBlock}) {
+      what.model.recompute = recompute;
+      for (const char* name : {"gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe-v"}) {
+        const int chunks = std::string(name).ends_with("-v") ? 2 : 1;
+        if (!is_legal(name, {GetParam(), what.micro_batches, chunks})) continue;
+        const Layout layout{.pipeline = GetParam(), .schedule = name, .chunks = chunks};
+        expect_same(comm, what, layout, expected, train(comm, what, layout));
+      }
+    }
+  });
+}
+
 TEST_P(ExactnessTest, LargeProductsGiveTheBitsOfOneRank) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const TrainingCase what = large_case();

@@ -84,6 +84,15 @@ TEST(OptionsTest, ReadsEveryKindOfValue) {
   EXPECT_EQ(options.validation_samples, 7);
 }
 
+TEST(OptionsTest, RecomputesWhatIsNamed) {
+  EXPECT_EQ(parse({}).model.recompute, Recompute::kNone);
+  EXPECT_EQ(parse({"--recompute", "none"}).model.recompute, Recompute::kNone);
+  EXPECT_EQ(parse({"--recompute", "attention"}).model.recompute, Recompute::kAttention);
+  EXPECT_EQ(parse({"--recompute", "block"}).model.recompute, Recompute::kBlock);
+  EXPECT_THAT(refusal({"--recompute", "full"}),
+              AllOf(HasSubstr("'full'"), HasSubstr("none, attention, block")));
+}
+
 TEST(OptionsTest, TheLastOfRepeatedOptionsCounts) {
   EXPECT_EQ(parse({"--steps", "5", "--steps", "9"}).steps, 9U);
 }
