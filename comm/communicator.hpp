@@ -45,6 +45,8 @@ class Communicator {
   [[nodiscard]] virtual int local_size() const = 0;
   // "mpi" or "loopback".
   [[nodiscard]] virtual const char* name() const = 0;
+  // Whether messages may lie in a GPU's memory (CUDA-aware MPI, detected, not assumed).
+  [[nodiscard]] virtual bool takes_device_memory() const = 0;
 
   [[nodiscard]] virtual Request start_send(int peer, int tag, std::span<const std::byte> bytes) = 0;
   // `peer` may be kAnyPeer. A message longer than `bytes` is Error(kMismatch) from test(), except

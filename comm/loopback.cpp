@@ -129,6 +129,7 @@ class LoopbackCommunicator final : public Communicator {
   int max_tag() const override { return std::numeric_limits<int>::max(); }
   int local_size() const override { return group_->job->ranks; }
   const char* name() const override { return "loopback"; }
+  bool takes_device_memory() const override { return false; }
 
   Request start_send(int peer, int tag, std::span<const std::byte> bytes) override {
     check(peer, tag);

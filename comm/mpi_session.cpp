@@ -12,10 +12,6 @@
 #include "comm/mpi_check.hpp"
 #include "comm/mpi_interop.hpp"
 
-#if defined(OPEN_MPI) && __has_include(<mpi-ext.h>)
-#include <mpi-ext.h>
-#endif
-
 namespace sluice {
 
 namespace {
@@ -40,14 +36,6 @@ std::string library_name() {
   check_mpi(MPI_Get_library_version(text.data(), &length), "MPI_Get_library_version");
   const std::string full(text.data());
   return full.substr(0, full.find_first_of(",\n"));
-}
-
-bool is_cuda_aware() {
-#if defined(MPIX_CUDA_AWARE_SUPPORT)
-  return MPIX_Query_cuda_support() == 1;
-#else
-  return false;
-#endif
 }
 
 // Open MPI's point-to-point layers as the environment asks for them; which one was chosen cannot be
@@ -124,7 +112,7 @@ MpiInfo MpiSession::info() const {
   info.local_size = launcher.local_size > 0 ? launcher.local_size : 1;
   info.local_rank = launcher.local_rank >= 0 ? launcher.local_rank : 0;
   info.cores = affinity_cores();
-  info.cuda_aware = is_cuda_aware();
+  info.cuda_aware = mpi_takes_device_memory();
   return info;
 }
 

@@ -106,7 +106,9 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
     require_device(device);
     report["kind"] = static_cast<int>(device.kind);
     report["index"] = device.index;
-    report["identity"] = properties_of(device).identity;
+    const DeviceProperties properties = properties_of(device);
+    report["identity"] = properties.identity;
+    report["free"] = properties.free_memory;
   } catch (const Error& error) {
     report["refusal"] = fmt::format("rank {} on {}: {}", mine, hosts[at(mine)], error.what());
   }
@@ -117,7 +119,8 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
     if (!refusal.empty()) throw Error(ErrorCode::kUsage, refusal);
     devices.push_back({{static_cast<DeviceKind>(other["kind"].get<int>()), other["index"]},
                        hosts[devices.size()],
-                       other["identity"]});
+                       other["identity"],
+                       other["free"]});
   }
   for (int rank = 0; rank < topology.pipeline; ++rank) {
     const RankDevice& first = devices[at(topology.rank_of(0, rank))];

@@ -27,7 +27,8 @@ struct DeviceChoice {
 struct RankDevice {
   Device device;
   std::string host;
-  std::string identity;  // of a GPU, the same from every process of a host; else empty
+  std::string identity;         // of a GPU, the same from every process of a host; else empty
+  std::size_t free_memory = 0;  // bytes of a GPU, when the job started
 };
 
 // Collective over `world`: every rank's device, [rank of the job]. Throws Error(kUsage) on every

@@ -1,6 +1,7 @@
 #include "runtime/diagnosis.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sys/statvfs.h>
 
 #include <algorithm>
@@ -178,6 +179,36 @@ void check_environment(const Ranks& ranks, std::vector<Finding>& findings) {
   }
 }
 
+void check_gpus(const Ranks& ranks, std::vector<Finding>& findings) {
+  std::map<std::pair<std::string, std::string>, std::vector<int>> sharing;
+  bool any = false;
+  for (const RankFacts& rank : ranks) {
+    if (rank.device_identity.empty()) continue;
+    any = true;
+    sharing[{rank.host, rank.device_identity}].push_back(rank.rank);
+  }
+  for (const auto& [gpu, sharers] : sharing) {
+    if (sharers.size() < 2) continue;
+    findings.push_back(
+        {false,
+         fmt::format("{}: ranks {} share the GPU at {}: NCCL refuses that, so their messages "
+                     "pass host memory",
+                     gpu.first, fmt::join(sharers, ", "), gpu.second)});
+  }
+  if (any && !ranks.front().cuda_aware) {
+    findings.push_back({false,
+                        "MPI does not take a GPU's memory (it is not CUDA-aware): what NCCL does "
+                        "not carry passes page-locked host memory"});
+  }
+  for (const RankFacts& rank : ranks) {
+    if (rank.no_gpu.empty()) continue;
+    findings.push_back({false, fmt::format("{}: this build is for GPUs, but none can be used ({}); "
+                                           "ranks there compute on the CPU",
+                                           rank.host, rank.no_gpu)});
+    break;
+  }
+}
+
 template <typename Field>
 void check_alike(const Ranks& ranks, const char* what, Field field,
                  std::vector<Finding>& findings) {
@@ -194,8 +225,17 @@ void check_alike(const Ranks& ranks, const char* what, Field field,
 
 }  // namespace
 
+std::string describe_gpu(Device device) {
+  if (device.kind == DeviceKind::kCpu) return "";
+  const DeviceProperties gpu = properties_of(device);
+  return fmt::format("{}, {:.1f} GiB, compute capability {}.{}, driver for CUDA {}.{}", gpu.name,
+                     static_cast<double>(gpu.memory) / (1 << 30), gpu.major, gpu.minor,
+                     gpu.driver / 1000, gpu.driver % 1000 / 10);
+}
+
 RankFacts local_facts() {
   RankFacts facts;
+  if (built_with_cuda()) facts.no_gpu = no_gpu_reason();
   facts.cores = affinity_cores();
   facts.host_cores = host_cores();
   facts.kernel_set = kernel_set();
@@ -217,6 +257,10 @@ std::string to_json_text(const RankFacts& facts) {
                                {"local_size", facts.local_size},
                                {"host", facts.host},
                                {"device", facts.device},
+                               {"device_identity", facts.device_identity},
+                               {"gpu", facts.gpu},
+                               {"no_gpu", facts.no_gpu},
+                               {"cuda_aware", facts.cuda_aware},
                                {"cores", facts.cores},
                                {"host_cores", facts.host_cores},
                                {"threads", facts.threads},
@@ -240,6 +284,10 @@ RankFacts rank_facts_from_json(const std::string& text) {
   json.at("local_size").get_to(facts.local_size);
   json.at("host").get_to(facts.host);
   json.at("device").get_to(facts.device);
+  json.at("device_identity").get_to(facts.device_identity);
+  json.at("gpu").get_to(facts.gpu);
+  json.at("no_gpu").get_to(facts.no_gpu);
+  json.at("cuda_aware").get_to(facts.cuda_aware);
   json.at("cores").get_to(facts.cores);
   json.at("host_cores").get_to(facts.host_cores);
   json.at("threads").get_to(facts.threads);
@@ -264,6 +312,7 @@ std::vector<Finding> diagnose(const std::vector<RankFacts>& ranks) {
   check_progress(ranks, findings);
   check_shared_memory(ranks, findings);
   check_environment(ranks, findings);
+  check_gpus(ranks, findings);
   check_alike(
       ranks, "kernel sets", [](const RankFacts& r) { return r.kernel_set; }, findings);
   check_alike(

@@ -7,15 +7,20 @@
 #include <utility>
 #include <vector>
 
+#include "comm/device.hpp"
+
 namespace sluice {
 
 // One rank's view of where it runs.
 struct RankFacts {
   int rank = 0, local_size = 1;
   std::string host, device = "cpu";
-  int cores = 1;       // this process may run on, by its affinity mask
-  int host_cores = 1;  // this job may use on the host
-  int threads = 1;     // wanted, per rank
+  std::string device_identity, gpu;  // of a GPU: which, and what; empty on the CPU
+  std::string no_gpu;                // why a build for GPUs finds none; else empty
+  bool cuda_aware = false;           // MPI takes device memory
+  int cores = 1;                     // this process may run on, by its affinity mask
+  int host_cores = 1;                // this job may use on the host
+  int threads = 1;                   // wanted, per rank
   std::string mpi_library, mpi_standard, thread_level, components;
   std::int64_t tag_upper_bound = 0;
   std::string kernel_set, matmul_library;
@@ -26,6 +31,8 @@ struct RankFacts {
 
 // Of this process, but for rank, local_size, threads and what MPI knows.
 [[nodiscard]] RankFacts local_facts();
+// "NVIDIA H200, 139.8 GiB, compute capability 9.0, driver for CUDA 13.0"; empty for a CPU.
+[[nodiscard]] std::string describe_gpu(Device device);
 
 [[nodiscard]] std::string to_json_text(const RankFacts& facts);
 [[nodiscard]] RankFacts rank_facts_from_json(const std::string& text);

@@ -19,6 +19,7 @@
 #include "comm/communicator.hpp"
 #include "comm/transport.hpp"
 #include "runtime/data.hpp"
+#include "runtime/edge_link.hpp"
 #include "runtime/edges.hpp"
 #include "runtime/trace.hpp"
 #include "schedules/plan.hpp"
@@ -88,7 +89,7 @@ struct EngineConfig {
   Communicator* communicator = nullptr;      // of the pipeline, for the transport alone
   Interrupt* interrupt = nullptr;            // polled by waits; may be null
   std::size_t piece_bytes = kMaxPieceBytes;  // of messages; equal on all ranks
-  bool direct_device_messages = false;       // as DeviceSide::direct; equal on all ranks
+  std::span<const EdgeLink> links = {};      // [stage], as PipelineLayout::links; empty: by device
   Collective* collective = nullptr;          // handed to stages; may be null
   std::size_t trace_events = 0;              // room for that many per step; 0: record none
 };

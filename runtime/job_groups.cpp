@@ -42,6 +42,7 @@ std::vector<std::pair<std::string, std::string>> agreed_values(const PipelineOpt
   add("seed", options.seed);
   add("threads", options.threads);
   add("device", to_string(options.devices));
+  add("transport", name_of(options.transport));
   add("optimizer", static_cast<int>(options.optimizer.kind));
   add("beta1", options.optimizer.beta1);
   add("beta2", options.optimizer.beta2);
@@ -94,6 +95,9 @@ JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
     topology = make_topology(world->size(), depth, options.replicas, options.rank_order);
     devices = choose_devices(*in_world, topology, options.devices);
     device = devices[static_cast<std::size_t>(world->rank())].device;
+    const std::vector<std::string> take =
+        in_world->all_gather_strings(world->takes_device_memory() ? "1" : "0");
+    device_messages = std::count(take.begin(), take.end(), "0") == 0;
   });
   rank = topology.pipeline_rank(world->rank());
   replica = topology.replica(world->rank());
@@ -102,6 +106,14 @@ JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
   replicas = world->split(rank, replica);
   in_pipeline = std::make_unique<Collectives>(*pipeline, 0, control.get());
   in_replicas = std::make_unique<Collectives>(*replicas, 0, control.get());
+}
+
+std::vector<RankDevice> JobGroups::pipeline_devices() const {
+  std::vector<RankDevice> mine;
+  for (int r = 0; r < topology.pipeline; ++r) {
+    mine.push_back(devices[static_cast<std::size_t>(topology.rank_of(replica, r))]);
+  }
+  return mine;
 }
 
 std::size_t JobGroups::piece_bytes() const {

@@ -29,10 +29,13 @@ class JobGroups {
   // Bytes in which messages travel: smaller where some pass through a GPU's host memory, so that
   // copies and wire overlap.
   [[nodiscard]] std::size_t piece_bytes() const;
+  // [pipeline rank], of this replica.
+  [[nodiscard]] std::vector<RankDevice> pipeline_devices() const;
 
   Topology topology;
   std::vector<RankDevice> devices;      // [rank of the job]
   Device device;                        // of this rank
+  bool device_messages = false;         // every rank's MPI takes device memory
   int rank = 0, replica = 0;            // pipeline rank; replica
   std::unique_ptr<Communicator> world;  // for collectives
   std::unique_ptr<ControlChannel> control;

@@ -7,6 +7,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <utility>
 
 #include "comm/error.hpp"
 #include "runtime/engine.hpp"
@@ -52,6 +53,7 @@ std::string to_text(const StageReport& report) {
   json["state_bytes"] = report.entry.state_bytes;
   json["split_bytes"] = report.entry.split_bytes;
   json["workspace_bytes"] = report.entry.workspace_bytes;
+  json["copy_bytes"] = report.entry.copy_bytes;
   for (std::size_t i = 0; i < report.outputs.size(); ++i) {
     Json outputs = Json::array();
     for (const TensorSpec& spec : report.outputs[i]) outputs.push_back(to_json(spec));
@@ -73,6 +75,7 @@ StageReport report_from(const std::string& text) {
   report.entry.state_bytes = json.at("state_bytes").get<std::size_t>();
   report.entry.split_bytes = json.at("split_bytes").get<std::size_t>();
   report.entry.workspace_bytes = json.at("workspace_bytes").get<std::size_t>();
+  report.entry.copy_bytes = json.at("copy_bytes").get<std::size_t>();
   for (const Json& size : json.at("sizes")) {
     std::vector<TensorSpec> outputs;
     for (const Json& spec : size.at("outputs")) outputs.push_back(spec_from(spec));
@@ -141,6 +144,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
                  description.state_bytes_until_input + description.state_bytes_until_weight);
     report.entry.split_bytes =
         std::max(report.entry.split_bytes, description.gradient_bytes_until_weight);
+    report.entry.copy_bytes = std::max(report.entry.copy_bytes, description.copy_bytes);
     report.entry.workspace_bytes =
         std::max(report.entry.workspace_bytes, description.workspace_bytes);
   }
@@ -288,12 +292,42 @@ std::vector<RankMemory> memory_of(const PipelineLayout& layout, const PipelineOp
         if (layout.is_owner(stage, static_cast<int>(i)))
           total.optimizer += states_per_value * bytes;
       }
+      total.parameters += entry.copy_bytes;
       const std::size_t split = layout.splits_backward() ? entry.split_bytes : 0;
       total.activations += slots[stage] * (entry.state_bytes + split);
       total.workspace += entry.workspace_bytes;
     }
   }
   return memory;
+}
+
+// A GPU that cannot hold what its ranks will ask for is refused here, on every rank alike, instead
+// of in the middle of the start.
+void require_memory(const JobGroups& groups, const PipelineLayout& layout) {
+  const auto mebi = [](std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); };
+  std::map<std::pair<std::string, std::string>, std::pair<std::size_t, std::string>> wanted;
+  for (std::size_t rank = 0; rank < groups.devices.size(); ++rank) {
+    const RankDevice& at_rank = groups.devices[rank];
+    if (at_rank.device.kind == DeviceKind::kCpu) continue;
+    const int place = layout.topology.pipeline_rank(static_cast<int>(rank));
+    const RankMemory& memory = layout.memory[at(place)];
+    auto& [bytes, who] = wanted[{at_rank.host, at_rank.identity}];
+    bytes += memory.total();
+    who += fmt::format(
+        "{}rank {}: parameters {:.1f}, gradients {:.1f}, optimizer {:.1f}, "
+        "activations {:.1f}, workspace {:.1f}, messages {:.1f}",
+        who.empty() ? "" : "; ", rank, mebi(memory.parameters), mebi(memory.gradients),
+        mebi(memory.optimizer), mebi(memory.activations), mebi(memory.workspace),
+        mebi(memory.buffers));
+    if (bytes <= at_rank.free_memory) continue;
+    throw Error(ErrorCode::kDevice,
+                fmt::format("rank {} on {}: {} has {:.1f} MiB free, but the plan needs {:.1f} MiB "
+                            "of it (MiB of {}); a smaller --micro-batch-size, --recompute block, "
+                            "more ranks in the pipeline or another schedule need less",
+                            rank, at_rank.host, to_string(at_rank.device),
+                            mebi(at_rank.free_memory), mebi(bytes), who),
+                static_cast<int>(rank));
+  }
 }
 
 }  // namespace
@@ -398,6 +432,11 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
       training.tied.push_back(std::move(group));
     }
   }
+  layout.devices = groups.pipeline_devices();
+  layout.links = choose_links(placement, {.wanted = options.transport,
+                                          .device_messages = groups.device_messages,
+                                          .nccl = false,
+                                          .devices = layout.devices});
   const TransportNeeds& transport = needs_of(groups.messages->name());
   layout.train = plan_for(layout.order, training, transport);
   for (EvaluationPlan& evaluation : layout.evaluations) {
@@ -411,6 +450,7 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
   layout.bubble_ideal =
       simulate(layout.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
   layout.memory = memory_of(layout, options);
+  require_memory(groups, layout);
   return built;
 }
 

@@ -13,6 +13,7 @@
 #include "comm/topology.hpp"
 #include "runtime/data.hpp"
 #include "runtime/device_choice.hpp"
+#include "runtime/edge_link.hpp"
 #include "runtime/edges.hpp"
 #include "schedules/plan.hpp"
 #include "stages/optimizer.hpp"
@@ -42,6 +43,7 @@ struct PipelineOptions {
   // What ranks compute on: one entry for all of them, or one per rank of a pipeline, or one per
   // rank of the job; see DeviceChoice.
   std::vector<DeviceChoice> devices = {{}};
+  TransportChoice transport = TransportChoice::kAuto;  // between GPUs
   OptimizerConfig optimizer = {};
   LearningRate learning_rate = {};
   double clip = 0;                             // of the global gradient norm; 0: off
@@ -64,6 +66,7 @@ struct StageEntry {
   std::size_t state_bytes = 0;             // per slot, at the largest micro-batch
   std::size_t split_bytes = 0;             // more per slot where I and W are parted
   std::size_t workspace_bytes = 0;
+  std::size_t copy_bytes = 0;  // of parameters in another precision
 };
 
 // One use of a tied parameter.
@@ -80,6 +83,7 @@ struct TiedParameter {
 
 // What one rank of a pipeline holds, in bytes.
 struct RankMemory {
+  // Parameters with their copies in another precision.
   std::size_t parameters = 0, gradients = 0, optimizer = 0;
   std::size_t activations = 0;  // states of all slots
   std::size_t buffers = 0;      // messages and hand-overs
@@ -109,6 +113,8 @@ struct PipelineLayout {
   std::vector<StageEntry> stages;   // [global stage]
   std::vector<TiedParameter> tied;  // group index of plan ops
   std::vector<RankMemory> memory;   // [pipeline rank]
+  std::vector<RankDevice> devices;  // [pipeline rank], of this replica
+  std::vector<EdgeLink> links;      // [stage] to the stage before it
   double bubble_ideal = 0;
 
   [[nodiscard]] int num_stages() const { return train.placement.stages(); }

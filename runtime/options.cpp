@@ -38,7 +38,7 @@ constexpr const char* kAbout =
 // Options whose values are words; resolve_words() turns them into what TrainOptions holds.
 struct Words {
   std::string model = "gpt2", precision = "fp32", recompute = "none", rank_order = "pipeline-first";
-  std::string optimizer = "adamw", decay = "cosine";
+  std::string optimizer = "adamw", decay = "cosine", device = "auto", transport = "auto";
   bool untie = false;
 };
 
@@ -92,6 +92,11 @@ void add_layout_options(OptionTable& table, TrainOptions& options, Words& words)
                     "samples per step over all replicas; auto: from the other two, else at least 4",
                     "auto");
   table.add_integer("threads", options.threads, 1, 4096, "per rank; results depend on it");
+  table.add_text(
+      "device", words.device, "LIST",
+      "cpu, cuda, cuda:N or auto; or one a rank of the pipeline, or of the job: cuda,cpu");
+  table.add_choice("transport", words.transport, {"auto", "mpi", "nccl"},
+                   "between GPUs; auto: NCCL where each rank has a GPU of its own");
 }
 
 void add_training_options(OptionTable& table, TrainOptions& options, Words& words) {
@@ -145,6 +150,8 @@ void resolve_words(const Words& words, TrainOptions& options) {
   options.rank_order = parse_rank_order(words.rank_order);
   options.optimizer.kind = parse_optimizer(words.optimizer);
   options.learning_rate.constant = words.decay == "constant";
+  options.devices = parse_devices(words.device);
+  options.transport = parse_transport(words.transport);
 }
 
 void resolve_learning_rate(const OptionTable& table, TrainOptions& options) {

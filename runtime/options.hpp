@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "comm/topology.hpp"
+#include "runtime/device_choice.hpp"
+#include "runtime/edge_link.hpp"
 #include "schedules/schedule.hpp"
 #include "stages/optimizer.hpp"
 #include "stages/transformer.hpp"
@@ -38,6 +40,8 @@ struct TrainOptions {
   std::uint64_t steps = 0;
   std::uint64_t seed = 1;
   int threads = 1;
+  std::vector<DeviceChoice> devices = {{DeviceChoice::Kind::kAuto}};  // --device LIST
+  TransportChoice transport = TransportChoice::kAuto;
   OptimizerConfig optimizer;            // --optimizer --beta1 --beta2 --weight-decay --momentum
   LearningRate learning_rate;           // --learning-rate --warmup --final-learning-rate-share
   double clip = 1;                      // 0: off

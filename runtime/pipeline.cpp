@@ -166,6 +166,7 @@ std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, std::size_
                    .communicator = groups.messages.get(),
                    .interrupt = groups.control.get(),
                    .piece_bytes = groups.piece_bytes(),
+                   .links = layout.links,
                    .collective = plan.forward_only ? nullptr : replica_sum.get(),
                    .trace_events = trace_events});
 }

@@ -40,10 +40,13 @@ StageTable::StageTable(const EngineConfig& config)
   const Placement& placement = config.plan->placement;
   pools_.reserve(mine.pools.size());
   for (const BufferPool& pool : mine.pools) {
+    const auto edge_index = static_cast<std::size_t>(SlotPool::edge_of(pool));
+    const bool direct =
+        edge_index < config.links.size() && config.links[edge_index].kind == LinkKind::kDirect;
     pools_.emplace_back(pool, *config.edges,
                         SlotPool::Place{.device = config.compute->device(),
                                         .travels = !stays(pool, placement, config.rank),
-                                        .direct = config.direct_device_messages});
+                                        .direct = direct});
     if (pool.kind != BufferKind::kState) {
       const auto edge = config.edges->inputs(config.edges->largest(), SlotPool::edge_of(pool));
       tensors_ += static_cast<std::size_t>(pool.count) * edge.size();

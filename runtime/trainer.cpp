@@ -285,6 +285,8 @@ PipelineOptions pipeline_options(const ParsedTrain& parsed, std::vector<std::int
   options.batch_size = from.batch_size;
   options.seed = from.seed;
   options.threads = from.threads;
+  options.devices = from.devices;
+  options.transport = from.transport;
   options.optimizer = from.optimizer;
   options.learning_rate = from.learning_rate;
   options.clip = from.clip;
@@ -312,6 +314,27 @@ std::string describe_layers(const Partition& partition, int stage) {
   if (first_block < last_block) append(fmt::format("{}-{}", first_block, last_block));
   if (last == layers) append("H");
   return text;
+}
+
+// What each rank computes on and how stages are joined; nothing for a job without GPUs that could
+// have none.
+std::string describe_devices(const PipelineLayout& layout) {
+  const bool gpus =
+      std::any_of(layout.devices.begin(), layout.devices.end(),
+                  [](const RankDevice& rank) { return rank.device.kind != DeviceKind::kCpu; });
+  if (!gpus) {
+    return built_with_cuda()
+               ? fmt::format("  devices: cpu (GPUs: {})\n",
+                             no_gpu_reason().empty() ? "not asked for" : no_gpu_reason())
+               : "";
+  }
+  std::string text = "  devices:";
+  for (std::size_t rank = 0; rank < layout.devices.size(); ++rank) {
+    const RankDevice& device = layout.devices[rank];
+    text += fmt::format("{} {} {} on {}", rank == 0 ? "" : ",", rank, to_string(device.device),
+                        device.host);
+  }
+  return text + "\n" + describe_links(layout.links);
 }
 
 }  // namespace
@@ -348,7 +371,7 @@ std::string describe_layout(const PipelineLayout& layout, const Partition& parti
   }
   text +=
       "  (layers: E embedding, H head, numbers are blocks, - none; each replica holds the same)\n";
-  return text;
+  return text + describe_devices(layout);
 }
 
 void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed) {

@@ -33,6 +33,7 @@ struct StageDescription {
   // (StageSetup::split_backward), otherwise scratch and part of workspace_bytes.
   std::size_t gradient_bytes_until_weight = 0;
   std::size_t workspace_bytes = 0;  // the stage's own, shared by its calls; without operators'
+  std::size_t copy_bytes = 0;       // of parameters in another precision
   std::vector<bool> input_gradients = {};  // which inputs want gradients; empty: all f32 and bf16
 };
 

@@ -87,6 +87,7 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
   StageDescription description;
   description.outputs = {output_spec(shape)};
   description.input_gradients = {!takes_tokens()};
+  description.copy_bytes = copies_.bytes();
   LayerMemory most;
   for (size_t i = 0; i < layers_.size(); ++i) {
     const LayerMemory memory = layers_[i]->memory(shape);

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "comm/topology.hpp"
+#include "runtime/device_choice.hpp"
 #include "runtime/diagnosis.hpp"
 #include "runtime/option_table.hpp"
 #include "runtime/program.hpp"
@@ -23,7 +24,7 @@ constexpr const char* kAbout =
 
 struct DoctorOptions {
   int pipeline = 0, replicas = 1, chunks = 1, threads = 1;
-  std::string rank_order = "pipeline-first";
+  std::string rank_order = "pipeline-first", device = "auto";
 };
 
 OptionTable make_table(DoctorOptions& options) {
@@ -35,6 +36,7 @@ OptionTable make_table(DoctorOptions& options) {
   table.add_choice("rank-order", options.rank_order, {"pipeline-first", "replica-first"},
                    "which ranks are neighbours");
   table.add_integer("threads", options.threads, 1, 4096, "per rank");
+  table.add_text("device", options.device, "LIST", "as of 'sluice train'");
   return table;
 }
 
@@ -44,9 +46,14 @@ Topology topology_of(const DoctorOptions& options, int ranks) {
   return make_topology(ranks, pipeline, options.replicas, parse_rank_order(options.rank_order));
 }
 
-RankFacts facts_of(const MpiSession& session, const Communicator& world, int threads) {
+RankFacts facts_of(const MpiSession& session, const Communicator& world, int threads,
+                   const RankDevice& device) {
   const MpiInfo info = session.info();
   RankFacts facts = local_facts();
+  facts.device = to_string(device.device);
+  facts.device_identity = device.identity;
+  facts.gpu = describe_gpu(device.device);
+  facts.cuda_aware = info.cuda_aware;
   facts.rank = world.rank();
   facts.local_size = info.local_size;
   facts.host = info.host;
@@ -67,6 +74,9 @@ void print_job(const RankFacts& facts, const Topology& topology) {
   fmt::print("transport  {}\n", facts.components.empty()
                                     ? "chosen by MPI (nothing asked for in the environment)"
                                     : facts.components);
+  if (built_with_cuda()) {
+    fmt::print("GPUs       {}\n", facts.gpu.empty() ? facts.no_gpu : facts.gpu);
+  }
   fmt::print("kernels    {}\n", facts.kernel_set);
   fmt::print("matrices   {}\n\n", facts.matmul_library);
 }
@@ -107,8 +117,10 @@ void print_findings(const std::vector<Finding>& findings) {
 void examine(const DoctorOptions& options, const MpiSession& session, Communicator& world) {
   const Topology topology = topology_of(options, world.size());
   Collectives collectives(world, kBaseTag, nullptr);
-  const std::vector<std::string> all =
-      collectives.all_gather_strings(to_json_text(facts_of(session, world, options.threads)));
+  const std::vector<RankDevice> devices =
+      choose_devices(collectives, topology, parse_devices(options.device));
+  const std::vector<std::string> all = collectives.all_gather_strings(to_json_text(
+      facts_of(session, world, options.threads, devices[static_cast<std::size_t>(world.rank())])));
   if (world.rank() != 0) return;
   std::vector<RankFacts> ranks;
   for (const std::string& text : all) ranks.push_back(rank_facts_from_json(text));

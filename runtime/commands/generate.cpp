@@ -31,6 +31,7 @@ struct GenerateOptions {
   int tokens = 256;
   SamplingOptions sampling;
   int pipeline = 0, threads = 1;
+  std::string device = "auto";
 };
 
 OptionTable make_table(GenerateOptions& options) {
@@ -46,6 +47,7 @@ OptionTable make_table(GenerateOptions& options) {
                     "another one gives another text");
   table.add_integer("pipeline", options.pipeline, 1, kMaxInt, "ranks; auto: all", "auto");
   table.add_integer("threads", options.threads, 1, 4096, "per rank");
+  table.add_text("device", options.device, "LIST", "as of 'sluice train'");
   return table;
 }
 
@@ -55,6 +57,7 @@ PipelineOptions pipeline_options(const GenerateOptions& options) {
   result.schedule = "forward-only";
   result.batch_size = 1;
   result.threads = options.threads;
+  result.devices = parse_devices(options.device);
   result.inference = true;
   const SamplingOptions& sampling = options.sampling;
   result.configuration = {{"weights", options.weights},

@@ -13,6 +13,15 @@ const Tensor& WeightCopies::add(const Parameter& parameter) {
   return copies_.emplace_back(Copy{&parameter, {}}).tensor;
 }
 
+std::size_t WeightCopies::bytes() const {
+  if (precision_ == DType::kF32) return 0;
+  Carver carver;
+  for (const Copy& copy : copies_) {
+    (void)carver.tensor(precision_, copy.parameter->shape[0], copy.parameter->shape[1]);
+  }
+  return carver.used();
+}
+
 void WeightCopies::allocate(Device device) {
   if (precision_ == DType::kF32) {
     for (Copy& copy : copies_) {
@@ -20,15 +29,12 @@ void WeightCopies::allocate(Device device) {
     }
     return;
   }
-  const auto carve = [this](Carver carver) {
-    for (Copy& copy : copies_) {
-      const Shape& shape = copy.parameter->shape;
-      copy.tensor = carver.tensor(precision_, shape[0], shape[1]);
-    }
-    return carver.used();
-  };
-  memory_ = Buffer(device, carve(Carver()));
-  carve(Carver(memory_.data()));
+  memory_ = Buffer(device, bytes());
+  Carver carver(memory_.data());
+  for (Copy& copy : copies_) {
+    const Shape& shape = copy.parameter->shape;
+    copy.tensor = carver.tensor(precision_, shape[0], shape[1]);
+  }
   fresh_ = false;
 }
 

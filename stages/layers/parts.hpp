@@ -19,6 +19,8 @@ class WeightCopies {
 
   // Where the products find this weight; the reference stays valid and is set by allocate().
   const Tensor& add(const Parameter& parameter);
+  // What allocate() takes.
+  [[nodiscard]] std::size_t bytes() const;
   // After ParameterSet::allocate.
   void allocate(Device device);
   // Converts all values where `version` is not that of the last call.

@@ -1,0 +1,109 @@
+#include "runtime/edge_link.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <utility>
+
+#include "comm/error.hpp"
+
+namespace sluice {
+namespace {
+
+constexpr std::array<const char*, 3> kChoices = {"auto", "mpi", "nccl"};
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+bool is_gpu(const RankDevice& rank) { return rank.device.kind != DeviceKind::kCpu; }
+
+// Two ranks of one GPU: NCCL refuses them.
+bool share_gpu(const RankDevice& a, const RankDevice& b) {
+  return is_gpu(a) && is_gpu(b) && a.host == b.host && a.identity == b.identity;
+}
+
+// Why NCCL cannot serve the job's GPUs; empty where it can.
+std::string nccl_refusal(const LinkQuestion& question) {
+  if (!question.nccl) return "this build has no NCCL";
+  for (std::size_t a = 0; a < question.devices.size(); ++a) {
+    for (std::size_t b = a + 1; b < question.devices.size(); ++b) {
+      if (!share_gpu(question.devices[a], question.devices[b])) continue;
+      return fmt::format("pipeline ranks {} and {} share {} on {}, which NCCL refuses", a, b,
+                         to_string(question.devices[a].device), question.devices[a].host);
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+TransportChoice parse_transport(std::string_view text) {
+  const auto found = std::find(kChoices.begin(), kChoices.end(), text);
+  if (found != kChoices.end()) return static_cast<TransportChoice>(found - kChoices.begin());
+  throw Error(ErrorCode::kUsage,
+              fmt::format("unknown transport '{}'; legal: {}", text, fmt::join(kChoices, ", ")));
+}
+
+const char* name_of(TransportChoice choice) { return kChoices[static_cast<std::size_t>(choice)]; }
+
+std::vector<EdgeLink> choose_links(const Placement& placement, const LinkQuestion& question) {
+  std::vector<EdgeLink> links(at(placement.stages()));
+  const std::string no_nccl = nccl_refusal(question);
+  bool nccl_used = false;
+  for (int s = 1; s < placement.stages(); ++s) {
+    EdgeLink& link = links[at(s)];
+    const int from = placement.rank_of(s - 1), to = placement.rank_of(s);
+    if (from == to) continue;
+    const RankDevice &a = question.devices[at(from)], &b = question.devices[at(to)];
+    const bool gpus = is_gpu(a) && is_gpu(b);
+    if (question.wanted == TransportChoice::kNccl && (!gpus || !no_nccl.empty())) {
+      throw Error(ErrorCode::kUsage,
+                  fmt::format("transport nccl cannot join pipeline ranks {} ({}) and {} ({}): {}; "
+                              "legal: auto, mpi",
+                              from, to_string(a.device), to, to_string(b.device),
+                              gpus ? no_nccl : "it needs a GPU at both ends"));
+    }
+    if (!is_gpu(a) && !is_gpu(b)) {
+      link = {LinkKind::kHost, "both ends compute on the CPU"};
+    } else if (!gpus) {
+      link = {LinkKind::kStaged, "a GPU's neighbour is a CPU"};
+    } else if (question.wanted == TransportChoice::kMpi) {
+      link = {LinkKind::kStaged, "asked for by --transport mpi"};
+    } else if (!no_nccl.empty()) {
+      link = {LinkKind::kStaged, no_nccl};
+    } else {
+      link = {LinkKind::kNccl, "a GPU of its own at both ends"};
+      nccl_used = true;
+    }
+  }
+  if (!question.device_messages || nccl_used) return links;
+  for (int s = 1; s < placement.stages(); ++s) {
+    const int from = placement.rank_of(s - 1), to = placement.rank_of(s);
+    if (links[at(s)].kind == LinkKind::kStaged && is_gpu(question.devices[at(from)]) &&
+        is_gpu(question.devices[at(to)])) {
+      links[at(s)] = {LinkKind::kDirect, "MPI is CUDA-aware; " + links[at(s)].reason};
+    }
+  }
+  return links;
+}
+
+std::string describe_links(const std::vector<EdgeLink>& links) {
+  constexpr std::array<const char*, 5> kNames = {"on the rank", "messages of host memory",
+                                                 "through page-locked host memory",
+                                                 "MPI from GPU to GPU", "NCCL"};
+  std::map<std::pair<LinkKind, std::string>, std::vector<std::string>> groups;
+  for (std::size_t s = 1; s < links.size(); ++s) {
+    if (links[s].kind == LinkKind::kLocal) continue;
+    groups[{links[s].kind, links[s].reason}].push_back(fmt::format("{}-{}", s - 1, s));
+  }
+  std::string text;
+  for (const auto& [what, edges] : groups) {
+    text += fmt::format("  stages {}: {} ({})\n", fmt::join(edges, ", "),
+                        kNames[static_cast<std::size_t>(what.first)], what.second);
+  }
+  return text;
+}
+
+}  // namespace sluice

@@ -1,0 +1,50 @@
+// How the tensors of each edge of a pipeline get from stage to stage: chosen for every edge before
+// anything is allocated, with the reason, and refused where it cannot work.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "comm/device.hpp"
+#include "runtime/device_choice.hpp"
+#include "schedules/action.hpp"
+#include "schedules/schedule.hpp"
+
+namespace sluice {
+
+enum class LinkKind : std::uint8_t {
+  kLocal,   // both stages on one rank: handed over
+  kHost,    // messages of host memory
+  kStaged,  // a GPU at one end or both: messages pass page-locked host memory
+  kDirect,  // MPI reads and writes the GPUs' memory itself
+  kNccl,    // NCCL, from GPU to GPU
+};
+
+struct EdgeLink {
+  LinkKind kind = LinkKind::kLocal;
+  std::string reason;
+};
+
+// "auto" | "mpi" | "nccl" (--transport), else Error(kUsage).
+enum class TransportChoice { kAuto, kMpi, kNccl };
+[[nodiscard]] TransportChoice parse_transport(std::string_view text);
+[[nodiscard]] const char* name_of(TransportChoice choice);
+
+struct LinkQuestion {
+  TransportChoice wanted = TransportChoice::kAuto;
+  // Every rank's communicator can hand out and take device memory (CUDA-aware MPI).
+  bool device_messages = false;
+  bool nccl = false;                // this build has NCCL
+  std::vector<RankDevice> devices;  // [rank of the pipeline]
+};
+// [stage s]: the edge between stages s - 1 and s, both directions; entry 0 is local. Where any edge
+// is NCCL's, none is direct: CUDA-aware MPI beside NCCL can deadlock. Throws Error(kUsage) naming
+// both ranks where the wanted transport cannot serve an edge.
+[[nodiscard]] std::vector<EdgeLink> choose_links(const Placement& placement,
+                                                 const LinkQuestion& question);
+
+// Lines for the start of a run: edges of one kind and reason together.
+[[nodiscard]] std::string describe_links(const std::vector<EdgeLink>& links);
+
+}  // namespace sluice
