@@ -101,9 +101,6 @@ endif()
 function(sluice_cuda_kernels target)
   target_sources(${target} PRIVATE ${ARGN})
   if(SLUICE_CUDA STREQUAL emulated)
-    set_source_files_properties(
-      ${ARGN} TARGET_DIRECTORY ${target}
-      PROPERTIES LANGUAGE CXX
-                 COMPILE_OPTIONS "-xc++;-include;${PROJECT_SOURCE_DIR}/tests/emulated_cuda/kernel_shim.hpp")
+    sluice_emulate_kernels(${target} ${ARGN})
   endif()
 endfunction()

@@ -20,8 +20,8 @@ packages_of() {
       libboost-program-options-dev nlohmann-json3-dev libfmt-dev libssl-dev ;;
     # The text that train.sh learns.
     data) echo bible-kjv bible-kjv-text ;;
-    # Tests and benchmarks.
-    test) echo libgtest-dev libgmock-dev python3 python3-venv ca-certificates ;;
+    # Tests and benchmarks; Boost.Context for the threads of a block in tests/emulated_cuda.
+    test) echo libgtest-dev libgmock-dev libboost-context-dev python3 python3-venv ca-certificates ;;
     # Formatting and static checks: the sources are formatted with version 14; clang-tidy knows
     # std::source_location from 15 on, and wants an omp.h of its own version; clang for fuzzing.
     check) if [[ $system == debian-12 ]]; then

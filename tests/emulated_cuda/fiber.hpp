@@ -34,11 +34,11 @@ class Fiber {
   std::size_t stack_bytes_ = 0;
   // The address sanitizer's: the fake stack while suspended, and the resumer's stack.
   void* fake_stack_ = nullptr;
-  const void* outer_bottom_ = nullptr;
-  std::size_t outer_bytes_ = 0;
+  [[maybe_unused]] const void* outer_bottom_ = nullptr;
+  [[maybe_unused]] std::size_t outer_bytes_ = 0;
   // The thread sanitizer's.
-  void* inner_context_ = nullptr;
-  void* outer_context_ = nullptr;
+  [[maybe_unused]] void* inner_context_ = nullptr;
+  [[maybe_unused]] void* outer_context_ = nullptr;
 };
 
 }  // namespace sluice::emulated

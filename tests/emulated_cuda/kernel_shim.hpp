@@ -9,6 +9,8 @@
 // shared_memory() of stages/cuda/device_tools.hpp alone.
 #pragma once
 
+#define SLUICE_EMULATED_CUDA 1
+
 #include <cuda_runtime.h>
 #include <vector_functions.h>
 

@@ -40,6 +40,10 @@ std::size_t round_up(std::size_t value, std::size_t unit) {
   return (value + unit - 1) / unit * unit;
 }
 
+void* pointer_to(std::uintptr_t address) {
+  return reinterpret_cast<void*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
+
 using Ranges = std::map<std::uintptr_t, std::size_t>;  // begin -> bytes
 
 // The allocation that holds `address`, or end().
@@ -145,8 +149,8 @@ int device_of(const Memories& all, std::uintptr_t address) {
 
 void give_back_pages(std::uintptr_t begin, std::size_t bytes) {
   const std::uintptr_t first = begin / kPageBytes * kPageBytes;
-  mmap(reinterpret_cast<void*>(first), round_up(begin + bytes, kPageBytes) - first, PROT_NONE,
-       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  static_cast<void>(mmap(pointer_to(first), round_up(begin + bytes, kPageBytes) - first, PROT_NONE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0));
 }
 
 }  // namespace
@@ -190,7 +194,7 @@ cudaError_t allocate_device(int device, std::size_t bytes, void** address) {
       pages + kPageBytes > kRangeBytes - range.reached) {
     return cudaErrorMemoryAllocation;
   }
-  auto* first = reinterpret_cast<void*>(range.begin + range.reached);
+  void* first = pointer_to(range.begin + range.reached);
   if (mprotect(first, pages, PROT_READ | PROT_WRITE) != 0) return cudaErrorMemoryAllocation;
   std::memset(first, 0xFF, pages);
   if (range.key >= 0 && pkey_mprotect(first, pages, PROT_READ | PROT_WRITE, range.key) != 0) {
@@ -200,7 +204,7 @@ cudaError_t allocate_device(int device, std::size_t bytes, void** address) {
   range.reached += pages + kPageBytes;
   range.used += rounded;
   range.allocations.emplace(begin, bytes);
-  *address = reinterpret_cast<void*>(begin);
+  *address = pointer_to(begin);
   return cudaSuccess;
 }
 
@@ -270,7 +274,7 @@ Memory memory_of(const void* address, std::size_t bytes) {
     const auto found = find(ranges, begin);
     if (found == ranges.end()) return Memory{kind, device, false, nullptr};
     const bool is_inside = begin + bytes <= found->first + found->second;
-    return Memory{kind, device, is_inside, reinterpret_cast<void*>(found->first)};
+    return Memory{kind, device, is_inside, pointer_to(found->first)};
   };
   if (const int device = device_of(all, begin); device >= 0) {
     const auto& allocations = all.devices[static_cast<std::size_t>(device)].allocations;
