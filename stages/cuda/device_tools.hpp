@@ -1,13 +1,13 @@
 // What kernels share: dynamic shared memory, and reductions over a warp and over a block. Every
 // order of summation is fixed, so that the same values give the same bits in every run; the
-// emulation of the tests (see launch.hpp) sums in the same order.
+// emulation of the tests (see comm/device_launch.hpp) sums in the same order.
 //
 // Reductions must be reached by all threads of the warp or block, with the same template arguments.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "stages/cuda/launch.hpp"
+#include "comm/device_launch.hpp"
 
 #if !SLUICE_EMULATED_CUDA
 #include <cub/block/block_reduce.cuh>

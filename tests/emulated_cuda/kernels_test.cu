@@ -1,4 +1,4 @@
-// Kernels as the operators have them, compiled by the emulation, through launch.hpp.
+// Kernels as the operators have them, compiled by the emulation, through comm/device_launch.hpp.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "comm/device_launch.hpp"
 #include "stages/cuda/device_tools.hpp"
-#include "stages/cuda/launch.hpp"
 
 namespace sluice::cuda {
 namespace {

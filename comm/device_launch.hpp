@@ -28,8 +28,9 @@ namespace detail {
 inline void check_launch(cudaError_t status, const char* name, const LaunchShape& shape) {
   if (status == cudaSuccess) return;
   const auto text = [](const dim3& size) {
-    return "(" + std::to_string(size.x) + ", " + std::to_string(size.y) + ", " +
-           std::to_string(size.z) + ")";
+    std::string shown = "(";
+    shown += std::to_string(size.x) + ", " + std::to_string(size.y) + ", ";
+    return shown += std::to_string(size.z) + ")";
   };
   throw Error(ErrorCode::kDevice, std::string("launching ") + name + " on a grid of " +
                                       text(shape.grid) + " blocks of " + text(shape.block) +
@@ -61,10 +62,14 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
   const emulated::Launch request{name, shape.grid, shape.block, shape.shared_bytes};
   detail::check_launch(emulated::enqueue_kernel(request, stream, run_thread), name, shape);
 #else
-  kernel<<<shape.grid, shape.block, shape.shared_bytes, stream> > >(
-      static_cast<Parameters>(arguments)...);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = shape.grid;
+  config.blockDim = shape.block;
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  detail::check_launch(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...),
+                       name, shape);
 #endif
-  detail::check_launch(cudaGetLastError(), name, shape);
 }
 
 }  // namespace sluice::cuda
