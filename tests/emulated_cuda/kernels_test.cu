@@ -9,37 +9,12 @@
 
 #include "comm/device_launch.hpp"
 #include "stages/cuda/device_tools.hpp"
+#include "tests/emulated_cuda/on_device.hpp"
 
 namespace sluice::cuda {
 namespace {
 
-// Device memory that copies from and to vectors.
-template <typename T>
-class OnDevice {
- public:
-  explicit OnDevice(const std::vector<T>& values) : count_(values.size()) {
-    EXPECT_EQ(cudaMalloc(&memory_, count_ * sizeof(T)), cudaSuccess);
-    EXPECT_EQ(cudaMemcpy(memory_, values.data(), count_ * sizeof(T), cudaMemcpyHostToDevice),
-              cudaSuccess);
-  }
-  explicit OnDevice(std::size_t count) : count_(count) {
-    EXPECT_EQ(cudaMalloc(&memory_, count_ * sizeof(T)), cudaSuccess);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-  ~OnDevice() { cudaFree(memory_); }
-  [[nodiscard]] T* get() const { return memory_; }
-  [[nodiscard]] std::vector<T> values() const {
-    std::vector<T> copy(count_);
-    EXPECT_EQ(cudaMemcpy(copy.data(), memory_, count_ * sizeof(T), cudaMemcpyDeviceToHost),
-              cudaSuccess);
-    return copy;
-  }
-
- private:
-  T* memory_ = nullptr;
-  std::size_t count_;
-};
+using emulated::OnDevice;
 
 __global__ void add_kernel(const float4* a, const float4* b, float4* sum, unsigned count) {
   const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
