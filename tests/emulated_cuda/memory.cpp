@@ -19,8 +19,10 @@ namespace sluice::emulated {
 namespace {
 
 constexpr int kMostDevices = 64;
-constexpr std::size_t kRangeBytes = std::size_t{1} << 38;  // addresses of one device
-constexpr std::size_t kAlignment = 256;                    // of what cudaMalloc returns
+// Addresses of one device; fewer where the process has not as many (thread sanitizer).
+constexpr std::size_t kMostRangeBytes = std::size_t{1} << 38;
+constexpr std::size_t kLeastRangeBytes = std::size_t{1} << 33;
+constexpr std::size_t kAlignment = 256;  // of what cudaMalloc returns
 constexpr std::size_t kPageBytes = 4096;
 constexpr int kMostKeys = 12;  // of the 15 a process has
 
@@ -67,19 +69,21 @@ struct Memories {
   std::mutex mutex;
   std::vector<DeviceRange> devices;
   std::size_t capacity = 0;
+  std::size_t range_bytes = kMostRangeBytes;
   Ranges page_locked;  // ours and registered
   std::vector<int> keys;
 };
 
 struct sigaction previous_action;  // NOLINT: what the handler hands over to
 std::uintptr_t guarded_begin = 0, guarded_end = 0;
-thread_local int opened = -1;  // device whose memory the thread may touch; kMostDevices: all
+std::size_t guarded_bytes_each = 1;  // per device
+thread_local int opened = -1;        // device whose memory the thread may touch; kMostDevices: all
 
 // Only calls that a signal handler may make, and snprintf on numbers.
 void explain_fault(int signal_number, siginfo_t* info, void* /*context*/) {
   const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
   if (address >= guarded_begin && address < guarded_end) {
-    const auto device = static_cast<int>((address - guarded_begin) / kRangeBytes);
+    const auto device = static_cast<int>((address - guarded_begin) / guarded_bytes_each);
     const char* who = opened < 0 ? "host code" : "device code";
     const char* what = info->si_code == SEGV_PKUERR
                            ? "touched emulated device memory"
@@ -96,9 +100,10 @@ void explain_fault(int signal_number, siginfo_t* info, void* /*context*/) {
   sigaction(signal_number, &previous_action, nullptr);
 }
 
-void explain_faults_in(std::uintptr_t begin, std::size_t bytes) {
+void explain_faults_in(std::uintptr_t begin, std::size_t devices, std::size_t bytes_each) {
   guarded_begin = begin;
-  guarded_end = begin + bytes;
+  guarded_end = begin + devices * bytes_each;
+  guarded_bytes_each = bytes_each;
   struct sigaction action {};
   action.sa_sigaction = explain_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
@@ -115,8 +120,13 @@ Memories* make_memories() {
   }
   made->capacity = number_from_environment("SLUICE_EMULATED_DEVICE_MEMORY", std::size_t{2} << 30);
   if (count == 0) return made;
-  void* addresses = mmap(nullptr, count * kRangeBytes, PROT_NONE,
-                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* addresses = MAP_FAILED;
+  for (std::size_t bytes = kMostRangeBytes; addresses == MAP_FAILED && bytes >= kLeastRangeBytes;
+       bytes /= 2) {
+    made->range_bytes = bytes;
+    addresses =
+        mmap(nullptr, count * bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  }
   if (addresses == MAP_FAILED) {
     std::perror("emulated cuda: no addresses for the memory of the devices");
     std::abort();
@@ -129,10 +139,10 @@ Memories* make_memories() {
   const auto begin = reinterpret_cast<std::uintptr_t>(addresses);
   for (std::size_t i = 0; i < count; ++i) {
     DeviceRange& device = made->devices.emplace_back();
-    device.begin = begin + i * kRangeBytes;
+    device.begin = begin + i * made->range_bytes;
     if (!made->keys.empty()) device.key = made->keys[i % made->keys.size()];
   }
-  explain_faults_in(begin, count * kRangeBytes);
+  explain_faults_in(begin, count, made->range_bytes);
   return made;
 }
 
@@ -143,7 +153,7 @@ Memories& memories() {
 
 int device_of(const Memories& all, std::uintptr_t address) {
   if (all.devices.empty() || address < all.devices.front().begin) return -1;
-  const std::size_t index = (address - all.devices.front().begin) / kRangeBytes;
+  const std::size_t index = (address - all.devices.front().begin) / all.range_bytes;
   return index < all.devices.size() ? static_cast<int>(index) : -1;
 }
 
@@ -191,7 +201,7 @@ cudaError_t allocate_device(int device, std::size_t bytes, void** address) {
   const std::size_t rounded = round_up(bytes, kAlignment);
   const std::size_t pages = round_up(rounded, kPageBytes);
   if (rounded < bytes || rounded > all.capacity - range.used ||
-      pages + kPageBytes > kRangeBytes - range.reached) {
+      pages + kPageBytes > all.range_bytes - range.reached) {
     return cudaErrorMemoryAllocation;
   }
   void* first = pointer_to(range.begin + range.reached);
