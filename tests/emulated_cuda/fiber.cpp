@@ -8,31 +8,30 @@
 #if __has_feature(address_sanitizer)
 #define SLUICE_ADDRESS_SANITIZER 1
 #endif
-#if __has_feature(thread_sanitizer)
-#define SLUICE_THREAD_SANITIZER 1
-#endif
 #elif defined(__SANITIZE_ADDRESS__)  // gcc
 #define SLUICE_ADDRESS_SANITIZER 1
-#elif defined(__SANITIZE_THREAD__)
-#define SLUICE_THREAD_SANITIZER 1
 #endif
 #if defined(SLUICE_ADDRESS_SANITIZER)
 #include <sanitizer/common_interface_defs.h>
 #endif
-#if defined(SLUICE_THREAD_SANITIZER)
-#include <sanitizer/tsan_interface.h>
-#endif
+
+// The thread sanitizer's, null without it. This file is compiled without its instrumentation, which
+// would count calls and returns on different stacks.
+// NOLINTBEGIN(bugprone-reserved-identifier,readability-identifier-naming)
+extern "C" {
+[[gnu::weak]] void* __tsan_get_current_fiber();
+[[gnu::weak]] void* __tsan_create_fiber(unsigned flags);
+[[gnu::weak]] void __tsan_destroy_fiber(void* fiber);
+[[gnu::weak]] void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+}
+// NOLINTEND(bugprone-reserved-identifier,readability-identifier-naming)
 
 namespace sluice::emulated {
 
 namespace {
 
-// Instrumented frames are several times larger.
-#if defined(SLUICE_ADDRESS_SANITIZER) || defined(SLUICE_THREAD_SANITIZER)
+// Instrumented frames are several times larger; untouched pages cost nothing.
 constexpr std::size_t kStackBytes = 256 * 1024;
-#else
-constexpr std::size_t kStackBytes = 64 * 1024;
-#endif
 
 }  // namespace
 
@@ -50,15 +49,11 @@ Fiber::Fiber(std::function<void()> body) : body_(std::move(body)) {
                                     leave(nullptr);
                                     return std::move(outside_);
                                   });
-#if defined(SLUICE_THREAD_SANITIZER)
-  inner_context_ = __tsan_create_fiber(0);
-#endif
+  if (__tsan_create_fiber != nullptr) inner_context_ = __tsan_create_fiber(0);
 }
 
 Fiber::~Fiber() {
-#if defined(SLUICE_THREAD_SANITIZER)
-  __tsan_destroy_fiber(inner_context_);
-#endif
+  if (inner_context_ != nullptr) __tsan_destroy_fiber(inner_context_);
 }
 
 void Fiber::resume() {
@@ -66,10 +61,10 @@ void Fiber::resume() {
   void* fake_stack = nullptr;
   __sanitizer_start_switch_fiber(&fake_stack, stack_bottom_, stack_bytes_);
 #endif
-#if defined(SLUICE_THREAD_SANITIZER)
-  outer_context_ = __tsan_get_current_fiber();
-  __tsan_switch_to_fiber(inner_context_, 0);
-#endif
+  if (inner_context_ != nullptr) {
+    outer_context_ = __tsan_get_current_fiber();
+    __tsan_switch_to_fiber(inner_context_, 0);
+  }
   inside_ = std::move(inside_).resume();
 #if defined(SLUICE_ADDRESS_SANITIZER)
   __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
@@ -86,9 +81,7 @@ void Fiber::leave([[maybe_unused]] void** fake_stack) {
 #if defined(SLUICE_ADDRESS_SANITIZER)
   __sanitizer_start_switch_fiber(fake_stack, outer_bottom_, outer_bytes_);
 #endif
-#if defined(SLUICE_THREAD_SANITIZER)
-  __tsan_switch_to_fiber(outer_context_, 0);
-#endif
+  if (outer_context_ != nullptr) __tsan_switch_to_fiber(outer_context_, 0);
 }
 
 void Fiber::entered() {

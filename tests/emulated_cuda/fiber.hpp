@@ -37,8 +37,8 @@ class Fiber {
   [[maybe_unused]] const void* outer_bottom_ = nullptr;
   [[maybe_unused]] std::size_t outer_bytes_ = 0;
   // The thread sanitizer's.
-  [[maybe_unused]] void* inner_context_ = nullptr;
-  [[maybe_unused]] void* outer_context_ = nullptr;
+  void* inner_context_ = nullptr;
+  void* outer_context_ = nullptr;
 };
 
 }  // namespace sluice::emulated
