@@ -117,19 +117,51 @@ TEST(EmulatedNcclTest, PairsByOrderSoThatAWrongOrderDeliversTheWrongTensor) {
 
 // Both ranks send first, each send a group of its own: legal for buffered messages, not for NCCL.
 TEST(EmulatedNcclTest, ADeadlockLastsUntilBothRanksAbort) {
-  std::promise<void> other_is_stuck[2];
-  std::future<void> futures[2] = {other_is_stuck[0].get_future(), other_is_stuck[1].get_future()};
+  std::promise<void> is_stuck[2];
+  std::future<void> futures[2] = {is_stuck[0].get_future(), is_stuck[1].get_future()};
   run_ranks(2, true, [&](Rank& self) {
     const OnDevice<float> own(std::vector<float>{5}), got(std::vector<float>{7});
     self.send(own, 1 - self.rank);
     self.receive(got, 1 - self.rank);
     EXPECT_EQ(cudaStreamQuery(self.stream), cudaErrorNotReady);
-    other_is_stuck[self.rank].set_value();
+    is_stuck[self.rank].set_value();
     futures[1 - self.rank].wait();
     EXPECT_EQ(ncclCommAbort(self.comm), ncclSuccess);
     self.comm = nullptr;
     self.synchronize();
     EXPECT_EQ(got.values(), std::vector<float>{7}) << "nothing was delivered";
+  });
+}
+
+// The first group cannot start yet; the second, on a stream of its own, could.
+TEST(EmulatedNcclTest, GroupsOnTwoStreamsRunInTheOrderOfIssue) {
+  run_ranks(2, true, [](Rank& self) {
+    const OnDevice<float> first(std::vector<float>{1}), second(std::vector<float>{2});
+    if (self.rank == 1) {
+      self.receive(first, 0);
+      self.receive(second, 0);
+    } else {
+      cudaStream_t other = nullptr;
+      EXPECT_EQ(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), cudaSuccess);
+      std::promise<void> gate;
+      std::shared_future<void> opened = gate.get_future().share();
+      const auto wait = [](void* future) {
+        static_cast<std::shared_future<void>*>(future)->wait();
+      };
+      EXPECT_EQ(cudaLaunchHostFunc(self.stream, wait, &opened), cudaSuccess);
+      self.send(first, 1);
+      EXPECT_EQ(ncclSend(second.get(), 1, ncclFloat32, 1, self.comm, other), ncclSuccess);
+      for (int i = 0; i < 10000 && cudaStreamQuery(other) == cudaErrorNotReady; ++i) {
+        std::this_thread::yield();  // time to overtake for an emulation that lets it
+      }
+      EXPECT_EQ(cudaStreamQuery(other), cudaErrorNotReady);
+      gate.set_value();
+      EXPECT_EQ(cudaStreamSynchronize(other), cudaSuccess);
+      EXPECT_EQ(cudaStreamDestroy(other), cudaSuccess);
+    }
+    self.synchronize();
+    EXPECT_EQ(first.values(), std::vector<float>{1});
+    EXPECT_EQ(second.values(), std::vector<float>{2});
   });
 }
 
