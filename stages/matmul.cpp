@@ -16,26 +16,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-struct SpecHash {
-  std::size_t operator()(const MatMulSpec& spec) const {
-    std::uint64_t hash = 0xCBF29CE484222325U;
-    const auto mix = [&hash](std::int64_t value) {
-      hash = (hash ^ static_cast<std::uint64_t>(value)) * 0x9E3779B97F4A7C15U;
-      hash ^= hash >> 29;
-    };
-    for (const std::int64_t value : {spec.batches, spec.m, spec.n, spec.k}) mix(value);
-    for (const MatMulLayout& layout : {spec.a, spec.b, spec.c}) {
-      mix(layout.row);
-      mix(layout.column);
-      mix(layout.batch);
-    }
-    mix(static_cast<std::int64_t>(spec.operands) | static_cast<std::int64_t>(spec.result) << 8 |
-        static_cast<std::int64_t>(spec.bias) << 16 |
-        static_cast<std::int64_t>(spec.accumulate) << 17);
-    return static_cast<std::size_t>(hash);
-  }
-};
-
 [[noreturn]] void fail(const MatMulSpec& spec, const std::string& what) {
   throw Error(ErrorCode::kDevice,
               fmt::format("{} cannot compute {}: {}", matmul_library(), to_string(spec), what));
@@ -146,6 +126,24 @@ std::string to_string(const MatMulSpec& spec) {
                      spec.accumulate ? ", accumulated" : "");
 }
 
+std::size_t MatMulSpecHash::operator()(const MatMulSpec& spec) const {
+  std::uint64_t hash = 0xCBF29CE484222325U;
+  const auto mix = [&hash](std::int64_t value) {
+    hash = (hash ^ static_cast<std::uint64_t>(value)) * 0x9E3779B97F4A7C15U;
+    hash ^= hash >> 29;
+  };
+  for (const std::int64_t value : {spec.batches, spec.m, spec.n, spec.k}) mix(value);
+  for (const MatMulLayout& layout : {spec.a, spec.b, spec.c}) {
+    mix(layout.row);
+    mix(layout.column);
+    mix(layout.batch);
+  }
+  mix(static_cast<std::int64_t>(spec.operands) | static_cast<std::int64_t>(spec.result) << 8 |
+      static_cast<std::int64_t>(spec.bias) << 16 |
+      static_cast<std::int64_t>(spec.accumulate) << 17);
+  return static_cast<std::size_t>(hash);
+}
+
 struct MatMulCache::State {
   explicit State(Device where) : device(where) {}
 
@@ -158,7 +156,7 @@ struct MatMulCache::State {
   Device device;
   dnnl::engine engine{dnnl::engine::kind::cpu, 0};
   dnnl::stream stream{engine};
-  std::unordered_map<MatMulSpec, Product, SpecHash> products;
+  std::unordered_map<MatMulSpec, Product, MatMulSpecHash> products;
   Buffer scratch;
   Buffer copies;  // operands of emulated products
   bool emulate = false;

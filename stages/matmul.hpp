@@ -43,6 +43,11 @@ struct MatMulSpec {
 
 [[nodiscard]] std::string to_string(const MatMulSpec& spec);
 
+// Of all that makes two specifications differ, for caches.
+struct MatMulSpecHash {
+  [[nodiscard]] std::size_t operator()(const MatMulSpec& spec) const;
+};
+
 // A product that was run, on operands that its caller owns.
 struct MatMulCall {
   MatMulSpec spec;

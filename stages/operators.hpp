@@ -25,7 +25,7 @@ namespace sluice {
 
 // --- matrix product layer: weight [out, in], bias [out] (null data: none) ---
 // y = x weightᵀ + bias; x [rows, in], y [rows, out]. `weight` of x's type, bias f32, y of x's type
-// or f32 (the residual stream, logits).
+// or f32 (the residual stream, logits). On a GPU a bf16 y takes the bias rounded to bf16.
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y);
 // dx = dy weight; overwrites. dy, weight and dx of one type.
@@ -37,6 +37,10 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
 
 // The products on either side of an activation, with it, block of rows by block of rows while the
 // block is in the cache; the bits of the separate calls. kSwiglu: raised is [rows, 2 * hidden].
+// On a GPU there are no blocks of rows, and GELU in bf16 may be part of the product: then it is
+// applied to the sum before that is rounded to `raised`, which lies within one layer and on no
+// border; the separate calls' values within rounding. Whether it is depends on the shapes, the
+// device model and the library alone.
 enum class Activation { kGelu, kSwiglu };
 // raised = x weightᵀ + bias, y = activation(raised); both overwritten, of x's type.
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,

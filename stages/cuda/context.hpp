@@ -1,0 +1,69 @@
+// What the CUDA operators of one compute context share: the libraries' handles, bound to the
+// compute stream, the scratch memory of matrix products, and the products prepared so
+// far. A CUDA stage of one's own finds stream, cuBLASLt handle and scratch here.
+//
+// Made for one device and one stream, which outlives it; the device is the current one of the
+// calling thread whenever a member or an operator is called. Used from one thread. Nothing here
+// blocks the host once a product was made.
+//
+// The toolkit's headers are not needed to include this: cublasLtHandle_t is a
+// pointer to the type declared below.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "comm/device.hpp"
+
+struct cublasLtContext;
+
+namespace sluice::cuda {
+
+class Matmuls;  // stages/cuda/matmul.hpp
+
+class Context {
+ public:
+  // Bytes of scratch that every product may use: what NVIDIA advises for Hopper. Part of what a
+  // product's bits depend on, hence fixed.
+  static constexpr std::size_t kWorkspaceBytes = std::size_t{32} << 20;
+
+  // Throws Error(kDevice) naming the call that failed.
+  Context(Device device, StreamView stream);
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  [[nodiscard]] Device device() const { return device_; }
+  [[nodiscard]] StreamView stream() const { return stream_; }
+  // Major * 10 + minor: 90 for an H100 or H200.
+  [[nodiscard]] int compute_capability() const { return compute_capability_; }
+
+  // The handle is a cublasLtHandle_t.
+  [[nodiscard]] cublasLtContext* cublas() const { return cublas_; }
+  // Device memory, kWorkspaceBytes at a multiple of 256. Free for any work on stream(), whose order
+  // keeps its uses apart; its contents do not survive the next operator.
+  [[nodiscard]] std::byte* workspace() const { return workspace_.data(); }
+  [[nodiscard]] Matmuls& matmuls() { return *matmuls_; }
+
+  // Whether products of f32 operands may round them to TF32 (10 bits of mantissa), several times
+  // as fast. Off unless asked for (--precision tf32); to be set before the first product.
+  [[nodiscard]] bool tf32() const { return tf32_; }
+  void set_tf32(bool allowed) { tf32_ = allowed; }
+
+ private:
+  Device device_;
+  StreamView stream_;
+  int compute_capability_ = 0;
+  bool tf32_ = false;
+  Buffer workspace_;
+  cublasLtContext* cublas_ = nullptr;
+  std::unique_ptr<Matmuls> matmuls_;
+};
+
+[[nodiscard]] std::shared_ptr<Context> make_context(Device device, StreamView stream);
+
+// "cuBLASLt 13.1.0": the library at hand, for reports.
+[[nodiscard]] std::string libraries();
+
+}  // namespace sluice::cuda

@@ -1,0 +1,147 @@
+// The matrix product layer on a GPU: one product for all rows. A GPU has no cache to block for; the
+// shape of the micro-batch alone fixes a product.
+#include "stages/backends.hpp"
+#include "stages/cuda/context.hpp"
+#include "stages/cuda/kernels.hpp"
+#include "stages/cuda/matmul.hpp"
+
+namespace sluice::cuda {
+
+namespace {
+
+struct LinearShape {
+  std::int64_t rows, in, out;
+};
+
+LinearShape shape_of(const Tensor& weight, std::int64_t rows) {
+  return {rows, weight.shape()[1], weight.shape()[0]};
+}
+
+std::int64_t rows_of(const Tensor& tensor, std::int64_t width) {
+  return width == 0 ? 0 : tensor.elements() / width;
+}
+
+// x weightᵀ
+MatMulSpec forward_product(const LinearShape& shape, DType operands, DType result, bool bias) {
+  return {.m = shape.rows,
+          .n = shape.out,
+          .k = shape.in,
+          .a = {.row = shape.in},
+          .b = {.row = 1, .column = shape.in},
+          .c = {.row = shape.out},
+          .operands = operands,
+          .result = result,
+          .bias = bias};
+}
+
+// dy weight
+MatMulSpec backward_product(const LinearShape& shape, DType dtype) {
+  return {.m = shape.rows,
+          .n = shape.in,
+          .k = shape.out,
+          .a = {.row = shape.out},
+          .b = {.row = shape.in},
+          .c = {.row = shape.in},
+          .operands = dtype,
+          .result = dtype};
+}
+
+// The library adds a bias of the result's type only; a bf16 result gets it rounded, in scratch.
+const void* bias_for(ComputeContext& ctx, const Tensor& bias, DType result) {
+  if (bias.data == nullptr || bias.spec.dtype == result) return bias.data;
+  Tensor rounded = {nullptr, {result, bias.shape()}};
+  rounded.data = ctx.workspace(rounded.spec.bytes());
+  cuda::convert(ctx, bias, rounded);
+  return rounded.data;
+}
+
+// Whether the product applies or differentiates GELU itself. Only in bf16: there the library's
+// approximation of tanh is lost in the rounding of the result. On Ampere and Ada its fused products
+// are slower than a product and a kernel. It takes rows of multiples of 8 elements.
+bool fuses(ComputeContext& ctx, const ProductSpec& spec) {
+  constexpr int kHopper = 90;
+  const MatMulSpec& product = spec.product;
+  Context& cuda = ctx.cuda();
+  return product.operands == DType::kBf16 && product.result == DType::kBf16 &&
+         cuda.compute_capability() >= kHopper && product.c.row % 8 == 0 && product.m > 0 &&
+         cuda.matmuls().supports(spec);
+}
+
+}  // namespace
+
+void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
+                    const Tensor& y) {
+  const LinearShape shape = shape_of(weight, rows_of(x, weight.shape()[1]));
+  ctx.cuda().matmuls().run(
+      {forward_product(shape, x.spec.dtype, y.spec.dtype, bias.data != nullptr)},
+      {.a = x.data, .b = weight.data, .bias = bias_for(ctx, bias, y.spec.dtype), .c = y.data});
+}
+
+void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
+                           const Tensor& dx) {
+  const LinearShape shape = shape_of(weight, rows_of(dy, weight.shape()[0]));
+  ctx.cuda().matmuls().run({backward_product(shape, dy.spec.dtype)},
+                           {.a = dy.data, .b = weight.data, .c = dx.data});
+}
+
+// The product adds to the gradient in f32 (beta = 1). The library's bias-gradient epilogue stores
+// the sums of this micro-batch alone, in the type of dy's product: our kernel adds them in f32.
+void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
+                            const Tensor& dweight, const Tensor& dbias) {
+  const LinearShape shape = shape_of(dweight, rows_of(x, dweight.shape()[1]));
+  if (dbias.data != nullptr) add_column_sums(ctx, dy, dbias);
+  ctx.cuda().matmuls().run({{.m = shape.out,
+                             .n = shape.in,
+                             .k = shape.rows,
+                             .a = {.row = 1, .column = shape.out},
+                             .b = {.row = shape.in},
+                             .c = {.row = shape.in},
+                             .operands = x.spec.dtype,
+                             .accumulate = true}},
+                           {.a = dy.data, .b = x.data, .c = dweight.data});
+}
+
+void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
+                               const Tensor& weight, const Tensor& bias, const Tensor& raised,
+                               const Tensor& y) {
+  const LinearShape shape = shape_of(weight, rows_of(x, weight.shape()[1]));
+  const ProductSpec fused = {
+      forward_product(shape, x.spec.dtype, y.spec.dtype, bias.data != nullptr), Epilogue::kGelu};
+  if (activation == Activation::kGelu && fuses(ctx, fused)) {
+    ctx.cuda().matmuls().run(fused, {.a = x.data,
+                                     .b = weight.data,
+                                     .bias = bias_for(ctx, bias, y.spec.dtype),
+                                     .c = y.data,
+                                     .aux = raised.data});
+    return;
+  }
+  cuda::linear_forward(ctx, x, weight, bias, raised);
+  if (activation == Activation::kGelu) {
+    cuda::gelu_forward(ctx, raised, y);
+  } else {
+    cuda::swiglu_forward(ctx, raised, y);
+  }
+}
+
+void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
+                                      const Tensor& weight, const Tensor& raised,
+                                      const Tensor& draised) {
+  const LinearShape shape = shape_of(weight, rows_of(dy, weight.shape()[0]));
+  if (activation == Activation::kGelu) {
+    const ProductSpec fused = {backward_product(shape, dy.spec.dtype), Epilogue::kGeluGradient};
+    if (fuses(ctx, fused)) {
+      ctx.cuda().matmuls().run(
+          fused, {.a = dy.data, .b = weight.data, .c = draised.data, .aux = raised.data});
+      return;
+    }
+    cuda::linear_backward_input(ctx, dy, weight, draised);
+    cuda::gelu_backward(ctx, raised, draised, draised);
+    return;
+  }
+  Tensor gradient = {nullptr, {dy.spec.dtype, {shape.rows, shape.in}}};
+  gradient.data = ctx.workspace(gradient.spec.bytes());
+  cuda::linear_backward_input(ctx, dy, weight, gradient);
+  cuda::swiglu_backward(ctx, raised, gradient, draised);
+}
+
+}  // namespace sluice::cuda

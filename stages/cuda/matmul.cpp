@@ -1,0 +1,265 @@
+#include "stages/cuda/matmul.hpp"
+
+#include <cublasLt.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+
+#include "comm/error.hpp"
+#include "stages/cuda/check.hpp"
+#include "stages/cuda/context.hpp"
+
+namespace sluice::cuda {
+
+namespace {
+
+// What one load of the fast kernels takes.
+constexpr std::uintptr_t kAlignment = 16;
+
+// An opaque object of the library.
+template <typename Handle, cublasStatus_t (*Destroy)(Handle)>
+struct Destroyer {
+  using pointer = Handle;
+  void operator()(Handle handle) const { Destroy(handle); }
+};
+template <typename Handle, cublasStatus_t (*Destroy)(Handle)>
+using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroyer<Handle, Destroy>>;
+using Description = Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy>;
+using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
+using Preference = Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy>;
+
+template <typename Value>
+void set(const Description& description, cublasLtMatmulDescAttributes_t attribute, Value value) {
+  check_cublas(cublasLtMatmulDescSetAttribute(description.get(), attribute, &value, sizeof(value)),
+               "cublasLtMatmulDescSetAttribute");
+}
+
+template <typename Value>
+void set(const Layout& layout, cublasLtMatrixLayoutAttribute_t attribute, Value value) {
+  check_cublas(cublasLtMatrixLayoutSetAttribute(layout.get(), attribute, &value, sizeof(value)),
+               "cublasLtMatrixLayoutSetAttribute");
+}
+
+template <typename Value>
+void set(const Preference& preference, cublasLtMatmulPreferenceAttributes_t attribute,
+         Value value) {
+  check_cublas(
+      cublasLtMatmulPreferenceSetAttribute(preference.get(), attribute, &value, sizeof(value)),
+      "cublasLtMatmulPreferenceSetAttribute");
+}
+
+cudaDataType_t library_type(DType dtype) {
+  return dtype == DType::kBf16 ? CUDA_R_16BF : CUDA_R_32F;
+}
+
+// A row-major operand of rows x columns as the library's column-major matrix, and whether it has
+// to be transposed to become the transpose of the operand.
+struct Seen {
+  Layout layout;
+  cublasOperation_t operation;
+};
+
+Seen see(std::int64_t rows, std::int64_t columns, const MatMulLayout& layout, std::int64_t batches,
+         DType dtype) {
+  // With columns next to each other, a row is a column of the transpose. An operand that is itself
+  // a transpose has its rows next to each other. Where both strides are 1 there is one row or one
+  // column; a leading dimension is at least what stands next to each other.
+  const bool transposed = layout.column != 1;
+  const std::int64_t inner = transposed ? rows : columns, outer = transposed ? columns : rows;
+  const std::int64_t stride = transposed ? layout.column : layout.row;
+  cublasLtMatrixLayout_t made = nullptr;
+  check_cublas(
+      cublasLtMatrixLayoutCreate(&made, library_type(dtype), static_cast<std::uint64_t>(inner),
+                                 static_cast<std::uint64_t>(outer), std::max(stride, inner)),
+      "cublasLtMatrixLayoutCreate");
+  Seen seen = {Layout(made), transposed ? CUBLAS_OP_T : CUBLAS_OP_N};
+  if (batches > 1) {
+    set(seen.layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, static_cast<std::int32_t>(batches));
+    set(seen.layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, layout.batch);
+  }
+  return seen;
+}
+
+cublasLtEpilogue_t library_epilogue(const ProductSpec& spec) {
+  const bool bias = spec.product.bias;
+  switch (spec.epilogue) {
+    case Epilogue::kGelu:
+      return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+    case Epilogue::kGeluGradient:
+      return CUBLASLT_EPILOGUE_DGELU;
+    case Epilogue::kNone:
+      break;
+  }
+  return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+std::string to_string(const ProductSpec& spec) {
+  constexpr std::array<const char*, 3> kNames = {"", ", GELU", ", gradient through GELU"};
+  return sluice::to_string(spec.product) + kNames.at(static_cast<std::size_t>(spec.epilogue));
+}
+
+[[noreturn]] void fail(const ProductSpec& spec, std::string_view what) {
+  throw Error(ErrorCode::kDevice,
+              fmt::format("cuBLASLt cannot compute {}: {}", to_string(spec), what));
+}
+
+struct Key {
+  ProductSpec spec;
+  bool aligned;
+  bool tf32;
+  friend bool operator==(const Key&, const Key&) = default;
+};
+
+struct KeyHash {
+  std::size_t operator()(const Key& key) const {
+    const auto rest = static_cast<std::size_t>(key.spec.epilogue) << 2 |
+                      static_cast<std::size_t>(key.aligned) << 1 |
+                      static_cast<std::size_t>(key.tf32);
+    return MatMulSpecHash()(key.spec.product) * 31 + rest;
+  }
+};
+
+// One product, ready to run. a and b are ours; the library gets them the other way round.
+struct Plan {
+  Description description;
+  Layout a, b, c;
+  cublasLtMatmulAlgo_t algorithm = {};
+  cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;  // of the search for an algorithm
+};
+
+bool aligned(const ProductOperands& operands) {
+  std::uintptr_t bits = 0;
+  for (const void* pointer :
+       {operands.a, operands.b, operands.bias, static_cast<const void*>(operands.c),
+        static_cast<const void*>(operands.aux)}) {
+    bits |= reinterpret_cast<std::uintptr_t>(pointer);
+  }
+  return bits % kAlignment == 0;
+}
+
+}  // namespace
+
+struct Matmuls::State {
+  explicit State(Context& of) : context(of) {}
+
+  Plan make(const Key& key) const;
+  void describe(const Key& key, Plan& plan) const;
+  void choose_algorithm(const Key& key, Plan& plan) const;
+  Plan& find(const ProductSpec& spec, bool aligned);
+
+  Context& context;
+  std::unordered_map<Key, Plan, KeyHash> plans;
+};
+
+void Matmuls::State::describe(const Key& key, Plan& plan) const {
+  const ProductSpec& spec = key.spec;
+  const MatMulSpec& product = spec.product;
+  const bool rounds = key.tf32 && product.operands == DType::kF32;
+  cublasLtMatmulDesc_t made = nullptr;
+  check_cublas(cublasLtMatmulDescCreate(
+                   &made, rounds ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F, CUDA_R_32F),
+               "cublasLtMatmulDescCreate");
+  plan.description.reset(made);
+  Seen a = see(product.m, product.k, product.a, product.batches, product.operands);
+  Seen b = see(product.k, product.n, product.b, product.batches, product.operands);
+  Seen c = see(product.m, product.n, product.c, product.batches, product.result);
+  if (c.operation != CUBLAS_OP_N) fail(spec, "the columns of a result stand next to each other");
+  plan.a = std::move(a.layout);
+  plan.b = std::move(b.layout);
+  plan.c = std::move(c.layout);
+  set(plan.description, CUBLASLT_MATMUL_DESC_TRANSA, b.operation);
+  set(plan.description, CUBLASLT_MATMUL_DESC_TRANSB, a.operation);
+  set(plan.description, CUBLASLT_MATMUL_DESC_EPILOGUE, library_epilogue(spec));
+  // The search looks at these pointers for their alignment alone.
+  void* place = context.workspace() + (key.aligned ? 0 : size_of(product.result));
+  if (product.bias) set(plan.description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, place);
+  if (spec.epilogue != Epilogue::kNone) {
+    set(plan.description, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, place);
+    set(plan.description, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, product.c.row);
+  }
+}
+
+void Matmuls::State::choose_algorithm(const Key& key, Plan& plan) const {
+  cublasLtMatmulPreference_t made = nullptr;
+  check_cublas(cublasLtMatmulPreferenceCreate(&made), "cublasLtMatmulPreferenceCreate");
+  const Preference preference(made);
+  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, Context::kWorkspaceBytes);
+  // Sums that are split over blocks meet in f32, in a separate step of fixed order.
+  set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+      static_cast<std::uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+  const MatMulSpec& product = key.spec.product;
+  const auto alignment = [&key](DType dtype) {
+    return static_cast<std::uint32_t>(key.aligned ? kAlignment : size_of(dtype));
+  };
+  for (const auto attribute :
+       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES}) {
+    set(preference, attribute, alignment(product.operands));
+  }
+  for (const auto attribute :
+       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+    set(preference, attribute, alignment(product.result));
+  }
+  cublasLtMatmulHeuristicResult_t result = {};
+  int found = 0;
+  plan.status = cublasLtMatmulAlgoGetHeuristic(context.cublas(), plan.description.get(),
+                                               plan.b.get(), plan.a.get(), plan.c.get(),
+                                               plan.c.get(), preference.get(), 1, &result, &found);
+  if (plan.status != CUBLAS_STATUS_SUCCESS) return;
+  plan.status = found > 0 ? result.state : CUBLAS_STATUS_NOT_SUPPORTED;
+  plan.algorithm = result.algo;
+}
+
+Plan Matmuls::State::make(const Key& key) const {
+  const MatMulSpec& product = key.spec.product;
+  if (product.batches != 1 && (product.bias || key.spec.epilogue != Epilogue::kNone)) {
+    fail(key.spec, "a bias or an activation needs a single product");
+  }
+  Plan plan;
+  describe(key, plan);
+  choose_algorithm(key, plan);
+  return plan;
+}
+
+Plan& Matmuls::State::find(const ProductSpec& spec, bool aligned) {
+  const Key key = {spec, aligned, context.tf32()};
+  const auto found = plans.find(key);
+  return found != plans.end() ? found->second : plans.emplace(key, make(key)).first->second;
+}
+
+Matmuls::Matmuls(Context& context) : state_(std::make_unique<State>(context)) {}
+
+Matmuls::~Matmuls() = default;
+
+void Matmuls::run(const ProductSpec& spec, const ProductOperands& operands) {
+  const MatMulSpec& product = spec.product;
+  if (product.batches == 0 || product.m == 0 || product.n == 0) return;
+  if (product.k == 0 && product.accumulate) return;
+  const Plan& plan = state_->find(spec, aligned(operands));
+  if (plan.status != CUBLAS_STATUS_SUCCESS) fail(spec, cublasLtGetStatusName(plan.status));
+  if (product.bias) set(plan.description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands.bias);
+  if (spec.epilogue != Epilogue::kNone) {
+    set(plan.description, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands.aux);
+  }
+  const float one = 1, beta = product.accumulate ? 1.0F : 0.0F;
+  const Context& context = state_->context;
+  const cublasStatus_t status =
+      cublasLtMatmul(context.cublas(), plan.description.get(), &one, operands.b, plan.b.get(),
+                     operands.a, plan.a.get(), &beta, operands.c, plan.c.get(), operands.c,
+                     plan.c.get(), &plan.algorithm, context.workspace(), Context::kWorkspaceBytes,
+                     static_cast<cudaStream_t>(context.stream().native()));
+  if (status != CUBLAS_STATUS_SUCCESS) fail(spec, cublasLtGetStatusName(status));
+}
+
+bool Matmuls::supports(const ProductSpec& spec) {
+  return state_->find(spec, true).status == CUBLAS_STATUS_SUCCESS;
+}
+
+std::size_t Matmuls::size() const { return state_->plans.size(); }
+
+}  // namespace sluice::cuda

@@ -1,0 +1,77 @@
+// Matrix products on a GPU: cuBLASLt, from a cache of plans. A plan holds the library's descriptors
+// and the algorithm for one specification; it is made on first use (tens of microseconds, on the
+// host), found again by the specification, and run on the context's stream without blocking or
+// allocating.
+//
+// The algorithm is the first that cublasLtMatmulAlgoGetHeuristic names for the context's workspace:
+// never timed, so that a product is a function of its specification, the device model and the
+// library's version. Sums run in f32 also where they are split over blocks: reductions in the
+// result's type are excluded, and those in place with them.
+//
+// Row-major on our side, column-major on the library's: cᵀ [n, m] = bᵀ aᵀ; the operands change
+// places and nothing is moved.
+//
+// What shapes lose. The fast kernels load 16 bytes at a time through tensor maps: every leading
+// dimension a multiple of 8 elements of bf16 (4 of f32), every operand at a multiple of 16 bytes.
+// A vocabulary of 50257 has rows of logits that start at odd places, and its product runs several
+// times slower than with 50304; a multiple of 128 also fills the last tile of columns. Rows (m) may
+// be any number; the last tile computes what is not there. Right results come at every size.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "stages/matmul.hpp"
+
+namespace sluice::cuda {
+
+class Context;
+
+// What is done to a product's elements before they are stored.
+enum class Epilogue : std::uint8_t {
+  kNone,  // only the bias of the specification
+  // aux = the product (with its bias), c = GELU of it (tanh form). The library applies GELU to the
+  // sum in f32, not to aux as it was rounded.
+  kGelu,
+  kGeluGradient,  // c = product * GELU'(aux)
+};
+
+struct ProductSpec {
+  MatMulSpec product;  // `bias` is of the result's type here, not f32
+  Epilogue epilogue = Epilogue::kNone;
+  friend bool operator==(const ProductSpec&, const ProductSpec&) = default;
+};
+
+// Device memory.
+struct ProductOperands {
+  const void* a = nullptr;
+  const void* b = nullptr;
+  const void* bias = nullptr;  // [n], of the result's type
+  void* c = nullptr;
+  void* aux = nullptr;  // [m, n] with c's strides and type; written by kGelu, read by kGeluGradient
+};
+
+class Matmuls {
+ public:
+  // The context owns this.
+  explicit Matmuls(Context& context);
+  ~Matmuls();
+  Matmuls(const Matmuls&) = delete;
+  Matmuls& operator=(const Matmuls&) = delete;
+
+  // Throws Error(kDevice) with the specification where the library cannot compute it. Operands that
+  // do not start at multiples of 16 bytes run in a plan of their own. A product without elements is
+  // nothing to do.
+  void run(const ProductSpec& spec, const ProductOperands& operands);
+  // Makes the plan for operands at multiples of 16 bytes, and runs nothing: whether the library has
+  // an algorithm. A function of the specification, the device model and the library.
+  [[nodiscard]] bool supports(const ProductSpec& spec);
+  [[nodiscard]] std::size_t size() const;  // plans made, those that are not supported too
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace sluice::cuda
