@@ -86,6 +86,7 @@ struct AttentionShape {
   [[nodiscard]] std::int64_t packed_width() const {
     return static_cast<std::int64_t>(heads + 2 * kv_heads) * head_dim;
   }
+  friend bool operator==(const AttentionShape&, const AttentionShape&) = default;
 };
 struct Dropout {
   float probability = 0;  // 0: the operator is the identity and draws nothing

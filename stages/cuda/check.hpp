@@ -4,7 +4,12 @@
 #include <cublasLt.h>
 
 #include <source_location>
+#include <string>
 #include <string_view>
+
+#if SLUICE_WITH_CUDNN
+#include <cudnn.h>
+#endif
 
 namespace sluice::cuda {
 
@@ -12,5 +17,13 @@ namespace sluice::cuda {
 // succeeded. `what` names the call and, where it helps, what it was to compute.
 void check_cublas(cublasStatus_t status, std::string_view what,
                   std::source_location location = std::source_location::current());
+
+#if SLUICE_WITH_CUDNN
+// As above, with the library's own account of its last failure where it has one.
+void check_cudnn(cudnnStatus_t status, std::string_view what,
+                 std::source_location location = std::source_location::current());
+// The status by name, and what the library said last on this thread.
+[[nodiscard]] std::string describe(cudnnStatus_t status);
+#endif
 
 }  // namespace sluice::cuda

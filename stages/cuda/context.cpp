@@ -4,8 +4,13 @@
 
 #include <utility>
 
+#include "comm/device_cuda.hpp"
 #include "stages/cuda/check.hpp"
 #include "stages/cuda/matmul.hpp"
+
+#if SLUICE_WITH_CUDNN
+#include "stages/cuda/attention_cudnn.hpp"
+#endif
 
 namespace sluice::cuda {
 
@@ -17,11 +22,30 @@ Context::Context(Device device, StreamView stream)
   const DeviceProperties properties = properties_of(device);
   compute_capability_ = 10 * properties.major + properties.minor;
   check_cublas(cublasLtCreate(&cublas_), "cublasLtCreate");
+#if SLUICE_WITH_CUDNN
+  cudnn_attention_ = std::make_shared<CudnnAttention>(*this);
+#endif
 }
 
 Context::~Context() {
+#if SLUICE_WITH_CUDNN
+  cudnn_attention_.reset();
+  if (cudnn_ != nullptr) cudnnDestroy(cudnn_);
+#endif
   matmuls_.reset();
   if (cublas_ != nullptr) cublasLtDestroy(cublas_);
+}
+
+cudnnContext* Context::cudnn() {
+#if SLUICE_WITH_CUDNN
+  if (cudnn_ == nullptr) {
+    cudnnHandle_t made = nullptr;
+    check_cudnn(cudnnCreate(&made), "cudnnCreate");
+    cudnn_ = made;
+    check_cudnn(cudnnSetStream(cudnn_, native(stream_)), "cudnnSetStream");
+  }
+#endif
+  return cudnn_;
 }
 
 std::shared_ptr<Context> make_context(Device device, StreamView stream) {
@@ -32,6 +56,10 @@ std::string libraries() {
   const std::size_t version = cublasLtGetVersion();
   std::string text =
       fmt::format("cuBLASLt {}.{}.{}", version / 10000, version / 100 % 100, version % 100);
+#if SLUICE_WITH_CUDNN
+  const std::size_t cudnn = cudnnGetVersion();
+  text += fmt::format(", cuDNN {}.{}.{}", cudnn / 10000, cudnn / 100 % 100, cudnn % 100);
+#endif
   return text;
 }
 

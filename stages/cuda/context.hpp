@@ -1,13 +1,13 @@
 // What the CUDA operators of one compute context share: the libraries' handles, bound to the
-// compute stream, the scratch memory of matrix products, and the products prepared so
-// far. A CUDA stage of one's own finds stream, cuBLASLt handle and scratch here.
+// compute stream, the scratch memory of matrix products, and the products and attention graphs
+// prepared so far. A CUDA stage of one's own finds stream, cuBLASLt handle and scratch here.
 //
 // Made for one device and one stream, which outlives it; the device is the current one of the
 // calling thread whenever a member or an operator is called. Used from one thread. Nothing here
-// blocks the host once a product was made.
+// blocks the host once a product or graph was made.
 //
-// The toolkit's headers are not needed to include this: cublasLtHandle_t is a
-// pointer to the type declared below.
+// The toolkit's headers are not needed to include this: cublasLtHandle_t and cudnnHandle_t are
+// pointers to the two types declared below.
 #pragma once
 
 #include <cstddef>
@@ -17,10 +17,12 @@
 #include "comm/device.hpp"
 
 struct cublasLtContext;
+struct cudnnContext;
 
 namespace sluice::cuda {
 
-class Matmuls;  // stages/cuda/matmul.hpp
+class Matmuls;         // stages/cuda/matmul.hpp
+class CudnnAttention;  // stages/cuda/attention_cudnn.hpp
 
 class Context {
  public:
@@ -46,6 +48,12 @@ class Context {
   [[nodiscard]] std::byte* workspace() const { return workspace_.data(); }
   [[nodiscard]] Matmuls& matmuls() { return *matmuls_; }
 
+  // cudnnHandle_t, bound to stream(); made on first use, which takes a while. Null where Sluice was
+  // built without cuDNN; Error(kDevice) where the library is there and cannot start.
+  [[nodiscard]] cudnnContext* cudnn();
+  // Null where Sluice was built without cuDNN.
+  [[nodiscard]] CudnnAttention* cudnn_attention() { return cudnn_attention_.get(); }
+
   // Whether products of f32 operands may round them to TF32 (10 bits of mantissa), several times
   // as fast. Off unless asked for (--precision tf32); to be set before the first product.
   [[nodiscard]] bool tf32() const { return tf32_; }
@@ -58,12 +66,14 @@ class Context {
   bool tf32_ = false;
   Buffer workspace_;
   cublasLtContext* cublas_ = nullptr;
+  cudnnContext* cudnn_ = nullptr;
   std::unique_ptr<Matmuls> matmuls_;
+  std::shared_ptr<CudnnAttention> cudnn_attention_;
 };
 
 [[nodiscard]] std::shared_ptr<Context> make_context(Device device, StreamView stream);
 
-// "cuBLASLt 13.1.0": the library at hand, for reports.
+// "cuBLASLt 13.1.0, cuDNN 9.19.0": the libraries at hand, for reports.
 [[nodiscard]] std::string libraries();
 
 }  // namespace sluice::cuda

@@ -1,0 +1,72 @@
+#include "stages/cuda/attention.hpp"
+
+#include "stages/backends.hpp"
+#include "stages/cuda/context.hpp"
+#include "stages/cuda/flash_attention.hpp"
+
+#if SLUICE_WITH_CUDNN
+#include "stages/cuda/attention_cudnn.hpp"
+#endif
+
+namespace sluice::cuda {
+
+namespace {
+
+// Why not cuDNN; empty where it computes it.
+#if SLUICE_WITH_CUDNN
+std::string why_own(ComputeContext& ctx, const AttentionShape& shape, DType dtype, bool dropout) {
+  if (dtype != DType::kBf16) return name_of(dtype);
+  if (dropout) return "dropout";
+  const std::string& refusal = ctx.cuda().cudnn_attention()->refusal(shape);
+  return refusal.empty() ? refusal : "cuDNN: " + refusal;
+}
+
+bool takes_cudnn(ComputeContext& ctx, const AttentionShape& shape, DType dtype,
+                 const Dropout& dropout) {
+  return why_own(ctx, shape, dtype, dropout.probability > 0).empty();
+}
+#else
+std::string why_own(ComputeContext& /*ctx*/, const AttentionShape& /*shape*/, DType /*dtype*/,
+                    bool /*dropout*/) {
+  return "built without cuDNN";
+}
+#endif
+
+}  // namespace
+
+std::string attention_engine(ComputeContext& ctx, const AttentionShape& shape, DType dtype,
+                             bool dropout) {
+  const std::string why = why_own(ctx, shape, dtype, dropout);
+  return why.empty() ? "cuDNN" : "own kernels (" + why + ")";
+}
+
+std::size_t attention_state_bytes(const AttentionShape& shape, DType /*dtype*/) {
+  return static_cast<std::size_t>(shape.rows() * shape.heads) * sizeof(float);
+}
+
+void attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                       const Dropout& dropout, const Tensor& out, std::byte* state) {
+  if (shape.rows() == 0) return;
+#if SLUICE_WITH_CUDNN
+  if (takes_cudnn(ctx, shape, qkv.spec.dtype, dropout)) {
+    ctx.cuda().cudnn_attention()->forward(ctx, shape, qkv, out, state);
+    return;
+  }
+#endif
+  flash_attention_forward(ctx, shape, qkv, dropout, out, state);
+}
+
+void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                        const Tensor& out, const Tensor& dout, const Dropout& dropout,
+                        const std::byte* state, const Tensor& dqkv) {
+  if (shape.rows() == 0) return;
+#if SLUICE_WITH_CUDNN
+  if (takes_cudnn(ctx, shape, qkv.spec.dtype, dropout)) {
+    ctx.cuda().cudnn_attention()->backward(ctx, shape, qkv, out, dout, state, dqkv);
+    return;
+  }
+#endif
+  flash_attention_backward(ctx, shape, qkv, out, dout, dropout, state, dqkv);
+}
+
+}  // namespace sluice::cuda
