@@ -21,10 +21,10 @@ Context::Context(Device device, StreamView stream)
       matmuls_(std::make_unique<Matmuls>(*this)) {
   const DeviceProperties properties = properties_of(device);
   compute_capability_ = 10 * properties.major + properties.minor;
-  check_cublas(cublasLtCreate(&cublas_), "cublasLtCreate");
 #if SLUICE_WITH_CUDNN
   cudnn_attention_ = std::make_shared<CudnnAttention>(*this);
 #endif
+  check_cublas(cublasLtCreate(&cublas_), "cublasLtCreate");
 }
 
 Context::~Context() {
@@ -41,8 +41,10 @@ cudnnContext* Context::cudnn() {
   if (cudnn_ == nullptr) {
     cudnnHandle_t made = nullptr;
     check_cudnn(cudnnCreate(&made), "cudnnCreate");
+    const cudnnStatus_t bound = cudnnSetStream(made, native(stream_));
+    if (bound != CUDNN_STATUS_SUCCESS) cudnnDestroy(made);
+    check_cudnn(bound, "cudnnSetStream");
     cudnn_ = made;
-    check_cudnn(cudnnSetStream(cudnn_, native(stream_)), "cudnnSetStream");
   }
 #endif
   return cudnn_;

@@ -65,7 +65,8 @@ class Matmuls {
   // nothing to do.
   void run(const ProductSpec& spec, const ProductOperands& operands);
   // Makes the plan for operands at multiples of 16 bytes, and runs nothing: whether the library has
-  // an algorithm. A function of the specification, the device model and the library.
+  // an algorithm. A function of the specification, the device model and the library. Throws as
+  // run() where the specification is none: batches with a bias or an epilogue, a transposed result.
   [[nodiscard]] bool supports(const ProductSpec& spec);
   [[nodiscard]] std::size_t size() const;  // plans made, those that are not supported too
 
