@@ -1,19 +1,17 @@
 #include "stages/random.hpp"
 
+#define SLUICE_KERNEL_NAMESPACE scalar
+#include "stages/kernel_lane.hpp"
+#include "stages/kernel_math.hpp"
+
 namespace sluice {
 
 std::array<std::uint32_t, 4> philox_block(std::array<std::uint32_t, 4> counter,
                                           std::array<std::uint32_t, 2> key) {
-  for (int round = 0; round < 10; ++round) {
-    const std::uint64_t p = static_cast<std::uint64_t>(counter[0]) * 0xD2511F53U;
-    const std::uint64_t q = static_cast<std::uint64_t>(counter[2]) * 0xCD9E8D57U;
-    counter = {
-        static_cast<std::uint32_t>(q >> 32) ^ counter[1] ^ key[0], static_cast<std::uint32_t>(q),
-        static_cast<std::uint32_t>(p >> 32) ^ counter[3] ^ key[1], static_cast<std::uint32_t>(p)};
-    key[0] += 0x9E3779B9U;
-    key[1] += 0xBB67AE85U;
-  }
-  return counter;
+  std::uint64_t a = counter[0], b = counter[1], c = counter[2], d = counter[3];
+  scalar::philox_rounds({key[0], key[1]}, a, b, c, d);
+  return {static_cast<std::uint32_t>(a), static_cast<std::uint32_t>(b),
+          static_cast<std::uint32_t>(c), static_cast<std::uint32_t>(d)};
 }
 
 std::array<std::uint32_t, 2> philox_key(const RandomKey& key) {

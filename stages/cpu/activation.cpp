@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include "stages/backends.hpp"
-#include "stages/cpu/dropout.hpp"
+#include "stages/call_arguments.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {

@@ -9,7 +9,7 @@
 #include <cmath>
 
 #include "stages/backends.hpp"
-#include "stages/cpu/dropout.hpp"
+#include "stages/call_arguments.hpp"
 #include "stages/cpu/parallel.hpp"
 #include "stages/matmul.hpp"
 

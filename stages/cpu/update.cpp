@@ -1,5 +1,6 @@
 // Optimizer kernels over flat vectors.
 #include "stages/backends.hpp"
+#include "stages/call_arguments.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
@@ -12,14 +13,7 @@ constexpr std::int64_t kNormBlock = 16384;  // part of the result's definition, 
 
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
   for (const UpdateRun& run : runs) {
-    const AdamWArguments arguments = {step.learning_rate,
-                                      step.beta1,
-                                      step.beta2,
-                                      step.epsilon,
-                                      run.decay ? step.weight_decay : 0.0F,
-                                      1.0F / step.correction1,
-                                      1.0F / step.correction2,
-                                      step.grad_scale};
+    const AdamWArguments arguments = adamw_arguments(step, run.decay);
     parallel_range(ctx, run.count, kElementGrain, [&](std::int64_t begin, std::int64_t end) {
       ctx.kernels().adamw(&arguments, run.value + begin, run.grad + begin, run.first + begin,
                           run.second + begin, end - begin);
@@ -29,8 +23,7 @@ void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun
 
 void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs) {
   for (const UpdateRun& run : runs) {
-    const SgdArguments arguments = {step.learning_rate, step.momentum,
-                                    run.decay ? step.weight_decay : 0.0F, step.grad_scale};
+    const SgdArguments arguments = sgd_arguments(step, run.decay);
     parallel_range(ctx, run.count, kElementGrain, [&](std::int64_t begin, std::int64_t end) {
       float* speed = run.first == nullptr ? nullptr : run.first + begin;
       ctx.kernels().sgd(&arguments, run.value + begin, run.grad + begin, speed, end - begin);

@@ -6,19 +6,13 @@
 
 namespace sluice::SLUICE_KERNEL_NAMESPACE {
 
-constexpr float kGeluScale = 1.5957691216057308F;  // 2 sqrt(2 / pi)
-constexpr float kGeluCubic = 0.044715F;
-
-// x (1 + tanh(u)) / 2 = x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3).
 template <typename T>
 void gelu_forward(const void* x_data, void* y_data, int64_t n) {
   const T* x = static_cast<const T*>(x_data);
   T* y = static_cast<T*>(y_data);
   for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
     fetch_ahead(y + i);
-    const VecF v = load(x + i, part);
-    const VecF u = v * kGeluScale * fma(v * v, splat(kGeluCubic), splat(1.0F));
-    store(y + i, v * sigmoid(u), part);
+    store(y + i, gelu(load(x + i, part)), part);
   });
 }
 
@@ -29,12 +23,7 @@ void gelu_backward(const void* x_data, const void* dy_data, void* dx_data, int64
   T* dx = static_cast<T*>(dx_data);
   for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
     fetch_ahead(x + i);
-    const VecF v = load(x + i, part);
-    const VecF square = v * v;
-    const VecF s = sigmoid(v * kGeluScale * fma(square, splat(kGeluCubic), splat(1.0F)));
-    const VecF du = kGeluScale * fma(square, splat(3 * kGeluCubic), splat(1.0F));
-    const VecF slope = fma(v * du, s - s * s, s);
-    store(dx + i, load(dy + i, part) * slope, part);
+    store(dx + i, load(dy + i, part) * gelu_slope(load(x + i, part)), part);
   });
 }
 
@@ -42,10 +31,8 @@ template <typename T>
 void relu_forward(const void* x_data, void* y_data, int64_t n) {
   const T* x = static_cast<const T*>(x_data);
   T* y = static_cast<T*>(y_data);
-  for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
-    const VecF v = load(x + i, part);
-    store(y + i, v < 0.0F ? VecF{} : v, part);  // NaN stays
-  });
+  for_vectors(
+      n, [&](int64_t i, auto part) SLUICE_LAMBDA { store(y + i, relu(load(x + i, part)), part); });
 }
 
 template <typename T>
@@ -54,7 +41,7 @@ void relu_backward(const void* x_data, const void* dy_data, void* dx_data, int64
   const T* dy = static_cast<const T*>(dy_data);
   T* dx = static_cast<T*>(dx_data);
   for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
-    store(dx + i, load(x + i, part) > 0.0F ? load(dy + i, part) : VecF{}, part);
+    store(dx + i, relu_gradient(load(x + i, part), load(dy + i, part)), part);
   });
 }
 
@@ -66,8 +53,7 @@ void swiglu_forward(const void* gate_up_data, void* y_data, int64_t rows, int64_
     T* y = static_cast<T*>(y_data) + row * hidden;
     for_vectors(hidden, [&](int64_t i, auto part) SLUICE_LAMBDA {
       fetch_ahead(y + i);
-      const VecF g = load(gate + i, part);
-      store(y + i, g * sigmoid(g) * load(up + i, part), part);
+      store(y + i, swiglu(load(gate + i, part), load(up + i, part)), part);
     });
   }
 }
@@ -84,10 +70,11 @@ void swiglu_backward(const void* gate_up_data, const void* dy_data, void* dgate_
     for_vectors(hidden, [&](int64_t i, auto part) SLUICE_LAMBDA {
       fetch_ahead(gate + i);
       fetch_ahead(up + i);
-      const VecF g = load(gate + i, part), u = load(up + i, part), d = load(dy + i, part);
-      const VecF s = sigmoid(g);
-      store(dgate + i, d * u * fma(g, s - s * s, s), part);
-      store(dup + i, d * (g * s), part);
+      VecF gate_gradient, up_gradient;
+      swiglu_gradient(load(gate + i, part), load(up + i, part), load(dy + i, part), gate_gradient,
+                      up_gradient);
+      store(dgate + i, gate_gradient, part);
+      store(dup + i, up_gradient, part);
     });
   }
 }
@@ -103,9 +90,7 @@ SLUICE_INLINE void apply_dropout(const DropoutArguments& dropout, const From* fr
     for_vectors(count, [&](int64_t i, auto part) SLUICE_LAMBDA {
       VecU word;
       __builtin_memcpy(&word, words + i, sizeof word);  // words_ has a vector to spare
-      const VecF value = load(from + start + i, part) * dropout.factor;
-      const VecI kept = (VecI)(word >> 8) >= splat(static_cast<int32_t>(dropout.threshold));
-      store(to + start + i, kept ? value : VecF{}, part);
+      store(to + start + i, drop(load(from + start + i, part), word, dropout), part);
     });
   }
 }
@@ -159,10 +144,10 @@ void rotate(void* x_data, int64_t heads, int64_t head_dim, const float* cosine, 
     T* low = static_cast<T*>(x_data) + head * head_dim;
     T* high = low + half;
     for_vectors(half, [&](int64_t i, auto part) SLUICE_LAMBDA {
-      const VecF c = load(cosine + i, part), s = load(sine + i, part);
-      const VecF a = load(low + i, part), b = load(high + i, part);
-      store(low + i, a * c - b * s, part);
-      store(high + i, b * c + a * s, part);
+      VecF a = load(low + i, part), b = load(high + i, part);
+      turn(a, b, load(cosine + i, part), load(sine + i, part));
+      store(low + i, a, part);
+      store(high + i, b, part);
     });
   }
 }

@@ -12,24 +12,9 @@
 
 #include <stdint.h>
 
+#include "stages/kernel_arguments.hpp"
+
 namespace sluice {
-
-// Key and place of a dropout mask: element i is kept where word i % 4 of Philox block i / 4,
-// shifted right by 8, is at least `threshold`; kept elements are multiplied by `factor`.
-struct DropoutArguments {
-  uint32_t key[2];
-  uint32_t threshold;  // of 2^24
-  float factor;
-  uint64_t first;  // index of the range's first element
-};
-
-struct AdamWArguments {
-  float learning_rate, beta1, beta2, epsilon, decay, inverse1, inverse2, grad_scale;
-};
-
-struct SgdArguments {
-  float learning_rate, momentum, decay, grad_scale;
-};
 
 struct TypedKernels {
   void (*gelu_forward)(const void* x, void* y, int64_t n);

@@ -28,15 +28,14 @@ void layer_norm_forward(float* x, const void* delta, const float* gamma, const f
     const float rstd = 1.0F / __builtin_sqrtf(variance + epsilon);
     T* y = static_cast<T*>(y_data) + row * width;
     for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-      const VecF normal = (load(x + i, part) - mean) * rstd;
-      store(y + i, fma(normal, load(gamma + i, part), load(beta + i, part)), part);
+      const VecF scale = load(gamma + i, part), shift = load(beta + i, part);
+      store(y + i, layer_norm_value(load(x + i, part), mean, rstd, scale, shift), part);
     });
     stats[2 * row] = mean;
     stats[2 * row + 1] = rstd;
   }
 }
 
-// With g = dy * gamma and n the normalised x: dx += rstd (g - mean(g) - n mean(g n)).
 template <typename T>
 void layer_norm_backward(const void* dy_data, const float* x, const float* gamma,
                          const float* stats, float* dx, int64_t rows, int64_t width) {
@@ -51,13 +50,11 @@ void layer_norm_backward(const void* dy_data, const float* x, const float* gamma
       sums += g;
       dots = fma(g, load(x + i, part) - mean, dots);
     });
-    const float sum = lane_sum(sums), dot = lane_sum(dots);
-    const float shift = -rstd * sum * inverse;
-    const float slope = -rstd * rstd * rstd * dot * inverse;
+    const NormGradient gradient =
+        layer_norm_gradient(mean, rstd, lane_sum(sums), lane_sum(dots), inverse);
     for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
       const VecF g = load(dy + i, part) * load(gamma + i, part);
-      const VecF change =
-          fma(g, splat(rstd), fma(load(x + i, part) - mean, splat(slope), splat(shift)));
+      const VecF change = layer_norm_change(gradient, g, load(x + i, part));
       store(dx + i, load(dx + i, part) + change, part);
     });
   }
@@ -101,13 +98,12 @@ void rms_norm_forward(float* x, const void* delta, const float* gamma, float eps
     const float rstd = 1.0F / __builtin_sqrtf(square + epsilon);
     T* y = static_cast<T*>(y_data) + row * width;
     for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-      store(y + i, load(x + i, part) * rstd * load(gamma + i, part), part);
+      store(y + i, rms_norm_value(load(x + i, part), rstd, load(gamma + i, part)), part);
     });
     stats[row] = rstd;
   }
 }
 
-// dx += rstd (g - n mean(g n)).
 template <typename T>
 void rms_norm_backward(const void* dy_data, const float* x, const float* gamma, const float* stats,
                        float* dx, int64_t rows, int64_t width) {
@@ -118,10 +114,10 @@ void rms_norm_backward(const void* dy_data, const float* x, const float* gamma, 
     const float dot = sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
       return load(dy + i, part) * load(gamma + i, part) * load(x + i, part);
     });
-    const float slope = -rstd * rstd * rstd * dot * inverse;
+    const NormGradient gradient = rms_norm_gradient(rstd, dot, inverse);
     for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
       const VecF g = load(dy + i, part) * load(gamma + i, part);
-      const VecF change = fma(g, splat(rstd), load(x + i, part) * slope);
+      const VecF change = rms_norm_change(gradient, g, load(x + i, part));
       store(dx + i, load(dx + i, part) + change, part);
     });
   }

@@ -1,25 +1,9 @@
-// Philox4x32-10 (Salmon et al. 2011) over runs of consecutive counters; the scalar form, which says
-// what the words mean, is in stages/random.cpp.
+// Philox over runs of consecutive counters.
 #pragma once
 
 #include "stages/cpu/kernels/vector.hpp"
 
 namespace sluice::SLUICE_KERNEL_NAMESPACE {
-
-typedef uint64_t VecW __attribute__((vector_size(kLanes * 4)));
-
-// Products of the lanes' low halves.
-SLUICE_INLINE VecW multiply_low(VecW a, VecW b) {
-#if defined(__AVX512F__)
-  return (VecW)_mm512_maskz_mul_epu32(0xFF, (__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-  return (VecW)_mm256_mul_epu32((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-  return (VecW)_mm_mul_epu32((__m128i)a, (__m128i)b);
-#else
-  return (a & 0xFFFFFFFFU) * (b & 0xFFFFFFFFU);
-#endif
-}
 
 // Random words of up to kWords consecutive elements.
 class DropoutWords {
@@ -43,17 +27,7 @@ class DropoutWords {
     VecW a{}, c{}, d{};
     for (int i = 0; i < kBlocks; ++i) a[i] = counter + static_cast<uint64_t>(i);
     VecW b = a >> 32;
-    uint32_t key0 = dropout.key[0], key1 = dropout.key[1];
-    for (int round = 0; round < 10; ++round) {
-      const VecW p = multiply_low(a, VecW{} + 0xD2511F53U);
-      const VecW q = multiply_low(c, VecW{} + 0xCD9E8D57U);
-      a = (q >> 32) ^ b ^ uint64_t { key0 };
-      b = q;
-      c = (p >> 32) ^ d ^ uint64_t { key1 };
-      d = p;
-      key0 += 0x9E3779B9U;
-      key1 += 0xBB67AE85U;
-    }
+    philox_rounds(dropout.key, a, b, c, d);
     const VecW low = (a & 0xFFFFFFFFU) | (b << 32), high = (c & 0xFFFFFFFFU) | (d << 32);
     for (int i = 0; i < kBlocks; ++i) {
       const uint64_t pair[2] = {low[i], high[i]};

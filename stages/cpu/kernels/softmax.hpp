@@ -59,11 +59,13 @@ void causal_softmax_backward(const void* probabilities, const float* dp, const f
     const VecF shift = splat(*delta), factor = splat(scale);
     for (int64_t i = 0; i < whole; i += kLanes) {
       fetch_ahead(p + i);
-      const VecF change = load(p + i, Whole{}) * factor * (load(dp + i, Whole{}) - shift);
+      const VecF change =
+          softmax_gradient(load(p + i, Whole{}), load(dp + i, Whole{}), shift, factor);
       store(out + i, change, Whole{});
     }
     if (whole <= row) {
-      const VecF change = load(p + whole, Whole{}) * factor * (load(dp + whole, Whole{}) - shift);
+      const VecF change =
+          softmax_gradient(load(p + whole, Whole{}), load(dp + whole, Whole{}), shift, factor);
       store(out + whole, first_lanes(change, static_cast<int>(row + 1 - whole)), Whole{});
     }
     zero_columns(out, round_to_lanes(row + 1), round_to_lanes(columns));

@@ -14,24 +14,19 @@ SLUICE_INLINE VecD load_double(const float* from) {
   return __builtin_convertvector(value, VecD);
 }
 
-// Decoupled weight decay first, then the step, as in PyTorch.
 inline void adamw(const AdamWArguments* arguments, float* value, const float* grad, float* first,
                   float* second, int64_t n) {
   const AdamWArguments a = *arguments;
-  const float keep = 1.0F - a.learning_rate * a.decay;
-  const float rate = a.learning_rate * a.inverse1;
   for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
     fetch_ahead(grad + i);
     fetch_ahead(first + i);
     fetch_ahead(second + i);
     fetch_ahead(value + i);
-    const VecF g = load(grad + i, part) * a.grad_scale;
-    const VecF m = load(first + i, part) * a.beta1 + g * (1.0F - a.beta1);
-    const VecF v = load(second + i, part) * a.beta2 + g * g * (1.0F - a.beta2);
-    const VecF step = m * rate * reciprocal(fast_square_root(v * a.inverse2) + a.epsilon);
+    VecF w = load(value + i, part), m = load(first + i, part), v = load(second + i, part);
+    adamw_update(a, load(grad + i, part), w, m, v);
     store(first + i, m, part);
     store(second + i, v, part);
-    store(value + i, load(value + i, part) * keep - step, part);
+    store(value + i, w, part);
   });
 }
 
@@ -39,12 +34,13 @@ inline void sgd(const SgdArguments* arguments, float* value, const float* grad, 
                 int64_t n) {
   const SgdArguments a = *arguments;
   for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
-    VecF g = load(grad + i, part) * a.grad_scale + load(value + i, part) * a.decay;
+    const VecF w = load(value + i, part);
+    VecF direction = sgd_direction(a, load(grad + i, part), w);
     if (velocity != nullptr) {
-      g = load(velocity + i, part) * a.momentum + g;
-      store(velocity + i, g, part);
+      direction = sgd_momentum(a, direction, load(velocity + i, part));
+      store(velocity + i, direction, part);
     }
-    store(value + i, load(value + i, part) - g * a.learning_rate, part);
+    store(value + i, sgd_value(a, w, direction), part);
   });
 }
 

@@ -1,34 +1,10 @@
-// Vectors of floats as wide as the kernel set's registers, in the set's own namespace. Compiled
-// with contraction off: a product and a sum are one rounding only where fma() says so.
+// Loads, stores, loops and sums over vectors, whole and in part.
 #pragma once
 
-#include <stdint.h>
-#if defined(__SSE2__)
-#include <immintrin.h>
-#endif
-
-#include "stages/cpu/kernels/kernels.hpp"
-
-#define SLUICE_INLINE inline __attribute__((always_inline))
-#define SLUICE_LAMBDA __attribute__((always_inline))
+#include "stages/cpu/kernels/lanes.hpp"
+#include "stages/kernel_math.hpp"
 
 namespace sluice::SLUICE_KERNEL_NAMESPACE {
-
-#if defined(__AVX512F__)
-constexpr int kLanes = 16;
-// For the zero-masking forms of intrinsics whose plain forms GCC warns of (their own undefined
-// operand).
-constexpr uint16_t kAllLanes = 0xFFFF;
-#elif defined(__AVX2__)
-constexpr int kLanes = 8;
-#else
-constexpr int kLanes = 4;
-#endif
-
-typedef float VecF __attribute__((vector_size(kLanes * 4)));
-typedef int32_t VecI __attribute__((vector_size(kLanes * 4)));
-typedef uint32_t VecU __attribute__((vector_size(kLanes * 4)));
-typedef uint16_t VecH __attribute__((vector_size(kLanes * 2)));
 
 struct Half {
   uint16_t bits;
@@ -41,75 +17,6 @@ struct Whole {
 struct Part {
   int count;
 };
-
-SLUICE_INLINE VecF splat(float value) { return value - VecF{}; }
-SLUICE_INLINE VecI splat(int32_t value) { return value - VecI{}; }
-
-SLUICE_INLINE VecF fma(VecF a, VecF b, VecF c) {
-#if defined(__AVX512F__)
-  return _mm512_fmadd_ps(a, b, c);
-#elif defined(__AVX2__)
-  return _mm256_fmadd_ps(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-
-SLUICE_INLINE VecF square_root(VecF a) {
-#if defined(__AVX512F__)
-  return _mm512_maskz_sqrt_ps(kAllLanes, a);
-#elif defined(__AVX2__)
-  return _mm256_sqrt_ps(a);
-#elif defined(__SSE2__)
-  return _mm_sqrt_ps(a);
-#else
-  for (int i = 0; i < kLanes; ++i) a[i] = __builtin_sqrtf(a[i]);
-  return a;
-#endif
-}
-
-// The second operand where either is NaN, as the instructions have it.
-SLUICE_INLINE VecF maximum(VecF a, VecF b) {
-#if defined(__AVX512F__)
-  return _mm512_maskz_max_ps(kAllLanes, a, b);
-#elif defined(__AVX2__)
-  return _mm256_max_ps(a, b);
-#else
-  return a > b ? a : b;
-#endif
-}
-SLUICE_INLINE VecF minimum(VecF a, VecF b) {
-#if defined(__AVX512F__)
-  return _mm512_maskz_min_ps(kAllLanes, a, b);
-#elif defined(__AVX2__)
-  return _mm256_min_ps(a, b);
-#else
-  return a < b ? a : b;
-#endif
-}
-
-// 1 / a to about 1 ulp, for a whose reciprocal is a normal number. With AVX-512 an estimate of 14
-// bits and a Newton step: a division takes twice as long as all the rest of a sigmoid.
-SLUICE_INLINE VecF reciprocal(VecF a) {
-#if defined(__AVX512F__)
-  const VecF estimate = _mm512_maskz_rcp14_ps(kAllLanes, a);
-  return fma(fma(-a, estimate, splat(1.0F)), estimate, estimate);
-#else
-  return 1.0F / a;
-#endif
-}
-
-// Square root to about 1 ulp, for a >= 0; below the smallest normal number about 1e-19.
-SLUICE_INLINE VecF fast_square_root(VecF a) {
-#if defined(__AVX512F__)
-  const VecF normal = maximum(splat(1.2e-38F), a);
-  const VecF estimate = _mm512_maskz_rsqrt14_ps(kAllLanes, normal);
-  const VecF root = normal * estimate;
-  return fma(fma(-root, root, normal), estimate * 0.5F, root);
-#else
-  return square_root(a);
-#endif
-}
 
 SLUICE_INLINE VecI lane_index() {
   VecI lanes{};
@@ -125,11 +32,8 @@ SLUICE_INLINE VecF only(VecF value, Whole) { return value; }
 SLUICE_INLINE VecF only(VecF value, Part part) { return first_lanes(value, part.count); }
 
 SLUICE_INLINE VecF widen(VecH half) { return (VecF)(__builtin_convertvector(half, VecU) << 16); }
-// To nearest even; NaN becomes the quiet NaN 0x7FC0.
 SLUICE_INLINE VecH narrow(VecF value) {
-  const VecU bits = (VecU)value;
-  const VecU rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
-  return __builtin_convertvector(value == value ? rounded : VecU{} + 0x7FC0U, VecH);
+  return __builtin_convertvector(round_to_bf16(value), VecH);
 }
 
 SLUICE_INLINE VecF load(const float* from, Whole) {
@@ -214,28 +118,5 @@ SLUICE_INLINE float sum_vectors(int64_t n, Body body) {
   }
   return lane_sum((a + b) + (c + d));
 }
-
-// e^x to about 1 ulp for x in [-86.9, high], the nearest end's value outside, NaN for NaN; high is
-// at most 88.3. Range
-// reduction by a two-part ln 2 and Cephes' expf polynomial; 2^n by adding to the exponent.
-SLUICE_INLINE VecF exponential(VecF x, float high = 88.3F) {
-  const VecF magic = splat(12582912.0F);  // 1.5 * 2^23
-  x = minimum(splat(high), maximum(splat(-86.9F), x));
-  const VecF shifted = fma(x, splat(1.44269504088896341F), magic);
-  const VecF n = shifted - magic;
-  VecF r = fma(n, splat(-0.693359375F), x);
-  r = fma(n, splat(2.12194440e-4F), r);
-  VecF p = splat(1.9875691500e-4F);
-  p = fma(p, r, splat(1.3981999507e-3F));
-  p = fma(p, r, splat(8.3334519073e-3F));
-  p = fma(p, r, splat(4.1665795894e-2F));
-  p = fma(p, r, splat(1.6666665459e-1F));
-  p = fma(p, r, splat(5.0000001201e-1F));
-  p = fma(p, r * r, r) + 1.0F;
-  return (VecF)((VecI)p + ((VecI)shifted << 23));
-}
-
-// At least e^-80, so that nothing here is ever denormal.
-SLUICE_INLINE VecF sigmoid(VecF x) { return reciprocal(1.0F + exponential(-x, 80.0F)); }
 
 }  // namespace sluice::SLUICE_KERNEL_NAMESPACE

@@ -1,11 +1,11 @@
-// A dropout as the kernels take it.
+// The operators' parameters as their element-wise kernels take them, for every backend.
 #pragma once
 
 #include <array>
 #include <cmath>
 #include <cstdint>
 
-#include "stages/cpu/kernels/kernels.hpp"
+#include "stages/kernel_arguments.hpp"
 #include "stages/operators.hpp"
 #include "stages/random.hpp"
 
@@ -21,6 +21,21 @@ namespace sluice {
           static_cast<std::uint32_t>(threshold),
           1.0F / (1.0F - dropout.probability),
           dropout.first_element + static_cast<std::uint64_t>(offset)};
+}
+
+// decay: whether the step's weight decay applies.
+[[nodiscard]] inline AdamWArguments adamw_arguments(const AdamWStep& step, bool decay) {
+  return {step.learning_rate,
+          step.beta1,
+          step.beta2,
+          step.epsilon,
+          decay ? step.weight_decay : 0.0F,
+          1.0F / step.correction1,
+          1.0F / step.correction2,
+          step.grad_scale};
+}
+[[nodiscard]] inline SgdArguments sgd_arguments(const SgdStep& step, bool decay) {
+  return {step.learning_rate, step.momentum, decay ? step.weight_decay : 0.0F, step.grad_scale};
 }
 
 }  // namespace sluice

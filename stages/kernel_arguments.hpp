@@ -1,0 +1,27 @@
+// Constants of one call of an element-wise kernel, as every backend's kernels take them. Plain
+// types only and no standard header: also read by sources that are compiled once per instruction
+// set and by device compilers.
+#pragma once
+
+#include <stdint.h>
+
+namespace sluice {
+
+// Key and place of a dropout mask: element i is kept where word i % 4 of Philox block i / 4,
+// shifted right by 8, is at least `threshold`; kept elements are multiplied by `factor`.
+struct DropoutArguments {
+  uint32_t key[2];
+  uint32_t threshold;  // of 2^24
+  float factor;
+  uint64_t first;  // index of the range's first element
+};
+
+struct AdamWArguments {
+  float learning_rate, beta1, beta2, epsilon, decay, inverse1, inverse2, grad_scale;
+};
+
+struct SgdArguments {
+  float learning_rate, momentum, decay, grad_scale;
+};
+
+}  // namespace sluice
