@@ -12,6 +12,7 @@
 #include "stages/call_arguments.hpp"
 #include "stages/cpu/parallel.hpp"
 #include "stages/matmul.hpp"
+#include "stages/pieces.hpp"
 
 namespace sluice::cpu {
 
@@ -66,23 +67,6 @@ struct Scores {
   }
   [[nodiscard]] MatMulLayout layout(std::int64_t group) const { return {ld, 1, group * head}; }
   [[nodiscard]] MatMulLayout transposed(std::int64_t group) const { return {1, ld, group * head}; }
-};
-
-// Cuts the workspace of one call into aligned pieces; made twice: to add up, then to hand out.
-class Pieces {
- public:
-  explicit Pieces(std::byte* base) : base_(base) {}
-  std::byte* take(std::int64_t elements, DType dtype) {
-    const std::size_t bytes = static_cast<std::size_t>(elements) * size_of(dtype);
-    std::byte* piece = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += round_up(bytes, kBufferAlignment);
-    return piece;
-  }
-  [[nodiscard]] std::size_t used() const { return used_; }
-
- private:
-  std::byte* base_;
-  std::size_t used_ = 0;
 };
 
 // work(head, row, rows) over rows [0, count) of every head.
@@ -184,10 +168,9 @@ std::size_t Attention::take_backward(std::byte* base) {
   }
   dscores_ = whole(pieces.take(at.heads * at.matrix(), dtype_));
   if (drops()) dropped_ = whole(pieces.take(at.heads * at.matrix(), dtype_));
-  delta_ = reinterpret_cast<float*>(pieces.take(at.heads * at.sequence, DType::kF32));
+  delta_ = pieces.take<float>(at.heads * at.sequence);
   if (sums_apart()) {
-    dkeys_ = reinterpret_cast<float*>(
-        pieces.take(at.sequence * 2 * at.kv_heads * at.head_dim, DType::kF32));
+    dkeys_ = pieces.take<float>(at.sequence * 2 * at.kv_heads * at.head_dim);
   }
   return pieces.used();
 }
