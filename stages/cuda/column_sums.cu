@@ -1,0 +1,33 @@
+#include "stages/cuda/column_sums.cuh"
+
+#include "stages/cuda/kernels.hpp"
+
+namespace sluice::cuda {
+
+namespace {
+
+template <typename T>
+struct Columns {
+  static constexpr int kTerms = 1;
+  const T* values;
+  int64_t width;
+  template <int N>
+  __device__ void add(int64_t row, int64_t column, Floats<N> (&sums)[kTerms]) const {
+    const Floats<N> added = load<N>(values + row * width + column);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[0].at[i] += added.at[i];
+  }
+};
+
+}  // namespace
+
+void add_column_sums(ComputeContext& ctx, const Tensor& dy, const Tensor& sums) {
+  const int64_t width = sums.elements(), rows = width == 0 ? 0 : dy.elements() / width;
+  with_type(dy.spec.dtype, [&](auto type) {
+    using T = decltype(type);
+    add_sums<kWide<T>>(ctx, "column sums", Columns<T>{dy.as<T>(), width}, rows, width,
+                       width % kWide<T> == 0 && aligned(dy.data), {sums.as<float>()});
+  });
+}
+
+}  // namespace sluice::cuda

@@ -1,0 +1,274 @@
+// LayerNorm and RMSNorm: a warp per row, whose second and third reading of it are in the cache.
+#include "stages/backends.hpp"
+#include "stages/cuda/column_sums.cuh"
+#include "stages/cuda/elements.cuh"
+
+namespace sluice::cuda {
+
+namespace {
+
+enum class Norm { kLayer, kRms };
+
+constexpr int kRowsPerBlock = 4;
+
+struct NormShape {
+  int64_t rows, width;
+};
+
+NormShape shape_of(const Tensor& x, const Tensor& gamma) {
+  const int64_t width = gamma.elements();
+  return {width == 0 ? 0 : x.elements() / width, width};
+}
+
+// body(row, lane) for every row of the grid's share.
+template <typename Body>
+__device__ void for_warp_rows(int64_t rows, const Body& body) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  const int64_t warp = threadIdx.x / kWarpThreads;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + warp; row < rows;
+       row += static_cast<int64_t>(gridDim.x) * kRowsPerBlock) {
+    body(row, lane);
+  }
+}
+
+LaunchShape warp_rows(int64_t rows) {
+  return {blocks_for(rows, kRowsPerBlock), kRowsPerBlock * kWarpThreads};
+}
+
+template <typename T, typename Delta>
+struct Forward {
+  float* x;
+  const Delta* delta;  // may be null
+  const float* gamma;
+  const float* beta;  // null for RMSNorm
+  float epsilon;
+  T* y;
+  float* stats;
+  NormShape shape;
+};
+
+template <Norm kNorm, int N, typename T, typename Delta>
+__global__ void forward_kernel(const Forward<T, Delta> a) {
+  const int64_t width = a.shape.width;
+  const float inverse = 1.0F / static_cast<float>(width);
+  for_warp_rows(a.shape.rows, [&](int64_t row, int lane) {
+    float* x = a.x + row * width;
+    float sum = 0;  // of x, or of its squares
+    for (int64_t i = lane * N; i < width; i += kWarpThreads * N) {
+      Floats<N> v = load<N>(x + i);
+      if (a.delta != nullptr) {
+        const Floats<N> d = load<N>(a.delta + row * width + i);
+#pragma unroll
+        for (int k = 0; k < N; ++k) v.at[k] += d.at[k];
+        store(x + i, v);
+      }
+#pragma unroll
+      for (int k = 0; k < N; ++k) sum += kNorm == Norm::kLayer ? v.at[k] : v.at[k] * v.at[k];
+    }
+    sum = warp_sum(sum);
+    const float mean = kNorm == Norm::kLayer ? inverse * sum : 0.0F;
+    if constexpr (kNorm == Norm::kLayer) {
+      sum = 0;  // of squares about the mean
+      for (int64_t i = lane * N; i < width; i += kWarpThreads * N) {
+        const Floats<N> v = load<N>(x + i);
+#pragma unroll
+        for (int k = 0; k < N; ++k) sum += (v.at[k] - mean) * (v.at[k] - mean);
+      }
+      sum = warp_sum(sum);
+    }
+    const float rstd = 1.0F / ::sqrtf(inverse * sum + a.epsilon);
+    for (int64_t i = lane * N; i < width; i += kWarpThreads * N) {
+      Floats<N> v = load<N>(x + i);
+      const Floats<N> gamma = load<N>(a.gamma + i);
+      if constexpr (kNorm == Norm::kLayer) {
+        const Floats<N> beta = load<N>(a.beta + i);
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+          v.at[k] = layer_norm_value(v.at[k], mean, rstd, gamma.at[k], beta.at[k]);
+        }
+      } else {
+#pragma unroll
+        for (int k = 0; k < N; ++k) v.at[k] = rms_norm_value(v.at[k], rstd, gamma.at[k]);
+      }
+      store(a.y + row * width + i, v);
+    }
+    if (lane == 0) {
+      if constexpr (kNorm == Norm::kLayer) {
+        a.stats[2 * row] = mean;
+        a.stats[2 * row + 1] = rstd;
+      } else {
+        a.stats[row] = rstd;
+      }
+    }
+  });
+}
+
+template <Norm kNorm, typename T, typename Delta>
+void run_forward(ComputeContext& ctx, const Forward<T, Delta>& arguments) {
+  constexpr int kAtOnce = kWide<T, Delta>;
+  const auto& a = arguments;
+  const bool wide = a.shape.width % kAtOnce == 0 && aligned(a.x, a.delta, a.gamma, a.beta, a.y);
+  if (a.shape.rows == 0) return;
+  launch(kNorm == Norm::kLayer ? "layer norm forward" : "rms norm forward",
+         wide ? forward_kernel<kNorm, kAtOnce, T, Delta> : forward_kernel<kNorm, 1, T, Delta>,
+         warp_rows(a.shape.rows), native(ctx.stream()), a);
+}
+
+template <Norm kNorm>
+void norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta, const Tensor& gamma,
+                  const float* beta, float epsilon, const Tensor& y, const Tensor& stats) {
+  with_type(y.spec.dtype, [&](auto y_type) {
+    using T = decltype(y_type);
+    const auto run = [&](auto delta_type) {
+      using Delta = decltype(delta_type);
+      run_forward<kNorm>(
+          ctx, Forward<T, Delta>{x.as<float>(), delta.as<Delta>(), gamma.as<float>(), beta, epsilon,
+                                 y.as<T>(), stats.as<float>(), shape_of(x, gamma)});
+    };
+    if (delta.data != nullptr && delta.spec.dtype == DType::kBf16) {
+      run(Bf16{});
+    } else {
+      run(float{});
+    }
+  });
+}
+
+template <typename T>
+struct Backward {
+  const T* dy;
+  const float* x;
+  const float* gamma;
+  const float* stats;
+  float* dx;
+  NormShape shape;
+};
+
+template <Norm kNorm, int N, typename T>
+__global__ void backward_kernel(const Backward<T> a) {
+  const int64_t width = a.shape.width;
+  const float inverse = 1.0F / static_cast<float>(width);
+  for_warp_rows(a.shape.rows, [&](int64_t row, int lane) {
+    const T* dy = a.dy + row * width;
+    const float* x = a.x + row * width;
+    const float mean = kNorm == Norm::kLayer ? a.stats[2 * row] : 0.0F;
+    const float rstd = kNorm == Norm::kLayer ? a.stats[2 * row + 1] : a.stats[row];
+    float sum = 0, dot = 0;
+    for (int64_t i = lane * N; i < width; i += kWarpThreads * N) {
+      const Floats<N> d = load<N>(dy + i), gamma = load<N>(a.gamma + i), v = load<N>(x + i);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const float g = d.at[k] * gamma.at[k];
+        sum += g;
+        dot = fma(g, v.at[k] - mean, dot);
+      }
+    }
+    dot = warp_sum(dot);
+    NormGradient gradient;
+    if constexpr (kNorm == Norm::kLayer) {
+      gradient = layer_norm_gradient(mean, rstd, warp_sum(sum), dot, inverse);
+    } else {
+      gradient = rms_norm_gradient(rstd, dot, inverse);
+    }
+    for (int64_t i = lane * N; i < width; i += kWarpThreads * N) {
+      const Floats<N> d = load<N>(dy + i), gamma = load<N>(a.gamma + i), v = load<N>(x + i);
+      Floats<N> dx = load<N>(a.dx + row * width + i);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        const float g = d.at[k] * gamma.at[k];
+        dx.at[k] += kNorm == Norm::kLayer ? layer_norm_change(gradient, g, v.at[k])
+                                          : rms_norm_change(gradient, g, v.at[k]);
+      }
+      store(a.dx + row * width + i, dx);
+    }
+  });
+}
+
+template <Norm kNorm>
+void norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                         const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
+  const NormShape shape = shape_of(x, gamma);
+  if (shape.rows == 0) return;
+  with_type(dy.spec.dtype, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kAtOnce = kWide<T>;
+    const Backward<T> arguments = {dy.as<T>(),        x.as<float>(),  gamma.as<float>(),
+                                   stats.as<float>(), dx.as<float>(), shape};
+    const bool wide = shape.width % kAtOnce == 0 && aligned(dy.data, x.data, gamma.data, dx.data);
+    launch(kNorm == Norm::kLayer ? "layer norm backward" : "rms norm backward",
+           wide ? backward_kernel<kNorm, kAtOnce, T> : backward_kernel<kNorm, 1, T>,
+           warp_rows(shape.rows), native(ctx.stream()), arguments);
+  });
+}
+
+// Shares of dgamma and, for LayerNorm, dbeta.
+template <Norm kNorm, typename T>
+struct WeightTerms {
+  static constexpr int kTerms = kNorm == Norm::kLayer ? 2 : 1;
+  const T* dy;
+  const float* x;
+  const float* stats;
+  int64_t width;
+  template <int N>
+  __device__ void add(int64_t row, int64_t column, Floats<N> (&sums)[kTerms]) const {
+    const float mean = kNorm == Norm::kLayer ? stats[2 * row] : 0.0F;
+    const float rstd = kNorm == Norm::kLayer ? stats[2 * row + 1] : stats[row];
+    const Floats<N> d = load<N>(dy + row * width + column), v = load<N>(x + row * width + column);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const float normal = kNorm == Norm::kLayer ? (v.at[k] - mean) * rstd : v.at[k] * rstd;
+      sums[0].at[k] = fma(d.at[k], normal, sums[0].at[k]);
+      if constexpr (kNorm == Norm::kLayer) sums[1].at[k] += d.at[k];
+    }
+  }
+};
+
+template <Norm kNorm>
+void norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                          const Tensor& stats, const Tensor& dgamma,
+                          float* const (&out)[kNorm == Norm::kLayer ? 2 : 1]) {
+  constexpr int kAtOnce = 4;
+  const NormShape shape = shape_of(x, dgamma);
+  with_type(dy.spec.dtype, [&](auto type) {
+    using T = decltype(type);
+    add_sums<kAtOnce>(
+        ctx, kNorm == Norm::kLayer ? "layer norm weights" : "rms norm weights",
+        WeightTerms<kNorm, T>{dy.as<T>(), x.as<float>(), stats.as<float>(), shape.width},
+        shape.rows, shape.width, shape.width % kAtOnce == 0 && aligned(dy.data, x.data), out);
+  });
+}
+
+}  // namespace
+
+void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
+                        const Tensor& gamma, const Tensor& beta, float epsilon, const Tensor& y,
+                        const Tensor& stats) {
+  norm_forward<Norm::kLayer>(ctx, x, delta, gamma, beta.as<float>(), epsilon, y, stats);
+}
+
+void layer_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                               const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
+  norm_backward_input<Norm::kLayer>(ctx, dy, x, gamma, stats, dx);
+}
+
+void layer_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta) {
+  norm_backward_weight<Norm::kLayer>(ctx, dy, x, stats, dgamma,
+                                     {dgamma.as<float>(), dbeta.as<float>()});
+}
+
+void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
+                      const Tensor& gamma, float epsilon, const Tensor& y, const Tensor& stats) {
+  norm_forward<Norm::kRms>(ctx, x, delta, gamma, nullptr, epsilon, y, stats);
+}
+
+void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                             const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
+  norm_backward_input<Norm::kRms>(ctx, dy, x, gamma, stats, dx);
+}
+
+void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                              const Tensor& stats, const Tensor& dgamma) {
+  norm_backward_weight<Norm::kRms>(ctx, dy, x, stats, dgamma, {dgamma.as<float>()});
+}
+
+}  // namespace sluice::cuda
