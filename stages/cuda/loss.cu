@@ -1,0 +1,139 @@
+// Losses: sums per row or block in double, then their sum in a fixed order.
+#include <type_traits>
+
+#include "stages/backends.hpp"
+#include "stages/cuda/block_sums.cuh"
+
+namespace sluice::cuda {
+
+namespace {
+
+// Threads of a block, which has one row.
+constexpr int kThreadsOfLongRow = 512, kThreadsOfShortRow = 64;
+constexpr int64_t kShortRow = 2048;
+constexpr float kLowest = -3.4e38F;
+
+// Sum of e^(x - top) over some numbers x, top the largest (Milakov and Gimelshein 2018, "Online
+// normalizer calculation for softmax").
+struct Exponentials {
+  float top = kLowest;
+  float sum = 0;
+
+  // No NaN is a top: maximum() takes its second operand then. It makes the sum one.
+  template <int N>
+  __device__ void add(const Floats<N>& values) {
+    float highest = top;
+#pragma unroll
+    for (int k = 0; k < N; ++k) highest = maximum(values.at[k], highest);
+    if (highest > top) raise(highest);
+#pragma unroll
+    for (int k = 0; k < N; ++k) sum += exponential(values.at[k] - top);
+  }
+  __device__ void raise(float to) {
+    sum *= exponential(top - to);
+    top = to;
+  }
+};
+
+struct CrossEntropy {
+  float* logits;
+  const int32_t* targets;
+  float scale;
+  bool gradient;
+  double* losses;
+  int64_t rows, width;
+};
+
+// A block per row: once for maximum and sum, once for the gradient, by then from the cache.
+template <int kThreads, int N>
+__global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const CrossEntropy a) {
+  constexpr int kStep = kThreads * N;
+  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    float* logits = a.logits + row * a.width;
+    const int64_t first = static_cast<int64_t>(threadIdx.x) * N;
+    const int32_t target = a.targets[row];
+    if (target < 0) {
+      if (threadIdx.x == 0) a.losses[row] = 0;
+      for (int64_t i = first; a.gradient && i < a.width; i += kStep) store(logits + i, Floats<N>{});
+      continue;
+    }
+    Exponentials mine;
+    for (int64_t i = first; i < a.width; i += kStep) {
+      mine.add(load<N>(logits + i));
+    }
+    const float top = block_max<kThreads>(mine.top);
+    mine.raise(top);
+    const float sum = block_sum<kThreads>(mine.sum);  // and logits[target] is still the logit
+    if (threadIdx.x == 0) {
+      const double at_target = static_cast<double>(logits[target]) - static_cast<double>(top);
+      a.losses[row] = ::log(static_cast<double>(sum)) - at_target;
+    }
+    if (!a.gradient) continue;
+    __syncthreads();
+    const float factor = a.scale / sum;
+    for (int64_t i = first; i < a.width; i += kStep) {
+      Floats<N> values = load<N>(logits + i);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        values.at[k] = exponential(values.at[k] - top) * factor;
+        if (i + k == target) values.at[k] -= a.scale;
+      }
+      store(logits + i, values);
+    }
+  }
+}
+
+struct SquaredError {
+  float* outputs;
+  const float* targets;
+  float factor;
+  bool gradient;
+  __device__ double of(int64_t i) const {
+    const float difference = outputs[i] - targets[i];
+    if (gradient) outputs[i] = factor * difference;
+    return static_cast<double>(difference) * static_cast<double>(difference);
+  }
+};
+
+}  // namespace
+
+void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
+                           double scale, bool gradient, double* sum) {
+  const int64_t rows = targets.elements();
+  const int64_t width = rows == 0 ? 0 : logits.elements() / rows;
+  auto* losses =
+      reinterpret_cast<double*>(ctx.workspace(static_cast<std::size_t>(rows) * sizeof(double)));
+  if (rows > 0) {
+    const bool wide = width % kWide<float> == 0 && aligned(logits.data);
+    const CrossEntropy arguments = {logits.as<float>(),
+                                    targets.as<int32_t>(),
+                                    static_cast<float>(scale),
+                                    gradient,
+                                    losses,
+                                    rows,
+                                    width};
+    const auto run = [&](auto threads) {
+      constexpr int kThreads = decltype(threads)::value;
+      launch(
+          "softmax cross-entropy",
+          wide ? cross_entropy_kernel<kThreads, kWide<float>> : cross_entropy_kernel<kThreads, 1>,
+          {blocks_for(rows, 1), kThreads}, native(ctx.stream()), arguments);
+    };
+    if (width <= kShortRow) {
+      run(std::integral_constant<int, kThreadsOfShortRow>{});
+    } else {
+      run(std::integral_constant<int, kThreadsOfLongRow>{});
+    }
+  }
+  add_up(ctx, losses, rows, sum);
+}
+
+void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
+                        double scale, bool gradient, double* sum) {
+  sum_of_blocks(ctx, "squared error",
+                SquaredError{outputs.as<float>(), targets.as<float>(),
+                             static_cast<float>(2 * scale), gradient},
+                outputs.elements(), sum);
+}
+
+}  // namespace sluice::cuda
