@@ -82,8 +82,8 @@ void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tenso
 struct AttentionShape {
   std::int64_t samples = 0, sequence = 0;
   int heads = 0, kv_heads = 0, head_dim = 0;  // heads is a multiple of kv_heads
-  [[nodiscard]] std::int64_t rows() const { return samples * sequence; }
-  [[nodiscard]] std::int64_t packed_width() const {
+  [[nodiscard]] constexpr std::int64_t rows() const { return samples * sequence; }
+  [[nodiscard]] constexpr std::int64_t packed_width() const {
     return static_cast<std::int64_t>(heads + 2 * kv_heads) * head_dim;
   }
   friend bool operator==(const AttentionShape&, const AttentionShape&) = default;

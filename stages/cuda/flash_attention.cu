@@ -1,0 +1,453 @@
+// A block of four warps owns a tile of rows (queries; for the gradients of keys and values: keys),
+// kept in shared memory as f32, and streams the rows of the other side past them, 32 at a time and
+// 64 dimensions at a time: first each lane computes the dot products of its streamed row with the
+// warp's own rows, then each lane sums some dimensions of the streamed rows, weighted.
+#include "stages/cuda/flash_attention.hpp"
+
+#include <cmath>
+#include <string>
+
+#include "comm/error.hpp"
+#include "stages/call_arguments.hpp"
+#include "stages/cuda/random.cuh"
+
+namespace sluice::cuda {
+
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kStreamed = kWarpThreads;  // rows at a time
+constexpr int kSlice = 64;               // dimensions at a time
+constexpr int kStreamedLd = kSlice + 1;  // lanes read a column without bank conflicts
+constexpr int kMostDimensions = 256;
+constexpr float kLowest = -3.4e38F;
+
+// One head's rows of a sample: queries, keys, values or outputs.
+template <typename T>
+struct Rows {
+  T* data;
+  int64_t stride, count;
+  int dimensions;
+};
+
+// One call, as the kernels take it.
+template <typename T>
+struct Call {
+  AttentionShape shape;
+  const T* qkv;
+  T* out;         // forward
+  const T* dout;  // backward
+  T* dqkv;        // backward
+  float* lse;     // [samples, heads, sequence]
+  float* delta;   // as lse: dot(dout, out); backward
+  float scale;
+  bool drops;
+  DropoutArguments dropout;
+
+  // Head `head` of all heads, keys and values in a packed row.
+  template <typename U>
+  __device__ Rows<U> packed(U* data, int64_t sample, int64_t head) const {
+    const int64_t width = shape.packed_width();
+    return {data + sample * shape.sequence * width + head * shape.head_dim, width, shape.sequence,
+            shape.head_dim};
+  }
+  template <typename U>
+  __device__ Rows<U> output(U* data, int64_t sample, int64_t head) const {
+    const int64_t width = int64_t{shape.heads} * shape.head_dim;
+    return {data + sample * shape.sequence * width + head * shape.head_dim, width, shape.sequence,
+            shape.head_dim};
+  }
+  [[nodiscard]] __device__ int64_t line(int64_t sample, int64_t head, int64_t query) const {
+    return (sample * shape.heads + head) * shape.sequence + query;
+  }
+  // A probability, or its gradient, after dropout; `at` is the query's line.
+  [[nodiscard]] __device__ float dropped(float value, int64_t at, int64_t key) const {
+    if (!drops) return value;
+    const auto place = static_cast<uint64_t>(at * shape.sequence + key);
+    return drop_one(dropout, dropout.first + place, value);
+  }
+};
+
+// What block blockIdx.x works on: the last tiles of causal queries have the most to do and start
+// first.
+struct Place {
+  int64_t sample, head, first;  // first own row
+};
+__device__ Place place_of_block(int64_t heads, int64_t sequence, int rows) {
+  const int64_t tiles = divide_up(sequence, rows), block = blockIdx.x;
+  const int64_t lane = block / tiles;
+  return {lane / heads, lane % heads, (tiles - 1 - block % tiles) * rows};
+}
+
+// to[row * ld + d] = from's row first + row, dimension dimension + d; 0 outside of it.
+template <int kCount, int kDimensions, typename T>
+__device__ void fetch(float* to, int ld, const Rows<T>& from, int64_t first, int dimension) {
+  for (int i = static_cast<int>(threadIdx.x); i < kCount * kDimensions;
+       i += kWarps * kWarpThreads) {
+    const int row = i / kDimensions, d = i % kDimensions;
+    const bool there = first + row < from.count && dimension + d < from.dimensions;
+    to[row * ld + d] = there ? widen(from.data[(first + row) * from.stride + dimension + d]) : 0.0F;
+  }
+}
+
+// A block's rows and its way of working. kRows: own rows of a warp. kSlices: of 64 dimensions.
+template <int kRows, int kSlices>
+struct Tile {
+  static constexpr int kOwn = kWarps * kRows;
+  static constexpr int kLd = kSlices * kSlice;
+  static constexpr int kOwnFloats = kOwn * kLd;
+  static constexpr int kWeightFloats = kOwn * kStreamed;
+  // Sums of a warp's rows: lane l has dimensions l, l + 32, ...
+  using Sums = float[kRows][2 * kSlices];
+
+  [[nodiscard]] static constexpr std::size_t bytes(int own_tiles, int weight_tiles) {
+    return sizeof(float) *
+           static_cast<std::size_t>(own_tiles * kOwnFloats + kStreamed * kStreamedLd +
+                                    weight_tiles * kWeightFloats);
+  }
+
+  int warp, lane;
+  float* streamed;  // [32, 64], rows kStreamedLd apart
+
+  __device__ explicit Tile(float* streamed_rows)
+      : warp(static_cast<int>(threadIdx.x) / kWarpThreads),
+        lane(static_cast<int>(threadIdx.x) % kWarpThreads),
+        streamed(streamed_rows) {}
+
+  // dots[r] += dot(own row r of this warp, streamed row first + lane)
+  template <typename T>
+  __device__ void add_dots(const float* own, const Rows<T>& from, int64_t first,
+                           float (&dots)[kRows]) const {
+#pragma unroll 1
+    for (int slice = 0; slice < kSlices && slice * kSlice < from.dimensions; ++slice) {
+      __syncthreads();
+      fetch<kStreamed, kSlice>(streamed, kStreamedLd, from, first, slice * kSlice);
+      __syncthreads();
+      const float* mine = streamed + lane * kStreamedLd;
+#pragma unroll 4
+      for (int d = 0; d < kSlice; d += 4) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const Floats<4> other = load<4>(own + (warp * kRows + r) * kLd + slice * kSlice + d);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) dots[r] = fma(other.at[i], mine[d + i], dots[r]);
+        }
+      }
+    }
+  }
+
+  // sums[r] += sum over streamed rows j of weights[r][j] * row first + j
+  template <typename T>
+  __device__ void add_weighted(const float* weights, const Rows<T>& from, int64_t first,
+                               Sums& sums) const {
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      if (slice * kSlice >= from.dimensions) break;
+      __syncthreads();
+      fetch<kStreamed, kSlice>(streamed, kStreamedLd, from, first, slice * kSlice);
+      __syncthreads();
+#pragma unroll 4
+      for (int j = 0; j < kStreamed; ++j) {
+        const float low = streamed[j * kStreamedLd + lane];
+        const float high = streamed[j * kStreamedLd + kWarpThreads + lane];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const float weight = weights[(warp * kRows + r) * kStreamed + j];
+          sums[r][2 * slice] = fma(weight, low, sums[r][2 * slice]);
+          sums[r][2 * slice + 1] = fma(weight, high, sums[r][2 * slice + 1]);
+        }
+      }
+    }
+  }
+
+  __device__ void set_weight(float* weights, int r, float value) const {
+    weights[(warp * kRows + r) * kStreamed + lane] = value;
+  }
+
+  // Row `row` of `to` = factor * the sums of own row r.
+  template <typename T>
+  __device__ void put(const Rows<T>& to, int64_t row, const float (&sums)[2 * kSlices],
+                      float factor) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kSlices; ++i) {
+      const int d = i * kWarpThreads + lane;
+      if (d < to.dimensions) narrow(sums[i] * factor, to.data[row * to.stride + d]);
+    }
+  }
+};
+
+template <int kSlices>
+using ForwardTile = Tile<8, kSlices>;
+template <int kSlices>
+using BackwardTile = Tile<4, kSlices>;
+
+template <typename T, int kSlices>
+__global__ void __launch_bounds__(kWarps* kWarpThreads) forward_kernel(const Call<T> call) {
+  using Work = ForwardTile<kSlices>;
+  constexpr int kRows = Work::kOwn / kWarps;
+  const AttentionShape& shape = call.shape;
+  const Place at = place_of_block(shape.heads, shape.sequence, Work::kOwn);
+  const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
+  const auto queries = call.packed(call.qkv, at.sample, at.head);
+  const auto keys = call.packed(call.qkv, at.sample, kv);
+  const auto values = call.packed(call.qkv, at.sample, kv + shape.kv_heads);
+
+  auto* own = shared_memory<float>();
+  float* weights = own + Work::kOwnFloats;
+  const Work work(weights + Work::kWeightFloats);
+  fetch<Work::kOwn, Work::kLd>(own, Work::kLd, queries, at.first, 0);
+
+  // Per row, in every lane: the largest score, the sum of e^(score - largest).
+  float top[kRows], total[kRows];
+  typename Work::Sums sums = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    top[r] = kLowest;
+    total[r] = 0;
+  }
+  const int64_t first_query = at.first + work.warp * kRows;
+  const int64_t end =
+      at.first + Work::kOwn < shape.sequence ? at.first + Work::kOwn : shape.sequence;
+  for (int64_t first = 0; first < end; first += kStreamed) {
+    float scores[kRows] = {};
+    work.add_dots(own, keys, first, scores);
+    const int64_t key = first + work.lane;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t query = first_query + r;
+      const bool seen = key <= query;
+      const float highest = warp_max(seen ? scores[r] * call.scale : kLowest);
+      const float raised = maximum(highest, top[r]);
+      const float shrink = exponential(top[r] - raised);
+      const float p = seen ? exponential(fma(scores[r], call.scale, -raised)) : 0.0F;
+      total[r] = fma(total[r], shrink, warp_sum(p));
+      top[r] = raised;
+#pragma unroll
+      for (int i = 0; i < 2 * kSlices; ++i) sums[r][i] *= shrink;
+      work.set_weight(weights, r,
+                      seen ? call.dropped(p, call.line(at.sample, at.head, query), key) : 0.0F);
+    }
+    work.add_weighted(weights, values, first, sums);
+  }
+  const auto out = call.output(call.out, at.sample, at.head);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t query = first_query + r;
+    if (query >= shape.sequence) break;
+    work.put(out, query, sums[r], 1.0F / total[r]);
+    if (work.lane == 0) {
+      call.lse[call.line(at.sample, at.head, query)] = top[r] + ::logf(total[r]);
+    }
+  }
+}
+
+// delta = dot(dout, out); a warp per row and head.
+template <typename T>
+__global__ void delta_kernel(const Call<T> call) {
+  const AttentionShape& shape = call.shape;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  const int64_t lines = shape.rows() * shape.heads, step = grid_threads() / kWarpThreads;
+  for (int64_t line = grid_thread() / kWarpThreads; line < lines; line += step) {
+    const int64_t row = line / shape.heads, head = line % shape.heads;
+    const int64_t first = line * shape.head_dim;
+    float sum = 0;
+    for (int64_t i = lane; i < shape.head_dim; i += kWarpThreads) {
+      sum = fma(widen(call.out[first + i]), widen(call.dout[first + i]), sum);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) {
+      call.delta[call.line(row / shape.sequence, head, row % shape.sequence)] = sum;
+    }
+  }
+}
+
+// The probability behind a score, and the score's gradient from that of the dropped probability.
+template <typename T>
+struct Gradient {
+  float p, dscore;
+  __device__ Gradient(const Call<T>& call, float score, float dp, int64_t line, int64_t key)
+      : p(exponential(fma(score, call.scale, -call.lse[line]))),
+        dscore(softmax_gradient(p, call.dropped(dp, line, key), call.delta[line], call.scale)) {}
+};
+
+template <typename T, int kSlices>
+__global__ void __launch_bounds__(kWarps* kWarpThreads) query_kernel(const Call<T> call) {
+  using Work = BackwardTile<kSlices>;
+  constexpr int kRows = Work::kOwn / kWarps;
+  const AttentionShape& shape = call.shape;
+  const Place at = place_of_block(shape.heads, shape.sequence, Work::kOwn);
+  const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
+  const auto keys = call.packed(call.qkv, at.sample, kv);
+  const auto values = call.packed(call.qkv, at.sample, kv + shape.kv_heads);
+
+  auto* queries = shared_memory<float>();
+  float* douts = queries + Work::kOwnFloats;
+  float* weights = douts + Work::kOwnFloats;
+  const Work work(weights + Work::kWeightFloats);
+  fetch<Work::kOwn, Work::kLd>(queries, Work::kLd, call.packed(call.qkv, at.sample, at.head),
+                               at.first, 0);
+  fetch<Work::kOwn, Work::kLd>(douts, Work::kLd, call.output(call.dout, at.sample, at.head),
+                               at.first, 0);
+
+  typename Work::Sums sums = {};
+  const int64_t first_query = at.first + work.warp * kRows;
+  const int64_t end =
+      at.first + Work::kOwn < shape.sequence ? at.first + Work::kOwn : shape.sequence;
+  for (int64_t first = 0; first < end; first += kStreamed) {
+    float scores[kRows] = {}, dps[kRows] = {};
+    work.add_dots(queries, keys, first, scores);
+    work.add_dots(douts, values, first, dps);
+    const int64_t key = first + work.lane;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t query = first_query + r;
+      float dscore = 0;
+      if (key <= query && query < shape.sequence) {
+        const int64_t line = call.line(at.sample, at.head, query);
+        dscore = Gradient<T>(call, scores[r], dps[r], line, key).dscore;
+      }
+      work.set_weight(weights, r, dscore);
+    }
+    work.add_weighted(weights, keys, first, sums);
+  }
+  const auto dqueries = call.packed(call.dqkv, at.sample, at.head);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (first_query + r < shape.sequence) work.put(dqueries, first_query + r, sums[r], 1.0F);
+  }
+}
+
+// Keys and values of one key head, over all queries of the heads that share it.
+template <typename T, int kSlices>
+__global__ void __launch_bounds__(kWarps* kWarpThreads) key_kernel(const Call<T> call) {
+  using Work = BackwardTile<kSlices>;
+  constexpr int kRows = Work::kOwn / kWarps;
+  const AttentionShape& shape = call.shape;
+  const Place at = place_of_block(shape.kv_heads, shape.sequence, Work::kOwn);
+  const int64_t group = shape.heads / shape.kv_heads, kv = shape.heads + at.head;
+
+  auto* keys = shared_memory<float>();
+  float* values = keys + Work::kOwnFloats;
+  float* weights = values + Work::kOwnFloats;
+  float* dscores = weights + Work::kWeightFloats;
+  const Work work(dscores + Work::kWeightFloats);
+  fetch<Work::kOwn, Work::kLd>(keys, Work::kLd, call.packed(call.qkv, at.sample, kv), at.first, 0);
+  fetch<Work::kOwn, Work::kLd>(values, Work::kLd,
+                               call.packed(call.qkv, at.sample, kv + shape.kv_heads), at.first, 0);
+
+  typename Work::Sums key_sums = {}, value_sums = {};
+  const int64_t first_key = at.first + work.warp * kRows;
+  for (int64_t head = at.head * group; head < (at.head + 1) * group; ++head) {
+    const auto queries = call.packed(call.qkv, at.sample, head);
+    const auto douts = call.output(call.dout, at.sample, head);
+    for (int64_t first = at.first / kStreamed * kStreamed; first < shape.sequence;
+         first += kStreamed) {
+      float scores[kRows] = {}, dps[kRows] = {};
+      work.add_dots(keys, queries, first, scores);
+      work.add_dots(values, douts, first, dps);
+      const int64_t query = first + work.lane, line = call.line(at.sample, head, query);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t key = first_key + r;
+        float weight = 0, dscore = 0;
+        if (key <= query && query < shape.sequence) {
+          const Gradient<T> gradient(call, scores[r], dps[r], line, key);
+          weight = call.dropped(gradient.p, line, key);
+          dscore = gradient.dscore;
+        }
+        work.set_weight(weights, r, weight);
+        work.set_weight(dscores, r, dscore);
+      }
+      work.add_weighted(weights, douts, first, value_sums);
+      work.add_weighted(dscores, queries, first, key_sums);
+    }
+  }
+  const auto dkeys = call.packed(call.dqkv, at.sample, kv);
+  const auto dvalues = call.packed(call.dqkv, at.sample, kv + shape.kv_heads);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (first_key + r >= shape.sequence) break;
+    work.put(dkeys, first_key + r, key_sums[r], 1.0F);
+    work.put(dvalues, first_key + r, value_sums[r], 1.0F);
+  }
+}
+
+template <typename T>
+Call<T> make_call(const AttentionShape& shape, const Tensor& qkv, const Dropout& dropout) {
+  Call<T> call{};
+  call.shape = shape;
+  call.qkv = qkv.as<T>();
+  call.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(shape.head_dim)));
+  call.drops = dropout.probability != 0;
+  if (call.drops) call.dropout = dropout_arguments(dropout, 0);
+  return call;
+}
+
+// Calls body(T{}, std::integral_constant<int, slices>) for the type and the dimensions of a head.
+template <typename Body>
+void with_slices(const AttentionShape& shape, DType dtype, const Body& body) {
+  if (shape.head_dim > kMostDimensions) {
+    throw Error(ErrorCode::kUsage, "attention on a GPU takes heads of at most " +
+                                       std::to_string(kMostDimensions) + " dimensions, not " +
+                                       std::to_string(shape.head_dim));
+  }
+  with_type(dtype, [&](auto type) {
+    if (shape.head_dim <= kSlice) {
+      body(type, std::integral_constant<int, 1>{});
+    } else if (shape.head_dim <= 2 * kSlice) {
+      body(type, std::integral_constant<int, 2>{});
+    } else {
+      body(type, std::integral_constant<int, 4>{});
+    }
+  });
+}
+
+// A block per tile of `rows` rows of each head of each sample.
+LaunchShape tiles_of(const AttentionShape& shape, int heads, int rows, std::size_t shared_bytes) {
+  const int64_t tiles = shape.samples * heads * divide_up(shape.sequence, rows);
+  return {static_cast<unsigned>(tiles), kWarps * kWarpThreads, shared_bytes};
+}
+
+}  // namespace
+
+void flash_attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                             const Dropout& dropout, const Tensor& out, std::byte* state) {
+  if (shape.rows() == 0) return;
+  with_slices(shape, qkv.spec.dtype, [&](auto type, auto slices) {
+    using T = decltype(type);
+    using Work = ForwardTile<slices()>;
+    Call<T> call = make_call<T>(shape, qkv, dropout);
+    call.out = out.as<T>();
+    call.lse = reinterpret_cast<float*>(state);
+    launch("attention forward", forward_kernel<T, slices()>,
+           tiles_of(shape, shape.heads, Work::kOwn, Work::bytes(1, 1)), native(ctx.stream()), call);
+  });
+}
+
+void flash_attention_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                              const Tensor& out, const Tensor& dout, const Dropout& dropout,
+                              const std::byte* state, const Tensor& dqkv) {
+  if (shape.rows() == 0) return;
+  with_slices(shape, qkv.spec.dtype, [&](auto type, auto slices) {
+    using T = decltype(type);
+    using Work = BackwardTile<slices()>;
+    const int64_t lines = shape.rows() * shape.heads;
+    Call<T> call = make_call<T>(shape, qkv, dropout);
+    call.out = out.as<T>();
+    call.dout = dout.as<T>();
+    call.dqkv = dqkv.as<T>();
+    // Read alone from here on; forward's place for it is written.
+    call.lse = const_cast<float*>(reinterpret_cast<const float*>(state));
+    call.delta =
+        reinterpret_cast<float*>(ctx.workspace(static_cast<std::size_t>(lines) * sizeof(float)));
+    const cudaStream_t stream = native(ctx.stream());
+    launch("attention backward, row dots", delta_kernel<T>,
+           {blocks_for(lines, kBlockThreads / kWarpThreads), kBlockThreads}, stream, call);
+    launch("attention backward, queries", query_kernel<T, slices()>,
+           tiles_of(shape, shape.heads, Work::kOwn, Work::bytes(2, 1)), stream, call);
+    launch("attention backward, keys and values", key_kernel<T, slices()>,
+           tiles_of(shape, shape.kv_heads, Work::kOwn, Work::bytes(2, 2)), stream, call);
+  });
+}
+
+}  // namespace sluice::cuda
