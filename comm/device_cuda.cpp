@@ -53,7 +53,9 @@ int count_devices(std::string* why_none) {
   int driver = 0, runtime = 0;
   static_cast<void>(cudaDriverGetVersion(&driver));
   static_cast<void>(cudaRuntimeGetVersion(&runtime));
-  if (driver > 0 && driver / 1000 < runtime / 1000) {
+  if (driver == 0) {
+    *why_none = "no NVIDIA driver";
+  } else if (driver / 1000 < runtime / 1000) {
     *why_none = "the driver speaks CUDA " + version_text(driver) + ", this build needs " +
                 version_text(runtime);
   } else {

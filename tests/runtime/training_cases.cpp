@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <span>
 
+#include "runtime/host_mirror.hpp"
 #include "runtime/weights.hpp"
 #include "stages/random.hpp"
 
@@ -66,10 +67,10 @@ std::unique_ptr<DataSource> synthetic_tokens(const TransformerConfig& model) {
 
 std::string digest_of(Pipeline& pipeline) {
   std::string mine;
+  HostMirror mirror(pipeline.compute());
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
     if (!owned.owner) continue;
-    mine += owned.parameter->name + " " +
-            sha256_hex(std::as_bytes(owned.parameter->value.floats())) + "\n";
+    mine += owned.parameter->name + " " + sha256_hex(mirror.view(owned.parameter->value)) + "\n";
   }
   std::string lines;
   std::vector<std::string> all;
@@ -97,6 +98,8 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
   options.schedule = layout.schedule;
   options.chunks = layout.chunks;
   options.order = layout.own;
+  options.devices = parse_devices(layout.devices);
+  options.transport = layout.transport;
   options.micro_batches = what.micro_batches;
   options.micro_batch_size = what.micro_batch_size;
   options.batch_size = what.batch_size;

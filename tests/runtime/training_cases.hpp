@@ -28,6 +28,8 @@ struct Layout {
   RankOrder order = RankOrder::kPipelineFirst;
   int chunks = 1;
   std::shared_ptr<const Schedule> own = nullptr;  // in place of schedule and chunks
+  std::string devices = "cpu";                    // as --device
+  TransportChoice transport = TransportChoice::kAuto;
 };
 
 struct TrainingOutcome {

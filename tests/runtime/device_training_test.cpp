@@ -1,0 +1,211 @@
+// Training on GPUs: the bits of one rank on a GPU at every depth and schedule, CPUs and GPUs in one
+// pipeline, sums over replicas, and what is refused. Ranks are threads, or the job's own under
+// mpirun. On a machine without a GPU the emulated CUDA runs all of it.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "comm/device.hpp"
+#include "comm/error.hpp"
+#include "comm/loopback.hpp"
+#include "tests/runtime/training_cases.hpp"
+#ifdef SLUICE_UNDER_MPI
+#include "tests/comm/mpi_main.hpp"
+#endif
+
+namespace sluice::testing {
+namespace {
+
+TrainingCase named(const char* name) {
+  TrainingCase result;
+  result.name = name;
+  result.model = small_model();
+  result.micro_batches = 4;
+  result.micro_batch_size = 1;
+  result.steps = 2;
+  return result;
+}
+
+std::vector<TrainingCase> cases() {
+  std::vector<TrainingCase> all;
+  all.push_back(named("tied, dropout"));
+  all.back().model.dropout = 0.2F;
+  all.push_back(named("untied bf16, smaller last micro-batch"));
+  all.back().model.tied = false;
+  all.back().model.precision = DType::kBf16;
+  all.back().micro_batch_size = 2;
+  all.back().batch_size = 7;
+  all.push_back(named("llama, recomputed"));
+  all.back().model.kind = TransformerKind::kLlama;
+  all.back().model.kv_heads = 1;
+  all.back().model.recompute = Recompute::kBlock;
+  return all;
+}
+
+void with_ranks(int ranks, const std::function<void(Communicator&)>& body) {
+#ifdef SLUICE_UNDER_MPI
+  if (world().size() != ranks) return;
+  const auto comm = world().duplicate();
+  body(*comm);
+#else
+  run_loopback(ranks, body);
+#endif
+}
+
+// What rank 0 gets by training alone.
+TrainingOutcome alone(Communicator& comm, const TrainingCase& what, const Layout& layout) {
+  TrainingOutcome outcome;
+  if (comm.rank() == 0) {
+    run_loopback(1, [&](Communicator& single) { outcome = train(single, what, layout); });
+    EXPECT_GT(outcome.losses.front(), 1) << what.name;
+  }
+  return outcome;
+}
+
+void expect_same(Communicator& comm, const std::string& where, const TrainingOutcome& expected,
+                 const TrainingOutcome& actual) {
+  if (comm.rank() != 0) return;
+  EXPECT_EQ(expected.losses, actual.losses) << where;
+  EXPECT_EQ(expected.norms, actual.norms) << where;
+  EXPECT_EQ(expected.validation, actual.validation) << where;
+  EXPECT_EQ(expected.digest, actual.digest) << where;
+}
+
+void expect_close(Communicator& comm, const std::string& where, const TrainingOutcome& expected,
+                  const TrainingOutcome& actual, double tolerance) {
+  if (comm.rank() != 0) return;
+  for (std::size_t i = 0; i < expected.losses.size(); ++i) {
+    EXPECT_NEAR(expected.losses[i], actual.losses[i], tolerance) << where << ", step " << i;
+    EXPECT_NEAR(expected.norms[i], actual.norms[i], tolerance * 10) << where << ", step " << i;
+  }
+}
+
+class DeviceTrainingTest : public ::testing::TestWithParam<int> {
+ protected:
+  void SetUp() override {
+    if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  }
+};
+
+TEST_P(DeviceTrainingTest, EveryDepthAndScheduleGivesTheBitsOfOneRank) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    for (const TrainingCase& what : cases()) {
+      const TrainingOutcome expected = alone(comm, what, {.devices = "cuda:0"});
+      for (const char* schedule : {"gpipe", "1f1b", "zb-h1", "zb-v"}) {
+        const Layout layout{.pipeline = GetParam(),
+                            .schedule = schedule,
+                            .chunks = std::string(schedule) == "zb-v" ? 2 : 1,
+                            .devices = "cuda:0"};
+        expect_same(comm, what.name + ", " + schedule, expected, train(comm, what, layout));
+      }
+    }
+  });
+}
+
+TEST_P(DeviceTrainingTest, LossesAreTheCpusToRounding) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    for (const TrainingCase& what : cases()) {
+      const bool bf16 = what.model.precision == DType::kBf16;
+      const TrainingOutcome cpu = alone(comm, what, {});
+      const Layout layout{.pipeline = GetParam(), .devices = "cuda"};
+      expect_close(comm, what.name, cpu, train(comm, what, layout), bf16 ? 2e-2 : 1e-5);
+    }
+  });
+}
+
+TEST_P(DeviceTrainingTest, CpusAndGpusShareAPipeline) {
+  if (GetParam() < 2) GTEST_SKIP() << "one rank has one device";
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    std::string mixed, other;
+    for (int rank = 0; rank < GetParam(); ++rank) {
+      mixed += rank % 2 == 0 ? ",cuda:0" : ",cpu";
+      other += rank % 2 == 0 ? ",cpu" : ",cuda:0";
+    }
+    TrainingCase what = cases().front();
+    const TrainingOutcome cpu = alone(comm, what, {});
+    for (const std::string& devices : {mixed.substr(1), other.substr(1)}) {
+      const Layout layout{.pipeline = GetParam(), .devices = devices};
+      const TrainingOutcome first = train(comm, what, layout);
+      expect_close(comm, devices, cpu, first, 1e-5);
+      // Another schedule, the same devices: the same bits.
+      const Layout gpipe{.pipeline = GetParam(), .schedule = "gpipe", .devices = devices};
+      expect_same(comm, devices, first, train(comm, what, gpipe));
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Depths, DeviceTrainingTest, ::testing::Values(1, 2, 3, 4));
+
+class DeviceReplicasTest : public DeviceTrainingTest {};
+
+// Two replicas prove nothing: any order gives the same sum.
+TEST_P(DeviceReplicasTest, ThreeReplicasGiveTheSameBitsAtEveryDepth) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    TrainingCase what = named("three replicas");
+    what.micro_batches = 2;
+    TrainingOutcome expected;
+    if (comm.rank() == 0) {
+      run_loopback(3, [&](Communicator& ranks) {
+        const TrainingOutcome outcome = train(ranks, what, {.replicas = 3, .devices = "cuda:0"});
+        if (ranks.rank() == 0) expected = outcome;
+      });
+    }
+    const Layout layout{.pipeline = GetParam() / 3, .replicas = 3, .devices = "cuda:0"};
+    expect_same(comm, "three replicas", expected, train(comm, what, layout));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, DeviceReplicasTest, ::testing::Values(6));
+
+#ifndef SLUICE_UNDER_MPI
+
+class DeviceRefusalTest : public ::testing::Test {
+ protected:
+  // What all of `ranks` ranks are told.
+  static std::string refusal(int ranks, const Layout& layout) {
+    std::vector<std::string> said(static_cast<std::size_t>(ranks));
+    run_loopback(ranks, [&](Communicator& comm) {
+      try {
+        (void)train(comm, named("refused"), layout);
+      } catch (const Error& error) {
+        said[static_cast<std::size_t>(comm.rank())] = error.what();
+      }
+    });
+    for (const std::string& other : said) EXPECT_EQ(other, said.front());
+    return said.front();
+  }
+};
+
+TEST_F(DeviceRefusalTest, AnAbsentGpuIsNamedWithRankHostAndWhatIsLegal) {
+  const std::string said = refusal(2, {.pipeline = 2, .devices = "cpu,cuda:4000"});
+  EXPECT_NE(said.find("rank 1 on "), std::string::npos) << said;
+  EXPECT_NE(said.find("cuda:4000"), std::string::npos) << said;
+  EXPECT_NE(said.find("cpu"), std::string::npos) << said;
+}
+
+TEST_F(DeviceRefusalTest, AListThatFitsNeitherPipelineNorJob) {
+  const std::string said = refusal(2, {.pipeline = 2, .devices = "cpu,cpu,cpu"});
+  EXPECT_NE(said.find("3 devices for 2 ranks"), std::string::npos) << said;
+}
+
+TEST_F(DeviceRefusalTest, NcclNeedsAGpuAtBothEnds) {
+  const std::string said =
+      refusal(2, {.pipeline = 2, .devices = "cpu", .transport = TransportChoice::kNccl});
+  EXPECT_NE(said.find("transport nccl cannot join pipeline ranks 0 (cpu) and 1 (cpu)"),
+            std::string::npos)
+      << said;
+}
+
+TEST_F(DeviceRefusalTest, ReplicasOnDifferentKindsOfDevice) {
+  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  const std::string said = refusal(2, {.pipeline = 1, .replicas = 2, .devices = "cpu,cuda:0"});
+  EXPECT_NE(said.find("rank 0 has cpu and rank 1 has cuda:0"), std::string::npos) << said;
+}
+
+#endif
+
+}  // namespace
+}  // namespace sluice::testing
