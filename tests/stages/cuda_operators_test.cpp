@@ -79,6 +79,14 @@ TEST_F(CudaElementTest, SwigluIsTheCpus) {
   }
 }
 
+// More than a grid has: blocks take several rows each.
+TEST_F(CudaElementTest, SwigluOfManyRowsIsTheCpus) {
+  const std::int64_t rows = 70001;
+  const Operand x = random_operand(DType::kF32, {rows, 2}, 3, 2), y(DType::kF32, {rows, 1});
+  compare({&x, &y}, element_tolerance(DType::kF32),
+          [](ComputeContext& ctx, const Tensors& at) { swiglu_forward(ctx, at[0], at[1]); });
+}
+
 TEST_F(CudaElementTest, AddAndConvertAreTheCpusToTheBit) {
   for_each_case([&](DType dtype, std::int64_t size) {
     const Operand x = random_operand(dtype, {size}, 5), y = random_operand(DType::kF32, {size}, 6);
