@@ -56,7 +56,9 @@ SLUICE_MATH void store(T* to, const Floats<N>& values) {
   *reinterpret_cast<Pack<T, N>*>(to) = pack;
 }
 
-// Whether all of the addresses are multiples of 16 bytes; null is.
+// Whether all of the addresses are multiples of 16 bytes; null is. Tensors of stages start at
+// multiples of kBufferAlignment: there it is the shape alone that decides which way a kernel takes,
+// and with it the order of its sums.
 template <typename... T>
 [[nodiscard]] bool aligned(const T*... data) {
   return ((reinterpret_cast<std::uintptr_t>(data) % 16 == 0) && ...);
