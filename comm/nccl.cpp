@@ -1,0 +1,254 @@
+#include "comm/nccl.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <utility>
+
+#include "comm/nccl_api.hpp"
+#include "comm/nccl_roster.hpp"
+
+namespace sluice {
+
+namespace {
+
+// What the ranks of a seam know of each other, and this rank's library, once for all communicators
+// made at a time.
+struct Circle {
+  std::optional<nccl::Library> library;
+  std::vector<nccl::Member> roster;
+};
+
+Circle form_circle(Collectives& seam, Device device) {
+  Circle circle;
+  std::string problem;
+  if (device.kind == DeviceKind::kCuda) {
+    try {
+      circle.library.emplace();
+    } catch (const Error& error) {
+      problem = error.what();
+    }
+  }
+  const int version = circle.library ? circle.library->version() : 0;
+  circle.roster = nccl::gather_roster(seam, nccl::describe_rank(device, version, problem));
+  return circle;
+}
+
+// How members find each other, as it travels: where the first could not listen, all say why.
+struct Invitation {
+  nccl::Result made;
+  nccl::UniqueId id;
+};
+
+std::vector<int> all_ranks(const Communicator& comm) {
+  std::vector<int> ranks(static_cast<std::size_t>(comm.size()));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+void require_usable(const Circle& circle, std::span<const int> ranks, const std::string& label) {
+  if (const auto refused = nccl::refusal(circle.roster, ranks, label)) throw *refused;
+}
+
+}  // namespace
+
+struct NcclCommunicator::Impl {
+  Impl(const Circle& circle, const Communicator& seam, std::vector<int> ranks, std::string name)
+      : library(*circle.library),
+        members(std::move(ranks)),
+        label(std::move(name)),
+        local_ranks(seam.local_size()) {
+    const auto mine = std::find(members.begin(), members.end(), seam.rank());
+    rank = static_cast<int>(mine - members.begin());
+    device = circle.roster[static_cast<std::size_t>(seam.rank())].device;
+    myself = nccl::name_of(circle.roster, seam.rank());
+    if (members.size() == 2) {
+      peer = nccl::name_of(circle.roster, members[static_cast<std::size_t>(1 - rank)]);
+    }
+  }
+  ~Impl() { abort(); }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  void check(const nccl::Result& result, const char* what) const {
+    if (result.ok()) return;
+    const ErrorCode code =
+        result.status == nccl::Status::kRemote ? ErrorCode::kPeer : ErrorCode::kDevice;
+    throw Error(code, fmt::format("NCCL of {}, {}{}: {} failed: {}", label, myself,
+                                  peer.empty() ? "" : " with " + peer, what,
+                                  library.describe(result, handle)));
+  }
+
+  void start(const Invitation& invitation, Interrupt* interrupt) {
+    check(invitation.made, "making an id");
+    if (interrupt != nullptr) interrupt->poll();  // rather than wait for a rank that is gone
+    use_device(device);
+    check(
+        library.init(handle, static_cast<int>(members.size()), invitation.id, rank, label.c_str()),
+        "making a communicator");
+    wait_ready(interrupt, "making a communicator");
+  }
+
+  [[nodiscard]] nccl::Handle open() const {
+    if (handle == nullptr) {
+      throw Error(ErrorCode::kInternal,
+                  fmt::format("NCCL of {}, {}: used after its end", label, myself));
+    }
+    return handle;
+  }
+
+  void wait_ready(Interrupt* interrupt, const char* what) const {
+    Waiter waiter(local_ranks);
+    for (;;) {
+      const nccl::Result state = library.state(open());
+      check(state, what);
+      if (state.status == nccl::Status::kSuccess) return;
+      if (interrupt != nullptr) interrupt->poll();
+      waiter.pause();
+    }
+  }
+
+  void abort() noexcept {
+    if (handle != nullptr) static_cast<void>(library.abort(std::exchange(handle, nullptr)));
+  }
+
+  nccl::Library library;
+  std::vector<int> members;  // [NCCL's rank] rank of the seam
+  std::string label;         // NCCL keeps a pointer to it
+  std::string myself, peer;  // for messages; the peer of a pair, else empty
+  int local_ranks;
+  int rank = -1;
+  Device device;
+  nccl::Handle handle = nullptr;
+};
+
+NcclCommunicator::NcclCommunicator(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+NcclCommunicator::NcclCommunicator(Collectives& seam, Device device, const std::string& label,
+                                   Interrupt* interrupt) {
+  const Circle circle = form_circle(seam, device);
+  const std::vector<int> ranks = all_ranks(seam.communicator());
+  require_usable(circle, ranks, label);
+  impl_ = std::make_unique<Impl>(circle, seam.communicator(), ranks, label);
+  Invitation invitation;
+  if (impl_->rank == 0) invitation.made = impl_->library.make_id(invitation.id);
+  seam.broadcast(std::as_writable_bytes(std::span(&invitation, 1)), 0);
+  impl_->start(invitation, interrupt);
+}
+
+NcclCommunicator::~NcclCommunicator() = default;
+
+std::vector<std::unique_ptr<NcclCommunicator>> NcclCommunicator::make_pairs(
+    Collectives& seam, Device device, std::span<const Pair> pairs, const std::string& label,
+    Interrupt* interrupt) {
+  const Communicator& comm = seam.communicator();
+  const Circle circle = form_circle(seam, device);
+  for (const Pair& pair : pairs) {
+    const std::array<int, 2> ranks = {pair.first, pair.second};
+    require_usable(circle, ranks, label);
+  }
+  // All ids first: then pairs that share no rank need not wait for one another.
+  std::vector<Invitation> invitations(pairs.size());
+  for (std::size_t i = 0; i < pairs.size(); ++i) {
+    if (comm.rank() == pairs[i].first)
+      invitations[i].made = circle.library->make_id(invitations[i].id);
+    seam.broadcast(std::as_writable_bytes(std::span(&invitations[i], 1)), pairs[i].first);
+  }
+  std::vector<std::unique_ptr<NcclCommunicator>> made(pairs.size());
+  for (std::size_t i = 0; i < pairs.size(); ++i) {
+    const Pair& pair = pairs[i];
+    if (comm.rank() != pair.first && comm.rank() != pair.second) continue;
+    auto impl = std::make_unique<Impl>(
+        circle, comm, std::vector<int>{pair.first, pair.second},
+        fmt::format("{} from rank {} to rank {}", label, pair.first, pair.second));
+    impl->start(invitations[i], interrupt);
+    made[i].reset(new NcclCommunicator(std::move(impl)));
+  }
+  return made;
+}
+
+int NcclCommunicator::rank() const { return impl_->rank; }
+
+int NcclCommunicator::size() const { return static_cast<int>(impl_->members.size()); }
+
+int NcclCommunicator::rank_of(int seam_rank) const {
+  const auto found = std::find(impl_->members.begin(), impl_->members.end(), seam_rank);
+  if (found == impl_->members.end()) {
+    throw Error(ErrorCode::kInternal, fmt::format("NCCL of {}, {}: rank {} does not belong",
+                                                  impl_->label, impl_->myself, seam_rank));
+  }
+  return static_cast<int>(found - impl_->members.begin());
+}
+
+Device NcclCommunicator::device() const { return impl_->device; }
+
+bool NcclCommunicator::ready() const {
+  const nccl::Result state = impl_->library.state(impl_->open());
+  impl_->check(state, "communication");
+  return state.status == nccl::Status::kSuccess;
+}
+
+void NcclCommunicator::wait_ready(Interrupt* interrupt) const {
+  impl_->wait_ready(interrupt, "communication");
+}
+
+void NcclCommunicator::send(int peer, std::span<const std::byte> data, StreamView stream) const {
+  impl_->check(impl_->library.send(data.data(), data.size(), peer, impl_->open(), stream),
+               "a send");
+}
+
+void NcclCommunicator::recv(int peer, std::span<std::byte> data, StreamView stream) const {
+  impl_->check(impl_->library.recv(data.data(), data.size(), peer, impl_->open(), stream),
+               "a receive");
+}
+
+void NcclCommunicator::all_reduce_sum(std::span<float> values, StreamView stream) const {
+  impl_->check(impl_->library.all_reduce_sum(values.data(), values.size(), impl_->open(), stream),
+               "an all-reduce");
+}
+
+void NcclCommunicator::finalize(Interrupt* interrupt) {
+  impl_->wait_ready(interrupt, "communication");
+  impl_->check(impl_->library.finalize(impl_->open()), "the end of a communicator");
+  impl_->wait_ready(interrupt, "the end of a communicator");
+  // Reset first: a communicator whose freeing failed must not be aborted either.
+  const nccl::Result freed = impl_->library.destroy(std::exchange(impl_->handle, nullptr));
+  if (!freed.ok()) impl_->check(freed, "freeing a communicator");
+}
+
+void NcclCommunicator::abort() noexcept { impl_->abort(); }
+
+void NcclCommunicator::abort_all(std::span<NcclCommunicator* const> communicators) noexcept {
+  const nccl::Library* library = nullptr;
+  for (NcclCommunicator* const each : communicators) {
+    if (each == nullptr || each->impl_->handle == nullptr) continue;
+    if (library == nullptr) {
+      library = &each->impl_->library;
+      static_cast<void>(library->group_start());
+    }
+    each->impl_->abort();
+  }
+  if (library != nullptr) static_cast<void>(library->group_end());
+}
+
+NcclGroup::NcclGroup(const NcclCommunicator& any) : any_(*any.impl_) {
+  any_.check(any_.library.group_start(), "beginning a group");
+}
+
+NcclGroup::~NcclGroup() {
+  if (open_) static_cast<void>(any_.library.group_end());
+}
+
+void NcclGroup::end() {
+  open_ = false;
+  any_.check(any_.library.group_end(), "a group");
+}
+
+std::optional<Error> nccl_refusal(Collectives& seam, Device device, const std::string& label) {
+  const Circle circle = form_circle(seam, device);
+  return nccl::refusal(circle.roster, all_ranks(seam.communicator()), label);
+}
+
+}  // namespace sluice
