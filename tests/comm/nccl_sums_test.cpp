@@ -1,0 +1,134 @@
+#include "comm/nccl_sums.hpp"
+
+#include <bit>
+#include <cmath>
+
+#include "comm/error.hpp"
+#include "tests/comm/nccl_ranks.hpp"
+
+namespace sluice {
+namespace {
+
+using testing::OnDevice;
+using testing::Rank;
+
+class NcclSumsTest : public testing::NcclRanksTest {};
+class NcclSumsPeersTest : public testing::NcclRanksTest {};
+SLUICE_NCCL_RANKS(NcclSumsTest);
+SLUICE_NCCL_PEERS(NcclSumsPeersTest);
+
+// Signs and magnitudes mixed so that the order of a sum shows in its bits.
+std::vector<float> addends(int rank, std::size_t count) {
+  std::vector<float> values(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto hash =
+        static_cast<std::uint32_t>((i + 1) * 2654435761U + static_cast<std::size_t>(rank) * 40503U);
+    const float fraction = 1.0F + static_cast<float>(hash % 8191U) / 8191.0F;
+    const float sign = (hash >> 16U) % 2U == 0 ? 1.0F : -1.0F;
+    values[i] = sign * std::ldexp(fraction, static_cast<int>((hash >> 20U) % 12U));
+  }
+  return values;
+}
+
+std::size_t differing(const std::vector<float>& a, const std::vector<float>& b) {
+  std::size_t count = a.size() == b.size() ? 0 : 1;
+  for (std::size_t i = 0; i < a.size() && i < b.size(); ++i) {
+    count += std::bit_cast<std::uint32_t>(a[i]) != std::bit_cast<std::uint32_t>(b[i]) ? 1 : 0;
+  }
+  return count;
+}
+
+// What the host makes of the same values.
+std::vector<float> on_host(Rank& rank, std::vector<float> values) {
+  std::vector<float> workspace(rank.seam.ordered_sum_workspace(values.size()));
+  rank.seam.ordered_sum(values, workspace);
+  return values;
+}
+
+TEST_P(NcclSumsTest, HaveTheBitsOfTheHostsOrderedSum) {
+  run([](Rank& rank) {
+    NcclQueue queue(rank.device, 8, rank.size());
+    NcclSums sums(queue, rank.seam, rank.device, "the replicas", NcclSums::Method::kOrdered,
+                  &rank.control);
+    const Stream compute(rank.device);
+    Event ready(rank.device);
+    // Fewer values than ranks, than a shard's multiple, odd ones, and whole shards.
+    for (const std::size_t count : {1UL, 2UL, 3UL, 5UL, 31UL, 33UL, 128UL, 1000UL, 4099UL}) {
+      const std::vector<float> mine = addends(rank.rank(), count);
+      const OnDevice<float> values(rank.device, mine);
+      const OnDevice<float> workspace(rank.device, sums.workspace(count));
+      ready.record(compute.view());
+      NcclTicket summed = sums.sum(values.values(), workspace.values(), ready);
+      queue.wait(summed, &rank.control);
+      EXPECT_EQ(differing(values.read(), on_host(rank, mine)), 0U) << "of " << count;
+    }
+    queue.finalize(&rank.control);
+  });
+}
+
+TEST_P(NcclSumsTest, DoNotDependOnHowARangeIsCut) {
+  run([](Rank& rank) {
+    NcclQueue queue(rank.device, 16, rank.size());
+    NcclSums sums(queue, rank.seam, rank.device, "the replicas", NcclSums::Method::kOrdered,
+                  &rank.control);
+    const std::size_t count = 3001;
+    const std::vector<float> mine = addends(rank.rank(), count);
+    const OnDevice<float> values(rank.device, std::vector<float>(count));
+    const OnDevice<float> workspace(rank.device, sums.workspace(1024));
+    const Stream compute(rank.device);
+    Event ready(rank.device);
+    // Four buckets through one workspace, the last one short, none aligned to 16 bytes but the
+    // first, while the stream still brings the values.
+    copy_async(values.bytes().data(), mine.data(), count * sizeof(float), compute.view());
+    ready.record(compute.view());
+    std::vector<NcclTicket> tickets;
+    for (std::size_t begin = 0; begin < count; begin += 1001) {
+      tickets.push_back(
+          sums.sum(values.values().subspan(begin, std::min<std::size_t>(1001, count - begin)),
+                   workspace.values(), ready));
+    }
+    for (NcclTicket& ticket : tickets) queue.wait_issued(ticket, &rank.control);
+    for (NcclTicket& ticket : tickets) queue.wait_on(compute.view(), ticket);
+    compute.view().synchronize();
+    EXPECT_EQ(differing(values.read(), on_host(rank, mine)), 0U);
+    queue.finalize(&rank.control);
+  });
+}
+
+TEST_P(NcclSumsTest, ByTheLibraryAreCloseToTheOrderedOnes) {
+  run([](Rank& rank) {
+    NcclQueue queue(rank.device, 8, rank.size());
+    NcclSums sums(queue, rank.seam, rank.device, "the replicas", NcclSums::Method::kAllReduce,
+                  &rank.control);
+    EXPECT_EQ(sums.workspace(1000), 0U);
+    const std::vector<float> mine = addends(rank.rank(), 1000);
+    const OnDevice<float> values(rank.device, mine);
+    const Event now;
+    NcclTicket summed = sums.sum(values.values(), {}, now);
+    queue.wait(summed, &rank.control);
+    const std::vector<float> expected = on_host(rank, mine);
+    const std::vector<float> got = values.read();
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      EXPECT_NEAR(got[i], expected[i], 1e-3F * static_cast<float>(rank.size())) << i;
+    }
+    queue.finalize(&rank.control);
+  });
+}
+
+TEST_P(NcclSumsPeersTest, RefuseAWorkspaceTooSmall) {
+  run([](Rank& rank) {
+    NcclQueue queue(rank.device, 8, rank.size());
+    NcclSums sums(queue, rank.seam, rank.device, "the replicas", NcclSums::Method::kOrdered,
+                  &rank.control);
+    const OnDevice<float> values(rank.device, 100);
+    const OnDevice<float> workspace(rank.device, sums.workspace(100));
+    const Event now;
+    EXPECT_THROW(static_cast<void>(sums.sum(
+                     values.values(), workspace.values().first(sums.workspace(100) - 1), now)),
+                 Error);
+    queue.finalize(&rank.control);
+  });
+}
+
+}  // namespace
+}  // namespace sluice
