@@ -1,4 +1,5 @@
-// The kernel behind NcclSums: shards of several ranks summed from left to right. Internal to comm/.
+// The kernel behind NcclSums: shards of several ranks summed from left to right. NcclQueue puts it
+// on a stream; nothing else calls it.
 #pragma once
 
 #include <cstddef>
