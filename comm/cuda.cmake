@@ -3,7 +3,7 @@
 # Gives the target sluice_cuda (what GPU code of any box links; interface only) and the variables
 # SLUICE_WITH_CUDA, SLUICE_WITH_CUDNN, SLUICE_WITH_NCCL (0 or 1), which sources see as macros.
 set(SLUICE_CUDA
-    off
+    auto
     CACHE STRING "GPU code: auto (where the CUDA toolkit is found), on, off, or emulated (for tests)")
 set_property(CACHE SLUICE_CUDA PROPERTY STRINGS auto on off emulated)
 set(SLUICE_CUDA_ARCHITECTURES

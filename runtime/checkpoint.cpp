@@ -190,7 +190,7 @@ void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::s
 void load_weights(Pipeline& pipeline, const fs::path& directory) {
   pipeline.guarded([&] {
     const WeightsDirectory weights(directory, "model");
-    HostMirror mirror(pipeline.compute());
+    HostMirror mirror(pipeline.compute(), nullptr);
     std::set<std::string> known;
     for (const OwnedParameter& parameter : owned_parameters(pipeline.layout())) {
       known.insert(parameter.name);
@@ -216,7 +216,7 @@ void load_checkpoint(Pipeline& pipeline, const fs::path& directory) {
     const std::vector<OptimizerState> states = pipeline.optimizer_state();
     if (!states.empty()) {
       const WeightsDirectory optimizer(directory, "optimizer");
-      HostMirror mirror(pipeline.compute());
+      HostMirror mirror(pipeline.compute(), nullptr);
       for (const OptimizerState& state : states) {
         read(optimizer, state.kind + "." + state.parameter, state.tensor, mirror);
       }

@@ -24,20 +24,19 @@ bool share_gpu(const RankDevice& a, const RankDevice& b) {
   return is_gpu(a) && is_gpu(b) && a.host == b.host && a.identity == b.identity;
 }
 
-// Why NCCL cannot serve the job's GPUs; empty where it can.
-std::string nccl_refusal(const LinkQuestion& question) {
-  if (!question.nccl) return "this build has no NCCL";
-  for (std::size_t a = 0; a < question.devices.size(); ++a) {
-    for (std::size_t b = a + 1; b < question.devices.size(); ++b) {
-      if (!share_gpu(question.devices[a], question.devices[b])) continue;
-      return fmt::format("pipeline ranks {} and {} share {} on {}, which NCCL refuses", a, b,
-                         to_string(question.devices[a].device), question.devices[a].host);
+}  // namespace
+
+std::string why_no_nccl(const std::vector<RankDevice>& job) {
+  if (SLUICE_WITH_NCCL == 0) return "this build has no NCCL";
+  for (std::size_t a = 0; a < job.size(); ++a) {
+    for (std::size_t b = a + 1; b < job.size(); ++b) {
+      if (!share_gpu(job[a], job[b])) continue;
+      return fmt::format("ranks {} and {} share {} on {}, which NCCL refuses", a, b,
+                         to_string(job[a].device), job[a].host);
     }
   }
   return {};
 }
-
-}  // namespace
 
 TransportChoice parse_transport(std::string_view text) {
   const auto found = std::find(kChoices.begin(), kChoices.end(), text);
@@ -50,7 +49,7 @@ const char* name_of(TransportChoice choice) { return kChoices[static_cast<std::s
 
 std::vector<EdgeLink> choose_links(const Placement& placement, const LinkQuestion& question) {
   std::vector<EdgeLink> links(at(placement.stages()));
-  const std::string no_nccl = nccl_refusal(question);
+  const std::string& no_nccl = question.nccl_refusal;
   bool nccl_used = false;
   for (int s = 1; s < placement.stages(); ++s) {
     EdgeLink& link = links[at(s)];

@@ -35,9 +35,13 @@ struct LinkQuestion {
   TransportChoice wanted = TransportChoice::kAuto;
   // Every rank's communicator can hand out and take device memory (CUDA-aware MPI).
   bool device_messages = false;
-  bool nccl = false;                // this build has NCCL
+  std::string nccl_refusal;         // as why_no_nccl
   std::vector<RankDevice> devices;  // [rank of the pipeline]
 };
+// Why NCCL cannot join the GPUs of a job, [rank of the job]: a build without it, two ranks on one
+// GPU. Empty where it can.
+[[nodiscard]] std::string why_no_nccl(const std::vector<RankDevice>& job);
+
 // [stage s]: the edge between stages s - 1 and s, both directions; entry 0 is local. Where any edge
 // is NCCL's, none is direct: CUDA-aware MPI beside NCCL can deadlock. Throws Error(kUsage) naming
 // both ranks where the wanted transport cannot serve an edge.

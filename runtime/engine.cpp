@@ -10,6 +10,7 @@
 #include "comm/error.hpp"
 #include "runtime/device_batch.hpp"
 #include "runtime/device_timer.hpp"
+#include "runtime/nccl_links.hpp"
 #include "runtime/slots.hpp"
 #include "runtime/stage_table.hpp"
 
@@ -31,6 +32,10 @@ struct Engine::Impl {
   void wait_recv(const PlanOp& op);
   void start_send(const PlanOp& op);
   void wait_send(const PlanOp& op);
+  // Posts or starts the slot's tensors over NCCL, in one group with the ops that belong to it.
+  void issue_nccl(const PlanOp& op, Slot& slot, int peer);
+  // What goes on the compute stream from here on runs after the slot's messages.
+  void settle_nccl(Slot& slot);
   void release(const PlanOp& op);
   void compute(const PlanOp& op);
   void forward(LocalStage& local, const PlanOp& op, StageContext& ctx);
@@ -76,6 +81,7 @@ struct Engine::Impl {
   std::vector<TraceEvent> events;
   Slot* last_output = nullptr;
   HostBuffer host_outputs;  // of a GPU
+  bool group_open = false;  // of NCCL messages
   std::vector<Tensor> outputs;
   int in_flight = 0;
   double computed_until = 0;  // when the last compute ended, while only bookkeeping follows
@@ -160,6 +166,11 @@ void Engine::Impl::post_recv(const PlanOp& op) {
   pool->shape(slot, samples(op));
   slot.tickets.clear();
   if (config.trace_events > 0) slot.started = steady_seconds();
+  if (slot.link == LinkKind::kNccl) {
+    issue_nccl(op, slot, channel.from_rank);
+    slot.state = SlotState::kPosted;
+    return;
+  }
   const std::size_t count = slot.tensors.size();
   for (std::size_t i = 0; i < count; ++i) {
     if (slot.tensors[i].data == nullptr) continue;
@@ -180,8 +191,9 @@ void Engine::Impl::wait_recv(const PlanOp& op) {
     refuse(op, "it waits for a receive that was never posted (the slot is " +
                    std::string(describe(slot.state)) + ")");
   }
+  settle_nccl(slot);
   for (const Ticket ticket : slot.tickets) wait(ticket);
-  for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
+  for (std::size_t i = 0; i < slot.tensors.size() && !slot.tickets.empty(); ++i) {
     if (slot.tensors[i].data == nullptr) continue;
     const MessageHeader& header = slot.buffers[i].header();
     std::array<std::int64_t, kMaxDims> dims = {};
@@ -202,6 +214,11 @@ void Engine::Impl::start_send(const PlanOp& op) {
     refuse(op, "its slot is " + std::string(describe(slot.state)));
   slot.tickets.clear();
   if (config.trace_events > 0) slot.started = steady_seconds();
+  if (slot.link == LinkKind::kNccl) {
+    issue_nccl(op, slot, channel.to_rank);
+    slot.state = SlotState::kSending;
+    return;
+  }
   const std::size_t count = slot.tensors.size();
   for (std::size_t i = 0; i < count; ++i) {
     if (slot.tensors[i].data == nullptr) continue;
@@ -216,9 +233,30 @@ void Engine::Impl::wait_send(const PlanOp& op) {
   Slot& slot = message_slot(op);
   if (slot.state != SlotState::kSending)
     refuse(op, "its slot is " + std::string(describe(slot.state)));
+  settle_nccl(slot);
   for (const Ticket ticket : slot.tickets) wait(ticket);
   slot.state = SlotState::kFree;
   if (config.trace_events > 0) record(TraceTrack::kSends, op, slot.started, steady_seconds());
+}
+
+void Engine::Impl::issue_nccl(const PlanOp& op, Slot& slot, int peer) {
+  if (!group_open) config.nccl->begin_group();
+  for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
+    if (slot.tensors[i].data == nullptr) continue;
+    DeviceSide& side = slot.device[i];
+    side.ready.record(stream());
+    const std::span<std::byte> data(side.payload, slot.tensors[i].spec.bytes());
+    slot.nccl.push_back(op.kind == OpKind::kPostRecv ? config.nccl->recv(peer, data, side.ready)
+                                                     : config.nccl->send(peer, data, side.ready));
+  }
+  const PlanOp* const next = &op + 1;
+  group_open = next != mine.ops.data() + mine.ops.size() && next->with_previous;
+  if (!group_open) config.nccl->end_group();
+}
+
+void Engine::Impl::settle_nccl(Slot& slot) {
+  for (NcclTicket& ticket : slot.nccl) config.nccl->wait_on_stream(ticket);
+  slot.nccl.clear();
 }
 
 void Engine::Impl::release(const PlanOp& op) {
@@ -369,6 +407,7 @@ void Engine::Impl::wait_until(const Done& done) {
   waiter.reset();
   while (!done()) {
     transport->progress();
+    if (config.nccl != nullptr) config.nccl->progress();
     if (config.interrupt != nullptr) config.interrupt->poll();
     waiter.pause();
   }

@@ -27,6 +27,8 @@
 
 namespace sluice {
 
+class NcclLinks;  // runtime/nccl_links.hpp
+
 // A stage and what it can do; the pointers are views of the same object, owned by the caller.
 struct StageBinding {
   int index = 0;  // global
@@ -89,6 +91,7 @@ struct EngineConfig {
   Communicator* communicator = nullptr;      // of the pipeline, for the transport alone
   Interrupt* interrupt = nullptr;            // polled by waits; may be null
   std::size_t piece_bytes = kMaxPieceBytes;  // of messages; equal on all ranks
+  NcclLinks* nccl = nullptr;                 // for edges of kind kNccl
   std::span<const EdgeLink> links = {};      // [stage], as PipelineLayout::links; empty: by device
   Collective* collective = nullptr;          // handed to stages; may be null
   std::size_t trace_events = 0;              // room for that many per step; 0: record none

@@ -17,14 +17,17 @@ std::size_t at(int index) { return static_cast<std::size_t>(index); }
 }  // namespace
 
 GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
-                           const PipelineOptions& options, ComputeContext& compute,
+                           const PipelineOptions& options, ComputeContext& compute, NcclLinks* nccl,
                            std::vector<StageBinding> stages)
     : groups_(groups),
       layout_(layout),
       options_(options),
       compute_(compute),
+      nccl_(nccl),
       stages_(std::move(stages)),
-      mirror_(compute),
+      watch_{*groups.control, nccl},
+      mirror_(compute, &watch_),
+
       square_offset_(loss_offset_ + 2 * at(options.micro_batches)) {
   std::size_t workspace = 0;
   std::vector<Parameter*> owners;
@@ -73,11 +76,20 @@ void GradientSync::reduce_grad(int stage) {
   if (layout_.topology.replicas == 1) return;
   for (const StageBinding& binding : stages_) {
     if (binding.index != stage) continue;
-    if (ParameterSet* set = binding.stage->parameters()) {
+    ParameterSet* set = binding.stage->parameters();
+    if (set == nullptr) continue;
+    if (nccl_ != nullptr && nccl_->sums()) {
+      sums_.push_back(nccl_->sum(set->flat_grads()));
+    } else {
       groups_.in_replicas->ordered_sum(mirror_.view(set->flat_grads()), floats_);
       mirror_.write_back();
     }
   }
+}
+
+void GradientSync::settle_sums() {
+  for (NcclTicket& ticket : sums_) nccl_->wait_on_stream(ticket);
+  sums_.clear();
 }
 
 int GradientSync::rank_of(const TiedUse& use) const {
@@ -85,6 +97,7 @@ int GradientSync::rank_of(const TiedUse& use) const {
 }
 
 void GradientSync::reduce_tied(int group) {
+  settle_sums();
   const TiedParameter& tie = layout_.tied[at(group)];
   const int owner = rank_of(tie.uses.front());
   for (std::size_t u = 1; u < tie.uses.size(); ++u) {
@@ -115,6 +128,7 @@ void GradientSync::zero_grads() {
 }
 
 void GradientSync::measure() {
+  settle_sums();
   auto* squares = reinterpret_cast<double*>(squares_.data());
   for (std::size_t i = 0; i < owned_.size(); ++i) {
     sum_of_squares(compute_, owned_[i].second->grad.floats(), &squares[i]);

@@ -12,6 +12,7 @@
 #include "runtime/host_mirror.hpp"
 #include "runtime/job_groups.hpp"
 #include "runtime/layout.hpp"
+#include "runtime/nccl_links.hpp"
 #include "stages/optimizer.hpp"
 
 namespace sluice {
@@ -28,9 +29,9 @@ struct StepTotals {
 
 class GradientSync : public StepActions {
  public:
-  // All pointers outlive this object. `stages` are this rank's, ascending.
+  // All pointers outlive this object; `nccl` may be null. `stages` are this rank's, ascending.
   GradientSync(JobGroups& groups, const PipelineLayout& layout, const PipelineOptions& options,
-               ComputeContext& compute, std::vector<StageBinding> stages);
+               ComputeContext& compute, NcclLinks* nccl, std::vector<StageBinding> stages);
 
   // Before each step. `outcome` is the engine's, filled while it runs.
   void begin(std::uint64_t step, double started, const StepOutcome& outcome);
@@ -49,6 +50,8 @@ class GradientSync : public StepActions {
 
  private:
   [[nodiscard]] int rank_of(const TiedUse& use) const;
+  // What goes on the compute stream from here on runs after the sums under way.
+  void settle_sums();
   void pack_record();
   void reduce_records();
   [[noreturn]] void refuse() const;
@@ -57,11 +60,14 @@ class GradientSync : public StepActions {
   const PipelineLayout& layout_;
   const PipelineOptions& options_;
   ComputeContext& compute_;
+  NcclLinks* nccl_;
+  std::vector<NcclTicket> sums_;  // under way
   std::vector<StageBinding> stages_;
   std::unique_ptr<Optimizer> optimizer_;
   std::vector<std::pair<int, Parameter*>> owned_;  // (stage, parameter) in global order
   std::vector<std::vector<Parameter*>> tied_;      // [group][use], null where on another rank
-  HostMirror mirror_;                              // of gradients on their way over MPI
+  JobWatch watch_;
+  HostMirror mirror_;  // of gradients on their way over MPI
   HostBuffer workspace_;
   std::span<float> floats_;  // of workspace_
   Buffer addend_;            // another use's gradient, on the device

@@ -1,16 +1,29 @@
 #include "runtime/host_mirror.hpp"
 
+#include <limits>
+
 namespace sluice {
 
-HostMirror::HostMirror(ComputeContext& compute, std::size_t bytes) : compute_(compute) {
-  if (compute.device().kind != DeviceKind::kCpu) copy_ = HostBuffer(compute.device(), bytes);
+HostMirror::HostMirror(ComputeContext& compute, Interrupt* interrupt)
+    : compute_(compute),
+      interrupt_(interrupt),
+      waiter_(std::numeric_limits<int>::max()),
+      passed_(compute.device()) {}
+
+void HostMirror::wait_for_device() {
+  passed_.record(compute_.stream());
+  waiter_.reset();
+  while (!passed_.done()) {
+    if (interrupt_ != nullptr) interrupt_->poll();
+    waiter_.pause();
+  }
 }
 
 std::span<std::byte> HostMirror::blank(void* data, std::size_t bytes) {
   data_ = data;
   bytes_ = bytes;
   if (compute_.device().kind == DeviceKind::kCpu) return {static_cast<std::byte*>(data), bytes};
-  compute_.stream().synchronize();  // the last write_back() may still read the copy
+  wait_for_device();  // the last write_back() may still read the copy
   if (copy_.size() < bytes) copy_ = HostBuffer(compute_.device(), bytes);
   return {copy_.data(), bytes};
 }
@@ -19,7 +32,7 @@ std::span<std::byte> HostMirror::view(void* data, std::size_t bytes) {
   const std::span<std::byte> host = blank(data, bytes);
   if (bytes > 0 && host.data() != data) {
     copy_async(host.data(), data, bytes, compute_.stream());
-    compute_.stream().synchronize();
+    wait_for_device();
   }
   return host;
 }

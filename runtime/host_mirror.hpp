@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <span>
 
+#include "comm/communicator.hpp"
 #include "stages/compute.hpp"
 #include "stages/tensor.hpp"
 
@@ -12,11 +13,12 @@ namespace sluice {
 
 class HostMirror {
  public:
-  // `bytes`: of the largest view; a larger one makes the copy grow.
-  explicit HostMirror(ComputeContext& compute, std::size_t bytes = 0);
+  // `interrupt`, polled by every wait for a device (which may wait for other ranks' messages), may
+  // be null.
+  HostMirror(ComputeContext& compute, Interrupt* interrupt);
 
   // `bytes` of device memory once everything on the compute stream is done; blocks until then.
-  // Valid until the next call.
+  // Valid until the next call. The copy grows where it is larger than any before.
   [[nodiscard]] std::span<std::byte> view(void* data, std::size_t bytes);
   [[nodiscard]] std::span<std::byte> view(const Tensor& tensor) {
     return view(tensor.data, tensor.spec.bytes());
@@ -32,7 +34,12 @@ class HostMirror {
   void write_back();
 
  private:
+  void wait_for_device();
+
   ComputeContext& compute_;
+  Interrupt* interrupt_;
+  Waiter waiter_;
+  Event passed_;
   HostBuffer copy_;
   void* data_ = nullptr;
   std::size_t bytes_ = 0;

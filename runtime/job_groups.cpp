@@ -43,6 +43,7 @@ std::vector<std::pair<std::string, std::string>> agreed_values(const PipelineOpt
   add("threads", options.threads);
   add("device", to_string(options.devices));
   add("transport", name_of(options.transport));
+  add("all-reduce", options.all_reduce);
   add("optimizer", static_cast<int>(options.optimizer.kind));
   add("beta1", options.optimizer.beta1);
   add("beta2", options.optimizer.beta2);

@@ -433,11 +433,18 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
     }
   }
   layout.devices = groups.pipeline_devices();
+  const std::string no_nccl = why_no_nccl(groups.devices);
   layout.links = choose_links(placement, {.wanted = options.transport,
                                           .device_messages = groups.device_messages,
-                                          .nccl = false,
+                                          .nccl_refusal = no_nccl,
                                           .devices = layout.devices});
-  const TransportNeeds& transport = needs_of(groups.messages->name());
+  layout.nccl_sums = replicas > 1 && groups.device.kind == DeviceKind::kCuda && no_nccl.empty() &&
+                     options.transport != TransportChoice::kMpi && !options.inference;
+  layout.all_reduce = options.all_reduce;
+  // The order that NCCL's queues need suits tagged messages too.
+  const bool nccl = std::any_of(layout.links.begin(), layout.links.end(),
+                                [](const EdgeLink& link) { return link.kind == LinkKind::kNccl; });
+  const TransportNeeds& transport = needs_of(nccl ? "nccl" : groups.messages->name());
   layout.train = plan_for(layout.order, training, transport);
   for (EvaluationPlan& evaluation : layout.evaluations) {
     const std::size_t count = evaluation.micro_batches.size();

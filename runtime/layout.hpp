@@ -44,6 +44,9 @@ struct PipelineOptions {
   // rank of the job; see DeviceChoice.
   std::vector<DeviceChoice> devices = {{}};
   TransportChoice transport = TransportChoice::kAuto;  // between GPUs
+  // Where NCCL sums over replicas: its own all-reduce instead of the order of replicas. Faster, and
+  // the bits are NCCL's: not depth-invariant.
+  bool all_reduce = false;
   OptimizerConfig optimizer = {};
   LearningRate learning_rate = {};
   double clip = 0;                             // of the global gradient norm; 0: off
@@ -115,6 +118,8 @@ struct PipelineLayout {
   std::vector<RankMemory> memory;   // [pipeline rank]
   std::vector<RankDevice> devices;  // [pipeline rank], of this replica
   std::vector<EdgeLink> links;      // [stage] to the stage before it
+  bool nccl_sums = false;           // this rank's sums over replicas go over NCCL
+  bool all_reduce = false;          // and in NCCL's own order
   double bubble_ideal = 0;
 
   [[nodiscard]] int num_stages() const { return train.placement.stages(); }

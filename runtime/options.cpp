@@ -97,6 +97,8 @@ void add_layout_options(OptionTable& table, TrainOptions& options, Words& words)
       "cpu, cuda, cuda:N or auto; or one a rank of the pipeline, or of the job: cuda,cpu");
   table.add_choice("transport", words.transport, {"auto", "mpi", "nccl"},
                    "between GPUs; auto: NCCL where each rank has a GPU of its own");
+  table.add_flag("all-reduce", options.all_reduce,
+                 "let NCCL sum over replicas in its own order: not depth-invariant");
 }
 
 void add_training_options(OptionTable& table, TrainOptions& options, Words& words) {

@@ -42,6 +42,7 @@ struct TrainOptions {
   int threads = 1;
   std::vector<DeviceChoice> devices = {{DeviceChoice::Kind::kAuto}};  // --device LIST
   TransportChoice transport = TransportChoice::kAuto;
+  bool all_reduce = false;
   OptimizerConfig optimizer;            // --optimizer --beta1 --beta2 --weight-decay --momentum
   LearningRate learning_rate;           // --learning-rate --warmup --final-learning-rate-share
   double clip = 1;                      // 0: off

@@ -11,6 +11,7 @@
 #include "runtime/gradients.hpp"
 #include "runtime/host_mirror.hpp"
 #include "runtime/job_groups.hpp"
+#include "runtime/nccl_links.hpp"
 #include "runtime/replicas.hpp"
 
 namespace sluice {
@@ -21,8 +22,8 @@ std::size_t at(int index) { return static_cast<std::size_t>(index); }
 // Sums of a stage's batch statistics over its replicas.
 class ReplicaSum : public Collective {
  public:
-  ReplicaSum(Collectives& replicas, ComputeContext& compute)
-      : replicas_(replicas), mirror_(compute) {}
+  ReplicaSum(Collectives& replicas, ComputeContext& compute, Interrupt* interrupt)
+      : replicas_(replicas), mirror_(compute, interrupt) {}
   void sum(std::span<float> values) override {
     const std::size_t needed = replicas_.ordered_sum_workspace(values.size());
     if (workspace_.size() < needed) workspace_.resize(needed);
@@ -42,7 +43,12 @@ struct Pipeline::Impl {
   Impl(Communicator& world, const PipelineOptions& options_in, const StageFactory& make_stage,
        const DataSource& source);
 
+  // After an error NCCL's kernels may wait for messages that never come, and freeing a GPU's memory
+  // waits for them: they go first.
+  ~Impl() { nccl.reset(); }
+
   void prepare_stages();
+  void make_nccl();
   int slots_of(int stage) const;
   std::unique_ptr<Engine> make_engine(const Plan& plan, std::size_t trace_events);
   double count_targets(const BatchLoader::Batch& batch);
@@ -60,6 +66,7 @@ struct Pipeline::Impl {
   std::unique_ptr<ComputeContext> compute;
   std::unique_ptr<HostMirror> mirror;
   std::unique_ptr<ReplicaSum> replica_sum;
+  std::unique_ptr<NcclLinks> nccl;
   std::unique_ptr<Engine> engine;
   std::unique_ptr<BatchLoader> loader;
   std::deque<Evaluation> evaluations;
@@ -78,11 +85,12 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     layout = std::move(built.layout);
     stages = std::move(built.stages);
     compute = std::make_unique<ComputeContext>(groups.device, options.threads);
-    mirror = std::make_unique<HostMirror>(*compute);
-    replica_sum = std::make_unique<ReplicaSum>(*groups.in_replicas, *compute);
+    mirror = std::make_unique<HostMirror>(*compute, groups.control.get());
+    replica_sum = std::make_unique<ReplicaSum>(*groups.in_replicas, *compute, groups.control.get());
     replica_targets.resize(at(layout.topology.replicas));
     prepare_stages();
     tied = find_tied_parameters(layout, bindings);
+    make_nccl();
     const std::size_t events = options.trace ? layout.train.ranks[at(layout.rank)].ops.size() : 0;
     engine = make_engine(layout.train, events);
     for (const EvaluationPlan& plan : layout.evaluations) {
@@ -94,11 +102,34 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     loader =
         std::make_unique<BatchLoader>(source, Phase::kTrain, layout.micro_batches, layout.owns(0),
                                       layout.owns(layout.num_stages() - 1), compute->device());
-    gradients = std::make_unique<GradientSync>(groups, layout, options, *compute, bindings);
+    gradients =
+        std::make_unique<GradientSync>(groups, layout, options, *compute, nccl.get(), bindings);
     gradients->zero_grads();
     compute->stream().synchronize();
     groups.in_world->barrier();
   });
+}
+
+// Communicators cost a GPU hundreds of megabytes: one set serves training and evaluations.
+void Pipeline::Impl::make_nccl() {
+  if (!NcclLinks::wanted(layout)) return;
+  std::size_t open = 8, largest_sum = 0;
+  const auto count = [&](const Plan& plan) {
+    if (plan.ranks.empty()) return;
+    for (const BufferPool& pool : plan.ranks[at(layout.rank)].pools) open += at(pool.count);
+  };
+  count(layout.train);
+  for (const EvaluationPlan& evaluation : layout.evaluations) {
+    count(evaluation.round);
+    count(evaluation.rest);
+  }
+  for (const StageBinding& binding : bindings) {
+    if (ParameterSet* set = binding.stage->parameters()) {
+      largest_sum = std::max(largest_sum, set->flat_grads().size());
+    }
+  }
+  nccl =
+      std::make_unique<NcclLinks>(groups, layout, *compute, largest_sum, open, options.all_reduce);
 }
 
 int Pipeline::Impl::slots_of(int stage) const {
@@ -166,6 +197,7 @@ std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, std::size_
                    .communicator = groups.messages.get(),
                    .interrupt = groups.control.get(),
                    .piece_bytes = groups.piece_bytes(),
+                   .nccl = nccl.get(),
                    .links = layout.links,
                    .collective = plan.forward_only ? nullptr : replica_sum.get(),
                    .trace_events = trace_events});

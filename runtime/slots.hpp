@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "comm/device.hpp"
+#include "comm/nccl_queue.hpp"
 #include "comm/transport.hpp"
+#include "runtime/edge_link.hpp"
 #include "runtime/edges.hpp"
 #include "schedules/plan.hpp"
 #include "stages/tensor.hpp"
@@ -21,21 +23,22 @@ enum class SlotState : std::uint8_t { kFree, kPosted, kFilled, kSending };
 // no gradient.
 struct Slot {
   SlotState state = SlotState::kFree;
+  LinkKind link = LinkKind::kHost;  // its pool's
   std::vector<Tensor> tensors;
   std::vector<MessageBuffer> buffers;
   std::vector<DeviceSide> device;  // of buffers, where they travel from or to a GPU
   std::vector<Ticket> tickets;     // open operations, one per tensor that travels
+  std::vector<NcclTicket> nccl;    // the same where NCCL carries them
   double started = 0;              // when the open operation began, for traces
 };
 
 // All slots of one (stage, kind). kState pools have slots without memory: the stage owns that.
 class SlotPool {
  public:
-  // `travels`: other ranks fill or read the slots. Only then does a GPU's pool have host memory.
+  // How the slots are filled or read decides whether a GPU's pool has host memory beside.
   struct Place {
     Device device;
-    bool travels = true;
-    bool direct = false;  // MPI reads and writes a GPU's memory itself
+    LinkKind link = LinkKind::kHost;
   };
   SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& place);
   [[nodiscard]] Slot& slot(std::int32_t index) { return slots_[static_cast<std::size_t>(index)]; }
@@ -54,6 +57,7 @@ class SlotPool {
 
  private:
   BufferPool description_;
+  LinkKind link_;
   const EdgeTable* edges_;
   std::vector<Slot> slots_;
   Buffer memory_;

@@ -7,13 +7,21 @@ namespace {
 
 std::size_t at(std::int32_t value) { return static_cast<std::size_t>(value); }
 
-// The rank at the other end of a pool's edge is this one: a hand-over, no message.
-bool stays(const BufferPool& pool, const Placement& placement, int rank) {
+// How a pool's slots reach the stage at the other end of its edge.
+LinkKind link_of(const BufferPool& pool, const EngineConfig& config) {
+  const Placement& placement = config.plan->placement;
   const int edge = SlotPool::edge_of(pool);  // between stages edge - 1 and edge
   const auto here = [&](int stage) {
-    return stage < 0 || stage >= placement.stages() || placement.rank_of(stage) == rank;
+    return stage < 0 || stage >= placement.stages() || placement.rank_of(stage) == config.rank;
   };
-  return here(edge - 1) && here(edge);
+  if (here(edge - 1) && here(edge)) return LinkKind::kLocal;
+  if (!config.links.empty()) return config.links[at(edge)].kind;
+  return config.compute->device().kind == DeviceKind::kCpu ? LinkKind::kHost : LinkKind::kStaged;
+}
+
+// What this rank's end of the link is: a CPU's end of a staged link is plain host memory.
+LinkKind end_of(LinkKind link, Device device) {
+  return link == LinkKind::kStaged && device.kind == DeviceKind::kCpu ? LinkKind::kHost : link;
 }
 
 }  // namespace
@@ -40,13 +48,9 @@ StageTable::StageTable(const EngineConfig& config)
   const Placement& placement = config.plan->placement;
   pools_.reserve(mine.pools.size());
   for (const BufferPool& pool : mine.pools) {
-    const auto edge_index = static_cast<std::size_t>(SlotPool::edge_of(pool));
-    const bool direct =
-        edge_index < config.links.size() && config.links[edge_index].kind == LinkKind::kDirect;
+    const Device device = config.compute->device();
     pools_.emplace_back(pool, *config.edges,
-                        SlotPool::Place{.device = config.compute->device(),
-                                        .travels = !stays(pool, placement, config.rank),
-                                        .direct = direct});
+                        SlotPool::Place{device, end_of(link_of(pool, config), device)});
     if (pool.kind != BufferKind::kState) {
       const auto edge = config.edges->inputs(config.edges->largest(), SlotPool::edge_of(pool));
       tensors_ += static_cast<std::size_t>(pool.count) * edge.size();

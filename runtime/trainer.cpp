@@ -287,6 +287,7 @@ PipelineOptions pipeline_options(const ParsedTrain& parsed, std::vector<std::int
   options.threads = from.threads;
   options.devices = from.devices;
   options.transport = from.transport;
+  options.all_reduce = from.all_reduce;
   options.optimizer = from.optimizer;
   options.learning_rate = from.learning_rate;
   options.clip = from.clip;
@@ -334,7 +335,14 @@ std::string describe_devices(const PipelineLayout& layout) {
     text += fmt::format("{} {} {} on {}", rank == 0 ? "" : ",", rank, to_string(device.device),
                         device.host);
   }
-  return text + "\n" + describe_links(layout.links);
+  text += fmt::format("\n{}", describe_links(layout.links));
+  if (layout.topology.replicas > 1) {
+    text += fmt::format("  sums over replicas: {}\n",
+                        !layout.nccl_sums   ? "in the order of replicas, through host memory"
+                        : layout.all_reduce ? "NCCL's all-reduce: not depth-invariant"
+                                            : "in the order of replicas, over NCCL");
+  }
+  return text;
 }
 
 }  // namespace

@@ -162,6 +162,124 @@ INSTANTIATE_TEST_SUITE_P(Ranks, DeviceReplicasTest, ::testing::Values(6));
 
 #ifndef SLUICE_UNDER_MPI
 
+// Each rank with a GPU of its own, in one process: what a machine with several GPUs runs, or the
+// emulation.
+class NcclTrainingTest : public ::testing::TestWithParam<int> {
+ protected:
+  void SetUp() override {
+    if (device_count(DeviceKind::kCuda) < GetParam()) {
+      GTEST_SKIP() << "fewer than " << GetParam() << " GPUs";
+    }
+    const std::vector<RankDevice> devices(1);
+    if (const std::string why = why_no_nccl(devices); !why.empty()) GTEST_SKIP() << why;
+  }
+};
+
+TEST_P(NcclTrainingTest, EveryScheduleGivesTheBitsOfOneRank) {
+  run_loopback(GetParam(), [&](Communicator& comm) {
+    for (const TrainingCase& what : cases()) {
+      const TrainingOutcome expected = alone(comm, what, {.devices = "cuda:0"});
+      for (const char* schedule : {"gpipe", "1f1b", "interleaved", "zb-v"}) {
+        const bool parted =
+            std::string(schedule) == "interleaved" || std::string(schedule) == "zb-v";
+        const Layout layout{.pipeline = GetParam(),
+                            .schedule = schedule,
+                            .chunks = parted ? 2 : 1,
+                            .devices = "cuda",
+                            .transport = TransportChoice::kNccl};
+        if (4 % GetParam() != 0 && std::string(schedule) == "interleaved") continue;
+        expect_same(comm, what.name + ", " + schedule, expected, train(comm, what, layout));
+      }
+    }
+  });
+}
+
+// A CPU at the end of the pipeline: its edge goes through host memory, the others over NCCL.
+TEST_P(NcclTrainingTest, OneEdgeThroughHostMemoryBesideTheOthers) {
+  run_loopback(GetParam(), [&](Communicator& comm) {
+    std::string devices = "cpu";
+    for (int rank = 1; rank < GetParam(); ++rank) devices.insert(0, "cuda,");
+    const TrainingCase what = cases().front();
+    const TrainingOutcome expected =
+        train(comm, what,
+              {.pipeline = GetParam(), .devices = devices, .transport = TransportChoice::kMpi});
+    expect_same(comm, devices, expected,
+                train(comm, what, {.pipeline = GetParam(), .devices = devices}));
+  });
+}
+
+// Tokens of which one is outside the vocabulary from the second step on.
+class SpoiltTokens : public DataSource {
+ public:
+  explicit SpoiltTokens(const TransformerConfig& model) : tokens_(synthetic_tokens(model)) {}
+  std::vector<TensorSpec> input_specs(std::int64_t samples) const override {
+    return tokens_->input_specs(samples);
+  }
+  std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
+    return tokens_->target_specs(samples);
+  }
+  void inputs(Phase phase, std::uint64_t step, SampleRange range,
+              std::span<const Tensor> into) const override {
+    tokens_->inputs(phase, step, range, into);
+    if (step > 1) into[0].as<std::int32_t>()[3] = 4711;
+  }
+  void targets(Phase phase, std::uint64_t step, SampleRange range,
+               std::span<const Tensor> into) const override {
+    tokens_->targets(phase, step, range, into);
+  }
+
+ private:
+  std::unique_ptr<DataSource> tokens_;
+};
+
+// The others wait for messages that never come, NCCL's kernels with them.
+TEST_P(NcclTrainingTest, ARankThatFailsEndsThoseThatWaitForIt) {
+  std::vector<std::string> said(static_cast<std::size_t>(GetParam()));
+  run_loopback(GetParam(), [&](Communicator& comm) {
+    const TransformerConfig model = small_model();
+    const SpoiltTokens source(model);
+    PipelineOptions options;
+    options.pipeline = GetParam();
+    options.micro_batches = 4;
+    options.devices = parse_devices("cuda");
+    options.transport = TransportChoice::kNccl;
+    const std::vector<double> costs = layer_costs(model);
+    const StageFactory factory = [&](int stage, int stages) {
+      return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+    };
+    Pipeline pipeline(comm, options, factory, source);
+    (void)pipeline.train_step();
+    try {
+      (void)pipeline.train_step();
+    } catch (const Error& error) {
+      said[static_cast<std::size_t>(comm.rank())] = error.what();
+    }
+  });
+  for (const std::string& text : said) {
+    EXPECT_NE(text.find("token 4711 is outside the vocabulary"), std::string::npos) << text;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Depths, NcclTrainingTest, ::testing::Values(2, 3, 4));
+
+class NcclReplicasTest : public NcclTrainingTest {};
+
+TEST_P(NcclReplicasTest, SumsInTheOrderOfReplicasAreTheHosts) {
+  TrainingCase what = named("three replicas");
+  what.micro_batches = 2;
+  run_loopback(GetParam(), [&](Communicator& comm) {
+    Layout layout{.pipeline = GetParam() / 3, .replicas = 3, .devices = "cuda"};
+    const TrainingOutcome over_nccl = train(comm, what, layout);
+    layout.transport = TransportChoice::kMpi;
+    expect_same(comm, "through host memory", train(comm, what, layout), over_nccl);
+    layout.transport = TransportChoice::kAuto;
+    layout.all_reduce = true;
+    expect_close(comm, "all-reduce", over_nccl, train(comm, what, layout), 1e-5);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, NcclReplicasTest, ::testing::Values(3, 6));
+
 class DeviceRefusalTest : public ::testing::Test {
  protected:
   // What all of `ranks` ranks are told.
@@ -197,6 +315,14 @@ TEST_F(DeviceRefusalTest, NcclNeedsAGpuAtBothEnds) {
   EXPECT_NE(said.find("transport nccl cannot join pipeline ranks 0 (cpu) and 1 (cpu)"),
             std::string::npos)
       << said;
+}
+
+TEST_F(DeviceRefusalTest, TwoRanksOnOneGpuCannotUseNccl) {
+  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  const std::string said =
+      refusal(2, {.pipeline = 2, .devices = "cuda:0", .transport = TransportChoice::kNccl});
+  EXPECT_NE(said.find("ranks 0 and 1"), std::string::npos) << said;
+  EXPECT_NE(said.find("NCCL"), std::string::npos) << said;
 }
 
 TEST_F(DeviceRefusalTest, ReplicasOnDifferentKindsOfDevice) {

@@ -67,7 +67,7 @@ std::unique_ptr<DataSource> synthetic_tokens(const TransformerConfig& model) {
 
 std::string digest_of(Pipeline& pipeline) {
   std::string mine;
-  HostMirror mirror(pipeline.compute());
+  HostMirror mirror(pipeline.compute(), nullptr);
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
     if (!owned.owner) continue;
     mine += owned.parameter->name + " " + sha256_hex(mirror.view(owned.parameter->value)) + "\n";
@@ -100,6 +100,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
   options.order = layout.own;
   options.devices = parse_devices(layout.devices);
   options.transport = layout.transport;
+  options.all_reduce = layout.all_reduce;
   options.micro_batches = what.micro_batches;
   options.micro_batch_size = what.micro_batch_size;
   options.batch_size = what.batch_size;

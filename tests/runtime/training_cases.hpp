@@ -30,6 +30,7 @@ struct Layout {
   std::shared_ptr<const Schedule> own = nullptr;  // in place of schedule and chunks
   std::string devices = "cpu";                    // as --device
   TransportChoice transport = TransportChoice::kAuto;
+  bool all_reduce = false;
 };
 
 struct TrainingOutcome {

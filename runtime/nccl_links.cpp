@@ -1,0 +1,148 @@
+#include "runtime/nccl_links.hpp"
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/error.hpp"
+#if SLUICE_WITH_NCCL
+#include "comm/nccl_sums.hpp"
+#include "comm/nccl_transport.hpp"
+#endif
+
+namespace sluice {
+
+bool NcclLinks::wanted(const PipelineLayout& layout) {
+  return layout.nccl_sums ||
+         std::any_of(layout.links.begin(), layout.links.end(),
+                     [](const EdgeLink& link) { return link.kind == LinkKind::kNccl; });
+}
+
+#if SLUICE_WITH_NCCL
+
+namespace {
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+}  // namespace
+
+// The pipeline's ranks with a GPU, its CPUs left out; both must call split().
+struct NcclLinks::Impl {
+  Impl(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute_in,
+       std::size_t largest_sum, std::size_t open, bool all_reduce)
+      : compute(compute_in),
+        interrupt(*groups.control),
+        gpus(groups.pipeline->split(compute_in.device().kind == DeviceKind::kCuda ? 0 : 1,
+                                    layout.rank)),
+        seam(*gpus, 0, groups.control.get()) {
+    if (compute.device().kind == DeviceKind::kCpu) return;
+    for (const RankDevice& rank : layout.devices) {
+      gpu_of_rank.push_back(rank.device.kind == DeviceKind::kCuda ? next_gpu++ : -1);
+    }
+    queue.emplace(compute.device(), open + layout.links.size() * NcclSums::kGroupsPerSum,
+                  groups.world->local_size());
+    transport.emplace(*queue, seam, compute.device(), edges_of(layout),
+                      NcclTransport::Communicators::kOne, "the pipeline", groups.control.get());
+    if (!layout.nccl_sums) return;
+    sums.emplace(*queue, *groups.in_replicas, compute.device(),
+                 "the replicas of pipeline rank " + std::to_string(layout.rank),
+                 all_reduce ? NcclSums::Method::kAllReduce : NcclSums::Method::kOrdered,
+                 groups.control.get());
+    workspace = Buffer(compute.device(), sums->workspace(largest_sum) * sizeof(float));
+    for (std::size_t i = 0; i < layout.train.placement.stages_of(layout.rank).size(); ++i) {
+      ready.emplace_back(compute.device());
+    }
+  }
+
+  // Both directions of every NCCL edge.
+  [[nodiscard]] std::vector<NcclTransport::Edge> edges_of(const PipelineLayout& layout) const {
+    std::vector<NcclTransport::Edge> edges;
+    const Placement& placement = layout.train.placement;
+    for (int s = 1; s < placement.stages(); ++s) {
+      if (layout.links[at(s)].kind != LinkKind::kNccl) continue;
+      const int from = gpu_of_rank[at(placement.rank_of(s - 1))];
+      const int to = gpu_of_rank[at(placement.rank_of(s))];
+      edges.push_back({from, to});
+      edges.push_back({to, from});
+    }
+    return edges;
+  }
+
+  ComputeContext& compute;
+  Interrupt& interrupt;
+  std::unique_ptr<Communicator> gpus;
+  Collectives seam;
+  int next_gpu = 0;
+  std::vector<int> gpu_of_rank;  // [pipeline rank] its rank in `gpus`, -1 for a CPU
+  Buffer workspace;
+  std::vector<Event> ready;  // of sums, one after the other
+  std::size_t next_ready = 0;
+  // On a GPU; the queue goes first, and with it what NCCL still does with the others' memory.
+  std::optional<NcclQueue> queue;
+  std::optional<NcclTransport> transport;
+  std::optional<NcclSums> sums;
+};
+
+NcclLinks::NcclLinks(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute,
+                     std::size_t largest_sum, std::size_t open, bool all_reduce)
+    : impl_(std::make_unique<Impl>(groups, layout, compute, largest_sum, open, all_reduce)) {}
+
+NcclLinks::~NcclLinks() = default;
+
+void NcclLinks::begin_group() { impl_->queue->begin_group(); }
+
+NcclTicket NcclLinks::send(int peer, std::span<const std::byte> data, const Event& ready) {
+  return impl_->transport->send(impl_->gpu_of_rank[at(peer)], data, ready);
+}
+
+NcclTicket NcclLinks::recv(int peer, std::span<std::byte> data, const Event& ready) {
+  return impl_->transport->recv(impl_->gpu_of_rank[at(peer)], data, ready);
+}
+
+void NcclLinks::end_group() { impl_->queue->end_group(); }
+
+void NcclLinks::wait_on_stream(NcclTicket& ticket) {
+  impl_->queue->wait_issued(ticket, &impl_->interrupt);
+  impl_->queue->wait_on(impl_->compute.stream(), ticket);
+}
+
+void NcclLinks::progress() {
+  if (impl_->queue) impl_->queue->progress();
+}
+
+bool NcclLinks::sums() const { return impl_->sums.has_value(); }
+
+// An event per stage of the rank, used again in the next step, when its sum has long been issued.
+NcclTicket NcclLinks::sum(std::span<float> values) {
+  Event& ready = impl_->ready[impl_->next_ready++ % impl_->ready.size()];
+  ready.record(impl_->compute.stream());
+  return impl_->sums->sum(
+      values,
+      {reinterpret_cast<float*>(impl_->workspace.data()), impl_->workspace.size() / sizeof(float)},
+      ready);
+}
+
+#else
+
+// No layout of a build without NCCL wants it (LinkQuestion::nccl).
+struct NcclLinks::Impl {};
+
+NcclLinks::NcclLinks(JobGroups& /*groups*/, const PipelineLayout& /*layout*/,
+                     ComputeContext& /*compute*/, std::size_t /*largest_sum*/, std::size_t /*open*/,
+                     bool /*all_reduce*/) {
+  throw Error(ErrorCode::kInternal, "this build has no NCCL");
+}
+NcclLinks::~NcclLinks() = default;
+void NcclLinks::begin_group() {}
+NcclTicket NcclLinks::send(int, std::span<const std::byte>, const Event&) { return {}; }
+NcclTicket NcclLinks::recv(int, std::span<std::byte>, const Event&) { return {}; }
+void NcclLinks::end_group() {}
+void NcclLinks::wait_on_stream(NcclTicket& /*ticket*/) {}
+void NcclLinks::progress() {}
+bool NcclLinks::sums() const { return false; }
+NcclTicket NcclLinks::sum(std::span<float> /*values*/) { return {}; }
+
+#endif
+
+}  // namespace sluice

@@ -1,0 +1,66 @@
+// What a pipeline carries over NCCL: the messages of its NCCL edges and the sums over replicas, one
+// queue for both. Internal to the pipeline; empty where no edge and no sum is NCCL's.
+//
+// The host never waits for a device here: slots and gradients are ordered against the compute
+// stream by events. It may wait until NCCL has taken a group, polling the interrupt.
+#pragma once
+
+#include <memory>
+#include <span>
+
+#include "comm/nccl_queue.hpp"
+#include "runtime/job_groups.hpp"
+#include "runtime/layout.hpp"
+#include "schedules/plan.hpp"
+#include "stages/compute.hpp"
+
+namespace sluice {
+
+class NcclLinks {
+ public:
+  // Collective over the job. `largest_sum`: floats of the largest stage's gradients on this rank;
+  // `open`: messages open at once, over all engines. Throws as NcclCommunicator.
+  NcclLinks(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute,
+            std::size_t largest_sum, std::size_t open, bool all_reduce);
+  ~NcclLinks();
+  NcclLinks(const NcclLinks&) = delete;
+  NcclLinks& operator=(const NcclLinks&) = delete;
+
+  // One group of sends and receives; `ready` is recorded on the compute stream before.
+  void begin_group();
+  [[nodiscard]] NcclTicket send(int peer, std::span<const std::byte> data, const Event& ready);
+  [[nodiscard]] NcclTicket recv(int peer, std::span<std::byte> data, const Event& ready);
+  void end_group();
+  // What is put on the compute stream from now on runs after the message or sum.
+  void wait_on_stream(NcclTicket& ticket);
+  // Throws Error(kPeer | kDevice) where NCCL has failed; for waits of any kind.
+  void progress();
+
+  [[nodiscard]] bool sums() const;
+  // Over this stage's replicas, in place, behind everything on the compute stream so far.
+  [[nodiscard]] NcclTicket sum(std::span<float> values);
+
+  // Whether any edge of the layout, or its sums over replicas, go over NCCL.
+  [[nodiscard]] static bool wanted(const PipelineLayout& layout);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// Polled by whoever waits for a device: another rank's error, or NCCL's own.
+class JobWatch : public Interrupt {
+ public:
+  // `nccl` may be null.
+  JobWatch(Interrupt& control, NcclLinks* nccl) : control_(control), nccl_(nccl) {}
+  void poll() override {
+    control_.poll();
+    if (nccl_ != nullptr) nccl_->progress();
+  }
+
+ private:
+  Interrupt& control_;
+  NcclLinks* nccl_;
+};
+
+}  // namespace sluice
