@@ -44,6 +44,7 @@ struct Handles {
   std::recursive_mutex mutex;
   std::vector<cudaStream_t> default_streams;  // per device, made at first use
   std::set<cudaStream_t> streams;
+  std::vector<cudaStream_t> destroyed;  // kept, so that no new handle equals a dead one
   std::set<cudaEvent_t> events;
 };
 
@@ -295,7 +296,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   const std::lock_guard lock(handles().mutex);
   if (handles().streams.erase(stream) == 0) return note(cudaErrorInvalidResourceHandle);
   stream->queue->close();
-  delete stream;
+  stream->queue = nullptr;
+  handles().destroyed.push_back(stream);
   return cudaSuccess;
 }
 
