@@ -85,7 +85,9 @@ void require_usable(int index) {
   std::string why;
   const int count = count_devices(&why);
   const std::string wanted = "device cuda:" + std::to_string(index);
-  if (count == 0) throw Error(ErrorCode::kUsage, wanted + " cannot be used: " + why);
+  if (count == 0) {
+    throw Error(ErrorCode::kUsage, wanted + " cannot be used: " + why + "; legal: cpu");
+  }
   if (index >= count) {
     throw Error(ErrorCode::kUsage, wanted + " does not exist; legal: cuda:0" +
                                        (count > 1 ? " to cuda:" + std::to_string(count - 1) : "") +

@@ -41,6 +41,7 @@ std::vector<std::pair<std::string, std::string>> agreed_values(const PipelineOpt
   add("batch-size", options.batch_size);
   add("seed", options.seed);
   add("threads", options.threads);
+  add("tf32", options.tf32);
   add("device", to_string(options.devices));
   add("transport", name_of(options.transport));
   add("all-reduce", options.all_reduce);

@@ -40,6 +40,7 @@ struct PipelineOptions {
   std::int64_t batch_size = 0;        // samples per step over all replicas; 0: d * m * size
   std::uint64_t seed = 1;
   int threads = 1;
+  bool tf32 = false;  // a GPU's fp32 products may round their operands to TF32
   // What ranks compute on: one entry for all of them, or one per rank of a pipeline, or one per
   // rank of the job; see DeviceChoice.
   std::vector<DeviceChoice> devices = {{}};

@@ -64,8 +64,10 @@ void add_model_options(OptionTable& table, TransformerConfig& model, Words& word
                     "auto: 4 x width (gpt2), 8/3 x width rounded up to 64s (llama)", "auto");
   table.add_real("dropout", model.dropout, kBelowOne, "probability");
   table.add_flag("untie", words.untie, "give the head weights of its own");
-  table.add_choice("precision", words.precision, {"fp32", "bf16"},
-                   "of products' operands; weights, sums and the residual stream stay fp32");
+  table.add_choice(
+      "precision", words.precision, {"fp32", "tf32", "bf16"},
+      "of products' operands; weights, sums and the residual stream stay fp32; tf32: a "
+      "GPU's fp32 products round their operands, a CPU's do not");
   table.add_choice("recompute", words.recompute, {"none", "attention", "block"},
                    "what backward computes again instead of keeping it; the results are the same");
 }
@@ -148,6 +150,7 @@ void resolve_words(const Words& words, TrainOptions& options) {
   options.model.recompute = words.recompute == "block"       ? Recompute::kBlock
                             : words.recompute == "attention" ? Recompute::kAttention
                                                              : Recompute::kNone;
+  options.tf32 = words.precision == "tf32";
   options.model.tied = !words.untie;
   options.rank_order = parse_rank_order(words.rank_order);
   options.optimizer.kind = parse_optimizer(words.optimizer);

@@ -85,6 +85,7 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     layout = std::move(built.layout);
     stages = std::move(built.stages);
     compute = std::make_unique<ComputeContext>(groups.device, options.threads);
+    compute->set_tf32(options.tf32);
     mirror = std::make_unique<HostMirror>(*compute, groups.control.get());
     replica_sum = std::make_unique<ReplicaSum>(*groups.in_replicas, *compute, groups.control.get());
     replica_targets.resize(at(layout.topology.replicas));

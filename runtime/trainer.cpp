@@ -288,6 +288,7 @@ PipelineOptions pipeline_options(const ParsedTrain& parsed, std::vector<std::int
   options.devices = from.devices;
   options.transport = from.transport;
   options.all_reduce = from.all_reduce;
+  options.tf32 = from.tf32;
   options.optimizer = from.optimizer;
   options.learning_rate = from.learning_rate;
   options.clip = from.clip;

@@ -67,6 +67,12 @@ ComputeContext::ComputeContext(Device device, int threads)
 
 ComputeContext::~ComputeContext() = default;
 
+void ComputeContext::set_tf32([[maybe_unused]] bool allowed) {
+#if SLUICE_WITH_CUDA
+  if (cuda_ != nullptr) cuda_->set_tf32(allowed);
+#endif
+}
+
 std::byte* ComputeContext::workspace(std::size_t bytes) {
   reserve_workspace(bytes);
   return workspace_.data();

@@ -34,6 +34,9 @@ class ComputeContext {
   [[nodiscard]] MatMulCache& matmuls() { return *matmuls_; }
   [[nodiscard]] const Kernels& kernels() const { return *kernels_; }
 
+  // Whether a GPU's fp32 products may round their operands to TF32 (off at first); nothing on a
+  // CPU. Before the first product.
+  void set_tf32(bool allowed);
   // Of a GPU: library handles, prepared products. Requires device().kind == kCuda.
   [[nodiscard]] cuda::Context& cuda() { return *cuda_; }
 

@@ -116,8 +116,9 @@ TEST_P(DeviceTrainingTest, LossesAreTheCpusToRounding) {
   });
 }
 
-TEST_P(DeviceTrainingTest, CpusAndGpusShareAPipeline) {
-  if (GetParam() < 2) GTEST_SKIP() << "one rank has one device";
+class MixedPipelineTest : public DeviceTrainingTest {};
+
+TEST_P(MixedPipelineTest, CpusAndGpusInTurn) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     std::string mixed, other;
     for (int rank = 0; rank < GetParam(); ++rank) {
@@ -138,6 +139,7 @@ TEST_P(DeviceTrainingTest, CpusAndGpusShareAPipeline) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Depths, DeviceTrainingTest, ::testing::Values(1, 2, 3, 4));
+INSTANTIATE_TEST_SUITE_P(Depths, MixedPipelineTest, ::testing::Values(2, 3, 4));
 
 class DeviceReplicasTest : public DeviceTrainingTest {};
 
