@@ -36,7 +36,7 @@ ALLOWED = {
 FOREIGN = (
     (r"mpi\.h$", r"comm/[^/]+\.cpp$|comm/mpi_interop\.hpp$|tests/"),
     (r"nccl\.h$", r"comm/[^/]+\.(cpp|cu)$|tests/"),
-    (r"(cuda|cublas|cudnn|cub/)", r"(comm|stages|tests)/"),
+    (r"(cuda|cublas|cudnn|cub/)", r"(comm|stages|tests)/|examples/[^/]+\.cu$"),
     (r"dnnl", r"(stages|tests)/"),
     (r"boost/program_options", r"(runtime|tests)/"),
     (r"openssl/", r"(runtime|tests)/"),
@@ -111,6 +111,8 @@ PLANTED = (
     ("runtime/engine.cpp", "#include <mpi.h>", True),
     ("runtime/engine.cpp", '#include "tests/loopback.hpp"', True),
     ("examples/mlp.cpp", '#include "runtime/pipeline.hpp"', False),
+    ("examples/mlp.cpp", "#include <cublasLt.h>", True),
+    ("examples/mlp.cu", "#include <cublasLt.h>", False),
     ("tests/runtime/engine_test.cpp", '#include "runtime/engine.hpp"', False),
 )
 
