@@ -37,12 +37,24 @@ class Report {
 
   void row(const std::vector<nlohmann::ordered_json>& values) { rows_.push_back(values); }
 
+  // One more fact about where it was measured, such as the GPU's name.
+  void machine(const std::string& name, nlohmann::ordered_json value) {
+    machine_[name] = std::move(value);
+  }
+
   void print() const {
     fmt::print("{}\n{}, kernels {}, {}\n", title_, processor(), kernel_set(), matmul_library());
-    for (const std::string& column : columns_) fmt::print("{:>22}", column);
+    for (const auto& [name, value] : machine_.items()) fmt::print("{} {}\n", name, text(value));
+    std::vector<std::size_t> widths;
+    for (std::size_t i = 0; i < columns_.size(); ++i) {
+      std::size_t width = std::max<std::size_t>(columns_[i].size(), 20);
+      for (const auto& row : rows_) width = std::max(width, text(row[i]).size());
+      widths.push_back(width + 2);
+    }
+    for (std::size_t i = 0; i < columns_.size(); ++i) fmt::print("{:>{}}", columns_[i], widths[i]);
     fmt::print("\n");
     for (const auto& row : rows_) {
-      for (const auto& value : row) fmt::print("{:>22}", text(value));
+      for (std::size_t i = 0; i < row.size(); ++i) fmt::print("{:>{}}", text(row[i]), widths[i]);
       fmt::print("\n");
     }
     std::fflush(stdout);
@@ -55,6 +67,7 @@ class Report {
                                    {"processor", processor()},
                                    {"kernels", kernel_set()},
                                    {"matmul", matmul_library()}};
+    json.update(machine_);
     for (const auto& row : rows_) {
       nlohmann::ordered_json object;
       for (std::size_t i = 0; i < columns_.size(); ++i) object[columns_[i]] = row[i];
@@ -71,6 +84,7 @@ class Report {
   }
   std::string title_;
   std::vector<std::string> columns_;
+  nlohmann::ordered_json machine_ = nlohmann::ordered_json::object();
   std::vector<std::vector<nlohmann::ordered_json>> rows_;
 };
 

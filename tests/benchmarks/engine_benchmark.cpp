@@ -9,70 +9,12 @@
 
 #include "comm/loopback.hpp"
 #include "comm/transport.hpp"
-#include "runtime/array_source.hpp"
-#include "runtime/engine.hpp"
-#include "runtime/pipeline.hpp"
 #include "runtime/program.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
+#include "tests/benchmarks/idle_engine.hpp"
 
 namespace sluice::benchmarks {
 namespace {
-
-constexpr int kMicroBatches = 256;
-constexpr int kRounds = 201;
-
-class IdleStage : public Stage, public LossStage {
- public:
-  StageDescription describe(std::span<const TensorSpec> inputs, DeviceKind) const override {
-    return {{inputs[0]}};
-  }
-  void prepare(const StageSetup&) override {}
-  void forward(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {}
-  void backward(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {}
-  void loss(StageContext&, std::span<const Tensor>, std::span<const Tensor>, double* sum) override {
-    *sum = 0;
-  }
-  double target_weight(std::span<const Tensor>) const override { return 1; }
-};
-
-// Median nanoseconds per compute action of this rank.
-double engine_ns(Communicator& comm, const char* schedule) {
-  const int ranks = comm.size();
-  const Plan plan = make_plan(
-      lower(generate(schedule, {ranks, kMicroBatches, 1}), {.reduce_grad = false, .tied = {}}), {});
-  const std::vector<std::vector<EdgeTensor>> edge(static_cast<std::size_t>(ranks) + 1,
-                                                  {{{DType::kF32, Shape{1, 4}}, true}});
-  const EdgeTable edges({1}, {edge});
-  ComputeContext compute(Device{}, 1);
-  IdleStage stage;
-  const bool last = comm.rank() + 1 == ranks;
-  std::vector<SampleRange> ranges;
-  for (int m = 0; m < kMicroBatches; ++m) ranges.push_back({m, 1});
-  const auto source = make_array_source(std::vector<float>(4 * kMicroBatches, 1), 4,
-                                        std::vector<float>(kMicroBatches, 1), 1, kMicroBatches);
-  BatchLoader loader(*source, Phase::kTrain, ranges, comm.rank() == 0, last);
-  EngineConfig config;
-  config.plan = &plan;
-  config.rank = comm.rank();
-  config.edges = &edges;
-  config.stages = {{comm.rank(), &stage, nullptr, last ? &stage : nullptr}};
-  config.compute = &compute;
-  config.communicator = &comm;
-  Engine engine(config);
-  Collectives collectives(comm, 100, nullptr);
-  std::vector<double> times;
-  for (std::uint64_t round = 1; round <= kRounds; ++round) {
-    StepRequest request;
-    request.step = 1;
-    request.micro_batches = ranges;
-    request.batch = &loader.load(1);
-    collectives.barrier();
-    const double start = steady_seconds();
-    engine.run(request, nullptr);
-    times.push_back((steady_seconds() - start) * 1e9 / (2.0 * kMicroBatches));
-  }
-  return median(times);
-}
 
 // The same messages in the same order as two ranks' 1F1B, straight on MPI: receives posted two
 // ahead, every header written and compared, nothing else.

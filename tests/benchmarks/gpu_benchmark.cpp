@@ -1,0 +1,57 @@
+// GPU rows of the page of measurements, one at a time: tokens per second of GPT-2, products against
+// cuBLASLt called bare, memory-bound kernels against a device copy, what the host takes, and what
+// chunks cost. Needs a GPU (the tests' emulation of one proves the program, not a speed).
+//
+//   gpu_benchmark training|chunks|idle|issue|products|kernels [--model 124m|1.5b]
+//                 [--layers N] [--heads N] [--width N] [--context N] [--vocabulary N]
+//                 [--batch SAMPLES] [--micro-batch SAMPLES] [--rounds TURNS] [--steps STEPS OF A
+//                 TURN]
+//                 [--turn-seconds S] [--json FILE]
+#include <array>
+#include <cstdio>
+#include <exception>
+#include <string_view>
+
+#include "comm/error.hpp"
+#include "tests/benchmarks/gpu_rows.hpp"
+
+namespace sluice::benchmarks {
+namespace {
+
+struct Row {
+  std::string_view name;
+  void (*run)(const GpuOptions&);
+};
+
+constexpr std::array kRows = {Row{"training", training_row}, Row{"chunks", chunks_row},
+                              Row{"idle", idle_row},         Row{"issue", issue_row},
+                              Row{"products", products_row}, Row{"kernels", kernels_row}};
+
+void run(int argc, char** argv) {
+  const std::string_view name = argc > 1 ? argv[1] : "";
+  for (const Row& row : kRows) {
+    if (row.name != name) continue;
+    const GpuOptions options = parse_gpu_options(argc, argv);
+    require_device(kBenchmarkGpu);
+    return row.run(options);
+  }
+  throw Error(ErrorCode::kUsage,
+              fmt::format("the first argument is '{}'; legal: training, chunks, idle, issue, "
+                          "products, kernels",
+                          name));
+}
+
+}  // namespace
+}  // namespace sluice::benchmarks
+
+int main(int argc, char** argv) {
+  try {
+    sluice::benchmarks::run(argc, argv);
+  } catch (const sluice::Error& error) {
+    std::fprintf(stderr, "gpu_benchmark: %s\n", error.what());
+    return sluice::exit_code(error.code());
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "gpu_benchmark: %s\n", error.what());
+    return 1;
+  }
+}

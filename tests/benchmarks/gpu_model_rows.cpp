@@ -1,0 +1,249 @@
+// Rows that train: whole steps, chunks, waiting for the host, and the engine alone.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <memory>
+
+#include "comm/loopback.hpp"
+#include "runtime/pipeline.hpp"
+#include "runtime/trace.hpp"
+#include "stages/partition.hpp"
+#include "tests/benchmarks/gpu_rows.hpp"
+#include "tests/benchmarks/idle_engine.hpp"
+#include "tests/benchmarks/token_source.hpp"
+
+namespace sluice::benchmarks {
+
+namespace {
+
+constexpr double kPeakFlops = 989e12;  // dense bf16 of an H100 or H200, by NVIDIA's data sheet
+
+// 6 N for the products of weights, 6 L C T for those of attention, where half is masked.
+double flops_per_token(const TransformerConfig& model) {
+  return 6.0 * static_cast<double>(parameter_count(model)) +
+         6.0 * model.layers * static_cast<double>(model.width) * model.context;
+}
+
+// A model trained on one rank on the GPU.
+class Run {
+ public:
+  // `share`: of the GPU's free memory that the run may plan for.
+  Run(Communicator& comm, const GpuOptions& options, int chunks, double share, bool trace = false)
+      : options_(options), source_(options.model.context, options.tokens) {
+    settings_.devices = parse_devices("cuda");
+    settings_.schedule = chunks == 1 ? "1f1b" : "interleaved";
+    settings_.chunks = chunks;
+    settings_.learning_rate = {.peak = 1e-5, .constant = true};
+    settings_.trace = trace;
+    const std::vector<double> costs = layer_costs(options.model);
+    factory_ = [model = options.model, costs](int stage, int stages) {
+      return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+    };
+    choose_micro_batch(comm, share);
+    pipeline_ = std::make_unique<Pipeline>(comm, settings_, factory_, source_);
+  }
+
+  // Wall seconds per step, with the stream drained before and after.
+  double seconds_per_step() {
+    drain();
+    const double start = steady_seconds();
+    for (int i = 0; i < options_.steps; ++i) loss_ = pipeline_->train_step().loss;
+    drain();
+    return (steady_seconds() - start) / options_.steps;
+  }
+
+  // Until products, attention graphs and slots have been made.
+  void warm_up() {
+    for (int i = 0; i < 2; ++i) (void)pipeline_->train_step();
+  }
+
+  void drain() { pipeline_->compute().stream().synchronize(); }
+
+  Pipeline& pipeline() { return *pipeline_; }
+  [[nodiscard]] std::int64_t micro_batch() const { return settings_.micro_batch_size; }
+  [[nodiscard]] int micro_batches() const { return settings_.micro_batches; }
+  [[nodiscard]] double loss() const { return loss_; }
+  [[nodiscard]] double planned_gib() const {
+    return static_cast<double>(pipeline_->layout().memory[0].total()) / 1073741824.0;
+  }
+
+ private:
+  // The most samples that divide the batch, fit, and whose logits a 32-bit index can count.
+  void choose_micro_batch(Communicator& comm, double share) {
+    const auto free = static_cast<double>(properties_of(kBenchmarkGpu).free_memory);
+    for (std::int64_t samples = options_.batch; samples >= 1; --samples) {
+      if (options_.micro_batch != 0) samples = options_.micro_batch;
+      if (options_.batch % samples != 0) continue;
+      settings_.micro_batch_size = samples;
+      settings_.micro_batches = static_cast<int>(options_.batch / samples);
+      if (options_.micro_batch != 0) return;
+      if (samples * options_.model.context * options_.model.vocabulary > INT32_MAX) continue;
+      const PipelineLayout layout = Pipeline::plan_layout(comm, settings_, factory_, source_);
+      if (static_cast<double>(layout.memory[0].total()) <= share * free) return;
+    }
+  }
+
+  GpuOptions options_;
+  RandomTokens source_;
+  PipelineOptions settings_;
+  StageFactory factory_;
+  std::unique_ptr<Pipeline> pipeline_;
+  double loss_ = 0;
+};
+
+double tokens_per_second(const GpuOptions& options, double seconds) {
+  return static_cast<double>(options.rows()) / seconds;
+}
+
+}  // namespace
+
+void training_row(const GpuOptions& options) {
+  run_loopback(1, [&](Communicator& comm) {
+    Run run(comm, options, 1, 0.85);
+    run.warm_up();
+    std::vector<double> turns;
+    for (int i = 0; i < options.rounds; ++i) turns.push_back(run.seconds_per_step());
+    const double seconds = median(turns), speed = tokens_per_second(options, seconds);
+    Report report =
+        gpu_report("GPU: training", {"model", "parameters", "samples", "micro-batch", "tokens/s",
+                                     "share of 989 TFLOP/s", "ms per step", "planned GiB", "loss"});
+    report.row({options.model_name, parameter_count(options.model), options.batch,
+                run.micro_batch(), speed, speed * flops_per_token(options.model) / kPeakFlops,
+                seconds * 1e3, run.planned_gib(), run.loss()});
+    report.print();
+    report.save(options.json);
+  });
+}
+
+void chunks_row(const GpuOptions& options) {
+  run_loopback(1, [&](Communicator& comm) {
+    constexpr int kChunks = 4;
+    // Both at once: first the one in chunks decides for the micro-batch, then the other takes it.
+    GpuOptions same = options;
+    Run parted(comm, options, kChunks, 0.4);
+    same.micro_batch = parted.micro_batch();
+    Run whole(comm, same, 1, 0.9);
+    parted.warm_up();
+    whole.warm_up();
+    std::vector<double> in_chunks, at_once;
+    for (int i = 0; i < options.rounds; ++i) {
+      in_chunks.push_back(parted.seconds_per_step());
+      at_once.push_back(whole.seconds_per_step());
+    }
+    const double chunked = tokens_per_second(options, median(in_chunks));
+    const double unsplit = tokens_per_second(options, median(at_once));
+    Report report = gpu_report("GPU: four chunks on one rank against the model unsplit",
+                               {"model", "samples", "micro-batch", "chunks tokens/s",
+                                "unsplit tokens/s", "ratio", "same loss"});
+    report.row({options.model_name, options.batch, parted.micro_batch(), chunked, unsplit,
+                chunked / unsplit, parted.loss() == whole.loss()});
+    report.print();
+    report.save(options.json);
+  });
+}
+
+namespace {
+
+// Of one step's compute actions on the device.
+struct StepTimes {
+  double span = 0;  // first start to last end
+  double busy = 0;  // sum over the actions
+};
+
+StepTimes times_of(Pipeline& pipeline) {
+  constexpr double kNever = std::numeric_limits<double>::infinity();
+  double first = kNever, last = -kNever;
+  for (const TraceEvent& event : pipeline.trace()) {
+    if (event.track != TraceTrack::kCompute) continue;
+    first = std::min(first, event.start);
+    last = std::max(last, event.end);
+  }
+  return {last - first, pipeline.last_outcome().busy_seconds};
+}
+
+// Copies that keep the stream busy for about `seconds`, so that the host gets ahead of it.
+class HeadStart {
+ public:
+  explicit HeadStart(ComputeContext& ctx)
+      : ctx_(ctx),
+        bytes_(std::min(std::size_t{1} << 30, properties_of(ctx.device()).free_memory / 32)),
+        from_(ctx.device(), bytes_),
+        to_(ctx.device(), bytes_) {
+    fill_zero_async(from_.data(), bytes_, ctx_.stream());
+    copy();
+    const Event start = mark();
+    for (int i = 0; i < kTrial; ++i) copy();
+    const Event end = mark();
+    ctx_.stream().synchronize();
+    seconds_ = std::max(end.seconds_since(start) / kTrial, 1e-7);
+  }
+  void give(double seconds) {
+    const int copies = static_cast<int>(std::ceil(seconds / seconds_));
+    for (int i = 0; i < copies; ++i) copy();
+  }
+
+ private:
+  static constexpr int kTrial = 8;
+  void copy() { copy_async(to_.data(), from_.data(), bytes_, ctx_.stream()); }
+  Event mark() {
+    Event event(ctx_.device(), /*timed=*/true);
+    event.record(ctx_.stream());
+    return event;
+  }
+  ComputeContext& ctx_;
+  std::size_t bytes_;
+  Buffer from_, to_;
+  double seconds_ = 0;
+};
+
+}  // namespace
+
+// How long the GPU waits for the host, without a profiler: a step's actions are timed by events on
+// the device once as they come, once behind copies that keep the stream busy until the host has
+// put all of the step (or as much as the driver's queue takes) on it. What the first takes longer
+// is idleness. The pause of about a microsecond that the hardware makes between two kernels that
+// are both waiting in the queue is in neither and counts as work here.
+void idle_row(const GpuOptions& options) {
+  run_loopback(1, [&](Communicator& comm) {
+    Run run(comm, options, 1, 0.8, /*trace=*/true);
+    run.warm_up();
+    HeadStart head_start(run.pipeline().compute());
+    std::vector<double> spans, live, ahead;
+    for (int i = 0; i < options.rounds; ++i) {
+      run.drain();
+      (void)run.pipeline().train_step();
+      const StepTimes as_they_come = times_of(run.pipeline());
+      spans.push_back(as_they_come.span);
+      live.push_back(as_they_come.busy);
+      run.drain();
+      head_start.give(as_they_come.span);
+      (void)run.pipeline().train_step();
+      ahead.push_back(times_of(run.pipeline()).busy);
+    }
+    const double span = median(spans);
+    Report report = gpu_report("GPU: waiting for the host within a step",
+                               {"model", "samples", "micro-batch", "span ms", "actions ms",
+                                "queued ahead ms", "idle share"});
+    report.row({options.model_name, options.batch, run.micro_batch(), span * 1e3,
+                median(live) * 1e3, median(ahead) * 1e3, 1 - median(ahead) / span});
+    report.print();
+    report.save(options.json);
+  });
+}
+
+void issue_row(const GpuOptions& options) {
+  Report report = gpu_report("GPU: host time per compute action, stages that do nothing",
+                             {"schedule", "device", "host ns per action"});
+  for (const Device device : {Device{}, kBenchmarkGpu}) {
+    for (const char* schedule : {"1f1b", "gpipe"}) {
+      run_loopback(1, [&](Communicator& comm) {
+        report.row({schedule, to_string(device), engine_ns(comm, schedule, device)});
+      });
+    }
+  }
+  report.print();
+  report.save(options.json);
+}
+
+}  // namespace sluice::benchmarks

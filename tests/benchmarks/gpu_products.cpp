@@ -1,0 +1,252 @@
+// Every matrix product of a GPT-2 block and of the head, as the layers run it, against cuBLASLt
+// called bare: the same operands, epilogue and scratch, the first algorithm that its heuristic
+// names.
+#include <cublasLt.h>
+
+#include <algorithm>
+#include <memory>
+#include <type_traits>
+
+#include "comm/error.hpp"
+#include "stages/cuda/context.hpp"
+#include "stages/cuda/matmul.hpp"
+#include "tests/benchmarks/gpu_rows.hpp"
+
+namespace sluice::benchmarks {
+
+namespace {
+
+void require(cublasStatus_t status, const char* what) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  throw Error(ErrorCode::kDevice, fmt::format("{}: {}", what, cublasLtGetStatusName(status)));
+}
+
+template <typename Handle, cublasStatus_t (*Destroy)(Handle)>
+struct Destroyer {
+  using pointer = Handle;
+  void operator()(Handle handle) const { Destroy(handle); }
+};
+template <typename Handle, cublasStatus_t (*Destroy)(Handle)>
+using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroyer<Handle, Destroy>>;
+using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
+
+enum class Direction { kForward, kInput, kWeight };
+
+// One product of a linear layer over `rows` rows.
+struct Product {
+  std::string name;
+  Direction direction;
+  std::int64_t rows, in, out;
+  DType result;
+  cuda::Epilogue epilogue = cuda::Epilogue::kNone;
+  bool bias = false;
+  int uses = 1;  // in a step's micro-batch
+};
+
+// What the GPU's layers ask for: see stages/cuda/linear.cpp.
+cuda::ProductSpec spec_of(const Product& product) {
+  const std::int64_t rows = product.rows, in = product.in, out = product.out;
+  MatMulSpec spec;
+  spec.operands = DType::kBf16;
+  spec.result = product.result;
+  spec.bias = product.bias;
+  const auto shape = [&spec](std::int64_t m, std::int64_t n, std::int64_t k) {
+    spec.m = m;
+    spec.n = n;
+    spec.k = k;
+    spec.a.row = k;
+    spec.b.row = n;
+    spec.c.row = n;
+  };
+  switch (product.direction) {
+    case Direction::kForward:  // y = x weightᵀ
+      shape(rows, out, in);
+      spec.b = {.row = 1, .column = in, .batch = 0};
+      break;
+    case Direction::kInput:  // dx = dy weight
+      shape(rows, in, out);
+      break;
+    case Direction::kWeight:  // dweight += dyᵀ x
+      shape(out, in, rows);
+      spec.a = {.row = 1, .column = out, .batch = 0};
+      spec.accumulate = true;
+      break;
+  }
+  return {spec, product.epilogue};
+}
+
+// The library straight, in its own column-major words: c [n, m] = b' a', where a row-major matrix
+// is its transpose.
+class BareProduct {
+ public:
+  BareProduct(ComputeContext& ctx, const Product& product, const cuda::ProductOperands& operands)
+      : ctx_(ctx), operands_(operands), beta_(product.direction == Direction::kWeight ? 1.0F : 0) {
+    const MatMulSpec spec = spec_of(product).product;
+    cublasLtMatmulDesc_t made = nullptr;
+    require(cublasLtMatmulDescCreate(&made, CUBLAS_COMPUTE_32F, CUDA_R_32F), "description");
+    description_.reset(made);
+    const bool transposes_weight = product.direction == Direction::kForward;
+    const bool transposes_gradient = product.direction == Direction::kWeight;
+    set(CUBLASLT_MATMUL_DESC_TRANSA, transposes_weight ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_TRANSB, transposes_gradient ? CUBLAS_OP_T : CUBLAS_OP_N);
+    b_ = transposes_weight ? layout(CUDA_R_16BF, spec.k, spec.n)
+                           : layout(CUDA_R_16BF, spec.n, spec.k);
+    a_ = transposes_gradient ? layout(CUDA_R_16BF, spec.m, spec.k)
+                             : layout(CUDA_R_16BF, spec.k, spec.m);
+    c_ = layout(spec.result == DType::kBf16 ? CUDA_R_16BF : CUDA_R_32F, spec.n, spec.m);
+    set_epilogue(product, spec);
+    choose_algorithm();
+  }
+
+  void run() {
+    const float one = 1;
+    require(
+        cublasLtMatmul(ctx_.cuda().cublas(), description_.get(), &one, operands_.b, b_.get(),
+                       operands_.a, a_.get(), &beta_, operands_.c, c_.get(), operands_.c, c_.get(),
+                       &algorithm_, ctx_.cuda().workspace(), cuda::Context::kWorkspaceBytes,
+                       static_cast<cudaStream_t>(ctx_.stream().native())),
+        "cublasLtMatmul");
+  }
+
+ private:
+  template <typename Value>
+  void set(cublasLtMatmulDescAttributes_t attribute, const Value& value) {
+    require(cublasLtMatmulDescSetAttribute(description_.get(), attribute, &value, sizeof(value)),
+            "attribute");
+  }
+  static Layout layout(cudaDataType_t type, std::int64_t rows, std::int64_t columns) {
+    cublasLtMatrixLayout_t made = nullptr;
+    require(cublasLtMatrixLayoutCreate(&made, type, static_cast<std::uint64_t>(rows),
+                                       static_cast<std::uint64_t>(columns), rows),
+            "layout");
+    return Layout(made);
+  }
+  void set_epilogue(const Product& product, const MatMulSpec& spec) {
+    cublasLtEpilogue_t epilogue = product.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    if (product.epilogue == cuda::Epilogue::kGelu) epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+    if (product.epilogue == cuda::Epilogue::kGeluGradient) epilogue = CUBLASLT_EPILOGUE_DGELU;
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
+    if (product.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands_.bias);
+    if (product.epilogue == cuda::Epilogue::kNone) return;
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands_.aux);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, spec.n);
+  }
+  void choose_algorithm() {
+    cublasLtMatmulPreference_t preference = nullptr;
+    require(cublasLtMatmulPreferenceCreate(&preference), "preference");
+    const Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy> owner(preference);
+    const std::size_t scratch = cuda::Context::kWorkspaceBytes;
+    require(cublasLtMatmulPreferenceSetAttribute(
+                preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &scratch, sizeof(scratch)),
+            "preference");
+    cublasLtMatmulHeuristicResult_t result = {};
+    int found = 0;
+    require(
+        cublasLtMatmulAlgoGetHeuristic(ctx_.cuda().cublas(), description_.get(), b_.get(), a_.get(),
+                                       c_.get(), c_.get(), preference, 1, &result, &found),
+        "cublasLtMatmulAlgoGetHeuristic");
+    if (found == 0) require(CUBLAS_STATUS_NOT_SUPPORTED, "cublasLtMatmulAlgoGetHeuristic");
+    algorithm_ = result.algo;
+  }
+
+  ComputeContext& ctx_;
+  cuda::ProductOperands operands_;
+  float beta_;
+  Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy> description_;
+  Layout a_, b_, c_;
+  cublasLtMatmulAlgo_t algorithm_ = {};
+};
+
+// One micro-batch's products, every layer of one kind once.
+std::vector<Product> products_of(ComputeContext& ctx, const GpuOptions& options) {
+  const TransformerConfig& model = options.model;
+  const std::int64_t w = model.width;
+  const std::int64_t samples = options.micro_batch != 0 ? options.micro_batch : options.batch / 4;
+  const std::int64_t rows = std::max<std::int64_t>(samples, 1) * model.context;
+  std::vector<Product> products;
+  const auto layer = [&](const std::string& name, std::int64_t in, std::int64_t out, bool bias,
+                         DType result, int uses) {
+    products.push_back(
+        {name + " forward", Direction::kForward, rows, in, out, result, {}, bias, uses});
+    products.push_back({name + " input gradient",
+                        Direction::kInput,
+                        rows,
+                        in,
+                        out,
+                        DType::kBf16,
+                        {},
+                        false,
+                        uses});
+    products.push_back({name + " weight gradient",
+                        Direction::kWeight,
+                        rows,
+                        in,
+                        out,
+                        DType::kF32,
+                        {},
+                        false,
+                        uses});
+  };
+  layer("qkv", w, 3 * w, true, DType::kBf16, model.layers);
+  layer("output", w, w, true, DType::kBf16, model.layers);
+  layer("up", w, 4 * w, true, DType::kBf16, model.layers);
+  layer("down", 4 * w, w, true, DType::kBf16, model.layers);
+  layer("head", w, model.vocabulary, false, DType::kF32, 1);
+  // Fused where the layers fuse: as they ask, by whether the library can.
+  const auto fuse = [&](const std::string& name, cuda::Epilogue epilogue) {
+    for (Product& product : products) {
+      if (product.name != name || ctx.cuda().compute_capability() < 90) continue;
+      Product fused = product;
+      fused.epilogue = epilogue;
+      if (ctx.cuda().matmuls().supports(spec_of(fused))) product = fused;
+    }
+  };
+  fuse("up forward", cuda::Epilogue::kGelu);
+  fuse("down input gradient", cuda::Epilogue::kGeluGradient);
+  return products;
+}
+
+cuda::ProductOperands operands_of(RandomOperands& memory, const Product& product) {
+  const MatMulSpec spec = spec_of(product).product;
+  cuda::ProductOperands operands;
+  operands.a = memory.make(DType::kBf16, {spec.m, spec.k}).data;
+  operands.b = memory.make(DType::kBf16, {spec.k, spec.n}).data;
+  operands.c = memory.make(spec.result, {spec.m, spec.n}).data;
+  operands.bias = memory.make(spec.result, {spec.n}).data;
+  if (product.epilogue != cuda::Epilogue::kNone) {
+    operands.aux = memory.make(spec.result, {spec.m, spec.n}).data;
+  }
+  return operands;
+}
+
+}  // namespace
+
+void products_row(const GpuOptions& options) {
+  ComputeContext ctx(kBenchmarkGpu, 1);
+  Report report = gpu_report(
+      "GPU: matrix products against cuBLASLt called bare",
+      {"product", "m x n x k", "TFLOP/s", "bare TFLOP/s", "ratio", "ms per micro-batch"});
+  double all = 0, all_bare = 0;
+  for (const Product& product : products_of(ctx, options)) {
+    RandomOperands memory(ctx.device());
+    const cuda::ProductOperands operands = operands_of(memory, product);
+    const cuda::ProductSpec spec = spec_of(product);
+    BareProduct bare(ctx, product, operands);
+    const std::vector<double> seconds =
+        in_turns(ctx, options,
+                 {{"ours", [&] { ctx.cuda().matmuls().run(spec, operands); }},
+                  {"bare", [&] { bare.run(); }}});
+    const double flops = spec.product.flops();
+    report.row({product.name,
+                fmt::format("{} x {} x {}", spec.product.m, spec.product.n, spec.product.k),
+                flops / seconds[0] * 1e-12, flops / seconds[1] * 1e-12, seconds[1] / seconds[0],
+                seconds[0] * product.uses * 1e3});
+    all += seconds[0] * product.uses;
+    all_bare += seconds[1] * product.uses;
+  }
+  report.row({"all of a micro-batch", "", "", "", all_bare / all, all * 1e3});
+  report.print();
+  report.save(options.json);
+}
+
+}  // namespace sluice::benchmarks

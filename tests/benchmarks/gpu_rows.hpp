@@ -1,0 +1,77 @@
+// What the rows of gpu_benchmark share: sizes, timing on the compute stream, random operands.
+//
+// Things are compared in turns within one run, and a figure is the median of the turns' figures.
+// Time is the device's own, between two timed events on the stream, but for whole training steps
+// and for what the host takes, which are the host's wall clock with the stream drained at both
+// ends.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.hpp"
+#include "stages/compute.hpp"
+#include "stages/tensor.hpp"
+#include "stages/transformer.hpp"
+#include "tests/benchmarks/benchmark_report.hpp"
+
+namespace sluice::benchmarks {
+
+struct GpuOptions {
+  std::string model_name = "124m";
+  // 124M: tokens are below `tokens`; the table has more rows, so that its products are not slowed.
+  TransformerConfig model = {};
+  int tokens = 50257;
+  std::int64_t batch = 64;       // samples per step
+  std::int64_t micro_batch = 0;  // samples; 0: the most that divides the batch and fits
+  int rounds = 5;                // turns
+  int steps = 4;                 // training steps of one turn
+  double turn_seconds = 0.02;    // at least, of a kernel's turn
+  std::string json;              // appended to, if any
+
+  [[nodiscard]] std::int64_t rows() const { return batch * model.context; }
+};
+
+// Throws Error(kUsage) naming the option. `argv[1]` is the row.
+[[nodiscard]] GpuOptions parse_gpu_options(int argc, char** argv);
+
+// The rows; each prints its table and appends its JSON line.
+void training_row(const GpuOptions& options);  // tokens per second of whole steps
+void chunks_row(const GpuOptions& options);    // four chunks on one rank against one
+void idle_row(const GpuOptions& options);      // the GPU waiting for the host within a step
+void issue_row(const GpuOptions& options);     // the host's time per action
+void products_row(const GpuOptions& options);  // against cuBLASLt called bare
+void kernels_row(const GpuOptions& options);   // bytes per second against a device copy
+
+inline constexpr Device kBenchmarkGpu = {DeviceKind::kCuda, 0};
+
+// A report that also says which GPU and libraries it was measured on.
+[[nodiscard]] Report gpu_report(const std::string& title, std::vector<std::string> columns);
+
+// Device memory of random values between -0.5 and 0.5 that are no denormals, in bf16 and f32 alike:
+// random bits, because a product of zeros runs faster than one of numbers.
+class RandomOperands {
+ public:
+  explicit RandomOperands(Device device);
+  [[nodiscard]] Tensor make(DType dtype, const Shape& shape);
+  // i32 values in [0, below).
+  [[nodiscard]] Tensor indices(const Shape& shape, int below);
+
+ private:
+  Device device_;
+  std::vector<std::uint16_t> pattern_;
+  std::vector<Buffer> buffers_;
+};
+
+struct Contender {
+  std::string name;
+  std::function<void()> run;  // puts work on the context's stream
+};
+// Median device seconds of one run of each, in turns: every turn repeats each contender for at
+// least options.turn_seconds.
+[[nodiscard]] std::vector<double> in_turns(ComputeContext& ctx, const GpuOptions& options,
+                                           const std::vector<Contender>& contenders);
+
+}  // namespace sluice::benchmarks
