@@ -1,0 +1,443 @@
+#!/usr/bin/env bash
+# What only a machine with a GPU can tell, in commands of under nine minutes each:
+#
+#   tests/gpu_check.sh build-and-test    configures, builds and runs the tests labelled gpu
+#   tests/gpu_check.sh sanitize          compute-sanitizer's memcheck, racecheck and initcheck over
+#                                        the operators' tests; what they find fails it
+#   tests/gpu_check.sh benchmark         the GPU rows of tests/benchmarks/README.md
+#   tests/gpu_check.sh pack FOLDER       elsewhere, before: what a bare machine lacks, into one folder
+#                                        (Debian's packages as files; with `pack FOLDER BUILD` the
+#                                        built tests and benchmark of that build folder, and what
+#                                        they need to run)
+#
+# Each command can be called again after whatever ended it and goes on from there; exit code 75 asks
+# for that: its time was up before its work was done. 0: all done and well; 1: something failed; 2:
+# wrong use, or something needed is missing. Reports are there at all times, also of a part:
+# COMMAND.txt and COMMAND.jsonl.
+#
+# From the environment:
+#   SLUICE_GPU_REPORT   folder of reports          [$OUT where that is set, else build/gpu-report]
+#   SLUICE_GPU_STATE    folder of what is done     [build/gpu-state]
+#   SLUICE_GPU_DEPS     a folder that `pack` made  [none: the system has everything]
+#   SLUICE_GPU_BUILD    a folder that `pack` put builds into (FOLDER/build): nothing is built here
+#   SLUICE_GPU_SECONDS  of one call                [530]
+#   SLUICE_GPU_CMAKE    more arguments of the configuration, such as -DSLUICE_CUDA_ARCHITECTURES=90
+#   SLUICE_GPU_ROWS     more arguments of every row of gpu_benchmark, to try the script itself
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+command=${1:-}
+state=${SLUICE_GPU_STATE:-build/gpu-state}
+reports=${SLUICE_GPU_REPORT:-${OUT:-build/gpu-report}}
+seconds=${SLUICE_GPU_SECONDS:-530}
+build=build/cuda
+failed=0
+
+# Debian 12's packages that programs of ours need to run, and more of them to be built, where a
+# compiler, CMake, Ninja and the CUDA toolkit are there.
+to_run='openmpi-bin openmpi-common libopenmpi3 libhwloc15 libevent-core-2.1-7 libevent-pthreads-2.1-7
+  libpmix2 libmunge2 libltdl7 libudev1 zlib1g libdnnl2 ocl-icd-libopencl1
+  libboost-program-options1.74.0 libfmt9 libssl3'
+to_build='libopenmpi-dev libdnnl-dev libboost1.74-dev libboost-program-options1.74-dev libfmt-dev
+  nlohmann-json3-dev libgtest-dev libgmock-dev googletest libssl-dev'
+
+usage() {
+  sed -n '2,/^set /s/^# \{0,1\}//p' "$0" | sed '$d'
+}
+
+die() {
+  echo "gpu_check: $*" >&2
+  exit 2
+}
+
+left() {
+  echo $((seconds - SECONDS))
+}
+
+# --- steps: each is done once for the same inputs ---
+
+# Appends what is known of a step to the command's report. $1: name, $2: result, $3: seconds, $4: log
+write_record() {
+  python3 - "$command" "$@" >"$state/$command/$1.json" <<'PYTHON'
+import json, sys
+command, name, result, seconds, log = sys.argv[1:6]
+tail = open(log, encoding="utf-8", errors="replace").read().splitlines()[-40:]
+print(json.dumps({"command": command, "step": name, "result": result, "seconds": int(seconds),
+                  **({} if result == "passed" else {"log": tail})}))
+PYTHON
+  write_report
+}
+
+# All of the command's steps so far, in the order in which they were first begun.
+write_report() {
+  local name
+  mkdir -p "$reports"
+  : >"$reports/$command.txt"
+  : >"$reports/$command.jsonl"
+  while read -r name; do
+    [[ -f $state/$command/$name.json ]] || continue
+    {
+      printf '== %s\n' "$name"
+      if [[ -f $state/$command/$name.log ]]; then tail -n 400 "$state/$command/$name.log"; fi
+      printf '\n'
+    } >>"$reports/$command.txt"
+    cat "$state/$command/$name.json" >>"$reports/$command.jsonl"
+    if [[ -f $state/$command/$name.rows ]]; then
+      cat "$state/$command/$name.rows" >>"$reports/$command.jsonl"
+    fi
+  done < <(cat "$state/$command/order" 2>/dev/null || true)
+}
+
+stop_here() {
+  write_report
+  echo "gpu_check: the time of this call is up at '$1'; call '$0 $command' again to go on" >&2
+  exit 75
+}
+
+# step NAME INPUTS COMMAND...: runs it, unless it was done for the same INPUTS (any text). A step
+# whose program ends with 77 is skipped. One that alone takes longer than a call fails.
+step() {
+  local name=$1 inputs=$2 started=$SECONDS code=0 result=passed
+  local base=$state/$command/$name
+  shift 2
+  mkdir -p "$state/$command"
+  grep -qxF "$name" "$state/$command/order" 2>/dev/null || echo "$name" >>"$state/$command/order"
+  if [[ -f $base.done && $(<"$base.done") == "$inputs" ]]; then
+    echo "-- $name: done before"
+    return
+  fi
+  if (($(left) < 20)); then stop_here "$name"; fi
+  echo "-- $name"
+  rm -f "$base.rows"
+  timeout --kill-after=10 "$(left)" "$@" >"$base.log" 2>&1 || code=$?
+  if ((code == 124 || code == 137)); then
+    if ((started > 30)) || [[ $name == build || $name == test ]]; then stop_here "$name"; fi
+    result='failed: longer than a whole call'
+  elif ((code == 77)); then
+    result=skipped
+  elif ((code != 0)); then
+    result="failed: exit code $code"
+  fi
+  if [[ $result == failed* ]]; then
+    failed=1
+    tail -n 30 "$base.log"
+  else
+    printf '%s' "$inputs" >"$base.done"
+  fi
+  echo "   $result after $((SECONDS - started)) s"
+  write_record "$name" "$result" "$((SECONDS - started))" "$base.log"
+}
+
+# A name for the contents of files.
+contents() {
+  sha256sum "$@" | sha256sum | cut -c 1-16
+}
+
+finish() {
+  write_report
+  echo "gpu_check: $command: $1; report in $reports/$command.txt and $reports/$command.jsonl"
+  exit "$failed"
+}
+
+# --- the machine, and what was brought along ---
+
+# Packages that `pack` fetched, unpacked once, and found before the system's.
+use_packages() {
+  local root architecture=x86_64-linux-gnu name package
+  [[ -n ${SLUICE_GPU_DEPS:-} ]] || return 0
+  compgen -G "$SLUICE_GPU_DEPS/*.deb" >/dev/null || die "no packages in SLUICE_GPU_DEPS=$SLUICE_GPU_DEPS"
+  mkdir -p "$state"
+  root=$(realpath "$state")/root
+  if [[ ! -f $root/done ]]; then
+    rm -rf "$root"
+    mkdir -p "$root"
+    for package in "$SLUICE_GPU_DEPS"/*.deb; do unpack "$package" "$root"; done
+    # What Debian's alternatives would make.
+    for name in mpirun mpiexec; do ln -sf orterun "$root/usr/bin/$name"; done
+    ln -sf opal_wrapper "$root/usr/bin/mpicc"
+    ln -sfn ../etc/openmpi "$root/usr/etc" 2>/dev/null || true
+    touch "$root/done"
+  fi
+  export OPAL_PREFIX=$root/usr
+  export OPAL_LIBDIR=$root/usr/lib/$architecture/openmpi/lib
+  export OPAL_INCLUDEDIR=$root/usr/lib/$architecture/openmpi/include
+  export OPAL_PKGLIBDIR=$OPAL_LIBDIR/openmpi3
+  export OPAL_DATADIR=$root/usr/share OPAL_PKGDATADIR=$root/usr/share/openmpi
+  export OPAL_SYSCONFDIR=$root/etc/openmpi
+  export PATH=$root/usr/bin:$PATH
+  libraries+=("$root/usr/lib/$architecture" "$root/lib/$architecture" "$OPAL_LIBDIR")
+  configuration+=("-DCMAKE_PREFIX_PATH=$root/usr" "-DOPENSSL_ROOT_DIR=$root/usr"
+    "-DMPI_C_COMPILER=$root/usr/bin/mpicc" "-DMPIEXEC_EXECUTABLE=$root/usr/bin/mpirun"
+    "-DSLUICE_DNNL_INCLUDE=$root/usr/include" "-DSLUICE_DNNL_LIBRARY=$root/usr/lib/$architecture/libdnnl.so"
+    "-DCMAKE_CXX_FLAGS=-isystem $root/usr/include -isystem $root/usr/include/$architecture"
+    "-DCMAKE_EXE_LINKER_FLAGS=-Wl,-rpath-link,$root/usr/lib/$architecture:$root/lib/$architecture:$OPAL_LIBDIR")
+}
+
+unpack() {
+  if command -v dpkg-deb >/dev/null; then
+    dpkg-deb -x "$1" "$2"
+  else # a .deb is an ar archive of tar archives
+    ar p "$1" data.tar.xz | tar -xJ -C "$2"
+  fi
+}
+
+# cuDNN and NCCL of Python's packages, where the toolkit has none: links with the names to build with.
+use_python_libraries() {
+  local name folder file toolkit
+  toolkit=$(dirname "$(dirname "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")
+  libraries+=("$toolkit/lib64")
+  for name in cudnn nccl; do
+    if compgen -G "$toolkit/*/$name.h" >/dev/null || [[ -f /usr/include/$name.h ]]; then continue; fi
+    folder=$(python3 -c "import nvidia.$name; print(list(nvidia.$name.__path__)[0])" 2>/dev/null || true)
+    [[ -n $folder && -f $folder/include/$name.h ]] || continue
+    mkdir -p "$state/$name"
+    ln -sfn "$folder/include" "$state/$name/include"
+    mkdir -p "$state/$name/lib"
+    for file in "$folder"/lib/*.so.*; do
+      ln -sf "$file" "$state/$name/lib/"
+      file=$(basename "$file")
+      ln -sf "$file" "$state/$name/lib/${file%%.so.*}.so"
+    done
+    libraries+=("$(realpath "$state/$name/lib")")
+    configuration+=("-DSLUICE_${name^^}_ROOT=$(realpath "$state/$name")")
+  done
+}
+
+prepare() {
+  command -v python3 >/dev/null || die "python3 is missing"
+  mkdir -p "$state/$command"
+  libraries=()
+  configuration=()
+  use_packages
+  use_python_libraries
+  system_libraries=${LD_LIBRARY_PATH:-}
+  export LD_LIBRARY_PATH
+  LD_LIBRARY_PATH=$(IFS=:; echo "${libraries[*]}")${system_libraries:+:$system_libraries}
+  export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+  export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_btl=^tcp
+  export PMIX_MCA_pcompress_base_silence_warning=1
+  use_build
+  step machine "$(date +%F-%H)" bash -c describe_machine
+}
+
+# A build that was brought along names the folders it was made in; here they are others.
+use_build() {
+  local what from
+  [[ -n ${SLUICE_GPU_BUILD:-} ]] || return 0
+  [[ -f $SLUICE_GPU_BUILD/folders ]] || die "SLUICE_GPU_BUILD=$SLUICE_GPU_BUILD is no folder that pack made"
+  build=$(realpath "$state")/build
+  if [[ -f $build/folders ]] && cmp -s "$build/folders" "$SLUICE_GPU_BUILD/folders"; then return; fi
+  rm -rf "$build"
+  cp -r "$SLUICE_GPU_BUILD" "$build"
+  while IFS='=' read -r what from; do
+    case $what in
+      build) move_names "$from" "$build" ;;
+      source) move_names "$from" "$PWD" ;;
+      mpiexec) move_names "$from" "$(command -v mpirun || echo mpirun)" ;;
+    esac
+  done <"$build/folders"
+}
+
+move_names() {
+  find "$build" -name '*.cmake' -exec sed -i "s#$1\([]/\" ]\)#$2\1#g" {} +
+}
+
+describe_machine() {
+  uname -srm
+  nvidia-smi --query-gpu=name,memory.total,driver_version,compute_cap,clocks.sm,clocks.mem \
+    --format=csv 2>&1 || echo "no nvidia-smi"
+  nvcc --version 2>&1 | tail -n 2 || echo "no nvcc"
+  c++ --version 2>&1 | head -n 1
+  cmake --version 2>&1 | head -n 1
+  git log -1 --format='commit %h %s' 2>/dev/null || true
+}
+export -f describe_machine
+
+# --- the commands ---
+
+build_and_test() {
+  prepare
+  if [[ -z ${SLUICE_GPU_BUILD:-} ]]; then
+    # shellcheck disable=SC2086
+    step configure "$(contents CMakeLists.txt comm/cuda.cmake) ${configuration[*]-} ${SLUICE_GPU_CMAKE:-}" \
+      cmake --preset cuda "${configuration[@]}" ${SLUICE_GPU_CMAKE:-}
+    ((failed == 0)) || finish "cannot be configured"
+    rm -f "$state/$command/build.done" # Ninja knows what is done
+    step build "" cmake --build --preset cuda --target gpu_tests
+    ((failed == 0)) || finish "does not build"
+  fi
+  rm -f "$state/$command/test.done"
+  # -F: goes on where a killed run stopped.
+  step test "" ctest --test-dir "$build" -L gpu -F --output-on-failure --parallel 4
+  grep -E 'tests passed|No tests were found' "$state/$command/test.log" || true
+  if grep -q 'No tests were found' "$state/$command/test.log"; then
+    failed=1
+    finish "there are no tests"
+  fi
+  ((failed == 0)) || finish "tests failed"
+  if ! nvidia-smi -L >/dev/null 2>&1; then finish "no GPU here: every test says that it was skipped"; fi
+  if grep -q 'The following tests did not run' "$state/$command/test.log"; then
+    sed -n '/The following tests did not run/,/^$/p' "$state/$command/test.log"
+  fi
+  finish "done"
+}
+
+# Runs one shard of a test under one tool; what the tool finds in our kernels fails it. Findings in
+# the kernels of NVIDIA's libraries are shown, and memcheck's fail too. Tests that skip for want of a
+# GPU, which is what they see where the tool does not support it, fail.
+sanitize_shard() {
+  local tool=$1 program=$2 folder code=0 ours
+  folder=$(mktemp -d)
+  compute-sanitizer --tool "$tool" --error-exitcode 99 --show-backtrace no --print-limit 50 \
+    --log-file "$folder/findings" "$program" >"$folder/output" 2>&1 || code=$?
+  touch "$folder/findings"
+  cat "$folder/output" "$folder/findings"
+  # One finding: from a line that names it to the next empty one; it names the kernel.
+  ours=$(sed 's/^========= \{0,1\}//' "$folder/findings" |
+    awk -v RS= '/ at |Race reported|access/ && /sluice/' | wc -l)
+  if grep -q 'no GPU: ' "$folder/output"; then
+    echo "gpu_check: under compute-sanitizer the tests see no GPU"
+    code=1
+  elif ((code == 99 && ours == 0)) && [[ $tool != memcheck ]]; then
+    echo "gpu_check: findings in libraries' kernels alone"
+    code=0
+  fi
+  rm -rf "$folder"
+  return "$code"
+}
+export -f sanitize_shard
+
+sanitize() {
+  local tool program shard shards=4 programs name
+  prepare
+  command -v compute-sanitizer >/dev/null || die "compute-sanitizer is missing (part of the CUDA toolkit)"
+  mapfile -t programs < <(find "$build/tests/stages" "$build/tests/comm" -maxdepth 1 -type f -executable \
+    -name '*cuda*_test' -not -name '*graph_test' 2>/dev/null | sort)
+  ((${#programs[@]} > 0)) || die "no operator tests in $build: run '$0 build-and-test' first"
+  nvidia-smi -L >/dev/null 2>&1 || die "there is no GPU here, and compute-sanitizer needs one"
+  for tool in memcheck racecheck initcheck; do
+    for program in "${programs[@]}"; do
+      for ((shard = 0; shard < shards; ++shard)); do
+        name=$tool-$(basename "$program")-$((shard + 1))of$shards
+        GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$shard step "$name" "$(contents "$program")" \
+          bash -c 'sanitize_shard "$@"' bash "$tool" "$program"
+      done
+    done
+  done
+  if ((failed == 0)); then finish "clean"; else finish "not clean"; fi
+}
+
+# One row of gpu_benchmark; its JSON lines go to the report. $1: name of the step
+row() {
+  local name=$1
+  shift
+  # shellcheck disable=SC2086
+  step "$name" "$inputs $*" "$program" "$@" ${SLUICE_GPU_ROWS:-} \
+    --json "$state/$command/$name.rows"
+}
+
+# The micro-batch that a training row chose.
+micro_batch_of() {
+  python3 -c 'import json, sys
+print(json.loads(open(sys.argv[1]).readlines()[-1])["rows"][0]["micro-batch"])' \
+    "$state/$command/$1.rows" 2>/dev/null || true
+}
+
+# In turns, so that what the machine does meanwhile meets both.
+train_in_turns() {
+  local model=$1 steps=$2 round samples
+  for round in 1 2 3; do
+    row "training-$model-$round" training --model "$model" --rounds 3 --steps "$steps"
+    samples=$(micro_batch_of "training-$model-1")
+    [[ -n $samples ]] || return 0
+    LD_LIBRARY_PATH=$system_libraries TORCHINDUCTOR_CACHE_DIR=$(realpath "$state")/inductor \
+      step "pytorch-$model-$round" "$inputs $samples" python3 tests/benchmarks/pytorch_gpt2.py \
+      --model "$model" --micro-batch "$samples" --rounds 3 --steps "$steps" \
+      --json "$state/$command/pytorch-$model-$round.rows"
+  done
+  row "products-$model" products --model "$model" --micro-batch "$samples"
+}
+
+benchmark() {
+  local program inputs
+  prepare
+  program=$build/tests/benchmarks/gpu_benchmark
+  [[ -x $program ]] || die "no $program: run '$0 build-and-test' first"
+  if [[ -z ${SLUICE_GPU_ROWS:-} ]]; then
+    nvidia-smi -L >/dev/null 2>&1 || die "there is no GPU here"
+  fi
+  inputs="$(contents "$program") ${SLUICE_GPU_ROWS:-}"
+  row kernels kernels
+  row issue issue
+  row idle-124m idle --model 124m
+  row chunks-124m chunks --model 124m --micro-batch 16
+  train_in_turns 124m 4
+  row idle-1.5b idle --model 1.5b --rounds 3
+  train_in_turns 1.5b 2
+  write_report
+  python3 tests/gpu_table.py "$reports/benchmark.jsonl" | tee "$reports/table.md"
+  finish "done"
+}
+
+# Debian's packages as they are: small, and unpacked in seconds. With a build to bring along, those
+# alone that it needs to run.
+pack() {
+  local folder=${1:-} from=${2:-} wanted=$to_run package missing=()
+  [[ -n $folder ]] || die "pack needs the folder to fill"
+  mkdir -p "$folder"
+  folder=$(realpath "$folder")
+  command -v apt-get >/dev/null || die "pack takes Debian's packages through apt-get, which is missing here"
+  [[ -n $from ]] || wanted+=" $to_build"
+  for package in $wanted; do
+    compgen -G "$folder/${package}_*.deb" >/dev/null || missing+=("$package")
+  done
+  if ((${#missing[@]} > 0)); then
+    (cd "$folder" && apt-get -qq -o APT::Sandbox::User=root download "${missing[@]}")
+  fi
+  if [[ -n $from ]]; then pack_build "$(realpath "$from")" "$folder/build"; fi
+  du -sh "$folder"
+  echo "gpu_check: there: SLUICE_GPU_DEPS=<folder>${from:+ SLUICE_GPU_BUILD=<folder>/build} $0 build-and-test"
+}
+
+# The programs of the target gpu_tests, stripped, and what ctest knows of them.
+pack_build() {
+  local from=$1 to=$2 file
+  [[ -f $from/CMakeCache.txt ]] || die "$from is no build folder"
+  rm -rf "$to"
+  mkdir -p "$to"
+  {
+    echo "build=$from"
+    sed -n 's/^CMAKE_HOME_DIRECTORY:INTERNAL=/source=/p; s/^MPIEXEC_EXECUTABLE:[A-Z]*=/mpiexec=/p' \
+      "$from/CMakeCache.txt"
+    echo "made=$(date +%FT%T)"
+  } >"$to/folders"
+  while read -r file; do
+    mkdir -p "$to/$(dirname "$file")"
+    cp "$from/$file" "$to/$file"
+  done < <(cd "$from" && find . -name 'CTestTestfile.cmake' -o -name '*_tests.cmake' -o -name '*_include.cmake' -o -name '*_include-*.cmake')
+  while read -r file; do
+    [[ -x $from/$file ]] || die "$from/$file is not built: build the target gpu_tests first"
+    mkdir -p "$to/$(dirname "$file")"
+    strip -o "$to/$file" "$from/$file"
+  done < <(gpu_programs "$from")
+}
+
+gpu_programs() {
+  printf '%s\n' tests/benchmarks/gpu_benchmark sluice
+  ctest --test-dir "$1" -L gpu --show-only=json-v1 | python3 -c 'import json, os, sys
+root = sys.argv[1] + "/"
+words = {w for t in json.load(sys.stdin)["tests"] for w in t.get("command", [])}
+print("\n".join(sorted(w[len(root):] for w in words if w.startswith(root) and os.path.isfile(w))))' "$1"
+}
+
+case $command in
+  build-and-test) build_and_test ;;
+  sanitize) sanitize ;;
+  benchmark) benchmark ;;
+  pack) shift && pack "$@" ;;
+  -h | --help) usage ;;
+  *)
+    usage >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,137 @@
+"""The GPU rows of tests/benchmarks/README.md from the report of `tests/gpu_check.sh benchmark`.
+
+What is missing in the report, or comes from the tests' emulation of CUDA, is "not run".
+
+usage: gpu_table.py benchmark.jsonl
+"""
+
+import json
+import os
+import statistics
+import sys
+
+BARE, COPY, IDLE = 0.97, 0.85, 0.03  # aims: products, memory-bound kernels, idle share
+
+
+def lines_of(path):
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding="utf-8") as text:
+        lines = [json.loads(line) for line in text if line.strip()]
+    return [line for line in lines if "Emulated" not in line.get("gpu", "")]  # no speeds at all
+
+
+def rows_of(lines, benchmark):
+    return [row for line in lines if line.get("benchmark") == benchmark for row in line["rows"]]
+
+
+def training(lines, model, benchmark="GPU: training"):
+    """Medians over the turns: tokens per second, share of the peak; None where it was not run."""
+    rows = [row for row in rows_of(lines, benchmark) if row["model"] == model]
+    if not rows:
+        return None
+    return {key: statistics.median(row[key] for row in rows)
+            for key in ("tokens/s", "share of 989 TFLOP/s", "ms per step")}
+
+
+def measured_training(lines, model):
+    run = training(lines, model)
+    return run and f"{run['tokens/s']:,.0f} tokens/s, {run['share of 989 TFLOP/s']:.1%}"
+
+
+def measured_pytorch(lines, model):
+    ours, theirs = training(lines, model), training(lines, model, "PyTorch: training")
+    if not ours or not theirs:
+        return None
+    ratio = ours["tokens/s"] / theirs["tokens/s"]
+    return f"{ratio:.3f} x ({theirs['tokens/s']:,.0f} tokens/s)"
+
+
+def measured_idle(lines, model):
+    rows = [r for r in rows_of(lines, "GPU: waiting for the host within a step")
+            if r["model"] == model]
+    return rows and f"{rows[-1]['idle share']:.1%}"
+
+
+def products(lines, model):
+    """(line, its rows without the sum, the sum) of the model, or None."""
+    name = "GPU: matrix products against cuBLASLt called bare"
+    width = {"124m": "768", "1.5b": "1600"}[model]
+    for line in lines:
+        if line.get("benchmark") != name:
+            continue
+        *rows, total = line["rows"]
+        output = next(row for row in rows if row["product"] == "output forward")
+        if output["m x n x k"].endswith(f"x {width} x {width}"):
+            return rows, total
+    return None
+
+
+def measured_products(lines, model):
+    found = products(lines, model)
+    if not found:
+        return None
+    rows, total = found
+    lowest = min(rows, key=lambda row: row["ratio"])
+    text = f"all together {total['ratio']:.3f}; lowest {lowest['ratio']:.3f} ({lowest['product']})"
+    run = [r for r in rows_of(lines, "GPU: training") if r["model"] == model]
+    if run:
+        micro_batches = run[0]["samples"] / run[0]["micro-batch"]
+        share = total["ms per micro-batch"] * micro_batches / training(lines, model)["ms per step"]
+        text += f"; {share:.0%} of the step"
+    return text
+
+
+def measured_kernels(lines):
+    rows = rows_of(lines, "GPU: memory-bound kernels against a device copy")
+    if not rows:
+        return None
+    lowest = min(rows, key=lambda row: row["ratio"])
+    slow = [row["kernel"] for row in rows if row["ratio"] < COPY]
+    return (f"lowest {lowest['ratio']:.2f} ({lowest['kernel']}); copy {rows[0]['copy GB/s']:,.0f} GB/s"
+            + (f"; below the aim: {'; '.join(slow)}" if slow else ""))
+
+
+def measured_issue(lines):
+    rows = [r for r in rows_of(lines, "GPU: host time per compute action, stages that do nothing")
+            if r["device"] != "cpu"]
+    return rows and ", ".join(f"{r['schedule']} {r['host ns per action'] / 1e3:.2f} us" for r in rows)
+
+
+def measured_chunks(lines):
+    rows = rows_of(lines, "GPU: four chunks on one rank against the model unsplit")
+    return rows and f"{rows[-1]['ratio']:.3f}" + ("" if rows[-1]["same loss"] else ", other loss")
+
+
+def table(lines):
+    yield "GPT-2 124M, bf16, sequence 1024, batch 64, one rank", \
+        "620,000 tokens/s, 50 % of 989 TFLOP/s", measured_training(lines, "124m")
+    yield "GPT-2 1.5B, bf16, sequence 1024, batch 16, one rank", \
+        "56,000 tokens/s, 55 %", measured_training(lines, "1.5b")
+    for model in ("124m", "1.5b"):
+        yield f"against PyTorch 2, torch.compile, flash attention, {model.upper()}", "1.1 x", \
+            measured_pytorch(lines, model)
+    for model in ("124m", "1.5b"):
+        yield f"GPU waiting for the host within a step, {model.upper()}", f"{IDLE:.0%}", \
+            measured_idle(lines, model)
+    for model in ("124m", "1.5b"):
+        yield f"matrix products against cuBLASLt called bare, {model.upper()}", f"{BARE}", \
+            measured_products(lines, model)
+    yield "memory-bound kernels against a device copy", f"{COPY}", measured_kernels(lines)
+    yield "host time to issue one action", "5 us", measured_issue(lines)
+    yield "four chunks on one rank against the model unsplit, 124M", "0.97", measured_chunks(lines)
+
+
+def main(path):
+    lines = lines_of(path)
+    gpus = sorted({line["gpu"] for line in lines if "gpu" in line})
+    print(f"GPU: {', '.join(gpus) or 'none'}\n")
+    print("| measure | aim | measured |\n|---|---|---|")
+    for measure, aim, measured in table(lines):
+        print(f"| {measure} | {aim} | {measured or 'not run: no GPU'} |")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(sys.argv[1])

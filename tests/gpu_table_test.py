@@ -1,0 +1,61 @@
+"""gpu_table.py: medians of turns, ratios, and nothing from an emulation."""
+
+import contextlib
+import io
+import json
+import pathlib
+import sys
+import tempfile
+import unittest
+
+sys.dont_write_bytecode = True  # nothing of ours into the sources' folder
+import gpu_table
+
+
+def training(speed, benchmark="GPU: training", gpu="NVIDIA H200"):
+    return {"benchmark": benchmark, "gpu": gpu,
+            "rows": [{"model": "124m", "samples": 64, "micro-batch": 32, "tokens/s": speed,
+                      "share of 989 TFLOP/s": speed / 1e6, "ms per step": 100.0}]}
+
+
+def products(gpu="NVIDIA H200"):
+    def row(name, ratio, milliseconds):
+        return {"product": name, "m x n x k": "32768 x 768 x 768", "ratio": ratio,
+                "ms per micro-batch": milliseconds}
+    return {"benchmark": "GPU: matrix products against cuBLASLt called bare", "gpu": gpu,
+            "rows": [row("output forward", 0.98, 10), row("up forward", 0.99, 20),
+                     row("all of a micro-batch", 0.985, 30)]}
+
+
+def table_of(lines):
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "report.jsonl")
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            gpu_table.main(str(path))
+    return output.getvalue()
+
+
+class GpuTable(unittest.TestCase):
+    def test_takes_the_median_of_the_turns_and_their_ratio(self):
+        lines = [training(speed) for speed in (500000, 700000, 600000)]
+        lines += [training(speed, "PyTorch: training") for speed in (400000, 500000, 300000)]
+        text = table_of([{"command": "benchmark", "step": "machine"}, *lines])
+        self.assertIn("| 600,000 tokens/s, 60.0% |", text)
+        self.assertIn("| 1.500 x (400,000 tokens/s) |", text)
+
+    def test_gives_the_lowest_product_and_their_share_of_the_step(self):
+        text = table_of([training(600000), products()])
+        self.assertIn("all together 0.985; lowest 0.980 (output forward); 60% of the step", text)
+
+    def test_says_not_run_of_what_is_missing_or_emulated(self):
+        emulated = "Emulated CUDA device"
+        for lines in ([], [training(600000, gpu=emulated), products(gpu=emulated)]):
+            text = table_of(lines)
+            self.assertIn("GPU: none", text)
+            self.assertEqual(text.count("| not run: no GPU |"), 11)
+
+
+if __name__ == "__main__":
+    unittest.main()
