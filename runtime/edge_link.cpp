@@ -88,6 +88,11 @@ std::vector<EdgeLink> choose_links(const Placement& placement, const LinkQuestio
   return links;
 }
 
+bool uses_nccl(const std::vector<EdgeLink>& links) {
+  return std::any_of(links.begin(), links.end(),
+                     [](const EdgeLink& link) { return link.kind == LinkKind::kNccl; });
+}
+
 std::string describe_links(const std::vector<EdgeLink>& links) {
   constexpr std::array<const char*, 5> kNames = {"on the rank", "messages of host memory",
                                                  "through page-locked host memory",

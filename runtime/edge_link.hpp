@@ -48,6 +48,8 @@ struct LinkQuestion {
 [[nodiscard]] std::vector<EdgeLink> choose_links(const Placement& placement,
                                                  const LinkQuestion& question);
 
+[[nodiscard]] bool uses_nccl(const std::vector<EdgeLink>& links);
+
 // Lines for the start of a run: edges of one kind and reason together.
 [[nodiscard]] std::string describe_links(const std::vector<EdgeLink>& links);
 

@@ -283,6 +283,11 @@ std::vector<RankMemory> memory_of(const PipelineLayout& layout, const PipelineOp
       count_slots(evaluation.round);
       count_slots(evaluation.rest);
     }
+    // A communicator costs NCCL hundreds of megabytes; there is one for messages, one for sums.
+    constexpr std::size_t kNcclCommunicator = std::size_t{512} << 20;
+    total.workspace =
+        library_bytes(layout.devices[at(rank)].device.kind) +
+        kNcclCommunicator * ((uses_nccl(layout.links) ? 1 : 0) + (layout.nccl_sums ? 1 : 0));
     for (const int stage : layout.train.placement.stages_of(rank)) {
       const StageEntry& entry = layout.stages[at(stage)];
       for (std::size_t i = 0; i < entry.parameters.size(); ++i) {
@@ -301,10 +306,11 @@ std::vector<RankMemory> memory_of(const PipelineLayout& layout, const PipelineOp
   return memory;
 }
 
+double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); }
+
 // A GPU that cannot hold what its ranks will ask for is refused here, on every rank alike, instead
 // of in the middle of the start.
 void require_memory(const JobGroups& groups, const PipelineLayout& layout) {
-  const auto mebi = [](std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); };
   std::map<std::pair<std::string, std::string>, std::pair<std::size_t, std::string>> wanted;
   for (std::size_t rank = 0; rank < groups.devices.size(); ++rank) {
     const RankDevice& at_rank = groups.devices[rank];
@@ -313,16 +319,11 @@ void require_memory(const JobGroups& groups, const PipelineLayout& layout) {
     const RankMemory& memory = layout.memory[at(place)];
     auto& [bytes, who] = wanted[{at_rank.host, at_rank.identity}];
     bytes += memory.total();
-    who += fmt::format(
-        "{}rank {}: parameters {:.1f}, gradients {:.1f}, optimizer {:.1f}, "
-        "activations {:.1f}, workspace {:.1f}, messages {:.1f}",
-        who.empty() ? "" : "; ", rank, mebi(memory.parameters), mebi(memory.gradients),
-        mebi(memory.optimizer), mebi(memory.activations), mebi(memory.workspace),
-        mebi(memory.buffers));
+    who += fmt::format("{}rank {}: {}", who.empty() ? "" : "; ", rank, to_string(memory));
     if (bytes <= at_rank.free_memory) continue;
     throw Error(ErrorCode::kDevice,
                 fmt::format("rank {} on {}: {} has {:.1f} MiB free, but the plan needs {:.1f} MiB "
-                            "of it (MiB of {}); a smaller --micro-batch-size, --recompute block, "
+                            "of it ({}); a smaller --micro-batch-size, --recompute block, "
                             "more ranks in the pipeline or another schedule need less",
                             rank, at_rank.host, to_string(at_rank.device),
                             mebi(at_rank.free_memory), mebi(bytes), who),
@@ -331,6 +332,14 @@ void require_memory(const JobGroups& groups, const PipelineLayout& layout) {
 }
 
 }  // namespace
+
+std::string to_string(const RankMemory& memory) {
+  return fmt::format(
+      "parameters {:.1f}, gradients {:.1f}, optimizer {:.1f}, activations {:.1f}, "
+      "workspace {:.1f}, messages {:.1f}, in MiB",
+      mebi(memory.parameters), mebi(memory.gradients), mebi(memory.optimizer),
+      mebi(memory.activations), mebi(memory.workspace), mebi(memory.buffers));
+}
 
 bool PipelineLayout::splits_backward() const {
   for (const RankPlan& plan : train.ranks) {
@@ -442,9 +451,8 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
                      options.transport != TransportChoice::kMpi && !options.inference;
   layout.all_reduce = options.all_reduce;
   // The order that NCCL's queues need suits tagged messages too.
-  const bool nccl = std::any_of(layout.links.begin(), layout.links.end(),
-                                [](const EdgeLink& link) { return link.kind == LinkKind::kNccl; });
-  const TransportNeeds& transport = needs_of(nccl ? "nccl" : groups.messages->name());
+  const TransportNeeds& transport =
+      needs_of(uses_nccl(layout.links) ? "nccl" : groups.messages->name());
   layout.train = plan_for(layout.order, training, transport);
   for (EvaluationPlan& evaluation : layout.evaluations) {
     const std::size_t count = evaluation.micro_batches.size();

@@ -91,11 +91,18 @@ struct RankMemory {
   std::size_t parameters = 0, gradients = 0, optimizer = 0;
   std::size_t activations = 0;  // states of all slots
   std::size_t buffers = 0;      // messages and hand-overs
-  std::size_t workspace = 0;    // of all stages, each its own
+  // Of all stages, each its own, and what libraries take of a GPU (NCCL by a round estimate).
+  std::size_t workspace = 0;
   [[nodiscard]] std::size_t total() const {
     return parameters + gradients + optimizer + activations + buffers + workspace;
   }
 };
+
+// "parameters 1.5, gradients ..., in MiB".
+[[nodiscard]] std::string to_string(const RankMemory& memory);
+
+// "parameters 1.5, gradients 1.5, ..., in MiB".
+[[nodiscard]] std::string to_string(const RankMemory& memory);
 
 // Forward-only plans over `samples` samples, in rounds of at most kRoundMicroBatches and a rest.
 // Replicas may differ in their number of micro-batches; one whose share is empty has none.

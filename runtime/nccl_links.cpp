@@ -1,6 +1,5 @@
 #include "runtime/nccl_links.hpp"
 
-#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -14,9 +13,7 @@
 namespace sluice {
 
 bool NcclLinks::wanted(const PipelineLayout& layout) {
-  return layout.nccl_sums ||
-         std::any_of(layout.links.begin(), layout.links.end(),
-                     [](const EdgeLink& link) { return link.kind == LinkKind::kNccl; });
+  return layout.nccl_sums || uses_nccl(layout.links);
 }
 
 #if SLUICE_WITH_NCCL

@@ -183,7 +183,14 @@ void Pipeline::Impl::prepare_stages() {
       for (const EdgeTensor& tensor : layout.edges.inputs(size, index))
         specs.push_back(tensor.spec);
     }
-    stages[i]->prepare(setup);
+    try {
+      stages[i]->prepare(setup);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kDevice) throw;
+      throw Error(ErrorCode::kDevice, fmt::format("stage {} on {}: {}; the plan of this rank: {}",
+                                                  index, to_string(compute->device()), error.what(),
+                                                  to_string(layout.memory[at(layout.rank)])));
+    }
     bindings.push_back(binding);
   }
 }

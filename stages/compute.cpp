@@ -110,6 +110,13 @@ const float* ComputeContext::rotary_table(std::int64_t sequence, std::int64_t he
   return reinterpret_cast<const float*>(table);
 }
 
+std::size_t library_bytes([[maybe_unused]] DeviceKind device) {
+#if SLUICE_WITH_CUDA
+  if (device == DeviceKind::kCuda) return cuda::Context::kWorkspaceBytes;
+#endif
+  return 0;
+}
+
 std::string kernel_set() { return choose_kernels().name; }
 
 std::string matmul_library() {

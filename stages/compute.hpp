@@ -66,6 +66,9 @@ class ComputeContext {
   const Kernels* kernels_;
 };
 
+// Bytes of the device that a context takes for the libraries it holds.
+[[nodiscard]] std::size_t library_bytes(DeviceKind device);
+
 // "avx512" | "avx2" | "baseline": which build of the element-wise loops a context made now would
 // run (SLUICE_KERNELS=baseline|avx2|avx512 in the environment lowers it).
 [[nodiscard]] std::string kernel_set();

@@ -285,11 +285,12 @@ INSTANTIATE_TEST_SUITE_P(Ranks, NcclReplicasTest, ::testing::Values(3, 6));
 class DeviceRefusalTest : public ::testing::Test {
  protected:
   // What all of `ranks` ranks are told.
-  static std::string refusal(int ranks, const Layout& layout) {
+  static std::string refusal(int ranks, const Layout& layout,
+                             const TrainingCase& what = named("refused")) {
     std::vector<std::string> said(static_cast<std::size_t>(ranks));
     run_loopback(ranks, [&](Communicator& comm) {
       try {
-        (void)train(comm, named("refused"), layout);
+        (void)train(comm, what, layout);
       } catch (const Error& error) {
         said[static_cast<std::size_t>(comm.rank())] = error.what();
       }
@@ -325,6 +326,18 @@ TEST_F(DeviceRefusalTest, TwoRanksOnOneGpuCannotUseNccl) {
       refusal(2, {.pipeline = 2, .devices = "cuda:0", .transport = TransportChoice::kNccl});
   EXPECT_NE(said.find("ranks 0 and 1"), std::string::npos) << said;
   EXPECT_NE(said.find("NCCL"), std::string::npos) << said;
+}
+
+// 3.2e9 parameters in a block: more than any GPU holds, and refused before one is allocated.
+TEST_F(DeviceRefusalTest, APlanThatDoesNotFitAGpuIsShownWithItsTable) {
+  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  TrainingCase what = named("too large");
+  what.model.layers = 200;
+  what.model.width = 16384;
+  const std::string said = refusal(2, {.pipeline = 2, .devices = "cpu,cuda:0"}, what);
+  EXPECT_NE(said.find("rank 1 on "), std::string::npos) << said;
+  EXPECT_NE(said.find("but the plan needs"), std::string::npos) << said;
+  EXPECT_NE(said.find("rank 1: parameters "), std::string::npos) << said;
 }
 
 TEST_F(DeviceRefusalTest, ReplicasOnDifferentKindsOfDevice) {
