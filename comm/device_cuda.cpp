@@ -203,6 +203,9 @@ void fill_zero(void* to, std::size_t bytes, void* stream) {
 void copy_blocking(int index, void* to, const void* from, std::size_t bytes) {
   const Selected selected(index);
   check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
+  // From pageable memory the call returns before the last bytes are there, and our streams do not
+  // wait for the default one.
+  check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
 }
 
 }  // namespace sluice::cuda
