@@ -157,7 +157,10 @@ void record(void* event, void* stream) {
 
 bool done(void* event) {
   const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(event));
-  if (status == cudaErrorNotReady) return false;
+  if (status == cudaErrorNotReady) {
+    static_cast<void>(cudaGetLastError());  // it would be the next one a user's stage asks for
+    return false;
+  }
   check(status, "cudaEventQuery");
   return true;
 }

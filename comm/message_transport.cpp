@@ -171,6 +171,7 @@ class MessageTransport final : public Transport {
     std::uint64_t number = 0;   // of a receive, in order of posting
     std::vector<Request> tail;  // pieces after the first
     bool driven = false;        // by every test(), until nothing is left to start
+    bool arrived = false;       // of a receive: its event is recorded
     std::size_t started = 0;    // of a send: pieces on the wire
     std::vector<Event> copied;  // of a device payload's send: [piece]
     std::size_t delivered = 0;  // of a receive: pieces whose copies to the device are under way
@@ -194,7 +195,7 @@ class MessageTransport final : public Transport {
     operation.open = true;
     operation.receives = receives;
     operation.tail_due = false;
-    operation.driven = false;
+    operation.driven = operation.arrived = false;
     operation.started = operation.delivered = 0;
     operation.tail.clear();
     return ticket;
@@ -310,7 +311,10 @@ class MessageTransport final : public Transport {
   bool complete(Operation& operation) {
     if (!test_head(operation) || (!operation.tail.empty() && !test_tail(operation))) return false;
     DeviceSide* device = operation.buffer.device;
-    if (operation.receives && device != nullptr) device->arrived.record(to_device_.view());
+    if (operation.receives && device != nullptr && !operation.arrived) {
+      device->arrived.record(to_device_.view());
+      operation.arrived = true;
+    }
     return true;
   }
 

@@ -32,8 +32,13 @@ NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, Device device, const
   fill_zero_async(floats, memory.size(), stream.view());
   Event filled(device);
   filled.record(stream.view());
-  NcclTicket ticket = sum({floats, count}, {floats + count, workspace(count)}, filled);
-  queue_.wait(ticket, interrupt);
+  try {
+    NcclTicket ticket = sum({floats, count}, {floats + count, workspace(count)}, filled);
+    queue_.wait(ticket, interrupt);
+  } catch (...) {
+    queue_.abort();  // its kernels may wait for a peer that is gone, and freeing memory for them
+    throw;
+  }
 }
 
 std::size_t NcclSums::shard_size(std::size_t count) const {

@@ -75,31 +75,39 @@ void NcclTransport::add_lanes(Collectives& seam, Device device, const std::vecto
 
 void NcclTransport::warm_up(Device device, const std::vector<Edge>& edges, Interrupt* interrupt) {
   const Buffer memory(device, 2 * kProbeBytes);
-  const Event now;
-  for (const Edge& edge : edges) {
-    if (edge.first != rank_ && edge.second != rank_) continue;
-    const auto expected = probe_of(edge);
-    const std::span<std::byte> out(memory.data(), kProbeBytes);
-    const std::span<std::byte> in(memory.data() + kProbeBytes, kProbeBytes);
-    copy_now(device, out.data(), expected.data(), kProbeBytes);
-    std::array<std::byte, kProbeBytes> arrived{};
-    copy_now(device, in.data(), arrived.data(), kProbeBytes);
-    queue_.begin_group();
-    NcclTicket sent, received;
-    if (edge.first == rank_) sent = send(edge.second, out, now);
-    if (edge.second == rank_) received = recv(edge.first, in, now);
-    queue_.end_group();
-    queue_.wait(sent, interrupt);
-    if (edge.second != rank_) continue;
-    queue_.wait(received, interrupt);
-    copy_now(device, arrived.data(), in.data(), kProbeBytes);
-    if (arrived != expected) {
-      throw Error(ErrorCode::kDevice,
-                  fmt::format("NCCL delivers other bytes than were sent from rank {} to rank {}: "
-                              "direct access between these GPUs is broken (NCCL_P2P_DISABLE=1 "
-                              "does without)",
-                              edge.first, edge.second));
+  try {
+    for (const Edge& edge : edges) {
+      if (edge.first == rank_ || edge.second == rank_) probe(edge, memory, interrupt);
     }
+  } catch (...) {
+    queue_.abort();  // its kernels may wait for a peer that is gone, and freeing memory for them
+    throw;
+  }
+}
+
+void NcclTransport::probe(const Edge& edge, const Buffer& memory, Interrupt* interrupt) {
+  const auto expected = probe_of(edge);
+  const std::span<std::byte> out(memory.data(), kProbeBytes);
+  const std::span<std::byte> in(memory.data() + kProbeBytes, kProbeBytes);
+  copy_now(memory.device(), out.data(), expected.data(), kProbeBytes);
+  std::array<std::byte, kProbeBytes> arrived{};
+  copy_now(memory.device(), in.data(), arrived.data(), kProbeBytes);
+  const Event now;
+  queue_.begin_group();
+  NcclTicket sent, received;
+  if (edge.first == rank_) sent = send(edge.second, out, now);
+  if (edge.second == rank_) received = recv(edge.first, in, now);
+  queue_.end_group();
+  queue_.wait(sent, interrupt);
+  if (edge.second != rank_) return;
+  queue_.wait(received, interrupt);
+  copy_now(memory.device(), arrived.data(), in.data(), kProbeBytes);
+  if (arrived != expected) {
+    throw Error(ErrorCode::kDevice,
+                fmt::format("NCCL delivers other bytes than were sent from rank {} to rank {}: "
+                            "direct access between these GPUs is broken (NCCL_P2P_DISABLE=1 "
+                            "does without)",
+                            edge.first, edge.second));
   }
 }
 

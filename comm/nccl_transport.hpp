@@ -56,6 +56,8 @@ class NcclTransport {
   void add_lanes(Collectives& seam, Device device, const std::vector<Edge>& edges,
                  Communicators communicators, const std::string& label, Interrupt* interrupt);
   void warm_up(Device device, const std::vector<Edge>& edges, Interrupt* interrupt);
+  // Sends over one edge of this rank, or receives and compares.
+  void probe(const Edge& edge, const Buffer& memory, Interrupt* interrupt);
   [[nodiscard]] const Route& route(const std::vector<Route>& routes, int peer,
                                    const char* direction) const;
 

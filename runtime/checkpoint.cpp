@@ -205,6 +205,7 @@ void load_weights(Pipeline& pipeline, const fs::path& directory) {
     for (const Pipeline::Owned& owned : pipeline.parameters()) {
       if (owned.owner) read(weights, owned.parameter->name, owned.parameter->value, mirror);
     }
+    pipeline.compute().stream().synchronize();  // before the mirror goes
     pipeline.world().barrier();
   });
   pipeline.values_changed();
@@ -220,6 +221,7 @@ void load_checkpoint(Pipeline& pipeline, const fs::path& directory) {
       for (const OptimizerState& state : states) {
         read(optimizer, state.kind + "." + state.parameter, state.tensor, mirror);
       }
+      pipeline.compute().stream().synchronize();  // before the mirror goes
     }
     const fs::path path = directory / "state.json";
     std::ifstream in(path);

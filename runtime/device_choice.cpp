@@ -104,6 +104,7 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
   try {
     const Device device = resolve(choice, local_rank);
     require_device(device);
+    use_device(device);  // before anything else makes this process a client of the first GPU
     report["kind"] = static_cast<int>(device.kind);
     report["index"] = device.index;
     const DeviceProperties properties = properties_of(device);

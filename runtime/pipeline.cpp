@@ -231,6 +231,7 @@ double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch) {
 StepReport Pipeline::Impl::train_step() {
   StepReport report;
   groups.guarded([&] {
+    use_device(compute->device());
     if (options.inference) throw Error(ErrorCode::kUsage, "an inference pipeline does not train");
     const double started = steady_seconds();
     const std::uint64_t number = step + 1;
@@ -301,6 +302,7 @@ double Pipeline::Impl::evaluate(std::int64_t samples) {
           ErrorCode::kUsage,
           fmt::format("evaluation of {} samples was not announced in the options", samples));
     }
+    use_device(compute->device());
     const LossResult loss = found->run(options.seed);
     const std::array<double, 2> mine = {loss.sum, loss.weight};
     std::vector<double> all(2 * at(groups.world->size()));
@@ -320,6 +322,7 @@ double Pipeline::Impl::evaluate(std::int64_t samples) {
 std::span<const Tensor> Pipeline::Impl::infer(std::span<const Tensor> inputs) {
   std::span<const Tensor> outputs;
   groups.guarded([&] {
+    use_device(compute->device());
     require_inference(inputs);
     inference_batch.inputs.assign(1, {inputs.begin(), inputs.end()});
     inference_batch.targets.resize(1);
@@ -373,6 +376,7 @@ std::vector<Pipeline::Owned> Pipeline::parameters() {
 
 void Pipeline::values_changed() {
   impl_->groups.guarded([&] {
+    use_device(impl_->compute->device());
     spread_tied_values(impl_->groups, impl_->layout, impl_->tied, impl_->bindings, *impl_->mirror);
   });
 }

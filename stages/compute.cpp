@@ -81,6 +81,7 @@ std::byte* ComputeContext::workspace(std::size_t bytes) {
 void ComputeContext::reserve_workspace(std::size_t bytes) {
   if (bytes <= workspace_.size()) return;
   stream_.view().synchronize();  // what still runs may use the old one
+  workspace_ = Buffer();         // first: the two together may be more than there is
   workspace_ = Buffer(device_, bytes);
 }
 

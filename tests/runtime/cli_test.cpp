@@ -1,4 +1,5 @@
 // The program as a user meets it: exit codes, one clear line, no partial output.
+#include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -6,6 +7,10 @@
 
 namespace sluice::testing {
 namespace {
+
+// What the program says and computes on the CPU, whatever GPUs, emulated ones too, are there.
+[[maybe_unused]] const int kNoGpus =
+    setenv("CUDA_VISIBLE_DEVICES", "", 1) | setenv("SLUICE_EMULATED_DEVICES", "0", 1);
 
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
