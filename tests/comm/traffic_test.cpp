@@ -63,9 +63,10 @@ SLUICE_COMM_TEST(TrafficTest, TakesASendersWholeFloodOnceReceivesAreThere) {
     outgoing.push_back(pattern(kBytes, i + comm.rank()));
     sends.push_back(comm.start_send(next(comm), 0, outgoing.back()));
   }
-  if (std::string(comm.name()) == "loopback") {  // which keeps no more than it has room for
+  // Loopback keeps no more than it has room for; with peers, one that is ahead may take some.
+  if (std::string(comm.name()) == "loopback" && comm.size() == 1) {
     EXPECT_NE(sends.back().index, Request::kNone);
-    EXPECT_FALSE(comm.size() == 1 && comm.test(sends.back()));
+    EXPECT_FALSE(comm.test(sends.back()));
   }
   for (int i = 0; i < kMessages; ++i) {
     Bytes incoming(kBytes);
