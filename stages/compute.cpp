@@ -74,15 +74,12 @@ void ComputeContext::set_tf32([[maybe_unused]] bool allowed) {
 }
 
 std::byte* ComputeContext::workspace(std::size_t bytes) {
-  reserve_workspace(bytes);
+  if (bytes > workspace_.size()) {
+    stream_.view().synchronize();  // what still runs may use the old one
+    workspace_ = Buffer();         // first: the two together may be more than there is
+    workspace_ = Buffer(device_, bytes);
+  }
   return workspace_.data();
-}
-
-void ComputeContext::reserve_workspace(std::size_t bytes) {
-  if (bytes <= workspace_.size()) return;
-  stream_.view().synchronize();  // what still runs may use the old one
-  workspace_ = Buffer();         // first: the two together may be more than there is
-  workspace_ = Buffer(device_, bytes);
 }
 
 const float* ComputeContext::rotary_table(std::int64_t sequence, std::int64_t head_dim,

@@ -40,10 +40,10 @@ class ComputeContext {
   // Of a GPU: library handles, prepared products. Requires device().kind == kCuda.
   [[nodiscard]] cuda::Context& cuda() { return *cuda_; }
 
-  // Scratch of one operator call, on the device; contents do not survive the next call. Grows only
-  // when asked for more than ever before (before step 1, by reserve()).
+  // Scratch of one operator call, on the device; contents do not survive the next call. Grows when
+  // asked for more than ever before, for which the host waits for the device: our stages run every
+  // size once before step 1.
   [[nodiscard]] std::byte* workspace(std::size_t bytes);
-  void reserve_workspace(std::size_t bytes);
 
   // For positions 0 .. sequence - 1: cosines, sines, negated sines of position *
   // base^(-2i/head_dim), [sequence, 3, head_dim / 2], on the device. Made on first use.
