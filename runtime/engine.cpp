@@ -4,13 +4,16 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <string>
 #include <utility>
 
 #include "comm/error.hpp"
 #include "runtime/device_batch.hpp"
 #include "runtime/device_timer.hpp"
+#include "runtime/host_mirror.hpp"
 #include "runtime/nccl_links.hpp"
+#include "runtime/recorded_calls.hpp"
 #include "runtime/slots.hpp"
 #include "runtime/stage_table.hpp"
 
@@ -18,8 +21,6 @@ namespace sluice {
 namespace {
 
 std::size_t index_of(std::int32_t value) { return static_cast<std::size_t>(value); }
-
-std::size_t open_messages(const StageTable& table) { return table.tensors() + 1; }
 
 }  // namespace
 
@@ -61,12 +62,14 @@ struct Engine::Impl {
   void require_micro_batch(const PlanOp& op) const;
   [[noreturn]] void refuse(const PlanOp& op, const std::string& why) const;
   void record(TraceTrack track, const PlanOp& op, double start, double end);
+  [[nodiscard]] std::size_t index_in_plan(const PlanOp& op) const {
+    return static_cast<std::size_t>(&op - mine.ops.data());
+  }
   std::int64_t samples(const PlanOp& op) const {
     return request.micro_batches[index_of(op.micro_batch)].count;
   }
   [[nodiscard]] StreamView stream() const { return config.compute->stream(); }
   [[nodiscard]] bool on_gpu() const { return stream().native() != nullptr; }
-
   EngineConfig config;
   const RankPlan& mine;
   StageTable table;
@@ -74,13 +77,14 @@ struct Engine::Impl {
   Waiter waiter;
   DeviceBatch batch;  // of the step, where the stages compute
   DeviceTimer timer;  // of a GPU's compute ops
+  RecordedCalls calls;
   HostBuffer losses;  // LossResult per micro-batch, written by the device
   Event drained;
   StepRequest request;
   StepOutcome outcome;
   std::vector<TraceEvent> events;
   Slot* last_output = nullptr;
-  HostBuffer host_outputs;  // of a GPU
+  std::deque<HostMirror> host_outputs;
   bool group_open = false;  // of NCCL messages
   std::vector<Tensor> outputs;
   int in_flight = 0;
@@ -91,11 +95,12 @@ Engine::Impl::Impl(const EngineConfig& config_in)
     : config(config_in),
       mine(config_in.plan->ranks[index_of(config_in.rank)]),
       table(config_in),
-      transport(make_message_transport(*config.communicator, open_messages(table),
+      transport(make_message_transport(*config.communicator, table.tensors() + 1,
                                        config.piece_bytes, config.compute->device())),
       waiter(config_in.communicator->local_size()),
       batch(*config_in.compute),
       timer(config_in.compute->device(), mine.ops.size()),
+      calls(*config_in.compute, mine.ops.size(), config_in.cuda_graphs),
       drained(config_in.compute->device()) {
   outcome.actions.resize(table.stages().size());
   if (!config.stages.empty() && config.stages.back().loss != nullptr) {
@@ -118,7 +123,9 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   for (LocalStage& stage : table.stages()) {
     stage.seconds = ActionSeconds{};
     stage.seconds.stage = stage.binding.index;
+    stage.binding.stage->begin_step(*config.compute);
   }
+  calls.begin_step(request.step, request.loss_scale);
   timer.begin(stream());
   batch.load(*request.batch, request.micro_batches.size());
   for (const PlanOp& op : mine.ops) execute(op, actions);
@@ -284,11 +291,11 @@ void Engine::Impl::compute(const PlanOp& op) {
                    .micro_batch = op.micro_batch,
                    .slot = op.slot(BufferKind::kState),
                    .phase = request.phase,
-                   .step = request.step,
+                   .step = calls.step(),
                    .seed = request.seed,
                    .first_sample = range.first,
                    .samples = range.count,
-                   .loss_scale = request.loss_scale,
+                   .loss_scale = calls.loss_scale(),
                    .inputs = {},
                    .collective = config.collective};
   if (op.stage == 0) {
@@ -314,11 +321,7 @@ void Engine::Impl::compute(const PlanOp& op) {
 void Engine::Impl::tally(const PlanOp& op, double start, double end) {
   LocalStage& stage = local(op);
   outcome.busy_seconds += end - start;
-  ActionSeconds::Sum& sum = op.action == ActionKind::kForward    ? stage.seconds.forward
-                            : op.action == ActionKind::kBackward ? stage.seconds.backward
-                            : op.action == ActionKind::kBackwardInput
-                                ? stage.seconds.backward_input
-                                : stage.seconds.backward_weight;
+  ActionSeconds::Sum& sum = stage.seconds.of(op.action);
   sum.seconds += end - start;
   ++sum.count;
   if (config.trace_events > 0) record(TraceTrack::kCompute, op, start, end);
@@ -337,17 +340,12 @@ void Engine::Impl::drain() {
 
 void Engine::Impl::keep_outputs() {
   outputs = last_output->tensors;
-  if (!on_gpu()) return;
-  std::size_t bytes = 0;
-  for (const Tensor& tensor : outputs) bytes += round_up(tensor.spec.bytes(), kBufferAlignment);
-  if (host_outputs.size() < bytes) host_outputs = HostBuffer(config.compute->device(), bytes);
-  std::byte* next = host_outputs.data();
-  for (Tensor& tensor : outputs) {
-    copy_async(next, tensor.data, tensor.spec.bytes(), stream());
-    tensor.data = next;
-    next += round_up(tensor.spec.bytes(), kBufferAlignment);
+  while (host_outputs.size() < outputs.size()) {
+    host_outputs.emplace_back(*config.compute, config.interrupt);
   }
-  stream().synchronize();
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    outputs[i].data = host_outputs[i].view(outputs[i].data, outputs[i].spec.bytes()).data();
+  }
 }
 
 void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
@@ -358,18 +356,21 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
   if (op.stage == 0) {
     stage.binding.stage->check_inputs(request.batch->inputs[index_of(op.micro_batch)]);
   }
-  stage.binding.stage->forward(ctx, ctx.inputs, output.tensors);
-  output.state = SlotState::kFilled;
+  LossResult* result = nullptr;
   if (stage.binding.loss != nullptr) {
     last_output = &output;
     if (request.phase != Phase::kGenerate) {
-      auto* results = reinterpret_cast<LossResult*>(losses.data());
-      LossResult& result = results[op.micro_batch];
-      result.weight =
+      result = &reinterpret_cast<LossResult*>(losses.data())[op.micro_batch];
+      result->weight =
           stage.binding.loss->target_weight(request.batch->targets[index_of(op.micro_batch)]);
-      stage.binding.loss->loss(ctx, output.tensors, batch.targets(op.micro_batch), &result.sum);
     }
   }
+  calls.run(index_in_plan(op), *stage.binding.stage, ctx, [&] {
+    stage.binding.stage->forward(ctx, ctx.inputs, output.tensors);
+    if (result == nullptr) return;
+    stage.binding.loss->loss(ctx, output.tensors, batch.targets(op.micro_batch), &result->sum);
+  });
+  output.state = SlotState::kFilled;
   if (config.plan->forward_only) --in_flight;
 }
 
@@ -379,24 +380,23 @@ void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& c
   Slot& gradient = last
                        ? expect(stage.output, op, BufferKind::kOutput, SlotState::kFilled)
                        : expect(stage.grad_output, op, BufferKind::kGradOutput, SlotState::kFilled);
-  if (op.action == ActionKind::kBackwardWeight) {
-    stage.binding.split->backward_weight(ctx, gradient.tensors);
-    --in_flight;
-    return;
-  }
   Slot* grad_input = nullptr;
-  if (op.stage > 0) {
+  if (op.stage > 0 && op.action != ActionKind::kBackwardWeight) {
     grad_input = &expect(stage.grad_input, op, BufferKind::kGradInput, SlotState::kFree);
     stage.grad_input->shape(*grad_input, samples(op));
   }
   const std::span<const Tensor> grad_inputs =
       grad_input == nullptr ? std::span<const Tensor>() : grad_input->tensors;
-  if (op.action == ActionKind::kBackward) {
-    stage.binding.stage->backward(ctx, gradient.tensors, grad_inputs);
-    --in_flight;
-  } else {
-    stage.binding.split->backward_input(ctx, gradient.tensors, grad_inputs);
-  }
+  calls.run(index_in_plan(op), *stage.binding.stage, ctx, [&] {
+    if (op.action == ActionKind::kBackward) {
+      stage.binding.stage->backward(ctx, gradient.tensors, grad_inputs);
+    } else if (op.action == ActionKind::kBackwardInput) {
+      stage.binding.split->backward_input(ctx, gradient.tensors, grad_inputs);
+    } else {
+      stage.binding.split->backward_weight(ctx, gradient.tensors);
+    }
+  });
+  if (op.action != ActionKind::kBackwardInput) --in_flight;
   if (grad_input != nullptr) grad_input->state = SlotState::kFilled;
 }
 

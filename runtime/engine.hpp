@@ -67,6 +67,14 @@ struct ActionSeconds {
     std::int64_t count = 0;
   };
   Sum forward, backward, backward_input, backward_weight;
+
+  // Requires a kind that computes.
+  [[nodiscard]] Sum& of(ActionKind kind) {
+    return kind == ActionKind::kForward         ? forward
+           : kind == ActionKind::kBackward      ? backward
+           : kind == ActionKind::kBackwardInput ? backward_input
+                                                : backward_weight;
+  }
 };
 
 struct LossResult {
@@ -94,6 +102,7 @@ struct EngineConfig {
   NcclLinks* nccl = nullptr;                 // for edges of kind kNccl
   std::span<const EdgeLink> links = {};      // [stage], as PipelineLayout::links; empty: by device
   Collective* collective = nullptr;          // handed to stages; may be null
+  bool cuda_graphs = false;                  // record and replay stages' calls on a GPU
   std::size_t trace_events = 0;              // room for that many per step; 0: record none
 };
 

@@ -450,6 +450,7 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
   layout.nccl_sums = replicas > 1 && groups.device.kind == DeviceKind::kCuda && no_nccl.empty() &&
                      options.transport != TransportChoice::kMpi && !options.inference;
   layout.all_reduce = options.all_reduce;
+  layout.cuda_graphs = options.cuda_graphs;
   // The order that NCCL's queues need suits tagged messages too.
   const TransportNeeds& transport =
       needs_of(uses_nccl(layout.links) ? "nccl" : groups.messages->name());

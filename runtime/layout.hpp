@@ -48,6 +48,9 @@ struct PipelineOptions {
   // Where NCCL sums over replicas: its own all-reduce instead of the order of replicas. Faster, and
   // the bits are NCCL's: not depth-invariant.
   bool all_reduce = false;
+  // On GPUs: record what stages that allow it (Stage::replayable) put on the stream, and replay it.
+  // Evaluations are not recorded.
+  bool cuda_graphs = false;
   OptimizerConfig optimizer = {};
   LearningRate learning_rate = {};
   double clip = 0;                             // of the global gradient norm; 0: off
@@ -128,6 +131,7 @@ struct PipelineLayout {
   std::vector<EdgeLink> links;      // [stage] to the stage before it
   bool nccl_sums = false;           // this rank's sums over replicas go over NCCL
   bool all_reduce = false;          // and in NCCL's own order
+  bool cuda_graphs = false;
   double bubble_ideal = 0;
 
   [[nodiscard]] int num_stages() const { return train.placement.stages(); }

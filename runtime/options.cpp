@@ -101,6 +101,8 @@ void add_layout_options(OptionTable& table, TrainOptions& options, Words& words)
                    "between GPUs; auto: NCCL where each rank has a GPU of its own");
   table.add_flag("all-reduce", options.all_reduce,
                  "let NCCL sum over replicas in its own order: not depth-invariant");
+  table.add_flag("cuda-graphs", options.cuda_graphs,
+                 "on GPUs: record what stages do in step 2, replay it from step 3 on");
 }
 
 void add_training_options(OptionTable& table, TrainOptions& options, Words& words) {

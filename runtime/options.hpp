@@ -43,6 +43,7 @@ struct TrainOptions {
   std::vector<DeviceChoice> devices = {{DeviceChoice::Kind::kAuto}};  // --device LIST
   TransportChoice transport = TransportChoice::kAuto;
   bool all_reduce = false;
+  bool cuda_graphs = false;
   bool tf32 = false;                    // --precision tf32
   OptimizerConfig optimizer;            // --optimizer --beta1 --beta2 --weight-decay --momentum
   LearningRate learning_rate;           // --learning-rate --warmup --final-learning-rate-share

@@ -47,10 +47,15 @@ struct Pipeline::Impl {
   // waits for them: they go first.
   ~Impl() { nccl.reset(); }
 
+  struct Recording {
+    std::size_t events = 0;  // of the trace, room for that many
+    bool graphs = false;
+  };
+
   void prepare_stages();
   void make_nccl();
   int slots_of(int stage) const;
-  std::unique_ptr<Engine> make_engine(const Plan& plan, std::size_t trace_events);
+  std::unique_ptr<Engine> make_engine(const Plan& plan, const Recording& recording);
   double count_targets(const BatchLoader::Batch& batch);
   StepReport train_step();
   double evaluate(std::int64_t samples);
@@ -93,10 +98,10 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     tied = find_tied_parameters(layout, bindings);
     make_nccl();
     const std::size_t events = options.trace ? layout.train.ranks[at(layout.rank)].ops.size() : 0;
-    engine = make_engine(layout.train, events);
+    engine = make_engine(layout.train, {.events = events, .graphs = options.cuda_graphs});
     for (const EvaluationPlan& plan : layout.evaluations) {
       evaluations.emplace_back(
-          plan, source, layout, [this](const Plan& forward) { return make_engine(forward, 0); },
+          plan, source, layout, [this](const Plan& forward) { return make_engine(forward, {}); },
           compute->device());
     }
     if (options.inference) return;
@@ -195,7 +200,7 @@ void Pipeline::Impl::prepare_stages() {
   }
 }
 
-std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, std::size_t trace_events) {
+std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, const Recording& recording) {
   return std::make_unique<Engine>(
       EngineConfig{.plan = &plan,
                    .rank = layout.rank,
@@ -208,7 +213,8 @@ std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, std::size_
                    .nccl = nccl.get(),
                    .links = layout.links,
                    .collective = plan.forward_only ? nullptr : replica_sum.get(),
-                   .trace_events = trace_events});
+                   .cuda_graphs = recording.graphs,
+                   .trace_events = recording.events});
 }
 
 // One sum over replicas, on the last stage's ranks, fixes what the mean is taken over; elsewhere 1.

@@ -288,6 +288,7 @@ PipelineOptions pipeline_options(const ParsedTrain& parsed, std::vector<std::int
   options.devices = from.devices;
   options.transport = from.transport;
   options.all_reduce = from.all_reduce;
+  options.cuda_graphs = from.cuda_graphs;
   options.tf32 = from.tf32;
   options.optimizer = from.optimizer;
   options.learning_rate = from.learning_rate;
@@ -343,6 +344,7 @@ std::string describe_devices(const PipelineLayout& layout) {
                         : layout.all_reduce ? "NCCL's all-reduce: not depth-invariant"
                                             : "in the order of replicas, over NCCL");
   }
+  if (layout.cuda_graphs) text += "  CUDA graphs: recorded in step 2, replayed from step 3 on\n";
   return text;
 }
 

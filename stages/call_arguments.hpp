@@ -20,7 +20,10 @@ namespace sluice {
   return {{key[0], key[1]},
           static_cast<std::uint32_t>(threshold),
           1.0F / (1.0F - dropout.probability),
-          dropout.first_element + static_cast<std::uint64_t>(offset)};
+          dropout.first_element + static_cast<std::uint64_t>(offset),
+          dropout.step_on_device,
+          dropout.key.seed,
+          dropout.key.site};
 }
 
 // decay: whether the step's weight decay applies.

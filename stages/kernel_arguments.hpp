@@ -14,6 +14,10 @@ struct DropoutArguments {
   uint32_t threshold;  // of 2^24
   float factor;
   uint64_t first;  // index of the range's first element
+  // Null, or where a device finds the step that the key is of, with the rest of its RandomKey.
+  const uint64_t* step;
+  uint64_t seed;
+  uint32_t site;
 };
 
 struct AdamWArguments {

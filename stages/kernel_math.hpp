@@ -154,6 +154,17 @@ SLUICE_MATH void philox_rounds(const uint32_t (&key)[2], W& a, W& b, W& c, W& d)
     key1 += 0xBB67AE85U;
   }
 }
+// The key of a RandomKey's stream: the first two words of the block whose counter is site, step and
+// a constant, under the seed. W: a 64-bit word alone, no vector of them.
+template <typename W>
+SLUICE_MATH void philox_stream_key(uint64_t seed, uint32_t site, uint64_t step,
+                                   uint32_t (&key)[2]) {
+  const uint32_t under[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+  W a = site, b = static_cast<uint32_t>(step), c = step >> 32, d = 0x536C7563U;
+  philox_rounds(under, a, b, c, d);
+  key[0] = static_cast<uint32_t>(a);
+  key[1] = static_cast<uint32_t>(b);
+}
 template <typename V>
 SLUICE_MATH V drop(V value, typename Lanes<V>::Word word, const DropoutArguments& dropout) {
   using I = typename Lanes<V>::Int;

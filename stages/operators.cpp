@@ -148,12 +148,12 @@ void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
 }
 
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
-                           double scale, bool gradient, double* sum) {
+                           StepValue<double> scale, bool gradient, double* sum) {
   SLUICE_BACKEND(ctx, softmax_cross_entropy)(ctx, logits, targets, scale, gradient, sum);
 }
 
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
-                        double scale, bool gradient, double* sum) {
+                        StepValue<double> scale, bool gradient, double* sum) {
   SLUICE_BACKEND(ctx, mean_squared_error)(ctx, outputs, targets, scale, gradient, sum);
 }
 

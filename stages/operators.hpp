@@ -19,6 +19,7 @@
 
 #include "stages/compute.hpp"
 #include "stages/random.hpp"
+#include "stages/step_value.hpp"
 #include "stages/tensor.hpp"
 
 namespace sluice {
@@ -94,6 +95,8 @@ struct Dropout {
   // Index of the operand's first element in the whole global batch's tensor, so that a sample's
   // mask is the same in whatever micro-batch it sits.
   std::uint64_t first_element = 0;
+  // Where a GPU's kernels read key.step; null: key.step itself. Of no meaning on a CPU.
+  const std::uint64_t* step_on_device = nullptr;
 };
 // Bytes attention_forward keeps for backward. On the CPU: probabilities before dropout, [samples,
 // heads, sequence, sequence rounded up to 16]; right of a block of 64 rows nothing is written or
@@ -136,11 +139,11 @@ void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
 // sum over counted rows of -log softmax(logits)[target]. With `gradient`, logits are replaced by
 // scale * (softmax - onehot), zero in uncounted rows.
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
-                           double scale, bool gradient, double* sum);
+                           StepValue<double> scale, bool gradient, double* sum);
 // *sum = the squared differences over all elements; with `gradient`, outputs become
 // 2 * scale * (outputs - targets).
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
-                        double scale, bool gradient, double* sum);
+                        StepValue<double> scale, bool gradient, double* sum);
 
 // --- optimizer kernels, over flat f32 vectors ---
 // Neighbours in memory that are updated alike. `first` and `second`: the optimizer's state.

@@ -15,10 +15,8 @@ std::array<std::uint32_t, 4> philox_block(std::array<std::uint32_t, 4> counter,
 }
 
 std::array<std::uint32_t, 2> philox_key(const RandomKey& key) {
-  const std::array<std::uint32_t, 4> words = philox_block(
-      {key.site, static_cast<std::uint32_t>(key.step), static_cast<std::uint32_t>(key.step >> 32),
-       0x536C7563U},
-      {static_cast<std::uint32_t>(key.seed), static_cast<std::uint32_t>(key.seed >> 32)});
+  std::uint32_t words[2];  // NOLINT(modernize-avoid-c-arrays): also compiled for devices
+  scalar::philox_stream_key<std::uint64_t>(key.seed, key.site, key.step, words);
   return {words[0], words[1]};
 }
 

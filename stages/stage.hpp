@@ -19,6 +19,7 @@
 #include "stages/compute.hpp"
 #include "stages/parameter.hpp"
 #include "stages/random.hpp"
+#include "stages/step_value.hpp"
 #include "stages/tensor.hpp"
 
 namespace sluice {
@@ -61,11 +62,11 @@ struct StageContext {
   int micro_batch = 0;
   int slot = 0;
   Phase phase = Phase::kTrain;
-  std::uint64_t step = 0;
-  std::uint64_t seed = 0;         // key of dropout and the like; see RandomKey
-  std::int64_t first_sample = 0;  // of the micro-batch, within the global batch
-  std::int64_t samples = 0;       // in this micro-batch
-  double loss_scale = 1;          // 1/N: loss gradients are multiplied by it
+  StepValue<std::uint64_t> step = 0;
+  std::uint64_t seed = 0;              // key of dropout and the like; see RandomKey
+  std::int64_t first_sample = 0;       // of the micro-batch, within the global batch
+  std::int64_t samples = 0;            // in this micro-batch
+  StepValue<double> loss_scale = 1.0;  // 1/N: loss gradients are multiplied by it
   // The same tensors forward() had; in backward calls too (valid until W is done).
   std::span<const Tensor> inputs = {};
   Collective* collective = nullptr;
@@ -81,6 +82,14 @@ class Stage {
                                                   DeviceKind device) const = 0;
   // Parameters allocated (parameters()->allocate), state for `slots` made, primitives built.
   virtual void prepare(const StageSetup& setup) = 0;
+  // Before the first forward of a step or an evaluation: what follows from the parameters alone,
+  // such as copies of them in another precision.
+  virtual void begin_step(ComputeContext& /*compute*/) {}
+  // Whether calls with equal arguments put equal work on the stream in every step, but for what
+  // kernels read of ctx.step and ctx.loss_scale through on_device. With --cuda-graphs such a call
+  // is made twice on a GPU, the second time recorded, and the record replayed in its place from
+  // then on. While it is recorded it may neither wait for the device nor take memory of it.
+  [[nodiscard]] virtual bool replayable() const { return false; }
   // Writes every output. `inputs` stay as they are until backward is done; `outputs` are gone
   // once forward returns.
   virtual void forward(StageContext& ctx, std::span<const Tensor> inputs,

@@ -189,6 +189,7 @@ void TransformerStage::rehearse_all(const StageSetup& setup) {
   if (layers_.empty()) {
     return;
   }
+  begin_step(*setup.compute);
   for (size_t i = 0; i < shapes_.size(); ++i) {
     const TensorSpec in_spec = setup.input_sizes[i][0];
     const TensorSpec out_spec = output_spec(shapes_[i]);
@@ -199,7 +200,7 @@ void TransformerStage::rehearse_all(const StageSetup& setup) {
     const Tensor output{out.data(), out_spec};
     StageContext ctx{.compute = *setup.compute};
     ctx.samples = shapes_[i].samples;
-    ctx.loss_scale = 0;
+    ctx.loss_scale = 0.0;
     ctx.inputs = {&input, 1};
     rehearse(ctx, ctx.inputs, {&output, 1});
     setup.compute->stream().synchronize();  // before the operands go
@@ -304,11 +305,14 @@ Tensor TransformerStage::layer_gradient(const StageContext& ctx, const BatchShap
   return stream_tensor(at(gradients_, slot + layout_.places[layer + 1].dinput), shape);
 }
 
+void TransformerStage::begin_step(ComputeContext& compute) {
+  copies_.refresh(compute, parameters_.version());
+}
+
 void TransformerStage::forward(StageContext& ctx, std::span<const Tensor> inputs,
                                std::span<const Tensor> outputs) {
   const BatchShape shape = begin_call(ctx, inputs);
   require_single(outputs, "output");
-  copies_.refresh(ctx.compute, parameters_.version());
   if (layers_.empty()) {
     copy_or_convert(ctx.compute, inputs[0], outputs[0]);
     return;

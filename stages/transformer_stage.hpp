@@ -32,6 +32,8 @@ class TransformerStage : public Stage, public SplitBackward {
                                           DeviceKind device) const override;
   void check_inputs(std::span<const Tensor> inputs) const override;
   void prepare(const StageSetup& setup) override;
+  void begin_step(ComputeContext& compute) override;
+  [[nodiscard]] bool replayable() const override { return true; }
   void forward(StageContext& ctx, std::span<const Tensor> inputs,
                std::span<const Tensor> outputs) override;
   void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,

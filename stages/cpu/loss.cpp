@@ -22,7 +22,7 @@ double* partial_sums(ComputeContext& ctx, std::int64_t count) {
 }  // namespace
 
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
-                           double scale, bool gradient, double* sum) {
+                           StepValue<double> scale, bool gradient, double* sum) {
   const std::int64_t rows = targets.elements();
   *sum = 0;
   if (rows == 0) return;
@@ -37,7 +37,7 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
 }
 
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
-                        double scale, bool gradient, double* sum) {
+                        StepValue<double> scale, bool gradient, double* sum) {
   const std::int64_t count = outputs.elements();
   const std::int64_t blocks = (count + kLossBlock - 1) / kLossBlock;
   double* sums = partial_sums(ctx, blocks);

@@ -132,7 +132,7 @@ struct DropoutBody {
   template <int N>
   __device__ void run(int64_t i) const {
     Floats<N> values = load<N>(x + i);
-    drop_consecutive(arguments, arguments.first + static_cast<uint64_t>(i), values);
+    drop_consecutive(at_step(arguments), arguments.first + static_cast<uint64_t>(i), values);
     store(y + i, values);
   }
 };

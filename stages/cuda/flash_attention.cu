@@ -30,6 +30,19 @@ struct Rows {
   int dimensions;
 };
 
+// Dropout of probabilities and of their gradients.
+struct Mask {
+  DropoutArguments dropout;
+  bool drops;
+  int64_t sequence;
+  // `line`: of the query.
+  [[nodiscard]] __device__ float of(float value, int64_t line, int64_t key) const {
+    if (!drops) return value;
+    const auto place = static_cast<uint64_t>(line * sequence + key);
+    return drop_one(dropout, dropout.first + place, value);
+  }
+};
+
 // One call, as the kernels take it.
 template <typename T>
 struct Call {
@@ -60,11 +73,8 @@ struct Call {
   [[nodiscard]] __device__ int64_t line(int64_t sample, int64_t head, int64_t query) const {
     return (sample * shape.heads + head) * shape.sequence + query;
   }
-  // A probability, or its gradient, after dropout; `at` is the query's line.
-  [[nodiscard]] __device__ float dropped(float value, int64_t at, int64_t key) const {
-    if (!drops) return value;
-    const auto place = static_cast<uint64_t>(at * shape.sequence + key);
-    return drop_one(dropout, dropout.first + place, value);
+  [[nodiscard]] __device__ Mask mask() const {
+    return {drops ? at_step(dropout) : dropout, drops, shape.sequence};
   }
 };
 
@@ -186,6 +196,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) forward_kernel(const Cal
   using Work = ForwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
+  const Mask mask = call.mask();
   const Place at = place_of_block(shape.heads, shape.sequence, Work::kOwn);
   const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
   const auto queries = call.packed(call.qkv, at.sample, at.head);
@@ -225,7 +236,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) forward_kernel(const Cal
 #pragma unroll
       for (int i = 0; i < 2 * kSlices; ++i) sums[r][i] *= shrink;
       work.set_weight(weights, r,
-                      seen ? call.dropped(p, call.line(at.sample, at.head, query), key) : 0.0F);
+                      seen ? mask.of(p, call.line(at.sample, at.head, query), key) : 0.0F);
     }
     work.add_weighted(weights, values, first, sums);
   }
@@ -265,9 +276,10 @@ __global__ void delta_kernel(const Call<T> call) {
 template <typename T>
 struct Gradient {
   float p, dscore;
-  __device__ Gradient(const Call<T>& call, float score, float dp, int64_t line, int64_t key)
+  __device__ Gradient(const Call<T>& call, const Mask& mask, float score, float dp, int64_t line,
+                      int64_t key)
       : p(exponential(fma(score, call.scale, -call.lse[line]))),
-        dscore(softmax_gradient(p, call.dropped(dp, line, key), call.delta[line], call.scale)) {}
+        dscore(softmax_gradient(p, mask.of(dp, line, key), call.delta[line], call.scale)) {}
 };
 
 template <typename T, int kSlices>
@@ -275,6 +287,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) query_kernel(const Call<
   using Work = BackwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
+  const Mask mask = call.mask();
   const Place at = place_of_block(shape.heads, shape.sequence, Work::kOwn);
   const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
   const auto keys = call.packed(call.qkv, at.sample, kv);
@@ -304,7 +317,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) query_kernel(const Call<
       float dscore = 0;
       if (key <= query && query < shape.sequence) {
         const int64_t line = call.line(at.sample, at.head, query);
-        dscore = Gradient<T>(call, scores[r], dps[r], line, key).dscore;
+        dscore = Gradient<T>(call, mask, scores[r], dps[r], line, key).dscore;
       }
       work.set_weight(weights, r, dscore);
     }
@@ -323,6 +336,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) key_kernel(const Call<T>
   using Work = BackwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
+  const Mask mask = call.mask();
   const Place at = place_of_block(shape.kv_heads, shape.sequence, Work::kOwn);
   const int64_t group = shape.heads / shape.kv_heads, kv = shape.heads + at.head;
 
@@ -351,8 +365,8 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) key_kernel(const Call<T>
         const int64_t key = first_key + r;
         float weight = 0, dscore = 0;
         if (key <= query && query < shape.sequence) {
-          const Gradient<T> gradient(call, scores[r], dps[r], line, key);
-          weight = call.dropped(gradient.p, line, key);
+          const Gradient<T> gradient(call, mask, scores[r], dps[r], line, key);
+          weight = mask.of(gradient.p, line, key);
           dscore = gradient.dscore;
         }
         work.set_weight(weights, r, weight);

@@ -35,10 +35,23 @@ struct Exponentials {
   }
 };
 
+// What gradients are multiplied by, times `factor`: the step's own where the device is told.
+struct Scale {
+  double value;
+  const double* on_device;
+  double factor;
+  [[nodiscard]] __device__ float get() const {
+    return static_cast<float>(factor * (on_device == nullptr ? value : *on_device));
+  }
+};
+Scale scale_of(StepValue<double> scale, double factor) {
+  return {scale.value, scale.on_device, factor};
+}
+
 struct CrossEntropy {
   float* logits;
   const int32_t* targets;
-  float scale;
+  Scale scale;
   bool gradient;
   double* losses;
   int64_t rows, width;
@@ -70,13 +83,13 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const CrossEntr
     }
     if (!a.gradient) continue;
     __syncthreads();
-    const float factor = a.scale / sum;
+    const float scale = a.scale.get(), factor = scale / sum;
     for (int64_t i = first; i < a.width; i += kStep) {
       Floats<N> values = load<N>(logits + i);
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         values.at[k] = exponential(values.at[k] - top) * factor;
-        if (i + k == target) values.at[k] -= a.scale;
+        if (i + k == target) values.at[k] -= scale;
       }
       store(logits + i, values);
     }
@@ -86,11 +99,11 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const CrossEntr
 struct SquaredError {
   float* outputs;
   const float* targets;
-  float factor;
+  Scale scale;
   bool gradient;
   __device__ double of(int64_t i) const {
     const float difference = outputs[i] - targets[i];
-    if (gradient) outputs[i] = factor * difference;
+    if (gradient) outputs[i] = scale.get() * difference;
     return static_cast<double>(difference) * static_cast<double>(difference);
   }
 };
@@ -98,7 +111,7 @@ struct SquaredError {
 }  // namespace
 
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
-                           double scale, bool gradient, double* sum) {
+                           StepValue<double> scale, bool gradient, double* sum) {
   const int64_t rows = targets.elements();
   const int64_t width = rows == 0 ? 0 : logits.elements() / rows;
   auto* losses =
@@ -107,7 +120,7 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
     const bool wide = width % kWide<float> == 0 && aligned(logits.data);
     const CrossEntropy arguments = {logits.as<float>(),
                                     targets.as<int32_t>(),
-                                    static_cast<float>(scale),
+                                    scale_of(scale, 1),
                                     gradient,
                                     losses,
                                     rows,
@@ -129,11 +142,11 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
 }
 
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
-                        double scale, bool gradient, double* sum) {
-  sum_of_blocks(ctx, "squared error",
-                SquaredError{outputs.as<float>(), targets.as<float>(),
-                             static_cast<float>(2 * scale), gradient},
-                outputs.elements(), sum);
+                        StepValue<double> scale, bool gradient, double* sum) {
+  sum_of_blocks(
+      ctx, "squared error",
+      SquaredError{outputs.as<float>(), targets.as<float>(), scale_of(scale, 2), gradient},
+      outputs.elements(), sum);
 }
 
 }  // namespace sluice::cuda

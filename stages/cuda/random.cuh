@@ -5,6 +5,14 @@
 
 namespace sluice::cuda {
 
+// With the key of the step that the device is told of, where it is told.
+SLUICE_MATH DropoutArguments at_step(DropoutArguments dropout) {
+  if (dropout.step != nullptr) {
+    philox_stream_key<uint64_t>(dropout.seed, dropout.site, *dropout.step, dropout.key);
+  }
+  return dropout;
+}
+
 struct PhiloxWords {
   uint32_t at[4];
 };

@@ -124,7 +124,8 @@ Dropout DropoutSite::at(const LayerCall& call, std::int64_t elements_per_sample)
   return {probability,
           {call.stage.seed, site, call.stage.step},
           static_cast<std::uint64_t>(call.stage.first_sample) *
-              static_cast<std::uint64_t>(elements_per_sample)};
+              static_cast<std::uint64_t>(elements_per_sample),
+          call.stage.step.on_device};
 }
 
 void copy_or_convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {

@@ -31,6 +31,7 @@ struct Layout {
   std::string devices = "cpu";                    // as --device
   TransportChoice transport = TransportChoice::kAuto;
   bool all_reduce = false;
+  bool cuda_graphs = false;
 };
 
 struct TrainingOutcome {

@@ -101,6 +101,7 @@ void LocalPipeline::forward(int micro_batch) {
     flight.activations[s + 1].poison();
     const Tensor output = flight.activations[s + 1].tensor();
     if (s == 0) stages_[s]->check_inputs(ctx.inputs);
+    stages_[s]->begin_step(ctx.compute);
     stages_[s]->forward(ctx, ctx.inputs, {&output, 1});
   }
   const Tensor output = flight.activations.back().tensor();
