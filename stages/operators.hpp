@@ -26,7 +26,7 @@ namespace sluice {
 
 // --- matrix product layer: weight [out, in], bias [out] (null data: none) ---
 // y = x weightᵀ + bias; x [rows, in], y [rows, out]. `weight` of x's type, bias f32, y of x's type
-// or f32 (the residual stream, logits). On a GPU a bf16 y takes the bias rounded to bf16.
+// or f32 (the residual stream). On a GPU a bf16 y takes the bias rounded to bf16.
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y);
 // dx = dy weight; overwrites. dy, weight and dx of one type.
@@ -135,7 +135,7 @@ void add(ComputeContext& ctx, const Tensor& x, const Tensor& y);  // y += x, y f
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
 
 // --- losses ---
-// logits f32 [rows, vocabulary], targets i32 [rows]; a negative target does not count. *sum = the
+// logits [rows, vocabulary] of T, targets i32 [rows]; a negative target does not count. *sum = the
 // sum over counted rows of -log softmax(logits)[target]. With `gradient`, logits are replaced by
 // scale * (softmax - onehot), zero in uncounted rows.
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,

@@ -2,8 +2,8 @@
 //
 // Layers in order: embedding, `layers` blocks, head (final norm, projection to the vocabulary).
 // The residual stream is f32 and is what edges carry: f32 [samples, sequence, width]. Stage 0 takes
-// tokens i32 [samples, sequence]; the last stage gives logits f32 [samples, sequence, vocabulary];
-// its targets are i32 [samples, sequence], negative: not counted.
+// tokens i32 [samples, sequence]; the last stage gives logits [samples, sequence, vocabulary] of
+// the precision; its targets are i32 [samples, sequence], negative: not counted.
 //
 //   gpt2:  learned positions, LayerNorm, GELU MLP of 4 * width, biases; initial values as GPT-2
 //   llama: rotary positions, RMSNorm, SwiGLU MLP, grouped-query attention, no biases

@@ -69,8 +69,9 @@ BatchShape TransformerStage::shape_of(const TensorSpec& input, DeviceKind device
 }
 
 TensorSpec TransformerStage::output_spec(const BatchShape& shape) const {
-  return {DType::kF32, Shape{shape.samples, shape.sequence,
-                             gives_logits() ? config_.vocabulary : config_.width}};
+  return {
+      gives_logits() ? config_.precision : DType::kF32,
+      Shape{shape.samples, shape.sequence, gives_logits() ? config_.vocabulary : config_.width}};
 }
 
 StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,

@@ -79,7 +79,8 @@ class Generator {
         sampling_(sampling),
         last_rank_(pipeline.layout().topology.rank_of(0, pipeline.layout().last_rank())),
         tokens_(std::move(prompt)),
-        window_(static_cast<std::size_t>(model.context)) {}
+        window_(static_cast<std::size_t>(model.context)),
+        logits_(static_cast<std::size_t>(model.vocabulary)) {}
 
   // Collective: every rank gets the new token.
   int next() {
@@ -92,9 +93,13 @@ class Generator {
     pipeline_.guarded([&] {
       if (outputs.empty()) return;
       const auto vocabulary = static_cast<std::size_t>(model_.vocabulary);
-      const std::span<const float> logits = outputs[0].floats();
-      token = sample_token(logits.subspan((shown - 1) * vocabulary, vocabulary), sampling_,
-                           tokens_.size());
+      const Tensor& all = outputs[0];
+      const std::size_t first = (shown - 1) * vocabulary;
+      for (std::size_t i = 0; i < vocabulary; ++i) {
+        logits_[i] = all.spec.dtype == DType::kBf16 ? to_float(all.as<Bf16>()[first + i])
+                                                    : all.as<float>()[first + i];
+      }
+      token = sample_token(logits_, sampling_, tokens_.size());
     });
     pipeline_.world().broadcast(std::as_writable_bytes(std::span(&token, 1)), last_rank_);
     tokens_.push_back(token);
@@ -108,6 +113,7 @@ class Generator {
   int last_rank_;
   std::vector<int> tokens_;
   std::vector<std::int32_t> window_;  // the last tokens, from position 0 on
+  std::vector<float> logits_;         // of the last of them
 };
 
 void print_text(const std::string& text) {

@@ -28,10 +28,10 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
   if (rows == 0) return;
   const std::int64_t width = logits.elements() / rows;
   double* losses = partial_sums(ctx, rows);
+  const TypedKernels& kernels = kernels_for(ctx, logits.spec.dtype);
   parallel_range(ctx, rows, 1, [&](std::int64_t begin, std::int64_t end) {
-    ctx.kernels().cross_entropy(logits.as<float>() + begin * width,
-                                targets.as<std::int32_t>() + begin, static_cast<float>(scale),
-                                gradient, losses + begin, end - begin, width);
+    kernels.cross_entropy(element(logits, begin * width), targets.as<std::int32_t>() + begin,
+                          static_cast<float>(scale), gradient, losses + begin, end - begin, width);
   });
   *sum = sum_in_order(losses, rows);
 }

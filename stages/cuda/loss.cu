@@ -48,8 +48,9 @@ Scale scale_of(StepValue<double> scale, double factor) {
   return {scale.value, scale.on_device, factor};
 }
 
+template <typename T>
 struct CrossEntropy {
-  float* logits;
+  T* logits;
   const int32_t* targets;
   Scale scale;
   bool gradient;
@@ -58,11 +59,11 @@ struct CrossEntropy {
 };
 
 // A block per row: once for maximum and sum, once for the gradient, by then from the cache.
-template <int kThreads, int N>
-__global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const CrossEntropy a) {
+template <int kThreads, int N, typename T>
+__global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const CrossEntropy<T> a) {
   constexpr int kStep = kThreads * N;
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
-    float* logits = a.logits + row * a.width;
+    T* logits = a.logits + row * a.width;
     const int64_t first = static_cast<int64_t>(threadIdx.x) * N;
     const int32_t target = a.targets[row];
     if (target < 0) {
@@ -78,7 +79,8 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const CrossEntr
     mine.raise(top);
     const float sum = block_sum<kThreads>(mine.sum);  // and logits[target] is still the logit
     if (threadIdx.x == 0) {
-      const double at_target = static_cast<double>(logits[target]) - static_cast<double>(top);
+      const double at_target =
+          static_cast<double>(widen(logits[target])) - static_cast<double>(top);
       a.losses[row] = ::log(static_cast<double>(sum)) - at_target;
     }
     if (!a.gradient) continue;
@@ -117,20 +119,18 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
   auto* losses =
       reinterpret_cast<double*>(ctx.workspace(static_cast<std::size_t>(rows) * sizeof(double)));
   if (rows > 0) {
-    const bool wide = width % kWide<float> == 0 && aligned(logits.data);
-    const CrossEntropy arguments = {logits.as<float>(),
-                                    targets.as<int32_t>(),
-                                    scale_of(scale, 1),
-                                    gradient,
-                                    losses,
-                                    rows,
-                                    width};
     const auto run = [&](auto threads) {
       constexpr int kThreads = decltype(threads)::value;
-      launch(
-          "softmax cross-entropy",
-          wide ? cross_entropy_kernel<kThreads, kWide<float>> : cross_entropy_kernel<kThreads, 1>,
-          {blocks_for(rows, 1), kThreads}, native(ctx.stream()), arguments);
+      with_type(logits.spec.dtype, [&](auto type) {
+        using T = decltype(type);
+        const bool wide = width % kWide<T> == 0 && aligned(logits.data);
+        launch("softmax cross-entropy",
+               wide ? cross_entropy_kernel<kThreads, kWide<T>, T>
+                    : cross_entropy_kernel<kThreads, 1, T>,
+               {blocks_for(rows, 1), kThreads}, native(ctx.stream()),
+               CrossEntropy<T>{logits.as<T>(), targets.as<int32_t>(), scale_of(scale, 1), gradient,
+                               losses, rows, width});
+      });
     };
     if (width <= kShortRow) {
       run(std::integral_constant<int, kThreadsOfShortRow>{});

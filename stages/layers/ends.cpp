@@ -77,9 +77,6 @@ HeadLayer::Kept HeadLayer::carve(const BatchShape& shape, Carver until_weight,
   kept.normed = until_weight.tensor(precision_, rows, width_);
   kept.stats = until_weight.tensor(DType::kF32, rows, norm_.stats_per_row());
   kept.dnormed = gradients.tensor(precision_, rows, width_);
-  if (precision_ != DType::kF32) {
-    kept.dlogits = gradients.tensor(precision_, rows, projection_.out());
-  }
   return kept;
 }
 
@@ -92,12 +89,7 @@ LayerMemory HeadLayer::memory(const BatchShape& shape) const {
   const auto bytes = [](const Tensor& tensor) {
     return tensor.shape().rank() == 0 ? 0 : round_up(tensor.spec.bytes(), kBufferAlignment);
   };
-  return {.until_weight = bytes(kept.normed) + bytes(kept.stats),
-          .gradients = bytes(kept.dnormed) + bytes(kept.dlogits)};
-}
-
-Tensor HeadLayer::operand(const Kept& kept, const Tensor& dout) const {
-  return precision_ == DType::kF32 ? dout : kept.dlogits;
+  return {.until_weight = bytes(kept.normed) + bytes(kept.stats), .gradients = bytes(kept.dnormed)};
 }
 
 Residual HeadLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {
@@ -115,9 +107,7 @@ void HeadLayer::recompute(LayerCall& call, const Tensor& in) {
 void HeadLayer::backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
                                const Tensor& din) {
   const Kept kept = carve(call);
-  const Tensor dlogits = operand(kept, dout);
-  copy_or_convert(call.compute(), dout, dlogits);
-  projection_.backward_input(call.compute(), dlogits, kept.dnormed);
+  projection_.backward_input(call.compute(), dout, kept.dnormed);
   if (din.data != nullptr) {
     fill_zero(call.compute(), din);
     norm_.backward_input(call.compute(), kept.dnormed, in, kept.stats, din);
@@ -126,7 +116,7 @@ void HeadLayer::backward_input(LayerCall& call, const Tensor& in, const Tensor& 
 
 void HeadLayer::backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) {
   const Kept kept = carve(call);
-  projection_.backward_weight(call.compute(), kept.normed, operand(kept, dout));
+  projection_.backward_weight(call.compute(), kept.normed, dout);
   norm_.backward_weight(call.compute(), kept.dnormed, in, kept.stats);
 }
 

@@ -35,7 +35,7 @@ class EmbeddingLayer final : public Layer {
   DropoutSite dropout_;
 };
 
-// Gives logits f32 [rows, vocabulary].
+// Gives logits [rows, vocabulary] of the precision.
 class HeadLayer final : public Layer {
  public:
   struct Options {
@@ -56,12 +56,11 @@ class HeadLayer final : public Layer {
 
  private:
   struct Kept {
-    Tensor normed, stats;     // until the weight gradient
-    Tensor dnormed, dlogits;  // gradients; dlogits only where the precision is not f32
+    Tensor normed, stats;  // until the weight gradient
+    Tensor dnormed;        // gradient
   };
   [[nodiscard]] Kept carve(const BatchShape& shape, Carver until_weight, Carver gradients) const;
   [[nodiscard]] Kept carve(const LayerCall& call) const;
-  [[nodiscard]] Tensor operand(const Kept& kept, const Tensor& dout) const;
 
   Norm norm_;
   Linear projection_;

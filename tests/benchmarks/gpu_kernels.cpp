@@ -92,11 +92,11 @@ class Kernels {
     RandomOperands memory(ctx_.device());
     const std::int64_t rows = std::min<std::int64_t>(options_.rows(), 8192);
     const std::int64_t vocabulary = options_.model.vocabulary;
-    const Tensor logits = memory.make(DType::kF32, {rows, vocabulary});
+    const Tensor logits = memory.make(DType::kBf16, {rows, vocabulary});
     const Tensor targets = memory.indices({rows}, options_.tokens);
     auto* sum = reinterpret_cast<double*>(sum_.data());
     // The gradient replaces the logits; later runs have that gradient's softmax to compute.
-    row("cross-entropy, forward and gradient", bytes(logits, 4 + 4),
+    row("cross-entropy, forward and gradient", bytes(logits, 2 + 2),
         [&] { softmax_cross_entropy(ctx_, logits, targets, 1e-3, true, sum); });
   }
 

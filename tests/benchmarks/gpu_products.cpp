@@ -188,10 +188,10 @@ std::vector<Product> products_of(ComputeContext& ctx, const GpuOptions& options)
                         uses});
   };
   layer("qkv", w, 3 * w, true, DType::kBf16, model.layers);
-  layer("output", w, w, true, DType::kBf16, model.layers);
+  layer("output", w, w, true, DType::kF32, model.layers);  // to the residual stream
   layer("up", w, 4 * w, true, DType::kBf16, model.layers);
-  layer("down", 4 * w, w, true, DType::kBf16, model.layers);
-  layer("head", w, model.vocabulary, false, DType::kF32, 1);
+  layer("down", 4 * w, w, true, DType::kF32, model.layers);
+  layer("head", w, model.vocabulary, false, DType::kBf16, 1);
   // Fused where the layers fuse: as they ask, by whether the library can.
   const auto fuse = [&](const std::string& name, cuda::Epilogue epilogue) {
     for (Product& product : products) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 
 namespace sluice::testing {
 
@@ -28,8 +27,7 @@ MicroBatch make_micro_batch(const TransformerConfig& config, std::int64_t first_
 }
 
 void LocalPipeline::Edge::poison() {
-  const std::span<float> values = tensor().floats();
-  std::fill(values.begin(), values.end(), std::numeric_limits<float>::quiet_NaN());
+  std::memset(tensor().data, 0xFF, tensor().spec.bytes());  // NaN in every floating type
 }
 
 LocalPipeline::LocalPipeline(const TransformerConfig& config, const Partition& partition,
@@ -105,7 +103,11 @@ void LocalPipeline::forward(int micro_batch) {
     stages_[s]->forward(ctx, ctx.inputs, {&output, 1});
   }
   const Tensor output = flight.activations.back().tensor();
-  logits_[at].assign(output.floats().begin(), output.floats().end());
+  logits_[at].resize(static_cast<size_t>(output.elements()));
+  for (size_t i = 0; i < logits_[at].size(); ++i) {
+    logits_[at][i] =
+        output.spec.dtype == DType::kBf16 ? to_float(output.as<Bf16>()[i]) : output.as<float>()[i];
+  }
   StageContext ctx = context(static_cast<int>(stages_.size()) - 1, micro_batch);
   const Tensor targets = flight.targets.tensor();
   auto& last = dynamic_cast<LossStage&>(*stages_.back());

@@ -201,7 +201,7 @@ TEST(TransformerTest, Bf16StaysNearF32AndFollowsNewValues) {
         difference += std::pow(grad[i] - expected.at(name)[i], 2);
         norm += std::pow(expected.at(name)[i], 2);
       }
-      EXPECT_LT(std::sqrt(difference / norm), 2e-2) << name;
+      EXPECT_LT(std::sqrt(difference / norm), 3e-2) << name;
     }
   }
 }

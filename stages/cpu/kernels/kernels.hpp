@@ -67,14 +67,14 @@ struct TypedKernels {
   // delta[row] = dot(a row, b row); width elements a row, leading dimension ld.
   void (*row_dots)(const void* a, const void* b, int64_t ld, int64_t rows, int64_t width,
                    float* delta);
+  // Row-wise cross-entropy; losses[row] = -log softmax(logits)[target], 0 where target < 0.
+  void (*cross_entropy)(void* logits, const int32_t* targets, float scale, bool gradient,
+                        double* losses, int64_t rows, int64_t width);
 };
 
 struct Kernels {
   const char* name;
   TypedKernels f32, bf16;
-  // Row-wise cross-entropy; losses[row] = -log softmax(logits)[target], 0 where target < 0.
-  void (*cross_entropy)(float* logits, const int32_t* targets, float scale, bool gradient,
-                        double* losses, int64_t rows, int64_t width);
   // Sum of squared differences; with `gradient`, outputs become factor * (outputs - targets).
   double (*squared_error)(float* outputs, const float* targets, float factor, bool gradient,
                           int64_t n);

@@ -84,9 +84,14 @@ void row_dots(const void* a_data, const void* b_data, int64_t ld, int64_t rows, 
   }
 }
 
-// Exponentials in float, their sum per vector lane in float, the logarithm in double.
-inline void cross_entropy(float* logits, const int32_t* targets, float scale, bool gradient,
-                          double* losses, int64_t rows, int64_t width) {
+// Exponentials in float, their sum per vector lane in float, the logarithm in double. Where T holds
+// an exponential exactly it is kept in the logit's place for the gradient, else computed again.
+template <typename T>
+void cross_entropy(void* data, const int32_t* targets, float scale, bool gradient, double* losses,
+                   int64_t rows, int64_t width) {
+  constexpr bool kKeeps = sizeof(T) == sizeof(float);
+  constexpr Part kOne = {1};
+  T* logits = static_cast<T*>(data);
   for (int64_t row = 0; row < rows; ++row, logits += width) {
     const int32_t target = targets[row];
     losses[row] = 0;
@@ -103,19 +108,21 @@ inline void cross_entropy(float* logits, const int32_t* targets, float scale, bo
       top = maximum(part.count == kLanes ? v : first_lanes(v, part.count, splat(kLowest)), top);
     });
     const float shift = lane_max(top);
-    const double at_target = static_cast<double>(logits[target]) - static_cast<double>(shift);
+    const VecF wanted = load(logits + target, kOne);
     const float sum = sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
       const VecF e = exponential(load(logits + i, part) - shift);
-      if (gradient) store(logits + i, e, part);
+      if (gradient && kKeeps) store(logits + i, e, part);
       return e;
     });
-    losses[row] = __builtin_log(static_cast<double>(sum)) - at_target;
+    losses[row] = __builtin_log(static_cast<double>(sum)) -
+                  (static_cast<double>(wanted[0]) - static_cast<double>(shift));
     if (!gradient) continue;
     const float factor = scale / sum;
     for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
-      store(logits + i, load(logits + i, part) * factor, part);
+      const VecF v = load(logits + i, part);
+      store(logits + i, (kKeeps ? v : exponential(v - shift)) * factor, part);
     });
-    logits[target] -= scale;
+    store(logits + target, exponential(wanted - shift) * factor - scale, kOne);
   }
 }
 

@@ -34,6 +34,7 @@ constexpr TypedKernels typed_kernels() {
       .causal_softmax = causal_softmax<T>,
       .causal_softmax_backward = causal_softmax_backward<T>,
       .row_dots = row_dots<T>,
+      .cross_entropy = cross_entropy<T>,
   };
 }
 
@@ -46,7 +47,6 @@ constinit const Kernels kKernels = {
     .name = SLUICE_NAME(SLUICE_KERNEL_NAMESPACE),
     .f32 = typed_kernels<float>(),
     .bf16 = typed_kernels<Half>(),
-    .cross_entropy = cross_entropy,
     .squared_error = squared_error,
     .adamw = adamw,
     .sgd = sgd,
