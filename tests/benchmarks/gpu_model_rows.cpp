@@ -25,22 +25,28 @@ double flops_per_token(const TransformerConfig& model) {
          6.0 * model.layers * static_cast<double>(model.width) * model.context;
 }
 
-// A model trained on one rank on the GPU.
+// How a model is trained on one rank on the GPU.
+struct How {
+  double share = 0.85;  // of the GPU's free memory that the run may plan for
+  int chunks = 1;
+  bool trace = false, cuda_graphs = false;
+};
+
 class Run {
  public:
-  // `share`: of the GPU's free memory that the run may plan for.
-  Run(Communicator& comm, const GpuOptions& options, int chunks, double share, bool trace = false)
+  Run(Communicator& comm, const GpuOptions& options, const How& how)
       : options_(options), source_(options.model.context, options.tokens) {
     settings_.devices = parse_devices("cuda");
-    settings_.schedule = chunks == 1 ? "1f1b" : "interleaved";
-    settings_.chunks = chunks;
+    settings_.schedule = how.chunks == 1 ? "1f1b" : "interleaved";
+    settings_.chunks = how.chunks;
+    settings_.cuda_graphs = how.cuda_graphs;
     settings_.learning_rate = {.peak = 1e-5, .constant = true};
-    settings_.trace = trace;
+    settings_.trace = how.trace;
     const std::vector<double> costs = layer_costs(options.model);
     factory_ = [model = options.model, costs](int stage, int stages) {
       return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
     };
-    choose_micro_batch(comm, share);
+    choose_micro_batch(comm, how.share);
     pipeline_ = std::make_unique<Pipeline>(comm, settings_, factory_, source_);
   }
 
@@ -53,7 +59,7 @@ class Run {
     return (steady_seconds() - start) / options_.steps;
   }
 
-  // Until products, attention graphs and slots have been made.
+  // Until products, attention graphs and slots have been made and actions recorded.
   void warm_up() {
     for (int i = 0; i < 2; ++i) (void)pipeline_->train_step();
   }
@@ -100,7 +106,7 @@ double tokens_per_second(const GpuOptions& options, double seconds) {
 
 void training_row(const GpuOptions& options) {
   run_loopback(1, [&](Communicator& comm) {
-    Run run(comm, options, 1, 0.85);
+    Run run(comm, options, {});
     run.warm_up();
     std::vector<double> turns;
     for (int i = 0; i < options.rounds; ++i) turns.push_back(run.seconds_per_step());
@@ -116,31 +122,46 @@ void training_row(const GpuOptions& options) {
   });
 }
 
-void chunks_row(const GpuOptions& options) {
+namespace {
+
+// Tokens per second of `one` and `other` in turns, and their ratio; both are in memory at once.
+void compare_runs(const GpuOptions& options, const char* title, const char* name_of_one,
+                  const How& one, const char* name_of_other, const How& other) {
   run_loopback(1, [&](Communicator& comm) {
-    constexpr int kChunks = 4;
-    // Both at once: first the one in chunks decides for the micro-batch, then the other takes it.
+    // The first decides for the micro-batch, the second takes it.
     GpuOptions same = options;
-    Run parted(comm, options, kChunks, 0.4);
-    same.micro_batch = parted.micro_batch();
-    Run whole(comm, same, 1, 0.9);
-    parted.warm_up();
-    whole.warm_up();
-    std::vector<double> in_chunks, at_once;
+    Run first(comm, options, one);
+    same.micro_batch = first.micro_batch();
+    Run second(comm, same, other);
+    first.warm_up();
+    second.warm_up();
+    std::vector<double> firsts, seconds;
     for (int i = 0; i < options.rounds; ++i) {
-      in_chunks.push_back(parted.seconds_per_step());
-      at_once.push_back(whole.seconds_per_step());
+      firsts.push_back(first.seconds_per_step());
+      seconds.push_back(second.seconds_per_step());
     }
-    const double chunked = tokens_per_second(options, median(in_chunks));
-    const double unsplit = tokens_per_second(options, median(at_once));
-    Report report = gpu_report("GPU: four chunks on one rank against the model unsplit",
-                               {"model", "samples", "micro-batch", "chunks tokens/s",
-                                "unsplit tokens/s", "ratio", "same loss"});
-    report.row({options.model_name, options.batch, parted.micro_batch(), chunked, unsplit,
-                chunked / unsplit, parted.loss() == whole.loss()});
+    const double a = tokens_per_second(options, median(firsts));
+    const double b = tokens_per_second(options, median(seconds));
+    Report report = gpu_report(
+        title, {"model", "samples", "micro-batch", std::string(name_of_one) + " tokens/s",
+                std::string(name_of_other) + " tokens/s", "ratio", "same loss"});
+    report.row({options.model_name, options.batch, first.micro_batch(), a, b, a / b,
+                first.loss() == second.loss()});
     report.print();
     report.save(options.json);
   });
+}
+
+}  // namespace
+
+void chunks_row(const GpuOptions& options) {
+  compare_runs(options, "GPU: four chunks on one rank against the model unsplit", "chunks",
+               {.share = 0.4, .chunks = 4}, "unsplit", {.share = 0.9});
+}
+
+void graphs_row(const GpuOptions& options) {
+  compare_runs(options, "GPU: CUDA graphs against calls", "graphs",
+               {.share = 0.4, .cuda_graphs = true}, "calls", {.share = 0.9});
 }
 
 namespace {
@@ -206,7 +227,7 @@ class HeadStart {
 // are both waiting in the queue is in neither and counts as work here.
 void idle_row(const GpuOptions& options) {
   run_loopback(1, [&](Communicator& comm) {
-    Run run(comm, options, 1, 0.8, /*trace=*/true);
+    Run run(comm, options, {.share = 0.8, .trace = true});
     run.warm_up();
     HeadStart head_start(run.pipeline().compute());
     std::vector<double> spans, live, ahead;
