@@ -1,6 +1,7 @@
 // The one way our kernels are launched, so that the same source runs on a GPU and, in the tests, on
 // the CPU (tests/emulated_cuda). For kernel sources (.cu) alone: nvcc compiles them, or, with
-// SLUICE_EMULATED_CUDA=1, the C++ compiler under tests/emulated_cuda/kernel_shim.hpp.
+// SLUICE_EMULATED_CUDA=1, the C++ compiler under tests/emulated_cuda/kernel_shim.hpp. Including it
+// makes the source's kernels known to load_kernels() (comm/kernel_modules.hpp).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,6 +11,7 @@
 #include <type_traits>
 
 #include "comm/error.hpp"
+#include "comm/kernel_modules.hpp"
 
 #ifndef SLUICE_EMULATED_CUDA
 #define SLUICE_EMULATED_CUDA 0
@@ -22,6 +24,14 @@ struct LaunchShape {
   dim3 block;
   std::size_t shared_bytes = 0;  // dynamic shared memory, see shared_memory() in device_tools.hpp
 };
+
+namespace {
+
+// One of each source's own, for the source's others to be found by.
+__global__ void module_mark() {}
+const KernelModule module_of_this_source(reinterpret_cast<const void*>(&module_mark));
+
+}  // namespace
 
 namespace detail {
 

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "comm/kernel_modules.hpp"
 #include "comm/nccl_api.hpp"
 #include "comm/nccl_roster.hpp"
 
@@ -27,11 +28,13 @@ Circle form_circle(Collectives& seam, Device device) {
   if (device.kind == DeviceKind::kCuda) {
     try {
       circle.library.emplace();
+      use_device(device);
+      cuda::load_kernels();  // none may have to be loaded once NCCL's wait for a peer
     } catch (const Error& error) {
       problem = error.what();
     }
   }
-  const int version = circle.library ? circle.library->version() : 0;
+  const int version = problem.empty() && circle.library ? circle.library->version() : 0;
   circle.roster = nccl::gather_roster(seam, nccl::describe_rank(device, version, problem));
   return circle;
 }

@@ -16,7 +16,7 @@ namespace sluice::nccl {
 
 // One rank, as it travels: texts are cut to fit and end in a zero.
 struct Member {
-  int version = 0;  // of its library; 0: `problem` says why there is none
+  int version = 0;  // of its library; 0: `problem` says why there is none, or why it is no use
   Device device;
   std::array<char, 64> host{};  // for people
   std::array<char, 128>

@@ -49,7 +49,21 @@ struct Layer : Stage {
   StageDescription describe(std::span<const TensorSpec> in, DeviceKind) const override {
     return {.outputs = {in[0]}};
   }
-  void prepare(const StageSetup& s) override { set.allocate(s.compute->device(), s.seed); }
+  // Runs each product once: a library loads its kernels then, and later, beside NCCL, that may
+  // wait for ever. Kernels of a source that includes comm/device_launch.hpp are loaded anyway.
+  void prepare(const StageSetup& s) override {
+    set.allocate(s.compute->device(), s.seed);
+    for (const std::vector<TensorSpec>& in : s.input_sizes) {
+      const Buffer of_x(s.compute->device(), in[0].bytes()), of_y(s.compute->device(), of_x.size());
+      fill_zero_async(of_x.data(), of_x.size(), s.compute->stream());
+      const Tensor x{of_x.data(), in[0]}, y{of_y.data(), in[0]};
+      StageContext ctx{.compute = *s.compute, .inputs = {&x, 1}};
+      forward(ctx, {&x, 1}, {&y, 1});
+      backward(ctx, {&y, 1}, {&x, 1});
+      s.compute->stream().synchronize();  // before the operands go
+    }
+    set.zero_grads(s.compute->stream());
+  }
   ParameterSet* parameters() override { return &set; }
   void forward(StageContext& ctx, Tensors x, Tensors y) override {
     product(ctx.compute, CUBLAS_OP_T, w.value, CUBLAS_OP_N, x[0], 0, y[0]);

@@ -80,7 +80,9 @@ class Stage {
   // `device`: what the stage will run on (what operators keep may differ).
   [[nodiscard]] virtual StageDescription describe(std::span<const TensorSpec> inputs,
                                                   DeviceKind device) const = 0;
-  // Parameters allocated (parameters()->allocate), state for `slots` made, primitives built.
+  // Parameters allocated (parameters()->allocate), state for `slots` made, primitives built. On a
+  // GPU every library call and every kernel that Sluice does not know (comm/kernel_modules.hpp) has
+  // run once when it returns: loading one later, beside NCCL, may wait for ever.
   virtual void prepare(const StageSetup& setup) = 0;
   // Before the first forward of a step or an evaluation: what follows from the parameters alone,
   // such as copies of them in another precision.

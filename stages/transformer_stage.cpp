@@ -185,7 +185,8 @@ void TransformerStage::prepare(const StageSetup& setup) {
   rehearse_all(setup);
 }
 
-// Primitives are made when a product is first run: run every size once, on zeros.
+// Primitives are made, and libraries' kernels loaded, when a product is first run: run every size
+// once, on zeros.
 void TransformerStage::rehearse_all(const StageSetup& setup) {
   if (layers_.empty()) {
     return;
@@ -203,6 +204,11 @@ void TransformerStage::rehearse_all(const StageSetup& setup) {
     ctx.samples = shapes_[i].samples;
     ctx.loss_scale = 0.0;
     ctx.inputs = {&input, 1};
+    if (config_.dropout > 0) {  // evaluation runs other attention then
+      ctx.phase = Phase::kEvaluate;
+      forward(ctx, ctx.inputs, {&output, 1});
+      ctx.phase = Phase::kTrain;
+    }
     rehearse(ctx, ctx.inputs, {&output, 1});
     setup.compute->stream().synchronize();  // before the operands go
   }

@@ -4,8 +4,10 @@
     tests/style_test.py [ROOT]
 
 A header starts with the comment that is its contract and has `#pragma once`; a source includes its
-own header first; no file is longer than 500 lines; nothing is marked as unfinished. Prints one line
-per violation and exits 1 if there is any.
+own header first; no file is longer than 500 lines; nothing is marked as unfinished; kernels of comm
+and stages are launched through comm/device_launch.hpp alone, which every kernel source includes, so
+that all of them are loaded before NCCL waits for a peer. Prints one line per violation and exits 1
+if there is any.
 """
 
 import pathlib
@@ -15,6 +17,10 @@ import sys
 FOLDERS = ("schedules", "comm", "stages", "runtime", "examples", "tests")
 LONGEST = 500
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|\bnot (yet )?implemented\b|\bunimplemented\b", re.I)
+
+# The one way to launch a kernel, and what would go round it.
+LAUNCH = "comm/device_launch.hpp"
+OTHER_LAUNCH = re.compile(r"<<<|\bcu(da)?Launch(Cooperative)?Kernel|#include <cub/device/")
 
 
 def header_violations(text):
@@ -26,20 +32,43 @@ def header_violations(text):
         yield text.count("\n", 0, match.start()) + 1, "a header has no `using namespace`"
 
 
-def source_violations(path, text, exists):
+def source_violations(path, text, read):
     own = str(pathlib.PurePosixPath(path).with_suffix(".hpp"))
     first = re.search(r'^#include ["<]([^">]+)[">]', text, re.MULTILINE)
-    if exists(own) and first and first.group(1) != own:
+    if read(own) and first and first.group(1) != own:
         line = text.count("\n", 0, first.start()) + 1
         yield line, f'a source includes its own header first: "{own}"'
 
 
-def violations(path, text, exists):
-    """(line, sentence) for each broken rule of one file; exists(path) knows the other files."""
+def includes(text, wanted, read, seen):
+    """Whether the text includes the file `wanted`, itself or through files that read(path) knows."""
+    for name in re.findall(r'^#include "([^"]+)"', text, re.MULTILINE):
+        if name == wanted:
+            return True
+        if name not in seen:
+            seen.add(name)
+            if includes(read(name), wanted, read, seen):
+                return True
+    return False
+
+
+def kernel_violations(path, text, read):
+    if path == LAUNCH or path.split("/")[0] not in ("comm", "stages"):
+        return
+    for match in OTHER_LAUNCH.finditer(text):
+        yield text.count("\n", 0, match.start()) + 1, f"kernels are launched through {LAUNCH}"
+    if path.endswith(".cu") and not includes(text, LAUNCH, read, set()):
+        yield 1, f"a kernel source includes {LAUNCH}: else its kernels are not loaded ahead"
+
+
+def violations(path, text, read):
+    """(line, sentence) for each broken rule of one file; read(path) gives another file's text, ""
+    where there is none."""
     if path.endswith(".hpp"):
         yield from header_violations(text)
     if path.endswith(".cpp"):
-        yield from source_violations(path, text, exists)
+        yield from source_violations(path, text, read)
+    yield from kernel_violations(path, text, read)
     for number, line in enumerate(text.splitlines(), 1):
         if UNFINISHED.search(line):
             yield number, "something is marked as unfinished"
@@ -49,7 +78,8 @@ def violations(path, text, exists):
         yield text.count("\n") + 1, "no newline at the end of the file"
 
 
-# path, text, whether it violates a rule; only comm/a.hpp exists
+# path, text, whether it violates a rule; beside it there are only OTHERS
+OTHERS = {"comm/a.hpp": "// Contract.\n", "comm/k.cuh": f'#include "{LAUNCH}"\n'}
 PLANTED = (
     ("comm/a.hpp", "// Contract.\n#pragma once\n", False),
     ("comm/a.hpp", "#pragma once\n", True),
@@ -61,16 +91,25 @@ PLANTED = (
     ("comm/b.cpp", "// TO" + "DO: later\n", True),
     ("comm/b.cpp", "\n" * (LONGEST + 1), True),
     ("comm/b.cpp", "int a;", True),
+    ("stages/cuda/a.cu", f'#include "{LAUNCH}"\n', False),
+    ("stages/cuda/a.cu", '#include "comm/k.cuh"\n', False),
+    ("stages/cuda/a.cu", '#include "comm/a.hpp"\n', True),
+    ("stages/cuda/a.cu", f'#include "{LAUNCH}"\nkernel<<<1, 2>>>();\n', True),
+    ("stages/cuda/a.cpp", "cudaLaunchKernelEx(&config, kernel);\n", True),
+    ("examples/a.cu", "kernel<<<1, 2>>>();\n", False),
 )
 
 
 def main():
     failures = []
     for path, text, wrong in PLANTED:
-        if bool(list(violations(path, text, lambda name: name == "comm/a.hpp"))) != wrong:
+        if bool(list(violations(path, text, lambda name: OTHERS.get(name, "")))) != wrong:
             failures.append(f"rule check: {path}: {text[:60]!r}: expected {'a' if wrong else 'no'} violation")
 
     root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parents[1])
+    def read(name):
+        return (root / name).read_text(encoding="utf-8") if (root / name).is_file() else ""
+
     count = 0
     for folder in FOLDERS:
         for file in sorted((root / folder).rglob("*")):
@@ -78,7 +117,7 @@ def main():
                 count += 1
                 path = file.relative_to(root).as_posix()
                 text = file.read_text(encoding="utf-8")
-                for line, sentence in violations(path, text, lambda name: (root / name).is_file()):
+                for line, sentence in violations(path, text, read):
                     failures.append(f"{path}:{line}: {sentence}")
     if count == 0:
         failures.append(f"no source file under {root}")

@@ -9,6 +9,11 @@
 
 #include "comm/nccl_queue.hpp"
 #include "tests/comm/nccl_ranks.hpp"
+#ifdef SLUICE_EMULATED
+#include <cuda_runtime_api.h>
+
+#include "tests/emulated_cuda/modules.hpp"
+#endif
 
 namespace sluice {
 namespace {
@@ -81,6 +86,42 @@ TEST_P(NcclTest, CanBeAbortedAtAnyTime) {
     NcclCommunicator::abort_all(both);
   });
 }
+
+#ifdef SLUICE_EMULATED
+// Kernels of ours are loaded before NCCL can wait for a peer (comm/kernel_modules.hpp).
+
+TEST_P(NcclTest, LoadsKernelsBeforeTheFirstCommunicatorIsMade) {
+  emulated::unload_all();
+  run([](Rank& rank) {
+    ASSERT_EQ(emulated::count_loaded(rank.device.index), 0);
+    const auto communicator = make(rank);
+    EXPECT_GE(emulated::count_loaded(rank.device.index), 1);
+    communicator->finalize(&rank.control);
+  });
+}
+
+TEST_P(NcclTest, LeavesLoadingToCudaWhereThatIsEager) {
+  emulated::unload_all();
+  ASSERT_EQ(setenv("CUDA_MODULE_LOADING", "EAGER", 1), 0);
+  run([](Rank& rank) {
+    EXPECT_EQ(nccl_refusal(rank.seam, rank.device, "the ring"), std::nullopt);
+    EXPECT_EQ(emulated::count_loaded(rank.device.index), 0);
+  });
+  ASSERT_EQ(unsetenv("CUDA_MODULE_LOADING"), 0);
+}
+
+TEST_P(NcclTest, RefusesADriverThatCannotLoadKernelsAhead) {
+  emulated::set_driver_version(12030);
+  run([](Rank& rank) {
+    const auto why = nccl_refusal(rank.seam, rank.device, "the ring");
+    ASSERT_TRUE(why.has_value());
+    EXPECT_EQ(why->code(), ErrorCode::kDevice);
+    EXPECT_THAT(why->what(), AllOf(HasSubstr("the ring: rank 0 on "),
+                                   HasSubstr("CUDA_MODULE_LOADING=EAGER"), Not(HasSubstr("\n"))));
+  });
+  emulated::set_driver_version(CUDART_VERSION);
+}
+#endif
 
 TEST_P(NcclPeersTest, RefusesTwoRanksOnOneGpuByName) {
   run([](Rank& rank) {

@@ -118,11 +118,6 @@ cudaError_t cudaGetDeviceCount(int* count) {
   return *count == 0 ? note(cudaErrorNoDevice) : cudaSuccess;
 }
 
-cudaError_t cudaDriverGetVersion(int* version) {
-  *version = device_count() == 0 ? 0 : CUDART_VERSION;
-  return cudaSuccess;
-}
-
 cudaError_t cudaRuntimeGetVersion(int* version) {
   *version = CUDART_VERSION;
   return cudaSuccess;
