@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "comm/device.hpp"
+
 namespace sluice {
 
 // A send or receive. Slot numbers are the communicator's own; kNone is done (a send may be at
@@ -45,8 +47,10 @@ class Communicator {
   [[nodiscard]] virtual int local_size() const = 0;
   // "mpi" or "loopback".
   [[nodiscard]] virtual const char* name() const = 0;
-  // Whether messages may lie in a GPU's memory (CUDA-aware MPI, detected, not assumed).
-  [[nodiscard]] virtual bool takes_device_memory() const = 0;
+  // Why messages may not lie in the device's memory, one line; empty where they may: in a
+  // CUDA-aware MPI, which is asked and then tried with a message to oneself. Takes memory and a
+  // moment.
+  [[nodiscard]] virtual std::string why_no_device_memory(Device device) const = 0;
 
   [[nodiscard]] virtual Request start_send(int peer, int tag, std::span<const std::byte> bytes) = 0;
   // `peer` may be kAnyPeer. A message longer than `bytes` is Error(kMismatch) from test(), except

@@ -129,7 +129,9 @@ class LoopbackCommunicator final : public Communicator {
   int max_tag() const override { return std::numeric_limits<int>::max(); }
   int local_size() const override { return group_->job->ranks; }
   const char* name() const override { return "loopback"; }
-  bool takes_device_memory() const override { return false; }
+  std::string why_no_device_memory(Device /*device*/) const override {
+    return "loopback moves host memory";
+  }
 
   Request start_send(int peer, int tag, std::span<const std::byte> bytes) override {
     check(peer, tag);

@@ -1,8 +1,5 @@
 #include <fmt/core.h>
 #include <mpi.h>
-#if defined(OPEN_MPI) && __has_include(<mpi-ext.h>)
-#include <mpi-ext.h>
-#endif
 
 #include <algorithm>
 #include <array>
@@ -18,14 +15,6 @@
 #include "comm/mpi_interop.hpp"
 
 namespace sluice {
-
-bool mpi_takes_device_memory() {
-#if defined(MPIX_CUDA_AWARE_SUPPORT)
-  return MPIX_Query_cuda_support() == 1;
-#else
-  return false;
-#endif
-}
 
 void check_mpi(int result, const char* call) {
   if (result == MPI_SUCCESS) {
@@ -82,7 +71,9 @@ class MpiCommunicator final : public Communicator {
   int max_tag() const override { return max_tag_; }
   int local_size() const override { return local_size_; }
   const char* name() const override { return "mpi"; }
-  bool takes_device_memory() const override { return mpi_takes_device_memory(); }
+  std::string why_no_device_memory(Device device) const override {
+    return why_mpi_takes_no_device_memory(device);
+  }
 
   Request start_send(int peer, int tag, std::span<const std::byte> bytes) override {
     const int count = count_of(bytes.size());

@@ -112,7 +112,6 @@ MpiInfo MpiSession::info() const {
   info.local_size = launcher.local_size > 0 ? launcher.local_size : 1;
   info.local_rank = launcher.local_rank >= 0 ? launcher.local_rank : 0;
   info.cores = affinity_cores();
-  info.cuda_aware = mpi_takes_device_memory();
   return info;
 }
 

@@ -18,7 +18,6 @@ struct MpiInfo {
   int tag_upper_bound = 0;
   int local_rank = 0, local_size = 1;
   int cores = 1;  // this process may run on, by its affinity mask
-  bool cuda_aware = false;
 };
 
 class MpiSession {

@@ -197,8 +197,8 @@ void check_gpus(const Ranks& ranks, std::vector<Finding>& findings) {
   }
   if (any && !ranks.front().cuda_aware) {
     findings.push_back({false,
-                        "MPI does not take a GPU's memory (it is not CUDA-aware): what NCCL does "
-                        "not carry passes page-locked host memory"});
+                        "MPI does not take a GPU's memory (it is not CUDA-aware, or failed when "
+                        "tried): what NCCL does not carry passes page-locked host memory"});
   }
   for (const RankFacts& rank : ranks) {
     if (rank.no_gpu.empty()) continue;

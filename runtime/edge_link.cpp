@@ -77,12 +77,14 @@ std::vector<EdgeLink> choose_links(const Placement& placement, const LinkQuestio
       nccl_used = true;
     }
   }
-  if (!question.device_messages || nccl_used) return links;
+  if (nccl_used) return links;
   for (int s = 1; s < placement.stages(); ++s) {
     const int from = placement.rank_of(s - 1), to = placement.rank_of(s);
     if (links[at(s)].kind == LinkKind::kStaged && is_gpu(question.devices[at(from)]) &&
         is_gpu(question.devices[at(to)])) {
-      links[at(s)] = {LinkKind::kDirect, "MPI is CUDA-aware; " + links[at(s)].reason};
+      const std::string& why_not = question.no_device_messages;
+      links[at(s)].reason += "; " + (why_not.empty() ? "MPI takes a GPU's memory" : why_not);
+      if (why_not.empty()) links[at(s)].kind = LinkKind::kDirect;
     }
   }
   return links;

@@ -33,8 +33,7 @@ enum class TransportChoice { kAuto, kMpi, kNccl };
 
 struct LinkQuestion {
   TransportChoice wanted = TransportChoice::kAuto;
-  // Every rank's communicator can hand out and take device memory (CUDA-aware MPI).
-  bool device_messages = false;
+  std::string no_device_messages;   // why not every rank's MPI takes device memory; else empty
   std::string nccl_refusal;         // as why_no_nccl
   std::vector<RankDevice> devices;  // [rank of the pipeline]
 };

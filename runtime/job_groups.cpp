@@ -87,6 +87,21 @@ void require_same_configuration(Collectives& comm,
   }
 }
 
+namespace {
+
+// The ranks' one reason, or the first rank's that has any; empty where none has.
+std::string common_reason(const std::vector<std::string>& reasons) {
+  for (std::size_t rank = 0; rank < reasons.size(); ++rank) {
+    if (reasons[rank].empty()) continue;
+    const bool all = std::count(reasons.begin(), reasons.end(), reasons[rank]) ==
+                     static_cast<std::ptrdiff_t>(reasons.size());
+    return all ? reasons[rank] : fmt::format("rank {}: {}", rank, reasons[rank]);
+  }
+  return {};
+}
+
+}  // namespace
+
 JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
     : world(comm.duplicate()), control(std::make_unique<ControlChannel>(*world)) {
   in_world = std::make_unique<Collectives>(*world, 0, control.get());
@@ -98,9 +113,8 @@ JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
     topology = make_topology(world->size(), depth, options.replicas, options.rank_order);
     devices = choose_devices(*in_world, topology, options.devices);
     device = devices[static_cast<std::size_t>(world->rank())].device;
-    const std::vector<std::string> take =
-        in_world->all_gather_strings(world->takes_device_memory() ? "1" : "0");
-    device_messages = std::count(take.begin(), take.end(), "0") == 0;
+    no_device_messages =
+        common_reason(in_world->all_gather_strings(world->why_no_device_memory(device)));
   });
   rank = topology.pipeline_rank(world->rank());
   replica = topology.replica(world->rank());

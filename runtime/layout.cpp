@@ -444,7 +444,7 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
   layout.devices = groups.pipeline_devices();
   const std::string no_nccl = why_no_nccl(groups.devices);
   layout.links = choose_links(placement, {.wanted = options.transport,
-                                          .device_messages = groups.device_messages,
+                                          .no_device_messages = groups.no_device_messages,
                                           .nccl_refusal = no_nccl,
                                           .devices = layout.devices});
   layout.nccl_sums = replicas > 1 && groups.device.kind == DeviceKind::kCuda && no_nccl.empty() &&

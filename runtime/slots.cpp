@@ -45,34 +45,39 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
       edges_(&edges),
       slots_(static_cast<std::size_t>(pool.count)) {
   if (pool.kind == BufferKind::kState) return;
-  const bool staged = link_ == LinkKind::kStaged || link_ == LinkKind::kDirect;
+  const bool staged = link_ == LinkKind::kStaged, direct = link_ == LinkKind::kDirect;
   const bool nccl = link_ == LinkKind::kNccl;
+  const bool from_device = staged || direct || nccl;
   memory_ = Buffer(place.device, bytes(pool, edges));
   if (staged) host_ = HostBuffer(place.device, memory_.size());
   const auto tensors = edges.inputs(edges.largest(), edge_of(pool));
-  std::size_t next = 0;
+  if (direct) host_ = HostBuffer(Device{}, slots_.size() * tensors.size() * kHeaderBytes);
+  std::size_t next = 0, next_header = 0;
   for (Slot& slot : slots_) {
     slot.link = link_;
     slot.tensors.resize(tensors.size());
     slot.buffers.resize(tensors.size());
     slot.tickets.reserve(tensors.size());
     slot.nccl.reserve(tensors.size());
-    if (staged || nccl) slot.device.resize(tensors.size());
+    if (from_device) slot.device.resize(tensors.size());
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       slot.tensors[i].spec = tensors[i].spec;
       if (is_gradient(pool.kind) && !tensors[i].wants_gradient) continue;
       const std::size_t payload = next + kBufferAlignment;
       slot.tensors[i].data = memory_.data() + payload;
       slot.buffers[i].capacity = tensors[i].spec.bytes();
-      if (staged || place.device.kind == DeviceKind::kCpu) {  // the others carry no header
+      if (direct) {
+        slot.buffers[i].message = host_.data() + next_header;
+        next_header += kHeaderBytes;
+      } else if (staged || place.device.kind == DeviceKind::kCpu) {  // the others carry no header
         std::byte* const base = staged ? host_.data() : memory_.data();
         slot.buffers[i].message = base + payload - kHeaderBytes;
       }
-      if (staged || nccl) {
+      if (from_device) {
         slot.device[i] = {.payload = memory_.data() + payload,
                           .ready = Event(place.device),
-                          .arrived = staged ? Event(place.device) : Event(),
-                          .direct = link_ == LinkKind::kDirect};
+                          .arrived = nccl ? Event() : Event(place.device),
+                          .direct = direct};
         slot.buffers[i].device = &slot.device[i];
       }
       next += tensor_bytes(tensors[i]);

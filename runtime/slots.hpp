@@ -52,7 +52,7 @@ class SlotPool {
   [[nodiscard]] static bool is_gradient(BufferKind kind) {
     return kind == BufferKind::kGradOutput || kind == BufferKind::kGradInput;
   }
-  // Of the device; a GPU's pool that travels has as much page-locked host memory again.
+  // Of the device; a GPU's staged pool has as much page-locked host memory again.
   [[nodiscard]] static std::size_t bytes(const BufferPool& pool, const EdgeTable& edges);
 
  private:
@@ -61,7 +61,9 @@ class SlotPool {
   const EdgeTable* edges_;
   std::vector<Slot> slots_;
   Buffer memory_;
-  HostBuffer host_;  // messages of a GPU's slots, laid out as memory_ is
+  // Messages of a GPU's slots: laid out as memory_ is where they are staged, one header after the
+  // other where they are direct.
+  HostBuffer host_;
 };
 
 }  // namespace sluice

@@ -53,7 +53,7 @@ RankFacts facts_of(const MpiSession& session, const Communicator& world, int thr
   facts.device = to_string(device.device);
   facts.device_identity = device.identity;
   facts.gpu = describe_gpu(device.device);
-  facts.cuda_aware = info.cuda_aware;
+  facts.cuda_aware = world.why_no_device_memory(device.device).empty();
   facts.rank = world.rank();
   facts.local_size = info.local_size;
   facts.host = info.host;

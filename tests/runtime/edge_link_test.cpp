@@ -1,0 +1,70 @@
+#include "runtime/edge_link.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/runtime/expect_error.hpp"
+
+namespace sluice {
+namespace {
+
+using ::testing::HasSubstr;
+
+RankDevice gpu(int index) {
+  return {{DeviceKind::kCuda, index}, "host", "0000:0" + std::to_string(index) + ":00.0", 0};
+}
+RankDevice cpu() { return {{}, "host", "", 0}; }
+
+std::vector<LinkKind> kinds(const std::vector<EdgeLink>& links) {
+  std::vector<LinkKind> result;
+  for (const EdgeLink& link : links) result.push_back(link.kind);
+  return result;
+}
+
+LinkQuestion question(TransportChoice wanted, std::vector<RankDevice> devices) {
+  return {.wanted = wanted,
+          .no_device_messages = "",
+          .nccl_refusal = "",
+          .devices = std::move(devices)};
+}
+
+TEST(EdgeLinkTest, GpusOfTheirOwnAreJoinedByNccl) {
+  const auto links =
+      choose_links(Placement::linear(3), question(TransportChoice::kAuto, {gpu(0), gpu(1), cpu()}));
+  EXPECT_EQ(kinds(links), (std::vector{LinkKind::kLocal, LinkKind::kNccl, LinkKind::kStaged}));
+  const auto none =
+      choose_links(Placement::linear(2), question(TransportChoice::kAuto, {cpu(), cpu()}));
+  EXPECT_EQ(none[1].kind, LinkKind::kHost);
+}
+
+TEST(EdgeLinkTest, MpiTakesAGpusMemoryOnlyWhereItCanAndNoEdgeIsNccls) {
+  LinkQuestion asked = question(TransportChoice::kMpi, {gpu(0), gpu(1), cpu()});
+  const auto direct = choose_links(Placement::linear(3), asked);
+  EXPECT_EQ(kinds(direct), (std::vector{LinkKind::kLocal, LinkKind::kDirect, LinkKind::kStaged}));
+  EXPECT_EQ(direct[1].reason, "asked for by --transport mpi; MPI takes a GPU's memory");
+
+  asked.no_device_messages = "rank 1: MPI is not CUDA-aware";
+  const auto staged = choose_links(Placement::linear(3), asked);
+  EXPECT_EQ(kinds(staged), (std::vector{LinkKind::kLocal, LinkKind::kStaged, LinkKind::kStaged}));
+  EXPECT_EQ(staged[1].reason, "asked for by --transport mpi; rank 1: MPI is not CUDA-aware");
+  EXPECT_THAT(describe_links(staged),
+              HasSubstr("stages 0-1: through page-locked host memory (asked for by --transport "
+                        "mpi; rank 1: MPI is not CUDA-aware)"));
+}
+
+TEST(EdgeLinkTest, GpusThatNcclRefusesAreJoinedByMpi) {
+  LinkQuestion asked = question(TransportChoice::kAuto, {gpu(0), gpu(0)});
+  asked.nccl_refusal = why_no_nccl(asked.devices);
+  ASSERT_FALSE(asked.nccl_refusal.empty());
+  EXPECT_EQ(choose_links(Placement::linear(2), asked)[1].kind, LinkKind::kDirect);
+  asked.wanted = TransportChoice::kNccl;
+  expect_error(ErrorCode::kUsage, {"transport nccl cannot join pipeline ranks 0 (cuda:0) and 1"},
+               [&] { (void)choose_links(Placement::linear(2), asked); });
+}
+
+}  // namespace
+}  // namespace sluice
