@@ -285,9 +285,9 @@ std::vector<RankMemory> memory_of(const PipelineLayout& layout, const PipelineOp
     }
     // A communicator costs NCCL hundreds of megabytes; there is one for messages, one for sums.
     constexpr std::size_t kNcclCommunicator = std::size_t{512} << 20;
-    total.workspace =
-        library_bytes(layout.devices[at(rank)].device.kind) +
-        kNcclCommunicator * ((uses_nccl(layout.links) ? 1 : 0) + (layout.nccl_sums ? 1 : 0));
+    total.workspace = library_bytes(layout.devices[at(rank)].device.kind) +
+                      kNcclCommunicator * ((uses_nccl(layout.links) ? 1 : 0) +
+                                           (layout.nccl_sums[at(rank)] ? 1 : 0));
     for (const int stage : layout.train.placement.stages_of(rank)) {
       const StageEntry& entry = layout.stages[at(stage)];
       for (std::size_t i = 0; i < entry.parameters.size(); ++i) {
@@ -447,10 +447,16 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
                                           .no_device_messages = groups.no_device_messages,
                                           .nccl_refusal = no_nccl,
                                           .devices = layout.devices});
-  layout.nccl_sums = replicas > 1 && groups.device.kind == DeviceKind::kCuda && no_nccl.empty() &&
-                     options.transport != TransportChoice::kMpi && !options.inference;
+  for (const RankDevice& device : layout.devices) {
+    layout.nccl_sums.push_back(replicas > 1 && device.device.kind == DeviceKind::kCuda &&
+                               no_nccl.empty() && options.transport != TransportChoice::kMpi &&
+                               !options.inference);
+  }
   layout.all_reduce = options.all_reduce;
   layout.cuda_graphs = options.cuda_graphs;
+  for (int s = 0; s < stages; ++s) {
+    training.sums_beside.push_back(layout.nccl_sums[at(placement.rank_of(s))]);
+  }
   // The order that NCCL's queues need suits tagged messages too.
   const TransportNeeds& transport =
       needs_of(uses_nccl(layout.links) ? "nccl" : groups.messages->name());

@@ -129,13 +129,15 @@ struct PipelineLayout {
   std::vector<RankMemory> memory;   // [pipeline rank]
   std::vector<RankDevice> devices;  // [pipeline rank], of this replica
   std::vector<EdgeLink> links;      // [stage] to the stage before it
-  bool nccl_sums = false;           // this rank's sums over replicas go over NCCL
+  std::vector<bool> nccl_sums;      // [pipeline rank] its sums over replicas go over NCCL
   bool all_reduce = false;          // and in NCCL's own order
   bool cuda_graphs = false;
   double bubble_ideal = 0;
 
   [[nodiscard]] int num_stages() const { return train.placement.stages(); }
   [[nodiscard]] bool owns(int stage) const { return train.placement.rank_of(stage) == rank; }
+  // Do this rank's sums over replicas go over NCCL?
+  [[nodiscard]] bool sums_by_nccl() const { return nccl_sums[static_cast<std::size_t>(rank)]; }
   [[nodiscard]] int first_rank() const { return train.placement.rank_of(0); }
   [[nodiscard]] int last_rank() const { return train.placement.rank_of(num_stages() - 1); }
   // Does the training plan part I and W?

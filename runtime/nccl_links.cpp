@@ -1,5 +1,6 @@
 #include "runtime/nccl_links.hpp"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <vector>
@@ -13,7 +14,8 @@
 namespace sluice {
 
 bool NcclLinks::wanted(const PipelineLayout& layout) {
-  return layout.nccl_sums || uses_nccl(layout.links);
+  return uses_nccl(layout.links) ||
+         std::count(layout.nccl_sums.begin(), layout.nccl_sums.end(), true) > 0;
 }
 
 #if SLUICE_WITH_NCCL
@@ -41,7 +43,7 @@ struct NcclLinks::Impl {
                   groups.world->local_size());
     transport.emplace(*queue, seam, compute.device(), edges_of(layout),
                       NcclTransport::Communicators::kOne, "the pipeline", groups.control.get());
-    if (!layout.nccl_sums) return;
+    if (!layout.sums_by_nccl()) return;
     sums.emplace(*queue, *groups.in_replicas, compute.device(),
                  "the replicas of pipeline rank " + std::to_string(layout.rank),
                  all_reduce ? NcclSums::Method::kAllReduce : NcclSums::Method::kOrdered,

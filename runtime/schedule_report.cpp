@@ -124,8 +124,11 @@ void require_memory(const ScheduleReport& report, const Costs& costs) {
 
 // Under which transports a plan ends: NCCL's models are asked of the plan made for in-order queues,
 // the others of the one for transports with tags.
-std::vector<TransportModel> prove(const Schedule& schedule) {
-  const LowerOptions options = {.reduce_grad = !schedule.forward_only, .tied = {}};
+std::vector<TransportModel> prove(const Schedule& schedule, bool sums_beside) {
+  const auto stages = static_cast<std::size_t>(schedule.placement.stages());
+  const LowerOptions options = {.reduce_grad = !schedule.forward_only,
+                                .tied = {},
+                                .sums_beside = std::vector<bool>(stages, sums_beside)};
   const Schedule lowered = lower(schedule, options);
   const auto proven = [&](MessageOrder order) {
     Verification verification = verify(make_plan(lowered, options.tied, {.order = order}));
@@ -157,7 +160,7 @@ ScheduleReport make_report(Schedule schedule, const SimulationTimes& times,
   }
   const std::int64_t pairs = std::int64_t{placement.stages()} * report.schedule.micro_batches;
   report.planned = pairs <= request.max_planned_pairs;
-  if (report.planned) report.transports = prove(report.schedule);
+  if (report.planned) report.transports = prove(report.schedule, times.reduce_overlap);
   report.simulation = simulate(report.schedule, times, request.detail);
   report.exact = is_exact(report.schedule);
   return report;

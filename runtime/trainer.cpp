@@ -339,10 +339,13 @@ std::string describe_devices(const PipelineLayout& layout) {
   }
   text += fmt::format("\n{}", describe_links(layout.links));
   if (layout.topology.replicas > 1) {
-    text += fmt::format("  sums over replicas: {}\n",
-                        !layout.nccl_sums   ? "in the order of replicas, through host memory"
+    const auto by_nccl = std::count(layout.nccl_sums.begin(), layout.nccl_sums.end(), true);
+    const auto ranks = static_cast<std::ptrdiff_t>(layout.nccl_sums.size());
+    text += fmt::format("  sums over replicas: {}{}\n",
+                        by_nccl == 0        ? "in the order of replicas, through host memory"
                         : layout.all_reduce ? "NCCL's all-reduce: not depth-invariant"
-                                            : "in the order of replicas, over NCCL");
+                                            : "in the order of replicas, over NCCL",
+                        by_nccl > 0 && by_nccl < ranks ? "; of CPUs through host memory" : "");
   }
   if (layout.cuda_graphs) text += "  CUDA graphs: recorded in step 2, replayed from step 3 on\n";
   return text;

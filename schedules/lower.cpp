@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <iterator>
+#include <span>
 #include <stdexcept>
 #include <string>
 
@@ -41,10 +43,14 @@ class RankLowering {
   RankLowering(const Placement& placement, std::vector<Step>& out)
       : placement_(placement), out_(out) {}
 
-  void add(const Step& step) {
+  // `sums`: the stages whose gradients are summed behind the step.
+  void add(const Step& step, std::span<const int> sums) {
     receive_for(step.action);
     if (step.overlapped) receive_for(*step.overlapped);
     out_.push_back(step);
+    for (const int stage : sums) {
+      out_.push_back(Step{make_action(ActionKind::kReduceGrad, stage), std::nullopt});
+    }
     send_after(step.action);
     if (step.overlapped) send_after(*step.overlapped);
   }
@@ -93,11 +99,54 @@ class RankLowering {
   std::vector<Step>& out_;
 };
 
+bool sums_beside(const LowerOptions& options, int stage) {
+  return options.reduce_grad && !options.sums_beside.empty() &&
+         options.sums_beside[static_cast<std::size_t>(stage)];
+}
+
+// The sums of a rank that run beside computation, each behind the last action that adds to its
+// stage's gradients.
+class EarlySums {
+ public:
+  EarlySums(const std::vector<Step>& steps, const std::vector<int>& own,
+            const LowerOptions& options) {
+    std::vector<int> wanted;
+    std::copy_if(own.begin(), own.end(), std::back_inserter(wanted),
+                 [&](int stage) { return sums_beside(options, stage); });
+    for (std::size_t i = steps.size(); i-- > 0 && !wanted.empty();) {
+      if (steps[i].overlapped) take(i, *steps[i].overlapped, wanted);
+      take(i, steps[i].action, wanted);
+    }
+    std::reverse(stages_.begin(), stages_.end());
+    std::reverse(places_.begin(), places_.end());
+  }
+
+  // To be asked for each step in turn.
+  std::span<const int> behind(std::size_t step) {
+    const std::size_t first = next_;
+    while (next_ < places_.size() && places_[next_] == step) ++next_;
+    return std::span(stages_).subspan(first, next_ - first);
+  }
+
+ private:
+  void take(std::size_t step, const Action& action, std::vector<int>& wanted) {
+    if (action.kind != ActionKind::kBackward && action.kind != ActionKind::kBackwardWeight) return;
+    if (std::erase(wanted, action.stage) == 0) return;
+    stages_.push_back(action.stage);
+    places_.push_back(step);
+  }
+
+  std::vector<int> stages_;
+  std::vector<std::size_t> places_;  // [as stages_] ascending indices of steps
+  std::size_t next_ = 0;
+};
+
 void append_reductions(const Placement& placement, int rank, const LowerOptions& options,
                        std::vector<Step>& out) {
   const std::vector<int>& own = placement.stages_of(rank);
   if (options.reduce_grad) {
     for (const int stage : own) {
+      if (sums_beside(options, stage)) continue;
       out.push_back(Step{make_action(ActionKind::kReduceGrad, stage), std::nullopt});
     }
   }
@@ -118,6 +167,12 @@ void append_reductions(const Placement& placement, int rank, const LowerOptions&
 
 Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   require_tied_groups(options.tied, schedule.placement.stages());
+  const auto stages = static_cast<std::size_t>(schedule.placement.stages());
+  if (!options.sums_beside.empty() && options.sums_beside.size() != stages) {
+    throw std::invalid_argument("lower: " + std::to_string(options.sums_beside.size()) +
+                                " entries say which sums run beside computation; legal are 0 and " +
+                                std::to_string(stages) + ", one per stage");
+  }
   Schedule lowered;
   lowered.name = schedule.name;
   lowered.placement = schedule.placement;
@@ -139,7 +194,11 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
       if (step.overlapped) size += lowering.messages(*step.overlapped);
     }
     out.reserve(size);
-    for (const Step& step : schedule.ranks[rank]) lowering.add(step);
+    EarlySums sums(schedule.ranks[rank], schedule.placement.stages_of(static_cast<int>(rank)),
+                   options);
+    for (std::size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
+      lowering.add(schedule.ranks[rank][i], sums.behind(i));
+    }
     if (!schedule.forward_only) {
       append_reductions(schedule.placement, static_cast<int>(rank), options, out);
     }

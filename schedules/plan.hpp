@@ -42,7 +42,8 @@ enum class OpKind : std::uint8_t {
   kWaitSend,    // block until that send is done; its slot is free from here on
   kCompute,     // action F | B | I | W
   kRelease,     // after W or B: every slot named is free from here on
-  kReduceGrad,  // collective over the stage's replicas
+  kReduceGrad,  // collective over the stage's replicas; the next kReduceTied or kOptimizer waits
+                // for its end, nothing else
   kReduceTied,  // collective over the ranks that own a use of tied parameter group `channel`
   kOptimizer,   // collective over the job: norm, guard, clip, update
 };
@@ -108,9 +109,10 @@ struct PlanOptions {
 };
 
 // Slots are assigned statically, by walking each rank's list once. A send is waited for just before
-// its slot is used again, and at the latest before the reductions. A send pool exceeds send_slots
-// only where a schedule computes more tensors than that before it sends them. Of an overlapped pair
-// the first action's op comes first.
+// its slot is used again, and at the latest before the reductions at the list's end; a REDUCE_GRAD
+// that messages or compute follow waits for none. A send pool exceeds send_slots only where a
+// schedule computes more tensors than that before it sends them. Of an overlapped pair the first
+// action's op comes first.
 //
 // kReceivesAhead. Receives are posted in the sender's order: at the list's start as many as fit,
 // then right after the release that frees a slot. A pool of received tensors holds the most
@@ -124,7 +126,8 @@ struct PlanOptions {
 // after the action that makes the tensor, each receive at the latest before the rank's first action
 // that starts later, and up to receive_ahead earlier where its turn has come and a slot is free. A
 // step then waits only for messages sent before it starts, and a message only for earlier steps and
-// messages, so no in-order queue can stop it, whatever the times. n log n in the actions of a rank.
+// messages, so no in-order queue can stop it, whatever the times. What is sent when a B or W ends
+// goes before a REDUCE_GRAD behind that action. n log n in the actions of a rank.
 //
 // Requires: check(schedule) found nothing; `lowered` comes from lower(). `tied` as given there.
 // Throws std::invalid_argument for illegal options, messages that are not all there and kinds no op

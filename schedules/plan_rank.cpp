@@ -62,9 +62,11 @@ class RankPlanner {
 
   PlannedRank run() {
     make_receive_pools();
+    find_tail();
     issue_ahead();
     for (std::size_t i = 0; i < steps_.size(); ++i) {
       issue_before(i);
+      if (i == tail_) drain_sends();
       add(steps_[i].action);
       if (steps_[i].overlapped) add(*steps_[i].overlapped);
     }
@@ -135,6 +137,16 @@ class RankPlanner {
       sized.count = inbound.slots;
       for (int i = sized.count; i-- > 0;) sized.free.push_back(i);
     }
+  }
+
+  // The reductions and the optimizer at the list's end may block the rank; one before that end does
+  // not (LowerOptions::sums_beside).
+  void find_tail() {
+    const auto goes_on = [](const Step& step) {
+      return is_compute(step.action.kind) || is_message(step.action.kind);
+    };
+    tail_ = static_cast<std::size_t>(std::find_if(steps_.rbegin(), steps_.rend(), goes_on).base() -
+                                     steps_.begin());
   }
 
   Inbound& inbound_of(int channel) {
@@ -235,15 +247,12 @@ class RankPlanner {
       case ActionKind::kSendBackward:
         return add_send(action);
       case ActionKind::kReduceGrad:
-        drain_sends();
         emit(OpKind::kReduceGrad, action);
         return;
       case ActionKind::kReduceTied:
-        drain_sends();
         emit(OpKind::kReduceTied, action).channel = next_tied_group(action);
         return;
       case ActionKind::kOptimizer:
-        drain_sends();
         emit(OpKind::kOptimizer, action);
         return;
       default:
@@ -418,6 +427,7 @@ class RankPlanner {
   std::vector<Inbound> inbound_;
   std::vector<std::int32_t> last_weight_;  // [own stage] micro-batch, -1: none yet
   bool exact_ = true;
+  std::size_t tail_ = 0;    // the first step behind all compute and messages
   std::size_t issued_ = 0;  // of issues_
   std::size_t tied_cursor_ = 0;
   RankPlan plan_;

@@ -122,15 +122,21 @@ struct TiedStages {
 };
 
 struct LowerOptions {
-  bool reduce_grad = true;  // REDUCE_GRAD per stage and OPTIMIZER per rank at the end (training)
+  bool reduce_grad = true;       // REDUCE_GRAD per stage and OPTIMIZER per rank (training)
   std::vector<TiedStages> tied;  // one REDUCE_TIED on every rank that owns one of the stages
+  // [stage] Its sum over replicas runs beside computation and blocks nobody, as NCCL's do. Empty:
+  // no stage's does.
+  std::vector<bool> sums_beside = {};
 };
 
 // Adds SEND right after the action that produces and RECV right before the action that uses, where
 // the neighbouring stage is on another rank (for an overlapped pair: around the pair); then
-// reductions and the optimizer, which a forward-only schedule has none of. A REDUCE_TIED names the
-// first stage of its group on that rank; groups come in the order of `tied`. Requires: check()
-// found nothing. Throws std::invalid_argument for schedules with messages and for illegal groups.
+// reductions and the optimizer, which a forward-only schedule has none of. REDUCE_GRAD stands right
+// behind the last B or W of its stage, before the messages that follow, where the sum runs beside
+// computation; else at the list's end, where a sum that blocks holds up no other rank. A
+// REDUCE_TIED names the first stage of its group on that rank; groups come in the order of `tied`.
+// Requires: check() found nothing. Throws std::invalid_argument for schedules with messages, for
+// illegal groups and where `sums_beside` has not one entry per stage.
 [[nodiscard]] Schedule lower(const Schedule& schedule, const LowerOptions& options);
 
 // The schedule as text: one row per rank, one column per unit of time, cells `F0 B0 I0 W0` (stage

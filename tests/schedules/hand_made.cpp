@@ -53,6 +53,16 @@ Plan plan_of(const Schedule& schedule, const std::vector<TiedStages>& tied,
   return make_plan(lower(schedule, lowering), tied, options);
 }
 
+Schedule lower_with_early_sums(const Schedule& schedule) {
+  LowerOptions lowering;
+  lowering.sums_beside.assign(static_cast<std::size_t>(schedule.placement.stages()), true);
+  return lower(schedule, lowering);
+}
+
+Plan plan_with_early_sums(const Schedule& schedule, const PlanOptions& options) {
+  return make_plan(lower_with_early_sums(schedule), {}, options);
+}
+
 int count(const Plan& plan, OpKind kind) {
   int found = 0;
   for (const RankPlan& rank : plan.ranks) {

@@ -30,6 +30,10 @@ namespace sluice::testing {
 [[nodiscard]] Plan plan_of(const Schedule& schedule, const std::vector<TiedStages>& tied = {},
                            const PlanOptions& options = {});
 
+// The same, with every sum over replicas beside computation.
+[[nodiscard]] Plan plan_with_early_sums(const Schedule& schedule, const PlanOptions& options = {});
+[[nodiscard]] Schedule lower_with_early_sums(const Schedule& schedule);
+
 // How often an op of that kind occurs on all ranks.
 [[nodiscard]] int count(const Plan& plan, OpKind kind);
 

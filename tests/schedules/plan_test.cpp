@@ -57,6 +57,24 @@ TEST(PlanTest, ListsEveryPostWaitSendAndReleaseInOrder) {
             "optimizer 1OPTIMIZER\n");
 }
 
+TEST(PlanTest, ASumBesideComputationWaitsForNoSend) {
+  const Plan plan = testing::plan_with_early_sums(testing::interleaved());
+  EXPECT_THAT(text_of(plan.ranks[1]),
+              ::testing::HasSubstr("compute 3B1 input[1] output[0] grad-input[1] state[0]\n"
+                                   "release 3B1 input[1] output[0] state[0]\n"
+                                   "reduce-grad 3REDUCE_GRAD\n"
+                                   "send 3SEND_B1 "));
+  EXPECT_THAT(text_of(plan.ranks[1]), ::testing::HasSubstr("reduce-grad 1REDUCE_GRAD\n"
+                                                           "send 1SEND_B1 channel 1 grad-input[1]\n"
+                                                           "wait-sent 1SEND_F0 "));
+  // In the order of NCCL's queues what is sent at that time goes first: another rank waits for it.
+  const Plan queued =
+      testing::plan_with_early_sums(testing::interleaved(), {1, 2, MessageOrder::kGlobal});
+  EXPECT_THAT(text_of(queued.ranks[1]),
+              ::testing::ContainsRegex("compute 3B1 [^\n]*\nrelease [^\n]*\nsend 3SEND_B1 "
+                                       "[^\n]*\nreduce-grad 3REDUCE_GRAD\n"));
+}
+
 TEST(PlanTest, InputPoolsHoldWhatIsInFlightAndTheReceivesAhead) {
   for (const int ahead : {0, 1, 3}) {
     for (const int m : {1, 3, 12}) {

@@ -4,6 +4,7 @@
 
 #include <limits>
 #include <stdexcept>
+#include <vector>
 
 #include "schedules/simulate.hpp"
 #include "tests/schedules/hand_made.hpp"
@@ -124,6 +125,27 @@ TEST(SimulateReductionTest, StandsBehindEverythingOrBesideCompute) {
   EXPECT_DOUBLE_EQ(beside.reductions[0][1].start, 7);
   EXPECT_DOUBLE_EQ(beside.makespan, 10);
   EXPECT_THAT(beside.busy, ElementsAre(6));
+}
+
+TEST(SimulateReductionTest, BesideComputeInTheOrderOfTheLoweredList) {
+  for (const char* name : {"interleaved", "looped-bfs", "interleaved-zb", "zb-v", "v-min"}) {
+    const Schedule schedule = generate(name, {3, 5, 2});
+    SimulationTimes times = unit_times();
+    times.stages[0].reduce = 1;
+    times.reduce_overlap = true;
+    const Simulation simulation = simulate(schedule, times);
+    const Schedule lowered = testing::lower_with_early_sums(schedule);
+    for (std::size_t rank = 0; rank < lowered.ranks.size(); ++rank) {
+      std::vector<Action> listed, simulated;
+      for (const Step& step : lowered.ranks[rank]) {
+        if (step.action.kind == ActionKind::kReduceGrad) listed.push_back(step.action);
+      }
+      for (const SimulatedAction& each : simulation.reductions[rank]) {
+        simulated.push_back(each.action);
+      }
+      EXPECT_EQ(listed, simulated) << name << ", rank " << rank;
+    }
+  }
 }
 
 TEST(SimulateReductionTest, TakesWhatItsBytesTakeOnItsLink) {

@@ -316,6 +316,33 @@ TEST(VerifyTest, RefusesGradientsThatAreReducedForNoOptimizer) {
   }
 }
 
+// Moved up op by op: it may stand anywhere behind the last W or B, and nowhere before.
+TEST(VerifyTest, RefusesASumBeforeItsStagesLastGradient) {
+  for (const Schedule& schedule : testing::all_hand_made()) {
+    const Plan whole = testing::plan_with_early_sums(schedule);
+    ASSERT_TRUE(verify(whole).ok());
+    const std::vector<PlanOp>& ops = whole.ranks[1].ops;
+    for (std::size_t at = 0; at < ops.size(); ++at) {
+      if (ops[at].kind != OpKind::kReduceGrad) continue;
+      const int stage = ops[at].stage;
+      const auto computes = [&](const PlanOp& op) {
+        return op.kind == OpKind::kCompute && op.stage == stage;
+      };
+      std::size_t last = at;
+      while (!computes(ops[last])) --last;
+      Plan moved = whole;
+      for (std::size_t i = at; i > last; --i) {
+        EXPECT_TRUE(verify(moved).ok());
+        std::swap(moved.ranks[1].ops[i], moved.ranks[1].ops[i - 1]);
+      }
+      ASSERT_FALSE(verify(moved).ok());
+      EXPECT_THAT(verify(moved).violation->message,
+                  HasSubstr("only 1 of 2 micro-batches of stage " + std::to_string(stage) +
+                            " are complete"));
+    }
+  }
+}
+
 TEST(VerifyTest, NamesTiedGroupsThatAreReducedInAnotherOrder) {
   Plan plan = plan_of(generate("1f1b", {2, 2, 1}), {{{0, 1}}, {{0, 1}}});
   auto& ops = plan.ranks[1].ops;
