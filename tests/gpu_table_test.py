@@ -49,12 +49,20 @@ class GpuTable(unittest.TestCase):
         text = table_of([training(600000), products()])
         self.assertIn("all together 0.985; lowest 0.980 (output forward); 60% of the step", text)
 
+    def test_gives_the_idle_share_or_why_there_is_none(self):
+        def idle(model, share):
+            return {"benchmark": "GPU: idle between kernels within a step", "gpu": "NVIDIA H200",
+                    "rows": [{"model": model, "idle share": share}]}
+        text = table_of([idle("124m", 0.0214), idle("1.5b", "not measured: no CUPTI")])
+        self.assertIn("| GPU idle between kernels within a step, 124M | 3% | 2.1% |", text)
+        self.assertIn("within a step, 1.5B | 3% | not measured: no CUPTI |", text)
+
     def test_says_not_run_of_what_is_missing_or_emulated(self):
         emulated = "Emulated CUDA device"
         for lines in ([], [training(600000, gpu=emulated), products(gpu=emulated)]):
             text = table_of(lines)
             self.assertIn("GPU: none", text)
-            self.assertEqual(text.count("| not run: no GPU |"), 12)
+            self.assertEqual(text.count("| not run: no GPU |"), 14)
 
 
 if __name__ == "__main__":

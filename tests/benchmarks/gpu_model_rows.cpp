@@ -5,10 +5,12 @@
 #include <limits>
 #include <memory>
 
+#include "comm/error.hpp"
 #include "comm/loopback.hpp"
 #include "runtime/pipeline.hpp"
 #include "runtime/trace.hpp"
 #include "stages/partition.hpp"
+#include "tests/benchmarks/gpu_activity.hpp"
 #include "tests/benchmarks/gpu_rows.hpp"
 #include "tests/benchmarks/idle_engine.hpp"
 #include "tests/benchmarks/token_source.hpp"
@@ -220,11 +222,48 @@ class HeadStart {
 
 }  // namespace
 
+namespace {
+
+// The share of a step in which the GPU runs nothing, whatever the reason, by CUPTI's records: a
+// step between two drained streams, from its first kernel, copy or fill to the end of its last.
+void idle_between_kernels(Run& run, const GpuOptions& options) {
+  Report report = gpu_report(
+      "GPU: idle between kernels within a step",
+      {"model", "samples", "micro-batch", "records", "span ms", "covered ms", "idle share"});
+  try {
+    ActivityRecorder recorder;
+    std::vector<double> spans, covered, shares;
+    std::size_t count = 0;
+    for (int i = 0; i < options.rounds; ++i) {
+      run.drain();
+      static_cast<void>(recorder.take());
+      (void)run.pipeline().train_step();
+      run.drain();
+      const std::vector<BusyInterval> intervals = recorder.take();
+      count = intervals.size();
+      const Coverage coverage = coverage_of(intervals);
+      spans.push_back(coverage.span * 1e3);
+      covered.push_back(coverage.covered * 1e3);
+      shares.push_back(coverage.idle_share());
+    }
+    report.row({options.model_name, options.batch, run.micro_batch(), count, median(spans),
+                median(covered), median(shares)});
+  } catch (const Error& error) {
+    report.row({options.model_name, options.batch, run.micro_batch(), 0, 0, 0,
+                "not measured: " + std::string(error.what())});
+  }
+  report.print();
+  report.save(options.json);
+}
+
+}  // namespace
+
 // How long the GPU waits for the host, without a profiler: a step's actions are timed by events on
 // the device once as they come, once behind copies that keep the stream busy until the host has
 // put all of the step (or as much as the driver's queue takes) on it. What the first takes longer
 // is idleness. The pause of about a microsecond that the hardware makes between two kernels that
-// are both waiting in the queue is in neither and counts as work here.
+// are both waiting in the queue is in neither and counts as work here; it is idleness in the second
+// table.
 void idle_row(const GpuOptions& options) {
   run_loopback(1, [&](Communicator& comm) {
     Run run(comm, options, {.share = 0.8, .trace = true});
@@ -250,6 +289,7 @@ void idle_row(const GpuOptions& options) {
                 median(live) * 1e3, median(ahead) * 1e3, 1 - median(ahead) / span});
     report.print();
     report.save(options.json);
+    idle_between_kernels(run, options);  // last: CUPTI stays in the process
   });
 }
 

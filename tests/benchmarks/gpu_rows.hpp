@@ -41,7 +41,7 @@ struct GpuOptions {
 void training_row(const GpuOptions& options);  // tokens per second of whole steps
 void chunks_row(const GpuOptions& options);    // four chunks on one rank against one
 void graphs_row(const GpuOptions& options);    // actions replayed as CUDA graphs against calls
-void idle_row(const GpuOptions& options);      // the GPU waiting for the host within a step
+void idle_row(const GpuOptions& options);  // the GPU waiting for the host, and idle between kernels
 void issue_row(const GpuOptions& options);     // the host's time per action
 void products_row(const GpuOptions& options);  // against cuBLASLt called bare
 void kernels_row(const GpuOptions& options);   // bytes per second against a device copy
