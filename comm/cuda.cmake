@@ -6,9 +6,6 @@ set(SLUICE_CUDA
     auto
     CACHE STRING "GPU code: auto (where the CUDA toolkit is found), on, off, or emulated (for tests)")
 set_property(CACHE SLUICE_CUDA PROPERTY STRINGS auto on off emulated)
-set(SLUICE_CUDA_ARCHITECTURES
-    "80-real;90"
-    CACHE STRING "Compute capabilities to compile for; the last one also as PTX for newer ones")
 if(NOT SLUICE_CUDA MATCHES "^(auto|on|off|emulated)$")
   message(FATAL_ERROR "SLUICE_CUDA is '${SLUICE_CUDA}'; legal: auto, on, off, emulated")
 endif()
@@ -35,6 +32,17 @@ if(NOT SLUICE_CUDA STREQUAL off)
                         "was found; put nvcc on PATH or set CUDAToolkit_ROOT")
   endif()
 endif()
+
+# Machine code runs on its own major version alone, from its minor version up; PTX, compiled when it is
+# loaded, on everything newer. Hence one entry per major version that the compiler knows, PTX of the
+# newest for what comes after it, and PTX of 9.0 for what lies between (11.0).
+set(architectures "80-real;90")
+if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
+  list(APPEND architectures 100-real 120)
+endif()
+set(SLUICE_CUDA_ARCHITECTURES
+    "${architectures}"
+    CACHE STRING "Compute capabilities to compile for; without -real also as PTX for newer ones")
 
 if(SLUICE_WITH_CUDA AND NOT SLUICE_CUDA STREQUAL emulated)
   include(CheckLanguage)
