@@ -2,9 +2,6 @@
 
 #include <fmt/core.h>
 
-#include <algorithm>
-#include <array>
-#include <numeric>
 #include <utility>
 
 #include "comm/kernel_modules.hpp"
@@ -45,32 +42,18 @@ struct Invitation {
   nccl::UniqueId id;
 };
 
-std::vector<int> all_ranks(const Communicator& comm) {
-  std::vector<int> ranks(static_cast<std::size_t>(comm.size()));
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
-void require_usable(const Circle& circle, std::span<const int> ranks, const std::string& label) {
-  if (const auto refused = nccl::refusal(circle.roster, ranks, label)) throw *refused;
-}
-
 }  // namespace
 
 struct NcclCommunicator::Impl {
-  Impl(const Circle& circle, const Communicator& seam, std::vector<int> ranks, std::string name)
+  Impl(const Circle& circle, const Communicator& seam, std::string name)
       : library(*circle.library),
-        members(std::move(ranks)),
         label(std::move(name)),
-        local_ranks(seam.local_size()) {
-    const auto mine = std::find(members.begin(), members.end(), seam.rank());
-    rank = static_cast<int>(mine - members.begin());
-    device = circle.roster[static_cast<std::size_t>(seam.rank())].device;
-    myself = nccl::name_of(circle.roster, seam.rank());
-    if (members.size() == 2) {
-      peer = nccl::name_of(circle.roster, members[static_cast<std::size_t>(1 - rank)]);
-    }
-  }
+        myself(nccl::name_of(circle.roster, seam.rank())),
+        peer(seam.size() == 2 ? nccl::name_of(circle.roster, 1 - seam.rank()) : ""),
+        local_ranks(seam.local_size()),
+        size(seam.size()),
+        rank(seam.rank()),
+        device(circle.roster[static_cast<std::size_t>(rank)].device) {}
   ~Impl() { abort(); }
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
@@ -88,9 +71,7 @@ struct NcclCommunicator::Impl {
     check(invitation.made, "making an id");
     if (interrupt != nullptr) interrupt->poll();  // rather than wait for a rank that is gone
     use_device(device);
-    check(
-        library.init(handle, static_cast<int>(members.size()), invitation.id, rank, label.c_str()),
-        "making a communicator");
+    check(library.init(handle, size, invitation.id, rank, label.c_str()), "making a communicator");
     wait_ready(interrupt, "making a communicator");
   }
 
@@ -118,23 +99,18 @@ struct NcclCommunicator::Impl {
   }
 
   nccl::Library library;
-  std::vector<int> members;  // [NCCL's rank] rank of the seam
   std::string label;         // NCCL keeps a pointer to it
   std::string myself, peer;  // for messages; the peer of a pair, else empty
-  int local_ranks;
-  int rank = -1;
+  int local_ranks, size, rank;
   Device device;
   nccl::Handle handle = nullptr;
 };
 
-NcclCommunicator::NcclCommunicator(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-
 NcclCommunicator::NcclCommunicator(Collectives& seam, Device device, const std::string& label,
                                    Interrupt* interrupt) {
   const Circle circle = form_circle(seam, device);
-  const std::vector<int> ranks = all_ranks(seam.communicator());
-  require_usable(circle, ranks, label);
-  impl_ = std::make_unique<Impl>(circle, seam.communicator(), ranks, label);
+  if (const auto refused = nccl::refusal(circle.roster, label)) throw *refused;
+  impl_ = std::make_unique<Impl>(circle, seam.communicator(), label);
   Invitation invitation;
   if (impl_->rank == 0) invitation.made = impl_->library.make_id(invitation.id);
   seam.broadcast(std::as_writable_bytes(std::span(&invitation, 1)), 0);
@@ -143,47 +119,9 @@ NcclCommunicator::NcclCommunicator(Collectives& seam, Device device, const std::
 
 NcclCommunicator::~NcclCommunicator() = default;
 
-std::vector<std::unique_ptr<NcclCommunicator>> NcclCommunicator::make_pairs(
-    Collectives& seam, Device device, std::span<const Pair> pairs, const std::string& label,
-    Interrupt* interrupt) {
-  const Communicator& comm = seam.communicator();
-  const Circle circle = form_circle(seam, device);
-  for (const Pair& pair : pairs) {
-    const std::array<int, 2> ranks = {pair.first, pair.second};
-    require_usable(circle, ranks, label);
-  }
-  // All ids first: then pairs that share no rank need not wait for one another.
-  std::vector<Invitation> invitations(pairs.size());
-  for (std::size_t i = 0; i < pairs.size(); ++i) {
-    if (comm.rank() == pairs[i].first)
-      invitations[i].made = circle.library->make_id(invitations[i].id);
-    seam.broadcast(std::as_writable_bytes(std::span(&invitations[i], 1)), pairs[i].first);
-  }
-  std::vector<std::unique_ptr<NcclCommunicator>> made(pairs.size());
-  for (std::size_t i = 0; i < pairs.size(); ++i) {
-    const Pair& pair = pairs[i];
-    if (comm.rank() != pair.first && comm.rank() != pair.second) continue;
-    auto impl = std::make_unique<Impl>(
-        circle, comm, std::vector<int>{pair.first, pair.second},
-        fmt::format("{} from rank {} to rank {}", label, pair.first, pair.second));
-    impl->start(invitations[i], interrupt);
-    made[i].reset(new NcclCommunicator(std::move(impl)));
-  }
-  return made;
-}
-
 int NcclCommunicator::rank() const { return impl_->rank; }
 
-int NcclCommunicator::size() const { return static_cast<int>(impl_->members.size()); }
-
-int NcclCommunicator::rank_of(int seam_rank) const {
-  const auto found = std::find(impl_->members.begin(), impl_->members.end(), seam_rank);
-  if (found == impl_->members.end()) {
-    throw Error(ErrorCode::kInternal, fmt::format("NCCL of {}, {}: rank {} does not belong",
-                                                  impl_->label, impl_->myself, seam_rank));
-  }
-  return static_cast<int>(found - impl_->members.begin());
-}
+int NcclCommunicator::size() const { return impl_->size; }
 
 Device NcclCommunicator::device() const { return impl_->device; }
 
@@ -251,7 +189,7 @@ void NcclGroup::end() {
 
 std::optional<Error> nccl_refusal(Collectives& seam, Device device, const std::string& label) {
   const Circle circle = form_circle(seam, device);
-  return nccl::refusal(circle.roster, all_ranks(seam.communicator()), label);
+  return nccl::refusal(circle.roster, label);
 }
 
 }  // namespace sluice

@@ -20,7 +20,6 @@
 #include <optional>
 #include <span>
 #include <string>
-#include <vector>
 
 #include "comm/communicator.hpp"
 #include "comm/device.hpp"
@@ -41,23 +40,9 @@ class NcclCommunicator {
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  // Two ranks of a seam.
-  struct Pair {
-    int first = 0, second = 0;
-    friend bool operator==(const Pair&, const Pair&) = default;
-  };
-  // Collective over `seam`: a communicator per pair, in the order given, which is the same on all
-  // ranks; null where this rank is not of the pair. Throws as the constructor.
-  [[nodiscard]] static std::vector<std::unique_ptr<NcclCommunicator>> make_pairs(
-      Collectives& seam, Device device, std::span<const Pair> pairs, const std::string& label,
-      Interrupt* interrupt);
-
-  // This rank among those that belong, as NCCL counts: in the order of their ranks in the seam, or
-  // of the pair.
+  // As NCCL counts, which is as the seam does.
   [[nodiscard]] int rank() const;
   [[nodiscard]] int size() const;
-  // What NCCL calls a rank of the seam. Error(kInternal) where it does not belong.
-  [[nodiscard]] int rank_of(int seam_rank) const;
   [[nodiscard]] Device device() const;
 
   // False while NCCL works on the last call. Throws Error(kPeer) where a peer, or the network to
@@ -68,8 +53,8 @@ class NcclCommunicator {
   void poll() const { static_cast<void>(ready()); }
   void wait_ready(Interrupt* interrupt) const;
 
-  // Between the beginning and the end of an NcclGroup. `peer` counts as NCCL does; the memory is
-  // the device's; both ends give the same number of bytes. Throw as ready().
+  // Between the beginning and the end of an NcclGroup. The memory is the device's; both ends give
+  // the same number of bytes. Throw as ready().
   void send(int peer, std::span<const std::byte> data, StreamView stream) const;
   void recv(int peer, std::span<std::byte> data, StreamView stream) const;
   // Collective over the communicator. In place, in fp32, in an order of NCCL's choice.
@@ -88,7 +73,6 @@ class NcclCommunicator {
  private:
   friend class NcclGroup;
   struct Impl;
-  explicit NcclCommunicator(std::unique_ptr<Impl> impl);
   std::unique_ptr<Impl> impl_;
 };
 

@@ -67,45 +67,38 @@ std::string name_of(std::span<const Member> roster, int rank) {
   return fmt::format("rank {} on {} ({})", rank, member.host.data(), to_string(member.device));
 }
 
-std::optional<Error> refusal(std::span<const Member> roster, std::span<const int> ranks,
-                             const std::string& label) {
-  const auto member = [&](int rank) -> const Member& {
-    return roster[static_cast<std::size_t>(rank)];
-  };
+std::optional<Error> refusal(std::span<const Member> roster, const std::string& label) {
+  const auto name = [&](std::size_t rank) { return name_of(roster, static_cast<int>(rank)); };
   const auto refuse = [&](ErrorCode code, const std::string& why) {
     return Error(code, fmt::format("NCCL cannot serve {}: {}", label, why));
   };
-  for (const int rank : ranks) {
-    if (member(rank).device.kind != DeviceKind::kCuda) {
-      return refuse(ErrorCode::kUsage, fmt::format("{} computes on no GPU; --transport mpi does",
-                                                   name_of(roster, rank)));
+  for (std::size_t i = 0; i < roster.size(); ++i) {
+    if (roster[i].device.kind != DeviceKind::kCuda) {
+      return refuse(ErrorCode::kUsage,
+                    fmt::format("{} computes on no GPU; --transport mpi does", name(i)));
     }
   }
-  for (const int rank : ranks) {
-    if (member(rank).version == 0) {
-      return refuse(ErrorCode::kDevice,
-                    fmt::format("{}: {}", name_of(roster, rank), member(rank).problem.data()));
+  for (std::size_t i = 0; i < roster.size(); ++i) {
+    if (roster[i].version == 0) {
+      return refuse(ErrorCode::kDevice, fmt::format("{}: {}", name(i), roster[i].problem.data()));
     }
   }
-  for (const int rank : ranks) {
-    const Member& first = member(ranks.front());
-    if (member(rank).version != first.version) {
-      return refuse(ErrorCode::kMismatch,
-                    fmt::format("{} has NCCL {}, {} has NCCL {}; all ranks need one version",
-                                name_of(roster, ranks.front()), version_text(first.version),
-                                name_of(roster, rank), version_text(member(rank).version)));
+  for (std::size_t i = 0; i < roster.size(); ++i) {
+    if (roster[i].version != roster[0].version) {
+      return refuse(
+          ErrorCode::kMismatch,
+          fmt::format("{} has NCCL {}, {} has NCCL {}; all ranks need one version", name(0),
+                      version_text(roster[0].version), name(i), version_text(roster[i].version)));
     }
   }
-  for (std::size_t i = 0; i < ranks.size(); ++i) {
+  for (std::size_t i = 0; i < roster.size(); ++i) {
     for (std::size_t k = 0; k < i; ++k) {
-      const Member& a = member(ranks[k]);
-      const Member& b = member(ranks[i]);
+      const Member &a = roster[k], &b = roster[i];
       if (equal(a.gpu, b.gpu) && equal(a.machine, b.machine)) {
-        return refuse(
-            ErrorCode::kUsage,
-            fmt::format("{} and {} share the GPU at {}; give each rank its own, or "
-                        "--transport mpi",
-                        name_of(roster, ranks[k]), name_of(roster, ranks[i]), a.gpu.data()));
+        return refuse(ErrorCode::kUsage,
+                      fmt::format("{} and {} share the GPU at {}; give each rank its own, or "
+                                  "--transport mpi",
+                                  name(k), name(i), a.gpu.data()));
       }
     }
   }

@@ -31,12 +31,12 @@ struct Member {
 // Collective: [rank of the seam].
 [[nodiscard]] std::vector<Member> gather_roster(Collectives& seam, const Member& mine);
 
-// Why those `ranks` of the roster cannot share a communicator, the same on every rank, or nothing.
+// Why the roster's ranks cannot share a communicator, the same on every rank, or nothing.
 // In this order: a rank without GPU (kUsage), without NCCL (kDevice), with another version than the
 // first rank's (kMismatch), two ranks on one GPU (kUsage). One line that names rank and host;
 // `label` names the communicator.
 [[nodiscard]] std::optional<Error> refusal(std::span<const Member> roster,
-                                           std::span<const int> ranks, const std::string& label);
+                                           const std::string& label);
 
 // "rank 3 on host-7 (cuda:1)"
 [[nodiscard]] std::string name_of(std::span<const Member> roster, int rank);

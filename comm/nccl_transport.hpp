@@ -10,7 +10,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <span>
 #include <string>
 #include <vector>
@@ -23,21 +22,19 @@ namespace sluice {
 
 class NcclTransport {
  public:
-  // From one rank of the seam to another; first sends.
-  using Edge = NcclCommunicator::Pair;
-
-  enum class Communicators : std::uint8_t {
-    kOne,      // for all ranks of the seam
-    kPerEdge,  // each with a stream of its own: a message waits for those of its edge alone
+  // From one rank of the seam to another.
+  struct Edge {
+    int from = 0, to = 0;
+    friend bool operator==(const Edge&, const Edge&) = default;
   };
 
-  // Collective over `seam`: adds communicators to `queue`, which must outlive this, and sends a
+  // Collective over `seam`: adds one communicator to `queue`, which must outlive this, and sends a
   // message over every edge, in an order all ranks agree on, since NCCL connects two ranks when
   // they first exchange. `edges` are equal on all ranks, in any order; repeated ones count once. No
   // edges make no communicator. Throws as NcclCommunicator, and Error(kDevice) naming both ends of
   // an edge that delivers other bytes than were sent.
   NcclTransport(NcclQueue& queue, Collectives& seam, Device device, std::span<const Edge> edges,
-                Communicators communicators, const std::string& label, Interrupt* interrupt);
+                const std::string& label, Interrupt* interrupt);
 
   // What NcclQueue's calls of these names do, with ranks of the seam as peers, between
   // begin_group() and end_group() of the queue. Error(kInternal) where there is no such edge.
@@ -47,23 +44,16 @@ class NcclTransport {
   [[nodiscard]] NcclQueue& queue() { return queue_; }
 
  private:
-  struct Route {
-    int peer = 0;       // rank of the seam
-    int lane = 0;       // of the queue
-    int nccl_peer = 0;  // as that lane's communicator counts
-  };
-
-  void add_lanes(Collectives& seam, Device device, const std::vector<Edge>& edges,
-                 Communicators communicators, const std::string& label, Interrupt* interrupt);
-  void warm_up(Device device, const std::vector<Edge>& edges, Interrupt* interrupt);
+  void warm_up(Device device, Interrupt* interrupt);
   // Sends over one edge of this rank, or receives and compares.
   void probe(const Edge& edge, const Buffer& memory, Interrupt* interrupt);
-  [[nodiscard]] const Route& route(const std::vector<Route>& routes, int peer,
-                                   const char* direction) const;
+  // Error(kInternal) unless there is such an edge of this rank.
+  void require(const Edge& edge) const;
 
   NcclQueue& queue_;
   int rank_;
-  std::vector<Route> outgoing_, incoming_;
+  int lane_ = -1;            // of the queue
+  std::vector<Edge> edges_;  // from this rank or to it
 };
 
 }  // namespace sluice

@@ -41,8 +41,8 @@ struct NcclLinks::Impl {
     }
     queue.emplace(compute.device(), open + layout.links.size() * NcclSums::kGroupsPerSum,
                   groups.world->local_size());
-    transport.emplace(*queue, seam, compute.device(), edges_of(layout),
-                      NcclTransport::Communicators::kOne, "the pipeline", groups.control.get());
+    transport.emplace(*queue, seam, compute.device(), edges_of(layout), "the pipeline",
+                      groups.control.get());
     if (!layout.sums_by_nccl()) return;
     sums.emplace(*queue, *groups.in_replicas, compute.device(),
                  "the replicas of pipeline rank " + std::to_string(layout.rank),

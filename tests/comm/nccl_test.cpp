@@ -44,8 +44,6 @@ TEST_P(NcclTest, CountsAsTheSeamDoes) {
     const auto communicator = make(rank);
     EXPECT_EQ(communicator->size(), rank.size());
     EXPECT_EQ(communicator->rank(), rank.rank());
-    EXPECT_EQ(communicator->rank_of(rank.next()), rank.next());
-    EXPECT_THROW(static_cast<void>(communicator->rank_of(rank.size())), Error);
     EXPECT_EQ(communicator->device(), rank.device);
     EXPECT_TRUE(communicator->ready());
     communicator->finalize(&rank.control);
@@ -160,25 +158,6 @@ TEST_P(NcclPeersTest, ARankThatDiesWhileItIsMadeEndsItOnAllOthers) {
     const Error seen = error_of(
         [&] { const NcclCommunicator never(rank.seam, rank.device, "the ring", interrupt); });
     EXPECT_STREQ(rank.control.report(seen).what(), "the last rank is gone");
-  });
-}
-
-TEST_P(NcclPeersTest, MakesPairsInTheOrderGiven) {
-  run([](Rank& rank) {
-    std::vector<NcclCommunicator::Pair> ring;
-    for (int from = 0; from < rank.size(); ++from) ring.push_back({from, (from + 1) % rank.size()});
-    const auto pairs =
-        NcclCommunicator::make_pairs(rank.seam, rank.device, ring, "the ring", &rank.control);
-    ASSERT_EQ(pairs.size(), ring.size());
-    for (std::size_t i = 0; i < ring.size(); ++i) {
-      const bool first = ring[i].first == rank.rank();
-      const bool second = ring[i].second == rank.rank();
-      ASSERT_EQ(pairs[i] != nullptr, first || second);
-      if (pairs[i] == nullptr) continue;
-      EXPECT_EQ(pairs[i]->size(), 2);
-      EXPECT_EQ(pairs[i]->rank(), first ? 0 : 1);
-      EXPECT_EQ(pairs[i]->rank_of(ring[i].second), 1);
-    }
   });
 }
 

@@ -19,7 +19,6 @@ namespace {
 
 using testing::OnDevice;
 using testing::Rank;
-using Communicators = NcclTransport::Communicators;
 
 class NcclTransportTest : public testing::NcclRanksTest {};
 SLUICE_NCCL_PEERS(NcclTransportTest);
@@ -189,10 +188,10 @@ std::size_t receives_of(const Plan& plan, int rank) {
       ops.begin(), ops.end(), [](const PlanOp& op) { return op.kind == OpKind::kPostRecv; }));
 }
 
-void execute_plans(Rank& rank, Communicators communicators, int micro_batches, int chunks) {
+void execute_plans(Rank& rank, int micro_batches, int chunks) {
   NcclQueue queue(rank.device, 256, rank.size());
-  NcclTransport transport(queue, rank.seam, rank.device, ring_of(rank.size()), communicators,
-                          "the pipeline", &rank.control);
+  NcclTransport transport(queue, rank.seam, rank.device, ring_of(rank.size()), "the pipeline",
+                          &rank.control);
   const std::vector<Plan> plans = plans_of(rank.size(), micro_batches, chunks);
   EXPECT_GE(plans.size(), 2U);
   for (const Plan& plan : plans) {
@@ -210,23 +209,18 @@ void execute_plans(Rank& rank, Communicators communicators, int micro_batches, i
   queue.finalize(&rank.control);
 }
 
-TEST_P(NcclTransportTest, ExecutesEverySchedulesPlanOverOneCommunicator) {
-  run([](Rank& rank) { execute_plans(rank, Communicators::kOne, 5, 1); });
+TEST_P(NcclTransportTest, ExecutesEverySchedulesPlan) {
+  run([](Rank& rank) { execute_plans(rank, 5, 1); });
 }
 
 TEST_P(NcclTransportTest, ExecutesPlansOfSeveralChunksPerRank) {
-  run([](Rank& rank) { execute_plans(rank, Communicators::kOne, rank.size(), 2); });
-}
-
-TEST_P(NcclTransportTest, ExecutesPlansOverACommunicatorPerEdge) {
-  run([](Rank& rank) { execute_plans(rank, Communicators::kPerEdge, 5, 1); });
+  run([](Rank& rank) { execute_plans(rank, rank.size(), 2); });
 }
 
 TEST_P(NcclTransportTest, MakesNothingForAPipelineWithoutEdges) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 1, rank.size());
-    NcclTransport transport(queue, rank.seam, rank.device, {}, Communicators::kOne, "the pipeline",
-                            nullptr);
+    NcclTransport transport(queue, rank.seam, rank.device, {}, "the pipeline", nullptr);
     queue.begin_group();
     EXPECT_THROW(static_cast<void>(transport.send(rank.next(), {}, Event())), Error);
     queue.end_group();
@@ -236,31 +230,29 @@ TEST_P(NcclTransportTest, MakesNothingForAPipelineWithoutEdges) {
 
 TEST_P(NcclTransportTest, AMessageWithoutCounterpartEndsWithTheErrorNamedOnEveryRank) {
   run([](Rank& rank) {
-    for (const auto communicators : {Communicators::kOne, Communicators::kPerEdge}) {
-      ControlChannel control(rank.comm);
-      NcclQueue queue(rank.device, 4, rank.size());
-      NcclTransport transport(queue, rank.seam, rank.device, ring_of(rank.size()), communicators,
-                              "the pipeline", &control);
-      const OnDevice<int> memory(rank.device, std::vector<int>(4, 7));
-      // Every rank waits for the message that rank 0 does not send.
-      testing::ThrowingInterrupt patience(500, "1RECV_F0 waits for 0SEND_F0 of rank 0");
-      const bool last = rank.rank() == rank.size() - 1;
-      try {
-        if (rank.rank() > 0) {
-          queue.begin_group();
-          NcclTicket received = transport.recv(rank.rank() - 1, memory.bytes(), Event());
-          queue.end_group();
-          queue.wait(received, last ? static_cast<Interrupt*>(&patience) : &control);
-        } else {
-          Waiter waiter(rank.size());
-          for (;; waiter.pause()) control.poll();
-        }
-        ADD_FAILURE() << "a message arrived that nobody sent";
-      } catch (const Error& error) {
-        EXPECT_STREQ(control.report(error).what(), "1RECV_F0 waits for 0SEND_F0 of rank 0");
+    ControlChannel control(rank.comm);
+    NcclQueue queue(rank.device, 4, rank.size());
+    NcclTransport transport(queue, rank.seam, rank.device, ring_of(rank.size()), "the pipeline",
+                            &control);
+    const OnDevice<int> memory(rank.device, std::vector<int>(4, 7));
+    // Every rank waits for the message that rank 0 does not send.
+    testing::ThrowingInterrupt patience(500, "1RECV_F0 waits for 0SEND_F0 of rank 0");
+    const bool last = rank.rank() == rank.size() - 1;
+    try {
+      if (rank.rank() > 0) {
+        queue.begin_group();
+        NcclTicket received = transport.recv(rank.rank() - 1, memory.bytes(), Event());
+        queue.end_group();
+        queue.wait(received, last ? static_cast<Interrupt*>(&patience) : &control);
+      } else {
+        Waiter waiter(rank.size());
+        for (;; waiter.pause()) control.poll();
       }
-      queue.abort();
+      ADD_FAILURE() << "a message arrived that nobody sent";
+    } catch (const Error& error) {
+      EXPECT_STREQ(control.report(error).what(), "1RECV_F0 waits for 0SEND_F0 of rank 0");
     }
+    queue.abort();
   });
 }
 
