@@ -67,11 +67,12 @@ struct NcclCommunicator::Impl {
                                   library.describe(result, handle)));
   }
 
-  void start(const Invitation& invitation, Interrupt* interrupt) {
+  void start(const Invitation& invitation, Interrupt* interrupt, int most_blocks) {
     check(invitation.made, "making an id");
     if (interrupt != nullptr) interrupt->poll();  // rather than wait for a rank that is gone
     use_device(device);
-    check(library.init(handle, size, invitation.id, rank, label.c_str()), "making a communicator");
+    check(library.init(handle, size, invitation.id, rank, label.c_str(), most_blocks),
+          "making a communicator");
     wait_ready(interrupt, "making a communicator");
   }
 
@@ -107,14 +108,14 @@ struct NcclCommunicator::Impl {
 };
 
 NcclCommunicator::NcclCommunicator(Collectives& seam, Device device, const std::string& label,
-                                   Interrupt* interrupt) {
+                                   Interrupt* interrupt, int most_blocks) {
   const Circle circle = form_circle(seam, device);
   if (const auto refused = nccl::refusal(circle.roster, label)) throw *refused;
   impl_ = std::make_unique<Impl>(circle, seam.communicator(), label);
   Invitation invitation;
   if (impl_->rank == 0) invitation.made = impl_->library.make_id(invitation.id);
   seam.broadcast(std::as_writable_bytes(std::span(&invitation, 1)), 0);
-  impl_->start(invitation, interrupt);
+  impl_->start(invitation, interrupt, most_blocks);
 }
 
 NcclCommunicator::~NcclCommunicator() = default;

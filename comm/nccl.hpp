@@ -32,9 +32,10 @@ class NcclCommunicator {
   // Collective over `seam`; all its ranks belong. `device` is this rank's GPU; `label` names the
   // group in messages ("the pipeline", "the replicas of stage 3"). Throws what nccl_refusal()
   // returns, or Error(kPeer | kDevice) where NCCL fails; `interrupt`, polled while the communicator
-  // is made, may be null.
-  NcclCommunicator(Collectives& seam, Device device, const std::string& label,
-                   Interrupt* interrupt);
+  // is made, may be null. `most_blocks`, equal on all ranks, bounds the multiprocessors that one of
+  // its kernels occupies, also while it waits for a peer; 0 leaves that to NCCL.
+  NcclCommunicator(Collectives& seam, Device device, const std::string& label, Interrupt* interrupt,
+                   int most_blocks = 0);
   // Aborts unless finalized. Never throws.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;

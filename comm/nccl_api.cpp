@@ -151,13 +151,14 @@ Result Library::make_id(UniqueId& id) const {
   return result_of(code);
 }
 
-Result Library::init(Handle& comm, int ranks, const UniqueId& id, int rank,
-                     const char* name) const {
+Result Library::init(Handle& comm, int ranks, const UniqueId& id, int rank, const char* name,
+                     int most_blocks) const {
   ncclUniqueId native_id;
   std::memcpy(&native_id, id.bytes.data(), sizeof(native_id));
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;  // names its size: an older library cuts it there
   config.blocking = 0;
   config.commName = name;
+  if (most_blocks > 0) config.maxCTAs = most_blocks;
   return result_of(functions_->init_rank_config(&comm, ranks, native_id, rank, &config));
 }
 

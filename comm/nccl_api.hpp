@@ -58,9 +58,10 @@ class Library {
 
   // Starts a listener on this rank, which every rank of the new communicator must reach.
   [[nodiscard]] Result make_id(UniqueId& id) const;
-  // Of the calling thread's current device, in non-blocking mode. `name` is for NCCL's log.
-  [[nodiscard]] Result init(Handle& comm, int ranks, const UniqueId& id, int rank,
-                            const char* name) const;
+  // Of the calling thread's current device, in non-blocking mode. `name` is for NCCL's log;
+  // `most_blocks` bounds the thread blocks of one of its kernels, 0 leaves them to NCCL.
+  [[nodiscard]] Result init(Handle& comm, int ranks, const UniqueId& id, int rank, const char* name,
+                            int most_blocks) const;
   // What became of the last call, and whether anything went wrong since. Joins NCCL's thread of a
   // call that is over.
   [[nodiscard]] Result state(Handle comm) const;

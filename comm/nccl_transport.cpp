@@ -15,6 +15,13 @@ namespace {
 
 constexpr std::size_t kProbeBytes = 1024;
 
+// A receive is posted ahead, and its kernel holds the multiprocessors of all its blocks until the
+// message comes: left to itself NCCL takes up to 32, a quarter of an H100. Two blocks fill one of
+// its 18 NVLinks (NCCL issue 1703), so that eight carry about 100 GB/s, in 6 % of the
+// multiprocessors; over a network NCCL takes two or four anyway (issue 1424). A power of two, which
+// NCCL rounds up to. NCCL_MAX_CTAS in the environment says otherwise. Not measured: no GPU.
+constexpr int kMessageBlocks = 8;
+
 // Pairs of ranks with an even lower rank first: in a pipeline these share no rank, so that they can
 // connect at the same time. Within a pair the edge from the lower rank first.
 std::vector<NcclTransport::Edge> in_agreed_order(std::span<const NcclTransport::Edge> edges) {
@@ -50,7 +57,8 @@ NcclTransport::NcclTransport(NcclQueue& queue, Collectives& seam, Device device,
   for (const Edge& edge : in_agreed_order(edges)) {
     if (edge.from == rank_ || edge.to == rank_) edges_.push_back(edge);
   }
-  lane_ = queue_.add(std::make_unique<NcclCommunicator>(seam, device, label, interrupt));
+  lane_ = queue_.add(
+      std::make_unique<NcclCommunicator>(seam, device, label, interrupt, kMessageBlocks));
   warm_up(device, interrupt);
 }
 

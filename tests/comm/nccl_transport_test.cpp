@@ -13,6 +13,9 @@
 #include "comm/error.hpp"
 #include "schedules/plan.hpp"
 #include "tests/comm/nccl_ranks.hpp"
+#ifdef SLUICE_EMULATED
+#include "tests/emulated_cuda/control.hpp"
+#endif
 
 namespace sluice {
 namespace {
@@ -216,6 +219,21 @@ TEST_P(NcclTransportTest, ExecutesEverySchedulesPlan) {
 TEST_P(NcclTransportTest, ExecutesPlansOfSeveralChunksPerRank) {
   run([](Rank& rank) { execute_plans(rank, rank.size(), 2); });
 }
+
+#ifdef SLUICE_EMULATED
+TEST_P(NcclTransportTest, ReceivesPostedAheadOccupyFewMultiprocessors) {
+  const std::size_t before = emulated::most_blocks_asked().size();
+  run([](Rank& rank) {
+    NcclQueue queue(rank.device, 4, rank.size());
+    const NcclTransport transport(queue, rank.seam, rank.device, ring_of(rank.size()),
+                                  "the pipeline", &rank.control);
+    queue.finalize(&rank.control);
+  });
+  const std::vector<int> asked = emulated::most_blocks_asked();
+  ASSERT_EQ(asked.size(), before + static_cast<std::size_t>(GetParam()));
+  for (std::size_t i = before; i < asked.size(); ++i) EXPECT_EQ(asked[i], 8);
+}
+#endif
 
 TEST_P(NcclTransportTest, MakesNothingForAPipelineWithoutEdges) {
   run([](Rank& rank) {

@@ -3,6 +3,8 @@
 
 #include <nccl.h>
 
+#include <vector>
+
 namespace sluice::emulated {
 
 // From now on ncclCommGetAsyncError reports `failure` for this communicator, as after the death of
@@ -10,5 +12,9 @@ namespace sluice::emulated {
 // way fail by SLUICE_EMULATED_NCCL_FAILURE=RANK:GROUP: the communicators of that rank report
 // ncclRemoteError in place of starting their group of that number, counted from 0.
 void fail_communicator(ncclComm_t communicator, ncclResult_t failure);
+
+// ncclConfig_t::maxCTAs of the communicators made in this process so far by this or any thread,
+// NCCL_CONFIG_UNDEF_INT where none was given.
+[[nodiscard]] std::vector<int> most_blocks_asked();
 
 }  // namespace sluice::emulated

@@ -203,6 +203,18 @@ bool is_valid(const ncclConfig_t* config) {
   return config == nullptr || (config->magic == 0xcafebeef && config->size <= sizeof *config);
 }
 
+// What configurations have asked for.
+struct Asked {
+  std::mutex mutex;
+  std::vector<int> most_blocks;
+};
+Asked asked;
+
+void note_blocks(const ncclConfig_t* config) {
+  const std::lock_guard lock(asked.mutex);
+  asked.most_blocks.push_back(config == nullptr ? NCCL_CONFIG_UNDEF_INT : config->maxCTAs);
+}
+
 bool is_blocking(const ncclConfig_t* config, bool standard) {
   if (config == nullptr || config->blocking == NCCL_CONFIG_UNDEF_INT) return standard;
   return config->blocking != 0;
@@ -212,6 +224,11 @@ bool is_blocking(const ncclConfig_t* config, bool standard) {
 
 void fail_communicator(ncclComm_t communicator, ncclResult_t failure) {
   communicator->failure = failure;
+}
+
+std::vector<int> most_blocks_asked() {
+  const std::lock_guard lock(asked.mutex);
+  return asked.most_blocks;
 }
 
 }  // namespace sluice::emulated
@@ -278,6 +295,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id
                                         " on device " + std::to_string(made->device));
   }
   *comm = made.release();
+  note_blocks(config);
   return begin(*comm);
 }
 
