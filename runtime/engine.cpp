@@ -38,7 +38,7 @@ struct Engine::Impl {
   // What goes on the compute stream from here on runs after the slot's messages.
   void settle_nccl(Slot& slot);
   void release(const PlanOp& op);
-  void compute(const PlanOp& op);
+  void compute(const PlanOp& op, StepActions* actions);
   void forward(LocalStage& local, const PlanOp& op, StageContext& ctx);
   void backward(LocalStage& local, const PlanOp& op, StageContext& ctx);
 
@@ -57,8 +57,6 @@ struct Engine::Impl {
   Slot& message_slot(const PlanOp& op);
   // The slot `kind` of `op` in `pool`, which must be in state `needed`.
   Slot& expect(SlotPool* pool, const PlanOp& op, BufferKind kind, SlotState needed);
-  MessageHeader header_of(const PlanOp& op, const Tensor& tensor, std::size_t index,
-                          std::size_t count) const;
   void require_micro_batch(const PlanOp& op) const;
   [[noreturn]] void refuse(const PlanOp& op, const std::string& why) const;
   void record(TraceTrack track, const PlanOp& op, double start, double end);
@@ -149,7 +147,7 @@ void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
     case OpKind::kWaitSend:
       return wait_send(op);
     case OpKind::kCompute:
-      return compute(op);
+      return compute(op, actions);
     case OpKind::kRelease:
       return release(op);
     case OpKind::kReduceGrad:
@@ -178,16 +176,16 @@ void Engine::Impl::post_recv(const PlanOp& op) {
     slot.state = SlotState::kPosted;
     return;
   }
-  const std::size_t count = slot.tensors.size();
-  for (std::size_t i = 0; i < count; ++i) {
+  for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
     if (slot.tensors[i].data == nullptr) continue;
     if (DeviceSide* side = slot.buffers[i].device) {
       // What arrived last has left host memory; what read it is on the stream already.
       wait_until([&] { return side->arrived.done(); });
       side->ready.record(stream());
     }
-    slot.tickets.push_back(transport->post_recv(channel.from_rank, channel.tag, slot.buffers[i],
-                                                header_of(op, slot.tensors[i], i, count)));
+    slot.tickets.push_back(
+        transport->post_recv(channel.from_rank, channel.tag, slot.buffers[i],
+                             header_of(op, slot, i, request.phase, request.step)));
   }
   slot.state = SlotState::kPosted;
 }
@@ -226,10 +224,9 @@ void Engine::Impl::start_send(const PlanOp& op) {
     slot.state = SlotState::kSending;
     return;
   }
-  const std::size_t count = slot.tensors.size();
-  for (std::size_t i = 0; i < count; ++i) {
+  for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
     if (slot.tensors[i].data == nullptr) continue;
-    slot.buffers[i].header() = header_of(op, slot.tensors[i], i, count);
+    slot.buffers[i].header() = header_of(op, slot, i, request.phase, request.step);
     if (slot.buffers[i].device != nullptr) slot.buffers[i].device->ready.record(stream());
     slot.tickets.push_back(transport->start_send(channel.to_rank, channel.tag, slot.buffers[i]));
   }
@@ -282,7 +279,7 @@ void Engine::Impl::release(const PlanOp& op) {
   }
 }
 
-void Engine::Impl::compute(const PlanOp& op) {
+void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   LocalStage& stage = local(op);
   require_micro_batch(op);
   const SampleRange& range = request.micro_batches[index_of(op.micro_batch)];
@@ -302,6 +299,9 @@ void Engine::Impl::compute(const PlanOp& op) {
     ctx.inputs = batch.inputs(op.micro_batch);
   } else {
     ctx.inputs = expect(stage.input, op, BufferKind::kInput, SlotState::kFilled).tensors;
+  }
+  if (&op == stage.last_gradient && actions != nullptr) {
+    ctx.final_gradients = actions->final_gradients(op.stage);
   }
   // Reading the clock costs more than what lies between two actions in a row.
   const double start = computed_until > 0 ? computed_until : steady_seconds();
@@ -440,24 +440,6 @@ void Engine::Impl::require_micro_batch(const PlanOp& op) const {
   if (op.micro_batch < 0 || index_of(op.micro_batch) >= request.micro_batches.size()) {
     refuse(op, "it names no micro-batch of the step");
   }
-}
-
-MessageHeader Engine::Impl::header_of(const PlanOp& op, const Tensor& tensor, std::size_t index,
-                                      std::size_t count) const {
-  MessageHeader header;
-  header.phase = static_cast<std::uint8_t>(request.phase);
-  header.dtype = static_cast<std::uint8_t>(tensor.spec.dtype);
-  header.step = request.step;
-  header.channel = op.channel;
-  header.micro_batch = op.micro_batch;
-  header.tensor = static_cast<std::uint16_t>(index);
-  header.tensor_count = static_cast<std::uint16_t>(count);
-  header.rank = static_cast<std::uint32_t>(tensor.shape().rank());
-  for (int d = 0; d < tensor.shape().rank(); ++d) {
-    header.shape[static_cast<std::size_t>(d)] = static_cast<std::int32_t>(tensor.shape()[d]);
-  }
-  header.bytes = tensor.spec.bytes();
-  return header;
 }
 
 void Engine::Impl::refuse(const PlanOp& op, const std::string& why) const {

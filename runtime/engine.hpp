@@ -41,6 +41,9 @@ struct StageBinding {
 class StepActions {
  public:
   virtual ~StepActions() = default;
+  // Who wants to know, in the stage's last backward or backward_weight of the step, which of its
+  // gradients are final; null: nobody.
+  virtual FinalGradients* final_gradients(int /*stage*/) { return nullptr; }
   virtual void reduce_grad(int stage) = 0;
   virtual void reduce_tied(int group) = 0;
   // Puts on the stream what optimizer() will read on the host; the engine then waits for the

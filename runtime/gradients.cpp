@@ -23,19 +23,20 @@ GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
       layout_(layout),
       options_(options),
       compute_(compute),
-      nccl_(nccl),
       stages_(std::move(stages)),
       watch_{*groups.control, nccl},
       mirror_(compute, &watch_),
-
       square_offset_(loss_offset_ + 2 * at(options.micro_batches)) {
+  if (nccl != nullptr && nccl->sums()) sums_.emplace(*nccl, stages_, options.bucket_bytes);
   std::size_t workspace = 0;
   std::vector<Parameter*> owners;
   for (const StageBinding& binding : stages_) {
     ParameterSet* set = binding.stage->parameters();
     if (set == nullptr) continue;
-    workspace =
-        std::max(workspace, groups_.in_replicas->ordered_sum_workspace(set->flat_grads().size()));
+    if (!sums_) {
+      workspace =
+          std::max(workspace, groups_.in_replicas->ordered_sum_workspace(set->flat_grads().size()));
+    }
     const std::vector<Parameter*> parameters = set->all();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!layout_.is_owner(binding.index, static_cast<int>(i))) continue;
@@ -72,24 +73,20 @@ void GradientSync::begin(std::uint64_t step, double started, const StepOutcome& 
   outcome_ = &outcome;
 }
 
+FinalGradients* GradientSync::final_gradients(int stage) {
+  return sums_ ? sums_->final_gradients(stage) : nullptr;
+}
+
 void GradientSync::reduce_grad(int stage) {
   if (layout_.topology.replicas == 1) return;
+  if (sums_) return sums_->finish(stage);
   for (const StageBinding& binding : stages_) {
     if (binding.index != stage) continue;
     ParameterSet* set = binding.stage->parameters();
     if (set == nullptr) continue;
-    if (nccl_ != nullptr && nccl_->sums()) {
-      sums_.push_back(nccl_->sum(set->flat_grads()));
-    } else {
-      groups_.in_replicas->ordered_sum(mirror_.view(set->flat_grads()), floats_);
-      mirror_.write_back();
-    }
+    groups_.in_replicas->ordered_sum(mirror_.view(set->flat_grads()), floats_);
+    mirror_.write_back();
   }
-}
-
-void GradientSync::settle_sums() {
-  for (NcclTicket& ticket : sums_) nccl_->wait_on_stream(ticket);
-  sums_.clear();
 }
 
 int GradientSync::rank_of(const TiedUse& use) const {
@@ -97,7 +94,7 @@ int GradientSync::rank_of(const TiedUse& use) const {
 }
 
 void GradientSync::reduce_tied(int group) {
-  settle_sums();
+  if (sums_) sums_->settle();
   const TiedParameter& tie = layout_.tied[at(group)];
   const int owner = rank_of(tie.uses.front());
   for (std::size_t u = 1; u < tie.uses.size(); ++u) {
@@ -128,7 +125,7 @@ void GradientSync::zero_grads() {
 }
 
 void GradientSync::measure() {
-  settle_sums();
+  if (sums_) sums_->settle();
   auto* squares = reinterpret_cast<double*>(squares_.data());
   for (std::size_t i = 0; i < owned_.size(); ++i) {
     sum_of_squares(compute_, owned_[i].second->grad.floats(), &squares[i]);

@@ -4,10 +4,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
 
+#include "runtime/bucketed_sums.hpp"
 #include "runtime/engine.hpp"
 #include "runtime/host_mirror.hpp"
 #include "runtime/job_groups.hpp"
@@ -35,6 +37,7 @@ class GradientSync : public StepActions {
 
   // Before each step. `outcome` is the engine's, filled while it runs.
   void begin(std::uint64_t step, double started, const StepOutcome& outcome);
+  FinalGradients* final_gradients(int stage) override;
   void reduce_grad(int stage) override;
   void reduce_tied(int group) override;
   void measure() override;
@@ -50,8 +53,6 @@ class GradientSync : public StepActions {
 
  private:
   [[nodiscard]] int rank_of(const TiedUse& use) const;
-  // What goes on the compute stream from here on runs after the sums under way.
-  void settle_sums();
   void pack_record();
   void reduce_records();
   [[noreturn]] void refuse() const;
@@ -60,9 +61,8 @@ class GradientSync : public StepActions {
   const PipelineLayout& layout_;
   const PipelineOptions& options_;
   ComputeContext& compute_;
-  NcclLinks* nccl_;
-  std::vector<NcclTicket> sums_;  // under way
   std::vector<StageBinding> stages_;
+  std::optional<BucketedSums> sums_;  // where they go over NCCL
   std::unique_ptr<Optimizer> optimizer_;
   std::vector<std::pair<int, Parameter*>> owned_;  // (stage, parameter) in global order
   std::vector<std::vector<Parameter*>> tied_;      // [group][use], null where on another rank

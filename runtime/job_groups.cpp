@@ -46,6 +46,7 @@ std::vector<std::pair<std::string, std::string>> agreed_values(const PipelineOpt
   add("transport", name_of(options.transport));
   add("all-reduce", options.all_reduce);
   add("cuda-graphs", options.cuda_graphs);
+  add("bucket-bytes", options.bucket_bytes);
   add("optimizer", static_cast<int>(options.optimizer.kind));
   add("beta1", options.optimizer.beta1);
   add("beta2", options.optimizer.beta2);

@@ -392,6 +392,10 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
     }
   }
 
+  if (options.bucket_bytes == 0) {
+    throw Error(ErrorCode::kUsage,
+                "buckets of 0 bytes cannot hold a gradient; the nearest legal value is 1");
+  }
   const ScheduleShape shape{layout.topology.pipeline, options.micro_batches, options.chunks};
   layout.order = order_of(options, shape);
   const Placement& placement = layout.order.placement;

@@ -51,6 +51,9 @@ struct PipelineOptions {
   // On GPUs: record what stages that allow it (Stage::replayable) put on the stream, and replay it.
   // Evaluations are not recorded.
   bool cuda_graphs = false;
+  // Where NCCL sums over replicas: bytes of gradients summed at a time, beside the rest of backward
+  // (the default is the field's usual one). Changes no bits but NCCL's own all-reduce's.
+  std::size_t bucket_bytes = std::size_t{25} << 20;
   OptimizerConfig optimizer = {};
   LearningRate learning_rate = {};
   double clip = 0;                             // of the global gradient norm; 0: off

@@ -29,7 +29,7 @@ std::size_t at(int index) { return static_cast<std::size_t>(index); }
 // The pipeline's ranks with a GPU, its CPUs left out; both must call split().
 struct NcclLinks::Impl {
   Impl(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute_in,
-       std::size_t largest_sum, std::size_t open, bool all_reduce)
+       const SumLoad& load, std::size_t open, bool all_reduce)
       : compute(compute_in),
         interrupt(*groups.control),
         gpus(groups.pipeline->split(compute_in.device().kind == DeviceKind::kCuda ? 0 : 1,
@@ -39,8 +39,8 @@ struct NcclLinks::Impl {
     for (const RankDevice& rank : layout.devices) {
       gpu_of_rank.push_back(rank.device.kind == DeviceKind::kCuda ? next_gpu++ : -1);
     }
-    queue.emplace(compute.device(), open + layout.links.size() * NcclSums::kGroupsPerSum,
-                  groups.world->local_size());
+    const std::size_t sum_groups = std::max<std::size_t>(load.count, 1) * NcclSums::kGroupsPerSum;
+    queue.emplace(compute.device(), open + sum_groups, groups.world->local_size());
     transport.emplace(*queue, seam, compute.device(), edges_of(layout), "the pipeline",
                       groups.control.get());
     if (!layout.sums_by_nccl()) return;
@@ -48,10 +48,8 @@ struct NcclLinks::Impl {
                  "the replicas of pipeline rank " + std::to_string(layout.rank),
                  all_reduce ? NcclSums::Method::kAllReduce : NcclSums::Method::kOrdered,
                  groups.control.get());
-    workspace = Buffer(compute.device(), sums->workspace(largest_sum) * sizeof(float));
-    for (std::size_t i = 0; i < layout.train.placement.stages_of(layout.rank).size(); ++i) {
-      ready.emplace_back(compute.device());
-    }
+    workspace = Buffer(compute.device(), sums->workspace(load.largest) * sizeof(float));
+    for (std::size_t i = 0; i < load.count; ++i) ready.emplace_back(compute.device());
   }
 
   // Both directions of every NCCL edge.
@@ -74,8 +72,8 @@ struct NcclLinks::Impl {
   Collectives seam;
   int next_gpu = 0;
   std::vector<int> gpu_of_rank;  // [pipeline rank] its rank in `gpus`, -1 for a CPU
-  Buffer workspace;
-  std::vector<Event> ready;  // of sums, one after the other
+  Buffer workspace;              // of all sums: they are one lane's, and so run one after the other
+  std::vector<Event> ready;      // of sums, in turn
   std::size_t next_ready = 0;
   // On a GPU; the queue goes first, and with it what NCCL still does with the others' memory.
   std::optional<NcclQueue> queue;
@@ -84,8 +82,8 @@ struct NcclLinks::Impl {
 };
 
 NcclLinks::NcclLinks(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute,
-                     std::size_t largest_sum, std::size_t open, bool all_reduce)
-    : impl_(std::make_unique<Impl>(groups, layout, compute, largest_sum, open, all_reduce)) {}
+                     const SumLoad& sums, std::size_t open, bool all_reduce)
+    : impl_(std::make_unique<Impl>(groups, layout, compute, sums, open, all_reduce)) {}
 
 NcclLinks::~NcclLinks() = default;
 
@@ -112,7 +110,7 @@ void NcclLinks::progress() {
 
 bool NcclLinks::sums() const { return impl_->sums.has_value(); }
 
-// An event per stage of the rank, used again in the next step, when its sum has long been issued.
+// An event per sum of a step, used again in the next step, when that sum has long been issued.
 NcclTicket NcclLinks::sum(std::span<float> values) {
   Event& ready = impl_->ready[impl_->next_ready++ % impl_->ready.size()];
   ready.record(impl_->compute.stream());
@@ -128,7 +126,7 @@ NcclTicket NcclLinks::sum(std::span<float> values) {
 struct NcclLinks::Impl {};
 
 NcclLinks::NcclLinks(JobGroups& /*groups*/, const PipelineLayout& /*layout*/,
-                     ComputeContext& /*compute*/, std::size_t /*largest_sum*/, std::size_t /*open*/,
+                     ComputeContext& /*compute*/, const SumLoad& /*sums*/, std::size_t /*open*/,
                      bool /*all_reduce*/) {
   throw Error(ErrorCode::kInternal, "this build has no NCCL");
 }

@@ -16,12 +16,17 @@
 
 namespace sluice {
 
+// Of the sums over replicas of a step: how many there are, and the floats of the largest.
+struct SumLoad {
+  std::size_t count = 0, largest = 0;
+};
+
 class NcclLinks {
  public:
-  // Collective over the job. `largest_sum`: floats of the largest stage's gradients on this rank;
-  // `open`: messages open at once, over all engines. Throws as NcclCommunicator.
+  // Collective over the job. `sums`: of this rank, all of which may be open at once; `open`:
+  // messages open at once, over all engines. Throws as NcclCommunicator.
   NcclLinks(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute,
-            std::size_t largest_sum, std::size_t open, bool all_reduce);
+            const SumLoad& sums, std::size_t open, bool all_reduce);
   ~NcclLinks();
   NcclLinks(const NcclLinks&) = delete;
   NcclLinks& operator=(const NcclLinks&) = delete;
@@ -37,7 +42,8 @@ class NcclLinks {
   void progress();
 
   [[nodiscard]] bool sums() const;
-  // Over this stage's replicas, in place, behind everything on the compute stream so far.
+  // Over this rank's replicas, in place, behind everything on the compute stream so far; one after
+  // the other, whatever they are of.
   [[nodiscard]] NcclTicket sum(std::span<float> values);
 
   // Whether any edge of the layout, or its sums over replicas, go over NCCL.

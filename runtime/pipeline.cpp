@@ -7,6 +7,7 @@
 #include <deque>
 
 #include "comm/error.hpp"
+#include "runtime/bucketed_sums.hpp"
 #include "runtime/evaluation.hpp"
 #include "runtime/gradients.hpp"
 #include "runtime/host_mirror.hpp"
@@ -119,7 +120,7 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
 // Communicators cost a GPU hundreds of megabytes: one set serves training and evaluations.
 void Pipeline::Impl::make_nccl() {
   if (!NcclLinks::wanted(layout)) return;
-  std::size_t open = 8, largest_sum = 0;
+  std::size_t open = 8;
   const auto count = [&](const Plan& plan) {
     if (plan.ranks.empty()) return;
     for (const BufferPool& pool : plan.ranks[at(layout.rank)].pools) open += at(pool.count);
@@ -129,13 +130,9 @@ void Pipeline::Impl::make_nccl() {
     count(evaluation.round);
     count(evaluation.rest);
   }
-  for (const StageBinding& binding : bindings) {
-    if (ParameterSet* set = binding.stage->parameters()) {
-      largest_sum = std::max(largest_sum, set->flat_grads().size());
-    }
-  }
-  nccl =
-      std::make_unique<NcclLinks>(groups, layout, *compute, largest_sum, open, options.all_reduce);
+  const SumLoad sums =
+      layout.sums_by_nccl() ? BucketedSums::load_of(bindings, options.bucket_bytes) : SumLoad{};
+  nccl = std::make_unique<NcclLinks>(groups, layout, *compute, sums, open, options.all_reduce);
 }
 
 int Pipeline::Impl::slots_of(int stage) const {

@@ -4,7 +4,8 @@
 // The first time an action comes up its call is made; the second time it is made again and recorded
 // (by then every library handle and kernel is there); from then on the record is put on the stream
 // in its place. What differs between steps, their number and the loss scale, is kept on the device
-// and read there. A call whose phase or samples are not those of the record is made.
+// and read there. A call whose phase or samples are not those of the record is made, and so is one
+// that tells final gradients: the sums that this starts are the host's work.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +36,7 @@ class RecordedCalls {
   // the call throws; Error(kDevice) naming the stage where it cannot be recorded.
   template <typename Call>
   void run(std::size_t action, const Stage& stage, const StageContext& ctx, const Call& call) {
-    if (entries_.empty() || !stage.replayable()) {
+    if (entries_.empty() || !stage.replayable() || ctx.final_gradients != nullptr) {
       call();
     } else if (!replay(entries_[action], ctx)) {
       make(entries_[action], ctx, call);

@@ -24,6 +24,25 @@ const char* describe(SlotState state) {
   return "unknown";
 }
 
+MessageHeader header_of(const PlanOp& op, const Slot& slot, std::size_t index, Phase phase,
+                        std::uint64_t step) {
+  const Tensor& tensor = slot.tensors[index];
+  MessageHeader header;
+  header.phase = static_cast<std::uint8_t>(phase);
+  header.dtype = static_cast<std::uint8_t>(tensor.spec.dtype);
+  header.step = step;
+  header.channel = op.channel;
+  header.micro_batch = op.micro_batch;
+  header.tensor = static_cast<std::uint16_t>(index);
+  header.tensor_count = static_cast<std::uint16_t>(slot.tensors.size());
+  header.rank = static_cast<std::uint32_t>(tensor.shape().rank());
+  for (int d = 0; d < tensor.shape().rank(); ++d) {
+    header.shape[static_cast<std::size_t>(d)] = static_cast<std::int32_t>(tensor.shape()[d]);
+  }
+  header.bytes = tensor.spec.bytes();
+  return header;
+}
+
 int SlotPool::edge_of(const BufferPool& pool) {
   const bool towards_next =
       pool.kind == BufferKind::kOutput || pool.kind == BufferKind::kGradOutput;

@@ -11,6 +11,7 @@
 #include "runtime/edge_link.hpp"
 #include "runtime/edges.hpp"
 #include "schedules/plan.hpp"
+#include "stages/stage.hpp"
 #include "stages/tensor.hpp"
 
 namespace sluice {
@@ -31,6 +32,10 @@ struct Slot {
   std::vector<NcclTicket> nccl;    // the same where NCCL carries them
   double started = 0;              // when the open operation began, for traces
 };
+
+// Of the message that carries tensor `index` of the slot for a message op.
+[[nodiscard]] MessageHeader header_of(const PlanOp& op, const Slot& slot, std::size_t index,
+                                      Phase phase, std::uint64_t step);
 
 // All slots of one (stage, kind). kState pools have slots without memory: the stage owns that.
 class SlotPool {

@@ -64,6 +64,7 @@ StageTable::StageTable(const EngineConfig& config)
   }
   bind_pools(placement.stages());
   bind_messages(config.plan->channels.size());
+  find_last_gradients();
 }
 
 LocalStage* StageTable::find(std::int32_t stage) {
@@ -96,6 +97,15 @@ void StageTable::bind_pools(int stages) {
         stage.state = &pool;
         break;
     }
+  }
+}
+
+void StageTable::find_last_gradients() {
+  for (const PlanOp& op : ops_) {
+    const bool adds =
+        op.action == ActionKind::kBackward || op.action == ActionKind::kBackwardWeight;
+    LocalStage* const stage = find(op.stage);
+    if (op.kind == OpKind::kCompute && adds && stage != nullptr) stage->last_gradient = &op;
   }
 }
 

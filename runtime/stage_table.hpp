@@ -20,6 +20,7 @@ struct LocalStage {
   SlotPool* grad_output = nullptr;  // own kGradOutput; null on the last stage
   SlotPool* grad_input = nullptr;   // own kGradInput, or the previous stage's kGradOutput
   SlotPool* state = nullptr;
+  const PlanOp* last_gradient = nullptr;  // the last op of a step that adds to its gradients
   ActionSeconds seconds;
 
   [[nodiscard]] SlotPool* pool(BufferKind kind) const;
@@ -43,6 +44,7 @@ class StageTable {
  private:
   void bind_pools(int stages);
   void bind_messages(std::size_t channels);
+  void find_last_gradients();
 
   std::span<const PlanOp> ops_;
   std::vector<SlotPool> pools_;

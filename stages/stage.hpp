@@ -56,6 +56,17 @@ class Collective {
   virtual void sum(std::span<float> values) = 0;  // in replica order, in place
 };
 
+// Told by a stage which of its gradients are final, so that their sum over replicas can start while
+// the rest of its backward is still to come; handed in by the runtime.
+class FinalGradients {
+ public:
+  virtual ~FinalGradients() = default;
+  // What is on the compute stream so far completes parameters()->flat_grads() from float `begin`
+  // on: nothing the stage does later in this step reads or writes them. Asynchronous; never blocks
+  // for the device. Throws what a sum over replicas throws.
+  virtual void from(std::size_t begin) = 0;
+};
+
 struct StageContext {
   ComputeContext& compute;
   int stage = 0;
@@ -70,6 +81,10 @@ struct StageContext {
   // The same tensors forward() had; in backward calls too (valid until W is done).
   std::span<const Tensor> inputs = {};
   Collective* collective = nullptr;
+  // Set in the call, backward or backward_weight, that is the last of a step to add to the stage's
+  // gradients, where somebody wants to know; a stage may leave it alone. The same calls in the same
+  // order on all replicas.
+  FinalGradients* final_gradients = nullptr;
 };
 
 class Stage {

@@ -166,7 +166,7 @@ std::vector<ParameterInfo> parameter_list(const TransformerConfig& config) {
   WeightCopies copies(config.precision);
   std::vector<std::unique_ptr<Layer>> layers;
   for (int index = 0; index < config.layers + 2; ++index) {
-    build_layer(config, index, parameters, copies, layers);
+    (void)build_layer(config, index, parameters, copies, layers);
   }
   std::vector<ParameterInfo> list;
   for (const Parameter* parameter : parameters.all()) {

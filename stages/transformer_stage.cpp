@@ -44,7 +44,9 @@ std::byte* at(const Buffer& buffer, std::size_t offset) {
 TransformerStage::TransformerStage(const TransformerConfig& config, LayerRange range)
     : config_(config), range_(range), copies_(config.precision) {
   for (int layer = range.begin; layer < range.end; ++layer) {
-    build_layer(config, layer, parameters_, copies_, layers_);
+    for (const std::size_t first : build_layer(config, layer, parameters_, copies_, layers_)) {
+      first_parameters_.push_back(first);
+    }
   }
 }
 
@@ -182,6 +184,7 @@ void TransformerStage::prepare(const StageSetup& setup) {
   }
   parameters_.allocate(device, setup.seed);
   copies_.allocate(device);
+  find_first_gradients();
   rehearse_all(setup);
 }
 
@@ -316,6 +319,22 @@ void TransformerStage::begin_step(ComputeContext& compute) {
   copies_.refresh(compute, parameters_.version());
 }
 
+void TransformerStage::find_first_gradients() {
+  const std::vector<Parameter*> all = parameters_.all();
+  const std::span<const float> flat = parameters_.flat_grads();
+  first_gradients_.clear();
+  for (const std::size_t first : first_parameters_) {
+    first_gradients_.push_back(
+        first == all.size()
+            ? flat.size()
+            : static_cast<std::size_t>(all[first]->grad.as<const float>() - flat.data()));
+  }
+}
+
+void TransformerStage::tell_final(const StageContext& ctx, size_t layer) const {
+  if (ctx.final_gradients != nullptr) ctx.final_gradients->from(first_gradients_[layer]);
+}
+
 void TransformerStage::forward(StageContext& ctx, std::span<const Tensor> inputs,
                                std::span<const Tensor> outputs) {
   const BatchShape shape = begin_call(ctx, inputs);
@@ -356,6 +375,7 @@ void TransformerStage::backward(StageContext& ctx, std::span<const Tensor> grad_
     const bool ours = wanted.data == nullptr && i > 0;
     const Tensor din = ours ? layer_gradient(ctx, shape, i - 1, {}) : wanted;
     layers_[i]->backward(call, layer_input(ctx, shape, i), dout, din);
+    tell_final(ctx, i);
     dout = din;
   }
 }
@@ -386,6 +406,7 @@ void TransformerStage::backward_weight(StageContext& ctx, std::span<const Tensor
     LayerCall call = call_of(ctx, shape, i);
     layers_[i]->backward_weight(call, layer_input(ctx, shape, i),
                                 layer_gradient(ctx, shape, i, single(grad_outputs)));
+    tell_final(ctx, i);
   }
 }
 

@@ -86,6 +86,9 @@ class TransformerStage : public Stage, public SplitBackward {
                                    size_t layer) const;
   [[nodiscard]] Tensor layer_gradient(const StageContext& ctx, const BatchShape& shape,
                                       size_t layer, const Tensor& grad_output) const;
+  void find_first_gradients();
+  // Layers from this one on add to no gradient any more.
+  void tell_final(const StageContext& ctx, size_t layer) const;
   [[nodiscard]] BatchShape begin_call(const StageContext& ctx,
                                       std::span<const Tensor> inputs) const;
 
@@ -94,6 +97,8 @@ class TransformerStage : public Stage, public SplitBackward {
   ParameterSet parameters_;
   WeightCopies copies_;
   std::vector<std::unique_ptr<Layer>> layers_;
+  std::vector<std::size_t> first_parameters_;  // [layer] how many come before its own
+  std::vector<std::size_t> first_gradients_;  // [layer] where they begin in flat_grads(), in floats
 
   int slots_ = 0;
   bool split_ = true;

@@ -94,8 +94,10 @@ TransformerSizes sizes_of(const TransformerConfig& config) {
   return sizes;
 }
 
-void build_layer(const TransformerConfig& config, int index, ParameterSet& parameters,
-                 WeightCopies& copies, std::vector<std::unique_ptr<Layer>>& layers) {
+std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
+                                     ParameterSet& parameters, WeightCopies& copies,
+                                     std::vector<std::unique_ptr<Layer>>& layers) {
+  std::vector<std::size_t> first_parameters = {parameters.all().size()};
   if (index == 0) {
     EmbeddingLayer::Options options;
     options.vocabulary = config.vocabulary;
@@ -106,6 +108,7 @@ void build_layer(const TransformerConfig& config, int index, ParameterSet& param
     layers.push_back(std::make_unique<EmbeddingLayer>(options, parameters));
   } else if (index <= config.layers) {
     append(config, make_attention(config, index, parameters, copies), layers);
+    first_parameters.push_back(parameters.all().size());
     append(config, make_mlp(config, index, parameters, copies), layers);
   } else {
     HeadLayer::Options options;
@@ -116,6 +119,7 @@ void build_layer(const TransformerConfig& config, int index, ParameterSet& param
     options.precision = config.precision;
     append(config, std::make_unique<HeadLayer>(options, parameters, copies), layers);
   }
+  return first_parameters;
 }
 
 }  // namespace sluice

@@ -1,6 +1,7 @@
 // From a transformer's configuration to its layers. Internal to stages/.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -21,8 +22,10 @@ struct TransformerSizes {
 [[nodiscard]] TransformerSizes sizes_of(const TransformerConfig& config);
 
 // Appends the parts of layer `index` (0: embedding, 1..layers: blocks, layers + 1: head) to
-// `layers` and declares their parameters.
-void build_layer(const TransformerConfig& config, int index, ParameterSet& parameters,
-                 WeightCopies& copies, std::vector<std::unique_ptr<Layer>>& layers);
+// `layers` and declares their parameters, those of a part in a row. Returns for each part how many
+// were declared before its first.
+std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
+                                     ParameterSet& parameters, WeightCopies& copies,
+                                     std::vector<std::unique_ptr<Layer>>& layers);
 
 }  // namespace sluice

@@ -58,6 +58,7 @@ class ArithmeticStage : public Stage, public SplitBackward, public LossStage {
     for (std::int64_t i = 0; i < dy[0].elements(); ++i) {
       weight_->grad.at(0) += dy[0].at(i) * ctx.inputs[0].at(i);
     }
+    if (ctx.final_gradients != nullptr) ctx.final_gradients->from(0);
   }
   void loss(StageContext& ctx, std::span<const Tensor> y, std::span<const Tensor> targets,
             double* sum) override {

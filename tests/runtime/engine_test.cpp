@@ -56,11 +56,11 @@ class Rig {
     config.links = links_;
     engine_ = std::make_unique<Engine>(config);
   }
-  const StepOutcome& run(std::uint64_t step) {
+  const StepOutcome& run(std::uint64_t step, StepActions* actions = nullptr) {
     const BatchLoader::Batch& batch = loader_->load(step);
     request_ = {.phase = Phase::kTrain, .step = step, .micro_batches = ranges_, .batch = &batch};
     const std::size_t before = allocations_of_this_thread();
-    const StepOutcome& outcome = engine_->run(request_, nullptr);
+    const StepOutcome& outcome = engine_->run(request_, actions);
     allocations_ = allocations_of_this_thread() - before;
     return outcome;
   }
@@ -110,6 +110,56 @@ TEST(EngineTest, TakesPayloadsWhereTheyLieOverDirectLinks) {
       EXPECT_EQ(rig.gradient(), times * (1 * 2 * 3) / (comm.rank() + 1) * (1 + 2 + 3 + 4 + 5));
     }
   });
+}
+
+// What was called, with the rank's gradient at that time.
+class CallLog : public StepActions, public FinalGradients {
+ public:
+  explicit CallLog(Rig& rig) : rig_(rig) {}
+  FinalGradients* final_gradients(int stage) override {
+    add("last of " + std::to_string(stage) + " comes");
+    return this;
+  }
+  void from(std::size_t begin) override { add("final from " + std::to_string(begin)); }
+  void reduce_grad(int stage) override { add("reduce " + std::to_string(stage)); }
+  void reduce_tied(int) override {}
+  void measure() override {}
+  void optimizer() override { add("optimizer"); }
+  std::vector<std::string> calls;
+
+ private:
+  void add(const std::string& what) {
+    calls.push_back(what + ": " + std::to_string(static_cast<int>(rig_.gradient())));
+  }
+  Rig& rig_;
+};
+
+TEST(EngineTest, TheLastBackwardOfAStageAloneIsAskedWhatIsFinal) {
+  for (const char* name : {"1f1b", "gpipe-lifo", "zb-h1", "zb-h2"}) {
+    for (const bool beside : {true, false}) {
+      const Plan plan =
+          plan_for(generate(name, {2, 4, 1}), {.tied = {}, .sums_beside = {beside, beside}},
+                   needs_of("loopback"));
+      run_loopback(2, [&](Communicator& comm) {
+        ControlChannel control(comm);
+        Rig rig(plan, comm, control);
+        CallLog log(rig);
+        rig.run(1, &log);
+        // Rank 0 multiplies by 1, rank 1 by 2; samples are 1 to 4. Micro-batch 0 comes last in
+        // gpipe-lifo, else 3.
+        const int sum = 1 + 2 + 3 + 4;
+        const int last = std::string(name) == "gpipe-lifo" ? 1 : 4;
+        const int factor = comm.rank() == 0 ? 2 : 1;
+        const std::string rank = std::to_string(comm.rank());
+        const std::string whole = ": " + std::to_string(sum * factor);
+        EXPECT_THAT(log.calls,
+                    ::testing::ElementsAre(
+                        "last of " + rank + " comes: " + std::to_string((sum - last) * factor),
+                        "final from 0" + whole, "reduce " + rank + whole, "optimizer" + whole))
+            << name;
+      });
+    }
+  }
 }
 
 TEST(EngineTest, RunsAPlanMadeForInOrderQueuesToTheSameGradients) {

@@ -3,12 +3,17 @@
 // CPU.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "comm/device.hpp"
 #include "comm/error.hpp"
 #include "comm/loopback.hpp"
+#include "runtime/array_source.hpp"
+#include "runtime/pipeline.hpp"
 #include "tests/runtime/training_cases.hpp"
 
 namespace sluice::testing {
@@ -64,8 +69,42 @@ void expect_same(const std::string& where, const TrainingOutcome& expected,
 TEST_P(ReplicaSumsTest, HaveTheBitsOfTheHostsForEverySchedule) {
   run_loopback(ranks(), [&](Communicator& comm) {
     const TrainingOutcome expected = blocking(comm, layout("1f1b"));
-    for (const char* schedule : {"1f1b", "interleaved", "zb-h1", "zb-v"}) {
-      expect_same(schedule, expected, train(comm, training(), layout(schedule)));
+    const auto expect = [&](const char* schedule, std::size_t bytes) {
+      Layout wanted = layout(schedule);
+      wanted.bucket_bytes = bytes;
+      expect_same(std::string(schedule) + ", " + std::to_string(bytes), expected,
+                  train(comm, training(), wanted));
+    };
+    // Less than any layer's matrices; no divisor of anything; more than a stage has.
+    for (const char* schedule : {"1f1b", "interleaved", "zb-h1", "zb-v"}) expect(schedule, 3'000);
+    for (const std::size_t bytes : {40'000, 25'000'000}) expect("zb-v", bytes);
+  });
+}
+
+// Steps 3 and 4 replay what was recorded, but for the calls that start sums.
+TEST_P(ReplicaSumsTest, BesideReplayedCallsHaveTheirBits) {
+  run_loopback(ranks(), [&](Communicator& comm) {
+    TrainingCase what = training();
+    what.steps = 4;
+    for (const char* schedule : {"1f1b", "zb-v"}) {
+      Layout wanted = layout(schedule);
+      wanted.bucket_bytes = 3'000;
+      const TrainingOutcome expected = train(comm, what, wanted);
+      wanted.cuda_graphs = true;
+      expect_same(schedule, expected, train(comm, what, wanted));
+    }
+  });
+}
+
+TEST_P(ReplicaSumsTest, InBucketsByTheLibraryAreCloseToTheOrderedOnes) {
+  run_loopback(ranks(), [&](Communicator& comm) {
+    const TrainingOutcome expected = blocking(comm, layout("zb-h1"));
+    Layout wanted = layout("zb-h1");
+    wanted.all_reduce = true;
+    wanted.bucket_bytes = 3'000;
+    const TrainingOutcome actual = train(comm, training(), wanted);
+    for (std::size_t i = 0; i < expected.losses.size(); ++i) {
+      EXPECT_NEAR(expected.losses[i], actual.losses[i], 1e-5);
     }
   });
 }
@@ -91,6 +130,124 @@ TEST_P(MixedReplicaSumsTest, OverNcclOnOneRankAndThroughMessagesOnTheOther) {
 
 INSTANTIATE_TEST_SUITE_P(Jobs, MixedReplicaSumsTest, ::testing::Values(Job{2, 2}, Job{2, 3}),
                          job_name);
+
+// A whole model with two parameters of one bucket each, whose gradients are the replica's number
+// from 1 on. Its last backward finishes the second one, calls `meanwhile` and goes on.
+class TwoBucketStage : public Stage, public LossStage {
+ public:
+  static constexpr std::size_t kFloats = kBufferAlignment / sizeof(float);
+  using Meanwhile = std::function<void(StageContext&, std::span<float> second)>;
+
+  TwoBucketStage(int replica, Meanwhile meanwhile)
+      : first_(&set_.add("first", Shape{kFloats}, Init::constant(0))),
+        second_(&set_.add("second", Shape{kFloats}, Init::constant(0))),
+        ones_(kFloats, static_cast<float>(replica + 1)),
+        meanwhile_(std::move(meanwhile)) {}
+
+  StageDescription describe(std::span<const TensorSpec> inputs, DeviceKind) const override {
+    return {{inputs[0]}};
+  }
+  void prepare(const StageSetup& setup) override {
+    set_.allocate(setup.compute->device(), setup.seed);
+  }
+  ParameterSet* parameters() override { return &set_; }
+  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
+    copy_async(y[0].data, x[0].data, y[0].spec.bytes(), ctx.compute.stream());
+  }
+  void backward(StageContext& ctx, std::span<const Tensor>, std::span<const Tensor>) override {
+    write(ctx, *second_);
+    if (ctx.final_gradients != nullptr) meanwhile_(ctx, second_->grad.floats());
+    write(ctx, *first_);
+  }
+  void loss(StageContext&, std::span<const Tensor>, std::span<const Tensor>, double* sum) override {
+    *sum = 1;
+  }
+  double target_weight(std::span<const Tensor>) const override { return 1; }
+
+ private:
+  void write(StageContext& ctx, const Parameter& parameter) {
+    copy_now(ctx.compute.device(), parameter.grad.data, ones_.data(), kFloats * sizeof(float));
+  }
+
+  ParameterSet set_;
+  Parameter *first_, *second_;
+  std::vector<float> ones_;
+  Meanwhile meanwhile_;
+};
+
+class BucketOrderTest : public ReplicaSumsTest {
+ protected:
+  // One step of a TwoBucketStage per replica; what each rank was told, empty where nothing failed.
+  static std::vector<std::string> run(
+      const std::function<void(int replica, StageContext&, std::span<float>)>& meanwhile) {
+    std::vector<std::string> said(static_cast<std::size_t>(ranks()));
+    run_loopback(ranks(), [&](Communicator& comm) {
+      PipelineOptions options;
+      options.pipeline = 1;
+      options.replicas = ranks();
+      options.micro_batches = 2;
+      options.devices = parse_devices("cuda");
+      options.bucket_bytes = TwoBucketStage::kFloats * sizeof(float);
+      const auto source =
+          make_array_source({1, 2, 3, 4, 5, 6, 7, 8}, 1, std::vector<float>(8, 1), 1, 2 * ranks());
+      const int replica = comm.rank();
+      const StageFactory factory = [&](int, int) {
+        return std::make_unique<TwoBucketStage>(
+            replica, [&meanwhile, replica](StageContext& ctx, std::span<float> second) {
+              meanwhile(replica, ctx, second);
+            });
+      };
+      try {
+        Pipeline pipeline(comm, options, factory, *source);
+        (void)pipeline.train_step();
+      } catch (const Error& error) {
+        said[static_cast<std::size_t>(comm.rank())] = error.what();
+      }
+    });
+    return said;
+  }
+};
+
+// Seen from within the stage's last backward: the second parameter's gradient becomes the sum.
+TEST_P(BucketOrderTest, ABucketIsSummedBeforeTheBackwardThatFilledItReturns) {
+  std::vector<float> seen(static_cast<std::size_t>(ranks()), 0);
+  std::vector<int> calls(static_cast<std::size_t>(ranks()), 0);
+  const auto expected = static_cast<float>(ranks() * (ranks() + 1)) / 2;
+  const auto said = run([&](int replica, StageContext& ctx, std::span<float> second) {
+    const auto at = static_cast<std::size_t>(replica);
+    ++calls[at];
+    constexpr int kMostPolls = 1'000'000;  // ends a test that fails
+    for (int i = 0; i < kMostPolls && seen[at] != expected; ++i) {
+      ctx.final_gradients->from(TwoBucketStage::kFloats);
+      copy_now(ctx.compute.device(), &seen[at], second.data(), sizeof(float));
+      std::this_thread::yield();
+    }
+  });
+  for (const std::string& text : said) EXPECT_EQ(text, "");
+  for (const float value : seen) EXPECT_EQ(value, expected);
+  for (const int count : calls) EXPECT_EQ(count, 1) << "of two backwards the last one";
+}
+
+// Its peers' queues hold a sum that never comes whole.
+TEST_P(BucketOrderTest, ARankThatFailsBetweenBucketsEndsAll) {
+  const auto said = run([&](int replica, StageContext& ctx, std::span<float>) {
+    if (replica + 1 == ranks()) throw Error(ErrorCode::kData, "no second bucket today");
+    ctx.final_gradients->from(TwoBucketStage::kFloats);
+  });
+  for (const std::string& text : said) {
+    EXPECT_NE(text.find("no second bucket today"), std::string::npos) << text;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Jobs, BucketOrderTest, ::testing::Values(Job{1, 2}, Job{1, 3}), job_name);
+
+TEST(BucketOptionTest, BucketsOfNothingAreRefused) {
+  run_loopback(1, [](Communicator& comm) {
+    TrainingCase what;
+    what.model = small_model();
+    EXPECT_THROW((void)train(comm, what, {.bucket_bytes = 0}), Error);
+  });
+}
 
 }  // namespace
 }  // namespace sluice::testing

@@ -102,6 +102,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
   options.transport = layout.transport;
   options.all_reduce = layout.all_reduce;
   options.cuda_graphs = layout.cuda_graphs;
+  options.bucket_bytes = layout.bucket_bytes;
   options.micro_batches = what.micro_batches;
   options.micro_batch_size = what.micro_batch_size;
   options.batch_size = what.batch_size;

@@ -32,6 +32,7 @@ struct Layout {
   TransportChoice transport = TransportChoice::kAuto;
   bool all_reduce = false;
   bool cuda_graphs = false;
+  std::size_t bucket_bytes = std::size_t{25} << 20;
 };
 
 struct TrainingOutcome {
