@@ -42,6 +42,10 @@ struct Engine::Impl {
   void forward(LocalStage& local, const PlanOp& op, StageContext& ctx);
   void backward(LocalStage& local, const PlanOp& op, StageContext& ctx);
 
+  void progress() {
+    transport->progress();
+    if (config.nccl != nullptr) config.nccl->progress();
+  }
   // Blocks until `done()`, driving the transport and polling the interrupt.
   template <typename Done>
   void wait_until(const Done& done);
@@ -406,8 +410,7 @@ void Engine::Impl::wait_until(const Done& done) {
   computed_until = 0;
   waiter.reset();
   while (!done()) {
-    transport->progress();
-    if (config.nccl != nullptr) config.nccl->progress();
+    progress();
     if (config.interrupt != nullptr) config.interrupt->poll();
     waiter.pause();
   }
@@ -464,6 +467,8 @@ Engine::~Engine() = default;
 const StepOutcome& Engine::run(const StepRequest& request, StepActions* actions) {
   return impl_->run(request, actions);
 }
+
+void Engine::progress() { impl_->progress(); }
 
 const StepOutcome& Engine::outcome() const { return impl_->outcome; }
 

@@ -120,6 +120,10 @@ class Engine {
   // be destroyed. The outcome stays valid until the next call.
   const StepOutcome& run(const StepRequest& request, StepActions* actions);
 
+  // Drives what is under way, never blocking: for whoever waits within a call that run() makes,
+  // since the rank it waits for may wait for this one's messages.
+  void progress();
+
   // Filled by run() as it goes; its address never changes.
   [[nodiscard]] const StepOutcome& outcome() const;
   // The last stage's outputs of the last micro-batch of the last run that generated, on its rank,

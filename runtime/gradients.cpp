@@ -24,8 +24,7 @@ GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
       options_(options),
       compute_(compute),
       stages_(std::move(stages)),
-      watch_{*groups.control, nccl},
-      mirror_(compute, &watch_),
+      mirror_(compute, groups.watch.get()),
       square_offset_(loss_offset_ + 2 * at(options.micro_batches)) {
   if (nccl != nullptr && nccl->sums()) sums_.emplace(*nccl, stages_, options.bucket_bytes);
   std::size_t workspace = 0;

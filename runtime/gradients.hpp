@@ -66,8 +66,7 @@ class GradientSync : public StepActions {
   std::unique_ptr<Optimizer> optimizer_;
   std::vector<std::pair<int, Parameter*>> owned_;  // (stage, parameter) in global order
   std::vector<std::vector<Parameter*>> tied_;      // [group][use], null where on another rank
-  JobWatch watch_;
-  HostMirror mirror_;  // of gradients on their way over MPI
+  HostMirror mirror_;                              // of gradients on their way over MPI
   HostBuffer workspace_;
   std::span<float> floats_;  // of workspace_
   Buffer addend_;            // another use's gradient, on the device

@@ -9,6 +9,7 @@
 
 #include "comm/error.hpp"
 #include "comm/transport.hpp"
+#include "runtime/engine.hpp"
 #include "runtime/guard.hpp"
 #include "runtime/layout.hpp"
 #include "runtime/weights.hpp"
@@ -68,6 +69,11 @@ std::vector<std::pair<std::string, std::string>> agreed_values(const PipelineOpt
 
 }  // namespace
 
+void JobWatch::poll() {
+  control_.poll();
+  if (engine_ != nullptr) engine_->progress();
+}
+
 void require_same_configuration(Collectives& comm,
                                 const std::vector<std::pair<std::string, std::string>>& values) {
   const auto all = comm.all_gather_strings(Json(values).dump());
@@ -104,8 +110,10 @@ std::string common_reason(const std::vector<std::string>& reasons) {
 }  // namespace
 
 JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
-    : world(comm.duplicate()), control(std::make_unique<ControlChannel>(*world)) {
-  in_world = std::make_unique<Collectives>(*world, 0, control.get());
+    : world(comm.duplicate()),
+      control(std::make_unique<ControlChannel>(*world)),
+      watch(std::make_unique<JobWatch>(*control)) {
+  in_world = std::make_unique<Collectives>(*world, 0, watch.get());
   guarded([&] {
     require_same_configuration(*in_world, agreed_values(options));
     const int replicas_asked = std::max(options.replicas, 1);
@@ -122,8 +130,8 @@ JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
   pipeline = world->split(replica, rank);
   messages = pipeline->duplicate();
   replicas = world->split(rank, replica);
-  in_pipeline = std::make_unique<Collectives>(*pipeline, 0, control.get());
-  in_replicas = std::make_unique<Collectives>(*replicas, 0, control.get());
+  in_pipeline = std::make_unique<Collectives>(*pipeline, 0, watch.get());
+  in_replicas = std::make_unique<Collectives>(*replicas, 0, watch.get());
 }
 
 std::vector<RankDevice> JobGroups::pipeline_devices() const {

@@ -14,7 +14,22 @@
 
 namespace sluice {
 
+class Engine;
 struct PipelineOptions;
+
+// Polled by every wait of a pipeline but its engines' own. Throws another rank's error or NCCL's,
+// and keeps this rank's messages moving, for which the rank that is waited for may wait.
+class JobWatch : public Interrupt {
+ public:
+  explicit JobWatch(Interrupt& control) : control_(control) {}
+  // Whose messages; null: nobody's any more.
+  void drive(Engine* engine) { engine_ = engine; }
+  void poll() override;
+
+ private:
+  Interrupt& control_;
+  Engine* engine_ = nullptr;
+};
 
 // The communicators and error handling of one pipeline's job.
 class JobGroups {
@@ -39,6 +54,7 @@ class JobGroups {
   int rank = 0, replica = 0;            // pipeline rank; replica
   std::unique_ptr<Communicator> world;  // for collectives
   std::unique_ptr<ControlChannel> control;
+  std::unique_ptr<JobWatch> watch;         // polled by the collectives below
   std::unique_ptr<Communicator> pipeline;  // for collectives
   std::unique_ptr<Communicator> messages;  // the same ranks, for the engine's transport
   std::unique_ptr<Communicator> replicas;

@@ -31,7 +31,7 @@ struct NcclLinks::Impl {
   Impl(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute_in,
        const SumLoad& load, std::size_t open, bool all_reduce)
       : compute(compute_in),
-        interrupt(*groups.control),
+        interrupt(*groups.watch),
         gpus(groups.pipeline->split(compute_in.device().kind == DeviceKind::kCuda ? 0 : 1,
                                     layout.rank)),
         seam(*gpus, 0, groups.control.get()) {

@@ -54,19 +54,4 @@ class NcclLinks {
   std::unique_ptr<Impl> impl_;
 };
 
-// Polled by whoever waits for a device: another rank's error, or NCCL's own.
-class JobWatch : public Interrupt {
- public:
-  // `nccl` may be null.
-  JobWatch(Interrupt& control, NcclLinks* nccl) : control_(control), nccl_(nccl) {}
-  void poll() override {
-    control_.poll();
-    if (nccl_ != nullptr) nccl_->progress();
-  }
-
- private:
-  Interrupt& control_;
-  NcclLinks* nccl_;
-};
-
 }  // namespace sluice

@@ -46,7 +46,10 @@ struct Pipeline::Impl {
 
   // After an error NCCL's kernels may wait for messages that never come, and freeing a GPU's memory
   // waits for them: they go first.
-  ~Impl() { nccl.reset(); }
+  ~Impl() {
+    groups.watch->drive(nullptr);
+    nccl.reset();
+  }
 
   struct Recording {
     std::size_t events = 0;  // of the trace, room for that many
@@ -92,14 +95,15 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     stages = std::move(built.stages);
     compute = std::make_unique<ComputeContext>(groups.device, options.threads);
     compute->set_tf32(options.tf32);
-    mirror = std::make_unique<HostMirror>(*compute, groups.control.get());
-    replica_sum = std::make_unique<ReplicaSum>(*groups.in_replicas, *compute, groups.control.get());
+    mirror = std::make_unique<HostMirror>(*compute, groups.watch.get());
+    replica_sum = std::make_unique<ReplicaSum>(*groups.in_replicas, *compute, groups.watch.get());
     replica_targets.resize(at(layout.topology.replicas));
     prepare_stages();
     tied = find_tied_parameters(layout, bindings);
     make_nccl();
     const std::size_t events = options.trace ? layout.train.ranks[at(layout.rank)].ops.size() : 0;
     engine = make_engine(layout.train, {.events = events, .graphs = options.cuda_graphs});
+    groups.watch->drive(engine.get());
     for (const EvaluationPlan& plan : layout.evaluations) {
       evaluations.emplace_back(
           plan, source, layout, [this](const Plan& forward) { return make_engine(forward, {}); },

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <string>
 #include <thread>
@@ -240,6 +241,68 @@ TEST_P(BucketOrderTest, ARankThatFailsBetweenBucketsEndsAll) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Jobs, BucketOrderTest, ::testing::Values(Job{1, 2}, Job{1, 3}), job_name);
+
+// Hands its input on; its forward calls `act`.
+class PassingStage : public Stage, public LossStage {
+ public:
+  using Act = std::function<void(StageContext&)>;
+  explicit PassingStage(Act act) : act_(std::move(act)) {}
+  StageDescription describe(std::span<const TensorSpec> inputs, DeviceKind) const override {
+    return {{inputs[0]}};
+  }
+  void prepare(const StageSetup&) override {}
+  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
+    act_(ctx);
+    copy_async(y[0].data, x[0].data, y[0].spec.bytes(), ctx.compute.stream());
+  }
+  void backward(StageContext& ctx, std::span<const Tensor> dy,
+                std::span<const Tensor> dx) override {
+    if (!dx.empty()) copy_async(dx[0].data, dy[0].data, dy[0].spec.bytes(), ctx.compute.stream());
+  }
+  void loss(StageContext&, std::span<const Tensor>, std::span<const Tensor>, double* sum) override {
+    *sum = 1;
+  }
+  double target_weight(std::span<const Tensor>) const override { return 1; }
+
+ private:
+  Act act_;
+};
+
+// Replica 1 joins the collective of micro-batch 1 only once replica 0's message of micro-batch 0,
+// which its sender has to carry through host memory, has come.
+TEST(CollectiveOfAStageTest, CarriesTheRanksMessagesWhileItWaits) {
+  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  std::atomic<bool> arrived = false, joined_late = false;
+  run_loopback(4, [&](Communicator& comm) {
+    PipelineOptions options;
+    options.pipeline = 2;
+    options.replicas = 2;
+    options.schedule = "gpipe";
+    options.micro_batches = 2;
+    options.devices = parse_devices("cuda:0");
+    const auto source =
+        make_array_source({1, 2, 3, 4, 5, 6, 7, 8}, 1, std::vector<float>(8, 1), 1, 4);
+    const int replica = comm.rank() / 2;
+    const StageFactory factory = [&](int stage, int) {
+      return std::make_unique<PassingStage>([&, replica, stage](StageContext& ctx) {
+        if (stage == 1 && replica == 0) arrived = true;
+        if (stage == 1 || ctx.micro_batch == 0) return;
+        if (replica == 1) {
+          constexpr int kMostPolls = 20'000'000;  // ends a test that fails
+          for (int i = 0; i < kMostPolls && !arrived; ++i) std::this_thread::yield();
+          joined_late = arrived.load();
+        }
+        const Buffer values(ctx.compute.device(), sizeof(float));
+        fill_zero_async(values.data(), values.size(), ctx.compute.stream());
+        ctx.collective->sum({reinterpret_cast<float*>(values.data()), 1});
+        ctx.compute.stream().synchronize();  // before they go
+      });
+    };
+    Pipeline pipeline(comm, options, factory, *source);
+    (void)pipeline.train_step();
+  });
+  EXPECT_TRUE(joined_late);
+}
 
 TEST(BucketOptionTest, BucketsOfNothingAreRefused) {
   run_loopback(1, [](Communicator& comm) {
