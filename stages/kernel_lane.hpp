@@ -43,7 +43,8 @@ SLUICE_MATH float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
 // The second operand where either is NaN.
 SLUICE_MATH float maximum(float a, float b) { return a > b ? a : b; }
 SLUICE_MATH float minimum(float a, float b) { return a < b ? a : b; }
-// 1 / a to about 1 ulp, for a below 2^126. A division takes a GPU as long as the rest of a sigmoid.
+// 1 / a; on a GPU within 2 ulp for a from 2^-126 to 2^126, and 0 above that (CUDA C++ Programming
+// Guide, intrinsic functions). A division takes a GPU as long as the rest of a sigmoid.
 SLUICE_MATH float reciprocal(float a) {
 #if defined(__CUDA_ARCH__)
   return __fdividef(1.0F, a);

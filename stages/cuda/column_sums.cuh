@@ -17,11 +17,13 @@ struct ColumnSumsTarget {
 };
 
 // Terms::kTerms sums per column; terms.add<N>(row, column, sums) adds row's share for columns
-// [column, column + N). Grid: column tiles of 32 N, slices of slice_rows rows.
+// [column, column + N). Grid: column tiles of 32 N, slices of slice_rows rows. The target is
+// indexed where it lies, in the parameters: a copy would be local memory.
 template <int N, typename Terms>
 __global__ void __launch_bounds__(kSumWarps* kWarpThreads)
     column_sums_kernel(const Terms terms, const int64_t rows, const int64_t width,
-                       const int64_t slice_rows, const ColumnSumsTarget<Terms::kTerms> target) {
+                       const int64_t slice_rows,
+                       const __grid_constant__ ColumnSumsTarget<Terms::kTerms> target) {
   constexpr int kTerms = Terms::kTerms, kTile = kWarpThreads * N;
   __shared__ float shared[kSumWarps][kTerms][kTile];
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;

@@ -196,6 +196,7 @@ void CudnnGraph::select(CudnnTensor x, CudnnTensor otherwise, CudnnTensor where,
 void CudnnGraph::index(CudnnTensor x, std::int64_t axis, CudnnTensor y) {
   CudnnDescriptor made(CUDNN_BACKEND_POINTWISE_DESCRIPTOR);
   made.set(CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE, CUDNN_POINTWISE_GEN_INDEX);
+  // Float, not INT32: what the library's C++ front end asks for in a causal mask.
   made.set(CUDNN_ATTR_POINTWISE_MATH_PREC, CUDNN_TYPE_DATA_TYPE, CUDNN_DATA_FLOAT);
   made.set(CUDNN_ATTR_POINTWISE_AXIS, CUDNN_TYPE_INT64, axis);
   add_pointwise(std::move(made), x, std::nullopt, std::nullopt, y);

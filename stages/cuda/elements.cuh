@@ -39,7 +39,7 @@ struct Floats {
   float at[N];
 };
 
-// `from` lies at a multiple of min(16, N * sizeof(T)) bytes.
+// `from` lies at a multiple of min(16, N * sizeof(T)) bytes; so does `to`, in global memory.
 template <int N, typename T>
 SLUICE_MATH Floats<N> load(const T* from) {
   const auto pack = *reinterpret_cast<const Pack<T, N>*>(from);
@@ -50,10 +50,19 @@ SLUICE_MATH Floats<N> load(const T* from) {
 }
 template <int N, typename T>
 SLUICE_MATH void store(T* to, const Floats<N>& values) {
-  Pack<T, N> pack;
+  if constexpr (sizeof(T) == sizeof(float) && N % 4 == 0) {
+    // By name: nvcc parts a plain store of four floats that were computed one by one.
+    const float* v = values.at;
 #pragma unroll
-  for (int i = 0; i < N; ++i) narrow(values.at[i], pack.at[i]);
-  *reinterpret_cast<Pack<T, N>*>(to) = pack;
+    for (int i = 0; i < N; i += 4) {
+      __stwb(reinterpret_cast<float4*>(to + i), make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]));
+    }
+  } else {
+    Pack<T, N> pack;
+#pragma unroll
+    for (int i = 0; i < N; ++i) narrow(values.at[i], pack.at[i]);
+    *reinterpret_cast<Pack<T, N>*>(to) = pack;
+  }
 }
 
 // Whether all of the addresses are multiples of 16 bytes; null is. Tensors of stages start at

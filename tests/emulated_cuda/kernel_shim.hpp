@@ -182,6 +182,10 @@ template <typename T>
 void __stcg(T* address, std::type_identity_t<T> value) {
   *address = value;
 }
+template <typename T>
+void __stwb(T* address, std::type_identity_t<T> value) {
+  *address = value;
+}
 
 template <typename T>
 T atomicAdd(T* address, std::type_identity_t<T> value) {
