@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -12,9 +11,6 @@
 #include "comm/error.hpp"
 #include "comm/loopback.hpp"
 #include "tests/runtime/training_cases.hpp"
-#ifdef SLUICE_UNDER_MPI
-#include "tests/comm/mpi_main.hpp"
-#endif
 
 namespace sluice::testing {
 namespace {
@@ -43,35 +39,6 @@ std::vector<TrainingCase> cases() {
   all.back().model.kv_heads = 1;
   all.back().model.recompute = Recompute::kBlock;
   return all;
-}
-
-void with_ranks(int ranks, const std::function<void(Communicator&)>& body) {
-#ifdef SLUICE_UNDER_MPI
-  if (world().size() != ranks) return;
-  const auto comm = world().duplicate();
-  body(*comm);
-#else
-  run_loopback(ranks, body);
-#endif
-}
-
-// What rank 0 gets by training alone.
-TrainingOutcome alone(Communicator& comm, const TrainingCase& what, const Layout& layout) {
-  TrainingOutcome outcome;
-  if (comm.rank() == 0) {
-    run_loopback(1, [&](Communicator& single) { outcome = train(single, what, layout); });
-    EXPECT_GT(outcome.losses.front(), 1) << what.name;
-  }
-  return outcome;
-}
-
-void expect_same(Communicator& comm, const std::string& where, const TrainingOutcome& expected,
-                 const TrainingOutcome& actual) {
-  if (comm.rank() != 0) return;
-  EXPECT_EQ(expected.losses, actual.losses) << where;
-  EXPECT_EQ(expected.norms, actual.norms) << where;
-  EXPECT_EQ(expected.validation, actual.validation) << where;
-  EXPECT_EQ(expected.digest, actual.digest) << where;
 }
 
 void expect_close(Communicator& comm, const std::string& where, const TrainingOutcome& expected,

@@ -10,12 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/loopback.hpp"
 #include "runtime/schedule_report.hpp"
 #include "tests/runtime/training_cases.hpp"
-#ifdef SLUICE_UNDER_MPI
-#include "tests/comm/mpi_main.hpp"
-#endif
 
 namespace sluice::testing {
 namespace {
@@ -66,28 +62,6 @@ TrainingCase large_case() {
   return large;
 }
 
-// Runs `body` over a communicator of `ranks` ranks: threads here, or the job's own under mpirun,
-// where every other count is left to another job.
-void with_ranks(int ranks, const std::function<void(Communicator&)>& body) {
-#ifdef SLUICE_UNDER_MPI
-  if (world().size() != ranks) return;
-  const auto comm = world().duplicate();
-  body(*comm);
-#else
-  run_loopback(ranks, body);
-#endif
-}
-
-// What rank 0 gets by training alone, while the others go on to their first wait.
-TrainingOutcome alone(Communicator& comm, const TrainingCase& what, const Layout& layout = {}) {
-  TrainingOutcome outcome;
-  if (comm.rank() == 0) {
-    run_loopback(1, [&](Communicator& single) { outcome = train(single, what, layout); });
-    EXPECT_GT(outcome.losses.front(), 1) << what.name;
-  }
-  return outcome;
-}
-
 bool is_legal(const std::string& schedule, const ScheduleShape& shape) {
   try {
     return stages_of(schedule, shape) > 0;
@@ -96,18 +70,13 @@ bool is_legal(const std::string& schedule, const ScheduleShape& shape) {
   }
 }
 
-// On rank 0, which alone knows what to expect.
 void expect_same(Communicator& comm, const TrainingCase& what, const Layout& layout,
                  const TrainingOutcome& expected, const TrainingOutcome& actual) {
-  if (comm.rank() != 0) return;
   const std::string where = what.name + ", p = " + std::to_string(layout.pipeline) +
                             ", d = " + std::to_string(layout.replicas) + ", " + layout.schedule +
                             ", v = " + std::to_string(layout.chunks) +
                             ", m = " + std::to_string(what.micro_batches);
-  EXPECT_EQ(expected.losses, actual.losses) << where;
-  EXPECT_EQ(expected.norms, actual.norms) << where;
-  EXPECT_EQ(expected.validation, actual.validation) << where;
-  EXPECT_EQ(expected.digest, actual.digest) << where;
+  testing::expect_same(comm, where, expected, actual);
 }
 
 class ExactnessTest : public ::testing::TestWithParam<int> {};

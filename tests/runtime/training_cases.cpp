@@ -1,11 +1,17 @@
 #include "tests/runtime/training_cases.hpp"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <span>
 
+#include "comm/loopback.hpp"
 #include "runtime/host_mirror.hpp"
 #include "runtime/weights.hpp"
 #include "stages/random.hpp"
+#ifdef SLUICE_UNDER_MPI
+#include "tests/comm/mpi_main.hpp"
+#endif
 
 namespace sluice::testing {
 namespace {
@@ -134,6 +140,34 @@ void train_on_some(Communicator& world, const TrainingCase& what, const Layout& 
   const bool takes_part = world.rank() < layout.pipeline * layout.replicas;
   const auto part = world.split(takes_part ? 0 : 1, world.rank());
   if (takes_part) check(train(*part, what, layout));
+}
+
+void with_ranks(int ranks, const std::function<void(Communicator&)>& body) {
+#ifdef SLUICE_UNDER_MPI
+  if (world().size() != ranks) return;
+  const auto comm = world().duplicate();
+  body(*comm);
+#else
+  run_loopback(ranks, body);
+#endif
+}
+
+TrainingOutcome alone(Communicator& comm, const TrainingCase& what, const Layout& layout) {
+  TrainingOutcome outcome;
+  if (comm.rank() == 0) {
+    run_loopback(1, [&](Communicator& single) { outcome = train(single, what, layout); });
+    EXPECT_GT(outcome.losses.front(), 1) << what.name;
+  }
+  return outcome;
+}
+
+void expect_same(Communicator& comm, const std::string& where, const TrainingOutcome& expected,
+                 const TrainingOutcome& actual) {
+  if (comm.rank() != 0) return;
+  EXPECT_EQ(expected.losses, actual.losses) << where;
+  EXPECT_EQ(expected.norms, actual.norms) << where;
+  EXPECT_EQ(expected.validation, actual.validation) << where;
+  EXPECT_EQ(expected.digest, actual.digest) << where;
 }
 
 }  // namespace sluice::testing

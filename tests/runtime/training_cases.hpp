@@ -62,6 +62,18 @@ struct TrainingOutcome {
 void train_on_some(Communicator& world, const TrainingCase& what, const Layout& layout,
                    const std::function<void(const TrainingOutcome&)>& check);
 
+// Runs `body` over a communicator of `ranks` ranks: threads, or, where a test is built with
+// SLUICE_UNDER_MPI, the job's own, where every other count is left to another job.
+void with_ranks(int ranks, const std::function<void(Communicator&)>& body);
+
+// What rank 0 gets by training alone, while the others go on to their first wait.
+[[nodiscard]] TrainingOutcome alone(Communicator& comm, const TrainingCase& what,
+                                    const Layout& layout = {});
+
+// On rank 0, which alone knows what to expect: all but the peaks. `where` names the place.
+void expect_same(Communicator& comm, const std::string& where, const TrainingOutcome& expected,
+                 const TrainingOutcome& actual);
+
 // SHA-256 over names and values of every parameter.
 [[nodiscard]] std::string digest_of(Pipeline& pipeline);
 
