@@ -21,7 +21,8 @@
 #   SLUICE_GPU_DEPS     a folder that `pack` made  [none: the system has everything]
 #   SLUICE_GPU_BUILD    a folder that `pack` put builds into (FOLDER/build): nothing is built here
 #   SLUICE_GPU_SECONDS  of one call                [530]
-#   SLUICE_GPU_CMAKE    more arguments of the configuration, such as -DSLUICE_CUDA_ARCHITECTURES=90
+#   SLUICE_GPU_CMAKE    more arguments of the configuration, -DSLUICE_CUDA_ARCHITECTURES=80;90 say
+#                       (by itself it builds for the GPU that is there)
 #   SLUICE_GPU_ROWS     more arguments of every row of gpu_benchmark, to try the script itself
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -253,11 +254,19 @@ describe_machine() {
 }
 export -f describe_machine
 
+# Of the first GPU, as CMake writes it: 90 for 9.0. Nothing where there is none.
+compute_capability() {
+  nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sed -n '1s/[^0-9]//gp'
+}
+
 # --- the commands ---
 
 build_and_test() {
+  local capability
   prepare
   if [[ -z ${SLUICE_GPU_BUILD:-} ]]; then
+    capability=$(compute_capability || true)
+    if [[ -n $capability ]]; then configuration+=("-DSLUICE_CUDA_ARCHITECTURES=$capability"); fi
     # shellcheck disable=SC2086
     step configure "$(contents CMakeLists.txt comm/cuda.cmake) ${configuration[*]-} ${SLUICE_GPU_CMAKE:-}" \
       cmake --preset cuda "${configuration[@]}" ${SLUICE_GPU_CMAKE:-}
