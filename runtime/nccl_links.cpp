@@ -108,6 +108,10 @@ void NcclLinks::progress() {
   if (impl_->queue) impl_->queue->progress();
 }
 
+void NcclLinks::finalize() {
+  if (impl_->queue) impl_->queue->finalize(&impl_->interrupt);
+}
+
 bool NcclLinks::sums() const { return impl_->sums.has_value(); }
 
 // An event per sum of a step, used again in the next step, when that sum has long been issued.
@@ -137,6 +141,7 @@ NcclTicket NcclLinks::recv(int, std::span<std::byte>, const Event&) { return {};
 void NcclLinks::end_group() {}
 void NcclLinks::wait_on_stream(NcclTicket& /*ticket*/) {}
 void NcclLinks::progress() {}
+void NcclLinks::finalize() {}
 bool NcclLinks::sums() const { return false; }
 NcclTicket NcclLinks::sum(std::span<float> /*values*/) { return {}; }
 

@@ -46,6 +46,10 @@ class NcclLinks {
   // the other, whatever they are of.
   [[nodiscard]] NcclTicket sum(std::span<float> values);
 
+  // Collective over the job: the orderly end. Waits until NCCL has done everything, on all ranks;
+  // only the destructor may follow, which otherwise aborts.
+  void finalize();
+
   // Whether any edge of the layout, or its sums over replicas, go over NCCL.
   [[nodiscard]] static bool wanted(const PipelineLayout& layout);
 

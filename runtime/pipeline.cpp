@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <utility>
 
 #include "comm/error.hpp"
 #include "runtime/bucketed_sums.hpp"
@@ -64,6 +65,8 @@ struct Pipeline::Impl {
   StepReport train_step();
   double evaluate(std::int64_t samples);
   std::span<const Tensor> infer(std::span<const Tensor> inputs);
+  void close();
+  void require_open() const;
   void require_inference(std::span<const Tensor> inputs) const;
   StepReport report_of(double seconds) const;
 
@@ -83,6 +86,7 @@ struct Pipeline::Impl {
   std::unique_ptr<GradientSync> gradients;
   BatchLoader::Batch inference_batch;
   std::uint64_t step = 0;
+  bool closed = false;
   std::vector<double> replica_targets;  // [replica]
 };
 
@@ -236,6 +240,7 @@ double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch) {
 }
 
 StepReport Pipeline::Impl::train_step() {
+  require_open();
   StepReport report;
   groups.guarded([&] {
     use_device(compute->device());
@@ -259,6 +264,21 @@ StepReport Pipeline::Impl::train_step() {
     }
   });
   return report;
+}
+
+void Pipeline::Impl::close() {
+  groups.guarded([&] {
+    if (std::exchange(closed, true)) return;
+    use_device(compute->device());
+    groups.watch->drive(nullptr);  // what it drives ends
+    if (nccl != nullptr) nccl->finalize();
+    groups.in_world->barrier();
+  });
+}
+
+// Not guarded: it holds on all ranks or on none, and some may still be closing.
+void Pipeline::Impl::require_open() const {
+  if (closed) throw Error(ErrorCode::kUsage, "the pipeline is closed and computes no more");
 }
 
 void Pipeline::Impl::require_inference(std::span<const Tensor> inputs) const {
@@ -300,6 +320,7 @@ StepReport Pipeline::Impl::report_of(double seconds) const {
 }
 
 double Pipeline::Impl::evaluate(std::int64_t samples) {
+  require_open();
   double mean = 0;
   groups.guarded([&] {
     const auto found = std::find_if(evaluations.begin(), evaluations.end(),
@@ -327,6 +348,7 @@ double Pipeline::Impl::evaluate(std::int64_t samples) {
 }
 
 std::span<const Tensor> Pipeline::Impl::infer(std::span<const Tensor> inputs) {
+  require_open();
   std::span<const Tensor> outputs;
   groups.guarded([&] {
     use_device(compute->device());
@@ -362,6 +384,7 @@ double Pipeline::evaluate(std::int64_t samples) { return impl_->evaluate(samples
 std::span<const Tensor> Pipeline::infer(std::span<const Tensor> inputs) {
   return impl_->infer(inputs);
 }
+void Pipeline::close() { impl_->close(); }
 std::uint64_t Pipeline::step() const { return impl_->step; }
 void Pipeline::set_step(std::uint64_t step) { impl_->step = step; }
 const PipelineLayout& Pipeline::layout() const { return impl_->layout; }

@@ -93,6 +93,7 @@ void Training::run() {
   steps();
   if (!options_.save.empty()) save();
   if (!options_.trace.empty()) timeline_.write(*pipeline_, options_.trace);
+  pipeline_->close();
   if (first()) summarise();
 }
 

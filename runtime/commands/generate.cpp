@@ -144,6 +144,7 @@ void generate_text(const GenerateOptions& options, Communicator& world) {
     if (prints) print_text(token_text.text_of(token));
   }
   if (prints) print_text("\n");
+  pipeline.close();
 }
 
 }  // namespace

@@ -17,4 +17,7 @@ void fail_communicator(ncclComm_t communicator, ncclResult_t failure);
 // NCCL_CONFIG_UNDEF_INT where none was given.
 [[nodiscard]] std::vector<int> most_blocks_asked();
 
+// How many communicators ncclCommAbort has ended in this process so far.
+[[nodiscard]] int aborted_communicators();
+
 }  // namespace sluice::emulated

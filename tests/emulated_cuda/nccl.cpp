@@ -209,6 +209,7 @@ struct Asked {
   std::vector<int> most_blocks;
 };
 Asked asked;
+std::atomic<int> aborted = 0;
 
 void note_blocks(const ncclConfig_t* config) {
   const std::lock_guard lock(asked.mutex);
@@ -230,6 +231,8 @@ std::vector<int> most_blocks_asked() {
   const std::lock_guard lock(asked.mutex);
   return asked.most_blocks;
 }
+
+int aborted_communicators() { return aborted; }
 
 }  // namespace sluice::emulated
 
@@ -378,6 +381,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
   if (comm == nullptr) return ncclSuccess;
+  ++aborted;
   if (comm->is_known()) comm->clique().abort(comm->membership->rank);
   delete comm;
   return ncclSuccess;

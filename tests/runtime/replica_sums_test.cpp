@@ -16,6 +16,9 @@
 #include "runtime/array_source.hpp"
 #include "runtime/pipeline.hpp"
 #include "tests/runtime/training_cases.hpp"
+#ifdef SLUICE_EMULATED
+#include "tests/emulated_cuda/control.hpp"
+#endif
 
 namespace sluice::testing {
 namespace {
@@ -112,6 +115,44 @@ TEST_P(ReplicaSumsTest, InBucketsByTheLibraryAreCloseToTheOrderedOnes) {
 
 INSTANTIATE_TEST_SUITE_P(Jobs, ReplicaSumsTest,
                          ::testing::Values(Job{1, 2}, Job{1, 3}, Job{2, 2}, Job{2, 3}), job_name);
+
+#ifdef SLUICE_EMULATED
+
+// Messages and sums over NCCL; a pipeline that is closed frees its communicators, and what computes
+// is refused from then on.
+TEST_P(ReplicaSumsTest, EndWithoutAnAbortWhereThePipelineIsClosed) {
+  const TransformerConfig model = small_model();
+  const auto source = synthetic_tokens(model);
+  const std::vector<double> costs = layer_costs(model);
+  const StageFactory factory = [&](int stage, int stages) {
+    return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+  };
+  for (const bool closes : {true, false}) {
+    const int before = emulated::aborted_communicators();
+    run_loopback(ranks(), [&](Communicator& comm) {
+      PipelineOptions options;
+      options.pipeline = GetParam().pipeline;
+      options.replicas = GetParam().replicas;
+      options.micro_batches = 2;
+      options.devices = parse_devices("cuda");
+      options.evaluations = {4};
+      Pipeline pipeline(comm, options, factory, *source);
+      (void)pipeline.train_step();
+      if (!closes) return;
+      pipeline.close();
+      pipeline.close();  // does nothing more
+      EXPECT_THROW((void)pipeline.train_step(), Error);
+    });
+    const int aborted = emulated::aborted_communicators() - before;
+    if (closes) {
+      EXPECT_EQ(aborted, 0);
+    } else {
+      EXPECT_GE(aborted, ranks()) << "at least the one for sums each";
+    }
+  }
+}
+
+#endif
 
 class MixedReplicaSumsTest : public ReplicaSumsTest {};
 

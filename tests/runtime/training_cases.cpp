@@ -131,6 +131,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
     outcome.peaks = report.peak_in_flight;
     if (step == 0) outcome.validation = pipeline.evaluate(5);
   }
+  pipeline.close();
   outcome.digest = digest_of(pipeline);
   return outcome;
 }
