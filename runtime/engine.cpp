@@ -54,6 +54,7 @@ struct Engine::Impl {
   }
   // Blocks until the device has done everything so far; then outcome is whole.
   void drain();
+  void reduce_grad(const PlanOp& op, StepActions& actions);
   void tally(const PlanOp& op, double start, double end);
   void keep_outputs();
 
@@ -155,7 +156,7 @@ void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
     case OpKind::kRelease:
       return release(op);
     case OpKind::kReduceGrad:
-      return actions->reduce_grad(op.stage);
+      return reduce_grad(op, *actions);
     case OpKind::kReduceTied:
       return actions->reduce_tied(op.channel);
     case OpKind::kOptimizer:
@@ -322,7 +323,17 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   tally(op, start, end);
 }
 
+void Engine::Impl::reduce_grad(const PlanOp& op, StepActions& actions) {
+  const double start = steady_seconds();
+  if (config.trace_events > 0) timer.start(stream(), op);
+  actions.reduce_grad(op.stage);
+  if (config.trace_events == 0) return;
+  timer.stop(stream());
+  if (!on_gpu()) record(TraceTrack::kSums, op, start, steady_seconds());
+}
+
 void Engine::Impl::tally(const PlanOp& op, double start, double end) {
+  if (op.kind == OpKind::kReduceGrad) return record(TraceTrack::kSums, op, start, end);
   LocalStage& stage = local(op);
   outcome.busy_seconds += end - start;
   ActionSeconds::Sum& sum = stage.seconds.of(op.action);

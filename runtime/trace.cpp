@@ -20,7 +20,8 @@ namespace {
 
 static_assert(sizeof(TraceEvent) == 24 && std::is_trivially_copyable_v<TraceEvent>);
 
-constexpr std::array<const char*, 4> kTrackNames = {"planned", "compute", "sends", "receives"};
+constexpr std::array<const char*, 5> kTrackNames = {"planned", "compute", "sends", "receives",
+                                                    "sums"};
 // Thread numbers: (track + 1) * kMostLanes + lane; none is 0, which viewers keep for the idle task.
 constexpr std::size_t kMostLanes = 100'000;
 

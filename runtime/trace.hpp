@@ -1,7 +1,8 @@
 // Timelines as Chrome-trace JSON, which Perfetto opens: one process per rank with a track each for
-// the planned compute, compute, sends and receives. Complete events ("ph": "X") of one track have
-// to nest, which messages in flight together do not: a track that needs them gets more lanes, each
-// a thread named after its track ("sends", "sends 2"), and as few as there are events at once.
+// the planned compute, compute, sends, receives and sums over replicas. Complete events ("ph": "X")
+// of one track have to nest, which messages in flight together do not: a track that needs them gets
+// more lanes, each a thread named after its track ("sends", "sends 2"), and as few as there are
+// events at once.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,9 @@
 
 namespace sluice {
 
-enum class TraceTrack : std::uint8_t { kPlanned, kCompute, kSends, kReceives };
+// kSums: REDUCE_GRAD at its place in the list, as long as it keeps the rank; a sum that runs beside
+// computation takes next to nothing there.
+enum class TraceTrack : std::uint8_t { kPlanned, kCompute, kSends, kReceives, kSums };
 
 // 24 bytes and no text, so that recording allocates nothing; the name is made when written.
 struct TraceEvent {

@@ -170,6 +170,41 @@ TEST_P(MixedReplicaSumsTest, OverNcclOnOneRankAndThroughMessagesOnTheOther) {
   });
 }
 
+// With two chunks per rank: the sum of the one that finishes first stands among the other's actions
+// where it runs beside them, behind all actions where it blocks.
+TEST_P(MixedReplicaSumsTest, StandInTheTraceWhereTheyStandInTheList) {
+  const TransformerConfig model = small_model();
+  const auto source = synthetic_tokens(model);
+  const std::vector<double> costs = layer_costs(model);
+  const StageFactory factory = [&](int stage, int stages) {
+    return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+  };
+  run_loopback(ranks(), [&](Communicator& comm) {
+    PipelineOptions options;
+    options.pipeline = GetParam().pipeline;
+    options.replicas = GetParam().replicas;
+    options.schedule = "interleaved";
+    options.chunks = 2;
+    options.micro_batches = 4;
+    options.devices = parse_devices("cuda,cpu");
+    options.trace = true;
+    Pipeline pipeline(comm, options, factory, *source);
+    (void)pipeline.train_step();
+    double last_compute = 0;
+    std::vector<TraceEvent> sums;
+    for (const TraceEvent& event : pipeline.trace()) {
+      if (event.track == TraceTrack::kCompute) last_compute = std::max(last_compute, event.start);
+      if (event.track == TraceTrack::kSums) sums.push_back(event);
+    }
+    ASSERT_EQ(sums.size(), 2U);
+    EXPECT_EQ(sums[0].action, static_cast<std::uint8_t>(ActionKind::kReduceGrad));
+    const bool gpu = pipeline.layout().rank == 0;
+    EXPECT_EQ(sums[0].start < last_compute, gpu);
+    EXPECT_GT(sums[1].start, last_compute);
+    EXPECT_EQ(sums[0].stage, gpu ? 2 : 1);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Jobs, MixedReplicaSumsTest, ::testing::Values(Job{2, 2}, Job{2, 3}),
                          job_name);
 
