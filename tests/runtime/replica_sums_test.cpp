@@ -81,7 +81,7 @@ TEST_P(ReplicaSumsTest, HaveTheBitsOfTheHostsForEverySchedule) {
     };
     // Less than any layer's matrices; no divisor of anything; more than a stage has.
     for (const char* schedule : {"1f1b", "interleaved", "zb-h1", "zb-v"}) expect(schedule, 3'000);
-    for (const std::size_t bytes : {40'000, 25'000'000}) expect("zb-v", bytes);
+    for (const std::size_t bytes : {40'000UL, 25'000'000UL}) expect("zb-v", bytes);
   });
 }
 

@@ -216,7 +216,7 @@ TEST(ReplicasTest, SumsBesideMessagesStopNoQueue) {
     const Verification verification = verify(plan);
     ASSERT_TRUE(verification.ok()) << verification.violation->message;
     EXPECT_TRUE(verification.progresses(TransportModel::kNccl));
-    for (const std::size_t d : {2, 3}) {
+    for (const std::size_t d : {2UL, 3UL}) {
       EXPECT_TRUE(Job(std::vector<Plan>(d, plan)).ends()) << d << " replicas";
     }
   });
