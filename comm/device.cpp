@@ -76,8 +76,7 @@ std::byte* allocate_cpu(std::size_t bytes) {
 std::byte* allocate_cpu_or_throw(std::size_t bytes) {
   std::byte* const data = allocate_cpu(bytes);
   if (data != nullptr) return data;
-  throw Error(ErrorCode::kDevice,
-              "cannot allocate " + std::to_string(bytes) + " bytes on cpu: out of memory");
+  throw OutOfMemory("cannot allocate " + std::to_string(bytes) + " bytes on cpu: out of memory");
 }
 
 }  // namespace
@@ -191,12 +190,15 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
   device_ = other.device_;
   data_ = std::exchange(other.data_, nullptr);
   bytes_ = std::exchange(other.bytes_, 0);
+  block_ = std::move(other.block_);
   return *this;
 }
 
 Buffer::~Buffer() {
   if (data_ == nullptr) return;
-  if (is_cuda(device_)) {
+  if (block_ != nullptr) {
+    give_back();
+  } else if (is_cuda(device_)) {
     cuda::release(data_);
   } else {
     std::free(data_);

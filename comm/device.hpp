@@ -9,9 +9,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
+
+#include "comm/error.hpp"
 
 namespace sluice {
 
@@ -113,7 +116,18 @@ class Event {
 // Every buffer starts at a multiple of this many bytes, so that no result depends on alignment.
 inline constexpr std::size_t kBufferAlignment = 256;
 
-// Uninitialised memory of a device. Throws Error(kDevice) naming the size where it cannot be had.
+// A device has not as much memory left as was asked for; what() names both. Of code kDevice.
+class OutOfMemory : public Error {
+ public:
+  explicit OutOfMemory(const std::string& message,
+                       std::source_location location = std::source_location::current())
+      : Error(ErrorCode::kDevice, message, -1, location) {}
+};
+
+class MemoryBlock;  // comm/device_memory.cpp
+
+// Uninitialised memory of a device: an allocation of its own, or a piece of a block that it keeps
+// alive (DeviceMemory). Throws OutOfMemory where it cannot be had.
 class Buffer {
  public:
   Buffer() = default;
@@ -121,7 +135,8 @@ class Buffer {
   Buffer(Buffer&& other) noexcept
       : device_(other.device_),
         data_(std::exchange(other.data_, nullptr)),
-        bytes_(std::exchange(other.bytes_, 0)) {}
+        bytes_(std::exchange(other.bytes_, 0)),
+        block_(std::move(other.block_)) {}
   Buffer& operator=(Buffer&& other) noexcept;
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -131,9 +146,15 @@ class Buffer {
   [[nodiscard]] Device device() const { return device_; }
 
  private:
+  friend class DeviceMemory;
+  Buffer(std::shared_ptr<MemoryBlock> block, Device device, std::byte* data, std::size_t bytes)
+      : device_(device), data_(data), bytes_(bytes), block_(std::move(block)) {}
+  void give_back() noexcept;  // to the block
+
   Device device_;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
+  std::shared_ptr<MemoryBlock> block_;  // null: an allocation of its own
 };
 
 // Uninitialised host memory, kBufferAlignment-aligned: page-locked where `device` is a GPU, so that

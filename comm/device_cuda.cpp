@@ -173,10 +173,9 @@ std::byte* allocate(int index, std::size_t bytes) {
     static_cast<void>(cudaGetLastError());
     std::size_t free = 0, total = 0;
     static_cast<void>(cudaMemGetInfo(&free, &total));
-    throw Error(ErrorCode::kDevice, "cannot allocate " + std::to_string(bytes) +
-                                        " bytes on cuda:" + std::to_string(index) +
-                                        ": out of memory (" + std::to_string(free) + " of " +
-                                        std::to_string(total) + " bytes are free)");
+    throw OutOfMemory("cannot allocate " + std::to_string(bytes) +
+                      " bytes on cuda:" + std::to_string(index) + ": out of memory (" +
+                      std::to_string(free) + " of " + std::to_string(total) + " bytes are free)");
   }
   check(status, "cudaMalloc(" + std::to_string(bytes) + ")");
   return static_cast<std::byte*>(data);

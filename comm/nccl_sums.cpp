@@ -16,20 +16,22 @@ constexpr std::size_t kShardMultiple = 32;
 
 }  // namespace
 
-NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, Device device, const std::string& label,
-                   Method method, Interrupt* interrupt)
+NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& memory,
+                   const std::string& label, Method method, Interrupt* interrupt)
     : queue_(queue),
       size_(replicas.communicator().size()),
       rank_(replicas.communicator().rank()),
       method_(method) {
   if (size_ == 1) return;
+  const Device device = memory.device();
   lane_ = queue_.add(std::make_unique<NcclCommunicator>(replicas, device, label, interrupt));
   // NCCL connects two ranks when they first exchange, which takes long: now rather than in a step.
   const std::size_t count = kShardMultiple * static_cast<std::size_t>(size_);
-  const Buffer memory(device, (count + workspace(count)) * sizeof(float));
-  auto* floats = reinterpret_cast<float*>(memory.data());
+  const Buffer room =
+      memory.allocate((count + workspace(count)) * sizeof(float), DeviceMemory::Use::kPasses);
+  auto* floats = reinterpret_cast<float*>(room.data());
   const Stream stream(device);
-  fill_zero_async(floats, memory.size(), stream.view());
+  fill_zero_async(floats, room.size(), stream.view());
   Event filled(device);
   filled.record(stream.view());
   try {
@@ -41,9 +43,9 @@ NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, Device device, const
   }
 }
 
-std::size_t NcclSums::shard_size(std::size_t count) const {
-  const auto ranks = static_cast<std::size_t>(size_);
-  return round_up((count + ranks - 1) / ranks, kShardMultiple);
+std::size_t NcclSums::shard_size(std::size_t count, int ranks) {
+  const auto owners = static_cast<std::size_t>(ranks);
+  return round_up((count + owners - 1) / owners, kShardMultiple);
 }
 
 NcclSums::Shard NcclSums::shard_of(std::size_t count, int owner) const {
@@ -51,9 +53,9 @@ NcclSums::Shard NcclSums::shard_of(std::size_t count, int owner) const {
   return {begin, std::min(shard_size(count), count - begin)};
 }
 
-std::size_t NcclSums::workspace(std::size_t count) const {
-  if (method_ == Method::kAllReduce) return 0;
-  return static_cast<std::size_t>(size_ - 1) * shard_size(count);
+std::size_t NcclSums::workspace(std::size_t count, int ranks, Method method) {
+  if (method == Method::kAllReduce) return 0;
+  return static_cast<std::size_t>(ranks - 1) * shard_size(count, ranks);
 }
 
 NcclTicket NcclSums::sum(std::span<float> values, std::span<float> workspace, const Event& ready) {

@@ -17,7 +17,7 @@
 #include <string>
 
 #include "comm/communicator.hpp"
-#include "comm/device.hpp"
+#include "comm/device_memory.hpp"
 #include "comm/nccl_queue.hpp"
 
 namespace sluice {
@@ -30,13 +30,16 @@ class NcclSums {
   static constexpr std::size_t kGroupsPerSum = 3;
 
   // Collective over `replicas`: adds a communicator to `queue`, which must outlive this, and
-  // connects its ranks. One rank makes none. `label` as for NcclCommunicator, whose errors it
-  // throws.
-  NcclSums(NcclQueue& queue, Collectives& replicas, Device device, const std::string& label,
-           Method method, Interrupt* interrupt);
+  // connects its ranks, with a little of `memory`. One rank makes none. `label` as for
+  // NcclCommunicator, whose errors it throws.
+  NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& memory,
+           const std::string& label, Method method, Interrupt* interrupt);
 
   // Floats of workspace that a sum of `count` values needs.
-  [[nodiscard]] std::size_t workspace(std::size_t count) const;
+  [[nodiscard]] std::size_t workspace(std::size_t count) const {
+    return workspace(count, size_, method_);
+  }
+  [[nodiscard]] static std::size_t workspace(std::size_t count, int ranks, Method method);
 
   // Sums `values`, of this rank and in place, over all ranks, which give equal sizes. `workspace`,
   // of at least workspace(values.size()) floats, may be shared by all sums of this object. Both are
@@ -52,7 +55,8 @@ class NcclSums {
   struct Shard {
     std::size_t begin = 0, size = 0;
   };
-  [[nodiscard]] std::size_t shard_size(std::size_t count) const;
+  [[nodiscard]] std::size_t shard_size(std::size_t count) const { return shard_size(count, size_); }
+  [[nodiscard]] static std::size_t shard_size(std::size_t count, int ranks);
   [[nodiscard]] Shard shard_of(std::size_t count, int owner) const;
   void scatter(std::span<float> values, std::span<float> workspace, const Event& ready);
   [[nodiscard]] NcclTicket gather(std::span<float> values);

@@ -49,7 +49,7 @@ std::array<std::byte, kProbeBytes> probe_of(const NcclTransport::Edge& edge) {
 
 }  // namespace
 
-NcclTransport::NcclTransport(NcclQueue& queue, Collectives& seam, Device device,
+NcclTransport::NcclTransport(NcclQueue& queue, Collectives& seam, const DeviceMemory& memory,
                              std::span<const Edge> edges, const std::string& label,
                              Interrupt* interrupt)
     : queue_(queue), rank_(seam.communicator().rank()) {
@@ -58,14 +58,14 @@ NcclTransport::NcclTransport(NcclQueue& queue, Collectives& seam, Device device,
     if (edge.from == rank_ || edge.to == rank_) edges_.push_back(edge);
   }
   lane_ = queue_.add(
-      std::make_unique<NcclCommunicator>(seam, device, label, interrupt, kMessageBlocks));
-  warm_up(device, interrupt);
+      std::make_unique<NcclCommunicator>(seam, memory.device(), label, interrupt, kMessageBlocks));
+  warm_up(memory, interrupt);
 }
 
-void NcclTransport::warm_up(Device device, Interrupt* interrupt) {
-  const Buffer memory(device, 2 * kProbeBytes);
+void NcclTransport::warm_up(const DeviceMemory& memory, Interrupt* interrupt) {
+  const Buffer room = memory.allocate(2 * kProbeBytes, DeviceMemory::Use::kPasses);
   try {
-    for (const Edge& edge : edges_) probe(edge, memory, interrupt);
+    for (const Edge& edge : edges_) probe(edge, room, interrupt);
   } catch (...) {
     queue_.abort();  // its kernels may wait for a peer that is gone, and freeing memory for them
     throw;

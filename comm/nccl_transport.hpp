@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "comm/communicator.hpp"
-#include "comm/device.hpp"
+#include "comm/device_memory.hpp"
 #include "comm/nccl_queue.hpp"
 
 namespace sluice {
@@ -29,12 +29,12 @@ class NcclTransport {
   };
 
   // Collective over `seam`: adds one communicator to `queue`, which must outlive this, and sends a
-  // message over every edge, in an order all ranks agree on, since NCCL connects two ranks when
-  // they first exchange. `edges` are equal on all ranks, in any order; repeated ones count once. No
-  // edges make no communicator. Throws as NcclCommunicator, and Error(kDevice) naming both ends of
-  // an edge that delivers other bytes than were sent.
-  NcclTransport(NcclQueue& queue, Collectives& seam, Device device, std::span<const Edge> edges,
-                const std::string& label, Interrupt* interrupt);
+  // message over every edge (2 KiB of `memory`, for the time), in an order all ranks agree on,
+  // since NCCL connects two ranks when they first exchange. `edges` are equal on all ranks, in any
+  // order; repeated ones count once. No edges make no communicator. Throws as NcclCommunicator, and
+  // Error(kDevice) naming both ends of an edge that delivers other bytes than were sent.
+  NcclTransport(NcclQueue& queue, Collectives& seam, const DeviceMemory& memory,
+                std::span<const Edge> edges, const std::string& label, Interrupt* interrupt);
 
   // What NcclQueue's calls of these names do, with ranks of the seam as peers, between
   // begin_group() and end_group() of the queue. Error(kInternal) where there is no such edge.
@@ -44,7 +44,7 @@ class NcclTransport {
   [[nodiscard]] NcclQueue& queue() { return queue_; }
 
  private:
-  void warm_up(Device device, Interrupt* interrupt);
+  void warm_up(const DeviceMemory& memory, Interrupt* interrupt);
   // Sends over one edge of this rank, or receives and compares.
   void probe(const Edge& edge, const Buffer& memory, Interrupt* interrupt);
   // Error(kInternal) unless there is such an edge of this rank.

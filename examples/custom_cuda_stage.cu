@@ -46,15 +46,17 @@ struct Layer : Stage {
   Parameter& w;
   explicit Layer(const std::string& name)
       : w(set.add(name, Shape{kWidth, kWidth}, Init::normal(0.3))) {}
-  StageDescription describe(std::span<const TensorSpec> in, DeviceKind) const override {
+  StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
     return {.outputs = {in[0]}};
   }
   // Runs each product once: a library loads its kernels then, and later, beside NCCL, that may
   // wait for ever. Kernels of a source that includes comm/device_launch.hpp are loaded anyway.
   void prepare(const StageSetup& s) override {
-    set.allocate(s.compute->device(), s.seed);
+    const DeviceMemory& memory = s.compute->memory();
+    set.allocate(memory, s.seed);
     for (const std::vector<TensorSpec>& in : s.input_sizes) {
-      const Buffer of_x(s.compute->device(), in[0].bytes()), of_y(s.compute->device(), of_x.size());
+      const Buffer of_x = memory.allocate(in[0].bytes(), DeviceMemory::Use::kPasses);
+      const Buffer of_y = memory.allocate(in[0].bytes(), DeviceMemory::Use::kPasses);
       fill_zero_async(of_x.data(), of_x.size(), s.compute->stream());
       const Tensor x{of_x.data(), in[0]}, y{of_y.data(), in[0]};
       StageContext ctx{.compute = *s.compute, .inputs = {&x, 1}};

@@ -13,8 +13,8 @@ struct OneNumber : Stage {  // what both stages share: one parameter, outputs sh
   ParameterSet set;
   Parameter& p;
   explicit OneNumber(const char* name) : p(set.add(name, Shape{1}, Init::constant(0))) {}
-  StageDescription describe(Specs in, DeviceKind) const override { return {{in[0]}}; }
-  void prepare(const StageSetup& s) override { set.allocate(s.compute->device(), s.seed); }
+  StageDescription describe(Specs in, ComputeContext&) const override { return {{in[0]}}; }
+  void prepare(const StageSetup& s) override { set.allocate(s.compute->memory(), s.seed); }
   ParameterSet* parameters() override { return &set; }
 };
 struct Scale : OneNumber {

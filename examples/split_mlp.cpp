@@ -32,13 +32,13 @@ class Mlp : public Stage, public LossStage {
       biases_.push_back(&set_.add(name + ".bias", Shape{out}, init, false));
     }
   }
-  StageDescription describe(std::span<const TensorSpec> inputs, DeviceKind) const override {
+  StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
     return {{{DType::kF32, Shape{inputs[0].shape[0], kWidths[last_]}}}};
   }
   ParameterSet* parameters() override { return &set_; }
 
   void prepare(const StageSetup& setup) override {
-    set_.allocate(setup.compute->device(), setup.seed);
+    set_.allocate(setup.compute->memory(), setup.seed);
     rows_ = setup.input_sizes[0][0].shape[0];
     for (int layer = first_; layer < last_; ++layer) {
       outputs_.emplace_back(std::size_t(setup.slots * rows_ * kWidths[layer + 1]));

@@ -28,12 +28,17 @@ BucketedSums::BucketedSums(NcclLinks& links, std::span<const StageBinding> stage
 }
 
 SumLoad BucketedSums::load_of(std::span<const StageBinding> stages, std::size_t bucket_bytes) {
+  std::vector<std::size_t> floats;
+  for (const StageBinding& binding : stages) floats.push_back(gradients_of(binding).size());
+  return load_of(floats, bucket_bytes);
+}
+
+SumLoad BucketedSums::load_of(std::span<const std::size_t> floats, std::size_t bucket_bytes) {
   const std::size_t bucket = bucket_floats(bucket_bytes);
   SumLoad load;
-  for (const StageBinding& binding : stages) {
-    const std::size_t floats = gradients_of(binding).size();
-    load.largest = std::max(load.largest, std::min(bucket, floats));
-    load.count += (floats + bucket - 1) / bucket;
+  for (const std::size_t count : floats) {
+    load.largest = std::max(load.largest, std::min(bucket, count));
+    load.count += (count + bucket - 1) / bucket;
   }
   return load;
 }

@@ -27,6 +27,9 @@ class BucketedSums {
   // What all sums of a step together ask of NcclLinks.
   [[nodiscard]] static SumLoad load_of(std::span<const StageBinding> stages,
                                        std::size_t bucket_bytes);
+  // The same, by the floats of each stage's gradients.
+  [[nodiscard]] static SumLoad load_of(std::span<const std::size_t> floats,
+                                       std::size_t bucket_bytes);
 
   // For the stage's last backward of a step; null where it has no gradients.
   [[nodiscard]] FinalGradients* final_gradients(int stage);

@@ -47,7 +47,8 @@ GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
   workspace_ = HostBuffer(compute_.device(), workspace * sizeof(float));
   floats_ = {reinterpret_cast<float*>(workspace_.data()), workspace};
   squares_ = HostBuffer(compute_.device(), owned_.size() * sizeof(double));
-  optimizer_ = make_optimizer(options_.optimizer, owners, compute_.device());
+  optimizer_ = make_optimizer(options_.optimizer, owners, compute_.memory());
+  make_addend();
 
   std::size_t most = 0;
   for (int rank = 0; rank < layout_.topology.pipeline; ++rank) {
@@ -92,6 +93,20 @@ int GradientSync::rank_of(const TiedUse& use) const {
   return layout_.train.placement.rank_of(use.stage);
 }
 
+// Room for the largest gradient that another rank sends.
+void GradientSync::make_addend() {
+  std::size_t bytes = 0;
+  for (std::size_t group = 0; group < tied_.size(); ++group) {
+    const TiedParameter& tie = layout_.tied[group];
+    if (rank_of(tie.uses.front()) != layout_.rank) continue;
+    for (const TiedUse& use : tie.uses) {
+      if (rank_of(use) == layout_.rank) continue;
+      bytes = std::max(bytes, tied_[group].front()->grad.spec.bytes());
+    }
+  }
+  addend_ = compute_.memory().allocate(bytes);
+}
+
 void GradientSync::reduce_tied(int group) {
   if (sums_) sums_->settle();
   const TiedParameter& tie = layout_.tied[at(group)];
@@ -104,8 +119,6 @@ void GradientSync::reduce_tied(int group) {
       if (holder == owner) {
         addend = tied_[at(group)][u]->grad;
       } else {
-        const std::size_t bytes = addend.spec.bytes();
-        if (addend_.size() < bytes) addend_ = Buffer(compute_.device(), bytes);
         addend.data = addend_.data();
         groups_.in_pipeline->recv(holder, mirror_.blank(addend));
         mirror_.write_back();

@@ -53,6 +53,7 @@ class GradientSync : public StepActions {
 
  private:
   [[nodiscard]] int rank_of(const TiedUse& use) const;
+  void make_addend();
   void pack_record();
   void reduce_records();
   [[noreturn]] void refuse() const;

@@ -10,8 +10,9 @@
 #include <utility>
 
 #include "comm/error.hpp"
-#include "runtime/engine.hpp"
+#include "comm/transport.hpp"
 #include "runtime/job_groups.hpp"
+#include "runtime/memory_plan.hpp"
 #include "runtime/transport_plan.hpp"
 #include "schedules/simulate.hpp"
 
@@ -52,8 +53,12 @@ std::string to_text(const StageReport& report) {
   }
   json["state_bytes"] = report.entry.state_bytes;
   json["split_bytes"] = report.entry.split_bytes;
+  json["shared_gradient_bytes"] = report.entry.shared_gradient_bytes;
   json["workspace_bytes"] = report.entry.workspace_bytes;
   json["copy_bytes"] = report.entry.copy_bytes;
+  json["operator_bytes"] = report.entry.operator_bytes;
+  json["table_bytes"] = report.entry.table_bytes;
+  json["own_memory"] = report.entry.own_memory;
   for (std::size_t i = 0; i < report.outputs.size(); ++i) {
     Json outputs = Json::array();
     for (const TensorSpec& spec : report.outputs[i]) outputs.push_back(to_json(spec));
@@ -74,8 +79,12 @@ StageReport report_from(const std::string& text) {
   }
   report.entry.state_bytes = json.at("state_bytes").get<std::size_t>();
   report.entry.split_bytes = json.at("split_bytes").get<std::size_t>();
+  report.entry.shared_gradient_bytes = json.at("shared_gradient_bytes").get<std::size_t>();
   report.entry.workspace_bytes = json.at("workspace_bytes").get<std::size_t>();
   report.entry.copy_bytes = json.at("copy_bytes").get<std::size_t>();
+  report.entry.operator_bytes = json.at("operator_bytes").get<std::size_t>();
+  report.entry.table_bytes = json.at("table_bytes").get<std::size_t>();
+  report.entry.own_memory = json.at("own_memory").get<bool>();
   for (const Json& size : json.at("sizes")) {
     std::vector<TensorSpec> outputs;
     for (const Json& spec : size.at("outputs")) outputs.push_back(spec_from(spec));
@@ -104,10 +113,10 @@ void require_like(const std::vector<TensorSpec>& largest, const std::vector<Tens
 
 // Describes `stage` for every size, given its inputs.
 StageReport report_of(Stage& stage, int index, const std::vector<std::vector<TensorSpec>>& inputs,
-                      DeviceKind device) {
+                      ComputeContext& compute) {
   StageReport report;
   for (const auto& specs : inputs) {
-    const StageDescription description = stage.describe(specs, device);
+    const StageDescription description = stage.describe(specs, compute);
     if (description.outputs.empty() || description.outputs.size() > 65535) {
       throw Error(ErrorCode::kUsage, fmt::format("stage {} describes {} outputs; it needs at "
                                                  "least one",
@@ -139,14 +148,17 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     }
     report.outputs.push_back(description.outputs);
     report.input_gradients.push_back(std::move(gradients));
-    report.entry.state_bytes =
-        std::max(report.entry.state_bytes,
-                 description.state_bytes_until_input + description.state_bytes_until_weight);
-    report.entry.split_bytes =
-        std::max(report.entry.split_bytes, description.gradient_bytes_until_weight);
-    report.entry.copy_bytes = std::max(report.entry.copy_bytes, description.copy_bytes);
-    report.entry.workspace_bytes =
-        std::max(report.entry.workspace_bytes, description.workspace_bytes);
+    StageEntry& entry = report.entry;
+    const auto raise = [](std::size_t& to, std::size_t bytes) { to = std::max(to, bytes); };
+    raise(entry.state_bytes,
+          description.state_bytes_until_input + description.state_bytes_until_weight);
+    raise(entry.split_bytes, description.gradient_bytes_until_weight);
+    raise(entry.shared_gradient_bytes, description.shared_gradient_bytes);
+    raise(entry.workspace_bytes, description.workspace_bytes);
+    raise(entry.copy_bytes, description.copy_bytes);
+    raise(entry.operator_bytes, description.operator_bytes);
+    raise(entry.table_bytes, description.table_bytes);
+    entry.own_memory = entry.own_memory || description.own_memory;
   }
   if (ParameterSet* parameters = stage.parameters()) {
     for (const Parameter* p : parameters->all()) {
@@ -260,85 +272,23 @@ std::vector<TiedParameter> find_ties(const std::vector<StageEntry>& stages) {
   return ties;
 }
 
-std::vector<RankMemory> memory_of(const PipelineLayout& layout, const PipelineOptions& options) {
-  std::vector<RankMemory> memory(at(layout.topology.pipeline));
-  const std::size_t states_per_value = options.inference                                         ? 0
-                                       : options.optimizer.kind == OptimizerConfig::Kind::kAdamW ? 2
-                                       : options.optimizer.momentum != 0                         ? 1
-                                                                         : 0;
-  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
-    RankMemory& total = memory[at(rank)];
-    std::map<int, std::size_t> slots;  // by stage
-    const auto count_slots = [&](const Plan& plan) {
-      if (plan.ranks.empty()) return;
-      for (const BufferPool& pool : plan.ranks[at(rank)].pools) {
-        if (pool.kind == BufferKind::kState) {
-          slots[pool.stage] = std::max(slots[pool.stage], static_cast<std::size_t>(pool.count));
-        }
-      }
-      total.buffers += Engine::buffer_bytes(plan, rank, layout.edges);
-    };
-    count_slots(layout.train);
-    for (const EvaluationPlan& evaluation : layout.evaluations) {
-      count_slots(evaluation.round);
-      count_slots(evaluation.rest);
-    }
-    // A communicator costs NCCL hundreds of megabytes; there is one for messages, one for sums.
-    constexpr std::size_t kNcclCommunicator = std::size_t{512} << 20;
-    total.workspace = library_bytes(layout.devices[at(rank)].device.kind) +
-                      kNcclCommunicator * ((uses_nccl(layout.links) ? 1 : 0) +
-                                           (layout.nccl_sums[at(rank)] ? 1 : 0));
-    for (const int stage : layout.train.placement.stages_of(rank)) {
-      const StageEntry& entry = layout.stages[at(stage)];
-      for (std::size_t i = 0; i < entry.parameters.size(); ++i) {
-        const std::size_t bytes = static_cast<std::size_t>(entry.parameters[i].elements) * 4;
-        total.parameters += bytes;
-        total.gradients += bytes;
-        if (layout.is_owner(stage, static_cast<int>(i)))
-          total.optimizer += states_per_value * bytes;
-      }
-      total.parameters += entry.copy_bytes;
-      const std::size_t split = layout.splits_backward() ? entry.split_bytes : 0;
-      total.activations += slots[stage] * (entry.state_bytes + split);
-      total.workspace += entry.workspace_bytes;
-    }
-  }
-  return memory;
-}
-
-double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); }
-
-// A GPU that cannot hold what its ranks will ask for is refused here, on every rank alike, instead
-// of in the middle of the start.
-void require_memory(const JobGroups& groups, const PipelineLayout& layout) {
-  std::map<std::pair<std::string, std::string>, std::pair<std::size_t, std::string>> wanted;
-  for (std::size_t rank = 0; rank < groups.devices.size(); ++rank) {
-    const RankDevice& at_rank = groups.devices[rank];
-    if (at_rank.device.kind == DeviceKind::kCpu) continue;
-    const int place = layout.topology.pipeline_rank(static_cast<int>(rank));
-    const RankMemory& memory = layout.memory[at(place)];
-    auto& [bytes, who] = wanted[{at_rank.host, at_rank.identity}];
-    bytes += memory.total();
-    who += fmt::format("{}rank {}: {}", who.empty() ? "" : "; ", rank, to_string(memory));
-    if (bytes <= at_rank.free_memory) continue;
-    throw Error(ErrorCode::kDevice,
-                fmt::format("rank {} on {}: {} has {:.1f} MiB free, but the plan needs {:.1f} MiB "
-                            "of it ({}); a smaller --micro-batch-size, --recompute block, "
-                            "more ranks in the pipeline or another schedule need less",
-                            rank, at_rank.host, to_string(at_rank.device),
-                            mebi(at_rank.free_memory), mebi(bytes), who),
-                static_cast<int>(rank));
-  }
-}
-
 }  // namespace
 
-std::string to_string(const RankMemory& memory) {
-  return fmt::format(
-      "parameters {:.1f}, gradients {:.1f}, optimizer {:.1f}, activations {:.1f}, "
-      "workspace {:.1f}, messages {:.1f}, in MiB",
-      mebi(memory.parameters), mebi(memory.gradients), mebi(memory.optimizer),
-      mebi(memory.activations), mebi(memory.workspace), mebi(memory.buffers));
+int PipelineLayout::slots_of(int stage) const {
+  int slots = 1;
+  const auto look = [&](const Plan& plan) {
+    if (plan.ranks.empty()) return;
+    for (const BufferPool& pool : plan.ranks[at(train.placement.rank_of(stage))].pools) {
+      if (pool.stage == stage && pool.kind == BufferKind::kState)
+        slots = std::max(slots, pool.count);
+    }
+  };
+  look(train);
+  for (const EvaluationPlan& evaluation : evaluations) {
+    look(evaluation.round);
+    look(evaluation.rest);
+  }
+  return slots;
 }
 
 bool PipelineLayout::splits_backward() const {
@@ -359,7 +309,7 @@ bool PipelineLayout::is_owner(int stage, int index) const {
   return true;
 }
 
-BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
+BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, ComputeContext& compute,
                          const StageFactory& make_stage, const DataSource& source) {
   BuiltLayout built;
   PipelineLayout& layout = built.layout;
@@ -416,7 +366,7 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
       if (built.stages.back() == nullptr) {
         throw Error(ErrorCode::kUsage, fmt::format("the factory made nothing for stage {}", s));
       }
-      text = to_text(report_of(*built.stages.back(), s, inputs, groups.device.kind));
+      text = to_text(report_of(*built.stages.back(), s, inputs, compute));
     }
     const StageReport report =
         report_from(groups.in_pipeline->broadcast_string(text, placement.rank_of(s)));
@@ -475,7 +425,11 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
   }
   layout.bubble_ideal =
       simulate(layout.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
-  layout.memory = memory_of(layout, options);
+  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
+    const MemoryPlan planned = plan_memory(layout, options, source, rank);
+    layout.memory.push_back(planned.memory);
+    if (rank == layout.rank) layout.operator_bytes = planned.operator_bytes;
+  }
   require_memory(groups, layout);
   return built;
 }

@@ -75,8 +75,12 @@ struct StageEntry {
   std::vector<ParameterEntry> parameters;  // in the stage's order
   std::size_t state_bytes = 0;             // per slot, at the largest micro-batch
   std::size_t split_bytes = 0;             // more per slot where I and W are parted
+  std::size_t shared_gradient_bytes = 0;   // once where they are not
   std::size_t workspace_bytes = 0;
-  std::size_t copy_bytes = 0;  // of parameters in another precision
+  std::size_t copy_bytes = 0;      // of parameters in another precision
+  std::size_t operator_bytes = 0;  // of the rank's scratch that operators share
+  std::size_t table_bytes = 0;     // of operators' constants, shared likewise
+  bool own_memory = false;         // StageDescription::own_memory
 };
 
 // One use of a tied parameter.
@@ -91,21 +95,26 @@ struct TiedParameter {
   std::vector<TiedUse> uses;
 };
 
-// What one rank of a pipeline holds, in bytes.
+// What one rank of a pipeline holds of its device, in bytes, every buffer rounded up to
+// kBufferAlignment.
 struct RankMemory {
   // Parameters with their copies in another precision.
   std::size_t parameters = 0, gradients = 0, optimizer = 0;
   std::size_t activations = 0;  // states of all slots
-  std::size_t buffers = 0;      // messages and hand-overs
-  // Of all stages, each its own, and what libraries take of a GPU (NCCL by a round estimate).
-  std::size_t workspace = 0;
+  // Messages and hand-overs; a GPU's copies of inputs and targets; others' gradients on their way
+  // into sums.
+  std::size_t buffers = 0;
+  std::size_t workspace = 0;  // of all stages, each its own
+  std::size_t operators = 0;  // scratch and tables of operators and of the products' library
+  std::size_t libraries = 0;  // what NCCL takes for itself, by a round estimate
+  std::size_t apart = 0;      // of all these, what does not come from the rank's block
   [[nodiscard]] std::size_t total() const {
-    return parameters + gradients + optimizer + activations + buffers + workspace;
+    return parameters + gradients + optimizer + activations + buffers + workspace + operators +
+           libraries;
   }
+  // What a GPU's rank takes in one piece before the first step (DeviceMemory).
+  [[nodiscard]] std::size_t block() const { return total() - apart; }
 };
-
-// "parameters 1.5, gradients ..., in MiB".
-[[nodiscard]] std::string to_string(const RankMemory& memory);
 
 // "parameters 1.5, gradients 1.5, ..., in MiB".
 [[nodiscard]] std::string to_string(const RankMemory& memory);
@@ -130,6 +139,7 @@ struct PipelineLayout {
   std::vector<StageEntry> stages;   // [global stage]
   std::vector<TiedParameter> tied;  // group index of plan ops
   std::vector<RankMemory> memory;   // [pipeline rank]
+  std::size_t operator_bytes = 0;   // scratch of this rank's operators: ComputeContext::workspace()
   std::vector<RankDevice> devices;  // [pipeline rank], of this replica
   std::vector<EdgeLink> links;      // [stage] to the stage before it
   std::vector<bool> nccl_sums;      // [pipeline rank] its sums over replicas go over NCCL
@@ -143,6 +153,8 @@ struct PipelineLayout {
   [[nodiscard]] bool sums_by_nccl() const { return nccl_sums[static_cast<std::size_t>(rank)]; }
   [[nodiscard]] int first_rank() const { return train.placement.rank_of(0); }
   [[nodiscard]] int last_rank() const { return train.placement.rank_of(num_stages() - 1); }
+  // Micro-batches of `stage` in flight at once, at most, over all plans.
+  [[nodiscard]] int slots_of(int stage) const;
   // Does the training plan part I and W?
   [[nodiscard]] bool splits_backward() const;
   // Is parameter `index` of `stage` its name's owner?
@@ -155,9 +167,10 @@ struct BuiltLayout {
 };
 
 // Collective. Makes this rank's stages (nothing allocated), plans, verifies, and exchanges shapes
-// and parameters. Throws Error(kUsage) for what cannot work, Error(kPlan) for a schedule or plan
-// that breaks a rule.
+// and parameters. `compute`: what the stages will run with. Throws Error(kUsage) for what cannot
+// work, Error(kPlan) for a schedule or plan that breaks a rule.
 [[nodiscard]] BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
-                                       const StageFactory& make_stage, const DataSource& source);
+                                       ComputeContext& compute, const StageFactory& make_stage,
+                                       const DataSource& source);
 
 }  // namespace sluice

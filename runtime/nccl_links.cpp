@@ -24,6 +24,10 @@ namespace {
 
 std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
+NcclSums::Method method_of(bool all_reduce) {
+  return all_reduce ? NcclSums::Method::kAllReduce : NcclSums::Method::kOrdered;
+}
+
 }  // namespace
 
 // The pipeline's ranks with a GPU, its CPUs left out; both must call split().
@@ -41,14 +45,13 @@ struct NcclLinks::Impl {
     }
     const std::size_t sum_groups = std::max<std::size_t>(load.count, 1) * NcclSums::kGroupsPerSum;
     queue.emplace(compute.device(), open + sum_groups, groups.world->local_size());
-    transport.emplace(*queue, seam, compute.device(), edges_of(layout), "the pipeline",
+    transport.emplace(*queue, seam, compute.memory(), edges_of(layout), "the pipeline",
                       groups.control.get());
     if (!layout.sums_by_nccl()) return;
-    sums.emplace(*queue, *groups.in_replicas, compute.device(),
+    sums.emplace(*queue, *groups.in_replicas, compute.memory(),
                  "the replicas of pipeline rank " + std::to_string(layout.rank),
-                 all_reduce ? NcclSums::Method::kAllReduce : NcclSums::Method::kOrdered,
-                 groups.control.get());
-    workspace = Buffer(compute.device(), sums->workspace(load.largest) * sizeof(float));
+                 method_of(all_reduce), groups.control.get());
+    workspace = compute.memory().allocate(sums->workspace(load.largest) * sizeof(float));
     for (std::size_t i = 0; i < load.count; ++i) ready.emplace_back(compute.device());
   }
 
@@ -112,6 +115,10 @@ void NcclLinks::finalize() {
   if (impl_->queue) impl_->queue->finalize(&impl_->interrupt);
 }
 
+std::size_t NcclLinks::sum_bytes(const SumLoad& sums, int replicas, bool all_reduce) {
+  return NcclSums::workspace(sums.largest, replicas, method_of(all_reduce)) * sizeof(float);
+}
+
 bool NcclLinks::sums() const { return impl_->sums.has_value(); }
 
 // An event per sum of a step, used again in the next step, when that sum has long been issued.
@@ -142,6 +149,7 @@ void NcclLinks::end_group() {}
 void NcclLinks::wait_on_stream(NcclTicket& /*ticket*/) {}
 void NcclLinks::progress() {}
 void NcclLinks::finalize() {}
+std::size_t NcclLinks::sum_bytes(const SumLoad&, int, bool) { return 0; }
 bool NcclLinks::sums() const { return false; }
 NcclTicket NcclLinks::sum(std::span<float> /*values*/) { return {}; }
 

@@ -50,6 +50,8 @@ class NcclLinks {
   // only the destructor may follow, which otherwise aborts.
   void finalize();
 
+  // Device memory that a rank's sums take, besides NCCL's own.
+  [[nodiscard]] static std::size_t sum_bytes(const SumLoad& sums, int replicas, bool all_reduce);
   // Whether any edge of the layout, or its sums over replicas, go over NCCL.
   [[nodiscard]] static bool wanted(const PipelineLayout& layout);
 

@@ -57,9 +57,14 @@ struct Pipeline::Impl {
     bool graphs = false;
   };
 
+  // Runs `body`; where the device has no memory left for it, the error says so of `who`, with the
+  // plan's table.
+  template <typename Body>
+  void within_plan(const std::string& who, const Body& body) const;
+  [[noreturn]] void exceed_plan(const std::string& who, const Error& error) const;
+  void take_memory();
   void prepare_stages();
   void make_nccl();
-  int slots_of(int stage) const;
   std::unique_ptr<Engine> make_engine(const Plan& plan, const Recording& recording);
   double count_targets(const BatchLoader::Batch& batch);
   StepReport train_step();
@@ -94,34 +99,65 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
                      const StageFactory& make_stage, const DataSource& source)
     : options(options_in), groups(world, options) {
   groups.guarded([&] {
-    BuiltLayout built = build_layout(groups, options, make_stage, source);
-    layout = std::move(built.layout);
-    stages = std::move(built.stages);
     compute = std::make_unique<ComputeContext>(groups.device, options.threads);
     compute->set_tf32(options.tf32);
+    BuiltLayout built = build_layout(groups, options, *compute, make_stage, source);
+    layout = std::move(built.layout);
+    stages = std::move(built.stages);
+    take_memory();
     mirror = std::make_unique<HostMirror>(*compute, groups.watch.get());
     replica_sum = std::make_unique<ReplicaSum>(*groups.in_replicas, *compute, groups.watch.get());
     replica_targets.resize(at(layout.topology.replicas));
     prepare_stages();
     tied = find_tied_parameters(layout, bindings);
-    make_nccl();
-    const std::size_t events = options.trace ? layout.train.ranks[at(layout.rank)].ops.size() : 0;
-    engine = make_engine(layout.train, {.events = events, .graphs = options.cuda_graphs});
+    // New communicators are made by all ranks or wait for ever: nobody has failed so far.
+    groups.in_world->barrier();
+    within_plan("sums over replicas", [&] { make_nccl(); });
+    within_plan("messages", [&] {
+      const std::size_t events = options.trace ? layout.train.ranks[at(layout.rank)].ops.size() : 0;
+      engine = make_engine(layout.train, {.events = events, .graphs = options.cuda_graphs});
+    });
     groups.watch->drive(engine.get());
     for (const EvaluationPlan& plan : layout.evaluations) {
-      evaluations.emplace_back(
-          plan, source, layout, [this](const Plan& forward) { return make_engine(forward, {}); },
-          compute->device());
+      within_plan(fmt::format("evaluation of {} samples", plan.samples), [&] {
+        evaluations.emplace_back(
+            plan, source, layout, [this](const Plan& forward) { return make_engine(forward, {}); },
+            compute->device());
+      });
     }
     if (options.inference) return;
     loader =
         std::make_unique<BatchLoader>(source, Phase::kTrain, layout.micro_batches, layout.owns(0),
                                       layout.owns(layout.num_stages() - 1), compute->device());
-    gradients =
-        std::make_unique<GradientSync>(groups, layout, options, *compute, nccl.get(), bindings);
+    within_plan("the optimizer", [&] {
+      gradients =
+          std::make_unique<GradientSync>(groups, layout, options, *compute, nccl.get(), bindings);
+    });
     gradients->zero_grads();
     compute->stream().synchronize();
     groups.in_world->barrier();
+  });
+}
+
+template <typename Body>
+void Pipeline::Impl::within_plan(const std::string& who, const Body& body) const {
+  try {
+    body();
+  } catch (const OutOfMemory& error) {
+    exceed_plan(who, error);
+  }
+}
+
+void Pipeline::Impl::exceed_plan(const std::string& who, const Error& error) const {
+  throw Error(ErrorCode::kDevice, fmt::format("{} on {}: {}; the plan of this rank: {}", who,
+                                              to_string(compute->device()), error.what(),
+                                              to_string(layout.memory[at(layout.rank)])));
+}
+
+void Pipeline::Impl::take_memory() {
+  within_plan("the plan", [&] {
+    compute->memory().reserve(layout.memory[at(layout.rank)].block());
+    compute->reserve_workspace(layout.operator_bytes);
   });
 }
 
@@ -141,23 +177,6 @@ void Pipeline::Impl::make_nccl() {
   const SumLoad sums =
       layout.sums_by_nccl() ? BucketedSums::load_of(bindings, options.bucket_bytes) : SumLoad{};
   nccl = std::make_unique<NcclLinks>(groups, layout, *compute, sums, open, options.all_reduce);
-}
-
-int Pipeline::Impl::slots_of(int stage) const {
-  int slots = 1;
-  const auto look = [&](const Plan& plan) {
-    if (plan.ranks.empty()) return;
-    for (const BufferPool& pool : plan.ranks[at(layout.rank)].pools) {
-      if (pool.stage == stage && pool.kind == BufferKind::kState)
-        slots = std::max(slots, pool.count);
-    }
-  };
-  look(layout.train);
-  for (const EvaluationPlan& evaluation : layout.evaluations) {
-    look(evaluation.round);
-    look(evaluation.rest);
-  }
-  return slots;
 }
 
 void Pipeline::Impl::prepare_stages() {
@@ -184,7 +203,7 @@ void Pipeline::Impl::prepare_stages() {
       }
     }
     StageSetup setup{.compute = compute.get(),
-                     .slots = slots_of(index),
+                     .slots = layout.slots_of(index),
                      .split_backward = splits,
                      .seed = options.seed,
                      .input_sizes = {}};
@@ -197,9 +216,7 @@ void Pipeline::Impl::prepare_stages() {
       stages[i]->prepare(setup);
     } catch (const Error& error) {
       if (error.code() != ErrorCode::kDevice) throw;
-      throw Error(ErrorCode::kDevice, fmt::format("stage {} on {}: {}; the plan of this rank: {}",
-                                                  index, to_string(compute->device()), error.what(),
-                                                  to_string(layout.memory[at(layout.rank)])));
+      exceed_plan(fmt::format("stage {}", index), error);
     }
     bindings.push_back(binding);
   }
@@ -255,7 +272,7 @@ StepReport Pipeline::Impl::train_step() {
                               .micro_batches = layout.micro_batches,
                               .batch = &batch};
     gradients->begin(number, started, engine->outcome());
-    engine->run(request, gradients.get());
+    within_plan(fmt::format("step {}", number), [&] { engine->run(request, gradients.get()); });
     gradients->zero_grads();
     step = number;
     report = report_of(steady_seconds() - started);
@@ -331,7 +348,9 @@ double Pipeline::Impl::evaluate(std::int64_t samples) {
           fmt::format("evaluation of {} samples was not announced in the options", samples));
     }
     use_device(compute->device());
-    const LossResult loss = found->run(options.seed);
+    LossResult loss;
+    within_plan(fmt::format("evaluation of {} samples", samples),
+                [&] { loss = found->run(options.seed); });
     const std::array<double, 2> mine = {loss.sum, loss.weight};
     std::vector<double> all(2 * at(groups.world->size()));
     groups.in_world->all_gather(std::as_bytes(std::span(mine)),
@@ -360,7 +379,7 @@ std::span<const Tensor> Pipeline::Impl::infer(std::span<const Tensor> inputs) {
                               .seed = options.seed,
                               .micro_batches = layout.micro_batches,
                               .batch = &inference_batch};
-    engine->run(request, nullptr);
+    within_plan("inference", [&] { engine->run(request, nullptr); });
     outputs = engine->outputs();
   });
   return outputs;
@@ -375,7 +394,11 @@ PipelineLayout Pipeline::plan_layout(Communicator& world, const PipelineOptions&
                                      const StageFactory& make_stage, const DataSource& source) {
   JobGroups groups(world, options);
   PipelineLayout layout;
-  groups.guarded([&] { layout = build_layout(groups, options, make_stage, source).layout; });
+  groups.guarded([&] {
+    ComputeContext compute(groups.device, options.threads);
+    compute.set_tf32(options.tf32);
+    layout = build_layout(groups, options, compute, make_stage, source).layout;
+  });
   return layout;
 }
 

@@ -53,7 +53,8 @@ class Pipeline {
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
-  // The layout alone, without allocating anything: what a dry run prints.
+  // The layout alone, taking none of a device's memory but for library handles: what a dry run
+  // prints.
   [[nodiscard]] static PipelineLayout plan_layout(Communicator& world,
                                                   const PipelineOptions& options,
                                                   const StageFactory& make_stage,

@@ -11,14 +11,14 @@ RecordedCalls::RecordedCalls(ComputeContext& compute, std::size_t actions, bool 
   if (!wanted || compute.device().kind == DeviceKind::kCpu) return;
   entries_.resize(actions);
   staged_ = HostBuffer(compute.device(), sizeof(Values));
-  on_device_ = Buffer(compute.device(), sizeof(Values));
+  on_device_ = compute.memory().allocate(kDeviceBytes);
 }
 
 void RecordedCalls::begin_step(std::uint64_t step, double loss_scale) {
   values_ = {step, loss_scale};
   if (entries_.empty()) return;
   *reinterpret_cast<Values*>(staged_.data()) = values_;
-  copy_async(on_device_.data(), staged_.data(), sizeof(Values), compute_.stream());
+  copy_async(on_device_.data(), staged_.data(), kDeviceBytes, compute_.stream());
 }
 
 StepValue<std::uint64_t> RecordedCalls::step() const {

@@ -22,6 +22,9 @@ namespace sluice {
 
 class RecordedCalls {
  public:
+  // Of a GPU's memory, where anything is to be recorded.
+  static constexpr std::size_t kDeviceBytes = 16;
+
   // `actions`: how many there are. Nothing is ever recorded unless `wanted` and on a GPU.
   RecordedCalls(ComputeContext& compute, std::size_t actions, bool wanted);
 
@@ -61,6 +64,7 @@ class RecordedCalls {
 
   ComputeContext& compute_;
   std::vector<Entry> entries_;  // [action]; empty where nothing is recorded
+  static_assert(sizeof(Values) == kDeviceBytes);
   Values values_;
   HostBuffer staged_;  // Values, on their way to
   Buffer on_device_;   // Values

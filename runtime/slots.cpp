@@ -67,8 +67,9 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
   const bool staged = link_ == LinkKind::kStaged, direct = link_ == LinkKind::kDirect;
   const bool nccl = link_ == LinkKind::kNccl;
   const bool from_device = staged || direct || nccl;
-  memory_ = Buffer(place.device, bytes(pool, edges));
-  if (staged) host_ = HostBuffer(place.device, memory_.size());
+  const Device device = place.memory.device();
+  memory_ = place.memory.allocate(bytes(pool, edges));
+  if (staged) host_ = HostBuffer(device, memory_.size());
   const auto tensors = edges.inputs(edges.largest(), edge_of(pool));
   if (direct) host_ = HostBuffer(Device{}, slots_.size() * tensors.size() * kHeaderBytes);
   std::size_t next = 0, next_header = 0;
@@ -88,14 +89,14 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
       if (direct) {
         slot.buffers[i].message = host_.data() + next_header;
         next_header += kHeaderBytes;
-      } else if (staged || place.device.kind == DeviceKind::kCpu) {  // the others carry no header
+      } else if (staged || device.kind == DeviceKind::kCpu) {  // the others carry no header
         std::byte* const base = staged ? host_.data() : memory_.data();
         slot.buffers[i].message = base + payload - kHeaderBytes;
       }
       if (from_device) {
         slot.device[i] = {.payload = memory_.data() + payload,
-                          .ready = Event(place.device),
-                          .arrived = nccl ? Event() : Event(place.device),
+                          .ready = Event(device),
+                          .arrived = nccl ? Event() : Event(device),
                           .direct = direct};
         slot.buffers[i].device = &slot.device[i];
       }

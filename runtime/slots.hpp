@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "comm/device.hpp"
+#include "comm/device_memory.hpp"
 #include "comm/nccl_queue.hpp"
 #include "comm/transport.hpp"
 #include "runtime/edge_link.hpp"
@@ -42,7 +42,7 @@ class SlotPool {
  public:
   // How the slots are filled or read decides whether a GPU's pool has host memory beside.
   struct Place {
-    Device device;
+    const DeviceMemory& memory;
     LinkKind link = LinkKind::kHost;
   };
   SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& place);

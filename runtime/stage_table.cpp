@@ -48,9 +48,9 @@ StageTable::StageTable(const EngineConfig& config)
   const Placement& placement = config.plan->placement;
   pools_.reserve(mine.pools.size());
   for (const BufferPool& pool : mine.pools) {
-    const Device device = config.compute->device();
+    const DeviceMemory& memory = config.compute->memory();
     pools_.emplace_back(pool, *config.edges,
-                        SlotPool::Place{device, end_of(link_of(pool, config), device)});
+                        SlotPool::Place{memory, end_of(link_of(pool, config), memory.device())});
     if (pool.kind != BufferKind::kState) {
       const auto edge = config.edges->inputs(config.edges->largest(), SlotPool::edge_of(pool));
       tensors_ += static_cast<std::size_t>(pool.count) * edge.size();

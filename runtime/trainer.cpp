@@ -366,9 +366,10 @@ std::string describe_layout(const PipelineLayout& layout, const Partition& parti
         "  (not exact: weight gradients do not accumulate in ascending order, so the bits are this "
         "schedule's own)\n";
   }
-  text += fmt::format("  {:<5} {:<7} {:<16} {:>10} {:>10} {:>10} {:>11} {:>9} {:>9} {:>10}\n",
-                      "rank", "stages", "layers", "parameters", "gradients", "optimizer",
-                      "activations", "workspace", "messages", "total MiB");
+  text += fmt::format(
+      "  {:<5} {:<7} {:<16} {:>10} {:>10} {:>10} {:>11} {:>9} {:>9} {:>9} {:>9} {:>10}\n", "rank",
+      "stages", "layers", "parameters", "gradients", "optimizer", "activations", "workspace",
+      "operators", "messages", "libraries", "total MiB");
   for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
     std::string stages, owned;
     for (const int stage : layout.train.placement.stages_of(rank)) {
@@ -378,11 +379,11 @@ std::string describe_layout(const PipelineLayout& layout, const Partition& parti
     }
     const RankMemory& memory = layout.memory[static_cast<std::size_t>(rank)];
     text += fmt::format(
-        "  {:<5} {:<7} {:<16} {:>10.1f} {:>10.1f} {:>10.1f} {:>11.1f} {:>9.1f} {:>9.1f} "
-        "{:>10.1f}\n",
+        "  {:<5} {:<7} {:<16} {:>10.1f} {:>10.1f} {:>10.1f} {:>11.1f} {:>9.1f} {:>9.1f} {:>9.1f} "
+        "{:>9.1f} {:>10.1f}\n",
         rank, stages, owned, mebi(memory.parameters), mebi(memory.gradients),
         mebi(memory.optimizer), mebi(memory.activations), mebi(memory.workspace),
-        mebi(memory.buffers), mebi(memory.total()));
+        mebi(memory.operators), mebi(memory.buffers), mebi(memory.libraries), mebi(memory.total()));
   }
   text +=
       "  (layers: E embedding, H head, numbers are blocks, - none; each replica holds the same)\n";

@@ -4,6 +4,13 @@
 
 #include "stages/operators.hpp"
 
+namespace sluice {
+
+// Elements of a partial sum, where sums run over blocks; part of the results' definition.
+inline constexpr std::int64_t kSumBlock = 16384;
+
+}  // namespace sluice
+
 namespace sluice::cpu {
 
 [[nodiscard]] std::size_t attention_state_bytes(const AttentionShape& shape, DType dtype);
@@ -37,6 +44,15 @@ decltype(sluice::mean_squared_error) mean_squared_error;
 decltype(sluice::adamw) adamw;
 decltype(sluice::sgd) sgd;
 decltype(sluice::sum_of_squares) sum_of_squares;
+
+decltype(sluice::linear_forward_workspace) linear_forward_workspace;
+decltype(sluice::linear_backward_weight_workspace) linear_backward_weight_workspace;
+decltype(sluice::linear_activation_backward_input_workspace)
+    linear_activation_backward_input_workspace;
+decltype(sluice::embedding_backward_weight_workspace) embedding_backward_weight_workspace;
+decltype(sluice::norm_backward_weight_workspace) norm_backward_weight_workspace;
+decltype(sluice::attention_forward_workspace) attention_forward_workspace;
+decltype(sluice::attention_backward_workspace) attention_backward_workspace;
 
 }  // namespace sluice::cpu
 
@@ -74,5 +90,14 @@ decltype(sluice::mean_squared_error) mean_squared_error;
 decltype(sluice::adamw) adamw;
 decltype(sluice::sgd) sgd;
 decltype(sluice::sum_of_squares) sum_of_squares;
+
+decltype(sluice::linear_forward_workspace) linear_forward_workspace;
+decltype(sluice::linear_backward_weight_workspace) linear_backward_weight_workspace;
+decltype(sluice::linear_activation_backward_input_workspace)
+    linear_activation_backward_input_workspace;
+decltype(sluice::embedding_backward_weight_workspace) embedding_backward_weight_workspace;
+decltype(sluice::norm_backward_weight_workspace) norm_backward_weight_workspace;
+decltype(sluice::attention_forward_workspace) attention_forward_workspace;
+decltype(sluice::attention_backward_workspace) attention_backward_workspace;
 
 }  // namespace sluice::cuda

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 #include <dnnl.hpp>
 #include <utility>
@@ -52,7 +53,7 @@ const char* matmul_instruction_set() {
 }  // namespace
 
 ComputeContext::ComputeContext(Device device, int threads)
-    : device_(device),
+    : memory_(device),
       threads_(checked_threads(threads)),
       stream_(device),
       matmuls_(std::make_unique<MatMulCache>(Device{})),
@@ -60,12 +61,18 @@ ComputeContext::ComputeContext(Device device, int threads)
 #if SLUICE_WITH_CUDA
   if (device.kind == DeviceKind::kCuda) {
     use_device(device);
-    cuda_ = cuda::make_context(device, stream_.view());
+    cuda_ = cuda::make_context(memory_, stream_.view());
   }
 #endif
 }
 
-ComputeContext::~ComputeContext() = default;
+// Stages may give their memory back after this, and nobody can wait for the stream any more.
+ComputeContext::~ComputeContext() {
+  try {
+    stream_.view().synchronize();
+  } catch (const Error&) {  // the device has failed: nothing runs there
+  }
+}
 
 void ComputeContext::set_tf32([[maybe_unused]] bool allowed) {
 #if SLUICE_WITH_CUDA
@@ -74,12 +81,16 @@ void ComputeContext::set_tf32([[maybe_unused]] bool allowed) {
 }
 
 std::byte* ComputeContext::workspace(std::size_t bytes) {
-  if (bytes > workspace_.size()) {
-    stream_.view().synchronize();  // what still runs may use the old one
-    workspace_ = Buffer();         // first: the two together may be more than there is
-    workspace_ = Buffer(device_, bytes);
-  }
+  workspace_peak_ = std::max(workspace_peak_, bytes);
+  reserve_workspace(bytes);
   return workspace_.data();
+}
+
+void ComputeContext::reserve_workspace(std::size_t bytes) {
+  if (bytes <= workspace_.size()) return;
+  stream_.view().synchronize();  // what still runs may use the old one
+  workspace_ = Buffer();         // first: the two together may be more than there is
+  workspace_ = memory_.allocate(bytes);
 }
 
 const float* ComputeContext::rotary_table(std::int64_t sequence, std::int64_t head_dim,
@@ -90,7 +101,8 @@ const float* ComputeContext::rotary_table(std::int64_t sequence, std::int64_t he
     }
   }
   const std::int64_t half = head_dim / 2;
-  std::vector<float> values(static_cast<std::size_t>(sequence * 3 * half));
+  const std::size_t bytes = rotary_table_bytes(sequence, head_dim);
+  std::vector<float> values(bytes / sizeof(float));
   float* row = values.data();
   for (std::int64_t position = 0; position < sequence; ++position, row += 3 * half) {
     for (std::int64_t i = 0; i < half; ++i) {
@@ -101,11 +113,14 @@ const float* ComputeContext::rotary_table(std::int64_t sequence, std::int64_t he
       row[2 * half + i] = -row[half + i];
     }
   }
-  const std::size_t bytes = values.size() * sizeof(float);
-  rotary_tables_.push_back({sequence, head_dim, base, Buffer(device_, bytes)});
+  rotary_tables_.push_back({sequence, head_dim, base, memory_.allocate(bytes)});
   std::byte* const table = rotary_tables_.back().values.data();
-  copy_now(device_, table, values.data(), bytes);
+  copy_now(device(), table, values.data(), bytes);
   return reinterpret_cast<const float*>(table);
+}
+
+std::size_t ComputeContext::rotary_table_bytes(std::int64_t sequence, std::int64_t head_dim) {
+  return static_cast<std::size_t>(sequence * 3 * (head_dim / 2)) * sizeof(float);
 }
 
 std::size_t library_bytes([[maybe_unused]] DeviceKind device) {

@@ -1,5 +1,6 @@
 // Compute context: what operators need besides their operands: device, stream, threads, the cache
-// of prepared library primitives, and scratch memory. One per rank; used from one thread.
+// of prepared library primitives, and scratch memory. One per rank; used from one thread. Making
+// one takes none of the device's memory but what its libraries take for their handles.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/device.hpp"
+#include "comm/device_memory.hpp"
 
 namespace sluice {
 
@@ -24,11 +25,13 @@ class ComputeContext {
   // (kUsage) also where SLUICE_KERNELS names no kernel set, or one this machine cannot run, and
   // where the device cannot be used (require_device). On a GPU it becomes the calling thread's.
   ComputeContext(Device device, int threads);
-  ~ComputeContext();
+  ~ComputeContext();  // waits for what is on the stream
   ComputeContext(const ComputeContext&) = delete;
   ComputeContext& operator=(const ComputeContext&) = delete;
 
-  [[nodiscard]] Device device() const { return device_; }
+  [[nodiscard]] Device device() const { return memory_.device(); }
+  // Where the buffers of everything that computes here come from, a stage's own included.
+  [[nodiscard]] const DeviceMemory& memory() const { return memory_; }
   [[nodiscard]] int threads() const { return threads_; }
   [[nodiscard]] StreamView stream() const { return stream_.view(); }
   [[nodiscard]] MatMulCache& matmuls() { return *matmuls_; }
@@ -41,13 +44,17 @@ class ComputeContext {
   [[nodiscard]] cuda::Context& cuda() { return *cuda_; }
 
   // Scratch of one operator call, on the device; contents do not survive the next call. Grows when
-  // asked for more than ever before, for which the host waits for the device: our stages run every
-  // size once before step 1.
+  // asked for more than ever before, for which the host waits for the device: a pipeline reserves
+  // what its stages describe.
   [[nodiscard]] std::byte* workspace(std::size_t bytes);
+  void reserve_workspace(std::size_t bytes);
+  // The most that operators have asked for so far.
+  [[nodiscard]] std::size_t workspace_peak() const { return workspace_peak_; }
 
   // For positions 0 .. sequence - 1: cosines, sines, negated sines of position *
   // base^(-2i/head_dim), [sequence, 3, head_dim / 2], on the device. Made on first use.
   [[nodiscard]] const float* rotary_table(std::int64_t sequence, std::int64_t head_dim, float base);
+  [[nodiscard]] static std::size_t rotary_table_bytes(std::int64_t sequence, std::int64_t head_dim);
 
  private:
   struct RotaryTable {
@@ -56,17 +63,18 @@ class ComputeContext {
     Buffer values;
   };
 
-  Device device_;
+  DeviceMemory memory_;
   int threads_;
   Stream stream_;
   Buffer workspace_;
+  std::size_t workspace_peak_ = 0;
   std::unique_ptr<MatMulCache> matmuls_;
   std::vector<RotaryTable> rotary_tables_;
   std::shared_ptr<cuda::Context> cuda_;  // null on the CPU
   const Kernels* kernels_;
 };
 
-// Bytes of the device that a context takes for the libraries it holds.
+// Bytes of its memory() that a context takes for scratch of the libraries it holds.
 [[nodiscard]] std::size_t library_bytes(DeviceKind device);
 
 // "avx512" | "avx2" | "baseline": which build of the element-wise loops a context made now would

@@ -169,4 +169,52 @@ void sum_of_squares(ComputeContext& ctx, std::span<const float> values, double* 
   SLUICE_BACKEND(ctx, sum_of_squares)(ctx, values, sum);
 }
 
+std::size_t linear_forward_workspace(ComputeContext& ctx, const LinearShape& shape) {
+  return SLUICE_BACKEND(ctx, linear_forward_workspace)(ctx, shape);
+}
+
+std::size_t linear_backward_weight_workspace(ComputeContext& ctx, const LinearShape& shape) {
+  return SLUICE_BACKEND(ctx, linear_backward_weight_workspace)(ctx, shape);
+}
+
+std::size_t linear_activation_backward_input_workspace(ComputeContext& ctx, Activation activation,
+                                                       const LinearShape& shape) {
+  return SLUICE_BACKEND(ctx, linear_activation_backward_input_workspace)(ctx, activation, shape);
+}
+
+std::size_t embedding_backward_weight_workspace(ComputeContext& ctx, std::int64_t rows,
+                                                std::int64_t vocabulary, std::int64_t width) {
+  return SLUICE_BACKEND(ctx, embedding_backward_weight_workspace)(ctx, rows, vocabulary, width);
+}
+
+std::size_t norm_backward_weight_workspace(ComputeContext& ctx, std::int64_t rows,
+                                           std::int64_t width, int terms) {
+  return SLUICE_BACKEND(ctx, norm_backward_weight_workspace)(ctx, rows, width, terms);
+}
+
+std::size_t attention_forward_workspace(ComputeContext& ctx, const AttentionShape& shape,
+                                        DType dtype, bool drops) {
+  return SLUICE_BACKEND(ctx, attention_forward_workspace)(ctx, shape, dtype, drops);
+}
+
+std::size_t attention_backward_workspace(ComputeContext& ctx, const AttentionShape& shape,
+                                         DType dtype, bool drops) {
+  return SLUICE_BACKEND(ctx, attention_backward_workspace)(ctx, shape, dtype, drops);
+}
+
+// One sum per row.
+std::size_t softmax_cross_entropy_workspace(std::int64_t rows) {
+  return static_cast<std::size_t>(rows) * sizeof(double);
+}
+
+std::size_t mean_squared_error_workspace(std::int64_t elements) {
+  return sum_of_squares_workspace(elements);
+}
+
+// One sum per block, where there are several.
+std::size_t sum_of_squares_workspace(std::int64_t elements) {
+  if (elements <= kSumBlock) return 0;
+  return static_cast<std::size_t>((elements + kSumBlock - 1) / kSumBlock) * sizeof(double);
+}
+
 }  // namespace sluice

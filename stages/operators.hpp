@@ -12,6 +12,11 @@
 // gradients add. Products go through one call site per (layer, operation): shape, leading
 // dimension, transposition, epilogue and accumulation are a function of the model and the
 // micro-batch alone. Shapes are checked by the layers when they are built, not here.
+//
+// Scratch. <operator>_workspace() says what a call takes of ctx.workspace(), in bytes: the operator
+// asks the same function, and stages add it up before anything is allocated. Operators without one
+// take none. What the CPU's matrix library takes for itself is not part of it. On a GPU asking may
+// make the library's plan, which allocates nothing on the device but the library's own handles.
 #pragma once
 
 #include <cstdint>
@@ -24,17 +29,27 @@
 
 namespace sluice {
 
+// A product layer's operands: x [rows, in] and weight [out, in] of type `operands`, y [rows, out].
+struct LinearShape {
+  std::int64_t rows = 0, in = 0, out = 0;
+  DType operands = DType::kF32, result = DType::kF32;
+  bool bias = false;
+};
+
 // --- matrix product layer: weight [out, in], bias [out] (null data: none) ---
 // y = x weightᵀ + bias; x [rows, in], y [rows, out]. `weight` of x's type, bias f32, y of x's type
 // or f32 (the residual stream). On a GPU a bf16 y takes the bias rounded to bf16.
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y);
+[[nodiscard]] std::size_t linear_forward_workspace(ComputeContext& ctx, const LinearShape& shape);
 // dx = dy weight; overwrites. dy, weight and dx of one type.
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx);
 // dweight += dyᵀ x, dbias += column sums of dy; f32.
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
                             const Tensor& dweight, const Tensor& dbias);
+[[nodiscard]] std::size_t linear_backward_weight_workspace(ComputeContext& ctx,
+                                                           const LinearShape& shape);
 
 // The products on either side of an activation, with it, block of rows by block of rows while the
 // block is in the cache; the bits of the separate calls. kSwiglu: raised is [rows, 2 * hidden].
@@ -43,7 +58,8 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
 // border; the separate calls' values within rounding. Whether it is depends on the shapes, the
 // device model and the library alone.
 enum class Activation { kGelu, kSwiglu };
-// raised = x weightᵀ + bias, y = activation(raised); both overwritten, of x's type.
+// raised = x weightᵀ + bias, y = activation(raised); both overwritten, of x's type. Takes the
+// scratch of linear_forward.
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
                                const Tensor& weight, const Tensor& bias, const Tensor& raised,
                                const Tensor& y);
@@ -52,6 +68,9 @@ void linear_activation_forward(ComputeContext& ctx, Activation activation, const
 void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
                                       const Tensor& weight, const Tensor& raised,
                                       const Tensor& draised);
+[[nodiscard]] std::size_t linear_activation_backward_input_workspace(ComputeContext& ctx,
+                                                                     Activation activation,
+                                                                     const LinearShape& shape);
 
 // --- embedding: tokens i32 [samples, sequence], table [vocabulary, width], positions
 // [context, width] (null data: none); residual stream out f32 [rows, width] ---
@@ -59,6 +78,10 @@ void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& 
                        const Tensor& positions, const Tensor& out);
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
                                const Tensor& dtable, const Tensor& dpositions);
+[[nodiscard]] std::size_t embedding_backward_weight_workspace(ComputeContext& ctx,
+                                                              std::int64_t rows,
+                                                              std::int64_t vocabulary,
+                                                              std::int64_t width);
 
 // --- normalisation over the last dimension; x f32 (residual stream), y of type T ---
 // LayerNorm: y = (x - mean) * rstd * gamma + beta. stats f32 [rows, 2]: mean, rstd; overwritten.
@@ -78,6 +101,9 @@ void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor
                              const Tensor& gamma, const Tensor& stats, const Tensor& dx);
 void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                               const Tensor& stats, const Tensor& dgamma);
+// Of either: `terms` is 2 for LayerNorm's two gradients, 1 for RMSNorm's.
+[[nodiscard]] std::size_t norm_backward_weight_workspace(ComputeContext& ctx, std::int64_t rows,
+                                                         std::int64_t width, int terms);
 
 // --- causal self-attention ---
 struct AttentionShape {
@@ -109,10 +135,17 @@ struct Dropout {
 // key.
 void attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                        const Dropout& dropout, const Tensor& out, std::byte* state);
+// dtype: of qkv; drops: whether the dropout's probability is not 0.
+[[nodiscard]] std::size_t attention_forward_workspace(ComputeContext& ctx,
+                                                      const AttentionShape& shape, DType dtype,
+                                                      bool drops);
 // dqkv overwritten. `out` is the forward's output.
 void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                         const Tensor& out, const Tensor& dout, const Dropout& dropout,
                         const std::byte* state, const Tensor& dqkv);
+[[nodiscard]] std::size_t attention_backward_workspace(ComputeContext& ctx,
+                                                       const AttentionShape& shape, DType dtype,
+                                                       bool drops);
 // Rotary positions (Su et al. 2021; halves rotated as in Llama), in place on queries and keys of a
 // packed qkv; `backward` rotates the other way. Table: theta_i = base^(-2i/head_dim).
 void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const Tensor& qkv,
@@ -140,10 +173,12 @@ void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
 // scale * (softmax - onehot), zero in uncounted rows.
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                            StepValue<double> scale, bool gradient, double* sum);
+[[nodiscard]] std::size_t softmax_cross_entropy_workspace(std::int64_t rows);
 // *sum = the squared differences over all elements; with `gradient`, outputs become
 // 2 * scale * (outputs - targets).
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
                         StepValue<double> scale, bool gradient, double* sum);
+[[nodiscard]] std::size_t mean_squared_error_workspace(std::int64_t elements);
 
 // --- optimizer kernels, over flat f32 vectors ---
 // Neighbours in memory that are updated alike. `first` and `second`: the optimizer's state.
@@ -168,5 +203,6 @@ struct SgdStep {
 void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs);
 // *sum: double partial sums over fixed blocks of 16,384 elements, added in order.
 void sum_of_squares(ComputeContext& ctx, std::span<const float> values, double* sum);
+[[nodiscard]] std::size_t sum_of_squares_workspace(std::int64_t elements);
 
 }  // namespace sluice

@@ -13,9 +13,7 @@ namespace sluice {
 namespace {
 
 std::size_t padded_floats(const Parameter& parameter) {
-  return round_up(static_cast<size_t>(parameter.value.elements()) * sizeof(float),
-                  kBufferAlignment) /
-         sizeof(float);
+  return parameter_bytes(parameter.value.elements()) / sizeof(float);
 }
 
 // Parameters that follow each other in memory and decay alike make one run. The padding between
@@ -44,17 +42,25 @@ std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters) {
   return runs;
 }
 
+// What is kept of a parameter, each as large as its values.
+std::vector<std::string> kinds_of(const OptimizerConfig& config) {
+  if (config.kind == OptimizerConfig::Kind::kAdamW) return {"exp_avg", "exp_avg_sq"};
+  if (config.momentum != 0) return {"momentum"};
+  return {};
+}
+
 // Zeroed state of `kinds` vectors, each laid out like the parameters.
 class StateMemory {
  public:
-  StateMemory(std::span<Parameter* const> parameters, std::vector<std::string> kinds, Device device)
+  StateMemory(std::span<Parameter* const> parameters, std::vector<std::string> kinds,
+              const DeviceMemory& memory)
       : parameters_(parameters.begin(), parameters.end()), kinds_(std::move(kinds)) {
     for (const Parameter* parameter : parameters_) {
       floats_ += padded_floats(*parameter);
     }
-    const Stream stream(device);
+    const Stream stream(memory.device());
     for (size_t i = 0; i < kinds_.size(); ++i) {
-      buffers_.emplace_back(device, floats_ * sizeof(float));
+      buffers_.push_back(memory.allocate(floats_ * sizeof(float)));
       fill_zero_async(buffers_.back().data(), buffers_.back().size(), stream.view());
     }
     stream.view().synchronize();
@@ -97,10 +103,11 @@ class StateMemory {
 
 class AdamW final : public Optimizer {
  public:
-  AdamW(const OptimizerConfig& config, std::span<Parameter* const> parameters, Device device)
+  AdamW(const OptimizerConfig& config, std::span<Parameter* const> parameters,
+        const DeviceMemory& memory)
       : config_(config),
         runs_(make_runs(parameters)),
-        state_(parameters, {"exp_avg", "exp_avg_sq"}, device) {
+        state_(parameters, kinds_of(config), memory) {
     state_.assign(runs_);
   }
 
@@ -132,13 +139,11 @@ class AdamW final : public Optimizer {
 
 class Sgd final : public Optimizer {
  public:
-  Sgd(const OptimizerConfig& config, std::span<Parameter* const> parameters, Device device)
+  Sgd(const OptimizerConfig& config, std::span<Parameter* const> parameters,
+      const DeviceMemory& memory)
       : config_(config),
         runs_(make_runs(parameters)),
-        state_(parameters,
-               config.momentum == 0 ? std::vector<std::string>{}
-                                    : std::vector<std::string>{"momentum"},
-               device) {
+        state_(parameters, kinds_of(config), memory) {
     state_.assign(runs_);
   }
 
@@ -173,11 +178,16 @@ OptimizerConfig::Kind parse_optimizer(std::string_view text) {
 }
 
 std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
-                                          std::span<Parameter* const> parameters, Device device) {
+                                          std::span<Parameter* const> parameters,
+                                          const DeviceMemory& memory) {
   if (config.kind == OptimizerConfig::Kind::kSgd) {
-    return std::make_unique<Sgd>(config, parameters, device);
+    return std::make_unique<Sgd>(config, parameters, memory);
   }
-  return std::make_unique<AdamW>(config, parameters, device);
+  return std::make_unique<AdamW>(config, parameters, memory);
+}
+
+std::size_t optimizer_bytes(const OptimizerConfig& config, std::size_t bytes) {
+  return kinds_of(config).size() * bytes;
 }
 
 double LearningRate::at(std::uint64_t step) const {

@@ -41,7 +41,9 @@ class Optimizer {
 };
 [[nodiscard]] std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
                                                         std::span<Parameter* const> parameters,
-                                                        Device device);
+                                                        const DeviceMemory& memory);
+// What its state takes, for parameters whose values take `bytes` (parameter_bytes) in all.
+[[nodiscard]] std::size_t optimizer_bytes(const OptimizerConfig& config, std::size_t bytes);
 
 // Linear warmup from 0 over `warmup` steps, then half a cosine down to `final_share` of the peak at
 // `steps`. step counts from 1.

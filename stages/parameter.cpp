@@ -69,8 +69,7 @@ void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> value
 }
 
 std::size_t padded_bytes(const Parameter& parameter) {
-  return round_up(static_cast<size_t>(parameter.shape.elements()) * sizeof(float),
-                  kBufferAlignment);
+  return parameter_bytes(parameter.shape.elements());
 }
 
 void require_distinct(const std::deque<Parameter>& parameters) {
@@ -97,6 +96,10 @@ void require_distinct(const std::deque<Parameter>& parameters) {
 
 }  // namespace
 
+std::size_t parameter_bytes(std::int64_t elements) {
+  return round_up(static_cast<std::size_t>(elements) * sizeof(float), kBufferAlignment);
+}
+
 Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool decay, bool tied) {
   if (values_.data() != nullptr) {
     throw Error(ErrorCode::kInternal, fmt::format("parameter {} is added after allocate()", name));
@@ -104,14 +107,15 @@ Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool deca
   return parameters_.emplace_back(Parameter{std::move(name), shape, init, decay, tied, {}, {}});
 }
 
-void ParameterSet::allocate(Device device, std::uint64_t seed) {
+void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed) {
   require_distinct(parameters_);
   std::size_t bytes = 0;
   for (const Parameter& parameter : parameters_) {
     bytes += padded_bytes(parameter);
   }
-  values_ = Buffer(device, bytes);
-  grads_ = Buffer(device, bytes);
+  const Device device = memory.device();
+  values_ = memory.allocate(bytes);
+  grads_ = memory.allocate(bytes);
   flat_floats_ = bytes / sizeof(float);
   const Stream stream(device);
   fill_zero_async(values_.data(), bytes, stream.view());

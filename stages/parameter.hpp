@@ -14,7 +14,7 @@
 #include <string_view>
 #include <vector>
 
-#include "comm/device.hpp"
+#include "comm/device_memory.hpp"
 #include "stages/tensor.hpp"
 
 namespace sluice {
@@ -38,6 +38,9 @@ struct Parameter {
   Tensor value, grad;  // fp32, set by allocate(); starts at multiples of kBufferAlignment
 };
 
+// What a parameter's values take of their set's memory, and its gradients again.
+[[nodiscard]] std::size_t parameter_bytes(std::int64_t elements);
+
 class ParameterSet {
  public:
   ParameterSet() = default;
@@ -50,12 +53,12 @@ class ParameterSet {
   // Gives memory to every value and gradient, draws initial values (a function of seed, name and
   // position alone) and zeroes gradients. Throws Error(kUsage) for a name that is used twice
   // without being tied.
-  void allocate(Device device, std::uint64_t seed);
+  void allocate(const DeviceMemory& memory, std::uint64_t seed);
 
   [[nodiscard]] std::vector<Parameter*> all();           // in order of add()
   [[nodiscard]] Parameter* find(std::string_view name);  // first use, or null
   // All gradients (values) as one vector, padding between parameters included and always zero.
-  // Memory of the device that allocate() was given, like the parameters' tensors.
+  // Memory that allocate() was given, like the parameters' tensors.
   [[nodiscard]] std::span<float> flat_grads() const;
   [[nodiscard]] std::span<float> flat_values() const;
   void zero_grads(StreamView stream);  // in stream order

@@ -31,10 +31,19 @@ struct StageDescription {
   std::size_t state_bytes_until_input = 0;   // per micro-batch in flight, free after I (or B)
   std::size_t state_bytes_until_weight = 0;  // per micro-batch in flight, kept until W (or B)
   // Gradients kept from I to W: per micro-batch in flight where the schedule parts the two
-  // (StageSetup::split_backward), otherwise scratch and part of workspace_bytes.
+  // (StageSetup::split_backward); otherwise, once for all, shared_gradient_bytes.
   std::size_t gradient_bytes_until_weight = 0;
+  std::size_t shared_gradient_bytes = 0;
   std::size_t workspace_bytes = 0;  // the stage's own, shared by its calls; without operators'
   std::size_t copy_bytes = 0;       // of parameters in another precision
+  // What its operators take of the compute context: the most that one takes of its workspace(), by
+  // the operators' own <name>_workspace(), and the tables it keeps. All stages of a rank share
+  // both.
+  std::size_t operator_bytes = 0;
+  std::size_t table_bytes = 0;
+  // The stage takes what it describes here elsewhere than from compute.memory(), by a framework's
+  // allocator for instance: it then counts in the plan's table, and not for the rank's block.
+  bool own_memory = false;
   std::vector<bool> input_gradients = {};  // which inputs want gradients; empty: all f32 and bf16
 };
 
@@ -92,12 +101,15 @@ class Stage {
   virtual ~Stage() = default;
 
   // Pure: no allocation of device memory, no dependence on prepare(). `inputs`: of one micro-batch;
-  // `device`: what the stage will run on (what operators keep may differ).
+  // `compute`: what the stage will run with (what operators keep and take depends on its device and
+  // libraries).
   [[nodiscard]] virtual StageDescription describe(std::span<const TensorSpec> inputs,
-                                                  DeviceKind device) const = 0;
-  // Parameters allocated (parameters()->allocate), state for `slots` made, primitives built. On a
-  // GPU every library call and every kernel that Sluice does not know (comm/kernel_modules.hpp) has
-  // run once when it returns: loading one later, beside NCCL, may wait for ever.
+                                                  ComputeContext& compute) const = 0;
+  // Parameters allocated (parameters()->allocate), state for `slots` made, primitives built; all
+  // memory of the device from setup.compute->memory(), where what was described is set aside. More
+  // is taken from the device apart, while it has any. On a GPU every library call and every kernel
+  // that Sluice does not know (comm/kernel_modules.hpp) has run once when it returns: loading one
+  // later, beside NCCL, may wait for ever.
   virtual void prepare(const StageSetup& setup) = 0;
   // Before the first forward of a step or an evaluation: what follows from the parameters alone,
   // such as copies of them in another precision.

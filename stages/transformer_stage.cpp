@@ -77,7 +77,7 @@ TensorSpec TransformerStage::output_spec(const BatchShape& shape) const {
 }
 
 StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
-                                            DeviceKind device) const {
+                                            ComputeContext& compute) const {
   if (inputs.size() != 1) {
     throw Error(ErrorCode::kUsage,
                 fmt::format("a transformer stage was described with {} inputs; it takes 1: {}",
@@ -85,14 +85,17 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
                             takes_tokens() ? "tokens i32 [samples, sequence]"
                                            : "the residual stream f32 [samples, sequence, width]"));
   }
-  const BatchShape shape = shape_of(inputs[0], device);
+  const BatchShape shape = shape_of(inputs[0], compute.device().kind);
   const std::size_t stream = round_up(stream_tensor(nullptr, shape).spec.bytes(), kBufferAlignment);
   StageDescription description;
   description.outputs = {output_spec(shape)};
   description.input_gradients = {!takes_tokens()};
   description.copy_bytes = copies_.bytes();
   LayerMemory most;
+  OperatorMemory operators;
+  if (gives_logits()) operators.workspace = softmax_cross_entropy_workspace(shape.rows());
   for (size_t i = 0; i < layers_.size(); ++i) {
+    operators = largest(operators, layers_[i]->operators(compute, shape));
     const LayerMemory memory = layers_[i]->memory(shape);
     description.state_bytes_until_input += memory.until_input;
     description.state_bytes_until_weight += memory.until_weight;
@@ -103,7 +106,10 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
     }
     most = largest(most, memory);
   }
-  description.workspace_bytes = layers_.empty() ? 0 : most.gradients + most.scratch + stream;
+  description.shared_gradient_bytes = layers_.empty() ? 0 : most.gradients + stream;
+  description.workspace_bytes = most.scratch;
+  description.operator_bytes = operators.workspace;
+  description.table_bytes = operators.tables;
   return description;
 }
 
@@ -166,30 +172,30 @@ void TransformerStage::prepare(const StageSetup& setup) {
   }
   shapes_.clear();
   for (const std::vector<TensorSpec>& inputs : setup.input_sizes) {
-    (void)describe(inputs, setup.compute->device().kind);
+    (void)describe(inputs, *setup.compute);
     shapes_.push_back(shape_of(inputs[0], setup.compute->device().kind));
   }
   slots_ = setup.slots;
   split_ = setup.split_backward;
   layout_ = lay_out(shapes_, split_);
 
-  const Device device = setup.compute->device();
+  const DeviceMemory& memory = setup.compute->memory();
   const auto slots = static_cast<size_t>(slots_);
-  state_ = Buffer(device, slots * layout_.slot_state);
-  gradients_ = Buffer(device, (split_ ? slots : 1) * layout_.slot_gradients);
-  scratch_ = Buffer(device, layout_.scratch);
+  state_ = memory.allocate(slots * layout_.slot_state);
+  gradients_ = memory.allocate((split_ ? slots : 1) * layout_.slot_gradients);
+  scratch_ = memory.allocate(layout_.scratch);
   for (const Buffer* buffer : {&state_, &gradients_, &scratch_}) {
     // So that no page is first touched in a step.
     fill_zero_async(buffer->data(), buffer->size(), setup.compute->stream());
   }
-  parameters_.allocate(device, setup.seed);
-  copies_.allocate(device);
+  parameters_.allocate(memory, setup.seed);
+  copies_.allocate(memory);
   find_first_gradients();
   rehearse_all(setup);
 }
 
 // Primitives are made, and libraries' kernels loaded, when a product is first run: run every size
-// once, on zeros.
+// once, on zeros. The operands take the place of messages that are yet to come.
 void TransformerStage::rehearse_all(const StageSetup& setup) {
   if (layers_.empty()) {
     return;
@@ -198,8 +204,9 @@ void TransformerStage::rehearse_all(const StageSetup& setup) {
   for (size_t i = 0; i < shapes_.size(); ++i) {
     const TensorSpec in_spec = setup.input_sizes[i][0];
     const TensorSpec out_spec = output_spec(shapes_[i]);
-    const Buffer in(setup.compute->device(), in_spec.bytes());
-    const Buffer out(setup.compute->device(), out_spec.bytes());
+    const DeviceMemory& memory = setup.compute->memory();
+    const Buffer in = memory.allocate(in_spec.bytes(), DeviceMemory::Use::kPasses);
+    const Buffer out = memory.allocate(out_spec.bytes(), DeviceMemory::Use::kPasses);
     fill_zero_async(in.data(), in_spec.bytes(), setup.compute->stream());
     const Tensor input{in.data(), in_spec};
     const Tensor output{out.data(), out_spec};
@@ -414,7 +421,7 @@ void LastTransformerStage::rehearse(StageContext& ctx, std::span<const Tensor> i
                                     std::span<const Tensor> outputs) {
   const Shape& shape = outputs[0].shape();
   const TensorSpec spec{DType::kI32, Shape{shape[0], shape[1]}};
-  const Buffer zeros(ctx.compute.device(), spec.bytes());
+  const Buffer zeros = ctx.compute.memory().allocate(spec.bytes(), DeviceMemory::Use::kPasses);
   const HostBuffer sum(ctx.compute.device(), sizeof(double));
   fill_zero_async(zeros.data(), spec.bytes(), ctx.compute.stream());
   const Tensor targets{zeros.data(), spec};

@@ -29,7 +29,7 @@ class TransformerStage : public Stage, public SplitBackward {
   TransformerStage(const TransformerConfig& config, LayerRange range);
 
   [[nodiscard]] StageDescription describe(std::span<const TensorSpec> inputs,
-                                          DeviceKind device) const override;
+                                          ComputeContext& compute) const override;
   void check_inputs(std::span<const Tensor> inputs) const override;
   void prepare(const StageSetup& setup) override;
   void begin_step(ComputeContext& compute) override;

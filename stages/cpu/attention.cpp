@@ -344,11 +344,28 @@ void Attention::backward(std::int64_t sample, const Tensor& qkv, const Tensor& o
   if (sums_apart()) store_key_gradients(sample, dqkv);
 }
 
+// Of which only whether it drops anything is of interest.
+Dropout any_dropout(bool drops) {
+  Dropout dropout;
+  dropout.probability = drops ? 0.5F : 0.0F;
+  return dropout;
+}
+
 }  // namespace
 
 std::size_t attention_state_bytes(const AttentionShape& shape, DType dtype) {
   const Places places(shape);
   return static_cast<std::size_t>(shape.samples * places.heads * places.matrix()) * size_of(dtype);
+}
+
+std::size_t attention_forward_workspace(ComputeContext& ctx, const AttentionShape& shape,
+                                        DType dtype, bool drops) {
+  return Attention(ctx, shape, any_dropout(drops), dtype).take_forward(nullptr);
+}
+
+std::size_t attention_backward_workspace(ComputeContext& ctx, const AttentionShape& shape,
+                                         DType dtype, bool drops) {
+  return Attention(ctx, shape, any_dropout(drops), dtype).take_backward(nullptr);
 }
 
 void attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,

@@ -22,6 +22,12 @@ void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& 
   });
 }
 
+std::size_t embedding_backward_weight_workspace(ComputeContext& /*ctx*/, std::int64_t /*rows*/,
+                                                std::int64_t /*vocabulary*/,
+                                                std::int64_t /*width*/) {
+  return 0;
+}
+
 // Threads share columns, not rows: each element of a gradient is summed in the order of rows.
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
                                const Tensor& dtable, const Tensor& dpositions) {

@@ -7,13 +7,9 @@ namespace sluice::cpu {
 
 namespace {
 
-struct LinearShape {
-  std::int64_t rows, in, out;
-};
-
 LinearShape shape_of(const Tensor& weight, const Tensor& x) {
   const std::int64_t in = weight.shape()[1];
-  return {in == 0 ? 0 : x.elements() / in, in, weight.shape()[0]};
+  return {.rows = in == 0 ? 0 : x.elements() / in, .in = in, .out = weight.shape()[0]};
 }
 
 // Rows of one product: 256 of f32, 512 of bf16. A block's operands stay in a second-level cache of
@@ -32,6 +28,11 @@ void for_row_blocks(DType dtype, std::int64_t rows, const Work& work) {
 
 Tensor rows_of(const Tensor& tensor, std::int64_t first, std::int64_t rows, std::int64_t width) {
   return {element(tensor, first * width), {tensor.spec.dtype, {rows, width}}};
+}
+
+// A block of the gradient between a product and SwiGLU.
+TensorSpec gradient_block(const LinearShape& shape) {
+  return {shape.operands, {std::min(block_rows(shape.operands), shape.rows), shape.in}};
 }
 
 void forward_rows(ComputeContext& ctx, const LinearShape& shape, std::int64_t first,
@@ -75,6 +76,21 @@ void add_column_sums(ComputeContext& ctx, const Tensor& dy, const Tensor& sums) 
 
 }  // namespace
 
+std::size_t linear_forward_workspace(ComputeContext& /*ctx*/, const LinearShape& /*shape*/) {
+  return 0;
+}
+
+std::size_t linear_backward_weight_workspace(ComputeContext& /*ctx*/,
+                                             const LinearShape& /*shape*/) {
+  return 0;
+}
+
+std::size_t linear_activation_backward_input_workspace(ComputeContext& /*ctx*/,
+                                                       Activation activation,
+                                                       const LinearShape& shape) {
+  return activation == Activation::kSwiglu ? gradient_block(shape).bytes() : 0;
+}
+
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y) {
   const LinearShape shape = shape_of(weight, x);
@@ -110,11 +126,16 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
                                       const Tensor& weight, const Tensor& raised,
                                       const Tensor& draised) {
   const std::int64_t width = weight.shape()[1];
-  const LinearShape shape = {width == 0 ? 0 : dy.elements() / weight.shape()[0], width,
-                             weight.shape()[0]};
-  Tensor block = {nullptr,
-                  {dy.spec.dtype, {std::min(block_rows(dy.spec.dtype), shape.rows), width}}};
-  if (activation == Activation::kSwiglu) block.data = ctx.workspace(block.spec.bytes());
+  const LinearShape shape = {.rows = width == 0 ? 0 : dy.elements() / weight.shape()[0],
+                             .in = width,
+                             .out = weight.shape()[0],
+                             .operands = dy.spec.dtype};
+  Tensor block = {nullptr, gradient_block(shape)};
+  if (const std::size_t bytes =
+          cpu::linear_activation_backward_input_workspace(ctx, activation, shape);
+      bytes > 0) {
+    block.data = ctx.workspace(bytes);
+  }
   for_row_blocks(dy.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
     if (activation == Activation::kGelu) {
       backward_rows(ctx, shape, first, rows, dy, weight, draised);

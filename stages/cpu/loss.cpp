@@ -7,16 +7,10 @@ namespace sluice::cpu {
 
 namespace {
 
-constexpr std::int64_t kLossBlock = 16384;
-
 double sum_in_order(const double* values, std::int64_t count) {
   double sum = 0;
   for (std::int64_t i = 0; i < count; ++i) sum += values[i];
   return sum;
-}
-
-double* partial_sums(ComputeContext& ctx, std::int64_t count) {
-  return reinterpret_cast<double*>(ctx.workspace(static_cast<std::size_t>(count) * sizeof(double)));
 }
 
 }  // namespace
@@ -27,7 +21,7 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
   *sum = 0;
   if (rows == 0) return;
   const std::int64_t width = logits.elements() / rows;
-  double* losses = partial_sums(ctx, rows);
+  auto* losses = reinterpret_cast<double*>(ctx.workspace(softmax_cross_entropy_workspace(rows)));
   const TypedKernels& kernels = kernels_for(ctx, logits.spec.dtype);
   parallel_range(ctx, rows, 1, [&](std::int64_t begin, std::int64_t end) {
     kernels.cross_entropy(element(logits, begin * width), targets.as<std::int32_t>() + begin,
@@ -39,15 +33,19 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
                         StepValue<double> scale, bool gradient, double* sum) {
   const std::int64_t count = outputs.elements();
-  const std::int64_t blocks = (count + kLossBlock - 1) / kLossBlock;
-  double* sums = partial_sums(ctx, blocks);
+  const std::int64_t blocks = (count + kSumBlock - 1) / kSumBlock;
+  double one = 0;
+  double* sums = &one;
+  if (const std::size_t bytes = mean_squared_error_workspace(count); bytes > 0) {
+    sums = reinterpret_cast<double*>(ctx.workspace(bytes));
+  }
   const auto factor = static_cast<float>(2 * scale);
   parallel_range(ctx, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t block = begin; block < end; ++block) {
-      const std::int64_t first = block * kLossBlock;
+      const std::int64_t first = block * kSumBlock;
       sums[block] =
           ctx.kernels().squared_error(outputs.as<float>() + first, targets.as<float>() + first,
-                                      factor, gradient, std::min(kLossBlock, count - first));
+                                      factor, gradient, std::min(kSumBlock, count - first));
     }
   });
   *sum = sum_in_order(sums, blocks);

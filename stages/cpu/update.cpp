@@ -5,12 +5,6 @@
 
 namespace sluice::cpu {
 
-namespace {
-
-constexpr std::int64_t kNormBlock = 16384;  // part of the result's definition, see DESIGN
-
-}  // namespace
-
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
   for (const UpdateRun& run : runs) {
     const AdamWArguments arguments = adamw_arguments(step, run.decay);
@@ -33,14 +27,17 @@ void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> ru
 
 void sum_of_squares(ComputeContext& ctx, std::span<const float> values, double* sum) {
   const auto count = static_cast<std::int64_t>(values.size());
-  const std::int64_t blocks = (count + kNormBlock - 1) / kNormBlock;
-  auto* sums =
-      reinterpret_cast<double*>(ctx.workspace(static_cast<std::size_t>(blocks) * sizeof(double)));
+  const std::int64_t blocks = (count + kSumBlock - 1) / kSumBlock;
+  double one = 0;
+  double* sums = &one;
+  if (const std::size_t bytes = sum_of_squares_workspace(count); bytes > 0) {
+    sums = reinterpret_cast<double*>(ctx.workspace(bytes));
+  }
   parallel_range(ctx, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t block = begin; block < end; ++block) {
-      const std::int64_t first = block * kNormBlock;
+      const std::int64_t first = block * kSumBlock;
       sums[block] =
-          ctx.kernels().sum_of_squares(values.data() + first, std::min(kNormBlock, count - first));
+          ctx.kernels().sum_of_squares(values.data() + first, std::min(kSumBlock, count - first));
     }
   });
   *sum = 0;

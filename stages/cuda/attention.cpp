@@ -21,9 +21,8 @@ std::string why_own(ComputeContext& ctx, const AttentionShape& shape, DType dtyp
   return refusal.empty() ? refusal : "cuDNN: " + refusal;
 }
 
-bool takes_cudnn(ComputeContext& ctx, const AttentionShape& shape, DType dtype,
-                 const Dropout& dropout) {
-  return why_own(ctx, shape, dtype, dropout.probability > 0).empty();
+bool takes_cudnn(ComputeContext& ctx, const AttentionShape& shape, DType dtype, bool dropout) {
+  return why_own(ctx, shape, dtype, dropout).empty();
 }
 #else
 std::string why_own(ComputeContext& /*ctx*/, const AttentionShape& /*shape*/, DType /*dtype*/,
@@ -44,11 +43,33 @@ std::size_t attention_state_bytes(const AttentionShape& shape, DType /*dtype*/) 
   return static_cast<std::size_t>(shape.rows() * shape.heads) * sizeof(float);
 }
 
+std::size_t attention_forward_workspace([[maybe_unused]] ComputeContext& ctx,
+                                        [[maybe_unused]] const AttentionShape& shape,
+                                        [[maybe_unused]] DType dtype, [[maybe_unused]] bool drops) {
+#if SLUICE_WITH_CUDNN
+  if (takes_cudnn(ctx, shape, dtype, drops)) {
+    return ctx.cuda().cudnn_attention()->forward_workspace(shape);
+  }
+#endif
+  return 0;
+}
+
+std::size_t attention_backward_workspace([[maybe_unused]] ComputeContext& ctx,
+                                         const AttentionShape& shape, [[maybe_unused]] DType dtype,
+                                         [[maybe_unused]] bool drops) {
+#if SLUICE_WITH_CUDNN
+  if (takes_cudnn(ctx, shape, dtype, drops)) {
+    return ctx.cuda().cudnn_attention()->backward_workspace(shape);
+  }
+#endif
+  return flash_attention_backward_workspace(shape);
+}
+
 void attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                        const Dropout& dropout, const Tensor& out, std::byte* state) {
   if (shape.rows() == 0) return;
 #if SLUICE_WITH_CUDNN
-  if (takes_cudnn(ctx, shape, qkv.spec.dtype, dropout)) {
+  if (takes_cudnn(ctx, shape, qkv.spec.dtype, dropout.probability > 0)) {
     ctx.cuda().cudnn_attention()->forward(ctx, shape, qkv, out, state);
     return;
   }
@@ -61,7 +82,7 @@ void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const 
                         const std::byte* state, const Tensor& dqkv) {
   if (shape.rows() == 0) return;
 #if SLUICE_WITH_CUDNN
-  if (takes_cudnn(ctx, shape, qkv.spec.dtype, dropout)) {
+  if (takes_cudnn(ctx, shape, qkv.spec.dtype, dropout.probability > 0)) {
     ctx.cuda().cudnn_attention()->backward(ctx, shape, qkv, out, dout, state, dqkv);
     return;
   }

@@ -232,6 +232,14 @@ const std::string& CudnnAttention::refusal(const AttentionShape& shape) {
   return find(shape).refusal;
 }
 
+std::size_t CudnnAttention::forward_workspace(const AttentionShape& shape) {
+  return find(shape).forward->workspace_bytes();
+}
+
+std::size_t CudnnAttention::backward_workspace(const AttentionShape& shape) {
+  return delta_bytes(shape) + find(shape).backward->workspace_bytes();
+}
+
 void CudnnAttention::forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                              const Tensor& out, std::byte* state) {
   const Entry& entry = find(shape);
@@ -242,7 +250,7 @@ void CudnnAttention::forward(ComputeContext& ctx, const AttentionShape& shape, c
                                                        {forward.value, at.value},
                                                        {forward.out, out.data},
                                                        {forward.log_sum, state}}};
-  entry.forward->run(context_.cudnn(), operands, ctx.workspace(entry.forward->workspace_bytes()));
+  entry.forward->run(context_.cudnn(), operands, ctx.workspace(forward_workspace(shape)));
 }
 
 void CudnnAttention::backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
@@ -251,7 +259,7 @@ void CudnnAttention::backward(ComputeContext& ctx, const AttentionShape& shape, 
   const Entry& entry = find(shape);
   const AttentionBackwardTensors& backward = entry.in_backward;
   const Packed at(shape, qkv), gradient(shape, dqkv);
-  std::byte* delta = ctx.workspace(delta_bytes(shape) + entry.backward->workspace_bytes());
+  std::byte* delta = ctx.workspace(backward_workspace(shape));
   const std::array<CudnnPlan::Operand, 10> operands = {{{backward.query, at.query},
                                                         {backward.key, at.key},
                                                         {backward.value, at.value},

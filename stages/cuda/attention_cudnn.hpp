@@ -43,6 +43,9 @@ class CudnnAttention {
   // can run; else why not, in words for a report.
   [[nodiscard]] const std::string& refusal(const AttentionShape& shape);
 
+  // What the two take of ctx.workspace(), for shapes without a refusal.
+  [[nodiscard]] std::size_t forward_workspace(const AttentionShape& shape);
+  [[nodiscard]] std::size_t backward_workspace(const AttentionShape& shape);
   // As in operators.hpp, for shapes without a refusal; the state is the logarithm of each row's sum
   // of exponentials, f32 [samples, heads, sequence].
   void forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,

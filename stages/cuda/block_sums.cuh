@@ -1,12 +1,12 @@
-// Sums in double over fixed blocks of 16,384 elements, and the sum of those in a fixed order:
+// Sums in double over fixed blocks of kSumBlock elements, and the sum of those in a fixed order:
 // results depend on the number of elements alone.
 #pragma once
 
+#include "stages/backends.hpp"
 #include "stages/cuda/elements.cuh"
 
 namespace sluice::cuda {
 
-constexpr int64_t kSumBlock = 16384;  // part of the results' definition, see DESIGN
 constexpr int kSumThreads = 512;
 
 // out[block] = sum of terms.of(i) over the block's elements.
@@ -48,17 +48,17 @@ inline void add_up(ComputeContext& ctx, const double* values, int64_t count, dou
          Doubles{values}, count, sum);
 }
 
-// *sum = sum of terms.of(i) over [0, count). Uses ctx.workspace().
+// *sum = sum of terms.of(i) over [0, count). Takes sum_of_squares_workspace(count).
 template <typename Terms>
 void sum_of_blocks(ComputeContext& ctx, const char* name, const Terms& terms, int64_t count,
                    double* sum) {
-  if (count <= kSumBlock) {
+  const std::size_t bytes = sum_of_squares_workspace(count);
+  if (bytes == 0) {
     launch(name, total_kernel<Terms>, {1, kSumThreads}, native(ctx.stream()), terms, count, sum);
     return;
   }
   const int64_t blocks = divide_up(count, kSumBlock);
-  auto* sums =
-      reinterpret_cast<double*>(ctx.workspace(static_cast<std::size_t>(blocks) * sizeof(double)));
+  auto* sums = reinterpret_cast<double*>(ctx.workspace(bytes));
   launch(name, block_sums_kernel<Terms>, {blocks_for(blocks, 1), kSumThreads}, native(ctx.stream()),
          terms, count, sums);
   add_up(ctx, sums, blocks, sum);

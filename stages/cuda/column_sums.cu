@@ -21,6 +21,10 @@ struct Columns {
 
 }  // namespace
 
+std::size_t column_sums_workspace(std::int64_t rows, std::int64_t width) {
+  return partial_sums_bytes(rows, width, 1);
+}
+
 void add_column_sums(ComputeContext& ctx, const Tensor& dy, const Tensor& sums) {
   const int64_t width = sums.elements(), rows = width == 0 ? 0 : dy.elements() / width;
   with_type(dy.spec.dtype, [&](auto type) {

@@ -73,18 +73,32 @@ struct PartialSums {
   }
 };
 
+// How the rows are cut, and what the partial sums of `terms` sums per column take.
+struct RowSlices {
+  int64_t rows;  // of a slice
+  int64_t count;
+};
+
+inline RowSlices row_slices(int64_t rows) {
+  constexpr int64_t kLeastRows = 64, kMostSlices = 96;
+  const int64_t least = divide_up(rows, kMostSlices);
+  const int64_t each = divide_up(least < kLeastRows ? kLeastRows : least, kSumWarps) * kSumWarps;
+  return {each, divide_up(rows, each)};
+}
+
+inline std::size_t partial_sums_bytes(int64_t rows, int64_t width, int terms) {
+  const int64_t slices = row_slices(rows).count;
+  return slices <= 1 ? 0 : static_cast<std::size_t>(terms * slices * width) * sizeof(float);
+}
+
 // out[term] [width] += the sums of `terms` over all rows. `wide`: N columns at a time; operands and
 // rows are aligned for it.
 template <int N, typename Terms>
 void add_sums(ComputeContext& ctx, const char* name, const Terms& terms, int64_t rows,
               int64_t width, bool wide, float* const (&out)[Terms::kTerms]) {
   constexpr int kTerms = Terms::kTerms;
-  constexpr int64_t kLeastRows = 64, kMostSlices = 96;
   if (rows == 0 || width == 0) return;
-  const int64_t least = divide_up(rows, kMostSlices);
-  const int64_t slice_rows =
-      divide_up(least < kLeastRows ? kLeastRows : least, kSumWarps) * kSumWarps;
-  const int64_t slices = divide_up(rows, slice_rows);
+  const auto [slice_rows, slices] = row_slices(rows);
   const auto run = [&](auto matrix, int64_t count, int64_t slice, bool packs,
                        const ColumnSumsTarget<kTerms>& target) {
     using Matrix = decltype(matrix);
@@ -102,8 +116,7 @@ void add_sums(ComputeContext& ctx, const char* name, const Terms& terms, int64_t
     return;
   }
   const int64_t size = slices * width;
-  auto* partial = reinterpret_cast<float*>(
-      ctx.workspace(static_cast<std::size_t>(kTerms * size) * sizeof(float)));
+  auto* partial = reinterpret_cast<float*>(ctx.workspace(partial_sums_bytes(rows, width, kTerms)));
   ColumnSumsTarget<kTerms> first{{}, false};
   for (int term = 0; term < kTerms; ++term) first.out[term] = partial + term * size;
   run(terms, rows, slice_rows, wide, first);

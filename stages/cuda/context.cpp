@@ -14,12 +14,9 @@
 
 namespace sluice::cuda {
 
-Context::Context(Device device, StreamView stream)
-    : device_(device),
-      stream_(stream),
-      workspace_(device, kWorkspaceBytes),
-      matmuls_(std::make_unique<Matmuls>(*this)) {
-  const DeviceProperties properties = properties_of(device);
+Context::Context(const DeviceMemory& memory, StreamView stream)
+    : memory_(memory), stream_(stream), matmuls_(std::make_unique<Matmuls>(*this)) {
+  const DeviceProperties properties = properties_of(memory.device());
   compute_capability_ = 10 * properties.major + properties.minor;
 #if SLUICE_WITH_CUDNN
   cudnn_attention_ = std::make_shared<CudnnAttention>(*this);
@@ -36,6 +33,11 @@ Context::~Context() {
   if (cublas_ != nullptr) cublasLtDestroy(cublas_);
 }
 
+std::byte* Context::workspace() {
+  if (workspace_.size() == 0) workspace_ = memory_.allocate(kWorkspaceBytes);
+  return workspace_.data();
+}
+
 cudnnContext* Context::cudnn() {
 #if SLUICE_WITH_CUDNN
   if (cudnn_ == nullptr) {
@@ -50,8 +52,8 @@ cudnnContext* Context::cudnn() {
   return cudnn_;
 }
 
-std::shared_ptr<Context> make_context(Device device, StreamView stream) {
-  return std::make_shared<Context>(device, stream);
+std::shared_ptr<Context> make_context(const DeviceMemory& memory, StreamView stream) {
+  return std::make_shared<Context>(memory, stream);
 }
 
 std::string libraries() {

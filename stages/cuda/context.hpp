@@ -2,9 +2,9 @@
 // compute stream, the scratch memory of matrix products, and the products and attention graphs
 // prepared so far. A CUDA stage of one's own finds stream, cuBLASLt handle and scratch here.
 //
-// Made for one device and one stream, which outlives it; the device is the current one of the
-// calling thread whenever a member or an operator is called. Used from one thread. Nothing here
-// blocks the host once a product or graph was made.
+// Made for the device of one memory and one stream, which outlives it; the device is the current
+// one of the calling thread whenever a member or an operator is called. Used from one thread.
+// Nothing here blocks the host once a product or graph was made.
 //
 // The toolkit's headers are not needed to include this: cublasLtHandle_t and cudnnHandle_t are
 // pointers to the two types declared below.
@@ -14,7 +14,7 @@
 #include <memory>
 #include <string>
 
-#include "comm/device.hpp"
+#include "comm/device_memory.hpp"
 
 struct cublasLtContext;
 struct cudnnContext;
@@ -31,21 +31,21 @@ class Context {
   static constexpr std::size_t kWorkspaceBytes = std::size_t{32} << 20;
 
   // Throws Error(kDevice) naming the call that failed.
-  Context(Device device, StreamView stream);
+  Context(const DeviceMemory& memory, StreamView stream);
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  [[nodiscard]] Device device() const { return device_; }
+  [[nodiscard]] Device device() const { return memory_.device(); }
   [[nodiscard]] StreamView stream() const { return stream_; }
   // Major * 10 + minor: 90 for an H100 or H200.
   [[nodiscard]] int compute_capability() const { return compute_capability_; }
 
   // The handle is a cublasLtHandle_t.
   [[nodiscard]] cublasLtContext* cublas() const { return cublas_; }
-  // Device memory, kWorkspaceBytes at a multiple of 256. Free for any work on stream(), whose order
-  // keeps its uses apart; its contents do not survive the next operator.
-  [[nodiscard]] std::byte* workspace() const { return workspace_.data(); }
+  // Device memory, kWorkspaceBytes at a multiple of 256, taken on first use. Free for any work on
+  // stream(), whose order keeps its uses apart; its contents do not survive the next operator.
+  [[nodiscard]] std::byte* workspace();
   [[nodiscard]] Matmuls& matmuls() { return *matmuls_; }
 
   // cudnnHandle_t, bound to stream(); made on first use, which takes a while. Null where Sluice was
@@ -60,7 +60,7 @@ class Context {
   void set_tf32(bool allowed) { tf32_ = allowed; }
 
  private:
-  Device device_;
+  DeviceMemory memory_;
   StreamView stream_;
   int compute_capability_ = 0;
   bool tf32_ = false;
@@ -71,7 +71,7 @@ class Context {
   std::shared_ptr<CudnnAttention> cudnn_attention_;
 };
 
-[[nodiscard]] std::shared_ptr<Context> make_context(Device device, StreamView stream);
+[[nodiscard]] std::shared_ptr<Context> make_context(const DeviceMemory& memory, StreamView stream);
 
 // "cuBLASLt 13.1.0, cuDNN 9.19.0": the libraries at hand, for reports.
 [[nodiscard]] std::string libraries();

@@ -186,6 +186,20 @@ struct JoinedSums : TableGradient {
   }
 };
 
+// Hands out the scratch of a gradient whose counts and width are set; returns the bytes it takes.
+std::size_t cut(TableGradient& gradient, std::byte* base) {
+  Places& places = gradient.places;
+  const int64_t tiles = divide_up(places.count, kTile);
+  Pieces pieces(base);
+  places.counts = pieces.take<int32_t>(divide_up(places.count, kChunk) * places.vocabulary);
+  places.starts = pieces.take<int32_t>(places.vocabulary + 1);
+  places.totals = pieces.take<int32_t>(divide_up(places.vocabulary, kSortThreads));
+  places.sorted = pieces.take<int32_t>(places.count);
+  gradient.heads = pieces.take<float>(tiles * gradient.width);
+  gradient.tails = pieces.take<float>(tiles * gradient.width);
+  return pieces.used();
+}
+
 TableGradient take_scratch(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
                            const Tensor& dtable) {
   TableGradient gradient{};
@@ -196,18 +210,8 @@ TableGradient take_scratch(ComputeContext& ctx, const Tensor& tokens, const Tens
   gradient.dout = dout.as<float>();
   gradient.dtable = dtable.as<float>();
   gradient.width = dtable.shape()[1];
-  const int64_t tiles = divide_up(places.count, kTile);
-  const auto cut = [&](std::byte* base) {
-    Pieces pieces(base);
-    places.counts = pieces.take<int32_t>(divide_up(places.count, kChunk) * places.vocabulary);
-    places.starts = pieces.take<int32_t>(places.vocabulary + 1);
-    places.totals = pieces.take<int32_t>(divide_up(places.vocabulary, kSortThreads));
-    places.sorted = pieces.take<int32_t>(places.count);
-    gradient.heads = pieces.take<float>(tiles * gradient.width);
-    gradient.tails = pieces.take<float>(tiles * gradient.width);
-    return pieces.used();
-  };
-  cut(ctx.workspace(cut(nullptr)));
+  cut(gradient, ctx.workspace(cuda::embedding_backward_weight_workspace(
+                    ctx, places.count, places.vocabulary, gradient.width)));
   return gradient;
 }
 
@@ -228,6 +232,15 @@ void sort_places(ComputeContext& ctx, const Places& places) {
 }
 
 }  // namespace
+
+std::size_t embedding_backward_weight_workspace(ComputeContext& /*ctx*/, std::int64_t rows,
+                                                std::int64_t vocabulary, std::int64_t width) {
+  TableGradient gradient{};
+  gradient.places.count = rows;
+  gradient.places.vocabulary = vocabulary;
+  gradient.width = width;
+  return cut(gradient, nullptr);
+}
 
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out) {

@@ -438,6 +438,10 @@ void flash_attention_forward(ComputeContext& ctx, const AttentionShape& shape, c
   });
 }
 
+std::size_t flash_attention_backward_workspace(const AttentionShape& shape) {
+  return static_cast<std::size_t>(shape.rows() * shape.heads) * sizeof(float);
+}
+
 void flash_attention_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                               const Tensor& out, const Tensor& dout, const Dropout& dropout,
                               const std::byte* state, const Tensor& dqkv) {
@@ -452,8 +456,7 @@ void flash_attention_backward(ComputeContext& ctx, const AttentionShape& shape, 
     call.dqkv = dqkv.as<T>();
     // Read alone from here on; forward's place for it is written.
     call.lse = const_cast<float*>(reinterpret_cast<const float*>(state));
-    call.delta =
-        reinterpret_cast<float*>(ctx.workspace(static_cast<std::size_t>(lines) * sizeof(float)));
+    call.delta = reinterpret_cast<float*>(ctx.workspace(flash_attention_backward_workspace(shape)));
     const cudaStream_t stream = native(ctx.stream());
     launch("attention backward, row dots", delta_kernel<T>,
            {blocks_for(lines, kBlockThreads / kWarpThreads), kBlockThreads}, stream, call);

@@ -14,9 +14,10 @@ namespace sluice::cuda {
 // alone. Throws Error(kUsage) for a head_dim above 256.
 void flash_attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                              const Dropout& dropout, const Tensor& out, std::byte* state);
-// Uses ctx.workspace() for one f32 per row and head.
 void flash_attention_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                               const Tensor& out, const Tensor& dout, const Dropout& dropout,
                               const std::byte* state, const Tensor& dqkv);
+// What it takes of ctx.workspace(): one f32 per row and head.
+[[nodiscard]] std::size_t flash_attention_backward_workspace(const AttentionShape& shape);
 
 }  // namespace sluice::cuda

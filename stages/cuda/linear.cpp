@@ -9,12 +9,8 @@ namespace sluice::cuda {
 
 namespace {
 
-struct LinearShape {
-  std::int64_t rows, in, out;
-};
-
 LinearShape shape_of(const Tensor& weight, std::int64_t rows) {
-  return {rows, weight.shape()[1], weight.shape()[0]};
+  return {.rows = rows, .in = weight.shape()[1], .out = weight.shape()[0]};
 }
 
 std::int64_t rows_of(const Tensor& tensor, std::int64_t width) {
@@ -47,10 +43,14 @@ MatMulSpec backward_product(const LinearShape& shape, DType dtype) {
 }
 
 // The library adds a bias of the result's type only; a bf16 result gets it rounded, in scratch.
+std::size_t rounded_bias_bytes(std::int64_t out, DType result) {
+  return result == DType::kF32 ? 0 : static_cast<std::size_t>(out) * size_of(result);
+}
+
 const void* bias_for(ComputeContext& ctx, const Tensor& bias, DType result) {
-  if (bias.data == nullptr || bias.spec.dtype == result) return bias.data;
+  if (bias.data == nullptr || result == DType::kF32) return bias.data;
   Tensor rounded = {nullptr, {result, bias.shape()}};
-  rounded.data = ctx.workspace(rounded.spec.bytes());
+  rounded.data = ctx.workspace(rounded_bias_bytes(bias.elements(), result));
   cuda::convert(ctx, bias, rounded);
   return rounded.data;
 }
@@ -68,6 +68,21 @@ bool fuses(ComputeContext& ctx, const ProductSpec& spec) {
 }
 
 }  // namespace
+
+std::size_t linear_forward_workspace(ComputeContext& /*ctx*/, const LinearShape& shape) {
+  return shape.bias ? rounded_bias_bytes(shape.out, shape.result) : 0;
+}
+
+std::size_t linear_backward_weight_workspace(ComputeContext& /*ctx*/, const LinearShape& shape) {
+  return shape.bias ? column_sums_workspace(shape.rows, shape.out) : 0;
+}
+
+std::size_t linear_activation_backward_input_workspace(ComputeContext& /*ctx*/,
+                                                       Activation activation,
+                                                       const LinearShape& shape) {
+  if (activation == Activation::kGelu) return 0;
+  return TensorSpec{shape.operands, {shape.rows, shape.in}}.bytes();
+}
 
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y) {
@@ -126,7 +141,8 @@ void linear_activation_forward(ComputeContext& ctx, Activation activation, const
 void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
                                       const Tensor& weight, const Tensor& raised,
                                       const Tensor& draised) {
-  const LinearShape shape = shape_of(weight, rows_of(dy, weight.shape()[0]));
+  LinearShape shape = shape_of(weight, rows_of(dy, weight.shape()[0]));
+  shape.operands = dy.spec.dtype;
   if (activation == Activation::kGelu) {
     const ProductSpec fused = {backward_product(shape, dy.spec.dtype), Epilogue::kGeluGradient};
     if (fuses(ctx, fused)) {
@@ -139,7 +155,8 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
     return;
   }
   Tensor gradient = {nullptr, {dy.spec.dtype, {shape.rows, shape.in}}};
-  gradient.data = ctx.workspace(gradient.spec.bytes());
+  gradient.data =
+      ctx.workspace(cuda::linear_activation_backward_input_workspace(ctx, activation, shape));
   cuda::linear_backward_input(ctx, dy, weight, gradient);
   cuda::swiglu_backward(ctx, raised, gradient, draised);
 }

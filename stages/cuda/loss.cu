@@ -116,8 +116,7 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
                            StepValue<double> scale, bool gradient, double* sum) {
   const int64_t rows = targets.elements();
   const int64_t width = rows == 0 ? 0 : logits.elements() / rows;
-  auto* losses =
-      reinterpret_cast<double*>(ctx.workspace(static_cast<std::size_t>(rows) * sizeof(double)));
+  auto* losses = reinterpret_cast<double*>(ctx.workspace(softmax_cross_entropy_workspace(rows)));
   if (rows > 0) {
     const auto run = [&](auto threads) {
       constexpr int kThreads = decltype(threads)::value;

@@ -247,7 +247,7 @@ void Matmuls::run(const ProductSpec& spec, const ProductOperands& operands) {
     set(plan.description, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands.aux);
   }
   const float one = 1, beta = product.accumulate ? 1.0F : 0.0F;
-  const Context& context = state_->context;
+  Context& context = state_->context;
   const cublasStatus_t status =
       cublasLtMatmul(context.cublas(), plan.description.get(), &one, operands.b, plan.b.get(),
                      operands.a, plan.a.get(), &beta, operands.c, plan.c.get(), operands.c,

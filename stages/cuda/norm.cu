@@ -239,6 +239,11 @@ void norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x
 
 }  // namespace
 
+std::size_t norm_backward_weight_workspace(ComputeContext& /*ctx*/, std::int64_t rows,
+                                           std::int64_t width, int terms) {
+  return partial_sums_bytes(rows, width, terms);
+}
+
 void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
                         const Tensor& gamma, const Tensor& beta, float epsilon, const Tensor& y,
                         const Tensor& stats) {

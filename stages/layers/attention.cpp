@@ -46,6 +46,21 @@ void AttentionLayer::measure(const BatchShape& shape, Memory& memory) const {
   carve(shape, memory);
 }
 
+// Nothing is dropped in evaluation.
+OperatorMemory AttentionLayer::branch_operators(ComputeContext& compute,
+                                                const BatchShape& batch) const {
+  const AttentionShape shape = attention_shape(batch);
+  const bool drops = probabilities_.probability > 0;
+  const std::int64_t rows = batch.rows();
+  return {
+      .workspace = std::max({qkv_.workspace(compute, rows, precision()),
+                             output_.workspace(compute, rows, DType::kF32),
+                             attention_forward_workspace(compute, shape, precision(), false),
+                             attention_forward_workspace(compute, shape, precision(), drops),
+                             attention_backward_workspace(compute, shape, precision(), drops)}),
+      .tables = rotary_base_ ? ComputeContext::rotary_table_bytes(shape.sequence, head_dim_) : 0};
+}
+
 Dropout AttentionLayer::mask(const LayerCall& call) const {
   return probabilities_.at(call, heads_ * call.shape.sequence * call.shape.sequence);
 }

@@ -28,6 +28,11 @@ LayerMemory EmbeddingLayer::memory(const BatchShape& shape) const {
   return {.gradients = gradients.used()};
 }
 
+OperatorMemory EmbeddingLayer::operators(ComputeContext& compute, const BatchShape& shape) const {
+  return {.workspace = embedding_backward_weight_workspace(compute, shape.rows(), tokens_->shape[0],
+                                                           width_)};
+}
+
 Tensor EmbeddingLayer::dropped(const LayerCall& call) const {
   return Carver(call.gradients).tensor(DType::kF32, call.shape.rows(), width_);
 }
@@ -90,6 +95,11 @@ LayerMemory HeadLayer::memory(const BatchShape& shape) const {
     return tensor.shape().rank() == 0 ? 0 : round_up(tensor.spec.bytes(), kBufferAlignment);
   };
   return {.until_weight = bytes(kept.normed) + bytes(kept.stats), .gradients = bytes(kept.dnormed)};
+}
+
+OperatorMemory HeadLayer::operators(ComputeContext& compute, const BatchShape& shape) const {
+  return {.workspace = std::max(norm_.workspace(compute, shape.rows()),
+                                projection_.workspace(compute, shape.rows(), precision_))};
 }
 
 Residual HeadLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {

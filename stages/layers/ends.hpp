@@ -19,6 +19,8 @@ class EmbeddingLayer final : public Layer {
   EmbeddingLayer(const Options& options, ParameterSet& parameters);
 
   [[nodiscard]] LayerMemory memory(const BatchShape& shape) const override;
+  [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
+                                         const BatchShape& shape) const override;
   [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
   void recompute(LayerCall& call, const Tensor& in) override;
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
@@ -47,6 +49,8 @@ class HeadLayer final : public Layer {
   HeadLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
 
   [[nodiscard]] LayerMemory memory(const BatchShape& shape) const override;
+  [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
+                                         const BatchShape& shape) const override;
   [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
   void recompute(LayerCall& call, const Tensor& in) override;
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,

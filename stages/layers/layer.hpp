@@ -9,6 +9,7 @@
 // so nothing depends on where a stage ends.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -56,6 +57,15 @@ struct LayerMemory {
   std::size_t scratch = 0;       // within one call
 };
 
+// What a layer's operators take of the compute context, which all layers of a rank share.
+struct OperatorMemory {
+  std::size_t workspace = 0;  // the most that one of them takes
+  std::size_t tables = 0;     // constants
+};
+[[nodiscard]] constexpr OperatorMemory largest(const OperatorMemory& a, const OperatorMemory& b) {
+  return {std::max(a.workspace, b.workspace), std::max(a.tables, b.tables)};
+}
+
 // The same memory, handed in with a call.
 struct LayerCall {
   StageContext& stage;
@@ -80,6 +90,9 @@ class Layer {
   virtual ~Layer() = default;
 
   [[nodiscard]] virtual LayerMemory memory(const BatchShape& shape) const = 0;
+  // In any phase.
+  [[nodiscard]] virtual OperatorMemory operators(ComputeContext& compute,
+                                                 const BatchShape& shape) const = 0;
   // Completes `in` where something is pending; writes `out`, and returns it with what is pending.
   [[nodiscard]] virtual Residual forward(LayerCall& call, const Residual& in,
                                          const Tensor& out) = 0;

@@ -29,6 +29,11 @@ MlpLayer::Kept MlpLayer::carve(const BatchShape& shape, Memory& memory) const {
 
 void MlpLayer::measure(const BatchShape& shape, Memory& memory) const { carve(shape, memory); }
 
+OperatorMemory MlpLayer::branch_operators(ComputeContext& compute, const BatchShape& shape) const {
+  return {.workspace = std::max(up_.workspace(compute, shape.rows(), precision()),
+                                down_.workspace(compute, shape.rows(), DType::kF32, activation()))};
+}
+
 void MlpLayer::branch_keep(LayerCall& call, Memory memory, const Tensor& x) {
   const Kept kept = carve(call.shape, memory);
   up_.forward(call.compute(), activation(), x, kept.raised, kept.hidden);

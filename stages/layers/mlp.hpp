@@ -25,6 +25,8 @@ class MlpLayer final : public ResidualLayer {
 
  protected:
   void measure(const BatchShape& shape, Memory& memory) const override;
+  [[nodiscard]] OperatorMemory branch_operators(ComputeContext& compute,
+                                                const BatchShape& shape) const override;
   void branch_keep(LayerCall& call, Memory memory, const Tensor& x) override;
   void branch_result(LayerCall& call, Memory memory, const Tensor& y) override;
   void branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,

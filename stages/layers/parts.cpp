@@ -22,14 +22,14 @@ std::size_t WeightCopies::bytes() const {
   return carver.used();
 }
 
-void WeightCopies::allocate(Device device) {
+void WeightCopies::allocate(const DeviceMemory& memory) {
   if (precision_ == DType::kF32) {
     for (Copy& copy : copies_) {
       copy.tensor = copy.parameter->value;
     }
     return;
   }
-  memory_ = Buffer(device, bytes());
+  memory_ = memory.allocate(bytes());
   Carver carver(memory_.data());
   for (Copy& copy : copies_) {
     const Shape& shape = copy.parameter->shape;
@@ -53,10 +53,25 @@ Linear::Linear(const std::string& name, const Options& options, ParameterSet& pa
                WeightCopies& copies)
     : weight_(&parameters.add(name + ".weight", Shape{options.out, options.in},
                               Init::normal(options.deviation), true, options.tied)),
-      operand_(&copies.add(*weight_)) {
+      operand_(&copies.add(*weight_)),
+      operand_type_(copies.precision()) {
   if (options.bias) {
     bias_ = &parameters.add(name + ".bias", Shape{options.out}, Init::constant(0), false);
   }
+}
+
+std::size_t Linear::workspace(ComputeContext& ctx, std::int64_t rows, DType result,
+                              std::optional<Activation> before) const {
+  const LinearShape shape = {.rows = rows,
+                             .in = in(),
+                             .out = out(),
+                             .operands = operand_type_,
+                             .result = result,
+                             .bias = bias_ != nullptr};
+  const std::size_t bytes =
+      std::max(linear_forward_workspace(ctx, shape), linear_backward_weight_workspace(ctx, shape));
+  return before ? std::max(bytes, linear_activation_backward_input_workspace(ctx, *before, shape))
+                : bytes;
 }
 
 void Linear::forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) const {
@@ -87,6 +102,11 @@ Norm::Norm(Kind kind, const std::string& name, std::int64_t width, ParameterSet&
   if (kind == Kind::kLayer) {
     bias_ = &parameters.add(name + ".bias", Shape{width}, Init::constant(0), false);
   }
+}
+
+std::size_t Norm::workspace(ComputeContext& ctx, std::int64_t rows) const {
+  return norm_backward_weight_workspace(ctx, rows, weight_->shape[0],
+                                        kind_ == Kind::kLayer ? 2 : 1);
 }
 
 void Norm::forward(ComputeContext& ctx, const Residual& x, const Tensor& y,

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <string>
 
 #include "stages/layers/layer.hpp"
@@ -22,7 +23,7 @@ class WeightCopies {
   // What allocate() takes.
   [[nodiscard]] std::size_t bytes() const;
   // After ParameterSet::allocate.
-  void allocate(Device device);
+  void allocate(const DeviceMemory& memory);
   // Converts all values where `version` is not that of the last call.
   void refresh(ComputeContext& ctx, std::uint64_t version);
   [[nodiscard]] DType precision() const { return precision_; }
@@ -53,6 +54,10 @@ class Linear {
 
   [[nodiscard]] std::int64_t in() const { return weight_->shape[1]; }
   [[nodiscard]] std::int64_t out() const { return weight_->shape[0]; }
+  // The most that a call takes of ctx.workspace(), for a y of type `result`, `before` the
+  // activation that precedes the product.
+  [[nodiscard]] std::size_t workspace(ComputeContext& ctx, std::int64_t rows, DType result,
+                                      std::optional<Activation> before = std::nullopt) const;
   void forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) const;
   void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& dx) const;
   void backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy) const;
@@ -68,6 +73,7 @@ class Linear {
   Parameter* weight_;
   Parameter* bias_ = nullptr;
   const Tensor* operand_;  // the weight in the products' precision
+  DType operand_type_;
 };
 
 // LayerNorm with weight and bias, or RMSNorm with a weight.
@@ -77,6 +83,8 @@ class Norm {
   Norm(Kind kind, const std::string& name, std::int64_t width, ParameterSet& parameters);
 
   [[nodiscard]] std::int64_t stats_per_row() const { return kind_ == Kind::kLayer ? 2 : 1; }
+  // The most that a call takes of ctx.workspace().
+  [[nodiscard]] std::size_t workspace(ComputeContext& ctx, std::int64_t rows) const;
   // Completes x first.
   void forward(ComputeContext& ctx, const Residual& x, const Tensor& y, const Tensor& stats) const;
   // dx += .

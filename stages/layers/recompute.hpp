@@ -20,6 +20,10 @@ class RecomputedLayer final : public Layer {
   explicit RecomputedLayer(std::unique_ptr<Layer> layer) : layer_(std::move(layer)) {}
 
   [[nodiscard]] LayerMemory memory(const BatchShape& shape) const override;
+  [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
+                                         const BatchShape& shape) const override {
+    return layer_->operators(compute, shape);
+  }
   [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
   void recompute(LayerCall& call, const Tensor& in) override;
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,

@@ -32,6 +32,11 @@ LayerMemory ResidualLayer::memory(const BatchShape& shape) const {
           memory.scratch.used()};
 }
 
+OperatorMemory ResidualLayer::operators(ComputeContext& compute, const BatchShape& shape) const {
+  return largest({.workspace = norm_.workspace(compute, shape.rows())},
+                 branch_operators(compute, shape));
+}
+
 void ResidualLayer::keep(LayerCall& call, const Residual& in) {
   Memory memory;
   const Kept kept = carve(call, memory);

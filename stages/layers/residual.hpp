@@ -14,6 +14,8 @@ namespace sluice {
 class ResidualLayer : public Layer {
  public:
   [[nodiscard]] LayerMemory memory(const BatchShape& shape) const final;
+  [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
+                                         const BatchShape& shape) const final;
   [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) final;
   void recompute(LayerCall& call, const Tensor& in) final;
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
@@ -34,6 +36,8 @@ class ResidualLayer : public Layer {
 
   // Carves everything the branch ever uses, to measure it.
   virtual void measure(const BatchShape& shape, Memory& memory) const = 0;
+  [[nodiscard]] virtual OperatorMemory branch_operators(ComputeContext& compute,
+                                                        const BatchShape& shape) const = 0;
   // Forward in two: all that the branch keeps, from x [rows, width] in the products' precision;
   // then its result y f32 [rows, width], from what it keeps.
   virtual void branch_keep(LayerCall& call, Memory memory, const Tensor& x) = 0;

@@ -17,7 +17,7 @@ inline constexpr int kRounds = 201;
 
 class IdleStage : public Stage, public LossStage {
  public:
-  StageDescription describe(std::span<const TensorSpec> inputs, DeviceKind) const override {
+  StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
     return {{inputs[0]}};
   }
   void prepare(const StageSetup&) override {}

@@ -25,7 +25,7 @@ using std::chrono::milliseconds;
 class SleepingStage : public Stage, public SplitBackward, public LossStage {
  public:
   explicit SleepingStage(milliseconds time) : time_(time) {}
-  StageDescription describe(std::span<const TensorSpec> inputs, DeviceKind) const override {
+  StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
     return {{inputs[0]}};
   }
   void prepare(const StageSetup&) override {}

@@ -48,8 +48,8 @@ std::vector<float> on_host(Rank& rank, std::vector<float> values) {
 TEST_P(NcclSumsTest, HaveTheBitsOfTheHostsOrderedSum) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
-    NcclSums sums(queue, rank.seam, rank.device, "the replicas", NcclSums::Method::kOrdered,
-                  &rank.control);
+    NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), "the replicas",
+                  NcclSums::Method::kOrdered, &rank.control);
     const Stream compute(rank.device);
     Event ready(rank.device);
     // Fewer values than ranks, than a shard's multiple, odd ones, and whole shards.
@@ -69,8 +69,8 @@ TEST_P(NcclSumsTest, HaveTheBitsOfTheHostsOrderedSum) {
 TEST_P(NcclSumsTest, DoNotDependOnHowARangeIsCut) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 16, rank.size());
-    NcclSums sums(queue, rank.seam, rank.device, "the replicas", NcclSums::Method::kOrdered,
-                  &rank.control);
+    NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), "the replicas",
+                  NcclSums::Method::kOrdered, &rank.control);
     const std::size_t count = 3001;
     const std::vector<float> mine = addends(rank.rank(), count);
     const OnDevice<float> values(rank.device, std::vector<float>(count));
@@ -98,8 +98,8 @@ TEST_P(NcclSumsTest, DoNotDependOnHowARangeIsCut) {
 TEST_P(NcclSumsTest, ByTheLibraryAreCloseToTheOrderedOnes) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
-    NcclSums sums(queue, rank.seam, rank.device, "the replicas", NcclSums::Method::kAllReduce,
-                  &rank.control);
+    NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), "the replicas",
+                  NcclSums::Method::kAllReduce, &rank.control);
     EXPECT_EQ(sums.workspace(1000), 0U);
     const std::vector<float> mine = addends(rank.rank(), 1000);
     const OnDevice<float> values(rank.device, mine);
@@ -118,8 +118,8 @@ TEST_P(NcclSumsTest, ByTheLibraryAreCloseToTheOrderedOnes) {
 TEST_P(NcclSumsPeersTest, RefuseAWorkspaceTooSmall) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
-    NcclSums sums(queue, rank.seam, rank.device, "the replicas", NcclSums::Method::kOrdered,
-                  &rank.control);
+    NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), "the replicas",
+                  NcclSums::Method::kOrdered, &rank.control);
     const OnDevice<float> values(rank.device, 100);
     const OnDevice<float> workspace(rank.device, sums.workspace(100));
     const Event now;

@@ -1,11 +1,16 @@
-// What a test may do to the emulated NCCL that no program can do to the real one.
+// What a test may do to the emulated CUDA and NCCL, and ask of them, that no program can of the
+// real ones.
 #pragma once
 
 #include <nccl.h>
 
+#include <cstddef>
 #include <vector>
 
 namespace sluice::emulated {
+
+// Bytes of every cudaMalloc on the device that succeeded so far, in order, freed ones included.
+[[nodiscard]] std::vector<std::size_t> allocations(int device);
 
 // From now on ncclCommGetAsyncError reports `failure` for this communicator, as after the death of
 // a peer; what it waits for stays blocked until ncclCommAbort. Programs that cannot be reached this

@@ -61,7 +61,8 @@ struct DeviceRange {
   std::size_t reached = 0;  // first address never given out, from begin
   std::size_t used = 0;
   Ranges allocations;
-  int key = -1;  // of memory protection
+  std::vector<std::size_t> made;  // bytes of all allocations ever
+  int key = -1;                   // of memory protection
 };
 
 // All of it, for the life of the process: never destroyed, since workers outlive main().
@@ -175,6 +176,12 @@ std::size_t free_memory(int device) {
   return all.capacity - all.devices[static_cast<std::size_t>(device)].used;
 }
 
+std::vector<std::size_t> allocations(int device) {
+  Memories& all = memories();
+  const std::lock_guard lock(all.mutex);
+  return all.devices[static_cast<std::size_t>(device)].made;
+}
+
 bool is_device_memory_guarded() { return !memories().keys.empty(); }
 
 void open_device(int device) {
@@ -214,6 +221,7 @@ cudaError_t allocate_device(int device, std::size_t bytes, void** address) {
   range.reached += pages + kPageBytes;
   range.used += rounded;
   range.allocations.emplace(begin, bytes);
+  range.made.push_back(bytes);
   *address = pointer_to(begin);
   return cudaSuccess;
 }

@@ -30,11 +30,11 @@ class ArithmeticStage : public Stage, public SplitBackward, public LossStage {
                           Init::constant(stage + 1), true, !tied.empty())),
         failure_(std::move(failure)) {}
 
-  StageDescription describe(std::span<const TensorSpec> inputs, DeviceKind) const override {
+  StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
     return {{inputs[0]}};
   }
   void prepare(const StageSetup& setup) override {
-    set_.allocate(setup.compute->device(), setup.seed);
+    set_.allocate(setup.compute->memory(), setup.seed);
   }
   ParameterSet* parameters() override { return &set_; }
 

@@ -80,8 +80,9 @@ class CountedStage : public Stage, public LossStage {
  public:
   CountedStage(std::unique_ptr<Stage> model, Calls& calls)
       : model_(std::move(model)), calls_(calls) {}
-  StageDescription describe(std::span<const TensorSpec> inputs, DeviceKind device) const override {
-    return model_->describe(inputs, device);
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    return model_->describe(inputs, compute);
   }
   void prepare(const StageSetup& setup) override { model_->prepare(setup); }
   void begin_step(ComputeContext& compute) override { model_->begin_step(compute); }

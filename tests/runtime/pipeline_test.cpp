@@ -179,13 +179,19 @@ TEST(PipelineTest, PlansTheMemoryThatItsStagesDescribe) {
     const std::vector<int> peaks = peak_in_flight(layout.order);
     TensorSpec input = source->input_specs(1).front();
     std::vector<StageDescription> described;
+    ComputeContext compute({}, 1);
     for (int stage = 0; stage < 4; ++stage) {
-      described.push_back(factory(stage, 4)->describe({&input, 1}, DeviceKind::kCpu));
+      described.push_back(factory(stage, 4)->describe({&input, 1}, compute));
       input = described.back().outputs.front();
     }
     for (std::size_t rank = 0; rank < 2; ++rank) {
       const StageDescription &low = described[rank], &high = described[rank + 2];
-      EXPECT_EQ(layout.memory[rank].workspace, low.workspace_bytes + high.workspace_bytes);
+      const auto workspace = [](const StageDescription& each) {
+        return each.workspace_bytes + each.shared_gradient_bytes;
+      };
+      EXPECT_EQ(layout.memory[rank].workspace, workspace(low) + workspace(high));
+      EXPECT_GT(layout.memory[rank].operators, 0U);
+      EXPECT_GE(layout.memory[rank].operators, std::max(low.operator_bytes, high.operator_bytes));
       const auto state = [](const StageDescription& each) {
         return each.state_bytes_until_input + each.state_bytes_until_weight;
       };

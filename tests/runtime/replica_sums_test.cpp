@@ -221,11 +221,11 @@ class TwoBucketStage : public Stage, public LossStage {
         ones_(kFloats, static_cast<float>(replica + 1)),
         meanwhile_(std::move(meanwhile)) {}
 
-  StageDescription describe(std::span<const TensorSpec> inputs, DeviceKind) const override {
+  StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
     return {{inputs[0]}};
   }
   void prepare(const StageSetup& setup) override {
-    set_.allocate(setup.compute->device(), setup.seed);
+    set_.allocate(setup.compute->memory(), setup.seed);
   }
   ParameterSet* parameters() override { return &set_; }
   void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
@@ -323,7 +323,7 @@ class PassingStage : public Stage, public LossStage {
  public:
   using Act = std::function<void(StageContext&)>;
   explicit PassingStage(Act act) : act_(std::move(act)) {}
-  StageDescription describe(std::span<const TensorSpec> inputs, DeviceKind) const override {
+  StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
     return {{inputs[0]}};
   }
   void prepare(const StageSetup&) override {}

@@ -52,7 +52,7 @@ std::vector<Told> told_by(const TransformerConfig& config, int index, bool split
   const TensorSpec tokens{DType::kI32, Shape{2, config.context}};
   const TensorSpec stream{DType::kF32, Shape{2, config.context, config.width}};
   const TensorSpec in_spec = index == 0 ? tokens : stream;
-  const TensorSpec out_spec = stage->describe({&in_spec, 1}, DeviceKind::kCpu).outputs[0];
+  const TensorSpec out_spec = stage->describe({&in_spec, 1}, compute).outputs[0];
   stage->prepare(
       {.compute = &compute, .slots = 1, .split_backward = split, .input_sizes = {{in_spec}}});
   Buffer in(Device{}, in_spec.bytes()), out(Device{}, out_spec.bytes()),

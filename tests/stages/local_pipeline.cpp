@@ -56,7 +56,7 @@ LocalPipeline::LocalPipeline(const TransformerConfig& config, const Partition& p
   }
 }
 
-void LocalPipeline::make_edges(const MicroBatch& batch, InFlight& flight) const {
+void LocalPipeline::make_edges(const MicroBatch& batch, InFlight& flight) {
   const auto edge = [](const TensorSpec& spec) {
     return Edge{std::vector<std::byte>(spec.bytes()), spec};
   };
@@ -68,8 +68,7 @@ void LocalPipeline::make_edges(const MicroBatch& batch, InFlight& flight) const 
   for (const auto& stage : stages_) {
     const TensorSpec input = flight.activations.back().spec;
     flight.gradients.push_back(edge(input));
-    flight.activations.push_back(
-        edge(stage->describe({&input, 1}, DeviceKind::kCpu).outputs.at(0)));
+    flight.activations.push_back(edge(stage->describe({&input, 1}, compute_).outputs.at(0)));
   }
 }
 

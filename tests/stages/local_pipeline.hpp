@@ -78,7 +78,7 @@ class LocalPipeline {
     Edge targets;
     Tensor input;
   };
-  void make_edges(const MicroBatch& batch, InFlight& flight) const;
+  void make_edges(const MicroBatch& batch, InFlight& flight);
   StageContext context(int stage, int micro_batch);
   void each_stage_back(int micro_batch,
                        const std::function<void(Stage&, StageContext&, std::span<const Tensor>,

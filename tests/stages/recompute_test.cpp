@@ -36,10 +36,15 @@ constexpr std::size_t kRows = kSamples * 80;
 constexpr std::size_t kStream = kRows * 64 * sizeof(float);  // one point of the residual stream
 const TensorSpec kStreamSpec{DType::kF32, {kSamples, 80, 64}};
 
+StageDescription describe(const TransformerConfig& config, const Partition& partition, int stage,
+                          const TensorSpec& input) {
+  ComputeContext compute({}, 1);
+  return make_transformer_stage(config, partition, stage)->describe({&input, 1}, compute);
+}
+
 StageDescription describe_blocks(Recompute recompute, DType precision = DType::kF32) {
   const TransformerConfig config = config_with(recompute, precision);
-  return make_transformer_stage(config, {{0, 1, 4, 5}}, 1)
-      ->describe({&kStreamSpec, 1}, DeviceKind::kCpu);
+  return describe(config, {{0, 1, 4, 5}}, 1, kStreamSpec);
 }
 
 std::size_t state_of(const StageDescription& description) {
@@ -51,8 +56,7 @@ TEST(RecomputeTest, BlockKeepsThePointsOfTheResidualStreamAlone) {
   EXPECT_EQ(state_of(describe_blocks(Recompute::kBlock)), 5 * kStream);
   EXPECT_EQ(state_of(describe_blocks(Recompute::kBlock, DType::kBf16)), 5 * kStream);
   const TransformerConfig config = config_with(Recompute::kBlock);
-  const auto head =
-      make_transformer_stage(config, {{0, 4, 5}}, 1)->describe({&kStreamSpec, 1}, DeviceKind::kCpu);
+  const auto head = describe(config, {{0, 4, 5}}, 1, kStreamSpec);
   EXPECT_EQ(state_of(head), 0U);
 }
 
@@ -61,8 +65,7 @@ TEST(RecomputeTest, AttentionKeepsNothingThatGrowsWithTheSquareOfTheSequence) {
     TransformerConfig config = config_with(recompute);
     config.context = 640;
     const TensorSpec stream{DType::kF32, {kSamples, sequence, 64}};
-    return state_of(make_transformer_stage(config, {{0, 1, 4, 5}}, 1)
-                        ->describe({&stream, 1}, DeviceKind::kCpu));
+    return state_of(describe(config, {{0, 1, 4, 5}}, 1, stream));
   };
   EXPECT_EQ(state(Recompute::kAttention, 640), 8 * state(Recompute::kAttention, 80));
   EXPECT_GT(state(Recompute::kNone, 640), 16 * state(Recompute::kNone, 80));
@@ -81,7 +84,10 @@ TEST(RecomputeTest, EachSettingKeepsLessThanTheOneBefore) {
     };
     EXPECT_LT(split(attention), split(none));
     EXPECT_LT(split(block), split(attention));
-    EXPECT_LT(none.workspace_bytes, block.workspace_bytes) << "one layer's share, not per slot";
+    const auto shared = [](const StageDescription& each) {
+      return each.workspace_bytes + each.shared_gradient_bytes;
+    };
+    EXPECT_LT(shared(none), shared(block)) << "one layer's share, not per slot";
   }
 }
 
@@ -111,12 +117,9 @@ TEST_P(RecomputeMemoryTest, TakesTheBytesItDescribes) {
       const std::size_t between = split ? described.gradient_bytes_until_weight : 0;
       const std::size_t per_slot = state_of(described) + between;
       const std::size_t shared =
-          stage.prepared_bytes() - static_cast<std::size_t>(slots) * per_slot;
-      if (split) {  // the area that whole backwards share is not needed
-        EXPECT_LT(shared, described.workspace_bytes) << slots << " slots";
-      } else {
-        EXPECT_EQ(shared, described.workspace_bytes) << slots << " slots";
-      }
+          described.workspace_bytes + (split ? 0 : described.shared_gradient_bytes);
+      EXPECT_EQ(stage.prepared_bytes(), static_cast<std::size_t>(slots) * per_slot + shared)
+          << slots << " slots";
     }
   }
 }

@@ -271,33 +271,30 @@ TEST(TransformerTest, DescribesShapesAndMemory) {
   const Partition partition{{0, 1, 2, 2, 4}};
   const TensorSpec tokens{DType::kI32, {3, 13}};
   const TensorSpec stream{DType::kF32, {3, 13, 24}};
+  ComputeContext compute({}, 1);
 
-  const auto first =
-      make_transformer_stage(config, partition, 0)->describe({&tokens, 1}, DeviceKind::kCpu);
+  const auto first = make_transformer_stage(config, partition, 0)->describe({&tokens, 1}, compute);
   EXPECT_EQ(first.outputs, (std::vector<TensorSpec>{stream}));
   EXPECT_EQ(first.input_gradients, (std::vector<bool>{false}));
-  const auto block =
-      make_transformer_stage(config, partition, 1)->describe({&stream, 1}, DeviceKind::kCpu);
+  const auto block = make_transformer_stage(config, partition, 1)->describe({&stream, 1}, compute);
   EXPECT_EQ(block.input_gradients, (std::vector<bool>{true}));
   // At least: two norms' and attention's results, the MLP's hidden values.
   EXPECT_GE(block.state_bytes_until_weight, 3U * 13 * 4 * (3 * 24 + 40));
   // qkv and the MLP's raised values, probabilities.
   EXPECT_GE(block.state_bytes_until_input, 3U * 13 * 4 * (3 * 24 + 40 + 4 * 13));
-  const auto empty =
-      make_transformer_stage(config, partition, 2)->describe({&stream, 1}, DeviceKind::kCpu);
+  const auto empty = make_transformer_stage(config, partition, 2)->describe({&stream, 1}, compute);
   EXPECT_EQ(empty.outputs, (std::vector<TensorSpec>{stream}));
   EXPECT_EQ(empty.state_bytes_until_weight + empty.state_bytes_until_input, 0U);
   EXPECT_EQ(make_transformer_stage(config, partition, 2)->parameters(), nullptr);
-  const auto last =
-      make_transformer_stage(config, partition, 3)->describe({&stream, 1}, DeviceKind::kCpu);
+  const auto last = make_transformer_stage(config, partition, 3)->describe({&stream, 1}, compute);
   EXPECT_EQ(last.outputs, (std::vector<TensorSpec>{{DType::kF32, {3, 13, 19}}}));
 }
 
 std::string describe_error(int stage, const TensorSpec& input) {
   const TransformerConfig config = small_config(TransformerKind::kGpt2, true);
+  ComputeContext compute({}, 1);
   try {
-    (void)make_transformer_stage(config, {{0, 2, 4}}, stage)
-        ->describe({&input, 1}, DeviceKind::kCpu);
+    (void)make_transformer_stage(config, {{0, 2, 4}}, stage)->describe({&input, 1}, compute);
   } catch (const Error& error) {
     return error.what();
   }

@@ -1,0 +1,200 @@
+#include "runtime/memory_plan.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/error.hpp"
+#include "runtime/bucketed_sums.hpp"
+#include "runtime/engine.hpp"
+#include "runtime/nccl_links.hpp"
+#include "runtime/recorded_calls.hpp"
+#include "stages/operators.hpp"
+
+namespace sluice {
+namespace {
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+std::size_t padded(std::size_t bytes) { return round_up(bytes, kBufferAlignment); }
+
+// Of one rank, part by part.
+class Sum {
+ public:
+  Sum(const PipelineLayout& layout, const PipelineOptions& options, int rank)
+      : layout_(layout),
+        options_(options),
+        rank_(rank),
+        device_(layout.devices[at(rank)].device.kind) {}
+
+  [[nodiscard]] const MemoryPlan& planned() const { return plan_; }
+
+  void add_messages() {
+    for_each_plan([this](const Plan& plan) {
+      memory_.buffers += Engine::buffer_bytes(plan, rank_, layout_.edges);
+    });
+  }
+
+  // An engine on a GPU keeps copies of every micro-batch it is given.
+  void add_batches(const DataSource& source) {
+    if (device_ == DeviceKind::kCpu) return;
+    std::size_t micro_batch = 0;
+    if (rank_ == layout_.first_rank()) {
+      for (const EdgeTensor& input : layout_.edges.inputs(layout_.edges.largest(), 0)) {
+        micro_batch += padded(input.spec.bytes());
+      }
+    }
+    if (rank_ == layout_.last_rank() && !options_.inference) {
+      for (const TensorSpec& target : source.target_specs(layout_.edges.largest())) {
+        micro_batch += padded(target.bytes());
+      }
+    }
+    for_each_plan(
+        [&](const Plan& plan) { memory_.buffers += micro_batch * at(plan.micro_batches); });
+  }
+
+  void add_graphs() {
+    if (layout_.cuda_graphs && device_ != DeviceKind::kCpu) {
+      memory_.buffers += padded(RecordedCalls::kDeviceBytes);
+    }
+  }
+
+  void add_stages() {
+    std::size_t owned = 0, tables = 0;
+    for (const int stage : layout_.train.placement.stages_of(rank_)) {
+      const StageEntry& entry = layout_.stages[at(stage)];
+      for (std::size_t i = 0; i < entry.parameters.size(); ++i) {
+        const std::int64_t elements = entry.parameters[i].elements;
+        memory_.parameters += parameter_bytes(elements);
+        memory_.gradients += parameter_bytes(elements);
+        if (options_.inference || !layout_.is_owner(stage, static_cast<int>(i))) continue;
+        owned += parameter_bytes(elements);
+        plan_.operator_bytes = std::max(plan_.operator_bytes, sum_of_squares_workspace(elements));
+      }
+      const bool splits = layout_.splits_backward();
+      const std::size_t slot = entry.state_bytes + (splits ? entry.split_bytes : 0);
+      const std::size_t activations = padded(slots_of(stage) * slot);
+      const std::size_t workspace =
+          padded(entry.workspace_bytes) + (splits ? 0 : padded(entry.shared_gradient_bytes));
+      memory_.parameters += padded(entry.copy_bytes);
+      memory_.activations += activations;
+      memory_.workspace += workspace;
+      if (entry.own_memory) memory_.apart += padded(entry.copy_bytes) + activations + workspace;
+      plan_.operator_bytes = std::max(plan_.operator_bytes, entry.operator_bytes);
+      tables = std::max(tables, entry.table_bytes);
+    }
+    memory_.optimizer = optimizer_bytes(options_.optimizer, owned);
+    memory_.operators = padded(plan_.operator_bytes) + padded(tables) + library_bytes(device_);
+  }
+
+  // Other uses' gradients of tied parameters that arrive here, one at a time.
+  void add_ties() {
+    if (options_.inference) return;
+    std::size_t largest = 0;
+    const auto rank_of = [&](const TiedUse& use) {
+      return layout_.train.placement.rank_of(use.stage);
+    };
+    for (const TiedParameter& tie : layout_.tied) {
+      const TiedUse& owner = tie.uses.front();
+      if (rank_of(owner) != rank_) continue;
+      for (const TiedUse& use : tie.uses) {
+        if (rank_of(use) == rank_) continue;
+        const StageEntry& entry = layout_.stages[at(owner.stage)];
+        largest = std::max(largest, parameter_bytes(entry.parameters[at(owner.index)].elements));
+      }
+    }
+    memory_.buffers += largest;
+  }
+
+  // A communicator costs NCCL hundreds of megabytes; there is one for messages, one for sums.
+  void add_nccl() {
+    constexpr std::size_t kNcclCommunicator = std::size_t{512} << 20;
+    if (device_ == DeviceKind::kCpu) return;
+    const bool sums = layout_.nccl_sums[at(rank_)];
+    memory_.libraries = kNcclCommunicator * ((uses_nccl(layout_.links) ? 1 : 0) + (sums ? 1 : 0));
+    memory_.apart += memory_.libraries;
+    if (!sums) return;
+    std::vector<std::size_t> floats;
+    for (const int stage : layout_.train.placement.stages_of(rank_)) {
+      std::size_t bytes = 0;
+      for (const ParameterEntry& each : layout_.stages[at(stage)].parameters) {
+        bytes += parameter_bytes(each.elements);
+      }
+      floats.push_back(bytes / sizeof(float));
+    }
+    memory_.buffers +=
+        padded(NcclLinks::sum_bytes(BucketedSums::load_of(floats, options_.bucket_bytes),
+                                    layout_.topology.replicas, layout_.all_reduce));
+  }
+
+ private:
+  template <typename Visit>
+  void for_each_plan(const Visit& visit) const {
+    visit(layout_.train);
+    for (const EvaluationPlan& evaluation : layout_.evaluations) {
+      for (const Plan* plan : {&evaluation.round, &evaluation.rest}) {
+        if (!plan->ranks.empty()) visit(*plan);
+      }
+    }
+  }
+  [[nodiscard]] std::size_t slots_of(int stage) const { return at(layout_.slots_of(stage)); }
+
+  const PipelineLayout& layout_;
+  const PipelineOptions& options_;
+  int rank_;
+  DeviceKind device_;
+  MemoryPlan plan_;
+  RankMemory& memory_ = plan_.memory;
+};
+
+double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); }
+
+}  // namespace
+
+MemoryPlan plan_memory(const PipelineLayout& layout, const PipelineOptions& options,
+                       const DataSource& source, int rank) {
+  Sum sum(layout, options, rank);
+  sum.add_messages();
+  sum.add_batches(source);
+  sum.add_stages();
+  sum.add_ties();
+  sum.add_nccl();
+  sum.add_graphs();
+  return sum.planned();
+}
+
+void require_memory(const JobGroups& groups, const PipelineLayout& layout) {
+  std::map<std::pair<std::string, std::string>, std::pair<std::size_t, std::string>> wanted;
+  for (std::size_t rank = 0; rank < groups.devices.size(); ++rank) {
+    const RankDevice& at_rank = groups.devices[rank];
+    if (at_rank.device.kind == DeviceKind::kCpu) continue;
+    const int place = layout.topology.pipeline_rank(static_cast<int>(rank));
+    const RankMemory& memory = layout.memory[at(place)];
+    auto& [bytes, who] = wanted[{at_rank.host, at_rank.identity}];
+    bytes += memory.total();
+    who += fmt::format("{}rank {}: {}", who.empty() ? "" : "; ", rank, to_string(memory));
+    if (bytes <= at_rank.free_memory) continue;
+    throw Error(ErrorCode::kDevice,
+                fmt::format("rank {} on {}: {} has {:.1f} MiB free, but the plan needs {:.1f} MiB "
+                            "of it ({}); a smaller --micro-batch-size, --recompute block, "
+                            "more ranks in the pipeline or another schedule need less",
+                            rank, at_rank.host, to_string(at_rank.device),
+                            mebi(at_rank.free_memory), mebi(bytes), who),
+                static_cast<int>(rank));
+  }
+}
+
+std::string to_string(const RankMemory& memory) {
+  return fmt::format(
+      "parameters {:.1f}, gradients {:.1f}, optimizer {:.1f}, activations {:.1f}, "
+      "workspace {:.1f}, operators {:.1f}, messages {:.1f}, libraries {:.1f}, in MiB",
+      mebi(memory.parameters), mebi(memory.gradients), mebi(memory.optimizer),
+      mebi(memory.activations), mebi(memory.workspace), mebi(memory.operators),
+      mebi(memory.buffers), mebi(memory.libraries));
+}
+
+}  // namespace sluice

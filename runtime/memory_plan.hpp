@@ -1,0 +1,26 @@
+// What each rank of a pipeline holds of its device, added up before anything is allocated, from
+// what stages describe and what plans have slots for. Internal to the layout.
+#pragma once
+
+#include <cstddef>
+
+#include "runtime/data.hpp"
+#include "runtime/job_groups.hpp"
+#include "runtime/layout.hpp"
+
+namespace sluice {
+
+struct MemoryPlan {
+  RankMemory memory;
+  std::size_t operator_bytes = 0;  // PipelineLayout::operator_bytes
+};
+
+// Of a layout that is complete but for its memory.
+[[nodiscard]] MemoryPlan plan_memory(const PipelineLayout& layout, const PipelineOptions& options,
+                                     const DataSource& source, int rank);
+
+// A GPU that cannot hold what its ranks will ask for is refused here, on every rank alike, instead
+// of in the middle of the start: Error(kDevice) with the tables of its ranks.
+void require_memory(const JobGroups& groups, const PipelineLayout& layout);
+
+}  // namespace sluice

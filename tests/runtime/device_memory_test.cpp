@@ -1,0 +1,289 @@
+// The memory of a GPU's rank: planned to the byte, taken in one piece. On the emulated CUDA, which
+// knows every cudaMalloc.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "comm/error.hpp"
+#include "comm/loopback.hpp"
+#include "tests/emulated_cuda/control.hpp"
+#include "tests/runtime/training_cases.hpp"
+
+namespace sluice::testing {
+namespace {
+
+struct Job {
+  std::string name;
+  TransformerConfig model;
+  PipelineOptions options;
+};
+
+// Large enough that sums run in several blocks and slices: every operator takes scratch.
+TransformerConfig model_with(TransformerKind kind, DType precision) {
+  TransformerConfig model = small_model();
+  model.kind = kind;
+  model.kv_heads = kind == TransformerKind::kLlama ? 1 : 2;
+  model.precision = precision;
+  model.context = 40;
+  model.vocabulary = 600;
+  return model;
+}
+
+Job job(const std::string& name, const TransformerConfig& model, int pipeline,
+        const std::string& schedule, int chunks = 1) {
+  Job result{name + ", " + schedule, model, {}};
+  result.options.pipeline = pipeline;
+  result.options.schedule = schedule;
+  result.options.chunks = chunks;
+  result.options.micro_batches = 4;
+  result.options.micro_batch_size = 2;
+  result.options.evaluations = {12};
+  result.options.devices = parse_devices("cuda");
+  return result;
+}
+
+std::vector<Job> jobs() {
+  constexpr auto kGpt2 = TransformerKind::kGpt2, kLlama = TransformerKind::kLlama;
+  std::vector<Job> all;
+  all.push_back(job("gpt2 f32", model_with(kGpt2, DType::kF32), 4, "gpipe"));
+  all.push_back(job("gpt2 bf16", model_with(kGpt2, DType::kBf16), 3, "zb-h1"));
+  all.push_back(job("llama f32", model_with(kLlama, DType::kF32), 3, "1f1b"));
+  all.push_back(job("llama bf16", model_with(kLlama, DType::kBf16), 4, "zb-h1"));
+  TransformerConfig model = model_with(kGpt2, DType::kBf16);
+  all.push_back(job("one rank", model, 1, "1f1b"));
+  all.push_back(job("chunks", model, 2, "zb-v", 2));
+  all.push_back(job("graphs", model, 2, "1f1b"));
+  all.back().options.cuda_graphs = true;
+  model.dropout = 0.2F;
+  model.recompute = Recompute::kAttention;
+  all.push_back(job("dropout, recomputed attention", model, 2, "1f1b"));
+  model = model_with(kLlama, DType::kF32);
+  model.dropout = 0.2F;
+  model.recompute = Recompute::kBlock;
+  all.push_back(job("dropout, recomputed blocks", model, 2, "zb-h1"));
+  all.push_back(job("momentum", model, 2, "1f1b"));
+  all.back().options.optimizer.kind = OptimizerConfig::Kind::kSgd;
+  all.back().options.optimizer.momentum = 0.9F;
+  all.push_back(job("three replicas over NCCL", model_with(kGpt2, DType::kF32), 2, "1f1b"));
+  all.back().options.replicas = 3;
+  all.push_back(all.back());
+  all.back().name = "three replicas through host memory";
+  all.back().options.transport = TransportChoice::kMpi;
+  return all;
+}
+
+StageFactory transformer(const TransformerConfig& model) {
+  const std::vector<double> costs = layer_costs(model);
+  return [=](int stage, int stages) {
+    return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+  };
+}
+
+void run(const Job& job, const std::function<void(Communicator&, const DataSource&)>& body) {
+  const auto source = synthetic_tokens(job.model);
+  run_loopback(job.options.pipeline * job.options.replicas,
+               [&](Communicator& comm) { body(comm, *source); });
+}
+
+std::size_t mine(Communicator& comm) { return emulated::allocations(comm.rank()).size(); }
+
+// Each rank has a GPU of its own.
+TEST(DeviceMemoryPlanTest, IsWhatARankTakesToTheByteInOnePiece) {
+  for (const Job& each : jobs()) {
+    run(each, [&](Communicator& comm, const DataSource& source) {
+      const std::size_t before = mine(comm);
+      Pipeline pipeline(comm, each.options, transformer(each.model), source);
+      for (int step = 0; step < 3; ++step) (void)pipeline.train_step();
+      (void)pipeline.evaluate(12);
+      const std::string where = each.name + ", rank " + std::to_string(comm.rank());
+      const PipelineLayout& layout = pipeline.layout();
+      const RankMemory& planned = layout.memory[static_cast<std::size_t>(layout.rank)];
+      ASSERT_EQ(pipeline.compute().device().index, comm.rank());
+      EXPECT_EQ(pipeline.compute().workspace_peak(), layout.operator_bytes) << where;
+      EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.block()) << where;
+      EXPECT_EQ(mine(comm), before + 1) << where;
+      const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
+      // A rank that multiplies nothing, one of an embedding alone, leaves the products' scratch.
+      const std::size_t idle = planned.block() - figures.used;
+      if (layout.rank > 0 || idle != library_bytes(DeviceKind::kCuda)) {
+        EXPECT_EQ(idle, 0U) << where;
+      }
+      EXPECT_EQ(figures.peak, figures.used) << where;
+    });
+  }
+}
+
+// The last micro-batch is smaller, and so are some of evaluation's: planned for the largest.
+TEST(DeviceMemoryPlanTest, HoldsSmallerMicroBatchesToo) {
+  Job uneven = job("uneven", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
+  uneven.options.batch_size = 7;
+  uneven.options.evaluations = {5, 131};
+  run(uneven, [&](Communicator& comm, const DataSource& source) {
+    const std::size_t before = mine(comm);
+    Pipeline pipeline(comm, uneven.options, transformer(uneven.model), source);
+    (void)pipeline.train_step();
+    (void)pipeline.evaluate(131);
+    (void)pipeline.evaluate(5);
+    EXPECT_EQ(pipeline.compute().workspace_peak(), pipeline.layout().operator_bytes);
+    EXPECT_EQ(mine(comm), before + 1);
+  });
+}
+
+TEST(DeviceMemoryPlanTest, ADryRunTakesNothing) {
+  const Job dry = job("dry", model_with(TransformerKind::kLlama, DType::kBf16), 2, "1f1b");
+  run(dry, [&](Communicator& comm, const DataSource& source) {
+    const std::size_t before = mine(comm);
+    const PipelineLayout layout =
+        Pipeline::plan_layout(comm, dry.options, transformer(dry.model), source);
+    EXPECT_GT(layout.memory.front().operators, layout.operator_bytes);
+    EXPECT_EQ(mine(comm), before);
+  });
+}
+
+// The first of two stages, changed in what it says of itself, or in what it takes.
+class ChangedStage : public Stage, public SplitBackward {
+ public:
+  explicit ChangedStage(const TransformerConfig& model)
+      : stage_(make_transformer_stage(model, {{0, 3, 4}}, 0)) {}
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    return stage_->describe(inputs, compute);
+  }
+  void prepare(const StageSetup& setup) override { stage_->prepare(setup); }
+  void forward(StageContext& ctx, std::span<const Tensor> inputs,
+               std::span<const Tensor> outputs) override {
+    stage_->forward(ctx, inputs, outputs);
+  }
+  void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
+                std::span<const Tensor> grad_inputs) override {
+    stage_->backward(ctx, grad_outputs, grad_inputs);
+  }
+  void backward_input(StageContext& ctx, std::span<const Tensor> grad_outputs,
+                      std::span<const Tensor> grad_inputs) override {
+    split().backward_input(ctx, grad_outputs, grad_inputs);
+  }
+  void backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) override {
+    split().backward_weight(ctx, grad_outputs);
+  }
+  ParameterSet* parameters() override { return stage_->parameters(); }
+
+ private:
+  [[nodiscard]] SplitBackward& split() { return dynamic_cast<SplitBackward&>(*stage_); }
+  std::unique_ptr<Stage> stage_;
+};
+
+template <typename First, typename... Arguments>
+StageFactory first_and_last(const TransformerConfig& model, Arguments... arguments) {
+  return [=](int stage, int) -> std::unique_ptr<Stage> {
+    if (stage == 0) return std::make_unique<First>(model, arguments...);
+    return make_transformer_stage(model, {{0, 3, 4}}, stage);
+  };
+}
+
+// Says nothing of what it keeps and takes.
+class SilentStage : public ChangedStage {
+ public:
+  using ChangedStage::ChangedStage;
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    StageDescription silent, description = ChangedStage::describe(inputs, compute);
+    silent.outputs = description.outputs;
+    silent.input_gradients = description.input_gradients;
+    return silent;
+  }
+};
+
+TEST(DeviceMemoryPlanTest, AStageThatDescribesTooLittleTrainsOnMemoryApart) {
+  const Job each = job("silent", model_with(TransformerKind::kLlama, DType::kBf16), 2, "zb-h1");
+  std::vector<double> told, silent;
+  const auto losses = [&](const StageFactory& factory, std::vector<double>& into, bool fits) {
+    run(each, [&](Communicator& comm, const DataSource& source) {
+      Pipeline pipeline(comm, each.options, factory, source);
+      for (int step = 0; step < 3; ++step) {
+        const double loss = pipeline.train_step().loss;
+        if (comm.rank() == 0) into.push_back(loss);
+      }
+      const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
+      EXPECT_EQ(figures.apart == 0, fits || comm.rank() > 0);
+      EXPECT_EQ(figures.apart_bytes == 0, fits || comm.rank() > 0);
+    });
+  };
+  losses(first_and_last<ChangedStage>(each.model), told, true);
+  losses(first_and_last<SilentStage>(each.model), silent, false);
+  EXPECT_EQ(told, silent);
+}
+
+// Takes its state from elsewhere: the table has it, the block does not.
+class ApartStage : public ChangedStage {
+ public:
+  using ChangedStage::ChangedStage;
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    StageDescription description = ChangedStage::describe(inputs, compute);
+    description.own_memory = true;
+    return description;
+  }
+};
+
+TEST(DeviceMemoryPlanTest, MemoryOfAStagesOwnIsInTheTableAndNotInTheBlock) {
+  const Job each = job("apart", model_with(TransformerKind::kGpt2, DType::kBf16), 2, "1f1b");
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    const auto planned = [&](const StageFactory& factory) {
+      return Pipeline::plan_layout(comm, each.options, factory, source).memory.front();
+    };
+    const RankMemory usual = planned(first_and_last<ChangedStage>(each.model));
+    const RankMemory apart = planned(first_and_last<ApartStage>(each.model));
+    EXPECT_EQ(apart.total(), usual.total());
+    EXPECT_LE(apart.block() + usual.activations + usual.workspace, usual.block());
+  });
+}
+
+// Wants more than any device has, where it is told to.
+class HungryStage : public ChangedStage {
+ public:
+  HungryStage(const TransformerConfig& model, bool at_once)
+      : ChangedStage(model), at_once_(at_once) {}
+  void prepare(const StageSetup& setup) override {
+    ChangedStage::prepare(setup);
+    if (at_once_) more_ = setup.compute->memory().allocate(kBytes);
+  }
+  void forward(StageContext& ctx, std::span<const Tensor> inputs,
+               std::span<const Tensor> outputs) override {
+    if (ctx.step == 2) (void)ctx.compute.workspace(kBytes);
+    ChangedStage::forward(ctx, inputs, outputs);
+  }
+  static constexpr std::size_t kBytes = std::size_t{1} << 40;
+
+ private:
+  bool at_once_;
+  Buffer more_;
+};
+
+TEST(DeviceMemoryPlanTest, AnErrorSaysWhoAskedForHowMuchAndShowsTheTable) {
+  const Job each = job("hungry", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
+  for (const bool at_once : {true, false}) {
+    run(each, [&](Communicator& comm, const DataSource& source) {
+      std::string said;
+      try {
+        Pipeline pipeline(comm, each.options, first_and_last<HungryStage>(each.model, at_once),
+                          source);
+        for (int step = 0; step < 2; ++step) (void)pipeline.train_step();
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::kDevice);
+        said = error.what();
+      }
+      for (const std::string& part :
+           {std::string(at_once ? "stage 0 on cuda:0" : "step 2 on cuda:0"),
+            "cannot allocate " + std::to_string(HungryStage::kBytes) + " bytes",
+            std::string("the plan of this rank: parameters ")}) {
+        EXPECT_NE(said.find(part), std::string::npos) << part << " in: " << said;
+      }
+    });
+  }
+}
+
+}  // namespace
+}  // namespace sluice::testing
