@@ -58,7 +58,11 @@ struct Engine::Impl {
   void tally(const PlanOp& op, double start, double end);
   void keep_outputs();
 
-  LocalStage& local(const PlanOp& op);
+  LocalStage& local(const PlanOp& op) {
+    LocalStage* const stage = table.stage_of(op);
+    if (stage == nullptr) refuse(op, "the stage is not on this rank");
+    return *stage;
+  }
   Slot& message_slot(const PlanOp& op);
   // The slot `kind` of `op` in `pool`, which must be in state `needed`.
   Slot& expect(SlotPool* pool, const PlanOp& op, BufferKind kind, SlotState needed);
@@ -208,7 +212,11 @@ void Engine::Impl::wait_recv(const PlanOp& op) {
     const MessageHeader& header = slot.buffers[i].header();
     std::array<std::int64_t, kMaxDims> dims = {};
     for (std::size_t d = 0; d < header.rank; ++d) dims[d] = header.shape[d];
-    slot.tensors[i].spec.shape = Shape(std::span<const std::int64_t>(dims.data(), header.rank));
+    const Shape shape(std::span<const std::int64_t>(dims.data(), header.rank));
+    if (shape != slot.tensors[i].spec.shape) {
+      slot.tensors[i].spec.shape = shape;
+      slot.samples = -1;
+    }
     if (slot.buffers[i].device != nullptr) stream().wait(slot.buffers[i].device->arrived);
   }
   slot.state = SlotState::kFilled;
@@ -425,12 +433,6 @@ void Engine::Impl::wait_until(const Done& done) {
     if (config.interrupt != nullptr) config.interrupt->poll();
     waiter.pause();
   }
-}
-
-LocalStage& Engine::Impl::local(const PlanOp& op) {
-  LocalStage* stage = table.find(op.stage);
-  if (stage == nullptr) refuse(op, "the stage is not on this rank");
-  return *stage;
 }
 
 Slot& Engine::Impl::message_slot(const PlanOp& op) {

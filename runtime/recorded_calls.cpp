@@ -12,23 +12,17 @@ RecordedCalls::RecordedCalls(ComputeContext& compute, std::size_t actions, bool 
   entries_.resize(actions);
   staged_ = HostBuffer(compute.device(), sizeof(Values));
   on_device_ = compute.memory().allocate(kDeviceBytes);
+  const auto* values = reinterpret_cast<const Values*>(on_device_.data());
+  step_.on_device = &values->step;
+  loss_scale_.on_device = &values->loss_scale;
 }
 
 void RecordedCalls::begin_step(std::uint64_t step, double loss_scale) {
-  values_ = {step, loss_scale};
+  step_.value = step;
+  loss_scale_.value = loss_scale;
   if (entries_.empty()) return;
-  *reinterpret_cast<Values*>(staged_.data()) = values_;
+  *reinterpret_cast<Values*>(staged_.data()) = {step, loss_scale};
   copy_async(on_device_.data(), staged_.data(), kDeviceBytes, compute_.stream());
-}
-
-StepValue<std::uint64_t> RecordedCalls::step() const {
-  const auto* values = reinterpret_cast<const Values*>(on_device_.data());
-  return {values_.step, values == nullptr ? nullptr : &values->step};
-}
-
-StepValue<double> RecordedCalls::loss_scale() const {
-  const auto* values = reinterpret_cast<const Values*>(on_device_.data());
-  return {values_.loss_scale, values == nullptr ? nullptr : &values->loss_scale};
 }
 
 bool RecordedCalls::Entry::fits(const StageContext& ctx) const {

@@ -32,14 +32,14 @@ class RecordedCalls {
   // what the step before put on the stream must be done.
   void begin_step(std::uint64_t step, double loss_scale);
   // The step's values as a StageContext has them.
-  [[nodiscard]] StepValue<std::uint64_t> step() const;
-  [[nodiscard]] StepValue<double> loss_scale() const;
+  [[nodiscard]] StepValue<std::uint64_t> step() const { return step_; }
+  [[nodiscard]] StepValue<double> loss_scale() const { return loss_scale_; }
 
   // Makes `call`, the calls of `stage` that are action number `action`, or replays it. Throws what
   // the call throws; Error(kDevice) naming the stage where it cannot be recorded.
   template <typename Call>
   void run(std::size_t action, const Stage& stage, const StageContext& ctx, const Call& call) {
-    if (entries_.empty() || !stage.replayable() || ctx.final_gradients != nullptr) {
+    if (entries_.empty() || !stage.replayable() || ctx.final_gradients != nullptr) [[likely]] {
       call();
     } else if (!replay(entries_[action], ctx)) {
       make(entries_[action], ctx, call);
@@ -65,7 +65,8 @@ class RecordedCalls {
   ComputeContext& compute_;
   std::vector<Entry> entries_;  // [action]; empty where nothing is recorded
   static_assert(sizeof(Values) == kDeviceBytes);
-  Values values_;
+  StepValue<std::uint64_t> step_;
+  StepValue<double> loss_scale_;
   HostBuffer staged_;  // Values, on their way to
   Buffer on_device_;   // Values
 };

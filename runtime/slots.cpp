@@ -105,7 +105,8 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
   }
 }
 
-void SlotPool::shape(Slot& slot, std::int64_t samples) const {
+void SlotPool::reshape(Slot& slot, std::int64_t samples) const {
+  slot.samples = samples;
   if (slot.tensors.empty()) return;
   const auto tensors = edges_->inputs(samples, edge_of(description_));
   for (std::size_t i = 0; i < tensors.size(); ++i) slot.tensors[i].spec = tensors[i].spec;

@@ -24,6 +24,7 @@ enum class SlotState : std::uint8_t { kFree, kPosted, kFilled, kSending };
 // no gradient.
 struct Slot {
   SlotState state = SlotState::kFree;
+  std::int64_t samples = -1;        // that the shapes are for; -1: none, or what arrived
   LinkKind link = LinkKind::kHost;  // its pool's
   std::vector<Tensor> tensors;
   std::vector<MessageBuffer> buffers;
@@ -49,7 +50,9 @@ class SlotPool {
   [[nodiscard]] Slot& slot(std::int32_t index) { return slots_[static_cast<std::size_t>(index)]; }
   [[nodiscard]] int count() const { return static_cast<int>(slots_.size()); }
   // Sets the tensors' shapes for a micro-batch of `samples`.
-  void shape(Slot& slot, std::int64_t samples) const;
+  void shape(Slot& slot, std::int64_t samples) const {
+    if (slot.samples != samples) reshape(slot, samples);
+  }
   [[nodiscard]] const BufferPool& description() const { return description_; }
 
   // Index of the edge (as EdgeTable::inputs counts) that this pool's tensors belong to.
@@ -61,6 +64,8 @@ class SlotPool {
   [[nodiscard]] static std::size_t bytes(const BufferPool& pool, const EdgeTable& edges);
 
  private:
+  void reshape(Slot& slot, std::int64_t samples) const;
+
   BufferPool description_;
   LinkKind link_;
   const EdgeTable* edges_;

@@ -63,6 +63,7 @@ StageTable::StageTable(const EngineConfig& config)
     index_of_stage_[at(config.stages[i].index)] = static_cast<std::int32_t>(i);
   }
   bind_pools(placement.stages());
+  for (const PlanOp& op : ops_) op_stages_.push_back(find(op.stage));
   bind_messages(config.plan->channels.size());
   find_last_gradients();
 }
@@ -104,7 +105,7 @@ void StageTable::find_last_gradients() {
   for (const PlanOp& op : ops_) {
     const bool adds =
         op.action == ActionKind::kBackward || op.action == ActionKind::kBackwardWeight;
-    LocalStage* const stage = find(op.stage);
+    LocalStage* const stage = stage_of(op);
     if (op.kind == OpKind::kCompute && adds && stage != nullptr) stage->last_gradient = &op;
   }
 }
@@ -119,7 +120,7 @@ void StageTable::bind_messages(std::size_t channels) {
     if (op.action == ActionKind::kSendForward) kind = BufferKind::kOutput;
     if (op.action == ActionKind::kRecvBackward) kind = BufferKind::kGradOutput;
     if (op.action == ActionKind::kSendBackward) kind = BufferKind::kGradInput;
-    LocalStage* const stage = find(op.stage);
+    LocalStage* const stage = stage_of(op);
     if (!kind || op.channel < 0 || at(op.channel) >= channels || stage == nullptr) continue;
     SlotPool* pool = stage->pool(*kind);
     const std::int32_t index = op.slot(*kind);

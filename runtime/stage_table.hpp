@@ -32,8 +32,10 @@ class StageTable {
   explicit StageTable(const EngineConfig& config);
 
   [[nodiscard]] std::vector<LocalStage>& stages() { return stages_; }  // ascending
-  // Null where the stage is not on this rank.
-  [[nodiscard]] LocalStage* find(std::int32_t stage);
+  // The stage of an op of this rank's plan; null where it is not on this rank.
+  [[nodiscard]] LocalStage* stage_of(const PlanOp& op) const {
+    return op_stages_[static_cast<std::size_t>(&op - ops_.data())];
+  }
   // The slot a message op of this rank's plan means; null where it names no channel or no slot.
   [[nodiscard]] Slot* message_slot(const PlanOp& op) const {
     return message_slots_[static_cast<std::size_t>(&op - ops_.data())];
@@ -42,6 +44,7 @@ class StageTable {
   [[nodiscard]] std::size_t tensors() const { return tensors_; }
 
  private:
+  [[nodiscard]] LocalStage* find(std::int32_t stage);
   void bind_pools(int stages);
   void bind_messages(std::size_t channels);
   void find_last_gradients();
@@ -50,6 +53,7 @@ class StageTable {
   std::vector<SlotPool> pools_;
   std::vector<LocalStage> stages_;
   std::vector<std::int32_t> index_of_stage_;  // [global stage] index into stages_ or -1
+  std::vector<LocalStage*> op_stages_;        // [index into ops_]
   std::vector<Slot*> message_slots_;          // [index into ops_]
   std::size_t tensors_ = 0;
 };
