@@ -6,10 +6,10 @@
 #include <mpi-ext.h>
 #endif
 
+#include <algorithm>
 #include <array>
-#include <cstdlib>
+#include <cstddef>
 #include <string>
-#include <string_view>
 
 #include "comm/device_messages.hpp"
 #include "comm/mpi_check.hpp"
@@ -44,22 +44,31 @@ bool memory_kinds_say_so() {
   return found != 0 && names_cuda_device(value.data());
 }
 
-// Open MPI 4.1 asks the query before it looks at these.
-const char* turned_off() {
-  for (const char* name : {"OMPI_MCA_opal_cuda_support", "OMPI_MCA_mpi_cuda_support"}) {
-    const char* const value = std::getenv(name);
-    if (value == nullptr) continue;
-    const std::string_view text(value);
-    if (text == "0" || text == "false" || text == "no") return name;
+// Open MPI 4.1 answers the query by how it was built; this parameter, from the environment, the
+// command line or a file, says whether it looks at what memory a message lies in. Builds that are
+// for machines without GPUs too have it off.
+bool turned_off() {
+  int provided = 0, index = 0;
+  if (MPI_T_init_thread(MPI_THREAD_SINGLE, &provided) != MPI_SUCCESS) return false;
+  bool off = false;
+  MPI_T_cvar_handle handle = nullptr;
+  int count = 0;
+  if (MPI_T_cvar_get_index("opal_cuda_support", &index) == MPI_SUCCESS &&
+      MPI_T_cvar_handle_alloc(index, nullptr, &handle, &count) == MPI_SUCCESS) {
+    std::array<unsigned char, 64> value{};  // a flag, whatever its type
+    off = count == 1 && MPI_T_cvar_read(handle, value.data()) == MPI_SUCCESS &&
+          std::count(value.begin(), value.end(), 0) == static_cast<std::ptrdiff_t>(value.size());
+    MPI_T_cvar_handle_free(&handle);
   }
-  return nullptr;
+  MPI_T_finalize();
+  return off;
 }
 
 }  // namespace
 
 std::string why_mpi_takes_no_device_memory(Device device) {
   if (!open_mpi_says_so() && !memory_kinds_say_so()) return "MPI is not CUDA-aware";
-  if (const char* const name = turned_off()) return std::string(name) + " says so";
+  if (turned_off()) return "MPI is CUDA-aware, but its parameter opal_cuda_support is off";
   const auto self = make_mpi_communicator(MPI_COMM_SELF);
   return device_message_fault(*self, device);
 }

@@ -157,7 +157,11 @@ Result Library::init(Handle& comm, int ranks, const UniqueId& id, int rank, cons
   std::memcpy(&native_id, id.bytes.data(), sizeof(native_id));
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;  // names its size: an older library cuts it there
   config.blocking = 0;
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
   config.commName = name;
+#else
+  static_cast<void>(name);
+#endif
   if (most_blocks > 0) config.maxCTAs = most_blocks;
   return result_of(functions_->init_rank_config(&comm, ranks, native_id, rank, &config));
 }

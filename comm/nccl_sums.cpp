@@ -17,7 +17,8 @@ constexpr std::size_t kShardMultiple = 32;
 }  // namespace
 
 NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& memory,
-                   const std::string& label, Method method, Interrupt* interrupt)
+                   const std::string& label, Method method, std::size_t largest,
+                   Interrupt* interrupt)
     : queue_(queue),
       size_(replicas.communicator().size()),
       rank_(replicas.communicator().rank()),
@@ -26,7 +27,8 @@ NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& 
   const Device device = memory.device();
   lane_ = queue_.add(std::make_unique<NcclCommunicator>(replicas, device, label, interrupt));
   // NCCL connects two ranks when they first exchange, which takes long: now rather than in a step.
-  const std::size_t count = kShardMultiple * static_cast<std::size_t>(size_);
+  const std::size_t few = kShardMultiple * static_cast<std::size_t>(size_);
+  const std::size_t count = method == Method::kAllReduce ? std::max(few, largest) : few;
   const Buffer room =
       memory.allocate((count + workspace(count)) * sizeof(float), DeviceMemory::Use::kPasses);
   auto* floats = reinterpret_cast<float*>(room.data());

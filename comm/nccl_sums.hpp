@@ -30,10 +30,11 @@ class NcclSums {
   static constexpr std::size_t kGroupsPerSum = 3;
 
   // Collective over `replicas`: adds a communicator to `queue`, which must outlive this, and
-  // connects its ranks, with a little of `memory`. One rank makes none. `label` as for
-  // NcclCommunicator, whose errors it throws.
+  // connects its ranks by a first sum in some of `memory`. What an all-reduce connects depends on
+  // its size: there the first has that of the `largest` sum to come, in floats. One rank makes
+  // none. `label` as for NcclCommunicator, whose errors it throws.
   NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& memory,
-           const std::string& label, Method method, Interrupt* interrupt);
+           const std::string& label, Method method, std::size_t largest, Interrupt* interrupt);
 
   // Floats of workspace that a sum of `count` values needs.
   [[nodiscard]] std::size_t workspace(std::size_t count) const {

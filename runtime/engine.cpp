@@ -293,6 +293,7 @@ void Engine::Impl::release(const PlanOp& op) {
 }
 
 void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
+  if (config.nccl != nullptr) config.nccl->progress();  // issuing an action takes a while
   LocalStage& stage = local(op);
   require_micro_batch(op);
   const SampleRange& range = request.micro_batches[index_of(op.micro_batch)];
@@ -326,9 +327,8 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   }
   timer.stop(stream());
   if (on_gpu()) return;  // drain() tells how long it took
-  const double end = steady_seconds();
-  computed_until = end;
-  tally(op, start, end);
+  computed_until = steady_seconds();
+  tally(op, start, computed_until);
 }
 
 void Engine::Impl::reduce_grad(const PlanOp& op, StepActions& actions) {

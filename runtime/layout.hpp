@@ -106,7 +106,7 @@ struct RankMemory {
   std::size_t buffers = 0;
   std::size_t workspace = 0;  // of all stages, each its own
   std::size_t operators = 0;  // scratch and tables of operators and of the products' library
-  std::size_t libraries = 0;  // what NCCL takes for itself, by a round estimate
+  std::size_t libraries = 0;  // what NCCL and CUDA graphs take for themselves, by round estimates
   std::size_t apart = 0;      // of all these, what does not come from the rank's block
   [[nodiscard]] std::size_t total() const {
     return parameters + gradients + optimizer + activations + buffers + workspace + operators +

@@ -58,8 +58,12 @@ class Sum {
   }
 
   void add_graphs() {
-    if (layout_.cuda_graphs && device_ != DeviceKind::kCpu) {
-      memory_.buffers += padded(RecordedCalls::kDeviceBytes);
+    if (!layout_.cuda_graphs || device_ == DeviceKind::kCpu) return;
+    memory_.buffers += padded(RecordedCalls::kDeviceBytes);
+    // The driver keeps a graph's kernels on the device: some hundreds of them, at a kilobyte or so.
+    constexpr std::size_t kGraph = std::size_t{256} << 10;
+    for (const PlanOp& op : layout_.train.ranks[at(rank_)].ops) {
+      if (op.kind == OpKind::kCompute) add_libraries(kGraph);
     }
   }
 
@@ -115,8 +119,7 @@ class Sum {
     constexpr std::size_t kNcclCommunicator = std::size_t{512} << 20;
     if (device_ == DeviceKind::kCpu) return;
     const bool sums = layout_.nccl_sums[at(rank_)];
-    memory_.libraries = kNcclCommunicator * ((uses_nccl(layout_.links) ? 1 : 0) + (sums ? 1 : 0));
-    memory_.apart += memory_.libraries;
+    add_libraries(kNcclCommunicator * ((uses_nccl(layout_.links) ? 1 : 0) + (sums ? 1 : 0)));
     if (!sums) return;
     std::vector<std::size_t> floats;
     for (const int stage : layout_.train.placement.stages_of(rank_)) {
@@ -132,6 +135,11 @@ class Sum {
   }
 
  private:
+  // What they take themselves, beside the rank's block.
+  void add_libraries(std::size_t bytes) {
+    memory_.libraries += bytes;
+    memory_.apart += bytes;
+  }
   template <typename Visit>
   void for_each_plan(const Visit& visit) const {
     visit(layout_.train);

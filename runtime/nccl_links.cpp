@@ -50,7 +50,7 @@ struct NcclLinks::Impl {
     if (!layout.sums_by_nccl()) return;
     sums.emplace(*queue, *groups.in_replicas, compute.memory(),
                  "the replicas of pipeline rank " + std::to_string(layout.rank),
-                 method_of(all_reduce), groups.control.get());
+                 method_of(all_reduce), load.largest, groups.control.get());
     workspace = compute.memory().allocate(sums->workspace(load.largest) * sizeof(float));
     for (std::size_t i = 0; i < load.count; ++i) ready.emplace_back(compute.device());
   }
@@ -103,6 +103,7 @@ NcclTicket NcclLinks::recv(int peer, std::span<std::byte> data, const Event& rea
 void NcclLinks::end_group() { impl_->queue->end_group(); }
 
 void NcclLinks::wait_on_stream(NcclTicket& ticket) {
+  impl_->queue->progress();  // what was given behind it should not wait for the next wait
   impl_->queue->wait_issued(ticket, &impl_->interrupt);
   impl_->queue->wait_on(impl_->compute.stream(), ticket);
 }

@@ -31,6 +31,7 @@ bool RecordedCalls::Entry::fits(const StageContext& ctx) const {
 
 bool RecordedCalls::replay(const Entry& entry, const StageContext& ctx) const {
   if (entry.graph.empty() || !entry.fits(ctx)) return false;
+  if (entry.workspace != compute_.workspace_place()) return false;
   entry.graph.launch(compute_.stream());
   return true;
 }
@@ -40,7 +41,8 @@ void RecordedCalls::make(Entry& entry, const StageContext& ctx, const std::funct
     entry.phase = ctx.phase;
     entry.samples = {ctx.first_sample, ctx.samples};
   }
-  if (!entry.fits(ctx) || entry.calls++ == 0) return call();
+  if (!entry.fits(ctx) || !entry.graph.empty() || entry.calls++ == 0) return call();
+  entry.workspace = compute_.workspace_place();
   try {
     entry.graph = Graph::record(compute_.stream(), call);
   } catch (const Error& error) {

@@ -52,6 +52,9 @@ class RecordedCalls {
     Phase phase = Phase::kTrain;
     SampleRange samples;
     int calls = 0;  // made with this phase and these samples
+    // Of the context, where the graph's kernels find it; it moves where a stage described too
+    // little, and the call is made from then on.
+    const std::byte* workspace = nullptr;
     [[nodiscard]] bool fits(const StageContext& ctx) const;
   };
   struct Values {

@@ -48,6 +48,8 @@ class ComputeContext {
   // what its stages describe.
   [[nodiscard]] std::byte* workspace(std::size_t bytes);
   void reserve_workspace(std::size_t bytes);
+  // Where it is now; null before it was first asked for.
+  [[nodiscard]] const std::byte* workspace_place() const { return workspace_.data(); }
   // The most that operators have asked for so far.
   [[nodiscard]] std::size_t workspace_peak() const { return workspace_peak_; }
 

@@ -92,8 +92,8 @@ struct Records {
   std::size_t lost = 0;
 };
 Records& records() {
-  static Records all;
-  return all;
+  static Records* const all = new Records;  // for ever: CUPTI may still give some at the end
+  return *all;
 }
 
 void CUPTIAPI give_buffer(std::uint8_t** buffer, std::size_t* bytes, std::size_t* most_records) {

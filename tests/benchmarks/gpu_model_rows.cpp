@@ -87,8 +87,12 @@ class Run {
       settings_.micro_batches = static_cast<int>(options_.batch / samples);
       if (options_.micro_batch != 0) return;
       if (samples * options_.model.context * options_.model.vocabulary > INT32_MAX) continue;
-      const PipelineLayout layout = Pipeline::plan_layout(comm, settings_, factory_, source_);
-      if (static_cast<double>(layout.memory[0].total()) <= share * free) return;
+      try {
+        const PipelineLayout layout = Pipeline::plan_layout(comm, settings_, factory_, source_);
+        if (static_cast<double>(layout.memory[0].total()) <= share * free) return;
+      } catch (const Error& error) {  // more than there is
+        if (error.code() != ErrorCode::kDevice || samples == 1) throw;
+      }
     }
   }
 

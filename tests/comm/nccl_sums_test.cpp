@@ -49,7 +49,7 @@ TEST_P(NcclSumsTest, HaveTheBitsOfTheHostsOrderedSum) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
     NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), "the replicas",
-                  NcclSums::Method::kOrdered, &rank.control);
+                  NcclSums::Method::kOrdered, 0, &rank.control);
     const Stream compute(rank.device);
     Event ready(rank.device);
     // Fewer values than ranks, than a shard's multiple, odd ones, and whole shards.
@@ -70,7 +70,7 @@ TEST_P(NcclSumsTest, DoNotDependOnHowARangeIsCut) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 16, rank.size());
     NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), "the replicas",
-                  NcclSums::Method::kOrdered, &rank.control);
+                  NcclSums::Method::kOrdered, 0, &rank.control);
     const std::size_t count = 3001;
     const std::vector<float> mine = addends(rank.rank(), count);
     const OnDevice<float> values(rank.device, std::vector<float>(count));
@@ -99,7 +99,7 @@ TEST_P(NcclSumsTest, ByTheLibraryAreCloseToTheOrderedOnes) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
     NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), "the replicas",
-                  NcclSums::Method::kAllReduce, &rank.control);
+                  NcclSums::Method::kAllReduce, 4000, &rank.control);
     EXPECT_EQ(sums.workspace(1000), 0U);
     const std::vector<float> mine = addends(rank.rank(), 1000);
     const OnDevice<float> values(rank.device, mine);
@@ -119,7 +119,7 @@ TEST_P(NcclSumsPeersTest, RefuseAWorkspaceTooSmall) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
     NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), "the replicas",
-                  NcclSums::Method::kOrdered, &rank.control);
+                  NcclSums::Method::kOrdered, 0, &rank.control);
     const OnDevice<float> values(rank.device, 100);
     const OnDevice<float> workspace(rank.device, sums.workspace(100));
     const Event now;
