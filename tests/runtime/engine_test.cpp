@@ -1,5 +1,6 @@
 #include "runtime/engine.hpp"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -150,12 +151,12 @@ TEST(EngineTest, TheLastBackwardOfAStageAloneIsAskedWhatIsFinal) {
         const int sum = 1 + 2 + 3 + 4;
         const int last = std::string(name) == "gpipe-lifo" ? 1 : 4;
         const int factor = comm.rank() == 0 ? 2 : 1;
-        const std::string rank = std::to_string(comm.rank());
-        const std::string whole = ": " + std::to_string(sum * factor);
-        EXPECT_THAT(log.calls,
-                    ::testing::ElementsAre(
-                        "last of " + rank + " comes: " + std::to_string((sum - last) * factor),
-                        "final from 0" + whole, "reduce " + rank + whole, "optimizer" + whole))
+        const int rank = comm.rank(), whole = sum * factor;
+        EXPECT_THAT(log.calls, ::testing::ElementsAre(
+                                   fmt::format("last of {} comes: {}", rank, (sum - last) * factor),
+                                   fmt::format("final from 0: {}", whole),
+                                   fmt::format("reduce {}: {}", rank, whole),
+                                   fmt::format("optimizer: {}", whole)))
             << name;
       });
     }
