@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cctype>
 #include <functional>
 #include <string>
 #include <vector>
@@ -90,31 +91,41 @@ void run(const Job& job, const std::function<void(Communicator&, const DataSourc
 
 std::size_t mine(Communicator& comm) { return emulated::allocations(comm.rank()).size(); }
 
+class JobMemoryTest : public ::testing::TestWithParam<Job> {};
+
 // Each rank has a GPU of its own.
-TEST(DeviceMemoryPlanTest, IsWhatARankTakesToTheByteInOnePiece) {
-  for (const Job& each : jobs()) {
-    run(each, [&](Communicator& comm, const DataSource& source) {
-      const std::size_t before = mine(comm);
-      Pipeline pipeline(comm, each.options, transformer(each.model), source);
-      for (int step = 0; step < 3; ++step) (void)pipeline.train_step();
-      (void)pipeline.evaluate(12);
-      const std::string where = each.name + ", rank " + std::to_string(comm.rank());
-      const PipelineLayout& layout = pipeline.layout();
-      const RankMemory& planned = layout.memory[static_cast<std::size_t>(layout.rank)];
-      ASSERT_EQ(pipeline.compute().device().index, comm.rank());
-      EXPECT_EQ(pipeline.compute().workspace_peak(), layout.operator_bytes) << where;
-      EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.block()) << where;
-      EXPECT_EQ(mine(comm), before + 1) << where;
-      const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
-      // A rank that multiplies nothing, one of an embedding alone, leaves the products' scratch.
-      const std::size_t idle = planned.block() - figures.used;
-      if (layout.rank > 0 || idle != library_bytes(DeviceKind::kCuda)) {
-        EXPECT_EQ(idle, 0U) << where;
-      }
-      EXPECT_EQ(figures.peak, figures.used) << where;
-    });
-  }
+TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
+  const Job& each = GetParam();
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    const std::size_t before = mine(comm);
+    Pipeline pipeline(comm, each.options, transformer(each.model), source);
+    for (int step = 0; step < 3; ++step) (void)pipeline.train_step();
+    (void)pipeline.evaluate(12);
+    const std::string where = each.name + ", rank " + std::to_string(comm.rank());
+    const PipelineLayout& layout = pipeline.layout();
+    const RankMemory& planned = layout.memory[static_cast<std::size_t>(layout.rank)];
+    ASSERT_EQ(pipeline.compute().device().index, comm.rank());
+    EXPECT_EQ(pipeline.compute().workspace_peak(), layout.operator_bytes) << where;
+    EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.block()) << where;
+    EXPECT_EQ(mine(comm), before + 1) << where;
+    const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
+    // A rank that multiplies nothing, one of an embedding alone, leaves the products' scratch.
+    const std::size_t idle = planned.block() - figures.used;
+    if (layout.rank > 0 || idle != library_bytes(DeviceKind::kCuda)) {
+      EXPECT_EQ(idle, 0U) << where;
+    }
+    EXPECT_EQ(figures.peak, figures.used) << where;
+  });
 }
+
+std::string name_of_job(const ::testing::TestParamInfo<Job>& info) {
+  std::string name = info.param.name;
+  std::erase_if(name,
+                [](char letter) { return std::isalnum(static_cast<unsigned char>(letter)) == 0; });
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, JobMemoryTest, ::testing::ValuesIn(jobs()), name_of_job);
 
 // The last micro-batch is smaller, and so are some of evaluation's: planned for the largest.
 TEST(DeviceMemoryPlanTest, HoldsSmallerMicroBatchesToo) {
