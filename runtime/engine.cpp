@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <deque>
 #include <string>
 #include <utility>
@@ -77,6 +76,7 @@ struct Engine::Impl {
   }
   [[nodiscard]] StreamView stream() const { return config.compute->stream(); }
   [[nodiscard]] bool on_gpu() const { return stream().native() != nullptr; }
+
   EngineConfig config;
   const RankPlan& mine;
   StageTable table;
@@ -209,14 +209,7 @@ void Engine::Impl::wait_recv(const PlanOp& op) {
   for (const Ticket ticket : slot.tickets) wait(ticket);
   for (std::size_t i = 0; i < slot.tensors.size() && !slot.tickets.empty(); ++i) {
     if (slot.tensors[i].data == nullptr) continue;
-    const MessageHeader& header = slot.buffers[i].header();
-    std::array<std::int64_t, kMaxDims> dims = {};
-    for (std::size_t d = 0; d < header.rank; ++d) dims[d] = header.shape[d];
-    const Shape shape(std::span<const std::int64_t>(dims.data(), header.rank));
-    if (shape != slot.tensors[i].spec.shape) {
-      slot.tensors[i].spec.shape = shape;
-      slot.samples = -1;
-    }
+    take_shape(slot, i);
     if (slot.buffers[i].device != nullptr) stream().wait(slot.buffers[i].device->arrived);
   }
   slot.state = SlotState::kFilled;
@@ -332,10 +325,10 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
 }
 
 void Engine::Impl::reduce_grad(const PlanOp& op, StepActions& actions) {
+  if (config.trace_events == 0) return actions.reduce_grad(op.stage);
   const double start = steady_seconds();
-  if (config.trace_events > 0) timer.start(stream(), op);
+  timer.start(stream(), op);
   actions.reduce_grad(op.stage);
-  if (config.trace_events == 0) return;
   timer.stop(stream());
   if (!on_gpu()) record(TraceTrack::kSums, op, start, steady_seconds());
 }

@@ -1,5 +1,7 @@
 #include "runtime/slots.hpp"
 
+#include <array>
+
 namespace sluice {
 namespace {
 
@@ -41,6 +43,16 @@ MessageHeader header_of(const PlanOp& op, const Slot& slot, std::size_t index, P
   }
   header.bytes = tensor.spec.bytes();
   return header;
+}
+
+void take_shape(Slot& slot, std::size_t index) {
+  const MessageHeader& header = slot.buffers[index].header();
+  std::array<std::int64_t, kMaxDims> dims = {};
+  for (std::size_t d = 0; d < header.rank; ++d) dims[d] = header.shape[d];
+  const Shape shape(std::span<const std::int64_t>(dims.data(), header.rank));
+  if (shape == slot.tensors[index].spec.shape) return;
+  slot.tensors[index].spec.shape = shape;
+  slot.samples = -1;
 }
 
 int SlotPool::edge_of(const BufferPool& pool) {

@@ -37,6 +37,8 @@ struct Slot {
 // Of the message that carries tensor `index` of the slot for a message op.
 [[nodiscard]] MessageHeader header_of(const PlanOp& op, const Slot& slot, std::size_t index,
                                       Phase phase, std::uint64_t step);
+// Gives tensor `index` the shape that the message which arrived for it names.
+void take_shape(Slot& slot, std::size_t index);
 
 // All slots of one (stage, kind). kState pools have slots without memory: the stage owns that.
 class SlotPool {
