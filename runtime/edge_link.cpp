@@ -47,37 +47,33 @@ TransportChoice parse_transport(std::string_view text) {
 
 const char* name_of(TransportChoice choice) { return kChoices[static_cast<std::size_t>(choice)]; }
 
+EdgeLink choose_link(int from, int to, const LinkQuestion& question) {
+  if (from == to) return {};
+  const std::string& no_nccl = question.nccl_refusal;
+  const RankDevice &a = question.devices[at(from)], &b = question.devices[at(to)];
+  const bool gpus = is_gpu(a) && is_gpu(b);
+  if (question.wanted == TransportChoice::kNccl && (!gpus || !no_nccl.empty())) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("transport nccl cannot join pipeline ranks {} ({}) and {} ({}): {}; "
+                            "legal: auto, mpi",
+                            from, to_string(a.device), to, to_string(b.device),
+                            gpus ? no_nccl : "it needs a GPU at both ends"));
+  }
+  if (!is_gpu(a) && !is_gpu(b)) return {LinkKind::kHost, "both ends compute on the CPU"};
+  if (!gpus) return {LinkKind::kStaged, "a GPU's neighbour is a CPU"};
+  if (question.wanted == TransportChoice::kMpi) {
+    return {LinkKind::kStaged, "asked for by --transport mpi"};
+  }
+  if (!no_nccl.empty()) return {LinkKind::kStaged, no_nccl};
+  return {LinkKind::kNccl, "a GPU of its own at both ends"};
+}
+
 std::vector<EdgeLink> choose_links(const Placement& placement, const LinkQuestion& question) {
   std::vector<EdgeLink> links(at(placement.stages()));
-  const std::string& no_nccl = question.nccl_refusal;
-  bool nccl_used = false;
   for (int s = 1; s < placement.stages(); ++s) {
-    EdgeLink& link = links[at(s)];
-    const int from = placement.rank_of(s - 1), to = placement.rank_of(s);
-    if (from == to) continue;
-    const RankDevice &a = question.devices[at(from)], &b = question.devices[at(to)];
-    const bool gpus = is_gpu(a) && is_gpu(b);
-    if (question.wanted == TransportChoice::kNccl && (!gpus || !no_nccl.empty())) {
-      throw Error(ErrorCode::kUsage,
-                  fmt::format("transport nccl cannot join pipeline ranks {} ({}) and {} ({}): {}; "
-                              "legal: auto, mpi",
-                              from, to_string(a.device), to, to_string(b.device),
-                              gpus ? no_nccl : "it needs a GPU at both ends"));
-    }
-    if (!is_gpu(a) && !is_gpu(b)) {
-      link = {LinkKind::kHost, "both ends compute on the CPU"};
-    } else if (!gpus) {
-      link = {LinkKind::kStaged, "a GPU's neighbour is a CPU"};
-    } else if (question.wanted == TransportChoice::kMpi) {
-      link = {LinkKind::kStaged, "asked for by --transport mpi"};
-    } else if (!no_nccl.empty()) {
-      link = {LinkKind::kStaged, no_nccl};
-    } else {
-      link = {LinkKind::kNccl, "a GPU of its own at both ends"};
-      nccl_used = true;
-    }
+    links[at(s)] = choose_link(placement.rank_of(s - 1), placement.rank_of(s), question);
   }
-  if (nccl_used) return links;
+  if (uses_nccl(links)) return links;
   for (int s = 1; s < placement.stages(); ++s) {
     const int from = placement.rank_of(s - 1), to = placement.rank_of(s);
     if (links[at(s)].kind == LinkKind::kStaged && is_gpu(question.devices[at(from)]) &&
@@ -95,10 +91,14 @@ bool uses_nccl(const std::vector<EdgeLink>& links) {
                      [](const EdgeLink& link) { return link.kind == LinkKind::kNccl; });
 }
 
-std::string describe_links(const std::vector<EdgeLink>& links) {
+std::string describe_link(const EdgeLink& link) {
   constexpr std::array<const char*, 5> kNames = {"on the rank", "messages of host memory",
                                                  "through page-locked host memory",
                                                  "MPI from GPU to GPU", "NCCL"};
+  return fmt::format("{} ({})", kNames[static_cast<std::size_t>(link.kind)], link.reason);
+}
+
+std::string describe_links(const std::vector<EdgeLink>& links) {
   std::map<std::pair<LinkKind, std::string>, std::vector<std::string>> groups;
   for (std::size_t s = 1; s < links.size(); ++s) {
     if (links[s].kind == LinkKind::kLocal) continue;
@@ -106,8 +106,8 @@ std::string describe_links(const std::vector<EdgeLink>& links) {
   }
   std::string text;
   for (const auto& [what, edges] : groups) {
-    text += fmt::format("  stages {}: {} ({})\n", fmt::join(edges, ", "),
-                        kNames[static_cast<std::size_t>(what.first)], what.second);
+    text += fmt::format("  stages {}: {}\n", fmt::join(edges, ", "),
+                        describe_link({what.first, what.second}));
   }
   return text;
 }

@@ -41,6 +41,8 @@ struct LinkQuestion {
 // GPU. Empty where it can.
 [[nodiscard]] std::string why_no_nccl(const std::vector<RankDevice>& job);
 
+// What two ranks of a pipeline exchange, both directions; never direct. Throws as choose_links().
+[[nodiscard]] EdgeLink choose_link(int from, int to, const LinkQuestion& question);
 // [stage s]: the edge between stages s - 1 and s, both directions; entry 0 is local. Where any edge
 // is NCCL's, none is direct: CUDA-aware MPI beside NCCL can deadlock. Throws Error(kUsage) naming
 // both ranks where the wanted transport cannot serve an edge.
@@ -51,5 +53,7 @@ struct LinkQuestion {
 
 // Lines for the start of a run: edges of one kind and reason together.
 [[nodiscard]] std::string describe_links(const std::vector<EdgeLink>& links);
+// "NCCL (a GPU of its own at both ends)".
+[[nodiscard]] std::string describe_link(const EdgeLink& link);
 
 }  // namespace sluice

@@ -6,7 +6,6 @@
 #include <cmath>
 
 #include "comm/error.hpp"
-#include "runtime/replicas.hpp"
 #include "stages/operators.hpp"
 
 namespace sluice {
@@ -18,11 +17,12 @@ std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
                            const PipelineOptions& options, ComputeContext& compute, NcclLinks* nccl,
-                           std::vector<StageBinding> stages)
+                           TiedUses& ties, std::vector<StageBinding> stages)
     : groups_(groups),
       layout_(layout),
       options_(options),
       compute_(compute),
+      ties_(ties),
       stages_(std::move(stages)),
       mirror_(compute, groups.watch.get()),
       square_offset_(loss_offset_ + 2 * at(options.micro_batches)) {
@@ -43,12 +43,10 @@ GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
       owners.push_back(parameters[i]);
     }
   }
-  tied_ = find_tied_parameters(layout_, stages_);
   workspace_ = HostBuffer(compute_.device(), workspace * sizeof(float));
   floats_ = {reinterpret_cast<float*>(workspace_.data()), workspace};
   squares_ = HostBuffer(compute_.device(), owned_.size() * sizeof(double));
   optimizer_ = make_optimizer(options_.optimizer, owners, compute_.memory());
-  make_addend();
 
   std::size_t most = 0;
   for (int rank = 0; rank < layout_.topology.pipeline; ++rank) {
@@ -89,45 +87,9 @@ void GradientSync::reduce_grad(int stage) {
   }
 }
 
-int GradientSync::rank_of(const TiedUse& use) const {
-  return layout_.train.placement.rank_of(use.stage);
-}
-
-// Room for the largest gradient that another rank sends.
-void GradientSync::make_addend() {
-  std::size_t bytes = 0;
-  for (std::size_t group = 0; group < tied_.size(); ++group) {
-    const TiedParameter& tie = layout_.tied[group];
-    if (rank_of(tie.uses.front()) != layout_.rank) continue;
-    for (const TiedUse& use : tie.uses) {
-      if (rank_of(use) == layout_.rank) continue;
-      bytes = std::max(bytes, tied_[group].front()->grad.spec.bytes());
-    }
-  }
-  addend_ = compute_.memory().allocate(bytes);
-}
-
 void GradientSync::reduce_tied(int group) {
   if (sums_) sums_->settle();
-  const TiedParameter& tie = layout_.tied[at(group)];
-  const int owner = rank_of(tie.uses.front());
-  for (std::size_t u = 1; u < tie.uses.size(); ++u) {
-    const int holder = rank_of(tie.uses[u]);
-    if (layout_.rank == owner) {
-      Parameter& target = *tied_[at(group)].front();
-      Tensor addend = target.grad;
-      if (holder == owner) {
-        addend = tied_[at(group)][u]->grad;
-      } else {
-        addend.data = addend_.data();
-        groups_.in_pipeline->recv(holder, mirror_.blank(addend));
-        mirror_.write_back();
-      }
-      add(compute_, addend, target.grad);
-    } else if (layout_.rank == holder) {
-      groups_.in_pipeline->send(owner, mirror_.view(tied_[at(group)][u]->grad));
-    }
-  }
+  ties_.sum_gradients(group);
 }
 
 void GradientSync::zero_grads() {
@@ -238,7 +200,7 @@ void GradientSync::optimizer() {
   const double factor = clip_factor(totals_.grad_norm, options_.clip);
   optimizer_->update(compute_, step_, static_cast<float>(options_.learning_rate.at(step_)),
                      static_cast<float>(factor));
-  spread_tied_values(groups_, layout_, tied_, stages_, mirror_);
+  ties_.spread_values();
 }
 
 }  // namespace sluice

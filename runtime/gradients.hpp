@@ -15,6 +15,7 @@
 #include "runtime/job_groups.hpp"
 #include "runtime/layout.hpp"
 #include "runtime/nccl_links.hpp"
+#include "runtime/tied_uses.hpp"
 #include "stages/optimizer.hpp"
 
 namespace sluice {
@@ -31,9 +32,11 @@ struct StepTotals {
 
 class GradientSync : public StepActions {
  public:
-  // All pointers outlive this object; `nccl` may be null. `stages` are this rank's, ascending.
+  // All that is named outlives this object; `nccl` may be null. `stages` are this rank's,
+  // ascending.
   GradientSync(JobGroups& groups, const PipelineLayout& layout, const PipelineOptions& options,
-               ComputeContext& compute, NcclLinks* nccl, std::vector<StageBinding> stages);
+               ComputeContext& compute, NcclLinks* nccl, TiedUses& ties,
+               std::vector<StageBinding> stages);
 
   // Before each step. `outcome` is the engine's, filled while it runs.
   void begin(std::uint64_t step, double started, const StepOutcome& outcome);
@@ -52,8 +55,6 @@ class GradientSync : public StepActions {
   [[nodiscard]] std::vector<std::pair<int, Parameter*>> owned() const { return owned_; }
 
  private:
-  [[nodiscard]] int rank_of(const TiedUse& use) const;
-  void make_addend();
   void pack_record();
   void reduce_records();
   [[noreturn]] void refuse() const;
@@ -62,15 +63,14 @@ class GradientSync : public StepActions {
   const PipelineLayout& layout_;
   const PipelineOptions& options_;
   ComputeContext& compute_;
+  TiedUses& ties_;
   std::vector<StageBinding> stages_;
   std::optional<BucketedSums> sums_;  // where they go over NCCL
   std::unique_ptr<Optimizer> optimizer_;
   std::vector<std::pair<int, Parameter*>> owned_;  // (stage, parameter) in global order
-  std::vector<std::vector<Parameter*>> tied_;      // [group][use], null where on another rank
   HostMirror mirror_;                              // of gradients on their way over MPI
   HostBuffer workspace_;
   std::span<float> floats_;  // of workspace_
-  Buffer addend_;            // another use's gradient, on the device
   HostBuffer squares_;       // [owned parameter], written by the device
 
   // Per rank: window, busy, peak, then (sum, weight) per micro-batch, then squares per owned

@@ -300,6 +300,12 @@ bool PipelineLayout::splits_backward() const {
   return false;
 }
 
+bool PipelineLayout::nccl_within() const {
+  return uses_nccl(links) || std::any_of(tied.begin(), tied.end(), [](const TiedParameter& tie) {
+           return uses_nccl(tie.links);
+         });
+}
+
 bool PipelineLayout::is_owner(int stage, int index) const {
   for (const TiedParameter& tie : tied) {
     for (std::size_t u = 1; u < tie.uses.size(); ++u) {
@@ -397,10 +403,17 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
   }
   layout.devices = groups.pipeline_devices();
   const std::string no_nccl = why_no_nccl(groups.devices);
-  layout.links = choose_links(placement, {.wanted = options.transport,
-                                          .no_device_messages = groups.no_device_messages,
-                                          .nccl_refusal = no_nccl,
-                                          .devices = layout.devices});
+  const LinkQuestion question{.wanted = options.transport,
+                              .no_device_messages = groups.no_device_messages,
+                              .nccl_refusal = no_nccl,
+                              .devices = layout.devices};
+  layout.links = choose_links(placement, question);
+  for (TiedParameter& tie : layout.tied) {
+    const int owner = placement.rank_of(tie.uses.front().stage);
+    for (const TiedUse& use : tie.uses) {
+      tie.links.push_back(choose_link(owner, placement.rank_of(use.stage), question));
+    }
+  }
   for (const RankDevice& device : layout.devices) {
     layout.nccl_sums.push_back(replicas > 1 && device.device.kind == DeviceKind::kCuda &&
                                no_nccl.empty() && options.transport != TransportChoice::kMpi &&

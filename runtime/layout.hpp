@@ -93,6 +93,7 @@ struct TiedUse {
 struct TiedParameter {
   std::string name;
   std::vector<TiedUse> uses;
+  std::vector<EdgeLink> links;  // [use] to the owner's rank
 };
 
 // What one rank of a pipeline holds of its device, in bytes, every buffer rounded up to
@@ -149,6 +150,8 @@ struct PipelineLayout {
 
   [[nodiscard]] int num_stages() const { return train.placement.stages(); }
   [[nodiscard]] bool owns(int stage) const { return train.placement.rank_of(stage) == rank; }
+  // Does NCCL carry messages or tied parameters from rank to rank?
+  [[nodiscard]] bool nccl_within() const;
   // Do this rank's sums over replicas go over NCCL?
   [[nodiscard]] bool sums_by_nccl() const { return nccl_sums[static_cast<std::size_t>(rank)]; }
   [[nodiscard]] int first_rank() const { return train.placement.rank_of(0); }

@@ -114,12 +114,12 @@ class Sum {
     memory_.buffers += largest;
   }
 
-  // A communicator costs NCCL hundreds of megabytes; there is one for messages, one for sums.
+  // A communicator costs NCCL hundreds of megabytes; there is one in the pipeline, one for sums.
   void add_nccl() {
     constexpr std::size_t kNcclCommunicator = std::size_t{512} << 20;
     if (device_ == DeviceKind::kCpu) return;
     const bool sums = layout_.nccl_sums[at(rank_)];
-    add_libraries(kNcclCommunicator * ((uses_nccl(layout_.links) ? 1 : 0) + (sums ? 1 : 0)));
+    add_libraries(kNcclCommunicator * ((layout_.nccl_within() ? 1 : 0) + (sums ? 1 : 0)));
     if (!sums) return;
     std::vector<std::size_t> floats;
     for (const int stage : layout_.train.placement.stages_of(rank_)) {

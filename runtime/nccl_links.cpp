@@ -14,7 +14,7 @@
 namespace sluice {
 
 bool NcclLinks::wanted(const PipelineLayout& layout) {
-  return uses_nccl(layout.links) ||
+  return layout.nccl_within() ||
          std::count(layout.nccl_sums.begin(), layout.nccl_sums.end(), true) > 0;
 }
 
@@ -55,16 +55,21 @@ struct NcclLinks::Impl {
     for (std::size_t i = 0; i < load.count; ++i) ready.emplace_back(compute.device());
   }
 
-  // Both directions of every NCCL edge.
+  // Both directions of every NCCL edge, and of what joins the uses of tied parameters.
   [[nodiscard]] std::vector<NcclTransport::Edge> edges_of(const PipelineLayout& layout) const {
     std::vector<NcclTransport::Edge> edges;
-    const Placement& placement = layout.train.placement;
-    for (int s = 1; s < placement.stages(); ++s) {
-      if (layout.links[at(s)].kind != LinkKind::kNccl) continue;
-      const int from = gpu_of_rank[at(placement.rank_of(s - 1))];
-      const int to = gpu_of_rank[at(placement.rank_of(s))];
+    const auto join = [&](const EdgeLink& link, int stage, int other) {
+      if (link.kind != LinkKind::kNccl) return;
+      const int from = gpu_of_rank[at(layout.train.placement.rank_of(stage))];
+      const int to = gpu_of_rank[at(layout.train.placement.rank_of(other))];
       edges.push_back({from, to});
       edges.push_back({to, from});
+    };
+    for (int s = 1; s < layout.num_stages(); ++s) join(layout.links[at(s)], s - 1, s);
+    for (const TiedParameter& tie : layout.tied) {
+      for (std::size_t use = 1; use < tie.uses.size(); ++use) {
+        join(tie.links[use], tie.uses.front().stage, tie.uses[use].stage);
+      }
     }
     return edges;
   }

@@ -1,5 +1,6 @@
-// What a pipeline carries over NCCL: the messages of its NCCL edges and the sums over replicas, one
-// queue for both. Internal to the pipeline; empty where no edge and no sum is NCCL's.
+// What a pipeline carries over NCCL: the messages of its NCCL edges, tied gradients and values, and
+// the sums over replicas, one queue for all. Internal to the pipeline; empty where nothing is
+// NCCL's.
 //
 // The host never waits for a device here: slots and gradients are ordered against the compute
 // stream by events. It may wait until NCCL has taken a group, polling the interrupt.
@@ -52,7 +53,7 @@ class NcclLinks {
 
   // Device memory that a rank's sums take, besides NCCL's own.
   [[nodiscard]] static std::size_t sum_bytes(const SumLoad& sums, int replicas, bool all_reduce);
-  // Whether any edge of the layout, or its sums over replicas, go over NCCL.
+  // Whether any of it goes over NCCL.
   [[nodiscard]] static bool wanted(const PipelineLayout& layout);
 
  private:

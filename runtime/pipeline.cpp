@@ -87,7 +87,7 @@ struct Pipeline::Impl {
   std::unique_ptr<Engine> engine;
   std::unique_ptr<BatchLoader> loader;
   std::deque<Evaluation> evaluations;
-  TiedUses tied;
+  std::unique_ptr<TiedUses> tied;
   std::unique_ptr<GradientSync> gradients;
   BatchLoader::Batch inference_batch;
   std::uint64_t step = 0;
@@ -109,10 +109,12 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     replica_sum = std::make_unique<ReplicaSum>(*groups.in_replicas, *compute, groups.watch.get());
     replica_targets.resize(at(layout.topology.replicas));
     prepare_stages();
-    tied = find_tied_parameters(layout, bindings);
     // New communicators are made by all ranks or wait for ever: nobody has failed so far.
     groups.in_world->barrier();
     within_plan("sums over replicas", [&] { make_nccl(); });
+    within_plan("tied parameters", [&] {
+      tied = std::make_unique<TiedUses>(groups, layout, *compute, nccl.get(), bindings);
+    });
     within_plan("messages", [&] {
       const std::size_t events = options.trace ? layout.train.ranks[at(layout.rank)].ops.size() : 0;
       engine = make_engine(layout.train, {.events = events, .graphs = options.cuda_graphs});
@@ -130,8 +132,8 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
         std::make_unique<BatchLoader>(source, Phase::kTrain, layout.micro_batches, layout.owns(0),
                                       layout.owns(layout.num_stages() - 1), compute->device());
     within_plan("the optimizer", [&] {
-      gradients =
-          std::make_unique<GradientSync>(groups, layout, options, *compute, nccl.get(), bindings);
+      gradients = std::make_unique<GradientSync>(groups, layout, options, *compute, nccl.get(),
+                                                 *tied, bindings);
     });
     gradients->zero_grads();
     compute->stream().synchronize();
@@ -164,7 +166,7 @@ void Pipeline::Impl::take_memory() {
 // Communicators cost a GPU hundreds of megabytes: one set serves training and evaluations.
 void Pipeline::Impl::make_nccl() {
   if (!NcclLinks::wanted(layout)) return;
-  std::size_t open = 8;
+  std::size_t open = 8 + TiedUses::most_open(layout);
   const auto count = [&](const Plan& plan) {
     if (plan.ranks.empty()) return;
     for (const BufferPool& pool : plan.ranks[at(layout.rank)].pools) open += at(pool.count);
@@ -277,7 +279,7 @@ StepReport Pipeline::Impl::train_step() {
     step = number;
     report = report_of(steady_seconds() - started);
     if (options.check_replicas > 0 && step % options.check_replicas == 0) {
-      sluice::check_replicas(groups, layout, tied, bindings, *mirror, step);
+      sluice::check_replicas(groups, layout, *tied, bindings, *mirror, step);
     }
   });
   return report;
@@ -430,7 +432,7 @@ std::vector<Pipeline::Owned> Pipeline::parameters() {
 void Pipeline::values_changed() {
   impl_->groups.guarded([&] {
     use_device(impl_->compute->device());
-    spread_tied_values(impl_->groups, impl_->layout, impl_->tied, impl_->bindings, *impl_->mirror);
+    impl_->tied->spread_values();
   });
 }
 

@@ -27,48 +27,6 @@ Digest digest_of(const Parameter& parameter, HostMirror& mirror) {
 
 }  // namespace
 
-TiedUses find_tied_parameters(const PipelineLayout& layout, std::span<const StageBinding> stages) {
-  TiedUses tied;
-  for (const TiedParameter& tie : layout.tied) {
-    std::vector<Parameter*>& uses = tied.emplace_back();
-    for (const TiedUse& use : tie.uses) {
-      Parameter* found = nullptr;
-      for (const StageBinding& binding : stages) {
-        if (binding.index == use.stage) found = binding.stage->parameters()->all()[at(use.index)];
-      }
-      uses.push_back(found);
-    }
-  }
-  return tied;
-}
-
-void spread_tied_values(JobGroups& groups, const PipelineLayout& layout, const TiedUses& tied,
-                        std::span<const StageBinding> stages, HostMirror& mirror) {
-  const Placement& placement = layout.train.placement;
-  for (std::size_t group = 0; group < tied.size(); ++group) {
-    const TiedParameter& tie = layout.tied[group];
-    const int owner = placement.rank_of(tie.uses.front().stage);
-    for (std::size_t u = 1; u < tie.uses.size(); ++u) {
-      const int holder = placement.rank_of(tie.uses[u].stage);
-      if (layout.rank == holder) {
-        const Tensor& target = tied[group][u]->value;
-        if (holder == owner) {
-          copy_async(target.data, tied[group].front()->value.data, target.spec.bytes(),
-                     mirror.stream());
-        } else {
-          groups.in_pipeline->recv(owner, mirror.blank(target));
-          mirror.write_back();
-        }
-      } else if (layout.rank == owner) {
-        groups.in_pipeline->send(holder, mirror.view(tied[group].front()->value));
-      }
-    }
-  }
-  for (const StageBinding& binding : stages) {
-    if (ParameterSet* set = binding.stage->parameters()) set->touch();
-  }
-}
-
 void check_replicas(JobGroups& groups, const PipelineLayout& layout, const TiedUses& tied,
                     std::span<const StageBinding> stages, HostMirror& mirror, std::uint64_t step) {
   std::vector<Digest> all(at(layout.topology.replicas));
@@ -90,23 +48,23 @@ void check_replicas(JobGroups& groups, const PipelineLayout& layout, const TiedU
     }
   }
   const Placement& placement = layout.train.placement;
-  for (std::size_t group = 0; group < tied.size(); ++group) {
+  for (std::size_t group = 0; group < layout.tied.size(); ++group) {
     const TiedParameter& tie = layout.tied[group];
     for (std::size_t u = 1; u < tie.uses.size(); ++u) {
       const int owner = placement.rank_of(tie.uses.front().stage);
       const int holder = placement.rank_of(tie.uses[u].stage);
       Digest theirs = {};
       if (layout.rank == holder && holder != owner) {
-        const Digest mine = digest_of(*tied[group][u], mirror);
+        const Digest mine = digest_of(*tied.parameter(group, u), mirror);
         groups.in_pipeline->send(owner, std::as_bytes(std::span(&mine, 1)));
       }
       if (layout.rank != owner) continue;
       if (holder == owner) {
-        theirs = digest_of(*tied[group][u], mirror);
+        theirs = digest_of(*tied.parameter(group, u), mirror);
       } else {
         groups.in_pipeline->recv(holder, std::as_writable_bytes(std::span(&theirs, 1)));
       }
-      if (theirs != digest_of(*tied[group].front(), mirror)) {
+      if (theirs != digest_of(*tied.parameter(group, 0), mirror)) {
         throw Error(
             ErrorCode::kMismatch,
             fmt::format("after step {} the copies of tied parameter '{}' on stages {} and {} "

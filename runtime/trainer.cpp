@@ -339,6 +339,13 @@ std::string describe_devices(const PipelineLayout& layout) {
                         device.host);
   }
   text += fmt::format("\n{}", describe_links(layout.links));
+  for (const TiedParameter& tie : layout.tied) {
+    for (std::size_t use = 1; use < tie.uses.size(); ++use) {
+      if (tie.links[use].kind == LinkKind::kLocal) continue;
+      text += fmt::format("  tied {}, stages {}-{}: {}\n", tie.name, tie.uses.front().stage,
+                          tie.uses[use].stage, describe_link(tie.links[use]));
+    }
+  }
   if (layout.topology.replicas > 1) {
     const auto by_nccl = std::count(layout.nccl_sums.begin(), layout.nccl_sums.end(), true);
     const auto ranks = static_cast<std::ptrdiff_t>(layout.nccl_sums.size());

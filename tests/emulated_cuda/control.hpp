@@ -12,6 +12,9 @@ namespace sluice::emulated {
 // Bytes of every cudaMalloc on the device that succeeded so far, in order, freed ones included.
 [[nodiscard]] std::vector<std::size_t> allocations(int device);
 
+// Bytes of all copies from the device's memory to the host's given so far.
+[[nodiscard]] std::size_t copied_to_host(int device);
+
 // From now on ncclCommGetAsyncError reports `failure` for this communicator, as after the death of
 // a peer; what it waits for stays blocked until ncclCommAbort. Programs that cannot be reached this
 // way fail by SLUICE_EMULATED_NCCL_FAILURE=RANK:GROUP: the communicators of that rank report

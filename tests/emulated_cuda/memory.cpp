@@ -18,7 +18,6 @@ namespace sluice::emulated {
 
 namespace {
 
-constexpr int kMostDevices = 64;
 // Addresses of one device; fewer where the process has not as many (thread sanitizer).
 constexpr std::size_t kMostRangeBytes = std::size_t{1} << 38;
 constexpr std::size_t kLeastRangeBytes = std::size_t{1} << 33;

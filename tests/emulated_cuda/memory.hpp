@@ -14,8 +14,9 @@
 
 namespace sluice::emulated {
 
-// From SLUICE_EMULATED_DEVICES (default 8, at most 64) and SLUICE_EMULATED_DEVICE_MEMORY (bytes
-// per device, default 2 GiB), read once.
+inline constexpr int kMostDevices = 64;
+// From SLUICE_EMULATED_DEVICES (default 8, at most kMostDevices) and SLUICE_EMULATED_DEVICE_MEMORY
+// (bytes per device, default 2 GiB), read once.
 [[nodiscard]] int device_count();
 [[nodiscard]] std::size_t device_memory();
 [[nodiscard]] std::size_t free_memory(int device);

@@ -1,11 +1,14 @@
 // The rest of the CUDA runtime that Sluice calls: devices, memory, copies, launches.
 #include <cuda_runtime_api.h>
 
+#include <array>
+#include <atomic>
 #include <cstdio>
 #include <cstring>
 #include <utility>
 
 #include "tests/emulated_cuda/block.hpp"
+#include "tests/emulated_cuda/control.hpp"
 #include "tests/emulated_cuda/memory.hpp"
 #include "tests/emulated_cuda/stream.hpp"
 
@@ -57,6 +60,8 @@ bool fits(cudaMemcpyKind kind, MemoryKind to, MemoryKind from) {
   return false;
 }
 
+std::array<std::atomic<std::size_t>, kMostDevices> bytes_to_host{};  // [device]
+
 // As on a GPU, a copy from or to pageable memory has read or written it when the call returns.
 cudaError_t transfer(const Transfer& work, cudaMemcpyKind kind, cudaStream_t stream, bool blocks) {
   cudaStream_t real = resolve(stream);
@@ -70,6 +75,9 @@ cudaError_t transfer(const Transfer& work, cudaMemcpyKind kind, cudaStream_t str
     const Memory from = memory_of(work.from, (work.rows - 1) * work.from_pitch + work.bytes);
     if (!from.is_inside || !fits(kind, to.kind, from.kind)) return cudaErrorInvalidValue;
     is_pageable = is_pageable || from.kind == MemoryKind::kPageable;
+    if (from.kind == MemoryKind::kDevice && to.kind != MemoryKind::kDevice) {
+      bytes_to_host[static_cast<std::size_t>(from.device)] += work.bytes * work.rows;
+    }
   } else if (to.kind == MemoryKind::kPageable) {
     return cudaErrorInvalidValue;
   }
@@ -90,6 +98,8 @@ cudaError_t has_device() { return device_count() == 0 ? cudaErrorNoDevice : unsa
 bool is_device(int device) { return device >= 0 && device < device_count(); }
 
 }  // namespace
+
+std::size_t copied_to_host(int device) { return bytes_to_host[static_cast<std::size_t>(device)]; }
 
 cudaError_t enqueue_kernel(const Launch& launch, cudaStream_t stream,
                            std::function<void()> run_thread) {

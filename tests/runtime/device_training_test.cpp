@@ -11,6 +11,9 @@
 #include "comm/error.hpp"
 #include "comm/loopback.hpp"
 #include "tests/runtime/training_cases.hpp"
+#ifdef SLUICE_EMULATED
+#include "tests/emulated_cuda/control.hpp"
+#endif
 
 namespace sluice::testing {
 namespace {
@@ -217,9 +220,9 @@ TEST_P(NcclTrainingTest, ARankThatFailsEndsThoseThatWaitForIt) {
       return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
     };
     Pipeline pipeline(comm, options, factory, source);
-    (void)pipeline.train_step();
     try {
       (void)pipeline.train_step();
+      (void)pipeline.train_step();  // some hear of it before they have left the step before
     } catch (const Error& error) {
       said[static_cast<std::size_t>(comm.rank())] = error.what();
     }
@@ -230,6 +233,56 @@ TEST_P(NcclTrainingTest, ARankThatFailsEndsThoseThatWaitForIt) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Depths, NcclTrainingTest, ::testing::Values(2, 3, 4));
+
+class NcclAtTheEndsTest : public NcclTrainingTest {};
+
+// The ends of the pipeline, which share the embedding, have GPUs and no neighbour that has one.
+TEST_P(NcclAtTheEndsTest, CarriesTiedParametersBesideEdgesThroughHostMemory) {
+  run_loopback(GetParam(), [&](Communicator& comm) {
+    for (const char* schedule : {"1f1b", "zb-h1"}) {
+      Layout layout{.pipeline = 3, .schedule = schedule, .devices = "cuda,cpu,cuda"};
+      const TrainingOutcome over_nccl = train(comm, cases().front(), layout);
+      layout.transport = TransportChoice::kMpi;
+      expect_same(comm, schedule, train(comm, cases().front(), layout), over_nccl);
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Depths, NcclAtTheEndsTest, ::testing::Values(3));
+
+#ifdef SLUICE_EMULATED
+
+// Bytes that rank 0's GPU, the embedding's owner, copies to the host in a step.
+std::size_t copied_to_host(int ranks, TransportChoice transport) {
+  const TransformerConfig model = small_model();
+  const auto source = synthetic_tokens(model);
+  const std::vector<double> costs = layer_costs(model);
+  std::size_t copied = 0;
+  run_loopback(ranks, [&](Communicator& comm) {
+    PipelineOptions options;
+    options.pipeline = ranks;
+    options.micro_batches = 2;
+    options.devices = parse_devices("cuda");
+    options.transport = transport;
+    const StageFactory factory = [&](int stage, int stages) {
+      return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+    };
+    Pipeline pipeline(comm, options, factory, *source);
+    const std::size_t before = emulated::copied_to_host(comm.rank());
+    (void)pipeline.train_step();
+    if (comm.rank() == 0) copied = emulated::copied_to_host(0) - before;
+  });
+  return copied;
+}
+
+// Neither activations nor the tied embedding's gradient and value.
+TEST_P(NcclTrainingTest, CopiesNothingToTheHostInAStep) {
+  EXPECT_EQ(copied_to_host(GetParam(), TransportChoice::kNccl), 0U);
+  EXPECT_GT(copied_to_host(GetParam(), TransportChoice::kMpi),
+            static_cast<std::size_t>(small_model().vocabulary * small_model().width));
+}
+
+#endif
 
 class NcclReplicasTest : public NcclTrainingTest {};
 

@@ -41,6 +41,17 @@ TEST(EdgeLinkTest, GpusOfTheirOwnAreJoinedByNccl) {
   EXPECT_EQ(none[1].kind, LinkKind::kHost);
 }
 
+TEST(EdgeLinkTest, RanksThatAreNoNeighboursAreJoinedByTheSameRule) {
+  LinkQuestion asked = question(TransportChoice::kAuto, {gpu(0), cpu(), gpu(1), gpu(2)});
+  EXPECT_EQ(choose_link(0, 0, asked).kind, LinkKind::kLocal);
+  EXPECT_EQ(choose_link(0, 3, asked).kind, LinkKind::kNccl);
+  EXPECT_EQ(choose_link(3, 1, asked).kind, LinkKind::kStaged);
+  asked.wanted = TransportChoice::kMpi;
+  const EdgeLink staged = choose_link(0, 3, asked);
+  EXPECT_EQ(describe_link(staged),
+            "through page-locked host memory (asked for by --transport mpi)");
+}
+
 TEST(EdgeLinkTest, MpiTakesAGpusMemoryOnlyWhereItCanAndNoEdgeIsNccls) {
   LinkQuestion asked = question(TransportChoice::kMpi, {gpu(0), gpu(1), cpu()});
   const auto direct = choose_links(Placement::linear(3), asked);
