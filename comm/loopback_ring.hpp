@@ -41,6 +41,7 @@ struct alignas(128) Cell {
   std::array<std::byte, kCellRoom> room;
 };
 static_assert(sizeof(Cell) == 128);
+inline constexpr std::size_t kFirstLine = 64 - offsetof(Cell, room);  // of the room
 
 // How a message above kEagerBytes is handed over: the reader copies from the writer's memory.
 struct alignas(64) Offer {
@@ -128,25 +129,28 @@ class Writer {
     return end - read_ <= kRingCells;
   }
 
-  // Where there is room. Every store into the first cell comes from a register: a load in between
-  // that waits for an earlier store would also wait for the ring's line to arrive, and the reader,
-  // who looks at that line all the time, would take it away again before `sequence` is there.
+  // Where there is room. Whatever lies outside the first line goes first: the reader looks at that
+  // line all the time, and would take it away between two stores that something holds up.
   void write(std::uint32_t context, std::int32_t tag, const std::byte* data, std::uint32_t bytes,
              bool offered) {
     Cell& first = cells_[next_ % kRingCells];
     const std::uint64_t sequence = next_ + 1;
-    first.label.context = context;
-    first.label.tag = tag;
-    first.label.bytes = bytes;
-    first.label.offered = offered ? 1 : 0;
-    if (bytes > 0) {
-      copy_bytes(first.room.data(), data, std::min<std::size_t>(bytes, kCellRoom));
-    }
-    ++next_;
+    std::uint64_t cell = next_;
     for (std::size_t done = kCellRoom; done < bytes; done += kCellRoom) {
-      copy_bytes(cells_[next_++ % kRingCells].room.data(), data + done,
+      copy_bytes(cells_[++cell % kRingCells].room.data(), data + done,
                  std::min<std::size_t>(kCellRoom, bytes - done));
     }
+    next_ = cell + 1;
+    const std::size_t here = std::min<std::size_t>(bytes, kCellRoom);
+    if (here > kFirstLine) {
+      copy_bytes(first.room.data() + kFirstLine, data + kFirstLine, here - kFirstLine);
+    }
+    if (here >= kFirstLine) {
+      std::memcpy(first.room.data(), data, kFirstLine);
+    } else if (here > 0) {
+      copy_bytes(first.room.data(), data, here);
+    }
+    first.label = {context, tag, bytes, offered ? 1U : 0U};
     std::atomic_ref(first.sequence).store(sequence, std::memory_order_release);
   }
 
