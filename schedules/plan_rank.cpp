@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -231,6 +232,9 @@ class RankPlanner {
   }
 
   void add(const Action& action) {
+    const bool sends =
+        action.kind == ActionKind::kSendForward || action.kind == ActionKind::kSendBackward;
+    if (!sends) release_kept();
     switch (action.kind) {
       case ActionKind::kForward:
       case ActionKind::kBackward:
@@ -309,6 +313,7 @@ class RankPlanner {
   }
 
   void drain_sends() {
+    release_kept();
     for (const int stage : own_) {
       for (const BufferKind kind : {BufferKind::kOutput, BufferKind::kGradInput}) {
         const SendQueue& queue = sends_of(stage, kind);
@@ -364,11 +369,16 @@ class RankPlanner {
       exact_ = exact_ && micro_batch > before;
       before = micro_batch;
     }
-    release_kept(own, action);
+    used_ = action;
+    if (issues_ != nullptr) release_kept();
   }
 
-  // Everything kept for (stage, micro-batch), then the receives that now find a slot.
-  void release_kept(const StageView& own, const Action& action) {
+  // Everything kept for the action that used it last, then the receives that now find a slot. Sends
+  // of what the action computed come first: another rank waits for them.
+  void release_kept() {
+    if (!used_) return;
+    const Action action = *std::exchange(used_, std::nullopt);
+    const StageView own = view(action.stage);
     PlanOp& op = emit(OpKind::kRelease, action);
     const auto release = [&](BufferKind kind) {
       const std::int32_t index = own.slot(kind, action.micro_batch);
@@ -427,8 +437,9 @@ class RankPlanner {
   std::vector<Inbound> inbound_;
   std::vector<std::int32_t> last_weight_;  // [own stage] micro-batch, -1: none yet
   bool exact_ = true;
-  std::size_t tail_ = 0;    // the first step behind all compute and messages
-  std::size_t issued_ = 0;  // of issues_
+  std::optional<Action> used_;  // what it kept is not released yet
+  std::size_t tail_ = 0;        // the first step behind all compute and messages
+  std::size_t issued_ = 0;      // of issues_
   std::size_t tied_cursor_ = 0;
   RankPlan plan_;
 };

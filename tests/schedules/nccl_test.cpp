@@ -123,7 +123,7 @@ TEST(NcclTest, ReceivesJustBeforeTheirUseDeadlockInOneQueueAndTheCycleIsNamed) {
   EXPECT_EQ(verification.standstills[0].violation.message,
             "under the nccl model the plan deadlocks: the queue of rank 0 stands at op 3 (send "
             "0SEND_F1 channel 0 output[1]) and waits for the queue of rank 1 to come to 1RECV_F1; "
-            "the queue of rank 1 stands at op 5 (send 1SEND_B0 channel 1 grad-input[0]) and waits "
+            "the queue of rank 1 stands at op 4 (send 1SEND_B0 channel 1 grad-input[0]) and waits "
             "for the queue of rank 0 to come to 0RECV_B0");
 }
 
