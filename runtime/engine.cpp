@@ -15,6 +15,7 @@
 #include "runtime/recorded_calls.hpp"
 #include "runtime/slots.hpp"
 #include "runtime/stage_table.hpp"
+#include "runtime/step_clock.hpp"
 
 namespace sluice {
 namespace {
@@ -82,6 +83,7 @@ struct Engine::Impl {
   StageTable table;
   std::unique_ptr<Transport> transport;
   Waiter waiter;
+  StepClock clock;
   DeviceBatch batch;  // of the step, where the stages compute
   DeviceTimer timer;  // of a GPU's compute ops
   RecordedCalls calls;
@@ -120,6 +122,7 @@ Engine::Impl::Impl(const EngineConfig& config_in)
 
 const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions* actions) {
   request = request_in;
+  clock.begin_step();
   outcome.busy_seconds = 0;
   outcome.peak_in_flight = 0;
   in_flight = 0;
@@ -179,7 +182,7 @@ void Engine::Impl::post_recv(const PlanOp& op) {
                                                                         : BufferKind::kGradOutput);
   pool->shape(slot, samples(op));
   slot.tickets.clear();
-  if (config.trace_events > 0) slot.started = steady_seconds();
+  if (config.trace_events > 0) slot.started = clock.now();
   if (slot.link == LinkKind::kNccl) {
     issue_nccl(op, slot, channel.from_rank);
     slot.state = SlotState::kPosted;
@@ -214,7 +217,7 @@ void Engine::Impl::wait_recv(const PlanOp& op) {
   }
   slot.state = SlotState::kFilled;
   if (config.trace_events > 0) {
-    record(TraceTrack::kReceives, op, slot.started, steady_seconds());
+    record(TraceTrack::kReceives, op, slot.started, clock.now());
   }
 }
 
@@ -224,7 +227,7 @@ void Engine::Impl::start_send(const PlanOp& op) {
   if (slot.state != SlotState::kFilled)
     refuse(op, "its slot is " + std::string(describe(slot.state)));
   slot.tickets.clear();
-  if (config.trace_events > 0) slot.started = steady_seconds();
+  if (config.trace_events > 0) slot.started = clock.now();
   if (slot.link == LinkKind::kNccl) {
     issue_nccl(op, slot, channel.to_rank);
     slot.state = SlotState::kSending;
@@ -246,7 +249,7 @@ void Engine::Impl::wait_send(const PlanOp& op) {
   settle_nccl(slot);
   for (const Ticket ticket : slot.tickets) wait(ticket);
   slot.state = SlotState::kFree;
-  if (config.trace_events > 0) record(TraceTrack::kSends, op, slot.started, steady_seconds());
+  if (config.trace_events > 0) record(TraceTrack::kSends, op, slot.started, clock.now());
 }
 
 void Engine::Impl::issue_nccl(const PlanOp& op, Slot& slot, int peer) {
@@ -311,7 +314,7 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
     ctx.final_gradients = actions->final_gradients(op.stage);
   }
   // Reading the clock costs more than what lies between two actions in a row.
-  const double start = computed_until > 0 ? computed_until : steady_seconds();
+  const double start = computed_until > 0 ? computed_until : clock.now();
   timer.start(stream(), op);
   if (op.action == ActionKind::kForward) {
     forward(stage, op, ctx);
@@ -320,17 +323,17 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   }
   timer.stop(stream());
   if (on_gpu()) return;  // drain() tells how long it took
-  computed_until = steady_seconds();
+  computed_until = clock.now();
   tally(op, start, computed_until);
 }
 
 void Engine::Impl::reduce_grad(const PlanOp& op, StepActions& actions) {
   if (config.trace_events == 0) return actions.reduce_grad(op.stage);
-  const double start = steady_seconds();
+  const double start = clock.now();
   timer.start(stream(), op);
   actions.reduce_grad(op.stage);
   timer.stop(stream());
-  if (!on_gpu()) record(TraceTrack::kSums, op, start, steady_seconds());
+  if (!on_gpu()) record(TraceTrack::kSums, op, start, clock.now());
 }
 
 void Engine::Impl::tally(const PlanOp& op, double start, double end) {
