@@ -98,6 +98,14 @@ class MessageTransport final : public Transport {
     if (bytes > buffer.capacity) {
       refuse_size("sends", bytes, buffer.capacity, buffer.header());
     }
+    if (buffer.device == nullptr && bytes <= piece_bytes_) {
+      require_room();
+      const Request head = comm_.start_send(peer, tag, {buffer.message, kHeaderBytes + bytes});
+      if (head.index == Request::kNone) return kDoneTicket;
+      const Ticket ticket = open(peer, tag, buffer, /*receives=*/false);
+      at(ticket).head = head;
+      return ticket;
+    }
     const Ticket ticket = open(peer, tag, buffer, /*receives=*/false);
     Operation& operation = at(ticket);
     if (buffer.device == nullptr) {
@@ -130,6 +138,7 @@ class MessageTransport final : public Transport {
   }
 
   bool test(Ticket ticket) override {
+    if (ticket == kDoneTicket) return true;
     Operation& operation = at(ticket);
     progress();
     if (operation.driven || !complete(operation)) return false;
@@ -179,13 +188,16 @@ class MessageTransport final : public Transport {
 
   Operation& at(Ticket ticket) { return operations_[static_cast<std::size_t>(ticket)]; }
 
+  void require_room() const {
+    if (!free_.empty()) return;
+    throw Error(
+        ErrorCode::kInternal,
+        fmt::format("more than {} messages open on rank {}", operations_.size(), comm_.rank()),
+        comm_.rank());
+  }
+
   Ticket open(int peer, int tag, const MessageBuffer& buffer, bool receives) {
-    if (free_.empty()) {
-      throw Error(
-          ErrorCode::kInternal,
-          fmt::format("more than {} messages open on rank {}", operations_.size(), comm_.rank()),
-          comm_.rank());
-    }
+    require_room();
     const Ticket ticket = free_.back();
     free_.pop_back();
     Operation& operation = at(ticket);

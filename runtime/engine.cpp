@@ -237,7 +237,8 @@ void Engine::Impl::start_send(const PlanOp& op) {
     if (slot.tensors[i].data == nullptr) continue;
     slot.buffers[i].header() = header_of(op, slot, i, request.phase, request.step);
     if (slot.buffers[i].device != nullptr) slot.buffers[i].device->ready.record(stream());
-    slot.tickets.push_back(transport->start_send(channel.to_rank, channel.tag, slot.buffers[i]));
+    const Ticket ticket = transport->start_send(channel.to_rank, channel.tag, slot.buffers[i]);
+    if (ticket != kDoneTicket) slot.tickets.push_back(ticket);
   }
   slot.state = SlotState::kSending;
 }
