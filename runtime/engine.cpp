@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <deque>
 #include <string>
 #include <utility>
 
@@ -56,7 +55,6 @@ struct Engine::Impl {
   void drain();
   void reduce_grad(const PlanOp& op, StepActions& actions);
   void tally(const PlanOp& op, double start, double end);
-  void keep_outputs();
 
   LocalStage& local(const PlanOp& op) {
     LocalStage* const stage = table.stage_of(op);
@@ -93,9 +91,9 @@ struct Engine::Impl {
   StepOutcome outcome;
   std::vector<TraceEvent> events;
   Slot* last_output = nullptr;
-  std::deque<HostMirror> host_outputs;
+  HostMirrors host_outputs;
   bool group_open = false;  // of NCCL messages
-  std::vector<Tensor> outputs;
+  std::span<const Tensor> outputs;
   int in_flight = 0;
   double computed_until = 0;  // when the last compute ended, while only bookkeeping follows
 };
@@ -110,7 +108,8 @@ Engine::Impl::Impl(const EngineConfig& config_in)
       batch(*config_in.compute),
       timer(config_in.compute->device(), mine.ops.size()),
       calls(*config_in.compute, mine.ops.size(), config_in.cuda_graphs),
-      drained(config_in.compute->device()) {
+      drained(config_in.compute->device()),
+      host_outputs(*config_in.compute, config_in.interrupt) {
   outcome.actions.resize(table.stages().size());
   if (!config.stages.empty() && config.stages.back().loss != nullptr) {
     const std::size_t count = index_of(config.plan->micro_batches);
@@ -129,7 +128,7 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   computed_until = 0;
   events.clear();
   last_output = nullptr;
-  outputs.clear();
+  outputs = {};
   for (LocalStage& stage : table.stages()) {
     stage.seconds = ActionSeconds{};
     stage.seconds.stage = stage.binding.index;
@@ -140,7 +139,9 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   batch.load(*request.batch, request.micro_batches.size());
   for (const PlanOp& op : mine.ops) execute(op, actions);
   if (config.plan->forward_only || actions == nullptr) drain();
-  if (request.phase == Phase::kGenerate && last_output != nullptr) keep_outputs();
+  if (request.phase == Phase::kGenerate && last_output != nullptr) {
+    outputs = host_outputs.view(last_output->tensors);
+  }
   return outcome;
 }
 
@@ -358,16 +359,6 @@ void Engine::Impl::drain() {
   }
 }
 
-void Engine::Impl::keep_outputs() {
-  outputs = last_output->tensors;
-  while (host_outputs.size() < outputs.size()) {
-    host_outputs.emplace_back(*config.compute, config.interrupt);
-  }
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    outputs[i].data = host_outputs[i].view(outputs[i].data, outputs[i].spec.bytes()).data();
-  }
-}
-
 void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
   expect(stage.state, op, BufferKind::kState, SlotState::kFree).state = SlotState::kFilled;
   if (++in_flight > outcome.peak_in_flight) outcome.peak_in_flight = in_flight;
@@ -485,13 +476,5 @@ const StepOutcome& Engine::outcome() const { return impl_->outcome; }
 std::span<const Tensor> Engine::outputs() const { return impl_->outputs; }
 
 std::span<const TraceEvent> Engine::trace() const { return impl_->events; }
-
-std::size_t Engine::buffer_bytes(const Plan& plan, int rank, const EdgeTable& edges) {
-  std::size_t bytes = 0;
-  for (const BufferPool& pool : plan.ranks[index_of(rank)].pools) {
-    bytes += SlotPool::bytes(pool, edges);
-  }
-  return bytes;
-}
 
 }  // namespace sluice

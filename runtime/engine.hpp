@@ -132,9 +132,6 @@ class Engine {
   // Of the last run; times in seconds of the steady clock.
   [[nodiscard]] std::span<const TraceEvent> trace() const;
 
-  // Bytes of message and hand-over buffers such an engine needs on its device, without making one.
-  [[nodiscard]] static std::size_t buffer_bytes(const Plan& plan, int rank, const EdgeTable& edges);
-
  private:
   struct Impl;
   std::unique_ptr<Impl> impl_;

@@ -47,4 +47,13 @@ void HostMirror::write_back() {
   copy_async(data_, copy_.data(), bytes_, compute_.stream());
 }
 
+std::span<const Tensor> HostMirrors::view(std::span<const Tensor> tensors) {
+  tensors_.assign(tensors.begin(), tensors.end());
+  while (mirrors_.size() < tensors_.size()) mirrors_.emplace_back(compute_, interrupt_);
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    tensors_[i].data = mirrors_[i].view(tensors_[i]).data();
+  }
+  return tensors_;
+}
+
 }  // namespace sluice

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstddef>
+#include <deque>
 #include <span>
+#include <vector>
 
 #include "comm/communicator.hpp"
 #include "stages/compute.hpp"
@@ -43,6 +45,22 @@ class HostMirror {
   HostBuffer copy_;
   void* data_ = nullptr;
   std::size_t bytes_ = 0;
+};
+
+// Several tensors at once, through a mirror each.
+class HostMirrors {
+ public:
+  HostMirrors(ComputeContext& compute, Interrupt* interrupt)
+      : compute_(compute), interrupt_(interrupt) {}
+
+  // As HostMirror::view() of every tensor; valid until the next call.
+  [[nodiscard]] std::span<const Tensor> view(std::span<const Tensor> tensors);
+
+ private:
+  ComputeContext& compute_;
+  Interrupt* interrupt_;
+  std::deque<HostMirror> mirrors_;
+  std::vector<Tensor> tensors_;
 };
 
 }  // namespace sluice

@@ -10,9 +10,9 @@
 
 #include "comm/error.hpp"
 #include "runtime/bucketed_sums.hpp"
-#include "runtime/engine.hpp"
 #include "runtime/nccl_links.hpp"
 #include "runtime/recorded_calls.hpp"
+#include "runtime/slots.hpp"
 #include "stages/operators.hpp"
 
 namespace sluice {
@@ -35,7 +35,9 @@ class Sum {
 
   void add_messages() {
     for_each_plan([this](const Plan& plan) {
-      memory_.buffers += Engine::buffer_bytes(plan, rank_, layout_.edges);
+      for (const BufferPool& pool : plan.ranks[at(rank_)].pools) {
+        memory_.buffers += SlotPool::bytes(pool, layout_.edges);
+      }
     });
   }
 
