@@ -9,6 +9,7 @@
 #include "comm/error.hpp"
 #include "runtime/device_batch.hpp"
 #include "runtime/device_timer.hpp"
+#include "runtime/guard.hpp"
 #include "runtime/host_mirror.hpp"
 #include "runtime/nccl_links.hpp"
 #include "runtime/recorded_calls.hpp"
@@ -40,6 +41,9 @@ struct Engine::Impl {
   void compute(const PlanOp& op, StepActions* actions);
   void forward(LocalStage& local, const PlanOp& op, StageContext& ctx);
   void backward(LocalStage& local, const PlanOp& op, StageContext& ctx);
+  // Runs `body`, the stage's own part of `op`; what it throws names the action.
+  template <typename Body>
+  void in_stage(const PlanOp& op, const Body& body);
 
   void progress() {
     transport->progress();
@@ -132,7 +136,11 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   for (LocalStage& stage : table.stages()) {
     stage.seconds = ActionSeconds{};
     stage.seconds.stage = stage.binding.index;
-    stage.binding.stage->begin_step(*config.compute);
+    try {
+      stage.binding.stage->begin_step(*config.compute);
+    } catch (...) {
+      rethrow_from(fmt::format("stage {}, before its first action", stage.binding.index));
+    }
   }
   calls.begin_step(request.step, request.loss_scale);
   timer.begin(stream());
@@ -359,27 +367,37 @@ void Engine::Impl::drain() {
   }
 }
 
+template <typename Body>
+void Engine::Impl::in_stage(const PlanOp& op, const Body& body) {
+  try {
+    body();
+  } catch (...) {
+    const Action action{.kind = op.action, .stage = op.stage, .micro_batch = op.micro_batch};
+    rethrow_from(fmt::format("stage {}, {}", op.stage, to_string(action)));
+  }
+}
+
 void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
   expect(stage.state, op, BufferKind::kState, SlotState::kFree).state = SlotState::kFilled;
   if (++in_flight > outcome.peak_in_flight) outcome.peak_in_flight = in_flight;
   Slot& output = expect(stage.output, op, BufferKind::kOutput, SlotState::kFree);
   stage.output->shape(output, samples(op));
-  if (op.stage == 0) {
-    stage.binding.stage->check_inputs(request.batch->inputs[index_of(op.micro_batch)]);
-  }
-  LossResult* result = nullptr;
-  if (stage.binding.loss != nullptr) {
-    last_output = &output;
-    if (request.phase != Phase::kGenerate) {
-      result = &reinterpret_cast<LossResult*>(losses.data())[op.micro_batch];
-      result->weight =
-          stage.binding.loss->target_weight(request.batch->targets[index_of(op.micro_batch)]);
+  LossStage* const loss = request.phase == Phase::kGenerate ? nullptr : stage.binding.loss;
+  if (stage.binding.loss != nullptr) last_output = &output;
+  in_stage(op, [&] {
+    if (op.stage == 0) {
+      stage.binding.stage->check_inputs(request.batch->inputs[index_of(op.micro_batch)]);
     }
-  }
-  calls.run(index_in_plan(op), *stage.binding.stage, ctx, [&] {
-    stage.binding.stage->forward(ctx, ctx.inputs, output.tensors);
-    if (result == nullptr) return;
-    stage.binding.loss->loss(ctx, output.tensors, batch.targets(op.micro_batch), &result->sum);
+    LossResult* result = nullptr;
+    if (loss != nullptr) {
+      result = &reinterpret_cast<LossResult*>(losses.data())[op.micro_batch];
+      result->weight = loss->target_weight(request.batch->targets[index_of(op.micro_batch)]);
+    }
+    calls.run(index_in_plan(op), *stage.binding.stage, ctx, [&] {
+      stage.binding.stage->forward(ctx, ctx.inputs, output.tensors);
+      if (result == nullptr) return;
+      loss->loss(ctx, output.tensors, batch.targets(op.micro_batch), &result->sum);
+    });
   });
   output.state = SlotState::kFilled;
   if (config.plan->forward_only) --in_flight;
@@ -398,14 +416,16 @@ void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& c
   }
   const std::span<const Tensor> grad_inputs =
       grad_input == nullptr ? std::span<const Tensor>() : grad_input->tensors;
-  calls.run(index_in_plan(op), *stage.binding.stage, ctx, [&] {
-    if (op.action == ActionKind::kBackward) {
-      stage.binding.stage->backward(ctx, gradient.tensors, grad_inputs);
-    } else if (op.action == ActionKind::kBackwardInput) {
-      stage.binding.split->backward_input(ctx, gradient.tensors, grad_inputs);
-    } else {
-      stage.binding.split->backward_weight(ctx, gradient.tensors);
-    }
+  in_stage(op, [&] {
+    calls.run(index_in_plan(op), *stage.binding.stage, ctx, [&] {
+      if (op.action == ActionKind::kBackward) {
+        stage.binding.stage->backward(ctx, gradient.tensors, grad_inputs);
+      } else if (op.action == ActionKind::kBackwardInput) {
+        stage.binding.split->backward_input(ctx, gradient.tensors, grad_inputs);
+      } else {
+        stage.binding.split->backward_weight(ctx, gradient.tensors);
+      }
+    });
   });
   if (op.action != ActionKind::kBackwardInput) --in_flight;
   if (grad_input != nullptr) grad_input->state = SlotState::kFilled;

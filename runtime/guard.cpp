@@ -3,6 +3,7 @@
 #include <exception>
 #include <new>
 
+#include "comm/device.hpp"
 #include "comm/error.hpp"
 
 namespace sluice {
@@ -17,6 +18,21 @@ void guarded(ControlChannel& control, int rank, const std::function<void()>& bod
     throw control.report(Error(ErrorCode::kDevice, "out of host memory", rank));
   } catch (const std::exception& error) {
     throw control.report(Error(ErrorCode::kInternal, error.what(), rank));
+  }
+}
+
+void rethrow_from(const std::string& where) {
+  try {
+    throw;
+  } catch (const OutOfMemory& error) {
+    throw OutOfMemory(where + ": " + error.what(), error.location());
+  } catch (const Error& error) {
+    if (error.rank() >= 0) throw;
+    throw Error(error.code(), where + ": " + error.what(), -1, error.location());
+  } catch (const std::bad_alloc&) {
+    throw Error(ErrorCode::kDevice, where + ": out of host memory");
+  } catch (const std::exception& error) {
+    throw Error(ErrorCode::kInternal, where + ": " + error.what());
   }
 }
 

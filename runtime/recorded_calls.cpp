@@ -48,9 +48,9 @@ void RecordedCalls::make(Entry& entry, const StageContext& ctx, const std::funct
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kDevice) throw;
     throw Error(ErrorCode::kDevice,
-                fmt::format("stage {} on {} cannot be recorded as a CUDA graph: {}; it can train "
-                            "without --cuda-graphs",
-                            ctx.stage, to_string(compute_.device()), error.what()));
+                fmt::format("cannot be recorded as a CUDA graph on {}: {}; it can train without "
+                            "--cuda-graphs",
+                            to_string(compute_.device()), error.what()));
   }
   entry.graph.launch(compute_.stream());
 }

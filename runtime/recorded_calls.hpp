@@ -36,7 +36,7 @@ class RecordedCalls {
   [[nodiscard]] StepValue<double> loss_scale() const { return loss_scale_; }
 
   // Makes `call`, the calls of `stage` that are action number `action`, or replays it. Throws what
-  // the call throws; Error(kDevice) naming the stage where it cannot be recorded.
+  // the call throws; Error(kDevice) where it cannot be recorded.
   template <typename Call>
   void run(std::size_t action, const Stage& stage, const StageContext& ctx, const Call& call) {
     if (entries_.empty() || !stage.replayable() || ctx.final_gradients != nullptr) [[likely]] {

@@ -287,7 +287,7 @@ TEST(DeviceMemoryPlanTest, AnErrorSaysWhoAskedForHowMuchAndShowsTheTable) {
         said = error.what();
       }
       for (const std::string& part :
-           {std::string(at_once ? "stage 0 on cuda:0" : "step 2 on cuda:0"),
+           {std::string(at_once ? "stage 0 on cuda:0: " : "step 2 on cuda:0: stage 0, 0F0: "),
             "cannot allocate " + std::to_string(HungryStage::kBytes) + " bytes",
             std::string("the plan of this rank: parameters ")}) {
         EXPECT_NE(said.find(part), std::string::npos) << part << " in: " << said;

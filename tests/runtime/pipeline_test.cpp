@@ -1,5 +1,6 @@
 #include "runtime/pipeline.hpp"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -63,8 +64,72 @@ TEST(PipelineTest, AnExceptionOnOneRankIsThrownOnAllWithItsOrigin) {
     pipeline.train_step();
   });
   for (const Error& error : errors) {
-    EXPECT_THAT(error.what(), HasSubstr("the stage broke"));
+    EXPECT_STREQ(error.what(), "stage 1, 1F1: the stage broke");
     EXPECT_EQ(error.rank(), 1);
+  }
+}
+
+// The errors of a training whose stage 1 fails in micro-batch 1 of its second step.
+std::vector<Error> errors_of_a_failing_stage(const std::function<void()>& act) {
+  const auto source = counting_source(4);
+  return errors_of(2, [&](Communicator& comm) {
+    Pipeline pipeline(comm, sgd_options(4),
+                      arithmetic(1, {.step = 2, .micro_batch = 1, .act = act}), *source);
+    pipeline.train_step();
+    pipeline.train_step();
+  });
+}
+
+TEST(PipelineTest, AnErrorOfAStageKeepsItsCodeAndNamesTheAction) {
+  for (const Error& error :
+       errors_of_a_failing_stage([] { throw Error(ErrorCode::kData, "an odd value"); })) {
+    EXPECT_EQ(error.code(), ErrorCode::kData);
+    EXPECT_STREQ(error.what(), "stage 1, 1F1: an odd value");
+    EXPECT_EQ(error.rank(), 1);
+  }
+  for (const Error& error : errors_of_a_failing_stage([] { throw std::bad_alloc(); })) {
+    EXPECT_EQ(error.code(), ErrorCode::kDevice);
+    EXPECT_STREQ(error.what(), "stage 1, 1F1: out of host memory");
+  }
+}
+
+// Fails before the first action of a step.
+class UnreadyStage : public ArithmeticStage {
+ public:
+  using ArithmeticStage::ArithmeticStage;
+  void begin_step(ComputeContext&) override { throw std::runtime_error("not ready"); }
+};
+
+TEST(PipelineTest, AnErrorBeforeTheFirstActionNamesTheStage) {
+  const auto source = counting_source(4);
+  const StageFactory factory = [](int stage, int) -> std::unique_ptr<Stage> {
+    if (stage == 1) return std::make_unique<UnreadyStage>(stage);
+    return std::make_unique<ArithmeticStage>(stage);
+  };
+  for (const Error& error : errors_of(2, [&](Communicator& comm) {
+         Pipeline(comm, sgd_options(4), factory, *source).train_step();
+       })) {
+    EXPECT_STREQ(error.what(), "stage 1, before its first action: not ready");
+  }
+}
+
+TEST(PipelineTest, AnotherRanksErrorThatEndsAStagesCallIsNotTheStages) {
+  for (const Error& error :
+       errors_of_a_failing_stage([] { throw Error(ErrorCode::kPeer, "rank 0 is gone", 0); })) {
+    EXPECT_EQ(error.code(), ErrorCode::kPeer);
+    EXPECT_STREQ(error.what(), "rank 0 is gone");
+    EXPECT_EQ(error.rank(), 0);
+  }
+}
+
+TEST(PipelineTest, OutOfMemoryInAStepNamesTheActionWhatWasAskedAndThePlansTable) {
+  constexpr std::size_t kBytes = std::size_t{1} << 60;
+  for (const Error& error : errors_of_a_failing_stage([] { (void)Buffer(Device{}, kBytes); })) {
+    EXPECT_EQ(error.code(), ErrorCode::kDevice);
+    EXPECT_THAT(error.what(), HasSubstr(fmt::format("step 2 on cpu: stage 1, 1F1: cannot allocate "
+                                                    "{} bytes on cpu: out of memory; the plan of "
+                                                    "this rank: parameters ",
+                                                    kBytes)));
   }
 }
 
