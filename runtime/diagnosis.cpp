@@ -195,10 +195,10 @@ void check_gpus(const Ranks& ranks, std::vector<Finding>& findings) {
                      "pass host memory",
                      gpu.first, fmt::join(sharers, ", "), gpu.second)});
   }
-  if (any && !ranks.front().cuda_aware) {
-    findings.push_back({false,
-                        "MPI does not take a GPU's memory (it is not CUDA-aware, or failed when "
-                        "tried): what NCCL does not carry passes page-locked host memory"});
+  if (const std::string& why_not = ranks.front().no_device_messages; any && !why_not.empty()) {
+    findings.push_back({false, fmt::format("MPI carries no messages from GPU to GPU ({}): what "
+                                           "NCCL does not carry passes page-locked host memory",
+                                           why_not)});
   }
   for (const RankFacts& rank : ranks) {
     if (rank.no_gpu.empty()) continue;
@@ -260,7 +260,7 @@ std::string to_json_text(const RankFacts& facts) {
                                {"device_identity", facts.device_identity},
                                {"gpu", facts.gpu},
                                {"no_gpu", facts.no_gpu},
-                               {"cuda_aware", facts.cuda_aware},
+                               {"no_device_messages", facts.no_device_messages},
                                {"cores", facts.cores},
                                {"host_cores", facts.host_cores},
                                {"threads", facts.threads},
@@ -287,7 +287,7 @@ RankFacts rank_facts_from_json(const std::string& text) {
   json.at("device_identity").get_to(facts.device_identity);
   json.at("gpu").get_to(facts.gpu);
   json.at("no_gpu").get_to(facts.no_gpu);
-  json.at("cuda_aware").get_to(facts.cuda_aware);
+  json.at("no_device_messages").get_to(facts.no_device_messages);
   json.at("cores").get_to(facts.cores);
   json.at("host_cores").get_to(facts.host_cores);
   json.at("threads").get_to(facts.threads);

@@ -24,6 +24,24 @@ bool share_gpu(const RankDevice& a, const RankDevice& b) {
   return is_gpu(a) && is_gpu(b) && a.host == b.host && a.identity == b.identity;
 }
 
+// The ranks' one reason, or the first rank's that has any; empty where none has.
+std::string common_reason(const std::vector<std::string>& reasons) {
+  for (std::size_t rank = 0; rank < reasons.size(); ++rank) {
+    if (reasons[rank].empty()) continue;
+    const bool all = std::count(reasons.begin(), reasons.end(), reasons[rank]) ==
+                     static_cast<std::ptrdiff_t>(reasons.size());
+    return all ? reasons[rank] : fmt::format("rank {}: {}", rank, reasons[rank]);
+  }
+  return {};
+}
+
+// Whether MPI may have to carry messages from one GPU to another.
+bool may_send_device_memory(const std::vector<RankDevice>& job, TransportChoice wanted, int depth) {
+  return depth > 1 && std::count_if(job.begin(), job.end(), is_gpu) > 1 &&
+         wanted != TransportChoice::kNccl &&
+         (wanted == TransportChoice::kMpi || !why_no_nccl(job).empty());
+}
+
 }  // namespace
 
 std::string why_no_nccl(const std::vector<RankDevice>& job) {
@@ -36,6 +54,14 @@ std::string why_no_nccl(const std::vector<RankDevice>& job) {
     }
   }
   return {};
+}
+
+std::string why_no_device_messages(Collectives& world, const std::vector<RankDevice>& job,
+                                   TransportChoice wanted, int depth) {
+  if (!may_send_device_memory(job, wanted, depth)) return "not tried: no edge needs it";
+  const Communicator& comm = world.communicator();
+  return common_reason(
+      world.all_gather_strings(comm.why_no_device_memory(job[at(comm.rank())].device)));
 }
 
 TransportChoice parse_transport(std::string_view text) {

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "comm/communicator.hpp"
 #include "comm/device.hpp"
 #include "runtime/device_choice.hpp"
 #include "schedules/action.hpp"
@@ -33,13 +34,19 @@ enum class TransportChoice { kAuto, kMpi, kNccl };
 
 struct LinkQuestion {
   TransportChoice wanted = TransportChoice::kAuto;
-  std::string no_device_messages;   // why not every rank's MPI takes device memory; else empty
+  std::string no_device_messages;   // as why_no_device_messages
   std::string nccl_refusal;         // as why_no_nccl
   std::vector<RankDevice> devices;  // [rank of the pipeline]
 };
 // Why NCCL cannot join the GPUs of a job, [rank of the job]: a build without it, two ranks on one
 // GPU. Empty where it can.
 [[nodiscard]] std::string why_no_nccl(const std::vector<RankDevice>& job);
+// Why not every rank's MPI takes a GPU's memory; empty where it does. Collective over `world`.
+// `job`: [rank of the job]; `depth`: ranks of a pipeline. Where no message can need it MPI is not
+// asked: trying it, where a library says wrongly that it can, may end the process.
+[[nodiscard]] std::string why_no_device_messages(Collectives& world,
+                                                 const std::vector<RankDevice>& job,
+                                                 TransportChoice wanted, int depth);
 
 // What two ranks of a pipeline exchange, both directions; never direct. Throws as choose_links().
 [[nodiscard]] EdgeLink choose_link(int from, int to, const LinkQuestion& question);

@@ -94,32 +94,6 @@ void require_same_configuration(Collectives& comm,
   }
 }
 
-namespace {
-
-// The ranks' one reason, or the first rank's that has any; empty where none has.
-std::string common_reason(const std::vector<std::string>& reasons) {
-  for (std::size_t rank = 0; rank < reasons.size(); ++rank) {
-    if (reasons[rank].empty()) continue;
-    const bool all = std::count(reasons.begin(), reasons.end(), reasons[rank]) ==
-                     static_cast<std::ptrdiff_t>(reasons.size());
-    return all ? reasons[rank] : fmt::format("rank {}: {}", rank, reasons[rank]);
-  }
-  return {};
-}
-
-// Whether MPI may have to carry messages from one GPU to another. Trying whether it can, where a
-// library says so wrongly, may end the process: it is not done without need.
-bool may_send_device_memory(const PipelineOptions& options, const std::vector<RankDevice>& devices,
-                            int depth) {
-  const auto gpus = std::count_if(devices.begin(), devices.end(), [](const RankDevice& rank) {
-    return rank.device.kind != DeviceKind::kCpu;
-  });
-  return depth > 1 && gpus > 1 && options.transport != TransportChoice::kNccl &&
-         (options.transport == TransportChoice::kMpi || !why_no_nccl(devices).empty());
-}
-
-}  // namespace
-
 JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
     : world(comm.duplicate()),
       control(std::make_unique<ControlChannel>(*world)),
@@ -133,11 +107,7 @@ JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
     topology = make_topology(world->size(), depth, options.replicas, options.rank_order);
     devices = choose_devices(*in_world, topology, options.devices);
     device = devices[static_cast<std::size_t>(world->rank())].device;
-    no_device_messages = "not tried: no edge needs it";
-    if (may_send_device_memory(options, devices, depth)) {
-      no_device_messages =
-          common_reason(in_world->all_gather_strings(world->why_no_device_memory(device)));
-    }
+    no_device_messages = why_no_device_messages(*in_world, devices, options.transport, depth);
   });
   rank = topology.pipeline_rank(world->rank());
   replica = topology.replica(world->rank());

@@ -6,6 +6,7 @@
 #include "comm/topology.hpp"
 #include "runtime/device_choice.hpp"
 #include "runtime/diagnosis.hpp"
+#include "runtime/edge_link.hpp"
 #include "runtime/option_table.hpp"
 #include "runtime/program.hpp"
 #include "schedules/schedule.hpp"
@@ -24,7 +25,7 @@ constexpr const char* kAbout =
 
 struct DoctorOptions {
   int pipeline = 0, replicas = 1, chunks = 1, threads = 1;
-  std::string rank_order = "pipeline-first", device = "auto";
+  std::string rank_order = "pipeline-first", device = "auto", transport = "auto";
 };
 
 OptionTable make_table(DoctorOptions& options) {
@@ -37,6 +38,7 @@ OptionTable make_table(DoctorOptions& options) {
                    "which ranks are neighbours");
   table.add_integer("threads", options.threads, 1, 4096, "per rank");
   table.add_text("device", options.device, "LIST", "as of 'sluice train'");
+  table.add_choice("transport", options.transport, {"auto", "mpi", "nccl"}, "as of 'sluice train'");
   return table;
 }
 
@@ -46,15 +48,13 @@ Topology topology_of(const DoctorOptions& options, int ranks) {
   return make_topology(ranks, pipeline, options.replicas, parse_rank_order(options.rank_order));
 }
 
-RankFacts facts_of(const MpiSession& session, const Communicator& world, int threads,
-                   const RankDevice& device) {
+RankFacts facts_of(const MpiSession& session, int rank, int threads, const RankDevice& device) {
   const MpiInfo info = session.info();
   RankFacts facts = local_facts();
   facts.device = to_string(device.device);
   facts.device_identity = device.identity;
   facts.gpu = describe_gpu(device.device);
-  facts.cuda_aware = world.why_no_device_memory(device.device).empty();
-  facts.rank = world.rank();
+  facts.rank = rank;
   facts.local_size = info.local_size;
   facts.host = info.host;
   facts.threads = threads;
@@ -119,8 +119,11 @@ void examine(const DoctorOptions& options, const MpiSession& session, Communicat
   Collectives collectives(world, kBaseTag, nullptr);
   const std::vector<RankDevice> devices =
       choose_devices(collectives, topology, parse_devices(options.device));
-  const std::vector<std::string> all = collectives.all_gather_strings(to_json_text(
-      facts_of(session, world, options.threads, devices[static_cast<std::size_t>(world.rank())])));
+  RankFacts mine = facts_of(session, world.rank(), options.threads,
+                            devices[static_cast<std::size_t>(world.rank())]);
+  mine.no_device_messages = why_no_device_messages(
+      collectives, devices, parse_transport(options.transport), topology.pipeline);
+  const std::vector<std::string> all = collectives.all_gather_strings(to_json_text(mine));
   if (world.rank() != 0) return;
   std::vector<RankFacts> ranks;
   for (const std::string& text : all) ranks.push_back(rank_facts_from_json(text));

@@ -95,10 +95,23 @@ TEST(DiagnosisTest, WarnsOfLittleSharedMemory) {
   EXPECT_THAT(said(facts, true), HasSubstr("/dev/shm has 64 MiB free"));
 }
 
+TEST(DiagnosisTest, SaysWhyMpiCarriesNothingFromGpuToGpu) {
+  auto facts = job(2);
+  for (RankFacts& each : facts) each.no_device_messages = "MPI is not CUDA-aware";
+  EXPECT_THAT(said(facts, false), Not(HasSubstr("GPU")));
+  for (RankFacts& each : facts) each.device_identity = "0000:0" + std::to_string(each.rank);
+  EXPECT_THAT(said(facts, false),
+              HasSubstr("MPI carries no messages from GPU to GPU (MPI is not CUDA-aware)"));
+  for (RankFacts& each : facts) each.no_device_messages.clear();
+  EXPECT_THAT(said(facts, false), Not(HasSubstr("from GPU to GPU")));
+}
+
 TEST(DiagnosisTest, FactsSurviveTheWayToRankZero) {
   RankFacts facts = job(3)[2];
   facts.environment = {{"OMP_NUM_THREADS", "\"8\"\n"}};
   facts.fast_network = true;
+  facts.no_device_messages = "not tried";
+  EXPECT_EQ(rank_facts_from_json(to_json_text(facts)).no_device_messages, "not tried");
   EXPECT_EQ(to_json_text(rank_facts_from_json(to_json_text(facts))), to_json_text(facts));
   EXPECT_EQ(rank_facts_from_json(to_json_text(facts)).environment, facts.environment);
 }

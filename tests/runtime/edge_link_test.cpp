@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/loopback.hpp"
 #include "tests/runtime/expect_error.hpp"
 
 namespace sluice {
@@ -65,6 +66,25 @@ TEST(EdgeLinkTest, MpiTakesAGpusMemoryOnlyWhereItCanAndNoEdgeIsNccls) {
   EXPECT_THAT(describe_links(staged),
               HasSubstr("stages 0-1: through page-locked host memory (asked for by --transport "
                         "mpi; rank 1: MPI is not CUDA-aware)"));
+}
+
+TEST(EdgeLinkTest, MpiIsAskedForDeviceMemoryOnlyWhereAMessageMayNeedIt) {
+  constexpr const char* kAsked = "loopback moves host memory";
+  constexpr const char* kNotAsked = "not tried: no edge needs it";
+  run_loopback(2, [&](Communicator& comm) {
+    Collectives world(comm, 0, nullptr);
+    const auto answer = [&](const std::vector<RankDevice>& job, TransportChoice wanted, int depth) {
+      return why_no_device_messages(world, job, wanted, depth);
+    };
+    const std::vector<RankDevice> shared = {gpu(0), gpu(0)}, own = {gpu(0), gpu(1)};
+    EXPECT_EQ(answer(shared, TransportChoice::kAuto, 2), kAsked);
+    EXPECT_EQ(answer(own, TransportChoice::kMpi, 2), kAsked);
+    EXPECT_EQ(answer(own, TransportChoice::kAuto, 2), SLUICE_WITH_NCCL == 1 ? kNotAsked : kAsked);
+    EXPECT_EQ(answer(own, TransportChoice::kNccl, 2), kNotAsked);
+    EXPECT_EQ(answer(shared, TransportChoice::kMpi, 1), kNotAsked);
+    EXPECT_EQ(answer({gpu(0), cpu()}, TransportChoice::kMpi, 2), kNotAsked);
+    EXPECT_EQ(answer({cpu(), cpu()}, TransportChoice::kMpi, 2), kNotAsked);
+  });
 }
 
 TEST(EdgeLinkTest, GpusThatNcclRefusesAreJoinedByMpi) {
