@@ -1,6 +1,7 @@
 #include "comm/device_messages.hpp"
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "comm/error.hpp"
@@ -51,7 +52,7 @@ bool names_cuda_device(std::string_view memory_kinds) {
   return false;
 }
 
-std::string device_message_fault(Communicator& comm, Device device) {
+std::string device_message_fault(std::unique_ptr<Communicator> comm, Device device) {
   use_device(device);  // what MPI's own calls of CUDA mean
   const std::vector<std::byte> sent = pattern();
   std::vector<std::byte> host(kProbeBytes), back(kProbeBytes);
@@ -59,13 +60,14 @@ std::string device_message_fault(Communicator& comm, Device device) {
   std::byte* const first = memory.data();
   std::byte* const second = first + kProbeBytes;
   std::byte* const third = second + kProbeBytes;
+  const std::unique_ptr<Communicator> own = std::move(comm);  // goes before the memory
   try {
     copy_now(device, first, sent.data(), kProbeBytes);
     copy_now(device, second, back.data(), kProbeBytes);
     copy_now(device, third, back.data(), kProbeBytes);
-    pass(comm, first, host.data());
-    pass(comm, host.data(), second);
-    pass(comm, second, third);
+    pass(*own, first, host.data());
+    pass(*own, host.data(), second);
+    pass(*own, second, third);
     copy_now(device, back.data(), third, kProbeBytes);
   } catch (const Error& error) {
     return "MPI takes a GPU's memory by its own word, but tried with a message: " +

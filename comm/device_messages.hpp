@@ -2,6 +2,7 @@
 // Internal to comm/.
 #pragma once
 
+#include <memory>
 #include <string>
 #include <string_view>
 
@@ -16,8 +17,9 @@ namespace sluice {
 
 // Sends one message of `comm`'s own rank from the device to the host, from there to the device, and
 // on within it, with tag 0. Empty where all bytes arrive; else one line on what went wrong. Blocks
-// the host; nothing else may use the tag. A library that reads a device's memory as the host's ends
-// the process here, before any training. The device becomes the calling thread's.
-[[nodiscard]] std::string device_message_fault(Communicator& comm, Device device);
+// the host. A library that reads a device's memory as the host's ends the process here, before any
+// training. The device becomes the calling thread's. `comm`, of which nothing else is open, ends
+// here, and with it, before the memory goes, what an error has left open.
+[[nodiscard]] std::string device_message_fault(std::unique_ptr<Communicator> comm, Device device);
 
 }  // namespace sluice

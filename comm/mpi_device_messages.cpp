@@ -69,8 +69,7 @@ bool turned_off() {
 std::string why_mpi_takes_no_device_memory(Device device) {
   if (!open_mpi_says_so() && !memory_kinds_say_so()) return "MPI is not CUDA-aware";
   if (turned_off()) return "MPI is CUDA-aware, but its parameter opal_cuda_support is off";
-  const auto self = make_mpi_communicator(MPI_COMM_SELF);
-  return device_message_fault(*self, device);
+  return device_message_fault(make_mpi_communicator(MPI_COMM_SELF), device);
 }
 
 }  // namespace sluice
