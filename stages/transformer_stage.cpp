@@ -229,11 +229,13 @@ void TransformerStage::rehearse(StageContext& ctx, std::span<const Tensor> input
                                 std::span<const Tensor> outputs) {
   forward(ctx, inputs, outputs);
   fill_zero(ctx.compute, outputs[0]);
+  // Of zeros, into zeros that nobody needs: the input's memory serves for its gradient.
+  const std::span<const Tensor> grad_inputs = takes_tokens() ? std::span<const Tensor>{} : inputs;
   if (split_) {
-    backward_input(ctx, outputs, {});
+    backward_input(ctx, outputs, grad_inputs);
     backward_weight(ctx, outputs);
   } else {
-    backward(ctx, outputs, {});
+    backward(ctx, outputs, grad_inputs);
   }
 }
 

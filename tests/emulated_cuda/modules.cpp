@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cstdlib>
 #include <mutex>
-#include <set>
 #include <string_view>
 #include <utility>
 
@@ -19,8 +18,9 @@ namespace sluice::emulated {
 namespace {
 
 std::atomic<int> driver_version = CUDART_VERSION;
-std::mutex mutex;                              // over
+std::mutex mutex;                              // over what follows
 std::set<std::pair<int, const void*>> loaded;  // device and kernel
+std::set<std::string> launched;
 
 // --- the driver's functions; a handle is the kernel's address ---
 CUresult loading_mode(CUmoduleLoadingMode* mode) {
@@ -76,6 +76,16 @@ int count_loaded(int device) {
 void unload_all() {
   const std::lock_guard lock(mutex);
   loaded.clear();
+}
+
+std::set<std::string> launched_kernels() {
+  const std::lock_guard lock(mutex);
+  return launched;
+}
+
+void note_launch(const char* name) {
+  const std::lock_guard lock(mutex);
+  launched.emplace(name);
 }
 
 void set_driver_version(int version) { driver_version = version; }

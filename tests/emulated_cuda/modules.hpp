@@ -1,6 +1,9 @@
 // Lazy loading in the emulation: a module holds the one kernel it was asked for by, and a kernel
-// runs whether or not it was loaded; what is loaded when is for tests to ask.
+// runs whether or not it was loaded; what is loaded and launched when is for tests to ask.
 #pragma once
+
+#include <set>
+#include <string>
 
 namespace sluice::emulated {
 
@@ -10,6 +13,10 @@ namespace sluice::emulated {
 [[nodiscard]] int count_loaded(int device);
 // Forgets them, on all devices.
 void unload_all();
+
+// By name, the kernels launched on any device since the process began.
+[[nodiscard]] std::set<std::string> launched_kernels();
+void note_launch(const char* name);
 
 // What cudaDriverGetVersion says from now on, 12040 for 12.4; functions that are newer are not
 // found. As CUDART_VERSION at the start.

@@ -10,6 +10,7 @@
 #include "tests/emulated_cuda/block.hpp"
 #include "tests/emulated_cuda/control.hpp"
 #include "tests/emulated_cuda/memory.hpp"
+#include "tests/emulated_cuda/modules.hpp"
 #include "tests/emulated_cuda/stream.hpp"
 
 namespace sluice::emulated {
@@ -115,6 +116,7 @@ cudaError_t enqueue_kernel(const Launch& launch, cudaStream_t stream,
     return cudaErrorInvalidConfiguration;
   }
   if (launch.shared_bytes > kSharedBytes) return cudaErrorInvalidValue;
+  note_launch(launch.name);
   return enqueue(real,
                  [launch, run_thread = std::move(run_thread)] { run_blocks(launch, run_thread); });
 }
