@@ -117,7 +117,7 @@ struct RankMemory {
   [[nodiscard]] std::size_t block() const { return total() - apart; }
 };
 
-// "parameters 1.5, gradients 1.5, ..., in MiB".
+// "parameters 1.5, ..., of these apart from the rank's block 0.5, in MiB".
 [[nodiscard]] std::string to_string(const RankMemory& memory);
 
 // Forward-only plans over `samples` samples, in rounds of at most kRoundMicroBatches and a rest.

@@ -201,10 +201,11 @@ void require_memory(const JobGroups& groups, const PipelineLayout& layout) {
 std::string to_string(const RankMemory& memory) {
   return fmt::format(
       "parameters {:.1f}, gradients {:.1f}, optimizer {:.1f}, activations {:.1f}, "
-      "workspace {:.1f}, operators {:.1f}, messages {:.1f}, libraries {:.1f}, in MiB",
+      "workspace {:.1f}, operators {:.1f}, messages {:.1f}, libraries {:.1f}, of these apart from "
+      "the rank's block {:.1f}, in MiB",
       mebi(memory.parameters), mebi(memory.gradients), mebi(memory.optimizer),
       mebi(memory.activations), mebi(memory.workspace), mebi(memory.operators),
-      mebi(memory.buffers), mebi(memory.libraries));
+      mebi(memory.buffers), mebi(memory.libraries), mebi(memory.apart));
 }
 
 }  // namespace sluice

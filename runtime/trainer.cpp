@@ -374,9 +374,9 @@ std::string describe_layout(const PipelineLayout& layout, const Partition& parti
         "schedule's own)\n";
   }
   text += fmt::format(
-      "  {:<5} {:<7} {:<16} {:>10} {:>10} {:>10} {:>11} {:>9} {:>9} {:>9} {:>9} {:>10}\n", "rank",
-      "stages", "layers", "parameters", "gradients", "optimizer", "activations", "workspace",
-      "operators", "messages", "libraries", "total MiB");
+      "  {:<5} {:<7} {:<16} {:>10} {:>10} {:>10} {:>11} {:>9} {:>9} {:>9} {:>9} {:>10} {:>9}\n",
+      "rank", "stages", "layers", "parameters", "gradients", "optimizer", "activations",
+      "workspace", "operators", "messages", "libraries", "total MiB", "apart");
   for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
     std::string stages, owned;
     for (const int stage : layout.train.placement.stages_of(rank)) {
@@ -387,13 +387,16 @@ std::string describe_layout(const PipelineLayout& layout, const Partition& parti
     const RankMemory& memory = layout.memory[static_cast<std::size_t>(rank)];
     text += fmt::format(
         "  {:<5} {:<7} {:<16} {:>10.1f} {:>10.1f} {:>10.1f} {:>11.1f} {:>9.1f} {:>9.1f} {:>9.1f} "
-        "{:>9.1f} {:>10.1f}\n",
+        "{:>9.1f} {:>10.1f} {:>9.1f}\n",
         rank, stages, owned, mebi(memory.parameters), mebi(memory.gradients),
         mebi(memory.optimizer), mebi(memory.activations), mebi(memory.workspace),
-        mebi(memory.operators), mebi(memory.buffers), mebi(memory.libraries), mebi(memory.total()));
+        mebi(memory.operators), mebi(memory.buffers), mebi(memory.libraries), mebi(memory.total()),
+        mebi(memory.apart));
   }
   text +=
-      "  (layers: E embedding, H head, numbers are blocks, - none; each replica holds the same)\n";
+      "  (layers: E embedding, H head, numbers are blocks, - none; apart: of the total, what a "
+      "GPU's\n"
+      "  rank takes beside its one block; each replica holds the same)\n";
   return text + describe_devices(layout);
 }
 

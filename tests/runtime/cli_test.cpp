@@ -185,7 +185,7 @@ TEST_F(CliTest, ADryRunNeedsNoDataAndWritesNothing) {
   const std::vector<std::string> before = files();
   const Outcome outcome = sluice("train --dry-run --save run --metrics m.jsonl");
   EXPECT_EQ(outcome.code, 0) << outcome.err;
-  EXPECT_THAT(outcome.out, HasSubstr("total MiB"));
+  EXPECT_THAT(outcome.out, HasSubstr("total MiB     apart"));
   EXPECT_EQ(files(), before);
 }
 

@@ -1,5 +1,7 @@
 // The memory of a GPU's rank: planned to the byte, taken in one piece. On the emulated CUDA, which
 // knows every cudaMalloc.
+#include <fmt/format.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -248,6 +250,9 @@ TEST(DeviceMemoryPlanTest, MemoryOfAStagesOwnIsInTheTableAndNotInTheBlock) {
     const RankMemory usual = planned(first_and_last<ChangedStage>(each.model));
     const RankMemory apart = planned(first_and_last<ApartStage>(each.model));
     EXPECT_EQ(apart.total(), usual.total());
+    EXPECT_THAT(to_string(apart), ::testing::HasSubstr(fmt::format(
+                                      "of these apart from the rank's block {:.1f}, in MiB",
+                                      static_cast<double>(apart.apart) / (1 << 20))));
     EXPECT_LE(apart.block() + usual.activations + usual.workspace, usual.block());
   });
 }
