@@ -355,8 +355,20 @@ std::string describe_devices(const PipelineLayout& layout) {
                                             : "in the order of replicas, over NCCL",
                         by_nccl > 0 && by_nccl < ranks ? "; of CPUs through host memory" : "");
   }
-  if (layout.cuda_graphs) text += "  CUDA graphs: recorded in step 2, replayed from step 3 on\n";
   return text;
+}
+
+// Of --cuda-graphs, where it is asked for: which ranks it concerns.
+std::string describe_graphs(const PipelineLayout& layout) {
+  if (!layout.cuda_graphs) return "";
+  const auto gpus =
+      std::count_if(layout.devices.begin(), layout.devices.end(),
+                    [](const RankDevice& rank) { return rank.device.kind != DeviceKind::kCpu; });
+  if (gpus == 0) return "  CUDA graphs: --cuda-graphs has no effect, no rank computes on a GPU\n";
+  const auto ranks = static_cast<std::ptrdiff_t>(layout.devices.size());
+  const std::string where =
+      gpus < ranks ? fmt::format("on {} of a pipeline's {} ranks, ", gpus, ranks) : "";
+  return fmt::format("  CUDA graphs: {}recorded in step 2, replayed from step 3 on\n", where);
 }
 
 }  // namespace
@@ -397,7 +409,7 @@ std::string describe_layout(const PipelineLayout& layout, const Partition& parti
       "  (layers: E embedding, H head, numbers are blocks, - none; apart: of the total, what a "
       "GPU's\n"
       "  rank takes beside its one block; each replica holds the same)\n";
-  return text + describe_devices(layout);
+  return text + describe_devices(layout) + describe_graphs(layout);
 }
 
 void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed) {
