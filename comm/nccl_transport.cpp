@@ -22,8 +22,8 @@ constexpr std::size_t kProbeBytes = 1024;
 // NCCL rounds up to. NCCL_MAX_CTAS in the environment says otherwise. Not measured: no GPU.
 constexpr int kMessageBlocks = 8;
 
-// Pairs of ranks with an even lower rank first: in a pipeline these share no rank, so that they can
-// connect at the same time. Within a pair the edge from the lower rank first.
+// Pairs of ranks with an even lower rank first: those of neighbours in a pipeline share no rank, so
+// that they can connect at the same time. Within a pair the edge from the lower rank first.
 std::vector<NcclTransport::Edge> in_agreed_order(std::span<const NcclTransport::Edge> edges) {
   std::vector<NcclTransport::Edge> order(edges.begin(), edges.end());
   const auto place = [](const NcclTransport::Edge& edge) {

@@ -77,7 +77,7 @@ struct MessageBuffer {
   [[nodiscard]] std::byte* payload() const { return message + kHeaderBytes; }
 };
 
-// An open operation of a transport, or what is done already and takes no place among them.
+// An open operation of a transport, or what was done when it started and takes no place among them.
 using Ticket = std::int32_t;
 inline constexpr Ticket kDoneTicket = -1;
 
@@ -87,6 +87,7 @@ class Transport {
 
   // The header in `buffer` is filled in by the caller; header.bytes of payload follow it. `tag` is
   // the plan's channel tag, `peer` a rank of the pipeline. kDoneTicket: the buffer is free again.
+  // While it starts it needs a place all the same.
   [[nodiscard]] virtual Ticket start_send(int peer, int tag, const MessageBuffer& buffer) = 0;
   // `expected` says what must arrive (magic, version, phase, step, channel, micro_batch, tensor,
   // tensor_count, dtype and rank are compared; shape and bytes may be smaller, never larger than

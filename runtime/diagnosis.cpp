@@ -12,6 +12,7 @@
 #include <set>
 
 #include "comm/cores.hpp"
+#include "runtime/edge_link.hpp"
 #include "stages/compute.hpp"
 
 namespace sluice {
@@ -195,7 +196,8 @@ void check_gpus(const Ranks& ranks, std::vector<Finding>& findings) {
                      "pass host memory",
                      gpu.first, fmt::join(sharers, ", "), gpu.second)});
   }
-  if (const std::string& why_not = ranks.front().no_device_messages; any && !why_not.empty()) {
+  const std::string& why_not = ranks.front().no_device_messages;
+  if (any && !why_not.empty() && why_not != kDeviceMessagesNotTried) {
     findings.push_back({false, fmt::format("MPI carries no messages from GPU to GPU ({}): what "
                                            "NCCL does not carry passes page-locked host memory",
                                            why_not)});

@@ -58,7 +58,7 @@ std::string why_no_nccl(const std::vector<RankDevice>& job) {
 
 std::string why_no_device_messages(Collectives& world, const std::vector<RankDevice>& job,
                                    TransportChoice wanted, int depth) {
-  if (!may_send_device_memory(job, wanted, depth)) return "not tried: no edge needs it";
+  if (!may_send_device_memory(job, wanted, depth)) return kDeviceMessagesNotTried;
   const Communicator& comm = world.communicator();
   return common_reason(
       world.all_gather_strings(comm.why_no_device_memory(job[at(comm.rank())].device)));

@@ -43,7 +43,9 @@ struct LinkQuestion {
 [[nodiscard]] std::string why_no_nccl(const std::vector<RankDevice>& job);
 // Why not every rank's MPI takes a GPU's memory; empty where it does. Collective over `world`.
 // `job`: [rank of the job]; `depth`: ranks of a pipeline. Where no message can need it MPI is not
-// asked: trying it, where a library says wrongly that it can, may end the process.
+// asked, since trying it, where a library says wrongly that it can, may end the process, and the
+// answer is kDeviceMessagesNotTried.
+inline constexpr const char* kDeviceMessagesNotTried = "not tried: no edge needs it";
 [[nodiscard]] std::string why_no_device_messages(Collectives& world,
                                                  const std::vector<RankDevice>& job,
                                                  TransportChoice wanted, int depth);

@@ -13,7 +13,7 @@ namespace sluice {
 void guarded(ControlChannel& control, int rank, const std::function<void()>& body);
 
 // Within a handler: throws what it handles again, as an Error whose message has "<where>: " in
-// front of it. OutOfMemory stays one; an Error that came from another rank stays as it is.
+// front of it. OutOfMemory stays one; an Error that names a rank stays as it is.
 [[noreturn]] void rethrow_from(const std::string& where);
 
 }  // namespace sluice

@@ -113,7 +113,7 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     groups.in_world->barrier();
     within_plan("sums over replicas", [&] { make_nccl(); });
     within_plan("tied parameters", [&] {
-      tied = std::make_unique<TiedUses>(groups, layout, *compute, nccl.get(), bindings);
+      tied = std::make_unique<TiedUses>(groups, layout, *compute, nccl.get(), *mirror, bindings);
     });
     within_plan("messages", [&] {
       const std::size_t events = options.trace ? layout.train.ranks[at(layout.rank)].ops.size() : 0;
@@ -326,8 +326,9 @@ StepReport Pipeline::Impl::report_of(double seconds) const {
   report.learning_rate = options.learning_rate.at(step);
   report.seconds = seconds;
   report.pipeline_seconds = totals.window_seconds;
+  // Two clocks: what is all but busy may come out as busier than that.
   report.bubble_measured =
-      1 - totals.busy_seconds / (totals.window_seconds * layout.topology.ranks());
+      std::max(0.0, 1 - totals.busy_seconds / (totals.window_seconds * layout.topology.ranks()));
   if (groups.world->rank() == 0) {
     report.peak_in_flight = gradients->peaks();
     report.peak_bytes.reserve(layout.memory.size());
@@ -430,6 +431,7 @@ std::vector<Pipeline::Owned> Pipeline::parameters() {
 }
 
 void Pipeline::values_changed() {
+  impl_->require_open();
   impl_->groups.guarded([&] {
     use_device(impl_->compute->device());
     impl_->tied->spread_values();

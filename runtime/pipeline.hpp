@@ -70,9 +70,9 @@ class Pipeline {
   [[nodiscard]] std::span<const Tensor> infer(std::span<const Tensor> inputs);
 
   // The orderly end, once everything is computed that shall be: NCCL does what is under way, on all
-  // ranks, and its communicators are freed. What computes is Error(kUsage) from then on;
-  // parameters, world() and what reads stay. Optional: a pipeline that is destroyed without, as
-  // after an Error, aborts NCCL's communicators, alone and without waiting for anybody.
+  // ranks, and its communicators are freed. What computes, and values_changed(), is Error(kUsage)
+  // from then on; parameters, world() and what reads stay. Optional: a pipeline that is destroyed
+  // without, as after an Error, aborts NCCL's communicators, alone and without waiting for anybody.
   void close();
 
   // Steps done; train_step() runs number step() + 1.

@@ -9,9 +9,11 @@
 namespace sluice {
 namespace {
 
-constexpr double kLeastSpan = 0.001;   // seconds over which a rate is measured
-constexpr double kMostError = 0.0001;  // of a span, that a rate may be off by
-constexpr double kMostDrift = 0.0005;  // between two rates
+constexpr double kFirstSpan = 0.001;   // seconds over which a rate is measured for the first time
+constexpr double kSpan = 0.1;          // and later
+constexpr double kMostError = 0.0001;  // of the first span, that the rate may be off by
+constexpr double kMostGap = 2e-6;      // seconds that a reading may be off by
+constexpr double kMostDrift = 0.001;   // of the time between two readings; NTP slews by half of it
 
 bool kernel_trusts_counter() {
 #if defined(__x86_64__)
@@ -25,32 +27,49 @@ bool kernel_trusts_counter() {
 
 }  // namespace
 
-StepClock::StepClock() : trusted_(kernel_trusts_counter()), first_(read()) {
-  for (int i = 0; i < 4; ++i) {
-    if (const Reading again = read(); again.gap < first_.gap) first_ = again;
-  }
-}
+StepClock::StepClock() : trusted_(kernel_trusts_counter()), first_(read()), latest_(first_) {}
 
 double StepClock::steady() { return steady_seconds(); }
 
+// The best of three: the thread may be interrupted between the two.
 StepClock::Reading StepClock::read() {
-  Reading reading;
-  reading.ticks = ticks();
-  reading.seconds = steady();
-  reading.gap = ticks() - reading.ticks;
-  return reading;
+  Reading best;
+  for (int i = 0; i < 3; ++i) {
+    Reading reading;
+    reading.ticks = ticks();
+    reading.seconds = steady();
+    reading.gap = ticks() - reading.ticks;
+    if (i == 0 || reading.gap < best.gap) best = reading;
+  }
+  return best;
 }
 
 void StepClock::begin_step() {
-  if (!trusted_) return;
-  const Reading reading = read();
+  if (trusted_) begin_step(read());
+}
+
+bool StepClock::agrees(const Reading& reading) const {
+  if (reading.ticks <= latest_.ticks) return false;
+  if (!counts()) return true;
+  const double allowed = kMostDrift * (reading.seconds - latest_.seconds) + 2 * kMostGap;
+  return std::abs(seconds_at(reading.ticks) - reading.seconds) <= allowed;
+}
+
+void StepClock::begin_step(const Reading& reading) {
   const double span = reading.seconds - first_.seconds;
   const auto passed = static_cast<double>(reading.ticks - first_.ticks);
-  // Something came between the two clocks: the rate of before stays good for a while.
-  if (span < kLeastSpan || static_cast<double>(reading.gap) > kMostError * passed) return;
-  const double rate = span / passed;
-  trusted_ = rate_ == 0 || std::abs(rate / rate_ - 1) < kMostDrift;
-  rate_ = trusted_ ? rate : 0;
+  const auto gap = static_cast<double>(reading.gap + first_.gap);
+  // Something came between the two clocks: what was known before stays good for a while.
+  if (counts() ? static_cast<double>(reading.gap) * rate_ > kMostGap : gap > kMostError * passed) {
+    return;
+  }
+  trusted_ = trusted_ && agrees(reading);
+  if (!trusted_) {
+    rate_ = 0;
+    return;
+  }
+  if (span >= kSpan || (!counts() && span >= kFirstSpan)) rate_ = span / passed;
+  if (span >= kSpan) first_ = reading;
   latest_ = reading;
 }
 

@@ -20,13 +20,13 @@ Parameter* find(const TiedUse& use, std::span<const StageBinding> stages) {
 }  // namespace
 
 TiedUses::TiedUses(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute,
-                   NcclLinks* nccl, std::vector<StageBinding> stages)
+                   NcclLinks* nccl, HostMirror& mirror, std::vector<StageBinding> stages)
     : groups_(groups),
       layout_(layout),
       compute_(compute),
       nccl_(nccl),
       stages_(std::move(stages)),
-      mirror_(compute, groups.watch.get()) {
+      mirror_(mirror) {
   for (const TiedParameter& tie : layout.tied) {
     std::vector<Parameter*>& uses = parameters_.emplace_back();
     for (const TiedUse& use : tie.uses) uses.push_back(find(use, stages_));

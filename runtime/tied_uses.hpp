@@ -25,9 +25,9 @@ namespace sluice {
 class TiedUses {
  public:
   // All that is named outlives this; `nccl` may be null where the layout wants none. `stages` are
-  // this rank's.
+  // this rank's; `mirror` is used by what goes through host memory.
   TiedUses(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute,
-           NcclLinks* nccl, std::vector<StageBinding> stages);
+           NcclLinks* nccl, HostMirror& mirror, std::vector<StageBinding> stages);
 
   // This rank's parameter of that use, null where another rank has it.
   [[nodiscard]] Parameter* parameter(std::size_t group, std::size_t use) const {
@@ -35,12 +35,11 @@ class TiedUses {
   }
 
   // Collective over the ranks with a use of the group. Behind it in stream order the owner's
-  // gradient is the sum; the other uses' stay as they are until settle().
+  // gradient is the sum; the other uses' must stay as they are until spread_values().
   void sum_gradients(int group);
-  // What goes on the compute stream from here on runs after what still reads gradients.
-  void settle();
-  // Collective over the pipeline: the owners' values to every further use, in stream order; all
-  // stages are told that values changed.
+  // Collective over the pipeline: the owners' values to every further use; all stages are told that
+  // values changed. What goes on the compute stream from here on runs after it, and after what
+  // still reads gradients.
   void spread_values();
 
   // NCCL messages of one rank that may be open at once.
@@ -49,6 +48,7 @@ class TiedUses {
  private:
   [[nodiscard]] int rank_of(std::size_t group, std::size_t use) const;
   void make_addend();
+  void settle();  // what goes on the compute stream from here on runs after the sends under way
   // In the order of events on the compute stream; what is sent is read until the ticket's end.
   void receive(const Tensor& tensor, std::size_t group, std::size_t use);
   void send(const Tensor& tensor, std::size_t group, std::size_t use);
@@ -59,10 +59,10 @@ class TiedUses {
   NcclLinks* nccl_;
   std::vector<StageBinding> stages_;
   std::vector<std::vector<Parameter*>> parameters_;  // [group][use]
-  HostMirror mirror_;                                // of what goes through host memory
-  Buffer addend_;                                    // another use's gradient, on the device
-  std::vector<Event> ready_;                         // of messages over NCCL, [open]
-  std::vector<NcclTicket> open_;                     // sends over NCCL
+  HostMirror& mirror_;
+  Buffer addend_;                 // another use's gradient, on the device
+  std::vector<Event> ready_;      // of messages over NCCL, [open]
+  std::vector<NcclTicket> open_;  // sends over NCCL
 };
 
 }  // namespace sluice

@@ -406,8 +406,7 @@ std::string describe_layout(const PipelineLayout& layout, const Partition& parti
         mebi(memory.apart));
   }
   text +=
-      "  (layers: E embedding, H head, numbers are blocks, - none; apart: of the total, what a "
-      "GPU's\n"
+      "  (layers: E embedding, H head, numbers are blocks, - none; apart: of the total, what a\n"
       "  rank takes beside its one block; each replica holds the same)\n";
   return text + describe_devices(layout) + describe_graphs(layout);
 }

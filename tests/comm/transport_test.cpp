@@ -93,6 +93,31 @@ SLUICE_COMM_TEST(TransportTest, DeliversPayloadAndHeaderOfReceivesPostedAhead) {
   }
 }
 
+// However many are sent at once, only what is open takes a place; what came stays.
+SLUICE_COMM_TEST(TransportTest, WhatIsDoneWhenItStartsTakesNoPlace) {
+  constexpr int kMessages = 20;
+  const auto transport = make_message_transport(comm, 2);
+  Memory outgoing(8);
+  int sent = 0, open = 0;
+  for (int message = 0; message < kMessages && open == 0; ++message) {
+    outgoing.values()[0] = static_cast<float>(message);
+    const Ticket ticket = send(*transport, next(comm), 0, outgoing, header_of(0, message, 8));
+    ++sent;
+    if (ticket == kDoneTicket) continue;
+    finish(comm, *transport, ticket);
+    ++open;
+  }
+  if (std::string(comm.name()) == "loopback") {
+    EXPECT_EQ(sent, kMessages);
+  }
+  for (int message = 0; message < sent; ++message) {
+    Memory incoming(8);
+    finish(comm, *transport,
+           transport->post_recv(previous(comm), 0, incoming.buffer(), header_of(0, message, 8)));
+    EXPECT_EQ(incoming.values()[0], static_cast<float>(message));
+  }
+}
+
 SLUICE_COMM_TEST(TransportTest, TakesASmallerShapeThanDeclared) {
   const auto transport = make_message_transport(comm, 4);
   for (const std::size_t floats : {std::size_t{0}, std::size_t{3}, std::size_t{8}}) {

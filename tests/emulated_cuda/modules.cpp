@@ -78,6 +78,11 @@ void unload_all() {
   loaded.clear();
 }
 
+void forget_launches() {
+  const std::lock_guard lock(mutex);
+  launched.clear();
+}
+
 std::set<std::string> launched_kernels() {
   const std::lock_guard lock(mutex);
   return launched;

@@ -14,8 +14,9 @@ namespace sluice::emulated {
 // Forgets them, on all devices.
 void unload_all();
 
-// By name, the kernels launched on any device since the process began.
+// By name, the kernels launched on any device since the process began or since they were forgotten.
 [[nodiscard]] std::set<std::string> launched_kernels();
+void forget_launches();
 void note_launch(const char* name);
 
 // What cudaDriverGetVersion says from now on, 12040 for 12.4; functions that are newer are not

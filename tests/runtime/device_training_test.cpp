@@ -234,22 +234,6 @@ TEST_P(NcclTrainingTest, ARankThatFailsEndsThoseThatWaitForIt) {
 
 INSTANTIATE_TEST_SUITE_P(Depths, NcclTrainingTest, ::testing::Values(2, 3, 4));
 
-class NcclAtTheEndsTest : public NcclTrainingTest {};
-
-// The ends of the pipeline, which share the embedding, have GPUs and no neighbour that has one.
-TEST_P(NcclAtTheEndsTest, CarriesTiedParametersBesideEdgesThroughHostMemory) {
-  run_loopback(GetParam(), [&](Communicator& comm) {
-    for (const char* schedule : {"1f1b", "zb-h1"}) {
-      Layout layout{.pipeline = 3, .schedule = schedule, .devices = "cuda,cpu,cuda"};
-      const TrainingOutcome over_nccl = train(comm, cases().front(), layout);
-      layout.transport = TransportChoice::kMpi;
-      expect_same(comm, schedule, train(comm, cases().front(), layout), over_nccl);
-    }
-  });
-}
-
-INSTANTIATE_TEST_SUITE_P(Depths, NcclAtTheEndsTest, ::testing::Values(3));
-
 #ifdef SLUICE_EMULATED
 
 // Bytes that rank 0's GPU, the embedding's owner, copies to the host in a step.

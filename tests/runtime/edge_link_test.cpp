@@ -70,7 +70,7 @@ TEST(EdgeLinkTest, MpiTakesAGpusMemoryOnlyWhereItCanAndNoEdgeIsNccls) {
 
 TEST(EdgeLinkTest, MpiIsAskedForDeviceMemoryOnlyWhereAMessageMayNeedIt) {
   constexpr const char* kAsked = "loopback moves host memory";
-  constexpr const char* kNotAsked = "not tried: no edge needs it";
+  constexpr const char* kNotAsked = kDeviceMessagesNotTried;
   run_loopback(2, [&](Communicator& comm) {
     Collectives world(comm, 0, nullptr);
     const auto answer = [&](const std::vector<RankDevice>& job, TransportChoice wanted, int depth) {

@@ -23,8 +23,8 @@ TransformerConfig model(TransformerKind kind) {
   return config;
 }
 
-// A micro-batch forward and back, as a schedule asks the stage for it.
-void run(ComputeContext& gpu, Stage& stage, const TensorSpec& input, bool first) {
+// A micro-batch forward and back, whole or parted, as a schedule asks the stage for it.
+void run(ComputeContext& gpu, Stage& stage, const TensorSpec& input, bool first, bool parted) {
   const TensorSpec output = stage.describe({&input, 1}, gpu).outputs.at(0);
   const OnGpu in{Operand(input)}, out{Operand(output)}, din{Operand(input)};
   fill_zero_async(in.data(), in.tensor().spec.bytes(), gpu.stream());
@@ -43,28 +43,38 @@ void run(ComputeContext& gpu, Stage& stage, const TensorSpec& input, bool first)
   }
   const std::span<const Tensor> wanted =
       first ? std::span<const Tensor>{} : std::span<const Tensor>{&din.tensor(), 1};
-  stage.backward(ctx, {&out.tensor(), 1}, wanted);
+  if (parted) {
+    auto& split = dynamic_cast<SplitBackward&>(stage);
+    split.backward_input(ctx, {&out.tensor(), 1}, wanted);
+    split.backward_weight(ctx, {&out.tensor(), 1});
+  } else {
+    stage.backward(ctx, {&out.tensor(), 1}, wanted);
+  }
   gpu.stream().synchronize();
 }
 
-// The last first: no other stage has run the kernels of its own before it is prepared.
-TEST(RehearsalTest, RunsEveryKernelThatAStepOfASingleLayerLaunches) {
+class RehearsalTest : public ::testing::TestWithParam<bool> {};
+
+TEST_P(RehearsalTest, RunsEveryKernelThatAStepOfASingleLayerLaunches) {
   for (const TransformerKind kind : {TransformerKind::kGpt2, TransformerKind::kLlama}) {
-    for (int s = 3; s >= 0; --s) {
+    for (int s = 0; s < 4; ++s) {
+      emulated::forget_launches();
       ComputeContext gpu(kGpu, 1);
       const auto stage = make_transformer_stage(model(kind), {{0, 1, 2, 3, 4}}, s);
       const TensorSpec input = s == 0 ? TensorSpec{DType::kI32, Shape{2, 13}}
                                       : TensorSpec{DType::kF32, Shape{2, 13, 24}};
       StageSetup setup{.compute = &gpu};
-      setup.split_backward = false;
+      setup.split_backward = GetParam();
       setup.input_sizes = {{input}};
       stage->prepare(setup);
       const std::set<std::string> before = emulated::launched_kernels();
-      run(gpu, *stage, input, s == 0);
+      run(gpu, *stage, input, s == 0, GetParam());
       EXPECT_EQ(emulated::launched_kernels(), before) << "stage " << s;
     }
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Backward, RehearsalTest, ::testing::Bool());
 
 }  // namespace
 }  // namespace sluice
