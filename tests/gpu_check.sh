@@ -4,11 +4,12 @@
 #   tests/gpu_check.sh build-and-test    configures, builds and runs the tests labelled gpu
 #   tests/gpu_check.sh sanitize          compute-sanitizer's memcheck, racecheck and initcheck over
 #                                        the operators' tests; what they find fails it
-#   tests/gpu_check.sh benchmark         the GPU rows of tests/benchmarks/README.md
+#   tests/gpu_check.sh benchmark         the GPU rows of tests/benchmarks/README.md, and before them
+#                                        200 steps' losses on the King James text against the CPU's
 #   tests/gpu_check.sh pack FOLDER       elsewhere, before: what a bare machine lacks, into one folder
 #                                        (Debian's packages as files; with `pack FOLDER BUILD` the
 #                                        built tests and benchmark of that build folder, and what
-#                                        they need to run)
+#                                        they need to run; and data/kjv.txt, where train.sh made it)
 #
 # Each command can be called again after whatever ended it and goes on from there; exit code 75 asks
 # for that: its time was up before its work was done. 0: all done and well; 1: something failed; 2:
@@ -24,6 +25,7 @@
 #   SLUICE_GPU_CMAKE    more arguments of the configuration, -DSLUICE_CUDA_ARCHITECTURES=80;90 say
 #                       (by itself it builds for the GPU that is there)
 #   SLUICE_GPU_ROWS     more arguments of every row of gpu_benchmark, to try the script itself
+#   SLUICE_GPU_CURVE    more options of the trainings whose losses are compared, for the same
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -367,15 +369,39 @@ train_in_turns() {
   row "products-$model" products --model "$model" --micro-batch "$samples"
 }
 
+# The same training on the CPU in fp32 and on the GPU in fp32 and bf16.
+loss_curve() {
+  local text=data/kjv.txt gpu inputs files=() run
+  if [[ -s ${SLUICE_GPU_DEPS:-.}/kjv.txt ]]; then text=$SLUICE_GPU_DEPS/kjv.txt; fi
+  if [[ ! -s $text ]]; then
+    step loss-curve "no text" bash -c 'echo "no $1: ./train.sh makes it, and pack brings it"; exit 77' \
+      bash "$text"
+    return
+  fi
+  gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 || true)
+  inputs="$(contents "$build/sluice" "$text" tests/loss_curve.py) ${SLUICE_GPU_CURVE:-}"
+  for run in cpu/fp32 cuda:0/fp32 cuda:0/bf16; do
+    files+=("$state/$command/loss-${run//[:\/]/-}.metrics")
+    # shellcheck disable=SC2086
+    step "loss-${run//[:\/]/-}" "$inputs" "$build/sluice" train --data "$text" --steps 200 --seed 1 \
+      --validation-samples 1 ${SLUICE_GPU_CURVE:-} --device "${run%/*}" --precision "${run#*/}" \
+      --metrics "${files[-1]}"
+  done
+  step loss-curve "$inputs" python3 tests/loss_curve.py --json "$state/$command/loss-curve.rows" \
+    --gpu "${gpu:-Emulated CUDA device}" "${files[@]}"
+}
+
 benchmark() {
   local program inputs
   prepare
   program=$build/tests/benchmarks/gpu_benchmark
-  [[ -x $program ]] || die "no $program: run '$0 build-and-test' first"
+  [[ -x $program && -x $build/sluice ]] ||
+    die "no $program or no $build/sluice: run '$0 build-and-test' first"
   if [[ -z ${SLUICE_GPU_ROWS:-} ]]; then
     nvidia-smi -L >/dev/null 2>&1 || die "there is no GPU here"
   fi
   inputs="$(contents "$program") ${SLUICE_GPU_ROWS:-}"
+  loss_curve
   row kernels kernels
   row issue issue
   row idle-124m idle --model 124m
@@ -403,6 +429,11 @@ pack() {
   done
   if ((${#missing[@]} > 0)); then
     (cd "$folder" && apt-get -qq -o APT::Sandbox::User=root download "${missing[@]}")
+  fi
+  if [[ -s data/kjv.txt ]]; then
+    cp data/kjv.txt "$folder"
+  else
+    echo "gpu_check: no data/kjv.txt (./train.sh --dry-run makes it): no losses will be compared there" >&2
   fi
   if [[ -n $from ]]; then pack_build "$(realpath "$from")" "$folder/build"; fi
   du -sh "$folder"
@@ -437,7 +468,9 @@ gpu_programs() {
   ctest --test-dir "$1" -L gpu --show-only=json-v1 | python3 -c 'import json, os, sys
 root = sys.argv[1] + "/"
 words = {w for t in json.load(sys.stdin)["tests"] for w in t.get("command", [])}
-print("\n".join(sorted(w[len(root):] for w in words if w.startswith(root) and os.path.isfile(w))))' "$1"
+for word in sorted(words):
+    if word.startswith(root) and os.path.isfile(word):
+        print(word[len(root):])' "$1"
 }
 
 case $command in

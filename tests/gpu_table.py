@@ -105,6 +105,14 @@ def measured_ratio(lines, title):
     return rows and f"{rows[-1]['ratio']:.3f}" + ("" if rows[-1]["same loss"] else ", other loss")
 
 
+def measured_losses(lines, precision):
+    rows = [row for row in rows_of(lines, "GPU: losses against the CPU's in fp32")
+            if row["precision"] == precision and row["steps"] == 200]
+    if not rows:
+        return None
+    return f"{rows[-1]['largest deviation']:.2%} at step {rows[-1]['at step']}"
+
+
 def table(lines):
     yield "GPT-2 124M, bf16, sequence 1024, batch 64, one rank", \
         "620,000 tokens/s, 50 % of 989 TFLOP/s", measured_training(lines, "124m")
@@ -128,6 +136,9 @@ def table(lines):
         measured_ratio(lines, "GPU: four chunks on one rank against the model unsplit")
     yield "`--cuda-graphs` against calls, micro-batches of 4, 124M", "at least 1", \
         measured_ratio(lines, "GPU: CUDA graphs against calls")
+    for precision in ("fp32", "bf16"):
+        yield f"200 losses on the King James text in {precision} against the CPU's in fp32, largest " \
+            "deviation", "1 %", measured_losses(lines, precision)
 
 
 def main(path):

@@ -57,12 +57,25 @@ class GpuTable(unittest.TestCase):
         self.assertIn("| GPU idle between kernels within a step, 124M | 3% | 2.1% |", text)
         self.assertIn("within a step, 1.5B | 3% | not measured: no CUPTI |", text)
 
+    def test_gives_the_largest_deviation_of_whole_loss_curves(self):
+        def losses(steps):
+            rows = [{"precision": precision, "steps": steps, "largest deviation": largest,
+                     "at step": 7} for precision, largest in (("fp32", 0.00014), ("bf16", 0.0042))]
+            return {"benchmark": "GPU: losses against the CPU's in fp32", "gpu": "NVIDIA H200",
+                    "rows": rows}
+        text = table_of([losses(200)])
+        self.assertIn("in fp32 against the CPU's in fp32, largest deviation | 1 % | 0.01% at step 7 |",
+                      text)
+        self.assertIn("in bf16 against the CPU's in fp32, largest deviation | 1 % | 0.42% at step 7 |",
+                      text)
+        self.assertEqual(table_of([losses(20)]).count("| not run: no GPU |"), 16)
+
     def test_says_not_run_of_what_is_missing_or_emulated(self):
         emulated = "Emulated CUDA device"
         for lines in ([], [training(600000, gpu=emulated), products(gpu=emulated)]):
             text = table_of(lines)
             self.assertIn("GPU: none", text)
-            self.assertEqual(text.count("| not run: no GPU |"), 14)
+            self.assertEqual(text.count("| not run: no GPU |"), 16)
 
 
 if __name__ == "__main__":
