@@ -3,7 +3,7 @@
 #
 #   tests/gpu_check.sh build-and-test    configures, builds and runs the tests labelled gpu
 #   tests/gpu_check.sh sanitize          compute-sanitizer's memcheck, racecheck and initcheck over
-#                                        the operators' tests; what they find fails it
+#                                        the tests of kernels; what they find fails it
 #   tests/gpu_check.sh benchmark         the GPU rows of tests/benchmarks/README.md, and before them
 #                                        200 steps' losses on the King James text against the CPU's
 #   tests/gpu_check.sh pack FOLDER       elsewhere, before: what a bare machine lacks, into one folder
@@ -322,6 +322,8 @@ sanitize() {
   local tool program shard shards=4 programs name
   prepare
   command -v compute-sanitizer >/dev/null || die "compute-sanitizer is missing (part of the CUDA toolkit)"
+  # Every kernel of ours, those of comm/ and cuDNN's attention with them, is launched by a test of
+  # this name; the graph test launches none.
   mapfile -t programs < <(find "$build/tests/stages" "$build/tests/comm" -maxdepth 1 -type f -executable \
     -name '*cuda*_test' -not -name '*graph_test' 2>/dev/null | sort)
   ((${#programs[@]} > 0)) || die "no operator tests in $build: run '$0 build-and-test' first"
