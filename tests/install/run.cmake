@@ -1,14 +1,20 @@
-# Installs BUILD below itself, then configures, builds and runs CONSUMER against that prefix.
+# Installs BUILD below itself, then configures, builds and runs CONSUMER against that prefix. Where
+# CUDA_COMPILER is given, CONSUMER also builds CUDA_STAGE, for CUDA_ARCHITECTURE.
 function(run)
   execute_process(COMMAND ${ARGV} COMMAND_ERROR_IS_FATAL ANY)
 endfunction()
 
 set(prefix ${BUILD}/install)
 file(REMOVE_RECURSE ${prefix} ${BUILD}/consumer)
+set(cuda)
+if(CUDA_COMPILER)
+  set(cuda -DCUDA_STAGE=${CUDA_STAGE} -DCMAKE_CUDA_COMPILER=${CUDA_COMPILER}
+           -DCMAKE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURE} -DCMAKE_CUDA_COMPILER_LAUNCHER=${LAUNCHER})
+endif()
 run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${prefix})
 run(${CMAKE_COMMAND} -S ${CONSUMER} -B ${BUILD}/consumer -G ${GENERATOR} -DCMAKE_BUILD_TYPE=Release
     -DCMAKE_PREFIX_PATH=${prefix} -DCMAKE_CXX_COMPILER=${COMPILER}
-    -DCMAKE_CXX_COMPILER_LAUNCHER=${LAUNCHER})
+    -DCMAKE_CXX_COMPILER_LAUNCHER=${LAUNCHER} ${cuda})
 run(${CMAKE_COMMAND} --build ${BUILD}/consumer)
 run(${BUILD}/consumer/consumer)
 run(${prefix}/bin/sluice --version)
