@@ -73,6 +73,24 @@ TransportChoice parse_transport(std::string_view text) {
 
 const char* name_of(TransportChoice choice) { return kChoices[static_cast<std::size_t>(choice)]; }
 
+EdgeLink choose_sum(int rank, int replicas, const LinkQuestion& question) {
+  if (replicas == 1) return {};
+  const RankDevice& mine = question.devices[at(rank)];
+  const std::string why_not = is_gpu(mine) ? question.nccl_refusal : "it needs GPUs";
+  if (question.wanted == TransportChoice::kNccl && !why_not.empty()) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("transport nccl cannot sum over the {} replicas of pipeline rank {} "
+                            "({}): {}; legal: auto, mpi",
+                            replicas, rank, to_string(mine.device), why_not));
+  }
+  if (!is_gpu(mine)) return {LinkKind::kHost, "computed on the CPU"};
+  if (question.wanted == TransportChoice::kMpi) {
+    return {LinkKind::kStaged, "asked for by --transport mpi"};
+  }
+  if (!why_not.empty()) return {LinkKind::kStaged, why_not};
+  return {LinkKind::kNccl, "a GPU of its own for every replica"};
+}
+
 EdgeLink choose_link(int from, int to, const LinkQuestion& question) {
   if (from == to) return {};
   const std::string& no_nccl = question.nccl_refusal;
@@ -134,6 +152,27 @@ std::string describe_links(const std::vector<EdgeLink>& links) {
   for (const auto& [what, edges] : groups) {
     text += fmt::format("  stages {}: {}\n", fmt::join(edges, ", "),
                         describe_link({what.first, what.second}));
+  }
+  return text;
+}
+
+std::string describe_sums(const std::vector<EdgeLink>& sums, bool all_reduce) {
+  std::map<std::pair<LinkKind, std::string>, std::vector<std::size_t>> groups;
+  for (std::size_t rank = 0; rank < sums.size(); ++rank) {
+    if (sums[rank].kind != LinkKind::kLocal) {
+      groups[{sums[rank].kind, sums[rank].reason}].push_back(rank);
+    }
+  }
+  std::string text;
+  for (const auto& [what, ranks] : groups) {
+    const bool whole = ranks.size() == sums.size();
+    const std::string where =
+        whole ? "" : fmt::format(" of pipeline ranks {}", fmt::join(ranks, ", "));
+    const std::string how =
+        all_reduce && what.first == LinkKind::kNccl
+            ? fmt::format("NCCL's all-reduce: not depth-invariant ({})", what.second)
+            : "in the order of replicas, " + describe_link({what.first, what.second});
+    text += fmt::format("  sums over replicas{}: {}\n", where, how);
   }
   return text;
 }

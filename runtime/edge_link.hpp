@@ -58,10 +58,17 @@ inline constexpr const char* kDeviceMessagesNotTried = "not tried: no edge needs
 [[nodiscard]] std::vector<EdgeLink> choose_links(const Placement& placement,
                                                  const LinkQuestion& question);
 
+// What sums the gradients of pipeline rank `rank` over `replicas` replicas: local for one replica,
+// else host, staged or NCCL's. Throws Error(kUsage) naming the rank where NCCL is wanted and
+// cannot.
+[[nodiscard]] EdgeLink choose_sum(int rank, int replicas, const LinkQuestion& question);
+
 [[nodiscard]] bool uses_nccl(const std::vector<EdgeLink>& links);
 
 // Lines for the start of a run: edges of one kind and reason together.
 [[nodiscard]] std::string describe_links(const std::vector<EdgeLink>& links);
+// The same for choose_sum() of every pipeline rank; `all_reduce`: in NCCL's own order.
+[[nodiscard]] std::string describe_sums(const std::vector<EdgeLink>& sums, bool all_reduce);
 // "NCCL (a GPU of its own at both ends)".
 [[nodiscard]] std::string describe_link(const EdgeLink& link);
 

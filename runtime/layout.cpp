@@ -414,15 +414,13 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
       tie.links.push_back(choose_link(owner, placement.rank_of(use.stage), question));
     }
   }
-  for (const RankDevice& device : layout.devices) {
-    layout.nccl_sums.push_back(replicas > 1 && device.device.kind == DeviceKind::kCuda &&
-                               no_nccl.empty() && options.transport != TransportChoice::kMpi &&
-                               !options.inference);
+  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
+    layout.sums.push_back(choose_sum(rank, options.inference ? 1 : replicas, question));
   }
   layout.all_reduce = options.all_reduce;
   layout.cuda_graphs = options.cuda_graphs;
   for (int s = 0; s < stages; ++s) {
-    training.sums_beside.push_back(layout.nccl_sums[at(placement.rank_of(s))]);
+    training.sums_beside.push_back(layout.sums_by_nccl(placement.rank_of(s)));
   }
   // The order that NCCL's queues need suits tagged messages too.
   const TransportNeeds& transport =

@@ -143,7 +143,7 @@ struct PipelineLayout {
   std::size_t operator_bytes = 0;   // scratch of this rank's operators: ComputeContext::workspace()
   std::vector<RankDevice> devices;  // [pipeline rank], of this replica
   std::vector<EdgeLink> links;      // [stage] to the stage before it
-  std::vector<bool> nccl_sums;      // [pipeline rank] its sums over replicas go over NCCL
+  std::vector<EdgeLink> sums;       // [pipeline rank] over replicas; local where there are none
   bool all_reduce = false;          // and in NCCL's own order
   bool cuda_graphs = false;
   double bubble_ideal = 0;
@@ -152,8 +152,11 @@ struct PipelineLayout {
   [[nodiscard]] bool owns(int stage) const { return train.placement.rank_of(stage) == rank; }
   // Does NCCL carry messages or tied parameters from rank to rank?
   [[nodiscard]] bool nccl_within() const;
-  // Do this rank's sums over replicas go over NCCL?
-  [[nodiscard]] bool sums_by_nccl() const { return nccl_sums[static_cast<std::size_t>(rank)]; }
+  // Do the sums over replicas of this rank, or of pipeline rank `other`, go over NCCL?
+  [[nodiscard]] bool sums_by_nccl(int other) const {
+    return sums[static_cast<std::size_t>(other)].kind == LinkKind::kNccl;
+  }
+  [[nodiscard]] bool sums_by_nccl() const { return sums_by_nccl(rank); }
   [[nodiscard]] int first_rank() const { return train.placement.rank_of(0); }
   [[nodiscard]] int last_rank() const { return train.placement.rank_of(num_stages() - 1); }
   // Micro-batches of `stage` in flight at once, at most, over all plans.

@@ -120,7 +120,7 @@ class Sum {
   void add_nccl() {
     constexpr std::size_t kNcclCommunicator = std::size_t{512} << 20;
     if (device_ == DeviceKind::kCpu) return;
-    const bool sums = layout_.nccl_sums[at(rank_)];
+    const bool sums = layout_.sums_by_nccl(rank_);
     add_libraries(kNcclCommunicator * ((layout_.nccl_within() ? 1 : 0) + (sums ? 1 : 0)));
     if (!sums) return;
     std::vector<std::size_t> floats;

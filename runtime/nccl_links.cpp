@@ -14,8 +14,7 @@
 namespace sluice {
 
 bool NcclLinks::wanted(const PipelineLayout& layout) {
-  return layout.nccl_within() ||
-         std::count(layout.nccl_sums.begin(), layout.nccl_sums.end(), true) > 0;
+  return layout.nccl_within() || uses_nccl(layout.sums);
 }
 
 #if SLUICE_WITH_NCCL

@@ -346,16 +346,7 @@ std::string describe_devices(const PipelineLayout& layout) {
                           tie.uses[use].stage, describe_link(tie.links[use]));
     }
   }
-  if (layout.topology.replicas > 1) {
-    const auto by_nccl = std::count(layout.nccl_sums.begin(), layout.nccl_sums.end(), true);
-    const auto ranks = static_cast<std::ptrdiff_t>(layout.nccl_sums.size());
-    text += fmt::format("  sums over replicas: {}{}\n",
-                        by_nccl == 0        ? "in the order of replicas, through host memory"
-                        : layout.all_reduce ? "NCCL's all-reduce: not depth-invariant"
-                                            : "in the order of replicas, over NCCL",
-                        by_nccl > 0 && by_nccl < ranks ? "; of CPUs through host memory" : "");
-  }
-  return text;
+  return text + describe_sums(layout.sums, layout.all_reduce);
 }
 
 // Of --cuda-graphs, where it is asked for: which ranks it concerns.

@@ -339,6 +339,21 @@ TEST_F(DeviceRefusalTest, TwoRanksOnOneGpuCannotUseNccl) {
   EXPECT_NE(said.find("NCCL"), std::string::npos) << said;
 }
 
+TEST_F(DeviceRefusalTest, ReplicasThatShareAGpuCannotSumOverNccl) {
+  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  const std::string said = refusal(
+      2, {.pipeline = 1, .replicas = 2, .devices = "cuda:0", .transport = TransportChoice::kNccl});
+  EXPECT_NE(said.find("transport nccl cannot sum over the 2 replicas of pipeline rank 0 (cuda:0)"),
+            std::string::npos)
+      << said;
+}
+
+TEST_F(DeviceRefusalTest, ReplicasOnCpusCannotSumOverNccl) {
+  const std::string said = refusal(
+      2, {.pipeline = 1, .replicas = 2, .devices = "cpu", .transport = TransportChoice::kNccl});
+  EXPECT_NE(said.find("pipeline rank 0 (cpu): it needs GPUs"), std::string::npos) << said;
+}
+
 // 3.2e9 parameters in a block: more than any GPU holds, and refused before one is allocated.
 TEST_F(DeviceRefusalTest, APlanThatDoesNotFitAGpuIsShownWithItsTable) {
   if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();

@@ -97,5 +97,44 @@ TEST(EdgeLinkTest, GpusThatNcclRefusesAreJoinedByMpi) {
                [&] { (void)choose_links(Placement::linear(2), asked); });
 }
 
+TEST(EdgeLinkTest, SumsOverReplicasSayWhatCarriesThemAndWhy) {
+  LinkQuestion asked = question(TransportChoice::kAuto, {gpu(0), gpu(1), cpu()});
+  const auto sums = [&](int replicas) {
+    std::vector<EdgeLink> all;
+    for (int rank = 0; rank < 3; ++rank) all.push_back(choose_sum(rank, replicas, asked));
+    return all;
+  };
+  EXPECT_EQ(describe_sums(sums(1), false), "");
+  EXPECT_EQ(describe_sums(sums(2), false),
+            "  sums over replicas of pipeline ranks 2: in the order of replicas, messages of host "
+            "memory (computed on the CPU)\n"
+            "  sums over replicas of pipeline ranks 0, 1: in the order of replicas, NCCL (a GPU of "
+            "its own for every replica)\n");
+  EXPECT_THAT(describe_sums(sums(2), true),
+              HasSubstr("0, 1: NCCL's all-reduce: not depth-invariant (a GPU of its own"));
+  asked.devices.pop_back();
+  asked.devices.push_back(gpu(2));
+  asked.nccl_refusal = "ranks 0 and 3 share cuda:0";
+  EXPECT_EQ(describe_sums(sums(2), true),
+            "  sums over replicas: in the order of replicas, through page-locked host memory "
+            "(ranks 0 and 3 share cuda:0)\n");
+  asked.wanted = TransportChoice::kMpi;
+  EXPECT_EQ(sums(2)[0].reason, "asked for by --transport mpi");
+}
+
+TEST(EdgeLinkTest, SumsThatNcclCannotCarryAreRefusedWhereItIsWanted) {
+  LinkQuestion asked = question(TransportChoice::kNccl, {gpu(0), cpu()});
+  EXPECT_EQ(choose_sum(0, 2, asked).kind, LinkKind::kNccl);
+  EXPECT_EQ(choose_sum(1, 1, asked).kind, LinkKind::kLocal);
+  expect_error(ErrorCode::kUsage,
+               {"transport nccl cannot sum over the 2 replicas of pipeline rank 1 (cpu): it needs "
+                "GPUs; legal: auto, mpi"},
+               [&] { (void)choose_sum(1, 2, asked); });
+  asked.nccl_refusal = "ranks 0 and 1 share cuda:0";
+  expect_error(ErrorCode::kUsage,
+               {"the 3 replicas of pipeline rank 0 (cuda:0): ranks 0 and 1 share cuda:0; legal"},
+               [&] { (void)choose_sum(0, 3, asked); });
+}
+
 }  // namespace
 }  // namespace sluice
