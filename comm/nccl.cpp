@@ -19,7 +19,7 @@ struct Circle {
   std::vector<nccl::Member> roster;
 };
 
-Circle form_circle(Collectives& seam, Device device) {
+Circle form_circle(Collectives& seam, Device device, int rank) {
   Circle circle;
   std::string problem;
   if (device.kind == DeviceKind::kCuda) {
@@ -32,7 +32,9 @@ Circle form_circle(Collectives& seam, Device device) {
     }
   }
   const int version = problem.empty() && circle.library ? circle.library->version() : 0;
-  circle.roster = nccl::gather_roster(seam, nccl::describe_rank(device, version, problem));
+  nccl::Member mine = nccl::describe_rank(device, version, problem);
+  mine.rank = rank < 0 ? seam.communicator().rank() : rank;
+  circle.roster = nccl::gather_roster(seam, mine);
   return circle;
 }
 
@@ -48,8 +50,11 @@ struct NcclCommunicator::Impl {
   Impl(const Circle& circle, const Communicator& seam, std::string name)
       : library(*circle.library),
         label(std::move(name)),
-        myself(nccl::name_of(circle.roster, seam.rank())),
-        peer(seam.size() == 2 ? nccl::name_of(circle.roster, 1 - seam.rank()) : ""),
+        roster(circle.roster),
+        myself(nccl::name_of(circle.roster[static_cast<std::size_t>(seam.rank())])),
+        peer(seam.size() == 2
+                 ? nccl::name_of(circle.roster[static_cast<std::size_t>(1 - seam.rank())])
+                 : ""),
         local_ranks(seam.local_size()),
         size(seam.size()),
         rank(seam.rank()),
@@ -100,18 +105,19 @@ struct NcclCommunicator::Impl {
   }
 
   nccl::Library library;
-  std::string label;         // NCCL keeps a pointer to it
+  std::string label;  // NCCL keeps a pointer to it
+  std::vector<nccl::Member> roster;
   std::string myself, peer;  // for messages; the peer of a pair, else empty
   int local_ranks, size, rank;
   Device device;
   nccl::Handle handle = nullptr;
 };
 
-NcclCommunicator::NcclCommunicator(Collectives& seam, Device device, const std::string& label,
+NcclCommunicator::NcclCommunicator(Collectives& seam, Device device, const NcclLabel& label,
                                    Interrupt* interrupt, int most_blocks) {
-  const Circle circle = form_circle(seam, device);
-  if (const auto refused = nccl::refusal(circle.roster, label)) throw *refused;
-  impl_ = std::make_unique<Impl>(circle, seam.communicator(), label);
+  const Circle circle = form_circle(seam, device, label.rank);
+  if (const auto refused = nccl::refusal(circle.roster, label.group)) throw *refused;
+  impl_ = std::make_unique<Impl>(circle, seam.communicator(), label.group);
   Invitation invitation;
   if (impl_->rank == 0) invitation.made = impl_->library.make_id(invitation.id);
   seam.broadcast(std::as_writable_bytes(std::span(&invitation, 1)), 0);
@@ -125,6 +131,10 @@ int NcclCommunicator::rank() const { return impl_->rank; }
 int NcclCommunicator::size() const { return impl_->size; }
 
 Device NcclCommunicator::device() const { return impl_->device; }
+
+std::string NcclCommunicator::name_of(int rank) const {
+  return nccl::name_of(impl_->roster[static_cast<std::size_t>(rank)]);
+}
 
 bool NcclCommunicator::ready() const {
   const nccl::Result state = impl_->library.state(impl_->open());
@@ -188,9 +198,9 @@ void NcclGroup::end() {
   any_.check(any_.library.group_end(), "a group");
 }
 
-std::optional<Error> nccl_refusal(Collectives& seam, Device device, const std::string& label) {
-  const Circle circle = form_circle(seam, device);
-  return nccl::refusal(circle.roster, label);
+std::optional<Error> nccl_refusal(Collectives& seam, Device device, const NcclLabel& label) {
+  const Circle circle = form_circle(seam, device, label.rank);
+  return nccl::refusal(circle.roster, label.group);
 }
 
 }  // namespace sluice

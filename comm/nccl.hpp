@@ -27,14 +27,20 @@
 
 namespace sluice {
 
+// What messages say.
+struct NcclLabel {
+  std::string group;  // "the pipeline", "the replicas of stage 3"
+  int rank = -1;      // this rank, as a user counts ranks: in the job; -1: as the seam counts
+};
+
 class NcclCommunicator {
  public:
-  // Collective over `seam`; all its ranks belong. `device` is this rank's GPU; `label` names the
-  // group in messages ("the pipeline", "the replicas of stage 3"). Throws what nccl_refusal()
-  // returns, or Error(kPeer | kDevice) where NCCL fails; `interrupt`, polled while the communicator
-  // is made, may be null. `most_blocks`, equal on all ranks, bounds the multiprocessors that one of
-  // its kernels occupies, also while it waits for a peer; 0 leaves that to NCCL.
-  NcclCommunicator(Collectives& seam, Device device, const std::string& label, Interrupt* interrupt,
+  // Collective over `seam`; all its ranks belong. `device` is this rank's GPU. Throws what
+  // nccl_refusal() returns, or Error(kPeer | kDevice) where NCCL fails; `interrupt`, polled while
+  // the communicator is made, may be null. `most_blocks`, equal on all ranks, bounds the
+  // multiprocessors that one of its kernels occupies, also while it waits for a peer; 0 leaves that
+  // to NCCL.
+  NcclCommunicator(Collectives& seam, Device device, const NcclLabel& label, Interrupt* interrupt,
                    int most_blocks = 0);
   // Aborts unless finalized. Never throws.
   ~NcclCommunicator();
@@ -45,6 +51,8 @@ class NcclCommunicator {
   [[nodiscard]] int rank() const;
   [[nodiscard]] int size() const;
   [[nodiscard]] Device device() const;
+  // One of its ranks, for messages: "rank 3 on host-7 (cuda:1)".
+  [[nodiscard]] std::string name_of(int rank) const;
 
   // False while NCCL works on the last call. Throws Error(kPeer) where a peer, or the network to
   // it, is gone, else Error(kDevice): one line that names the group, this rank and its host, the
@@ -99,6 +107,6 @@ class NcclGroup {
 // that is too old (kDevice), versions that differ (kMismatch). One line that names rank and host
 // and says what would work.
 [[nodiscard]] std::optional<Error> nccl_refusal(Collectives& seam, Device device,
-                                                const std::string& label);
+                                                const NcclLabel& label);
 
 }  // namespace sluice

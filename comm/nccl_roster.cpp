@@ -62,13 +62,13 @@ std::vector<Member> gather_roster(Collectives& seam, const Member& mine) {
   return roster;
 }
 
-std::string name_of(std::span<const Member> roster, int rank) {
-  const Member& member = roster[static_cast<std::size_t>(rank)];
-  return fmt::format("rank {} on {} ({})", rank, member.host.data(), to_string(member.device));
+std::string name_of(const Member& member) {
+  return fmt::format("rank {} on {} ({})", member.rank, member.host.data(),
+                     to_string(member.device));
 }
 
 std::optional<Error> refusal(std::span<const Member> roster, const std::string& label) {
-  const auto name = [&](std::size_t rank) { return name_of(roster, static_cast<int>(rank)); };
+  const auto name = [&](std::size_t rank) { return name_of(roster[rank]); };
   const auto refuse = [&](ErrorCode code, const std::string& why) {
     return Error(code, fmt::format("NCCL cannot serve {}: {}", label, why));
   };

@@ -16,6 +16,7 @@ namespace sluice::nccl {
 
 // One rank, as it travels: texts are cut to fit and end in a zero.
 struct Member {
+  int rank = 0;     // as messages name it
   int version = 0;  // of its library; 0: `problem` says why there is none, or why it is no use
   Device device;
   std::array<char, 64> host{};  // for people
@@ -25,7 +26,8 @@ struct Member {
   std::array<char, 512> problem{};  // one line, or empty
 };
 
-// This rank. `version` and `problem` as in Member. Throws Error(kDevice) where CUDA fails.
+// This process, whose rank it leaves open. `version` and `problem` as in Member. Throws
+// Error(kDevice) where CUDA fails.
 [[nodiscard]] Member describe_rank(Device device, int version, const std::string& problem);
 
 // Collective: [rank of the seam].
@@ -39,6 +41,6 @@ struct Member {
                                            const std::string& label);
 
 // "rank 3 on host-7 (cuda:1)"
-[[nodiscard]] std::string name_of(std::span<const Member> roster, int rank);
+[[nodiscard]] std::string name_of(const Member& member);
 
 }  // namespace sluice::nccl

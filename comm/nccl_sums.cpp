@@ -17,8 +17,7 @@ constexpr std::size_t kShardMultiple = 32;
 }  // namespace
 
 NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& memory,
-                   const std::string& label, Method method, std::size_t largest,
-                   Interrupt* interrupt)
+                   const NcclLabel& label, Method method, std::size_t largest, Interrupt* interrupt)
     : queue_(queue),
       size_(replicas.communicator().size()),
       rank_(replicas.communicator().rank()),

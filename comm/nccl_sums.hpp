@@ -34,7 +34,7 @@ class NcclSums {
   // its size: there the first has that of the `largest` sum to come, in floats. One rank makes
   // none. `label` as for NcclCommunicator, whose errors it throws.
   NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& memory,
-           const std::string& label, Method method, std::size_t largest, Interrupt* interrupt);
+           const NcclLabel& label, Method method, std::size_t largest, Interrupt* interrupt);
 
   // Floats of workspace that a sum of `count` values needs.
   [[nodiscard]] std::size_t workspace(std::size_t count) const {

@@ -6,6 +6,7 @@
 #include <array>
 #include <memory>
 #include <tuple>
+#include <utility>
 
 #include "comm/error.hpp"
 
@@ -50,29 +51,33 @@ std::array<std::byte, kProbeBytes> probe_of(const NcclTransport::Edge& edge) {
 }  // namespace
 
 NcclTransport::NcclTransport(NcclQueue& queue, Collectives& seam, const DeviceMemory& memory,
-                             std::span<const Edge> edges, const std::string& label,
+                             std::span<const Edge> edges, const NcclLabel& label,
                              Interrupt* interrupt)
     : queue_(queue), rank_(seam.communicator().rank()) {
   if (edges.empty()) return;
   for (const Edge& edge : in_agreed_order(edges)) {
     if (edge.from == rank_ || edge.to == rank_) edges_.push_back(edge);
   }
-  lane_ = queue_.add(
-      std::make_unique<NcclCommunicator>(seam, memory.device(), label, interrupt, kMessageBlocks));
-  warm_up(memory, interrupt);
+  auto made =
+      std::make_unique<NcclCommunicator>(seam, memory.device(), label, interrupt, kMessageBlocks);
+  const NcclCommunicator& ranks = *made;
+  lane_ = queue_.add(std::move(made));
+  warm_up(ranks, memory, interrupt);
 }
 
-void NcclTransport::warm_up(const DeviceMemory& memory, Interrupt* interrupt) {
+void NcclTransport::warm_up(const NcclCommunicator& ranks, const DeviceMemory& memory,
+                            Interrupt* interrupt) {
   const Buffer room = memory.allocate(2 * kProbeBytes, DeviceMemory::Use::kPasses);
   try {
-    for (const Edge& edge : edges_) probe(edge, room, interrupt);
+    for (const Edge& edge : edges_) probe(edge, ranks, room, interrupt);
   } catch (...) {
     queue_.abort();  // its kernels may wait for a peer that is gone, and freeing memory for them
     throw;
   }
 }
 
-void NcclTransport::probe(const Edge& edge, const Buffer& memory, Interrupt* interrupt) {
+void NcclTransport::probe(const Edge& edge, const NcclCommunicator& ranks, const Buffer& memory,
+                          Interrupt* interrupt) {
   const auto expected = probe_of(edge);
   const std::span<std::byte> out(memory.data(), kProbeBytes);
   const std::span<std::byte> in(memory.data() + kProbeBytes, kProbeBytes);
@@ -91,10 +96,10 @@ void NcclTransport::probe(const Edge& edge, const Buffer& memory, Interrupt* int
   copy_now(memory.device(), arrived.data(), in.data(), kProbeBytes);
   if (arrived != expected) {
     throw Error(ErrorCode::kDevice,
-                fmt::format("NCCL delivers other bytes than were sent from rank {} to rank {}: "
+                fmt::format("NCCL delivers other bytes than were sent from {} to {}: "
                             "direct access between these GPUs is broken (NCCL_P2P_DISABLE=1 "
                             "does without)",
-                            edge.from, edge.to));
+                            ranks.name_of(edge.from), ranks.name_of(edge.to)));
   }
 }
 

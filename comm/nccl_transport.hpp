@@ -34,7 +34,7 @@ class NcclTransport {
   // order; repeated ones count once. No edges make no communicator. Throws as NcclCommunicator, and
   // Error(kDevice) naming both ends of an edge that delivers other bytes than were sent.
   NcclTransport(NcclQueue& queue, Collectives& seam, const DeviceMemory& memory,
-                std::span<const Edge> edges, const std::string& label, Interrupt* interrupt);
+                std::span<const Edge> edges, const NcclLabel& label, Interrupt* interrupt);
 
   // What NcclQueue's calls of these names do, with ranks of the seam as peers, between
   // begin_group() and end_group() of the queue. Error(kInternal) where there is no such edge.
@@ -44,9 +44,10 @@ class NcclTransport {
   [[nodiscard]] NcclQueue& queue() { return queue_; }
 
  private:
-  void warm_up(const DeviceMemory& memory, Interrupt* interrupt);
+  void warm_up(const NcclCommunicator& ranks, const DeviceMemory& memory, Interrupt* interrupt);
   // Sends over one edge of this rank, or receives and compares.
-  void probe(const Edge& edge, const Buffer& memory, Interrupt* interrupt);
+  void probe(const Edge& edge, const NcclCommunicator& ranks, const Buffer& memory,
+             Interrupt* interrupt);
   // Error(kInternal) unless there is such an edge of this rank.
   void require(const Edge& edge) const;
 

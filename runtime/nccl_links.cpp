@@ -44,11 +44,12 @@ struct NcclLinks::Impl {
     }
     const std::size_t sum_groups = std::max<std::size_t>(load.count, 1) * NcclSums::kGroupsPerSum;
     queue.emplace(compute.device(), open + sum_groups, groups.world->local_size());
-    transport.emplace(*queue, seam, compute.memory(), edges_of(layout), "the pipeline",
-                      groups.control.get());
+    transport.emplace(*queue, seam, compute.memory(), edges_of(layout),
+                      NcclLabel{"the pipeline", groups.world->rank()}, groups.control.get());
     if (!layout.sums_by_nccl()) return;
     sums.emplace(*queue, *groups.in_replicas, compute.memory(),
-                 "the replicas of pipeline rank " + std::to_string(layout.rank),
+                 NcclLabel{"the replicas of pipeline rank " + std::to_string(layout.rank),
+                           groups.world->rank()},
                  method_of(all_reduce), load.largest, groups.control.get());
     workspace = compute.memory().allocate(sums->workspace(load.largest) * sizeof(float));
     for (std::size_t i = 0; i < load.count; ++i) ready.emplace_back(compute.device());

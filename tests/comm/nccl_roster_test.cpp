@@ -43,6 +43,7 @@ std::vector<nccl::Member> roster_of(int ranks) {
   std::vector<nccl::Member> roster(static_cast<std::size_t>(ranks));
   char number = '0';
   for (nccl::Member& member : roster) {
+    member.rank = number - '0';
     member.version = 22809;
     member.device = {DeviceKind::kCuda, 0};
     member.host = {'h', number};

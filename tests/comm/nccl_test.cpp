@@ -27,7 +27,8 @@ using testing::Rank;
 using testing::ThrowingInterrupt;
 
 std::unique_ptr<NcclCommunicator> make(Rank& rank) {
-  return std::make_unique<NcclCommunicator>(rank.seam, rank.device, "the ring", &rank.control);
+  return std::make_unique<NcclCommunicator>(rank.seam, rank.device, NcclLabel{"the ring"},
+                                            &rank.control);
 }
 
 class NcclTest : public testing::NcclRanksTest {};
@@ -102,7 +103,7 @@ TEST_P(NcclTest, LeavesLoadingToCudaWhereThatIsEager) {
   emulated::unload_all();
   ASSERT_EQ(setenv("CUDA_MODULE_LOADING", "EAGER", 1), 0);
   run([](Rank& rank) {
-    EXPECT_EQ(nccl_refusal(rank.seam, rank.device, "the ring"), std::nullopt);
+    EXPECT_EQ(nccl_refusal(rank.seam, rank.device, NcclLabel{"the ring"}), std::nullopt);
     EXPECT_EQ(emulated::count_loaded(rank.device.index), 0);
   });
   ASSERT_EQ(unsetenv("CUDA_MODULE_LOADING"), 0);
@@ -111,7 +112,7 @@ TEST_P(NcclTest, LeavesLoadingToCudaWhereThatIsEager) {
 TEST_P(NcclTest, RefusesADriverThatCannotLoadKernelsAhead) {
   emulated::set_driver_version(12030);
   run([](Rank& rank) {
-    const auto why = nccl_refusal(rank.seam, rank.device, "the ring");
+    const auto why = nccl_refusal(rank.seam, rank.device, NcclLabel{"the ring"});
     ASSERT_TRUE(why.has_value());
     EXPECT_EQ(why->code(), ErrorCode::kDevice);
     EXPECT_THAT(why->what(), AllOf(HasSubstr("the ring: rank 0 on "),
@@ -124,15 +125,39 @@ TEST_P(NcclTest, RefusesADriverThatCannotLoadKernelsAhead) {
 TEST_P(NcclPeersTest, RefusesTwoRanksOnOneGpuByName) {
   run([](Rank& rank) {
     const Error error = error_of([&] {
-      const NcclCommunicator never(rank.seam, {DeviceKind::kCuda, 0}, "the pipeline", nullptr);
+      const NcclCommunicator never(rank.seam, {DeviceKind::kCuda, 0}, NcclLabel{"the pipeline"},
+                                   nullptr);
     });
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_THAT(error.what(), AllOf(HasSubstr("the pipeline: rank 0 on "), HasSubstr("rank 1 on "),
                                     HasSubstr("(cuda:0) share the GPU at "), Not(HasSubstr("\n"))));
-    const auto why = nccl_refusal(rank.seam, {DeviceKind::kCuda, 0}, "the pipeline");
+    const auto why = nccl_refusal(rank.seam, {DeviceKind::kCuda, 0}, NcclLabel{"the pipeline"});
     ASSERT_TRUE(why.has_value());
     EXPECT_STREQ(why->what(), error.what());
-    EXPECT_EQ(nccl_refusal(rank.seam, rank.device, "the pipeline"), std::nullopt);
+    EXPECT_EQ(nccl_refusal(rank.seam, rank.device, NcclLabel{"the pipeline"}), std::nullopt);
+  });
+}
+
+// Of a job's second group messages name the job's ranks, not the group's.
+TEST_P(NcclPeersTest, NamesTheRanksOfTheJob) {
+  const int members = GetParam();
+  if (device_count(DeviceKind::kCuda) < 2 * members) {
+    GTEST_SKIP() << "needs " << 2 * members << " GPUs";
+  }
+  run_with(2 * members, [members](Rank& rank) {
+    const int group = rank.rank() / members;
+    const auto part = rank.comm.split(group, rank.rank());
+    Collectives seam(*part, 0, &rank.control);
+    const NcclLabel label{"its group", rank.rank()};
+    const std::string first = "rank " + std::to_string(group * members) + " on ";
+    const std::string second = "rank " + std::to_string(group * members + 1) + " on ";
+    EXPECT_THAT(nccl_refusal(seam, {DeviceKind::kCuda, 0}, label)->what(),
+                AllOf(HasSubstr("its group: " + first), HasSubstr(" and " + second)));
+
+    NcclCommunicator communicator(seam, rank.device, label, &rank.control);
+    communicator.finalize(&rank.control);
+    EXPECT_THAT(error_of([&] { communicator.poll(); }).what(),
+                HasSubstr("NCCL of its group, rank " + std::to_string(rank.rank()) + " on "));
   });
 }
 
@@ -140,8 +165,8 @@ TEST_P(NcclPeersTest, RefusesARankWithoutGpuByName) {
   run([](Rank& rank) {
     const bool last = rank.rank() == rank.size() - 1;
     const Error error = error_of([&] {
-      const NcclCommunicator never(rank.seam, last ? Device{} : rank.device, "the pipeline",
-                                   nullptr);
+      const NcclCommunicator never(rank.seam, last ? Device{} : rank.device,
+                                   NcclLabel{"the pipeline"}, nullptr);
     });
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_THAT(error.what(), AllOf(HasSubstr("rank " + std::to_string(rank.size() - 1) + " on "),
@@ -155,8 +180,9 @@ TEST_P(NcclPeersTest, ARankThatDiesWhileItIsMadeEndsItOnAllOthers) {
     ThrowingInterrupt dies(1, "the last rank is gone");
     const bool last = rank.rank() == rank.size() - 1;
     Interrupt* interrupt = last ? static_cast<Interrupt*>(&dies) : &rank.control;
-    const Error seen = error_of(
-        [&] { const NcclCommunicator never(rank.seam, rank.device, "the ring", interrupt); });
+    const Error seen = error_of([&] {
+      const NcclCommunicator never(rank.seam, rank.device, NcclLabel{"the ring"}, interrupt);
+    });
     EXPECT_STREQ(rank.control.report(seen).what(), "the last rank is gone");
   });
 }

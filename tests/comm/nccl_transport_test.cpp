@@ -194,7 +194,7 @@ std::size_t receives_of(const Plan& plan, int rank) {
 void execute_plans(Rank& rank, int micro_batches, int chunks) {
   NcclQueue queue(rank.device, 256, rank.size());
   NcclTransport transport(queue, rank.seam, DeviceMemory(rank.device), ring_of(rank.size()),
-                          "the pipeline", &rank.control);
+                          NcclLabel{"the pipeline"}, &rank.control);
   const std::vector<Plan> plans = plans_of(rank.size(), micro_batches, chunks);
   EXPECT_GE(plans.size(), 2U);
   for (const Plan& plan : plans) {
@@ -226,7 +226,7 @@ TEST_P(NcclTransportTest, ReceivesPostedAheadOccupyFewMultiprocessors) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 4, rank.size());
     const NcclTransport transport(queue, rank.seam, DeviceMemory(rank.device), ring_of(rank.size()),
-                                  "the pipeline", &rank.control);
+                                  NcclLabel{"the pipeline"}, &rank.control);
     queue.finalize(&rank.control);
   });
   const std::vector<int> asked = emulated::most_blocks_asked();
@@ -238,8 +238,8 @@ TEST_P(NcclTransportTest, ReceivesPostedAheadOccupyFewMultiprocessors) {
 TEST_P(NcclTransportTest, MakesNothingForAPipelineWithoutEdges) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 1, rank.size());
-    NcclTransport transport(queue, rank.seam, DeviceMemory(rank.device), {}, "the pipeline",
-                            nullptr);
+    NcclTransport transport(queue, rank.seam, DeviceMemory(rank.device), {},
+                            NcclLabel{"the pipeline"}, nullptr);
     queue.begin_group();
     EXPECT_THROW(static_cast<void>(transport.send(rank.next(), {}, Event())), Error);
     queue.end_group();
@@ -252,7 +252,7 @@ TEST_P(NcclTransportTest, AMessageWithoutCounterpartEndsWithTheErrorNamedOnEvery
     ControlChannel control(rank.comm);
     NcclQueue queue(rank.device, 4, rank.size());
     NcclTransport transport(queue, rank.seam, DeviceMemory(rank.device), ring_of(rank.size()),
-                            "the pipeline", &control);
+                            NcclLabel{"the pipeline"}, &control);
     const OnDevice<int> memory(rank.device, std::vector<int>(4, 7));
     // Every rank waits for the message that rank 0 does not send.
     testing::ThrowingInterrupt patience(500, "1RECV_F0 waits for 0SEND_F0 of rank 0");
