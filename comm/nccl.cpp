@@ -199,7 +199,9 @@ void NcclGroup::end() {
 }
 
 std::optional<Error> nccl_refusal(Collectives& seam, Device device, const NcclLabel& label) {
-  const Circle circle = form_circle(seam, device, label.rank);
+  Circle circle = form_circle(seam, device, label.rank);
+  std::erase_if(circle.roster,
+                [](const nccl::Member& member) { return member.device.kind != DeviceKind::kCuda; });
   return nccl::refusal(circle.roster, label.group);
 }
 

@@ -102,10 +102,10 @@ class NcclGroup {
   bool open_ = true;
 };
 
-// Collective over `seam`: why its ranks cannot share an NCCL communicator, the same on every rank,
-// or nothing: a rank without GPU or two ranks on one GPU (kUsage), a rank without NCCL or with one
-// that is too old (kDevice), versions that differ (kMismatch). One line that names rank and host
-// and says what would work.
+// Collective over `seam`: why those of its ranks that have a GPU cannot share NCCL communicators,
+// the same on every rank, or nothing: a rank without NCCL, or with a library or a driver that is
+// too old (kDevice), versions that differ (kMismatch), two ranks on one GPU (kUsage). One line that
+// names rank and host and says what would work.
 [[nodiscard]] std::optional<Error> nccl_refusal(Collectives& seam, Device device,
                                                 const NcclLabel& label);
 

@@ -9,6 +9,9 @@
 #include <utility>
 
 #include "comm/error.hpp"
+#if SLUICE_WITH_NCCL
+#include "comm/nccl.hpp"
+#endif
 
 namespace sluice {
 namespace {
@@ -35,11 +38,15 @@ std::string common_reason(const std::vector<std::string>& reasons) {
   return {};
 }
 
+bool has_several_gpus(const std::vector<RankDevice>& job) {
+  return std::count_if(job.begin(), job.end(), is_gpu) > 1;
+}
+
 // Whether MPI may have to carry messages from one GPU to another.
-bool may_send_device_memory(const std::vector<RankDevice>& job, TransportChoice wanted, int depth) {
-  return depth > 1 && std::count_if(job.begin(), job.end(), is_gpu) > 1 &&
-         wanted != TransportChoice::kNccl &&
-         (wanted == TransportChoice::kMpi || !why_no_nccl(job).empty());
+bool may_send_device_memory(const std::vector<RankDevice>& job, TransportChoice wanted,
+                            const std::string& no_nccl, int depth) {
+  return depth > 1 && has_several_gpus(job) && wanted != TransportChoice::kNccl &&
+         (wanted == TransportChoice::kMpi || !no_nccl.empty());
 }
 
 }  // namespace
@@ -56,9 +63,23 @@ std::string why_no_nccl(const std::vector<RankDevice>& job) {
   return {};
 }
 
+std::string find_why_no_nccl(Collectives& world, const std::vector<RankDevice>& job,
+                             TransportChoice wanted) {
+  std::string why = why_no_nccl(job);
+  if (!why.empty() || wanted == TransportChoice::kMpi || !has_several_gpus(job)) return why;
+#if SLUICE_WITH_NCCL
+  const int rank = world.communicator().rank();
+  const auto refused = nccl_refusal(world, job[at(rank)].device, {"this job", rank});
+  if (refused) return refused->what();
+#else
+  static_cast<void>(world);
+#endif
+  return {};
+}
+
 std::string why_no_device_messages(Collectives& world, const std::vector<RankDevice>& job,
-                                   TransportChoice wanted, int depth) {
-  if (!may_send_device_memory(job, wanted, depth)) return kDeviceMessagesNotTried;
+                                   TransportChoice wanted, const std::string& no_nccl, int depth) {
+  if (!may_send_device_memory(job, wanted, no_nccl, depth)) return kDeviceMessagesNotTried;
   const Communicator& comm = world.communicator();
   return common_reason(
       world.all_gather_strings(comm.why_no_device_memory(job[at(comm.rank())].device)));

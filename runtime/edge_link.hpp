@@ -35,20 +35,25 @@ enum class TransportChoice { kAuto, kMpi, kNccl };
 struct LinkQuestion {
   TransportChoice wanted = TransportChoice::kAuto;
   std::string no_device_messages;   // as why_no_device_messages
-  std::string nccl_refusal;         // as why_no_nccl
+  std::string nccl_refusal;         // as find_why_no_nccl
   std::vector<RankDevice> devices;  // [rank of the pipeline]
 };
-// Why NCCL cannot join the GPUs of a job, [rank of the job]: a build without it, two ranks on one
-// GPU. Empty where it can.
+// Why NCCL cannot join the GPUs of a job, [rank of the job], whatever library they have: a build
+// without it, two ranks on one GPU. Empty where it can.
 [[nodiscard]] std::string why_no_nccl(const std::vector<RankDevice>& job);
+// The same, or which rank's NCCL or driver does not serve. Collective over `world`. NCCL is looked
+// for only where it could be chosen: by several GPUs, unless MPI is wanted.
+[[nodiscard]] std::string find_why_no_nccl(Collectives& world, const std::vector<RankDevice>& job,
+                                           TransportChoice wanted);
 // Why not every rank's MPI takes a GPU's memory; empty where it does. Collective over `world`.
-// `job`: [rank of the job]; `depth`: ranks of a pipeline. Where no message can need it MPI is not
-// asked, since trying it, where a library says wrongly that it can, may end the process, and the
-// answer is kDeviceMessagesNotTried.
+// `job`: [rank of the job]; `no_nccl`: as find_why_no_nccl; `depth`: ranks of a pipeline. Where no
+// message can need it MPI is not asked, since trying it, where a library says wrongly that it can,
+// may end the process, and the answer is kDeviceMessagesNotTried.
 inline constexpr const char* kDeviceMessagesNotTried = "not tried: no edge needs it";
 [[nodiscard]] std::string why_no_device_messages(Collectives& world,
                                                  const std::vector<RankDevice>& job,
-                                                 TransportChoice wanted, int depth);
+                                                 TransportChoice wanted, const std::string& no_nccl,
+                                                 int depth);
 
 // What two ranks of a pipeline exchange, both directions; never direct. Throws as choose_links().
 [[nodiscard]] EdgeLink choose_link(int from, int to, const LinkQuestion& question);

@@ -107,7 +107,9 @@ JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
     topology = make_topology(world->size(), depth, options.replicas, options.rank_order);
     devices = choose_devices(*in_world, topology, options.devices);
     device = devices[static_cast<std::size_t>(world->rank())].device;
-    no_device_messages = why_no_device_messages(*in_world, devices, options.transport, depth);
+    no_nccl = find_why_no_nccl(*in_world, devices, options.transport);
+    no_device_messages =
+        why_no_device_messages(*in_world, devices, options.transport, no_nccl, depth);
   });
   rank = topology.pipeline_rank(world->rank());
   replica = topology.replica(world->rank());

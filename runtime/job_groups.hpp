@@ -50,6 +50,7 @@ class JobGroups {
   Topology topology;
   std::vector<RankDevice> devices;      // [rank of the job]
   Device device;                        // of this rank
+  std::string no_nccl;                  // as find_why_no_nccl()
   std::string no_device_messages;       // as why_no_device_messages()
   int rank = 0, replica = 0;            // pipeline rank; replica
   std::unique_ptr<Communicator> world;  // for collectives

@@ -402,10 +402,9 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
     }
   }
   layout.devices = groups.pipeline_devices();
-  const std::string no_nccl = why_no_nccl(groups.devices);
   const LinkQuestion question{.wanted = options.transport,
                               .no_device_messages = groups.no_device_messages,
-                              .nccl_refusal = no_nccl,
+                              .nccl_refusal = groups.no_nccl,
                               .devices = layout.devices};
   layout.links = choose_links(placement, question);
   for (TiedParameter& tie : layout.tied) {

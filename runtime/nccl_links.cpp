@@ -139,7 +139,7 @@ NcclTicket NcclLinks::sum(std::span<float> values) {
 
 #else
 
-// No layout of a build without NCCL wants it (LinkQuestion::nccl).
+// No layout of a build without NCCL wants it (LinkQuestion::nccl_refusal).
 struct NcclLinks::Impl {};
 
 NcclLinks::NcclLinks(JobGroups& /*groups*/, const PipelineLayout& /*layout*/,

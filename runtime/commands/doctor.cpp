@@ -121,8 +121,10 @@ void examine(const DoctorOptions& options, const MpiSession& session, Communicat
       choose_devices(collectives, topology, parse_devices(options.device));
   RankFacts mine = facts_of(session, world.rank(), options.threads,
                             devices[static_cast<std::size_t>(world.rank())]);
-  mine.no_device_messages = why_no_device_messages(
-      collectives, devices, parse_transport(options.transport), topology.pipeline);
+  const TransportChoice wanted = parse_transport(options.transport);
+  mine.no_device_messages =
+      why_no_device_messages(collectives, devices, wanted,
+                             find_why_no_nccl(collectives, devices, wanted), topology.pipeline);
   const std::vector<std::string> all = collectives.all_gather_strings(to_json_text(mine));
   if (world.rank() != 0) return;
   std::vector<RankFacts> ranks;

@@ -12,7 +12,10 @@
 #include "comm/loopback.hpp"
 #include "tests/runtime/training_cases.hpp"
 #ifdef SLUICE_EMULATED
+#include <cuda_runtime_api.h>
+
 #include "tests/emulated_cuda/control.hpp"
+#include "tests/emulated_cuda/modules.hpp"
 #endif
 #ifdef SLUICE_UNDER_MPI
 #include "tests/comm/mpi_main.hpp"
@@ -353,6 +356,51 @@ TEST_F(DeviceRefusalTest, ReplicasOnCpusCannotSumOverNccl) {
       2, {.pipeline = 1, .replicas = 2, .devices = "cpu", .transport = TransportChoice::kNccl});
   EXPECT_NE(said.find("pipeline rank 0 (cpu): it needs GPUs"), std::string::npos) << said;
 }
+
+#ifdef SLUICE_EMULATED
+// A driver with which NCCL cannot be used: MPI carries everything, unless NCCL is insisted on.
+class OldDriverTest : public DeviceRefusalTest {
+ protected:
+  void SetUp() override { emulated::set_driver_version(12030); }
+  void TearDown() override { emulated::set_driver_version(CUDART_VERSION); }
+};
+
+TEST_F(OldDriverTest, TrainsOverMpiWhereTheTransportIsOpen) {
+  run_loopback(2, [](Communicator& comm) {
+    const TrainingCase what = named("old driver");
+    const TrainingOutcome expected = alone(comm, what, {.devices = "cuda:0"});
+    expect_same(comm, "over MPI", expected, train(comm, what, {.pipeline = 2, .devices = "cuda"}));
+  });
+}
+
+TEST_F(OldDriverTest, IsTheReasonWhereNcclIsInsistedOn) {
+  for (const Layout& layout : {Layout{.pipeline = 2}, Layout{.pipeline = 1, .replicas = 2}}) {
+    Layout wanted = layout;
+    wanted.devices = "cuda";
+    wanted.transport = TransportChoice::kNccl;
+    const std::string said = refusal(2, wanted);
+    EXPECT_NE(said.find("transport nccl cannot "), std::string::npos) << said;
+    EXPECT_NE(said.find("NCCL cannot serve this job: rank 0 on "), std::string::npos) << said;
+    EXPECT_NE(said.find("CUDA 12.4 or newer can"), std::string::npos) << said;
+    EXPECT_EQ(said.find('\n'), std::string::npos) << said;
+  }
+}
+
+TEST_F(OldDriverTest, IsLookedAtOnlyWhereNcclCouldBeChosen) {
+  run_loopback(2, [](Communicator& comm) {
+    Collectives world(comm, 0, nullptr);
+    const auto why = [&](const char* devices, TransportChoice wanted) {
+      const Topology topology = make_topology(2, 2, 1, RankOrder::kPipelineFirst);
+      const auto job = choose_devices(world, topology, parse_devices(devices));
+      return find_why_no_nccl(world, job, wanted);
+    };
+    EXPECT_NE(why("cuda", TransportChoice::kAuto), "");
+    EXPECT_EQ(why("cuda", TransportChoice::kMpi), "");
+    EXPECT_EQ(why("cuda,cpu", TransportChoice::kAuto), "");
+    EXPECT_EQ(why("cpu", TransportChoice::kNccl), "");
+  });
+}
+#endif
 
 // 3.2e9 parameters in a block: more than any GPU holds, and refused before one is allocated.
 TEST_F(DeviceRefusalTest, APlanThatDoesNotFitAGpuIsShownWithItsTable) {

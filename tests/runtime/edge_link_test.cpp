@@ -74,7 +74,7 @@ TEST(EdgeLinkTest, MpiIsAskedForDeviceMemoryOnlyWhereAMessageMayNeedIt) {
   run_loopback(2, [&](Communicator& comm) {
     Collectives world(comm, 0, nullptr);
     const auto answer = [&](const std::vector<RankDevice>& job, TransportChoice wanted, int depth) {
-      return why_no_device_messages(world, job, wanted, depth);
+      return why_no_device_messages(world, job, wanted, why_no_nccl(job), depth);
     };
     const std::vector<RankDevice> shared = {gpu(0), gpu(0)}, own = {gpu(0), gpu(1)};
     EXPECT_EQ(answer(shared, TransportChoice::kAuto, 2), kAsked);
