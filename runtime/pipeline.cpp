@@ -151,9 +151,10 @@ void Pipeline::Impl::within_plan(const std::string& who, const Body& body) const
 }
 
 void Pipeline::Impl::exceed_plan(const std::string& who, const Error& error) const {
-  throw Error(ErrorCode::kDevice, fmt::format("{} on {}: {}; the plan of this rank: {}", who,
-                                              to_string(compute->device()), error.what(),
-                                              to_string(layout.memory[at(layout.rank)])));
+  throw Error(ErrorCode::kDevice,
+              fmt::format("{} on {} of {}: {}; the plan of this rank: {}", who,
+                          to_string(compute->device()), layout.devices[at(layout.rank)].host,
+                          error.what(), to_string(layout.memory[at(layout.rank)])));
 }
 
 void Pipeline::Impl::take_memory() {

@@ -3,8 +3,10 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <functional>
 #include <string>
@@ -279,6 +281,9 @@ class HungryStage : public ChangedStage {
 };
 
 TEST(DeviceMemoryPlanTest, AnErrorSaysWhoAskedForHowMuchAndShowsTheTable) {
+  std::array<char, 256> host_name{};
+  ASSERT_EQ(gethostname(host_name.data(), host_name.size() - 1), 0);
+  const std::string host = host_name.data();
   const Job each = job("hungry", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
   for (const bool at_once : {true, false}) {
     run(each, [&](Communicator& comm, const DataSource& source) {
@@ -292,7 +297,8 @@ TEST(DeviceMemoryPlanTest, AnErrorSaysWhoAskedForHowMuchAndShowsTheTable) {
         said = error.what();
       }
       for (const std::string& part :
-           {std::string(at_once ? "stage 0 on cuda:0: " : "step 2 on cuda:0: stage 0, 0F0: "),
+           {(at_once ? "stage 0 on cuda:0 of " : "step 2 on cuda:0 of ") + host + ": ",
+            std::string(at_once ? "" : "stage 0, 0F0: "),
             "cannot allocate " + std::to_string(HungryStage::kBytes) + " bytes",
             std::string("the plan of this rank: parameters ")}) {
         EXPECT_NE(said.find(part), std::string::npos) << part << " in: " << said;
