@@ -1,8 +1,10 @@
 #include "runtime/device_choice.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
 
@@ -48,25 +50,36 @@ const DeviceChoice& choice_of(const std::vector<DeviceChoice>& choices, const To
                           choices.size(), topology.ranks(), topology.pipeline, topology.ranks()));
 }
 
-Device resolve(const DeviceChoice& choice, int local_rank) {
+struct Resolved {
+  Device device;
+  std::string no_gpu;  // as of RankDevice
+};
+
+Resolved resolve(const DeviceChoice& choice, int local_rank) {
   switch (choice.kind) {
     case DeviceChoice::Kind::kCpu:
       return {};
     case DeviceChoice::Kind::kCudaIndex:
-      return {DeviceKind::kCuda, choice.index};
+      return {{DeviceKind::kCuda, choice.index}, ""};
     case DeviceChoice::Kind::kCuda:
     case DeviceChoice::Kind::kAuto:
       break;
   }
   const int count = device_count(DeviceKind::kCuda);
   const Device gpu{DeviceKind::kCuda, count == 0 ? 0 : local_rank % count};
-  if (choice.kind == DeviceChoice::Kind::kCuda) return gpu;
+  if (choice.kind == DeviceChoice::Kind::kCuda) return {gpu, ""};
+  if (count == 0) return {{}, no_gpu_reason()};
   try {
     require_device(gpu);
-    return gpu;
-  } catch (const Error&) {
-    return {};
+    return {gpu, ""};
+  } catch (const Error& error) {
+    return {{}, error.what()};
   }
+}
+
+// "cpu" with the reason where "auto" found no GPU that can be used.
+std::string describe_device(const RankDevice& rank) {
+  return to_string(rank.device) + (rank.no_gpu.empty() ? "" : " (" + rank.no_gpu + ")");
 }
 
 }  // namespace
@@ -92,6 +105,24 @@ std::string to_string(const std::vector<DeviceChoice>& choices) {
   return text;
 }
 
+std::string describe_devices(const std::vector<RankDevice>& ranks) {
+  const RankDevice& first = ranks.front();
+  const bool alike = std::all_of(ranks.begin(), ranks.end(), [&](const RankDevice& rank) {
+    return rank.device.kind == DeviceKind::kCpu && rank.no_gpu == first.no_gpu;
+  });
+  if (alike && !built_with_cuda()) return "";
+  if (alike) {
+    const std::string why = first.no_gpu.empty() ? no_gpu_reason() : first.no_gpu;
+    return fmt::format("  devices: cpu (GPUs: {})\n", why.empty() ? "not asked for" : why);
+  }
+  std::vector<std::string> entries;
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    entries.push_back(
+        fmt::format("{} {} on {}", rank, describe_device(ranks[rank]), ranks[rank].host));
+  }
+  return fmt::format("  devices: {}\n", fmt::join(entries, ", "));
+}
+
 std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topology,
                                        const std::vector<DeviceChoice>& choices) {
   const int mine = world.communicator().rank();
@@ -102,7 +133,7 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
   // A device that cannot be used is told to all, so that none waits for this rank.
   Json report = {{"refusal", ""}};
   try {
-    const Device device = resolve(choice, local_rank);
+    const auto [device, no_gpu] = resolve(choice, local_rank);
     require_device(device);
     use_device(device);  // before anything else makes this process a client of the first GPU
     report["kind"] = static_cast<int>(device.kind);
@@ -110,6 +141,7 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
     const DeviceProperties properties = properties_of(device);
     report["identity"] = properties.identity;
     report["free"] = properties.free_memory;
+    report["no_gpu"] = no_gpu;
   } catch (const Error& error) {
     report["refusal"] = fmt::format("rank {} on {}: {}", mine, hosts[at(mine)], error.what());
   }
@@ -121,7 +153,8 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
     devices.push_back({{static_cast<DeviceKind>(other["kind"].get<int>()), other["index"]},
                        hosts[devices.size()],
                        other["identity"],
-                       other["free"]});
+                       other["free"],
+                       other["no_gpu"]});
   }
   for (int rank = 0; rank < topology.pipeline; ++rank) {
     const RankDevice& first = devices[at(topology.rank_of(0, rank))];
@@ -131,8 +164,8 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
       throw Error(ErrorCode::kUsage,
                   fmt::format("replicas of one stage must compute on one kind of device, but rank "
                               "{} has {} and rank {} has {}",
-                              topology.rank_of(0, rank), to_string(first.device), other,
-                              to_string(devices[at(other)].device)));
+                              topology.rank_of(0, rank), describe_device(first), other,
+                              describe_device(devices[at(other)])));
     }
   }
   return devices;

@@ -29,7 +29,12 @@ struct RankDevice {
   std::string host;
   std::string identity;         // of a GPU, the same from every process of a host; else empty
   std::size_t free_memory = 0;  // bytes of a GPU, when the job started
+  std::string no_gpu;           // why "auto" chose the CPU; else empty
 };
+
+// A line for the start of a run: what each rank of a pipeline computes on, and why on a CPU where
+// "auto" chose it. Empty where there is nothing but CPUs and the build knows no other device.
+[[nodiscard]] std::string describe_devices(const std::vector<RankDevice>& ranks);
 
 // Collective over `world`: every rank's device, [rank of the job]. Throws Error(kUsage) on every
 // rank, naming the rank and its host: a number of entries that fits neither one, the pipeline nor

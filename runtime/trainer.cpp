@@ -322,23 +322,13 @@ std::string describe_layers(const Partition& partition, int stage) {
 
 // What each rank computes on and how stages are joined; nothing for a job without GPUs that could
 // have none.
-std::string describe_devices(const PipelineLayout& layout) {
-  const bool gpus =
-      std::any_of(layout.devices.begin(), layout.devices.end(),
-                  [](const RankDevice& rank) { return rank.device.kind != DeviceKind::kCpu; });
-  if (!gpus) {
-    return built_with_cuda()
-               ? fmt::format("  devices: cpu (GPUs: {})\n",
-                             no_gpu_reason().empty() ? "not asked for" : no_gpu_reason())
-               : "";
+std::string describe_connections(const PipelineLayout& layout) {
+  std::string text = describe_devices(layout.devices);
+  if (std::all_of(layout.devices.begin(), layout.devices.end(),
+                  [](const RankDevice& rank) { return rank.device.kind == DeviceKind::kCpu; })) {
+    return text;
   }
-  std::string text = "  devices:";
-  for (std::size_t rank = 0; rank < layout.devices.size(); ++rank) {
-    const RankDevice& device = layout.devices[rank];
-    text += fmt::format("{} {} {} on {}", rank == 0 ? "" : ",", rank, to_string(device.device),
-                        device.host);
-  }
-  text += fmt::format("\n{}", describe_links(layout.links));
+  text += describe_links(layout.links);
   for (const TiedParameter& tie : layout.tied) {
     for (std::size_t use = 1; use < tie.uses.size(); ++use) {
       if (tie.links[use].kind == LinkKind::kLocal) continue;
@@ -399,7 +389,7 @@ std::string describe_layout(const PipelineLayout& layout, const Partition& parti
   text +=
       "  (layers: E embedding, H head, numbers are blocks, - none; apart: of the total, what a\n"
       "  rank takes beside its one block; each replica holds the same)\n";
-  return text + describe_devices(layout) + describe_graphs(layout);
+  return text + describe_connections(layout) + describe_graphs(layout);
 }
 
 void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed) {

@@ -25,6 +25,9 @@ void fail_communicator(ncclComm_t communicator, ncclResult_t failure);
 // NCCL_CONFIG_UNDEF_INT where none was given.
 [[nodiscard]] std::vector<int> most_blocks_asked();
 
+// What the device says its compute capability is from now on, 75 for 7.5. 90 at the start.
+void set_compute_capability(int device, int capability);
+
 // How many communicators ncclCommAbort has ended in this process so far.
 [[nodiscard]] int aborted_communicators();
 

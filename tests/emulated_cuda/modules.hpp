@@ -20,7 +20,7 @@ void forget_launches();
 void note_launch(const char* name);
 
 // What cudaDriverGetVersion says from now on, 12040 for 12.4; functions that are newer are not
-// found. As CUDART_VERSION at the start.
+// found, and before 12.0 no device is. As CUDART_VERSION at the start.
 void set_driver_version(int version);
 
 }  // namespace sluice::emulated

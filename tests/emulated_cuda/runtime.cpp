@@ -5,6 +5,8 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <utility>
 
 #include "tests/emulated_cuda/block.hpp"
@@ -20,6 +22,30 @@ namespace {
 constexpr std::size_t kSharedBytes = 232448;  // most dynamic shared memory of a block, as on sm_90
 constexpr unsigned kBlockThreads = 1024;
 constexpr unsigned kGridBlocks = 65535;  // in y and z
+constexpr int kOldestDriver = 12000;
+
+// What set_compute_capability() was told.
+class Capabilities {
+ public:
+  void set(int device, int capability) {
+    const std::lock_guard lock(mutex_);
+    set_[device] = capability;
+  }
+  int of(int device) {
+    const std::lock_guard lock(mutex_);
+    const auto found = set_.find(device);
+    return found == set_.end() ? 90 : found->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int, int> set_;
+};
+
+Capabilities& capabilities() {
+  static Capabilities all;
+  return all;
+}
 
 // A copy of `rows` rows of `bytes` bytes, or a fill where `from` is null.
 struct Transfer {
@@ -100,6 +126,8 @@ bool is_device(int device) { return device >= 0 && device < device_count(); }
 
 }  // namespace
 
+void set_compute_capability(int device, int capability) { capabilities().set(device, capability); }
+
 std::size_t copied_to_host(int device) { return bytes_to_host[static_cast<std::size_t>(device)]; }
 
 cudaError_t enqueue_kernel(const Launch& launch, cudaStream_t stream,
@@ -127,7 +155,12 @@ using namespace sluice::emulated;  // NOLINT(google-build-using-namespace): the 
 
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = device_count();
-  return *count == 0 ? note(cudaErrorNoDevice) : cudaSuccess;
+  if (*count == 0) return note(cudaErrorNoDevice);
+  int driver = 0;
+  static_cast<void>(cudaDriverGetVersion(&driver));
+  if (driver >= kOldestDriver) return cudaSuccess;
+  *count = 0;
+  return note(cudaErrorInsufficientDriver);
 }
 
 cudaError_t cudaRuntimeGetVersion(int* version) {
@@ -153,8 +186,9 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->maxGridSize[0] = 0x7FFFFFFF;
   properties->maxGridSize[1] = properties->maxGridSize[2] = kGridBlocks;
   properties->regsPerBlock = 65536;
-  properties->major = 9;
-  properties->minor = 0;
+  const int capability = capabilities().of(device);
+  properties->major = capability / 10;
+  properties->minor = capability % 10;
   properties->multiProcessorCount = 4;
   properties->asyncEngineCount = 2;
   properties->unifiedAddressing = 1;

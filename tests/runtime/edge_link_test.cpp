@@ -16,9 +16,9 @@ namespace {
 using ::testing::HasSubstr;
 
 RankDevice gpu(int index) {
-  return {{DeviceKind::kCuda, index}, "host", "0000:0" + std::to_string(index) + ":00.0", 0};
+  return {{DeviceKind::kCuda, index}, "host", "0000:0" + std::to_string(index) + ":00.0", 0, ""};
 }
-RankDevice cpu() { return {{}, "host", "", 0}; }
+RankDevice cpu() { return {{}, "host", "", 0, ""}; }
 
 std::vector<LinkKind> kinds(const std::vector<EdgeLink>& links) {
   std::vector<LinkKind> result;
