@@ -234,6 +234,35 @@ TEST_F(CliTest, AJobIsRefusedOnceByAllItsRanks) {
   expect_refusal(option, 2, "'--layers'");
 }
 
+// Where there is no GPU, and none of that number where there are some.
+TEST_F(CliTest, AGpuThatIsNotThereIsRefusedOnceWithRankHostAndDevice) {
+  const Outcome outcome =
+      mpirun(2, SLUICE_PROGRAM, "train --dry-run --pipeline 2 --device cpu,cuda:4000");
+  expect_refusal(outcome, 2, "rank 1 on ");
+  EXPECT_THAT(outcome.err, HasSubstr("device cuda:4000 "));
+  EXPECT_EQ(lines_with(outcome.err, "cuda:4000"), 1) << outcome.err;
+}
+
+#ifdef SLUICE_EMULATED
+TEST_F(CliTest, AGpuThatIsSharedIsRefusedToNccl) {
+  const std::string program = "env SLUICE_EMULATED_DEVICES=1 " SLUICE_PROGRAM;
+  for (const char* layout : {"--pipeline 2", "--pipeline 1 --replicas 2"}) {
+    const Outcome outcome =
+        mpirun(2, program, std::string("train --dry-run --device cuda --transport nccl ") + layout);
+    expect_refusal(outcome, 2, "ranks 0 and 1 share cuda:0 on ");
+    EXPECT_EQ(lines_with(outcome.err, "which NCCL refuses; legal: auto, mpi"), 1) << outcome.err;
+  }
+}
+
+TEST_F(CliTest, APlanThatDoesNotFitTheGpuIsRefusedBeforeItIsBegun) {
+  const std::string program =
+      "env SLUICE_EMULATED_DEVICES=1 SLUICE_EMULATED_DEVICE_MEMORY=1000000 " SLUICE_PROGRAM;
+  const Outcome outcome = mpirun(2, program, small("--pipeline 2 --device cpu,cuda"));
+  expect_refusal(outcome, 10, "rank 1 on ");
+  EXPECT_EQ(lines_with(outcome.err, "but the plan needs"), 1) << outcome.err;
+}
+#endif
+
 TEST_F(CliTest, DoctorShowsEveryRankAndItsStage) {
   const Outcome outcome = mpirun(4, SLUICE_PROGRAM, "doctor --replicas 2");
   EXPECT_EQ(outcome.code, 0) << outcome.err;
