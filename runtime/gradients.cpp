@@ -40,6 +40,7 @@ GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!layout_.is_owner(binding.index, static_cast<int>(i))) continue;
       owned_.emplace_back(binding.index, parameters[i]);
+      owned_grads_.emplace_back(parameters[i]->grad.floats());
       owners.push_back(parameters[i]);
     }
   }
@@ -100,10 +101,7 @@ void GradientSync::zero_grads() {
 
 void GradientSync::measure() {
   if (sums_) sums_->settle();
-  auto* squares = reinterpret_cast<double*>(squares_.data());
-  for (std::size_t i = 0; i < owned_.size(); ++i) {
-    sum_of_squares(compute_, owned_[i].second->grad.floats(), &squares[i]);
-  }
+  sums_of_squares(compute_, owned_grads_, reinterpret_cast<double*>(squares_.data()));
 }
 
 void GradientSync::pack_record() {

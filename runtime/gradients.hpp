@@ -67,8 +67,9 @@ class GradientSync : public StepActions {
   std::vector<StageBinding> stages_;
   std::optional<BucketedSums> sums_;  // where they go over NCCL
   std::unique_ptr<Optimizer> optimizer_;
-  std::vector<std::pair<int, Parameter*>> owned_;  // (stage, parameter) in global order
-  HostMirror mirror_;                              // of gradients on their way over MPI
+  std::vector<std::pair<int, Parameter*>> owned_;    // (stage, parameter) in global order
+  std::vector<std::span<const float>> owned_grads_;  // theirs
+  HostMirror mirror_;                                // of gradients on their way over MPI
   HostBuffer workspace_;
   std::span<float> floats_;  // of workspace_
   HostBuffer squares_;       // [owned parameter], written by the device

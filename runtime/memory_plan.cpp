@@ -70,7 +70,7 @@ class Sum {
   }
 
   void add_stages() {
-    std::size_t owned = 0, tables = 0;
+    std::size_t owned = 0, squares = 0, tables = 0;
     for (const int stage : layout_.train.placement.stages_of(rank_)) {
       const StageEntry& entry = layout_.stages[at(stage)];
       for (std::size_t i = 0; i < entry.parameters.size(); ++i) {
@@ -79,7 +79,7 @@ class Sum {
         memory_.gradients += parameter_bytes(elements);
         if (options_.inference || !layout_.is_owner(stage, static_cast<int>(i))) continue;
         owned += parameter_bytes(elements);
-        plan_.operator_bytes = std::max(plan_.operator_bytes, sum_of_squares_workspace(elements));
+        squares += sum_of_squares_workspace(elements);
       }
       const bool splits = layout_.splits_backward();
       const std::size_t slot = entry.state_bytes + (splits ? entry.split_bytes : 0);
@@ -93,6 +93,7 @@ class Sum {
       plan_.operator_bytes = std::max(plan_.operator_bytes, entry.operator_bytes);
       tables = std::max(tables, entry.table_bytes);
     }
+    plan_.operator_bytes = std::max(plan_.operator_bytes, squares);
     memory_.optimizer = optimizer_bytes(options_.optimizer, owned);
     memory_.operators = padded(plan_.operator_bytes) + padded(tables) + library_bytes(device_);
   }

@@ -43,7 +43,7 @@ decltype(sluice::softmax_cross_entropy) softmax_cross_entropy;
 decltype(sluice::mean_squared_error) mean_squared_error;
 decltype(sluice::adamw) adamw;
 decltype(sluice::sgd) sgd;
-decltype(sluice::sum_of_squares) sum_of_squares;
+decltype(sluice::sums_of_squares) sums_of_squares;
 
 decltype(sluice::linear_forward_workspace) linear_forward_workspace;
 decltype(sluice::linear_backward_weight_workspace) linear_backward_weight_workspace;
@@ -89,7 +89,7 @@ decltype(sluice::softmax_cross_entropy) softmax_cross_entropy;
 decltype(sluice::mean_squared_error) mean_squared_error;
 decltype(sluice::adamw) adamw;
 decltype(sluice::sgd) sgd;
-decltype(sluice::sum_of_squares) sum_of_squares;
+decltype(sluice::sums_of_squares) sums_of_squares;
 
 decltype(sluice::linear_forward_workspace) linear_forward_workspace;
 decltype(sluice::linear_backward_weight_workspace) linear_backward_weight_workspace;

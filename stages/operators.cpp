@@ -165,8 +165,9 @@ void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> ru
   SLUICE_BACKEND(ctx, sgd)(ctx, step, runs);
 }
 
-void sum_of_squares(ComputeContext& ctx, std::span<const float> values, double* sum) {
-  SLUICE_BACKEND(ctx, sum_of_squares)(ctx, values, sum);
+void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
+                     double* sums) {
+  SLUICE_BACKEND(ctx, sums_of_squares)(ctx, vectors, sums);
 }
 
 std::size_t linear_forward_workspace(ComputeContext& ctx, const LinearShape& shape) {
@@ -211,9 +212,8 @@ std::size_t mean_squared_error_workspace(std::int64_t elements) {
   return sum_of_squares_workspace(elements);
 }
 
-// One sum per block, where there are several.
+// One sum per block.
 std::size_t sum_of_squares_workspace(std::int64_t elements) {
-  if (elements <= kSumBlock) return 0;
   return static_cast<std::size_t>((elements + kSumBlock - 1) / kSumBlock) * sizeof(double);
 }
 

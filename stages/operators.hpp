@@ -201,8 +201,11 @@ struct SgdStep {
 };
 // first: the velocity; may be null when momentum is 0.
 void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs);
-// *sum: double partial sums over fixed blocks of 16,384 elements, added in order.
-void sum_of_squares(ComputeContext& ctx, std::span<const float> values, double* sum);
+// sums[i] of each vector: double partial sums over its fixed blocks of 16,384 elements, added in a
+// fixed order. `sums` is memory that host and device can write.
+void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
+                     double* sums);
+// For one vector; those of several add up.
 [[nodiscard]] std::size_t sum_of_squares_workspace(std::int64_t elements);
 
 }  // namespace sluice

@@ -25,23 +25,23 @@ void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> ru
   }
 }
 
-void sum_of_squares(ComputeContext& ctx, std::span<const float> values, double* sum) {
-  const auto count = static_cast<std::int64_t>(values.size());
-  const std::int64_t blocks = (count + kSumBlock - 1) / kSumBlock;
-  double one = 0;
-  double* sums = &one;
-  if (const std::size_t bytes = sum_of_squares_workspace(count); bytes > 0) {
-    sums = reinterpret_cast<double*>(ctx.workspace(bytes));
+void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
+                     double* sums) {
+  for (std::size_t i = 0; i < vectors.size(); ++i) {
+    const std::span<const float> values = vectors[i];
+    const auto count = static_cast<std::int64_t>(values.size());
+    auto* partial = reinterpret_cast<double*>(ctx.workspace(sum_of_squares_workspace(count)));
+    const std::int64_t blocks = (count + kSumBlock - 1) / kSumBlock;
+    parallel_range(ctx, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t block = begin; block < end; ++block) {
+        const std::int64_t first = block * kSumBlock;
+        partial[block] =
+            ctx.kernels().sum_of_squares(values.data() + first, std::min(kSumBlock, count - first));
+      }
+    });
+    sums[i] = 0;
+    for (std::int64_t block = 0; block < blocks; ++block) sums[i] += partial[block];
   }
-  parallel_range(ctx, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t block = begin; block < end; ++block) {
-      const std::int64_t first = block * kSumBlock;
-      sums[block] =
-          ctx.kernels().sum_of_squares(values.data() + first, std::min(kSumBlock, count - first));
-    }
-  });
-  *sum = 0;
-  for (std::int64_t block = 0; block < blocks; ++block) *sum += sums[block];
 }
 
 }  // namespace sluice::cpu

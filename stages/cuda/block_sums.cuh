@@ -1,5 +1,5 @@
-// Sums in double over fixed blocks of kSumBlock elements, and the sum of those in a fixed order:
-// results depend on the number of elements alone.
+// Sums in double by one block of threads in a fixed order: over kSumBlock elements, and over the
+// sums of those. Results depend on the number of elements alone.
 #pragma once
 
 #include "stages/backends.hpp"
@@ -8,60 +8,40 @@
 namespace sluice::cuda {
 
 constexpr int kSumThreads = 512;
+constexpr int kSumPack = 4;  // consecutive elements that a thread takes
 
-// out[block] = sum of terms.of(i) over the block's elements.
+// In every thread, for a block of kSumThreads: the sum over elements [first, end), of which
+// terms.add<N>(i, sum) adds [i, i + N) in order. `wide`: kSumPack of them can be read at once from
+// `first` on; the order is the same where they cannot.
 template <typename Terms>
-__global__ void __launch_bounds__(kSumThreads)
-    block_sums_kernel(const Terms terms, const int64_t count, double* const out) {
-  const int64_t blocks = divide_up(count, kSumBlock);
-  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
-    const int64_t end = (block + 1) * kSumBlock < count ? (block + 1) * kSumBlock : count;
-    double sum = 0;
-#pragma unroll 8
-    for (int64_t i = block * kSumBlock + threadIdx.x; i < end; i += kSumThreads) {
-      sum += terms.of(i);
+__device__ double sum_of_range(const Terms& terms, int64_t first, int64_t end, bool wide) {
+  const int64_t packs = (end - first) / kSumPack;
+  double sum = 0;
+  if (wide) {
+#pragma unroll 4
+    for (int64_t pack = threadIdx.x; pack < packs; pack += kSumThreads) {
+      terms.template add<kSumPack>(first + pack * kSumPack, sum);
     }
-    sum = block_sum<kSumThreads>(sum);
-    if (threadIdx.x == 0) out[block] = sum;
+  } else {
+    for (int64_t pack = threadIdx.x; pack < packs; pack += kSumThreads) {
+#pragma unroll
+      for (int k = 0; k < kSumPack; ++k) terms.template add<1>(first + pack * kSumPack + k, sum);
+    }
   }
+  const int64_t rest = first + packs * kSumPack + threadIdx.x;
+  if (rest < end) terms.template add<1>(rest, sum);
+  return block_sum<kSumThreads>(sum);
 }
 
+// Terms that are kept themselves.
 struct Doubles {
   const double* values;
-  __device__ double of(int64_t i) const { return values[i]; }
-};
-
-// One block: *sum = sum of values[0, count), 0 for none.
-template <typename Terms>
-__global__ void __launch_bounds__(kSumThreads)
-    total_kernel(const Terms terms, const int64_t count, double* const sum) {
-  double total = 0;
-#pragma unroll 8
-  for (int64_t i = threadIdx.x; i < count; i += kSumThreads) total += terms.of(i);
-  total = block_sum<kSumThreads>(total);
-  if (threadIdx.x == 0) *sum = total;
-}
-
-// *sum = sum of values, in stream order; `sum` is memory that the device can write.
-inline void add_up(ComputeContext& ctx, const double* values, int64_t count, double* sum) {
-  launch("sum of partial sums", total_kernel<Doubles>, {1, kSumThreads}, native(ctx.stream()),
-         Doubles{values}, count, sum);
-}
-
-// *sum = sum of terms.of(i) over [0, count). Takes sum_of_squares_workspace(count).
-template <typename Terms>
-void sum_of_blocks(ComputeContext& ctx, const char* name, const Terms& terms, int64_t count,
-                   double* sum) {
-  const std::size_t bytes = sum_of_squares_workspace(count);
-  if (bytes == 0) {
-    launch(name, total_kernel<Terms>, {1, kSumThreads}, native(ctx.stream()), terms, count, sum);
-    return;
+  template <int N>
+  __device__ void add(int64_t i, double& sum) const {
+    const auto pack = *reinterpret_cast<const Pack<double, N>*>(values + i);
+#pragma unroll
+    for (int k = 0; k < N; ++k) sum += pack.at[k];
   }
-  const int64_t blocks = divide_up(count, kSumBlock);
-  auto* sums = reinterpret_cast<double*>(ctx.workspace(bytes));
-  launch(name, block_sums_kernel<Terms>, {blocks_for(blocks, 1), kSumThreads}, native(ctx.stream()),
-         terms, count, sums);
-  add_up(ctx, sums, blocks, sum);
-}
+};
 
 }  // namespace sluice::cuda

@@ -13,9 +13,7 @@ struct Columns {
   int64_t width;
   template <int N>
   __device__ void add(int64_t row, int64_t column, Floats<N> (&sums)[kTerms]) const {
-    const Floats<N> added = load<N>(values + row * width + column);
-#pragma unroll
-    for (int i = 0; i < N; ++i) sums[0].at[i] += added.at[i];
+    add_to(sums[0], load<N>(values + row * width + column));
   }
 };
 
@@ -30,7 +28,7 @@ void add_column_sums(ComputeContext& ctx, const Tensor& dy, const Tensor& sums) 
   with_type(dy.spec.dtype, [&](auto type) {
     using T = decltype(type);
     add_sums<kWide<T>>(ctx, "column sums", Columns<T>{dy.as<T>(), width}, rows, width,
-                       width % kWide<T> == 0 && aligned(dy.data), {sums.as<float>()});
+                       width % kWide<T> == 0 && aligned(dy.data, sums.data), {sums.as<float>()});
   });
 }
 

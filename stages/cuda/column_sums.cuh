@@ -3,6 +3,8 @@
 // number of rows alone.
 #pragma once
 
+#include <type_traits>
+
 #include "stages/cuda/elements.cuh"
 
 namespace sluice::cuda {
@@ -17,7 +19,8 @@ struct ColumnSumsTarget {
 };
 
 // Terms::kTerms sums per column; terms.add<N>(row, column, sums) adds row's share for columns
-// [column, column + N). Grid: column tiles of 32 N, slices of slice_rows rows. The target is
+// [column, column + N); N divides the width and, with the target's alignment, allows
+// 16-byte accesses, or is 1. Grid: column tiles of 32 N, slices of slice_rows rows. The target is
 // indexed where it lies, in the parameters: a copy would be local memory.
 template <int N, typename Terms>
 __global__ void __launch_bounds__(kSumWarps* kWarpThreads)
@@ -25,7 +28,8 @@ __global__ void __launch_bounds__(kSumWarps* kWarpThreads)
                        const int64_t slice_rows,
                        const __grid_constant__ ColumnSumsTarget<Terms::kTerms> target) {
   constexpr int kTerms = Terms::kTerms, kTile = kWarpThreads * N;
-  __shared__ float shared[kSumWarps][kTerms][kTile];
+  constexpr int kPack = N % 4 == 0 ? 4 : 1;  // columns that a thread puts together
+  alignas(16) __shared__ float shared[kSumWarps][kTerms][kTile];
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   const int warp = static_cast<int>(threadIdx.x) / kWarpThreads;
   const int64_t tile = static_cast<int64_t>(blockIdx.x) * kTile;
@@ -41,17 +45,24 @@ __global__ void __launch_bounds__(kSumWarps* kWarpThreads)
   }
 #pragma unroll
   for (int term = 0; term < kTerms; ++term) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) shared[warp][term][lane * N + i] = sums[term].at[i];
+    store_shared(&shared[warp][term][lane * N], sums[term]);
   }
   __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < kTerms * kTile; i += kSumWarps * kWarpThreads) {
+  for (int i = static_cast<int>(threadIdx.x) * kPack; i < kTerms * kTile;
+       i += kSumWarps * kWarpThreads * kPack) {
     const int term = i / kTile, place = i % kTile;
     if (tile + place >= width) continue;
-    float sum = 0;
-    for (int from = 0; from < kSumWarps; ++from) sum += shared[from][term][place];
+    Floats<kPack> sum = {};
+    for (int from = 0; from < kSumWarps; ++from) {
+      add_to(sum, load<kPack>(&shared[from][term][place]));
+    }
     float* to = target.out[term] + slice * width + tile + place;
-    *to = target.add ? *to + sum : sum;
+    if (target.add) {
+      Floats<kPack> old = load<kPack>(to);
+      add_to(old, sum);
+      sum = old;
+    }
+    store(to, sum);
   }
 }
 
@@ -66,9 +77,7 @@ struct PartialSums {
   __device__ void add(int64_t row, int64_t column, Floats<N> (&sums)[kTerms]) const {
 #pragma unroll
     for (int term = 0; term < kTerms; ++term) {
-      const Floats<N> values = load<N>(partial + term * size + row * width + column);
-#pragma unroll
-      for (int i = 0; i < N; ++i) sums[term].at[i] += values.at[i];
+      add_to(sums[term], load<N>(partial + term * size + row * width + column));
     }
   }
 };
@@ -91,36 +100,39 @@ inline std::size_t partial_sums_bytes(int64_t rows, int64_t width, int terms) {
   return slices <= 1 ? 0 : static_cast<std::size_t>(terms * slices * width) * sizeof(float);
 }
 
-// out[term] [width] += the sums of `terms` over all rows. `wide`: N columns at a time; operands and
-// rows are aligned for it.
+// out[term] [width] += the sums of `terms` over all rows. `wide`: N columns at a time; operands,
+// rows and `out` are aligned for it. The sums are the same either way.
 template <int N, typename Terms>
 void add_sums(ComputeContext& ctx, const char* name, const Terms& terms, int64_t rows,
               int64_t width, bool wide, float* const (&out)[Terms::kTerms]) {
   constexpr int kTerms = Terms::kTerms;
   if (rows == 0 || width == 0) return;
   const auto [slice_rows, slices] = row_slices(rows);
-  const auto run = [&](auto matrix, int64_t count, int64_t slice, bool packs,
+  const auto run = [&](auto at_once, auto matrix, int64_t count, int64_t slice,
                        const ColumnSumsTarget<kTerms>& target) {
     using Matrix = decltype(matrix);
-    const int64_t tile = kWarpThreads * (packs ? N : 1);
+    constexpr int kAtOnce = decltype(at_once)::value;
+    const int64_t tile = kWarpThreads * (wide ? kAtOnce : 1);
     const dim3 grid(static_cast<unsigned>(divide_up(width, tile)),
                     static_cast<unsigned>(divide_up(count, slice)));
-    launch(name, packs ? column_sums_kernel<N, Matrix> : column_sums_kernel<1, Matrix>,
+    launch(name, wide ? column_sums_kernel<kAtOnce, Matrix> : column_sums_kernel<1, Matrix>,
            {grid, kSumWarps * kWarpThreads}, native(ctx.stream()), matrix, count, width, slice,
            target);
   };
+  using AtOnce = std::integral_constant<int, N>;
+  using FloatsAtOnce = std::integral_constant<int, kWide<float>>;
   ColumnSumsTarget<kTerms> last{{}, true};
   for (int term = 0; term < kTerms; ++term) last.out[term] = out[term];
   if (slices == 1) {
-    run(terms, rows, slice_rows, wide, last);
+    run(AtOnce{}, terms, rows, slice_rows, last);
     return;
   }
   const int64_t size = slices * width;
   auto* partial = reinterpret_cast<float*>(ctx.workspace(partial_sums_bytes(rows, width, kTerms)));
   ColumnSumsTarget<kTerms> first{{}, false};
   for (int term = 0; term < kTerms; ++term) first.out[term] = partial + term * size;
-  run(terms, rows, slice_rows, wide, first);
-  run(PartialSums<kTerms>{partial, size, width}, slices, slices, false, last);
+  run(AtOnce{}, terms, rows, slice_rows, first);
+  run(FloatsAtOnce{}, PartialSums<kTerms>{partial, size, width}, slices, slices, last);
 }
 
 }  // namespace sluice::cuda

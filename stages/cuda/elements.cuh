@@ -65,11 +65,31 @@ SLUICE_MATH void store(T* to, const Floats<N>& values) {
   }
 }
 
+// The same, in shared memory.
+template <int N>
+SLUICE_MATH void store_shared(float* to, const Floats<N>& values) {
+  const float* v = values.at;
+  if constexpr (N % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 4) {
+      *reinterpret_cast<float4*>(to + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = v[i];
+  }
+}
+template <int N>
+SLUICE_MATH void add_to(Floats<N>& sum, const Floats<N>& values) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum.at[i] += values.at[i];
+}
+
 // Whether all of the addresses are multiples of 16 bytes; null is. Tensors of stages start at
 // multiples of kBufferAlignment: there it is the shape alone that decides which way a kernel takes,
 // and with it the order of its sums.
 template <typename... T>
-[[nodiscard]] bool aligned(const T*... data) {
+[[nodiscard]] __host__ __device__ bool aligned(const T*... data) {
   return ((reinterpret_cast<std::uintptr_t>(data) % 16 == 0) && ...);
 }
 

@@ -24,9 +24,7 @@ struct EmbeddingForward {
   __device__ void run(int64_t row, int64_t column) const {
     Floats<N> values = load<N>(table + tokens[row] * width + column);
     if (positions != nullptr) {
-      const Floats<N> position = load<N>(positions + row % sequence * width + column);
-#pragma unroll
-      for (int k = 0; k < N; ++k) values.at[k] += position.at[k];
+      add_to(values, load<N>(positions + row % sequence * width + column));
     }
     store(out + row * width + column, values);
   }
@@ -40,9 +38,7 @@ struct PositionGradient {
   __device__ void run(int64_t position, int64_t column) const {
     Floats<N> sum = load<N>(dpositions + position * width + column);
     for (int64_t sample = 0; sample < samples; ++sample) {
-      const Floats<N> d = load<N>(dout + (sample * sequence + position) * width + column);
-#pragma unroll
-      for (int k = 0; k < N; ++k) sum.at[k] += d.at[k];
+      add_to(sum, load<N>(dout + (sample * sequence + position) * width + column));
     }
     store(dpositions + position * width + column, sum);
   }
@@ -60,6 +56,11 @@ struct Places {
   int32_t* starts;  // [vocabulary + 1]: of each token's run in `sorted`
   int32_t* totals;  // places per kSortThreads tokens
   int32_t* sorted;  // [count]: places by token, ascending within a token
+
+  template <int N>
+  [[nodiscard]] __device__ Pack<int32_t, N>* counts_at(int64_t chunk, int64_t token) const {
+    return reinterpret_cast<Pack<int32_t, N>*>(counts + chunk * vocabulary + token);
+  }
 };
 
 __global__ void count_kernel(const Places places) {
@@ -69,18 +70,33 @@ __global__ void count_kernel(const Places places) {
 }
 
 // Counts become sums over earlier chunks; starts[token + 1] the number of its places, totals those
-// of each block's tokens. A thread per token.
-__global__ void __launch_bounds__(kSortThreads) chunk_sums_kernel(const Places places) {
-  const int64_t chunks = divide_up(places.count, kChunk), token = grid_thread();
-  int32_t sum = 0;
-  for (int64_t chunk = 0; token < places.vocabulary && chunk < chunks; ++chunk) {
-    int32_t* count = places.counts + chunk * places.vocabulary + token;
-    const int32_t here = *count;
-    *count = sum;
-    sum += here;
+// of each block's tokens. A thread per N tokens; N divides the vocabulary.
+template <int N>
+__global__ void __launch_bounds__(kSortThreads / N) chunk_sums_kernel(const Places places) {
+  constexpr int kBatch = 4;  // chunks whose counts are read before any is written
+  using Counts = Pack<int32_t, N>;
+  const int64_t chunks = divide_up(places.count, kChunk), token = grid_thread() * N;
+  Counts sum = {};
+  for (int64_t first = 0; token < places.vocabulary && first < chunks; first += kBatch) {
+    Counts here[kBatch] = {};
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i < chunks) here[i] = *places.template counts_at<N>(first + i, token);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i < chunks) *places.template counts_at<N>(first + i, token) = sum;
+#pragma unroll
+      for (int k = 0; k < N; ++k) sum.at[k] += here[i].at[k];
+    }
   }
-  if (token < places.vocabulary) places.starts[token + 1] = sum;
-  const int32_t total = block_sum<kSortThreads>(sum);
+  int32_t all = 0;
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    if (token < places.vocabulary) places.starts[token + 1 + k] = sum.at[k];
+    all += sum.at[k];
+  }
+  const int32_t total = block_sum<kSortThreads / N>(all);
   if (threadIdx.x == 0) places.totals[blockIdx.x] = total;
 }
 
@@ -132,9 +148,7 @@ struct TableGradient {
   }
   template <int N>
   static __device__ void accumulate(const float* from, Floats<N>& sum) {
-    const Floats<N> added = load<N>(from);
-#pragma unroll
-    for (int k = 0; k < N; ++k) sum.at[k] += added.at[k];
+    add_to(sum, load<N>(from));
   }
   template <int N>
   __device__ void add_to_table(int32_t token, int64_t column, Floats<N> sum) const {
@@ -223,10 +237,15 @@ void sort_places(ComputeContext& ctx, const Places& places) {
                   ctx.stream());
   launch("counts of tokens", count_kernel, {blocks_for(places.count, kSortThreads), kSortThreads},
          stream, places);
-  const LaunchShape per_token = {static_cast<unsigned>(divide_up(places.vocabulary, kSortThreads)),
-                                 kSortThreads};
-  launch("sums of token counts", chunk_sums_kernel, per_token, stream, places);
-  launch("starts of tokens", starts_kernel, per_token, stream, places);
+  const auto blocks = static_cast<unsigned>(divide_up(places.vocabulary, kSortThreads));
+  constexpr int kAtOnce = 4;
+  if (places.vocabulary % kAtOnce == 0) {
+    launch("sums of token counts", chunk_sums_kernel<kAtOnce>, {blocks, kSortThreads / kAtOnce},
+           stream, places);
+  } else {
+    launch("sums of token counts", chunk_sums_kernel<1>, {blocks, kSortThreads}, stream, places);
+  }
+  launch("starts of tokens", starts_kernel, {blocks, kSortThreads}, stream, places);
   launch("sorting of places", sort_kernel, {static_cast<unsigned>(chunks), kSortThreads}, stream,
          places);
 }

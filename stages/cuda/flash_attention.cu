@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <string>
+#include <type_traits>
 
 #include "comm/error.hpp"
 #include "stages/call_arguments.hpp"
@@ -20,10 +21,14 @@ constexpr int kStreamed = kWarpThreads;  // rows at a time
 constexpr int kSlice = 64;               // dimensions at a time
 constexpr int kStreamedLd = kSlice + 1;  // lanes read a column without bank conflicts
 constexpr int kMostDimensions = 256;
+template <int kSlices>  // of backward on a multiprocessor: registers reach without spilling
+constexpr int kBlocksAtOnce = kSlices == 1   ? 5
+                              : kSlices == 2 ? 4
+                                             : 3;
 constexpr float kLowest = -3.4e38F;
 
-// One head's rows of a sample: queries, keys, values or outputs.
-template <typename T>
+// One head's rows of a sample: queries, keys, values or outputs; N elements move at once.
+template <typename T, int N>
 struct Rows {
   T* data;
   int64_t stride, count;
@@ -43,8 +48,9 @@ struct Mask {
   }
 };
 
-// One call, as the kernels take it.
-template <typename T>
+// One call, as the kernels take it. N > 1: heads start and end at multiples of N elements, 16
+// bytes, in all of the tensors.
+template <typename T, int N>
 struct Call {
   AttentionShape shape;
   const T* qkv;
@@ -59,13 +65,13 @@ struct Call {
 
   // Head `head` of all heads, keys and values in a packed row.
   template <typename U>
-  __device__ Rows<U> packed(U* data, int64_t sample, int64_t head) const {
+  __device__ Rows<U, N> packed(U* data, int64_t sample, int64_t head) const {
     const int64_t width = shape.packed_width();
     return {data + sample * shape.sequence * width + head * shape.head_dim, width, shape.sequence,
             shape.head_dim};
   }
   template <typename U>
-  __device__ Rows<U> output(U* data, int64_t sample, int64_t head) const {
+  __device__ Rows<U, N> output(U* data, int64_t sample, int64_t head) const {
     const int64_t width = int64_t{shape.heads} * shape.head_dim;
     return {data + sample * shape.sequence * width + head * shape.head_dim, width, shape.sequence,
             shape.head_dim};
@@ -90,13 +96,17 @@ __device__ Place place_of_block(int64_t heads, int64_t sequence, int rows) {
 }
 
 // to[row * ld + d] = from's row first + row, dimension dimension + d; 0 outside of it.
-template <int kCount, int kDimensions, typename T>
-__device__ void fetch(float* to, int ld, const Rows<T>& from, int64_t first, int dimension) {
-  for (int i = static_cast<int>(threadIdx.x); i < kCount * kDimensions;
-       i += kWarps * kWarpThreads) {
+template <int kCount, int kDimensions, typename T, int N>
+__device__ void fetch(float* to, int ld, const Rows<T, N>& from, int64_t first, int dimension) {
+  for (int i = static_cast<int>(threadIdx.x) * N; i < kCount * kDimensions;
+       i += kWarps * kWarpThreads * N) {
     const int row = i / kDimensions, d = i % kDimensions;
-    const bool there = first + row < from.count && dimension + d < from.dimensions;
-    to[row * ld + d] = there ? widen(from.data[(first + row) * from.stride + dimension + d]) : 0.0F;
+    Floats<N> values = {};
+    if (first + row < from.count && dimension + d < from.dimensions) {
+      values = load<N>(from.data + (first + row) * from.stride + dimension + d);
+    }
+#pragma unroll
+    for (int k = 0; k < N; ++k) to[row * ld + d + k] = values.at[k];
   }
 }
 
@@ -125,8 +135,8 @@ struct Tile {
         streamed(streamed_rows) {}
 
   // dots[r] += dot(own row r of this warp, streamed row first + lane)
-  template <typename T>
-  __device__ void add_dots(const float* own, const Rows<T>& from, int64_t first,
+  template <typename T, int N>
+  __device__ void add_dots(const float* own, const Rows<T, N>& from, int64_t first,
                            float (&dots)[kRows]) const {
 #pragma unroll 1
     for (int slice = 0; slice < kSlices && slice * kSlice < from.dimensions; ++slice) {
@@ -147,8 +157,8 @@ struct Tile {
   }
 
   // sums[r] += sum over streamed rows j of weights[r][j] * row first + j
-  template <typename T>
-  __device__ void add_weighted(const float* weights, const Rows<T>& from, int64_t first,
+  template <typename T, int N>
+  __device__ void add_weighted(const float* weights, const Rows<T, N>& from, int64_t first,
                                Sums& sums) const {
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
@@ -174,14 +184,18 @@ struct Tile {
     weights[(warp * kRows + r) * kStreamed + lane] = value;
   }
 
-  // Row `row` of `to` = factor * the sums of own row r.
-  template <typename T>
-  __device__ void put(const Rows<T>& to, int64_t row, const float (&sums)[2 * kSlices],
-                      float factor) const {
+  // Row `row` of `to` = factor * the sums of own row r, by way of that row of `own`, which none
+  // needs any more.
+  template <typename T, int N>
+  __device__ void put(float* own, const Rows<T, N>& to, int64_t row, int r,
+                      const float (&sums)[2 * kSlices], float factor) const {
+    float* mine = own + (warp * kRows + r) * kLd;
 #pragma unroll
-    for (int i = 0; i < 2 * kSlices; ++i) {
-      const int d = i * kWarpThreads + lane;
-      if (d < to.dimensions) narrow(sums[i] * factor, to.data[row * to.stride + d]);
+    for (int i = 0; i < 2 * kSlices; ++i) mine[i * kWarpThreads + lane] = sums[i] * factor;
+    __syncwarp();
+#pragma unroll 1
+    for (int d = lane * N; d < to.dimensions; d += kWarpThreads * N) {
+      store(to.data + row * to.stride + d, load<N>(mine + d));
     }
   }
 };
@@ -191,8 +205,8 @@ using ForwardTile = Tile<8, kSlices>;
 template <int kSlices>
 using BackwardTile = Tile<4, kSlices>;
 
-template <typename T, int kSlices>
-__global__ void __launch_bounds__(kWarps* kWarpThreads) forward_kernel(const Call<T> call) {
+template <typename T, int N, int kSlices>
+__global__ void __launch_bounds__(kWarps* kWarpThreads) forward_kernel(const Call<T, N> call) {
   using Work = ForwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
@@ -245,7 +259,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) forward_kernel(const Cal
   for (int r = 0; r < kRows; ++r) {
     const int64_t query = first_query + r;
     if (query >= shape.sequence) break;
-    work.put(out, query, sums[r], 1.0F / total[r]);
+    work.put(own, out, query, r, sums[r], 1.0F / total[r]);
     if (work.lane == 0) {
       call.lse[call.line(at.sample, at.head, query)] = top[r] + ::logf(total[r]);
     }
@@ -253,8 +267,8 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) forward_kernel(const Cal
 }
 
 // delta = dot(dout, out); a warp per row and head.
-template <typename T>
-__global__ void delta_kernel(const Call<T> call) {
+template <typename T, int N>
+__global__ void delta_kernel(const Call<T, N> call) {
   const AttentionShape& shape = call.shape;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   const int64_t lines = shape.rows() * shape.heads, step = grid_threads() / kWarpThreads;
@@ -262,8 +276,11 @@ __global__ void delta_kernel(const Call<T> call) {
     const int64_t row = line / shape.heads, head = line % shape.heads;
     const int64_t first = line * shape.head_dim;
     float sum = 0;
-    for (int64_t i = lane; i < shape.head_dim; i += kWarpThreads) {
-      sum = fma(widen(call.out[first + i]), widen(call.dout[first + i]), sum);
+#pragma unroll 1
+    for (int i = lane * N; i < shape.head_dim; i += kWarpThreads * N) {
+      const Floats<N> out = load<N>(call.out + first + i), dout = load<N>(call.dout + first + i);
+#pragma unroll
+      for (int k = 0; k < N; ++k) sum = fma(out.at[k], dout.at[k], sum);
     }
     sum = warp_sum(sum);
     if (lane == 0) {
@@ -273,17 +290,18 @@ __global__ void delta_kernel(const Call<T> call) {
 }
 
 // The probability behind a score, and the score's gradient from that of the dropped probability.
-template <typename T>
 struct Gradient {
   float p, dscore;
-  __device__ Gradient(const Call<T>& call, const Mask& mask, float score, float dp, int64_t line,
+  template <typename AnyCall>
+  __device__ Gradient(const AnyCall& call, const Mask& mask, float score, float dp, int64_t line,
                       int64_t key)
       : p(exponential(fma(score, call.scale, -call.lse[line]))),
         dscore(softmax_gradient(p, mask.of(dp, line, key), call.delta[line], call.scale)) {}
 };
 
-template <typename T, int kSlices>
-__global__ void __launch_bounds__(kWarps* kWarpThreads) query_kernel(const Call<T> call) {
+template <typename T, int N, int kSlices>
+__global__ void __launch_bounds__(kWarps* kWarpThreads, kBlocksAtOnce<kSlices>)
+    query_kernel(const Call<T, N> call) {
   using Work = BackwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
@@ -317,7 +335,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) query_kernel(const Call<
       float dscore = 0;
       if (key <= query && query < shape.sequence) {
         const int64_t line = call.line(at.sample, at.head, query);
-        dscore = Gradient<T>(call, mask, scores[r], dps[r], line, key).dscore;
+        dscore = Gradient(call, mask, scores[r], dps[r], line, key).dscore;
       }
       work.set_weight(weights, r, dscore);
     }
@@ -326,13 +344,15 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) query_kernel(const Call<
   const auto dqueries = call.packed(call.dqkv, at.sample, at.head);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    if (first_query + r < shape.sequence) work.put(dqueries, first_query + r, sums[r], 1.0F);
+    if (first_query + r >= shape.sequence) break;
+    work.put(queries, dqueries, first_query + r, r, sums[r], 1.0F);
   }
 }
 
 // Keys and values of one key head, over all queries of the heads that share it.
-template <typename T, int kSlices>
-__global__ void __launch_bounds__(kWarps* kWarpThreads) key_kernel(const Call<T> call) {
+template <typename T, int N, int kSlices>
+__global__ void __launch_bounds__(kWarps* kWarpThreads, kBlocksAtOnce<kSlices>)
+    key_kernel(const Call<T, N> call) {
   using Work = BackwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
@@ -365,7 +385,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) key_kernel(const Call<T>
         const int64_t key = first_key + r;
         float weight = 0, dscore = 0;
         if (key <= query && query < shape.sequence) {
-          const Gradient<T> gradient(call, mask, scores[r], dps[r], line, key);
+          const Gradient gradient(call, mask, scores[r], dps[r], line, key);
           weight = mask.of(gradient.p, line, key);
           dscore = gradient.dscore;
         }
@@ -381,14 +401,14 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) key_kernel(const Call<T>
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (first_key + r >= shape.sequence) break;
-    work.put(dkeys, first_key + r, key_sums[r], 1.0F);
-    work.put(dvalues, first_key + r, value_sums[r], 1.0F);
+    work.put(keys, dkeys, first_key + r, r, key_sums[r], 1.0F);
+    work.put(values, dvalues, first_key + r, r, value_sums[r], 1.0F);
   }
 }
 
-template <typename T>
-Call<T> make_call(const AttentionShape& shape, const Tensor& qkv, const Dropout& dropout) {
-  Call<T> call{};
+template <typename T, int N>
+Call<T, N> make_call(const AttentionShape& shape, const Tensor& qkv, const Dropout& dropout) {
+  Call<T, N> call{};
   call.shape = shape;
   call.qkv = qkv.as<T>();
   call.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(shape.head_dim)));
@@ -397,21 +417,28 @@ Call<T> make_call(const AttentionShape& shape, const Tensor& qkv, const Dropout&
   return call;
 }
 
-// Calls body(T{}, std::integral_constant<int, slices>) for the type and the dimensions of a head.
+// Calls body(T{}, elements moved at once, slices) for the type and the dimensions of a head.
 template <typename Body>
-void with_slices(const AttentionShape& shape, DType dtype, const Body& body) {
+void with_slices(const AttentionShape& shape, DType dtype, bool aligned, const Body& body) {
   if (shape.head_dim > kMostDimensions) {
     throw Error(ErrorCode::kUsage, "attention on a GPU takes heads of at most " +
                                        std::to_string(kMostDimensions) + " dimensions, not " +
                                        std::to_string(shape.head_dim));
   }
-  with_type(dtype, [&](auto type) {
+  const auto run = [&](auto type, auto at_once) {
     if (shape.head_dim <= kSlice) {
-      body(type, std::integral_constant<int, 1>{});
+      body(type, at_once, std::integral_constant<int, 1>{});
     } else if (shape.head_dim <= 2 * kSlice) {
-      body(type, std::integral_constant<int, 2>{});
+      body(type, at_once, std::integral_constant<int, 2>{});
     } else {
-      body(type, std::integral_constant<int, 4>{});
+      body(type, at_once, std::integral_constant<int, 4>{});
+    }
+  };
+  with_type(dtype, [&](auto type) {
+    if (aligned && shape.head_dim % kWide<decltype(type)> == 0) {
+      run(type, std::integral_constant<int, kWide<decltype(type)>>{});
+    } else {
+      run(type, std::integral_constant<int, 1>{});
     }
   });
 }
@@ -427,15 +454,17 @@ LaunchShape tiles_of(const AttentionShape& shape, int heads, int rows, std::size
 void flash_attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                              const Dropout& dropout, const Tensor& out, std::byte* state) {
   if (shape.rows() == 0) return;
-  with_slices(shape, qkv.spec.dtype, [&](auto type, auto slices) {
-    using T = decltype(type);
-    using Work = ForwardTile<slices()>;
-    Call<T> call = make_call<T>(shape, qkv, dropout);
-    call.out = out.as<T>();
-    call.lse = reinterpret_cast<float*>(state);
-    launch("attention forward", forward_kernel<T, slices()>,
-           tiles_of(shape, shape.heads, Work::kOwn, Work::bytes(1, 1)), native(ctx.stream()), call);
-  });
+  with_slices(shape, qkv.spec.dtype, aligned(qkv.data, out.data),
+              [&](auto type, auto at_once, auto slices) {
+                using T = decltype(type);
+                using Work = ForwardTile<slices()>;
+                auto call = make_call<T, at_once()>(shape, qkv, dropout);
+                call.out = out.as<T>();
+                call.lse = reinterpret_cast<float*>(state);
+                launch("attention forward", forward_kernel<T, at_once(), slices()>,
+                       tiles_of(shape, shape.heads, Work::kOwn, Work::bytes(1, 1)),
+                       native(ctx.stream()), call);
+              });
 }
 
 std::size_t flash_attention_backward_workspace(const AttentionShape& shape) {
@@ -446,11 +475,12 @@ void flash_attention_backward(ComputeContext& ctx, const AttentionShape& shape, 
                               const Tensor& out, const Tensor& dout, const Dropout& dropout,
                               const std::byte* state, const Tensor& dqkv) {
   if (shape.rows() == 0) return;
-  with_slices(shape, qkv.spec.dtype, [&](auto type, auto slices) {
+  const bool wide = aligned(qkv.data, out.data, dout.data, dqkv.data);
+  with_slices(shape, qkv.spec.dtype, wide, [&](auto type, auto at_once, auto slices) {
     using T = decltype(type);
     using Work = BackwardTile<slices()>;
     const int64_t lines = shape.rows() * shape.heads;
-    Call<T> call = make_call<T>(shape, qkv, dropout);
+    auto call = make_call<T, at_once()>(shape, qkv, dropout);
     call.out = out.as<T>();
     call.dout = dout.as<T>();
     call.dqkv = dqkv.as<T>();
@@ -458,11 +488,11 @@ void flash_attention_backward(ComputeContext& ctx, const AttentionShape& shape, 
     call.lse = const_cast<float*>(reinterpret_cast<const float*>(state));
     call.delta = reinterpret_cast<float*>(ctx.workspace(flash_attention_backward_workspace(shape)));
     const cudaStream_t stream = native(ctx.stream());
-    launch("attention backward, row dots", delta_kernel<T>,
+    launch("attention backward, row dots", delta_kernel<T, at_once()>,
            {blocks_for(lines, kBlockThreads / kWarpThreads), kBlockThreads}, stream, call);
-    launch("attention backward, queries", query_kernel<T, slices()>,
+    launch("attention backward, queries", query_kernel<T, at_once(), slices()>,
            tiles_of(shape, shape.heads, Work::kOwn, Work::bytes(2, 1)), stream, call);
-    launch("attention backward, keys and values", key_kernel<T, slices()>,
+    launch("attention backward, keys and values", key_kernel<T, at_once(), slices()>,
            tiles_of(shape, shape.kv_heads, Work::kOwn, Work::bytes(2, 2)), stream, call);
   });
 }

@@ -103,12 +103,47 @@ struct SquaredError {
   const float* targets;
   Scale scale;
   bool gradient;
-  __device__ double of(int64_t i) const {
-    const float difference = outputs[i] - targets[i];
-    if (gradient) outputs[i] = scale.get() * difference;
-    return static_cast<double>(difference) * static_cast<double>(difference);
+  template <int N>
+  __device__ void add(int64_t i, double& sum) const {
+    Floats<N> difference = load<N>(outputs + i);
+    const Floats<N> target = load<N>(targets + i);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      difference.at[k] -= target.at[k];
+      sum += static_cast<double>(difference.at[k]) * static_cast<double>(difference.at[k]);
+    }
+    if (!gradient) return;
+    const float factor = scale.get();
+#pragma unroll
+    for (int k = 0; k < N; ++k) difference.at[k] *= factor;
+    store(outputs + i, difference);
   }
 };
+
+// out[block] = the sum over the block's elements.
+__global__ void __launch_bounds__(kSumThreads)
+    squared_error_kernel(const SquaredError terms, const int64_t count, const bool wide,
+                         double* const out) {
+  const int64_t blocks = divide_up(count, kSumBlock);
+  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    const int64_t end = (block + 1) * kSumBlock < count ? (block + 1) * kSumBlock : count;
+    const double sum = sum_of_range(terms, block * kSumBlock, end, wide);
+    if (threadIdx.x == 0) out[block] = sum;
+  }
+}
+
+// One block: *sum = sum of values[0, count), 0 for none.
+__global__ void __launch_bounds__(kSumThreads)
+    total_kernel(const Doubles terms, const int64_t count, const bool wide, double* const sum) {
+  const double total = sum_of_range(terms, 0, count, wide);
+  if (threadIdx.x == 0) *sum = total;
+}
+
+// *sum = sum of values, in stream order; `sum` is memory that the device can write.
+void add_up(ComputeContext& ctx, const double* values, int64_t count, double* sum) {
+  launch("sum of partial sums", total_kernel, {1, kSumThreads}, native(ctx.stream()),
+         Doubles{values}, count, aligned(values), sum);
+}
 
 }  // namespace
 
@@ -142,10 +177,15 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
 
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
                         StepValue<double> scale, bool gradient, double* sum) {
-  sum_of_blocks(
-      ctx, "squared error",
-      SquaredError{outputs.as<float>(), targets.as<float>(), scale_of(scale, 2), gradient},
-      outputs.elements(), sum);
+  const int64_t count = outputs.elements(), blocks = divide_up(count, kSumBlock);
+  auto* sums = reinterpret_cast<double*>(ctx.workspace(mean_squared_error_workspace(count)));
+  if (blocks > 0) {
+    launch("squared error", squared_error_kernel, {blocks_for(blocks, 1), kSumThreads},
+           native(ctx.stream()),
+           SquaredError{outputs.as<float>(), targets.as<float>(), scale_of(scale, 2), gradient},
+           count, aligned(outputs.data, targets.data), sums);
+  }
+  add_up(ctx, sums, blocks, sum);
 }
 
 }  // namespace sluice::cuda

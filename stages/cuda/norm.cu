@@ -57,9 +57,7 @@ __global__ void forward_kernel(const Forward<T, Delta> a) {
     for (int64_t i = lane * N; i < width; i += kWarpThreads * N) {
       Floats<N> v = load<N>(x + i);
       if (a.delta != nullptr) {
-        const Floats<N> d = load<N>(a.delta + row * width + i);
-#pragma unroll
-        for (int k = 0; k < N; ++k) v.at[k] += d.at[k];
+        add_to(v, load<N>(a.delta + row * width + i));
         store(x + i, v);
       }
 #pragma unroll
@@ -226,14 +224,15 @@ template <Norm kNorm>
 void norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                           const Tensor& stats, const Tensor& dgamma,
                           float* const (&out)[kNorm == Norm::kLayer ? 2 : 1]) {
-  constexpr int kAtOnce = 4;
   const NormShape shape = shape_of(x, dgamma);
   with_type(dy.spec.dtype, [&](auto type) {
     using T = decltype(type);
-    add_sums<kAtOnce>(
+    bool wide = shape.width % kWide<T> == 0 && aligned(dy.data, x.data);
+    for (const float* sums : out) wide = wide && aligned(sums);
+    add_sums<kWide<T>>(
         ctx, kNorm == Norm::kLayer ? "layer norm weights" : "rms norm weights",
         WeightTerms<kNorm, T>{dy.as<T>(), x.as<float>(), stats.as<float>(), shape.width},
-        shape.rows, shape.width, shape.width % kAtOnce == 0 && aligned(dy.data, x.data), out);
+        shape.rows, shape.width, wide, out);
   });
 }
 

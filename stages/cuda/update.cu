@@ -13,10 +13,11 @@ constexpr int kPacks = 4;  // per thread and chunk
 constexpr int kPack = kWide<float>;
 constexpr int64_t kChunk = int64_t{kBlockThreads} * kPacks * kPack;  // elements of a run per block
 
-// What one launch updates: a kernel's parameters hold 4 KiB.
+// What one launch works on: a kernel's parameters hold 32,764 bytes (CUDA 12.1 or newer).
+template <typename Run, int kMostRuns>
 struct RunTable {
-  static constexpr int kRuns = 64;
-  UpdateRun runs[kRuns];
+  static constexpr int kRuns = kMostRuns;
+  Run runs[kRuns];
   int64_t first_chunk[kRuns + 1];  // of each run among all chunks
   int count;
 
@@ -29,8 +30,20 @@ struct RunTable {
     }
     return low;
   }
+  void add(const Run& run, int64_t chunks) {
+    runs[count] = run;
+    first_chunk[count + 1] = first_chunk[count] + chunks;
+    ++count;
+  }
+  [[nodiscard]] __host__ __device__ int64_t chunks() const { return first_chunk[count]; }
+  static_assert(kRuns * (sizeof(Run) + sizeof(int64_t)) <= 32'000);
 };
-static_assert(sizeof(RunTable) <= 3840);
+using UpdateTable = RunTable<UpdateRun, 512>;
+struct Vector {
+  const float* values;
+  int64_t count;
+};
+using SquareTable = RunTable<Vector, 1024>;
 
 struct AdamWUpdate {
   AdamWArguments arguments;
@@ -77,17 +90,16 @@ struct SgdUpdate {
 
 template <typename Update>
 __global__ void __launch_bounds__(kBlockThreads)
-    update_kernel(const __grid_constant__ Update update, const __grid_constant__ RunTable table) {
-  const int64_t chunks = table.first_chunk[table.count];
+    update_kernel(const __grid_constant__ Update update,
+                  const __grid_constant__ UpdateTable table) {
+  const int64_t chunks = table.chunks();
   for (int64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     const int index = table.run_of(chunk);
     const UpdateRun& run = table.runs[index];
     const int64_t first = (chunk - table.first_chunk[index]) * kChunk;
     const int64_t end = first + kChunk < run.count ? first + kChunk : run.count;
-    const auto bits =
-        reinterpret_cast<std::uintptr_t>(run.value) | reinterpret_cast<std::uintptr_t>(run.grad) |
-        reinterpret_cast<std::uintptr_t>(run.first) | reinterpret_cast<std::uintptr_t>(run.second);
-    const int64_t packed_end = bits % sizeof(Pack<float, kPack>) == 0 ? end / kPack * kPack : first;
+    const bool wide = aligned(run.value, run.grad, run.first, run.second);
+    const int64_t packed_end = wide ? end / kPack * kPack : first;
     for (int64_t i = first + int64_t{threadIdx.x} * kPack; i < packed_end;
          i += int64_t{kBlockThreads} * kPack) {
       update.template run<kPack>(run, i);
@@ -98,32 +110,58 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-// A few launches at most: neighbouring parameters that decay alike are one run.
+// One launch, but for models of hundreds of layers: neighbours that decay alike are one run.
 template <typename Update>
 void run_updates(ComputeContext& ctx, const char* name, const Update& update,
                  std::span<const UpdateRun> runs) {
   for (std::size_t next = 0; next < runs.size();) {
-    RunTable table{};
-    int64_t chunks = 0;
-    for (; next < runs.size() && table.count < RunTable::kRuns; ++next) {
-      if (runs[next].count == 0) continue;
-      table.runs[table.count] = runs[next];
-      chunks += divide_up(runs[next].count, kChunk);
-      table.first_chunk[++table.count] = chunks;
+    UpdateTable table{};
+    for (; next < runs.size() && table.count < UpdateTable::kRuns; ++next) {
+      table.add(runs[next], divide_up(runs[next].count, kChunk));
     }
-    if (chunks == 0) continue;
-    launch(name, update_kernel<Update>, {blocks_for(chunks, 1), kBlockThreads},
+    if (table.chunks() == 0) continue;
+    launch(name, update_kernel<Update>, {blocks_for(table.chunks(), 1), kBlockThreads},
            native(ctx.stream()), update, table);
   }
 }
 
 struct Squares {
   const float* values;
-  __device__ double of(int64_t i) const {
-    const auto value = static_cast<double>(values[i]);
-    return value * value;
+  template <int N>
+  __device__ void add(int64_t i, double& sum) const {
+    const Floats<N> terms = load<N>(values + i);
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const auto value = static_cast<double>(terms.at[k]);
+      sum += value * value;
+    }
   }
 };
+
+// partial[block] = the sum of squares of one block of kSumBlock elements of a vector.
+__global__ void __launch_bounds__(kSumThreads)
+    squares_kernel(const __grid_constant__ SquareTable table, double* const partial) {
+  const int64_t blocks = table.chunks();
+  for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
+    const int index = table.run_of(block);
+    const auto [values, count] = table.runs[index];
+    const int64_t first = (block - table.first_chunk[index]) * kSumBlock;
+    const int64_t end = first + kSumBlock < count ? first + kSumBlock : count;
+    const double sum = sum_of_range(Squares{values}, first, end, aligned(values));
+    if (threadIdx.x == 0) partial[block] = sum;
+  }
+}
+
+// sums[index] = the sum of the partial sums of vector `index`. A block per vector.
+__global__ void __launch_bounds__(kSumThreads)
+    squares_total_kernel(const __grid_constant__ SquareTable table, const double* const partial,
+                         double* const sums) {
+  const auto index = static_cast<int>(blockIdx.x);
+  const int64_t first = table.first_chunk[index], count = table.first_chunk[index + 1] - first;
+  const double* mine = partial + first;
+  const double sum = sum_of_range(Doubles{mine}, 0, count, aligned(mine));
+  if (threadIdx.x == 0) sums[index] = sum;
+}
 
 }  // namespace
 
@@ -135,9 +173,28 @@ void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> ru
   run_updates(ctx, "sgd", SgdUpdate{sgd_arguments(step, true)}, runs);
 }
 
-void sum_of_squares(ComputeContext& ctx, std::span<const float> values, double* sum) {
-  sum_of_blocks(ctx, "sum of squares", Squares{values.data()}, static_cast<int64_t>(values.size()),
-                sum);
+void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
+                     double* sums) {
+  std::size_t bytes = 0;
+  for (const std::span<const float> vector : vectors) {
+    bytes += sum_of_squares_workspace(static_cast<int64_t>(vector.size()));
+  }
+  auto* partial = reinterpret_cast<double*>(ctx.workspace(bytes));
+  const cudaStream_t stream = native(ctx.stream());
+  for (std::size_t next = 0; next < vectors.size();) {
+    SquareTable table{};
+    double* const first = sums + next;
+    for (; next < vectors.size() && table.count < SquareTable::kRuns; ++next) {
+      const Vector vector = {vectors[next].data(), static_cast<int64_t>(vectors[next].size())};
+      table.add(vector, divide_up(vector.count, kSumBlock));
+    }
+    if (table.chunks() > 0) {
+      launch("sums of squares", squares_kernel, {blocks_for(table.chunks(), 1), kSumThreads},
+             stream, table, partial);
+    }
+    launch("sums of squares, totals", squares_total_kernel,
+           {static_cast<unsigned>(table.count), kSumThreads}, stream, table, partial, first);
+  }
 }
 
 }  // namespace sluice::cuda

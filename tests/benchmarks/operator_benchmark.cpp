@@ -323,8 +323,9 @@ class Elements {
                            .first = first.as<float>(),
                            .second = second.as<float>(),
                            .count = parameters};
+    const std::span<const float> vector = grad.floats();
     row("adamw", parameters, 28, [&] { adamw(ctx_, step, {&run, 1}); });
-    row("sum of squares", parameters, 4, [&] { sum_of_squares(ctx_, grad.floats(), &sum); });
+    row("sum of squares", parameters, 4, [&] { sums_of_squares(ctx_, {&vector, 1}, &sum); });
     const Tensor narrow = tensor(DType::kBf16, {parameters});
     row("convert f32 to bf16", parameters, 6, [&] { convert(ctx_, value, narrow); });
   }

@@ -57,6 +57,7 @@ TEST_F(CudaAttentionTest, IsTheCpusForLargeHeads) {
   check({.samples = 1, .sequence = 35, .heads = 1, .kv_heads = 1, .head_dim = 80});
   check({.samples = 1, .sequence = 34, .heads = 2, .kv_heads = 1, .head_dim = 129});
   check({.samples = 1, .sequence = 33, .heads = 1, .kv_heads = 1, .head_dim = 256});
+  check({.samples = 1, .sequence = 33, .heads = 1, .kv_heads = 1, .head_dim = 66});
 }
 
 TEST_F(CudaAttentionTest, SharesKeysBetweenGroupsOfQueries) {

@@ -138,9 +138,13 @@ TEST_P(UpdateTest, SumOfSquaresIsExactToDouble) {
   for (const std::int64_t size : {0, 1, 15, 16384, 50001}) {
     const Operand values = random_operand(DType::kF32, {size}, 10);
     const double expected = dot(values.values(), values.values());
-    double sum = -1;
-    sum_of_squares(ctx(), values.tensor.floats(), &sum);
-    EXPECT_NEAR(sum, expected, 1e-12 * expected);
+    const std::vector<std::span<const float>> vectors = {
+        values.tensor.floats(), {}, values.tensor.floats().first(index_of(size / 2))};
+    std::vector<double> sums(3, -1);
+    sums_of_squares(ctx(), vectors, sums.data());
+    EXPECT_NEAR(sums[0], expected, 1e-12 * expected);
+    EXPECT_EQ(sums[1], 0);
+    EXPECT_LE(sums[2], sums[0]);
   }
 }
 
