@@ -55,6 +55,7 @@ std::string difference(const MessageHeader& expected, const MessageHeader& got) 
 
 // As difference(...).empty(), without words.
 bool fits(const MessageHeader& expected, const MessageHeader& got) {
+  if (same_words(expected, got)) return true;
   bool smaller = got.bytes <= expected.bytes;
   for (std::size_t i = 0; i < std::min<std::size_t>(expected.rank, kMaxDims); ++i) {
     smaller = smaller && got.shape[i] >= 0 && got.shape[i] <= expected.shape[i];
@@ -334,16 +335,29 @@ class MessageTransport final : public Transport {
   // behind it, if any, are under way.
   bool test_head(Operation& operation) {
     if (operation.head.index != Request::kNone) {
-      if (!operation.receives) {
-        return comm_.test(operation.head);
+      if (!operation.receives) return comm_.test(operation.head);
+      Arrival arrival;
+      try {
+        if (!comm_.test(operation.head, &arrival)) return false;
+      } catch (const Error& error) {
+        refuse_long(operation, error);
       }
-      if (!test_receive(operation)) {
-        return false;
-      }
+      check_head(operation, arrival);
     }
-    if (!operation.tail_due) {
-      return true;
+    return !operation.tail_due || test_order(operation);
+  }
+
+  // What is too long for its receive has left its header all the same.
+  [[noreturn]] void refuse_long(const Operation& operation, const Error& error) const {
+    if (error.code() != ErrorCode::kMismatch ||
+        operation.buffer.header().magic != MessageHeader::kMagic) {
+      throw;
     }
+    refuse(operation, "longer than there is room for");
+  }
+
+  // Posts the receives of the pieces behind the first once it may.
+  bool test_order(Operation& operation) {
     // Pieces are matched in the order their receives are posted, which must be the channel's order.
     for (Operation& other : operations_) {
       if (other.open && other.receives && other.peer == operation.peer &&
@@ -355,39 +369,14 @@ class MessageTransport final : public Transport {
   }
 
   // The first piece of a receive.
-  bool test_receive(Operation& operation) {
-    Arrival arrival;
-    try {
-      if (!comm_.test(operation.head, &arrival)) {
-        return false;
-      }
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::kMismatch ||
-          operation.buffer.header().magic != MessageHeader::kMagic) {
-        throw;
-      }
-      refuse(operation, "longer than there is room for");
-    }
+  void check_head(Operation& operation, const Arrival& arrival) {
     const MessageHeader& got = operation.buffer.header();
-    if (arrival.bytes < kHeaderBytes) {
-      throw Error(
-          ErrorCode::kMismatch,
-          fmt::format("message mismatch on rank {}: expected {} from rank {}, got {} bytes, "
-                      "fewer than a header has",
-                      comm_.rank(), describe(operation.expected), operation.peer, arrival.bytes),
-          comm_.rank());
-    }
-    if (!fits(operation.expected, got)) {
-      refuse(operation, difference(operation.expected, got));
-    }
+    if (arrival.bytes < kHeaderBytes) refuse_short(operation, arrival.bytes);
+    if (!fits(operation.expected, got)) refuse(operation, difference(operation.expected, got));
     const std::size_t head = head_bytes(operation.buffer, got.bytes);
-    if (arrival.bytes != kHeaderBytes + head) {
-      refuse(operation, fmt::format("its first piece has {} bytes instead of {}",
-                                    arrival.bytes - kHeaderBytes, head));
-    }
+    if (arrival.bytes != kHeaderBytes + head) refuse_piece(operation, arrival.bytes, head);
     operation.tail_due = head < got.bytes;
     deliver(operation, 0);
-    return true;
   }
 
   // Posts the receives of the pieces after the first; written by MPI itself, the device's memory
@@ -431,6 +420,21 @@ class MessageTransport final : public Transport {
                     comm_.rank(), describe(operation.expected), operation.peer,
                     got.magic == MessageHeader::kMagic ? describe(got) : "other bytes", reason),
         comm_.rank());
+  }
+
+  [[noreturn]] void refuse_short(const Operation& operation, std::size_t bytes) const {
+    throw Error(
+        ErrorCode::kMismatch,
+        fmt::format("message mismatch on rank {}: expected {} from rank {}, got {} bytes, fewer "
+                    "than a header has",
+                    comm_.rank(), describe(operation.expected), operation.peer, bytes),
+        comm_.rank());
+  }
+
+  [[noreturn]] void refuse_piece(const Operation& operation, std::size_t bytes,
+                                 std::size_t due) const {
+    refuse(operation,
+           fmt::format("its first piece has {} bytes instead of {}", bytes - kHeaderBytes, due));
   }
 
   [[noreturn]] void refuse_size(const char* verb, std::uint64_t bytes, std::size_t capacity,

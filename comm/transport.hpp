@@ -20,6 +20,7 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -54,6 +55,16 @@ struct MessageHeader {
   std::uint64_t reserved = 0;
 };
 static_assert(sizeof(MessageHeader) == kHeaderBytes);
+
+// Whether two objects without padding have the same bytes, a multiple of 8 of them; without a call.
+template <typename T>
+[[nodiscard]] inline bool same_words(const T& a, const T& b) {
+  using Words = std::array<std::uint64_t, sizeof(T) / sizeof(std::uint64_t)>;
+  const auto words_of_a = std::bit_cast<Words>(a), words_of_b = std::bit_cast<Words>(b);
+  std::uint64_t differs = 0;
+  for (std::size_t i = 0; i < words_of_a.size(); ++i) differs |= words_of_a[i] ^ words_of_b[i];
+  return differs == 0;
+}
 
 // Where a payload lies on a GPU. Owned by the caller, as long as its operation is open.
 struct DeviceSide {

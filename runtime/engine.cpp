@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "comm/error.hpp"
@@ -36,7 +37,10 @@ struct Engine::Impl {
   // Posts or starts the slot's tensors over NCCL, in one group with the ops that belong to it.
   void issue_nccl(const PlanOp& op, Slot& slot, int peer);
   // What goes on the compute stream from here on runs after the slot's messages.
-  void settle_nccl(Slot& slot);
+  void settle_nccl(Slot& slot) {
+    for (NcclTicket& ticket : slot.nccl) config.nccl->wait_on_stream(ticket);
+    slot.nccl.clear();
+  }
   void release(const PlanOp& op);
   void compute(const PlanOp& op, StepActions* actions);
   void forward(LocalStage& local, const PlanOp& op, StageContext& ctx);
@@ -65,11 +69,20 @@ struct Engine::Impl {
     if (stage == nullptr) refuse(op, "the stage is not on this rank");
     return *stage;
   }
-  Slot& message_slot(const PlanOp& op);
-  // The slot `kind` of `op` in `pool`, which must be in state `needed`.
-  Slot& expect(SlotPool* pool, const PlanOp& op, BufferKind kind, SlotState needed);
-  void require_micro_batch(const PlanOp& op) const;
-  [[noreturn]] void refuse(const PlanOp& op, const std::string& why) const;
+  const StageTable::Message& message(const PlanOp& op) const {
+    const StageTable::Message& message = table.message(op);
+    if (message.slot == nullptr) refuse(op, "it names no channel or no slot of a message");
+    return message;
+  }
+  // The slot `kind` of `op`, which must be in state `needed`.
+  Slot& expect(const PlanOp& op, BufferKind kind, SlotState needed) const {
+    Slot* const slot = table.slot(op, kind);
+    if (slot == nullptr) refuse(op, "it names no slot");
+    if (slot->state != needed) refuse(op, needed, slot->state);
+    return *slot;
+  }
+  [[noreturn]] void refuse(const PlanOp& op, std::string_view why) const;
+  [[noreturn]] void refuse(const PlanOp& op, SlotState needed, SlotState state) const;
   void record(TraceTrack track, const PlanOp& op, double start, double end);
   [[nodiscard]] std::size_t index_in_plan(const PlanOp& op) const {
     return static_cast<std::size_t>(&op - mine.ops.data());
@@ -78,9 +91,9 @@ struct Engine::Impl {
     return request.micro_batches[index_of(op.micro_batch)].count;
   }
   [[nodiscard]] StreamView stream() const { return config.compute->stream(); }
-  [[nodiscard]] bool on_gpu() const { return stream().native() != nullptr; }
 
   EngineConfig config;
+  const bool on_gpu;
   const RankPlan& mine;
   StageTable table;
   std::unique_ptr<Transport> transport;
@@ -104,6 +117,7 @@ struct Engine::Impl {
 
 Engine::Impl::Impl(const EngineConfig& config_in)
     : config(config_in),
+      on_gpu(config.compute->stream().native() != nullptr),
       mine(config_in.plan->ranks[index_of(config_in.rank)]),
       table(config_in),
       transport(make_message_transport(*config.communicator, table.tensors() + 1,
@@ -125,6 +139,9 @@ Engine::Impl::Impl(const EngineConfig& config_in)
 
 const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions* actions) {
   request = request_in;
+  if (const PlanOp* op = table.outside(request.micro_batches.size())) {
+    refuse(*op, "it names no micro-batch of the step");
+  }
   clock.begin_step();
   outcome.busy_seconds = 0;
   outcome.peak_in_flight = 0;
@@ -183,17 +200,14 @@ void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
 }
 
 void Engine::Impl::post_recv(const PlanOp& op) {
-  Slot& slot = message_slot(op);
-  const Channel& channel = config.plan->channels[index_of(op.channel)];
-  if (slot.state != SlotState::kFree)
-    refuse(op, "its slot is " + std::string(describe(slot.state)));
-  SlotPool* pool = local(op).pool(op.action == ActionKind::kRecvForward ? BufferKind::kInput
-                                                                        : BufferKind::kGradOutput);
-  pool->shape(slot, samples(op));
+  const auto& [slot_place, peer, tag] = message(op);
+  Slot& slot = *slot_place;
+  if (slot.state != SlotState::kFree) refuse(op, SlotState::kFree, slot.state);
+  slot.pool->shape(slot, samples(op));
   slot.tickets.clear();
   if (config.trace_events > 0) slot.started = clock.now();
   if (slot.link == LinkKind::kNccl) {
-    issue_nccl(op, slot, channel.from_rank);
+    issue_nccl(op, slot, peer);
     slot.state = SlotState::kPosted;
     return;
   }
@@ -204,18 +218,17 @@ void Engine::Impl::post_recv(const PlanOp& op) {
       wait_until([&] { return side->arrived.done(); });
       side->ready.record(stream());
     }
-    slot.tickets.push_back(
-        transport->post_recv(channel.from_rank, channel.tag, slot.buffers[i],
-                             header_of(op, slot, i, request.phase, request.step)));
+    slot.tickets.push_back(transport->post_recv(
+        peer, tag, slot.buffers[i], header_of(op, slot, i, request.phase, request.step)));
   }
   slot.state = SlotState::kPosted;
 }
 
 void Engine::Impl::wait_recv(const PlanOp& op) {
-  Slot& slot = message_slot(op);
+  Slot& slot = *message(op).slot;
   if (slot.state != SlotState::kPosted) {
-    refuse(op, "it waits for a receive that was never posted (the slot is " +
-                   std::string(describe(slot.state)) + ")");
+    refuse(op, fmt::format("it waits for a receive that was never posted (the slot is {})",
+                           describe(slot.state)));
   }
   settle_nccl(slot);
   for (const Ticket ticket : slot.tickets) wait(ticket);
@@ -231,14 +244,13 @@ void Engine::Impl::wait_recv(const PlanOp& op) {
 }
 
 void Engine::Impl::start_send(const PlanOp& op) {
-  Slot& slot = message_slot(op);
-  const Channel& channel = config.plan->channels[index_of(op.channel)];
-  if (slot.state != SlotState::kFilled)
-    refuse(op, "its slot is " + std::string(describe(slot.state)));
+  const auto& [slot_place, peer, tag] = message(op);
+  Slot& slot = *slot_place;
+  if (slot.state != SlotState::kFilled) refuse(op, SlotState::kFilled, slot.state);
   slot.tickets.clear();
   if (config.trace_events > 0) slot.started = clock.now();
   if (slot.link == LinkKind::kNccl) {
-    issue_nccl(op, slot, channel.to_rank);
+    issue_nccl(op, slot, peer);
     slot.state = SlotState::kSending;
     return;
   }
@@ -246,16 +258,15 @@ void Engine::Impl::start_send(const PlanOp& op) {
     if (slot.tensors[i].data == nullptr) continue;
     slot.buffers[i].header() = header_of(op, slot, i, request.phase, request.step);
     if (slot.buffers[i].device != nullptr) slot.buffers[i].device->ready.record(stream());
-    const Ticket ticket = transport->start_send(channel.to_rank, channel.tag, slot.buffers[i]);
+    const Ticket ticket = transport->start_send(peer, tag, slot.buffers[i]);
     if (ticket != kDoneTicket) slot.tickets.push_back(ticket);
   }
   slot.state = SlotState::kSending;
 }
 
 void Engine::Impl::wait_send(const PlanOp& op) {
-  Slot& slot = message_slot(op);
-  if (slot.state != SlotState::kSending)
-    refuse(op, "its slot is " + std::string(describe(slot.state)));
+  Slot& slot = *message(op).slot;
+  if (slot.state != SlotState::kSending) refuse(op, SlotState::kSending, slot.state);
   settle_nccl(slot);
   for (const Ticket ticket : slot.tickets) wait(ticket);
   slot.state = SlotState::kFree;
@@ -277,31 +288,17 @@ void Engine::Impl::issue_nccl(const PlanOp& op, Slot& slot, int peer) {
   if (!group_open) config.nccl->end_group();
 }
 
-void Engine::Impl::settle_nccl(Slot& slot) {
-  for (NcclTicket& ticket : slot.nccl) config.nccl->wait_on_stream(ticket);
-  slot.nccl.clear();
-}
-
 void Engine::Impl::release(const PlanOp& op) {
-  LocalStage& stage = local(op);
   for (int k = 0; k < kBufferKinds; ++k) {
     const auto kind = static_cast<BufferKind>(k);
-    const std::int32_t index = op.slot(kind);
-    if (index < 0) continue;
-    SlotPool* pool = stage.pool(kind);
-    if (pool == nullptr || index >= pool->count()) refuse(op, "it names no slot");
-    Slot& slot = pool->slot(index);
-    if (slot.state != SlotState::kFilled) {
-      refuse(op, "its slot is " + std::string(describe(slot.state)));
-    }
-    slot.state = SlotState::kFree;
+    if (op.slot(kind) < 0) continue;
+    expect(op, kind, SlotState::kFilled).state = SlotState::kFree;
   }
 }
 
 void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   if (config.nccl != nullptr) config.nccl->progress();  // issuing an action takes a while
   LocalStage& stage = local(op);
-  require_micro_batch(op);
   const SampleRange& range = request.micro_batches[index_of(op.micro_batch)];
   StageContext ctx{.compute = *config.compute,
                    .stage = op.stage,
@@ -318,21 +315,20 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   if (op.stage == 0) {
     ctx.inputs = batch.inputs(op.micro_batch);
   } else {
-    ctx.inputs = expect(stage.input, op, BufferKind::kInput, SlotState::kFilled).tensors;
+    ctx.inputs = expect(op, BufferKind::kInput, SlotState::kFilled).tensors;
   }
   if (&op == stage.last_gradient && actions != nullptr) {
     ctx.final_gradients = actions->final_gradients(op.stage);
   }
   // Reading the clock costs more than what lies between two actions in a row.
   const double start = computed_until > 0 ? computed_until : clock.now();
-  timer.start(stream(), op);
+  if (on_gpu) timer.start(stream(), op);
   if (op.action == ActionKind::kForward) {
     forward(stage, op, ctx);
   } else {
     backward(stage, op, ctx);
   }
-  timer.stop(stream());
-  if (on_gpu()) return;  // drain() tells how long it took
+  if (on_gpu) return timer.stop(stream());  // drain() tells how long it took
   computed_until = clock.now();
   tally(op, start, computed_until);
 }
@@ -343,7 +339,7 @@ void Engine::Impl::reduce_grad(const PlanOp& op, StepActions& actions) {
   timer.start(stream(), op);
   actions.reduce_grad(op.stage);
   timer.stop(stream());
-  if (!on_gpu()) record(TraceTrack::kSums, op, start, clock.now());
+  if (!on_gpu) record(TraceTrack::kSums, op, start, clock.now());
 }
 
 void Engine::Impl::tally(const PlanOp& op, double start, double end) {
@@ -357,7 +353,7 @@ void Engine::Impl::tally(const PlanOp& op, double start, double end) {
 }
 
 void Engine::Impl::drain() {
-  if (on_gpu()) {
+  if (on_gpu) {
     drained.record(stream());
     wait_until([&] { return drained.done(); });
     timer.read([&](const PlanOp& op, double start, double end) { tally(op, start, end); });
@@ -378,10 +374,10 @@ void Engine::Impl::in_stage(const PlanOp& op, const Body& body) {
 }
 
 void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
-  expect(stage.state, op, BufferKind::kState, SlotState::kFree).state = SlotState::kFilled;
+  expect(op, BufferKind::kState, SlotState::kFree).state = SlotState::kFilled;
   if (++in_flight > outcome.peak_in_flight) outcome.peak_in_flight = in_flight;
-  Slot& output = expect(stage.output, op, BufferKind::kOutput, SlotState::kFree);
-  stage.output->shape(output, samples(op));
+  Slot& output = expect(op, BufferKind::kOutput, SlotState::kFree);
+  output.pool->shape(output, samples(op));
   LossStage* const loss = request.phase == Phase::kGenerate ? nullptr : stage.binding.loss;
   if (stage.binding.loss != nullptr) last_output = &output;
   in_stage(op, [&] {
@@ -404,15 +400,14 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
 }
 
 void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
-  expect(stage.state, op, BufferKind::kState, SlotState::kFilled);
+  expect(op, BufferKind::kState, SlotState::kFilled);
   const bool last = stage.binding.loss != nullptr;
-  Slot& gradient = last
-                       ? expect(stage.output, op, BufferKind::kOutput, SlotState::kFilled)
-                       : expect(stage.grad_output, op, BufferKind::kGradOutput, SlotState::kFilled);
+  Slot& gradient = last ? expect(op, BufferKind::kOutput, SlotState::kFilled)
+                        : expect(op, BufferKind::kGradOutput, SlotState::kFilled);
   Slot* grad_input = nullptr;
   if (op.stage > 0 && op.action != ActionKind::kBackwardWeight) {
-    grad_input = &expect(stage.grad_input, op, BufferKind::kGradInput, SlotState::kFree);
-    stage.grad_input->shape(*grad_input, samples(op));
+    grad_input = &expect(op, BufferKind::kGradInput, SlotState::kFree);
+    grad_input->pool->shape(*grad_input, samples(op));
   }
   const std::span<const Tensor> grad_inputs =
       grad_input == nullptr ? std::span<const Tensor>() : grad_input->tensors;
@@ -443,30 +438,11 @@ void Engine::Impl::wait_until(const Done& done) {
   }
 }
 
-Slot& Engine::Impl::message_slot(const PlanOp& op) {
-  Slot* slot = table.message_slot(op);
-  if (slot == nullptr) refuse(op, "it names no channel or no slot of a message");
-  require_micro_batch(op);
-  return *slot;
+void Engine::Impl::refuse(const PlanOp& op, SlotState needed, SlotState state) const {
+  refuse(op, fmt::format("a slot it needs {} is {}", describe(needed), describe(state)));
 }
 
-Slot& Engine::Impl::expect(SlotPool* pool, const PlanOp& op, BufferKind kind, SlotState needed) {
-  const std::int32_t index = op.slot(kind);
-  if (pool == nullptr || index < 0 || index >= pool->count()) refuse(op, "it names no slot");
-  Slot& slot = pool->slot(index);
-  if (slot.state != needed) {
-    refuse(op, fmt::format("a slot it needs {} is {}", describe(needed), describe(slot.state)));
-  }
-  return slot;
-}
-
-void Engine::Impl::require_micro_batch(const PlanOp& op) const {
-  if (op.micro_batch < 0 || index_of(op.micro_batch) >= request.micro_batches.size()) {
-    refuse(op, "it names no micro-batch of the step");
-  }
-}
-
-void Engine::Impl::refuse(const PlanOp& op, const std::string& why) const {
+void Engine::Impl::refuse(const PlanOp& op, std::string_view why) const {
   throw Error(ErrorCode::kPlan,
               fmt::format("the plan of schedule '{}' breaks at {} on pipeline rank {}: {}",
                           config.plan->schedule_name, to_string(op), config.rank, why));

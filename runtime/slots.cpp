@@ -10,6 +10,20 @@ std::size_t tensor_bytes(const EdgeTensor& tensor) {
   return kBufferAlignment + round_up(tensor.spec.bytes(), kBufferAlignment);
 }
 
+void set_spec(Slot& slot, std::size_t index, const TensorSpec& spec) {
+  slot.tensors[index].spec = spec;
+  MessageHeader header;
+  header.dtype = static_cast<std::uint8_t>(spec.dtype);
+  header.tensor = static_cast<std::uint16_t>(index);
+  header.tensor_count = static_cast<std::uint16_t>(slot.tensors.size());
+  header.rank = static_cast<std::uint32_t>(spec.shape.rank());
+  for (int d = 0; d < spec.shape.rank(); ++d) {
+    header.shape[static_cast<std::size_t>(d)] = static_cast<std::int32_t>(spec.shape[d]);
+  }
+  header.bytes = spec.bytes();
+  slot.headers[index] = header;
+}
+
 }  // namespace
 
 const char* describe(SlotState state) {
@@ -26,32 +40,12 @@ const char* describe(SlotState state) {
   return "unknown";
 }
 
-MessageHeader header_of(const PlanOp& op, const Slot& slot, std::size_t index, Phase phase,
-                        std::uint64_t step) {
-  const Tensor& tensor = slot.tensors[index];
-  MessageHeader header;
-  header.phase = static_cast<std::uint8_t>(phase);
-  header.dtype = static_cast<std::uint8_t>(tensor.spec.dtype);
-  header.step = step;
-  header.channel = op.channel;
-  header.micro_batch = op.micro_batch;
-  header.tensor = static_cast<std::uint16_t>(index);
-  header.tensor_count = static_cast<std::uint16_t>(slot.tensors.size());
-  header.rank = static_cast<std::uint32_t>(tensor.shape().rank());
-  for (int d = 0; d < tensor.shape().rank(); ++d) {
-    header.shape[static_cast<std::size_t>(d)] = static_cast<std::int32_t>(tensor.shape()[d]);
-  }
-  header.bytes = tensor.spec.bytes();
-  return header;
-}
-
-void take_shape(Slot& slot, std::size_t index) {
-  const MessageHeader& header = slot.buffers[index].header();
+void reshape(Slot& slot, std::size_t index, const MessageHeader& arrived) {
   std::array<std::int64_t, kMaxDims> dims = {};
-  for (std::size_t d = 0; d < header.rank; ++d) dims[d] = header.shape[d];
-  const Shape shape(std::span<const std::int64_t>(dims.data(), header.rank));
-  if (shape == slot.tensors[index].spec.shape) return;
-  slot.tensors[index].spec.shape = shape;
+  for (std::size_t d = 0; d < arrived.rank; ++d) dims[d] = arrived.shape[d];
+  set_spec(slot, index,
+           {slot.tensors[index].spec.dtype,
+            Shape(std::span<const std::int64_t>(dims.data(), arrived.rank))});
   slot.samples = -1;
 }
 
@@ -75,6 +69,7 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
       link_(place.link),
       edges_(&edges),
       slots_(static_cast<std::size_t>(pool.count)) {
+  for (Slot& slot : slots_) slot.pool = this;
   if (pool.kind == BufferKind::kState) return;
   const bool staged = link_ == LinkKind::kStaged, direct = link_ == LinkKind::kDirect;
   const bool nccl = link_ == LinkKind::kNccl;
@@ -89,11 +84,12 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
     slot.link = link_;
     slot.tensors.resize(tensors.size());
     slot.buffers.resize(tensors.size());
+    slot.headers.resize(tensors.size());
     slot.tickets.reserve(tensors.size());
     slot.nccl.reserve(tensors.size());
     if (from_device) slot.device.resize(tensors.size());
     for (std::size_t i = 0; i < tensors.size(); ++i) {
-      slot.tensors[i].spec = tensors[i].spec;
+      set_spec(slot, i, tensors[i].spec);
       if (is_gradient(pool.kind) && !tensors[i].wants_gradient) continue;
       const std::size_t payload = next + kBufferAlignment;
       slot.tensors[i].data = memory_.data() + payload;
@@ -121,7 +117,7 @@ void SlotPool::reshape(Slot& slot, std::int64_t samples) const {
   slot.samples = samples;
   if (slot.tensors.empty()) return;
   const auto tensors = edges_->inputs(samples, edge_of(description_));
-  for (std::size_t i = 0; i < tensors.size(); ++i) slot.tensors[i].spec = tensors[i].spec;
+  for (std::size_t i = 0; i < tensors.size(); ++i) set_spec(slot, i, tensors[i].spec);
 }
 
 }  // namespace sluice

@@ -19,6 +19,8 @@ namespace sluice {
 enum class SlotState : std::uint8_t { kFree, kPosted, kFilled, kSending };
 [[nodiscard]] const char* describe(SlotState state);  // "free", "posted", "filled", "being sent"
 
+class SlotPool;
+
 // One slot: a message buffer per tensor of the edge. tensors[i] is a view of buffers[i]'s payload,
 // on the device, in the shape of the micro-batch that sits there; null data where the edge carries
 // no gradient.
@@ -26,19 +28,34 @@ struct Slot {
   SlotState state = SlotState::kFree;
   std::int64_t samples = -1;        // that the shapes are for; -1: none, or what arrived
   LinkKind link = LinkKind::kHost;  // its pool's
+  const SlotPool* pool = nullptr;   // it is of
   std::vector<Tensor> tensors;
   std::vector<MessageBuffer> buffers;
-  std::vector<DeviceSide> device;  // of buffers, where they travel from or to a GPU
-  std::vector<Ticket> tickets;     // open operations, one per tensor that travels
-  std::vector<NcclTicket> nccl;    // the same where NCCL carries them
-  double started = 0;              // when the open operation began, for traces
+  std::vector<MessageHeader> headers;  // what each tensor, as it is, says of itself
+  std::vector<DeviceSide> device;      // of buffers, where they travel from or to a GPU
+  std::vector<Ticket> tickets;         // open operations, one per tensor that travels
+  std::vector<NcclTicket> nccl;        // the same where NCCL carries them
+  double started = 0;                  // when the open operation began, for traces
 };
 
 // Of the message that carries tensor `index` of the slot for a message op.
-[[nodiscard]] MessageHeader header_of(const PlanOp& op, const Slot& slot, std::size_t index,
-                                      Phase phase, std::uint64_t step);
+[[nodiscard]] inline MessageHeader header_of(const PlanOp& op, const Slot& slot, std::size_t index,
+                                             Phase phase, std::uint64_t step) {
+  MessageHeader header = slot.headers[index];
+  header.phase = static_cast<std::uint8_t>(phase);
+  header.step = step;
+  header.channel = op.channel;
+  header.micro_batch = op.micro_batch;
+  return header;
+}
+// Gives tensor `index` the shape that `arrived` names.
+void reshape(Slot& slot, std::size_t index, const MessageHeader& arrived);
 // Gives tensor `index` the shape that the message which arrived for it names.
-void take_shape(Slot& slot, std::size_t index);
+inline void take_shape(Slot& slot, std::size_t index) {
+  const MessageHeader &arrived = slot.buffers[index].header(), &own = slot.headers[index];
+  if (same_words(arrived.shape, own.shape) && arrived.rank == own.rank) return;
+  reshape(slot, index, arrived);
+}
 
 // All slots of one (stage, kind). kState pools have slots without memory: the stage owns that.
 class SlotPool {
@@ -49,6 +66,8 @@ class SlotPool {
     LinkKind link = LinkKind::kHost;
   };
   SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& place);
+  SlotPool(const SlotPool&) = delete;
+  SlotPool& operator=(const SlotPool&) = delete;
   [[nodiscard]] Slot& slot(std::int32_t index) { return slots_[static_cast<std::size_t>(index)]; }
   [[nodiscard]] int count() const { return static_cast<int>(slots_.size()); }
   // Sets the tensors' shapes for a micro-batch of `samples`.

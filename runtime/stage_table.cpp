@@ -46,7 +46,6 @@ StageTable::StageTable(const EngineConfig& config)
     : ops_(config.plan->ranks[at(config.rank)].ops), stages_(config.stages.size()) {
   const RankPlan& mine = config.plan->ranks[at(config.rank)];
   const Placement& placement = config.plan->placement;
-  pools_.reserve(mine.pools.size());
   for (const BufferPool& pool : mine.pools) {
     const DeviceMemory& memory = config.compute->memory();
     pools_.emplace_back(pool, *config.edges,
@@ -64,8 +63,9 @@ StageTable::StageTable(const EngineConfig& config)
   }
   bind_pools(placement.stages());
   for (const PlanOp& op : ops_) op_stages_.push_back(find(op.stage));
-  bind_messages(config.plan->channels.size());
-  find_last_gradients();
+  bind_slots();
+  bind_messages(config.plan->channels);
+  find_ends();
 }
 
 LocalStage* StageTable::find(std::int32_t stage) {
@@ -101,8 +101,19 @@ void StageTable::bind_pools(int stages) {
   }
 }
 
-void StageTable::find_last_gradients() {
+const PlanOp* StageTable::outside(std::size_t micro_batches) const {
+  if (lowest_ == nullptr) return nullptr;
+  if (lowest_->micro_batch < 0) return lowest_;
+  return at(highest_->micro_batch) >= micro_batches ? highest_ : nullptr;
+}
+
+void StageTable::find_ends() {
   for (const PlanOp& op : ops_) {
+    if (op.kind != OpKind::kRelease && op.kind != OpKind::kReduceGrad &&
+        op.kind != OpKind::kReduceTied && op.kind != OpKind::kOptimizer) {
+      if (lowest_ == nullptr || op.micro_batch < lowest_->micro_batch) lowest_ = &op;
+      if (highest_ == nullptr || op.micro_batch > highest_->micro_batch) highest_ = &op;
+    }
     const bool adds =
         op.action == ActionKind::kBackward || op.action == ActionKind::kBackwardWeight;
     LocalStage* const stage = stage_of(op);
@@ -110,9 +121,22 @@ void StageTable::find_last_gradients() {
   }
 }
 
-// Which slot a message op means, once for all steps.
-void StageTable::bind_messages(std::size_t channels) {
-  message_slots_.assign(ops_.size(), nullptr);
+// Which slots ops name, once for all steps.
+void StageTable::bind_slots() {
+  op_slots_.resize(ops_.size());
+  for (std::size_t i = 0; i < ops_.size(); ++i) {
+    for (int k = 0; op_stages_[i] != nullptr && k < kBufferKinds; ++k) {
+      const auto kind = static_cast<BufferKind>(k);
+      const std::int32_t index = ops_[i].slot(kind);
+      SlotPool* pool = op_stages_[i]->pool(kind);
+      if (pool == nullptr || index < 0 || index >= pool->count()) continue;
+      op_slots_[i][at(k)] = &pool->slot(index);
+    }
+  }
+}
+
+void StageTable::bind_messages(std::span<const Channel> channels) {
+  messages_.resize(ops_.size());
   for (std::size_t i = 0; i < ops_.size(); ++i) {
     const PlanOp& op = ops_[i];
     std::optional<BufferKind> kind;
@@ -120,12 +144,11 @@ void StageTable::bind_messages(std::size_t channels) {
     if (op.action == ActionKind::kSendForward) kind = BufferKind::kOutput;
     if (op.action == ActionKind::kRecvBackward) kind = BufferKind::kGradOutput;
     if (op.action == ActionKind::kSendBackward) kind = BufferKind::kGradInput;
-    LocalStage* const stage = stage_of(op);
-    if (!kind || op.channel < 0 || at(op.channel) >= channels || stage == nullptr) continue;
-    SlotPool* pool = stage->pool(*kind);
-    const std::int32_t index = op.slot(*kind);
-    if (pool == nullptr || index < 0 || index >= pool->count()) continue;
-    message_slots_[i] = &pool->slot(index);
+    if (!kind || op.channel < 0 || at(op.channel) >= channels.size()) continue;
+    const Channel& channel = channels[at(op.channel)];
+    const bool sends =
+        op.action == ActionKind::kSendForward || op.action == ActionKind::kSendBackward;
+    messages_[i] = {slot(op, *kind), sends ? channel.to_rank : channel.from_rank, channel.tag};
   }
 }
 

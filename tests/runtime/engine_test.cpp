@@ -4,6 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <functional>
+
 #include "comm/control.hpp"
 #include "comm/error.hpp"
 #include "comm/loopback.hpp"
@@ -256,6 +259,44 @@ TEST(EngineTest, NamesTheWaitWhoseReceiveWasNeverPosted) {
     EXPECT_THAT(error.what(), HasSubstr("never posted"));
     EXPECT_THAT(error.what(), HasSubstr("RECV_F"));
     EXPECT_EQ(error.rank(), 1);
+  }
+}
+
+// Each plan names something on rank 1 that is not there, or is not in the state its op needs.
+TEST(EngineTest, RefusesAnOpWhoseSlotOrMicroBatchIsNotThere) {
+  struct Break {
+    OpKind kind;
+    std::function<void(PlanOp&)> apply;
+    const char* says;
+  };
+  const auto slot = [](BufferKind kind, std::int32_t to) {
+    return [kind, to](PlanOp& op) { op.slots[static_cast<std::size_t>(kind)] = to; };
+  };
+  const std::vector<Break> breaks = {
+      {OpKind::kCompute, [](PlanOp& op) { op.micro_batch = 3; }, "names no micro-batch"},
+      {OpKind::kStartSend, [](PlanOp& op) { op.micro_batch = -1; }, "names no micro-batch"},
+      {OpKind::kStartSend, [](PlanOp& op) { op.channel = 99; }, "names no channel or no slot"},
+      {OpKind::kPostRecv, slot(BufferKind::kInput, 99), "names no channel or no slot"},
+      {OpKind::kCompute, slot(BufferKind::kState, 99), "names no slot"},
+      {OpKind::kRelease, slot(BufferKind::kInput, 99), "names no slot"},
+      {OpKind::kCompute, slot(BufferKind::kInput, 1), "a slot it needs filled is"},
+  };
+  for (const Break& broken : breaks) {
+    SCOPED_TRACE(broken.says);
+    Plan plan = plan_of("1f1b", 2, 3);
+    auto& ops = plan.ranks[1].ops;
+    const auto found = std::find_if(ops.begin(), ops.end(),
+                                    [&](const PlanOp& op) { return op.kind == broken.kind; });
+    ASSERT_NE(found, ops.end());
+    broken.apply(*found);
+    expect_error(ErrorCode::kPlan, {"schedule '1f1b' breaks at", "pipeline rank 1", broken.says},
+                 [&] {
+                   run_loopback(2, [&](Communicator& comm) {
+                     ControlChannel control(comm);
+                     Rig rig(plan, comm, control);
+                     guarded(control, comm.rank(), [&] { rig.run(1); });
+                   });
+                 });
   }
 }
 
