@@ -133,6 +133,10 @@ class LoopbackCommunicator final : public Communicator {
     return "loopback moves host memory";
   }
 
+  void prepare_send(int peer) override {
+    endpoint_->prepare(static_cast<std::size_t>(group_->job_ranks[static_cast<std::size_t>(peer)]));
+  }
+
   Request start_send(int peer, int tag, std::span<const std::byte> bytes) override {
     check(peer, tag);
     const int to = group_->job_ranks[static_cast<std::size_t>(peer)];

@@ -115,13 +115,14 @@ bool Endpoint::progress(Operation& operation) {
     flush();
   }
   if (operation.state == State::kPosted && operation.peer != Operation::kAnySource) {
-    drain(static_cast<std::size_t>(operation.peer), operation);
+    const auto source = static_cast<std::size_t>(operation.peer);
+    const Reader& reader = readers_[source];
+    reader.prefetch();
+    if (reader.front() != nullptr) drain(source, operation);
   }
   for (std::size_t source = 0; source < readers_.size() && operation.state != State::kDone;
        ++source) {
-    if (readers_[source].front() != nullptr) {
-      drain(source, operation);
-    }
+    if (readers_[source].front() != nullptr) drain(source, operation);
   }
   if (operation.state == State::kOffered &&
       operation.offer->state.load(std::memory_order_acquire) == Offer::State::kDone) {

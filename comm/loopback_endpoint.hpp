@@ -79,10 +79,13 @@ class Endpoint {
   void open(std::uint32_t context) { contexts_.push_back(context); }
   void close(std::uint32_t context) noexcept;
 
+  // Before send_now(), where something else is done in between.
+  void prepare(std::size_t peer) const { outlets_[peer].writer.prepare(); }
   // Sends at once what is small and finds room; false: start(operation) has to.
   bool send_now(std::size_t peer, std::uint32_t context, int tag, std::span<const std::byte> bytes);
   void start(Operation& operation);
-  // Moves everything on until `operation` is done or nothing more is there; true once it is done.
+  // Moves everything on until `operation` is
+  // done or nothing more is there; true once it is done.
   bool progress(Operation& operation);
   // Ends an operation in any state; its memory is the caller's again.
   void withdraw(Operation& operation) noexcept;

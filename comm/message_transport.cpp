@@ -134,6 +134,7 @@ class MessageTransport final : public Transport {
     return ticket;
   }
 
+  void prepare_send(int peer) override { comm_.prepare_send(peer); }
   void progress() override {
     if (!driven_.empty()) drive();
   }
