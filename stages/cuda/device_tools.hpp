@@ -48,11 +48,15 @@ struct Max {
 // Of all 32 lanes, in every lane; T of 4 or 8 bytes. Order: lane l with l ^ 16, then ^ 8, 4, 2, 1.
 template <typename Reduction, typename T>
 __device__ __forceinline__ T warp_reduce(T value) {
+#if SLUICE_EMULATED_CUDA
+  return emulated::warp_reduce<Reduction>(value);
+#else
 #pragma unroll
   for (int distance = kWarpThreads / 2; distance > 0; distance /= 2) {
     value = Reduction{}(value, __shfl_xor_sync(0xFFFFFFFFU, value, distance));
   }
   return value;
+#endif
 }
 
 template <typename T>

@@ -1,6 +1,7 @@
 #include "tests/emulated_cuda/block.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
@@ -31,7 +32,14 @@ struct Thread {
   std::uint64_t value = 0;
   std::uint64_t result = 0;
   int source = 0;
+  WarpReduction reduce = nullptr;
   unsigned reductions = 0;  // calls of block_result()
+};
+
+// Of 32 threads of the running block, a bit for each lane.
+struct Warp {
+  std::uint32_t waiting = 0;  // lanes in State::kInWarp
+  std::uint32_t ended = 0;
 };
 
 // A fiber with the thread it runs at the moment.
@@ -63,6 +71,7 @@ class BlockRunner {
     run_thread_ = &run_thread;
     count_ = launch.block.x * launch.block.y * launch.block.z;
     threads_.resize(count_);
+    warps_.resize((count_ + kWarpLanes - 1) / kWarpLanes);
     slots_.resize(count_);
     // The exact size, so that the address sanitizer sees an access beyond it.
     shared_.reset(launch.shared_bytes == 0 ? nullptr : ::operator new(launch.shared_bytes, kAlign));
@@ -106,49 +115,34 @@ class BlockRunner {
   }
 
   std::uint64_t exchange(std::uint32_t mask, WarpOperation operation, std::uint64_t value,
-                         int source, std::source_location where) {
+                         int source, WarpReduction reduce, std::source_location where) {
     Thread& self = current();
-    const unsigned first = index_of(self) / kWarpLanes * kWarpLanes;
-    const unsigned lanes = std::min(count_ - first, kWarpLanes);
+    const unsigned index = index_of(self), first = index / kWarpLanes * kWarpLanes;
+    const std::uint32_t mine = 1U << (index - first);
+    Warp& warp = warps_[index / kWarpLanes];
     self.where = where;
     self.mask = mask;
     self.operation = operation;
     self.value = value;
     self.source = source;
-    if ((mask >> (index_of(self) - first) & 1U) == 0) {
+    self.reduce = reduce;
+    if ((mask & mine) == 0) {
       fail(describe(self) + " takes part in an exchange at " + place_of(self) +
            " whose mask does not name it");
     }
-    bool complete = true;
-    for (unsigned l = 0; l < lanes; ++l) {
-      const Thread& other = threads_[first + l];
-      if ((mask >> l & 1U) == 0 || &other == &self) continue;
-      if (other.state == State::kEnded) fail_ended_lane(self, other);
-      complete = complete && other.state == State::kInWarp && other.mask == mask;
+    if (const std::uint32_t ended = mask & warp.ended; ended != 0) {
+      fail_ended_lane(self, threads_[first + static_cast<unsigned>(std::countr_zero(ended))]);
     }
-    if (!complete) {
+    const unsigned lanes = std::min(count_ - first, kWarpLanes);
+    const std::uint32_t named = mask & (~0U >> (kWarpLanes - lanes));
+    if (!all_wait(named & ~mine, warp, first, mask)) {
       park(self, State::kInWarp);
       return self.result;
     }
-    const auto named = [&](unsigned l) { return l < lanes && (mask >> l & 1U) != 0; };
-    std::uint64_t ballot = 0;
+    exchange_values(named, first, self);
+    warp.waiting &= ~named;
     for (unsigned l = 0; l < lanes; ++l) {
-      if (!named(l)) continue;
-      if (threads_[first + l].operation != operation) {
-        fail(describe(self) + " at " + place_of(self) + " and " + describe(threads_[first + l]) +
-             " at " + place_of(threads_[first + l]) + " exchange by different operations");
-      }
-      if (threads_[first + l].value != 0) ballot |= std::uint64_t{1} << l;
-    }
-    for (unsigned l = 0; l < lanes; ++l) {
-      if (!named(l)) continue;
-      Thread& thread = threads_[first + l];
-      const auto from = static_cast<unsigned>(thread.source);
-      thread.result = operation == WarpOperation::kBallot    ? ballot
-                      : operation == WarpOperation::kBarrier ? 0
-                      : named(from)                          ? threads_[first + from].value
-                                                             : ~std::uint64_t{0};
-      if (&thread != &self) make_ready(thread);
+      if ((named & ~mine) >> l & 1U) make_ready(threads_[first + l]);
     }
     return self.result;
   }
@@ -171,6 +165,7 @@ class BlockRunner {
 
   void run_block() {
     std::fill(threads_.begin(), threads_.end(), Thread{});
+    std::fill(warps_.begin(), warps_.end(), Warp{});
     if (shared_ != nullptr) {
       std::fill_n(static_cast<unsigned char*>(shared_.get()), launch_->shared_bytes,
                   static_cast<unsigned char>(0xFF));
@@ -210,6 +205,7 @@ class BlockRunner {
         (*run_thread_)();
         threads_[index].state = State::kEnded;
         ++ended_;
+        warps_[index / kWarpLanes].ended |= 1U << index % kWarpLanes;
         check_nobody_waits_for(threads_[index]);
       }
       idle_.push_back(&worker);
@@ -230,9 +226,60 @@ class BlockRunner {
     return worker;
   }
 
+  // Whether these lanes of the warp that starts at thread `first` wait for an exchange of `mask`.
+  [[nodiscard]] bool all_wait(std::uint32_t lanes, const Warp& warp, unsigned first,
+                              std::uint32_t mask) const {
+    if ((lanes & ~warp.waiting) != 0) return false;
+    for (unsigned l = 0; l < kWarpLanes; ++l) {
+      if ((lanes >> l & 1U) != 0 && threads_[first + l].mask != mask) return false;
+    }
+    return true;
+  }
+
+  // Sets the results of the lanes in `named`, of which `last` came last.
+  void exchange_values(std::uint32_t named, unsigned first, const Thread& last) {
+    std::uint64_t values[kWarpLanes];
+    std::uint64_t ballot = 0;
+    for (unsigned l = 0; l < kWarpLanes; ++l) {
+      values[l] = ~std::uint64_t{0};
+      if ((named >> l & 1U) == 0) continue;
+      const Thread& thread = threads_[first + l];
+      if (thread.operation != last.operation || thread.reduce != last.reduce) {
+        fail(describe(last) + " at " + place_of(last) + " and " + describe(thread) + " at " +
+             place_of(thread) + " exchange by different operations");
+      }
+      values[l] = thread.value;
+      if (thread.value != 0) ballot |= std::uint64_t{1} << l;
+    }
+    if (last.operation == WarpOperation::kReduce) last.reduce(values);
+    for (unsigned l = 0; l < kWarpLanes; ++l) {
+      if ((named >> l & 1U) == 0) continue;
+      Thread& thread = threads_[first + l];
+      const auto from = static_cast<unsigned>(thread.source);
+      switch (last.operation) {
+        case WarpOperation::kBarrier:
+          thread.result = 0;
+          break;
+        case WarpOperation::kShuffle:
+          thread.result = from < kWarpLanes ? values[from] : ~std::uint64_t{0};
+          break;
+        case WarpOperation::kBallot:
+          thread.result = ballot;
+          break;
+        case WarpOperation::kReduce:
+          thread.result = values[l];
+          break;
+      }
+    }
+  }
+
   void park(Thread& thread, State state) {
     Worker* worker = thread.worker;
     thread.state = state;
+    if (state == State::kInWarp) {
+      const unsigned index = index_of(thread);
+      warps_[index / kWarpLanes].waiting |= 1U << index % kWarpLanes;
+    }
     worker->fiber.suspend();
   }
 
@@ -250,11 +297,10 @@ class BlockRunner {
            describe(ended) + " has ended");
     }
     const unsigned first = index_of(ended) / kWarpLanes * kWarpLanes;
-    for (unsigned i = first; i < std::min(count_, first + kWarpLanes); ++i) {
-      const Thread& other = threads_[i];
-      if (other.state == State::kInWarp && (other.mask >> (index_of(ended) - first) & 1U) != 0) {
-        fail_ended_lane(other, ended);
-      }
+    for (std::uint32_t waiting = warps_[first / kWarpLanes].waiting; waiting != 0;
+         waiting &= waiting - 1) {
+      const Thread& other = threads_[first + static_cast<unsigned>(std::countr_zero(waiting))];
+      if ((other.mask >> (index_of(ended) - first) & 1U) != 0) fail_ended_lane(other, ended);
     }
   }
 
@@ -305,6 +351,7 @@ class BlockRunner {
   bool stopping_ = false;
   std::source_location barrier_place_;
   std::vector<Thread> threads_;
+  std::vector<Warp> warps_;
   std::vector<std::uint64_t> slots_;
   std::uint64_t results_[2] = {};
   std::unique_ptr<void, Free> shared_;
@@ -338,7 +385,12 @@ std::uint64_t* block_result() { return runner().result(); }
 
 std::uint64_t warp_exchange(std::uint32_t mask, WarpOperation operation, std::uint64_t value,
                             int source, std::source_location where) {
-  return runner().exchange(mask, operation, value, source, where);
+  return runner().exchange(mask, operation, value, source, nullptr, where);
+}
+
+std::uint64_t warp_reduction(std::uint64_t value, WarpReduction reduce,
+                             std::source_location where) {
+  return runner().exchange(~0U, WarpOperation::kReduce, value, 0, reduce, where);
 }
 
 int lane() { return runner().lane(); }

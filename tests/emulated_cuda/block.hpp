@@ -65,11 +65,17 @@ enum class WarpOperation : std::uint8_t {
   kBarrier,  // returns 0
   kShuffle,  // returns lane `source`'s value; all ones where that lane takes no part
   kBallot,   // returns the bits of the lanes whose value is not 0
+  kReduce,   // see warp_reduction()
 };
 
 // All lanes in `mask` that exist meet and exchange values. `mask` holds the caller.
 std::uint64_t warp_exchange(std::uint32_t mask, WarpOperation operation, std::uint64_t value,
                             int source, std::source_location where);
+
+// All 32 lanes meet; the last one to arrive calls `reduce` with their values, all ones where a lane
+// does not exist, and each returns what is then in its place.
+using WarpReduction = void (*)(std::uint64_t* values);
+std::uint64_t warp_reduction(std::uint64_t value, WarpReduction reduce, std::source_location where);
 
 // Of the running thread in its warp.
 [[nodiscard]] int lane();

@@ -72,6 +72,27 @@ inline int moved_lane(int distance, int width) {
   return moved < first || moved >= first + width ? lane() : moved;
 }
 
+// See stages/cuda/device_tools.hpp. The warp meets once, not once for each of five shuffles:
+// changing between threads is most of what a kernel costs here.
+template <typename Reduction, typename T>
+T warp_reduce(T value, std::source_location where = std::source_location::current()) {
+  static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T> && std::is_empty_v<Reduction>);
+  const auto reduce = [](std::uint64_t* words) {
+    T values[32], halved[32];
+    for (int l = 0; l < 32; ++l) std::memcpy(values + l, words + l, sizeof(T));
+    for (int distance = 16; distance > 0; distance /= 2) {
+      for (int l = 0; l < 32; ++l) halved[l] = Reduction{}(values[l], values[l ^ distance]);
+      std::copy(halved, halved + 32, values);
+    }
+    for (int l = 0; l < 32; ++l) std::memcpy(words + l, values + l, sizeof(T));
+  };
+  std::uint64_t word = 0;
+  std::memcpy(&word, &value, sizeof value);
+  word = warp_reduction(word, reduce, where);
+  std::memcpy(&value, &word, sizeof value);
+  return value;
+}
+
 // See stages/cuda/device_tools.hpp.
 template <int kThreads, typename T, typename Reduction>
 T block_reduce(T value, Reduction reduction,

@@ -129,6 +129,46 @@ TEST(EmulatedKernelTest, LanesOfAWarpExchange) {
   }
 }
 
+__global__ void warp_order_kernel(const float* values, float* sums, float* shuffled) {
+  const int me = static_cast<int>(threadIdx.x);
+  sums[me] = warp_sum(values[me]);
+  float sum = values[me];
+  for (int distance = 16; distance > 0; distance /= 2) {
+    sum += __shfl_xor_sync(0xFFFFFFFFU, sum, distance);
+  }
+  shuffled[me] = sum;
+}
+
+TEST(EmulatedKernelTest, AWarpReducesInTheOrderOfItsShuffles) {
+  std::vector<float> values(64);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    values[i] = std::sin(static_cast<float>(i)) * 1000.0F;
+  }
+  const OnDevice<float> input(values), sums(64), shuffled(64);
+  launch("warp order", warp_order_kernel, {.grid = dim3(1), .block = dim3(64)}, nullptr,
+         input.get(), sums.get(), shuffled.get());
+  EXPECT_EQ(sums.values(), shuffled.values());
+  EXPECT_NE(sums.values()[0], sums.values()[32]);
+}
+
+// Even and odd lanes of one warp wait at the same time; the even ones meet once more.
+__global__ void interleaved_kernel(int* values) {
+  const int me = static_cast<int>(threadIdx.x);
+  const unsigned mask = me % 2 == 0 ? 0x55555555U : 0xAAAAAAAAU;
+  int value = __shfl_xor_sync(mask, me, 30);
+  if (me % 2 == 0) value = __shfl_xor_sync(mask, value, 2);
+  values[me] = value;
+}
+
+TEST(EmulatedKernelTest, LanesOfDifferentMasksMeetApart) {
+  const OnDevice<int> values(64);
+  launch("interleaved", interleaved_kernel, {.grid = dim3(1), .block = dim3(64)}, nullptr,
+         values.get());
+  for (int i = 0; i < 64; ++i) {
+    EXPECT_EQ(values.values()[static_cast<std::size_t>(i)], i % 2 == 0 ? i ^ 30 ^ 2 : i ^ 30);
+  }
+}
+
 __global__ void early_exit_kernel(float* values) {
   if (threadIdx.x >= 40) return;
   __syncthreads();
