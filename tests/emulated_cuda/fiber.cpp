@@ -2,7 +2,9 @@
 
 #include <boost/context/preallocated.hpp>
 #include <boost/context/protected_fixedsize_stack.hpp>
+#include <mutex>
 #include <utility>
+#include <vector>
 
 #if defined(__has_feature)  // clang
 #if __has_feature(address_sanitizer)
@@ -34,29 +36,52 @@ namespace {
 // Instrumented frames are several times larger; untouched pages cost nothing.
 constexpr std::size_t kStackBytes = 256 * 1024;
 
-// Frames that never return leave the address sanitizer's marks behind; whoever is given these
-// addresses next would stumble over them.
+// Those that no fiber has: kept, since to map one and to touch its pages takes longer than most
+// kernels. Never destroyed: threads outlive main().
+struct FreeStacks {
+  std::mutex mutex;
+  std::vector<boost::context::stack_context> stacks;
+};
+
+FreeStacks& free_stacks() {
+  static FreeStacks* const instance = new FreeStacks;
+  return *instance;
+}
+
 struct Stacks {
-  boost::context::protected_fixedsize_stack allocator{kStackBytes};
-  boost::context::stack_context allocate() { return allocator.allocate(); }
-  void deallocate(boost::context::stack_context& stack) {
+  static boost::context::stack_context allocate() {
+    {
+      FreeStacks& free = free_stacks();
+      const std::lock_guard lock(free.mutex);
+      if (!free.stacks.empty()) {
+        const boost::context::stack_context stack = free.stacks.back();
+        free.stacks.pop_back();
+        return stack;
+      }
+    }
+    return boost::context::protected_fixedsize_stack(kStackBytes).allocate();
+  }
+  // Frames that never return leave the address sanitizer's marks behind; whoever is given these
+  // addresses next would stumble over them.
+  static void deallocate(const boost::context::stack_context& stack) {
 #if defined(SLUICE_ADDRESS_SANITIZER)
     __asan_unpoison_memory_region(static_cast<char*>(stack.sp) - kStackBytes, kStackBytes);
 #endif
-    allocator.deallocate(stack);
+    FreeStacks& free = free_stacks();
+    const std::lock_guard lock(free.mutex);
+    free.stacks.push_back(stack);
   }
 };
 
 }  // namespace
 
 Fiber::Fiber(std::function<void()> body) : body_(std::move(body)) {
-  Stacks allocator;
-  const boost::context::stack_context stack = allocator.allocate();
+  const boost::context::stack_context stack = Stacks::allocate();
   stack_bytes_ = kStackBytes;
   stack_bottom_ = static_cast<char*>(stack.sp) - kStackBytes;
   inside_ = boost::context::fiber(std::allocator_arg,
                                   boost::context::preallocated(stack.sp, stack.size, stack),
-                                  allocator, [this](boost::context::fiber&& outside) {
+                                  Stacks{}, [this](boost::context::fiber&& outside) {
                                     outside_ = std::move(outside);
                                     entered();
                                     body_();

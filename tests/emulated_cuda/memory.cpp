@@ -24,6 +24,7 @@ constexpr std::size_t kLeastRangeBytes = std::size_t{1} << 33;
 constexpr std::size_t kAlignment = 256;  // of what cudaMalloc returns
 constexpr std::size_t kPageBytes = 4096;
 constexpr int kMostKeys = 12;  // of the 15 a process has
+constexpr std::size_t kFreshBytes = std::size_t{2} << 20;
 
 std::size_t number_from_environment(const char* name, std::size_t standard) {
   const char* text = std::getenv(name);
@@ -71,6 +72,7 @@ struct Memories {
   std::size_t capacity = 0;
   std::size_t range_bytes = kMostRangeBytes;
   Ranges page_locked;  // ours and registered
+  int fresh = -1;      // file of kFreshBytes bytes 0xFF
   std::vector<int> keys;
 };
 
@@ -111,6 +113,16 @@ void explain_faults_in(std::uintptr_t begin, std::size_t devices, std::size_t by
   sigaction(SIGSEGV, &action, &previous_action);
 }
 
+int make_fresh_file() {
+  const std::vector<unsigned char> bytes(kFreshBytes, 0xFF);
+  const int file = memfd_create("emulated device memory", MFD_CLOEXEC);
+  if (file < 0 || write(file, bytes.data(), kFreshBytes) != static_cast<ssize_t>(kFreshBytes)) {
+    std::perror("emulated cuda: no file for the memory of the devices");
+    std::abort();
+  }
+  return file;
+}
+
 Memories* make_memories() {
   auto* made = new Memories;
   const std::size_t count = number_from_environment("SLUICE_EMULATED_DEVICES", 8);
@@ -120,6 +132,7 @@ Memories* make_memories() {
   }
   made->capacity = number_from_environment("SLUICE_EMULATED_DEVICE_MEMORY", std::size_t{2} << 30);
   if (count == 0) return made;
+  made->fresh = make_fresh_file();
   void* addresses = MAP_FAILED;
   for (std::size_t bytes = kMostRangeBytes; addresses == MAP_FAILED && bytes >= kLeastRangeBytes;
        bytes /= 2) {
@@ -155,6 +168,17 @@ int device_of(const Memories& all, std::uintptr_t address) {
   if (all.devices.empty() || address < all.devices.front().begin) return -1;
   const std::size_t index = (address - all.devices.front().begin) / all.range_bytes;
   return index < all.devices.size() ? static_cast<int>(index) : -1;
+}
+
+// Bytes 0xFF, of which only those that are touched take memory and time.
+bool map_fresh(const Memories& all, std::uintptr_t begin, std::size_t bytes) {
+  for (std::size_t at = 0; at < bytes; at += kFreshBytes) {
+    if (mmap(pointer_to(begin + at), std::min(kFreshBytes, bytes - at), PROT_READ | PROT_WRITE,
+             MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, all.fresh, 0) == MAP_FAILED) {
+      return false;
+    }
+  }
+  return true;
 }
 
 void give_back_pages(std::uintptr_t begin, std::size_t bytes) {
@@ -211,8 +235,7 @@ cudaError_t allocate_device(int device, std::size_t bytes, void** address) {
     return cudaErrorMemoryAllocation;
   }
   void* first = pointer_to(range.begin + range.reached);
-  if (mprotect(first, pages, PROT_READ | PROT_WRITE) != 0) return cudaErrorMemoryAllocation;
-  std::memset(first, 0xFF, pages);
+  if (!map_fresh(all, range.begin + range.reached, pages)) return cudaErrorMemoryAllocation;
   if (range.key >= 0 && pkey_mprotect(first, pages, PROT_READ | PROT_WRITE, range.key) != 0) {
     return cudaErrorMemoryAllocation;
   }

@@ -136,6 +136,16 @@ TEST(EmulatedStreamTest, ADestroyedStreamFinishesItsWorkAndIsNoHandleAnyMore) {
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
 }
 
+TEST(EmulatedMemoryTest, StartsAsBytesOfOnesHoweverMuchWasWrittenBefore) {
+  constexpr std::size_t kBytes = (std::size_t{5} << 20) + 3;
+  for (int round = 0; round < 2; ++round) {
+    const OnDevice<unsigned char> memory(kBytes);
+    EXPECT_EQ(memory.values(), std::vector<unsigned char>(kBytes, 0xFF)) << round;
+    EXPECT_EQ(cudaMemset(memory.get(), 0, kBytes), cudaSuccess);
+    EXPECT_EQ(memory.values(), std::vector<unsigned char>(kBytes, 0)) << round;
+  }
+}
+
 TEST(EmulatedMemoryTest, CopiesAreCheckedAgainstWhatIsAllocated) {
   const OnDevice<int> value(std::vector<int>{1, 2, 3});
   int host[4] = {};
