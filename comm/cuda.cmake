@@ -67,8 +67,6 @@ if(SLUICE_WITH_CUDA AND NOT SLUICE_CUDA STREQUAL emulated)
 endif()
 
 if(SLUICE_WITH_CUDA)
-  string(REGEX MATCH "^[0-9]+" SLUICE_CUDA_OLDEST "${SLUICE_CUDA_ARCHITECTURES}")
-  target_compile_definitions(sluice_cuda INTERFACE SLUICE_CUDA_OLDEST=${SLUICE_CUDA_OLDEST})
   sluice_find_beside_toolkit(SLUICE_CUDNN cudnn.h cudnn)
   # NCCL's header alone: the library is opened at run time (comm/nccl_api.hpp).
   find_path(SLUICE_NCCL_INCLUDE nccl.h HINTS ${SLUICE_NCCL_ROOT} ENV SLUICE_NCCL_ROOT

@@ -34,6 +34,7 @@ int count_devices(std::string* why_none) {
 }
 [[noreturn]] void absent() { throw Error(ErrorCode::kInternal, kAbsent); }
 DeviceProperties read_properties(int) { absent(); }
+void require_code(int) {}
 void select(int) {}
 void* make_stream(int) { absent(); }
 void destroy_stream(void*) noexcept {}
@@ -123,6 +124,12 @@ DeviceProperties properties_of(Device device) {
 
 void require_device(Device device) {
   if (is_cuda(device)) cuda::require_usable(device.index);
+}
+
+void open_device(Device device) {
+  require_device(device);
+  use_device(device);
+  if (is_cuda(device)) cuda::require_code(device.index);
 }
 
 void use_device(Device device) {

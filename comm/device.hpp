@@ -50,9 +50,13 @@ struct DeviceProperties {
 // Requires a device for which require_device() passes.
 [[nodiscard]] DeviceProperties properties_of(Device device);
 // Error(kUsage) with what would be legal where this process cannot use the device: a build without
-// CUDA, no GPU, an index out of range, a compute capability the build has no code for, a driver
-// older than the toolkit.
+// CUDA, no GPU, an index out of range, a compute capability before 8.0, a driver older than the
+// toolkit. Does not make the process a client of the device.
 void require_device(Device device);
+// For the start of a job: require_device(), use_device(), and Error(kUsage) naming the device, what
+// this program's kernels were compiled for and what to do where they have no code for it. That is
+// the driver's to say: what it compiles itself depends on its age. On a GPU it may load kernels.
+void open_device(Device device);
 // Makes `device` the one that the calling thread's CUDA calls mean. Streams, events and buffers
 // made later for it need no further call. Nothing on the CPU.
 void use_device(Device device);

@@ -8,12 +8,7 @@ namespace sluice::cuda {
 
 namespace {
 
-std::string version_text(int version) {
-  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-}
-
-// "SLUICE_CUDA_OLDEST": the smallest compute capability this build has code for, 80 for 8.0.
-constexpr int kOldestCapability = SLUICE_CUDA_OLDEST;
+constexpr int kOldestMajor = 8;  // of compute capabilities: earlier ones do not know bf16
 
 // Binds the calling thread for the life of the object and puts back what was bound before.
 class Selected {
@@ -40,6 +35,10 @@ void check(cudaError_t status, std::string_view what, std::source_location locat
   static_cast<void>(cudaGetLastError());  // what is not sticky is forgotten
   throw Error(ErrorCode::kDevice, std::string(what) + ": " + cudaGetErrorString(status), -1,
               location);
+}
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
 int count_devices(std::string* why_none) {
@@ -98,11 +97,10 @@ void require_usable(int index) {
         "cudaDeviceGetAttribute");
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index),
         "cudaDeviceGetAttribute");
-  if (10 * major + minor < kOldestCapability) {
+  if (major < kOldestMajor) {
     throw Error(ErrorCode::kUsage, wanted + " has compute capability " + std::to_string(major) +
-                                       "." + std::to_string(minor) + "; this build has code for " +
-                                       std::to_string(kOldestCapability / 10) + "." +
-                                       std::to_string(kOldestCapability % 10) + " and newer");
+                                       "." + std::to_string(minor) + "; legal: " +
+                                       std::to_string(kOldestMajor) + ".0 and newer, or cpu");
   }
 }
 

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <source_location>
+#include <string>
 #include <string_view>
 
 #include "comm/device.hpp"
@@ -14,6 +15,9 @@ namespace sluice::cuda {
 // Throws Error(kDevice), "`what`: CUDA's text", unless status is cudaSuccess.
 void check(cudaError_t status, std::string_view what,
            std::source_location location = std::source_location::current());
+
+// "12.4" of 12040, as CUDA counts its versions.
+[[nodiscard]] std::string version_text(int version);
 
 [[nodiscard]] inline cudaStream_t native(StreamView stream) {
   return static_cast<cudaStream_t>(stream.native());
@@ -26,6 +30,7 @@ void check(cudaError_t status, std::string_view what,
 [[nodiscard]] int count_devices(std::string* why_none);
 [[nodiscard]] DeviceProperties read_properties(int index);
 void require_usable(int index);
+void require_code(int index);  // in comm/kernel_modules.cpp; the device is the current one
 void select(int index);
 [[nodiscard]] void* make_stream(int index);
 void destroy_stream(void* stream) noexcept;

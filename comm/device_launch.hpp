@@ -29,7 +29,9 @@ namespace {
 
 // One of each source's own, for the source's others to be found by.
 __global__ void module_mark() {}
-const KernelModule module_of_this_source(reinterpret_cast<const void*>(&module_mark));
+constexpr int kArchitecturesOfThisSource[] = {__CUDA_ARCH_LIST__};
+const KernelModule module_of_this_source(reinterpret_cast<const void*>(&module_mark),
+                                         kArchitecturesOfThisSource);
 
 }  // namespace
 

@@ -78,7 +78,46 @@ void load_module_of(const void* kernel, const Driver& driver) {
   for (CUfunction function : functions) Driver::check_call(driver.load(function), "cuFuncLoad");
 }
 
+// That a kernel has no code for the GPU, neither made for it nor of a kind that the driver
+// compiles.
+bool says_no_code(cudaError_t status) {
+  return status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction ||
+         status == cudaErrorUnsupportedPtxVersion || status == cudaErrorInvalidPtx ||
+         status == cudaErrorJitCompilerNotFound || status == cudaErrorJitCompilationDisabled;
+}
+
+// "9.0" of 90.
+std::string capability_text(int capability) {
+  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+
 }  // namespace
+
+void require_code(int index) {
+  for (const KernelModule* module = KernelModule::first; module != nullptr;
+       module = module->next_) {
+    cudaFuncAttributes unused = {};
+    const cudaError_t status = cudaFuncGetAttributes(&unused, module->kernel_);
+    if (!says_no_code(status)) {
+      check(status, "cudaFuncGetAttributes");
+      continue;
+    }
+    static_cast<void>(cudaGetLastError());
+    const DeviceProperties gpu = read_properties(index);
+    const int capability = 10 * gpu.major + gpu.minor;
+    std::string compiled;
+    for (const int architecture : module->architectures_) {
+      compiled += (compiled.empty() ? "" : ", ") + capability_text(architecture / 10);
+    }
+    throw Error(ErrorCode::kUsage,
+                "device cuda:" + std::to_string(index) + " (" + gpu.name +
+                    ") has compute capability " + capability_text(capability) +
+                    ", for which this build has no code: its kernels were compiled for " +
+                    compiled + " (" + cudaGetErrorString(status) + "; driver for CUDA " +
+                    version_text(gpu.driver) + "); legal: a build with " +
+                    std::to_string(capability) + " in SLUICE_CUDA_ARCHITECTURES, or cpu");
+  }
+}
 
 void load_kernels() {
   const Driver driver;

@@ -70,7 +70,7 @@ Resolved resolve(const DeviceChoice& choice, int local_rank) {
   if (choice.kind == DeviceChoice::Kind::kCuda) return {gpu, ""};
   if (count == 0) return {{}, no_gpu_reason()};
   try {
-    require_device(gpu);
+    open_device(gpu);
     return {gpu, ""};
   } catch (const Error& error) {
     return {{}, error.what()};
@@ -134,8 +134,7 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
   Json report = {{"refusal", ""}};
   try {
     const auto [device, no_gpu] = resolve(choice, local_rank);
-    require_device(device);
-    use_device(device);  // before anything else makes this process a client of the first GPU
+    open_device(device);  // before anything else makes this process a client of the first GPU
     report["kind"] = static_cast<int>(device.kind);
     report["index"] = device.index;
     const DeviceProperties properties = properties_of(device);

@@ -54,6 +54,7 @@ RankFacts facts_of(const MpiSession& session, int rank, int threads, const RankD
   facts.device = to_string(device.device);
   facts.device_identity = device.identity;
   facts.gpu = describe_gpu(device.device);
+  if (!device.no_gpu.empty() && built_with_cuda()) facts.no_gpu = device.no_gpu;
   facts.rank = rank;
   facts.local_size = info.local_size;
   facts.host = info.host;

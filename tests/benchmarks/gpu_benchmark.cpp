@@ -33,7 +33,7 @@ void run(int argc, char** argv) {
   for (const Row& row : kRows) {
     if (row.name != name) continue;
     const GpuOptions options = parse_gpu_options(argc, argv);
-    require_device(kBenchmarkGpu);
+    open_device(kBenchmarkGpu);
     return row.run(options);
   }
   throw Error(

@@ -9,6 +9,7 @@
 
 #include "comm/device_launch.hpp"
 #include "stages/cuda/device_tools.hpp"
+#include "tests/emulated_cuda/modules.hpp"
 #include "tests/emulated_cuda/on_device.hpp"
 
 namespace sluice::cuda {
@@ -215,6 +216,26 @@ TEST(EmulatedKernelDeathTest, AnAccessBeyondAnAllocationDies) {
   EXPECT_DEATH(run_alone(overrun_kernel),
                "device code touched freed emulated device memory or "
                "the end of an allocation");
+}
+
+TEST(EmulatedKernelTest, ADeviceWithoutCodeRefusesThemAndNoOtherDoes) {
+  const auto run = [] {
+    launch("mark", module_mark, {.grid = dim3(1), .block = dim3(1)}, nullptr);
+  };
+  const auto attributes = [] {
+    cudaFuncAttributes ignored = {};
+    return cudaFuncGetAttributes(&ignored, reinterpret_cast<const void*>(&module_mark));
+  };
+  emulated::set_kernel_status(1, cudaErrorNoKernelImageForDevice);
+  run();
+  EXPECT_EQ(attributes(), cudaSuccess);
+  emulated::set_kernel_status(0, cudaErrorNoKernelImageForDevice);
+  EXPECT_THROW(run(), Error);
+  EXPECT_EQ(attributes(), cudaErrorNoKernelImageForDevice);
+  emulated::set_kernel_status(0, cudaSuccess);
+  emulated::set_kernel_status(1, cudaSuccess);
+  run();
+  EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
 }
 
 TEST(EmulatedKernelTest, ARefusedLaunchNamesTheKernelAndItsShape) {

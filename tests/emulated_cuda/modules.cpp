@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <map>
 #include <mutex>
 #include <string_view>
 #include <utility>
@@ -21,6 +22,7 @@ std::atomic<int> driver_version = CUDART_VERSION;
 std::mutex mutex;                              // over what follows
 std::set<std::pair<int, const void*>> loaded;  // device and kernel
 std::set<std::string> launched;
+std::map<int, cudaError_t> kernel_statuses;  // [device] what a test has set
 
 // --- the driver's functions; a handle is the kernel's address ---
 CUresult loading_mode(CUmoduleLoadingMode* mode) {
@@ -91,6 +93,17 @@ std::set<std::string> launched_kernels() {
 void note_launch(const char* name) {
   const std::lock_guard lock(mutex);
   launched.emplace(name);
+}
+
+void set_kernel_status(int device, cudaError_t status) {
+  const std::lock_guard lock(mutex);
+  kernel_statuses[device] = status;
+}
+
+cudaError_t kernel_status(int device) {
+  const std::lock_guard lock(mutex);
+  const auto found = kernel_statuses.find(device);
+  return found == kernel_statuses.end() ? cudaSuccess : found->second;
 }
 
 void set_driver_version(int version) { driver_version = version; }

@@ -144,6 +144,9 @@ cudaError_t enqueue_kernel(const Launch& launch, cudaStream_t stream,
     return cudaErrorInvalidConfiguration;
   }
   if (launch.shared_bytes > kSharedBytes) return cudaErrorInvalidValue;
+  if (const cudaError_t status = kernel_status(current_device()); status != cudaSuccess) {
+    return status;
+  }
   note_launch(launch.name);
   return enqueue(real,
                  [launch, run_thread = std::move(run_thread)] { run_blocks(launch, run_thread); });
@@ -380,6 +383,9 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function) {
   if (function == nullptr) return note(cudaErrorInvalidDeviceFunction);
+  if (const cudaError_t status = kernel_status(current_device()); status != cudaSuccess) {
+    return note(status);
+  }
   *attributes = {};
   attributes->maxThreadsPerBlock = kBlockThreads;
   attributes->binaryVersion = attributes->ptxVersion = 90;
@@ -406,6 +412,8 @@ const char* cudaGetErrorName(cudaError_t status) {
     SLUICE_NAME(cudaErrorInvalidPitchValue);
     SLUICE_NAME(cudaErrorInvalidDeviceFunction);
     SLUICE_NAME(cudaErrorNoDevice);
+    SLUICE_NAME(cudaErrorNoKernelImageForDevice);
+    SLUICE_NAME(cudaErrorUnsupportedPtxVersion);
     SLUICE_NAME(cudaErrorInvalidDevice);
     SLUICE_NAME(cudaErrorInvalidResourceHandle);
     SLUICE_NAME(cudaErrorIllegalState);
@@ -437,6 +445,8 @@ const char* cudaGetErrorString(cudaError_t status) {
       return "no CUDA-capable device is detected";
     case cudaErrorInvalidDevice:
       return "invalid device ordinal";
+    case cudaErrorNoKernelImageForDevice:
+      return "no kernel image is available for execution on the device";
     case cudaErrorInvalidResourceHandle:
       return "invalid resource handle";
     case cudaErrorNotReady:

@@ -32,19 +32,19 @@ TEST(DeviceChoiceTest, RanksThatFellBackToTheCpuSayWhy) {
 }
 
 #ifdef SLUICE_EMULATED
-// cuda:1 is of a kind that no build has code for.
+std::vector<RankDevice> choose(Communicator& comm, const char* devices, int replicas = 1) {
+  Collectives world(comm, 0, nullptr);
+  return choose_devices(world, make_topology(2, 2 / replicas, replicas, RankOrder::kPipelineFirst),
+                        parse_devices(devices));
+}
+
+// cuda:1 is older than what Sluice is for.
 class OldGpuTest : public ::testing::Test {
  protected:
   static constexpr const char* kWhy =
-      "device cuda:1 has compute capability 7.5; this build has code for 8.0 and newer";
+      "device cuda:1 has compute capability 7.5; legal: 8.0 and newer, or cpu";
   void SetUp() override { emulated::set_compute_capability(1, 75); }
   void TearDown() override { emulated::set_compute_capability(1, 90); }
-  static std::vector<RankDevice> choose(Communicator& comm, const char* devices, int replicas = 1) {
-    Collectives world(comm, 0, nullptr);
-    return choose_devices(world,
-                          make_topology(2, 2 / replicas, replicas, RankOrder::kPipelineFirst),
-                          parse_devices(devices));
-  }
 };
 
 TEST_F(OldGpuTest, IsRefusedByNameWhereItIsAskedFor) {
@@ -65,6 +65,56 @@ TEST_F(OldGpuTest, IsPassedOverByAutoWithTheReason) {
     EXPECT_EQ(devices[1].no_gpu, kWhy);
     expect_error(ErrorCode::kUsage, {"rank 0 has cuda:0 and rank 1 has cpu (device cuda:1 has"},
                  [&] { static_cast<void>(choose(comm, "auto", 2)); });
+  });
+}
+
+// cuda:1 is newer than what the program was compiled for.
+class GpuWithoutCodeTest : public ::testing::Test {
+ protected:
+  static constexpr const char* kWhy =
+      "device cuda:1 (Emulated CUDA device) has compute capability 12.1, for which this build has "
+      "no code: its kernels were compiled for 8.0, 9.0 (no kernel image is available for execution "
+      "on the device; driver for CUDA ";
+  static constexpr const char* kLegal =
+      "); legal: a build with 121 in SLUICE_CUDA_ARCHITECTURES, or cpu";
+  void SetUp() override {
+    emulated::set_compute_capability(1, 121);
+    emulated::set_kernel_status(1, cudaErrorNoKernelImageForDevice);
+  }
+  void TearDown() override {
+    emulated::set_compute_capability(1, 90);
+    emulated::set_kernel_status(1, cudaSuccess);
+  }
+};
+
+TEST_F(GpuWithoutCodeTest, IsRefusedOnEveryRankBeforeAnythingRunsThere) {
+  require_device({DeviceKind::kCuda, 1});
+  run_loopback(2, [](Communicator& comm) {
+    expect_error(ErrorCode::kUsage, {"rank 1 on ", kWhy, kLegal},
+                 [&] { static_cast<void>(choose(comm, "cuda")); });
+  });
+}
+
+TEST_F(GpuWithoutCodeTest, IsPassedOverByAutoWithTheReason) {
+  run_loopback(2, [](Communicator& comm) {
+    const std::vector<RankDevice> devices = choose(comm, "auto");
+    EXPECT_EQ(to_string(devices[0].device), "cuda:0");
+    EXPECT_EQ(to_string(devices[1].device), "cpu");
+    EXPECT_NE(devices[1].no_gpu.find(kWhy), std::string::npos) << devices[1].no_gpu;
+  });
+}
+
+TEST_F(GpuWithoutCodeTest, IsOneWhoseDriverCannotCompileThePtxToo) {
+  emulated::set_kernel_status(1, cudaErrorUnsupportedPtxVersion);
+  expect_error(ErrorCode::kUsage, {"no code", "cudaErrorUnsupportedPtxVersion", kLegal}, [] {
+    open_device({DeviceKind::kCuda, 1});
+  });
+}
+
+TEST_F(GpuWithoutCodeTest, IsNotOneThatFails) {
+  emulated::set_kernel_status(1, cudaErrorInvalidResourceHandle);
+  expect_error(ErrorCode::kDevice, {"cudaFuncGetAttributes: invalid resource handle"}, [] {
+    open_device({DeviceKind::kCuda, 1});
   });
 }
 
