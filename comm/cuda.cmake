@@ -23,15 +23,65 @@ macro(sluice_find_beside_toolkit variable header library)
                ${CUDAToolkit_LIBRARY_DIR} ${CUDAToolkit_LIBRARY_ROOT} PATH_SUFFIXES lib lib64)
 endmacro()
 
+# sluice_without_cuda(<what is missing> <what helps>): why there will be no GPU code; an error unless
+# the choice was left to us.
+macro(sluice_without_cuda missing helps)
+  if(SLUICE_CUDA STREQUAL auto)
+    message(STATUS "GPUs: none, ${missing}. Building for CPUs alone: the program will refuse --device "
+                   "cuda. What helps: ${helps}")
+  else()
+    message(FATAL_ERROR "SLUICE_CUDA is ${SLUICE_CUDA}, but ${missing}. What helps: ${helps}")
+  endif()
+  set(SLUICE_WITH_CUDA 0)
+endmacro()
+
 if(NOT SLUICE_CUDA STREQUAL off)
-  find_package(CUDAToolkit 12.4 QUIET)
-  if(CUDAToolkit_FOUND AND TARGET CUDA::cublasLt)
+  set(oldest_toolkit 12.4)
+  find_package(CUDAToolkit ${oldest_toolkit} QUIET)
+  find_path(SLUICE_CUBLASLT_INCLUDE cublasLt.h HINTS ${CUDAToolkit_INCLUDE_DIRS}
+                                                     ${CUDAToolkit_MATH_INCLUDE_DIR})
+  if(NOT CUDAToolkit_BIN_DIR)
+    sluice_without_cuda(
+      "no CUDA toolkit was found: no nvcc on PATH, in CUDAToolkit_ROOT or in /usr/local/cuda"
+      "a toolkit ${oldest_toolkit} or newer there")
+  elseif(NOT CUDAToolkit_VERSION)
+    sluice_without_cuda("the nvcc in ${CUDAToolkit_BIN_DIR} does not say its version"
+                        "another toolkit, with its nvcc on PATH or in CUDAToolkit_ROOT")
+  elseif(CUDAToolkit_VERSION VERSION_LESS oldest_toolkit)
+    sluice_without_cuda(
+      "the CUDA toolkit in ${CUDAToolkit_BIN_DIR} is ${CUDAToolkit_VERSION}, older than ${oldest_toolkit}"
+      "a newer one, with its nvcc on PATH or in CUDAToolkit_ROOT")
+  elseif(NOT CUDAToolkit_FOUND)
+    sluice_without_cuda(
+      "the CUDA toolkit ${CUDAToolkit_VERSION} in ${CUDAToolkit_BIN_DIR} lacks cuda_runtime.h or libcudart"
+      "its packages of the runtime and its headers (cuda-cudart-dev)")
+  elseif(NOT TARGET CUDA::cublasLt OR NOT SLUICE_CUBLASLT_INCLUDE)
+    sluice_without_cuda(
+      "the CUDA toolkit ${CUDAToolkit_VERSION} in ${CUDAToolkit_BIN_DIR} lacks cuBLASLt, its header or its library"
+      "its package (libcublas-dev)")
+  else()
     set(SLUICE_WITH_CUDA 1)
-  elseif(NOT SLUICE_CUDA STREQUAL auto)
-    message(FATAL_ERROR "SLUICE_CUDA is ${SLUICE_CUDA}, but no CUDA toolkit 12.4 or newer with cuBLASLt "
-                        "was found; put nvcc on PATH or set CUDAToolkit_ROOT")
   endif()
 endif()
+
+# nvcc's first complaint about an empty program, in <result>; empty where it has none.
+function(sluice_ask_nvcc nvcc result)
+  set(source ${CMAKE_CURRENT_BINARY_DIR}/CMakeFiles/sluice_empty.cu)
+  file(WRITE ${source} "")
+  execute_process(COMMAND ${nvcc} -std=c++20 -c ${source} -o ${source}.o RESULT_VARIABLE status
+                  OUTPUT_VARIABLE said ERROR_VARIABLE said)
+  set(complaint)
+  if(NOT status EQUAL 0)
+    string(REGEX MATCH "[^\n]*error[^\n]*" complaint "${said}")
+    if(NOT complaint)
+      string(REGEX MATCH "[^\n]+" complaint "${said}")
+    endif()
+    if(NOT complaint)
+      set(complaint "${status}")
+    endif()
+  endif()
+  set(${result} "${complaint}" PARENT_SCOPE)
+endfunction()
 
 # Machine code runs on its own major version alone, from its minor version up; PTX, compiled when it is
 # loaded, on everything newer. Hence one entry per major version that the compiler knows, PTX of the
@@ -47,6 +97,13 @@ set(SLUICE_CUDA_ARCHITECTURES
 if(SLUICE_WITH_CUDA AND NOT SLUICE_CUDA STREQUAL emulated)
   include(CheckLanguage)
   set(CMAKE_CUDA_ARCHITECTURES ${SLUICE_CUDA_ARCHITECTURES})
+  # The compiler of the toolkit that was found, on PATH or not, unless another was asked for.
+  if(NOT DEFINED ENV{CUDACXX} AND CUDAToolkit_NVCC_EXECUTABLE)
+    set(ENV{CUDACXX} ${CUDAToolkit_NVCC_EXECUTABLE})
+  endif()
+  if(NOT CMAKE_CUDA_COMPILER) # did not work last time: it may now
+    unset(CMAKE_CUDA_COMPILER CACHE)
+  endif()
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     enable_language(CUDA)
@@ -59,10 +116,17 @@ if(SLUICE_WITH_CUDA AND NOT SLUICE_CUDA STREQUAL emulated)
     if(SLUICE_CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
       set(CMAKE_CUDA_COMPILER_LAUNCHER ${SLUICE_CCACHE})
     endif()
-  elseif(SLUICE_CUDA STREQUAL on)
-    message(FATAL_ERROR "SLUICE_CUDA is on, but the toolkit's compiler nvcc does not work here")
+  elseif(CUDAToolkit_NVCC_EXECUTABLE)
+    sluice_ask_nvcc(${CUDAToolkit_NVCC_EXECUTABLE} complaint)
+    if(NOT complaint)
+      set(complaint "CMake's own trial is in ${CMAKE_BINARY_DIR}/CMakeFiles")
+    endif()
+    sluice_without_cuda(
+      "the toolkit's compiler ${CUDAToolkit_NVCC_EXECUTABLE} does not work here (${complaint})"
+      "a toolkit that works, or a C++ compiler that this one accepts, in CUDAHOSTCXX")
   else()
-    set(SLUICE_WITH_CUDA 0)
+    sluice_without_cuda("the CUDA toolkit in ${CUDAToolkit_BIN_DIR} has no compiler nvcc"
+                        "its package (cuda-nvcc)")
   endif()
 endif()
 
@@ -96,8 +160,6 @@ if(SLUICE_WITH_CUDA)
   endif()
   message(STATUS "GPUs: CUDA ${CUDAToolkit_VERSION} (${SLUICE_CUDA}), architectures "
                  "${SLUICE_CUDA_ARCHITECTURES}, cuDNN ${SLUICE_WITH_CUDNN}, NCCL ${SLUICE_WITH_NCCL}")
-elseif(SLUICE_CUDA STREQUAL auto)
-  message(STATUS "GPUs: no CUDA toolkit 12.4 or newer found; building for CPUs alone")
 endif()
 
 # What a box with GPU code links privately; an installed Sluice looks the same libraries up.

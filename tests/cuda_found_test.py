@@ -1,0 +1,108 @@
+"""comm/cuda.cmake against made-up CUDA toolkits: what is missing is named, and what is lost.
+
+cuda_found_test.py CMAKE CXX_COMPILER SOURCES
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+
+CMAKE, COMPILER, SOURCES = sys.argv[1:4]
+
+# What the machine has of CUDA is out of sight.
+PROJECT = """cmake_minimum_required(VERSION 3.25)
+project(cuda_found LANGUAGES CXX)
+set(CMAKE_FIND_USE_CMAKE_SYSTEM_PATH OFF)
+set(CMAKE_FIND_USE_SYSTEM_ENVIRONMENT_PATH OFF)
+include({sources}/comm/cuda.cmake)
+message(STATUS "with CUDA: ${{SLUICE_WITH_CUDA}}")
+"""
+
+# Knows its version and compiles nothing.
+NVCC = """#!/bin/sh
+if [ "$1" = --version ]; then
+  echo "Cuda compilation tools, release {version}, V{version}.99"
+else
+  echo "In file included from empty.cu:1:"
+  echo "host_config.h:143: error: unsupported GNU version"
+  exit 1
+fi
+"""
+
+FILES = ("include/cuda_runtime.h", "lib64/libcudart.so", "lib64/libcublasLt.so",
+         "include/cublasLt.h")
+
+
+class CudaFound(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = pathlib.Path(folder.name)
+        self.toolkit = self.folder / "toolkit"
+        (self.folder / "CMakeLists.txt").write_text(PROJECT.format(sources=SOURCES),
+                                                    encoding="utf-8")
+
+    def make_toolkit(self, version, files=FILES):
+        for name in ("bin/nvcc", *files):
+            path = self.toolkit / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(NVCC.format(version=version) if name == "bin/nvcc" else "",
+                            encoding="utf-8")
+        (self.toolkit / "bin/nvcc").chmod(0o755)
+
+    def configure(self, choice):
+        """(exit code, what is printed, on one line)."""
+        environment = {name: value for name, value in os.environ.items()
+                       if "CUDA" not in name and name != "CMAKE_PREFIX_PATH"}
+        run = subprocess.run(
+            [CMAKE, "-S", self.folder, "-B", self.folder / "build", f"-DSLUICE_CUDA={choice}",
+             f"-DCMAKE_CXX_COMPILER={COMPILER}", f"-DCUDAToolkit_ROOT={self.toolkit}"],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            check=False)
+        return run.returncode, re.sub(r"\s+", " ", run.stdout)
+
+    def check(self, missing):
+        """Left to us, the program is built for CPUs and `missing` is said; insisted on, it is an
+        error that says the same."""
+        code, said = self.configure("auto")
+        self.assertEqual(code, 0, said)
+        self.assertIn(f"GPUs: none, {missing}", said)
+        self.assertIn("Building for CPUs alone: the program will refuse --device cuda. What helps:",
+                      said)
+        self.assertIn("with CUDA: 0", said)
+        code, said = self.configure("on")
+        self.assertNotEqual(code, 0, said)
+        self.assertIn(f"SLUICE_CUDA is on, but {missing}", said)
+
+    def test_names_that_there_is_no_toolkit(self):
+        self.check("no CUDA toolkit was found")
+
+    def test_names_the_version_of_a_toolkit_that_is_too_old(self):
+        self.make_toolkit("12.3")
+        self.check(f"the CUDA toolkit in {self.toolkit}/bin is 12.3.99, older than 12.4")
+
+    def test_names_what_a_toolkit_lacks(self):
+        self.make_toolkit("12.4", files=())
+        self.check(f"the CUDA toolkit 12.4.99 in {self.toolkit}/bin lacks cuda_runtime.h or")
+        self.make_toolkit("12.4", files=FILES[:2])
+        self.check(f"the CUDA toolkit 12.4.99 in {self.toolkit}/bin lacks cuBLASLt")
+        self.make_toolkit("12.4", files=FILES[:3])
+        self.check(f"the CUDA toolkit 12.4.99 in {self.toolkit}/bin lacks cuBLASLt")
+
+    def test_repeats_what_a_compiler_that_does_not_work_says(self):
+        self.make_toolkit("12.4")
+        self.check(f"the toolkit's compiler {self.toolkit}/bin/nvcc does not work here "
+                   "(host_config.h:143: error: unsupported GNU version)")
+
+    def test_forgets_what_was_missing_once_it_is_there(self):
+        self.check("no CUDA toolkit was found")
+        self.make_toolkit("12.4", files=FILES[:2])
+        self.check(f"the CUDA toolkit 12.4.99 in {self.toolkit}/bin lacks cuBLASLt")
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1])
