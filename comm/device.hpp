@@ -120,7 +120,8 @@ class Event {
 // Every buffer starts at a multiple of this many bytes, so that no result depends on alignment.
 inline constexpr std::size_t kBufferAlignment = 256;
 
-// A device has not as much memory left as was asked for; what() names both. Of code kDevice.
+// A device, or the host for it, has not as much memory left as was asked for; what() names both,
+// or the library's call that asked. Of code kDevice.
 class OutOfMemory : public Error {
  public:
   explicit OutOfMemory(const std::string& message,
@@ -162,7 +163,8 @@ class Buffer {
 };
 
 // Uninitialised host memory, kBufferAlignment-aligned: page-locked where `device` is a GPU, so that
-// copies to and from it run beside the host and kernels may write it; else plain memory.
+// copies to and from it run beside the host and kernels may write it; else plain memory. Throws
+// OutOfMemory where it cannot be had.
 class HostBuffer {
  public:
   HostBuffer() = default;

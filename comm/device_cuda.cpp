@@ -33,8 +33,15 @@ class Selected {
 void check(cudaError_t status, std::string_view what, std::source_location location) {
   if (status == cudaSuccess) return;
   static_cast<void>(cudaGetLastError());  // what is not sticky is forgotten
-  throw Error(ErrorCode::kDevice, std::string(what) + ": " + cudaGetErrorString(status), -1,
-              location);
+  const std::string message = std::string(what) + ": " + cudaGetErrorString(status);
+  if (status == cudaErrorMemoryAllocation) throw OutOfMemory(message, location);
+  throw Error(ErrorCode::kDevice, message, -1, location);
+}
+
+std::string free_memory_text() {
+  std::size_t free = 0, total = 0;
+  static_cast<void>(cudaMemGetInfo(&free, &total));
+  return std::to_string(free) + " of " + std::to_string(total) + " bytes are free";
 }
 
 std::string version_text(int version) {
@@ -169,11 +176,8 @@ std::byte* allocate(int index, std::size_t bytes) {
   const cudaError_t status = cudaMalloc(&data, bytes);
   if (status == cudaErrorMemoryAllocation) {
     static_cast<void>(cudaGetLastError());
-    std::size_t free = 0, total = 0;
-    static_cast<void>(cudaMemGetInfo(&free, &total));
-    throw OutOfMemory("cannot allocate " + std::to_string(bytes) +
-                      " bytes on cuda:" + std::to_string(index) + ": out of memory (" +
-                      std::to_string(free) + " of " + std::to_string(total) + " bytes are free)");
+    throw OutOfMemory("cannot allocate " + std::to_string(bytes) + " bytes on cuda:" +
+                      std::to_string(index) + ": out of memory (" + free_memory_text() + ")");
   }
   check(status, "cudaMalloc(" + std::to_string(bytes) + ")");
   return static_cast<std::byte*>(data);
@@ -185,7 +189,8 @@ std::byte* allocate_host(int index, std::size_t bytes) {
   const Selected selected(index);
   void* data = nullptr;
   check(cudaHostAlloc(&data, bytes, cudaHostAllocPortable),
-        "cudaHostAlloc(" + std::to_string(bytes) + ") of page-locked memory");
+        "cannot allocate " + std::to_string(bytes) +
+            " bytes of page-locked host memory for cuda:" + std::to_string(index));
   return static_cast<std::byte*>(data);
 }
 

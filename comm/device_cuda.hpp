@@ -12,10 +12,13 @@
 
 namespace sluice::cuda {
 
-// Throws Error(kDevice), "`what`: CUDA's text", unless status is cudaSuccess.
+// Throws Error(kDevice), "`what`: CUDA's text", unless status is cudaSuccess; OutOfMemory where
+// that is what it says.
 void check(cudaError_t status, std::string_view what,
            std::source_location location = std::source_location::current());
 
+// "512 of 4096 bytes are free", of the current device.
+[[nodiscard]] std::string free_memory_text();
 // "12.4" of 12040, as CUDA counts its versions.
 [[nodiscard]] std::string version_text(int version);
 

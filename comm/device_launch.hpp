@@ -10,7 +10,7 @@
 #include <string>
 #include <type_traits>
 
-#include "comm/error.hpp"
+#include "comm/device.hpp"
 #include "comm/kernel_modules.hpp"
 
 #ifndef SLUICE_EMULATED_CUDA
@@ -44,10 +44,12 @@ inline void check_launch(cudaError_t status, const char* name, const LaunchShape
     shown += std::to_string(size.x) + ", " + std::to_string(size.y) + ", ";
     return shown += std::to_string(size.z) + ")";
   };
-  throw Error(ErrorCode::kDevice, std::string("launching ") + name + " on a grid of " +
-                                      text(shape.grid) + " blocks of " + text(shape.block) +
-                                      " threads with " + std::to_string(shape.shared_bytes) +
-                                      " bytes of shared memory: " + cudaGetErrorString(status));
+  const std::string message = std::string("launching ") + name + " on a grid of " +
+                              text(shape.grid) + " blocks of " + text(shape.block) +
+                              " threads with " + std::to_string(shape.shared_bytes) +
+                              " bytes of shared memory: " + cudaGetErrorString(status);
+  if (status == cudaErrorMemoryAllocation) throw OutOfMemory(message);  // to load the kernel
+  throw Error(ErrorCode::kDevice, message);
 }
 
 }  // namespace detail
@@ -55,7 +57,8 @@ inline void check_launch(cudaError_t status, const char* name, const LaunchShape
 // Puts one run of `kernel` on `stream` and returns; `arguments` are converted to the kernel's
 // parameter types and copied. `name` says what the kernel is for ("layer norm forward"). The
 // stream's device must be current. A grid without blocks is an error, as in CUDA.
-// Throws Error(kDevice), naming the kernel and its shape, where the launch is refused.
+// Throws Error(kDevice), naming the kernel and its shape, where the launch is refused; OutOfMemory
+// where the device has none left for it.
 template <typename... Parameters, typename... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
             cudaStream_t stream, Arguments&&... arguments) {

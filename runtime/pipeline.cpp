@@ -57,10 +57,13 @@ struct Pipeline::Impl {
     bool graphs = false;
   };
 
-  // Runs `body`; where the device has no memory left for it, the error says so of `who`, with the
-  // plan's table.
+  // Runs `body`; where the device, or the host for it, has no memory left, the error says so of
+  // `who`, with the plan's table.
   template <typename Body>
   void within_plan(const std::string& who, const Body& body) const;
+  // The same of whatever the device refuses: libraries do not say that memory was the reason.
+  template <typename Body>
+  void make_ready(const std::string& who, const Body& body) const;
   [[noreturn]] void exceed_plan(const std::string& who, const Error& error) const;
   void take_memory();
   void prepare_stages();
@@ -99,7 +102,8 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
                      const StageFactory& make_stage, const DataSource& source)
     : options(options_in), groups(world, options) {
   groups.guarded([&] {
-    compute = std::make_unique<ComputeContext>(groups.device, options.threads);
+    make_ready("the libraries",
+               [&] { compute = std::make_unique<ComputeContext>(groups.device, options.threads); });
     compute->set_tf32(options.tf32);
     BuiltLayout built = build_layout(groups, options, *compute, make_stage, source);
     layout = std::move(built.layout);
@@ -128,9 +132,11 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
       });
     }
     if (options.inference) return;
-    loader =
-        std::make_unique<BatchLoader>(source, Phase::kTrain, layout.micro_batches, layout.owns(0),
-                                      layout.owns(layout.num_stages() - 1), compute->device());
+    within_plan("the batches", [&] {
+      loader =
+          std::make_unique<BatchLoader>(source, Phase::kTrain, layout.micro_batches, layout.owns(0),
+                                        layout.owns(layout.num_stages() - 1), compute->device());
+    });
     within_plan("the optimizer", [&] {
       gradients = std::make_unique<GradientSync>(groups, layout, options, *compute, nccl.get(),
                                                  *tied, bindings);
@@ -150,11 +156,23 @@ void Pipeline::Impl::within_plan(const std::string& who, const Body& body) const
   }
 }
 
+template <typename Body>
+void Pipeline::Impl::make_ready(const std::string& who, const Body& body) const {
+  try {
+    body();
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kDevice) throw;
+    exceed_plan(who, error);
+  }
+}
+
 void Pipeline::Impl::exceed_plan(const std::string& who, const Error& error) const {
-  throw Error(ErrorCode::kDevice,
-              fmt::format("{} on {} of {}: {}; the plan of this rank: {}", who,
-                          to_string(compute->device()), layout.devices[at(layout.rank)].host,
-                          error.what(), to_string(layout.memory[at(layout.rank)])));
+  std::string plan = "not made yet";
+  if (!layout.memory.empty()) plan = to_string(layout.memory[at(layout.rank)]);
+  throw Error(
+      ErrorCode::kDevice,
+      fmt::format("{} on {} of {}: {}; the plan of this rank: {}", who, to_string(groups.device),
+                  groups.devices[at(groups.world->rank())].host, error.what(), plan));
 }
 
 void Pipeline::Impl::take_memory() {
@@ -215,12 +233,7 @@ void Pipeline::Impl::prepare_stages() {
       for (const EdgeTensor& tensor : layout.edges.inputs(size, index))
         specs.push_back(tensor.spec);
     }
-    try {
-      stages[i]->prepare(setup);
-    } catch (const Error& error) {
-      if (error.code() != ErrorCode::kDevice) throw;
-      exceed_plan(fmt::format("stage {}", index), error);
-    }
+    make_ready(fmt::format("stage {}", index), [&] { stages[i]->prepare(setup); });
     bindings.push_back(binding);
   }
 }
@@ -280,7 +293,8 @@ StepReport Pipeline::Impl::train_step() {
     step = number;
     report = report_of(steady_seconds() - started);
     if (options.check_replicas > 0 && step % options.check_replicas == 0) {
-      sluice::check_replicas(groups, layout, *tied, bindings, *mirror, step);
+      within_plan(fmt::format("the comparison of replicas after step {}", step),
+                  [&] { sluice::check_replicas(groups, layout, *tied, bindings, *mirror, step); });
     }
   });
   return report;
@@ -435,7 +449,7 @@ void Pipeline::values_changed() {
   impl_->require_open();
   impl_->groups.guarded([&] {
     use_device(impl_->compute->device());
-    impl_->tied->spread_values();
+    impl_->within_plan("tied parameters", [&] { impl_->tied->spread_values(); });
   });
 }
 

@@ -4,14 +4,24 @@
 
 #include <array>
 
-#include "comm/error.hpp"
+#include "comm/device_cuda.hpp"
 
 namespace sluice::cuda {
 
+namespace {
+
+[[noreturn]] void throw_out_of_memory(std::string_view what, std::string_view said,
+                                      std::source_location location) {
+  throw OutOfMemory(fmt::format("{}: {} ({})", what, said, free_memory_text()), location);
+}
+
+}  // namespace
+
 void check_cublas(cublasStatus_t status, std::string_view what, std::source_location location) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
-  throw Error(ErrorCode::kDevice, fmt::format("{}: {}", what, cublasLtGetStatusName(status)), -1,
-              location);
+  const char* const name = cublasLtGetStatusName(status);
+  if (status == CUBLAS_STATUS_ALLOC_FAILED) throw_out_of_memory(what, name, location);
+  throw Error(ErrorCode::kDevice, fmt::format("{}: {}", what, name), -1, location);
 }
 
 #if SLUICE_WITH_CUDNN
@@ -29,6 +39,10 @@ std::string describe(cudnnStatus_t status) {
 
 void check_cudnn(cudnnStatus_t status, std::string_view what, std::source_location location) {
   if (status == CUDNN_STATUS_SUCCESS) return;
+  if (status == CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED ||
+      status == CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED) {
+    throw_out_of_memory(what, describe(status), location);
+  }
   throw Error(ErrorCode::kDevice, fmt::format("{}: {}", what, describe(status)), -1, location);
 }
 #endif

@@ -14,7 +14,8 @@
 namespace sluice::cuda {
 
 // Throws Error(kDevice) "what: CUBLAS_STATUS_...", at the caller's place, unless the call
-// succeeded. `what` names the call and, where it helps, what it was to compute.
+// succeeded; OutOfMemory, with what the device has left, where the library found no memory. `what`
+// names the call and, where it helps, what it was to compute.
 void check_cublas(cublasStatus_t status, std::string_view what,
                   std::source_location location = std::source_location::current());
 

@@ -109,6 +109,11 @@ std::string to_string(const ProductSpec& spec) {
               fmt::format("cuBLASLt cannot compute {}: {}", to_string(spec), what));
 }
 
+void check_product(const ProductSpec& spec, cublasStatus_t status) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  check_cublas(status, fmt::format("cuBLASLt cannot compute {}", to_string(spec)));
+}
+
 struct Key {
   ProductSpec spec;
   bool aligned;
@@ -241,19 +246,18 @@ void Matmuls::run(const ProductSpec& spec, const ProductOperands& operands) {
   if (product.batches == 0 || product.m == 0 || product.n == 0) return;
   if (product.k == 0 && product.accumulate) return;
   const Plan& plan = state_->find(spec, aligned(operands));
-  if (plan.status != CUBLAS_STATUS_SUCCESS) fail(spec, cublasLtGetStatusName(plan.status));
+  check_product(spec, plan.status);
   if (product.bias) set(plan.description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands.bias);
   if (spec.epilogue != Epilogue::kNone) {
     set(plan.description, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands.aux);
   }
   const float one = 1, beta = product.accumulate ? 1.0F : 0.0F;
   Context& context = state_->context;
-  const cublasStatus_t status =
-      cublasLtMatmul(context.cublas(), plan.description.get(), &one, operands.b, plan.b.get(),
-                     operands.a, plan.a.get(), &beta, operands.c, plan.c.get(), operands.c,
-                     plan.c.get(), &plan.algorithm, context.workspace(), Context::kWorkspaceBytes,
-                     static_cast<cudaStream_t>(context.stream().native()));
-  if (status != CUBLAS_STATUS_SUCCESS) fail(spec, cublasLtGetStatusName(status));
+  check_product(spec, cublasLtMatmul(context.cublas(), plan.description.get(), &one, operands.b,
+                                     plan.b.get(), operands.a, plan.a.get(), &beta, operands.c,
+                                     plan.c.get(), operands.c, plan.c.get(), &plan.algorithm,
+                                     context.workspace(), Context::kWorkspaceBytes,
+                                     static_cast<cudaStream_t>(context.stream().native())));
 }
 
 bool Matmuls::supports(const ProductSpec& spec) {

@@ -6,12 +6,14 @@
 #include <cublasLt.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <initializer_list>
 #include <optional>
 
+#include "tests/emulated_cuda/control.hpp"
 #include "tests/emulated_cuda/memory.hpp"
 #include "tests/emulated_cuda/product.hpp"
 #include "tests/emulated_cuda/stream.hpp"
@@ -23,6 +25,8 @@ struct cublasLtContext {
 namespace sluice::emulated {
 
 namespace {
+
+std::atomic<cublasStatus_t> wanted_status = CUBLAS_STATUS_SUCCESS;
 
 constexpr std::uint64_t kAlgorithmMark = 0x534C554943454C54U;
 constexpr std::size_t kWorkspaceBytes = 32768;  // taken where the preference allows as much
@@ -312,12 +316,15 @@ cublasStatus_t destroy(Handle handle) {
 
 }  // namespace
 
+void set_cublas_status(cublasStatus_t status) { wanted_status = status; }
+
 }  // namespace sluice::emulated
 
 using namespace sluice::emulated;  // NOLINT(google-build-using-namespace): the C functions below
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t* handle) {
   if (device_count() == 0) return CUBLAS_STATUS_NOT_INITIALIZED;
+  if (wanted_status != CUBLAS_STATUS_SUCCESS) return wanted_status;
   *handle = new cublasLtContext{current_device()};
   return CUBLAS_STATUS_SUCCESS;
 }
@@ -337,6 +344,8 @@ const char* cublasLtGetStatusName(cublasStatus_t status) {
       return "CUBLAS_STATUS_SUCCESS";
     case CUBLAS_STATUS_NOT_INITIALIZED:
       return "CUBLAS_STATUS_NOT_INITIALIZED";
+    case CUBLAS_STATUS_ALLOC_FAILED:
+      return "CUBLAS_STATUS_ALLOC_FAILED";
     case CUBLAS_STATUS_INVALID_VALUE:
       return "CUBLAS_STATUS_INVALID_VALUE";
     case CUBLAS_STATUS_EXECUTION_FAILED:
@@ -439,6 +448,7 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
                               cublasLtMatrixLayout_t d_layout, const cublasLtMatmulAlgo_t* algo,
                               void* workspace, std::size_t workspace_bytes, cudaStream_t stream) {
   if (handle == nullptr) return CUBLAS_STATUS_NOT_INITIALIZED;
+  if (wanted_status != CUBLAS_STATUS_SUCCESS) return wanted_status;
   if (alpha == nullptr || beta == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
   Product product;
   const cublasStatus_t status =

@@ -2,6 +2,7 @@
 // real ones.
 #pragma once
 
+#include <cublasLt.h>
 #include <nccl.h>
 
 #include <cstddef>
@@ -27,6 +28,13 @@ void fail_communicator(ncclComm_t communicator, ncclResult_t failure);
 
 // What the device says its compute capability is from now on, 75 for 7.5. 90 at the start.
 void set_compute_capability(int device, int capability);
+
+// Host memory that one cudaHostAlloc gets at most, in bytes; more is cudaErrorMemoryAllocation from
+// now on. No limit at the start.
+void set_most_host_memory(std::size_t bytes);
+
+// What cublasLtCreate and cublasLtMatmul answer from now on. CUBLAS_STATUS_SUCCESS at the start.
+void set_cublas_status(cublasStatus_t status);
 
 // How many communicators ncclCommAbort has ended in this process so far.
 [[nodiscard]] int aborted_communicators();

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <csignal>
 #include <cstdint>
 #include <cstdio>
@@ -13,6 +14,8 @@
 #include <mutex>
 #include <new>
 #include <vector>
+
+#include "tests/emulated_cuda/control.hpp"
 
 namespace sluice::emulated {
 
@@ -25,6 +28,8 @@ constexpr std::size_t kAlignment = 256;  // of what cudaMalloc returns
 constexpr std::size_t kPageBytes = 4096;
 constexpr int kMostKeys = 12;  // of the 15 a process has
 constexpr std::size_t kFreshBytes = std::size_t{2} << 20;
+
+std::atomic<std::size_t> most_host_memory = SIZE_MAX;
 
 std::size_t number_from_environment(const char* name, std::size_t standard) {
   const char* text = std::getenv(name);
@@ -265,10 +270,13 @@ cudaError_t free_device(void* address) {
   return cudaSuccess;
 }
 
+void set_most_host_memory(std::size_t bytes) { most_host_memory = bytes; }
+
 cudaError_t allocate_host(std::size_t bytes, void** address) {
   if (address == nullptr) return cudaErrorInvalidValue;
   *address = nullptr;
   if (bytes == 0) return cudaSuccess;
+  if (bytes > most_host_memory) return cudaErrorMemoryAllocation;
   *address = ::operator new(bytes, std::align_val_t(kPageBytes), std::nothrow);
   if (*address == nullptr) return cudaErrorMemoryAllocation;
   std::memset(*address, 0xFF, bytes);

@@ -8,13 +8,17 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <cstdint>
 #include <functional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "comm/error.hpp"
 #include "comm/loopback.hpp"
 #include "tests/emulated_cuda/control.hpp"
+#include "tests/emulated_cuda/modules.hpp"
+#include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/training_cases.hpp"
 
 namespace sluice::testing {
@@ -281,10 +285,14 @@ class HungryStage : public ChangedStage {
   Buffer more_;
 };
 
+std::string host_name() {
+  std::array<char, 256> name{};
+  EXPECT_EQ(gethostname(name.data(), name.size() - 1), 0);
+  return name.data();
+}
+
 TEST(DeviceMemoryPlanTest, AnErrorSaysWhoAskedForHowMuchAndShowsTheTable) {
-  std::array<char, 256> host_name{};
-  ASSERT_EQ(gethostname(host_name.data(), host_name.size() - 1), 0);
-  const std::string host = host_name.data();
+  const std::string host = host_name();
   const Job each = job("hungry", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
   for (const bool at_once : {true, false}) {
     run(each, [&](Communicator& comm, const DataSource& source) {
@@ -306,6 +314,71 @@ TEST(DeviceMemoryPlanTest, AnErrorSaysWhoAskedForHowMuchAndShowsTheTable) {
       }
     });
   }
+}
+
+// Whichever buffer does not get its page-locked memory: the error says whose it is.
+TEST(DeviceMemoryPlanTest, SoDoesAnErrorOfPageLockedMemory) {
+  std::set<std::string> blamed;
+  for (const int depth : {1, 2}) {
+    Job each = job("locked", model_with(TransformerKind::kGpt2, DType::kF32), depth, "1f1b");
+    each.options.transport = TransportChoice::kMpi;
+    each.options.evaluations = {};
+    for (const std::size_t most : {1UL, 64UL, 4096UL, 65536UL}) {
+      emulated::set_most_host_memory(most);
+      run(each, [&](Communicator& comm, const DataSource& source) {
+        try {
+          Pipeline pipeline(comm, each.options, transformer(each.model), source);
+          (void)pipeline.train_step();
+          pipeline.values_changed();
+        } catch (const Error& error) {
+          const std::string said = error.what(), gpu = "cuda:" + std::to_string(error.rank());
+          EXPECT_EQ(error.code(), ErrorCode::kDevice);
+          EXPECT_THAT(said, ::testing::MatchesRegex(fmt::format(
+                                ".* on {0} of {1}: .*cannot allocate [0-9]+ bytes of page-locked "
+                                "host memory for {0}: out of memory; the plan of this rank: "
+                                "parameters .*",
+                                gpu, host_name())));
+          if (comm.rank() == 0) blamed.insert(said.substr(0, said.find(" on cuda:")));
+        }
+      });
+    }
+  }
+  emulated::set_most_host_memory(SIZE_MAX);
+  EXPECT_THAT(blamed, ::testing::IsSupersetOf({"messages", "the batches", "step 1"}));
+}
+
+TEST(DeviceMemoryPlanTest, SoDoesAnErrorOfTheLibraryOfProducts) {
+  const Job each = job("products", model_with(TransformerKind::kGpt2, DType::kF32), 1, "1f1b");
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    emulated::set_cublas_status(CUBLAS_STATUS_NOT_INITIALIZED);
+    expect_error(ErrorCode::kDevice,
+                 {"the libraries on cuda:0 of " + host_name() +
+                  ": cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED; the plan of this rank: not "
+                  "made yet"},
+                 [&] { Pipeline(comm, each.options, transformer(each.model), source); });
+    emulated::set_cublas_status(CUBLAS_STATUS_SUCCESS);
+    Pipeline pipeline(comm, each.options, transformer(each.model), source);
+    emulated::set_cublas_status(CUBLAS_STATUS_ALLOC_FAILED);
+    expect_error(ErrorCode::kDevice,
+                 {"step 1 on cuda:0 of " + host_name() + ": stage 0, 0F0: ",
+                  ": CUBLAS_STATUS_ALLOC_FAILED (",
+                  " bytes are free); the plan of this rank: ", "parameters "},
+                 [&] { (void)pipeline.train_step(); });
+    emulated::set_cublas_status(CUBLAS_STATUS_SUCCESS);
+  });
+}
+
+TEST(DeviceMemoryPlanTest, SoDoesAKernelThatCannotBeLoaded) {
+  const Job each = job("kernels", model_with(TransformerKind::kGpt2, DType::kF32), 1, "1f1b");
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    Pipeline pipeline(comm, each.options, transformer(each.model), source);
+    emulated::set_kernel_status(0, cudaErrorMemoryAllocation);
+    expect_error(ErrorCode::kDevice,
+                 {"step 1 on cuda:0 of " + host_name() + ": stage 0, 0F0: launching ",
+                  ": out of memory; the plan of this rank: parameters "},
+                 [&] { (void)pipeline.train_step(); });
+    emulated::set_kernel_status(0, cudaSuccess);
+  });
 }
 
 }  // namespace
