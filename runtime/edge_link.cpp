@@ -49,6 +49,32 @@ bool may_send_device_memory(const std::vector<RankDevice>& job, TransportChoice 
          (wanted == TransportChoice::kMpi || !no_nccl.empty());
 }
 
+// What is decided, in words.
+struct Wording {
+  std::string task;  // "transport nccl cannot <task>"
+  const char* needs_gpus;
+  const char* on_cpus;
+  const char* by_nccl;
+};
+
+// The one rule of what carries tensors between two devices: NCCL where it can and nobody objects.
+EdgeLink choose(const RankDevice& a, const RankDevice& b, const LinkQuestion& question,
+                const Wording& wording) {
+  const bool gpus = is_gpu(a) && is_gpu(b);
+  const std::string why_not = gpus ? question.nccl_refusal : wording.needs_gpus;
+  if (question.wanted == TransportChoice::kNccl && !why_not.empty()) {
+    throw Error(ErrorCode::kUsage, fmt::format("transport nccl cannot {}: {}; legal: auto, mpi",
+                                               wording.task, why_not));
+  }
+  if (!is_gpu(a) && !is_gpu(b)) return {LinkKind::kHost, wording.on_cpus};
+  if (!gpus) return {LinkKind::kStaged, "a GPU's neighbour is a CPU"};
+  if (question.wanted == TransportChoice::kMpi) {
+    return {LinkKind::kStaged, "asked for by --transport mpi"};
+  }
+  if (!why_not.empty()) return {LinkKind::kStaged, why_not};
+  return {LinkKind::kNccl, wording.by_nccl};
+}
+
 }  // namespace
 
 std::string why_no_nccl(const std::vector<RankDevice>& job) {
@@ -97,40 +123,23 @@ const char* name_of(TransportChoice choice) { return kChoices[static_cast<std::s
 EdgeLink choose_sum(int rank, int replicas, const LinkQuestion& question) {
   if (replicas == 1) return {};
   const RankDevice& mine = question.devices[at(rank)];
-  const std::string why_not = is_gpu(mine) ? question.nccl_refusal : "it needs GPUs";
-  if (question.wanted == TransportChoice::kNccl && !why_not.empty()) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("transport nccl cannot sum over the {} replicas of pipeline rank {} "
-                            "({}): {}; legal: auto, mpi",
-                            replicas, rank, to_string(mine.device), why_not));
-  }
-  if (!is_gpu(mine)) return {LinkKind::kHost, "computed on the CPU"};
-  if (question.wanted == TransportChoice::kMpi) {
-    return {LinkKind::kStaged, "asked for by --transport mpi"};
-  }
-  if (!why_not.empty()) return {LinkKind::kStaged, why_not};
-  return {LinkKind::kNccl, "a GPU of its own for every replica"};
+  return choose(mine, mine, question,
+                {.task = fmt::format("sum over the {} replicas of pipeline rank {} ({})", replicas,
+                                     rank, to_string(mine.device)),
+                 .needs_gpus = "it needs GPUs",
+                 .on_cpus = "computed on the CPU",
+                 .by_nccl = "a GPU of its own for every replica"});
 }
 
 EdgeLink choose_link(int from, int to, const LinkQuestion& question) {
   if (from == to) return {};
-  const std::string& no_nccl = question.nccl_refusal;
   const RankDevice &a = question.devices[at(from)], &b = question.devices[at(to)];
-  const bool gpus = is_gpu(a) && is_gpu(b);
-  if (question.wanted == TransportChoice::kNccl && (!gpus || !no_nccl.empty())) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("transport nccl cannot join pipeline ranks {} ({}) and {} ({}): {}; "
-                            "legal: auto, mpi",
-                            from, to_string(a.device), to, to_string(b.device),
-                            gpus ? no_nccl : "it needs a GPU at both ends"));
-  }
-  if (!is_gpu(a) && !is_gpu(b)) return {LinkKind::kHost, "both ends compute on the CPU"};
-  if (!gpus) return {LinkKind::kStaged, "a GPU's neighbour is a CPU"};
-  if (question.wanted == TransportChoice::kMpi) {
-    return {LinkKind::kStaged, "asked for by --transport mpi"};
-  }
-  if (!no_nccl.empty()) return {LinkKind::kStaged, no_nccl};
-  return {LinkKind::kNccl, "a GPU of its own at both ends"};
+  return choose(a, b, question,
+                {.task = fmt::format("join pipeline ranks {} ({}) and {} ({})", from,
+                                     to_string(a.device), to, to_string(b.device)),
+                 .needs_gpus = "it needs a GPU at both ends",
+                 .on_cpus = "both ends compute on the CPU",
+                 .by_nccl = "a GPU of its own at both ends"});
 }
 
 std::vector<EdgeLink> choose_links(const Placement& placement, const LinkQuestion& question) {

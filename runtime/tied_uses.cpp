@@ -41,6 +41,10 @@ int TiedUses::rank_of(std::size_t group, std::size_t use) const {
   return layout_.train.placement.rank_of(layout_.tied[group].uses[use].stage);
 }
 
+int TiedUses::peer_of(std::size_t group, std::size_t use) const {
+  return rank_of(group, parameters_[group].front() != nullptr ? use : 0);
+}
+
 // Room for the largest gradient that another rank sends.
 void TiedUses::make_addend() {
   std::size_t bytes = 0;
@@ -104,7 +108,7 @@ void TiedUses::spread_values() {
 }
 
 void TiedUses::receive(const Tensor& tensor, std::size_t group, std::size_t use) {
-  const int peer = parameters_[group].front() != nullptr ? rank_of(group, use) : rank_of(group, 0);
+  const int peer = peer_of(group, use);
   if (layout_.tied[group].links[use].kind != LinkKind::kNccl) {
     groups_.in_pipeline->recv(peer, mirror_.blank(tensor));
     mirror_.write_back();
@@ -120,7 +124,7 @@ void TiedUses::receive(const Tensor& tensor, std::size_t group, std::size_t use)
 }
 
 void TiedUses::send(const Tensor& tensor, std::size_t group, std::size_t use) {
-  const int peer = parameters_[group].front() != nullptr ? rank_of(group, use) : rank_of(group, 0);
+  const int peer = peer_of(group, use);
   if (layout_.tied[group].links[use].kind != LinkKind::kNccl) {
     groups_.in_pipeline->send(peer, mirror_.view(tensor));
     return;

@@ -47,6 +47,8 @@ class TiedUses {
 
  private:
   [[nodiscard]] int rank_of(std::size_t group, std::size_t use) const;
+  // The other end of this rank's message for the use: the owner, or, on the owner's rank, the use.
+  [[nodiscard]] int peer_of(std::size_t group, std::size_t use) const;
   void make_addend();
   void settle();  // what goes on the compute stream from here on runs after the sends under way
   // In the order of events on the compute stream; what is sent is read until the ticket's end.
