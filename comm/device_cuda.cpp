@@ -9,6 +9,8 @@ namespace sluice::cuda {
 namespace {
 
 constexpr int kOldestMajor = 8;  // of compute capabilities: earlier ones do not know bf16
+// Of drivers: it takes kernels with more than 4 KiB of parameters (stages/cuda/update.cu).
+constexpr int kOldestDriver = 12010;
 
 // Binds the calling thread for the life of the object and puts back what was bound before.
 class Selected {
@@ -55,15 +57,17 @@ int count_devices(std::string* why_none) {
     static_cast<void>(cudaGetLastError());
     count = 0;
   }
-  if (why_none == nullptr || count > 0) return count;
   int driver = 0, runtime = 0;
   static_cast<void>(cudaDriverGetVersion(&driver));
   static_cast<void>(cudaRuntimeGetVersion(&runtime));
+  const bool too_old = driver / 1000 < runtime / 1000;
+  if (count > 0 && driver >= kOldestDriver) return count;
+  if (why_none == nullptr) return 0;
   if (driver == 0) {
     *why_none = "no NVIDIA driver";
-  } else if (driver / 1000 < runtime / 1000) {
+  } else if (too_old || driver < kOldestDriver) {
     *why_none = "the driver speaks CUDA " + version_text(driver) + ", this build needs " +
-                version_text(runtime);
+                version_text(too_old ? runtime : kOldestDriver);
   } else {
     *why_none = status == cudaSuccess ? "no GPU" : cudaGetErrorString(status);
   }
