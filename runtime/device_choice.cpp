@@ -73,6 +73,7 @@ Resolved resolve(const DeviceChoice& choice, int local_rank) {
     open_device(gpu);
     return {gpu, ""};
   } catch (const Error& error) {
+    if (error.code() != ErrorCode::kUsage) throw;  // it fails: the CPU in its place helps nobody
     return {{}, error.what()};
   }
 }
@@ -143,12 +144,16 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
     report["no_gpu"] = no_gpu;
   } catch (const Error& error) {
     report["refusal"] = fmt::format("rank {} on {}: {}", mine, hosts[at(mine)], error.what());
+    report["code"] = static_cast<int>(error.code());
   }
   std::vector<RankDevice> devices;
   for (const std::string& text : world.all_gather_strings(report.dump())) {
     const Json other = Json::parse(text);
     const auto refusal = other["refusal"].get<std::string>();
-    if (!refusal.empty()) throw Error(ErrorCode::kUsage, refusal);
+    if (!refusal.empty()) {
+      throw Error(static_cast<ErrorCode>(other["code"].get<int>()), refusal,
+                  static_cast<int>(devices.size()));
+    }
     devices.push_back({{static_cast<DeviceKind>(other["kind"].get<int>()), other["index"]},
                        hosts[devices.size()],
                        other["identity"],

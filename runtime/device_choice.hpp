@@ -39,6 +39,7 @@ struct RankDevice {
 // Collective over `world`: every rank's device, [rank of the job]. Throws Error(kUsage) on every
 // rank, naming the rank and its host: a number of entries that fits neither one, the pipeline nor
 // the job; a device that rank cannot use; replicas of a stage on devices of different kinds.
+// Error(kDevice) likewise for a GPU that fails, whether asked for or found by "auto".
 [[nodiscard]] std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topology,
                                                      const std::vector<DeviceChoice>& choices);
 

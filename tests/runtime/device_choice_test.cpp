@@ -118,6 +118,32 @@ TEST_F(GpuWithoutCodeTest, IsNotOneThatFails) {
   });
 }
 
+// Neither an option's fault nor one to be passed over in silence.
+TEST_F(GpuWithoutCodeTest, IsADevicesFailureOnEveryRankWhereTheGpuFails) {
+  emulated::set_kernel_status(1, cudaErrorInvalidResourceHandle);
+  run_loopback(2, [](Communicator& comm) {
+    for (const char* devices : {"cuda", "auto"}) {
+      expect_error(ErrorCode::kDevice,
+                   {"rank 1 on ", "cudaFuncGetAttributes: invalid resource handle"},
+                   [&] { static_cast<void>(choose(comm, devices)); });
+    }
+  });
+}
+
+// 12.0 has GPUs to offer, but does not take the parameters of our largest kernels.
+TEST(DeviceChoiceTest, ADriverBeforeTheOldestIsNamedWithBothVersions) {
+  emulated::set_driver_version(12000);
+  const std::string needed = CUDART_VERSION >= 13000 ? "13." : "12.1";
+  expect_error(
+      ErrorCode::kUsage,
+      {"device cuda:0 cannot be used: the driver speaks CUDA 12.0, this build needs " + needed},
+      [] {
+        require_device({DeviceKind::kCuda, 0});
+      });
+  EXPECT_EQ(device_count(DeviceKind::kCuda), 0);
+  emulated::set_driver_version(CUDART_VERSION);
+}
+
 TEST(DeviceChoiceTest, ATooOldDriverIsNamedWithBothVersions) {
   emulated::set_driver_version(11080);
   const std::string runtime =
