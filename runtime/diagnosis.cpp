@@ -211,6 +211,17 @@ void check_gpus(const Ranks& ranks, std::vector<Finding>& findings) {
   }
 }
 
+void check_precision(const Ranks& ranks, std::vector<Finding>& findings) {
+  for (const RankFacts& rank : ranks) {
+    if (rank.device != "cpu" || rank.matmul_library.find("amx") != std::string::npos) continue;
+    findings.push_back({false, fmt::format("{}: the CPU has no AMX, without which products in bf16 "
+                                           "take longer than in fp32: --precision bf16 saves "
+                                           "memory there, not time",
+                                           rank.host)});
+    break;
+  }
+}
+
 template <typename Field>
 void check_alike(const Ranks& ranks, const char* what, Field field,
                  std::vector<Finding>& findings) {
@@ -315,6 +326,7 @@ std::vector<Finding> diagnose(const std::vector<RankFacts>& ranks) {
   check_shared_memory(ranks, findings);
   check_environment(ranks, findings);
   check_gpus(ranks, findings);
+  check_precision(ranks, findings);
   check_alike(
       ranks, "kernel sets", [](const RankFacts& r) { return r.kernel_set; }, findings);
   check_alike(

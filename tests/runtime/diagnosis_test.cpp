@@ -25,7 +25,7 @@ std::vector<RankFacts> job(int ranks) {
     each.mpi_library = "Open MPI v4.1.4";
     each.thread_level = "funneled";
     each.kernel_set = "avx512";
-    each.matmul_library = "oneDNN";
+    each.matmul_library = "oneDNN (avx512_core_amx)";
     each.shared_memory_bytes = std::int64_t{1} << 30;
   }
   return facts;
@@ -104,6 +104,16 @@ TEST(DiagnosisTest, SaysWhyMpiCarriesNothingFromGpuToGpu) {
               HasSubstr("MPI carries no messages from GPU to GPU (MPI is not CUDA-aware)"));
   for (RankFacts& each : facts) each.no_device_messages.clear();
   EXPECT_THAT(said(facts, false), Not(HasSubstr("from GPU to GPU")));
+}
+
+TEST(DiagnosisTest, SaysWhereBf16IsSlowerThanFp32) {
+  auto facts = job(2);
+  EXPECT_THAT(said(facts, false), Not(HasSubstr("bf16")));
+  facts[1].host = "beta";
+  facts[1].matmul_library = "oneDNN (avx512_core_bf16)";
+  EXPECT_THAT(said(facts, false), HasSubstr("beta: the CPU has no AMX"));
+  facts[1].device = "cuda:0";
+  EXPECT_THAT(said(facts, false), Not(HasSubstr("bf16")));
 }
 
 TEST(DiagnosisTest, FactsSurviveTheWayToRankZero) {
