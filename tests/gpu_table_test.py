@@ -57,6 +57,17 @@ class GpuTable(unittest.TestCase):
         self.assertIn("| GPU idle between kernels within a step, 124M | 3% | 2.1% |", text)
         self.assertIn("within a step, 1.5B | 3% | not measured: no CUPTI |", text)
 
+    def test_gives_the_lowest_kernel_and_those_below_the_aim(self):
+        def kernels(*ratios):
+            rows = [{"kernel": f"kernel {i}", "copy GB/s": 4000, "ratio": ratio}
+                    for i, ratio in enumerate(ratios)]
+            return {"benchmark": "GPU: memory-bound kernels against a device copy",
+                    "gpu": "NVIDIA H200", "rows": rows}
+        self.assertIn("| 0.85 | lowest 0.85 (kernel 1); copy 4,000 GB/s |",
+                      table_of([kernels(0.9, 0.85)]))
+        self.assertIn("lowest 0.50 (kernel 1); copy 4,000 GB/s; below the aim: kernel 1; kernel 2 |",
+                      table_of([kernels(0.9, 0.5, 0.84)]))
+
     def test_gives_the_largest_deviation_of_whole_loss_curves(self):
         def losses(steps):
             rows = [{"precision": precision, "steps": steps, "largest deviation": largest,

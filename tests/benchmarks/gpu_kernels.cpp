@@ -1,7 +1,12 @@
 // Kernels that do little but move memory: bytes per second, each in turns with a device copy. Bytes
-// are those that the operator has to read and to write, each once; a copy's count both ways.
+// are those that the operator has to read and to write, each once; a copy's count both ways. What a
+// row or a column has one of (tokens, statistics, gamma, sums) is too little to be counted.
 #include <algorithm>
+#include <set>
+#include <span>
 
+#include "stages/cuda/kernels.hpp"
+#include "stages/layers/build.hpp"
 #include "stages/operators.hpp"
 #include "tests/benchmarks/gpu_rows.hpp"
 
@@ -27,7 +32,11 @@ class Kernels {
     const std::int64_t rows = options_.rows(), w = options_.model.width;
     normalisation(rows, w);
     elements(rows, w);
-    loss();
+    swiglu(rows);
+    attention_sides(rows, w);
+    biases(rows, w);
+    embedding(w);
+    losses(rows, w);
     update();
     report_.print();
     report_.save(options_.json);
@@ -73,6 +82,15 @@ class Kernels {
         [&] { layer_norm_backward_input(ctx_, narrow, stream, gamma, stats, gradient); });
     row("layer norm weight gradient", bytes(stream, 2 + 4),
         [&] { layer_norm_backward_weight(ctx_, narrow, stream, stats, dgamma, dbeta); });
+    const Tensor scales = memory.make(DType::kF32, {rows, 1});
+    row("rms norm forward", bytes(stream, 4 + 2),
+        [&] { rms_norm_forward(ctx_, stream, {}, gamma, 1e-5F, narrow, scales); });
+    row("rms norm forward, residual added", bytes(stream, 8 + 2 + 2),
+        [&] { rms_norm_forward(ctx_, stream, delta, gamma, 1e-5F, narrow, scales); });
+    row("rms norm input gradient", bytes(stream, 2 + 4 + 8),
+        [&] { rms_norm_backward_input(ctx_, narrow, stream, gamma, scales, gradient); });
+    row("rms norm weight gradient", bytes(stream, 2 + 4),
+        [&] { rms_norm_backward_weight(ctx_, narrow, stream, scales, dgamma); });
     row("add", bytes(stream, 2 + 8), [&] { add(ctx_, delta, gradient); });
   }
 
@@ -88,22 +106,97 @@ class Kernels {
     row("convert f32 to bf16", bytes(wide, 4 + 2), [&] { convert(ctx_, wide, out); });
   }
 
-  void loss() {
+  // As wide as a Llama of the model's width has it.
+  void swiglu(std::int64_t rows) {
     RandomOperands memory(ctx_.device());
-    const std::int64_t rows = std::min<std::int64_t>(options_.rows(), 8192);
+    TransformerConfig llama = options_.model;
+    llama.kind = TransformerKind::kLlama;
+    const std::int64_t hidden = sizes_of(llama).mlp_width;
+    const Tensor raised = memory.make(DType::kBf16, {rows, 2 * hidden});
+    const Tensor change = memory.make(DType::kBf16, {rows, 2 * hidden});
+    const Tensor narrow = memory.make(DType::kBf16, {rows, hidden});
+    row("swiglu forward", bytes(raised, 2) + bytes(narrow, 2),
+        [&] { swiglu_forward(ctx_, raised, narrow); });
+    row("swiglu backward", bytes(raised, 2 + 2) + bytes(narrow, 2),
+        [&] { swiglu_backward(ctx_, raised, narrow, change); });
+  }
+
+  // What lies before attention and behind it.
+  void attention_sides(std::int64_t rows, std::int64_t w) {
+    RandomOperands memory(ctx_.device());
+    const TransformerConfig& model = options_.model;
+    const AttentionShape shape = {.samples = options_.batch,
+                                  .sequence = model.context,
+                                  .heads = model.heads,
+                                  .kv_heads = model.heads,
+                                  .head_dim = model.width / model.heads};
+    const Tensor packed = memory.make(DType::kBf16, {rows, shape.packed_width()});
+    const Tensor delta = memory.make(DType::kBf16, {rows, w});
+    const Tensor out = memory.make(DType::kBf16, {rows, w});
+    // Queries and keys, not values.
+    row("rotary positions", bytes(delta, 2 * (2 + 2)),
+        [&] { rotary(ctx_, shape, model.rotary_base, packed, /*backward=*/false); });
+    row("dropout", bytes(delta, 2 + 2),
+        [&] { dropout(ctx_, delta, {.probability = 0.1F, .key = {.seed = 1}}, out); });
+  }
+
+  // What linear_backward_weight() does for a bias, without its product.
+  void biases(std::int64_t rows, std::int64_t w) {
+    RandomOperands memory(ctx_.device());
+    for (const std::int64_t width : {w, 4 * w}) {
+      const Tensor gradient = memory.make(DType::kBf16, {rows, width});
+      const Tensor sums = memory.make(DType::kF32, {width});
+      row(width == w ? "bias gradient, output" : "bias gradient, MLP up", bytes(gradient, 2),
+          [&] { cuda::add_column_sums(ctx_, gradient, sums); });
+    }
+  }
+
+  // Of the table only the rows of tokens that occur are read or changed.
+  void embedding(std::int64_t w) {
+    RandomOperands memory(ctx_.device());
+    const TransformerConfig& model = options_.model;
+    const Tensor tokens = memory.indices({options_.batch, model.context}, options_.tokens);
+    const Tensor table = memory.make(DType::kF32, {model.vocabulary, w});
+    const Tensor positions = memory.make(DType::kF32, {model.context, w});
+    const Tensor stream = memory.make(DType::kF32, {options_.batch, model.context, w});
+    const double of_table = static_cast<double>(different_values(tokens) * w);
+    row("embedding forward", of_table * 4 + bytes(positions, 4) + bytes(stream, 4),
+        [&] { embedding_forward(ctx_, tokens, table, positions, stream); });
+    const double of_tokens = of_table * 8 + bytes(stream, 4);
+    row("embedding weight gradient", of_tokens + bytes(positions, 8),
+        [&] { embedding_backward_weight(ctx_, tokens, stream, table, positions); });
+    row("embedding weight gradient, no positions", of_tokens,
+        [&] { embedding_backward_weight(ctx_, tokens, stream, table, {}); });
+  }
+
+  [[nodiscard]] std::int64_t different_values(const Tensor& indices) const {
+    std::vector<std::int32_t> values(static_cast<std::size_t>(indices.elements()));
+    copy_now(ctx_.device(), values.data(), indices.data, indices.spec.bytes());
+    return static_cast<std::int64_t>(std::set<std::int32_t>(values.begin(), values.end()).size());
+  }
+
+  void losses(std::int64_t all_rows, std::int64_t w) {
+    RandomOperands memory(ctx_.device());
+    const std::int64_t rows = std::min<std::int64_t>(all_rows, 8192);
     const std::int64_t vocabulary = options_.model.vocabulary;
     const Tensor logits = memory.make(DType::kBf16, {rows, vocabulary});
     const Tensor targets = memory.indices({rows}, options_.tokens);
+    const Tensor outputs = memory.make(DType::kF32, {all_rows, w});
+    const Tensor wanted = memory.make(DType::kF32, {all_rows, w});
     auto* sum = reinterpret_cast<double*>(sum_.data());
     // The gradient replaces the logits; later runs have that gradient's softmax to compute.
     row("cross-entropy, forward and gradient", bytes(logits, 2 + 2),
         [&] { softmax_cross_entropy(ctx_, logits, targets, 1e-3, true, sum); });
+    // The same; by this scale what replaces the outputs never leaves -0.5 to 0.5.
+    row("squared error, forward and gradient", bytes(outputs, 4 + 4 + 4),
+        [&] { mean_squared_error(ctx_, outputs, wanted, 0.25, true, sum); });
   }
 
   // Over all parameters of the model.
   void update() {
     RandomOperands memory(ctx_.device());
     std::vector<UpdateRun> runs;
+    std::vector<std::span<const float>> gradients;
     double elements = 0;
     for (const ParameterInfo& parameter : parameter_list(options_.model)) {
       const Shape flat = {parameter.shape.elements()};
@@ -116,10 +209,15 @@ class Kernels {
                       .second = second,
                       .count = flat.elements(),
                       .decay = true});
+      gradients.emplace_back(runs.back().grad, static_cast<std::size_t>(flat.elements()));
       elements += static_cast<double>(flat.elements());
     }
     const AdamWStep step = {.learning_rate = 1e-5F, .weight_decay = 0.1F};
     row("adamw over all parameters", elements * (4 + 3 * 8), [&] { adamw(ctx_, step, runs); });
+    const HostBuffer sums(ctx_.device(), gradients.size() * sizeof(double));
+    auto* to = reinterpret_cast<double*>(sums.data());
+    row("sums of squares of all gradients", elements * 4,
+        [&] { sums_of_squares(ctx_, gradients, to); });
   }
 
   GpuOptions options_;
