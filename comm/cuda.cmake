@@ -24,16 +24,17 @@ macro(sluice_find_beside_toolkit variable header library)
 endmacro()
 
 # sluice_without_cuda(<what is missing> <what helps>): why there will be no GPU code; an error unless
-# the choice was left to us.
-macro(sluice_without_cuda missing helps)
+# the choice was left to us. Sets SLUICE_WITH_CUDA, of the caller, to 0. A function, because CMake
+# would read a macro's arguments, what a compiler says among them, once more as its own language.
+function(sluice_without_cuda missing helps)
   if(SLUICE_CUDA STREQUAL auto)
     message(STATUS "GPUs: none, ${missing}. Building for CPUs alone: the program will refuse --device "
                    "cuda. What helps: ${helps}")
   else()
     message(FATAL_ERROR "SLUICE_CUDA is ${SLUICE_CUDA}, but ${missing}. What helps: ${helps}")
   endif()
-  set(SLUICE_WITH_CUDA 0)
-endmacro()
+  set(SLUICE_WITH_CUDA 0 PARENT_SCOPE)
+endfunction()
 
 if(NOT SLUICE_CUDA STREQUAL off)
   set(oldest_toolkit 12.4)

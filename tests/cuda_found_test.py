@@ -28,10 +28,11 @@ if [ "$1" = --version ]; then
   echo "Cuda compilation tools, release {version}, V{version}.99"
 else
   echo "In file included from empty.cu:1:"
-  echo "host_config.h:143: error: unsupported GNU version"
+  printf '%s\\n' '{complaint}'
   exit 1
 fi
 """
+COMPLAINT = "host_config.h:143: error: unsupported GNU version"
 
 FILES = ("include/cuda_runtime.h", "lib64/libcudart.so", "lib64/libcublasLt.so",
          "include/cublasLt.h")
@@ -46,18 +47,18 @@ class CudaFound(unittest.TestCase):
         (self.folder / "CMakeLists.txt").write_text(PROJECT.format(sources=SOURCES),
                                                     encoding="utf-8")
 
-    def make_toolkit(self, version, files=FILES):
+    def make_toolkit(self, version, files=FILES, complaint=COMPLAINT):
         for name in ("bin/nvcc", *files):
             path = self.toolkit / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(NVCC.format(version=version) if name == "bin/nvcc" else "",
-                            encoding="utf-8")
+            nvcc = NVCC.format(version=version, complaint=complaint)
+            path.write_text(nvcc if name == "bin/nvcc" else "", encoding="utf-8")
         (self.toolkit / "bin/nvcc").chmod(0o755)
 
     def configure(self, choice):
         """(exit code, what is printed, on one line)."""
         environment = {name: value for name, value in os.environ.items()
-                       if "CUDA" not in name and name != "CMAKE_PREFIX_PATH"}
+                       if not re.search("CUDA|^CMAKE_PREFIX_PATH$", name)}
         run = subprocess.run(
             [CMAKE, "-S", self.folder, "-B", self.folder / "build", f"-DSLUICE_CUDA={choice}",
              f"-DCMAKE_CXX_COMPILER={COMPILER}", f"-DCUDAToolkit_ROOT={self.toolkit}"],
@@ -96,7 +97,13 @@ class CudaFound(unittest.TestCase):
     def test_repeats_what_a_compiler_that_does_not_work_says(self):
         self.make_toolkit("12.4")
         self.check(f"the toolkit's compiler {self.toolkit}/bin/nvcc does not work here "
-                   "(host_config.h:143: error: unsupported GNU version)")
+                   f"({COMPLAINT})")
+
+    def test_repeats_it_whatever_characters_are_in_it(self):
+        complaint = r'a\b.h:1: error: \d ${x} @x@ "[=[; #'
+        self.make_toolkit("12.4", complaint=complaint)
+        self.check(f"the toolkit's compiler {self.toolkit}/bin/nvcc does not work here "
+                   f"({complaint})")
 
     def test_forgets_what_was_missing_once_it_is_there(self):
         self.check("no CUDA toolkit was found")
