@@ -140,8 +140,9 @@ if(SLUICE_WITH_CUDA)
     set(SLUICE_WITH_NCCL 1)
     target_include_directories(sluice_cuda SYSTEM INTERFACE ${SLUICE_NCCL_INCLUDE})
   else()
-    message(STATUS "NCCL's header not found (SLUICE_NCCL_ROOT says where): no transport nccl, no sums over "
-                   "replicas between GPUs; MPI through host memory remains")
+    message(STATUS "NCCL's header not found (SLUICE_NCCL_ROOT says where): no transport nccl and no sums "
+                   "over replicas by it; MPI remains, from GPU to GPU where it reads their memory "
+                   "and else through host memory")
   endif()
   if(SLUICE_CUDA STREQUAL emulated)
     # After the toolkit's own, so that its headers are there; cuDNN is not emulated.

@@ -13,11 +13,12 @@ import unittest
 
 CMAKE, COMPILER, SOURCES = sys.argv[1:4]
 
-# What the machine has of CUDA is out of sight.
+# What the machine has of CUDA is out of sight. {before} may change what CMake has.
 PROJECT = """cmake_minimum_required(VERSION 3.25)
 project(cuda_found LANGUAGES CXX)
 set(CMAKE_FIND_USE_CMAKE_SYSTEM_PATH OFF)
 set(CMAKE_FIND_USE_SYSTEM_ENVIRONMENT_PATH OFF)
+{before}
 include({sources}/comm/cuda.cmake)
 message(STATUS "with CUDA: ${{SLUICE_WITH_CUDA}}")
 """
@@ -44,8 +45,11 @@ class CudaFound(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.folder = pathlib.Path(folder.name)
         self.toolkit = self.folder / "toolkit"
-        (self.folder / "CMakeLists.txt").write_text(PROJECT.format(sources=SOURCES),
-                                                    encoding="utf-8")
+        self.make_project()
+
+    def make_project(self, before=""):
+        (self.folder / "CMakeLists.txt").write_text(
+            PROJECT.format(sources=SOURCES, before=before), encoding="utf-8")
 
     def make_toolkit(self, version, files=FILES, complaint=COMPLAINT):
         for name in ("bin/nvcc", *files):
@@ -58,7 +62,7 @@ class CudaFound(unittest.TestCase):
     def configure(self, choice):
         """(exit code, what is printed, on one line)."""
         environment = {name: value for name, value in os.environ.items()
-                       if not re.search("CUDA|^CMAKE_PREFIX_PATH$", name)}
+                       if not re.search("CUDA|SLUICE|^CMAKE_PREFIX_PATH$", name)}
         run = subprocess.run(
             [CMAKE, "-S", self.folder, "-B", self.folder / "build", f"-DSLUICE_CUDA={choice}",
              f"-DCMAKE_CXX_COMPILER={COMPILER}", f"-DCUDAToolkit_ROOT={self.toolkit}"],
@@ -109,6 +113,26 @@ class CudaFound(unittest.TestCase):
         self.check("no CUDA toolkit was found")
         self.make_toolkit("12.4", files=FILES[:2])
         self.check(f"the CUDA toolkit 12.4.99 in {self.toolkit}/bin lacks cuBLASLt")
+
+    def test_says_what_is_lost_without_cudnn_and_nccl(self):
+        cudnn = ("cuDNN not found (SLUICE_CUDNN_ROOT says where): attention on GPUs runs in "
+                 "Sluice's own, slower kernels")
+        nccl = ("NCCL's header not found (SLUICE_NCCL_ROOT says where): no transport nccl and no "
+                "sums over replicas by it; MPI remains, from GPU to GPU where it reads their "
+                "memory and else through host memory")
+        # As if the compiler worked.
+        self.make_project(f"set(CMAKE_CUDA_COMPILER {self.toolkit}/bin/nvcc)\n"
+                          "macro(enable_language)\nendmacro()")
+        for more, lost in (((), (cudnn, nccl)),
+                           (("include/cudnn.h",), (cudnn, nccl)),
+                           (("lib64/libcudnn.so",), (nccl,)),
+                           (("include/nccl.h",), ())):
+            self.make_toolkit("12.4", files=(*FILES, *more))
+            code, said = self.configure("on")
+            self.assertEqual(code, 0, said)
+            self.assertIn("with CUDA: 1", said)
+            self.assertIn(f"cuDNN {int(cudnn not in lost)}, NCCL {int(nccl not in lost)}", said)
+            self.assertEqual(tuple(what for what in (cudnn, nccl) if what in said), lost, said)
 
 
 if __name__ == "__main__":
