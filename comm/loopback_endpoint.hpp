@@ -84,8 +84,7 @@ class Endpoint {
   // Sends at once what is small and finds room; false: start(operation) has to.
   bool send_now(std::size_t peer, std::uint32_t context, int tag, std::span<const std::byte> bytes);
   void start(Operation& operation);
-  // Moves everything on until `operation` is
-  // done or nothing more is there; true once it is done.
+  // Moves everything on until `operation` is done or nothing more is there; true once it is done.
   bool progress(Operation& operation);
   // Ends an operation in any state; its memory is the caller's again.
   void withdraw(Operation& operation) noexcept;

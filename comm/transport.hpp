@@ -24,6 +24,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "comm/communicator.hpp"
@@ -56,9 +57,11 @@ struct MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == kHeaderBytes);
 
-// Whether two objects without padding have the same bytes, a multiple of 8 of them; without a call.
+// Whether two objects have the same bytes; without a call.
 template <typename T>
 [[nodiscard]] inline bool same_words(const T& a, const T& b) {
+  static_assert(std::has_unique_object_representations_v<T>, "padding may differ");
+  static_assert(sizeof(T) % sizeof(std::uint64_t) == 0, "of whole words");
   using Words = std::array<std::uint64_t, sizeof(T) / sizeof(std::uint64_t)>;
   const auto words_of_a = std::bit_cast<Words>(a), words_of_b = std::bit_cast<Words>(b);
   std::uint64_t differs = 0;
