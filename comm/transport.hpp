@@ -8,8 +8,10 @@
 //
 // Device buffers travel through page-locked host memory, which holds the very message a host buffer
 // would: a GPU's neighbour may be a CPU. Pieces are copied on streams of the transport's own while
-// others are on the wire. Between two GPUs whose MPI reads device memory the header travels alone
-// and the pieces go from device to device (DeviceSide::direct, the same at both ends).
+// others are on the wire. Every buffer has a place of its own there, rather than all of them two to
+// take turns in: receives are posted ahead, and each needs where to land before its message comes.
+// Between two GPUs whose MPI reads device memory the header travels alone and the pieces go from
+// device to device (DeviceSide::direct, the same at both ends).
 //
 // A transport operation takes a "ready" and returns a "done". On host buffers ready is always now
 // and done is test(). On device buffers ready is an event of the compute stream; a send is done

@@ -110,7 +110,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   }
 }
 
-// One launch, but for models of hundreds of layers: neighbours that decay alike are one run.
+// Neighbours that decay alike are one run: 8 of them per layer of a GPT-2, 4 of a Llama. So one
+// launch for up to about 64 layers of a GPT-2 on one rank.
 template <typename Update>
 void run_updates(ComputeContext& ctx, const char* name, const Update& update,
                  std::span<const UpdateRun> runs) {
