@@ -144,7 +144,7 @@ void read(const WeightsDirectory& weights, const std::string& name, const Tensor
 }  // namespace
 
 void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::string& config) {
-  pipeline.guarded([&] {
+  pipeline.guarded("saving", [&] {
     const PipelineLayout& layout = pipeline.layout();
     const std::vector<OptimizerState> states = pipeline.optimizer_state();
     // Kinds are the optimizer's, the same on every rank that owns a parameter.
@@ -188,7 +188,7 @@ void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::s
 }
 
 void load_weights(Pipeline& pipeline, const fs::path& directory) {
-  pipeline.guarded([&] {
+  pipeline.guarded("loading the weights", [&] {
     const WeightsDirectory weights(directory, "model");
     HostMirror mirror(pipeline.compute(), nullptr);
     std::set<std::string> known;
@@ -213,7 +213,7 @@ void load_weights(Pipeline& pipeline, const fs::path& directory) {
 
 void load_checkpoint(Pipeline& pipeline, const fs::path& directory) {
   load_weights(pipeline, directory);
-  pipeline.guarded([&] {
+  pipeline.guarded("loading the optimizer's state", [&] {
     const std::vector<OptimizerState> states = pipeline.optimizer_state();
     if (!states.empty()) {
       const WeightsDirectory optimizer(directory, "optimizer");

@@ -61,7 +61,8 @@ struct Pipeline::Impl {
   // `who`, with the plan's table.
   template <typename Body>
   void within_plan(const std::string& who, const Body& body) const;
-  // The same of whatever the device refuses: libraries do not say that memory was the reason.
+  // The same of whatever this rank's device refuses: libraries do not say that memory was the
+  // reason. What another rank has failed with stays as it is.
   template <typename Body>
   void make_ready(const std::string& who, const Body& body) const;
   [[noreturn]] void exceed_plan(const std::string& who, const Error& error) const;
@@ -105,7 +106,10 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     make_ready("the libraries",
                [&] { compute = std::make_unique<ComputeContext>(groups.device, options.threads); });
     compute->set_tf32(options.tf32);
-    BuiltLayout built = build_layout(groups, options, *compute, make_stage, source);
+    BuiltLayout built;
+    within_plan("the layout", [&] {  // where libraries plan what the stages will ask of them
+      built = build_layout(groups, options, *compute, make_stage, source);
+    });
     layout = std::move(built.layout);
     stages = std::move(built.stages);
     take_memory();
@@ -115,7 +119,7 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     prepare_stages();
     // New communicators are made by all ranks or wait for ever: nobody has failed so far.
     groups.in_world->barrier();
-    within_plan("sums over replicas", [&] { make_nccl(); });
+    make_ready("NCCL's communicators", [&] { make_nccl(); });
     within_plan("tied parameters", [&] {
       tied = std::make_unique<TiedUses>(groups, layout, *compute, nccl.get(), *mirror, bindings);
     });
@@ -161,7 +165,7 @@ void Pipeline::Impl::make_ready(const std::string& who, const Body& body) const 
   try {
     body();
   } catch (const Error& error) {
-    if (error.code() != ErrorCode::kDevice) throw;
+    if (error.code() != ErrorCode::kDevice || error.rank() >= 0) throw;
     exceed_plan(who, error);
   }
 }
@@ -460,6 +464,9 @@ std::vector<OptimizerState> Pipeline::optimizer_state() {
 
 Collectives& Pipeline::world() { return *impl_->groups.in_world; }
 void Pipeline::guarded(const std::function<void()>& body) { impl_->groups.guarded(body); }
+void Pipeline::guarded(const std::string& who, const std::function<void()>& body) {
+  impl_->groups.guarded([&] { impl_->within_plan(who, body); });
+}
 
 std::vector<TraceEvent> Pipeline::trace() const {
   const auto events = impl_->engine->trace();

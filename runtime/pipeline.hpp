@@ -95,6 +95,8 @@ class Pipeline {
   [[nodiscard]] Collectives& world();
   // Runs `body` on this rank; an exception in it ends the job on all ranks, as everywhere here.
   void guarded(const std::function<void()>& body);
+  // The same; where memory runs out in it, the error says so of `who`, with the plan's table.
+  void guarded(const std::string& who, const std::function<void()>& body);
   // This rank's timeline of the last training step; empty unless options.trace.
   [[nodiscard]] std::vector<TraceEvent> trace() const;
   // What this rank's stages compute with.

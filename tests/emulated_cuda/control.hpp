@@ -22,6 +22,10 @@ namespace sluice::emulated {
 // ncclRemoteError in place of starting their group of that number, counted from 0.
 void fail_communicator(ncclComm_t communicator, ncclResult_t failure);
 
+// What ncclCommGetAsyncError reports of every communicator that is made from now on, in place of it
+// being ready. ncclSuccess at the start.
+void set_communicator_status(ncclResult_t status);
+
 // ncclConfig_t::maxCTAs of the communicators made in this process so far by this or any thread,
 // NCCL_CONFIG_UNDEF_INT where none was given.
 [[nodiscard]] std::vector<int> most_blocks_asked();

@@ -210,6 +210,7 @@ struct Asked {
 };
 Asked asked;
 std::atomic<int> aborted = 0;
+std::atomic<ncclResult_t> status_of_new = ncclSuccess;
 
 void note_blocks(const ncclConfig_t* config) {
   const std::lock_guard lock(asked.mutex);
@@ -226,6 +227,8 @@ bool is_blocking(const ncclConfig_t* config, bool standard) {
 void fail_communicator(ncclComm_t communicator, ncclResult_t failure) {
   communicator->failure = failure;
 }
+
+void set_communicator_status(ncclResult_t status) { status_of_new = status; }
 
 std::vector<int> most_blocks_asked() {
   const std::lock_guard lock(asked.mutex);
@@ -297,6 +300,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int ranks, ncclUniqueId id
     return refuse(ncclInvalidUsage, "Duplicate GPU detected : rank " + std::to_string(rank) +
                                         " on device " + std::to_string(made->device));
   }
+  made->failure = status_of_new.load();
   *comm = made.release();
   note_blocks(config);
   return begin(*comm);

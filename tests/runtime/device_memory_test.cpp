@@ -9,6 +9,7 @@
 #include <array>
 #include <cctype>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <set>
 #include <string>
@@ -16,6 +17,7 @@
 
 #include "comm/error.hpp"
 #include "comm/loopback.hpp"
+#include "runtime/checkpoint.hpp"
 #include "tests/emulated_cuda/control.hpp"
 #include "tests/emulated_cuda/modules.hpp"
 #include "tests/runtime/expect_error.hpp"
@@ -379,6 +381,80 @@ TEST(DeviceMemoryPlanTest, SoDoesAKernelThatCannotBeLoaded) {
                  [&] { (void)pipeline.train_step(); });
     emulated::set_kernel_status(0, cudaSuccess);
   });
+}
+
+// Finds no memory while it says what it takes, as a library may that plans its products.
+class StartledStage : public ChangedStage {
+ public:
+  using ChangedStage::ChangedStage;
+  StageDescription describe(std::span<const TensorSpec> /*inputs*/,
+                            ComputeContext& /*compute*/) const override {
+    throw OutOfMemory("no room for a plan");
+  }
+};
+
+TEST(DeviceMemoryPlanTest, AnErrorBeforeThereIsATableNamesRankAndHost) {
+  const Job each = job("plans", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    expect_error(
+        ErrorCode::kDevice,
+        {"the layout on cuda:0 of " + host_name() +
+         ": no room for a plan; the plan of this rank: not made yet"},
+        [&] { Pipeline(comm, each.options, first_and_last<StartledStage>(each.model), source); });
+  });
+}
+
+// NCCL says of a GPU that is full what it says of any call of CUDA's that fails.
+TEST(DeviceMemoryPlanTest, AnErrorOfACommunicatorThatCannotBeMadeShowsTheTable) {
+  Job edges = job("edges", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
+  Job sums = job("sums", edges.model, 1, "1f1b");
+  sums.options.replicas = 2;
+  emulated::set_communicator_status(ncclUnhandledCudaError);
+  for (const Job& each : {edges, sums}) {
+    run(each, [&](Communicator& comm, const DataSource& source) {
+      expect_error(ErrorCode::kDevice,
+                   {"NCCL's communicators on cuda:", " of " + host_name() + ": NCCL of the ",
+                    "making a communicator failed: unhandled cuda error",
+                    "; the plan of this rank: parameters "},
+                   [&] { Pipeline(comm, each.options, transformer(each.model), source); });
+    });
+  }
+  emulated::set_communicator_status(ncclSuccess);
+}
+
+TEST(DeviceMemoryPlanTest, AnErrorOfAPeerThatIsGoneShowsNoTable) {
+  const Job each = job("peer", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
+  emulated::set_communicator_status(ncclRemoteError);
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    try {
+      const Pipeline pipeline(comm, each.options, transformer(each.model), source);
+      ADD_FAILURE() << "made without its peer";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kPeer);
+      EXPECT_THAT(error.what(), ::testing::StartsWith("NCCL of the pipeline, rank "));
+      EXPECT_THAT(error.what(), ::testing::Not(::testing::HasSubstr("the plan of this rank")));
+    }
+  });
+  emulated::set_communicator_status(ncclSuccess);
+}
+
+TEST(DeviceMemoryPlanTest, AnErrorOfLoadingSaysWhatWasLoadedAndShowsTheTable) {
+  const Job each = job("loading", model_with(TransformerKind::kGpt2, DType::kF32), 1, "1f1b");
+  const std::filesystem::path directory =
+      std::filesystem::path(::testing::TempDir()) / fmt::format("sluice_load_{}", getpid());
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    Pipeline pipeline(comm, each.options, transformer(each.model), source);
+    (void)pipeline.train_step();
+    save_checkpoint(pipeline, directory, "{}");
+    emulated::set_most_host_memory(1);
+    expect_error(
+        ErrorCode::kDevice,
+        {"loading the weights on cuda:0 of " + host_name() + ": cannot allocate ",
+         " bytes of page-locked host memory for cuda:0", "; the plan of this rank: parameters "},
+        [&] { load_checkpoint(pipeline, directory); });
+    emulated::set_most_host_memory(SIZE_MAX);
+  });
+  std::filesystem::remove_all(directory);
 }
 
 }  // namespace
