@@ -59,6 +59,7 @@ std::string to_text(const StageReport& report) {
   json["operator_bytes"] = report.entry.operator_bytes;
   json["table_bytes"] = report.entry.table_bytes;
   json["own_memory"] = report.entry.own_memory;
+  json["note"] = report.entry.note;
   for (std::size_t i = 0; i < report.outputs.size(); ++i) {
     Json outputs = Json::array();
     for (const TensorSpec& spec : report.outputs[i]) outputs.push_back(to_json(spec));
@@ -85,6 +86,7 @@ StageReport report_from(const std::string& text) {
   report.entry.operator_bytes = json.at("operator_bytes").get<std::size_t>();
   report.entry.table_bytes = json.at("table_bytes").get<std::size_t>();
   report.entry.own_memory = json.at("own_memory").get<bool>();
+  report.entry.note = json.at("note").get<std::string>();
   for (const Json& size : json.at("sizes")) {
     std::vector<TensorSpec> outputs;
     for (const Json& spec : size.at("outputs")) outputs.push_back(spec_from(spec));
@@ -159,6 +161,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     raise(entry.operator_bytes, description.operator_bytes);
     raise(entry.table_bytes, description.table_bytes);
     entry.own_memory = entry.own_memory || description.own_memory;
+    if (&specs == &inputs.front()) entry.note = description.note;
   }
   if (ParameterSet* parameters = stage.parameters()) {
     for (const Parameter* p : parameters->all()) {

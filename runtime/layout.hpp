@@ -81,6 +81,7 @@ struct StageEntry {
   std::size_t operator_bytes = 0;  // of the rank's scratch that operators share
   std::size_t table_bytes = 0;     // of operators' constants, shared likewise
   bool own_memory = false;         // StageDescription::own_memory
+  std::string note;                // StageDescription::note
 };
 
 // One use of a tied parameter.

@@ -5,9 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "comm/cores.hpp"
 #include "comm/error.hpp"
@@ -339,6 +342,23 @@ std::string describe_connections(const PipelineLayout& layout) {
   return text + describe_sums(layout.sums, layout.all_reduce);
 }
 
+// What stages say of themselves: each note once, with the stages where not all say it.
+std::string describe_notes(const PipelineLayout& layout) {
+  std::map<std::string, std::vector<int>> stages_by_note;
+  for (int stage = 0; stage < layout.num_stages(); ++stage) {
+    const std::string& note = layout.stages[static_cast<std::size_t>(stage)].note;
+    if (!note.empty()) stages_by_note[note].push_back(stage);
+  }
+  std::string text;
+  for (const auto& [note, stages] : stages_by_note) {
+    const bool all = stages.size() == layout.stages.size();
+    const char* name = stages.size() == 1 ? "stage" : "stages";
+    text += all ? fmt::format("  {}\n", note)
+                : fmt::format("  {} {}, {}\n", name, fmt::join(stages, ","), note);
+  }
+  return text;
+}
+
 // Of --cuda-graphs, where it is asked for: which ranks it concerns.
 std::string describe_graphs(const PipelineLayout& layout) {
   if (!layout.cuda_graphs) return "";
@@ -389,7 +409,7 @@ std::string describe_layout(const PipelineLayout& layout, const Partition& parti
   text +=
       "  (layers: E embedding, H head, numbers are blocks, - none; apart: of the total, what a\n"
       "  rank takes beside its one block; each replica holds the same)\n";
-  return text + describe_connections(layout) + describe_graphs(layout);
+  return text + describe_connections(layout) + describe_notes(layout) + describe_graphs(layout);
 }
 
 void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed) {

@@ -75,6 +75,7 @@ decltype(sluice::rms_norm_backward_input) rms_norm_backward_input;
 decltype(sluice::rms_norm_backward_weight) rms_norm_backward_weight;
 decltype(sluice::attention_forward) attention_forward;
 decltype(sluice::attention_backward) attention_backward;
+decltype(sluice::attention_engine) attention_engine;
 decltype(sluice::rotary) rotary;
 decltype(sluice::gelu_forward) gelu_forward;
 decltype(sluice::gelu_backward) gelu_backward;

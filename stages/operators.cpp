@@ -94,6 +94,17 @@ std::size_t attention_state_bytes([[maybe_unused]] DeviceKind device, const Atte
   return cpu::attention_state_bytes(shape, dtype);
 }
 
+std::string attention_engine([[maybe_unused]] ComputeContext& ctx,
+                             [[maybe_unused]] const AttentionShape& shape,
+                             [[maybe_unused]] DType dtype, [[maybe_unused]] bool drops) {
+#if SLUICE_WITH_CUDA
+  if (ctx.device().kind == DeviceKind::kCuda) {
+    return cuda::attention_engine(ctx, shape, dtype, drops);
+  }
+#endif
+  return {};
+}
+
 void attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                        const Dropout& dropout, const Tensor& out, std::byte* state) {
   SLUICE_BACKEND(ctx, attention_forward)(ctx, shape, qkv, dropout, out, state);

@@ -21,6 +21,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 
 #include "stages/compute.hpp"
 #include "stages/random.hpp"
@@ -146,6 +147,11 @@ void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const 
 [[nodiscard]] std::size_t attention_backward_workspace(ComputeContext& ctx,
                                                        const AttentionShape& shape, DType dtype,
                                                        bool drops);
+// Which code computes it, for reports: "cuDNN" or "own kernels (why)" on a GPU, empty on a CPU. The
+// same for forward and backward, and a function of shape, type, dropout, device model and library.
+// May make the plan that attention_forward would make.
+[[nodiscard]] std::string attention_engine(ComputeContext& ctx, const AttentionShape& shape,
+                                           DType dtype, bool drops);
 // Rotary positions (Su et al. 2021; halves rotated as in Llama), in place on queries and keys of a
 // packed qkv; `backward` rotates the other way. Table: theta_i = base^(-2i/head_dim).
 void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const Tensor& qkv,

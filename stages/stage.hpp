@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -44,6 +45,8 @@ struct StageDescription {
   // The stage takes what it describes here elsewhere than from compute.memory(), by a framework's
   // allocator for instance: it then counts in the plan's table, and not for the rank's block.
   bool own_memory = false;
+  // For the report at the start, of the largest micro-batch: "attention: cuDNN". One line or none.
+  std::string note = {};
   std::vector<bool> input_gradients = {};  // which inputs want gradients; empty: all f32 and bf16
 };
 

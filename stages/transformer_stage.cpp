@@ -96,6 +96,7 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
   if (gives_logits()) operators.workspace = softmax_cross_entropy_workspace(shape.rows());
   for (size_t i = 0; i < layers_.size(); ++i) {
     operators = largest(operators, layers_[i]->operators(compute, shape));
+    if (description.note.empty()) description.note = layers_[i]->note(compute, shape);
     const LayerMemory memory = layers_[i]->memory(shape);
     description.state_bytes_until_input += memory.until_input;
     description.state_bytes_until_weight += memory.until_weight;

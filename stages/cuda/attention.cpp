@@ -1,5 +1,8 @@
-#include "stages/cuda/attention.hpp"
-
+// Which code computes attention on a GPU: cuDNN's fused graphs, or the kernels of
+// stages/cuda/flash_attention.hpp, which take what cuDNN does not: f32, dropout (the library's
+// random numbers would be its own), shapes it refuses, and builds without it. Both keep the same
+// state. The choice is a function of shape, type, dropout, device model and library, so that
+// forward and backward of a micro-batch agree, and so do all depths of a pipeline.
 #include "stages/backends.hpp"
 #include "stages/cuda/context.hpp"
 #include "stages/cuda/flash_attention.hpp"
@@ -15,8 +18,8 @@ namespace {
 // Why not cuDNN; empty where it computes it.
 #if SLUICE_WITH_CUDNN
 std::string why_own(ComputeContext& ctx, const AttentionShape& shape, DType dtype, bool dropout) {
-  if (dtype != DType::kBf16) return name_of(dtype);
-  if (dropout) return "dropout";
+  if (dtype != DType::kBf16) return std::string(name_of(dtype)) + "; cuDNN takes bf16";
+  if (dropout) return "dropout; cuDNN's random numbers would be its own";
   const std::string& refusal = ctx.cuda().cudnn_attention()->refusal(shape);
   return refusal.empty() ? refusal : "cuDNN: " + refusal;
 }

@@ -61,6 +61,13 @@ OperatorMemory AttentionLayer::branch_operators(ComputeContext& compute,
       .tables = rotary_base_ ? ComputeContext::rotary_table_bytes(shape.sequence, head_dim_) : 0};
 }
 
+// Of training, where evaluation, which drops nothing, differs.
+std::string AttentionLayer::note(ComputeContext& compute, const BatchShape& shape) const {
+  const std::string engine = attention_engine(compute, attention_shape(shape), precision(),
+                                              probabilities_.probability > 0);
+  return engine.empty() ? engine : "attention: " + engine;
+}
+
 Dropout AttentionLayer::mask(const LayerCall& call) const {
   return probabilities_.at(call, heads_ * call.shape.sequence * call.shape.sequence);
 }

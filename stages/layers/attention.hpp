@@ -26,6 +26,8 @@ class AttentionLayer final : public ResidualLayer {
   };
   AttentionLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
 
+  [[nodiscard]] std::string note(ComputeContext& compute, const BatchShape& shape) const override;
+
  protected:
   void measure(const BatchShape& shape, Memory& memory) const override;
   [[nodiscard]] OperatorMemory branch_operators(ComputeContext& compute,

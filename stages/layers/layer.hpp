@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "stages/operators.hpp"
 #include "stages/stage.hpp"
@@ -93,6 +94,11 @@ class Layer {
   // In any phase.
   [[nodiscard]] virtual OperatorMemory operators(ComputeContext& compute,
                                                  const BatchShape& shape) const = 0;
+  // StageDescription::note.
+  [[nodiscard]] virtual std::string note(ComputeContext& /*compute*/,
+                                         const BatchShape& /*shape*/) const {
+    return {};
+  }
   // Completes `in` where something is pending; writes `out`, and returns it with what is pending.
   [[nodiscard]] virtual Residual forward(LayerCall& call, const Residual& in,
                                          const Tensor& out) = 0;

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "stages/layers/layer.hpp"
@@ -23,6 +24,9 @@ class RecomputedLayer final : public Layer {
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
                                          const BatchShape& shape) const override {
     return layer_->operators(compute, shape);
+  }
+  [[nodiscard]] std::string note(ComputeContext& compute, const BatchShape& shape) const override {
+    return layer_->note(compute, shape);
   }
   [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
   void recompute(LayerCall& call, const Tensor& in) override;

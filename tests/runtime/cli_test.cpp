@@ -254,6 +254,19 @@ TEST_F(CliTest, AGpuThatIsSharedIsRefusedToNccl) {
   }
 }
 
+TEST_F(CliTest, WhichCodeComputesAttentionOnGpusIsSaidAtTheStart) {
+  const std::string program = "env SLUICE_EMULATED_DEVICES=2 " SLUICE_PROGRAM;
+  const std::string arguments = "train --dry-run --pipeline 2 --device ";
+  const Outcome all = mpirun(2, program, arguments + "cuda --recompute block");
+  EXPECT_EQ(lines_with(all.out, "  attention: own kernels ("), 1) << all.out << all.err;
+  const Outcome second = mpirun(2, program, arguments + "cpu,cuda");
+  EXPECT_EQ(lines_with(second.out, "  stage 1, attention: own kernels ("), 1)
+      << second.out << second.err;
+  const Outcome none = mpirun(2, program, arguments + "cpu");
+  EXPECT_EQ(none.code, 0) << none.err;
+  EXPECT_EQ(lines_with(none.out, "attention:"), 0) << none.out;
+}
+
 TEST_F(CliTest, APlanThatDoesNotFitTheGpuIsRefusedBeforeItIsBegun) {
   const std::string program =
       "env SLUICE_EMULATED_DEVICES=1 SLUICE_EMULATED_DEVICE_MEMORY=1000000 " SLUICE_PROGRAM;

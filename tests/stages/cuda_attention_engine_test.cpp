@@ -1,7 +1,7 @@
 // Which code computes attention on a GPU, and what it says of that.
 #include <gmock/gmock.h>
 
-#include "stages/cuda/attention.hpp"
+#include "stages/operators.hpp"
 #include "tests/stages/gpu_tools.hpp"
 
 namespace sluice {
@@ -23,21 +23,23 @@ TEST_F(CudaAttentionEngineTest, KeepsTheLogarithmOfEachRowsSum) {
 
 #if SLUICE_WITH_CUDNN
 TEST_F(CudaAttentionEngineTest, IsCudnnInBf16WithoutDropout) {
-  EXPECT_EQ(cuda::attention_engine(gpu(), kShape, DType::kBf16, false), "cuDNN");
+  EXPECT_EQ(attention_engine(gpu(), kShape, DType::kBf16, false), "cuDNN");
 }
 
 TEST_F(CudaAttentionEngineTest, SaysWhyOwnKernelsRun) {
-  EXPECT_EQ(cuda::attention_engine(gpu(), kShape, DType::kF32, false), "own kernels (f32)");
-  EXPECT_EQ(cuda::attention_engine(gpu(), kShape, DType::kBf16, true), "own kernels (dropout)");
+  EXPECT_EQ(attention_engine(gpu(), kShape, DType::kF32, false),
+            "own kernels (f32; cuDNN takes bf16)");
+  EXPECT_EQ(attention_engine(gpu(), kShape, DType::kBf16, true),
+            "own kernels (dropout; cuDNN's random numbers would be its own)");
   AttentionShape odd = kShape;
   odd.head_dim = 20;
-  const std::string engine = cuda::attention_engine(gpu(), odd, DType::kBf16, false);
+  const std::string engine = attention_engine(gpu(), odd, DType::kBf16, false);
   EXPECT_THAT(engine, StartsWith("own kernels (cuDNN: "));
   EXPECT_THAT(engine, HasSubstr("multiple of 8"));
 }
 #else
 TEST_F(CudaAttentionEngineTest, SaysWhyOwnKernelsRun) {
-  EXPECT_EQ(cuda::attention_engine(gpu(), kShape, DType::kBf16, false),
+  EXPECT_EQ(attention_engine(gpu(), kShape, DType::kBf16, false),
             "own kernels (built without cuDNN)");
 }
 #endif
