@@ -134,8 +134,23 @@ std::string kernel_set() { return choose_kernels().name; }
 
 std::string matmul_library() {
   const dnnl_version_t* version = dnnl_version();
-  return fmt::format("oneDNN {}.{}.{} ({})", version->major, version->minor, version->patch,
-                     matmul_instruction_set());
+  return fmt::format("oneDNN {}.{}.{} ({}{})", version->major, version->minor, version->patch,
+                     matmul_instruction_set(), native_bf16() ? "" : ", bf16 widened to f32");
+}
+
+bool native_bf16() {
+  // The library's sets are bit masks: a set has the bits of those it contains.
+  const auto set = static_cast<unsigned>(dnnl::get_effective_cpu_isa());
+  const auto has = [set](dnnl::cpu_isa wanted) {
+    const auto bits = static_cast<unsigned>(wanted);
+    return (set & bits) == bits;
+  };
+  if (has(dnnl::cpu_isa::avx512_core_amx)) return true;
+#if defined(__x86_64__)
+  return has(dnnl::cpu_isa::avx512_core_bf16) && !__builtin_cpu_is("intel");
+#else
+  return false;
+#endif
 }
 
 }  // namespace sluice

@@ -1,14 +1,19 @@
 #include "stages/matmul.hpp"
 
 #include <fmt/format.h>
+#include <omp.h>
 
 #include <algorithm>
 #include <chrono>
 #include <dnnl.hpp>
 #include <unordered_map>
+#include <utility>
 
 #include "comm/error.hpp"
 #include "stages/compute.hpp"
+#include "stages/cpu/kernel_set.hpp"
+#include "stages/cpu/parallel.hpp"
+#include "stages/cpu/widened.hpp"
 
 namespace sluice {
 
@@ -41,7 +46,9 @@ struct Product {
   dnnl::memory a, b, bias, c, scratch;
   std::vector<dnnl_exec_arg_t> arguments;
   std::size_t scratch_bytes = 0;
-  bool emulated = false;  // then none of the above
+  bool widened = false;  // then none of the above, but this
+  WidenedProduct in_f32;
+  std::vector<Product*> block_products;
 };
 
 dnnl::matmul::primitive_desc make_descriptor(const dnnl::engine& engine, const MatMulSpec& spec) {
@@ -92,26 +99,24 @@ Product make_product(const dnnl::engine& engine, const MatMulSpec& spec) {
   return product;
 }
 
-// A matrix operand of any type as dense f32 [batches, rows, columns].
-void widen(const MatMulSpec& spec, std::int64_t rows, std::int64_t columns,
-           const MatMulLayout& layout, const Bf16* from, float* to) {
-  for (std::int64_t batch = 0; batch < spec.batches; ++batch) {
-    for (std::int64_t i = 0; i < rows; ++i) {
-      for (std::int64_t j = 0; j < columns; ++j) {
-        *to++ = to_float(from[batch * layout.batch + i * layout.row + j * layout.column]);
-      }
-    }
-  }
-}
-
-void narrow(const MatMulSpec& spec, const float* from, Bf16* to) {
-  for (std::int64_t batch = 0; batch < spec.batches; ++batch) {
-    for (std::int64_t i = 0; i < spec.m; ++i) {
-      for (std::int64_t j = 0; j < spec.n; ++j) {
-        to[batch * spec.c.batch + i * spec.c.row + j * spec.c.column] = to_bf16(*from++);
-      }
-    }
-  }
+// Between a matrix of bf16 and its copy of the same orientation: kernel(bf16, floats, length) for
+// each row, or column where those lie in one piece.
+template <typename Kernel>
+void for_each_run(std::int64_t batches, std::int64_t rows, std::int64_t columns,
+                  const MatMulLayout& layout, const MatMulLayout& copy, const Kernel& kernel) {
+  const bool by_rows = layout.column == 1;
+  const std::int64_t runs = by_rows ? rows : columns, length = by_rows ? columns : rows;
+  const std::int64_t stride = by_rows ? layout.row : layout.column;
+  const std::int64_t copy_stride = by_rows ? copy.row : copy.column;
+  const auto grain = std::max<std::int64_t>(1, kElementGrain / std::max<std::int64_t>(1, length));
+  parallel_range(omp_get_max_threads(), batches * runs, grain,
+                 [&](std::int64_t begin, std::int64_t end) {
+                   for (std::int64_t i = begin; i < end; ++i) {
+                     const std::int64_t batch = i / runs, run = i % runs;
+                     kernel(batch * layout.batch + run * stride,
+                            batch * copy.batch + run * copy_stride, length);
+                   }
+                 });
 }
 
 }  // namespace
@@ -150,16 +155,18 @@ struct MatMulCache::State {
   Product& find(const MatMulSpec& spec);
   void execute(const MatMulSpec& spec, Product& product, const void* a, const void* b,
                const void* bias, void* c);
-  void execute_emulated(const MatMulSpec& spec, const void* a, const void* b, const void* bias,
-                        void* c);
+  void prepare_widened(const MatMulSpec& spec, Product& product);
+  void execute_widened(const MatMulSpec& spec, Product& product, const Bf16* a, const Bf16* b,
+                       const float* bias, void* c);
 
   Device device;
   dnnl::engine engine{dnnl::engine::kind::cpu, 0};
   dnnl::stream stream{engine};
   std::unordered_map<MatMulSpec, Product, MatMulSpecHash> products;
   Buffer scratch;
-  Buffer copies;  // operands of emulated products
-  bool emulate = false;
+  const TypedKernels& bf16 = choose_kernels().bf16;
+  Buffer copies;  // of a widened block
+  bool widen = !native_bf16();
   bool recording = false;
   std::vector<MatMulCall> record;
 };
@@ -168,26 +175,27 @@ Product& MatMulCache::State::find(const MatMulSpec& spec) {
   const auto found = products.find(spec);
   if (found != products.end()) return found->second;
   Product product;
-  product.emulated = emulate && spec.operands == DType::kBf16;
-  if (!product.emulated) {
+  product.widened = widen && spec.operands == DType::kBf16;
+  if (!product.widened) {
     try {
       product = make_product(engine, spec);
     } catch (const dnnl::error& error) {
       if (spec.operands != DType::kBf16 || error.status != dnnl_unimplemented) {
         fail(spec, error.what());
       }
-      product.emulated = true;
+      product.widened = true;
     }
   }
+  if (product.widened) prepare_widened(spec, product);
   if (product.scratch_bytes > scratch.size()) scratch = Buffer(device, product.scratch_bytes);
   return products.emplace(spec, std::move(product)).first->second;
 }
 
 void MatMulCache::State::execute(const MatMulSpec& spec, Product& product, const void* a,
                                  const void* b, const void* bias, void* c) {
-  if (product.emulated) {
-    execute_emulated(spec, a, b, bias, c);
-    return;
+  if (product.widened) {
+    return execute_widened(spec, product, static_cast<const Bf16*>(a), static_cast<const Bf16*>(b),
+                           static_cast<const float*>(bias), c);
   }
   // The library reads sources through non-const handles.
   product.a.set_data_handle(const_cast<void*>(a));
@@ -201,26 +209,45 @@ void MatMulCache::State::execute(const MatMulSpec& spec, Product& product, const
   if (status != dnnl_success) fail(spec, fmt::format("status {}", static_cast<int>(status)));
 }
 
-void MatMulCache::State::execute_emulated(const MatMulSpec& spec, const void* a, const void* b,
-                                          const void* bias, void* c) {
-  MatMulSpec wide = spec;
-  wide.operands = wide.result = DType::kF32;
-  wide.a = {spec.k, 1, spec.m * spec.k};
-  wide.b = {spec.n, 1, spec.k * spec.n};
-  const bool narrow_result = spec.result == DType::kBf16;
-  if (narrow_result) wide.c = {spec.n, 1, spec.m * spec.n};
-  const auto a_size = static_cast<std::size_t>(spec.batches * spec.m * spec.k);
-  const auto b_size = static_cast<std::size_t>(spec.batches * spec.k * spec.n);
-  const auto c_size = static_cast<std::size_t>(narrow_result ? spec.batches * spec.m * spec.n : 0);
-  const std::size_t bytes = (a_size + b_size + c_size) * sizeof(float);
-  if (copies.size() < bytes) copies = Buffer(device, bytes);
-  auto* wide_a = reinterpret_cast<float*>(copies.data());
-  float* wide_b = wide_a + a_size;
-  float* wide_c = narrow_result ? wide_b + b_size : static_cast<float*>(c);
-  widen(spec, spec.m, spec.k, spec.a, static_cast<const Bf16*>(a), wide_a);
-  widen(spec, spec.k, spec.n, spec.b, static_cast<const Bf16*>(b), wide_b);
-  execute(wide, find(wide), wide_a, wide_b, bias, wide_c);
-  if (narrow_result) narrow(spec, wide_c, static_cast<Bf16*>(c));
+void MatMulCache::State::prepare_widened(const MatMulSpec& spec, Product& product) {
+  product.in_f32 = sluice::widen(spec);
+  for (const WidenedBlock& block : product.in_f32.blocks) {
+    product.block_products.push_back(&find(block.product));
+  }
+  const std::size_t bytes = product.in_f32.copies * sizeof(float);
+  if (bytes > copies.size()) copies = Buffer(device, bytes);
+}
+
+void MatMulCache::State::execute_widened(const MatMulSpec& spec, Product& product, const Bf16* a,
+                                         const Bf16* b, const float* bias, void* c) {
+  const auto widen_operand = [this](const Bf16* from, float* to) {
+    return [this, from, to](std::int64_t place, std::int64_t copy_place, std::int64_t length) {
+      bf16.to_float(from + place, to + copy_place, length);
+    };
+  };
+  const bool rounds = spec.result == DType::kBf16;
+  auto* const wide_a = reinterpret_cast<float*>(copies.data());
+  float* const wide_b = wide_a + product.in_f32.b_copy;
+  std::int64_t copied_a = -1, copied_b = -1;  // where the blocks begin whose copies are there
+  for (std::size_t i = 0; i < product.block_products.size(); ++i) {
+    const WidenedBlock& block = product.in_f32.blocks[i];
+    const MatMulSpec& of = block.product;
+    if (std::exchange(copied_a, block.a) != block.a) {
+      for_each_run(of.batches, of.m, of.k, spec.a, of.a, widen_operand(a + block.a, wide_a));
+    }
+    if (std::exchange(copied_b, block.b) != block.b) {
+      for_each_run(of.batches, of.k, of.n, spec.b, of.b, widen_operand(b + block.b, wide_b));
+    }
+    float* const sums = rounds ? wide_a + product.in_f32.c_copy : static_cast<float*>(c) + block.c;
+    execute(of, *product.block_products[i], wide_a, wide_b, of.bias ? bias + block.bias : nullptr,
+            sums);
+    if (!rounds || !block.whole) continue;
+    Bf16* const result = static_cast<Bf16*>(c) + block.c;
+    for_each_run(of.batches, of.m, of.n, spec.c, of.c,
+                 [&](std::int64_t place, std::int64_t copy_place, std::int64_t length) {
+                   bf16.from_float(sums + copy_place, result + place, length);
+                 });
+  }
 }
 
 MatMulCache::MatMulCache(Device device) : state_(std::make_unique<State>(device)) {}
@@ -244,8 +271,8 @@ void MatMulCache::prepare(const MatMulSpec& spec) { static_cast<void>(state_->fi
 
 std::size_t MatMulCache::size() const { return state_->products.size(); }
 
-void MatMulCache::emulate_bf16(bool emulate) {
-  state_->emulate = emulate;
+void MatMulCache::widen_bf16(bool widen) {
+  state_->widen = widen;
   std::erase_if(state_->products,
                 [](const auto& entry) { return entry.first.operands == DType::kBf16; });
 }

@@ -73,9 +73,11 @@ class MatMulCache {
   // Makes the primitive and its scratch, runs nothing.
   void prepare(const MatMulSpec& spec);
   [[nodiscard]] std::size_t size() const;  // primitives made
-  // bf16 products without instructions for them run in f32 on converted copies: right, not fast.
-  // Forced, for tests.
-  void emulate_bf16(bool emulate);
+  // Whether products of bf16 run in f32 on widened copies of their operands
+  // (stages/cpu/widened.hpp) rather than by the library's own for bf16; at first where
+  // native_bf16() says no. For tests and benchmarks; products the library has none for are widened
+  // all the same.
+  void widen_bf16(bool widen);
 
   // While recording, every run is appended to recorded() and timed (~60 ns each). Turning it on
   // clears the record.

@@ -22,10 +22,9 @@ namespace sluice {
 // work(begin, end) over pieces of [0, count), one per thread, each but the last a multiple of
 // `grain`. The work of one index must not depend on where the pieces end.
 template <typename Work>
-void parallel_range(const ComputeContext& ctx, std::int64_t count, std::int64_t grain,
-                    const Work& work) {
+void parallel_range(int threads, std::int64_t count, std::int64_t grain, const Work& work) {
   const std::int64_t grains = (count + grain - 1) / grain;
-  const std::int64_t pieces = std::min<std::int64_t>(ctx.threads(), grains);
+  const std::int64_t pieces = std::min<std::int64_t>(threads, grains);
   if (pieces <= 1) {
     if (count > 0) work(std::int64_t{0}, count);
     return;
@@ -36,6 +35,12 @@ void parallel_range(const ComputeContext& ctx, std::int64_t count, std::int64_t 
     const std::int64_t end = std::min(count, grains * (piece + 1) / pieces * grain);
     work(begin, end);
   }
+}
+
+template <typename Work>
+void parallel_range(const ComputeContext& ctx, std::int64_t count, std::int64_t grain,
+                    const Work& work) {
+  parallel_range(ctx.threads(), count, grain, work);
 }
 
 // Multiples of this many columns or elements go to one thread: whole cache lines and vectors.

@@ -1,5 +1,6 @@
 // One rank's training step against its own matrix products: the step is recorded, then its products
-// are replayed on the same operands, in turn with whole steps.
+// are replayed on the same operands, in turn with whole steps. Products of bf16 both ways: by the
+// library's own, and widened to f32; the line on the machine tells which of them the program takes.
 //   step_benchmark [--json FILE] [--rounds N]
 #include <chrono>
 #include <cstdlib>
@@ -20,7 +21,7 @@ struct Result {
   double flops = 0;
 };
 
-Result measure(Communicator& comm, DType precision, int rounds) {
+Result measure(Communicator& comm, DType precision, bool widen, int rounds) {
   TransformerConfig model;
   model.precision = precision;
   const RandomTokens source(model.context, model.vocabulary);
@@ -33,6 +34,7 @@ Result measure(Communicator& comm, DType precision, int rounds) {
   };
   Pipeline pipeline(comm, options, factory, source);
   MatMulCache& products = pipeline.compute().matmuls();
+  products.widen_bf16(widen);
   for (int i = 0; i < 3; ++i) pipeline.train_step();
   products.record(true);
   pipeline.train_step();
@@ -67,11 +69,17 @@ int main(int argc, char** argv) {
                  "vs own fp32"});
   run_loopback(1, [&](Communicator& comm) {
     double fp32 = 0;
-    for (const DType precision : {DType::kF32, DType::kBf16}) {
-      const Result result = measure(comm, precision, rounds);
+    struct Case {
+      const char* name;
+      DType precision;
+      bool widen;
+    };
+    for (const Case& each : {Case{"f32", DType::kF32, false}, Case{"bf16", DType::kBf16, false},
+                             Case{"bf16, widened", DType::kBf16, true}}) {
+      const Result result = measure(comm, each.precision, each.widen, rounds);
       const double speed = static_cast<double>(result.tokens) / result.step;
-      if (precision == DType::kF32) fp32 = speed;
-      report.row({name_of(precision), speed, static_cast<double>(result.tokens) / result.replay,
+      if (each.precision == DType::kF32) fp32 = speed;
+      report.row({each.name, speed, static_cast<double>(result.tokens) / result.replay,
                   result.replay / result.step, result.flops / result.replay * 1e-9, speed / fp32});
     }
   });

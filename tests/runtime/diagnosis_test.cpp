@@ -106,12 +106,12 @@ TEST(DiagnosisTest, SaysWhyMpiCarriesNothingFromGpuToGpu) {
   EXPECT_THAT(said(facts, false), Not(HasSubstr("from GPU to GPU")));
 }
 
-TEST(DiagnosisTest, SaysWhereBf16IsSlowerThanFp32) {
+TEST(DiagnosisTest, SaysWhereBf16IsNotFaster) {
   auto facts = job(2);
   EXPECT_THAT(said(facts, false), Not(HasSubstr("bf16")));
   facts[1].host = "beta";
-  facts[1].matmul_library = "oneDNN (avx512_core_bf16)";
-  EXPECT_THAT(said(facts, false), HasSubstr("beta: the CPU has no AMX"));
+  facts[1].native_bf16 = false;
+  EXPECT_THAT(said(facts, false), HasSubstr("beta: the CPU has no instructions (AMX)"));
   facts[1].device = "cuda:0";
   EXPECT_THAT(said(facts, false), Not(HasSubstr("bf16")));
 }
@@ -120,10 +120,12 @@ TEST(DiagnosisTest, FactsSurviveTheWayToRankZero) {
   RankFacts facts = job(3)[2];
   facts.environment = {{"OMP_NUM_THREADS", "\"8\"\n"}};
   facts.fast_network = true;
+  facts.native_bf16 = false;
   facts.no_device_messages = "not tried";
   EXPECT_EQ(rank_facts_from_json(to_json_text(facts)).no_device_messages, "not tried");
   EXPECT_EQ(to_json_text(rank_facts_from_json(to_json_text(facts))), to_json_text(facts));
   EXPECT_EQ(rank_facts_from_json(to_json_text(facts)).environment, facts.environment);
+  EXPECT_FALSE(rank_facts_from_json(to_json_text(facts)).native_bf16);
 }
 
 }  // namespace

@@ -24,9 +24,9 @@ TEST(MatMulTest, MakesOnePrimitivePerSpecification) {
 
 TEST(MatMulTest, RunsBatchesAndStridesAndAccumulates) {
   for (const DType dtype : {DType::kF32, DType::kBf16}) {
-    for (const bool emulate : {false, true}) {
+    for (const bool widen : {false, true}) {
       MatMulCache cache{Device{}};
-      cache.emulate_bf16(emulate);
+      cache.widen_bf16(widen);
       const Operand a = random_operand(dtype, {3, 5, 20}, 2),
                     b = random_operand(dtype, {3, 9, 11}, 3);
       const Operand c = random_operand(DType::kF32, {3, 5, 10}, 4);
@@ -59,11 +59,11 @@ TEST(MatMulTest, RunsBatchesAndStridesAndAccumulates) {
   }
 }
 
-TEST(MatMulTest, EmulatedBf16AgreesWithTheLibrary) {
+TEST(MatMulTest, WidenedBf16AgreesWithTheLibrary) {
   const Operand a = random_operand(DType::kBf16, {33, 65}, 5),
                 b = random_operand(DType::kBf16, {65, 17}, 6);
   const Operand bias = random_operand(DType::kF32, {17}, 7);
-  const Operand real(DType::kBf16, {33, 17}), emulated(DType::kBf16, {33, 17});
+  const Operand real(DType::kBf16, {33, 17}), widened(DType::kBf16, {33, 17});
   const MatMulSpec spec = {.m = 33,
                            .n = 17,
                            .k = 65,
@@ -74,10 +74,73 @@ TEST(MatMulTest, EmulatedBf16AgreesWithTheLibrary) {
                            .result = DType::kBf16,
                            .bias = true};
   MatMulCache cache{Device{}};
+  cache.widen_bf16(false);
   cache.run(spec, a.tensor.data, b.tensor.data, bias.tensor.data, real.tensor.data);
-  cache.emulate_bf16(true);
-  cache.run(spec, a.tensor.data, b.tensor.data, bias.tensor.data, emulated.tensor.data);
-  expect_close(emulated.values(), real.values(), 4e-3, "emulated");
+  cache.widen_bf16(true);
+  cache.run(spec, a.tensor.data, b.tensor.data, bias.tensor.data, widened.tensor.data);
+  expect_close(widened.values(), real.values(), 4e-3, "widened");
+}
+
+// Sizes above a block's in each direction, operands as they lie and transposed, inside of larger
+// ones.
+TEST(MatMulTest, WidenedBf16IsOneProductWhateverItsBlocks) {
+  struct Size {
+    std::int64_t batches, m, n, k;
+  };
+  const std::vector<Size> sizes = {{1, 1100, 5, 7},  {1, 6, 1100, 9},  {1, 3, 4, 1100},
+                                   {1, 600, 9, 530}, {1, 9, 600, 530}, {1, 520, 515, 3},
+                                   {70, 64, 33, 40}, {2, 600, 3, 530}};
+  for (const Size& size : sizes) {
+    for (const bool transposed : {false, true}) {
+      for (const bool rounds : {false, true}) {
+        const auto [batches, m, n, k] = size;
+        MatMulSpec spec = {.batches = batches,
+                           .m = m,
+                           .n = n,
+                           .k = k,
+                           .a = {k + 3, 1, m * (k + 3)},
+                           .b = {1, k + 2, n * (k + 2)},
+                           .c = {n + 1, 1, m * (n + 1)},
+                           .operands = DType::kBf16,
+                           .result = rounds ? DType::kBf16 : DType::kF32,
+                           .bias = rounds && batches == 1,
+                           .accumulate = !rounds};
+        if (transposed) {
+          spec.a = {1, m + 3, k * (m + 3)};
+          spec.b = {n + 2, 1, k * (n + 2)};
+        }
+        const Operand a = random_operand(DType::kBf16, {batches, (m + 3) * (k + 3)}, 15),
+                      b = random_operand(DType::kBf16, {batches, (n + 2) * (k + 2)}, 16),
+                      c = random_operand(spec.result, {batches, m, n + 1}, 17),
+                      bias = random_operand(DType::kF32, {n}, 18);
+        Values expected = c.values();
+        const Values av = a.values(), bv = b.values(), biases = bias.values();
+        const auto at = [](const MatMulLayout& l, std::int64_t s, std::int64_t i, std::int64_t j) {
+          return static_cast<std::size_t>(s * l.batch + i * l.row + j * l.column);
+        };
+        for (std::int64_t s = 0; s < batches; ++s) {
+          for (std::int64_t i = 0; i < m; ++i) {
+            for (std::int64_t j = 0; j < n; ++j) {
+              double sum = spec.bias ? biases[static_cast<std::size_t>(j)] : 0;
+              for (std::int64_t l = 0; l < k; ++l) {
+                sum += av[at(spec.a, s, i, l)] * bv[at(spec.b, s, l, j)];
+              }
+              double& value = expected[at(spec.c, s, i, j)];
+              value = spec.accumulate ? value + sum : sum;
+            }
+          }
+        }
+        MatMulCache cache{Device{}};
+        cache.widen_bf16(true);
+        cache.prepare(spec);
+        const std::size_t made = cache.size();
+        cache.run(spec, a.tensor.data, b.tensor.data, spec.bias ? bias.tensor.data : nullptr,
+                  c.tensor.data);
+        EXPECT_EQ(cache.size(), made) << "it made primitives after it was prepared";
+        expect_close(c.values(), expected, rounds ? 4e-3 : 4e-6, to_string(spec));
+      }
+    }
+  }
 }
 
 TEST(MatMulTest, RecordsWhatItRunsAndReplaysIt) {
