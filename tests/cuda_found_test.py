@@ -1,6 +1,6 @@
 """comm/cuda.cmake against made-up CUDA toolkits: what is missing is named, and what is lost.
 
-cuda_found_test.py CMAKE CXX_COMPILER SOURCES
+cuda_found_test.py CMAKE GENERATOR CXX_COMPILER SOURCES
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 import tempfile
 import unittest
 
-CMAKE, COMPILER, SOURCES = sys.argv[1:4]
+CMAKE, GENERATOR, COMPILER, SOURCES = sys.argv[1:5]
 
 # What the machine has of CUDA is out of sight. {before} may change what CMake has.
 PROJECT = """cmake_minimum_required(VERSION 3.25)
@@ -64,8 +64,9 @@ class CudaFound(unittest.TestCase):
         environment = {name: value for name, value in os.environ.items()
                        if not re.search("CUDA|SLUICE|^CMAKE_PREFIX_PATH$", name)}
         run = subprocess.run(
-            [CMAKE, "-S", self.folder, "-B", self.folder / "build", f"-DSLUICE_CUDA={choice}",
-             f"-DCMAKE_CXX_COMPILER={COMPILER}", f"-DCUDAToolkit_ROOT={self.toolkit}"],
+            [CMAKE, "-G", GENERATOR, "-S", self.folder, "-B", self.folder / "build",
+             f"-DSLUICE_CUDA={choice}", f"-DCMAKE_CXX_COMPILER={COMPILER}",
+             f"-DCUDAToolkit_ROOT={self.toolkit}"],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             check=False)
         return run.returncode, re.sub(r"\s+", " ", run.stdout)
