@@ -38,7 +38,20 @@ endfunction()
 
 if(NOT SLUICE_CUDA STREQUAL off)
   set(oldest_toolkit 12.4)
+  # The module of CMake 3.25 ends with an error on a toolkit without nvToolsExt, as CUDA 13 is, unless
+  # the project is content with an older CMake.
+  set(minimum_required ${CMAKE_MINIMUM_REQUIRED_VERSION})
+  set(CMAKE_MINIMUM_REQUIRED_VERSION 3.24)
   find_package(CUDAToolkit ${oldest_toolkit} QUIET)
+  set(CMAKE_MINIMUM_REQUIRED_VERSION ${minimum_required})
+  # Newer CMake (3.31, not 3.25) forgets where the toolkit is that it does not take.
+  if(NOT CUDAToolkit_BIN_DIR AND CUDAToolkit_VERSION)
+    find_program(nvcc nvcc HINTS ${CUDAToolkit_ROOT} ENV CUDAToolkit_ROOT PATHS /usr/local/cuda
+                 PATH_SUFFIXES bin NO_CACHE)
+    if(nvcc)
+      cmake_path(GET nvcc PARENT_PATH CUDAToolkit_BIN_DIR)
+    endif()
+  endif()
   find_path(SLUICE_CUBLASLT_INCLUDE cublasLt.h HINTS ${CUDAToolkit_INCLUDE_DIRS}
                                                      ${CUDAToolkit_MATH_INCLUDE_DIR})
   if(NOT CUDAToolkit_BIN_DIR)
