@@ -103,7 +103,9 @@ binding=()
 if configured threads && [[ $value != 1 ]]; then binding=(--bind-to none); fi
 mpirun -n "$ranks" "${binding[@]}" "$sluice" train "${defaults[@]}" "${options[@]}"
 
-if ! given dry-run && [[ -n $save ]]; then
+dry=false
+if given dry-run; then dry=true; elif configured dry-run; then dry=$value; fi
+if [[ $dry != true && -n $save ]]; then
   echo
   echo "A sample at temperature 0.7:"
   "$sluice" generate --weights "$save" --prompt "And the LORD said" --tokens 300 \

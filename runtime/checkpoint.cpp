@@ -141,6 +141,34 @@ void read(const WeightsDirectory& weights, const std::string& name, const Tensor
   mirror.write_back();
 }
 
+// Every saved parameter must be one of the model's.
+void require_known(const WeightsDirectory& weights, const PipelineLayout& layout,
+                   const fs::path& directory) {
+  std::set<std::string> known;
+  for (const OwnedParameter& parameter : owned_parameters(layout)) known.insert(parameter.name);
+  for (const std::string& name : weights.names()) {
+    if (known.contains(name)) continue;
+    throw Error(ErrorCode::kWeights,
+                fmt::format("weights in '{}' do not fit the model: it has no parameter '{}' (is it "
+                            "another --model, --layers or --untie?)",
+                            directory.string(), name));
+  }
+}
+
+std::uint64_t saved_step(const fs::path& directory) {
+  const fs::path path = directory / "state.json";
+  std::ifstream in(path);
+  const Json state = Json::parse(in, nullptr, false);
+  if (!in || state.is_discarded() || !state.is_object() || !state.contains("step") ||
+      !state["step"].is_number_unsigned()) {
+    throw Error(
+        ErrorCode::kWeights,
+        fmt::format("'{}' is missing or damaged; --resume needs a directory that --save wrote",
+                    path.string()));
+  }
+  return state["step"].get<std::uint64_t>();
+}
+
 }  // namespace
 
 void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::string& config) {
@@ -155,6 +183,7 @@ void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::s
     }
     if (pipeline.world().communicator().rank() == 0) {
       require_writable_directory(directory);
+      fs::create_directories(directory);
       // Without it nothing can be resumed: a save that is cut short leaves no mixture behind.
       fs::remove(directory / "state.json");
     }
@@ -187,21 +216,28 @@ void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::s
   });
 }
 
+std::uint64_t require_fitting_checkpoint(const PipelineLayout& layout, const fs::path& directory) {
+  const WeightsDirectory weights(directory, "model");
+  require_known(weights, layout, directory);
+  for (const OwnedParameter& parameter : owned_parameters(layout)) {
+    const SafetensorsFile::Entry* entry = weights.find(parameter.name);
+    if (entry != nullptr && entry->spec.shape.elements() == parameter.elements) continue;
+    const std::string there =
+        entry == nullptr ? "is missing" : fmt::format("was saved as {}", to_string(entry->spec));
+    throw Error(
+        ErrorCode::kWeights,
+        fmt::format("weights in '{}' do not fit the model: tensor '{}' {}, but the model needs "
+                    "{} elements",
+                    directory.string(), parameter.name, there, parameter.elements));
+  }
+  return saved_step(directory);
+}
+
 void load_weights(Pipeline& pipeline, const fs::path& directory) {
   pipeline.guarded("loading the weights", [&] {
     const WeightsDirectory weights(directory, "model");
     HostMirror mirror(pipeline.compute(), nullptr);
-    std::set<std::string> known;
-    for (const OwnedParameter& parameter : owned_parameters(pipeline.layout())) {
-      known.insert(parameter.name);
-    }
-    for (const std::string& name : weights.names()) {
-      if (known.contains(name)) continue;
-      throw Error(ErrorCode::kWeights,
-                  fmt::format("weights in '{}' do not fit the model: it has no parameter '{}' (is "
-                              "it another --model, --layers or --untie?)",
-                              directory.string(), name));
-    }
+    require_known(weights, pipeline.layout(), directory);
     for (const Pipeline::Owned& owned : pipeline.parameters()) {
       if (owned.owner) read(weights, owned.parameter->name, owned.parameter->value, mirror);
     }
@@ -223,17 +259,7 @@ void load_checkpoint(Pipeline& pipeline, const fs::path& directory) {
       }
       pipeline.compute().stream().synchronize();  // before the mirror goes
     }
-    const fs::path path = directory / "state.json";
-    std::ifstream in(path);
-    const Json state = Json::parse(in, nullptr, false);
-    if (!in || state.is_discarded() || !state.is_object() || !state.contains("step") ||
-        !state["step"].is_number_unsigned()) {
-      throw Error(ErrorCode::kWeights,
-                  fmt::format("'{}' is missing or damaged; --resume needs a directory that --save "
-                              "wrote",
-                              path.string()));
-    }
-    pipeline.set_step(state["step"].get<std::uint64_t>());
+    pipeline.set_step(saved_step(directory));
     pipeline.world().barrier();
   });
 }

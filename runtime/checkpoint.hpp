@@ -20,6 +20,11 @@ void save_checkpoint(Pipeline& pipeline, const std::filesystem::path& directory,
 // first parameter that is missing, superfluous or of another shape.
 void load_weights(Pipeline& pipeline, const std::filesystem::path& directory);
 
+// Not collective: what load_checkpoint() would say of parameters that are missing, superfluous or
+// of another size, and of the step, which it returns; values are not read.
+[[nodiscard]] std::uint64_t require_fitting_checkpoint(const PipelineLayout& layout,
+                                                       const std::filesystem::path& directory);
+
 // Collective. Weights, optimizer state and step.
 void load_checkpoint(Pipeline& pipeline, const std::filesystem::path& directory);
 

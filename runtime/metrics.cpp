@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "comm/error.hpp"
+#include "runtime/weights.hpp"
 
 namespace sluice {
 namespace {
@@ -21,17 +22,11 @@ nlohmann::ordered_json number(double value) {
 }  // namespace
 
 MetricsWriter::MetricsWriter(const std::filesystem::path& path, const std::string& run, bool append)
-    : path_(path.string()), run_(run) {
+    : path_(path), append_(append), run_(run) {
   if (!nlohmann::json::parse(run, nullptr, false).is_object()) {
     throw Error(ErrorCode::kInternal, "what describes the run is no JSON object: " + run);
   }
-  errno = 0;
-  out_.open(path, std::ios::binary | (append ? std::ios::app : std::ios::trunc));
-  if (!out_) {
-    throw Error(ErrorCode::kIo,
-                fmt::format("cannot write metrics to '{}': {}", path_,
-                            std::generic_category().message(errno != 0 ? errno : EIO)));
-  }
+  require_writable_file(path);
 }
 
 void MetricsWriter::step(const StepRecord& record) {
@@ -63,10 +58,12 @@ void MetricsWriter::line(std::string json) {
     json += fmt::format(",\"run\":{}}}", std::exchange(run_, {}));
   }
   errno = 0;
+  if (!out_.is_open())
+    out_.open(path_, std::ios::binary | (append_ ? std::ios::app : std::ios::trunc));
   out_ << json << '\n' << std::flush;
   if (!out_) {
     throw Error(ErrorCode::kIo,
-                fmt::format("cannot write metrics to '{}': {}", path_,
+                fmt::format("cannot write metrics to '{}': {}", path_.string(),
                             std::generic_category().message(errno != 0 ? errno : EIO)));
   }
 }

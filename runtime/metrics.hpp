@@ -29,9 +29,10 @@ struct StepRecord {
 // is replaced.
 class MetricsWriter {
  public:
-  // Replaces the file, or goes on after its end (a run that resumes). Throws Error(kIo) naming the
-  // path. `run` (a JSON object as text) becomes the last field of the first line written, "run":
-  // options, instruction set, kernel set, libraries.
+  // Replaces the file, or goes on after its end (a run that resumes), when the first line is
+  // written: a run that ends before leaves it as it was. Throws Error(kIo) naming the path where
+  // that will not do. `run` (a JSON object as text) becomes the last field of the first line
+  // written, "run": options, instruction set, kernel set, libraries.
   MetricsWriter(const std::filesystem::path& path, const std::string& run, bool append = false);
   void step(const StepRecord& record);
   void validation(std::uint64_t step, double val_loss);
@@ -39,8 +40,9 @@ class MetricsWriter {
  private:
   void line(std::string json);
 
-  std::ofstream out_;
-  std::string path_;
+  std::ofstream out_;  // open from the first line on
+  std::filesystem::path path_;
+  bool append_;
   std::string run_;  // until the first line is written
 };
 
@@ -60,6 +62,9 @@ class Progress {
   void step(const StepRecord& record);
   void note(const std::string& line);  // a line of its own, e.g. a validation loss
   void finish();                       // leaves the line on the screen and the cursor below it
+  ~Progress() { finish(); }            // before what an error has to say
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
 
  private:
   void clear();

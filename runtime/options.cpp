@@ -3,7 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <limits>
+#include <system_error>
+#include <utility>
 
 #include "comm/error.hpp"
 #include "runtime/batch_options.hpp"
@@ -13,6 +16,8 @@
 
 namespace sluice {
 namespace {
+
+namespace fs = std::filesystem;
 
 constexpr int kMaxInt = std::numeric_limits<int>::max();
 constexpr std::int64_t kMaxSamples = std::int64_t{1} << 40;
@@ -52,15 +57,17 @@ std::vector<std::string> training_schedules() {
 void add_model_options(OptionTable& table, TransformerConfig& model, Words& words) {
   table.heading("Model");
   table.add_choice("model", words.model, {"gpt2", "llama"}, "architecture");
-  table.add_integer("layers", model.layers, 1, kMaxInt, "transformer blocks");
-  table.add_integer("heads", model.heads, 1, kMaxInt, "attention heads; divide the width");
-  table.add_integer("kv-heads", model.kv_heads, 1, kMaxInt,
+  table.add_integer("layers", model.layers, 1, TransformerLimits::kLayers, "transformer blocks");
+  table.add_integer("heads", model.heads, 1, TransformerLimits::kHeads,
+                    "attention heads; divide the width");
+  table.add_integer("kv-heads", model.kv_heads, 1, TransformerLimits::kHeads,
                     "heads of keys and values (llama); divide the heads; auto: as many as heads",
                     "auto");
-  table.add_integer("width", model.width, 1, kMaxInt, "of the residual stream");
-  table.add_integer("context", model.context, 1, kMaxInt, "tokens of a sample");
-  table.add_integer("vocabulary", model.vocabulary, 1, kMaxInt, "tokens; 256: bytes");
-  table.add_integer("mlp-width", model.mlp_width, 1, kMaxInt,
+  table.add_integer("width", model.width, 1, TransformerLimits::kWidth, "of the residual stream");
+  table.add_integer("context", model.context, 1, TransformerLimits::kContext, "tokens of a sample");
+  table.add_integer("vocabulary", model.vocabulary, 1, TransformerLimits::kVocabulary,
+                    "tokens; 256: bytes");
+  table.add_integer("mlp-width", model.mlp_width, 1, TransformerLimits::kMlpWidth,
                     "auto: 4 x width (gpt2), 8/3 x width rounded up to 64s (llama)", "auto");
   table.add_real("dropout", model.dropout, kBelowOne, "probability");
   table.add_flag("untie", words.untie, "give the head weights of its own");
@@ -138,7 +145,7 @@ void add_output_options(OptionTable& table, TrainOptions& options) {
                     "per validation; all: the whole validation part", "all");
   table.add_text("save", options.save, "DIR", "weights as safetensors, at the end");
   table.add_integer("save-every", options.save_every, 0, kMaxSteps, "steps; 0: at the end only");
-  table.add_text("resume", options.resume, "DIR", "go on from what --save left, at equal layout");
+  table.add_text("resume", options.resume, "DIR", "go on from what --save left, in any layout");
   table.add_text("metrics", options.metrics, "FILE", "JSON lines, one a step");
   table.add_text("trace", options.trace, "FILE", "timeline of a step, for Perfetto");
   table.add_integer("check-replicas", options.check_replicas, 0, kMaxSteps,
@@ -250,6 +257,37 @@ void resolve_batch(const OptionTable& table, TrainOptions& options) {
   options.micro_batches = static_cast<int>(batch.micro_batches);
 }
 
+// Nothing may be written over the data, or by two writers at once; what is no regular file, as
+// /dev/null, may.
+void require_files_apart(const TrainOptions& options) {
+  struct Path {
+    const char* option;
+    fs::path path;
+  };
+  std::vector<Path> seen;
+  for (const auto& [option, name] : {std::pair<const char*, std::string>{"data", options.data},
+                                     {"schedule-file", options.schedule_file},
+                                     {"metrics", options.metrics},
+                                     {"trace", options.trace},
+                                     {"save", options.save}}) {
+    std::error_code error;
+    if (name.empty() || (fs::exists(name, error) && !fs::is_regular_file(name, error) &&
+                         !fs::is_directory(name, error))) {
+      continue;
+    }
+    const fs::path path = fs::weakly_canonical(fs::absolute(name), error);
+    for (const Path& other : seen) {
+      if (path != other.path && !fs::equivalent(path, other.path, error)) continue;
+      throw Error(
+          ErrorCode::kUsage,
+          fmt::format("option --{}: '{}' is what --{} names as well; give each a file of its "
+                      "own",
+                      option, name, other.option));
+    }
+    seen.push_back({option, path});
+  }
+}
+
 void require_outputs_make_sense(const TrainOptions& options) {
   if (options.data.empty() && !options.dry_run) {
     throw Error(ErrorCode::kUsage,
@@ -261,6 +299,7 @@ void require_outputs_make_sense(const TrainOptions& options) {
                             "give --save DIR as well",
                             options.save_every));
   }
+  require_files_apart(options);
 }
 
 TrainOptions default_options() {
@@ -296,6 +335,24 @@ ParsedTrain parse_train_options(const std::vector<std::string>& arguments) {
   require_outputs_make_sense(options);
   parsed.resolved = table.values();
   return parsed;
+}
+
+std::string describe_configuration(
+    const std::vector<std::pair<std::string, std::string>>& resolved) {
+  constexpr std::size_t kWidth = 100;
+  std::string text = "Configuration";
+  std::size_t column = text.size();
+  for (const auto& [name, value] : resolved) {
+    if (value.empty()) continue;
+    const std::string item = fmt::format("{} {}", name, value);
+    if (column + 2 + item.size() > kWidth) {
+      text += '\n';
+      column = 0;
+    }
+    text += "  " + item;
+    column += 2 + item.size();
+  }
+  return text + "\n";
 }
 
 std::string to_config_text(const std::vector<std::pair<std::string, std::string>>& resolved) {

@@ -70,6 +70,10 @@ struct ParsedTrain {
 };
 [[nodiscard]] ParsedTrain parse_train_options(const std::vector<std::string>& arguments);
 
+// "Configuration  model gpt2  layers 4 ...", in lines of at most 100 columns; what has no value is
+// left out.
+[[nodiscard]] std::string describe_configuration(
+    const std::vector<std::pair<std::string, std::string>>& resolved);
 // The lines of a configuration file that gives `resolved` again.
 [[nodiscard]] std::string to_config_text(
     const std::vector<std::pair<std::string, std::string>>& resolved);

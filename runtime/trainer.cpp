@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <filesystem>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -15,6 +16,7 @@
 #include "comm/cores.hpp"
 #include "comm/error.hpp"
 #include "runtime/arrangement.hpp"
+#include "runtime/atomic_file.hpp"
 #include "runtime/checkpoint.hpp"
 #include "runtime/data.hpp"
 #include "runtime/guard.hpp"
@@ -48,9 +50,15 @@ class Training {
  private:
   [[nodiscard]] bool first() const { return world_.rank() == 0; }
   void open_data(ControlChannel& control);
-  void open_outputs();
+  void open_metrics();
+  void plan_evaluations();
+  void dry_run(ControlChannel& control);
   void make_pipeline();
-  void resume();
+  void require_a_batch() const;
+  void require_writable_outputs() const;
+  void require_steps_left(std::uint64_t done) const;
+  [[nodiscard]] StageFactory stages() const;
+  void describe(const PipelineLayout& layout) const;
   void steps();
   void one_step(Progress& progress);
   void validate(std::int64_t samples, Progress* progress);
@@ -90,9 +98,11 @@ void Training::run() {
       arrangement_ = arrange(options_, topology.pipeline, collectives);
     });
     open_data(control);
+    guarded(control, world_.rank(), [&] { require_writable_outputs(); });
+    plan_evaluations();
+    if (options_.dry_run) return dry_run(control);
   }
   make_pipeline();
-  if (options_.dry_run) return;
   steps();
   if (!options_.save.empty()) save();
   if (!options_.trace.empty()) timeline_.write(*pipeline_, options_.trace);
@@ -110,11 +120,14 @@ void Training::open_data(ControlChannel& control) {
     if (file_->train_size() == file_->size() &&
         (options_.validation_samples > 0 || options_.validate_every > 0)) {
       throw Error(ErrorCode::kUsage,
-                  "option --validation-share: 0 leaves nothing for --validation-samples or "
-                  "--validate-every; give a share above 0 or leave them out");
+                  fmt::format("option --validation-share: {} of {} tokens leaves nothing for "
+                              "--validation-samples or --validate-every; give a larger share or "
+                              "leave them out",
+                              options_.validation_share, file_->size()));
     }
     source_ =
         make_token_source(file_, options_.model.context, options_.model.vocabulary, options_.seed);
+    require_a_batch();
     all_samples_ = options_.validation_samples > 0
                        ? options_.validation_samples
                        : validation_samples(*file_, options_.model.context);
@@ -123,29 +136,40 @@ void Training::open_data(ControlChannel& control) {
   });
 }
 
-// Last before the first step, so that a run refused for its layout or weights leaves nothing
-// behind.
-void Training::open_outputs() {
+void Training::require_a_batch() const {
+  const std::int64_t needed = options_.batch_size * options_.model.context + 1;
+  if (file_->train_size() >= needed) return;
+  throw Error(ErrorCode::kData,
+              fmt::format("data file '{}' has {} tokens to train on, fewer than one batch: "
+                          "--batch-size {} of --context {} takes {}",
+                          options_.data, file_->train_size(), options_.batch_size,
+                          options_.model.context, needed));
+}
+
+// Before anything is computed; leaves everything as it was, since a run may still be refused.
+void Training::require_writable_outputs() const {
+  if (!first()) return;
+  if (!options_.trace.empty()) require_writable_file(options_.trace);
+  if (!options_.metrics.empty()) require_writable_file(options_.metrics);
+  if (!options_.save.empty()) require_writable_directory(options_.save);
+}
+
+void Training::open_metrics() {
   pipeline_->guarded([&] {
-    if (!first()) return;
-    if (!options_.trace.empty()) require_writable_file(options_.trace);
-    if (!options_.metrics.empty()) require_writable_file(options_.metrics);
-    if (!options_.save.empty()) require_writable_directory(options_.save);
-    if (!options_.metrics.empty()) {
-      nlohmann::ordered_json run;
-      for (const auto& [key, value] : parsed_.resolved) run["options"][key] = value;
-      run["ranks"] = world_.size();
-      run["kernels"] = kernel_set();
-      run["matmul"] = matmul_library();
-      run["mpi"] = machine_.library;
-      metrics_.emplace(options_.metrics, run.dump(), !options_.resume.empty());
-    }
+    if (!first() || options_.metrics.empty()) return;
+    nlohmann::ordered_json run;
+    for (const auto& [key, value] : parsed_.resolved) run["options"][key] = value;
+    run["ranks"] = world_.size();
+    run["kernels"] = kernel_set();
+    run["matmul"] = matmul_library();
+    run["mpi"] = machine_.library;
+    metrics_.emplace(options_.metrics, run.dump(), !options_.resume.empty());
   });
 }
 
-void Training::make_pipeline() {
+void Training::plan_evaluations() {
   std::vector<std::int64_t> evaluations;
-  if (!options_.dry_run && all_samples_ > 0) {
+  if (all_samples_ > 0) {
     evaluations.push_back(all_samples_);
     if (options_.validate_every > 0 && quick_samples_ != all_samples_) {
       evaluations.push_back(quick_samples_);
@@ -154,34 +178,47 @@ void Training::make_pipeline() {
   pipeline_options_ = pipeline_options(parsed_, evaluations);
   pipeline_options_.order = arrangement_.order;
   if (first() && !arrangement_.remark.empty()) fmt::print("{}\n", arrangement_.remark);
-  const StageFactory factory = [this](int stage, int) {
-    return make_transformer_stage(options_.model, arrangement_.partition, stage);
-  };
-  if (options_.dry_run) {
-    const PipelineLayout layout =
-        Pipeline::plan_layout(world_, pipeline_options_, factory, *source_);
-    if (first()) fmt::print("{}", describe_layout(layout, arrangement_.partition));
-    return;
-  }
-  pipeline_ = std::make_unique<Pipeline>(world_, pipeline_options_, factory, *source_);
-  if (!options_.resume.empty()) resume();
-  open_outputs();
-  if (first()) {
-    fmt::print("{}", describe_layout(pipeline_->layout(), arrangement_.partition));
-    std::fflush(stdout);
-  }
 }
 
-void Training::resume() {
-  load_checkpoint(*pipeline_, options_.resume);
-  pipeline_->guarded([&] {
-    if (pipeline_->step() < options_.steps) return;
-    throw Error(
-        ErrorCode::kUsage,
-        fmt::format("option --steps: '{}' has done {} steps already, --steps {} leaves "
-                    "nothing to do; choose at least {}",
-                    options_.resume, pipeline_->step(), options_.steps, pipeline_->step() + 1));
+StageFactory Training::stages() const {
+  return [this](int stage, int) {
+    return make_transformer_stage(options_.model, arrangement_.partition, stage);
+  };
+}
+
+// The first that is printed: a job that is refused prints nothing but why.
+void Training::describe(const PipelineLayout& layout) const {
+  fmt::print("{}{}", describe_configuration(parsed_.resolved),
+             describe_layout(layout, arrangement_.partition));
+  std::fflush(stdout);
+}
+
+void Training::dry_run(ControlChannel& control) {
+  const PipelineLayout layout =
+      Pipeline::plan_layout(world_, pipeline_options_, stages(), *source_);
+  guarded(control, world_.rank(), [&] {
+    if (!first() || options_.resume.empty()) return;
+    require_steps_left(require_fitting_checkpoint(layout, options_.resume));
   });
+  if (first()) describe(layout);
+}
+
+void Training::make_pipeline() {
+  pipeline_ = std::make_unique<Pipeline>(world_, pipeline_options_, stages(), *source_);
+  if (!options_.resume.empty()) {
+    load_checkpoint(*pipeline_, options_.resume);
+    pipeline_->guarded([&] { require_steps_left(pipeline_->step()); });
+  }
+  open_metrics();
+  if (first()) describe(pipeline_->layout());
+}
+
+void Training::require_steps_left(std::uint64_t done) const {
+  if (done < options_.steps) return;
+  throw Error(ErrorCode::kUsage,
+              fmt::format("option --steps: '{}' has done {} steps already, --steps {} leaves "
+                          "nothing to do; choose at least {}",
+                          options_.resume, done, options_.steps, done + 1));
 }
 
 void Training::steps() {
@@ -243,6 +280,12 @@ void Training::validate(std::int64_t samples, Progress* progress) {
 
 void Training::save() {
   save_checkpoint(*pipeline_, options_.save, model_config_text(options_.model, parsed_.resolved));
+  pipeline_->guarded([&] {
+    if (!first()) return;
+    AtomicFile file(std::filesystem::path(options_.save) / "options.conf");
+    file.write(to_config_text(parsed_.resolved));
+    file.commit();
+  });
 }
 
 void Training::summarise() {
@@ -252,7 +295,7 @@ void Training::summarise() {
     fmt::print("  {:<18} {:.4f} nats, {:.4f} bits per {}\n", name, nats, nats / std::log(2.0),
                unit);
   };
-  fmt::print("\nDone: {} steps\n", options_.steps);
+  fmt::print("\nDone: {} step{}\n", options_.steps, options_.steps == 1 ? "" : "s");
   if (sums_.steps > 0) line("training loss", train_loss_);
   if (validation_loss_) line("validation loss", *validation_loss_);
   if (sums_.steps > 0) {
@@ -377,10 +420,12 @@ std::string describe_graphs(const PipelineLayout& layout) {
 std::string describe_layout(const PipelineLayout& layout, const Partition& partition) {
   const auto mebi = [](std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); };
   std::string text = fmt::format(
-      "{} ranks: pipeline of {} x {} replicas, schedule {}, {} micro-batches per replica and "
+      "{} rank{}: pipeline of {} x {} replica{}, schedule {}, {} micro-batch{} per replica and "
       "step\n",
-      layout.topology.ranks(), layout.topology.pipeline, layout.topology.replicas,
-      layout.train.schedule_name, layout.train.micro_batches);
+      layout.topology.ranks(), layout.topology.ranks() == 1 ? "" : "s", layout.topology.pipeline,
+      layout.topology.replicas, layout.topology.replicas == 1 ? "" : "s",
+      layout.train.schedule_name, layout.train.micro_batches,
+      layout.train.micro_batches == 1 ? "" : "es");
   if (!layout.train.exact) {
     text +=
         "  (not exact: weight gradients do not accumulate in ascending order, so the bits are this "

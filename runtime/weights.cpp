@@ -82,7 +82,8 @@ void write_weights_index(const fs::path& directory, const std::string& kind,
   file.commit();
 }
 
-WeightsDirectory::WeightsDirectory(const fs::path& directory, const std::string& kind) {
+WeightsDirectory::WeightsDirectory(const fs::path& directory, const std::string& kind)
+    : directory_(directory) {
   require_kind_name(kind);
   const fs::path single = directory / weights_file_name(kind, 0, 1);
   const fs::path index = directory / index_name(kind);
@@ -117,7 +118,7 @@ WeightsDirectory::WeightsDirectory(const fs::path& directory, const std::string&
       by_name_.emplace(entry.name, &entry);
     }
   }
-  require_one_save(directory);
+  require_one_save();
   for (const auto& [name, part] : file_of) {
     if (!by_name_.contains(name)) {
       refuse(index, fmt::format("places tensor '{}' in '{}', which lacks it", name, part));
@@ -125,13 +126,13 @@ WeightsDirectory::WeightsDirectory(const fs::path& directory, const std::string&
   }
 }
 
-void WeightsDirectory::require_one_save(const fs::path& directory) const {
+void WeightsDirectory::require_one_save() const {
   for (const SafetensorsFile& file : files_) {
     const auto first = files_.front().metadata().find("step");
     const auto step = file.metadata().find("step");
     const bool none = first == files_.front().metadata().end();
     if (none != (step == file.metadata().end()) || (!none && step->second != first->second)) {
-      refuse(directory, "its parts are of different steps: a save was cut short");
+      refuse(directory_, "its parts are of different steps: a save was cut short");
     }
   }
 }
@@ -150,14 +151,16 @@ std::vector<std::string> WeightsDirectory::names() const {
 void WeightsDirectory::read(const std::string& name, const Tensor& into) const {
   const SafetensorsFile::Entry* entry = find(name);
   if (entry == nullptr) {
-    throw Error(ErrorCode::kWeights, fmt::format("the saved weights have no tensor '{}'; the model "
-                                                 "needs it as {}",
-                                                 name, to_string(into.spec)));
+    throw Error(ErrorCode::kWeights,
+                fmt::format("weights in '{}' have no tensor '{}'; the model needs it as {}",
+                            directory_.string(), name, to_string(into.spec)));
   }
   if (entry->spec != into.spec) {
-    throw Error(ErrorCode::kWeights,
-                fmt::format("tensor '{}' was saved as {}, but the model needs {}", name,
-                            to_string(entry->spec), to_string(into.spec)));
+    throw Error(
+        ErrorCode::kWeights,
+        fmt::format("weights in '{}' do not fit the model: tensor '{}' was saved as {}, but "
+                    "the model needs {}",
+                    directory_.string(), name, to_string(entry->spec), to_string(into.spec)));
   }
   if (!entry->bytes.empty()) std::memcpy(into.data, entry->bytes.data(), entry->bytes.size());
 }
@@ -168,15 +171,25 @@ void require_writable_directory(const fs::path& directory) {
                 fmt::format("cannot write to directory '{}': {}", directory.string(), cause));
   };
   if (directory.empty()) fail("the name is empty");
+  std::vector<fs::path> made;  // the innermost first
   std::error_code error;
+  for (fs::path path = directory; !path.empty() && !fs::exists(path, error) && !error;
+       path = path.parent_path()) {
+    made.push_back(path);
+  }
   fs::create_directories(directory, error);
   if (error) fail(error.message());
   // A name of its own for every process that tries at the same time.
   std::string probe = (directory / ".writable-XXXXXX").string();
   const int fd = ::mkstemp(probe.data());
-  if (fd < 0) fail(std::generic_category().message(errno));
-  ::close(fd);
-  ::unlink(probe.c_str());
+  const int cause = errno;
+  if (fd >= 0) {
+    ::close(fd);
+    ::unlink(probe.c_str());
+  }
+  for (const fs::path& path : made)
+    fs::remove(path, error);  // but where others put files meanwhile
+  if (fd < 0) fail(std::generic_category().message(cause));
 }
 
 void require_writable_file(const fs::path& file) {

@@ -65,8 +65,9 @@ class WeightsDirectory {
   void read(const std::string& name, const Tensor& into) const;
 
  private:
-  void require_one_save(const std::filesystem::path& directory) const;
+  void require_one_save() const;
 
+  std::filesystem::path directory_;
   std::vector<SafetensorsFile> files_;
   std::map<std::string, const SafetensorsFile::Entry*> by_name_;
 };
@@ -78,8 +79,8 @@ void write_weights_index(const std::filesystem::path& directory, const std::stri
                          const std::map<std::string, std::string>& file_of,
                          std::size_t total_bytes);
 
-// Creates DIR if needed and proves that files can be written there (kIo naming it); leaves nothing
-// else behind.
+// Proves that files can be written to DIR, which is made where it is not there (kIo naming it);
+// leaves everything as it was.
 void require_writable_directory(const std::filesystem::path& directory);
 // The same for a file, whose bytes, if it exists, stay as they are.
 void require_writable_file(const std::filesystem::path& file);

@@ -15,12 +15,6 @@ namespace sluice {
 namespace {
 
 // Limits under which every product of sizes that we form fits 64 bits.
-constexpr int kMaxLayers = 1 << 16;
-constexpr int kMaxHeads = 1 << 12;
-constexpr int kMaxWidth = 1 << 18;
-constexpr int kMaxMlpWidth = 1 << 20;
-constexpr int kMaxContext = 1 << 20;
-constexpr int kMaxVocabulary = 1 << 24;
 
 [[noreturn]] void refuse(const std::string& message) { throw Error(ErrorCode::kUsage, message); }
 
@@ -116,12 +110,12 @@ int owner_of(const Partition& partition, int layer) {
 }  // namespace
 
 void validate(const TransformerConfig& config) {
-  require_range("--layers", config.layers, 1, kMaxLayers);
-  require_range("--heads", config.heads, 1, kMaxHeads);
-  require_range("--width", config.width, 1, kMaxWidth);
-  require_range("--context", config.context, 1, kMaxContext);
-  require_range("--vocabulary", config.vocabulary, 1, kMaxVocabulary);
-  require_range("--mlp-width", config.mlp_width, 0, kMaxMlpWidth);
+  require_range("--layers", config.layers, 1, TransformerLimits::kLayers);
+  require_range("--heads", config.heads, 1, TransformerLimits::kHeads);
+  require_range("--width", config.width, 1, TransformerLimits::kWidth);
+  require_range("--context", config.context, 1, TransformerLimits::kContext);
+  require_range("--vocabulary", config.vocabulary, 1, TransformerLimits::kVocabulary);
+  require_range("--mlp-width", config.mlp_width, 0, TransformerLimits::kMlpWidth);
   validate_attention(config);
   if (!(config.dropout >= 0.0F && config.dropout < 1.0F)) {
     refuse(fmt::format("--dropout {} is not in [0, 1); nearest legal: {}", config.dropout,

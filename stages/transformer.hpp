@@ -34,6 +34,12 @@ enum class Recompute {
   kBlock,  // of attention, MLP and head all but the point of the residual stream they start from
 };
 
+// The largest legal values.
+struct TransformerLimits {
+  static constexpr int kLayers = 1 << 16, kHeads = 1 << 12, kWidth = 1 << 18;
+  static constexpr int kMlpWidth = 1 << 20, kContext = 1 << 20, kVocabulary = 1 << 24;
+};
+
 struct TransformerConfig {
   TransformerKind kind = TransformerKind::kGpt2;
   int layers = 4, heads = 4, width = 256, context = 256, vocabulary = 256;

@@ -69,6 +69,8 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"ChunksThatTheScheduleLacks", small("--chunks 2 --save run --metrics m.jsonl"), 2,
                 "chunk"},
         Refusal{"PartitionOfOtherLayers", small("--partition 3"), 2, "partition"},
+        Refusal{"MetricsOverTheData", small("--metrics text.txt"), 2, "what --data names"},
+        Refusal{"TraceOverTheMetrics", small("--metrics a --trace ./a"), 2, "what --metrics names"},
         Refusal{"NoData", "train", 2, "--data"}, Refusal{"UnknownCommand", "trian", 2, "'train'"},
         Refusal{"ScheduleOfNothing", "schedule --ranks 0", 2, "--ranks"},
         Refusal{"ScheduleFileWithAShape", "schedule --file overlapped.csv --ranks 2", 2, "--ranks"},
@@ -113,6 +115,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"DataMissing", small("--data none.txt"), 3, "none.txt"},
         Refusal{"DataEmpty", small("--data empty.txt"), 3, "empty.txt"},
         Refusal{"DataShort", small("--data short.txt"), 3, "short.txt"},
+        Refusal{"DataShorterThanABatch", small("--batch-size 10000"), 3, "fewer than one batch"},
         Refusal{"DataOdd", small("--data odd.bin"), 3, "odd.bin"},
         Refusal{"TokenBeyondVocabulary", small("--data tokens.bin"), 3, "257"},
         Refusal{"SaveBelowAFile", small("--save text.txt/run"), 4, "text.txt/run"},
@@ -121,6 +124,9 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"TraceBelowAFile", small("--trace text.txt/t.json"), 4, "text.txt/t.json"},
         Refusal{"ResumeFromNothing", small("--resume none --save run --metrics m.jsonl"), 5,
                 "none"},
+        Refusal{"DryRunThatSavesBelowAFile", small("--dry-run --save text.txt/run"), 4,
+                "text.txt/run"},
+        Refusal{"DryRunThatResumesFromNothing", small("--dry-run --resume none"), 5, "none"},
         Refusal{"DigestOfGarbage", "digest garbled", 5, "model.safetensors"},
         Refusal{"GenerateWithoutConfiguration", "generate --weights garbled", 5, "config.json"}),
     case_name);
@@ -156,7 +162,23 @@ TEST_F(TrainedTest, WritesWeightsThatDigestAndGenerateRead) {
 TEST_F(TrainedTest, RefusesWeightsOfAnotherModel) {
   expect_refusal(sluice("train --data text.txt --layers 2 --heads 2 --width 32 --context 16 "
                         "--steps 4 --resume run"),
-                 5, "token_embedding.weight");
+                 5, "weights in 'run' do not fit the model: tensor 'token_embedding.weight'");
+}
+
+TEST_F(TrainedTest, ADryRunRefusesWhatARunWould) {
+  expect_refusal(sluice(small("--dry-run --resume run --steps 4 --width 32")), 5,
+                 "tensor 'token_embedding.weight' was saved as f32 [256, 16]");
+  expect_refusal(sluice(small("--dry-run --resume run --steps 4 --layers 3")), 5, "is missing");
+  expect_refusal(sluice(small("--dry-run --resume run --steps 2")), 2, "choose at least 3");
+  EXPECT_EQ(sluice(small("--dry-run --resume run --steps 4")).code, 0);
+}
+
+TEST_F(TrainedTest, ItsSavedOptionsTrainTheSameAgain) {
+  EXPECT_THAT(trained_.out, StartsWith("Configuration  model gpt2  layers 2  heads 2"));
+  const Outcome again =
+      sluice("train --config run/options.conf --save again --metrics again.jsonl");
+  EXPECT_EQ(again.code, 0) << again.err;
+  EXPECT_EQ(sluice("digest again").out, sluice("digest run").out);
 }
 
 TEST_F(TrainedTest, RefusesTruncatedWeights) {
@@ -178,7 +200,19 @@ TEST_F(CliTest, ALossThatIsNotFiniteEndsTheRunBeforeItIsSaved) {
       sluice(small("--steps 50 --warmup 0 --learning-rate 1e30 --clip 0 --save run"));
   EXPECT_EQ(outcome.code, 7) << outcome.err;
   EXPECT_EQ(lines_with(outcome.err, "sluice: error: "), 1) << outcome.err;
-  EXPECT_FALSE(fs::exists(path("run/model.safetensors")));
+  EXPECT_FALSE(fs::exists(path("run")));
+}
+
+TEST_F(CliTest, ADryRunTellsTheMemoryOfTheRun) {
+  const auto table = [](const std::string& text) {
+    const std::size_t begin = text.find("  rank  stages"), end = text.find("  (layers:");
+    EXPECT_LT(begin, end) << text;
+    return text.substr(begin, end - begin);
+  };
+  const std::string options = small(
+      "--width 256 --context 64 --micro-batch-size 2 "
+      "--validation-samples 20 ");
+  EXPECT_EQ(table(sluice(options + "--dry-run").out), table(sluice(options).out));
 }
 
 TEST_F(CliTest, ADryRunNeedsNoDataAndWritesNothing) {

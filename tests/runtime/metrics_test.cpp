@@ -7,6 +7,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -131,6 +132,17 @@ TEST(ProgressTest, PlainLinesAreFewButTheFirstAndTheLastStepShow) {
   EXPECT_THAT(lines[0], HasSubstr("step 1/50"));
   EXPECT_THAT(lines[1], HasSubstr("step 50/50"));
   EXPECT_EQ(out.str().find('\r'), std::string::npos);
+}
+
+TEST(ProgressTest, WhatComesAfterAnErrorStartsALine) {
+  std::ostringstream out;
+  try {
+    Progress progress(1, 3, true, 5, out);
+    progress.step(sample_record(1));
+    throw std::runtime_error("the loss is not finite");
+  } catch (const std::runtime_error&) {
+    EXPECT_THAT(out.str(), ::testing::EndsWith("\n"));
+  }
 }
 
 TEST(ProgressTest, ATerminalKeepsOneLineAndNotesGetTheirOwn) {

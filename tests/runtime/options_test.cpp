@@ -102,7 +102,7 @@ TEST(OptionsTest, RefusesNumbersThatAreNotWholeAndInRange) {
        {"0", "-1", "4x", "", " 4", "4.0", "0x4", "2147483648", "99999999999999999999999", "four"}) {
     EXPECT_THAT(refusal({"--layers", value}),
                 AllOf(HasSubstr("--layers"), HasSubstr("'" + std::string(value) + "'"),
-                      HasSubstr("from 1 to 2147483647")))
+                      HasSubstr("from 1 to 65536")))
         << value;
   }
   EXPECT_THAT(refusal({"--seed", "18446744073709551616"}), HasSubstr("--seed"));

@@ -416,10 +416,13 @@ TEST(WeightsDirectoryTest, RefusesBadIndexFiles) {
   refused("{\"weight_map\":{\"a\":\"\"}}", "no name of a file beside the index");
 }
 
-TEST(WritableTest, ProvesADirectoryAndLeavesNothingInIt) {
+TEST(WritableTest, ProvesADirectoryAndLeavesItAsItWas) {
   const TemporaryDirectory dir;
-  require_writable_directory(dir.path() / "new" / "deep");
-  EXPECT_TRUE(std::filesystem::is_empty(dir.path() / "new" / "deep"));
+  require_writable_directory(dir.path() / "new" / "deep" / "");
+  EXPECT_EQ(dir.file_count(), 0);
+  std::filesystem::create_directory(dir.path() / "old");
+  require_writable_directory(dir.path() / "old" / "new");
+  EXPECT_TRUE(std::filesystem::is_empty(dir.path() / "old"));
   const auto file = dir.write("file", "x");
   expect_error(ErrorCode::kIo, {file.string()}, [&] { require_writable_directory(file); });
   expect_error(ErrorCode::kIo, {(file / "sub").string()},
