@@ -1,9 +1,11 @@
 // A benchmark's result: a table for people and JSON for programs, under the machine it ran on.
+// Every benchmark prints and saves by it alone.
 #pragma once
 
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -11,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/error.hpp"
 #include "stages/compute.hpp"
 
 namespace sluice::benchmarks {
@@ -37,17 +40,17 @@ class Report {
 
   void row(const std::vector<nlohmann::ordered_json>& values) { rows_.push_back(values); }
 
-  // One more fact about where it was measured, such as the GPU's name.
-  void machine(const std::string& name, nlohmann::ordered_json value) {
-    machine_[name] = std::move(value);
+  // One more fact that holds for all rows: the GPU's name, the width of the model.
+  void fact(const std::string& name, nlohmann::ordered_json value) {
+    facts_[name] = std::move(value);
   }
 
   void print() const {
     fmt::print("{}\n{}, kernels {}, {}\n", title_, processor(), kernel_set(), matmul_library());
-    for (const auto& [name, value] : machine_.items()) fmt::print("{} {}\n", name, text(value));
+    for (const auto& [name, value] : facts_.items()) fmt::print("{} {}\n", name, text(value));
     std::vector<std::size_t> widths;
     for (std::size_t i = 0; i < columns_.size(); ++i) {
-      std::size_t width = std::max<std::size_t>(columns_[i].size(), 20);
+      std::size_t width = columns_[i].size();
       for (const auto& row : rows_) width = std::max(width, text(row[i]).size());
       widths.push_back(width + 2);
     }
@@ -60,31 +63,36 @@ class Report {
     std::fflush(stdout);
   }
 
-  // Appends one object to `path`, if there is one.
+  // Appends one object, in one line, to the file `path`; does nothing where the path is empty.
   void save(const std::string& path) const {
     if (path.empty()) return;
     nlohmann::ordered_json json = {{"benchmark", title_},
                                    {"processor", processor()},
                                    {"kernels", kernel_set()},
                                    {"matmul", matmul_library()}};
-    json.update(machine_);
+    json.update(facts_);
     for (const auto& row : rows_) {
       nlohmann::ordered_json object;
       for (std::size_t i = 0; i < columns_.size(); ++i) object[columns_[i]] = row[i];
       json["rows"].push_back(object);
     }
-    std::ofstream(path, std::ios::app) << json.dump() << "\n";
+    std::ofstream file(path, std::ios::app);
+    file << json.dump() << "\n";
+    if (!file.flush()) throw Error(ErrorCode::kIo, fmt::format("cannot write '{}'", path));
   }
 
  private:
+  // Numbers with four digits, or with all those before the point.
   static std::string text(const nlohmann::ordered_json& value) {
     if (value.is_string()) return value.get<std::string>();
-    if (value.is_number_float()) return fmt::format("{:.4g}", value.get<double>());
-    return value.dump();
+    if (!value.is_number_float()) return value.dump();
+    const double number = value.get<double>();
+    return std::abs(number) < 9999.5 ? fmt::format("{:.4g}", number)
+                                     : fmt::format("{:.0f}", number);
   }
   std::string title_;
   std::vector<std::string> columns_;
-  nlohmann::ordered_json machine_ = nlohmann::ordered_json::object();
+  nlohmann::ordered_json facts_ = nlohmann::ordered_json::object();
   std::vector<std::vector<nlohmann::ordered_json>> rows_;
 };
 

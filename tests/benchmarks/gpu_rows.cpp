@@ -99,11 +99,11 @@ GpuOptions parse_gpu_options(int argc, char** argv) {
 Report gpu_report(const std::string& title, std::vector<std::string> columns) {
   const DeviceProperties gpu = properties_of(kBenchmarkGpu);
   Report report(title, std::move(columns));
-  report.machine("gpu", gpu.name);
-  report.machine("gpu memory GiB", std::round(static_cast<double>(gpu.memory) / 1073741824.0));
-  report.machine("driver", gpu.driver);
-  report.machine("runtime", gpu.runtime);
-  report.machine("libraries", cuda::libraries());
+  report.fact("gpu", gpu.name);
+  report.fact("gpu memory GiB", std::round(static_cast<double>(gpu.memory) / 1073741824.0));
+  report.fact("driver", gpu.driver);
+  report.fact("runtime", gpu.runtime);
+  report.fact("libraries", cuda::libraries());
   return report;
 }
 

@@ -1,7 +1,7 @@
 // Operators at the sizes of a model: GFLOP/s of its matrix products against the library called
-// bare on the same operands, and nanoseconds per element and GB/s of everything else. Prints a
-// table; `--json FILE` also writes the rows. Times are of the calling thread's processor time,
-// the fastest of several rounds; ours and bare take turns.
+// bare on the same operands, and nanoseconds per element and GB/s of everything else. Prints two
+// tables; `--json FILE` also appends them. Times are of the calling thread's processor time, the
+// fastest of several rounds; ours and bare take turns.
 //
 //   operator_benchmark [--json FILE] [--rounds N] [--width W] [--sequence S] [--samples B]
 //                      [--heads H]
@@ -13,9 +13,7 @@
 #include <cstdio>
 #include <cstring>
 #include <dnnl.hpp>
-#include <fstream>
 #include <functional>
-#include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -27,26 +25,17 @@
 #include "stages/compute.hpp"
 #include "stages/matmul.hpp"
 #include "stages/operators.hpp"
+#include "tests/benchmarks/benchmark_report.hpp"
 
 namespace sluice {
 namespace {
+
+using benchmarks::Report;
 
 struct Options {
   std::string json;
   int rounds = 7;
   std::int64_t width = 256, sequence = 256, samples = 4, heads = 4;
-};
-
-struct ProductRow {
-  std::string name;
-  DType dtype;
-  double gflops = 0, bare_gflops = 0;
-};
-
-struct ElementRow {
-  std::string name;
-  DType dtype;
-  double ns_per_element = 0, gigabytes_per_second = 0;
 };
 
 double thread_seconds() {
@@ -197,7 +186,8 @@ std::vector<NamedProduct> attention_products(const Options& options, ComputeCont
           {"attention value gradient", backward[last + 3]}};
 }
 
-ProductRow measure(const Options& options, ComputeContext& ctx, const NamedProduct& product) {
+void measure(const Options& options, ComputeContext& ctx, const NamedProduct& product,
+             Report& report) {
   const std::size_t rows = static_cast<std::size_t>(options.samples * options.sequence);
   const std::size_t bytes =
       std::max(rows, static_cast<std::size_t>(options.sequence * options.heads)) *
@@ -216,16 +206,21 @@ ProductRow measure(const Options& options, ComputeContext& ctx, const NamedProdu
     own = std::min(own, ours);
     other = std::min(other, theirs);
   }
-  return {product.name, spec.operands, spec.flops() * 1e-9 / own, spec.flops() * 1e-9 / other};
+  report.row({product.name, name_of(spec.operands), spec.flops() * 1e-9 / own,
+              spec.flops() * 1e-9 / other, other / own});
 }
 
-// Operands of the element-wise operators, of one micro-batch.
+// The element-wise operators, with operands of one micro-batch.
 class Elements {
  public:
-  Elements(const Options& options, ComputeContext& ctx, DType dtype)
-      : options_(options), ctx_(ctx), dtype_(dtype), rows_(options.samples * options.sequence) {}
+  Elements(const Options& options, ComputeContext& ctx, DType dtype, Report& report)
+      : options_(options),
+        ctx_(ctx),
+        dtype_(dtype),
+        rows_(options.samples * options.sequence),
+        report_(report) {}
 
-  std::vector<ElementRow> measure() {
+  void measure() {
     const std::int64_t w = options_.width;
     const Tensor narrow = tensor(dtype_, {rows_, w}), other = tensor(dtype_, {rows_, w});
     const Tensor wide = tensor(dtype_, {rows_, 4 * w}), wide_other = tensor(dtype_, {rows_, 4 * w});
@@ -260,7 +255,6 @@ class Elements {
     row("residual add", narrow.elements(), 8 + t, [&] { add(ctx_, narrow, stream); });
     attention();
     if (dtype_ == DType::kF32) float_only();
-    return std::move(rows_measured_);
   }
 
  private:
@@ -342,55 +336,27 @@ class Elements {
     add_row(name, static_cast<double>(elements), bytes, best);
   }
   void add_row(const char* name, double elements, double bytes, double seconds) {
-    rows_measured_.push_back(
-        {name, dtype_, seconds * 1e9 / elements, bytes * elements * 1e-9 / seconds});
+    report_.row(
+        {name, name_of(dtype_), seconds * 1e9 / elements, bytes * elements * 1e-9 / seconds});
   }
 
   const Options& options_;
   ComputeContext& ctx_;
   DType dtype_;
   std::int64_t rows_;
+  Report& report_;
   Tensors tensors_;
-  std::vector<ElementRow> rows_measured_;
 };
 
-void print(const std::vector<ProductRow>& products, const std::vector<ElementRow>& elements) {
-  std::printf("%-26s %-5s %12s %12s %7s\n", "matrix product", "type", "GFLOP/s", "bare", "ratio");
-  for (const ProductRow& row : products) {
-    std::printf("%-26s %-5s %12.1f %12.1f %7.3f\n", row.name.c_str(), name_of(row.dtype),
-                row.gflops, row.bare_gflops, row.gflops / row.bare_gflops);
-  }
-  std::printf("\n%-34s %-5s %12s %9s\n", "operator", "type", "ns/element", "GB/s");
-  for (const ElementRow& row : elements) {
-    std::printf("%-34s %-5s %12.4f %9.1f\n", row.name.c_str(), name_of(row.dtype),
-                row.ns_per_element, row.gigabytes_per_second);
-  }
-}
-
-void write_json(const Options& options, const std::vector<ProductRow>& products,
-                const std::vector<ElementRow>& elements) {
-  nlohmann::json document = {{"kernel_set", kernel_set()},
-                             {"matmul_library", matmul_library()},
-                             {"threads", 1},
-                             {"width", options.width},
-                             {"sequence", options.sequence},
-                             {"samples", options.samples},
-                             {"heads", options.heads}};
-  for (const ProductRow& row : products) {
-    document["products"].push_back({{"name", row.name},
-                                    {"type", name_of(row.dtype)},
-                                    {"gflops", row.gflops},
-                                    {"bare_gflops", row.bare_gflops}});
-  }
-  for (const ElementRow& row : elements) {
-    document["operators"].push_back({{"name", row.name},
-                                     {"type", name_of(row.dtype)},
-                                     {"ns_per_element", row.ns_per_element},
-                                     {"gigabytes_per_second", row.gigabytes_per_second}});
-  }
-  std::ofstream file(options.json);
-  file << document.dump(1) << '\n';
-  if (!file.flush()) throw std::runtime_error("cannot write " + options.json);
+Report report_of(const Options& options, const std::string& title,
+                 const std::vector<std::string>& columns) {
+  Report report(title, columns);
+  report.fact("threads", 1);
+  report.fact("samples", options.samples);
+  report.fact("sequence", options.sequence);
+  report.fact("width", options.width);
+  report.fact("heads", options.heads);
+  return report;
 }
 
 std::int64_t parse_number(std::string_view option, std::string_view text) {
@@ -435,23 +401,22 @@ Options parse(int argc, char** argv) {
 
 void run(const Options& options) {
   ComputeContext ctx(Device{}, 1);
-  std::printf(
-      "kernel set %s, %s, 1 thread\n%lld samples of %lld positions, width %lld, %lld heads\n\n",
-      kernel_set().c_str(), matmul_library().c_str(), static_cast<long long>(options.samples),
-      static_cast<long long>(options.sequence), static_cast<long long>(options.width),
-      static_cast<long long>(options.heads));
-  std::vector<ProductRow> products;
-  std::vector<ElementRow> elements;
+  Report products = report_of(options, "Matrix products against the library called bare",
+                              {"matrix product", "type", "GFLOP/s", "bare GFLOP/s", "ratio"});
+  Report elements = report_of(options, "Operators without matrix products",
+                              {"operator", "type", "ns/element", "GB/s"});
   for (const DType dtype : {DType::kF32, DType::kBf16}) {
     for (const NamedProduct& product : linear_products(options, ctx, dtype))
-      products.push_back(measure(options, ctx, product));
+      measure(options, ctx, product, products);
     for (const NamedProduct& product : attention_products(options, ctx, dtype))
-      products.push_back(measure(options, ctx, product));
-    for (ElementRow& row : Elements(options, ctx, dtype).measure())
-      elements.push_back(std::move(row));
+      measure(options, ctx, product, products);
+    Elements(options, ctx, dtype, elements).measure();
   }
-  print(products, elements);
-  if (!options.json.empty()) write_json(options, products, elements);
+  products.print();
+  std::printf("\n");
+  elements.print();
+  products.save(options.json);
+  elements.save(options.json);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Nanoseconds per compute action of each planning step, by default for 1F1B at m = 4p: what matters
 // is that the figures stay flat from 64 to 1024 ranks. Prints a table, with the most memory the
-// process ever had; `--json FILE` also writes the rows. `--until simulate` leaves out planning.
+// process ever had; `--json FILE` also appends it. `--until simulate` leaves out planning.
 //
 //   planning_benchmark [--json FILE] [--ranks P[,P...]] [--repeat N] [--schedule NAME]
 //                      [--until simulate|verify]
@@ -12,18 +12,19 @@
 #include <cstdint>
 #include <cstdio>
 #include <ctime>
-#include <fstream>
 #include <functional>
 #include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "schedules/plan.hpp"
 #include "schedules/schedule.hpp"
 #include "schedules/simulate.hpp"
+#include "tests/benchmarks/benchmark_report.hpp"
 
 namespace sluice {
 namespace {
@@ -109,36 +110,6 @@ Row measure(const Options& options, int ranks) {
   return best;
 }
 
-void print_header(const Row& row) {
-  std::printf("%6s %6s %10s", "p", "m", "actions");
-  for (const StepTime& step : row.steps) std::printf(" %10s", step.name.c_str());
-  std::printf(" %10s   CPU ns per action\n", "MiB");
-}
-
-void print_row(const Row& row) {
-  std::printf("%6d %6d %10lld", row.ranks, row.micro_batches, static_cast<long long>(row.actions));
-  for (const StepTime& step : row.steps) std::printf(" %10.1f", step.ns_per_action);
-  std::printf(" %10.0f\n", row.megabytes);
-  std::fflush(stdout);
-}
-
-void write_json(const Options& options, const std::vector<Row>& rows) {
-  std::ofstream out(options.json);
-  out << "{\"benchmark\": \"planning\", \"schedule\": \"" << options.schedule
-      << "\", \"unit\": \"CPU ns per action\", \"rows\": [";
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    const Row& row = rows[i];
-    out << (i == 0 ? "\n" : ",\n") << "  {\"ranks\": " << row.ranks
-        << ", \"micro_batches\": " << row.micro_batches << ", \"actions\": " << row.actions;
-    for (const StepTime& step : row.steps) {
-      out << ", \"" << step.name << "\": " << step.ns_per_action;
-    }
-    out << ", \"max_rss_mib\": " << row.megabytes << "}";
-  }
-  out << "\n]}\n";
-  if (!out.flush()) throw std::runtime_error("cannot write --json file '" + options.json + "'");
-}
-
 int parse_positive(std::string_view option, std::string_view text) {
   int value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -185,14 +156,28 @@ Options parse_options(const std::vector<std::string_view>& arguments) {
   return options;
 }
 
+// `rows` are of the same steps, and at least one.
+benchmarks::Report report_of(const Options& options, const std::vector<Row>& rows) {
+  std::vector<std::string> columns = {"ranks", "micro-batches", "actions"};
+  for (const StepTime& step : rows.front().steps) columns.push_back(step.name);
+  columns.emplace_back("MiB");
+  benchmarks::Report report("Planning, CPU ns per action", std::move(columns));
+  report.fact("schedule", options.schedule);
+  for (const Row& row : rows) {
+    std::vector<nlohmann::ordered_json> values = {row.ranks, row.micro_batches, row.actions};
+    for (const StepTime& step : row.steps) values.emplace_back(step.ns_per_action);
+    values.emplace_back(row.megabytes);
+    report.row(values);
+  }
+  return report;
+}
+
 void run(const Options& options) {
   std::vector<Row> rows;
-  for (const int ranks : options.ranks) {
-    rows.push_back(measure(options, ranks));
-    if (rows.size() == 1) print_header(rows.front());
-    print_row(rows.back());
-  }
-  if (!options.json.empty()) write_json(options, rows);
+  for (const int ranks : options.ranks) rows.push_back(measure(options, ranks));
+  const benchmarks::Report report = report_of(options, rows);
+  report.print();
+  report.save(options.json);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every benchmark and prints its table; JSON lines go to OUT.
+# Runs every benchmark and prints its tables; OUT gets one line of JSON for each table.
 #   tests/benchmarks/run.sh [BUILD=build/release] [OUT=benchmarks.jsonl]
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -3,8 +3,10 @@
 // library's own, and widened to f32; the line on the machine tells which of them the program takes.
 //   step_benchmark [--json FILE] [--rounds N]
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
 
+#include "comm/error.hpp"
 #include "comm/loopback.hpp"
 #include "runtime/pipeline.hpp"
 #include "stages/matmul.hpp"
@@ -60,7 +62,7 @@ Result measure(Communicator& comm, DType precision, bool widen, int rounds) {
 }  // namespace
 }  // namespace sluice::benchmarks
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   using namespace sluice;
   using namespace sluice::benchmarks;
   const int rounds = std::atoi(argument(argc, argv, "--rounds", "41").c_str());
@@ -85,4 +87,7 @@ int main(int argc, char** argv) {
   });
   report.print();
   report.save(argument(argc, argv, "--json", ""));
+} catch (const sluice::Error& error) {
+  std::fprintf(stderr, "%s\n", error.what());
+  return sluice::exit_code(error.code());
 }

@@ -23,6 +23,7 @@
 #include "comm/loopback.hpp"
 #include "comm/mpi_session.hpp"
 #include "comm/transport.hpp"
+#include "tests/benchmarks/benchmark_report.hpp"
 
 namespace {
 
@@ -32,6 +33,7 @@ using sluice::MessageBuffer;
 using sluice::MessageHeader;
 using sluice::Ticket;
 using sluice::Transport;
+using sluice::benchmarks::Report;
 
 constexpr std::size_t kWindow = 32;       // messages in flight in the overhead test
 constexpr std::size_t kSmallBytes = 256;  // their payload
@@ -245,35 +247,20 @@ Row instructions(Communicator& comm) {
   return {"both ends, one thread", kSmallBytes, 0, fastest(times) * 1e6};
 }
 
-void print(const char* transport, const std::vector<Row>& rows) {
-  fmt::print("{:22} {:>9} {:>11} {:>11} {:>11} {:>9} {:>10}\n", transport, "bytes", "bare us",
-             "ours us", "added us", "ratio", "ours GB/s");
+Report report_of(const char* transport, const std::vector<Row>& rows) {
+  Report report(
+      "Messages above the library that carries them",
+      {"transport", "name", "bytes", "bare us", "ours us", "added us", "ratio", "ours GB/s"});
   for (const Row& row : rows) {
-    const bool bare = row.bare_us > 0;
-    fmt::print("{:22} {:9} {:>11} {:11.3f} {:>11} {:>9} {:10.2f}\n", row.name, row.bytes,
-               bare ? fmt::format("{:.3f}", row.bare_us) : "", row.ours_us,
-               bare ? fmt::format("{:.3f}", row.ours_us - row.bare_us) : "",
-               bare ? fmt::format("{:.3f}", row.bare_us / row.ours_us) : "",
-               static_cast<double>(row.bytes) / row.ours_us * 1e-3);
+    const double speed = static_cast<double>(row.bytes) / row.ours_us * 1e-3;
+    if (row.bare_us > 0) {
+      report.row({transport, row.name, row.bytes, row.bare_us, row.ours_us,
+                  row.ours_us - row.bare_us, row.bare_us / row.ours_us, speed});
+    } else {
+      report.row({transport, row.name, row.bytes, "-", row.ours_us, "-", "-", speed});
+    }
   }
-}
-
-void write_json(const std::string& path, const char* transport, const std::vector<Row>& rows) {
-  std::FILE* file = std::fopen(path.c_str(), "w");
-  if (file == nullptr) {
-    fmt::print(stderr, "cannot write {}\n", path);
-    return;
-  }
-  fmt::print(file, "[");
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    fmt::print(file,
-               "{}{{\"transport\": \"{}\", \"name\": \"{}\", \"bytes\": {}, \"bare_us\": {}, "
-               "\"ours_us\": {}}}",
-               i == 0 ? "\n" : ",\n", transport, rows[i].name, rows[i].bytes, rows[i].bare_us,
-               rows[i].ours_us);
-  }
-  fmt::print(file, "\n]\n");
-  std::fclose(file);
+  return report;
 }
 
 // The rows of one pair of ranks; only rank 0's count.
@@ -291,7 +278,6 @@ std::vector<Row> measure(Communicator& comm, bool with_bare) {
 int main(int argc, char** argv) try {
   const sluice::MpiSession session(&argc, &argv);
   const auto world = session.world();
-  const std::string json = argc == 3 && std::string(argv[1]) == "--json" ? argv[2] : "";
   const char* name = "mpi";
   std::vector<Row> rows;
   if (world->size() == 2) {
@@ -312,10 +298,9 @@ int main(int argc, char** argv) try {
   if (world->rank() != 0 || rows.empty()) {
     return rows.empty() ? 2 : 0;
   }
-  print(name, rows);
-  if (!json.empty()) {
-    write_json(json, name, rows);
-  }
+  const Report report = report_of(name, rows);
+  report.print();
+  report.save(sluice::benchmarks::argument(argc, argv, "--json", ""));
   return 0;
 } catch (const sluice::Error& error) {
   fmt::print(stderr, "{}\n", error.what());

@@ -11,19 +11,22 @@
 #include <sys/resource.h>
 #include <time.h>
 
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <string>
 #include <vector>
 
+#include "comm/error.hpp"
 #include "comm/mpi_session.hpp"
+#include "tests/benchmarks/benchmark_report.hpp"
 
 namespace {
 
 using sluice::Communicator;
 using sluice::Request;
+using sluice::benchmarks::median;
+using sluice::benchmarks::Report;
 
 constexpr int kRounds = 20;
 constexpr long kPauseNs = 50'000'000;
@@ -39,11 +42,6 @@ struct Result {
   double cpu_share = 0;  // CPU seconds per second waited
   double delay_us = 0;   // from send to receipt
 };
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
 
 // `wait(value)` returns once rank 0's number has arrived.
 Result measure(Communicator& comm, const std::string& name,
@@ -113,7 +111,7 @@ Result measure_bare(Communicator& comm) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   const sluice::MpiSession session(&argc, &argv);
   const auto world = session.world();
   if (world->size() < 2) {
@@ -124,24 +122,16 @@ int main(int argc, char** argv) {
   if (world->rank() != 0) {
     return 0;
   }
-  fmt::print("{} ranks, {} cores in this rank's mask\n", world->size(), session.info().cores);
-  fmt::print("{:45} {:>22} {:>14}\n", "way of waiting", "CPU s per s and rank", "delay us");
+  Report report("Waiting for a message", {"way of waiting", "CPU s per s and rank", "delay us"});
+  report.fact("ranks", world->size());
+  report.fact("cores in this rank's mask", session.info().cores);
   for (const Result& result : results) {
-    fmt::print("{:45} {:22.4f} {:14.1f}\n", result.name, result.cpu_share, result.delay_us);
+    report.row({result.name, result.cpu_share, result.delay_us});
   }
-  if (argc == 3 && std::string(argv[1]) == "--json") {
-    std::FILE* file = std::fopen(argv[2], "w");
-    if (file == nullptr) {
-      fmt::print(stderr, "cannot write {}\n", argv[2]);
-      return 4;
-    }
-    for (std::size_t i = 0; i < results.size(); ++i) {
-      fmt::print(file, "{}{{\"name\": \"{}\", \"ranks\": {}, \"cpu_share\": {}, \"delay_us\": {}}}",
-                 i == 0 ? "[\n" : ",\n", results[i].name, world->size(), results[i].cpu_share,
-                 results[i].delay_us);
-    }
-    fmt::print(file, "\n]\n");
-    std::fclose(file);
-  }
+  report.print();
+  report.save(sluice::benchmarks::argument(argc, argv, "--json", ""));
   return 0;
+} catch (const sluice::Error& error) {
+  fmt::print(stderr, "{}\n", error.what());
+  return sluice::exit_code(error.code());
 }
