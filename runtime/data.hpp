@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "stages/stage.hpp"
@@ -91,6 +92,11 @@ class TokenFile {
   [[nodiscard]] int largest_token() const;
   // Tokens [first, first + into.size()), which must be within the file.
   void copy(std::int64_t first, std::span<std::int32_t> into) const;
+  // What every rank must find alike, by name, under `option` and this file's path: the number of
+  // tokens, and the SHA-256 of their bytes; beyond 1 MiB that of a sample, the first 4 KiB, the
+  // last, and 64 times 4 KiB evenly spaced between them. Headers do not count.
+  [[nodiscard]] std::vector<std::pair<std::string, std::string>> identity(
+      const std::string& option) const;
 
  private:
   struct Impl;

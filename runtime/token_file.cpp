@@ -6,10 +6,12 @@
 #include <cstring>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "comm/error.hpp"
 #include "runtime/data.hpp"
 #include "runtime/mapped_file.hpp"
+#include "runtime/weights.hpp"
 
 namespace sluice {
 namespace {
@@ -62,6 +64,21 @@ std::span<const std::byte> llm_c_tokens(std::span<const std::byte> bytes,
                              count, tokens.size()));
   }
   return tokens;
+}
+
+// Bytes up to which all of them are the sample; beyond, blocks of them are.
+constexpr std::size_t kWhole = std::size_t{1} << 20;
+constexpr std::size_t kBlock = 4096, kBlocks = 66;
+
+std::vector<std::byte> sample_of(std::span<const std::byte> bytes) {
+  std::vector<std::byte> sample;
+  sample.reserve(kBlocks * kBlock);
+  for (std::size_t i = 0; i < kBlocks; ++i) {
+    const std::size_t start = (bytes.size() - kBlock) * i / (kBlocks - 1);
+    const auto block = bytes.subspan(start, kBlock);
+    sample.insert(sample.end(), block.begin(), block.end());
+  }
+  return sample;
 }
 
 }  // namespace
@@ -127,6 +144,15 @@ int TokenFile::largest_token() const {
 
 void TokenFile::copy(std::int64_t first, std::span<std::int32_t> into) const {
   for (std::int32_t& token : into) token = impl_->token(first++);
+}
+
+std::vector<std::pair<std::string, std::string>> TokenFile::identity(
+    const std::string& option) const {
+  const std::string given = fmt::format("{} {}", option, impl_->path.string());
+  const bool whole = impl_->tokens.size() <= kWhole;
+  return {{"tokens in " + given, fmt::format("{}", impl_->size)},
+          {fmt::format("SHA-256 of {}{}", whole ? "" : "a sample of ", given),
+           whole ? sha256_hex(impl_->tokens) : sha256_hex(sample_of(impl_->tokens))}};
 }
 
 }  // namespace sluice

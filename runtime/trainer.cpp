@@ -49,7 +49,7 @@ class Training {
 
  private:
   [[nodiscard]] bool first() const { return world_.rank() == 0; }
-  void open_data(ControlChannel& control);
+  void open_data(Communicator& comm, ControlChannel& control);
   void open_metrics();
   void plan_evaluations();
   void dry_run(ControlChannel& control);
@@ -97,7 +97,7 @@ void Training::run() {
                         options_.replicas, options_.rank_order);
       arrangement_ = arrange(options_, topology.pipeline, collectives);
     });
-    open_data(control);
+    open_data(*comm, control);
     guarded(control, world_.rank(), [&] { require_writable_outputs(); });
     plan_evaluations();
     if (options_.dry_run) return dry_run(control);
@@ -110,13 +110,15 @@ void Training::run() {
   if (first()) summarise();
 }
 
-void Training::open_data(ControlChannel& control) {
+void Training::open_data(Communicator& comm, ControlChannel& control) {
   guarded(control, world_.rank(), [&] {
     if (options_.data.empty()) {
       source_ = make_token_shapes(options_.model.context);
       return;
     }
     file_ = std::make_shared<TokenFile>(options_.data, options_.validation_share);
+    Collectives collectives(comm, 0, &control);
+    require_same_configuration(collectives, file_->identity("--data"));
     if (file_->train_size() == file_->size() &&
         (options_.validation_samples > 0 || options_.validate_every > 0)) {
       throw Error(ErrorCode::kUsage,

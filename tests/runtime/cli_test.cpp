@@ -268,6 +268,58 @@ TEST_F(CliTest, AJobIsRefusedOnceByAllItsRanks) {
   expect_refusal(option, 2, "'--layers'");
 }
 
+// On several nodes the same name may lead each rank to another file.
+class DataTest : public CliTest {
+ protected:
+  // Trains a pipeline of two ranks that find `first` and `second` under the same name.
+  Outcome train_on(const std::string& name, const std::string& first, const std::string& second) {
+    fs::create_directory(path("first"));
+    fs::create_directory(path("second"));
+    write("first/" + name, first);
+    write("second/" + name, second);
+    const std::string program = SLUICE_PROGRAM " " + small("--pipeline 2 --data " + name);
+    return mpirun_beside("env -C first " + program, "env -C second " + program);
+  }
+};
+
+TEST_F(DataTest, RanksThatFindDataOfOtherLengthsAreRefusedWithBoth) {
+  const Outcome outcome = train_on("d.txt", std::string(4000, 'a'), std::string(5000, 'a'));
+  expect_refusal(outcome, 6,
+                 "ranks disagree about 'tokens in --data d.txt': rank 0 has '4000', rank 1 has "
+                 "'5000'");
+}
+
+TEST_F(DataTest, RanksThatFindOtherDataOfTheSameLengthAreRefusedWithBothDigests) {
+  const std::string common(3999, 'a');
+  const Outcome text = train_on("d.txt", common + 'a', common + 'b');
+  // As of sha256sum.
+  expect_refusal(text, 6,
+                 "ranks disagree about 'SHA-256 of --data d.txt': rank 0 has "
+                 "'82396ec9191a22922e88923ef14b5d225e26e7fc2d1571d0d6cd51920f83880b', rank 1 has "
+                 "'276a330aa322b06259738d23482f64889713eac74204429f745ba57f491611c6'");
+  const std::string zeros(4000, '\0');
+  const Outcome tokens = train_on("d.bin", zeros, zeros.substr(2) + std::string("\1\0", 2));
+  expect_refusal(tokens, 6, "ranks disagree about 'SHA-256 of --data d.bin': rank 0 has '");
+  const std::string long_text(std::size_t{2} << 20, 'a');
+  const Outcome sampled = train_on("d.txt", long_text, 'b' + long_text.substr(1));
+  expect_refusal(sampled, 6, "about 'SHA-256 of a sample of --data d.txt': rank 0 has '");
+}
+
+TEST_F(DataTest, ARankThatFindsNoDataIsRefusedAsSuch) {
+  fs::create_directory(path("empty"));
+  const std::string program = SLUICE_PROGRAM " " + small("--pipeline 2");
+  const Outcome outcome = mpirun_beside(program, "env -C empty " + program);
+  expect_refusal(outcome, 3, "text.txt");
+  EXPECT_THAT(outcome.err, HasSubstr("[rank 1]"));
+}
+
+TEST_F(DataTest, RanksThatFindCopiesOfTheSameDataTrain) {
+  const std::string text(std::size_t{2} << 20, 'a');
+  const Outcome outcome = train_on("d.txt", text, text);
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, HasSubstr("Done: 2 steps"));
+}
+
 // Where there is no GPU, and none of that number where there are some.
 TEST_F(CliTest, AGpuThatIsNotThereIsRefusedOnceWithRankHostAndDevice) {
   const Outcome outcome =

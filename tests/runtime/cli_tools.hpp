@@ -68,6 +68,10 @@ class CliTest : public ::testing::Test {
     return shell(std::string("env " SLUICE_MPI_ENVIRONMENT " " SLUICE_MPIEXEC " --timeout 25 -n ") +
                  std::to_string(ranks) + " " + program + " " + arguments);
   }
+  // A job of two ranks with a command line each.
+  Outcome mpirun_beside(const std::string& first, const std::string& second) const {
+    return mpirun(1, first, ": -n 1 " + second);
+  }
   std::vector<std::string> files() const {
     std::vector<std::string> names;
     for (const auto& entry : fs::directory_iterator(directory_)) {

@@ -23,6 +23,7 @@ using testing::Each;
 using testing::ElementsAre;
 using testing::Ge;
 using testing::Le;
+using testing::StartsWith;
 
 std::vector<std::int64_t> counts_of(const std::vector<SampleRange>& ranges) {
   std::vector<std::int64_t> counts;
@@ -152,6 +153,58 @@ TEST(TokenFileTest, SplitsTheLastShareForValidation) {
   EXPECT_EQ(TokenFile(path, 0).train_size(), 95);
   expect_error(ErrorCode::kUsage, {"validation share is 1"}, [&] { TokenFile(path, 1); });
   expect_error(ErrorCode::kUsage, {"validation share is -0.1"}, [&] { TokenFile(path, -0.1); });
+}
+
+TEST(TokenFileTest, IsIdentifiedByItsTokensWhateverHeaderIsBeforeThem) {
+  const TemporaryDirectory dir;
+  const auto path = dir.write("a.bin", words16({7, 300}));
+  const auto identity = TokenFile(path).identity("--data");
+  const std::string name = "--data " + path.string();
+  // As of sha256sum.
+  const std::string digest = "c599d1635030823d09fdbd90cf80907cb22777393e32c80c37f52fe5682c04f2";
+  EXPECT_THAT(identity, ElementsAre(std::pair("tokens in " + name, std::string("2")),
+                                    std::pair("SHA-256 of " + name, digest)));
+  dir.write("a.bin", llm_c(1, 2, words16({7, 300})));
+  EXPECT_EQ(TokenFile(path).identity("--data"), identity);
+}
+
+TEST(TokenFileTest, IsIdentifiedByEveryTokenUpToAMebibyte) {
+  const TemporaryDirectory dir;
+  std::string text(std::size_t{1} << 20, 'a');
+  const auto path = dir.write("a.txt", text);
+  const auto identity = TokenFile(path).identity("--data");
+  for (const std::size_t place : {std::size_t{0}, std::size_t{5000}, text.size() - 1}) {
+    text[place] = 'b';
+    dir.write("a.txt", text);
+    const auto other = TokenFile(path).identity("--data");
+    EXPECT_EQ(other[0], identity[0]);
+    EXPECT_EQ(other[1].first, identity[1].first);
+    EXPECT_NE(other[1].second, identity[1].second) << place;
+    text[place] = 'a';
+  }
+}
+
+TEST(TokenFileTest, IsIdentifiedBeyondAMebibyteByASampleOfItsFirstItsLastAndOthers) {
+  const TemporaryDirectory dir;
+  constexpr std::size_t kBytes = (std::size_t{2} << 20) + 1, kStride = (kBytes - 4096) / 65 + 1;
+  std::string text(kBytes, 'a');
+  const auto path = dir.write("a.txt", text);
+  const auto identity = TokenFile(path).identity("--data");
+  EXPECT_THAT(identity[1].first, StartsWith("SHA-256 of a sample of --data "));
+  const auto differs_from = [&](std::size_t first, std::size_t count) {
+    std::string changed = text;
+    changed.replace(first, count, count, 'b');
+    dir.write("a.txt", changed);
+    return TokenFile(path).identity("--data") != identity;
+  };
+  EXPECT_TRUE(differs_from(0, 1));
+  EXPECT_TRUE(differs_from(4095, 1));
+  EXPECT_FALSE(differs_from(4096, 4096));  // between the samples
+  EXPECT_TRUE(differs_from(kBytes - 4096, 1));
+  EXPECT_TRUE(differs_from(kBytes - 1, 1));
+  for (std::size_t first = 4096; first + kStride <= kBytes; first += kStride) {
+    EXPECT_TRUE(differs_from(first, kStride)) << first;
+  }
 }
 
 TEST(TokenFileTest, RefusesFilesThatCannotBeTokens) {
