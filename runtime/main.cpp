@@ -69,7 +69,7 @@ int run_program(int argc, char** argv) {
     const auto refuse = [&]() -> std::string {
       throw Error(ErrorCode::kUsage, unknown_command(name));
     };
-    return run_command(argc, argv, refuse, [](MpiSession&, Communicator&) {});
+    return run_command(name, argc, argv, refuse, [](MpiSession&, Communicator&) {});
   }
   if (first_of_job()) fmt::print(stderr, "{}", overview());
   return exit_code(ErrorCode::kUsage);

@@ -15,6 +15,7 @@
 
 #include "comm/control.hpp"
 #include "comm/error.hpp"
+#include "runtime/job_groups.hpp"
 #include "runtime/option_table.hpp"
 
 namespace sluice {
@@ -177,7 +178,8 @@ int run_main(int argc, char** argv,
   }
 }
 
-int run_command(int argc, char** argv, const std::function<std::string()>& parse,
+int run_command(const std::string& command, int argc, char** argv,
+                const std::function<std::string()>& parse,
                 const std::function<void(MpiSession& session, Communicator& world)>& body) {
   std::optional<Error> refusal;
   std::string help;
@@ -196,6 +198,9 @@ int run_command(int argc, char** argv, const std::function<std::string()>& parse
     return exit_code(refusal->code());
   }
   return run_main(argc, argv, [&](MpiSession& session, Communicator& world) {
+    // Before any refusal: an option may be refused because it is another command's.
+    Collectives collectives(world, 0, nullptr);
+    require_same_configuration(collectives, {{"command", command}});
     if (refusal) throw Error(*refusal);
     body(session, world);
   });

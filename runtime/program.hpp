@@ -23,8 +23,10 @@ int run_main(int argc, char** argv,
 
 // run_main for a command line: `parse` runs before MPI is up and throws what it refuses; a text it
 // returns (help) is printed once and ends the command. Refusals of a process started alone need no
-// MPI; in a job every rank refuses alike, see above.
-int run_command(int argc, char** argv, const std::function<std::string()>& parse,
+// MPI; in a job every rank refuses alike, see above. Before anything else the ranks of a job
+// compare `command`: where one runs another, that is Error(kMismatch).
+int run_command(const std::string& command, int argc, char** argv,
+                const std::function<std::string()>& parse,
                 const std::function<void(MpiSession& session, Communicator& world)>& body);
 
 // The same for what needs no MPI. Standard output that cannot be written is Error(kIo).

@@ -142,7 +142,7 @@ int doctor_command(int argc, char** argv) {
   OptionTable table = make_table(options);
   const std::vector<std::string> arguments(argv, argv + argc);
   return run_command(
-      argc, argv,
+      "doctor", argc, argv,
       [&] {
         table.parse(arguments);
         return table.help_wanted() ? table.help() : "";

@@ -154,7 +154,7 @@ int generate_command(int argc, char** argv) {
   OptionTable table = make_table(options);
   const std::vector<std::string> arguments(argv, argv + argc);
   return run_command(
-      argc, argv,
+      "generate", argc, argv,
       [&] {
         table.parse(arguments);
         if (table.help_wanted()) return table.help();

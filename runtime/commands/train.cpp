@@ -9,7 +9,7 @@ namespace sluice {
 int train_command(int argc, char** argv) {
   ParsedTrain parsed;
   return run_command(
-      argc, argv,
+      "train", argc, argv,
       [&] {
         parsed = parse_train_options({argv, argv + argc});
         return parsed.help ? parsed.help_text : std::string();

@@ -268,6 +268,24 @@ TEST_F(CliTest, AJobIsRefusedOnceByAllItsRanks) {
   expect_refusal(option, 2, "'--layers'");
 }
 
+TEST_F(CliTest, RanksThatRunOtherCommandsAreRefusedWithBoth) {
+  const std::string train = SLUICE_PROGRAM " " + small("");
+  const std::string generate = SLUICE_PROGRAM " generate --weights none";
+  const std::string doctor = SLUICE_PROGRAM " doctor";
+  expect_refusal(mpirun_beside(train, doctor), 6,
+                 "ranks disagree about 'command': rank 0 has 'train', rank 1 has 'doctor'");
+  expect_refusal(mpirun_beside(doctor, generate), 6, "rank 0 has 'doctor', rank 1 has 'generate'");
+  expect_refusal(mpirun_beside(generate, train), 6, "rank 0 has 'generate', rank 1 has 'train'");
+}
+
+TEST_F(CliTest, RanksCompareTheirCommandsBeforeAnyOfThemIsRefused) {
+  const std::string doctor = SLUICE_PROGRAM " doctor --pipeline 2";
+  expect_refusal(mpirun_beside(doctor + " --steps 4", SLUICE_PROGRAM " " + small("")), 6,
+                 "rank 0 has 'doctor', rank 1 has 'train'");
+  expect_refusal(mpirun_beside(SLUICE_PROGRAM " trian", doctor), 6,
+                 "rank 0 has 'trian', rank 1 has 'doctor'");
+}
+
 // On several nodes the same name may lead each rank to another file.
 class DataTest : public CliTest {
  protected:
