@@ -60,6 +60,9 @@ bool Endpoint::send_now(std::size_t peer, std::uint32_t context, int tag,
 
 void Endpoint::start(Operation& operation) {
   if (operation.receives) {
+    if (operation.peer != Operation::kAnySource) {  // whose message may be there by now
+      readers_[static_cast<std::size_t>(operation.peer)].prefetch();
+    }
     if (!take_early(operation)) {
       operation.state = State::kPosted;
       bucket_of(operation.context, operation.tag).receives.append(operation);
