@@ -95,7 +95,7 @@ void add_layout_options(OptionTable& table, TrainOptions& options, Words& words)
   table.add_text("partition", options.partition, "auto|even|N,N,...", "blocks per stage");
   table.add_integer("micro-batches", options.micro_batches, 1, kMaxMicroBatches,
                     "per step and replica; auto: from the next two", "auto");
-  table.add_integer("micro-batch-size", options.micro_batch_size, 1, kMaxSamples,
+  table.add_integer("micro-batch-size", options.micro_batch_size, 1, std::int64_t{kMaxInt},
                     "samples; auto: from batch-size and micro-batches, else 1", "auto");
   table.add_integer("batch-size", options.batch_size, 1, kMaxSamples,
                     "samples per step over all replicas; auto: from the other two, else at least 4",

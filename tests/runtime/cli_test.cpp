@@ -58,6 +58,8 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"NegativeSize", small("--width -8"), 2, "--width"},
         Refusal{"OverflowingSize", small("--context 99999999999999999999"), 2, "--context"},
         Refusal{"SizeBeyondMemory", small("--width 2147483646 --heads 2"), 2, "--width"},
+        Refusal{"MicroBatchBeyondShapes", small("--micro-batch-size 4294967296"), 2,
+                "--micro-batch-size"},
         Refusal{"ZeroSteps", small("--steps 0"), 2, "--steps"},
         Refusal{"ZeroMicroBatches", small("--micro-batches 0"), 2, "--micro-batches"},
         Refusal{"HeadsThatDoNotDivide", small("--heads 3"), 2, "--heads"},
@@ -127,6 +129,8 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"DryRunThatSavesBelowAFile", small("--dry-run --save text.txt/run"), 4,
                 "text.txt/run"},
         Refusal{"DryRunThatResumesFromNothing", small("--dry-run --resume none"), 5, "none"},
+        Refusal{"MoreMemoryThanThereIs", small("--vocabulary 16777216 --width 65536 --save run"),
+                10, "this rank takes"},
         Refusal{"DigestOfGarbage", "digest garbled", 5, "model.safetensors"},
         Refusal{"GenerateWithoutConfiguration", "generate --weights garbled", 5, "config.json"}),
     case_name);
