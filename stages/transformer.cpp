@@ -14,8 +14,6 @@ namespace sluice {
 
 namespace {
 
-// Limits under which every product of sizes that we form fits 64 bits.
-
 [[noreturn]] void refuse(const std::string& message) { throw Error(ErrorCode::kUsage, message); }
 
 void require_range(std::string_view option, int value, int least, int most) {

@@ -34,7 +34,7 @@ enum class Recompute {
   kBlock,  // of attention, MLP and head all but the point of the residual stream they start from
 };
 
-// The largest legal values.
+// The largest legal values: every product of sizes that we form fits 64 bits.
 struct TransformerLimits {
   static constexpr int kLayers = 1 << 16, kHeads = 1 << 12, kWidth = 1 << 18;
   static constexpr int kMlpWidth = 1 << 20, kContext = 1 << 20, kVocabulary = 1 << 24;
