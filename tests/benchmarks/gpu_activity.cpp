@@ -1,6 +1,13 @@
 #include "tests/benchmarks/gpu_activity.hpp"
 
+#include <cxxabi.h>
+
 #include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <string_view>
+#include <utility>
 
 #include "comm/error.hpp"
 
@@ -10,7 +17,6 @@
 #include <fmt/format.h>
 
 #include <array>
-#include <cstdlib>
 #include <cstring>
 #include <mutex>
 #endif
@@ -29,6 +35,45 @@ Coverage coverage_of(std::vector<BusyInterval> intervals) {
   }
   const auto span = static_cast<double>(reached - intervals.front().start);
   return {span * 1e-9, static_cast<double>(covered) * 1e-9};
+}
+
+namespace {
+
+// "void sluice::(anonymous namespace)::norm_forward<float>(...)" is norm_forward.
+std::string short_name(const std::string& symbol) {
+  const std::unique_ptr<char, decltype(&std::free)> readable(
+      abi::__cxa_demangle(symbol.c_str(), nullptr, nullptr, nullptr), &std::free);
+  if (readable == nullptr) return symbol;
+  std::string name = readable.get();
+  for (const char* const dropped : {"void ", "(anonymous namespace)::", "sluice::"}) {
+    for (std::size_t at = name.find(dropped); at != std::string::npos; at = name.find(dropped)) {
+      name.erase(at, std::string_view(dropped).size());
+    }
+  }
+  return name.substr(0, name.find_first_of("<("));
+}
+
+}  // namespace
+
+std::vector<KernelTime> kernel_times(const std::vector<BusyInterval>& intervals) {
+  std::map<std::string, KernelTime> by_symbol, by_name;
+  for (const BusyInterval& each : intervals) {
+    KernelTime& time = by_symbol[each.name];
+    ++time.runs;
+    time.seconds += static_cast<double>(each.end - each.start) * 1e-9;
+  }
+  for (const auto& [symbol, time] : by_symbol) {
+    const std::string name = short_name(symbol);
+    KernelTime& sum = by_name[name];
+    sum.name = name;
+    sum.runs += time.runs;
+    sum.seconds += time.seconds;
+  }
+  std::vector<KernelTime> times;
+  for (const auto& [name, time] : by_name) times.push_back(time);
+  std::stable_sort(times.begin(), times.end(),
+                   [](const KernelTime& a, const KernelTime& b) { return a.seconds > b.seconds; });
+  return times;
 }
 
 #if SLUICE_WITH_CUPTI
@@ -103,9 +148,9 @@ void CUPTIAPI give_buffer(std::uint8_t** buffer, std::size_t* bytes, std::size_t
 }
 
 template <typename Record>
-BusyInterval times_of(const CUpti_Activity* record) {
+BusyInterval times_of(const CUpti_Activity* record, const char* name) {
   const auto* const full = reinterpret_cast<const Record*>(record);
-  return {full->start, full->end};
+  return {full->start, full->end, name};
 }
 
 void CUPTIAPI read_buffer(CUcontext context, std::uint32_t stream, std::uint8_t* buffer,
@@ -115,17 +160,19 @@ void CUPTIAPI read_buffer(CUcontext context, std::uint32_t stream, std::uint8_t*
   CUpti_Activity* record = nullptr;
   while (cupti().next(buffer, valid_bytes, &record) == CUPTI_SUCCESS) {
     BusyInterval times;
+    const char* name = nullptr;
     switch (record->kind) {
       case CUPTI_ACTIVITY_KIND_KERNEL:
       case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL:
-        // Later versions of a record only add to its end; 12.0 to 13.x have these three.
-        times = times_of<CUpti_ActivityKernel9>(record);
+        // Later versions of a record only add to its end; 12.0 to 13.x have these four.
+        name = reinterpret_cast<const CUpti_ActivityKernel9*>(record)->name;
+        times = times_of<CUpti_ActivityKernel9>(record, name == nullptr ? "no name" : name);
         break;
       case CUPTI_ACTIVITY_KIND_MEMCPY:
-        times = times_of<CUpti_ActivityMemcpy5>(record);
+        times = times_of<CUpti_ActivityMemcpy5>(record, "copy");
         break;
       case CUPTI_ACTIVITY_KIND_MEMSET:
-        times = times_of<CUpti_ActivityMemset4>(record);
+        times = times_of<CUpti_ActivityMemset4>(record, "fill");
         break;
       default:
         continue;
@@ -133,7 +180,7 @@ void CUPTIAPI read_buffer(CUcontext context, std::uint32_t stream, std::uint8_t*
     if (times.start == 0 || times.end < times.start) {
       ++all.lost;
     } else {
-      all.intervals.push_back(times);
+      all.intervals.push_back(std::move(times));
     }
   }
   std::size_t dropped = 0;

@@ -15,7 +15,17 @@ namespace sluice::benchmarks {
 // Of the device's time, in nanoseconds; end >= start.
 struct BusyInterval {
   std::uint64_t start = 0, end = 0;
+  std::string name = {};  // the kernel's symbol as the compiler wrote it, "copy" or "fill"
 };
+
+// All runs of the kernels of one name in a set of intervals.
+struct KernelTime {
+  std::string name;  // readable, without namespaces of ours, template arguments and parameters
+  int runs = 0;
+  double seconds = 0;  // sum over the runs, also where they overlap
+};
+// Longest first.
+[[nodiscard]] std::vector<KernelTime> kernel_times(const std::vector<BusyInterval>& intervals);
 
 // Of all intervals, whatever stream they were on.
 struct Coverage {

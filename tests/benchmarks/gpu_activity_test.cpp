@@ -34,5 +34,20 @@ TEST(CoverageTest, TimesOfADayKeepTheirNanoseconds) {
   EXPECT_DOUBLE_EQ(coverage_of({{kNow, kNow + 1}, {kNow + 3, kNow + 4}}).idle_share(), 0.5);
 }
 
+TEST(KernelTimesTest, AddsUpRunsUnderReadableNamesLongestFirst) {
+  const std::vector<KernelTime> times = kernel_times(
+      {{0, 10, "copy"},
+       {10, 40, "_ZN6sluice12_GLOBAL__N_14normIfEEvPKT_"},  // sluice::(anonymous)::norm<float>
+       {40, 60, "_ZN6sluice12_GLOBAL__N_14normIdEEvPKT_"},  // sluice::(anonymous)::norm<double>
+       {60, 75, "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT"}});
+  ASSERT_EQ(times.size(), 3U);
+  EXPECT_EQ(times[0].name, "norm");
+  EXPECT_EQ(times[0].runs, 2);
+  EXPECT_DOUBLE_EQ(times[0].seconds, 50e-9);
+  EXPECT_EQ(times[1].name, "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NNT");
+  EXPECT_EQ(times[2].name, "copy");
+  EXPECT_DOUBLE_EQ(times[2].seconds, 10e-9);
+}
+
 }  // namespace
 }  // namespace sluice::benchmarks

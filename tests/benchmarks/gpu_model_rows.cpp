@@ -228,36 +228,62 @@ class HeadStart {
 
 namespace {
 
+// The kernels that take most of a step, and all others in one row.
+void add_kernels(Report& report, const std::vector<KernelTime>& times) {
+  constexpr std::size_t kMost = 40;
+  KernelTime others = {"all others"}, all;
+  for (const KernelTime& each : times) all.seconds += each.seconds;
+  const auto add = [&](const KernelTime& each) {
+    report.row({each.name, each.runs, each.seconds * 1e3, each.seconds / all.seconds,
+                each.seconds / std::max(each.runs, 1) * 1e6});
+  };
+  for (std::size_t i = 0; i < times.size(); ++i) {
+    if (i < kMost) {
+      add(times[i]);
+    } else {
+      others.runs += times[i].runs;
+      others.seconds += times[i].seconds;
+    }
+  }
+  if (others.runs > 0) add(others);
+}
+
 // The share of a step in which the GPU runs nothing, whatever the reason, by CUPTI's records: a
 // step between two drained streams, from its first kernel, copy or fill to the end of its last.
+// And what the last of these steps consisted of.
 void idle_between_kernels(Run& run, const GpuOptions& options) {
   Report report = gpu_report(
       "GPU: idle between kernels within a step",
       {"model", "samples", "micro-batch", "records", "span ms", "covered ms", "idle share"});
+  Report kernels = gpu_report("GPU: kernels of a step, under CUPTI",
+                              {"kernel", "runs", "ms", "share of all", "us per run"});
+  kernels.fact("model", options.model_name);
   try {
     ActivityRecorder recorder;
     std::vector<double> spans, covered, shares;
-    std::size_t count = 0;
+    std::vector<BusyInterval> intervals;
     for (int i = 0; i < options.rounds; ++i) {
       run.drain();
       static_cast<void>(recorder.take());
       (void)run.pipeline().train_step();
       run.drain();
-      const std::vector<BusyInterval> intervals = recorder.take();
-      count = intervals.size();
+      intervals = recorder.take();
       const Coverage coverage = coverage_of(intervals);
       spans.push_back(coverage.span * 1e3);
       covered.push_back(coverage.covered * 1e3);
       shares.push_back(coverage.idle_share());
     }
-    report.row({options.model_name, options.batch, run.micro_batch(), count, median(spans),
-                median(covered), median(shares)});
+    report.row({options.model_name, options.batch, run.micro_batch(), intervals.size(),
+                median(spans), median(covered), median(shares)});
+    add_kernels(kernels, kernel_times(intervals));
   } catch (const Error& error) {
     report.row({options.model_name, options.batch, run.micro_batch(), 0, 0, 0,
                 "not measured: " + std::string(error.what())});
   }
   report.print();
   report.save(options.json);
+  kernels.print();
+  kernels.save(options.json);
 }
 
 }  // namespace
