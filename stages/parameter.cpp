@@ -1,14 +1,18 @@
 #include "stages/parameter.hpp"
 
 #include <fmt/format.h>
+#include <sched.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <numbers>
 #include <span>
 #include <string_view>
+#include <thread>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "comm/error.hpp"
 #include "stages/random.hpp"
@@ -21,9 +25,10 @@ struct UnitPair {
   double first, second;
 };
 
-// Two numbers in (0, 1) of 53 bits, the pair-th of the stream.
-UnitPair unit_pair(const RandomKey& key, std::uint64_t pair) {
-  const auto words = philox(key, 0, pair);
+// Two numbers in (0, 1) of 53 bits, the pair-th of the stream whose key philox_key() gave.
+UnitPair unit_pair(const std::array<std::uint32_t, 2>& key, std::uint64_t pair) {
+  const auto words = philox_block(
+      {static_cast<std::uint32_t>(pair), static_cast<std::uint32_t>(pair >> 32), 0, 0}, key);
   const auto unit = [](std::uint32_t high, std::uint32_t low) {
     const std::uint64_t bits = (std::uint64_t{high} << 32 | low) >> 11;
     return (static_cast<double>(bits) + 0.5) * 0x1.0p-53;
@@ -31,41 +36,54 @@ UnitPair unit_pair(const RandomKey& key, std::uint64_t pair) {
   return {unit(words[0], words[1]), unit(words[2], words[3])};
 }
 
-void fill_normal(std::span<float> values, const RandomKey& key, double deviation) {
-  for (size_t i = 0; i < values.size(); i += 2) {
-    const UnitPair unit = unit_pair(key, i / 2);
-    const double radius = deviation * std::sqrt(-2.0 * std::log(unit.first));
-    const double angle = 2.0 * std::numbers::pi * unit.second;
-    values[i] = static_cast<float>(radius * std::cos(angle));
-    if (i + 1 < values.size()) {
-      values[i + 1] = static_cast<float>(radius * std::sin(angle));
-    }
+// Box and Muller's two normal numbers of that deviation.
+UnitPair normal_pair(const UnitPair& unit, double deviation) {
+  const double radius = deviation * std::sqrt(-2.0 * std::log(unit.first));
+  const double angle = 2.0 * std::numbers::pi * unit.second;
+  return {radius * std::cos(angle), radius * std::sin(angle)};
+}
+
+// values[0] is an even element of the stream, the 2 * pair-th.
+void draw_pairs(const Init& init, const std::array<std::uint32_t, 2>& key, std::uint64_t pair,
+                std::span<float> values) {
+  for (std::size_t i = 0; i < values.size(); i += 2, ++pair) {
+    const UnitPair unit = unit_pair(key, pair);
+    const UnitPair drawn = init.kind == Init::Kind::kNormal
+                               ? normal_pair(unit, init.value)
+                               : UnitPair{init.value * (2.0 * unit.first - 1.0),
+                                          init.value * (2.0 * unit.second - 1.0)};
+    values[i] = static_cast<float>(drawn.first);
+    if (i + 1 < values.size()) values[i + 1] = static_cast<float>(drawn.second);
   }
 }
 
-void fill_uniform(std::span<float> values, const RandomKey& key, double bound) {
-  for (size_t i = 0; i < values.size(); i += 2) {
-    const UnitPair unit = unit_pair(key, i / 2);
-    values[i] = static_cast<float>(bound * (2.0 * unit.first - 1.0));
-    if (i + 1 < values.size()) {
-      values[i + 1] = static_cast<float>(bound * (2.0 * unit.second - 1.0));
-    }
-  }
+std::size_t cores_of_this_process() {
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  if (sched_getaffinity(0, sizeof(mask), &mask) != 0) return 1;
+  return static_cast<std::size_t>(std::max(1, CPU_COUNT(&mask)));
 }
 
+// On as many threads as this process has cores, each at least a quarter of a million elements (some
+// milliseconds); an element is a function of its place alone.
 void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> values) {
-  const RandomKey key{seed, hash_name(parameter.name), 0};
-  switch (parameter.init.kind) {
-    case Init::Kind::kConstant:
-      std::fill(values.begin(), values.end(), static_cast<float>(parameter.init.value));
-      return;
-    case Init::Kind::kNormal:
-      fill_normal(values, key, parameter.init.value);
-      return;
-    case Init::Kind::kUniform:
-      fill_uniform(values, key, parameter.init.value);
-      return;
+  constexpr std::size_t kLeast = std::size_t{1} << 18;
+  if (parameter.init.kind == Init::Kind::kConstant) {
+    std::fill(values.begin(), values.end(), static_cast<float>(parameter.init.value));
+    return;
   }
+  const auto key = philox_key({seed, hash_name(parameter.name), 0});
+  const std::size_t parts =
+      std::clamp<std::size_t>(values.size() / kLeast, 1, cores_of_this_process());
+  const std::size_t each = round_up(values.size() / parts + 1, 2);
+  const auto draw_part = [&](std::size_t part) {
+    const std::size_t first = std::min(part * each, values.size());
+    draw_pairs(parameter.init, key, first / 2,
+               values.subspan(first, std::min(each, values.size() - first)));
+  };
+  std::vector<std::jthread> others;
+  for (std::size_t part = 1; part < parts; ++part) others.emplace_back(draw_part, part);
+  draw_part(0);
 }
 
 std::size_t padded_bytes(const Parameter& parameter) {
