@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <span>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -156,6 +157,8 @@ struct Matmuls::State {
   Plan make(const Key& key) const;
   void describe(const Key& key, Plan& plan) const;
   void choose_algorithm(const Key& key, Plan& plan) const;
+  const cublasLtMatmulHeuristicResult_t& pick(
+      const ProductSpec& spec, std::span<const cublasLtMatmulHeuristicResult_t> candidates) const;
   Plan& find(const ProductSpec& spec, bool aligned);
 
   Context& context;
@@ -190,6 +193,29 @@ void Matmuls::State::describe(const Key& key, Plan& plan) const {
   }
 }
 
+// Which of the library's candidates, its best guess first. On Hopper, in bf16, the one with the
+// most waves, that is the smallest tiles: a multiprocessor then has two at once, and stores the
+// results of one while it multiplies for the other. Sums over many rows into f32 (accumulate) keep
+// tiles of about 128 x 128 at least: smaller ones read their operands too often.
+const cublasLtMatmulHeuristicResult_t& Matmuls::State::pick(
+    const ProductSpec& spec, std::span<const cublasLtMatmulHeuristicResult_t> candidates) const {
+  constexpr int kHopper = 90;
+  constexpr double kLeastTile = 0.9 * 128 * 128;
+  const MatMulSpec& product = spec.product;
+  const auto* picked = candidates.data();
+  if (context.compute_capability() != kHopper || product.operands != DType::kBf16) return *picked;
+  const double tiles_of_a_wave = context.multiprocessors();
+  const double elements = static_cast<double>(product.m) * static_cast<double>(product.n);
+  for (const auto& each : candidates.subspan(1)) {
+    const double waves = each.wavesCount;
+    const bool small = product.accumulate && elements < kLeastTile * waves * tiles_of_a_wave;
+    if (each.state == CUBLAS_STATUS_SUCCESS && !small && each.wavesCount > picked->wavesCount) {
+      picked = &each;
+    }
+  }
+  return *picked;
+}
+
 void Matmuls::State::choose_algorithm(const Key& key, Plan& plan) const {
   cublasLtMatmulPreference_t made = nullptr;
   check_cublas(cublasLtMatmulPreferenceCreate(&made), "cublasLtMatmulPreferenceCreate");
@@ -210,14 +236,18 @@ void Matmuls::State::choose_algorithm(const Key& key, Plan& plan) const {
        {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
     set(preference, attribute, alignment(product.result));
   }
-  cublasLtMatmulHeuristicResult_t result = {};
+  std::array<cublasLtMatmulHeuristicResult_t, 8> results = {};
   int found = 0;
-  plan.status = cublasLtMatmulAlgoGetHeuristic(context.cublas(), plan.description.get(),
-                                               plan.b.get(), plan.a.get(), plan.c.get(),
-                                               plan.c.get(), preference.get(), 1, &result, &found);
+  plan.status = cublasLtMatmulAlgoGetHeuristic(
+      context.cublas(), plan.description.get(), plan.b.get(), plan.a.get(), plan.c.get(),
+      plan.c.get(), preference.get(), static_cast<int>(results.size()), results.data(), &found);
+  if (plan.status == CUBLAS_STATUS_SUCCESS && found == 0) {
+    plan.status = CUBLAS_STATUS_NOT_SUPPORTED;
+  }
   if (plan.status != CUBLAS_STATUS_SUCCESS) return;
-  plan.status = found > 0 ? result.state : CUBLAS_STATUS_NOT_SUPPORTED;
-  plan.algorithm = result.algo;
+  const auto& picked = pick(key.spec, std::span(results).first(static_cast<std::size_t>(found)));
+  plan.status = picked.state;
+  plan.algorithm = picked.algo;
 }
 
 Plan Matmuls::State::make(const Key& key) const {
