@@ -45,6 +45,22 @@ SLUICE_MATH V exponential(V x, float high = 88.3F) {
   return bits_as<V>(bits_as<I>(p) + (bits_as<I>(shifted) << 23));
 }
 
+#if defined(__CUDA_ARCH__)
+// The same on a GPU, whose instruction for 2^f takes the polynomial's place: half the instructions,
+// and within 2 ulp more (ex2.approx: 2^-22).
+SLUICE_MATH float exponential(float x, float high = 88.3F) {
+  constexpr float kMagic = 12582912.0F;
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-86.9F));
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(high));
+  const float shifted = fma(x, 1.44269504088896341F, kMagic);
+  const float n = shifted - kMagic;
+  float f = fma(x, 1.44269502162933350F, -n);  // and what that lacks of log2 e
+  f = fma(x, 1.92596303e-8F, f);
+  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(f));
+  return bits_as<float>(bits_as<int32_t>(f) + (bits_as<int32_t>(shifted) << 23));
+}
+#endif
+
 // At least e^-80, so that nothing here is ever denormal.
 template <typename V>
 SLUICE_MATH V sigmoid(V x) {

@@ -39,28 +39,63 @@ struct Floats {
   float at[N];
 };
 
+// Two numbers in a word, the first in its low half. A GPU rounds both at once; its NaN is 0x7FFF.
+SLUICE_MATH uint32_t narrow_pair(float first, float second) {
+#if defined(__CUDA_ARCH__)
+  uint32_t pair = 0;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  return pair;
+#else
+  return round_to_bf16(first) | round_to_bf16(second) << 16;
+#endif
+}
+SLUICE_MATH uint4 narrow_eight(const float* v) {
+  return make_uint4(narrow_pair(v[0], v[1]), narrow_pair(v[2], v[3]), narrow_pair(v[4], v[5]),
+                    narrow_pair(v[6], v[7]));
+}
+SLUICE_MATH void widen_eight(uint4 words, float* v) {
+  const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[2 * i] = bits_as<float>(pairs[i] << 16);
+    v[2 * i + 1] = bits_as<float>(pairs[i] & 0xFFFF0000U);
+  }
+}
+
 // `from` lies at a multiple of min(16, N * sizeof(T)) bytes; so does `to`, in global memory.
+// Sixteen bytes are named as such: nvcc parts a plain copy of elements that are used one by one.
 template <int N, typename T>
 SLUICE_MATH Floats<N> load(const T* from) {
-  const auto pack = *reinterpret_cast<const Pack<T, N>*>(from);
   Floats<N> values;
+  if constexpr (sizeof(T) == 2 && N % 8 == 0) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) values.at[i] = widen(pack.at[i]);
+    for (int i = 0; i < N; i += 8) {
+      widen_eight(*reinterpret_cast<const uint4*>(from + i), values.at + i);
+    }
+  } else {
+    const auto pack = *reinterpret_cast<const Pack<T, N>*>(from);
+#pragma unroll
+    for (int i = 0; i < N; ++i) values.at[i] = widen(pack.at[i]);
+  }
   return values;
 }
 template <int N, typename T>
 SLUICE_MATH void store(T* to, const Floats<N>& values) {
+  const float* v = values.at;
   if constexpr (sizeof(T) == sizeof(float) && N % 4 == 0) {
-    // By name: nvcc parts a plain store of four floats that were computed one by one.
-    const float* v = values.at;
 #pragma unroll
     for (int i = 0; i < N; i += 4) {
       __stwb(reinterpret_cast<float4*>(to + i), make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]));
     }
+  } else if constexpr (sizeof(T) == 2 && N % 8 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 8) {
+      __stwb(reinterpret_cast<uint4*>(to + i), narrow_eight(v + i));
+    }
   } else {
     Pack<T, N> pack;
 #pragma unroll
-    for (int i = 0; i < N; ++i) narrow(values.at[i], pack.at[i]);
+    for (int i = 0; i < N; ++i) narrow(v[i], pack.at[i]);
     *reinterpret_cast<Pack<T, N>*>(to) = pack;
   }
 }

@@ -3,6 +3,7 @@
 
 #include "stages/backends.hpp"
 #include "stages/cuda/block_sums.cuh"
+#include "stages/cuda/context.hpp"
 
 namespace sluice::cuda {
 
@@ -19,12 +20,12 @@ struct Exponentials {
   float top = kLowest;
   float sum = 0;
 
-  // No NaN is a top: maximum() takes its second operand then. It makes the sum one.
+  // No NaN is a top, but it makes the sum one.
   template <int N>
   __device__ void add(const Floats<N>& values) {
     float highest = top;
 #pragma unroll
-    for (int k = 0; k < N; ++k) highest = maximum(values.at[k], highest);
+    for (int k = 0; k < N; ++k) highest = ::fmaxf(values.at[k], highest);
     if (highest > top) raise(highest);
 #pragma unroll
     for (int k = 0; k < N; ++k) sum += exponential(values.at[k] - top);
@@ -58,10 +59,21 @@ struct CrossEntropy {
   int64_t rows, width;
 };
 
-// A block per row: once for maximum and sum, once for the gradient, by then from the cache.
-template <int kThreads, int N, typename T>
+// What lies at `from`, and its bits at `kept` in shared memory.
+template <int N, typename T>
+__device__ __forceinline__ Floats<N> load_and_keep(const T* from, T* kept) {
+  using Raw = std::conditional_t<sizeof(T) * N == 16, uint4, Pack<T, N>>;
+  const Raw raw = *reinterpret_cast<const Raw*>(from);
+  *reinterpret_cast<Raw*>(kept) = raw;
+  return load<N>(reinterpret_cast<const T*>(&raw));
+}
+
+// A block per row: once for maximum and sum, once for the gradient, by then from shared memory (of
+// the row's size, where kKept) or the cache.
+template <int kThreads, int N, bool kKept, typename T>
 __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const CrossEntropy<T> a) {
   constexpr int kStep = kThreads * N;
+  T* const kept = shared_memory<T>();
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
     T* logits = a.logits + row * a.width;
     const int64_t first = static_cast<int64_t>(threadIdx.x) * N;
@@ -72,29 +84,31 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const CrossEntr
       continue;
     }
     Exponentials mine;
+#pragma unroll 4
     for (int64_t i = first; i < a.width; i += kStep) {
-      mine.add(load<N>(logits + i));
+      mine.add(kKept ? load_and_keep<N>(logits + i, kept + i) : load<N>(logits + i));
     }
     const float top = block_max<kThreads>(mine.top);
     mine.raise(top);
     const float sum = block_sum<kThreads>(mine.sum);  // and logits[target] is still the logit
+    float wanted = 0;                                 // of thread 0
     if (threadIdx.x == 0) {
-      const double at_target =
-          static_cast<double>(widen(logits[target])) - static_cast<double>(top);
+      wanted = widen(logits[target]);
+      const double at_target = static_cast<double>(wanted) - static_cast<double>(top);
       a.losses[row] = ::log(static_cast<double>(sum)) - at_target;
     }
     if (!a.gradient) continue;
     __syncthreads();
     const float scale = a.scale.get(), factor = scale / sum;
+#pragma unroll 2
     for (int64_t i = first; i < a.width; i += kStep) {
-      Floats<N> values = load<N>(logits + i);
+      Floats<N> values = load<N>((kKept ? kept : logits) + i);
 #pragma unroll
-      for (int k = 0; k < N; ++k) {
-        values.at[k] = exponential(values.at[k] - top) * factor;
-        if (i + k == target) values.at[k] -= scale;
-      }
+      for (int k = 0; k < N; ++k) values.at[k] = exponential(values.at[k] - top) * factor;
       store(logits + i, values);
     }
+    __syncthreads();  // the target's column is there; its own thread has another row to read then
+    if (threadIdx.x == 0) narrow(exponential(wanted - top) * factor - scale, logits[target]);
   }
 }
 
@@ -151,25 +165,30 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
                            StepValue<double> scale, bool gradient, double* sum) {
   const int64_t rows = targets.elements();
   const int64_t width = rows == 0 ? 0 : logits.elements() / rows;
+  const std::size_t row_bytes = static_cast<std::size_t>(width) * size_of(logits.spec.dtype);
   auto* losses = reinterpret_cast<double*>(ctx.workspace(softmax_cross_entropy_workspace(rows)));
   if (rows > 0) {
-    const auto run = [&](auto threads) {
+    const auto run = [&](auto threads, auto keeps) {
       constexpr int kThreads = decltype(threads)::value;
+      constexpr bool kKept = decltype(keeps)::value;
       with_type(logits.spec.dtype, [&](auto type) {
         using T = decltype(type);
         const bool wide = width % kWide<T> == 0 && aligned(logits.data);
         launch("softmax cross-entropy",
-               wide ? cross_entropy_kernel<kThreads, kWide<T>, T>
-                    : cross_entropy_kernel<kThreads, 1, T>,
-               {blocks_for(rows, 1), kThreads}, native(ctx.stream()),
+               wide ? cross_entropy_kernel<kThreads, kWide<T>, kKept, T>
+                    : cross_entropy_kernel<kThreads, 1, kKept, T>,
+               {blocks_for(rows, 1), kThreads, kKept ? row_bytes : 0}, native(ctx.stream()),
                CrossEntropy<T>{logits.as<T>(), targets.as<int32_t>(), scale_of(scale, 1), gradient,
                                losses, rows, width});
       });
     };
+    constexpr std::size_t kReserved = 2048;  // of each block, by the system and by reductions
     if (width <= kShortRow) {
-      run(std::integral_constant<int, kThreadsOfShortRow>{});
+      run(std::integral_constant<int, kThreadsOfShortRow>{}, std::false_type{});
+    } else if (gradient && 2 * (row_bytes + kReserved) <= ctx.cuda().shared_memory()) {
+      run(std::integral_constant<int, kThreadsOfLongRow>{}, std::true_type{});
     } else {
-      run(std::integral_constant<int, kThreadsOfLongRow>{});
+      run(std::integral_constant<int, kThreadsOfLongRow>{}, std::false_type{});
     }
   }
   add_up(ctx, losses, rows, sum);
