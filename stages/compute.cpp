@@ -125,7 +125,7 @@ std::size_t ComputeContext::rotary_table_bytes(std::int64_t sequence, std::int64
 
 std::size_t library_bytes([[maybe_unused]] DeviceKind device) {
 #if SLUICE_WITH_CUDA
-  if (device == DeviceKind::kCuda) return cuda::Context::kWorkspaceBytes;
+  if (device == DeviceKind::kCuda) return cuda::Context::kDeviceBytes;
 #endif
   return 0;
 }

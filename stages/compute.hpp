@@ -76,7 +76,8 @@ class ComputeContext {
   const Kernels* kernels_;
 };
 
-// Bytes of its memory() that a context takes for scratch of the libraries it holds.
+// Bytes of its memory() that a context takes for itself: scratch of the libraries it holds, and
+// what kernels keep on the device from one to the next.
 [[nodiscard]] std::size_t library_bytes(DeviceKind device);
 
 // "avx512" | "avx2" | "baseline": which build of the element-wise loops a context made now would

@@ -8,19 +8,23 @@ namespace {
 
 template <typename T>
 struct Columns {
-  static constexpr int kTerms = 1;
+  static constexpr int kTerms = 1, kRowsAtOnce = 8;
   const T* values;
   int64_t width;
   template <int N>
-  __device__ void add(int64_t row, int64_t column, Floats<N> (&sums)[kTerms]) const {
-    add_to(sums[0], load<N>(values + row * width + column));
+  __device__ Floats<N> load(int64_t row, int64_t column) const {
+    return cuda::load<N>(values + row * width + column);
+  }
+  template <int N>
+  __device__ void add(const Floats<N>& row, Floats<N> (&sums)[kTerms]) const {
+    add_to(sums[0], row);
   }
 };
 
 }  // namespace
 
 std::size_t column_sums_workspace(std::int64_t rows, std::int64_t width) {
-  return partial_sums_bytes(rows, width, 1);
+  return column_sums_bytes(rows, width, 1);
 }
 
 void add_column_sums(ComputeContext& ctx, const Tensor& dy, const Tensor& sums) {
@@ -28,7 +32,7 @@ void add_column_sums(ComputeContext& ctx, const Tensor& dy, const Tensor& sums) 
   with_type(dy.spec.dtype, [&](auto type) {
     using T = decltype(type);
     add_sums<kWide<T>>(ctx, "column sums", Columns<T>{dy.as<T>(), width}, rows, width,
-                       width % kWide<T> == 0 && aligned(dy.data, sums.data), {sums.as<float>()});
+                       width % kWide<T> == 0 && aligned(dy.data), {sums.as<float>()});
   });
 }
 

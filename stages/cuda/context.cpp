@@ -36,9 +36,14 @@ Context::~Context() {
 }
 
 std::byte* Context::workspace() {
-  if (workspace_.size() == 0) workspace_ = memory_.allocate(kWorkspaceBytes);
+  if (workspace_.size() == 0) {
+    workspace_ = memory_.allocate(kDeviceBytes);
+    fill_zero_async(workspace_.data() + kWorkspaceBytes, kDeviceBytes - kWorkspaceBytes, stream_);
+  }
   return workspace_.data();
 }
+
+unsigned* Context::tickets() { return reinterpret_cast<unsigned*>(workspace() + kWorkspaceBytes); }
 
 cudnnContext* Context::cudnn() {
 #if SLUICE_WITH_CUDNN

@@ -1,6 +1,7 @@
 // What the CUDA operators of one compute context share: the libraries' handles, bound to the
-// compute stream, the scratch memory of matrix products, and the products and attention graphs
-// prepared so far. A CUDA stage of one's own finds stream, cuBLASLt handle and scratch here.
+// compute stream, the scratch memory of matrix products, tickets for the blocks of a kernel, and
+// the products and attention graphs prepared so far. A CUDA stage of one's own finds stream,
+// cuBLASLt handle and scratch here.
 //
 // Made for the device of one memory and one stream, which outlives it; the device is the current
 // one of the calling thread whenever a member or an operator is called. Used from one thread.
@@ -29,6 +30,9 @@ class Context {
   // Bytes of scratch that every product may use: what NVIDIA advises for Hopper. Part of what a
   // product's bits depend on, hence fixed.
   static constexpr std::size_t kWorkspaceBytes = std::size_t{32} << 20;
+  static constexpr int kTickets = 1024;
+  // Of the memory that workspace() and tickets() share.
+  static constexpr std::size_t kDeviceBytes = kWorkspaceBytes + kTickets * sizeof(unsigned);
 
   // Throws Error(kDevice) naming the call that failed.
   Context(const DeviceMemory& memory, StreamView stream);
@@ -49,6 +53,10 @@ class Context {
   // Device memory, kWorkspaceBytes at a multiple of 256, taken on first use. Free for any work on
   // stream(), whose order keeps its uses apart; its contents do not survive the next operator.
   [[nodiscard]] std::byte* workspace();
+  // kTickets numbers in device memory, taken with workspace()'s: each 0 whenever a kernel on
+  // stream() starts, which has to leave them so (last_block() in stages/cuda/device_tools.hpp
+  // does).
+  [[nodiscard]] unsigned* tickets();
   [[nodiscard]] Matmuls& matmuls() { return *matmuls_; }
 
   // cudnnHandle_t, bound to stream(); made on first use, which takes a while. Null where Sluice was
@@ -68,7 +76,7 @@ class Context {
   int compute_capability_ = 0, multiprocessors_ = 0;
   std::size_t shared_memory_ = 0;
   bool tf32_ = false;
-  Buffer workspace_;
+  Buffer workspace_;  // and the tickets behind it
   cublasLtContext* cublas_ = nullptr;
   cudnnContext* cudnn_ = nullptr;
   std::unique_ptr<Matmuls> matmuls_;

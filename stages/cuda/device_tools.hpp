@@ -1,6 +1,7 @@
-// What kernels share: dynamic shared memory, and reductions over a warp and over a block. Every
-// order of summation is fixed, so that the same values give the same bits in every run; the
-// emulation of the tests (see comm/device_launch.hpp) sums in the same order.
+// What kernels share: dynamic shared memory, reductions over a warp and over a block, and how the
+// last of several blocks knows that it is. Every order of summation is fixed, so that the same
+// values give the same bits in every run; the emulation of the tests (see comm/device_launch.hpp)
+// sums in the same order.
 //
 // Reductions must be reached by all threads of the warp or block, with the same template arguments.
 #pragma once
@@ -99,6 +100,21 @@ __device__ __forceinline__ T block_sum(T value) {
 template <int kThreads, typename T>
 __device__ __forceinline__ T block_max(T value) {
   return block_reduce<kThreads, Max>(value);
+}
+
+// Whether the block is the last of `blocks` that come here with `ticket`, which is 0 before the
+// first and again after the last. What the others wrote before can then be read. To be reached by
+// all threads of each block; what they wrote to shared memory before is visible after.
+__device__ __forceinline__ bool last_block(unsigned* ticket, unsigned blocks) {
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();  // also of what the other threads wrote: they did before the barrier
+    last = atomicInc(ticket, blocks - 1) == blocks - 1;
+    if (last) __threadfence();
+  }
+  __syncthreads();
+  return last;
 }
 
 }  // namespace sluice::cuda

@@ -201,21 +201,31 @@ void norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
 // Shares of dgamma and, for LayerNorm, dbeta.
 template <Norm kNorm, typename T>
 struct WeightTerms {
-  static constexpr int kTerms = kNorm == Norm::kLayer ? 2 : 1;
+  static constexpr int kTerms = kNorm == Norm::kLayer ? 2 : 1, kRowsAtOnce = 2;
   const T* dy;
   const float* x;
   const float* stats;
   int64_t width;
   template <int N>
-  __device__ void add(int64_t row, int64_t column, Floats<N> (&sums)[kTerms]) const {
+  struct Row {
+    Floats<N> dy, x;
+    float mean, rstd;
+  };
+  template <int N>
+  __device__ Row<N> load(int64_t row, int64_t column) const {
     const float mean = kNorm == Norm::kLayer ? stats[2 * row] : 0.0F;
     const float rstd = kNorm == Norm::kLayer ? stats[2 * row + 1] : stats[row];
-    const Floats<N> d = load<N>(dy + row * width + column), v = load<N>(x + row * width + column);
+    return {cuda::load<N>(dy + row * width + column), cuda::load<N>(x + row * width + column), mean,
+            rstd};
+  }
+  template <int N>
+  __device__ void add(const Row<N>& row, Floats<N> (&sums)[kTerms]) const {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const float normal = kNorm == Norm::kLayer ? (v.at[k] - mean) * rstd : v.at[k] * rstd;
-      sums[0].at[k] = fma(d.at[k], normal, sums[0].at[k]);
-      if constexpr (kNorm == Norm::kLayer) sums[1].at[k] += d.at[k];
+      const float d = row.dy.at[k], v = row.x.at[k];
+      const float normal = kNorm == Norm::kLayer ? (v - row.mean) * row.rstd : v * row.rstd;
+      sums[0].at[k] = fma(d, normal, sums[0].at[k]);
+      if constexpr (kNorm == Norm::kLayer) sums[1].at[k] += d;
     }
   }
 };
@@ -227,12 +237,10 @@ void norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x
   const NormShape shape = shape_of(x, dgamma);
   with_type(dy.spec.dtype, [&](auto type) {
     using T = decltype(type);
-    bool wide = shape.width % kWide<T> == 0 && aligned(dy.data, x.data);
-    for (const float* sums : out) wide = wide && aligned(sums);
     add_sums<kWide<T>>(
         ctx, kNorm == Norm::kLayer ? "layer norm weights" : "rms norm weights",
         WeightTerms<kNorm, T>{dy.as<T>(), x.as<float>(), stats.as<float>(), shape.width},
-        shape.rows, shape.width, wide, out);
+        shape.rows, shape.width, shape.width % kWide<T> == 0 && aligned(dy.data, x.data), out);
   });
 }
 
@@ -240,7 +248,7 @@ void norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x
 
 std::size_t norm_backward_weight_workspace(ComputeContext& /*ctx*/, std::int64_t rows,
                                            std::int64_t width, int terms) {
-  return partial_sums_bytes(rows, width, terms);
+  return column_sums_bytes(rows, width, terms);
 }
 
 void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,

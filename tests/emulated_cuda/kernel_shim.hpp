@@ -214,6 +214,10 @@ T atomicAdd(T* address, std::type_identity_t<T> value) {
   return ::sluice::emulated::change_atomically(address,
                                                [&](T old) { return static_cast<T>(old + value); });
 }
+inline unsigned atomicInc(unsigned* address, unsigned most) {
+  return ::sluice::emulated::change_atomically(
+      address, [&](unsigned old) { return old >= most ? 0U : old + 1; });
+}
 template <typename T>
 T atomicMax(T* address, std::type_identity_t<T> value) {
   return ::sluice::emulated::change_atomically(address,

@@ -152,6 +152,30 @@ TEST(EmulatedKernelTest, AWarpReducesInTheOrderOfItsShuffles) {
   EXPECT_NE(sums.values()[0], sums.values()[32]);
 }
 
+__global__ void last_block_kernel(const float* values, float* seen, unsigned* ticket,
+                                  float* result) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  seen[i] = values[i];
+  if (!last_block(ticket, gridDim.x)) return;
+  float sum = 0;
+  for (unsigned from = 0; from < gridDim.x * blockDim.x; ++from) sum += seen[from];
+  result[threadIdx.x] += sum;
+}
+
+TEST(EmulatedKernelTest, OneBlockIsTheLastAndLeavesTheTicketForTheNextLaunch) {
+  std::vector<float> values(5 * 64);
+  std::iota(values.begin(), values.end(), 1.0F);
+  const OnDevice<float> input(values), seen(values.size()), result(std::vector<float>(64));
+  const OnDevice<unsigned> ticket(std::vector<unsigned>{0});
+  const float sum = std::accumulate(values.begin(), values.end(), 0.0F);
+  for (const float times : {1.0F, 2.0F, 3.0F}) {
+    launch("last", last_block_kernel, {.grid = dim3(5), .block = dim3(64)}, nullptr, input.get(),
+           seen.get(), ticket.get(), result.get());
+    EXPECT_EQ(result.values(), std::vector<float>(64, times * sum));
+    EXPECT_EQ(ticket.values()[0], 0U);
+  }
+}
+
 // Even and odd lanes of one warp wait at the same time; the even ones meet once more.
 __global__ void interleaved_kernel(int* values) {
   const int me = static_cast<int>(threadIdx.x);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "comm/device_graph.hpp"
+#include "stages/cuda/kernels.hpp"
 #include "stages/operators.hpp"
 #include "tests/stages/gpu_tools.hpp"
 
@@ -112,6 +113,16 @@ TEST_F(RecordedTest, LossesScaleTheirGradientsByTheSteps) {
       random_operand(DType::kF32, {50}, 9),
       [&](const Tensor& outputs) { squares(outputs, recorded_scale()); },
       [&](const Tensor& outputs, std::uint64_t, double scale) { squares(outputs, scale); });
+}
+
+// Blocks count each other: a replay finds the count as its recording did.
+TEST_F(RecordedTest, ColumnSumsAddUpInEveryReplay) {
+  const OnGpu ones(Operand(DType::kF32, {300, 9}, Values(2700, 1)));
+  const OnGpu sum(Operand(DType::kF32, {9}, Values(9, 300)));
+  expect_replays(
+      random_operand(DType::kF32, {9}, 10),
+      [&](const Tensor& sums) { cuda::add_column_sums(gpu(), ones.tensor(), sums); },
+      [&](const Tensor& sums, std::uint64_t, double) { add(gpu(), sum.tensor(), sums); });
 }
 
 TEST_F(RecordedTest, NothingRunsWhileItIsRecorded) {
