@@ -1,4 +1,5 @@
-// LayerNorm and RMSNorm: a warp per row, whose second and third reading of it are in the cache.
+// LayerNorm and RMSNorm: a warp per row. The forward pass keeps a row of up to 2048 in registers;
+// other readings of a row after the first are in the cache.
 #include "stages/backends.hpp"
 #include "stages/cuda/column_sums.cuh"
 #include "stages/cuda/elements.cuh"
@@ -47,49 +48,96 @@ struct Forward {
   NormShape shape;
 };
 
-template <Norm kNorm, int N, typename T, typename Delta>
-__global__ void forward_kernel(const Forward<T, Delta> a) {
+// A lane's packs of N in a row: body(pack, i) for each that starts at i. kPacks is the most there
+// are of them; 0: any number, all called pack 0.
+template <int N, int kPacks, typename Body>
+__device__ void for_packs(int64_t width, int lane, const Body& body) {
+  if constexpr (kPacks > 0) {
+#pragma unroll
+    for (int pack = 0; pack < kPacks; ++pack) {
+      const int i = (pack * kWarpThreads + lane) * N;
+      if (i < width) body(pack, i);
+    }
+  } else {
+    for (int64_t i = lane * N; i < width; i += kWarpThreads * N) body(0, i);
+  }
+}
+
+// Reads them all at once, hence without a branch: where a lane has fewer, the row's last one, which
+// is of no use.
+template <int N, int kPacks, typename T>
+__device__ void read_packs(const T* row, int64_t width, int lane, Floats<N> (&packs)[kPacks]) {
+  const int last = static_cast<int>(width) - N;
+#pragma unroll
+  for (int pack = 0; pack < kPacks; ++pack) {
+    packs[pack] = load<N>(row + min((pack * kWarpThreads + lane) * N, last));
+  }
+}
+
+// kPacks > 0: a lane keeps that many packs of its row, which it reads once. 0: rows of any width,
+// read again for each pass. The order of the sums is the same.
+template <Norm kNorm, int N, int kPacks, typename T, typename Delta>
+__global__ void __launch_bounds__(kRowsPerBlock* kWarpThreads, kPacks* N > 32 ? 4 : 6)
+    forward_kernel(const Forward<T, Delta> a) {
+  constexpr bool kKept = kPacks > 0;
   const int64_t width = a.shape.width;
   const float inverse = 1.0F / static_cast<float>(width);
   for_warp_rows(a.shape.rows, [&](int64_t row, int lane) {
     float* x = a.x + row * width;
+    const Delta* delta = a.delta == nullptr ? nullptr : a.delta + row * width;
+    Floats<N> v[kKept ? kPacks : 1];
+    const auto each_pack = [&](const auto& body) { for_packs<N, kPacks>(width, lane, body); };
+    if constexpr (kKept) {
+      read_packs(x, width, lane, v);
+      if (delta != nullptr) {
+        Floats<N> change[kPacks];
+        read_packs(delta, width, lane, change);
+#pragma unroll
+        for (int pack = 0; pack < kPacks; ++pack) add_to(v[pack], change[pack]);
+        each_pack([&](int pack, int64_t i) { store(x + i, v[pack]); });
+      }
+    }
+    const auto read = [&](int pack, int64_t i) {
+      if constexpr (!kKept) v[pack] = load<N>(x + i);
+    };
     float sum = 0;  // of x, or of its squares
-    for (int64_t i = lane * N; i < width; i += kWarpThreads * N) {
-      Floats<N> v = load<N>(x + i);
-      if (a.delta != nullptr) {
-        add_to(v, load<N>(a.delta + row * width + i));
-        store(x + i, v);
+    each_pack([&](int pack, int64_t i) {
+      read(pack, i);
+      if (!kKept && delta != nullptr) {
+        add_to(v[pack], load<N>(delta + i));
+        store(x + i, v[pack]);
       }
 #pragma unroll
-      for (int k = 0; k < N; ++k) sum += kNorm == Norm::kLayer ? v.at[k] : v.at[k] * v.at[k];
-    }
+      for (const float value : v[pack].at) sum += kNorm == Norm::kLayer ? value : value * value;
+    });
     sum = warp_sum(sum);
     const float mean = kNorm == Norm::kLayer ? inverse * sum : 0.0F;
     if constexpr (kNorm == Norm::kLayer) {
       sum = 0;  // of squares about the mean
-      for (int64_t i = lane * N; i < width; i += kWarpThreads * N) {
-        const Floats<N> v = load<N>(x + i);
+      each_pack([&](int pack, int64_t i) {
+        read(pack, i);
 #pragma unroll
-        for (int k = 0; k < N; ++k) sum += (v.at[k] - mean) * (v.at[k] - mean);
-      }
+        for (const float value : v[pack].at) sum += (value - mean) * (value - mean);
+      });
       sum = warp_sum(sum);
     }
     const float rstd = 1.0F / ::sqrtf(inverse * sum + a.epsilon);
-    for (int64_t i = lane * N; i < width; i += kWarpThreads * N) {
-      Floats<N> v = load<N>(x + i);
+    each_pack([&](int pack, int64_t i) {
+      read(pack, i);
       const Floats<N> gamma = load<N>(a.gamma + i);
+      Floats<N> y;
       if constexpr (kNorm == Norm::kLayer) {
         const Floats<N> beta = load<N>(a.beta + i);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-          v.at[k] = layer_norm_value(v.at[k], mean, rstd, gamma.at[k], beta.at[k]);
+          y.at[k] = layer_norm_value(v[pack].at[k], mean, rstd, gamma.at[k], beta.at[k]);
         }
       } else {
 #pragma unroll
-        for (int k = 0; k < N; ++k) v.at[k] = rms_norm_value(v.at[k], rstd, gamma.at[k]);
+        for (int k = 0; k < N; ++k) y.at[k] = rms_norm_value(v[pack].at[k], rstd, gamma.at[k]);
       }
-      store(a.y + row * width + i, v);
-    }
+      store(a.y + row * width + i, y);
+    });
     if (lane == 0) {
       if constexpr (kNorm == Norm::kLayer) {
         a.stats[2 * row] = mean;
@@ -107,8 +155,14 @@ void run_forward(ComputeContext& ctx, const Forward<T, Delta>& arguments) {
   const auto& a = arguments;
   const bool wide = a.shape.width % kAtOnce == 0 && aligned(a.x, a.delta, a.gamma, a.beta, a.y);
   if (a.shape.rows == 0) return;
-  launch(kNorm == Norm::kLayer ? "layer norm forward" : "rms norm forward",
-         wide ? forward_kernel<kNorm, kAtOnce, T, Delta> : forward_kernel<kNorm, 1, T, Delta>,
+  auto* kernel = forward_kernel<kNorm, 1, 0, T, Delta>;
+  if (wide) {  // two numbers of registers: the fewer, the more rows are under way
+    const int64_t each = divide_up(a.shape.width, kWarpThreads);
+    kernel = each <= 32   ? forward_kernel<kNorm, kAtOnce, 32 / kAtOnce, T, Delta>
+             : each <= 64 ? forward_kernel<kNorm, kAtOnce, 64 / kAtOnce, T, Delta>
+                          : forward_kernel<kNorm, kAtOnce, 0, T, Delta>;
+  }
+  launch(kNorm == Norm::kLayer ? "layer norm forward" : "rms norm forward", kernel,
          warp_rows(a.shape.rows), native(ctx.stream()), a);
 }
 

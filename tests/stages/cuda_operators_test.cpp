@@ -155,14 +155,16 @@ TEST_F(CudaElementTest, RotaryIsTheCpusToTheBit) {
 class CudaNormTest : public GpuCompareTest {
  protected:
   // body(dtype, rows, width): one column; odd; packs; more columns than a warp's packs and more
-  // rows than a slice of the sums over rows.
+  // rows than a slice of the sums over rows; as many as a warp keeps in half of its registers, in
+  // all, and more.
   template <typename Body>
   void for_each_case(const Body& body) {
     struct Size {
       std::int64_t rows, width;
     };
     for (const DType dtype : kOperandTypes) {
-      for (const Size& size : {Size{3, 1}, {5, 37}, {6, 64}, {201, 136}, {9, 1100}}) {
+      for (const Size& size :
+           {Size{3, 1}, {5, 37}, {6, 64}, {201, 136}, {9, 1100}, {5, 768}, {3, 1600}, {2, 2056}}) {
         SCOPED_TRACE(fmt::format("{} [{}, {}]", name_of(dtype), size.rows, size.width));
         body(dtype, size.rows, size.width);
       }
