@@ -9,7 +9,8 @@ DeviceTimer::DeviceTimer(Device device, std::size_t most) {
   origin_ = Event(device, /*timed=*/true);
   spans_.reserve(most);
   for (std::size_t i = 0; i < most; ++i) {
-    spans_.push_back({nullptr, Event(device, /*timed=*/true), Event(device, /*timed=*/true)});
+    spans_.push_back(
+        {nullptr, false, Event(device, /*timed=*/true), Event(device, /*timed=*/true)});
   }
 }
 
@@ -18,10 +19,11 @@ void DeviceTimer::begin(StreamView stream) {
   if (!spans_.empty()) origin_.record(stream);
 }
 
-void DeviceTimer::start(StreamView stream, const PlanOp& op) {
+void DeviceTimer::start(StreamView stream, const PlanOp& op, bool follows) {
   if (spans_.empty()) return;
   spans_[used_].op = &op;
-  spans_[used_].start.record(stream);
+  spans_[used_].follows = follows && used_ > 0;
+  if (!spans_[used_].follows) spans_[used_].start.record(stream);
 }
 
 void DeviceTimer::stop(StreamView stream) {
@@ -34,9 +36,10 @@ void DeviceTimer::read(
   // The device's clock is set by the last op's end, which the host has just seen.
   const double now = steady_seconds();
   const double length = spans_[used_ - 1].end.seconds_since(origin_);
+  double end = 0;
   for (std::size_t i = 0; i < used_; ++i) {
-    const double start = spans_[i].start.seconds_since(origin_);
-    const double end = spans_[i].end.seconds_since(origin_);
+    const double start = spans_[i].follows ? end : spans_[i].start.seconds_since(origin_);
+    end = spans_[i].end.seconds_since(origin_);
     take(*spans_[i].op, now - length + start, now - length + end);
   }
   used_ = 0;

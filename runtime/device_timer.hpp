@@ -15,8 +15,9 @@ class DeviceTimer {
   // `most`: ops of a step.
   DeviceTimer(Device device, std::size_t most);
   void begin(StreamView stream);
-  // `op` stays where it is until read().
-  void start(StreamView stream, const PlanOp& op);
+  // `op` stays where it is until read(). `follows`: nothing was put on the stream since the last
+  // stop() that it may have waited for; then that op's end is the start of this one, one event less.
+  void start(StreamView stream, const PlanOp& op, bool follows = false);
   void stop(StreamView stream);
   // Once all events are done: each op with its seconds of the steady clock, in order.
   void read(const std::function<void(const PlanOp& op, double start, double end)>& take);
@@ -24,6 +25,7 @@ class DeviceTimer {
  private:
   struct Span {
     const PlanOp* op = nullptr;
+    bool follows = false;
     Event start, end;
   };
   Event origin_;

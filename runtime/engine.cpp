@@ -174,7 +174,8 @@ void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
   const bool reduces = op.kind == OpKind::kReduceGrad || op.kind == OpKind::kReduceTied ||
                        op.kind == OpKind::kOptimizer;
   if (reduces && actions == nullptr) refuse(op, "there is nobody to reduce");
-  if (reduces || op.kind == OpKind::kStartSend) computed_until = 0;
+  const bool stream_waits = on_gpu && op.kind == OpKind::kWaitRecv;
+  if (reduces || stream_waits || op.kind == OpKind::kStartSend) computed_until = 0;
   switch (op.kind) {
     case OpKind::kPostRecv:
       return post_recv(op);
@@ -321,16 +322,17 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   if (&op == stage.last_gradient && actions != nullptr) {
     ctx.final_gradients = actions->final_gradients(op.stage);
   }
-  // Reading the clock costs more than what lies between two actions in a row.
-  const double start = computed_until > 0 ? computed_until : clock.now();
-  if (on_gpu) timer.start(stream(), op);
+  // Reading the clock, or a GPU's, costs more than what lies between two actions in a row.
+  const bool follows = computed_until > 0;
+  const double start = follows ? computed_until : clock.now();
+  if (on_gpu) timer.start(stream(), op, follows);
   if (op.action == ActionKind::kForward) {
     forward(stage, op, ctx);
   } else {
     backward(stage, op, ctx);
   }
-  if (on_gpu) return timer.stop(stream());  // drain() tells how long it took
   computed_until = clock.now();
+  if (on_gpu) return timer.stop(stream());  // drain() tells how long it took
   tally(op, start, computed_until);
 }
 

@@ -154,32 +154,45 @@ SLUICE_MATH V softmax_gradient(V p, V dp, V delta, V scale) {
 }
 
 // --- dropout: Philox4x32-10 (Salmon et al. 2011); stages/random.hpp says what the words mean ---
-// Replaces the counter's words 0 to 3 by those of its block under `key`. Words are the low halves
-// of their 64-bit lanes; what is above them means nothing.
+// The halves of a product of words. In 64-bit lanes a word is the low half, and what is above it
+// means nothing.
+template <typename W>
+SLUICE_MATH void multiply_words(W a, uint32_t b, W& high, W& low) {
+  low = multiply_low(a, constant<W>(uint64_t{b}));
+  high = low >> 32;
+}
+SLUICE_MATH void multiply_words(uint32_t a, uint32_t b, uint32_t& high, uint32_t& low) {
+  const uint64_t product = uint64_t{a} * b;
+  low = static_cast<uint32_t>(product);
+  high = static_cast<uint32_t>(product >> 32);
+}
+// Replaces the counter's words 0 to 3 by those of its block under `key`; W: 64-bit lanes, or one
+// 32-bit word.
 template <typename W>
 SLUICE_MATH void philox_rounds(const uint32_t (&key)[2], W& a, W& b, W& c, W& d) {
   uint32_t key0 = key[0], key1 = key[1];
   for (int round = 0; round < 10; ++round) {
-    const W p = multiply_low(a, constant<W>(uint64_t{0xD2511F53U}));
-    const W q = multiply_low(c, constant<W>(uint64_t{0xCD9E8D57U}));
-    a = (q >> 32) ^ b ^ constant<W>(uint64_t{key0});
+    W p, q, high_p, high_q;
+    multiply_words(a, 0xD2511F53U, high_p, p);
+    multiply_words(c, 0xCD9E8D57U, high_q, q);
+    a = high_q ^ b ^ constant<W>(uint64_t{key0});
     b = q;
-    c = (p >> 32) ^ d ^ constant<W>(uint64_t{key1});
+    c = high_p ^ d ^ constant<W>(uint64_t{key1});
     d = p;
     key0 += 0x9E3779B9U;
     key1 += 0xBB67AE85U;
   }
 }
 // The key of a RandomKey's stream: the first two words of the block whose counter is site, step and
-// a constant, under the seed. W: a 64-bit word alone, no vector of them.
+// a constant, under the seed. W: one 32-bit word.
 template <typename W>
 SLUICE_MATH void philox_stream_key(uint64_t seed, uint32_t site, uint64_t step,
                                    uint32_t (&key)[2]) {
   const uint32_t under[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-  W a = site, b = static_cast<uint32_t>(step), c = step >> 32, d = 0x536C7563U;
+  W a = site, b = static_cast<W>(step), c = static_cast<W>(step >> 32), d = 0x536C7563U;
   philox_rounds(under, a, b, c, d);
-  key[0] = static_cast<uint32_t>(a);
-  key[1] = static_cast<uint32_t>(b);
+  key[0] = a;
+  key[1] = b;
 }
 template <typename V>
 SLUICE_MATH V drop(V value, typename Lanes<V>::Word word, const DropoutArguments& dropout) {

@@ -8,15 +8,14 @@ namespace sluice {
 
 std::array<std::uint32_t, 4> philox_block(std::array<std::uint32_t, 4> counter,
                                           std::array<std::uint32_t, 2> key) {
-  std::uint64_t a = counter[0], b = counter[1], c = counter[2], d = counter[3];
+  auto [a, b, c, d] = counter;
   scalar::philox_rounds({key[0], key[1]}, a, b, c, d);
-  return {static_cast<std::uint32_t>(a), static_cast<std::uint32_t>(b),
-          static_cast<std::uint32_t>(c), static_cast<std::uint32_t>(d)};
+  return {a, b, c, d};
 }
 
 std::array<std::uint32_t, 2> philox_key(const RandomKey& key) {
   std::uint32_t words[2];  // NOLINT(modernize-avoid-c-arrays): also compiled for devices
-  scalar::philox_stream_key<std::uint64_t>(key.seed, key.site, key.step, words);
+  scalar::philox_stream_key<std::uint32_t>(key.seed, key.site, key.step, words);
   return {words[0], words[1]};
 }
 

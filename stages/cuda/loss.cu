@@ -10,7 +10,7 @@ namespace sluice::cuda {
 namespace {
 
 // Threads of a block, which has one row.
-constexpr int kThreadsOfLongRow = 512, kThreadsOfShortRow = 64;
+constexpr int kThreadsOfLongRow = 704, kThreadsOfShortRow = 64;
 constexpr int64_t kShortRow = 2048;
 constexpr float kLowest = -3.4e38F;
 
@@ -73,7 +73,8 @@ __device__ __forceinline__ Floats<N> load_and_keep(const T* from, T* kept) {
 template <int kThreads, int N, bool kKept, typename T>
 __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const CrossEntropy<T> a) {
   constexpr int kStep = kThreads * N;
-  T* const kept = shared_memory<T>();
+  T* kept = nullptr;
+  if constexpr (kKept) kept = shared_memory<T>();
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
     T* logits = a.logits + row * a.width;
     const int64_t first = static_cast<int64_t>(threadIdx.x) * N;
@@ -90,25 +91,24 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const CrossEntr
     }
     const float top = block_max<kThreads>(mine.top);
     mine.raise(top);
-    const float sum = block_sum<kThreads>(mine.sum);  // and logits[target] is still the logit
-    float wanted = 0;                                 // of thread 0
-    if (threadIdx.x == 0) {
-      wanted = widen(logits[target]);
-      const double at_target = static_cast<double>(wanted) - static_cast<double>(top);
-      a.losses[row] = ::log(static_cast<double>(sum)) - at_target;
-    }
-    if (!a.gradient) continue;
-    __syncthreads();
+    const float sum = block_sum<kThreads>(mine.sum);
+    float wanted = 0;  // of thread 0, before anybody overwrites it
+    if (threadIdx.x == 0) wanted = widen((kKept ? kept : logits)[target]);
+    if constexpr (!kKept) __syncthreads();
     const float scale = a.scale.get(), factor = scale / sum;
 #pragma unroll 2
-    for (int64_t i = first; i < a.width; i += kStep) {
+    for (int64_t i = first; a.gradient && i < a.width; i += kStep) {
       Floats<N> values = load<N>((kKept ? kept : logits) + i);
 #pragma unroll
       for (int k = 0; k < N; ++k) values.at[k] = exponential(values.at[k] - top) * factor;
       store(logits + i, values);
     }
-    __syncthreads();  // the target's column is there; its own thread has another row to read then
-    if (threadIdx.x == 0) narrow(exponential(wanted - top) * factor - scale, logits[target]);
+    __syncthreads();  // the target's column is written, and all of the row read
+    if (threadIdx.x == 0) {
+      const double at_target = static_cast<double>(wanted) - static_cast<double>(top);
+      a.losses[row] = ::log(static_cast<double>(sum)) - at_target;
+      if (a.gradient) narrow(exponential(wanted - top) * factor - scale, logits[target]);
+    }
   }
 }
 

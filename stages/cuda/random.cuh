@@ -8,7 +8,7 @@ namespace sluice::cuda {
 // With the key of the step that the device is told of, where it is told.
 SLUICE_MATH DropoutArguments at_step(DropoutArguments dropout) {
   if (dropout.step != nullptr) {
-    philox_stream_key<uint64_t>(dropout.seed, dropout.site, *dropout.step, dropout.key);
+    philox_stream_key<uint32_t>(dropout.seed, dropout.site, *dropout.step, dropout.key);
   }
   return dropout;
 }
@@ -19,10 +19,9 @@ struct PhiloxWords {
 
 // Words of elements 4 * block to 4 * block + 3.
 SLUICE_MATH PhiloxWords philox_words(const DropoutArguments& dropout, uint64_t block) {
-  uint64_t a = block, b = block >> 32, c = 0, d = 0;
-  philox_rounds(dropout.key, a, b, c, d);
-  return {{static_cast<uint32_t>(a), static_cast<uint32_t>(b), static_cast<uint32_t>(c),
-           static_cast<uint32_t>(d)}};
+  PhiloxWords words = {{static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0}};
+  philox_rounds(dropout.key, words.at[0], words.at[1], words.at[2], words.at[3]);
+  return words;
 }
 
 // Dropout of the element of global index `index`.

@@ -104,12 +104,21 @@ TEST_F(CudaElementTest, RoundsToBf16AsTheCpuDoes) {
   const double infinity = std::numeric_limits<double>::infinity();
   // Ties to even either way, the largest numbers, a denormal.
   const Values values = {1.00390625, 1.01171875, 3.3961775e38, 3.4028235e38,
-                         -infinity,  1e-40,      -0.0,         std::nan("")};
+                         -infinity,  1e-40,      -0.0,         0.1};
   const OnGpu x(Operand(DType::kF32, {8}, values)), y(Operand(DType::kBf16, {8}));
   convert(gpu(), x.tensor(), y.tensor());
   const Operand result = y.fetch(gpu());
   for (std::size_t i = 0; i < values.size(); ++i) {
     EXPECT_EQ(result.tensor.as<Bf16>()[i].bits, to_bf16(static_cast<float>(values[i])).bits) << i;
+  }
+}
+
+TEST_F(CudaElementTest, NanStaysNanInBf16) {  // any: a GPU's is 0x7FFF
+  const OnGpu x(Operand(DType::kF32, {8}, Values(8, std::nan("")))), y(Operand(DType::kBf16, {8}));
+  convert(gpu(), x.tensor(), y.tensor());
+  const Operand result = y.fetch(gpu());
+  for (int i = 0; i < 8; ++i) {
+    EXPECT_TRUE(std::isnan(to_float(result.tensor.as<Bf16>()[i]))) << i;
   }
 }
 
