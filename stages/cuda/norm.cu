@@ -1,5 +1,7 @@
-// LayerNorm and RMSNorm: a warp per row. The forward pass keeps a row of up to 2048 in registers;
-// other readings of a row after the first are in the cache.
+// LayerNorm and RMSNorm: a warp per row. It keeps a row of up to 2048 in registers; where a wider
+// one is read once more, it is in the cache.
+#include <type_traits>
+
 #include "stages/backends.hpp"
 #include "stages/cuda/column_sums.cuh"
 #include "stages/cuda/elements.cuh"
@@ -21,19 +23,17 @@ NormShape shape_of(const Tensor& x, const Tensor& gamma) {
   return {width == 0 ? 0 : x.elements() / width, width};
 }
 
-// body(row, lane) for every row of the grid's share.
+// body(row, lane) for the row of the thread's warp, if there is one. No loop over a grid's shares:
+// it would keep addresses in registers from row to row.
 template <typename Body>
-__device__ void for_warp_rows(int64_t rows, const Body& body) {
+__device__ void for_warp_row(int64_t rows, const Body& body) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
-  const int64_t warp = threadIdx.x / kWarpThreads;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + warp; row < rows;
-       row += static_cast<int64_t>(gridDim.x) * kRowsPerBlock) {
-    body(row, lane);
-  }
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kRowsPerBlock + threadIdx.x / kWarpThreads;
+  if (row < rows) body(row, lane);
 }
 
 LaunchShape warp_rows(int64_t rows) {
-  return {blocks_for(rows, kRowsPerBlock), kRowsPerBlock * kWarpThreads};
+  return {static_cast<unsigned>(divide_up(rows, kRowsPerBlock)), kRowsPerBlock * kWarpThreads};
 }
 
 template <typename T, typename Delta>
@@ -55,7 +55,7 @@ __device__ void for_packs(int64_t width, int lane, const Body& body) {
   if constexpr (kPacks > 0) {
 #pragma unroll
     for (int pack = 0; pack < kPacks; ++pack) {
-      const int i = (pack * kWarpThreads + lane) * N;
+      const int64_t i = lane * N + int64_t{pack} * kWarpThreads * N;
       if (i < width) body(pack, i);
     }
   } else {
@@ -63,14 +63,19 @@ __device__ void for_packs(int64_t width, int lane, const Body& body) {
   }
 }
 
-// Reads them all at once, hence without a branch: where a lane has fewer, the row's last one, which
-// is of no use.
-template <int N, int kPacks, typename T>
-__device__ void read_packs(const T* row, int64_t width, int lane, Floats<N> (&packs)[kPacks]) {
-  const int last = static_cast<int>(width) - N;
+// kCount packs of a lane from its one at i on, all at once, hence without a branch: past the end of
+// the row its last one, which is of no use. Kept: Floats<N>, or Pack<T, N> as they lie in memory.
+template <int N, typename T, typename Kept, int kCount>
+__device__ void read_packs(const T* row, int64_t width, int64_t i, Kept (&packs)[kCount]) {
+  const int first = static_cast<int>(i), last = static_cast<int>(width) - N;
 #pragma unroll
-  for (int pack = 0; pack < kPacks; ++pack) {
-    packs[pack] = load<N>(row + min((pack * kWarpThreads + lane) * N, last));
+  for (int pack = 0; pack < kCount; ++pack) {
+    const T* from = row + min(first + pack * kWarpThreads * N, last);
+    if constexpr (std::is_same_v<Kept, Floats<N>>) {
+      packs[pack] = load<N>(from);
+    } else {
+      packs[pack] = *reinterpret_cast<const Kept*>(from);
+    }
   }
 }
 
@@ -82,16 +87,16 @@ __global__ void __launch_bounds__(kRowsPerBlock* kWarpThreads, kPacks* N > 32 ? 
   constexpr bool kKept = kPacks > 0;
   const int64_t width = a.shape.width;
   const float inverse = 1.0F / static_cast<float>(width);
-  for_warp_rows(a.shape.rows, [&](int64_t row, int lane) {
+  for_warp_row(a.shape.rows, [&](int64_t row, int lane) {
     float* x = a.x + row * width;
     const Delta* delta = a.delta == nullptr ? nullptr : a.delta + row * width;
     Floats<N> v[kKept ? kPacks : 1];
     const auto each_pack = [&](const auto& body) { for_packs<N, kPacks>(width, lane, body); };
     if constexpr (kKept) {
-      read_packs(x, width, lane, v);
+      read_packs<N>(x, width, lane * N, v);
       if (delta != nullptr) {
         Floats<N> change[kPacks];
-        read_packs(delta, width, lane, change);
+        read_packs<N>(delta, width, lane * N, change);
 #pragma unroll
         for (int pack = 0; pack < kPacks; ++pack) add_to(v[pack], change[pack]);
         each_pack([&](int pack, int64_t i) { store(x + i, v[pack]); });
@@ -149,21 +154,33 @@ __global__ void __launch_bounds__(kRowsPerBlock* kWarpThreads, kPacks* N > 32 ? 
   });
 }
 
+// Calls body(N, kPacks) with what a kernel is to take, each a constant. Two numbers of packs are
+// kept: the fewer registers, the more rows are under way.
+template <int kAtOnce, typename Body>
+void with_packs(int64_t width, bool wide, const Body& body) {
+  const int64_t each = divide_up(width, kWarpThreads);
+  if (!wide) {
+    body(std::integral_constant<int, 1>{}, std::integral_constant<int, 0>{});
+  } else if (each <= 32) {
+    body(std::integral_constant<int, kAtOnce>{}, std::integral_constant<int, 32 / kAtOnce>{});
+  } else if (each <= 64) {
+    body(std::integral_constant<int, kAtOnce>{}, std::integral_constant<int, 64 / kAtOnce>{});
+  } else {
+    body(std::integral_constant<int, kAtOnce>{}, std::integral_constant<int, 0>{});
+  }
+}
+
 template <Norm kNorm, typename T, typename Delta>
 void run_forward(ComputeContext& ctx, const Forward<T, Delta>& arguments) {
   constexpr int kAtOnce = kWide<T, Delta>;
   const auto& a = arguments;
   const bool wide = a.shape.width % kAtOnce == 0 && aligned(a.x, a.delta, a.gamma, a.beta, a.y);
   if (a.shape.rows == 0) return;
-  auto* kernel = forward_kernel<kNorm, 1, 0, T, Delta>;
-  if (wide) {  // two numbers of registers: the fewer, the more rows are under way
-    const int64_t each = divide_up(a.shape.width, kWarpThreads);
-    kernel = each <= 32   ? forward_kernel<kNorm, kAtOnce, 32 / kAtOnce, T, Delta>
-             : each <= 64 ? forward_kernel<kNorm, kAtOnce, 64 / kAtOnce, T, Delta>
-                          : forward_kernel<kNorm, kAtOnce, 0, T, Delta>;
-  }
-  launch(kNorm == Norm::kLayer ? "layer norm forward" : "rms norm forward", kernel,
-         warp_rows(a.shape.rows), native(ctx.stream()), a);
+  with_packs<kAtOnce>(a.shape.width, wide, [&](auto at_once, auto packs) {
+    launch(kNorm == Norm::kLayer ? "layer norm forward" : "rms norm forward",
+           forward_kernel<kNorm, at_once, packs, T, Delta>, warp_rows(a.shape.rows),
+           native(ctx.stream()), a);
+  });
 }
 
 template <Norm kNorm>
@@ -195,25 +212,47 @@ struct Backward {
   NormShape shape;
 };
 
-template <Norm kNorm, int N, typename T>
-__global__ void backward_kernel(const Backward<T> a) {
+// Blocks per multiprocessor that leave the registers for `kept` of a row.
+constexpr int backward_blocks(int kept) { return kept > 96 ? 2 : kept > 48 ? 3 : 4; }
+
+// kPacks as in the forward pass. dy is kept as it lies in memory, for bf16 in half the registers;
+// of dx four packs are under way, the row's first four from the start on.
+template <Norm kNorm, int N, int kPacks, typename T>
+__global__ void __launch_bounds__(kRowsPerBlock* kWarpThreads,
+                                  backward_blocks(kPacks* N*(4 + sizeof(T)) / 4))
+    backward_kernel(const Backward<T> a) {
+  constexpr bool kKept = kPacks > 0;
+  constexpr int kAhead = kKept ? 4 : 1;
   const int64_t width = a.shape.width;
   const float inverse = 1.0F / static_cast<float>(width);
-  for_warp_rows(a.shape.rows, [&](int64_t row, int lane) {
+  for_warp_row(a.shape.rows, [&](int64_t row, int lane) {
     const T* dy = a.dy + row * width;
     const float* x = a.x + row * width;
+    float* to = a.dx + row * width;
+    Pack<T, N> d[kKept ? kPacks : 1];
+    Floats<N> v[kKept ? kPacks : 1], dx[kAhead];
+    const auto read = [&](int64_t i) {
+      read_packs<N>(dy, width, i, d);
+      read_packs<N>(x, width, i, v);
+    };
+    const auto each_pack = [&](const auto& body) { for_packs<N, kPacks>(width, lane, body); };
+    if constexpr (kKept) {
+      read(lane * N);
+      read_packs<N>(to, width, lane * N, dx);
+    }
     const float mean = kNorm == Norm::kLayer ? a.stats[2 * row] : 0.0F;
     const float rstd = kNorm == Norm::kLayer ? a.stats[2 * row + 1] : a.stats[row];
     float sum = 0, dot = 0;
-    for (int64_t i = lane * N; i < width; i += kWarpThreads * N) {
-      const Floats<N> d = load<N>(dy + i), gamma = load<N>(a.gamma + i), v = load<N>(x + i);
+    each_pack([&](int pack, int64_t i) {
+      if constexpr (!kKept) read(i);
+      const Floats<N> gamma = load<N>(a.gamma + i);
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const float g = d.at[k] * gamma.at[k];
+        const float g = widen(d[pack].at[k]) * gamma.at[k];
         sum += g;
-        dot = fma(g, v.at[k] - mean, dot);
+        dot = fma(g, v[pack].at[k] - mean, dot);
       }
-    }
+    });
     dot = warp_sum(dot);
     NormGradient gradient;
     if constexpr (kNorm == Norm::kLayer) {
@@ -221,17 +260,19 @@ __global__ void backward_kernel(const Backward<T> a) {
     } else {
       gradient = rms_norm_gradient(rstd, dot, inverse);
     }
-    for (int64_t i = lane * N; i < width; i += kWarpThreads * N) {
-      const Floats<N> d = load<N>(dy + i), gamma = load<N>(a.gamma + i), v = load<N>(x + i);
-      Floats<N> dx = load<N>(a.dx + row * width + i);
+    each_pack([&](int pack, int64_t i) {
+      if constexpr (!kKept) read(i);
+      if (!kKept || (pack > 0 && pack % kAhead == 0)) read_packs<N>(to, width, i, dx);
+      const Floats<N> gamma = load<N>(a.gamma + i);
+      Floats<N>& changed = dx[pack % kAhead];
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        const float g = d.at[k] * gamma.at[k];
-        dx.at[k] += kNorm == Norm::kLayer ? layer_norm_change(gradient, g, v.at[k])
-                                          : rms_norm_change(gradient, g, v.at[k]);
+        const float g = widen(d[pack].at[k]) * gamma.at[k];
+        changed.at[k] += kNorm == Norm::kLayer ? layer_norm_change(gradient, g, v[pack].at[k])
+                                               : rms_norm_change(gradient, g, v[pack].at[k]);
       }
-      store(a.dx + row * width + i, dx);
-    }
+      store(to + i, changed);
+    });
   });
 }
 
@@ -246,9 +287,11 @@ void norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
     const Backward<T> arguments = {dy.as<T>(),        x.as<float>(),  gamma.as<float>(),
                                    stats.as<float>(), dx.as<float>(), shape};
     const bool wide = shape.width % kAtOnce == 0 && aligned(dy.data, x.data, gamma.data, dx.data);
-    launch(kNorm == Norm::kLayer ? "layer norm backward" : "rms norm backward",
-           wide ? backward_kernel<kNorm, kAtOnce, T> : backward_kernel<kNorm, 1, T>,
-           warp_rows(shape.rows), native(ctx.stream()), arguments);
+    with_packs<kAtOnce>(shape.width, wide, [&](auto at_once, auto packs) {
+      launch(kNorm == Norm::kLayer ? "layer norm backward" : "rms norm backward",
+             backward_kernel<kNorm, at_once, packs, T>, warp_rows(shape.rows), native(ctx.stream()),
+             arguments);
+    });
   });
 }
 
