@@ -158,6 +158,10 @@ void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
   SLUICE_BACKEND(ctx, convert)(ctx, from, to);
 }
 
+void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions) {
+  SLUICE_BACKEND(ctx, convert_all)(ctx, conversions);
+}
+
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                            StepValue<double> scale, bool gradient, double* sum) {
   SLUICE_BACKEND(ctx, softmax_cross_entropy)(ctx, logits, targets, scale, gradient, sum);

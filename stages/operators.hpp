@@ -172,6 +172,11 @@ void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const
 void add(ComputeContext& ctx, const Tensor& x, const Tensor& y);  // y += x, y f32
 // Converts between f32 and bf16 (to nearest even).
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
+// The same of many tensors, from f32 to bf16: in one launch for a thousand of them.
+struct Conversion {
+  Tensor from, to;
+};
+void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions);
 
 // --- losses ---
 // logits [rows, vocabulary] of T, targets i32 [rows]; a negative target does not count. *sum = the

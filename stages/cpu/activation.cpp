@@ -106,4 +106,8 @@ void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
   });
 }
 
+void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions) {
+  for (const auto& [from, to] : conversions) cpu::convert(ctx, from, to);
+}
+
 }  // namespace sluice::cpu

@@ -1,4 +1,4 @@
-// Optimizer updates over all runs of a stage, and sums of squares.
+// Optimizer updates over all runs of a stage, the rounding of all its weights, and sums of squares.
 #include <algorithm>
 
 #include "stages/backends.hpp"
@@ -10,8 +10,8 @@ namespace sluice::cuda {
 namespace {
 
 constexpr int kPacks = 4;  // per thread and chunk
-constexpr int kPack = kWide<float>;
-constexpr int64_t kChunk = int64_t{kBlockThreads} * kPacks * kPack;  // elements of a run per block
+template <typename Body>
+constexpr int64_t kChunk = int64_t{kBlockThreads * kPacks} * Body::kPack;  // of a run, per block
 
 // What one launch works on: a kernel's parameters hold 32,764 bytes (CUDA 12.1 or newer).
 template <typename Run, int kMostRuns>
@@ -39,13 +39,25 @@ struct RunTable {
   static_assert(kRuns * (sizeof(Run) + sizeof(int64_t)) <= 32'000);
 };
 using UpdateTable = RunTable<UpdateRun, 512>;
+struct Rounding {
+  const float* from;
+  Bf16* to;
+  int64_t count;
+};
+using RoundingTable = RunTable<Rounding, 1000>;
 struct Vector {
   const float* values;
   int64_t count;
 };
 using SquareTable = RunTable<Vector, 1024>;
 
+__device__ bool aligned_run(const UpdateRun& run) {
+  return aligned(run.value, run.grad, run.first, run.second);
+}
+__device__ bool aligned_run(const Rounding& run) { return aligned(run.from, run.to); }
+
 struct AdamWUpdate {
+  static constexpr int kPack = kWide<float>;
   AdamWArguments arguments;
   template <int N>
   __device__ void run(const UpdateRun& run, int64_t i) const {
@@ -65,6 +77,7 @@ struct AdamWUpdate {
 };
 
 struct SgdUpdate {
+  static constexpr int kPack = kWide<float>;
   SgdArguments arguments;
   template <int N>
   __device__ void run(const UpdateRun& run, int64_t i) const {
@@ -88,43 +101,55 @@ struct SgdUpdate {
   }
 };
 
-template <typename Update>
+struct Rounded {
+  static constexpr int kPack = kWide<Bf16>;
+  template <int N>
+  __device__ void run(const Rounding& run, int64_t i) const {
+    store(run.to + i, load<N>(run.from + i));
+  }
+};
+
+// body.run<N>(run, i) for elements [i, i + N) of a run, all of every run.
+template <typename Body, typename Table>
 __global__ void __launch_bounds__(kBlockThreads)
-    update_kernel(const __grid_constant__ Update update,
-                  const __grid_constant__ UpdateTable table) {
+    runs_kernel(const __grid_constant__ Body body, const __grid_constant__ Table table) {
+  constexpr int kPack = Body::kPack;
   const int64_t chunks = table.chunks();
   for (int64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     const int index = table.run_of(chunk);
-    const UpdateRun& run = table.runs[index];
-    const int64_t first = (chunk - table.first_chunk[index]) * kChunk;
-    const int64_t end = first + kChunk < run.count ? first + kChunk : run.count;
-    const bool wide = aligned(run.value, run.grad, run.first, run.second);
-    const int64_t packed_end = wide ? end / kPack * kPack : first;
+    const auto& run = table.runs[index];
+    const int64_t first = (chunk - table.first_chunk[index]) * kChunk<Body>;
+    const int64_t end = first + kChunk<Body> < run.count ? first + kChunk<Body> : run.count;
+    const int64_t packed_end = aligned_run(run) ? end / kPack * kPack : first;
     for (int64_t i = first + int64_t{threadIdx.x} * kPack; i < packed_end;
          i += int64_t{kBlockThreads} * kPack) {
-      update.template run<kPack>(run, i);
+      body.template run<kPack>(run, i);
     }
     for (int64_t i = packed_end + threadIdx.x; i < end; i += kBlockThreads) {
-      update.template run<1>(run, i);
+      body.template run<1>(run, i);
     }
   }
 }
 
-// Neighbours that decay alike are one run: 8 of them per layer of a GPT-2, 4 of a Llama. So one
+// Over to_run(item) of all items, in as few launches as their tables allow. Of parameters,
+// neighbours that decay alike are one run: 8 of them per layer of a GPT-2, 4 of a Llama. So one
 // launch for up to about 64 layers of a GPT-2 on one rank.
-template <typename Update>
-void run_updates(ComputeContext& ctx, const char* name, const Update& update,
-                 std::span<const UpdateRun> runs) {
-  for (std::size_t next = 0; next < runs.size();) {
-    UpdateTable table{};
-    for (; next < runs.size() && table.count < UpdateTable::kRuns; ++next) {
-      table.add(runs[next], divide_up(runs[next].count, kChunk));
+template <typename Table, typename Body, typename Item, typename ToRun>
+void for_runs(ComputeContext& ctx, const char* name, const Body& body, std::span<const Item> items,
+              const ToRun& to_run) {
+  for (std::size_t next = 0; next < items.size();) {
+    Table table{};
+    for (; next < items.size() && table.count < Table::kRuns; ++next) {
+      const auto run = to_run(items[next]);
+      table.add(run, divide_up(run.count, kChunk<Body>));
     }
     if (table.chunks() == 0) continue;
-    launch(name, update_kernel<Update>, {blocks_for(table.chunks(), 1), kBlockThreads},
-           native(ctx.stream()), update, table);
+    launch(name, runs_kernel<Body, Table>, {blocks_for(table.chunks(), 1), kBlockThreads},
+           native(ctx.stream()), body, table);
   }
 }
+
+UpdateRun same_run(const UpdateRun& run) { return run; }
 
 struct Squares {
   const float* values;
@@ -167,11 +192,19 @@ __global__ void __launch_bounds__(kSumThreads)
 }  // namespace
 
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
-  run_updates(ctx, "adamw", AdamWUpdate{adamw_arguments(step, true)}, runs);
+  for_runs<UpdateTable>(ctx, "adamw", AdamWUpdate{adamw_arguments(step, true)}, runs, same_run);
 }
 
 void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs) {
-  run_updates(ctx, "sgd", SgdUpdate{sgd_arguments(step, true)}, runs);
+  for_runs<UpdateTable>(ctx, "sgd", SgdUpdate{sgd_arguments(step, true)}, runs, same_run);
+}
+
+void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions) {
+  for_runs<RoundingTable>(ctx, "conversions to bf16", Rounded{}, conversions,
+                          [](const Conversion& conversion) {
+                            const auto& [from, to] = conversion;
+                            return Rounding{from.as<float>(), to.as<Bf16>(), from.elements()};
+                          });
 }
 
 void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,

@@ -30,10 +30,12 @@ void WeightCopies::allocate(const DeviceMemory& memory) {
     return;
   }
   memory_ = memory.allocate(bytes());
+  conversions_.clear();
   Carver carver(memory_.data());
   for (Copy& copy : copies_) {
     const Shape& shape = copy.parameter->shape;
     copy.tensor = carver.tensor(precision_, shape[0], shape[1]);
+    conversions_.push_back({copy.parameter->value, copy.tensor});
   }
   fresh_ = false;
 }
@@ -42,9 +44,7 @@ void WeightCopies::refresh(ComputeContext& ctx, std::uint64_t version) {
   if (precision_ == DType::kF32 || (fresh_ && version == version_)) {
     return;
   }
-  for (const Copy& copy : copies_) {
-    convert(ctx, copy.parameter->value, copy.tensor);
-  }
+  convert_all(ctx, conversions_);
   version_ = version;
   fresh_ = true;
 }

@@ -6,6 +6,7 @@
 #include <deque>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "stages/layers/layer.hpp"
 #include "stages/parameter.hpp"
@@ -35,6 +36,7 @@ class WeightCopies {
   };
   DType precision_;
   std::deque<Copy> copies_;
+  std::vector<Conversion> conversions_;  // all of them, once there is memory
   Buffer memory_;
   std::uint64_t version_ = 0;
   bool fresh_ = false;

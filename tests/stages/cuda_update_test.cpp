@@ -1,4 +1,4 @@
-// Losses, optimizer updates and sums of squares on a GPU against the CPU's.
+// Losses, optimizer updates, sums of squares and roundings of many on a GPU against the CPU's.
 #include "tests/stages/gpu_compare.hpp"
 
 namespace sluice {
@@ -184,6 +184,27 @@ TEST_F(CudaUpdateTest, SgdUpdatesAllRunsAsTheCpuDoesToTheBit) {
   });
   compare_shifted({&value, &grad}, kExact, [&](ComputeContext& ctx, const Tensors& at) {
     sgd(ctx, {0.5F, 0, 0.1F, 1}, runs_of(at, size));
+  });
+}
+
+// Pieces of every alignment, none of some, of more than a block's share, and more of them than one
+// launch takes; what lies between them stays.
+TEST_F(CudaUpdateTest, ConvertAllConvertsEveryPieceAsTheCpuDoesToTheBit) {
+  const std::int64_t size = 70001;
+  const Operand from = random_operand(DType::kF32, {size}, 13),
+                to = random_operand(DType::kBf16, {size}, 14);
+  compare_shifted({&from, &to}, kExact, [&](ComputeContext& ctx, const Tensors& at) {
+    std::vector<Conversion> pieces;
+    std::int64_t first = 0;
+    for (std::int64_t i = 0; first < size; ++i) {
+      const std::int64_t wanted = i == 2 ? 20003 : i % 4 * 16 + (i % 8 == 7 ? 3 : 0);
+      const std::int64_t count = std::min(wanted, size - first);
+      pieces.push_back({{at[0].as<float>() + first, {DType::kF32, Shape{count}}},
+                        {at[1].as<Bf16>() + first, {DType::kBf16, Shape{count}}}});
+      first += count + (i % 3 == 0 ? 8 : 0);
+    }
+    ASSERT_GT(pieces.size(), 1000U);
+    convert_all(ctx, pieces);
   });
 }
 

@@ -117,6 +117,11 @@ TEST_P(ElementwiseTest, AddAndConvertAreExact) {
     }
     EXPECT_EQ(wide.values(), expected);
     EXPECT_TRUE(narrow.end_untouched() && wide.end_untouched());
+    const Operand again(DType::kBf16, {size}), other(DType::kBf16, {size});
+    const std::vector<Conversion> both = {{wide.tensor, other.tensor}, {y.tensor, again.tensor}};
+    convert_all(ctx(), both);
+    EXPECT_EQ(again.values(), expected);
+    EXPECT_EQ(other.values(), expected);
   }
 }
 
