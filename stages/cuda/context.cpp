@@ -18,7 +18,6 @@ Context::Context(const DeviceMemory& memory, StreamView stream)
     : memory_(memory), stream_(stream), matmuls_(std::make_unique<Matmuls>(*this)) {
   const DeviceProperties properties = properties_of(memory.device());
   compute_capability_ = 10 * properties.major + properties.minor;
-  multiprocessors_ = properties.multiprocessors;
   shared_memory_ = properties.shared_memory;
 #if SLUICE_WITH_CUDNN
   cudnn_attention_ = std::make_shared<CudnnAttention>(*this);

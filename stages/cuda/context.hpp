@@ -44,7 +44,6 @@ class Context {
   [[nodiscard]] StreamView stream() const { return stream_; }
   // Major * 10 + minor: 90 for an H100 or H200.
   [[nodiscard]] int compute_capability() const { return compute_capability_; }
-  [[nodiscard]] int multiprocessors() const { return multiprocessors_; }
   // Bytes of one multiprocessor, which the blocks on it share.
   [[nodiscard]] std::size_t shared_memory() const { return shared_memory_; }
 
@@ -73,7 +72,7 @@ class Context {
  private:
   DeviceMemory memory_;
   StreamView stream_;
-  int compute_capability_ = 0, multiprocessors_ = 0;
+  int compute_capability_ = 0;
   std::size_t shared_memory_ = 0;
   bool tf32_ = false;
   Buffer workspace_;  // and the tickets behind it

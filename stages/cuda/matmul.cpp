@@ -193,23 +193,23 @@ void Matmuls::State::describe(const Key& key, Plan& plan) const {
   }
 }
 
-// Which of the library's candidates, its best guess first. On Hopper, in bf16, the one with the
-// most waves, that is the smallest tiles: a multiprocessor then has two at once, and stores the
-// results of one while it multiplies for the other. Sums over many rows into f32 (accumulate) keep
-// tiles of about 128 x 128 at least: smaller ones read their operands too often.
+// Which of the library's candidates, its best guess first. In bf16 on Hopper, for a product that
+// does more than multiply while it stores (b transposed: a layer's forward, with its bias; an
+// activation), the one with the most waves, that is the smallest tiles: a multiprocessor then has
+// two at once, and stores the results of one while it multiplies for the other. Elsewhere they gain
+// nothing in a whole step: there a GPU runs at its limit of power, and small tiles take more of it.
 const cublasLtMatmulHeuristicResult_t& Matmuls::State::pick(
     const ProductSpec& spec, std::span<const cublasLtMatmulHeuristicResult_t> candidates) const {
   constexpr int kHopper = 90;
-  constexpr double kLeastTile = 0.9 * 128 * 128;
   const MatMulSpec& product = spec.product;
   const auto* picked = candidates.data();
-  if (context.compute_capability() != kHopper || product.operands != DType::kBf16) return *picked;
-  const double tiles_of_a_wave = context.multiprocessors();
-  const double elements = static_cast<double>(product.m) * static_cast<double>(product.n);
+  const bool stores_much =
+      spec.epilogue != Epilogue::kNone || (product.b.row == 1 && !product.accumulate);
+  if (context.compute_capability() != kHopper || product.operands != DType::kBf16 || !stores_much) {
+    return *picked;
+  }
   for (const auto& each : candidates.subspan(1)) {
-    const double waves = each.wavesCount;
-    const bool small = product.accumulate && elements < kLeastTile * waves * tiles_of_a_wave;
-    if (each.state == CUBLAS_STATUS_SUCCESS && !small && each.wavesCount > picked->wavesCount) {
+    if (each.state == CUBLAS_STATUS_SUCCESS && each.wavesCount > picked->wavesCount) {
       picked = &each;
     }
   }
