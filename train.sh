@@ -85,8 +85,9 @@ if [[ $value == data/kjv.txt ]]; then make_text; fi
 default pipeline 2 && pipeline=$value
 default replicas 2 && replicas=$value
 default schedule 1f1b
-default steps 1880
+default steps 1600
 default learning-rate 1e-3
+default beta2 0.999 # steps of 1024 tokens are small and noisy
 default save runs/kjv && save=$value
 default metrics runs/kjv/metrics.jsonl
 default trace runs/kjv/trace.json

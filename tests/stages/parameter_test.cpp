@@ -2,9 +2,11 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <cmath>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "comm/error.hpp"
@@ -62,6 +64,29 @@ TEST(ParameterSetTest, PrefixOfALongerParameterIsTheSame) {
   std::vector<float> prefix = copy(longer.find("x")->value);
   prefix.resize(7);
   EXPECT_EQ(copy(odd.find("x")->value), prefix);
+}
+
+// Large enough for several threads, where there are cores for them, and odd.
+TEST(ParameterSetTest, ValuesAreTheSameOnOneCore) {
+  constexpr std::int64_t kCount = (std::int64_t{1} << 20) + 3;
+  const auto draw = [] {
+    ParameterSet set;
+    set.add("normal", {kCount}, Init::normal(1));
+    set.add("uniform", {kCount}, Init::uniform(1));
+    set.allocate({}, 3);
+    return std::pair(copy(set.find("normal")->value), copy(set.find("uniform")->value));
+  };
+  cpu_set_t all, one;
+  ASSERT_EQ(sched_getaffinity(0, sizeof(all), &all), 0);
+  CPU_ZERO(&one);
+  for (int core = 0; CPU_COUNT(&one) == 0; ++core) {
+    if (CPU_ISSET(core, &all)) CPU_SET(core, &one);
+  }
+  const auto on_all = draw();
+  ASSERT_EQ(sched_setaffinity(0, sizeof(one), &one), 0);
+  const auto on_one = draw();
+  ASSERT_EQ(sched_setaffinity(0, sizeof(all), &all), 0);
+  EXPECT_TRUE(on_all == on_one);
 }
 
 TEST(ParameterSetTest, DrawsTheDistributionsAskedFor) {
