@@ -17,7 +17,7 @@ class DeviceTimer {
   void begin(StreamView stream);
   // `op` stays where it is until read(). `follows`: nothing was put on the stream since the last
   // stop() that it may have waited for; then that op's end is the start of this one, one event
-  // less.
+  // less. What the GPU waits there for the host counts as this op's.
   void start(StreamView stream, const PlanOp& op, bool follows = false);
   void stop(StreamView stream);
   // Once all events are done: each op with its seconds of the steady clock, in order.

@@ -38,6 +38,7 @@ struct Engine::Impl {
   void issue_nccl(const PlanOp& op, Slot& slot, int peer);
   // What goes on the compute stream from here on runs after the slot's messages.
   void settle_nccl(Slot& slot) {
+    if (!slot.nccl.empty()) computed_until = 0;  // the stream may wait
     for (NcclTicket& ticket : slot.nccl) config.nccl->wait_on_stream(ticket);
     slot.nccl.clear();
   }
@@ -112,7 +113,8 @@ struct Engine::Impl {
   bool group_open = false;  // of NCCL messages
   std::span<const Tensor> outputs;
   int in_flight = 0;
-  double computed_until = 0;  // when the last compute ended, while only bookkeeping follows
+  // When the last compute ended, while only bookkeeping follows, else 0; on a GPU any other number.
+  double computed_until = 0;
 };
 
 Engine::Impl::Impl(const EngineConfig& config_in)
@@ -174,8 +176,7 @@ void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
   const bool reduces = op.kind == OpKind::kReduceGrad || op.kind == OpKind::kReduceTied ||
                        op.kind == OpKind::kOptimizer;
   if (reduces && actions == nullptr) refuse(op, "there is nobody to reduce");
-  const bool stream_waits = on_gpu && op.kind == OpKind::kWaitRecv;
-  if (reduces || stream_waits || op.kind == OpKind::kStartSend) computed_until = 0;
+  if (reduces || op.kind == OpKind::kStartSend) computed_until = 0;
   switch (op.kind) {
     case OpKind::kPostRecv:
       return post_recv(op);
@@ -236,7 +237,9 @@ void Engine::Impl::wait_recv(const PlanOp& op) {
   for (std::size_t i = 0; i < slot.tensors.size() && !slot.tickets.empty(); ++i) {
     if (slot.tensors[i].data == nullptr) continue;
     take_shape(slot, i);
-    if (slot.buffers[i].device != nullptr) stream().wait(slot.buffers[i].device->arrived);
+    if (slot.buffers[i].device == nullptr) continue;
+    stream().wait(slot.buffers[i].device->arrived);
+    computed_until = 0;
   }
   slot.state = SlotState::kFilled;
   if (config.trace_events > 0) {
@@ -331,8 +334,12 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   } else {
     backward(stage, op, ctx);
   }
+  if (on_gpu) {  // drain() tells how long it took
+    timer.stop(stream());
+    computed_until = start;
+    return;
+  }
   computed_until = clock.now();
-  if (on_gpu) return timer.stop(stream());  // drain() tells how long it took
   tally(op, start, computed_until);
 }
 

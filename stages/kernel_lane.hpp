@@ -1,5 +1,5 @@
 // The operations that stages/kernel_math.hpp is written in, for one number at a time: the value
-// type is float, words are uint32_t, wide words uint64_t. Compiles as device code of CUDA and as
+// type is float, words are uint32_t. Compiles as device code of CUDA and as
 // plain C++; stages/cpu/kernels/vector.hpp has the same operations for vectors.
 //
 // Contraction must be off: a product and a sum are one rounding only where fma() says so.
@@ -53,9 +53,5 @@ SLUICE_MATH float reciprocal(float a) {
 #endif
 }
 SLUICE_MATH float fast_square_root(float a) { return ::sqrtf(a); }
-// Product of the low halves.
-SLUICE_MATH uint64_t multiply_low(uint64_t a, uint64_t b) {
-  return (a & 0xFFFFFFFFU) * (b & 0xFFFFFFFFU);
-}
 
 }  // namespace sluice::SLUICE_KERNEL_NAMESPACE

@@ -23,9 +23,10 @@ SLUICE_MATH typename Lanes<V>::Word round_to_bf16(V value) {
 }
 
 // --- functions of one number ---
-// e^x to about 1 ulp for x in [-86.9, high], the nearest end's value outside, NaN for NaN; high is
-// at most 88.3. Range reduction by a two-part ln 2 and Cephes' expf polynomial; 2^n by adding to
-// the exponent.
+// e^x to about 1 ulp for x in [-86.9, high], the nearest end's value outside, NaN for NaN (one
+// whose low nine bits are zero, as those that arithmetic makes and conversion leaves); high is at
+// most 88.3. Range reduction by a two-part ln 2 and Cephes' expf polynomial; 2^n by adding to the
+// exponent.
 template <typename V>
 SLUICE_MATH V exponential(V x, float high = 88.3F) {
   using I = typename Lanes<V>::Int;
@@ -47,7 +48,8 @@ SLUICE_MATH V exponential(V x, float high = 88.3F) {
 
 #if defined(__CUDA_ARCH__)
 // The same on a GPU, whose instruction for 2^f takes the polynomial's place: half the instructions,
-// and within 2 ulp more (ex2.approx: 2^-22).
+// and within 2 ulp more (ex2.approx: 2^-22). Times 2^n, exactly: to add n to the exponent would
+// make a number of a GPU's NaN, 0x7FFFFFFF.
 SLUICE_MATH float exponential(float x, float high = 88.3F) {
   constexpr float kMagic = 12582912.0F;
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-86.9F));
@@ -57,7 +59,7 @@ SLUICE_MATH float exponential(float x, float high = 88.3F) {
   float f = fma(x, 1.44269502162933350F, -n);  // and what that lacks of log2 e
   f = fma(x, 1.92596303e-8F, f);
   asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(f));
-  return bits_as<float>(bits_as<int32_t>(f) + (bits_as<int32_t>(shifted) << 23));
+  return f * bits_as<float>((bits_as<int32_t>(shifted) << 23) + 0x3F800000);
 }
 #endif
 
@@ -154,8 +156,8 @@ SLUICE_MATH V softmax_gradient(V p, V dp, V delta, V scale) {
 }
 
 // --- dropout: Philox4x32-10 (Salmon et al. 2011); stages/random.hpp says what the words mean ---
-// The halves of a product of words. In 64-bit lanes a word is the low half, and what is above it
-// means nothing.
+// The halves of a product of words. In vectors of 64-bit lanes a word is the low half, and what is
+// above it means nothing; multiply_low() is their product of low halves.
 template <typename W>
 SLUICE_MATH void multiply_words(W a, uint32_t b, W& high, W& low) {
   low = multiply_low(a, constant<W>(uint64_t{b}));

@@ -9,6 +9,7 @@
 #include <numbers>
 #include <span>
 #include <string_view>
+#include <system_error>
 #include <thread>
 #include <unordered_map>
 #include <utility>
@@ -82,8 +83,13 @@ void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> value
                values.subspan(first, std::min(each, values.size() - first)));
   };
   std::vector<std::jthread> others;
-  for (std::size_t part = 1; part < parts; ++part) others.emplace_back(draw_part, part);
-  draw_part(0);
+  std::size_t part = 0;
+  try {
+    for (; part + 1 < parts; ++part) others.emplace_back(draw_part, part);
+  } catch (const std::system_error&) {
+    // No more threads are to be had: this one draws what is left.
+  }
+  for (; part < parts; ++part) draw_part(part);
 }
 
 std::size_t padded_bytes(const Parameter& parameter) {

@@ -193,23 +193,40 @@ void Matmuls::State::describe(const Key& key, Plan& plan) const {
   }
 }
 
+// Over how many blocks the algorithm splits a sum; the library's -1, its own choice, is the most.
+std::uint32_t split_of(const cublasLtMatmulAlgo_t& algorithm) {
+  std::uint32_t split = 1;
+  std::size_t written = 0;
+  check_cublas(cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM,
+                                                    &split, sizeof(split), &written),
+               "cublasLtMatmulAlgoConfigGetAttribute");
+  return split;
+}
+
 // Which of the library's candidates, its best guess first. In bf16 on Hopper, for a product that
 // does more than multiply while it stores (b transposed: a layer's forward, with its bias; an
 // activation), the one with the most waves, that is the smallest tiles: a multiprocessor then has
 // two at once, and stores the results of one while it multiplies for the other. Elsewhere they gain
 // nothing in a whole step: there a GPU runs at its limit of power, and small tiles take more of it.
+// Sums split over more blocks than in the first guess have more waves too, and no smaller tiles.
 const cublasLtMatmulHeuristicResult_t& Matmuls::State::pick(
     const ProductSpec& spec, std::span<const cublasLtMatmulHeuristicResult_t> candidates) const {
   constexpr int kHopper = 90;
   const MatMulSpec& product = spec.product;
-  const auto* picked = candidates.data();
+  const auto works = [](const cublasLtMatmulHeuristicResult_t& candidate) {
+    return candidate.state == CUBLAS_STATUS_SUCCESS;
+  };
+  const auto first = std::find_if(candidates.begin(), candidates.end(), works);
+  if (first == candidates.end()) return candidates.front();
+  const auto* picked = &*first;
   const bool stores_much =
       spec.epilogue != Epilogue::kNone || (product.b.row == 1 && !product.accumulate);
   if (context.compute_capability() != kHopper || product.operands != DType::kBf16 || !stores_much) {
     return *picked;
   }
-  for (const auto& each : candidates.subspan(1)) {
-    if (each.state == CUBLAS_STATUS_SUCCESS && each.wavesCount > picked->wavesCount) {
+  for (const auto& each : candidates) {
+    if (works(each) && each.wavesCount > picked->wavesCount &&
+        split_of(each.algo) <= split_of(first->algo)) {
       picked = &each;
     }
   }

@@ -6,9 +6,8 @@
 // The algorithm is one of the first eight that cublasLtMatmulAlgoGetHeuristic names for the
 // context's workspace, by a fixed rule (pick() in matmul.cpp): never timed, so that a product is a
 // function of its specification, the device model and the library's version. The rule is of
-// measurements on an H200, where the library's own first choice was slower in most products of
-// GPT-2 (tests/benchmarks/README.md). Sums run in f32 also where they are split over blocks:
-// reductions in the result's type are excluded, and those in place with them.
+// measurements on an H200 (tests/benchmarks/README.md). Sums run in f32 also where they are split
+// over blocks: reductions in the result's type are excluded, and those in place with them.
 //
 // Row-major on our side, column-major on the library's: cᵀ [n, m] = bᵀ aᵀ; the operands change
 // places and nothing is moved.

@@ -27,6 +27,7 @@ namespace sluice::emulated {
 namespace {
 
 std::atomic<cublasStatus_t> wanted_status = CUBLAS_STATUS_SUCCESS;
+std::atomic<int> last_candidate = -1;
 
 constexpr std::uint64_t kAlgorithmMark = 0x534C554943454C54U;
 constexpr std::size_t kWorkspaceBytes = 32768;  // taken where the preference allows as much
@@ -72,6 +73,7 @@ struct Algorithm {
   std::uint64_t mark;
   std::uint64_t workspace;
   std::uint64_t alignment[4];
+  std::uint32_t candidate, split;  // its place among those found; blocks that share a sum
 };
 static_assert(sizeof(Algorithm) <= sizeof(cublasLtMatmulAlgo_t));
 
@@ -190,24 +192,6 @@ Matrix matrix_of(const Layout& layout) {
           layout.batch_stride};
 }
 
-bool is_known(std::uint32_t epilogue) {
-  switch (static_cast<cublasLtEpilogue_t>(epilogue)) {
-    case CUBLASLT_EPILOGUE_DEFAULT:
-    case CUBLASLT_EPILOGUE_BIAS:
-    case CUBLASLT_EPILOGUE_GELU:
-    case CUBLASLT_EPILOGUE_GELU_BIAS:
-    case CUBLASLT_EPILOGUE_GELU_AUX:
-    case CUBLASLT_EPILOGUE_GELU_AUX_BIAS:
-    case CUBLASLT_EPILOGUE_DGELU:
-    case CUBLASLT_EPILOGUE_DGELU_BGRAD:
-    case CUBLASLT_EPILOGUE_BGRADA:
-    case CUBLASLT_EPILOGUE_BGRADB:
-      return true;
-    default:
-      return false;
-  }
-}
-
 // The product but for its pointers and factors.
 cublasStatus_t read(const Description& description, const Layout& a, const Layout& b,
                     const Layout& c, const Layout& d, Product& product) {
@@ -317,6 +301,7 @@ cublasStatus_t destroy(Handle handle) {
 }  // namespace
 
 void set_cublas_status(cublasStatus_t status) { wanted_status = status; }
+int last_product_candidate() { return last_candidate; }
 
 }  // namespace sluice::emulated
 
@@ -428,16 +413,35 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle,
   if (status != CUBLAS_STATUS_SUCCESS) return status;
   const auto& asked = *own<Preference>(preference);
   Algorithm algorithm = {
-      kAlgorithmMark, asked.workspace >= kWorkspaceBytes ? kWorkspaceBytes : 0, {}};
+      kAlgorithmMark, asked.workspace >= kWorkspaceBytes ? kWorkspaceBytes : 0, {}, 0, 1};
   for (int i = 0; i < 4; ++i) {
     algorithm.alignment[i] = std::clamp<std::uint32_t>(asked.alignment[i], 1, kMostAlignment);
   }
-  results[0] = {};
-  std::memcpy(&results[0].algo, &algorithm, sizeof algorithm);
-  results[0].workspaceSize = algorithm.workspace;
-  results[0].state = CUBLAS_STATUS_SUCCESS;
-  results[0].wavesCount = 1.0F;
-  *found = 1;
+  // All compute the same: large tiles, a sum split over blocks, small tiles, and one that fails.
+  constexpr std::array kWaves = {1.0F, 4.0F, 2.0F, 8.0F};
+  *found = std::min(wanted, static_cast<int>(kWaves.size()));
+  for (int i = 0; i < *found; ++i) {
+    algorithm.candidate = static_cast<std::uint32_t>(i);
+    algorithm.split = i == 1 ? 2 : 1;
+    results[i] = {};
+    std::memcpy(&results[i].algo, &algorithm, sizeof algorithm);
+    results[i].workspaceSize = algorithm.workspace;
+    results[i].state = i == 3 ? CUBLAS_STATUS_NOT_SUPPORTED : CUBLAS_STATUS_SUCCESS;
+    results[i].wavesCount = kWaves[static_cast<std::size_t>(i)];
+  }
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+cublasStatus_t cublasLtMatmulAlgoConfigGetAttribute(const cublasLtMatmulAlgo_t* algo,
+                                                    cublasLtMatmulAlgoConfigAttributes_t attribute,
+                                                    void* value, std::size_t bytes,
+                                                    std::size_t* written) {
+  Algorithm algorithm = {};
+  std::memcpy(&algorithm, algo, sizeof algorithm);
+  if (attribute != CUBLASLT_ALGO_CONFIG_SPLITK_NUM) return CUBLAS_STATUS_NOT_SUPPORTED;
+  if (bytes != sizeof algorithm.split) return CUBLAS_STATUS_INVALID_VALUE;
+  std::memcpy(value, &algorithm.split, bytes);
+  *written = bytes;
   return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -455,11 +459,12 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t desc
       read(*own<Description>(description), *own<Layout>(a_layout), *own<Layout>(b_layout),
            *own<Layout>(c_layout), *own<Layout>(d_layout), product);
   if (status != CUBLAS_STATUS_SUCCESS) return status;
-  Algorithm algorithm = {kAlgorithmMark, 0, {1, 1, 1, 1}};
+  Algorithm algorithm = {kAlgorithmMark, 0, {1, 1, 1, 1}, 0, 1};
   if (algo != nullptr) std::memcpy(&algorithm, algo, sizeof algorithm);
   if (algorithm.mark != kAlgorithmMark || workspace_bytes < algorithm.workspace) {
     return CUBLAS_STATUS_INVALID_VALUE;
   }
+  last_candidate = static_cast<int>(algorithm.candidate);
   product.alpha = *static_cast<const float*>(alpha);
   product.beta = *static_cast<const float*>(beta);
   product.a_data = a;

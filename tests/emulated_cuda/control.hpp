@@ -40,6 +40,10 @@ void set_most_host_memory(std::size_t bytes);
 // What cublasLtCreate and cublasLtMatmul answer from now on. CUBLAS_STATUS_SUCCESS at the start.
 void set_cublas_status(cublasStatus_t status);
 
+// Which of the algorithms that cublasLtMatmulAlgoGetHeuristic named the last cublasLtMatmul ran: 0
+// large tiles, 1 a sum split over blocks, 2 small tiles. -1 before the first.
+[[nodiscard]] int last_product_candidate();
+
 // How many communicators ncclCommAbort has ended in this process so far.
 [[nodiscard]] int aborted_communicators();
 

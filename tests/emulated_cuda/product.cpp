@@ -226,4 +226,22 @@ void compute(const Product& product) {
   for (std::int64_t batch = 0; batch < product.d.batches; ++batch) Job(product, batch).run();
 }
 
+bool is_known(std::uint32_t epilogue) {
+  switch (static_cast<cublasLtEpilogue_t>(epilogue)) {
+    case CUBLASLT_EPILOGUE_DEFAULT:
+    case CUBLASLT_EPILOGUE_BIAS:
+    case CUBLASLT_EPILOGUE_GELU:
+    case CUBLASLT_EPILOGUE_GELU_BIAS:
+    case CUBLASLT_EPILOGUE_GELU_AUX:
+    case CUBLASLT_EPILOGUE_GELU_AUX_BIAS:
+    case CUBLASLT_EPILOGUE_DGELU:
+    case CUBLASLT_EPILOGUE_DGELU_BGRAD:
+    case CUBLASLT_EPILOGUE_BGRADA:
+    case CUBLASLT_EPILOGUE_BGRADB:
+      return true;
+    default:
+      return false;
+  }
+}
+
 }  // namespace sluice::emulated

@@ -48,4 +48,7 @@ struct Product {
 
 void compute(const Product& product);
 
+// Whether Product computes this cublasLtEpilogue_t.
+[[nodiscard]] bool is_known(std::uint32_t epilogue);
+
 }  // namespace sluice::emulated

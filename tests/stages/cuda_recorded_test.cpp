@@ -19,6 +19,7 @@ class RecordedTest : public GpuTest {
     if (IsSkipped()) return;
     step_ = std::make_unique<Buffer>(kGpu, sizeof(std::uint64_t));
     scale_ = std::make_unique<Buffer>(kGpu, sizeof(double));
+    tell(1, 1);
   }
   // What the device is told of the step.
   void tell(std::uint64_t step, double scale) const {

@@ -32,7 +32,7 @@ using CudaUpdateTest = CudaSumTest;
 
 TEST_F(CudaLossTest, CrossEntropyIsTheCpus) {
   for (const DType dtype : kOperandTypes) {
-    for (const std::int64_t width : {2, 37, 256, 5003, 8192}) {
+    for (const std::int64_t width : {2, 37, 256, 5003, 8192, 16400, 16401}) {
       for (const bool gradient : {false, true}) {
         SCOPED_TRACE(
             fmt::format("vocabulary {}, gradient {}, {}", width, gradient, name_of(dtype)));
@@ -56,13 +56,18 @@ TEST_F(CudaLossTest, CrossEntropySurvivesLargeLogitsAndShowsNan) {
                [&](ComputeContext& ctx, const Tensors& at, double* sum) {
                  softmax_cross_entropy(ctx, at[0], at[1], 1, true, sum);
                });
-  const OnGpu broken(Operand(DType::kF32, {2, 3}, {1, 2, 3, 1, std::nan(""), 2}));
   const OnGpu gpu_targets(targets);
   const HostBuffer memory(kGpu, sizeof(double));
   auto* sum = reinterpret_cast<double*>(memory.data());
-  softmax_cross_entropy(gpu(), broken.tensor(), gpu_targets.tensor(), 1, true, sum);
-  gpu().stream().synchronize();
-  EXPECT_TRUE(std::isnan(*sum));
+  const double infinity = std::numeric_limits<double>::infinity();
+  // In the target's column, in another, and what becomes NaN.
+  for (const Values& row : {Values{1, std::nan(""), 2}, {1, 2, std::nan("")}, {1, 2, infinity}}) {
+    const OnGpu broken(Operand(DType::kF32, {2, 3}, {1, 2, 3, row[0], row[1], row[2]}));
+    softmax_cross_entropy(gpu(), broken.tensor(), gpu_targets.tensor(), 1, true, sum);
+    gpu().stream().synchronize();
+    EXPECT_TRUE(std::isnan(*sum));
+    EXPECT_TRUE(std::isnan(broken.values(gpu())[5]));
+  }
 }
 
 TEST_F(CudaLossTest, OfNoRowsIsZero) {
