@@ -1,6 +1,5 @@
 #include "comm/cores.hpp"
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -123,15 +122,6 @@ int largest_slurm_count(const std::string& text) {
 int host_cores() {
   static const int cores = read_host_cores();  // once: every waiting site asks
   return cores;
-}
-
-int affinity_cores() {
-  cpu_set_t mask;
-  CPU_ZERO(&mask);
-  if (sched_getaffinity(0, sizeof(mask), &mask) != 0) {
-    return host_cores();
-  }
-  return std::max(1, CPU_COUNT(&mask));
 }
 
 LauncherInfo launcher_info() {

@@ -10,9 +10,6 @@ namespace sluice {
 // own, and the other ranks run on the others. Read once, at the first call.
 [[nodiscard]] int host_cores();
 
-// Cores in this process's affinity mask.
-[[nodiscard]] int affinity_cores();
-
 // The job's ranks on this host, and this rank's place among them, from the launcher's environment
 // (Open MPI, PMIx launchers, Slurm, MPICH, Intel MPI); 0 and -1 where it does not say.
 struct LauncherInfo {

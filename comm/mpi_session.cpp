@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "comm/affinity.hpp"
 #include "comm/cores.hpp"
 #include "comm/error.hpp"
 #include "comm/mpi_check.hpp"

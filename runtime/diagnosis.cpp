@@ -11,6 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "comm/affinity.hpp"
 #include "comm/cores.hpp"
 #include "runtime/edge_link.hpp"
 #include "stages/compute.hpp"

@@ -1,7 +1,6 @@
 #include "stages/parameter.hpp"
 
 #include <fmt/format.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <array>
@@ -15,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/affinity.hpp"
 #include "comm/error.hpp"
 #include "stages/random.hpp"
 
@@ -58,13 +58,6 @@ void draw_pairs(const Init& init, const std::array<std::uint32_t, 2>& key, std::
   }
 }
 
-std::size_t cores_of_this_process() {
-  cpu_set_t mask;
-  CPU_ZERO(&mask);
-  if (sched_getaffinity(0, sizeof(mask), &mask) != 0) return 1;
-  return static_cast<std::size_t>(std::max(1, CPU_COUNT(&mask)));
-}
-
 // On as many threads as this process has cores, each at least a quarter of a million elements (some
 // milliseconds); an element is a function of its place alone.
 void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> values) {
@@ -74,8 +67,8 @@ void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> value
     return;
   }
   const auto key = philox_key({seed, hash_name(parameter.name), 0});
-  const std::size_t parts =
-      std::clamp<std::size_t>(values.size() / kLeast, 1, cores_of_this_process());
+  const std::size_t parts = std::clamp<std::size_t>(values.size() / kLeast, 1,
+                                                    static_cast<std::size_t>(affinity_cores()));
   const std::size_t each = round_up(values.size() / parts + 1, 2);
   const auto draw_part = [&](std::size_t part) {
     const std::size_t first = std::min(part * each, values.size());

@@ -19,7 +19,8 @@ FOLDERS = ("schedules", "comm", "stages", "runtime", "examples", "tests")
 SOURCES = (".hpp", ".cpp", ".cu", ".cuh", ".h", ".cc")
 
 # The device box: what a stage may use of comm/.
-DEVICE = ("error", "device", "device_cuda", "device_launch", "device_memory", "kernel_modules")
+DEVICE = ("affinity", "error", "device", "device_cuda", "device_launch", "device_memory",
+          "kernel_modules")
 
 # Which boxes a box may include, besides itself.
 ALLOWED = {

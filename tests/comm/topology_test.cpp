@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "comm/affinity.hpp"
 #include "comm/cores.hpp"
 #include "comm/error.hpp"
 
