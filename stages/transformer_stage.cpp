@@ -52,7 +52,7 @@ TransformerStage::TransformerStage(const TransformerConfig& config, LayerRange r
 
 ParameterSet* TransformerStage::parameters() { return layers_.empty() ? nullptr : &parameters_; }
 
-BatchShape TransformerStage::shape_of(const TensorSpec& input, DeviceKind device) const {
+BlockShape TransformerStage::shape_of(const TensorSpec& input, DeviceKind device) const {
   const Shape& shape = input.shape;
   const bool right =
       takes_tokens() ? input.dtype == DType::kI32 && shape.rank() == 2
@@ -70,7 +70,7 @@ BatchShape TransformerStage::shape_of(const TensorSpec& input, DeviceKind device
   return {shape[0], shape[1], device};
 }
 
-TensorSpec TransformerStage::output_spec(const BatchShape& shape) const {
+TensorSpec TransformerStage::output_spec(const BlockShape& shape) const {
   return {
       gives_logits() ? config_.precision : DType::kF32,
       Shape{shape.samples, shape.sequence, gives_logits() ? config_.vocabulary : config_.width}};
@@ -85,7 +85,7 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
                             takes_tokens() ? "tokens i32 [samples, sequence]"
                                            : "the residual stream f32 [samples, sequence, width]"));
   }
-  const BatchShape shape = shape_of(inputs[0], compute.device().kind);
+  const BlockShape shape = shape_of(inputs[0], compute.device().kind);
   const std::size_t stream = round_up(stream_tensor(nullptr, shape).spec.bytes(), kBufferAlignment);
   StageDescription description;
   description.outputs = {output_spec(shape)};
@@ -115,18 +115,18 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
 }
 
 LayerMemory TransformerStage::largest_memory(const Layer& layer,
-                                             std::span<const BatchShape> shapes) const {
+                                             std::span<const BlockShape> shapes) const {
   LayerMemory most;
-  for (const BatchShape& shape : shapes) {
+  for (const BlockShape& shape : shapes) {
     most = largest(most, layer.memory(shape));
   }
   return most;
 }
 
-TransformerStage::Layout TransformerStage::lay_out(std::span<const BatchShape> shapes,
+TransformerStage::Layout TransformerStage::lay_out(std::span<const BlockShape> shapes,
                                                    bool split) const {
   std::size_t stream = 0;
-  for (const BatchShape& shape : shapes) {
+  for (const BlockShape& shape : shapes) {
     stream = std::max(stream, stream_tensor(nullptr, shape).spec.bytes());
   }
   Layout layout;
@@ -240,7 +240,7 @@ void TransformerStage::rehearse(StageContext& ctx, std::span<const Tensor> input
   }
 }
 
-void TransformerStage::require_fits(const BatchShape& shape) const {
+void TransformerStage::require_fits(const BlockShape& shape) const {
   if (std::find(shapes_.begin(), shapes_.end(), shape) != shapes_.end()) {
     return;
   }
@@ -256,7 +256,7 @@ void TransformerStage::require_fits(const BatchShape& shape) const {
   }
 }
 
-BatchShape TransformerStage::begin_call(const StageContext& ctx,
+BlockShape TransformerStage::begin_call(const StageContext& ctx,
                                         std::span<const Tensor> inputs) const {
   require_single(inputs, "input");
   if (ctx.slot < 0 || ctx.slot >= slots_) {
@@ -264,7 +264,7 @@ BatchShape TransformerStage::begin_call(const StageContext& ctx,
                                                   "for {} slots",
                                                   ctx.micro_batch, ctx.slot, slots_));
   }
-  const BatchShape shape = shape_of(inputs[0].spec, ctx.compute.device().kind);
+  const BlockShape shape = shape_of(inputs[0].spec, ctx.compute.device().kind);
   require_fits(shape);
   return shape;
 }
@@ -286,7 +286,7 @@ void TransformerStage::check_inputs(std::span<const Tensor> inputs) const {
   }
 }
 
-LayerCall TransformerStage::call_of(StageContext& ctx, const BatchShape& shape,
+LayerCall TransformerStage::call_of(StageContext& ctx, const BlockShape& shape,
                                     size_t layer) const {
   const Place& place = layout_.places[layer];
   const auto slot = static_cast<size_t>(ctx.slot);
@@ -300,23 +300,23 @@ LayerCall TransformerStage::call_of(StageContext& ctx, const BatchShape& shape,
           .scratch = at(scratch_, 0)};
 }
 
-Tensor TransformerStage::stream_tensor(std::byte* data, const BatchShape& shape) const {
+Tensor TransformerStage::stream_tensor(std::byte* data, const BlockShape& shape) const {
   return {data, {DType::kF32, Shape{shape.rows(), config_.width}}};
 }
 
-Tensor TransformerStage::layer_output(const StageContext& ctx, const BatchShape& shape,
+Tensor TransformerStage::layer_output(const StageContext& ctx, const BlockShape& shape,
                                       size_t layer) const {
   const std::size_t slot = static_cast<size_t>(ctx.slot) * layout_.slot_state;
   return stream_tensor(at(state_, slot + layout_.places[layer].output), shape);
 }
 
-Tensor TransformerStage::layer_input(const StageContext& ctx, const BatchShape& shape,
+Tensor TransformerStage::layer_input(const StageContext& ctx, const BlockShape& shape,
                                      size_t layer) const {
   return layer == 0 ? single(ctx.inputs) : layer_output(ctx, shape, layer - 1);
 }
 
 // With respect to the layer's output.
-Tensor TransformerStage::layer_gradient(const StageContext& ctx, const BatchShape& shape,
+Tensor TransformerStage::layer_gradient(const StageContext& ctx, const BlockShape& shape,
                                         size_t layer, const Tensor& grad_output) const {
   if (layer + 1 == layers_.size()) {
     return grad_output;
@@ -347,7 +347,7 @@ void TransformerStage::tell_final(const StageContext& ctx, size_t layer) const {
 
 void TransformerStage::forward(StageContext& ctx, std::span<const Tensor> inputs,
                                std::span<const Tensor> outputs) {
-  const BatchShape shape = begin_call(ctx, inputs);
+  const BlockShape shape = begin_call(ctx, inputs);
   require_single(outputs, "output");
   if (layers_.empty()) {
     copy_or_convert(ctx.compute, inputs[0], outputs[0]);
@@ -372,7 +372,7 @@ void TransformerStage::backward(StageContext& ctx, std::span<const Tensor> grad_
     backward_weight(ctx, grad_outputs);
     return;
   }
-  const BatchShape shape = begin_call(ctx, ctx.inputs);
+  const BlockShape shape = begin_call(ctx, ctx.inputs);
   require_single(grad_outputs, "output gradient");
   const Tensor wanted = single(grad_inputs);
   Tensor dout = single(grad_outputs);
@@ -395,7 +395,7 @@ void TransformerStage::backward_input(StageContext& ctx, std::span<const Tensor>
   if (!split_) {
     throw Error(ErrorCode::kInternal, "backward_input on a stage prepared without split_backward");
   }
-  const BatchShape shape = begin_call(ctx, ctx.inputs);
+  const BlockShape shape = begin_call(ctx, ctx.inputs);
   require_single(grad_outputs, "output gradient");
   const Tensor wanted = single(grad_inputs);
   if (layers_.empty() && wanted.data != nullptr) {
@@ -410,7 +410,7 @@ void TransformerStage::backward_input(StageContext& ctx, std::span<const Tensor>
 }
 
 void TransformerStage::backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) {
-  const BatchShape shape = begin_call(ctx, ctx.inputs);
+  const BlockShape shape = begin_call(ctx, ctx.inputs);
   require_single(grad_outputs, "output gradient");
   for (size_t i = layers_.size(); i-- > 0;) {
     LayerCall call = call_of(ctx, shape, i);

@@ -70,26 +70,26 @@ class TransformerStage : public Stage, public SplitBackward {
 
   [[nodiscard]] bool takes_tokens() const { return range_.begin == 0; }
   [[nodiscard]] bool gives_logits() const { return range_.end == config_.layers + 2; }
-  [[nodiscard]] BatchShape shape_of(const TensorSpec& input, DeviceKind device) const;
-  [[nodiscard]] TensorSpec output_spec(const BatchShape& shape) const;
+  [[nodiscard]] BlockShape shape_of(const TensorSpec& input, DeviceKind device) const;
+  [[nodiscard]] TensorSpec output_spec(const BlockShape& shape) const;
   [[nodiscard]] LayerMemory largest_memory(const Layer& layer,
-                                           std::span<const BatchShape> shapes) const;
-  [[nodiscard]] Layout lay_out(std::span<const BatchShape> shapes, bool split) const;
+                                           std::span<const BlockShape> shapes) const;
+  [[nodiscard]] Layout lay_out(std::span<const BlockShape> shapes, bool split) const;
   void rehearse_all(const StageSetup& setup);
-  void require_fits(const BatchShape& shape) const;
+  void require_fits(const BlockShape& shape) const;
 
-  [[nodiscard]] LayerCall call_of(StageContext& ctx, const BatchShape& shape, size_t layer) const;
-  [[nodiscard]] Tensor stream_tensor(std::byte* data, const BatchShape& shape) const;
-  [[nodiscard]] Tensor layer_output(const StageContext& ctx, const BatchShape& shape,
+  [[nodiscard]] LayerCall call_of(StageContext& ctx, const BlockShape& shape, size_t layer) const;
+  [[nodiscard]] Tensor stream_tensor(std::byte* data, const BlockShape& shape) const;
+  [[nodiscard]] Tensor layer_output(const StageContext& ctx, const BlockShape& shape,
                                     size_t layer) const;
-  [[nodiscard]] Tensor layer_input(const StageContext& ctx, const BatchShape& shape,
+  [[nodiscard]] Tensor layer_input(const StageContext& ctx, const BlockShape& shape,
                                    size_t layer) const;
-  [[nodiscard]] Tensor layer_gradient(const StageContext& ctx, const BatchShape& shape,
+  [[nodiscard]] Tensor layer_gradient(const StageContext& ctx, const BlockShape& shape,
                                       size_t layer, const Tensor& grad_output) const;
   void find_first_gradients();
   // Layers from this one on add to no gradient any more.
   void tell_final(const StageContext& ctx, size_t layer) const;
-  [[nodiscard]] BatchShape begin_call(const StageContext& ctx,
+  [[nodiscard]] BlockShape begin_call(const StageContext& ctx,
                                       std::span<const Tensor> inputs) const;
 
   TransformerConfig config_;
@@ -102,7 +102,7 @@ class TransformerStage : public Stage, public SplitBackward {
 
   int slots_ = 0;
   bool split_ = true;
-  std::vector<BatchShape> shapes_;  // prepared sizes
+  std::vector<BlockShape> shapes_;  // prepared sizes
   Layout layout_;
   Buffer state_, gradients_, scratch_;
 };

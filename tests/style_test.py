@@ -6,8 +6,8 @@
 A header starts with the comment that is its contract and has `#pragma once`; a source includes its
 own header first; no file is longer than 500 lines; nothing is marked as unfinished; kernels of comm
 and stages are launched through comm/device_launch.hpp alone, which every kernel source includes, so
-that all of them are loaded before NCCL waits for a peer. Prints one line per violation and exits 1
-if there is any.
+that all of them are loaded before NCCL waits for a peer; no two headers define a type of the same name in the
+same namespace. Prints one line per violation and exits 1 if there is any.
 """
 
 import pathlib
@@ -21,6 +21,12 @@ UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|\bnot (yet )?implemented\b|\
 # The one way to launch a kernel, and what would go round it.
 LAUNCH = "comm/device_launch.hpp"
 OTHER_LAUNCH = re.compile(r"<<<|\bcu(da)?Launch(Cooperative)?Kernel|#include <cub/device/")
+
+STRING_OR_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
+# The beginning of a definition up to its brace; a name followed by `<` is a specialisation's.
+TYPE_HEAD = re.compile(
+    r"\b(?:class|struct|union|enum(?:\s+class|\s+struct)?)\s+(?:(?:alignas|__align__)\s*\([^)]*\)\s*|"
+    r"\[\[[^\]]*\]\]\s*)?(\w+)\s*(?:final\s*)?(?::(?!:)[^()]*)?$")
 
 
 def header_violations(text):
@@ -38,6 +44,35 @@ def source_violations(path, text, read):
     if read(own) and first and first.group(1) != own:
         line = text.count("\n", 0, first.start()) + 1
         yield line, f'a source includes its own header first: "{own}"'
+
+
+def types_defined(text):
+    """Names of the classes, structs, unions and enums that a header defines outside other types and
+    functions, with their namespaces: "sluice::Tensor". Specialisations are of another's name."""
+    text = STRING_OR_COMMENT.sub(" ", text)
+    text = re.sub(r"^[ \t]*#.*(\\\n.*)*", "", text, flags=re.MULTILINE)
+    scopes, names, head = [], [], ""  # a scope: the name of a namespace; None where it is none
+    for piece in re.split(r"([{};])", text):
+        if piece == "{":
+            space = re.search(r"\bnamespace\b\s*([\w:]*)\s*$", head)
+            if space is None and None not in scopes:
+                match = TYPE_HEAD.search(head)
+                if match:
+                    names.append("::".join([s for s in scopes if s] + [match.group(1)]))
+            scopes.append(space.group(1) if space else None)
+        elif piece == "}" and scopes:
+            scopes.pop()
+        head = "" if piece in ("{", "}", ";") else piece
+    return names
+
+
+def repeated_types(headers):
+    """(path, sentence) for each type that two of the headers {path: text} define."""
+    first = {}
+    for path, text in headers.items():
+        for name in types_defined(text):
+            if first.setdefault(name, path) != path:
+                yield path, f"{name} is defined in {first[name]} as well: give one another name"
 
 
 def includes(text, wanted, read, seen):
@@ -99,9 +134,25 @@ PLANTED = (
     ("examples/a.cu", "kernel<<<1, 2>>>();\n", False),
 )
 
+# two headers, whether a type is defined twice
+BLOCK = "namespace sluice {\nstruct Block {\n  int a = 0;\n};\n}  // namespace sluice\n"
+PLANTED_TYPES = (
+    (BLOCK, BLOCK, True),
+    (BLOCK, BLOCK.replace("struct Block", "class Block final : public Base"), True),
+    (BLOCK, BLOCK.replace("struct Block", "enum class Block : int"), True),
+    (BLOCK, "namespace sluice {\nnamespace {\n}\nint f() { return 1; }\nstruct Block {};\n}\n", True),
+    (BLOCK, BLOCK.replace("sluice", "sluice::gpu"), False),
+    (BLOCK, BLOCK.replace("Block", "Shape"), False),
+    (BLOCK, "namespace sluice {\nstruct Block;\nstruct Shape {\n  struct Block {};\n};\n}\n", False),
+    (BLOCK, "namespace sluice {\n// struct Block {\ntemplate <>\nstruct Block<int> {};\n}\n", False),
+)
+
 
 def main():
     failures = []
+    for one, other, wrong in PLANTED_TYPES:
+        if bool(list(repeated_types({"comm/a.hpp": one, "comm/b.hpp": other}))) != wrong:
+            failures.append(f"rule check: {other!r}: expected {'a' if wrong else 'no'} violation")
     for path, text, wrong in PLANTED:
         if bool(list(violations(path, text, lambda name: OTHERS.get(name, "")))) != wrong:
             failures.append(f"rule check: {path}: {text[:60]!r}: expected {'a' if wrong else 'no'} violation")
@@ -111,14 +162,19 @@ def main():
         return (root / name).read_text(encoding="utf-8") if (root / name).is_file() else ""
 
     count = 0
+    headers = {}
     for folder in FOLDERS:
         for file in sorted((root / folder).rglob("*")):
             if file.suffix in (".hpp", ".cpp", ".cu", ".cuh") and file.is_file():
                 count += 1
                 path = file.relative_to(root).as_posix()
                 text = file.read_text(encoding="utf-8")
+                if file.suffix in (".hpp", ".cuh"):
+                    headers[path] = text
                 for line, sentence in violations(path, text, read):
                     failures.append(f"{path}:{line}: {sentence}")
+    for path, sentence in repeated_types(headers):
+        failures.append(f"{path}: {sentence}")
     if count == 0:
         failures.append(f"no source file under {root}")
 

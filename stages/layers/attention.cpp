@@ -24,11 +24,11 @@ AttentionLayer::AttentionLayer(const Options& options, ParameterSet& parameters,
                .bias = options.bias},
               parameters, copies) {}
 
-AttentionShape AttentionLayer::attention_shape(const BatchShape& shape) const {
+AttentionShape AttentionLayer::attention_shape(const BlockShape& shape) const {
   return {shape.samples, shape.sequence, heads_, kv_heads_, head_dim_};
 }
 
-AttentionLayer::Kept AttentionLayer::carve(const BatchShape& shape, Memory& memory) const {
+AttentionLayer::Kept AttentionLayer::carve(const BlockShape& shape, Memory& memory) const {
   const std::int64_t rows = shape.rows();
   Carver& probabilities = recompute_ ? memory.scratch : memory.until_input;
   Carver& mixed = recompute_ ? memory.gradients : memory.until_weight;
@@ -42,13 +42,13 @@ AttentionLayer::Kept AttentionLayer::carve(const BatchShape& shape, Memory& memo
   return kept;
 }
 
-void AttentionLayer::measure(const BatchShape& shape, Memory& memory) const {
+void AttentionLayer::measure(const BlockShape& shape, Memory& memory) const {
   carve(shape, memory);
 }
 
 // Nothing is dropped in evaluation.
 OperatorMemory AttentionLayer::branch_operators(ComputeContext& compute,
-                                                const BatchShape& batch) const {
+                                                const BlockShape& batch) const {
   const AttentionShape shape = attention_shape(batch);
   const bool drops = probabilities_.probability > 0;
   const std::int64_t rows = batch.rows();
@@ -62,7 +62,7 @@ OperatorMemory AttentionLayer::branch_operators(ComputeContext& compute,
 }
 
 // Of training, where evaluation, which drops nothing, differs.
-std::string AttentionLayer::note(ComputeContext& compute, const BatchShape& shape) const {
+std::string AttentionLayer::note(ComputeContext& compute, const BlockShape& shape) const {
   const std::string engine = attention_engine(compute, attention_shape(shape), precision(),
                                               probabilities_.probability > 0);
   return engine.empty() ? engine : "attention: " + engine;

@@ -26,12 +26,12 @@ class AttentionLayer final : public ResidualLayer {
   };
   AttentionLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
 
-  [[nodiscard]] std::string note(ComputeContext& compute, const BatchShape& shape) const override;
+  [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const override;
 
  protected:
-  void measure(const BatchShape& shape, Memory& memory) const override;
+  void measure(const BlockShape& shape, Memory& memory) const override;
   [[nodiscard]] OperatorMemory branch_operators(ComputeContext& compute,
-                                                const BatchShape& shape) const override;
+                                                const BlockShape& shape) const override;
   void branch_keep(LayerCall& call, Memory memory, const Tensor& x) override;
   void branch_result(LayerCall& call, Memory memory, const Tensor& y) override;
   void branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
@@ -47,8 +47,8 @@ class AttentionLayer final : public ResidualLayer {
     Tensor dqkv;                         // gradients
     Tensor dmixed;                       // scratch
   };
-  [[nodiscard]] AttentionShape attention_shape(const BatchShape& shape) const;
-  Kept carve(const BatchShape& shape, Memory& memory) const;
+  [[nodiscard]] AttentionShape attention_shape(const BlockShape& shape) const;
+  Kept carve(const BlockShape& shape, Memory& memory) const;
   [[nodiscard]] Dropout mask(const LayerCall& call) const;
   // From qkv: probabilities and mixed.
   void attend(LayerCall& call, const Kept& kept) const;

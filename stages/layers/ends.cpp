@@ -20,7 +20,7 @@ EmbeddingLayer::EmbeddingLayer(const Options& options, ParameterSet& parameters)
   }
 }
 
-LayerMemory EmbeddingLayer::memory(const BatchShape& shape) const {
+LayerMemory EmbeddingLayer::memory(const BlockShape& shape) const {
   Carver gradients;
   if (dropout_.probability > 0) {
     (void)gradients.tensor(DType::kF32, shape.rows(), width_);
@@ -28,7 +28,7 @@ LayerMemory EmbeddingLayer::memory(const BatchShape& shape) const {
   return {.gradients = gradients.used()};
 }
 
-OperatorMemory EmbeddingLayer::operators(ComputeContext& compute, const BatchShape& shape) const {
+OperatorMemory EmbeddingLayer::operators(ComputeContext& compute, const BlockShape& shape) const {
   return {.workspace = embedding_backward_weight_workspace(compute, shape.rows(), tokens_->shape[0],
                                                            width_)};
 }
@@ -75,7 +75,7 @@ HeadLayer::HeadLayer(const Options& options, ParameterSet& parameters, WeightCop
       width_(options.width),
       precision_(options.precision) {}
 
-HeadLayer::Kept HeadLayer::carve(const BatchShape& shape, Carver until_weight,
+HeadLayer::Kept HeadLayer::carve(const BlockShape& shape, Carver until_weight,
                                  Carver gradients) const {
   const std::int64_t rows = shape.rows();
   Kept kept;
@@ -89,7 +89,7 @@ HeadLayer::Kept HeadLayer::carve(const LayerCall& call) const {
   return carve(call.shape, Carver(call.until_weight), Carver(call.gradients));
 }
 
-LayerMemory HeadLayer::memory(const BatchShape& shape) const {
+LayerMemory HeadLayer::memory(const BlockShape& shape) const {
   const Kept kept = carve(shape, {}, {});
   const auto bytes = [](const Tensor& tensor) {
     return tensor.shape().rank() == 0 ? 0 : round_up(tensor.spec.bytes(), kBufferAlignment);
@@ -97,7 +97,7 @@ LayerMemory HeadLayer::memory(const BatchShape& shape) const {
   return {.until_weight = bytes(kept.normed) + bytes(kept.stats), .gradients = bytes(kept.dnormed)};
 }
 
-OperatorMemory HeadLayer::operators(ComputeContext& compute, const BatchShape& shape) const {
+OperatorMemory HeadLayer::operators(ComputeContext& compute, const BlockShape& shape) const {
   return {.workspace = std::max(norm_.workspace(compute, shape.rows()),
                                 projection_.workspace(compute, shape.rows(), precision_))};
 }

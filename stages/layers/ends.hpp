@@ -18,9 +18,9 @@ class EmbeddingLayer final : public Layer {
   };
   EmbeddingLayer(const Options& options, ParameterSet& parameters);
 
-  [[nodiscard]] LayerMemory memory(const BatchShape& shape) const override;
+  [[nodiscard]] LayerMemory memory(const BlockShape& shape) const override;
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
-                                         const BatchShape& shape) const override;
+                                         const BlockShape& shape) const override;
   [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
   void recompute(LayerCall& call, const Tensor& in) override;
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
@@ -48,9 +48,9 @@ class HeadLayer final : public Layer {
   };
   HeadLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
 
-  [[nodiscard]] LayerMemory memory(const BatchShape& shape) const override;
+  [[nodiscard]] LayerMemory memory(const BlockShape& shape) const override;
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
-                                         const BatchShape& shape) const override;
+                                         const BlockShape& shape) const override;
   [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
   void recompute(LayerCall& call, const Tensor& in) override;
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
@@ -63,7 +63,7 @@ class HeadLayer final : public Layer {
     Tensor normed, stats;  // until the weight gradient
     Tensor dnormed;        // gradient
   };
-  [[nodiscard]] Kept carve(const BatchShape& shape, Carver until_weight, Carver gradients) const;
+  [[nodiscard]] Kept carve(const BlockShape& shape, Carver until_weight, Carver gradients) const;
   [[nodiscard]] Kept carve(const LayerCall& call) const;
 
   Norm norm_;

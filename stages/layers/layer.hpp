@@ -20,11 +20,11 @@
 namespace sluice {
 
 // A micro-batch, and what it is computed on: all that a layer's memory depends on.
-struct BatchShape {
+struct BlockShape {
   std::int64_t samples = 0, sequence = 0;
   DeviceKind device = DeviceKind::kCpu;
   [[nodiscard]] std::int64_t rows() const { return samples * sequence; }
-  friend bool operator==(const BatchShape&, const BatchShape&) = default;
+  friend bool operator==(const BlockShape&, const BlockShape&) = default;
 };
 
 // Hands out tensors of one memory area, each at a multiple of kBufferAlignment. Without a base it
@@ -70,7 +70,7 @@ struct OperatorMemory {
 // The same memory, handed in with a call.
 struct LayerCall {
   StageContext& stage;
-  BatchShape shape;
+  BlockShape shape;
   std::byte* until_input = nullptr;
   std::byte* until_weight = nullptr;
   std::byte* gradients = nullptr;
@@ -90,13 +90,13 @@ class Layer {
  public:
   virtual ~Layer() = default;
 
-  [[nodiscard]] virtual LayerMemory memory(const BatchShape& shape) const = 0;
+  [[nodiscard]] virtual LayerMemory memory(const BlockShape& shape) const = 0;
   // In any phase.
   [[nodiscard]] virtual OperatorMemory operators(ComputeContext& compute,
-                                                 const BatchShape& shape) const = 0;
+                                                 const BlockShape& shape) const = 0;
   // StageDescription::note.
   [[nodiscard]] virtual std::string note(ComputeContext& /*compute*/,
-                                         const BatchShape& /*shape*/) const {
+                                         const BlockShape& /*shape*/) const {
     return {};
   }
   // Completes `in` where something is pending; writes `out`, and returns it with what is pending.

@@ -18,7 +18,7 @@ MlpLayer::MlpLayer(const Options& options, ParameterSet& parameters, WeightCopie
              .bias = options.bias},
             parameters, copies) {}
 
-MlpLayer::Kept MlpLayer::carve(const BatchShape& shape, Memory& memory) const {
+MlpLayer::Kept MlpLayer::carve(const BlockShape& shape, Memory& memory) const {
   const std::int64_t rows = shape.rows();
   Kept kept;
   kept.raised = memory.until_input.tensor(precision(), rows, up_.out());
@@ -27,9 +27,9 @@ MlpLayer::Kept MlpLayer::carve(const BatchShape& shape, Memory& memory) const {
   return kept;
 }
 
-void MlpLayer::measure(const BatchShape& shape, Memory& memory) const { carve(shape, memory); }
+void MlpLayer::measure(const BlockShape& shape, Memory& memory) const { carve(shape, memory); }
 
-OperatorMemory MlpLayer::branch_operators(ComputeContext& compute, const BatchShape& shape) const {
+OperatorMemory MlpLayer::branch_operators(ComputeContext& compute, const BlockShape& shape) const {
   return {.workspace = std::max(up_.workspace(compute, shape.rows(), precision()),
                                 down_.workspace(compute, shape.rows(), DType::kF32, activation()))};
 }

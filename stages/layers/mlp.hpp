@@ -24,9 +24,9 @@ class MlpLayer final : public ResidualLayer {
   MlpLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
 
  protected:
-  void measure(const BatchShape& shape, Memory& memory) const override;
+  void measure(const BlockShape& shape, Memory& memory) const override;
   [[nodiscard]] OperatorMemory branch_operators(ComputeContext& compute,
-                                                const BatchShape& shape) const override;
+                                                const BlockShape& shape) const override;
   void branch_keep(LayerCall& call, Memory memory, const Tensor& x) override;
   void branch_result(LayerCall& call, Memory memory, const Tensor& y) override;
   void branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
@@ -40,7 +40,7 @@ class MlpLayer final : public ResidualLayer {
     Tensor hidden;   // until the weight gradient: after the activation
     Tensor draised;  // gradients
   };
-  Kept carve(const BatchShape& shape, Memory& memory) const;
+  Kept carve(const BlockShape& shape, Memory& memory) const;
   [[nodiscard]] Activation activation() const {
     return kind_ == Kind::kGelu ? Activation::kGelu : Activation::kSwiglu;
   }

@@ -2,7 +2,7 @@
 
 namespace sluice {
 
-LayerMemory RecomputedLayer::memory(const BatchShape& shape) const {
+LayerMemory RecomputedLayer::memory(const BlockShape& shape) const {
   const LayerMemory memory = layer_->memory(shape);
   return {.gradients = memory.until_weight + memory.gradients,
           .scratch = memory.until_input + memory.scratch};

@@ -20,12 +20,12 @@ class RecomputedLayer final : public Layer {
  public:
   explicit RecomputedLayer(std::unique_ptr<Layer> layer) : layer_(std::move(layer)) {}
 
-  [[nodiscard]] LayerMemory memory(const BatchShape& shape) const override;
+  [[nodiscard]] LayerMemory memory(const BlockShape& shape) const override;
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
-                                         const BatchShape& shape) const override {
+                                         const BlockShape& shape) const override {
     return layer_->operators(compute, shape);
   }
-  [[nodiscard]] std::string note(ComputeContext& compute, const BatchShape& shape) const override {
+  [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const override {
     return layer_->note(compute, shape);
   }
   [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;

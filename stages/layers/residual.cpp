@@ -2,7 +2,7 @@
 
 namespace sluice {
 
-ResidualLayer::Kept ResidualLayer::carve(const BatchShape& shape, Memory& memory) const {
+ResidualLayer::Kept ResidualLayer::carve(const BlockShape& shape, Memory& memory) const {
   const std::int64_t rows = shape.rows();
   const bool drops = dropout_.probability > 0;
   Kept kept;
@@ -24,7 +24,7 @@ ResidualLayer::Kept ResidualLayer::carve(const LayerCall& call, Memory& memory) 
   return carve(call.shape, memory);
 }
 
-LayerMemory ResidualLayer::memory(const BatchShape& shape) const {
+LayerMemory ResidualLayer::memory(const BlockShape& shape) const {
   Memory memory;
   carve(shape, memory);
   measure(shape, memory);
@@ -32,7 +32,7 @@ LayerMemory ResidualLayer::memory(const BatchShape& shape) const {
           memory.scratch.used()};
 }
 
-OperatorMemory ResidualLayer::operators(ComputeContext& compute, const BatchShape& shape) const {
+OperatorMemory ResidualLayer::operators(ComputeContext& compute, const BlockShape& shape) const {
   return largest({.workspace = norm_.workspace(compute, shape.rows())},
                  branch_operators(compute, shape));
 }

@@ -13,9 +13,9 @@ namespace sluice {
 
 class ResidualLayer : public Layer {
  public:
-  [[nodiscard]] LayerMemory memory(const BatchShape& shape) const final;
+  [[nodiscard]] LayerMemory memory(const BlockShape& shape) const final;
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
-                                         const BatchShape& shape) const final;
+                                         const BlockShape& shape) const final;
   [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) final;
   void recompute(LayerCall& call, const Tensor& in) final;
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
@@ -35,9 +35,9 @@ class ResidualLayer : public Layer {
   [[nodiscard]] DType precision() const { return precision_; }
 
   // Carves everything the branch ever uses, to measure it.
-  virtual void measure(const BatchShape& shape, Memory& memory) const = 0;
+  virtual void measure(const BlockShape& shape, Memory& memory) const = 0;
   [[nodiscard]] virtual OperatorMemory branch_operators(ComputeContext& compute,
-                                                        const BatchShape& shape) const = 0;
+                                                        const BlockShape& shape) const = 0;
   // Forward in two: all that the branch keeps, from x [rows, width] in the products' precision;
   // then its result y f32 [rows, width], from what it keeps.
   virtual void branch_keep(LayerCall& call, Memory memory, const Tensor& x) = 0;
@@ -54,7 +54,7 @@ class ResidualLayer : public Layer {
     Tensor dbranch, dnormed;  // gradients; dbranch without data: it is dout itself
     Tensor dropped;           // scratch, f32, where dropout and a conversion follow each other
   };
-  Kept carve(const BatchShape& shape, Memory& memory) const;
+  Kept carve(const BlockShape& shape, Memory& memory) const;
   Kept carve(const LayerCall& call, Memory& memory) const;
   // Completes `in`, then all of forward but its result.
   void keep(LayerCall& call, const Residual& in);

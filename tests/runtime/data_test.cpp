@@ -11,8 +11,10 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <type_traits>
 
 #include "comm/error.hpp"
+#include "stages/layers/layer.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/temporary_directory.hpp"
 
@@ -35,6 +37,11 @@ TEST(MicroBatchesTest, LastMicroBatchIsSmallerWhereTheBatchDoesNotDivide) {
   const auto ranges = micro_batches_of(
       {.batch_size = 10, .micro_batch_size = 4, .micro_batches = 3, .replicas = 1}, 0);
   EXPECT_THAT(ranges, ElementsAre(SampleRange{0, 4}, SampleRange{4, 4}, SampleRange{8, 2}));
+}
+
+// This source includes the headers of both.
+TEST(MicroBatchesTest, ShapeOfABatchIsATypeBesideTheLayersBlockShape) {
+  EXPECT_FALSE((std::is_same_v<BatchShape, BlockShape>));
 }
 
 TEST(MicroBatchesTest, ReplicasTakeContiguousSharesThatCoverTheBatchLargerOnesFirst) {
