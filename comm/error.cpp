@@ -1,5 +1,7 @@
 #include "comm/error.hpp"
 
+#include <filesystem>
+
 namespace sluice {
 
 const char* name_of(ErrorCode code) {
@@ -60,5 +62,10 @@ int exit_code(ErrorCode code) {
 
 Error::Error(ErrorCode code, const std::string& message, int rank, std::source_location location)
     : std::runtime_error(message), code_(code), rank_(rank), location_(location) {}
+
+ErrorCode code_of_foreign(const std::exception& error) {
+  const bool files = dynamic_cast<const std::filesystem::filesystem_error*>(&error) != nullptr;
+  return files ? ErrorCode::kIo : ErrorCode::kInternal;
+}
 
 }  // namespace sluice

@@ -1,6 +1,7 @@
 // The one error type of Sluice, and where the program's exit codes come from.
 #pragma once
 
+#include <exception>
 #include <source_location>
 #include <stdexcept>
 #include <string>
@@ -45,5 +46,9 @@ class Error : public std::runtime_error {
   int rank_;
   std::source_location location_;
 };
+
+// The code of an exception that is no Error: kIo for std::filesystem::filesystem_error, whose
+// what() names paths and cause, else kInternal.
+[[nodiscard]] ErrorCode code_of_foreign(const std::exception& error);
 
 }  // namespace sluice

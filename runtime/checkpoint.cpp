@@ -7,6 +7,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <system_error>
 #include <vector>
 
 #include "comm/error.hpp"
@@ -67,17 +68,32 @@ std::set<std::string> state_kinds(const std::vector<OptimizerState>& states) {
   return kinds;
 }
 
+void require_done(const std::error_code& error, const char* what, const fs::path& path) {
+  if (!error) return;
+  throw Error(ErrorCode::kIo,
+              fmt::format("cannot {} '{}': {}", what, path.string(), error.message()));
+}
+
+void remove_file(const fs::path& path) {
+  std::error_code error;
+  fs::remove(path, error);
+  require_done(error, "remove", path);
+}
+
 void remove_stale(const fs::path& directory, const std::string& kind,
                   const std::map<std::string, std::string>& file_of) {
   std::set<std::string> current;
   for (const auto& [name, file] : file_of) current.insert(file);
   if (current.size() > 1) current.insert(kind + ".safetensors.index.json");
-  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
-    const std::string file = entry.path().filename().string();
+  std::error_code error;
+  fs::directory_iterator entry(directory, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    const std::string file = entry->path().filename().string();
     const bool ours = file == kind + ".safetensors" || file == kind + ".safetensors.index.json" ||
                       (file.starts_with(kind + "-") && file.ends_with(".safetensors"));
-    if (ours && !current.contains(file)) fs::remove(entry.path());
+    if (ours && !current.contains(file)) remove_file(entry->path());
   }
+  require_done(error, "list directory", directory);
 }
 
 void write_text_file(const fs::path& path, const std::string& text) {
@@ -183,9 +199,11 @@ void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::s
     }
     if (pipeline.world().communicator().rank() == 0) {
       require_writable_directory(directory);
-      fs::create_directories(directory);
+      std::error_code error;
+      fs::create_directories(directory, error);
+      require_done(error, "create directory", directory);
       // Without it nothing can be resumed: a save that is cut short leaves no mixture behind.
-      fs::remove(directory / "state.json");
+      remove_file(directory / "state.json");
     }
     pipeline.world().barrier();
     const Parts parts = parts_of(layout);

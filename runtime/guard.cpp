@@ -17,7 +17,7 @@ void guarded(ControlChannel& control, int rank, const std::function<void()>& bod
   } catch (const std::bad_alloc&) {
     throw control.report(Error(ErrorCode::kDevice, "out of host memory", rank));
   } catch (const std::exception& error) {
-    throw control.report(Error(ErrorCode::kInternal, error.what(), rank));
+    throw control.report(Error(code_of_foreign(error), error.what(), rank));
   }
 }
 
@@ -32,7 +32,7 @@ void rethrow_from(const std::string& where) {
   } catch (const std::bad_alloc&) {
     throw Error(ErrorCode::kDevice, where + ": out of host memory");
   } catch (const std::exception& error) {
-    throw Error(ErrorCode::kInternal, where + ": " + error.what());
+    throw Error(code_of_foreign(error), where + ": " + error.what());
   }
 }
 

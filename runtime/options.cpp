@@ -275,7 +275,9 @@ void require_files_apart(const TrainOptions& options) {
                          !fs::is_directory(name, error))) {
       continue;
     }
-    const fs::path path = fs::weakly_canonical(fs::absolute(name), error);
+    const fs::path absolute = fs::absolute(name, error);
+    const fs::path path = error ? fs::path() : fs::weakly_canonical(absolute, error);
+    if (error) continue;  // no file can be opened by that name: opening it says why
     for (const Path& other : seen) {
       if (path != other.path && !fs::equivalent(path, other.path, error)) continue;
       throw Error(

@@ -49,7 +49,7 @@ Error current_error() {
   } catch (const std::bad_alloc&) {
     return {ErrorCode::kInternal, "out of memory"};
   } catch (const std::exception& error) {
-    return {ErrorCode::kInternal, error.what()};
+    return {code_of_foreign(error), error.what()};
   } catch (...) {
     return {ErrorCode::kInternal, "an exception of unknown type"};
   }

@@ -16,8 +16,8 @@ class OptionTable;
 // Runs `body` with MPI up; returns the process's exit code. An error is printed once in the whole
 // job, by the rank that saw it first. Where every rank throws the same Error(kUsage), all of them
 // return its exit code and MPI ends in peace; any other error ends the job on every rank within
-// about two seconds by MPI_Abort with exit_code(code). An exception that is no Error counts as
-// kInternal. Nothing escapes.
+// about two seconds by MPI_Abort with exit_code(code). An exception that is no Error has the code
+// of code_of_foreign(). Nothing escapes.
 int run_main(int argc, char** argv,
              const std::function<void(MpiSession& session, Communicator& world)>& body);
 

@@ -207,6 +207,31 @@ TEST_F(CliTest, ALossThatIsNotFiniteEndsTheRunBeforeItIsSaved) {
   EXPECT_FALSE(fs::exists(path("run")));
 }
 
+// The directory stands where a part of an older save would, or the file that says the step.
+TEST_F(CliTest, AFullDirectoryInTheWayOfASaveIsNamedAsAnOutputThatCannotBeWritten) {
+  for (const char* name : {"model-x.safetensors", "state.json"}) {
+    const std::string taken = std::string("run-") + name + "/" + name;
+    fs::create_directories(path(taken + "/inside"));
+    const Outcome outcome = sluice(small(std::string("--save run-") + name));
+    EXPECT_EQ(outcome.code, 4);
+    EXPECT_THAT(outcome.err, HasSubstr("cannot remove '" + taken + "': Directory not empty"));
+  }
+}
+
+TEST_F(CliTest, OutputsBelowALinkToItselfAreRefusedWithTheCause) {
+  fs::create_symlink("loop", path("loop"));
+  expect_refusal(sluice(small("--metrics loop/a --trace loop/b")), 4, "symbolic links");
+}
+
+TEST_F(CliTest, AMissingWorkingDirectoryIsNoReasonToRefuseAbsolutePaths) {
+  const std::string text = path("text.txt").string();
+  const Outcome outcome =
+      shell("sh -c 'mkdir gone && cd gone && rmdir ../gone && exec " SLUICE_PROGRAM " " +
+            small("--data " + text + " --trace t.json") + "'");
+  EXPECT_EQ(outcome.code, 4);
+  EXPECT_THAT(outcome.err, HasSubstr("cannot write file 't.json': No such file or directory"));
+}
+
 TEST_F(CliTest, ADryRunTellsTheMemoryOfTheRun) {
   const auto table = [](const std::string& text) {
     const std::size_t begin = text.find("  rank  stages"), end = text.find("  (layers:");
@@ -403,6 +428,12 @@ TEST_F(CliTest, AForeignExceptionIsAnInternalError) {
   const Outcome outcome = mpirun(2, SLUICE_FAILING_RANK, "foreign");
   EXPECT_EQ(outcome.code, 70);
   EXPECT_THAT(outcome.err, StartsWith("sluice: error: not one of ours [rank 1]\n"));
+}
+
+TEST_F(CliTest, AForeignErrorOfTheFileSystemIsAnOutputThatCannotBeWritten) {
+  const Outcome outcome = mpirun(2, SLUICE_FAILING_RANK, "filesystem");
+  EXPECT_EQ(outcome.code, 4);
+  EXPECT_EQ(lines_with(outcome.err, "Not a directory [a/file] [rank 1]"), 1) << outcome.err;
 }
 
 TEST_F(CliTest, WhatAllRanksThrowIsPrintedOnceAndWhatNoneThrowsNever) {

@@ -1,10 +1,13 @@
 // A program for cli_test: failing_rank <how>, where <how> is
-//   one     rank 1 throws while the others wait for a message that never comes
-//   all     every rank throws the same usage error
-//   foreign rank 1 throws something that is no Error
-//   none    every rank returns
+//   one         rank 1 throws while the others wait for a message that never comes
+//   all         every rank throws the same usage error
+//   foreign     rank 1 throws something that is no Error
+//   filesystem  rank 1 throws what std::filesystem does
+//   none        every rank returns
+#include <filesystem>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include "runtime/program.hpp"
 
@@ -27,6 +30,10 @@ int main(int argc, char** argv) {
     if (how == "none") return;
     if (how == "all") throw sluice::Error(sluice::ErrorCode::kUsage, "refused by all");
     if (world.rank() != 1) wait_for_nothing(world);
+    if (how == "filesystem") {
+      throw std::filesystem::filesystem_error("cannot remove", "a/file",
+                                              std::make_error_code(std::errc::not_a_directory));
+    }
     if (how == "foreign") throw std::runtime_error("not one of ours");
     throw sluice::Error(sluice::ErrorCode::kNumeric, "stage 1 lost a number");
   });
