@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <nlohmann/json.hpp>
 #include <span>
 
@@ -76,11 +77,13 @@ void JobWatch::poll() {
 
 void require_same_configuration(Collectives& comm,
                                 const std::vector<std::pair<std::string, std::string>>& values) {
-  const auto all = comm.all_gather_strings(Json(values).dump());
+  // CBOR carries any bytes: a path is not always UTF-8.
+  const std::vector<std::uint8_t> mine = Json::to_cbor(Json(values));
+  const auto all = comm.all_gather_strings(std::string(mine.begin(), mine.end()));
   for (std::size_t rank = 1; rank < all.size(); ++rank) {
     if (all[rank] == all[0]) continue;
-    const Json first = Json::parse(all[0]);
-    const Json other = Json::parse(all[rank]);
+    const Json first = Json::from_cbor(all[0]);
+    const Json other = Json::from_cbor(all[rank]);
     for (std::size_t i = 0; i < std::min(first.size(), other.size()); ++i) {
       if (first[i] == other[i]) continue;
       throw Error(ErrorCode::kMismatch,

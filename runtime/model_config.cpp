@@ -28,7 +28,7 @@ std::string model_config_text(const TransformerConfig& config,
                    {"rotary_base", config.rotary_base},
                    {"precision", name_of(config.precision)}};
   for (const auto& [name, value] : resolved) json["options"][name] = value;
-  return json.dump(2) + "\n";
+  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
 TransformerConfig read_model_config(const std::filesystem::path& directory) {

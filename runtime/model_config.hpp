@@ -10,7 +10,8 @@
 
 namespace sluice {
 
-// JSON: {"format": 1, "model": {...}, "options": {name: value, ...}}.
+// JSON: {"format": 1, "model": {...}, "options": {name: value, ...}}. A byte of
+// a value that is not UTF-8, in a path for instance, becomes U+FFFD.
 [[nodiscard]] std::string model_config_text(
     const TransformerConfig& config,
     const std::vector<std::pair<std::string, std::string>>& resolved);

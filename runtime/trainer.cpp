@@ -165,7 +165,9 @@ void Training::open_metrics() {
     run["kernels"] = kernel_set();
     run["matmul"] = matmul_library();
     run["mpi"] = machine_.library;
-    metrics_.emplace(options_.metrics, run.dump(), !options_.resume.empty());
+    metrics_.emplace(options_.metrics,
+                     run.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
+                     !options_.resume.empty());
   });
 }
 

@@ -185,6 +185,39 @@ TEST_F(TrainedTest, ItsSavedOptionsTrainTheSameAgain) {
   EXPECT_EQ(sluice("digest again").out, sluice("digest run").out);
 }
 
+// Names of files are bytes; this one is "cafe" with an accent in Latin-1.
+TEST_F(CliTest, NamesOfFilesThatAreNotUtf8AreTrainedOnSavedAndReadBack) {
+  const std::string name = "caf\xe9", replaced = "caf\xef\xbf\xbd";
+  write(name + ".txt", std::string(4000, 'a'));
+  const Outcome outcome = sluice(small("--data " + name + ".txt --save " + name + " --metrics " +
+                                       name + ".jsonl --trace " + name + ".json"));
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const auto options_in = [&](const std::string& text) {
+    const nlohmann::json json = nlohmann::json::parse(text);
+    return json.contains("run") ? json["run"]["options"] : json["options"];
+  };
+  std::istringstream metrics(read_file(path(name + ".jsonl")));
+  std::string first_line;
+  std::getline(metrics, first_line);
+  for (const nlohmann::json& options :
+       {options_in(read_file(path(name + "/config.json"))), options_in(first_line)}) {
+    EXPECT_EQ(options["data"], replaced + ".txt");
+    EXPECT_EQ(options["save"], replaced);
+  }
+  EXPECT_TRUE(nlohmann::json::accept(read_file(path(name + ".json"))));
+
+  const Outcome again = sluice("train --config " + name + "/options.conf --save again");
+  EXPECT_EQ(again.code, 0) << again.err;
+  EXPECT_EQ(sluice("digest again").out, sluice("digest " + name).out);
+  EXPECT_EQ(sluice("generate --weights " + name + " --tokens 2").code, 0);
+}
+
+TEST_F(CliTest, RanksThatNameOtherFilesAreToldApartByBytesThatAreNotUtf8) {
+  const std::string program = SLUICE_PROGRAM " " + small("--pipeline 2 --data caf");
+  expect_refusal(mpirun_beside(program + "\xe9", program + "\xe8"), 6,
+                 "ranks disagree about 'data': rank 0 has 'caf\xe9', rank 1 has 'caf\xe8'");
+}
+
 TEST_F(TrainedTest, RefusesTruncatedWeights) {
   const fs::path weights = path("run/model.safetensors");
   fs::resize_file(weights, fs::file_size(weights) - 4);
