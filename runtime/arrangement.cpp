@@ -78,6 +78,20 @@ Arrangement search(const TrainOptions& options, int ranks, Collectives& world) {
           .remark = json.at("remark").get<std::string>()};
 }
 
+// More chunks than give every layer a stage of its own, embedding and head included, only add
+// stages without layers; a schedule whose least number of chunks does so is free to.
+void require_layers_for_chunks(const TrainOptions& options, int ranks) {
+  const std::int64_t most =
+      std::max(options.model.layers + 2, stages_of(options.schedule, {ranks, 1, 1}));
+  if (std::int64_t{ranks} * options.chunks <= most) return;
+  throw Error(ErrorCode::kUsage,
+              fmt::format("option --chunks: {} on {} rank{} make {} stages, but --layers {} with "
+                          "embedding and head fill at most {}; the nearest legal value is {}",
+                          options.chunks, ranks, ranks == 1 ? "" : "s",
+                          std::int64_t{ranks} * options.chunks, options.model.layers,
+                          options.model.layers + 2, most / ranks));
+}
+
 }  // namespace
 
 Arrangement arrange(const TrainOptions& options, int ranks, Collectives& world) {
@@ -89,6 +103,7 @@ Arrangement arrange(const TrainOptions& options, int ranks, Collectives& world) 
                            ? options.order->placement.stages()
                            : stages_of(options.schedule,
                                        {ranks, std::max(options.micro_batches, 1), options.chunks});
+    if (options.order == nullptr) require_layers_for_chunks(options, ranks);
     return {.order = options.order,
             .partition = parse_partition(options.partition, layer_work(options.model), stages),
             .remark = {}};

@@ -223,8 +223,11 @@ void require_fitting(const Schedule& order, const ScheduleShape& shape) {
 Schedule order_of(const PipelineOptions& options, const ScheduleShape& shape) {
   try {
     if (options.order == nullptr) {
-      return generate(options.inference ? "forward-only" : options.schedule, shape);
+      const std::string name = options.inference ? "forward-only" : options.schedule;
+      require_plannable(stages_of(name, shape), shape.micro_batches);
+      return generate(name, shape);
     }
+    require_plannable(options.order->placement.stages(), shape.micro_batches);
     if (options.inference) {
       return generate_forward_only(options.order->placement, shape.micro_batches);
     }

@@ -88,7 +88,7 @@ void add_layout_options(OptionTable& table, TrainOptions& options, Words& words)
                    "which ranks are neighbours");
   table.add_choice("schedule", options.schedule, training_schedules(),
                    "order of micro-batches; see 'sluice schedule'; auto: searched for this model");
-  table.add_integer("chunks", options.chunks, 1, kMaxInt,
+  table.add_integer("chunks", options.chunks, 1, kMaxChunks,
                     "stages per rank; auto: 1 leaves it open");
   table.add_text("schedule-file", options.schedule_file, "PATH",
                  "the order from a file instead: Sluice's JSON or PyTorch's CSV");

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "runtime/schedule_costs.hpp"
+#include "runtime/transport_plan.hpp"
 #include "schedules/plan.hpp"
 #include "schedules/pytorch_csv.hpp"
 #include "schedules/schedule.hpp"
@@ -19,8 +20,6 @@ namespace sluice {
 // Above this many pairs of stage and micro-batch nothing is simulated on one machine: 1024 ranks
 // with two chunks each and 4096 micro-batches.
 inline constexpr std::int64_t kMaxReportPairs = 8'388'608;
-// Above this many nothing is planned, so that no transport is proven.
-inline constexpr std::int64_t kMaxPlannedPairs = 2'000'000;
 
 struct ReportRequest {
   SimulationDetail detail = {.timeline = false, .memory = false};

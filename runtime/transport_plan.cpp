@@ -10,6 +10,18 @@
 
 namespace sluice {
 
+void require_plannable(std::int64_t stages, std::int64_t micro_batches) {
+  if (micro_batches <= kMaxPlannedPairs / stages) return;
+  throw Error(
+      ErrorCode::kUsage,
+      fmt::format("{} stages with {} micro-batches each are too many to plan: at most {} pairs of "
+                  "stage and micro-batch are legal{}",
+                  stages, micro_batches, kMaxPlannedPairs,
+                  stages > kMaxPlannedPairs ? ""
+                                            : fmt::format("; nearest legal: --micro-batches {}",
+                                                          kMaxPlannedPairs / stages)));
+}
+
 const TransportNeeds& needs_of(std::string_view transport) {
   // Messages with tags are sent without blocking, at worst by rendezvous; a bound on unmatched
   // sends is none of these transports'.

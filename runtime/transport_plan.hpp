@@ -2,6 +2,7 @@
 // plan that may stand still over it is refused before anything is allocated.
 #pragma once
 
+#include <cstdint>
 #include <string_view>
 #include <vector>
 
@@ -9,6 +10,13 @@
 #include "schedules/schedule.hpp"
 
 namespace sluice {
+
+// Above this many pairs of stage and micro-batch nothing is planned: a plan of two million takes
+// seconds and more than half a gigabyte.
+inline constexpr std::int64_t kMaxPlannedPairs = 2'000'000;
+
+// Throws Error(kUsage) with the nearest legal number of micro-batches where there are more pairs.
+void require_plannable(std::int64_t stages, std::int64_t micro_batches);
 
 struct TransportNeeds {
   std::string_view name;  // as Communicator::name() says it

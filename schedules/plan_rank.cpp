@@ -93,11 +93,10 @@ class RankPlanner {
     }
   };
 
-  // Position of one of this rank's stages among its own. Ranks own few stages.
+  // Position of one of this rank's stages among its own, which ascend.
   std::size_t local(int stage) const {
-    std::size_t i = 0;
-    while (own_[i] != stage) ++i;
-    return i;
+    return static_cast<std::size_t>(std::lower_bound(own_.begin(), own_.end(), stage) -
+                                    own_.begin());
   }
   StageView view(int stage) {
     const std::size_t first = local(stage) * kKinds;

@@ -45,6 +45,9 @@ class Placement {
   std::vector<std::vector<int>> rank_to_stages_;
 };
 
+// The most that options take: what handles a rank's stages one by one grows with their square.
+inline constexpr int kMaxChunks = 1024;
+
 struct ScheduleShape {
   int ranks = 1;          // p >= 1
   int micro_batches = 1;  // m >= 1

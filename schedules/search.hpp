@@ -26,6 +26,9 @@ enum class Objective : std::uint8_t {
   kSpan,      // the longest time of one rank from its first to its last action, as the papers count
 };
 
+// A search takes longer than in proportion to the chunks: 64 are seconds.
+inline constexpr int kMaxSearchedChunks = 64;
+
 struct SearchRequest {
   int ranks = 1;          // p >= 1
   int micro_batches = 1;  // m >= 1
@@ -39,7 +42,8 @@ struct SearchRequest {
   // each.
   bool whole_layers = false;
 
-  // Numbers of chunks to try; empty: 1, 2, 4 and 8, as far as there are layers.
+  // Numbers of chunks to try, each at most kMaxSearchedChunks; empty: 1, 2, 4 and 8, as far as
+  // there are layers.
   std::vector<int> chunks = {};
   // Stages can part their backward pass into I and W.
   bool split_backward = true;

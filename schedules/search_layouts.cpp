@@ -13,8 +13,8 @@
 namespace sluice::search {
 namespace {
 
-// Beyond it an order does not fit what a search may hold.
-constexpr std::int64_t kMaxPairs = 2'000'000;
+// Beyond it a search takes longer than a quarter of a minute.
+constexpr std::int64_t kMaxPairs = 400'000;
 constexpr int kMaxLayers = 10'000;
 
 std::size_t at(int index) { return static_cast<std::size_t>(index); }
@@ -101,7 +101,12 @@ void check_request(const SearchRequest& request) {
   };
   positive("ranks", request.ranks);
   positive("micro-batches", request.micro_batches);
-  for (const int chunks : request.chunks) positive("chunks", chunks);
+  for (const int chunks : request.chunks) {
+    positive("chunks", chunks);
+    require(chunks <= kMaxSearchedChunks, "chunks is " + std::to_string(chunks) +
+                                              "; the nearest legal value is " +
+                                              std::to_string(kMaxSearchedChunks));
+  }
   require(request.byte_limit.empty() || request.in_flight_limit.empty(),
           "limits of bytes and of micro-batches in flight; legal is one of the two");
   require(request.byte_limit.empty() || !request.model.bytes.empty(),

@@ -55,7 +55,8 @@ class ParameterSet {
   // without being tied.
   void allocate(const DeviceMemory& memory, std::uint64_t seed);
 
-  [[nodiscard]] std::vector<Parameter*> all();           // in order of add()
+  [[nodiscard]] std::vector<Parameter*> all();  // in order of add()
+  [[nodiscard]] std::size_t size() const { return parameters_.size(); }
   [[nodiscard]] Parameter* find(std::string_view name);  // first use, or null
   // All gradients (values) as one vector, padding between parameters included and always zero.
   // Memory that allocate() was given, like the parameters' tensors.

@@ -3,8 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <charconv>
-#include <limits>
+#include <cstdint>
 #include <numeric>
 #include <string>
 
@@ -39,27 +40,39 @@ Partition one_layer_each(int layers, int stages) {
   return partition;
 }
 
-// least[s][n]: smallest possible largest cost of the first n layers on s stages, none empty.
-std::vector<std::vector<double>> least_maxima(const std::vector<double>& prefix, int stages) {
-  const size_t layers = prefix.size() - 1;
-  const double infinity = std::numeric_limits<double>::infinity();
-  std::vector<std::vector<double>> least(static_cast<size_t>(stages) + 1,
-                                         std::vector<double>(layers + 1, infinity));
-  least[0][0] = 0;
-  for (size_t s = 1; s < least.size(); ++s) {
-    for (size_t n = s; n <= layers; ++n) {
-      // The last stage grows as begin falls; once it alone is no better, nothing further is.
-      for (size_t begin = n - 1; begin + 1 >= s && prefix[n] - prefix[begin] < least[s][n];
-           --begin) {
-        least[s][n] =
-            std::min(least[s][n], std::max(least[s - 1][begin], prefix[n] - prefix[begin]));
-        if (begin == 0) {
-          break;
-        }
-      }
+// [n]: how few stages the first n layers need where none may cost more than `bound`, which no layer
+// alone exceeds. Each stage takes as many layers as it can.
+std::vector<int> stages_needed(const std::vector<double>& prefix, double bound) {
+  std::vector<int> needed(prefix.size(), 0);
+  size_t begin = 0;
+  for (size_t n = 1; n < prefix.size(); ++n) {
+    needed[n] = needed[n - 1];
+    if (n == 1 || prefix[n] - prefix[begin] > bound) {
+      begin = n - 1;
+      ++needed[n];
     }
   }
-  return least;
+  return needed;
+}
+
+// The smallest possible largest cost of a stage. Numbers from 0 up are ordered as their bits are,
+// so bisection ends at the very number.
+double least_largest(const std::vector<double>& prefix, int stages) {
+  double most = 0;
+  for (size_t n = 1; n < prefix.size(); ++n) {
+    most = std::max(most, prefix[n] - prefix[n - 1]);
+  }
+  auto low = std::bit_cast<std::uint64_t>(most);
+  auto high = std::bit_cast<std::uint64_t>(prefix.back());
+  while (low < high) {
+    const std::uint64_t middle = low + (high - low) / 2;
+    if (stages_needed(prefix, std::bit_cast<double>(middle)).back() <= stages) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return std::bit_cast<double>(low);
 }
 
 std::vector<int> parse_counts(std::string_view text, int blocks, int stages) {
@@ -116,21 +129,21 @@ Partition partition_by_cost(std::span<const double> costs, int stages) {
   }
   std::vector<double> prefix(costs.size() + 1, 0.0);
   std::partial_sum(costs.begin(), costs.end(), prefix.begin() + 1);
-  const auto least = least_maxima(prefix, stages);
-  const double bound = least[static_cast<size_t>(stages)][costs.size()];
+  const double bound = least_largest(prefix, stages);
+  const std::vector<int> needed = stages_needed(prefix, bound);
 
-  // From the back: each stage as light as the bound on the rest allows.
+  // From the back: each stage as light as the bound on the rest allows, none empty.
   Partition partition;
   partition.first.assign(static_cast<size_t>(stages) + 1, 0);
   size_t end = costs.size();
-  for (size_t s = static_cast<size_t>(stages); s >= 1; --s) {
-    partition.first[s] = static_cast<int>(end);
-    size_t begin = end - 1;
-    while (least[s - 1][begin] > bound) {
-      --begin;
+  for (int s = stages; s > 1; --s) {
+    partition.first[static_cast<size_t>(s)] = static_cast<int>(end);
+    --end;
+    while (needed[end] > s - 1) {
+      --end;
     }
-    end = begin;
   }
+  partition.first[1] = static_cast<int>(end);
   return partition;
 }
 

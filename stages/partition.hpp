@@ -15,11 +15,12 @@ struct Partition {
   friend bool operator==(const Partition&, const Partition&) = default;
 };
 
-// Contiguous, smallest possible largest cost, by dynamic programming; ties go to the partition
-// whose later stages are lighter. costs[i] >= 0 is layer i's work (embedding and head included).
-// Stage 0 always owns the first layer and the last stage the last one. With at least as many layers
-// as stages no stage is empty; with fewer, each layer has a stage of its own and the stages before
-// the last are empty. Throws Error(kUsage) for stages < 1, and for one layer on several stages.
+// Contiguous, smallest possible largest cost, found by bisection in time linear in the layers; ties
+// go to the partition whose later stages are lighter. costs[i] >= 0 is layer i's work (embedding
+// and head included). Stage 0 always owns the first layer and the last stage the last one. With at
+// least as many layers as stages no stage is empty; with fewer, each layer has a stage of its own
+// and the stages before the last are empty. Throws Error(kUsage) for stages < 1, and for one layer
+// on several stages.
 [[nodiscard]] Partition partition_by_cost(std::span<const double> costs, int stages);
 
 // "auto" (by cost), "even" (equal counts of blocks, the first stages take one more; embedding with

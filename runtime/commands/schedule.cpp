@@ -56,7 +56,7 @@ OptionTable make_table(ScheduleOptions& options) {
                    "which; auto: as 'sluice schedule auto', which has options of its own");
   table.add_integer("ranks", options.shape.ranks, 1, kMaxInt, "pipeline depth");
   table.add_integer("micro-batches", options.shape.micro_batches, 1, kMaxInt, "per step");
-  table.add_integer("chunks", options.shape.chunks, 1, kMaxInt, "stages per rank");
+  table.add_integer("chunks", options.shape.chunks, 1, kMaxChunks, "stages per rank");
   table.add_text("file", options.file, "PATH",
                  "read this schedule instead: Sluice's JSON or PyTorch's CSV");
   table.add_choice("csv-alphabet", options.csv_alphabet, {"detect", "current", "older"},

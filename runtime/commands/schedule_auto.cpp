@@ -36,8 +36,8 @@ OptionTable make_table(AutoOptions& options) {
   table.add_integer("micro-batches", options.request.micro_batches, 1, kMaxInt, "per step");
   table.add_choice("objective", options.objective, {"makespan", "span"},
                    "makespan: the step with its barrier; span: as the papers rank");
-  table.add_integer("chunks", options.chunks, 1, kMaxInt, "stages per rank; auto: 1, 2, 4 or 8",
-                    "auto");
+  table.add_integer("chunks", options.chunks, 1, kMaxSearchedChunks,
+                    "stages per rank; auto: 1, 2, 4 or 8", "auto");
   table.add_integer("layers", options.layers, 1, kMaxInt,
                     "of the model, costs being of layers; any: it can be cut anywhere", "any");
   table.add_flag("whole-backward", options.whole_backward,

@@ -25,7 +25,7 @@ int schedule_compare_command(const std::vector<std::string>& arguments) {
       "  sluice schedule compare --ranks 8 --micro-batches 32");
   table.add_integer("ranks", shape.ranks, 1, kMaxInt, "pipeline depth");
   table.add_integer("micro-batches", shape.micro_batches, 1, kMaxInt, "per step");
-  table.add_integer("chunks", shape.chunks, 1, kMaxInt,
+  table.add_integer("chunks", shape.chunks, 1, kMaxChunks,
                     "stages per rank; auto: 2 for schedules that take them", "auto");
   table.add_choice("objective", objective, {"makespan", "span"},
                    "to sort by: the step with its barrier, or a rank's longest own span");

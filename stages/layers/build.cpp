@@ -97,7 +97,7 @@ TransformerSizes sizes_of(const TransformerConfig& config) {
 std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
                                      ParameterSet& parameters, WeightCopies& copies,
                                      std::vector<std::unique_ptr<Layer>>& layers) {
-  std::vector<std::size_t> first_parameters = {parameters.all().size()};
+  std::vector<std::size_t> first_parameters = {parameters.size()};
   if (index == 0) {
     EmbeddingLayer::Options options;
     options.vocabulary = config.vocabulary;
@@ -108,7 +108,7 @@ std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
     layers.push_back(std::make_unique<EmbeddingLayer>(options, parameters));
   } else if (index <= config.layers) {
     append(config, make_attention(config, index, parameters, copies), layers);
-    first_parameters.push_back(parameters.all().size());
+    first_parameters.push_back(parameters.size());
     append(config, make_mlp(config, index, parameters, copies), layers);
   } else {
     HeadLayer::Options options;

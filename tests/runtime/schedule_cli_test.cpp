@@ -183,5 +183,39 @@ TEST_F(CliTest, ScheduleAutoCutsLayersAndWritesAFile) {
   EXPECT_EQ(nlohmann::json::parse(read.out).at("schedule"), "auto");
 }
 
+// --- sizes beyond any model: refused, or planned, before the time-out of a command ---
+
+TEST_F(CliTest, ChunksBeyondTheLayersAreRefusedWithTheMostThatAreLegal) {
+  const std::string dry = "train --dry-run --schedule interleaved ";
+  expect_refusal(sluice(dry + "--chunks 100000 --layers 60000"), 2, "from 1 to 1024");
+  expect_refusal(sluice(dry + "--chunks 100000000"), 2, "from 1 to 1024");
+  expect_refusal(sluice(dry + "--chunks 9 --layers 6"), 2, "the nearest legal value is 8");
+  expect_refusal(mpirun(2, SLUICE_PROGRAM, dry + "--chunks 5 --layers 6"), 2,
+                 "10 stages, but --layers 6 with embedding and head fill at most 8; the nearest "
+                 "legal value is 4");
+  EXPECT_EQ(sluice(dry + "--chunks 8 --layers 6").code, 0);
+  EXPECT_EQ(mpirun(3, SLUICE_PROGRAM, "train --dry-run --schedule zb-v --layers 1").code, 0);
+  expect_refusal(sluice("schedule --chunks 100000000"), 2, "from 1 to 1024");
+  expect_refusal(sluice("schedule compare --chunks 100000000"), 2, "from 1 to 1024");
+  expect_refusal(sluice("schedule auto --chunks 1000"), 2, "from 1 to 64");
+  expect_refusal(sluice("train --dry-run --schedule auto --layers 1000 --chunks 1000"), 2,
+                 "chunks is 1000; the nearest legal value is 64");
+}
+
+TEST_F(CliTest, MicroBatchesBeyondAPlanAreRefusedWithBothSizes) {
+  expect_refusal(sluice("train --dry-run --schedule interleaved --chunks 4 --micro-batches 600000"),
+                 2, "4 stages with 600000 micro-batches each");
+  expect_refusal(sluice("schedule auto --ranks 4 --micro-batches 100001"), 2,
+                 "more than 400000 pairs of stage and micro-batch");
+}
+
+TEST_F(CliTest, TheLargestLegalModelIsPlanned) {
+  const Outcome whole =
+      sluice("train --dry-run --layers 65536 --width 262144 --heads 4096 --context 1048576");
+  EXPECT_EQ(whole.code, 0) << whole.err;
+  const Outcome cut = sluice("train --dry-run --layers 65536 --schedule interleaved --chunks 1024");
+  EXPECT_EQ(cut.code, 0) << cut.err;
+}
+
 }  // namespace
 }  // namespace sluice::testing
