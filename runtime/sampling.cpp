@@ -13,9 +13,12 @@
 namespace sluice {
 namespace {
 
+// Any number that no layer's place has (see random_site).
+constexpr std::uint64_t kSite = 0xCD840A92;
+
 // In [0, 1), 53 bits.
 double uniform(std::uint64_t seed, std::uint64_t position) {
-  const RandomKey key = {.seed = seed, .site = hash_name("generate"), .step = 0};
+  const RandomKey key = {.seed = seed, .site = kSite, .step = 0};
   const auto words = philox(key, 0, position);
   const std::uint64_t bits = (std::uint64_t{words[0]} << 32 | words[1]) >> 11;
   return static_cast<double>(bits) * 0x1.0p-53;

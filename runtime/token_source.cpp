@@ -9,6 +9,9 @@
 namespace sluice {
 namespace {
 
+// Any number that no layer's place has (see random_site).
+constexpr std::uint64_t kOffsetSite = 0xC3430BEE;
+
 // A number in [0, bound), bound > 0, from 64 random bits: the upper half of their product. Its bias
 // is at most bound / 2^64.
 std::int64_t draw_below(std::int64_t bound, const RandomKey& key, std::int64_t sample) {
@@ -43,7 +46,7 @@ class TokenSource final : public TokenShapes {
       : TokenShapes(context),
         file_(std::move(file)),
         windows_(sluice::validation_samples(*file_, context)),
-        key_{.seed = seed, .site = hash_name("data.offset"), .step = 0} {}
+        key_{.seed = seed, .site = kOffsetSite, .step = 0} {}
 
   void inputs(Phase phase, std::uint64_t step, SampleRange range,
               std::span<const Tensor> into) const override {

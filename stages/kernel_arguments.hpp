@@ -17,7 +17,7 @@ struct DropoutArguments {
   // Null, or where a device finds the step that the key is of, with the rest of its RandomKey.
   const uint64_t* step;
   uint64_t seed;
-  uint32_t site;
+  uint64_t site;
 };
 
 struct AdamWArguments {

@@ -185,13 +185,15 @@ SLUICE_MATH void philox_rounds(const uint32_t (&key)[2], W& a, W& b, W& c, W& d)
     key1 += 0xBB67AE85U;
   }
 }
-// The key of a RandomKey's stream: the first two words of the block whose counter is site, step and
-// a constant, under the seed. W: one 32-bit word.
+// The key of a RandomKey's stream: the first two words of the block whose counter is the low word
+// of site, step, and a constant with the high word of site in it, under the seed. W: one 32-bit
+// word.
 template <typename W>
-SLUICE_MATH void philox_stream_key(uint64_t seed, uint32_t site, uint64_t step,
+SLUICE_MATH void philox_stream_key(uint64_t seed, uint64_t site, uint64_t step,
                                    uint32_t (&key)[2]) {
   const uint32_t under[2] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
-  W a = site, b = static_cast<W>(step), c = static_cast<W>(step >> 32), d = 0x536C7563U;
+  W a = static_cast<W>(site), b = static_cast<W>(step), c = static_cast<W>(step >> 32);
+  W d = 0x536C7563U ^ static_cast<W>(site >> 32);
   philox_rounds(under, a, b, c, d);
   key[0] = a;
   key[1] = b;

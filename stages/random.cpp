@@ -25,10 +25,10 @@ std::array<std::uint32_t, 4> philox(const RandomKey& key, std::uint64_t hi, std:
                       philox_key(key));
 }
 
-std::uint32_t hash_name(std::string_view name) {
-  std::uint32_t hash = 0x811C9DC5U;
+std::uint64_t hash_name(std::string_view name) {
+  std::uint64_t hash = 0xCBF29CE484222325U;
   for (const char letter : name) {
-    hash = (hash ^ static_cast<unsigned char>(letter)) * 0x01000193U;
+    hash = (hash ^ static_cast<unsigned char>(letter)) * 0x00000100000001B3U;
   }
   return hash;
 }

@@ -12,15 +12,15 @@ namespace sluice {
 // What a random stream is for. Two streams with different keys are independent.
 struct RandomKey {
   std::uint64_t seed = 0;
-  std::uint32_t site = 0;  // layer and place in it (see random_site), or a hash of a name
+  std::uint64_t site = 0;  // layer and place in it (see random_site), or a hash of a name
   std::uint64_t step = 0;  // training step; 0 for initial values
 };
 
 // Philox4x32-10 itself, words in the paper's order.
 [[nodiscard]] std::array<std::uint32_t, 4> philox_block(std::array<std::uint32_t, 4> counter,
                                                         std::array<std::uint32_t, 2> key);
-// The 64-bit key that stands for a RandomKey: the first two words of the block whose counter is
-// site, step and a constant, under the seed.
+// The 64-bit key that stands for a RandomKey: the first two words of the block whose counter is the
+// low word of site, step, and a constant with the high word of site in it, under the seed.
 [[nodiscard]] std::array<std::uint32_t, 2> philox_key(const RandomKey& key);
 // Four 32-bit words for counter (hi, lo) under `key`: the block at lo, hi (low word first) under
 // philox_key(key).
@@ -34,7 +34,8 @@ struct RandomKey {
 [[nodiscard]] constexpr std::uint32_t random_site(std::uint32_t layer, std::uint32_t place) {
   return layer << 8 | place;
 }
-// FNV-1a, for streams named by a parameter.
-[[nodiscard]] std::uint32_t hash_name(std::string_view name);
+// FNV-1a of 64 bits, for streams named by a parameter: of a million names two are alike with a
+// probability of 3e-8.
+[[nodiscard]] std::uint64_t hash_name(std::string_view name);
 
 }  // namespace sluice

@@ -55,6 +55,15 @@ TEST(ParameterSetTest, DrawsAFunctionOfSeedAndNameAlone) {
   EXPECT_NE(copy(alone.find("x")->value), copy(reseeded.find("x")->value));
 }
 
+// FNV-1a of 32 bits gives both names 0xDDBB36CD.
+TEST(ParameterSetTest, NamesOfOneShortHashDrawDifferentValues) {
+  ParameterSet set;
+  set.add("yiijsv.weight", {64}, Init::normal(1));
+  set.add("ktodoe.weight", {64}, Init::normal(1));
+  set.allocate({}, 1);
+  EXPECT_NE(copy(set.find("yiijsv.weight")->value), copy(set.find("ktodoe.weight")->value));
+}
+
 TEST(ParameterSetTest, PrefixOfALongerParameterIsTheSame) {
   ParameterSet odd, longer;
   odd.add("x", {7}, Init::normal(1));

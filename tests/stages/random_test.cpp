@@ -28,13 +28,24 @@ TEST(PhiloxTest, EveryPartOfTheKeyAndCounterMatters) {
                           philox(key, 1, 0),
                           philox({2, 2, 3}, 0, 0),
                           philox({1, 3, 3}, 0, 0),
+                          philox({1, 2 + (1ULL << 40), 3}, 0, 0),
                           philox({1, 2, 4}, 0, 0),
                           philox({1ULL << 40 | 1, 2, 3}, 0, 0),
                           philox({1, 2, 3 + (1ULL << 40)}, 0, 0),
                           philox(key, 0, 1ULL << 40),
                           philox(key, 1ULL << 40, 0)};
-  EXPECT_EQ(seen.size(), 10U);
+  EXPECT_EQ(seen.size(), 11U);
   EXPECT_EQ(philox(key, 5, 6), philox(key, 5, 6));
+}
+
+TEST(PhiloxTest, KeysAreTheBlockOfSiteAndStepUnderTheSeed) {
+  const auto key_of = [](const Words& words) {
+    return std::array<std::uint32_t, 2>{words[0], words[1]};
+  };
+  EXPECT_EQ(philox_key({1, random_site(2, 3), 4}),
+            key_of(philox_block({2 << 8 | 3, 4, 0, 0x536C7563}, {1, 0})));
+  EXPECT_EQ(philox_key({1, 5ULL << 32 | 6, 4}),
+            key_of(philox_block({6, 4, 0, 0x536C7563 ^ 5}, {1, 0})));
 }
 
 TEST(PhiloxTest, UnitNumbersLieInTheHalfOpenInterval) {
@@ -44,9 +55,9 @@ TEST(PhiloxTest, UnitNumbersLieInTheHalfOpenInterval) {
 }
 
 TEST(PhiloxTest, NamesHashAsFnv1a) {
-  EXPECT_EQ(hash_name(""), 0x811C9DC5U);
-  EXPECT_EQ(hash_name("a"), 0xE40C292CU);
-  EXPECT_EQ(hash_name("foobar"), 0xBF9CF968U);
+  EXPECT_EQ(hash_name(""), 0xCBF29CE484222325U);
+  EXPECT_EQ(hash_name("a"), 0xAF63DC4C8601EC8CU);
+  EXPECT_EQ(hash_name("foobar"), 0x85944171F73967E8U);
 }
 
 }  // namespace
