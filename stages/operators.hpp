@@ -11,7 +11,14 @@
 // order that depends on shapes alone. "overwrites" or "adds to" is said of every output. Weight
 // gradients add. Products go through one call site per (layer, operation): shape, leading
 // dimension, transposition, epilogue and accumulation are a function of the model and the
-// micro-batch alone. Shapes are checked by the layers when they are built, not here.
+// micro-batch alone.
+//
+// Operands. Every call compares the types and shapes of its operands before it does anything, and
+// throws Error(kUsage) that names the operator, the operands and what would be legal. The last
+// dimension is the width; rows may be several dimensions, [samples, sequence, width] for instance.
+// Weights and tables have two dimensions, biases and gains one. What is not said to be null may be
+// it only without elements. Not checked: contents (a token outside of the table), and how much
+// memory lies behind a pointer.
 //
 // Scratch. <operator>_workspace() says what a call takes of ctx.workspace(), in bytes: the operator
 // asks the same function, and stages add it up before anything is allocated. Operators without one

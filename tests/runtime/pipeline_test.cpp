@@ -11,6 +11,7 @@
 #include "comm/error.hpp"
 #include "comm/loopback.hpp"
 #include "runtime/checkpoint.hpp"
+#include "stages/operators.hpp"
 #include "tests/allocation_counter.hpp"
 #include "tests/runtime/arithmetic_stage.hpp"
 #include "tests/runtime/temporary_directory.hpp"
@@ -91,6 +92,54 @@ TEST(PipelineTest, AnErrorOfAStageKeepsItsCodeAndNamesTheAction) {
     EXPECT_EQ(error.code(), ErrorCode::kDevice);
     EXPECT_STREQ(error.what(), "stage 1, 1F1: out of host memory");
   }
+}
+
+// y = x weightᵀ, of `out` columns, but described as of `described` columns.
+class LinearStage : public ArithmeticStage {
+ public:
+  LinearStage(int stage, std::int64_t in, std::int64_t out, std::int64_t described)
+      : ArithmeticStage(stage),
+        described_(described),
+        weight_(&parameters()->add("weight" + std::to_string(stage), Shape{out, in},
+                                   Init::normal(0.1))) {}
+  StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
+    return {{{DType::kF32, Shape{inputs[0].shape[0], described_}}}};
+  }
+  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
+    linear_forward(ctx.compute, x[0], weight_->value, {}, y[0]);
+  }
+  void backward(StageContext& ctx, std::span<const Tensor> dy,
+                std::span<const Tensor> dx) override {
+    if (!dx.empty()) linear_backward_input(ctx.compute, dy[0], weight_->value, dx[0]);
+    linear_backward_weight(ctx.compute, ctx.inputs[0], dy[0], weight_->grad, {});
+  }
+
+ private:
+  std::int64_t described_;
+  Parameter* weight_;
+};
+
+TEST(PipelineTest, AStageThatWritesMoreThanItDescribedIsRefused) {
+  const auto source =
+      make_array_source(std::vector<float>(80, 1), 10, std::vector<float>(8, 1), 1, 4);
+  const auto described = [](std::int64_t columns) {
+    return [=](int stage, int) -> std::unique_ptr<Stage> {
+      if (stage == 0) return std::make_unique<LinearStage>(0, 10, 16, columns);
+      return std::make_unique<LinearStage>(1, 16, 1, 1);
+    };
+  };
+  for (const Error& error : errors_of(2, [&](Communicator& comm) {
+         Pipeline(comm, sgd_options(2), described(7), *source).train_step();
+       })) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_EQ(error.rank(), 0);
+    EXPECT_STREQ(error.what(),
+                 "stage 0, 0F0: linear_forward: y is f32 [1, 7]; legal with x f32 [1, 10] and "
+                 "weight f32 [16, 10]: f32 [1, 16]");
+  }
+  run_loopback(2, [&](Communicator& comm) {
+    Pipeline(comm, sgd_options(2), described(16), *source).train_step();
+  });
 }
 
 // Fails before the first action of a step.
