@@ -1,6 +1,8 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <array>
+#include <utility>
 
 #include "comm/communicator.hpp"
 #include "comm/error.hpp"
@@ -18,6 +20,9 @@ enum TagOffset : int {
   kScatterTag,
   kShardTag,
 };
+
+constexpr std::size_t kFirstCopy = 4096;           // bytes
+constexpr std::size_t kLargestCopy = 1024 * 1024;  // that is used again
 
 // Elements of a shard summed at a time: two blocks per peer stay within a core's L2 cache.
 constexpr std::size_t kBlock = 32 * 1024;
@@ -53,21 +58,26 @@ void add(float* __restrict sum, const float* __restrict term, std::size_t count)
 
 }  // namespace
 
-// Gives up the requests of a call that ends by an exception.
+// Gives up the requests of a call that ends by an exception, and hands over what sends read.
 class Collectives::OpenRequests {
  public:
-  OpenRequests(Communicator& comm, std::span<Request> requests)
-      : comm_(comm), requests_(requests) {}
+  OpenRequests(Communicator& comm, std::span<Request> requests, Owner owner)
+      : comm_(comm), requests_(requests), owner_(std::move(owner)) {}
   ~OpenRequests() {
+    bool any = false;
     for (Request& request : requests_) {
       if (request.index == Request::kNone) {
         continue;
       }
+      any = true;
       try {
         comm_.cancel(request);
       } catch (...) {  // the request is lost with its communicator
         request.index = Request::kNone;
       }
+    }
+    if (any && owner_ != nullptr) {
+      comm_.keep(std::move(owner_));
     }
   }
   OpenRequests(const OpenRequests&) = delete;
@@ -76,6 +86,7 @@ class Collectives::OpenRequests {
  private:
   Communicator& comm_;
   std::span<Request> requests_;
+  Owner owner_;
 };
 
 Collectives::Collectives(Communicator& comm, int base_tag, Interrupt* interrupt)
@@ -83,7 +94,8 @@ Collectives::Collectives(Communicator& comm, int base_tag, Interrupt* interrupt)
       base_tag_(base_tag),
       interrupt_(interrupt),
       waiter_(comm.local_size()),
-      open_(4 * static_cast<std::size_t>(comm.size())) {}
+      open_(4 * static_cast<std::size_t>(comm.size())),
+      copy_(std::make_shared<std::vector<std::byte>>(kFirstCopy)) {}
 
 // `expected_bytes`: of a receive; 0 for a send.
 void Collectives::wait(Request& request, std::size_t expected_bytes) {
@@ -105,9 +117,27 @@ void Collectives::wait(Request& request, std::size_t expected_bytes) {
   }
 }
 
-void Collectives::send_tagged(int peer, int tag, std::span<const std::byte> bytes) {
+std::span<const std::byte> Collectives::copy_of(std::span<const std::byte> bytes, Owner& owner) {
+  if (bytes.size() > kLargestCopy) {
+    const auto copy = std::make_shared<std::vector<std::byte>>(bytes.begin(), bytes.end());
+    owner = copy;
+    return *copy;
+  }
+  // The communicator may still have it where an earlier call threw.
+  if (copy_.use_count() > 1 || copy_->size() < bytes.size()) {
+    copy_ = std::make_shared<std::vector<std::byte>>(std::max(bytes.size(), kFirstCopy));
+  }
+  std::copy(bytes.begin(), bytes.end(), copy_->begin());
+  owner = copy_;
+  return std::span(*copy_).first(bytes.size());
+}
+
+void Collectives::send_tagged(int peer, int tag, std::span<const std::byte> bytes, Owner owner) {
+  if (owner == nullptr) {
+    bytes = copy_of(bytes, owner);
+  }
   Request request;
-  const OpenRequests guard(comm_, {&request, 1});
+  const OpenRequests guard(comm_, {&request, 1}, owner);
   do {
     const std::size_t piece = std::min(bytes.size(), kMaxPieceBytes);
     request = comm_.start_send(peer, base_tag_ + tag, bytes.first(piece));
@@ -118,7 +148,7 @@ void Collectives::send_tagged(int peer, int tag, std::span<const std::byte> byte
 
 void Collectives::recv_tagged(int peer, int tag, std::span<std::byte> bytes) {
   Request request;
-  const OpenRequests guard(comm_, {&request, 1});
+  const OpenRequests guard(comm_, {&request, 1}, nullptr);
   do {
     const std::size_t piece = std::min(bytes.size(), kMaxPieceBytes);
     request = comm_.post_recv(peer, base_tag_ + tag, bytes.first(piece));
@@ -127,8 +157,8 @@ void Collectives::recv_tagged(int peer, int tag, std::span<std::byte> bytes) {
   } while (!bytes.empty());
 }
 
-void Collectives::send(int peer, std::span<const std::byte> bytes) {
-  send_tagged(peer, kPointTag, bytes);
+void Collectives::send(int peer, std::span<const std::byte> bytes, const Owner& owner) {
+  send_tagged(peer, kPointTag, bytes, owner);
 }
 
 void Collectives::recv(int peer, std::span<std::byte> bytes) {
@@ -139,14 +169,14 @@ void Collectives::recv(int peer, std::span<std::byte> bytes) {
 void Collectives::barrier() {
   const int size = comm_.size();
   for (int distance = 1; distance < size; distance *= 2) {
-    std::byte mine{};
     std::byte theirs{};
+    Owner owner;
+    const std::span<const std::byte> mine = copy_of(std::array<std::byte, 1>{}, owner);
     Request requests[2];
-    const OpenRequests guard(comm_, requests);
+    const OpenRequests guard(comm_, requests, owner);
     requests[0] = comm_.post_recv((comm_.rank() - distance + size) % size, base_tag_ + kBarrierTag,
                                   {&theirs, 1});
-    requests[1] =
-        comm_.start_send((comm_.rank() + distance) % size, base_tag_ + kBarrierTag, {&mine, 1});
+    requests[1] = comm_.start_send((comm_.rank() + distance) % size, base_tag_ + kBarrierTag, mine);
     wait(requests[0], 1);
     wait(requests[1], 0);
   }
@@ -219,7 +249,8 @@ std::size_t Collectives::ordered_sum_workspace(std::size_t count) const {
   return size == 1 ? 0 : 2 * size * std::min(kBlock, shard_size(count, comm_.size()));
 }
 
-void Collectives::ordered_sum(std::span<float> values, std::span<float> workspace) {
+void Collectives::ordered_sum(std::span<float> values, std::span<float> workspace,
+                              const Owner& owner) {
   if (comm_.size() == 1 || values.empty()) {
     return;
   }
@@ -229,7 +260,7 @@ void Collectives::ordered_sum(std::span<float> values, std::span<float> workspac
                             values.size(), ordered_sum_workspace(values.size()), workspace.size()),
                 comm_.rank());
   }
-  const OpenRequests guard(comm_, open_);
+  const OpenRequests guard(comm_, open_, owner);
   reduce_scatter(values, workspace);
   gather_shards(values);
 }

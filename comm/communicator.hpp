@@ -5,8 +5,9 @@
 //
 // Threading: all calls of one communicator come from one thread. Messages between two ranks with
 // one tag arrive in the order sent; nothing is said across tags. Ownership: memory handed in stays
-// the caller's and must outlive the request. Nothing here blocks except split(), duplicate() and
-// the destructor of a communicator with open requests, which cancels receives.
+// the caller's and must outlive the request; that of sends given up goes to keep(). Nothing here
+// blocks except split(), duplicate() and the destructor of a communicator with open requests, which
+// cancels them.
 #pragma once
 
 #include <cstddef>
@@ -26,6 +27,9 @@ struct Request {
   static constexpr std::int32_t kNone = -1;
   std::int32_t index = kNone;
 };
+
+// Keeps memory alive.
+using Owner = std::shared_ptr<const void>;
 
 // What arrived.
 struct Arrival {
@@ -61,10 +65,15 @@ class Communicator {
   [[nodiscard]] virtual Request post_recv(int peer, int tag, std::span<std::byte> bytes) = 0;
   // Makes progress; true once done, after which `request` is kNone; true of kNone. Error(kMpi).
   [[nodiscard]] virtual bool test(Request& request, Arrival* arrival = nullptr) = 0;
-  // Gives up an open request; afterwards its memory is the caller's again. One exception: MPI
-  // cannot withdraw a send whose peer never receives it; after a tenth of a second it is let go,
-  // and its memory must then stay until the communicator is gone.
+  // Gives up an open request; afterwards a receive's memory is the caller's again. MPI cannot
+  // withdraw a send: one that is not done after a tenth of a second goes on, and its memory has to
+  // be handed to keep() before it is freed or written.
   virtual void cancel(Request& request) = 0;
+  // Shares ownership of memory until no send of this communicator is open or goes on after
+  // cancel(); where one outlives the communicator, until it is done or the process ends. Frees the
+  // memory on a thread that uses this communicator or another of the same origin, at the latest
+  // when one is made or destroyed after the sends are done.
+  virtual void keep(Owner memory) = 0;
 
   // Collective. Ranks with equal colour form a group, ordered by key, then by rank here.
   [[nodiscard]] virtual std::unique_ptr<Communicator> split(int colour, int key) = 0;
@@ -100,7 +109,8 @@ class Interrupt {
 // Small blocking collectives, built from the messages above in fixed rank order; for start-up,
 // step reports and replicas, never for a pipeline's activations. All ranks of `comm` call alike.
 // `interrupt` may be null. A call that throws has given up its requests; the object may be used
-// again only where every rank threw. Sizes that differ between ranks are Error(kMismatch).
+// again only where every rank threw. Sizes that differ between ranks are Error(kMismatch). Sends
+// that go on after a throw read a copy of the object's own, or memory whose owner the caller names.
 class Collectives {
  public:
   // Tags base_tag..base_tag+7 of `comm` are this object's.
@@ -117,15 +127,17 @@ class Collectives {
   [[nodiscard]] std::vector<std::string> all_gather_strings(const std::string& mine);
   [[nodiscard]] std::string broadcast_string(const std::string& text, int root);
 
-  // Blocking point to point.
-  void send(int peer, std::span<const std::byte> bytes);
+  // Blocking point to point. Without an `owner` of the bytes, a copy of them is sent.
+  void send(int peer, std::span<const std::byte> bytes, const Owner& owner = nullptr);
   void recv(int peer, std::span<std::byte> bytes);
 
   // In place: values[i] = ((g0[i] + g1[i]) + g2[i]) + ... over ranks 0, 1, 2, ... in fp32: a
   // function of the number of ranks alone. Reduce-scatter by owner, then all-gather; elements are
   // dealt to owners in size() contiguous shards. `workspace` holds at least
-  // ordered_sum_workspace(values.size()) floats. Allocates nothing.
-  void ordered_sum(std::span<float> values, std::span<float> workspace);
+  // ordered_sum_workspace(values.size()) floats. Allocates nothing. Without an `owner` of
+  // the values, the caller hands their memory to communicator().keep() after a throw.
+  void ordered_sum(std::span<float> values, std::span<float> workspace,
+                   const Owner& owner = nullptr);
   [[nodiscard]] std::size_t ordered_sum_workspace(std::size_t count) const;
 
   [[nodiscard]] Communicator& communicator() { return comm_; }
@@ -134,7 +146,9 @@ class Collectives {
   class OpenRequests;
 
   void wait(Request& request, std::size_t expected_bytes);
-  void send_tagged(int peer, int tag, std::span<const std::byte> bytes);
+  void send_tagged(int peer, int tag, std::span<const std::byte> bytes, Owner owner = nullptr);
+  // A copy of `bytes`, and in `owner` what owns it; valid until the next call.
+  std::span<const std::byte> copy_of(std::span<const std::byte> bytes, Owner& owner);
   void recv_tagged(int peer, int tag, std::span<std::byte> bytes);
   void reduce_scatter(std::span<float> values, std::span<float> workspace);
   void gather_shards(std::span<float> values);
@@ -144,6 +158,7 @@ class Collectives {
   Interrupt* interrupt_;
   Waiter waiter_;
   std::vector<Request> open_;  // of the running call, for ordered_sum; sized once
+  std::shared_ptr<std::vector<std::byte>> copy_;  // of what is being sent
 };
 
 }  // namespace sluice

@@ -63,6 +63,18 @@ struct ControlChannel::State {
     }
   }
 
+  ~State() {
+    for (Request& send : sends) {
+      try {
+        comm->cancel(send);
+      } catch (...) {  // the request is lost with the communicator
+      }
+    }
+    comm->keep(std::move(sent));
+  }
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+
   [[nodiscard]] bool decides() const { return comm->rank() == 0; }
 
   void post() {
@@ -85,9 +97,10 @@ struct ControlChannel::State {
 
   // Rank 0: tells the others who won; patient, not insistent.
   void announce() {
+    sent->verdict = *winner;
     for (int peer = 1; peer < comm->size(); ++peer) {
       sends[static_cast<std::size_t>(peer)] =
-          comm->start_send(peer, kVerdictTag, bytes_of(*winner));
+          comm->start_send(peer, kVerdictTag, bytes_of(sent->verdict));
     }
     wait_for([this] {
       bool done = true;
@@ -126,9 +139,12 @@ struct ControlChannel::State {
     }
   }
 
-  // Declared before the communicator, whose destructor gives up what is still open on them.
+  // Declared before the communicator, whose destructor gives up the receive.
   ErrorMessage received;
-  ErrorMessage outgoing;
+  struct Sent {
+    ErrorMessage report, verdict;
+  };
+  std::shared_ptr<Sent> sent = std::make_shared<Sent>();
   std::optional<ErrorMessage> winner;
   std::unique_ptr<Communicator> comm;
   std::vector<Request> sends;  // by peer
@@ -155,12 +171,12 @@ Error ControlChannel::report(const Error& error) noexcept {
   try {
     state.look();
     if (!state.winner) {
-      state.outgoing = pack(error, state.comm->rank());
+      state.sent->report = pack(error, state.comm->rank());
       if (state.decides()) {
-        state.winner = state.outgoing;
+        state.winner = state.sent->report;
         state.announce();
       } else {
-        state.sends[0] = state.comm->start_send(0, kReportTag, bytes_of(state.outgoing));
+        state.sends[0] = state.comm->start_send(0, kReportTag, bytes_of(state.sent->report));
         state.wait_for([&state] {
           state.look();
           return state.winner.has_value();
@@ -168,7 +184,7 @@ Error ControlChannel::report(const Error& error) noexcept {
       }
     }
     if (!state.winner) {
-      state.winner = state.outgoing;
+      state.winner = state.sent->report;
     }
     return unpack(*state.winner);
   } catch (...) {  // the communicator itself has failed: the caller's error is the one to show

@@ -1,6 +1,7 @@
 #include "comm/device_messages.hpp"
 
 #include <algorithm>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -12,6 +13,13 @@ namespace {
 
 // More than libraries copy with the header of a message, less than a page-locked buffer of theirs.
 constexpr std::size_t kProbeBytes = std::size_t{64} << 10;
+
+// What messages are sent from.
+struct ProbeMemory {
+  explicit ProbeMemory(Device where) : host(kProbeBytes), device(where, 3 * kProbeBytes) {}
+  std::vector<std::byte> host;
+  Buffer device;
+};
 
 std::vector<std::byte> pattern() {
   std::vector<std::byte> bytes(kProbeBytes);
@@ -55,9 +63,10 @@ bool names_cuda_device(std::string_view memory_kinds) {
 std::string device_message_fault(std::unique_ptr<Communicator> comm, Device device) {
   use_device(device);  // what MPI's own calls of CUDA mean
   const std::vector<std::byte> sent = pattern();
-  std::vector<std::byte> host(kProbeBytes), back(kProbeBytes);
-  const Buffer memory(device, 3 * kProbeBytes);
-  std::byte* const first = memory.data();
+  std::vector<std::byte> back(kProbeBytes);
+  const auto memory = std::make_shared<ProbeMemory>(device);
+  std::vector<std::byte>& host = memory->host;
+  std::byte* const first = memory->device.data();
   std::byte* const second = first + kProbeBytes;
   std::byte* const third = second + kProbeBytes;
   const std::unique_ptr<Communicator> own = std::move(comm);  // goes before the memory
@@ -70,6 +79,7 @@ std::string device_message_fault(std::unique_ptr<Communicator> comm, Device devi
     pass(*own, second, third);
     copy_now(device, back.data(), third, kProbeBytes);
   } catch (const Error& error) {
+    own->keep(memory);
     return "MPI takes a GPU's memory by its own word, but tried with a message: " +
            std::string(error.what());
   }

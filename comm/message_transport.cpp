@@ -66,8 +66,10 @@ bool fits(const MessageHeader& expected, const MessageHeader& got) {
 // Operations live in a table of fixed size; a ticket is an index into it.
 class MessageTransport final : public Transport {
  public:
-  MessageTransport(Communicator& comm, std::size_t max_open, std::size_t piece_bytes, Device device)
+  MessageTransport(Communicator& comm, std::size_t max_open, std::size_t piece_bytes, Device device,
+                   Owner memory)
       : comm_(comm),
+        memory_(std::move(memory)),
         piece_bytes_(piece_bytes),
         device_(device),
         from_device_(device),
@@ -165,6 +167,7 @@ class MessageTransport final : public Transport {
       free_.push_back(static_cast<Ticket>(i));
     }
     driven_.clear();
+    if (memory_ != nullptr) comm_.keep(memory_);
     from_device_.view().synchronize();
     to_device_.view().synchronize();
   }
@@ -447,6 +450,7 @@ class MessageTransport final : public Transport {
   }
 
   Communicator& comm_;
+  Owner memory_;  // that buffers are sent from
   std::size_t piece_bytes_;
   Device device_;
   Stream from_device_, to_device_;
@@ -459,8 +463,9 @@ class MessageTransport final : public Transport {
 }  // namespace
 
 std::unique_ptr<Transport> make_message_transport(Communicator& comm, std::size_t max_open,
-                                                  std::size_t piece_bytes, Device device) {
-  return std::make_unique<MessageTransport>(comm, max_open, piece_bytes, device);
+                                                  std::size_t piece_bytes, Device device,
+                                                  Owner memory) {
+  return std::make_unique<MessageTransport>(comm, max_open, piece_bytes, device, std::move(memory));
 }
 
 }  // namespace sluice

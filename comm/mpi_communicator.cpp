@@ -6,8 +6,11 @@
 #include <chrono>
 #include <climits>
 #include <limits>
+#include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "comm/cores.hpp"
 #include "comm/error.hpp"
@@ -34,11 +37,62 @@ namespace {
 constexpr std::size_t kFirstSlots = 256;
 constexpr auto kWithdrawPatience = std::chrono::milliseconds(100);
 
+// Sends of one communicator that were given up and go on, and the memory they may read.
+struct GivenUp {
+  std::vector<MPI_Request> sends;
+  std::vector<Owner> memory;
+
+  // Drives the sends; true where none is left.
+  bool done() noexcept {
+    std::erase_if(sends, [](MPI_Request& send) {
+      int done = 0;
+      return MPI_Test(&send, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || done != 0;
+    });
+    return sends.empty();
+  }
+};
+
+// What communicators of one origin have left behind.
+class Remains {
+ public:
+  Remains() = default;
+  Remains(const Remains&) = delete;
+  Remains& operator=(const Remains&) = delete;
+
+  // MPI reads the memory of an open send as long as it runs, MPI_Finalize included: such memory is
+  // left to the end of the process.
+  ~Remains() {
+    int finalized = 0;
+    if (MPI_Finalized(&finalized) != MPI_SUCCESS || finalized != 0) {
+      return;
+    }
+    sweep();
+    (void)std::make_unique<std::vector<GivenUp>>(std::move(left_)).release();
+  }
+
+  void add(GivenUp given_up) {
+    const std::lock_guard lock(mutex_);
+    left_.push_back(std::move(given_up));
+  }
+
+  // Frees what no send reads any more.
+  void sweep() noexcept {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(left_, [](GivenUp& given_up) { return given_up.done(); });
+  }
+
+ private:
+  std::mutex mutex_;  // communicators may belong to several threads
+  std::vector<GivenUp> left_;
+};
+
 // Requests live in a table whose indices are handed out; it grows only when all are open at once.
 class MpiCommunicator final : public Communicator {
  public:
   // Takes over `comm`.
-  MpiCommunicator(MPI_Comm comm, int local_size) : comm_(comm), local_size_(local_size) {
+  MpiCommunicator(MPI_Comm comm, int local_size, std::shared_ptr<Remains> remains)
+      : comm_(comm), local_size_(local_size), remains_(std::move(remains)) {
+    remains_->sweep();
     check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
     check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
     check_mpi(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
@@ -60,7 +114,11 @@ class MpiCommunicator final : public Communicator {
         withdraw(request);
       }
     }
-    MPI_Comm_free(&comm_);
+    if (!given_up_.done()) {
+      remains_->add(std::move(given_up_));
+    }
+    remains_->sweep();
+    MPI_Comm_free(&comm_);  // what is open on it goes on
   }
 
   MpiCommunicator(const MpiCommunicator&) = delete;
@@ -135,16 +193,27 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
+  void keep(Owner memory) override {
+    const bool open = std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) {
+      return slot.request != MPI_REQUEST_NULL && !slot.receives;
+    });
+    if (given_up_.done() && !open) {
+      given_up_.memory.clear();
+    } else {
+      given_up_.memory.push_back(std::move(memory));
+    }
+  }
+
   std::unique_ptr<Communicator> split(int colour, int key) override {
     MPI_Comm part = MPI_COMM_NULL;
     check_mpi(MPI_Comm_split(comm_, colour, key, &part), "MPI_Comm_split");
-    return std::make_unique<MpiCommunicator>(part, local_size_);
+    return std::make_unique<MpiCommunicator>(part, local_size_, remains_);
   }
 
   std::unique_ptr<Communicator> duplicate() override {
     MPI_Comm copy = MPI_COMM_NULL;
     check_mpi(MPI_Comm_dup(comm_, &copy), "MPI_Comm_dup");
-    return std::make_unique<MpiCommunicator>(copy, local_size_);
+    return std::make_unique<MpiCommunicator>(copy, local_size_, remains_);
   }
 
  private:
@@ -222,7 +291,7 @@ class MpiCommunicator final : public Communicator {
       MPI_Wait(&slot.request, MPI_STATUS_IGNORE);
     } else if (!finish_send(slot.request)) {
       send_stuck_ = true;
-      MPI_Request_free(&slot.request);
+      given_up_.sends.push_back(slot.request);
     }
     slot.request = MPI_REQUEST_NULL;
     free_.push_back(index);  // has room for every slot
@@ -250,6 +319,8 @@ class MpiCommunicator final : public Communicator {
   int max_tag_ = 0;
   int local_size_;
   bool send_stuck_ = false;
+  GivenUp given_up_;
+  std::shared_ptr<Remains> remains_;
   std::vector<Slot> slots_;
   std::vector<std::int32_t> free_;
 };
@@ -294,7 +365,7 @@ std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm) {
   MPI_Comm copy = MPI_COMM_NULL;
   check_mpi(MPI_Comm_dup(comm, &copy), "MPI_Comm_dup");
   MPI_Comm_set_errhandler(copy, MPI_ERRORS_RETURN);
-  return std::make_unique<MpiCommunicator>(copy, local_size_of(copy));
+  return std::make_unique<MpiCommunicator>(copy, local_size_of(copy), std::make_shared<Remains>());
 }
 
 }  // namespace sluice

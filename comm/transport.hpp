@@ -116,7 +116,8 @@ class Transport {
   virtual void progress() = 0;
   // Drives progress; true once the operation is done, and the ticket then invalid.
   [[nodiscard]] virtual bool test(Ticket ticket) = 0;
-  // Gives up everything open, after an error.
+  // Gives up everything open, after an error. What sends read that go on is then the
+  // communicator's to keep.
   virtual void cancel_all() = 0;
 };
 
@@ -124,9 +125,10 @@ class Transport {
 // tags [0, max_channel_tag] of `comm`, and max_tag() - tag for payloads above `piece_bytes` (at
 // least 1; equal on all ranks). `max_open` operations may be open at once, else Error(kInternal).
 // `device` is where device payloads lie. The destructor cancels what is open. A payload in pieces
-// allocates the first time.
+// allocates the first time. `memory` owns what buffers are sent from; without it the caller keeps
+// that memory as Communicator::cancel() says.
 [[nodiscard]] std::unique_ptr<Transport> make_message_transport(
     Communicator& comm, std::size_t max_open, std::size_t piece_bytes = kMaxPieceBytes,
-    Device device = {});
+    Device device = {}, Owner memory = nullptr);
 
 }  // namespace sluice

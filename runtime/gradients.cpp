@@ -83,7 +83,8 @@ void GradientSync::reduce_grad(int stage) {
     if (binding.index != stage) continue;
     ParameterSet* set = binding.stage->parameters();
     if (set == nullptr) continue;
-    groups_.in_replicas->ordered_sum(mirror_.view(set->flat_grads()), floats_);
+    const std::span<float> sum = mirror_.view(set->flat_grads());
+    groups_.in_replicas->ordered_sum(sum, floats_, mirror_.owner(set->memory()));
     mirror_.write_back();
   }
 }

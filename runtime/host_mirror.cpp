@@ -1,6 +1,7 @@
 #include "runtime/host_mirror.hpp"
 
 #include <limits>
+#include <utility>
 
 namespace sluice {
 
@@ -24,8 +25,8 @@ std::span<std::byte> HostMirror::blank(void* data, std::size_t bytes) {
   bytes_ = bytes;
   if (compute_.device().kind == DeviceKind::kCpu) return {static_cast<std::byte*>(data), bytes};
   wait_for_device();  // the last write_back() may still read the copy
-  if (copy_.size() < bytes) copy_ = HostBuffer(compute_.device(), bytes);
-  return {copy_.data(), bytes};
+  if (copy_->size() < bytes) copy_ = std::make_shared<HostBuffer>(compute_.device(), bytes);
+  return {copy_->data(), bytes};
 }
 
 std::span<std::byte> HostMirror::view(void* data, std::size_t bytes) {
@@ -42,9 +43,13 @@ std::span<float> HostMirror::view(std::span<float> values) {
   return {reinterpret_cast<float*>(bytes.data()), values.size()};
 }
 
+Owner HostMirror::owner(Owner memory) const {
+  return compute_.device().kind == DeviceKind::kCpu ? std::move(memory) : copy_;
+}
+
 void HostMirror::write_back() {
   if (compute_.device().kind == DeviceKind::kCpu) return;
-  copy_async(data_, copy_.data(), bytes_, compute_.stream());
+  copy_async(data_, copy_->data(), bytes_, compute_.stream());
 }
 
 std::span<const Tensor> HostMirrors::view(std::span<const Tensor> tensors) {

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <deque>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -31,6 +32,8 @@ class HostMirror {
   [[nodiscard]] std::span<std::byte> blank(const Tensor& tensor) {
     return blank(tensor.data, tensor.spec.bytes());
   }
+  // Owns what the last view lies in, given what owns the device memory it is of.
+  [[nodiscard]] Owner owner(Owner memory) const;
   [[nodiscard]] StreamView stream() const { return compute_.stream(); }
   // Puts the last view's bytes back, in stream order.
   void write_back();
@@ -42,7 +45,7 @@ class HostMirror {
   Interrupt* interrupt_;
   Waiter waiter_;
   Event passed_;
-  HostBuffer copy_;
+  std::shared_ptr<HostBuffer> copy_ = std::make_shared<HostBuffer>();
   void* data_ = nullptr;
   std::size_t bytes_ = 0;
 };

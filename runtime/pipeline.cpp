@@ -36,15 +36,17 @@ void require_host_memory(std::size_t bytes) {
                   static_cast<double>(bytes) / kGibi, there / kGibi));
 }
 
-// Sums of a stage's batch statistics over its replicas.
+// Sums of a stage's batch statistics over its replicas, in a copy: whose they are is the stage's.
 class ReplicaSum : public Collective {
  public:
   ReplicaSum(Collectives& replicas, ComputeContext& compute, Interrupt* interrupt)
       : replicas_(replicas), mirror_(compute, interrupt) {}
   void sum(std::span<float> values) override {
-    const std::size_t needed = replicas_.ordered_sum_workspace(values.size());
-    if (workspace_.size() < needed) workspace_.resize(needed);
-    replicas_.ordered_sum(mirror_.view(values), workspace_);
+    workspace_.resize(replicas_.ordered_sum_workspace(values.size()));
+    const std::span<float> host = mirror_.view(values);
+    sums_->assign(host.begin(), host.end());
+    replicas_.ordered_sum(*sums_, workspace_, sums_);
+    std::copy(sums_->begin(), sums_->end(), host.begin());
     mirror_.write_back();
   }
 
@@ -52,6 +54,7 @@ class ReplicaSum : public Collective {
   Collectives& replicas_;
   HostMirror mirror_;
   std::vector<float> workspace_;
+  std::shared_ptr<std::vector<float>> sums_ = std::make_shared<std::vector<float>>();
 };
 
 }  // namespace

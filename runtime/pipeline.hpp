@@ -6,8 +6,9 @@
 // one process.
 //
 // Errors: when any rank fails, every rank throws the same Error with its origin; the pipeline is
-// then unusable but can be destroyed. A step whose loss or gradient is not finite is
-// Error(kNumeric) on all ranks before any parameter moved.
+// then unusable but can be destroyed at once: memory of messages that are still under way outlives
+// it, in the keeping of `world`. A step whose loss or gradient is not finite is Error(kNumeric) on
+// all ranks before any parameter moved.
 #pragma once
 
 #include <cstdint>

@@ -60,11 +60,14 @@ void flush_stdout() {
   std::fflush(stdout);
 }
 
-bool wait_until(Communicator& comm, Request& request, Clock::time_point deadline) {
+// `memory` owns what the request reads or writes.
+bool wait_until(Communicator& comm, Request& request, Clock::time_point deadline,
+                const Owner& memory) {
   Waiter waiter(comm.local_size());
   while (!comm.test(request)) {
     if (Clock::now() > deadline) {
       comm.cancel(request);
+      comm.keep(memory);
       return false;
     }
     waiter.pause();
@@ -76,14 +79,14 @@ bool wait_until(Communicator& comm, Request& request, Clock::time_point deadline
 bool meet(Communicator& comm) {
   constexpr int kTag = 0;
   const auto deadline = Clock::now() + kMeetingTime;
-  std::array<std::byte, 1> note{};
+  const auto note = std::make_shared<std::array<std::byte, 1>>();
   const auto send = [&](int peer) {
-    Request request = comm.start_send(peer, kTag, note);
-    return wait_until(comm, request, deadline);
+    Request request = comm.start_send(peer, kTag, *note);
+    return wait_until(comm, request, deadline, note);
   };
   const auto receive = [&](int peer) {
-    Request request = comm.post_recv(peer, kTag, note);
-    return wait_until(comm, request, deadline);
+    Request request = comm.post_recv(peer, kTag, *note);
+    return wait_until(comm, request, deadline, note);
   };
   if (comm.rank() != 0) return send(0) && receive(0);
   for (int peer = 1; peer < comm.size(); ++peer) {

@@ -75,10 +75,11 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
   const bool nccl = link_ == LinkKind::kNccl;
   const bool from_device = staged || direct || nccl;
   const Device device = place.memory.device();
-  memory_ = place.memory.allocate(bytes(pool, edges));
-  if (staged) host_ = HostBuffer(device, memory_.size());
+  auto& [memory, host] = place.slots;
+  memory = place.memory.allocate(bytes(pool, edges));
+  if (staged) host = HostBuffer(device, memory.size());
   const auto tensors = edges.inputs(edges.largest(), edge_of(pool));
-  if (direct) host_ = HostBuffer(Device{}, slots_.size() * tensors.size() * kHeaderBytes);
+  if (direct) host = HostBuffer(Device{}, slots_.size() * tensors.size() * kHeaderBytes);
   std::size_t next = 0, next_header = 0;
   for (Slot& slot : slots_) {
     slot.link = link_;
@@ -92,17 +93,17 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
       set_spec(slot, i, tensors[i].spec);
       if (is_gradient(pool.kind) && !tensors[i].wants_gradient) continue;
       const std::size_t payload = next + kBufferAlignment;
-      slot.tensors[i].data = memory_.data() + payload;
+      slot.tensors[i].data = memory.data() + payload;
       slot.buffers[i].capacity = tensors[i].spec.bytes();
       if (direct) {
-        slot.buffers[i].message = host_.data() + next_header;
+        slot.buffers[i].message = host.data() + next_header;
         next_header += kHeaderBytes;
       } else if (staged || device.kind == DeviceKind::kCpu) {  // the others carry no header
-        std::byte* const base = staged ? host_.data() : memory_.data();
+        std::byte* const base = staged ? host.data() : memory.data();
         slot.buffers[i].message = base + payload - kHeaderBytes;
       }
       if (from_device) {
-        slot.device[i] = {.payload = memory_.data() + payload,
+        slot.device[i] = {.payload = memory.data() + payload,
                           .ready = Event(device),
                           .arrived = nccl ? Event() : Event(device),
                           .direct = direct};

@@ -57,12 +57,21 @@ inline void take_shape(Slot& slot, std::size_t index) {
   reshape(slot, index, arrived);
 }
 
+// What the slots of a pool lie in.
+struct SlotMemory {
+  Buffer device;
+  // Messages of a GPU's slots: laid out as `device` is where they are staged, one header after the
+  // other where they are direct.
+  HostBuffer host;
+};
+
 // All slots of one (stage, kind). kState pools have slots without memory: the stage owns that.
 class SlotPool {
  public:
   // How the slots are filled or read decides whether a GPU's pool has host memory beside.
   struct Place {
     const DeviceMemory& memory;
+    SlotMemory& slots;  // what the slots lie in, filled here; outlives the pool
     LinkKind link = LinkKind::kHost;
   };
   SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& place);
@@ -91,10 +100,6 @@ class SlotPool {
   LinkKind link_;
   const EdgeTable* edges_;
   std::vector<Slot> slots_;
-  Buffer memory_;
-  // Messages of a GPU's slots: laid out as memory_ is where they are staged, one header after the
-  // other where they are direct.
-  HostBuffer host_;
 };
 
 }  // namespace sluice

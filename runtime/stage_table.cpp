@@ -43,13 +43,16 @@ SlotPool* LocalStage::pool(BufferKind kind) const {
 }
 
 StageTable::StageTable(const EngineConfig& config)
-    : ops_(config.plan->ranks[at(config.rank)].ops), stages_(config.stages.size()) {
+    : ops_(config.plan->ranks[at(config.rank)].ops),
+      memory_(std::make_shared<std::deque<SlotMemory>>()),
+      stages_(config.stages.size()) {
   const RankPlan& mine = config.plan->ranks[at(config.rank)];
   const Placement& placement = config.plan->placement;
   for (const BufferPool& pool : mine.pools) {
     const DeviceMemory& memory = config.compute->memory();
     pools_.emplace_back(pool, *config.edges,
-                        SlotPool::Place{memory, end_of(link_of(pool, config), memory.device())});
+                        SlotPool::Place{memory, memory_->emplace_back(),
+                                        end_of(link_of(pool, config), memory.device())});
     if (pool.kind != BufferKind::kState) {
       const auto edge = config.edges->inputs(config.edges->largest(), SlotPool::edge_of(pool));
       tensors_ += static_cast<std::size_t>(pool.count) * edge.size();

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -49,6 +50,8 @@ class StageTable {
   [[nodiscard]] const Message& message(const PlanOp& op) const { return messages_[index_of(op)]; }
   // A message or compute op that names none of so many micro-batches; null where all do.
   [[nodiscard]] const PlanOp* outside(std::size_t micro_batches) const;
+  // Owns what the slots lie in.
+  [[nodiscard]] Owner memory() const { return memory_; }
   // Tensors that all slots hold together: at most that many messages are open at once.
   [[nodiscard]] std::size_t tensors() const { return tensors_; }
 
@@ -63,6 +66,7 @@ class StageTable {
   void find_ends();
 
   std::span<const PlanOp> ops_;
+  std::shared_ptr<std::deque<SlotMemory>> memory_;  // of pools_
   std::deque<SlotPool> pools_;
   std::vector<LocalStage> stages_;
   std::vector<std::int32_t> index_of_stage_;  // [global stage] index into stages_ or -1

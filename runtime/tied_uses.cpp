@@ -75,7 +75,7 @@ void TiedUses::sum_gradients(int group_index) {
       if (mine == nullptr) receive(addend, group, use);
       add(compute_, addend, owner->grad);
     } else if (mine != nullptr) {
-      send(mine->grad, group, use);
+      send(mine->grad, mine->memory, group, use);
     }
   }
 }
@@ -97,7 +97,7 @@ void TiedUses::spread_values() {
       } else if (mine != nullptr) {
         receive(mine->value, group, use);
       } else if (owner != nullptr) {
-        send(owner->value, group, use);
+        send(owner->value, owner->memory, group, use);
       }
     }
   }
@@ -123,10 +123,11 @@ void TiedUses::receive(const Tensor& tensor, std::size_t group, std::size_t use)
   nccl_->wait_on_stream(ticket);
 }
 
-void TiedUses::send(const Tensor& tensor, std::size_t group, std::size_t use) {
+void TiedUses::send(const Tensor& tensor, const Owner& memory, std::size_t group, std::size_t use) {
   const int peer = peer_of(group, use);
   if (layout_.tied[group].links[use].kind != LinkKind::kNccl) {
-    groups_.in_pipeline->send(peer, mirror_.view(tensor));
+    const std::span<const std::byte> bytes = mirror_.view(tensor);
+    groups_.in_pipeline->send(peer, bytes, mirror_.owner(memory));
     return;
   }
   Event& ready = ready_[open_.size()];

@@ -53,7 +53,8 @@ class TiedUses {
   void settle();  // what goes on the compute stream from here on runs after the sends under way
   // In the order of events on the compute stream; what is sent is read until the ticket's end.
   void receive(const Tensor& tensor, std::size_t group, std::size_t use);
-  void send(const Tensor& tensor, std::size_t group, std::size_t use);
+  // A tensor that lies in `memory`.
+  void send(const Tensor& tensor, const Owner& memory, std::size_t group, std::size_t use);
 
   JobGroups& groups_;
   const PipelineLayout& layout_;

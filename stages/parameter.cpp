@@ -118,10 +118,10 @@ std::size_t parameter_bytes(std::int64_t elements) {
 }
 
 Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool decay, bool tied) {
-  if (values_.data() != nullptr) {
+  if (memory_->values.data() != nullptr) {
     throw Error(ErrorCode::kInternal, fmt::format("parameter {} is added after allocate()", name));
   }
-  return parameters_.emplace_back(Parameter{std::move(name), shape, init, decay, tied, {}, {}});
+  return parameters_.emplace_back(Parameter{std::move(name), shape, init, decay, tied, {}, {}, {}});
 }
 
 void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed) {
@@ -131,19 +131,20 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed) {
     bytes += padded_bytes(parameter);
   }
   const Device device = memory.device();
-  values_ = memory.allocate(bytes);
-  grads_ = memory.allocate(bytes);
+  memory_->values = memory.allocate(bytes);
+  memory_->grads = memory.allocate(bytes);
   flat_floats_ = bytes / sizeof(float);
   const Stream stream(device);
-  fill_zero_async(values_.data(), bytes, stream.view());
+  fill_zero_async(memory_->values.data(), bytes, stream.view());
   zero_grads(stream.view());
   stream.view().synchronize();
 
   std::vector<float> drawn;  // in host memory
   std::size_t offset = 0;
   for (Parameter& parameter : parameters_) {
-    parameter.value = {values_.data() + offset, {DType::kF32, parameter.shape}};
-    parameter.grad = {grads_.data() + offset, {DType::kF32, parameter.shape}};
+    parameter.value = {memory_->values.data() + offset, {DType::kF32, parameter.shape}};
+    parameter.grad = {memory_->grads.data() + offset, {DType::kF32, parameter.shape}};
+    parameter.memory = memory_;
     drawn.resize(static_cast<size_t>(parameter.shape.elements()));
     draw(parameter, seed, drawn);
     copy_now(device, parameter.value.data, drawn.data(), drawn.size() * sizeof(float));
@@ -171,15 +172,15 @@ Parameter* ParameterSet::find(std::string_view name) {
 }
 
 std::span<float> ParameterSet::flat_grads() const {
-  return {reinterpret_cast<float*>(grads_.data()), flat_floats_};
+  return {reinterpret_cast<float*>(memory_->grads.data()), flat_floats_};
 }
 
 std::span<float> ParameterSet::flat_values() const {
-  return {reinterpret_cast<float*>(values_.data()), flat_floats_};
+  return {reinterpret_cast<float*>(memory_->values.data()), flat_floats_};
 }
 
 void ParameterSet::zero_grads(StreamView stream) {
-  fill_zero_async(grads_.data(), flat_floats_ * sizeof(float), stream);
+  fill_zero_async(memory_->grads.data(), flat_floats_ * sizeof(float), stream);
 }
 
 }  // namespace sluice

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -36,6 +37,7 @@ struct Parameter {
   bool decay = true;   // weight decay applies (not to norms and biases)
   bool tied = false;   // other uses of the same name exist
   Tensor value, grad;  // fp32, set by allocate(); starts at multiples of kBufferAlignment
+  std::shared_ptr<const void> memory;  // owns what both lie in
 };
 
 // What a parameter's values take of their set's memory, and its gradients again.
@@ -63,6 +65,8 @@ class ParameterSet {
   [[nodiscard]] std::span<float> flat_grads() const;
   [[nodiscard]] std::span<float> flat_values() const;
   void zero_grads(StreamView stream);  // in stream order
+  // Owns what all values and gradients lie in.
+  [[nodiscard]] std::shared_ptr<const void> memory() const { return memory_; }
   // Raised by whoever writes values (optimizer, weights, ties), read by stages that keep a copy in
   // another precision.
   void touch() { ++version_; }
@@ -70,7 +74,10 @@ class ParameterSet {
 
  private:
   std::deque<Parameter> parameters_;
-  Buffer values_, grads_;
+  struct Memory {
+    Buffer values, grads;
+  };
+  std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
   std::size_t flat_floats_ = 0;
   std::uint64_t version_ = 0;
 };

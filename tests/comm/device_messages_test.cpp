@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/error.hpp"
@@ -57,6 +58,7 @@ class Spoiler final : public Communicator {
   }
   bool test(Request& request, Arrival* arrival) override { return comm_->test(request, arrival); }
   void cancel(Request& request) override { comm_->cancel(request); }
+  void keep(Owner memory) override { comm_->keep(std::move(memory)); }
   std::unique_ptr<Communicator> split(int colour, int key) override {
     return comm_->split(colour, key);
   }

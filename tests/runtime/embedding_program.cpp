@@ -1,0 +1,110 @@
+// A program for cli_test, of two ranks: embedding_program <how> <file>. Stage 0 fails while a
+// message of 8 MiB is on its way to rank 1, which is held back until rank 0 has dropped its
+// pipeline and made <file>. <how> is
+//   embed       both catch the error, drop the pipeline and train another
+//   unreceived  the same; rank 1 fails as well and never receives the message
+//   main        the error leaves run_main()
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "comm/mpi_session.hpp"
+#include "runtime/pipeline.hpp"
+#include "runtime/program.hpp"
+
+namespace {
+
+using namespace sluice;
+using Tensors = std::span<const Tensor>;
+
+constexpr int kWidth = 2 << 20;  // floats
+
+struct NoData : DataSource {
+  std::vector<TensorSpec> input_specs(std::int64_t samples) const override {
+    return {{DType::kF32, Shape{samples, 1}}};
+  }
+  std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
+    return input_specs(samples);
+  }
+  void inputs(Phase, std::uint64_t, SampleRange, Tensors) const override {}
+  void targets(Phase, std::uint64_t, SampleRange, Tensors) const override {}
+};
+
+class First : public Stage {
+ public:
+  explicit First(bool fails) : fails_(fails) {}
+  StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
+    return {.outputs = {{DType::kF32, Shape{inputs[0].shape[0], kWidth}}}};
+  }
+  void prepare(const StageSetup&) override {}
+  void forward(StageContext& ctx, Tensors, Tensors) override {
+    if (fails_ && ctx.micro_batch == 1) throw std::runtime_error("stage 0 has a problem");
+  }
+  void backward(StageContext&, Tensors, Tensors) override {}
+
+ private:
+  bool fails_;
+};
+
+class Last : public Stage, public LossStage {
+ public:
+  // Waits for `file` where it has a name, and then throws, if it is to.
+  Last(std::string file, bool fails) : file_(std::move(file)), fails_(fails) {}
+  StageDescription describe(std::span<const TensorSpec>, ComputeContext&) const override {
+    return {.outputs = {{DType::kF32, Shape{1, 1}}}};
+  }
+  void prepare(const StageSetup&) override {}
+  void forward(StageContext&, Tensors, Tensors) override {}
+  void backward(StageContext&, Tensors, Tensors) override {}
+  void loss(StageContext&, Tensors, Tensors, double* sum) override { *sum = 0; }
+  double target_weight(Tensors) const override {
+    Waiter waiter(1);
+    while (!file_.empty() && !std::filesystem::exists(file_)) waiter.pause();
+    if (fails_) throw std::runtime_error("stage 1 has a problem too");
+    return 1;
+  }
+
+ private:
+  std::string file_;
+  bool fails_;
+};
+
+void train(Communicator& world, const std::string& file, bool first_fails, bool last_fails) {
+  const NoData data;
+  const auto make_stage = [&](int stage, int) -> std::unique_ptr<Stage> {
+    if (stage == 0) return std::make_unique<First>(first_fails);
+    return std::make_unique<Last>(file, last_fails);
+  };
+  Pipeline pipeline(world, {.pipeline = 2, .micro_batches = 2}, make_stage, data);
+  (void)pipeline.train_step();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 3) return 1;
+  const std::string how = argv[1], file = argv[2];
+  const auto fail = [&](Communicator& world) {
+    try {
+      train(world, file, /*first_fails=*/true, /*last_fails=*/how == "unreceived");
+    } catch (const Error&) {
+      if (world.rank() == 0) std::ofstream(file).put('\n');
+      throw;
+    }
+  };
+  if (how == "main") {
+    return run_main(argc, argv, [&](MpiSession&, Communicator& world) { fail(world); });
+  }
+  const MpiSession session(&argc, &argv);
+  const auto world = session.world();
+  try {
+    fail(*world);
+  } catch (const Error& error) {
+    std::printf("rank %d caught: %s\n", world->rank(), error.what());
+  }
+  train(*world, "", false, false);
+  std::printf("rank %d goes on\n", world->rank());
+}
