@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kReportTag = 0;   // to rank 0
 constexpr int kVerdictTag = 1;  // from rank 0
-constexpr auto kPatience = std::chrono::seconds(1);
+constexpr auto kSendPatience = std::chrono::seconds(1);
 constexpr std::uint32_t kPollsPerTest = 4;
 
 using Clock = std::chrono::steady_clock;
@@ -95,33 +95,32 @@ struct ControlChannel::State {
     }
   }
 
-  // Rank 0: tells the others who won; patient, not insistent.
+  // Rank 0: tells the others who won; they need not be listening.
   void announce() {
     sent->verdict = *winner;
     for (int peer = 1; peer < comm->size(); ++peer) {
       sends[static_cast<std::size_t>(peer)] =
           comm->start_send(peer, kVerdictTag, bytes_of(sent->verdict));
     }
-    wait_for([this] {
-      bool done = true;
-      for (Request& send : sends) {
-        done = (send.index == Request::kNone || comm->test(send)) && done;
-      }
-      return done;
-    });
+    wait_for(
+        [this] {
+          bool done = true;
+          for (Request& send : sends) {
+            done = (send.index == Request::kNone || comm->test(send)) && done;
+          }
+          return done;
+        },
+        kSendPatience);
   }
 
   // Polls `condition` until it holds or patience ends.
   template <typename Condition>
-  bool wait_for(Condition condition) {
+  void wait_for(Condition condition, Clock::duration patience) {
     Waiter waiter(comm->local_size());
-    for (const Clock::time_point deadline = Clock::now() + kPatience; !condition();) {
-      if (Clock::now() > deadline) {
-        return false;
-      }
+    const Clock::time_point deadline = Clock::now() + patience;
+    while (!condition() && Clock::now() <= deadline) {
       waiter.pause();
     }
-    return true;
   }
 
   // Every rank: the winner, where one is known by now.
@@ -166,7 +165,7 @@ void ControlChannel::poll() {
   }
 }
 
-Error ControlChannel::report(const Error& error) noexcept {
+Error ControlChannel::report(const Error& error, std::chrono::milliseconds patience) noexcept {
   State& state = *state_;
   try {
     state.look();
@@ -177,19 +176,21 @@ Error ControlChannel::report(const Error& error) noexcept {
         state.announce();
       } else {
         state.sends[0] = state.comm->start_send(0, kReportTag, bytes_of(state.sent->report));
-        state.wait_for([&state] {
-          state.look();
-          return state.winner.has_value();
-        });
+        state.wait_for(
+            [&state] {
+              state.look();
+              return state.winner.has_value();
+            },
+            patience);
       }
     }
-    if (!state.winner) {
-      state.winner = state.sent->report;
-    }
-    return unpack(*state.winner);
-  } catch (...) {  // the communicator itself has failed: the caller's error is the one to show
-    return error;
+  } catch (...) {
+    // The communicator itself has failed, or rank 0 has ended: no other error will be known.
   }
+  if (!state.winner) {
+    state.winner = pack(error, state.comm->rank());
+  }
+  return unpack(*state.winner);
 }
 
 }  // namespace sluice

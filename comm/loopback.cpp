@@ -39,12 +39,14 @@ struct Job {
   explicit Job(int rank_count)
       : ranks(rank_count),
         fabric(std::make_shared<Fabric>(ranks)),
+        ended(static_cast<std::size_t>(ranks)),
         outcomes(static_cast<std::size_t>(ranks)) {}
   const int ranks;
   const std::shared_ptr<Fabric> fabric;
   std::atomic<std::uint32_t> next_context = 0;
-  std::atomic<bool> failed = false;  // some rank's body threw
-  std::vector<Outcome> outcomes;     // each written by its own rank
+  std::atomic<bool> failed = false;      // some rank's body threw
+  std::vector<std::atomic<bool>> ended;  // [rank] its body has returned or thrown
+  std::vector<Outcome> outcomes;         // each written by its own rank
 };
 
 struct Group;
@@ -176,7 +178,7 @@ class LoopbackCommunicator final : public Communicator {
     }
     Operation& operation = slot_of(request);
     if (operation.state != Operation::State::kDone && !endpoint_->progress(operation)) {
-      if (group_->job->failed.load(std::memory_order_relaxed)) {
+      if (group_->job->failed.load(std::memory_order_relaxed) || waits_for_ended(operation)) {
         check_grace();
       }
       return false;
@@ -247,7 +249,14 @@ class LoopbackCommunicator final : public Communicator {
                 rank_);
   }
 
-  // Some rank's body threw: what this one waits for may never come.
+  // Whether the one rank that a message has to come from sends no more.
+  [[nodiscard]] bool waits_for_ended(const Operation& operation) const {
+    return operation.receives && operation.peer != Operation::kAnySource &&
+           group_->job->ended[static_cast<std::size_t>(operation.peer)].load(
+               std::memory_order_relaxed);
+  }
+
+  // Some rank's body threw or has ended: what this one waits for may never come.
   void check_grace() {
     const auto now = std::chrono::steady_clock::now();
     if (failure_seen_ == std::chrono::steady_clock::time_point{}) {
@@ -255,9 +264,10 @@ class LoopbackCommunicator final : public Communicator {
     } else if (now - failure_seen_ > kGrace) {
       const int job_rank = group_->job_ranks[static_cast<std::size_t>(rank_)];
       group_->job->outcomes[static_cast<std::size_t>(job_rank)].followed = true;
-      throw Error(ErrorCode::kPeer,
-                  fmt::format("rank {} waits for a message, but another rank has failed", rank_),
-                  rank_);
+      throw Error(
+          ErrorCode::kPeer,
+          fmt::format("rank {} waits for a message, but another rank has failed or ended", rank_),
+          rank_);
     }
   }
 
@@ -326,6 +336,7 @@ void run_loopback(int ranks, const std::function<void(Communicator&)>& body) {
         job->outcomes[static_cast<std::size_t>(rank)].exception = std::current_exception();
         job->failed.store(true, std::memory_order_relaxed);
       }
+      job->ended[static_cast<std::size_t>(rank)].store(true, std::memory_order_relaxed);
     });
   }
   threads.clear();  // joins

@@ -107,7 +107,8 @@ int fail(Job& job, const Error& error) {
   flush_stdout();
   const Error mine(error.code(), error.what(), error.rank() >= 0 ? error.rank() : rank,
                    error.location());
-  const Error first = job.control->report(mine);
+  // Rank 0 may be anywhere in the body; pipelines have agreed on their errors by now.
+  const Error first = job.control->report(mine, kMeetingTime);
   if (first.rank() == rank) print_error(first);
   const int code = exit_code(first.code());
   bool met = false;
