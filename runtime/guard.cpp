@@ -7,6 +7,11 @@
 #include "comm/error.hpp"
 
 namespace sluice {
+namespace {
+
+constexpr const char* kForeign = "an exception that is no std::exception";
+
+}  // namespace
 
 void guarded(ControlChannel& control, int rank, const std::function<void()>& body) {
   try {
@@ -18,6 +23,8 @@ void guarded(ControlChannel& control, int rank, const std::function<void()>& bod
     throw control.report(Error(ErrorCode::kDevice, "out of host memory", rank));
   } catch (const std::exception& error) {
     throw control.report(Error(code_of_foreign(error), error.what(), rank));
+  } catch (...) {
+    throw control.report(Error(ErrorCode::kInternal, kForeign, rank));
   }
 }
 
@@ -33,6 +40,8 @@ void rethrow_from(const std::string& where) {
     throw Error(ErrorCode::kDevice, where + ": out of host memory");
   } catch (const std::exception& error) {
     throw Error(code_of_foreign(error), where + ": " + error.what());
+  } catch (...) {
+    throw Error(ErrorCode::kInternal, where + ": " + kForeign);
   }
 }
 

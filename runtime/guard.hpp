@@ -8,8 +8,8 @@
 
 namespace sluice {
 
-// Runs `body`; an exception in it is reported through `control`, and what is thrown here, on every
-// rank, is the Error that came first. `rank` is this rank of the job.
+// Runs `body`; an exception in it, of any type, is reported through `control`, and what is thrown
+// here, on every rank, is the Error that came first. `rank` is this rank of the job.
 void guarded(ControlChannel& control, int rank, const std::function<void()>& body);
 
 // Within a handler: throws what it handles again, as an Error whose message has "<where>: " in
