@@ -52,6 +52,20 @@ struct GivenUp {
   }
 };
 
+// Under MPI_THREAD_FUNNELED one thread alone may call MPI.
+void require_mpi_thread() {
+  int level = MPI_THREAD_SINGLE;
+  int is_main = 0;
+  check_mpi(MPI_Query_thread(&level), "MPI_Query_thread");
+  check_mpi(MPI_Is_thread_main(&is_main), "MPI_Is_thread_main");
+  if (level == MPI_THREAD_FUNNELED && is_main == 0) {
+    throw Error(ErrorCode::kUsage,
+                "MPI grants MPI_THREAD_FUNNELED: only the thread that initialised it may make a "
+                "communicator or a pipeline; do so on that thread, or initialise MPI with "
+                "MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE");
+  }
+}
+
 // What communicators of one origin have left behind.
 class Remains {
  public:
@@ -205,12 +219,14 @@ class MpiCommunicator final : public Communicator {
   }
 
   std::unique_ptr<Communicator> split(int colour, int key) override {
+    require_mpi_thread();
     MPI_Comm part = MPI_COMM_NULL;
     check_mpi(MPI_Comm_split(comm_, colour, key, &part), "MPI_Comm_split");
     return std::make_unique<MpiCommunicator>(part, local_size_, remains_);
   }
 
   std::unique_ptr<Communicator> duplicate() override {
+    require_mpi_thread();
     MPI_Comm copy = MPI_COMM_NULL;
     check_mpi(MPI_Comm_dup(comm_, &copy), "MPI_Comm_dup");
     return std::make_unique<MpiCommunicator>(copy, local_size_, remains_);
@@ -353,6 +369,7 @@ void require_mpi() {
                 "MPI was initialised with MPI_THREAD_SINGLE; at least MPI_THREAD_FUNNELED is "
                 "needed: call MPI_Init_thread");
   }
+  require_mpi_thread();
 }
 
 }  // namespace

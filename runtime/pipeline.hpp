@@ -2,8 +2,8 @@
 //
 // The whole of what an embedding program needs: hand in a communicator, options, a factory for
 // stages and a source of data; call train_step(). Construction and every call are collective over
-// all ranks, from one thread per rank (MPI_THREAD_FUNNELED suffices). Several pipelines may live in
-// one process.
+// all ranks, from one thread per rank (MPI_THREAD_FUNNELED suffices where that thread initialised
+// MPI; else it is Error(kUsage)). Several pipelines may live in one process.
 //
 // Errors: when any rank fails, every rank throws the same Error with its origin; the pipeline is
 // then unusable but can be destroyed at once: memory of messages that are still under way outlives

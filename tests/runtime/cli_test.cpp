@@ -503,5 +503,15 @@ TEST_F(CliTest, AnErrorIsPrintedWhereAMessageIsUnderWay) {
   EXPECT_EQ(lines_with(outcome.err, "sluice: error: "), 1) << outcome.err;
 }
 
+TEST_F(CliTest, APipelineOnAnotherThreadIsRefusedWhereMpiGrantsFunneledAlone) {
+  const Outcome funneled = mpirun(2, SLUICE_EMBEDDING_PROGRAM, "thread funneled");
+  EXPECT_EQ(funneled.code, 0) << funneled.err;
+  EXPECT_EQ(lines_with(funneled.out, "caught: usage: MPI grants MPI_THREAD_FUNNELED: only the"), 2)
+      << funneled.out;
+  const Outcome multiple = mpirun(2, SLUICE_EMBEDDING_PROGRAM, "thread multiple");
+  EXPECT_EQ(multiple.code, 0) << multiple.err;
+  EXPECT_EQ(lines_with(multiple.out, "has trained"), 2) << multiple.out;
+}
+
 }  // namespace
 }  // namespace sluice::testing

@@ -4,12 +4,17 @@
 //   embed       both catch the error, drop the pipeline and train another
 //   unreceived  the same; rank 1 fails as well and never receives the message
 //   main        the error leaves run_main()
+// Or: embedding_program thread <level>. A thread that did not initialise MPI trains, where MPI
+// grants <level>: funneled or multiple.
+#include <mpi.h>
+
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 #include "comm/mpi_session.hpp"
 #include "runtime/pipeline.hpp"
@@ -82,11 +87,34 @@ void train(Communicator& world, const std::string& file, bool first_fails, bool 
   (void)pipeline.train_step();
 }
 
+// Every rank trains on a thread that did not initialise MPI.
+int train_on_a_thread(int argc, char** argv, int level) {
+  int granted = MPI_THREAD_SINGLE;
+  MPI_Init_thread(&argc, &argv, level, &granted);
+  if (granted != level) return 1;
+  {
+    const auto world = MpiSession(nullptr, nullptr).world();
+    std::thread([&] {
+      try {
+        train(*world, "", false, false);
+        std::printf("rank %d has trained\n", world->rank());
+      } catch (const Error& error) {
+        std::printf("rank %d caught: %s: %s\n", world->rank(), name_of(error.code()), error.what());
+      }
+    }).join();
+  }
+  return MPI_Finalize();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   if (argc != 3) return 1;
   const std::string how = argv[1], file = argv[2];
+  if (how == "thread") {
+    return train_on_a_thread(argc, argv,
+                             file == "funneled" ? MPI_THREAD_FUNNELED : MPI_THREAD_MULTIPLE);
+  }
   const auto fail = [&](Communicator& world) {
     try {
       train(world, file, /*first_fails=*/true, /*last_fails=*/how == "unreceived");
