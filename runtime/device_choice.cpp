@@ -83,6 +83,13 @@ std::string describe_device(const RankDevice& rank) {
   return to_string(rank.device) + (rank.no_gpu.empty() ? "" : " (" + rank.no_gpu + ")");
 }
 
+// 0 where it is not known.
+std::size_t host_memory() {
+  const auto pages = ::sysconf(_SC_PHYS_PAGES), page = ::sysconf(_SC_PAGESIZE);
+  if (pages <= 0 || page <= 0) return 0;
+  return static_cast<std::size_t>(pages) * static_cast<std::size_t>(page);
+}
+
 }  // namespace
 
 std::vector<DeviceChoice> parse_devices(std::string_view text) {
@@ -142,6 +149,7 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
     report["identity"] = properties.identity;
     report["free"] = properties.free_memory;
     report["no_gpu"] = no_gpu;
+    report["host_memory"] = host_memory();
   } catch (const Error& error) {
     report["refusal"] = fmt::format("rank {} on {}: {}", mine, hosts[at(mine)], error.what());
     report["code"] = static_cast<int>(error.code());
@@ -158,7 +166,8 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
                        hosts[devices.size()],
                        other["identity"],
                        other["free"],
-                       other["no_gpu"]});
+                       other["no_gpu"],
+                       other["host_memory"]});
   }
   for (int rank = 0; rank < topology.pipeline; ++rank) {
     const RankDevice& first = devices[at(topology.rank_of(0, rank))];

@@ -30,6 +30,7 @@ struct RankDevice {
   std::string identity;         // of a GPU, the same from every process of a host; else empty
   std::size_t free_memory = 0;  // bytes of a GPU, when the job started
   std::string no_gpu;           // why "auto" chose the CPU; else empty
+  std::size_t host_memory = 0;  // bytes that `host` has; 0: not known
 };
 
 // A line for the start of a run: what each rank of a pipeline computes on, and why on a CPU where

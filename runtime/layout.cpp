@@ -446,7 +446,7 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
     layout.memory.push_back(planned.memory);
     if (rank == layout.rank) layout.operator_bytes = planned.operator_bytes;
   }
-  require_memory(groups, layout);
+  require_memory(groups.devices, layout);
   return built;
 }
 

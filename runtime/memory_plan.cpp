@@ -178,24 +178,35 @@ MemoryPlan plan_memory(const PipelineLayout& layout, const PipelineOptions& opti
   return sum.planned();
 }
 
-void require_memory(const JobGroups& groups, const PipelineLayout& layout) {
-  std::map<std::pair<std::string, std::string>, std::pair<std::size_t, std::string>> wanted;
-  for (std::size_t rank = 0; rank < groups.devices.size(); ++rank) {
-    const RankDevice& at_rank = groups.devices[rank];
-    if (at_rank.device.kind == DeviceKind::kCpu) continue;
+void require_memory(const std::vector<RankDevice>& devices, const PipelineLayout& layout) {
+  struct Wanted {
+    std::size_t first_rank = 0, bytes = 0;
+    std::string who;
+  };
+  std::map<std::pair<std::string, std::string>, Wanted> all;  // by host and GPU, if any
+  for (std::size_t rank = 0; rank < devices.size(); ++rank) {
     const int place = layout.topology.pipeline_rank(static_cast<int>(rank));
     const RankMemory& memory = layout.memory[at(place)];
-    auto& [bytes, who] = wanted[{at_rank.host, at_rank.identity}];
-    bytes += memory.total();
-    who += fmt::format("{}rank {}: {}", who.empty() ? "" : "; ", rank, to_string(memory));
-    if (bytes <= at_rank.free_memory) continue;
-    throw Error(ErrorCode::kDevice,
-                fmt::format("rank {} on {}: {} has {:.1f} MiB free, but the plan needs {:.1f} MiB "
-                            "of it ({}); a smaller --micro-batch-size, --recompute block, "
-                            "more ranks in the pipeline or another schedule need less",
-                            rank, at_rank.host, to_string(at_rank.device),
-                            mebi(at_rank.free_memory), mebi(bytes), who),
-                static_cast<int>(rank));
+    Wanted& wanted = all[{devices[rank].host, devices[rank].identity}];
+    if (wanted.who.empty()) wanted.first_rank = rank;
+    wanted.bytes += memory.total();
+    wanted.who +=
+        fmt::format("{}rank {}: {}", wanted.who.empty() ? "" : "; ", rank, to_string(memory));
+  }
+  for (const auto& [where, wanted] : all) {
+    const RankDevice& first = devices[wanted.first_rank];
+    const bool on_cpu = first.device.kind == DeviceKind::kCpu;
+    const std::size_t there = on_cpu ? first.host_memory : first.free_memory;
+    if (wanted.bytes <= there || (on_cpu && there == 0)) continue;
+    throw Error(
+        ErrorCode::kDevice,
+        fmt::format("rank {} on {}: {} has {:.1f} MiB{}, but the plan needs {:.1f} MiB "
+                    "of it ({}); a smaller --micro-batch-size, --recompute block, "
+                    "more ranks in the pipeline{} or another schedule need less",
+                    wanted.first_rank, first.host, on_cpu ? "the host" : to_string(first.device),
+                    mebi(there), on_cpu ? "" : " free", mebi(wanted.bytes), wanted.who,
+                    on_cpu ? " on other hosts" : ""),
+        static_cast<int>(wanted.first_rank));
   }
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 #include "runtime/data.hpp"
 #include "runtime/job_groups.hpp"
@@ -20,7 +21,9 @@ struct MemoryPlan {
                                      const DataSource& source, int rank);
 
 // A GPU that cannot hold what its ranks will ask for is refused here, on every rank alike, instead
-// of in the middle of the start: Error(kDevice) with the tables of its ranks.
-void require_memory(const JobGroups& groups, const PipelineLayout& layout);
+// of in the middle of the start: Error(kDevice) with the tables of its ranks. So is a host with
+// less memory than its ranks on CPUs will ask for, which would give out more than it has and end
+// them later. `devices` of all ranks of the job.
+void require_memory(const std::vector<RankDevice>& devices, const PipelineLayout& layout);
 
 }  // namespace sluice

@@ -1,7 +1,6 @@
 #include "runtime/pipeline.hpp"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -21,20 +20,6 @@ namespace sluice {
 namespace {
 
 std::size_t at(int index) { return static_cast<std::size_t>(index); }
-
-// A host gives out more memory than it has and ends the process that uses it. Other ranks on the
-// host are not counted: how they share it is not known here.
-void require_host_memory(std::size_t bytes) {
-  const auto pages = ::sysconf(_SC_PHYS_PAGES), page = ::sysconf(_SC_PAGESIZE);
-  if (pages <= 0 || page <= 0) return;
-  const double there = static_cast<double>(pages) * static_cast<double>(page);
-  if (static_cast<double>(bytes) <= there) return;
-  constexpr double kGibi = 1024.0 * 1024 * 1024;
-  throw OutOfMemory(
-      fmt::format("this rank takes {:.1f} GiB, the host has {:.1f} (smaller "
-                  "micro-batches and --recompute take less)",
-                  static_cast<double>(bytes) / kGibi, there / kGibi));
-}
 
 // Sums of a stage's batch statistics over its replicas, in a copy: whose they are is the stage's.
 class ReplicaSum : public Collective {
@@ -199,9 +184,6 @@ void Pipeline::Impl::exceed_plan(const std::string& who, const Error& error) con
 
 void Pipeline::Impl::take_memory() {
   within_plan("the plan", [&] {
-    if (groups.device.kind == DeviceKind::kCpu) {
-      require_host_memory(layout.memory[at(layout.rank)].total());
-    }
     compute->memory().reserve(layout.memory[at(layout.rank)].block());
     compute->reserve_workspace(layout.operator_bytes);
   });

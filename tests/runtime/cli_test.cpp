@@ -136,7 +136,9 @@ INSTANTIATE_TEST_SUITE_P(
                 "text.txt/run"},
         Refusal{"DryRunThatResumesFromNothing", small("--dry-run --resume none"), 5, "none"},
         Refusal{"MoreMemoryThanThereIs", small("--vocabulary 16777216 --width 65536 --save run"),
-                10, "this rank takes"},
+                10, "the host has "},
+        Refusal{"DryRunOfMoreMemoryThanThereIs",
+                small("--dry-run --vocabulary 16777216 --width 65536"), 10, "the host has "},
         Refusal{"DigestOfGarbage", "digest garbled", 5, "model.safetensors"},
         Refusal{"GenerateWithoutConfiguration", "generate --weights garbled", 5, "config.json"}),
     case_name);
