@@ -1,3 +1,5 @@
+#include "comm/collectives.hpp"
+
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -7,6 +9,7 @@
 #include "comm/communicator.hpp"
 #include "comm/error.hpp"
 #include "comm/transport.hpp"
+#include "comm/waiter.hpp"
 
 namespace sluice {
 

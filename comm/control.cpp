@@ -1,4 +1,5 @@
 #include "comm/control.hpp"
+#include "comm/waiter.hpp"
 
 #include <algorithm>
 #include <array>
@@ -9,6 +10,7 @@
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace sluice {
 

@@ -10,6 +10,7 @@
 
 #include "comm/communicator.hpp"
 #include "comm/error.hpp"
+#include "comm/waiter.hpp"
 
 namespace sluice {
 

@@ -1,4 +1,4 @@
-#include "comm/device_memory.hpp"
+#include "comm/device.hpp"
 
 #include <algorithm>
 #include <utility>

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "comm/error.hpp"
+#include "comm/waiter.hpp"
 
 namespace sluice {
 

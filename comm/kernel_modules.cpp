@@ -1,4 +1,4 @@
-#include "comm/kernel_modules.hpp"
+#include "comm/cuda.hpp"
 
 #include <cuda.h>  // types alone: the driver is asked for its functions, not linked
 #include <cuda_runtime_api.h>

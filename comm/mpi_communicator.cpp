@@ -14,8 +14,9 @@
 
 #include "comm/cores.hpp"
 #include "comm/error.hpp"
+#include "comm/mpi.hpp"
 #include "comm/mpi_check.hpp"
-#include "comm/mpi_interop.hpp"
+#include "comm/waiter.hpp"
 
 namespace sluice {
 

@@ -12,8 +12,8 @@
 #include <string>
 
 #include "comm/device_messages.hpp"
+#include "comm/mpi.hpp"
 #include "comm/mpi_check.hpp"
-#include "comm/mpi_interop.hpp"
 
 namespace sluice {
 

@@ -10,8 +10,8 @@
 #include "comm/affinity.hpp"
 #include "comm/cores.hpp"
 #include "comm/error.hpp"
+#include "comm/mpi.hpp"
 #include "comm/mpi_check.hpp"
-#include "comm/mpi_interop.hpp"
 
 namespace sluice {
 
@@ -90,7 +90,7 @@ std::unique_ptr<Communicator> MpiSession::world() const {
   return make_mpi_communicator(MPI_COMM_WORLD);
 }
 
-MpiInfo MpiSession::info() const {
+MpiInfo mpi_info() {
   MpiInfo info;
   info.library = library_name();
   int major = 0;

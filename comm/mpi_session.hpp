@@ -1,5 +1,5 @@
 // MPI for a process: initialises it only if nobody has, finalises only what it initialised.
-// No MPI type appears here; comm/mpi_interop.hpp takes a caller's MPI_Comm.
+// No MPI type appears here; comm/mpi.hpp takes a caller's MPI_Comm.
 #pragma once
 
 #include <memory>
@@ -20,6 +20,9 @@ struct MpiInfo {
   int cores = 1;  // this process may run on, by its affinity mask
 };
 
+// Of this process. Requires that MPI is up.
+[[nodiscard]] MpiInfo mpi_info();
+
 class MpiSession {
  public:
   // Where more local ranks than cores are about to start (read from the launcher's environment
@@ -31,7 +34,6 @@ class MpiSession {
 
   // All ranks of the job, on a duplicated communicator with MPI_ERRORS_RETURN.
   [[nodiscard]] std::unique_ptr<Communicator> world() const;
-  [[nodiscard]] MpiInfo info() const;
   // Ends every rank of the job with `code`; does not return.
   [[noreturn]] void abort(int code) const;
 

@@ -4,9 +4,11 @@
 
 #include <utility>
 
-#include "comm/kernel_modules.hpp"
+#include "comm/collectives.hpp"
+#include "comm/cuda.hpp"
 #include "comm/nccl_api.hpp"
 #include "comm/nccl_roster.hpp"
+#include "comm/waiter.hpp"
 
 namespace sluice {
 

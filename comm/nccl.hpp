@@ -21,9 +21,10 @@
 #include <span>
 #include <string>
 
-#include "comm/communicator.hpp"
+#include "comm/collectives.hpp"
 #include "comm/device.hpp"
 #include "comm/error.hpp"
+#include "comm/waiter.hpp"
 
 namespace sluice {
 

@@ -9,6 +9,7 @@
 #include <fstream>
 #include <type_traits>
 
+#include "comm/collectives.hpp"
 #include "comm/nccl_api.hpp"
 
 namespace sluice::nccl {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.hpp"
+#include "comm/collectives.hpp"
 #include "comm/device.hpp"
 #include "comm/error.hpp"
 

@@ -17,7 +17,7 @@
 #include <string>
 
 #include "comm/communicator.hpp"
-#include "comm/device_memory.hpp"
+#include "comm/device.hpp"
 #include "comm/nccl_queue.hpp"
 
 namespace sluice {

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "comm/communicator.hpp"
-#include "comm/device_memory.hpp"
+#include "comm/device.hpp"
 #include "comm/nccl_queue.hpp"
 
 namespace sluice {

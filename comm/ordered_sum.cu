@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "comm/device_launch.hpp"
+#include "comm/cuda.hpp"
 
 namespace sluice {
 

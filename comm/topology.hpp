@@ -6,9 +6,9 @@
 
 #include <string_view>
 
-namespace sluice {
+#include "comm/communicator.hpp"
 
-enum class RankOrder { kPipelineFirst, kReplicaFirst };
+namespace sluice {
 
 struct Topology {
   int pipeline = 1;  // p

@@ -1,10 +1,11 @@
+#include "comm/waiter.hpp"
+
 #include <sched.h>
 #include <sys/prctl.h>
 #include <time.h>
 
 #include <algorithm>
 
-#include "comm/communicator.hpp"
 #include "comm/cores.hpp"
 
 namespace sluice {

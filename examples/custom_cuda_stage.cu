@@ -5,8 +5,8 @@
 
 #include <cstdio>
 
-#include "comm/device_launch.hpp"
-#include "runtime/array_source.hpp"
+#include "comm/cuda.hpp"
+#include "runtime/data.hpp"
 #include "runtime/pipeline.hpp"
 #include "runtime/program.hpp"
 #include "stages/cuda/context.hpp"
@@ -50,7 +50,7 @@ struct Layer : Stage {
     return {.outputs = {in[0]}};
   }
   // Runs each product once: a library loads its kernels then, and later, beside NCCL, that may
-  // wait for ever. Kernels of a source that includes comm/device_launch.hpp are loaded anyway.
+  // wait for ever. Kernels of a source that includes comm/cuda.hpp are loaded anyway.
   void prepare(const StageSetup& s) override {
     const DeviceMemory& memory = s.compute->memory();
     set.allocate(memory, s.seed);
@@ -102,7 +102,7 @@ struct LastLayer : Layer, LossStage {
   double target_weight(Tensors target) const override { return double(target[0].elements()); }
 };
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [](MpiSession&, Communicator& world) {
+  return run_main(argc, argv, [](Communicator& world) {
     std::vector<float> unit(kWidth * kWidth), turned(kWidth * kWidth);
     for (int i = 0; i < kWidth; ++i) unit[i * (kWidth + 1)] = turned[(i + 1) * (kWidth - 1)] = 1;
     const auto data = make_array_source(unit, kWidth, turned, kWidth, kWidth);

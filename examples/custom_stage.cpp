@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstdio>
 
-#include "runtime/array_source.hpp"
+#include "runtime/data.hpp"
 #include "runtime/pipeline.hpp"
 #include "runtime/program.hpp"
 using namespace sluice;
@@ -44,7 +44,7 @@ struct Shift : OneNumber, LossStage {
   }
 };
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [](MpiSession&, Communicator& world) {
+  return run_main(argc, argv, [](Communicator& world) {
     const auto data = make_array_source({-1, 0, 1, 2}, 1, {-2, 1, 4, 7}, 1, 4);
     PipelineOptions options{.pipeline = 2, .micro_batches = 4};
     options.optimizer.kind = OptimizerConfig::Kind::kSgd;

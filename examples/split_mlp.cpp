@@ -6,7 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "runtime/array_source.hpp"
+#include "runtime/data.hpp"
 #include "runtime/pipeline.hpp"
 #include "runtime/program.hpp"
 #include "stages/operators.hpp"
@@ -105,7 +105,7 @@ class Mlp : public Stage, public LossStage {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [&](MpiSession&, Communicator& world) {
+  return run_main(argc, argv, [&](Communicator& world) {
     std::vector<float> inputs(100 * 10);
     for (std::size_t i = 0; i < inputs.size(); ++i) {
       inputs[i] = to_unit(philox({.seed = 1, .site = hash_name("inputs")}, 0, i)[0]);

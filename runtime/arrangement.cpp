@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
+#include "comm/collectives.hpp"
 #include "comm/error.hpp"
 #include "schedules/schedule_file.hpp"
 #include "schedules/search.hpp"

@@ -5,8 +5,8 @@
 #include <memory>
 #include <string>
 
-#include "comm/communicator.hpp"
-#include "runtime/options.hpp"
+#include "comm/collectives.hpp"
+#include "runtime/train_options.hpp"
 #include "schedules/schedule.hpp"
 #include "stages/partition.hpp"
 

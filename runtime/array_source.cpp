@@ -1,4 +1,4 @@
-#include "runtime/array_source.hpp"
+#include "runtime/data.hpp"
 
 #include <fmt/format.h>
 

@@ -1,3 +1,5 @@
+#include "runtime/batch_loader.hpp"
+
 // Two batches of host memory: one the caller reads, one the worker fills. The slot index is the
 // only thing that changes hands, under the mutex.
 #include <array>
@@ -9,7 +11,6 @@
 #include <utility>
 
 #include "comm/device.hpp"
-#include "runtime/data.hpp"
 
 namespace sluice {
 namespace {

@@ -12,7 +12,7 @@
 #include <span>
 #include <vector>
 
-#include "runtime/engine.hpp"
+#include "runtime/engine_config.hpp"
 #include "runtime/nccl_links.hpp"
 #include "stages/stage.hpp"
 

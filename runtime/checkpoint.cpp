@@ -13,7 +13,10 @@
 #include "comm/error.hpp"
 #include "runtime/atomic_file.hpp"
 #include "runtime/host_mirror.hpp"
+#include "runtime/layout.hpp"
+#include "runtime/pipeline.hpp"
 #include "runtime/weights.hpp"
+#include "runtime/writable.hpp"
 
 namespace sluice {
 namespace {

@@ -6,9 +6,10 @@
 #include <filesystem>
 #include <string>
 
-#include "runtime/pipeline.hpp"
-
 namespace sluice {
+
+class Pipeline;         // runtime/pipeline.hpp
+struct PipelineLayout;  // runtime/layout.hpp
 
 // Collective. The ranks of replica 0 write what they own; rank 0 adds the index, `config` as
 // config.json, removes files of an earlier save that the index no longer names, and, last of all,

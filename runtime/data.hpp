@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "stages/stage.hpp"
-#include "stages/tensor.hpp"
 
 namespace sluice {
 
@@ -34,40 +33,15 @@ class DataSource {
                        std::span<const Tensor> into) const = 0;
 };
 
-// How a global batch of `batch_size` samples falls into micro-batches: replica r takes a contiguous
-// share (sizes differ by at most one, larger first), cut into `micro_batches` pieces of
-// `micro_batch_size`, the last one smaller where it does not divide. Throws Error(kUsage) with the
-// nearest legal numbers where a micro-batch would be empty.
-struct BatchShape {
-  std::int64_t batch_size = 1, micro_batch_size = 1;
-  int micro_batches = 1, replicas = 1;
-};
-[[nodiscard]] std::vector<SampleRange> micro_batches_of(const BatchShape& shape, int replica);
-
-// Loads a step's micro-batches into host memory and prefetches the next step's in a thread of its
-// own. Prefetch threads never touch MPI.
-class BatchLoader {
- public:
-  struct Batch {
-    // [micro_batch][tensor]; a micro-batch's list is empty where its tensors are not wanted.
-    std::vector<std::vector<Tensor>> inputs;
-    std::vector<std::vector<Tensor>> targets;
-  };
-  // `source` outlives the loader. All memory is allocated here, page-locked where batches go to a
-  // GPU; load() allocates none.
-  BatchLoader(const DataSource& source, Phase phase, std::vector<SampleRange> micro_batches,
-              bool wants_inputs, bool wants_targets, Device device = {});
-  ~BatchLoader();
-  BatchLoader(const BatchLoader&) = delete;
-  BatchLoader& operator=(const BatchLoader&) = delete;
-  // Blocks until `step` is loaded; the batch stays valid until the next call. Rethrows what the
-  // source threw. Steps in ascending order profit from the prefetch, any order is right.
-  const Batch& load(std::uint64_t step);
-
- private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
-};
+// --- rows of numbers in memory ---
+// Rows of f32: sample i has inputs[i * input_width ...) and targets likewise. Step t (from 1) takes
+// the batch_size samples after those of step t - 1, in order, starting over at the end; evaluation
+// takes them from the front. Throws Error(kUsage) where the sizes do not fit.
+[[nodiscard]] std::unique_ptr<DataSource> make_array_source(std::vector<float> inputs,
+                                                            std::int64_t input_width,
+                                                            std::vector<float> targets,
+                                                            std::int64_t target_width,
+                                                            std::int64_t batch_size);
 
 // --- token files ---
 enum class TokenFormat { kText, kNanoGpt, kLlmC };  // bytes; .bin uint16; 256 int32 header + uint16

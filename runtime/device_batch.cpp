@@ -1,4 +1,5 @@
 #include "runtime/device_batch.hpp"
+#include "runtime/batch_loader.hpp"
 
 namespace sluice {
 

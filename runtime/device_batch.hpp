@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "runtime/data.hpp"
+#include "runtime/batch_loader.hpp"
 #include "stages/compute.hpp"
 #include "stages/tensor.hpp"
 

@@ -8,7 +8,9 @@
 #include <array>
 #include <nlohmann/json.hpp>
 
+#include "comm/collectives.hpp"
 #include "comm/error.hpp"
+#include "runtime/options.hpp"
 
 namespace sluice {
 namespace {

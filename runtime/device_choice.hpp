@@ -5,23 +5,12 @@
 #include <string_view>
 #include <vector>
 
-#include "comm/communicator.hpp"
+#include "comm/collectives.hpp"
 #include "comm/device.hpp"
 #include "comm/topology.hpp"
+#include "runtime/options.hpp"
 
 namespace sluice {
-
-// "cpu"; "cuda": the GPU whose index is the rank's number among the ranks of its host (modulo their
-// count: ranks share GPUs where there are more of them); "cuda:1": that one; "auto": as cuda where
-// the host has a GPU that can be used, else cpu.
-struct DeviceChoice {
-  enum class Kind { kCpu, kCuda, kCudaIndex, kAuto };
-  Kind kind = Kind::kCpu;
-  int index = 0;  // of kCudaIndex
-};
-// A list such as "cuda,cpu", whole text, else Error(kUsage) naming the entry.
-[[nodiscard]] std::vector<DeviceChoice> parse_devices(std::string_view text);
-[[nodiscard]] std::string to_string(const std::vector<DeviceChoice>& choices);
 
 // What one rank of the job computes on.
 struct RankDevice {

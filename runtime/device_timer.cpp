@@ -1,6 +1,6 @@
 #include "runtime/device_timer.hpp"
 
-#include "runtime/trace.hpp"
+#include "runtime/step_clock.hpp"
 
 namespace sluice {
 

@@ -9,6 +9,7 @@
 #include "comm/communicator.hpp"
 #include "comm/device.hpp"
 #include "runtime/device_choice.hpp"
+#include "runtime/options.hpp"
 #include "schedules/action.hpp"
 #include "schedules/schedule.hpp"
 
@@ -26,11 +27,6 @@ struct EdgeLink {
   LinkKind kind = LinkKind::kLocal;
   std::string reason;
 };
-
-// "auto" | "mpi" | "nccl" (--transport), else Error(kUsage).
-enum class TransportChoice { kAuto, kMpi, kNccl };
-[[nodiscard]] TransportChoice parse_transport(std::string_view text);
-[[nodiscard]] const char* name_of(TransportChoice choice);
 
 struct LinkQuestion {
   TransportChoice wanted = TransportChoice::kAuto;

@@ -476,7 +476,7 @@ const StepOutcome& Engine::run(const StepRequest& request, StepActions* actions)
   return impl_->run(request, actions);
 }
 
-void Engine::progress() { impl_->progress(); }
+void Engine::poll() { impl_->progress(); }
 
 const StepOutcome& Engine::outcome() const { return impl_->outcome; }
 

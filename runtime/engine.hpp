@@ -16,26 +16,12 @@
 #include <span>
 #include <vector>
 
-#include "comm/communicator.hpp"
-#include "comm/transport.hpp"
-#include "runtime/data.hpp"
-#include "runtime/edge_link.hpp"
-#include "runtime/edges.hpp"
+#include "comm/waiter.hpp"
+#include "runtime/batch_loader.hpp"
+#include "runtime/engine_config.hpp"
 #include "runtime/trace.hpp"
-#include "schedules/plan.hpp"
-#include "stages/stage.hpp"
 
 namespace sluice {
-
-class NcclLinks;  // runtime/nccl_links.hpp
-
-// A stage and what it can do; the pointers are views of the same object, owned by the caller.
-struct StageBinding {
-  int index = 0;  // global
-  Stage* stage = nullptr;
-  SplitBackward* split = nullptr;  // null: only whole backwards
-  LossStage* loss = nullptr;       // set on the last stage
-};
 
 // What a plan's reductions and its optimizer do; the engine only says when.
 class StepActions {
@@ -61,25 +47,6 @@ struct StepRequest {
   const BatchLoader::Batch* batch = nullptr;   // inputs on stage 0, targets on the last stage
 };
 
-// Seconds spent in compute actions, per local stage in ascending order: forward, whole backward,
-// input half, weight half, each as a sum over `count` actions.
-struct ActionSeconds {
-  int stage = 0;
-  struct Sum {
-    double seconds = 0;
-    std::int64_t count = 0;
-  };
-  Sum forward, backward, backward_input, backward_weight;
-
-  // Requires a kind that computes.
-  [[nodiscard]] Sum& of(ActionKind kind) {
-    return kind == ActionKind::kForward         ? forward
-           : kind == ActionKind::kBackward      ? backward
-           : kind == ActionKind::kBackwardInput ? backward_input
-                                                : backward_weight;
-  }
-};
-
 struct LossResult {
   double sum = 0;     // of the loss over the micro-batch's counted targets
   double weight = 0;  // their number (a mean is sum / weight over the global batch)
@@ -93,26 +60,10 @@ struct StepOutcome {
   std::vector<ActionSeconds> actions;
 };
 
-struct EngineConfig {
-  const Plan* plan = nullptr;  // outlives the engine
-  int rank = 0;                // of the pipeline
-  const EdgeTable* edges = nullptr;
-  std::vector<StageBinding> stages;  // of this rank, ascending
-  ComputeContext* compute = nullptr;
-  Communicator* communicator = nullptr;      // of the pipeline, for the transport alone
-  Interrupt* interrupt = nullptr;            // polled by waits; may be null
-  std::size_t piece_bytes = kMaxPieceBytes;  // of messages; equal on all ranks
-  NcclLinks* nccl = nullptr;                 // for edges of kind kNccl
-  std::span<const EdgeLink> links = {};      // [stage], as PipelineLayout::links; empty: by device
-  Collective* collective = nullptr;          // handed to stages; may be null
-  bool cuda_graphs = false;                  // record and replay stages' calls on a GPU
-  std::size_t trace_events = 0;              // room for that many per step; 0: record none
-};
-
-class Engine {
+class Engine : public Interrupt {
  public:
   explicit Engine(const EngineConfig& config);
-  ~Engine();
+  ~Engine() override;
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
@@ -122,7 +73,7 @@ class Engine {
 
   // Drives what is under way, never blocking: for whoever waits within a call that run() makes,
   // since the rank it waits for may wait for this one's messages.
-  void progress();
+  void poll() override;
 
   // Filled by run() as it goes; its address never changes.
   [[nodiscard]] const StepOutcome& outcome() const;

@@ -6,6 +6,8 @@
 #include <cmath>
 
 #include "comm/error.hpp"
+#include "runtime/options.hpp"
+#include "runtime/step_clock.hpp"
 #include "stages/operators.hpp"
 
 namespace sluice {

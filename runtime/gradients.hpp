@@ -15,6 +15,7 @@
 #include "runtime/job_groups.hpp"
 #include "runtime/layout.hpp"
 #include "runtime/nccl_links.hpp"
+#include "runtime/options.hpp"
 #include "runtime/tied_uses.hpp"
 #include "stages/optimizer.hpp"
 

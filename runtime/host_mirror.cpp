@@ -1,4 +1,5 @@
 #include "runtime/host_mirror.hpp"
+#include "comm/waiter.hpp"
 
 #include <limits>
 #include <utility>

@@ -8,7 +8,7 @@
 #include <span>
 #include <vector>
 
-#include "comm/communicator.hpp"
+#include "comm/waiter.hpp"
 #include "stages/compute.hpp"
 #include "stages/tensor.hpp"
 

@@ -10,10 +10,10 @@
 
 #include "comm/error.hpp"
 #include "comm/transport.hpp"
-#include "runtime/engine.hpp"
+#include "runtime/edge_link.hpp"
 #include "runtime/guard.hpp"
-#include "runtime/layout.hpp"
-#include "runtime/weights.hpp"
+#include "runtime/options.hpp"
+#include "runtime/sha256.hpp"
 #include "schedules/schedule_file.hpp"
 
 namespace sluice {
@@ -72,7 +72,7 @@ std::vector<std::pair<std::string, std::string>> agreed_values(const PipelineOpt
 
 void JobWatch::poll() {
   control_.poll();
-  if (engine_ != nullptr) engine_->progress();
+  if (messages_ != nullptr) messages_->poll();
 }
 
 void require_same_configuration(Collectives& comm,

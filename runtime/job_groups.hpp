@@ -14,7 +14,6 @@
 
 namespace sluice {
 
-class Engine;
 struct PipelineOptions;
 
 // Polled by every wait of a pipeline but its engines' own. Throws another rank's error or NCCL's,
@@ -22,13 +21,13 @@ struct PipelineOptions;
 class JobWatch : public Interrupt {
  public:
   explicit JobWatch(Interrupt& control) : control_(control) {}
-  // Whose messages; null: nobody's any more.
-  void drive(Engine* engine) { engine_ = engine; }
+  // What keeps this rank's messages moving when it is polled, an engine; null: nothing any more.
+  void drive(Interrupt* messages) { messages_ = messages; }
   void poll() override;
 
  private:
   Interrupt& control_;
-  Engine* engine_ = nullptr;
+  Interrupt* messages_ = nullptr;
 };
 
 // The communicators and error handling of one pipeline's job.

@@ -21,50 +21,6 @@
 
 namespace sluice {
 
-class JobGroups;
-
-// Makes global stage `stage` of `stages`; called on the owning rank only.
-using StageFactory = std::function<std::unique_ptr<Stage>(int stage, int stages)>;
-
-struct PipelineOptions {
-  int pipeline = 0;  // p; 0: all ranks / replicas
-  int replicas = 1;  // d
-  RankOrder rank_order = RankOrder::kPipelineFirst;
-  std::string schedule = "1f1b";  // a name of schedule_names(), for `chunks` stages per rank
-  int chunks = 1;
-  // The order itself, in place of those two: read from a file, searched, or the caller's own.
-  // Compute actions only, for `pipeline` ranks and `micro_batches`; the same on every rank.
-  std::shared_ptr<const Schedule> order = nullptr;
-  int micro_batches = 1;
-  std::int64_t micro_batch_size = 1;  // samples
-  std::int64_t batch_size = 0;        // samples per step over all replicas; 0: d * m * size
-  std::uint64_t seed = 1;
-  int threads = 1;
-  bool tf32 = false;  // a GPU's fp32 products may round their operands to TF32
-  // What ranks compute on: one entry for all of them, or one per rank of a pipeline, or one per
-  // rank of the job; see DeviceChoice.
-  std::vector<DeviceChoice> devices = {{}};
-  TransportChoice transport = TransportChoice::kAuto;  // between GPUs
-  // Where NCCL sums over replicas: its own all-reduce instead of the order of replicas. Faster, and
-  // the bits are NCCL's: not depth-invariant.
-  bool all_reduce = false;
-  // On GPUs: record what stages that allow it (Stage::replayable) put on the stream, and replay it.
-  // Evaluations are not recorded.
-  bool cuda_graphs = false;
-  // Where NCCL sums over replicas: bytes of gradients summed at a time, beside the rest of backward
-  // (the default is the field's usual one). Changes no bits but NCCL's own all-reduce's.
-  std::size_t bucket_bytes = std::size_t{25} << 20;
-  OptimizerConfig optimizer = {};
-  LearningRate learning_rate = {};
-  double clip = 0;                             // of the global gradient norm; 0: off
-  std::vector<std::int64_t> evaluations = {};  // sample counts that evaluate() may be asked for
-  std::uint64_t check_replicas = 0;  // compare replicas and tied copies every that many steps
-  bool inference = false;            // infer() only: no gradients are computed
-  bool trace = false;
-  // More values that must agree on all ranks, by name.
-  std::vector<std::pair<std::string, std::string>> configuration = {};
-};
-
 struct ParameterEntry {
   std::string name;
   std::int64_t elements = 0;
@@ -167,17 +123,5 @@ struct PipelineLayout {
   // Is parameter `index` of `stage` its name's owner?
   [[nodiscard]] bool is_owner(int stage, int index) const;
 };
-
-struct BuiltLayout {
-  PipelineLayout layout;
-  std::vector<std::unique_ptr<Stage>> stages;  // of this rank, ascending
-};
-
-// Collective. Makes this rank's stages (nothing allocated), plans, verifies, and exchanges shapes
-// and parameters. `compute`: what the stages will run with. Throws Error(kUsage) for what cannot
-// work, Error(kPlan) for a schedule or plan that breaks a rule.
-[[nodiscard]] BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
-                                       ComputeContext& compute, const StageFactory& make_stage,
-                                       const DataSource& source);
 
 }  // namespace sluice

@@ -9,8 +9,11 @@
 #include <string_view>
 #include <vector>
 
+#include "runtime/commands.hpp"
 #include "runtime/option_table.hpp"
+#include "runtime/process.hpp"
 #include "runtime/program.hpp"
+#include "runtime/schedule_command.hpp"
 
 namespace sluice {
 namespace {
@@ -69,7 +72,7 @@ int run_program(int argc, char** argv) {
     const auto refuse = [&]() -> std::string {
       throw Error(ErrorCode::kUsage, unknown_command(name));
     };
-    return run_command(name, argc, argv, refuse, [](MpiSession&, Communicator&) {});
+    return run_command(name, argc, argv, refuse, [](Communicator&) {});
   }
   if (first_of_job()) fmt::print(stderr, "{}", overview());
   return exit_code(ErrorCode::kUsage);

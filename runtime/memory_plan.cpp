@@ -11,6 +11,7 @@
 #include "comm/error.hpp"
 #include "runtime/bucketed_sums.hpp"
 #include "runtime/nccl_links.hpp"
+#include "runtime/options.hpp"
 #include "runtime/recorded_calls.hpp"
 #include "runtime/slots.hpp"
 #include "stages/operators.hpp"
@@ -208,16 +209,6 @@ void require_memory(const std::vector<RankDevice>& devices, const PipelineLayout
                     on_cpu ? " on other hosts" : ""),
         static_cast<int>(wanted.first_rank));
   }
-}
-
-std::string to_string(const RankMemory& memory) {
-  return fmt::format(
-      "parameters {:.1f}, gradients {:.1f}, optimizer {:.1f}, activations {:.1f}, "
-      "workspace {:.1f}, operators {:.1f}, messages {:.1f}, libraries {:.1f}, of these apart from "
-      "the rank's block {:.1f}, in MiB",
-      mebi(memory.parameters), mebi(memory.gradients), mebi(memory.optimizer),
-      mebi(memory.activations), mebi(memory.workspace), mebi(memory.operators),
-      mebi(memory.buffers), mebi(memory.libraries), mebi(memory.apart));
 }
 
 }  // namespace sluice

@@ -8,6 +8,7 @@
 #include "runtime/data.hpp"
 #include "runtime/job_groups.hpp"
 #include "runtime/layout.hpp"
+#include "runtime/options.hpp"
 
 namespace sluice {
 

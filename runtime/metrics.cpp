@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "comm/error.hpp"
-#include "runtime/weights.hpp"
+#include "runtime/writable.hpp"
 
 namespace sluice {
 namespace {

@@ -1,81 +1,81 @@
-// Options: the command line and `--config FILE` of the program, resolved and checked.
-//
-// A configuration file has one `key = value` a line with the long option names as keys ('#'
-// comments); the command line wins. Unknown keys and options are refused by name. Every check that
-// needs no data and no MPI happens here, as Error(kUsage) naming the option, what it was and what
-// would be legal.
+// What a pipeline is told: its shape, its schedule, its devices and how it trains. The same on
+// every rank, but for what says otherwise; ranks compare it before anything else.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <map>
+#include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
-#include "comm/topology.hpp"
-#include "runtime/device_choice.hpp"
-#include "runtime/edge_link.hpp"
-#include "schedules/schedule.hpp"
+#include "comm/communicator.hpp"
 #include "stages/optimizer.hpp"
-#include "stages/transformer.hpp"
 
 namespace sluice {
 
-struct TrainOptions {
-  TransformerConfig model;  // --model --layers --heads --kv-heads --width --context --vocabulary
-                            // --mlp-width --dropout --untie --precision --recompute
-  std::string data;         // --data FILE
-  double validation_share = 0.1;
-  int pipeline = 0;  // --pipeline P; 0: all ranks / replicas
-  int replicas = 1;  // --replicas D
+struct Schedule;  // schedules/schedule.hpp
+class Stage;      // stages/stage.hpp
+
+// "cpu"; "cuda": the GPU whose index is the rank's number among the ranks of its host (modulo their
+// count: ranks share GPUs where there are more of them); "cuda:1": that one; "auto": as cuda where
+// the host has a GPU that can be used, else cpu.
+struct DeviceChoice {
+  enum class Kind { kCpu, kCuda, kCudaIndex, kAuto };
+  Kind kind = Kind::kCpu;
+  int index = 0;  // of kCudaIndex
+};
+// A list such as "cuda,cpu", whole text, else Error(kUsage) naming the entry.
+[[nodiscard]] std::vector<DeviceChoice> parse_devices(std::string_view text);
+[[nodiscard]] std::string to_string(const std::vector<DeviceChoice>& choices);
+
+// "auto" | "mpi" | "nccl" (--transport), else Error(kUsage).
+enum class TransportChoice { kAuto, kMpi, kNccl };
+[[nodiscard]] TransportChoice parse_transport(std::string_view text);
+[[nodiscard]] const char* name_of(TransportChoice choice);
+
+// Makes global stage `stage` of `stages`; called on the owning rank only.
+using StageFactory = std::function<std::unique_ptr<Stage>(int stage, int stages)>;
+
+struct PipelineOptions {
+  int pipeline = 0;  // p; 0: all ranks / replicas
+  int replicas = 1;  // d
   RankOrder rank_order = RankOrder::kPipelineFirst;
-  std::string schedule = "1f1b";
+  std::string schedule = "1f1b";  // a name of schedule_names(), for `chunks` stages per rank
   int chunks = 1;
-  std::string schedule_file;                        // --schedule-file PATH, in place of those two
-  std::shared_ptr<const Schedule> order = nullptr;  // what it holds
-  std::string partition = "auto";
-  int micro_batches = 0;  // 0: from the other two
-  std::int64_t micro_batch_size = 0;
-  std::int64_t batch_size = 0;  // samples per step over all replicas
-  std::uint64_t steps = 0;
+  // The order itself, in place of those two: read from a file, searched, or the caller's own.
+  // Compute actions only, for `pipeline` ranks and `micro_batches`; the same on every rank.
+  std::shared_ptr<const Schedule> order = nullptr;
+  int micro_batches = 1;
+  std::int64_t micro_batch_size = 1;  // samples
+  std::int64_t batch_size = 0;        // samples per step over all replicas; 0: d * m * size
   std::uint64_t seed = 1;
   int threads = 1;
-  std::vector<DeviceChoice> devices = {{DeviceChoice::Kind::kAuto}};  // --device LIST
-  TransportChoice transport = TransportChoice::kAuto;
+  bool tf32 = false;  // a GPU's fp32 products may round their operands to TF32
+  // What ranks compute on: one entry for all of them, or one per rank of a pipeline, or one per
+  // rank of the job; see DeviceChoice.
+  std::vector<DeviceChoice> devices = {{}};
+  TransportChoice transport = TransportChoice::kAuto;  // between GPUs
+  // Where NCCL sums over replicas: its own all-reduce instead of the order of replicas. Faster, and
+  // the bits are NCCL's: not depth-invariant.
   bool all_reduce = false;
+  // On GPUs: record what stages that allow it (Stage::replayable) put on the stream, and replay it.
+  // Evaluations are not recorded.
   bool cuda_graphs = false;
-  bool tf32 = false;                    // --precision tf32
-  OptimizerConfig optimizer;            // --optimizer --beta1 --beta2 --weight-decay --momentum
-  LearningRate learning_rate;           // --learning-rate --warmup --final-learning-rate-share
-  double clip = 1;                      // 0: off
-  std::uint64_t validate_every = 0;     // 0: at the end only
-  std::int64_t validation_samples = 0;  // 0: the whole split
-  std::string resume;                   // --resume DIR
-  bool dry_run = false;
-  std::uint64_t check_replicas = 0;
-  std::string metrics, trace, save;
-  std::uint64_t save_every = 0;
+  // Where NCCL sums over replicas: bytes of gradients summed at a time, beside the rest of backward
+  // (the default is the field's usual one). Changes no bits but NCCL's own all-reduce's.
+  std::size_t bucket_bytes = std::size_t{25} << 20;
+  OptimizerConfig optimizer = {};
+  LearningRate learning_rate = {};
+  double clip = 0;                             // of the global gradient norm; 0: off
+  std::vector<std::int64_t> evaluations = {};  // sample counts that evaluate() may be asked for
+  std::uint64_t check_replicas = 0;  // compare replicas and tied copies every that many steps
+  bool inference = false;            // infer() only: no gradients are computed
+  bool trace = false;
+  // More values that must agree on all ranks, by name.
+  std::vector<std::pair<std::string, std::string>> configuration = {};
 };
-
-// Fills micro_batches, micro_batch_size and batch_size from each other:
-// batch_size = replicas * micro_batches * micro_batch_size where it divides; a given batch_size may
-// leave a smaller last micro-batch.
-struct ParsedTrain {
-  TrainOptions options;
-  bool help = false;
-  std::string help_text;
-  // Every option with its value, defaults included, in the order of the help: printed at start,
-  // saved beside weights, compared between ranks.
-  std::vector<std::pair<std::string, std::string>> resolved;
-};
-[[nodiscard]] ParsedTrain parse_train_options(const std::vector<std::string>& arguments);
-
-// "Configuration  model gpt2  layers 4 ...", in lines of at most 100 columns; what has no value is
-// left out.
-[[nodiscard]] std::string describe_configuration(
-    const std::vector<std::pair<std::string, std::string>>& resolved);
-// The lines of a configuration file that gives `resolved` again.
-[[nodiscard]] std::string to_config_text(
-    const std::vector<std::pair<std::string, std::string>>& resolved);
 
 }  // namespace sluice

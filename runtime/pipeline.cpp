@@ -9,12 +9,14 @@
 
 #include "comm/error.hpp"
 #include "runtime/bucketed_sums.hpp"
+#include "runtime/build_layout.hpp"
 #include "runtime/evaluation.hpp"
 #include "runtime/gradients.hpp"
 #include "runtime/host_mirror.hpp"
 #include "runtime/job_groups.hpp"
 #include "runtime/nccl_links.hpp"
 #include "runtime/replicas.hpp"
+#include "runtime/step_clock.hpp"
 
 namespace sluice {
 namespace {

@@ -12,22 +12,26 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
+#include <functional>
 #include <memory>
-#include <optional>
 #include <span>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "comm/communicator.hpp"
-#include "comm/topology.hpp"
-#include "runtime/data.hpp"
-#include "runtime/engine.hpp"
-#include "runtime/layout.hpp"
-#include "stages/optimizer.hpp"
+#include "runtime/options.hpp"
+#include "stages/tensor.hpp"
 
 namespace sluice {
+
+class Collectives;     // comm/collectives.hpp
+class ComputeContext;  // stages/compute.hpp
+class DataSource;      // runtime/data.hpp
+struct OptimizerState;
+struct Parameter;       // stages/parameter.hpp
+struct PipelineLayout;  // runtime/layout.hpp
+struct StepOutcome;     // runtime/engine.hpp
+struct TraceEvent;      // runtime/trace.hpp
 
 // The same on all ranks, but for `seconds`, this rank's own, and the vectors, which only rank 0
 // has.

@@ -1,4 +1,6 @@
 #include "runtime/profile.hpp"
+#include "runtime/engine.hpp"
+#include "runtime/layout.hpp"
 
 namespace sluice {
 namespace {

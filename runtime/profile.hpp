@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "runtime/engine_config.hpp"
 #include "runtime/pipeline.hpp"
 #include "schedules/simulate.hpp"
 

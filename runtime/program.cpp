@@ -15,8 +15,9 @@
 
 #include "comm/control.hpp"
 #include "comm/error.hpp"
+#include "comm/mpi_session.hpp"
 #include "runtime/job_groups.hpp"
-#include "runtime/option_table.hpp"
+#include "runtime/process.hpp"
 
 namespace sluice {
 namespace {
@@ -40,27 +41,6 @@ struct Job {
   std::unique_ptr<ControlChannel> control;
 };
 
-// Call from a catch clause.
-Error current_error() {
-  try {
-    throw;
-  } catch (const Error& error) {
-    return error;
-  } catch (const std::bad_alloc&) {
-    return {ErrorCode::kInternal, "out of memory"};
-  } catch (const std::exception& error) {
-    return {code_of_foreign(error), error.what()};
-  } catch (...) {
-    return {ErrorCode::kInternal, "an exception of unknown type"};
-  }
-}
-
-void flush_stdout() {
-  std::cout.flush();
-  std::fflush(stdout);
-}
-
-// `memory` owns what the request reads or writes.
 bool wait_until(Communicator& comm, Request& request, Clock::time_point deadline,
                 const Owner& memory) {
   Waiter waiter(comm.local_size());
@@ -126,45 +106,7 @@ int fail(Job& job, const Error& error) {
 
 }  // namespace
 
-void print_error(const Error& error) {
-  flush_stdout();
-  // One write, so that lines of several processes do not mix.
-  const bool named = error.rank() >= 0 && error.code() != ErrorCode::kUsage;
-  const std::string line = fmt::format("sluice: error: {}{}\n", error.what(),
-                                       named ? fmt::format(" [rank {}]", error.rank()) : "");
-  std::fwrite(line.data(), 1, line.size(), stderr);
-  std::fflush(stderr);
-}
-
-int run_guarded(const std::function<void()>& body) {
-  try {
-    body();
-    flush_stdout();
-    if (std::ferror(stdout) != 0 || !std::cout) {
-      throw Error(ErrorCode::kIo, "cannot write to standard output");
-    }
-    return 0;
-  } catch (...) {
-    const Error error = current_error();
-    print_error(error);
-    return exit_code(error.code());
-  }
-}
-
-int run_guarded(OptionTable& table, const std::vector<std::string>& arguments,
-                const std::function<void()>& body) {
-  return run_guarded([&] {
-    table.parse(arguments);
-    if (table.help_wanted()) {
-      fmt::print("{}", table.help());
-    } else {
-      body();
-    }
-  });
-}
-
-int run_main(int argc, char** argv,
-             const std::function<void(MpiSession& session, Communicator& world)>& body) {
+int run_main(int argc, char** argv, const std::function<void(Communicator& world)>& body) {
   std::optional<Job> job;
   try {
     job.emplace(&argc, &argv);
@@ -174,7 +116,7 @@ int run_main(int argc, char** argv,
     return exit_code(error.code());
   }
   try {
-    body(job->session, *job->world);
+    body(*job->world);
     flush_stdout();
     return 0;
   } catch (...) {
@@ -184,7 +126,7 @@ int run_main(int argc, char** argv,
 
 int run_command(const std::string& command, int argc, char** argv,
                 const std::function<std::string()>& parse,
-                const std::function<void(MpiSession& session, Communicator& world)>& body) {
+                const std::function<void(Communicator& world)>& body) {
   std::optional<Error> refusal;
   std::string help;
   try {
@@ -201,32 +143,13 @@ int run_command(const std::string& command, int argc, char** argv,
     print_error(*refusal);
     return exit_code(refusal->code());
   }
-  return run_main(argc, argv, [&](MpiSession& session, Communicator& world) {
+  return run_main(argc, argv, [&](Communicator& world) {
     // Before any refusal: an option may be refused because it is another command's.
     Collectives collectives(world, 0, nullptr);
     require_same_configuration(collectives, {{"command", command}});
     if (refusal) throw Error(*refusal);
-    body(session, world);
+    body(world);
   });
-}
-
-int launched_rank() {
-  for (const char* name :
-       {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "MV2_COMM_WORLD_RANK"}) {
-    const char* text = std::getenv(name);
-    if (text != nullptr && *text >= '0' && *text <= '9') return std::atoi(text);
-  }
-  return -1;
-}
-
-bool terminal_output() {
-  if (::isatty(STDOUT_FILENO) == 0) return false;
-  if (launched_rank() < 0) return true;
-  const std::string link = fmt::format("/proc/{}/fd/{}", ::getppid(), STDOUT_FILENO);
-  std::array<char, 64> target = {};
-  const ssize_t length = ::readlink(link.c_str(), target.data(), target.size() - 1);
-  const std::string_view name(target.data(), length > 0 ? static_cast<std::size_t>(length) : 0);
-  return name.starts_with("/dev/pts/") || name.starts_with("/dev/tty");
 }
 
 }  // namespace sluice

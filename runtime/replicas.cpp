@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "comm/error.hpp"
-#include "runtime/weights.hpp"
+#include "runtime/sha256.hpp"
 
 namespace sluice {
 namespace {

@@ -7,7 +7,7 @@
 
 #include "comm/error.hpp"
 #include "runtime/atomic_file.hpp"
-#include "runtime/program.hpp"
+#include "runtime/process.hpp"
 #include "schedules/schedule_file.hpp"
 #include "schedules/svg.hpp"
 

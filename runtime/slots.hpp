@@ -5,7 +5,7 @@
 #include <span>
 #include <vector>
 
-#include "comm/device_memory.hpp"
+#include "comm/device.hpp"
 #include "comm/nccl_queue.hpp"
 #include "comm/transport.hpp"
 #include "runtime/edge_link.hpp"

@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "runtime/engine.hpp"
+#include "runtime/engine_config.hpp"
 #include "runtime/slots.hpp"
 #include "schedules/plan.hpp"
 

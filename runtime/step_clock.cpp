@@ -1,10 +1,9 @@
 #include "runtime/step_clock.hpp"
 
+#include <chrono>
 #include <cmath>
 #include <fstream>
 #include <string>
-
-#include "runtime/trace.hpp"
 
 namespace sluice {
 namespace {
@@ -26,6 +25,10 @@ bool kernel_trusts_counter() {
 }
 
 }  // namespace
+
+double steady_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 StepClock::StepClock() : trusted_(kernel_trusts_counter()), first_(read()), latest_(first_) {}
 

@@ -14,6 +14,9 @@
 
 namespace sluice {
 
+// Seconds of the steady clock, the same on all ranks of a host.
+[[nodiscard]] double steady_seconds();
+
 class StepClock {
  public:
   // Both clocks at one moment but for `gap` ticks, which reading them took.

@@ -13,8 +13,8 @@
 #include <span>
 #include <vector>
 
-#include "comm/device_memory.hpp"
-#include "runtime/engine.hpp"
+#include "comm/device.hpp"
+#include "runtime/engine_config.hpp"
 #include "runtime/host_mirror.hpp"
 #include "runtime/job_groups.hpp"
 #include "runtime/layout.hpp"

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "runtime/layout.hpp"
 #include "schedules/simulate.hpp"
 
 namespace sluice {

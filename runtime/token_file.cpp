@@ -11,7 +11,7 @@
 #include "comm/error.hpp"
 #include "runtime/data.hpp"
 #include "runtime/mapped_file.hpp"
-#include "runtime/weights.hpp"
+#include "runtime/sha256.hpp"
 
 namespace sluice {
 namespace {

@@ -173,10 +173,6 @@ class Unpacker {
 
 }  // namespace
 
-double steady_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks) {
   AtomicFile file(path);
   write_trace([&file](std::string_view text) { file.write(text); }, ranks);

@@ -27,9 +27,6 @@ struct TraceEvent {
   std::int32_t micro_batch = -1;
 };
 
-// Seconds of the steady clock, the same on all ranks of a host.
-[[nodiscard]] double steady_seconds();
-
 struct RankTrace {
   int rank = 0;
   std::string label;  // "rank 1: replica 0, stage 1"

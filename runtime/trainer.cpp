@@ -21,11 +21,12 @@
 #include "runtime/data.hpp"
 #include "runtime/guard.hpp"
 #include "runtime/job_groups.hpp"
+#include "runtime/layout.hpp"
 #include "runtime/metrics.hpp"
 #include "runtime/model_config.hpp"
-#include "runtime/program.hpp"
+#include "runtime/process.hpp"
 #include "runtime/timeline.hpp"
-#include "runtime/weights.hpp"
+#include "runtime/writable.hpp"
 
 namespace sluice {
 namespace {

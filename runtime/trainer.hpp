@@ -6,8 +6,8 @@
 
 #include "comm/communicator.hpp"
 #include "comm/mpi_session.hpp"
-#include "runtime/options.hpp"
 #include "runtime/pipeline.hpp"
+#include "runtime/train_options.hpp"
 
 namespace sluice {
 

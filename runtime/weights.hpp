@@ -79,15 +79,6 @@ void write_weights_index(const std::filesystem::path& directory, const std::stri
                          const std::map<std::string, std::string>& file_of,
                          std::size_t total_bytes);
 
-// Proves that files can be written to DIR, which is made where it is not there (kIo naming it);
-// leaves everything as it was.
-void require_writable_directory(const std::filesystem::path& directory);
-// The same for a file, whose bytes, if it exists, stay as they are.
-void require_writable_file(const std::filesystem::path& file);
-
-// 64 hexadecimal digits.
-[[nodiscard]] std::string sha256_hex(std::span<const std::byte> bytes);
-
 struct ParameterDigest {
   std::string name, sha256;  // hex; of the little-endian bytes
 };

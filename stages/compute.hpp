@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/device_memory.hpp"
+#include "comm/device.hpp"
 
 namespace sluice {
 

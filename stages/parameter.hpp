@@ -15,7 +15,7 @@
 #include <string_view>
 #include <vector>
 
-#include "comm/device_memory.hpp"
+#include "comm/device.hpp"
 #include "stages/tensor.hpp"
 
 namespace sluice {

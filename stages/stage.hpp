@@ -111,7 +111,7 @@ class Stage {
   // Parameters allocated (parameters()->allocate), state for `slots` made, primitives built; all
   // memory of the device from setup.compute->memory(), where what was described is set aside. More
   // is taken from the device apart, while it has any. On a GPU every library call and every kernel
-  // that Sluice does not know (comm/kernel_modules.hpp) has run once when it returns: loading one
+  // that Sluice does not know (comm/cuda.hpp) has run once when it returns: loading one
   // later, beside NCCL, may wait for ever.
   virtual void prepare(const StageSetup& setup) = 0;
   // Before the first forward of a step or an evaluation: what follows from the parameters alone,

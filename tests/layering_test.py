@@ -19,7 +19,7 @@ FOLDERS = ("schedules", "comm", "stages", "runtime", "examples", "tests")
 SOURCES = (".hpp", ".cpp", ".cu", ".cuh", ".h", ".cc")
 
 # The device box: what a stage may use of comm/.
-DEVICE = ("affinity", "error", "device", "device_cuda", "device_launch", "device_memory",
+DEVICE = ("affinity", "error", "device", "device_cuda", "device_kinds", "device_graph", "device_memory", "cuda",
           "kernel_modules")
 
 # Which boxes a box may include, besides itself.
@@ -35,7 +35,7 @@ ALLOWED = {
 
 # A foreign header, by its beginning, and the places that may include it.
 FOREIGN = (
-    (r"mpi\.h$", r"comm/[^/]+\.cpp$|comm/mpi_interop\.hpp$|tests/"),
+    (r"mpi\.h$", r"comm/[^/]+\.cpp$|comm/mpi\.hpp$|tests/"),
     (r"nccl\.h$", r"comm/[^/]+\.(cpp|cu)$|tests/"),
     (r"(cuda|cublas|cudnn|cub/)", r"(comm|stages|tests)/|examples/[^/]+\.cu$"),
     (r"dnnl", r"(stages|tests)/"),

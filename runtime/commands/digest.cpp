@@ -1,7 +1,8 @@
 #include <fmt/format.h>
 
+#include "runtime/commands.hpp"
 #include "runtime/option_table.hpp"
-#include "runtime/program.hpp"
+#include "runtime/process.hpp"
 #include "runtime/weights.hpp"
 
 namespace sluice {

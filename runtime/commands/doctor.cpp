@@ -3,11 +3,15 @@
 
 #include <limits>
 
+#include "comm/collectives.hpp"
+#include "comm/mpi_session.hpp"
 #include "comm/topology.hpp"
+#include "runtime/commands.hpp"
 #include "runtime/device_choice.hpp"
 #include "runtime/diagnosis.hpp"
 #include "runtime/edge_link.hpp"
 #include "runtime/option_table.hpp"
+#include "runtime/options.hpp"
 #include "runtime/program.hpp"
 #include "schedules/schedule.hpp"
 
@@ -48,8 +52,8 @@ Topology topology_of(const DoctorOptions& options, int ranks) {
   return make_topology(ranks, pipeline, options.replicas, parse_rank_order(options.rank_order));
 }
 
-RankFacts facts_of(const MpiSession& session, int rank, int threads, const RankDevice& device) {
-  const MpiInfo info = session.info();
+RankFacts facts_of(int rank, int threads, const RankDevice& device) {
+  const MpiInfo info = mpi_info();
   RankFacts facts = local_facts();
   facts.device = to_string(device.device);
   facts.device_identity = device.identity;
@@ -115,13 +119,13 @@ void print_findings(const std::vector<Finding>& findings) {
   }
 }
 
-void examine(const DoctorOptions& options, const MpiSession& session, Communicator& world) {
+void examine(const DoctorOptions& options, Communicator& world) {
   const Topology topology = topology_of(options, world.size());
   Collectives collectives(world, kBaseTag, nullptr);
   const std::vector<RankDevice> devices =
       choose_devices(collectives, topology, parse_devices(options.device));
-  RankFacts mine = facts_of(session, world.rank(), options.threads,
-                            devices[static_cast<std::size_t>(world.rank())]);
+  RankFacts mine =
+      facts_of(world.rank(), options.threads, devices[static_cast<std::size_t>(world.rank())]);
   const TransportChoice wanted = parse_transport(options.transport);
   mine.no_device_messages =
       why_no_device_messages(collectives, devices, wanted,
@@ -147,7 +151,7 @@ int doctor_command(int argc, char** argv) {
         table.parse(arguments);
         return table.help_wanted() ? table.help() : "";
       },
-      [&](MpiSession& session, Communicator& world) { examine(options, session, world); });
+      [&](Communicator& world) { examine(options, world); });
 }
 
 }  // namespace sluice

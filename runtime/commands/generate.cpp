@@ -6,6 +6,9 @@
 
 #include "comm/error.hpp"
 #include "runtime/checkpoint.hpp"
+#include "runtime/commands.hpp"
+#include "runtime/data.hpp"
+#include "runtime/layout.hpp"
 #include "runtime/model_config.hpp"
 #include "runtime/option_table.hpp"
 #include "runtime/pipeline.hpp"
@@ -165,7 +168,7 @@ int generate_command(int argc, char** argv) {
         }
         return std::string();
       },
-      [&](MpiSession&, Communicator& world) { generate_text(options, world); });
+      [&](Communicator& world) { generate_text(options, world); });
 }
 
 }  // namespace sluice

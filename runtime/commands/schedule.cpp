@@ -6,8 +6,9 @@
 
 #include "comm/error.hpp"
 #include "runtime/option_table.hpp"
-#include "runtime/program.hpp"
+#include "runtime/process.hpp"
 #include "runtime/schedule_auto.hpp"
+#include "runtime/schedule_command.hpp"
 #include "runtime/schedule_compare.hpp"
 #include "runtime/schedule_costs.hpp"
 #include "runtime/schedule_output.hpp"

@@ -3,7 +3,7 @@
 #include <limits>
 
 #include "runtime/option_table.hpp"
-#include "runtime/program.hpp"
+#include "runtime/process.hpp"
 #include "runtime/schedule_auto.hpp"
 #include "runtime/schedule_output.hpp"
 

@@ -4,7 +4,7 @@
 #include <limits>
 
 #include "runtime/option_table.hpp"
-#include "runtime/program.hpp"
+#include "runtime/process.hpp"
 #include "runtime/schedule_compare.hpp"
 
 namespace sluice {

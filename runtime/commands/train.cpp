@@ -1,6 +1,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/commands.hpp"
 #include "runtime/program.hpp"
 #include "runtime/trainer.hpp"
 
@@ -14,9 +15,7 @@ int train_command(int argc, char** argv) {
         parsed = parse_train_options({argv, argv + argc});
         return parsed.help ? parsed.help_text : std::string();
       },
-      [&](MpiSession& session, Communicator& world) {
-        run_training(session.info(), world, parsed);
-      });
+      [&](Communicator& world) { run_training(mpi_info(), world, parsed); });
 }
 
 }  // namespace sluice

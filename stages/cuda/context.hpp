@@ -15,7 +15,7 @@
 #include <memory>
 #include <string>
 
-#include "comm/device_memory.hpp"
+#include "comm/device.hpp"
 
 struct cublasLtContext;
 struct cudnnContext;

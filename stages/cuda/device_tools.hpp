@@ -1,6 +1,6 @@
 // What kernels share: dynamic shared memory, reductions over a warp and over a block, and how the
 // last of several blocks knows that it is. Every order of summation is fixed, so that the same
-// values give the same bits in every run; the emulation of the tests (see comm/device_launch.hpp)
+// values give the same bits in every run; the emulation of the tests (see comm/cuda.hpp)
 // sums in the same order.
 //
 // Reductions must be reached by all threads of the warp or block, with the same template arguments.
@@ -8,7 +8,7 @@
 
 #include <cuda_runtime.h>
 
-#include "comm/device_launch.hpp"
+#include "comm/cuda.hpp"
 
 #if !SLUICE_EMULATED_CUDA
 #include <cub/block/block_reduce.cuh>

@@ -8,8 +8,8 @@
 #include <cstdint>
 
 #define SLUICE_KERNEL_NAMESPACE cuda
+#include "comm/cuda.hpp"
 #include "comm/device_cuda.hpp"
-#include "comm/device_launch.hpp"
 #include "stages/compute.hpp"
 #include "stages/cuda/device_tools.hpp"
 #include "stages/kernel_lane.hpp"

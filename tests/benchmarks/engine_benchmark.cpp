@@ -10,6 +10,7 @@
 #include "comm/loopback.hpp"
 #include "comm/transport.hpp"
 #include "runtime/program.hpp"
+#include "runtime/step_clock.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 #include "tests/benchmarks/idle_engine.hpp"
 
@@ -91,7 +92,7 @@ class BareLoop {
 int main(int argc, char** argv) {
   using namespace sluice;
   using namespace sluice::benchmarks;
-  return run_main(argc, argv, [&](MpiSession&, Communicator& world) {
+  return run_main(argc, argv, [&](Communicator& world) {
     Report report("Engine overhead, stages that do nothing, ns per compute action",
                   {"transport", "schedule", "ranks", "engine ns", "bare MPI ns", "above bare"});
     if (world.size() == 1) {

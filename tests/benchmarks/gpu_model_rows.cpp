@@ -8,6 +8,7 @@
 #include "comm/error.hpp"
 #include "comm/loopback.hpp"
 #include "runtime/pipeline.hpp"
+#include "runtime/step_clock.hpp"
 #include "runtime/trace.hpp"
 #include "stages/partition.hpp"
 #include "tests/benchmarks/gpu_activity.hpp"

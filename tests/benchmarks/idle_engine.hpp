@@ -5,9 +5,10 @@
 #include <vector>
 
 #include "comm/communicator.hpp"
-#include "runtime/array_source.hpp"
+#include "runtime/data.hpp"
 #include "runtime/engine.hpp"
 #include "runtime/pipeline.hpp"
+#include "runtime/step_clock.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 
 namespace sluice::benchmarks {

@@ -7,7 +7,8 @@
 #include <stdexcept>
 #include <thread>
 
-#include "runtime/array_source.hpp"
+#include "runtime/data.hpp"
+#include "runtime/layout.hpp"
 #include "runtime/pipeline.hpp"
 #include "runtime/profile.hpp"
 #include "runtime/program.hpp"
@@ -155,7 +156,7 @@ void run_family(Communicator& world, int steps, Report& report) {
 int main(int argc, char** argv) {
   using namespace sluice;
   using namespace sluice::benchmarks;
-  return run_main(argc, argv, [&](MpiSession&, Communicator& world) {
+  return run_main(argc, argv, [&](Communicator& world) {
     const int steps = std::atoi(argument(argc, argv, "--steps", "9").c_str());
     const bool family = argument(argc, argv, "--stages", "") == "family";
     Report report =

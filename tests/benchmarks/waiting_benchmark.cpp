@@ -19,6 +19,7 @@
 
 #include "comm/error.hpp"
 #include "comm/mpi_session.hpp"
+#include "comm/waiter.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 
 namespace {
@@ -124,7 +125,7 @@ int main(int argc, char** argv) try {
   }
   Report report("Waiting for a message", {"way of waiting", "CPU s per s and rank", "delay us"});
   report.fact("ranks", world->size());
-  report.fact("cores in this rank's mask", session.info().cores);
+  report.fact("cores in this rank's mask", sluice::mpi_info().cores);
   for (const Result& result : results) {
     report.row({result.name, result.cpu_share, result.delay_us});
   }

@@ -12,6 +12,7 @@
 
 #include "comm/communicator.hpp"
 #include "comm/loopback.hpp"
+#include "comm/waiter.hpp"
 #ifdef SLUICE_UNDER_MPI
 #include "tests/comm/mpi_main.hpp"
 #endif

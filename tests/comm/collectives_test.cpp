@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "comm/collectives.hpp"
 #include "comm/communicator.hpp"
 #include "comm/error.hpp"
 #include "tests/comm/both_transports.hpp"

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/collectives.hpp"
 #include "comm/error.hpp"
 #include "tests/comm/both_transports.hpp"
 

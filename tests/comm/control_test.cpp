@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 
+#include "comm/collectives.hpp"
 #include "tests/comm/both_transports.hpp"
 
 namespace sluice {

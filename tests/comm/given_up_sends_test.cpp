@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "comm/collectives.hpp"
 #include "comm/error.hpp"
 #include "tests/comm/both_transports.hpp"
 

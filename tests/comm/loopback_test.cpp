@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "comm/collectives.hpp"
 #include "comm/error.hpp"
 #include "tests/comm/both_transports.hpp"
 

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <string>
 
+#include "comm/collectives.hpp"
 #include "comm/error.hpp"
 #include "comm/mpi_session.hpp"
 

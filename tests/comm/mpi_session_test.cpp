@@ -6,8 +6,9 @@
 #include <cstdlib>
 #include <string>
 
+#include "comm/collectives.hpp"
 #include "comm/error.hpp"
-#include "comm/mpi_interop.hpp"
+#include "comm/mpi.hpp"
 #include "tests/comm/both_transports.hpp"
 
 namespace sluice {
@@ -24,7 +25,7 @@ TEST(MpiSessionTest, LeavesAnMpiThatIsAlreadyInitialisedAlone) {
 }
 
 TEST(MpiSessionTest, SaysWhatRunsTheJob) {
-  const MpiInfo info = MpiSession(nullptr, nullptr).info();
+  const MpiInfo info = mpi_info();
   EXPECT_NE(info.library.find("MPI"), std::string::npos) << info.library;
   EXPECT_EQ(info.library.find('\n'), std::string::npos);
   EXPECT_GE(info.standard, "3");

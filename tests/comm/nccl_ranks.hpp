@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/collectives.hpp"
 #include "comm/communicator.hpp"
 #include "comm/control.hpp"
 #include "comm/device.hpp"

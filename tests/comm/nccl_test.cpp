@@ -87,7 +87,7 @@ TEST_P(NcclTest, CanBeAbortedAtAnyTime) {
 }
 
 #ifdef SLUICE_EMULATED
-// Kernels of ours are loaded before NCCL can wait for a peer (comm/kernel_modules.hpp).
+// Kernels of ours are loaded before NCCL can wait for a peer (comm/cuda.hpp).
 
 TEST_P(NcclTest, LoadsKernelsBeforeTheFirstCommunicatorIsMade) {
   emulated::unload_all();

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <vector>
 
+#include "comm/collectives.hpp"
 #include "comm/control.hpp"
 #include "comm/transport.hpp"
 #include "tests/allocation_counter.hpp"

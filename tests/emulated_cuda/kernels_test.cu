@@ -1,4 +1,4 @@
-// Kernels as the operators have them, compiled by the emulation, through comm/device_launch.hpp.
+// Kernels as the operators have them, compiled by the emulation, through comm/cuda.hpp.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/device_launch.hpp"
+#include "comm/cuda.hpp"
 #include "stages/cuda/device_tools.hpp"
 #include "tests/emulated_cuda/modules.hpp"
 #include "tests/emulated_cuda/on_device.hpp"

@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 
-#include "comm/mpi_interop.hpp"
-#include "runtime/options.hpp"
+#include "comm/mpi.hpp"
+#include "runtime/train_options.hpp"
 #include "schedules/schedule.hpp"
 
 int main(int argc, char** argv) {

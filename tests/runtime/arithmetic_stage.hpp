@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "runtime/array_source.hpp"
+#include "runtime/data.hpp"
 #include "runtime/pipeline.hpp"
 
 namespace sluice::testing {

@@ -14,6 +14,8 @@
 #include <type_traits>
 
 #include "comm/error.hpp"
+#include "runtime/batch_loader.hpp"
+#include "runtime/batch_shape.hpp"
 #include "stages/layers/layer.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/temporary_directory.hpp"

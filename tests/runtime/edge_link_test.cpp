@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "comm/loopback.hpp"
+#include "runtime/options.hpp"
 #include "tests/runtime/expect_error.hpp"
 
 namespace sluice {

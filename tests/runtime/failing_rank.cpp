@@ -9,6 +9,7 @@
 #include <string>
 #include <system_error>
 
+#include "comm/waiter.hpp"
 #include "runtime/program.hpp"
 
 namespace {
@@ -26,7 +27,7 @@ void wait_for_nothing(sluice::Communicator& world) {
 
 int main(int argc, char** argv) {
   const std::string how = argc > 1 ? argv[1] : "none";
-  return sluice::run_main(argc, argv, [&](sluice::MpiSession&, sluice::Communicator& world) {
+  return sluice::run_main(argc, argv, [&](sluice::Communicator& world) {
     if (how == "none") return;
     if (how == "all") throw sluice::Error(sluice::ErrorCode::kUsage, "refused by all");
     if (world.rank() != 1) wait_for_nothing(world);

@@ -1,4 +1,4 @@
-#include "runtime/options.hpp"
+#include "runtime/train_options.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -13,7 +13,7 @@
 #include "comm/device.hpp"
 #include "comm/error.hpp"
 #include "comm/loopback.hpp"
-#include "runtime/array_source.hpp"
+#include "runtime/data.hpp"
 #include "runtime/pipeline.hpp"
 #include "tests/runtime/training_cases.hpp"
 #ifdef SLUICE_EMULATED

@@ -8,7 +8,7 @@
 
 #include "comm/device.hpp"
 #include "comm/loopback.hpp"
-#include "runtime/array_source.hpp"
+#include "runtime/data.hpp"
 #include "runtime/pipeline.hpp"
 
 namespace sluice::testing {

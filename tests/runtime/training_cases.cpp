@@ -6,8 +6,10 @@
 #include <span>
 
 #include "comm/loopback.hpp"
+#include "runtime/data.hpp"
 #include "runtime/host_mirror.hpp"
-#include "runtime/weights.hpp"
+#include "runtime/layout.hpp"
+#include "runtime/sha256.hpp"
 #include "stages/random.hpp"
 #ifdef SLUICE_UNDER_MPI
 #include "tests/comm/mpi_main.hpp"

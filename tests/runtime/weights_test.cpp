@@ -11,6 +11,7 @@
 
 #include "comm/error.hpp"
 #include "runtime/safetensors_header.hpp"
+#include "runtime/writable.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/temporary_directory.hpp"
 

@@ -1,3 +1,5 @@
+#include "comm/transport.hpp"
+
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -8,7 +10,6 @@
 #include <utility>
 
 #include "comm/error.hpp"
-#include "comm/transport.hpp"
 
 namespace sluice {
 

@@ -1,4 +1,4 @@
-#include "runtime/data.hpp"
+#include "runtime/batch_shape.hpp"
 
 #include <fmt/format.h>
 

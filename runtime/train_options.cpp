@@ -1,4 +1,4 @@
-#include "runtime/options.hpp"
+#include "runtime/train_options.hpp"
 
 #include <fmt/format.h>
 
@@ -11,6 +11,7 @@
 #include "comm/error.hpp"
 #include "runtime/batch_options.hpp"
 #include "runtime/option_table.hpp"
+#include "runtime/options.hpp"
 #include "runtime/schedule_report.hpp"
 #include "schedules/schedule.hpp"
 

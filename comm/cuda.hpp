@@ -1,21 +1,68 @@
-// The one way our kernels are launched, so that the same source runs on a GPU and, in the tests, on
-// the CPU (tests/emulated_cuda). For kernel sources (.cu) alone: nvcc compiles them, or, with
-// SLUICE_EMULATED_CUDA=1, the C++ compiler under tests/emulated_cuda/kernel_shim.hpp. Including it
-// makes the source's kernels known to load_kernels() (comm/kernel_modules.hpp).
+// Kernels of a program's own on a GPU: launch() is the one way to launch them, so that the same
+// source runs on a GPU and, in the tests, on the CPU (tests/emulated_cuda).
+//
+// Kernel sources (.cu) include this header: nvcc compiles them, or, with SLUICE_EMULATED_CUDA=1,
+// the C++ compiler under tests/emulated_cuda/kernel_shim.hpp. A source that includes it is known
+// before main() begins; nothing has to be listed. open_device() (device.hpp) asks whether a GPU has
+// code for all known kernels. load_kernels() loads them.
+//
+// CUDA loads a kernel when it is first launched. That may wait for everything that runs on the
+// device (CUDA C++ Programming Guide, "Lazy Loading", "Concurrent Execution"): for ever, where that
+// is an NCCL kernel whose peer waits for this rank. Whoever is about to start kernels that wait for
+// other ranks calls load_kernels() first. Kernels of libraries are not known here: what a stage
+// needs of them is run once in Stage::prepare().
+//
+// Other sources (.cpp) see load_kernels() alone.
 #pragma once
+
+#include <span>
+#include <utility>
+
+#include "comm/device.hpp"
+
+namespace sluice::cuda {
+
+// The kernels of one source, which nvcc makes one module of CUDA's. For this header alone.
+class KernelModule {
+ public:
+  // `kernel`: any of the module. `architectures`: what it was compiled for, 900 for 9.0; lives, as
+  // this does, as long as the program.
+  KernelModule(const void* kernel, std::span<const int> architectures) noexcept
+      : kernel_(kernel), architectures_(architectures), next_(std::exchange(first, this)) {}
+  KernelModule(const KernelModule&) = delete;
+  KernelModule& operator=(const KernelModule&) = delete;
+  ~KernelModule() = default;
+
+ private:
+  friend void load_kernels();
+  friend void require_code(int index);
+
+  const void* kernel_;
+  std::span<const int> architectures_;
+  const KernelModule* next_;
+  // Set before any constructor runs, whatever the order of the sources; only grows.
+  static inline constinit const KernelModule* first = nullptr;
+};
+
+// Loads every kernel of every KernelModule on the calling thread's current device; may wait for
+// what runs there. Nothing where CUDA loads eagerly (CUDA_MODULE_LOADING=EAGER); quick when called
+// again. Throws Error(kDevice) naming what would help where the driver, older than 12.4, cannot.
+void load_kernels();
+
+}  // namespace sluice::cuda
+
+#ifndef SLUICE_EMULATED_CUDA
+#define SLUICE_EMULATED_CUDA 0
+#endif
+
+// For kernel sources alone.
+#if defined(__CUDACC__) || SLUICE_EMULATED_CUDA
 
 #include <cuda_runtime.h>
 
 #include <cstddef>
 #include <string>
 #include <type_traits>
-
-#include "comm/device.hpp"
-#include "comm/kernel_modules.hpp"
-
-#ifndef SLUICE_EMULATED_CUDA
-#define SLUICE_EMULATED_CUDA 0
-#endif
 
 namespace sluice::cuda {
 
@@ -88,3 +135,5 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
 }
 
 }  // namespace sluice::cuda
+
+#endif

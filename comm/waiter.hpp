@@ -1,0 +1,31 @@
+// How the host waits: between two polls of anything, and what may end the wait.
+#pragma once
+
+#include <cstdint>
+
+namespace sluice {
+
+// Blocks the calling thread between polls: spins briefly where local ranks <= the cores of the host
+// that the job may use, otherwise yields at once; then backs off in sleeps of 20 to 50 us. Before
+// its first sleep it sets the calling thread's timer slack to 1 us (the default of 50 us would
+// triple a sleep). One per waiting site; reset() after every success.
+class Waiter {
+ public:
+  explicit Waiter(int local_ranks);
+  void pause();
+  void reset() { polls_ = 0; }
+
+ private:
+  std::uint32_t spin_polls_;  // polls that only spin
+  std::uint32_t polls_ = 0;   // since the last success
+  bool slack_set_ = false;
+};
+
+// Called between polls of a blocking wait; throws to end it (the control channel's poll()).
+class Interrupt {
+ public:
+  virtual ~Interrupt() = default;
+  virtual void poll() = 0;
+};
+
+}  // namespace sluice
