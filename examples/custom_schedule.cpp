@@ -7,6 +7,8 @@
 #include "runtime/data.hpp"
 #include "runtime/pipeline.hpp"
 #include "runtime/program.hpp"
+#include "schedules/draw.hpp"
+#include "schedules/generate.hpp"
 #include "schedules/simulate.hpp"
 #include "stages/transformer.hpp"
 using namespace sluice;

@@ -8,6 +8,7 @@
 
 #include "comm/collectives.hpp"
 #include "comm/error.hpp"
+#include "schedules/generate.hpp"
 #include "schedules/schedule_file.hpp"
 #include "schedules/search.hpp"
 

@@ -16,6 +16,7 @@
 #include "runtime/memory_plan.hpp"
 #include "runtime/transport_plan.hpp"
 #include "schedules/simulate.hpp"
+#include "schedules/generate.hpp"
 
 namespace sluice {
 namespace {

@@ -10,7 +10,6 @@
 #include "comm/device.hpp"
 #include "runtime/device_choice.hpp"
 #include "runtime/options.hpp"
-#include "schedules/action.hpp"
 #include "schedules/schedule.hpp"
 
 namespace sluice {

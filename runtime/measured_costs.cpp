@@ -15,7 +15,7 @@
 
 #include "comm/error.hpp"
 #include "runtime/mapped_file.hpp"
-#include "schedules/action.hpp"
+#include "schedules/schedule.hpp"
 
 namespace sluice {
 namespace {

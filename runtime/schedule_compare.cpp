@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "comm/error.hpp"
+#include "schedules/generate.hpp"
 
 namespace sluice {
 namespace {

@@ -8,8 +8,10 @@
 #include "comm/error.hpp"
 #include "runtime/atomic_file.hpp"
 #include "runtime/process.hpp"
+#include "runtime/program.hpp"
+#include "schedules/draw.hpp"
+#include "schedules/plan.hpp"
 #include "schedules/schedule_file.hpp"
-#include "schedules/svg.hpp"
 
 namespace sluice {
 namespace {

@@ -10,6 +10,8 @@
 
 #include "comm/error.hpp"
 #include "runtime/trace.hpp"
+#include "schedules/draw.hpp"
+#include "schedules/generate.hpp"
 
 namespace sluice {
 namespace {

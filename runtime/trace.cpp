@@ -13,7 +13,7 @@
 
 #include "comm/error.hpp"
 #include "runtime/atomic_file.hpp"
-#include "schedules/action.hpp"
+#include "schedules/schedule.hpp"
 
 namespace sluice {
 namespace {

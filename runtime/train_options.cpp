@@ -13,6 +13,7 @@
 #include "runtime/option_table.hpp"
 #include "runtime/options.hpp"
 #include "runtime/schedule_report.hpp"
+#include "schedules/generate.hpp"
 #include "schedules/schedule.hpp"
 
 namespace sluice {

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "comm/error.hpp"
+#include "schedules/draw.hpp"
 
 namespace sluice {
 

@@ -1,4 +1,4 @@
-#include "schedules/action.hpp"
+#include "schedules/schedule.hpp"
 
 #include <array>
 #include <charconv>

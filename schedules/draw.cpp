@@ -1,9 +1,10 @@
+#include "schedules/draw.hpp"
+
 #include <algorithm>
 #include <string>
 #include <vector>
 
 #include "schedules/dataflow.hpp"
-#include "schedules/schedule.hpp"
 
 namespace sluice {
 namespace {

@@ -16,7 +16,7 @@
 
 #include "schedules/generators.hpp"
 
-namespace sluice {
+namespace sluice::generators {
 namespace {
 
 struct ReadyForward {
@@ -30,7 +30,7 @@ using ReadyQueue = std::priority_queue<ReadyForward, std::vector<ReadyForward>, 
 
 }  // namespace
 
-Schedule generate_forward_only(const Placement& placement, int micro_batches) {
+Schedule forward_only(const Placement& placement, int micro_batches) {
   Schedule schedule = empty_schedule("forward-only", placement, micro_batches, micro_batches);
   schedule.forward_only = true;
   std::vector<ReadyQueue> ready(static_cast<std::size_t>(placement.ranks()));
@@ -38,8 +38,7 @@ Schedule generate_forward_only(const Placement& placement, int micro_batches) {
     return ready[static_cast<std::size_t>(placement.rank_of(stage))];
   };
   int group = 0;
-  for (const generators::MicroBatchGroup& each :
-       generators::groups_of(micro_batches, placement.ranks())) {
+  for (const MicroBatchGroup& each : groups_of(micro_batches, placement.ranks())) {
     for (int i = each.begin; i < each.end; ++i) queue_of(0).push({group, 0, i});
     ++group;
   }
@@ -64,11 +63,8 @@ Schedule generate_forward_only(const Placement& placement, int micro_batches) {
   return schedule;
 }
 
-namespace generators {
-
 Schedule forward_only(const ScheduleShape& shape) {
-  return generate_forward_only(Placement::looped(shape.ranks, shape.chunks), shape.micro_batches);
+  return forward_only(Placement::looped(shape.ranks, shape.chunks), shape.micro_batches);
 }
 
-}  // namespace generators
-}  // namespace sluice
+}  // namespace sluice::generators

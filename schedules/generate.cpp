@@ -1,11 +1,11 @@
-#include <algorithm>
+#include "schedules/generate.hpp"
+
 #include <array>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
 
 #include "schedules/generators.hpp"
-#include "schedules/schedule.hpp"
 
 namespace sluice {
 namespace {
@@ -107,36 +107,8 @@ Schedule generate(std::string_view name, const ScheduleShape& shape) {
   return row.generate(shape);
 }
 
-Schedule empty_schedule(std::string_view name, const Placement& placement, int micro_batches,
-                        int steps_per_rank) {
-  Schedule schedule;
-  schedule.name = name;
-  schedule.placement = placement;
-  schedule.micro_batches = micro_batches;
-  schedule.ranks.resize(static_cast<std::size_t>(placement.ranks()));
-  for (std::vector<Step>& steps : schedule.ranks) {
-    steps.reserve(static_cast<std::size_t>(steps_per_rank));
-  }
-  return schedule;
+Schedule generate_forward_only(const Placement& placement, int micro_batches) {
+  return generators::forward_only(placement, micro_batches);
 }
 
-namespace generators {
-
-Schedule empty_linear(std::string_view name, const ScheduleShape& shape, int steps_per_rank) {
-  return empty_schedule(name, Placement::linear(shape.ranks), shape.micro_batches, steps_per_rank);
-}
-
-std::vector<MicroBatchGroup> groups_of(int micro_batches, int smallest) {
-  const int count = std::max(1, micro_batches / smallest);
-  std::vector<MicroBatchGroup> groups;
-  int begin = 0;
-  for (int i = 0; i < count; ++i) {
-    const int size = micro_batches / count + (i < micro_batches % count ? 1 : 0);
-    groups.push_back({begin, begin + size});
-    begin += size;
-  }
-  return groups;
-}
-
-}  // namespace generators
 }  // namespace sluice

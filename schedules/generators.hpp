@@ -25,6 +25,8 @@ namespace sluice::generators {
 [[nodiscard]] Schedule v_min(const ScheduleShape& shape);
 [[nodiscard]] Schedule dualpipe_v(const ScheduleShape& shape);
 [[nodiscard]] Schedule forward_only(const ScheduleShape& shape);
+// The body of generate_forward_only().
+[[nodiscard]] Schedule forward_only(const Placement& placement, int micro_batches);
 
 // empty_schedule() over linear placement.
 [[nodiscard]] Schedule empty_linear(std::string_view name, const ScheduleShape& shape,

@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "schedules/schedule.hpp"
+#include "schedules/plan.hpp"
 
 namespace sluice {
 namespace {

@@ -1,4 +1,5 @@
-// Plans: every post-receive, start-send, wait, compute and buffer release of a rank, in order.
+// Plans: every post-receive, start-send, wait, compute and buffer release of a rank, in order; and
+// lower(), which adds to a schedule the messages and reductions that a plan is made of.
 //
 // The plan is the only rule book: verify() replays exactly this list under each transport model,
 // the engine executes exactly this list, and neither knows another rule.
@@ -30,6 +31,24 @@
 #include "schedules/schedule.hpp"
 
 namespace sluice {
+
+struct LowerOptions {
+  bool reduce_grad = true;       // REDUCE_GRAD per stage and OPTIMIZER per rank (training)
+  std::vector<TiedStages> tied;  // one REDUCE_TIED on every rank that owns one of the stages
+  // [stage] Its sum over replicas runs beside computation and blocks nobody, as NCCL's do. Empty:
+  // no stage's does.
+  std::vector<bool> sums_beside = {};
+};
+
+// Adds SEND right after the action that produces and RECV right before the action that uses, where
+// the neighbouring stage is on another rank (for an overlapped pair: around the pair); then
+// reductions and the optimizer, which a forward-only schedule has none of. REDUCE_GRAD stands right
+// behind the last B or W of its stage, before the messages that follow, where the sum runs beside
+// computation; else at the list's end, where a sum that blocks holds up no other rank. A
+// REDUCE_TIED names the first stage of its group on that rank; groups come in the order of `tied`.
+// Requires: check() found nothing. Throws std::invalid_argument for schedules with messages, for
+// illegal groups and where `sums_beside` has not one entry per stage.
+[[nodiscard]] Schedule lower(const Schedule& schedule, const LowerOptions& options);
 
 enum class BufferKind : std::uint8_t { kInput, kOutput, kGradOutput, kGradInput, kState };
 inline constexpr int kBufferKinds = 5;

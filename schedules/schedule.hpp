@@ -5,16 +5,80 @@
 //
 // Plain data over integers: no tensors, no MPI, no device. Functions are pure and thread-safe.
 // Malformed requests throw std::invalid_argument, with the nearest legal values in the message.
+//
+// A schedule is, per rank, a list of steps; a step is one action or an overlapped pair of two.
+// The text form of an action is `<stage><KIND>[micro_batch]`, e.g. `2F0` (stage 2 forwards
+// micro-batch 0), `3SEND_B1`, `0REDUCE_GRAD`; it follows torch.distributed.pipelining's `_Action`,
+// but is strict: the whole text must match and an unknown kind is refused by name. Numbers are
+// decimal without sign or leading zeros. Behind it may follow `>stage` (a message's to_stage) and
+// `@copy` (from 1).
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "schedules/action.hpp"
-
 namespace sluice {
+
+// kBackward is the whole backward pass; kBackwardInput ("I") and kBackwardWeight ("W") are its
+// halves, for schedules that part them.
+enum class ActionKind : std::uint8_t {
+  kForward,         // F
+  kBackward,        // B
+  kBackwardInput,   // I
+  kBackwardWeight,  // W
+  kSendForward,     // SEND_F: activation to stage + 1
+  kRecvForward,     // RECV_F: activation from stage - 1
+  kSendBackward,    // SEND_B: gradient to stage - 1
+  kRecvBackward,    // RECV_B: gradient from stage + 1
+  kReduceGrad,      // REDUCE_GRAD: this stage's gradients summed over replicas
+  kReduceTied,      // REDUCE_TIED: gradients of a tied parameter summed over its uses
+  kUnshard,         // UNSHARD
+  kReshard,         // RESHARD
+  kRecompute,       // RECOMPUTE
+  kOptimizer,       // OPTIMIZER: norm, guard, clip, update; once per rank
+};
+
+// True for F, B, I and W.
+[[nodiscard]] constexpr bool is_compute(ActionKind kind) {
+  return kind <= ActionKind::kBackwardWeight;
+}
+// True for the four message kinds.
+[[nodiscard]] constexpr bool is_message(ActionKind kind) {
+  return kind >= ActionKind::kSendForward && kind <= ActionKind::kRecvBackward;
+}
+// True where the text form carries a micro-batch (compute, message and RECOMPUTE kinds).
+[[nodiscard]] bool has_micro_batch(ActionKind kind);
+// "F", "SEND_B", ...
+[[nodiscard]] std::string_view name_of(ActionKind kind);
+
+struct Action {
+  ActionKind kind = ActionKind::kForward;
+  std::uint8_t copy = 0;          // which copy of the model, for schedules that keep two
+  std::int32_t stage = 0;         // global stage index
+  std::int32_t micro_batch = -1;  // -1 where the kind has none
+  std::int32_t to_stage = -1;     // messages that do not go to a neighbouring stage; -1: neighbour
+
+  friend bool operator==(const Action&, const Action&) = default;
+};
+
+// One entry of a rank's list. `overlapped` runs together with `action` (DualPipe's F and B).
+struct Step {
+  Action action;
+  std::optional<Action> overlapped = std::nullopt;
+
+  friend bool operator==(const Step&, const Step&) = default;
+};
+
+[[nodiscard]] std::string to_string(const Action& action);
+[[nodiscard]] std::string to_string(const Step& step);  // a pair prints as (0F7;7B3)OVERLAP_F_B
+
+// Throws std::invalid_argument naming the text, the offending part and what would be legal.
+[[nodiscard]] Action parse_action(std::string_view text);
+[[nodiscard]] Step parse_step(std::string_view text);
 
 // Which rank owns which stage. S = stages(), p = ranks().
 class Placement {
@@ -76,20 +140,6 @@ inline void append(Schedule& schedule, ActionKind kind, int stage, int micro_bat
   schedule.ranks[static_cast<std::size_t>(schedule.placement.rank_of(stage))].push_back(step);
 }
 
-// Names generate() accepts, in the order they are presented to users.
-[[nodiscard]] const std::vector<std::string>& schedule_names();
-
-// Compute actions only. Throws std::invalid_argument for an unknown name (listing the known ones)
-// and for shapes the algorithm cannot serve (with the nearest legal values).
-[[nodiscard]] Schedule generate(std::string_view name, const ScheduleShape& shape);
-
-// How many stages generate(name, shape) places. Throws as generate() does.
-[[nodiscard]] int stages_of(std::string_view name, const ScheduleShape& shape);
-
-// "forward-only" over any placement: every stage forwards every micro-batch, in an order that
-// cannot deadlock. Requires: micro_batches >= 1, stages times micro_batches fits an int.
-[[nodiscard]] Schedule generate_forward_only(const Placement& placement, int micro_batches);
-
 // Where a schedule or plan breaks a rule. `position` indexes the rank's list, -1: no one place.
 struct Violation {
   int rank = -1;
@@ -107,9 +157,6 @@ struct Violation {
 // lowest rank of it stands. Overlapped actions must not need each other. Linear.
 [[nodiscard]] std::optional<Violation> check(const Schedule& schedule);
 
-// The violation's message, then the grid (see draw_grid) with the offending cell marked.
-[[nodiscard]] std::string describe(const Schedule& schedule, const Violation& violation);
-
 // True if every stage's weight gradients accumulate in ascending micro-batch order, so results are
 // bit-identical to any other such schedule.
 [[nodiscard]] bool is_exact(const Schedule& schedule);
@@ -123,30 +170,5 @@ struct Violation {
 struct TiedStages {
   std::vector<int> stages;
 };
-
-struct LowerOptions {
-  bool reduce_grad = true;       // REDUCE_GRAD per stage and OPTIMIZER per rank (training)
-  std::vector<TiedStages> tied;  // one REDUCE_TIED on every rank that owns one of the stages
-  // [stage] Its sum over replicas runs beside computation and blocks nobody, as NCCL's do. Empty:
-  // no stage's does.
-  std::vector<bool> sums_beside = {};
-};
-
-// Adds SEND right after the action that produces and RECV right before the action that uses, where
-// the neighbouring stage is on another rank (for an overlapped pair: around the pair); then
-// reductions and the optimizer, which a forward-only schedule has none of. REDUCE_GRAD stands right
-// behind the last B or W of its stage, before the messages that follow, where the sum runs beside
-// computation; else at the list's end, where a sum that blocks holds up no other rank. A
-// REDUCE_TIED names the first stage of its group on that rank; groups come in the order of `tied`.
-// Requires: check() found nothing. Throws std::invalid_argument for schedules with messages, for
-// illegal groups and where `sums_beside` has not one entry per stage.
-[[nodiscard]] Schedule lower(const Schedule& schedule, const LowerOptions& options);
-
-// The schedule as text: one row per rank, one column per unit of time, cells `F0 B0 I0 W0` (stage
-// index in front where a rank has several), idle cells blank. Every compute step takes one unit, a
-// pair prints as `F7+B3`. `mark` brackets one cell and points at its row; a schedule that cannot
-// run, or whose marked step does not compute, is drawn by list position instead of time. Any
-// schedule can be drawn, also a broken one. Rows end in a line feed, without trailing blanks.
-[[nodiscard]] std::string draw_grid(const Schedule& schedule, const Violation* mark = nullptr);
 
 }  // namespace sluice

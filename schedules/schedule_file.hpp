@@ -5,7 +5,7 @@
 //    "lists": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]}
 //
 // `placement` gives each stage's rank. `lists` has one list per rank, in the order it runs, of
-// compute actions and overlapped pairs in the text form of schedules/action.hpp; messages are no
+// compute actions and overlapped pairs in the text form of schedules/schedule.hpp; messages are no
 // part of it, lower() adds them. A file without any backward action is a forward-only schedule.
 //
 // The reader is strict and bounded: it says what it refuses and where, keeps no document tree, and

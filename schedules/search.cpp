@@ -9,6 +9,7 @@
 #include <tuple>
 #include <utility>
 
+#include "schedules/generate.hpp"
 #include "schedules/plan.hpp"
 #include "schedules/search_layouts.hpp"
 #include "schedules/search_orders.hpp"

@@ -1,4 +1,4 @@
-#include "schedules/svg.hpp"
+#include "schedules/draw.hpp"
 
 #include <algorithm>
 #include <array>

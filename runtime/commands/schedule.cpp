@@ -13,6 +13,7 @@
 #include "runtime/schedule_costs.hpp"
 #include "runtime/schedule_output.hpp"
 #include "runtime/schedule_report.hpp"
+#include "schedules/generate.hpp"
 
 namespace sluice {
 namespace {

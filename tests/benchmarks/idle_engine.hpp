@@ -9,6 +9,8 @@
 #include "runtime/engine.hpp"
 #include "runtime/pipeline.hpp"
 #include "runtime/step_clock.hpp"
+#include "schedules/generate.hpp"
+#include "schedules/plan.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 
 namespace sluice::benchmarks {

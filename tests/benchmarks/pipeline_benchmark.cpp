@@ -12,6 +12,7 @@
 #include "runtime/pipeline.hpp"
 #include "runtime/profile.hpp"
 #include "runtime/program.hpp"
+#include "schedules/generate.hpp"
 #include "schedules/simulate.hpp"
 #include "stages/transformer.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"

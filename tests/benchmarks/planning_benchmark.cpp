@@ -21,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "schedules/generate.hpp"
 #include "schedules/plan.hpp"
 #include "schedules/schedule.hpp"
 #include "schedules/simulate.hpp"

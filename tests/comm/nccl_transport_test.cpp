@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "comm/error.hpp"
+#include "schedules/generate.hpp"
 #include "schedules/plan.hpp"
 #include "tests/comm/nccl_ranks.hpp"
 #ifdef SLUICE_EMULATED

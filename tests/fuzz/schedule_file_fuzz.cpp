@@ -16,11 +16,11 @@
 #include <string>
 #include <string_view>
 
+#include "schedules/draw.hpp"
 #include "schedules/plan.hpp"
 #include "schedules/pytorch_csv.hpp"
 #include "schedules/schedule_file.hpp"
 #include "schedules/simulate.hpp"
-#include "schedules/svg.hpp"
 
 namespace sluice {
 namespace {

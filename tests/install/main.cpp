@@ -7,7 +7,10 @@
 #include <string>
 
 #include "comm/mpi.hpp"
+#include "runtime/options.hpp"
 #include "runtime/train_options.hpp"
+#include "schedules/draw.hpp"
+#include "schedules/generate.hpp"
 #include "schedules/schedule.hpp"
 
 int main(int argc, char** argv) {

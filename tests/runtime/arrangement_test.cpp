@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "comm/loopback.hpp"
+#include "schedules/generate.hpp"
 #include "schedules/schedule_file.hpp"
 #include "schedules/simulate.hpp"
 #include "tests/runtime/expect_error.hpp"

@@ -12,6 +12,7 @@
 #include "comm/loopback.hpp"
 #include "runtime/guard.hpp"
 #include "runtime/transport_plan.hpp"
+#include "schedules/generate.hpp"
 #include "tests/allocation_counter.hpp"
 #include "tests/runtime/arithmetic_stage.hpp"
 #include "tests/runtime/expect_error.hpp"

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "runtime/schedule_report.hpp"
+#include "schedules/generate.hpp"
 #include "tests/runtime/training_cases.hpp"
 
 namespace sluice::testing {

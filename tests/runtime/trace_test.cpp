@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "comm/error.hpp"
-#include "schedules/action.hpp"
+#include "schedules/schedule.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/temporary_directory.hpp"
 

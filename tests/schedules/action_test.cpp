@@ -1,4 +1,4 @@
-#include "schedules/action.hpp"
+#include "schedules/schedule.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

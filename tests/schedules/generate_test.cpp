@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "schedules/draw.hpp"
+#include "schedules/generate.hpp"
 #include "schedules/schedule.hpp"
 #include "schedules/simulate.hpp"
 #include "tests/schedules/hand_made.hpp"

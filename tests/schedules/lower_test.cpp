@@ -3,6 +3,8 @@
 
 #include <stdexcept>
 
+#include "schedules/generate.hpp"
+#include "schedules/plan.hpp"
 #include "schedules/schedule.hpp"
 #include "tests/schedules/hand_made.hpp"
 

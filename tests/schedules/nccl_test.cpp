@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "schedules/generate.hpp"
 #include "schedules/plan.hpp"
 #include "tests/schedules/hand_made.hpp"
 

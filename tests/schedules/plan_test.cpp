@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "schedules/generate.hpp"
 #include "tests/schedules/hand_made.hpp"
 
 namespace sluice {

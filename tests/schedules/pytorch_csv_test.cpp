@@ -6,6 +6,8 @@
 #include <cstdlib>
 #include <string>
 
+#include "schedules/generate.hpp"
+#include "schedules/plan.hpp"
 #include "tests/schedules/file_tools.hpp"
 #include "tests/schedules/hand_made.hpp"
 

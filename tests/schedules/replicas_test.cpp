@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "schedules/generate.hpp"
+#include "schedules/plan.hpp"
 #include "tests/schedules/hand_made.hpp"
 
 namespace sluice {

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "schedules/generate.hpp"
 #include "schedules/plan.hpp"
 
 namespace sluice {

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "schedules/generate.hpp"
 #include "schedules/simulate.hpp"
 #include "tests/schedules/hand_made.hpp"
 

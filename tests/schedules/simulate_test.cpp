@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "schedules/generate.hpp"
+#include "schedules/plan.hpp"
 #include "tests/schedules/hand_made.hpp"
 
 namespace sluice {

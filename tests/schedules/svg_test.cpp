@@ -1,4 +1,4 @@
-#include "schedules/svg.hpp"
+#include "schedules/draw.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "schedules/generate.hpp"
 #include "tests/schedules/hand_made.hpp"
 
 namespace sluice {

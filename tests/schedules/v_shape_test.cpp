@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "schedules/draw.hpp"
+#include "schedules/generate.hpp"
 #include "schedules/simulate.hpp"
 #include "tests/schedules/hand_made.hpp"
 

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "schedules/generate.hpp"
 #include "schedules/plan.hpp"
 #include "tests/schedules/hand_made.hpp"
 

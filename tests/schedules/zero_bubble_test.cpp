@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <string>
 
+#include "schedules/draw.hpp"
+#include "schedules/generate.hpp"
 #include "schedules/schedule.hpp"
 #include "schedules/simulate.hpp"
 
