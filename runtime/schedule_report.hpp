@@ -11,8 +11,8 @@
 #include "runtime/schedule_costs.hpp"
 #include "runtime/transport_plan.hpp"
 #include "schedules/plan.hpp"
-#include "schedules/pytorch_csv.hpp"
 #include "schedules/schedule.hpp"
+#include "schedules/schedule_file.hpp"
 #include "schedules/simulate.hpp"
 
 namespace sluice {

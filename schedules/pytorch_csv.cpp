@@ -1,5 +1,3 @@
-#include "schedules/pytorch_csv.hpp"
-
 #include <algorithm>
 #include <stdexcept>
 #include <utility>

@@ -18,7 +18,6 @@
 
 #include "schedules/draw.hpp"
 #include "schedules/plan.hpp"
-#include "schedules/pytorch_csv.hpp"
 #include "schedules/schedule_file.hpp"
 #include "schedules/simulate.hpp"
 

@@ -1,4 +1,4 @@
-#include "schedules/pytorch_csv.hpp"
+#include "schedules/schedule_file.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
