@@ -10,6 +10,7 @@
 
 #include "comm/error.hpp"
 #include "schedules/generate.hpp"
+#include "schedules/verify.hpp"
 
 namespace sluice {
 namespace {

@@ -12,6 +12,7 @@
 #include "runtime/trace.hpp"
 #include "schedules/draw.hpp"
 #include "schedules/generate.hpp"
+#include "schedules/verify.hpp"
 
 namespace sluice {
 namespace {

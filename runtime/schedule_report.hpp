@@ -14,6 +14,7 @@
 #include "schedules/schedule.hpp"
 #include "schedules/schedule_file.hpp"
 #include "schedules/simulate.hpp"
+#include "schedules/verify.hpp"
 
 namespace sluice {
 

@@ -8,6 +8,7 @@
 
 #include "comm/error.hpp"
 #include "schedules/draw.hpp"
+#include "schedules/verify.hpp"
 
 namespace sluice {
 

@@ -8,6 +8,7 @@
 
 #include "schedules/plan.hpp"
 #include "schedules/schedule.hpp"
+#include "schedules/verify.hpp"
 
 namespace sluice {
 

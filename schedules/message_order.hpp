@@ -1,16 +1,16 @@
 // When and in which order messages travel where F, I and W take one unit of time and B two: the
-// order that make_plan() gives to in-order queues, and the receives it posts ahead for others.
+// order that assemble_plan() gives to in-order queues, and the receives it posts ahead for others.
 #pragma once
 
 #include <vector>
 
-#include "schedules/plan_rank.hpp"
+#include "schedules/plan_messages.hpp"
 
 namespace sluice {
 
-// [rank] What make_plan() says of MessageOrder::kGlobal. Both ends of a message find it in groups
-// of the same messages. Requires: make_plan()'s requirements, and `messages` found in the same
-// schedule. Throws std::invalid_argument for a schedule that cannot run to its end.
+// [rank] What assemble_plan() says of MessageOrder::kGlobal. Both ends of a message find it in
+// groups of the same messages. Requires: assemble_plan()'s requirements, and `messages` found in
+// the same schedule. Throws std::invalid_argument for a schedule that cannot run to its end.
 [[nodiscard]] std::vector<std::vector<Issue>> global_issue_order(const Schedule& lowered,
                                                                  const PlanMessages& messages);
 

@@ -23,7 +23,6 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -125,8 +124,12 @@ struct PlanOptions {
   int receive_ahead = 1;  // receives posted beyond what the schedule holds, per channel
   int send_slots = 2;     // slots per send pool; a send's wait comes when its slot is used again
   MessageOrder order = MessageOrder::kReceivesAhead;
+  // kReceivesAhead: room for every receive under way where each action takes one unit of time.
+  bool unit_time_depths = false;
 };
 
+// The plan of a schedule, in one pass. It is not verified: most callers want make_plan().
+//
 // Slots are assigned statically, by walking each rank's list once. A send is waited for just before
 // its slot is used again, and at the latest before the reductions at the list's end; a REDUCE_GRAD
 // that messages or compute follow waits for none. A send pool exceeds send_slots only where a
@@ -136,8 +139,10 @@ struct PlanOptions {
 // kReceivesAhead. Receives are posted in the sender's order: at the list's start as many as fit,
 // then right after the release that frees a slot. A pool of received tensors holds the most
 // messages that must be posted and unreleased at any wait, and receive_ahead more, but no more than
-// there are messages; where ranks own several stages and that would deadlock, room is made for as
-// many as are under way when every action takes one unit of time. Linear in the number of actions.
+// there are messages; with unit_time_depths at least as many as are under way when every action
+// takes one unit of time. Where ranks own several stages, a plan without may deadlock; make_plan()
+// (verify.hpp) finds out and takes the depths where they are needed. Linear in the number of
+// actions.
 //
 // kGlobal. Messages are ordered by when they are sent where F, I and W take one unit of time (B
 // two), then by pair of ranks, those with an even lower rank first; messages that the same two
@@ -151,69 +156,8 @@ struct PlanOptions {
 // Requires: check(schedule) found nothing; `lowered` comes from lower(). `tied` as given there.
 // Throws std::invalid_argument for illegal options, messages that are not all there and kinds no op
 // exists for.
-[[nodiscard]] Plan make_plan(const Schedule& lowered, const std::vector<TiedStages>& tied,
-                             const PlanOptions& options = {});
-
-// What ends a wait, and when an op may be issued. A rank works through its list; kPostRecv and
-// kStartSend only issue, but for kBounded.
-enum class TransportModel : std::uint8_t {
-  kEager,       // a send is done at once
-  kRendezvous,  // a send is done when its receive is posted
-  kBounded,     // rendezvous, and start-send itself blocks while `send_buffers` of the rank's sends
-                // are unmatched
-  kNccl,  // one communicator for the pipeline: a rank's groups (PlanOp::with_previous) stand in
-          // one queue; the first one runs, and ends when the other side of each of its
-          // messages runs too; messages are paired by their order between two ranks alone
-  kNcclEdges,  // the same with one communicator, and so one queue at each end, per ordered pair of
-               // ranks; a group falls into one per queue
-};
-inline constexpr int kTransportModels = 5;
-[[nodiscard]] std::string_view name_of(TransportModel model);  // "eager", ..., "nccl-edges"
-
-struct VerifyOptions {
-  int send_buffers = 1;  // for kBounded, at least 1
-};
-
-// Why a plan cannot finish under a model: a deadlock's cycle (who waits for whom, on which action),
-// or, for queues without tags, the two messages that would meet.
-struct Standstill {
-  TransportModel model = TransportModel::kEager;
-  Violation violation;
-};
-
-// Messages of one ordered pair of ranks, over all its channels.
-struct PairDepth {
-  int from_rank = 0, to_rank = 0;
-  int depth = 0;  // most sends started and not yet waited for
-};
-
-struct Verification {
-  // Set where a rule is broken, or where no model lets the plan finish: the first offending op of
-  // the first rank, in words. position indexes RankPlan::ops.
-  std::optional<Violation> violation;
-  std::vector<TransportModel> progresses_under;
-  std::vector<Standstill> standstills;  // one for each of the other models, in their order
-  std::vector<int> peak_in_flight;      // [rank] in chunks, counted from the plan's compute ops
-  std::vector<int> queue_depth;         // [channel] most sends started and not yet waited for
-  std::vector<PairDepth> pair_depths;   // of each ordered pair of ranks that has a channel
-  bool exact = false;  // every stage's weight gradients accumulate in ascending order
-  [[nodiscard]] bool ok() const { return !violation.has_value(); }
-  [[nodiscard]] bool progresses(TransportModel model) const;
-};
-
-// Replays the list: each slot free when it is written and filled when it is read, each wait matched
-// by a post or start before it, the ops of a group side by side, messages paired one to one and in
-// order, every F, and B or I then W, of every stage and micro-batch once and on the stage's own
-// rank, nothing left posted or held at the end. Reductions come after all backwards of their stage,
-// over replicas before over tied uses; the optimizer after all of them and last. A broken rule ends
-// the search (the other fields are then empty). Then under every model; REDUCE_TIED and OPTIMIZER
-// wait for every rank that takes part. Whatever waits, waits until all of several things have
-// happened, and nothing that happened is undone; so the models' order in strictness (kNccl before
-// kNcclEdges before kRendezvous before kEager, kBounded before kRendezvous) spares the replay of
-// those that a stricter one implies, and an engine that issues earlier than its list says (from a
-// host that runs ahead of its device) ends too. Linear in the number of ops. Throws
-// std::invalid_argument for send_buffers < 1.
-[[nodiscard]] Verification verify(const Plan& plan, const VerifyOptions& options = {});
+[[nodiscard]] Plan assemble_plan(const Schedule& lowered, const std::vector<TiedStages>& tied,
+                                 const PlanOptions& options = {});
 
 [[nodiscard]] std::string to_string(const PlanOp& op);
 

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "schedules/plan.hpp"
-#include "schedules/plan_rank.hpp"
+#include "schedules/plan_messages.hpp"
 
 namespace sluice {
 

@@ -13,6 +13,7 @@
 #include "schedules/plan.hpp"
 #include "schedules/search_layouts.hpp"
 #include "schedules/search_orders.hpp"
+#include "schedules/verify.hpp"
 
 namespace sluice {
 namespace search {

@@ -1,8 +1,9 @@
+#include "schedules/verify_nccl.hpp"
+
 #include <algorithm>
 #include <string>
 #include <vector>
 
-#include "schedules/verify_progress.hpp"
 #include "schedules/verify_walk.hpp"
 
 namespace sluice {

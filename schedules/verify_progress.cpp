@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "schedules/verify_nccl.hpp"
 #include "schedules/verify_walk.hpp"
 
 namespace sluice {
@@ -127,23 +128,6 @@ class TaggedReplay : public ProgressWalk<TaggedReplay> {
 };
 
 }  // namespace
-
-Action sending_action(const Channel& channel, int micro_batch) {
-  Action action;
-  action.kind = channel.kind;
-  action.stage = channel.from_stage;
-  action.micro_batch = micro_batch;
-  return action;
-}
-
-Action receiving_action(const Channel& channel, int micro_batch) {
-  Action action;
-  action.kind = channel.kind == ActionKind::kSendForward ? ActionKind::kRecvForward
-                                                         : ActionKind::kRecvBackward;
-  action.stage = channel.to_stage;
-  action.micro_batch = micro_batch;
-  return action;
-}
 
 std::optional<Violation> replay_progress(const Plan& plan, const PlanTrace& trace,
                                          TransportModel model, const VerifyOptions& options) {

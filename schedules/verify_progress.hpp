@@ -5,7 +5,8 @@
 #include <optional>
 
 #include "schedules/plan.hpp"
-#include "schedules/verify_rank.hpp"
+#include "schedules/verify.hpp"
+#include "schedules/verify_trace.hpp"
 
 namespace sluice {
 
@@ -13,13 +14,5 @@ namespace sluice {
 [[nodiscard]] std::optional<Violation> replay_progress(const Plan& plan, const PlanTrace& trace,
                                                        TransportModel model,
                                                        const VerifyOptions& options);
-
-// The same for kNccl and kNcclEdges.
-[[nodiscard]] std::optional<Violation> replay_queues(const Plan& plan, const PlanTrace& trace,
-                                                     TransportModel model);
-
-// What the two ends of a channel call one of its messages.
-[[nodiscard]] Action sending_action(const Channel& channel, int micro_batch);
-[[nodiscard]] Action receiving_action(const Channel& channel, int micro_batch);
 
 }  // namespace sluice

@@ -1,9 +1,8 @@
+#include "schedules/verify_trace.hpp"
+
 #include <map>
 #include <numeric>
-#include <string>
 #include <utility>
-
-#include "schedules/verify_rank.hpp"
 
 namespace sluice {
 
@@ -46,6 +45,23 @@ Violation violation_at(const Plan& plan, int rank, int position, const std::stri
   return Violation{rank, position,
                    "rank " + std::to_string(rank) + ", op " + std::to_string(position) + " (" +
                        to_string(op) + "): " + what};
+}
+
+Action sending_action(const Channel& channel, int micro_batch) {
+  Action action;
+  action.kind = channel.kind;
+  action.stage = channel.from_stage;
+  action.micro_batch = micro_batch;
+  return action;
+}
+
+Action receiving_action(const Channel& channel, int micro_batch) {
+  Action action;
+  action.kind = channel.kind == ActionKind::kSendForward ? ActionKind::kRecvForward
+                                                         : ActionKind::kRecvBackward;
+  action.stage = channel.to_stage;
+  action.micro_batch = micro_batch;
+  return action;
 }
 
 }  // namespace sluice

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "schedules/plan.hpp"
-#include "schedules/verify_rank.hpp"
+#include "schedules/verify_trace.hpp"
 
 namespace sluice {
 

@@ -11,6 +11,7 @@
 #include "runtime/step_clock.hpp"
 #include "schedules/generate.hpp"
 #include "schedules/plan.hpp"
+#include "schedules/verify.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 
 namespace sluice::benchmarks {

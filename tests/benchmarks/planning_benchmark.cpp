@@ -25,6 +25,7 @@
 #include "schedules/plan.hpp"
 #include "schedules/schedule.hpp"
 #include "schedules/simulate.hpp"
+#include "schedules/verify.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 
 namespace sluice {

@@ -13,6 +13,7 @@
 #include "comm/error.hpp"
 #include "schedules/generate.hpp"
 #include "schedules/plan.hpp"
+#include "schedules/verify.hpp"
 #include "tests/comm/nccl_ranks.hpp"
 #ifdef SLUICE_EMULATED
 #include "tests/emulated_cuda/control.hpp"

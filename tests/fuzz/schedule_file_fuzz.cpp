@@ -20,6 +20,7 @@
 #include "schedules/plan.hpp"
 #include "schedules/schedule_file.hpp"
 #include "schedules/simulate.hpp"
+#include "schedules/verify.hpp"
 
 namespace sluice {
 namespace {

@@ -13,6 +13,7 @@
 #include "runtime/guard.hpp"
 #include "runtime/transport_plan.hpp"
 #include "schedules/generate.hpp"
+#include "schedules/verify.hpp"
 #include "tests/allocation_counter.hpp"
 #include "tests/runtime/arithmetic_stage.hpp"
 #include "tests/runtime/expect_error.hpp"

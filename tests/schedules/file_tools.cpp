@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "schedules/plan.hpp"
+#include "schedules/verify.hpp"
 
 namespace sluice::testing {
 

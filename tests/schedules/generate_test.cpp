@@ -11,6 +11,7 @@
 #include "schedules/generate.hpp"
 #include "schedules/schedule.hpp"
 #include "schedules/simulate.hpp"
+#include "schedules/verify.hpp"
 #include "tests/schedules/hand_made.hpp"
 
 namespace sluice {

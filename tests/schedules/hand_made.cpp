@@ -2,6 +2,8 @@
 
 #include <sstream>
 
+#include "schedules/verify.hpp"
+
 namespace sluice::testing {
 
 Schedule hand_made(const Placement& placement, int micro_batches,

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "schedules/generate.hpp"
+#include "schedules/verify.hpp"
 #include "tests/schedules/hand_made.hpp"
 
 namespace sluice {

@@ -16,6 +16,7 @@
 
 #include "schedules/generate.hpp"
 #include "schedules/plan.hpp"
+#include "schedules/verify.hpp"
 #include "tests/schedules/hand_made.hpp"
 
 namespace sluice {

@@ -12,6 +12,7 @@
 
 #include "schedules/generate.hpp"
 #include "schedules/plan.hpp"
+#include "schedules/verify.hpp"
 
 namespace sluice {
 namespace {

@@ -10,6 +10,7 @@
 #include "schedules/draw.hpp"
 #include "schedules/generate.hpp"
 #include "schedules/simulate.hpp"
+#include "schedules/verify.hpp"
 #include "tests/schedules/hand_made.hpp"
 
 namespace sluice {
