@@ -1,5 +1,3 @@
-#include "schedules/search.hpp"
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -11,6 +9,7 @@
 
 #include "schedules/generate.hpp"
 #include "schedules/plan.hpp"
+#include "schedules/search.hpp"
 #include "schedules/search_layouts.hpp"
 #include "schedules/search_orders.hpp"
 #include "schedules/verify.hpp"

@@ -1,5 +1,3 @@
-#include "schedules/simulate.hpp"
-
 #include <algorithm>
 #include <optional>
 #include <stdexcept>
@@ -7,6 +5,7 @@
 
 #include "schedules/dataflow.hpp"
 #include "schedules/pair_table.hpp"
+#include "schedules/simulate.hpp"
 #include "schedules/simulation_costs.hpp"
 #include "schedules/simulation_memory.hpp"
 
