@@ -7,7 +7,6 @@
 #include <string>
 
 #include "comm/error.hpp"
-#include "schedules/draw.hpp"
 #include "schedules/verify.hpp"
 
 namespace sluice {
@@ -60,7 +59,8 @@ void require_runnable(const Plan& plan, const TransportNeeds& needs) {
 
 Plan plan_for(const Schedule& schedule, const LowerOptions& lowering, const TransportNeeds& needs) {
   if (const auto violation = check(schedule)) {
-    throw Error(ErrorCode::kPlan, describe(schedule, *violation));
+    throw Error(ErrorCode::kPlan,
+                fmt::format("schedule '{}': {}", schedule.name, violation->message));
   }
   PlanOptions options;
   options.order = needs.order;
