@@ -16,7 +16,7 @@
 #include "runtime/edge_link.hpp"
 #include "runtime/edges.hpp"
 #include "schedules/plan.hpp"
-#include "stages/optimizer.hpp"
+#include "stages/parameter.hpp"
 #include "stages/stage.hpp"
 
 namespace sluice {

@@ -15,6 +15,7 @@
 #include "runtime/recorded_calls.hpp"
 #include "runtime/slots.hpp"
 #include "stages/operators.hpp"
+#include "stages/optimizer.hpp"
 
 namespace sluice {
 namespace {

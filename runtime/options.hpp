@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "comm/communicator.hpp"
-#include "stages/optimizer.hpp"
+#include "stages/parameter.hpp"
 
 namespace sluice {
 

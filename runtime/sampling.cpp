@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include "comm/error.hpp"
-#include "stages/random.hpp"
+#include "stages/tensor.hpp"
 
 namespace sluice {
 namespace {

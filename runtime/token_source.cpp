@@ -4,7 +4,7 @@
 
 #include "comm/error.hpp"
 #include "runtime/data.hpp"
-#include "stages/random.hpp"
+#include "stages/tensor.hpp"
 
 namespace sluice {
 namespace {

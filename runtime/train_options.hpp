@@ -15,7 +15,7 @@
 #include "comm/topology.hpp"
 #include "runtime/options.hpp"
 #include "schedules/schedule.hpp"
-#include "stages/optimizer.hpp"
+#include "stages/parameter.hpp"
 #include "stages/transformer.hpp"
 
 namespace sluice {

@@ -7,7 +7,7 @@
 
 #include "stages/kernel_arguments.hpp"
 #include "stages/operators.hpp"
-#include "stages/random.hpp"
+#include "stages/tensor.hpp"
 
 namespace sluice {
 

@@ -155,7 +155,7 @@ SLUICE_MATH V softmax_gradient(V p, V dp, V delta, V scale) {
   return p * scale * (dp - delta);
 }
 
-// --- dropout: Philox4x32-10 (Salmon et al. 2011); stages/random.hpp says what the words mean ---
+// --- dropout: Philox4x32-10 (Salmon et al. 2011); stages/tensor.hpp says what the words mean ---
 // The halves of a product of words. In vectors of 64-bit lanes a word is the low half, and what is
 // above it means nothing; multiply_low() is their product of low halves.
 template <typename W>

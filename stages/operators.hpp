@@ -31,8 +31,6 @@
 #include <string>
 
 #include "stages/compute.hpp"
-#include "stages/random.hpp"
-#include "stages/step_value.hpp"
 #include "stages/tensor.hpp"
 
 namespace sluice {

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <cmath>
-#include <numbers>
 
 #include "comm/error.hpp"
 #include "stages/operators.hpp"
@@ -167,16 +166,6 @@ class Sgd final : public Optimizer {
 
 }  // namespace
 
-OptimizerConfig::Kind parse_optimizer(std::string_view text) {
-  if (text == "adamw") {
-    return OptimizerConfig::Kind::kAdamW;
-  }
-  if (text == "sgd") {
-    return OptimizerConfig::Kind::kSgd;
-  }
-  throw Error(ErrorCode::kUsage, fmt::format("unknown optimizer '{}'; legal: adamw, sgd", text));
-}
-
 std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
                                           std::span<Parameter* const> parameters,
                                           const DeviceMemory& memory) {
@@ -188,21 +177,6 @@ std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
 
 std::size_t optimizer_bytes(const OptimizerConfig& config, std::size_t bytes) {
   return kinds_of(config).size() * bytes;
-}
-
-double LearningRate::at(std::uint64_t step) const {
-  if (step < warmup) {
-    return peak * static_cast<double>(step) / static_cast<double>(warmup);
-  }
-  if (constant) {
-    return peak;
-  }
-  if (step >= steps) {
-    return peak * (steps > warmup ? final_share : 1.0);
-  }
-  const double progress = static_cast<double>(step - warmup) / static_cast<double>(steps - warmup);
-  const double share = 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
-  return peak * (final_share + (1.0 - final_share) * share);
 }
 
 double clip_factor(double norm, double clip) { return clip > 0 && norm > clip ? clip / norm : 1.0; }

@@ -16,7 +16,6 @@
 
 #include "comm/affinity.hpp"
 #include "comm/error.hpp"
-#include "stages/random.hpp"
 
 namespace sluice {
 
@@ -181,6 +180,31 @@ std::span<float> ParameterSet::flat_values() const {
 
 void ParameterSet::zero_grads(StreamView stream) {
   fill_zero_async(memory_->grads.data(), flat_floats_ * sizeof(float), stream);
+}
+
+OptimizerConfig::Kind parse_optimizer(std::string_view text) {
+  if (text == "adamw") {
+    return OptimizerConfig::Kind::kAdamW;
+  }
+  if (text == "sgd") {
+    return OptimizerConfig::Kind::kSgd;
+  }
+  throw Error(ErrorCode::kUsage, fmt::format("unknown optimizer '{}'; legal: adamw, sgd", text));
+}
+
+double LearningRate::at(std::uint64_t step) const {
+  if (step < warmup) {
+    return peak * static_cast<double>(step) / static_cast<double>(warmup);
+  }
+  if (constant) {
+    return peak;
+  }
+  if (step >= steps) {
+    return peak * (steps > warmup ? final_share : 1.0);
+  }
+  const double progress = static_cast<double>(step - warmup) / static_cast<double>(steps - warmup);
+  const double share = 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
+  return peak * (final_share + (1.0 - final_share) * share);
 }
 
 }  // namespace sluice

@@ -5,6 +5,8 @@
 // are keyed by them. A parameter used by several stages (or twice in one) is `tied`: each use has
 // its own entry of the same name, its own copy of the value and its own gradient; the use in the
 // lowest stage (first in it) is the owner, which alone is updated, saved and counted in the norm.
+//
+// And how they are updated: optimizer and learning rate as plain settings.
 #pragma once
 
 #include <cstdint>
@@ -80,6 +82,32 @@ class ParameterSet {
   std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
   std::size_t flat_floats_ = 0;
   std::uint64_t version_ = 0;
+};
+
+// --- how parameters are updated ---
+struct OptimizerConfig {
+  enum class Kind { kAdamW, kSgd };
+  Kind kind = Kind::kAdamW;
+  float beta1 = 0.9F, beta2 = 0.95F, epsilon = 1e-8F;  // AdamW (Loshchilov and Hutter 2019)
+  float momentum = 0;                                  // SGD
+  float weight_decay = 0;                              // only where Parameter::decay
+};
+// "adamw" | "sgd", else Error(kUsage).
+[[nodiscard]] OptimizerConfig::Kind parse_optimizer(std::string_view text);
+
+// One parameter's state by name ("exp_avg", "exp_avg_sq" or "momentum"), for checkpoints.
+struct OptimizerState {
+  std::string parameter, kind;
+  Tensor tensor;  // f32, the parameter's shape; owned by the optimizer
+};
+
+// Linear warmup from 0 over `warmup` steps, then half a cosine down to `final_share` of the peak at
+// `steps`. step counts from 1.
+struct LearningRate {
+  double peak = 1e-3, final_share = 0.1;
+  std::uint64_t warmup = 0, steps = 1;
+  bool constant = false;  // no decay after warmup
+  [[nodiscard]] double at(std::uint64_t step) const;
 };
 
 }  // namespace sluice

@@ -1,4 +1,5 @@
-#include "stages/random.hpp"
+// The random numbers of tensor.hpp.
+#include "stages/tensor.hpp"
 
 #define SLUICE_KERNEL_NAMESPACE scalar
 #include "stages/kernel_lane.hpp"

@@ -19,8 +19,6 @@
 
 #include "stages/compute.hpp"
 #include "stages/parameter.hpp"
-#include "stages/random.hpp"
-#include "stages/step_value.hpp"
 #include "stages/tensor.hpp"
 
 namespace sluice {

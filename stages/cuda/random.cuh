@@ -1,4 +1,4 @@
-// Dropout in CUDA kernels: the CPU's masks, element by element (stages/random.hpp).
+// Dropout in CUDA kernels: the CPU's masks, element by element (stages/tensor.hpp).
 #pragma once
 
 #include "stages/cuda/elements.cuh"

@@ -9,7 +9,7 @@
 #include "stages/layers/ends.hpp"
 #include "stages/layers/mlp.hpp"
 #include "stages/layers/recompute.hpp"
-#include "stages/random.hpp"
+#include "stages/tensor.hpp"
 
 namespace sluice {
 

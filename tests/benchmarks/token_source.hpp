@@ -2,7 +2,7 @@
 #pragma once
 
 #include "runtime/data.hpp"
-#include "stages/random.hpp"
+#include "stages/tensor.hpp"
 
 namespace sluice::benchmarks {
 

@@ -10,7 +10,8 @@
 #include "runtime/host_mirror.hpp"
 #include "runtime/layout.hpp"
 #include "runtime/sha256.hpp"
-#include "stages/random.hpp"
+#include "runtime/weights.hpp"
+#include "stages/tensor.hpp"
 #ifdef SLUICE_UNDER_MPI
 #include "tests/comm/mpi_main.hpp"
 #endif

@@ -1,4 +1,4 @@
-#include "stages/random.hpp"
+#include "stages/tensor.hpp"
 
 #include <gtest/gtest.h>
 
