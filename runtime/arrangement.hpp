@@ -8,7 +8,7 @@
 #include "comm/collectives.hpp"
 #include "runtime/train_options.hpp"
 #include "schedules/schedule.hpp"
-#include "stages/partition.hpp"
+#include "stages/stage.hpp"
 
 namespace sluice {
 

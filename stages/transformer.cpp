@@ -7,8 +7,6 @@
 #include <string_view>
 
 #include "comm/error.hpp"
-#include "stages/layers/build.hpp"
-#include "stages/transformer_stage.hpp"
 
 namespace sluice {
 
@@ -57,49 +55,6 @@ void validate_attention(const TransformerConfig& config) {
   }
 }
 
-void validate(const TransformerConfig& config, const Partition& partition, int stage) {
-  validate(config);
-  const std::vector<int>& first = partition.first;
-  const int layers = config.layers + 2;
-  const bool covers = first.size() >= 2 && first.front() == 0 && first.back() == layers &&
-                      std::is_sorted(first.begin(), first.end());
-  if (!covers) {
-    refuse(
-        fmt::format("the partition [{}] does not cut layers 0 to {} (embedding, {} blocks, head) "
-                    "into stages, ascending from 0 to {}",
-                    fmt::join(first, ", "), layers - 1, config.layers, layers));
-  }
-  if (first[1] < 1 || first[first.size() - 2] == layers) {
-    refuse(
-        fmt::format("the partition [{}] leaves the first or the last stage empty; they hold the "
-                    "embedding and the head",
-                    fmt::join(first, ", ")));
-  }
-  if (stage < 0 || stage >= partition.stages()) {
-    throw Error(ErrorCode::kInternal,
-                fmt::format("stage {} of a partition into {} stages", stage, partition.stages()));
-  }
-}
-
-// Floating-point operations of one sample's forward through a block.
-struct BlockCosts {
-  double attention = 0;      // two products over the causal half of the scores
-  double kept_products = 0;  // those whose results backward reads: qkv and the raised values
-  double results = 0;        // those that end in the residual stream
-};
-
-BlockCosts block_costs(const TransformerConfig& config) {
-  const TransformerSizes sizes = sizes_of(config);
-  const double context = config.context;
-  const auto width = static_cast<double>(sizes.width);
-  const double mlp = width * static_cast<double>(sizes.mlp_width);
-  const double raising_products = config.kind == TransformerKind::kGpt2 ? 1 : 2;
-  const double qkv = width * width + 2 * width * static_cast<double>(sizes.kv_width());
-  return {.attention = 2 * context * context * width,
-          .kept_products = 2 * context * (qkv + raising_products * mlp),
-          .results = 2 * context * (width * width + mlp)};
-}
-
 int owner_of(const Partition& partition, int layer) {
   const auto above = std::upper_bound(partition.first.begin(), partition.first.end(), layer);
   return static_cast<int>(above - partition.first.begin()) - 1;
@@ -128,56 +83,6 @@ void validate(const TransformerConfig& config) {
   }
 }
 
-std::vector<double> layer_costs(const TransformerConfig& config) {
-  validate(config);
-  const double context = config.context;
-  const double width = config.width;
-  const BlockCosts block = block_costs(config);
-  std::vector<double> costs(static_cast<size_t>(config.layers) + 2,
-                            block.attention + block.kept_products + block.results);
-  costs.front() = 2 * context * width;
-  costs.back() = 2 * context * width * config.vocabulary;
-  return costs;
-}
-
-std::vector<double> recompute_costs(const TransformerConfig& config) {
-  validate(config);
-  const BlockCosts block = block_costs(config);
-  const double again = config.recompute == Recompute::kNone ? 0
-                       : config.recompute == Recompute::kAttention
-                           ? block.attention
-                           : block.attention + block.kept_products;
-  std::vector<double> costs(static_cast<size_t>(config.layers) + 2, again);
-  costs.front() = costs.back() = 0;  // no products
-  return costs;
-}
-
-std::vector<ParameterInfo> parameter_list(const TransformerConfig& config) {
-  validate(config);
-  ParameterSet parameters;
-  WeightCopies copies(config.precision);
-  std::vector<std::unique_ptr<Layer>> layers;
-  for (int index = 0; index < config.layers + 2; ++index) {
-    (void)build_layer(config, index, parameters, copies, layers);
-  }
-  std::vector<ParameterInfo> list;
-  for (const Parameter* parameter : parameters.all()) {
-    // The only name used twice is the tied embedding, whose owner comes first.
-    if (list.empty() || !parameter->tied || parameter->name != list.front().name) {
-      list.push_back({parameter->name, parameter->shape});
-    }
-  }
-  return list;
-}
-
-std::int64_t parameter_count(const TransformerConfig& config) {
-  std::int64_t count = 0;
-  for (const ParameterInfo& parameter : parameter_list(config)) {
-    count += parameter.shape.elements();
-  }
-  return count;
-}
-
 std::vector<int> tied_stages(const TransformerConfig& config, const Partition& partition) {
   if (!config.tied) {
     return {};
@@ -185,17 +90,6 @@ std::vector<int> tied_stages(const TransformerConfig& config, const Partition& p
   const int embedding = owner_of(partition, 0);
   const int head = owner_of(partition, config.layers + 1);
   return embedding == head ? std::vector<int>{embedding} : std::vector<int>{embedding, head};
-}
-
-std::unique_ptr<Stage> make_transformer_stage(const TransformerConfig& config,
-                                              const Partition& partition, int stage) {
-  validate(config, partition, stage);
-  const auto at = static_cast<size_t>(stage);
-  const LayerRange range{partition.first[at], partition.first[at + 1]};
-  if (stage == partition.stages() - 1) {
-    return std::make_unique<LastTransformerStage>(config, range);
-  }
-  return std::make_unique<TransformerStage>(config, range);
 }
 
 }  // namespace sluice

@@ -19,7 +19,6 @@
 #include <string>
 #include <vector>
 
-#include "stages/partition.hpp"
 #include "stages/stage.hpp"
 
 namespace sluice {

@@ -122,4 +122,30 @@ std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
   return first_parameters;
 }
 
+std::vector<ParameterInfo> parameter_list(const TransformerConfig& config) {
+  validate(config);
+  ParameterSet parameters;
+  WeightCopies copies(config.precision);
+  std::vector<std::unique_ptr<Layer>> layers;
+  for (int index = 0; index < config.layers + 2; ++index) {
+    (void)build_layer(config, index, parameters, copies, layers);
+  }
+  std::vector<ParameterInfo> list;
+  for (const Parameter* parameter : parameters.all()) {
+    // The only name used twice is the tied embedding, whose owner comes first.
+    if (list.empty() || !parameter->tied || parameter->name != list.front().name) {
+      list.push_back({parameter->name, parameter->shape});
+    }
+  }
+  return list;
+}
+
+std::int64_t parameter_count(const TransformerConfig& config) {
+  std::int64_t count = 0;
+  for (const ParameterInfo& parameter : parameter_list(config)) {
+    count += parameter.shape.elements();
+  }
+  return count;
+}
+
 }  // namespace sluice

@@ -10,7 +10,7 @@
 #include "runtime/pipeline.hpp"
 #include "runtime/step_clock.hpp"
 #include "runtime/trace.hpp"
-#include "stages/partition.hpp"
+#include "stages/stage.hpp"
 #include "tests/benchmarks/gpu_activity.hpp"
 #include "tests/benchmarks/gpu_rows.hpp"
 #include "tests/benchmarks/idle_engine.hpp"

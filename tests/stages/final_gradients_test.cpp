@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "stages/operators.hpp"
-#include "stages/partition.hpp"
+#include "stages/stage.hpp"
 #include "stages/transformer.hpp"
 
 namespace sluice {

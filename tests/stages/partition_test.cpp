@@ -1,4 +1,4 @@
-#include "stages/partition.hpp"
+#include "stages/stage.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

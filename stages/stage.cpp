@@ -1,4 +1,5 @@
-#include "stages/partition.hpp"
+// Partitions of layers into stages.
+#include "stages/stage.hpp"
 
 #include <fmt/format.h>
 
