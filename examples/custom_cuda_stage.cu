@@ -9,10 +9,11 @@
 #include "runtime/data.hpp"
 #include "runtime/pipeline.hpp"
 #include "runtime/program.hpp"
-#include "stages/cuda/context.hpp"
+#include "stages/stage.hpp"
 using namespace sluice;
 using Tensors = std::span<const Tensor>;
 constexpr int kWidth = 8, kThreads = 128;
+constexpr std::size_t kScratch = std::size_t{32} << 20;  // that a product may use
 
 void need(cublasStatus_t s) {
   if (s != CUBLAS_STATUS_SUCCESS) throw Error(ErrorCode::kDevice, cublasLtGetStatusName(s));
@@ -34,10 +35,9 @@ void product(ComputeContext& ctx, cublasOperation_t op_a, const Tensor& a, cubla
   need(cublasLtMatmulDescSetAttribute(what, CUBLASLT_MATMUL_DESC_TRANSB, &op_b, sizeof op_b));
   const cublasLtMatrixLayout_t la = layout_of(a), lb = layout_of(b), lc = layout_of(c);
   const float one = 1;
-  cuda::Context& gpu = ctx.cuda();
-  need(cublasLtMatmul(gpu.cublas(), what, &one, a.data, la, b.data, lb, &beta, c.data, lc, c.data,
-                      lc, nullptr, gpu.workspace(), cuda::Context::kWorkspaceBytes,
-                      static_cast<cudaStream_t>(gpu.stream().native())));
+  need(cublasLtMatmul(static_cast<cublasLtHandle_t>(ctx.native_blas()), what, &one, a.data, la,
+                      b.data, lb, &beta, c.data, lc, c.data, lc, nullptr, ctx.workspace(kScratch),
+                      kScratch, static_cast<cudaStream_t>(ctx.stream().native())));
   for (const auto& layout : {la, lb, lc}) need(cublasLtMatrixLayoutDestroy(layout));
   need(cublasLtMatmulDescDestroy(what));
 }
@@ -47,7 +47,7 @@ struct Layer : Stage {
   explicit Layer(const std::string& name)
       : w(set.add(name, Shape{kWidth, kWidth}, Init::normal(0.3))) {}
   StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
-    return {.outputs = {in[0]}};
+    return {.outputs = {in[0]}, .operator_bytes = kScratch};
   }
   // Runs each product once: a library loads its kernels then, and later, beside NCCL, that may
   // wait for ever. Kernels of a source that includes comm/cuda.hpp are loaded anyway.

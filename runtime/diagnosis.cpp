@@ -14,7 +14,7 @@
 #include "comm/affinity.hpp"
 #include "comm/cores.hpp"
 #include "runtime/edge_link.hpp"
-#include "stages/compute.hpp"
+#include "stages/cpu/cpu_report.hpp"
 
 namespace sluice {
 namespace {

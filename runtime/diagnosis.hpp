@@ -24,7 +24,7 @@ struct RankFacts {
   std::string mpi_library, mpi_standard, thread_level, components;
   std::int64_t tag_upper_bound = 0;
   std::string kernel_set, matmul_library;
-  bool native_bf16 = true;                // as native_bf16() (stages/compute.hpp)
+  bool native_bf16 = true;                // as native_bf16() (stages/cpu/cpu_report.hpp)
   bool fast_network = false;              // the host has an InfiniBand or RoCE device
   std::int64_t shared_memory_bytes = -1;  // free in /dev/shm; -1: unknown
   std::vector<std::pair<std::string, std::string>> environment;  // set variables that matter

@@ -14,6 +14,7 @@
 #include "runtime/options.hpp"
 #include "runtime/recorded_calls.hpp"
 #include "runtime/slots.hpp"
+#include "stages/context.hpp"
 #include "stages/operators.hpp"
 #include "stages/optimizer.hpp"
 

@@ -26,7 +26,9 @@
 #include "runtime/model_config.hpp"
 #include "runtime/process.hpp"
 #include "runtime/timeline.hpp"
+#include "runtime/weights.hpp"
 #include "runtime/writable.hpp"
+#include "stages/cpu/cpu_report.hpp"
 
 namespace sluice {
 namespace {

@@ -5,8 +5,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "stages/compute.hpp"
 #include "stages/kernel_arguments.hpp"
-#include "stages/operators.hpp"
 #include "stages/tensor.hpp"
 
 namespace sluice {

@@ -35,13 +35,6 @@
 
 namespace sluice {
 
-// A product layer's operands: x [rows, in] and weight [out, in] of type `operands`, y [rows, out].
-struct LinearShape {
-  std::int64_t rows = 0, in = 0, out = 0;
-  DType operands = DType::kF32, result = DType::kF32;
-  bool bias = false;
-};
-
 // --- matrix product layer: weight [out, in], bias [out] (null data: none) ---
 // y = x weightᵀ + bias; x [rows, in], y [rows, out]. `weight` of x's type, bias f32, y of x's type
 // or f32 (the residual stream). On a GPU a bf16 y takes the bias rounded to bf16.
@@ -63,7 +56,7 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
 // applied to the sum before that is rounded to `raised`, which lies within one layer and on no
 // border; the separate calls' values within rounding. Whether it is depends on the shapes, the
 // device model and the library alone.
-enum class Activation { kGelu, kSwiglu };
+//
 // raised = x weightᵀ + bias, y = activation(raised); both overwritten, of x's type. Takes the
 // scratch of linear_forward.
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
@@ -112,24 +105,6 @@ void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tenso
                                                          std::int64_t width, int terms);
 
 // --- causal self-attention ---
-struct AttentionShape {
-  std::int64_t samples = 0, sequence = 0;
-  int heads = 0, kv_heads = 0, head_dim = 0;  // heads is a multiple of kv_heads
-  [[nodiscard]] constexpr std::int64_t rows() const { return samples * sequence; }
-  [[nodiscard]] constexpr std::int64_t packed_width() const {
-    return static_cast<std::int64_t>(heads + 2 * kv_heads) * head_dim;
-  }
-  friend bool operator==(const AttentionShape&, const AttentionShape&) = default;
-};
-struct Dropout {
-  float probability = 0;  // 0: the operator is the identity and draws nothing
-  RandomKey key;
-  // Index of the operand's first element in the whole global batch's tensor, so that a sample's
-  // mask is the same in whatever micro-batch it sits.
-  std::uint64_t first_element = 0;
-  // Where a GPU's kernels read key.step; null: key.step itself. Of no meaning on a CPU.
-  const std::uint64_t* step_on_device = nullptr;
-};
 // Bytes attention_forward keeps for backward. On the CPU: probabilities before dropout, [samples,
 // heads, sequence, sequence rounded up to 16]; right of a block of 64 rows nothing is written or
 // read. On a GPU: log-sum-exp of the scores, f32 [samples, heads, sequence].
@@ -178,9 +153,6 @@ void add(ComputeContext& ctx, const Tensor& x, const Tensor& y);  // y += x, y f
 // Converts between f32 and bf16 (to nearest even).
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
 // The same of many tensors, from f32 to bf16: in one launch for a thousand of them.
-struct Conversion {
-  Tensor from, to;
-};
 void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions);
 
 // --- losses ---
@@ -197,24 +169,7 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
 [[nodiscard]] std::size_t mean_squared_error_workspace(std::int64_t elements);
 
 // --- optimizer kernels, over flat f32 vectors ---
-// Neighbours in memory that are updated alike. `first` and `second`: the optimizer's state.
-struct UpdateRun {
-  float* value = nullptr;
-  const float* grad = nullptr;
-  float* first = nullptr;
-  float* second = nullptr;
-  std::int64_t count = 0;
-  bool decay = true;  // the step's weight_decay applies
-};
-struct AdamWStep {
-  float learning_rate = 0, beta1 = 0.9F, beta2 = 0.95F, epsilon = 1e-8F, weight_decay = 0;
-  float correction1 = 1, correction2 = 1;  // 1 - beta^t
-  float grad_scale = 1;                    // clipping
-};
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs);
-struct SgdStep {
-  float learning_rate = 0, momentum = 0, weight_decay = 0, grad_scale = 1;
-};
 // first: the velocity; may be null when momentum is 0.
 void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs);
 // sums[i] of each vector: double partial sums over its fixed blocks of 16,384 elements, added in a

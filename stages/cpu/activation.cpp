@@ -3,6 +3,7 @@
 
 #include "stages/backends.hpp"
 #include "stages/call_arguments.hpp"
+#include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
@@ -97,7 +98,7 @@ void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
     return;
   }
   parallel_range(ctx, from.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
-    const TypedKernels& kernels = ctx.kernels().bf16;
+    const TypedKernels& kernels = kernels_of(ctx).bf16;
     if (to.spec.dtype == DType::kBf16) {
       kernels.from_float(from.as<float>() + begin, element(to, begin), end - begin);
     } else {

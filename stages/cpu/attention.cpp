@@ -10,8 +10,8 @@
 
 #include "stages/backends.hpp"
 #include "stages/call_arguments.hpp"
+#include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/parallel.hpp"
-#include "stages/matmul.hpp"
 #include "stages/pieces.hpp"
 
 namespace sluice::cpu {
@@ -196,16 +196,16 @@ void Attention::forward(std::int64_t sample, const Tensor& qkv, const Tensor& ou
     const Scores& scores = apart ? block_scores_ : p;
     const std::int64_t scores_row = apart ? 0 : row;
     for (std::int64_t j = 0; j < at.group; ++j) {
-      ctx_.matmuls().run({.batches = at.kv_heads,
-                          .m = rows,
-                          .n = columns,
-                          .k = at.head_dim,
-                          .a = at.query(),
-                          .b = at.key_transposed(),
-                          .c = scores.layout(at.group),
-                          .operands = dtype_},
-                         packed_at(qkv, sample, row, j * at.head_dim),
-                         packed_at(qkv, sample, 0, at.keys), nullptr, scores.at(j, scores_row));
+      matmuls_of(ctx_).run({.batches = at.kv_heads,
+                            .m = rows,
+                            .n = columns,
+                            .k = at.head_dim,
+                            .a = at.query(),
+                            .b = at.key_transposed(),
+                            .c = scores.layout(at.group),
+                            .operands = dtype_},
+                           packed_at(qkv, sample, row, j * at.head_dim),
+                           packed_at(qkv, sample, 0, at.keys), nullptr, scores.at(j, scores_row));
     }
     for_head_rows(ctx_, at.heads, rows, [&](std::int64_t head, std::int64_t i, std::int64_t count) {
       kernels_.causal_softmax(scores.floats(head, scores_row + i), at.ld, row + i, count, columns,
@@ -217,18 +217,18 @@ void Attention::forward(std::int64_t sample, const Tensor& qkv, const Tensor& ou
     const Scores& used = drops() ? block_dropped_ : p;
     const std::int64_t used_row = drops() ? 0 : row;
     for (std::int64_t j = 0; j < at.group; ++j) {
-      ctx_.matmuls().run({.batches = at.kv_heads,
-                          .m = rows,
-                          .n = at.head_dim,
-                          .k = columns,
-                          .a = used.layout(at.group),
-                          .b = at.key(),
-                          .c = at.output(),
-                          .operands = dtype_,
-                          .result = dtype_},
-                         used.at(j, used_row), packed_at(qkv, sample, 0, at.values), nullptr,
-                         output_at(out, sample, row) +
-                             j * at.head_dim * static_cast<std::int64_t>(size_of(dtype_)));
+      matmuls_of(ctx_).run({.batches = at.kv_heads,
+                            .m = rows,
+                            .n = at.head_dim,
+                            .k = columns,
+                            .a = used.layout(at.group),
+                            .b = at.key(),
+                            .c = at.output(),
+                            .operands = dtype_,
+                            .result = dtype_},
+                           used.at(j, used_row), packed_at(qkv, sample, 0, at.values), nullptr,
+                           output_at(out, sample, row) +
+                               j * at.head_dim * static_cast<std::int64_t>(size_of(dtype_)));
     }
   }
 }
@@ -242,7 +242,7 @@ void Attention::gradient_of_scores(std::int64_t sample, std::int64_t row, const 
   const Scores& dp = apart ? block_scores_ : dscores_;
   const std::int64_t dp_row = apart ? 0 : row;
   for (std::int64_t j = 0; j < at.group; ++j) {
-    ctx_.matmuls().run(
+    matmuls_of(ctx_).run(
         {.batches = at.kv_heads,
          .m = rows,
          .n = columns,
@@ -256,7 +256,7 @@ void Attention::gradient_of_scores(std::int64_t sample, std::int64_t row, const 
   }
   for_head_rows(ctx_, at.heads, rows, [&](std::int64_t head, std::int64_t i, std::int64_t count) {
     if (drops()) {
-      drop(ctx_.kernels().f32, sample, head, row + i, count, dp, dp_row + i, dp, dp_row + i);
+      drop(kernels_of(ctx_).f32, sample, head, row + i, count, dp, dp_row + i, dp, dp_row + i);
       drop(kernels_, sample, head, row + i, count, p, row + i, dropped_, row + i);
     }
     kernels_.causal_softmax_backward(p.at(head, row + i), dp.floats(head, dp_row + i),
@@ -292,11 +292,11 @@ void Attention::key_gradients(std::int64_t sample, std::int64_t first, const Ten
   for (std::int64_t j = 0; j < at.group; ++j) {
     spec.accumulate = j > 0;
     spec.b = at.query();
-    ctx_.matmuls().run(spec, dscores_.at(j, first) + first * size,
-                       packed_at(qkv, sample, first, j * at.head_dim), nullptr, dkey);
+    matmuls_of(ctx_).run(spec, dscores_.at(j, first) + first * size,
+                         packed_at(qkv, sample, first, j * at.head_dim), nullptr, dkey);
     spec.b = at.output();
-    ctx_.matmuls().run(spec, dropped.at(j, first) + first * size,
-                       output_at(dout, sample, first) + j * at.head_dim * size, nullptr, dvalue);
+    matmuls_of(ctx_).run(spec, dropped.at(j, first) + first * size,
+                         output_at(dout, sample, first) + j * at.head_dim * size, nullptr, dvalue);
   }
 }
 
@@ -324,17 +324,17 @@ void Attention::backward(std::int64_t sample, const Tensor& qkv, const Tensor& o
   for (std::int64_t row = 0; row < at.sequence; row += kBlock) {
     gradient_of_scores(sample, row, qkv, dout, p);
     for (std::int64_t j = 0; j < at.group; ++j) {
-      ctx_.matmuls().run({.batches = at.kv_heads,
-                          .m = at.rows(row),
-                          .n = at.head_dim,
-                          .k = at.columns(row),
-                          .a = dscores_.layout(at.group),
-                          .b = at.key(),
-                          .c = at.query(),
-                          .operands = dtype_,
-                          .result = dtype_},
-                         dscores_.at(j, row), packed_at(qkv, sample, 0, at.keys), nullptr,
-                         packed_at(dqkv, sample, row, j * at.head_dim));
+      matmuls_of(ctx_).run({.batches = at.kv_heads,
+                            .m = at.rows(row),
+                            .n = at.head_dim,
+                            .k = at.columns(row),
+                            .a = dscores_.layout(at.group),
+                            .b = at.key(),
+                            .c = at.query(),
+                            .operands = dtype_,
+                            .result = dtype_},
+                           dscores_.at(j, row), packed_at(qkv, sample, 0, at.keys), nullptr,
+                           packed_at(dqkv, sample, row, j * at.head_dim));
     }
   }
   const Scores& dropped = drops() ? dropped_ : p;

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "stages/backends.hpp"
+#include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
@@ -16,7 +17,7 @@ void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& 
       float* to = out.as<float>() + row * width;
       std::memcpy(to, table.as<float>() + token[row] * width, bytes);
       if (positions.data != nullptr) {
-        ctx.kernels().f32.add(positions.as<float>() + row % sequence * width, to, width);
+        kernels_of(ctx).f32.add(positions.as<float>() + row % sequence * width, to, width);
       }
     }
   });
@@ -36,7 +37,7 @@ void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const 
   parallel_range(ctx, width, kColumnGrain, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t row = 0; row < tokens.elements(); ++row) {
       const float* from = dout.as<float>() + row * width + begin;
-      const auto add = ctx.kernels().f32.add;
+      const auto add = kernels_of(ctx).f32.add;
       add(from, dtable.as<float>() + token[row] * width + begin, end - begin);
       if (dpositions.data != nullptr) {
         add(from, dpositions.as<float>() + row % sequence * width + begin, end - begin);

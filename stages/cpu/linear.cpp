@@ -1,7 +1,7 @@
 // The matrix product layer.
 #include "stages/backends.hpp"
+#include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/parallel.hpp"
-#include "stages/matmul.hpp"
 
 namespace sluice::cpu {
 
@@ -38,31 +38,31 @@ TensorSpec gradient_block(const LinearShape& shape) {
 void forward_rows(ComputeContext& ctx, const LinearShape& shape, std::int64_t first,
                   std::int64_t rows, const Tensor& x, const Tensor& weight, const Tensor& bias,
                   const Tensor& y) {
-  ctx.matmuls().run({.m = rows,
-                     .n = shape.out,
-                     .k = shape.in,
-                     .a = {.row = shape.in},
-                     .b = {.row = 1, .column = shape.in},
-                     .c = {.row = shape.out},
-                     .operands = x.spec.dtype,
-                     .result = y.spec.dtype,
-                     .bias = bias.data != nullptr},
-                    element(x, first * shape.in), weight.data, bias.data,
-                    element(y, first * shape.out));
+  matmuls_of(ctx).run({.m = rows,
+                       .n = shape.out,
+                       .k = shape.in,
+                       .a = {.row = shape.in},
+                       .b = {.row = 1, .column = shape.in},
+                       .c = {.row = shape.out},
+                       .operands = x.spec.dtype,
+                       .result = y.spec.dtype,
+                       .bias = bias.data != nullptr},
+                      element(x, first * shape.in), weight.data, bias.data,
+                      element(y, first * shape.out));
 }
 
 void backward_rows(ComputeContext& ctx, const LinearShape& shape, std::int64_t first,
                    std::int64_t rows, const Tensor& dy, const Tensor& weight, const Tensor& dx) {
-  ctx.matmuls().run({.m = rows,
-                     .n = shape.in,
-                     .k = shape.out,
-                     .a = {.row = shape.out},
-                     .b = {.row = shape.in},
-                     .c = {.row = shape.in},
-                     .operands = dy.spec.dtype,
-                     .result = dx.spec.dtype},
-                    element(dy, first * shape.out), weight.data, nullptr,
-                    element(dx, first * shape.in));
+  matmuls_of(ctx).run({.m = rows,
+                       .n = shape.in,
+                       .k = shape.out,
+                       .a = {.row = shape.out},
+                       .b = {.row = shape.in},
+                       .c = {.row = shape.in},
+                       .operands = dy.spec.dtype,
+                       .result = dx.spec.dtype},
+                      element(dy, first * shape.out), weight.data, nullptr,
+                      element(dx, first * shape.in));
 }
 
 // sums += column sums of dy.
@@ -155,16 +155,16 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
   const LinearShape shape = shape_of(dweight, x);
   for_row_blocks(dy.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
     if (dbias.data != nullptr) add_column_sums(ctx, rows_of(dy, first, rows, shape.out), dbias);
-    ctx.matmuls().run({.m = shape.out,
-                       .n = shape.in,
-                       .k = rows,
-                       .a = {.row = 1, .column = shape.out},
-                       .b = {.row = shape.in},
-                       .c = {.row = shape.in},
-                       .operands = x.spec.dtype,
-                       .accumulate = true},
-                      element(dy, first * shape.out), element(x, first * shape.in), nullptr,
-                      dweight.data);
+    matmuls_of(ctx).run({.m = shape.out,
+                         .n = shape.in,
+                         .k = rows,
+                         .a = {.row = 1, .column = shape.out},
+                         .b = {.row = shape.in},
+                         .c = {.row = shape.in},
+                         .operands = x.spec.dtype,
+                         .accumulate = true},
+                        element(dy, first * shape.out), element(x, first * shape.in), nullptr,
+                        dweight.data);
   });
 }
 

@@ -1,6 +1,7 @@
 // Losses. Partial sums are kept per row or block and added in order, so that the result does not
 // depend on the number of threads.
 #include "stages/backends.hpp"
+#include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
@@ -44,8 +45,8 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
     for (std::int64_t block = begin; block < end; ++block) {
       const std::int64_t first = block * kSumBlock;
       sums[block] =
-          ctx.kernels().squared_error(outputs.as<float>() + first, targets.as<float>() + first,
-                                      factor, gradient, std::min(kSumBlock, count - first));
+          kernels_of(ctx).squared_error(outputs.as<float>() + first, targets.as<float>() + first,
+                                        factor, gradient, std::min(kSumBlock, count - first));
     }
   });
   *sum = sum_in_order(sums, blocks);

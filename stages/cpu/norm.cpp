@@ -1,5 +1,6 @@
 // LayerNorm and RMSNorm: rows go to threads; weight gradients: columns do.
 #include "stages/backends.hpp"
+#include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {

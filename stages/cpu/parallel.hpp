@@ -1,18 +1,13 @@
-// What the CPU operators share: the kernels of a type, and cutting a range for threads.
+// What the CPU operators share: places of elements, and cutting a range for threads.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "stages/compute.hpp"
-#include "stages/cpu/kernels/kernels.hpp"
 #include "stages/tensor.hpp"
 
 namespace sluice {
-
-[[nodiscard]] inline const TypedKernels& kernels_for(const ComputeContext& ctx, DType dtype) {
-  return dtype == DType::kBf16 ? ctx.kernels().bf16 : ctx.kernels().f32;
-}
 
 // Address of element `index` of an operand of any type.
 [[nodiscard]] inline std::byte* element(const Tensor& tensor, std::int64_t index) {

@@ -1,6 +1,7 @@
 // Optimizer kernels over flat vectors.
 #include "stages/backends.hpp"
 #include "stages/call_arguments.hpp"
+#include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
@@ -9,8 +10,8 @@ void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun
   for (const UpdateRun& run : runs) {
     const AdamWArguments arguments = adamw_arguments(step, run.decay);
     parallel_range(ctx, run.count, kElementGrain, [&](std::int64_t begin, std::int64_t end) {
-      ctx.kernels().adamw(&arguments, run.value + begin, run.grad + begin, run.first + begin,
-                          run.second + begin, end - begin);
+      kernels_of(ctx).adamw(&arguments, run.value + begin, run.grad + begin, run.first + begin,
+                            run.second + begin, end - begin);
     });
   }
 }
@@ -20,7 +21,7 @@ void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> ru
     const SgdArguments arguments = sgd_arguments(step, run.decay);
     parallel_range(ctx, run.count, kElementGrain, [&](std::int64_t begin, std::int64_t end) {
       float* speed = run.first == nullptr ? nullptr : run.first + begin;
-      ctx.kernels().sgd(&arguments, run.value + begin, run.grad + begin, speed, end - begin);
+      kernels_of(ctx).sgd(&arguments, run.value + begin, run.grad + begin, speed, end - begin);
     });
   }
 }
@@ -35,8 +36,8 @@ void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>
     parallel_range(ctx, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t block = begin; block < end; ++block) {
         const std::int64_t first = block * kSumBlock;
-        partial[block] =
-            ctx.kernels().sum_of_squares(values.data() + first, std::min(kSumBlock, count - first));
+        partial[block] = kernels_of(ctx).sum_of_squares(values.data() + first,
+                                                        std::min(kSumBlock, count - first));
       }
     });
     sums[i] = 0;

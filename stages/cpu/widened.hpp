@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "stages/matmul.hpp"
+#include "stages/product.hpp"
 
 namespace sluice {
 

@@ -4,7 +4,7 @@
 // state. The choice is a function of shape, type, dropout, device model and library, so that
 // forward and backward of a micro-batch agree, and so do all depths of a pipeline.
 #include "stages/backends.hpp"
-#include "stages/cuda/context.hpp"
+#include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/flash_attention.hpp"
 
 #if SLUICE_WITH_CUDNN
@@ -20,7 +20,7 @@ namespace {
 std::string why_own(ComputeContext& ctx, const AttentionShape& shape, DType dtype, bool dropout) {
   if (dtype != DType::kBf16) return std::string(name_of(dtype)) + "; cuDNN takes bf16";
   if (dropout) return "dropout; cuDNN's random numbers would be its own";
-  const std::string& refusal = ctx.cuda().cudnn_attention()->refusal(shape);
+  const std::string& refusal = backend_of(ctx).cudnn_attention()->refusal(shape);
   return refusal.empty() ? refusal : "cuDNN: " + refusal;
 }
 
@@ -51,7 +51,7 @@ std::size_t attention_forward_workspace([[maybe_unused]] ComputeContext& ctx,
                                         [[maybe_unused]] DType dtype, [[maybe_unused]] bool drops) {
 #if SLUICE_WITH_CUDNN
   if (takes_cudnn(ctx, shape, dtype, drops)) {
-    return ctx.cuda().cudnn_attention()->forward_workspace(shape);
+    return backend_of(ctx).cudnn_attention()->forward_workspace(shape);
   }
 #endif
   return 0;
@@ -62,7 +62,7 @@ std::size_t attention_backward_workspace([[maybe_unused]] ComputeContext& ctx,
                                          [[maybe_unused]] bool drops) {
 #if SLUICE_WITH_CUDNN
   if (takes_cudnn(ctx, shape, dtype, drops)) {
-    return ctx.cuda().cudnn_attention()->backward_workspace(shape);
+    return backend_of(ctx).cudnn_attention()->backward_workspace(shape);
   }
 #endif
   return flash_attention_backward_workspace(shape);
@@ -73,7 +73,7 @@ void attention_forward(ComputeContext& ctx, const AttentionShape& shape, const T
   if (shape.rows() == 0) return;
 #if SLUICE_WITH_CUDNN
   if (takes_cudnn(ctx, shape, qkv.spec.dtype, dropout.probability > 0)) {
-    ctx.cuda().cudnn_attention()->forward(ctx, shape, qkv, out, state);
+    backend_of(ctx).cudnn_attention()->forward(ctx, shape, qkv, out, state);
     return;
   }
 #endif
@@ -86,7 +86,7 @@ void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const 
   if (shape.rows() == 0) return;
 #if SLUICE_WITH_CUDNN
   if (takes_cudnn(ctx, shape, qkv.spec.dtype, dropout.probability > 0)) {
-    ctx.cuda().cudnn_attention()->backward(ctx, shape, qkv, out, dout, state, dqkv);
+    backend_of(ctx).cudnn_attention()->backward(ctx, shape, qkv, out, dout, state, dqkv);
     return;
   }
 #endif

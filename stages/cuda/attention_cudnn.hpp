@@ -15,8 +15,8 @@
 #include <optional>
 #include <string>
 
+#include "stages/compute.hpp"
 #include "stages/cuda/cudnn_graph.hpp"
-#include "stages/operators.hpp"
 
 namespace sluice::cuda {
 
@@ -36,7 +36,7 @@ AttentionBackwardTensors describe_attention_backward(const AttentionShape& shape
 
 class CudnnAttention {
  public:
-  // The context owns this.
+  // The context outlives this.
   explicit CudnnAttention(Context& context) : context_(context) {}
 
   // Makes the plans of the shape on first use, which may take the library seconds. Empty where it
@@ -46,8 +46,8 @@ class CudnnAttention {
   // What the two take of ctx.workspace(), for shapes without a refusal.
   [[nodiscard]] std::size_t forward_workspace(const AttentionShape& shape);
   [[nodiscard]] std::size_t backward_workspace(const AttentionShape& shape);
-  // As in operators.hpp, for shapes without a refusal; the state is the logarithm of each row's sum
-  // of exponentials, f32 [samples, heads, sequence].
+  // As attention_forward and attention_backward, for shapes without a refusal; the state is the
+  // logarithm of each row's sum of exponentials, f32 [samples, heads, sequence].
   void forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                const Tensor& out, std::byte* state);
   void backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,

@@ -144,7 +144,7 @@ void add_sums(ComputeContext& ctx, const char* name, const Matrix& matrix, int64
   for (int term = 0; term < kTerms; ++term) target.out[term] = out[term];
   if (slices > 1) {
     target.slices = reinterpret_cast<float*>(ctx.workspace(column_sums_bytes(rows, width, kTerms)));
-    target.tickets = ctx.cuda().tickets();
+    target.tickets = context_of(ctx).tickets();
   }
   const int64_t tile = kTileLanes * (wide ? N : 1);
   for (int64_t first = 0; first < width; first += tile * Context::kTickets) {

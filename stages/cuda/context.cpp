@@ -2,35 +2,22 @@
 
 #include <fmt/format.h>
 
-#include <utility>
-
 #include "comm/device_cuda.hpp"
 #include "stages/cuda/check.hpp"
-#include "stages/cuda/matmul.hpp"
-
-#if SLUICE_WITH_CUDNN
-#include "stages/cuda/attention_cudnn.hpp"
-#endif
 
 namespace sluice::cuda {
 
-Context::Context(const DeviceMemory& memory, StreamView stream)
-    : memory_(memory), stream_(stream), matmuls_(std::make_unique<Matmuls>(*this)) {
+Context::Context(const DeviceMemory& memory, StreamView stream) : memory_(memory), stream_(stream) {
   const DeviceProperties properties = properties_of(memory.device());
   compute_capability_ = 10 * properties.major + properties.minor;
   shared_memory_ = properties.shared_memory;
-#if SLUICE_WITH_CUDNN
-  cudnn_attention_ = std::make_shared<CudnnAttention>(*this);
-#endif
   check_cublas(cublasLtCreate(&cublas_), "cublasLtCreate");
 }
 
 Context::~Context() {
 #if SLUICE_WITH_CUDNN
-  cudnn_attention_.reset();
   if (cudnn_ != nullptr) cudnnDestroy(cudnn_);
 #endif
-  matmuls_.reset();
   if (cublas_ != nullptr) cublasLtDestroy(cublas_);
 }
 
@@ -56,10 +43,6 @@ cudnnContext* Context::cudnn() {
   }
 #endif
   return cudnn_;
-}
-
-std::shared_ptr<Context> make_context(const DeviceMemory& memory, StreamView stream) {
-  return std::make_shared<Context>(memory, stream);
 }
 
 std::string libraries() {

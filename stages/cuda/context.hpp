@@ -1,7 +1,7 @@
-// What the CUDA operators of one compute context share: the libraries' handles, bound to the
-// compute stream, the scratch memory of matrix products, tickets for the blocks of a kernel, and
-// the products and attention graphs prepared so far. A CUDA stage of one's own finds stream,
-// cuBLASLt handle and scratch here.
+// What the CUDA kernels and operators of one compute context share: the libraries' handles, bound
+// to the compute stream, the scratch memory of matrix products, and tickets for the blocks of a
+// kernel. What operators prepare with these is the part of CudaBackend
+// (stages/cuda/cuda_backend.hpp).
 //
 // Made for the device of one memory and one stream, which outlives it; the device is the current
 // one of the calling thread whenever a member or an operator is called. Used from one thread.
@@ -12,20 +12,18 @@
 #pragma once
 
 #include <cstddef>
-#include <memory>
 #include <string>
 
 #include "comm/device.hpp"
+#include "stages/backend.hpp"
+#include "stages/compute.hpp"
 
 struct cublasLtContext;
 struct cudnnContext;
 
 namespace sluice::cuda {
 
-class Matmuls;         // stages/cuda/matmul.hpp
-class CudnnAttention;  // stages/cuda/attention_cudnn.hpp
-
-class Context {
+class Context : public Backend {
  public:
   // Bytes of scratch that every product may use: what NVIDIA advises for Hopper. Part of what a
   // product's bits depend on, hence fixed.
@@ -36,9 +34,7 @@ class Context {
 
   // Throws Error(kDevice) naming the call that failed.
   Context(const DeviceMemory& memory, StreamView stream);
-  ~Context();
-  Context(const Context&) = delete;
-  Context& operator=(const Context&) = delete;
+  ~Context() override;
 
   [[nodiscard]] Device device() const { return memory_.device(); }
   [[nodiscard]] StreamView stream() const { return stream_; }
@@ -49,6 +45,7 @@ class Context {
 
   // The handle is a cublasLtHandle_t.
   [[nodiscard]] cublasLtContext* cublas() const { return cublas_; }
+  [[nodiscard]] void* native_blas() override { return cublas_; }
   // Device memory, kWorkspaceBytes at a multiple of 256, taken on first use. Free for any work on
   // stream(), whose order keeps its uses apart; its contents do not survive the next operator.
   [[nodiscard]] std::byte* workspace();
@@ -56,18 +53,15 @@ class Context {
   // stream() starts, which has to leave them so (last_block() in stages/cuda/device_tools.hpp
   // does).
   [[nodiscard]] unsigned* tickets();
-  [[nodiscard]] Matmuls& matmuls() { return *matmuls_; }
 
   // cudnnHandle_t, bound to stream(); made on first use, which takes a while. Null where Sluice was
   // built without cuDNN; Error(kDevice) where the library is there and cannot start.
   [[nodiscard]] cudnnContext* cudnn();
-  // Null where Sluice was built without cuDNN.
-  [[nodiscard]] CudnnAttention* cudnn_attention() { return cudnn_attention_.get(); }
 
   // Whether products of f32 operands may round them to TF32 (10 bits of mantissa), several times
   // as fast. Off unless asked for (--precision tf32); to be set before the first product.
   [[nodiscard]] bool tf32() const { return tf32_; }
-  void set_tf32(bool allowed) { tf32_ = allowed; }
+  void set_tf32(bool allowed) override { tf32_ = allowed; }
 
  private:
   DeviceMemory memory_;
@@ -78,11 +72,12 @@ class Context {
   Buffer workspace_;  // and the tickets behind it
   cublasLtContext* cublas_ = nullptr;
   cudnnContext* cudnn_ = nullptr;
-  std::unique_ptr<Matmuls> matmuls_;
-  std::shared_ptr<CudnnAttention> cudnn_attention_;
 };
 
-[[nodiscard]] std::shared_ptr<Context> make_context(const DeviceMemory& memory, StreamView stream);
+// Of a compute context for a GPU.
+[[nodiscard]] inline Context& context_of(const ComputeContext& ctx) {
+  return static_cast<Context&>(ctx.backend());
+}
 
 // "cuBLASLt 13.1.0, cuDNN 9.19.0": the libraries at hand, for reports.
 [[nodiscard]] std::string libraries();

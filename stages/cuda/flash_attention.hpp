@@ -4,7 +4,7 @@
 // operators.hpp.
 #pragma once
 
-#include "stages/operators.hpp"
+#include "stages/compute.hpp"
 
 namespace sluice::cuda {
 

@@ -1,9 +1,8 @@
 // The matrix product layer on a GPU: one product for all rows. A GPU has no cache to block for; the
 // shape of the micro-batch alone fixes a product.
 #include "stages/backends.hpp"
-#include "stages/cuda/context.hpp"
+#include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/kernels.hpp"
-#include "stages/cuda/matmul.hpp"
 
 namespace sluice::cuda {
 
@@ -61,7 +60,7 @@ const void* bias_for(ComputeContext& ctx, const Tensor& bias, DType result) {
 bool fuses(ComputeContext& ctx, const ProductSpec& spec) {
   constexpr int kHopper = 90;
   const MatMulSpec& product = spec.product;
-  Context& cuda = ctx.cuda();
+  CudaBackend& cuda = backend_of(ctx);
   return product.operands == DType::kBf16 && product.result == DType::kBf16 &&
          cuda.compute_capability() >= kHopper && product.c.row % 8 == 0 && product.m > 0 &&
          cuda.matmuls().supports(spec);
@@ -87,7 +86,7 @@ std::size_t linear_activation_backward_input_workspace(ComputeContext& /*ctx*/,
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y) {
   const LinearShape shape = shape_of(weight, rows_of(x, weight.shape()[1]));
-  ctx.cuda().matmuls().run(
+  backend_of(ctx).matmuls().run(
       {forward_product(shape, x.spec.dtype, y.spec.dtype, bias.data != nullptr)},
       {.a = x.data, .b = weight.data, .bias = bias_for(ctx, bias, y.spec.dtype), .c = y.data});
 }
@@ -95,8 +94,8 @@ void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, 
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx) {
   const LinearShape shape = shape_of(weight, rows_of(dy, weight.shape()[0]));
-  ctx.cuda().matmuls().run({backward_product(shape, dy.spec.dtype)},
-                           {.a = dy.data, .b = weight.data, .c = dx.data});
+  backend_of(ctx).matmuls().run({backward_product(shape, dy.spec.dtype)},
+                                {.a = dy.data, .b = weight.data, .c = dx.data});
 }
 
 // The product adds to the gradient in f32 (beta = 1). The library's bias-gradient epilogue stores
@@ -105,15 +104,15 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
                             const Tensor& dweight, const Tensor& dbias) {
   const LinearShape shape = shape_of(dweight, rows_of(x, dweight.shape()[1]));
   if (dbias.data != nullptr) add_column_sums(ctx, dy, dbias);
-  ctx.cuda().matmuls().run({{.m = shape.out,
-                             .n = shape.in,
-                             .k = shape.rows,
-                             .a = {.row = 1, .column = shape.out},
-                             .b = {.row = shape.in},
-                             .c = {.row = shape.in},
-                             .operands = x.spec.dtype,
-                             .accumulate = true}},
-                           {.a = dy.data, .b = x.data, .c = dweight.data});
+  backend_of(ctx).matmuls().run({{.m = shape.out,
+                                  .n = shape.in,
+                                  .k = shape.rows,
+                                  .a = {.row = 1, .column = shape.out},
+                                  .b = {.row = shape.in},
+                                  .c = {.row = shape.in},
+                                  .operands = x.spec.dtype,
+                                  .accumulate = true}},
+                                {.a = dy.data, .b = x.data, .c = dweight.data});
 }
 
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
@@ -123,11 +122,11 @@ void linear_activation_forward(ComputeContext& ctx, Activation activation, const
   const ProductSpec fused = {
       forward_product(shape, x.spec.dtype, y.spec.dtype, bias.data != nullptr), Epilogue::kGelu};
   if (activation == Activation::kGelu && fuses(ctx, fused)) {
-    ctx.cuda().matmuls().run(fused, {.a = x.data,
-                                     .b = weight.data,
-                                     .bias = bias_for(ctx, bias, y.spec.dtype),
-                                     .c = y.data,
-                                     .aux = raised.data});
+    backend_of(ctx).matmuls().run(fused, {.a = x.data,
+                                          .b = weight.data,
+                                          .bias = bias_for(ctx, bias, y.spec.dtype),
+                                          .c = y.data,
+                                          .aux = raised.data});
     return;
   }
   cuda::linear_forward(ctx, x, weight, bias, raised);
@@ -146,7 +145,7 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
   if (activation == Activation::kGelu) {
     const ProductSpec fused = {backward_product(shape, dy.spec.dtype), Epilogue::kGeluGradient};
     if (fuses(ctx, fused)) {
-      ctx.cuda().matmuls().run(
+      backend_of(ctx).matmuls().run(
           fused, {.a = dy.data, .b = weight.data, .c = draised.data, .aux = raised.data});
       return;
     }

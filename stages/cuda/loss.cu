@@ -185,7 +185,7 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
     constexpr std::size_t kReserved = 2048;  // of each block, by the system and by reductions
     if (width <= kShortRow) {
       run(std::integral_constant<int, kThreadsOfShortRow>{}, std::false_type{});
-    } else if (gradient && 2 * (row_bytes + kReserved) <= ctx.cuda().shared_memory()) {
+    } else if (gradient && 2 * (row_bytes + kReserved) <= context_of(ctx).shared_memory()) {
       run(std::integral_constant<int, kThreadsOfLongRow>{}, std::true_type{});
     } else {
       run(std::integral_constant<int, kThreadsOfLongRow>{}, std::false_type{});

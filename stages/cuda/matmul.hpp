@@ -23,7 +23,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "stages/matmul.hpp"
+#include "stages/product.hpp"
 
 namespace sluice::cuda {
 
@@ -55,7 +55,7 @@ struct ProductOperands {
 
 class Matmuls {
  public:
-  // The context owns this.
+  // The context outlives this.
   explicit Matmuls(Context& context);
   ~Matmuls();
   Matmuls(const Matmuls&) = delete;

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "comm/error.hpp"
-#include "stages/compute.hpp"
+#include "stages/cpu/cpu_report.hpp"
 
 namespace sluice::benchmarks {
 

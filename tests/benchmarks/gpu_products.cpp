@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "comm/error.hpp"
-#include "stages/cuda/context.hpp"
+#include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/matmul.hpp"
 #include "tests/benchmarks/gpu_rows.hpp"
 
@@ -100,12 +100,12 @@ class BareProduct {
 
   void run() {
     const float one = 1;
-    require(
-        cublasLtMatmul(ctx_.cuda().cublas(), description_.get(), &one, operands_.b, b_.get(),
-                       operands_.a, a_.get(), &beta_, operands_.c, c_.get(), operands_.c, c_.get(),
-                       &algorithm_, ctx_.cuda().workspace(), cuda::Context::kWorkspaceBytes,
-                       static_cast<cudaStream_t>(ctx_.stream().native())),
-        "cublasLtMatmul");
+    require(cublasLtMatmul(cuda::backend_of(ctx_).cublas(), description_.get(), &one, operands_.b,
+                           b_.get(), operands_.a, a_.get(), &beta_, operands_.c, c_.get(),
+                           operands_.c, c_.get(), &algorithm_, cuda::backend_of(ctx_).workspace(),
+                           cuda::Context::kWorkspaceBytes,
+                           static_cast<cudaStream_t>(ctx_.stream().native())),
+            "cublasLtMatmul");
   }
 
  private:
@@ -141,10 +141,10 @@ class BareProduct {
             "preference");
     cublasLtMatmulHeuristicResult_t result = {};
     int found = 0;
-    require(
-        cublasLtMatmulAlgoGetHeuristic(ctx_.cuda().cublas(), description_.get(), b_.get(), a_.get(),
-                                       c_.get(), c_.get(), preference, 1, &result, &found),
-        "cublasLtMatmulAlgoGetHeuristic");
+    require(cublasLtMatmulAlgoGetHeuristic(cuda::backend_of(ctx_).cublas(), description_.get(),
+                                           b_.get(), a_.get(), c_.get(), c_.get(), preference, 1,
+                                           &result, &found),
+            "cublasLtMatmulAlgoGetHeuristic");
     if (found == 0) require(CUBLAS_STATUS_NOT_SUPPORTED, "cublasLtMatmulAlgoGetHeuristic");
     algorithm_ = result.algo;
   }
@@ -195,10 +195,10 @@ std::vector<Product> products_of(ComputeContext& ctx, const GpuOptions& options)
   // Fused where the layers fuse: as they ask, by whether the library can.
   const auto fuse = [&](const std::string& name, cuda::Epilogue epilogue) {
     for (Product& product : products) {
-      if (product.name != name || ctx.cuda().compute_capability() < 90) continue;
+      if (product.name != name || cuda::backend_of(ctx).compute_capability() < 90) continue;
       Product fused = product;
       fused.epilogue = epilogue;
-      if (ctx.cuda().matmuls().supports(spec_of(fused))) product = fused;
+      if (cuda::backend_of(ctx).matmuls().supports(spec_of(fused))) product = fused;
     }
   };
   fuse("up forward", cuda::Epilogue::kGelu);
@@ -234,7 +234,7 @@ void products_row(const GpuOptions& options) {
     BareProduct bare(ctx, product, operands);
     const std::vector<double> seconds =
         in_turns(ctx, options,
-                 {{"ours", [&] { ctx.cuda().matmuls().run(spec, operands); }},
+                 {{"ours", [&] { cuda::backend_of(ctx).matmuls().run(spec, operands); }},
                   {"bare", [&] { bare.run(); }}});
     const double flops = spec.product.flops();
     report.row({product.name,

@@ -23,7 +23,7 @@
 
 #include "comm/device.hpp"
 #include "stages/compute.hpp"
-#include "stages/matmul.hpp"
+#include "stages/cpu/cpu_backend.hpp"
 #include "stages/operators.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 
@@ -125,11 +125,11 @@ class Tensors {
 };
 
 std::vector<MatMulSpec> specs_of(ComputeContext& ctx, const std::function<void()>& body) {
-  ctx.matmuls().record(true);
+  matmuls_of(ctx).record(true);
   body();
-  ctx.matmuls().record(false);
+  matmuls_of(ctx).record(false);
   std::vector<MatMulSpec> specs;
-  for (const MatMulCall& call : ctx.matmuls().recorded()) specs.push_back(call.spec);
+  for (const MatMulCall& call : matmuls_of(ctx).recorded()) specs.push_back(call.spec);
   return specs;
 }
 
@@ -200,7 +200,7 @@ void measure(const Options& options, ComputeContext& ctx, const NamedProduct& pr
   double own = 1e30, other = 1e30;
   for (int round = 0; round <= options.rounds; ++round) {
     const double ours = seconds_of(
-        [&] { ctx.matmuls().run(spec, a.data(), b.data(), bias.data(), c.data()); }, times);
+        [&] { matmuls_of(ctx).run(spec, a.data(), b.data(), bias.data(), c.data()); }, times);
     const double theirs = seconds_of([&] { bare.run(); }, times);
     if (round == 0) continue;  // warm-up
     own = std::min(own, ours);
@@ -274,15 +274,15 @@ class Elements {
         0.5 * static_cast<double>(shape.rows() * shape.heads * (shape.sequence + 1));
     const auto run = [&](const char* name, double bytes, const std::function<void()>& body) {
       body();
-      ctx_.matmuls().record(true);
+      matmuls_of(ctx_).record(true);
       body();
-      ctx_.matmuls().record(false);
-      const std::vector<MatMulCall> calls(ctx_.matmuls().recorded().begin(),
-                                          ctx_.matmuls().recorded().end());
+      matmuls_of(ctx_).record(false);
+      const std::vector<MatMulCall> calls(matmuls_of(ctx_).recorded().begin(),
+                                          matmuls_of(ctx_).recorded().end());
       std::vector<double> rest;
       for (int round = 0; round < options_.rounds; ++round) {
         const double whole = seconds_of(body, 3);
-        rest.push_back(whole - seconds_of([&] { ctx_.matmuls().replay(calls); }, 3));
+        rest.push_back(whole - seconds_of([&] { matmuls_of(ctx_).replay(calls); }, 3));
       }
       const auto middle = rest.begin() + static_cast<std::ptrdiff_t>(rest.size() / 2);
       std::nth_element(rest.begin(), middle, rest.end());

@@ -9,7 +9,7 @@
 #include "comm/error.hpp"
 #include "comm/loopback.hpp"
 #include "runtime/pipeline.hpp"
-#include "stages/matmul.hpp"
+#include "stages/cpu/cpu_backend.hpp"
 #include "stages/transformer.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 #include "tests/benchmarks/token_source.hpp"
@@ -35,7 +35,7 @@ Result measure(Communicator& comm, DType precision, bool widen, int rounds) {
     return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
   };
   Pipeline pipeline(comm, options, factory, source);
-  MatMulCache& products = pipeline.compute().matmuls();
+  MatMulCache& products = matmuls_of(pipeline.compute());
   products.widen_bf16(widen);
   for (int i = 0; i < 3; ++i) pipeline.train_step();
   products.record(true);

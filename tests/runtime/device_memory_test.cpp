@@ -18,6 +18,7 @@
 #include "comm/error.hpp"
 #include "comm/loopback.hpp"
 #include "runtime/checkpoint.hpp"
+#include "stages/context.hpp"
 #include "tests/emulated_cuda/control.hpp"
 #include "tests/emulated_cuda/modules.hpp"
 #include "tests/runtime/expect_error.hpp"

@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 
 #include "stages/cuda/attention_cudnn.hpp"
-#include "stages/cuda/context.hpp"
+#include "stages/cuda/cuda_backend.hpp"
 #include "tests/stages/gpu_compare.hpp"
 
 namespace sluice {
@@ -33,12 +33,13 @@ class CudnnAttentionTest : public GpuCompareTest, public testing::WithParamInter
     if (refusal.empty()) return;
     constexpr int kAmpere = 80;
     constexpr std::size_t kFirstThatTakesAll = 91501;  // as known_fault() in attention_cudnn.cpp
-    if (cudnnGetVersion() < kFirstThatTakesAll || gpu().cuda().compute_capability() < kAmpere) {
+    if (cudnnGetVersion() < kFirstThatTakesAll ||
+        cuda::backend_of(gpu()).compute_capability() < kAmpere) {
       GTEST_SKIP() << "cuDNN " << cudnnGetVersion() << ": " << refusal;
     }
     FAIL() << refusal;
   }
-  [[nodiscard]] cuda::CudnnAttention& cudnn() { return *gpu().cuda().cudnn_attention(); }
+  [[nodiscard]] cuda::CudnnAttention& cudnn() { return *cuda::backend_of(gpu()).cudnn_attention(); }
 };
 
 TEST_P(CudnnAttentionTest, IsTheCpus) {

@@ -5,7 +5,8 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 
-#include "stages/cuda/context.hpp"
+#include "stages/cpu/cpu_backend.hpp"
+#include "stages/cuda/cuda_backend.hpp"
 #include "tests/stages/gpu_tools.hpp"
 
 namespace sluice {
@@ -175,7 +176,7 @@ MatMulSpec square(std::int64_t n, DType dtype) {
 
 class CudaMatmulsTest : public GpuTest {
  protected:
-  cuda::Matmuls& matmuls() { return gpu().cuda().matmuls(); }
+  cuda::Matmuls& matmuls() { return cuda::backend_of(gpu()).matmuls(); }
 };
 
 TEST_F(CudaMatmulsTest, MakesOnePlanPerSpecification) {
@@ -207,8 +208,8 @@ TEST_F(CudaMatmulsTest, RunsBatchesAndStridesAndAccumulates) {
                              .operands = dtype,
                              .accumulate = true};
     const std::size_t column = 2 * size_of(dtype);  // a's product starts in its third column
-    cpu().matmuls().run(spec, a.tensor.as<std::byte>() + column, b.tensor.data, nullptr,
-                        c.tensor.data);
+    matmuls_of(cpu()).run(spec, a.tensor.as<std::byte>() + column, b.tensor.data, nullptr,
+                          c.tensor.data);
     matmuls().run(
         {spec},
         {.a = gpu_a.tensor().as<std::byte>() + column, .b = gpu_b.data(), .c = gpu_c.data()});
@@ -232,7 +233,7 @@ TEST_F(CudaMatmulsTest, RunsEveryTransposition) {
         spec.c = {.row = kN};
         spec.a = a_transposed ? MatMulLayout{.row = 1, .column = kM} : MatMulLayout{.row = kK};
         spec.b = b_transposed ? MatMulLayout{.row = 1, .column = kK} : MatMulLayout{.row = kN};
-        cpu().matmuls().run(spec, a.tensor.data, b.tensor.data, nullptr, c.tensor.data);
+        matmuls_of(cpu()).run(spec, a.tensor.data, b.tensor.data, nullptr, c.tensor.data);
         matmuls().run({spec}, {.a = gpu_a.data(), .b = gpu_b.data(), .c = gpu_c.data()});
         EXPECT_LE(relative_error(gpu_c.values(gpu()), c.values()), gpu_tolerance(dtype))
             << to_string(spec);
@@ -270,11 +271,11 @@ TEST_F(CudaMatmulsTest, RoundsToTf32OnlyOnRequest) {
   const Operand a = random_operand(DType::kF32, {96, 96}, 9), c(DType::kF32, {96, 96});
   const OnGpu gpu_a(a), gpu_c(c);
   const cuda::ProductSpec spec = {square(96, DType::kF32)};
-  cpu().matmuls().run(spec.product, a.tensor.data, a.tensor.data, nullptr, c.tensor.data);
-  EXPECT_FALSE(gpu().cuda().tf32());
+  matmuls_of(cpu()).run(spec.product, a.tensor.data, a.tensor.data, nullptr, c.tensor.data);
+  EXPECT_FALSE(cuda::backend_of(gpu()).tf32());
   matmuls().run(spec, {.a = gpu_a.data(), .b = gpu_a.data(), .c = gpu_c.data()});
   EXPECT_LE(relative_error(gpu_c.values(gpu()), c.values()), 1e-5);
-  gpu().cuda().set_tf32(true);
+  cuda::backend_of(gpu()).set_tf32(true);
   matmuls().run(spec, {.a = gpu_a.data(), .b = gpu_a.data(), .c = gpu_c.data()});
   EXPECT_EQ(matmuls().size(), 2U);
   EXPECT_LE(relative_error(gpu_c.values(gpu()), c.values()), 2e-3);
@@ -295,7 +296,7 @@ TEST_F(CudaMatmulsTest, RefusesWhatTheLibraryLacksByNamingTheProduct) {
 }
 
 TEST_F(CudaMatmulsTest, GivesStagesOfOthersStreamHandleAndWorkspace) {
-  cuda::Context& context = gpu().cuda();
+  cuda::Context& context = cuda::backend_of(gpu());
   EXPECT_EQ(context.device(), kGpu);
   EXPECT_EQ(context.stream().native(), gpu().stream().native());
   EXPECT_NE(context.cublas(), nullptr);

@@ -1,7 +1,7 @@
 // Which of the library's algorithms a product takes, which only the emulation tells.
 #include <gtest/gtest.h>
 
-#include "stages/cuda/context.hpp"
+#include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/matmul.hpp"
 #include "tests/emulated_cuda/control.hpp"
 #include "tests/stages/gpu_tools.hpp"
@@ -22,10 +22,10 @@ class ProductChoiceTest : public GpuTest {
     product.operands = operands;
     product.result = accumulate ? DType::kF32 : operands;
     product.accumulate = accumulate;
-    gpu().cuda().matmuls().run({product, epilogue}, {.a = zeros.tensor().data,
-                                                     .b = zeros.tensor().data,
-                                                     .c = c.tensor().data,
-                                                     .aux = zeros.tensor().data});
+    cuda::backend_of(gpu()).matmuls().run({product, epilogue}, {.a = zeros.tensor().data,
+                                                                .b = zeros.tensor().data,
+                                                                .c = c.tensor().data,
+                                                                .aux = zeros.tensor().data});
     gpu().stream().synchronize();
     return emulated::last_product_candidate();
   }

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "stages/matmul.hpp"
+#include "stages/cpu/cpu_backend.hpp"
 #include "stages/transformer.hpp"
 #include "stages/transformer_stage.hpp"
 #include "tests/stages/local_pipeline.hpp"
@@ -131,10 +131,10 @@ TEST_P(RecomputeMemoryTest, StepsMakeNoPrimitiveAndNoScratch) {
         config, {{0, 2, 5}},
         {make_micro_batch(config, 0, kSamples, 80), make_micro_batch(config, kSamples, 1, 80)},
         {.split_backward = split});
-    const std::size_t primitives = pipeline.compute().matmuls().size();
+    const std::size_t primitives = matmuls_of(pipeline.compute()).size();
     const std::byte* const scratch = pipeline.compute().workspace(1);
     pipeline.step();
-    EXPECT_EQ(pipeline.compute().matmuls().size(), primitives);
+    EXPECT_EQ(matmuls_of(pipeline.compute()).size(), primitives);
     EXPECT_EQ(pipeline.compute().workspace(1), scratch);
   }
 }
@@ -151,7 +151,7 @@ TEST(RecomputeTest, ForwardRunsNoProductTwiceAndBackwardOnlyThoseItCounts) {
     const TransformerConfig config = config_with(recompute);
     LocalPipeline pipeline(config, {{0, 5}}, {make_micro_batch(config, 0, kSamples, 80)},
                            {.split_backward = false});
-    MatMulCache& matmuls = pipeline.compute().matmuls();
+    MatMulCache& matmuls = matmuls_of(pipeline.compute());
     matmuls.record(true);
     pipeline.forward(0);
     const std::size_t forward = matmuls.recorded().size();

@@ -1,0 +1,21 @@
+// Backend: what a compute context keeps for the kind of its device, behind one pointer, so that the
+// context knows neither kind. Internal to stages/. Each backend derives from it, finds itself again
+// in the contexts of its device by a cast (stages/cpu/cpu_backend.hpp, stages/cuda/context.hpp),
+// and is used as its context is: from one thread.
+#pragma once
+
+namespace sluice {
+
+class Backend {
+ public:
+  Backend() = default;
+  virtual ~Backend() = default;
+  Backend(const Backend&) = delete;
+  Backend& operator=(const Backend&) = delete;
+
+  // As in ComputeContext.
+  virtual void set_tf32(bool /*allowed*/) {}
+  [[nodiscard]] virtual void* native_blas() { return nullptr; }
+};
+
+}  // namespace sluice

@@ -1,0 +1,36 @@
+// The CPU's part of a compute context: the element-wise kernels of its instruction set, and the
+// products prepared so far. Requires of the contexts given here: device().kind == kCpu.
+#pragma once
+
+#include "stages/backend.hpp"
+#include "stages/compute.hpp"
+#include "stages/cpu/kernels/kernels.hpp"
+#include "stages/matmul.hpp"
+
+namespace sluice {
+
+class CpuBackend final : public Backend {
+ public:
+  // Throws as choose_kernels().
+  CpuBackend();
+
+  [[nodiscard]] const Kernels& kernels() const { return kernels_; }
+  [[nodiscard]] MatMulCache& matmuls() { return matmuls_; }
+
+ private:
+  MatMulCache matmuls_;
+  const Kernels& kernels_;
+};
+
+[[nodiscard]] inline const Kernels& kernels_of(const ComputeContext& ctx) {
+  return static_cast<const CpuBackend&>(ctx.backend()).kernels();
+}
+// Those of a type.
+[[nodiscard]] inline const TypedKernels& kernels_for(const ComputeContext& ctx, DType dtype) {
+  return dtype == DType::kBf16 ? kernels_of(ctx).bf16 : kernels_of(ctx).f32;
+}
+[[nodiscard]] inline MatMulCache& matmuls_of(const ComputeContext& ctx) {
+  return static_cast<CpuBackend&>(ctx.backend()).matmuls();
+}
+
+}  // namespace sluice

@@ -1,0 +1,19 @@
+// What computes on this CPU, for reports and for the choice of products. Internal to stages/.
+#pragma once
+
+#include <string>
+
+namespace sluice {
+
+// "avx512" | "avx2" | "baseline": which build of the element-wise loops a context made now would
+// run (SLUICE_KERNELS=baseline|avx2|avx512 in the environment lowers it).
+[[nodiscard]] std::string kernel_set();
+// The matrix library with version and its instruction set, for reports; and, where products of bf16
+// are widened, that they are.
+[[nodiscard]] std::string matmul_library();
+// Whether this CPU has instructions that make products of bf16 faster than those of f32: AMX, or
+// AVX512_BF16 at twice the rate of f32. Intel's processors run the latter at half of f32's rate
+// (0.49 of it seen on a 5th generation Xeon without AMX); AMD's are taken to run it at twice.
+[[nodiscard]] bool native_bf16();
+
+}  // namespace sluice

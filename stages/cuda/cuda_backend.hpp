@@ -1,0 +1,34 @@
+// A GPU's part of a compute context: the handles and scratch of Context, and the products and
+// attention graphs that operators prepared with them so far.
+#pragma once
+
+#include <memory>
+
+#include "stages/cuda/context.hpp"
+#include "stages/cuda/matmul.hpp"
+
+namespace sluice::cuda {
+
+class CudnnAttention;  // stages/cuda/attention_cudnn.hpp
+
+class CudaBackend final : public Context {
+ public:
+  // As Context.
+  CudaBackend(const DeviceMemory& memory, StreamView stream);
+  ~CudaBackend() override;
+
+  [[nodiscard]] Matmuls& matmuls() { return matmuls_; }
+  // Null where Sluice was built without cuDNN.
+  [[nodiscard]] CudnnAttention* cudnn_attention() { return cudnn_attention_.get(); }
+
+ private:
+  Matmuls matmuls_;
+  std::shared_ptr<CudnnAttention> cudnn_attention_;
+};
+
+// Of a compute context for a GPU.
+[[nodiscard]] inline CudaBackend& backend_of(const ComputeContext& ctx) {
+  return static_cast<CudaBackend&>(ctx.backend());
+}
+
+}  // namespace sluice::cuda
