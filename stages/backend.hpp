@@ -6,16 +6,23 @@
 
 namespace sluice {
 
+struct OperatorTable;  // stages/operator_table.hpp
+
 class Backend {
  public:
-  Backend() = default;
+  // The table outlives the backend.
+  explicit Backend(const OperatorTable& operators) : operators_(operators) {}
   virtual ~Backend() = default;
   Backend(const Backend&) = delete;
   Backend& operator=(const Backend&) = delete;
 
+  [[nodiscard]] const OperatorTable& operators() const { return operators_; }
   // As in ComputeContext.
   virtual void set_tf32(bool /*allowed*/) {}
   [[nodiscard]] virtual void* native_blas() { return nullptr; }
+
+ private:
+  const OperatorTable& operators_;
 };
 
 }  // namespace sluice

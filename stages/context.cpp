@@ -8,9 +8,11 @@
 #include "stages/backend.hpp"
 #include "stages/compute.hpp"
 #include "stages/cpu/cpu_backend.hpp"
+#include "stages/cpu/cpu_operators.hpp"
 #if SLUICE_WITH_CUDA
 #include "stages/cpu/kernel_set.hpp"
 #include "stages/cuda/cuda_backend.hpp"
+#include "stages/cuda/cuda_operators.hpp"
 #endif
 
 namespace sluice {
@@ -31,10 +33,10 @@ std::unique_ptr<Backend> make_backend([[maybe_unused]] const DeviceMemory& memor
   if (memory.device().kind == DeviceKind::kCuda) {
     static_cast<void>(choose_kernels());  // SLUICE_KERNELS is checked for a GPU's rank too
     use_device(memory.device());
-    return std::make_unique<cuda::CudaBackend>(memory, stream);
+    return std::make_unique<cuda::CudaBackend>(cuda::cuda_operators(), memory, stream);
   }
 #endif
-  return std::make_unique<CpuBackend>();
+  return std::make_unique<CpuBackend>(cpu_operators());
 }
 
 }  // namespace
@@ -44,6 +46,13 @@ ComputeContext::ComputeContext(Device device, int threads)
       threads_(checked_threads(threads)),
       stream_(device),
       backend_(make_backend(memory_, stream_.view())) {}
+
+const OperatorTable& operators_for([[maybe_unused]] DeviceKind device) {
+#if SLUICE_WITH_CUDA
+  if (device == DeviceKind::kCuda) return cuda::cuda_operators();
+#endif
+  return cpu_operators();
+}
 
 std::size_t library_bytes([[maybe_unused]] DeviceKind device) {
 #if SLUICE_WITH_CUDA

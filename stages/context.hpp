@@ -1,4 +1,5 @@
-// What making a compute context takes. Internal to stages/ and runtime/.
+// What depends on the kind of a compute context's device before there is a context. Internal to
+// stages/ and runtime/.
 #pragma once
 
 #include <cstddef>
@@ -6,6 +7,11 @@
 #include "comm/device.hpp"
 
 namespace sluice {
+
+struct OperatorTable;  // stages/operator_table.hpp
+
+// The operators of a kind of device; the CPU's where the build knows no other.
+[[nodiscard]] const OperatorTable& operators_for(DeviceKind device);
 
 // Bytes of its memory() that a context takes for itself: scratch of the libraries it holds, and
 // what kernels keep on the device from one to the next.

@@ -12,7 +12,8 @@
 
 #include <span>
 
-#include "stages/operators.hpp"
+#include "stages/compute.hpp"
+#include "stages/tensor.hpp"
 
 namespace sluice::operands {
 

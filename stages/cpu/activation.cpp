@@ -1,9 +1,9 @@
 // Element-wise operators.
 #include <cstring>
 
-#include "stages/backends.hpp"
 #include "stages/call_arguments.hpp"
 #include "stages/cpu/cpu_backend.hpp"
+#include "stages/cpu/operator_parts.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
@@ -107,8 +107,18 @@ void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
   });
 }
 
-void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions) {
-  for (const auto& [from, to] : conversions) cpu::convert(ctx, from, to);
+ElementOperators element_operators() {
+  return {
+      .gelu_forward = gelu_forward,
+      .gelu_backward = gelu_backward,
+      .swiglu_forward = swiglu_forward,
+      .swiglu_backward = swiglu_backward,
+      .relu_forward = relu_forward,
+      .relu_backward = relu_backward,
+      .dropout = dropout,
+      .add = add,
+      .convert = convert,
+  };
 }
 
 }  // namespace sluice::cpu

@@ -8,9 +8,9 @@
 // one product over all query rows from the block on.
 #include <cmath>
 
-#include "stages/backends.hpp"
 #include "stages/call_arguments.hpp"
 #include "stages/cpu/cpu_backend.hpp"
+#include "stages/cpu/operator_parts.hpp"
 #include "stages/cpu/parallel.hpp"
 #include "stages/pieces.hpp"
 
@@ -351,8 +351,6 @@ Dropout any_dropout(bool drops) {
   return dropout;
 }
 
-}  // namespace
-
 std::size_t attention_state_bytes(const AttentionShape& shape, DType dtype) {
   const Places places(shape);
   return static_cast<std::size_t>(shape.samples * places.heads * places.matrix()) * size_of(dtype);
@@ -366,6 +364,11 @@ std::size_t attention_forward_workspace(ComputeContext& ctx, const AttentionShap
 std::size_t attention_backward_workspace(ComputeContext& ctx, const AttentionShape& shape,
                                          DType dtype, bool drops) {
   return Attention(ctx, shape, any_dropout(drops), dtype).take_backward(nullptr);
+}
+
+std::string attention_engine(ComputeContext& /*ctx*/, const AttentionShape& /*shape*/,
+                             DType /*dtype*/, bool /*drops*/) {
+  return {};
 }
 
 void attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
@@ -400,6 +403,25 @@ void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const 
                      angles + (backward ? 2 : 1) * half);
     }
   });
+}
+
+}  // namespace
+
+AttentionOperators attention_operators() {
+  return {
+      .attention_state_bytes = attention_state_bytes,
+      .attention_forward = attention_forward,
+      .attention_backward = attention_backward,
+      .attention_forward_workspace = attention_forward_workspace,
+      .attention_backward_workspace = attention_backward_workspace,
+      .attention_engine = attention_engine,
+  };
+}
+
+RotaryOperators rotary_operators() {
+  return {
+      .rotary = rotary,
+  };
 }
 
 }  // namespace sluice::cpu

@@ -4,6 +4,7 @@
 
 namespace sluice {
 
-CpuBackend::CpuBackend() : matmuls_(Device{}), kernels_(choose_kernels()) {}
+CpuBackend::CpuBackend(const OperatorTable& operators)
+    : Backend(operators), matmuls_(Device{}), kernels_(choose_kernels()) {}
 
 }  // namespace sluice

@@ -12,7 +12,7 @@ namespace sluice {
 class CpuBackend final : public Backend {
  public:
   // Throws as choose_kernels().
-  CpuBackend();
+  explicit CpuBackend(const OperatorTable& operators);
 
   [[nodiscard]] const Kernels& kernels() const { return kernels_; }
   [[nodiscard]] MatMulCache& matmuls() { return matmuls_; }

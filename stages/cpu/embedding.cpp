@@ -1,11 +1,13 @@
 // Embedding of tokens and positions.
 #include <cstring>
 
-#include "stages/backends.hpp"
 #include "stages/cpu/cpu_backend.hpp"
+#include "stages/cpu/operator_parts.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
+
+namespace {
 
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out) {
@@ -44,6 +46,16 @@ void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const 
       }
     }
   });
+}
+
+}  // namespace
+
+EmbeddingOperators embedding_operators() {
+  return {
+      .embedding_forward = embedding_forward,
+      .embedding_backward_weight = embedding_backward_weight,
+      .embedding_backward_weight_workspace = embedding_backward_weight_workspace,
+  };
 }
 
 }  // namespace sluice::cpu

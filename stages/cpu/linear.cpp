@@ -1,6 +1,6 @@
 // The matrix product layer.
-#include "stages/backends.hpp"
 #include "stages/cpu/cpu_backend.hpp"
+#include "stages/cpu/operator_parts.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
@@ -74,8 +74,6 @@ void add_column_sums(ComputeContext& ctx, const Tensor& dy, const Tensor& sums) 
   });
 }
 
-}  // namespace
-
 std::size_t linear_forward_workspace(ComputeContext& /*ctx*/, const LinearShape& /*shape*/) {
   return 0;
 }
@@ -131,8 +129,7 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
                              .out = weight.shape()[0],
                              .operands = dy.spec.dtype};
   Tensor block = {nullptr, gradient_block(shape)};
-  if (const std::size_t bytes =
-          cpu::linear_activation_backward_input_workspace(ctx, activation, shape);
+  if (const std::size_t bytes = linear_activation_backward_input_workspace(ctx, activation, shape);
       bytes > 0) {
     block.data = ctx.workspace(bytes);
   }
@@ -166,6 +163,21 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
                         element(dy, first * shape.out), element(x, first * shape.in), nullptr,
                         dweight.data);
   });
+}
+
+}  // namespace
+
+LinearOperators linear_operators() {
+  return {
+      .linear_forward = linear_forward,
+      .linear_backward_input = linear_backward_input,
+      .linear_backward_weight = linear_backward_weight,
+      .linear_activation_forward = linear_activation_forward,
+      .linear_activation_backward_input = linear_activation_backward_input,
+      .linear_forward_workspace = linear_forward_workspace,
+      .linear_backward_weight_workspace = linear_backward_weight_workspace,
+      .linear_activation_backward_input_workspace = linear_activation_backward_input_workspace,
+  };
 }
 
 }  // namespace sluice::cpu

@@ -1,8 +1,9 @@
 // Losses. Partial sums are kept per row or block and added in order, so that the result does not
 // depend on the number of threads.
-#include "stages/backends.hpp"
 #include "stages/cpu/cpu_backend.hpp"
+#include "stages/cpu/operator_parts.hpp"
 #include "stages/cpu/parallel.hpp"
+#include "stages/partial_sums.hpp"
 
 namespace sluice::cpu {
 
@@ -14,15 +15,13 @@ double sum_in_order(const double* values, std::int64_t count) {
   return sum;
 }
 
-}  // namespace
-
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                            StepValue<double> scale, bool gradient, double* sum) {
   const std::int64_t rows = targets.elements();
   *sum = 0;
   if (rows == 0) return;
   const std::int64_t width = logits.elements() / rows;
-  auto* losses = reinterpret_cast<double*>(ctx.workspace(softmax_cross_entropy_workspace(rows)));
+  auto* losses = reinterpret_cast<double*>(ctx.workspace(row_sum_bytes(rows)));
   const TypedKernels& kernels = kernels_for(ctx, logits.spec.dtype);
   parallel_range(ctx, rows, 1, [&](std::int64_t begin, std::int64_t end) {
     kernels.cross_entropy(element(logits, begin * width), targets.as<std::int32_t>() + begin,
@@ -37,7 +36,7 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
   const std::int64_t blocks = (count + kSumBlock - 1) / kSumBlock;
   double one = 0;
   double* sums = &one;
-  if (const std::size_t bytes = mean_squared_error_workspace(count); bytes > 0) {
+  if (const std::size_t bytes = block_sum_bytes(count); bytes > 0) {
     sums = reinterpret_cast<double*>(ctx.workspace(bytes));
   }
   const auto factor = static_cast<float>(2 * scale);
@@ -50,6 +49,15 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
     }
   });
   *sum = sum_in_order(sums, blocks);
+}
+
+}  // namespace
+
+LossOperators loss_operators() {
+  return {
+      .softmax_cross_entropy = softmax_cross_entropy,
+      .mean_squared_error = mean_squared_error,
+  };
 }
 
 }  // namespace sluice::cpu

@@ -1,6 +1,6 @@
 // LayerNorm and RMSNorm: rows go to threads; weight gradients: columns do.
-#include "stages/backends.hpp"
 #include "stages/cpu/cpu_backend.hpp"
+#include "stages/cpu/operator_parts.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
@@ -23,8 +23,6 @@ const void* delta_row(const Tensor& delta, std::int64_t row, std::int64_t width)
 bool typed_delta(const Tensor& delta) {
   return delta.data != nullptr && delta.spec.dtype == DType::kBf16;
 }
-
-}  // namespace
 
 std::size_t norm_backward_weight_workspace(ComputeContext& /*ctx*/, std::int64_t /*rows*/,
                                            std::int64_t /*width*/, int /*terms*/) {
@@ -102,6 +100,20 @@ void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tenso
     kernels.rms_norm_weights(element(dy, begin), x.as<float>() + begin, stats.as<float>(),
                              shape.width, shape.rows, end - begin, dgamma.as<float>() + begin);
   });
+}
+
+}  // namespace
+
+NormOperators norm_operators() {
+  return {
+      .layer_norm_forward = layer_norm_forward,
+      .layer_norm_backward_input = layer_norm_backward_input,
+      .layer_norm_backward_weight = layer_norm_backward_weight,
+      .rms_norm_forward = rms_norm_forward,
+      .rms_norm_backward_input = rms_norm_backward_input,
+      .rms_norm_backward_weight = rms_norm_backward_weight,
+      .norm_backward_weight_workspace = norm_backward_weight_workspace,
+  };
 }
 
 }  // namespace sluice::cpu

@@ -1,10 +1,13 @@
-// Optimizer kernels over flat vectors.
-#include "stages/backends.hpp"
+// Optimizer kernels over flat vectors, and the conversion of many tensors.
 #include "stages/call_arguments.hpp"
 #include "stages/cpu/cpu_backend.hpp"
+#include "stages/cpu/operator_parts.hpp"
 #include "stages/cpu/parallel.hpp"
+#include "stages/partial_sums.hpp"
 
 namespace sluice::cpu {
+
+namespace {
 
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
   for (const UpdateRun& run : runs) {
@@ -26,12 +29,16 @@ void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> ru
   }
 }
 
+void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions) {
+  for (const auto& [from, to] : conversions) cpu::convert(ctx, from, to);
+}
+
 void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
                      double* sums) {
   for (std::size_t i = 0; i < vectors.size(); ++i) {
     const std::span<const float> values = vectors[i];
     const auto count = static_cast<std::int64_t>(values.size());
-    auto* partial = reinterpret_cast<double*>(ctx.workspace(sum_of_squares_workspace(count)));
+    auto* partial = reinterpret_cast<double*>(ctx.workspace(block_sum_bytes(count)));
     const std::int64_t blocks = (count + kSumBlock - 1) / kSumBlock;
     parallel_range(ctx, blocks, 1, [&](std::int64_t begin, std::int64_t end) {
       for (std::int64_t block = begin; block < end; ++block) {
@@ -43,6 +50,17 @@ void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>
     sums[i] = 0;
     for (std::int64_t block = 0; block < blocks; ++block) sums[i] += partial[block];
   }
+}
+
+}  // namespace
+
+UpdateOperators update_operators() {
+  return {
+      .adamw = adamw,
+      .sgd = sgd,
+      .convert_all = convert_all,
+      .sums_of_squares = sums_of_squares,
+  };
 }
 
 }  // namespace sluice::cpu

@@ -1,7 +1,7 @@
 // Element-wise operators.
-#include "stages/backends.hpp"
 #include "stages/call_arguments.hpp"
 #include "stages/cuda/elements.cuh"
+#include "stages/cuda/kernels.hpp"
 #include "stages/cuda/random.cuh"
 
 namespace sluice::cuda {
@@ -207,6 +207,20 @@ void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
   } else {
     run_unary<Same, Bf16, float>(ctx, "conversion to f32", from, to);
   }
+}
+
+ElementOperators element_operators() {
+  return {
+      .gelu_forward = gelu_forward,
+      .gelu_backward = gelu_backward,
+      .swiglu_forward = swiglu_forward,
+      .swiglu_backward = swiglu_backward,
+      .relu_forward = relu_forward,
+      .relu_backward = relu_backward,
+      .dropout = dropout,
+      .add = add,
+      .convert = convert,
+  };
 }
 
 }  // namespace sluice::cuda

@@ -3,9 +3,9 @@
 // random numbers would be its own), shapes it refuses, and builds without it. Both keep the same
 // state. The choice is a function of shape, type, dropout, device model and library, so that
 // forward and backward of a micro-batch agree, and so do all depths of a pipeline.
-#include "stages/backends.hpp"
 #include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/flash_attention.hpp"
+#include "stages/cuda/operator_parts.hpp"
 
 #if SLUICE_WITH_CUDNN
 #include "stages/cuda/attention_cudnn.hpp"
@@ -33,8 +33,6 @@ std::string why_own(ComputeContext& /*ctx*/, const AttentionShape& /*shape*/, DT
   return "built without cuDNN";
 }
 #endif
-
-}  // namespace
 
 std::string attention_engine(ComputeContext& ctx, const AttentionShape& shape, DType dtype,
                              bool dropout) {
@@ -91,6 +89,19 @@ void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const 
   }
 #endif
   flash_attention_backward(ctx, shape, qkv, out, dout, dropout, state, dqkv);
+}
+
+}  // namespace
+
+AttentionOperators attention_operators() {
+  return {
+      .attention_state_bytes = attention_state_bytes,
+      .attention_forward = attention_forward,
+      .attention_backward = attention_backward,
+      .attention_forward_workspace = attention_forward_workspace,
+      .attention_backward_workspace = attention_backward_workspace,
+      .attention_engine = attention_engine,
+  };
 }
 
 }  // namespace sluice::cuda

@@ -2,7 +2,6 @@
 // sums of those. Results depend on the number of elements alone.
 #pragma once
 
-#include "stages/backends.hpp"
 #include "stages/cuda/elements.cuh"
 
 namespace sluice::cuda {

@@ -7,7 +7,8 @@
 
 namespace sluice::cuda {
 
-Context::Context(const DeviceMemory& memory, StreamView stream) : memory_(memory), stream_(stream) {
+Context::Context(const OperatorTable& operators, const DeviceMemory& memory, StreamView stream)
+    : Backend(operators), memory_(memory), stream_(stream) {
   const DeviceProperties properties = properties_of(memory.device());
   compute_capability_ = 10 * properties.major + properties.minor;
   shared_memory_ = properties.shared_memory;

@@ -33,7 +33,7 @@ class Context : public Backend {
   static constexpr std::size_t kDeviceBytes = kWorkspaceBytes + kTickets * sizeof(unsigned);
 
   // Throws Error(kDevice) naming the call that failed.
-  Context(const DeviceMemory& memory, StreamView stream);
+  Context(const OperatorTable& operators, const DeviceMemory& memory, StreamView stream);
   ~Context() override;
 
   [[nodiscard]] Device device() const { return memory_.device(); }

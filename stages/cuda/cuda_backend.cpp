@@ -6,8 +6,9 @@
 
 namespace sluice::cuda {
 
-CudaBackend::CudaBackend(const DeviceMemory& memory, StreamView stream)
-    : Context(memory, stream), matmuls_(*this) {
+CudaBackend::CudaBackend(const OperatorTable& operators, const DeviceMemory& memory,
+                         StreamView stream)
+    : Context(operators, memory, stream), matmuls_(*this) {
 #if SLUICE_WITH_CUDNN
   cudnn_attention_ = std::make_shared<CudnnAttention>(*this);
 #endif

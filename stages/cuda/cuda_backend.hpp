@@ -14,7 +14,7 @@ class CudnnAttention;  // stages/cuda/attention_cudnn.hpp
 class CudaBackend final : public Context {
  public:
   // As Context.
-  CudaBackend(const DeviceMemory& memory, StreamView stream);
+  CudaBackend(const OperatorTable& operators, const DeviceMemory& memory, StreamView stream);
   ~CudaBackend() override;
 
   [[nodiscard]] Matmuls& matmuls() { return matmuls_; }

@@ -6,8 +6,8 @@
 // place lies within it). Blocks then sum equal tiles of the sorted places, however unequal the runs
 // are. Runs that lie inside a tile go to the table at once; pieces of longer ones are kept and
 // joined in order.
-#include "stages/backends.hpp"
 #include "stages/cuda/elements.cuh"
+#include "stages/cuda/kernels.hpp"
 #include "stages/pieces.hpp"
 
 namespace sluice::cuda {
@@ -214,6 +214,15 @@ std::size_t cut(TableGradient& gradient, std::byte* base) {
   return pieces.used();
 }
 
+std::size_t embedding_backward_weight_workspace(ComputeContext& /*ctx*/, std::int64_t rows,
+                                                std::int64_t vocabulary, std::int64_t width) {
+  TableGradient gradient{};
+  gradient.places.count = rows;
+  gradient.places.vocabulary = vocabulary;
+  gradient.width = width;
+  return cut(gradient, nullptr);
+}
+
 TableGradient take_scratch(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
                            const Tensor& dtable) {
   TableGradient gradient{};
@@ -224,7 +233,7 @@ TableGradient take_scratch(ComputeContext& ctx, const Tensor& tokens, const Tens
   gradient.dout = dout.as<float>();
   gradient.dtable = dtable.as<float>();
   gradient.width = dtable.shape()[1];
-  cut(gradient, ctx.workspace(cuda::embedding_backward_weight_workspace(
+  cut(gradient, ctx.workspace(embedding_backward_weight_workspace(
                     ctx, places.count, places.vocabulary, gradient.width)));
   return gradient;
 }
@@ -248,17 +257,6 @@ void sort_places(ComputeContext& ctx, const Places& places) {
   launch("starts of tokens", starts_kernel, {blocks, kSortThreads}, stream, places);
   launch("sorting of places", sort_kernel, {static_cast<unsigned>(chunks), kSortThreads}, stream,
          places);
-}
-
-}  // namespace
-
-std::size_t embedding_backward_weight_workspace(ComputeContext& /*ctx*/, std::int64_t rows,
-                                                std::int64_t vocabulary, std::int64_t width) {
-  TableGradient gradient{};
-  gradient.places.count = rows;
-  gradient.places.vocabulary = vocabulary;
-  gradient.width = width;
-  return cut(gradient, nullptr);
 }
 
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
@@ -289,6 +287,16 @@ void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const 
   for_rows<kAtOnce>(ctx, "embedding gradient of tiles", tiles, width, wide, TileSums{gradient});
   for_rows<kAtOnce>(ctx, "embedding gradient of long runs", tiles, width, wide,
                     JoinedSums{gradient});
+}
+
+}  // namespace
+
+EmbeddingOperators embedding_operators() {
+  return {
+      .embedding_forward = embedding_forward,
+      .embedding_backward_weight = embedding_backward_weight,
+      .embedding_backward_weight_workspace = embedding_backward_weight_workspace,
+  };
 }
 
 }  // namespace sluice::cuda

@@ -1,8 +1,8 @@
 // The matrix product layer on a GPU: one product for all rows. A GPU has no cache to block for; the
 // shape of the micro-batch alone fixes a product.
-#include "stages/backends.hpp"
 #include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/kernels.hpp"
+#include "stages/cuda/operator_parts.hpp"
 
 namespace sluice::cuda {
 
@@ -65,8 +65,6 @@ bool fuses(ComputeContext& ctx, const ProductSpec& spec) {
          cuda.compute_capability() >= kHopper && product.c.row % 8 == 0 && product.m > 0 &&
          cuda.matmuls().supports(spec);
 }
-
-}  // namespace
 
 std::size_t linear_forward_workspace(ComputeContext& /*ctx*/, const LinearShape& shape) {
   return shape.bias ? rounded_bias_bytes(shape.out, shape.result) : 0;
@@ -154,10 +152,24 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
     return;
   }
   Tensor gradient = {nullptr, {dy.spec.dtype, {shape.rows, shape.in}}};
-  gradient.data =
-      ctx.workspace(cuda::linear_activation_backward_input_workspace(ctx, activation, shape));
+  gradient.data = ctx.workspace(linear_activation_backward_input_workspace(ctx, activation, shape));
   cuda::linear_backward_input(ctx, dy, weight, gradient);
   cuda::swiglu_backward(ctx, raised, gradient, draised);
+}
+
+}  // namespace
+
+LinearOperators linear_operators() {
+  return {
+      .linear_forward = linear_forward,
+      .linear_backward_input = linear_backward_input,
+      .linear_backward_weight = linear_backward_weight,
+      .linear_activation_forward = linear_activation_forward,
+      .linear_activation_backward_input = linear_activation_backward_input,
+      .linear_forward_workspace = linear_forward_workspace,
+      .linear_backward_weight_workspace = linear_backward_weight_workspace,
+      .linear_activation_backward_input_workspace = linear_activation_backward_input_workspace,
+  };
 }
 
 }  // namespace sluice::cuda

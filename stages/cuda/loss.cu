@@ -1,9 +1,10 @@
 // Losses: sums per row or block in double, then their sum in a fixed order.
 #include <type_traits>
 
-#include "stages/backends.hpp"
 #include "stages/cuda/block_sums.cuh"
 #include "stages/cuda/context.hpp"
+#include "stages/cuda/kernels.hpp"
+#include "stages/partial_sums.hpp"
 
 namespace sluice::cuda {
 
@@ -159,14 +160,12 @@ void add_up(ComputeContext& ctx, const double* values, int64_t count, double* su
          Doubles{values}, count, aligned(values), sum);
 }
 
-}  // namespace
-
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                            StepValue<double> scale, bool gradient, double* sum) {
   const int64_t rows = targets.elements();
   const int64_t width = rows == 0 ? 0 : logits.elements() / rows;
   const std::size_t row_bytes = static_cast<std::size_t>(width) * size_of(logits.spec.dtype);
-  auto* losses = reinterpret_cast<double*>(ctx.workspace(softmax_cross_entropy_workspace(rows)));
+  auto* losses = reinterpret_cast<double*>(ctx.workspace(row_sum_bytes(rows)));
   if (rows > 0) {
     const auto run = [&](auto threads, auto keeps) {
       constexpr int kThreads = decltype(threads)::value;
@@ -197,7 +196,7 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
                         StepValue<double> scale, bool gradient, double* sum) {
   const int64_t count = outputs.elements(), blocks = divide_up(count, kSumBlock);
-  auto* sums = reinterpret_cast<double*>(ctx.workspace(mean_squared_error_workspace(count)));
+  auto* sums = reinterpret_cast<double*>(ctx.workspace(block_sum_bytes(count)));
   if (blocks > 0) {
     launch("squared error", squared_error_kernel, {blocks_for(blocks, 1), kSumThreads},
            native(ctx.stream()),
@@ -205,6 +204,15 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
            count, aligned(outputs.data, targets.data), sums);
   }
   add_up(ctx, sums, blocks, sum);
+}
+
+}  // namespace
+
+LossOperators loss_operators() {
+  return {
+      .softmax_cross_entropy = softmax_cross_entropy,
+      .mean_squared_error = mean_squared_error,
+  };
 }
 
 }  // namespace sluice::cuda

@@ -2,9 +2,9 @@
 // one is read once more, it is in the cache.
 #include <type_traits>
 
-#include "stages/backends.hpp"
 #include "stages/cuda/column_sums.cuh"
 #include "stages/cuda/elements.cuh"
+#include "stages/cuda/kernels.hpp"
 
 namespace sluice::cuda {
 
@@ -341,8 +341,6 @@ void norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x
   });
 }
 
-}  // namespace
-
 std::size_t norm_backward_weight_workspace(ComputeContext& /*ctx*/, std::int64_t rows,
                                            std::int64_t width, int terms) {
   return column_sums_bytes(rows, width, terms);
@@ -378,6 +376,20 @@ void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor
 void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                               const Tensor& stats, const Tensor& dgamma) {
   norm_backward_weight<Norm::kRms>(ctx, dy, x, stats, dgamma, {dgamma.as<float>()});
+}
+
+}  // namespace
+
+NormOperators norm_operators() {
+  return {
+      .layer_norm_forward = layer_norm_forward,
+      .layer_norm_backward_input = layer_norm_backward_input,
+      .layer_norm_backward_weight = layer_norm_backward_weight,
+      .rms_norm_forward = rms_norm_forward,
+      .rms_norm_backward_input = rms_norm_backward_input,
+      .rms_norm_backward_weight = rms_norm_backward_weight,
+      .norm_backward_weight_workspace = norm_backward_weight_workspace,
+  };
 }
 
 }  // namespace sluice::cuda

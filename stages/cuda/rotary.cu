@@ -1,6 +1,6 @@
 // Rotary positions.
-#include "stages/backends.hpp"
 #include "stages/cuda/elements.cuh"
+#include "stages/cuda/kernels.hpp"
 
 namespace sluice::cuda {
 
@@ -30,8 +30,6 @@ struct Rotation {
   }
 };
 
-}  // namespace
-
 void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const Tensor& qkv,
             bool backward) {
   const int64_t half = shape.head_dim / 2;
@@ -44,6 +42,14 @@ void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const 
                        Rotation<T>{qkv.as<T>(), table, shape.sequence, shape.packed_width(),
                                    shape.head_dim, backward});
   });
+}
+
+}  // namespace
+
+RotaryOperators rotary_operators() {
+  return {
+      .rotary = rotary,
+  };
 }
 
 }  // namespace sluice::cuda

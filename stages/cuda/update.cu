@@ -1,9 +1,10 @@
 // Optimizer updates over all runs of a stage, the rounding of all its weights, and sums of squares.
 #include <algorithm>
 
-#include "stages/backends.hpp"
 #include "stages/call_arguments.hpp"
 #include "stages/cuda/block_sums.cuh"
+#include "stages/cuda/kernels.hpp"
+#include "stages/partial_sums.hpp"
 
 namespace sluice::cuda {
 
@@ -189,8 +190,6 @@ __global__ void __launch_bounds__(kSumThreads)
   if (threadIdx.x == 0) sums[index] = sum;
 }
 
-}  // namespace
-
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
   for_runs<UpdateTable>(ctx, "adamw", AdamWUpdate{adamw_arguments(step, true)}, runs, same_run);
 }
@@ -211,7 +210,7 @@ void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>
                      double* sums) {
   std::size_t bytes = 0;
   for (const std::span<const float> vector : vectors) {
-    bytes += sum_of_squares_workspace(static_cast<int64_t>(vector.size()));
+    bytes += block_sum_bytes(static_cast<int64_t>(vector.size()));
   }
   auto* partial = reinterpret_cast<double*>(ctx.workspace(bytes));
   const cudaStream_t stream = native(ctx.stream());
@@ -229,6 +228,17 @@ void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>
     launch("sums of squares, totals", squares_total_kernel,
            {static_cast<unsigned>(table.count), kSumThreads}, stream, table, partial, first);
   }
+}
+
+}  // namespace
+
+UpdateOperators update_operators() {
+  return {
+      .adamw = adamw,
+      .sgd = sgd,
+      .convert_all = convert_all,
+      .sums_of_squares = sums_of_squares,
+  };
 }
 
 }  // namespace sluice::cuda

@@ -1,0 +1,11 @@
+// The CPU's operators: the specification of every other backend's.
+#pragma once
+
+#include "stages/operator_table.hpp"
+
+namespace sluice {
+
+// Their contexts have a CpuBackend.
+[[nodiscard]] const OperatorTable& cpu_operators();
+
+}  // namespace sluice

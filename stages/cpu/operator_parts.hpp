@@ -1,0 +1,25 @@
+// The parts of the CPU's table of operators, each filled by the source that has them, and the
+// operators that other sources call.
+#pragma once
+
+#include "stages/operator_table.hpp"
+
+namespace sluice::cpu {
+
+[[nodiscard]] LinearOperators linear_operators();
+[[nodiscard]] EmbeddingOperators embedding_operators();
+[[nodiscard]] NormOperators norm_operators();
+[[nodiscard]] AttentionOperators attention_operators();
+[[nodiscard]] RotaryOperators rotary_operators();
+[[nodiscard]] ElementOperators element_operators();
+[[nodiscard]] LossOperators loss_operators();
+[[nodiscard]] UpdateOperators update_operators();
+
+void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
+void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
+void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y);
+void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,
+                     const Tensor& dgate_up);
+void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
+
+}  // namespace sluice::cpu

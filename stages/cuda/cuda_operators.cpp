@@ -1,0 +1,16 @@
+#include "stages/cuda/cuda_operators.hpp"
+
+#include "stages/cuda/kernels.hpp"
+#include "stages/cuda/operator_parts.hpp"
+
+namespace sluice::cuda {
+
+const OperatorTable& cuda_operators() {
+  static const OperatorTable table = {
+      linear_operators(), embedding_operators(), norm_operators(), attention_operators(),
+      rotary_operators(), element_operators(),   loss_operators(), update_operators(),
+  };
+  return table;
+}
+
+}  // namespace sluice::cuda

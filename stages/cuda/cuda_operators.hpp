@@ -1,0 +1,11 @@
+// A GPU's operators.
+#pragma once
+
+#include "stages/operator_table.hpp"
+
+namespace sluice::cuda {
+
+// Their contexts have a CudaBackend.
+[[nodiscard]] const OperatorTable& cuda_operators();
+
+}  // namespace sluice::cuda
