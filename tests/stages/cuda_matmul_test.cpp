@@ -300,6 +300,8 @@ TEST_F(CudaMatmulsTest, GivesStagesOfOthersStreamHandleAndWorkspace) {
   EXPECT_EQ(context.device(), kGpu);
   EXPECT_EQ(context.stream().native(), gpu().stream().native());
   EXPECT_NE(context.cublas(), nullptr);
+  EXPECT_EQ(gpu().native_blas(), context.cublas());
+  EXPECT_EQ(cpu().native_blas(), nullptr);
   EXPECT_NE(context.workspace(), nullptr);
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(context.workspace()) % 256, 0U);
   EXPECT_GE(context.compute_capability(), 80);
