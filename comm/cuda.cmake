@@ -146,7 +146,7 @@ endif()
 
 if(SLUICE_WITH_CUDA)
   sluice_find_beside_toolkit(SLUICE_CUDNN cudnn.h cudnn)
-  # NCCL's header alone: the library is opened at run time (comm/nccl_api.hpp).
+  # NCCL's header alone: the library is opened at run time (comm/nccl/nccl_api.hpp).
   find_path(SLUICE_NCCL_INCLUDE nccl.h HINTS ${SLUICE_NCCL_ROOT} ENV SLUICE_NCCL_ROOT
             ${CUDAToolkit_INCLUDE_DIRS} PATH_SUFFIXES include)
   if(SLUICE_NCCL_INCLUDE)

@@ -5,11 +5,11 @@
 
 #include <cstdio>
 
-#include "comm/cuda.hpp"
-#include "runtime/data.hpp"
-#include "runtime/pipeline.hpp"
-#include "runtime/program.hpp"
-#include "stages/stage.hpp"
+#include <sluice/cuda.hpp>
+#include <sluice/data.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/program.hpp>
+#include <sluice/stage.hpp>
 using namespace sluice;
 using Tensors = std::span<const Tensor>;
 constexpr int kWidth = 8, kThreads = 128;
@@ -50,7 +50,7 @@ struct Layer : Stage {
     return {.outputs = {in[0]}, .operator_bytes = kScratch};
   }
   // Runs each product once: a library loads its kernels then, and later, beside NCCL, that may
-  // wait for ever. Kernels of a source that includes comm/cuda.hpp are loaded anyway.
+  // wait for ever. Kernels of a source that includes <sluice/cuda.hpp> are loaded anyway.
   void prepare(const StageSetup& s) override {
     const DeviceMemory& memory = s.compute->memory();
     set.allocate(memory, s.seed);

@@ -4,13 +4,13 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "runtime/data.hpp"
-#include "runtime/pipeline.hpp"
-#include "runtime/program.hpp"
-#include "schedules/draw.hpp"
-#include "schedules/generate.hpp"
-#include "schedules/simulate.hpp"
-#include "stages/transformer.hpp"
+#include <sluice/data.hpp>
+#include <sluice/draw.hpp>
+#include <sluice/generate.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/program.hpp>
+#include <sluice/simulate.hpp>
+#include <sluice/transformer.hpp>
 using namespace sluice;
 
 Schedule waves(int ranks, int micro_batches) {

@@ -3,9 +3,9 @@
 #include <cmath>
 #include <cstdio>
 
-#include "runtime/data.hpp"
-#include "runtime/pipeline.hpp"
-#include "runtime/program.hpp"
+#include <sluice/data.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/program.hpp>
 using namespace sluice;
 using Tensors = std::span<const Tensor>;
 using Specs = std::span<const TensorSpec>;

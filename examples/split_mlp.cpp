@@ -6,10 +6,10 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "runtime/data.hpp"
-#include "runtime/pipeline.hpp"
-#include "runtime/program.hpp"
-#include "stages/operators.hpp"
+#include <sluice/data.hpp>
+#include <sluice/operators.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/program.hpp>
 
 namespace {
 

@@ -1,7 +1,7 @@
 // Element-wise operators.
 #include <cstring>
 
-#include "stages/call_arguments.hpp"
+#include "stages/compute/call_arguments.hpp"
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/operator_parts.hpp"
 #include "stages/cpu/parallel.hpp"

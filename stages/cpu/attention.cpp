@@ -8,11 +8,11 @@
 // one product over all query rows from the block on.
 #include <cmath>
 
-#include "stages/call_arguments.hpp"
+#include "stages/compute/call_arguments.hpp"
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/operator_parts.hpp"
 #include "stages/cpu/parallel.hpp"
-#include "stages/pieces.hpp"
+#include "stages/tensor/pieces.hpp"
 
 namespace sluice::cpu {
 

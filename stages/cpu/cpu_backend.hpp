@@ -2,10 +2,11 @@
 // products prepared so far. Requires of the contexts given here: device().kind == kCpu.
 #pragma once
 
-#include "stages/backend.hpp"
-#include "stages/compute.hpp"
-#include "stages/cpu/kernels/kernels.hpp"
-#include "stages/matmul.hpp"
+#include <sluice/compute.hpp>
+
+#include "stages/compute/backend.hpp"
+#include "stages/cpu/matmul.hpp"
+#include "stages/cpu_kernels/kernels.hpp"
 
 namespace sluice {
 

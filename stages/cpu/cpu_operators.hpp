@@ -1,7 +1,7 @@
 // The CPU's operators: the specification of every other backend's.
 #pragma once
 
-#include "stages/operator_table.hpp"
+#include "stages/compute/operator_table.hpp"
 
 namespace sluice {
 

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "comm/error.hpp"
+#include <sluice/error.hpp>
 
 namespace sluice {
 

@@ -1,7 +1,7 @@
 // Which kernel set runs.
 #pragma once
 
-#include "stages/cpu/kernels/kernels.hpp"
+#include "stages/cpu_kernels/kernels.hpp"
 
 namespace sluice {
 

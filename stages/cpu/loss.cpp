@@ -1,9 +1,9 @@
 // Losses. Partial sums are kept per row or block and added in order, so that the result does not
 // depend on the number of threads.
+#include "stages/compute/partial_sums.hpp"
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/operator_parts.hpp"
 #include "stages/cpu/parallel.hpp"
-#include "stages/partial_sums.hpp"
 
 namespace sluice::cpu {
 

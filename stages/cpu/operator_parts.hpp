@@ -2,7 +2,7 @@
 // operators that other sources call.
 #pragma once
 
-#include "stages/operator_table.hpp"
+#include "stages/compute/operator_table.hpp"
 
 namespace sluice::cpu {
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "stages/compute.hpp"
-#include "stages/tensor.hpp"
+#include <sluice/compute.hpp>
+#include <sluice/tensor.hpp>
 
 namespace sluice {
 

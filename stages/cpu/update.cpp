@@ -1,9 +1,9 @@
 // Optimizer kernels over flat vectors, and the conversion of many tensors.
-#include "stages/call_arguments.hpp"
+#include "stages/compute/call_arguments.hpp"
+#include "stages/compute/partial_sums.hpp"
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/operator_parts.hpp"
 #include "stages/cpu/parallel.hpp"
-#include "stages/partial_sums.hpp"
 
 namespace sluice::cpu {
 

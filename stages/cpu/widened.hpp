@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "stages/product.hpp"
+#include "stages/compute/product.hpp"
 
 namespace sluice {
 

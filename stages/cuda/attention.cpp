@@ -1,11 +1,11 @@
 // Which code computes attention on a GPU: cuDNN's fused graphs, or the kernels of
-// stages/cuda/flash_attention.hpp, which take what cuDNN does not: f32, dropout (the library's
-// random numbers would be its own), shapes it refuses, and builds without it. Both keep the same
-// state. The choice is a function of shape, type, dropout, device model and library, so that
-// forward and backward of a micro-batch agree, and so do all depths of a pipeline.
+// stages/cuda_kernels/flash_attention.hpp, which take what cuDNN does not: f32, dropout (the
+// library's random numbers would be its own), shapes it refuses, and builds without it. Both keep
+// the same state. The choice is a function of shape, type, dropout, device model and library, so
+// that forward and backward of a micro-batch agree, and so do all depths of a pipeline.
 #include "stages/cuda/cuda_backend.hpp"
-#include "stages/cuda/flash_attention.hpp"
 #include "stages/cuda/operator_parts.hpp"
+#include "stages/cuda_kernels/flash_attention.hpp"
 
 #if SLUICE_WITH_CUDNN
 #include "stages/cuda/attention_cudnn.hpp"

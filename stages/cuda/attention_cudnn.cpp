@@ -3,8 +3,9 @@
 #include <cmath>
 #include <limits>
 
-#include "comm/error.hpp"
-#include "stages/cuda/context.hpp"
+#include <sluice/error.hpp>
+
+#include "stages/cuda_context/context.hpp"
 
 namespace sluice::cuda {
 

@@ -15,7 +15,8 @@
 #include <optional>
 #include <string>
 
-#include "stages/compute.hpp"
+#include <sluice/compute.hpp>
+
 #include "stages/cuda/cudnn_graph.hpp"
 
 namespace sluice::cuda {

@@ -4,8 +4,8 @@
 
 #include <memory>
 
-#include "stages/cuda/context.hpp"
 #include "stages/cuda/matmul.hpp"
+#include "stages/cuda_context/context.hpp"
 
 namespace sluice::cuda {
 

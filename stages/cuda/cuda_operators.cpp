@@ -1,7 +1,7 @@
 #include "stages/cuda/cuda_operators.hpp"
 
-#include "stages/cuda/kernels.hpp"
 #include "stages/cuda/operator_parts.hpp"
+#include "stages/cuda_kernels/kernels.hpp"
 
 namespace sluice::cuda {
 

@@ -1,7 +1,7 @@
 // A GPU's operators.
 #pragma once
 
-#include "stages/operator_table.hpp"
+#include "stages/compute/operator_table.hpp"
 
 namespace sluice::cuda {
 

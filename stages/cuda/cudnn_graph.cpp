@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "stages/cuda/check.hpp"
+#include "stages/cuda_context/check.hpp"
 
 namespace sluice::cuda {
 

@@ -1,8 +1,8 @@
 // The matrix product layer on a GPU: one product for all rows. A GPU has no cache to block for; the
 // shape of the micro-batch alone fixes a product.
 #include "stages/cuda/cuda_backend.hpp"
-#include "stages/cuda/kernels.hpp"
 #include "stages/cuda/operator_parts.hpp"
+#include "stages/cuda_kernels/kernels.hpp"
 
 namespace sluice::cuda {
 

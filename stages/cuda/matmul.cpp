@@ -12,9 +12,10 @@
 #include <unordered_map>
 #include <utility>
 
-#include "comm/error.hpp"
-#include "stages/cuda/check.hpp"
-#include "stages/cuda/context.hpp"
+#include <sluice/error.hpp>
+
+#include "stages/cuda_context/check.hpp"
+#include "stages/cuda_context/context.hpp"
 
 namespace sluice::cuda {
 

@@ -23,7 +23,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "stages/product.hpp"
+#include "stages/compute/product.hpp"
 
 namespace sluice::cuda {
 

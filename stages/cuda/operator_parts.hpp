@@ -1,8 +1,8 @@
 // The parts of a GPU's table of operators that call libraries, each filled by the source that has
-// them; those that are kernels alone are in stages/cuda/kernels.hpp.
+// them; those that are kernels alone are in stages/cuda_kernels/kernels.hpp.
 #pragma once
 
-#include "stages/operator_table.hpp"
+#include "stages/compute/operator_table.hpp"
 
 namespace sluice::cuda {
 

@@ -14,8 +14,8 @@
 #include <cstdint>
 #include <string>
 
-#include "stages/operators.hpp"
-#include "stages/stage.hpp"
+#include <sluice/operators.hpp>
+#include <sluice/stage.hpp>
 
 namespace sluice {
 

@@ -8,8 +8,9 @@
 #include <string>
 #include <vector>
 
+#include <sluice/parameter.hpp>
+
 #include "stages/layers/layer.hpp"
-#include "stages/parameter.hpp"
 
 namespace sluice {
 

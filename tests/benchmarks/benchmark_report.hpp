@@ -13,7 +13,8 @@
 #include <utility>
 #include <vector>
 
-#include "comm/error.hpp"
+#include <sluice/error.hpp>
+
 #include "stages/cpu/cpu_report.hpp"
 
 namespace sluice::benchmarks {

@@ -7,10 +7,11 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "comm/loopback.hpp"
-#include "comm/transport.hpp"
-#include "runtime/program.hpp"
-#include "runtime/step_clock.hpp"
+#include <sluice/program.hpp>
+
+#include "comm/group/transport.hpp"
+#include "comm/loopback/loopback.hpp"
+#include "runtime/engine/step_clock.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 #include "tests/benchmarks/idle_engine.hpp"
 

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <utility>
 
-#include "comm/error.hpp"
+#include <sluice/error.hpp>
 
 #if SLUICE_WITH_CUPTI
 #include <cupti.h>

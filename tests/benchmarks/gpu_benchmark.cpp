@@ -12,7 +12,8 @@
 #include <exception>
 #include <string_view>
 
-#include "comm/error.hpp"
+#include <sluice/error.hpp>
+
 #include "tests/benchmarks/gpu_rows.hpp"
 
 namespace sluice::benchmarks {

@@ -5,9 +5,10 @@
 #include <set>
 #include <span>
 
-#include "stages/cuda/kernels.hpp"
-#include "stages/layers/build.hpp"
-#include "stages/operators.hpp"
+#include <sluice/operators.hpp>
+
+#include "stages/cuda_kernels/kernels.hpp"
+#include "stages/transformer/build.hpp"
 #include "tests/benchmarks/gpu_rows.hpp"
 
 namespace sluice::benchmarks {

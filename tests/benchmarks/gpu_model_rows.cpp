@@ -5,12 +5,14 @@
 #include <limits>
 #include <memory>
 
-#include "comm/error.hpp"
-#include "comm/loopback.hpp"
-#include "runtime/pipeline.hpp"
-#include "runtime/step_clock.hpp"
-#include "runtime/trace.hpp"
-#include "stages/stage.hpp"
+#include <sluice/error.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/stage.hpp>
+
+#include "comm/loopback/loopback.hpp"
+#include "runtime/engine/step_clock.hpp"
+#include "runtime/files/trace.hpp"
+#include "runtime/layout/layout.hpp"
 #include "tests/benchmarks/gpu_activity.hpp"
 #include "tests/benchmarks/gpu_rows.hpp"
 #include "tests/benchmarks/idle_engine.hpp"

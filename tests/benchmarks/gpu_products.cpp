@@ -7,7 +7,8 @@
 #include <memory>
 #include <type_traits>
 
-#include "comm/error.hpp"
+#include <sluice/error.hpp>
+
 #include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/matmul.hpp"
 #include "tests/benchmarks/gpu_rows.hpp"

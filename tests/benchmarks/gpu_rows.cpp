@@ -8,8 +8,9 @@
 #include <string_view>
 #include <utility>
 
-#include "comm/error.hpp"
-#include "stages/cuda/context.hpp"
+#include <sluice/error.hpp>
+
+#include "stages/cuda_context/context.hpp"
 
 namespace sluice::benchmarks {
 

@@ -11,10 +11,11 @@
 #include <string>
 #include <vector>
 
-#include "comm/communicator.hpp"
-#include "stages/compute.hpp"
-#include "stages/tensor.hpp"
-#include "stages/transformer.hpp"
+#include <sluice/communicator.hpp>
+#include <sluice/compute.hpp>
+#include <sluice/tensor.hpp>
+#include <sluice/transformer.hpp>
+
 #include "tests/benchmarks/benchmark_report.hpp"
 
 namespace sluice::benchmarks {

@@ -4,14 +4,15 @@
 #include <span>
 #include <vector>
 
-#include "comm/communicator.hpp"
-#include "runtime/data.hpp"
-#include "runtime/engine.hpp"
-#include "runtime/pipeline.hpp"
-#include "runtime/step_clock.hpp"
-#include "schedules/generate.hpp"
-#include "schedules/plan.hpp"
-#include "schedules/verify.hpp"
+#include <sluice/communicator.hpp>
+#include <sluice/data.hpp>
+#include <sluice/generate.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/plan.hpp>
+#include <sluice/verify.hpp>
+
+#include "runtime/engine/engine.hpp"
+#include "runtime/engine/step_clock.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 
 namespace sluice::benchmarks {

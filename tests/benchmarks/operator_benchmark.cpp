@@ -21,10 +21,11 @@
 #include <utility>
 #include <vector>
 
-#include "comm/device.hpp"
-#include "stages/compute.hpp"
+#include <sluice/compute.hpp>
+#include <sluice/device.hpp>
+#include <sluice/operators.hpp>
+
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/operators.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 
 namespace sluice {

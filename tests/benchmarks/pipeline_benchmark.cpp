@@ -7,14 +7,15 @@
 #include <stdexcept>
 #include <thread>
 
-#include "runtime/data.hpp"
-#include "runtime/layout.hpp"
-#include "runtime/pipeline.hpp"
-#include "runtime/profile.hpp"
-#include "runtime/program.hpp"
-#include "schedules/generate.hpp"
-#include "schedules/simulate.hpp"
-#include "stages/transformer.hpp"
+#include <sluice/data.hpp>
+#include <sluice/generate.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/program.hpp>
+#include <sluice/simulate.hpp>
+#include <sluice/transformer.hpp>
+
+#include "runtime/layout/layout.hpp"
+#include "runtime/report/profile.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 #include "tests/benchmarks/token_source.hpp"
 

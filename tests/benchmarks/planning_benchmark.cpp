@@ -21,11 +21,12 @@
 #include <utility>
 #include <vector>
 
-#include "schedules/generate.hpp"
-#include "schedules/plan.hpp"
-#include "schedules/schedule.hpp"
-#include "schedules/simulate.hpp"
-#include "schedules/verify.hpp"
+#include <sluice/generate.hpp>
+#include <sluice/plan.hpp>
+#include <sluice/schedule.hpp>
+#include <sluice/simulate.hpp>
+#include <sluice/verify.hpp>
+
 #include "tests/benchmarks/benchmark_report.hpp"
 
 namespace sluice {

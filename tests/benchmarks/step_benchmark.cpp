@@ -6,11 +6,12 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "comm/error.hpp"
-#include "comm/loopback.hpp"
-#include "runtime/pipeline.hpp"
+#include <sluice/error.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/transformer.hpp>
+
+#include "comm/loopback/loopback.hpp"
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/transformer.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 #include "tests/benchmarks/token_source.hpp"
 

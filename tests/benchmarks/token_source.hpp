@@ -1,8 +1,8 @@
 // Tokens for benchmarks: random, so that nothing is learnt and every step costs the same.
 #pragma once
 
-#include "runtime/data.hpp"
-#include "stages/tensor.hpp"
+#include <sluice/data.hpp>
+#include <sluice/tensor.hpp>
 
 namespace sluice::benchmarks {
 

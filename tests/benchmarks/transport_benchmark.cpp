@@ -19,10 +19,11 @@
 #include <string>
 #include <vector>
 
-#include "comm/error.hpp"
-#include "comm/loopback.hpp"
-#include "comm/mpi_session.hpp"
-#include "comm/transport.hpp"
+#include <sluice/error.hpp>
+
+#include "comm/group/transport.hpp"
+#include "comm/loopback/loopback.hpp"
+#include "comm/mpi/mpi_session.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 
 namespace {

@@ -17,9 +17,10 @@
 #include <string>
 #include <vector>
 
-#include "comm/error.hpp"
-#include "comm/mpi_session.hpp"
-#include "comm/waiter.hpp"
+#include <sluice/error.hpp>
+
+#include "comm/group/waiter.hpp"
+#include "comm/mpi/mpi_session.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 
 namespace {

@@ -2,10 +2,9 @@
 // itself. Tells the address and thread sanitizers about each change of stack.
 #pragma once
 
+#include <boost/context/fiber.hpp>
 #include <cstddef>
 #include <functional>
-
-#include <boost/context/fiber.hpp>
 
 namespace sluice::emulated {
 

@@ -6,7 +6,7 @@
 //
 // Differences a kernel source has to know: __CUDA_ARCH__ and __CUDACC__ are not defined; static
 // __shared__ variables keep their values from block to block; dynamic shared memory comes from
-// shared_memory() of stages/cuda/device_tools.hpp alone.
+// shared_memory() of stages/cuda_kernels/device_tools.hpp alone.
 #pragma once
 
 #define SLUICE_EMULATED_CUDA 1
@@ -73,8 +73,8 @@ inline int moved_lane(int distance, int width) {
   return moved < first || moved >= first + width ? lane() : moved;
 }
 
-// See stages/cuda/device_tools.hpp. The warp meets once, not once for each of five shuffles:
-// changing between threads is most of what a kernel costs here.
+// See stages/cuda_kernels/device_tools.hpp. The warp meets once, not once for each of five
+// shuffles: changing between threads is most of what a kernel costs here.
 template <typename Reduction, typename T>
 T warp_reduce(T value, std::source_location where = std::source_location::current()) {
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T> && std::is_empty_v<Reduction>);
@@ -94,7 +94,7 @@ T warp_reduce(T value, std::source_location where = std::source_location::curren
   return value;
 }
 
-// See stages/cuda/device_tools.hpp.
+// See stages/cuda_kernels/device_tools.hpp.
 template <int kThreads, typename T, typename Reduction>
 T block_reduce(T value, Reduction reduction,
                std::source_location where = std::source_location::current()) {

@@ -16,11 +16,11 @@
 #include <string>
 #include <string_view>
 
-#include "schedules/draw.hpp"
-#include "schedules/plan.hpp"
-#include "schedules/schedule_file.hpp"
-#include "schedules/simulate.hpp"
-#include "schedules/verify.hpp"
+#include <sluice/draw.hpp>
+#include <sluice/plan.hpp>
+#include <sluice/schedule_file.hpp>
+#include <sluice/simulate.hpp>
+#include <sluice/verify.hpp>
 
 namespace sluice {
 namespace {

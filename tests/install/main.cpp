@@ -6,12 +6,13 @@
 #include <memory>
 #include <string>
 
-#include "comm/mpi.hpp"
-#include "runtime/options.hpp"
-#include "runtime/train_options.hpp"
-#include "schedules/draw.hpp"
-#include "schedules/generate.hpp"
-#include "schedules/schedule.hpp"
+#include <sluice/draw.hpp>
+#include <sluice/generate.hpp>
+#include <sluice/mpi.hpp>
+#include <sluice/options.hpp>
+#include <sluice/schedule.hpp>
+
+#include "runtime/cli/train_options.hpp"
 
 int main(int argc, char** argv) {
   int granted = MPI_THREAD_SINGLE;

@@ -7,7 +7,7 @@
 #include <initializer_list>
 #include <string>
 
-#include "comm/error.hpp"
+#include <sluice/error.hpp>
 
 namespace sluice {
 

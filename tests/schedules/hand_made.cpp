@@ -2,7 +2,7 @@
 
 #include <sstream>
 
-#include "schedules/verify.hpp"
+#include <sluice/verify.hpp>
 
 namespace sluice::testing {
 

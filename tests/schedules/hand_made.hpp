@@ -5,8 +5,8 @@
 #include <string_view>
 #include <vector>
 
-#include "schedules/plan.hpp"
-#include "schedules/schedule.hpp"
+#include <sluice/plan.hpp>
+#include <sluice/schedule.hpp>
 
 namespace sluice::testing {
 

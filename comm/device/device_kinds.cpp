@@ -1,0 +1,266 @@
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+
+#include <sluice/device.hpp>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include <sluice/error.hpp>
+#if SLUICE_WITH_CUDA
+#include "comm/device/device_cuda.hpp"
+#endif
+
+namespace sluice {
+
+namespace {
+
+#if !SLUICE_WITH_CUDA
+// The place of the real thing in a build without CUDA. Nothing gets past require_device there, so
+// all but the first two only have to compile.
+namespace cuda {
+
+constexpr const char* kAbsent = "this build has no CUDA";
+
+int count_devices(std::string* why_none) {
+  if (why_none != nullptr) *why_none = kAbsent;
+  return 0;
+}
+[[noreturn]] void require_usable(int index) {
+  throw Error(ErrorCode::kUsage, "device cuda:" + std::to_string(index) +
+                                     " cannot be used: " + kAbsent + "; legal: cpu");
+}
+[[noreturn]] void absent() { throw Error(ErrorCode::kInternal, kAbsent); }
+DeviceProperties read_properties(int) { absent(); }
+void require_code(int) {}
+void select(int) {}
+void* make_stream(int) { absent(); }
+void destroy_stream(void*) noexcept {}
+void synchronize(void*) {}
+void wait(void*, void*) {}
+void* make_event(int, bool) { absent(); }
+double seconds_between(void*, void*) { return 0; }
+void destroy_event(void*) noexcept {}
+void record(void*, void*) {}
+bool done(void*) { return true; }
+std::byte* allocate(int, std::size_t) { absent(); }
+void release(std::byte*) noexcept {}
+std::byte* allocate_host(int, std::size_t) { absent(); }
+void release_host(std::byte*) noexcept {}
+void copy(void*, const void*, std::size_t, void*) {}
+void fill_zero(void*, std::size_t, void*) {}
+void copy_blocking(int, void*, const void*, std::size_t) {}
+
+}  // namespace cuda
+#endif
+
+bool is_cuda(const Device& device) { return device.kind == DeviceKind::kCuda; }
+
+// Large buffers ask for huge pages where the system leaves that to the program: a step walks
+// tens of megabytes once, and page walks are a good part of what that costs.
+std::byte* allocate_cpu(std::size_t bytes) {
+  constexpr std::size_t kHugePage = std::size_t{2} << 20;
+  const std::size_t alignment = bytes >= 2 * kHugePage ? kHugePage : kBufferAlignment;
+  const std::size_t rounded = round_up(bytes, alignment);
+  if (rounded < bytes) return nullptr;  // wrapped around
+  void* data = std::aligned_alloc(alignment, rounded);
+#ifdef __linux__
+  if (data != nullptr && alignment == kHugePage) {
+    static_cast<void>(madvise(data, rounded, MADV_HUGEPAGE));  // advice: may be refused
+  }
+#endif
+  return static_cast<std::byte*>(data);
+}
+
+std::byte* allocate_cpu_or_throw(std::size_t bytes) {
+  std::byte* const data = allocate_cpu(bytes);
+  if (data != nullptr) return data;
+  throw OutOfMemory("cannot allocate " + std::to_string(bytes) + " bytes on cpu: out of memory");
+}
+
+}  // namespace
+
+std::string to_string(const Device& device) {
+  switch (device.kind) {
+    case DeviceKind::kCpu:
+      return "cpu";
+    case DeviceKind::kCuda:
+      return "cuda:" + std::to_string(device.index);
+  }
+  return "unknown device";
+}
+
+Device parse_device(std::string_view text) {
+  constexpr std::string_view kPrefix = "cuda:";
+  if (text == "cpu") return {};
+  if (text == "cuda") return {DeviceKind::kCuda, 0};
+  int index = 0;
+  if (text.starts_with(kPrefix)) {
+    const char* const end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data() + kPrefix.size(), end, index);
+    if (error == std::errc() && stop == end && index >= 0) return {DeviceKind::kCuda, index};
+  }
+  throw Error(ErrorCode::kUsage, "unknown device '" + std::string(text) +
+                                     "'; legal: cpu, cuda, cuda:<index> such as cuda:1");
+}
+
+bool built_with_cuda() { return SLUICE_WITH_CUDA != 0; }
+
+int device_count(DeviceKind kind) {
+  return kind == DeviceKind::kCpu ? 1 : cuda::count_devices(nullptr);
+}
+
+std::string no_gpu_reason() {
+  std::string reason;
+  static_cast<void>(cuda::count_devices(&reason));
+  return reason;
+}
+
+DeviceProperties properties_of(Device device) {
+  return is_cuda(device) ? cuda::read_properties(device.index) : DeviceProperties{};
+}
+
+void require_device(Device device) {
+  if (is_cuda(device)) cuda::require_usable(device.index);
+}
+
+void open_device(Device device) {
+  require_device(device);
+  use_device(device);
+  if (is_cuda(device)) cuda::require_code(device.index);
+}
+
+void use_device(Device device) {
+  if (is_cuda(device)) cuda::select(device.index);
+}
+
+void StreamView::synchronize() const {
+  if (native_ != nullptr) cuda::synchronize(native_);
+}
+
+void StreamView::wait(const Event& event) const {
+  if (native_ != nullptr && event.native() != nullptr) cuda::wait(native_, event.native());
+}
+
+Stream::Stream(Device device) : device_(device) {
+  if (!is_cuda(device)) return;
+  require_device(device);
+  native_ = cuda::make_stream(device.index);
+}
+
+Stream& Stream::operator=(Stream&& other) noexcept {
+  std::swap(device_, other.device_);
+  std::swap(native_, other.native_);
+  return *this;
+}
+
+Stream::~Stream() {
+  if (native_ != nullptr) cuda::destroy_stream(native_);
+}
+
+Event::Event(Device device, bool timed) {
+  if (!is_cuda(device)) return;
+  require_device(device);
+  native_ = cuda::make_event(device.index, timed);
+}
+
+Event& Event::operator=(Event&& other) noexcept {
+  std::swap(native_, other.native_);
+  return *this;
+}
+
+Event::~Event() {
+  if (native_ != nullptr) cuda::destroy_event(native_);
+}
+
+void Event::record(StreamView stream) {
+  if (native_ != nullptr) cuda::record(native_, stream.native());
+}
+
+double Event::seconds_since(const Event& earlier) const {
+  return native_ == nullptr ? 0 : cuda::seconds_between(earlier.native_, native_);
+}
+
+bool Event::done() const { return native_ == nullptr || cuda::done(native_); }
+
+Buffer::Buffer(Device device, std::size_t bytes) : device_(device), bytes_(bytes) {
+  require_device(device);
+  if (bytes == 0) return;
+  data_ = is_cuda(device) ? cuda::allocate(device.index, bytes) : allocate_cpu_or_throw(bytes);
+}
+
+Buffer& Buffer::operator=(Buffer&& other) noexcept {
+  if (this == &other) return *this;
+  const Buffer gone(std::move(*this));
+  device_ = other.device_;
+  data_ = std::exchange(other.data_, nullptr);
+  bytes_ = std::exchange(other.bytes_, 0);
+  block_ = std::move(other.block_);
+  return *this;
+}
+
+Buffer::~Buffer() {
+  if (data_ == nullptr) return;
+  if (block_ != nullptr) {
+    give_back();
+  } else if (is_cuda(device_)) {
+    cuda::release(data_);
+  } else {
+    std::free(data_);
+  }
+}
+
+HostBuffer::HostBuffer(Device device, std::size_t bytes) : device_(device), bytes_(bytes) {
+  require_device(device);
+  if (bytes == 0) return;
+  data_ = is_cuda(device) ? cuda::allocate_host(device.index, bytes) : allocate_cpu_or_throw(bytes);
+}
+
+HostBuffer& HostBuffer::operator=(HostBuffer&& other) noexcept {
+  if (this == &other) return *this;
+  const HostBuffer gone(std::move(*this));
+  device_ = other.device_;
+  data_ = std::exchange(other.data_, nullptr);
+  bytes_ = std::exchange(other.bytes_, 0);
+  return *this;
+}
+
+HostBuffer::~HostBuffer() {
+  if (data_ == nullptr) return;
+  if (is_cuda(device_)) {
+    cuda::release_host(data_);
+  } else {
+    std::free(data_);
+  }
+}
+
+void copy_async(void* to, const void* from, std::size_t bytes, StreamView stream) {
+  if (bytes == 0 || to == from) return;
+  if (stream.native() != nullptr) {
+    cuda::copy(to, from, bytes, stream.native());
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+void fill_zero_async(void* to, std::size_t bytes, StreamView stream) {
+  if (bytes == 0) return;
+  if (stream.native() != nullptr) {
+    cuda::fill_zero(to, bytes, stream.native());
+  } else {
+    std::memset(to, 0, bytes);
+  }
+}
+
+void copy_now(Device device, void* to, const void* from, std::size_t bytes) {
+  if (bytes == 0 || to == from) return;
+  if (is_cuda(device)) {
+    cuda::copy_blocking(device.index, to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+}  // namespace sluice

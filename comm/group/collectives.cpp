@@ -1,0 +1,371 @@
+#include "comm/group/collectives.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include <sluice/communicator.hpp>
+#include <sluice/error.hpp>
+
+#include "comm/group/transport.hpp"
+#include "comm/group/waiter.hpp"
+
+namespace sluice {
+
+namespace {
+
+enum TagOffset : int {
+  kBarrierTag,
+  kBroadcastTag,
+  kGatherTag,
+  kPointTag,
+  kScatterTag,
+  kShardTag,
+};
+
+constexpr std::size_t kFirstCopy = 4096;           // bytes
+constexpr std::size_t kLargestCopy = 1024 * 1024;  // that is used again
+
+// Elements of a shard summed at a time: two blocks per peer stay within a core's L2 cache.
+constexpr std::size_t kBlock = 32 * 1024;
+
+struct Range {
+  std::size_t begin = 0;
+  std::size_t size = 0;
+};
+
+std::size_t shard_size(std::size_t count, int ranks) {
+  const auto n = static_cast<std::size_t>(ranks);
+  return (count + n - 1) / n;
+}
+
+// Block `block` of the shard that `owner` sums; empty beyond the end.
+Range block_of(std::size_t count, int ranks, int owner, std::size_t block) {
+  const std::size_t shard = shard_size(count, ranks);
+  const std::size_t shard_begin = std::min(count, shard * static_cast<std::size_t>(owner));
+  const std::size_t shard_end = std::min(count, shard_begin + shard);
+  const std::size_t begin = std::min(shard_end, shard_begin + block * kBlock);
+  return {begin, std::min(kBlock, shard_end - begin)};
+}
+
+std::size_t block_count(std::size_t count, int ranks) {
+  return (shard_size(count, ranks) + kBlock - 1) / kBlock;
+}
+
+void add(float* __restrict sum, const float* __restrict term, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    sum[i] += term[i];
+  }
+}
+
+}  // namespace
+
+// Gives up the requests of a call that ends by an exception, and hands over what sends read.
+class Collectives::OpenRequests {
+ public:
+  OpenRequests(Communicator& comm, std::span<Request> requests, Owner owner)
+      : comm_(comm), requests_(requests), owner_(std::move(owner)) {}
+  ~OpenRequests() {
+    bool any = false;
+    for (Request& request : requests_) {
+      if (request.index == Request::kNone) {
+        continue;
+      }
+      any = true;
+      try {
+        comm_.cancel(request);
+      } catch (...) {  // the request is lost with its communicator
+        request.index = Request::kNone;
+      }
+    }
+    if (any && owner_ != nullptr) {
+      comm_.keep(std::move(owner_));
+    }
+  }
+  OpenRequests(const OpenRequests&) = delete;
+  OpenRequests& operator=(const OpenRequests&) = delete;
+
+ private:
+  Communicator& comm_;
+  std::span<Request> requests_;
+  Owner owner_;
+};
+
+Collectives::Collectives(Communicator& comm, int base_tag, Interrupt* interrupt)
+    : comm_(comm),
+      base_tag_(base_tag),
+      interrupt_(interrupt),
+      waiter_(comm.local_size()),
+      open_(4 * static_cast<std::size_t>(comm.size())),
+      copy_(std::make_shared<std::vector<std::byte>>(kFirstCopy)) {}
+
+// `expected_bytes`: of a receive; 0 for a send.
+void Collectives::wait(Request& request, std::size_t expected_bytes) {
+  Arrival arrival;
+  arrival.bytes = expected_bytes;
+  while (!comm_.test(request, &arrival)) {
+    if (interrupt_ != nullptr) {
+      interrupt_->poll();
+    }
+    waiter_.pause();
+  }
+  waiter_.reset();
+  if (arrival.bytes != expected_bytes) {
+    throw Error(ErrorCode::kMismatch,
+                fmt::format("rank {} expected {} bytes from rank {}, got {}: the ranks disagree "
+                            "about the size of a collective",
+                            comm_.rank(), expected_bytes, arrival.source, arrival.bytes),
+                comm_.rank());
+  }
+}
+
+std::span<const std::byte> Collectives::copy_of(std::span<const std::byte> bytes, Owner& owner) {
+  if (bytes.size() > kLargestCopy) {
+    const auto copy = std::make_shared<std::vector<std::byte>>(bytes.begin(), bytes.end());
+    owner = copy;
+    return *copy;
+  }
+  // The communicator may still have it where an earlier call threw.
+  if (copy_.use_count() > 1 || copy_->size() < bytes.size()) {
+    copy_ = std::make_shared<std::vector<std::byte>>(std::max(bytes.size(), kFirstCopy));
+  }
+  std::copy(bytes.begin(), bytes.end(), copy_->begin());
+  owner = copy_;
+  return std::span(*copy_).first(bytes.size());
+}
+
+void Collectives::send_tagged(int peer, int tag, std::span<const std::byte> bytes, Owner owner) {
+  if (owner == nullptr) {
+    bytes = copy_of(bytes, owner);
+  }
+  Request request;
+  const OpenRequests guard(comm_, {&request, 1}, owner);
+  do {
+    const std::size_t piece = std::min(bytes.size(), kMaxPieceBytes);
+    request = comm_.start_send(peer, base_tag_ + tag, bytes.first(piece));
+    wait(request, 0);
+    bytes = bytes.subspan(piece);
+  } while (!bytes.empty());
+}
+
+void Collectives::recv_tagged(int peer, int tag, std::span<std::byte> bytes) {
+  Request request;
+  const OpenRequests guard(comm_, {&request, 1}, nullptr);
+  do {
+    const std::size_t piece = std::min(bytes.size(), kMaxPieceBytes);
+    request = comm_.post_recv(peer, base_tag_ + tag, bytes.first(piece));
+    wait(request, piece);
+    bytes = bytes.subspan(piece);
+  } while (!bytes.empty());
+}
+
+void Collectives::send(int peer, std::span<const std::byte> bytes, const Owner& owner) {
+  send_tagged(peer, kPointTag, bytes, owner);
+}
+
+void Collectives::recv(int peer, std::span<std::byte> bytes) {
+  recv_tagged(peer, kPointTag, bytes);
+}
+
+// Dissemination: after round k every rank knows of 2^(k+1) ranks.
+void Collectives::barrier() {
+  const int size = comm_.size();
+  for (int distance = 1; distance < size; distance *= 2) {
+    std::byte theirs{};
+    Owner owner;
+    const std::span<const std::byte> mine = copy_of(std::array<std::byte, 1>{}, owner);
+    Request requests[2];
+    const OpenRequests guard(comm_, requests, owner);
+    requests[0] = comm_.post_recv((comm_.rank() - distance + size) % size, base_tag_ + kBarrierTag,
+                                  {&theirs, 1});
+    requests[1] = comm_.start_send((comm_.rank() + distance) % size, base_tag_ + kBarrierTag, mine);
+    wait(requests[0], 1);
+    wait(requests[1], 0);
+  }
+}
+
+// Binomial tree over the ranks counted from `root`.
+void Collectives::broadcast(std::span<std::byte> bytes, int root) {
+  const int size = comm_.size();
+  const int me = (comm_.rank() - root + size) % size;
+  int subtree = 1;
+  while (subtree < size && (me & subtree) == 0) {
+    subtree *= 2;
+  }
+  if (me != 0) {
+    recv_tagged((me - subtree + root) % size, kBroadcastTag, bytes);
+  }
+  for (int child = subtree / 2; child > 0; child /= 2) {
+    if (me + child < size) {
+      send_tagged((me + child + root) % size, kBroadcastTag, bytes);
+    }
+  }
+}
+
+void Collectives::gather(std::span<const std::byte> mine, std::span<std::byte> all, int root) {
+  if (comm_.rank() != root) {
+    send_tagged(root, kGatherTag, mine);
+    return;
+  }
+  if (all.size() != mine.size() * static_cast<std::size_t>(comm_.size())) {
+    throw Error(
+        ErrorCode::kInternal,
+        fmt::format("gather of {} x {} bytes into {}", comm_.size(), mine.size(), all.size()),
+        root);
+  }
+  std::byte* part = all.data();
+  for (int rank = 0; rank < comm_.size(); ++rank, part += mine.size()) {
+    if (rank != root) {
+      recv_tagged(rank, kGatherTag, {part, mine.size()});
+    } else {
+      std::copy(mine.begin(), mine.end(), part);
+    }
+  }
+}
+
+void Collectives::all_gather(std::span<const std::byte> mine, std::span<std::byte> all) {
+  gather(mine, all, 0);
+  broadcast(all, 0);
+}
+
+std::string Collectives::broadcast_string(const std::string& text, int root) {
+  std::uint64_t size = text.size();
+  broadcast(std::as_writable_bytes(std::span(&size, 1)), root);
+  std::string result = comm_.rank() == root ? text : std::string(size, '\0');
+  if (size > 0) {
+    broadcast(std::as_writable_bytes(std::span(result)), root);
+  }
+  return result;
+}
+
+std::vector<std::string> Collectives::all_gather_strings(const std::string& mine) {
+  std::vector<std::string> all;
+  for (int rank = 0; rank < comm_.size(); ++rank) {
+    all.push_back(broadcast_string(mine, rank));
+  }
+  return all;
+}
+
+std::size_t Collectives::ordered_sum_workspace(std::size_t count) const {
+  const auto size = static_cast<std::size_t>(comm_.size());
+  return size == 1 ? 0 : 2 * size * std::min(kBlock, shard_size(count, comm_.size()));
+}
+
+void Collectives::ordered_sum(std::span<float> values, std::span<float> workspace,
+                              const Owner& owner) {
+  if (comm_.size() == 1 || values.empty()) {
+    return;
+  }
+  if (workspace.size() < ordered_sum_workspace(values.size())) {
+    throw Error(ErrorCode::kInternal,
+                fmt::format("ordered_sum of {} values needs a workspace of {}, got {}",
+                            values.size(), ordered_sum_workspace(values.size()), workspace.size()),
+                comm_.rank());
+  }
+  const OpenRequests guard(comm_, open_, owner);
+  reduce_scatter(values, workspace);
+  gather_shards(values);
+}
+
+// Every rank sends its block of each shard to the shard's owner, one block ahead of the sum.
+// Workspace: [2 halves, rank, block].
+void Collectives::reduce_scatter(std::span<float> values, std::span<float> workspace) {
+  const int size = comm_.size();
+  const int me = comm_.rank();
+  const std::size_t count = values.size();
+  const std::size_t blocks = block_count(count, size);
+  const std::size_t stride = std::min(kBlock, shard_size(count, size));
+  const auto slot = [&](int rank, std::size_t block) {
+    return workspace.data() +
+           ((block % 2) * static_cast<std::size_t>(size) + static_cast<std::size_t>(rank)) * stride;
+  };
+  const auto receive = [&](int rank, std::size_t block) -> Request& {
+    return open_[((block % 2) * 2) * static_cast<std::size_t>(size) +
+                 static_cast<std::size_t>(rank)];
+  };
+  const auto sending = [&](int rank, std::size_t block) -> Request& {
+    return open_[((block % 2) * 2 + 1) * static_cast<std::size_t>(size) +
+                 static_cast<std::size_t>(rank)];
+  };
+  const auto start = [&](std::size_t block) {
+    const Range mine = block_of(count, size, me, block);
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer == me) continue;
+      if (mine.size > 0) {
+        receive(peer, block) =
+            comm_.post_recv(peer, base_tag_ + kScatterTag,
+                            std::as_writable_bytes(std::span(slot(peer, block), mine.size)));
+      }
+      const Range theirs = block_of(count, size, peer, block);
+      if (theirs.size > 0) {
+        sending(peer, block) =
+            comm_.start_send(peer, base_tag_ + kScatterTag,
+                             std::as_bytes(values.subspan(theirs.begin, theirs.size)));
+      }
+    }
+  };
+  start(0);
+  for (std::size_t block = 0; block < blocks; ++block) {
+    if (block + 1 < blocks) {
+      start(block + 1);
+    }
+    const Range mine = block_of(count, size, me, block);
+    float* own = values.data() + mine.begin;
+    float* sum = me == 0 ? own : slot(0, block);
+    for (int rank = 0; rank < size && mine.size > 0; ++rank) {
+      if (rank != me) {
+        wait(receive(rank, block), mine.size * sizeof(float));
+      }
+      if (rank > 0) {
+        add(sum, rank == me ? own : slot(rank, block), mine.size);
+      }
+    }
+    if (me != 0 && mine.size > 0) {
+      std::copy_n(sum, mine.size, own);
+    }
+    for (int rank = 0; rank < size; ++rank) {
+      if (sending(rank, block).index != Request::kNone) {
+        wait(sending(rank, block), 0);
+      }
+    }
+  }
+}
+
+// Every owner sends its summed shard to all, in blocks.
+void Collectives::gather_shards(std::span<float> values) {
+  const int size = comm_.size();
+  const std::size_t count = values.size();
+  const std::size_t blocks = block_count(count, size);
+  const auto receives = std::span(open_).first(static_cast<std::size_t>(size));
+  const auto sends = std::span(open_).subspan(receives.size(), receives.size());
+  for (std::size_t block = 0; block < blocks; ++block) {
+    const Range mine = block_of(count, size, comm_.rank(), block);
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer == comm_.rank()) continue;
+      const auto p = static_cast<std::size_t>(peer);
+      const Range theirs = block_of(count, size, peer, block);
+      if (theirs.size > 0) {
+        receives[p] =
+            comm_.post_recv(peer, base_tag_ + kShardTag,
+                            std::as_writable_bytes(values.subspan(theirs.begin, theirs.size)));
+      }
+      if (mine.size > 0) {
+        sends[p] = comm_.start_send(peer, base_tag_ + kShardTag,
+                                    std::as_bytes(values.subspan(mine.begin, mine.size)));
+      }
+    }
+    for (int peer = 0; peer < size; ++peer) {
+      const auto p = static_cast<std::size_t>(peer);
+      if (receives[p].index != Request::kNone) {
+        wait(receives[p], block_of(count, size, peer, block).size * sizeof(float));
+      }
+      if (sends[p].index != Request::kNone) {
+        wait(sends[p], 0);
+      }
+    }
+  }
+}
+
+}  // namespace sluice

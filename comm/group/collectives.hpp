@@ -1,0 +1,69 @@
+// Small blocking collectives, built from the messages above in fixed rank order; for start-up,
+// step reports and replicas, never for a pipeline's activations. All ranks of `comm` call alike.
+// `interrupt` may be null. A call that throws has given up its requests; the object may be used
+// again only where every rank threw. Sizes that differ between ranks are Error(kMismatch). Sends
+// that go on after a throw read a copy of the object's own, or memory whose owner the caller names.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <sluice/communicator.hpp>
+
+#include "comm/group/waiter.hpp"
+
+namespace sluice {
+
+class Collectives {
+ public:
+  // Tags base_tag..base_tag+7 of `comm` are this object's.
+  Collectives(Communicator& comm, int base_tag, Interrupt* interrupt);
+
+  void barrier();
+  // All ranks receive rank `root`'s bytes; sizes agree.
+  void broadcast(std::span<std::byte> bytes, int root);
+  // result = rank-major concatenation, on `root` only. Sizes agree on every rank.
+  void gather(std::span<const std::byte> mine, std::span<std::byte> all, int root);
+  // As gather, on all ranks.
+  void all_gather(std::span<const std::byte> mine, std::span<std::byte> all);
+  // Strings of any length; for start-up and errors (allocates).
+  [[nodiscard]] std::vector<std::string> all_gather_strings(const std::string& mine);
+  [[nodiscard]] std::string broadcast_string(const std::string& text, int root);
+
+  // Blocking point to point. Without an `owner` of the bytes, a copy of them is sent.
+  void send(int peer, std::span<const std::byte> bytes, const Owner& owner = nullptr);
+  void recv(int peer, std::span<std::byte> bytes);
+
+  // In place: values[i] = ((g0[i] + g1[i]) + g2[i]) + ... over ranks 0, 1, 2, ... in fp32: a
+  // function of the number of ranks alone. Reduce-scatter by owner, then all-gather; elements are
+  // dealt to owners in size() contiguous shards. `workspace` holds at least
+  // ordered_sum_workspace(values.size()) floats. Allocates nothing. Without an `owner` of
+  // the values, the caller hands their memory to communicator().keep() after a throw.
+  void ordered_sum(std::span<float> values, std::span<float> workspace,
+                   const Owner& owner = nullptr);
+  [[nodiscard]] std::size_t ordered_sum_workspace(std::size_t count) const;
+
+  [[nodiscard]] Communicator& communicator() { return comm_; }
+
+ private:
+  class OpenRequests;
+
+  void wait(Request& request, std::size_t expected_bytes);
+  void send_tagged(int peer, int tag, std::span<const std::byte> bytes, Owner owner = nullptr);
+  // A copy of `bytes`, and in `owner` what owns it; valid until the next call.
+  std::span<const std::byte> copy_of(std::span<const std::byte> bytes, Owner& owner);
+  void recv_tagged(int peer, int tag, std::span<std::byte> bytes);
+  void reduce_scatter(std::span<float> values, std::span<float> workspace);
+  void gather_shards(std::span<float> values);
+
+  Communicator& comm_;
+  int base_tag_;
+  Interrupt* interrupt_;
+  Waiter waiter_;
+  std::vector<Request> open_;  // of the running call, for ordered_sum; sized once
+  std::shared_ptr<std::vector<std::byte>> copy_;  // of what is being sent
+};
+
+}  // namespace sluice

@@ -1,0 +1,472 @@
+#include "comm/group/transport.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include <sluice/error.hpp>
+
+namespace sluice {
+
+namespace {
+
+// Header fields up to here must be equal at both ends; shape and bytes are bounds.
+constexpr std::size_t kComparedBytes = offsetof(MessageHeader, shape);
+static_assert(kComparedBytes == 32);
+
+std::string describe(const MessageHeader& header) {
+  constexpr std::array kPhases = {"train", "evaluate", "generate"};
+  constexpr std::array kDtypes = {"f32", "bf16", "i32", "u8", "f64"};
+  std::string shape;
+  for (std::uint32_t i = 0; i < std::min<std::uint32_t>(header.rank, kMaxDims); ++i) {
+    shape += fmt::format("{}{}", i == 0 ? "" : ", ", header.shape[i]);
+  }
+  return fmt::format(
+      "channel {} micro-batch {} tensor {} of {} step {} ({}) {} [{}], {} bytes", header.channel,
+      header.micro_batch, header.tensor, header.tensor_count, header.step,
+      header.phase < kPhases.size() ? kPhases[header.phase] : "unknown phase",
+      header.dtype < kDtypes.size() ? kDtypes[header.dtype] : "unknown type", shape, header.bytes);
+}
+
+// What makes `got` unfit for `expected`, in words; empty where it fits.
+std::string difference(const MessageHeader& expected, const MessageHeader& got) {
+  if (got.magic != expected.magic) return "no header of ours";
+  if (got.version != expected.version) {
+    return fmt::format("header version {} instead of {}", got.version, expected.version);
+  }
+  if (got.channel != expected.channel) return "another channel";
+  if (got.phase != expected.phase) return "another phase";
+  if (got.step != expected.step) return "another step";
+  if (got.micro_batch != expected.micro_batch) return "another micro-batch";
+  if (got.tensor != expected.tensor) return "another tensor";
+  if (got.tensor_count != expected.tensor_count) return "another number of tensors";
+  if (got.dtype != expected.dtype) return "another type of element";
+  if (got.rank != expected.rank) return "another number of dimensions";
+  if (got.bytes > expected.bytes) return "too many bytes";
+  for (std::uint32_t i = 0; i < std::min<std::uint32_t>(expected.rank, kMaxDims); ++i) {
+    if (got.shape[i] < 0 || got.shape[i] > expected.shape[i]) return "too large a shape";
+  }
+  return {};
+}
+
+// As difference(...).empty(), without words.
+bool fits(const MessageHeader& expected, const MessageHeader& got) {
+  if (same_words(expected, got)) return true;
+  bool smaller = got.bytes <= expected.bytes;
+  for (std::size_t i = 0; i < std::min<std::size_t>(expected.rank, kMaxDims); ++i) {
+    smaller = smaller && got.shape[i] >= 0 && got.shape[i] <= expected.shape[i];
+  }
+  return smaller && std::memcmp(&expected, &got, kComparedBytes) == 0;
+}
+
+// Operations live in a table of fixed size; a ticket is an index into it.
+class MessageTransport final : public Transport {
+ public:
+  MessageTransport(Communicator& comm, std::size_t max_open, std::size_t piece_bytes, Device device,
+                   Owner memory)
+      : comm_(comm),
+        memory_(std::move(memory)),
+        piece_bytes_(piece_bytes),
+        device_(device),
+        from_device_(device),
+        to_device_(device),
+        operations_(max_open) {
+    if (piece_bytes < 1 || piece_bytes > kMaxPieceBytes) {
+      throw Error(ErrorCode::kInternal,
+                  fmt::format("a piece of {} bytes; legal: 1 to {}", piece_bytes, kMaxPieceBytes));
+    }
+    free_.reserve(max_open);
+    driven_.reserve(max_open);
+    for (std::size_t i = max_open; i > 0; --i) {
+      free_.push_back(static_cast<Ticket>(i - 1));
+    }
+  }
+
+  ~MessageTransport() override {
+    try {
+      cancel_all();
+    } catch (...) {  // nothing more can be withdrawn
+    }
+  }
+
+  MessageTransport(const MessageTransport&) = delete;
+  MessageTransport& operator=(const MessageTransport&) = delete;
+
+  Ticket start_send(int peer, int tag, const MessageBuffer& buffer) override {
+    const std::uint64_t bytes = buffer.header().bytes;
+    if (bytes > buffer.capacity) {
+      refuse_size("sends", bytes, buffer.capacity, buffer.header());
+    }
+    if (buffer.device == nullptr && bytes <= piece_bytes_) {
+      require_room();
+      const Request head = comm_.start_send(peer, tag, {buffer.message, kHeaderBytes + bytes});
+      if (head.index == Request::kNone) return kDoneTicket;
+      const Ticket ticket = open(peer, tag, buffer, /*receives=*/false);
+      at(ticket).head = head;
+      return ticket;
+    }
+    const Ticket ticket = open(peer, tag, buffer, /*receives=*/false);
+    Operation& operation = at(ticket);
+    if (buffer.device == nullptr) {
+      start_pieces(operation, pieces_of(operation, bytes));
+    } else {
+      copy_from_device(operation);
+      drive_along(ticket);
+    }
+    return ticket;
+  }
+
+  Ticket post_recv(int peer, int tag, const MessageBuffer& buffer,
+                   const MessageHeader& expected) override {
+    if (expected.bytes > buffer.capacity) {
+      refuse_size("expects", expected.bytes, buffer.capacity, expected);
+    }
+    const Ticket ticket = open(peer, tag, buffer, /*receives=*/true);
+    Operation& operation = at(ticket);
+    operation.expected = expected;
+    operation.number = posted_++;
+    buffer.header().magic = 0;  // tells whether a message too long has left its header
+    const std::size_t head = head_bytes(buffer, buffer.capacity);
+    operation.head = comm_.post_recv(peer, tag, {buffer.message, kHeaderBytes + head});
+    if (buffer.device != nullptr || head < expected.bytes) drive_along(ticket);
+    return ticket;
+  }
+
+  void prepare_send(int peer) override { comm_.prepare_send(peer); }
+  void progress() override {
+    if (!driven_.empty()) drive();
+  }
+
+  bool test(Ticket ticket) override {
+    if (ticket == kDoneTicket) return true;
+    Operation& operation = at(ticket);
+    progress();
+    if (operation.driven || !complete(operation)) return false;
+    operation.open = false;
+    free_.push_back(ticket);
+    return true;
+  }
+
+  void cancel_all() override {
+    for (std::size_t i = 0; i < operations_.size(); ++i) {
+      Operation& operation = operations_[i];
+      if (!operation.open) {
+        continue;
+      }
+      comm_.cancel(operation.head);
+      for (Request& request : operation.tail) {
+        comm_.cancel(request);
+      }
+      operation.tail.clear();
+      operation.driven = false;
+      operation.open = false;
+      free_.push_back(static_cast<Ticket>(i));
+    }
+    driven_.clear();
+    if (memory_ != nullptr) comm_.keep(memory_);
+    from_device_.view().synchronize();
+    to_device_.view().synchronize();
+  }
+
+ private:
+  struct Operation {
+    MessageHeader expected;  // of a receive
+    MessageBuffer buffer;
+    Request head;  // header and first piece
+    int peer = 0;
+    int tag = 0;
+    bool open = false;
+    bool receives = false;
+    bool tail_due = false;      // the first piece has arrived, receives for the rest are not posted
+    std::uint64_t number = 0;   // of a receive, in order of posting
+    std::vector<Request> tail;  // pieces after the first
+    bool driven = false;        // by every test(), until nothing is left to start
+    bool arrived = false;       // of a receive: its event is recorded
+    std::size_t started = 0;    // of a send: pieces on the wire
+    std::vector<Event> copied;  // of a device payload's send: [piece]
+    std::size_t delivered = 0;  // of a receive: pieces whose copies to the device are under way
+  };
+
+  Operation& at(Ticket ticket) { return operations_[static_cast<std::size_t>(ticket)]; }
+
+  void require_room() const {
+    if (!free_.empty()) return;
+    throw Error(
+        ErrorCode::kInternal,
+        fmt::format("more than {} messages open on rank {}", operations_.size(), comm_.rank()),
+        comm_.rank());
+  }
+
+  Ticket open(int peer, int tag, const MessageBuffer& buffer, bool receives) {
+    require_room();
+    const Ticket ticket = free_.back();
+    free_.pop_back();
+    Operation& operation = at(ticket);
+    operation.buffer = buffer;
+    operation.peer = peer;
+    operation.tag = tag;
+    operation.open = true;
+    operation.receives = receives;
+    operation.tail_due = false;
+    operation.driven = operation.arrived = false;
+    operation.started = operation.delivered = 0;
+    operation.tail.clear();
+    return ticket;
+  }
+
+  // Bytes of payload in the message that carries the header.
+  [[nodiscard]] std::size_t head_bytes(const MessageBuffer& buffer, std::size_t bytes) const {
+    const bool header_alone = buffer.device != nullptr && buffer.device->direct;
+    return header_alone ? 0 : std::min(bytes, piece_bytes_);
+  }
+
+  // Number of messages that a payload of `bytes` is sent in.
+  [[nodiscard]] std::size_t pieces_of(const Operation& operation, std::size_t bytes) const {
+    const std::size_t head = head_bytes(operation.buffer, bytes);
+    return 1 + (bytes - head + piece_bytes_ - 1) / piece_bytes_;
+  }
+
+  struct Piece {
+    std::size_t offset = 0, length = 0;  // of the payload
+  };
+  [[nodiscard]] Piece piece_of(const Operation& operation, std::size_t index) const {
+    const std::size_t bytes = operation.buffer.header().bytes;
+    const std::size_t head = head_bytes(operation.buffer, bytes);
+    if (index == 0) return {0, head};
+    const std::size_t offset = head + (index - 1) * piece_bytes_;
+    return {offset, std::min(piece_bytes_, bytes - offset)};
+  }
+  // What goes over the wire: the host's copy, or the device's memory itself.
+  [[nodiscard]] static std::byte* wire(const Operation& operation) {
+    const MessageBuffer& buffer = operation.buffer;
+    return buffer.device != nullptr && buffer.device->direct ? buffer.device->payload
+                                                             : buffer.payload();
+  }
+
+  // Puts pieces [started, until) of a send on the wire.
+  void start_pieces(Operation& operation, std::size_t until) {
+    for (; operation.started < until; ++operation.started) {
+      const Piece piece = piece_of(operation, operation.started);
+      if (operation.started == 0) {
+        operation.head = comm_.start_send(operation.peer, operation.tag,
+                                          {operation.buffer.message, kHeaderBytes + piece.length});
+      } else {
+        operation.tail.push_back(comm_.start_send(operation.peer, comm_.max_tag() - operation.tag,
+                                                  {wire(operation) + piece.offset, piece.length}));
+      }
+    }
+  }
+
+  // Queues the copies of a send's payload behind its ready event.
+  void copy_from_device(Operation& operation) {
+    DeviceSide& device = *operation.buffer.device;
+    const std::size_t pieces = pieces_of(operation, operation.buffer.header().bytes);
+    if (device.direct) return;  // its ready event alone counts
+    while (operation.copied.size() < pieces) operation.copied.emplace_back(device_);
+    from_device_.view().wait(device.ready);
+    for (std::size_t i = 0; i < pieces; ++i) {
+      const Piece piece = piece_of(operation, i);
+      copy_async(operation.buffer.payload() + piece.offset, device.payload + piece.offset,
+                 piece.length, from_device_.view());
+      operation.copied[i].record(from_device_.view());
+    }
+  }
+
+  // From here on every test() takes the operation on: a peer may wait for its next piece while this
+  // rank waits for something else.
+  void drive_along(Ticket ticket) {
+    at(ticket).driven = true;
+    driven_.push_back(ticket);
+    drive();
+  }
+
+  void drive() {
+    bool sends_wait = false;
+    std::size_t left = 0;
+    for (const Ticket ticket : driven_) {
+      Operation& operation = at(ticket);
+      if (operation.receives) {
+        operation.driven = !complete(operation);
+      } else {
+        // Sends go to the wire in the order they were started, as messages of one tag have to.
+        operation.driven = sends_wait || !start_copied(operation);
+        sends_wait = operation.driven;
+      }
+      if (operation.driven) driven_[left++] = ticket;
+    }
+    driven_.resize(left);
+  }
+
+  // True once all pieces of a device payload's send are on the wire.
+  bool start_copied(Operation& operation) {
+    const std::size_t pieces = pieces_of(operation, operation.buffer.header().bytes);
+    while (operation.started < pieces && copied(operation, operation.started)) {
+      start_pieces(operation, operation.started + 1);
+    }
+    return operation.started == pieces;
+  }
+  [[nodiscard]] static bool copied(const Operation& operation, std::size_t piece) {
+    const DeviceSide& device = *operation.buffer.device;
+    return device.direct ? device.ready.done() : operation.copied[piece].done();
+  }
+
+  // Queues the copy of a receive's piece to the device, the first behind its ready event.
+  void deliver(Operation& operation, std::size_t index) {
+    DeviceSide* device = operation.buffer.device;
+    if (device == nullptr || device->direct) return;
+    if (operation.delivered++ == 0) to_device_.view().wait(device->ready);
+    const Piece piece = piece_of(operation, index);
+    copy_async(device->payload + piece.offset, operation.buffer.payload() + piece.offset,
+               piece.length, to_device_.view());
+  }
+
+  // True once every message of the operation is done.
+  bool complete(Operation& operation) {
+    if (!test_head(operation) || (!operation.tail.empty() && !test_tail(operation))) return false;
+    DeviceSide* device = operation.buffer.device;
+    if (operation.receives && device != nullptr && !operation.arrived) {
+      device->arrived.record(to_device_.view());
+      operation.arrived = true;
+    }
+    return true;
+  }
+
+  // True once the first piece is done, has been found to be what was expected, and the pieces
+  // behind it, if any, are under way.
+  bool test_head(Operation& operation) {
+    if (operation.head.index != Request::kNone) {
+      if (!operation.receives) return comm_.test(operation.head);
+      Arrival arrival;
+      try {
+        if (!comm_.test(operation.head, &arrival)) return false;
+      } catch (const Error& error) {
+        refuse_long(operation, error);
+      }
+      check_head(operation, arrival);
+    }
+    return !operation.tail_due || test_order(operation);
+  }
+
+  // What is too long for its receive has left its header all the same.
+  [[noreturn]] void refuse_long(const Operation& operation, const Error& error) const {
+    if (error.code() != ErrorCode::kMismatch ||
+        operation.buffer.header().magic != MessageHeader::kMagic) {
+      throw;
+    }
+    refuse(operation, "longer than there is room for");
+  }
+
+  // Posts the receives of the pieces behind the first once it may.
+  bool test_order(Operation& operation) {
+    // Pieces are matched in the order their receives are posted, which must be the channel's order.
+    for (Operation& other : operations_) {
+      if (other.open && other.receives && other.peer == operation.peer &&
+          other.tag == operation.tag && other.number < operation.number && !test_head(other)) {
+        return false;
+      }
+    }
+    return open_tail(operation);
+  }
+
+  // The first piece of a receive.
+  void check_head(Operation& operation, const Arrival& arrival) {
+    const MessageHeader& got = operation.buffer.header();
+    if (arrival.bytes < kHeaderBytes) refuse_short(operation, arrival.bytes);
+    if (!fits(operation.expected, got)) refuse(operation, difference(operation.expected, got));
+    const std::size_t head = head_bytes(operation.buffer, got.bytes);
+    if (arrival.bytes != kHeaderBytes + head) refuse_piece(operation, arrival.bytes, head);
+    operation.tail_due = head < got.bytes;
+    deliver(operation, 0);
+  }
+
+  // Posts the receives of the pieces after the first; written by MPI itself, the device's memory
+  // has to be free by then.
+  bool open_tail(Operation& operation) {
+    const DeviceSide* device = operation.buffer.device;
+    if (device != nullptr && device->direct && !device->ready.done()) return false;
+    operation.tail.clear();
+    const std::size_t pieces = pieces_of(operation, operation.buffer.header().bytes);
+    for (std::size_t i = 1; i < pieces; ++i) {
+      const Piece piece = piece_of(operation, i);
+      operation.tail.push_back(comm_.post_recv(operation.peer, comm_.max_tag() - operation.tag,
+                                               {wire(operation) + piece.offset, piece.length}));
+    }
+    operation.tail_due = false;
+    return true;
+  }
+
+  bool test_tail(Operation& operation) {
+    bool done = true;
+    for (std::size_t i = 0; i < operation.tail.size(); ++i) {
+      Request& request = operation.tail[i];
+      if (request.index == Request::kNone) continue;
+      if (!comm_.test(request)) {
+        done = false;
+      } else if (operation.receives) {
+        deliver(operation, i + 1);
+      }
+    }
+    if (done) {
+      operation.tail.clear();
+    }
+    return done;
+  }
+
+  [[noreturn]] void refuse(const Operation& operation, const std::string& reason) const {
+    const MessageHeader& got = operation.buffer.header();
+    throw Error(
+        ErrorCode::kMismatch,
+        fmt::format("message mismatch on rank {}: expected {} from rank {}, got {}: {}",
+                    comm_.rank(), describe(operation.expected), operation.peer,
+                    got.magic == MessageHeader::kMagic ? describe(got) : "other bytes", reason),
+        comm_.rank());
+  }
+
+  [[noreturn]] void refuse_short(const Operation& operation, std::size_t bytes) const {
+    throw Error(
+        ErrorCode::kMismatch,
+        fmt::format("message mismatch on rank {}: expected {} from rank {}, got {} bytes, fewer "
+                    "than a header has",
+                    comm_.rank(), describe(operation.expected), operation.peer, bytes),
+        comm_.rank());
+  }
+
+  [[noreturn]] void refuse_piece(const Operation& operation, std::size_t bytes,
+                                 std::size_t due) const {
+    refuse(operation,
+           fmt::format("its first piece has {} bytes instead of {}", bytes - kHeaderBytes, due));
+  }
+
+  [[noreturn]] void refuse_size(const char* verb, std::uint64_t bytes, std::size_t capacity,
+                                const MessageHeader& header) const {
+    throw Error(ErrorCode::kInternal,
+                fmt::format("rank {} {} {} bytes with a buffer of {}: {}", comm_.rank(), verb,
+                            bytes, capacity, describe(header)),
+                comm_.rank());
+  }
+
+  Communicator& comm_;
+  Owner memory_;  // that buffers are sent from
+  std::size_t piece_bytes_;
+  Device device_;
+  Stream from_device_, to_device_;
+  std::vector<Ticket> driven_;  // in the order they were opened
+  std::vector<Operation> operations_;
+  std::vector<Ticket> free_;
+  std::uint64_t posted_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_message_transport(Communicator& comm, std::size_t max_open,
+                                                  std::size_t piece_bytes, Device device,
+                                                  Owner memory) {
+  return std::make_unique<MessageTransport>(comm, max_open, piece_bytes, device, std::move(memory));
+}
+
+}  // namespace sluice

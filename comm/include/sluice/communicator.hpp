@@ -1,0 +1,88 @@
+// Communicator: a group of ranks that exchange bytes, over MPI or between threads of one process.
+//
+// The narrow seam under everything that talks: the message transport, the control channel, the sum
+// over replicas and the small collectives below are each written once above it.
+//
+// Threading: all calls of one communicator come from one thread. Messages between two ranks with
+// one tag arrive in the order sent; nothing is said across tags. Ownership: memory handed in stays
+// the caller's and must outlive the request; that of sends given up goes to keep(). Nothing here
+// blocks except split(), duplicate() and the destructor of a communicator with open requests, which
+// cancels them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include <sluice/device.hpp>
+
+namespace sluice {
+
+// How the ranks of a job split into pipelines and replicas: which of the two are neighbours.
+enum class RankOrder { kPipelineFirst, kReplicaFirst };
+
+// A send or receive. Slot numbers are the communicator's own; kNone is done (a send may be at
+// once).
+struct Request {
+  static constexpr std::int32_t kNone = -1;
+  std::int32_t index = kNone;
+};
+
+// Keeps memory alive.
+using Owner = std::shared_ptr<const void>;
+
+// What arrived.
+struct Arrival {
+  int source = -1;
+  int tag = -1;
+  std::size_t bytes = 0;
+};
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  [[nodiscard]] virtual int rank() const = 0;
+  [[nodiscard]] virtual int size() const = 0;
+  // Largest tag that may be used, inclusive.
+  [[nodiscard]] virtual int max_tag() const = 0;
+  // Ranks of the job on this rank's host, as far as known: the launcher's count where it gives one,
+  // else that of the group this one was split from (it decides how waits behave).
+  [[nodiscard]] virtual int local_size() const = 0;
+  // "mpi" or "loopback".
+  [[nodiscard]] virtual const char* name() const = 0;
+  // Why messages may not lie in the device's memory, one line; empty where they may: in a
+  // CUDA-aware MPI, which is asked and then tried with a message to oneself. Takes memory and a
+  // moment.
+  [[nodiscard]] virtual std::string why_no_device_memory(Device device) const = 0;
+
+  // A hint that start_send() to `peer` follows at once, for memory that is slow to come: loopback
+  // takes its ring's next cell from the other core while the caller writes its header.
+  virtual void prepare_send(int /*peer*/) {}
+  [[nodiscard]] virtual Request start_send(int peer, int tag, std::span<const std::byte> bytes) = 0;
+  // `peer` may be kAnyPeer. A message longer than `bytes` is Error(kMismatch) from test(), except
+  // that Open MPI cuts off a rank's message to itself and says nothing.
+  [[nodiscard]] virtual Request post_recv(int peer, int tag, std::span<std::byte> bytes) = 0;
+  // Makes progress; true once done, after which `request` is kNone; true of kNone. Error(kMpi).
+  [[nodiscard]] virtual bool test(Request& request, Arrival* arrival = nullptr) = 0;
+  // Gives up an open request; afterwards a receive's memory is the caller's again. MPI cannot
+  // withdraw a send: one that is not done after a tenth of a second goes on, and its memory has to
+  // be handed to keep() before it is freed or written.
+  virtual void cancel(Request& request) = 0;
+  // Shares ownership of memory until no send of this communicator is open or goes on after
+  // cancel(); where one outlives the communicator, until it is done or the process ends. Frees the
+  // memory on a thread that uses this communicator or another of the same origin, at the latest
+  // when one is made or destroyed after the sends are done.
+  virtual void keep(Owner memory) = 0;
+
+  // Collective. Ranks with equal colour form a group, ordered by key, then by rank here.
+  [[nodiscard]] virtual std::unique_ptr<Communicator> split(int colour, int key) = 0;
+  // Collective.
+  [[nodiscard]] virtual std::unique_ptr<Communicator> duplicate() = 0;
+
+  static constexpr int kAnyPeer = -1;
+};
+
+}  // namespace sluice

@@ -1,0 +1,18 @@
+// The one public header that names an MPI type: for programs that bring their own communicator.
+#pragma once
+
+#include <mpi.h>
+
+#include <memory>
+
+#include <sluice/communicator.hpp>
+
+namespace sluice {
+
+// Collective over `comm`, which is duplicated; the caller keeps its own. MPI must be initialised
+// with at least MPI_THREAD_FUNNELED, and under that level this must be the thread that initialised
+// it, else Error(kUsage) naming the level granted; split() and duplicate() insist as well. Under
+// MPI_THREAD_SERIALIZED callers see to it that no two threads use communicators at once.
+[[nodiscard]] std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm);
+
+}  // namespace sluice

@@ -1,0 +1,390 @@
+#include <fmt/core.h>
+#include <mpi.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <climits>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/error.hpp>
+#include <sluice/mpi.hpp>
+
+#include "comm/base/cores.hpp"
+#include "comm/group/waiter.hpp"
+#include "comm/mpi/mpi_check.hpp"
+
+namespace sluice {
+
+void check_mpi(int result, const char* call) {
+  if (result == MPI_SUCCESS) {
+    return;
+  }
+  std::array<char, MPI_MAX_ERROR_STRING + 1> text{};
+  int length = 0;
+  if (MPI_Error_string(result, text.data(), &length) != MPI_SUCCESS) {
+    length = 0;
+  }
+  throw Error(ErrorCode::kMpi, fmt::format("{} failed: {}", call,
+                                           length > 0 ? std::string(text.data()) : "no text"));
+}
+
+namespace {
+
+constexpr std::size_t kFirstSlots = 256;
+constexpr auto kWithdrawPatience = std::chrono::milliseconds(100);
+
+// Sends of one communicator that were given up and go on, and the memory they may read.
+struct GivenUp {
+  std::vector<MPI_Request> sends;
+  std::vector<Owner> memory;
+
+  // Drives the sends; true where none is left.
+  bool done() noexcept {
+    std::erase_if(sends, [](MPI_Request& send) {
+      int done = 0;
+      return MPI_Test(&send, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || done != 0;
+    });
+    return sends.empty();
+  }
+};
+
+// Under MPI_THREAD_FUNNELED one thread alone may call MPI.
+void require_mpi_thread() {
+  int level = MPI_THREAD_SINGLE;
+  int is_main = 0;
+  check_mpi(MPI_Query_thread(&level), "MPI_Query_thread");
+  check_mpi(MPI_Is_thread_main(&is_main), "MPI_Is_thread_main");
+  if (level == MPI_THREAD_FUNNELED && is_main == 0) {
+    throw Error(ErrorCode::kUsage,
+                "MPI grants MPI_THREAD_FUNNELED: only the thread that initialised it may make a "
+                "communicator or a pipeline; do so on that thread, or initialise MPI with "
+                "MPI_THREAD_SERIALIZED or MPI_THREAD_MULTIPLE");
+  }
+}
+
+// What communicators of one origin have left behind.
+class Remains {
+ public:
+  Remains() = default;
+  Remains(const Remains&) = delete;
+  Remains& operator=(const Remains&) = delete;
+
+  // MPI reads the memory of an open send as long as it runs, MPI_Finalize included: such memory is
+  // left to the end of the process.
+  ~Remains() {
+    int finalized = 0;
+    if (MPI_Finalized(&finalized) != MPI_SUCCESS || finalized != 0) {
+      return;
+    }
+    sweep();
+    (void)std::make_unique<std::vector<GivenUp>>(std::move(left_)).release();
+  }
+
+  void add(GivenUp given_up) {
+    const std::lock_guard lock(mutex_);
+    left_.push_back(std::move(given_up));
+  }
+
+  // Frees what no send reads any more.
+  void sweep() noexcept {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(left_, [](GivenUp& given_up) { return given_up.done(); });
+  }
+
+ private:
+  std::mutex mutex_;  // communicators may belong to several threads
+  std::vector<GivenUp> left_;
+};
+
+// Requests live in a table whose indices are handed out; it grows only when all are open at once.
+class MpiCommunicator final : public Communicator {
+ public:
+  // Takes over `comm`.
+  MpiCommunicator(MPI_Comm comm, int local_size, std::shared_ptr<Remains> remains)
+      : comm_(comm), local_size_(local_size), remains_(std::move(remains)) {
+    remains_->sweep();
+    check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+    check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
+    check_mpi(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
+    int* bound = nullptr;
+    int found = 0;
+    check_mpi(MPI_Comm_get_attr(comm_, MPI_TAG_UB, &bound, &found), "MPI_Comm_get_attr");
+    max_tag_ = found != 0 ? *bound : 32767;  // the least the standard allows
+    grow();
+  }
+
+  ~MpiCommunicator() override {
+    int finalized = 0;
+    if (MPI_Finalized(&finalized) != MPI_SUCCESS || finalized != 0) {
+      return;
+    }
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      Request request{static_cast<std::int32_t>(i)};
+      if (slots_[i].request != MPI_REQUEST_NULL) {
+        withdraw(request);
+      }
+    }
+    if (!given_up_.done()) {
+      remains_->add(std::move(given_up_));
+    }
+    remains_->sweep();
+    MPI_Comm_free(&comm_);  // what is open on it goes on
+  }
+
+  MpiCommunicator(const MpiCommunicator&) = delete;
+  MpiCommunicator& operator=(const MpiCommunicator&) = delete;
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  int max_tag() const override { return max_tag_; }
+  int local_size() const override { return local_size_; }
+  const char* name() const override { return "mpi"; }
+  std::string why_no_device_memory(Device device) const override {
+    return why_mpi_takes_no_device_memory(device);
+  }
+
+  Request start_send(int peer, int tag, std::span<const std::byte> bytes) override {
+    const int count = count_of(bytes.size());
+    const std::int32_t index = take_slot();
+    Slot& slot = slots_[static_cast<std::size_t>(index)];
+    const int result = MPI_Isend(bytes.data(), count, MPI_BYTE, peer, tag, comm_, &slot.request);
+    if (result != MPI_SUCCESS) {
+      fail(index, result, "MPI_Isend");
+    }
+    slot.peer = peer;
+    slot.tag = tag;
+    slot.receives = false;
+    return Request{index};
+  }
+
+  Request post_recv(int peer, int tag, std::span<std::byte> bytes) override {
+    const int count = count_of(bytes.size());
+    const std::int32_t index = take_slot();
+    Slot& slot = slots_[static_cast<std::size_t>(index)];
+    const int source = peer == kAnyPeer ? MPI_ANY_SOURCE : peer;
+    const int result = MPI_Irecv(bytes.data(), count, MPI_BYTE, source, tag, comm_, &slot.request);
+    if (result != MPI_SUCCESS) {
+      fail(index, result, "MPI_Irecv");
+    }
+    slot.peer = peer;
+    slot.tag = tag;
+    slot.capacity = bytes.size();
+    slot.receives = true;
+    return Request{index};
+  }
+
+  bool test(Request& request, Arrival* arrival) override {
+    if (request.index == Request::kNone) {
+      return true;
+    }
+    Slot& slot = slots_[static_cast<std::size_t>(request.index)];
+    int done = 0;
+    MPI_Status status;
+    const int result = MPI_Test(&slot.request, &done, &status);
+    if (result != MPI_SUCCESS) {
+      const std::int32_t index = std::exchange(request.index, Request::kNone);
+      explain(index, result, status);
+    }
+    if (done == 0) {
+      return false;
+    }
+    if (arrival != nullptr && slot.receives) {
+      int count = 0;
+      MPI_Get_count(&status, MPI_BYTE, &count);
+      *arrival = Arrival{status.MPI_SOURCE, status.MPI_TAG, static_cast<std::size_t>(count)};
+    }
+    free_.push_back(std::exchange(request.index, Request::kNone));
+    return true;
+  }
+
+  void cancel(Request& request) override {
+    if (request.index != Request::kNone) {
+      withdraw(request);
+    }
+  }
+
+  void keep(Owner memory) override {
+    const bool open = std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) {
+      return slot.request != MPI_REQUEST_NULL && !slot.receives;
+    });
+    if (given_up_.done() && !open) {
+      given_up_.memory.clear();
+    } else {
+      given_up_.memory.push_back(std::move(memory));
+    }
+  }
+
+  std::unique_ptr<Communicator> split(int colour, int key) override {
+    require_mpi_thread();
+    MPI_Comm part = MPI_COMM_NULL;
+    check_mpi(MPI_Comm_split(comm_, colour, key, &part), "MPI_Comm_split");
+    return std::make_unique<MpiCommunicator>(part, local_size_, remains_);
+  }
+
+  std::unique_ptr<Communicator> duplicate() override {
+    require_mpi_thread();
+    MPI_Comm copy = MPI_COMM_NULL;
+    check_mpi(MPI_Comm_dup(comm_, &copy), "MPI_Comm_dup");
+    return std::make_unique<MpiCommunicator>(copy, local_size_, remains_);
+  }
+
+ private:
+  struct Slot {
+    MPI_Request request = MPI_REQUEST_NULL;
+    std::size_t capacity = 0;
+    int peer = 0;
+    int tag = 0;
+    bool receives = false;
+  };
+
+  static int count_of(std::size_t bytes) {
+    if (bytes > static_cast<std::size_t>(INT_MAX)) {
+      throw Error(ErrorCode::kInternal,
+                  fmt::format("a message of {} bytes in one piece; at most {}", bytes, INT_MAX));
+    }
+    return static_cast<int>(bytes);
+  }
+
+  void grow() {
+    const std::size_t old = slots_.size();
+    const std::size_t size = std::max(kFirstSlots, 2 * old);
+    slots_.resize(size);
+    free_.reserve(size);
+    for (std::size_t i = size; i > old; --i) {
+      free_.push_back(static_cast<std::int32_t>(i - 1));
+    }
+  }
+
+  std::int32_t take_slot() {
+    if (free_.empty()) {
+      grow();
+    }
+    const std::int32_t index = free_.back();
+    free_.pop_back();
+    return index;
+  }
+
+  [[noreturn]] void fail(std::int32_t index, int result, const char* call) {
+    slots_[static_cast<std::size_t>(index)].request = MPI_REQUEST_NULL;
+    free_.push_back(index);
+    check_mpi(result, call);
+    throw Error(ErrorCode::kInternal, fmt::format("{} failed without an error code", call));
+  }
+
+  // What a failed MPI_Test on slot `index` means.
+  [[noreturn]] void explain(std::int32_t index, int result, const MPI_Status& status) {
+    const Slot& slot = slots_[static_cast<std::size_t>(index)];
+    int error_class = MPI_SUCCESS;
+    MPI_Error_class(result, &error_class);
+    if (error_class == MPI_ERR_TRUNCATE && slot.receives) {
+      refuse_long(index, status);
+    }
+    fail(index, result, slot.receives ? "receiving" : "sending");
+  }
+
+  [[noreturn]] void refuse_long(std::int32_t index, const MPI_Status& status) {
+    Slot& slot = slots_[static_cast<std::size_t>(index)];
+    slot.request = MPI_REQUEST_NULL;
+    free_.push_back(index);
+    throw Error(ErrorCode::kMismatch,
+                fmt::format("rank {} received a message longer than the {} bytes it has room for, "
+                            "from rank {} with tag {}",
+                            rank_, slot.capacity,
+                            slot.peer == kAnyPeer ? status.MPI_SOURCE : slot.peer, slot.tag),
+                rank_);
+  }
+
+  // Ends the request behind `request`, without throwing.
+  void withdraw(Request& request) noexcept {
+    const std::int32_t index = std::exchange(request.index, Request::kNone);
+    Slot& slot = slots_[static_cast<std::size_t>(index)];
+    if (slot.receives) {
+      MPI_Cancel(&slot.request);
+      MPI_Wait(&slot.request, MPI_STATUS_IGNORE);
+    } else if (!finish_send(slot.request)) {
+      send_stuck_ = true;
+      given_up_.sends.push_back(slot.request);
+    }
+    slot.request = MPI_REQUEST_NULL;
+    free_.push_back(index);  // has room for every slot
+  }
+
+  // True once the send is done; waits the patience out only for the first that is stuck.
+  bool finish_send(MPI_Request& request) const noexcept {
+    const auto deadline = std::chrono::steady_clock::now() + kWithdrawPatience;
+    Waiter waiter(std::numeric_limits<int>::max());
+    for (;;) {
+      int done = 0;
+      if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || done != 0) {
+        return true;
+      }
+      if (send_stuck_ || std::chrono::steady_clock::now() > deadline) {
+        return false;
+      }
+      waiter.pause();
+    }
+  }
+
+  MPI_Comm comm_;
+  int rank_ = 0;
+  int size_ = 1;
+  int max_tag_ = 0;
+  int local_size_;
+  bool send_stuck_ = false;
+  GivenUp given_up_;
+  std::shared_ptr<Remains> remains_;
+  std::vector<Slot> slots_;
+  std::vector<std::int32_t> free_;
+};
+
+int local_size_of(MPI_Comm comm) {
+  MPI_Comm local = MPI_COMM_NULL;
+  check_mpi(MPI_Comm_split_type(comm, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &local),
+            "MPI_Comm_split_type");
+  int size = 1;
+  const int result = MPI_Comm_size(local, &size);
+  MPI_Comm_free(&local);
+  check_mpi(result, "MPI_Comm_size");
+  return std::max(size, launcher_info().local_size);
+}
+
+void require_mpi() {
+  int initialized = 0;
+  int finalized = 0;
+  check_mpi(MPI_Initialized(&initialized), "MPI_Initialized");
+  check_mpi(MPI_Finalized(&finalized), "MPI_Finalized");
+  if (initialized == 0 || finalized != 0) {
+    throw Error(ErrorCode::kUsage, finalized != 0
+                                       ? "MPI is finalised already"
+                                       : "MPI is not initialised: call MPI_Init_thread first");
+  }
+  int level = MPI_THREAD_SINGLE;
+  check_mpi(MPI_Query_thread(&level), "MPI_Query_thread");
+  if (level < MPI_THREAD_FUNNELED) {
+    throw Error(ErrorCode::kUsage,
+                "MPI was initialised with MPI_THREAD_SINGLE; at least MPI_THREAD_FUNNELED is "
+                "needed: call MPI_Init_thread");
+  }
+  require_mpi_thread();
+}
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm) {
+  require_mpi();
+  if (comm == MPI_COMM_NULL) {
+    throw Error(ErrorCode::kUsage, "the communicator is MPI_COMM_NULL");
+  }
+  MPI_Comm copy = MPI_COMM_NULL;
+  check_mpi(MPI_Comm_dup(comm, &copy), "MPI_Comm_dup");
+  MPI_Comm_set_errhandler(copy, MPI_ERRORS_RETURN);
+  return std::make_unique<MpiCommunicator>(copy, local_size_of(copy), std::make_shared<Remains>());
+}
+
+}  // namespace sluice

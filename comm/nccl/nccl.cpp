@@ -1,0 +1,211 @@
+#include "comm/nccl/nccl.hpp"
+
+#include <fmt/core.h>
+
+#include <utility>
+
+#include <sluice/cuda.hpp>
+
+#include "comm/group/collectives.hpp"
+#include "comm/group/waiter.hpp"
+#include "comm/nccl/nccl_api.hpp"
+#include "comm/nccl/nccl_roster.hpp"
+
+namespace sluice {
+
+namespace {
+
+// What the ranks of a seam know of each other, and this rank's library, once for all communicators
+// made at a time.
+struct Circle {
+  std::optional<nccl::Library> library;
+  std::vector<nccl::Member> roster;
+};
+
+Circle form_circle(Collectives& seam, Device device, int rank) {
+  Circle circle;
+  std::string problem;
+  if (device.kind == DeviceKind::kCuda) {
+    try {
+      circle.library.emplace();
+      use_device(device);
+      cuda::load_kernels();  // none may have to be loaded once NCCL's wait for a peer
+    } catch (const Error& error) {
+      problem = error.what();
+    }
+  }
+  const int version = problem.empty() && circle.library ? circle.library->version() : 0;
+  nccl::Member mine = nccl::describe_rank(device, version, problem);
+  mine.rank = rank < 0 ? seam.communicator().rank() : rank;
+  circle.roster = nccl::gather_roster(seam, mine);
+  return circle;
+}
+
+// How members find each other, as it travels: where the first could not listen, all say why.
+struct Invitation {
+  nccl::Result made;
+  nccl::UniqueId id;
+};
+
+}  // namespace
+
+struct NcclCommunicator::Impl {
+  Impl(const Circle& circle, const Communicator& seam, std::string name)
+      : library(*circle.library),
+        label(std::move(name)),
+        roster(circle.roster),
+        myself(nccl::name_of(circle.roster[static_cast<std::size_t>(seam.rank())])),
+        peer(seam.size() == 2
+                 ? nccl::name_of(circle.roster[static_cast<std::size_t>(1 - seam.rank())])
+                 : ""),
+        local_ranks(seam.local_size()),
+        size(seam.size()),
+        rank(seam.rank()),
+        device(circle.roster[static_cast<std::size_t>(rank)].device) {}
+  ~Impl() { abort(); }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  void check(const nccl::Result& result, const char* what) const {
+    if (result.ok()) return;
+    const ErrorCode code =
+        result.status == nccl::Status::kRemote ? ErrorCode::kPeer : ErrorCode::kDevice;
+    throw Error(code, fmt::format("NCCL of {}, {}{}: {} failed: {}", label, myself,
+                                  peer.empty() ? "" : " with " + peer, what,
+                                  library.describe(result, handle)));
+  }
+
+  void start(const Invitation& invitation, Interrupt* interrupt, int most_blocks) {
+    check(invitation.made, "making an id");
+    if (interrupt != nullptr) interrupt->poll();  // rather than wait for a rank that is gone
+    use_device(device);
+    check(library.init(handle, size, invitation.id, rank, label.c_str(), most_blocks),
+          "making a communicator");
+    wait_ready(interrupt, "making a communicator");
+  }
+
+  [[nodiscard]] nccl::Handle open() const {
+    if (handle == nullptr) {
+      throw Error(ErrorCode::kInternal,
+                  fmt::format("NCCL of {}, {}: used after its end", label, myself));
+    }
+    return handle;
+  }
+
+  void wait_ready(Interrupt* interrupt, const char* what) const {
+    Waiter waiter(local_ranks);
+    for (;;) {
+      const nccl::Result state = library.state(open());
+      check(state, what);
+      if (state.status == nccl::Status::kSuccess) return;
+      if (interrupt != nullptr) interrupt->poll();
+      waiter.pause();
+    }
+  }
+
+  void abort() noexcept {
+    if (handle != nullptr) static_cast<void>(library.abort(std::exchange(handle, nullptr)));
+  }
+
+  nccl::Library library;
+  std::string label;  // NCCL keeps a pointer to it
+  std::vector<nccl::Member> roster;
+  std::string myself, peer;  // for messages; the peer of a pair, else empty
+  int local_ranks, size, rank;
+  Device device;
+  nccl::Handle handle = nullptr;
+};
+
+NcclCommunicator::NcclCommunicator(Collectives& seam, Device device, const NcclLabel& label,
+                                   Interrupt* interrupt, int most_blocks) {
+  const Circle circle = form_circle(seam, device, label.rank);
+  if (const auto refused = nccl::refusal(circle.roster, label.group)) throw *refused;
+  impl_ = std::make_unique<Impl>(circle, seam.communicator(), label.group);
+  Invitation invitation;
+  if (impl_->rank == 0) invitation.made = impl_->library.make_id(invitation.id);
+  seam.broadcast(std::as_writable_bytes(std::span(&invitation, 1)), 0);
+  impl_->start(invitation, interrupt, most_blocks);
+}
+
+NcclCommunicator::~NcclCommunicator() = default;
+
+int NcclCommunicator::rank() const { return impl_->rank; }
+
+int NcclCommunicator::size() const { return impl_->size; }
+
+Device NcclCommunicator::device() const { return impl_->device; }
+
+std::string NcclCommunicator::name_of(int rank) const {
+  return nccl::name_of(impl_->roster[static_cast<std::size_t>(rank)]);
+}
+
+bool NcclCommunicator::ready() const {
+  const nccl::Result state = impl_->library.state(impl_->open());
+  impl_->check(state, "communication");
+  return state.status == nccl::Status::kSuccess;
+}
+
+void NcclCommunicator::wait_ready(Interrupt* interrupt) const {
+  impl_->wait_ready(interrupt, "communication");
+}
+
+void NcclCommunicator::send(int peer, std::span<const std::byte> data, StreamView stream) const {
+  impl_->check(impl_->library.send(data.data(), data.size(), peer, impl_->open(), stream),
+               "a send");
+}
+
+void NcclCommunicator::recv(int peer, std::span<std::byte> data, StreamView stream) const {
+  impl_->check(impl_->library.recv(data.data(), data.size(), peer, impl_->open(), stream),
+               "a receive");
+}
+
+void NcclCommunicator::all_reduce_sum(std::span<float> values, StreamView stream) const {
+  impl_->check(impl_->library.all_reduce_sum(values.data(), values.size(), impl_->open(), stream),
+               "an all-reduce");
+}
+
+void NcclCommunicator::finalize(Interrupt* interrupt) {
+  impl_->wait_ready(interrupt, "communication");
+  impl_->check(impl_->library.finalize(impl_->open()), "the end of a communicator");
+  impl_->wait_ready(interrupt, "the end of a communicator");
+  // Reset first: a communicator whose freeing failed must not be aborted either.
+  const nccl::Result freed = impl_->library.destroy(std::exchange(impl_->handle, nullptr));
+  if (!freed.ok()) impl_->check(freed, "freeing a communicator");
+}
+
+void NcclCommunicator::abort() noexcept { impl_->abort(); }
+
+void NcclCommunicator::abort_all(std::span<NcclCommunicator* const> communicators) noexcept {
+  const nccl::Library* library = nullptr;
+  for (NcclCommunicator* const each : communicators) {
+    if (each == nullptr || each->impl_->handle == nullptr) continue;
+    if (library == nullptr) {
+      library = &each->impl_->library;
+      static_cast<void>(library->group_start());
+    }
+    each->impl_->abort();
+  }
+  if (library != nullptr) static_cast<void>(library->group_end());
+}
+
+NcclGroup::NcclGroup(const NcclCommunicator& any) : any_(*any.impl_) {
+  any_.check(any_.library.group_start(), "beginning a group");
+}
+
+NcclGroup::~NcclGroup() {
+  if (open_) static_cast<void>(any_.library.group_end());
+}
+
+void NcclGroup::end() {
+  open_ = false;
+  any_.check(any_.library.group_end(), "a group");
+}
+
+std::optional<Error> nccl_refusal(Collectives& seam, Device device, const NcclLabel& label) {
+  Circle circle = form_circle(seam, device, label.rank);
+  std::erase_if(circle.roster,
+                [](const nccl::Member& member) { return member.device.kind != DeviceKind::kCuda; });
+  return nccl::refusal(circle.roster, label.group);
+}
+
+}  // namespace sluice

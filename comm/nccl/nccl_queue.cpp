@@ -1,0 +1,306 @@
+#include "comm/nccl/nccl_queue.hpp"
+
+#include <fmt/core.h>
+
+#include <utility>
+
+#include <sluice/error.hpp>
+
+namespace sluice {
+
+namespace {
+
+std::size_t index_of(std::int32_t value) { return static_cast<std::size_t>(value); }
+
+[[noreturn]] void misused(const std::string& why) {
+  throw Error(ErrorCode::kInternal, "NCCL's queue: " + why);
+}
+
+}  // namespace
+
+struct NcclQueue::Operation {
+  enum class Kind : std::uint8_t { kSend, kRecv, kAllReduce, kAddShards };
+  Kind kind = Kind::kSend;
+  std::int32_t lane = 0;
+  std::int32_t peer = 0;
+  const Event* ready = nullptr;
+  std::byte* data = nullptr;  // not written by a send
+  std::size_t bytes = 0;
+  ShardSum sum;
+};
+
+struct NcclQueue::Group {
+  enum class State : std::uint8_t { kFree, kOpen, kPending, kIssuing, kIssued };
+  State state = State::kFree;
+  std::uint64_t number = 0;           // tells its tickets from those of the next use
+  std::int32_t tickets = 0;           // not given back
+  std::vector<Operation> operations;  // keeps its capacity
+  std::vector<bool> touched;          // [lane]
+  std::vector<Event> ends;            // [lane]
+};
+
+struct NcclQueue::Lane {
+  std::unique_ptr<NcclCommunicator> communicator;
+  Stream stream;
+};
+
+NcclQueue::NcclQueue(Device device, std::size_t max_open, int local_ranks)
+    : device_(device), groups_(max_open), pending_(max_open), waiter_(local_ranks) {
+  free_.reserve(max_open);
+  for (std::size_t i = max_open; i-- > 0;) free_.push_back(static_cast<std::int32_t>(i));
+}
+
+NcclQueue::~NcclQueue() { abort(); }
+
+int NcclQueue::add(std::unique_ptr<NcclCommunicator> communicator) {
+  if (open_ >= 0) misused("a lane is added inside a group");
+  if (communicator->device() != device_) {
+    misused(fmt::format("a lane of {} is added to a queue of {}", to_string(communicator->device()),
+                        to_string(device_)));
+  }
+  Lane lane{std::move(communicator), Stream(device_)};
+  communicators_.push_back(lane.communicator.get());
+  lanes_.push_back(std::move(lane));
+  for (Group& group : groups_) {
+    group.ends.emplace_back(device_);
+    group.touched.push_back(false);  // of groups still open too
+  }
+  return static_cast<int>(lanes_.size()) - 1;
+}
+
+const NcclCommunicator& NcclQueue::communicator(int lane) const {
+  return *lanes_[index_of(lane)].communicator;
+}
+
+void NcclQueue::begin_group() {
+  if (open_ >= 0) misused("a group begins inside a group");
+  if (free_.empty()) misused(fmt::format("more than {} groups are open", groups_.size()));
+  open_ = free_.back();
+  free_.pop_back();
+  Group& group = groups_[index_of(open_)];
+  group.state = Group::State::kOpen;
+  group.number = ++numbers_;
+  group.tickets = 0;
+  group.operations.clear();
+  group.touched.assign(lanes_.size(), false);
+}
+
+NcclQueue::Operation& NcclQueue::append(int lane, const Event* ready) {
+  if (open_ < 0) misused("an operation is given outside a group");
+  Group& group = groups_[index_of(open_)];
+  group.touched.at(index_of(lane)) = true;
+  Operation& operation = group.operations.emplace_back();
+  operation.lane = lane;
+  if (ready != nullptr && ready->native() != nullptr) operation.ready = ready;
+  return operation;
+}
+
+NcclTicket NcclQueue::ticket_of(int lane) {
+  Group& group = groups_[index_of(open_)];
+  ++group.tickets;
+  return {.group = open_, .lane = lane, .number = group.number};
+}
+
+NcclTicket NcclQueue::send(int lane, int peer, std::span<const std::byte> data,
+                           const Event& ready) {
+  Operation& operation = append(lane, &ready);
+  operation.kind = Operation::Kind::kSend;
+  operation.peer = peer;
+  operation.data = const_cast<std::byte*>(data.data());
+  operation.bytes = data.size();
+  return ticket_of(lane);
+}
+
+NcclTicket NcclQueue::recv(int lane, int peer, std::span<std::byte> data, const Event& ready) {
+  Operation& operation = append(lane, &ready);
+  operation.kind = Operation::Kind::kRecv;
+  operation.peer = peer;
+  operation.data = data.data();
+  operation.bytes = data.size();
+  return ticket_of(lane);
+}
+
+NcclTicket NcclQueue::all_reduce_sum(int lane, std::span<float> values, const Event& ready) {
+  Operation& operation = append(lane, &ready);
+  operation.kind = Operation::Kind::kAllReduce;
+  operation.data = std::as_writable_bytes(values).data();
+  operation.bytes = values.size_bytes();
+  return ticket_of(lane);
+}
+
+NcclTicket NcclQueue::add_shards(int lane, const ShardSum& sum) {
+  Operation& operation = append(lane, nullptr);
+  if (groups_[index_of(open_)].operations.size() > 1) misused("a kernel is alone in its group");
+  operation.kind = Operation::Kind::kAddShards;
+  operation.sum = sum;
+  return ticket_of(lane);
+}
+
+void NcclQueue::end_group() {
+  if (open_ < 0) misused("a group ends that never began");
+  const std::int32_t index = std::exchange(open_, -1);
+  Group& group = groups_[index_of(index)];
+  if (group.operations.empty()) {
+    group.state = Group::State::kIssued;
+    recycle(index);
+    return;
+  }
+  group.state = Group::State::kPending;
+  pending_[(first_pending_ + pending_count_++) % pending_.size()] = index;
+  progress();
+}
+
+void NcclQueue::progress() {
+  if (!lanes_ready()) return;
+  for (;;) {
+    if (issuing_ >= 0) {
+      record(std::exchange(issuing_, -1));
+    }
+    if (pending_count_ == 0) return;
+    const std::int32_t index = pending_[first_pending_];
+    first_pending_ = (first_pending_ + 1) % pending_.size();
+    --pending_count_;
+    issue(groups_[index_of(index)]);
+    issuing_ = index;
+    if (!lanes_ready()) return;
+  }
+}
+
+// Asks every lane, so that none fails unseen; those of the group being issued decide, as nothing
+// is under way on the others.
+bool NcclQueue::lanes_ready() {
+  bool ready = true;
+  for (const Lane& lane : lanes_) ready = lane.communicator->ready() && ready;
+  return ready;
+}
+
+// Everything the group waits for goes onto its streams before it; nothing may follow until NCCL has
+// put it there.
+void NcclQueue::issue(Group& group) {
+  group.state = Group::State::kIssuing;
+  for (const Operation& operation : group.operations) {
+    if (operation.ready != nullptr) {
+      lanes_[index_of(operation.lane)].stream.view().wait(*operation.ready);
+    }
+  }
+  if (group.operations.front().kind == Operation::Kind::kAddShards) {
+    const Operation& kernel = group.operations.front();
+    use_device(device_);
+    launch_shard_sum(kernel.sum, lanes_[index_of(kernel.lane)].stream.view());
+    return;
+  }
+  NcclGroup calls(*lanes_[index_of(group.operations.front().lane)].communicator);
+  for (const Operation& operation : group.operations) {
+    const Lane& lane = lanes_[index_of(operation.lane)];
+    const std::span<std::byte> data(operation.data, operation.bytes);
+    switch (operation.kind) {
+      case Operation::Kind::kSend:
+        lane.communicator->send(operation.peer, data, lane.stream.view());
+        break;
+      case Operation::Kind::kRecv:
+        lane.communicator->recv(operation.peer, data, lane.stream.view());
+        break;
+      case Operation::Kind::kAllReduce:
+        lane.communicator->all_reduce_sum(
+            {reinterpret_cast<float*>(operation.data), operation.bytes / sizeof(float)},
+            lane.stream.view());
+        break;
+      case Operation::Kind::kAddShards:
+        break;
+    }
+  }
+  calls.end();
+}
+
+void NcclQueue::record(std::int32_t index) {
+  Group& group = groups_[index_of(index)];
+  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
+    if (group.touched[lane]) group.ends[lane].record(lanes_[lane].stream.view());
+  }
+  group.state = Group::State::kIssued;
+  recycle(index);
+}
+
+// A group is used again once it is issued and nobody can ask for it any more.
+void NcclQueue::recycle(std::int32_t index) {
+  Group& group = groups_[index_of(index)];
+  if (group.state != Group::State::kIssued || group.tickets > 0) return;
+  group.state = Group::State::kFree;
+  free_.push_back(index);
+}
+
+NcclQueue::Group& NcclQueue::group_of(const NcclTicket& ticket) {
+  Group& group = groups_[index_of(ticket.group)];
+  if (group.number != ticket.number || group.tickets == 0) {
+    misused("a ticket is used that was given back");
+  }
+  return group;
+}
+
+void NcclQueue::give_back(NcclTicket& ticket) {
+  --group_of(ticket).tickets;
+  recycle(ticket.group);
+  ticket = NcclTicket{};
+}
+
+bool NcclQueue::issued(const NcclTicket& ticket) {
+  if (ticket.group < 0) return true;
+  const Group& group = group_of(ticket);
+  if (group.state != Group::State::kIssued) progress();
+  return group.state == Group::State::kIssued;
+}
+
+bool NcclQueue::done(NcclTicket& ticket) {
+  if (ticket.group < 0) return true;
+  progress();
+  const Group& group = group_of(ticket);
+  if (group.state != Group::State::kIssued || !group.ends[index_of(ticket.lane)].done()) {
+    return false;
+  }
+  give_back(ticket);
+  return true;
+}
+
+void NcclQueue::wait_on(StreamView stream, NcclTicket& ticket) {
+  if (ticket.group < 0) return;
+  const Group& group = group_of(ticket);
+  if (group.state != Group::State::kIssued) misused("a stream waits for what is not issued");
+  stream.wait(group.ends[index_of(ticket.lane)]);
+  give_back(ticket);
+}
+
+void NcclQueue::drop(NcclTicket& ticket) {
+  if (ticket.group >= 0) give_back(ticket);
+}
+
+void NcclQueue::wait_issued(const NcclTicket& ticket, Interrupt* interrupt) {
+  for (waiter_.reset(); !issued(ticket); waiter_.pause()) {
+    if (interrupt != nullptr) interrupt->poll();
+  }
+}
+
+void NcclQueue::wait(NcclTicket& ticket, Interrupt* interrupt) {
+  for (waiter_.reset(); !done(ticket); waiter_.pause()) {
+    if (interrupt != nullptr) interrupt->poll();
+  }
+}
+
+void NcclQueue::finalize(Interrupt* interrupt) {
+  const auto wait_until = [&](const auto& condition) {
+    for (waiter_.reset(); !condition(); waiter_.pause()) {
+      progress();
+      if (interrupt != nullptr) interrupt->poll();
+    }
+  };
+  wait_until([&] { return issuing_ < 0 && pending_count_ == 0; });
+  for (Lane& lane : lanes_) {
+    Event end(device_);
+    end.record(lane.stream.view());
+    wait_until([&] { return end.done(); });
+  }
+  for (Lane& lane : lanes_) lane.communicator->finalize(interrupt);
+}
+
+void NcclQueue::abort() noexcept { NcclCommunicator::abort_all(communicators_); }
+
+}  // namespace sluice

@@ -1,0 +1,109 @@
+#include "comm/nccl/nccl_roster.hpp"
+
+#include <fmt/core.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <type_traits>
+
+#include "comm/group/collectives.hpp"
+#include "comm/nccl/nccl_api.hpp"
+
+namespace sluice::nccl {
+
+namespace {
+
+static_assert(std::is_trivially_copyable_v<Member>);
+
+template <std::size_t size>
+void assign(std::array<char, size>& field, const std::string& text) {
+  const std::size_t length = std::min(text.size(), size - 1);
+  std::memcpy(field.data(), text.data(), length);
+  field[length] = '\0';
+}
+
+template <std::size_t size>
+bool equal(const std::array<char, size>& a, const std::array<char, size>& b) {
+  return std::strcmp(a.data(), b.data()) == 0;
+}
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown host";
+}
+
+// As NCCL tells hosts apart (its getHostHash): NCCL_HOSTID, else the name and the boot's id.
+std::string machine_of(const std::string& host) {
+  if (const char* set = std::getenv("NCCL_HOSTID")) return set;
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  return host + boot;
+}
+
+}  // namespace
+
+Member describe_rank(Device device, int version, const std::string& problem) {
+  Member member;
+  member.version = version;
+  member.device = device;
+  const std::string host = host_name();
+  assign(member.host, host);
+  assign(member.machine, machine_of(host));
+  if (device.kind == DeviceKind::kCuda) assign(member.gpu, properties_of(device).identity);
+  assign(member.problem, problem);
+  return member;
+}
+
+std::vector<Member> gather_roster(Collectives& seam, const Member& mine) {
+  std::vector<Member> roster(static_cast<std::size_t>(seam.communicator().size()));
+  seam.all_gather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(roster)));
+  return roster;
+}
+
+std::string name_of(const Member& member) {
+  return fmt::format("rank {} on {} ({})", member.rank, member.host.data(),
+                     to_string(member.device));
+}
+
+std::optional<Error> refusal(std::span<const Member> roster, const std::string& label) {
+  const auto name = [&](std::size_t rank) { return name_of(roster[rank]); };
+  const auto refuse = [&](ErrorCode code, const std::string& why) {
+    return Error(code, fmt::format("NCCL cannot serve {}: {}", label, why));
+  };
+  for (std::size_t i = 0; i < roster.size(); ++i) {
+    if (roster[i].device.kind != DeviceKind::kCuda) {
+      return refuse(ErrorCode::kUsage,
+                    fmt::format("{} computes on no GPU; --transport mpi does", name(i)));
+    }
+  }
+  for (std::size_t i = 0; i < roster.size(); ++i) {
+    if (roster[i].version == 0) {
+      return refuse(ErrorCode::kDevice, fmt::format("{}: {}", name(i), roster[i].problem.data()));
+    }
+  }
+  for (std::size_t i = 0; i < roster.size(); ++i) {
+    if (roster[i].version != roster[0].version) {
+      return refuse(
+          ErrorCode::kMismatch,
+          fmt::format("{} has NCCL {}, {} has NCCL {}; all ranks need one version", name(0),
+                      version_text(roster[0].version), name(i), version_text(roster[i].version)));
+    }
+  }
+  for (std::size_t i = 0; i < roster.size(); ++i) {
+    for (std::size_t k = 0; k < i; ++k) {
+      const Member &a = roster[k], &b = roster[i];
+      if (equal(a.gpu, b.gpu) && equal(a.machine, b.machine)) {
+        return refuse(ErrorCode::kUsage,
+                      fmt::format("{} and {} share the GPU at {}; give each rank its own, or "
+                                  "--transport mpi",
+                                  name(k), name(i), a.gpu.data()));
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace sluice::nccl

@@ -1,0 +1,47 @@
+// Who would take part in an NCCL communicator, known on every rank, and why it could not be made.
+// Internal to comm/nccl*; knows nothing of NCCL itself.
+#pragma once
+
+#include <array>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <sluice/device.hpp>
+#include <sluice/error.hpp>
+
+#include "comm/group/collectives.hpp"
+
+namespace sluice::nccl {
+
+// One rank, as it travels: texts are cut to fit and end in a zero.
+struct Member {
+  int rank = 0;     // as messages name it
+  int version = 0;  // of its library; 0: `problem` says why there is none, or why it is no use
+  Device device;
+  std::array<char, 64> host{};  // for people
+  std::array<char, 128>
+      machine{};               // what NCCL holds for the host: two ranks with one value share it
+  std::array<char, 32> gpu{};  // PCI bus address
+  std::array<char, 512> problem{};  // one line, or empty
+};
+
+// This process, whose rank it leaves open. `version` and `problem` as in Member. Throws
+// Error(kDevice) where CUDA fails.
+[[nodiscard]] Member describe_rank(Device device, int version, const std::string& problem);
+
+// Collective: [rank of the seam].
+[[nodiscard]] std::vector<Member> gather_roster(Collectives& seam, const Member& mine);
+
+// Why the roster's ranks cannot share a communicator, the same on every rank, or nothing.
+// In this order: a rank without GPU (kUsage), without NCCL (kDevice), with another version than the
+// first rank's (kMismatch), two ranks on one GPU (kUsage). One line that names rank and host;
+// `label` names the communicator.
+[[nodiscard]] std::optional<Error> refusal(std::span<const Member> roster,
+                                           const std::string& label);
+
+// "rank 3 on host-7 (cuda:1)"
+[[nodiscard]] std::string name_of(const Member& member);
+
+}  // namespace sluice::nccl

@@ -1,0 +1,136 @@
+#include "comm/nccl/nccl_sums.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <memory>
+
+#include <sluice/error.hpp>
+
+namespace sluice {
+
+namespace {
+
+// Shards begin at multiples of this many floats, so that the kernel can read 16 bytes at a time.
+constexpr std::size_t kShardMultiple = 32;
+
+}  // namespace
+
+NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& memory,
+                   const NcclLabel& label, Method method, std::size_t largest, Interrupt* interrupt)
+    : queue_(queue),
+      size_(replicas.communicator().size()),
+      rank_(replicas.communicator().rank()),
+      method_(method) {
+  if (size_ == 1) return;
+  const Device device = memory.device();
+  lane_ = queue_.add(std::make_unique<NcclCommunicator>(replicas, device, label, interrupt));
+  // NCCL connects two ranks when they first exchange, which takes long: now rather than in a step.
+  const std::size_t few = kShardMultiple * static_cast<std::size_t>(size_);
+  const std::size_t count = method == Method::kAllReduce ? std::max(few, largest) : few;
+  const Buffer room =
+      memory.allocate((count + workspace(count)) * sizeof(float), DeviceMemory::Use::kPasses);
+  auto* floats = reinterpret_cast<float*>(room.data());
+  const Stream stream(device);
+  fill_zero_async(floats, room.size(), stream.view());
+  Event filled(device);
+  filled.record(stream.view());
+  try {
+    NcclTicket ticket = sum({floats, count}, {floats + count, workspace(count)}, filled);
+    queue_.wait(ticket, interrupt);
+  } catch (...) {
+    queue_.abort();  // its kernels may wait for a peer that is gone, and freeing memory for them
+    throw;
+  }
+}
+
+std::size_t NcclSums::shard_size(std::size_t count, int ranks) {
+  const auto owners = static_cast<std::size_t>(ranks);
+  return round_up((count + owners - 1) / owners, kShardMultiple);
+}
+
+NcclSums::Shard NcclSums::shard_of(std::size_t count, int owner) const {
+  const std::size_t begin = std::min(count, shard_size(count) * static_cast<std::size_t>(owner));
+  return {begin, std::min(shard_size(count), count - begin)};
+}
+
+std::size_t NcclSums::workspace(std::size_t count, int ranks, Method method) {
+  if (method == Method::kAllReduce) return 0;
+  return static_cast<std::size_t>(ranks - 1) * shard_size(count, ranks);
+}
+
+NcclTicket NcclSums::sum(std::span<float> values, std::span<float> workspace, const Event& ready) {
+  if (size_ == 1 || values.empty()) return {};
+  if (method_ == Method::kAllReduce) {
+    queue_.begin_group();
+    const NcclTicket ticket = queue_.all_reduce_sum(lane_, values, ready);
+    queue_.end_group();
+    return ticket;
+  }
+  if (workspace.size() < this->workspace(values.size())) {
+    throw Error(
+        ErrorCode::kInternal,
+        fmt::format("a sum of {} values over {} replicas needs a workspace of {}, got {}",
+                    values.size(), size_, this->workspace(values.size()), workspace.size()));
+  }
+  scatter(values, workspace, ready);
+  const Shard mine = shard_of(values.size(), rank_);
+  if (mine.size > 0) {
+    queue_.begin_group();
+    NcclTicket added = queue_.add_shards(lane_, {.own = values.data() + mine.begin,
+                                                 .others = workspace.data(),
+                                                 .stride = shard_size(values.size()),
+                                                 .count = mine.size,
+                                                 .ranks = size_,
+                                                 .rank = rank_});
+    queue_.drop(added);
+    queue_.end_group();
+  }
+  return gather(values);
+}
+
+// Every rank's part of each shard to the shard's owner. Workspace: [other ranks, shard].
+void NcclSums::scatter(std::span<float> values, std::span<float> workspace, const Event& ready) {
+  const Shard mine = shard_of(values.size(), rank_);
+  queue_.begin_group();
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    if (const Shard theirs = shard_of(values.size(), peer); theirs.size > 0) {
+      NcclTicket sent =
+          queue_.send(lane_, peer, std::as_bytes(values.subspan(theirs.begin, theirs.size)), ready);
+      queue_.drop(sent);
+    }
+    if (mine.size > 0) {
+      const auto slot = static_cast<std::size_t>(peer < rank_ ? peer : peer - 1);
+      NcclTicket received = queue_.recv(
+          lane_, peer,
+          std::as_writable_bytes(workspace.subspan(slot * shard_size(values.size()), mine.size)),
+          ready);
+      queue_.drop(received);
+    }
+  }
+  queue_.end_group();
+}
+
+// Every owner's shard to all.
+NcclTicket NcclSums::gather(std::span<float> values) {
+  const Shard mine = shard_of(values.size(), rank_);
+  NcclTicket last;
+  queue_.begin_group();
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) continue;
+    if (mine.size > 0) {
+      queue_.drop(last);
+      last = queue_.send(lane_, peer, std::as_bytes(values.subspan(mine.begin, mine.size)), now_);
+    }
+    if (const Shard theirs = shard_of(values.size(), peer); theirs.size > 0) {
+      queue_.drop(last);
+      last = queue_.recv(lane_, peer,
+                         std::as_writable_bytes(values.subspan(theirs.begin, theirs.size)), now_);
+    }
+  }
+  queue_.end_group();
+  return last;
+}
+
+}  // namespace sluice

@@ -1,0 +1,74 @@
+// NcclSums: sums over the GPUs of a replica group.
+//
+// Each element is ((g0 + g1) + g2) + ... in the order of ranks, in fp32: bit for bit what
+// Collectives::ordered_sum makes of the same values on the host, whatever the range is cut into.
+// The owner of a shard receives it from all others (reduce-scatter by owner), a kernel adds, and
+// every owner sends its sum to all (all-gather), all through NCCL's sends and receives. NCCL's own
+// all-reduce is the other method; its bits depend on NCCL.
+//
+// Asynchronous as NcclQueue, whose rules and threading hold: a sum takes its turn in the queue, so
+// all ranks of the group give the same ranges in the same order, and it can run beside computation
+// that does not touch its range.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include <sluice/communicator.hpp>
+#include <sluice/device.hpp>
+
+#include "comm/nccl/nccl_queue.hpp"
+
+namespace sluice {
+
+class NcclSums {
+ public:
+  enum class Method : std::uint8_t { kOrdered, kAllReduce };
+
+  // Groups of the queue that one sum takes, at most.
+  static constexpr std::size_t kGroupsPerSum = 3;
+
+  // Collective over `replicas`: adds a communicator to `queue`, which must outlive this, and
+  // connects its ranks by a first sum in some of `memory`. What an all-reduce connects depends on
+  // its size: there the first has that of the `largest` sum to come, in floats. One rank makes
+  // none. `label` as for NcclCommunicator, whose errors it throws.
+  NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& memory,
+           const NcclLabel& label, Method method, std::size_t largest, Interrupt* interrupt);
+
+  // Floats of workspace that a sum of `count` values needs.
+  [[nodiscard]] std::size_t workspace(std::size_t count) const {
+    return workspace(count, size_, method_);
+  }
+  [[nodiscard]] static std::size_t workspace(std::size_t count, int ranks, Method method);
+
+  // Sums `values`, of this rank and in place, over all ranks, which give equal sizes. `workspace`,
+  // of at least workspace(values.size()) floats, may be shared by all sums of this object. Both are
+  // the device's, and `ready` the event after which they may be touched, as NcclQueue::send()
+  // takes it. The ticket is the end of the whole sum; with one rank nothing happens, at once.
+  // Throws Error(kInternal) for a workspace that is too small, and what NcclQueue throws.
+  [[nodiscard]] NcclTicket sum(std::span<float> values, std::span<float> workspace,
+                               const Event& ready);
+
+  [[nodiscard]] Method method() const { return method_; }
+
+ private:
+  struct Shard {
+    std::size_t begin = 0, size = 0;
+  };
+  [[nodiscard]] std::size_t shard_size(std::size_t count) const { return shard_size(count, size_); }
+  [[nodiscard]] static std::size_t shard_size(std::size_t count, int ranks);
+  [[nodiscard]] Shard shard_of(std::size_t count, int owner) const;
+  void scatter(std::span<float> values, std::span<float> workspace, const Event& ready);
+  [[nodiscard]] NcclTicket gather(std::span<float> values);
+
+  NcclQueue& queue_;
+  int size_;
+  int rank_;
+  Method method_;
+  int lane_ = -1;
+  Event now_;  // done
+};
+
+}  // namespace sluice

@@ -1,0 +1,122 @@
+#include "comm/nccl/nccl_transport.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <tuple>
+#include <utility>
+
+#include <sluice/error.hpp>
+
+namespace sluice {
+
+namespace {
+
+constexpr std::size_t kProbeBytes = 1024;
+
+// A receive is posted ahead, and its kernel holds the multiprocessors of all its blocks until the
+// message comes: left to itself NCCL takes up to 32, a quarter of an H100. Two blocks fill one of
+// its 18 NVLinks (NCCL issue 1703), so that eight carry about 100 GB/s, in 6 % of the
+// multiprocessors; over a network NCCL takes two or four anyway (issue 1424). A power of two, which
+// NCCL rounds up to. NCCL_MAX_CTAS in the environment says otherwise. Not measured: no GPU.
+constexpr int kMessageBlocks = 8;
+
+// Pairs of ranks with an even lower rank first: those of neighbours in a pipeline share no rank, so
+// that they can connect at the same time. Within a pair the edge from the lower rank first.
+std::vector<NcclTransport::Edge> in_agreed_order(std::span<const NcclTransport::Edge> edges) {
+  std::vector<NcclTransport::Edge> order(edges.begin(), edges.end());
+  const auto place = [](const NcclTransport::Edge& edge) {
+    const auto [low, high] = std::minmax(edge.from, edge.to);
+    return std::tuple(low % 2, low, high, edge.from > edge.to);
+  };
+  std::sort(order.begin(), order.end(),
+            [&](const auto& a, const auto& b) { return place(a) < place(b); });
+  order.erase(std::unique(order.begin(), order.end()), order.end());
+  return order;
+}
+
+// What travels over an edge first: differs from edge to edge and from byte to byte.
+std::array<std::byte, kProbeBytes> probe_of(const NcclTransport::Edge& edge) {
+  std::array<std::byte, kProbeBytes> bytes{};
+  auto state = static_cast<std::uint32_t>(edge.from * 65537 + edge.to + 1);
+  for (std::byte& byte : bytes) {
+    state = state * 1664525U + 1013904223U;
+    byte = static_cast<std::byte>(state >> 24U);
+  }
+  return bytes;
+}
+
+}  // namespace
+
+NcclTransport::NcclTransport(NcclQueue& queue, Collectives& seam, const DeviceMemory& memory,
+                             std::span<const Edge> edges, const NcclLabel& label,
+                             Interrupt* interrupt)
+    : queue_(queue), rank_(seam.communicator().rank()) {
+  if (edges.empty()) return;
+  for (const Edge& edge : in_agreed_order(edges)) {
+    if (edge.from == rank_ || edge.to == rank_) edges_.push_back(edge);
+  }
+  auto made =
+      std::make_unique<NcclCommunicator>(seam, memory.device(), label, interrupt, kMessageBlocks);
+  const NcclCommunicator& ranks = *made;
+  lane_ = queue_.add(std::move(made));
+  warm_up(ranks, memory, interrupt);
+}
+
+void NcclTransport::warm_up(const NcclCommunicator& ranks, const DeviceMemory& memory,
+                            Interrupt* interrupt) {
+  const Buffer room = memory.allocate(2 * kProbeBytes, DeviceMemory::Use::kPasses);
+  try {
+    for (const Edge& edge : edges_) probe(edge, ranks, room, interrupt);
+  } catch (...) {
+    queue_.abort();  // its kernels may wait for a peer that is gone, and freeing memory for them
+    throw;
+  }
+}
+
+void NcclTransport::probe(const Edge& edge, const NcclCommunicator& ranks, const Buffer& memory,
+                          Interrupt* interrupt) {
+  const auto expected = probe_of(edge);
+  const std::span<std::byte> out(memory.data(), kProbeBytes);
+  const std::span<std::byte> in(memory.data() + kProbeBytes, kProbeBytes);
+  copy_now(memory.device(), out.data(), expected.data(), kProbeBytes);
+  std::array<std::byte, kProbeBytes> arrived{};
+  copy_now(memory.device(), in.data(), arrived.data(), kProbeBytes);
+  const Event now;
+  queue_.begin_group();
+  NcclTicket sent, received;
+  if (edge.from == rank_) sent = send(edge.to, out, now);
+  if (edge.to == rank_) received = recv(edge.from, in, now);
+  queue_.end_group();
+  queue_.wait(sent, interrupt);
+  if (edge.to != rank_) return;
+  queue_.wait(received, interrupt);
+  copy_now(memory.device(), arrived.data(), in.data(), kProbeBytes);
+  if (arrived != expected) {
+    throw Error(ErrorCode::kDevice,
+                fmt::format("NCCL delivers other bytes than were sent from {} to {}: "
+                            "direct access between these GPUs is broken (NCCL_P2P_DISABLE=1 "
+                            "does without)",
+                            ranks.name_of(edge.from), ranks.name_of(edge.to)));
+  }
+}
+
+NcclTicket NcclTransport::send(int peer, std::span<const std::byte> data, const Event& ready) {
+  require({rank_, peer});
+  return queue_.send(lane_, peer, data, ready);
+}
+
+NcclTicket NcclTransport::recv(int peer, std::span<std::byte> data, const Event& ready) {
+  require({peer, rank_});
+  return queue_.recv(lane_, peer, data, ready);
+}
+
+void NcclTransport::require(const Edge& edge) const {
+  if (std::find(edges_.begin(), edges_.end(), edge) != edges_.end()) return;
+  throw Error(ErrorCode::kInternal,
+              fmt::format("no edge from rank {} to rank {} goes through NCCL", edge.from, edge.to));
+}
+
+}  // namespace sluice

@@ -1,0 +1,25 @@
+// The kernel behind NcclSums: shards of several ranks summed from left to right. NcclQueue puts it
+// on a stream; nothing else calls it.
+#pragma once
+
+#include <cstddef>
+
+#include <sluice/device.hpp>
+
+namespace sluice {
+
+// own[i] = ((g0[i] + g1[i]) + g2[i]) + ..., in fp32, where g of rank `rank` is `own` and the others
+// lie in `others` in ascending order of ranks, `stride` floats apart. Device memory.
+struct ShardSum {
+  float* own = nullptr;
+  const float* others = nullptr;
+  std::size_t stride = 0;
+  std::size_t count = 0;
+  int ranks = 1;
+  int rank = 0;
+};
+
+// Puts it on `stream`. Throws Error(kDevice).
+void launch_shard_sum(const ShardSum& sum, StreamView stream);
+
+}  // namespace sluice

@@ -1,0 +1,146 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string_view>
+#include <tuple>
+#include <utility>
+
+#include <sluice/device.hpp>
+#include <sluice/error.hpp>
+
+#include "runtime/checkpoint/safetensors_header.hpp"
+#include "runtime/checkpoint/weights.hpp"
+#include "runtime/files/atomic_file.hpp"
+#include "runtime/files/mapped_file.hpp"
+
+namespace sluice {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "safetensors files are little-endian");
+
+constexpr std::size_t kLengthBytes = sizeof(std::uint64_t);
+constexpr std::size_t kMaxHeaderBytes = 100'000'000;  // the reference reader's bound
+
+[[noreturn]] void refuse(ErrorCode code, const std::filesystem::path& path,
+                         const std::string& what) {
+  throw Error(code, fmt::format("safetensors file '{}': {}", path.string(), what));
+}
+
+// Wider types first, so that every tensor is aligned to its type; then by name. As the reference.
+std::vector<const NamedTensor*> in_file_order(std::span<const NamedTensor> tensors) {
+  std::vector<const NamedTensor*> order;
+  for (const NamedTensor& tensor : tensors) order.push_back(&tensor);
+  std::sort(order.begin(), order.end(), [](const NamedTensor* a, const NamedTensor* b) {
+    const std::size_t a_size = size_of(a->tensor.spec.dtype);
+    const std::size_t b_size = size_of(b->tensor.spec.dtype);
+    return std::tie(b_size, a->name) < std::tie(a_size, b->name);
+  });
+  return order;
+}
+
+std::string header_text(const std::filesystem::path& path,
+                        const std::vector<const NamedTensor*>& order,
+                        const std::map<std::string, std::string>& metadata) {
+  nlohmann::ordered_json header = nlohmann::ordered_json::object();
+  if (!metadata.empty()) header["__metadata__"] = metadata;
+  std::size_t at = 0;
+  for (const NamedTensor* named : order) {
+    const TensorSpec& spec = named->tensor.spec;
+    if (header.contains(named->name) || named->name == "__metadata__") {
+      refuse(ErrorCode::kIo, path,
+             fmt::format("the name '{}' of a tensor is taken twice or reserved", named->name));
+    }
+    std::vector<std::int64_t> dims;
+    for (int i = 0; i < spec.shape.rank(); ++i) dims.push_back(spec.shape[i]);
+    header[named->name] = {{"dtype", safetensors_name_of(spec.dtype)},
+                           {"shape", dims},
+                           {"data_offsets", {at, at + spec.bytes()}}};
+    at += spec.bytes();
+  }
+  std::string text;
+  try {
+    text = header.dump();
+  } catch (const nlohmann::json::exception&) {
+    refuse(ErrorCode::kIo, path, "a name or metadata value is not valid UTF-8");
+  }
+  text.resize(round_up(text.size(), 8), ' ');
+  if (text.size() > kMaxHeaderBytes) {
+    refuse(ErrorCode::kIo, path,
+           fmt::format("the header would take {} bytes; legal: at most {}", text.size(),
+                       kMaxHeaderBytes));
+  }
+  return text;
+}
+
+}  // namespace
+
+void write_safetensors(const std::filesystem::path& path, std::span<const NamedTensor> tensors,
+                       const std::map<std::string, std::string>& metadata) {
+  const std::vector<const NamedTensor*> order = in_file_order(tensors);
+  const std::string header = header_text(path, order, metadata);
+  AtomicFile file(path);
+  const std::uint64_t length = header.size();
+  file.write(std::as_bytes(std::span(&length, 1)));
+  file.write(header);
+  for (const NamedTensor* named : order) {
+    const Tensor& tensor = named->tensor;
+    file.write(std::span(static_cast<const std::byte*>(tensor.data), tensor.spec.bytes()));
+  }
+  file.commit();
+}
+
+struct SafetensorsFile::Impl {
+  explicit Impl(const std::filesystem::path& path) : file(path, ErrorCode::kWeights) {
+    const std::span<const std::byte> bytes = file.bytes();
+    if (bytes.size() < kLengthBytes) {
+      refuse(ErrorCode::kWeights, path,
+             fmt::format("{} bytes are too few for a header length", bytes.size()));
+    }
+    std::uint64_t length = 0;
+    std::memcpy(&length, bytes.data(), kLengthBytes);
+    const std::span<const std::byte> rest = bytes.subspan(kLengthBytes);
+    if (length > kMaxHeaderBytes || length > rest.size()) {
+      refuse(ErrorCode::kWeights, path,
+             fmt::format("the header's length {} exceeds the {}", length,
+                         length > kMaxHeaderBytes
+                             ? fmt::format("most that is legal, {}", kMaxHeaderBytes)
+                             : fmt::format("{} bytes that follow it", rest.size())));
+    }
+    const std::span<const std::byte> data = rest.subspan(length);
+    SafetensorsHeader header;
+    try {
+      header = parse_safetensors_header(
+          std::string_view(reinterpret_cast<const char*>(rest.data()), length), data.size());
+    } catch (const std::invalid_argument& error) {
+      refuse(ErrorCode::kWeights, path, error.what());
+    }
+    metadata = std::move(header.metadata);
+    for (SafetensorsHeader::Entry& entry : header.entries) {
+      entries.push_back(
+          {std::move(entry.name), entry.spec, data.subspan(entry.begin, entry.end - entry.begin)});
+    }
+  }
+
+  MappedFile file;
+  std::vector<Entry> entries;
+  std::map<std::string, std::string> metadata;
+};
+
+SafetensorsFile::SafetensorsFile(const std::filesystem::path& path)
+    : impl_(std::make_unique<Impl>(path)) {}
+SafetensorsFile::~SafetensorsFile() = default;
+SafetensorsFile::SafetensorsFile(SafetensorsFile&&) noexcept = default;
+
+const std::vector<SafetensorsFile::Entry>& SafetensorsFile::entries() const {
+  return impl_->entries;
+}
+const std::map<std::string, std::string>& SafetensorsFile::metadata() const {
+  return impl_->metadata;
+}
+
+}  // namespace sluice

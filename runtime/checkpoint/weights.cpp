@@ -1,0 +1,169 @@
+#include "runtime/checkpoint/weights.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <system_error>
+#include <utility>
+
+#include <sluice/error.hpp>
+
+#include "runtime/files/atomic_file.hpp"
+#include "runtime/files/mapped_file.hpp"
+
+namespace sluice {
+namespace fs = std::filesystem;
+namespace {
+
+std::string index_name(const std::string& kind) { return kind + ".safetensors.index.json"; }
+
+[[noreturn]] void refuse(const fs::path& path, const std::string& what) {
+  throw Error(ErrorCode::kWeights, fmt::format("weights '{}': {}", path.string(), what));
+}
+
+// Tensor name -> file name. An index comes from anywhere, so a file name may not leave the
+// directory.
+std::map<std::string, std::string> read_index(const fs::path& path) {
+  const MappedFile file(path, ErrorCode::kWeights);
+  const auto* text = reinterpret_cast<const char*>(file.bytes().data());
+  const nlohmann::json index =
+      nlohmann::json::parse(text, text + file.bytes().size(), nullptr, false);
+  if (index.is_discarded()) refuse(path, "is no JSON");
+  const auto map = index.is_object() ? index.find("weight_map") : index.end();
+  if (!index.is_object() || map == index.end() || !map->is_object()) {
+    refuse(path, "has no object 'weight_map'");
+  }
+  std::map<std::string, std::string> file_of;
+  for (const auto& [name, value] : map->items()) {
+    if (!value.is_string()) refuse(path, fmt::format("the file of tensor '{}' is no string", name));
+    const auto& part = value.get_ref<const std::string&>();
+    if (part.empty() || part == "." || part == ".." || part.find('/') != std::string::npos ||
+        part.find('\0') != std::string::npos) {
+      refuse(path,
+             fmt::format("tensor '{}' is in '{}', which is no name of a file beside the index",
+                         name, part));
+    }
+    file_of.emplace(name, part);
+  }
+  return file_of;
+}
+
+void require_kind_name(const std::string& kind) {
+  if (kind.empty() || kind.find('/') != std::string::npos) {
+    throw Error(ErrorCode::kInternal, fmt::format("'{}' is no kind of weights", kind));
+  }
+}
+
+}  // namespace
+
+std::string weights_file_name(const std::string& kind, int index, int count) {
+  if (count == 1) return kind + ".safetensors";
+  return fmt::format("{}-{:05}-of-{:05}.safetensors", kind, index + 1, count);
+}
+
+void write_weights_index(const fs::path& directory, const std::string& kind,
+                         const std::map<std::string, std::string>& file_of,
+                         std::size_t total_bytes) {
+  nlohmann::ordered_json index;
+  index["metadata"]["total_size"] = total_bytes;
+  index["weight_map"] = file_of;
+  AtomicFile file(directory / index_name(kind));
+  try {
+    file.write(index.dump(2) + "\n");
+  } catch (const nlohmann::json::exception&) {
+    throw Error(ErrorCode::kIo, fmt::format("cannot write '{}': a tensor's name is not valid UTF-8",
+                                            (directory / index_name(kind)).string()));
+  }
+  file.commit();
+}
+
+WeightsDirectory::WeightsDirectory(const fs::path& directory, const std::string& kind)
+    : directory_(directory) {
+  require_kind_name(kind);
+  const fs::path single = directory / weights_file_name(kind, 0, 1);
+  const fs::path index = directory / index_name(kind);
+  std::error_code error;
+  const bool has_single = fs::exists(single, error);
+  const bool has_index = fs::exists(index, error);
+  if (has_single && has_index) {
+    refuse(directory, fmt::format("holds {} and {}; one of them is from another save, remove it",
+                                  single.filename().string(), index.filename().string()));
+  }
+  if (!has_single && !has_index) {
+    refuse(directory, fmt::format("neither {} nor {} is there", single.filename().string(),
+                                  index.filename().string()));
+  }
+  std::map<std::string, std::string> file_of;
+  std::set<std::string> parts = {single.filename().string()};
+  if (has_index) {
+    file_of = read_index(index);
+    parts.clear();
+    for (const auto& [name, part] : file_of) parts.insert(part);
+  }
+  for (const std::string& part : parts) {
+    const SafetensorsFile& file = files_.emplace_back(directory / part);
+    for (const SafetensorsFile::Entry& entry : file.entries()) {
+      const auto listed = file_of.find(entry.name);
+      if (has_index && (listed == file_of.end() || listed->second != part)) {
+        refuse(directory / part, fmt::format("holds tensor '{}', which the index {}", entry.name,
+                                             listed == file_of.end()
+                                                 ? "lacks"
+                                                 : fmt::format("places in '{}'", listed->second)));
+      }
+      by_name_.emplace(entry.name, &entry);
+    }
+  }
+  require_one_save();
+  for (const auto& [name, part] : file_of) {
+    if (!by_name_.contains(name)) {
+      refuse(index, fmt::format("places tensor '{}' in '{}', which lacks it", name, part));
+    }
+  }
+}
+
+void WeightsDirectory::require_one_save() const {
+  for (const SafetensorsFile& file : files_) {
+    const auto first = files_.front().metadata().find("step");
+    const auto step = file.metadata().find("step");
+    const bool none = first == files_.front().metadata().end();
+    if (none != (step == file.metadata().end()) || (!none && step->second != first->second)) {
+      refuse(directory_, "its parts are of different steps: a save was cut short");
+    }
+  }
+}
+
+const SafetensorsFile::Entry* WeightsDirectory::find(const std::string& name) const {
+  const auto found = by_name_.find(name);
+  return found == by_name_.end() ? nullptr : found->second;
+}
+
+std::vector<std::string> WeightsDirectory::names() const {
+  std::vector<std::string> names;
+  for (const auto& [name, entry] : by_name_) names.push_back(name);
+  return names;
+}
+
+void WeightsDirectory::read(const std::string& name, const Tensor& into) const {
+  const SafetensorsFile::Entry* entry = find(name);
+  if (entry == nullptr) {
+    throw Error(ErrorCode::kWeights,
+                fmt::format("weights in '{}' have no tensor '{}'; the model needs it as {}",
+                            directory_.string(), name, to_string(into.spec)));
+  }
+  if (entry->spec != into.spec) {
+    throw Error(
+        ErrorCode::kWeights,
+        fmt::format("weights in '{}' do not fit the model: tensor '{}' was saved as {}, but "
+                    "the model needs {}",
+                    directory_.string(), name, to_string(entry->spec), to_string(into.spec)));
+  }
+  if (!entry->bytes.empty()) std::memcpy(into.data, entry->bytes.data(), entry->bytes.size());
+}
+
+}  // namespace sluice

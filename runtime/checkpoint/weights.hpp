@@ -1,0 +1,90 @@
+// Weights on disk: safetensors with global parameter names.
+//
+// A directory DIR holds model.safetensors, or model-<i>-of-<n>.safetensors (i from 00001) with
+// model.safetensors.index.json; optimizer state likewise as optimizer-<i>-of-<n>.safetensors, names
+// "<kind>.<parameter>"; config.json (the resolved configuration) and state.json (step and what else
+// a run needs to go on). Files are written beside their name and renamed, so a reader never meets
+// half a file.
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <sluice/tensor.hpp>
+
+namespace sluice {
+
+struct NamedTensor {
+  std::string name;
+  Tensor tensor;  // host memory
+};
+
+// Throws Error(kIo) naming path and cause, a name that comes twice included; leaves no partial
+// file.
+void write_safetensors(const std::filesystem::path& path, std::span<const NamedTensor> tensors,
+                       const std::map<std::string, std::string>& metadata);
+
+// One file, memory-mapped, checked whole on opening: header length, JSON, dtypes, shapes against
+// offsets, offsets in range, without overlap or gap, file length. Throws Error(kWeights) naming the
+// file and what is wrong. Never reads outside the mapping, whatever the bytes are.
+class SafetensorsFile {
+ public:
+  explicit SafetensorsFile(const std::filesystem::path& path);
+  ~SafetensorsFile();
+  SafetensorsFile(SafetensorsFile&&) noexcept;
+  SafetensorsFile& operator=(SafetensorsFile&&) = delete;
+  struct Entry {
+    std::string name;
+    TensorSpec spec;
+    std::span<const std::byte> bytes;  // in the mapping, maybe unaligned for the dtype
+  };
+  [[nodiscard]] const std::vector<Entry>& entries() const;  // by offset
+  [[nodiscard]] const std::map<std::string, std::string>& metadata() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// All files of one kind ("model" or "optimizer") in a directory.
+class WeightsDirectory {
+ public:
+  // Throws Error(kWeights): nothing there, a single file beside an index, an index that names a
+  // missing file, parts and index that disagree, a tensor twice, parts whose metadata "step" differ
+  // (a save cut short over an older one).
+  WeightsDirectory(const std::filesystem::path& directory, const std::string& kind);
+  [[nodiscard]] const SafetensorsFile::Entry* find(const std::string& name) const;
+  [[nodiscard]] std::vector<std::string> names() const;  // sorted
+  // Copies into `into`; throws Error(kWeights) where the tensor is missing, or dtype or shape
+  // differ, with both shapes.
+  void read(const std::string& name, const Tensor& into) const;
+
+ private:
+  void require_one_save() const;
+
+  std::filesystem::path directory_;
+  std::vector<SafetensorsFile> files_;
+  std::map<std::string, const SafetensorsFile::Entry*> by_name_;
+};
+
+// File name of part `index` (from 0) of `count`: "model.safetensors" for one.
+[[nodiscard]] std::string weights_file_name(const std::string& kind, int index, int count);
+// The index file over parts: tensor name -> file name.
+void write_weights_index(const std::filesystem::path& directory, const std::string& kind,
+                         const std::map<std::string, std::string>& file_of,
+                         std::size_t total_bytes);
+
+struct ParameterDigest {
+  std::string name, sha256;  // hex; of the little-endian bytes
+};
+// Sorted by name.
+[[nodiscard]] std::vector<ParameterDigest> digest_parameters(const WeightsDirectory& weights);
+// Of the lines "<sha256>  <name>\n".
+[[nodiscard]] std::string digest_all(std::span<const ParameterDigest> parameters);
+
+}  // namespace sluice

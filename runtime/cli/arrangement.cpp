@@ -1,0 +1,118 @@
+#include "runtime/cli/arrangement.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include <sluice/error.hpp>
+#include <sluice/generate.hpp>
+#include <sluice/schedule_file.hpp>
+#include <sluice/search.hpp>
+
+#include "comm/group/collectives.hpp"
+
+namespace sluice {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr std::int64_t kSearchEffort = 5'000'000;  // of annealing, a quarter of the default
+
+// By layer. Each of backward's halves takes as many products as forward; its input half also those
+// that are computed again.
+std::vector<StageTimes> layer_times(const TransformerConfig& model) {
+  const std::vector<double> again = recompute_costs(model);
+  std::vector<StageTimes> times;
+  for (const double cost : layer_costs(model)) {
+    times.push_back(
+        {.forward = cost, .backward_input = cost + again[times.size()], .backward_weight = cost});
+  }
+  return times;
+}
+
+std::vector<double> layer_work(const TransformerConfig& model) {
+  std::vector<double> work;
+  for (const StageTimes& times : layer_times(model)) {
+    work.push_back(times.forward + times.backward_input + times.backward_weight);
+  }
+  return work;
+}
+
+SearchRequest request_of(const TrainOptions& options, int ranks) {
+  SearchRequest request;
+  request.ranks = ranks;
+  request.micro_batches = options.micro_batches;
+  request.model.stages = layer_times(options.model);
+  request.whole_layers = true;
+  if (options.chunks > 1) request.chunks = {options.chunks};
+  request.in_flight_limit = {static_cast<double>(ranks)};
+  request.effort = kSearchEffort;
+  return request;
+}
+
+std::string searched(const TrainOptions& options, int ranks) {
+  const SearchResult result = [&] {
+    try {
+      return search_schedule(request_of(options, ranks));
+    } catch (const std::invalid_argument& error) {
+      throw Error(ErrorCode::kUsage, fmt::format("option --schedule: auto: {}", error.what()));
+    }
+  }();
+  const std::string remark = fmt::format(
+      "schedule auto: {}, {} placement, {} stages a rank; simulated step {:.1f} % above the lower "
+      "bound (a heuristic search, within the micro-batches in flight of 1f1b)",
+      result.chosen.origin, result.chosen.placement, result.chosen.chunks,
+      100 * (result.ratio - 1));
+  return Json{{"order", to_schedule_json(result.schedule)},
+              {"first", result.first_layer},
+              {"remark", remark}}
+      .dump();
+}
+
+Arrangement search(const TrainOptions& options, int ranks, Collectives& world) {
+  std::string text;
+  if (world.communicator().rank() == 0) text = searched(options, ranks);
+  const Json json = Json::parse(world.broadcast_string(text, 0));
+  return {.order = std::make_shared<const Schedule>(
+              parse_schedule_json(json.at("order").get<std::string>())),
+          .partition = {json.at("first").get<std::vector<int>>()},
+          .remark = json.at("remark").get<std::string>()};
+}
+
+// More chunks than give every layer a stage of its own, embedding and head included, only add
+// stages without layers; a schedule whose least number of chunks does so is free to.
+void require_layers_for_chunks(const TrainOptions& options, int ranks) {
+  const std::int64_t most =
+      std::max(options.model.layers + 2, stages_of(options.schedule, {ranks, 1, 1}));
+  if (std::int64_t{ranks} * options.chunks <= most) return;
+  throw Error(ErrorCode::kUsage,
+              fmt::format("option --chunks: {} on {} rank{} make {} stages, but --layers {} with "
+                          "embedding and head fill at most {}; the nearest legal value is {}",
+                          options.chunks, ranks, ranks == 1 ? "" : "s",
+                          std::int64_t{ranks} * options.chunks, options.model.layers,
+                          options.model.layers + 2, most / ranks));
+}
+
+}  // namespace
+
+Arrangement arrange(const TrainOptions& options, int ranks, Collectives& world) {
+  try {
+    if (options.order == nullptr && options.schedule == "auto") {
+      return search(options, ranks, world);
+    }
+    const int stages = options.order != nullptr
+                           ? options.order->placement.stages()
+                           : stages_of(options.schedule,
+                                       {ranks, std::max(options.micro_batches, 1), options.chunks});
+    if (options.order == nullptr) require_layers_for_chunks(options, ranks);
+    return {.order = options.order,
+            .partition = parse_partition(options.partition, layer_work(options.model), stages),
+            .remark = {}};
+  } catch (const std::invalid_argument& error) {
+    throw Error(ErrorCode::kUsage, error.what());
+  }
+}
+
+}  // namespace sluice

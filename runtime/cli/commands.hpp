@@ -1,0 +1,16 @@
+// The commands of the program, but for `sluice schedule` (runtime/explore/schedule_command.hpp).
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace sluice {
+
+// `sluice <command> ...`; arguments exclude the program's name and the command. Each returns the
+// exit code; digest never starts MPI.
+int train_command(int argc, char** argv);
+int generate_command(int argc, char** argv);
+int digest_command(const std::vector<std::string>& arguments);
+int doctor_command(int argc, char** argv);
+
+}  // namespace sluice

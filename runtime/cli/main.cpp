@@ -1,0 +1,85 @@
+// The program `sluice`.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <array>
+#include <cstdio>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <sluice/program.hpp>
+
+#include "runtime/cli/commands.hpp"
+#include "runtime/explore/schedule_command.hpp"
+#include "runtime/options/option_table.hpp"
+#include "runtime/options/process.hpp"
+
+namespace sluice {
+namespace {
+
+struct Command {
+  std::string_view name, summary;
+  int (*run)(int argc, char** argv);
+};
+
+int run_schedule(int argc, char** argv) { return schedule_command({argv, argv + argc}); }
+int run_digest(int argc, char** argv) { return digest_command({argv, argv + argc}); }
+
+constexpr std::array kCommands = {
+    Command{"train", "train a model over the ranks of an MPI job, or alone", train_command},
+    Command{"generate", "sample text from saved weights", generate_command},
+    Command{"schedule", "prove, simulate and draw a schedule (no MPI)", run_schedule},
+    Command{"digest", "SHA-256 of every saved parameter (no MPI)", run_digest},
+    Command{"doctor", "where ranks run, and what looks wrong", doctor_command},
+};
+
+std::string overview() {
+  std::string text = "Usage: sluice <command> [options]\n\nCommands:\n";
+  for (const Command& command : kCommands) {
+    text += fmt::format("  {:<10}{}\n", command.name, command.summary);
+  }
+  text +=
+      "\n'sluice <command> --help' lists a command's options. 'sluice --version' prints the "
+      "version.\n"
+      "\n"
+      "Exit codes: 0 done, 2 usage, 3 data, 4 output, 5 weights, 6 ranks disagree, 7 loss not "
+      "finite,\n8 schedule, 9 MPI, 10 device, 11 a peer died, 70 internal error.\n";
+  return text;
+}
+
+std::string unknown_command(const std::string& name) {
+  std::vector<std::string> names;
+  for (const Command& command : kCommands) names.emplace_back(command.name);
+  const std::string near = nearest_name(name, names);
+  return fmt::format("unknown command '{}'{} commands: {}", name,
+                     near.empty() ? ";" : fmt::format("; did you mean '{}'?", near),
+                     fmt::join(names, ", "));
+}
+
+int run_program(int argc, char** argv) {
+  const std::string name = argc > 1 ? argv[1] : "";
+  if (name == "--help" || name == "-h" || name == "--version") {
+    return run_guarded([&] {
+      if (!first_of_job()) return;
+      fmt::print("{}", name == "--version" ? "sluice " SLUICE_VERSION "\n" : overview());
+    });
+  }
+  for (const Command& command : kCommands) {
+    if (command.name == name) return command.run(argc - 2, argv + 2);
+  }
+  if (!name.empty()) {
+    const auto refuse = [&]() -> std::string {
+      throw Error(ErrorCode::kUsage, unknown_command(name));
+    };
+    return run_command(name, argc, argv, refuse, [](Communicator&) {});
+  }
+  if (first_of_job()) fmt::print(stderr, "{}", overview());
+  return exit_code(ErrorCode::kUsage);
+}
+
+}  // namespace
+}  // namespace sluice
+
+int main(int argc, char** argv) { return sluice::run_program(argc, argv); }

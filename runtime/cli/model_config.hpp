@@ -1,0 +1,23 @@
+// The configuration saved beside weights (config.json): enough to build the model again.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/transformer.hpp>
+
+namespace sluice {
+
+// JSON: {"format": 1, "model": {...}, "options": {name: value, ...}}. A byte of
+// a value that is not UTF-8, in a path for instance, becomes U+FFFD.
+[[nodiscard]] std::string model_config_text(
+    const TransformerConfig& config,
+    const std::vector<std::pair<std::string, std::string>>& resolved);
+
+// The model of a saved directory. Throws Error(kWeights) naming the file and the field that is
+// missing or wrong.
+[[nodiscard]] TransformerConfig read_model_config(const std::filesystem::path& directory);
+
+}  // namespace sluice

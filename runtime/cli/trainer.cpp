@@ -1,0 +1,472 @@
+#include "runtime/cli/trainer.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <sluice/checkpoint.hpp>
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
+
+#include "comm/base/cores.hpp"
+#include "runtime/checkpoint/weights.hpp"
+#include "runtime/cli/arrangement.hpp"
+#include "runtime/cli/model_config.hpp"
+#include "runtime/files/atomic_file.hpp"
+#include "runtime/files/writable.hpp"
+#include "runtime/job/guard.hpp"
+#include "runtime/job/job_groups.hpp"
+#include "runtime/layout/layout.hpp"
+#include "runtime/options/process.hpp"
+#include "runtime/report/metrics.hpp"
+#include "runtime/report/timeline.hpp"
+#include "stages/cpu/cpu_report.hpp"
+
+namespace sluice {
+namespace {
+
+// Steps at the end of a run that go into the trace.
+constexpr std::uint64_t kTracedSteps = 4;
+// Windows of a validation between steps, where the user does not say.
+constexpr std::int64_t kQuickValidation = 64;
+
+struct Sums {
+  double seconds = 0, tokens = 0, bubble = 0;
+  std::uint64_t steps = 0;
+};
+
+class Training {
+ public:
+  Training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed)
+      : machine_(machine), world_(world), parsed_(parsed), options_(parsed.options) {}
+
+  void run();
+
+ private:
+  [[nodiscard]] bool first() const { return world_.rank() == 0; }
+  void open_data(Communicator& comm, ControlChannel& control);
+  void open_metrics();
+  void plan_evaluations();
+  void dry_run(ControlChannel& control);
+  void make_pipeline();
+  void require_a_batch() const;
+  void require_writable_outputs() const;
+  void require_steps_left(std::uint64_t done) const;
+  [[nodiscard]] StageFactory stages() const;
+  void describe(const PipelineLayout& layout) const;
+  void steps();
+  void one_step(Progress& progress);
+  void validate(std::int64_t samples, Progress* progress);
+  void save();
+  void summarise();
+  StepRecord record_of(const StepReport& report) const;
+
+  const MpiInfo& machine_;
+  Communicator& world_;
+  const ParsedTrain& parsed_;
+  const TrainOptions& options_;
+  Arrangement arrangement_;
+  std::shared_ptr<TokenFile> file_;
+  std::unique_ptr<DataSource> source_;
+  PipelineOptions pipeline_options_;
+  std::unique_ptr<Pipeline> pipeline_;
+  std::optional<MetricsWriter> metrics_;
+  Timeline timeline_;
+  std::int64_t quick_samples_ = 0, all_samples_ = 0;
+  std::optional<double> validation_loss_;
+  double train_loss_ = 0;
+  Sums sums_;
+};
+
+void Training::run() {
+  {
+    const std::unique_ptr<Communicator> comm = world_.duplicate();
+    ControlChannel control(*comm);
+    guarded(control, world_.rank(), [&] {
+      Collectives collectives(*comm, 0, &control);
+      require_same_configuration(collectives, parsed_.resolved);
+      const Topology topology =
+          make_topology(world_.size(),
+                        options_.pipeline > 0 ? options_.pipeline
+                                              : std::max(world_.size() / options_.replicas, 1),
+                        options_.replicas, options_.rank_order);
+      arrangement_ = arrange(options_, topology.pipeline, collectives);
+    });
+    open_data(*comm, control);
+    guarded(control, world_.rank(), [&] { require_writable_outputs(); });
+    plan_evaluations();
+    if (options_.dry_run) return dry_run(control);
+  }
+  make_pipeline();
+  steps();
+  if (!options_.save.empty()) save();
+  if (!options_.trace.empty()) timeline_.write(*pipeline_, options_.trace);
+  pipeline_->close();
+  if (first()) summarise();
+}
+
+void Training::open_data(Communicator& comm, ControlChannel& control) {
+  guarded(control, world_.rank(), [&] {
+    if (options_.data.empty()) {
+      source_ = make_token_shapes(options_.model.context);
+      return;
+    }
+    file_ = std::make_shared<TokenFile>(options_.data, options_.validation_share);
+    Collectives collectives(comm, 0, &control);
+    require_same_configuration(collectives, file_->identity("--data"));
+    if (file_->train_size() == file_->size() &&
+        (options_.validation_samples > 0 || options_.validate_every > 0)) {
+      throw Error(ErrorCode::kUsage,
+                  fmt::format("option --validation-share: {} of {} tokens leaves nothing for "
+                              "--validation-samples or --validate-every; give a larger share or "
+                              "leave them out",
+                              options_.validation_share, file_->size()));
+    }
+    source_ =
+        make_token_source(file_, options_.model.context, options_.model.vocabulary, options_.seed);
+    require_a_batch();
+    all_samples_ = options_.validation_samples > 0
+                       ? options_.validation_samples
+                       : validation_samples(*file_, options_.model.context);
+    quick_samples_ =
+        options_.validation_samples > 0 ? all_samples_ : std::min(all_samples_, kQuickValidation);
+  });
+}
+
+void Training::require_a_batch() const {
+  const std::int64_t needed = options_.batch_size * options_.model.context + 1;
+  if (file_->train_size() >= needed) return;
+  throw Error(ErrorCode::kData,
+              fmt::format("data file '{}' has {} tokens to train on, fewer than one batch: "
+                          "--batch-size {} of --context {} takes {}",
+                          options_.data, file_->train_size(), options_.batch_size,
+                          options_.model.context, needed));
+}
+
+// Before anything is computed; leaves everything as it was, since a run may still be refused.
+void Training::require_writable_outputs() const {
+  if (!first()) return;
+  if (!options_.trace.empty()) require_writable_file(options_.trace);
+  if (!options_.metrics.empty()) require_writable_file(options_.metrics);
+  if (!options_.save.empty()) require_writable_directory(options_.save);
+}
+
+void Training::open_metrics() {
+  pipeline_->guarded([&] {
+    if (!first() || options_.metrics.empty()) return;
+    nlohmann::ordered_json run;
+    for (const auto& [key, value] : parsed_.resolved) run["options"][key] = value;
+    run["ranks"] = world_.size();
+    run["kernels"] = kernel_set();
+    run["matmul"] = matmul_library();
+    run["mpi"] = machine_.library;
+    metrics_.emplace(options_.metrics,
+                     run.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
+                     !options_.resume.empty());
+  });
+}
+
+void Training::plan_evaluations() {
+  std::vector<std::int64_t> evaluations;
+  if (all_samples_ > 0) {
+    evaluations.push_back(all_samples_);
+    if (options_.validate_every > 0 && quick_samples_ != all_samples_) {
+      evaluations.push_back(quick_samples_);
+    }
+  }
+  pipeline_options_ = pipeline_options(parsed_, evaluations);
+  pipeline_options_.order = arrangement_.order;
+  if (first() && !arrangement_.remark.empty()) fmt::print("{}\n", arrangement_.remark);
+}
+
+StageFactory Training::stages() const {
+  return [this](int stage, int) {
+    return make_transformer_stage(options_.model, arrangement_.partition, stage);
+  };
+}
+
+// The first that is printed: a job that is refused prints nothing but why.
+void Training::describe(const PipelineLayout& layout) const {
+  fmt::print("{}{}", describe_configuration(parsed_.resolved),
+             describe_layout(layout, arrangement_.partition));
+  std::fflush(stdout);
+}
+
+void Training::dry_run(ControlChannel& control) {
+  const PipelineLayout layout =
+      Pipeline::plan_layout(world_, pipeline_options_, stages(), *source_);
+  guarded(control, world_.rank(), [&] {
+    if (!first() || options_.resume.empty()) return;
+    require_steps_left(require_fitting_checkpoint(layout, options_.resume));
+  });
+  if (first()) describe(layout);
+}
+
+void Training::make_pipeline() {
+  pipeline_ = std::make_unique<Pipeline>(world_, pipeline_options_, stages(), *source_);
+  if (!options_.resume.empty()) {
+    load_checkpoint(*pipeline_, options_.resume);
+    pipeline_->guarded([&] { require_steps_left(pipeline_->step()); });
+  }
+  open_metrics();
+  if (first()) describe(pipeline_->layout());
+}
+
+void Training::require_steps_left(std::uint64_t done) const {
+  if (done < options_.steps) return;
+  throw Error(ErrorCode::kUsage,
+              fmt::format("option --steps: '{}' has done {} steps already, --steps {} leaves "
+                          "nothing to do; choose at least {}",
+                          options_.resume, done, options_.steps, done + 1));
+}
+
+void Training::steps() {
+  Progress progress(pipeline_->step() + 1, options_.steps, terminal_output());
+  while (pipeline_->step() < options_.steps) {
+    one_step(progress);
+    const std::uint64_t step = pipeline_->step();
+    const bool last = step == options_.steps;
+    if (options_.validate_every > 0 && step % options_.validate_every == 0 && !last) {
+      validate(quick_samples_, first() ? &progress : nullptr);
+    }
+    if (options_.save_every > 0 && step % options_.save_every == 0 && !last) save();
+  }
+  if (first()) progress.finish();
+  if (all_samples_ > 0) validate(all_samples_, nullptr);
+}
+
+void Training::one_step(Progress& progress) {
+  const StepReport report = pipeline_->train_step();
+  if (!options_.trace.empty() && report.step + kTracedSteps > options_.steps) {
+    timeline_.add(*pipeline_);
+  }
+  train_loss_ = report.loss;
+  if (!first()) return;
+  const StepRecord record = record_of(report);
+  sums_.seconds += record.seconds;
+  sums_.tokens += static_cast<double>(record.tokens);
+  sums_.bubble += record.bubble_measured;
+  ++sums_.steps;
+  progress.step(record);
+  if (metrics_) metrics_->step(record);
+}
+
+StepRecord Training::record_of(const StepReport& report) const {
+  StepRecord record;
+  record.step = report.step;
+  record.loss = report.loss;
+  record.tokens = static_cast<std::int64_t>(report.targets);
+  record.seconds = report.seconds;
+  record.tokens_per_second = report.targets / report.seconds;
+  record.grad_norm = report.grad_norm;
+  record.learning_rate = report.learning_rate;
+  record.bubble_measured = report.bubble_measured;
+  record.bubble_ideal = pipeline_->layout().bubble_ideal;
+  record.peak_in_flight = report.peak_in_flight;
+  record.peak_bytes = report.peak_bytes;
+  return record;
+}
+
+void Training::validate(std::int64_t samples, Progress* progress) {
+  validation_loss_ = pipeline_->evaluate(samples);
+  if (!first()) return;
+  if (metrics_) metrics_->validation(pipeline_->step(), *validation_loss_);
+  if (progress != nullptr) {
+    progress->note(fmt::format("step {}: validation loss {:.4f} over {} windows", pipeline_->step(),
+                               *validation_loss_, samples));
+  }
+}
+
+void Training::save() {
+  save_checkpoint(*pipeline_, options_.save, model_config_text(options_.model, parsed_.resolved));
+  pipeline_->guarded([&] {
+    if (!first()) return;
+    AtomicFile file(std::filesystem::path(options_.save) / "options.conf");
+    file.write(to_config_text(parsed_.resolved));
+    file.commit();
+  });
+}
+
+void Training::summarise() {
+  const bool bytes = file_->format() == TokenFormat::kText;
+  const char* unit = bytes ? "byte" : "token";
+  const auto line = [&](const char* name, double nats) {
+    fmt::print("  {:<18} {:.4f} nats, {:.4f} bits per {}\n", name, nats, nats / std::log(2.0),
+               unit);
+  };
+  fmt::print("\nDone: {} step{}\n", options_.steps, options_.steps == 1 ? "" : "s");
+  if (sums_.steps > 0) line("training loss", train_loss_);
+  if (validation_loss_) line("validation loss", *validation_loss_);
+  if (sums_.steps > 0) {
+    fmt::print("  {:<18} {:.0f} tokens/s\n", "speed", sums_.tokens / sums_.seconds);
+    const int ranks = world_.local_size(), cores = host_cores();
+    const bool sliced = ranks > cores;
+    fmt::print("  {:<18} {:.1f} % measured, {:.1f} % ideal{}\n", "bubble",
+               100 * sums_.bubble / static_cast<double>(sums_.steps),
+               100 * pipeline_->layout().bubble_ideal,
+               sliced ? fmt::format(" (measured includes time-slicing: {} ranks share {} cores)",
+                                    ranks, cores)
+                      : "");
+  }
+  const auto path = [](const char* name, const std::string& where) {
+    if (!where.empty()) fmt::print("  {:<18} {}\n", name, where);
+  };
+  path("weights", options_.save);
+  path("metrics", options_.metrics);
+  path("trace", options_.trace.empty() ? "" : options_.trace + " (open it at ui.perfetto.dev)");
+}
+
+}  // namespace
+
+PipelineOptions pipeline_options(const ParsedTrain& parsed, std::vector<std::int64_t> evaluations) {
+  const TrainOptions& from = parsed.options;
+  PipelineOptions options;
+  options.pipeline = from.pipeline;
+  options.replicas = from.replicas;
+  options.rank_order = from.rank_order;
+  options.schedule = from.schedule;
+  options.chunks = from.chunks;
+  options.micro_batches = from.micro_batches;
+  options.micro_batch_size = from.micro_batch_size;
+  options.batch_size = from.batch_size;
+  options.seed = from.seed;
+  options.threads = from.threads;
+  options.devices = from.devices;
+  options.transport = from.transport;
+  options.all_reduce = from.all_reduce;
+  options.cuda_graphs = from.cuda_graphs;
+  options.tf32 = from.tf32;
+  options.optimizer = from.optimizer;
+  options.learning_rate = from.learning_rate;
+  options.clip = from.clip;
+  options.evaluations = std::move(evaluations);
+  options.check_replicas = from.check_replicas;
+  options.trace = !from.trace.empty();
+  options.configuration = parsed.resolved;
+  return options;
+}
+
+namespace {
+
+// "E 0-1": the embedding and blocks 0 and 1; "H": the head; "-" for a stage that passes on.
+std::string describe_layers(const Partition& partition, int stage) {
+  const int layers = partition.first.back();
+  const int first = partition.first[static_cast<std::size_t>(stage)];
+  const int last = partition.first[static_cast<std::size_t>(stage) + 1];
+  const int first_block = std::max(first, 1) - 1;
+  const int last_block = std::min(last, layers - 1) - 2;
+  std::string text;
+  const auto append = [&](const std::string& part) { text += (text.empty() ? "" : " ") + part; };
+  if (first == last) return "-";
+  if (first == 0) append("E");
+  if (first_block == last_block) append(std::to_string(first_block));
+  if (first_block < last_block) append(fmt::format("{}-{}", first_block, last_block));
+  if (last == layers) append("H");
+  return text;
+}
+
+// What each rank computes on and how stages are joined; nothing for a job without GPUs that could
+// have none.
+std::string describe_connections(const PipelineLayout& layout) {
+  std::string text = describe_devices(layout.devices);
+  if (std::all_of(layout.devices.begin(), layout.devices.end(),
+                  [](const RankDevice& rank) { return rank.device.kind == DeviceKind::kCpu; })) {
+    return text;
+  }
+  text += describe_links(layout.links);
+  for (const TiedParameter& tie : layout.tied) {
+    for (std::size_t use = 1; use < tie.uses.size(); ++use) {
+      if (tie.links[use].kind == LinkKind::kLocal) continue;
+      text += fmt::format("  tied {}, stages {}-{}: {}\n", tie.name, tie.uses.front().stage,
+                          tie.uses[use].stage, describe_link(tie.links[use]));
+    }
+  }
+  return text + describe_sums(layout.sums, layout.all_reduce);
+}
+
+// What stages say of themselves: each note once, with the stages where not all say it.
+std::string describe_notes(const PipelineLayout& layout) {
+  std::map<std::string, std::vector<int>> stages_by_note;
+  for (int stage = 0; stage < layout.num_stages(); ++stage) {
+    const std::string& note = layout.stages[static_cast<std::size_t>(stage)].note;
+    if (!note.empty()) stages_by_note[note].push_back(stage);
+  }
+  std::string text;
+  for (const auto& [note, stages] : stages_by_note) {
+    const bool all = stages.size() == layout.stages.size();
+    const char* name = stages.size() == 1 ? "stage" : "stages";
+    text += all ? fmt::format("  {}\n", note)
+                : fmt::format("  {} {}, {}\n", name, fmt::join(stages, ","), note);
+  }
+  return text;
+}
+
+// Of --cuda-graphs, where it is asked for: which ranks it concerns.
+std::string describe_graphs(const PipelineLayout& layout) {
+  if (!layout.cuda_graphs) return "";
+  const auto gpus =
+      std::count_if(layout.devices.begin(), layout.devices.end(),
+                    [](const RankDevice& rank) { return rank.device.kind != DeviceKind::kCpu; });
+  if (gpus == 0) return "  CUDA graphs: --cuda-graphs has no effect, no rank computes on a GPU\n";
+  const auto ranks = static_cast<std::ptrdiff_t>(layout.devices.size());
+  const std::string where =
+      gpus < ranks ? fmt::format("on {} of a pipeline's {} ranks, ", gpus, ranks) : "";
+  return fmt::format("  CUDA graphs: {}recorded in step 2, replayed from step 3 on\n", where);
+}
+
+}  // namespace
+
+std::string describe_layout(const PipelineLayout& layout, const Partition& partition) {
+  const auto mebi = [](std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); };
+  std::string text = fmt::format(
+      "{} rank{}: pipeline of {} x {} replica{}, schedule {}, {} micro-batch{} per replica and "
+      "step\n",
+      layout.topology.ranks(), layout.topology.ranks() == 1 ? "" : "s", layout.topology.pipeline,
+      layout.topology.replicas, layout.topology.replicas == 1 ? "" : "s",
+      layout.train.schedule_name, layout.train.micro_batches,
+      layout.train.micro_batches == 1 ? "" : "es");
+  if (!layout.train.exact) {
+    text +=
+        "  (not exact: weight gradients do not accumulate in ascending order, so the bits are this "
+        "schedule's own)\n";
+  }
+  text += fmt::format(
+      "  {:<5} {:<7} {:<16} {:>10} {:>10} {:>10} {:>11} {:>9} {:>9} {:>9} {:>9} {:>10} {:>9}\n",
+      "rank", "stages", "layers", "parameters", "gradients", "optimizer", "activations",
+      "workspace", "operators", "messages", "libraries", "total MiB", "apart");
+  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
+    std::string stages, owned;
+    for (const int stage : layout.train.placement.stages_of(rank)) {
+      if (!stages.empty()) stages += ",", owned += " ";
+      stages += std::to_string(stage);
+      owned += describe_layers(partition, stage);
+    }
+    const RankMemory& memory = layout.memory[static_cast<std::size_t>(rank)];
+    text += fmt::format(
+        "  {:<5} {:<7} {:<16} {:>10.1f} {:>10.1f} {:>10.1f} {:>11.1f} {:>9.1f} {:>9.1f} {:>9.1f} "
+        "{:>9.1f} {:>10.1f} {:>9.1f}\n",
+        rank, stages, owned, mebi(memory.parameters), mebi(memory.gradients),
+        mebi(memory.optimizer), mebi(memory.activations), mebi(memory.workspace),
+        mebi(memory.operators), mebi(memory.buffers), mebi(memory.libraries), mebi(memory.total()),
+        mebi(memory.apart));
+  }
+  text +=
+      "  (layers: E embedding, H head, numbers are blocks, - none; apart: of the total, what a\n"
+      "  rank takes beside its one block; each replica holds the same)\n";
+  return text + describe_connections(layout) + describe_notes(layout) + describe_graphs(layout);
+}
+
+void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed) {
+  Training(machine, world, parsed).run();
+}
+
+}  // namespace sluice

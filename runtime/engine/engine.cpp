@@ -1,0 +1,488 @@
+#include "runtime/engine/engine.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include <sluice/error.hpp>
+
+#include "runtime/engine/device_batch.hpp"
+#include "runtime/engine/device_timer.hpp"
+#include "runtime/engine/recorded_calls.hpp"
+#include "runtime/engine/slots.hpp"
+#include "runtime/engine/stage_table.hpp"
+#include "runtime/engine/step_clock.hpp"
+#include "runtime/job/guard.hpp"
+#include "runtime/job/host_mirror.hpp"
+#include "runtime/job/nccl_links.hpp"
+
+namespace sluice {
+namespace {
+
+std::size_t index_of(std::int32_t value) { return static_cast<std::size_t>(value); }
+
+}  // namespace
+
+struct Engine::Impl {
+  explicit Impl(const EngineConfig& config_in);
+
+  const StepOutcome& run(const StepRequest& request_in, StepActions* actions);
+  void execute(const PlanOp& op, StepActions* actions);
+  void post_recv(const PlanOp& op);
+  void wait_recv(const PlanOp& op);
+  void start_send(const PlanOp& op);
+  void wait_send(const PlanOp& op);
+  // Posts or starts the slot's tensors over NCCL, in one group with the ops that belong to it.
+  void issue_nccl(const PlanOp& op, Slot& slot, int peer);
+  // What goes on the compute stream from here on runs after the slot's messages.
+  void settle_nccl(Slot& slot) {
+    if (!slot.nccl.empty()) computed_until = 0;  // the stream may wait
+    for (NcclTicket& ticket : slot.nccl) config.nccl->wait_on_stream(ticket);
+    slot.nccl.clear();
+  }
+  void release(const PlanOp& op);
+  void compute(const PlanOp& op, StepActions* actions);
+  void forward(LocalStage& local, const PlanOp& op, StageContext& ctx);
+  void backward(LocalStage& local, const PlanOp& op, StageContext& ctx);
+  // Runs `body`, the stage's own part of `op`; what it throws names the action.
+  template <typename Body>
+  void in_stage(const PlanOp& op, const Body& body);
+
+  void progress() {
+    transport->progress();
+    if (config.nccl != nullptr) config.nccl->progress();
+  }
+  // Blocks until `done()`, driving the transport and polling the interrupt.
+  template <typename Done>
+  void wait_until(const Done& done);
+  void wait(Ticket ticket) {
+    wait_until([&] { return transport->test(ticket); });
+  }
+  // Blocks until the device has done everything so far; then outcome is whole.
+  void drain();
+  void reduce_grad(const PlanOp& op, StepActions& actions);
+  void tally(const PlanOp& op, double start, double end);
+
+  LocalStage& local(const PlanOp& op) {
+    LocalStage* const stage = table.stage_of(op);
+    if (stage == nullptr) refuse(op, "the stage is not on this rank");
+    return *stage;
+  }
+  const StageTable::Message& message(const PlanOp& op) const {
+    const StageTable::Message& message = table.message(op);
+    if (message.slot == nullptr) refuse(op, "it names no channel or no slot of a message");
+    return message;
+  }
+  // The slot `kind` of `op`, which must be in state `needed`.
+  Slot& expect(const PlanOp& op, BufferKind kind, SlotState needed) const {
+    Slot* const slot = table.slot(op, kind);
+    if (slot == nullptr) refuse(op, "it names no slot");
+    if (slot->state != needed) refuse(op, needed, slot->state);
+    return *slot;
+  }
+  [[noreturn]] void refuse(const PlanOp& op, std::string_view why) const;
+  [[noreturn]] void refuse(const PlanOp& op, SlotState needed, SlotState state) const;
+  void record(TraceTrack track, const PlanOp& op, double start, double end);
+  [[nodiscard]] std::size_t index_in_plan(const PlanOp& op) const {
+    return static_cast<std::size_t>(&op - mine.ops.data());
+  }
+  std::int64_t samples(const PlanOp& op) const {
+    return request.micro_batches[index_of(op.micro_batch)].count;
+  }
+  [[nodiscard]] StreamView stream() const { return config.compute->stream(); }
+
+  EngineConfig config;
+  const bool on_gpu;
+  const RankPlan& mine;
+  StageTable table;
+  std::unique_ptr<Transport> transport;
+  Waiter waiter;
+  StepClock clock;
+  DeviceBatch batch;  // of the step, where the stages compute
+  DeviceTimer timer;  // of a GPU's compute ops
+  RecordedCalls calls;
+  HostBuffer losses;  // LossResult per micro-batch, written by the device
+  Event drained;
+  StepRequest request;
+  StepOutcome outcome;
+  std::vector<TraceEvent> events;
+  Slot* last_output = nullptr;
+  HostMirrors host_outputs;
+  bool group_open = false;  // of NCCL messages
+  std::span<const Tensor> outputs;
+  int in_flight = 0;
+  // When the last compute ended, while only bookkeeping follows, else 0; on a GPU any other number.
+  double computed_until = 0;
+};
+
+Engine::Impl::Impl(const EngineConfig& config_in)
+    : config(config_in),
+      on_gpu(config.compute->stream().native() != nullptr),
+      mine(config_in.plan->ranks[index_of(config_in.rank)]),
+      table(config_in),
+      transport(make_message_transport(*config.communicator, table.tensors() + 1,
+                                       config.piece_bytes, config.compute->device(),
+                                       table.memory())),
+      waiter(config_in.communicator->local_size()),
+      batch(*config_in.compute),
+      timer(config_in.compute->device(), mine.ops.size()),
+      calls(*config_in.compute, mine.ops.size(), config_in.cuda_graphs),
+      drained(config_in.compute->device()),
+      host_outputs(*config_in.compute, config_in.interrupt) {
+  outcome.actions.resize(table.stages().size());
+  if (!config.stages.empty() && config.stages.back().loss != nullptr) {
+    const std::size_t count = index_of(config.plan->micro_batches);
+    losses = HostBuffer(config.compute->device(), count * sizeof(LossResult));
+    outcome.losses = {reinterpret_cast<const LossResult*>(losses.data()), count};
+  }
+  events.reserve(config.trace_events);
+}
+
+const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions* actions) {
+  request = request_in;
+  if (const PlanOp* op = table.outside(request.micro_batches.size())) {
+    refuse(*op, "it names no micro-batch of the step");
+  }
+  clock.begin_step();
+  outcome.busy_seconds = 0;
+  outcome.peak_in_flight = 0;
+  in_flight = 0;
+  computed_until = 0;
+  events.clear();
+  last_output = nullptr;
+  outputs = {};
+  for (LocalStage& stage : table.stages()) {
+    stage.seconds = ActionSeconds{};
+    stage.seconds.stage = stage.binding.index;
+    try {
+      stage.binding.stage->begin_step(*config.compute);
+    } catch (...) {
+      rethrow_from(fmt::format("stage {}, before its first action", stage.binding.index));
+    }
+  }
+  calls.begin_step(request.step, request.loss_scale);
+  timer.begin(stream());
+  batch.load(*request.batch, request.micro_batches.size());
+  for (const PlanOp& op : mine.ops) execute(op, actions);
+  if (config.plan->forward_only || actions == nullptr) drain();
+  if (request.phase == Phase::kGenerate && last_output != nullptr) {
+    outputs = host_outputs.view(last_output->tensors);
+  }
+  return outcome;
+}
+
+void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
+  const bool reduces = op.kind == OpKind::kReduceGrad || op.kind == OpKind::kReduceTied ||
+                       op.kind == OpKind::kOptimizer;
+  if (reduces && actions == nullptr) refuse(op, "there is nobody to reduce");
+  if (reduces || op.kind == OpKind::kStartSend) computed_until = 0;
+  switch (op.kind) {
+    case OpKind::kPostRecv:
+      return post_recv(op);
+    case OpKind::kWaitRecv:
+      return wait_recv(op);
+    case OpKind::kStartSend:
+      return start_send(op);
+    case OpKind::kWaitSend:
+      return wait_send(op);
+    case OpKind::kCompute:
+      return compute(op, actions);
+    case OpKind::kRelease:
+      return release(op);
+    case OpKind::kReduceGrad:
+      return reduce_grad(op, *actions);
+    case OpKind::kReduceTied:
+      return actions->reduce_tied(op.channel);
+    case OpKind::kOptimizer:
+      actions->measure();
+      drain();
+      return actions->optimizer();
+  }
+}
+
+void Engine::Impl::post_recv(const PlanOp& op) {
+  const auto& [slot_place, peer, tag] = message(op);
+  Slot& slot = *slot_place;
+  if (slot.state != SlotState::kFree) refuse(op, SlotState::kFree, slot.state);
+  slot.pool->shape(slot, samples(op));
+  slot.tickets.clear();
+  if (config.trace_events > 0) slot.started = clock.now();
+  if (slot.link == LinkKind::kNccl) {
+    issue_nccl(op, slot, peer);
+    slot.state = SlotState::kPosted;
+    return;
+  }
+  for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
+    if (slot.tensors[i].data == nullptr) continue;
+    if (DeviceSide* side = slot.buffers[i].device) {
+      // What arrived last has left host memory; what read it is on the stream already.
+      wait_until([&] { return side->arrived.done(); });
+      side->ready.record(stream());
+    }
+    slot.tickets.push_back(transport->post_recv(
+        peer, tag, slot.buffers[i], header_of(op, slot, i, request.phase, request.step)));
+  }
+  slot.state = SlotState::kPosted;
+}
+
+void Engine::Impl::wait_recv(const PlanOp& op) {
+  Slot& slot = *message(op).slot;
+  if (slot.state != SlotState::kPosted) {
+    refuse(op, fmt::format("it waits for a receive that was never posted (the slot is {})",
+                           describe(slot.state)));
+  }
+  settle_nccl(slot);
+  for (const Ticket ticket : slot.tickets) wait(ticket);
+  for (std::size_t i = 0; i < slot.tensors.size() && !slot.tickets.empty(); ++i) {
+    if (slot.tensors[i].data == nullptr) continue;
+    take_shape(slot, i);
+    if (slot.buffers[i].device == nullptr) continue;
+    stream().wait(slot.buffers[i].device->arrived);
+    computed_until = 0;
+  }
+  slot.state = SlotState::kFilled;
+  if (config.trace_events > 0) {
+    record(TraceTrack::kReceives, op, slot.started, clock.now());
+  }
+}
+
+void Engine::Impl::start_send(const PlanOp& op) {
+  const auto& [slot_place, peer, tag] = message(op);
+  Slot& slot = *slot_place;
+  if (slot.state != SlotState::kFilled) refuse(op, SlotState::kFilled, slot.state);
+  if (slot.link == LinkKind::kHost) transport->prepare_send(peer);
+  slot.tickets.clear();
+  if (config.trace_events > 0) slot.started = clock.now();
+  if (slot.link == LinkKind::kNccl) {
+    issue_nccl(op, slot, peer);
+    slot.state = SlotState::kSending;
+    return;
+  }
+  for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
+    if (slot.tensors[i].data == nullptr) continue;
+    slot.buffers[i].header() = header_of(op, slot, i, request.phase, request.step);
+    if (slot.buffers[i].device != nullptr) slot.buffers[i].device->ready.record(stream());
+    const Ticket ticket = transport->start_send(peer, tag, slot.buffers[i]);
+    if (ticket != kDoneTicket) slot.tickets.push_back(ticket);
+  }
+  slot.state = SlotState::kSending;
+}
+
+void Engine::Impl::wait_send(const PlanOp& op) {
+  Slot& slot = *message(op).slot;
+  if (slot.state != SlotState::kSending) refuse(op, SlotState::kSending, slot.state);
+  settle_nccl(slot);
+  for (const Ticket ticket : slot.tickets) wait(ticket);
+  slot.state = SlotState::kFree;
+  if (config.trace_events > 0) record(TraceTrack::kSends, op, slot.started, clock.now());
+}
+
+void Engine::Impl::issue_nccl(const PlanOp& op, Slot& slot, int peer) {
+  if (!group_open) config.nccl->begin_group();
+  for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
+    if (slot.tensors[i].data == nullptr) continue;
+    DeviceSide& side = slot.device[i];
+    side.ready.record(stream());
+    const std::span<std::byte> data(side.payload, slot.tensors[i].spec.bytes());
+    slot.nccl.push_back(op.kind == OpKind::kPostRecv ? config.nccl->recv(peer, data, side.ready)
+                                                     : config.nccl->send(peer, data, side.ready));
+  }
+  const PlanOp* const next = &op + 1;
+  group_open = next != mine.ops.data() + mine.ops.size() && next->with_previous;
+  if (!group_open) config.nccl->end_group();
+}
+
+void Engine::Impl::release(const PlanOp& op) {
+  for (int k = 0; k < kBufferKinds; ++k) {
+    const auto kind = static_cast<BufferKind>(k);
+    if (op.slot(kind) < 0) continue;
+    expect(op, kind, SlotState::kFilled).state = SlotState::kFree;
+  }
+}
+
+void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
+  if (config.nccl != nullptr) config.nccl->progress();  // issuing an action takes a while
+  LocalStage& stage = local(op);
+  const SampleRange& range = request.micro_batches[index_of(op.micro_batch)];
+  StageContext ctx{.compute = *config.compute,
+                   .stage = op.stage,
+                   .micro_batch = op.micro_batch,
+                   .slot = op.slot(BufferKind::kState),
+                   .phase = request.phase,
+                   .step = calls.step(),
+                   .seed = request.seed,
+                   .first_sample = range.first,
+                   .samples = range.count,
+                   .loss_scale = calls.loss_scale(),
+                   .inputs = {},
+                   .collective = config.collective};
+  if (op.stage == 0) {
+    ctx.inputs = batch.inputs(op.micro_batch);
+  } else {
+    ctx.inputs = expect(op, BufferKind::kInput, SlotState::kFilled).tensors;
+  }
+  if (&op == stage.last_gradient && actions != nullptr) {
+    ctx.final_gradients = actions->final_gradients(op.stage);
+  }
+  // Reading the clock, or a GPU's, costs more than what lies between two actions in a row.
+  const bool follows = computed_until > 0;
+  const double start = follows ? computed_until : clock.now();
+  if (on_gpu) timer.start(stream(), op, follows);
+  if (op.action == ActionKind::kForward) {
+    forward(stage, op, ctx);
+  } else {
+    backward(stage, op, ctx);
+  }
+  if (on_gpu) {  // drain() tells how long it took
+    timer.stop(stream());
+    computed_until = start;
+    return;
+  }
+  computed_until = clock.now();
+  tally(op, start, computed_until);
+}
+
+void Engine::Impl::reduce_grad(const PlanOp& op, StepActions& actions) {
+  if (config.trace_events == 0) return actions.reduce_grad(op.stage);
+  const double start = clock.now();
+  timer.start(stream(), op);
+  actions.reduce_grad(op.stage);
+  timer.stop(stream());
+  if (!on_gpu) record(TraceTrack::kSums, op, start, clock.now());
+}
+
+void Engine::Impl::tally(const PlanOp& op, double start, double end) {
+  if (op.kind == OpKind::kReduceGrad) return record(TraceTrack::kSums, op, start, end);
+  LocalStage& stage = local(op);
+  outcome.busy_seconds += end - start;
+  ActionSeconds::Sum& sum = stage.seconds.of(op.action);
+  sum.seconds += end - start;
+  ++sum.count;
+  if (config.trace_events > 0) record(TraceTrack::kCompute, op, start, end);
+}
+
+void Engine::Impl::drain() {
+  if (on_gpu) {
+    drained.record(stream());
+    wait_until([&] { return drained.done(); });
+    timer.read([&](const PlanOp& op, double start, double end) { tally(op, start, end); });
+  }
+  for (std::size_t i = 0; i < table.stages().size(); ++i) {
+    outcome.actions[i] = table.stages()[i].seconds;
+  }
+}
+
+template <typename Body>
+void Engine::Impl::in_stage(const PlanOp& op, const Body& body) {
+  try {
+    body();
+  } catch (...) {
+    const Action action{.kind = op.action, .stage = op.stage, .micro_batch = op.micro_batch};
+    rethrow_from(fmt::format("stage {}, {}", op.stage, to_string(action)));
+  }
+}
+
+void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
+  expect(op, BufferKind::kState, SlotState::kFree).state = SlotState::kFilled;
+  if (++in_flight > outcome.peak_in_flight) outcome.peak_in_flight = in_flight;
+  Slot& output = expect(op, BufferKind::kOutput, SlotState::kFree);
+  output.pool->shape(output, samples(op));
+  LossStage* const loss = request.phase == Phase::kGenerate ? nullptr : stage.binding.loss;
+  if (stage.binding.loss != nullptr) last_output = &output;
+  in_stage(op, [&] {
+    if (op.stage == 0) {
+      stage.binding.stage->check_inputs(request.batch->inputs[index_of(op.micro_batch)]);
+    }
+    LossResult* result = nullptr;
+    if (loss != nullptr) {
+      result = &reinterpret_cast<LossResult*>(losses.data())[op.micro_batch];
+      result->weight = loss->target_weight(request.batch->targets[index_of(op.micro_batch)]);
+    }
+    calls.run(index_in_plan(op), *stage.binding.stage, ctx, [&] {
+      stage.binding.stage->forward(ctx, ctx.inputs, output.tensors);
+      if (result == nullptr) return;
+      loss->loss(ctx, output.tensors, batch.targets(op.micro_batch), &result->sum);
+    });
+  });
+  output.state = SlotState::kFilled;
+  if (config.plan->forward_only) --in_flight;
+}
+
+void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
+  expect(op, BufferKind::kState, SlotState::kFilled);
+  const bool last = stage.binding.loss != nullptr;
+  Slot& gradient = last ? expect(op, BufferKind::kOutput, SlotState::kFilled)
+                        : expect(op, BufferKind::kGradOutput, SlotState::kFilled);
+  Slot* grad_input = nullptr;
+  if (op.stage > 0 && op.action != ActionKind::kBackwardWeight) {
+    grad_input = &expect(op, BufferKind::kGradInput, SlotState::kFree);
+    grad_input->pool->shape(*grad_input, samples(op));
+  }
+  const std::span<const Tensor> grad_inputs =
+      grad_input == nullptr ? std::span<const Tensor>() : grad_input->tensors;
+  in_stage(op, [&] {
+    calls.run(index_in_plan(op), *stage.binding.stage, ctx, [&] {
+      if (op.action == ActionKind::kBackward) {
+        stage.binding.stage->backward(ctx, gradient.tensors, grad_inputs);
+      } else if (op.action == ActionKind::kBackwardInput) {
+        stage.binding.split->backward_input(ctx, gradient.tensors, grad_inputs);
+      } else {
+        stage.binding.split->backward_weight(ctx, gradient.tensors);
+      }
+    });
+  });
+  if (op.action != ActionKind::kBackwardInput) --in_flight;
+  if (grad_input != nullptr) grad_input->state = SlotState::kFilled;
+}
+
+template <typename Done>
+void Engine::Impl::wait_until(const Done& done) {
+  if (done()) return;
+  computed_until = 0;
+  waiter.reset();
+  while (!done()) {
+    progress();
+    if (config.interrupt != nullptr) config.interrupt->poll();
+    waiter.pause();
+  }
+}
+
+void Engine::Impl::refuse(const PlanOp& op, SlotState needed, SlotState state) const {
+  refuse(op, fmt::format("a slot it needs {} is {}", describe(needed), describe(state)));
+}
+
+void Engine::Impl::refuse(const PlanOp& op, std::string_view why) const {
+  throw Error(ErrorCode::kPlan,
+              fmt::format("the plan of schedule '{}' breaks at {} on pipeline rank {}: {}",
+                          config.plan->schedule_name, to_string(op), config.rank, why));
+}
+
+void Engine::Impl::record(TraceTrack track, const PlanOp& op, double start, double end) {
+  if (events.size() == events.capacity()) return;
+  events.push_back({.start = start,
+                    .end = end,
+                    .action = static_cast<std::uint8_t>(op.action),
+                    .track = track,
+                    .stage = static_cast<std::int16_t>(op.stage),
+                    .micro_batch = op.micro_batch});
+}
+
+Engine::Engine(const EngineConfig& config) : impl_(std::make_unique<Impl>(config)) {}
+Engine::~Engine() = default;
+
+const StepOutcome& Engine::run(const StepRequest& request, StepActions* actions) {
+  return impl_->run(request, actions);
+}
+
+void Engine::poll() { impl_->progress(); }
+
+const StepOutcome& Engine::outcome() const { return impl_->outcome; }
+
+std::span<const Tensor> Engine::outputs() const { return impl_->outputs; }
+
+std::span<const TraceEvent> Engine::trace() const { return impl_->events; }
+
+}  // namespace sluice

@@ -1,0 +1,58 @@
+#include "runtime/engine/recorded_calls.hpp"
+
+#include <fmt/format.h>
+
+#include <sluice/error.hpp>
+
+namespace sluice {
+
+RecordedCalls::RecordedCalls(ComputeContext& compute, std::size_t actions, bool wanted)
+    : compute_(compute) {
+  if (!wanted || compute.device().kind == DeviceKind::kCpu) return;
+  entries_.resize(actions);
+  staged_ = HostBuffer(compute.device(), sizeof(Values));
+  on_device_ = compute.memory().allocate(kDeviceBytes);
+  const auto* values = reinterpret_cast<const Values*>(on_device_.data());
+  step_.on_device = &values->step;
+  loss_scale_.on_device = &values->loss_scale;
+}
+
+void RecordedCalls::begin_step(std::uint64_t step, double loss_scale) {
+  step_.value = step;
+  loss_scale_.value = loss_scale;
+  if (entries_.empty()) return;
+  *reinterpret_cast<Values*>(staged_.data()) = {step, loss_scale};
+  copy_async(on_device_.data(), staged_.data(), kDeviceBytes, compute_.stream());
+}
+
+bool RecordedCalls::Entry::fits(const StageContext& ctx) const {
+  return phase == ctx.phase && samples.first == ctx.first_sample && samples.count == ctx.samples;
+}
+
+bool RecordedCalls::replay(const Entry& entry, const StageContext& ctx) const {
+  if (entry.graph.empty() || !entry.fits(ctx)) return false;
+  if (entry.workspace != compute_.workspace_place()) return false;
+  entry.graph.launch(compute_.stream());
+  return true;
+}
+
+void RecordedCalls::make(Entry& entry, const StageContext& ctx, const std::function<void()>& call) {
+  if (entry.calls == 0) {
+    entry.phase = ctx.phase;
+    entry.samples = {ctx.first_sample, ctx.samples};
+  }
+  if (!entry.fits(ctx) || !entry.graph.empty() || entry.calls++ == 0) return call();
+  entry.workspace = compute_.workspace_place();
+  try {
+    entry.graph = Graph::record(compute_.stream(), call);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kDevice) throw;
+    throw Error(ErrorCode::kDevice,
+                fmt::format("cannot be recorded as a CUDA graph on {}: {}; it can train without "
+                            "--cuda-graphs",
+                            to_string(compute_.device()), error.what()));
+  }
+  entry.graph.launch(compute_.stream());
+}
+
+}  // namespace sluice

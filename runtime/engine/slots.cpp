@@ -1,0 +1,124 @@
+#include "runtime/engine/slots.hpp"
+
+#include <array>
+
+namespace sluice {
+namespace {
+
+// The payload starts aligned; the header sits in the bytes just before it.
+std::size_t tensor_bytes(const EdgeTensor& tensor) {
+  return kBufferAlignment + round_up(tensor.spec.bytes(), kBufferAlignment);
+}
+
+void set_spec(Slot& slot, std::size_t index, const TensorSpec& spec) {
+  slot.tensors[index].spec = spec;
+  MessageHeader header;
+  header.dtype = static_cast<std::uint8_t>(spec.dtype);
+  header.tensor = static_cast<std::uint16_t>(index);
+  header.tensor_count = static_cast<std::uint16_t>(slot.tensors.size());
+  header.rank = static_cast<std::uint32_t>(spec.shape.rank());
+  for (int d = 0; d < spec.shape.rank(); ++d) {
+    header.shape[static_cast<std::size_t>(d)] = static_cast<std::int32_t>(spec.shape[d]);
+  }
+  header.bytes = spec.bytes();
+  slot.headers[index] = header;
+}
+
+}  // namespace
+
+const char* describe(SlotState state) {
+  switch (state) {
+    case SlotState::kFree:
+      return "free";
+    case SlotState::kPosted:
+      return "posted";
+    case SlotState::kFilled:
+      return "filled";
+    case SlotState::kSending:
+      return "being sent";
+  }
+  return "unknown";
+}
+
+void reshape(Slot& slot, std::size_t index, const MessageHeader& arrived) {
+  std::array<std::int64_t, kMaxDims> dims = {};
+  for (std::size_t d = 0; d < arrived.rank; ++d) dims[d] = arrived.shape[d];
+  set_spec(slot, index,
+           {slot.tensors[index].spec.dtype,
+            Shape(std::span<const std::int64_t>(dims.data(), arrived.rank))});
+  slot.samples = -1;
+}
+
+int SlotPool::edge_of(const BufferPool& pool) {
+  const bool towards_next =
+      pool.kind == BufferKind::kOutput || pool.kind == BufferKind::kGradOutput;
+  return towards_next ? pool.stage + 1 : pool.stage;
+}
+
+std::size_t SlotPool::bytes(const BufferPool& pool, const EdgeTable& edges) {
+  if (pool.kind == BufferKind::kState) return 0;
+  std::size_t slot_bytes = 0;
+  for (const EdgeTensor& tensor : edges.inputs(edges.largest(), edge_of(pool))) {
+    if (!is_gradient(pool.kind) || tensor.wants_gradient) slot_bytes += tensor_bytes(tensor);
+  }
+  return slot_bytes * static_cast<std::size_t>(pool.count);
+}
+
+SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& place)
+    : description_(pool),
+      link_(place.link),
+      edges_(&edges),
+      slots_(static_cast<std::size_t>(pool.count)) {
+  for (Slot& slot : slots_) slot.pool = this;
+  if (pool.kind == BufferKind::kState) return;
+  const bool staged = link_ == LinkKind::kStaged, direct = link_ == LinkKind::kDirect;
+  const bool nccl = link_ == LinkKind::kNccl;
+  const bool from_device = staged || direct || nccl;
+  const Device device = place.memory.device();
+  auto& [memory, host] = place.slots;
+  memory = place.memory.allocate(bytes(pool, edges));
+  if (staged) host = HostBuffer(device, memory.size());
+  const auto tensors = edges.inputs(edges.largest(), edge_of(pool));
+  if (direct) host = HostBuffer(Device{}, slots_.size() * tensors.size() * kHeaderBytes);
+  std::size_t next = 0, next_header = 0;
+  for (Slot& slot : slots_) {
+    slot.link = link_;
+    slot.tensors.resize(tensors.size());
+    slot.buffers.resize(tensors.size());
+    slot.headers.resize(tensors.size());
+    slot.tickets.reserve(tensors.size());
+    slot.nccl.reserve(tensors.size());
+    if (from_device) slot.device.resize(tensors.size());
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      set_spec(slot, i, tensors[i].spec);
+      if (is_gradient(pool.kind) && !tensors[i].wants_gradient) continue;
+      const std::size_t payload = next + kBufferAlignment;
+      slot.tensors[i].data = memory.data() + payload;
+      slot.buffers[i].capacity = tensors[i].spec.bytes();
+      if (direct) {
+        slot.buffers[i].message = host.data() + next_header;
+        next_header += kHeaderBytes;
+      } else if (staged || device.kind == DeviceKind::kCpu) {  // the others carry no header
+        std::byte* const base = staged ? host.data() : memory.data();
+        slot.buffers[i].message = base + payload - kHeaderBytes;
+      }
+      if (from_device) {
+        slot.device[i] = {.payload = memory.data() + payload,
+                          .ready = Event(device),
+                          .arrived = nccl ? Event() : Event(device),
+                          .direct = direct};
+        slot.buffers[i].device = &slot.device[i];
+      }
+      next += tensor_bytes(tensors[i]);
+    }
+  }
+}
+
+void SlotPool::reshape(Slot& slot, std::int64_t samples) const {
+  slot.samples = samples;
+  if (slot.tensors.empty()) return;
+  const auto tensors = edges_->inputs(samples, edge_of(description_));
+  for (std::size_t i = 0; i < tensors.size(); ++i) set_spec(slot, i, tensors[i].spec);
+}
+
+}  // namespace sluice

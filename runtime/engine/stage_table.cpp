@@ -1,0 +1,158 @@
+#include "runtime/engine/stage_table.hpp"
+
+#include <optional>
+
+namespace sluice {
+namespace {
+
+std::size_t at(std::int32_t value) { return static_cast<std::size_t>(value); }
+
+// How a pool's slots reach the stage at the other end of its edge.
+LinkKind link_of(const BufferPool& pool, const EngineConfig& config) {
+  const Placement& placement = config.plan->placement;
+  const int edge = SlotPool::edge_of(pool);  // between stages edge - 1 and edge
+  const auto here = [&](int stage) {
+    return stage < 0 || stage >= placement.stages() || placement.rank_of(stage) == config.rank;
+  };
+  if (here(edge - 1) && here(edge)) return LinkKind::kLocal;
+  if (!config.links.empty()) return config.links[at(edge)].kind;
+  return config.compute->device().kind == DeviceKind::kCpu ? LinkKind::kHost : LinkKind::kStaged;
+}
+
+// What this rank's end of the link is: a CPU's end of a staged link is plain host memory.
+LinkKind end_of(LinkKind link, Device device) {
+  return link == LinkKind::kStaged && device.kind == DeviceKind::kCpu ? LinkKind::kHost : link;
+}
+
+}  // namespace
+
+SlotPool* LocalStage::pool(BufferKind kind) const {
+  switch (kind) {
+    case BufferKind::kInput:
+      return input;
+    case BufferKind::kOutput:
+      return output;
+    case BufferKind::kGradOutput:
+      return grad_output;
+    case BufferKind::kGradInput:
+      return grad_input;
+    case BufferKind::kState:
+      return state;
+  }
+  return nullptr;
+}
+
+StageTable::StageTable(const EngineConfig& config)
+    : ops_(config.plan->ranks[at(config.rank)].ops),
+      memory_(std::make_shared<std::deque<SlotMemory>>()),
+      stages_(config.stages.size()) {
+  const RankPlan& mine = config.plan->ranks[at(config.rank)];
+  const Placement& placement = config.plan->placement;
+  for (const BufferPool& pool : mine.pools) {
+    const DeviceMemory& memory = config.compute->memory();
+    pools_.emplace_back(pool, *config.edges,
+                        SlotPool::Place{memory, memory_->emplace_back(),
+                                        end_of(link_of(pool, config), memory.device())});
+    if (pool.kind != BufferKind::kState) {
+      const auto edge = config.edges->inputs(config.edges->largest(), SlotPool::edge_of(pool));
+      tensors_ += static_cast<std::size_t>(pool.count) * edge.size();
+    }
+  }
+  index_of_stage_.assign(at(placement.stages()), -1);
+  for (std::size_t i = 0; i < stages_.size(); ++i) {
+    stages_[i].binding = config.stages[i];
+    stages_[i].seconds.stage = config.stages[i].index;
+    index_of_stage_[at(config.stages[i].index)] = static_cast<std::int32_t>(i);
+  }
+  bind_pools(placement.stages());
+  for (const PlanOp& op : ops_) op_stages_.push_back(find(op.stage));
+  bind_slots();
+  bind_messages(config.plan->channels);
+  find_ends();
+}
+
+LocalStage* StageTable::find(std::int32_t stage) {
+  if (stage < 0 || at(stage) >= index_of_stage_.size()) return nullptr;
+  const std::int32_t index = index_of_stage_[at(stage)];
+  return index < 0 ? nullptr : &stages_[at(index)];
+}
+
+void StageTable::bind_pools(int stages) {
+  for (SlotPool& pool : pools_) {
+    const BufferPool& what = pool.description();
+    LocalStage& stage = stages_[at(index_of_stage_[at(what.stage)])];
+    const auto neighbour = [&](int other) { return other < stages ? find(other) : nullptr; };
+    switch (what.kind) {
+      case BufferKind::kInput:
+        stage.input = &pool;
+        if (LocalStage* previous = neighbour(what.stage - 1)) previous->output = &pool;
+        break;
+      case BufferKind::kGradOutput:
+        stage.grad_output = &pool;
+        if (LocalStage* next = neighbour(what.stage + 1)) next->grad_input = &pool;
+        break;
+      case BufferKind::kOutput:
+        stage.output = &pool;
+        break;
+      case BufferKind::kGradInput:
+        stage.grad_input = &pool;
+        break;
+      case BufferKind::kState:
+        stage.state = &pool;
+        break;
+    }
+  }
+}
+
+const PlanOp* StageTable::outside(std::size_t micro_batches) const {
+  if (lowest_ == nullptr) return nullptr;
+  if (lowest_->micro_batch < 0) return lowest_;
+  return at(highest_->micro_batch) >= micro_batches ? highest_ : nullptr;
+}
+
+void StageTable::find_ends() {
+  for (const PlanOp& op : ops_) {
+    if (op.kind != OpKind::kRelease && op.kind != OpKind::kReduceGrad &&
+        op.kind != OpKind::kReduceTied && op.kind != OpKind::kOptimizer) {
+      if (lowest_ == nullptr || op.micro_batch < lowest_->micro_batch) lowest_ = &op;
+      if (highest_ == nullptr || op.micro_batch > highest_->micro_batch) highest_ = &op;
+    }
+    const bool adds =
+        op.action == ActionKind::kBackward || op.action == ActionKind::kBackwardWeight;
+    LocalStage* const stage = stage_of(op);
+    if (op.kind == OpKind::kCompute && adds && stage != nullptr) stage->last_gradient = &op;
+  }
+}
+
+// Which slots ops name, once for all steps.
+void StageTable::bind_slots() {
+  op_slots_.resize(ops_.size());
+  for (std::size_t i = 0; i < ops_.size(); ++i) {
+    for (int k = 0; op_stages_[i] != nullptr && k < kBufferKinds; ++k) {
+      const auto kind = static_cast<BufferKind>(k);
+      const std::int32_t index = ops_[i].slot(kind);
+      SlotPool* pool = op_stages_[i]->pool(kind);
+      if (pool == nullptr || index < 0 || index >= pool->count()) continue;
+      op_slots_[i][at(k)] = &pool->slot(index);
+    }
+  }
+}
+
+void StageTable::bind_messages(std::span<const Channel> channels) {
+  messages_.resize(ops_.size());
+  for (std::size_t i = 0; i < ops_.size(); ++i) {
+    const PlanOp& op = ops_[i];
+    std::optional<BufferKind> kind;
+    if (op.action == ActionKind::kRecvForward) kind = BufferKind::kInput;
+    if (op.action == ActionKind::kSendForward) kind = BufferKind::kOutput;
+    if (op.action == ActionKind::kRecvBackward) kind = BufferKind::kGradOutput;
+    if (op.action == ActionKind::kSendBackward) kind = BufferKind::kGradInput;
+    if (!kind || op.channel < 0 || at(op.channel) >= channels.size()) continue;
+    const Channel& channel = channels[at(op.channel)];
+    const bool sends =
+        op.action == ActionKind::kSendForward || op.action == ActionKind::kSendBackward;
+    messages_[i] = {slot(op, *kind), sends ? channel.to_rank : channel.from_rank, channel.tag};
+  }
+}
+
+}  // namespace sluice

@@ -1,0 +1,81 @@
+// The engine's stages of one rank with the pools of slots that their ops name. Internal to the
+// engine.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include <sluice/plan.hpp>
+
+#include "runtime/engine/engine_config.hpp"
+#include "runtime/engine/slots.hpp"
+
+namespace sluice {
+
+// A stage of this rank.
+struct LocalStage {
+  StageBinding binding;
+  SlotPool* input = nullptr;        // own kInput; null on stage 0
+  SlotPool* output = nullptr;       // own kOutput, or the next stage's kInput at a local hand-over
+  SlotPool* grad_output = nullptr;  // own kGradOutput; null on the last stage
+  SlotPool* grad_input = nullptr;   // own kGradInput, or the previous stage's kGradOutput
+  SlotPool* state = nullptr;
+  const PlanOp* last_gradient = nullptr;  // the last op of a step that adds to its gradients
+  ActionSeconds seconds;
+
+  [[nodiscard]] SlotPool* pool(BufferKind kind) const;
+};
+
+class StageTable {
+ public:
+  // Allocates every pool. `config` as the engine's; what it points to outlives the table.
+  explicit StageTable(const EngineConfig& config);
+
+  [[nodiscard]] std::vector<LocalStage>& stages() { return stages_; }  // ascending
+  // The stage of an op of this rank's plan; null where it is not on this rank.
+  [[nodiscard]] LocalStage* stage_of(const PlanOp& op) const { return op_stages_[index_of(op)]; }
+  // The slot of kind `kind` that an op of this rank's plan names; null where there is none.
+  [[nodiscard]] Slot* slot(const PlanOp& op, BufferKind kind) const {
+    return op_slots_[index_of(op)][static_cast<std::size_t>(kind)];
+  }
+  // What a message op of this rank's plan means; no slot where it names none, or no channel.
+  struct Message {
+    Slot* slot = nullptr;
+    int peer = -1;
+    int tag = -1;
+  };
+  [[nodiscard]] const Message& message(const PlanOp& op) const { return messages_[index_of(op)]; }
+  // A message or compute op that names none of so many micro-batches; null where all do.
+  [[nodiscard]] const PlanOp* outside(std::size_t micro_batches) const;
+  // Owns what the slots lie in.
+  [[nodiscard]] Owner memory() const { return memory_; }
+  // Tensors that all slots hold together: at most that many messages are open at once.
+  [[nodiscard]] std::size_t tensors() const { return tensors_; }
+
+ private:
+  [[nodiscard]] std::size_t index_of(const PlanOp& op) const {
+    return static_cast<std::size_t>(&op - ops_.data());
+  }
+  [[nodiscard]] LocalStage* find(std::int32_t stage);
+  void bind_pools(int stages);
+  void bind_slots();
+  void bind_messages(std::span<const Channel> channels);
+  void find_ends();
+
+  std::span<const PlanOp> ops_;
+  std::shared_ptr<std::deque<SlotMemory>> memory_;  // of pools_
+  std::deque<SlotPool> pools_;
+  std::vector<LocalStage> stages_;
+  std::vector<std::int32_t> index_of_stage_;  // [global stage] index into stages_ or -1
+  std::vector<LocalStage*> op_stages_;        // [index into ops_]
+  std::vector<std::array<Slot*, kBufferKinds>> op_slots_;  // [index into ops_]
+  std::vector<Message> messages_;                          // [index into ops_]
+  const PlanOp *lowest_ = nullptr, *highest_ = nullptr;    // by the micro-batch they name
+  std::size_t tensors_ = 0;
+};
+
+}  // namespace sluice

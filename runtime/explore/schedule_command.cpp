@@ -1,0 +1,126 @@
+#include "runtime/explore/schedule_command.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+
+#include <sluice/error.hpp>
+#include <sluice/generate.hpp>
+
+#include "runtime/explore/schedule_auto.hpp"
+#include "runtime/explore/schedule_compare.hpp"
+#include "runtime/explore/schedule_costs.hpp"
+#include "runtime/explore/schedule_output.hpp"
+#include "runtime/explore/schedule_report.hpp"
+#include "runtime/options/option_table.hpp"
+#include "runtime/options/process.hpp"
+
+namespace sluice {
+namespace {
+
+constexpr int kMaxInt = std::numeric_limits<int>::max();
+constexpr const char* kAbout =
+    "Proves, simulates and draws a schedule: no MPI, no model. Time has the unit of the times "
+    "given;\n"
+    "a backward that is not parted takes backward-input-time + backward-weight-time. Times and\n"
+    "bytes are one number for all stages, or one per stage, separated by commas.\n"
+    "\n"
+    "  sluice schedule --schedule 1f1b --ranks 4 --micro-batches 8\n"
+    "  sluice schedule --file mine.json --format svg --output mine.svg\n"
+    "  sluice schedule compare --ranks 8 --micro-batches 32\n"
+    "  sluice schedule auto --ranks 8 --micro-batches 32\n"
+    "\n"
+    "Messages queue up on a link of limited bandwidth; peak bytes are counted where bytes are "
+    "given.\n"
+    "\n"
+    "Formats: grid (text), json (figures), svg (picture), trace (Chrome-trace JSON, one unit of\n"
+    "time shown as a millisecond), csv (PyTorch's schedule file) and file (Sluice's own schedule\n"
+    "file, which --file reads back).";
+
+struct ScheduleOptions {
+  std::string schedule = "1f1b";
+  ScheduleShape shape = {.ranks = 4, .micro_batches = 8, .chunks = 1};
+  CostOptions costs;
+  std::string file, csv_alphabet = "detect";
+  ScheduleOutput output;
+};
+
+CsvAlphabet alphabet_of(const ScheduleOptions& options) {
+  if (options.csv_alphabet == "older") return CsvAlphabet::kOlder;
+  return options.csv_alphabet == "current" ? CsvAlphabet::kCurrent : CsvAlphabet::kDetect;
+}
+
+OptionTable make_table(ScheduleOptions& options) {
+  OptionTable table("sluice schedule [options]", kAbout);
+  std::vector<std::string> names = schedule_names();
+  names.emplace_back("auto");
+  table.add_choice("schedule", options.schedule, names,
+                   "which; auto: as 'sluice schedule auto', which has options of its own");
+  table.add_integer("ranks", options.shape.ranks, 1, kMaxInt, "pipeline depth");
+  table.add_integer("micro-batches", options.shape.micro_batches, 1, kMaxInt, "per step");
+  table.add_integer("chunks", options.shape.chunks, 1, kMaxChunks, "stages per rank");
+  table.add_text("file", options.file, "PATH",
+                 "read this schedule instead: Sluice's JSON or PyTorch's CSV");
+  table.add_choice("csv-alphabet", options.csv_alphabet, {"detect", "current", "older"},
+                   "older CSV files write B for the input half and BW for the whole backward");
+  add_output_options(table, options.output);
+  add_cost_options(table, options.costs, CostsOf::kStage);
+  return table;
+}
+
+ScheduleReport report_of(const ScheduleOptions& options, const OptionTable& table) {
+  const Costs costs(options.costs, table, CostsOf::kStage);
+  ReportRequest request;
+  request.detail = detail_of(options.output);
+  if (options.file.empty()) {
+    return report_schedule(options.schedule, options.shape, costs, request);
+  }
+  for (const char* name : {"schedule", "ranks", "micro-batches", "chunks"}) {
+    if (!table.given(name)) continue;
+    throw Error(
+        ErrorCode::kUsage,
+        fmt::format("option --{}: the schedule of --file says it; give one of the two", name));
+  }
+  return report_schedule(load_schedule(options.file, alphabet_of(options)), costs, request);
+}
+
+void run(const ScheduleOptions& options, const OptionTable& table) {
+  const ScheduleReport report = report_of(options, table);
+  ScheduleOutput output = options.output;
+  output.alphabet = alphabet_of(options);
+  write_output(output, [&](const PutText& put) { put_schedule(report, output, put); });
+}
+
+// The other arguments where `--schedule auto` is one of them.
+std::optional<std::vector<std::string>> arguments_of_auto(std::vector<std::string> arguments) {
+  for (auto it = arguments.begin(); it != arguments.end(); ++it) {
+    if (*it == "--schedule=auto") {
+      arguments.erase(it);
+      return arguments;
+    }
+    if (*it == "--schedule" && it + 1 != arguments.end() && *(it + 1) == "auto") {
+      arguments.erase(it, it + 2);
+      return arguments;
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+int schedule_command(const std::vector<std::string>& arguments) {
+  if (!arguments.empty() && arguments.front() == "compare") {
+    return schedule_compare_command({arguments.begin() + 1, arguments.end()});
+  }
+  if (!arguments.empty() && arguments.front() == "auto") {
+    return schedule_auto_command({arguments.begin() + 1, arguments.end()});
+  }
+  if (const auto rest = arguments_of_auto(arguments)) return schedule_auto_command(*rest);
+  ScheduleOptions options;
+  OptionTable table = make_table(options);
+  return run_guarded(table, arguments, [&] { run(options, table); });
+}
+
+}  // namespace sluice

@@ -1,0 +1,153 @@
+#include "runtime/explore/schedule_compare.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <tuple>
+
+#include <sluice/error.hpp>
+#include <sluice/generate.hpp>
+#include <sluice/verify.hpp>
+
+namespace sluice {
+namespace {
+
+int most_in_flight(const ScheduleReport& report) {
+  const std::vector<int>& peaks = report.simulation.peak_in_flight;
+  return *std::max_element(peaks.begin(), peaks.end());
+}
+
+// The first number of chunks that `name` takes; the last refusal in `why` where it takes none.
+std::optional<ScheduleReport> report_one(const std::string& name, const ScheduleShape& shape,
+                                         const Costs& costs, std::string& why) {
+  const std::vector<int> candidates =
+      shape.chunks > 0 ? std::vector<int>{shape.chunks} : std::vector<int>{2, 1};
+  for (const int chunks : candidates) {
+    try {
+      return report_schedule(name, {shape.ranks, shape.micro_batches, chunks}, costs);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kUsage && error.code() != ErrorCode::kPlan) throw;
+      why = error.what();
+    }
+  }
+  return std::nullopt;
+}
+
+double objective_of(const ScheduleReport& report, Objective objective) {
+  return objective == Objective::kSpan ? report.simulation.span : report.simulation.makespan;
+}
+
+const ScheduleReport* find(const std::vector<ScheduleReport>& rows, std::string_view name) {
+  for (const ScheduleReport& row : rows) {
+    if (row.schedule.name == name) return &row;
+  }
+  return nullptr;
+}
+
+// Has the table a column of bytes?
+bool has_bytes(const Comparison& comparison) {
+  return !comparison.rows.front().simulation.peak_bytes.empty();
+}
+
+std::string transports_text(const ScheduleReport& row) {
+  if (!row.planned) return "not planned";
+  std::vector<std::string_view> names;
+  for (const TransportModel model : row.transports) names.push_back(name_of(model));
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+}  // namespace
+
+std::string remark_on_barrier(const StepTimes& zb_h1, const StepTimes& zb_h2) {
+  constexpr double kRounding = 1e-9;
+  const bool gains = zb_h2.makespan < zb_h1.makespan * (1 - kRounding);
+  if (gains || !(zb_h2.span < zb_h1.span * (1 - kRounding))) return "";
+  return fmt::format(
+      "zb-h2 gains nothing over zb-h1: the step ends with a barrier, so its makespan counts "
+      "({:.6g} "
+      "against {:.6g}), not the shorter span of each rank ({:.6g} against {:.6g})",
+      zb_h2.makespan, zb_h1.makespan, zb_h2.span, zb_h1.span);
+}
+
+Comparison compare_schedules(const ScheduleShape& shape, const Costs& costs, Objective objective) {
+  Comparison comparison;
+  comparison.objective = objective;
+  for (const std::string& name : schedule_names()) {
+    if (name == "forward-only") continue;
+    std::string why;
+    if (auto report = report_one(name, shape, costs, why)) {
+      report->schedule.ranks.clear();
+      comparison.rows.push_back(std::move(*report));
+    } else {
+      comparison.left_out.push_back(why);
+    }
+  }
+  if (comparison.rows.empty()) {
+    throw Error(ErrorCode::kUsage, comparison.left_out.empty() ? "there is no schedule to compare"
+                                                               : comparison.left_out.front());
+  }
+  std::stable_sort(
+      comparison.rows.begin(), comparison.rows.end(),
+      [objective](const ScheduleReport& a, const ScheduleReport& b) {
+        return std::tuple(objective_of(a, objective), std::int64_t{most_in_flight(a)} * b.chunks) <
+               std::tuple(objective_of(b, objective), std::int64_t{most_in_flight(b)} * a.chunks);
+      });
+  const ScheduleReport* const h1 = find(comparison.rows, "zb-h1");
+  const ScheduleReport* const h2 = find(comparison.rows, "zb-h2");
+  if (h1 != nullptr && h2 != nullptr) {
+    const std::string remark = remark_on_barrier({h1->simulation.makespan, h1->simulation.span},
+                                                 {h2->simulation.makespan, h2->simulation.span});
+    if (!remark.empty()) comparison.remarks.push_back(remark);
+  }
+  return comparison;
+}
+
+std::string to_table_text(const Comparison& comparison) {
+  const bool bytes = has_bytes(comparison);
+  std::string text = fmt::format(
+      "{:<18}{:>7}{:>12}{:>12}{:>17}{:>13}{:>12}{:>14}{}{:>10}  {}\n", "schedule", "chunks",
+      "makespan", "span", "bubble_makespan", "bubble_span", "peak chunks", "micro-batches",
+      bytes ? fmt::format("{:>18}", "peak bytes") : "", "messages", "ends under");
+  for (const ScheduleReport& row : comparison.rows) {
+    const Simulation& simulation = row.simulation;
+    const int peak = most_in_flight(row);
+    const auto most = std::max_element(simulation.peak_bytes.begin(), simulation.peak_bytes.end());
+    text += fmt::format(
+        "{:<18}{:>7}{:>12.6g}{:>12.6g}{:>17.4f}{:>13.4f}{:>12}{:>14.6g}{}{:>10}  {}\n",
+        row.schedule.name, row.chunks, simulation.makespan, simulation.span,
+        simulation.bubble_makespan, simulation.bubble_span, peak,
+        static_cast<double>(peak) / row.chunks, bytes ? fmt::format("{:>18}", *most) : "",
+        simulation.messages, transports_text(row));
+  }
+  text += fmt::format(
+      "\nSorted by {}. Times and bytes given are of one micro-batch on a rank's whole share of the "
+      "model; with v chunks\neach action takes a v-th. Peaks are those of the fullest rank, in "
+      "chunks"
+      "{} and in whole micro-batches.\n",
+      comparison.objective == Objective::kSpan
+          ? "the longest own span of a rank, which a step without a barrier would take"
+          : "makespan, the step with its barrier",
+      bytes ? ", in bytes" : "");
+  const std::string& source = comparison.rows.front().costs_source;
+  if (!source.empty()) text += fmt::format("Times from {}.\n", source);
+  for (const std::string& each : comparison.remarks) text += fmt::format("{}.\n", each);
+  for (const std::string& each : comparison.left_out) text += fmt::format("left out: {}\n", each);
+  return text;
+}
+
+std::string to_json_text(const Comparison& comparison) {
+  nlohmann::ordered_json json;
+  json["objective"] = comparison.objective == Objective::kSpan ? "span" : "makespan";
+  json["rows"] = nlohmann::ordered_json::array();
+  for (const ScheduleReport& row : comparison.rows) {
+    json["rows"].push_back(nlohmann::ordered_json::parse(to_json_text(row)));
+  }
+  json["remarks"] = comparison.remarks;
+  json["left_out"] = comparison.left_out;
+  return json.dump() + "\n";
+}
+
+}  // namespace sluice

@@ -1,0 +1,34 @@
+// What `sluice schedule` and its `auto` write, in which format and where.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <string_view>
+
+#include "runtime/explore/schedule_report.hpp"
+#include "runtime/options/option_table.hpp"
+
+namespace sluice {
+
+struct ScheduleOutput {
+  std::string format = "grid", path;
+  bool timeline = false, messages = false;
+  CsvAlphabet alphabet = CsvAlphabet::kDetect;
+};
+
+using PutText = std::function<void(std::string_view)>;
+
+// --format, --output, --messages, --timeline. `output` outlives the table.
+void add_output_options(OptionTable& table, ScheduleOutput& output);
+
+// What the format shows of a simulation.
+[[nodiscard]] SimulationDetail detail_of(const ScheduleOutput& output);
+
+// Calls body(put) with what writes to the path, whole or not at all, or to standard output where it
+// is empty. Throws Error(kUsage) for what the format cannot hold, and as AtomicFile does.
+void write_output(const ScheduleOutput& output, const std::function<void(const PutText&)>& body);
+
+// The report in the format of `output`.
+void put_schedule(const ScheduleReport& report, const ScheduleOutput& output, const PutText& put);
+
+}  // namespace sluice

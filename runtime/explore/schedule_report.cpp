@@ -1,0 +1,356 @@
+#include "runtime/explore/schedule_report.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include <sluice/draw.hpp>
+#include <sluice/error.hpp>
+#include <sluice/generate.hpp>
+#include <sluice/verify.hpp>
+
+#include "runtime/files/trace.hpp"
+
+namespace sluice {
+namespace {
+
+std::string count(std::int64_t number, const char* what, const char* plural = "s") {
+  return fmt::format("{} {}{}", number, what, number == 1 ? "" : plural);
+}
+
+void require_small_enough(std::int64_t stages, std::int64_t micro_batches, std::int64_t max_pairs) {
+  std::int64_t pairs = 0;
+  if (!__builtin_mul_overflow(stages, micro_batches, &pairs) && pairs <= max_pairs) return;
+  throw Error(
+      ErrorCode::kUsage,
+      fmt::format("{} with {} are too many to simulate here: at most {} pairs of stage and "
+                  "micro-batch are legal{}",
+                  count(stages, "stage"), count(micro_batches, "micro-batch", "es"), max_pairs,
+                  stages > max_pairs
+                      ? ""
+                      : fmt::format("; nearest legal: --micro-batches {}", max_pairs / stages)));
+}
+
+// The grid has at least one cell per action of a rank.
+std::size_t most_actions(const Schedule& schedule) {
+  std::size_t longest = 0;
+  for (const std::vector<Step>& steps : schedule.ranks) {
+    longest = std::max(longest, steps.size());
+  }
+  return longest;
+}
+
+[[noreturn]] void refuse_plan(const std::string& text) { throw Error(ErrorCode::kPlan, text); }
+
+// In chunks.
+std::string peak_text(const std::vector<int>& peaks) {
+  constexpr std::size_t kMostListed = 32;
+  if (peaks.size() <= kMostListed) {
+    return fmt::format("{} (micro-batches x chunks, rank 0 first)", fmt::join(peaks, " "));
+  }
+  const auto [least, most] = std::minmax_element(peaks.begin(), peaks.end());
+  return fmt::format("{} to {} (micro-batches x chunks of a rank)", *least, *most);
+}
+
+std::string number_text(double value) { return fmt::format("{:.6g}", value); }
+std::string number_text(std::int64_t value) { return fmt::format("{}", value); }
+
+template <class Number>
+std::string range_text(const std::vector<Number>& values) {
+  const auto [least, most] = std::minmax_element(values.begin(), values.end());
+  if (*least == *most) return number_text(*most);
+  return number_text(*least) + " to " + number_text(*most);
+}
+
+std::string bytes_line(const std::vector<std::int64_t>& peaks) {
+  if (peaks.empty()) return "";
+  return fmt::format("peak bytes       {} (of a rank)\n", range_text(peaks));
+}
+
+std::string transports_text(const ScheduleReport& report) {
+  if (!report.planned) {
+    return fmt::format("not planned: more than {} pairs of stage and micro-batch",
+                       kMaxPlannedPairs);
+  }
+  std::vector<std::string_view> names;
+  for (const TransportModel model : report.transports) names.push_back(name_of(model));
+  return fmt::format("{} (transport models; for nccl planned in one global order)",
+                     fmt::join(names, ", "));
+}
+
+nlohmann::ordered_json to_json(const std::vector<std::vector<SimulatedAction>>& ranks) {
+  auto json = nlohmann::ordered_json::array();
+  for (const std::vector<SimulatedAction>& rank : ranks) {
+    auto row = nlohmann::ordered_json::array();
+    for (const SimulatedAction& each : rank) {
+      row.push_back({{"action", to_string(each.action)}, {"start", each.start}, {"end", each.end}});
+    }
+    json.push_back(std::move(row));
+  }
+  return json;
+}
+
+nlohmann::ordered_json to_json(const std::vector<std::vector<MemoryStep>>& ranks) {
+  auto json = nlohmann::ordered_json::array();
+  for (const std::vector<MemoryStep>& rank : ranks) {
+    auto row = nlohmann::ordered_json::array();
+    for (const MemoryStep& each : rank) row.push_back({{"time", each.time}, {"bytes", each.bytes}});
+    json.push_back(std::move(row));
+  }
+  return json;
+}
+
+void require_memory(const ScheduleReport& report, const Costs& costs) {
+  const std::string& name = report.schedule.name;
+  const std::vector<std::int64_t>& bytes = report.simulation.peak_bytes;
+  if (const auto limit = costs.memory_limit()) {
+    const auto most = std::max_element(bytes.begin(), bytes.end());
+    if (*most <= *limit) return;
+    refuse_plan(
+        fmt::format("schedule '{}' holds up to {} bytes on rank {}; --memory-limit allows {}", name,
+                    *most, most - bytes.begin(), *limit));
+  }
+  const auto limit = costs.in_flight_limit();
+  if (!limit) return;
+  for (int rank = 0; rank < report.schedule.placement.ranks(); ++rank) {
+    const double chunks = static_cast<double>(report.schedule.placement.stages_of(rank).size());
+    const double held = report.simulation.peak_in_flight[static_cast<std::size_t>(rank)] / chunks;
+    if (held <= *limit) continue;
+    refuse_plan(fmt::format(
+        "schedule '{}' holds up to {} micro-batches on rank {}; --memory-limit allows {}", name,
+        held, rank, *limit));
+  }
+}
+
+// Under which transports a plan ends: NCCL's models are asked of the plan made for in-order queues,
+// the others of the one for transports with tags.
+std::vector<TransportModel> prove(const Schedule& schedule, bool sums_beside) {
+  const auto stages = static_cast<std::size_t>(schedule.placement.stages());
+  const LowerOptions options = {.reduce_grad = !schedule.forward_only,
+                                .tied = {},
+                                .sums_beside = std::vector<bool>(stages, sums_beside)};
+  const Schedule lowered = lower(schedule, options);
+  const auto proven = [&](MessageOrder order) {
+    Verification verification = verify(make_plan(lowered, options.tied, {.order = order}));
+    if (!verification.ok()) refuse_plan(verification.violation->message);
+    return verification;
+  };
+  const Verification tagged = proven(MessageOrder::kReceivesAhead);
+  const Verification in_order = proven(MessageOrder::kGlobal);
+  std::vector<TransportModel> models;
+  for (const TransportModel model :
+       {TransportModel::kEager, TransportModel::kRendezvous, TransportModel::kBounded,
+        TransportModel::kNccl, TransportModel::kNcclEdges}) {
+    const bool queues = model == TransportModel::kNccl || model == TransportModel::kNcclEdges;
+    if ((queues ? in_order : tagged).progresses(model)) models.push_back(model);
+  }
+  return models;
+}
+
+ScheduleReport make_report(Schedule schedule, const SimulationTimes& times,
+                           const ReportRequest& request) {
+  ScheduleReport report;
+  report.schedule = std::move(schedule);
+  const Placement& placement = report.schedule.placement;
+  for (int rank = 0; rank < placement.ranks(); ++rank) {
+    report.chunks = std::max(report.chunks, static_cast<int>(placement.stages_of(rank).size()));
+  }
+  if (const auto violation = check(report.schedule)) {
+    refuse_plan(describe(report.schedule, *violation));
+  }
+  const std::int64_t pairs = std::int64_t{placement.stages()} * report.schedule.micro_batches;
+  report.planned = pairs <= request.max_planned_pairs;
+  if (report.planned) report.transports = prove(report.schedule, times.reduce_overlap);
+  report.simulation = simulate(report.schedule, times, request.detail);
+  report.exact = is_exact(report.schedule);
+  return report;
+}
+
+ScheduleReport make_report(Schedule schedule, const Costs& costs, const ReportRequest& request) {
+  const Placement& placement = schedule.placement;
+  const SimulationTimes times = costs.times(placement.ranks(), placement.stages());
+  ScheduleReport report = make_report(std::move(schedule), times, request);
+  report.costs_source = costs.source();
+  require_memory(report, costs);
+  return report;
+}
+
+// Blue, green, cyan, magenta for F, B, I, W; yellow for an overlapped pair.
+const char* colour_of(std::string_view cell) {
+  if (cell.find('+') != std::string_view::npos) return "33";
+  switch (cell[std::min(cell.find_first_not_of("0123456789["), cell.size() - 1)]) {
+    case 'F':
+      return "34";
+    case 'B':
+      return "32";
+    case 'I':
+      return "36";
+    case 'W':
+      return "35";
+    default:
+      return "0";
+  }
+}
+
+// Of the words behind each row's bar.
+std::string coloured(std::string_view grid) {
+  std::string text;
+  while (!grid.empty()) {
+    const std::size_t end = grid.find('\n');
+    const std::string_view row = grid.substr(0, end);
+    std::size_t at = std::min(row.find('|') + 1, row.size());
+    text += row.substr(0, at);
+    while (at < row.size()) {
+      const std::size_t word = std::min(row.find_first_not_of(' ', at), row.size());
+      const std::size_t blank = std::min(row.find(' ', word), row.size());
+      text += row.substr(at, word - at);
+      if (word < blank) {
+        const std::string_view cell = row.substr(word, blank - word);
+        text += fmt::format("\x1b[{}m{}\x1b[0m", colour_of(cell), cell);
+      }
+      at = blank;
+    }
+    text += '\n';
+    grid.remove_prefix(std::min(end, grid.size() - 1) + 1);
+  }
+  return text;
+}
+
+}  // namespace
+
+ScheduleReport report_schedule(std::string_view name, const ScheduleShape& shape,
+                               const Costs& costs, const ReportRequest& request) {
+  require_small_enough(std::int64_t{shape.ranks} * shape.chunks, shape.micro_batches,
+                       request.max_pairs);
+  try {
+    return make_report(generate(name, shape), costs, request);
+  } catch (const std::invalid_argument& error) {
+    throw Error(ErrorCode::kUsage, error.what());
+  }
+}
+
+ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs,
+                               const ReportRequest& request) {
+  require_small_enough(loaded.schedule.placement.stages(), loaded.schedule.micro_batches,
+                       request.max_pairs);
+  try {
+    ScheduleReport report = make_report(std::move(loaded.schedule), costs, request);
+    report.source = std::move(loaded.source);
+    return report;
+  } catch (const std::invalid_argument& error) {
+    throw Error(ErrorCode::kUsage, error.what());
+  }
+}
+
+ScheduleReport report_schedule(LoadedSchedule loaded, const SimulationTimes& times,
+                               const ReportRequest& request) {
+  ScheduleReport report = make_report(std::move(loaded.schedule), times, request);
+  report.source = std::move(loaded.source);
+  return report;
+}
+
+std::string to_grid_text(const ScheduleReport& report, bool colours, int max_columns) {
+  const Schedule& schedule = report.schedule;
+  const Simulation& simulation = report.simulation;
+  std::string text =
+      fmt::format("{}: {}, {}, {}\n\n", schedule.name, count(schedule.placement.ranks(), "rank"),
+                  count(schedule.placement.stages(), "stage"),
+                  count(schedule.micro_batches, "micro-batch", "es"));
+  if (!report.source.empty()) text.insert(text.size() - 1, fmt::format("({})\n", report.source));
+  const auto most = static_cast<std::size_t>(max_columns);
+  if (most_actions(schedule) <= most && schedule.ranks.size() <= most) {
+    const std::string grid = draw_grid(schedule);
+    text += colours ? coloured(grid) : grid;
+  } else {
+    text += fmt::format(
+        "(no grid: more than {} cells wide or high; --format json --timeline lists "
+        "every action)\n",
+        max_columns);
+  }
+  text += fmt::format(
+      "\nmakespan         {}\n"
+      "span             {} (longest own span of a rank)\n"
+      "busy, waiting    {}, {} (of a rank within its own span)\n"
+      "bubble_makespan  {:.4f} (idle share up to the last rank's end)\n"
+      "bubble_span      {:.4f} (idle share of the longest own span)\n"
+      "peak in flight   {}\n"
+      "{}"
+      "messages         {}\n"
+      "ends under       {}\n"
+      "exact            {}\n",
+      simulation.makespan, simulation.span, range_text(simulation.busy),
+      range_text(simulation.waiting), simulation.bubble_makespan, simulation.bubble_span,
+      peak_text(simulation.peak_in_flight), bytes_line(simulation.peak_bytes), simulation.messages,
+      transports_text(report),
+      report.exact ? "yes: the same bits as every other exact schedule"
+                   : "no: repeats bit for bit, but sums gradients in another order");
+  if (!report.costs_source.empty())
+    text += fmt::format("times            {}\n", report.costs_source);
+  return text;
+}
+
+std::string to_json_text(const ScheduleReport& report) {
+  const Simulation& simulation = report.simulation;
+  nlohmann::ordered_json json;
+  json["schedule"] = report.schedule.name;
+  json["ranks"] = report.schedule.placement.ranks();
+  json["stages"] = report.schedule.placement.stages();
+  json["micro_batches"] = report.schedule.micro_batches;
+  json["chunks"] = report.chunks;
+  if (!report.source.empty()) json["source"] = report.source;
+  json["makespan"] = simulation.makespan;
+  json["span"] = simulation.span;
+  json["busy"] = simulation.busy;
+  json["waiting"] = simulation.waiting;
+  json["bubble_makespan"] = simulation.bubble_makespan;
+  json["bubble_span"] = simulation.bubble_span;
+  json["peak_in_flight"] = simulation.peak_in_flight;
+  if (!simulation.peak_bytes.empty()) json["peak_bytes"] = simulation.peak_bytes;
+  json["messages"] = simulation.messages;
+  json["transports"] = nullptr;
+  if (report.planned) json["transports"] = nlohmann::ordered_json::array();
+  for (const TransportModel model : report.transports) {
+    json["transports"].push_back(std::string(name_of(model)));
+  }
+  json["exact"] = report.exact;
+  if (!report.costs_source.empty()) json["times"] = report.costs_source;
+  if (!simulation.timeline.empty()) json["timeline"] = to_json(simulation.timeline);
+  if (!simulation.reductions.empty()) json["reductions"] = to_json(simulation.reductions);
+  if (!simulation.memory.empty()) json["memory"] = to_json(simulation.memory);
+  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+
+void put_trace(const ScheduleReport& report, const std::function<void(std::string_view)>& put) {
+  constexpr double kUnit = 1e-3;
+  const int most_stages = std::numeric_limits<decltype(TraceEvent::stage)>::max();
+  if (report.schedule.placement.stages() > most_stages || report.simulation.makespan > 1e11) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("a trace holds at most {} stages and times up to 1e11", most_stages));
+  }
+  std::vector<RankTrace> ranks;
+  const auto add = [&](RankTrace& trace, const std::vector<SimulatedAction>& actions) {
+    for (const SimulatedAction& each : actions) {
+      trace.events.push_back({.start = each.start * kUnit,
+                              .end = each.end * kUnit,
+                              .action = static_cast<std::uint8_t>(each.action.kind),
+                              .track = TraceTrack::kPlanned,
+                              .stage = static_cast<std::int16_t>(each.action.stage),
+                              .micro_batch = each.action.micro_batch});
+    }
+  };
+  const Simulation& simulation = report.simulation;
+  for (std::size_t rank = 0; rank < simulation.timeline.size(); ++rank) {
+    RankTrace& trace = ranks.emplace_back();
+    trace.rank = static_cast<int>(rank);
+    trace.label = fmt::format("rank {}", rank);
+    add(trace, simulation.timeline[rank]);
+    if (!simulation.reductions.empty()) add(trace, simulation.reductions[rank]);
+  }
+  write_trace(put, ranks);
+}
+
+}  // namespace sluice

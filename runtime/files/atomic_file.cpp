@@ -1,0 +1,70 @@
+#include "runtime/files/atomic_file.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include <sluice/error.hpp>
+
+namespace sluice {
+namespace fs = std::filesystem;
+
+void AtomicFile::fail(const char* what, int error) const {
+  throw Error(ErrorCode::kIo, fmt::format("cannot {} '{}': {}", what, path_.string(),
+                                          std::generic_category().message(error)));
+}
+
+AtomicFile::AtomicFile(const fs::path& path) : path_(path), target_(path) {
+  std::error_code error;  // of a missing file: the open below says it better
+  if (fs::is_symlink(fs::symlink_status(path, error))) target_ = fs::weakly_canonical(path, error);
+  const fs::file_status status = fs::status(target_, error);
+  if (fs::is_directory(status)) fail("write", EISDIR);
+  const bool straight = fs::exists(status) && !fs::is_regular_file(status);
+  written_ = target_;
+  if (!straight) written_ += ".partial";
+  fd_ = ::open(written_.c_str(), O_WRONLY | O_CLOEXEC | (straight ? 0 : O_CREAT | O_TRUNC), 0666);
+  if (fd_ < 0) fail("write", errno);
+}
+
+AtomicFile::~AtomicFile() {
+  if (fd_ < 0) return;
+  ::close(fd_);
+  if (written_ != target_) ::unlink(written_.c_str());
+}
+
+void AtomicFile::write(std::span<const std::byte> bytes) {
+  // Linux writes at most 2^31 - 4096 bytes a call.
+  constexpr std::size_t kMostPerCall = std::size_t{1} << 30;
+  while (!bytes.empty()) {
+    const ::ssize_t n = ::write(fd_, bytes.data(), std::min(bytes.size(), kMostPerCall));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) fail("write", errno);
+    bytes = bytes.subspan(static_cast<std::size_t>(n));
+  }
+}
+
+void AtomicFile::write(std::string_view text) {
+  write(std::as_bytes(std::span<const char>(text.data(), text.size())));
+}
+
+void AtomicFile::commit() {
+  const bool straight = written_ == target_;
+  // Pipes and some file systems cannot be synced; that is no failure to write.
+  if (::fsync(fd_) != 0 && errno != EINVAL && errno != EROFS && errno != ENOTSUP) {
+    fail("write", errno);
+  }
+  const int closed = ::close(std::exchange(fd_, -1));
+  const int close_error = errno;
+  if (closed != 0 || (!straight && ::rename(written_.c_str(), target_.c_str()) != 0)) {
+    const int error = closed != 0 ? close_error : errno;
+    if (!straight) ::unlink(written_.c_str());
+    fail("write", error);
+  }
+}
+
+}  // namespace sluice

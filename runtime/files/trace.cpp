@@ -1,0 +1,211 @@
+#include "runtime/files/trace.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <type_traits>
+
+#include <sluice/error.hpp>
+#include <sluice/schedule.hpp>
+
+#include "runtime/files/atomic_file.hpp"
+
+namespace sluice {
+namespace {
+
+static_assert(sizeof(TraceEvent) == 24 && std::is_trivially_copyable_v<TraceEvent>);
+
+constexpr std::array<const char*, 5> kTrackNames = {"planned", "compute", "sends", "receives",
+                                                    "sums"};
+// Thread numbers: (track + 1) * kMostLanes + lane; none is 0, which viewers keep for the idle task.
+constexpr std::size_t kMostLanes = 100'000;
+
+// A trace event in whole nanoseconds: rounded once, so that neighbours that touch still do.
+struct Slice {
+  std::int64_t start = 0, end = 0;
+  const TraceEvent* event = nullptr;
+  std::size_t lane = 0;
+};
+
+std::int64_t nanoseconds(double seconds, int rank) {
+  constexpr double kMostSeconds = 1e9;
+  if (!(std::abs(seconds) <= kMostSeconds)) {
+    throw Error(ErrorCode::kInternal,
+                fmt::format("a trace event of rank {} is at {} seconds", rank, seconds));
+  }
+  return std::llround(seconds * 1e9);
+}
+
+// The slices of one track, each in the first lane whose last slice has ended.
+std::vector<Slice> slices_of(const RankTrace& trace, TraceTrack track) {
+  std::vector<Slice> slices;
+  for (const TraceEvent& event : trace.events) {
+    if (event.track != track) continue;
+    const std::int64_t start = nanoseconds(event.start, trace.rank);
+    slices.push_back({start, std::max(start, nanoseconds(event.end, trace.rank)), &event});
+  }
+  std::stable_sort(slices.begin(), slices.end(),
+                   [](const Slice& a, const Slice& b) { return a.start < b.start; });
+  std::vector<std::int64_t> lane_ends;
+  for (Slice& slice : slices) {
+    while (slice.lane < lane_ends.size() && lane_ends[slice.lane] > slice.start) ++slice.lane;
+    if (slice.lane == lane_ends.size()) lane_ends.push_back(0);
+    lane_ends[slice.lane] = slice.end;
+  }
+  return slices;
+}
+
+// Microseconds with three digits, as the format wants them.
+std::string microseconds(std::int64_t ns) {
+  return fmt::format("{}{}.{:03}", ns < 0 ? "-" : "", std::abs(ns) / 1000, std::abs(ns) % 1000);
+}
+
+// The events of the JSON array, with commas between them.
+class EventList {
+ public:
+  explicit EventList(const std::function<void(std::string_view)>& put) : put_(put) {
+    put_text("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[");
+  }
+  template <typename... Args>
+  void put(fmt::format_string<Args...> format, Args&&... args) {
+    put_text(first_ ? "\n" : ",\n");
+    first_ = false;
+    fmt::format_to(std::back_inserter(text_), format, std::forward<Args>(args)...);
+    if (text_.size() >= kFlushBytes) flush();
+  }
+  void finish() {
+    put_text("\n]}\n");
+    flush();
+  }
+
+ private:
+  static constexpr std::size_t kFlushBytes = std::size_t{1} << 20;
+
+  void put_text(std::string_view text) { text_.append(text.data(), text.data() + text.size()); }
+  void flush() {
+    put_(std::string_view(text_.data(), text_.size()));
+    text_.clear();
+  }
+
+  const std::function<void(std::string_view)>& put_;
+  fmt::memory_buffer text_;
+  bool first_ = true;
+};
+
+void put_metadata(EventList& out, int pid, std::size_t tid, const char* what,
+                  const nlohmann::json& args) {
+  out.put("{{\"ph\":\"M\",\"pid\":{},\"tid\":{},\"name\":\"{}\",\"args\":{}}}", pid, tid, what,
+          args.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
+void put_slice(EventList& out, int pid, std::size_t tid, const Slice& slice) {
+  const TraceEvent& event = *slice.event;
+  if (event.action > static_cast<std::uint8_t>(ActionKind::kOptimizer)) {
+    throw Error(ErrorCode::kInternal,
+                fmt::format("a trace event of rank {} has no action {}", pid, event.action));
+  }
+  const Action action{.kind = static_cast<ActionKind>(event.action),
+                      .stage = event.stage,
+                      .micro_batch = event.micro_batch};
+  out.put(
+      "{{\"ph\":\"X\",\"pid\":{},\"tid\":{},\"ts\":{},\"dur\":{},\"name\":\"{}\","
+      "\"cat\":\"{}\",\"args\":{{\"stage\":{},\"micro_batch\":{}}}}}",
+      pid, tid, microseconds(slice.start), microseconds(slice.end - slice.start), to_string(action),
+      kTrackNames[static_cast<std::size_t>(event.track)], event.stage, event.micro_batch);
+}
+
+void put_track(EventList& out, const RankTrace& trace, std::size_t track) {
+  const std::vector<Slice> slices = slices_of(trace, static_cast<TraceTrack>(track));
+  std::size_t lanes = 0;
+  for (const Slice& slice : slices) lanes = std::max(lanes, slice.lane + 1);
+  const std::size_t base = (track + 1) * kMostLanes;
+  for (std::size_t lane = 0; lane < lanes; ++lane) {
+    const std::string name =
+        lane == 0 ? kTrackNames[track] : fmt::format("{} {}", kTrackNames[track], lane + 1);
+    put_metadata(out, trace.rank, base + lane, "thread_name", {{"name", name}});
+    put_metadata(out, trace.rank, base + lane, "thread_sort_index", {{"sort_index", base + lane}});
+  }
+  for (const Slice& slice : slices) put_slice(out, trace.rank, base + slice.lane, slice);
+}
+
+void put_rank(EventList& out, const RankTrace& trace) {
+  put_metadata(out, trace.rank, 0, "process_name", {{"name", trace.label}});
+  put_metadata(out, trace.rank, 0, "process_sort_index", {{"sort_index", trace.rank}});
+  for (std::size_t track = 0; track < kTrackNames.size(); ++track) put_track(out, trace, track);
+}
+
+template <typename T>
+void append(std::string& bytes, const T& value) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  bytes.append(reinterpret_cast<const char*>(&value), sizeof(T));
+}
+
+// Takes values off the front of pack()'s bytes.
+class Unpacker {
+ public:
+  explicit Unpacker(const std::string& bytes) : left_(bytes) {}
+
+  template <typename T>
+  T take() {
+    T value;
+    std::memcpy(&value, take(sizeof(T)).data(), sizeof(T));
+    return value;
+  }
+  std::string_view take(std::size_t size) {
+    if (size > left_.size()) fail();
+    const std::string_view taken = left_.substr(0, size);
+    left_.remove_prefix(size);
+    return taken;
+  }
+  [[nodiscard]] std::size_t left() const { return left_.size(); }
+  [[noreturn]] static void fail() {
+    throw Error(ErrorCode::kInternal, "a packed trace has the wrong length");
+  }
+
+ private:
+  std::string_view left_;
+};
+
+}  // namespace
+
+void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks) {
+  AtomicFile file(path);
+  write_trace([&file](std::string_view text) { file.write(text); }, ranks);
+  file.commit();
+}
+
+void write_trace(const std::function<void(std::string_view)>& put,
+                 const std::vector<RankTrace>& ranks) {
+  EventList events(put);
+  for (const RankTrace& trace : ranks) put_rank(events, trace);
+  events.finish();
+}
+
+std::string pack(const RankTrace& trace) {
+  std::string bytes;
+  bytes.reserve(16 + trace.label.size() + trace.events.size() * sizeof(TraceEvent));
+  append(bytes, static_cast<std::int64_t>(trace.rank));
+  append(bytes, static_cast<std::uint64_t>(trace.label.size()));
+  bytes += trace.label;
+  for (const TraceEvent& event : trace.events) append(bytes, event);
+  return bytes;
+}
+
+RankTrace unpack(const std::string& bytes) {
+  Unpacker unpacker(bytes);
+  RankTrace trace;
+  trace.rank = static_cast<int>(unpacker.take<std::int64_t>());
+  trace.label = unpacker.take(unpacker.take<std::uint64_t>());
+  if (unpacker.left() % sizeof(TraceEvent) != 0) Unpacker::fail();
+  trace.events.resize(unpacker.left() / sizeof(TraceEvent));
+  for (TraceEvent& event : trace.events) event = unpacker.take<TraceEvent>();
+  return trace;
+}
+
+}  // namespace sluice

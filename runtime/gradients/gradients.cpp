@@ -1,0 +1,208 @@
+#include "runtime/gradients/gradients.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include <sluice/error.hpp>
+#include <sluice/operators.hpp>
+#include <sluice/options.hpp>
+
+#include "runtime/engine/step_clock.hpp"
+
+namespace sluice {
+namespace {
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+}  // namespace
+
+GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
+                           const PipelineOptions& options, ComputeContext& compute, NcclLinks* nccl,
+                           TiedUses& ties, std::vector<StageBinding> stages)
+    : groups_(groups),
+      layout_(layout),
+      options_(options),
+      compute_(compute),
+      ties_(ties),
+      stages_(std::move(stages)),
+      mirror_(compute, groups.watch.get()),
+      square_offset_(loss_offset_ + 2 * at(options.micro_batches)) {
+  if (nccl != nullptr && nccl->sums()) sums_.emplace(*nccl, stages_, options.bucket_bytes);
+  std::size_t workspace = 0;
+  std::vector<Parameter*> owners;
+  for (const StageBinding& binding : stages_) {
+    ParameterSet* set = binding.stage->parameters();
+    if (set == nullptr) continue;
+    if (!sums_) {
+      workspace =
+          std::max(workspace, groups_.in_replicas->ordered_sum_workspace(set->flat_grads().size()));
+    }
+    const std::vector<Parameter*> parameters = set->all();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (!layout_.is_owner(binding.index, static_cast<int>(i))) continue;
+      owned_.emplace_back(binding.index, parameters[i]);
+      owned_grads_.emplace_back(parameters[i]->grad.floats());
+      owners.push_back(parameters[i]);
+    }
+  }
+  workspace_ = HostBuffer(compute_.device(), workspace * sizeof(float));
+  floats_ = {reinterpret_cast<float*>(workspace_.data()), workspace};
+  squares_ = HostBuffer(compute_.device(), owned_.size() * sizeof(double));
+  optimizer_ = make_optimizer(options_.optimizer, owners, compute_.memory());
+
+  std::size_t most = 0;
+  for (int rank = 0; rank < layout_.topology.pipeline; ++rank) {
+    std::size_t count = 0;
+    for (const int stage : layout_.train.placement.stages_of(rank)) {
+      count += layout_.stages[at(stage)].parameters.size();
+    }
+    most = std::max(most, count);
+  }
+  record_.resize(square_offset_ + most);
+  if (groups_.world->rank() == 0) {
+    records_.resize(record_.size() * at(groups_.world->size()));
+    peaks_.resize(at(layout_.topology.pipeline));
+    next_.resize(at(layout_.topology.pipeline));
+  }
+}
+
+void GradientSync::begin(std::uint64_t step, double started, const StepOutcome& outcome) {
+  step_ = step;
+  started_ = started;
+  totals_ = {};
+  outcome_ = &outcome;
+}
+
+FinalGradients* GradientSync::final_gradients(int stage) {
+  return sums_ ? sums_->final_gradients(stage) : nullptr;
+}
+
+void GradientSync::reduce_grad(int stage) {
+  if (layout_.topology.replicas == 1) return;
+  if (sums_) return sums_->finish(stage);
+  for (const StageBinding& binding : stages_) {
+    if (binding.index != stage) continue;
+    ParameterSet* set = binding.stage->parameters();
+    if (set == nullptr) continue;
+    const std::span<float> sum = mirror_.view(set->flat_grads());
+    groups_.in_replicas->ordered_sum(sum, floats_, mirror_.owner(set->memory()));
+    mirror_.write_back();
+  }
+}
+
+void GradientSync::reduce_tied(int group) {
+  if (sums_) sums_->settle();
+  ties_.sum_gradients(group);
+}
+
+void GradientSync::zero_grads() {
+  for (const StageBinding& binding : stages_) {
+    if (ParameterSet* set = binding.stage->parameters()) set->zero_grads(compute_.stream());
+  }
+}
+
+void GradientSync::measure() {
+  if (sums_) sums_->settle();
+  sums_of_squares(compute_, owned_grads_, reinterpret_cast<double*>(squares_.data()));
+}
+
+void GradientSync::pack_record() {
+  std::fill(record_.begin(), record_.end(), 0.0);
+  for (std::size_t i = 0; i < outcome_->losses.size(); ++i) {
+    record_[loss_offset_ + 2 * i] = outcome_->losses[i].sum;
+    record_[loss_offset_ + 2 * i + 1] = outcome_->losses[i].weight;
+  }
+  const auto* squares = reinterpret_cast<const double*>(squares_.data());
+  std::copy_n(squares, owned_.size(),
+              record_.begin() + static_cast<std::ptrdiff_t>(square_offset_));
+  record_[0] = steady_seconds() - started_;
+  record_[1] = outcome_->busy_seconds;
+  record_[2] = outcome_->peak_in_flight;
+}
+
+// On rank 0. Losses add up in order of replica, then micro-batch; squares in order of stage, then
+// parameter: neither depends on which rank held what.
+void GradientSync::reduce_records() {
+  const auto record = [&](int replica, int rank) {
+    return &records_[at(layout_.topology.rank_of(replica, rank)) * record_.size()];
+  };
+  double loss = 0;
+  const auto check = [&](double value, double index, double is_loss) {
+    if (std::isfinite(value) || totals_.finite == 0) return;
+    totals_.finite = 0;
+    totals_.culprit = index;
+    totals_.culprit_is_loss = is_loss;
+  };
+  for (int r = 0; r < layout_.topology.replicas; ++r) {
+    for (int m = 0; m < options_.micro_batches; ++m) {
+      const double sum = record(r, layout_.last_rank())[loss_offset_ + 2 * at(m)];
+      check(sum, r * options_.micro_batches + m, 1);
+      loss += sum;
+      totals_.targets += record(r, layout_.last_rank())[loss_offset_ + 2 * at(m) + 1];
+    }
+  }
+  double squares = 0;
+  std::fill(next_.begin(), next_.end(), square_offset_);
+  double index = 0;
+  for (int s = 0; s < layout_.num_stages(); ++s) {
+    const int rank = layout_.train.placement.rank_of(s);
+    for (std::size_t i = 0; i < layout_.stages[at(s)].parameters.size(); ++i, ++index) {
+      if (!layout_.is_owner(s, static_cast<int>(i))) continue;
+      const double square = record(0, rank)[next_[at(rank)]++];
+      check(square, index, 0);
+      squares += square;
+    }
+  }
+  totals_.loss = loss / totals_.targets;
+  totals_.grad_norm = std::sqrt(squares);
+  for (int rank = 0; rank < groups_.world->size(); ++rank) {
+    const double* values = &records_[at(rank) * record_.size()];
+    totals_.window_seconds = std::max(totals_.window_seconds, values[0]);
+    totals_.busy_seconds += values[1];
+  }
+  for (int rank = 0; rank < layout_.topology.pipeline; ++rank) {
+    peaks_[at(rank)] = static_cast<int>(record(0, rank)[2]);
+  }
+}
+
+void GradientSync::refuse() const {
+  if (totals_.culprit_is_loss != 0) {
+    const int index = static_cast<int>(totals_.culprit);
+    throw Error(ErrorCode::kNumeric,
+                fmt::format("the loss of step {} is not finite, first in micro-batch {} of replica "
+                            "{}; no parameter was changed (a smaller --learning-rate or --clip may "
+                            "help)",
+                            step_, index % options_.micro_batches, index / options_.micro_batches),
+                0);
+  }
+  std::size_t index = static_cast<std::size_t>(totals_.culprit);
+  for (const StageEntry& stage : layout_.stages) {
+    if (index < stage.parameters.size()) {
+      throw Error(
+          ErrorCode::kNumeric,
+          fmt::format("the gradient of step {} is not finite, first in parameter '{}'; no "
+                      "parameter was changed (a smaller --learning-rate or --clip may help)",
+                      step_, stage.parameters[index].name),
+          0);
+    }
+    index -= stage.parameters.size();
+  }
+  throw Error(ErrorCode::kNumeric, fmt::format("step {} is not finite", step_), 0);
+}
+
+void GradientSync::optimizer() {
+  pack_record();
+  groups_.in_world->gather(std::as_bytes(std::span(record_)),
+                           std::as_writable_bytes(std::span(records_)), 0);
+  if (groups_.world->rank() == 0) reduce_records();
+  groups_.in_world->broadcast(std::as_writable_bytes(std::span(&totals_, 1)), 0);
+  if (totals_.finite == 0) refuse();
+  const double factor = clip_factor(totals_.grad_norm, options_.clip);
+  optimizer_->update(compute_, step_, static_cast<float>(options_.learning_rate.at(step_)),
+                     static_cast<float>(factor));
+  ties_.spread_values();
+}
+
+}  // namespace sluice

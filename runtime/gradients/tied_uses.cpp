@@ -1,0 +1,141 @@
+#include "runtime/gradients/tied_uses.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include <sluice/operators.hpp>
+
+namespace sluice {
+namespace {
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+Parameter* find(const TiedUse& use, std::span<const StageBinding> stages) {
+  for (const StageBinding& binding : stages) {
+    if (binding.index == use.stage) return binding.stage->parameters()->all()[at(use.index)];
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+TiedUses::TiedUses(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute,
+                   NcclLinks* nccl, HostMirror& mirror, std::vector<StageBinding> stages)
+    : groups_(groups),
+      layout_(layout),
+      compute_(compute),
+      nccl_(nccl),
+      stages_(std::move(stages)),
+      mirror_(mirror) {
+  for (const TiedParameter& tie : layout.tied) {
+    std::vector<Parameter*>& uses = parameters_.emplace_back();
+    for (const TiedUse& use : tie.uses) uses.push_back(find(use, stages_));
+  }
+  if (!layout.train.forward_only) make_addend();
+  const std::size_t messages = most_open(layout);
+  open_.reserve(messages);
+  for (std::size_t i = 0; i < messages; ++i) ready_.emplace_back(compute.device());
+}
+
+int TiedUses::rank_of(std::size_t group, std::size_t use) const {
+  return layout_.train.placement.rank_of(layout_.tied[group].uses[use].stage);
+}
+
+int TiedUses::peer_of(std::size_t group, std::size_t use) const {
+  return rank_of(group, parameters_[group].front() != nullptr ? use : 0);
+}
+
+// Room for the largest gradient that another rank sends.
+void TiedUses::make_addend() {
+  std::size_t bytes = 0;
+  for (std::size_t group = 0; group < parameters_.size(); ++group) {
+    if (rank_of(group, 0) != layout_.rank) continue;
+    for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
+      if (rank_of(group, use) == layout_.rank) continue;
+      bytes = std::max(bytes, parameters_[group].front()->grad.spec.bytes());
+    }
+  }
+  addend_ = compute_.memory().allocate(bytes);
+}
+
+// Every further use could be another rank's and this one's to send to, and one may come in.
+std::size_t TiedUses::most_open(const PipelineLayout& layout) {
+  std::size_t messages = 0;
+  for (const TiedParameter& tie : layout.tied) messages += tie.uses.size();
+  return messages;
+}
+
+void TiedUses::sum_gradients(int group_index) {
+  const std::size_t group = at(group_index);
+  for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
+    Parameter* const mine = parameters_[group][use];
+    if (Parameter* const owner = parameters_[group].front(); owner != nullptr) {
+      Tensor addend = owner->grad;
+      addend.data = mine != nullptr ? mine->grad.data : addend_.data();
+      if (mine == nullptr) receive(addend, group, use);
+      add(compute_, addend, owner->grad);
+    } else if (mine != nullptr) {
+      send(mine->grad, mine->memory, group, use);
+    }
+  }
+}
+
+void TiedUses::settle() {
+  for (NcclTicket& ticket : open_) nccl_->wait_on_stream(ticket);
+  open_.clear();
+}
+
+void TiedUses::spread_values() {
+  settle();
+  for (std::size_t group = 0; group < parameters_.size(); ++group) {
+    for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
+      const Parameter* const owner = parameters_[group].front();
+      const Parameter* const mine = parameters_[group][use];
+      if (owner != nullptr && mine != nullptr) {
+        copy_async(mine->value.data, owner->value.data, mine->value.spec.bytes(),
+                   compute_.stream());
+      } else if (mine != nullptr) {
+        receive(mine->value, group, use);
+      } else if (owner != nullptr) {
+        send(owner->value, owner->memory, group, use);
+      }
+    }
+  }
+  settle();
+  for (const StageBinding& binding : stages_) {
+    if (ParameterSet* set = binding.stage->parameters()) set->touch();
+  }
+}
+
+void TiedUses::receive(const Tensor& tensor, std::size_t group, std::size_t use) {
+  const int peer = peer_of(group, use);
+  if (layout_.tied[group].links[use].kind != LinkKind::kNccl) {
+    groups_.in_pipeline->recv(peer, mirror_.blank(tensor));
+    mirror_.write_back();
+    return;
+  }
+  Event& ready = ready_[open_.size()];
+  ready.record(compute_.stream());
+  nccl_->begin_group();
+  NcclTicket ticket =
+      nccl_->recv(peer, {static_cast<std::byte*>(tensor.data), tensor.spec.bytes()}, ready);
+  nccl_->end_group();
+  nccl_->wait_on_stream(ticket);
+}
+
+void TiedUses::send(const Tensor& tensor, const Owner& memory, std::size_t group, std::size_t use) {
+  const int peer = peer_of(group, use);
+  if (layout_.tied[group].links[use].kind != LinkKind::kNccl) {
+    const std::span<const std::byte> bytes = mirror_.view(tensor);
+    groups_.in_pipeline->send(peer, bytes, mirror_.owner(memory));
+    return;
+  }
+  Event& ready = ready_[open_.size()];
+  ready.record(compute_.stream());
+  nccl_->begin_group();
+  open_.push_back(
+      nccl_->send(peer, {static_cast<std::byte*>(tensor.data), tensor.spec.bytes()}, ready));
+  nccl_->end_group();
+}
+
+}  // namespace sluice

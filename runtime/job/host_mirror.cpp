@@ -1,0 +1,66 @@
+#include "runtime/job/host_mirror.hpp"
+
+#include <limits>
+#include <utility>
+
+#include "comm/group/waiter.hpp"
+
+namespace sluice {
+
+HostMirror::HostMirror(ComputeContext& compute, Interrupt* interrupt)
+    : compute_(compute),
+      interrupt_(interrupt),
+      waiter_(std::numeric_limits<int>::max()),
+      passed_(compute.device()) {}
+
+void HostMirror::wait_for_device() {
+  passed_.record(compute_.stream());
+  waiter_.reset();
+  while (!passed_.done()) {
+    if (interrupt_ != nullptr) interrupt_->poll();
+    waiter_.pause();
+  }
+}
+
+std::span<std::byte> HostMirror::blank(void* data, std::size_t bytes) {
+  data_ = data;
+  bytes_ = bytes;
+  if (compute_.device().kind == DeviceKind::kCpu) return {static_cast<std::byte*>(data), bytes};
+  wait_for_device();  // the last write_back() may still read the copy
+  if (copy_->size() < bytes) copy_ = std::make_shared<HostBuffer>(compute_.device(), bytes);
+  return {copy_->data(), bytes};
+}
+
+std::span<std::byte> HostMirror::view(void* data, std::size_t bytes) {
+  const std::span<std::byte> host = blank(data, bytes);
+  if (bytes > 0 && host.data() != data) {
+    copy_async(host.data(), data, bytes, compute_.stream());
+    wait_for_device();
+  }
+  return host;
+}
+
+std::span<float> HostMirror::view(std::span<float> values) {
+  const std::span<std::byte> bytes = view(values.data(), values.size_bytes());
+  return {reinterpret_cast<float*>(bytes.data()), values.size()};
+}
+
+Owner HostMirror::owner(Owner memory) const {
+  return compute_.device().kind == DeviceKind::kCpu ? std::move(memory) : copy_;
+}
+
+void HostMirror::write_back() {
+  if (compute_.device().kind == DeviceKind::kCpu) return;
+  copy_async(data_, copy_->data(), bytes_, compute_.stream());
+}
+
+std::span<const Tensor> HostMirrors::view(std::span<const Tensor> tensors) {
+  tensors_.assign(tensors.begin(), tensors.end());
+  while (mirrors_.size() < tensors_.size()) mirrors_.emplace_back(compute_, interrupt_);
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    tensors_[i].data = mirrors_[i].view(tensors_[i]).data();
+  }
+  return tensors_;
+}
+
+}  // namespace sluice

@@ -1,0 +1,190 @@
+#include "runtime/layout/device_choice.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <nlohmann/json.hpp>
+
+#include <sluice/error.hpp>
+#include <sluice/options.hpp>
+
+#include "comm/group/collectives.hpp"
+
+namespace sluice {
+namespace {
+
+using Json = nlohmann::json;
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+std::string host_name() {
+  std::array<char, 256> name = {};
+  if (gethostname(name.data(), name.size() - 1) != 0) return "unknown";
+  return name.data();
+}
+
+DeviceChoice parse_choice(std::string_view text, std::string_view whole) {
+  if (text == "auto") return {DeviceChoice::Kind::kAuto, 0};
+  if (text == "cuda") return {DeviceChoice::Kind::kCuda, 0};
+  try {
+    const Device device = parse_device(text);
+    if (device.kind == DeviceKind::kCpu) return {};
+    return {DeviceChoice::Kind::kCudaIndex, device.index};
+  } catch (const Error&) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("devices '{}': '{}' is none; legal: cpu, cuda, cuda:<index>, auto, or "
+                            "a list of these, one per rank",
+                            whole, text));
+  }
+}
+
+// The choice of one rank, by how many entries there are.
+const DeviceChoice& choice_of(const std::vector<DeviceChoice>& choices, const Topology& topology,
+                              int rank) {
+  if (choices.size() == 1) return choices.front();
+  if (choices.size() == at(topology.ranks())) return choices[at(rank)];
+  if (choices.size() == at(topology.pipeline)) return choices[at(topology.pipeline_rank(rank))];
+  throw Error(ErrorCode::kUsage,
+              fmt::format("{} devices for {} ranks; legal: 1, {} (one per rank of a pipeline) or "
+                          "{} (one per rank of the job)",
+                          choices.size(), topology.ranks(), topology.pipeline, topology.ranks()));
+}
+
+struct Resolved {
+  Device device;
+  std::string no_gpu;  // as of RankDevice
+};
+
+Resolved resolve(const DeviceChoice& choice, int local_rank) {
+  switch (choice.kind) {
+    case DeviceChoice::Kind::kCpu:
+      return {};
+    case DeviceChoice::Kind::kCudaIndex:
+      return {{DeviceKind::kCuda, choice.index}, ""};
+    case DeviceChoice::Kind::kCuda:
+    case DeviceChoice::Kind::kAuto:
+      break;
+  }
+  const int count = device_count(DeviceKind::kCuda);
+  const Device gpu{DeviceKind::kCuda, count == 0 ? 0 : local_rank % count};
+  if (choice.kind == DeviceChoice::Kind::kCuda) return {gpu, ""};
+  if (count == 0) return {{}, no_gpu_reason()};
+  try {
+    open_device(gpu);
+    return {gpu, ""};
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kUsage) throw;  // it fails: the CPU in its place helps nobody
+    return {{}, error.what()};
+  }
+}
+
+// "cpu" with the reason where "auto" found no GPU that can be used.
+std::string describe_device(const RankDevice& rank) {
+  return to_string(rank.device) + (rank.no_gpu.empty() ? "" : " (" + rank.no_gpu + ")");
+}
+
+// 0 where it is not known.
+std::size_t host_memory() {
+  const auto pages = ::sysconf(_SC_PHYS_PAGES), page = ::sysconf(_SC_PAGESIZE);
+  if (pages <= 0 || page <= 0) return 0;
+  return static_cast<std::size_t>(pages) * static_cast<std::size_t>(page);
+}
+
+}  // namespace
+
+std::vector<DeviceChoice> parse_devices(std::string_view text) {
+  std::vector<DeviceChoice> choices;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    choices.push_back(parse_choice(text.substr(begin, end - begin), text));
+    begin = end + 1;
+  }
+  return choices;
+}
+
+std::string to_string(const std::vector<DeviceChoice>& choices) {
+  std::string text;
+  for (const DeviceChoice& choice : choices) {
+    constexpr std::array<const char*, 4> kNames = {"cpu", "cuda", "cuda:", "auto"};
+    if (!text.empty()) text += ',';
+    text += kNames[static_cast<std::size_t>(choice.kind)];
+    if (choice.kind == DeviceChoice::Kind::kCudaIndex) text += std::to_string(choice.index);
+  }
+  return text;
+}
+
+std::string describe_devices(const std::vector<RankDevice>& ranks) {
+  const RankDevice& first = ranks.front();
+  const bool alike = std::all_of(ranks.begin(), ranks.end(), [&](const RankDevice& rank) {
+    return rank.device.kind == DeviceKind::kCpu && rank.no_gpu == first.no_gpu;
+  });
+  if (alike && !built_with_cuda()) return "";
+  if (alike) {
+    const std::string why = first.no_gpu.empty() ? no_gpu_reason() : first.no_gpu;
+    return fmt::format("  devices: cpu (GPUs: {})\n", why.empty() ? "not asked for" : why);
+  }
+  std::vector<std::string> entries;
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    entries.push_back(
+        fmt::format("{} {} on {}", rank, describe_device(ranks[rank]), ranks[rank].host));
+  }
+  return fmt::format("  devices: {}\n", fmt::join(entries, ", "));
+}
+
+std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topology,
+                                       const std::vector<DeviceChoice>& choices) {
+  const int mine = world.communicator().rank();
+  const DeviceChoice& choice = choice_of(choices, topology, mine);
+  const std::vector<std::string> hosts = world.all_gather_strings(host_name());
+  int local_rank = 0;
+  for (int rank = 0; rank < mine; ++rank) local_rank += hosts[at(rank)] == hosts[at(mine)] ? 1 : 0;
+  // A device that cannot be used is told to all, so that none waits for this rank.
+  Json report = {{"refusal", ""}};
+  try {
+    const auto [device, no_gpu] = resolve(choice, local_rank);
+    open_device(device);  // before anything else makes this process a client of the first GPU
+    report["kind"] = static_cast<int>(device.kind);
+    report["index"] = device.index;
+    const DeviceProperties properties = properties_of(device);
+    report["identity"] = properties.identity;
+    report["free"] = properties.free_memory;
+    report["no_gpu"] = no_gpu;
+    report["host_memory"] = host_memory();
+  } catch (const Error& error) {
+    report["refusal"] = fmt::format("rank {} on {}: {}", mine, hosts[at(mine)], error.what());
+    report["code"] = static_cast<int>(error.code());
+  }
+  std::vector<RankDevice> devices;
+  for (const std::string& text : world.all_gather_strings(report.dump())) {
+    const Json other = Json::parse(text);
+    const auto refusal = other["refusal"].get<std::string>();
+    if (!refusal.empty()) {
+      throw Error(static_cast<ErrorCode>(other["code"].get<int>()), refusal,
+                  static_cast<int>(devices.size()));
+    }
+    devices.push_back({{static_cast<DeviceKind>(other["kind"].get<int>()), other["index"]},
+                       hosts[devices.size()],
+                       other["identity"],
+                       other["free"],
+                       other["no_gpu"],
+                       other["host_memory"]});
+  }
+  for (int rank = 0; rank < topology.pipeline; ++rank) {
+    const RankDevice& first = devices[at(topology.rank_of(0, rank))];
+    for (int replica = 1; replica < topology.replicas; ++replica) {
+      const int other = topology.rank_of(replica, rank);
+      if (devices[at(other)].device.kind == first.device.kind) continue;
+      throw Error(ErrorCode::kUsage,
+                  fmt::format("replicas of one stage must compute on one kind of device, but rank "
+                              "{} has {} and rank {} has {}",
+                              topology.rank_of(0, rank), describe_device(first), other,
+                              describe_device(devices[at(other)])));
+    }
+  }
+  return devices;
+}
+
+}  // namespace sluice

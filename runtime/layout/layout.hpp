@@ -1,0 +1,128 @@
+// Layout: who does what, agreed on by all ranks before anything is allocated: topology, schedule,
+// plans, shapes of every edge, owners of every parameter, bytes per rank.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/parameter.hpp>
+#include <sluice/plan.hpp>
+#include <sluice/stage.hpp>
+
+#include "comm/group/topology.hpp"
+#include "runtime/layout/device_choice.hpp"
+#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/edges.hpp"
+
+namespace sluice {
+
+struct ParameterEntry {
+  std::string name;
+  std::int64_t elements = 0;
+  bool tied = false;
+};
+
+struct StageEntry {
+  std::vector<ParameterEntry> parameters;  // in the stage's order
+  std::size_t state_bytes = 0;             // per slot, at the largest micro-batch
+  std::size_t split_bytes = 0;             // more per slot where I and W are parted
+  std::size_t shared_gradient_bytes = 0;   // once where they are not
+  std::size_t workspace_bytes = 0;
+  std::size_t copy_bytes = 0;      // of parameters in another precision
+  std::size_t operator_bytes = 0;  // of the rank's scratch that operators share
+  std::size_t table_bytes = 0;     // of operators' constants, shared likewise
+  bool own_memory = false;         // StageDescription::own_memory
+  std::string note;                // StageDescription::note
+};
+
+// One use of a tied parameter.
+struct TiedUse {
+  int stage = 0;
+  int index = 0;  // among the stage's parameters
+};
+
+// A parameter with several uses, in order; the first is the owner.
+struct TiedParameter {
+  std::string name;
+  std::vector<TiedUse> uses;
+  std::vector<EdgeLink> links;  // [use] to the owner's rank
+};
+
+// What one rank of a pipeline holds of its device, in bytes, every buffer rounded up to
+// kBufferAlignment.
+struct RankMemory {
+  // Parameters with their copies in another precision.
+  std::size_t parameters = 0, gradients = 0, optimizer = 0;
+  std::size_t activations = 0;  // states of all slots
+  // Messages and hand-overs; a GPU's copies of inputs and targets; others' gradients on their way
+  // into sums.
+  std::size_t buffers = 0;
+  std::size_t workspace = 0;  // of all stages, each its own
+  std::size_t operators = 0;  // scratch and tables of operators and of the products' library
+  std::size_t libraries = 0;  // what NCCL and CUDA graphs take for themselves, by round estimates
+  std::size_t apart = 0;      // of all these, what does not come from the rank's block
+  [[nodiscard]] std::size_t total() const {
+    return parameters + gradients + optimizer + activations + buffers + workspace + operators +
+           libraries;
+  }
+  // What a GPU's rank takes in one piece before the first step (DeviceMemory).
+  [[nodiscard]] std::size_t block() const { return total() - apart; }
+};
+
+// "parameters 1.5, ..., of these apart from the rank's block 0.5, in MiB".
+[[nodiscard]] std::string to_string(const RankMemory& memory);
+
+// Forward-only plans over `samples` samples, in rounds of at most kRoundMicroBatches and a rest.
+// Replicas may differ in their number of micro-batches; one whose share is empty has none.
+struct EvaluationPlan {
+  static constexpr std::size_t kRoundMicroBatches = 64;
+  std::int64_t samples = 0;
+  std::vector<SampleRange> micro_batches;  // of this replica
+  Plan round, rest;                        // no ranks where there is none
+};
+
+struct PipelineLayout {
+  Topology topology;
+  int rank = 0, replica = 0;               // of the pipeline; which replica
+  std::vector<SampleRange> micro_batches;  // of this replica
+  Schedule order;                          // compute actions of `train`
+  Plan train;                              // forward only in inference
+  std::vector<EvaluationPlan> evaluations;
+  EdgeTable edges;
+  std::vector<StageEntry> stages;   // [global stage]
+  std::vector<TiedParameter> tied;  // group index of plan ops
+  std::vector<RankMemory> memory;   // [pipeline rank]
+  std::size_t operator_bytes = 0;   // scratch of this rank's operators: ComputeContext::workspace()
+  std::vector<RankDevice> devices;  // [pipeline rank], of this replica
+  std::vector<EdgeLink> links;      // [stage] to the stage before it
+  std::vector<EdgeLink> sums;       // [pipeline rank] over replicas; local where there are none
+  bool all_reduce = false;          // and in NCCL's own order
+  bool cuda_graphs = false;
+  double bubble_ideal = 0;
+
+  [[nodiscard]] int num_stages() const { return train.placement.stages(); }
+  [[nodiscard]] bool owns(int stage) const { return train.placement.rank_of(stage) == rank; }
+  // Does NCCL carry messages or tied parameters from rank to rank?
+  [[nodiscard]] bool nccl_within() const;
+  // Do the sums over replicas of this rank, or of pipeline rank `other`, go over NCCL?
+  [[nodiscard]] bool sums_by_nccl(int other) const {
+    return sums[static_cast<std::size_t>(other)].kind == LinkKind::kNccl;
+  }
+  [[nodiscard]] bool sums_by_nccl() const { return sums_by_nccl(rank); }
+  [[nodiscard]] int first_rank() const { return train.placement.rank_of(0); }
+  [[nodiscard]] int last_rank() const { return train.placement.rank_of(num_stages() - 1); }
+  // Micro-batches of `stage` in flight at once, at most, over all plans.
+  [[nodiscard]] int slots_of(int stage) const;
+  // Does the training plan part I and W?
+  [[nodiscard]] bool splits_backward() const;
+  // Is parameter `index` of `stage` its name's owner?
+  [[nodiscard]] bool is_owner(int stage, int index) const;
+};
+
+}  // namespace sluice

@@ -1,0 +1,95 @@
+#include "runtime/options/process.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <cstdlib>
+#include <iostream>
+#include <new>
+#include <string_view>
+
+#include <sluice/error.hpp>
+
+#include "runtime/options/option_table.hpp"
+
+namespace sluice {
+
+void flush_stdout() {
+  std::cout.flush();
+  std::fflush(stdout);
+}
+
+// `memory` owns what the request reads or writes.
+Error current_error() {
+  try {
+    throw;
+  } catch (const Error& error) {
+    return error;
+  } catch (const std::bad_alloc&) {
+    return {ErrorCode::kInternal, "out of memory"};
+  } catch (const std::exception& error) {
+    return {code_of_foreign(error), error.what()};
+  } catch (...) {
+    return {ErrorCode::kInternal, "an exception of unknown type"};
+  }
+}
+
+void print_error(const Error& error) {
+  flush_stdout();
+  // One write, so that lines of several processes do not mix.
+  const bool named = error.rank() >= 0 && error.code() != ErrorCode::kUsage;
+  const std::string line = fmt::format("sluice: error: {}{}\n", error.what(),
+                                       named ? fmt::format(" [rank {}]", error.rank()) : "");
+  std::fwrite(line.data(), 1, line.size(), stderr);
+  std::fflush(stderr);
+}
+
+int run_guarded(const std::function<void()>& body) {
+  try {
+    body();
+    flush_stdout();
+    if (std::ferror(stdout) != 0 || !std::cout) {
+      throw Error(ErrorCode::kIo, "cannot write to standard output");
+    }
+    return 0;
+  } catch (...) {
+    const Error error = current_error();
+    print_error(error);
+    return exit_code(error.code());
+  }
+}
+
+int run_guarded(OptionTable& table, const std::vector<std::string>& arguments,
+                const std::function<void()>& body) {
+  return run_guarded([&] {
+    table.parse(arguments);
+    if (table.help_wanted()) {
+      fmt::print("{}", table.help());
+    } else {
+      body();
+    }
+  });
+}
+
+int launched_rank() {
+  for (const char* name :
+       {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "MV2_COMM_WORLD_RANK"}) {
+    const char* text = std::getenv(name);
+    if (text != nullptr && *text >= '0' && *text <= '9') return std::atoi(text);
+  }
+  return -1;
+}
+
+bool terminal_output() {
+  if (::isatty(STDOUT_FILENO) == 0) return false;
+  if (launched_rank() < 0) return true;
+  const std::string link = fmt::format("/proc/{}/fd/{}", ::getppid(), STDOUT_FILENO);
+  std::array<char, 64> target = {};
+  const ssize_t length = ::readlink(link.c_str(), target.data(), target.size() - 1);
+  const std::string_view name(target.data(), length > 0 ? static_cast<std::size_t>(length) : 0);
+  return name.starts_with("/dev/pts/") || name.starts_with("/dev/tty");
+}
+
+}  // namespace sluice

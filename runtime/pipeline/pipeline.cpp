@@ -1,0 +1,484 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <utility>
+
+#include <sluice/error.hpp>
+#include <sluice/pipeline.hpp>
+
+#include "runtime/engine/step_clock.hpp"
+#include "runtime/gradients/bucketed_sums.hpp"
+#include "runtime/gradients/gradients.hpp"
+#include "runtime/gradients/replicas.hpp"
+#include "runtime/job/host_mirror.hpp"
+#include "runtime/job/job_groups.hpp"
+#include "runtime/job/nccl_links.hpp"
+#include "runtime/pipeline/build_layout.hpp"
+#include "runtime/pipeline/evaluation.hpp"
+
+namespace sluice {
+namespace {
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+// Sums of a stage's batch statistics over its replicas, in a copy: whose they are is the stage's.
+class ReplicaSum : public Collective {
+ public:
+  ReplicaSum(Collectives& replicas, ComputeContext& compute, Interrupt* interrupt)
+      : replicas_(replicas), mirror_(compute, interrupt) {}
+  void sum(std::span<float> values) override {
+    workspace_.resize(replicas_.ordered_sum_workspace(values.size()));
+    const std::span<float> host = mirror_.view(values);
+    sums_->assign(host.begin(), host.end());
+    replicas_.ordered_sum(*sums_, workspace_, sums_);
+    std::copy(sums_->begin(), sums_->end(), host.begin());
+    mirror_.write_back();
+  }
+
+ private:
+  Collectives& replicas_;
+  HostMirror mirror_;
+  std::vector<float> workspace_;
+  std::shared_ptr<std::vector<float>> sums_ = std::make_shared<std::vector<float>>();
+};
+
+}  // namespace
+
+struct Pipeline::Impl {
+  Impl(Communicator& world, const PipelineOptions& options_in, const StageFactory& make_stage,
+       const DataSource& source);
+
+  // After an error NCCL's kernels may wait for messages that never come, and freeing a GPU's memory
+  // waits for them: they go first.
+  ~Impl() {
+    groups.watch->drive(nullptr);
+    nccl.reset();
+  }
+
+  struct Recording {
+    std::size_t events = 0;  // of the trace, room for that many
+    bool graphs = false;
+  };
+
+  // Runs `body`; where the device, or the host for it, has no memory left, the error says so of
+  // `who`, with the plan's table.
+  template <typename Body>
+  void within_plan(const std::string& who, const Body& body) const;
+  // The same of whatever this rank's device refuses: libraries do not say that memory was the
+  // reason. What another rank has failed with stays as it is.
+  template <typename Body>
+  void make_ready(const std::string& who, const Body& body) const;
+  [[noreturn]] void exceed_plan(const std::string& who, const Error& error) const;
+  void take_memory();
+  void prepare_stages();
+  void make_nccl();
+  std::unique_ptr<Engine> make_engine(const Plan& plan, const Recording& recording);
+  double count_targets(const BatchLoader::Batch& batch);
+  StepReport train_step();
+  double evaluate(std::int64_t samples);
+  std::span<const Tensor> infer(std::span<const Tensor> inputs);
+  void close();
+  void require_open() const;
+  void require_inference(std::span<const Tensor> inputs) const;
+  StepReport report_of(double seconds) const;
+
+  PipelineOptions options;
+  JobGroups groups;
+  PipelineLayout layout;
+  std::vector<std::unique_ptr<Stage>> stages;
+  std::vector<StageBinding> bindings;
+  std::unique_ptr<ComputeContext> compute;
+  std::unique_ptr<HostMirror> mirror;
+  std::unique_ptr<ReplicaSum> replica_sum;
+  std::unique_ptr<NcclLinks> nccl;
+  std::unique_ptr<Engine> engine;
+  std::unique_ptr<BatchLoader> loader;
+  std::deque<Evaluation> evaluations;
+  std::unique_ptr<TiedUses> tied;
+  std::unique_ptr<GradientSync> gradients;
+  BatchLoader::Batch inference_batch;
+  std::uint64_t step = 0;
+  bool closed = false;
+  std::vector<double> replica_targets;  // [replica]
+};
+
+Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
+                     const StageFactory& make_stage, const DataSource& source)
+    : options(options_in), groups(world, options) {
+  groups.guarded([&] {
+    make_ready("the libraries",
+               [&] { compute = std::make_unique<ComputeContext>(groups.device, options.threads); });
+    compute->set_tf32(options.tf32);
+    BuiltLayout built;
+    within_plan("the layout", [&] {  // where libraries plan what the stages will ask of them
+      built = build_layout(groups, options, *compute, make_stage, source);
+    });
+    layout = std::move(built.layout);
+    stages = std::move(built.stages);
+    take_memory();
+    mirror = std::make_unique<HostMirror>(*compute, groups.watch.get());
+    replica_sum = std::make_unique<ReplicaSum>(*groups.in_replicas, *compute, groups.watch.get());
+    replica_targets.resize(at(layout.topology.replicas));
+    prepare_stages();
+    // New communicators are made by all ranks or wait for ever: nobody has failed so far.
+    groups.in_world->barrier();
+    make_ready("NCCL's communicators", [&] { make_nccl(); });
+    within_plan("tied parameters", [&] {
+      tied = std::make_unique<TiedUses>(groups, layout, *compute, nccl.get(), *mirror, bindings);
+    });
+    within_plan("messages", [&] {
+      const std::size_t events = options.trace ? layout.train.ranks[at(layout.rank)].ops.size() : 0;
+      engine = make_engine(layout.train, {.events = events, .graphs = options.cuda_graphs});
+    });
+    groups.watch->drive(engine.get());
+    for (const EvaluationPlan& plan : layout.evaluations) {
+      within_plan(fmt::format("evaluation of {} samples", plan.samples), [&] {
+        evaluations.emplace_back(
+            plan, source, layout, [this](const Plan& forward) { return make_engine(forward, {}); },
+            compute->device());
+      });
+    }
+    if (options.inference) return;
+    within_plan("the batches", [&] {
+      loader =
+          std::make_unique<BatchLoader>(source, Phase::kTrain, layout.micro_batches, layout.owns(0),
+                                        layout.owns(layout.num_stages() - 1), compute->device());
+    });
+    within_plan("the optimizer", [&] {
+      gradients = std::make_unique<GradientSync>(groups, layout, options, *compute, nccl.get(),
+                                                 *tied, bindings);
+    });
+    gradients->zero_grads();
+    compute->stream().synchronize();
+    groups.in_world->barrier();
+  });
+}
+
+template <typename Body>
+void Pipeline::Impl::within_plan(const std::string& who, const Body& body) const {
+  try {
+    body();
+  } catch (const OutOfMemory& error) {
+    exceed_plan(who, error);
+  }
+}
+
+template <typename Body>
+void Pipeline::Impl::make_ready(const std::string& who, const Body& body) const {
+  try {
+    body();
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kDevice || error.rank() >= 0) throw;
+    exceed_plan(who, error);
+  }
+}
+
+void Pipeline::Impl::exceed_plan(const std::string& who, const Error& error) const {
+  std::string plan = "not made yet";
+  if (!layout.memory.empty()) plan = to_string(layout.memory[at(layout.rank)]);
+  throw Error(
+      ErrorCode::kDevice,
+      fmt::format("{} on {} of {}: {}; the plan of this rank: {}", who, to_string(groups.device),
+                  groups.devices[at(groups.world->rank())].host, error.what(), plan));
+}
+
+void Pipeline::Impl::take_memory() {
+  within_plan("the plan", [&] {
+    compute->memory().reserve(layout.memory[at(layout.rank)].block());
+    compute->reserve_workspace(layout.operator_bytes);
+  });
+}
+
+// Communicators cost a GPU hundreds of megabytes: one set serves training and evaluations.
+void Pipeline::Impl::make_nccl() {
+  if (!NcclLinks::wanted(layout)) return;
+  std::size_t open = 8 + TiedUses::most_open(layout);
+  const auto count = [&](const Plan& plan) {
+    if (plan.ranks.empty()) return;
+    for (const BufferPool& pool : plan.ranks[at(layout.rank)].pools) open += at(pool.count);
+  };
+  count(layout.train);
+  for (const EvaluationPlan& evaluation : layout.evaluations) {
+    count(evaluation.round);
+    count(evaluation.rest);
+  }
+  const SumLoad sums =
+      layout.sums_by_nccl() ? BucketedSums::load_of(bindings, options.bucket_bytes) : SumLoad{};
+  nccl = std::make_unique<NcclLinks>(groups, layout, *compute, sums, open, options.all_reduce);
+}
+
+void Pipeline::Impl::prepare_stages() {
+  const std::vector<int>& mine = layout.train.placement.stages_of(layout.rank);
+  const bool splits = layout.splits_backward();
+  for (std::size_t i = 0; i < stages.size(); ++i) {
+    const int index = mine[i];
+    StageBinding binding{.index = index,
+                         .stage = stages[i].get(),
+                         .split = dynamic_cast<SplitBackward*>(stages[i].get()),
+                         .loss = nullptr};
+    if (splits && binding.split == nullptr) {
+      throw Error(ErrorCode::kUsage,
+                  fmt::format("schedule '{}' parts the backward pass, which stage {} cannot (it is "
+                              "no SplitBackward)",
+                              options.schedule, index));
+    }
+    if (index + 1 == layout.num_stages()) {
+      binding.loss = dynamic_cast<LossStage*>(stages[i].get());
+      if (binding.loss == nullptr) {
+        throw Error(
+            ErrorCode::kUsage,
+            fmt::format("stage {} is the last one and has no loss (it is no LossStage)", index));
+      }
+    }
+    StageSetup setup{.compute = compute.get(),
+                     .slots = layout.slots_of(index),
+                     .split_backward = splits,
+                     .seed = options.seed,
+                     .input_sizes = {}};
+    for (const std::int64_t size : layout.edges.sizes()) {
+      std::vector<TensorSpec>& specs = setup.input_sizes.emplace_back();
+      for (const EdgeTensor& tensor : layout.edges.inputs(size, index))
+        specs.push_back(tensor.spec);
+    }
+    make_ready(fmt::format("stage {}", index), [&] { stages[i]->prepare(setup); });
+    bindings.push_back(binding);
+  }
+}
+
+std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, const Recording& recording) {
+  return std::make_unique<Engine>(
+      EngineConfig{.plan = &plan,
+                   .rank = layout.rank,
+                   .edges = &layout.edges,
+                   .stages = bindings,
+                   .compute = compute.get(),
+                   .communicator = groups.messages.get(),
+                   .interrupt = groups.control.get(),
+                   .piece_bytes = groups.piece_bytes(),
+                   .nccl = nccl.get(),
+                   .links = layout.links,
+                   .collective = plan.forward_only ? nullptr : replica_sum.get(),
+                   .cuda_graphs = recording.graphs,
+                   .trace_events = recording.events});
+}
+
+// One sum over replicas, on the last stage's ranks, fixes what the mean is taken over; elsewhere 1.
+double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch) {
+  if (!layout.owns(layout.num_stages() - 1)) return 1;
+  double mine = 0;
+  for (const std::vector<Tensor>& targets : batch.targets) {
+    mine += bindings.back().loss->target_weight(targets);
+  }
+  groups.in_replicas->all_gather(std::as_bytes(std::span(&mine, 1)),
+                                 std::as_writable_bytes(std::span(replica_targets)));
+  double total = 0;
+  for (const double count : replica_targets) total += count;
+  if (total <= 0) {
+    throw Error(ErrorCode::kData, fmt::format("step {} has no target that counts", step + 1));
+  }
+  return total;
+}
+
+StepReport Pipeline::Impl::train_step() {
+  require_open();
+  StepReport report;
+  groups.guarded([&] {
+    use_device(compute->device());
+    if (options.inference) throw Error(ErrorCode::kUsage, "an inference pipeline does not train");
+    const double started = steady_seconds();
+    const std::uint64_t number = step + 1;
+    const BatchLoader::Batch& batch = loader->load(number);
+    const StepRequest request{.phase = Phase::kTrain,
+                              .step = number,
+                              .seed = options.seed,
+                              .loss_scale = 1 / count_targets(batch),
+                              .micro_batches = layout.micro_batches,
+                              .batch = &batch};
+    gradients->begin(number, started, engine->outcome());
+    within_plan(fmt::format("step {}", number), [&] { engine->run(request, gradients.get()); });
+    gradients->zero_grads();
+    step = number;
+    report = report_of(steady_seconds() - started);
+    if (options.check_replicas > 0 && step % options.check_replicas == 0) {
+      within_plan(fmt::format("the comparison of replicas after step {}", step),
+                  [&] { sluice::check_replicas(groups, layout, *tied, bindings, *mirror, step); });
+    }
+  });
+  return report;
+}
+
+void Pipeline::Impl::close() {
+  groups.guarded([&] {
+    if (std::exchange(closed, true)) return;
+    use_device(compute->device());
+    groups.watch->drive(nullptr);  // what it drives ends
+    if (nccl != nullptr) nccl->finalize();
+    groups.in_world->barrier();
+  });
+}
+
+// Not guarded: it holds on all ranks or on none, and some may still be closing.
+void Pipeline::Impl::require_open() const {
+  if (closed) throw Error(ErrorCode::kUsage, "the pipeline is closed and computes no more");
+}
+
+void Pipeline::Impl::require_inference(std::span<const Tensor> inputs) const {
+  if (!options.inference) throw Error(ErrorCode::kUsage, "a training pipeline does not infer");
+  if (layout.micro_batches.size() != 1) {
+    throw Error(ErrorCode::kUsage, fmt::format("inference takes one micro-batch, not {}",
+                                               layout.micro_batches.size()));
+  }
+  const auto expected = layout.edges.inputs(layout.micro_batches[0].count, 0);
+  bool fits = inputs.size() == expected.size();
+  for (std::size_t i = 0; fits && i < inputs.size(); ++i) fits = inputs[i].spec == expected[i].spec;
+  if (!fits) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("inference needs {} input tensors, the first {}", expected.size(),
+                            expected.empty() ? "none" : to_string(expected[0].spec)));
+  }
+}
+
+StepReport Pipeline::Impl::report_of(double seconds) const {
+  const StepTotals& totals = gradients->totals();
+  StepReport report;
+  report.step = step;
+  report.loss = totals.loss;
+  report.targets = totals.targets;
+  report.grad_norm = totals.grad_norm;
+  report.learning_rate = options.learning_rate.at(step);
+  report.seconds = seconds;
+  report.pipeline_seconds = totals.window_seconds;
+  // Two clocks: what is all but busy may come out as busier than that.
+  report.bubble_measured =
+      std::max(0.0, 1 - totals.busy_seconds / (totals.window_seconds * layout.topology.ranks()));
+  if (groups.world->rank() == 0) {
+    report.peak_in_flight = gradients->peaks();
+    report.peak_bytes.reserve(layout.memory.size());
+    for (const RankMemory& memory : layout.memory) {
+      report.peak_bytes.push_back(static_cast<std::int64_t>(memory.total()));
+    }
+  }
+  return report;
+}
+
+double Pipeline::Impl::evaluate(std::int64_t samples) {
+  require_open();
+  double mean = 0;
+  groups.guarded([&] {
+    const auto found = std::find_if(evaluations.begin(), evaluations.end(),
+                                    [&](const Evaluation& e) { return e.samples() == samples; });
+    if (found == evaluations.end()) {
+      throw Error(
+          ErrorCode::kUsage,
+          fmt::format("evaluation of {} samples was not announced in the options", samples));
+    }
+    use_device(compute->device());
+    LossResult loss;
+    within_plan(fmt::format("evaluation of {} samples", samples),
+                [&] { loss = found->run(options.seed); });
+    const std::array<double, 2> mine = {loss.sum, loss.weight};
+    std::vector<double> all(2 * at(groups.world->size()));
+    groups.in_world->all_gather(std::as_bytes(std::span(mine)),
+                                std::as_writable_bytes(std::span(all)));
+    std::array<double, 2> total = {0, 0};
+    for (int r = 0; r < layout.topology.replicas; ++r) {
+      const std::size_t rank = at(layout.topology.rank_of(r, layout.last_rank()));
+      total[0] += all[2 * rank];
+      total[1] += all[2 * rank + 1];
+    }
+    mean = total[0] / total[1];
+  });
+  return mean;
+}
+
+std::span<const Tensor> Pipeline::Impl::infer(std::span<const Tensor> inputs) {
+  require_open();
+  std::span<const Tensor> outputs;
+  groups.guarded([&] {
+    use_device(compute->device());
+    require_inference(inputs);
+    inference_batch.inputs.assign(1, {inputs.begin(), inputs.end()});
+    inference_batch.targets.resize(1);
+    const StepRequest request{.phase = Phase::kGenerate,
+                              .step = ++step,
+                              .seed = options.seed,
+                              .micro_batches = layout.micro_batches,
+                              .batch = &inference_batch};
+    within_plan("inference", [&] { engine->run(request, nullptr); });
+    outputs = engine->outputs();
+  });
+  return outputs;
+}
+
+Pipeline::Pipeline(Communicator& world, const PipelineOptions& options,
+                   const StageFactory& make_stage, const DataSource& source)
+    : impl_(std::make_unique<Impl>(world, options, make_stage, source)) {}
+Pipeline::~Pipeline() = default;
+
+PipelineLayout Pipeline::plan_layout(Communicator& world, const PipelineOptions& options,
+                                     const StageFactory& make_stage, const DataSource& source) {
+  JobGroups groups(world, options);
+  PipelineLayout layout;
+  groups.guarded([&] {
+    ComputeContext compute(groups.device, options.threads);
+    compute.set_tf32(options.tf32);
+    layout = build_layout(groups, options, compute, make_stage, source).layout;
+  });
+  return layout;
+}
+
+StepReport Pipeline::train_step() { return impl_->train_step(); }
+double Pipeline::evaluate(std::int64_t samples) { return impl_->evaluate(samples); }
+std::span<const Tensor> Pipeline::infer(std::span<const Tensor> inputs) {
+  return impl_->infer(inputs);
+}
+void Pipeline::close() { impl_->close(); }
+std::uint64_t Pipeline::step() const { return impl_->step; }
+void Pipeline::set_step(std::uint64_t step) { impl_->step = step; }
+const PipelineLayout& Pipeline::layout() const { return impl_->layout; }
+
+std::vector<Pipeline::Owned> Pipeline::parameters() {
+  std::vector<Owned> owned;
+  for (const StageBinding& binding : impl_->bindings) {
+    ParameterSet* set = binding.stage->parameters();
+    if (set == nullptr) continue;
+    int index = 0;
+    for (Parameter* parameter : set->all()) {
+      owned.push_back({.stage = binding.index,
+                       .owner = impl_->layout.is_owner(binding.index, index++),
+                       .parameter = parameter});
+    }
+  }
+  return owned;
+}
+
+void Pipeline::values_changed() {
+  impl_->require_open();
+  impl_->groups.guarded([&] {
+    use_device(impl_->compute->device());
+    impl_->within_plan("tied parameters", [&] { impl_->tied->spread_values(); });
+  });
+}
+
+std::vector<OptimizerState> Pipeline::optimizer_state() {
+  if (impl_->gradients == nullptr) return {};
+  return impl_->gradients->optimizer_state().state();
+}
+
+Collectives& Pipeline::world() { return *impl_->groups.in_world; }
+void Pipeline::guarded(const std::function<void()>& body) { impl_->groups.guarded(body); }
+void Pipeline::guarded(const std::string& who, const std::function<void()>& body) {
+  impl_->groups.guarded([&] { impl_->within_plan(who, body); });
+}
+
+std::vector<TraceEvent> Pipeline::trace() const {
+  const auto events = impl_->engine->trace();
+  return {events.begin(), events.end()};
+}
+
+ComputeContext& Pipeline::compute() { return *impl_->compute; }
+const StepOutcome& Pipeline::last_outcome() const { return impl_->engine->outcome(); }
+
+}  // namespace sluice

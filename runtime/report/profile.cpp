@@ -1,0 +1,68 @@
+#include "runtime/report/profile.hpp"
+
+#include "runtime/engine/engine.hpp"
+#include "runtime/layout/layout.hpp"
+
+namespace sluice {
+namespace {
+
+double mean(const ActionSeconds::Sum& sum) {
+  return sum.count == 0 ? 0 : sum.seconds / static_cast<double>(sum.count);
+}
+
+// Of I, or of what a whole backward leaves after its weight half.
+double mean_input(const ActionSeconds& sums) {
+  const std::int64_t count = sums.backward.count + sums.backward_input.count;
+  if (count == 0) return 0;
+  const double weight_halves =
+      mean(sums.backward_weight) * static_cast<double>(sums.backward.count);
+  return (sums.backward.seconds - weight_halves + sums.backward_input.seconds) /
+         static_cast<double>(count);
+}
+
+void accumulate(ActionSeconds::Sum& into, const ActionSeconds::Sum& from) {
+  into.seconds += from.seconds;
+  into.count += from.count;
+}
+
+}  // namespace
+
+void Profile::add(const StepOutcome& outcome) {
+  if (sums_.empty()) {
+    sums_ = outcome.actions;
+    return;
+  }
+  for (std::size_t i = 0; i < sums_.size(); ++i) {
+    accumulate(sums_[i].forward, outcome.actions[i].forward);
+    accumulate(sums_[i].backward, outcome.actions[i].backward);
+    accumulate(sums_[i].backward_input, outcome.actions[i].backward_input);
+    accumulate(sums_[i].backward_weight, outcome.actions[i].backward_weight);
+  }
+}
+
+std::vector<StageTimes> Profile::gather(Pipeline& pipeline) const {
+  const PipelineLayout& layout = pipeline.layout();
+  const auto stages = static_cast<std::size_t>(layout.num_stages());
+  std::vector<double> mine(3 * stages);
+  for (const ActionSeconds& sum : sums_) {
+    double* times = &mine[3 * static_cast<std::size_t>(sum.stage)];
+    times[0] = mean(sum.forward);
+    times[1] = mean_input(sum);
+    times[2] = mean(sum.backward_weight);
+  }
+  std::vector<double> all(mine.size() * static_cast<std::size_t>(layout.topology.ranks()));
+  pipeline.guarded([&] {
+    pipeline.world().all_gather(std::as_bytes(std::span(mine)),
+                                std::as_writable_bytes(std::span(all)));
+  });
+  std::vector<StageTimes> times(stages);
+  for (std::size_t s = 0; s < stages; ++s) {
+    const int rank = layout.train.placement.rank_of(static_cast<int>(s));
+    const auto job_rank = static_cast<std::size_t>(layout.topology.rank_of(0, rank));
+    const double* from = &all[job_rank * mine.size() + 3 * s];
+    times[s] = {.forward = from[0], .backward_input = from[1], .backward_weight = from[2]};
+  }
+  return times;
+}
+
+}  // namespace sluice

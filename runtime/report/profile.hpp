@@ -1,0 +1,26 @@
+// Profile: measured seconds per action, gathered from all ranks, in the form simulate() takes.
+#pragma once
+
+#include <vector>
+
+#include <sluice/pipeline.hpp>
+#include <sluice/simulate.hpp>
+
+#include "runtime/engine/engine_config.hpp"
+
+namespace sluice {
+
+// Adds up the outcomes of steps; one per rank.
+class Profile {
+ public:
+  void add(const StepOutcome& outcome);
+  // Collective: mean seconds per action of every global stage of replica 0, on every rank. Where no
+  // backward was parted, its whole counts as input half, the weight half is 0; where some were, the
+  // others are taken apart by the mean weight half.
+  [[nodiscard]] std::vector<StageTimes> gather(Pipeline& pipeline) const;
+
+ private:
+  std::vector<ActionSeconds> sums_;
+};
+
+}  // namespace sluice

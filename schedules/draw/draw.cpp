@@ -1,0 +1,159 @@
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include <sluice/draw.hpp>
+
+#include "schedules/model/dataflow.hpp"
+
+namespace sluice {
+namespace {
+
+struct Cell {
+  int column = 0;
+  int position = 0;  // in the rank's list
+};
+using Cells = std::vector<std::vector<Cell>>;  // [rank][cell], columns ascending
+
+bool drawable(const Schedule& schedule) {
+  const auto in_range = [&](const Action& action) {
+    return (!is_compute(action.kind) && !is_message(action.kind)) ||
+           (action.stage >= 0 && action.stage < schedule.placement.stages() &&
+            action.micro_batch >= 0 && action.micro_batch < schedule.micro_batches);
+  };
+  if (schedule.ranks.size() != static_cast<std::size_t>(schedule.placement.ranks())) return false;
+  for (const std::vector<Step>& steps : schedule.ranks) {
+    for (const Step& step : steps) {
+      if (!in_range(step.action)) return false;
+      if (!step.overlapped) continue;
+      const bool computes = is_compute(step.action.kind) && is_compute(step.overlapped->kind);
+      if (!computes || !in_range(*step.overlapped)) return false;
+    }
+  }
+  return true;
+}
+
+// Compute steps at the time they would start if each took one unit and messages none. False where
+// the schedule cannot run.
+bool cells_by_time(const Schedule& schedule, Cells& cells) {
+  if (!drawable(schedule)) return false;
+  const auto micro_batches = static_cast<std::size_t>(schedule.micro_batches);
+  const int stages = schedule.placement.stages();
+  std::vector<int> forward_end(static_cast<std::size_t>(stages) * micro_batches);
+  std::vector<int> gradient_end(forward_end.size());
+  const auto index = [&](int stage, int micro_batch) {
+    return static_cast<std::size_t>(stage) * micro_batches + static_cast<std::size_t>(micro_batch);
+  };
+  const auto ready = [&](const Action& action) {
+    if (action.kind == ActionKind::kForward) {
+      return action.stage == 0 ? 0 : forward_end[index(action.stage - 1, action.micro_batch)];
+    }
+    if (action.kind == ActionKind::kBackwardWeight || action.stage + 1 == stages) return 0;
+    return gradient_end[index(action.stage + 1, action.micro_batch)];
+  };
+  const auto finish = [&](const Action& action, int end) {
+    if (action.kind == ActionKind::kBackwardWeight) return;
+    auto& ends = action.kind == ActionKind::kForward ? forward_end : gradient_end;
+    ends[index(action.stage, action.micro_batch)] = end;
+  };
+  std::vector<int> rank_free(schedule.ranks.size());
+  Dataflow dataflow(schedule);
+  return dataflow.run([&](int rank, int position, const Step& step) {
+    if (!is_compute(step.action.kind)) return;
+    int& free = rank_free[static_cast<std::size_t>(rank)];
+    int start = std::max(free, ready(step.action));
+    if (step.overlapped) start = std::max(start, ready(*step.overlapped));
+    free = start + 1;
+    finish(step.action, free);
+    if (step.overlapped) finish(*step.overlapped, free);
+    cells[static_cast<std::size_t>(rank)].push_back(Cell{start, position});
+  });
+}
+
+// One column per step, in list order.
+void cells_by_position(const Schedule& schedule, bool with_messages, Cells& cells) {
+  for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
+    cells[rank].clear();
+    for (std::size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
+      if (!with_messages && !is_compute(schedule.ranks[rank][i].action.kind)) continue;
+      cells[rank].push_back(Cell{static_cast<int>(cells[rank].size()), static_cast<int>(i)});
+    }
+  }
+}
+
+class CellText {
+ public:
+  explicit CellText(const Schedule& schedule)
+      : with_stage_(schedule.placement.stages() != schedule.placement.ranks()) {}
+
+  [[nodiscard]] std::string operator()(int rank, const Step& step) const {
+    std::string text = one(rank, step.action);
+    if (step.overlapped) text += '+' + one(rank, *step.overlapped);
+    return text;
+  }
+
+ private:
+  [[nodiscard]] std::string one(int rank, const Action& action) const {
+    // With one stage per rank the row says the stage, unless the action is in the wrong row.
+    std::string text;
+    if (with_stage_ || action.stage != rank) text += std::to_string(action.stage);
+    text += name_of(action.kind);
+    if (has_micro_batch(action.kind)) text += std::to_string(action.micro_batch);
+    return text;
+  }
+
+  bool with_stage_;
+};
+
+bool marks_message(const Schedule& schedule, const Violation* mark) {
+  if (mark == nullptr || mark->rank < 0 || mark->position < 0) return false;
+  if (static_cast<std::size_t>(mark->rank) >= schedule.ranks.size()) return false;
+  const std::vector<Step>& steps = schedule.ranks[static_cast<std::size_t>(mark->rank)];
+  const auto position = static_cast<std::size_t>(mark->position);
+  return position < steps.size() && !is_compute(steps[position].action.kind);
+}
+
+}  // namespace
+
+std::string draw_grid(const Schedule& schedule, const Violation* mark) {
+  Cells cells(schedule.ranks.size());
+  const bool with_messages = marks_message(schedule, mark);
+  if (with_messages || !cells_by_time(schedule, cells)) {
+    cells_by_position(schedule, with_messages, cells);
+  }
+
+  const CellText text_of(schedule);
+  const auto text_at = [&](std::size_t rank, const Cell& cell) {
+    std::string text = text_of(static_cast<int>(rank),
+                               schedule.ranks[rank][static_cast<std::size_t>(cell.position)]);
+    const bool marked =
+        mark != nullptr && mark->rank == static_cast<int>(rank) && mark->position == cell.position;
+    return marked ? '[' + text + ']' : text;
+  };
+  std::size_t width = 0;
+  for (std::size_t rank = 0; rank < cells.size(); ++rank) {
+    for (const Cell& cell : cells[rank]) width = std::max(width, text_at(rank, cell).size());
+  }
+  const std::size_t label_width = std::to_string(cells.empty() ? 0 : cells.size() - 1).size();
+
+  std::string grid;
+  for (std::size_t rank = 0; rank < cells.size(); ++rank) {
+    const bool marked = mark != nullptr && mark->rank == static_cast<int>(rank);
+    std::string row = (marked ? "rank>" : "rank ") +
+                      std::string(label_width - std::to_string(rank).size(), ' ') +
+                      std::to_string(rank) + " |";
+    const std::size_t margin = row.size() + 1;
+    for (const Cell& cell : cells[rank]) {
+      row.resize(margin + static_cast<std::size_t>(cell.column) * (width + 1), ' ');
+      row += text_at(rank, cell);
+    }
+    grid += row + '\n';
+  }
+  return grid;
+}
+
+std::string describe(const Schedule& schedule, const Violation& violation) {
+  return violation.message + '\n' + draw_grid(schedule, &violation);
+}
+
+}  // namespace sluice

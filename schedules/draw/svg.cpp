@@ -1,0 +1,308 @@
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+
+#include <sluice/draw.hpp>
+
+namespace sluice {
+namespace {
+
+constexpr double kRowHeight = 24, kRowGap = 4, kLeft = 64, kMargin = 16, kTitle = 34;
+constexpr double kFontSize = 11, kDigitWidth = 6.7;
+constexpr const char* kReductionFill = "#d9822b";
+constexpr double kMostWidth = 20'000, kLeastWidth = 640;
+
+struct Colour {
+  int red = 0, green = 0, blue = 0;
+};
+
+// Indexed by the first four ActionKinds; distinct also without colour vision's red and green.
+constexpr std::array<Colour, 4> kColours = {Colour{38, 84, 160}, Colour{58, 125, 68},
+                                            Colour{23, 135, 145}, Colour{124, 74, 156}};
+constexpr std::array<const char*, 4> kKindNames = {"forward", "backward", "backward, input",
+                                                   "backward, weight"};
+
+// One decimal, as coordinates need no more.
+std::string number(double value) {
+  std::array<char, 32> text{};
+  const auto result =
+      std::to_chars(text.data(), text.data() + text.size(), value, std::chars_format::fixed, 1);
+  std::string digits(text.data(), result.ptr);
+  if (digits.ends_with(".0")) digits.resize(digits.size() - 2);
+  return digits;
+}
+
+std::string percent(double share) { return number(share * 100) + " %"; }
+
+// As short as the value allows.
+std::string plain(double value) {
+  std::array<char, 32> text{};
+  return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value,
+                                     std::chars_format::general, 6)
+                           .ptr};
+}
+
+// "1.5 to 3 GB".
+std::string bytes_text(const std::vector<std::int64_t>& peaks) {
+  constexpr std::array<const char*, 6> kUnits = {" bytes", " kB", " MB", " GB", " TB", " PB"};
+  const auto [least, most] = std::minmax_element(peaks.begin(), peaks.end());
+  double unit = 1;
+  std::size_t name = 0;
+  for (; name + 1 < kUnits.size() && static_cast<double>(*most) >= 1000 * unit; ++name) {
+    unit *= 1000;
+  }
+  const auto text = [&](std::int64_t bytes) { return plain(static_cast<double>(bytes) / unit); };
+  return (*least == *most ? "" : text(*least) + " to ") + text(*most) + kUnits[name];
+}
+
+std::string escaped(const std::string& text) {
+  std::string safe;
+  for (const char c : text) {
+    if (c == '<') {
+      safe += "&lt;";
+    } else if (c == '>') {
+      safe += "&gt;";
+    } else if (c == '&') {
+      safe += "&amp;";
+    } else {
+      safe += (c >= ' ' && c <= '~') ? c : '?';
+    }
+  }
+  return safe;
+}
+
+// Chunk 0 has the full colour, the last chunk is lightened most; digits turn dark on light boxes.
+struct Shade {
+  std::string fill;
+  bool light = false;
+};
+
+Shade shade_of(ActionKind kind, int chunk, int chunks) {
+  const Colour base = kColours[static_cast<std::size_t>(kind)];
+  const double lightening = chunks < 2 ? 0.15 : 0.62 * chunk / (chunks - 1);
+  const auto lightened = [&](int part) {
+    return std::to_string(static_cast<int>(std::lround(part + (255 - part) * lightening)));
+  };
+  return {
+      "rgb(" + lightened(base.red) + "," + lightened(base.green) + "," + lightened(base.blue) + ")",
+      lightening > 0.35};
+}
+
+class Picture {
+ public:
+  Picture(const Schedule& schedule, const Simulation& simulation)
+      : schedule_(schedule), simulation_(simulation) {
+    const Placement& placement = schedule.placement;
+    chunk_of_.resize(static_cast<std::size_t>(placement.stages()));
+    for (int rank = 0; rank < placement.ranks(); ++rank) {
+      const std::vector<int>& stages = placement.stages_of(rank);
+      chunks_ = std::max(chunks_, static_cast<int>(stages.size()));
+      for (std::size_t i = 0; i < stages.size(); ++i) {
+        chunk_of_[static_cast<std::size_t>(stages[i])] = static_cast<int>(i);
+      }
+    }
+    scale_ = choose_scale();
+  }
+
+  std::string draw() {
+    boxes();
+    const double rows = static_cast<double>(schedule_.ranks.size()) * (kRowHeight + kRowGap);
+    const double legend_y = kTitle + rows + 34;
+    const double legend_end = legend(legend_y);
+    const double captions = caption(legend_y + 40);
+    const double width =
+        std::max({kLeft + simulation_.makespan * scale_, legend_end, captions, kLeastWidth}) +
+        kMargin;
+    const double height = legend_y + 70;
+    const std::string size = number(width) + " " + number(height);
+    return "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" + number(width) + "\" height=\"" +
+           number(height) + "\" viewBox=\"0 0 " + size +
+           "\" font-family=\"DejaVu Sans, Arial, sans-serif\" font-size=\"" + number(kFontSize) +
+           "\">\n<style>.w{fill:#fff}.d{fill:#111}.b{stroke:#fff;stroke-width:.8}"
+           ".n{text-anchor:middle}</style>\n<rect width=\"100%\" height=\"100%\" "
+           "fill=\"#fff\"/>\n" +
+           body_ + "</svg>\n";
+  }
+
+ private:
+  // Pixels per unit of time.
+  double choose_scale() const {
+    double shortest = std::numeric_limits<double>::infinity();
+    for (const auto& row : simulation_.timeline) {
+      for (const SimulatedAction& each : row) {
+        if (each.end > each.start) shortest = std::min(shortest, each.end - each.start);
+      }
+    }
+    if (!(simulation_.makespan > 0) || !std::isfinite(shortest)) return 1;
+    const auto digits = std::to_string(schedule_.micro_batches - 1).size();
+    const double wanted = static_cast<double>(digits) * kDigitWidth + 5;
+    const double least = (kLeastWidth - kLeft) / simulation_.makespan;
+    const double scale = std::max(wanted / shortest, std::min(least, 40 / shortest));
+    return std::min(scale, (kMostWidth - kLeft - kMargin) / simulation_.makespan);
+  }
+
+  void text(double x, double y, const std::string& words, const char* extra = "class=\"d\"") {
+    body_ += "<text x=\"" + number(x) + "\" y=\"" + number(y) + "\" " + extra + ">" + words +
+             "</text>\n";
+  }
+
+  void rectangle(double x, double y, double width, double height, const std::string& fill) {
+    body_ += "<rect class=\"b\" x=\"" + number(x) + "\" y=\"" + number(y) + "\" width=\"" +
+             number(width) + "\" height=\"" + number(height) + "\" fill=\"" + fill + "\"/>\n";
+  }
+
+  void box(const Action& action, double start, double end, double y, double height) {
+    const int chunk = chunk_of_[static_cast<std::size_t>(action.stage)];
+    const Shade shade = shade_of(action.kind, chunk, chunks_);
+    used_[static_cast<std::size_t>(action.kind)] = true;
+    const double x = kLeft + start * scale_;
+    const double width = (end - start) * scale_;
+    if (width < 0.1) return;
+    rectangle(x, y, width, height, shade.fill);
+    const std::string digits = std::to_string(action.micro_batch);
+    if (width < static_cast<double>(digits.size()) * kDigitWidth) return;
+    text(x + width / 2, y + height / 2 + 4, digits,
+         shade.light ? "class=\"d n\"" : "class=\"w n\"");
+  }
+
+  void boxes() {
+    text(kMargin, 20,
+         "<tspan font-weight=\"bold\">" + escaped(schedule_.name) +
+             "</tspan>: " + std::to_string(schedule_.placement.ranks()) + " ranks, " +
+             std::to_string(schedule_.placement.stages()) + " stages, " +
+             std::to_string(schedule_.micro_batches) + " micro-batches");
+    for (std::size_t rank = 0; rank < schedule_.ranks.size(); ++rank) {
+      const double y = kTitle + static_cast<double>(rank) * (kRowHeight + kRowGap);
+      text(kMargin, y + kRowHeight / 2 + 4, "rank " + std::to_string(rank));
+      row(rank, y);
+      if (!simulation_.reductions.empty()) reductions(rank, y);
+    }
+    const double axis =
+        kTitle + static_cast<double>(schedule_.ranks.size()) * (kRowHeight + kRowGap) + 10;
+    body_ += "<path d=\"M" + number(kLeft) + " " + number(axis - 4) + "H" +
+             number(kLeft + simulation_.makespan * scale_) + "\" stroke=\"#888\"/>\n";
+    text(kLeft, axis + 9, "time 0");
+    text(kLeft + simulation_.makespan * scale_, axis + 9, plain(simulation_.makespan),
+         "class=\"d\" text-anchor=\"end\"");
+  }
+
+  // A rank's timeline holds the actions of its computing steps in order.
+  void row(std::size_t rank, double y) {
+    const std::vector<SimulatedAction>& timeline = simulation_.timeline[rank];
+    std::size_t next = 0;
+    for (const Step& step : schedule_.ranks[rank]) {
+      if (!is_compute(step.action.kind)) continue;
+      const SimulatedAction& first = timeline[next++];
+      if (!step.overlapped) {
+        box(first.action, first.start, first.end, y, kRowHeight);
+        continue;
+      }
+      const SimulatedAction& second = timeline[next++];
+      const double start = std::min(first.start, second.start);
+      const double end = std::max(first.end, second.end);
+      box(first.action, start, end, y, kRowHeight / 2);
+      box(second.action, start, end, y + kRowHeight / 2, kRowHeight / 2);
+    }
+  }
+
+  // Beside compute, so a bar along the row's lower edge.
+  void reductions(std::size_t rank, double y) {
+    for (const SimulatedAction& each : simulation_.reductions[rank]) {
+      const double width = (each.end - each.start) * scale_;
+      if (width < 0.1) continue;
+      rectangle(kLeft + each.start * scale_, y + kRowHeight - 4, width, 4, kReductionFill);
+    }
+  }
+
+  // Returns where it ends.
+  double legend(double y) {
+    double x = kLeft;
+    const auto entry = [&](const std::string& fill, const char* stroke, const std::string& words) {
+      body_ += "<rect x=\"" + number(x) + "\" y=\"" + number(y) +
+               "\" width=\"16\" height=\"16\" fill=\"" + fill + "\" stroke=\"" + stroke + "\"/>\n";
+      x += 16;
+      if (words.empty()) return;
+      text(x + 5, y + 12, words);
+      x += 22 + static_cast<double>(words.size()) * kDigitWidth;
+    };
+    const int shown = std::min(chunks_, kMostShades);
+    for (std::size_t kind = 0; kind < kColours.size(); ++kind) {
+      if (!used_[kind]) continue;
+      for (int i = 0; i < shown; ++i) {
+        const int chunk = shown < 2 ? 0 : i * (chunks_ - 1) / (shown - 1);
+        const bool last = i + 1 == shown;
+        entry(shade_of(static_cast<ActionKind>(kind), chunk, chunks_).fill, "#fff",
+              last ? kKindNames[kind] : "");
+      }
+    }
+    if (!simulation_.reductions.empty()) entry(kReductionFill, "#fff", "gradient sum");
+    entry("#fff", "#888", "idle");
+    if (chunks_ > 1) {
+      const std::string words =
+          "shades: chunk 0 (dark) to " + std::to_string(chunks_ - 1) + " (light)";
+      text(x, y + 12, words);
+      x += static_cast<double>(words.size()) * kDigitWidth;
+    }
+    return x;
+  }
+
+  // Returns where it ends.
+  double caption(double y) {
+    const auto [least, most] =
+        std::minmax_element(simulation_.peak_in_flight.begin(), simulation_.peak_in_flight.end());
+    std::string words = "bubble " + percent(simulation_.bubble_makespan) + " of the makespan, " +
+                        percent(simulation_.bubble_span) + " of the longest own span; peak memory ";
+    words += *least == *most ? std::to_string(*most)
+                             : std::to_string(*least) + " to " + std::to_string(*most);
+    words += chunks_ > 1 ? " chunks of a micro-batch per rank" : " micro-batches per rank";
+    if (!simulation_.peak_bytes.empty()) words += ", " + bytes_text(simulation_.peak_bytes);
+    text(kLeft, y + 6, words);
+    return kLeft + static_cast<double>(words.size()) * kDigitWidth;
+  }
+
+  static constexpr int kMostShades = 4;
+
+  const Schedule& schedule_;
+  const Simulation& simulation_;
+  std::vector<int> chunk_of_;  // [stage] among its rank's stages
+  int chunks_ = 1;
+  double scale_ = 1;
+  std::array<bool, 4> used_{};
+  std::string body_;
+};
+
+// One entry of the timeline per compute action.
+void require_same_schedule(const Schedule& schedule, const Simulation& simulation) {
+  bool same = schedule.ranks.size() == simulation.timeline.size() &&
+              schedule.ranks.size() == simulation.peak_in_flight.size();
+  std::size_t total = 0;
+  for (std::size_t rank = 0; same && rank < schedule.ranks.size(); ++rank) {
+    std::size_t actions = 0;
+    for (const Step& step : schedule.ranks[rank]) {
+      if (is_compute(step.action.kind)) actions += step.overlapped ? 2 : 1;
+    }
+    same = actions == simulation.timeline[rank].size();
+    total += actions;
+  }
+  if (!same) {
+    throw std::invalid_argument("picture of '" + schedule.name +
+                                "': the simulation is not of this schedule");
+  }
+  if (total > kMaxSvgActions) {
+    throw std::invalid_argument("picture of '" + schedule.name + "': " + std::to_string(total) +
+                                " actions; at most " + std::to_string(kMaxSvgActions) +
+                                " are legal");
+  }
+}
+
+}  // namespace
+
+std::string draw_svg(const Schedule& schedule, const Simulation& simulation) {
+  require_same_schedule(schedule, simulation);
+  return Picture(schedule, simulation).draw();
+}
+
+}  // namespace sluice

@@ -1,0 +1,61 @@
+#include "schedules/files/file_text.hpp"
+
+#include <algorithm>
+#include <stdexcept>
+
+#include <sluice/schedule_file.hpp>
+
+namespace sluice {
+namespace {
+
+bool is_backward(const Action& action) {
+  return is_compute(action.kind) && action.kind != ActionKind::kForward;
+}
+
+}  // namespace
+
+std::string quoted_excerpt(std::string_view text) {
+  constexpr std::size_t kMost = 40;
+  std::string excerpt = "'";
+  for (const char c : text.substr(0, kMost)) excerpt += c >= ' ' && c <= '~' ? c : '?';
+  return excerpt + (text.size() > kMost ? "...'" : "'");
+}
+
+bool is_action_text(std::string_view text) {
+  constexpr std::size_t kMost = 64;
+  return !text.empty() && text.size() <= kMost &&
+         std::all_of(text.begin(), text.end(), [](char c) { return c > ' ' && c <= '~'; });
+}
+
+void require_file_size(std::string_view reader, std::string_view text) {
+  if (text.size() <= kMaxScheduleFileBytes) return;
+  throw std::invalid_argument(std::string(reader) + ": " + std::to_string(text.size()) +
+                              " bytes; at most " + std::to_string(kMaxScheduleFileBytes) +
+                              " are legal");
+}
+
+void require_action_count(std::string_view reader, std::int64_t actions) {
+  if (actions <= kMaxScheduleActions) return;
+  throw std::invalid_argument(std::string(reader) + ": more than " +
+                              std::to_string(kMaxScheduleActions) + " actions, which is the most");
+}
+
+void require_enough_actions(std::string_view reader, std::int64_t stages,
+                            std::int64_t micro_batches, std::int64_t actions) {
+  if (stages <= actions && micro_batches <= actions && stages * micro_batches <= actions) return;
+  throw std::invalid_argument(
+      std::string(reader) + ": " + std::to_string(stages) + " stages with " +
+      std::to_string(micro_batches) + " micro-batches, but only " + std::to_string(actions) +
+      " compute actions; every stage needs at least a forward of every micro-batch");
+}
+
+void find_forward_only(Schedule& schedule) {
+  schedule.forward_only =
+      std::all_of(schedule.ranks.begin(), schedule.ranks.end(), [](const std::vector<Step>& steps) {
+        return std::none_of(steps.begin(), steps.end(), [](const Step& step) {
+          return is_backward(step.action) || (step.overlapped && is_backward(*step.overlapped));
+        });
+      });
+}
+
+}  // namespace sluice

@@ -1,0 +1,268 @@
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include <sluice/schedule_file.hpp>
+
+#include "schedules/files/file_text.hpp"
+
+namespace sluice {
+namespace {
+
+constexpr std::string_view kReader = "schedule CSV";
+
+bool is_kind_letter(char c) { return (c >= 'A' && c <= 'Z') || c == '_'; }
+
+// Where a cell stands, from 1 as in a spreadsheet.
+struct Position {
+  std::size_t row = 1, column = 1;
+};
+
+[[noreturn]] void fail_at(const Position& at, const std::string& what) {
+  throw std::invalid_argument(std::string(kReader) + ", row " + std::to_string(at.row) +
+                              ", column " + std::to_string(at.column) + ": " + what);
+}
+
+// Calls visit(position, cell) for every cell, also the empty ones.
+template <class Visit>
+void for_each_cell(std::string_view text, const Visit& visit) {
+  Position at;
+  while (!text.empty()) {
+    const std::size_t length = std::min(text.find('\n'), text.size());
+    std::string_view row = text.substr(0, length);
+    text.remove_prefix(std::min(length + 1, text.size()));
+    if (row.ends_with('\r')) row.remove_suffix(1);
+    at.column = 1;
+    for (bool more = true; more; ++at.column) {
+      const std::size_t comma = row.find(',');
+      more = comma != std::string_view::npos;
+      visit(at, row.substr(0, comma));
+      if (more) row.remove_prefix(comma + 1);
+    }
+    ++at.row;
+  }
+}
+
+// Calls visit(kind) for each run of letters in a cell: its kinds.
+template <class Visit>
+void for_each_kind(std::string_view cell, const Visit& visit) {
+  for (std::size_t i = 0; i < cell.size();) {
+    std::size_t end = i;
+    while (end < cell.size() && is_kind_letter(cell[end])) ++end;
+    if (end > i) visit(i, cell.substr(i, end - i));
+    i = std::max(end, i + 1);
+  }
+}
+
+CsvAlphabet detect(std::string_view text) {
+  Position input_half;
+  bool whole = false, input = false, weight = false;
+  Position whole_at;
+  for_each_cell(text, [&](const Position& at, std::string_view cell) {
+    if (!is_action_text(cell)) return;
+    for_each_kind(cell, [&](std::size_t, std::string_view kind) {
+      if (kind == "BW" && !std::exchange(whole, true)) whole_at = at;
+      if (kind == "I" && !std::exchange(input, true)) input_half = at;
+      weight = weight || kind == "W";
+    });
+  });
+  if (whole && input) {
+    fail_at(whole_at, "BW is of PyTorch's older alphabet (F B W BW), but row " +
+                          std::to_string(input_half.row) + ", column " +
+                          std::to_string(input_half.column) +
+                          " has I of the current one (F I W B); legal is one of the two");
+  }
+  return whole || (weight && !input) ? CsvAlphabet::kOlder : CsvAlphabet::kCurrent;
+}
+
+// The cell with its kinds renamed, e.g. from older to current.
+std::string renamed(std::string_view cell, std::string_view from_input, std::string_view to_input,
+                    std::string_view from_whole, std::string_view to_whole) {
+  std::string text;
+  std::size_t copied = 0;
+  for_each_kind(cell, [&](std::size_t at, std::string_view kind) {
+    text += cell.substr(copied, at - copied);
+    text += kind == from_input ? to_input : kind == from_whole ? to_whole : kind;
+    copied = at + kind.size();
+  });
+  text += cell.substr(copied);
+  return text;
+}
+
+bool known_to_pytorch(ActionKind kind) {
+  return kind != ActionKind::kReduceTied && kind != ActionKind::kRecompute &&
+         kind != ActionKind::kOptimizer;
+}
+
+class CsvReader {
+ public:
+  CsvReader(std::string_view text, std::string_view name, CsvAlphabet alphabet) : text_(text) {
+    result_.schedule.name = name;
+    result_.schedule.micro_batches = 0;
+    result_.alphabet = alphabet == CsvAlphabet::kDetect ? detect(text) : alphabet;
+  }
+
+  PytorchCsv read() {
+    for_each_cell(text_, [this](const Position& at, std::string_view cell) { add(at, cell); });
+    place();
+    find_forward_only(result_.schedule);
+    if (result_.messages + result_.other_dropped > 0) check_messages();
+    return std::move(result_);
+  }
+
+ private:
+  void add(const Position& at, std::string_view cell) {
+    std::vector<std::vector<Step>>& ranks = result_.schedule.ranks;
+    if (ranks.size() < at.row) ranks.emplace_back();
+    if (cell.empty()) return;
+    const Step step = parse(at, cell);
+    note(at, step.action);
+    if (step.overlapped) note(at, *step.overlapped);
+    ranks.back().push_back(step);
+  }
+
+  Step parse(const Position& at, std::string_view cell) const {
+    if (!is_action_text(cell) || cell.find_first_of(">@") != std::string_view::npos) {
+      fail_at(at, quoted_excerpt(cell) + " is no action; legal are cells such as 0F0, 2I1, 2W1, " +
+                      "1B3, 0SEND_F0, (0F7;7B3)OVERLAP_F_B and empty ones");
+    }
+    Step step;
+    try {
+      if (result_.alphabet == CsvAlphabet::kOlder) {
+        refuse_current(at, cell);
+        step = parse_step(renamed(cell, "B", "I", "BW", "B"));
+      } else {
+        step = parse_step(cell);
+      }
+    } catch (const std::invalid_argument& error) {
+      fail_at(at, error.what());
+    }
+    if (!known_to_pytorch(step.action.kind)) {
+      fail_at(at, quoted_excerpt(cell) + ": PyTorch has no action " +
+                      std::string(name_of(step.action.kind)));
+    }
+    return step;
+  }
+
+  static void refuse_current(const Position& at, std::string_view cell) {
+    for_each_kind(cell, [&](std::size_t, std::string_view kind) {
+      if (kind != "I") return;
+      fail_at(at, quoted_excerpt(cell) +
+                      " has I; the older alphabet writes B for the input half "
+                      "and BW for the whole backward");
+    });
+  }
+
+  // Where the stage lives, how many micro-batches there are.
+  void note(const Position& at, const Action& action) {
+    ++(is_compute(action.kind)   ? computes_
+       : is_message(action.kind) ? result_.messages
+                                 : result_.other_dropped);
+    require_action_count(kReader, computes_ + result_.messages + result_.other_dropped);
+    if (!is_compute(action.kind)) return;
+    const auto stage = static_cast<std::size_t>(action.stage);
+    if (stage >= most_stages()) {
+      fail_at(at, to_string(action) + " names stage " + std::to_string(action.stage) +
+                      ", but so short a file has fewer than " + std::to_string(most_stages()) +
+                      " actions; stages count from 0 without gaps");
+    }
+    if (stage >= stage_to_rank_.size()) stage_to_rank_.resize(stage + 1, -1);
+    const int rank = static_cast<int>(at.row) - 1;
+    int& owner = stage_to_rank_[stage];
+    if (owner >= 0 && owner != rank) {
+      fail_at(at, to_string(action) + " is on rank " + std::to_string(rank) + ", but row " +
+                      std::to_string(owner + 1) + " computes stage " +
+                      std::to_string(action.stage) + " as well; a stage has one rank");
+    }
+    owner = rank;
+    if (action.micro_batch >= kMaxScheduleActions) {
+      fail_at(at, to_string(action) + " names micro-batch " + std::to_string(action.micro_batch) +
+                      "; at most " + std::to_string(kMaxScheduleActions) + " are legal");
+    }
+    result_.schedule.micro_batches =
+        std::max(result_.schedule.micro_batches, action.micro_batch + 1);
+  }
+
+  // A cell takes at least 3 bytes and a comma.
+  [[nodiscard]] std::size_t most_stages() const { return text_.size() / 4 + 1; }
+
+  void place() {
+    Schedule& schedule = result_.schedule;
+    for (std::size_t stage = 0; stage < stage_to_rank_.size(); ++stage) {
+      if (stage_to_rank_[stage] >= 0) continue;
+      throw std::invalid_argument(std::string(kReader) + ": no row computes stage " +
+                                  std::to_string(stage) + ", but one " + "computes stage " +
+                                  std::to_string(stage_to_rank_.size() - 1) +
+                                  "; stages count from 0 without gaps");
+    }
+    for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
+      const std::vector<Step>& steps = schedule.ranks[rank];
+      const bool computes = std::any_of(steps.begin(), steps.end(), [](const Step& step) {
+        return is_compute(step.action.kind);
+      });
+      if (!computes) fail_at({rank + 1, 1}, "the row computes nothing; every rank needs a stage");
+    }
+    if (computes_ == 0) throw std::invalid_argument(std::string(kReader) + ": the file is empty");
+    require_enough_actions(kReader, static_cast<std::int64_t>(stage_to_rank_.size()),
+                           schedule.micro_batches, computes_);
+    schedule.placement =
+        Placement::custom(static_cast<int>(schedule.ranks.size()), std::move(stage_to_rank_));
+  }
+
+  // Proves the messages, then drops all that is not compute.
+  void check_messages() {
+    if (const auto violation = check(result_.schedule)) {
+      if (violation->rank < 0 || violation->position < 0) {
+        throw std::invalid_argument(std::string(kReader) + ": " + violation->message);
+      }
+      fail_at(position_of(*violation), violation->message);
+    }
+    for (std::vector<Step>& steps : result_.schedule.ranks) {
+      std::erase_if(steps, [](const Step& step) { return !is_compute(step.action.kind); });
+    }
+  }
+
+  // Of the row's n-th cell that is not empty.
+  [[nodiscard]] Position position_of(const Violation& violation) const {
+    Position found{static_cast<std::size_t>(violation.rank) + 1, 1};
+    int position = 0;
+    for_each_cell(text_, [&](const Position& at, std::string_view cell) {
+      if (at.row != found.row || cell.empty()) return;
+      if (position++ == violation.position) found.column = at.column;
+    });
+    return found;
+  }
+
+  std::string_view text_;
+  PytorchCsv result_;
+  std::vector<int> stage_to_rank_;
+  std::int64_t computes_ = 0;
+};
+
+}  // namespace
+
+PytorchCsv parse_pytorch_csv(std::string_view text, std::string_view name, CsvAlphabet alphabet) {
+  require_file_size(kReader, text);
+  return CsvReader(text, name, alphabet).read();
+}
+
+std::string to_pytorch_csv(const Schedule& schedule, CsvAlphabet alphabet) {
+  std::string text;
+  for (const std::vector<Step>& steps : schedule.ranks) {
+    for (std::size_t i = 0; i < steps.size(); ++i) {
+      const Action& action = steps[i].action;
+      if (!known_to_pytorch(action.kind) || action.copy != 0 || action.to_stage >= 0) {
+        throw std::invalid_argument("schedule '" + schedule.name + "': PyTorch has no action " +
+                                    to_string(action));
+      }
+      if (i != 0) text += ',';
+      const std::string cell = to_string(steps[i]);
+      text += alphabet == CsvAlphabet::kOlder ? renamed(cell, "I", "B", "B", "BW") : cell;
+    }
+    text += '\n';
+  }
+  return text;
+}
+
+}  // namespace sluice

@@ -1,0 +1,278 @@
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include <sluice/schedule_file.hpp>
+
+#include "schedules/files/file_text.hpp"
+
+namespace sluice {
+namespace {
+
+constexpr std::string_view kReader = "schedule file";
+constexpr std::string_view kFormat = "sluice-schedule";
+
+enum Key : std::size_t {
+  kFormatKey,
+  kVersionKey,
+  kNameKey,
+  kRanksKey,
+  kStagesKey,
+  kMicroBatchesKey,
+  kPlacementKey,
+  kListsKey,
+  kKeys
+};
+constexpr std::array<std::string_view, kKeys> kKeyNames = {
+    "format", "version", "name", "ranks", "stages", "micro_batches", "placement", "lists"};
+
+// Both count from 0, as ranks do.
+std::string at_list(std::size_t list, std::size_t position) {
+  return "list " + std::to_string(list) + ", position " + std::to_string(position);
+}
+
+bool printable(std::string_view name) {
+  return std::none_of(name.begin(), name.end(),
+                      [](char c) { return (c >= 0 && c < ' ') || c == '\x7f'; });
+}
+
+// Follows the JSON library's parser event by event; nothing of the document is kept but the
+// schedule. The depth is at most 3, so deeper nesting ends the parse at once.
+class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
+ public:
+  Schedule take(std::string_view text) {
+    nlohmann::json::sax_parse(text.begin(), text.end(), this);
+    for (std::size_t key = 0; key < kKeys; ++key) {
+      if (!seen_[key]) fail("the key '" + std::string(kKeyNames[key]) + "' is missing");
+    }
+    return finish();
+  }
+
+  bool null() override { return unexpected("null"); }
+  bool boolean(bool) override { return unexpected("a boolean"); }
+  bool number_float(double, const std::string&) override {
+    return unexpected("a number that is no integer");
+  }
+  bool binary(nlohmann::json::binary_t&) override { return unexpected("binary data"); }
+  bool number_integer(std::int64_t value) override {
+    return unexpected("the number " + std::to_string(value));
+  }
+  bool number_unsigned(std::uint64_t value) override {
+    if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max())) {
+      return unexpected("the number " + std::to_string(value));
+    }
+    number(static_cast<int>(value));
+    return true;
+  }
+  bool string(std::string& value) override {
+    text(value);
+    return true;
+  }
+  bool start_object(std::size_t) override {
+    if (in_object_) return unexpected("an object");
+    in_object_ = true;
+    return true;
+  }
+  bool key(std::string& name) override {
+    const auto found = std::find(kKeyNames.begin(), kKeyNames.end(), name);
+    if (found == kKeyNames.end()) fail("unknown key " + quoted_excerpt(name) + "; " + keys_text());
+    key_ = static_cast<Key>(found - kKeyNames.begin());
+    if (std::exchange(seen_[key_], true)) fail("the key '" + name + "' appears a second time");
+    return true;
+  }
+  bool end_object() override {
+    key_ = kKeys;
+    return true;
+  }
+  bool start_array(std::size_t) override {
+    if (depth_ == 0 && (key_ == kPlacementKey || key_ == kListsKey)) {
+      depth_ = 1;
+    } else if (depth_ == 1 && key_ == kListsKey) {
+      depth_ = 2;
+      schedule_.ranks.emplace_back();
+      require_action_count(kReader, static_cast<std::int64_t>(schedule_.ranks.size()));
+    } else {
+      return unexpected("a list");
+    }
+    return true;
+  }
+  bool end_array() override {
+    --depth_;
+    return true;
+  }
+  bool parse_error(std::size_t byte, const std::string&,
+                   const nlohmann::detail::exception&) override {
+    fail("no JSON at byte " + std::to_string(byte) + "; " + keys_text());
+  }
+
+ private:
+  [[noreturn]] static void fail(const std::string& what) {
+    throw std::invalid_argument(std::string(kReader) + ": " + what);
+  }
+
+  static std::string keys_text() {
+    std::string text = "legal is one object with the keys";
+    for (const std::string_view name : kKeyNames) (text += ' ') += name;
+    return text;
+  }
+
+  [[nodiscard]] std::string where() const {
+    if (!in_object_ || key_ == kKeys) return "the file";
+    std::string text = "key '" + std::string(kKeyNames[key_]) + "'";
+    if (depth_ == 2) {
+      text += ", " + at_list(schedule_.ranks.size() - 1, schedule_.ranks.back().size());
+    }
+    return text;
+  }
+
+  bool unexpected(const std::string& what) const {
+    static constexpr std::array<std::string_view, kKeys + 1> kLegal = {
+        "the text \"sluice-schedule\"",
+        "the number 1",
+        "a text",
+        "an integer from 1 up",
+        "an integer from 1 up",
+        "an integer from 1 up",
+        "a list of ranks, one per stage",
+        "a list per rank of actions such as \"0F0\"",
+        "one object"};
+    fail(where() + " has " + what + "; legal is " +
+         std::string(kLegal[in_object_ ? static_cast<std::size_t>(key_) : kKeys]));
+  }
+
+  int at_least_one(int value) const {
+    if (value < 1) unexpected("the number " + std::to_string(value));
+    return value;
+  }
+
+  void number(int value) {
+    if (depth_ == 1 && key_ == kPlacementKey) {
+      require_action_count(kReader, static_cast<std::int64_t>(placement_.size()) + 1);
+      placement_.push_back(value);
+    } else if (depth_ == 0 && key_ == kRanksKey) {
+      ranks_ = at_least_one(value);
+    } else if (depth_ == 0 && key_ == kStagesKey) {
+      stages_ = at_least_one(value);
+    } else if (depth_ == 0 && key_ == kMicroBatchesKey) {
+      schedule_.micro_batches = at_least_one(value);
+    } else if (depth_ == 0 && key_ == kVersionKey) {
+      if (value != kScheduleFileVersion) {
+        fail("version " + std::to_string(value) + "; this program reads version " +
+             std::to_string(kScheduleFileVersion));
+      }
+    } else {
+      unexpected("the number " + std::to_string(value));
+    }
+  }
+
+  void text(const std::string& value) {
+    if (depth_ == 2) {
+      step(value);
+    } else if (depth_ == 0 && key_ == kFormatKey && value == kFormat) {
+      return;
+    } else if (depth_ == 0 && key_ == kNameKey) {
+      if (value.empty() || value.size() > kMaxScheduleNameBytes || !printable(value)) {
+        fail("the name " + quoted_excerpt(value) + " is not 1 to " +
+             std::to_string(kMaxScheduleNameBytes) + " bytes without control characters");
+      }
+      schedule_.name = value;
+    } else {
+      unexpected("the text " + quoted_excerpt(value));
+    }
+  }
+
+  void step(const std::string& value) {
+    std::vector<Step>& steps = schedule_.ranks.back();
+    Step step;
+    if (!is_action_text(value)) unexpected("the text " + quoted_excerpt(value));
+    try {
+      step = parse_step(value);
+    } catch (const std::invalid_argument& error) {
+      fail(at_list(schedule_.ranks.size() - 1, steps.size()) + ": " + error.what());
+    }
+    if (!is_compute(step.action.kind)) {
+      fail(at_list(schedule_.ranks.size() - 1, steps.size()) + ": " + to_string(step.action) +
+           " does not compute; legal are F, B, I, W and overlapped pairs of them");
+    }
+    actions_ += step.overlapped ? 2 : 1;
+    require_action_count(kReader, actions_);
+    steps.push_back(step);
+  }
+
+  Schedule finish() {
+    const auto agree = [&](std::size_t found, int said, const char* what, Key key) {
+      if (found == static_cast<std::size_t>(said)) return;
+      fail("'" + std::string(kKeyNames[key]) + "' has " + std::to_string(found) +
+           " entries, but the file says " + std::to_string(said) + " " + what);
+    };
+    agree(placement_.size(), stages_, "stages", kPlacementKey);
+    agree(schedule_.ranks.size(), ranks_, "ranks", kListsKey);
+    require_enough_actions(kReader, stages_, schedule_.micro_batches, actions_);
+    try {
+      schedule_.placement = Placement::custom(ranks_, std::move(placement_));
+    } catch (const std::invalid_argument& error) {
+      fail(error.what());
+    }
+    find_forward_only(schedule_);
+    return std::move(schedule_);
+  }
+
+  Schedule schedule_;
+  std::vector<int> placement_;
+  std::array<bool, kKeys> seen_{};
+  Key key_ = kKeys;
+  int depth_ = 0;  // of lists
+  bool in_object_ = false;
+  int ranks_ = 0, stages_ = 0;
+  std::int64_t actions_ = 0;
+};
+
+}  // namespace
+
+Schedule parse_schedule_json(std::string_view text) {
+  require_file_size(kReader, text);
+  return ScheduleHandler().take(text);
+}
+
+std::string to_schedule_json(const Schedule& schedule) {
+  if (schedule.name.empty() || schedule.name.size() > kMaxScheduleNameBytes ||
+      !printable(schedule.name)) {
+    throw std::invalid_argument("the schedule's name " + quoted_excerpt(schedule.name) +
+                                " is not 1 to " + std::to_string(kMaxScheduleNameBytes) +
+                                " bytes without control characters");
+  }
+  const auto line = [](std::string_view key, const nlohmann::json& value) {
+    return " \"" + std::string(key) +
+           "\": " + value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + ",\n";
+  };
+  std::vector<int> placement;
+  for (int stage = 0; stage < schedule.placement.stages(); ++stage) {
+    placement.push_back(schedule.placement.rank_of(stage));
+  }
+  std::string text = "{\n" + line("format", kFormat) + line("version", kScheduleFileVersion) +
+                     line("name", schedule.name) + line("ranks", schedule.placement.ranks()) +
+                     line("stages", schedule.placement.stages()) +
+                     line("micro_batches", schedule.micro_batches) + line("placement", placement) +
+                     " \"lists\": [";
+  for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
+    text += rank == 0 ? "\n  [" : ",\n  [";
+    for (std::size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
+      const Step& step = schedule.ranks[rank][i];
+      if (!is_compute(step.action.kind)) {
+        throw std::invalid_argument("schedule '" + schedule.name + "': " + to_string(step) +
+                                    " does not compute; a schedule file holds F, B, I and W");
+      }
+      text += i == 0 ? "\"" : ", \"";
+      text += to_string(step);
+      text += '"';
+    }
+    text += ']';
+  }
+  return text + "\n ]\n}\n";
+}
+
+}  // namespace sluice

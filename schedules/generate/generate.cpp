@@ -1,0 +1,114 @@
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+
+#include <sluice/generate.hpp>
+
+#include "schedules/generate/generators.hpp"
+
+namespace sluice {
+namespace {
+
+// Where a schedule puts its stages, and which numbers of chunks that allows.
+enum class Layout {
+  kLinear,  // one chunk
+  kLooped,  // any number of chunks
+  kVShape,  // two chunks; 1, what a shape has where nobody asked for chunks, means two as well
+};
+
+struct GeneratorRow {
+  std::string_view name;
+  Layout layout;
+  Schedule (*generate)(const ScheduleShape& shape);
+};
+
+// In the order users see them. A new schedule is one file and one line here.
+constexpr std::array kGenerators = {
+    GeneratorRow{"gpipe", Layout::kLinear, generators::gpipe},
+    GeneratorRow{"gpipe-lifo", Layout::kLinear, generators::gpipe_lifo},
+    GeneratorRow{"1f1b", Layout::kLinear, generators::one_f_one_b},
+    GeneratorRow{"1f1b-eager", Layout::kLinear, generators::one_f_one_b_eager},
+    GeneratorRow{"interleaved", Layout::kLooped, generators::interleaved},
+    GeneratorRow{"looped-bfs", Layout::kLooped, generators::looped_bfs},
+    GeneratorRow{"zb-h1", Layout::kLinear, generators::zb_h1},
+    GeneratorRow{"zb-h2", Layout::kLinear, generators::zb_h2},
+    GeneratorRow{"interleaved-zb", Layout::kLooped, generators::interleaved_zb},
+    GeneratorRow{"zb-v", Layout::kVShape, generators::zb_v},
+    GeneratorRow{"v-half", Layout::kVShape, generators::v_half},
+    GeneratorRow{"v-min", Layout::kVShape, generators::v_min},
+    GeneratorRow{"dualpipe-v", Layout::kVShape, generators::dualpipe_v},
+    GeneratorRow{"forward-only", Layout::kLooped, generators::forward_only},
+};
+
+const GeneratorRow& row_of(std::string_view name) {
+  for (const GeneratorRow& row : kGenerators) {
+    if (row.name == name) return row;
+  }
+  std::string known;
+  for (const std::string& each : schedule_names()) known += (known.empty() ? "" : ", ") + each;
+  throw std::invalid_argument("unknown schedule '" + std::string(name) + "'; known are " + known);
+}
+
+void require_positive(std::string_view what, int value) {
+  if (value < 1) {
+    throw std::invalid_argument("schedule shape: " + std::string(what) + " is " +
+                                std::to_string(value) + "; the nearest legal value is 1");
+  }
+}
+
+// The number of stages; refuses shapes that the layout does not allow.
+int stages_of(const GeneratorRow& row, const ScheduleShape& shape) {
+  require_positive("ranks", shape.ranks);
+  require_positive("micro-batches", shape.micro_batches);
+  require_positive("chunks", shape.chunks);
+  if (row.layout == Layout::kLinear && shape.chunks != 1) {
+    throw std::invalid_argument("schedule '" + std::string(row.name) +
+                                "' runs one chunk per rank; chunks is " +
+                                std::to_string(shape.chunks) + ", the nearest legal value is 1");
+  }
+  const bool v_shape = row.layout == Layout::kVShape;
+  if (v_shape && shape.chunks > 2) {
+    throw std::invalid_argument("schedule '" + std::string(row.name) +
+                                "' runs two chunks per rank, there and back; chunks is " +
+                                std::to_string(shape.chunks) + ", the nearest legal value is 2");
+  }
+  const std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  const std::int64_t stages = std::int64_t{shape.ranks} * (v_shape ? 2 : shape.chunks);
+  if (stages > most || stages * shape.micro_batches > most) {
+    throw std::invalid_argument(
+        "schedule shape: " + std::to_string(stages) + " stages with " +
+        std::to_string(shape.micro_batches) + " micro-batches each; at most " +
+        std::to_string(most) + " pairs of stage and micro-batch are legal" +
+        (stages > most ? ""
+                       : ", here " + std::to_string(most / stages) + " micro-batches or fewer"));
+  }
+  return static_cast<int>(stages);
+}
+
+}  // namespace
+
+const std::vector<std::string>& schedule_names() {
+  static const std::vector<std::string> names = [] {
+    std::vector<std::string> list;
+    for (const GeneratorRow& row : kGenerators) list.emplace_back(row.name);
+    return list;
+  }();
+  return names;
+}
+
+int stages_of(std::string_view name, const ScheduleShape& shape) {
+  return stages_of(row_of(name), shape);
+}
+
+Schedule generate(std::string_view name, const ScheduleShape& shape) {
+  const GeneratorRow& row = row_of(name);
+  (void)stages_of(row, shape);
+  return row.generate(shape);
+}
+
+Schedule generate_forward_only(const Placement& placement, int micro_batches) {
+  return generators::forward_only(placement, micro_batches);
+}
+
+}  // namespace sluice

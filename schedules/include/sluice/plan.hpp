@@ -1,0 +1,168 @@
+// Plans: every post-receive, start-send, wait, compute and buffer release of a rank, in order; and
+// lower(), which adds to a schedule the messages and reductions that a plan is made of.
+//
+// The plan is the only rule book: verify() replays exactly this list under each transport model,
+// the engine executes exactly this list, and neither knows another rule.
+//
+// Buffers. A stage owns pools, addressed by slot:
+//   kInput       its input activations, filled by a receive, or written by the previous stage when
+//                that stage is on the same rank (then the previous stage has no kOutput pool).
+//                Stage 0 has none: its inputs come from the data. Held until W (or B) is done.
+//   kOutput      activations on their way to the next stage: held until the send is done. The last
+//                stage's outputs are held until W (or B): the loss turns them into their gradient.
+//   kGradOutput  gradients with respect to its outputs, received, or written by the next stage when
+//                that is on the same rank (then the next stage has no kGradInput pool). Held until
+//                W (or B) is done. The last stage has none.
+//   kGradInput   gradients on their way to the previous stage: held until the send is done.
+//   kState       what the stage itself keeps between F and W (or B).
+// Slots named by a compute op: kInput, kState, kGradOutput are the stage's own pools; kOutput means
+// the stage's own kOutput pool or, at a local hand-over, stage + 1's kInput pool; kGradInput its
+// own kGradInput pool or, at a local hand-over, stage - 1's kGradOutput pool. Message and release
+// ops always name the stage's own pools.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <sluice/schedule.hpp>
+
+namespace sluice {
+
+struct LowerOptions {
+  bool reduce_grad = true;       // REDUCE_GRAD per stage and OPTIMIZER per rank (training)
+  std::vector<TiedStages> tied;  // one REDUCE_TIED on every rank that owns one of the stages
+  // [stage] Its sum over replicas runs beside computation and blocks nobody, as NCCL's do. Empty:
+  // no stage's does.
+  std::vector<bool> sums_beside = {};
+};
+
+// Adds SEND right after the action that produces and RECV right before the action that uses, where
+// the neighbouring stage is on another rank (for an overlapped pair: around the pair); then
+// reductions and the optimizer, which a forward-only schedule has none of. REDUCE_GRAD stands right
+// behind the last B or W of its stage, before the messages that follow, where the sum runs beside
+// computation; else at the list's end, where a sum that blocks holds up no other rank. A
+// REDUCE_TIED names the first stage of its group on that rank; groups come in the order of `tied`.
+// Requires: check() found nothing. Throws std::invalid_argument for schedules with messages, for
+// illegal groups and where `sums_beside` has not one entry per stage.
+[[nodiscard]] Schedule lower(const Schedule& schedule, const LowerOptions& options);
+
+enum class BufferKind : std::uint8_t { kInput, kOutput, kGradOutput, kGradInput, kState };
+inline constexpr int kBufferKinds = 5;
+[[nodiscard]] std::string_view name_of(BufferKind kind);  // "input", "grad-output", ...
+
+enum class OpKind : std::uint8_t {
+  kPostRecv,    // action RECV_F | RECV_B: hand the slot to the transport
+  kWaitRecv,    // block until that message is there
+  kStartSend,   // action SEND_F | SEND_B
+  kWaitSend,    // block until that send is done; its slot is free from here on
+  kCompute,     // action F | B | I | W
+  kRelease,     // after W or B: every slot named is free from here on
+  kReduceGrad,  // collective over the stage's replicas; the next kReduceTied or kOptimizer waits
+                // for its end, nothing else
+  kReduceTied,  // collective over the ranks that own a use of tied parameter group `channel`
+  kOptimizer,   // collective over the job: norm, guard, clip, update
+};
+
+struct PlanOp {
+  OpKind kind = OpKind::kCompute;
+  ActionKind action = ActionKind::kForward;
+  // Posts and starts: issued as one group with the post or start right before this op, as between
+  // ncclGroupStart and ncclGroupEnd. Transports with tags need not look at it.
+  bool with_previous = false;
+  std::int32_t stage = 0;
+  std::int32_t micro_batch = -1;
+  std::int32_t channel = -1;  // messages: index into Plan::channels; kReduceTied: group index
+  // By BufferKind.
+  std::array<std::int32_t, kBufferKinds> slots = {-1, -1, -1, -1, -1};
+
+  [[nodiscard]] std::int32_t slot(BufferKind kind_of) const {
+    return slots[static_cast<size_t>(kind_of)];
+  }
+};
+
+// One FIFO of messages: (ordered rank pair, direction, stage edge). Messages are sent in the
+// sender's order and received in the same.
+struct Channel {
+  ActionKind kind = ActionKind::kSendForward;  // kSendForward or kSendBackward
+  std::int32_t from_stage = 0, to_stage = 0;
+  std::int32_t from_rank = 0, to_rank = 0;
+  std::int32_t tag = 0;  // index among the channels of this ordered rank pair, from 0
+};
+
+struct BufferPool {
+  std::int32_t stage = 0;
+  BufferKind kind = BufferKind::kInput;
+  std::int32_t count = 0;
+};
+
+struct RankPlan {
+  std::vector<BufferPool> pools;
+  std::vector<PlanOp> ops;
+};
+
+struct Plan {
+  std::string schedule_name;
+  Placement placement = Placement::linear(1);
+  int micro_batches = 1;
+  bool forward_only = false;
+  bool exact = true;
+  std::vector<TiedStages> tied;
+  std::vector<Channel> channels;
+  std::vector<RankPlan> ranks;
+};
+
+// In which order a rank posts receives and starts sends.
+enum class MessageOrder : std::uint8_t {
+  kReceivesAhead,  // for transports with tags: each receive as soon as its slot is free
+  kGlobal,         // for in-order queues (NCCL): all ranks follow one order of all messages
+};
+
+struct PlanOptions {
+  int receive_ahead = 1;  // receives posted beyond what the schedule holds, per channel
+  int send_slots = 2;     // slots per send pool; a send's wait comes when its slot is used again
+  MessageOrder order = MessageOrder::kReceivesAhead;
+  // kReceivesAhead: room for every receive under way where each action takes one unit of time.
+  bool unit_time_depths = false;
+};
+
+// The plan of a schedule, in one pass. It is not verified: most callers want make_plan().
+//
+// The most pairs of stage and micro-batch that the program and pipelines plan: a plan of two
+// million takes seconds and more than half a gigabyte. Nothing here refuses more.
+inline constexpr std::int64_t kMaxPlannedPairs = 2'000'000;
+
+// Slots are assigned statically, by walking each rank's list once. A send is waited for just before
+// its slot is used again, and at the latest before the reductions at the list's end; a REDUCE_GRAD
+// that messages or compute follow waits for none. A send pool exceeds send_slots only where a
+// schedule computes more tensors than that before it sends them. Of an overlapped pair the first
+// action's op comes first.
+//
+// kReceivesAhead. Receives are posted in the sender's order: at the list's start as many as fit,
+// then right after the release that frees a slot. A pool of received tensors holds the most
+// messages that must be posted and unreleased at any wait, and receive_ahead more, but no more than
+// there are messages; with unit_time_depths at least as many as are under way when every action
+// takes one unit of time. Where ranks own several stages, a plan without may deadlock; make_plan()
+// (verify.hpp) finds out and takes the depths where they are needed. Linear in the number of
+// actions.
+//
+// kGlobal. Messages are ordered by when they are sent where F, I and W take one unit of time (B
+// two), then by pair of ranks, those with an even lower rank first; messages that the same two
+// ranks exchange at one time form a group on both. A rank issues in that order, each send right
+// after the action that makes the tensor, each receive at the latest before the rank's first action
+// that starts later, and up to receive_ahead earlier where its turn has come and a slot is free. A
+// step then waits only for messages sent before it starts, and a message only for earlier steps and
+// messages, so no in-order queue can stop it, whatever the times. What is sent when a B or W ends
+// goes before a REDUCE_GRAD behind that action. n log n in the actions of a rank.
+//
+// Requires: check(schedule) found nothing; `lowered` comes from lower(). `tied` as given there.
+// Throws std::invalid_argument for illegal options, messages that are not all there and kinds no op
+// exists for.
+[[nodiscard]] Plan assemble_plan(const Schedule& lowered, const std::vector<TiedStages>& tied,
+                                 const PlanOptions& options = {});
+
+[[nodiscard]] std::string to_string(const PlanOp& op);
+
+}  // namespace sluice

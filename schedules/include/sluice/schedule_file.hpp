@@ -1,0 +1,76 @@
+// Schedules read from files and written to them: Sluice's own format, and PyTorch's. Both readers
+// are strict and bounded: they say what they refuse and where, keep no document tree, and beside
+// the text allocate at most 24 bytes per byte of it. Functions are pure and thread-safe.
+//
+// Sluice's own file is one JSON object, every key below exactly once and no other:
+//
+//   {"format": "sluice-schedule", "version": 1, "name": "1f1b", "ranks": 2, "stages": 2,
+//    "micro_batches": 2, "placement": [0, 1],
+//    "lists": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]}
+//
+// `placement` gives each stage's rank. `lists` has one list per rank, in the order it runs, of
+// compute actions and overlapped pairs in the text form of <sluice/schedule.hpp>; messages are no
+// part of it, lower() adds them. A file without any backward action is a forward-only schedule.
+//
+// PyTorch's are the CSV files of torch.distributed.pipelining (`_dump_csv`, `_load_csv`): one row
+// per rank, one action per cell, an empty cell where the rank idles; rows end in LF or CR LF. Cells
+// are `0F0`, `2I1`, `2W1`, `1B3`, `0SEND_F0`, `1RECV_F0`, `2SEND_B2`, `1RECV_B2`, `1UNSHARD`,
+// `1RESHARD`, `0REDUCE_GRAD`, `(0F7;7B3)OVERLAP_F_B`. Files before PyTorch 2.6 write `B` for the
+// input half of a backward and `BW` for the whole. Unlike PyTorch's parser, which takes a prefix of
+// a cell, this one takes the whole cell or refuses the file, naming row and column (both from 1).
+// The placement is what the rows say: a stage belongs to the rank whose row computes it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include <sluice/schedule.hpp>
+
+namespace sluice {
+
+inline constexpr int kScheduleFileVersion = 1;
+
+// Bounds of every reader of schedules. A file also has to list at least one action for each pair
+// of stage and micro-batch, so what check() allocates is bounded by the file's length as well.
+inline constexpr std::size_t kMaxScheduleFileBytes = std::size_t{1} << 27;  // 128 MiB
+inline constexpr std::int64_t kMaxScheduleActions = std::int64_t{1} << 23;  // 1024 ranks x 4096
+inline constexpr std::size_t kMaxScheduleNameBytes = 200;
+
+// Throws std::invalid_argument, in one line of printable characters: what was wrong, where (byte or
+// list and position), and what would be legal. Whether the order can run is for check() to say.
+[[nodiscard]] Schedule parse_schedule_json(std::string_view text);
+
+// What parse_schedule_json() reads back as an equal schedule; one line per rank. Throws
+// std::invalid_argument for schedules with other than compute actions and for illegal names.
+[[nodiscard]] std::string to_schedule_json(const Schedule& schedule);
+
+enum class CsvAlphabet : std::uint8_t {
+  kDetect,   // kOlder where a cell has BW, or W without any I
+  kCurrent,  // F I W B, B the whole backward
+  kOlder,    // F B W BW, B the input half
+};
+
+struct PytorchCsv {
+  Schedule schedule;  // compute actions only
+  CsvAlphabet alphabet = CsvAlphabet::kCurrent;
+  std::int64_t messages = 0;       // SEND and RECV cells, checked and dropped: lower() adds ours
+  std::int64_t other_dropped = 0;  // UNSHARD, RESHARD and REDUCE_GRAD cells, dropped
+};
+
+// `name` becomes the schedule's. Whether a file without messages can run is for check() to say; one
+// with messages has passed check() with them. Throws std::invalid_argument in one line.
+[[nodiscard]] PytorchCsv parse_pytorch_csv(std::string_view text, std::string_view name,
+                                           CsvAlphabet alphabet = CsvAlphabet::kDetect);
+
+// What PyTorch's loader (of the version that has the alphabet, kDetect: current) and
+// parse_pytorch_csv() read back; rows end in LF, without idle cells. Messages, where the schedule
+// has them, are written. Throws std::invalid_argument for kinds PyTorch has no name for.
+[[nodiscard]] std::string to_pytorch_csv(const Schedule& schedule,
+                                         CsvAlphabet alphabet = CsvAlphabet::kCurrent);
+
+// The text's first byte that is no blank is '{', as of a JSON file. No CSV starts so.
+[[nodiscard]] bool looks_like_json(std::string_view text);
+
+}  // namespace sluice

@@ -1,0 +1,97 @@
+// Search for a schedule: given times, links and memory, which schedule, how many chunks on which
+// placement, and which layers on which stage?
+//
+// A heuristic. Tried are all generators, the zero-bubble paper's greedy insertion with its eight
+// settings (Qi et al. 2023, arXiv:2401.10241, section 3.1) and a list scheduler with a grid of
+// rules, over linear, looped, V and zigzag placements and several numbers of chunks; then borders
+// between stages move by a layer and simulated annealing moves actions, while that helps. What is
+// returned is the best that check() and verify() accept and that is exact, and how far above a
+// bound it lies that no order of the same stages on the same ranks can undercut.
+//
+// Pure, thread-safe and deterministic: no clock and no random seed take part, so a request has the
+// same answer on every machine with IEEE doubles. Seconds for 16 ranks and 64 micro-batches.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <sluice/schedule.hpp>
+#include <sluice/simulate.hpp>
+
+namespace sluice {
+
+enum class Objective : std::uint8_t {
+  kMakespan,  // the step as the engine runs it, which ends with a barrier
+  kSpan,      // the longest time of one rank from its first to its last action, as the papers count
+};
+
+// A search takes longer than in proportion to the chunks: 64 are seconds.
+inline constexpr int kMaxSearchedChunks = 64;
+
+struct SearchRequest {
+  int ranks = 1;          // p >= 1
+  int micro_batches = 1;  // m >= 1
+  Objective objective = Objective::kMakespan;
+
+  // What the model costs. `stages` and `bytes` are of its parts in order, all alike where there is
+  // one entry; the rest is as for simulate(). Overlapped pairs are not searched for.
+  SimulationTimes model = {};
+  // true: each part is a layer, and a stage is a run of whole layers, one at least. false: the
+  // parts are the shares of the ranks, p of them, and can be cut anywhere; v chunks get a v-th
+  // each.
+  bool whole_layers = false;
+
+  // Numbers of chunks to try, each at most kMaxSearchedChunks; empty: 1, 2, 4 and 8, as far as
+  // there are layers.
+  std::vector<int> chunks = {};
+  // Stages can part their backward pass into I and W.
+  bool split_backward = true;
+
+  // What a rank may hold, one for all or one per rank; empty: anything. At most one of the two.
+  std::vector<std::int64_t> byte_limit = {};  // as Simulation::peak_bytes; needs model.bytes
+  // In micro-batches, counted as Simulation::peak_in_flight: a chunk counts one v-th, v the number
+  // of the rank's stages.
+  std::vector<double> in_flight_limit = {};
+
+  // How many actions annealing plays in all, about 10 million per second; 0: none.
+  std::int64_t effort = 20'000'000;
+};
+
+struct SearchCandidate {
+  std::string origin;     // "zb-v", "greedy insertion (...)", ...
+  std::string placement;  // "linear", "looped", "V", "zigzag"
+  int chunks = 1;
+  double makespan = 0, span = 0, bubble_span = 0;
+  double peak_in_flight = 0;  // micro-batches, of the fullest rank
+};
+
+struct SearchResult {
+  Schedule schedule;       // named "auto"; compute actions only
+  SearchCandidate chosen;  // where it comes from
+  // Stage s owns layers [first_layer[s], first_layer[s + 1]); empty where the model is cut
+  // anywhere.
+  std::vector<int> first_layer;
+  SimulationTimes times;  // of its stages
+  Simulation simulation;
+  double lower_bound = 0;  // of the objective, for these stages on these ranks
+  double ratio = 1;        // objective / lower_bound
+  // The best of each origin, placement and number of chunks that fits, best first, each before
+  // borders and actions were moved.
+  std::vector<SearchCandidate> candidates;
+  std::vector<std::string> left_out;  // why some placements had no candidate, a sentence each
+};
+
+// Throws std::invalid_argument for illegal requests, and where nothing fits the memory, with the
+// least limit that would do.
+[[nodiscard]] SearchResult search_schedule(const SearchRequest& request);
+
+// A bound below simulate()'s makespan of every schedule on this placement, overlapped pairs with a
+// time of their own apart: the largest, over ranks, of the least time before the rank's first
+// action can start, its busy time and the least time that must follow its last; once for all
+// actions and once for F and I alone, whose last has a way back to stage 0; and the way of one
+// micro-batch. Throws std::invalid_argument as simulate() does.
+[[nodiscard]] double makespan_lower_bound(const Placement& placement, int micro_batches,
+                                          const SimulationTimes& times);
+
+}  // namespace sluice

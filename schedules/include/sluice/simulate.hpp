@@ -1,0 +1,126 @@
+// Event-driven simulation of a lowered schedule: when would each action start and end, what waits
+// for what, and how many bytes does each rank hold meanwhile?
+//
+// Compute actions of a rank run one after another in list order; sends never block and receives are
+// posted ahead, so a compute action starts when its rank is free and its inputs are there. An
+// overlapped pair starts when the inputs of both are there and hands over at its end; with a time
+// of its own both actions fill that time, else they run one after the other.
+//
+// A message leaves when the action that produced it ends, occupies its link (one rank to one other,
+// one direction) for bytes / bandwidth and arrives `latency` after its last byte left. Messages of
+// one link queue up in the order they were produced; links do not disturb each other, nor compute.
+//
+// The sum of a stage's gradients over replicas takes `reduce`, plus what its bytes take on
+// `reduce_link`. A rank reduces one stage at a time: without overlap after its last action, in
+// stage order; with overlap beside its compute, each stage once its last W or B has ended and
+// reductions begun before have finished.
+//
+// Units of time and bytes are the caller's; bandwidth is bytes per unit of time.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <sluice/schedule.hpp>
+
+namespace sluice {
+
+struct StageTimes {
+  double forward = 1;
+  double backward_input = 1;  // B takes backward_input + backward_weight
+  double backward_weight = 1;
+  double reduce = 0;  // of the stage's gradients over replicas, once per step
+};
+
+// Of one stage. Activations and messages are those of one micro-batch.
+struct StageBytes {
+  std::int64_t until_input = 0;   // activations held from the start of F to the end of I (or B)
+  std::int64_t until_weight = 0;  // activations held from the start of F to the end of W (or B)
+  // The tensor handed to the next stage. It takes memory as well: on the rank that makes it from
+  // the start of that action until its last byte has left, on the rank that takes it from then on
+  // (its first byte) to the end of the action that uses it; once where both are one rank.
+  std::int64_t output = 0;
+  std::int64_t output_gradient = -1;  // what the next stage sends back; negative: as `output`
+  std::int64_t resident = 0;          // held all the time: parameters, gradients, optimizer state
+  std::int64_t reduced = 0;  // what one replica moves to sum the gradients; takes no memory
+};
+
+// From one rank to another, in one direction.
+struct Link {
+  double latency = 0;
+  double bandwidth = 0;  // 0: without limit
+};
+
+struct RankLink {
+  int from = 0, to = 0;
+  Link link;
+};
+
+struct SimulationTimes {
+  std::vector<StageTimes> stages;  // one entry for all stages alike, or one per stage
+  double message = 0;              // latency of a message between two ranks
+  double overlap = -1;             // of an overlapped pair as a whole; negative: the sum of its two
+  double bandwidth = 0;            // of a link between two ranks; 0: without limit
+  std::vector<StageBytes> bytes = {};  // empty: none; else as `stages`
+  // Above 0: ranks 0 to ranks_per_node - 1 share a node, the next as many the next node, and so on;
+  // links between nodes are `between_nodes`.
+  int ranks_per_node = 0;
+  Link between_nodes = {};
+  std::vector<RankLink> links = {};  // links that differ from all that; of equal ones the last
+  Link reduce_link = {};             // for StageBytes::reduced
+  bool reduce_overlap = false;
+};
+
+// The link that messages from one rank to another take.
+[[nodiscard]] Link link_between(const SimulationTimes& times, int from, int to);
+
+struct SimulatedAction {
+  Action action;
+  double start = 0, end = 0;
+};
+
+// What a rank holds from `time` on, until the next entry.
+struct MemoryStep {
+  double time = 0;
+  std::int64_t bytes = 0;
+};
+
+// What a simulation keeps besides its figures; both grow with the number of actions.
+struct SimulationDetail {
+  bool timeline = true;
+  bool memory = false;
+};
+
+// For each rank, makespan = idle before its first action + span + idle after its last, and its span
+// = busy + waiting.
+struct Simulation {
+  double makespan = 0;              // last end over all ranks, reductions too; the step's barrier
+  double span = 0;                  // longest own span: first start to last end of one rank
+  std::vector<double> busy;         // [rank] computing
+  std::vector<double> waiting;      // [rank] for tensors or reductions, within its own span
+  double bubble_makespan = 0;       // mean over ranks of (makespan - busy) / makespan
+  double bubble_span = 0;           // (span - busy) / span on the rank with the longest span
+  std::vector<int> peak_in_flight;  // [rank], chunks
+  std::vector<std::int64_t> peak_bytes;  // [rank]; empty where no bytes are given
+  std::int64_t messages = 0;
+  // [rank] compute actions in order; empty where not asked for.
+  std::vector<std::vector<SimulatedAction>> timeline;
+  // [rank] REDUCE_GRAD of each stage; empty where reductions take no time.
+  std::vector<std::vector<SimulatedAction>> reductions;
+  // [rank] in order of time, the first at time 0; empty where not asked for or no bytes are given.
+  std::vector<std::vector<MemoryStep>> memory;
+};
+
+// `lowered` may come from lower() or be compute-only (messages are then implied).
+// Requires: check() found nothing. Throws std::invalid_argument naming what is negative, missing,
+// not finite or too large to be counted.
+[[nodiscard]] Simulation simulate(const Schedule& lowered, const SimulationTimes& times,
+                                  const SimulationDetail& detail = {});
+
+// The same model cut into another number of stages of equal extent each: what a stage gets of an
+// old one is its share of it. `times.stages` and `times.bytes` may have one entry (which is then
+// one of `old_stages` alike). A border within an old stage passes on what that stage does.
+// Throws std::invalid_argument as simulate() does.
+[[nodiscard]] SimulationTimes recut(const SimulationTimes& times, int old_stages, int new_stages);
+
+}  // namespace sluice

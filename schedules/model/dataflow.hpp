@@ -1,0 +1,169 @@
+// Visits the steps of a schedule in an order that respects every dependency between ranks: each
+// rank's steps in list order, a forward after the previous stage's forward of that micro-batch, a
+// backward (B or I) after the next stage's, a receive after its send. Linear in the number of
+// steps: a rank that cannot go on is looked at again only when the one thing it waits for happens.
+//
+// Requires: every compute and message action has its stage and micro-batch in range.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include <sluice/schedule.hpp>
+
+#include "schedules/model/pair_table.hpp"
+
+namespace sluice {
+
+class Dataflow {
+ public:
+  explicit Dataflow(const Schedule& schedule)
+      : schedule_(schedule),
+        happened_(schedule.placement.stages(), schedule.micro_batches),
+        cursors_(schedule.ranks.size()) {}
+
+  // Calls visit(rank, position, step) once per step. Returns false where some rank never reaches
+  // the end of its list; position() and waits_for() then tell where and why.
+  template <class Visit>
+  bool run(const Visit& visit) {
+    for (std::size_t rank = cursors_.size(); rank-- > 0;) ready_.push_back(rank);
+    while (!ready_.empty()) {
+      const std::size_t rank = ready_.back();
+      ready_.pop_back();
+      advance(rank, visit);
+    }
+    for (std::size_t rank = 0; rank < cursors_.size(); ++rank) {
+      if (cursors_[rank].position < schedule_.ranks[rank].size()) return false;
+    }
+    return true;
+  }
+
+  // Where `rank` stands: the index of the step it has not run, or the length of its list.
+  [[nodiscard]] int position(int rank) const {
+    return static_cast<int>(cursors_[static_cast<std::size_t>(rank)].position);
+  }
+  // The action whose end `rank` waits for. A wait for a gradient says kBackward, though I serves.
+  [[nodiscard]] std::optional<Action> waits_for(int rank) const {
+    const Need& need = cursors_[static_cast<std::size_t>(rank)].need;
+    if (need.event == 0) return std::nullopt;
+    Action action;
+    action.stage = need.stage;
+    action.micro_batch = need.micro_batch;
+    switch (need.event) {
+      case kForwardDone:
+        action.kind = ActionKind::kForward;
+        break;
+      case kGradientDone:
+        action.kind = ActionKind::kBackward;
+        break;
+      case kForwardSent:
+        action.kind = ActionKind::kSendForward;
+        break;
+      default:
+        action.kind = ActionKind::kSendBackward;
+        break;
+    }
+    return action;
+  }
+
+ private:
+  // Ranks take turns after few steps; what the next turn reads is fetched in this one.
+  static constexpr std::size_t kStepsAhead = 4;
+
+  // What can happen to one (stage, micro-batch), as bits of `happened_`.
+  static constexpr std::uint8_t kForwardDone = 1, kGradientDone = 2, kForwardSent = 4,
+                                kBackwardSent = 8;
+
+  struct Need {
+    std::int32_t stage = -1, micro_batch = -1;
+    std::uint8_t event = 0;  // 0: nothing
+    friend bool operator==(const Need&, const Need&) = default;
+  };
+
+  struct Cursor {
+    std::size_t position = 0;
+    Need need;
+  };
+
+  [[nodiscard]] Need need_of(const Action& action) const {
+    const int last = schedule_.placement.stages() - 1;
+    switch (action.kind) {
+      case ActionKind::kForward:
+        if (action.stage == 0) return {};
+        return {action.stage - 1, action.micro_batch, kForwardDone};
+      case ActionKind::kBackward:
+      case ActionKind::kBackwardInput:
+        if (action.stage == last) return {};
+        return {action.stage + 1, action.micro_batch, kGradientDone};
+      case ActionKind::kRecvForward:
+        if (action.stage == 0) return {};
+        return {action.stage - 1, action.micro_batch, kForwardSent};
+      case ActionKind::kRecvBackward:
+        if (action.stage == last) return {};
+        return {action.stage + 1, action.micro_batch, kBackwardSent};
+      default:
+        return {};
+    }
+  }
+
+  bool met(const Action& action, Need& need) {
+    need = need_of(action);
+    return need.event == 0 || (happened_.at(need.stage, need.micro_batch) & need.event) != 0;
+  }
+
+  // Marks what the action brings about and wakes the one rank that may wait for it.
+  void finish(const Action& action) {
+    std::uint8_t event = 0;
+    int consumer = action.stage + 1;
+    switch (action.kind) {
+      case ActionKind::kForward:
+        event = kForwardDone;
+        break;
+      case ActionKind::kSendForward:
+        event = kForwardSent;
+        break;
+      case ActionKind::kBackward:
+      case ActionKind::kBackwardInput:
+        event = kGradientDone;
+        consumer = action.stage - 1;
+        break;
+      case ActionKind::kSendBackward:
+        event = kBackwardSent;
+        consumer = action.stage - 1;
+        break;
+      default:
+        return;
+    }
+    happened_.at(action.stage, action.micro_batch) |= event;
+    if (consumer < 0 || consumer >= schedule_.placement.stages()) return;
+    const auto rank = static_cast<std::size_t>(schedule_.placement.rank_of(consumer));
+    if (cursors_[rank].need == Need{action.stage, action.micro_batch, event}) {
+      cursors_[rank].need = {};
+      ready_.push_back(rank);
+    }
+  }
+
+  template <class Visit>
+  void advance(std::size_t rank, const Visit& visit) {
+    const std::vector<Step>& steps = schedule_.ranks[rank];
+    Cursor& cursor = cursors_[rank];
+    for (; cursor.position < steps.size(); ++cursor.position) {
+      const Step& step = steps[cursor.position];
+      __builtin_prefetch(&step + kStepsAhead);
+      if (!met(step.action, cursor.need)) return;
+      if (step.overlapped && !met(*step.overlapped, cursor.need)) return;
+      cursor.need = {};
+      visit(static_cast<int>(rank), static_cast<int>(cursor.position), step);
+      finish(step.action);
+      if (step.overlapped) finish(*step.overlapped);
+    }
+  }
+
+  const Schedule& schedule_;
+  PairTable<std::uint8_t> happened_;  // events so far
+  std::vector<Cursor> cursors_;
+  std::vector<std::size_t> ready_;
+};
+
+}  // namespace sluice

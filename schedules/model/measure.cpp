@@ -1,0 +1,54 @@
+#include <algorithm>
+
+#include <sluice/schedule.hpp>
+
+namespace sluice {
+namespace {
+
+bool ends_backward(ActionKind kind) {
+  return kind == ActionKind::kBackward || kind == ActionKind::kBackwardWeight;
+}
+
+template <class Visit>
+void for_each_action(const std::vector<Step>& steps, const Visit& visit) {
+  for (const Step& step : steps) {
+    visit(step.action);
+    if (step.overlapped) visit(*step.overlapped);
+  }
+}
+
+}  // namespace
+
+bool is_exact(const Schedule& schedule) {
+  std::vector<int> last(static_cast<std::size_t>(schedule.placement.stages()), -1);
+  bool ascending = true;
+  for (const std::vector<Step>& steps : schedule.ranks) {
+    for_each_action(steps, [&](const Action& action) {
+      if (!ends_backward(action.kind)) return;
+      int& before = last[static_cast<std::size_t>(action.stage)];
+      ascending = ascending && action.micro_batch > before;
+      before = action.micro_batch;
+    });
+  }
+  return ascending;
+}
+
+std::vector<int> peak_in_flight(const Schedule& schedule) {
+  std::vector<int> peaks;
+  peaks.reserve(schedule.ranks.size());
+  for (const std::vector<Step>& steps : schedule.ranks) {
+    int held = 0;
+    int peak = 0;
+    for_each_action(steps, [&](const Action& action) {
+      if (action.kind == ActionKind::kForward) peak = std::max(peak, ++held);
+      if (ends_backward(action.kind) ||
+          (schedule.forward_only && action.kind == ActionKind::kForward)) {
+        --held;
+      }
+    });
+    peaks.push_back(peak);
+  }
+  return peaks;
+}
+
+}  // namespace sluice

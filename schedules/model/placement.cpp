@@ -1,0 +1,88 @@
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include <sluice/schedule.hpp>
+
+namespace sluice {
+namespace {
+
+void require_ranks(int ranks) {
+  if (ranks < 1) {
+    throw std::invalid_argument("placement over " + std::to_string(ranks) +
+                                " ranks; at least 1 is needed");
+  }
+}
+
+// ranks * chunks, refused where it does not fit an index.
+std::size_t stage_count(int ranks, int chunks) {
+  require_ranks(ranks);
+  if (chunks < 1) {
+    throw std::invalid_argument("placement with " + std::to_string(chunks) +
+                                " chunks per rank; at least 1 is needed");
+  }
+  const std::int64_t stages = std::int64_t{ranks} * chunks;
+  const std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  if (stages > most) {
+    throw std::invalid_argument("placement of " + std::to_string(ranks) + " ranks with " +
+                                std::to_string(chunks) + " chunks each has " +
+                                std::to_string(stages) + " stages; at most " +
+                                std::to_string(most / ranks) + " chunks are legal");
+  }
+  return static_cast<std::size_t>(stages);
+}
+
+}  // namespace
+
+Placement::Placement(int ranks, std::vector<int> stage_to_rank)
+    : ranks_(ranks), stage_to_rank_(std::move(stage_to_rank)) {
+  rank_to_stages_.resize(static_cast<std::size_t>(ranks));
+  for (int stage = 0; stage < stages(); ++stage) {
+    rank_to_stages_[static_cast<std::size_t>(rank_of(stage))].push_back(stage);
+  }
+}
+
+Placement Placement::linear(int ranks) { return looped(ranks, 1); }
+
+Placement Placement::looped(int ranks, int chunks) {
+  std::vector<int> stage_to_rank(stage_count(ranks, chunks));
+  for (std::size_t stage = 0; stage < stage_to_rank.size(); ++stage) {
+    stage_to_rank[stage] = static_cast<int>(stage % static_cast<std::size_t>(ranks));
+  }
+  return Placement(ranks, std::move(stage_to_rank));
+}
+
+Placement Placement::v_shape(int ranks) {
+  std::vector<int> stage_to_rank(stage_count(ranks, 2));
+  for (std::size_t stage = 0; stage < stage_to_rank.size(); ++stage) {
+    const std::size_t there = stage;
+    const std::size_t back = stage_to_rank.size() - 1 - stage;
+    stage_to_rank[stage] = static_cast<int>(there < back ? there : back);
+  }
+  return Placement(ranks, std::move(stage_to_rank));
+}
+
+Placement Placement::custom(int ranks, std::vector<int> stage_to_rank) {
+  require_ranks(ranks);
+  std::vector<bool> owns(static_cast<std::size_t>(ranks));
+  for (std::size_t stage = 0; stage < stage_to_rank.size(); ++stage) {
+    const int rank = stage_to_rank[stage];
+    if (rank < 0 || rank >= ranks) {
+      throw std::invalid_argument("placement puts stage " + std::to_string(stage) + " on rank " +
+                                  std::to_string(rank) + "; legal ranks are 0 to " +
+                                  std::to_string(ranks - 1));
+    }
+    owns[static_cast<std::size_t>(rank)] = true;
+  }
+  for (std::size_t rank = 0; rank < owns.size(); ++rank) {
+    if (!owns[rank]) {
+      throw std::invalid_argument("placement leaves rank " + std::to_string(rank) +
+                                  " without a stage; every rank must own at least one");
+    }
+  }
+  return Placement(ranks, std::move(stage_to_rank));
+}
+
+}  // namespace sluice

@@ -1,0 +1,18 @@
+#include <sluice/schedule.hpp>
+
+namespace sluice {
+
+Schedule empty_schedule(std::string_view name, const Placement& placement, int micro_batches,
+                        int steps_per_rank) {
+  Schedule schedule = {
+      .name = std::string(name),
+      .placement = placement,
+      .micro_batches = micro_batches,
+      .ranks = std::vector<std::vector<Step>>(static_cast<std::size_t>(placement.ranks()))};
+  for (std::vector<Step>& steps : schedule.ranks) {
+    steps.reserve(static_cast<std::size_t>(steps_per_rank));
+  }
+  return schedule;
+}
+
+}  // namespace sluice

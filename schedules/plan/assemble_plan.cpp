@@ -1,0 +1,57 @@
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include <sluice/plan.hpp>
+
+#include "schedules/plan/message_order.hpp"
+#include "schedules/plan/plan_messages.hpp"
+#include "schedules/plan/plan_rank.hpp"
+
+namespace sluice {
+namespace {
+
+void require_legal(const Schedule& lowered, const PlanOptions& options) {
+  if (options.receive_ahead < 0) {
+    throw std::invalid_argument("plan: receive_ahead is " + std::to_string(options.receive_ahead) +
+                                "; the nearest legal value is 0");
+  }
+  if (options.send_slots < 1) {
+    throw std::invalid_argument("plan: send_slots is " + std::to_string(options.send_slots) +
+                                "; the nearest legal value is 1");
+  }
+  if (lowered.ranks.size() != static_cast<std::size_t>(lowered.placement.ranks())) {
+    throw std::invalid_argument("plan of '" + lowered.name +
+                                "': " + std::to_string(lowered.ranks.size()) + " lists for " +
+                                std::to_string(lowered.placement.ranks()) + " ranks");
+  }
+}
+
+}  // namespace
+
+Plan assemble_plan(const Schedule& lowered, const std::vector<TiedStages>& tied,
+                   const PlanOptions& options) {
+  require_legal(lowered, options);
+  PlanMessages messages = find_messages(lowered);
+  if (options.order == MessageOrder::kGlobal) {
+    messages.issues = global_issue_order(lowered, messages);
+  } else if (options.unit_time_depths) {
+    messages.depths = unit_time_depths(lowered, messages);
+  }
+  Plan plan;
+  plan.schedule_name = lowered.name;
+  plan.placement = lowered.placement;
+  plan.micro_batches = lowered.micro_batches;
+  plan.forward_only = lowered.forward_only;
+  plan.tied = tied;
+  plan.ranks.reserve(lowered.ranks.size());
+  for (int rank = 0; rank < lowered.placement.ranks(); ++rank) {
+    PlannedRank planned = plan_rank(lowered, messages, tied, options, rank);
+    plan.exact = plan.exact && planned.exact;
+    plan.ranks.push_back(std::move(planned.plan));
+  }
+  plan.channels = std::move(messages.channels);
+  return plan;
+}
+
+}  // namespace sluice

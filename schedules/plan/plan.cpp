@@ -1,0 +1,38 @@
+#include <array>
+
+#include <sluice/plan.hpp>
+
+namespace sluice {
+namespace {
+
+constexpr std::array<std::string_view, 9> kOpNames = {"post",        "wait",        "send",
+                                                      "wait-sent",   "compute",     "release",
+                                                      "reduce-grad", "reduce-tied", "optimizer"};
+constexpr std::array<std::string_view, kBufferKinds> kBufferNames = {
+    "input", "output", "grad-output", "grad-input", "state"};
+
+}  // namespace
+
+std::string_view name_of(BufferKind kind) { return kBufferNames[static_cast<std::size_t>(kind)]; }
+
+std::string to_string(const PlanOp& op) {
+  std::string text(kOpNames[static_cast<std::size_t>(op.kind)]);
+  Action action;
+  action.kind = op.action;
+  action.stage = op.stage;
+  action.micro_batch = op.micro_batch;
+  text += ' ' + to_string(action);
+  if (op.kind == OpKind::kReduceTied) {
+    text += " group " + std::to_string(op.channel);
+  } else if (op.channel >= 0) {
+    text += " channel " + std::to_string(op.channel);
+  }
+  if (op.with_previous) text += " with-previous";
+  for (std::size_t kind = 0; kind < op.slots.size(); ++kind) {
+    if (op.slots[kind] < 0) continue;
+    text += ' ' + std::string(kBufferNames[kind]) + '[' + std::to_string(op.slots[kind]) + ']';
+  }
+  return text;
+}
+
+}  // namespace sluice

@@ -1,0 +1,70 @@
+#include "schedules/plan/plan_messages.hpp"
+
+#include <cstddef>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace sluice {
+namespace {
+
+void add_channel(const Placement& placement, ActionKind kind, int from, int to,
+                 PlanMessages& messages, std::map<std::pair<int, int>, int>& tags) {
+  Channel channel;
+  channel.kind = kind;
+  channel.from_stage = from;
+  channel.to_stage = to;
+  channel.from_rank = placement.rank_of(from);
+  channel.to_rank = placement.rank_of(to);
+  if (channel.from_rank == channel.to_rank) return;
+  channel.tag = tags[{channel.from_rank, channel.to_rank}]++;
+  const bool forward = kind == ActionKind::kSendForward;
+  (forward ? messages.forward : messages.backward)[static_cast<std::size_t>(from)] =
+      static_cast<int>(messages.channels.size());
+  messages.channels.push_back(channel);
+}
+
+}  // namespace
+
+PlanMessages find_messages(const Schedule& lowered) {
+  const Placement& placement = lowered.placement;
+  const int stages = placement.stages();
+  PlanMessages messages;
+  messages.forward.assign(static_cast<std::size_t>(stages), -1);
+  messages.backward.assign(static_cast<std::size_t>(stages), -1);
+  std::map<std::pair<int, int>, int> tags;
+  for (int stage = 0; stage + 1 < stages; ++stage) {
+    add_channel(placement, ActionKind::kSendForward, stage, stage + 1, messages, tags);
+    if (!lowered.forward_only) {
+      add_channel(placement, ActionKind::kSendBackward, stage + 1, stage, messages, tags);
+    }
+  }
+  messages.orders.resize(messages.channels.size());
+  for (auto& order : messages.orders) {
+    order.reserve(static_cast<std::size_t>(lowered.micro_batches));
+  }
+  for (const std::vector<Step>& steps : lowered.ranks) {
+    for (const Step& step : steps) {
+      const Action& action = step.action;
+      const bool forward = action.kind == ActionKind::kSendForward;
+      if (!forward && action.kind != ActionKind::kSendBackward) continue;
+      const int channel = (forward ? messages.forward : messages.backward)
+                              .at(static_cast<std::size_t>(action.stage));
+      if (channel >= 0) {
+        messages.orders[static_cast<std::size_t>(channel)].push_back(action.micro_batch);
+      }
+    }
+  }
+  for (std::size_t i = 0; i < messages.orders.size(); ++i) {
+    if (messages.orders[i].size() == static_cast<std::size_t>(lowered.micro_batches)) continue;
+    throw std::invalid_argument(
+        "plan of '" + lowered.name + "': stage " + std::to_string(messages.channels[i].from_stage) +
+        " sends " + std::to_string(messages.orders[i].size()) + " of " +
+        std::to_string(lowered.micro_batches) + " messages to stage " +
+        std::to_string(messages.channels[i].to_stage) + "; pass a schedule that lower() returned");
+  }
+  return messages;
+}
+
+}  // namespace sluice

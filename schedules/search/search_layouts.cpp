@@ -1,0 +1,253 @@
+#include "schedules/search/search_layouts.hpp"
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+#include "schedules/simulate/simulation_costs.hpp"
+
+namespace sluice::search {
+namespace {
+
+// Beyond it a search takes longer than a quarter of a minute.
+constexpr std::int64_t kMaxPairs = 400'000;
+constexpr int kMaxLayers = 10'000;
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+int layers_of(const SearchRequest& request) {
+  return static_cast<int>(std::max(request.model.stages.size(), request.model.bytes.size()));
+}
+
+double work_of(const StageTimes& times) {
+  return times.forward + times.backward_input + times.backward_weight;
+}
+
+Placement zigzag(int ranks, int chunks) {
+  std::vector<int> ranks_of_stages;
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    for (int i = 0; i < ranks; ++i) {
+      ranks_of_stages.push_back(chunk % 2 == 0 ? i : ranks - 1 - i);
+    }
+  }
+  return Placement::custom(ranks, std::move(ranks_of_stages));
+}
+
+// The largest load of a rank, and the sums of squares over ranks and over stages, which tell how
+// uneven they are.
+struct Load {
+  double most = 0, of_ranks = 0, of_stages = 0;
+  bool operator<(const Load& other) const {
+    return std::tuple(most, of_ranks, of_stages) <
+           std::tuple(other.most, other.of_ranks, other.of_stages);
+  }
+};
+
+Load load_of(const std::vector<double>& prefix, const std::vector<int>& first,
+             const Placement& placement) {
+  std::vector<double> loads(at(placement.ranks()));
+  Load load;
+  for (int stage = 0; stage < placement.stages(); ++stage) {
+    const double own = prefix[at(first[at(stage) + 1])] - prefix[at(first[at(stage)])];
+    loads[at(placement.rank_of(stage))] += own;
+    load.of_stages += own * own;
+  }
+  for (const double each : loads) {
+    load.most = std::max(load.most, each);
+    load.of_ranks += each * each;
+  }
+  return load;
+}
+
+// least[s][n]: the smallest possible largest of s runs of the first n costs.
+std::vector<int> smallest_largest(const std::vector<double>& prefix, int stages) {
+  const int layers = static_cast<int>(prefix.size()) - 1;
+  const double infinity = std::numeric_limits<double>::infinity();
+  std::vector<std::vector<double>> least(at(stages) + 1,
+                                         std::vector<double>(prefix.size(), infinity));
+  std::vector<std::vector<int>> begins(least.size(), std::vector<int>(prefix.size()));
+  least[0][0] = 0;
+  for (int s = 1; s <= stages; ++s) {
+    for (int n = s; n <= layers - (stages - s); ++n) {
+      double& best = least[at(s)][at(n)];
+      for (int begin = n - 1; begin >= s - 1; --begin) {
+        const double run = prefix[at(n)] - prefix[at(begin)];
+        if (run >= best) break;  // it only grows from here
+        const double largest = std::max(least[at(s) - 1][at(begin)], run);
+        if (largest < best) {
+          best = largest;
+          begins[at(s)][at(n)] = begin;
+        }
+      }
+    }
+  }
+  std::vector<int> first(at(stages) + 1, layers);
+  for (int s = stages; s > 0; --s) first[at(s) - 1] = begins[at(s)][at(first[at(s)])];
+  return first;
+}
+
+void require(bool legal, const std::string& message) {
+  if (!legal) throw std::invalid_argument("schedule search: " + message);
+}
+
+void check_request(const SearchRequest& request) {
+  const auto positive = [](const char* what, int value) {
+    require(value >= 1,
+            std::string(what) + " is " + std::to_string(value) + "; the nearest legal value is 1");
+  };
+  positive("ranks", request.ranks);
+  positive("micro-batches", request.micro_batches);
+  for (const int chunks : request.chunks) {
+    positive("chunks", chunks);
+    require(chunks <= kMaxSearchedChunks, "chunks is " + std::to_string(chunks) +
+                                              "; the nearest legal value is " +
+                                              std::to_string(kMaxSearchedChunks));
+  }
+  require(request.byte_limit.empty() || request.in_flight_limit.empty(),
+          "limits of bytes and of micro-batches in flight; legal is one of the two");
+  require(request.byte_limit.empty() || !request.model.bytes.empty(),
+          "a limit of bytes needs bytes of the model's parts; without them legal is a limit of "
+          "micro-batches in flight");
+  const std::size_t limits = std::max(request.byte_limit.size(), request.in_flight_limit.size());
+  require(limits <= 1 || limits == at(request.ranks),
+          std::to_string(limits) + " memory limits; legal is 1 for all ranks or one for each of " +
+              std::to_string(request.ranks));
+  for (const double limit : request.in_flight_limit) {
+    require(limit > 0, "a limit of " + std::to_string(limit) +
+                           " micro-batches in flight; the nearest legal value is 1");
+  }
+  const int parts = layers_of(request);
+  require(parts <= kMaxLayers, std::to_string(parts) + " parts of the model; at most " +
+                                   std::to_string(kMaxLayers) + " are legal");
+  require(parts >= 1, "no times of the model's parts; at least one entry is needed");
+  for (const std::size_t entries : {request.model.stages.size(), request.model.bytes.size()}) {
+    const bool legal = entries <= 1 || entries == at(request.whole_layers ? parts : request.ranks);
+    require(legal, std::to_string(entries) + " entries for the model's parts; legal is 1 or " +
+                       std::to_string(request.whole_layers ? parts : request.ranks));
+  }
+  require(!request.whole_layers || parts >= request.ranks,
+          std::to_string(parts) + " layers on " + std::to_string(request.ranks) +
+              " ranks; each rank needs a layer, so at most " + std::to_string(parts) + " ranks");
+}
+
+Layout make_layout(const SearchRequest& request, std::string name, Placement placement) {
+  Layout layout;
+  layout.name = std::move(name);
+  layout.chunks = placement.stages() / placement.ranks();
+  layout.placement = std::move(placement);
+  if (!request.whole_layers) {
+    layout.times = recut(request.model, request.ranks, layout.placement.stages());
+    return layout;
+  }
+  std::vector<double> costs;
+  for (int i = 0; i < layers_of(request); ++i) {
+    costs.push_back(work_of(of_stage(request.model.stages, i)));
+  }
+  layout.first_layer = cut(costs, layout.placement);
+  layout.times = merged(request.model, layout.first_layer);
+  return layout;
+}
+
+}  // namespace
+
+std::vector<int> cut(const std::vector<double>& costs, const Placement& placement) {
+  std::vector<double> prefix(costs.size() + 1);
+  std::partial_sum(costs.begin(), costs.end(), prefix.begin() + 1);
+  std::vector<int> first = smallest_largest(prefix, placement.stages());
+  Load load = load_of(prefix, first, placement);
+  for (bool better = placement.stages() > placement.ranks(); better;) {
+    better = false;
+    for (std::size_t border = 1; border + 1 < first.size(); ++border) {
+      for (const int step : {-1, 1}) {
+        const int moved = first[border] + step;
+        if (moved <= first[border - 1] || moved >= first[border + 1]) continue;
+        first[border] = moved;
+        const Load now = load_of(prefix, first, placement);
+        if (now < load) {
+          load = now;
+          better = true;
+        } else {
+          first[border] = moved - step;
+        }
+      }
+    }
+  }
+  return first;
+}
+
+SimulationTimes merged(const SimulationTimes& layers, const std::vector<int>& first) {
+  SimulationTimes times = layers;
+  times.stages.clear();
+  times.bytes.clear();
+  for (std::size_t stage = 0; stage + 1 < first.size(); ++stage) {
+    StageTimes sum = {0, 0, 0, 0};
+    StageBytes bytes;
+    for (int layer = first[stage]; layer < first[stage + 1]; ++layer) {
+      const StageTimes& part = of_stage(layers.stages, layer);
+      sum.forward += part.forward;
+      sum.backward_input += part.backward_input;
+      sum.backward_weight += part.backward_weight;
+      sum.reduce += part.reduce;
+      if (layers.bytes.empty()) continue;
+      const StageBytes& held = of_stage(layers.bytes, layer);
+      bytes.until_input += held.until_input;
+      bytes.until_weight += held.until_weight;
+      bytes.resident += held.resident;
+      bytes.reduced += held.reduced;
+      bytes.output = held.output;
+      bytes.output_gradient = held.output_gradient;
+    }
+    times.stages.push_back(sum);
+    if (!layers.bytes.empty()) times.bytes.push_back(bytes);
+  }
+  return times;
+}
+
+std::vector<Layout> layouts_of(const SearchRequest& request, std::vector<std::string>& left_out) {
+  check_request(request);
+  std::vector<int> counts = request.chunks;
+  const bool all = counts.empty();
+  if (all) counts = request.ranks == 1 ? std::vector<int>{1} : std::vector<int>{1, 2, 4, 8};
+  std::sort(counts.begin(), counts.end());
+  counts.erase(std::unique(counts.begin(), counts.end()), counts.end());
+  std::vector<Layout> layouts;
+  for (const int chunks : counts) {
+    const std::int64_t stages = std::int64_t{request.ranks} * chunks;
+    const auto leave_out = [&](const std::string& why) {
+      left_out.push_back(std::to_string(chunks) + " chunks per rank: " + why);
+    };
+    if (request.whole_layers && stages > layers_of(request)) {
+      if (!all) {
+        leave_out(std::to_string(layers_of(request)) + " layers make at most " +
+                  std::to_string(layers_of(request) / request.ranks));
+      }
+      continue;
+    }
+    if (stages * request.micro_batches > kMaxPairs) {
+      leave_out("more than " + std::to_string(kMaxPairs) + " pairs of stage and micro-batch");
+      continue;
+    }
+    const auto add = [&](const char* name, Placement placement) {
+      layouts.push_back(make_layout(request, name, std::move(placement)));
+    };
+    if (chunks == 1) {
+      add("linear", Placement::linear(request.ranks));
+      continue;
+    }
+    add("looped", Placement::looped(request.ranks, chunks));
+    if (chunks % 2 != 0 || request.ranks == 1) continue;
+    if (chunks == 2) {
+      add("V", Placement::v_shape(request.ranks));
+    } else {
+      add("zigzag", zigzag(request.ranks, chunks));
+    }
+  }
+  require(!layouts.empty(), left_out.empty() ? "no number of chunks to try" : left_out.front());
+  return layouts;
+}
+
+}  // namespace sluice::search

@@ -1,0 +1,34 @@
+// Where a search may put stages: placements, and the model's parts cut into their stages.
+//
+// Internal to schedules/search*.cpp.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <sluice/search.hpp>
+
+namespace sluice::search {
+
+struct Layout {
+  std::string name;  // "linear", "looped", "V", "zigzag" (there and back, several times)
+  int chunks = 1;
+  Placement placement = Placement::linear(1);
+  std::vector<int> first_layer;  // as SearchResult::first_layer
+  SimulationTimes times;         // of its stages
+};
+
+// What is there for the request, fewest chunks first. Numbers of chunks that the layers do not
+// allow leave a sentence in `left_out`. Throws std::invalid_argument where none is left.
+[[nodiscard]] std::vector<Layout> layouts_of(const SearchRequest& request,
+                                             std::vector<std::string>& left_out);
+
+// The request's model with stage s owning layers [first[s], first[s + 1]).
+[[nodiscard]] SimulationTimes merged(const SimulationTimes& layers, const std::vector<int>& first);
+
+// `costs` cut into as many runs as `placement` has stages, none empty: the smallest possible
+// largest run, by dynamic programming, then borders moved by one while that makes the most loaded
+// rank lighter. Requires: at least as many costs as stages.
+[[nodiscard]] std::vector<int> cut(const std::vector<double>& costs, const Placement& placement);
+
+}  // namespace sluice::search

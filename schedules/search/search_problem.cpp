@@ -1,0 +1,287 @@
+#include "schedules/search/search_problem.hpp"
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "schedules/simulate/simulation_costs.hpp"
+
+namespace sluice::search {
+namespace {
+
+constexpr std::size_t kNothing = std::numeric_limits<std::size_t>::max();
+
+// [stage] the least time before its first forward can start.
+std::vector<double> heads(const Problem& problem) {
+  std::vector<double> head(static_cast<std::size_t>(problem.stages()));
+  for (std::size_t s = 1; s < head.size(); ++s) {
+    head[s] = head[s - 1] + problem.duration[s - 1] + problem.delay[s];
+  }
+  return head;
+}
+
+// [stage] the least time from the end of its input part to the end of the step.
+std::vector<double> tails(const Problem& problem) {
+  const auto stages = static_cast<std::size_t>(problem.stages());
+  std::vector<double> tail(stages);
+  for (std::size_t s = 0; s < stages; ++s) {
+    tail[s] = problem.duration[2 * stages + s];
+    if (s == 0) continue;
+    const std::size_t before = stages + s - 1;
+    tail[s] = std::max(tail[s], problem.delay[before] + problem.duration[before] + tail[s - 1]);
+  }
+  return tail;
+}
+
+double seconds_on(const Link& link, std::int64_t bytes) {
+  if (bytes == 0) return 0;
+  return link.latency + (link.bandwidth > 0 ? static_cast<double>(bytes) / link.bandwidth : 0);
+}
+
+// Who waits for whom, and how long a tensor travels where its link is free.
+void set_dependencies(Problem& problem, const SimulationTimes& times) {
+  const Handovers handovers = handovers_of(times, problem.placement);
+  const auto slots = 3 * static_cast<std::size_t>(problem.stages());
+  problem.duration.resize(slots);
+  problem.delay.resize(slots);
+  problem.need.assign(slots, -1);
+  problem.feeds.assign(slots, -1);
+  const auto join = [&](std::int32_t from, std::int32_t to, const Handover& handover) {
+    problem.need[static_cast<std::size_t>(to)] = from;
+    problem.feeds[static_cast<std::size_t>(from)] = to;
+    problem.delay[static_cast<std::size_t>(to)] = handover.seconds + handover.latency;
+  };
+  for (int stage = 1; stage < problem.stages(); ++stage) {
+    const auto s = static_cast<std::size_t>(stage);
+    join(problem.slot(Part::kForward, stage - 1), problem.slot(Part::kForward, stage),
+         handovers.forward[s - 1]);
+    join(problem.slot(Part::kInput, stage), problem.slot(Part::kInput, stage - 1),
+         handovers.backward[s]);
+  }
+}
+
+}  // namespace
+
+Problem make_problem(const Placement& placement, int micro_batches, bool split,
+                     const SimulationTimes& times, const Memory& memory, int tensors_moving) {
+  Schedule shape;
+  shape.placement = placement;
+  shape.micro_batches = micro_batches;
+  require_costs(times, shape);
+  Problem problem;
+  problem.placement = placement;
+  problem.micro_batches = micro_batches;
+  problem.split = split;
+  problem.limit = memory.limit;
+  problem.reduce.resize(memory.limit.size());
+  set_dependencies(problem, times);
+  std::vector<double> moving(memory.limit.size());
+  for (int stage = 0; stage < placement.stages(); ++stage) {
+    const auto rank = static_cast<std::size_t>(placement.rank_of(stage));
+    const StageTimes& cost = of_stage(times.stages, stage);
+    problem.duration[static_cast<std::size_t>(problem.slot(Part::kForward, stage))] = cost.forward;
+    problem.duration[static_cast<std::size_t>(problem.slot(Part::kInput, stage))] =
+        cost.backward_input + (split ? 0 : cost.backward_weight);
+    problem.duration[static_cast<std::size_t>(problem.slot(Part::kWeight, stage))] =
+        split ? cost.backward_weight : 0;
+    const StageBytes bytes = times.bytes.empty() ? StageBytes{} : of_stage(times.bytes, stage);
+    if (!times.reduce_overlap) {
+      problem.reduce[rank] += cost.reduce + seconds_on(times.reduce_link, bytes.reduced);
+    }
+    if (memory.unit == Memory::Unit::kBytes) {
+      problem.held.push_back(static_cast<double>(bytes.until_input + bytes.until_weight));
+      problem.released_by_input.push_back(static_cast<double>(bytes.until_input));
+      problem.limit[rank] -= static_cast<double>(bytes.resident);
+      moving[rank] =
+          std::max(moving[rank], static_cast<double>(bytes.output + gradient_bytes(bytes)));
+    } else {
+      const auto chunks = placement.stages_of(placement.rank_of(stage)).size();
+      problem.held.push_back(1 / static_cast<double>(chunks));
+      problem.released_by_input.push_back(0);
+    }
+  }
+  for (std::size_t rank = 0; rank < moving.size(); ++rank) {
+    problem.limit[rank] -= tensors_moving * moving[rank];
+  }
+  return problem;
+}
+
+double least_memory(const Problem& problem, int rank) {
+  double sum = 0;
+  for (const int stage : problem.placement.stages_of(rank)) {
+    sum += problem.held[static_cast<std::size_t>(stage)];
+  }
+  return sum;
+}
+
+double peak_memory(const Problem& problem, const std::vector<Op>& list) {
+  double now = 0;
+  double peak = 0;
+  for (const Op& op : list) {
+    now += problem.change(op.slot);
+    peak = std::max(peak, now);
+  }
+  return peak;
+}
+
+bool fits(const Problem& problem, const Order& order) {
+  for (std::size_t rank = 0; rank < order.size(); ++rank) {
+    if (exceeds(peak_memory(problem, order[rank]), problem.limit[rank])) return false;
+  }
+  return true;
+}
+
+double makespan_bound(const Problem& problem) {
+  const auto stages = static_cast<std::size_t>(problem.stages());
+  const std::vector<double> head = heads(problem);
+  const std::vector<double> tail = tails(problem);
+  const std::size_t last = stages - 1;
+  double bound = head[last] + problem.duration[last] + problem.duration[stages + last] + tail[last];
+  for (int rank = 0; rank < problem.ranks(); ++rank) {
+    double before = std::numeric_limits<double>::infinity();
+    double after = before;
+    double passes = 0;
+    double weights = 0;
+    for (const int stage : problem.placement.stages_of(rank)) {
+      const auto s = static_cast<std::size_t>(stage);
+      before = std::min(before, head[s]);
+      after = std::min(after, tail[s]);
+      passes += problem.duration[s] + problem.duration[stages + s];
+      weights += problem.duration[2 * stages + s];
+    }
+    const double m = problem.micro_batches;
+    const double reduce = problem.reduce[static_cast<std::size_t>(rank)];
+    bound = std::max(bound, before + m * passes + std::max(after, m * weights + reduce));
+  }
+  return bound;
+}
+
+double span_bound(const Problem& problem) {
+  const auto stages = static_cast<std::size_t>(problem.stages());
+  double bound = 0;
+  for (int rank = 0; rank < problem.ranks(); ++rank) {
+    double busy = 0;
+    for (const int stage : problem.placement.stages_of(rank)) {
+      const auto s = static_cast<std::size_t>(stage);
+      busy += problem.duration[s] + problem.duration[stages + s] + problem.duration[2 * stages + s];
+    }
+    bound = std::max(bound,
+                     busy * problem.micro_batches + problem.reduce[static_cast<std::size_t>(rank)]);
+  }
+  return bound;
+}
+
+Clock::Clock(const Problem& problem)
+    : problem_(problem),
+      start_(problem.ops()),
+      end_(problem.ops()),
+      at_(problem.ops()),
+      position_(static_cast<std::size_t>(problem.ranks())),
+      free_(position_.size()),
+      waits_for_(position_.size()) {
+  for (std::size_t slot = 0; slot < problem.duration.size(); ++slot) {
+    rank_of_slot_.push_back(
+        problem.placement.rank_of(problem.stage(static_cast<std::int32_t>(slot))));
+  }
+}
+
+bool Clock::play(const Order& order) {
+  std::fill(end_.begin(), end_.end(), -1.0);
+  std::fill(position_.begin(), position_.end(), 0U);
+  std::fill(free_.begin(), free_.end(), 0.0);
+  std::fill(waits_for_.begin(), waits_for_.end(), kNothing);
+  ready_.clear();
+  for (std::size_t rank = order.size(); rank-- > 0;) ready_.push_back(rank);
+  while (!ready_.empty()) {
+    const std::size_t rank = ready_.back();
+    ready_.pop_back();
+    advance(rank, order[rank]);
+  }
+  makespan_ = span_ = mean_end_ = mean_span_ = 0;
+  for (std::size_t rank = 0; rank < order.size(); ++rank) {
+    if (position_[rank] < order[rank].size()) return false;
+    free_[rank] += problem_.reduce[rank];
+    const double span = free_[rank] - start(order[rank].front());
+    makespan_ = std::max(makespan_, free_[rank]);
+    span_ = std::max(span_, span);
+    mean_end_ += free_[rank] / static_cast<double>(order.size());
+    mean_span_ += span / static_cast<double>(order.size());
+  }
+  return true;
+}
+
+void Clock::advance(std::size_t rank, const std::vector<Op>& list) {
+  const auto m = static_cast<std::size_t>(problem_.micro_batches);
+  for (; position_[rank] < list.size(); ++position_[rank]) {
+    const Op op = list[position_[rank]];
+    const auto slot = static_cast<std::size_t>(op.slot);
+    const auto k = static_cast<std::size_t>(op.micro_batch);
+    double begin = free_[rank];
+    if (const std::int32_t need = problem_.need[slot]; need >= 0) {
+      const std::size_t needed = static_cast<std::size_t>(need) * m + k;
+      if (end_[needed] < 0) {
+        waits_for_[rank] = needed;
+        return;
+      }
+      begin = std::max(begin, end_[needed] + problem_.delay[slot]);
+    }
+    const std::size_t index = slot * m + k;
+    at_[index] = position_[rank];
+    start_[index] = begin;
+    free_[rank] = end_[index] = begin + problem_.duration[slot];
+    if (const std::int32_t fed = problem_.feeds[slot]; fed >= 0) {
+      const auto other = static_cast<std::size_t>(rank_of_slot_[static_cast<std::size_t>(fed)]);
+      if (waits_for_[other] == index) {
+        waits_for_[other] = kNothing;
+        ready_.push_back(other);
+      }
+    }
+  }
+}
+
+Schedule to_schedule(const Problem& problem, const Order& order, std::string_view name) {
+  Schedule schedule;
+  schedule.name = name;
+  schedule.placement = problem.placement;
+  schedule.micro_batches = problem.micro_batches;
+  schedule.ranks.resize(order.size());
+  for (std::size_t rank = 0; rank < order.size(); ++rank) {
+    for (const Op& op : order[rank]) {
+      Step step;
+      step.action.stage = problem.stage(op.slot);
+      step.action.micro_batch = op.micro_batch;
+      switch (problem.part(op.slot)) {
+        case Part::kForward:
+          step.action.kind = ActionKind::kForward;
+          break;
+        case Part::kInput:
+          step.action.kind = problem.split ? ActionKind::kBackwardInput : ActionKind::kBackward;
+          break;
+        default:
+          step.action.kind = ActionKind::kBackwardWeight;
+          break;
+      }
+      schedule.ranks[rank].push_back(step);
+    }
+  }
+  return schedule;
+}
+
+Order to_order(const Problem& problem, const Schedule& schedule) {
+  Order order(schedule.ranks.size());
+  for (std::size_t rank = 0; rank < order.size(); ++rank) {
+    for (const Step& step : schedule.ranks[rank]) {
+      const auto add = [&](Part part) {
+        order[rank].push_back({problem.slot(part, step.action.stage), step.action.micro_batch});
+      };
+      const ActionKind kind = step.action.kind;
+      if (kind == ActionKind::kForward) add(Part::kForward);
+      if (kind == ActionKind::kBackward || kind == ActionKind::kBackwardInput) add(Part::kInput);
+      if (!problem.split) continue;
+      if (kind == ActionKind::kBackward || kind == ActionKind::kBackwardWeight) add(Part::kWeight);
+    }
+  }
+  return order;
+}
+
+}  // namespace sluice::search

@@ -1,0 +1,266 @@
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include <sluice/simulate.hpp>
+
+#include "schedules/model/dataflow.hpp"
+#include "schedules/model/pair_table.hpp"
+#include "schedules/simulate/simulation_costs.hpp"
+#include "schedules/simulate/simulation_memory.hpp"
+
+namespace sluice {
+namespace {
+
+class Simulator {
+ public:
+  Simulator(const Schedule& schedule, const SimulationTimes& times, const SimulationDetail& detail)
+      : schedule_(schedule),
+        placement_(schedule.placement),
+        times_(times),
+        detail_(detail),
+        handovers_(handovers_of(times, placement_)),
+        link_free_(static_cast<std::size_t>(handovers_.links)),
+        activation_there_(placement_.stages(), schedule.micro_batches),
+        gradient_there_(schedule.forward_only ? 0 : placement_.stages(), schedule.micro_batches),
+        ranks_(schedule.ranks.size()),
+        weights_done_(static_cast<std::size_t>(placement_.stages())) {
+    if (!times.bytes.empty()) memory_.emplace(schedule, times);
+  }
+
+  Simulation run() {
+    result_.busy.resize(schedule_.ranks.size());
+    result_.peak_in_flight.resize(schedule_.ranks.size());
+    if (detail_.timeline) reserve_timeline();
+    Dataflow dataflow(schedule_);
+    const bool finished = dataflow.run(
+        [this](int rank, int, const Step& step) { visit(static_cast<std::size_t>(rank), step); });
+    if (!finished) {
+      throw std::invalid_argument("simulation of '" + schedule_.name +
+                                  "': the schedule cannot run to its end; check() says why");
+    }
+    if (!schedule_.forward_only) reduce();
+    if (memory_) memory_->finish(result_, detail_.memory);
+    summarise();
+    return std::move(result_);
+  }
+
+ private:
+  struct RankState {
+    double first = -1;  // start of its first action; negative: none yet
+    double free = 0;    // end of its last one so far, reductions at the end too
+    int in_flight = 0;  // chunks
+  };
+
+  // Room that is not used is never touched, so that it takes no memory.
+  void reserve_timeline() {
+    const std::size_t most =
+        (schedule_.forward_only ? 1U : 3U) * static_cast<std::size_t>(schedule_.micro_batches);
+    result_.timeline.resize(schedule_.ranks.size());
+    for (int rank = 0; rank < placement_.ranks(); ++rank) {
+      result_.timeline[static_cast<std::size_t>(rank)].reserve(placement_.stages_of(rank).size() *
+                                                               most);
+    }
+  }
+
+  double duration(const Action& action) const {
+    const StageTimes& stage = of_stage(times_.stages, action.stage);
+    switch (action.kind) {
+      case ActionKind::kForward:
+        return stage.forward;
+      case ActionKind::kBackwardInput:
+        return stage.backward_input;
+      case ActionKind::kBackwardWeight:
+        return stage.backward_weight;
+      default:
+        return stage.backward_input + stage.backward_weight;
+    }
+  }
+
+  // Where the tensor that `action` uses comes from; null where it comes from no other stage.
+  const Handover* source(const Action& action) const {
+    const auto stage = static_cast<std::size_t>(action.stage);
+    if (action.kind == ActionKind::kForward) {
+      return action.stage == 0 ? nullptr : &handovers_.forward[stage - 1];
+    }
+    const bool from_next =
+        action.kind != ActionKind::kBackwardWeight && action.stage + 1 < placement_.stages();
+    return from_next ? &handovers_.backward[stage + 1] : nullptr;
+  }
+
+  // Where what `action` makes goes to; null where no other stage uses it.
+  const Handover* target(const Action& action) const {
+    const auto stage = static_cast<std::size_t>(action.stage);
+    if (action.kind == ActionKind::kForward) {
+      return action.stage + 1 == placement_.stages() ? nullptr : &handovers_.forward[stage];
+    }
+    const bool to_last = action.kind != ActionKind::kBackwardWeight && action.stage > 0;
+    return to_last ? &handovers_.backward[stage] : nullptr;
+  }
+
+  // When the tensor that `action` uses is there.
+  double arrival(const Action& action) {
+    if (source(action) == nullptr) return 0;
+    const bool forward = action.kind == ActionKind::kForward;
+    return (forward ? activation_there_ : gradient_there_).at(action.stage, action.micro_batch);
+  }
+
+  // Hands on what the action made; `start` and `end` are those of its step.
+  void finish(std::size_t rank, const Action& action, double start, double end) {
+    if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardWeight) {
+      weights_done_[static_cast<std::size_t>(action.stage)] = end;
+    }
+    if (memory_) {
+      memory_->compute(static_cast<int>(rank), action, start, end);
+      if (const Handover* from = source(action)) memory_->received(*from, start, end);
+    }
+    const Handover* to = target(action);
+    if (to == nullptr) return;
+    const double there = to->link < 0 ? end : transfer(*to, start, end);
+    if (memory_ && to->link < 0) memory_->produced(*to, start, end, end);
+    if (action.kind == ActionKind::kForward) {
+      activation_there_.at(action.stage + 1, action.micro_batch) = there;
+    } else {
+      gradient_there_.at(action.stage - 1, action.micro_batch) = there;
+    }
+  }
+
+  // Returns when the tensor arrives that was made from `start` to `end`.
+  double transfer(const Handover& handover, double start, double end) {
+    ++result_.messages;
+    double& free = link_free_[static_cast<std::size_t>(handover.link)];
+    const double leaves = std::max(end, free);
+    free = leaves + handover.seconds;
+    if (memory_) memory_->produced(handover, start, leaves, free);
+    return free + handover.latency;
+  }
+
+  void visit(std::size_t rank, const Step& step) {
+    if (!is_compute(step.action.kind)) return;
+    RankState& state = ranks_[rank];
+    double start = std::max(state.free, arrival(step.action));
+    if (step.overlapped) start = std::max(start, arrival(*step.overlapped));
+    if (state.first < 0) state.first = start;
+    const double end = step.overlapped ? place_pair(rank, step, start)
+                                       : place(rank, step.action, start, duration(step.action));
+    if (step.overlapped) finish(rank, *step.overlapped, start, end);
+    finish(rank, step.action, start, end);
+    state.free = end;
+  }
+
+  double place_pair(std::size_t rank, const Step& step, double start) {
+    if (times_.overlap < 0) {
+      const double middle = place(rank, step.action, start, duration(step.action));
+      return place(rank, *step.overlapped, middle, duration(*step.overlapped));
+    }
+    // Both fill the pair's time, which counts as busy once.
+    place(rank, step.action, start, times_.overlap);
+    result_.busy[rank] -= times_.overlap;
+    return place(rank, *step.overlapped, start, times_.overlap);
+  }
+
+  double place(std::size_t rank, const Action& action, double start, double time) {
+    if (detail_.timeline) {
+      result_.timeline[rank].push_back(SimulatedAction{action, start, start + time});
+      __builtin_prefetch(&result_.timeline[rank].back() + 3, 1);  // written at the next turn
+    }
+    result_.busy[rank] += time;
+    count_in_flight(rank, action.kind);
+    return start + time;
+  }
+
+  void count_in_flight(std::size_t rank, ActionKind kind) {
+    int& held = ranks_[rank].in_flight;
+    int& peak = result_.peak_in_flight[rank];
+    if (kind == ActionKind::kForward) {
+      peak = std::max(peak, ++held);
+      if (schedule_.forward_only) --held;
+    } else if (kind != ActionKind::kBackwardInput) {
+      --held;
+    }
+  }
+
+  double reduction(int stage) const {
+    const double time = of_stage(times_.stages, stage).reduce;
+    if (times_.bytes.empty()) return time;
+    const auto bytes = static_cast<double>(of_stage(times_.bytes, stage).reduced);
+    if (bytes == 0) return time;
+    const Link& link = times_.reduce_link;
+    return time + link.latency + (link.bandwidth > 0 ? bytes / link.bandwidth : 0);
+  }
+
+  void reduce() {
+    double longest = 0;
+    for (int stage = 0; stage < placement_.stages(); ++stage) {
+      longest = std::max(longest, reduction(stage));
+    }
+    if (!(longest > 0)) return;
+    result_.reductions.resize(ranks_.size());
+    for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
+      std::vector<int> stages = placement_.stages_of(static_cast<int>(rank));
+      const auto done = [this](int stage) {
+        return weights_done_[static_cast<std::size_t>(stage)];
+      };
+      if (times_.reduce_overlap) {
+        std::stable_sort(stages.begin(), stages.end(),
+                         [&](int a, int b) { return done(a) < done(b); });
+      }
+      double free = times_.reduce_overlap ? 0 : ranks_[rank].free;
+      for (const int stage : stages) {
+        const double start = std::max(free, done(stage));
+        free = start + reduction(stage);
+        Action action;
+        action.kind = ActionKind::kReduceGrad;
+        action.stage = stage;
+        result_.reductions[rank].push_back({action, start, free});
+      }
+      ranks_[rank].free = std::max(ranks_[rank].free, free);
+    }
+  }
+
+  void summarise() {
+    double idle = 0;
+    for (const RankState& rank : ranks_) result_.makespan = std::max(result_.makespan, rank.free);
+    for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
+      idle += result_.makespan - result_.busy[rank];
+      const double span = ranks_[rank].first < 0 ? 0 : ranks_[rank].free - ranks_[rank].first;
+      result_.waiting.push_back(std::max(0.0, span - result_.busy[rank]));
+      if (span > result_.span) {
+        result_.span = span;
+        result_.bubble_span = (span - result_.busy[rank]) / span;
+      }
+    }
+    if (result_.makespan > 0) {
+      result_.bubble_makespan = idle / (result_.makespan * static_cast<double>(ranks_.size()));
+    }
+  }
+
+  const Schedule& schedule_;
+  const Placement& placement_;
+  const SimulationTimes& times_;
+  const SimulationDetail detail_;
+  const Handovers handovers_;
+  std::vector<double> link_free_;       // [link]
+  PairTable<double> activation_there_;  // when what the stage takes from the one before is there
+  PairTable<double> gradient_there_;    // the same from the stage behind
+  std::vector<RankState> ranks_;
+  std::vector<double> weights_done_;  // [stage] end of its last W or B so far
+  std::optional<MemoryRecorder> memory_;
+  Simulation result_;
+};
+
+}  // namespace
+
+Simulation simulate(const Schedule& lowered, const SimulationTimes& times,
+                    const SimulationDetail& detail) {
+  if (lowered.ranks.size() != static_cast<std::size_t>(lowered.placement.ranks())) {
+    throw std::invalid_argument("simulation of '" + lowered.name +
+                                "': " + std::to_string(lowered.ranks.size()) + " lists for " +
+                                std::to_string(lowered.placement.ranks()) + " ranks");
+  }
+  require_costs(times, lowered);
+  return Simulator(lowered, times, detail).run();
+}
+
+}  // namespace sluice

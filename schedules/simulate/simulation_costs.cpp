@@ -1,0 +1,229 @@
+#include "schedules/simulate/simulation_costs.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace sluice {
+namespace {
+
+void require_time(const std::string& what, double time) {
+  if (!std::isfinite(time) || time < 0) {
+    throw std::invalid_argument("simulation: the " + what + " is " + std::to_string(time) +
+                                "; legal is a finite time of 0 or more");
+  }
+}
+
+void require_link(const std::string& what, const Link& link) {
+  require_time("latency of " + what, link.latency);
+  if (!std::isfinite(link.bandwidth) || link.bandwidth < 0) {
+    throw std::invalid_argument("simulation: the bandwidth of " + what + " is " +
+                                std::to_string(link.bandwidth) +
+                                "; legal is a finite number above 0, or 0 for no limit");
+  }
+}
+
+void require_entries(const std::string& what, std::size_t entries, int stages) {
+  if (entries == 1 || entries == static_cast<std::size_t>(stages)) return;
+  throw std::invalid_argument("simulation: " + what + " for " + std::to_string(entries) +
+                              " stages; legal is 1 for all alike or one for each of " +
+                              std::to_string(stages) + " stages");
+}
+
+void require_bytes(const std::string& what, std::int64_t bytes) {
+  if (bytes < 0) {
+    throw std::invalid_argument("simulation: the " + what + " are " + std::to_string(bytes) +
+                                "; legal is 0 or more");
+  }
+}
+
+// Whatever the order, no rank can then hold more than an int64 counts.
+void require_countable(const SimulationTimes& times, int stages, int micro_batches) {
+  constexpr double kMost = 9e18;
+  double total = 0;
+  for (const StageBytes& each : times.bytes) {
+    const double moving =
+        static_cast<double>(each.until_input) + static_cast<double>(each.until_weight) +
+        2 * static_cast<double>(each.output) + 2 * static_cast<double>(gradient_bytes(each));
+    total += static_cast<double>(each.resident) + moving * micro_batches;
+  }
+  if (times.bytes.size() == 1) total *= stages;
+  if (total > kMost) {
+    throw std::invalid_argument("simulation: the bytes of " + std::to_string(micro_batches) +
+                                " micro-batches over all stages exceed what 63 bits count");
+  }
+}
+
+void require_valid(const SimulationTimes& times, int stages) {
+  require_entries("times", times.stages.size(), stages);
+  for (std::size_t i = 0; i < times.stages.size(); ++i) {
+    const std::string stage = " time of stage " + std::to_string(i);
+    require_time("forward" + stage, times.stages[i].forward);
+    require_time("backward-input" + stage, times.stages[i].backward_input);
+    require_time("backward-weight" + stage, times.stages[i].backward_weight);
+    require_time("reduction" + stage, times.stages[i].reduce);
+  }
+  require_time("message time", times.message);
+  if (!(times.overlap < 0)) require_time("overlap time", times.overlap);
+  require_link("a link", {times.message, times.bandwidth});
+  require_link("a link between nodes", times.between_nodes);
+  require_link("the link for reductions", times.reduce_link);
+  if (times.ranks_per_node < 0) {
+    throw std::invalid_argument("simulation: " + std::to_string(times.ranks_per_node) +
+                                " ranks per node; legal is 1 or more, or 0 for a single node");
+  }
+  if (!times.bytes.empty()) require_entries("bytes", times.bytes.size(), stages);
+  for (std::size_t i = 0; i < times.bytes.size(); ++i) {
+    const std::string stage = " bytes of stage " + std::to_string(i);
+    require_bytes("activation" + stage, times.bytes[i].until_input);
+    require_bytes("weight-activation" + stage, times.bytes[i].until_weight);
+    require_bytes("output" + stage, times.bytes[i].output);
+    require_bytes("resident" + stage, times.bytes[i].resident);
+    require_bytes("reduced" + stage, times.bytes[i].reduced);
+  }
+}
+
+// [rank pair] the link that is not as all others are.
+using Exceptions = std::map<std::pair<int, int>, Link>;
+
+Link link_of(const SimulationTimes& times, const Exceptions& exceptions, int from, int to) {
+  const auto found = exceptions.find({from, to});
+  if (found != exceptions.end()) return found->second;
+  const int size = times.ranks_per_node;
+  if (size > 0 && from / size != to / size) return times.between_nodes;
+  return {times.message, times.bandwidth};
+}
+
+Exceptions exceptions_of(const SimulationTimes& times) {
+  Exceptions exceptions;
+  for (const RankLink& each : times.links) exceptions[{each.from, each.to}] = each.link;
+  return exceptions;
+}
+
+// A piece of a stage: numerator / denominator of it, in lowest terms, so that cutting into v equal
+// parts divides by v and nothing else.
+struct Share {
+  double numerator = 1, denominator = 1;
+  [[nodiscard]] double of(double value) const { return value * numerator / denominator; }
+};
+
+// Calls visit(old stage, share) for each old stage that new stage `stage` has a part of.
+template <class Visit>
+void for_each_share(int stage, int old_stages, int new_stages, const Visit& visit) {
+  // In units of which an old stage has `width` and a new one `step`.
+  const std::int64_t divisor = std::gcd(old_stages, new_stages);
+  const std::int64_t width = new_stages / divisor;
+  const std::int64_t step = old_stages / divisor;
+  const std::int64_t end = (stage + std::int64_t{1}) * step;
+  for (std::int64_t at = stage * step; at < end;) {
+    const std::int64_t next = std::min(end, (at / width + 1) * width);
+    visit(static_cast<int>(at / width),
+          Share{static_cast<double>(next - at), static_cast<double>(width)});
+    at = next;
+  }
+}
+
+StageTimes recut_times(const std::vector<StageTimes>& old, int stage, int old_stages,
+                       int new_stages) {
+  StageTimes sum{0, 0, 0, 0};
+  for_each_share(stage, old_stages, new_stages, [&](int from, const Share& share) {
+    const StageTimes& part = of_stage(old, from);
+    sum.forward += share.of(part.forward);
+    sum.backward_input += share.of(part.backward_input);
+    sum.backward_weight += share.of(part.backward_weight);
+    sum.reduce += share.of(part.reduce);
+  });
+  return sum;
+}
+
+StageBytes recut_bytes(const std::vector<StageBytes>& old, int stage, int old_stages,
+                       int new_stages) {
+  double until_input = 0, until_weight = 0, resident = 0, reduced = 0;
+  StageBytes bytes;
+  for_each_share(stage, old_stages, new_stages, [&](int from, const Share& share) {
+    bytes = of_stage(old, from);  // the last one's output passes the border
+    until_input += share.of(static_cast<double>(bytes.until_input));
+    until_weight += share.of(static_cast<double>(bytes.until_weight));
+    resident += share.of(static_cast<double>(bytes.resident));
+    reduced += share.of(static_cast<double>(bytes.reduced));
+  });
+  bytes.until_input = std::llround(until_input);
+  bytes.until_weight = std::llround(until_weight);
+  bytes.resident = std::llround(resident);
+  bytes.reduced = std::llround(reduced);
+  return bytes;
+}
+
+}  // namespace
+
+void require_costs(const SimulationTimes& times, const Schedule& schedule) {
+  require_valid(times, schedule.placement.stages());
+  require_countable(times, schedule.placement.stages(), schedule.micro_batches);
+  const int ranks = schedule.placement.ranks();
+  for (const RankLink& each : times.links) {
+    const std::string name = std::to_string(each.from) + " to " + std::to_string(each.to);
+    const bool legal = each.from >= 0 && each.from < ranks && each.to >= 0 && each.to < ranks;
+    if (!legal || each.from == each.to) {
+      throw std::invalid_argument("simulation: a link from rank " + name +
+                                  "; legal are two of ranks 0 to " + std::to_string(ranks - 1));
+    }
+    require_link("the link from rank " + name, each.link);
+  }
+}
+
+Link link_between(const SimulationTimes& times, int from, int to) {
+  return link_of(times, exceptions_of(times), from, to);
+}
+
+Handovers handovers_of(const SimulationTimes& times, const Placement& placement) {
+  const Exceptions exceptions = exceptions_of(times);
+  std::map<std::pair<int, int>, int> links;
+  const auto make = [&](int from_stage, int to_stage, std::int64_t bytes) {
+    Handover handover;
+    handover.from = placement.rank_of(from_stage);
+    handover.to = placement.rank_of(to_stage);
+    handover.bytes = bytes;
+    if (handover.from == handover.to) return handover;
+    const Link link = link_of(times, exceptions, handover.from, handover.to);
+    handover.link =
+        links.emplace(std::pair{handover.from, handover.to}, static_cast<int>(links.size()))
+            .first->second;
+    handover.seconds = link.bandwidth > 0 ? static_cast<double>(bytes) / link.bandwidth : 0;
+    handover.latency = link.latency;
+    return handover;
+  };
+  const auto stages = static_cast<std::size_t>(placement.stages());
+  Handovers result{std::vector<Handover>(stages), std::vector<Handover>(stages), 0};
+  const StageBytes none;
+  for (int stage = 0; stage + 1 < placement.stages(); ++stage) {
+    const StageBytes& bytes = times.bytes.empty() ? none : of_stage(times.bytes, stage);
+    result.forward[static_cast<std::size_t>(stage)] = make(stage, stage + 1, bytes.output);
+    result.backward[static_cast<std::size_t>(stage) + 1] =
+        make(stage + 1, stage, gradient_bytes(bytes));
+  }
+  result.links = static_cast<int>(links.size());
+  return result;
+}
+
+SimulationTimes recut(const SimulationTimes& times, int old_stages, int new_stages) {
+  if (old_stages < 1 || new_stages < 1) {
+    throw std::invalid_argument("simulation: " + std::to_string(old_stages) + " stages cut into " +
+                                std::to_string(new_stages) + "; legal is 1 or more");
+  }
+  require_valid(times, old_stages);
+  SimulationTimes result = times;
+  result.stages.clear();
+  result.bytes.clear();
+  for (int stage = 0; stage < new_stages; ++stage) {
+    result.stages.push_back(recut_times(times.stages, stage, old_stages, new_stages));
+    if (times.bytes.empty()) continue;
+    result.bytes.push_back(recut_bytes(times.bytes, stage, old_stages, new_stages));
+  }
+  return result;
+}
+
+}  // namespace sluice

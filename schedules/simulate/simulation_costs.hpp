@@ -1,0 +1,44 @@
+// What simulate() makes of SimulationTimes before it starts: refusals, and what a message between
+// two neighbouring stages takes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include <sluice/simulate.hpp>
+
+namespace sluice {
+
+// Of one entry for all stages alike or one per stage.
+template <class T>
+[[nodiscard]] const T& of_stage(const std::vector<T>& entries, int stage) {
+  return entries[entries.size() == 1 ? 0 : static_cast<std::size_t>(stage)];
+}
+
+[[nodiscard]] inline std::int64_t gradient_bytes(const StageBytes& bytes) {
+  return bytes.output_gradient < 0 ? bytes.output : bytes.output_gradient;
+}
+
+// Throws std::invalid_argument as simulate() does for costs that do not fit the schedule.
+void require_costs(const SimulationTimes& times, const Schedule& schedule);
+
+// What one stage hands to a neighbour.
+struct Handover {
+  std::int32_t from = 0, to = 0;  // ranks
+  std::int32_t link = -1;         // index of the link; -1: both stages share a rank
+  std::int64_t bytes = 0;
+  double seconds = 0;  // on the link
+  double latency = 0;
+};
+
+struct Handovers {
+  std::vector<Handover> forward;   // [stage] to the next one; the last stage has none
+  std::vector<Handover> backward;  // [stage] to the one before, [0] unused
+  int links = 0;
+};
+
+// Requires: require_costs() passed.
+[[nodiscard]] Handovers handovers_of(const SimulationTimes& times, const Placement& placement);
+
+}  // namespace sluice

@@ -1,0 +1,176 @@
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include <sluice/plan.hpp>
+#include <sluice/verify.hpp>
+
+#include "schedules/verify/verify_progress.hpp"
+#include "schedules/verify/verify_rank.hpp"
+#include "schedules/verify/verify_trace.hpp"
+
+namespace sluice {
+namespace {
+
+Violation about_plan(const std::string& message) { return Violation{-1, -1, message}; }
+
+std::optional<Violation> check_shape(const Plan& plan) {
+  if (plan.micro_batches < 1) {
+    return about_plan("the plan has " + std::to_string(plan.micro_batches) +
+                      " micro-batches; at least 1 is needed");
+  }
+  if (plan.ranks.size() != static_cast<std::size_t>(plan.placement.ranks())) {
+    return about_plan("the plan lists " + std::to_string(plan.ranks.size()) +
+                      " ranks, its placement has " + std::to_string(plan.placement.ranks()));
+  }
+  for (const TiedStages& group : plan.tied) {
+    if (group.stages.empty()) return about_plan("a tied group names no stage");
+    for (const int stage : group.stages) {
+      if (stage >= 0 && stage < plan.placement.stages()) continue;
+      return about_plan("a tied group names stage " + std::to_string(stage) +
+                        "; legal stages are 0 to " + std::to_string(plan.placement.stages() - 1));
+    }
+  }
+  return std::nullopt;
+}
+
+// Each channel joins neighbouring stages on two ranks, under a tag of its own; no two are alike.
+std::optional<Violation> check_channels(const Plan& plan) {
+  const Placement& placement = plan.placement;
+  std::set<std::array<int, 3>> tags;
+  std::set<std::array<int, 2>> edges;
+  if (std::max(plan.channels.size(), plan.tied.size()) > ProgressEvent::kMostChannels) {
+    return about_plan("the plan has more than " + std::to_string(ProgressEvent::kMostChannels) +
+                      " channels or tied groups");
+  }
+  for (std::size_t i = 0; i < plan.channels.size(); ++i) {
+    const Channel& channel = plan.channels[i];
+    const std::string name = "channel " + std::to_string(i);
+    const int step = channel.kind == ActionKind::kSendForward ? 1 : -1;
+    if (channel.kind != ActionKind::kSendForward && channel.kind != ActionKind::kSendBackward) {
+      return about_plan(name + " carries " + std::string(name_of(channel.kind)) +
+                        "; legal are SEND_F and SEND_B");
+    }
+    if (channel.from_stage < 0 || channel.from_stage >= placement.stages() ||
+        channel.to_stage < 0 || channel.to_stage >= placement.stages() ||
+        channel.to_stage != channel.from_stage + step) {
+      return about_plan(name + " joins stages " + std::to_string(channel.from_stage) + " and " +
+                        std::to_string(channel.to_stage) + ", which " +
+                        std::string(name_of(channel.kind)) + " does not");
+    }
+    if (channel.from_rank != placement.rank_of(channel.from_stage) ||
+        channel.to_rank != placement.rank_of(channel.to_stage) ||
+        channel.from_rank == channel.to_rank) {
+      return about_plan(name + " joins ranks " + std::to_string(channel.from_rank) + " and " +
+                        std::to_string(channel.to_rank) + ", its stages are on ranks " +
+                        std::to_string(placement.rank_of(channel.from_stage)) + " and " +
+                        std::to_string(placement.rank_of(channel.to_stage)));
+    }
+    if (!edges.insert({channel.from_stage, channel.to_stage}).second) {
+      return about_plan(name + " repeats an earlier channel of the same stages and direction");
+    }
+    if (channel.tag < 0 || !tags.insert({channel.from_rank, channel.to_rank, channel.tag}).second) {
+      return about_plan(name + " has tag " + std::to_string(channel.tag) +
+                        ", which is negative or taken by another channel of its ranks");
+    }
+  }
+  return std::nullopt;
+}
+
+// The n-th send of a channel meets the n-th posted receive: both must be of one micro-batch.
+std::optional<Violation> check_pairing(const Plan& plan, const PlanTrace& trace) {
+  if (std::all_of(trace.channels.begin(), trace.channels.end(),
+                  [](const ChannelTrace& channel) { return channel.sent == channel.posted; })) {
+    return std::nullopt;
+  }
+  for (int rank = 0; rank < plan.placement.ranks(); ++rank) {
+    const std::vector<PlanOp>& ops = plan.ranks[static_cast<std::size_t>(rank)].ops;
+    for (std::size_t i = 0; i < ops.size(); ++i) {
+      const bool sends = ops[i].kind == OpKind::kStartSend;
+      if (!sends && ops[i].kind != OpKind::kPostRecv) continue;
+      const ChannelTrace& orders = trace.channels[static_cast<std::size_t>(ops[i].channel)];
+      const int own = (sends ? orders.sent : orders.posted).index_of(ops[i].micro_batch);
+      const int other = (sends ? orders.posted : orders.sent).index_of(ops[i].micro_batch);
+      if (own == other) continue;
+      const Channel& channel = plan.channels[static_cast<std::size_t>(ops[i].channel)];
+      const std::string peer =
+          "rank " + std::to_string(sends ? channel.to_rank : channel.from_rank);
+      const std::string what =
+          other < 0
+              ? peer + (sends ? " posts no receive for it" : " never sends it")
+              : "it is number " + std::to_string(own) + " of its channel here and number " +
+                    std::to_string(other) + " on " + peer + "; both sides must keep one order";
+      return violation_at(plan, rank, static_cast<int>(i), what);
+    }
+  }
+  return std::nullopt;
+}
+
+// Whether each message is a group of its own and each ordered pair of ranks has one channel. A
+// queue between two ranks then is that channel: its n-th message ends once both sides have issued
+// it and those before it, which they have where it is issued, so kNcclEdges is kRendezvous.
+bool is_one_by_one(const PlanTrace& trace) {
+  return !trace.grouped && std::all_of(trace.pairs.begin(), trace.pairs.end(),
+                                       [](const PairTrace& pair) { return pair.channels == 1; });
+}
+
+// Fills in what holds under each model. The strict ones go first, for what they imply.
+void progress_under_all(const Plan& plan, const PlanTrace& trace, const VerifyOptions& options,
+                        Verification& result) {
+  std::array<std::optional<Violation>, kTransportModels> stuck;
+  const auto replay = [&](TransportModel model) {
+    auto& found = stuck[static_cast<std::size_t>(model)];
+    found = replay_progress(plan, trace, model, options);
+    return !found.has_value();
+  };
+  const bool nccl = replay(TransportModel::kNccl);
+  const bool bounded = replay(TransportModel::kBounded);
+  const bool edges =
+      nccl || (bounded && is_one_by_one(trace)) || replay(TransportModel::kNcclEdges);
+  const bool rendezvous = bounded || edges || replay(TransportModel::kRendezvous);
+  if (!rendezvous) replay(TransportModel::kEager);
+  for (int i = 0; i < kTransportModels; ++i) {
+    auto& found = stuck[static_cast<std::size_t>(i)];
+    const auto model = static_cast<TransportModel>(i);
+    if (found) {
+      result.standstills.push_back({model, std::move(*found)});
+    } else {
+      result.progresses_under.push_back(model);
+    }
+  }
+  if (result.progresses_under.empty()) result.violation = result.standstills.front().violation;
+}
+
+}  // namespace
+
+Verification verify(const Plan& plan, const VerifyOptions& options) {
+  if (options.send_buffers < 1) {
+    throw std::invalid_argument("verify: send_buffers is " + std::to_string(options.send_buffers) +
+                                "; the nearest legal value is 1");
+  }
+  Verification result;
+  result.violation = check_shape(plan);
+  if (!result.violation) result.violation = check_channels(plan);
+  if (result.violation) return result;
+
+  PlanTrace trace(plan);
+  const std::vector<int> local_stage = local_stage_indices(plan.placement);
+  for (int rank = 0; rank < plan.placement.ranks() && !result.violation; ++rank) {
+    result.violation = replay_rank(plan, rank, local_stage, trace);
+  }
+  if (!result.violation) result.violation = check_pairing(plan, trace);
+  if (result.violation) return result;
+
+  progress_under_all(plan, trace, options, result);
+  result.peak_in_flight = std::move(trace.peak_in_flight);
+  for (const ChannelTrace& channel : trace.channels) result.queue_depth.push_back(channel.depth);
+  for (const PairTrace& pair : trace.pairs) result.pair_depths.push_back(pair.depth);
+  result.exact = trace.exact;
+  return result;
+}
+
+}  // namespace sluice

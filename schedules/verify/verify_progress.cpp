@@ -1,0 +1,140 @@
+#include "schedules/verify/verify_progress.hpp"
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "schedules/verify/verify_nccl.hpp"
+#include "schedules/verify/verify_walk.hpp"
+
+namespace sluice {
+namespace {
+
+// Transports with tags: messages of different channels do not stand in each other's way.
+class TaggedReplay : public ProgressWalk<TaggedReplay> {
+ public:
+  TaggedReplay(const Plan& plan, const PlanTrace& trace, TransportModel model,
+               const VerifyOptions& options)
+      : ProgressWalk(plan, trace),
+        model_(model),
+        send_buffers_(options.send_buffers),
+        unmatched_(plan.ranks.size()),
+        started_(plan.channels.size()),
+        posted_(plan.channels.size()) {}
+
+  bool issue(std::size_t rank, const ProgressEvent& event) {
+    if (event.kind == OpKind::kStartSend) return start(rank, event);
+    post(event);
+    return true;
+  }
+
+  bool is_done(const ProgressEvent& wait) const {
+    const auto channel = static_cast<std::size_t>(wait.channel);
+    if (wait.kind == OpKind::kWaitRecv) return started_[channel] > wait.index;
+    return model_ == TransportModel::kEager || posted_[channel] > wait.index;
+  }
+
+  Violation standstill(int first_blocked) const {
+    std::vector<int> chain;
+    std::vector<bool> visited(unmatched_.size());
+    int rank = first_blocked;
+    while (!finished(rank) && !visited[static_cast<std::size_t>(rank)]) {
+      visited[static_cast<std::size_t>(rank)] = true;
+      chain.push_back(rank);
+      rank = awaited_rank(rank);
+    }
+    const std::string model = "under the " + std::string(name_of(model_)) + " model ";
+    if (finished(rank)) {
+      const int last = chain.back();
+      return Violation{last, op_position(last),
+                       model + "the plan cannot finish: " + waits(last) + ", whose list has ended"};
+    }
+    chain.erase(chain.begin(), std::find(chain.begin(), chain.end(), rank));
+    std::rotate(chain.begin(), std::min_element(chain.begin(), chain.end()), chain.end());
+    std::string text = model + "the plan deadlocks: ";
+    for (std::size_t i = 0; i < chain.size(); ++i) text += (i == 0 ? "" : "; ") + waits(chain[i]);
+    return Violation{chain.front(), op_position(chain.front()), text};
+  }
+
+ private:
+  // Posts and starts of a channel come in the order of their index.
+  void post(const ProgressEvent& event) {
+    const std::size_t sender = sender_of(event.channel);
+    posted_[static_cast<std::size_t>(event.channel)] = event.index + 1;
+    if (started_[static_cast<std::size_t>(event.channel)] <= event.index) return;
+    --unmatched_[sender];
+    if (!blocked(sender)) return;
+    if (event_at(sender).kind == OpKind::kStartSend) {
+      wake(sender);
+    } else {
+      wake_waiting(sender, OpKind::kWaitSend, event.channel);
+    }
+  }
+
+  bool start(std::size_t rank, const ProgressEvent& event) {
+    if (model_ == TransportModel::kBounded && unmatched_[rank] >= send_buffers_) return false;
+    started_[static_cast<std::size_t>(event.channel)] = event.index + 1;
+    if (posted_[static_cast<std::size_t>(event.channel)] <= event.index) ++unmatched_[rank];
+    wake_waiting(receiver_of(event.channel), OpKind::kWaitRecv, event.channel);
+    return true;
+  }
+
+  // The rest puts a standstill into words.
+
+  // A rank that must act before the blocked `rank` can go on.
+  int awaited_rank(int rank) const {
+    const ProgressEvent& event = event_at(static_cast<std::size_t>(rank));
+    switch (event.kind) {
+      case OpKind::kWaitRecv:
+        return channel_of(event.channel).from_rank;
+      case OpKind::kWaitSend:
+        return channel_of(event.channel).to_rank;
+      case OpKind::kStartSend:
+        return unmatched_channel(rank).to_rank;
+      default:
+        return missing_party(event);
+    }
+  }
+
+  const Channel& unmatched_channel(int rank) const {
+    std::size_t i = 0;
+    while (plan_.channels[i].from_rank != rank || started_[i] <= posted_[i]) ++i;
+    return plan_.channels[i];
+  }
+
+  std::string waits(int rank) const {
+    const int position = op_position(rank);
+    const PlanOp& op = ops_of(rank)[static_cast<std::size_t>(position)];
+    std::string text = "rank " + std::to_string(rank) + " at " + op_text(rank, position) +
+                       " waits for rank " + std::to_string(awaited_rank(rank)) + " to ";
+    switch (op.kind) {
+      case OpKind::kWaitRecv:
+        return text + "send " + to_string(sending_action(channel_of(op.channel), op.micro_batch));
+      case OpKind::kWaitSend:
+        return text + "post " + to_string(receiving_action(channel_of(op.channel), op.micro_batch));
+      case OpKind::kStartSend:
+        return text + "post a receive for an earlier send from stage " +
+               std::to_string(unmatched_channel(rank).from_stage);
+      default:
+        return text + "join";
+    }
+  }
+
+  const TransportModel model_;
+  const int send_buffers_;
+  std::vector<std::int32_t> unmatched_;  // [rank] sends
+  std::vector<std::int32_t> started_;    // [channel] sends
+  std::vector<std::int32_t> posted_;     // [channel] receives
+};
+
+}  // namespace
+
+std::optional<Violation> replay_progress(const Plan& plan, const PlanTrace& trace,
+                                         TransportModel model, const VerifyOptions& options) {
+  if (model == TransportModel::kNccl || model == TransportModel::kNcclEdges) {
+    return replay_queues(plan, trace, model);
+  }
+  return TaggedReplay(plan, trace, model, options).run();
+}
+
+}  // namespace sluice

@@ -1,0 +1,67 @@
+#include "schedules/verify/verify_trace.hpp"
+
+#include <map>
+#include <numeric>
+#include <utility>
+
+namespace sluice {
+
+PlanTrace::PlanTrace(const Plan& plan)
+    : events(plan.ranks.size()), peak_in_flight(plan.ranks.size()), channels(plan.channels.size()) {
+  std::map<std::pair<int, int>, std::int32_t> found;
+  for (const Channel& channel : plan.channels) ++found[{channel.from_rank, channel.to_rank}];
+  for (auto& [ranks, number] : found) {
+    pairs.push_back({PairDepth{ranks.first, ranks.second, 0}, 0, number});
+    number = static_cast<std::int32_t>(pairs.size() - 1);
+  }
+  for (std::size_t i = 0; i < channels.size(); ++i) {
+    channels[i].pair = found[{plan.channels[i].from_rank, plan.channels[i].to_rank}];
+  }
+}
+
+std::int32_t MessageOrderTrace::add_out_of_order(std::int32_t micro_batch,
+                                                 std::int32_t micro_batches) {
+  if (index_of(micro_batch) >= 0) return -1;
+  if (table_.empty()) {
+    table_.resize(static_cast<std::size_t>(micro_batches), -1);
+    std::iota(table_.begin(), table_.begin() + count_, 0);
+  }
+  return table_[static_cast<std::size_t>(micro_batch)] = count_++;
+}
+
+std::vector<int> local_stage_indices(const Placement& placement) {
+  std::vector<int> local(static_cast<std::size_t>(placement.stages()));
+  for (int rank = 0; rank < placement.ranks(); ++rank) {
+    int next = 0;
+    for (const int stage : placement.stages_of(rank))
+      local[static_cast<std::size_t>(stage)] = next++;
+  }
+  return local;
+}
+
+Violation violation_at(const Plan& plan, int rank, int position, const std::string& what) {
+  const PlanOp& op =
+      plan.ranks[static_cast<std::size_t>(rank)].ops[static_cast<std::size_t>(position)];
+  return Violation{rank, position,
+                   "rank " + std::to_string(rank) + ", op " + std::to_string(position) + " (" +
+                       to_string(op) + "): " + what};
+}
+
+Action sending_action(const Channel& channel, int micro_batch) {
+  Action action;
+  action.kind = channel.kind;
+  action.stage = channel.from_stage;
+  action.micro_batch = micro_batch;
+  return action;
+}
+
+Action receiving_action(const Channel& channel, int micro_batch) {
+  Action action;
+  action.kind = channel.kind == ActionKind::kSendForward ? ActionKind::kRecvForward
+                                                         : ActionKind::kRecvBackward;
+  action.stage = channel.to_stage;
+  action.micro_batch = micro_batch;
+  return action;
+}
+
+}  // namespace sluice

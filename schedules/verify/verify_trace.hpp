@@ -1,0 +1,93 @@
+// What remains of a plan's lists for the transport models, once each is known to be right by
+// itself: a short event per message op and collective.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <sluice/plan.hpp>
+#include <sluice/verify.hpp>
+
+namespace sluice {
+
+// Eight bytes: a large plan leaves hundreds of millions.
+struct ProgressEvent {
+  OpKind kind : 4;  // kPostRecv, kWaitRecv, kStartSend, kWaitSend, collectives
+  bool with_previous : 1;
+  std::int32_t channel : 27;  // kReduceTied: the group; kOptimizer: 0
+  std::int32_t index;         // messages: position in the channel's FIFO
+
+  static constexpr std::int32_t kMostChannels = 1 << 26;
+  ProgressEvent(const PlanOp& op, std::int32_t channel_in, std::int32_t index_in)
+      : kind(op.kind),
+        with_previous(op.with_previous),
+        channel(channel_in & (kMostChannels - 1)),
+        index(index_in) {}
+};
+
+// True for the op kinds that leave an event. kReduceGrad leaves none: its parties are the same rank
+// of every replica, whose lists are equal.
+[[nodiscard]] constexpr bool leaves_event(OpKind kind) {
+  return kind != OpKind::kCompute && kind != OpKind::kRelease && kind != OpKind::kReduceGrad;
+}
+
+// The order in which one end of a channel lists its messages: a table only where micro-batches do
+// not ascend from 0.
+class MessageOrderTrace {
+ public:
+  // Position of the message, or -1 where it is listed already.
+  std::int32_t add(std::int32_t micro_batch, std::int32_t micro_batches) {
+    if (table_.empty() && micro_batch == count_) return count_++;
+    return add_out_of_order(micro_batch, micro_batches);
+  }
+  // -1: not listed.
+  [[nodiscard]] std::int32_t index_of(std::int32_t micro_batch) const {
+    if (!table_.empty()) return table_[static_cast<std::size_t>(micro_batch)];
+    return micro_batch < count_ ? micro_batch : -1;
+  }
+  friend bool operator==(const MessageOrderTrace&, const MessageOrderTrace&) = default;
+
+ private:
+  std::int32_t add_out_of_order(std::int32_t micro_batch, std::int32_t micro_batches);
+
+  std::int32_t count_ = 0;
+  std::vector<std::int32_t> table_;  // [micro_batch] position or -1; empty: micro-batches ascend
+};
+
+struct ChannelTrace {
+  MessageOrderTrace sent, posted;
+  std::int32_t open = 0, depth = 0;  // sends not waited for yet; most of them so far
+  std::int32_t pair = 0;             // index into PlanTrace::pairs
+};
+
+struct PairTrace {
+  PairDepth depth;
+  std::int32_t open = 0;      // sends not waited for yet, over all channels
+  std::int32_t channels = 0;  // of this ordered pair of ranks
+};
+
+struct PlanTrace {
+  std::vector<std::vector<ProgressEvent>> events;  // [rank], in list order
+  std::vector<int> peak_in_flight;                 // [rank]
+  std::vector<ChannelTrace> channels;
+  std::vector<PairTrace> pairs;  // ascending
+  bool exact = true;             // until a rank's list says otherwise
+  bool grouped = false;          // some op is in a group with the op before it
+
+  explicit PlanTrace(const Plan& plan);  // requires legal ranks in plan.channels
+};
+
+// Where each stage stands among the stages of its rank.
+[[nodiscard]] std::vector<int> local_stage_indices(const Placement& placement);
+
+// What the op at `position` did wrong, as a violation that names it.
+[[nodiscard]] Violation violation_at(const Plan& plan, int rank, int position,
+                                     const std::string& what);
+
+// What the two ends of a channel call one of its messages.
+[[nodiscard]] Action sending_action(const Channel& channel, int micro_batch);
+[[nodiscard]] Action receiving_action(const Channel& channel, int micro_batch);
+
+}  // namespace sluice

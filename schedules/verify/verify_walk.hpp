@@ -1,0 +1,186 @@
+// The walk that every transport model shares: each rank goes through its events until one must
+// wait, and is looked at again only when what it waits for may have happened. Linear in the number
+// of events as long as the model wakes a rank only for its own message.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <sluice/plan.hpp>
+
+#include "schedules/verify/verify_trace.hpp"
+
+namespace sluice {
+
+// `Model` derives from this and has, public:
+//   bool issue(std::size_t rank, const ProgressEvent& event);  // a post or a start; false: not yet
+//   bool is_done(const ProgressEvent& wait) const;             // kWaitRecv or kWaitSend
+//   Violation standstill(int rank) const;                      // of a rank that is blocked
+template <class Model>
+class ProgressWalk {
+ public:
+  ProgressWalk(const Plan& plan, const PlanTrace& trace)
+      : plan_(plan), trace_(trace), cursors_(plan.ranks.size()) {
+    for (const TiedStages& group : plan.tied) collectives_.push_back({parties_of(group), 0});
+    Collective all;
+    for (int rank = 0; rank < plan.placement.ranks(); ++rank) all.parties.push_back(rank);
+    collectives_.push_back(std::move(all));
+  }
+
+  std::optional<Violation> run() {
+    for (std::size_t rank = cursors_.size(); rank-- > 0;) ready_.push_back(rank);
+    while (!ready_.empty()) {
+      const std::size_t rank = ready_.back();
+      ready_.pop_back();
+      advance(rank);
+    }
+    for (std::size_t rank = 0; rank < cursors_.size(); ++rank) {
+      if (cursors_[rank].blocked) return model().standstill(static_cast<int>(rank));
+    }
+    return std::nullopt;
+  }
+
+ protected:
+  [[nodiscard]] bool blocked(std::size_t rank) const { return cursors_[rank].blocked; }
+  [[nodiscard]] bool finished(int rank) const {
+    return cursors_[static_cast<std::size_t>(rank)].position ==
+           trace_.events[static_cast<std::size_t>(rank)].size();
+  }
+  // What the rank does next; not for one that has finished.
+  [[nodiscard]] const ProgressEvent& event_at(std::size_t rank) const {
+    return trace_.events[rank][cursors_[rank].position];
+  }
+  // The event behind that one, or null.
+  [[nodiscard]] const ProgressEvent* next_event(std::size_t rank) const {
+    const std::size_t next = cursors_[rank].position + 1;
+    return next < trace_.events[rank].size() ? &trace_.events[rank][next] : nullptr;
+  }
+  [[nodiscard]] const Channel& channel_of(std::int32_t channel) const {
+    return plan_.channels[static_cast<std::size_t>(channel)];
+  }
+  [[nodiscard]] std::size_t sender_of(std::int32_t channel) const {
+    return static_cast<std::size_t>(channel_of(channel).from_rank);
+  }
+  [[nodiscard]] std::size_t receiver_of(std::int32_t channel) const {
+    return static_cast<std::size_t>(channel_of(channel).to_rank);
+  }
+
+  void wake(std::size_t rank) {
+    cursors_[rank].blocked = false;
+    ready_.push_back(rank);
+  }
+  // Wakes the rank if a wait of that kind and channel holds it.
+  void wake_waiting(std::size_t rank, OpKind kind, std::int32_t channel) {
+    if (!cursors_[rank].blocked) return;
+    const ProgressEvent& awaited = event_at(rank);
+    if (awaited.kind == kind && awaited.channel == channel) wake(rank);
+  }
+
+  // The rest puts a standstill into words.
+
+  // A party that has not come to the collective.
+  [[nodiscard]] int missing_party(const ProgressEvent& event) const {
+    const std::size_t wanted = collective_of(event);
+    for (const int party : collectives_[wanted].parties) {
+      const auto rank = static_cast<std::size_t>(party);
+      const bool waits = cursors_[rank].blocked && cursors_[rank].arrived &&
+                         collective_of(event_at(rank)) == wanted;
+      if (!waits) return party;
+    }
+    return collectives_[wanted].parties.front();
+  }
+
+  // Index of the op that left the rank's current event.
+  [[nodiscard]] int op_position(int rank) const {
+    std::size_t left = cursors_[static_cast<std::size_t>(rank)].position;
+    std::size_t i = 0;
+    for (;; ++i) {
+      if (leaves_event(ops_of(rank)[i].kind) && left-- == 0) return static_cast<int>(i);
+    }
+  }
+  [[nodiscard]] const std::vector<PlanOp>& ops_of(int rank) const {
+    return plan_.ranks[static_cast<std::size_t>(rank)].ops;
+  }
+  // "op 3 (send 0SEND_F1 ...)"
+  [[nodiscard]] std::string op_text(int rank, int position) const {
+    return "op " + std::to_string(position) + " (" +
+           to_string(ops_of(rank)[static_cast<std::size_t>(position)]) + ")";
+  }
+
+  const Plan& plan_;
+  const PlanTrace& trace_;
+
+ private:
+  struct Cursor {
+    std::size_t position = 0;
+    bool blocked = false;
+    bool arrived = false;  // counted at the collective it stands at
+  };
+
+  struct Collective {
+    std::vector<int> parties;
+    std::size_t arrived = 0;
+  };
+
+  Model& model() { return static_cast<Model&>(*this); }
+
+  std::vector<int> parties_of(const TiedStages& group) const {
+    std::vector<int> ranks;
+    for (const int stage : group.stages) ranks.push_back(plan_.placement.rank_of(stage));
+    std::sort(ranks.begin(), ranks.end());
+    ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+    return ranks;
+  }
+
+  [[nodiscard]] std::size_t collective_of(const ProgressEvent& event) const {
+    return event.kind == OpKind::kOptimizer ? collectives_.size() - 1
+                                            : static_cast<std::size_t>(event.channel);
+  }
+
+  void advance(std::size_t rank) {
+    Cursor& cursor = cursors_[rank];
+    const std::vector<ProgressEvent>& events = trace_.events[rank];
+    for (; cursor.position < events.size(); ++cursor.position) {
+      if (!step(rank, events[cursor.position])) {
+        cursor.blocked = true;
+        return;
+      }
+      cursor.arrived = false;
+    }
+  }
+
+  // False where the rank must wait; it is then asked again once that may have changed.
+  bool step(std::size_t rank, const ProgressEvent& event) {
+    switch (event.kind) {
+      case OpKind::kPostRecv:
+      case OpKind::kStartSend:
+        return model().issue(rank, event);
+      case OpKind::kWaitRecv:
+      case OpKind::kWaitSend:
+        return model().is_done(event);
+      default:
+        return join(rank, collectives_[collective_of(event)]);
+    }
+  }
+
+  bool join(std::size_t rank, Collective& collective) {
+    if (!cursors_[rank].arrived) {
+      cursors_[rank].arrived = true;
+      if (++collective.arrived == collective.parties.size()) {
+        for (const int party : collective.parties) {
+          if (static_cast<std::size_t>(party) != rank) wake(static_cast<std::size_t>(party));
+        }
+      }
+    }
+    return collective.arrived == collective.parties.size();
+  }
+
+  std::vector<Cursor> cursors_;          // [rank]
+  std::vector<Collective> collectives_;  // one per tied group, then the optimizer's
+  std::vector<std::size_t> ready_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,45 @@
+// The operators' parameters as their element-wise kernels take them, for every backend.
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+
+#include <sluice/compute.hpp>
+#include <sluice/tensor.hpp>
+
+#include "stages/tensor/kernel_arguments.hpp"
+
+namespace sluice {
+
+// For elements from dropout.first_element + offset on. An element is kept where
+// to_unit(word) >= probability.
+[[nodiscard]] inline DropoutArguments dropout_arguments(const Dropout& dropout,
+                                                        std::int64_t offset) {
+  const std::array<std::uint32_t, 2> key = philox_key(dropout.key);
+  const double threshold = std::ceil(static_cast<double>(dropout.probability) * 0x1.0p24);
+  return {{key[0], key[1]},
+          static_cast<std::uint32_t>(threshold),
+          1.0F / (1.0F - dropout.probability),
+          dropout.first_element + static_cast<std::uint64_t>(offset),
+          dropout.step_on_device,
+          dropout.key.seed,
+          dropout.key.site};
+}
+
+// decay: whether the step's weight decay applies.
+[[nodiscard]] inline AdamWArguments adamw_arguments(const AdamWStep& step, bool decay) {
+  return {step.learning_rate,
+          step.beta1,
+          step.beta2,
+          step.epsilon,
+          decay ? step.weight_decay : 0.0F,
+          1.0F / step.correction1,
+          1.0F / step.correction2,
+          step.grad_scale};
+}
+[[nodiscard]] inline SgdArguments sgd_arguments(const SgdStep& step, bool decay) {
+  return {step.learning_rate, step.momentum, decay ? step.weight_decay : 0.0F, step.grad_scale};
+}
+
+}  // namespace sluice

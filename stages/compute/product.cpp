@@ -1,0 +1,35 @@
+#include "stages/compute/product.hpp"
+
+#include <fmt/format.h>
+
+namespace sluice {
+
+std::string to_string(const MatMulSpec& spec) {
+  const auto layout = [](const MatMulLayout& l) {
+    return fmt::format("({}, {}, {})", l.batch, l.row, l.column);
+  };
+  return fmt::format("{} x {} [{}, {}] x [{}, {}] -> {}, strides {} {} {}{}{}", spec.batches,
+                     name_of(spec.operands), spec.m, spec.k, spec.k, spec.n, name_of(spec.result),
+                     layout(spec.a), layout(spec.b), layout(spec.c), spec.bias ? ", bias" : "",
+                     spec.accumulate ? ", accumulated" : "");
+}
+
+std::size_t MatMulSpecHash::operator()(const MatMulSpec& spec) const {
+  std::uint64_t hash = 0xCBF29CE484222325U;
+  const auto mix = [&hash](std::int64_t value) {
+    hash = (hash ^ static_cast<std::uint64_t>(value)) * 0x9E3779B97F4A7C15U;
+    hash ^= hash >> 29;
+  };
+  for (const std::int64_t value : {spec.batches, spec.m, spec.n, spec.k}) mix(value);
+  for (const MatMulLayout& layout : {spec.a, spec.b, spec.c}) {
+    mix(layout.row);
+    mix(layout.column);
+    mix(layout.batch);
+  }
+  mix(static_cast<std::int64_t>(spec.operands) | static_cast<std::int64_t>(spec.result) << 8 |
+      static_cast<std::int64_t>(spec.bias) << 16 |
+      static_cast<std::int64_t>(spec.accumulate) << 17);
+  return static_cast<std::size_t>(hash);
+}
+
+}  // namespace sluice

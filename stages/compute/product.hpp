@@ -1,0 +1,53 @@
+// Specifications of matrix products, as every backend's cache of products takes them. Internal to
+// stages/.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include <sluice/tensor.hpp>
+
+namespace sluice {
+
+// One operand: element (b, i, j) is at data[b * batch + i * row + j * column], in elements. One of
+// row and column is 1 (a transposed operand has row 1).
+struct MatMulLayout {
+  std::int64_t row = 0, column = 1, batch = 0;
+  friend bool operator==(const MatMulLayout&, const MatMulLayout&) = default;
+};
+
+// For each of `batches`: c [m, n] = a [m, k] b [k, n] (+ bias [n], f32) (+ c, where accumulate).
+struct MatMulSpec {
+  std::int64_t batches = 1, m = 0, n = 0, k = 0;
+  MatMulLayout a, b, c;
+  DType operands = DType::kF32;  // kF32 or kBf16, of a and b; sums run in f32
+  DType result = DType::kF32;    // of c; kF32 where accumulate
+  bool bias = false;
+  bool accumulate = false;
+  friend bool operator==(const MatMulSpec&, const MatMulSpec&) = default;
+
+  [[nodiscard]] double flops() const {
+    return 2.0 * static_cast<double>(batches) * static_cast<double>(m) * static_cast<double>(n) *
+           static_cast<double>(k);
+  }
+};
+
+[[nodiscard]] std::string to_string(const MatMulSpec& spec);
+
+// Of all that makes two specifications differ, for caches.
+struct MatMulSpecHash {
+  [[nodiscard]] std::size_t operator()(const MatMulSpec& spec) const;
+};
+
+// A product that was run, on operands that its caller owns.
+struct MatMulCall {
+  MatMulSpec spec;
+  const void* a = nullptr;
+  const void* b = nullptr;
+  const void* bias = nullptr;
+  void* c = nullptr;
+  double seconds = 0;  // of this run
+};
+
+}  // namespace sluice

@@ -1,0 +1,266 @@
+#include "stages/cpu/matmul.hpp"
+
+#include <fmt/format.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <chrono>
+#include <dnnl.hpp>
+#include <unordered_map>
+#include <utility>
+
+#include <sluice/error.hpp>
+
+#include "stages/cpu/cpu_report.hpp"
+#include "stages/cpu/kernel_set.hpp"
+#include "stages/cpu/parallel.hpp"
+#include "stages/cpu/widened.hpp"
+
+namespace sluice {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+[[noreturn]] void fail(const MatMulSpec& spec, const std::string& what) {
+  throw Error(ErrorCode::kDevice,
+              fmt::format("{} cannot compute {}: {}", matmul_library(), to_string(spec), what));
+}
+
+dnnl::memory::data_type library_type(DType dtype) {
+  return dtype == DType::kBf16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32;
+}
+
+dnnl::memory::desc describe(const MatMulSpec& spec, std::int64_t rows, std::int64_t columns,
+                            const MatMulLayout& layout, DType dtype) {
+  if (spec.batches == 1) {
+    return {{rows, columns}, library_type(dtype), {layout.row, layout.column}};
+  }
+  return {{spec.batches, rows, columns},
+          library_type(dtype),
+          {layout.batch, layout.row, layout.column}};
+}
+
+// A primitive with its memory objects and argument list, made once; a run only sets pointers.
+struct Product {
+  dnnl::matmul primitive;
+  dnnl::memory a, b, bias, c, scratch;
+  std::vector<dnnl_exec_arg_t> arguments;
+  std::size_t scratch_bytes = 0;
+  bool widened = false;  // then none of the above, but this
+  WidenedProduct in_f32;
+  std::vector<Product*> block_products;
+};
+
+dnnl::matmul::primitive_desc make_descriptor(const dnnl::engine& engine, const MatMulSpec& spec) {
+  const dnnl::memory::desc a = describe(spec, spec.m, spec.k, spec.a, spec.operands);
+  const dnnl::memory::desc b = describe(spec, spec.k, spec.n, spec.b, spec.operands);
+  const dnnl::memory::desc c = describe(spec, spec.m, spec.n, spec.c, spec.result);
+  dnnl::memory::desc bias;
+  if (spec.bias) bias = describe(spec, 1, spec.n, {spec.n, 1, spec.n}, DType::kF32);
+  if (spec.bias && spec.batches != 1) fail(spec, "a bias needs a single product");
+  dnnl::primitive_attr attributes;
+  attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
+  if (spec.accumulate) {
+    dnnl::post_ops sum;
+    sum.append_sum(1.0F);
+    attributes.set_post_ops(sum);
+  }
+#if DNNL_VERSION_MAJOR >= 3
+  return spec.bias ? dnnl::matmul::primitive_desc(engine, a, b, bias, c, attributes)
+                   : dnnl::matmul::primitive_desc(engine, a, b, c, attributes);
+#else
+  const dnnl::matmul::desc operation =
+      spec.bias ? dnnl::matmul::desc(a, b, bias, c) : dnnl::matmul::desc(a, b, c);
+  return {operation, attributes, engine};
+#endif
+}
+
+void bind(Product& product, int argument, const dnnl::memory& memory) {
+  product.arguments.push_back({argument, memory.get()});
+}
+
+Product make_product(const dnnl::engine& engine, const MatMulSpec& spec) {
+  const dnnl::matmul::primitive_desc descriptor = make_descriptor(engine, spec);
+  Product product;
+  product.primitive = dnnl::matmul(descriptor);
+  product.a = dnnl::memory(descriptor.src_desc(), engine, DNNL_MEMORY_NONE);
+  product.b = dnnl::memory(descriptor.weights_desc(), engine, DNNL_MEMORY_NONE);
+  product.c = dnnl::memory(descriptor.dst_desc(), engine, DNNL_MEMORY_NONE);
+  product.scratch = dnnl::memory(descriptor.scratchpad_desc(), engine, DNNL_MEMORY_NONE);
+  product.scratch_bytes = descriptor.scratchpad_desc().get_size();
+  bind(product, DNNL_ARG_SRC, product.a);
+  bind(product, DNNL_ARG_WEIGHTS, product.b);
+  bind(product, DNNL_ARG_DST, product.c);
+  bind(product, DNNL_ARG_SCRATCHPAD, product.scratch);
+  if (spec.bias) {
+    product.bias = dnnl::memory(descriptor.bias_desc(), engine, DNNL_MEMORY_NONE);
+    bind(product, DNNL_ARG_BIAS, product.bias);
+  }
+  return product;
+}
+
+// Between a matrix of bf16 and its copy of the same orientation: kernel(bf16, floats, length) for
+// each row, or column where those lie in one piece.
+template <typename Kernel>
+void for_each_run(std::int64_t batches, std::int64_t rows, std::int64_t columns,
+                  const MatMulLayout& layout, const MatMulLayout& copy, const Kernel& kernel) {
+  const bool by_rows = layout.column == 1;
+  const std::int64_t runs = by_rows ? rows : columns, length = by_rows ? columns : rows;
+  const std::int64_t stride = by_rows ? layout.row : layout.column;
+  const std::int64_t copy_stride = by_rows ? copy.row : copy.column;
+  const auto grain = std::max<std::int64_t>(1, kElementGrain / std::max<std::int64_t>(1, length));
+  parallel_range(omp_get_max_threads(), batches * runs, grain,
+                 [&](std::int64_t begin, std::int64_t end) {
+                   for (std::int64_t i = begin; i < end; ++i) {
+                     const std::int64_t batch = i / runs, run = i % runs;
+                     kernel(batch * layout.batch + run * stride,
+                            batch * copy.batch + run * copy_stride, length);
+                   }
+                 });
+}
+
+}  // namespace
+
+struct MatMulCache::State {
+  explicit State(Device where) : device(where) {}
+
+  Product& find(const MatMulSpec& spec);
+  void execute(const MatMulSpec& spec, Product& product, const void* a, const void* b,
+               const void* bias, void* c);
+  void prepare_widened(const MatMulSpec& spec, Product& product);
+  void execute_widened(const MatMulSpec& spec, Product& product, const Bf16* a, const Bf16* b,
+                       const float* bias, void* c);
+
+  Device device;
+  dnnl::engine engine{dnnl::engine::kind::cpu, 0};
+  dnnl::stream stream{engine};
+  std::unordered_map<MatMulSpec, Product, MatMulSpecHash> products;
+  Buffer scratch;
+  const TypedKernels& bf16 = choose_kernels().bf16;
+  Buffer copies;  // of a widened block
+  bool widen = !native_bf16();
+  bool recording = false;
+  std::vector<MatMulCall> record;
+};
+
+Product& MatMulCache::State::find(const MatMulSpec& spec) {
+  const auto found = products.find(spec);
+  if (found != products.end()) return found->second;
+  Product product;
+  product.widened = widen && spec.operands == DType::kBf16;
+  if (!product.widened) {
+    try {
+      product = make_product(engine, spec);
+    } catch (const dnnl::error& error) {
+      if (spec.operands != DType::kBf16 || error.status != dnnl_unimplemented) {
+        fail(spec, error.what());
+      }
+      product.widened = true;
+    }
+  }
+  if (product.widened) prepare_widened(spec, product);
+  if (product.scratch_bytes > scratch.size()) scratch = Buffer(device, product.scratch_bytes);
+  return products.emplace(spec, std::move(product)).first->second;
+}
+
+void MatMulCache::State::execute(const MatMulSpec& spec, Product& product, const void* a,
+                                 const void* b, const void* bias, void* c) {
+  if (product.widened) {
+    return execute_widened(spec, product, static_cast<const Bf16*>(a), static_cast<const Bf16*>(b),
+                           static_cast<const float*>(bias), c);
+  }
+  // The library reads sources through non-const handles.
+  product.a.set_data_handle(const_cast<void*>(a));
+  product.b.set_data_handle(const_cast<void*>(b));
+  product.c.set_data_handle(c);
+  product.scratch.set_data_handle(scratch.data());
+  if (spec.bias) product.bias.set_data_handle(const_cast<void*>(bias));
+  const dnnl_status_t status =
+      dnnl_primitive_execute(product.primitive.get(), stream.get(),
+                             static_cast<int>(product.arguments.size()), product.arguments.data());
+  if (status != dnnl_success) fail(spec, fmt::format("status {}", static_cast<int>(status)));
+}
+
+void MatMulCache::State::prepare_widened(const MatMulSpec& spec, Product& product) {
+  product.in_f32 = sluice::widen(spec);
+  for (const WidenedBlock& block : product.in_f32.blocks) {
+    product.block_products.push_back(&find(block.product));
+  }
+  const std::size_t bytes = product.in_f32.copies * sizeof(float);
+  if (bytes > copies.size()) copies = Buffer(device, bytes);
+}
+
+void MatMulCache::State::execute_widened(const MatMulSpec& spec, Product& product, const Bf16* a,
+                                         const Bf16* b, const float* bias, void* c) {
+  const auto widen_operand = [this](const Bf16* from, float* to) {
+    return [this, from, to](std::int64_t place, std::int64_t copy_place, std::int64_t length) {
+      bf16.to_float(from + place, to + copy_place, length);
+    };
+  };
+  const bool rounds = spec.result == DType::kBf16;
+  auto* const wide_a = reinterpret_cast<float*>(copies.data());
+  float* const wide_b = wide_a + product.in_f32.b_copy;
+  std::int64_t copied_a = -1, copied_b = -1;  // where the blocks begin whose copies are there
+  for (std::size_t i = 0; i < product.block_products.size(); ++i) {
+    const WidenedBlock& block = product.in_f32.blocks[i];
+    const MatMulSpec& of = block.product;
+    if (std::exchange(copied_a, block.a) != block.a) {
+      for_each_run(of.batches, of.m, of.k, spec.a, of.a, widen_operand(a + block.a, wide_a));
+    }
+    if (std::exchange(copied_b, block.b) != block.b) {
+      for_each_run(of.batches, of.k, of.n, spec.b, of.b, widen_operand(b + block.b, wide_b));
+    }
+    float* const sums = rounds ? wide_a + product.in_f32.c_copy : static_cast<float*>(c) + block.c;
+    execute(of, *product.block_products[i], wide_a, wide_b, of.bias ? bias + block.bias : nullptr,
+            sums);
+    if (!rounds || !block.whole) continue;
+    Bf16* const result = static_cast<Bf16*>(c) + block.c;
+    for_each_run(of.batches, of.m, of.n, spec.c, of.c,
+                 [&](std::int64_t place, std::int64_t copy_place, std::int64_t length) {
+                   bf16.from_float(sums + copy_place, result + place, length);
+                 });
+  }
+}
+
+MatMulCache::MatMulCache(Device device) : state_(std::make_unique<State>(device)) {}
+
+MatMulCache::~MatMulCache() = default;
+
+void MatMulCache::run(const MatMulSpec& spec, const void* a, const void* b, const void* bias,
+                      void* c) {
+  Product& product = state_->find(spec);
+  if (!state_->recording) {
+    state_->execute(spec, product, a, b, bias, c);
+    return;
+  }
+  const Clock::time_point start = Clock::now();
+  state_->execute(spec, product, a, b, bias, c);
+  const std::chrono::duration<double> took = Clock::now() - start;
+  state_->record.push_back({spec, a, b, bias, c, took.count()});
+}
+
+void MatMulCache::prepare(const MatMulSpec& spec) { static_cast<void>(state_->find(spec)); }
+
+std::size_t MatMulCache::size() const { return state_->products.size(); }
+
+void MatMulCache::widen_bf16(bool widen) {
+  state_->widen = widen;
+  std::erase_if(state_->products,
+                [](const auto& entry) { return entry.first.operands == DType::kBf16; });
+}
+
+void MatMulCache::record(bool on) {
+  if (on) state_->record.clear();
+  state_->recording = on;
+}
+
+std::span<const MatMulCall> MatMulCache::recorded() const { return state_->record; }
+
+void MatMulCache::replay(std::span<const MatMulCall> calls) {
+  for (const MatMulCall& call : calls) {
+    state_->execute(call.spec, state_->find(call.spec), call.a, call.b, call.bias, call.c);
+  }
+}
+
+}  // namespace sluice

@@ -1,0 +1,155 @@
+// Element-wise kernels; T is float or Half. Whatever T, arithmetic is in float.
+#pragma once
+
+#include "stages/cpu_kernels/philox.hpp"
+#include "stages/cpu_kernels/vector.hpp"
+
+namespace sluice::SLUICE_KERNEL_NAMESPACE {
+
+template <typename T>
+void gelu_forward(const void* x_data, void* y_data, int64_t n) {
+  const T* x = static_cast<const T*>(x_data);
+  T* y = static_cast<T*>(y_data);
+  for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
+    fetch_ahead(y + i);
+    store(y + i, gelu(load(x + i, part)), part);
+  });
+}
+
+template <typename T>
+void gelu_backward(const void* x_data, const void* dy_data, void* dx_data, int64_t n) {
+  const T* x = static_cast<const T*>(x_data);
+  const T* dy = static_cast<const T*>(dy_data);
+  T* dx = static_cast<T*>(dx_data);
+  for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
+    fetch_ahead(x + i);
+    store(dx + i, load(dy + i, part) * gelu_slope(load(x + i, part)), part);
+  });
+}
+
+template <typename T>
+void relu_forward(const void* x_data, void* y_data, int64_t n) {
+  const T* x = static_cast<const T*>(x_data);
+  T* y = static_cast<T*>(y_data);
+  for_vectors(
+      n, [&](int64_t i, auto part) SLUICE_LAMBDA { store(y + i, relu(load(x + i, part)), part); });
+}
+
+template <typename T>
+void relu_backward(const void* x_data, const void* dy_data, void* dx_data, int64_t n) {
+  const T* x = static_cast<const T*>(x_data);
+  const T* dy = static_cast<const T*>(dy_data);
+  T* dx = static_cast<T*>(dx_data);
+  for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
+    store(dx + i, relu_gradient(load(x + i, part), load(dy + i, part)), part);
+  });
+}
+
+template <typename T>
+void swiglu_forward(const void* gate_up_data, void* y_data, int64_t rows, int64_t hidden) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* gate = static_cast<const T*>(gate_up_data) + row * 2 * hidden;
+    const T* up = gate + hidden;
+    T* y = static_cast<T*>(y_data) + row * hidden;
+    for_vectors(hidden, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      fetch_ahead(y + i);
+      store(y + i, swiglu(load(gate + i, part), load(up + i, part)), part);
+    });
+  }
+}
+
+template <typename T>
+void swiglu_backward(const void* gate_up_data, const void* dy_data, void* dgate_up_data,
+                     int64_t rows, int64_t hidden) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* gate = static_cast<const T*>(gate_up_data) + row * 2 * hidden;
+    const T* up = gate + hidden;
+    const T* dy = static_cast<const T*>(dy_data) + row * hidden;
+    T* dgate = static_cast<T*>(dgate_up_data) + row * 2 * hidden;
+    T* dup = dgate + hidden;
+    for_vectors(hidden, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      fetch_ahead(gate + i);
+      fetch_ahead(up + i);
+      VecF gate_gradient, up_gradient;
+      swiglu_gradient(load(gate + i, part), load(up + i, part), load(dy + i, part), gate_gradient,
+                      up_gradient);
+      store(dgate + i, gate_gradient, part);
+      store(dup + i, up_gradient, part);
+    });
+  }
+}
+
+// `from` and `to` may be the same memory.
+template <typename From, typename To>
+SLUICE_INLINE void apply_dropout(const DropoutArguments& dropout, const From* from, To* to,
+                                 int64_t n) {
+  DropoutWords random;
+  for (int64_t start = 0; start < n; start += DropoutWords::kWords) {
+    const uint32_t* words = random.fill(dropout, dropout.first + static_cast<uint64_t>(start));
+    const int64_t count = n - start < DropoutWords::kWords ? n - start : DropoutWords::kWords;
+    for_vectors(count, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      VecU word;
+      __builtin_memcpy(&word, words + i, sizeof word);  // words_ has a vector to spare
+      store(to + start + i, drop(load(from + start + i, part), word, dropout), part);
+    });
+  }
+}
+
+template <typename T>
+void dropout(const DropoutArguments* arguments, const void* x, void* y, int64_t n) {
+  apply_dropout(*arguments, static_cast<const T*>(x), static_cast<T*>(y), n);
+}
+
+template <typename T>
+void add(const void* x_data, float* y, int64_t n) {
+  const T* x = static_cast<const T*>(x_data);
+  for_vectors(n, [&](int64_t i, auto part)
+                     SLUICE_LAMBDA { store(y + i, load(y + i, part) + load(x + i, part), part); });
+}
+
+template <typename From, typename To>
+SLUICE_INLINE void convert(const From* from, To* to, int64_t n) {
+  for_vectors(
+      n, [&](int64_t i, auto part) SLUICE_LAMBDA { store(to + i, load(from + i, part), part); });
+}
+template <typename T>
+void to_float(const void* x, float* y, int64_t n) {
+  convert(static_cast<const T*>(x), y, n);
+}
+template <typename T>
+void from_float(const float* x, void* y, int64_t n) {
+  convert(x, static_cast<T*>(y), n);
+}
+
+// Four rows at a time; the order of the sum depends on the number of rows alone.
+template <typename T>
+void column_sums(const void* x_data, int64_t ld, int64_t rows, int64_t width, float* sums) {
+  const T* x = static_cast<const T*>(x_data);
+  int64_t row = 0;
+  for (; row + 4 <= rows; row += 4, x += 4 * ld) {
+    for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      for (int next = 4; next < 8; ++next) __builtin_prefetch(x + next * ld + i);
+      const VecF low = load(x + i, part) + load(x + ld + i, part);
+      const VecF high = load(x + 2 * ld + i, part) + load(x + 3 * ld + i, part);
+      store(sums + i, load(sums + i, part) + (low + high), part);
+    });
+  }
+  for (; row < rows; ++row, x += ld) add<T>(x, sums, width);
+}
+
+template <typename T>
+void rotate(void* x_data, int64_t heads, int64_t head_dim, const float* cosine, const float* sine) {
+  const int64_t half = head_dim / 2;
+  for (int64_t head = 0; head < heads; ++head) {
+    T* low = static_cast<T*>(x_data) + head * head_dim;
+    T* high = low + half;
+    for_vectors(half, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      VecF a = load(low + i, part), b = load(high + i, part);
+      turn(a, b, load(cosine + i, part), load(sine + i, part));
+      store(low + i, a, part);
+      store(high + i, b, part);
+    });
+  }
+}
+
+}  // namespace sluice::SLUICE_KERNEL_NAMESPACE

@@ -1,0 +1,99 @@
+// The loops over elements, as tables of functions. Each kernel set is the same source compiled for
+// another instruction set; a context picks one table when it is made.
+//
+// This header is all that the sets and the rest of Sluice share: plain types and pointers only.
+// Nothing inline, no standard header: an inline function compiled for AVX-512 here could be the
+// copy the linker keeps for the whole program.
+//
+// Kernels run on the calling thread over the range they are given; operators cut ranges for
+// threads. Rows are dense unless a leading dimension is given. `void*` operands have the table's
+// element type T (float, or bfloat16 as 16-bit words).
+#pragma once
+
+#include <stdint.h>
+
+#include "stages/tensor/kernel_arguments.hpp"
+
+namespace sluice {
+
+struct TypedKernels {
+  void (*gelu_forward)(const void* x, void* y, int64_t n);
+  void (*gelu_backward)(const void* x, const void* dy, void* dx, int64_t n);
+  void (*relu_forward)(const void* x, void* y, int64_t n);
+  void (*relu_backward)(const void* x, const void* dy, void* dx, int64_t n);
+  void (*swiglu_forward)(const void* gate_up, void* y, int64_t rows, int64_t hidden);
+  void (*swiglu_backward)(const void* gate_up, const void* dy, void* dgate_up, int64_t rows,
+                          int64_t hidden);
+  void (*dropout)(const DropoutArguments* dropout, const void* x, void* y, int64_t n);
+  void (*add)(const void* x, float* y, int64_t n);  // y += x
+  void (*to_float)(const void* x, float* y, int64_t n);
+  void (*from_float)(const float* x, void* y, int64_t n);
+  // sums[column] += sum over rows, for `width` columns of a matrix with leading dimension `ld`.
+  void (*column_sums)(const void* x, int64_t ld, int64_t rows, int64_t width, float* sums);
+  // Rotates the halves of `heads` vectors of head_dim, in place; cosine and sine [head_dim / 2].
+  void (*rotate)(void* x, int64_t heads, int64_t head_dim, const float* cosine, const float* sine);
+
+  // x += delta first where delta is not null: float, or of type T in the _typed form. stats: mean,
+  // rstd per row (RMSNorm: rstd).
+  void (*layer_norm_forward)(float* x, const void* delta, const float* gamma, const float* beta,
+                             float epsilon, void* y, float* stats, int64_t rows, int64_t width);
+  void (*layer_norm_forward_typed)(float* x, const void* delta, const float* gamma,
+                                   const float* beta, float epsilon, void* y, float* stats,
+                                   int64_t rows, int64_t width);
+  void (*layer_norm_backward)(const void* dy, const float* x, const float* gamma,
+                              const float* stats, float* dx, int64_t rows, int64_t width);
+  // Columns [0, width) of matrices with leading dimension ld.
+  void (*layer_norm_weights)(const void* dy, const float* x, const float* stats, int64_t ld,
+                             int64_t rows, int64_t width, float* dgamma, float* dbeta);
+  void (*rms_norm_forward)(float* x, const void* delta, const float* gamma, float epsilon, void* y,
+                           float* stats, int64_t rows, int64_t width);
+  void (*rms_norm_forward_typed)(float* x, const void* delta, const float* gamma, float epsilon,
+                                 void* y, float* stats, int64_t rows, int64_t width);
+  void (*rms_norm_backward)(const void* dy, const float* x, const float* gamma, const float* stats,
+                            float* dx, int64_t rows, int64_t width);
+  void (*rms_norm_weights)(const void* dy, const float* x, const float* stats, int64_t ld,
+                           int64_t rows, int64_t width, float* dgamma);
+
+  // Rows [first, first + rows) of a causal score matrix: row r sees columns 0..r. Writes
+  // probabilities, and zeros up to column `columns`. Leading dimension ld of both, a multiple of 16
+  // and at least `columns`; the rows' padding up to a multiple of 16 columns may be overwritten.
+  // `scores` are lost; for T = float they may be the same memory as `probabilities`.
+  void (*causal_softmax)(float* scores, int64_t ld, int64_t first, int64_t rows, int64_t columns,
+                         float scale, void* probabilities);
+  // dscores = scale * p * (dp - delta[row]) on the same ranges; dscores may be dp for T = float.
+  void (*causal_softmax_backward)(const void* probabilities, const float* dprobabilities,
+                                  const float* delta, int64_t ld, int64_t first, int64_t rows,
+                                  int64_t columns, float scale, void* dscores);
+  // delta[row] = dot(a row, b row); width elements a row, leading dimension ld.
+  void (*row_dots)(const void* a, const void* b, int64_t ld, int64_t rows, int64_t width,
+                   float* delta);
+  // Row-wise cross-entropy; losses[row] = -log softmax(logits)[target], 0 where target < 0.
+  void (*cross_entropy)(void* logits, const int32_t* targets, float scale, bool gradient,
+                        double* losses, int64_t rows, int64_t width);
+};
+
+struct Kernels {
+  const char* name;
+  TypedKernels f32, bf16;
+  // Sum of squared differences; with `gradient`, outputs become factor * (outputs - targets).
+  double (*squared_error)(float* outputs, const float* targets, float factor, bool gradient,
+                          int64_t n);
+  void (*adamw)(const AdamWArguments* arguments, float* value, const float* grad, float* first,
+                float* second, int64_t n);
+  void (*sgd)(const SgdArguments* arguments, float* value, const float* grad, float* velocity,
+              int64_t n);
+  double (*sum_of_squares)(const float* values, int64_t n);
+};
+
+// One per set; the AVX sets exist on x86-64 only.
+namespace baseline {
+extern const Kernels kKernels;
+}
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
+
+}  // namespace sluice

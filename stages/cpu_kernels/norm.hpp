@@ -1,0 +1,138 @@
+// Normalisation over rows of the residual stream (float); y and dy of type T. Mean, then variance
+// about the mean, each in one pass over a row that is in the first-level cache by then.
+#pragma once
+
+#include "stages/cpu_kernels/activation.hpp"
+#include "stages/cpu_kernels/vector.hpp"
+
+namespace sluice::SLUICE_KERNEL_NAMESPACE {
+
+template <typename T>
+SLUICE_INLINE void add_delta(float* x, const void* delta, int64_t row, int64_t width) {
+  if (delta != nullptr) add<T>(static_cast<const T*>(delta) + row * width, x, width);
+}
+
+template <typename T, typename Delta>
+void layer_norm_forward(float* x, const void* delta, const float* gamma, const float* beta,
+                        float epsilon, void* y_data, float* stats, int64_t rows, int64_t width) {
+  const float inverse = 1.0F / static_cast<float>(width);
+  for (int64_t row = 0; row < rows; ++row, x += width) {
+    add_delta<Delta>(x, delta, row, width);
+    const float mean = inverse * sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+                         return load(x + i, part);
+                       });
+    const float variance = inverse * sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+                             const VecF d = load(x + i, part) - mean;
+                             return d * d;
+                           });
+    const float rstd = 1.0F / __builtin_sqrtf(variance + epsilon);
+    T* y = static_cast<T*>(y_data) + row * width;
+    for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      const VecF scale = load(gamma + i, part), shift = load(beta + i, part);
+      store(y + i, layer_norm_value(load(x + i, part), mean, rstd, scale, shift), part);
+    });
+    stats[2 * row] = mean;
+    stats[2 * row + 1] = rstd;
+  }
+}
+
+template <typename T>
+void layer_norm_backward(const void* dy_data, const float* x, const float* gamma,
+                         const float* stats, float* dx, int64_t rows, int64_t width) {
+  const float inverse = 1.0F / static_cast<float>(width);
+  for (int64_t row = 0; row < rows; ++row, x += width, dx += width) {
+    const T* dy = static_cast<const T*>(dy_data) + row * width;
+    const float mean = stats[2 * row], rstd = stats[2 * row + 1];
+    VecF sums{}, dots{};
+    for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      fetch_ahead(x + i);
+      const VecF g = load(dy + i, part) * load(gamma + i, part);
+      sums += g;
+      dots = fma(g, load(x + i, part) - mean, dots);
+    });
+    const NormGradient gradient =
+        layer_norm_gradient(mean, rstd, lane_sum(sums), lane_sum(dots), inverse);
+    for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      const VecF g = load(dy + i, part) * load(gamma + i, part);
+      const VecF change = layer_norm_change(gradient, g, load(x + i, part));
+      store(dx + i, load(dx + i, part) + change, part);
+    });
+  }
+}
+
+template <typename T>
+void layer_norm_weights(const void* dy_data, const float* x, const float* stats, int64_t ld,
+                        int64_t rows, int64_t width, float* dgamma, float* dbeta) {
+  const T* dy = static_cast<const T*>(dy_data);
+  int64_t row = 0;
+  for (; row + 2 <= rows; row += 2, dy += 2 * ld, x += 2 * ld, stats += 4) {
+    for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      fetch_ahead(x + i);
+      fetch_ahead(x + ld + i);
+      const VecF d0 = load(dy + i, part), d1 = load(dy + ld + i, part);
+      const VecF n0 = (load(x + i, part) - stats[0]) * stats[1];
+      const VecF n1 = (load(x + ld + i, part) - stats[2]) * stats[3];
+      store(dgamma + i, load(dgamma + i, part) + fma(d0, n0, d1 * n1), part);
+      store(dbeta + i, load(dbeta + i, part) + (d0 + d1), part);
+    });
+  }
+  if (row == rows) return;
+  for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+    const VecF d = load(dy + i, part);
+    const VecF normal = (load(x + i, part) - stats[0]) * stats[1];
+    store(dgamma + i, fma(d, normal, load(dgamma + i, part)), part);
+    store(dbeta + i, load(dbeta + i, part) + d, part);
+  });
+}
+
+template <typename T, typename Delta>
+void rms_norm_forward(float* x, const void* delta, const float* gamma, float epsilon, void* y_data,
+                      float* stats, int64_t rows, int64_t width) {
+  const float inverse = 1.0F / static_cast<float>(width);
+  for (int64_t row = 0; row < rows; ++row, x += width) {
+    add_delta<Delta>(x, delta, row, width);
+    const float square = inverse * sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+                           const VecF v = load(x + i, part);
+                           return v * v;
+                         });
+    const float rstd = 1.0F / __builtin_sqrtf(square + epsilon);
+    T* y = static_cast<T*>(y_data) + row * width;
+    for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      store(y + i, rms_norm_value(load(x + i, part), rstd, load(gamma + i, part)), part);
+    });
+    stats[row] = rstd;
+  }
+}
+
+template <typename T>
+void rms_norm_backward(const void* dy_data, const float* x, const float* gamma, const float* stats,
+                       float* dx, int64_t rows, int64_t width) {
+  const float inverse = 1.0F / static_cast<float>(width);
+  for (int64_t row = 0; row < rows; ++row, x += width, dx += width) {
+    const T* dy = static_cast<const T*>(dy_data) + row * width;
+    const float rstd = stats[row];
+    const float dot = sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      return load(dy + i, part) * load(gamma + i, part) * load(x + i, part);
+    });
+    const NormGradient gradient = rms_norm_gradient(rstd, dot, inverse);
+    for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      const VecF g = load(dy + i, part) * load(gamma + i, part);
+      const VecF change = rms_norm_change(gradient, g, load(x + i, part));
+      store(dx + i, load(dx + i, part) + change, part);
+    });
+  }
+}
+
+template <typename T>
+void rms_norm_weights(const void* dy_data, const float* x, const float* stats, int64_t ld,
+                      int64_t rows, int64_t width, float* dgamma) {
+  const T* dy = static_cast<const T*>(dy_data);
+  for (int64_t row = 0; row < rows; ++row, dy += ld, x += ld) {
+    for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      const VecF normal = load(x + i, part) * stats[row];
+      store(dgamma + i, fma(load(dy + i, part), normal, load(dgamma + i, part)), part);
+    });
+  }
+}
+
+}  // namespace sluice::SLUICE_KERNEL_NAMESPACE

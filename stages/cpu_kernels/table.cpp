@@ -1,0 +1,56 @@
+#include "stages/cpu_kernels/activation.hpp"
+#include "stages/cpu_kernels/kernels.hpp"
+#include "stages/cpu_kernels/norm.hpp"
+#include "stages/cpu_kernels/softmax.hpp"
+#include "stages/cpu_kernels/update.hpp"
+
+namespace sluice::SLUICE_KERNEL_NAMESPACE {
+
+namespace {
+
+template <typename T>
+constexpr TypedKernels typed_kernels() {
+  return {
+      .gelu_forward = gelu_forward<T>,
+      .gelu_backward = gelu_backward<T>,
+      .relu_forward = relu_forward<T>,
+      .relu_backward = relu_backward<T>,
+      .swiglu_forward = swiglu_forward<T>,
+      .swiglu_backward = swiglu_backward<T>,
+      .dropout = dropout<T>,
+      .add = add<T>,
+      .to_float = to_float<T>,
+      .from_float = from_float<T>,
+      .column_sums = column_sums<T>,
+      .rotate = rotate<T>,
+      .layer_norm_forward = layer_norm_forward<T, float>,
+      .layer_norm_forward_typed = layer_norm_forward<T, T>,
+      .layer_norm_backward = layer_norm_backward<T>,
+      .layer_norm_weights = layer_norm_weights<T>,
+      .rms_norm_forward = rms_norm_forward<T, float>,
+      .rms_norm_forward_typed = rms_norm_forward<T, T>,
+      .rms_norm_backward = rms_norm_backward<T>,
+      .rms_norm_weights = rms_norm_weights<T>,
+      .causal_softmax = causal_softmax<T>,
+      .causal_softmax_backward = causal_softmax_backward<T>,
+      .row_dots = row_dots<T>,
+      .cross_entropy = cross_entropy<T>,
+  };
+}
+
+#define SLUICE_TEXT(name) #name
+#define SLUICE_NAME(name) SLUICE_TEXT(name)
+
+}  // namespace
+
+constinit const Kernels kKernels = {
+    .name = SLUICE_NAME(SLUICE_KERNEL_NAMESPACE),
+    .f32 = typed_kernels<float>(),
+    .bf16 = typed_kernels<Half>(),
+    .squared_error = squared_error,
+    .adamw = adamw,
+    .sgd = sgd,
+    .sum_of_squares = sum_of_squares,
+};
+
+}  // namespace sluice::SLUICE_KERNEL_NAMESPACE

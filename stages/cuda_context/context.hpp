@@ -1,0 +1,86 @@
+// What the CUDA kernels and operators of one compute context share: the libraries' handles, bound
+// to the compute stream, the scratch memory of matrix products, and tickets for the blocks of a
+// kernel. What operators prepare with these is the part of CudaBackend
+// (stages/cuda/cuda_backend.hpp).
+//
+// Made for the device of one memory and one stream, which outlives it; the device is the current
+// one of the calling thread whenever a member or an operator is called. Used from one thread.
+// Nothing here blocks the host once a product or graph was made.
+//
+// The toolkit's headers are not needed to include this: cublasLtHandle_t and cudnnHandle_t are
+// pointers to the two types declared below.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include <sluice/compute.hpp>
+#include <sluice/device.hpp>
+
+#include "stages/compute/backend.hpp"
+
+struct cublasLtContext;
+struct cudnnContext;
+
+namespace sluice::cuda {
+
+class Context : public Backend {
+ public:
+  // Bytes of scratch that every product may use: what NVIDIA advises for Hopper. Part of what a
+  // product's bits depend on, hence fixed.
+  static constexpr std::size_t kWorkspaceBytes = std::size_t{32} << 20;
+  static constexpr int kTickets = 1024;
+  // Of the memory that workspace() and tickets() share.
+  static constexpr std::size_t kDeviceBytes = kWorkspaceBytes + kTickets * sizeof(unsigned);
+
+  // Throws Error(kDevice) naming the call that failed.
+  Context(const OperatorTable& operators, const DeviceMemory& memory, StreamView stream);
+  ~Context() override;
+
+  [[nodiscard]] Device device() const { return memory_.device(); }
+  [[nodiscard]] StreamView stream() const { return stream_; }
+  // Major * 10 + minor: 90 for an H100 or H200.
+  [[nodiscard]] int compute_capability() const { return compute_capability_; }
+  // Bytes of one multiprocessor, which the blocks on it share.
+  [[nodiscard]] std::size_t shared_memory() const { return shared_memory_; }
+
+  // The handle is a cublasLtHandle_t.
+  [[nodiscard]] cublasLtContext* cublas() const { return cublas_; }
+  [[nodiscard]] void* native_blas() override { return cublas_; }
+  // Device memory, kWorkspaceBytes at a multiple of 256, taken on first use. Free for any work on
+  // stream(), whose order keeps its uses apart; its contents do not survive the next operator.
+  [[nodiscard]] std::byte* workspace();
+  // kTickets numbers in device memory, taken with workspace()'s: each 0 whenever a kernel on
+  // stream() starts, which has to leave them so (last_block() in
+  // stages/cuda_kernels/device_tools.hpp does).
+  [[nodiscard]] unsigned* tickets();
+
+  // cudnnHandle_t, bound to stream(); made on first use, which takes a while. Null where Sluice was
+  // built without cuDNN; Error(kDevice) where the library is there and cannot start.
+  [[nodiscard]] cudnnContext* cudnn();
+
+  // Whether products of f32 operands may round them to TF32 (10 bits of mantissa), several times
+  // as fast. Off unless asked for (--precision tf32); to be set before the first product.
+  [[nodiscard]] bool tf32() const { return tf32_; }
+  void set_tf32(bool allowed) override { tf32_ = allowed; }
+
+ private:
+  DeviceMemory memory_;
+  StreamView stream_;
+  int compute_capability_ = 0;
+  std::size_t shared_memory_ = 0;
+  bool tf32_ = false;
+  Buffer workspace_;  // and the tickets behind it
+  cublasLtContext* cublas_ = nullptr;
+  cudnnContext* cudnn_ = nullptr;
+};
+
+// Of a compute context for a GPU.
+[[nodiscard]] inline Context& context_of(const ComputeContext& ctx) {
+  return static_cast<Context&>(ctx.backend());
+}
+
+// "cuBLASLt 13.1.0, cuDNN 9.19.0": the libraries at hand, for reports.
+[[nodiscard]] std::string libraries();
+
+}  // namespace sluice::cuda

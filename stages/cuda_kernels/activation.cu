@@ -1,0 +1,226 @@
+// Element-wise operators.
+#include "stages/compute/call_arguments.hpp"
+#include "stages/cuda_kernels/elements.cuh"
+#include "stages/cuda_kernels/kernels.hpp"
+#include "stages/cuda_kernels/random.cuh"
+
+namespace sluice::cuda {
+
+namespace {
+
+// y = f(x)
+template <typename Function, typename From, typename To>
+struct Unary {
+  const From* x;
+  To* y;
+  template <int N>
+  __device__ void run(int64_t i) const {
+    Floats<N> values = load<N>(x + i);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values.at[k] = Function::of(values.at[k]);
+    store(y + i, values);
+  }
+};
+
+// y = f(x, y), of another y where `to` is elsewhere
+template <typename Function, typename X, typename Y>
+struct Binary {
+  const X* x;
+  const Y* y;
+  Y* to;
+  template <int N>
+  __device__ void run(int64_t i) const {
+    const Floats<N> first = load<N>(x + i);
+    Floats<N> second = load<N>(y + i);
+#pragma unroll
+    for (int k = 0; k < N; ++k) second.at[k] = Function::of(first.at[k], second.at[k]);
+    store(to + i, second);
+  }
+};
+
+struct Same {
+  static __device__ float of(float x) { return x; }
+};
+struct Gelu {
+  static __device__ float of(float x) { return gelu(x); }
+};
+struct Relu {
+  static __device__ float of(float x) { return relu(x); }
+};
+struct GeluGradient {
+  static __device__ float of(float x, float dy) { return dy * gelu_slope(x); }
+};
+struct ReluGradient {
+  static __device__ float of(float x, float dy) { return relu_gradient(x, dy); }
+};
+struct Added {
+  static __device__ float of(float x, float y) { return y + x; }
+};
+
+template <typename Function, typename From, typename To>
+void run_unary(ComputeContext& ctx, const char* name, const Tensor& x, const Tensor& y) {
+  for_elements<kWide<From, To>>(ctx, name, x.elements(), aligned(x.data, y.data),
+                                Unary<Function, From, To>{x.as<From>(), y.as<To>()});
+}
+template <typename Function>
+void run_unary(ComputeContext& ctx, const char* name, const Tensor& x, const Tensor& y) {
+  with_type(x.spec.dtype, [&](auto type) {
+    using T = decltype(type);
+    run_unary<Function, T, T>(ctx, name, x, y);
+  });
+}
+
+template <typename Function>
+void run_gradient(ComputeContext& ctx, const char* name, const Tensor& x, const Tensor& dy,
+                  const Tensor& dx) {
+  with_type(x.spec.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_elements<kWide<T>>(ctx, name, x.elements(), aligned(x.data, dy.data, dx.data),
+                           Binary<Function, T, T>{x.as<T>(), dy.as<T>(), dx.as<T>()});
+  });
+}
+
+void copy(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
+  if (from.data != to.data) copy_async(to.data, from.data, from.spec.bytes(), ctx.stream());
+}
+
+// gate_up is [rows, 2 * hidden]; hidden is its last dimension's half.
+int64_t hidden_of(const Tensor& gate_up) { return gate_up.shape()[gate_up.shape().rank() - 1] / 2; }
+
+template <typename T>
+struct SwigluForward {
+  const T* gate_up;
+  T* y;
+  int64_t hidden;
+  template <int N>
+  __device__ void run(int64_t row, int64_t column) const {
+    const T* gate = gate_up + row * 2 * hidden + column;
+    Floats<N> values = load<N>(gate);
+    const Floats<N> up = load<N>(gate + hidden);
+#pragma unroll
+    for (int k = 0; k < N; ++k) values.at[k] = swiglu(values.at[k], up.at[k]);
+    store(y + row * hidden + column, values);
+  }
+};
+
+template <typename T>
+struct SwigluBackward {
+  const T* gate_up;
+  const T* dy;
+  T* dgate_up;
+  int64_t hidden;
+  template <int N>
+  __device__ void run(int64_t row, int64_t column) const {
+    const int64_t at = row * 2 * hidden + column;
+    const Floats<N> gate = load<N>(gate_up + at), up = load<N>(gate_up + at + hidden);
+    const Floats<N> gradient = load<N>(dy + row * hidden + column);
+    Floats<N> dgate, dup;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      swiglu_gradient(gate.at[k], up.at[k], gradient.at[k], dgate.at[k], dup.at[k]);
+    }
+    store(dgate_up + at, dgate);
+    store(dgate_up + at + hidden, dup);
+  }
+};
+
+template <typename T>
+struct DropoutBody {
+  DropoutArguments arguments;
+  const T* x;
+  T* y;
+  template <int N>
+  __device__ void run(int64_t i) const {
+    Floats<N> values = load<N>(x + i);
+    drop_consecutive(at_step(arguments), arguments.first + static_cast<uint64_t>(i), values);
+    store(y + i, values);
+  }
+};
+
+}  // namespace
+
+void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  run_unary<Gelu>(ctx, "gelu forward", x, y);
+}
+
+void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  run_gradient<GeluGradient>(ctx, "gelu backward", x, dy, dx);
+}
+
+void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  run_unary<Relu>(ctx, "relu forward", x, y);
+}
+
+void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  run_gradient<ReluGradient>(ctx, "relu backward", x, dy, dx);
+}
+
+void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y) {
+  const int64_t hidden = hidden_of(gate_up);
+  if (hidden == 0) return;
+  with_type(y.spec.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_rows<kWide<T>>(ctx, "swiglu forward", y.elements() / hidden, hidden,
+                       hidden % kWide<T> == 0 && aligned(gate_up.data, y.data),
+                       SwigluForward<T>{gate_up.as<T>(), y.as<T>(), hidden});
+  });
+}
+
+void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,
+                     const Tensor& dgate_up) {
+  const int64_t hidden = hidden_of(gate_up);
+  if (hidden == 0) return;
+  with_type(dy.spec.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_rows<kWide<T>>(ctx, "swiglu backward", dy.elements() / hidden, hidden,
+                       hidden % kWide<T> == 0 && aligned(gate_up.data, dy.data, dgate_up.data),
+                       SwigluBackward<T>{gate_up.as<T>(), dy.as<T>(), dgate_up.as<T>(), hidden});
+  });
+}
+
+void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y) {
+  if (dropout.probability == 0) {
+    copy(ctx, x, y);
+    return;
+  }
+  const DropoutArguments arguments = dropout_arguments(dropout, 0);
+  with_type(x.spec.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_elements<kWide<T>>(ctx, "dropout", x.elements(), aligned(x.data, y.data),
+                           DropoutBody<T>{arguments, x.as<T>(), y.as<T>()});
+  });
+}
+
+void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  with_type(x.spec.dtype, [&](auto type) {
+    using T = decltype(type);
+    for_elements<kWide<T>>(ctx, "addition", x.elements(), aligned(x.data, y.data),
+                           Binary<Added, T, float>{x.as<T>(), y.as<float>(), y.as<float>()});
+  });
+}
+
+void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
+  if (from.spec.dtype == to.spec.dtype) {
+    copy(ctx, from, to);
+  } else if (to.spec.dtype == DType::kBf16) {
+    run_unary<Same, float, Bf16>(ctx, "conversion to bf16", from, to);
+  } else {
+    run_unary<Same, Bf16, float>(ctx, "conversion to f32", from, to);
+  }
+}
+
+ElementOperators element_operators() {
+  return {
+      .gelu_forward = gelu_forward,
+      .gelu_backward = gelu_backward,
+      .swiglu_forward = swiglu_forward,
+      .swiglu_backward = swiglu_backward,
+      .relu_forward = relu_forward,
+      .relu_backward = relu_backward,
+      .dropout = dropout,
+      .add = add,
+      .convert = convert,
+  };
+}
+
+}  // namespace sluice::cuda

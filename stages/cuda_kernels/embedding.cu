@@ -1,0 +1,302 @@
+// Embedding of tokens and positions.
+//
+// The gradient of the table sums, per token, the gradients of its places in ascending order,
+// without atomic additions of floats: places are sorted by token, stably, by counting (per chunk of
+// places how often each token occurs; where the chunk's share of a token's run begins; where each
+// place lies within it). Blocks then sum equal tiles of the sorted places, however unequal the runs
+// are. Runs that lie inside a tile go to the table at once; pieces of longer ones are kept and
+// joined in order.
+#include "stages/cuda_kernels/elements.cuh"
+#include "stages/cuda_kernels/kernels.hpp"
+#include "stages/tensor/pieces.hpp"
+
+namespace sluice::cuda {
+
+namespace {
+
+struct EmbeddingForward {
+  const int32_t* tokens;
+  const float* table;
+  const float* positions;  // may be null
+  float* out;
+  int64_t sequence, width;
+  template <int N>
+  __device__ void run(int64_t row, int64_t column) const {
+    Floats<N> values = load<N>(table + tokens[row] * width + column);
+    if (positions != nullptr) {
+      add_to(values, load<N>(positions + row % sequence * width + column));
+    }
+    store(out + row * width + column, values);
+  }
+};
+
+struct PositionGradient {
+  const float* dout;
+  float* dpositions;
+  int64_t samples, sequence, width;
+  template <int N>
+  __device__ void run(int64_t position, int64_t column) const {
+    Floats<N> sum = load<N>(dpositions + position * width + column);
+    for (int64_t sample = 0; sample < samples; ++sample) {
+      add_to(sum, load<N>(dout + (sample * sequence + position) * width + column));
+    }
+    store(dpositions + position * width + column, sum);
+  }
+};
+
+constexpr int kChunk = 1024;       // places whose tokens are counted together
+constexpr int kSortThreads = 256;  // of the kernels that sort
+constexpr int kTile = 32;          // sorted places that one block sums
+
+// What sorting needs and leaves behind, in the workspace.
+struct Places {
+  const int32_t* tokens;
+  int64_t count, vocabulary;
+  int32_t* counts;  // [chunks, vocabulary]: occurrences; then those in earlier chunks
+  int32_t* starts;  // [vocabulary + 1]: of each token's run in `sorted`
+  int32_t* totals;  // places per kSortThreads tokens
+  int32_t* sorted;  // [count]: places by token, ascending within a token
+
+  template <int N>
+  [[nodiscard]] __device__ Pack<int32_t, N>* counts_at(int64_t chunk, int64_t token) const {
+    return reinterpret_cast<Pack<int32_t, N>*>(counts + chunk * vocabulary + token);
+  }
+};
+
+__global__ void count_kernel(const Places places) {
+  for (int64_t i = grid_thread(); i < places.count; i += grid_threads()) {
+    atomicAdd(places.counts + i / kChunk * places.vocabulary + places.tokens[i], 1);
+  }
+}
+
+// Counts become sums over earlier chunks; starts[token + 1] the number of its places, totals those
+// of each block's tokens. A thread per N tokens; N divides the vocabulary.
+template <int N>
+__global__ void __launch_bounds__(kSortThreads / N) chunk_sums_kernel(const Places places) {
+  constexpr int kBatch = 4;  // chunks whose counts are read before any is written
+  using Counts = Pack<int32_t, N>;
+  const int64_t chunks = divide_up(places.count, kChunk), token = grid_thread() * N;
+  Counts sum = {};
+  for (int64_t first = 0; token < places.vocabulary && first < chunks; first += kBatch) {
+    Counts here[kBatch] = {};
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i < chunks) here[i] = *places.template counts_at<N>(first + i, token);
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if (first + i < chunks) *places.template counts_at<N>(first + i, token) = sum;
+#pragma unroll
+      for (int k = 0; k < N; ++k) sum.at[k] += here[i].at[k];
+    }
+  }
+  int32_t all = 0;
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    if (token < places.vocabulary) places.starts[token + 1 + k] = sum.at[k];
+    all += sum.at[k];
+  }
+  const int32_t total = block_sum<kSortThreads / N>(all);
+  if (threadIdx.x == 0) places.totals[blockIdx.x] = total;
+}
+
+// Numbers of places become sums over earlier tokens. The same blocks.
+__global__ void __launch_bounds__(kSortThreads) starts_kernel(const Places places) {
+  __shared__ int32_t numbers[kSortThreads];
+  const int64_t token = grid_thread();
+  const auto thread = static_cast<int>(threadIdx.x);
+  int32_t earlier = 0;
+  for (int64_t block = thread; block < blockIdx.x; block += kSortThreads) {
+    earlier += places.totals[block];
+  }
+  numbers[thread] = token < places.vocabulary ? places.starts[token + 1] : 0;
+  int32_t start = block_sum<kSortThreads>(earlier);  // makes the numbers visible as well
+  for (int other = 0; other <= thread; ++other) start += numbers[other];
+  if (token < places.vocabulary) places.starts[token + 1] = start;
+  if (token == 0) places.starts[0] = 0;
+}
+
+// One block per chunk.
+__global__ void sort_kernel(const Places places) {
+  __shared__ int32_t tokens[kChunk];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kChunk;
+  const auto count =
+      static_cast<int>(places.count - first < kChunk ? places.count - first : kChunk);
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSortThreads) {
+    tokens[i] = places.tokens[first + i];
+  }
+  __syncthreads();
+  const int32_t* earlier = places.counts + blockIdx.x * places.vocabulary;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSortThreads) {
+    const int32_t token = tokens[i];
+    int32_t at = places.starts[token] + earlier[token];
+    for (int other = 0; other < i; ++other) at += tokens[other] == token ? 1 : 0;
+    places.sorted[at] = static_cast<int32_t>(first + i);
+  }
+}
+
+struct TableGradient {
+  Places places;
+  const float* dout;
+  float* dtable;
+  float* heads;  // [tiles, width]: of the run that began in an earlier tile
+  float* tails;  // [tiles, width]: of the run that goes on in the next
+  int64_t width;
+
+  [[nodiscard]] __device__ int32_t token_at(int64_t place) const {
+    return places.tokens[places.sorted[place]];
+  }
+  template <int N>
+  static __device__ void accumulate(const float* from, Floats<N>& sum) {
+    add_to(sum, load<N>(from));
+  }
+  template <int N>
+  __device__ void add_to_table(int32_t token, int64_t column, Floats<N> sum) const {
+    float* to = dtable + token * width + column;
+    accumulate(to, sum);
+    store(to, sum);
+  }
+};
+
+struct TileSums : TableGradient {
+  template <int N>
+  __device__ void run(int64_t tile, int64_t column) const {
+    const int64_t first = tile * kTile;
+    const int64_t end = first + kTile < places.count ? first + kTile : places.count;
+    for (int64_t place = first; place < end;) {
+      const int32_t token = token_at(place);
+      const int64_t run_end = places.starts[token + 1];
+      const int64_t piece_end = run_end < end ? run_end : end;
+      Floats<N> sum = {};
+#pragma unroll 4
+      for (; place < piece_end; ++place) {
+        accumulate(dout + places.sorted[place] * width + column, sum);
+      }
+      if (places.starts[token] < first) {
+        store(heads + tile * width + column, sum);
+      } else if (run_end > end) {
+        store(tails + tile * width + column, sum);
+      } else {
+        add_to_table(token, column, sum);
+      }
+    }
+  }
+};
+
+// The run that begins in a tile and goes on after it.
+struct JoinedSums : TableGradient {
+  template <int N>
+  __device__ void run(int64_t tile, int64_t column) const {
+    const int64_t end = (tile + 1) * kTile;
+    if (end >= places.count) return;
+    const int32_t token = token_at(end - 1);
+    const int64_t run_end = places.starts[token + 1];
+    if (run_end <= end || places.starts[token] < tile * kTile) return;
+    Floats<N> sum = load<N>(tails + tile * width + column);
+    for (int64_t next = tile + 1; next * kTile < run_end; ++next) {
+      accumulate(heads + next * width + column, sum);
+    }
+    add_to_table(token, column, sum);
+  }
+};
+
+// Hands out the scratch of a gradient whose counts and width are set; returns the bytes it takes.
+std::size_t cut(TableGradient& gradient, std::byte* base) {
+  Places& places = gradient.places;
+  const int64_t tiles = divide_up(places.count, kTile);
+  Pieces pieces(base);
+  places.counts = pieces.take<int32_t>(divide_up(places.count, kChunk) * places.vocabulary);
+  places.starts = pieces.take<int32_t>(places.vocabulary + 1);
+  places.totals = pieces.take<int32_t>(divide_up(places.vocabulary, kSortThreads));
+  places.sorted = pieces.take<int32_t>(places.count);
+  gradient.heads = pieces.take<float>(tiles * gradient.width);
+  gradient.tails = pieces.take<float>(tiles * gradient.width);
+  return pieces.used();
+}
+
+std::size_t embedding_backward_weight_workspace(ComputeContext& /*ctx*/, std::int64_t rows,
+                                                std::int64_t vocabulary, std::int64_t width) {
+  TableGradient gradient{};
+  gradient.places.count = rows;
+  gradient.places.vocabulary = vocabulary;
+  gradient.width = width;
+  return cut(gradient, nullptr);
+}
+
+TableGradient take_scratch(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
+                           const Tensor& dtable) {
+  TableGradient gradient{};
+  Places& places = gradient.places;
+  places.tokens = tokens.as<int32_t>();
+  places.count = tokens.elements();
+  places.vocabulary = dtable.shape()[0];
+  gradient.dout = dout.as<float>();
+  gradient.dtable = dtable.as<float>();
+  gradient.width = dtable.shape()[1];
+  cut(gradient, ctx.workspace(embedding_backward_weight_workspace(
+                    ctx, places.count, places.vocabulary, gradient.width)));
+  return gradient;
+}
+
+void sort_places(ComputeContext& ctx, const Places& places) {
+  const cudaStream_t stream = native(ctx.stream());
+  const int64_t chunks = divide_up(places.count, kChunk);
+  fill_zero_async(places.counts,
+                  static_cast<std::size_t>(chunks * places.vocabulary) * sizeof(int32_t),
+                  ctx.stream());
+  launch("counts of tokens", count_kernel, {blocks_for(places.count, kSortThreads), kSortThreads},
+         stream, places);
+  const auto blocks = static_cast<unsigned>(divide_up(places.vocabulary, kSortThreads));
+  constexpr int kAtOnce = 4;
+  if (places.vocabulary % kAtOnce == 0) {
+    launch("sums of token counts", chunk_sums_kernel<kAtOnce>, {blocks, kSortThreads / kAtOnce},
+           stream, places);
+  } else {
+    launch("sums of token counts", chunk_sums_kernel<1>, {blocks, kSortThreads}, stream, places);
+  }
+  launch("starts of tokens", starts_kernel, {blocks, kSortThreads}, stream, places);
+  launch("sorting of places", sort_kernel, {static_cast<unsigned>(chunks), kSortThreads}, stream,
+         places);
+}
+
+void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
+                       const Tensor& positions, const Tensor& out) {
+  const int64_t width = table.shape()[1];
+  for_rows<kWide<float>>(
+      ctx, "embedding forward", tokens.elements(), width,
+      width % kWide<float> == 0 && aligned(table.data, positions.data, out.data),
+      EmbeddingForward{tokens.as<int32_t>(), table.as<float>(), positions.as<float>(),
+                       out.as<float>(), tokens.shape()[1], width});
+}
+
+void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
+                               const Tensor& dtable, const Tensor& dpositions) {
+  const int64_t samples = tokens.shape()[0], sequence = tokens.shape()[1];
+  const int64_t width = dtable.shape()[1];
+  if (tokens.elements() == 0 || width == 0) return;
+  constexpr int kAtOnce = kWide<float>;
+  const bool wide = width % kAtOnce == 0 && aligned(dout.data, dtable.data, dpositions.data);
+  if (dpositions.data != nullptr) {
+    for_rows<kAtOnce>(
+        ctx, "embedding of positions, gradient", sequence, width, wide,
+        PositionGradient{dout.as<float>(), dpositions.as<float>(), samples, sequence, width});
+  }
+  const TableGradient gradient = take_scratch(ctx, tokens, dout, dtable);
+  sort_places(ctx, gradient.places);
+  const int64_t tiles = divide_up(tokens.elements(), kTile);
+  for_rows<kAtOnce>(ctx, "embedding gradient of tiles", tiles, width, wide, TileSums{gradient});
+  for_rows<kAtOnce>(ctx, "embedding gradient of long runs", tiles, width, wide,
+                    JoinedSums{gradient});
+}
+
+}  // namespace
+
+EmbeddingOperators embedding_operators() {
+  return {
+      .embedding_forward = embedding_forward,
+      .embedding_backward_weight = embedding_backward_weight,
+      .embedding_backward_weight_workspace = embedding_backward_weight_workspace,
+  };
+}
+
+}  // namespace sluice::cuda

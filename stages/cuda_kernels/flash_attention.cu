@@ -1,0 +1,500 @@
+// A block of four warps owns a tile of rows (queries; for the gradients of keys and values: keys),
+// kept in shared memory as f32, and streams the rows of the other side past them, 32 at a time and
+// 64 dimensions at a time: first each lane computes the dot products of its streamed row with the
+// warp's own rows, then each lane sums some dimensions of the streamed rows, weighted.
+#include <cmath>
+#include <string>
+#include <type_traits>
+
+#include <sluice/error.hpp>
+
+#include "stages/compute/call_arguments.hpp"
+#include "stages/cuda_kernels/flash_attention.hpp"
+#include "stages/cuda_kernels/random.cuh"
+
+namespace sluice::cuda {
+
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kStreamed = kWarpThreads;  // rows at a time
+constexpr int kSlice = 64;               // dimensions at a time
+constexpr int kStreamedLd = kSlice + 1;  // lanes read a column without bank conflicts
+constexpr int kMostDimensions = 256;
+template <int kSlices>  // of backward on a multiprocessor: registers reach without spilling
+constexpr int kBlocksAtOnce = kSlices == 1   ? 5
+                              : kSlices == 2 ? 4
+                                             : 3;
+constexpr float kLowest = -3.4e38F;
+
+// One head's rows of a sample: queries, keys, values or outputs; N elements move at once.
+template <typename T, int N>
+struct Rows {
+  T* data;
+  int64_t stride, count;
+  int dimensions;
+};
+
+// Dropout of probabilities and of their gradients.
+struct Mask {
+  DropoutArguments dropout;
+  bool drops;
+  int64_t sequence;
+  // `line`: of the query.
+  [[nodiscard]] __device__ float of(float value, int64_t line, int64_t key) const {
+    if (!drops) return value;
+    const auto place = static_cast<uint64_t>(line * sequence + key);
+    return drop_one(dropout, dropout.first + place, value);
+  }
+};
+
+// One call, as the kernels take it. N > 1: heads start and end at multiples of N elements, 16
+// bytes, in all of the tensors.
+template <typename T, int N>
+struct Call {
+  AttentionShape shape;
+  const T* qkv;
+  T* out;         // forward
+  const T* dout;  // backward
+  T* dqkv;        // backward
+  float* lse;     // [samples, heads, sequence]
+  float* delta;   // as lse: dot(dout, out); backward
+  float scale;
+  bool drops;
+  DropoutArguments dropout;
+
+  // Head `head` of all heads, keys and values in a packed row.
+  template <typename U>
+  __device__ Rows<U, N> packed(U* data, int64_t sample, int64_t head) const {
+    const int64_t width = shape.packed_width();
+    return {data + sample * shape.sequence * width + head * shape.head_dim, width, shape.sequence,
+            shape.head_dim};
+  }
+  template <typename U>
+  __device__ Rows<U, N> output(U* data, int64_t sample, int64_t head) const {
+    const int64_t width = int64_t{shape.heads} * shape.head_dim;
+    return {data + sample * shape.sequence * width + head * shape.head_dim, width, shape.sequence,
+            shape.head_dim};
+  }
+  [[nodiscard]] __device__ int64_t line(int64_t sample, int64_t head, int64_t query) const {
+    return (sample * shape.heads + head) * shape.sequence + query;
+  }
+  [[nodiscard]] __device__ Mask mask() const {
+    return {drops ? at_step(dropout) : dropout, drops, shape.sequence};
+  }
+};
+
+// What block blockIdx.x works on: the last tiles of causal queries have the most to do and start
+// first.
+struct Place {
+  int64_t sample, head, first;  // first own row
+};
+__device__ Place place_of_block(int64_t heads, int64_t sequence, int rows) {
+  const int64_t tiles = divide_up(sequence, rows), block = blockIdx.x;
+  const int64_t lane = block / tiles;
+  return {lane / heads, lane % heads, (tiles - 1 - block % tiles) * rows};
+}
+
+// to[row * ld + d] = from's row first + row, dimension dimension + d; 0 outside of it.
+template <int kCount, int kDimensions, typename T, int N>
+__device__ void fetch(float* to, int ld, const Rows<T, N>& from, int64_t first, int dimension) {
+  for (int i = static_cast<int>(threadIdx.x) * N; i < kCount * kDimensions;
+       i += kWarps * kWarpThreads * N) {
+    const int row = i / kDimensions, d = i % kDimensions;
+    Floats<N> values = {};
+    if (first + row < from.count && dimension + d < from.dimensions) {
+      values = load<N>(from.data + (first + row) * from.stride + dimension + d);
+    }
+#pragma unroll
+    for (int k = 0; k < N; ++k) to[row * ld + d + k] = values.at[k];
+  }
+}
+
+// A block's rows and its way of working. kRows: own rows of a warp. kSlices: of 64 dimensions.
+template <int kRows, int kSlices>
+struct Tile {
+  static constexpr int kOwn = kWarps * kRows;
+  static constexpr int kLd = kSlices * kSlice;
+  static constexpr int kOwnFloats = kOwn * kLd;
+  static constexpr int kWeightFloats = kOwn * kStreamed;
+  // Sums of a warp's rows: lane l has dimensions l, l + 32, ...
+  using Sums = float[kRows][2 * kSlices];
+
+  [[nodiscard]] static constexpr std::size_t bytes(int own_tiles, int weight_tiles) {
+    return sizeof(float) *
+           static_cast<std::size_t>(own_tiles * kOwnFloats + kStreamed * kStreamedLd +
+                                    weight_tiles * kWeightFloats);
+  }
+
+  int warp, lane;
+  float* streamed;  // [32, 64], rows kStreamedLd apart
+
+  __device__ explicit Tile(float* streamed_rows)
+      : warp(static_cast<int>(threadIdx.x) / kWarpThreads),
+        lane(static_cast<int>(threadIdx.x) % kWarpThreads),
+        streamed(streamed_rows) {}
+
+  // dots[r] += dot(own row r of this warp, streamed row first + lane)
+  template <typename T, int N>
+  __device__ void add_dots(const float* own, const Rows<T, N>& from, int64_t first,
+                           float (&dots)[kRows]) const {
+#pragma unroll 1
+    for (int slice = 0; slice < kSlices && slice * kSlice < from.dimensions; ++slice) {
+      __syncthreads();
+      fetch<kStreamed, kSlice>(streamed, kStreamedLd, from, first, slice * kSlice);
+      __syncthreads();
+      const float* mine = streamed + lane * kStreamedLd;
+#pragma unroll 4
+      for (int d = 0; d < kSlice; d += 4) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const Floats<4> other = load<4>(own + (warp * kRows + r) * kLd + slice * kSlice + d);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) dots[r] = fma(other.at[i], mine[d + i], dots[r]);
+        }
+      }
+    }
+  }
+
+  // sums[r] += sum over streamed rows j of weights[r][j] * row first + j
+  template <typename T, int N>
+  __device__ void add_weighted(const float* weights, const Rows<T, N>& from, int64_t first,
+                               Sums& sums) const {
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+      if (slice * kSlice >= from.dimensions) break;
+      __syncthreads();
+      fetch<kStreamed, kSlice>(streamed, kStreamedLd, from, first, slice * kSlice);
+      __syncthreads();
+#pragma unroll 4
+      for (int j = 0; j < kStreamed; ++j) {
+        const float low = streamed[j * kStreamedLd + lane];
+        const float high = streamed[j * kStreamedLd + kWarpThreads + lane];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const float weight = weights[(warp * kRows + r) * kStreamed + j];
+          sums[r][2 * slice] = fma(weight, low, sums[r][2 * slice]);
+          sums[r][2 * slice + 1] = fma(weight, high, sums[r][2 * slice + 1]);
+        }
+      }
+    }
+  }
+
+  __device__ void set_weight(float* weights, int r, float value) const {
+    weights[(warp * kRows + r) * kStreamed + lane] = value;
+  }
+
+  // Row `row` of `to` = factor * the sums of own row r, by way of that row of `own`, which none
+  // needs any more.
+  template <typename T, int N>
+  __device__ void put(float* own, const Rows<T, N>& to, int64_t row, int r,
+                      const float (&sums)[2 * kSlices], float factor) const {
+    float* mine = own + (warp * kRows + r) * kLd;
+#pragma unroll
+    for (int i = 0; i < 2 * kSlices; ++i) mine[i * kWarpThreads + lane] = sums[i] * factor;
+    __syncwarp();
+#pragma unroll 1
+    for (int d = lane * N; d < to.dimensions; d += kWarpThreads * N) {
+      store(to.data + row * to.stride + d, load<N>(mine + d));
+    }
+  }
+};
+
+template <int kSlices>
+using ForwardTile = Tile<8, kSlices>;
+template <int kSlices>
+using BackwardTile = Tile<4, kSlices>;
+
+template <typename T, int N, int kSlices>
+__global__ void __launch_bounds__(kWarps* kWarpThreads) forward_kernel(const Call<T, N> call) {
+  using Work = ForwardTile<kSlices>;
+  constexpr int kRows = Work::kOwn / kWarps;
+  const AttentionShape& shape = call.shape;
+  const Mask mask = call.mask();
+  const Place at = place_of_block(shape.heads, shape.sequence, Work::kOwn);
+  const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
+  const auto queries = call.packed(call.qkv, at.sample, at.head);
+  const auto keys = call.packed(call.qkv, at.sample, kv);
+  const auto values = call.packed(call.qkv, at.sample, kv + shape.kv_heads);
+
+  auto* own = shared_memory<float>();
+  float* weights = own + Work::kOwnFloats;
+  const Work work(weights + Work::kWeightFloats);
+  fetch<Work::kOwn, Work::kLd>(own, Work::kLd, queries, at.first, 0);
+
+  // Per row, in every lane: the largest score, the sum of e^(score - largest).
+  float top[kRows], total[kRows];
+  typename Work::Sums sums = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    top[r] = kLowest;
+    total[r] = 0;
+  }
+  const int64_t first_query = at.first + work.warp * kRows;
+  const int64_t end =
+      at.first + Work::kOwn < shape.sequence ? at.first + Work::kOwn : shape.sequence;
+  for (int64_t first = 0; first < end; first += kStreamed) {
+    float scores[kRows] = {};
+    work.add_dots(own, keys, first, scores);
+    const int64_t key = first + work.lane;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t query = first_query + r;
+      const bool seen = key <= query;
+      const float highest = warp_max(seen ? scores[r] * call.scale : kLowest);
+      const float raised = maximum(highest, top[r]);
+      const float shrink = exponential(top[r] - raised);
+      const float p = seen ? exponential(fma(scores[r], call.scale, -raised)) : 0.0F;
+      total[r] = fma(total[r], shrink, warp_sum(p));
+      top[r] = raised;
+#pragma unroll
+      for (int i = 0; i < 2 * kSlices; ++i) sums[r][i] *= shrink;
+      work.set_weight(weights, r,
+                      seen ? mask.of(p, call.line(at.sample, at.head, query), key) : 0.0F);
+    }
+    work.add_weighted(weights, values, first, sums);
+  }
+  const auto out = call.output(call.out, at.sample, at.head);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t query = first_query + r;
+    if (query >= shape.sequence) break;
+    work.put(own, out, query, r, sums[r], 1.0F / total[r]);
+    if (work.lane == 0) {
+      call.lse[call.line(at.sample, at.head, query)] = top[r] + ::logf(total[r]);
+    }
+  }
+}
+
+// delta = dot(dout, out); a warp per row and head.
+template <typename T, int N>
+__global__ void delta_kernel(const Call<T, N> call) {
+  const AttentionShape& shape = call.shape;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
+  const int64_t lines = shape.rows() * shape.heads, step = grid_threads() / kWarpThreads;
+  for (int64_t line = grid_thread() / kWarpThreads; line < lines; line += step) {
+    const int64_t row = line / shape.heads, head = line % shape.heads;
+    const int64_t first = line * shape.head_dim;
+    float sum = 0;
+#pragma unroll 1
+    for (int i = lane * N; i < shape.head_dim; i += kWarpThreads * N) {
+      const Floats<N> out = load<N>(call.out + first + i), dout = load<N>(call.dout + first + i);
+#pragma unroll
+      for (int k = 0; k < N; ++k) sum = fma(out.at[k], dout.at[k], sum);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) {
+      call.delta[call.line(row / shape.sequence, head, row % shape.sequence)] = sum;
+    }
+  }
+}
+
+// The probability behind a score, and the score's gradient from that of the dropped probability.
+struct Gradient {
+  float p, dscore;
+  template <typename AnyCall>
+  __device__ Gradient(const AnyCall& call, const Mask& mask, float score, float dp, int64_t line,
+                      int64_t key)
+      : p(exponential(fma(score, call.scale, -call.lse[line]))),
+        dscore(softmax_gradient(p, mask.of(dp, line, key), call.delta[line], call.scale)) {}
+};
+
+template <typename T, int N, int kSlices>
+__global__ void __launch_bounds__(kWarps* kWarpThreads, kBlocksAtOnce<kSlices>)
+    query_kernel(const Call<T, N> call) {
+  using Work = BackwardTile<kSlices>;
+  constexpr int kRows = Work::kOwn / kWarps;
+  const AttentionShape& shape = call.shape;
+  const Mask mask = call.mask();
+  const Place at = place_of_block(shape.heads, shape.sequence, Work::kOwn);
+  const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
+  const auto keys = call.packed(call.qkv, at.sample, kv);
+  const auto values = call.packed(call.qkv, at.sample, kv + shape.kv_heads);
+
+  auto* queries = shared_memory<float>();
+  float* douts = queries + Work::kOwnFloats;
+  float* weights = douts + Work::kOwnFloats;
+  const Work work(weights + Work::kWeightFloats);
+  fetch<Work::kOwn, Work::kLd>(queries, Work::kLd, call.packed(call.qkv, at.sample, at.head),
+                               at.first, 0);
+  fetch<Work::kOwn, Work::kLd>(douts, Work::kLd, call.output(call.dout, at.sample, at.head),
+                               at.first, 0);
+
+  typename Work::Sums sums = {};
+  const int64_t first_query = at.first + work.warp * kRows;
+  const int64_t end =
+      at.first + Work::kOwn < shape.sequence ? at.first + Work::kOwn : shape.sequence;
+  for (int64_t first = 0; first < end; first += kStreamed) {
+    float scores[kRows] = {}, dps[kRows] = {};
+    work.add_dots(queries, keys, first, scores);
+    work.add_dots(douts, values, first, dps);
+    const int64_t key = first + work.lane;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t query = first_query + r;
+      float dscore = 0;
+      if (key <= query && query < shape.sequence) {
+        const int64_t line = call.line(at.sample, at.head, query);
+        dscore = Gradient(call, mask, scores[r], dps[r], line, key).dscore;
+      }
+      work.set_weight(weights, r, dscore);
+    }
+    work.add_weighted(weights, keys, first, sums);
+  }
+  const auto dqueries = call.packed(call.dqkv, at.sample, at.head);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (first_query + r >= shape.sequence) break;
+    work.put(queries, dqueries, first_query + r, r, sums[r], 1.0F);
+  }
+}
+
+// Keys and values of one key head, over all queries of the heads that share it.
+template <typename T, int N, int kSlices>
+__global__ void __launch_bounds__(kWarps* kWarpThreads, kBlocksAtOnce<kSlices>)
+    key_kernel(const Call<T, N> call) {
+  using Work = BackwardTile<kSlices>;
+  constexpr int kRows = Work::kOwn / kWarps;
+  const AttentionShape& shape = call.shape;
+  const Mask mask = call.mask();
+  const Place at = place_of_block(shape.kv_heads, shape.sequence, Work::kOwn);
+  const int64_t group = shape.heads / shape.kv_heads, kv = shape.heads + at.head;
+
+  auto* keys = shared_memory<float>();
+  float* values = keys + Work::kOwnFloats;
+  float* weights = values + Work::kOwnFloats;
+  float* dscores = weights + Work::kWeightFloats;
+  const Work work(dscores + Work::kWeightFloats);
+  fetch<Work::kOwn, Work::kLd>(keys, Work::kLd, call.packed(call.qkv, at.sample, kv), at.first, 0);
+  fetch<Work::kOwn, Work::kLd>(values, Work::kLd,
+                               call.packed(call.qkv, at.sample, kv + shape.kv_heads), at.first, 0);
+
+  typename Work::Sums key_sums = {}, value_sums = {};
+  const int64_t first_key = at.first + work.warp * kRows;
+  for (int64_t head = at.head * group; head < (at.head + 1) * group; ++head) {
+    const auto queries = call.packed(call.qkv, at.sample, head);
+    const auto douts = call.output(call.dout, at.sample, head);
+    for (int64_t first = at.first / kStreamed * kStreamed; first < shape.sequence;
+         first += kStreamed) {
+      float scores[kRows] = {}, dps[kRows] = {};
+      work.add_dots(keys, queries, first, scores);
+      work.add_dots(values, douts, first, dps);
+      const int64_t query = first + work.lane, line = call.line(at.sample, head, query);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t key = first_key + r;
+        float weight = 0, dscore = 0;
+        if (key <= query && query < shape.sequence) {
+          const Gradient gradient(call, mask, scores[r], dps[r], line, key);
+          weight = mask.of(gradient.p, line, key);
+          dscore = gradient.dscore;
+        }
+        work.set_weight(weights, r, weight);
+        work.set_weight(dscores, r, dscore);
+      }
+      work.add_weighted(weights, douts, first, value_sums);
+      work.add_weighted(dscores, queries, first, key_sums);
+    }
+  }
+  const auto dkeys = call.packed(call.dqkv, at.sample, kv);
+  const auto dvalues = call.packed(call.dqkv, at.sample, kv + shape.kv_heads);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (first_key + r >= shape.sequence) break;
+    work.put(keys, dkeys, first_key + r, r, key_sums[r], 1.0F);
+    work.put(values, dvalues, first_key + r, r, value_sums[r], 1.0F);
+  }
+}
+
+template <typename T, int N>
+Call<T, N> make_call(const AttentionShape& shape, const Tensor& qkv, const Dropout& dropout) {
+  Call<T, N> call{};
+  call.shape = shape;
+  call.qkv = qkv.as<T>();
+  call.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(shape.head_dim)));
+  call.drops = dropout.probability != 0;
+  if (call.drops) call.dropout = dropout_arguments(dropout, 0);
+  return call;
+}
+
+// Calls body(T{}, elements moved at once, slices) for the type and the dimensions of a head.
+template <typename Body>
+void with_slices(const AttentionShape& shape, DType dtype, bool aligned, const Body& body) {
+  if (shape.head_dim > kMostDimensions) {
+    throw Error(ErrorCode::kUsage, "attention on a GPU takes heads of at most " +
+                                       std::to_string(kMostDimensions) + " dimensions, not " +
+                                       std::to_string(shape.head_dim));
+  }
+  const auto run = [&](auto type, auto at_once) {
+    if (shape.head_dim <= kSlice) {
+      body(type, at_once, std::integral_constant<int, 1>{});
+    } else if (shape.head_dim <= 2 * kSlice) {
+      body(type, at_once, std::integral_constant<int, 2>{});
+    } else {
+      body(type, at_once, std::integral_constant<int, 4>{});
+    }
+  };
+  with_type(dtype, [&](auto type) {
+    if (aligned && shape.head_dim % kWide<decltype(type)> == 0) {
+      run(type, std::integral_constant<int, kWide<decltype(type)>>{});
+    } else {
+      run(type, std::integral_constant<int, 1>{});
+    }
+  });
+}
+
+// A block per tile of `rows` rows of each head of each sample.
+LaunchShape tiles_of(const AttentionShape& shape, int heads, int rows, std::size_t shared_bytes) {
+  const int64_t tiles = shape.samples * heads * divide_up(shape.sequence, rows);
+  return {static_cast<unsigned>(tiles), kWarps * kWarpThreads, shared_bytes};
+}
+
+}  // namespace
+
+void flash_attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                             const Dropout& dropout, const Tensor& out, std::byte* state) {
+  if (shape.rows() == 0) return;
+  with_slices(shape, qkv.spec.dtype, aligned(qkv.data, out.data),
+              [&](auto type, auto at_once, auto slices) {
+                using T = decltype(type);
+                using Work = ForwardTile<slices()>;
+                auto call = make_call<T, at_once()>(shape, qkv, dropout);
+                call.out = out.as<T>();
+                call.lse = reinterpret_cast<float*>(state);
+                launch("attention forward", forward_kernel<T, at_once(), slices()>,
+                       tiles_of(shape, shape.heads, Work::kOwn, Work::bytes(1, 1)),
+                       native(ctx.stream()), call);
+              });
+}
+
+std::size_t flash_attention_backward_workspace(const AttentionShape& shape) {
+  return static_cast<std::size_t>(shape.rows() * shape.heads) * sizeof(float);
+}
+
+void flash_attention_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                              const Tensor& out, const Tensor& dout, const Dropout& dropout,
+                              const std::byte* state, const Tensor& dqkv) {
+  if (shape.rows() == 0) return;
+  const bool wide = aligned(qkv.data, out.data, dout.data, dqkv.data);
+  with_slices(shape, qkv.spec.dtype, wide, [&](auto type, auto at_once, auto slices) {
+    using T = decltype(type);
+    using Work = BackwardTile<slices()>;
+    const int64_t lines = shape.rows() * shape.heads;
+    auto call = make_call<T, at_once()>(shape, qkv, dropout);
+    call.out = out.as<T>();
+    call.dout = dout.as<T>();
+    call.dqkv = dqkv.as<T>();
+    // Read alone from here on; forward's place for it is written.
+    call.lse = const_cast<float*>(reinterpret_cast<const float*>(state));
+    call.delta = reinterpret_cast<float*>(ctx.workspace(flash_attention_backward_workspace(shape)));
+    const cudaStream_t stream = native(ctx.stream());
+    launch("attention backward, row dots", delta_kernel<T, at_once()>,
+           {blocks_for(lines, kBlockThreads / kWarpThreads), kBlockThreads}, stream, call);
+    launch("attention backward, queries", query_kernel<T, at_once(), slices()>,
+           tiles_of(shape, shape.heads, Work::kOwn, Work::bytes(2, 1)), stream, call);
+    launch("attention backward, keys and values", key_kernel<T, at_once(), slices()>,
+           tiles_of(shape, shape.kv_heads, Work::kOwn, Work::bytes(2, 2)), stream, call);
+  });
+}
+
+}  // namespace sluice::cuda

@@ -1,0 +1,29 @@
+// The parts of a GPU's table of operators that are kernels alone, each filled by the source that
+// has them, and the kernels that other sources call. Internal to stages/cuda.
+#pragma once
+
+#include "stages/compute/operator_table.hpp"
+
+namespace sluice::cuda {
+
+[[nodiscard]] EmbeddingOperators embedding_operators();
+[[nodiscard]] NormOperators norm_operators();
+[[nodiscard]] RotaryOperators rotary_operators();
+[[nodiscard]] ElementOperators element_operators();
+[[nodiscard]] LossOperators loss_operators();
+[[nodiscard]] UpdateOperators update_operators();
+
+void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
+void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
+void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y);
+void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,
+                     const Tensor& dgate_up);
+void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
+
+// sums [width] f32 += the sums of dy's columns; dy [rows, width], f32 or bf16. Sums run in f32 in
+// an order that depends on the shape alone. In stream order.
+void add_column_sums(ComputeContext& ctx, const Tensor& dy, const Tensor& sums);
+// What it takes of ctx.workspace().
+[[nodiscard]] std::size_t column_sums_workspace(std::int64_t rows, std::int64_t width);
+
+}  // namespace sluice::cuda

@@ -1,0 +1,56 @@
+// Dropout in CUDA kernels: the CPU's masks, element by element (<sluice/tensor.hpp>).
+#pragma once
+
+#include "stages/cuda_kernels/elements.cuh"
+
+namespace sluice::cuda {
+
+// With the key of the step that the device is told of, where it is told.
+SLUICE_MATH DropoutArguments at_step(DropoutArguments dropout) {
+  if (dropout.step != nullptr) {
+    philox_stream_key<uint32_t>(dropout.seed, dropout.site, *dropout.step, dropout.key);
+  }
+  return dropout;
+}
+
+struct PhiloxWords {
+  uint32_t at[4];
+};
+
+// Words of elements 4 * block to 4 * block + 3.
+SLUICE_MATH PhiloxWords philox_words(const DropoutArguments& dropout, uint64_t block) {
+  PhiloxWords words = {{static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0}};
+  philox_rounds(dropout.key, words.at[0], words.at[1], words.at[2], words.at[3]);
+  return words;
+}
+
+// Dropout of the element of global index `index`.
+SLUICE_MATH float drop_one(const DropoutArguments& dropout, uint64_t index, float value) {
+  const PhiloxWords words = philox_words(dropout, index / 4);
+  const uint32_t low = index % 2 == 0 ? words.at[0] : words.at[1];
+  const uint32_t high = index % 2 == 0 ? words.at[2] : words.at[3];
+  return drop(value, index % 4 < 2 ? low : high, dropout);
+}
+
+// Of N elements from `index` on.
+template <int N>
+SLUICE_MATH void drop_consecutive(const DropoutArguments& dropout, uint64_t index,
+                                  Floats<N>& values) {
+  if constexpr (N % 4 == 0) {
+    if (index % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < N; i += 4) {
+        const PhiloxWords words = philox_words(dropout, index / 4 + static_cast<uint64_t>(i / 4));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) values.at[i + k] = drop(values.at[i + k], words.at[k], dropout);
+      }
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    values.at[i] = drop_one(dropout, index + static_cast<uint64_t>(i), values.at[i]);
+  }
+}
+
+}  // namespace sluice::cuda

@@ -1,0 +1,133 @@
+// Compute context: what operators need besides their operands: device, stream, threads, scratch
+// memory, and the backend that computes there. One per rank; used from one thread. Making one takes
+// none of the device's memory but what its libraries take for their handles. And the operands that
+// are no tensors.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <sluice/device.hpp>
+#include <sluice/tensor.hpp>
+
+namespace sluice {
+
+class Backend;  // internal: stages/compute/backend.hpp
+
+class ComputeContext {
+ public:
+  // threads >= 1, else Error(kUsage); binds the calling thread's OpenMP team to that size. Error
+  // (kUsage) also where SLUICE_KERNELS names no kernel set, or one this machine cannot run, and
+  // where the device cannot be used (require_device). On a GPU it becomes the calling thread's.
+  ComputeContext(Device device, int threads);
+  ~ComputeContext();  // waits for what is on the stream
+  ComputeContext(const ComputeContext&) = delete;
+  ComputeContext& operator=(const ComputeContext&) = delete;
+
+  [[nodiscard]] Device device() const { return memory_.device(); }
+  // Where the buffers of everything that computes here come from, a stage's own included.
+  [[nodiscard]] const DeviceMemory& memory() const { return memory_; }
+  [[nodiscard]] int threads() const { return threads_; }
+  [[nodiscard]] StreamView stream() const { return stream_.view(); }
+
+  // Whether a GPU's fp32 products may round their operands to TF32 (off at first); nothing on a
+  // CPU. Before the first product.
+  void set_tf32(bool allowed);
+  // For a GPU stage's own matrix products: the cublasLtHandle_t of this context; null on a CPU. It
+  // is bound to no stream: work given to it goes to stream(), with scratch from workspace().
+  [[nodiscard]] void* native_blas() const;
+
+  // Scratch of one operator call, on the device; contents do not survive the next call. Grows when
+  // asked for more than ever before, for which the host waits for the device: a pipeline reserves
+  // what its stages describe.
+  [[nodiscard]] std::byte* workspace(std::size_t bytes);
+  void reserve_workspace(std::size_t bytes);
+  // Where it is now; null before it was first asked for.
+  [[nodiscard]] const std::byte* workspace_place() const { return workspace_.data(); }
+  // The most that operators have asked for so far.
+  [[nodiscard]] std::size_t workspace_peak() const { return workspace_peak_; }
+
+  // For positions 0 .. sequence - 1: cosines, sines, negated sines of position *
+  // base^(-2i/head_dim), [sequence, 3, head_dim / 2], on the device. Made on first use.
+  [[nodiscard]] const float* rotary_table(std::int64_t sequence, std::int64_t head_dim, float base);
+  [[nodiscard]] static std::size_t rotary_table_bytes(std::int64_t sequence, std::int64_t head_dim);
+
+  // Internal: what computes here.
+  [[nodiscard]] Backend& backend() const { return *backend_; }
+
+ private:
+  struct RotaryTable {
+    std::int64_t sequence, head_dim;
+    float base;
+    Buffer values;
+  };
+
+  DeviceMemory memory_;
+  int threads_;
+  Stream stream_;
+  Buffer workspace_;
+  std::size_t workspace_peak_ = 0;
+  std::vector<RotaryTable> rotary_tables_;
+  std::unique_ptr<Backend> backend_;  // never null
+};
+
+// --- what operators compute on, besides tensors ---
+// A product layer's operands: x [rows, in] and weight [out, in] of type `operands`, y [rows, out].
+struct LinearShape {
+  std::int64_t rows = 0, in = 0, out = 0;
+  DType operands = DType::kF32, result = DType::kF32;
+  bool bias = false;
+};
+
+// Of the product layer's fused forms. kSwiglu: its operand is [rows, 2 * hidden], gates first.
+enum class Activation { kGelu, kSwiglu };
+
+// Causal self-attention.
+struct AttentionShape {
+  std::int64_t samples = 0, sequence = 0;
+  int heads = 0, kv_heads = 0, head_dim = 0;  // heads is a multiple of kv_heads
+  [[nodiscard]] constexpr std::int64_t rows() const { return samples * sequence; }
+  [[nodiscard]] constexpr std::int64_t packed_width() const {
+    return static_cast<std::int64_t>(heads + 2 * kv_heads) * head_dim;
+  }
+  friend bool operator==(const AttentionShape&, const AttentionShape&) = default;
+};
+
+struct Dropout {
+  float probability = 0;  // 0: the operator is the identity and draws nothing
+  RandomKey key;
+  // Index of the operand's first element in the whole global batch's tensor, so that a sample's
+  // mask is the same in whatever micro-batch it sits.
+  std::uint64_t first_element = 0;
+  // Where a GPU's kernels read key.step; null: key.step itself. Of no meaning on a CPU.
+  const std::uint64_t* step_on_device = nullptr;
+};
+
+// One of the tensors of convert_all().
+struct Conversion {
+  Tensor from, to;
+};
+
+// Neighbours in memory that are updated alike. `first` and `second`: the optimizer's state.
+struct UpdateRun {
+  float* value = nullptr;
+  const float* grad = nullptr;
+  float* first = nullptr;
+  float* second = nullptr;
+  std::int64_t count = 0;
+  bool decay = true;  // the step's weight_decay applies
+};
+
+struct AdamWStep {
+  float learning_rate = 0, beta1 = 0.9F, beta2 = 0.95F, epsilon = 1e-8F, weight_decay = 0;
+  float correction1 = 1, correction2 = 1;  // 1 - beta^t
+  float grad_scale = 1;                    // clipping
+};
+
+struct SgdStep {
+  float learning_rate = 0, momentum = 0, weight_decay = 0, grad_scale = 1;
+};
+
+}  // namespace sluice

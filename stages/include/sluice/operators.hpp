@@ -1,0 +1,182 @@
+// Operators: forward, input gradient, weight gradient, on the context's device. The CPU versions
+// are the specification of the GPU's.
+//
+// Streams. On a GPU every operator is put on the context's stream and returns at once; operands are
+// memory of that device. A number for the host is written in stream order to memory the host can
+// read: on a GPU it must be page-locked (HostBuffer).
+//
+// Conventions. rows = samples * sequence. Activations are [rows, width], dense, of the operator's
+// activation type T (f32 or bf16, equal for all activation operands unless said); the residual
+// stream, parameters, their gradients and statistics are f32. Sums run in f32 (or wider) in an
+// order that depends on shapes alone. "overwrites" or "adds to" is said of every output. Weight
+// gradients add. Products go through one call site per (layer, operation): shape, leading
+// dimension, transposition, epilogue and accumulation are a function of the model and the
+// micro-batch alone.
+//
+// Operands. Every call compares the types and shapes of its operands before it does anything, and
+// throws Error(kUsage) that names the operator, the operands and what would be legal. The last
+// dimension is the width; rows may be several dimensions, [samples, sequence, width] for instance.
+// Weights and tables have two dimensions, biases and gains one. What is not said to be null may be
+// it only without elements. Not checked: contents (a token outside of the table), and how much
+// memory lies behind a pointer.
+//
+// Scratch. <operator>_workspace() says what a call takes of ctx.workspace(), in bytes: the operator
+// asks the same function, and stages add it up before anything is allocated. Operators without one
+// take none. What the CPU's matrix library takes for itself is not part of it. On a GPU asking may
+// make the library's plan, which allocates nothing on the device but the library's own handles.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include <sluice/compute.hpp>
+#include <sluice/tensor.hpp>
+
+namespace sluice {
+
+// --- matrix product layer: weight [out, in], bias [out] (null data: none) ---
+// y = x weightᵀ + bias; x [rows, in], y [rows, out]. `weight` of x's type, bias f32, y of x's type
+// or f32 (the residual stream). On a GPU a bf16 y takes the bias rounded to bf16.
+void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
+                    const Tensor& y);
+[[nodiscard]] std::size_t linear_forward_workspace(ComputeContext& ctx, const LinearShape& shape);
+// dx = dy weight; overwrites. dy, weight and dx of one type.
+void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
+                           const Tensor& dx);
+// dweight += dyᵀ x, dbias += column sums of dy; f32.
+void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
+                            const Tensor& dweight, const Tensor& dbias);
+[[nodiscard]] std::size_t linear_backward_weight_workspace(ComputeContext& ctx,
+                                                           const LinearShape& shape);
+
+// The products on either side of an activation, with it, block of rows by block of rows while the
+// block is in the cache; the bits of the separate calls. kSwiglu: raised is [rows, 2 * hidden].
+// On a GPU there are no blocks of rows, and GELU in bf16 may be part of the product: then it is
+// applied to the sum before that is rounded to `raised`, which lies within one layer and on no
+// border; the separate calls' values within rounding. Whether it is depends on the shapes, the
+// device model and the library alone.
+//
+// raised = x weightᵀ + bias, y = activation(raised); both overwritten, of x's type. Takes the
+// scratch of linear_forward.
+void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
+                               const Tensor& weight, const Tensor& bias, const Tensor& raised,
+                               const Tensor& y);
+// draised = gradient through the activation of (dy weight), for the product that follows the
+// activation; overwrites. All of one type.
+void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
+                                      const Tensor& weight, const Tensor& raised,
+                                      const Tensor& draised);
+[[nodiscard]] std::size_t linear_activation_backward_input_workspace(ComputeContext& ctx,
+                                                                     Activation activation,
+                                                                     const LinearShape& shape);
+
+// --- embedding: tokens i32 [samples, sequence], table [vocabulary, width], positions
+// [context, width] (null data: none); residual stream out f32 [rows, width] ---
+void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
+                       const Tensor& positions, const Tensor& out);
+void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
+                               const Tensor& dtable, const Tensor& dpositions);
+[[nodiscard]] std::size_t embedding_backward_weight_workspace(ComputeContext& ctx,
+                                                              std::int64_t rows,
+                                                              std::int64_t vocabulary,
+                                                              std::int64_t width);
+
+// --- normalisation over the last dimension; x f32 (residual stream), y of type T ---
+// LayerNorm: y = (x - mean) * rstd * gamma + beta. stats f32 [rows, 2]: mean, rstd; overwritten.
+// If `delta` (type T or f32) has data, first x += delta, in place: the residual add, fused.
+void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
+                        const Tensor& gamma, const Tensor& beta, float epsilon, const Tensor& y,
+                        const Tensor& stats);
+// dx (f32) += gradient through the normalisation (the residual's gradient is already there).
+void layer_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                               const Tensor& gamma, const Tensor& stats, const Tensor& dx);
+void layer_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta);
+// RMSNorm: y = x * rstd * gamma; stats [rows, 1]: rstd. As above otherwise.
+void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
+                      const Tensor& gamma, float epsilon, const Tensor& y, const Tensor& stats);
+void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                             const Tensor& gamma, const Tensor& stats, const Tensor& dx);
+void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                              const Tensor& stats, const Tensor& dgamma);
+// Of either: `terms` is 2 for LayerNorm's two gradients, 1 for RMSNorm's.
+[[nodiscard]] std::size_t norm_backward_weight_workspace(ComputeContext& ctx, std::int64_t rows,
+                                                         std::int64_t width, int terms);
+
+// --- causal self-attention ---
+// Bytes attention_forward keeps for backward. On the CPU: probabilities before dropout, [samples,
+// heads, sequence, sequence rounded up to 16]; right of a block of 64 rows nothing is written or
+// read. On a GPU: log-sum-exp of the scores, f32 [samples, heads, sequence].
+[[nodiscard]] std::size_t attention_state_bytes(DeviceKind device, const AttentionShape& shape,
+                                                DType dtype);
+// qkv [rows, packed_width]: all queries, then keys, then values of a position. out
+// [rows, heads * head_dim]; scores are scaled by 1/sqrt(head_dim). `dropout` applies to the
+// probabilities; its element index is ((sample * heads + head) * sequence + query) * sequence +
+// key.
+void attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                       const Dropout& dropout, const Tensor& out, std::byte* state);
+// dtype: of qkv; drops: whether the dropout's probability is not 0.
+[[nodiscard]] std::size_t attention_forward_workspace(ComputeContext& ctx,
+                                                      const AttentionShape& shape, DType dtype,
+                                                      bool drops);
+// dqkv overwritten. `out` is the forward's output.
+void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                        const Tensor& out, const Tensor& dout, const Dropout& dropout,
+                        const std::byte* state, const Tensor& dqkv);
+[[nodiscard]] std::size_t attention_backward_workspace(ComputeContext& ctx,
+                                                       const AttentionShape& shape, DType dtype,
+                                                       bool drops);
+// Which code computes it, for reports: "cuDNN" or "own kernels (why)" on a GPU, empty on a CPU. The
+// same for forward and backward, and a function of shape, type, dropout, device model and library.
+// May make the plan that attention_forward would make.
+[[nodiscard]] std::string attention_engine(ComputeContext& ctx, const AttentionShape& shape,
+                                           DType dtype, bool drops);
+// Rotary positions (Su et al. 2021; halves rotated as in Llama), in place on queries and keys of a
+// packed qkv; `backward` rotates the other way. Table: theta_i = base^(-2i/head_dim).
+void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const Tensor& qkv,
+            bool backward);
+
+// --- element-wise; overwrites unless said; the result may be the gradient operand in place ---
+// GELU, tanh form (GPT-2).
+void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
+void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
+// SwiGLU: gate_up [rows, 2 * hidden] (gate, then up), y = silu(gate) * up, [rows, hidden].
+void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y);
+void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,
+                     const Tensor& dgate_up);
+void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
+void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
+// y = keep ? x / (1 - p) : 0; the same call is its own backward. In place allowed.
+void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y);
+void add(ComputeContext& ctx, const Tensor& x, const Tensor& y);  // y += x, y f32
+// Converts between f32 and bf16 (to nearest even).
+void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
+// The same of many tensors, from f32 to bf16: in one launch for a thousand of them.
+void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions);
+
+// --- losses ---
+// logits [rows, vocabulary] of T, targets i32 [rows]; a negative target does not count. *sum = the
+// sum over counted rows of -log softmax(logits)[target]. With `gradient`, logits are replaced by
+// scale * (softmax - onehot), zero in uncounted rows.
+void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
+                           StepValue<double> scale, bool gradient, double* sum);
+[[nodiscard]] std::size_t softmax_cross_entropy_workspace(std::int64_t rows);
+// *sum = the squared differences over all elements; with `gradient`, outputs become
+// 2 * scale * (outputs - targets).
+void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
+                        StepValue<double> scale, bool gradient, double* sum);
+[[nodiscard]] std::size_t mean_squared_error_workspace(std::int64_t elements);
+
+// --- optimizer kernels, over flat f32 vectors ---
+void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs);
+// first: the velocity; may be null when momentum is 0.
+void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs);
+// sums[i] of each vector: double partial sums over its fixed blocks of 16,384 elements, added in a
+// fixed order. `sums` is memory that host and device can write.
+void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
+                     double* sums);
+// For one vector; those of several add up.
+[[nodiscard]] std::size_t sum_of_squares_workspace(std::int64_t elements);
+
+}  // namespace sluice

@@ -1,0 +1,113 @@
+// Parameters: named values with gradients, laid out in two flat fp32 buffers per stage so that a
+// reduction or an optimizer walks memory once.
+//
+// Names are global ("blocks.3.attention.qkv.weight"): they do not depend on the layout, and files
+// are keyed by them. A parameter used by several stages (or twice in one) is `tied`: each use has
+// its own entry of the same name, its own copy of the value and its own gradient; the use in the
+// lowest stage (first in it) is the owner, which alone is updated, saved and counted in the norm.
+//
+// And how they are updated: optimizer and learning rate as plain settings.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <sluice/device.hpp>
+#include <sluice/tensor.hpp>
+
+namespace sluice {
+
+struct Init {
+  enum class Kind { kConstant, kNormal, kUniform };
+  Kind kind = Kind::kConstant;
+  double value = 0;  // the constant, the standard deviation, or the bound b of [-b, b)
+
+  static Init constant(double value) { return {Kind::kConstant, value}; }
+  static Init normal(double deviation) { return {Kind::kNormal, deviation}; }
+  static Init uniform(double bound) { return {Kind::kUniform, bound}; }
+};
+
+struct Parameter {
+  std::string name;
+  Shape shape;
+  Init init;
+  bool decay = true;   // weight decay applies (not to norms and biases)
+  bool tied = false;   // other uses of the same name exist
+  Tensor value, grad;  // fp32, set by allocate(); starts at multiples of kBufferAlignment
+  std::shared_ptr<const void> memory;  // owns what both lie in
+};
+
+// What a parameter's values take of their set's memory, and its gradients again.
+[[nodiscard]] std::size_t parameter_bytes(std::int64_t elements);
+
+class ParameterSet {
+ public:
+  ParameterSet() = default;
+  ParameterSet(ParameterSet&&) = default;
+  ParameterSet& operator=(ParameterSet&&) = default;
+
+  // The reference stays valid for the life of the set. Requires: allocate() not yet called.
+  Parameter& add(std::string name, Shape shape, Init init, bool decay = true, bool tied = false);
+
+  // Gives memory to every value and gradient, draws initial values (a function of seed, name and
+  // position alone) and zeroes gradients. Throws Error(kUsage) for a name that is used twice
+  // without being tied.
+  void allocate(const DeviceMemory& memory, std::uint64_t seed);
+
+  [[nodiscard]] std::vector<Parameter*> all();  // in order of add()
+  [[nodiscard]] std::size_t size() const { return parameters_.size(); }
+  [[nodiscard]] Parameter* find(std::string_view name);  // first use, or null
+  // All gradients (values) as one vector, padding between parameters included and always zero.
+  // Memory that allocate() was given, like the parameters' tensors.
+  [[nodiscard]] std::span<float> flat_grads() const;
+  [[nodiscard]] std::span<float> flat_values() const;
+  void zero_grads(StreamView stream);  // in stream order
+  // Owns what all values and gradients lie in.
+  [[nodiscard]] std::shared_ptr<const void> memory() const { return memory_; }
+  // Raised by whoever writes values (optimizer, weights, ties), read by stages that keep a copy in
+  // another precision.
+  void touch() { ++version_; }
+  [[nodiscard]] std::uint64_t version() const { return version_; }
+
+ private:
+  std::deque<Parameter> parameters_;
+  struct Memory {
+    Buffer values, grads;
+  };
+  std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
+  std::size_t flat_floats_ = 0;
+  std::uint64_t version_ = 0;
+};
+
+// --- how parameters are updated ---
+struct OptimizerConfig {
+  enum class Kind { kAdamW, kSgd };
+  Kind kind = Kind::kAdamW;
+  float beta1 = 0.9F, beta2 = 0.95F, epsilon = 1e-8F;  // AdamW (Loshchilov and Hutter 2019)
+  float momentum = 0;                                  // SGD
+  float weight_decay = 0;                              // only where Parameter::decay
+};
+// "adamw" | "sgd", else Error(kUsage).
+[[nodiscard]] OptimizerConfig::Kind parse_optimizer(std::string_view text);
+
+// One parameter's state by name ("exp_avg", "exp_avg_sq" or "momentum"), for checkpoints.
+struct OptimizerState {
+  std::string parameter, kind;
+  Tensor tensor;  // f32, the parameter's shape; owned by the optimizer
+};
+
+// Linear warmup from 0 over `warmup` steps, then half a cosine down to `final_share` of the peak at
+// `steps`. step counts from 1.
+struct LearningRate {
+  double peak = 1e-3, final_share = 0.1;
+  std::uint64_t warmup = 0, steps = 1;
+  bool constant = false;  // no decay after warmup
+  [[nodiscard]] double at(std::uint64_t step) const;
+};
+
+}  // namespace sluice

@@ -1,0 +1,124 @@
+// Values: tensors, non-owning views of device memory with dtype and shape, dense, row-major; values
+// that differ from step to step; and counter-based random numbers.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <span>
+#include <string>
+#include <string_view>
+
+namespace sluice {
+
+// Numbers travel in message headers and must not change.
+enum class DType : std::uint8_t { kF32 = 0, kBf16 = 1, kI32 = 2, kU8 = 3, kF64 = 4 };
+
+[[nodiscard]] std::size_t size_of(DType dtype);  // bytes per element
+[[nodiscard]] const char* name_of(DType dtype);  // "f32", "bf16", ...
+
+// bfloat16: the upper half of an fp32. Conversion from fp32 rounds to nearest even; any NaN
+// becomes 0x7FC0.
+struct Bf16 {
+  std::uint16_t bits = 0;
+};
+[[nodiscard]] float to_float(Bf16 value);
+[[nodiscard]] Bf16 to_bf16(float value);
+
+// Up to four dimensions, each >= 0.
+class Shape {
+ public:
+  static constexpr int kMaxDims = 4;
+  Shape() = default;
+  Shape(std::initializer_list<std::int64_t> dims);
+  explicit Shape(std::span<const std::int64_t> dims);
+
+  [[nodiscard]] int rank() const { return rank_; }
+  [[nodiscard]] std::int64_t operator[](int dim) const { return dims_[static_cast<size_t>(dim)]; }
+  [[nodiscard]] std::int64_t elements() const;  // 1 for rank 0
+  friend bool operator==(const Shape&, const Shape&) = default;
+
+ private:
+  std::array<std::int64_t, kMaxDims> dims_ = {};
+  int rank_ = 0;
+};
+
+[[nodiscard]] std::string to_string(const Shape& shape);  // "[4, 256, 64]"
+
+struct TensorSpec {
+  DType dtype = DType::kF32;
+  Shape shape;
+  [[nodiscard]] std::size_t bytes() const;
+  friend bool operator==(const TensorSpec&, const TensorSpec&) = default;
+};
+
+[[nodiscard]] std::string to_string(const TensorSpec& spec);  // "f32 [4, 16]"
+
+struct Tensor {
+  void* data = nullptr;
+  TensorSpec spec;
+
+  [[nodiscard]] const Shape& shape() const { return spec.shape; }
+  [[nodiscard]] std::int64_t elements() const { return spec.shape.elements(); }
+  template <typename T>
+  [[nodiscard]] T* as() const {
+    return static_cast<T*>(data);
+  }
+  // Element i of an f32 tensor, row-major.
+  [[nodiscard]] float& at(std::int64_t i) const { return as<float>()[i]; }
+  [[nodiscard]] std::span<float> floats() const {
+    return {as<float>(), static_cast<size_t>(elements())};
+  }
+};
+
+// A value that differs from step to step: the host has it while it issues the step's work, and work
+// that was recorded once and is replayed in later steps (<sluice/device.hpp>, Graph) finds the
+// step's own where kernels read it.
+template <typename T>
+struct StepValue {
+  constexpr StepValue(T of_this_step = T{}, const T* kernels_read = nullptr)  // NOLINT: a T is one
+      : value(of_this_step), on_device(kernels_read) {}
+  constexpr operator T() const { return value; }  // NOLINT: and it is a T
+
+  T value;
+  // Memory of the device that holds `value` when the work put on the stream runs. Null: `value`
+  // holds for as long as the work may run.
+  const T* on_device;
+};
+
+// --- randomness ---
+// Counter-based randomness: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as
+// 1, 2, 3", SC 2011). A number is a function of what it is for, never of who draws it or when, so
+// results are independent of the pipeline's layout. Host and device code share these functions.
+
+// What a random stream is for. Two streams with different keys are independent.
+struct RandomKey {
+  std::uint64_t seed = 0;
+  std::uint64_t site = 0;  // layer and place in it (see random_site), or a hash of a name
+  std::uint64_t step = 0;  // training step; 0 for initial values
+};
+
+// Philox4x32-10 itself, words in the paper's order.
+[[nodiscard]] std::array<std::uint32_t, 4> philox_block(std::array<std::uint32_t, 4> counter,
+                                                        std::array<std::uint32_t, 2> key);
+// The 64-bit key that stands for a RandomKey: the first two words of the block whose counter is the
+// low word of site, step, and a constant with the high word of site in it, under the seed.
+[[nodiscard]] std::array<std::uint32_t, 2> philox_key(const RandomKey& key);
+// Four 32-bit words for counter (hi, lo) under `key`: the block at lo, hi (low word first) under
+// philox_key(key).
+[[nodiscard]] std::array<std::uint32_t, 4> philox(const RandomKey& key, std::uint64_t hi,
+                                                  std::uint64_t lo);
+// In [0, 1), 24 bits.
+[[nodiscard]] inline float to_unit(std::uint32_t word) {
+  return static_cast<float>(word >> 8) * 0x1.0p-24f;
+}
+// layer: global index of the layer in the model; place: which use within the layer (< 256).
+[[nodiscard]] constexpr std::uint32_t random_site(std::uint32_t layer, std::uint32_t place) {
+  return layer << 8 | place;
+}
+// FNV-1a of 64 bits, for streams named by a parameter: of a million names two are alike with a
+// probability of 3e-8.
+[[nodiscard]] std::uint64_t hash_name(std::string_view name);
+
+}  // namespace sluice

@@ -1,0 +1,84 @@
+// Decoder-only transformers, GPT-2 and Llama style, as pipeline stages.
+//
+// Layers in order: embedding, `layers` blocks, head (final norm, projection to the vocabulary).
+// The residual stream is f32 and is what edges carry: f32 [samples, sequence, width]. Stage 0 takes
+// tokens i32 [samples, sequence]; the last stage gives logits [samples, sequence, vocabulary] of
+// the precision; its targets are i32 [samples, sequence], negative: not counted.
+//
+//   gpt2:  learned positions, LayerNorm, GELU MLP of 4 * width, biases; initial values as GPT-2
+//   llama: rotary positions, RMSNorm, SwiGLU MLP, grouped-query attention, no biases
+//
+// Parameter names: token_embedding.weight, position_embedding.weight, blocks.<i>.{norm1,norm2}.
+// {weight,bias}, blocks.<i>.attention.{qkv,output}.{weight,bias}, blocks.<i>.mlp.{up,down}.{weight,
+// bias} (llama: mlp.{gate_up,down}), final_norm.{weight,bias}, head.weight. Tied: the head's use is
+// a second entry named token_embedding.weight.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <sluice/stage.hpp>
+
+namespace sluice {
+
+enum class TransformerKind { kGpt2, kLlama };
+
+// What is computed a second time when gradients are due instead of being kept per micro-batch. The
+// bits are the same; describe() says what each takes.
+enum class Recompute {
+  kNone,
+  kAttention,  // all that attention makes of queries, keys and values
+  kBlock,  // of attention, MLP and head all but the point of the residual stream they start from
+};
+
+// The largest legal values: every product of sizes that we form fits 64 bits.
+struct TransformerLimits {
+  static constexpr int kLayers = 1 << 16, kHeads = 1 << 12, kWidth = 1 << 18;
+  static constexpr int kMlpWidth = 1 << 20, kContext = 1 << 20, kVocabulary = 1 << 24;
+};
+
+struct TransformerConfig {
+  TransformerKind kind = TransformerKind::kGpt2;
+  int layers = 4, heads = 4, width = 256, context = 256, vocabulary = 256;
+  int kv_heads = 0;   // llama only; 0: as many as heads
+  int mlp_width = 0;  // 0: 4 * width (gpt2), 8/3 * width rounded up to a multiple of 64 (llama)
+  float dropout = 0;  // after the embedding, on probabilities, after attention and MLP
+  bool tied = true;   // head shares the input embedding
+  float rotary_base = 10000;
+  DType precision = DType::kF32;  // of products' operands; kBf16 keeps f32 master weights and sums
+  Recompute recompute = Recompute::kNone;
+};
+
+// Throws Error(kUsage) naming the option, its value and the nearest legal one: sizes >= 1 and small
+// enough, width a multiple of heads, heads of kv_heads, even head size for llama, dropout in [0,
+// 1).
+void validate(const TransformerConfig& config);
+
+// Floating-point operations of one sample's forward, per layer (embedding, blocks, head): the costs
+// of parse_partition.
+[[nodiscard]] std::vector<double> layer_costs(const TransformerConfig& config);
+// Those of them that the input half of backward does again, by config.recompute.
+[[nodiscard]] std::vector<double> recompute_costs(const TransformerConfig& config);
+
+// Number of parameters, each counted once.
+[[nodiscard]] std::int64_t parameter_count(const TransformerConfig& config);
+
+// Names and shapes of all parameters, in global order, each once (owners only).
+struct ParameterInfo {
+  std::string name;
+  Shape shape;
+};
+[[nodiscard]] std::vector<ParameterInfo> parameter_list(const TransformerConfig& config);
+
+// Stages that hold a use of the tied embedding, ascending; empty where nothing is tied. With both
+// uses on one stage: that stage once.
+[[nodiscard]] std::vector<int> tied_stages(const TransformerConfig& config,
+                                           const Partition& partition);
+
+// Stage `stage` of `partition`. The result implements SplitBackward, and LossStage on the last.
+[[nodiscard]] std::unique_ptr<Stage> make_transformer_stage(const TransformerConfig& config,
+                                                            const Partition& partition, int stage);
+
+}  // namespace sluice

@@ -1,0 +1,65 @@
+// Making of compute contexts: which backend a device has.
+#include "stages/operators/context.hpp"
+
+#include <fmt/format.h>
+#include <omp.h>
+
+#include <sluice/compute.hpp>
+#include <sluice/error.hpp>
+
+#include "stages/compute/backend.hpp"
+#include "stages/cpu/cpu_backend.hpp"
+#include "stages/cpu/cpu_operators.hpp"
+#if SLUICE_WITH_CUDA
+#include "stages/cpu/kernel_set.hpp"
+#include "stages/cuda/cuda_backend.hpp"
+#include "stages/cuda/cuda_operators.hpp"
+#endif
+
+namespace sluice {
+
+namespace {
+
+int checked_threads(int threads) {
+  if (threads < 1) {
+    throw Error(ErrorCode::kUsage, fmt::format("{} compute threads; at least 1 is legal", threads));
+  }
+  omp_set_num_threads(threads);
+  return threads;
+}
+
+std::unique_ptr<Backend> make_backend([[maybe_unused]] const DeviceMemory& memory,
+                                      [[maybe_unused]] StreamView stream) {
+#if SLUICE_WITH_CUDA
+  if (memory.device().kind == DeviceKind::kCuda) {
+    static_cast<void>(choose_kernels());  // SLUICE_KERNELS is checked for a GPU's rank too
+    use_device(memory.device());
+    return std::make_unique<cuda::CudaBackend>(cuda::cuda_operators(), memory, stream);
+  }
+#endif
+  return std::make_unique<CpuBackend>(cpu_operators());
+}
+
+}  // namespace
+
+ComputeContext::ComputeContext(Device device, int threads)
+    : memory_(device),
+      threads_(checked_threads(threads)),
+      stream_(device),
+      backend_(make_backend(memory_, stream_.view())) {}
+
+const OperatorTable& operators_for([[maybe_unused]] DeviceKind device) {
+#if SLUICE_WITH_CUDA
+  if (device == DeviceKind::kCuda) return cuda::cuda_operators();
+#endif
+  return cpu_operators();
+}
+
+std::size_t library_bytes([[maybe_unused]] DeviceKind device) {
+#if SLUICE_WITH_CUDA
+  if (device == DeviceKind::kCuda) return cuda::Context::kDeviceBytes;
+#endif
+  return 0;
+}
+
+}  // namespace sluice

@@ -1,0 +1,34 @@
+// Optimizers over a stage's parameters, and the clipping of their gradients. Internal: users choose
+// one by OptimizerConfig (<sluice/parameter.hpp>).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include <sluice/compute.hpp>
+#include <sluice/parameter.hpp>
+
+namespace sluice {
+
+// State for the parameters it is given (the owners, not other uses of tied ones), in that order.
+class Optimizer {
+ public:
+  virtual ~Optimizer() = default;
+  // step counts from 1. grad_scale multiplies gradients (clipping). Allocates nothing.
+  virtual void update(ComputeContext& ctx, std::uint64_t step, float learning_rate,
+                      float grad_scale) = 0;
+  [[nodiscard]] virtual std::vector<OptimizerState> state() = 0;
+  [[nodiscard]] virtual std::size_t state_bytes() const = 0;
+};
+[[nodiscard]] std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
+                                                        std::span<Parameter* const> parameters,
+                                                        const DeviceMemory& memory);
+// What its state takes, for parameters whose values take `bytes` (parameter_bytes) in all.
+[[nodiscard]] std::size_t optimizer_bytes(const OptimizerConfig& config, std::size_t bytes);
+
+// The factor that brings a gradient of this norm to at most `clip` (<= 0: no clipping, factor 1).
+[[nodiscard]] double clip_factor(double norm, double clip);
+
+}  // namespace sluice

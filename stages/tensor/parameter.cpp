@@ -1,0 +1,210 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <numbers>
+#include <span>
+#include <string_view>
+#include <system_error>
+#include <thread>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <sluice/error.hpp>
+#include <sluice/parameter.hpp>
+
+#include "comm/base/affinity.hpp"
+
+namespace sluice {
+
+namespace {
+
+struct UnitPair {
+  double first, second;
+};
+
+// Two numbers in (0, 1) of 53 bits, the pair-th of the stream whose key philox_key() gave.
+UnitPair unit_pair(const std::array<std::uint32_t, 2>& key, std::uint64_t pair) {
+  const auto words = philox_block(
+      {static_cast<std::uint32_t>(pair), static_cast<std::uint32_t>(pair >> 32), 0, 0}, key);
+  const auto unit = [](std::uint32_t high, std::uint32_t low) {
+    const std::uint64_t bits = (std::uint64_t{high} << 32 | low) >> 11;
+    return (static_cast<double>(bits) + 0.5) * 0x1.0p-53;
+  };
+  return {unit(words[0], words[1]), unit(words[2], words[3])};
+}
+
+// Box and Muller's two normal numbers of that deviation.
+UnitPair normal_pair(const UnitPair& unit, double deviation) {
+  const double radius = deviation * std::sqrt(-2.0 * std::log(unit.first));
+  const double angle = 2.0 * std::numbers::pi * unit.second;
+  return {radius * std::cos(angle), radius * std::sin(angle)};
+}
+
+// values[0] is an even element of the stream, the 2 * pair-th.
+void draw_pairs(const Init& init, const std::array<std::uint32_t, 2>& key, std::uint64_t pair,
+                std::span<float> values) {
+  for (std::size_t i = 0; i < values.size(); i += 2, ++pair) {
+    const UnitPair unit = unit_pair(key, pair);
+    const UnitPair drawn = init.kind == Init::Kind::kNormal
+                               ? normal_pair(unit, init.value)
+                               : UnitPair{init.value * (2.0 * unit.first - 1.0),
+                                          init.value * (2.0 * unit.second - 1.0)};
+    values[i] = static_cast<float>(drawn.first);
+    if (i + 1 < values.size()) values[i + 1] = static_cast<float>(drawn.second);
+  }
+}
+
+// On as many threads as this process has cores, each at least a quarter of a million elements (some
+// milliseconds); an element is a function of its place alone.
+void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> values) {
+  constexpr std::size_t kLeast = std::size_t{1} << 18;
+  if (parameter.init.kind == Init::Kind::kConstant) {
+    std::fill(values.begin(), values.end(), static_cast<float>(parameter.init.value));
+    return;
+  }
+  const auto key = philox_key({seed, hash_name(parameter.name), 0});
+  const std::size_t parts = std::clamp<std::size_t>(values.size() / kLeast, 1,
+                                                    static_cast<std::size_t>(affinity_cores()));
+  const std::size_t each = round_up(values.size() / parts + 1, 2);
+  const auto draw_part = [&](std::size_t part) {
+    const std::size_t first = std::min(part * each, values.size());
+    draw_pairs(parameter.init, key, first / 2,
+               values.subspan(first, std::min(each, values.size() - first)));
+  };
+  std::vector<std::jthread> others;
+  std::size_t part = 0;
+  try {
+    for (; part + 1 < parts; ++part) others.emplace_back(draw_part, part);
+  } catch (const std::system_error&) {
+    // No more threads are to be had: this one draws what is left.
+  }
+  for (; part < parts; ++part) draw_part(part);
+}
+
+std::size_t padded_bytes(const Parameter& parameter) {
+  return parameter_bytes(parameter.shape.elements());
+}
+
+void require_distinct(const std::deque<Parameter>& parameters) {
+  std::unordered_map<std::string_view, const Parameter*> first_uses;
+  for (const Parameter& parameter : parameters) {
+    const auto [use, is_new] = first_uses.emplace(parameter.name, &parameter);
+    if (is_new) {
+      continue;
+    }
+    if (!parameter.tied || !use->second->tied) {
+      throw Error(ErrorCode::kUsage,
+                  fmt::format("parameter {} is declared twice in one stage; give it another name, "
+                              "or declare both uses as tied",
+                              parameter.name));
+    }
+    if (parameter.shape != use->second->shape) {
+      throw Error(
+          ErrorCode::kUsage,
+          fmt::format("tied parameter {} is used with shapes {} and {}; uses share a shape",
+                      parameter.name, to_string(use->second->shape), to_string(parameter.shape)));
+    }
+  }
+}
+
+}  // namespace
+
+std::size_t parameter_bytes(std::int64_t elements) {
+  return round_up(static_cast<std::size_t>(elements) * sizeof(float), kBufferAlignment);
+}
+
+Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool decay, bool tied) {
+  if (memory_->values.data() != nullptr) {
+    throw Error(ErrorCode::kInternal, fmt::format("parameter {} is added after allocate()", name));
+  }
+  return parameters_.emplace_back(Parameter{std::move(name), shape, init, decay, tied, {}, {}, {}});
+}
+
+void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed) {
+  require_distinct(parameters_);
+  std::size_t bytes = 0;
+  for (const Parameter& parameter : parameters_) {
+    bytes += padded_bytes(parameter);
+  }
+  const Device device = memory.device();
+  memory_->values = memory.allocate(bytes);
+  memory_->grads = memory.allocate(bytes);
+  flat_floats_ = bytes / sizeof(float);
+  const Stream stream(device);
+  fill_zero_async(memory_->values.data(), bytes, stream.view());
+  zero_grads(stream.view());
+  stream.view().synchronize();
+
+  std::vector<float> drawn;  // in host memory
+  std::size_t offset = 0;
+  for (Parameter& parameter : parameters_) {
+    parameter.value = {memory_->values.data() + offset, {DType::kF32, parameter.shape}};
+    parameter.grad = {memory_->grads.data() + offset, {DType::kF32, parameter.shape}};
+    parameter.memory = memory_;
+    drawn.resize(static_cast<size_t>(parameter.shape.elements()));
+    draw(parameter, seed, drawn);
+    copy_now(device, parameter.value.data, drawn.data(), drawn.size() * sizeof(float));
+    offset += padded_bytes(parameter);
+  }
+  touch();
+}
+
+std::vector<Parameter*> ParameterSet::all() {
+  std::vector<Parameter*> result;
+  result.reserve(parameters_.size());
+  for (Parameter& parameter : parameters_) {
+    result.push_back(&parameter);
+  }
+  return result;
+}
+
+Parameter* ParameterSet::find(std::string_view name) {
+  for (Parameter& parameter : parameters_) {
+    if (parameter.name == name) {
+      return &parameter;
+    }
+  }
+  return nullptr;
+}
+
+std::span<float> ParameterSet::flat_grads() const {
+  return {reinterpret_cast<float*>(memory_->grads.data()), flat_floats_};
+}
+
+std::span<float> ParameterSet::flat_values() const {
+  return {reinterpret_cast<float*>(memory_->values.data()), flat_floats_};
+}
+
+void ParameterSet::zero_grads(StreamView stream) {
+  fill_zero_async(memory_->grads.data(), flat_floats_ * sizeof(float), stream);
+}
+
+OptimizerConfig::Kind parse_optimizer(std::string_view text) {
+  if (text == "adamw") {
+    return OptimizerConfig::Kind::kAdamW;
+  }
+  if (text == "sgd") {
+    return OptimizerConfig::Kind::kSgd;
+  }
+  throw Error(ErrorCode::kUsage, fmt::format("unknown optimizer '{}'; legal: adamw, sgd", text));
+}
+
+double LearningRate::at(std::uint64_t step) const {
+  if (step < warmup) {
+    return peak * static_cast<double>(step) / static_cast<double>(warmup);
+  }
+  if (constant) {
+    return peak;
+  }
+  if (step >= steps) {
+    return peak * (steps > warmup ? final_share : 1.0);
+  }
+  const double progress = static_cast<double>(step - warmup) / static_cast<double>(steps - warmup);
+  const double share = 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
+  return peak * (final_share + (1.0 - final_share) * share);
+}
+
+}  // namespace sluice

@@ -1,0 +1,97 @@
+#include <fmt/format.h>
+
+#include <bit>
+#include <limits>
+
+#include <sluice/error.hpp>
+#include <sluice/tensor.hpp>
+
+namespace sluice {
+
+std::size_t size_of(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+    case DType::kI32:
+      return 4;
+    case DType::kBf16:
+      return 2;
+    case DType::kU8:
+      return 1;
+    case DType::kF64:
+      return 8;
+  }
+  throw Error(ErrorCode::kInternal,
+              fmt::format("no element type has number {}; legal: 0 to 4", static_cast<int>(dtype)));
+}
+
+const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return "f32";
+    case DType::kBf16:
+      return "bf16";
+    case DType::kI32:
+      return "i32";
+    case DType::kU8:
+      return "u8";
+    case DType::kF64:
+      return "f64";
+  }
+  return "unknown type";
+}
+
+float to_float(Bf16 value) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16);
+}
+
+Bf16 to_bf16(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  if (value != value) return {0x7FC0};
+  return {static_cast<std::uint16_t>((bits + 0x7FFFU + (bits >> 16 & 1U)) >> 16)};
+}
+
+Shape::Shape(std::initializer_list<std::int64_t> dims)
+    : Shape(std::span<const std::int64_t>(dims.begin(), dims.size())) {}
+
+Shape::Shape(std::span<const std::int64_t> dims) {
+  if (dims.size() > kMaxDims) {
+    throw Error(ErrorCode::kUsage, fmt::format("a shape of {} dimensions; at most {} are legal",
+                                               dims.size(), int{kMaxDims}));
+  }
+  std::int64_t elements = 1;
+  for (const std::int64_t dim : dims) {
+    if (dim < 0) {
+      throw Error(ErrorCode::kUsage, fmt::format("a dimension of {}; at least 0 is legal", dim));
+    }
+    if (dim > 0 && elements > std::numeric_limits<std::int64_t>::max() / 8 / dim) {
+      throw Error(ErrorCode::kUsage,
+                  fmt::format("a shape of more than 2^60 elements ([{}])", fmt::join(dims, ", ")));
+    }
+    elements *= dim;
+    dims_[static_cast<std::size_t>(rank_++)] = dim;
+  }
+}
+
+std::int64_t Shape::elements() const {
+  std::int64_t elements = 1;
+  for (int i = 0; i < rank_; ++i) elements *= (*this)[i];
+  return elements;
+}
+
+std::string to_string(const Shape& shape) {
+  std::string text = "[";
+  for (int i = 0; i < shape.rank(); ++i) {
+    text += fmt::format("{}{}", i == 0 ? "" : ", ", shape[i]);
+  }
+  return text + "]";
+}
+
+std::size_t TensorSpec::bytes() const {
+  return static_cast<std::size_t>(shape.elements()) * size_of(dtype);
+}
+
+std::string to_string(const TensorSpec& spec) {
+  return fmt::format("{} {}", name_of(spec.dtype), to_string(spec.shape));
+}
+
+}  // namespace sluice

@@ -1,0 +1,152 @@
+#include "stages/transformer/build.hpp"
+
+#include <cmath>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include <sluice/tensor.hpp>
+
+#include "stages/layers/attention.hpp"
+#include "stages/layers/ends.hpp"
+#include "stages/layers/mlp.hpp"
+#include "stages/layers/recompute.hpp"
+
+namespace sluice {
+
+namespace {
+
+// Places of dropout within a layer; part of the random streams' keys.
+enum Place : std::uint32_t { kEmbedded = 0, kProbabilities = 1, kAttention = 2, kMlp = 3 };
+
+DropoutSite site(const TransformerConfig& config, int layer, Place place) {
+  return {config.dropout, random_site(static_cast<std::uint32_t>(layer), place)};
+}
+
+Norm::Kind norm_kind(const TransformerConfig& config) {
+  return config.kind == TransformerKind::kGpt2 ? Norm::Kind::kLayer : Norm::Kind::kRms;
+}
+
+// Radford et al. 2019: what is added to the residual stream starts smaller, by the number of
+// additions.
+double output_deviation(const TransformerConfig& config) {
+  return 0.02 / std::sqrt(2.0 * config.layers);
+}
+
+std::unique_ptr<Layer> make_attention(const TransformerConfig& config, int layer,
+                                      ParameterSet& parameters, WeightCopies& copies) {
+  AttentionLayer::Options options;
+  options.name = "blocks." + std::to_string(layer - 1);
+  options.norm = norm_kind(config);
+  options.width = config.width;
+  options.heads = config.heads;
+  options.kv_heads = sizes_of(config).kv_heads;
+  options.output_deviation = output_deviation(config);
+  if (config.kind == TransformerKind::kLlama) {
+    options.rotary_base = config.rotary_base;
+  }
+  options.bias = config.kind == TransformerKind::kGpt2;
+  options.probabilities = site(config, layer, kProbabilities);
+  options.output = site(config, layer, kAttention);
+  options.precision = config.precision;
+  options.recompute = config.recompute == Recompute::kAttention;
+  return std::make_unique<AttentionLayer>(options, parameters, copies);
+}
+
+std::unique_ptr<Layer> make_mlp(const TransformerConfig& config, int layer,
+                                ParameterSet& parameters, WeightCopies& copies) {
+  const bool gpt2 = config.kind == TransformerKind::kGpt2;
+  MlpLayer::Options options;
+  options.name = "blocks." + std::to_string(layer - 1);
+  options.kind = gpt2 ? MlpLayer::Kind::kGelu : MlpLayer::Kind::kSwiGlu;
+  options.norm = norm_kind(config);
+  options.width = config.width;
+  options.hidden = sizes_of(config).mlp_width;
+  options.output_deviation = output_deviation(config);
+  options.bias = gpt2;
+  options.output = site(config, layer, kMlp);
+  options.precision = config.precision;
+  return std::make_unique<MlpLayer>(options, parameters, copies);
+}
+
+// A layer that keeps something of a micro-batch.
+void append(const TransformerConfig& config, std::unique_ptr<Layer> layer,
+            std::vector<std::unique_ptr<Layer>>& layers) {
+  if (config.recompute == Recompute::kBlock) {
+    layer = std::make_unique<RecomputedLayer>(std::move(layer));
+  }
+  layers.push_back(std::move(layer));
+}
+
+}  // namespace
+
+TransformerSizes sizes_of(const TransformerConfig& config) {
+  const bool gpt2 = config.kind == TransformerKind::kGpt2;
+  TransformerSizes sizes;
+  sizes.width = config.width;
+  sizes.head_dim = config.width / config.heads;
+  sizes.kv_heads = gpt2 || config.kv_heads == 0 ? config.heads : config.kv_heads;
+  sizes.mlp_width = config.mlp_width;
+  if (config.mlp_width == 0) {
+    const std::int64_t multiple = 64;
+    const std::int64_t eight_thirds = (8 * sizes.width + 2) / 3;
+    sizes.mlp_width = gpt2 ? 4 * sizes.width : (eight_thirds + multiple - 1) / multiple * multiple;
+  }
+  return sizes;
+}
+
+std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
+                                     ParameterSet& parameters, WeightCopies& copies,
+                                     std::vector<std::unique_ptr<Layer>>& layers) {
+  std::vector<std::size_t> first_parameters = {parameters.size()};
+  if (index == 0) {
+    EmbeddingLayer::Options options;
+    options.vocabulary = config.vocabulary;
+    options.width = config.width;
+    options.positions = config.kind == TransformerKind::kGpt2 ? config.context : 0;
+    options.tied = config.tied;
+    options.dropout = site(config, 0, kEmbedded);
+    layers.push_back(std::make_unique<EmbeddingLayer>(options, parameters));
+  } else if (index <= config.layers) {
+    append(config, make_attention(config, index, parameters, copies), layers);
+    first_parameters.push_back(parameters.size());
+    append(config, make_mlp(config, index, parameters, copies), layers);
+  } else {
+    HeadLayer::Options options;
+    options.vocabulary = config.vocabulary;
+    options.width = config.width;
+    options.norm = norm_kind(config);
+    options.tied = config.tied;
+    options.precision = config.precision;
+    append(config, std::make_unique<HeadLayer>(options, parameters, copies), layers);
+  }
+  return first_parameters;
+}
+
+std::vector<ParameterInfo> parameter_list(const TransformerConfig& config) {
+  validate(config);
+  ParameterSet parameters;
+  WeightCopies copies(config.precision);
+  std::vector<std::unique_ptr<Layer>> layers;
+  for (int index = 0; index < config.layers + 2; ++index) {
+    (void)build_layer(config, index, parameters, copies, layers);
+  }
+  std::vector<ParameterInfo> list;
+  for (const Parameter* parameter : parameters.all()) {
+    // The only name used twice is the tied embedding, whose owner comes first.
+    if (list.empty() || !parameter->tied || parameter->name != list.front().name) {
+      list.push_back({parameter->name, parameter->shape});
+    }
+  }
+  return list;
+}
+
+std::int64_t parameter_count(const TransformerConfig& config) {
+  std::int64_t count = 0;
+  for (const ParameterInfo& parameter : parameter_list(config)) {
+    count += parameter.shape.elements();
+  }
+  return count;
+}
+
+}  // namespace sluice

@@ -1,0 +1,32 @@
+// From a transformer's configuration to its layers. Internal to stages/.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <sluice/transformer.hpp>
+
+#include "stages/layers/layer.hpp"
+#include "stages/layers/parts.hpp"
+
+namespace sluice {
+
+// Sizes with their defaults filled in.
+struct TransformerSizes {
+  std::int64_t width = 0, head_dim = 0, mlp_width = 0;
+  int kv_heads = 0;
+  [[nodiscard]] std::int64_t kv_width() const { return kv_heads * head_dim; }
+};
+// Requires: validate(config) passes.
+[[nodiscard]] TransformerSizes sizes_of(const TransformerConfig& config);
+
+// Appends the parts of layer `index` (0: embedding, 1..layers: blocks, layers + 1: head) to
+// `layers` and declares their parameters, those of a part in a row. Returns for each part how many
+// were declared before its first.
+std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
+                                     ParameterSet& parameters, WeightCopies& copies,
+                                     std::vector<std::unique_ptr<Layer>>& layers);
+
+}  // namespace sluice

@@ -1,0 +1,474 @@
+#include "stages/transformer/transformer_stage.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include <sluice/error.hpp>
+
+namespace sluice {
+
+namespace {
+
+// The only tensor of an edge, as [rows, columns]; null where there is none.
+Tensor single(std::span<const Tensor> tensors) {
+  return tensors.empty() || tensors[0].data == nullptr ? Tensor{} : as_rows(tensors[0]);
+}
+
+void require_single(std::span<const Tensor> tensors, const char* what) {
+  if (tensors.size() != 1 || tensors[0].data == nullptr) {
+    throw Error(ErrorCode::kInternal,
+                fmt::format("a transformer stage was given {} {} tensors with data; expected 1",
+                            std::count_if(tensors.begin(), tensors.end(),
+                                          [](const Tensor& t) { return t.data != nullptr; }),
+                            what));
+  }
+}
+
+LayerMemory largest(const LayerMemory& a, const LayerMemory& b) {
+  return {std::max(a.until_input, b.until_input), std::max(a.until_weight, b.until_weight),
+          std::max(a.gradients, b.gradients), std::max(a.scratch, b.scratch)};
+}
+
+bool fits(const LayerMemory& wanted, const LayerMemory& had) {
+  return wanted.until_input <= had.until_input && wanted.until_weight <= had.until_weight &&
+         wanted.gradients <= had.gradients && wanted.scratch <= had.scratch;
+}
+
+std::byte* at(const Buffer& buffer, std::size_t offset) {
+  return buffer.data() == nullptr ? nullptr : buffer.data() + offset;
+}
+
+}  // namespace
+
+TransformerStage::TransformerStage(const TransformerConfig& config, LayerRange range)
+    : config_(config), range_(range), copies_(config.precision) {
+  for (int layer = range.begin; layer < range.end; ++layer) {
+    for (const std::size_t first : build_layer(config, layer, parameters_, copies_, layers_)) {
+      first_parameters_.push_back(first);
+    }
+  }
+}
+
+ParameterSet* TransformerStage::parameters() { return layers_.empty() ? nullptr : &parameters_; }
+
+BlockShape TransformerStage::shape_of(const TensorSpec& input, DeviceKind device) const {
+  const Shape& shape = input.shape;
+  const bool right =
+      takes_tokens() ? input.dtype == DType::kI32 && shape.rank() == 2
+                     : input.dtype == DType::kF32 && shape.rank() == 3 && shape[2] == config_.width;
+  if (!right || shape[0] < 1 || shape[1] < 1 || shape[1] > config_.context) {
+    throw Error(
+        ErrorCode::kUsage,
+        fmt::format("a transformer stage of layers {} to {} was given an input {}; expected "
+                    "{} with at least 1 sample and 1 to {} positions",
+                    range_.begin, range_.end - 1, to_string(input),
+                    takes_tokens() ? std::string("i32 [samples, sequence]")
+                                   : fmt::format("f32 [samples, sequence, {}]", config_.width),
+                    config_.context));
+  }
+  return {shape[0], shape[1], device};
+}
+
+TensorSpec TransformerStage::output_spec(const BlockShape& shape) const {
+  return {
+      gives_logits() ? config_.precision : DType::kF32,
+      Shape{shape.samples, shape.sequence, gives_logits() ? config_.vocabulary : config_.width}};
+}
+
+StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
+                                            ComputeContext& compute) const {
+  if (inputs.size() != 1) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("a transformer stage was described with {} inputs; it takes 1: {}",
+                            inputs.size(),
+                            takes_tokens() ? "tokens i32 [samples, sequence]"
+                                           : "the residual stream f32 [samples, sequence, width]"));
+  }
+  const BlockShape shape = shape_of(inputs[0], compute.device().kind);
+  const std::size_t stream = round_up(stream_tensor(nullptr, shape).spec.bytes(), kBufferAlignment);
+  StageDescription description;
+  description.outputs = {output_spec(shape)};
+  description.input_gradients = {!takes_tokens()};
+  description.copy_bytes = copies_.bytes();
+  LayerMemory most;
+  OperatorMemory operators;
+  if (gives_logits()) operators.workspace = softmax_cross_entropy_workspace(shape.rows());
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    operators = largest(operators, layers_[i]->operators(compute, shape));
+    if (description.note.empty()) description.note = layers_[i]->note(compute, shape);
+    const LayerMemory memory = layers_[i]->memory(shape);
+    description.state_bytes_until_input += memory.until_input;
+    description.state_bytes_until_weight += memory.until_weight;
+    description.gradient_bytes_until_weight += memory.gradients;
+    if (i + 1 < layers_.size()) {  // a layer's output, and its gradient
+      description.state_bytes_until_weight += stream;
+      description.gradient_bytes_until_weight += stream;
+    }
+    most = largest(most, memory);
+  }
+  description.shared_gradient_bytes = layers_.empty() ? 0 : most.gradients + stream;
+  description.workspace_bytes = most.scratch;
+  description.operator_bytes = operators.workspace;
+  description.table_bytes = operators.tables;
+  return description;
+}
+
+LayerMemory TransformerStage::largest_memory(const Layer& layer,
+                                             std::span<const BlockShape> shapes) const {
+  LayerMemory most;
+  for (const BlockShape& shape : shapes) {
+    most = largest(most, layer.memory(shape));
+  }
+  return most;
+}
+
+TransformerStage::Layout TransformerStage::lay_out(std::span<const BlockShape> shapes,
+                                                   bool split) const {
+  std::size_t stream = 0;
+  for (const BlockShape& shape : shapes) {
+    stream = std::max(stream, stream_tensor(nullptr, shape).spec.bytes());
+  }
+  Layout layout;
+  Carver state, gradients;
+  std::size_t largest_gradients = 0;
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    Place place;
+    place.fits = largest_memory(*layers_[i], shapes);
+    const auto take = [](Carver& carver, std::size_t bytes) {
+      const std::size_t offset = carver.used();
+      (void)carver.bytes(bytes);
+      return offset;
+    };
+    place.until_input = take(state, place.fits.until_input);
+    place.until_weight = take(state, place.fits.until_weight);
+    place.output = take(state, i + 1 < layers_.size() ? stream : 0);
+    if (split) {
+      place.gradients = take(gradients, place.fits.gradients);
+      place.dinput = take(gradients, i > 0 ? stream : 0);
+    }
+    largest_gradients = std::max(largest_gradients, place.fits.gradients);
+    layout.scratch = std::max(layout.scratch, place.fits.scratch);
+    layout.places.push_back(place);
+  }
+  if (!split) {  // one area in turn, and one gradient of the residual stream behind it
+    (void)gradients.bytes(largest_gradients);
+    const std::size_t dinput = gradients.used();
+    (void)gradients.bytes(stream);
+    for (Place& place : layout.places) {
+      place.dinput = dinput;
+    }
+  }
+  layout.slot_state = state.used();
+  layout.slot_gradients = layers_.empty() ? 0 : gradients.used();
+  return layout;
+}
+
+void TransformerStage::prepare(const StageSetup& setup) {
+  if (setup.compute == nullptr || setup.slots < 1 || setup.input_sizes.empty()) {
+    throw Error(ErrorCode::kInternal,
+                fmt::format("a transformer stage was prepared with {} slots and {} micro-batch "
+                            "sizes; it needs a compute context and at least 1 of each",
+                            setup.slots, setup.input_sizes.size()));
+  }
+  shapes_.clear();
+  for (const std::vector<TensorSpec>& inputs : setup.input_sizes) {
+    (void)describe(inputs, *setup.compute);
+    shapes_.push_back(shape_of(inputs[0], setup.compute->device().kind));
+  }
+  slots_ = setup.slots;
+  split_ = setup.split_backward;
+  layout_ = lay_out(shapes_, split_);
+
+  const DeviceMemory& memory = setup.compute->memory();
+  const auto slots = static_cast<size_t>(slots_);
+  state_ = memory.allocate(slots * layout_.slot_state);
+  gradients_ = memory.allocate((split_ ? slots : 1) * layout_.slot_gradients);
+  scratch_ = memory.allocate(layout_.scratch);
+  for (const Buffer* buffer : {&state_, &gradients_, &scratch_}) {
+    // So that no page is first touched in a step.
+    fill_zero_async(buffer->data(), buffer->size(), setup.compute->stream());
+  }
+  parameters_.allocate(memory, setup.seed);
+  copies_.allocate(memory);
+  find_first_gradients();
+  rehearse_all(setup);
+}
+
+// Primitives are made, and libraries' kernels loaded, when a product is first run: run every size
+// once, on zeros. The operands take the place of messages that are yet to come.
+void TransformerStage::rehearse_all(const StageSetup& setup) {
+  if (layers_.empty()) {
+    return;
+  }
+  begin_step(*setup.compute);
+  for (size_t i = 0; i < shapes_.size(); ++i) {
+    const TensorSpec in_spec = setup.input_sizes[i][0];
+    const TensorSpec out_spec = output_spec(shapes_[i]);
+    const DeviceMemory& memory = setup.compute->memory();
+    const Buffer in = memory.allocate(in_spec.bytes(), DeviceMemory::Use::kPasses);
+    const Buffer out = memory.allocate(out_spec.bytes(), DeviceMemory::Use::kPasses);
+    fill_zero_async(in.data(), in_spec.bytes(), setup.compute->stream());
+    const Tensor input{in.data(), in_spec};
+    const Tensor output{out.data(), out_spec};
+    StageContext ctx{.compute = *setup.compute};
+    ctx.samples = shapes_[i].samples;
+    ctx.loss_scale = 0.0;
+    ctx.inputs = {&input, 1};
+    if (config_.dropout > 0) {  // evaluation runs other attention then
+      ctx.phase = Phase::kEvaluate;
+      forward(ctx, ctx.inputs, {&output, 1});
+      ctx.phase = Phase::kTrain;
+    }
+    rehearse(ctx, ctx.inputs, {&output, 1});
+    setup.compute->stream().synchronize();  // before the operands go
+  }
+  parameters_.zero_grads(setup.compute->stream());
+}
+
+void TransformerStage::rehearse(StageContext& ctx, std::span<const Tensor> inputs,
+                                std::span<const Tensor> outputs) {
+  forward(ctx, inputs, outputs);
+  fill_zero(ctx.compute, outputs[0]);
+  // Of zeros, into zeros that nobody needs: the input's memory serves for its gradient.
+  const std::span<const Tensor> grad_inputs = takes_tokens() ? std::span<const Tensor>{} : inputs;
+  if (split_) {
+    backward_input(ctx, outputs, grad_inputs);
+    backward_weight(ctx, outputs);
+  } else {
+    backward(ctx, outputs, grad_inputs);
+  }
+}
+
+void TransformerStage::require_fits(const BlockShape& shape) const {
+  if (std::find(shapes_.begin(), shapes_.end(), shape) != shapes_.end()) {
+    return;
+  }
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    if (!fits(layers_[i]->memory(shape), layout_.places[i].fits)) {
+      throw Error(
+          ErrorCode::kInternal,
+          fmt::format("a micro-batch of {} samples and {} positions does not fit the state "
+                      "prepared for {} and {}; name its size to prepare()",
+                      shape.samples, shape.sequence, shapes_.empty() ? 0 : shapes_[0].samples,
+                      shapes_.empty() ? 0 : shapes_[0].sequence));
+    }
+  }
+}
+
+BlockShape TransformerStage::begin_call(const StageContext& ctx,
+                                        std::span<const Tensor> inputs) const {
+  require_single(inputs, "input");
+  if (ctx.slot < 0 || ctx.slot >= slots_) {
+    throw Error(ErrorCode::kInternal, fmt::format("micro-batch {} in slot {} of a stage prepared "
+                                                  "for {} slots",
+                                                  ctx.micro_batch, ctx.slot, slots_));
+  }
+  const BlockShape shape = shape_of(inputs[0].spec, ctx.compute.device().kind);
+  require_fits(shape);
+  return shape;
+}
+
+void TransformerStage::check_inputs(std::span<const Tensor> inputs) const {
+  if (!takes_tokens()) return;
+  require_single(inputs, "input");
+  const auto* begin = inputs[0].as<const std::int32_t>();
+  const auto* const end = begin + inputs[0].elements();
+  const auto vocabulary = static_cast<std::uint32_t>(config_.vocabulary);
+  std::uint32_t most = 0;
+  for (const auto* token = begin; token != end; ++token) {
+    most = std::max(most, static_cast<std::uint32_t>(*token));
+  }
+  if (most >= vocabulary) {
+    throw Error(ErrorCode::kData,
+                fmt::format("token {} is outside the vocabulary; legal: 0 to {}",
+                            static_cast<std::int32_t>(most), config_.vocabulary - 1));
+  }
+}
+
+LayerCall TransformerStage::call_of(StageContext& ctx, const BlockShape& shape,
+                                    size_t layer) const {
+  const Place& place = layout_.places[layer];
+  const auto slot = static_cast<size_t>(ctx.slot);
+  const std::size_t state = slot * layout_.slot_state;
+  const std::size_t gradients = split_ ? slot * layout_.slot_gradients : 0;
+  return {.stage = ctx,
+          .shape = shape,
+          .until_input = at(state_, state + place.until_input),
+          .until_weight = at(state_, state + place.until_weight),
+          .gradients = at(gradients_, gradients + place.gradients),
+          .scratch = at(scratch_, 0)};
+}
+
+Tensor TransformerStage::stream_tensor(std::byte* data, const BlockShape& shape) const {
+  return {data, {DType::kF32, Shape{shape.rows(), config_.width}}};
+}
+
+Tensor TransformerStage::layer_output(const StageContext& ctx, const BlockShape& shape,
+                                      size_t layer) const {
+  const std::size_t slot = static_cast<size_t>(ctx.slot) * layout_.slot_state;
+  return stream_tensor(at(state_, slot + layout_.places[layer].output), shape);
+}
+
+Tensor TransformerStage::layer_input(const StageContext& ctx, const BlockShape& shape,
+                                     size_t layer) const {
+  return layer == 0 ? single(ctx.inputs) : layer_output(ctx, shape, layer - 1);
+}
+
+// With respect to the layer's output.
+Tensor TransformerStage::layer_gradient(const StageContext& ctx, const BlockShape& shape,
+                                        size_t layer, const Tensor& grad_output) const {
+  if (layer + 1 == layers_.size()) {
+    return grad_output;
+  }
+  const std::size_t slot = split_ ? static_cast<size_t>(ctx.slot) * layout_.slot_gradients : 0;
+  return stream_tensor(at(gradients_, slot + layout_.places[layer + 1].dinput), shape);
+}
+
+void TransformerStage::begin_step(ComputeContext& compute) {
+  copies_.refresh(compute, parameters_.version());
+}
+
+void TransformerStage::find_first_gradients() {
+  const std::vector<Parameter*> all = parameters_.all();
+  const std::span<const float> flat = parameters_.flat_grads();
+  first_gradients_.clear();
+  for (const std::size_t first : first_parameters_) {
+    first_gradients_.push_back(
+        first == all.size()
+            ? flat.size()
+            : static_cast<std::size_t>(all[first]->grad.as<const float>() - flat.data()));
+  }
+}
+
+void TransformerStage::tell_final(const StageContext& ctx, size_t layer) const {
+  if (ctx.final_gradients != nullptr) ctx.final_gradients->from(first_gradients_[layer]);
+}
+
+void TransformerStage::forward(StageContext& ctx, std::span<const Tensor> inputs,
+                               std::span<const Tensor> outputs) {
+  const BlockShape shape = begin_call(ctx, inputs);
+  require_single(outputs, "output");
+  if (layers_.empty()) {
+    copy_or_convert(ctx.compute, inputs[0], outputs[0]);
+    return;
+  }
+  Residual stream{single(inputs), {}};
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    LayerCall call = call_of(ctx, shape, i);
+    const bool last = i + 1 == layers_.size();
+    stream =
+        layers_[i]->forward(call, stream, last ? single(outputs) : layer_output(ctx, shape, i));
+  }
+  if (stream.pending.data != nullptr) {
+    add(ctx.compute, stream.pending, stream.value);
+  }
+}
+
+void TransformerStage::backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
+                                std::span<const Tensor> grad_inputs) {
+  if (split_) {  // what lies between the halves has a place per slot
+    backward_input(ctx, grad_outputs, grad_inputs);
+    backward_weight(ctx, grad_outputs);
+    return;
+  }
+  const BlockShape shape = begin_call(ctx, ctx.inputs);
+  require_single(grad_outputs, "output gradient");
+  const Tensor wanted = single(grad_inputs);
+  Tensor dout = single(grad_outputs);
+  if (layers_.empty() && wanted.data != nullptr) {
+    copy_or_convert(ctx.compute, dout, wanted);
+  }
+  for (size_t i = layers_.size(); i-- > 0;) {
+    LayerCall call = call_of(ctx, shape, i);
+    // The caller's gradient serves as the running one; without it, ours.
+    const bool ours = wanted.data == nullptr && i > 0;
+    const Tensor din = ours ? layer_gradient(ctx, shape, i - 1, {}) : wanted;
+    layers_[i]->backward(call, layer_input(ctx, shape, i), dout, din);
+    tell_final(ctx, i);
+    dout = din;
+  }
+}
+
+void TransformerStage::backward_input(StageContext& ctx, std::span<const Tensor> grad_outputs,
+                                      std::span<const Tensor> grad_inputs) {
+  if (!split_) {
+    throw Error(ErrorCode::kInternal, "backward_input on a stage prepared without split_backward");
+  }
+  const BlockShape shape = begin_call(ctx, ctx.inputs);
+  require_single(grad_outputs, "output gradient");
+  const Tensor wanted = single(grad_inputs);
+  if (layers_.empty() && wanted.data != nullptr) {
+    copy_or_convert(ctx.compute, single(grad_outputs), wanted);
+  }
+  for (size_t i = layers_.size(); i-- > 0;) {
+    LayerCall call = call_of(ctx, shape, i);
+    layers_[i]->backward_input(call, layer_input(ctx, shape, i),
+                               layer_gradient(ctx, shape, i, single(grad_outputs)),
+                               i > 0 ? layer_gradient(ctx, shape, i - 1, {}) : wanted);
+  }
+}
+
+void TransformerStage::backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) {
+  const BlockShape shape = begin_call(ctx, ctx.inputs);
+  require_single(grad_outputs, "output gradient");
+  for (size_t i = layers_.size(); i-- > 0;) {
+    LayerCall call = call_of(ctx, shape, i);
+    layers_[i]->backward_weight(call, layer_input(ctx, shape, i),
+                                layer_gradient(ctx, shape, i, single(grad_outputs)));
+    tell_final(ctx, i);
+  }
+}
+
+void LastTransformerStage::rehearse(StageContext& ctx, std::span<const Tensor> inputs,
+                                    std::span<const Tensor> outputs) {
+  const Shape& shape = outputs[0].shape();
+  const TensorSpec spec{DType::kI32, Shape{shape[0], shape[1]}};
+  const Buffer zeros = ctx.compute.memory().allocate(spec.bytes(), DeviceMemory::Use::kPasses);
+  const HostBuffer sum(ctx.compute.device(), sizeof(double));
+  fill_zero_async(zeros.data(), spec.bytes(), ctx.compute.stream());
+  const Tensor targets{zeros.data(), spec};
+  forward(ctx, inputs, outputs);
+  loss(ctx, outputs, {&targets, 1}, reinterpret_cast<double*>(sum.data()));
+  TransformerStage::rehearse(ctx, inputs, outputs);
+  ctx.compute.stream().synchronize();
+}
+
+void LastTransformerStage::loss(StageContext& ctx, std::span<const Tensor> outputs,
+                                std::span<const Tensor> targets, double* sum) {
+  require_single(outputs, "output");
+  require_single(targets, "target");
+  const Tensor logits = as_rows(outputs[0]);
+  if (targets[0].elements() != logits.shape()[0]) {
+    throw Error(ErrorCode::kInternal,
+                fmt::format("targets {} do not fit logits {}", to_string(targets[0].spec),
+                            to_string(outputs[0].spec)));
+  }
+  const Tensor flat{targets[0].data, {DType::kI32, Shape{targets[0].elements()}}};
+  softmax_cross_entropy(ctx.compute, logits, flat, ctx.loss_scale, ctx.phase == Phase::kTrain, sum);
+}
+
+double LastTransformerStage::target_weight(std::span<const Tensor> targets) const {
+  require_single(targets, "target");
+  if (targets[0].spec.dtype != DType::kI32) {
+    throw Error(ErrorCode::kInternal, fmt::format("targets {}; expected i32 [samples, sequence]",
+                                                  to_string(targets[0].spec)));
+  }
+  const std::span<const std::int32_t> values{targets[0].as<const std::int32_t>(),
+                                             static_cast<size_t>(targets[0].elements())};
+  std::int64_t counted = 0;
+  std::int32_t most = -1;
+  for (const std::int32_t target : values) {
+    counted += target >= 0 ? 1 : 0;
+    most = std::max(most, target);
+  }
+  if (most >= config().vocabulary) {
+    throw Error(ErrorCode::kData,
+                fmt::format("target {} is outside the vocabulary; legal: 0 to {}, "
+                            "or negative for none",
+                            most, config().vocabulary - 1));
+  }
+  return static_cast<double>(counted);
+}
+
+}  // namespace sluice

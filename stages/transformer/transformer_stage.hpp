@@ -1,0 +1,125 @@
+// A run of a transformer's layers as a pipeline stage. Internal to stages/; made by
+// make_transformer_stage.
+//
+// Memory. Per slot: what each layer keeps from forward on, and each layer's output but the last
+// (which goes to the plan's buffer). Between I and W: the gradients of products' results and of
+// layer outputs, per slot if the schedule parts I and W; otherwise one such area serves all layers
+// and micro-batches in turn, and the gradient of the residual stream is updated in place.
+// All of it is sized for the largest micro-batch in prepare() and found by arithmetic afterwards.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include <sluice/stage.hpp>
+#include <sluice/transformer.hpp>
+
+#include "stages/layers/layer.hpp"
+#include "stages/transformer/build.hpp"
+
+namespace sluice {
+
+// Layers [begin, end): 0 is the embedding, layers + 1 the head.
+struct LayerRange {
+  int begin = 0, end = 0;
+};
+
+class TransformerStage : public Stage, public SplitBackward {
+ public:
+  // Requires a valid config; the embedding and the head lie in the first and the last stage.
+  TransformerStage(const TransformerConfig& config, LayerRange range);
+
+  [[nodiscard]] StageDescription describe(std::span<const TensorSpec> inputs,
+                                          ComputeContext& compute) const override;
+  void check_inputs(std::span<const Tensor> inputs) const override;
+  void prepare(const StageSetup& setup) override;
+  void begin_step(ComputeContext& compute) override;
+  [[nodiscard]] bool replayable() const override { return true; }
+  void forward(StageContext& ctx, std::span<const Tensor> inputs,
+               std::span<const Tensor> outputs) override;
+  void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
+                std::span<const Tensor> grad_inputs) override;
+  void backward_input(StageContext& ctx, std::span<const Tensor> grad_outputs,
+                      std::span<const Tensor> grad_inputs) override;
+  void backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) override;
+  [[nodiscard]] ParameterSet* parameters() override;
+  // Taken by prepare() for what describe() announced: all but parameters.
+  [[nodiscard]] std::size_t prepared_bytes() const {
+    return state_.size() + gradients_.size() + scratch_.size();
+  }
+
+ protected:
+  // Runs what the primitives of one micro-batch size need to have run once; leaves no trace but
+  // gradients.
+  virtual void rehearse(StageContext& ctx, std::span<const Tensor> inputs,
+                        std::span<const Tensor> outputs);
+  [[nodiscard]] const TransformerConfig& config() const { return config_; }
+
+ private:
+  // Offsets within a slot's state and gradient memory, and what fits there.
+  struct Place {
+    std::size_t until_input = 0, until_weight = 0, output = 0;
+    std::size_t gradients = 0, dinput = 0;
+    LayerMemory fits;
+  };
+  struct Layout {
+    std::vector<Place> places;
+    std::size_t slot_state = 0;      // bytes per slot
+    std::size_t slot_gradients = 0;  // bytes per slot where split, else of the one shared area
+    std::size_t scratch = 0;
+  };
+
+  [[nodiscard]] bool takes_tokens() const { return range_.begin == 0; }
+  [[nodiscard]] bool gives_logits() const { return range_.end == config_.layers + 2; }
+  [[nodiscard]] BlockShape shape_of(const TensorSpec& input, DeviceKind device) const;
+  [[nodiscard]] TensorSpec output_spec(const BlockShape& shape) const;
+  [[nodiscard]] LayerMemory largest_memory(const Layer& layer,
+                                           std::span<const BlockShape> shapes) const;
+  [[nodiscard]] Layout lay_out(std::span<const BlockShape> shapes, bool split) const;
+  void rehearse_all(const StageSetup& setup);
+  void require_fits(const BlockShape& shape) const;
+
+  [[nodiscard]] LayerCall call_of(StageContext& ctx, const BlockShape& shape, size_t layer) const;
+  [[nodiscard]] Tensor stream_tensor(std::byte* data, const BlockShape& shape) const;
+  [[nodiscard]] Tensor layer_output(const StageContext& ctx, const BlockShape& shape,
+                                    size_t layer) const;
+  [[nodiscard]] Tensor layer_input(const StageContext& ctx, const BlockShape& shape,
+                                   size_t layer) const;
+  [[nodiscard]] Tensor layer_gradient(const StageContext& ctx, const BlockShape& shape,
+                                      size_t layer, const Tensor& grad_output) const;
+  void find_first_gradients();
+  // Layers from this one on add to no gradient any more.
+  void tell_final(const StageContext& ctx, size_t layer) const;
+  [[nodiscard]] BlockShape begin_call(const StageContext& ctx,
+                                      std::span<const Tensor> inputs) const;
+
+  TransformerConfig config_;
+  LayerRange range_;
+  ParameterSet parameters_;
+  WeightCopies copies_;
+  std::vector<std::unique_ptr<Layer>> layers_;
+  std::vector<std::size_t> first_parameters_;  // [layer] how many come before its own
+  std::vector<std::size_t> first_gradients_;  // [layer] where they begin in flat_grads(), in floats
+
+  int slots_ = 0;
+  bool split_ = true;
+  std::vector<BlockShape> shapes_;  // prepared sizes
+  Layout layout_;
+  Buffer state_, gradients_, scratch_;
+};
+
+class LastTransformerStage final : public TransformerStage, public LossStage {
+ public:
+  using TransformerStage::TransformerStage;
+
+  // Summed cross-entropy over the targets that are not negative.
+  void loss(StageContext& ctx, std::span<const Tensor> outputs, std::span<const Tensor> targets,
+            double* sum) override;
+  [[nodiscard]] double target_weight(std::span<const Tensor> targets) const override;
+
+ protected:
+  void rehearse(StageContext& ctx, std::span<const Tensor> inputs,
+                std::span<const Tensor> outputs) override;
+};
+
+}  // namespace sluice

@@ -1,0 +1,232 @@
+#include "comm/group/collectives.hpp"
+
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+#include <sluice/communicator.hpp>
+#include <sluice/error.hpp>
+
+#include "tests/comm/group/both_transports.hpp"
+
+namespace sluice {
+namespace {
+
+template <typename T>
+std::span<std::byte> writable(std::vector<T>& values) {
+  return std::as_writable_bytes(std::span(values));
+}
+
+// Element i of rank's addend: signs and magnitudes mixed so that the order of a sum shows.
+float addend(int rank, std::size_t i) {
+  const auto hash =
+      static_cast<std::uint32_t>((i + 1) * 2654435761U + static_cast<std::size_t>(rank) * 40503U);
+  const float fraction = 1.0F + static_cast<float>(hash % 8191U) / 8191.0F;
+  const float sign = (hash >> 16U) % 2U == 0 ? 1.0F : -1.0F;
+  return sign * std::ldexp(fraction, static_cast<int>((hash >> 20U) % 12U));
+}
+
+// Sum over ranks in the given order of ranks.
+float sum_in_order(const std::vector<int>& order, std::size_t i) {
+  float sum = addend(order[0], i);
+  for (std::size_t k = 1; k < order.size(); ++k) {
+    sum += addend(order[k], i);
+  }
+  return sum;
+}
+
+std::vector<int> ascending(int ranks) {
+  std::vector<int> order;
+  for (int rank = 0; rank < ranks; ++rank) {
+    order.push_back(rank);
+  }
+  return order;
+}
+
+SLUICE_COMM_TEST(OrderedSumTest, EqualsTheSumFromLeftToRightBitForBit) {
+  Collectives collectives(comm, 0, nullptr);
+  const std::vector<int> order = ascending(comm.size());
+  // Around the number of ranks, around a block, several blocks, a last shard that is short or
+  // empty.
+  for (const std::size_t count :
+       {1UL, 2UL, 3UL, 4UL, 5UL, 6UL, 7UL, 1000UL, 32768UL * 3 + 1, 262147UL}) {
+    std::vector<float> values(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      values[i] = addend(comm.rank(), i);
+    }
+    std::vector<float> workspace(collectives.ordered_sum_workspace(count));
+    collectives.ordered_sum(values, workspace);
+    std::size_t wrong = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      wrong += std::bit_cast<std::uint32_t>(values[i]) !=
+                       std::bit_cast<std::uint32_t>(sum_in_order(order, i))
+                   ? 1
+                   : 0;
+    }
+    EXPECT_EQ(wrong, 0U) << "of " << count;
+  }
+}
+
+TEST(OrderedSumInputTest, OtherOrdersGiveOtherBits) {
+  // Without this the test above would pass for a sum in any order.
+  for (int ranks = 3; ranks <= 5; ++ranks) {
+    std::vector<int> rotated = ascending(ranks);
+    rotated.push_back(rotated.front());
+    rotated.erase(rotated.begin());
+    std::size_t differ_rotated = 0;
+    for (std::size_t i = 0; i < 1000; ++i) {
+      differ_rotated += sum_in_order(ascending(ranks), i) != sum_in_order(rotated, i) ? 1 : 0;
+    }
+    EXPECT_GT(differ_rotated, 100U) << ranks;
+  }
+}
+
+SLUICE_COMM_TEST(OrderedSumTest, RefusesAWorkspaceTooSmall) {
+  Collectives collectives(comm, 0, nullptr);
+  std::vector<float> values(100, 1.0F);
+  std::vector<float> workspace(collectives.ordered_sum_workspace(values.size()));
+  if (comm.size() == 1) {
+    EXPECT_TRUE(workspace.empty());
+    return;
+  }
+  EXPECT_THROW(collectives.ordered_sum(values, std::span(workspace).first(workspace.size() - 1)),
+               Error);
+}
+
+SLUICE_COMM_TEST(CollectivesTest, BroadcastsFromEveryRoot) {
+  Collectives collectives(comm, 0, nullptr);
+  for (int root = 0; root < comm.size(); ++root) {
+    std::vector<int> values(1000, comm.rank());
+    collectives.broadcast(writable(values), root);
+    EXPECT_EQ(values, std::vector<int>(1000, root));
+    collectives.broadcast({}, root);
+  }
+}
+
+SLUICE_COMM_TEST(CollectivesTest, GathersInTheOrderOfRanks) {
+  Collectives collectives(comm, 0, nullptr);
+  const auto size = static_cast<std::size_t>(comm.size());
+  const std::array<int, 2> mine = {comm.rank(), -comm.rank()};
+  for (int root = 0; root < comm.size(); ++root) {
+    std::vector<int> all(comm.rank() == root ? 2 * size : 0);
+    collectives.gather(std::as_bytes(std::span(mine)), writable(all), root);
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      EXPECT_EQ(all[i], i % 2 == 0 ? static_cast<int>(i / 2) : -static_cast<int>(i / 2));
+    }
+  }
+  std::vector<int> all(2 * size);
+  collectives.all_gather(std::as_bytes(std::span(mine)), writable(all));
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    EXPECT_EQ(all[i], i % 2 == 0 ? static_cast<int>(i / 2) : -static_cast<int>(i / 2));
+  }
+}
+
+SLUICE_COMM_TEST(CollectivesTest, GathersStringsOfDifferentLengths) {
+  Collectives collectives(comm, 0, nullptr);
+  const auto text = [](int rank) {
+    return std::string(static_cast<std::size_t>(rank) * 3000, static_cast<char>('a' + rank));
+  };
+  const std::vector<std::string> all = collectives.all_gather_strings(text(comm.rank()));
+  ASSERT_EQ(all.size(), static_cast<std::size_t>(comm.size()));
+  for (int rank = 0; rank < comm.size(); ++rank) {
+    EXPECT_EQ(all[static_cast<std::size_t>(rank)], text(rank));
+  }
+}
+
+SLUICE_COMM_TEST(CollectivesTest, NobodyLeavesABarrierBeforeTheLastHasCome) {
+  Collectives collectives(comm, 0, nullptr);
+  const auto notes = comm.duplicate();
+  // Every rank in turn comes last: it tells all the others just before it enters.
+  for (int last = 0; last < comm.size(); ++last) {
+    int told = 0;
+    Request note;
+    std::vector<Request> sends;
+    const int word = 1;
+    if (comm.rank() == last) {
+      for (int peer = 0; peer < comm.size(); ++peer) {
+        if (peer != last) {
+          sends.push_back(notes->start_send(peer, 0, std::as_bytes(std::span(&word, 1))));
+        }
+      }
+    } else {
+      note = notes->post_recv(last, 0, std::as_writable_bytes(std::span(&told, 1)));
+    }
+    collectives.barrier();
+    Waiter waiter(comm.local_size());
+    while (note.index != Request::kNone && !notes->test(note)) {
+      waiter.pause();
+    }
+    for (Request& send : sends) {
+      while (!notes->test(send)) {
+        waiter.pause();
+      }
+    }
+    EXPECT_TRUE(comm.rank() == last || told == 1);
+  }
+}
+
+SLUICE_COMM_TEST(CollectivesTest, SendsPointToPointInOrder) {
+  if (comm.size() == 1) {
+    return;
+  }
+  Collectives collectives(comm, 0, nullptr);
+  const int last = comm.size() - 1;
+  for (int i = 0; i < 20; ++i) {
+    if (comm.rank() == 0) {
+      collectives.send(last, std::as_bytes(std::span(&i, 1)));
+    } else if (comm.rank() == last) {
+      int value = -1;
+      collectives.recv(0, std::as_writable_bytes(std::span(&value, 1)));
+      EXPECT_EQ(value, i);
+    }
+  }
+}
+
+SLUICE_COMM_TEST(CollectivesTest, RefusesSizesThatDiffer) {
+  if (comm.size() == 1) {
+    return;
+  }
+  const auto copy = comm.duplicate();
+  Collectives collectives(*copy, 0, nullptr);
+  const int last = comm.size() - 1;
+  const std::array<int, 3> three = {1, 2, 3};
+  std::array<int, 4> four{};
+  if (comm.rank() == 0) {
+    collectives.send(last, std::as_bytes(std::span(three)));
+  } else if (comm.rank() == last) {
+    try {
+      collectives.recv(0, std::as_writable_bytes(std::span(four)));
+      ADD_FAILURE() << "12 bytes were taken for 16";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kMismatch);
+      EXPECT_NE(std::string(error.what()).find("expected 16 bytes from rank 0, got 12"),
+                std::string::npos)
+          << error.what();
+    }
+  }
+}
+
+SLUICE_COMM_TEST(CollectivesTest, AreEndedByTheirInterrupt) {
+  class Bell : public Interrupt {
+   public:
+    void poll() override {
+      if (++polls_ > 10) {
+        throw Error(ErrorCode::kPeer, "rung");
+      }
+    }
+
+   private:
+    int polls_ = 0;
+  };
+  Bell bell;
+  const auto copy = comm.duplicate();
+  Collectives collectives(*copy, 0, &bell);
+  int value = 0;
+  EXPECT_THROW(collectives.recv((comm.rank() + 1) % comm.size(),
+                                std::as_writable_bytes(std::span(&value, 1))),
+               Error);
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,95 @@
+#include "comm/mpi/device_messages.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/error.hpp>
+
+#include "tests/comm/group/both_transports.hpp"
+
+namespace sluice {
+namespace {
+
+TEST(DeviceMessagesTest, KnowsTheMemoryOfACudaDeviceInAList) {
+  for (const char* kinds : {"cuda", "system,mpi,cuda", "cuda:device", "mpi,cuda:host:device,rocm"})
+    EXPECT_TRUE(names_cuda_device(kinds)) << kinds;
+  for (const char* kinds : {"", "system,mpi", "cuda:host", "rocm:device", "mpi,cuda:managed,rocm",
+                            "cudax", "system:cuda"})
+    EXPECT_FALSE(names_cuda_device(kinds)) << kinds;
+}
+
+SLUICE_COMM_TEST(DeviceMessagesTest, FindsNoFaultWhereAllBytesArrive) {
+  EXPECT_EQ(device_message_fault(comm.duplicate(), Device{}), "");
+}
+
+// Passes everything on but one message, which it spoils or fails to send; in the latter case the
+// message comes at its end, into the receive that is still open.
+class Spoiler final : public Communicator {
+ public:
+  Spoiler(Communicator& comm, int good, bool fails)
+      : comm_(comm.duplicate()), good_(good), fails_(fails) {}
+  ~Spoiler() override {
+    if (!fails_) return;
+    Request late = comm_->start_send(comm_->rank(), 0, spoiled_);
+    (void)testing::finish(*comm_, late);
+  }
+  Spoiler(const Spoiler&) = delete;
+  Spoiler& operator=(const Spoiler&) = delete;
+  int rank() const override { return comm_->rank(); }
+  int size() const override { return comm_->size(); }
+  int max_tag() const override { return comm_->max_tag(); }
+  int local_size() const override { return comm_->local_size(); }
+  const char* name() const override { return "spoiler"; }
+  std::string why_no_device_memory(Device /*device*/) const override { return ""; }
+  Request start_send(int peer, int tag, std::span<const std::byte> bytes) override {
+    if (good_-- != 0) return comm_->start_send(peer, tag, bytes);
+    spoiled_.assign(bytes.begin(), bytes.end());
+    if (fails_) throw Error(ErrorCode::kMpi, "MPI_Isend failed: invalid buffer");
+    spoiled_.back() ^= std::byte{1};
+    return comm_->start_send(peer, tag, spoiled_);
+  }
+  Request post_recv(int peer, int tag, std::span<std::byte> bytes) override {
+    return comm_->post_recv(peer, tag, bytes);
+  }
+  bool test(Request& request, Arrival* arrival) override { return comm_->test(request, arrival); }
+  void cancel(Request& request) override { comm_->cancel(request); }
+  void keep(Owner memory) override { comm_->keep(std::move(memory)); }
+  std::unique_ptr<Communicator> split(int colour, int key) override {
+    return comm_->split(colour, key);
+  }
+  std::unique_ptr<Communicator> duplicate() override { return comm_->duplicate(); }
+
+ private:
+  std::unique_ptr<Communicator> comm_;
+  int good_;  // messages until the one that does not pass as it is
+  bool fails_;
+  std::vector<std::byte> spoiled_;
+};
+
+SLUICE_COMM_TEST(DeviceMessagesTest, SaysThatBytesDiffer) {
+  for (int good = 0; good < 3; ++good) {
+    EXPECT_THAT(device_message_fault(std::make_unique<Spoiler>(comm, good, false), Device{}),
+                ::testing::HasSubstr("delivers other bytes than were sent"))
+        << good;
+  }
+}
+
+SLUICE_COMM_TEST(DeviceMessagesTest, SaysWhatMpiAnsweredAndEndsWhatIsOpenBeforeTheMemoryGoes) {
+  EXPECT_THAT(device_message_fault(std::make_unique<Spoiler>(comm, 1, true), Device{}),
+              ::testing::HasSubstr("tried with a message: MPI_Isend failed: invalid buffer"));
+}
+
+#ifdef SLUICE_UNDER_MPI
+TEST(DeviceMessagesTest, MpiWithoutCudaIsNotTried) {
+  EXPECT_EQ(testing::world().why_no_device_memory(Device{}), "MPI is not CUDA-aware");
+}
+#endif
+
+}  // namespace
+}  // namespace sluice

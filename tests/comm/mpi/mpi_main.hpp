@@ -1,0 +1,14 @@
+// What a test under mpirun gets from its main(): the job's communicator. Link sluice_mpi_test_main,
+// which sluice_mpi_test() does. A failure on any rank fails the job; rank 0 prints GoogleTest's
+// report, the others only their failures, each line with its rank in front.
+#pragma once
+
+#include <sluice/communicator.hpp>
+
+namespace sluice::testing {
+
+// All ranks of the job; valid while tests run. Every test makes its messages on a duplicate, so
+// that a failed one leaves nothing behind for the next.
+[[nodiscard]] Communicator& world();
+
+}  // namespace sluice::testing

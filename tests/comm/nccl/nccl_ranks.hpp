@@ -1,0 +1,120 @@
+// Runs one test body as ranks that each own a GPU: threads over loopback, rank r on cuda:r, once
+// per number of ranks from 1 to 4. Where this machine has fewer GPUs the case is skipped by name;
+// the emulation has 8. A test is written
+//
+//   TEST_P(NcclQueueTest, PassesAroundTheRing) { run([](Rank& rank) { ... }); }
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/communicator.hpp>
+#include <sluice/device.hpp>
+#include <sluice/error.hpp>
+
+#include "comm/group/collectives.hpp"
+#include "comm/group/control.hpp"
+#include "comm/loopback/loopback.hpp"
+
+namespace sluice::testing {
+
+struct Rank {
+  Communicator& comm;
+  Collectives& seam;
+  ControlChannel& control;
+  Device device;
+  [[nodiscard]] int rank() const { return comm.rank(); }
+  [[nodiscard]] int size() const { return comm.size(); }
+  [[nodiscard]] int next() const { return (rank() + 1) % size(); }
+  [[nodiscard]] int previous() const { return (rank() + size() - 1) % size(); }
+};
+
+class NcclRanksTest : public ::testing::TestWithParam<int> {
+ protected:
+  // Skips the case where there are fewer than `gpus`.
+  void SetUp() override {
+    if (device_count(DeviceKind::kCuda) < GetParam()) {
+      GTEST_SKIP() << "needs " << GetParam() << " GPUs, this machine has "
+                   << device_count(DeviceKind::kCuda) << " " << no_gpu_reason();
+    }
+  }
+  static void run(const std::function<void(Rank&)>& body) { run_with(GetParam(), body); }
+  static void run_with(int ranks, const std::function<void(Rank&)>& body) {
+    run_loopback(ranks, [&](Communicator& comm) {
+      ControlChannel control(comm);
+      Collectives seam(comm, 0, &control);
+      Rank rank{comm, seam, control, {DeviceKind::kCuda, comm.rank()}};
+      use_device(rank.device);
+      body(rank);
+    });
+  }
+};
+
+inline std::string ranks_name(const ::testing::TestParamInfo<int>& info) {
+  return std::to_string(info.param) + "Ranks";
+}
+
+// Every number of ranks, and those that have a peer.
+#define SLUICE_NCCL_RANKS(suite) \
+  INSTANTIATE_TEST_SUITE_P(Gpus, suite, ::testing::Range(1, 5), ::sluice::testing::ranks_name)
+#define SLUICE_NCCL_PEERS(suite) \
+  INSTANTIATE_TEST_SUITE_P(Gpus, suite, ::testing::Range(2, 5), ::sluice::testing::ranks_name)
+
+// Values in device memory.
+template <typename T>
+class OnDevice {
+ public:
+  OnDevice(Device device, std::size_t count)
+      : device_(device), count_(count), memory_(device, count * sizeof(T)) {}
+  OnDevice(Device device, const std::vector<T>& values) : OnDevice(device, values.size()) {
+    copy_now(device_, memory_.data(), values.data(), count_ * sizeof(T));
+  }
+  [[nodiscard]] std::span<T> values() const {
+    return {reinterpret_cast<T*>(memory_.data()), count_};
+  }
+  [[nodiscard]] std::span<std::byte> bytes() const { return {memory_.data(), count_ * sizeof(T)}; }
+  // What lies there now; nothing may be under way.
+  [[nodiscard]] std::vector<T> read() const {
+    std::vector<T> result(count_);
+    copy_now(device_, result.data(), memory_.data(), count_ * sizeof(T));
+    return result;
+  }
+
+ private:
+  Device device_;
+  std::size_t count_;
+  Buffer memory_;
+};
+
+// The error of `call`; a failure where there is none.
+template <typename Call>
+Error error_of(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error;
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return Error(ErrorCode::kInternal, "nothing was thrown");
+}
+
+// Throws Error(kPeer) once, at the given poll counted from 1.
+class ThrowingInterrupt : public Interrupt {
+ public:
+  ThrowingInterrupt(int poll, std::string message) : left_(poll), message_(std::move(message)) {}
+  void poll() override {
+    if (--left_ == 0) throw Error(ErrorCode::kPeer, message_);
+  }
+
+ private:
+  int left_;
+  std::string message_;
+};
+
+}  // namespace sluice::testing

@@ -1,0 +1,114 @@
+#include "comm/nccl/nccl_sums.hpp"
+
+#include <sluice/error.hpp>
+
+#include "tests/comm/group/addends.hpp"
+#include "tests/comm/nccl/nccl_ranks.hpp"
+
+namespace sluice {
+namespace {
+
+using testing::addends;
+using testing::differing;
+using testing::OnDevice;
+using testing::Rank;
+
+class NcclSumsTest : public testing::NcclRanksTest {};
+class NcclSumsPeersTest : public testing::NcclRanksTest {};
+SLUICE_NCCL_RANKS(NcclSumsTest);
+SLUICE_NCCL_PEERS(NcclSumsPeersTest);
+
+// What the host makes of the same values.
+std::vector<float> on_host(Rank& rank, std::vector<float> values) {
+  std::vector<float> workspace(rank.seam.ordered_sum_workspace(values.size()));
+  rank.seam.ordered_sum(values, workspace);
+  return values;
+}
+
+TEST_P(NcclSumsTest, HaveTheBitsOfTheHostsOrderedSum) {
+  run([](Rank& rank) {
+    NcclQueue queue(rank.device, 8, rank.size());
+    NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), NcclLabel{"the replicas"},
+                  NcclSums::Method::kOrdered, 0, &rank.control);
+    const Stream compute(rank.device);
+    Event ready(rank.device);
+    // Fewer values than ranks, than a shard's multiple, odd ones, and whole shards.
+    for (const std::size_t count : {1UL, 2UL, 3UL, 5UL, 31UL, 33UL, 128UL, 1000UL, 4099UL}) {
+      const std::vector<float> mine = addends(rank.rank(), count);
+      const OnDevice<float> values(rank.device, mine);
+      const OnDevice<float> workspace(rank.device, sums.workspace(count));
+      ready.record(compute.view());
+      NcclTicket summed = sums.sum(values.values(), workspace.values(), ready);
+      queue.wait(summed, &rank.control);
+      EXPECT_EQ(differing(values.read(), on_host(rank, mine)), 0U) << "of " << count;
+    }
+    queue.finalize(&rank.control);
+  });
+}
+
+TEST_P(NcclSumsTest, DoNotDependOnHowARangeIsCut) {
+  run([](Rank& rank) {
+    NcclQueue queue(rank.device, 16, rank.size());
+    NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), NcclLabel{"the replicas"},
+                  NcclSums::Method::kOrdered, 0, &rank.control);
+    const std::size_t count = 3001;
+    const std::vector<float> mine = addends(rank.rank(), count);
+    const OnDevice<float> values(rank.device, std::vector<float>(count));
+    const OnDevice<float> workspace(rank.device, sums.workspace(1024));
+    const Stream compute(rank.device);
+    Event ready(rank.device);
+    // Four buckets through one workspace, the last one short, none aligned to 16 bytes but the
+    // first, while the stream still brings the values.
+    copy_async(values.bytes().data(), mine.data(), count * sizeof(float), compute.view());
+    ready.record(compute.view());
+    std::vector<NcclTicket> tickets;
+    for (std::size_t begin = 0; begin < count; begin += 1001) {
+      tickets.push_back(
+          sums.sum(values.values().subspan(begin, std::min<std::size_t>(1001, count - begin)),
+                   workspace.values(), ready));
+    }
+    for (NcclTicket& ticket : tickets) queue.wait_issued(ticket, &rank.control);
+    for (NcclTicket& ticket : tickets) queue.wait_on(compute.view(), ticket);
+    compute.view().synchronize();
+    EXPECT_EQ(differing(values.read(), on_host(rank, mine)), 0U);
+    queue.finalize(&rank.control);
+  });
+}
+
+TEST_P(NcclSumsTest, ByTheLibraryAreCloseToTheOrderedOnes) {
+  run([](Rank& rank) {
+    NcclQueue queue(rank.device, 8, rank.size());
+    NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), NcclLabel{"the replicas"},
+                  NcclSums::Method::kAllReduce, 4000, &rank.control);
+    EXPECT_EQ(sums.workspace(1000), 0U);
+    const std::vector<float> mine = addends(rank.rank(), 1000);
+    const OnDevice<float> values(rank.device, mine);
+    const Event now;
+    NcclTicket summed = sums.sum(values.values(), {}, now);
+    queue.wait(summed, &rank.control);
+    const std::vector<float> expected = on_host(rank, mine);
+    const std::vector<float> got = values.read();
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      EXPECT_NEAR(got[i], expected[i], 1e-3F * static_cast<float>(rank.size())) << i;
+    }
+    queue.finalize(&rank.control);
+  });
+}
+
+TEST_P(NcclSumsPeersTest, RefuseAWorkspaceTooSmall) {
+  run([](Rank& rank) {
+    NcclQueue queue(rank.device, 8, rank.size());
+    NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), NcclLabel{"the replicas"},
+                  NcclSums::Method::kOrdered, 0, &rank.control);
+    const OnDevice<float> values(rank.device, 100);
+    const OnDevice<float> workspace(rank.device, sums.workspace(100));
+    const Event now;
+    EXPECT_THROW(static_cast<void>(sums.sum(
+                     values.values(), workspace.values().first(sums.workspace(100) - 1), now)),
+                 Error);
+    queue.finalize(&rank.control);
+  });
+}
+
+}  // namespace
+}  // namespace sluice

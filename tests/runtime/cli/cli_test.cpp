@@ -1,0 +1,519 @@
+// The program as a user meets it: exit codes, one clear line, no partial output.
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "tests/runtime/cli/cli_tools.hpp"
+
+namespace sluice::testing {
+namespace {
+
+// What the program says and computes on the CPU, whatever GPUs, emulated ones too, are there.
+[[maybe_unused]] const int kNoGpus =
+    setenv("CUDA_VISIBLE_DEVICES", "", 1) | setenv("SLUICE_EMULATED_DEVICES", "0", 1);
+
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::StartsWith;
+
+TEST(RefusalLineTest, IsFoundBehindALineOfTheMpiLibrary) {
+  expect_refusal({2, "", "[host] a warning of the MPI library\nsluice: error: no such option\n"}, 2,
+                 "no such option");
+}
+
+// --- what is refused, one line each ---
+
+struct Refusal {
+  const char* name;
+  std::string arguments;
+  int code;
+  const char* part;  // of the message
+};
+
+class RefusalTest : public CliTest, public ::testing::WithParamInterface<Refusal> {
+ protected:
+  void SetUp() override {
+    CliTest::SetUp();
+    write("empty.txt", "");
+    write("short.txt", "too short");
+    write("odd.bin", "12345");
+    write("tokens.bin", std::string(4000, '\x01'));  // every token is 257
+    write("bad.conf", "layer = 2\n");
+    fs::create_directory(path("garbled"));
+    write("garbled/model.safetensors", "no header at all, but long enough to be read");
+  }
+};
+
+TEST_P(RefusalTest, SaysOneClearLineAndLeavesNothing) {
+  const std::vector<std::string> before = files();
+  const Outcome outcome = sluice(GetParam().arguments);
+  expect_refusal(outcome, GetParam().code, GetParam().part);
+  EXPECT_THAT(outcome.err, EndsWith(error_line(outcome.err) + "\n"));
+  EXPECT_EQ(files(), before);
+}
+
+std::string case_name(const ::testing::TestParamInfo<Refusal>& tested) { return tested.param.name; }
+
+INSTANTIATE_TEST_SUITE_P(
+    Usage, RefusalTest,
+    ::testing::Values(
+        Refusal{"NoRanksForReplicas", small("--replicas 2"), 2, "replicas"},
+        Refusal{"PipelineWithoutRanks", small("--pipeline 3"), 2, "pipeline"},
+        Refusal{"ZeroSize", small("--layers 0"), 2, "--layers"},
+        Refusal{"NegativeSize", small("--width -8"), 2, "--width"},
+        Refusal{"OverflowingSize", small("--context 99999999999999999999"), 2, "--context"},
+        Refusal{"SizeBeyondMemory", small("--width 2147483646 --heads 2"), 2, "--width"},
+        Refusal{"MicroBatchBeyondShapes", small("--micro-batch-size 4294967296"), 2,
+                "--micro-batch-size"},
+        Refusal{"ZeroSteps", small("--steps 0"), 2, "--steps"},
+        Refusal{"ZeroMicroBatches", small("--micro-batches 0"), 2, "--micro-batches"},
+        Refusal{"HeadsThatDoNotDivide", small("--heads 3"), 2, "--heads"},
+        Refusal{"UnknownOption", small("--layer 2"), 2, "'--layers'"},
+        Refusal{"UnknownKey", small("--config bad.conf"), 2, "bad.conf"},
+        Refusal{"UnknownSchedule", small("--schedule 2f2b"), 2, "2f2b"},
+        Refusal{"UnknownModel", small("--model bert"), 2, "bert"},
+        Refusal{"UnknownRecomputation", small("--recompute full"), 2, "none, attention, block"},
+        Refusal{"ChunksThatTheScheduleLacks", small("--chunks 2 --save run --metrics m.jsonl"), 2,
+                "chunk"},
+        Refusal{"PartitionOfOtherLayers", small("--partition 3"), 2, "partition"},
+        Refusal{"MetricsOverTheData", small("--metrics text.txt"), 2, "what --data names"},
+        Refusal{"TraceOverTheMetrics", small("--metrics a --trace ./a"), 2, "what --metrics names"},
+        Refusal{"NoData", "train", 2, "--data"}, Refusal{"UnknownCommand", "trian", 2, "'train'"},
+        Refusal{"ScheduleOfNothing", "schedule --ranks 0", 2, "--ranks"},
+        Refusal{"ScheduleFileWithAShape", "schedule --file overlapped.csv --ranks 2", 2, "--ranks"},
+        Refusal{"ScheduleFileMissing", "schedule --file none.csv", 8, "none.csv"},
+        Refusal{"ScheduleFileOfGarbage", "schedule --file text.txt", 8, "row 1, column 1"},
+        Refusal{"ComparisonOfNothing", "schedule compare --ranks 0", 2, "--ranks"},
+        Refusal{"AutoInTooLittleMemory", "schedule auto --ranks 2 --memory-limit 0.5", 2,
+                "from 1 up"},
+        Refusal{"AutoInTooFewBytes",
+                "schedule auto --ranks 2 --memory-limit 7 --weight-activation-bytes 8", 2,
+                "the nearest legal limit is 8 bytes"},
+        Refusal{"AutoOfTooFewLayers", "schedule auto --ranks 3 --layers 2", 2, "at most 2 ranks"},
+        Refusal{"ScheduleTooLarge", "schedule --ranks 100000 --micro-batches 100000", 2,
+                "--micro-batches 83"},
+        Refusal{"TimesOfOtherStages", "schedule --ranks 3 --forward-time 1,2", 2, "--forward-time"},
+        Refusal{"TimesOfOtherRanks", "schedule compare --ranks 3 --forward-time 1,2", 2,
+                "--forward-time"},
+        Refusal{"BytesThatAreNotWhole", "schedule --activation-bytes 1.5", 2, "--activation-bytes"},
+        Refusal{"OverlapOfNoTime", "schedule --overlap-time fast", 2, "--overlap-time"},
+        Refusal{"LinkOfNothing", "schedule --links 0:1", 2, "--links"},
+        Refusal{"LinkToItself", "schedule --links 1-1:2", 2, "rank 1 to 1"},
+        Refusal{"MemoryLimitOfNothing", "schedule --memory-limit all", 2,
+                "micro-batches in flight"},
+        Refusal{"MemoryLimitOfMicroBatches",
+                "schedule --schedule zb-h2 --ranks 4 --memory-limit 6.5", 8,
+                "up to 7 micro-batches on rank 0"},
+        Refusal{"MemoryLimitExceeded", "schedule --activation-bytes 2 --memory-limit 7", 8,
+                "rank 0"},
+        Refusal{"MemoryLimitOfAll", "schedule compare --activation-bytes 2 --memory-limit 1", 2,
+                "--memory-limit"},
+        Refusal{"ProfileMissing", "schedule --profile none.json", 3, "none.json"},
+        Refusal{"ProfileOfGarbage", "schedule --profile text.txt", 3, "neither a trace"},
+        Refusal{"ProfileBesideTimes", "schedule --profile text.txt --forward-time 2", 2,
+                "--forward-time"},
+        Refusal{"DigestOfNothing", "digest", 2, "DIR"},
+        Refusal{"GenerateFromNothing", "generate", 2, "--weights"}),
+    case_name);
+
+INSTANTIATE_TEST_SUITE_P(
+    Files, RefusalTest,
+    ::testing::Values(
+        Refusal{"DataMissing", small("--data none.txt"), 3, "none.txt"},
+        Refusal{"DataEmpty", small("--data empty.txt"), 3, "empty.txt"},
+        Refusal{"DataShort", small("--data short.txt"), 3, "short.txt"},
+        Refusal{"DataShorterThanABatch", small("--batch-size 10000"), 3, "fewer than one batch"},
+        Refusal{"DataOdd", small("--data odd.bin"), 3, "odd.bin"},
+        Refusal{"TokenBeyondVocabulary", small("--data tokens.bin"), 3, "257"},
+        Refusal{"SaveBelowAFile", small("--save text.txt/run"), 4, "text.txt/run"},
+        Refusal{"MetricsBelowAFile", small("--save run --metrics text.txt/m.jsonl"), 4,
+                "text.txt/m.jsonl"},
+        Refusal{"TraceBelowAFile", small("--trace text.txt/t.json"), 4, "text.txt/t.json"},
+        Refusal{"ResumeFromNothing", small("--resume none --save run --metrics m.jsonl"), 5,
+                "none"},
+        Refusal{"DryRunThatSavesBelowAFile", small("--dry-run --save text.txt/run"), 4,
+                "text.txt/run"},
+        Refusal{"DryRunThatResumesFromNothing", small("--dry-run --resume none"), 5, "none"},
+        Refusal{"MoreMemoryThanThereIs", small("--vocabulary 16777216 --width 65536 --save run"),
+                10, "the host has "},
+        Refusal{"DryRunOfMoreMemoryThanThereIs",
+                small("--dry-run --vocabulary 16777216 --width 65536"), 10, "the host has "},
+        Refusal{"DigestOfGarbage", "digest garbled", 5, "model.safetensors"},
+        Refusal{"GenerateWithoutConfiguration", "generate --weights garbled", 5, "config.json"}),
+    case_name);
+
+// --- training and its files ---
+
+class TrainedTest : public CliTest {
+ protected:
+  void SetUp() override {
+    CliTest::SetUp();
+    trained_ = sluice(small("--save run --metrics metrics.jsonl"));
+    ASSERT_EQ(trained_.code, 0) << trained_.err;
+  }
+  Outcome trained_;
+};
+
+TEST_F(TrainedTest, WritesWeightsThatDigestAndGenerateRead) {
+  const Outcome digest = sluice("digest run");
+  EXPECT_EQ(digest.code, 0) << digest.err;
+  EXPECT_EQ(lines_with(digest.out, "  total"), 1);
+  EXPECT_EQ(lines_with(digest.out, "  blocks.0.norm1.weight"), 1);
+
+  const std::string arguments = "generate --weights run --prompt abc --tokens 20 --seed 5";
+  const Outcome alone = sluice(arguments);
+  EXPECT_EQ(alone.code, 0) << alone.err;
+  EXPECT_EQ(alone.out.size(), 3U + 20U + 1U);
+  EXPECT_THAT(alone.out, StartsWith("abc"));
+  const Outcome three = mpirun(3, SLUICE_PROGRAM, arguments);
+  EXPECT_EQ(three.code, 0) << three.err;
+  EXPECT_EQ(three.out, alone.out);
+}
+
+TEST_F(TrainedTest, RefusesWeightsOfAnotherModel) {
+  expect_refusal(sluice("train --data text.txt --layers 2 --heads 2 --width 32 --context 16 "
+                        "--steps 4 --resume run"),
+                 5, "weights in 'run' do not fit the model: tensor 'token_embedding.weight'");
+}
+
+TEST_F(TrainedTest, ADryRunRefusesWhatARunWould) {
+  expect_refusal(sluice(small("--dry-run --resume run --steps 4 --width 32")), 5,
+                 "tensor 'token_embedding.weight' was saved as f32 [256, 16]");
+  expect_refusal(sluice(small("--dry-run --resume run --steps 4 --layers 3")), 5, "is missing");
+  expect_refusal(sluice(small("--dry-run --resume run --steps 2")), 2, "choose at least 3");
+  EXPECT_EQ(sluice(small("--dry-run --resume run --steps 4")).code, 0);
+}
+
+TEST_F(TrainedTest, ItsSavedOptionsTrainTheSameAgain) {
+  EXPECT_THAT(trained_.out, StartsWith("Configuration  model gpt2  layers 2  heads 2"));
+  const Outcome again =
+      sluice("train --config run/options.conf --save again --metrics again.jsonl");
+  EXPECT_EQ(again.code, 0) << again.err;
+  EXPECT_EQ(sluice("digest again").out, sluice("digest run").out);
+}
+
+// Names of files are bytes; this one is "cafe" with an accent in Latin-1.
+TEST_F(CliTest, NamesOfFilesThatAreNotUtf8AreTrainedOnSavedAndReadBack) {
+  const std::string name = "caf\xe9", replaced = "caf\xef\xbf\xbd";
+  write(name + ".txt", std::string(4000, 'a'));
+  const Outcome outcome = sluice(small("--data " + name + ".txt --save " + name + " --metrics " +
+                                       name + ".jsonl --trace " + name + ".json"));
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const auto options_in = [&](const std::string& text) {
+    const nlohmann::json json = nlohmann::json::parse(text);
+    return json.contains("run") ? json["run"]["options"] : json["options"];
+  };
+  std::istringstream metrics(read_file(path(name + ".jsonl")));
+  std::string first_line;
+  std::getline(metrics, first_line);
+  for (const nlohmann::json& options :
+       {options_in(read_file(path(name + "/config.json"))), options_in(first_line)}) {
+    EXPECT_EQ(options["data"], replaced + ".txt");
+    EXPECT_EQ(options["save"], replaced);
+  }
+  EXPECT_TRUE(nlohmann::json::accept(read_file(path(name + ".json"))));
+
+  const Outcome again = sluice("train --config " + name + "/options.conf --save again");
+  EXPECT_EQ(again.code, 0) << again.err;
+  EXPECT_EQ(sluice("digest again").out, sluice("digest " + name).out);
+  EXPECT_EQ(sluice("generate --weights " + name + " --tokens 2").code, 0);
+}
+
+TEST_F(CliTest, RanksThatNameOtherFilesAreToldApartByBytesThatAreNotUtf8) {
+  const std::string program = SLUICE_PROGRAM " " + small("--pipeline 2 --data caf");
+  expect_refusal(mpirun_beside(program + "\xe9", program + "\xe8"), 6,
+                 "ranks disagree about 'data': rank 0 has 'caf\xe9', rank 1 has 'caf\xe8'");
+}
+
+TEST_F(TrainedTest, RefusesTruncatedWeights) {
+  const fs::path weights = path("run/model.safetensors");
+  fs::resize_file(weights, fs::file_size(weights) - 4);
+  expect_refusal(sluice("digest run"), 5, "model.safetensors");
+  expect_refusal(sluice("generate --weights run"), 5, "model.safetensors");
+}
+
+TEST_F(TrainedTest, RefusesADamagedConfiguration) {
+  write("run/config.json", "{\"model\": {\"kind\": \"gpt2\"}}");
+  expect_refusal(sluice("generate --weights run"), 5, "config.json");
+  write("run/config.json", "{");
+  expect_refusal(sluice("generate --weights run"), 5, "config.json");
+}
+
+TEST_F(CliTest, ALossThatIsNotFiniteEndsTheRunBeforeItIsSaved) {
+  const Outcome outcome =
+      sluice(small("--steps 50 --warmup 0 --learning-rate 1e30 --clip 0 --save run"));
+  EXPECT_EQ(outcome.code, 7) << outcome.err;
+  EXPECT_EQ(lines_with(outcome.err, "sluice: error: "), 1) << outcome.err;
+  EXPECT_FALSE(fs::exists(path("run")));
+}
+
+// The directory stands where a part of an older save would, or the file that says the step.
+TEST_F(CliTest, AFullDirectoryInTheWayOfASaveIsNamedAsAnOutputThatCannotBeWritten) {
+  for (const char* name : {"model-x.safetensors", "state.json"}) {
+    const std::string taken = std::string("run-") + name + "/" + name;
+    fs::create_directories(path(taken + "/inside"));
+    const Outcome outcome = sluice(small(std::string("--save run-") + name));
+    EXPECT_EQ(outcome.code, 4);
+    EXPECT_THAT(outcome.err, HasSubstr("cannot remove '" + taken + "': Directory not empty"));
+  }
+}
+
+TEST_F(CliTest, OutputsBelowALinkToItselfAreRefusedWithTheCause) {
+  fs::create_symlink("loop", path("loop"));
+  expect_refusal(sluice(small("--metrics loop/a --trace loop/b")), 4, "symbolic links");
+}
+
+TEST_F(CliTest, AMissingWorkingDirectoryIsNoReasonToRefuseAbsolutePaths) {
+  const std::string text = path("text.txt").string();
+  const Outcome outcome =
+      shell("sh -c 'mkdir gone && cd gone && rmdir ../gone && exec " SLUICE_PROGRAM " " +
+            small("--data " + text + " --trace t.json") + "'");
+  EXPECT_EQ(outcome.code, 4);
+  EXPECT_THAT(outcome.err, HasSubstr("cannot write file 't.json': No such file or directory"));
+}
+
+TEST_F(CliTest, ADryRunTellsTheMemoryOfTheRun) {
+  const auto table = [](const std::string& text) {
+    const std::size_t begin = text.find("  rank  stages"), end = text.find("  (layers:");
+    EXPECT_LT(begin, end) << text;
+    return text.substr(begin, end - begin);
+  };
+  const std::string options = small(
+      "--width 256 --context 64 --micro-batch-size 2 "
+      "--validation-samples 20 ");
+  EXPECT_EQ(table(sluice(options + "--dry-run").out), table(sluice(options).out));
+}
+
+TEST_F(CliTest, ADryRunNeedsNoDataAndWritesNothing) {
+  const std::vector<std::string> before = files();
+  const Outcome outcome =
+      sluice("train --dry-run --save run --metrics m.jsonl --device cpu --cuda-graphs");
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, HasSubstr("total MiB     apart"));
+  EXPECT_THAT(outcome.out, HasSubstr("--cuda-graphs has no effect, no rank computes on a GPU"));
+  EXPECT_EQ(files(), before);
+}
+
+// --- what needs no training ---
+
+TEST_F(CliTest, HelpOfEveryCommandIsPrintedWithoutMpi) {
+  for (const char* command : {"train", "generate", "schedule", "digest", "doctor"}) {
+    const Outcome outcome = sluice(std::string(command) + " --help");
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    EXPECT_THAT(outcome.out, StartsWith(std::string("Usage: sluice ") + command));
+    EXPECT_THAT(outcome.err, IsEmpty());
+  }
+}
+
+TEST_F(CliTest, WithoutACommandListsThem) {
+  const Outcome outcome = sluice("");
+  EXPECT_EQ(outcome.code, 2);
+  for (const char* command : {"train", "generate", "schedule", "digest", "doctor"}) {
+    EXPECT_EQ(lines_with(outcome.err, std::string("  ") + command), 1);
+  }
+  EXPECT_EQ(sluice("--help").code, 0);
+  EXPECT_THAT(sluice("--version").out, StartsWith("sluice "));
+}
+
+TEST_F(CliTest, OutputThatCannotBeWrittenIsAnError) {
+  const Outcome outcome = shell("sh -c '" SLUICE_PROGRAM " schedule > /dev/full'");
+  EXPECT_EQ(outcome.code, 4);
+  EXPECT_EQ(lines_with(outcome.err, "sluice: error: "), 1) << outcome.err;
+}
+
+TEST_F(CliTest, DoctorWorksAlone) {
+  const Outcome outcome = sluice("doctor");
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, HasSubstr("0 of 1"));
+  EXPECT_THAT(outcome.out, HasSubstr("What looks wrong"));
+}
+
+// --- jobs of several ranks ---
+
+TEST_F(CliTest, AJobIsRefusedOnceByAllItsRanks) {
+  const Outcome layout = mpirun(3, SLUICE_PROGRAM, small("--pipeline 2"));
+  expect_refusal(layout, 2, "--pipeline 3");
+  const Outcome option = mpirun(3, SLUICE_PROGRAM, small("--layer 2"));
+  expect_refusal(option, 2, "'--layers'");
+}
+
+TEST_F(CliTest, RanksThatRunOtherCommandsAreRefusedWithBoth) {
+  const std::string train = SLUICE_PROGRAM " " + small("");
+  const std::string generate = SLUICE_PROGRAM " generate --weights none";
+  const std::string doctor = SLUICE_PROGRAM " doctor";
+  expect_refusal(mpirun_beside(train, doctor), 6,
+                 "ranks disagree about 'command': rank 0 has 'train', rank 1 has 'doctor'");
+  expect_refusal(mpirun_beside(doctor, generate), 6, "rank 0 has 'doctor', rank 1 has 'generate'");
+  expect_refusal(mpirun_beside(generate, train), 6, "rank 0 has 'generate', rank 1 has 'train'");
+}
+
+TEST_F(CliTest, RanksCompareTheirCommandsBeforeAnyOfThemIsRefused) {
+  const std::string doctor = SLUICE_PROGRAM " doctor --pipeline 2";
+  expect_refusal(mpirun_beside(doctor + " --steps 4", SLUICE_PROGRAM " " + small("")), 6,
+                 "rank 0 has 'doctor', rank 1 has 'train'");
+  expect_refusal(mpirun_beside(SLUICE_PROGRAM " trian", doctor), 6,
+                 "rank 0 has 'trian', rank 1 has 'doctor'");
+}
+
+// On several nodes the same name may lead each rank to another file.
+class DataTest : public CliTest {
+ protected:
+  // Trains a pipeline of two ranks that find `first` and `second` under the same name.
+  Outcome train_on(const std::string& name, const std::string& first, const std::string& second) {
+    fs::create_directory(path("first"));
+    fs::create_directory(path("second"));
+    write("first/" + name, first);
+    write("second/" + name, second);
+    const std::string program = SLUICE_PROGRAM " " + small("--pipeline 2 --data " + name);
+    return mpirun_beside("env -C first " + program, "env -C second " + program);
+  }
+};
+
+TEST_F(DataTest, RanksThatFindDataOfOtherLengthsAreRefusedWithBoth) {
+  const Outcome outcome = train_on("d.txt", std::string(4000, 'a'), std::string(5000, 'a'));
+  expect_refusal(outcome, 6,
+                 "ranks disagree about 'tokens in --data d.txt': rank 0 has '4000', rank 1 has "
+                 "'5000'");
+}
+
+TEST_F(DataTest, RanksThatFindOtherDataOfTheSameLengthAreRefusedWithBothDigests) {
+  const std::string common(3999, 'a');
+  const Outcome text = train_on("d.txt", common + 'a', common + 'b');
+  // As of sha256sum.
+  expect_refusal(text, 6,
+                 "ranks disagree about 'SHA-256 of --data d.txt': rank 0 has "
+                 "'82396ec9191a22922e88923ef14b5d225e26e7fc2d1571d0d6cd51920f83880b', rank 1 has "
+                 "'276a330aa322b06259738d23482f64889713eac74204429f745ba57f491611c6'");
+  const std::string zeros(4000, '\0');
+  const Outcome tokens = train_on("d.bin", zeros, zeros.substr(2) + std::string("\1\0", 2));
+  expect_refusal(tokens, 6, "ranks disagree about 'SHA-256 of --data d.bin': rank 0 has '");
+  const std::string long_text(std::size_t{2} << 20, 'a');
+  const Outcome sampled = train_on("d.txt", long_text, 'b' + long_text.substr(1));
+  expect_refusal(sampled, 6, "about 'SHA-256 of a sample of --data d.txt': rank 0 has '");
+}
+
+TEST_F(DataTest, ARankThatFindsNoDataIsRefusedAsSuch) {
+  fs::create_directory(path("empty"));
+  const std::string program = SLUICE_PROGRAM " " + small("--pipeline 2");
+  const Outcome outcome = mpirun_beside(program, "env -C empty " + program);
+  expect_refusal(outcome, 3, "text.txt");
+  EXPECT_THAT(outcome.err, HasSubstr("[rank 1]"));
+}
+
+TEST_F(DataTest, RanksThatFindCopiesOfTheSameDataTrain) {
+  const std::string text(std::size_t{2} << 20, 'a');
+  const Outcome outcome = train_on("d.txt", text, text);
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, HasSubstr("Done: 2 steps"));
+}
+
+// Where there is no GPU, and none of that number where there are some.
+TEST_F(CliTest, AGpuThatIsNotThereIsRefusedOnceWithRankHostAndDevice) {
+  const Outcome outcome =
+      mpirun(2, SLUICE_PROGRAM, "train --dry-run --pipeline 2 --device cpu,cuda:4000");
+  expect_refusal(outcome, 2, "rank 1 on ");
+  EXPECT_THAT(outcome.err, HasSubstr("device cuda:4000 "));
+  EXPECT_EQ(lines_with(outcome.err, "cuda:4000"), 1) << outcome.err;
+}
+
+#ifdef SLUICE_EMULATED
+TEST_F(CliTest, AGpuThatIsSharedIsRefusedToNccl) {
+  const std::string program = "env SLUICE_EMULATED_DEVICES=1 " SLUICE_PROGRAM;
+  for (const char* layout : {"--pipeline 2", "--pipeline 1 --replicas 2"}) {
+    const Outcome outcome =
+        mpirun(2, program, std::string("train --dry-run --device cuda --transport nccl ") + layout);
+    expect_refusal(outcome, 2, "ranks 0 and 1 share cuda:0 on ");
+    EXPECT_EQ(lines_with(outcome.err, "which NCCL refuses; legal: auto, mpi"), 1) << outcome.err;
+  }
+}
+
+TEST_F(CliTest, WhichCodeComputesAttentionOnGpusIsSaidAtTheStart) {
+  const std::string program = "env SLUICE_EMULATED_DEVICES=2 " SLUICE_PROGRAM;
+  const std::string arguments = "train --dry-run --pipeline 2 --device ";
+  const Outcome all = mpirun(2, program, arguments + "cuda --recompute block");
+  EXPECT_EQ(lines_with(all.out, "  attention: own kernels ("), 1) << all.out << all.err;
+  const Outcome second = mpirun(2, program, arguments + "cpu,cuda");
+  EXPECT_EQ(lines_with(second.out, "  stage 1, attention: own kernels ("), 1)
+      << second.out << second.err;
+  const Outcome none = mpirun(2, program, arguments + "cpu");
+  EXPECT_EQ(none.code, 0) << none.err;
+  EXPECT_EQ(lines_with(none.out, "attention:"), 0) << none.out;
+}
+
+TEST_F(CliTest, APlanThatDoesNotFitTheGpuIsRefusedBeforeItIsBegun) {
+  const std::string program =
+      "env SLUICE_EMULATED_DEVICES=1 SLUICE_EMULATED_DEVICE_MEMORY=1000000 " SLUICE_PROGRAM;
+  const Outcome outcome = mpirun(2, program, small("--pipeline 2 --device cpu,cuda"));
+  expect_refusal(outcome, 10, "rank 1 on ");
+  EXPECT_EQ(lines_with(outcome.err, "but the plan needs"), 1) << outcome.err;
+}
+#endif
+
+TEST_F(CliTest, DoctorShowsEveryRankAndItsStage) {
+  const Outcome outcome = mpirun(4, SLUICE_PROGRAM, "doctor --replicas 2");
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, HasSubstr("4 = pipeline 2 x replicas 2"));
+  EXPECT_EQ(lines_with(outcome.out, "0 of 2"), 2) << outcome.out;
+  EXPECT_EQ(lines_with(outcome.out, "1 of 2"), 2) << outcome.out;
+}
+
+TEST_F(CliTest, ARankThatThrowsEndsTheJobWithItsMessageFirstAndOnce) {
+  const Outcome outcome = mpirun(3, SLUICE_FAILING_RANK, "one");
+  EXPECT_EQ(outcome.code, 7);
+  EXPECT_EQ(error_line(outcome.err), "sluice: error: stage 1 lost a number [rank 1]");
+  EXPECT_LT(outcome.err.find("sluice: error: "), outcome.err.find("MPI_ABORT")) << outcome.err;
+  EXPECT_EQ(lines_with(outcome.err, "sluice: error: "), 1) << outcome.err;
+}
+
+TEST_F(CliTest, AForeignExceptionIsAnInternalError) {
+  const Outcome outcome = mpirun(2, SLUICE_FAILING_RANK, "foreign");
+  EXPECT_EQ(outcome.code, 70);
+  EXPECT_EQ(error_line(outcome.err), "sluice: error: not one of ours [rank 1]");
+}
+
+TEST_F(CliTest, AForeignErrorOfTheFileSystemIsAnOutputThatCannotBeWritten) {
+  const Outcome outcome = mpirun(2, SLUICE_FAILING_RANK, "filesystem");
+  EXPECT_EQ(outcome.code, 4);
+  EXPECT_EQ(lines_with(outcome.err, "Not a directory [a/file] [rank 1]"), 1) << outcome.err;
+}
+
+TEST_F(CliTest, WhatAllRanksThrowIsPrintedOnceAndWhatNoneThrowsNever) {
+  const Outcome all = mpirun(3, SLUICE_FAILING_RANK, "all");
+  EXPECT_EQ(all.code, 2);
+  EXPECT_EQ(error_line(all.err), "sluice: error: refused by all");
+  EXPECT_EQ(lines_with(all.err, "sluice: error: "), 1) << all.err;
+  const Outcome none = mpirun(3, SLUICE_FAILING_RANK, "none");
+  EXPECT_EQ(none.code, 0);
+  EXPECT_EQ(lines_with(none.err, "sluice: "), 0) << none.err;
+}
+
+TEST_F(CliTest, AProgramGoesOnAfterAPipelineWithAMessageUnderWayHasFailed) {
+  for (const std::string how : {"embed", "unreceived"}) {
+    const Outcome outcome = mpirun(2, SLUICE_EMBEDDING_PROGRAM, how + " " + how);
+    EXPECT_EQ(outcome.code, 0) << how << ": " << outcome.err;
+    EXPECT_EQ(lines_with(outcome.out, "caught: stage 0, 0F1: stage 0 has a problem"), 2) << how;
+    EXPECT_EQ(lines_with(outcome.out, "goes on"), 2) << how;
+  }
+}
+
+TEST_F(CliTest, AnErrorIsPrintedWhereAMessageIsUnderWay) {
+  const Outcome outcome = mpirun(2, SLUICE_EMBEDDING_PROGRAM, "main dropped");
+  EXPECT_EQ(outcome.code, 70);
+  EXPECT_THAT(outcome.err,
+              StartsWith("sluice: error: stage 0, 0F1: stage 0 has a problem [rank 0]\n"));
+  EXPECT_EQ(lines_with(outcome.err, "sluice: error: "), 1) << outcome.err;
+}
+
+TEST_F(CliTest, APipelineOnAnotherThreadIsRefusedWhereMpiGrantsFunneledAlone) {
+  const Outcome funneled = mpirun(2, SLUICE_EMBEDDING_PROGRAM, "thread funneled");
+  EXPECT_EQ(funneled.code, 0) << funneled.err;
+  EXPECT_EQ(lines_with(funneled.out, "caught: usage: MPI grants MPI_THREAD_FUNNELED: only the"), 2)
+      << funneled.out;
+  const Outcome multiple = mpirun(2, SLUICE_EMBEDDING_PROGRAM, "thread multiple");
+  EXPECT_EQ(multiple.code, 0) << multiple.err;
+  EXPECT_EQ(lines_with(multiple.out, "has trained"), 2) << multiple.out;
+}
+
+}  // namespace
+}  // namespace sluice::testing

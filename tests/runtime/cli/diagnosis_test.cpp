@@ -1,0 +1,132 @@
+#include "runtime/cli/diagnosis.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+namespace sluice {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+// A healthy job: `ranks` ranks on one host with a core each.
+std::vector<RankFacts> job(int ranks) {
+  std::vector<RankFacts> facts(static_cast<std::size_t>(ranks));
+  for (int rank = 0; rank < ranks; ++rank) {
+    RankFacts& each = facts[static_cast<std::size_t>(rank)];
+    each.rank = rank;
+    each.local_size = ranks;
+    each.host = "alpha";
+    each.cores = 1;
+    each.host_cores = ranks;
+    each.mpi_library = "Open MPI v4.1.4";
+    each.thread_level = "funneled";
+    each.kernel_set = "avx512";
+    each.matmul_library = "oneDNN (avx512_core_amx)";
+    each.shared_memory_bytes = std::int64_t{1} << 30;
+  }
+  return facts;
+}
+
+// All findings that are wrong (or that are not), one a line.
+std::string said(const std::vector<RankFacts>& facts, bool wrong) {
+  std::string text;
+  for (const Finding& finding : diagnose(facts)) {
+    if (finding.wrong == wrong) text += finding.text + "\n";
+  }
+  return text;
+}
+
+TEST(DiagnosisTest, FindsNothingWrongWithAHealthyJob) {
+  EXPECT_EQ(said(job(1), true), "");
+  EXPECT_EQ(said(job(4), true), "");
+  EXPECT_THAT(said(job(4), false), HasSubstr("asynchronous progress"));
+  EXPECT_THAT(said(job(4), false), HasSubstr("InfiniBand"));
+  EXPECT_THAT(said(job(4), false), HasSubstr("--oversubscribe"));
+}
+
+TEST(DiagnosisTest, NamesHostsWithMoreRanksThanCores) {
+  auto facts = job(4);
+  for (RankFacts& each : facts) each.host_cores = 2;
+  EXPECT_THAT(said(facts, true), HasSubstr("alpha: 4 ranks share 2 cores"));
+}
+
+TEST(DiagnosisTest, KnowsThatBindingTakesThreadsTheirCores) {
+  auto facts = job(2);
+  for (RankFacts& each : facts) each.threads = 2;
+  EXPECT_THAT(said(facts, true), HasSubstr("--bind-to none"));
+  for (RankFacts& each : facts) each.threads = 3;
+  EXPECT_THAT(said(facts, true), HasSubstr("at most --threads 2"));
+  for (RankFacts& each : facts) each.cores = 3;
+  EXPECT_EQ(said(facts, true), "");
+}
+
+TEST(DiagnosisTest, ReportsVariablesThatChangeResults) {
+  auto facts = job(2);
+  facts[1].environment = {{"OPENBLAS_CORETYPE", "Haswell"}, {"OMP_NUM_THREADS", "8"}};
+  EXPECT_THAT(said(facts, true), HasSubstr("OPENBLAS_CORETYPE=Haswell is set (rank 1)"));
+  EXPECT_THAT(said(facts, true), Not(HasSubstr("OMP_NUM_THREADS")));
+  EXPECT_THAT(said(facts, false), HasSubstr("--threads decides"));
+}
+
+TEST(DiagnosisTest, ReportsRanksThatComputeDifferently) {
+  auto facts = job(3);
+  facts[2].kernel_set = "avx2";
+  EXPECT_THAT(said(facts, true), HasSubstr("kernel sets differ: rank 0 on alpha has 'avx512', "
+                                           "rank 2 on alpha has 'avx2'"));
+}
+
+TEST(DiagnosisTest, WarnsOfAnUnusedFastNetworkOnlyBetweenHosts) {
+  auto facts = job(2);
+  for (RankFacts& each : facts) each.fast_network = true;
+  EXPECT_EQ(said(facts, true), "");
+  facts[1].host = "beta";
+  EXPECT_THAT(said(facts, true), HasSubstr("--mca pml ucx"));
+  for (RankFacts& each : facts) each.components = "pml=ucx";
+  EXPECT_EQ(said(facts, true), "");
+}
+
+TEST(DiagnosisTest, WarnsOfLittleSharedMemory) {
+  auto facts = job(8);
+  for (RankFacts& each : facts) each.shared_memory_bytes = std::int64_t{64} << 20;
+  EXPECT_THAT(said(facts, true), HasSubstr("/dev/shm has 64 MiB free"));
+}
+
+TEST(DiagnosisTest, SaysWhyMpiCarriesNothingFromGpuToGpu) {
+  auto facts = job(2);
+  for (RankFacts& each : facts) each.no_device_messages = "MPI is not CUDA-aware";
+  EXPECT_THAT(said(facts, false), Not(HasSubstr("GPU")));
+  for (RankFacts& each : facts) each.device_identity = "0000:0" + std::to_string(each.rank);
+  EXPECT_THAT(said(facts, false),
+              HasSubstr("MPI carries no messages from GPU to GPU (MPI is not CUDA-aware)"));
+  for (RankFacts& each : facts) each.no_device_messages.clear();
+  EXPECT_THAT(said(facts, false), Not(HasSubstr("from GPU to GPU")));
+}
+
+TEST(DiagnosisTest, SaysWhereBf16IsNotFaster) {
+  auto facts = job(2);
+  EXPECT_THAT(said(facts, false), Not(HasSubstr("bf16")));
+  facts[1].host = "beta";
+  facts[1].native_bf16 = false;
+  EXPECT_THAT(said(facts, false), HasSubstr("beta: the CPU has no instructions (AMX)"));
+  facts[1].device = "cuda:0";
+  EXPECT_THAT(said(facts, false), Not(HasSubstr("bf16")));
+}
+
+TEST(DiagnosisTest, FactsSurviveTheWayToRankZero) {
+  RankFacts facts = job(3)[2];
+  facts.environment = {{"OMP_NUM_THREADS", "\"8\"\n"}};
+  facts.fast_network = true;
+  facts.native_bf16 = false;
+  facts.no_device_messages = "not tried";
+  EXPECT_EQ(rank_facts_from_json(to_json_text(facts)).no_device_messages, "not tried");
+  EXPECT_EQ(to_json_text(rank_facts_from_json(to_json_text(facts))), to_json_text(facts));
+  EXPECT_EQ(rank_facts_from_json(to_json_text(facts)).environment, facts.environment);
+  EXPECT_FALSE(rank_facts_from_json(to_json_text(facts)).native_bf16);
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,173 @@
+// Training with --cuda-graphs: the bits of the calls that are replayed, and how often stages are
+// called.
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
+
+#include "comm/loopback/loopback.hpp"
+#include "tests/runtime/pipeline/training_cases.hpp"
+
+namespace sluice::testing {
+namespace {
+
+class CudaGraphsTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  }
+  static TrainingCase case_of(const char* name) {
+    TrainingCase what;
+    what.name = name;
+    what.model = small_model();
+    what.micro_batch_size = 1;
+    what.steps = 4;
+    return what;
+  }
+  static std::vector<TrainingCase> cases() {
+    std::vector<TrainingCase> all = {case_of("tied, dropout"), case_of("bf16, short last one"),
+                                     case_of("llama, recomputed, dropout")};
+    all[0].model.dropout = 0.2F;
+    all[1].model.precision = DType::kBf16;
+    all[1].model.tied = false;
+    all[1].micro_batch_size = 2;
+    all[1].batch_size = 5;
+    all[2].model.kind = TransformerKind::kLlama;
+    all[2].model.kv_heads = 1;
+    all[2].model.dropout = 0.1F;
+    all[2].model.recompute = Recompute::kBlock;
+    return all;
+  }
+};
+
+TEST_F(CudaGraphsTest, ReplayedStepsHaveTheBitsOfCalls) {
+  for (const TrainingCase& what : cases()) {
+    for (const char* schedule : {"1f1b", "zb-h1", "zb-v"}) {
+      if (std::string(schedule) == "zb-v" && what.name != cases().front().name) continue;
+      Layout layout{.pipeline = 2,
+                    .schedule = schedule,
+                    .chunks = std::string(schedule) == "zb-v" ? 2 : 1,
+                    .devices = "cuda:0"};
+      if (std::string(schedule) == "1f1b") layout.pipeline = 1;
+      TrainingOutcome called, replayed;
+      run_loopback(layout.pipeline, [&](Communicator& comm) {
+        const TrainingOutcome plain = train(comm, what, layout);
+        Layout recorded = layout;
+        recorded.cuda_graphs = true;
+        const TrainingOutcome outcome = train(comm, what, recorded);
+        if (comm.rank() == 0) called = plain, replayed = outcome;
+      });
+      EXPECT_EQ(called.losses, replayed.losses) << what.name << ", " << schedule;
+      EXPECT_EQ(called.norms, replayed.norms) << what.name << ", " << schedule;
+      EXPECT_EQ(called.validation, replayed.validation) << what.name << ", " << schedule;
+      EXPECT_EQ(called.digest, replayed.digest) << what.name << ", " << schedule;
+    }
+  }
+}
+
+// What became of a stage's calls.
+struct Calls {
+  int forward = 0, backward = 0;
+  bool replayable = true;
+  std::function<void(StageContext&)> in_forward = [](StageContext&) {};
+};
+
+// A whole model that counts its calls.
+class CountedStage : public Stage, public LossStage {
+ public:
+  CountedStage(std::unique_ptr<Stage> model, Calls& calls)
+      : model_(std::move(model)), calls_(calls) {}
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    return model_->describe(inputs, compute);
+  }
+  void prepare(const StageSetup& setup) override { model_->prepare(setup); }
+  void begin_step(ComputeContext& compute) override { model_->begin_step(compute); }
+  bool replayable() const override { return calls_.replayable; }
+  void forward(StageContext& ctx, std::span<const Tensor> inputs,
+               std::span<const Tensor> outputs) override {
+    ++calls_.forward;
+    calls_.in_forward(ctx);
+    model_->forward(ctx, inputs, outputs);
+  }
+  void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
+                std::span<const Tensor> grad_inputs) override {
+    ++calls_.backward;
+    model_->backward(ctx, grad_outputs, grad_inputs);
+  }
+  ParameterSet* parameters() override { return model_->parameters(); }
+  void loss(StageContext& ctx, std::span<const Tensor> outputs, std::span<const Tensor> targets,
+            double* sum) override {
+    dynamic_cast<LossStage&>(*model_).loss(ctx, outputs, targets, sum);
+  }
+  double target_weight(std::span<const Tensor> targets) const override {
+    return dynamic_cast<LossStage&>(*model_).target_weight(targets);
+  }
+
+ private:
+  std::unique_ptr<Stage> model_;
+  Calls& calls_;
+};
+
+// Trains for five steps of three micro-batches, with an evaluation of five samples after the
+// second.
+void train_counted(Calls& calls) {
+  const TransformerConfig model = small_model();
+  const auto source = synthetic_tokens(model);
+  PipelineOptions options;
+  options.pipeline = 1;
+  options.micro_batches = 3;
+  options.devices = parse_devices("cuda:0");
+  options.cuda_graphs = true;
+  options.evaluations = {5};
+  const StageFactory factory = [&](int stage, int stages) {
+    return std::make_unique<CountedStage>(
+        make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage), calls);
+  };
+  run_loopback(1, [&](Communicator& comm) {
+    Pipeline pipeline(comm, options, factory, *source);
+    for (int step = 0; step < 5; ++step) {
+      (void)pipeline.train_step();
+      if (step == 1) (void)pipeline.evaluate(5);
+    }
+  });
+}
+
+TEST_F(CudaGraphsTest, AStageIsCalledTwiceForEachActionAndThenReplayed) {
+  Calls calls;
+  train_counted(calls);
+  EXPECT_EQ(calls.forward, 2 * 3 + 5);  // and evaluations call
+  EXPECT_EQ(calls.backward, 2 * 3);
+}
+
+TEST_F(CudaGraphsTest, AStageThatDoesNotAllowItIsCalledEveryTime) {
+  Calls calls;
+  calls.replayable = false;
+  train_counted(calls);
+  EXPECT_EQ(calls.forward, 5 * 3 + 5);
+  EXPECT_EQ(calls.backward, 5 * 3);
+}
+
+TEST_F(CudaGraphsTest, AStageThatWaitsForTheDeviceIsNamed) {
+  Calls calls;
+  calls.in_forward = [](StageContext& ctx) { ctx.compute.stream().synchronize(); };
+  try {
+    train_counted(calls);
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kDevice);
+    const std::string said = error.what();
+    EXPECT_NE(said.find("stage 0, 0F0: cannot be recorded as a CUDA graph on cuda:0"),
+              std::string::npos)
+        << said;
+    EXPECT_NE(said.find("without --cuda-graphs"), std::string::npos) << said;
+  }
+}
+
+}  // namespace
+}  // namespace sluice::testing

@@ -1,0 +1,307 @@
+#include "runtime/engine/engine.hpp"
+
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+
+#include <sluice/error.hpp>
+#include <sluice/generate.hpp>
+#include <sluice/verify.hpp>
+
+#include "comm/group/control.hpp"
+#include "comm/loopback/loopback.hpp"
+#include "runtime/job/guard.hpp"
+#include "runtime/pipeline/transport_plan.hpp"
+#include "tests/allocation_counter.hpp"
+#include "tests/runtime/engine/arithmetic_stage.hpp"
+#include "tests/runtime/expect_error.hpp"
+
+namespace sluice::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+Plan plan_of(const std::string& name, int ranks, int micro_batches,
+             std::string_view transport = "loopback") {
+  return plan_for(generate(name, {ranks, micro_batches, 1}), {.reduce_grad = false, .tied = {}},
+                  needs_of(transport));
+}
+
+// The edges of ArithmeticStages: f32 [samples, 1] throughout.
+EdgeTable unit_edges(int stages) {
+  std::vector<std::vector<EdgeTensor>> edges(static_cast<std::size_t>(stages) + 1,
+                                             {{{DType::kF32, Shape{1, 1}}, true}});
+  return EdgeTable({1}, {edges});
+}
+
+// One rank's engine over `plan`, with everything it needs.
+class Rig {
+ public:
+  Rig(const Plan& plan, Communicator& comm, Interrupt& interrupt, LinkKind link = LinkKind::kHost)
+      : stage_(comm.rank()),
+        edges_(unit_edges(comm.size())),
+        compute_(Device{}, 1),
+        links_(static_cast<std::size_t>(comm.size()), EdgeLink{link, ""}),
+        source_(counting_source(plan.micro_batches)) {
+    StageSetup setup{.compute = &compute_, .slots = plan.micro_batches};
+    stage_.prepare(setup);
+    for (int m = 0; m < plan.micro_batches; ++m) ranges_.push_back({m, 1});
+    const bool last = comm.rank() + 1 == comm.size();
+    loader_ =
+        std::make_unique<BatchLoader>(*source_, Phase::kTrain, ranges_, comm.rank() == 0, last);
+    EngineConfig config;
+    config.plan = &plan;
+    config.rank = comm.rank();
+    config.edges = &edges_;
+    config.stages = {{comm.rank(), &stage_, &stage_, last ? &stage_ : nullptr}};
+    config.compute = &compute_;
+    config.communicator = &comm;
+    config.interrupt = &interrupt;
+    config.links = links_;
+    engine_ = std::make_unique<Engine>(config);
+  }
+  const StepOutcome& run(std::uint64_t step, StepActions* actions = nullptr) {
+    const BatchLoader::Batch& batch = loader_->load(step);
+    request_ = {.phase = Phase::kTrain, .step = step, .micro_batches = ranges_, .batch = &batch};
+    const std::size_t before = allocations_of_this_thread();
+    const StepOutcome& outcome = engine_->run(request_, actions);
+    allocations_ = allocations_of_this_thread() - before;
+    return outcome;
+  }
+  // By the last run, on this rank's thread.
+  std::size_t allocations() const { return allocations_; }
+  float gradient() { return stage_.parameters()->all()[0]->grad.at(0); }
+
+ private:
+  ArithmeticStage stage_;
+  EdgeTable edges_;
+  ComputeContext compute_;
+  std::vector<EdgeLink> links_;
+  std::unique_ptr<DataSource> source_;
+  std::vector<SampleRange> ranges_;
+  std::unique_ptr<BatchLoader> loader_;
+  std::unique_ptr<Engine> engine_;
+  StepRequest request_;
+  std::size_t allocations_ = 0;
+};
+
+TEST(EngineTest, ComputesEveryMicroBatchOnceForward) {
+  const Plan plan = plan_of("1f1b", 2, 4);
+  run_loopback(2, [&](Communicator& comm) {
+    ControlChannel control(comm);
+    Rig rig(plan, comm, control);
+    const StepOutcome& outcome = rig.run(1);
+    // Stage 0 multiplies by 1, stage 1 by 2; samples are 1, 2, 3, 4.
+    if (comm.rank() == 1) {
+      double sum = 0;
+      for (const LossResult& loss : outcome.losses) sum += loss.sum;
+      EXPECT_EQ(sum, 2 * (1 + 2 + 3 + 4));
+      EXPECT_EQ(rig.gradient(), 1 + 2 + 3 + 4);
+    } else {
+      EXPECT_EQ(rig.gradient(), 2 * (1 + 2 + 3 + 4));
+    }
+    EXPECT_EQ(outcome.peak_in_flight, 2 - comm.rank());
+  });
+}
+
+TEST(EngineTest, TakesPayloadsWhereTheyLieOverDirectLinks) {
+  const Plan plan = plan_of("1f1b", 3, 5);
+  run_loopback(3, [&](Communicator& comm) {  // which moves host memory: the CPU is the device
+    ControlChannel control(comm);
+    Rig rig(plan, comm, control, LinkKind::kDirect);
+    for (int times = 1; times <= 2; ++times) {
+      rig.run(1);
+      EXPECT_EQ(rig.gradient(), times * (1 * 2 * 3) / (comm.rank() + 1) * (1 + 2 + 3 + 4 + 5));
+    }
+  });
+}
+
+// What was called, with the rank's gradient at that time.
+class CallLog : public StepActions, public FinalGradients {
+ public:
+  explicit CallLog(Rig& rig) : rig_(rig) {}
+  FinalGradients* final_gradients(int stage) override {
+    add("last of " + std::to_string(stage) + " comes");
+    return this;
+  }
+  void from(std::size_t begin) override { add("final from " + std::to_string(begin)); }
+  void reduce_grad(int stage) override { add("reduce " + std::to_string(stage)); }
+  void reduce_tied(int) override {}
+  void measure() override {}
+  void optimizer() override { add("optimizer"); }
+  std::vector<std::string> calls;
+
+ private:
+  void add(const std::string& what) {
+    calls.push_back(what + ": " + std::to_string(static_cast<int>(rig_.gradient())));
+  }
+  Rig& rig_;
+};
+
+TEST(EngineTest, TheLastBackwardOfAStageAloneIsAskedWhatIsFinal) {
+  for (const char* name : {"1f1b", "gpipe-lifo", "zb-h1", "zb-h2"}) {
+    for (const bool beside : {true, false}) {
+      const Plan plan =
+          plan_for(generate(name, {2, 4, 1}), {.tied = {}, .sums_beside = {beside, beside}},
+                   needs_of("loopback"));
+      run_loopback(2, [&](Communicator& comm) {
+        ControlChannel control(comm);
+        Rig rig(plan, comm, control);
+        CallLog log(rig);
+        rig.run(1, &log);
+        // Rank 0 multiplies by 1, rank 1 by 2; samples are 1 to 4. Micro-batch 0 comes last in
+        // gpipe-lifo, else 3.
+        const int sum = 1 + 2 + 3 + 4;
+        const int last = std::string(name) == "gpipe-lifo" ? 1 : 4;
+        const int factor = comm.rank() == 0 ? 2 : 1;
+        const int rank = comm.rank(), whole = sum * factor;
+        EXPECT_THAT(log.calls, ::testing::ElementsAre(
+                                   fmt::format("last of {} comes: {}", rank, (sum - last) * factor),
+                                   fmt::format("final from 0: {}", whole),
+                                   fmt::format("reduce {}: {}", rank, whole),
+                                   fmt::format("optimizer: {}", whole)))
+            << name;
+      });
+    }
+  }
+}
+
+TEST(EngineTest, RunsAPlanMadeForInOrderQueuesToTheSameGradients) {
+  for (const char* name : {"1f1b", "gpipe", "zb-h1"}) {
+    const Plan plan = plan_of(name, 3, 5, "nccl");
+    run_loopback(3, [&](Communicator& comm) {
+      ControlChannel control(comm);
+      Rig rig(plan, comm, control);
+      rig.run(1);
+      // Stage s multiplies by s + 1; samples are 1 to 5.
+      EXPECT_EQ(rig.gradient(), (1 * 2 * 3) / (comm.rank() + 1) * (1 + 2 + 3 + 4 + 5));
+    });
+  }
+}
+
+TEST(TransportPlanTest, MakesAPlanThatRunsOverEachTransport) {
+  for (const char* transport : {"mpi", "loopback", "nccl"}) {
+    for (const std::string& name : schedule_names()) {
+      const Verification verification = verify(plan_of(name, 3, 5, transport));
+      for (const TransportModel model : needs_of(transport).models) {
+        EXPECT_TRUE(verification.progresses(model)) << name << " over " << transport;
+      }
+    }
+  }
+}
+
+TEST(TransportPlanTest, RefusesAPlanThatStandsStillOverTheTransportAndNamesTheCycle) {
+  expect_error(
+      ErrorCode::kPlan,
+      {"schedule '1f1b' cannot run over transport 'nccl': under the nccl model the plan deadlocks",
+       "the queue of rank 0 stands at op 0 (post 0RECV_B0 channel 1 grad-output[0])"},
+      [] { require_runnable(plan_of("1f1b", 2, 4, "mpi"), needs_of("nccl")); });
+  Plan broken = plan_of("1f1b", 2, 4, "mpi");
+  broken.ranks[0].ops.pop_back();
+  expect_error(ErrorCode::kPlan, {"schedule '1f1b' cannot run over transport 'mpi': ", "rank 0"},
+               [&] { require_runnable(broken, needs_of("mpi")); });
+  expect_error(ErrorCode::kUsage, {"transport 'smoke'", "mpi, loopback, nccl"},
+               [] { (void)needs_of("smoke"); });
+}
+
+TEST(EngineTest, AllocatesNothingInSteadyState) {
+  const Plan plan = plan_of("1f1b", 2, 8);
+  run_loopback(2, [&](Communicator& comm) {
+    ControlChannel control(comm);
+    Rig rig(plan, comm, control);
+    rig.run(1);
+    rig.run(2);
+    EXPECT_EQ(rig.allocations(), 0U);
+    rig.run(3);
+    EXPECT_EQ(rig.allocations(), 0U);
+  });
+}
+
+TEST(EngineTest, StopsAtAPlanWithAnyPostRemoved) {
+  const Plan whole = plan_of("1f1b", 2, 3);
+  int broken = 0;
+  for (std::size_t rank = 0; rank < 2; ++rank) {
+    for (std::size_t i = 0; i < whole.ranks[rank].ops.size(); ++i) {
+      if (whole.ranks[rank].ops[i].kind != OpKind::kPostRecv) continue;
+      Plan plan = whole;
+      plan.ranks[rank].ops.erase(plan.ranks[rank].ops.begin() + static_cast<std::ptrdiff_t>(i));
+      EXPECT_FALSE(verify(plan).ok()) << "post " << i << " of rank " << rank;
+      try {
+        run_loopback(2, [&](Communicator& comm) {
+          ControlChannel control(comm);
+          Rig rig(plan, comm, control);
+          guarded(control, comm.rank(), [&] { rig.run(1); });
+        });
+        ADD_FAILURE() << "ran without post " << i << " of rank " << rank;
+      } catch (const Error& error) {
+        // The rank that misses the post refuses its wait, or finds another message in its place.
+        EXPECT_TRUE(error.code() == ErrorCode::kPlan || error.code() == ErrorCode::kMismatch)
+            << error.what();
+      }
+      ++broken;
+    }
+  }
+  EXPECT_EQ(broken, 6);
+}
+
+TEST(EngineTest, NamesTheWaitWhoseReceiveWasNeverPosted) {
+  Plan plan = plan_of("1f1b", 2, 1);
+  std::erase_if(plan.ranks[1].ops, [](const PlanOp& op) { return op.kind == OpKind::kPostRecv; });
+  try {
+    run_loopback(2, [&](Communicator& comm) {
+      ControlChannel control(comm);
+      Rig rig(plan, comm, control);
+      guarded(control, comm.rank(), [&] { rig.run(1); });
+    });
+    ADD_FAILURE() << "ran";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kPlan);
+    EXPECT_THAT(error.what(), HasSubstr("never posted"));
+    EXPECT_THAT(error.what(), HasSubstr("RECV_F"));
+    EXPECT_EQ(error.rank(), 1);
+  }
+}
+
+// Each plan names something on rank 1 that is not there, or is not in the state its op needs.
+TEST(EngineTest, RefusesAnOpWhoseSlotOrMicroBatchIsNotThere) {
+  struct Break {
+    OpKind kind;
+    std::function<void(PlanOp&)> apply;
+    const char* says;
+  };
+  const auto slot = [](BufferKind kind, std::int32_t to) {
+    return [kind, to](PlanOp& op) { op.slots[static_cast<std::size_t>(kind)] = to; };
+  };
+  const std::vector<Break> breaks = {
+      {OpKind::kCompute, [](PlanOp& op) { op.micro_batch = 3; }, "names no micro-batch"},
+      {OpKind::kStartSend, [](PlanOp& op) { op.micro_batch = -1; }, "names no micro-batch"},
+      {OpKind::kStartSend, [](PlanOp& op) { op.channel = 99; }, "names no channel or no slot"},
+      {OpKind::kPostRecv, slot(BufferKind::kInput, 99), "names no channel or no slot"},
+      {OpKind::kCompute, slot(BufferKind::kState, 99), "names no slot"},
+      {OpKind::kRelease, slot(BufferKind::kInput, 99), "names no slot"},
+      {OpKind::kCompute, slot(BufferKind::kInput, 1), "a slot it needs filled is"},
+  };
+  for (const Break& broken : breaks) {
+    SCOPED_TRACE(broken.says);
+    Plan plan = plan_of("1f1b", 2, 3);
+    auto& ops = plan.ranks[1].ops;
+    const auto found = std::find_if(ops.begin(), ops.end(),
+                                    [&](const PlanOp& op) { return op.kind == broken.kind; });
+    ASSERT_NE(found, ops.end());
+    broken.apply(*found);
+    expect_error(ErrorCode::kPlan, {"schedule '1f1b' breaks at", "pipeline rank 1", broken.says},
+                 [&] {
+                   run_loopback(2, [&](Communicator& comm) {
+                     ControlChannel control(comm);
+                     Rig rig(plan, comm, control);
+                     guarded(control, comm.rank(), [&] { rig.run(1); });
+                   });
+                 });
+  }
+}
+
+}  // namespace
+}  // namespace sluice::testing

@@ -1,0 +1,221 @@
+// `sluice schedule`, its `compare` and `auto`, as a user meets them.
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "tests/runtime/cli/cli_tools.hpp"
+
+namespace sluice::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using ::testing::StartsWith;
+
+TEST_F(CliTest, ScheduleDrawsAndCounts) {
+  const Outcome grid = sluice("schedule --ranks 2 --micro-batches 3");
+  EXPECT_EQ(grid.code, 0) << grid.err;
+  EXPECT_THAT(grid.out, HasSubstr("F0 B0 F1 B1 F2 B2"));
+  EXPECT_THAT(grid.out, HasSubstr("peak in flight   2 1"));
+}
+
+TEST_F(CliTest, ScheduleAsJsonFollowsTheClosedForms) {
+  const Outcome outcome =
+      sluice("schedule --schedule gpipe --ranks 4 --micro-batches 8 --format json --timeline");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const auto json = nlohmann::json::parse(outcome.out);
+  EXPECT_EQ(json.at("schedule"), "gpipe");
+  EXPECT_EQ(json.at("makespan"), (8 + 4 - 1) * 3.0);
+  EXPECT_EQ(json.at("peak_in_flight"), nlohmann::json({8, 8, 8, 8}));
+  EXPECT_EQ(json.at("messages"), 2 * 3 * 8);
+  EXPECT_EQ(json.at("transports"),
+            nlohmann::json({"eager", "rendezvous", "bounded", "nccl", "nccl-edges"}));
+  EXPECT_EQ(json.at("exact"), true);
+  EXPECT_EQ(json.at("timeline").at(3).at(0).at("start"), 3.0);
+}
+
+TEST_F(CliTest, ScheduleWritesFilesThatItReadsBack) {
+  for (const char* format : {"csv", "csv --messages", "file"}) {
+    const Outcome written = sluice(
+        std::string("schedule --ranks 3 --micro-batches 5 --output written --format ") + format);
+    ASSERT_EQ(written.code, 0) << written.err;
+    EXPECT_THAT(written.out, IsEmpty());
+    const Outcome read = sluice("schedule --file written --format json");
+    ASSERT_EQ(read.code, 0) << read.err;
+    const auto json = nlohmann::json::parse(read.out);
+    EXPECT_EQ(json.at("makespan"), (5 + 3 - 1) * 3.0);
+    EXPECT_EQ(json.at("peak_in_flight"), nlohmann::json({3, 2, 1}));
+    EXPECT_THAT(json.at("source").get<std::string>(), StartsWith("written: "));
+  }
+}
+
+TEST_F(CliTest, ScheduleDrawsPicturesAndTraces) {
+  const Outcome svg = sluice("schedule --ranks 2 --micro-batches 3 --format svg");
+  EXPECT_EQ(svg.code, 0) << svg.err;
+  EXPECT_THAT(svg.out, StartsWith("<svg "));
+  const Outcome trace = sluice("schedule --ranks 2 --micro-batches 3 --format trace");
+  ASSERT_EQ(trace.code, 0) << trace.err;
+  const auto json = nlohmann::json::parse(trace.out);
+  std::size_t slices = 0;
+  for (const auto& event : json.at("traceEvents")) slices += event.at("ph") == "X" ? 1 : 0;
+  EXPECT_EQ(slices, 2U * 3 * 2);
+}
+
+TEST_F(CliTest, ScheduleCompareSortsByMakespan) {
+  const Outcome outcome = sluice("schedule compare --ranks 4 --micro-batches 8 --format json");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const auto rows = nlohmann::json::parse(outcome.out).at("rows");
+  ASSERT_GE(rows.size(), 3U);
+  for (std::size_t i = 1; i < rows.size(); ++i) {
+    EXPECT_LE(rows[i - 1].at("makespan"), rows[i].at("makespan"));
+  }
+  const Outcome table = sluice("schedule compare --ranks 4 --micro-batches 8");
+  EXPECT_THAT(table.out, HasSubstr("\n1f1b "));
+}
+
+TEST_F(CliTest, ScheduleCountsLinksReductionsAndBytes) {
+  const Outcome outcome = sluice(
+      "schedule --schedule forward-only --ranks 2 --micro-batches 3 --message-bytes 4 --bandwidth "
+      "2 "
+      "--format json --timeline");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const auto json = nlohmann::json::parse(outcome.out);
+  EXPECT_EQ(json.at("makespan"), 8);
+  EXPECT_EQ(json.at("waiting"), (std::vector<double>{0, 2}));
+  EXPECT_EQ(json.at("memory")[1][1].at("time"), 1);
+
+  const Outcome reduced = sluice(
+      "schedule --ranks 2 --micro-batches 2 --activation-bytes 5,7 --weight-activation-bytes 1 "
+      "--resident-bytes 1e2 --reduce-time 3 --overlap-time 2 --format json");
+  ASSERT_EQ(reduced.code, 0) << reduced.err;
+  const auto figures = nlohmann::json::parse(reduced.out);
+  EXPECT_EQ(figures.at("makespan"), 12);
+  EXPECT_EQ(figures.at("peak_bytes"), (std::vector<int>{112, 108}));
+  EXPECT_FALSE(figures.contains("timeline"));
+}
+
+TEST_F(CliTest, LinksBetweenNodesAreAsAllOthersUnlessGiven) {
+  const auto makespan = [&](const std::string& more) {
+    const Outcome outcome = sluice(
+        "schedule --schedule forward-only --ranks 2 --micro-batches 1 --format json "
+        "--message-time 2 --ranks-per-node 1 " +
+        more);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return nlohmann::json::parse(outcome.out).at("makespan").get<double>();
+  };
+  EXPECT_EQ(makespan(""), 4);
+  EXPECT_EQ(makespan("--node-message-time 5"), 7);
+  EXPECT_EQ(makespan("--links 0-1:1.5:8 --message-bytes 4"), 4);
+}
+
+TEST_F(CliTest, CompareSortsByTheObjectiveAndSaysWhatTheBarrierCosts) {
+  const auto compare = [&](const std::string& more) {
+    const Outcome outcome =
+        sluice("schedule compare --ranks 4 --micro-batches 8 --format json " + more);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    return nlohmann::json::parse(outcome.out);
+  };
+  const auto barrier = compare("");
+  EXPECT_THAT(barrier.at("remarks").dump(), HasSubstr("zb-h2 gains nothing over zb-h1"));
+  const auto span = compare("--objective span");
+  for (const char* key : {"makespan", "span"}) {
+    const auto& rows = (key == std::string("span") ? span : barrier).at("rows");
+    for (std::size_t i = 1; i < rows.size(); ++i) EXPECT_LE(rows[i - 1].at(key), rows[i].at(key));
+  }
+  EXPECT_EQ(span.at("rows")[1].at("schedule"), "zb-h2");
+  // Half of everything per chunk: 1f1b and zb-v hold 4 whole micro-batches, gpipe 8.
+  const auto limited = compare("--activation-bytes 10 --memory-limit 40");
+  EXPECT_THAT(limited.at("left_out").dump(), HasSubstr("'gpipe' holds up to 80 bytes on rank 0"));
+  for (const auto& row : limited.at("rows")) {
+    for (const auto& bytes : row.at("peak_bytes")) EXPECT_LE(bytes, 40);
+  }
+  EXPECT_THAT(limited.at("rows").dump(), HasSubstr("\"zb-v\""));
+}
+
+TEST_F(CliTest, ScheduleTakesTheTimesOfATrainedRun) {
+  const Outcome trained = sluice(small("--micro-batches 2 --trace t.json --metrics m.jsonl"));
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  for (const char* profile : {"t.json", "m.jsonl"}) {
+    const Outcome outcome = sluice(
+        std::string("schedule --ranks 2 --micro-batches 4 --format json --profile ") + profile);
+    ASSERT_EQ(outcome.code, 0) << outcome.err;
+    const auto json = nlohmann::json::parse(outcome.out);
+    EXPECT_GT(json.at("makespan"), 0);
+    EXPECT_THAT(json.at("times").get<std::string>(), HasSubstr(profile));
+  }
+  const Outcome table = sluice("schedule compare --ranks 2 --micro-batches 4 --profile t.json");
+  EXPECT_THAT(table.out, HasSubstr("Times from t.json"));
+}
+
+TEST_F(CliTest, ScheduleAutoFindsOneWithinTheLimitAndSaysHowGoodItIs) {
+  const char* const options =
+      "--ranks 4 --micro-batches 12 --memory-limit 4 --effort 100000 --format json";
+  const Outcome outcome = sluice(std::string("schedule auto ") + options);
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const auto json = nlohmann::json::parse(outcome.out);
+  EXPECT_EQ(json.at("schedule"), "auto");
+  EXPECT_LE(json.at("makespan"), 3 * 12 + 3);  // zb-h1
+  EXPECT_LE(json.at("lower_bound"), json.at("makespan"));
+  for (const int each : json.at("peak_in_flight")) {
+    EXPECT_LE(each, 4 * json.at("chunks").get<int>());
+  }
+  EXPECT_GE(json.at("candidates").size(), 8U);
+  EXPECT_EQ(sluice(std::string("schedule --schedule auto ") + options).out, outcome.out);
+}
+
+TEST_F(CliTest, ScheduleAutoSaysWhatTheBarrierCosts) {
+  const std::string shape = "schedule auto --ranks 4 --micro-batches 8 --chunks 1 --effort 0 ";
+  EXPECT_THAT(sluice(shape).out, HasSubstr("zb-h2 gains nothing over zb-h1"));
+  EXPECT_THAT(sluice(shape + "--objective span").out, Not(HasSubstr("gains nothing")));
+}
+
+TEST_F(CliTest, ScheduleAutoCutsLayersAndWritesAFile) {
+  const std::string command =
+      "schedule auto --ranks 2 --micro-batches 4 --layers 4 --forward-time 6,1,1,1 --effort 0 ";
+  const Outcome grid = sluice(command + "--chunks 1");
+  ASSERT_EQ(grid.code, 0) << grid.err;
+  EXPECT_THAT(grid.out, HasSubstr("layers by stage: 0, 1-3"));
+  EXPECT_THAT(grid.out, HasSubstr("heuristic"));
+  const Outcome written = sluice(command + "--format file --output written");
+  ASSERT_EQ(written.code, 0) << written.err;
+  const Outcome read = sluice("schedule --file written --format json");
+  ASSERT_EQ(read.code, 0) << read.err;
+  EXPECT_EQ(nlohmann::json::parse(read.out).at("schedule"), "auto");
+}
+
+// --- sizes beyond any model: refused, or planned, before the time-out of a command ---
+
+TEST_F(CliTest, ChunksBeyondTheLayersAreRefusedWithTheMostThatAreLegal) {
+  const std::string dry = "train --dry-run --schedule interleaved ";
+  expect_refusal(sluice(dry + "--chunks 100000 --layers 60000"), 2, "from 1 to 1024");
+  expect_refusal(sluice(dry + "--chunks 100000000"), 2, "from 1 to 1024");
+  expect_refusal(sluice(dry + "--chunks 9 --layers 6"), 2, "the nearest legal value is 8");
+  expect_refusal(mpirun(2, SLUICE_PROGRAM, dry + "--chunks 5 --layers 6"), 2,
+                 "10 stages, but --layers 6 with embedding and head fill at most 8; the nearest "
+                 "legal value is 4");
+  EXPECT_EQ(sluice(dry + "--chunks 8 --layers 6").code, 0);
+  EXPECT_EQ(mpirun(3, SLUICE_PROGRAM, "train --dry-run --schedule zb-v --layers 1").code, 0);
+  expect_refusal(sluice("schedule --chunks 100000000"), 2, "from 1 to 1024");
+  expect_refusal(sluice("schedule compare --chunks 100000000"), 2, "from 1 to 1024");
+  expect_refusal(sluice("schedule auto --chunks 1000"), 2, "from 1 to 64");
+  expect_refusal(sluice("train --dry-run --schedule auto --layers 1000 --chunks 1000"), 2,
+                 "chunks is 1000; the nearest legal value is 64");
+}
+
+TEST_F(CliTest, MicroBatchesBeyondAPlanAreRefusedWithBothSizes) {
+  expect_refusal(sluice("train --dry-run --schedule interleaved --chunks 4 --micro-batches 600000"),
+                 2, "4 stages with 600000 micro-batches each");
+  expect_refusal(sluice("schedule auto --ranks 4 --micro-batches 100001"), 2,
+                 "more than 400000 pairs of stage and micro-batch");
+}
+
+TEST_F(CliTest, TheLargestLegalModelIsPlanned) {
+  const Outcome whole =
+      sluice("train --dry-run --layers 65536 --width 262144 --heads 4096 --context 1048576");
+  EXPECT_EQ(whole.code, 0) << whole.err;
+  const Outcome cut = sluice("train --dry-run --layers 65536 --schedule interleaved --chunks 1024");
+  EXPECT_EQ(cut.code, 0) << cut.err;
+}
+
+}  // namespace
+}  // namespace sluice::testing

@@ -1,0 +1,180 @@
+#include "runtime/files/trace.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/error.hpp>
+#include <sluice/schedule.hpp>
+
+#include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/temporary_directory.hpp"
+
+namespace sluice {
+namespace {
+
+using nlohmann::json;
+using testing::ElementsAre;
+
+TraceEvent event(TraceTrack track, ActionKind kind, double start, double end, int micro_batch = 0) {
+  return {.start = start,
+          .end = end,
+          .action = static_cast<std::uint8_t>(kind),
+          .track = track,
+          .stage = 2,
+          .micro_batch = micro_batch};
+}
+
+// The file's events, parsed; `ph` "X" or "M".
+std::vector<json> events_of(const std::vector<RankTrace>& ranks, const std::string& ph) {
+  const TemporaryDirectory dir;
+  write_trace(dir.path() / "trace.json", ranks);
+  EXPECT_EQ(dir.file_count(), 1);
+  std::vector<json> events;
+  const json whole = json::parse(dir.read("trace.json"));
+  for (const json& each : whole.at("traceEvents")) {
+    if (each.at("ph") == ph) events.push_back(each);
+  }
+  return events;
+}
+
+// (pid, tid) -> name of the thread.
+std::map<std::pair<int, int>, std::string> threads_of(const std::vector<RankTrace>& ranks) {
+  std::map<std::pair<int, int>, std::string> names;
+  for (const json& each : events_of(ranks, "M")) {
+    if (each.at("name") == "thread_name") {
+      names[{each.at("pid"), each.at("tid")}] = each.at("args").at("name");
+    }
+  }
+  return names;
+}
+
+TEST(TraceTest, GivesEveryRankAProcessAndEveryTrackAThread) {
+  const std::vector<RankTrace> ranks = {
+      {0,
+       "rank 0: \"quoted\"",
+       {event(TraceTrack::kPlanned, ActionKind::kForward, 0, 1),
+        event(TraceTrack::kCompute, ActionKind::kForward, 0, 1.5, 4),
+        event(TraceTrack::kSends, ActionKind::kSendForward, 1.5, 2),
+        event(TraceTrack::kReceives, ActionKind::kRecvBackward, 1, 3)}},
+      {1, "rank 1", {event(TraceTrack::kCompute, ActionKind::kBackward, 2, 2.000001)}}};
+  std::map<int, std::string> processes;
+  for (const json& each : events_of(ranks, "M")) {
+    if (each.at("name") == "process_name") processes[each.at("pid")] = each.at("args").at("name");
+  }
+  EXPECT_EQ(processes, (std::map<int, std::string>{{0, "rank 0: \"quoted\""}, {1, "rank 1"}}));
+  const auto threads = threads_of(ranks);
+  std::multiset<std::string> names;
+  for (const auto& [place, name] : threads) names.insert(name);
+  EXPECT_THAT(names, ElementsAre("compute", "compute", "planned", "receives", "sends"));
+  for (const json& each : events_of(ranks, "X")) {
+    EXPECT_EQ(threads.at({each.at("pid"), each.at("tid")}), each.at("cat").get<std::string>());
+  }
+}
+
+TEST(TraceTest, NamesActionsAndGivesTimesInMicroseconds) {
+  const auto events =
+      events_of({{3,
+                  "",
+                  {event(TraceTrack::kCompute, ActionKind::kForward, 1, 1.0000005, 7),
+                   event(TraceTrack::kCompute, ActionKind::kOptimizer, 2, 2, -1)}}},
+                "X");
+  ASSERT_EQ(events.size(), 2u);
+  EXPECT_EQ(events[0].at("name"), "2F7");
+  EXPECT_EQ(events[0].at("pid"), 3);
+  EXPECT_EQ(events[0].at("ts"), 1e6);
+  EXPECT_EQ(events[0].at("dur"), 0.5);
+  EXPECT_EQ(events[0].at("args"), (json{{"stage", 2}, {"micro_batch", 7}}));
+  EXPECT_EQ(events[1].at("name"), "2OPTIMIZER");
+  EXPECT_EQ(events[1].at("dur"), 0);
+}
+
+TEST(TraceTest, MessagesInFlightTogetherGetLanesSoThatNoSlicesCross) {
+  RankTrace rank{0, "rank 0", {}};
+  for (int i = 0; i < 40; ++i) {
+    // Three at a time, none nested in another; handed over out of order.
+    const double start = (i * 7 % 40) * 0.1;
+    rank.events.push_back(event(TraceTrack::kSends, ActionKind::kSendForward, start, start + 0.29));
+  }
+  std::map<int, std::vector<std::pair<double, double>>> lanes;
+  for (const json& each : events_of({rank}, "X")) {
+    const double start = each.at("ts");
+    lanes[each.at("tid")].emplace_back(start, start + each.at("dur").get<double>());
+  }
+  EXPECT_EQ(lanes.size(), 3u);
+  std::size_t events = 0;
+  for (auto& [tid, slices] : lanes) {
+    events += slices.size();
+    for (std::size_t i = 1; i < slices.size(); ++i) {
+      EXPECT_GE(slices[i].first, slices[i - 1].second - 1e-6);
+    }
+  }
+  EXPECT_EQ(events, 40u);
+  std::vector<std::string> names;
+  for (const auto& [place, name] : threads_of({rank})) names.push_back(name);
+  EXPECT_THAT(names, ElementsAre("sends", "sends 2", "sends 3"));
+}
+
+TEST(TraceTest, EventsThatTouchShareALaneWhateverTheirTimesRoundTo) {
+  RankTrace rank{0, "rank 0", {}};
+  double start = 0;
+  for (int i = 0; i < 1000; ++i) {
+    const double end = start + 1.0 / 3e6;
+    rank.events.push_back(event(TraceTrack::kCompute, ActionKind::kForward, start, end, i));
+    start = end;
+  }
+  EXPECT_EQ(threads_of({rank}).size(), 1u);
+}
+
+TEST(TraceTest, WithoutEventsIsStillATrace) {
+  EXPECT_TRUE(events_of({}, "X").empty());
+  EXPECT_TRUE(events_of({{0, "rank 0", {}}}, "X").empty());
+}
+
+TEST(TraceTest, RefusesEventsThatCannotBeAndPathsThatCannotBeWritten) {
+  const TemporaryDirectory dir;
+  const auto refused = [&](TraceEvent bad, const std::string& why) {
+    expect_error(ErrorCode::kInternal, {why}, [&] {
+      write_trace(dir.path() / "t.json", {{5, "", {bad}}});
+    });
+    EXPECT_EQ(dir.file_count(), 0);
+  };
+  refused(event(TraceTrack::kCompute, ActionKind::kForward, std::nan(""), 1), "rank 5");
+  TraceEvent unknown = event(TraceTrack::kCompute, ActionKind::kForward, 0, 1);
+  unknown.action = 99;
+  refused(unknown, "no action 99");
+  expect_error(ErrorCode::kIo, {"none/t.json"},
+               [&] { write_trace(dir.path() / "none" / "t.json", {}); });
+}
+
+TEST(TracePackTest, ComesBackWholeAndRefusesOtherLengths) {
+  const RankTrace trace{7,
+                        "rank 7: replica 1",
+                        {event(TraceTrack::kSends, ActionKind::kSendBackward, 0.5, 0.75, 11),
+                         event(TraceTrack::kPlanned, ActionKind::kBackwardWeight, 1, 2, 12)}};
+  const std::string bytes = pack(trace);
+  const RankTrace back = unpack(bytes);
+  EXPECT_EQ(back.rank, 7);
+  EXPECT_EQ(back.label, trace.label);
+  ASSERT_EQ(back.events.size(), 2u);
+  EXPECT_EQ(back.events[0].start, 0.5);
+  EXPECT_EQ(back.events[0].track, TraceTrack::kSends);
+  EXPECT_EQ(back.events[1].micro_batch, 12);
+  EXPECT_EQ(pack(back), bytes);
+  for (std::size_t size = 0; size < bytes.size(); ++size) {
+    if ((bytes.size() - size) % sizeof(TraceEvent) == 0 && size >= 16 + trace.label.size())
+      continue;
+    expect_error(ErrorCode::kInternal, {"wrong length"},
+                 [&] { (void)unpack(bytes.substr(0, size)); });
+  }
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,398 @@
+// Sums over replicas that run beside computation, over NCCL: the bits of the sums that block, for
+// every kind of schedule. Ranks are threads, each with a GPU of its own or, in mixed pipelines, a
+// CPU.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/device.hpp>
+#include <sluice/error.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/schedule.hpp>
+
+#include "comm/loopback/loopback.hpp"
+#include "runtime/files/trace.hpp"
+#include "runtime/layout/device_choice.hpp"
+#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/layout.hpp"
+#include "tests/runtime/pipeline/training_cases.hpp"
+#ifdef SLUICE_EMULATED
+#include "tests/emulated_cuda/control.hpp"
+#endif
+
+namespace sluice::testing {
+namespace {
+
+struct Job {
+  int pipeline = 1, replicas = 2;
+};
+
+std::string job_name(const ::testing::TestParamInfo<Job>& info) {
+  return std::to_string(info.param.pipeline) + "x" + std::to_string(info.param.replicas);
+}
+
+class ReplicaSumsTest : public ::testing::TestWithParam<Job> {
+ protected:
+  void SetUp() override {
+    if (device_count(DeviceKind::kCuda) < ranks()) {
+      GTEST_SKIP() << "fewer than " << ranks() << " GPUs";
+    }
+    const std::vector<RankDevice> devices(1);
+    if (const std::string why = why_no_nccl(devices); !why.empty()) GTEST_SKIP() << why;
+  }
+  static int ranks() { return GetParam().pipeline * GetParam().replicas; }
+  static Layout layout(const std::string& schedule, const std::string& devices = "cuda") {
+    const bool parted = schedule == "interleaved" || schedule == "zb-v";
+    return {.pipeline = GetParam().pipeline,
+            .replicas = GetParam().replicas,
+            .schedule = schedule,
+            .chunks = parted ? 2 : 1,
+            .devices = devices};
+  }
+  static TrainingCase training() {
+    TrainingCase what;
+    what.model = small_model();
+    what.micro_batches = 4;
+    what.micro_batch_size = 1;
+    what.steps = 2;
+    return what;
+  }
+  static TrainingOutcome blocking(Communicator& comm, Layout layout) {
+    layout.transport = TransportChoice::kMpi;
+    return train(comm, training(), layout);
+  }
+};
+
+void expect_same(const std::string& where, const TrainingOutcome& expected,
+                 const TrainingOutcome& actual) {
+  EXPECT_EQ(expected.losses, actual.losses) << where;
+  EXPECT_EQ(expected.norms, actual.norms) << where;
+  EXPECT_EQ(expected.digest, actual.digest) << where;
+}
+
+TEST_P(ReplicaSumsTest, HaveTheBitsOfTheHostsForEverySchedule) {
+  run_loopback(ranks(), [&](Communicator& comm) {
+    const TrainingOutcome expected = blocking(comm, layout("1f1b"));
+    const auto expect = [&](const char* schedule, std::size_t bytes) {
+      Layout wanted = layout(schedule);
+      wanted.bucket_bytes = bytes;
+      expect_same(std::string(schedule) + ", " + std::to_string(bytes), expected,
+                  train(comm, training(), wanted));
+    };
+    // Less than any layer's matrices; no divisor of anything; more than a stage has.
+    for (const char* schedule : {"1f1b", "interleaved", "zb-h1", "zb-v"}) expect(schedule, 3'000);
+    for (const std::size_t bytes : {40'000UL, 25'000'000UL}) expect("zb-v", bytes);
+  });
+}
+
+// Steps 3 and 4 replay what was recorded, but for the calls that start sums.
+TEST_P(ReplicaSumsTest, BesideReplayedCallsHaveTheirBits) {
+  run_loopback(ranks(), [&](Communicator& comm) {
+    TrainingCase what = training();
+    what.steps = 4;
+    for (const char* schedule : {"1f1b", "zb-v"}) {
+      Layout wanted = layout(schedule);
+      wanted.bucket_bytes = 3'000;
+      const TrainingOutcome expected = train(comm, what, wanted);
+      wanted.cuda_graphs = true;
+      expect_same(schedule, expected, train(comm, what, wanted));
+    }
+  });
+}
+
+TEST_P(ReplicaSumsTest, InBucketsByTheLibraryAreCloseToTheOrderedOnes) {
+  run_loopback(ranks(), [&](Communicator& comm) {
+    const TrainingOutcome expected = blocking(comm, layout("zb-h1"));
+    Layout wanted = layout("zb-h1");
+    wanted.all_reduce = true;
+    wanted.bucket_bytes = 3'000;
+    const TrainingOutcome actual = train(comm, training(), wanted);
+    for (std::size_t i = 0; i < expected.losses.size(); ++i) {
+      EXPECT_NEAR(expected.losses[i], actual.losses[i], 1e-5);
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Jobs, ReplicaSumsTest,
+                         ::testing::Values(Job{1, 2}, Job{1, 3}, Job{2, 2}, Job{2, 3}), job_name);
+
+#ifdef SLUICE_EMULATED
+
+// Messages and sums over NCCL; a pipeline that is closed frees its communicators, and what computes
+// is refused from then on.
+TEST_P(ReplicaSumsTest, EndWithoutAnAbortWhereThePipelineIsClosed) {
+  const TransformerConfig model = small_model();
+  const auto source = synthetic_tokens(model);
+  const std::vector<double> costs = layer_costs(model);
+  const StageFactory factory = [&](int stage, int stages) {
+    return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+  };
+  for (const bool closes : {true, false}) {
+    const int before = emulated::aborted_communicators();
+    run_loopback(ranks(), [&](Communicator& comm) {
+      PipelineOptions options;
+      options.pipeline = GetParam().pipeline;
+      options.replicas = GetParam().replicas;
+      options.micro_batches = 2;
+      options.devices = parse_devices("cuda");
+      options.evaluations = {4};
+      Pipeline pipeline(comm, options, factory, *source);
+      (void)pipeline.train_step();
+      if (!closes) return;
+      pipeline.close();
+      pipeline.close();  // does nothing more
+      EXPECT_THROW((void)pipeline.train_step(), Error);
+    });
+    const int aborted = emulated::aborted_communicators() - before;
+    if (closes) {
+      EXPECT_EQ(aborted, 0);
+    } else {
+      EXPECT_GE(aborted, ranks()) << "at least the one for sums each";
+    }
+  }
+}
+
+#endif
+
+class MixedReplicaSumsTest : public ReplicaSumsTest {};
+
+// The GPU's sums stand behind its last gradients, the CPU's at the end of its list; all ranks have
+// planned both alike.
+TEST_P(MixedReplicaSumsTest, OverNcclOnOneRankAndThroughMessagesOnTheOther) {
+  run_loopback(ranks(), [&](Communicator& comm) {
+    for (const char* schedule : {"1f1b", "interleaved", "zb-v"}) {
+      for (const char* devices : {"cuda,cpu", "cpu,cuda"}) {
+        expect_same(std::string(schedule) + " on " + devices,
+                    blocking(comm, layout(schedule, devices)),
+                    train(comm, training(), layout(schedule, devices)));
+      }
+    }
+  });
+}
+
+// With two chunks per rank: the sum of the one that finishes first stands among the other's actions
+// where it runs beside them, behind all actions where it blocks.
+TEST_P(MixedReplicaSumsTest, StandInTheTraceWhereTheyStandInTheList) {
+  const TransformerConfig model = small_model();
+  const auto source = synthetic_tokens(model);
+  const std::vector<double> costs = layer_costs(model);
+  const StageFactory factory = [&](int stage, int stages) {
+    return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+  };
+  run_loopback(ranks(), [&](Communicator& comm) {
+    PipelineOptions options;
+    options.pipeline = GetParam().pipeline;
+    options.replicas = GetParam().replicas;
+    options.schedule = "interleaved";
+    options.chunks = 2;
+    options.micro_batches = 4;
+    options.devices = parse_devices("cuda,cpu");
+    options.trace = true;
+    Pipeline pipeline(comm, options, factory, *source);
+    (void)pipeline.train_step();
+    double last_compute = 0;
+    std::vector<TraceEvent> sums;
+    for (const TraceEvent& event : pipeline.trace()) {
+      if (event.track == TraceTrack::kCompute) last_compute = std::max(last_compute, event.start);
+      if (event.track == TraceTrack::kSums) sums.push_back(event);
+    }
+    ASSERT_EQ(sums.size(), 2U);
+    EXPECT_EQ(sums[0].action, static_cast<std::uint8_t>(ActionKind::kReduceGrad));
+    const bool gpu = pipeline.layout().rank == 0;
+    EXPECT_EQ(sums[0].start < last_compute, gpu);
+    EXPECT_GT(sums[1].start, last_compute);
+    EXPECT_EQ(sums[0].stage, gpu ? 2 : 1);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Jobs, MixedReplicaSumsTest, ::testing::Values(Job{2, 2}, Job{2, 3}),
+                         job_name);
+
+// A whole model with two parameters of one bucket each, whose gradients are the replica's number
+// from 1 on. Its last backward finishes the second one, calls `meanwhile` and goes on.
+class TwoBucketStage : public Stage, public LossStage {
+ public:
+  static constexpr std::size_t kFloats = kBufferAlignment / sizeof(float);
+  using Meanwhile = std::function<void(StageContext&, std::span<float> second)>;
+
+  TwoBucketStage(int replica, Meanwhile meanwhile)
+      : first_(&set_.add("first", Shape{kFloats}, Init::constant(0))),
+        second_(&set_.add("second", Shape{kFloats}, Init::constant(0))),
+        ones_(kFloats, static_cast<float>(replica + 1)),
+        meanwhile_(std::move(meanwhile)) {}
+
+  StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
+    return {{inputs[0]}};
+  }
+  void prepare(const StageSetup& setup) override {
+    set_.allocate(setup.compute->memory(), setup.seed);
+  }
+  ParameterSet* parameters() override { return &set_; }
+  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
+    copy_async(y[0].data, x[0].data, y[0].spec.bytes(), ctx.compute.stream());
+  }
+  void backward(StageContext& ctx, std::span<const Tensor>, std::span<const Tensor>) override {
+    write(ctx, *second_);
+    if (ctx.final_gradients != nullptr) meanwhile_(ctx, second_->grad.floats());
+    write(ctx, *first_);
+  }
+  void loss(StageContext&, std::span<const Tensor>, std::span<const Tensor>, double* sum) override {
+    *sum = 1;
+  }
+  double target_weight(std::span<const Tensor>) const override { return 1; }
+
+ private:
+  void write(StageContext& ctx, const Parameter& parameter) {
+    copy_now(ctx.compute.device(), parameter.grad.data, ones_.data(), kFloats * sizeof(float));
+  }
+
+  ParameterSet set_;
+  Parameter *first_, *second_;
+  std::vector<float> ones_;
+  Meanwhile meanwhile_;
+};
+
+class BucketOrderTest : public ReplicaSumsTest {
+ protected:
+  // One step of a TwoBucketStage per replica; what each rank was told, empty where nothing failed.
+  static std::vector<std::string> run(
+      const std::function<void(int replica, StageContext&, std::span<float>)>& meanwhile) {
+    std::vector<std::string> said(static_cast<std::size_t>(ranks()));
+    run_loopback(ranks(), [&](Communicator& comm) {
+      PipelineOptions options;
+      options.pipeline = 1;
+      options.replicas = ranks();
+      options.micro_batches = 2;
+      options.devices = parse_devices("cuda");
+      options.bucket_bytes = TwoBucketStage::kFloats * sizeof(float);
+      const auto source =
+          make_array_source({1, 2, 3, 4, 5, 6, 7, 8}, 1, std::vector<float>(8, 1), 1, 2 * ranks());
+      const int replica = comm.rank();
+      const StageFactory factory = [&](int, int) {
+        return std::make_unique<TwoBucketStage>(
+            replica, [&meanwhile, replica](StageContext& ctx, std::span<float> second) {
+              meanwhile(replica, ctx, second);
+            });
+      };
+      try {
+        Pipeline pipeline(comm, options, factory, *source);
+        (void)pipeline.train_step();
+      } catch (const Error& error) {
+        said[static_cast<std::size_t>(comm.rank())] = error.what();
+      }
+    });
+    return said;
+  }
+};
+
+// Seen from within the stage's last backward: the second parameter's gradient becomes the sum.
+TEST_P(BucketOrderTest, ABucketIsSummedBeforeTheBackwardThatFilledItReturns) {
+  std::vector<float> seen(static_cast<std::size_t>(ranks()), 0);
+  std::vector<int> calls(static_cast<std::size_t>(ranks()), 0);
+  const auto expected = static_cast<float>(ranks() * (ranks() + 1)) / 2;
+  const auto said = run([&](int replica, StageContext& ctx, std::span<float> second) {
+    const auto at = static_cast<std::size_t>(replica);
+    ++calls[at];
+    constexpr int kMostPolls = 1'000'000;  // ends a test that fails
+    for (int i = 0; i < kMostPolls && seen[at] != expected; ++i) {
+      ctx.final_gradients->from(TwoBucketStage::kFloats);
+      copy_now(ctx.compute.device(), &seen[at], second.data(), sizeof(float));
+      std::this_thread::yield();
+    }
+  });
+  for (const std::string& text : said) EXPECT_EQ(text, "");
+  for (const float value : seen) EXPECT_EQ(value, expected);
+  for (const int count : calls) EXPECT_EQ(count, 1) << "of two backwards the last one";
+}
+
+// Its peers' queues hold a sum that never comes whole.
+TEST_P(BucketOrderTest, ARankThatFailsBetweenBucketsEndsAll) {
+  const auto said = run([&](int replica, StageContext& ctx, std::span<float>) {
+    if (replica + 1 == ranks()) throw Error(ErrorCode::kData, "no second bucket today");
+    ctx.final_gradients->from(TwoBucketStage::kFloats);
+  });
+  for (const std::string& text : said) {
+    EXPECT_NE(text.find("no second bucket today"), std::string::npos) << text;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Jobs, BucketOrderTest, ::testing::Values(Job{1, 2}, Job{1, 3}), job_name);
+
+// Hands its input on; its forward calls `act`.
+class PassingStage : public Stage, public LossStage {
+ public:
+  using Act = std::function<void(StageContext&)>;
+  explicit PassingStage(Act act) : act_(std::move(act)) {}
+  StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
+    return {{inputs[0]}};
+  }
+  void prepare(const StageSetup&) override {}
+  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
+    act_(ctx);
+    copy_async(y[0].data, x[0].data, y[0].spec.bytes(), ctx.compute.stream());
+  }
+  void backward(StageContext& ctx, std::span<const Tensor> dy,
+                std::span<const Tensor> dx) override {
+    if (!dx.empty()) copy_async(dx[0].data, dy[0].data, dy[0].spec.bytes(), ctx.compute.stream());
+  }
+  void loss(StageContext&, std::span<const Tensor>, std::span<const Tensor>, double* sum) override {
+    *sum = 1;
+  }
+  double target_weight(std::span<const Tensor>) const override { return 1; }
+
+ private:
+  Act act_;
+};
+
+// Replica 1 joins the collective of micro-batch 1 only once replica 0's message of micro-batch 0,
+// which its sender has to carry through host memory, has come.
+TEST(CollectiveOfAStageTest, CarriesTheRanksMessagesWhileItWaits) {
+  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  std::atomic<bool> arrived = false, joined_late = false;
+  run_loopback(4, [&](Communicator& comm) {
+    PipelineOptions options;
+    options.pipeline = 2;
+    options.replicas = 2;
+    options.schedule = "gpipe";
+    options.micro_batches = 2;
+    options.devices = parse_devices("cuda:0");
+    const auto source =
+        make_array_source({1, 2, 3, 4, 5, 6, 7, 8}, 1, std::vector<float>(8, 1), 1, 4);
+    const int replica = comm.rank() / 2;
+    const StageFactory factory = [&](int stage, int) {
+      return std::make_unique<PassingStage>([&, replica, stage](StageContext& ctx) {
+        if (stage == 1 && replica == 0) arrived = true;
+        if (stage == 1 || ctx.micro_batch == 0) return;
+        if (replica == 1) {
+          constexpr int kMostPolls = 20'000'000;  // ends a test that fails
+          for (int i = 0; i < kMostPolls && !arrived; ++i) std::this_thread::yield();
+          joined_late = arrived.load();
+        }
+        const Buffer values(ctx.compute.device(), sizeof(float));
+        fill_zero_async(values.data(), values.size(), ctx.compute.stream());
+        ctx.collective->sum({reinterpret_cast<float*>(values.data()), 1});
+        ctx.compute.stream().synchronize();  // before they go
+      });
+    };
+    Pipeline pipeline(comm, options, factory, *source);
+    (void)pipeline.train_step();
+  });
+  EXPECT_TRUE(joined_late);
+}
+
+TEST(BucketOptionTest, BucketsOfNothingAreRefused) {
+  run_loopback(1, [](Communicator& comm) {
+    TrainingCase what;
+    what.model = small_model();
+    EXPECT_THROW((void)train(comm, what, {.bucket_bytes = 0}), Error);
+  });
+}
+
+}  // namespace
+}  // namespace sluice::testing

@@ -1,0 +1,149 @@
+// Parameters with more than two uses, of which some are on CPUs: sums and values reach every one,
+// over whatever joins the ranks.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/device.hpp>
+#include <sluice/pipeline.hpp>
+
+#include "comm/loopback/loopback.hpp"
+#include "runtime/layout/layout.hpp"
+
+namespace sluice::testing {
+namespace {
+
+// Three stages use "all", the first and the last use "ends"; a backward writes the gradients.
+class TiedStage : public Stage, public LossStage {
+ public:
+  static constexpr std::int64_t kFloats = 65;
+  explicit TiedStage(int index)
+      : index_(index), all_(&add("all")), ends_(index == 1 ? nullptr : &add("ends")) {}
+
+  StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
+    return {{inputs[0]}};
+  }
+  void prepare(const StageSetup& setup) override {
+    set_.allocate(setup.compute->memory(), setup.seed);
+  }
+  ParameterSet* parameters() override { return &set_; }
+  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
+    copy_async(y[0].data, x[0].data, y[0].spec.bytes(), ctx.compute.stream());
+  }
+  void backward(StageContext& ctx, std::span<const Tensor> dy,
+                std::span<const Tensor> dx) override {
+    if (!dx.empty()) {
+      copy_async(dx[0].data, dy[0].data, dx[0].spec.bytes(), ctx.compute.stream());
+    }
+    write(ctx, *all_, static_cast<float>(1 + index_));
+    if (ends_ != nullptr) write(ctx, *ends_, static_cast<float>(10 * (1 + index_)));
+  }
+  void loss(StageContext&, std::span<const Tensor>, std::span<const Tensor>, double* sum) override {
+    *sum = 1;
+  }
+  double target_weight(std::span<const Tensor>) const override { return 1; }
+
+ private:
+  Parameter& add(const char* name) {
+    return set_.add(name, Shape{kFloats}, Init::constant(0), /*decay=*/false, /*tied=*/true);
+  }
+  static void write(StageContext& ctx, const Parameter& parameter, float value) {
+    const std::vector<float> values(kFloats, value);
+    ctx.compute.stream().synchronize();
+    copy_now(ctx.compute.device(), parameter.grad.data, values.data(), kFloats * sizeof(float));
+  }
+
+  ParameterSet set_;
+  int index_;
+  Parameter *all_, *ends_;
+};
+
+class TiedUsesTest : public ::testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    devices_ = parse_devices(GetParam());
+    if (std::string(GetParam()) != "cpu" && device_count(DeviceKind::kCuda) < 3) {
+      GTEST_SKIP() << "fewer than 3 GPUs";
+    }
+  }
+  [[nodiscard]] PipelineOptions options() const {
+    PipelineOptions options;
+    options.pipeline = 3;
+    options.devices = devices_;
+    options.optimizer.kind = OptimizerConfig::Kind::kSgd;
+    options.learning_rate = {.peak = 1, .constant = true};
+    return options;
+  }
+  // What joins each use to its owner.
+  [[nodiscard]] static std::vector<LinkKind> links(const TiedParameter& tie) {
+    std::vector<LinkKind> kinds;
+    for (const EdgeLink& link : tie.links) kinds.push_back(link.kind);
+    return kinds;
+  }
+
+  std::vector<DeviceChoice> devices_;
+};
+
+float first_of(Pipeline& pipeline, const Parameter& parameter) {
+  std::vector<float> values(TiedStage::kFloats);
+  pipeline.compute().stream().synchronize();
+  copy_now(pipeline.compute().device(), values.data(), parameter.value.data,
+           values.size() * sizeof(float));
+  EXPECT_EQ(values.front(), values.back());
+  return values.front();
+}
+
+TEST_P(TiedUsesTest, AllGetTheOwnersValueAndTheOwnerAllGradients) {
+  run_loopback(3, [&](Communicator& comm) {
+    const auto source = make_array_source({1, 2}, 1, {1, 1}, 1, 2);
+    Pipeline pipeline(
+        comm, options(), [](int stage, int) { return std::make_unique<TiedStage>(stage); },
+        *source);
+    const std::vector<TiedParameter>& ties = pipeline.layout().tied;
+    ASSERT_EQ(ties.size(), 2U);
+    using enum LinkKind;
+    if (SLUICE_WITH_NCCL != 0 && std::string(GetParam()) == "cuda,cpu,cuda") {
+      EXPECT_EQ(links(ties[0]), (std::vector{kLocal, kStaged, kNccl}));
+      EXPECT_EQ(links(ties[1]), (std::vector{kLocal, kNccl}));
+    } else if (SLUICE_WITH_NCCL != 0 && std::string(GetParam()) == "cuda") {
+      EXPECT_EQ(links(ties[0]), (std::vector{kLocal, kNccl, kNccl}));
+    } else if (std::string(GetParam()) == "cpu") {
+      EXPECT_EQ(links(ties[0]), (std::vector{kLocal, kHost, kHost}));
+    }
+    for (int step = 1; step <= 3; ++step) {
+      (void)pipeline.train_step();
+      for (const Pipeline::Owned& owned : pipeline.parameters()) {
+        const float gradient = owned.parameter->name == "all" ? 1 + 2 + 3 : 10 + 30;
+        EXPECT_EQ(first_of(pipeline, *owned.parameter), -gradient * static_cast<float>(step))
+            << owned.parameter->name << " on stage " << owned.stage << " after step " << step;
+      }
+    }
+    for (const Pipeline::Owned& owned : pipeline.parameters()) {
+      const std::vector<float> values(TiedStage::kFloats, owned.owner ? 7 : 8);
+      copy_now(pipeline.compute().device(), owned.parameter->value.data, values.data(),
+               values.size() * sizeof(float));
+    }
+    pipeline.values_changed();
+    for (const Pipeline::Owned& owned : pipeline.parameters()) {
+      EXPECT_EQ(first_of(pipeline, *owned.parameter), 7) << "on stage " << owned.stage;
+    }
+    pipeline.close();
+    EXPECT_THROW(pipeline.values_changed(), Error);
+  });
+}
+
+std::string device_name(const ::testing::TestParamInfo<const char*>& info) {
+  std::string name = info.param;
+  std::erase(name, ',');
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, TiedUsesTest,
+                         ::testing::Values("cpu", "cuda", "cuda,cpu,cuda", "cpu,cuda,cuda"),
+                         device_name);
+
+}  // namespace
+}  // namespace sluice::testing

@@ -1,0 +1,142 @@
+#include "runtime/layout/edge_link.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/options.hpp>
+
+#include "comm/loopback/loopback.hpp"
+#include "tests/runtime/expect_error.hpp"
+
+namespace sluice {
+namespace {
+
+using ::testing::HasSubstr;
+
+RankDevice gpu(int index) {
+  return {{DeviceKind::kCuda, index}, "host", "0000:0" + std::to_string(index) + ":00.0", 0, ""};
+}
+RankDevice cpu() { return {{}, "host", "", 0, ""}; }
+
+std::vector<LinkKind> kinds(const std::vector<EdgeLink>& links) {
+  std::vector<LinkKind> result;
+  for (const EdgeLink& link : links) result.push_back(link.kind);
+  return result;
+}
+
+LinkQuestion question(TransportChoice wanted, std::vector<RankDevice> devices) {
+  return {.wanted = wanted,
+          .no_device_messages = "",
+          .nccl_refusal = "",
+          .devices = std::move(devices)};
+}
+
+TEST(EdgeLinkTest, GpusOfTheirOwnAreJoinedByNccl) {
+  const auto links =
+      choose_links(Placement::linear(3), question(TransportChoice::kAuto, {gpu(0), gpu(1), cpu()}));
+  EXPECT_EQ(kinds(links), (std::vector{LinkKind::kLocal, LinkKind::kNccl, LinkKind::kStaged}));
+  const auto none =
+      choose_links(Placement::linear(2), question(TransportChoice::kAuto, {cpu(), cpu()}));
+  EXPECT_EQ(none[1].kind, LinkKind::kHost);
+}
+
+TEST(EdgeLinkTest, RanksThatAreNoNeighboursAreJoinedByTheSameRule) {
+  LinkQuestion asked = question(TransportChoice::kAuto, {gpu(0), cpu(), gpu(1), gpu(2)});
+  EXPECT_EQ(choose_link(0, 0, asked).kind, LinkKind::kLocal);
+  EXPECT_EQ(choose_link(0, 3, asked).kind, LinkKind::kNccl);
+  EXPECT_EQ(choose_link(3, 1, asked).kind, LinkKind::kStaged);
+  asked.wanted = TransportChoice::kMpi;
+  const EdgeLink staged = choose_link(0, 3, asked);
+  EXPECT_EQ(describe_link(staged),
+            "through page-locked host memory (asked for by --transport mpi)");
+}
+
+TEST(EdgeLinkTest, MpiTakesAGpusMemoryOnlyWhereItCanAndNoEdgeIsNccls) {
+  LinkQuestion asked = question(TransportChoice::kMpi, {gpu(0), gpu(1), cpu()});
+  const auto direct = choose_links(Placement::linear(3), asked);
+  EXPECT_EQ(kinds(direct), (std::vector{LinkKind::kLocal, LinkKind::kDirect, LinkKind::kStaged}));
+  EXPECT_EQ(direct[1].reason, "asked for by --transport mpi; MPI takes a GPU's memory");
+
+  asked.no_device_messages = "rank 1: MPI is not CUDA-aware";
+  const auto staged = choose_links(Placement::linear(3), asked);
+  EXPECT_EQ(kinds(staged), (std::vector{LinkKind::kLocal, LinkKind::kStaged, LinkKind::kStaged}));
+  EXPECT_EQ(staged[1].reason, "asked for by --transport mpi; rank 1: MPI is not CUDA-aware");
+  EXPECT_THAT(describe_links(staged),
+              HasSubstr("stages 0-1: through page-locked host memory (asked for by --transport "
+                        "mpi; rank 1: MPI is not CUDA-aware)"));
+}
+
+TEST(EdgeLinkTest, MpiIsAskedForDeviceMemoryOnlyWhereAMessageMayNeedIt) {
+  constexpr const char* kAsked = "loopback moves host memory";
+  constexpr const char* kNotAsked = kDeviceMessagesNotTried;
+  run_loopback(2, [&](Communicator& comm) {
+    Collectives world(comm, 0, nullptr);
+    const auto answer = [&](const std::vector<RankDevice>& job, TransportChoice wanted, int depth) {
+      return why_no_device_messages(world, job, wanted, why_no_nccl(job), depth);
+    };
+    const std::vector<RankDevice> shared = {gpu(0), gpu(0)}, own = {gpu(0), gpu(1)};
+    EXPECT_EQ(answer(shared, TransportChoice::kAuto, 2), kAsked);
+    EXPECT_EQ(answer(own, TransportChoice::kMpi, 2), kAsked);
+    EXPECT_EQ(answer(own, TransportChoice::kAuto, 2), SLUICE_WITH_NCCL == 1 ? kNotAsked : kAsked);
+    EXPECT_EQ(answer(own, TransportChoice::kNccl, 2), kNotAsked);
+    EXPECT_EQ(answer(shared, TransportChoice::kMpi, 1), kNotAsked);
+    EXPECT_EQ(answer({gpu(0), cpu()}, TransportChoice::kMpi, 2), kNotAsked);
+    EXPECT_EQ(answer({cpu(), cpu()}, TransportChoice::kMpi, 2), kNotAsked);
+  });
+}
+
+TEST(EdgeLinkTest, GpusThatNcclRefusesAreJoinedByMpi) {
+  LinkQuestion asked = question(TransportChoice::kAuto, {gpu(0), gpu(0)});
+  asked.nccl_refusal = why_no_nccl(asked.devices);
+  ASSERT_FALSE(asked.nccl_refusal.empty());
+  EXPECT_EQ(choose_links(Placement::linear(2), asked)[1].kind, LinkKind::kDirect);
+  asked.wanted = TransportChoice::kNccl;
+  expect_error(ErrorCode::kUsage, {"transport nccl cannot join pipeline ranks 0 (cuda:0) and 1"},
+               [&] { (void)choose_links(Placement::linear(2), asked); });
+}
+
+TEST(EdgeLinkTest, SumsOverReplicasSayWhatCarriesThemAndWhy) {
+  LinkQuestion asked = question(TransportChoice::kAuto, {gpu(0), gpu(1), cpu()});
+  const auto sums = [&](int replicas) {
+    std::vector<EdgeLink> all;
+    for (int rank = 0; rank < 3; ++rank) all.push_back(choose_sum(rank, replicas, asked));
+    return all;
+  };
+  EXPECT_EQ(describe_sums(sums(1), false), "");
+  EXPECT_EQ(describe_sums(sums(2), false),
+            "  sums over replicas of pipeline ranks 2: in the order of replicas, messages of host "
+            "memory (computed on the CPU)\n"
+            "  sums over replicas of pipeline ranks 0, 1: in the order of replicas, NCCL (a GPU of "
+            "its own for every replica)\n");
+  EXPECT_THAT(describe_sums(sums(2), true),
+              HasSubstr("0, 1: NCCL's all-reduce: not depth-invariant (a GPU of its own"));
+  asked.devices.pop_back();
+  asked.devices.push_back(gpu(2));
+  asked.nccl_refusal = "ranks 0 and 3 share cuda:0";
+  EXPECT_EQ(describe_sums(sums(2), true),
+            "  sums over replicas: in the order of replicas, through page-locked host memory "
+            "(ranks 0 and 3 share cuda:0)\n");
+  asked.wanted = TransportChoice::kMpi;
+  EXPECT_EQ(sums(2)[0].reason, "asked for by --transport mpi");
+}
+
+TEST(EdgeLinkTest, SumsThatNcclCannotCarryAreRefusedWhereItIsWanted) {
+  LinkQuestion asked = question(TransportChoice::kNccl, {gpu(0), cpu()});
+  EXPECT_EQ(choose_sum(0, 2, asked).kind, LinkKind::kNccl);
+  EXPECT_EQ(choose_sum(1, 1, asked).kind, LinkKind::kLocal);
+  expect_error(ErrorCode::kUsage,
+               {"transport nccl cannot sum over the 2 replicas of pipeline rank 1 (cpu): it needs "
+                "GPUs; legal: auto, mpi"},
+               [&] { (void)choose_sum(1, 2, asked); });
+  asked.nccl_refusal = "ranks 0 and 1 share cuda:0";
+  expect_error(ErrorCode::kUsage,
+               {"the 3 replicas of pipeline rank 0 (cuda:0): ranks 0 and 1 share cuda:0; legal"},
+               [&] { (void)choose_sum(0, 3, asked); });
+}
+
+}  // namespace
+}  // namespace sluice

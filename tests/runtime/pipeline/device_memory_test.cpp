@@ -1,0 +1,465 @@
+// The memory of a GPU's rank: planned to the byte, taken in one piece. On the emulated CUDA, which
+// knows every cudaMalloc.
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include <sluice/checkpoint.hpp>
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
+
+#include "comm/loopback/loopback.hpp"
+#include "runtime/layout/layout.hpp"
+#include "stages/operators/context.hpp"
+#include "tests/emulated_cuda/control.hpp"
+#include "tests/emulated_cuda/modules.hpp"
+#include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/pipeline/training_cases.hpp"
+
+namespace sluice::testing {
+namespace {
+
+struct Job {
+  std::string name;
+  TransformerConfig model;
+  PipelineOptions options;
+};
+
+// Large enough that sums run in several blocks and slices: every operator takes scratch.
+TransformerConfig model_with(TransformerKind kind, DType precision) {
+  TransformerConfig model = small_model();
+  model.kind = kind;
+  model.kv_heads = kind == TransformerKind::kLlama ? 1 : 2;
+  model.precision = precision;
+  model.context = 40;
+  model.vocabulary = 600;
+  return model;
+}
+
+Job job(const std::string& name, const TransformerConfig& model, int pipeline,
+        const std::string& schedule, int chunks = 1) {
+  Job result{name + ", " + schedule, model, {}};
+  result.options.pipeline = pipeline;
+  result.options.schedule = schedule;
+  result.options.chunks = chunks;
+  result.options.micro_batches = 4;
+  result.options.micro_batch_size = 2;
+  result.options.evaluations = {12};
+  result.options.devices = parse_devices("cuda");
+  return result;
+}
+
+std::vector<Job> jobs() {
+  constexpr auto kGpt2 = TransformerKind::kGpt2, kLlama = TransformerKind::kLlama;
+  std::vector<Job> all;
+  all.push_back(job("gpt2 f32", model_with(kGpt2, DType::kF32), 4, "gpipe"));
+  all.push_back(job("gpt2 bf16", model_with(kGpt2, DType::kBf16), 3, "zb-h1"));
+  all.push_back(job("llama f32", model_with(kLlama, DType::kF32), 3, "1f1b"));
+  all.push_back(job("llama bf16", model_with(kLlama, DType::kBf16), 4, "zb-h1"));
+  TransformerConfig model = model_with(kGpt2, DType::kBf16);
+  all.push_back(job("one rank", model, 1, "1f1b"));
+  all.push_back(job("chunks", model, 2, "zb-v", 2));
+  all.push_back(job("graphs", model, 2, "1f1b"));
+  all.back().options.cuda_graphs = true;
+  model.dropout = 0.2F;
+  model.recompute = Recompute::kAttention;
+  all.push_back(job("dropout, recomputed attention", model, 2, "1f1b"));
+  model = model_with(kLlama, DType::kF32);
+  model.dropout = 0.2F;
+  model.recompute = Recompute::kBlock;
+  all.push_back(job("dropout, recomputed blocks", model, 2, "zb-h1"));
+  all.push_back(job("momentum", model, 2, "1f1b"));
+  all.back().options.optimizer.kind = OptimizerConfig::Kind::kSgd;
+  all.back().options.optimizer.momentum = 0.9F;
+  all.push_back(job("three replicas over NCCL", model_with(kGpt2, DType::kF32), 2, "1f1b"));
+  all.back().options.replicas = 3;
+  all.push_back(all.back());
+  all.back().name = "three replicas through host memory";
+  all.back().options.transport = TransportChoice::kMpi;
+  return all;
+}
+
+StageFactory transformer(const TransformerConfig& model) {
+  const std::vector<double> costs = layer_costs(model);
+  return [=](int stage, int stages) {
+    return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+  };
+}
+
+void run(const Job& job, const std::function<void(Communicator&, const DataSource&)>& body) {
+  const auto source = synthetic_tokens(job.model);
+  run_loopback(job.options.pipeline * job.options.replicas,
+               [&](Communicator& comm) { body(comm, *source); });
+}
+
+std::size_t mine(Communicator& comm) { return emulated::allocations(comm.rank()).size(); }
+
+class JobMemoryTest : public ::testing::TestWithParam<Job> {};
+
+// Each rank has a GPU of its own.
+TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
+  const Job& each = GetParam();
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    const std::size_t before = mine(comm);
+    Pipeline pipeline(comm, each.options, transformer(each.model), source);
+    const int steps = each.options.cuda_graphs ? 3 : 2;  // called twice, then replayed
+    for (int step = 0; step < steps; ++step) (void)pipeline.train_step();
+    (void)pipeline.evaluate(12);
+    const std::string where = each.name + ", rank " + std::to_string(comm.rank());
+    const PipelineLayout& layout = pipeline.layout();
+    const RankMemory& planned = layout.memory[static_cast<std::size_t>(layout.rank)];
+    ASSERT_EQ(pipeline.compute().device().index, comm.rank());
+    EXPECT_EQ(pipeline.compute().workspace_peak(), layout.operator_bytes) << where;
+    EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.block()) << where;
+    EXPECT_EQ(mine(comm), before + 1) << where;
+    const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
+    // A rank that multiplies nothing, one of an embedding alone, leaves the products' scratch.
+    const std::size_t idle = planned.block() - figures.used;
+    if (layout.rank > 0 || idle != library_bytes(DeviceKind::kCuda)) {
+      EXPECT_EQ(idle, 0U) << where;
+    }
+    EXPECT_EQ(figures.peak, figures.used) << where;
+  });
+}
+
+std::string name_of_job(const ::testing::TestParamInfo<Job>& info) {
+  std::string name = info.param.name;
+  std::erase_if(name,
+                [](char letter) { return std::isalnum(static_cast<unsigned char>(letter)) == 0; });
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, JobMemoryTest, ::testing::ValuesIn(jobs()), name_of_job);
+
+// The last micro-batch is smaller, and so are some of evaluation's: planned for the largest.
+TEST(DeviceMemoryPlanTest, HoldsSmallerMicroBatchesToo) {
+  Job uneven = job("uneven", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
+  uneven.options.batch_size = 7;
+  uneven.options.evaluations = {5, 131};
+  run(uneven, [&](Communicator& comm, const DataSource& source) {
+    const std::size_t before = mine(comm);
+    Pipeline pipeline(comm, uneven.options, transformer(uneven.model), source);
+    (void)pipeline.train_step();
+    (void)pipeline.evaluate(131);
+    (void)pipeline.evaluate(5);
+    EXPECT_EQ(pipeline.compute().workspace_peak(), pipeline.layout().operator_bytes);
+    EXPECT_EQ(mine(comm), before + 1);
+  });
+}
+
+TEST(DeviceMemoryPlanTest, ADryRunTakesNothing) {
+  const Job dry = job("dry", model_with(TransformerKind::kLlama, DType::kBf16), 2, "1f1b");
+  run(dry, [&](Communicator& comm, const DataSource& source) {
+    const std::size_t before = mine(comm);
+    const PipelineLayout layout =
+        Pipeline::plan_layout(comm, dry.options, transformer(dry.model), source);
+    EXPECT_GT(layout.memory.front().operators, layout.operator_bytes);
+    EXPECT_EQ(mine(comm), before);
+  });
+}
+
+// The first of two stages, changed in what it says of itself, or in what it takes.
+class ChangedStage : public Stage, public SplitBackward {
+ public:
+  explicit ChangedStage(const TransformerConfig& model)
+      : stage_(make_transformer_stage(model, {{0, 3, 4}}, 0)) {}
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    return stage_->describe(inputs, compute);
+  }
+  void prepare(const StageSetup& setup) override { stage_->prepare(setup); }
+  void forward(StageContext& ctx, std::span<const Tensor> inputs,
+               std::span<const Tensor> outputs) override {
+    stage_->forward(ctx, inputs, outputs);
+  }
+  void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
+                std::span<const Tensor> grad_inputs) override {
+    stage_->backward(ctx, grad_outputs, grad_inputs);
+  }
+  void backward_input(StageContext& ctx, std::span<const Tensor> grad_outputs,
+                      std::span<const Tensor> grad_inputs) override {
+    split().backward_input(ctx, grad_outputs, grad_inputs);
+  }
+  void backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) override {
+    split().backward_weight(ctx, grad_outputs);
+  }
+  ParameterSet* parameters() override { return stage_->parameters(); }
+
+ private:
+  [[nodiscard]] SplitBackward& split() { return dynamic_cast<SplitBackward&>(*stage_); }
+  std::unique_ptr<Stage> stage_;
+};
+
+template <typename First, typename... Arguments>
+StageFactory first_and_last(const TransformerConfig& model, Arguments... arguments) {
+  return [=](int stage, int) -> std::unique_ptr<Stage> {
+    if (stage == 0) return std::make_unique<First>(model, arguments...);
+    return make_transformer_stage(model, {{0, 3, 4}}, stage);
+  };
+}
+
+// Says nothing of what it keeps and takes.
+class SilentStage : public ChangedStage {
+ public:
+  using ChangedStage::ChangedStage;
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    StageDescription silent, description = ChangedStage::describe(inputs, compute);
+    silent.outputs = description.outputs;
+    silent.input_gradients = description.input_gradients;
+    return silent;
+  }
+};
+
+TEST(DeviceMemoryPlanTest, AStageThatDescribesTooLittleTrainsOnMemoryApart) {
+  const Job each = job("silent", model_with(TransformerKind::kLlama, DType::kBf16), 2, "zb-h1");
+  std::vector<double> told, silent;
+  const auto losses = [&](const StageFactory& factory, std::vector<double>& into, bool fits) {
+    run(each, [&](Communicator& comm, const DataSource& source) {
+      Pipeline pipeline(comm, each.options, factory, source);
+      for (int step = 0; step < 3; ++step) {
+        const double loss = pipeline.train_step().loss;
+        if (comm.rank() == 0) into.push_back(loss);
+      }
+      const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
+      EXPECT_EQ(figures.apart == 0, fits || comm.rank() > 0);
+      EXPECT_EQ(figures.apart_bytes == 0, fits || comm.rank() > 0);
+    });
+  };
+  losses(first_and_last<ChangedStage>(each.model), told, true);
+  losses(first_and_last<SilentStage>(each.model), silent, false);
+  EXPECT_EQ(told, silent);
+}
+
+// Takes its state from elsewhere: the table has it, the block does not.
+class ApartStage : public ChangedStage {
+ public:
+  using ChangedStage::ChangedStage;
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    StageDescription description = ChangedStage::describe(inputs, compute);
+    description.own_memory = true;
+    return description;
+  }
+};
+
+TEST(DeviceMemoryPlanTest, MemoryOfAStagesOwnIsInTheTableAndNotInTheBlock) {
+  const Job each = job("apart", model_with(TransformerKind::kGpt2, DType::kBf16), 2, "1f1b");
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    const auto planned = [&](const StageFactory& factory) {
+      return Pipeline::plan_layout(comm, each.options, factory, source).memory.front();
+    };
+    const RankMemory usual = planned(first_and_last<ChangedStage>(each.model));
+    const RankMemory apart = planned(first_and_last<ApartStage>(each.model));
+    EXPECT_EQ(apart.total(), usual.total());
+    EXPECT_THAT(to_string(apart), ::testing::HasSubstr(fmt::format(
+                                      "of these apart from the rank's block {:.1f}, in MiB",
+                                      static_cast<double>(apart.apart) / (1 << 20))));
+    EXPECT_LE(apart.block() + usual.activations + usual.workspace, usual.block());
+  });
+}
+
+// Wants more than any device has, where it is told to.
+class HungryStage : public ChangedStage {
+ public:
+  HungryStage(const TransformerConfig& model, bool at_once)
+      : ChangedStage(model), at_once_(at_once) {}
+  void prepare(const StageSetup& setup) override {
+    ChangedStage::prepare(setup);
+    if (at_once_) more_ = setup.compute->memory().allocate(kBytes);
+  }
+  void forward(StageContext& ctx, std::span<const Tensor> inputs,
+               std::span<const Tensor> outputs) override {
+    if (ctx.step == 2) (void)ctx.compute.workspace(kBytes);
+    ChangedStage::forward(ctx, inputs, outputs);
+  }
+  static constexpr std::size_t kBytes = std::size_t{1} << 40;
+
+ private:
+  bool at_once_;
+  Buffer more_;
+};
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  EXPECT_EQ(gethostname(name.data(), name.size() - 1), 0);
+  return name.data();
+}
+
+TEST(DeviceMemoryPlanTest, AnErrorSaysWhoAskedForHowMuchAndShowsTheTable) {
+  const std::string host = host_name();
+  const Job each = job("hungry", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
+  for (const bool at_once : {true, false}) {
+    run(each, [&](Communicator& comm, const DataSource& source) {
+      std::string said;
+      try {
+        Pipeline pipeline(comm, each.options, first_and_last<HungryStage>(each.model, at_once),
+                          source);
+        for (int step = 0; step < 2; ++step) (void)pipeline.train_step();
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::kDevice);
+        said = error.what();
+      }
+      for (const std::string& part :
+           {(at_once ? "stage 0 on cuda:0 of " : "step 2 on cuda:0 of ") + host + ": ",
+            std::string(at_once ? "" : "stage 0, 0F0: "),
+            "cannot allocate " + std::to_string(HungryStage::kBytes) + " bytes",
+            std::string("the plan of this rank: parameters ")}) {
+        EXPECT_NE(said.find(part), std::string::npos) << part << " in: " << said;
+      }
+    });
+  }
+}
+
+// Whichever buffer does not get its page-locked memory: the error says whose it is.
+TEST(DeviceMemoryPlanTest, SoDoesAnErrorOfPageLockedMemory) {
+  std::set<std::string> blamed;
+  for (const int depth : {1, 2}) {
+    Job each = job("locked", model_with(TransformerKind::kGpt2, DType::kF32), depth, "1f1b");
+    each.options.transport = TransportChoice::kMpi;
+    each.options.evaluations = {};
+    for (const std::size_t most : {1UL, 64UL, 4096UL, 65536UL}) {
+      emulated::set_most_host_memory(most);
+      run(each, [&](Communicator& comm, const DataSource& source) {
+        try {
+          Pipeline pipeline(comm, each.options, transformer(each.model), source);
+          (void)pipeline.train_step();
+          pipeline.values_changed();
+        } catch (const Error& error) {
+          const std::string said = error.what(), gpu = "cuda:" + std::to_string(error.rank());
+          EXPECT_EQ(error.code(), ErrorCode::kDevice);
+          EXPECT_THAT(said, ::testing::MatchesRegex(fmt::format(
+                                ".* on {0} of {1}: .*cannot allocate [0-9]+ bytes of page-locked "
+                                "host memory for {0}: out of memory; the plan of this rank: "
+                                "parameters .*",
+                                gpu, host_name())));
+          if (comm.rank() == 0) blamed.insert(said.substr(0, said.find(" on cuda:")));
+        }
+      });
+    }
+  }
+  emulated::set_most_host_memory(SIZE_MAX);
+  EXPECT_THAT(blamed, ::testing::IsSupersetOf({"messages", "the batches", "step 1"}));
+}
+
+TEST(DeviceMemoryPlanTest, SoDoesAnErrorOfTheLibraryOfProducts) {
+  const Job each = job("products", model_with(TransformerKind::kGpt2, DType::kF32), 1, "1f1b");
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    emulated::set_cublas_status(CUBLAS_STATUS_NOT_INITIALIZED);
+    expect_error(ErrorCode::kDevice,
+                 {"the libraries on cuda:0 of " + host_name() +
+                  ": cublasLtCreate: CUBLAS_STATUS_NOT_INITIALIZED; the plan of this rank: not "
+                  "made yet"},
+                 [&] { Pipeline(comm, each.options, transformer(each.model), source); });
+    emulated::set_cublas_status(CUBLAS_STATUS_SUCCESS);
+    Pipeline pipeline(comm, each.options, transformer(each.model), source);
+    emulated::set_cublas_status(CUBLAS_STATUS_ALLOC_FAILED);
+    expect_error(ErrorCode::kDevice,
+                 {"step 1 on cuda:0 of " + host_name() + ": stage 0, 0F0: ",
+                  ": CUBLAS_STATUS_ALLOC_FAILED (",
+                  " bytes are free); the plan of this rank: ", "parameters "},
+                 [&] { (void)pipeline.train_step(); });
+    emulated::set_cublas_status(CUBLAS_STATUS_SUCCESS);
+  });
+}
+
+TEST(DeviceMemoryPlanTest, SoDoesAKernelThatCannotBeLoaded) {
+  const Job each = job("kernels", model_with(TransformerKind::kGpt2, DType::kF32), 1, "1f1b");
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    Pipeline pipeline(comm, each.options, transformer(each.model), source);
+    emulated::set_kernel_status(0, cudaErrorMemoryAllocation);
+    expect_error(ErrorCode::kDevice,
+                 {"step 1 on cuda:0 of " + host_name() + ": stage 0, 0F0: launching ",
+                  ": out of memory; the plan of this rank: parameters "},
+                 [&] { (void)pipeline.train_step(); });
+    emulated::set_kernel_status(0, cudaSuccess);
+  });
+}
+
+// Finds no memory while it says what it takes, as a library may that plans its products.
+class StartledStage : public ChangedStage {
+ public:
+  using ChangedStage::ChangedStage;
+  StageDescription describe(std::span<const TensorSpec> /*inputs*/,
+                            ComputeContext& /*compute*/) const override {
+    throw OutOfMemory("no room for a plan");
+  }
+};
+
+TEST(DeviceMemoryPlanTest, AnErrorBeforeThereIsATableNamesRankAndHost) {
+  const Job each = job("plans", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    expect_error(
+        ErrorCode::kDevice,
+        {"the layout on cuda:0 of " + host_name() +
+         ": no room for a plan; the plan of this rank: not made yet"},
+        [&] { Pipeline(comm, each.options, first_and_last<StartledStage>(each.model), source); });
+  });
+}
+
+// NCCL says of a GPU that is full what it says of any call of CUDA's that fails.
+TEST(DeviceMemoryPlanTest, AnErrorOfACommunicatorThatCannotBeMadeShowsTheTable) {
+  Job edges = job("edges", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
+  Job sums = job("sums", edges.model, 1, "1f1b");
+  sums.options.replicas = 2;
+  emulated::set_communicator_status(ncclUnhandledCudaError);
+  for (const Job& each : {edges, sums}) {
+    run(each, [&](Communicator& comm, const DataSource& source) {
+      expect_error(ErrorCode::kDevice,
+                   {"NCCL's communicators on cuda:", " of " + host_name() + ": NCCL of the ",
+                    "making a communicator failed: unhandled cuda error",
+                    "; the plan of this rank: parameters "},
+                   [&] { Pipeline(comm, each.options, transformer(each.model), source); });
+    });
+  }
+  emulated::set_communicator_status(ncclSuccess);
+}
+
+TEST(DeviceMemoryPlanTest, AnErrorOfAPeerThatIsGoneShowsNoTable) {
+  const Job each = job("peer", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
+  emulated::set_communicator_status(ncclRemoteError);
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    try {
+      const Pipeline pipeline(comm, each.options, transformer(each.model), source);
+      ADD_FAILURE() << "made without its peer";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kPeer);
+      EXPECT_THAT(error.what(), ::testing::StartsWith("NCCL of the pipeline, rank "));
+      EXPECT_THAT(error.what(), ::testing::Not(::testing::HasSubstr("the plan of this rank")));
+    }
+  });
+  emulated::set_communicator_status(ncclSuccess);
+}
+
+TEST(DeviceMemoryPlanTest, AnErrorOfLoadingSaysWhatWasLoadedAndShowsTheTable) {
+  const Job each = job("loading", model_with(TransformerKind::kGpt2, DType::kF32), 1, "1f1b");
+  const std::filesystem::path directory =
+      std::filesystem::path(::testing::TempDir()) / fmt::format("sluice_load_{}", getpid());
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    Pipeline pipeline(comm, each.options, transformer(each.model), source);
+    (void)pipeline.train_step();
+    save_checkpoint(pipeline, directory, "{}");
+    emulated::set_most_host_memory(1);
+    expect_error(
+        ErrorCode::kDevice,
+        {"loading the weights on cuda:0 of " + host_name() + ": cannot allocate ",
+         " bytes of page-locked host memory for cuda:0", "; the plan of this rank: parameters "},
+        [&] { load_checkpoint(pipeline, directory); });
+    emulated::set_most_host_memory(SIZE_MAX);
+  });
+  std::filesystem::remove_all(directory);
+}
+
+}  // namespace
+}  // namespace sluice::testing

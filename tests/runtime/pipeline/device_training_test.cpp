@@ -1,0 +1,433 @@
+// Training on GPUs: the bits of one rank on a GPU at every depth and schedule, CPUs and GPUs in one
+// pipeline, sums over replicas, and what is refused. Ranks are threads, or the job's own under
+// mpirun. On a machine without a GPU the emulated CUDA runs all of it.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/device.hpp>
+#include <sluice/error.hpp>
+
+#include "comm/group/collectives.hpp"
+#include "comm/group/topology.hpp"
+#include "comm/loopback/loopback.hpp"
+#include "runtime/layout/device_choice.hpp"
+#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/layout.hpp"
+#include "tests/runtime/pipeline/training_cases.hpp"
+#ifdef SLUICE_EMULATED
+#include <cuda_runtime_api.h>
+
+#include "tests/emulated_cuda/control.hpp"
+#include "tests/emulated_cuda/modules.hpp"
+#endif
+#ifdef SLUICE_UNDER_MPI
+#include "tests/comm/mpi/mpi_main.hpp"
+#endif
+
+namespace sluice::testing {
+namespace {
+
+TrainingCase named(const char* name) {
+  TrainingCase result;
+  result.name = name;
+  result.model = small_model();
+  result.micro_batches = 4;
+  result.micro_batch_size = 1;
+  result.steps = 2;
+  return result;
+}
+
+std::vector<TrainingCase> cases() {
+  std::vector<TrainingCase> all;
+  all.push_back(named("tied, dropout"));
+  all.back().model.dropout = 0.2F;
+  all.push_back(named("untied bf16, smaller last micro-batch"));
+  all.back().model.tied = false;
+  all.back().model.precision = DType::kBf16;
+  all.back().micro_batch_size = 2;
+  all.back().batch_size = 7;
+  all.push_back(named("llama, recomputed"));
+  all.back().model.kind = TransformerKind::kLlama;
+  all.back().model.kv_heads = 1;
+  all.back().model.recompute = Recompute::kBlock;
+  return all;
+}
+
+void expect_close(Communicator& comm, const std::string& where, const TrainingOutcome& expected,
+                  const TrainingOutcome& actual, double tolerance) {
+  if (comm.rank() != 0) return;
+  for (std::size_t i = 0; i < expected.losses.size(); ++i) {
+    EXPECT_NEAR(expected.losses[i], actual.losses[i], tolerance) << where << ", step " << i;
+    EXPECT_NEAR(expected.norms[i], actual.norms[i], tolerance * 10) << where << ", step " << i;
+  }
+}
+
+class DeviceTrainingTest : public ::testing::TestWithParam<int> {
+ protected:
+  void SetUp() override {
+    if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  }
+};
+
+TEST_P(DeviceTrainingTest, EveryDepthAndScheduleGivesTheBitsOfOneRank) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    for (const TrainingCase& what : cases()) {
+      const TrainingOutcome expected = alone(comm, what, {.devices = "cuda:0"});
+      for (const char* schedule : {"gpipe", "1f1b", "zb-h1", "zb-v"}) {
+        const Layout layout{.pipeline = GetParam(),
+                            .schedule = schedule,
+                            .chunks = std::string(schedule) == "zb-v" ? 2 : 1,
+                            .devices = "cuda:0"};
+        expect_same(comm, what.name + ", " + schedule, expected, train(comm, what, layout));
+      }
+    }
+  });
+}
+
+TEST_P(DeviceTrainingTest, LossesAreTheCpusToRounding) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    for (const TrainingCase& what : cases()) {
+      const bool bf16 = what.model.precision == DType::kBf16;
+      const TrainingOutcome cpu = alone(comm, what, {});
+      const Layout layout{.pipeline = GetParam(), .devices = "cuda"};
+      expect_close(comm, what.name, cpu, train(comm, what, layout), bf16 ? 2e-2 : 1e-5);
+    }
+  });
+}
+
+class MixedPipelineTest : public DeviceTrainingTest {};
+
+TEST_P(MixedPipelineTest, CpusAndGpusInTurn) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    std::string mixed, other;
+    for (int rank = 0; rank < GetParam(); ++rank) {
+      mixed += rank % 2 == 0 ? ",cuda:0" : ",cpu";
+      other += rank % 2 == 0 ? ",cpu" : ",cuda:0";
+    }
+    TrainingCase what = cases().front();
+    const TrainingOutcome cpu = alone(comm, what, {});
+    for (const std::string& devices : {mixed.substr(1), other.substr(1)}) {
+      const Layout layout{.pipeline = GetParam(), .devices = devices};
+      const TrainingOutcome first = train(comm, what, layout);
+      expect_close(comm, devices, cpu, first, 1e-5);
+      // Another schedule, the same devices: the same bits.
+      const Layout gpipe{.pipeline = GetParam(), .schedule = "gpipe", .devices = devices};
+      expect_same(comm, devices, first, train(comm, what, gpipe));
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Depths, DeviceTrainingTest, ::testing::Values(1, 2, 3, 4));
+INSTANTIATE_TEST_SUITE_P(Depths, MixedPipelineTest, ::testing::Values(2, 3, 4));
+
+class DeviceReplicasTest : public DeviceTrainingTest {};
+
+// Two replicas prove nothing: any order gives the same sum.
+TEST_P(DeviceReplicasTest, ThreeReplicasGiveTheSameBitsAtEveryDepth) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    TrainingCase what = named("three replicas");
+    what.micro_batches = 2;
+    TrainingOutcome expected;
+    if (comm.rank() == 0) {
+      run_loopback(3, [&](Communicator& ranks) {
+        const TrainingOutcome outcome = train(ranks, what, {.replicas = 3, .devices = "cuda:0"});
+        if (ranks.rank() == 0) expected = outcome;
+      });
+    }
+    const Layout layout{.pipeline = GetParam() / 3, .replicas = 3, .devices = "cuda:0"};
+    expect_same(comm, "three replicas", expected, train(comm, what, layout));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, DeviceReplicasTest, ::testing::Values(6));
+
+// Each rank with a GPU of its own: what a machine with several GPUs runs, or, in one process, the
+// emulation.
+class NcclTrainingTest : public ::testing::TestWithParam<int> {
+ protected:
+  void SetUp() override {
+#ifdef SLUICE_UNDER_MPI
+    if (world().size() != GetParam()) return;  // left to another job, as with_ranks() does
+#ifdef SLUICE_EMULATED
+    GTEST_SKIP() << "the emulated NCCL works within one process";
+#endif
+#endif
+    if (device_count(DeviceKind::kCuda) < GetParam()) {
+      GTEST_SKIP() << "fewer than " << GetParam() << " GPUs";
+    }
+    const std::vector<RankDevice> devices(1);
+    if (const std::string why = why_no_nccl(devices); !why.empty()) GTEST_SKIP() << why;
+  }
+};
+
+TEST_P(NcclTrainingTest, EveryScheduleGivesTheBitsOfOneRank) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    for (const TrainingCase& what : cases()) {
+      const TrainingOutcome expected = alone(comm, what, {.devices = "cuda:0"});
+      for (const char* schedule : {"gpipe", "1f1b", "interleaved", "zb-v"}) {
+        const bool parted =
+            std::string(schedule) == "interleaved" || std::string(schedule) == "zb-v";
+        const Layout layout{.pipeline = GetParam(),
+                            .schedule = schedule,
+                            .chunks = parted ? 2 : 1,
+                            .devices = "cuda",
+                            .transport = TransportChoice::kNccl};
+        if (4 % GetParam() != 0 && std::string(schedule) == "interleaved") continue;
+        expect_same(comm, what.name + ", " + schedule, expected, train(comm, what, layout));
+      }
+    }
+  });
+}
+
+// A CPU at the end of the pipeline: its edge goes through host memory, the others over NCCL.
+TEST_P(NcclTrainingTest, OneEdgeThroughHostMemoryBesideTheOthers) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    std::string devices = "cpu";
+    for (int rank = 1; rank < GetParam(); ++rank) devices.insert(0, "cuda,");
+    const TrainingCase what = cases().front();
+    const TrainingOutcome expected =
+        train(comm, what,
+              {.pipeline = GetParam(), .devices = devices, .transport = TransportChoice::kMpi});
+    expect_same(comm, devices, expected,
+                train(comm, what, {.pipeline = GetParam(), .devices = devices}));
+  });
+}
+
+// Tokens of which one is outside the vocabulary from the second step on.
+class SpoiltTokens : public DataSource {
+ public:
+  explicit SpoiltTokens(const TransformerConfig& model) : tokens_(synthetic_tokens(model)) {}
+  std::vector<TensorSpec> input_specs(std::int64_t samples) const override {
+    return tokens_->input_specs(samples);
+  }
+  std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
+    return tokens_->target_specs(samples);
+  }
+  void inputs(Phase phase, std::uint64_t step, SampleRange range,
+              std::span<const Tensor> into) const override {
+    tokens_->inputs(phase, step, range, into);
+    if (step > 1) into[0].as<std::int32_t>()[3] = 4711;
+  }
+  void targets(Phase phase, std::uint64_t step, SampleRange range,
+               std::span<const Tensor> into) const override {
+    tokens_->targets(phase, step, range, into);
+  }
+
+ private:
+  std::unique_ptr<DataSource> tokens_;
+};
+
+// The others wait for messages that never come, NCCL's kernels with them.
+TEST_P(NcclTrainingTest, ARankThatFailsEndsThoseThatWaitForIt) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TransformerConfig model = small_model();
+    const SpoiltTokens source(model);
+    PipelineOptions options;
+    options.pipeline = GetParam();
+    options.micro_batches = 4;
+    options.devices = parse_devices("cuda");
+    options.transport = TransportChoice::kNccl;
+    const std::vector<double> costs = layer_costs(model);
+    const StageFactory factory = [&](int stage, int stages) {
+      return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+    };
+    Pipeline pipeline(comm, options, factory, source);
+    std::string said;
+    try {
+      (void)pipeline.train_step();
+      (void)pipeline.train_step();  // some hear of it before they have left the step before
+    } catch (const Error& error) {
+      said = error.what();
+    }
+    EXPECT_NE(said.find("token 4711 is outside the vocabulary"), std::string::npos) << said;
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Depths, NcclTrainingTest, ::testing::Values(2, 3, 4));
+
+#if defined(SLUICE_EMULATED) && !defined(SLUICE_UNDER_MPI)
+
+// Bytes that rank 0's GPU, the embedding's owner, copies to the host in a step.
+std::size_t copied_to_host(int ranks, TransportChoice transport) {
+  const TransformerConfig model = small_model();
+  const auto source = synthetic_tokens(model);
+  const std::vector<double> costs = layer_costs(model);
+  std::size_t copied = 0;
+  run_loopback(ranks, [&](Communicator& comm) {
+    PipelineOptions options;
+    options.pipeline = ranks;
+    options.micro_batches = 2;
+    options.devices = parse_devices("cuda");
+    options.transport = transport;
+    const StageFactory factory = [&](int stage, int stages) {
+      return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+    };
+    Pipeline pipeline(comm, options, factory, *source);
+    const std::size_t before = emulated::copied_to_host(comm.rank());
+    (void)pipeline.train_step();
+    if (comm.rank() == 0) copied = emulated::copied_to_host(0) - before;
+  });
+  return copied;
+}
+
+// Neither activations nor the tied embedding's gradient and value.
+TEST_P(NcclTrainingTest, CopiesNothingToTheHostInAStep) {
+  EXPECT_EQ(copied_to_host(GetParam(), TransportChoice::kNccl), 0U);
+  EXPECT_GT(copied_to_host(GetParam(), TransportChoice::kMpi),
+            static_cast<std::size_t>(small_model().vocabulary * small_model().width));
+}
+
+#endif
+
+class NcclReplicasTest : public NcclTrainingTest {};
+
+TEST_P(NcclReplicasTest, SumsInTheOrderOfReplicasAreTheHosts) {
+  TrainingCase what = named("three replicas");
+  what.micro_batches = 2;
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    Layout layout{.pipeline = GetParam() / 3, .replicas = 3, .devices = "cuda"};
+    const TrainingOutcome over_nccl = train(comm, what, layout);
+    layout.transport = TransportChoice::kMpi;
+    expect_same(comm, "through host memory", train(comm, what, layout), over_nccl);
+    layout.transport = TransportChoice::kAuto;
+    layout.all_reduce = true;
+    expect_close(comm, "all-reduce", over_nccl, train(comm, what, layout), 1e-5);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, NcclReplicasTest, ::testing::Values(3, 6));
+
+#ifndef SLUICE_UNDER_MPI
+
+class DeviceRefusalTest : public ::testing::Test {
+ protected:
+  // What all of `ranks` ranks are told.
+  static std::string refusal(int ranks, const Layout& layout,
+                             const TrainingCase& what = named("refused")) {
+    std::vector<std::string> said(static_cast<std::size_t>(ranks));
+    run_loopback(ranks, [&](Communicator& comm) {
+      try {
+        (void)train(comm, what, layout);
+      } catch (const Error& error) {
+        said[static_cast<std::size_t>(comm.rank())] = error.what();
+      }
+    });
+    for (const std::string& other : said) EXPECT_EQ(other, said.front());
+    return said.front();
+  }
+};
+
+TEST_F(DeviceRefusalTest, AnAbsentGpuIsNamedWithRankHostAndWhatIsLegal) {
+  const std::string said = refusal(2, {.pipeline = 2, .devices = "cpu,cuda:4000"});
+  EXPECT_NE(said.find("rank 1 on "), std::string::npos) << said;
+  EXPECT_NE(said.find("cuda:4000"), std::string::npos) << said;
+  EXPECT_NE(said.find("cpu"), std::string::npos) << said;
+}
+
+TEST_F(DeviceRefusalTest, AListThatFitsNeitherPipelineNorJob) {
+  const std::string said = refusal(2, {.pipeline = 2, .devices = "cpu,cpu,cpu"});
+  EXPECT_NE(said.find("3 devices for 2 ranks"), std::string::npos) << said;
+}
+
+TEST_F(DeviceRefusalTest, NcclNeedsAGpuAtBothEnds) {
+  const std::string said =
+      refusal(2, {.pipeline = 2, .devices = "cpu", .transport = TransportChoice::kNccl});
+  EXPECT_NE(said.find("transport nccl cannot join pipeline ranks 0 (cpu) and 1 (cpu)"),
+            std::string::npos)
+      << said;
+}
+
+TEST_F(DeviceRefusalTest, TwoRanksOnOneGpuCannotUseNccl) {
+  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  const std::string said =
+      refusal(2, {.pipeline = 2, .devices = "cuda:0", .transport = TransportChoice::kNccl});
+  EXPECT_NE(said.find("ranks 0 and 1"), std::string::npos) << said;
+  EXPECT_NE(said.find("NCCL"), std::string::npos) << said;
+}
+
+TEST_F(DeviceRefusalTest, ReplicasThatShareAGpuCannotSumOverNccl) {
+  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  const std::string said = refusal(
+      2, {.pipeline = 1, .replicas = 2, .devices = "cuda:0", .transport = TransportChoice::kNccl});
+  EXPECT_NE(said.find("transport nccl cannot sum over the 2 replicas of pipeline rank 0 (cuda:0)"),
+            std::string::npos)
+      << said;
+}
+
+TEST_F(DeviceRefusalTest, ReplicasOnCpusCannotSumOverNccl) {
+  const std::string said = refusal(
+      2, {.pipeline = 1, .replicas = 2, .devices = "cpu", .transport = TransportChoice::kNccl});
+  EXPECT_NE(said.find("pipeline rank 0 (cpu): it needs GPUs"), std::string::npos) << said;
+}
+
+#ifdef SLUICE_EMULATED
+// A driver with which NCCL cannot be used: MPI carries everything, unless NCCL is insisted on.
+class OldDriverTest : public DeviceRefusalTest {
+ protected:
+  void SetUp() override { emulated::set_driver_version(12030); }
+  void TearDown() override { emulated::set_driver_version(CUDART_VERSION); }
+};
+
+TEST_F(OldDriverTest, TrainsOverMpiWhereTheTransportIsOpen) {
+  run_loopback(2, [](Communicator& comm) {
+    const TrainingCase what = named("old driver");
+    const TrainingOutcome expected = alone(comm, what, {.devices = "cuda:0"});
+    expect_same(comm, "over MPI", expected, train(comm, what, {.pipeline = 2, .devices = "cuda"}));
+  });
+}
+
+TEST_F(OldDriverTest, IsTheReasonWhereNcclIsInsistedOn) {
+  for (const Layout& layout : {Layout{.pipeline = 2}, Layout{.pipeline = 1, .replicas = 2}}) {
+    Layout wanted = layout;
+    wanted.devices = "cuda";
+    wanted.transport = TransportChoice::kNccl;
+    const std::string said = refusal(2, wanted);
+    EXPECT_NE(said.find("transport nccl cannot "), std::string::npos) << said;
+    EXPECT_NE(said.find("NCCL cannot serve this job: rank 0 on "), std::string::npos) << said;
+    EXPECT_NE(said.find("CUDA 12.4 or newer can"), std::string::npos) << said;
+    EXPECT_EQ(said.find('\n'), std::string::npos) << said;
+  }
+}
+
+TEST_F(OldDriverTest, IsLookedAtOnlyWhereNcclCouldBeChosen) {
+  run_loopback(2, [](Communicator& comm) {
+    Collectives world(comm, 0, nullptr);
+    const auto why = [&](const char* devices, TransportChoice wanted) {
+      const Topology topology = make_topology(2, 2, 1, RankOrder::kPipelineFirst);
+      const auto job = choose_devices(world, topology, parse_devices(devices));
+      return find_why_no_nccl(world, job, wanted);
+    };
+    EXPECT_NE(why("cuda", TransportChoice::kAuto), "");
+    EXPECT_EQ(why("cuda", TransportChoice::kMpi), "");
+    EXPECT_EQ(why("cuda,cpu", TransportChoice::kAuto), "");
+    EXPECT_EQ(why("cpu", TransportChoice::kNccl), "");
+  });
+}
+#endif
+
+// 3.2e9 parameters in a block: more than any GPU holds, and refused before one is allocated.
+TEST_F(DeviceRefusalTest, APlanThatDoesNotFitAGpuIsShownWithItsTable) {
+  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  TrainingCase what = named("too large");
+  what.model.layers = 200;
+  what.model.width = 16384;
+  const std::string said = refusal(2, {.pipeline = 2, .devices = "cpu,cuda:0"}, what);
+  EXPECT_NE(said.find("rank 1 on "), std::string::npos) << said;
+  EXPECT_NE(said.find("but the plan needs"), std::string::npos) << said;
+  EXPECT_NE(said.find("rank 1: parameters "), std::string::npos) << said;
+}
+
+TEST_F(DeviceRefusalTest, ReplicasOnDifferentKindsOfDevice) {
+  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  const std::string said = refusal(2, {.pipeline = 1, .replicas = 2, .devices = "cpu,cuda:0"});
+  EXPECT_NE(said.find("rank 0 has cpu and rank 1 has cuda:0"), std::string::npos) << said;
+}
+
+#endif
+
+}  // namespace
+}  // namespace sluice::testing

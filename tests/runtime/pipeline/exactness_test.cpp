@@ -1,0 +1,260 @@
+// Bit for bit: losses, gradient norms, validation losses and every parameter are the same for every
+// pipeline depth and schedule. Under mpirun one job runs every configuration that fits its ranks;
+// each rank compares with a training it does alone.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <sluice/generate.hpp>
+
+#include "runtime/explore/schedule_report.hpp"
+#include "tests/runtime/pipeline/training_cases.hpp"
+
+namespace sluice::testing {
+namespace {
+
+TrainingCase named(const char* name) {
+  TrainingCase result;
+  result.name = name;
+  result.model = small_model();
+  return result;
+}
+
+std::vector<TrainingCase> cases() {
+  std::vector<TrainingCase> all;
+  all.push_back(named("tied"));
+  all.push_back(named("untied"));
+  all.back().model.tied = false;
+  all.push_back(named("dropout"));
+  all.back().model.dropout = 0.2F;
+  all.push_back(named("odd layers, more micro-batches"));
+  all.back().model.layers = 3;
+  all.back().micro_batches = 5;
+  all.push_back(named("more stages than layers"));
+  all.back().model.layers = 1;
+  all.push_back(named("smaller last micro-batch"));
+  all.back().micro_batches = 4;
+  all.back().micro_batch_size = 3;
+  all.back().batch_size = 10;
+  all.push_back(named("one micro-batch"));
+  all.back().micro_batches = 1;
+  all.push_back(named("llama, grouped queries"));
+  all.back().model.kind = TransformerKind::kLlama;
+  all.back().model.kv_heads = 1;
+  all.push_back(named("bf16"));
+  all.back().model.precision = DType::kBf16;
+  return all;
+}
+
+// Large enough that another leading dimension, or accumulation elsewhere than in place, would show.
+TrainingCase large_case() {
+  TrainingCase large = named("1024 tokens a micro-batch, MLP 1024 wide");
+  large.model.width = 256;
+  large.model.heads = 4;
+  large.model.kv_heads = 4;
+  large.model.context = 256;
+  large.micro_batches = 2;
+  large.micro_batch_size = 4;
+  large.steps = 2;
+  return large;
+}
+
+bool is_legal(const std::string& schedule, const ScheduleShape& shape) {
+  try {
+    return stages_of(schedule, shape) > 0;
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
+}
+
+void expect_same(Communicator& comm, const TrainingCase& what, const Layout& layout,
+                 const TrainingOutcome& expected, const TrainingOutcome& actual) {
+  const std::string where = what.name + ", p = " + std::to_string(layout.pipeline) +
+                            ", d = " + std::to_string(layout.replicas) + ", " + layout.schedule +
+                            ", v = " + std::to_string(layout.chunks) +
+                            ", m = " + std::to_string(what.micro_batches);
+  testing::expect_same(comm, where, expected, actual);
+}
+
+class ExactnessTest : public ::testing::TestWithParam<int> {};
+
+TEST_P(ExactnessTest, EveryDepthAndScheduleGivesTheBitsOfOneRank) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    for (const TrainingCase& what : cases()) {
+      const TrainingOutcome expected = alone(comm, what);
+      for (const char* schedule : {"gpipe", "1f1b"}) {
+        const Layout layout{.pipeline = GetParam(), .schedule = schedule};
+        expect_same(comm, what, layout, expected, train(comm, what, layout));
+      }
+    }
+  });
+}
+
+// Whole, split and overlapped backwards against one rank that keeps everything.
+TEST_P(ExactnessTest, RecomputationGivesTheBitsOfOneRankThatKeeps) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    TrainingCase what = named("recomputation");
+    what.model.layers = 3;
+    what.model.dropout = 0.2F;
+    what.micro_batches = 8;
+    what.micro_batch_size = 1;
+    what.steps = 2;
+    const TrainingOutcome expected = alone(comm, what);
+    for (const Recompute recompute : {Recompute::kAttention, Recompute::kBlock}) {
+      what.model.recompute = recompute;
+      for (const char* name : {"gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe-v"}) {
+        const int chunks = std::string(name).ends_with("-v") ? 2 : 1;
+        if (!is_legal(name, {GetParam(), what.micro_batches, chunks})) continue;
+        const Layout layout{.pipeline = GetParam(), .schedule = name, .chunks = chunks};
+        expect_same(comm, what, layout, expected, train(comm, what, layout));
+      }
+    }
+  });
+}
+
+TEST_P(ExactnessTest, LargeProductsGiveTheBitsOfOneRank) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TrainingCase what = large_case();
+    const TrainingOutcome expected = alone(comm, what);
+    const Layout layout{.pipeline = GetParam()};
+    expect_same(comm, what, layout, expected, train(comm, what, layout));
+  });
+}
+
+TEST_P(ExactnessTest, DescendingBackwardsGiveEqualBitsAmongThemselves) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TrainingCase what = cases().front();
+    const TrainingOutcome expected = alone(comm, what, {.schedule = "gpipe-lifo"});
+    const Layout layout{.pipeline = GetParam(), .schedule = "gpipe-lifo"};
+    expect_same(comm, what, layout, expected, train(comm, what, layout));
+  });
+}
+
+// Chunks, V placement, split and overlapped backwards included: every generator, run for real.
+TEST_P(ExactnessTest, EveryGeneratorGivesTheBitsOfOneRank) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    TrainingCase what = cases().front();
+    what.model.layers = 3;
+    what.micro_batch_size = 1;
+    what.steps = 2;
+    for (const int micro_batches : {1, 2, 3, 8, 9}) {
+      what.micro_batches = micro_batches;
+      const TrainingOutcome expected = alone(comm, what);
+      for (const std::string& name : schedule_names()) {
+        for (int chunks = 1; chunks <= 3; ++chunks) {
+          if (name == "forward-only" || !is_legal(name, {GetParam(), micro_batches, chunks}))
+            continue;
+          const Schedule schedule = generate(name, {GetParam(), micro_batches, chunks});
+          const Layout layout{.pipeline = GetParam(), .schedule = name, .chunks = chunks};
+          const TrainingOutcome actual = train(comm, what, layout);
+          if (is_exact(schedule)) expect_same(comm, what, layout, expected, actual);
+          if (comm.rank() != 0) continue;
+          EXPECT_EQ(actual.peaks, peak_in_flight(schedule)) << name << ", m = " << micro_batches;
+        }
+      }
+    }
+  });
+}
+
+TEST_P(ExactnessTest, EngineHoldsAsManyMicroBatchesAsTheScheduleSays) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    TrainingCase what = cases().front();
+    what.micro_batches = 5;
+    const TrainingOutcome outcome = train(comm, what, {.pipeline = GetParam()});
+    if (comm.rank() != 0) return;
+    for (int s = 0; s < GetParam(); ++s) {
+      EXPECT_EQ(outcome.peaks[static_cast<std::size_t>(s)], std::min(GetParam() - s, 5));
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Depths, ExactnessTest, ::testing::Values(1, 2, 3, 4));
+
+// Trains with the order that a file holds: the bits of one rank where it is exact, else its own
+// bits, again and again.
+void train_from_file(const std::string& path, bool exact) {
+  const auto order = std::make_shared<const Schedule>(load_schedule(path).schedule);
+  EXPECT_EQ(is_exact(*order), exact) << path;
+  with_ranks(order->placement.ranks(), [&](Communicator& comm) {
+    TrainingCase what = named(order->name.c_str());
+    what.model.layers = 3;
+    what.micro_batches = order->micro_batches;
+    what.micro_batch_size = 1;
+    what.steps = 2;
+    const Layout layout{.pipeline = order->placement.ranks(), .own = order};
+    const TrainingOutcome actual = train(comm, what, layout);
+    const TrainingOutcome expected = exact ? alone(comm, what) : train(comm, what, layout);
+    expect_same(comm, what, layout, expected, actual);
+    if (comm.rank() != 0) return;
+    EXPECT_EQ(actual.peaks, peak_in_flight(*order)) << path;
+  });
+}
+
+struct Sample {
+  const char* file;
+  bool exact = true;
+};
+
+class ScheduleFilesTest : public ::testing::TestWithParam<Sample> {};
+
+TEST_P(ScheduleFilesTest, TrainFromOursLikeAGenerator) {
+  train_from_file(std::string(SLUICE_SCHEDULE_SAMPLES "/") + GetParam().file, GetParam().exact);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ScheduleFilesTest,
+                         ::testing::Values(Sample{"v_split.json"}, Sample{"overlapped_v.csv"},
+                                           Sample{"every_message_cell.csv"},
+                                           Sample{"older_alphabet.csv"},
+                                           Sample{"descending.csv", false}),
+                         [](const auto& instance) {
+                           const std::string name(instance.param.file);
+                           return name.substr(0, name.find('.'));
+                         });
+
+class PytorchFilesTest : public ::testing::TestWithParam<const char*> {};
+
+TEST_P(PytorchFilesTest, TrainsToTheBitsOfOneRank) {
+  const char* const named = std::getenv("SLUICE_PYTORCH_SCHEDULES");
+  const std::string folder = named != nullptr ? named : SLUICE_PYTORCH_SCHEDULES;
+  const std::string path = folder + "/" + GetParam();
+  if (!std::filesystem::exists(path)) GTEST_SKIP() << "no " << GetParam() << " in " << folder;
+  train_from_file(path, true);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, PytorchFilesTest,
+                         ::testing::Values("zb1p_2rank_2stagep_compute.csv",
+                                           "zb1p_2rank_2stagep_comms.csv",
+                                           "dualpipev_4rank_10mb.csv"),
+                         [](const auto& instance) {
+                           const std::string name(instance.param);
+                           return name.substr(0, name.find('.'));
+                         });
+
+class ReplicasTest : public ::testing::TestWithParam<int> {};
+
+// Two replicas prove nothing about the order of a sum; three and four do.
+TEST_P(ReplicasTest, DepthTwoGivesTheBitsOfDepthOne) {
+  const int replicas = GetParam();
+  TrainingCase what = cases().front();
+  what.micro_batches = 2;
+  what.micro_batch_size = 1;
+  with_ranks(2 * replicas, [&](Communicator& comm) {
+    TrainingOutcome expected;
+    train_on_some(comm, what, {.pipeline = 1, .replicas = replicas},
+                  [&](const TrainingOutcome& outcome) { expected = outcome; });
+    for (const RankOrder order : {RankOrder::kPipelineFirst, RankOrder::kReplicaFirst}) {
+      const Layout layout{.pipeline = 2, .replicas = replicas, .order = order};
+      expect_same(comm, what, layout, expected, train(comm, what, layout));
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Counts, ReplicasTest, ::testing::Values(2, 3, 4));
+
+}  // namespace
+}  // namespace sluice::testing

@@ -1,0 +1,65 @@
+#include "runtime/pipeline/memory_plan.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include <sluice/error.hpp>
+
+namespace sluice {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr std::size_t kMebi = std::size_t{1} << 20;
+
+// What the refusal says where so many replicas of a pipeline of two ranks, each of which takes 60
+// MiB, run on CPUs of hosts that have 100 MiB; empty where nothing is refused. [rank of the job]
+std::string refusal(const std::vector<std::string>& hosts, int replicas) {
+  PipelineLayout layout;
+  layout.topology =
+      make_topology(static_cast<int>(hosts.size()), 2, replicas, RankOrder::kPipelineFirst);
+  layout.memory.resize(2);
+  for (RankMemory& memory : layout.memory) memory.parameters = 60 * kMebi;
+  std::vector<RankDevice> devices;
+  for (const std::string& host : hosts) {
+    RankDevice& device = devices.emplace_back();
+    device.host = host;
+    device.host_memory = 100 * kMebi;
+  }
+  try {
+    require_memory(devices, layout);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kDevice);
+    return error.what();
+  }
+  return "";
+}
+
+TEST(MemoryPlanTest, AddsUpTheRanksOfAHost) {
+  EXPECT_EQ(refusal({"a", "b"}, 1), "");
+  EXPECT_THAT(
+      refusal({"a", "a"}, 1),
+      AllOf(HasSubstr("rank 0 on a: the host has 100.0 MiB, but the plan needs 120.0 MiB"),
+            HasSubstr("(rank 0: parameters 60.0, "), HasSubstr("; rank 1: parameters 60.0, ")));
+}
+
+TEST(MemoryPlanTest, AddsUpReplicas) {
+  EXPECT_EQ(refusal({"a", "b", "c", "d"}, 2), "");
+  EXPECT_THAT(refusal({"a", "b", "c", "b"}, 2),
+              HasSubstr("rank 1 on b: the host has 100.0 MiB, but the plan needs 120.0 MiB"));
+}
+
+TEST(MemoryPlanTest, AsksNothingOfAHostWhoseMemoryIsNotKnown) {
+  PipelineLayout layout;
+  layout.topology = make_topology(1, 1, 1, RankOrder::kPipelineFirst);
+  layout.memory.resize(1);
+  layout.memory[0].parameters = 60 * kMebi;
+  EXPECT_NO_THROW(require_memory({RankDevice{}}, layout));
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,418 @@
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <set>
+
+#include <sluice/checkpoint.hpp>
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
+#include <sluice/operators.hpp>
+#include <sluice/pipeline.hpp>
+
+#include "comm/loopback/loopback.hpp"
+#include "runtime/engine/engine.hpp"
+#include "runtime/layout/layout.hpp"
+#include "tests/allocation_counter.hpp"
+#include "tests/runtime/engine/arithmetic_stage.hpp"
+#include "tests/runtime/pipeline/training_cases.hpp"
+#include "tests/runtime/temporary_directory.hpp"
+
+namespace sluice::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+PipelineOptions sgd_options(int micro_batches) {
+  PipelineOptions options;
+  options.micro_batches = micro_batches;
+  options.optimizer.kind = OptimizerConfig::Kind::kSgd;
+  options.learning_rate = {.peak = 0.001, .constant = true};
+  return options;
+}
+
+StageFactory arithmetic(int failing_stage = -1, const PlannedFailure& failure = {}) {
+  return [=](int stage, int) -> std::unique_ptr<Stage> {
+    return std::make_unique<ArithmeticStage>(stage,
+                                             stage == failing_stage ? failure : PlannedFailure{});
+  };
+}
+
+// Every rank's error of a body that must fail on all of them.
+std::vector<Error> errors_of(int ranks, const std::function<void(Communicator&)>& body) {
+  std::vector<std::optional<Error>> caught(static_cast<std::size_t>(ranks));
+  run_loopback(ranks, [&](Communicator& comm) {
+    try {
+      body(comm);
+    } catch (const Error& error) {
+      caught[static_cast<std::size_t>(comm.rank())].emplace(error);
+    }
+  });
+  std::vector<Error> errors;
+  for (const auto& error : caught) {
+    EXPECT_TRUE(error.has_value()) << "a rank ended without an error";
+    if (error) errors.push_back(*error);
+  }
+  return errors;
+}
+
+TEST(PipelineTest, AnExceptionOnOneRankIsThrownOnAllWithItsOrigin) {
+  const auto source = counting_source(4);
+  const PlannedFailure failure{
+      .step = 2, .micro_batch = 1, .act = [] { throw std::runtime_error("the stage broke"); }};
+  const auto errors = errors_of(3, [&](Communicator& comm) {
+    Pipeline pipeline(comm, sgd_options(4), arithmetic(1, failure), *source);
+    pipeline.train_step();
+    pipeline.train_step();
+  });
+  for (const Error& error : errors) {
+    EXPECT_STREQ(error.what(), "stage 1, 1F1: the stage broke");
+    EXPECT_EQ(error.rank(), 1);
+  }
+}
+
+// The errors of a training whose stage 1 fails in micro-batch 1 of its second step.
+std::vector<Error> errors_of_a_failing_stage(const std::function<void()>& act) {
+  const auto source = counting_source(4);
+  return errors_of(2, [&](Communicator& comm) {
+    Pipeline pipeline(comm, sgd_options(4),
+                      arithmetic(1, {.step = 2, .micro_batch = 1, .act = act}), *source);
+    pipeline.train_step();
+    pipeline.train_step();
+  });
+}
+
+TEST(PipelineTest, AnErrorOfAStageKeepsItsCodeAndNamesTheAction) {
+  for (const Error& error :
+       errors_of_a_failing_stage([] { throw Error(ErrorCode::kData, "an odd value"); })) {
+    EXPECT_EQ(error.code(), ErrorCode::kData);
+    EXPECT_STREQ(error.what(), "stage 1, 1F1: an odd value");
+    EXPECT_EQ(error.rank(), 1);
+  }
+  for (const Error& error : errors_of_a_failing_stage([] { throw std::bad_alloc(); })) {
+    EXPECT_EQ(error.code(), ErrorCode::kDevice);
+    EXPECT_STREQ(error.what(), "stage 1, 1F1: out of host memory");
+  }
+}
+
+// y = x weightᵀ, of `out` columns, but described as of `described` columns.
+class LinearStage : public ArithmeticStage {
+ public:
+  LinearStage(int stage, std::int64_t in, std::int64_t out, std::int64_t described)
+      : ArithmeticStage(stage),
+        described_(described),
+        weight_(&parameters()->add("weight" + std::to_string(stage), Shape{out, in},
+                                   Init::normal(0.1))) {}
+  StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
+    return {{{DType::kF32, Shape{inputs[0].shape[0], described_}}}};
+  }
+  void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
+    linear_forward(ctx.compute, x[0], weight_->value, {}, y[0]);
+  }
+  void backward(StageContext& ctx, std::span<const Tensor> dy,
+                std::span<const Tensor> dx) override {
+    if (!dx.empty()) linear_backward_input(ctx.compute, dy[0], weight_->value, dx[0]);
+    linear_backward_weight(ctx.compute, ctx.inputs[0], dy[0], weight_->grad, {});
+  }
+
+ private:
+  std::int64_t described_;
+  Parameter* weight_;
+};
+
+TEST(PipelineTest, AStageThatWritesMoreThanItDescribedIsRefused) {
+  const auto source =
+      make_array_source(std::vector<float>(80, 1), 10, std::vector<float>(8, 1), 1, 4);
+  const auto described = [](std::int64_t columns) {
+    return [=](int stage, int) -> std::unique_ptr<Stage> {
+      if (stage == 0) return std::make_unique<LinearStage>(0, 10, 16, columns);
+      return std::make_unique<LinearStage>(1, 16, 1, 1);
+    };
+  };
+  for (const Error& error : errors_of(2, [&](Communicator& comm) {
+         Pipeline(comm, sgd_options(2), described(7), *source).train_step();
+       })) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_EQ(error.rank(), 0);
+    EXPECT_STREQ(error.what(),
+                 "stage 0, 0F0: linear_forward: y is f32 [1, 7]; legal with x f32 [1, 10] and "
+                 "weight f32 [16, 10]: f32 [1, 16]");
+  }
+  run_loopback(2, [&](Communicator& comm) {
+    Pipeline(comm, sgd_options(2), described(16), *source).train_step();
+  });
+}
+
+// Fails before the first action of a step.
+class UnreadyStage : public ArithmeticStage {
+ public:
+  using ArithmeticStage::ArithmeticStage;
+  void begin_step(ComputeContext&) override { throw std::runtime_error("not ready"); }
+};
+
+TEST(PipelineTest, AnErrorBeforeTheFirstActionNamesTheStage) {
+  const auto source = counting_source(4);
+  const StageFactory factory = [](int stage, int) -> std::unique_ptr<Stage> {
+    if (stage == 1) return std::make_unique<UnreadyStage>(stage);
+    return std::make_unique<ArithmeticStage>(stage);
+  };
+  for (const Error& error : errors_of(2, [&](Communicator& comm) {
+         Pipeline(comm, sgd_options(4), factory, *source).train_step();
+       })) {
+    EXPECT_STREQ(error.what(), "stage 1, before its first action: not ready");
+  }
+}
+
+TEST(PipelineTest, AnotherRanksErrorThatEndsAStagesCallIsNotTheStages) {
+  for (const Error& error :
+       errors_of_a_failing_stage([] { throw Error(ErrorCode::kPeer, "rank 0 is gone", 0); })) {
+    EXPECT_EQ(error.code(), ErrorCode::kPeer);
+    EXPECT_STREQ(error.what(), "rank 0 is gone");
+    EXPECT_EQ(error.rank(), 0);
+  }
+}
+
+TEST(PipelineTest, OutOfMemoryInAStepNamesTheActionWhatWasAskedAndThePlansTable) {
+  for (const Error& error : errors_of_a_failing_stage([] { throw OutOfMemory("no 64 bytes"); })) {
+    EXPECT_EQ(error.code(), ErrorCode::kDevice);
+    EXPECT_THAT(error.what(), HasSubstr("step 2 on cpu of "));
+    EXPECT_THAT(error.what(),
+                HasSubstr(": stage 1, 1F1: no 64 bytes; the plan of this rank: parameters "));
+  }
+}
+
+TEST(PipelineTest, RefusesAStepWithNanOnAllRanksBeforeAnythingMoved) {
+  const auto source =
+      make_array_source({1, std::numeric_limits<float>::quiet_NaN()}, 1, {1, 1}, 1, 2);
+  std::vector<float> weights(2);
+  const auto errors = errors_of(2, [&](Communicator& comm) {
+    Pipeline pipeline(comm, sgd_options(2), arithmetic(), *source);
+    try {
+      pipeline.train_step();
+    } catch (const Error&) {
+      weights[static_cast<std::size_t>(comm.rank())] =
+          pipeline.parameters()[0].parameter->value.at(0);
+      throw;
+    }
+  });
+  for (const Error& error : errors) {
+    EXPECT_EQ(error.code(), ErrorCode::kNumeric);
+    EXPECT_THAT(error.what(), HasSubstr("micro-batch 1"));
+  }
+  EXPECT_EQ(weights, (std::vector<float>{1, 2}));
+}
+
+TEST(PipelineTest, RanksWithOtherOptionsAreToldBothValues) {
+  const auto source = counting_source(4);
+  const auto errors = errors_of(2, [&](Communicator& comm) {
+    PipelineOptions options = sgd_options(2);
+    if (comm.rank() == 1) options.seed = 7;
+    Pipeline pipeline(comm, options, arithmetic(), *source);
+  });
+  for (const Error& error : errors) {
+    EXPECT_EQ(error.code(), ErrorCode::kMismatch);
+    EXPECT_THAT(error.what(), HasSubstr("'seed'"));
+    EXPECT_THAT(error.what(), HasSubstr("'1'"));
+    EXPECT_THAT(error.what(), HasSubstr("'7'"));
+  }
+}
+
+TEST(PipelineTest, RefusesAParameterOwnedTwice) {
+  const auto source = counting_source(4);
+  const StageFactory twice = [](int, int) { return std::make_unique<ArithmeticStage>(0); };
+  const auto errors = errors_of(
+      2, [&](Communicator& comm) { Pipeline pipeline(comm, sgd_options(2), twice, *source); });
+  for (const Error& error : errors) {
+    EXPECT_THAT(error.what(), HasSubstr("'w0' is owned by stage 0 and by stage 1"));
+  }
+}
+
+TEST(PipelineTest, RanksThatAreNotPipelineTimesReplicasAreRefused) {
+  const auto source = counting_source(4);
+  const auto errors = errors_of(3, [&](Communicator& comm) {
+    PipelineOptions options = sgd_options(2);
+    options.pipeline = 2;
+    Pipeline pipeline(comm, options, arithmetic(), *source);
+  });
+  for (const Error& error : errors) EXPECT_EQ(error.code(), ErrorCode::kUsage);
+}
+
+TEST(PipelineTest, ReplicasThatDriftApartAreNamed) {
+  const auto source = counting_source(4);
+  const auto errors = errors_of(2, [&](Communicator& comm) {
+    PipelineOptions options = sgd_options(2);
+    options.replicas = 2;
+    options.check_replicas = 1;
+    Pipeline pipeline(comm, options, arithmetic(), *source);
+    pipeline.train_step();
+    if (comm.rank() == 1) pipeline.parameters()[0].parameter->value.at(0) += 1;
+    pipeline.train_step();
+  });
+  for (const Error& error : errors) {
+    EXPECT_EQ(error.code(), ErrorCode::kMismatch);
+    EXPECT_THAT(error.what(), HasSubstr("'w0'"));
+  }
+}
+
+// The whole step: loading, stages, messages, tied sums, replicas, norm, optimizer. The matrix
+// library's own allocations inside a product are not ours to count, so stages are hand-written.
+TEST(PipelineTest, AStepInSteadyStateAllocatesNothing) {
+  const auto source = counting_source(8);
+  const StageFactory tied = [](int stage, int) {
+    return std::make_unique<ArithmeticStage>(stage, PlannedFailure{}, "shared");
+  };
+  run_loopback(4, [&](Communicator& comm) {
+    PipelineOptions options = sgd_options(4);
+    options.replicas = 2;
+    options.clip = 1;
+    Pipeline pipeline(comm, options, tied, *source);
+    for (int step = 0; step < 3; ++step) pipeline.train_step();
+    const std::size_t before = allocations_of_this_thread();
+    const StepReport report = pipeline.train_step();
+    // Rank 0's report carries two vectors.
+    EXPECT_LE(allocations_of_this_thread() - before, comm.rank() == 0 ? 2U : 0U);
+    EXPECT_EQ(report.step, 4U);
+  });
+}
+
+// The table of a dry run: what the stages describe, each slot and each stage's workspace counted.
+TEST(PipelineTest, PlansTheMemoryThatItsStagesDescribe) {
+  const TransformerConfig model = small_model();
+  const auto source = synthetic_tokens(model);
+  const Partition partition{{0, 1, 2, 3, 4}};
+  const StageFactory factory = [&](int stage, int) {
+    return make_transformer_stage(model, partition, stage);
+  };
+  PipelineOptions options;
+  options.schedule = "interleaved";
+  options.chunks = 2;
+  options.micro_batches = 4;
+  run_loopback(2, [&](Communicator& comm) {
+    const PipelineLayout layout = Pipeline::plan_layout(comm, options, factory, *source);
+    const std::vector<int> peaks = peak_in_flight(layout.order);
+    TensorSpec input = source->input_specs(1).front();
+    std::vector<StageDescription> described;
+    ComputeContext compute({}, 1);
+    for (int stage = 0; stage < 4; ++stage) {
+      described.push_back(factory(stage, 4)->describe({&input, 1}, compute));
+      input = described.back().outputs.front();
+    }
+    for (std::size_t rank = 0; rank < 2; ++rank) {
+      const StageDescription &low = described[rank], &high = described[rank + 2];
+      const auto workspace = [](const StageDescription& each) {
+        return each.workspace_bytes + each.shared_gradient_bytes;
+      };
+      EXPECT_EQ(layout.memory[rank].workspace, workspace(low) + workspace(high));
+      EXPECT_GT(layout.memory[rank].operators, 0U);
+      EXPECT_GE(layout.memory[rank].operators, std::max(low.operator_bytes, high.operator_bytes));
+      const auto state = [](const StageDescription& each) {
+        return each.state_bytes_until_input + each.state_bytes_until_weight;
+      };
+      EXPECT_GE(layout.memory[rank].activations, state(low) + state(high));
+      EXPECT_LE(layout.memory[rank].activations,
+                static_cast<std::size_t>(peaks[rank]) * (state(low) + state(high)));
+    }
+  });
+}
+
+TEST(PipelineTest, SeveralPipelinesLiveInOneProcess) {
+  const auto source = counting_source(4);
+  run_loopback(2, [&](Communicator& comm) {
+    Pipeline one(comm, sgd_options(4), arithmetic(), *source);
+    Pipeline two(comm, sgd_options(4), arithmetic(), *source);
+    for (int step = 0; step < 3; ++step) {
+      EXPECT_EQ(one.train_step().loss, two.train_step().loss);
+    }
+  });
+}
+
+TEST(PipelineTest, MeansDoNotDependOnMicroBatchesOrReplicas) {
+  const auto source = counting_source(8);
+  const auto loss = [&](int ranks, int replicas, int micro_batches) {
+    double value = 0;
+    run_loopback(ranks, [&](Communicator& comm) {
+      PipelineOptions options = sgd_options(micro_batches);
+      options.replicas = replicas;
+      options.micro_batch_size = 8 / replicas / micro_batches;
+      Pipeline pipeline(comm, options, arithmetic(), *source);
+      const StepReport report = pipeline.train_step();
+      if (comm.rank() == 0) value = report.loss;
+    });
+    return value;
+  };
+  EXPECT_EQ(loss(1, 1, 1), 4.5);
+  EXPECT_EQ(loss(1, 1, 8), 4.5);
+  EXPECT_EQ(loss(2, 2, 4), 4.5);
+}
+
+// Saved under one layout, continued under another: the same bits as never having stopped.
+TEST(CheckpointTest, ContinuesUnderAnotherDepthWithTheSameBits) {
+  TemporaryDirectory directory;
+  TrainingCase what;
+  what.model = small_model();
+  const auto source = synthetic_tokens(what.model);
+  const std::vector<double> costs = layer_costs(what.model);
+  const StageFactory factory = [&](int stage, int stages) {
+    return make_transformer_stage(what.model, partition_by_cost(costs, stages), stage);
+  };
+  PipelineOptions options;
+  options.micro_batches = 3;
+  options.learning_rate = {.peak = 1e-2, .steps = 10};
+  std::string whole, resumed;
+  run_loopback(2, [&](Communicator& comm) {
+    Pipeline pipeline(comm, options, factory, *source);
+    for (int step = 0; step < 2; ++step) pipeline.train_step();
+    save_checkpoint(pipeline, directory.path(), "{}");
+    for (int step = 0; step < 2; ++step) pipeline.train_step();
+    const std::string digest = digest_of(pipeline);
+    if (comm.rank() == 0) whole = digest;
+  });
+  for (const int ranks : {1, 2, 3}) {
+    run_loopback(ranks, [&](Communicator& comm) {
+      Pipeline pipeline(comm, options, factory, *source);
+      load_checkpoint(pipeline, directory.path());
+      EXPECT_EQ(pipeline.step(), 2U);
+      for (int step = 0; step < 2; ++step) pipeline.train_step();
+      const std::string digest = digest_of(pipeline);
+      if (comm.rank() == 0) resumed = digest;
+    });
+    EXPECT_EQ(whole, resumed) << ranks << " ranks";
+  }
+}
+
+TEST(CheckpointTest, RefusesWeightsOfAnotherModelByName) {
+  TemporaryDirectory directory;
+  TransformerConfig model = small_model();
+  const auto run = [&](const TransformerConfig& config, bool save) {
+    const auto source = synthetic_tokens(config);
+    const std::vector<double> costs = layer_costs(config);
+    const StageFactory factory = [&](int stage, int stages) {
+      return make_transformer_stage(config, partition_by_cost(costs, stages), stage);
+    };
+    run_loopback(1, [&](Communicator& comm) {
+      Pipeline pipeline(comm, {}, factory, *source);
+      save ? save_checkpoint(pipeline, directory.path(), "{}")
+           : load_weights(pipeline, directory.path());
+    });
+  };
+  run(model, true);
+  TransformerConfig wider = model;
+  wider.width = 64;
+  TransformerConfig deeper = model;
+  deeper.layers = 3;
+  TransformerConfig shallower = model;
+  shallower.layers = 1;
+  for (const TransformerConfig& other : {wider, deeper, shallower}) {
+    try {
+      run(other, false);
+      ADD_FAILURE() << "loaded";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kWeights) << error.what();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sluice::testing

@@ -1,0 +1,178 @@
+#include "tests/runtime/pipeline/training_cases.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <span>
+
+#include <sluice/data.hpp>
+#include <sluice/tensor.hpp>
+
+#include "comm/loopback/loopback.hpp"
+#include "runtime/checkpoint/weights.hpp"
+#include "runtime/files/sha256.hpp"
+#include "runtime/job/host_mirror.hpp"
+#include "runtime/layout/layout.hpp"
+#ifdef SLUICE_UNDER_MPI
+#include "tests/comm/mpi/mpi_main.hpp"
+#endif
+
+namespace sluice::testing {
+namespace {
+
+class SyntheticTokens : public DataSource {
+ public:
+  explicit SyntheticTokens(const TransformerConfig& model)
+      : context_(model.context), vocabulary_(model.vocabulary) {}
+  std::vector<TensorSpec> input_specs(std::int64_t samples) const override {
+    return {{DType::kI32, Shape{samples, context_}}};
+  }
+  std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
+    return input_specs(samples);
+  }
+  void inputs(Phase phase, std::uint64_t step, SampleRange range,
+              std::span<const Tensor> into) const override {
+    fill(phase, step, range, 0, into[0]);
+  }
+  // The next token; every seventh target does not count.
+  void targets(Phase phase, std::uint64_t step, SampleRange range,
+               std::span<const Tensor> into) const override {
+    fill(phase, step, range, 1, into[0]);
+    for (std::int64_t i = 6; i < into[0].elements(); i += 7) into[0].as<std::int32_t>()[i] = -1;
+  }
+
+ private:
+  void fill(Phase phase, std::uint64_t step, SampleRange range, std::int64_t shift,
+            const Tensor& into) const {
+    const RandomKey key{.seed = 5, .site = phase == Phase::kTrain ? 1U : 2U, .step = step};
+    for (std::int64_t i = 0; i < range.count; ++i) {
+      for (std::int64_t t = 0; t < context_; ++t) {
+        const auto word = philox(key, static_cast<std::uint64_t>(range.first + i),
+                                 static_cast<std::uint64_t>(t + shift))[0];
+        into.as<std::int32_t>()[i * context_ + t] =
+            static_cast<std::int32_t>(word % static_cast<std::uint32_t>(vocabulary_));
+      }
+    }
+  }
+  std::int64_t context_;
+  int vocabulary_;
+};
+
+}  // namespace
+
+TransformerConfig small_model() {
+  TransformerConfig model;
+  model.layers = 2;
+  model.heads = 2;
+  model.kv_heads = 2;
+  model.width = 32;
+  model.context = 16;
+  model.vocabulary = 48;
+  return model;
+}
+
+std::unique_ptr<DataSource> synthetic_tokens(const TransformerConfig& model) {
+  return std::make_unique<SyntheticTokens>(model);
+}
+
+std::string digest_of(Pipeline& pipeline) {
+  std::string mine;
+  HostMirror mirror(pipeline.compute(), nullptr);
+  for (const Pipeline::Owned& owned : pipeline.parameters()) {
+    if (!owned.owner) continue;
+    mine += owned.parameter->name + " " + sha256_hex(mirror.view(owned.parameter->value)) + "\n";
+  }
+  std::string lines;
+  std::vector<std::string> all;
+  const auto& topology = pipeline.layout().topology;
+  const auto texts = pipeline.world().all_gather_strings(mine);
+  for (int rank = 0; rank < topology.pipeline; ++rank) {
+    lines += texts[static_cast<std::size_t>(topology.rank_of(0, rank))];
+  }
+  for (std::size_t start = 0; start < lines.size();) {
+    const std::size_t end = lines.find('\n', start);
+    all.push_back(lines.substr(start, end - start));
+    start = end + 1;
+  }
+  std::sort(all.begin(), all.end());
+  std::string sorted;
+  for (const std::string& line : all) sorted += line + "\n";
+  return sha256_hex(std::as_bytes(std::span<const char>(sorted)));
+}
+
+TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout& layout) {
+  PipelineOptions options;
+  options.pipeline = layout.pipeline;
+  options.replicas = layout.replicas;
+  options.rank_order = layout.order;
+  options.schedule = layout.schedule;
+  options.chunks = layout.chunks;
+  options.order = layout.own;
+  options.devices = parse_devices(layout.devices);
+  options.transport = layout.transport;
+  options.all_reduce = layout.all_reduce;
+  options.cuda_graphs = layout.cuda_graphs;
+  options.bucket_bytes = layout.bucket_bytes;
+  options.micro_batches = what.micro_batches;
+  options.micro_batch_size = what.micro_batch_size;
+  options.batch_size = what.batch_size;
+  options.optimizer.weight_decay = 0.1F;
+  options.learning_rate = {.peak = 1e-2, .warmup = 1, .steps = 10};
+  options.clip = what.clip;
+  options.evaluations = {5};
+  options.check_replicas = 1;
+  const auto source = synthetic_tokens(what.model);
+  const std::vector<double> costs = layer_costs(what.model);
+  const StageFactory factory = [&](int stage, int stages) {
+    return make_transformer_stage(what.model, partition_by_cost(costs, stages), stage);
+  };
+  Pipeline pipeline(comm, options, factory, *source);
+  TrainingOutcome outcome;
+  for (int step = 0; step < what.steps; ++step) {
+    const StepReport report = pipeline.train_step();
+    outcome.losses.push_back(report.loss);
+    outcome.norms.push_back(report.grad_norm);
+    outcome.peaks = report.peak_in_flight;
+    if (step == 0) outcome.validation = pipeline.evaluate(5);
+  }
+  pipeline.close();
+  outcome.digest = digest_of(pipeline);
+  return outcome;
+}
+
+void train_on_some(Communicator& world, const TrainingCase& what, const Layout& layout,
+                   const std::function<void(const TrainingOutcome&)>& check) {
+  const bool takes_part = world.rank() < layout.pipeline * layout.replicas;
+  const auto part = world.split(takes_part ? 0 : 1, world.rank());
+  if (takes_part) check(train(*part, what, layout));
+}
+
+void with_ranks(int ranks, const std::function<void(Communicator&)>& body) {
+#ifdef SLUICE_UNDER_MPI
+  if (world().size() != ranks) return;
+  const auto comm = world().duplicate();
+  body(*comm);
+#else
+  run_loopback(ranks, body);
+#endif
+}
+
+TrainingOutcome alone(Communicator& comm, const TrainingCase& what, const Layout& layout) {
+  TrainingOutcome outcome;
+  if (comm.rank() == 0) {
+    run_loopback(1, [&](Communicator& single) { outcome = train(single, what, layout); });
+    EXPECT_GT(outcome.losses.front(), 1) << what.name;
+  }
+  return outcome;
+}
+
+void expect_same(Communicator& comm, const std::string& where, const TrainingOutcome& expected,
+                 const TrainingOutcome& actual) {
+  if (comm.rank() != 0) return;
+  EXPECT_EQ(expected.losses, actual.losses) << where;
+  EXPECT_EQ(expected.norms, actual.norms) << where;
+  EXPECT_EQ(expected.validation, actual.validation) << where;
+  EXPECT_EQ(expected.digest, actual.digest) << where;
+}
+
+}  // namespace sluice::testing

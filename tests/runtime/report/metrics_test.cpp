@@ -1,0 +1,178 @@
+#include "runtime/report/metrics.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <sluice/error.hpp>
+
+#include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/temporary_directory.hpp"
+
+namespace sluice {
+namespace {
+
+using nlohmann::ordered_json;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+StepRecord sample_record(std::uint64_t step) {
+  return {.step = step,
+          .loss = 0.1 + 0.2,
+          .tokens = 1024,
+          .seconds = 1.0 / 3,
+          .tokens_per_second = 3072,
+          .grad_norm = 5e-324,
+          .learning_rate = 1e-3,
+          .bubble_measured = 0.125,
+          .bubble_ideal = 0.1,
+          .peak_in_flight = {2, 1},
+          .peak_bytes = {1 << 20, 77}};
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  return lines;
+}
+
+TEST(MetricsWriterTest, WritesOneObjectPerStepWithTheFieldsInOrderAndTheRunInTheFirst) {
+  const TemporaryDirectory dir;
+  MetricsWriter writer(dir.path() / "m.jsonl", R"({"threads":1})");
+  writer.step(sample_record(7));
+  writer.validation(7, 1.25);
+  // Flushed per line: readable while the writer is open.
+  const auto lines = lines_of(dir.read("m.jsonl"));
+  ASSERT_EQ(lines.size(), 2u);
+  const ordered_json step = ordered_json::parse(lines[0]);
+  std::vector<std::string> fields;
+  for (const auto& [name, value] : step.items()) fields.push_back(name);
+  EXPECT_THAT(fields, ElementsAre("step", "loss", "tokens", "seconds", "tokens_per_second",
+                                  "grad_norm", "learning_rate", "bubble_measured", "bubble_ideal",
+                                  "peak_in_flight", "peak_bytes", "run"));
+  EXPECT_EQ(step["run"]["threads"], 1);
+  EXPECT_EQ(step["step"], 7);
+  EXPECT_EQ(step["peak_in_flight"], ordered_json({2, 1}));
+  EXPECT_EQ(step["peak_bytes"], ordered_json({1 << 20, 77}));
+  EXPECT_EQ(lines[1], R"({"step":7,"val_loss":1.25})");
+}
+
+TEST(MetricsWriterTest, FloatsComeBackToTheBit) {
+  const TemporaryDirectory dir;
+  MetricsWriter writer(dir.path() / "m.jsonl", "{}");
+  const StepRecord record = sample_record(1);
+  writer.step(record);
+  const auto json = ordered_json::parse(lines_of(dir.read("m.jsonl"))[0]);
+  EXPECT_EQ(json["loss"].get<double>(), record.loss);
+  EXPECT_EQ(json["seconds"].get<double>(), record.seconds);
+  EXPECT_EQ(json["grad_norm"].get<double>(), record.grad_norm);
+  EXPECT_THAT(lines_of(dir.read("m.jsonl"))[0], HasSubstr("0.30000000000000004"));
+}
+
+TEST(MetricsWriterTest, WritesWhatIsNoNumberAsAString) {
+  const TemporaryDirectory dir;
+  MetricsWriter writer(dir.path() / "m.jsonl", "{}");
+  writer.validation(1, std::numeric_limits<double>::quiet_NaN());
+  writer.validation(2, std::numeric_limits<double>::infinity());
+  writer.validation(3, -std::numeric_limits<double>::infinity());
+  EXPECT_THAT(lines_of(dir.read("m.jsonl")),
+              ElementsAre(R"({"step":1,"val_loss":"nan","run":{}})",
+                          R"({"step":2,"val_loss":"inf"})", R"({"step":3,"val_loss":"-inf"})"));
+}
+
+TEST(MetricsWriterTest, GoesOnAfterTheEndOfARunThatResumes) {
+  const TemporaryDirectory dir;
+  MetricsWriter(dir.path() / "m.jsonl", "{}").validation(1, 3);
+  MetricsWriter(dir.path() / "m.jsonl", "{}", true).validation(2, 2);
+  EXPECT_EQ(lines_of(dir.read("m.jsonl")).size(), 2u);
+  MetricsWriter(dir.path() / "m.jsonl", "{}").validation(3, 1);
+  EXPECT_EQ(lines_of(dir.read("m.jsonl")).size(), 1u);
+}
+
+TEST(MetricsWriterTest, RefusesPathsThatCannotBeWritten) {
+  const TemporaryDirectory dir;
+  expect_error(ErrorCode::kIo, {"none/m.jsonl", "No such file"},
+               [&] { MetricsWriter(dir.path() / "none" / "m.jsonl", "{}"); });
+  expect_error(ErrorCode::kIo, {dir.path().string(), "directory"},
+               [&] { MetricsWriter(dir.path(), "{}"); });
+  if (std::filesystem::exists("/dev/full")) {
+    expect_error(ErrorCode::kIo, {"/dev/full", "No space left"},
+                 [&] { MetricsWriter("/dev/full", "{}").validation(1, 2); });
+  }
+  expect_error(ErrorCode::kInternal, {"no JSON object"},
+               [&] { MetricsWriter(dir.path() / "m.jsonl", "[1]"); });
+}
+
+TEST(ProgressLineTest, TellsStepLossSpeedBubbleAndTime) {
+  // 20 steps in 35 s leave 380 steps of 1.75 s.
+  EXPECT_EQ(progress_line(sample_record(120), 101, 500, 35),
+            "step 120/500  loss 0.3000  3072 tokens/s  bubble 12.5 %  0:35 elapsed  11:05 left");
+}
+
+TEST(ProgressLineTest, CountsHoursAndEndsAtZero) {
+  EXPECT_THAT(progress_line(sample_record(10), 1, 10, 3600 * 27 + 61),
+              HasSubstr("27:01:01 elapsed"));
+  EXPECT_THAT(progress_line(sample_record(10), 1, 10, 5), HasSubstr("  0:00 left"));
+}
+
+TEST(ProgressTest, PlainLinesAreFewButTheFirstAndTheLastStepShow) {
+  std::ostringstream out;
+  Progress progress(1, 50, false, 1e9, out);
+  for (std::uint64_t step = 1; step <= 50; ++step) progress.step(sample_record(step));
+  progress.finish();
+  const auto lines = lines_of(out.str());
+  ASSERT_EQ(lines.size(), 2u);
+  EXPECT_THAT(lines[0], HasSubstr("step 1/50"));
+  EXPECT_THAT(lines[1], HasSubstr("step 50/50"));
+  EXPECT_EQ(out.str().find('\r'), std::string::npos);
+}
+
+TEST(ProgressTest, WhatComesAfterAnErrorStartsALine) {
+  std::ostringstream out;
+  try {
+    Progress progress(1, 3, true, 5, out);
+    progress.step(sample_record(1));
+    throw std::runtime_error("the loss is not finite");
+  } catch (const std::runtime_error&) {
+    EXPECT_THAT(out.str(), ::testing::EndsWith("\n"));
+  }
+}
+
+TEST(ProgressTest, ATerminalKeepsOneLineAndNotesGetTheirOwn) {
+  std::ostringstream out;
+  Progress progress(1, 3, true, 5, out);
+  StepRecord wide = sample_record(1);
+  wide.tokens_per_second = 123456789;
+  progress.step(wide);
+  progress.note("validation 1.5");
+  progress.step(wide);
+  progress.step(sample_record(2));
+  progress.finish();
+  // What a terminal shows in the end: every line after its last carriage return wins, column by
+  // column.
+  std::vector<std::string> screen;
+  for (const std::string& line : lines_of(out.str())) {
+    std::string shown;
+    std::istringstream parts(line);
+    for (std::string part; std::getline(parts, part, '\r');) {
+      shown.replace(0, std::min(part.size(), shown.size()), part);
+    }
+    screen.push_back(shown.substr(0, shown.find_last_not_of(' ') + 1));
+  }
+  ASSERT_EQ(screen.size(), 2u);
+  EXPECT_EQ(screen[0], "validation 1.5");
+  EXPECT_THAT(screen[1], testing::StartsWith("step 2/3"));
+  EXPECT_EQ(screen[1].find(" left") + 5, screen[1].size());
+  EXPECT_EQ(out.str().back(), '\n');
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,98 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+#include <string>
+
+#include <sluice/draw.hpp>
+#include <sluice/generate.hpp>
+
+#include "tests/schedules/hand_made.hpp"
+
+namespace sluice {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+std::string drawn(const Schedule& schedule) {
+  return draw_svg(schedule, simulate(schedule, {.stages = {StageTimes{}}, .message = 0}));
+}
+
+int times_in(const std::string& text, const std::string& part) {
+  int found = 0;
+  for (std::size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) {
+    ++found;
+  }
+  return found;
+}
+
+TEST(SvgTest, HasARowPerRankAndANumberedBoxPerAction) {
+  const std::string svg = drawn(generate("1f1b", {4, 6, 1}));
+  EXPECT_THAT(svg, ::testing::StartsWith("<svg xmlns=\"http://www.w3.org/2000/svg\""));
+  EXPECT_THAT(svg, ::testing::EndsWith("</svg>\n"));
+  EXPECT_EQ(times_in(svg, ">rank "), 4);
+  EXPECT_EQ(times_in(svg, "<rect class=\"b\""), 4 * 6 * 2);
+  EXPECT_EQ(times_in(svg, ">5</text>"), 4 * 2);
+}
+
+TEST(SvgTest, CaptionAndLegendSayBubblesMemoryAndKinds) {
+  const std::string svg = drawn(generate("1f1b", {4, 6, 1}));
+  EXPECT_THAT(svg, HasSubstr("bubble 33.3 % of the makespan"));
+  EXPECT_THAT(svg, HasSubstr("peak memory 1 to 4 micro-batches per rank"));
+  EXPECT_THAT(svg, HasSubstr(">forward<"));
+  EXPECT_THAT(svg, HasSubstr(">idle<"));
+  EXPECT_THAT(svg, Not(HasSubstr("backward, weight")));
+  EXPECT_THAT(drawn(testing::v_split()), HasSubstr("backward, weight"));
+  EXPECT_THAT(drawn(testing::v_split()), HasSubstr("shades: chunk 0 (dark) to 1 (light)"));
+}
+
+TEST(SvgTest, CaptionSaysBytesWhereTheyAreCounted) {
+  SimulationTimes times{.stages = {StageTimes{}}, .message = 0};
+  times.bytes.resize(1);
+  times.bytes[0].until_weight = 1'500'000'000;
+  const Schedule schedule = generate("1f1b", {4, 6, 1});
+  EXPECT_THAT(draw_svg(schedule, simulate(schedule, times)),
+              HasSubstr("1 to 4 micro-batches per rank, 1.5 to 6 GB"));
+}
+
+TEST(SvgTest, ReductionsAreBarsBesideCompute) {
+  SimulationTimes times{.stages = {StageTimes{}}, .message = 0};
+  const Schedule schedule = generate("1f1b", {4, 6, 1});
+  EXPECT_THAT(draw_svg(schedule, simulate(schedule, times)), Not(HasSubstr("gradient sum")));
+  times.stages[0].reduce = 2;
+  const std::string svg = draw_svg(schedule, simulate(schedule, times));
+  EXPECT_THAT(svg, HasSubstr(">gradient sum<"));
+  EXPECT_EQ(times_in(svg, "height=\"4\" fill=\"#d9822b\""), 4);
+}
+
+TEST(SvgTest, AnOverlappedPairIsTwoHalvesOfOneBox) {
+  const std::string svg = drawn(testing::v_overlapped());
+  EXPECT_EQ(times_in(svg, "height=\"12\" fill="), 2);
+}
+
+TEST(SvgTest, NamesCannotBreakOutOfTheirText) {
+  Schedule schedule = generate("gpipe", {1, 1, 1});
+  schedule.name = "<script>&\x1b";
+  EXPECT_THAT(drawn(schedule), HasSubstr("&lt;script&gt;&amp;?"));
+}
+
+TEST(SvgTest, ActionsWithoutDurationAreDrawnAsNothing) {
+  const Schedule schedule = generate("gpipe", {2, 2, 1});
+  const std::string svg =
+      draw_svg(schedule, simulate(schedule, {.stages = {StageTimes{0, 0, 0}}, .message = 0}));
+  EXPECT_EQ(times_in(svg, "<rect class=\"b\""), 0);
+  EXPECT_THAT(svg, Not(HasSubstr("nan")));
+  EXPECT_THAT(svg, Not(HasSubstr("inf")));
+}
+
+TEST(SvgTest, RefusesTooManyActionsAndForeignSimulations) {
+  const Schedule large = generate("gpipe", {51, 1000, 1});
+  EXPECT_THROW((void)drawn(large), std::invalid_argument);
+  const Schedule small = generate("gpipe", {2, 2, 1});
+  EXPECT_THROW((void)draw_svg(small, simulate(large, {.stages = {StageTimes{}}, .message = 0})),
+               std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace sluice

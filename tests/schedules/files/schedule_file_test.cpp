@@ -1,0 +1,146 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+#include <string>
+
+#include <sluice/generate.hpp>
+#include <sluice/plan.hpp>
+#include <sluice/schedule_file.hpp>
+
+#include "tests/schedules/files/file_tools.hpp"
+#include "tests/schedules/hand_made.hpp"
+
+namespace sluice {
+namespace {
+
+using ::testing::AllOf;
+using testing::complaint_about;
+using ::testing::HasSubstr;
+using testing::refusal;
+using testing::same_steps;
+using testing::sample;
+
+// The sample with its first `from` replaced.
+std::string edited(const std::string& from, const std::string& to) {
+  std::string text = sample("v_split.json");
+  const std::size_t at = text.find(from);
+  if (at == std::string::npos) throw std::runtime_error("the sample lacks " + from);
+  return text.replace(at, from.size(), to);
+}
+
+std::string refusal_of(const std::string& text) {
+  return refusal([&] { (void)parse_schedule_json(text); });
+}
+
+TEST(ScheduleFileTest, ReadsPlacementListsAndOverlappedPairs) {
+  const Schedule schedule = parse_schedule_json(sample("v_split.json"));
+  EXPECT_EQ(schedule.name, "v-split");
+  EXPECT_EQ(schedule.placement, Placement::v_shape(2));
+  EXPECT_EQ(schedule.micro_batches, 2);
+  EXPECT_FALSE(schedule.forward_only);
+  EXPECT_EQ(to_string(schedule.ranks[1][2]), "(1F1;2I0)OVERLAP_F_B");
+  EXPECT_EQ(complaint_about(schedule), "");
+}
+
+TEST(ScheduleFileTest, ReadsBackEverythingItWrites) {
+  std::vector<Schedule> schedules = testing::all_hand_made();
+  for (const char* name : {"gpipe", "gpipe-lifo", "1f1b", "forward-only"}) {
+    schedules.push_back(generate(name, {3, 5, 1}));
+    schedules.push_back(generate(name, {1, 1, 1}));
+  }
+  for (const Schedule& schedule : schedules) {
+    const Schedule back = parse_schedule_json(to_schedule_json(schedule));
+    EXPECT_EQ(back.name, schedule.name);
+    EXPECT_TRUE(same_steps(back, schedule)) << to_schedule_json(schedule);
+  }
+}
+
+TEST(ScheduleFileTest, WritesTheSampleAsItStands) {
+  const std::string text = to_schedule_json(parse_schedule_json(sample("v_split.json")));
+  EXPECT_TRUE(same_steps(parse_schedule_json(text), parse_schedule_json(sample("v_split.json"))));
+  EXPECT_EQ(to_schedule_json(parse_schedule_json(text)), text);
+}
+
+TEST(ScheduleFileTest, RefusesUnknownRepeatedAndMissingKeys) {
+  EXPECT_THAT(refusal_of(edited("\"name\"", "\"nome\"")), HasSubstr("unknown key 'nome'"));
+  EXPECT_THAT(refusal_of(edited("\"name\"", "\"format\"")),
+              HasSubstr("'format' appears a second time"));
+  EXPECT_THAT(refusal_of(edited(" \"ranks\": 2,\n", "")), HasSubstr("'ranks' is missing"));
+  EXPECT_THAT(refusal_of("{}"), HasSubstr("'format' is missing"));
+}
+
+TEST(ScheduleFileTest, RefusesOtherFormatsAndVersions) {
+  EXPECT_THAT(refusal_of(edited("sluice-schedule", "other")),
+              HasSubstr("key 'format' has the text 'other'"));
+  EXPECT_THAT(refusal_of(edited("\"version\": 1", "\"version\": 2")),
+              AllOf(HasSubstr("version 2"), HasSubstr("reads version 1")));
+}
+
+TEST(ScheduleFileTest, RefusesValuesOfTheWrongKindByKey) {
+  for (const char* value : {"null", "true", "-1", "0", "1.5", "\"2\"", "[2]", "{}", "3000000000"}) {
+    const std::string message =
+        refusal_of(edited("\"ranks\": 2", "\"ranks\": " + std::string(value)));
+    EXPECT_THAT(message, AllOf(HasSubstr("'ranks'"), HasSubstr("an integer from 1 up"))) << value;
+  }
+  EXPECT_THAT(refusal_of(edited("[0, 1, 1, 0]", "[0, 1, \"1\", 0]")), HasSubstr("'placement'"));
+  EXPECT_THAT(refusal_of(edited("\"0F1\"", "[\"0F1\"]")), HasSubstr("list 0, position 1"));
+  EXPECT_THAT(refusal_of(edited("\"0F1\"", "7")), HasSubstr("list 0, position 1"));
+  EXPECT_THAT(refusal_of("[]"), HasSubstr("legal is one object"));
+  EXPECT_THAT(refusal_of("3"), HasSubstr("legal is one object"));
+}
+
+TEST(ScheduleFileTest, RefusesCellsByListAndPosition) {
+  EXPECT_THAT(refusal_of(edited("\"0F1\"", "\"0Q1\"")),
+              AllOf(HasSubstr("list 0, position 1"), HasSubstr("unknown kind 'Q'")));
+  EXPECT_THAT(refusal_of(edited("\"0F1\"", "\"0SEND_F1\"")),
+              AllOf(HasSubstr("list 0, position 1"), HasSubstr("does not compute")));
+  EXPECT_THAT(refusal_of(edited("\"0F1\"", "\"\"")), HasSubstr("list 0, position 1"));
+  EXPECT_THAT(refusal_of(edited("\"0F1\"", "\"" + std::string(100, '0') + "\"")),
+              HasSubstr("list 0, position 1"));
+}
+
+TEST(ScheduleFileTest, RefusesFilesWhoseNumbersDisagree) {
+  EXPECT_THAT(refusal_of(edited("\"stages\": 4", "\"stages\": 5")),
+              HasSubstr("'placement' has 4 entries, but the file says 5 stages"));
+  EXPECT_THAT(refusal_of(edited("\"ranks\": 2", "\"ranks\": 3")),
+              HasSubstr("'lists' has 2 entries, but the file says 3 ranks"));
+  EXPECT_THAT(refusal_of(edited("[0, 1, 1, 0]", "[0, 1, 2, 0]")), HasSubstr("on rank 2"));
+  EXPECT_THAT(refusal_of(edited("[0, 1, 1, 0]", "[1, 1, 1, 1]")), HasSubstr("without a stage"));
+}
+
+TEST(ScheduleFileTest, RefusesMoreMicroBatchesThanActionsBeforeAllocatingForThem) {
+  EXPECT_THAT(refusal_of(edited("\"micro_batches\": 2", "\"micro_batches\": 2000000000")),
+              HasSubstr("only 24 compute actions"));
+}
+
+TEST(ScheduleFileTest, RefusesTextThatIsNoJsonNamingTheByte) {
+  EXPECT_THAT(refusal_of(""), HasSubstr("no JSON at byte 1"));
+  EXPECT_THAT(refusal_of(sample("v_split.json") + "x"), HasSubstr("no JSON at byte"));
+  EXPECT_THAT(refusal_of(edited("[0, 1", "[0,, 1")), HasSubstr("no JSON at byte"));
+  EXPECT_THAT(refusal_of(edited("v-split", "v\xff")), HasSubstr("no JSON at byte"));
+  EXPECT_NE(refusal_of(std::string(1'000'000, '[')), "");
+}
+
+TEST(ScheduleFileTest, RefusesNamesThatAreEmptyLongOrUnprintable) {
+  EXPECT_THAT(refusal_of(edited("v-split", "")), HasSubstr("the name ''"));
+  EXPECT_THAT(refusal_of(edited("v-split", std::string(201, 'a'))), HasSubstr("1 to 200 bytes"));
+  EXPECT_THAT(refusal_of(edited("v-split", "a\\u001b[31m")), HasSubstr("the name 'a?[31m'"));
+  Schedule unnamed = generate("gpipe", {1, 1, 1});
+  unnamed.name.clear();
+  EXPECT_THROW((void)to_schedule_json(unnamed), std::invalid_argument);
+}
+
+TEST(ScheduleFileTest, WritesNoMessages) {
+  EXPECT_THROW((void)to_schedule_json(lower(generate("gpipe", {2, 1, 1}), {})),
+               std::invalid_argument);
+}
+
+TEST(ScheduleFileTest, IsToldFromCsvByItsFirstByte) {
+  EXPECT_TRUE(looks_like_json(" \r\n\t{"));
+  EXPECT_FALSE(looks_like_json("0F0"));
+  EXPECT_FALSE(looks_like_json(""));
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,308 @@
+// search_schedule(): what it finds, within which memory, and that the bound it compares itself with
+// is one.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <sluice/generate.hpp>
+#include <sluice/plan.hpp>
+#include <sluice/search.hpp>
+#include <sluice/verify.hpp>
+
+namespace sluice {
+namespace {
+
+using ::testing::HasSubstr;
+
+SearchRequest request_of(int ranks, int micro_batches, const StageTimes& times, double message) {
+  SearchRequest request;
+  request.ranks = ranks;
+  request.micro_batches = micro_batches;
+  request.model.stages = {times};
+  request.model.message = message;
+  request.effort = 100'000;
+  return request;
+}
+
+// Measured by the zero-bubble paper's authors.
+SearchRequest published(Objective objective) {
+  SearchRequest request = request_of(8, 32, {18.513, 18.086, 9.331, 0}, 0.626);
+  request.objective = objective;
+  return request;
+}
+
+void expect_sound(const SearchRequest& request, const SearchResult& result) {
+  EXPECT_EQ(result.schedule.name, "auto");
+  EXPECT_EQ(result.schedule.placement.ranks(), request.ranks);
+  EXPECT_EQ(result.schedule.micro_batches, request.micro_batches);
+  const auto violation = check(result.schedule);
+  EXPECT_FALSE(violation) << violation->message;
+  EXPECT_TRUE(is_exact(result.schedule));
+  EXPECT_TRUE(verify(make_plan(lower(result.schedule, {}), {})).ok());
+  const Simulation simulation = simulate(result.schedule, result.times);
+  EXPECT_EQ(simulation.makespan, result.simulation.makespan);
+  const double objective =
+      request.objective == Objective::kSpan ? simulation.span : simulation.makespan;
+  EXPECT_LE(result.lower_bound, objective * (1 + 1e-9));
+  EXPECT_DOUBLE_EQ(result.ratio, objective / result.lower_bound);
+  EXPECT_LE(objective,
+            (request.objective == Objective::kSpan ? result.candidates.front().span
+                                                   : result.candidates.front().makespan) *
+                (1 + 1e-9));
+}
+
+double most_in_flight(const SearchResult& result) {
+  const std::vector<int> peaks = peak_in_flight(result.schedule);
+  return static_cast<double>(*std::max_element(peaks.begin(), peaks.end())) / result.chosen.chunks;
+}
+
+TEST(SearchTest, LeavesNoBubbleInTwiceTheMemoryOfOneFOneB) {
+  SearchRequest request = published(Objective::kSpan);
+  request.in_flight_limit = {16};
+  const SearchResult result = search_schedule(request);
+  expect_sound(request, result);
+  EXPECT_LE(result.simulation.bubble_span, 0.005);
+  EXPECT_LE(most_in_flight(result), 16);
+}
+
+// One chunk per rank; half of an activation is released by I, as in the paper's memory model.
+TEST(SearchTest, BeatsThePublishedHeuristicWithOneChunk) {
+  SearchRequest request = published(Objective::kSpan);
+  StageBytes bytes;
+  bytes.until_input = bytes.until_weight = 1;
+  request.model.bytes = {bytes};
+  request.byte_limit = {32};
+  request.chunks = {1};
+  request.effort = 20'000'000;
+  const SearchResult result = search_schedule(request);
+  expect_sound(request, result);
+  EXPECT_LE(result.simulation.bubble_span, 0.0039);
+  for (const std::int64_t each : result.simulation.peak_bytes) EXPECT_LE(each, 32);
+}
+
+// Whoever keeps whole activations until W cannot do that with one chunk: all I of rank 7 but the
+// last 16 have their W before the last one, so rank 0 ends no earlier than after 7 forwards, 32 F
+// and I and 16 W of rank 7, then 7 I on the way back and I and W of its own.
+TEST(SearchTest, FindsTheBestThatWholeActivationsAllowWithOneChunk) {
+  SearchRequest request = published(Objective::kSpan);
+  request.in_flight_limit = {16};
+  request.chunks = {1};
+  const SearchResult result = search_schedule(request);
+  const double span =
+      7 * (18.513 + 0.626) + 32 * (18.513 + 18.086) + 16 * 9.331 + 7 * (18.086 + 0.626) + 9.331;
+  EXPECT_GE(result.simulation.span, span - 1e-9);
+  EXPECT_LE(result.simulation.span, span + 1e-6);
+}
+
+TEST(SearchTest, RanksByTheBarrierUnlessAskedForTheSpan) {
+  SearchRequest request = request_of(4, 12, {1, 1, 1, 0}, 0);
+  request.chunks = {1};
+  EXPECT_EQ(search_schedule(request).simulation.makespan, 3 * 12 + 3);
+  request.objective = Objective::kSpan;
+  EXPECT_EQ(search_schedule(request).simulation.span, 3 * 12);
+}
+
+TEST(SearchTest, IsNoWorseThanAnyGeneratorThatFitsTheSameMemory) {
+  for (const int limit : {2, 3, 4, 8}) {
+    SearchRequest request = request_of(4, 9, {1.3, 1, 0.7, 0}, 0.1);
+    request.in_flight_limit = {static_cast<double>(limit)};
+    const SearchResult result = search_schedule(request);
+    expect_sound(request, result);
+    EXPECT_LE(most_in_flight(result), limit);
+    for (const std::string& name : schedule_names()) {
+      for (const int chunks : {1, 2}) {
+        if (name == "forward-only" || name == "dualpipe-v") continue;
+        try {
+          const Schedule schedule = generate(name, {4, 9, chunks});
+          const int stages = schedule.placement.stages();
+          const Simulation simulation = simulate(schedule, recut(request.model, 4, stages));
+          const int most =
+              *std::max_element(simulation.peak_in_flight.begin(), simulation.peak_in_flight.end());
+          if (!is_exact(schedule) || most * 4 > limit * stages) continue;
+          EXPECT_LE(result.simulation.makespan, simulation.makespan * (1 + 1e-9))
+              << name << ' ' << chunks << ' ' << limit;
+        } catch (const std::invalid_argument&) {
+          continue;
+        }
+      }
+    }
+  }
+}
+
+TEST(SearchTest, AnyShapeAndAnyMemoryOfOneMicroBatchWork) {
+  for (const int ranks : {1, 2, 3, 5}) {
+    for (const int m : {1, 2, 3, 8}) {
+      for (const double limit : {0.0, 1.0, 1.5, 2.0}) {
+        SCOPED_TRACE(std::to_string(ranks) + " " + std::to_string(m) + " " + std::to_string(limit));
+        SearchRequest request = request_of(ranks, m, {1, 1.2, 0.5, 0}, 0.3);
+        for (int i = 1; i < ranks; ++i) request.model.stages.push_back({1.0 * i, 1, 0.4 * i, 0});
+        request.chunks = {1, 2};
+        request.effort = 20'000;
+        if (limit > 0) request.in_flight_limit = {limit};
+        const SearchResult result = search_schedule(request);
+        expect_sound(request, result);
+        if (limit > 0) {
+          EXPECT_LE(most_in_flight(result), limit);
+        }
+      }
+    }
+  }
+}
+
+TEST(SearchTest, KeepsBytesOfMessagesAndResidentsWithinTheLimit) {
+  SearchRequest request = request_of(4, 8, {1, 1, 1, 0}, 0.1);
+  StageBytes bytes;
+  bytes.until_input = 300;
+  bytes.until_weight = 500;
+  bytes.output = 90;
+  bytes.resident = 1000;
+  request.model.bytes = {bytes};
+  request.model.bandwidth = 500;
+  for (const int limit : {2200, 2800, 4000, 9000}) {
+    request.byte_limit = {limit};
+    const SearchResult result = search_schedule(request);
+    expect_sound(request, result);
+    for (const std::int64_t each : simulate(result.schedule, result.times).peak_bytes) {
+      EXPECT_LE(each, limit);
+    }
+  }
+}
+
+TEST(SearchTest, RefusesTooLittleMemoryWithTheLimitThatWouldDo) {
+  SearchRequest request = request_of(4, 8, {1, 1, 1, 0}, 0);
+  request.in_flight_limit = {0.5};
+  try {
+    (void)search_schedule(request);
+    FAIL() << "half a micro-batch was accepted";
+  } catch (const std::invalid_argument& error) {
+    EXPECT_THAT(error.what(), HasSubstr("nearest legal limit is 1 micro-batch"));
+  }
+  request.in_flight_limit.clear();
+  StageBytes bytes;
+  bytes.until_weight = 800;
+  bytes.output = 100;
+  request.model.bytes = {bytes};
+  request.byte_limit = {700};
+  std::string message;
+  try {
+    (void)search_schedule(request);
+  } catch (const std::invalid_argument& error) {
+    message = error.what();
+  }
+  ASSERT_THAT(message, HasSubstr("nearest legal limit is "));
+  request.byte_limit = {std::stoll(message.substr(message.rfind("is ") + 3))};
+  expect_sound(request, search_schedule(request));
+}
+
+TEST(SearchTest, CutsWholeLayersSoThatTheBottleneckIsLight) {
+  SearchRequest request = request_of(3, 12, {1, 1, 1, 0}, 0.1);
+  request.whole_layers = true;
+  request.model.stages = {{4, 4, 4, 0}, {1, 1, 1, 0}, {1, 1, 1, 0}, {1, 1, 1, 0},
+                          {1, 1, 1, 0}, {2, 2, 2, 0}, {2, 2, 2, 0}};
+  const SearchResult result = search_schedule(request);
+  expect_sound(request, result);
+  ASSERT_EQ(result.first_layer.size(), result.times.stages.size() + 1);
+  EXPECT_EQ(result.first_layer.front(), 0);
+  EXPECT_EQ(result.first_layer.back(), 7);
+  std::vector<double> load(3);
+  for (std::size_t s = 0; s < result.times.stages.size(); ++s) {
+    load[static_cast<std::size_t>(result.schedule.placement.rank_of(static_cast<int>(s)))] +=
+        result.times.stages[s].forward;
+  }
+  EXPECT_EQ(*std::max_element(load.begin(), load.end()), 4);
+}
+
+TEST(SearchTest, LeavesTheBackwardWholeWhereStagesCannotPartIt) {
+  SearchRequest request = request_of(4, 8, {1, 1, 1, 0}, 0);
+  request.split_backward = false;
+  const SearchResult result = search_schedule(request);
+  expect_sound(request, result);
+  for (const std::vector<Step>& steps : result.schedule.ranks) {
+    for (const Step& step : steps) {
+      EXPECT_TRUE(step.action.kind == ActionKind::kForward ||
+                  step.action.kind == ActionKind::kBackward);
+    }
+  }
+}
+
+TEST(SearchTest, RepeatsItself) {
+  SearchRequest request = request_of(4, 7, {1.1, 0.9, 0.6, 0}, 0.2);
+  request.in_flight_limit = {3};
+  const SearchResult first = search_schedule(request);
+  const SearchResult second = search_schedule(request);
+  EXPECT_EQ(first.schedule.ranks, second.schedule.ranks);
+  EXPECT_EQ(first.chosen.origin, second.chosen.origin);
+}
+
+TEST(SearchTest, RefusesIllegalRequests) {
+  const auto message_of = [](const SearchRequest& request) -> std::string {
+    try {
+      (void)search_schedule(request);
+    } catch (const std::invalid_argument& error) {
+      return error.what();
+    }
+    return "accepted";
+  };
+  const SearchRequest legal = request_of(2, 4, {1, 1, 1, 0}, 0);
+  SearchRequest request = legal;
+  request.ranks = 0;
+  EXPECT_THAT(message_of(request), HasSubstr("ranks is 0; the nearest legal value is 1"));
+  request = legal;
+  request.model.stages.resize(3);
+  EXPECT_THAT(message_of(request), HasSubstr("legal is 1 or 2"));
+  request = legal;
+  request.whole_layers = true;
+  EXPECT_THAT(message_of(request), HasSubstr("at most 1 ranks"));
+  request = legal;
+  request.byte_limit = {100};
+  EXPECT_THAT(message_of(request), HasSubstr("needs bytes"));
+  request = legal;
+  request.in_flight_limit = {4, 4, 4};
+  EXPECT_THAT(message_of(request), HasSubstr("legal is 1 for all ranks or one for each of 2"));
+  request = legal;
+  request.model.message = -1;
+  EXPECT_THAT(message_of(request), HasSubstr("message time"));
+}
+
+TEST(MakespanLowerBoundTest, IsNeverAboveAScheduleThatRuns) {
+  for (const std::string& name : schedule_names()) {
+    if (name == "forward-only") continue;
+    for (const int p : {1, 2, 3, 4, 6}) {
+      for (const int m : {1, 2, 5, 13}) {
+        for (const int chunks : {1, 2, 3}) {
+          Schedule schedule;
+          try {
+            schedule = generate(name, {p, m, chunks});
+          } catch (const std::invalid_argument&) {
+            continue;
+          }
+          for (const double weight : {0.0, 0.4, 2.0}) {
+            SimulationTimes times;
+            for (int s = 0; s < schedule.placement.stages(); ++s) {
+              times.stages.push_back({1 + 0.5 * (s % 3), 1.5 - 0.4 * (s % 2), weight, 0.1});
+            }
+            times.message = 0.25;
+            EXPECT_LE(makespan_lower_bound(schedule.placement, m, times),
+                      simulate(schedule, times).makespan * (1 + 1e-12))
+                << name << ' ' << p << ' ' << m << ' ' << chunks << ' ' << weight;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(MakespanLowerBoundTest, IsReachedWhereNothingIsInTheWay) {
+  SimulationTimes times;
+  times.stages = {{1, 1, 1, 0}};
+  EXPECT_EQ(makespan_lower_bound(Placement::linear(4), 8, times), 3 * 8 + 3);
+  times.stages = {{1, 1, 0, 0}};  // the way back counts once no W covers it
+  EXPECT_EQ(makespan_lower_bound(Placement::linear(4), 8, times), 2 * (8 + 3));
+}
+
+}  // namespace
+}  // namespace sluice

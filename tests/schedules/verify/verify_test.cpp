@@ -1,0 +1,389 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+#include <string>
+
+#include <sluice/generate.hpp>
+#include <sluice/plan.hpp>
+#include <sluice/verify.hpp>
+
+#include "tests/schedules/hand_made.hpp"
+
+namespace sluice {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsSupersetOf;
+using testing::plan_of;
+
+constexpr std::array kTagged = {TransportModel::kEager, TransportModel::kRendezvous,
+                                TransportModel::kBounded};
+
+bool progresses_tagged(const Plan& plan, int send_buffers = 1) {
+  return verify(plan, {send_buffers}).progresses(TransportModel::kBounded);
+}
+
+std::vector<Plan> several_plans() {
+  std::vector<Plan> plans;
+  for (const std::string& name : schedule_names()) {
+    plans.push_back(plan_of(generate(name, {3, 4, 1}), {}, {1, 1}));
+    plans.push_back(plan_of(generate(name, {2, 5, 1}), {{{0, 1}}}));
+  }
+  for (const Schedule& schedule : testing::all_hand_made()) {
+    plans.push_back(plan_of(schedule, {{{0, 2}}}));
+  }
+  return plans;
+}
+
+PlanOp* find_op(Plan& plan, int rank, OpKind kind, ActionKind action, int micro_batch) {
+  for (PlanOp& op : plan.ranks[static_cast<std::size_t>(rank)].ops) {
+    if (op.kind == kind && op.action == action && op.micro_batch == micro_batch) return &op;
+  }
+  return nullptr;
+}
+
+// Each receive posted just before its wait.
+Plan with_late_posts(Plan plan) {
+  for (RankPlan& rank : plan.ranks) {
+    std::vector<PlanOp> ops;
+    for (const PlanOp& op : rank.ops) {
+      if (op.kind == OpKind::kPostRecv) continue;
+      if (op.kind == OpKind::kWaitRecv) ops.emplace_back(op).kind = OpKind::kPostRecv;
+      ops.push_back(op);
+    }
+    rank.ops = std::move(ops);
+  }
+  return plan;
+}
+
+// Each send waited for as soon as it is started.
+Plan with_blocking_sends(Plan plan) {
+  for (RankPlan& rank : plan.ranks) {
+    std::vector<PlanOp> ops;
+    for (const PlanOp& op : rank.ops) {
+      if (op.kind == OpKind::kWaitSend) continue;
+      ops.push_back(op);
+      if (op.kind == OpKind::kStartSend) ops.emplace_back(op).kind = OpKind::kWaitSend;
+    }
+    rank.ops = std::move(ops);
+  }
+  return plan;
+}
+
+// As a runtime without posts ahead and without asynchronous sends would do it.
+Plan blocking(Plan plan) { return with_blocking_sends(with_late_posts(std::move(plan))); }
+
+TEST(VerifyTest, EveryGeneratedPlanProgressesOverTransportsWithTags) {
+  for (const std::string& name : schedule_names()) {
+    for (int p = 1; p <= 8; ++p) {
+      for (int m = 1; m <= 17; ++m) {
+        for (const PlanOptions& options : {PlanOptions{}, PlanOptions{0, 1}}) {
+          SCOPED_TRACE(name + " p = " + std::to_string(p) + ", m = " + std::to_string(m));
+          const Schedule schedule = generate(name, {p, m, 1});
+          const Verification verification = verify(plan_of(schedule, {}, options));
+          ASSERT_TRUE(verification.ok()) << verification.violation->message;
+          EXPECT_THAT(verification.progresses_under, IsSupersetOf(kTagged));
+          EXPECT_EQ(verification.peak_in_flight, peak_in_flight(schedule));
+          EXPECT_THAT(verification.queue_depth, ::testing::Each(::testing::Le(options.send_slots)));
+        }
+      }
+    }
+  }
+}
+
+TEST(VerifyTest, HandMadeSplitInterleavedAndOverlappedPlansProgressOverTransportsWithTags) {
+  for (const Schedule& schedule : testing::all_hand_made()) {
+    const Verification verification = verify(plan_of(schedule, {{{0, 3}}, {{1}}}));
+    EXPECT_THAT(verification.progresses_under, IsSupersetOf(kTagged));
+    EXPECT_EQ(verification.peak_in_flight, peak_in_flight(schedule));
+  }
+}
+
+TEST(VerifyTest, RefusesAPlanWithAnyOnePostRemoved) {
+  for (const Plan& whole : several_plans()) {
+    ASSERT_TRUE(verify(whole).ok());
+    for (std::size_t rank = 0; rank < whole.ranks.size(); ++rank) {
+      for (std::size_t i = 0; i < whole.ranks[rank].ops.size(); ++i) {
+        const PlanOp removed = whole.ranks[rank].ops[i];
+        if (removed.kind != OpKind::kPostRecv) continue;
+        Plan plan = whole;
+        plan.ranks[rank].ops.erase(plan.ranks[rank].ops.begin() + static_cast<std::ptrdiff_t>(i));
+        const Verification verification = verify(plan);
+        ASSERT_FALSE(verification.ok()) << to_string(removed);
+        EXPECT_EQ(verification.violation->rank, static_cast<int>(rank));
+        EXPECT_THAT(verification.violation->message,
+                    HasSubstr("no receive of this message is posted before the wait"));
+      }
+    }
+  }
+}
+
+TEST(VerifyTest, RefusesAPlanWithAnyOneOpRemovedOrDoubled) {
+  for (const Plan& whole : several_plans()) {
+    for (std::size_t rank = 0; rank < whole.ranks.size(); ++rank) {
+      for (std::size_t i = 0; i < whole.ranks[rank].ops.size(); ++i) {
+        const PlanOp op = whole.ranks[rank].ops[i];
+        SCOPED_TRACE(whole.schedule_name + " rank " + std::to_string(rank) + ": " + to_string(op));
+        const auto at = static_cast<std::ptrdiff_t>(i);
+        Plan plan = whole;
+        auto& ops = plan.ranks[rank].ops;
+        ops.insert(ops.begin() + at, op);
+        EXPECT_FALSE(verify(plan).ok());
+        ops.erase(ops.begin() + at, ops.begin() + at + 2);
+        EXPECT_FALSE(verify(plan).ok());
+      }
+    }
+  }
+}
+
+TEST(VerifyTest, BlockingSendsAndLatePostsDeadlockOneFOneBAndTheCycleIsNamed) {
+  const Verification verification = verify(blocking(plan_of(generate("1f1b", {2, 4, 1}))));
+  EXPECT_THAT(verification.progresses_under, ElementsAre(TransportModel::kEager));
+  ASSERT_EQ(verification.standstills.size(), 4U);
+  EXPECT_EQ(verification.standstills[0].model, TransportModel::kRendezvous);
+  EXPECT_EQ(verification.standstills[0].violation.rank, 0);
+  EXPECT_THAT(verification.standstills[0].violation.message,
+              ::testing::AllOf(
+                  HasSubstr("under the rendezvous model the plan deadlocks: rank 0 at op "),
+                  HasSubstr("(wait-sent 0SEND_F1 channel 0 output[1]) waits for rank 1 to post "
+                            "1RECV_F1"),
+                  HasSubstr("; rank 1 at op "),
+                  HasSubstr("(wait-sent 1SEND_B0 channel 1 grad-input[0]) waits for rank 0 to post "
+                            "0RECV_B0")));
+}
+
+TEST(VerifyTest, OneFOneBNeedsOnlyOneOfPostsAheadAndAsynchronousSends) {
+  for (int p = 2; p <= 5; ++p) {
+    for (int m = 1; m <= 9; ++m) {
+      const Plan plan = plan_of(generate("1f1b", {p, m, 1}));
+      EXPECT_TRUE(progresses_tagged(with_blocking_sends(plan))) << "p = " << p << ", m = " << m;
+      EXPECT_TRUE(progresses_tagged(with_late_posts(plan))) << "p = " << p << ", m = " << m;
+    }
+  }
+}
+
+TEST(VerifyTest, AllForwardsFirstSurvivesBlockingSendsAndLatePosts) {
+  for (int p = 2; p <= 4; ++p) {
+    EXPECT_TRUE(progresses_tagged(blocking(plan_of(generate("gpipe", {p, 5, 1})))));
+  }
+}
+
+TEST(VerifyTest, BoundedModelStopsASendThatRendezvousLetsThrough) {
+  // Rank 1 posts the receive of 0F1 only after it got 2F0, which rank 0 sends after 0F1.
+  Schedule schedule =
+      testing::hand_made(Placement::looped(2, 2), 2, {"0F0 0F1 2F0 2F1", "1F0 3F0 1F1 3F1"});
+  schedule.forward_only = true;
+  ASSERT_FALSE(check(schedule).has_value());
+  const Plan plan = with_late_posts(plan_of(schedule));
+  const Verification one = verify(plan, {1});
+  EXPECT_TRUE(one.progresses(TransportModel::kRendezvous));
+  ASSERT_FALSE(one.progresses(TransportModel::kBounded));
+  EXPECT_THAT(
+      one.standstills[0].violation.message,
+      ::testing::AllOf(
+          HasSubstr("under the bounded model the plan deadlocks: rank 0 at op "),
+          HasSubstr("(send 2SEND_F0 channel 2 output[0]) waits for rank 1 to post a receive "
+                    "for an earlier send from stage 0")));
+  EXPECT_TRUE(progresses_tagged(plan, 2));
+  EXPECT_TRUE(progresses_tagged(plan_of(schedule), 1));
+}
+
+TEST(VerifyTest, NamesMessagesThatMeetInAnotherOrder) {
+  Plan plan = plan_of(generate("gpipe", {2, 2, 1}));
+  PlanOp* first = find_op(plan, 1, OpKind::kPostRecv, ActionKind::kRecvForward, 0);
+  PlanOp* second = find_op(plan, 1, OpKind::kPostRecv, ActionKind::kRecvForward, 1);
+  std::swap(*first, *second);
+  const Verification verification = verify(plan);
+  ASSERT_FALSE(verification.ok());
+  EXPECT_THAT(verification.violation->message,
+              HasSubstr("it is number 0 of its channel here and number 1 on rank 1"));
+}
+
+TEST(VerifyTest, NamesAnIncompleteStage) {
+  Plan plan = plan_of(generate("forward-only", {2, 2, 1}));
+  auto& ops = plan.ranks[1].ops;
+  ops.erase(
+      std::remove_if(ops.begin(), ops.end(), [](const PlanOp& op) { return op.micro_batch == 1; }),
+      ops.end());
+  const Verification verification = verify(plan);
+  ASSERT_FALSE(verification.ok());
+  EXPECT_EQ(verification.violation->rank, 1);
+  EXPECT_THAT(verification.violation->message,
+              HasSubstr("only 1 of 2 micro-batches of stage 1 are complete"));
+}
+
+TEST(VerifyTest, NamesASendThatNobodyReceives) {
+  Plan plan = plan_of(generate("forward-only", {2, 2, 1}));
+  auto& ops = plan.ranks[1].ops;
+  ops.erase(
+      std::remove_if(ops.begin(), ops.end(), [](const PlanOp& op) { return op.channel >= 0; }),
+      ops.end());
+  // What was received is now read without ever having come.
+  EXPECT_THAT(verify(plan).violation->message, HasSubstr("input is read: the slot is free"));
+
+  plan = plan_of(generate("forward-only", {2, 2, 1}));
+  // What would be sent is dropped instead.
+  auto& sender = plan.ranks[0].ops;
+  std::erase_if(sender, [](const PlanOp& op) {
+    return op.micro_batch == 1 && op.kind == OpKind::kStartSend;
+  });
+  PlanOp* wait = find_op(plan, 0, OpKind::kWaitSend, ActionKind::kSendForward, 1);
+  wait->kind = OpKind::kRelease;
+  EXPECT_THAT(verify(plan).violation->message, HasSubstr("rank 0 never sends it"));
+}
+
+TEST(VerifyTest, NamesASlotThatIsWrittenWhileItIsHeld) {
+  Plan plan = plan_of(generate("gpipe", {2, 3, 1}));
+  find_op(plan, 1, OpKind::kCompute, ActionKind::kForward, 1)
+      ->slots[static_cast<std::size_t>(BufferKind::kState)] = 0;
+  EXPECT_THAT(
+      verify(plan).violation->message,
+      HasSubstr("state is written: the slot is filled with micro-batch 0, it must be free"));
+}
+
+TEST(VerifyTest, NamesASlotThatIsPostedTwice) {
+  Plan plan = plan_of(generate("gpipe", {2, 3, 1}));
+  find_op(plan, 1, OpKind::kPostRecv, ActionKind::kRecvForward, 1)
+      ->slots[static_cast<std::size_t>(BufferKind::kInput)] = 0;
+  const Verification verification = verify(plan);
+  ASSERT_FALSE(verification.ok());
+  EXPECT_EQ(verification.violation->position, 1);
+  EXPECT_THAT(
+      verification.violation->message,
+      HasSubstr("the slot is posted and not waited for with micro-batch 0, it must be free"));
+}
+
+TEST(VerifyTest, NamesASlotOutsideItsPoolAndASlotTooMany) {
+  Plan plan = plan_of(generate("gpipe", {2, 3, 1}));
+  PlanOp* forward = find_op(plan, 1, OpKind::kCompute, ActionKind::kForward, 0);
+  forward->slots[static_cast<std::size_t>(BufferKind::kState)] = 99;
+  EXPECT_THAT(verify(plan).violation->message, HasSubstr("state[99] does not exist"));
+  forward->slots[static_cast<std::size_t>(BufferKind::kState)] = 0;
+  forward->slots[static_cast<std::size_t>(BufferKind::kGradInput)] = 0;
+  EXPECT_THAT(verify(plan).violation->message,
+              HasSubstr("it names a slot it has no use for: grad-input"));
+}
+
+TEST(VerifyTest, NamesIndicesThatDoNotExist) {
+  const Plan whole = plan_of(generate("1f1b", {2, 2, 1}));
+  for (int field = 0; field < 3; ++field) {
+    for (const int value : {-7, 99}) {
+      Plan plan = whole;
+      PlanOp* wait = find_op(plan, 1, OpKind::kWaitRecv, ActionKind::kRecvForward, 1);
+      (field == 0 ? wait->stage : field == 1 ? wait->micro_batch : wait->channel) = value;
+      const Verification verification = verify(plan);
+      ASSERT_FALSE(verification.ok());
+      EXPECT_THAT(verification.violation->message, HasSubstr(std::to_string(value)));
+    }
+  }
+}
+
+TEST(VerifyTest, NamesChannelsThatDoNotFitThePlacement) {
+  const Plan whole = plan_of(generate("1f1b", {3, 2, 1}));
+  Plan plan = whole;
+  plan.channels[1].tag = -1;
+  EXPECT_THAT(verify(plan).violation->message, HasSubstr("channel 1 has tag -1"));
+  plan = whole;
+  plan.channels[0].to_stage = 2;
+  EXPECT_THAT(verify(plan).violation->message, HasSubstr("channel 0 joins stages 0 and 2"));
+  plan = whole;
+  plan.channels[0].to_rank = 2;
+  EXPECT_THAT(verify(plan).violation->message, HasSubstr("channel 0 joins ranks 0 and 2"));
+  plan = whole;
+  plan.channels.push_back(plan.channels[0]);
+  EXPECT_THAT(verify(plan).violation->message, HasSubstr("channel 4 repeats an earlier channel"));
+}
+
+TEST(VerifyTest, NamesTheRankThatNeverJoinsACollective) {
+  Plan plan = plan_of(generate("1f1b", {3, 2, 1}));
+  plan.ranks[2].ops.pop_back();  // OPTIMIZER
+  plan.ranks[2].ops.pop_back();  // REDUCE_GRAD
+  const Verification verification = verify(plan);
+  ASSERT_FALSE(verification.ok());
+  EXPECT_THAT(verification.violation->message,
+              ::testing::AllOf(HasSubstr("(optimizer 0OPTIMIZER) waits for rank 2 to join"),
+                               HasSubstr("whose list has ended")));
+  EXPECT_TRUE(verification.progresses_under.empty());
+}
+
+TEST(VerifyTest, RefusesGradientsThatAreReducedForNoOptimizer) {
+  for (const int ranks : {1, 3}) {
+    Plan plan = plan_of(generate("1f1b", {ranks, 2, 1}));
+    for (RankPlan& rank : plan.ranks) rank.ops.pop_back();
+    EXPECT_THAT(verify(plan).violation->message,
+                HasSubstr("gradients are reduced and no optimizer follows"));
+  }
+}
+
+// Moved up op by op: it may stand anywhere behind the last W or B, and nowhere before.
+TEST(VerifyTest, RefusesASumBeforeItsStagesLastGradient) {
+  for (const Schedule& schedule : testing::all_hand_made()) {
+    const Plan whole = testing::plan_with_early_sums(schedule);
+    ASSERT_TRUE(verify(whole).ok());
+    const std::vector<PlanOp>& ops = whole.ranks[1].ops;
+    for (std::size_t at = 0; at < ops.size(); ++at) {
+      if (ops[at].kind != OpKind::kReduceGrad) continue;
+      const int stage = ops[at].stage;
+      const auto computes = [&](const PlanOp& op) {
+        return op.kind == OpKind::kCompute && op.stage == stage;
+      };
+      std::size_t last = at;
+      while (!computes(ops[last])) --last;
+      Plan moved = whole;
+      for (std::size_t i = at; i > last; --i) {
+        EXPECT_TRUE(verify(moved).ok());
+        std::swap(moved.ranks[1].ops[i], moved.ranks[1].ops[i - 1]);
+      }
+      ASSERT_FALSE(verify(moved).ok());
+      EXPECT_THAT(verify(moved).violation->message,
+                  HasSubstr("only 1 of 2 micro-batches of stage " + std::to_string(stage) +
+                            " are complete"));
+    }
+  }
+}
+
+TEST(VerifyTest, NamesTiedGroupsThatAreReducedInAnotherOrder) {
+  Plan plan = plan_of(generate("1f1b", {2, 2, 1}), {{{0, 1}}, {{0, 1}}});
+  auto& ops = plan.ranks[1].ops;
+  std::swap(ops[ops.size() - 2], ops[ops.size() - 3]);
+  EXPECT_THAT(verify(plan).violation->message,
+              ::testing::AllOf(HasSubstr("under the eager model the plan deadlocks"),
+                               HasSubstr("(reduce-tied 0REDUCE_TIED group 0) waits for rank 1")));
+}
+
+TEST(VerifyTest, CountsOpenSendsPerOrderedPairOfRanksOverAllItsChannels) {
+  const Plan plan = plan_of(generate("interleaved", {2, 4, 2}));
+  const Verification verification = verify(plan);
+  ASSERT_EQ(verification.queue_depth.size(), plan.channels.size());
+  ASSERT_EQ(verification.pair_depths.size(), 2U);
+  for (const PairDepth& pair : verification.pair_depths) {
+    EXPECT_EQ(pair.to_rank, 1 - pair.from_rank);
+    // Counted again, op by op.
+    int open = 0, most = 0;
+    for (const PlanOp& op : plan.ranks[static_cast<std::size_t>(pair.from_rank)].ops) {
+      if (op.kind == OpKind::kStartSend) most = std::max(most, ++open);
+      if (op.kind == OpKind::kWaitSend) --open;
+    }
+    EXPECT_EQ(pair.depth, most);
+    EXPECT_GT(pair.depth,
+              *std::max_element(verification.queue_depth.begin(), verification.queue_depth.end()));
+  }
+}
+
+TEST(VerifyTest, SaysWhetherWeightGradientsAccumulateInAscendingOrder) {
+  for (const std::string& name : schedule_names()) {
+    const Verification verification = verify(plan_of(generate(name, {3, 4, 1})));
+    EXPECT_EQ(verification.exact, name != "gpipe-lifo") << name;
+  }
+}
+
+TEST(VerifyTest, RefusesFewerThanOneSendBuffer) {
+  EXPECT_THROW((void)verify(plan_of(generate("gpipe", {1, 1, 1})), {0}), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace sluice

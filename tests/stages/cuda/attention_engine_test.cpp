@@ -1,0 +1,49 @@
+// Which code computes attention on a GPU, and what it says of that.
+#include <gmock/gmock.h>
+
+#include <sluice/operators.hpp>
+
+#include "tests/stages/cuda/gpu_tools.hpp"
+
+namespace sluice {
+namespace {
+
+using testing::HasSubstr;
+using testing::StartsWith;
+
+constexpr AttentionShape kShape = {
+    .samples = 2, .sequence = 128, .heads = 4, .kv_heads = 2, .head_dim = 64};
+
+using CudaAttentionEngineTest = GpuTest;
+
+TEST_F(CudaAttentionEngineTest, KeepsTheLogarithmOfEachRowsSum) {
+  for (const DType dtype : {DType::kF32, DType::kBf16}) {
+    EXPECT_EQ(attention_state_bytes(DeviceKind::kCuda, kShape, dtype), 2U * 4 * 128 * 4);
+  }
+}
+
+#if SLUICE_WITH_CUDNN
+TEST_F(CudaAttentionEngineTest, IsCudnnInBf16WithoutDropout) {
+  EXPECT_EQ(attention_engine(gpu(), kShape, DType::kBf16, false), "cuDNN");
+}
+
+TEST_F(CudaAttentionEngineTest, SaysWhyOwnKernelsRun) {
+  EXPECT_EQ(attention_engine(gpu(), kShape, DType::kF32, false),
+            "own kernels (f32; cuDNN takes bf16)");
+  EXPECT_EQ(attention_engine(gpu(), kShape, DType::kBf16, true),
+            "own kernels (dropout; cuDNN's random numbers would be its own)");
+  AttentionShape odd = kShape;
+  odd.head_dim = 20;
+  const std::string engine = attention_engine(gpu(), odd, DType::kBf16, false);
+  EXPECT_THAT(engine, StartsWith("own kernels (cuDNN: "));
+  EXPECT_THAT(engine, HasSubstr("multiple of 8"));
+}
+#else
+TEST_F(CudaAttentionEngineTest, SaysWhyOwnKernelsRun) {
+  EXPECT_EQ(attention_engine(gpu(), kShape, DType::kBf16, false),
+            "own kernels (built without cuDNN)");
+}
+#endif
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,303 @@
+// Element-wise operators, norms and rotary positions on a GPU against the CPU's.
+#include "stages/cuda_context/context.hpp"
+#include "stages/cuda_kernels/kernels.hpp"
+#include "tests/stages/cuda/gpu_compare.hpp"
+
+namespace sluice {
+namespace {
+
+// One element; less than a pack; packs and a rest; more than a block.
+constexpr std::int64_t kSizes[] = {1, 7, 64, 131, 9001};
+
+// Where both compute the same formula in f32 and round once.
+double element_tolerance(DType dtype) { return dtype == DType::kBf16 ? 1e-3 : 1e-6; }
+
+class CudaElementTest : public GpuCompareTest {
+ protected:
+  // body(dtype, size)
+  template <typename Body>
+  void for_each_case(const Body& body) {
+    for (const DType dtype : kOperandTypes) {
+      for (const std::int64_t size : kSizes) {
+        SCOPED_TRACE(fmt::format("{} {}", name_of(dtype), size));
+        body(dtype, size);
+      }
+    }
+  }
+  void check_activation(double tolerance_scale, decltype(gelu_forward)* forward,
+                        decltype(gelu_backward)* backward) {
+    for_each_case([&](DType dtype, std::int64_t size) {
+      const double tolerance = tolerance_scale * element_tolerance(dtype);
+      const Operand x = random_operand(dtype, {size}, 1, 3), y(dtype, {size});
+      const Operand dy = random_operand(dtype, {size}, 2), dx(dtype, {size});
+      compare_shifted({&x, &y}, tolerance,
+                      [&](ComputeContext& ctx, const Tensors& at) { forward(ctx, at[0], at[1]); });
+      compare_shifted({&x, &dy, &dx}, tolerance, [&](ComputeContext& ctx, const Tensors& at) {
+        backward(ctx, at[0], at[1], at[2]);
+      });
+      compare({&x, &dy}, tolerance, [&](ComputeContext& ctx, const Tensors& at) {
+        backward(ctx, at[0], at[1], at[1]);  // in place
+      });
+    });
+  }
+};
+
+TEST_F(CudaElementTest, GeluIsTheCpus) { check_activation(1, gelu_forward, gelu_backward); }
+
+TEST_F(CudaElementTest, ReluIsTheCpusToTheBit) {
+  check_activation(kExact, relu_forward, relu_backward);
+}
+
+TEST_F(CudaElementTest, GeluKeepsItsLimitsAndNan) {
+  const double infinity = std::numeric_limits<double>::infinity(), nan = std::nan("");
+  for (const DType dtype : kOperandTypes) {
+    const OnGpu x(Operand(dtype, {5}, {200, -200, 0, nan, infinity})), y(Operand(dtype, {5}));
+    gelu_forward(gpu(), x.tensor(), y.tensor());
+    const Values values = y.values(gpu());
+    EXPECT_EQ(values[0], 200);
+    EXPECT_NEAR(values[1], 0, 1e-30);
+    EXPECT_EQ(values[2], 0);
+    EXPECT_TRUE(std::isnan(values[3]));
+    EXPECT_FALSE(std::isfinite(values[4]));
+  }
+}
+
+TEST_F(CudaElementTest, SwigluIsTheCpus) {
+  for (const DType dtype : kOperandTypes) {
+    for (const std::int64_t hidden : {1, 37, 96, 2056}) {
+      SCOPED_TRACE(hidden);
+      const std::int64_t rows = 5;
+      const Operand x = random_operand(dtype, {rows, 2 * hidden}, 3, 2), y(dtype, {rows, hidden});
+      const Operand dy = random_operand(dtype, {rows, hidden}, 4), dx(dtype, {rows, 2 * hidden});
+      compare_shifted(
+          {&x, &y}, element_tolerance(dtype),
+          [](ComputeContext& ctx, const Tensors& at) { swiglu_forward(ctx, at[0], at[1]); });
+      compare_shifted({&x, &dy, &dx}, element_tolerance(dtype),
+                      [](ComputeContext& ctx, const Tensors& at) {
+                        swiglu_backward(ctx, at[0], at[1], at[2]);
+                      });
+    }
+  }
+}
+
+// More than a grid has: blocks take several rows each.
+TEST_F(CudaElementTest, SwigluOfManyRowsIsTheCpus) {
+  const std::int64_t rows = 70001;
+  const Operand x = random_operand(DType::kF32, {rows, 2}, 3, 2), y(DType::kF32, {rows, 1});
+  compare({&x, &y}, element_tolerance(DType::kF32),
+          [](ComputeContext& ctx, const Tensors& at) { swiglu_forward(ctx, at[0], at[1]); });
+}
+
+TEST_F(CudaElementTest, AddAndConvertAreTheCpusToTheBit) {
+  for_each_case([&](DType dtype, std::int64_t size) {
+    const Operand x = random_operand(dtype, {size}, 5), y = random_operand(DType::kF32, {size}, 6);
+    const Operand narrow(DType::kBf16, {size}), wide(DType::kF32, {size});
+    compare_shifted({&x, &y, &narrow, &wide}, kExact, [](ComputeContext& ctx, const Tensors& at) {
+      add(ctx, at[0], at[1]);
+      convert(ctx, at[1], at[2]);
+      convert(ctx, at[2], at[3]);
+    });
+  });
+}
+
+TEST_F(CudaElementTest, RoundsToBf16AsTheCpuDoes) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  // Ties to even either way, the largest numbers, a denormal.
+  const Values values = {1.00390625, 1.01171875, 3.3961775e38, 3.4028235e38,
+                         -infinity,  1e-40,      -0.0,         0.1};
+  const OnGpu x(Operand(DType::kF32, {8}, values)), y(Operand(DType::kBf16, {8}));
+  convert(gpu(), x.tensor(), y.tensor());
+  const Operand result = y.fetch(gpu());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    EXPECT_EQ(result.tensor.as<Bf16>()[i].bits, to_bf16(static_cast<float>(values[i])).bits) << i;
+  }
+}
+
+TEST_F(CudaElementTest, NanStaysNanInBf16) {  // any: a GPU's is 0x7FFF
+  const OnGpu x(Operand(DType::kF32, {8}, Values(8, std::nan("")))), y(Operand(DType::kBf16, {8}));
+  convert(gpu(), x.tensor(), y.tensor());
+  const Operand result = y.fetch(gpu());
+  for (int i = 0; i < 8; ++i) {
+    EXPECT_TRUE(std::isnan(to_float(result.tensor.as<Bf16>()[i]))) << i;
+  }
+}
+
+TEST_F(CudaElementTest, DropoutDropsWhatTheCpuDrops) {
+  for_each_case([&](DType dtype, std::int64_t size) {
+    for (const std::uint64_t first :
+         {std::uint64_t{0}, std::uint64_t{4}, std::uint64_t{4003}, (std::uint64_t{1} << 34) + 2}) {
+      SCOPED_TRACE(first);
+      const Dropout mask = {0.3F, {7, random_site(2, 1), 11}, first};
+      const Operand x = random_operand(dtype, {size}, 7), y(dtype, {size});
+      compare_shifted({&x, &y}, kExact, [&](ComputeContext& ctx, const Tensors& at) {
+        dropout(ctx, at[0], mask, at[1]);
+      });
+      compare({&x}, kExact, [&](ComputeContext& ctx, const Tensors& at) {
+        dropout(ctx, at[0], mask, at[0]);  // in place
+      });
+    }
+  });
+}
+
+TEST_F(CudaElementTest, DropoutOfProbabilityZeroIsTheIdentity) {
+  const Operand x = random_operand(DType::kBf16, {77}, 8), y(DType::kBf16, {77});
+  compare({&x, &y}, kExact,
+          [](ComputeContext& ctx, const Tensors& at) { dropout(ctx, at[0], {}, at[1]); });
+}
+
+TEST_F(CudaElementTest, RotaryIsTheCpusToTheBit) {
+  for (const DType dtype : kOperandTypes) {
+    for (const int head_dim : {2, 6, 16, 64}) {
+      SCOPED_TRACE(head_dim);
+      const AttentionShape shape = {
+          .samples = 2, .sequence = 5, .heads = 2, .kv_heads = 1, .head_dim = head_dim};
+      const Operand qkv = random_operand(dtype, {shape.rows(), shape.packed_width()}, 9);
+      for (const bool backward : {false, true}) {
+        compare_shifted({&qkv}, kExact, [&](ComputeContext& ctx, const Tensors& at) {
+          rotary(ctx, shape, 100, at[0], backward);
+        });
+      }
+    }
+  }
+}
+
+class CudaNormTest : public GpuCompareTest {
+ protected:
+  // body(dtype, rows, width): one column; odd; packs; more columns than a warp's packs and more
+  // rows than a slice of the sums over rows; as many as a warp keeps in half of its registers, in
+  // all, and more.
+  template <typename Body>
+  void for_each_case(const Body& body) {
+    struct Size {
+      std::int64_t rows, width;
+    };
+    for (const DType dtype : kOperandTypes) {
+      for (const Size& size :
+           {Size{3, 1}, {5, 37}, {6, 64}, {201, 136}, {9, 1100}, {5, 768}, {3, 1600}, {2, 2056}}) {
+        SCOPED_TRACE(fmt::format("{} [{}, {}]", name_of(dtype), size.rows, size.width));
+        body(dtype, size.rows, size.width);
+      }
+    }
+  }
+  // A residual stream away from zero.
+  static Operand stream(std::int64_t rows, std::int64_t width) {
+    Operand x = random_operand(DType::kF32, {rows, width}, 10);
+    for (float& value : x.tensor.floats()) value += 0.5F;
+    return x;
+  }
+};
+
+TEST_F(CudaNormTest, ForwardIsTheCpus) {
+  for_each_case([&](DType dtype, std::int64_t rows, std::int64_t width) {
+    const Operand gamma = random_operand(DType::kF32, {width}, 11),
+                  beta = random_operand(DType::kF32, {width}, 12);
+    for (const DType delta_type : {DType::kF32, dtype}) {
+      const Operand delta = random_operand(delta_type, {rows, width}, 13);
+      for (const bool with_delta : {false, true}) {
+        const Operand x = stream(rows, width), y(dtype, {rows, width});
+        const Operand stats(DType::kF32, {rows, 2});
+        compare_shifted({&x, &delta, &gamma, &beta, &y, &stats}, gpu_tolerance(dtype),
+                        [&](ComputeContext& ctx, const Tensors& at) {
+                          layer_norm_forward(ctx, at[0], with_delta ? at[1] : Tensor{}, at[2],
+                                             at[3], 1e-5F, at[4], at[5]);
+                        });
+        const Operand other = stream(rows, width), scale(DType::kF32, {rows, 1});
+        compare_shifted({&other, &delta, &gamma, &y, &scale}, gpu_tolerance(dtype),
+                        [&](ComputeContext& ctx, const Tensors& at) {
+                          rms_norm_forward(ctx, at[0], with_delta ? at[1] : Tensor{}, at[2], 1e-5F,
+                                           at[3], at[4]);
+                        });
+      }
+    }
+  });
+}
+
+TEST_F(CudaNormTest, GradientsAreTheCpus) {
+  for_each_case([&](DType dtype, std::int64_t rows, std::int64_t width) {
+    const Operand x = stream(rows, width), dy = random_operand(dtype, {rows, width}, 14);
+    const Operand gamma = random_operand(DType::kF32, {width}, 15),
+                  beta = random_operand(DType::kF32, {width}, 16), y(dtype, {rows, width});
+    const Operand stats(DType::kF32, {rows, 2}), scale(DType::kF32, {rows, 1});
+    layer_norm_forward(cpu(), x.tensor, {}, gamma.tensor, beta.tensor, 1e-3F, y.tensor,
+                       stats.tensor);
+    rms_norm_forward(cpu(), x.tensor, {}, gamma.tensor, 1e-3F, y.tensor, scale.tensor);
+    const auto fresh = [&](unsigned seed) {
+      return random_operand(DType::kF32, {rows, width}, seed);
+    };
+    const Operand dx = fresh(17), rms_dx = fresh(18);
+    const Operand dgamma = random_operand(DType::kF32, {width}, 19),
+                  dbeta = random_operand(DType::kF32, {width}, 20),
+                  rms_dgamma = random_operand(DType::kF32, {width}, 21);
+    compare_shifted({&dy, &x, &gamma, &stats, &dx, &dgamma, &dbeta}, 1e-5,
+                    [](ComputeContext& ctx, const Tensors& at) {
+                      layer_norm_backward_input(ctx, at[0], at[1], at[2], at[3], at[4]);
+                      layer_norm_backward_weight(ctx, at[0], at[1], at[3], at[5], at[6]);
+                    });
+    compare_shifted({&dy, &x, &gamma, &scale, &rms_dx, &rms_dgamma}, 1e-5,
+                    [](ComputeContext& ctx, const Tensors& at) {
+                      rms_norm_backward_input(ctx, at[0], at[1], at[2], at[3], at[4]);
+                      rms_norm_backward_weight(ctx, at[0], at[1], at[3], at[5]);
+                    });
+  });
+}
+
+// Scratch is full of NaN before the GPU's sums: what is read there before it is written shows.
+void add_column_sums(ComputeContext& ctx, const Tensors& at) {
+  const Tensor &dy = at[0], &sums = at[1];
+  const std::int64_t width = sums.elements(), rows = dy.elements() / width;
+  if (ctx.device() == kGpu) {
+    const std::size_t scratch = cuda::column_sums_workspace(rows, width);
+    if (scratch > 0) {
+      const std::vector<std::byte> nan(scratch, std::byte{0xFF});
+      copy_now(kGpu, ctx.workspace(scratch), nan.data(), scratch);
+    }
+    cuda::add_column_sums(ctx, dy, sums);
+    return;
+  }
+  for (std::int64_t column = 0; column < width; ++column) {
+    auto sum = static_cast<double>(sums.at(column));
+    for (std::int64_t row = 0; row < rows; ++row) {
+      const std::int64_t i = row * width + column;
+      sum += dy.spec.dtype == DType::kBf16 ? static_cast<double>(to_float(dy.as<Bf16>()[i]))
+                                           : static_cast<double>(dy.at(i));
+    }
+    sums.at(column) = static_cast<float>(sum);
+  }
+}
+
+TEST_F(CudaNormTest, ColumnSumsAddToWhatIsThere) {
+  for_each_case([&](DType dtype, std::int64_t rows, std::int64_t width) {
+    const Operand dy = random_operand(dtype, {rows, width}, 22),
+                  sums = random_operand(DType::kF32, {width}, 23);
+    compare_shifted({&dy, &sums}, 1e-5, add_column_sums);
+  });
+}
+
+// Slices that a block's rows do not divide, as many as there are at most, and more tiles of columns
+// than one launch takes: blocks of each leave the tickets as the next finds them.
+TEST_F(CudaNormTest, ColumnSumsOfManySlicesAndTilesAreRight) {
+  struct Size {
+    std::int64_t rows, width;
+  };
+  for (const DType dtype : kOperandTypes) {
+    for (const Size& size : {Size{4097, 24}, {70, 16 * cuda::Context::kTickets + 3}, {5000, 3}}) {
+      SCOPED_TRACE(fmt::format("{} [{}, {}]", name_of(dtype), size.rows, size.width));
+      const Operand dy = random_operand(dtype, {size.rows, size.width}, 24),
+                    sums = random_operand(DType::kF32, {size.width}, 25);
+      compare_shifted({&dy, &sums}, 1e-5, add_column_sums);
+    }
+  }
+}
+
+TEST_F(CudaNormTest, ColumnSumsAreTheSameWhateverTheAlignment) {
+  for (const DType dtype : kOperandTypes) {
+    const Operand dy = random_operand(dtype, {1000, 136}, 26), sums(DType::kF32, {136});
+    const OnGpu wide(dy), narrow(dy, size_of(dtype)), one(sums), other(sums, sizeof(float));
+    cuda::add_column_sums(gpu(), wide.tensor(), one.tensor());
+    cuda::add_column_sums(gpu(), narrow.tensor(), other.tensor());
+    EXPECT_TRUE(same_bits(one.fetch(gpu()), other.fetch(gpu()))) << name_of(dtype);
+  }
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,144 @@
+// What operators refuse beside operands that do not fit each other: pointers, counts and sizes; and
+// that a check which passes allocates nothing.
+#include <gmock/gmock.h>
+
+#include <limits>
+#include <span>
+#include <vector>
+
+#include "stages/operators/operand_checks.hpp"
+#include "tests/allocation_counter.hpp"
+#include "tests/stages/operators/operand_tools.hpp"
+
+namespace sluice {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr DType kF32 = DType::kF32, kI32 = DType::kI32;
+
+TEST(OperandChecksTest, OfNoElementsNeedNoData) {
+  ComputeContext ctx(Device{}, 1);
+  std::vector<float> weight(12, 1);
+  linear_forward(ctx, {nullptr, {kF32, {0, 4}}}, {weight.data(), {kF32, {3, 4}}}, {},
+                 {nullptr, {kF32, {0, 3}}});
+  double sum = -1;
+  softmax_cross_entropy(ctx, {nullptr, {kF32, {0, 5}}}, {nullptr, {kI32, {0}}}, 1.0, true, &sum);
+  EXPECT_EQ(sum, 0);
+}
+
+TEST(OperandChecksTest, WhoseProductIsNoShapeAreRefused) {
+  ComputeContext ctx(Device{}, 1);
+  const std::int64_t many = std::int64_t{1} << 50;
+  std::vector<float> y(4, 1);
+  expect_usage(HasSubstr("y is f32 [1, 4]; legal with x f32 [1125899906842624, 0] and weight f32 "
+                         "[1125899906842624, 0]: f32 [1125899906842624, 1125899906842624]"),
+               [&] {
+                 linear_forward(ctx, {nullptr, {kF32, {many, 0}}}, {nullptr, {kF32, {many, 0}}}, {},
+                                {y.data(), {kF32, {1, 4}}});
+               });
+  EXPECT_EQ(y, std::vector<float>(4, 1));
+}
+
+TEST(OperandChecksTest, OfATypeThatDoesNotExistAreRefused) {
+  ComputeContext ctx(Device{}, 1);
+  std::vector<float> x(4, 1);
+  const TensorSpec unknown = {static_cast<DType>(200), {4}};
+  expect_usage(HasSubstr("x is unknown type [4]"), [&] {
+    relu_forward(ctx, {x.data(), unknown}, {x.data(), unknown});
+  });
+}
+
+TEST(OperandChecksTest, SumsAndStateMustBeSomewhere) {
+  ComputeContext ctx(Device{}, 1);
+  const Operands operands({{kF32, {6, 40}}, {kF32, {6, 20}}, {kI32, {6}}});
+  const Tensors& at = operands.tensors();
+  expect_usage(HasSubstr("attention_forward: state is null; legal: memory of attention_state_"),
+               [&] { attention_forward(ctx, kAttention, at[0], {}, at[1], nullptr); });
+  expect_usage(
+      HasSubstr("attention_backward: state is null; legal: memory of attention_state_"),
+      [&] { attention_backward(ctx, kAttention, at[0], at[1], at[1], {}, nullptr, at[0]); });
+  expect_usage(HasSubstr("softmax_cross_entropy: sum is null"),
+               [&] { softmax_cross_entropy(ctx, at[0], at[2], 1.0, true, nullptr); });
+  expect_usage(HasSubstr("mean_squared_error: sum is null"),
+               [&] { mean_squared_error(ctx, at[0], at[0], 1.0, true, nullptr); });
+  EXPECT_TRUE(operands.untouched());
+}
+
+TEST(OperandChecksTest, OfAttentionWithoutAShapeAreRefused) {
+  ComputeContext ctx(Device{}, 1);
+  AttentionShape uneven = kAttention, headless = kAttention, huge = kAttention, wide = kAttention;
+  uneven.kv_heads = 3;
+  headless.kv_heads = 0;
+  huge.samples = huge.sequence = std::int64_t{1} << 32;
+  wide.heads = wide.kv_heads = std::numeric_limits<int>::max();
+  for (const AttentionShape& shape : {uneven, headless, huge, wide}) {
+    const auto message = AllOf(HasSubstr(": shape of "), HasSubstr(" heads over "),
+                               HasSubstr("; legal: heads that are a multiple"));
+    expect_usage(message, [&] { attention_forward(ctx, shape, {}, {}, {}, nullptr); });
+    expect_usage(message, [&] { attention_backward(ctx, shape, {}, {}, {}, {}, nullptr, {}); });
+    expect_usage(message, [&] { rotary(ctx, shape, 100, {}, false); });
+    expect_usage(message, [&] { (void)attention_state_bytes(DeviceKind::kCpu, shape, kF32); });
+    expect_usage(message, [&] { (void)attention_engine(ctx, shape, kF32, false); });
+    expect_usage(message, [&] { (void)attention_forward_workspace(ctx, shape, kF32, false); });
+    expect_usage(message, [&] { (void)attention_backward_workspace(ctx, shape, kF32, false); });
+  }
+}
+
+TEST(OperandChecksTest, OfAnUpdateAreCountedAndGiven) {
+  ComputeContext ctx(Device{}, 1);
+  std::vector<float> v(4, 1);
+  UpdateRun right = {v.data(), v.data(), v.data(), v.data(), 4};
+  UpdateRun negative = right, endless = right, without_grad = right, without_second = right,
+            without_state = right;
+  negative.count = -1;
+  endless.count = std::numeric_limits<std::int64_t>::max();
+  without_grad.grad = nullptr;
+  without_second.second = nullptr;
+  without_state.first = without_state.second = nullptr;
+  const auto refused = [&](const UpdateRun& wrong, bool by_adamw, bool by_sgd,
+                           const char* message) {
+    const UpdateRun runs[] = {right, wrong};
+    if (by_adamw) {
+      expect_usage(AllOf(HasSubstr("adamw: run 1 has "), HasSubstr(message)),
+                   [&] { adamw(ctx, {}, runs); });
+    }
+    if (by_sgd) {
+      expect_usage(AllOf(HasSubstr("sgd: run 1 has "), HasSubstr(message)),
+                   [&] { sgd(ctx, {.momentum = 0.9F}, runs); });
+    }
+  };
+  refused(negative, true, true, "count -1, value given");
+  refused(endless, true, true, "legal: a count of 0 to 2^60");
+  refused(without_grad, true, true, "grad null");
+  refused(without_second, true, false, "second null");
+  refused(without_state, true, true, "first null");
+  EXPECT_EQ(v, std::vector<float>(4, 1));
+  sgd(ctx, {}, {&without_state, 1});  // no momentum, no velocity
+  const UpdateRun empty;
+  adamw(ctx, {}, {&empty, 1});
+  const std::span<const float> absent(static_cast<const float*>(nullptr), 3), none;
+  double sum = 0;
+  expect_usage(HasSubstr("sums_of_squares: vector 0 has 3 elements and no data"), [&] {
+    sums_of_squares(ctx, {&absent, 1}, &sum);
+  });
+  expect_usage(HasSubstr("sums_of_squares: sums is null"), [&] {
+    sums_of_squares(ctx, {&none, 1}, nullptr);
+  });
+  sums_of_squares(ctx, {}, nullptr);
+}
+
+TEST(OperandChecksTest, ThatPassAllocateNothing) {
+  const Operands memory({{kF32, {2, 10}}, {kF32, {16, 10}}, {kF32, {16}}, {kF32, {2, 16}}});
+  const Tensor &x = memory.tensors()[0], &weight = memory.tensors()[1];
+  const Tensor &bias = memory.tensors()[2], &y = memory.tensors()[3];
+  const std::size_t before = sluice::testing::allocations_of_this_thread();
+  operands::linear_forward("linear_forward", x, weight, bias, y);
+  operands::elementwise_backward("relu_backward", y, y, y);
+  const std::size_t after = sluice::testing::allocations_of_this_thread();
+  EXPECT_EQ(after, before);
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,419 @@
+#include <sluice/operators.hpp>
+
+#include "tests/stages/operators/operator_tools.hpp"
+
+namespace sluice {
+namespace {
+
+using ElementwiseTest = OperatorTest;
+SLUICE_OPERATOR_CASES(ElementwiseTest);
+using LinearTest = OperatorTest;
+SLUICE_OPERATOR_CASES(LinearTest);
+using NormTest = OperatorTest;
+SLUICE_OPERATOR_CASES(NormTest);
+using EmbeddingTest = OperatorTest;
+SLUICE_OPERATOR_CASES(EmbeddingTest);
+
+constexpr std::int64_t kSizes[] = {1, 3, 16, 37, 64, 131, 9001};
+
+double gelu(double x) {
+  return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
+}
+double silu(double x) { return x / (1 + std::exp(-x)); }
+
+double slope(const std::function<double(double)>& f, double x) {
+  return (f(x + 1e-5) - f(x - 1e-5)) / 2e-5;
+}
+
+using Forward = void (*)(ComputeContext&, const Tensor&, const Tensor&);
+using Backward = void (*)(ComputeContext&, const Tensor&, const Tensor&, const Tensor&);
+
+void check_activation(ComputeContext& ctx, DType dtype, const std::function<double(double)>& f,
+                      Forward forward, Backward backward) {
+  for (const std::int64_t size : kSizes) {
+    const Operand x = random_operand(dtype, {size}, 1, 3), dy = random_operand(dtype, {size}, 2);
+    const Operand y(dtype, {size}), dx(dtype, {size});
+    forward(ctx, x.tensor, y.tensor);
+    backward(ctx, x.tensor, dy.tensor, dx.tensor);
+    Values expected, gradient;
+    const Values in = x.values(), out = dy.values();
+    for (std::size_t i = 0; i < in.size(); ++i) {
+      expected.push_back(f(in[i]));
+      gradient.push_back(out[i] * slope(f, in[i]));
+    }
+    expect_close(y.values(), expected, tolerance(dtype), "y");
+    expect_close(dx.values(), gradient, tolerance(dtype), "dx");
+    EXPECT_TRUE(y.end_untouched() && dx.end_untouched());
+    backward(ctx, x.tensor, dy.tensor, dy.tensor);
+    EXPECT_EQ(dy.values(), dx.values()) << "in place";
+  }
+}
+
+TEST_P(ElementwiseTest, GeluMatchesItsReference) {
+  check_activation(ctx(), dtype(), gelu, gelu_forward, gelu_backward);
+}
+
+TEST_P(ElementwiseTest, ReluMatchesItsReference) {
+  check_activation(
+      ctx(), dtype(), [](double x) { return std::max(x, 0.0); }, relu_forward, relu_backward);
+}
+
+TEST_P(ElementwiseTest, GeluKeepsItsLimitsAndNan) {
+  const double infinity = std::numeric_limits<double>::infinity(), nan = std::nan("");
+  const Operand x(dtype(), {5}, {200, -200, 0, nan, infinity});
+  const Operand y(dtype(), {5});
+  gelu_forward(ctx(), x.tensor, y.tensor);
+  const Values values = y.values();
+  EXPECT_EQ(values[0], 200);
+  EXPECT_NEAR(values[1], 0, 1e-30);
+  EXPECT_EQ(values[2], 0);
+  EXPECT_TRUE(std::isnan(values[3]));
+  EXPECT_FALSE(std::isfinite(values[4]));
+}
+
+TEST_P(ElementwiseTest, SwigluMatchesItsReference) {
+  for (const std::int64_t hidden : {1, 16, 37, 96}) {
+    const std::int64_t rows = 5;
+    const Operand x = random_operand(dtype(), {rows, 2 * hidden}, 3, 2);
+    const Operand dy = random_operand(dtype(), {rows, hidden}, 4);
+    const Operand y(dtype(), {rows, hidden}), dx(dtype(), {rows, 2 * hidden});
+    swiglu_forward(ctx(), x.tensor, y.tensor);
+    swiglu_backward(ctx(), x.tensor, dy.tensor, dx.tensor);
+    const auto reference = [&](const Values& in) {
+      Values out;
+      for (std::int64_t i = 0; i < rows * hidden; ++i) {
+        const std::int64_t at = i / hidden * 2 * hidden + i % hidden;
+        out.push_back(silu(in[index_of(at)]) * in[index_of(at + hidden)]);
+      }
+      return out;
+    };
+    expect_close(y.values(), reference(x.values()), tolerance(dtype()), "y");
+    const Values out = dy.values();
+    expect_close(
+        dx.values(),
+        numeric_gradient([&](const Values& in) { return dot(reference(in), out); }, x.values()),
+        tolerance(dtype()), "dx");
+  }
+}
+
+TEST_P(ElementwiseTest, AddAndConvertAreExact) {
+  for (const std::int64_t size : kSizes) {
+    const Operand x = random_operand(dtype(), {size}, 5),
+                  y = random_operand(DType::kF32, {size}, 6);
+    const Values before = y.values();
+    add(ctx(), x.tensor, y.tensor);
+    Values expected;
+    const Values in = x.values();
+    for (std::size_t i = 0; i < in.size(); ++i) {
+      expected.push_back(
+          static_cast<double>(static_cast<float>(before[i]) + static_cast<float>(in[i])));
+    }
+    EXPECT_EQ(y.values(), expected);
+    const Operand narrow(DType::kBf16, {size}), wide(DType::kF32, {size});
+    convert(ctx(), y.tensor, narrow.tensor);
+    convert(ctx(), narrow.tensor, wide.tensor);
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      expected[i] = static_cast<double>(to_float(to_bf16(static_cast<float>(expected[i]))));
+    }
+    EXPECT_EQ(wide.values(), expected);
+    EXPECT_TRUE(narrow.end_untouched() && wide.end_untouched());
+    const Operand again(DType::kBf16, {size}), other(DType::kBf16, {size});
+    const std::vector<Conversion> both = {{wide.tensor, other.tensor}, {y.tensor, again.tensor}};
+    convert_all(ctx(), both);
+    EXPECT_EQ(again.values(), expected);
+    EXPECT_EQ(other.values(), expected);
+  }
+}
+
+TEST_P(ElementwiseTest, DropoutFollowsTheGlobalIndexAlone) {
+  constexpr std::int64_t kSize = 5003;
+  const Dropout whole = {0.3F, {7, random_site(2, 1), 11}, 0};
+  const Operand x = random_operand(dtype(), {kSize}, 7);
+  const Operand y(dtype(), {kSize}), part(dtype(), {1000});
+  dropout(ctx(), x.tensor, whole, y.tensor);
+  const Values in = x.values(), out = y.values();
+  int kept = 0;
+  for (std::int64_t i = 0; i < kSize; ++i) {
+    const bool keep =
+        to_unit(philox(whole.key, 0, static_cast<std::uint64_t>(i / 4))[index_of(i % 4)]) >= 0.3F;
+    kept += keep ? 1 : 0;
+    ASSERT_NEAR(out[index_of(i)], keep ? in[index_of(i)] / 0.7 : 0, tolerance(dtype()) * 3) << i;
+  }
+  EXPECT_NEAR(kept, 0.7 * kSize, 150);
+  for (const std::int64_t first : {1, 2, 255, 1021, 4003}) {
+    Dropout moved = whole;
+    moved.first_element = static_cast<std::uint64_t>(first);
+    const Tensor from = {x.tensor.as<std::byte>() + first * static_cast<int>(size_of(dtype())),
+                         part.tensor.spec};
+    dropout(ctx(), from, moved, part.tensor);
+    const Values piece = part.values();
+    for (std::int64_t i = 0; i < 1000; ++i) {
+      ASSERT_EQ(piece[index_of(i)], out[index_of(first + i)]) << first << " + " << i;
+    }
+  }
+}
+
+TEST_P(ElementwiseTest, DropoutOfProbabilityZeroIsTheIdentity) {
+  const Operand x = random_operand(dtype(), {77}, 8), y(dtype(), {77});
+  dropout(ctx(), x.tensor, {}, y.tensor);
+  EXPECT_EQ(y.values(), x.values());
+}
+
+TEST_P(LinearTest, MatchesItsReference) {
+  struct Sizes {
+    std::int64_t rows, in, out;
+  };
+  for (const Sizes& size : {Sizes{5, 7, 9}, {17, 16, 16}, {3, 65, 17}, {1, 3, 2}}) {
+    const auto [rows, in, out] = size;
+    const Operand x = random_operand(dtype(), {rows, in}, 9),
+                  dy = random_operand(dtype(), {rows, out}, 10);
+    const Operand w = random_operand(dtype(), {out, in}, 11),
+                  b = random_operand(DType::kF32, {out}, 12);
+    const Operand y(dtype(), {rows, out}), wide(DType::kF32, {rows, out}), dx(dtype(), {rows, in});
+    const Operand dw = random_operand(DType::kF32, {out, in}, 13),
+                  db = random_operand(DType::kF32, {out}, 14);
+    const auto reference = [&, rows = rows, in = in, out = out](const Values& xs, const Values& ws,
+                                                                const Values& bs) {
+      Values ys;
+      for (std::int64_t i = 0; i < rows; ++i) {
+        for (std::int64_t j = 0; j < out; ++j) {
+          double sum = bs[index_of(j)];
+          for (std::int64_t k = 0; k < in; ++k)
+            sum += xs[index_of(i * in + k)] * ws[index_of(j * in + k)];
+          ys.push_back(sum);
+        }
+      }
+      return ys;
+    };
+    const Values xs = x.values(), ws = w.values(), bs = b.values(), dys = dy.values();
+    linear_forward(ctx(), x.tensor, w.tensor, b.tensor, y.tensor);
+    expect_close(y.values(), reference(xs, ws, bs), tolerance(dtype()), "y");
+    linear_forward(ctx(), x.tensor, w.tensor, {}, wide.tensor);
+    expect_close(wide.values(), reference(xs, ws, Values(bs.size())), 4e-6, "f32 y, no bias");
+    linear_backward_input(ctx(), dy.tensor, w.tensor, dx.tensor);
+    expect_close(
+        dx.values(),
+        numeric_gradient([&](const Values& v) { return dot(reference(v, ws, bs), dys); }, xs),
+        tolerance(dtype()), "dx");
+    const Values dw_before = dw.values(), db_before = db.values();
+    linear_backward_weight(ctx(), x.tensor, dy.tensor, dw.tensor, db.tensor);
+    expect_close(
+        dw.values(),
+        sum_of(dw_before, numeric_gradient(
+                              [&](const Values& v) { return dot(reference(xs, v, bs), dys); }, ws)),
+        4e-6, "dweight");
+    expect_close(
+        db.values(),
+        sum_of(db_before, numeric_gradient(
+                              [&](const Values& v) { return dot(reference(xs, ws, v), dys); }, bs)),
+        4e-6, "dbias");
+    EXPECT_TRUE(y.end_untouched() && dx.end_untouched() && dw.end_untouched() &&
+                db.end_untouched());
+  }
+}
+
+// More rows than one block of the products, and a rest.
+TEST_P(LinearTest, CutsManyRowsIntoBlocks) {
+  const std::int64_t rows = 1037, in = 24, out = 40;
+  const Operand x = random_operand(dtype(), {rows, in}, 30);
+  const Operand dy = random_operand(dtype(), {rows, out}, 31);
+  const Operand w = random_operand(dtype(), {out, in}, 32);
+  const Operand y(DType::kF32, {rows, out}), dx(dtype(), {rows, in});
+  const Operand dw(DType::kF32, {out, in}, Values(index_of(out * in), 1.0));
+  const Operand db(DType::kF32, {out}, Values(index_of(out), 2.0));
+  linear_forward(ctx(), x.tensor, w.tensor, {}, y.tensor);
+  linear_backward_input(ctx(), dy.tensor, w.tensor, dx.tensor);
+  linear_backward_weight(ctx(), x.tensor, dy.tensor, dw.tensor, db.tensor);
+  const Values xs = x.values(), dys = dy.values(), ws = w.values();
+  Values y_expected(index_of(rows * out)), dx_expected(index_of(rows * in));
+  Values dw_expected(index_of(out * in), 1.0), db_expected(index_of(out), 2.0);
+  for (std::int64_t i = 0; i < rows; ++i) {
+    for (std::int64_t j = 0; j < out; ++j) {
+      const double gradient = dys[index_of(i * out + j)];
+      db_expected[index_of(j)] += gradient;
+      for (std::int64_t k = 0; k < in; ++k) {
+        const double weight = ws[index_of(j * in + k)], value = xs[index_of(i * in + k)];
+        y_expected[index_of(i * out + j)] += value * weight;
+        dx_expected[index_of(i * in + k)] += gradient * weight;
+        dw_expected[index_of(j * in + k)] += gradient * value;
+      }
+    }
+  }
+  expect_close(y.values(), y_expected, 4e-6, "y");
+  expect_close(dx.values(), dx_expected, tolerance(dtype()), "dx");
+  expect_close(dw.values(), dw_expected, 4e-6, "dweight");
+  expect_close(db.values(), db_expected, 4e-6, "dbias");
+  EXPECT_TRUE(y.end_untouched() && dx.end_untouched() && dw.end_untouched() && db.end_untouched());
+}
+
+TEST_P(LinearTest, FusedActivationsHaveTheBitsOfSeparateCalls) {
+  const std::int64_t rows = 1037, in = 24, hidden = 40;
+  for (const Activation activation : {Activation::kGelu, Activation::kSwiglu}) {
+    const std::int64_t wide = activation == Activation::kGelu ? hidden : 2 * hidden;
+    const Operand x = random_operand(dtype(), {rows, in}, 33);
+    const Operand dy = random_operand(dtype(), {rows, in}, 34);
+    const Operand up = random_operand(dtype(), {wide, in}, 35);
+    const Operand down = random_operand(dtype(), {in, hidden}, 36);
+    const Operand bias = random_operand(DType::kF32, {wide}, 37);
+    const Operand raised(dtype(), {rows, wide}), other(dtype(), {rows, wide});
+    const Operand y(dtype(), {rows, hidden}), other_y(dtype(), {rows, hidden});
+    const Operand draised(dtype(), {rows, wide}), other_draised(dtype(), {rows, wide});
+    const Operand dhidden(dtype(), {rows, hidden});
+    linear_activation_forward(ctx(), activation, x.tensor, up.tensor, bias.tensor, raised.tensor,
+                              y.tensor);
+    linear_activation_backward_input(ctx(), activation, dy.tensor, down.tensor, raised.tensor,
+                                     draised.tensor);
+    linear_forward(ctx(), x.tensor, up.tensor, bias.tensor, other.tensor);
+    linear_backward_input(ctx(), dy.tensor, down.tensor, dhidden.tensor);
+    if (activation == Activation::kGelu) {
+      gelu_forward(ctx(), other.tensor, other_y.tensor);
+      gelu_backward(ctx(), other.tensor, dhidden.tensor, other_draised.tensor);
+    } else {
+      swiglu_forward(ctx(), other.tensor, other_y.tensor);
+      swiglu_backward(ctx(), other.tensor, dhidden.tensor, other_draised.tensor);
+    }
+    EXPECT_EQ(raised.values(), other.values());
+    EXPECT_EQ(y.values(), other_y.values());
+    EXPECT_EQ(draised.values(), other_draised.values());
+    EXPECT_TRUE(raised.end_untouched() && y.end_untouched() && draised.end_untouched());
+  }
+}
+
+TEST_P(EmbeddingTest, AddsTokenAndPosition) {
+  const std::int64_t samples = 3, sequence = 5, width = 131, vocabulary = 7;
+  const Operand tokens(DType::kI32, {samples, sequence},
+                       {0, 1, 2, 3, 4, 5, 6, 6, 6, 6, 1, 3, 3, 0, 2});
+  const Operand table = random_operand(DType::kF32, {vocabulary, width}, 15);
+  const Operand positions = random_operand(DType::kF32, {sequence + 2, width}, 16);
+  const Operand out(DType::kF32, {samples * sequence, width});
+  const Operand dout = random_operand(DType::kF32, {samples * sequence, width}, 17);
+  const Operand dtable(DType::kF32, {vocabulary, width}, Values(index_of(vocabulary * width), 1.0));
+  const Operand dpositions(DType::kF32, {sequence + 2, width},
+                           Values(index_of((sequence + 2) * width), 2.0));
+  embedding_forward(ctx(), tokens.tensor, table.tensor, positions.tensor, out.tensor);
+  embedding_backward_weight(ctx(), tokens.tensor, dout.tensor, dtable.tensor, dpositions.tensor);
+  Values expected, table_gradient(index_of(vocabulary * width), 1.0),
+      position_gradient(index_of((sequence + 2) * width), 2.0);
+  const Values rows = table.values(), places = positions.values(), gradient = dout.values();
+  for (std::int64_t i = 0; i < samples * sequence * width; ++i) {
+    const std::int64_t row = i / width, column = i % width;
+    const std::size_t from = index_of(tokens.tensor.as<std::int32_t>()[row] * width + column);
+    const std::size_t place = index_of(row % sequence * width + column);
+    expected.push_back(rows[from] + places[place]);
+    table_gradient[from] += gradient[index_of(i)];
+    position_gradient[place] += gradient[index_of(i)];
+  }
+  expect_close(out.values(), expected, 1e-6, "out");
+  expect_close(dtable.values(), table_gradient, 1e-6, "dtable");
+  expect_close(dpositions.values(), position_gradient, 1e-6, "dpositions");
+}
+
+TEST_P(EmbeddingTest, WithoutPositionsCopiesTheTable) {
+  const Operand tokens(DType::kI32, {1, 2}, {1, 0});
+  const Operand table(DType::kF32, {2, 1}, {5, 6}), out(DType::kF32, {2, 1});
+  embedding_forward(ctx(), tokens.tensor, table.tensor, {}, out.tensor);
+  EXPECT_EQ(out.values(), (Values{6, 5}));
+}
+
+struct NormReference {
+  std::int64_t width;
+  bool centred;
+  [[nodiscard]] Values operator()(const Values& x, const Values& gamma, const Values& beta) const {
+    Values y;
+    const auto n = static_cast<double>(width);
+    for (std::size_t row = 0; row < x.size() / index_of(width); ++row) {
+      const double* v = x.data() + row * index_of(width);
+      double mean = 0, square = 0;
+      for (std::int64_t i = 0; i < width && centred; ++i) mean += v[i] / n;
+      for (std::int64_t i = 0; i < width; ++i) square += (v[i] - mean) * (v[i] - mean) / n;
+      for (std::int64_t i = 0; i < width; ++i) {
+        const std::size_t at = index_of(i);
+        y.push_back((v[i] - mean) / std::sqrt(square + 1e-5) * gamma[at] +
+                    (centred ? beta[at] : 0));
+      }
+    }
+    return y;
+  }
+};
+
+void check_norm(ComputeContext& ctx, DType dtype, bool centred, DType delta_type) {
+  for (const std::int64_t width : {3, 16, 37, 128}) {
+    const std::int64_t rows = 5;
+    const NormReference reference = {width, centred};
+    const Operand x = random_operand(DType::kF32, {rows, width}, 18, 2);
+    const Operand delta = random_operand(delta_type, {rows, width}, 19);
+    const Operand gamma = random_operand(DType::kF32, {width}, 20),
+                  beta = random_operand(DType::kF32, {width}, 21);
+    const Operand y(dtype, {rows, width}), stats(DType::kF32, {rows, centred ? 2 : 1});
+    const Operand dy = random_operand(dtype, {rows, width}, 22),
+                  dx = random_operand(DType::kF32, {rows, width}, 23);
+    const Operand dgamma = random_operand(DType::kF32, {width}, 24),
+                  dbeta = random_operand(DType::kF32, {width}, 25);
+    const Values x_before = x.values(), dx_before = dx.values(), dg_before = dgamma.values(),
+                 db_before = dbeta.values();
+    if (centred) {
+      layer_norm_forward(ctx, x.tensor, delta.tensor, gamma.tensor, beta.tensor, 1e-5F, y.tensor,
+                         stats.tensor);
+      layer_norm_backward_input(ctx, dy.tensor, x.tensor, gamma.tensor, stats.tensor, dx.tensor);
+      layer_norm_backward_weight(ctx, dy.tensor, x.tensor, stats.tensor, dgamma.tensor,
+                                 dbeta.tensor);
+    } else {
+      rms_norm_forward(ctx, x.tensor, delta.tensor, gamma.tensor, 1e-5F, y.tensor, stats.tensor);
+      rms_norm_backward_input(ctx, dy.tensor, x.tensor, gamma.tensor, stats.tensor, dx.tensor);
+      rms_norm_backward_weight(ctx, dy.tensor, x.tensor, stats.tensor, dgamma.tensor);
+    }
+    const Values xs = x.values(), gs = gamma.values(), bs = beta.values(), dys = dy.values();
+    expect_close(xs, sum_of(x_before, delta.values()), 1e-6, "x + delta");
+    expect_close(y.values(), reference(xs, gs, bs), tolerance(dtype), "y");
+    expect_close(
+        dx.values(),
+        sum_of(dx_before, numeric_gradient(
+                              [&](const Values& v) { return dot(reference(v, gs, bs), dys); }, xs)),
+        1e-5, "dx");
+    expect_close(
+        dgamma.values(),
+        sum_of(dg_before, numeric_gradient(
+                              [&](const Values& v) { return dot(reference(xs, v, bs), dys); }, gs)),
+        1e-5, "dgamma");
+    if (centred) {
+      expect_close(dbeta.values(),
+                   sum_of(db_before,
+                          numeric_gradient(
+                              [&](const Values& v) { return dot(reference(xs, gs, v), dys); }, bs)),
+                   1e-5, "dbeta");
+    }
+    EXPECT_TRUE(x.end_untouched() && y.end_untouched() && stats.end_untouched() &&
+                dgamma.end_untouched());
+  }
+}
+
+TEST_P(NormTest, LayerNormMatchesItsReference) {
+  check_norm(ctx(), dtype(), true, DType::kF32);
+  check_norm(ctx(), dtype(), true, dtype());
+}
+
+TEST_P(NormTest, RmsNormMatchesItsReference) {
+  check_norm(ctx(), dtype(), false, DType::kF32);
+  check_norm(ctx(), dtype(), false, dtype());
+}
+
+TEST_P(NormTest, FusedResidualAddHasTheBitsOfASeparateOne) {
+  const std::int64_t rows = 4, width = 53;
+  const Operand fused = random_operand(DType::kF32, {rows, width}, 26),
+                apart = random_operand(DType::kF32, {rows, width}, 26);
+  const Operand delta = random_operand(dtype(), {rows, width}, 27);
+  const Operand gamma = random_operand(DType::kF32, {width}, 28),
+                beta = random_operand(DType::kF32, {width}, 29);
+  const Operand y(dtype(), {rows, width}), other(dtype(), {rows, width}),
+      stats(DType::kF32, {rows, 2});
+  layer_norm_forward(ctx(), fused.tensor, delta.tensor, gamma.tensor, beta.tensor, 1e-5F, y.tensor,
+                     stats.tensor);
+  add(ctx(), delta.tensor, apart.tensor);
+  layer_norm_forward(ctx(), apart.tensor, {}, gamma.tensor, beta.tensor, 1e-5F, other.tensor,
+                     stats.tensor);
+  EXPECT_EQ(fused.values(), apart.values());
+  EXPECT_EQ(y.values(), other.values());
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,189 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sched.h>
+
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include <sluice/error.hpp>
+#include <sluice/parameter.hpp>
+
+namespace sluice {
+namespace {
+
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+std::vector<float> copy(const Tensor& tensor) {
+  return {tensor.floats().begin(), tensor.floats().end()};
+}
+
+TEST(ParameterSetTest, StartsEveryParameterAtTheAlignmentWithZeroPadding) {
+  ParameterSet set;
+  set.add("a", {3, 5}, Init::constant(2));
+  set.add("b", {7}, Init::constant(3));
+  set.add("c", {64}, Init::constant(4));
+  set.allocate({}, 1);
+
+  double sum = 0;
+  for (const Parameter* parameter : set.all()) {
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(parameter->value.data) % kBufferAlignment, 0U);
+    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(parameter->grad.data) % kBufferAlignment, 0U);
+    EXPECT_THAT(parameter->grad.floats(), Each(0.0F));
+  }
+  for (const float value : set.flat_values()) {
+    sum += value;
+  }
+  EXPECT_EQ(set.flat_values().size(), 3U * 64);
+  EXPECT_EQ(set.flat_grads().size(), 3U * 64);
+  EXPECT_EQ(sum, 15 * 2 + 7 * 3 + 64 * 4);
+}
+
+TEST(ParameterSetTest, DrawsAFunctionOfSeedAndNameAlone) {
+  ParameterSet alone, among, reseeded;
+  alone.add("x", {33, 9}, Init::normal(0.5));
+  among.add("w", {1000}, Init::uniform(1));
+  among.add("x", {33, 9}, Init::normal(0.5));
+  reseeded.add("x", {33, 9}, Init::normal(0.5));
+  alone.allocate({}, 42);
+  among.allocate({}, 42);
+  reseeded.allocate({}, 43);
+  EXPECT_EQ(copy(alone.find("x")->value), copy(among.find("x")->value));
+  EXPECT_NE(copy(alone.find("x")->value), copy(reseeded.find("x")->value));
+}
+
+// FNV-1a of 32 bits gives both names 0xDDBB36CD.
+TEST(ParameterSetTest, NamesOfOneShortHashDrawDifferentValues) {
+  ParameterSet set;
+  set.add("yiijsv.weight", {64}, Init::normal(1));
+  set.add("ktodoe.weight", {64}, Init::normal(1));
+  set.allocate({}, 1);
+  EXPECT_NE(copy(set.find("yiijsv.weight")->value), copy(set.find("ktodoe.weight")->value));
+}
+
+TEST(ParameterSetTest, PrefixOfALongerParameterIsTheSame) {
+  ParameterSet odd, longer;
+  odd.add("x", {7}, Init::normal(1));
+  longer.add("x", {20}, Init::normal(1));
+  odd.allocate({}, 3);
+  longer.allocate({}, 3);
+  std::vector<float> prefix = copy(longer.find("x")->value);
+  prefix.resize(7);
+  EXPECT_EQ(copy(odd.find("x")->value), prefix);
+}
+
+// Large enough for several threads, where there are cores for them, and odd.
+TEST(ParameterSetTest, ValuesAreTheSameOnOneCore) {
+  constexpr std::int64_t kCount = (std::int64_t{1} << 20) + 3;
+  const auto draw = [] {
+    ParameterSet set;
+    set.add("normal", {kCount}, Init::normal(1));
+    set.add("uniform", {kCount}, Init::uniform(1));
+    set.allocate({}, 3);
+    return std::pair(copy(set.find("normal")->value), copy(set.find("uniform")->value));
+  };
+  cpu_set_t all, one;
+  ASSERT_EQ(sched_getaffinity(0, sizeof(all), &all), 0);
+  CPU_ZERO(&one);
+  for (int core = 0; CPU_COUNT(&one) == 0; ++core) {
+    if (CPU_ISSET(core, &all)) CPU_SET(core, &one);
+  }
+  const auto on_all = draw();
+  ASSERT_EQ(sched_setaffinity(0, sizeof(one), &one), 0);
+  const auto on_one = draw();
+  ASSERT_EQ(sched_setaffinity(0, sizeof(all), &all), 0);
+  EXPECT_TRUE(on_all == on_one);
+}
+
+TEST(ParameterSetTest, DrawsTheDistributionsAskedFor) {
+  ParameterSet set;
+  constexpr int kCount = 200000;
+  set.add("normal", {kCount}, Init::normal(0.02));
+  set.add("uniform", {kCount}, Init::uniform(0.25));
+  set.allocate({}, 5);
+
+  double sum = 0, squares = 0, fourth = 0;
+  for (const float value : set.find("normal")->value.floats()) {
+    const double x = value / 0.02;
+    sum += x;
+    squares += x * x;
+    fourth += x * x * x * x;
+  }
+  EXPECT_NEAR(sum / kCount, 0.0, 0.01);
+  EXPECT_NEAR(squares / kCount, 1.0, 0.02);
+  EXPECT_NEAR(fourth / kCount, 3.0, 0.1);
+
+  double total = 0;
+  for (const float value : set.find("uniform")->value.floats()) {
+    ASSERT_GE(value, -0.25F);
+    ASSERT_LE(value, 0.25F);
+    total += value * value;
+  }
+  EXPECT_NEAR(total / kCount, 0.25 * 0.25 / 3, 0.0005);
+}
+
+TEST(ParameterSetTest, TiedUsesHaveEqualValuesAndGradientsOfTheirOwn) {
+  ParameterSet set;
+  set.add("e", {4, 4}, Init::normal(1), true, true);
+  set.add("other", {4}, Init::constant(0));
+  set.add("e", {4, 4}, Init::normal(1), true, true);
+  set.allocate({}, 9);
+  const std::vector<Parameter*> all = set.all();
+  EXPECT_EQ(copy(all[0]->value), copy(all[2]->value));
+  EXPECT_NE(all[0]->grad.data, all[2]->grad.data);
+  EXPECT_EQ(set.find("e"), all[0]);
+  EXPECT_EQ(set.find("none"), nullptr);
+}
+
+TEST(ParameterSetTest, RefusesANameUsedTwiceUnlessTied) {
+  ParameterSet twice;
+  twice.add("x", {2}, Init::constant(0));
+  twice.add("x", {2}, Init::constant(0));
+  EXPECT_THROW(twice.allocate({}, 0), Error);
+
+  ParameterSet half_tied;
+  half_tied.add("x", {2}, Init::constant(0), true, true);
+  half_tied.add("x", {2}, Init::constant(0));
+  EXPECT_THROW(half_tied.allocate({}, 0), Error);
+
+  ParameterSet shapes;
+  shapes.add("x", {2}, Init::constant(0), true, true);
+  shapes.add("x", {3}, Init::constant(0), true, true);
+  try {
+    shapes.allocate({}, 0);
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_THAT(error.what(), AllOf(HasSubstr("x"), HasSubstr("[2]"), HasSubstr("[3]")));
+  }
+}
+
+TEST(ParameterSetTest, ZeroesGradientsAndCountsVersions) {
+  ParameterSet set;
+  set.add("x", {5}, Init::constant(1));
+  set.allocate({}, 0);
+  const std::uint64_t version = set.version();
+  set.find("x")->grad.floats()[3] = 2;
+  set.zero_grads({});
+  EXPECT_THAT(set.flat_grads(), Each(0.0F));
+  EXPECT_EQ(set.version(), version);
+  set.touch();
+  EXPECT_GT(set.version(), version);
+}
+
+TEST(ParameterSetTest, StaysValidWhenEmptyOrMoved) {
+  ParameterSet empty;
+  empty.allocate({}, 0);
+  EXPECT_TRUE(empty.flat_grads().empty());
+
+  ParameterSet set;
+  set.add("x", {5}, Init::constant(1));
+  set.allocate({}, 0);
+  ParameterSet moved = std::move(set);
+  EXPECT_THAT(moved.find("x")->value.floats(), Each(1.0F));
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,51 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include <sluice/error.hpp>
+#include <sluice/tensor.hpp>
+
+namespace sluice {
+namespace {
+
+TEST(TensorTest, CountsElementsAndBytes) {
+  EXPECT_EQ(Shape().elements(), 1);
+  EXPECT_EQ((Shape{4, 0, 3}).elements(), 0);
+  EXPECT_EQ((TensorSpec{DType::kBf16, {4, 256}}).bytes(), 2048U);
+  EXPECT_EQ((TensorSpec{DType::kF64, {3}}).bytes(), 24U);
+  EXPECT_NE((Shape{4}), (Shape{4, 1}));
+}
+
+TEST(TensorTest, PrintsItsShape) {
+  EXPECT_EQ(to_string(Shape{4, 256, 64}), "[4, 256, 64]");
+  EXPECT_EQ(to_string(TensorSpec{DType::kF32, {4, 16}}), "f32 [4, 16]");
+  EXPECT_EQ(to_string(Shape()), "[]");
+}
+
+TEST(TensorTest, RefusesShapesThatCannotBe) {
+  EXPECT_THROW((Shape{1, 2, 3, 4, 5}), Error);
+  EXPECT_THROW((Shape{2, -1}), Error);
+  EXPECT_THROW((Shape{1LL << 40, 1LL << 40}), Error);
+}
+
+TEST(Bf16Test, RoundsToNearestEven) {
+  EXPECT_EQ(to_bf16(1.0F).bits, 0x3F80);
+  EXPECT_EQ(to_bf16(1.0F + 0x1p-8F).bits, 0x3F80);             // halfway, down to even
+  EXPECT_EQ(to_bf16(1.0F + 3 * 0x1p-8F).bits, 0x3F82);         // halfway, up to even
+  EXPECT_EQ(to_bf16(1.0F + 0x1p-8F + 0x1p-20F).bits, 0x3F81);  // above halfway
+  EXPECT_EQ(to_bf16(std::numeric_limits<float>::max()).bits, 0x7F80);
+  EXPECT_TRUE(std::isnan(to_float(to_bf16(std::numeric_limits<float>::quiet_NaN()))));
+}
+
+TEST(Bf16Test, EveryValueSurvivesTheWayThroughFloat) {
+  for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const Bf16 value = {static_cast<std::uint16_t>(bits)};
+    if (std::isnan(to_float(value))) continue;
+    ASSERT_EQ(to_bf16(to_float(value)).bits, value.bits);
+  }
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,183 @@
+// What recomputation costs and saves: bytes as described and as taken, products counted again.
+// That it changes no bit: transformer_exactness_test.cpp.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include <sluice/transformer.hpp>
+
+#include "stages/cpu/cpu_backend.hpp"
+#include "stages/transformer/transformer_stage.hpp"
+#include "tests/stages/transformer/local_pipeline.hpp"
+
+namespace sluice {
+namespace {
+
+using testing::LocalPipeline;
+using testing::make_micro_batch;
+
+TransformerConfig config_with(Recompute recompute, DType precision = DType::kF32) {
+  TransformerConfig config;
+  config.layers = 3;
+  config.heads = 4;
+  config.width = 64;
+  config.context = 80;
+  config.vocabulary = 61;
+  config.dropout = 0.1F;
+  config.precision = precision;
+  config.recompute = recompute;
+  return config;
+}
+
+constexpr std::int64_t kSamples = 2;
+constexpr std::size_t kRows = kSamples * 80;
+constexpr std::size_t kStream = kRows * 64 * sizeof(float);  // one point of the residual stream
+const TensorSpec kStreamSpec{DType::kF32, {kSamples, 80, 64}};
+
+StageDescription describe(const TransformerConfig& config, const Partition& partition, int stage,
+                          const TensorSpec& input) {
+  ComputeContext compute({}, 1);
+  return make_transformer_stage(config, partition, stage)->describe({&input, 1}, compute);
+}
+
+StageDescription describe_blocks(Recompute recompute, DType precision = DType::kF32) {
+  const TransformerConfig config = config_with(recompute, precision);
+  return describe(config, {{0, 1, 4, 5}}, 1, kStreamSpec);
+}
+
+std::size_t state_of(const StageDescription& description) {
+  return description.state_bytes_until_input + description.state_bytes_until_weight;
+}
+
+TEST(RecomputeTest, BlockKeepsThePointsOfTheResidualStreamAlone) {
+  // Each block's attention and MLP start from one; the stage's first is its input, on the edge.
+  EXPECT_EQ(state_of(describe_blocks(Recompute::kBlock)), 5 * kStream);
+  EXPECT_EQ(state_of(describe_blocks(Recompute::kBlock, DType::kBf16)), 5 * kStream);
+  const TransformerConfig config = config_with(Recompute::kBlock);
+  const auto head = describe(config, {{0, 4, 5}}, 1, kStreamSpec);
+  EXPECT_EQ(state_of(head), 0U);
+}
+
+TEST(RecomputeTest, AttentionKeepsNothingThatGrowsWithTheSquareOfTheSequence) {
+  const auto state = [](Recompute recompute, std::int64_t sequence) {
+    TransformerConfig config = config_with(recompute);
+    config.context = 640;
+    const TensorSpec stream{DType::kF32, {kSamples, sequence, 64}};
+    return state_of(describe(config, {{0, 1, 4, 5}}, 1, stream));
+  };
+  EXPECT_EQ(state(Recompute::kAttention, 640), 8 * state(Recompute::kAttention, 80));
+  EXPECT_GT(state(Recompute::kNone, 640), 16 * state(Recompute::kNone, 80));
+}
+
+TEST(RecomputeTest, EachSettingKeepsLessThanTheOneBefore) {
+  for (const DType precision : {DType::kF32, DType::kBf16}) {
+    const auto none = describe_blocks(Recompute::kNone, precision);
+    const auto attention = describe_blocks(Recompute::kAttention, precision);
+    const auto block = describe_blocks(Recompute::kBlock, precision);
+    EXPECT_LT(state_of(attention), state_of(none));
+    EXPECT_LT(state_of(block), state_of(attention));
+    // With what lies between I and W, for a schedule that parts them.
+    const auto split = [](const StageDescription& each) {
+      return state_of(each) + each.gradient_bytes_until_weight;
+    };
+    EXPECT_LT(split(attention), split(none));
+    EXPECT_LT(split(block), split(attention));
+    const auto shared = [](const StageDescription& each) {
+      return each.workspace_bytes + each.shared_gradient_bytes;
+    };
+    EXPECT_LT(shared(none), shared(block)) << "one layer's share, not per slot";
+  }
+}
+
+struct Setting {
+  const char* name;
+  Recompute recompute;
+  DType precision;
+};
+
+void PrintTo(const Setting& setting, std::ostream* os) { *os << setting.name; }
+
+class RecomputeMemoryTest : public ::testing::TestWithParam<Setting> {};
+
+TEST_P(RecomputeMemoryTest, TakesTheBytesItDescribes) {
+  const TransformerConfig config = config_with(GetParam().recompute, GetParam().precision);
+  const StageDescription described = describe_blocks(GetParam().recompute, GetParam().precision);
+  for (const bool split : {false, true}) {
+    for (const int slots : {1, 4}) {
+      ComputeContext compute({}, 1);
+      TransformerStage stage(config, {1, 4});
+      StageSetup setup;
+      setup.compute = &compute;
+      setup.slots = slots;
+      setup.split_backward = split;
+      setup.input_sizes = {{kStreamSpec}};
+      stage.prepare(setup);
+      const std::size_t between = split ? described.gradient_bytes_until_weight : 0;
+      const std::size_t per_slot = state_of(described) + between;
+      const std::size_t shared =
+          described.workspace_bytes + (split ? 0 : described.shared_gradient_bytes);
+      EXPECT_EQ(stage.prepared_bytes(), static_cast<std::size_t>(slots) * per_slot + shared)
+          << slots << " slots";
+    }
+  }
+}
+
+TEST_P(RecomputeMemoryTest, StepsMakeNoPrimitiveAndNoScratch) {
+  const TransformerConfig config = config_with(GetParam().recompute, GetParam().precision);
+  for (const bool split : {false, true}) {
+    LocalPipeline pipeline(
+        config, {{0, 2, 5}},
+        {make_micro_batch(config, 0, kSamples, 80), make_micro_batch(config, kSamples, 1, 80)},
+        {.split_backward = split});
+    const std::size_t primitives = matmuls_of(pipeline.compute()).size();
+    const std::byte* const scratch = pipeline.compute().workspace(1);
+    pipeline.step();
+    EXPECT_EQ(matmuls_of(pipeline.compute()).size(), primitives);
+    EXPECT_EQ(pipeline.compute().workspace(1), scratch);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Settings, RecomputeMemoryTest,
+                         ::testing::Values(Setting{"None", Recompute::kNone, DType::kF32},
+                                           Setting{"Attention", Recompute::kAttention, DType::kF32},
+                                           Setting{"Block", Recompute::kBlock, DType::kF32},
+                                           Setting{"BlockBf16", Recompute::kBlock, DType::kBf16}),
+                         [](const auto& instance) { return instance.param.name; });
+
+TEST(RecomputeTest, ForwardRunsNoProductTwiceAndBackwardOnlyThoseItCounts) {
+  const auto products = [](Recompute recompute) {
+    const TransformerConfig config = config_with(recompute);
+    LocalPipeline pipeline(config, {{0, 5}}, {make_micro_batch(config, 0, kSamples, 80)},
+                           {.split_backward = false});
+    MatMulCache& matmuls = matmuls_of(pipeline.compute());
+    matmuls.record(true);
+    pipeline.forward(0);
+    const std::size_t forward = matmuls.recorded().size();
+    pipeline.backward(0);
+    return std::vector<std::size_t>{forward, matmuls.recorded().size() - forward};
+  };
+  const auto none = products(Recompute::kNone);
+  const auto block = products(Recompute::kBlock);
+  EXPECT_EQ(block[0], none[0]);
+  EXPECT_GT(block[1], none[1]);
+  EXPECT_LT(block[1], none[1] + none[0]) << "results that end in the residual stream are kept";
+}
+
+TEST(RecomputeTest, CostsAreThoseOfTheProductsDoneAgain) {
+  const auto costs = [](Recompute recompute) { return recompute_costs(config_with(recompute)); };
+  const std::vector<double> forward = layer_costs(config_with(Recompute::kBlock));
+  EXPECT_EQ(costs(Recompute::kNone), std::vector<double>(5, 0.0));
+  const double attention = 2.0 * 80 * 80 * 64;
+  EXPECT_EQ(costs(Recompute::kAttention),
+            (std::vector<double>{0, attention, attention, attention, 0}));
+  // A block's products are 12 width^2: 3 for qkv and 4 to raise; 5 end in the residual stream.
+  const double block = attention + 2.0 * 80 * 7 * 64 * 64;
+  EXPECT_EQ(costs(Recompute::kBlock), (std::vector<double>{0, block, block, block, 0}));
+  EXPECT_EQ(forward[1] - block, 2.0 * 80 * 5 * 64 * 64);
+}
+
+}  // namespace
+}  // namespace sluice

@@ -1,0 +1,400 @@
+// What a transformer computes: losses and gradients against double precision, sizes, refusals.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include <sluice/error.hpp>
+#include <sluice/transformer.hpp>
+
+#include "tests/stages/transformer/local_pipeline.hpp"
+#include "tests/stages/transformer/reference_transformer.hpp"
+
+namespace sluice {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using testing::LocalPipeline;
+using testing::make_micro_batch;
+using testing::reference_loss;
+using testing::ReferenceParameters;
+
+TransformerConfig small_config(TransformerKind kind, bool tied) {
+  TransformerConfig config;
+  config.kind = kind;
+  config.layers = 2;
+  config.heads = 4;
+  config.kv_heads = 2;
+  config.width = 24;
+  config.context = 13;
+  config.vocabulary = 19;
+  config.mlp_width = 40;
+  config.tied = tied;
+  return config;
+}
+
+Partition whole(const TransformerConfig& config) { return {{0, config.layers + 2}}; }
+
+// Values large enough that every gradient matters, norms and biases included.
+void enlarge(LocalPipeline& pipeline) {
+  pipeline.for_each_parameter([](Parameter& parameter) {
+    int i = 0;
+    for (float& value : parameter.value.floats()) {
+      const float bump =
+          0.2F * std::sin(static_cast<float>(++i) + static_cast<float>(parameter.name.size()));
+      value = parameter.decay ? 10 * value + 0.1F * bump : value + bump;
+    }
+  });
+  pipeline.touch();
+}
+
+ReferenceParameters in_double(LocalPipeline& pipeline) {
+  ReferenceParameters result;
+  pipeline.for_each_parameter([&result](Parameter& parameter) {
+    result[parameter.name].assign(parameter.value.floats().begin(), parameter.value.floats().end());
+  });
+  return result;
+}
+
+struct ModelCase {
+  const char* name;
+  TransformerKind kind;
+  bool tied;
+};
+void PrintTo(const ModelCase& model, std::ostream* os) { *os << model.name; }
+
+class TransformerModelTest : public ::testing::TestWithParam<ModelCase> {};
+
+TEST_P(TransformerModelTest, LossAndGradientsMatchDoublePrecision) {
+  const TransformerConfig config = small_config(GetParam().kind, GetParam().tied);
+  const auto batch = make_micro_batch(config, 0, 2, 11);
+  LocalPipeline pipeline(config, whole(config), {batch}, {.loss_scale = 0.125});
+  enlarge(pipeline);
+  pipeline.step();
+
+  ReferenceParameters parameters = in_double(pipeline);
+  const auto loss = [&] {
+    return reference_loss(config, parameters, batch.tokens, batch.targets, 2, 11);
+  };
+  const double expected = loss();
+  EXPECT_NEAR(pipeline.loss_sum(), expected, 2e-6 * expected);
+  EXPECT_EQ(pipeline.losses()[0].weight, std::count_if(batch.targets.begin(), batch.targets.end(),
+                                                       [](int t) { return t >= 0; }));
+
+  for (const auto& [name, grad] : pipeline.grads()) {
+    std::vector<double>& values = parameters.at(name);
+    double largest = 0;
+    for (const float g : grad) {
+      largest = std::max(largest, std::abs(static_cast<double>(g)));
+    }
+    EXPECT_GT(largest, 1e-4) << name << " has no gradient worth testing";
+    const size_t stride = std::max<size_t>(1, values.size() / 9);
+    for (size_t i = 0; i < values.size(); i += stride) {
+      const double kept = values[i], h = 1e-4;
+      values[i] = kept + h;
+      const double above = loss();
+      values[i] = kept - h;
+      const double below = loss();
+      values[i] = kept;
+      EXPECT_NEAR(grad[i], 0.125 * (above - below) / (2 * h), 2e-5 * largest + 1e-7)
+          << name << "[" << i << "]";
+    }
+  }
+}
+
+// Along its own gradient, a parameter changes the loss by the gradient's square: true only where
+// backward drops what forward dropped.
+TEST_P(TransformerModelTest, GradientsFollowTheForwardsDropout) {
+  TransformerConfig config = small_config(GetParam().kind, GetParam().tied);
+  config.dropout = 0.3F;
+  LocalPipeline pipeline(config, whole(config), {make_micro_batch(config, 3, 2, 13)});
+  enlarge(pipeline);
+  pipeline.step();
+  const auto grads = pipeline.grads();
+  for (const auto& [name, grad] : grads) {
+    double square = 0;
+    for (const float g : grad) {
+      square += static_cast<double>(g) * g;
+    }
+    const double h = 0.02 / std::sqrt(square);
+    const auto loss_after_moving = [&, &moved = name, &along = grad](double distance) {
+      pipeline.for_each_parameter([&](Parameter& parameter) {
+        for (size_t i = 0; parameter.name == moved && i < along.size(); ++i) {
+          parameter.value.floats()[i] += static_cast<float>(distance * along[i]);
+        }
+      });
+      pipeline.touch();
+      pipeline.forward(0);
+      return pipeline.loss_sum();
+    };
+    const double above = loss_after_moving(h);
+    const double below = loss_after_moving(-2 * h);
+    (void)loss_after_moving(h);
+    EXPECT_NEAR((above - below) / (2 * h * square), 1.0, 0.02) << name;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, TransformerModelTest,
+                         ::testing::Values(ModelCase{"Gpt2Tied", TransformerKind::kGpt2, true},
+                                           ModelCase{"Gpt2Untied", TransformerKind::kGpt2, false},
+                                           ModelCase{"LlamaTied", TransformerKind::kLlama, true},
+                                           ModelCase{"LlamaUntied", TransformerKind::kLlama,
+                                                     false}),
+                         [](const auto& instance) { return instance.param.name; });
+
+TEST(TransformerTest, ShorterSequenceGivesThePrefixesLogits) {
+  const TransformerConfig config = small_config(TransformerKind::kLlama, true);
+  LocalPipeline full(config, whole(config), {make_micro_batch(config, 5, 1, 13)},
+                     {.phase = Phase::kGenerate});
+  auto prefix = make_micro_batch(config, 5, 1, 13);
+  prefix.sequence = 4;
+  prefix.tokens.resize(4);
+  prefix.targets.resize(4);
+  LocalPipeline part(config, whole(config), {make_micro_batch(config, 5, 1, 13), prefix},
+                     {.phase = Phase::kGenerate});
+  full.forward(0);
+  part.forward(1);
+  for (size_t i = 0; i < part.logits(1).size(); ++i) {
+    EXPECT_NEAR(part.logits(1)[i], full.logits(0)[i], 1e-5);
+  }
+}
+
+TEST(TransformerTest, DropsOnlyInTraining) {
+  TransformerConfig config = small_config(TransformerKind::kGpt2, true);
+  const auto batch = make_micro_batch(config, 0, 2, 13);
+  LocalPipeline plain(config, whole(config), {batch}, {.phase = Phase::kEvaluate});
+  config.dropout = 0.3F;
+  LocalPipeline evaluated(config, whole(config), {batch}, {.phase = Phase::kEvaluate});
+  LocalPipeline trained(config, whole(config), {batch});
+  plain.forward(0);
+  evaluated.forward(0);
+  trained.forward(0);
+  EXPECT_EQ(plain.logits(0), evaluated.logits(0));
+  EXPECT_NE(plain.logits(0), trained.logits(0));
+}
+
+TEST(TransformerTest, Bf16StaysNearF32AndFollowsNewValues) {
+  for (const TransformerKind kind : {TransformerKind::kGpt2, TransformerKind::kLlama}) {
+    TransformerConfig config = small_config(kind, true);
+    config.dropout = 0.1F;
+    const auto batch = make_micro_batch(config, 0, 2, 13);
+    LocalPipeline f32(config, whole(config), {batch});
+    config.precision = DType::kBf16;
+    LocalPipeline bf16(config, whole(config), {batch});
+    bf16.forward(0);  // with the first values; the enlarged ones must replace their copies
+    enlarge(f32);
+    enlarge(bf16);
+    f32.step();
+    bf16.step();
+    EXPECT_NEAR(bf16.loss_sum(), f32.loss_sum(), 0.01 * f32.loss_sum());
+    const auto expected = f32.grads();
+    for (const auto& [name, grad] : bf16.grads()) {
+      double difference = 0, norm = 0;
+      for (size_t i = 0; i < grad.size(); ++i) {
+        difference += std::pow(grad[i] - expected.at(name)[i], 2);
+        norm += std::pow(expected.at(name)[i], 2);
+      }
+      EXPECT_LT(std::sqrt(difference / norm), 3e-2) << name;
+    }
+  }
+}
+
+TEST(TransformerTest, ListsParametersOnceInGlobalOrder) {
+  const auto names = [](const TransformerConfig& config) {
+    std::vector<std::string> result;
+    for (const ParameterInfo& info : parameter_list(config)) {
+      result.push_back(info.name + " " + to_string(info.shape));
+    }
+    return result;
+  };
+  TransformerConfig config = small_config(TransformerKind::kLlama, true);
+  config.layers = 1;
+  EXPECT_THAT(
+      names(config),
+      ::testing::ElementsAre("token_embedding.weight [19, 24]", "blocks.0.norm1.weight [24]",
+                             "blocks.0.attention.qkv.weight [48, 24]",
+                             "blocks.0.attention.output.weight [24, 24]",
+                             "blocks.0.norm2.weight [24]", "blocks.0.mlp.gate_up.weight [80, 24]",
+                             "blocks.0.mlp.down.weight [24, 40]", "final_norm.weight [24]"));
+  config.tied = false;
+  EXPECT_EQ(names(config).back(), "head.weight [19, 24]");
+}
+
+TEST(TransformerTest, CountsTheParametersOfKnownModels) {
+  TransformerConfig gpt2;
+  gpt2.layers = 12;
+  gpt2.heads = 12;
+  gpt2.width = 768;
+  gpt2.context = 1024;
+  gpt2.vocabulary = 50257;
+  EXPECT_EQ(parameter_count(gpt2), 124439808);
+
+  TransformerConfig tiny_llama;  // TinyLlama 1.1B
+  tiny_llama.kind = TransformerKind::kLlama;
+  tiny_llama.layers = 22;
+  tiny_llama.heads = 32;
+  tiny_llama.kv_heads = 4;
+  tiny_llama.width = 2048;
+  tiny_llama.mlp_width = 5632;
+  tiny_llama.context = 2048;
+  tiny_llama.vocabulary = 32000;
+  tiny_llama.tied = false;
+  EXPECT_EQ(parameter_count(tiny_llama), 1100048384);
+}
+
+TEST(TransformerTest, CostsWeighTheHeadAgainstTheBlocks) {
+  const TransformerConfig config;  // 4 layers, width 256, context 256, vocabulary 256
+  const std::vector<double> costs = layer_costs(config);
+  ASSERT_EQ(costs.size(), 6U);
+  EXPECT_DOUBLE_EQ(costs[1], costs[4]);
+  EXPECT_LT(costs[0], 0.01 * costs[1]);
+  EXPECT_NEAR(costs[5] / costs[1], 1.0 / 12, 0.01);
+}
+
+TEST(TransformerTest, NamesTheStagesOfATiedEmbedding) {
+  TransformerConfig config = small_config(TransformerKind::kGpt2, true);
+  EXPECT_EQ(tied_stages(config, {{0, 1, 2, 3, 3, 4}}), (std::vector<int>{0, 4}));
+  EXPECT_EQ(tied_stages(config, {{0, 4}}), (std::vector<int>{0}));
+  config.tied = false;
+  EXPECT_TRUE(tied_stages(config, {{0, 2, 4}}).empty());
+}
+
+TEST(TransformerTest, DescribesShapesAndMemory) {
+  const TransformerConfig config = small_config(TransformerKind::kGpt2, true);
+  const Partition partition{{0, 1, 2, 2, 4}};
+  const TensorSpec tokens{DType::kI32, {3, 13}};
+  const TensorSpec stream{DType::kF32, {3, 13, 24}};
+  ComputeContext compute({}, 1);
+
+  const auto first = make_transformer_stage(config, partition, 0)->describe({&tokens, 1}, compute);
+  EXPECT_EQ(first.outputs, (std::vector<TensorSpec>{stream}));
+  EXPECT_EQ(first.input_gradients, (std::vector<bool>{false}));
+  const auto block = make_transformer_stage(config, partition, 1)->describe({&stream, 1}, compute);
+  EXPECT_EQ(block.input_gradients, (std::vector<bool>{true}));
+  // At least: two norms' and attention's results, the MLP's hidden values.
+  EXPECT_GE(block.state_bytes_until_weight, 3U * 13 * 4 * (3 * 24 + 40));
+  // qkv and the MLP's raised values, probabilities.
+  EXPECT_GE(block.state_bytes_until_input, 3U * 13 * 4 * (3 * 24 + 40 + 4 * 13));
+  const auto empty = make_transformer_stage(config, partition, 2)->describe({&stream, 1}, compute);
+  EXPECT_EQ(empty.outputs, (std::vector<TensorSpec>{stream}));
+  EXPECT_EQ(empty.state_bytes_until_weight + empty.state_bytes_until_input, 0U);
+  EXPECT_EQ(make_transformer_stage(config, partition, 2)->parameters(), nullptr);
+  const auto last = make_transformer_stage(config, partition, 3)->describe({&stream, 1}, compute);
+  EXPECT_EQ(last.outputs, (std::vector<TensorSpec>{{DType::kF32, {3, 13, 19}}}));
+}
+
+std::string describe_error(int stage, const TensorSpec& input) {
+  const TransformerConfig config = small_config(TransformerKind::kGpt2, true);
+  ComputeContext compute({}, 1);
+  try {
+    (void)make_transformer_stage(config, {{0, 2, 4}}, stage)->describe({&input, 1}, compute);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(TransformerTest, RefusesWrongInputsNamingWhatItTakes) {
+  EXPECT_THAT(describe_error(0, {DType::kF32, {2, 8}}),
+              AllOf(HasSubstr("f32 [2, 8]"), HasSubstr("i32 [samples, sequence]")));
+  EXPECT_THAT(describe_error(0, {DType::kI32, {2, 14}}), HasSubstr("1 to 13 positions"));
+  EXPECT_THAT(describe_error(0, {DType::kI32, {0, 8}}), HasSubstr("at least 1 sample"));
+  EXPECT_THAT(describe_error(1, {DType::kF32, {2, 8, 23}}),
+              AllOf(HasSubstr("[2, 8, 23]"), HasSubstr("[samples, sequence, 24]")));
+}
+
+TEST(TransformerTest, RefusesTokensAndTargetsOutsideTheVocabulary) {
+  const TransformerConfig config = small_config(TransformerKind::kGpt2, true);
+  auto batch = make_micro_batch(config, 0, 1, 4);
+  batch.tokens[2] = 19;
+  LocalPipeline tokens(config, whole(config), {batch});
+  EXPECT_THROW(tokens.forward(0), Error);
+  batch.tokens[2] = -1;
+  LocalPipeline negative(config, whole(config), {batch});
+  EXPECT_THROW(negative.forward(0), Error);
+  batch.tokens[2] = 0;
+  batch.targets[1] = 19;
+  LocalPipeline targets(config, whole(config), {batch});
+  EXPECT_THROW(targets.forward(0), Error);
+}
+
+TEST(TransformerTest, RefusesMicroBatchesLargerThanPrepared) {
+  const TransformerConfig config = small_config(TransformerKind::kGpt2, true);
+  ComputeContext compute({}, 1);
+  const auto stage = make_transformer_stage(config, {{0, 2, 4}}, 0);
+  const TensorSpec prepared{DType::kI32, {2, 5}}, larger{DType::kI32, {3, 5}};
+  StageSetup setup;
+  setup.compute = &compute;
+  setup.input_sizes = {{prepared}};
+  stage->prepare(setup);
+  std::vector<std::int32_t> tokens(15);
+  std::vector<float> out(15 * 24);
+  const Tensor input{tokens.data(), larger}, output{out.data(), {DType::kF32, {3, 5, 24}}};
+  StageContext ctx{.compute = compute};
+  ctx.inputs = {&input, 1};
+  EXPECT_THROW(stage->forward(ctx, ctx.inputs, {&output, 1}), Error);
+}
+
+std::string validation_error(const std::function<void(TransformerConfig&)>& change) {
+  TransformerConfig config;
+  change(config);
+  try {
+    validate(config);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(TransformerConfigTest, RefusesNamingTheOptionAndTheNearestLegalValue) {
+  using Config = TransformerConfig;
+  EXPECT_THAT(validation_error([](Config& c) { c.layers = 0; }),
+              AllOf(HasSubstr("--layers 0"), HasSubstr("nearest legal: 1")));
+  EXPECT_THAT(validation_error([](Config& c) { c.context = -3; }), HasSubstr("--context -3"));
+  EXPECT_THAT(validation_error([](Config& c) { c.vocabulary = std::numeric_limits<int>::max(); }),
+              HasSubstr("--vocabulary 2147483647"));
+  EXPECT_THAT(validation_error([](Config& c) { c.width = std::numeric_limits<int>::max(); }),
+              HasSubstr("--width 2147483647"));
+  EXPECT_THAT(validation_error([](Config& c) {
+                c.width = 100;
+                c.heads = 7;
+              }),
+              AllOf(HasSubstr("--heads 7"), HasSubstr("98 or 105")));
+  EXPECT_THAT(validation_error([](Config& c) {
+                c.kind = TransformerKind::kLlama;
+                c.kv_heads = 3;
+              }),
+              AllOf(HasSubstr("--kv-heads 3"), HasSubstr("nearest legal: --kv-heads 2")));
+  EXPECT_THAT(validation_error([](Config& c) {
+                c.kind = TransformerKind::kLlama;
+                c.width = 20;
+              }),
+              AllOf(HasSubstr("odd head size"), HasSubstr("16 or 24")));
+  EXPECT_THAT(validation_error([](Config& c) { c.dropout = 1; }), HasSubstr("--dropout 1"));
+  EXPECT_THAT(
+      validation_error([](Config& c) { c.dropout = std::numeric_limits<float>::quiet_NaN(); }),
+      HasSubstr("--dropout nan"));
+  EXPECT_THAT(validation_error([](Config& c) { c.precision = DType::kI32; }),
+              HasSubstr("f32, bf16"));
+  EXPECT_EQ(validation_error([](Config& c) { c.kv_heads = 3; }), "no error");  // gpt2 has none
+}
+
+TEST(TransformerConfigTest, RefusesPartitionsThatDoNotFit) {
+  const TransformerConfig config = small_config(TransformerKind::kGpt2, true);  // 4 layers in all
+  for (const std::vector<int>& first :
+       {std::vector<int>{0, 3}, {0, 5}, {1, 4}, {0, 3, 2, 4}, {0, 0, 4}, {0, 4, 4}, {0}}) {
+    EXPECT_THROW((void)make_transformer_stage(config, {first}, 0), Error);
+  }
+  EXPECT_THROW((void)make_transformer_stage(config, {{0, 4}}, 1), Error);
+}
+
+}  // namespace
+}  // namespace sluice
