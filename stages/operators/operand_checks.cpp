@@ -70,7 +70,7 @@ std::int64_t rows_of(const Tensor& tensor) {
 
 bool is(std::int64_t size, std::int64_t wanted) { return wanted == kAny || size == wanted; }
 
-bool has_shape(const Tensor& tensor, const Legal& legal) {
+[[gnu::always_inline]] inline bool has_shape(const Tensor& tensor, const Legal& legal) {
   const Shape& shape = tensor.shape();
   switch (legal.form) {
     case Legal::Form::kRows:
@@ -129,8 +129,10 @@ std::string to_text(const Legal& legal) {
                            to_text(legal), no_data ? " with data" : ""));
 }
 
-// `others`: the operands that `legal` follows from.
-void fits(const char* name, const Operand& operand, const Legal& legal, Others others) {
+// `others`: the operands that `legal` follows from. Inlined, so that they are put together, and
+// `legal` with them, only where the operand is refused.
+[[gnu::always_inline]] inline void fits(const char* name, const Operand& operand,
+                                        const Legal& legal, Others others) {
   const Tensor& tensor = *operand.tensor;
   const bool right = in(legal.types, tensor.spec.dtype) && has_shape(tensor, legal) &&
                      (tensor.data != nullptr || tensor.elements() == 0);
@@ -139,7 +141,8 @@ void fits(const char* name, const Operand& operand, const Legal& legal, Others o
   }
 }
 
-void fits_if_given(const char* name, const Operand& operand, const Legal& legal, Others others) {
+[[gnu::always_inline]] inline void fits_if_given(const char* name, const Operand& operand,
+                                                 const Legal& legal, Others others) {
   if (operand.tensor->data != nullptr) fits(name, operand, legal, others);
 }
 

@@ -1,7 +1,8 @@
 // Operators at the sizes of a model: GFLOP/s of its matrix products against the library called
-// bare on the same operands, and nanoseconds per element and GB/s of everything else. Prints two
-// tables; `--json FILE` also appends them. Times are of the calling thread's processor time, the
-// fastest of several rounds; ours and bare take turns.
+// bare on the same operands, nanoseconds per element and GB/s of everything else, and what checking
+// operands costs (check_costs.hpp). Prints three tables; `--json FILE` also appends them. Times are
+// of the calling thread's processor time, in the first two the fastest of several rounds; ours and
+// bare take turns.
 //
 //   operator_benchmark [--json FILE] [--rounds N] [--width W] [--sequence S] [--samples B]
 //                      [--heads H]
@@ -27,6 +28,7 @@
 
 #include "stages/cpu/cpu_backend.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
+#include "tests/benchmarks/check_costs.hpp"
 
 namespace sluice {
 namespace {
@@ -416,8 +418,12 @@ void run(const Options& options) {
   products.print();
   std::printf("\n");
   elements.print();
+  std::printf("\n");
+  const Report checks = benchmarks::check_costs(ctx, options.rounds);
+  checks.print();
   products.save(options.json);
   elements.save(options.json);
+  checks.save(options.json);
 }
 
 }  // namespace
