@@ -1,143 +1,407 @@
 #!/usr/bin/env python3
-"""Reads every #include against the direction in which the folders may depend on each other.
+"""Reads the sources against the rooms they lie in and the direction in which rooms may use each other.
 
-    tests/layering_test.py [ROOT]
+    tests/layering_test.py [ROOT [BUILD]]
 
-    schedules  (nothing of ours) ----------------+
-    comm/{error,device} --> stages --------------+--> runtime --> examples, the program
-           +--> the rest of comm ----------------+        tests may see everything
+Each of comm/, schedules/, stages/ and runtime/ is divided into rooms, one folder each; ORDER says which
+rooms a room may use. Public headers lie in <folder>/include/sluice and belong to the room of the source
+of their name, or to the one HEADER_ROOMS says. Three things are checked, and no cycle is left by any:
 
-Prints one line per violation and exits 1 if there is any; first it checks its own rules on the
-planted violations below.
+  includes   a file includes only files of rooms that its room may use; a public header only public ones
+  units      a source with the header of its name is one unit; units form no cycle, within a room either
+  symbols    with BUILD, a build of ROOT: what an object leaves undefined is defined in a room that its
+             room may use (nm; weak symbols aside)
+
+Also: foreign headers stay where they belong, a folder holds at most MOST_FILES sources, there are at most
+MOST_PUBLIC public headers, each room has a line in its folder's README. Prints one line per violation and
+exits 1 if there is any; first it checks its own rules on the planted violations below.
 """
 
+import collections
 import pathlib
 import re
+import subprocess
 import sys
 
 FOLDERS = ("schedules", "comm", "stages", "runtime", "examples", "tests")
 SOURCES = (".hpp", ".cpp", ".cu", ".cuh", ".h", ".cc")
+MOST_FILES = 25   # sources that lie flat in one folder
+MOST_PUBLIC = 24  # public headers
+MOST_BEHIND = {"pipeline": 10}  # public headers that one pulls in, itself not counted
 
-# The device box: what a stage may use of comm/.
-DEVICE = ("affinity", "error", "device", "device_cuda", "device_kinds", "device_graph", "device_memory", "cuda",
-          "kernel_modules")
+# Rooms of a folder, lowest first: a room may use those of the lines before its own.
+ORDER = {
+    "comm": ("base", "device", "group", "loopback mpi nccl"),
+    "schedules": ("model", "generate plan simulate files", "verify draw", "search"),
+    "stages": ("tensor", "compute", "cpu_kernels cuda_context stage", "cpu cuda_kernels", "cuda", "operators",
+               "layers", "transformer"),
+    "runtime": ("files options", "data", "layout", "job", "program engine", "gradients", "pipeline",
+                "checkpoint report", "explore", "cli"),
+}
 
-# Which boxes a box may include, besides itself.
-ALLOWED = {
-    "schedules": set(),
-    "device": set(),
-    "comm": {"device"},
-    "stages": {"device"},
-    "runtime": {"schedules", "device", "comm", "stages"},
-    "examples": {"schedules", "device", "comm", "stages", "runtime"},
-    "tests": {"schedules", "device", "comm", "stages", "runtime", "examples"},
+# What a folder may use of another one, as folders or rooms.
+ACROSS = {
+    "comm": (),
+    "schedules": (),
+    "stages": ("comm/base", "comm/device"),
+    "runtime": ("comm", "schedules", "stages"),
+}
+
+# Rooms that may use less than ORDER and ACROSS allow: `sluice schedule` needs neither MPI nor CUDA, and
+# an embedded pipeline no search, no drawing and no model of ours.
+ONLY = {
+    "runtime/files": ("comm/base", "schedules/model"),
+    "runtime/options": ("comm/base",),
+    "runtime/explore": ("comm/base", "schedules", "runtime/files", "runtime/options"),
+}
+NEVER = {
+    "runtime": {"schedules/search": ("explore", "cli"), "schedules/draw": ("explore", "cli"),
+                "stages/layers": (), "stages/transformer": ("cli",)},
+}
+
+# Public headers without a source of their name.
+HEADER_ROOMS = {
+    "communicator": "comm/group",
+    "cuda": "comm/device",
+    "data": "runtime/data",
+    "device": "comm/device",
+    "mpi": "comm/mpi",
+    "options": "runtime/layout",
+    "search": "schedules/search",
+    "simulate": "schedules/simulate",
 }
 
 # A foreign header, by its beginning, and the places that may include it.
 FOREIGN = (
-    (r"mpi\.h$", r"comm/[^/]+\.cpp$|comm/mpi\.hpp$|tests/"),
-    (r"nccl\.h$", r"comm/[^/]+\.(cpp|cu)$|tests/"),
+    (r"mpi\.h$", r"comm/mpi/|comm/include/sluice/mpi\.hpp$|tests/"),
+    (r"nccl\.h$", r"comm/nccl/|tests/"),
     (r"(cuda|cublas|cudnn|cub/)", r"(comm|stages|tests)/|examples/[^/]+\.cu$"),
     (r"dnnl", r"(stages|tests)/"),
-    (r"boost/program_options", r"(runtime|tests)/"),
-    (r"openssl/", r"(runtime|tests)/"),
+    (r"boost/program_options", r"runtime/options/|tests/"),
+    (r"openssl/", r"runtime/files/|tests/"),
 )
 
 # Beyond the standard library, schedules/ may use the JSON library, inside the file reader.
-SCHEDULES_FOREIGN = re.compile(r"nlohmann/")
+SCHEDULES_FOREIGN = (re.compile(r"nlohmann/"), re.compile(r"schedules/files/[^/]+\.cpp$"))
 
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
+PUBLIC = re.compile(r"(\w+)/include/sluice/(\w+)\.hpp$")
 
 
-def box_of(path):
-    """Box of a file named from the root, such as "comm/error.hpp"; None outside the layout."""
-    parts = path.split("/")
-    if len(parts) < 2 or parts[0] not in FOLDERS:
-        return None
-    if parts[0] == "comm" and parts[1].split(".")[0] in DEVICE:
-        return "device"
-    return parts[0]
+def rooms_below(room):
+    """The rooms that `room` may use, besides itself."""
+    folder, name = room.split("/")
+    below, allowed = set(), set()
+    for line in ORDER[folder]:
+        names = line.split()
+        if name in names:
+            allowed |= {f"{folder}/{other}" for other in below}
+        below |= set(names)
+    for across in ACROSS[folder]:
+        allowed |= {across} if "/" in across else all_rooms(across)
+    if room in ONLY:
+        allowed = {other for other in allowed
+                   if other in ONLY[room] or other.split("/")[0] in ONLY[room]}
+    return {other for other in allowed if name in NEVER.get(folder, {}).get(other, (name,))}
 
 
-def violations(path, text):
-    """What is wrong with the includes of one file, as sentences."""
-    box = box_of(path)
-    found = []
-    for match in INCLUDE.finditer(text):
-        own, foreign = match.group(1), match.group(2)
-        line = text.count("\n", 0, match.start()) + 1
-        where = f"{path}:{line}: "
+def all_rooms(folder):
+    return {f"{folder}/{name}" for line in ORDER[folder] for name in line.split()}
+
+
+class Tree:
+    """The sources by path, named from the root."""
+
+    def __init__(self, texts):
+        self.texts = texts
+        self.public = {}  # "error" -> path
+        for path in texts:
+            if match := PUBLIC.match(path):
+                self.public[match.group(2)] = path
+
+    def room_of(self, path):
+        """"comm/group"; "examples" or "tests"; None outside of all rooms."""
+        parts = path.split("/")
+        if parts[0] in ("examples", "tests"):
+            return parts[0]
+        if parts[0] not in ORDER or len(parts) < 3:
+            return None
+        if match := PUBLIC.match(path):
+            return self.public_unit(match)[0]
+        room = f"{parts[0]}/{parts[1]}"
+        return room if room in all_rooms(parts[0]) and len(parts) == 3 else None
+
+    def public_unit(self, match):
+        """Room and unit of a public header: those of the source of its name, else by the table."""
+        folder, stem = match.groups()
+        for room in sorted(all_rooms(folder)):
+            for ending in (".cpp", ".cu"):
+                if f"{room}/{stem}{ending}" in self.texts:
+                    return room, f"{room}/{stem}"
+        room = HEADER_ROOMS.get(stem)
+        return room, f"{room}/{stem}" if room else None
+
+    def unit_of(self, path):
+        if match := PUBLIC.match(path):
+            return self.public_unit(match)[1]
+        return path.rsplit(".", 1)[0]
+
+    def target_of(self, own, foreign):
+        """Path of an included file of ours; None for anybody else's."""
         if own is not None:
-            target = box_of(own)
-            if target is None:
-                found.append(f'{where}"{own}" is not named from the root of the project')
-            elif target != box and target not in ALLOWED[box]:
-                found.append(f'{where}{box} must not include "{own}" of {target}')
+            return own
+        match = re.match(r"sluice/(\w+)\.hpp$", foreign)
+        return self.public.get(match.group(1), foreign) if match else None
+
+    def includes(self, path):
+        """(line, path of ours or None, foreign name or None) of each include."""
+        text = self.texts[path]
+        for match in INCLUDE.finditer(text):
+            target = self.target_of(match.group(1), match.group(2))
+            yield (text.count("\n", 0, match.start()) + 1, target,
+                   match.group(2) if target is None else None)
+
+
+def include_violations(tree, path):
+    room = tree.room_of(path)
+    if room is None:
+        yield f"{path}: lies in no room; the rooms are in tests/layering_test.py"
+        return
+    for line, target, foreign in tree.includes(path):
+        where = f"{path}:{line}: "
+        if foreign is not None:
+            for header, places in FOREIGN:
+                if re.match(header, foreign) and not re.match(places, path):
+                    yield f"{where}<{foreign}> does not belong into {path}"
+            library, places = SCHEDULES_FOREIGN
+            if path.startswith("schedules/") and re.search(r"[./]", foreign):
+                if not (library.match(foreign) and places.match(path)):
+                    yield f"{where}schedules uses the standard library only, not <{foreign}>"
+            if foreign.split("/")[0] in FOLDERS:
+                yield f"{where}<{foreign}> is internal and included with quotes"
             continue
-        for header, places in FOREIGN:
-            if re.match(header, foreign) and not re.match(places, path):
-                found.append(f"{where}<{foreign}> does not belong into {path}")
-        if box == "schedules" and re.search(r"[./]", foreign):
-            if not (SCHEDULES_FOREIGN.match(foreign) and path.endswith(".cpp")):
-                found.append(f"{where}schedules uses the standard library only, not <{foreign}>")
-        if box_of(foreign) is not None:
-            found.append(f'{where}our own <{foreign}> is included with quotes')
+        if target not in tree.texts:
+            yield f'{where}"{target}" is not named from the root of the project'
+            continue
+        if PUBLIC.match(path) and not PUBLIC.match(target):
+            yield f'{where}a public header must not include the internal "{target}"'
+        if PUBLIC.match(target) and f'"{target}"' in tree.texts[path]:
+            yield f"{where}a public header is included as <sluice/...>"
+        other = tree.room_of(target)
+        if room in ("examples", "tests"):
+            if room == "examples" and not PUBLIC.match(target):
+                yield f'{where}an example includes public headers only, not "{target}"'
+        elif other in ("examples", "tests"):
+            yield f'{where}{room} must not include "{target}"'
+        elif other is not None and other != room and other not in rooms_below(room):
+            yield f"{where}{room} must not include {target} of {other}"
+
+
+def cycle_in(graph):
+    """A cycle of a graph {node: set of nodes}, as a list, or None."""
+    state = {}
+    for start in sorted(graph):
+        if start in state:
+            continue
+        stack = [(start, iter(sorted(graph.get(start, ()))))]
+        state[start] = "open"
+        while stack:
+            node, rest = stack[-1]
+            for other in rest:
+                if state.get(other) == "open":
+                    path = [entry[0] for entry in stack]
+                    return path[path.index(other):] + [other]
+                if other not in state:
+                    state[other] = "open"
+                    stack.append((other, iter(sorted(graph.get(other, ())))))
+                    break
+            else:
+                state[node] = "done"
+                stack.pop()
+    return None
+
+
+def unit_violations(tree):
+    units, rooms = collections.defaultdict(set), collections.defaultdict(set)
+    for path in tree.texts:
+        if tree.room_of(path) in (None, "examples", "tests"):
+            continue
+        for _, target, _ in tree.includes(path):
+            if target not in tree.texts or tree.room_of(target) in (None, "examples", "tests"):
+                continue
+            if tree.unit_of(target) != tree.unit_of(path):
+                units[tree.unit_of(path)].add(tree.unit_of(target))
+            if tree.room_of(target) != tree.room_of(path):
+                rooms[tree.room_of(path)].add(tree.room_of(target))
+    for what, graph in (("units", units), ("rooms", rooms)):
+        if cycle := cycle_in(graph):
+            yield f"a cycle of {what} by include: " + " -> ".join(cycle)
+
+
+def symbol_violations(tree, objects):
+    """`objects`: (source path, defined symbols, undefined symbols) of each object."""
+    home = {}
+    for path, defined, _ in objects:
+        for symbol in defined:
+            home[symbol] = path
+    graph, seen = collections.defaultdict(set), set()
+    for path, _, undefined in objects:
+        room = tree.room_of(path)
+        for symbol in undefined:
+            other = tree.room_of(home[symbol]) if symbol in home else None
+            if other is None or other == room:
+                continue
+            graph[room].add(other)
+            if other not in rooms_below(room) and (path, home[symbol]) not in seen:
+                seen.add((path, home[symbol]))
+                yield f"{path} of {room} must not need {symbol}, which {home[symbol]} of {other} defines"
+    if cycle := cycle_in(graph):
+        yield "a cycle of rooms by symbol: " + " -> ".join(cycle)
+
+
+def size_violations(tree):
+    flat = collections.Counter(path.rsplit("/", 1)[0] for path in tree.texts)
+    for folder, count in sorted(flat.items()):
+        if count > MOST_FILES:
+            yield f"{folder}: {count} sources lie flat in one folder; at most {MOST_FILES}"
+    if len(tree.public) > MOST_PUBLIC:
+        yield f"{len(tree.public)} public headers; at most {MOST_PUBLIC}"
+    for stem, most in MOST_BEHIND.items():
+        behind, open_paths = set(), [tree.public[stem]] if stem in tree.public else []
+        while open_paths:
+            for _, target, _ in tree.includes(open_paths.pop()):
+                if target in tree.texts and target not in behind:
+                    behind.add(target)
+                    open_paths.append(target)
+        if len(behind) > most:
+            yield f"<sluice/{stem}.hpp> pulls in {len(behind)} headers of ours; at most {most}"
+
+
+def read_objects(tree, build):
+    """What nm says of each object of `build` that comes from a source in a room."""
+    objects = []
+    for file in sorted(pathlib.Path(build).glob("*/CMakeFiles/*.dir/**/*.o")):
+        folder = file.relative_to(build).parts[0]
+        inner = file.as_posix().split(".dir/", 1)[1].removesuffix(".o")
+        path = f"{folder}/{inner}"
+        if path not in tree.texts or tree.room_of(path) in (None, "examples", "tests"):
+            continue
+        defined, undefined = set(), set()
+        names = subprocess.run(["nm", "--format=posix", file], capture_output=True, text=True, check=True)
+        for line in names.stdout.splitlines():
+            symbol, kind = line.split()[:2]
+            if kind == "U":
+                undefined.add(symbol)
+            elif kind in "TDBRGSC":
+                defined.add(symbol)
+        objects.append((path, defined, undefined))
+    return objects
+
+
+# What is wrong in a tree of these texts, and with these objects; one kind of violation each, or none.
+def planted(texts, objects=(), readmes=True):
+    tree = Tree(texts)
+    found = [text for path in texts for text in include_violations(tree, path)]
+    found += list(unit_violations(tree)) + list(symbol_violations(tree, objects)) + list(size_violations(tree))
     return found
 
 
-# path, one line of it, whether it violates a rule
+A = "// text\n"
+BASE = {
+    "comm/include/sluice/error.hpp": A,
+    "comm/base/error.cpp": "#include <sluice/error.hpp>\n",
+    "comm/base/cores.hpp": A,
+    "comm/include/sluice/device.hpp": "#include <sluice/error.hpp>\n",
+    "comm/group/transport.hpp": "#include <sluice/device.hpp>\n",
+    "comm/mpi/session.cpp": '#include <mpi.h>\n#include "comm/group/transport.hpp"\n',
+    "schedules/include/sluice/plan.hpp": "#include <vector>\n",
+    "schedules/plan/plan.cpp": "#include <sluice/plan.hpp>\n",
+    "schedules/files/json.cpp": "#include <nlohmann/json.hpp>\n",
+    "stages/include/sluice/tensor.hpp": A,
+    "stages/tensor/tensor.cpp": '#include <sluice/tensor.hpp>\n#include "comm/base/cores.hpp"\n',
+    "stages/include/sluice/transformer.hpp": A,
+    "stages/transformer/transformer.cpp": A,
+    "runtime/include/sluice/pipeline.hpp": "#include <sluice/tensor.hpp>\n",
+    "runtime/pipeline/pipeline.cpp": "#include <sluice/pipeline.hpp>\n#include <sluice/plan.hpp>\n",
+    "runtime/cli/main.cpp": "#include <sluice/pipeline.hpp>\n#include <sluice/transformer.hpp>\n",
+    "examples/mlp.cpp": "#include <sluice/pipeline.hpp>\n",
+    "tests/engine_test.cpp": '#include "comm/group/transport.hpp"\n',
+}
+# (files put over BASE, objects, a word of the violation that must be found; "" where none may be)
 PLANTED = (
-    ("schedules/a.cpp", '#include "schedules/plan.hpp"', False),
-    ("schedules/a.cpp", '#include "comm/error.hpp"', True),
-    ("schedules/a.cpp", "#include <vector>", False),
-    ("schedules/a.cpp", "#include <fmt/format.h>", True),
-    ("schedules/a.cpp", "#include <mpi.h>", True),
-    ("schedules/a.cpp", "#include <nlohmann/json.hpp>", False),
-    ("schedules/a.hpp", "#include <nlohmann/json.hpp>", True),
-    ("comm/error.hpp", '#include "comm/device.hpp"', False),
-    ("comm/device.hpp", '#include "comm/transport.hpp"', True),
-    ("comm/transport.hpp", '#include "comm/error.hpp"', False),
-    ("comm/transport.hpp", "#include <mpi.h>", True),
-    ("comm/transport.cpp", "#include <mpi.h>", False),
-    ("comm/transport.cpp", '#include "stages/tensor.hpp"', True),
-    ("comm/transport.cpp", '#include "schedules/plan.hpp"', True),
-    ("stages/tensor.hpp", '#include "comm/device.hpp"', False),
-    ("stages/tensor.hpp", '#include "comm/topology.hpp"', True),
-    ("stages/tensor.cpp", '  #  include "runtime/engine.hpp"', True),
-    ("stages/tensor.cpp", "#include <nccl.h>", True),
-    ("stages/tensor.cpp", '#include "tensor.hpp"', True),
-    ("stages/cpu/loss.cpp", '#include "../tensor.hpp"', True),
-    ("stages/cpu/loss.cpp", "#include <stages/tensor.hpp>", True),
-    ("runtime/engine.cpp", '#include "schedules/plan.hpp"', False),
-    ("runtime/engine.cpp", "#include <mpi.h>", True),
-    ("runtime/engine.cpp", '#include "tests/loopback.hpp"', True),
-    ("examples/mlp.cpp", '#include "runtime/pipeline.hpp"', False),
-    ("examples/mlp.cpp", "#include <cublasLt.h>", True),
-    ("examples/mlp.cu", "#include <cublasLt.h>", False),
-    ("tests/runtime/engine_test.cpp", '#include "runtime/engine.hpp"', False),
+    ({}, (), ""),
+    ({"comm/group/a.hpp": '#include "comm/mpi/session.hpp"\n', "comm/mpi/session.hpp": A}, (), "comm/group must not"),
+    ({"comm/mpi/a.hpp": '#include "comm/nccl/b.hpp"\n', "comm/nccl/b.hpp": A}, (), "comm/mpi must not"),
+    ({"stages/tensor/a.cpp": '#include "comm/group/transport.hpp"\n'}, (), "stages/tensor must not"),
+    ({"schedules/model/a.cpp": "#include <sluice/error.hpp>\n"}, (), "schedules/model must not"),
+    ({"schedules/model/a.cpp": "#include <fmt/format.h>\n"}, (), "standard library only"),
+    ({"schedules/files/a.hpp": "#include <nlohmann/json.hpp>\n"}, (), "standard library only"),
+    ({"runtime/engine/a.cpp": "#include <mpi.h>\n"}, (), "does not belong"),
+    ({"comm/group/a.cpp": "#include <mpi.h>\n"}, (), "does not belong"),
+    ({"runtime/pipeline/a.cpp": "#include <sluice/transformer.hpp>\n"}, (), "runtime/pipeline must not"),
+    ({"runtime/explore/a.cpp": '#include "comm/group/transport.hpp"\n'}, (), "runtime/explore must not"),
+    ({"runtime/engine/a.cpp": '#include "tests/engine_test.cpp"\n'}, (), "must not include"),
+    ({"runtime/engine/a.cpp": '#include "../b.hpp"\n'}, (), "not named from the root"),
+    ({"runtime/engine/a.cpp": "#include <comm/base/cores.hpp>\n"}, (), "with quotes"),
+    ({"comm/loose.cpp": A}, (), "lies in no room"),
+    ({"comm/newroom/a.cpp": A}, (), "lies in no room"),
+    ({"comm/base/deep/a.cpp": A}, (), "lies in no room"),
+    ({"stages/include/sluice/tensor.hpp": '#include "comm/base/cores.hpp"\n'}, (), "must not include the internal"),
+    ({"examples/mlp.cpp": '#include "comm/base/cores.hpp"\n'}, (), "public headers only"),
+    # Within a room, and by no file alone: a.cpp -> b.hpp, b.cpp -> a.hpp.
+    ({"comm/base/a.hpp": A, "comm/base/a.cpp": '#include "comm/base/b.hpp"\n', "comm/base/b.hpp": A,
+      "comm/base/b.cpp": '#include "comm/base/a.hpp"\n'}, (), "cycle of units"),
+    # A public header and its source are one unit.
+    ({"comm/base/error.cpp": '#include "comm/base/cores.hpp"\n',
+      "comm/base/cores.hpp": "#include <sluice/error.hpp>\n"}, (), "cycle of units"),
+    ({}, (("comm/base/error.cpp", {"f"}, {"g"}), ("comm/mpi/session.cpp", {"g"}, {"f"})), "must not need g"),
+    ({}, (("comm/base/error.cpp", {"f"}, {"g"}), ("comm/mpi/session.cpp", {"g"}, {"f"})), "cycle of rooms by symbol"),
+    ({}, (("comm/base/error.cpp", {"f"}, {"puts"}), ("comm/mpi/session.cpp", {"g"}, {"f"})), ""),
+    ({f"comm/base/a{i}.hpp": A for i in range(26)}, (), "lie flat"),
+    ({f"stages/include/sluice/a{i}.hpp": A for i in range(25)}, (), "public headers; at most"),
+    ({"runtime/include/sluice/pipeline.hpp": "".join(f"#include <sluice/a{i}.hpp>\n" for i in range(11)),
+      **{f"stages/include/sluice/a{i}.hpp": A for i in range(11)}}, (), "pulls in 11"),
 )
 
 
 def main():
     failures = []
-    for path, text, wrong in PLANTED:
-        if bool(violations(path, text)) != wrong:
-            failures.append(f"rule check: {path}: {text}: expected {'a' if wrong else 'no'} violation")
+    for i, (texts, objects, wanted) in enumerate(PLANTED):
+        found = planted({**BASE, **texts}, objects)
+        unwanted = [text for text in found if "lies in no room" in text and "a0.hpp" not in str(texts)]
+        if not any(wanted in text for text in found) if wanted else found:
+            failures.append(f"rule check {i}: expected '{wanted}', found {found or unwanted}")
 
     root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parents[1])
-    count = 0
+    texts = {}
     for folder in FOLDERS:
         for file in sorted((root / folder).rglob("*")):
             if file.suffix in SOURCES and file.is_file():
-                count += 1
-                path = file.relative_to(root).as_posix()
-                failures += violations(path, file.read_text(encoding="utf-8"))
-    if count == 0:
+                texts[file.relative_to(root).as_posix()] = file.read_text(encoding="utf-8")
+    if not texts:
         failures.append(f"no source file under {root}")
+    tree = Tree(texts)
+    for path in texts:
+        failures += include_violations(tree, path)
+    failures += unit_violations(tree)
+    failures += size_violations(tree)
+    for folder in ORDER:
+        readme = root / folder / "README.md"
+        lines = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+        for room in sorted(all_rooms(folder)):
+            if f"| `{room.split('/')[1]}/` |" not in lines:
+                failures.append(f"{folder}/README.md: no line says what `{room.split('/')[1]}/` is for")
+
+    objects = []
+    if len(sys.argv) > 2:
+        objects = read_objects(tree, pathlib.Path(sys.argv[2]))
+        if not objects:
+            failures.append(f"no object under {sys.argv[2]}")
+        failures += symbol_violations(tree, objects)
 
     for line in failures:
         print(line)
-    print(f"{count} files read, {len(failures)} violations")
+    print(f"{len(texts)} files and {len(objects)} objects read, {len(failures)} violations")
     return 1 if failures else 0
 
 

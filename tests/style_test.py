@@ -5,7 +5,7 @@
 
 A header starts with the comment that is its contract and has `#pragma once`; a source includes its
 own header first; nothing is marked as unfinished; kernels of comm
-and stages are launched through comm/cuda.hpp alone, which every kernel source includes, so
+and stages are launched through comm/include/sluice/cuda.hpp alone, which every kernel source includes, so
 that all of them are loaded before NCCL waits for a peer; no two headers define a type of the same name in the
 same namespace. Prints one line per violation and exits 1 if there is any.
 """
@@ -18,7 +18,8 @@ FOLDERS = ("schedules", "comm", "stages", "runtime", "examples", "tests")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|\bnot (yet )?implemented\b|\bunimplemented\b", re.I)
 
 # The one way to launch a kernel, and what would go round it.
-LAUNCH = "comm/cuda.hpp"
+LAUNCH = "comm/include/sluice/cuda.hpp"
+LAUNCH_INCLUDE = "#include <sluice/cuda.hpp>"
 OTHER_LAUNCH = re.compile(r"<<<|\bcu(da)?Launch(Cooperative)?Kernel|#include <cub/device/")
 
 STRING_OR_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
@@ -74,14 +75,14 @@ def repeated_types(headers):
                 yield path, f"{name} is defined in {first[name]} as well: give one another name"
 
 
-def includes(text, wanted, read, seen):
-    """Whether the text includes the file `wanted`, itself or through files that read(path) knows."""
+def includes_launch(text, read, seen):
+    """Whether the text includes LAUNCH, itself or through internal files that read(path) knows."""
+    if LAUNCH_INCLUDE in text:
+        return True
     for name in re.findall(r'^#include "([^"]+)"', text, re.MULTILINE):
-        if name == wanted:
-            return True
         if name not in seen:
             seen.add(name)
-            if includes(read(name), wanted, read, seen):
+            if includes_launch(read(name), read, seen):
                 return True
     return False
 
@@ -91,7 +92,7 @@ def kernel_violations(path, text, read):
         return
     for match in OTHER_LAUNCH.finditer(text):
         yield text.count("\n", 0, match.start()) + 1, f"kernels are launched through {LAUNCH}"
-    if path.endswith(".cu") and not includes(text, LAUNCH, read, set()):
+    if path.endswith(".cu") and not includes_launch(text, read, set()):
         yield 1, f"a kernel source includes {LAUNCH}: else its kernels are not loaded ahead"
 
 
@@ -111,7 +112,7 @@ def violations(path, text, read):
 
 
 # path, text, whether it violates a rule; beside it there are only OTHERS
-OTHERS = {"comm/a.hpp": "// Contract.\n", "comm/k.cuh": f'#include "{LAUNCH}"\n'}
+OTHERS = {"comm/a.hpp": "// Contract.\n", "comm/k.cuh": f"{LAUNCH_INCLUDE}\n"}
 PLANTED = (
     ("comm/a.hpp", "// Contract.\n#pragma once\n", False),
     ("comm/a.hpp", "#pragma once\n", True),
@@ -122,10 +123,10 @@ PLANTED = (
     ("comm/b.cpp", "#include <vector>\n", False),
     ("comm/b.cpp", "// TO" + "DO: later\n", True),
     ("comm/b.cpp", "int a;", True),
-    ("stages/cuda/a.cu", f'#include "{LAUNCH}"\n', False),
+    ("stages/cuda/a.cu", f"{LAUNCH_INCLUDE}\n", False),
     ("stages/cuda/a.cu", '#include "comm/k.cuh"\n', False),
     ("stages/cuda/a.cu", '#include "comm/a.hpp"\n', True),
-    ("stages/cuda/a.cu", f'#include "{LAUNCH}"\nkernel<<<1, 2>>>();\n', True),
+    ("stages/cuda/a.cu", f"{LAUNCH_INCLUDE}\nkernel<<<1, 2>>>();\n", True),
     ("stages/cuda/a.cpp", "cudaLaunchKernelEx(&config, kernel);\n", True),
     ("examples/a.cu", "kernel<<<1, 2>>>();\n", False),
 )
