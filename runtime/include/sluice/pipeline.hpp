@@ -58,13 +58,6 @@ class Pipeline {
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
-  // The layout alone, taking none of a device's memory but for library handles: what a dry run
-  // prints.
-  [[nodiscard]] static PipelineLayout plan_layout(Communicator& world,
-                                                  const PipelineOptions& options,
-                                                  const StageFactory& make_stage,
-                                                  const DataSource& source);
-
   StepReport train_step();
   // Mean loss over the source's first `samples` samples, forward only; `samples` is one of
   // options.evaluations. May be called between any two steps.
@@ -83,7 +76,6 @@ class Pipeline {
   // Steps done; train_step() runs number step() + 1.
   [[nodiscard]] std::uint64_t step() const;
   void set_step(std::uint64_t step);
-  [[nodiscard]] const PipelineLayout& layout() const;
 
   // This rank's parameters. Whoever writes values calls values_changed() on every rank afterwards.
   struct Owned {
@@ -96,6 +88,17 @@ class Pipeline {
   void values_changed();
   [[nodiscard]] std::vector<OptimizerState> optimizer_state();
 
+  // What this rank's stages compute with.
+  [[nodiscard]] ComputeContext& compute();
+
+  // --- for Sluice's own commands and reports: types that only they see ---
+  // The layout alone, taking none of a device's memory but for library handles: what a dry run
+  // prints.
+  [[nodiscard]] static PipelineLayout plan_layout(Communicator& world,
+                                                  const PipelineOptions& options,
+                                                  const StageFactory& make_stage,
+                                                  const DataSource& source);
+  [[nodiscard]] const PipelineLayout& layout() const;
   // Job-wide collectives that end with an Error when any rank fails.
   [[nodiscard]] Collectives& world();
   // Runs `body` on this rank; an exception in it ends the job on all ranks, as everywhere here.
@@ -104,8 +107,6 @@ class Pipeline {
   void guarded(const std::string& who, const std::function<void()>& body);
   // This rank's timeline of the last training step; empty unless options.trace.
   [[nodiscard]] std::vector<TraceEvent> trace() const;
-  // What this rank's stages compute with.
-  [[nodiscard]] ComputeContext& compute();
   // Measured seconds per action of the last step, on this rank.
   [[nodiscard]] const StepOutcome& last_outcome() const;
 
