@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -187,11 +188,13 @@ void require_memory(const std::vector<RankDevice>& devices, const PipelineLayout
     std::size_t first_rank = 0, bytes = 0;
     std::string who;
   };
-  std::map<std::pair<std::string, std::string>, Wanted> all;  // by host and GPU, if any
+  // GPUs first, by host and GPU, then hosts.
+  std::map<std::tuple<bool, std::string, std::string>, Wanted> all;
   for (std::size_t rank = 0; rank < devices.size(); ++rank) {
     const int place = layout.topology.pipeline_rank(static_cast<int>(rank));
     const RankMemory& memory = layout.memory[at(place)];
-    Wanted& wanted = all[{devices[rank].host, devices[rank].identity}];
+    const RankDevice& device = devices[rank];
+    Wanted& wanted = all[{device.device.kind == DeviceKind::kCpu, device.host, device.identity}];
     if (wanted.who.empty()) wanted.first_rank = rank;
     wanted.bytes += memory.total();
     wanted.who +=

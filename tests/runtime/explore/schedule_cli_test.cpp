@@ -209,12 +209,20 @@ TEST_F(CliTest, MicroBatchesBeyondAPlanAreRefusedWithBothSizes) {
                  "more than 400000 pairs of stage and micro-batch");
 }
 
+// Within the time of sluice(); no host has the memory, which is what refuses it then. The
+// sanitizers make it several times slower, so there the model has fewer layers.
 TEST_F(CliTest, TheLargestLegalModelIsPlanned) {
-  const Outcome whole =
-      sluice("train --dry-run --layers 65536 --width 262144 --heads 4096 --context 1048576");
-  EXPECT_EQ(whole.code, 0) << whole.err;
-  const Outcome cut = sluice("train --dry-run --layers 65536 --schedule interleaved --chunks 1024");
-  EXPECT_EQ(cut.code, 0) << cut.err;
+#if defined(__SANITIZE_ADDRESS__)
+  const std::string layers = "train --dry-run --layers 8192 ";
+#else
+  const std::string layers = "train --dry-run --layers 65536 ";
+#endif
+  for (const char* rest : {"--width 262144 --heads 4096 --context 1048576",
+                           "--width 4096 --schedule interleaved --chunks 1024"}) {
+    const Outcome planned = sluice(layers + rest);
+    EXPECT_EQ(planned.code, 10) << planned.err;
+    EXPECT_NE(planned.err.find("but the plan needs"), std::string::npos) << planned.err;
+  }
 }
 
 }  // namespace
