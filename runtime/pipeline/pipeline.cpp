@@ -11,7 +11,7 @@
 #include "runtime/engine/step_clock.hpp"
 #include "runtime/gradients/bucketed_sums.hpp"
 #include "runtime/gradients/gradients.hpp"
-#include "runtime/gradients/replicas.hpp"
+#include "runtime/gradients/replica_check.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/job/job_groups.hpp"
 #include "runtime/job/nccl_links.hpp"

@@ -1,4 +1,4 @@
-#include "runtime/gradients/replicas.hpp"
+#include "runtime/gradients/replica_check.hpp"
 
 #include <fmt/format.h>
 
