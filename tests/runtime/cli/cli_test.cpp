@@ -365,7 +365,8 @@ class DataTest : public CliTest {
     fs::create_directory(path("second"));
     write("first/" + name, first);
     write("second/" + name, second);
-    const std::string program = SLUICE_PROGRAM " " + small("--pipeline 2 --data " + name);
+    const std::string program =
+        SLUICE_PROGRAM " " + small("--pipeline 2 --validation-samples 8 --data " + name);
     return mpirun_beside("env -C first " + program, "env -C second " + program);
   }
 };
