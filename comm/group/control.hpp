@@ -27,8 +27,9 @@ class ControlChannel : public Interrupt {
   // less, every few calls).
   void poll() override;
 
-  // Longer than any rank computes without a look at the channel.
-  static constexpr std::chrono::milliseconds kPatience = std::chrono::minutes(10);
+  // Longer than a rank usually computes without a look at the channel; and no longer than a program
+  // should stand still whose rank 0 has left the pipeline's calls and does not look again.
+  static constexpr std::chrono::milliseconds kPatience = std::chrono::seconds(60);
 
   // Tells every other rank; then waits until rank 0 has decided whose error wins, and returns the
   // winner, which the caller throws. The winner is this rank's own where rank 0 has ended, as far

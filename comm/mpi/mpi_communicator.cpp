@@ -83,6 +83,7 @@ class Remains {
       return;
     }
     sweep();
+    if (left_.empty()) return;
     (void)std::make_unique<std::vector<GivenUp>>(std::move(left_)).release();
   }
 

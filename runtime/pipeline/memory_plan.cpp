@@ -186,6 +186,7 @@ MemoryPlan plan_memory(const PipelineLayout& layout, const PipelineOptions& opti
 void require_memory(const std::vector<RankDevice>& devices, const PipelineLayout& layout) {
   struct Wanted {
     std::size_t first_rank = 0, bytes = 0;
+    std::size_t there = 0;  // as the rank saw it that saw least; 0: not known
     std::string who;
   };
   // GPUs first, by host and GPU, then hosts.
@@ -196,6 +197,11 @@ void require_memory(const std::vector<RankDevice>& devices, const PipelineLayout
     const RankDevice& device = devices[rank];
     Wanted& wanted = all[{device.device.kind == DeviceKind::kCpu, device.host, device.identity}];
     if (wanted.who.empty()) wanted.first_rank = rank;
+    const bool on_cpu = device.device.kind == DeviceKind::kCpu;
+    const std::size_t there = on_cpu ? device.host_memory : device.free_memory;
+    const bool known = there > 0 || !on_cpu;
+    const bool less = there < wanted.there || (on_cpu && wanted.there == 0);
+    if (wanted.who.empty() || (known && less)) wanted.there = there;
     wanted.bytes += memory.total();
     wanted.who +=
         fmt::format("{}rank {}: {}", wanted.who.empty() ? "" : "; ", rank, to_string(memory));
@@ -203,7 +209,7 @@ void require_memory(const std::vector<RankDevice>& devices, const PipelineLayout
   for (const auto& [where, wanted] : all) {
     const RankDevice& first = devices[wanted.first_rank];
     const bool on_cpu = first.device.kind == DeviceKind::kCpu;
-    const std::size_t there = on_cpu ? first.host_memory : first.free_memory;
+    const std::size_t there = wanted.there;
     if (wanted.bytes <= there || (on_cpu && there == 0)) continue;
     throw Error(
         ErrorCode::kDevice,

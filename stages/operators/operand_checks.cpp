@@ -399,7 +399,7 @@ void softmax_cross_entropy(const char* name, const Tensor& logits, const Tensor&
 void mean_squared_error(const char* name, const Tensor& outputs, const Tensor& targets,
                         const double* sum) {
   fits(name, {"outputs", outputs}, in_rows(kF32, kAny, kAny), {{"targets", targets}});
-  fits(name, {"targets", targets}, in_rows(kF32, rows_of(outputs), width_of(outputs)),
+  fits(name, {"targets", targets}, {kF32, outputs.elements(), 1, Legal::Form::kCount},
        {{"outputs", outputs}});
   if (sum == nullptr) refuse_pointer(name, "sum", "where the sum goes");
 }

@@ -162,8 +162,8 @@ void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions);
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                            StepValue<double> scale, bool gradient, double* sum);
 [[nodiscard]] std::size_t softmax_cross_entropy_workspace(std::int64_t rows);
-// *sum = the squared differences over all elements; with `gradient`, outputs become
-// 2 * scale * (outputs - targets).
+// *sum = the squared differences over all elements, of which both have as many, in whatever shape;
+// with `gradient`, outputs become 2 * scale * (outputs - targets).
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
                         StepValue<double> scale, bool gradient, double* sum);
 [[nodiscard]] std::size_t mean_squared_error_workspace(std::int64_t elements);

@@ -385,7 +385,7 @@ std::vector<OperatorForm> loss_forms() {
          mean_squared_error(ctx, at[0], at[1], 1.0, true, &sum);
        },
        {{0, {kBf16, {2, 4}}, "outputs is bf16 [2, 4]; legal with targets f32 [2, 4]: f32 [any"},
-        {1, {kF32, {2, 1}}, "targets is f32 [2, 1]; legal with outputs f32 [2, 4]: f32 [2, 4]"},
+        {1, {kF32, {2, 1}}, "targets is f32 [2, 1]; legal with outputs f32 [2, 4]: f32 [8]"},
         {1, {kI32, {2, 4}}, "targets is i32 [2, 4]; legal with outputs f32 [2, 4]: f32"}}},
   };
 }
