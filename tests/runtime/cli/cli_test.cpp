@@ -491,7 +491,9 @@ TEST_F(CliTest, WhatAllRanksThrowIsPrintedOnceAndWhatNoneThrowsNever) {
 
 TEST_F(CliTest, AProgramGoesOnAfterAPipelineWithAMessageUnderWayHasFailed) {
   for (const std::string how : {"embed", "unreceived"}) {
-    const Outcome outcome = mpirun(2, SLUICE_EMBEDDING_PROGRAM, how + " " + how);
+    std::string twice = how;
+    twice.append(" ").append(how);
+    const Outcome outcome = mpirun(2, SLUICE_EMBEDDING_PROGRAM, twice);
     EXPECT_EQ(outcome.code, 0) << how << ": " << outcome.err;
     EXPECT_EQ(lines_with(outcome.out, "caught: stage 0, 0F1: stage 0 has a problem"), 2) << how;
     EXPECT_EQ(lines_with(outcome.out, "goes on"), 2) << how;
