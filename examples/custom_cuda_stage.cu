@@ -106,9 +106,10 @@ int main(int argc, char** argv) {
     std::vector<float> unit(kWidth * kWidth), turned(kWidth * kWidth);
     for (int i = 0; i < kWidth; ++i) unit[i * (kWidth + 1)] = turned[(i + 1) * (kWidth - 1)] = 1;
     const auto data = make_array_source(unit, kWidth, turned, kWidth, kWidth);
-    PipelineOptions options{.micro_batches = 2, .micro_batch_size = kWidth / 2};
-    options.devices = parse_devices("cuda");
-    options.learning_rate = {.peak = 0.05, .steps = 200};
+    PipelineOptions options;
+    options.shape = {.micro_batches = 2, .micro_batch_size = kWidth / 2};
+    options.devices.choices = parse_devices("cuda");
+    options.training.learning_rate = {.peak = 0.05, .steps = 200};
     const StageFactory make_stage = [](int stage, int stages) -> std::unique_ptr<Stage> {
       const std::string name = std::to_string(stage) + ".weight";
       if (stage + 1 == stages) return std::make_unique<LastLayer>(name);

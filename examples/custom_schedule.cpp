@@ -47,7 +47,9 @@ int main(int argc, char** argv) {
       const Partition partition = partition_by_cost(layer_costs(model), stages);
       return make_transformer_stage(model, partition, stage);
     };
-    PipelineOptions options{.order = order, .micro_batches = order->micro_batches};
+    PipelineOptions options;
+    options.shape.micro_batches = order->micro_batches;
+    options.order.given = order;
     Pipeline pipeline(world, options, make_stage, *source);
     double loss = 0;
     for (int step = 0; step < 3; ++step) loss = pipeline.train_step().loss;

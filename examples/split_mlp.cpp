@@ -113,12 +113,12 @@ int main(int argc, char** argv) {
     const auto data = make_array_source(inputs, 10, std::vector<float>(100, 1), 1, 10);
 
     PipelineOptions options;
-    options.micro_batches = argc > 1 ? std::atoi(argv[1]) : 5;
-    options.micro_batch_size =
-        (10 + options.micro_batches - 1) / std::max(options.micro_batches, 1);
-    options.batch_size = 10;
-    options.optimizer.kind = OptimizerConfig::Kind::kSgd;
-    options.learning_rate = {.peak = 0.01, .constant = true};
+    options.shape.micro_batches = argc > 1 ? std::atoi(argv[1]) : 5;
+    options.shape.micro_batch_size =
+        (10 + options.shape.micro_batches - 1) / std::max(options.shape.micro_batches, 1);
+    options.shape.batch_size = 10;
+    options.training.optimizer.kind = OptimizerConfig::Kind::kSgd;
+    options.training.learning_rate = {.peak = 0.01, .constant = true};
     const StageFactory make_stage = [](int stage, int stages) -> std::unique_ptr<Stage> {
       if (stages == 1) return std::make_unique<Mlp>(0, kLayers);
       if (stages == 2) return std::make_unique<Mlp>(stage, stage == 0 ? 1 : kLayers);

@@ -57,19 +57,19 @@ OptionTable make_table(GenerateOptions& options) {
 
 PipelineOptions pipeline_options(const GenerateOptions& options) {
   PipelineOptions result;
-  result.pipeline = options.pipeline;
-  result.schedule = "forward-only";
-  result.batch_size = 1;
-  result.threads = options.threads;
-  result.devices = parse_devices(options.device);
-  result.inference = true;
+  result.shape.pipeline = options.pipeline;
+  result.order.schedule = "forward-only";
+  result.shape.batch_size = 1;
+  result.devices.threads = options.threads;
+  result.devices.choices = parse_devices(options.device);
+  result.training.inference = true;
   const SamplingOptions& sampling = options.sampling;
-  result.configuration = {{"weights", options.weights},
-                          {"prompt", options.prompt},
-                          {"tokens", fmt::format("{}", options.tokens)},
-                          {"temperature", fmt::format("{}", sampling.temperature)},
-                          {"top-k", fmt::format("{}", sampling.top_k)},
-                          {"seed", fmt::format("{}", sampling.seed)}};
+  result.checks.configuration = {{"weights", options.weights},
+                                 {"prompt", options.prompt},
+                                 {"tokens", fmt::format("{}", options.tokens)},
+                                 {"temperature", fmt::format("{}", sampling.temperature)},
+                                 {"top-k", fmt::format("{}", sampling.top_k)},
+                                 {"seed", fmt::format("{}", sampling.seed)}};
   return result;
 }
 

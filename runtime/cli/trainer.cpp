@@ -184,7 +184,7 @@ void Training::plan_evaluations() {
     }
   }
   pipeline_options_ = pipeline_options(parsed_, evaluations);
-  pipeline_options_.order = arrangement_.order;
+  pipeline_options_.order.given = arrangement_.order;
   if (first() && !arrangement_.remark.empty()) fmt::print("{}\n", arrangement_.remark);
 }
 
@@ -330,28 +330,28 @@ void Training::summarise() {
 PipelineOptions pipeline_options(const ParsedTrain& parsed, std::vector<std::int64_t> evaluations) {
   const TrainOptions& from = parsed.options;
   PipelineOptions options;
-  options.pipeline = from.pipeline;
-  options.replicas = from.replicas;
-  options.rank_order = from.rank_order;
-  options.schedule = from.schedule;
-  options.chunks = from.chunks;
-  options.micro_batches = from.micro_batches;
-  options.micro_batch_size = from.micro_batch_size;
-  options.batch_size = from.batch_size;
-  options.seed = from.seed;
-  options.threads = from.threads;
-  options.devices = from.devices;
-  options.transport = from.transport;
-  options.all_reduce = from.all_reduce;
-  options.cuda_graphs = from.cuda_graphs;
-  options.tf32 = from.tf32;
-  options.optimizer = from.optimizer;
-  options.learning_rate = from.learning_rate;
-  options.clip = from.clip;
-  options.evaluations = std::move(evaluations);
-  options.check_replicas = from.check_replicas;
-  options.trace = !from.trace.empty();
-  options.configuration = parsed.resolved;
+  options.shape.pipeline = from.pipeline;
+  options.shape.replicas = from.replicas;
+  options.shape.rank_order = from.rank_order;
+  options.order.schedule = from.schedule;
+  options.order.chunks = from.chunks;
+  options.shape.micro_batches = from.micro_batches;
+  options.shape.micro_batch_size = from.micro_batch_size;
+  options.shape.batch_size = from.batch_size;
+  options.training.seed = from.seed;
+  options.devices.threads = from.threads;
+  options.devices.choices = from.devices;
+  options.devices.transport = from.transport;
+  options.devices.all_reduce = from.all_reduce;
+  options.devices.cuda_graphs = from.cuda_graphs;
+  options.devices.tf32 = from.tf32;
+  options.training.optimizer = from.optimizer;
+  options.training.learning_rate = from.learning_rate;
+  options.training.clip = from.clip;
+  options.training.evaluations = std::move(evaluations);
+  options.checks.replicas_every = from.check_replicas;
+  options.checks.trace = !from.trace.empty();
+  options.checks.configuration = parsed.resolved;
   return options;
 }
 

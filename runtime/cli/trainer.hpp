@@ -16,7 +16,7 @@ namespace sluice {
 // layout and memory per rank and returns.
 void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed);
 
-// The pipeline's options for the program's, but for PipelineOptions::order. `evaluations`: see
+// The pipeline's options for the program's, but for PipelineOptions::Order::given. `evaluations`: see
 // there.
 [[nodiscard]] PipelineOptions pipeline_options(const ParsedTrain& parsed,
                                                std::vector<std::int64_t> evaluations);

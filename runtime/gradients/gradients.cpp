@@ -28,8 +28,8 @@ GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
       ties_(ties),
       stages_(std::move(stages)),
       mirror_(compute, groups.watch.get()),
-      square_offset_(loss_offset_ + 2 * at(options.micro_batches)) {
-  if (nccl != nullptr && nccl->sums()) sums_.emplace(*nccl, stages_, options.bucket_bytes);
+      square_offset_(loss_offset_ + 2 * at(options.shape.micro_batches)) {
+  if (nccl != nullptr && nccl->sums()) sums_.emplace(*nccl, stages_, options.devices.bucket_bytes);
   std::size_t workspace = 0;
   std::vector<Parameter*> owners;
   for (const StageBinding& binding : stages_) {
@@ -50,7 +50,7 @@ GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
   workspace_ = HostBuffer(compute_.device(), workspace * sizeof(float));
   floats_ = {reinterpret_cast<float*>(workspace_.data()), workspace};
   squares_ = HostBuffer(compute_.device(), owned_.size() * sizeof(double));
-  optimizer_ = make_optimizer(options_.optimizer, owners, compute_.memory());
+  optimizer_ = make_optimizer(options_.training.optimizer, owners, compute_.memory());
 
   std::size_t most = 0;
   for (int rank = 0; rank < layout_.topology.pipeline; ++rank) {
@@ -136,9 +136,9 @@ void GradientSync::reduce_records() {
     totals_.culprit_is_loss = is_loss;
   };
   for (int r = 0; r < layout_.topology.replicas; ++r) {
-    for (int m = 0; m < options_.micro_batches; ++m) {
+    for (int m = 0; m < options_.shape.micro_batches; ++m) {
       const double sum = record(r, layout_.last_rank())[loss_offset_ + 2 * at(m)];
-      check(sum, r * options_.micro_batches + m, 1);
+      check(sum, r * options_.shape.micro_batches + m, 1);
       loss += sum;
       totals_.targets += record(r, layout_.last_rank())[loss_offset_ + 2 * at(m) + 1];
     }
@@ -174,7 +174,8 @@ void GradientSync::refuse() const {
                 fmt::format("the loss of step {} is not finite, first in micro-batch {} of replica "
                             "{}; no parameter was changed (a smaller --learning-rate or --clip may "
                             "help)",
-                            step_, index % options_.micro_batches, index / options_.micro_batches),
+                            step_, index % options_.shape.micro_batches,
+                            index / options_.shape.micro_batches),
                 0);
   }
   std::size_t index = static_cast<std::size_t>(totals_.culprit);
@@ -199,8 +200,8 @@ void GradientSync::optimizer() {
   if (groups_.world->rank() == 0) reduce_records();
   groups_.in_world->broadcast(std::as_writable_bytes(std::span(&totals_, 1)), 0);
   if (totals_.finite == 0) refuse();
-  const double factor = clip_factor(totals_.grad_norm, options_.clip);
-  optimizer_->update(compute_, step_, static_cast<float>(options_.learning_rate.at(step_)),
+  const double factor = clip_factor(totals_.grad_norm, options_.training.clip);
+  optimizer_->update(compute_, step_, static_cast<float>(options_.training.learning_rate.at(step_)),
                      static_cast<float>(factor));
   ties_.spread_values();
 }

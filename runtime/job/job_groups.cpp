@@ -24,48 +24,49 @@ using Json = nlohmann::json;
 
 // What every rank must agree on, beyond what the program adds.
 std::vector<std::pair<std::string, std::string>> agreed_values(const PipelineOptions& options) {
-  std::vector<std::pair<std::string, std::string>> values = options.configuration;
+  std::vector<std::pair<std::string, std::string>> values = options.checks.configuration;
   const auto add = [&](const char* name, const auto& value) {
     values.emplace_back(name, fmt::format("{}", value));
   };
-  add("pipeline", options.pipeline);
-  add("replicas", options.replicas);
-  add("rank-order", static_cast<int>(options.rank_order));
-  if (options.order == nullptr) {
-    add("schedule", options.schedule);
-    add("chunks", options.chunks);
+  add("pipeline", options.shape.pipeline);
+  add("replicas", options.shape.replicas);
+  add("rank-order", static_cast<int>(options.shape.rank_order));
+  if (options.order.given == nullptr) {
+    add("schedule", options.order.schedule);
+    add("chunks", options.order.chunks);
   } else {
-    const std::string text = to_schedule_json(*options.order);
-    add("schedule", options.order->name);
+    const std::string text = to_schedule_json(*options.order.given);
+    add("schedule", options.order.given->name);
     add("SHA-256 of the schedule", sha256_hex(std::as_bytes(std::span<const char>(text))));
   }
-  add("micro-batches", options.micro_batches);
-  add("micro-batch-size", options.micro_batch_size);
-  add("batch-size", options.batch_size);
-  add("seed", options.seed);
-  add("threads", options.threads);
-  add("tf32", options.tf32);
-  add("device", to_string(options.devices));
-  add("transport", name_of(options.transport));
-  add("all-reduce", options.all_reduce);
-  add("cuda-graphs", options.cuda_graphs);
-  add("bucket-bytes", options.bucket_bytes);
-  add("optimizer", static_cast<int>(options.optimizer.kind));
-  add("beta1", options.optimizer.beta1);
-  add("beta2", options.optimizer.beta2);
-  add("epsilon", options.optimizer.epsilon);
-  add("momentum", options.optimizer.momentum);
-  add("weight-decay", options.optimizer.weight_decay);
-  add("learning-rate", options.learning_rate.peak);
-  add("final-learning-rate-share", options.learning_rate.final_share);
-  add("warmup", options.learning_rate.warmup);
-  add("steps", options.learning_rate.steps);
-  add("clip", options.clip);
-  add("learning-rate-constant", options.learning_rate.constant);
-  add("inference", options.inference);
-  values.emplace_back("evaluations", fmt::format("{}", fmt::join(options.evaluations, ",")));
-  add("check-replicas", options.check_replicas);
-  add("trace", options.trace);
+  add("micro-batches", options.shape.micro_batches);
+  add("micro-batch-size", options.shape.micro_batch_size);
+  add("batch-size", options.shape.batch_size);
+  add("seed", options.training.seed);
+  add("threads", options.devices.threads);
+  add("tf32", options.devices.tf32);
+  add("device", to_string(options.devices.choices));
+  add("transport", name_of(options.devices.transport));
+  add("all-reduce", options.devices.all_reduce);
+  add("cuda-graphs", options.devices.cuda_graphs);
+  add("bucket-bytes", options.devices.bucket_bytes);
+  add("optimizer", static_cast<int>(options.training.optimizer.kind));
+  add("beta1", options.training.optimizer.beta1);
+  add("beta2", options.training.optimizer.beta2);
+  add("epsilon", options.training.optimizer.epsilon);
+  add("momentum", options.training.optimizer.momentum);
+  add("weight-decay", options.training.optimizer.weight_decay);
+  add("learning-rate", options.training.learning_rate.peak);
+  add("final-learning-rate-share", options.training.learning_rate.final_share);
+  add("warmup", options.training.learning_rate.warmup);
+  add("steps", options.training.learning_rate.steps);
+  add("clip", options.training.clip);
+  add("learning-rate-constant", options.training.learning_rate.constant);
+  add("inference", options.training.inference);
+  values.emplace_back("evaluations",
+                      fmt::format("{}", fmt::join(options.training.evaluations, ",")));
+  add("check-replicas", options.checks.replicas_every);
+  add("trace", options.checks.trace);
   return values;
 }
 
@@ -105,15 +106,16 @@ JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
   in_world = std::make_unique<Collectives>(*world, 0, watch.get());
   guarded([&] {
     require_same_configuration(*in_world, agreed_values(options));
-    const int replicas_asked = std::max(options.replicas, 1);
-    const int depth =
-        options.pipeline > 0 ? options.pipeline : std::max(world->size() / replicas_asked, 1);
-    topology = make_topology(world->size(), depth, options.replicas, options.rank_order);
-    devices = choose_devices(*in_world, topology, options.devices);
+    const int replicas_asked = std::max(options.shape.replicas, 1);
+    const int depth = options.shape.pipeline > 0 ? options.shape.pipeline
+                                                 : std::max(world->size() / replicas_asked, 1);
+    topology =
+        make_topology(world->size(), depth, options.shape.replicas, options.shape.rank_order);
+    devices = choose_devices(*in_world, topology, options.devices.choices);
     device = devices[static_cast<std::size_t>(world->rank())].device;
-    no_nccl = find_why_no_nccl(*in_world, devices, options.transport);
+    no_nccl = find_why_no_nccl(*in_world, devices, options.devices.transport);
     no_device_messages =
-        why_no_device_messages(*in_world, devices, options.transport, no_nccl, depth);
+        why_no_device_messages(*in_world, devices, options.devices.transport, no_nccl, depth);
   });
   rank = topology.pipeline_rank(world->rank());
   replica = topology.replica(world->rank());

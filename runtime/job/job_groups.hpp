@@ -34,7 +34,8 @@ class JobWatch : public Interrupt {
 // The communicators and error handling of one pipeline's job.
 class JobGroups {
  public:
-  // Collective over `world`. Compares options.configuration and the layout's own options first.
+  // Collective over `world`. Compares options.checks.configuration and the layout's own options
+  // first.
   JobGroups(Communicator& world, const PipelineOptions& options);
 
   // Runs `body`; an exception in it is told to every rank, and what is thrown here, on every rank,

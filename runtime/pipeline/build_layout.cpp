@@ -225,20 +225,20 @@ void require_fitting(const Schedule& order, const ScheduleShape& shape) {
 
 Schedule order_of(const PipelineOptions& options, const ScheduleShape& shape) {
   try {
-    if (options.order == nullptr) {
-      const std::string name = options.inference ? "forward-only" : options.schedule;
+    if (options.order.given == nullptr) {
+      const std::string name = options.training.inference ? "forward-only" : options.order.schedule;
       require_plannable(stages_of(name, shape), shape.micro_batches);
       return generate(name, shape);
     }
-    require_plannable(options.order->placement.stages(), shape.micro_batches);
-    if (options.inference) {
-      return generate_forward_only(options.order->placement, shape.micro_batches);
+    require_plannable(options.order.given->placement.stages(), shape.micro_batches);
+    if (options.training.inference) {
+      return generate_forward_only(options.order.given->placement, shape.micro_batches);
     }
   } catch (const std::invalid_argument& error) {
     throw Error(ErrorCode::kUsage, error.what());
   }
-  require_fitting(*options.order, shape);
-  return *options.order;
+  require_fitting(*options.order.given, shape);
+  return *options.order.given;
 }
 
 Plan evaluation_plan(const Placement& placement, std::size_t micro_batches,
@@ -292,9 +292,9 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
   layout.replica = groups.replica;
   const int replicas = layout.topology.replicas;
 
-  BatchShape batch{.batch_size = options.batch_size,
-                   .micro_batch_size = options.micro_batch_size,
-                   .micro_batches = options.micro_batches,
+  BatchShape batch{.batch_size = options.shape.batch_size,
+                   .micro_batch_size = options.shape.micro_batch_size,
+                   .micro_batches = options.shape.micro_batches,
                    .replicas = replicas};
   if (batch.batch_size == 0) {
     // micro_batches_of() refuses what does not fit.
@@ -307,8 +307,8 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
   for (int r = 0; r < replicas; ++r) {
     ranges.push_back(micro_batches_of(batch, r));
     if (r == layout.replica) layout.micro_batches = ranges.back();
-    for (const std::int64_t samples : options.evaluations) {
-      ranges.push_back(evaluation_ranges(samples, replicas, r, options.micro_batch_size));
+    for (const std::int64_t samples : options.training.evaluations) {
+      ranges.push_back(evaluation_ranges(samples, replicas, r, options.shape.micro_batch_size));
       if (r == layout.replica) {
         layout.evaluations.push_back(
             {.samples = samples, .micro_batches = ranges.back(), .round = {}, .rest = {}});
@@ -316,11 +316,12 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
     }
   }
 
-  if (options.bucket_bytes == 0) {
+  if (options.devices.bucket_bytes == 0) {
     throw Error(ErrorCode::kUsage,
                 "buckets of 0 bytes cannot hold a gradient; the nearest legal value is 1");
   }
-  const ScheduleShape shape{layout.topology.pipeline, options.micro_batches, options.chunks};
+  const ScheduleShape shape{layout.topology.pipeline, options.shape.micro_batches,
+                            options.order.chunks};
   layout.order = order_of(options, shape);
   const Placement& placement = layout.order.placement;
   layout.train.placement = placement;
@@ -358,8 +359,8 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
   layout.edges = EdgeTable(sizes, std::move(edges));
   layout.tied = find_ties(layout.stages);
 
-  LowerOptions training{.reduce_grad = !options.inference, .tied = {}};
-  if (!options.inference) {
+  LowerOptions training{.reduce_grad = !options.training.inference, .tied = {}};
+  if (!options.training.inference) {
     for (const TiedParameter& tie : layout.tied) {
       TiedStages group;
       for (const TiedUse& use : tie.uses) {
@@ -370,7 +371,7 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
     }
   }
   layout.devices = groups.pipeline_devices();
-  const LinkQuestion question{.wanted = options.transport,
+  const LinkQuestion question{.wanted = options.devices.transport,
                               .no_device_messages = groups.no_device_messages,
                               .nccl_refusal = groups.no_nccl,
                               .devices = layout.devices};
@@ -382,10 +383,10 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
     }
   }
   for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
-    layout.sums.push_back(choose_sum(rank, options.inference ? 1 : replicas, question));
+    layout.sums.push_back(choose_sum(rank, options.training.inference ? 1 : replicas, question));
   }
-  layout.all_reduce = options.all_reduce;
-  layout.cuda_graphs = options.cuda_graphs;
+  layout.all_reduce = options.devices.all_reduce;
+  layout.cuda_graphs = options.devices.cuda_graphs;
   for (int s = 0; s < stages; ++s) {
     training.sums_beside.push_back(layout.sums_by_nccl(placement.rank_of(s)));
   }

@@ -55,7 +55,7 @@ class Sum {
         micro_batch += padded(input.spec.bytes());
       }
     }
-    if (rank_ == layout_.last_rank() && !options_.inference) {
+    if (rank_ == layout_.last_rank() && !options_.training.inference) {
       for (const TensorSpec& target : source.target_specs(layout_.edges.largest())) {
         micro_batch += padded(target.bytes());
       }
@@ -82,7 +82,7 @@ class Sum {
         const std::int64_t elements = entry.parameters[i].elements;
         memory_.parameters += parameter_bytes(elements);
         memory_.gradients += parameter_bytes(elements);
-        if (options_.inference || !layout_.is_owner(stage, static_cast<int>(i))) continue;
+        if (options_.training.inference || !layout_.is_owner(stage, static_cast<int>(i))) continue;
         owned += parameter_bytes(elements);
         squares += sum_of_squares_workspace(elements);
       }
@@ -99,13 +99,13 @@ class Sum {
       tables = std::max(tables, entry.table_bytes);
     }
     plan_.operator_bytes = std::max(plan_.operator_bytes, squares);
-    memory_.optimizer = optimizer_bytes(options_.optimizer, owned);
+    memory_.optimizer = optimizer_bytes(options_.training.optimizer, owned);
     memory_.operators = padded(plan_.operator_bytes) + padded(tables) + library_bytes(device_);
   }
 
   // Other uses' gradients of tied parameters that arrive here, one at a time.
   void add_ties() {
-    if (options_.inference) return;
+    if (options_.training.inference) return;
     std::size_t largest = 0;
     const auto rank_of = [&](const TiedUse& use) {
       return layout_.train.placement.rank_of(use.stage);
@@ -138,7 +138,7 @@ class Sum {
       floats.push_back(bytes / sizeof(float));
     }
     memory_.buffers +=
-        padded(NcclLinks::sum_bytes(BucketedSums::load_of(floats, options_.bucket_bytes),
+        padded(NcclLinks::sum_bytes(BucketedSums::load_of(floats, options_.devices.bucket_bytes),
                                     layout_.topology.replicas, layout_.all_reduce));
   }
 

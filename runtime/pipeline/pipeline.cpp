@@ -108,9 +108,10 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
                      const StageFactory& make_stage, const DataSource& source)
     : options(options_in), groups(world, options) {
   groups.guarded([&] {
-    make_ready("the libraries",
-               [&] { compute = std::make_unique<ComputeContext>(groups.device, options.threads); });
-    compute->set_tf32(options.tf32);
+    make_ready("the libraries", [&] {
+      compute = std::make_unique<ComputeContext>(groups.device, options.devices.threads);
+    });
+    compute->set_tf32(options.devices.tf32);
     BuiltLayout built;
     within_plan("the layout", [&] {  // where libraries plan what the stages will ask of them
       built = build_layout(groups, options, *compute, make_stage, source);
@@ -129,8 +130,9 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
       tied = std::make_unique<TiedUses>(groups, layout, *compute, nccl.get(), *mirror, bindings);
     });
     within_plan("messages", [&] {
-      const std::size_t events = options.trace ? layout.train.ranks[at(layout.rank)].ops.size() : 0;
-      engine = make_engine(layout.train, {.events = events, .graphs = options.cuda_graphs});
+      const std::size_t events =
+          options.checks.trace ? layout.train.ranks[at(layout.rank)].ops.size() : 0;
+      engine = make_engine(layout.train, {.events = events, .graphs = options.devices.cuda_graphs});
     });
     groups.watch->drive(engine.get());
     for (const EvaluationPlan& plan : layout.evaluations) {
@@ -140,7 +142,7 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
             compute->device());
       });
     }
-    if (options.inference) return;
+    if (options.training.inference) return;
     within_plan("the batches", [&] {
       loader =
           std::make_unique<BatchLoader>(source, Phase::kTrain, layout.micro_batches, layout.owns(0),
@@ -204,9 +206,11 @@ void Pipeline::Impl::make_nccl() {
     count(evaluation.round);
     count(evaluation.rest);
   }
-  const SumLoad sums =
-      layout.sums_by_nccl() ? BucketedSums::load_of(bindings, options.bucket_bytes) : SumLoad{};
-  nccl = std::make_unique<NcclLinks>(groups, layout, *compute, sums, open, options.all_reduce);
+  const SumLoad sums = layout.sums_by_nccl()
+                           ? BucketedSums::load_of(bindings, options.devices.bucket_bytes)
+                           : SumLoad{};
+  nccl =
+      std::make_unique<NcclLinks>(groups, layout, *compute, sums, open, options.devices.all_reduce);
 }
 
 void Pipeline::Impl::prepare_stages() {
@@ -222,7 +226,7 @@ void Pipeline::Impl::prepare_stages() {
       throw Error(ErrorCode::kUsage,
                   fmt::format("schedule '{}' parts the backward pass, which stage {} cannot (it is "
                               "no SplitBackward)",
-                              options.schedule, index));
+                              options.order.schedule, index));
     }
     if (index + 1 == layout.num_stages()) {
       binding.loss = dynamic_cast<LossStage*>(stages[i].get());
@@ -235,7 +239,7 @@ void Pipeline::Impl::prepare_stages() {
     StageSetup setup{.compute = compute.get(),
                      .slots = layout.slots_of(index),
                      .split_backward = splits,
-                     .seed = options.seed,
+                     .seed = options.training.seed,
                      .input_sizes = {}};
     for (const std::int64_t size : layout.edges.sizes()) {
       std::vector<TensorSpec>& specs = setup.input_sizes.emplace_back();
@@ -286,13 +290,14 @@ StepReport Pipeline::Impl::train_step() {
   StepReport report;
   groups.guarded([&] {
     use_device(compute->device());
-    if (options.inference) throw Error(ErrorCode::kUsage, "an inference pipeline does not train");
+    if (options.training.inference)
+      throw Error(ErrorCode::kUsage, "an inference pipeline does not train");
     const double started = steady_seconds();
     const std::uint64_t number = step + 1;
     const BatchLoader::Batch& batch = loader->load(number);
     const StepRequest request{.phase = Phase::kTrain,
                               .step = number,
-                              .seed = options.seed,
+                              .seed = options.training.seed,
                               .loss_scale = 1 / count_targets(batch),
                               .micro_batches = layout.micro_batches,
                               .batch = &batch};
@@ -301,7 +306,7 @@ StepReport Pipeline::Impl::train_step() {
     gradients->zero_grads();
     step = number;
     report = report_of(steady_seconds() - started);
-    if (options.check_replicas > 0 && step % options.check_replicas == 0) {
+    if (options.checks.replicas_every > 0 && step % options.checks.replicas_every == 0) {
       within_plan(fmt::format("the comparison of replicas after step {}", step),
                   [&] { sluice::check_replicas(groups, layout, *tied, bindings, *mirror, step); });
     }
@@ -325,7 +330,8 @@ void Pipeline::Impl::require_open() const {
 }
 
 void Pipeline::Impl::require_inference(std::span<const Tensor> inputs) const {
-  if (!options.inference) throw Error(ErrorCode::kUsage, "a training pipeline does not infer");
+  if (!options.training.inference)
+    throw Error(ErrorCode::kUsage, "a training pipeline does not infer");
   if (layout.micro_batches.size() != 1) {
     throw Error(ErrorCode::kUsage, fmt::format("inference takes one micro-batch, not {}",
                                                layout.micro_batches.size()));
@@ -347,7 +353,7 @@ StepReport Pipeline::Impl::report_of(double seconds) const {
   report.loss = totals.loss;
   report.targets = totals.targets;
   report.grad_norm = totals.grad_norm;
-  report.learning_rate = options.learning_rate.at(step);
+  report.learning_rate = options.training.learning_rate.at(step);
   report.seconds = seconds;
   report.pipeline_seconds = totals.window_seconds;
   // Two clocks: what is all but busy may come out as busier than that.
@@ -377,7 +383,7 @@ double Pipeline::Impl::evaluate(std::int64_t samples) {
     use_device(compute->device());
     LossResult loss;
     within_plan(fmt::format("evaluation of {} samples", samples),
-                [&] { loss = found->run(options.seed); });
+                [&] { loss = found->run(options.training.seed); });
     const std::array<double, 2> mine = {loss.sum, loss.weight};
     std::vector<double> all(2 * at(groups.world->size()));
     groups.in_world->all_gather(std::as_bytes(std::span(mine)),
@@ -403,7 +409,7 @@ std::span<const Tensor> Pipeline::Impl::infer(std::span<const Tensor> inputs) {
     inference_batch.targets.resize(1);
     const StepRequest request{.phase = Phase::kGenerate,
                               .step = ++step,
-                              .seed = options.seed,
+                              .seed = options.training.seed,
                               .micro_batches = layout.micro_batches,
                               .batch = &inference_batch};
     within_plan("inference", [&] { engine->run(request, nullptr); });
@@ -422,8 +428,8 @@ PipelineLayout Pipeline::plan_layout(Communicator& world, const PipelineOptions&
   JobGroups groups(world, options);
   PipelineLayout layout;
   groups.guarded([&] {
-    ComputeContext compute(groups.device, options.threads);
-    compute.set_tf32(options.tf32);
+    ComputeContext compute(groups.device, options.devices.threads);
+    compute.set_tf32(options.devices.tf32);
     layout = build_layout(groups, options, compute, make_stage, source).layout;
   });
   return layout;

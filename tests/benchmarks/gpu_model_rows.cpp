@@ -41,12 +41,12 @@ class Run {
  public:
   Run(Communicator& comm, const GpuOptions& options, const How& how)
       : options_(options), source_(options.model.context, options.tokens) {
-    settings_.devices = parse_devices("cuda");
-    settings_.schedule = how.chunks == 1 ? "1f1b" : "interleaved";
-    settings_.chunks = how.chunks;
-    settings_.cuda_graphs = how.cuda_graphs;
-    settings_.learning_rate = {.peak = 1e-5, .constant = true};
-    settings_.trace = how.trace;
+    settings_.devices.choices = parse_devices("cuda");
+    settings_.order.schedule = how.chunks == 1 ? "1f1b" : "interleaved";
+    settings_.order.chunks = how.chunks;
+    settings_.devices.cuda_graphs = how.cuda_graphs;
+    settings_.training.learning_rate = {.peak = 1e-5, .constant = true};
+    settings_.checks.trace = how.trace;
     const std::vector<double> costs = layer_costs(options.model);
     factory_ = [model = options.model, costs](int stage, int stages) {
       return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
@@ -72,8 +72,8 @@ class Run {
   void drain() { pipeline_->compute().stream().synchronize(); }
 
   Pipeline& pipeline() { return *pipeline_; }
-  [[nodiscard]] std::int64_t micro_batch() const { return settings_.micro_batch_size; }
-  [[nodiscard]] int micro_batches() const { return settings_.micro_batches; }
+  [[nodiscard]] std::int64_t micro_batch() const { return settings_.shape.micro_batch_size; }
+  [[nodiscard]] int micro_batches() const { return settings_.shape.micro_batches; }
   [[nodiscard]] double loss() const { return loss_; }
   [[nodiscard]] double planned_gib() const {
     return static_cast<double>(pipeline_->layout().memory[0].total()) / 1073741824.0;
@@ -86,8 +86,8 @@ class Run {
     for (std::int64_t samples = options_.batch; samples >= 1; --samples) {
       if (options_.micro_batch != 0) samples = options_.micro_batch;
       if (options_.batch % samples != 0) continue;
-      settings_.micro_batch_size = samples;
-      settings_.micro_batches = static_cast<int>(options_.batch / samples);
+      settings_.shape.micro_batch_size = samples;
+      settings_.shape.micro_batches = static_cast<int>(options_.batch / samples);
       if (options_.micro_batch != 0) return;
       if (samples * options_.model.context * options_.model.vocabulary > INT32_MAX) continue;
       try {

@@ -82,7 +82,7 @@ Measured measure(Pipeline& pipeline, const PipelineOptions& options, int steps) 
   return {.pipeline = median(pipeline_seconds),
           .step = median(step_seconds),
           .simulated = simulated.makespan,
-          .ideal = work / ranks * (options.micro_batches + ranks - 1),
+          .ideal = work / ranks * (options.shape.micro_batches + ranks - 1),
           .bubble = median(bubbles),
           .simulated_bubble = simulated.bubble_makespan};
 }
@@ -98,8 +98,8 @@ Measured measure_sleeping(Communicator& world, const PipelineOptions& options, m
 
 void add_row(Report& report, const char* stages, int ranks, const PipelineOptions& options,
              const Measured& result) {
-  report.row({stages, ranks, options.schedule, options.micro_batches, result.pipeline * 1e3,
-              result.simulated * 1e3, result.pipeline / result.simulated,
+  report.row({stages, ranks, options.order.schedule, options.shape.micro_batches,
+              result.pipeline * 1e3, result.simulated * 1e3, result.pipeline / result.simulated,
               result.simulated / result.pipeline, result.ideal / result.pipeline,
               result.simulated / result.step});
 }
@@ -107,8 +107,8 @@ void add_row(Report& report, const char* stages, int ranks, const PipelineOption
 void run(Communicator& world, int steps, Report& report) {
   for (const char* schedule : {"gpipe", "1f1b"}) {
     PipelineOptions options;
-    options.schedule = schedule;
-    options.micro_batches = 16;
+    options.order.schedule = schedule;
+    options.shape.micro_batches = 16;
     add_row(report, "sleep", world.size(), options,
             measure_sleeping(world, options, milliseconds(5), steps));
   }
@@ -117,9 +117,9 @@ void run(Communicator& world, int steps, Report& report) {
   const RandomTokens source(model.context, model.vocabulary);
   for (const int micro_batches : {8, 16}) {
     PipelineOptions options;
-    options.micro_batches = micro_batches;
-    options.micro_batch_size = 4;
-    options.learning_rate = {.peak = 1e-4, .constant = true};
+    options.shape.micro_batches = micro_batches;
+    options.shape.micro_batch_size = 4;
+    options.training.learning_rate = {.peak = 1e-4, .constant = true};
     const std::vector<double> costs = layer_costs(model);
     const StageFactory factory = [&](int stage, int stages) {
       return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
@@ -134,17 +134,17 @@ void run_family(Communicator& world, int steps, Report& report) {
   for (const std::string& name : schedule_names()) {
     if (name == "forward-only") continue;
     PipelineOptions options;
-    options.schedule = name;
-    options.micro_batches = 16;
+    options.order.schedule = name;
+    options.shape.micro_batches = 16;
     for (const int chunks : {2, 1}) {
-      options.chunks = chunks;
+      options.order.chunks = chunks;
       try {
-        (void)stages_of(name, {world.size(), options.micro_batches, chunks});
+        (void)stages_of(name, {world.size(), options.shape.micro_batches, chunks});
       } catch (const std::invalid_argument&) {
         continue;
       }
       const Measured result = measure_sleeping(world, options, milliseconds(10), steps);
-      report.row({name, world.size(), chunks, options.micro_batches, result.pipeline * 1e3,
+      report.row({name, world.size(), chunks, options.shape.micro_batches, result.pipeline * 1e3,
                   result.simulated * 1e3, result.pipeline / result.simulated, result.bubble,
                   result.simulated_bubble});
       break;

@@ -29,8 +29,8 @@ Result measure(Communicator& comm, DType precision, bool widen, int rounds) {
   model.precision = precision;
   const RandomTokens source(model.context, model.vocabulary);
   PipelineOptions options;
-  options.micro_batch_size = 4;
-  options.learning_rate = {.peak = 1e-4, .constant = true};
+  options.shape.micro_batch_size = 4;
+  options.training.learning_rate = {.peak = 1e-4, .constant = true};
   const std::vector<double> costs = layer_costs(model);
   const StageFactory factory = [&](int stage, int stages) {
     return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
@@ -54,7 +54,7 @@ Result measure(Communicator& comm, DType precision, bool widen, int rounds) {
   }
   Result result{.step = median(steps),
                 .replay = median(replays),
-                .tokens = options.micro_batch_size * model.context,
+                .tokens = options.shape.micro_batch_size * model.context,
                 .flops = 0};
   for (const MatMulCall& call : calls) result.flops += call.spec.flops();
   return result;

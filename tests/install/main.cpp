@@ -55,7 +55,7 @@ bool train(sluice::Communicator& world) {
   };
   const Ones data(model.context);
   sluice::PipelineOptions options;
-  options.micro_batches = 2;
+  options.shape.micro_batches = 2;
   sluice::Pipeline pipeline(world, options, make_stage, data);
   const double first = pipeline.train_step().loss;
   return pipeline.train_step().loss < first && pipeline.step() == 2;

@@ -1,5 +1,5 @@
-// What a pipeline is told: its shape, its schedule, its devices and how it trains. The same on
-// every rank, but for what says otherwise; ranks compare it before anything else.
+// The options of a pipeline: its shape, schedule, devices, training and checks. They are the same
+// on every rank; the ranks compare them before anything else.
 #pragma once
 
 #include <cstddef>
@@ -40,42 +40,65 @@ enum class TransportChoice { kAuto, kMpi, kNccl };
 using StageFactory = std::function<std::unique_ptr<Stage>(int stage, int stages)>;
 
 struct PipelineOptions {
-  int pipeline = 0;  // p; 0: all ranks / replicas
-  int replicas = 1;  // d
-  RankOrder rank_order = RankOrder::kPipelineFirst;
-  std::string schedule = "1f1b";  // a name of schedule_names(), for `chunks` stages per rank
-  int chunks = 1;
-  // The order itself, in place of those two: read from a file, searched, or the caller's own.
-  // Compute actions only, for `pipeline` ranks and `micro_batches`; the same on every rank.
-  std::shared_ptr<const Schedule> order = nullptr;
-  int micro_batches = 1;
-  std::int64_t micro_batch_size = 1;  // samples
-  std::int64_t batch_size = 0;        // samples per step over all replicas; 0: d * m * size
-  std::uint64_t seed = 1;
-  int threads = 1;
-  bool tf32 = false;  // a GPU's fp32 products may round their operands to TF32
-  // What ranks compute on: one entry for all of them, or one per rank of a pipeline, or one per
-  // rank of the job; see DeviceChoice.
-  std::vector<DeviceChoice> devices = {{}};
-  TransportChoice transport = TransportChoice::kAuto;  // between GPUs
-  // Where NCCL sums over replicas: its own all-reduce instead of the order of replicas. Faster, and
-  // the bits are NCCL's: not depth-invariant.
-  bool all_reduce = false;
-  // On GPUs: record what stages that allow it (Stage::replayable) put on the stream, and replay it.
-  // Evaluations are not recorded.
-  bool cuda_graphs = false;
-  // Where NCCL sums over replicas: bytes of gradients summed at a time, beside the rest of backward
-  // (the default is the field's usual one). Changes no bits but NCCL's own all-reduce's.
-  std::size_t bucket_bytes = std::size_t{25} << 20;
-  OptimizerConfig optimizer = {};
-  LearningRate learning_rate = {};
-  double clip = 0;                             // of the global gradient norm; 0: off
-  std::vector<std::int64_t> evaluations = {};  // sample counts that evaluate() may be asked for
-  std::uint64_t check_replicas = 0;  // compare replicas and tied copies every that many steps
-  bool inference = false;            // infer() only: no gradients are computed
-  bool trace = false;
-  // More values that must agree on all ranks, by name.
-  std::vector<std::pair<std::string, std::string>> configuration = {};
+  // How many ranks there are, and how a step's samples are divided among them.
+  struct Shape {
+    int pipeline = 0;  // p; 0: all ranks / replicas
+    int replicas = 1;  // d
+    RankOrder rank_order = RankOrder::kPipelineFirst;
+    int micro_batches = 1;
+    std::int64_t micro_batch_size = 1;  // samples
+    std::int64_t batch_size = 0;        // samples per step over all replicas; 0: d * m * size
+  };
+
+  // The order in which each rank runs its micro-batches.
+  struct Order {
+    std::string schedule = "1f1b";  // a name of schedule_names()
+    int chunks = 1;                 // stages per rank
+    // Replaces the two above: an order that was read from a file, searched for or written by the
+    // caller. Compute actions only, for `pipeline` ranks and `micro_batches`; the same on every
+    // rank.
+    std::shared_ptr<const Schedule> given = nullptr;
+  };
+
+  // What the ranks compute on, and how they reach each other.
+  struct Devices {
+    // One entry for all ranks, or one per rank of a pipeline, or one per rank of the job.
+    std::vector<DeviceChoice> choices = {{}};
+    TransportChoice transport = TransportChoice::kAuto;  // between GPUs
+    int threads = 1;                                     // per rank, on a CPU
+    bool tf32 = false;  // a GPU's fp32 products may round their operands to TF32
+    // Where NCCL sums over replicas: its own all-reduce replaces the sum in the order of replicas.
+    // It is faster; its bits depend on NCCL and on the depth of the pipeline.
+    bool all_reduce = false;
+    // On GPUs: record what stages that allow it (Stage::replayable) put on the stream, and replay
+    // it. Evaluations are not recorded.
+    bool cuda_graphs = false;
+    // Where NCCL sums over replicas: bytes of gradients per sum, which overlaps with the rest of
+    // backward. It changes the bits of NCCL's own all-reduce only.
+    std::size_t bucket_bytes = std::size_t{25} << 20;
+  };
+
+  struct Training {
+    std::uint64_t seed = 1;
+    OptimizerConfig optimizer = {};
+    LearningRate learning_rate = {};
+    double clip = 0;                             // of the global gradient norm; 0: off
+    std::vector<std::int64_t> evaluations = {};  // sample counts that evaluate() accepts
+    bool inference = false;                      // infer() only: no gradients are computed
+  };
+
+  struct Checks {
+    std::uint64_t replicas_every = 0;  // steps between comparisons of replicas and tied copies
+    bool trace = false;                // record a timeline of every training step
+    // More values that must agree on all ranks, by name.
+    std::vector<std::pair<std::string, std::string>> configuration = {};
+  };
+
+  Shape shape = {};
+  Order order = {};
+  Devices devices = {};
+  Training training = {};
+  Checks checks = {};
 };
 
 }  // namespace sluice

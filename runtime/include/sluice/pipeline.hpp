@@ -60,7 +60,7 @@ class Pipeline {
 
   StepReport train_step();
   // Mean loss over the source's first `samples` samples, forward only; `samples` is one of
-  // options.evaluations. May be called between any two steps.
+  // options.training.evaluations. May be called between any two steps.
   [[nodiscard]] double evaluate(std::int64_t samples);
   // Inference: one forward of stage 0's `inputs` (equal on all ranks; one micro-batch of
   // micro_batch_size samples). The last stage's outputs on its rank, else empty; valid until the
@@ -105,7 +105,7 @@ class Pipeline {
   void guarded(const std::function<void()>& body);
   // The same; where memory runs out in it, the error says so of `who`, with the plan's table.
   void guarded(const std::string& who, const std::function<void()>& body);
-  // This rank's timeline of the last training step; empty unless options.trace.
+  // This rank's timeline of the last training step; empty unless options.checks.trace.
   [[nodiscard]] std::vector<TraceEvent> trace() const;
   // Measured seconds per action of the last step, on this rank.
   [[nodiscard]] const StepOutcome& last_outcome() const;

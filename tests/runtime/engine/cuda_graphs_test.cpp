@@ -120,11 +120,11 @@ void train_counted(Calls& calls) {
   const TransformerConfig model = small_model();
   const auto source = synthetic_tokens(model);
   PipelineOptions options;
-  options.pipeline = 1;
-  options.micro_batches = 3;
-  options.devices = parse_devices("cuda:0");
-  options.cuda_graphs = true;
-  options.evaluations = {5};
+  options.shape.pipeline = 1;
+  options.shape.micro_batches = 3;
+  options.devices.choices = parse_devices("cuda:0");
+  options.devices.cuda_graphs = true;
+  options.training.evaluations = {5};
   const StageFactory factory = [&](int stage, int stages) {
     return std::make_unique<CountedStage>(
         make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage), calls);

@@ -137,11 +137,11 @@ TEST_P(ReplicaSumsTest, EndWithoutAnAbortWhereThePipelineIsClosed) {
     const int before = emulated::aborted_communicators();
     run_loopback(ranks(), [&](Communicator& comm) {
       PipelineOptions options;
-      options.pipeline = GetParam().pipeline;
-      options.replicas = GetParam().replicas;
-      options.micro_batches = 2;
-      options.devices = parse_devices("cuda");
-      options.evaluations = {4};
+      options.shape.pipeline = GetParam().pipeline;
+      options.shape.replicas = GetParam().replicas;
+      options.shape.micro_batches = 2;
+      options.devices.choices = parse_devices("cuda");
+      options.training.evaluations = {4};
       Pipeline pipeline(comm, options, factory, *source);
       (void)pipeline.train_step();
       if (!closes) return;
@@ -187,13 +187,13 @@ TEST_P(MixedReplicaSumsTest, StandInTheTraceWhereTheyStandInTheList) {
   };
   run_loopback(ranks(), [&](Communicator& comm) {
     PipelineOptions options;
-    options.pipeline = GetParam().pipeline;
-    options.replicas = GetParam().replicas;
-    options.schedule = "interleaved";
-    options.chunks = 2;
-    options.micro_batches = 4;
-    options.devices = parse_devices("cuda,cpu");
-    options.trace = true;
+    options.shape.pipeline = GetParam().pipeline;
+    options.shape.replicas = GetParam().replicas;
+    options.order.schedule = "interleaved";
+    options.order.chunks = 2;
+    options.shape.micro_batches = 4;
+    options.devices.choices = parse_devices("cuda,cpu");
+    options.checks.trace = true;
     Pipeline pipeline(comm, options, factory, *source);
     (void)pipeline.train_step();
     double last_compute = 0;
@@ -266,11 +266,11 @@ class BucketOrderTest : public ReplicaSumsTest {
     std::vector<std::string> said(static_cast<std::size_t>(ranks()));
     run_loopback(ranks(), [&](Communicator& comm) {
       PipelineOptions options;
-      options.pipeline = 1;
-      options.replicas = ranks();
-      options.micro_batches = 2;
-      options.devices = parse_devices("cuda");
-      options.bucket_bytes = TwoBucketStage::kFloats * sizeof(float);
+      options.shape.pipeline = 1;
+      options.shape.replicas = ranks();
+      options.shape.micro_batches = 2;
+      options.devices.choices = parse_devices("cuda");
+      options.devices.bucket_bytes = TwoBucketStage::kFloats * sizeof(float);
       const auto source =
           make_array_source({1, 2, 3, 4, 5, 6, 7, 8}, 1, std::vector<float>(8, 1), 1, 2 * ranks());
       const int replica = comm.rank();
@@ -357,11 +357,11 @@ TEST(CollectiveOfAStageTest, CarriesTheRanksMessagesWhileItWaits) {
   std::atomic<bool> arrived = false, joined_late = false;
   run_loopback(4, [&](Communicator& comm) {
     PipelineOptions options;
-    options.pipeline = 2;
-    options.replicas = 2;
-    options.schedule = "gpipe";
-    options.micro_batches = 2;
-    options.devices = parse_devices("cuda:0");
+    options.shape.pipeline = 2;
+    options.shape.replicas = 2;
+    options.order.schedule = "gpipe";
+    options.shape.micro_batches = 2;
+    options.devices.choices = parse_devices("cuda:0");
     const auto source =
         make_array_source({1, 2, 3, 4, 5, 6, 7, 8}, 1, std::vector<float>(8, 1), 1, 4);
     const int replica = comm.rank() / 2;

@@ -71,10 +71,10 @@ class TiedUsesTest : public ::testing::TestWithParam<const char*> {
   }
   [[nodiscard]] PipelineOptions options() const {
     PipelineOptions options;
-    options.pipeline = 3;
-    options.devices = devices_;
-    options.optimizer.kind = OptimizerConfig::Kind::kSgd;
-    options.learning_rate = {.peak = 1, .constant = true};
+    options.shape.pipeline = 3;
+    options.devices.choices = devices_;
+    options.training.optimizer.kind = OptimizerConfig::Kind::kSgd;
+    options.training.learning_rate = {.peak = 1, .constant = true};
     return options;
   }
   // What joins each use to its owner.

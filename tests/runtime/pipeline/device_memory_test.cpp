@@ -50,13 +50,13 @@ TransformerConfig model_with(TransformerKind kind, DType precision) {
 Job job(const std::string& name, const TransformerConfig& model, int pipeline,
         const std::string& schedule, int chunks = 1) {
   Job result{name + ", " + schedule, model, {}};
-  result.options.pipeline = pipeline;
-  result.options.schedule = schedule;
-  result.options.chunks = chunks;
-  result.options.micro_batches = 4;
-  result.options.micro_batch_size = 2;
-  result.options.evaluations = {12};
-  result.options.devices = parse_devices("cuda");
+  result.options.shape.pipeline = pipeline;
+  result.options.order.schedule = schedule;
+  result.options.order.chunks = chunks;
+  result.options.shape.micro_batches = 4;
+  result.options.shape.micro_batch_size = 2;
+  result.options.training.evaluations = {12};
+  result.options.devices.choices = parse_devices("cuda");
   return result;
 }
 
@@ -71,7 +71,7 @@ std::vector<Job> jobs() {
   all.push_back(job("one rank", model, 1, "1f1b"));
   all.push_back(job("chunks", model, 2, "zb-v", 2));
   all.push_back(job("graphs", model, 2, "1f1b"));
-  all.back().options.cuda_graphs = true;
+  all.back().options.devices.cuda_graphs = true;
   model.dropout = 0.2F;
   model.recompute = Recompute::kAttention;
   all.push_back(job("dropout, recomputed attention", model, 2, "1f1b"));
@@ -80,13 +80,13 @@ std::vector<Job> jobs() {
   model.recompute = Recompute::kBlock;
   all.push_back(job("dropout, recomputed blocks", model, 2, "zb-h1"));
   all.push_back(job("momentum", model, 2, "1f1b"));
-  all.back().options.optimizer.kind = OptimizerConfig::Kind::kSgd;
-  all.back().options.optimizer.momentum = 0.9F;
+  all.back().options.training.optimizer.kind = OptimizerConfig::Kind::kSgd;
+  all.back().options.training.optimizer.momentum = 0.9F;
   all.push_back(job("three replicas over NCCL", model_with(kGpt2, DType::kF32), 2, "1f1b"));
-  all.back().options.replicas = 3;
+  all.back().options.shape.replicas = 3;
   all.push_back(all.back());
   all.back().name = "three replicas through host memory";
-  all.back().options.transport = TransportChoice::kMpi;
+  all.back().options.devices.transport = TransportChoice::kMpi;
   return all;
 }
 
@@ -99,7 +99,7 @@ StageFactory transformer(const TransformerConfig& model) {
 
 void run(const Job& job, const std::function<void(Communicator&, const DataSource&)>& body) {
   const auto source = synthetic_tokens(job.model);
-  run_loopback(job.options.pipeline * job.options.replicas,
+  run_loopback(job.options.shape.pipeline * job.options.shape.replicas,
                [&](Communicator& comm) { body(comm, *source); });
 }
 
@@ -113,7 +113,7 @@ TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
   run(each, [&](Communicator& comm, const DataSource& source) {
     const std::size_t before = mine(comm);
     Pipeline pipeline(comm, each.options, transformer(each.model), source);
-    const int steps = each.options.cuda_graphs ? 3 : 2;  // called twice, then replayed
+    const int steps = each.options.devices.cuda_graphs ? 3 : 2;  // called twice, then replayed
     for (int step = 0; step < steps; ++step) (void)pipeline.train_step();
     (void)pipeline.evaluate(12);
     const std::string where = each.name + ", rank " + std::to_string(comm.rank());
@@ -145,8 +145,8 @@ INSTANTIATE_TEST_SUITE_P(All, JobMemoryTest, ::testing::ValuesIn(jobs()), name_o
 // The last micro-batch is smaller, and so are some of evaluation's: planned for the largest.
 TEST(DeviceMemoryPlanTest, HoldsSmallerMicroBatchesToo) {
   Job uneven = job("uneven", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
-  uneven.options.batch_size = 7;
-  uneven.options.evaluations = {5, 131};
+  uneven.options.shape.batch_size = 7;
+  uneven.options.training.evaluations = {5, 131};
   run(uneven, [&](Communicator& comm, const DataSource& source) {
     const std::size_t before = mine(comm);
     Pipeline pipeline(comm, uneven.options, transformer(uneven.model), source);
@@ -327,8 +327,8 @@ TEST(DeviceMemoryPlanTest, SoDoesAnErrorOfPageLockedMemory) {
   std::set<std::string> blamed;
   for (const int depth : {1, 2}) {
     Job each = job("locked", model_with(TransformerKind::kGpt2, DType::kF32), depth, "1f1b");
-    each.options.transport = TransportChoice::kMpi;
-    each.options.evaluations = {};
+    each.options.devices.transport = TransportChoice::kMpi;
+    each.options.training.evaluations = {};
     for (const std::size_t most : {1UL, 64UL, 4096UL, 65536UL}) {
       emulated::set_most_host_memory(most);
       run(each, [&](Communicator& comm, const DataSource& source) {
@@ -412,7 +412,7 @@ TEST(DeviceMemoryPlanTest, AnErrorBeforeThereIsATableNamesRankAndHost) {
 TEST(DeviceMemoryPlanTest, AnErrorOfACommunicatorThatCannotBeMadeShowsTheTable) {
   Job edges = job("edges", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
   Job sums = job("sums", edges.model, 1, "1f1b");
-  sums.options.replicas = 2;
+  sums.options.shape.replicas = 2;
   emulated::set_communicator_status(ncclUnhandledCudaError);
   for (const Job& each : {edges, sums}) {
     run(each, [&](Communicator& comm, const DataSource& source) {

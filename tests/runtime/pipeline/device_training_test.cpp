@@ -227,10 +227,10 @@ TEST_P(NcclTrainingTest, ARankThatFailsEndsThoseThatWaitForIt) {
     const TransformerConfig model = small_model();
     const SpoiltTokens source(model);
     PipelineOptions options;
-    options.pipeline = GetParam();
-    options.micro_batches = 4;
-    options.devices = parse_devices("cuda");
-    options.transport = TransportChoice::kNccl;
+    options.shape.pipeline = GetParam();
+    options.shape.micro_batches = 4;
+    options.devices.choices = parse_devices("cuda");
+    options.devices.transport = TransportChoice::kNccl;
     const std::vector<double> costs = layer_costs(model);
     const StageFactory factory = [&](int stage, int stages) {
       return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
@@ -259,10 +259,10 @@ std::size_t copied_to_host(int ranks, TransportChoice transport) {
   std::size_t copied = 0;
   run_loopback(ranks, [&](Communicator& comm) {
     PipelineOptions options;
-    options.pipeline = ranks;
-    options.micro_batches = 2;
-    options.devices = parse_devices("cuda");
-    options.transport = transport;
+    options.shape.pipeline = ranks;
+    options.shape.micro_batches = 2;
+    options.devices.choices = parse_devices("cuda");
+    options.devices.transport = transport;
     const StageFactory factory = [&](int stage, int stages) {
       return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
     };

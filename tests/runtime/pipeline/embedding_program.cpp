@@ -87,7 +87,7 @@ void train(Communicator& world, const std::string& file, bool first_fails, bool 
     if (stage == 0) return std::make_unique<First>(first_fails);
     return std::make_unique<Last>(file, last_fails);
   };
-  Pipeline pipeline(world, {.pipeline = 2, .micro_batches = 2}, make_stage, data);
+  Pipeline pipeline(world, {.shape = {.pipeline = 2, .micro_batches = 2}}, make_stage, data);
   (void)pipeline.train_step();
 }
 

@@ -27,9 +27,9 @@ using ::testing::HasSubstr;
 
 PipelineOptions sgd_options(int micro_batches) {
   PipelineOptions options;
-  options.micro_batches = micro_batches;
-  options.optimizer.kind = OptimizerConfig::Kind::kSgd;
-  options.learning_rate = {.peak = 0.001, .constant = true};
+  options.shape.micro_batches = micro_batches;
+  options.training.optimizer.kind = OptimizerConfig::Kind::kSgd;
+  options.training.learning_rate = {.peak = 0.001, .constant = true};
   return options;
 }
 
@@ -208,7 +208,7 @@ TEST(PipelineTest, RanksWithOtherOptionsAreToldBothValues) {
   const auto source = counting_source(4);
   const auto errors = errors_of(2, [&](Communicator& comm) {
     PipelineOptions options = sgd_options(2);
-    if (comm.rank() == 1) options.seed = 7;
+    if (comm.rank() == 1) options.training.seed = 7;
     Pipeline pipeline(comm, options, arithmetic(), *source);
   });
   for (const Error& error : errors) {
@@ -233,7 +233,7 @@ TEST(PipelineTest, RanksThatAreNotPipelineTimesReplicasAreRefused) {
   const auto source = counting_source(4);
   const auto errors = errors_of(3, [&](Communicator& comm) {
     PipelineOptions options = sgd_options(2);
-    options.pipeline = 2;
+    options.shape.pipeline = 2;
     Pipeline pipeline(comm, options, arithmetic(), *source);
   });
   for (const Error& error : errors) EXPECT_EQ(error.code(), ErrorCode::kUsage);
@@ -243,8 +243,8 @@ TEST(PipelineTest, ReplicasThatDriftApartAreNamed) {
   const auto source = counting_source(4);
   const auto errors = errors_of(2, [&](Communicator& comm) {
     PipelineOptions options = sgd_options(2);
-    options.replicas = 2;
-    options.check_replicas = 1;
+    options.shape.replicas = 2;
+    options.checks.replicas_every = 1;
     Pipeline pipeline(comm, options, arithmetic(), *source);
     pipeline.train_step();
     if (comm.rank() == 1) pipeline.parameters()[0].parameter->value.at(0) += 1;
@@ -265,8 +265,8 @@ TEST(PipelineTest, AStepInSteadyStateAllocatesNothing) {
   };
   run_loopback(4, [&](Communicator& comm) {
     PipelineOptions options = sgd_options(4);
-    options.replicas = 2;
-    options.clip = 1;
+    options.shape.replicas = 2;
+    options.training.clip = 1;
     Pipeline pipeline(comm, options, tied, *source);
     for (int step = 0; step < 3; ++step) pipeline.train_step();
     const std::size_t before = allocations_of_this_thread();
@@ -286,9 +286,9 @@ TEST(PipelineTest, PlansTheMemoryThatItsStagesDescribe) {
     return make_transformer_stage(model, partition, stage);
   };
   PipelineOptions options;
-  options.schedule = "interleaved";
-  options.chunks = 2;
-  options.micro_batches = 4;
+  options.order.schedule = "interleaved";
+  options.order.chunks = 2;
+  options.shape.micro_batches = 4;
   run_loopback(2, [&](Communicator& comm) {
     const PipelineLayout layout = Pipeline::plan_layout(comm, options, factory, *source);
     const std::vector<int> peaks = peak_in_flight(layout.order);
@@ -334,8 +334,8 @@ TEST(PipelineTest, MeansDoNotDependOnMicroBatchesOrReplicas) {
     double value = 0;
     run_loopback(ranks, [&](Communicator& comm) {
       PipelineOptions options = sgd_options(micro_batches);
-      options.replicas = replicas;
-      options.micro_batch_size = 8 / replicas / micro_batches;
+      options.shape.replicas = replicas;
+      options.shape.micro_batch_size = 8 / replicas / micro_batches;
       Pipeline pipeline(comm, options, arithmetic(), *source);
       const StepReport report = pipeline.train_step();
       if (comm.rank() == 0) value = report.loss;
@@ -358,8 +358,8 @@ TEST(CheckpointTest, ContinuesUnderAnotherDepthWithTheSameBits) {
     return make_transformer_stage(what.model, partition_by_cost(costs, stages), stage);
   };
   PipelineOptions options;
-  options.micro_batches = 3;
-  options.learning_rate = {.peak = 1e-2, .steps = 10};
+  options.shape.micro_batches = 3;
+  options.training.learning_rate = {.peak = 1e-2, .steps = 10};
   std::string whole, resumed;
   run_loopback(2, [&](Communicator& comm) {
     Pipeline pipeline(comm, options, factory, *source);

@@ -102,25 +102,25 @@ std::string digest_of(Pipeline& pipeline) {
 
 TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout& layout) {
   PipelineOptions options;
-  options.pipeline = layout.pipeline;
-  options.replicas = layout.replicas;
-  options.rank_order = layout.order;
-  options.schedule = layout.schedule;
-  options.chunks = layout.chunks;
-  options.order = layout.own;
-  options.devices = parse_devices(layout.devices);
-  options.transport = layout.transport;
-  options.all_reduce = layout.all_reduce;
-  options.cuda_graphs = layout.cuda_graphs;
-  options.bucket_bytes = layout.bucket_bytes;
-  options.micro_batches = what.micro_batches;
-  options.micro_batch_size = what.micro_batch_size;
-  options.batch_size = what.batch_size;
-  options.optimizer.weight_decay = 0.1F;
-  options.learning_rate = {.peak = 1e-2, .warmup = 1, .steps = 10};
-  options.clip = what.clip;
-  options.evaluations = {5};
-  options.check_replicas = 1;
+  options.shape.pipeline = layout.pipeline;
+  options.shape.replicas = layout.replicas;
+  options.shape.rank_order = layout.order;
+  options.order.schedule = layout.schedule;
+  options.order.chunks = layout.chunks;
+  options.order.given = layout.own;
+  options.devices.choices = parse_devices(layout.devices);
+  options.devices.transport = layout.transport;
+  options.devices.all_reduce = layout.all_reduce;
+  options.devices.cuda_graphs = layout.cuda_graphs;
+  options.devices.bucket_bytes = layout.bucket_bytes;
+  options.shape.micro_batches = what.micro_batches;
+  options.shape.micro_batch_size = what.micro_batch_size;
+  options.shape.batch_size = what.batch_size;
+  options.training.optimizer.weight_decay = 0.1F;
+  options.training.learning_rate = {.peak = 1e-2, .warmup = 1, .steps = 10};
+  options.training.clip = what.clip;
+  options.training.evaluations = {5};
+  options.checks.replicas_every = 1;
   const auto source = synthetic_tokens(what.model);
   const std::vector<double> costs = layer_costs(what.model);
   const StageFactory factory = [&](int stage, int stages) {
