@@ -40,7 +40,8 @@ class RecordedCalls {
   // the call throws; Error(kDevice) where it cannot be recorded.
   template <typename Call>
   void run(std::size_t action, const Stage& stage, const StageContext& ctx, const Call& call) {
-    if (entries_.empty() || !stage.replayable() || ctx.final_gradients != nullptr) [[likely]] {
+    if (entries_.empty() || !stage.graph_capturable() || ctx.final_gradients != nullptr)
+        [[likely]] {
       call();
     } else if (!replay(entries_[action], ctx)) {
       make(entries_[action], ctx, call);

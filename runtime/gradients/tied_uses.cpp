@@ -103,7 +103,7 @@ void TiedUses::spread_values() {
   }
   settle();
   for (const StageBinding& binding : stages_) {
-    if (ParameterSet* set = binding.stage->parameters()) set->touch();
+    if (ParameterSet* set = binding.stage->parameters()) set->mark_values_changed();
   }
 }
 

@@ -8,7 +8,7 @@
 
 namespace sluice {
 
-// Stages may give their memory back after this, and nobody can wait for the stream any more.
+// Stages may free their memory after this, and no one can wait for the stream later.
 ComputeContext::~ComputeContext() {
   try {
     stream_.view().synchronize();

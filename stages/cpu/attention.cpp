@@ -12,7 +12,7 @@
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/operator_parts.hpp"
 #include "stages/cpu/parallel.hpp"
-#include "stages/tensor/pieces.hpp"
+#include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice::cpu {
 
@@ -150,7 +150,7 @@ class Attention {
 };
 
 std::size_t Attention::take_forward(std::byte* base) {
-  Pieces pieces(base);
+  BumpAllocator pieces(base);
   const std::int64_t block_elements = places_.heads * kBlock * places_.ld;
   if (dtype_ == DType::kBf16) {
     block_scores_ = block(pieces.take(block_elements, DType::kF32), DType::kF32);
@@ -160,7 +160,7 @@ std::size_t Attention::take_forward(std::byte* base) {
 }
 
 std::size_t Attention::take_backward(std::byte* base) {
-  Pieces pieces(base);
+  BumpAllocator pieces(base);
   const Places& at = places_;
   if (dtype_ == DType::kBf16) {
     const std::int64_t block_elements = at.heads * kBlock * at.ld;

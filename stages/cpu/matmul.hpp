@@ -1,6 +1,6 @@
 // Matrix products from a cache of prepared library primitives. Making a primitive costs 6 to
-// 370 microseconds, running one allocates nothing of ours; so each distinct product is made once,
-// before the first step, and found again by its full specification.
+// 370 microseconds; running one allocates nothing in Sluice. So each distinct product is made once,
+// before the first step, and found by its full specification.
 //
 // The specification fixes everything that a product's bits depend on: sizes, leading dimensions,
 // transposition, types, bias, accumulation in place; threads and scratch are the cache's own.

@@ -1,4 +1,4 @@
-// Element-wise kernels; T is float or Half. Whatever T, arithmetic is in float.
+// Element-wise kernels; T is float or Half. Arithmetic is in float.
 #pragma once
 
 #include "stages/cpu_kernels/philox.hpp"

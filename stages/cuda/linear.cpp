@@ -97,7 +97,7 @@ void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& 
 }
 
 // The product adds to the gradient in f32 (beta = 1). The library's bias-gradient epilogue stores
-// the sums of this micro-batch alone, in the type of dy's product: our kernel adds them in f32.
+// the sums of this micro-batch alone, in the type of dy: a separate kernel adds them in f32.
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
                             const Tensor& dweight, const Tensor& dbias) {
   const LinearShape shape = shape_of(dweight, rows_of(x, dweight.shape()[1]));

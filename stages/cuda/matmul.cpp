@@ -132,7 +132,7 @@ struct KeyHash {
   }
 };
 
-// One product, ready to run. a and b are ours; the library gets them the other way round.
+// One product, ready to run. a and b are the row-major operands; the library gets them swapped.
 struct Plan {
   Description description;
   Layout a, b, c;

@@ -9,8 +9,8 @@
 // measurements on an H200 (tests/benchmarks/README.md). Sums run in f32 also where they are split
 // over blocks: reductions in the result's type are excluded, and those in place with them.
 //
-// Row-major on our side, column-major on the library's: cᵀ [n, m] = bᵀ aᵀ; the operands change
-// places and nothing is moved.
+// Sluice's matrices are row-major, the library's column-major: cᵀ [n, m] = bᵀ aᵀ. The operands swap
+// and no data moves.
 //
 // What shapes lose. The fast kernels load 16 bytes at a time through tensor maps: every leading
 // dimension a multiple of 8 elements of bf16 (4 of f32), every operand at a multiple of 16 bytes.

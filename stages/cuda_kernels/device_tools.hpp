@@ -87,7 +87,7 @@ __device__ __forceinline__ T block_reduce(T value) {
   if (threadIdx.x == 0) total = reduced;
   __syncthreads();
   const T result = total;
-  __syncthreads();  // nobody writes the next total before everybody has read this one
+  __syncthreads();  // all threads have read this total before the next is written
   return result;
 #endif
 }

@@ -8,7 +8,7 @@
 // joined in order.
 #include "stages/cuda_kernels/elements.cuh"
 #include "stages/cuda_kernels/kernels.hpp"
-#include "stages/tensor/pieces.hpp"
+#include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice::cuda {
 
@@ -204,7 +204,7 @@ struct JoinedSums : TableGradient {
 std::size_t cut(TableGradient& gradient, std::byte* base) {
   Places& places = gradient.places;
   const int64_t tiles = divide_up(places.count, kTile);
-  Pieces pieces(base);
+  BumpAllocator pieces(base);
   places.counts = pieces.take<int32_t>(divide_up(places.count, kChunk) * places.vocabulary);
   places.starts = pieces.take<int32_t>(places.vocabulary + 1);
   places.totals = pieces.take<int32_t>(divide_up(places.vocabulary, kSortThreads));

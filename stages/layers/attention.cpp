@@ -30,8 +30,8 @@ AttentionShape AttentionLayer::attention_shape(const BlockShape& shape) const {
 
 AttentionLayer::Kept AttentionLayer::carve(const BlockShape& shape, Memory& memory) const {
   const std::int64_t rows = shape.rows();
-  Carver& probabilities = recompute_ ? memory.scratch : memory.until_input;
-  Carver& mixed = recompute_ ? memory.gradients : memory.until_weight;
+  BumpAllocator& probabilities = recompute_ ? memory.scratch : memory.until_input;
+  BumpAllocator& mixed = recompute_ ? memory.gradients : memory.until_weight;
   Kept kept;
   kept.qkv = memory.until_input.tensor(precision(), rows, qkv_.out());
   kept.probabilities =

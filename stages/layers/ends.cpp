@@ -21,7 +21,7 @@ EmbeddingLayer::EmbeddingLayer(const Options& options, ParameterSet& parameters)
 }
 
 LayerMemory EmbeddingLayer::memory(const BlockShape& shape) const {
-  Carver gradients;
+  BumpAllocator gradients;
   if (dropout_.probability > 0) {
     (void)gradients.tensor(DType::kF32, shape.rows(), width_);
   }
@@ -34,7 +34,7 @@ OperatorMemory EmbeddingLayer::operators(ComputeContext& compute, const BlockSha
 }
 
 Tensor EmbeddingLayer::dropped(const LayerCall& call) const {
-  return Carver(call.gradients).tensor(DType::kF32, call.shape.rows(), width_);
+  return BumpAllocator(call.gradients).tensor(DType::kF32, call.shape.rows(), width_);
 }
 
 Residual EmbeddingLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {
@@ -75,8 +75,8 @@ HeadLayer::HeadLayer(const Options& options, ParameterSet& parameters, WeightCop
       width_(options.width),
       precision_(options.precision) {}
 
-HeadLayer::Kept HeadLayer::carve(const BlockShape& shape, Carver until_weight,
-                                 Carver gradients) const {
+HeadLayer::Kept HeadLayer::carve(const BlockShape& shape, BumpAllocator until_weight,
+                                 BumpAllocator gradients) const {
   const std::int64_t rows = shape.rows();
   Kept kept;
   kept.normed = until_weight.tensor(precision_, rows, width_);
@@ -86,7 +86,7 @@ HeadLayer::Kept HeadLayer::carve(const BlockShape& shape, Carver until_weight,
 }
 
 HeadLayer::Kept HeadLayer::carve(const LayerCall& call) const {
-  return carve(call.shape, Carver(call.until_weight), Carver(call.gradients));
+  return carve(call.shape, BumpAllocator(call.until_weight), BumpAllocator(call.gradients));
 }
 
 LayerMemory HeadLayer::memory(const BlockShape& shape) const {

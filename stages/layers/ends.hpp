@@ -63,7 +63,8 @@ class HeadLayer final : public Layer {
     Tensor normed, stats;  // until the weight gradient
     Tensor dnormed;        // gradient
   };
-  [[nodiscard]] Kept carve(const BlockShape& shape, Carver until_weight, Carver gradients) const;
+  [[nodiscard]] Kept carve(const BlockShape& shape, BumpAllocator until_weight,
+                           BumpAllocator gradients) const;
   [[nodiscard]] Kept carve(const LayerCall& call) const;
 
   Norm norm_;

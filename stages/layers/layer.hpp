@@ -1,8 +1,9 @@
 // What a transformer stage is made of. Internal to stages/.
 //
 // A layer is stateless between calls except for its parameters: what it keeps of a micro-batch lies
-// in memory the stage hands it with each call, and is found again by carving the same tensors, in
-// the same order, from the same address. The border between two layers is the f32 residual stream.
+// in memory that the stage passes with each call. The layer finds it again by allocating the same
+// tensors in the same order from the same address (BumpAllocator). The border between two layers is
+// the f32 residual stream.
 //
 // A layer may leave the last addition to the residual stream to the next one, which fuses it into
 // its norm (Residual::pending). The sum of two f32 numbers has the same bits wherever it is formed,
@@ -17,6 +18,8 @@
 #include <sluice/operators.hpp>
 #include <sluice/stage.hpp>
 
+#include "stages/tensor/bump_allocator.hpp"
+
 namespace sluice {
 
 // A micro-batch, and what it is computed on: all that a layer's memory depends on.
@@ -27,30 +30,7 @@ struct BlockShape {
   friend bool operator==(const BlockShape&, const BlockShape&) = default;
 };
 
-// Hands out tensors of one memory area, each at a multiple of kBufferAlignment. Without a base it
-// only measures: tensors have null data.
-class Carver {
- public:
-  Carver() = default;
-  explicit Carver(std::byte* base) : base_(base) {}
-
-  [[nodiscard]] Tensor tensor(DType dtype, std::int64_t rows, std::int64_t columns) {
-    const TensorSpec spec{dtype, Shape{rows, columns}};
-    return Tensor{bytes(spec.bytes()), spec};
-  }
-  [[nodiscard]] std::byte* bytes(std::size_t count) {
-    std::byte* const here = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += round_up(count, kBufferAlignment);
-    return here;
-  }
-  [[nodiscard]] std::size_t used() const { return used_; }
-
- private:
-  std::byte* base_ = nullptr;
-  std::size_t used_ = 0;
-};
-
-// Bytes a layer wants for a micro-batch, by how long it keeps them.
+// Bytes of a layer per micro-batch, by lifetime.
 struct LayerMemory {
   std::size_t until_input = 0;   // from forward to the input gradient
   std::size_t until_weight = 0;  // from forward to the weight gradient
@@ -105,7 +85,7 @@ class Layer {
   // Writes again what forward kept, to the bit; `in` is forward's completed input.
   virtual void recompute(LayerCall& call, const Tensor& in) = 0;
   // `in` is forward's completed input, `dout` the gradient of its completed output. Overwrites
-  // `din` (null data: nobody wants it). din is not dout.
+  // `din` (null data: not needed). din is not dout.
   virtual void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
                               const Tensor& din) = 0;
   // Adds to the parameters' gradients; operands as in the backward_input before it.

@@ -15,7 +15,7 @@ const Tensor& WeightCopies::add(const Parameter& parameter) {
 
 std::size_t WeightCopies::bytes() const {
   if (precision_ == DType::kF32) return 0;
-  Carver carver;
+  BumpAllocator carver;
   for (const Copy& copy : copies_) {
     (void)carver.tensor(precision_, copy.parameter->shape[0], copy.parameter->shape[1]);
   }
@@ -31,7 +31,7 @@ void WeightCopies::allocate(const DeviceMemory& memory) {
   }
   memory_ = memory.allocate(bytes());
   conversions_.clear();
-  Carver carver(memory_.data());
+  BumpAllocator carver(memory_.data());
   for (Copy& copy : copies_) {
     const Shape& shape = copy.parameter->shape;
     copy.tensor = carver.tensor(precision_, shape[0], shape[1]);

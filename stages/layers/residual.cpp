@@ -19,8 +19,8 @@ ResidualLayer::Kept ResidualLayer::carve(const BlockShape& shape, Memory& memory
 }
 
 ResidualLayer::Kept ResidualLayer::carve(const LayerCall& call, Memory& memory) const {
-  memory = {Carver(call.until_input), Carver(call.until_weight), Carver(call.gradients),
-            Carver(call.scratch)};
+  memory = {BumpAllocator(call.until_input), BumpAllocator(call.until_weight),
+            BumpAllocator(call.gradients), BumpAllocator(call.scratch)};
   return carve(call.shape, memory);
 }
 

@@ -1,7 +1,7 @@
 // A residual branch: out = in + dropout(branch(norm(in))). Attention and MLP are two of them.
 //
-// The branch's result is written into the memory of `out` and `in` left pending, so that the sum
-// costs no pass of its own: the next norm forms it.
+// The branch's result goes to the memory of `out`, and `in` stays pending: the next norm adds both,
+// so that the sum costs no separate pass.
 #pragma once
 
 #include <string>
@@ -26,7 +26,7 @@ class ResidualLayer : public Layer {
  protected:
   // Where a branch finds its memory: behind what the residual layer itself carved.
   struct Memory {
-    Carver until_input, until_weight, gradients, scratch;
+    BumpAllocator until_input, until_weight, gradients, scratch;
   };
   ResidualLayer(Norm norm, DropoutSite dropout, std::int64_t width, DType precision)
       : norm_(norm), dropout_(dropout), width_(width), precision_(precision) {}

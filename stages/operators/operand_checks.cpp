@@ -44,7 +44,7 @@ struct Legal {
     kVector,  // [width]
     kMatrix,  // [rows, width]
     kTable,   // [at least rows, width]
-    kCount,   // of `rows` elements in whatever shape
+    kCount,   // `rows` elements in any shape
   };
   Types types;
   std::int64_t rows, width;

@@ -100,10 +100,11 @@ class StateMemory {
   std::size_t floats_ = 0;
 };
 
-class AdamW final : public Optimizer {
+// AdamW (Loshchilov and Hutter 2019), or SGD with momentum.
+class RunOptimizer final : public Optimizer {
  public:
-  AdamW(const OptimizerConfig& config, std::span<Parameter* const> parameters,
-        const DeviceMemory& memory)
+  RunOptimizer(const OptimizerConfig& config, std::span<Parameter* const> parameters,
+               const DeviceMemory& memory)
       : config_(config),
         runs_(make_runs(parameters)),
         state_(parameters, kinds_of(config), memory) {
@@ -112,48 +113,29 @@ class AdamW final : public Optimizer {
 
   void update(ComputeContext& ctx, std::uint64_t step, float learning_rate,
               float grad_scale) override {
+    if (config_.kind == OptimizerConfig::Kind::kSgd) {
+      sgd(ctx,
+          {.learning_rate = learning_rate,
+           .momentum = config_.momentum,
+           .weight_decay = config_.weight_decay,
+           .grad_scale = grad_scale},
+          runs_);
+      return;
+    }
     const auto correction = [step](float beta) {
       return static_cast<float>(1.0 -
                                 std::pow(static_cast<double>(beta), static_cast<double>(step)));
     };
-    AdamWStep kernel;
-    kernel.learning_rate = learning_rate;
-    kernel.beta1 = config_.beta1;
-    kernel.beta2 = config_.beta2;
-    kernel.epsilon = config_.epsilon;
-    kernel.correction1 = correction(config_.beta1);
-    kernel.correction2 = correction(config_.beta2);
-    kernel.grad_scale = grad_scale;
-    kernel.weight_decay = config_.weight_decay;
-    adamw(ctx, kernel, runs_);
-  }
-  std::vector<OptimizerState> state() override { return state_.list(); }
-  std::size_t state_bytes() const override { return state_.bytes(); }
-
- private:
-  OptimizerConfig config_;
-  std::vector<UpdateRun> runs_;
-  StateMemory state_;
-};
-
-class Sgd final : public Optimizer {
- public:
-  Sgd(const OptimizerConfig& config, std::span<Parameter* const> parameters,
-      const DeviceMemory& memory)
-      : config_(config),
-        runs_(make_runs(parameters)),
-        state_(parameters, kinds_of(config), memory) {
-    state_.assign(runs_);
-  }
-
-  void update(ComputeContext& ctx, std::uint64_t /*step*/, float learning_rate,
-              float grad_scale) override {
-    SgdStep kernel;
-    kernel.learning_rate = learning_rate;
-    kernel.momentum = config_.momentum;
-    kernel.grad_scale = grad_scale;
-    kernel.weight_decay = config_.weight_decay;
-    sgd(ctx, kernel, runs_);
+    adamw(ctx,
+          {.learning_rate = learning_rate,
+           .beta1 = config_.beta1,
+           .beta2 = config_.beta2,
+           .epsilon = config_.epsilon,
+           .weight_decay = config_.weight_decay,
+           .correction1 = correction(config_.beta1),
+           .correction2 = correction(config_.beta2),
+           .grad_scale = grad_scale},
+          runs_);
   }
   std::vector<OptimizerState> state() override { return state_.list(); }
   std::size_t state_bytes() const override { return state_.bytes(); }
@@ -169,10 +151,7 @@ class Sgd final : public Optimizer {
 std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
                                           std::span<Parameter* const> parameters,
                                           const DeviceMemory& memory) {
-  if (config.kind == OptimizerConfig::Kind::kSgd) {
-    return std::make_unique<Sgd>(config, parameters, memory);
-  }
-  return std::make_unique<AdamW>(config, parameters, memory);
+  return std::make_unique<RunOptimizer>(config, parameters, memory);
 }
 
 std::size_t optimizer_bytes(const OptimizerConfig& config, std::size_t bytes) {

@@ -1,6 +1,6 @@
 // The mathematics of the element-wise operators, written once. V is the value type of whoever
 // includes this: a vector of the CPU's kernel sets or a single float of the CUDA kernels, W a word
-// (or vector of words) to go with it. Arithmetic is in f32 whatever an operand is stored in.
+// (or vector of words) to go with it. Arithmetic is in f32 for every type of operand.
 //
 // Stands on the operations of stages/cpu_kernels/vector.hpp or stages/tensor/kernel_lane.hpp, which
 // are included first (templates over built-in types find only what was declared before them).

@@ -149,7 +149,7 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed) {
     copy_now(device, parameter.value.data, drawn.data(), drawn.size() * sizeof(float));
     offset += padded_bytes(parameter);
   }
-  touch();
+  mark_values_changed();
 }
 
 std::vector<Parameter*> ParameterSet::all() {

@@ -130,12 +130,12 @@ TransformerStage::Layout TransformerStage::lay_out(std::span<const BlockShape> s
     stream = std::max(stream, stream_tensor(nullptr, shape).spec.bytes());
   }
   Layout layout;
-  Carver state, gradients;
+  BumpAllocator state, gradients;
   std::size_t largest_gradients = 0;
   for (size_t i = 0; i < layers_.size(); ++i) {
     Place place;
     place.fits = largest_memory(*layers_[i], shapes);
-    const auto take = [](Carver& carver, std::size_t bytes) {
+    const auto take = [](BumpAllocator& carver, std::size_t bytes) {
       const std::size_t offset = carver.used();
       (void)carver.bytes(bytes);
       return offset;
@@ -192,12 +192,12 @@ void TransformerStage::prepare(const StageSetup& setup) {
   parameters_.allocate(memory, setup.seed);
   copies_.allocate(memory);
   find_first_gradients();
-  rehearse_all(setup);
+  warm_up_all(setup);
 }
 
 // Primitives are made, and libraries' kernels loaded, when a product is first run: run every size
 // once, on zeros. The operands take the place of messages that are yet to come.
-void TransformerStage::rehearse_all(const StageSetup& setup) {
+void TransformerStage::warm_up_all(const StageSetup& setup) {
   if (layers_.empty()) {
     return;
   }
@@ -220,17 +220,17 @@ void TransformerStage::rehearse_all(const StageSetup& setup) {
       forward(ctx, ctx.inputs, {&output, 1});
       ctx.phase = Phase::kTrain;
     }
-    rehearse(ctx, ctx.inputs, {&output, 1});
+    warm_up(ctx, ctx.inputs, {&output, 1});
     setup.compute->stream().synchronize();  // before the operands go
   }
   parameters_.zero_grads(setup.compute->stream());
 }
 
-void TransformerStage::rehearse(StageContext& ctx, std::span<const Tensor> inputs,
-                                std::span<const Tensor> outputs) {
+void TransformerStage::warm_up(StageContext& ctx, std::span<const Tensor> inputs,
+                               std::span<const Tensor> outputs) {
   forward(ctx, inputs, outputs);
   fill_zero(ctx.compute, outputs[0]);
-  // Of zeros, into zeros that nobody needs: the input's memory serves for its gradient.
+  // Inputs and outputs are zeros; the input's memory also serves for its gradient.
   const std::span<const Tensor> grad_inputs = takes_tokens() ? std::span<const Tensor>{} : inputs;
   if (split_) {
     backward_input(ctx, outputs, grad_inputs);
@@ -381,7 +381,7 @@ void TransformerStage::backward(StageContext& ctx, std::span<const Tensor> grad_
   }
   for (size_t i = layers_.size(); i-- > 0;) {
     LayerCall call = call_of(ctx, shape, i);
-    // The caller's gradient serves as the running one; without it, ours.
+    // The caller's gradient is the running one; without it, the stage's own.
     const bool ours = wanted.data == nullptr && i > 0;
     const Tensor din = ours ? layer_gradient(ctx, shape, i - 1, {}) : wanted;
     layers_[i]->backward(call, layer_input(ctx, shape, i), dout, din);
@@ -420,8 +420,8 @@ void TransformerStage::backward_weight(StageContext& ctx, std::span<const Tensor
   }
 }
 
-void LastTransformerStage::rehearse(StageContext& ctx, std::span<const Tensor> inputs,
-                                    std::span<const Tensor> outputs) {
+void LastTransformerStage::warm_up(StageContext& ctx, std::span<const Tensor> inputs,
+                                   std::span<const Tensor> outputs) {
   const Shape& shape = outputs[0].shape();
   const TensorSpec spec{DType::kI32, Shape{shape[0], shape[1]}};
   const Buffer zeros = ctx.compute.memory().allocate(spec.bytes(), DeviceMemory::Use::kPasses);
@@ -430,7 +430,7 @@ void LastTransformerStage::rehearse(StageContext& ctx, std::span<const Tensor> i
   const Tensor targets{zeros.data(), spec};
   forward(ctx, inputs, outputs);
   loss(ctx, outputs, {&targets, 1}, reinterpret_cast<double*>(sum.data()));
-  TransformerStage::rehearse(ctx, inputs, outputs);
+  TransformerStage::warm_up(ctx, inputs, outputs);
   ctx.compute.stream().synchronize();
 }
 

@@ -34,7 +34,7 @@ class TransformerStage : public Stage, public SplitBackward {
   void check_inputs(std::span<const Tensor> inputs) const override;
   void prepare(const StageSetup& setup) override;
   void begin_step(ComputeContext& compute) override;
-  [[nodiscard]] bool replayable() const override { return true; }
+  [[nodiscard]] bool graph_capturable() const override { return true; }
   void forward(StageContext& ctx, std::span<const Tensor> inputs,
                std::span<const Tensor> outputs) override;
   void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
@@ -51,8 +51,8 @@ class TransformerStage : public Stage, public SplitBackward {
  protected:
   // Runs what the primitives of one micro-batch size need to have run once; leaves no trace but
   // gradients.
-  virtual void rehearse(StageContext& ctx, std::span<const Tensor> inputs,
-                        std::span<const Tensor> outputs);
+  virtual void warm_up(StageContext& ctx, std::span<const Tensor> inputs,
+                       std::span<const Tensor> outputs);
   [[nodiscard]] const TransformerConfig& config() const { return config_; }
 
  private:
@@ -76,7 +76,7 @@ class TransformerStage : public Stage, public SplitBackward {
   [[nodiscard]] LayerMemory largest_memory(const Layer& layer,
                                            std::span<const BlockShape> shapes) const;
   [[nodiscard]] Layout lay_out(std::span<const BlockShape> shapes, bool split) const;
-  void rehearse_all(const StageSetup& setup);
+  void warm_up_all(const StageSetup& setup);
   void require_fits(const BlockShape& shape) const;
 
   [[nodiscard]] LayerCall call_of(StageContext& ctx, const BlockShape& shape, size_t layer) const;
@@ -118,8 +118,8 @@ class LastTransformerStage final : public TransformerStage, public LossStage {
   [[nodiscard]] double target_weight(std::span<const Tensor> targets) const override;
 
  protected:
-  void rehearse(StageContext& ctx, std::span<const Tensor> inputs,
-                std::span<const Tensor> outputs) override;
+  void warm_up(StageContext& ctx, std::span<const Tensor> inputs,
+               std::span<const Tensor> outputs) override;
 };
 
 }  // namespace sluice

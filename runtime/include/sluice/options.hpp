@@ -70,8 +70,8 @@ struct PipelineOptions {
     // Where NCCL sums over replicas: its own all-reduce replaces the sum in the order of replicas.
     // It is faster; its bits depend on NCCL and on the depth of the pipeline.
     bool all_reduce = false;
-    // On GPUs: record what stages that allow it (Stage::replayable) put on the stream, and replay
-    // it. Evaluations are not recorded.
+    // On GPUs: record what stages that allow it (Stage::graph_capturable) put on the stream, and
+    // replay it. Evaluations are not recorded.
     bool cuda_graphs = false;
     // Where NCCL sums over replicas: bytes of gradients per sum, which overlaps with the rest of
     // backward. It changes the bits of NCCL's own all-reduce only.

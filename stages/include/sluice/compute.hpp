@@ -1,7 +1,7 @@
-// Compute context: what operators need besides their operands: device, stream, threads, scratch
-// memory, and the backend that computes there. One per rank; used from one thread. Making one takes
-// none of the device's memory but what its libraries take for their handles. And the operands that
-// are no tensors.
+// Compute context: what operators need in addition to their operands: device, stream, threads,
+// scratch memory and the backend. One per rank; used from one thread. Its constructor takes no
+// device memory except what libraries take for their handles. Below it: operands that are no
+// tensors.
 #pragma once
 
 #include <cstddef>
@@ -18,33 +18,33 @@ class Backend;  // internal: stages/compute/backend.hpp
 
 class ComputeContext {
  public:
-  // threads >= 1, else Error(kUsage); binds the calling thread's OpenMP team to that size. Error
-  // (kUsage) also where SLUICE_KERNELS names no kernel set, or one this machine cannot run, and
-  // where the device cannot be used (require_device). On a GPU it becomes the calling thread's.
+  // threads >= 1; sets the size of the calling thread's OpenMP team. On a GPU, makes the device the
+  // calling thread's current one. Throws Error(kUsage) for threads < 1, for a SLUICE_KERNELS that
+  // this machine does not have, and for a device that cannot be used (require_device).
   ComputeContext(Device device, int threads);
   ~ComputeContext();  // waits for what is on the stream
   ComputeContext(const ComputeContext&) = delete;
   ComputeContext& operator=(const ComputeContext&) = delete;
 
   [[nodiscard]] Device device() const { return memory_.device(); }
-  // Where the buffers of everything that computes here come from, a stage's own included.
+  // All buffers that are used here come from it, those of stages too.
   [[nodiscard]] const DeviceMemory& memory() const { return memory_; }
   [[nodiscard]] int threads() const { return threads_; }
   [[nodiscard]] StreamView stream() const { return stream_.view(); }
 
-  // Whether a GPU's fp32 products may round their operands to TF32 (off at first); nothing on a
-  // CPU. Before the first product.
+  // Whether a GPU's fp32 products may round their operands to TF32; off at first. No effect on a
+  // CPU. Call it before the first product.
   void set_tf32(bool allowed);
-  // For a GPU stage's own matrix products: the cublasLtHandle_t of this context; null on a CPU. It
-  // is bound to no stream: work given to it goes to stream(), with scratch from workspace().
+  // The cublasLtHandle_t of this context, for a stage's own matrix products; null on a CPU. The
+  // context owns it. Callers pass stream() and scratch from workspace().
   [[nodiscard]] void* native_blas() const;
 
-  // Scratch of one operator call, on the device; contents do not survive the next call. Grows when
-  // asked for more than ever before, for which the host waits for the device: a pipeline reserves
-  // what its stages describe.
+  // Scratch for one operator call, on the device; its contents do not survive the next call. It
+  // grows when asked for more than before, and then the host waits for the device. A pipeline
+  // reserves what its stages describe.
   [[nodiscard]] std::byte* workspace(std::size_t bytes);
   void reserve_workspace(std::size_t bytes);
-  // Where it is now; null before it was first asked for.
+  // Its address; null before the first call.
   [[nodiscard]] const std::byte* workspace_place() const { return workspace_.data(); }
   // The most that operators have asked for so far.
   [[nodiscard]] std::size_t workspace_peak() const { return workspace_peak_; }
@@ -98,10 +98,10 @@ struct AttentionShape {
 struct Dropout {
   float probability = 0;  // 0: the operator is the identity and draws nothing
   RandomKey key;
-  // Index of the operand's first element in the whole global batch's tensor, so that a sample's
-  // mask is the same in whatever micro-batch it sits.
+  // Index of the operand's first element in the tensor of the global batch. So a sample's mask does
+  // not depend on its micro-batch.
   std::uint64_t first_element = 0;
-  // Where a GPU's kernels read key.step; null: key.step itself. Of no meaning on a CPU.
+  // Device memory in which a GPU's kernels read key.step; null: key.step itself. Unused on a CPU.
   const std::uint64_t* step_on_device = nullptr;
 };
 
@@ -110,7 +110,8 @@ struct Conversion {
   Tensor from, to;
 };
 
-// Neighbours in memory that are updated alike. `first` and `second`: the optimizer's state.
+// Parameters that are adjacent in memory and have equal settings. `first` and `second`: the
+// optimizer's state.
 struct UpdateRun {
   float* value = nullptr;
   const float* grad = nullptr;

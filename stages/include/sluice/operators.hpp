@@ -1,29 +1,27 @@
 // Operators: forward, input gradient, weight gradient, on the context's device. The CPU versions
 // are the specification of the GPU's.
 //
-// Streams. On a GPU every operator is put on the context's stream and returns at once; operands are
-// memory of that device. A number for the host is written in stream order to memory the host can
-// read: on a GPU it must be page-locked (HostBuffer).
+// Streams. On a GPU every operator goes to the context's stream and returns at once. Operands are
+// memory of that device. A number for the host is written in stream order to memory that the host
+// can read; on a GPU it must be page-locked (HostBuffer).
 //
 // Conventions. rows = samples * sequence. Activations are [rows, width], dense, of the operator's
 // activation type T (f32 or bf16, equal for all activation operands unless said); the residual
 // stream, parameters, their gradients and statistics are f32. Sums run in f32 (or wider) in an
-// order that depends on shapes alone. "overwrites" or "adds to" is said of every output. Weight
-// gradients add. Products go through one call site per (layer, operation): shape, leading
-// dimension, transposition, epilogue and accumulation are a function of the model and the
-// micro-batch alone.
+// order that depends on shapes alone. Every output is overwritten unless a comment says that it is
+// added to. Weight gradients are added to.
 //
-// Operands. Every call compares the types and shapes of its operands before it does anything, and
-// throws Error(kUsage) that names the operator, the operands and what would be legal. The last
-// dimension is the width; rows may be several dimensions, [samples, sequence, width] for instance.
-// Weights and tables have two dimensions, biases and gains one. What is not said to be null may be
-// it only without elements. Not checked: contents (a token outside of the table), and how much
-// memory lies behind a pointer.
+// Operands. Every call first checks the types and shapes of its operands. It throws Error(kUsage)
+// that names the operator, the operands and what is legal. The last dimension is the width; rows
+// may be several dimensions, such as [samples, sequence, width]. Weights and tables have two
+// dimensions, biases and gains one. Data may be null only where a comment says so, or without
+// elements. Not checked: contents (a token outside the table) and the size of the memory behind a
+// pointer.
 //
-// Scratch. <operator>_workspace() says what a call takes of ctx.workspace(), in bytes: the operator
-// asks the same function, and stages add it up before anything is allocated. Operators without one
-// take none. What the CPU's matrix library takes for itself is not part of it. On a GPU asking may
-// make the library's plan, which allocates nothing on the device but the library's own handles.
+// Scratch. <operator>_workspace() returns the bytes that a call takes from ctx.workspace(). Stages
+// describe the largest of them. Operators without such a function take none. Memory that the CPU's
+// matrix library allocates is not included. On a GPU the function may make the library's plan,
+// which allocates only library handles on the device.
 #pragma once
 
 #include <cstdint>
@@ -50,12 +48,11 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
 [[nodiscard]] std::size_t linear_backward_weight_workspace(ComputeContext& ctx,
                                                            const LinearShape& shape);
 
-// The products on either side of an activation, with it, block of rows by block of rows while the
-// block is in the cache; the bits of the separate calls. kSwiglu: raised is [rows, 2 * hidden].
-// On a GPU there are no blocks of rows, and GELU in bf16 may be part of the product: then it is
-// applied to the sum before that is rounded to `raised`, which lies within one layer and on no
-// border; the separate calls' values within rounding. Whether it is depends on the shapes, the
-// device model and the library alone.
+// The product before or after an activation, fused with it. kSwiglu: raised is [rows, 2 * hidden].
+// On a CPU the bits are those of the separate calls; blocks of rows stay in the cache. On a GPU the
+// library may apply GELU in bf16 to the sum before rounding it to `raised`; the values are then
+// those of the separate calls within rounding. Whether it does depends on the shapes, the device
+// model and the library alone.
 //
 // raised = x weightᵀ + bias, y = activation(raised); both overwritten, of x's type. Takes the
 // scratch of linear_forward.
@@ -106,8 +103,8 @@ void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tenso
 
 // --- causal self-attention ---
 // Bytes attention_forward keeps for backward. On the CPU: probabilities before dropout, [samples,
-// heads, sequence, sequence rounded up to 16]; right of a block of 64 rows nothing is written or
-// read. On a GPU: log-sum-exp of the scores, f32 [samples, heads, sequence].
+// heads, sequence, sequence rounded up to 16]; columns to the right of a block of 64 rows are
+// neither written nor read. On a GPU: log-sum-exp of the scores, f32 [samples, heads, sequence].
 [[nodiscard]] std::size_t attention_state_bytes(DeviceKind device, const AttentionShape& shape,
                                                 DType dtype);
 // qkv [rows, packed_width]: all queries, then keys, then values of a position. out
@@ -162,8 +159,8 @@ void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions);
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                            StepValue<double> scale, bool gradient, double* sum);
 [[nodiscard]] std::size_t softmax_cross_entropy_workspace(std::int64_t rows);
-// *sum = the squared differences over all elements, of which both have as many, in whatever shape;
-// with `gradient`, outputs become 2 * scale * (outputs - targets).
+// *sum = the squared differences over all elements. outputs and targets have equally many, in any
+// shape. With `gradient`, outputs become 2 * scale * (outputs - targets).
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
                         StepValue<double> scale, bool gradient, double* sum);
 [[nodiscard]] std::size_t mean_squared_error_workspace(std::int64_t elements);

@@ -2,11 +2,11 @@
 // reduction or an optimizer walks memory once.
 //
 // Names are global ("blocks.3.attention.qkv.weight"): they do not depend on the layout, and files
-// are keyed by them. A parameter used by several stages (or twice in one) is `tied`: each use has
-// its own entry of the same name, its own copy of the value and its own gradient; the use in the
-// lowest stage (first in it) is the owner, which alone is updated, saved and counted in the norm.
+// use them as keys. A parameter with several uses is `tied`: each use has an entry of the same
+// name, a copy of the value and a gradient. The first use in the lowest stage is the owner. Only
+// the owner is updated, saved and counted in the norm.
 //
-// And how they are updated: optimizer and learning rate as plain settings.
+// Settings of optimizers and learning rates are at the end.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ struct Parameter {
   std::shared_ptr<const void> memory;  // owns what both lie in
 };
 
-// What a parameter's values take of their set's memory, and its gradients again.
+// Bytes of a parameter's values in their set's memory; its gradients take as many.
 [[nodiscard]] std::size_t parameter_bytes(std::int64_t elements);
 
 class ParameterSet {
@@ -54,9 +54,9 @@ class ParameterSet {
   // The reference stays valid for the life of the set. Requires: allocate() not yet called.
   Parameter& add(std::string name, Shape shape, Init init, bool decay = true, bool tied = false);
 
-  // Gives memory to every value and gradient, draws initial values (a function of seed, name and
-  // position alone) and zeroes gradients. Throws Error(kUsage) for a name that is used twice
-  // without being tied.
+  // Allocates every value and gradient, draws initial values (a function of seed, name and position
+  // alone) and zeroes gradients. Call it once. Throws Error(kUsage) for a name that is used twice
+  // and not tied, and what `memory` throws.
   void allocate(const DeviceMemory& memory, std::uint64_t seed);
 
   [[nodiscard]] std::vector<Parameter*> all();  // in order of add()
@@ -69,9 +69,9 @@ class ParameterSet {
   void zero_grads(StreamView stream);  // in stream order
   // Owns what all values and gradients lie in.
   [[nodiscard]] std::shared_ptr<const void> memory() const { return memory_; }
-  // Raised by whoever writes values (optimizer, weights, ties), read by stages that keep a copy in
-  // another precision.
-  void touch() { ++version_; }
+  // Call it after writing values. Stages compare version() and renew their copies in another
+  // precision.
+  void mark_values_changed() { ++version_; }
   [[nodiscard]] std::uint64_t version() const { return version_; }
 
  private:

@@ -1,5 +1,5 @@
-// Values: tensors, non-owning views of device memory with dtype and shape, dense, row-major; values
-// that differ from step to step; and counter-based random numbers.
+// Values: tensors (non-owning views of device memory with dtype and shape, dense, row-major),
+// values that change with the step, and counter-based random numbers.
 #pragma once
 
 #include <array>
@@ -72,9 +72,8 @@ struct Tensor {
   }
 };
 
-// A value that differs from step to step: the host has it while it issues the step's work, and work
-// that was recorded once and is replayed in later steps (<sluice/device.hpp>, Graph) finds the
-// step's own where kernels read it.
+// A value that changes with the step. The host reads `value` while it issues the step's work.
+// Recorded work that is replayed in later steps (Graph in <sluice/device.hpp>) reads `on_device`.
 template <typename T>
 struct StepValue {
   constexpr StepValue(T of_this_step = T{}, const T* kernels_read = nullptr)  // NOLINT: a T is one
@@ -82,15 +81,15 @@ struct StepValue {
   constexpr operator T() const { return value; }  // NOLINT: and it is a T
 
   T value;
-  // Memory of the device that holds `value` when the work put on the stream runs. Null: `value`
-  // holds for as long as the work may run.
+  // Device memory that holds `value` when work on the stream runs. Null: `value` is constant while
+  // the work may run.
   const T* on_device;
 };
 
 // --- randomness ---
 // Counter-based randomness: Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as
-// 1, 2, 3", SC 2011). A number is a function of what it is for, never of who draws it or when, so
-// results are independent of the pipeline's layout. Host and device code share these functions.
+// 1, 2, 3", SC 2011). A number is a function of its purpose, not of the rank or the time, so
+// results do not depend on the pipeline's layout. Host and device code share these functions.
 
 // What a random stream is for. Two streams with different keys are independent.
 struct RandomKey {
@@ -117,7 +116,7 @@ struct RandomKey {
 [[nodiscard]] constexpr std::uint32_t random_site(std::uint32_t layer, std::uint32_t place) {
   return layer << 8 | place;
 }
-// FNV-1a of 64 bits, for streams named by a parameter: of a million names two are alike with a
+// FNV-1a of 64 bits, for streams named by a parameter. Two of a million names collide with a
 // probability of 3e-8.
 [[nodiscard]] std::uint64_t hash_name(std::string_view name);
 

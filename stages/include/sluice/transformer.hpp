@@ -25,15 +25,15 @@ namespace sluice {
 
 enum class TransformerKind { kGpt2, kLlama };
 
-// What is computed a second time when gradients are due instead of being kept per micro-batch. The
-// bits are the same; describe() says what each takes.
+// What backward computes again instead of keeping it per micro-batch. The bits do not change;
+// describe() returns the memory of each.
 enum class Recompute {
   kNone,
-  kAttention,  // all that attention makes of queries, keys and values
-  kBlock,  // of attention, MLP and head all but the point of the residual stream they start from
+  kAttention,  // attention's results from queries, keys and values
+  kBlock,      // everything except each layer's input from the residual stream
 };
 
-// The largest legal values: every product of sizes that we form fits 64 bits.
+// The largest legal values: every product of sizes fits 64 bits.
 struct TransformerLimits {
   static constexpr int kLayers = 1 << 16, kHeads = 1 << 12, kWidth = 1 << 18;
   static constexpr int kMlpWidth = 1 << 20, kContext = 1 << 20, kVocabulary = 1 << 24;
@@ -59,7 +59,7 @@ void validate(const TransformerConfig& config);
 // Floating-point operations of one sample's forward, per layer (embedding, blocks, head): the costs
 // of parse_partition.
 [[nodiscard]] std::vector<double> layer_costs(const TransformerConfig& config);
-// Those of them that the input half of backward does again, by config.recompute.
+// The part of them that backward computes again, by config.recompute.
 [[nodiscard]] std::vector<double> recompute_costs(const TransformerConfig& config);
 
 // Number of parameters, each counted once.

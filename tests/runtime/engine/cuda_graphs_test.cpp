@@ -73,7 +73,7 @@ TEST_F(CudaGraphsTest, ReplayedStepsHaveTheBitsOfCalls) {
 // What became of a stage's calls.
 struct Calls {
   int forward = 0, backward = 0;
-  bool replayable = true;
+  bool graph_capturable = true;
   std::function<void(StageContext&)> in_forward = [](StageContext&) {};
 };
 
@@ -88,7 +88,7 @@ class CountedStage : public Stage, public LossStage {
   }
   void prepare(const StageSetup& setup) override { model_->prepare(setup); }
   void begin_step(ComputeContext& compute) override { model_->begin_step(compute); }
-  bool replayable() const override { return calls_.replayable; }
+  bool graph_capturable() const override { return calls_.graph_capturable; }
   void forward(StageContext& ctx, std::span<const Tensor> inputs,
                std::span<const Tensor> outputs) override {
     ++calls_.forward;
@@ -147,7 +147,7 @@ TEST_F(CudaGraphsTest, AStageIsCalledTwiceForEachActionAndThenReplayed) {
 
 TEST_F(CudaGraphsTest, AStageThatDoesNotAllowItIsCalledEveryTime) {
   Calls calls;
-  calls.replayable = false;
+  calls.graph_capturable = false;
   train_counted(calls);
   EXPECT_EQ(calls.forward, 5 * 3 + 5);
   EXPECT_EQ(calls.backward, 5 * 3);

@@ -169,7 +169,7 @@ TEST(ParameterSetTest, ZeroesGradientsAndCountsVersions) {
   set.zero_grads({});
   EXPECT_THAT(set.flat_grads(), Each(0.0F));
   EXPECT_EQ(set.version(), version);
-  set.touch();
+  set.mark_values_changed();
   EXPECT_GT(set.version(), version);
 }
 

@@ -194,10 +194,10 @@ void LocalPipeline::for_each_parameter(const std::function<void(Parameter&)>& vi
   }
 }
 
-void LocalPipeline::touch() {
+void LocalPipeline::mark_values_changed() {
   for (const auto& stage : stages_) {
     if (stage->parameters() != nullptr) {
-      stage->parameters()->touch();
+      stage->parameters()->mark_values_changed();
     }
   }
 }

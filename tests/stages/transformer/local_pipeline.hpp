@@ -61,7 +61,7 @@ class LocalPipeline {
   [[nodiscard]] std::map<std::string, std::vector<float>> grads() const;
   // Calls for every use.
   void for_each_parameter(const std::function<void(Parameter&)>& visit);
-  void touch();
+  void mark_values_changed();
   [[nodiscard]] ComputeContext& compute() { return compute_; }
   [[nodiscard]] Stage& stage(int index) { return *stages_[static_cast<size_t>(index)]; }
 

@@ -52,7 +52,7 @@ void enlarge(LocalPipeline& pipeline) {
       value = parameter.decay ? 10 * value + 0.1F * bump : value + bump;
     }
   });
-  pipeline.touch();
+  pipeline.mark_values_changed();
 }
 
 ReferenceParameters in_double(LocalPipeline& pipeline) {
@@ -130,7 +130,7 @@ TEST_P(TransformerModelTest, GradientsFollowTheForwardsDropout) {
           parameter.value.floats()[i] += static_cast<float>(distance * along[i]);
         }
       });
-      pipeline.touch();
+      pipeline.mark_values_changed();
       pipeline.forward(0);
       return pipeline.loss_sum();
     };
