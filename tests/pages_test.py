@@ -249,8 +249,9 @@ def run_commands(page, found, root, build):
             done = subprocess.run(["timeout", "60", "bash", "-c", make_quick(command)], cwd=place, env=environment,
                                   text=True, errors="replace", stdin=subprocess.DEVNULL, capture_output=True)
             if done.returncode != 0:
-                last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-                yield f"{page}:{line}: {command}: exit code {done.returncode}: {' '.join(last)}"
+                said = (done.stderr.strip() or done.stdout.strip()).splitlines() or [""]
+                why = next((text for text in said if text.startswith("sluice: error")), said[-1])
+                yield f"{page}:{line}: {command}: exit code {done.returncode}: {why}"
 
 
 # --- C++ ---
