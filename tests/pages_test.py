@@ -1,241 +1,430 @@
-"""The pages against the code: links, file names, options, lengths, commands, snippets.
+#!/usr/bin/env python3
+"""The pages (*.md) against the repository and the program that they describe.
 
-usage: pages_test.py ROOT SLUICE README_PROGRAM     runs the tests
-       pages_test.py --extract ROOT FOLDER          writes the C++ snippets of all pages to FOLDER
+    tests/pages_test.py ROOT BUILD CXX [FLAG...]   checks every page; CXX with FLAGs compiles the C++
+    tests/pages_test.py --program PAGE             prints the page's first complete C++ program
 
-A page is a *.md file of the repository. Its fences:
-  ```cpp   a translation unit; CMake compiles it, and links those with a main
-  ```sh    commands; those of sluice, with or without mpirun, run in order in a folder with text.txt
-  ```      anything else: output, sketches, commands for several machines; nothing is run
-CHANGELOG.md names files and options of the past, so only its links are checked.
+Links and their anchors exist. A path in backticks exists, and so does every `--option`. README.md and
+CONTRIBUTING.md keep their number of words and have no sentence above MOST_WORDS words. Commands of `sluice`
+in fenced blocks run in page order in a temporary directory and exit with 0. Fenced C++ compiles.
+
+What a page shows needs no mark, with these exceptions, as a comment in the line before the fence:
+  <!-- not run: REASON -->         the commands need what a test has not got, such as a second machine
+  <!-- compile: PARAMETERS -->     the C++ is the body of a function with these parameters
+C++ with an #include is a complete source. Other C++ follows an include of every public header.
+
+Prints one line per violation, a summary with every command that did not run, and exits 1 after a violation.
+First it checks its own rules on the violations planted below.
 """
 
+import concurrent.futures
 import os
+import pathlib
 import re
 import subprocess
 import sys
 import tempfile
-import unittest
 
-LIMITS = {"README.md": 900, "CONTRIBUTING.md": 500}  # words; their sentences have at most 30
-LONGEST_SENTENCE = 30
-HISTORY = {"CHANGELOG.md"}
-# Made by a run or a build.
-GENERATED = ("build/", "data/", "runs/")
-# Options of other programs that pages name.
-FOREIGN = {
-    "--preset", "--build", "--install", "--prefix", "--target", "--test-dir",  # cmake, ctest
-    "--oversubscribe", "--hostfile", "--bind-to", "--mca", "--host",           # mpirun
-    "--mpi",                                                                   # srun
-    "--query-gpu",                                                             # nvidia-smi
-    # of scripts and benchmarks in tests/
-    "--write", "--stages", "--rounds", "--sequence", "--samples",
+MOST_WORDS = 30  # of a sentence
+PAGE_WORDS = {"README.md": 900, "CONTRIBUTING.md": 500}
+FOLDERS = ("schedules", "comm", "stages", "runtime", "examples", "tests", "docker", ".ci")
+MADE = ("build", "data", "runs")  # folders that a build or a run makes
+SUFFIXES = ("cpp", "hpp", "cu", "cuh", "py", "sh", "md", "svg", "cmake")
+
+# Programs that are not Sluice's, and those of their options that pages name.
+FOREIGN_OPTIONS = {
+    "mpirun": "oversubscribe hostfile host bind-to map-by mca timeout",
+    "srun": "mpi",
+    "cmake": "build fresh install preset prefix target",
+    "ctest": "output-on-failure parallel test-dir",
+    "nvidia-smi": "query-gpu",
+    "nvcc": "extended-lambda",
 }
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+# Commands at the start of a line that the test leaves to other tests or to the reader.
+NOT_RUN = {
+    "./train.sh": "takes minutes",
+    "./test.sh": "runs every test",
+    ".ci/run": "runs every check",
+    "cmake": "builds",
+    "ctest": "runs tests",
+    "srun": "needs Slurm",
+    "tests/": "runs for minutes or needs a GPU",
+    "clang-format-14": "needs a changed source",
+    "python3": "a script of the tests, which has its own test",
+    "nvidia-smi": "needs a GPU",
+}
+RUN = ("sluice", "build/release/sluice", "mpirun", "build/release/examples/", "build/release/tests/page_")
+# Run in place of a command that takes too long.
+INSTEAD = {"./train.sh": "mpirun -n 4 sluice train --data data/kjv.txt --pipeline 2 --replicas 2 --save runs/kjv"}
+# Added to each `sluice train`: of an option given twice the last one counts.
+QUICK = "--steps 2 --layers 8 --heads 2 --width 32 --context 16 --validation-samples 2 --device cpu"
 
 
-def fences(text, language):
-    return [body for kind, body in FENCE.findall(text) if kind == language]
+class Fence:
+    def __init__(self, line, language, mark, text):
+        self.line, self.language, self.mark, self.text = line, language, mark, text
 
 
-def slug(heading):
-    heading = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
-    return re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
+def split_page(text):
+    """The prose of a page, with blank lines where fenced blocks were, and its fenced blocks."""
+    prose, fences, opened, before = [], [], None, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if match := re.match(r"\s*```(\w*)\s*$", line):
+            if opened is None:
+                opened = Fence(number, match.group(1), before, "")
+            else:
+                fences.append(opened)
+                opened = None
+            prose.append("")
+        elif opened is not None:
+            opened.text += line + "\n"
+            prose.append("")
+        else:
+            prose.append(line)
+        if line.strip():
+            before = line
+    return "\n".join(prose), fences
 
 
-def anchors(text):
-    return {slug(line) for line in re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.M)}
+def line_of(text, position):
+    return text.count("\n", 0, position) + 1
 
 
-def link_errors(page, pages, exists):
-    """`pages`: text by path; `exists`: whether a path relative to the root is there."""
-    errors = []
-    for target in LINK.findall(FENCE.sub("", pages[page])):
-        if re.match(r"[a-z]+:", target):
+# --- links ---
+
+def anchors(prose):
+    """The anchors that GitHub makes of a page's headings."""
+    found = set()
+    for heading in re.findall(r"^#+ +(.*)$", prose, re.MULTILINE):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        slug = re.sub(r"[^\w\- ]", "", plain.strip().lower()).replace(" ", "-")
+        count = 1
+        unique = slug
+        while unique in found:
+            unique = f"{slug}-{count}"
+            count += 1
+        found.add(unique)
+    return found
+
+
+def link_violations(page, prose, read, exists):
+    for match in re.finditer(r"\]\(([^()\s]+)\)", prose):
+        target, _, anchor = match.group(1).partition("#")
+        if re.match(r"\w+:", target):
             continue
-        path, _, anchor = target.partition("#")
-        path = os.path.normpath(os.path.join(os.path.dirname(page), path)) if path else page
+        path = os.path.normpath(os.path.join(os.path.dirname(page), target)) if target else page
         if not exists(path):
-            errors.append(f"{page}: link to {target}: no such file")
-        elif anchor and anchor not in anchors(pages.get(path, "")):
-            errors.append(f"{page}: link to {target}: no such heading")
-    return errors
+            yield line_of(prose, match.start()), f"{match.group(1)}: no such file"
+        elif anchor and anchor not in anchors(split_page(read(path))[0]):
+            yield line_of(prose, match.start()), f"{match.group(1)}: {path} has no such heading"
 
 
-def path_errors(page, text, exists):
-    errors = []
-    for name in re.findall(r"`([\w.\-]+/[\w./*<>-]*)`", FENCE.sub("", text)):
-        looks_like_one = name.endswith("/") or re.search(r"\.(cpp|hpp|cu|cuh|py|sh|md|svg|cmake|txt)$", name)
-        if not looks_like_one or name.startswith(GENERATED) or "<" in name:
+# --- files ---
+
+def in_backticks(page, prose):
+    for number, line in enumerate(prose.splitlines(), 1):
+        if page == "CHANGELOG.md" and line.startswith("|"):
+            line = line.split("|", 2)[2]  # its first column has the names of before
+        for text in re.findall(r"`([^`]+)`", line):
+            yield number, text
+
+
+def file_violations(page, prose, exists):
+    for number, text in in_backticks(page, prose):
+        for include in re.findall(r"<(sluice/\w+\.hpp)>", text):
+            if not any(exists(f"{folder}/include/{include}") for folder in FOLDERS):
+                yield number, f"<{include}>: no such public header"
+        path = text.split()[0].removeprefix("./")
+        if not re.fullmatch(r"[\w.*+-]+(/[\w.*+-]+)*/?", path) or path.split("/")[0] in MADE:
             continue
-        if not exists(name) and not exists(os.path.join(os.path.dirname(page), name)):
-            errors.append(f"{page}: `{name}` is not in this repository")
-    return errors
+        folder = os.path.dirname(page)
+        known = path.split("/")[0] in FOLDERS or ("/" in path and exists(f"{folder}/{path.split('/')[0]}"))
+        if not known and not re.search(r"\w\.(%s)$" % "|".join(SUFFIXES), path):
+            continue
+        # From the root, from the page, or the name alone; a program by the name of its source.
+        if not any(exists(name) for name in (path, f"{folder}/{path}", f"**/{path}", f"{path}.*")):
+            yield number, f"`{text}`: no such file or folder"
 
 
-def option_errors(page, text, known):
-    found = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", text))
-    return [f"{page}: {option} is an option of no command" for option in sorted(found - known)]
+# --- options ---
+
+def option_violations(prose, fences, options):
+    for start, text in [(1, prose)] + [(fence.line + 1, fence.text) for fence in fences]:
+        for match in re.finditer(r"(?<![\w-])--([a-z][\w-]*)", text):
+            if match.group(1) not in options:
+                yield start + line_of(text, match.start()) - 1, f"--{match.group(1)}: no program here has it"
 
 
-def sentences(text):
-    text = re.sub(r"^(\|.*|#.*|!\[.*)$", "", FENCE.sub("", text), flags=re.M)
-    for paragraph in re.split(r"\n\s*\n|\n(?=[*-] )", text):
-        yield from re.split(r"(?<=[.!?:;])\s+", paragraph.strip())
+# --- words ---
+
+def sentences(prose):
+    """(line, text) of each sentence; items of a list, cells of a table and headings stand alone."""
+    prose = re.sub(r"<!--.*?-->", "", prose, flags=re.DOTALL)
+    prose = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", prose)
+    block, start = [], 0
+    for number, line in enumerate(prose.splitlines() + [""], 1):
+        alone = re.match(r"\s*(#|\||[-*] |\d+\. |$)", line)
+        if alone and block:
+            for sentence in re.split(r"(?<=[.!?:])\s+", " ".join(block)):
+                yield start, sentence
+            block = []
+        if line.startswith("|"):
+            for cell in line.split("|"):
+                for sentence in re.split(r"(?<=[.!?:])\s+", cell):
+                    yield number, sentence
+        elif line.strip() and not line.startswith("#"):
+            block.append(re.sub(r"^\s*([-*]|\d+\.) ", "", line).strip())
+            start = start if len(block) > 1 else number
 
 
-def length_errors(page, text):
-    errors = []
-    words = len(text.split())
-    if words > LIMITS[page]:
-        errors.append(f"{page}: {words} words, at most {LIMITS[page]}")
-    errors += [f"{page}: a sentence of {len(s.split())} words: {s[:60]}..."
-               for s in sentences(text) if len(s.split()) > LONGEST_SENTENCE]
-    return errors
+def word_violations(page, text, prose):
+    if page not in PAGE_WORDS:
+        return
+    if len(text.split()) > PAGE_WORDS[page]:
+        yield 1, f"{len(text.split())} words; at most {PAGE_WORDS[page]}"
+    for line, sentence in sentences(prose):
+        if len(sentence.split()) > MOST_WORDS:
+            yield line, f"a sentence of {len(sentence.split())} words: {sentence[:50]}..."
 
 
-def commands(text):
-    for body in fences(text, "sh"):
-        for line in body.replace("\\\n", " ").splitlines():
-            line = line.split(" #")[0].strip()
-            if re.match(r"(mpirun\s.*\s)?sluice\s", line):
-                yield line
+# --- commands ---
+
+def commands(fence):
+    """(line, command, mark) of each command in a block of the shell; a line's comment is cut off."""
+    text = fence.text.replace("\\\n", " \x00")  # keeps the count of lines
+    lines = 0
+    for line in text.splitlines():
+        command = re.sub(r"(^|\s)#.*$", "", line.replace("\x00", " ")).strip()
+        if command:
+            yield fence.line + 1 + lines, " ".join(command.split())
+        lines += 1 + line.count("\x00")
 
 
-def read_pages(root):
-    listed = subprocess.run(["git", "-C", root, "ls-files", "*.md"], text=True, stdout=subprocess.PIPE)
-    names = listed.stdout.split()
-    if not names:  # an unpacked archive
-        for folder, folders, files in os.walk(root):
-            folders[:] = [f for f in folders if f not in ("build", ".git", "runs", "data")]
-            names += [os.path.relpath(os.path.join(folder, f), root) for f in files if f.endswith(".md")]
-    return {name: open(os.path.join(root, name), encoding="utf-8").read() for name in names}
+def starts_with(command, names):
+    first = re.sub(r"^(\w+=\S+ +)+", "", command).split()[0]
+    return next((name for name in names if first == name or name.endswith(("/", "_")) and first.startswith(name)),
+                None)
 
 
-def options_of(sluice):
-    known = set()
-    top = subprocess.run([sluice, "--help"], check=True, text=True, stdout=subprocess.PIPE).stdout
-    helps = [top]
-    for command in re.findall(r"^  ([a-z]+(?: [a-z]+)?)  ", top, re.M):
-        shown = subprocess.run([sluice, *command.split(), "--help"], text=True, stdout=subprocess.PIPE)
-        helps.append(shown.stdout if shown.returncode == 0 else "")
-    for more in (["schedule", "compare"], ["schedule", "auto"]):
-        helps.append(subprocess.run([sluice, *more, "--help"], check=True, text=True,
-                                    stdout=subprocess.PIPE).stdout)
-    for text in helps:
-        known |= set(re.findall(r"(--[a-z][a-z0-9-]+)", text))
-    return known
+def sort_commands(fences):
+    """Violations, what is to be run, and what is not: each (line, text)."""
+    wrong, run, left = [], [], []
+    for fence in fences:
+        if fence.language not in ("", "sh", "bash"):
+            continue
+        reason = re.search(r"<!-- not run: (.*?) -->", fence.mark)
+        for line, command in commands(fence):
+            if reason:
+                left.append((line, f"{command}: {reason.group(1)}"))
+            elif command in INSTEAD or starts_with(command, RUN):
+                run.append((line, INSTEAD.get(command, command)))
+            elif name := starts_with(command, NOT_RUN):
+                left.append((line, f"{command}: {NOT_RUN[name]}"))
+            elif fence.language:
+                wrong.append((line, f"{command}: neither a command of sluice nor one this test knows"))
+    return wrong, run, left
 
 
-def extract(root, folder):
-    os.makedirs(folder, exist_ok=True)
-    kept = set()
-    for page, text in sorted(read_pages(root).items()):
-        for i, body in enumerate(fences(text, "cpp")):
-            name = re.sub(r"\W", "_", page.lower().removesuffix(".md")) + f"_{i}"
-            name += "_main.cpp" if "int main(" in body else ".cpp"
-            kept.add(name)
-            path = os.path.join(folder, name)
-            body = f"// {page}, snippet {i}\n{body}"
-            if not os.path.exists(path) or open(path, encoding="utf-8").read() != body:
-                with open(path, "w", encoding="utf-8") as file:
-                    file.write(body)
-    for name in os.listdir(folder):
-        if name.endswith(".cpp") and name not in kept:
-            os.remove(os.path.join(folder, name))
+def make_quick(command):
+    return f"{command} {QUICK}" if re.search(r"\bsluice train\b(?!.*--help)", command) else command
 
 
-class Pages(unittest.TestCase):
-    @classmethod
-    def setUpClass(cls):
-        cls.pages = read_pages(ROOT)
-
-    @staticmethod
-    def exists(path):
-        import glob
-        return bool(glob.glob(os.path.join(ROOT, path)))
-
-    def test_links_lead_somewhere(self):
-        self.assertEqual([e for p in self.pages for e in link_errors(p, self.pages, self.exists)], [])
-
-    def test_files_they_name_exist(self):
-        self.assertEqual([e for p, text in self.pages.items() if p not in HISTORY
-                          for e in path_errors(p, text, self.exists)], [])
-
-    def test_options_they_name_exist(self):
-        known = options_of(SLUICE) | FOREIGN
-        self.assertEqual([e for p, text in self.pages.items() if p not in HISTORY
-                          for e in option_errors(p, text, known)], [])
-
-    def test_are_short(self):
-        self.assertEqual([e for p in LIMITS for e in length_errors(p, self.pages[p])], [])
-
-    def test_commands_run(self):
-        ran = 0
-        for page, text in self.pages.items():
-            with tempfile.TemporaryDirectory() as folder:
-                self.prepare(folder)
-                for command in commands(text):
-                    self.run_in(folder, command, page)
-                    ran += 1
-        self.assertGreater(ran, 1)
-
-    def test_the_program_of_the_readme_trains(self):
-        with tempfile.TemporaryDirectory() as folder:
-            self.prepare(folder)
-            out = self.run_in(folder, f"mpirun -n 2 {PROGRAM}", "README.md")
-            self.assertEqual(sorted(out.split("\n")), ["", "rank 0 is done", "rank 1 is done"])
-
-    @staticmethod
-    def prepare(folder):
-        with open(os.path.join(folder, "text.txt"), "w", encoding="utf-8") as file:
-            file.write("In the beginning was the word. " * 500)
-        os.makedirs(os.path.join(folder, "bin"))
-        os.symlink(os.path.abspath(SLUICE), os.path.join(folder, "bin", "sluice"))
-
-    def run_in(self, folder, command, page):
-        environment = dict(os.environ, PATH=f"{folder}/bin:{os.environ['PATH']}")
-        done = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, timeout=120)
-        self.assertEqual(done.returncode, 0, f"{page}: {command}\n{done.stdout}{done.stderr}")
-        return done.stdout
+def run_commands(page, found, root, build):
+    """The page's commands, one after the other: a later one may read what an earlier one wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = pathlib.Path(folder)
+        (place / "build").mkdir()
+        for preset in ("release", "cuda"):
+            (place / "build" / preset).symlink_to(build)
+        (place / "schedules").symlink_to(root / "schedules")
+        (place / "examples").symlink_to(root / "examples")
+        text = "".join((root / name).read_text(encoding="utf-8") for name in ("LICENSE", "README.md")) * 4
+        for name in ("text.txt", "data/kjv.txt", "shared/text.txt"):
+            (place / name).parent.mkdir(exist_ok=True)
+            (place / name).write_text(text, encoding="utf-8")
+        for name in ("hosts", "hosts.txt"):
+            (place / name).write_text("localhost slots=16\n", encoding="utf-8")
+        environment = {**os.environ, "PATH": f"{build}:{os.environ['PATH']}"}
+        for line, command in found:
+            done = subprocess.run(["timeout", "60", "bash", "-c", make_quick(command)], cwd=place, env=environment,
+                                  text=True, errors="replace", stdin=subprocess.DEVNULL, capture_output=True)
+            if done.returncode != 0:
+                said = (done.stderr.strip() or done.stdout.strip()).splitlines() or [""]
+                why = next((text for text in said if text.startswith("sluice: error")), said[-1])
+                yield f"{page}:{line}: {command}: exit code {done.returncode}: {why}"
 
 
-class Violations(unittest.TestCase):
-    """Each check finds what is planted."""
+# --- C++ ---
 
-    def test_dead_link(self):
-        pages = {"a.md": "[x](b.md) [y](b.md#two) [z](#three) [w](c.md) [e](https://x.y)\n## Three",
-                 "b.md": "# One"}
-        found = link_errors("a.md", pages, lambda path: path in pages)
-        self.assertEqual(len(found), 2)
-        self.assertIn("b.md#two", found[0])
-        self.assertIn("c.md", found[1])
+def source_of(fence, headers):
+    """What is compiled for a block of C++, with its lines numbered as on the page."""
+    if "#include" in fence.text:
+        return f'#line {fence.line + 1}\n{fence.text}'
+    source = "".join(f"#include <sluice/{name}>\n" for name in headers) + "using namespace sluice;\n"
+    parameters = re.search(r"<!-- compile: (.*?) -->", fence.mark)
+    if parameters:
+        return f"{source}void page({parameters.group(1)}) {{\n#line {fence.line + 1}\n{fence.text}}}\n"
+    return f"{source}#line {fence.line + 1}\n{fence.text}"
 
-    def test_missing_file(self):
-        found = path_errors("f/a.md", "`f/b.cpp` `b.cpp/` `g/` `x/y.hpp` `build/x.cpp` `a/b`",
-                            lambda path: path in ("f/b.cpp", "f/g/"))
-        self.assertEqual(len(found), 2)
 
-    def test_unknown_option(self):
-        self.assertEqual(option_errors("a.md", "`--yes` and `--no`, a--b", {"--yes"}),
-                         ["a.md: --no is an option of no command"])
+def compiles(source, root, compiler):
+    """The compiler's first error, or ""."""
+    includes = [f"-I{folder}" for folder in sorted(root.glob("*/include"))]
+    done = subprocess.run([*compiler, "-std=c++20", "-Wall", "-Wextra", "-Werror", "-Wno-unused", "-fsyntax-only",
+                           *includes, "-x", "c++", "-"], input=source, text=True, capture_output=True)
+    errors = [line for line in done.stderr.splitlines() if "error:" in line]
+    return "" if done.returncode == 0 else (errors or done.stderr.splitlines() or ["no reason given"])[0]
 
-    def test_length(self):
-        self.assertEqual(len(length_errors("README.md", "word. " * 901)), 1)
-        self.assertEqual(len(length_errors("README.md", "word " * 31 + ".")), 1)
-        self.assertEqual(length_errors("README.md", "word " * 29 + "."), [])
 
-    def test_commands_are_found(self):
-        text = "```sh\n./x\nsluice a \\\n  b  # c\nmpirun -n 2 sluice d\n```\n```\nsluice e\n```"
-        self.assertEqual([c.split() for c in commands(text)],
-                         [["sluice", "a", "b"], ["mpirun", "-n", "2", "sluice", "d"]])
+def programs(text):
+    return [fence.text for fence in split_page(text)[1] if fence.language == "cpp" and "int main(" in fence.text]
+
+
+# --- the rules on planted pages ---
+
+PLANTED_FILES = {"README.md", "LICENSE", "comm", "comm/README.md", "comm/base/error.cpp", "comm/include/sluice/error.hpp"}
+PLANTED_TEXT = {"comm/README.md": "# comm\n\n## Five `models`, two\n"}
+LONG = " ".join(["word"] * 31) + ".\n"
+# (page, text, a word of the violation that must be found; "" where none may be)
+PLANTED = (
+    ("README.md", "[a](comm/README.md#five-models-two) [b](https://x.org/#c) [d](#e)\n\n# E\n", ""),
+    ("README.md", "[a](comm/GONE.md)\n", "no such file"),
+    ("README.md", "[a](comm/README.md#six)\n", "no such heading"),
+    ("README.md", "`comm/base/error.cpp` `error.cpp` `<sluice/error.hpp>` `build/x.cpp` `a/b` `comm/base/error`\n", ""),
+    ("comm/README.md", "`base/error.cpp` and `base/`\n", ""),
+    ("comm/README.md", "`base/gone.cpp`\n", "no such file"),
+    ("README.md", "`comm/base/gone.cpp`\n", "no such file"),
+    ("README.md", "`gone.cpp`\n", "no such file"),
+    ("README.md", "`comm/gone/`\n", "no such file"),
+    ("README.md", "`<sluice/gone.hpp>`\n", "no such public header"),
+    ("CHANGELOG.md", "| `gone.cpp` | `error.cpp` |\n", ""),
+    ("CHANGELOG.md", "| `error.cpp` | `gone.cpp` |\n", "no such file"),
+    ("README.md", "`--steps 3`, `--preset` -- and\n", ""),
+    ("README.md", "`--stepz`\n", "no program here"),
+    ("comm/README.md", "```sh\nsluice train --stepz 2\n```\n", "no program here"),
+    ("README.md", LONG, "a sentence of 31"),
+    ("README.md", "* one\n* " + LONG, "a sentence of 31"),
+    ("README.md", "| a | " + LONG.strip() + " |\n", "a sentence of 31"),
+    ("comm/README.md", LONG, ""),
+    ("README.md", "word. " * 901, "901 words"),
+    ("README.md", "```sh\nsluice train \\\n  --steps 2   # two\ncmake --preset release\n```\n", ""),
+    ("README.md", "```sh\nslice train\n```\n", "neither a command"),
+)
+PLANTED_SOURCES = (
+    ("", "#include <sluice/error.hpp>\nint f() { return 1; }\n", True),
+    ("", "int f() { return 1; }\n", True),
+    ("", "int f() { return gone; }\n", False),
+    ("<!-- compile: int x -->", "x += 1;\n", True),
+    ("<!-- compile: int x -->", "y += 1;\n", False),
+)
+
+
+def planted_exists(name):
+    if name.startswith("**/"):
+        return any(file.endswith(name[2:]) for file in PLANTED_FILES)
+    if name.endswith(".*"):
+        return any(file.startswith(name[:-1]) for file in PLANTED_FILES)
+    return name.strip("/") in PLANTED_FILES | {"comm/base"}
+
+
+def check_page(page, text, read, exists, options):
+    prose, fences = split_page(text)
+    yield from link_violations(page, prose, read, exists)
+    yield from file_violations(page, prose, exists)
+    yield from option_violations(prose, fences, options)
+    yield from word_violations(page, text, prose)
+    yield from sort_commands(fences)[0]
+
+
+def check_rules(root, compiler):
+    for page, text, wanted in PLANTED:
+        read = lambda name, page=page, text=text: text if name == page else PLANTED_TEXT[name]
+        found = [sentence for _, sentence in check_page(page, text, read, planted_exists, {"steps", "preset"})]
+        if not any(wanted in sentence for sentence in found) if wanted else found:
+            yield f"rule check: {page}: {text[:50]!r}: expected '{wanted}', found {found}"
+    for mark, text, good in PLANTED_SOURCES:
+        error = compiles(source_of(Fence(1, "cpp", mark, text), ["error.hpp"]), root, compiler)
+        if (error == "") != good:
+            yield f"rule check: {text!r}: {error or 'compiled'}"
+    made = [command for _, command in commands(Fence(1, "sh", "", "sluice digest DIR \\\n  x  # text\n\n"))]
+    if made != ["sluice digest DIR x"]:
+        yield f"rule check: commands are {made}"
+
+
+def planted_run(root, build):
+    """A command that fails is found; one that works is not."""
+    good = list(run_commands("README.md", [(1, "sluice --version"), (2, "build/release/sluice --help")], root, build))
+    bad = list(run_commands("README.md", [(1, "sluice digest gone")], root, build))
+    return [f"rule check: {good} {bad}"] if good or len(bad) != 1 else []
+
+
+def all_options(root, build):
+    """Options of Sluice's commands by their help, of its tests by their sources, and of FOREIGN_OPTIONS."""
+    found = set(" ".join(FOREIGN_OPTIONS.values()).split()) | {"help", "version", "config"}
+    for command in ("train", "generate", "digest", "doctor", "schedule", "schedule compare", "schedule auto"):
+        text = subprocess.run([build / "sluice", *command.split(), "--help"], check=True, text=True,
+                              capture_output=True).stdout
+        found.update(re.findall(r"^  --([\w-]+)", text, re.MULTILINE))
+    for file in [*(root / "tests").glob("*.py"), *(root / "tests/benchmarks").glob("*")]:
+        if file.suffix in (".py", ".cpp", ".hpp", ".sh") and file.name != "pages_test.py":
+            found.update(re.findall(r"[\"']--([\w-]+)", file.read_text(encoding="utf-8")))
+    return found
+
+
+def program_commands(page, text, build):
+    """How the build's copies of a page's programs are run: on two ranks, with a text."""
+    name = "page_" + re.sub(r"\W", "_", page.removesuffix(".md").lower())
+    return [(1, f"mpirun -n 2 build/release/tests/{name} text.txt")] if programs(text) else []
+
+
+def check(root, build, compiler):
+    failures, left, counts = list(check_rules(root, compiler)) + planted_run(root, build), [], [0, 0]
+    def exists(name):
+        if "*" in name:
+            return any(True for _ in root.glob(name.removesuffix("/")))
+        return (root / name).exists()
+    def read(name):
+        return (root / name).read_text(encoding="utf-8")
+
+    pages = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.md")
+                   if path.relative_to(root).parts[0] not in MADE and ".git" not in path.parts)
+    headers = sorted(path.name for path in root.glob("*/include/sluice/*.hpp") if path.name not in ("mpi.hpp", "cuda.hpp"))
+    options = all_options(root, build)
+    jobs = []
+    for page in pages:
+        text = read(page)
+        fences = split_page(text)[1]
+        failures += [f"{page}:{line}: {sentence}" for line, sentence in check_page(page, text, read, exists, options)]
+        _, run, others = sort_commands(fences)
+        if page in ("README.md", "examples/README.md"):
+            run += program_commands(page, text, build)
+        left += [f"{page}:{line}: {sentence}" for line, sentence in others]
+        counts[0] += len(run)
+        jobs.append(lambda page=page, run=run: list(run_commands(page, run, root, build)))
+        for fence in fences:
+            if fence.language == "cpp":
+                counts[1] += 1
+                jobs.append(lambda page=page, fence=fence: [
+                    f"{page}:{fence.line}: {error}" for error in [compiles(source_of(fence, headers), root, compiler)]
+                    if error])
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for found in pool.map(lambda job: job(), jobs):
+            failures += found
+    print("\n".join(["Not run:"] + left) if left else "Every command ran.")
+    print(f"{len(pages)} pages, {counts[0]} commands run, {counts[1]} pieces of C++ compiled, "
+          f"{len(failures)} violations")
+    return failures
+
+
+def main():
+    if sys.argv[1] == "--program":
+        print(programs(pathlib.Path(sys.argv[2]).read_text(encoding="utf-8"))[0], end="")
+        return 0
+    root, build = (pathlib.Path(name).resolve() for name in sys.argv[1:3])
+    failures = check(root, build, sys.argv[3:])
+    print("\n".join(failures))
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--extract":
-        extract(*sys.argv[2:4])
-    else:
-        ROOT, SLUICE, PROGRAM = sys.argv[1:4]
-        unittest.main(argv=sys.argv[:1], verbosity=2)
+    sys.exit(main())

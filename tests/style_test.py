@@ -4,10 +4,10 @@
     tests/style_test.py [ROOT]
 
 A header starts with the comment that is its contract and has `#pragma once`; a source includes its
-own header first; nothing is marked as unfinished; kernels of comm
-and stages are launched through comm/include/sluice/cuda.hpp alone, which every kernel source includes, so
-that all of them are loaded before NCCL waits for a peer; no two headers define a type of the same name in the
-same namespace. Prints one line per violation and exits 1 if there is any.
+own header first; nothing is marked as unfinished. Kernels of comm and stages are launched through
+comm/include/sluice/cuda.hpp alone, which every kernel source includes, so that all of them are loaded
+before NCCL waits for a peer. No two headers define a type of the same name in the same namespace.
+Prints one line per violation and exits 1 if there is any.
 """
 
 import pathlib
@@ -17,7 +17,7 @@ import sys
 FOLDERS = ("schedules", "comm", "stages", "runtime", "examples", "tests")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|\bnot (yet )?implemented\b|\bunimplemented\b", re.I)
 
-# The one way to launch a kernel, and what would go round it.
+# The one way to launch a kernel, and the ways that would avoid it.
 LAUNCH = "comm/include/sluice/cuda.hpp"
 LAUNCH_INCLUDE = "#include <sluice/cuda.hpp>"
 OTHER_LAUNCH = re.compile(r"<<<|\bcu(da)?Launch(Cooperative)?Kernel|#include <cub/device/")
@@ -111,7 +111,7 @@ def violations(path, text, read):
         yield text.count("\n") + 1, "no newline at the end of the file"
 
 
-# path, text, whether it violates a rule; beside it there are only OTHERS
+# path, text, whether it violates a rule; the only other files are OTHERS
 OTHERS = {"comm/a.hpp": "// Contract.\n", "comm/k.cuh": f"{LAUNCH_INCLUDE}\n"}
 PLANTED = (
     ("comm/a.hpp", "// Contract.\n#pragma once\n", False),
