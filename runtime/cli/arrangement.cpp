@@ -43,10 +43,10 @@ std::vector<double> layer_work(const TransformerConfig& model) {
 SearchRequest request_of(const TrainOptions& options, int ranks) {
   SearchRequest request;
   request.ranks = ranks;
-  request.micro_batches = options.micro_batches;
+  request.micro_batches = options.pipeline.shape.micro_batches;
   request.model.stages = layer_times(options.model);
   request.whole_layers = true;
-  if (options.chunks > 1) request.chunks = {options.chunks};
+  if (options.pipeline.order.chunks > 1) request.chunks = {options.pipeline.order.chunks};
   request.in_flight_limit = {static_cast<double>(ranks)};
   request.effort = kSearchEffort;
   return request;
@@ -85,13 +85,13 @@ Arrangement search(const TrainOptions& options, int ranks, Collectives& world) {
 // stages without layers; a schedule whose least number of chunks does so is free to.
 void require_layers_for_chunks(const TrainOptions& options, int ranks) {
   const std::int64_t most =
-      std::max(options.model.layers + 2, stages_of(options.schedule, {ranks, 1, 1}));
-  if (std::int64_t{ranks} * options.chunks <= most) return;
+      std::max(options.model.layers + 2, stages_of(options.pipeline.order.schedule, {ranks, 1, 1}));
+  if (std::int64_t{ranks} * options.pipeline.order.chunks <= most) return;
   throw Error(ErrorCode::kUsage,
               fmt::format("option --chunks: {} on {} rank{} make {} stages, but --layers {} with "
                           "embedding and head fill at most {}; the nearest legal value is {}",
-                          options.chunks, ranks, ranks == 1 ? "" : "s",
-                          std::int64_t{ranks} * options.chunks, options.model.layers,
+                          options.pipeline.order.chunks, ranks, ranks == 1 ? "" : "s",
+                          std::int64_t{ranks} * options.pipeline.order.chunks, options.model.layers,
                           options.model.layers + 2, most / ranks));
 }
 
@@ -99,15 +99,16 @@ void require_layers_for_chunks(const TrainOptions& options, int ranks) {
 
 Arrangement arrange(const TrainOptions& options, int ranks, Collectives& world) {
   try {
-    if (options.order == nullptr && options.schedule == "auto") {
+    if (options.pipeline.order.given == nullptr && options.pipeline.order.schedule == "auto") {
       return search(options, ranks, world);
     }
-    const int stages = options.order != nullptr
-                           ? options.order->placement.stages()
-                           : stages_of(options.schedule,
-                                       {ranks, std::max(options.micro_batches, 1), options.chunks});
-    if (options.order == nullptr) require_layers_for_chunks(options, ranks);
-    return {.order = options.order,
+    const int stages = options.pipeline.order.given != nullptr
+                           ? options.pipeline.order.given->placement.stages()
+                           : stages_of(options.pipeline.order.schedule,
+                                       {ranks, std::max(options.pipeline.shape.micro_batches, 1),
+                                        options.pipeline.order.chunks});
+    if (options.pipeline.order.given == nullptr) require_layers_for_chunks(options, ranks);
+    return {.order = options.pipeline.order.given,
             .partition = parse_partition(options.partition, layer_work(options.model), stages),
             .remark = {}};
   } catch (const std::invalid_argument& error) {

@@ -46,13 +46,16 @@ struct Sums {
 
 class Training {
  public:
-  Training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed)
-      : machine_(machine), world_(world), parsed_(parsed), options_(parsed.options) {}
+  Training(const MpiInfo& machine, Communicator& world, const TrainOptions& options)
+      : machine_(machine), world_(world), options_(options) {}
 
   void run();
 
  private:
   [[nodiscard]] bool first() const { return world_.rank() == 0; }
+  [[nodiscard]] const OptionValues& resolved() const {
+    return options_.pipeline.checks.configuration;
+  }
   void open_data(Communicator& comm, ControlChannel& control);
   void open_metrics();
   void plan_evaluations();
@@ -72,7 +75,6 @@ class Training {
 
   const MpiInfo& machine_;
   Communicator& world_;
-  const ParsedTrain& parsed_;
   const TrainOptions& options_;
   Arrangement arrangement_;
   std::shared_ptr<TokenFile> file_;
@@ -93,12 +95,12 @@ void Training::run() {
     ControlChannel control(*comm);
     guarded(control, world_.rank(), [&] {
       Collectives collectives(*comm, 0, &control);
-      require_same_configuration(collectives, parsed_.resolved);
-      const Topology topology =
-          make_topology(world_.size(),
-                        options_.pipeline > 0 ? options_.pipeline
-                                              : std::max(world_.size() / options_.replicas, 1),
-                        options_.replicas, options_.rank_order);
+      require_same_configuration(collectives, resolved());
+      const PipelineOptions::Shape& shape = options_.pipeline.shape;
+      const Topology topology = make_topology(
+          world_.size(),
+          shape.pipeline > 0 ? shape.pipeline : std::max(world_.size() / shape.replicas, 1),
+          shape.replicas, shape.rank_order);
       arrangement_ = arrange(options_, topology.pipeline, collectives);
     });
     open_data(*comm, control);
@@ -131,8 +133,8 @@ void Training::open_data(Communicator& comm, ControlChannel& control) {
                               "leave them out",
                               options_.validation_share, file_->size()));
     }
-    source_ =
-        make_token_source(file_, options_.model.context, options_.model.vocabulary, options_.seed);
+    source_ = make_token_source(file_, options_.model.context, options_.model.vocabulary,
+                                options_.pipeline.training.seed);
     require_a_batch();
     all_samples_ = options_.validation_samples > 0
                        ? options_.validation_samples
@@ -143,12 +145,12 @@ void Training::open_data(Communicator& comm, ControlChannel& control) {
 }
 
 void Training::require_a_batch() const {
-  const std::int64_t needed = options_.batch_size * options_.model.context + 1;
+  const std::int64_t needed = options_.pipeline.shape.batch_size * options_.model.context + 1;
   if (file_->train_size() >= needed) return;
   throw Error(ErrorCode::kData,
               fmt::format("data file '{}' has {} tokens to train on, fewer than one batch: "
                           "--batch-size {} of --context {} takes {}",
-                          options_.data, file_->train_size(), options_.batch_size,
+                          options_.data, file_->train_size(), options_.pipeline.shape.batch_size,
                           options_.model.context, needed));
 }
 
@@ -164,7 +166,7 @@ void Training::open_metrics() {
   pipeline_->guarded([&] {
     if (!first() || options_.metrics.empty()) return;
     nlohmann::ordered_json run;
-    for (const auto& [key, value] : parsed_.resolved) run["options"][key] = value;
+    for (const auto& [key, value] : resolved()) run["options"][key] = value;
     run["ranks"] = world_.size();
     run["kernels"] = kernel_set();
     run["matmul"] = matmul_library();
@@ -183,7 +185,8 @@ void Training::plan_evaluations() {
       evaluations.push_back(quick_samples_);
     }
   }
-  pipeline_options_ = pipeline_options(parsed_, evaluations);
+  pipeline_options_ = options_.pipeline;
+  pipeline_options_.training.evaluations = std::move(evaluations);
   pipeline_options_.order.given = arrangement_.order;
   if (first() && !arrangement_.remark.empty()) fmt::print("{}\n", arrangement_.remark);
 }
@@ -196,7 +199,7 @@ StageFactory Training::stages() const {
 
 // The first that is printed: a job that is refused prints nothing but why.
 void Training::describe(const PipelineLayout& layout) const {
-  fmt::print("{}{}", describe_configuration(parsed_.resolved),
+  fmt::print("{}{}", describe_configuration(resolved()),
              describe_layout(layout, arrangement_.partition));
   std::fflush(stdout);
 }
@@ -287,11 +290,11 @@ void Training::validate(std::int64_t samples, Progress* progress) {
 }
 
 void Training::save() {
-  save_checkpoint(*pipeline_, options_.save, model_config_text(options_.model, parsed_.resolved));
+  save_checkpoint(*pipeline_, options_.save, model_config_text(options_.model, resolved()));
   pipeline_->guarded([&] {
     if (!first()) return;
     AtomicFile file(std::filesystem::path(options_.save) / "options.conf");
-    file.write(to_config_text(parsed_.resolved));
+    file.write(to_config_text(resolved()));
     file.commit();
   });
 }
@@ -324,38 +327,6 @@ void Training::summarise() {
   path("metrics", options_.metrics);
   path("trace", options_.trace.empty() ? "" : options_.trace + " (open it at ui.perfetto.dev)");
 }
-
-}  // namespace
-
-PipelineOptions pipeline_options(const ParsedTrain& parsed, std::vector<std::int64_t> evaluations) {
-  const TrainOptions& from = parsed.options;
-  PipelineOptions options;
-  options.shape.pipeline = from.pipeline;
-  options.shape.replicas = from.replicas;
-  options.shape.rank_order = from.rank_order;
-  options.order.schedule = from.schedule;
-  options.order.chunks = from.chunks;
-  options.shape.micro_batches = from.micro_batches;
-  options.shape.micro_batch_size = from.micro_batch_size;
-  options.shape.batch_size = from.batch_size;
-  options.training.seed = from.seed;
-  options.devices.threads = from.threads;
-  options.devices.choices = from.devices;
-  options.devices.transport = from.transport;
-  options.devices.all_reduce = from.all_reduce;
-  options.devices.cuda_graphs = from.cuda_graphs;
-  options.devices.tf32 = from.tf32;
-  options.training.optimizer = from.optimizer;
-  options.training.learning_rate = from.learning_rate;
-  options.training.clip = from.clip;
-  options.training.evaluations = std::move(evaluations);
-  options.checks.replicas_every = from.check_replicas;
-  options.checks.trace = !from.trace.empty();
-  options.checks.configuration = parsed.resolved;
-  return options;
-}
-
-namespace {
 
 // "E 0-1": the embedding and blocks 0 and 1; "H": the head; "-" for a stage that passes on.
 std::string describe_layers(const Partition& partition, int stage) {
@@ -465,8 +436,8 @@ std::string describe_layout(const PipelineLayout& layout, const Partition& parti
   return text + describe_connections(layout) + describe_notes(layout) + describe_graphs(layout);
 }
 
-void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed) {
-  Training(machine, world, parsed).run();
+void run_training(const MpiInfo& machine, Communicator& world, const TrainOptions& options) {
+  Training(machine, world, options).run();
 }
 
 }  // namespace sluice

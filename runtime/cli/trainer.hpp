@@ -14,12 +14,7 @@ namespace sluice {
 
 // Collective over `world`. Throws the same Error on every rank. With options.dry_run prints the
 // layout and memory per rank and returns.
-void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed);
-
-// The pipeline's options for the program's, but for PipelineOptions::Order::given. `evaluations`: see
-// there.
-[[nodiscard]] PipelineOptions pipeline_options(const ParsedTrain& parsed,
-                                               std::vector<std::int64_t> evaluations);
+void run_training(const MpiInfo& machine, Communicator& world, const TrainOptions& options);
 
 // The layout of a pipeline as text: a row per rank with its stages, layers and memory.
 [[nodiscard]] std::string describe_layout(const PipelineLayout& layout, const Partition& partition);

@@ -20,9 +20,9 @@ namespace {
 
 TrainOptions options_for(const char* schedule, int layers, int micro_batches) {
   TrainOptions options;
-  options.schedule = schedule;
+  options.pipeline.order.schedule = schedule;
   options.model.layers = layers;
-  options.micro_batches = micro_batches;
+  options.pipeline.shape.micro_batches = micro_batches;
   return options;
 }
 
