@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,16 @@ class OptionTable;
 // Runs `body`, which needs no MPI, as run_main() does: returns the exit code, prints an error.
 // Standard output that cannot be written is Error(kIo).
 int run_guarded(const std::function<void()>& body);
+
+// The result of body(); a std::invalid_argument that it throws becomes Error(kUsage).
+template <typename Body>
+auto usage_errors(const Body& body) {
+  try {
+    return body();
+  } catch (const std::invalid_argument& error) {
+    throw Error(ErrorCode::kUsage, error.what());
+  }
+}
 
 // Empties the buffers of standard output.
 void flush_stdout();
