@@ -12,6 +12,8 @@
 
 namespace sluice {
 
+struct JobLayout;  // runtime/layout/job_layout.hpp
+
 // Collective over `world`. Throws the same Error on every rank. With options.dry_run prints the
 // layout and memory per rank and returns.
 void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed);
@@ -22,6 +24,6 @@ void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain
                                                std::vector<std::int64_t> evaluations);
 
 // The layout of a pipeline as text: a row per rank with its stages, layers and memory.
-[[nodiscard]] std::string describe_layout(const PipelineLayout& layout, const Partition& partition);
+[[nodiscard]] std::string describe_layout(const JobLayout& layout, const Partition& partition);
 
 }  // namespace sluice

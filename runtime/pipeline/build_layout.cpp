@@ -15,7 +15,7 @@
 
 #include "comm/group/transport.hpp"
 #include "runtime/data/batch_shape.hpp"
-#include "runtime/job/job_groups.hpp"
+#include "runtime/job/job_context.hpp"
 #include "runtime/pipeline/memory_plan.hpp"
 #include "runtime/pipeline/transport_plan.hpp"
 
@@ -283,14 +283,12 @@ std::vector<TiedParameter> find_ties(const std::vector<StageEntry>& stages) {
 
 }  // namespace
 
-BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, ComputeContext& compute,
+BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, ComputeContext& compute,
                          const StageFactory& make_stage, const DataSource& source) {
   BuiltLayout built;
-  PipelineLayout& layout = built.layout;
-  layout.topology = groups.topology;
-  layout.rank = groups.rank;
-  layout.replica = groups.replica;
-  const int replicas = layout.topology.replicas;
+  JobLayout& layout = built.layout;
+  layout.place = job.place;
+  const int replicas = layout.place.topology.replicas;
 
   BatchShape batch{.batch_size = options.shape.batch_size,
                    .micro_batch_size = options.shape.micro_batch_size,
@@ -306,11 +304,11 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
   std::vector<std::vector<SampleRange>> ranges;
   for (int r = 0; r < replicas; ++r) {
     ranges.push_back(micro_batches_of(batch, r));
-    if (r == layout.replica) layout.micro_batches = ranges.back();
+    if (r == layout.place.replica) layout.plans.micro_batches = ranges.back();
     for (const std::int64_t samples : options.training.evaluations) {
       ranges.push_back(evaluation_ranges(samples, replicas, r, options.shape.micro_batch_size));
-      if (r == layout.replica) {
-        layout.evaluations.push_back(
+      if (r == layout.place.replica) {
+        layout.plans.evaluations.push_back(
             {.samples = samples, .micro_batches = ranges.back(), .round = {}, .rest = {}});
       }
     }
@@ -320,11 +318,11 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
     throw Error(ErrorCode::kUsage,
                 "buckets of 0 bytes cannot hold a gradient; the nearest legal value is 1");
   }
-  const ScheduleShape shape{layout.topology.pipeline, options.shape.micro_batches,
+  const ScheduleShape shape{layout.place.topology.pipeline, options.shape.micro_batches,
                             options.order.chunks};
-  layout.order = order_of(options, shape);
-  const Placement& placement = layout.order.placement;
-  layout.train.placement = placement;
+  layout.plans.order = order_of(options, shape);
+  const Placement& placement = layout.plans.order.placement;
+  layout.plans.train.placement = placement;
   const int stages = placement.stages();
 
   const std::vector<std::int64_t> sizes = distinct_sizes(ranges);
@@ -336,7 +334,7 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
   }
   for (int s = 0; s < stages; ++s) {
     std::string text;
-    if (placement.rank_of(s) == layout.rank) {
+    if (placement.rank_of(s) == layout.place.rank) {
       built.stages.push_back(make_stage(s, stages));
       if (built.stages.back() == nullptr) {
         throw Error(ErrorCode::kUsage, fmt::format("the factory made nothing for stage {}", s));
@@ -344,8 +342,8 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
       text = to_text(report_of(*built.stages.back(), s, inputs, compute));
     }
     const StageReport report =
-        report_from(groups.in_pipeline->broadcast_string(text, placement.rank_of(s)));
-    layout.stages.push_back(report.entry);
+        report_from(job.pipeline.collectives->broadcast_string(text, placement.rank_of(s)));
+    layout.parameters.stages.push_back(report.entry);
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       for (std::size_t t = 0; t < inputs[i].size(); ++t) {
         edges[i][at(s)].push_back({inputs[i][t], s > 0 && report.input_gradients[i][t]});
@@ -356,12 +354,12 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
       }
     }
   }
-  layout.edges = EdgeTable(sizes, std::move(edges));
-  layout.tied = find_ties(layout.stages);
+  layout.wires.edges = EdgeTable(sizes, std::move(edges));
+  layout.parameters.tied = find_ties(layout.parameters.stages);
 
   LowerOptions training{.reduce_grad = !options.training.inference, .tied = {}};
   if (!options.training.inference) {
-    for (const TiedParameter& tie : layout.tied) {
+    for (const TiedParameter& tie : layout.parameters.tied) {
       TiedStages group;
       for (const TiedUse& use : tie.uses) {
         if (group.stages.empty() || group.stages.back() != use.stage)
@@ -370,31 +368,31 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
       training.tied.push_back(std::move(group));
     }
   }
-  layout.devices = groups.pipeline_devices();
-  const LinkQuestion question{.wanted = options.devices.transport,
-                              .no_device_messages = groups.no_device_messages,
-                              .nccl_refusal = groups.no_nccl,
-                              .devices = layout.devices};
-  layout.links = choose_links(placement, question);
-  for (TiedParameter& tie : layout.tied) {
+  const RouteQuestion question{.wanted = options.devices.transport,
+                               .no_device_messages = job.devices.no_device_messages,
+                               .nccl_refusal = job.devices.no_nccl,
+                               .devices = layout.place.devices};
+  layout.wires.routes = choose_routes(placement, question);
+  for (TiedParameter& tie : layout.parameters.tied) {
     const int owner = placement.rank_of(tie.uses.front().stage);
     for (const TiedUse& use : tie.uses) {
-      tie.links.push_back(choose_link(owner, placement.rank_of(use.stage), question));
+      tie.routes.push_back(choose_route(owner, placement.rank_of(use.stage), question));
     }
   }
-  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
-    layout.sums.push_back(choose_sum(rank, options.training.inference ? 1 : replicas, question));
+  for (int rank = 0; rank < layout.place.topology.pipeline; ++rank) {
+    layout.wires.sums.push_back(
+        choose_sum_route(rank, options.training.inference ? 1 : replicas, question));
   }
-  layout.all_reduce = options.devices.all_reduce;
-  layout.cuda_graphs = options.devices.cuda_graphs;
+  layout.wires.all_reduce = options.devices.all_reduce;
+  layout.plans.cuda_graphs = options.devices.cuda_graphs;
   for (int s = 0; s < stages; ++s) {
-    training.sums_beside.push_back(layout.sums_by_nccl(placement.rank_of(s)));
+    training.sums_beside.push_back(layout.wires.sums_by_nccl(placement.rank_of(s)));
   }
   // The order that NCCL's queues need suits tagged messages too.
   const TransportNeeds& transport =
-      needs_of(uses_nccl(layout.links) ? "nccl" : groups.messages->name());
-  layout.train = plan_for(layout.order, training, transport);
-  for (EvaluationPlan& evaluation : layout.evaluations) {
+      needs_of(uses_nccl(layout.wires.routes) ? "nccl" : job.messages->name());
+  layout.plans.train = plan_for(layout.plans.order, training, transport);
+  for (EvaluationPlan& evaluation : layout.plans.evaluations) {
     const std::size_t count = evaluation.micro_batches.size();
     const std::size_t round = std::min(count, EvaluationPlan::kRoundMicroBatches);
     if (round > 0) evaluation.round = evaluation_plan(placement, round, transport);
@@ -402,14 +400,14 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
       evaluation.rest = evaluation_plan(placement, count % round, transport);
     }
   }
-  layout.bubble_ideal =
-      simulate(layout.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
-  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
+  layout.plans.bubble_ideal =
+      simulate(layout.plans.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
+  for (int rank = 0; rank < layout.place.topology.pipeline; ++rank) {
     const MemoryPlan planned = plan_memory(layout, options, source, rank);
-    layout.memory.push_back(planned.memory);
-    if (rank == layout.rank) layout.operator_bytes = planned.operator_bytes;
+    layout.memory.ranks.push_back(planned.memory);
+    if (rank == layout.place.rank) layout.memory.operator_bytes = planned.operator_bytes;
   }
-  require_memory(groups.devices, layout);
+  require_memory(job.devices.ranks, layout);
   return built;
 }
 

@@ -16,7 +16,7 @@
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/gradients/bucketed_sums.hpp"
-#include "runtime/job/nccl_links.hpp"
+#include "runtime/job/nccl_routes.hpp"
 #include "stages/operators/context.hpp"
 #include "stages/operators/optimizer.hpp"
 
@@ -30,18 +30,18 @@ std::size_t padded(std::size_t bytes) { return round_up(bytes, kBufferAlignment)
 // Of one rank, part by part.
 class Sum {
  public:
-  Sum(const PipelineLayout& layout, const PipelineOptions& options, int rank)
+  Sum(const JobLayout& layout, const PipelineOptions& options, int rank)
       : layout_(layout),
         options_(options),
         rank_(rank),
-        device_(layout.devices[at(rank)].device.kind) {}
+        device_(layout.place.devices[at(rank)].device.kind) {}
 
   [[nodiscard]] const MemoryPlan& planned() const { return plan_; }
 
   void add_messages() {
     for_each_plan([this](const Plan& plan) {
       for (const BufferPool& pool : plan.ranks[at(rank_)].pools) {
-        memory_.buffers += SlotPool::bytes(pool, layout_.edges);
+        memory_.buffers += SlotPool::bytes(pool, layout_.wires.edges);
       }
     });
   }
@@ -50,13 +50,13 @@ class Sum {
   void add_batches(const DataSource& source) {
     if (device_ == DeviceKind::kCpu) return;
     std::size_t micro_batch = 0;
-    if (rank_ == layout_.first_rank()) {
-      for (const EdgeTensor& input : layout_.edges.inputs(layout_.edges.largest(), 0)) {
+    if (rank_ == layout_.plans.first_rank()) {
+      for (const EdgeTensor& input : layout_.wires.edges.inputs(layout_.wires.edges.largest(), 0)) {
         micro_batch += padded(input.spec.bytes());
       }
     }
-    if (rank_ == layout_.last_rank() && !options_.training.inference) {
-      for (const TensorSpec& target : source.target_specs(layout_.edges.largest())) {
+    if (rank_ == layout_.plans.last_rank() && !options_.training.inference) {
+      for (const TensorSpec& target : source.target_specs(layout_.wires.edges.largest())) {
         micro_batch += padded(target.bytes());
       }
     }
@@ -65,28 +65,29 @@ class Sum {
   }
 
   void add_graphs() {
-    if (!layout_.cuda_graphs || device_ == DeviceKind::kCpu) return;
+    if (!layout_.plans.cuda_graphs || device_ == DeviceKind::kCpu) return;
     memory_.buffers += padded(RecordedCalls::kDeviceBytes);
     // The driver keeps a graph's kernels on the device: some hundreds of them, at a kilobyte or so.
     constexpr std::size_t kGraph = std::size_t{256} << 10;
-    for (const PlanOp& op : layout_.train.ranks[at(rank_)].ops) {
+    for (const PlanOp& op : layout_.plans.train.ranks[at(rank_)].ops) {
       if (op.kind == OpKind::kCompute) add_libraries(kGraph);
     }
   }
 
   void add_stages() {
     std::size_t owned = 0, squares = 0, tables = 0;
-    for (const int stage : layout_.train.placement.stages_of(rank_)) {
-      const StageEntry& entry = layout_.stages[at(stage)];
+    for (const int stage : layout_.plans.placement().stages_of(rank_)) {
+      const StageEntry& entry = layout_.parameters.stages[at(stage)];
       for (std::size_t i = 0; i < entry.parameters.size(); ++i) {
         const std::int64_t elements = entry.parameters[i].elements;
         memory_.parameters += parameter_bytes(elements);
         memory_.gradients += parameter_bytes(elements);
-        if (options_.training.inference || !layout_.is_owner(stage, static_cast<int>(i))) continue;
+        if (options_.training.inference || !layout_.parameters.is_owner(stage, static_cast<int>(i)))
+          continue;
         owned += parameter_bytes(elements);
         squares += sum_of_squares_workspace(elements);
       }
-      const bool splits = layout_.splits_backward();
+      const bool splits = layout_.plans.splits_backward();
       const std::size_t slot = entry.state_bytes + (splits ? entry.split_bytes : 0);
       const std::size_t activations = padded(slots_of(stage) * slot);
       const std::size_t workspace =
@@ -108,14 +109,14 @@ class Sum {
     if (options_.training.inference) return;
     std::size_t largest = 0;
     const auto rank_of = [&](const TiedUse& use) {
-      return layout_.train.placement.rank_of(use.stage);
+      return layout_.plans.placement().rank_of(use.stage);
     };
-    for (const TiedParameter& tie : layout_.tied) {
+    for (const TiedParameter& tie : layout_.parameters.tied) {
       const TiedUse& owner = tie.uses.front();
       if (rank_of(owner) != rank_) continue;
       for (const TiedUse& use : tie.uses) {
         if (rank_of(use) == rank_) continue;
-        const StageEntry& entry = layout_.stages[at(owner.stage)];
+        const StageEntry& entry = layout_.parameters.stages[at(owner.stage)];
         largest = std::max(largest, parameter_bytes(entry.parameters[at(owner.index)].elements));
       }
     }
@@ -126,20 +127,20 @@ class Sum {
   void add_nccl() {
     constexpr std::size_t kNcclCommunicator = std::size_t{512} << 20;
     if (device_ == DeviceKind::kCpu) return;
-    const bool sums = layout_.sums_by_nccl(rank_);
-    add_libraries(kNcclCommunicator * ((layout_.nccl_within() ? 1 : 0) + (sums ? 1 : 0)));
+    const bool sums = layout_.wires.sums_by_nccl(rank_);
+    add_libraries(kNcclCommunicator * ((layout_.nccl_in_pipeline() ? 1 : 0) + (sums ? 1 : 0)));
     if (!sums) return;
     std::vector<std::size_t> floats;
-    for (const int stage : layout_.train.placement.stages_of(rank_)) {
+    for (const int stage : layout_.plans.placement().stages_of(rank_)) {
       std::size_t bytes = 0;
-      for (const ParameterEntry& each : layout_.stages[at(stage)].parameters) {
+      for (const ParameterEntry& each : layout_.parameters.stages[at(stage)].parameters) {
         bytes += parameter_bytes(each.elements);
       }
       floats.push_back(bytes / sizeof(float));
     }
     memory_.buffers +=
-        padded(NcclLinks::sum_bytes(BucketedSums::load_of(floats, options_.devices.bucket_bytes),
-                                    layout_.topology.replicas, layout_.all_reduce));
+        padded(NcclRoutes::sum_bytes(BucketedSums::load_of(floats, options_.devices.bucket_bytes),
+                                     layout_.place.topology.replicas, layout_.wires.all_reduce));
   }
 
  private:
@@ -150,16 +151,16 @@ class Sum {
   }
   template <typename Visit>
   void for_each_plan(const Visit& visit) const {
-    visit(layout_.train);
-    for (const EvaluationPlan& evaluation : layout_.evaluations) {
+    visit(layout_.plans.train);
+    for (const EvaluationPlan& evaluation : layout_.plans.evaluations) {
       for (const Plan* plan : {&evaluation.round, &evaluation.rest}) {
         if (!plan->ranks.empty()) visit(*plan);
       }
     }
   }
-  [[nodiscard]] std::size_t slots_of(int stage) const { return at(layout_.slots_of(stage)); }
+  [[nodiscard]] std::size_t slots_of(int stage) const { return at(layout_.plans.slots_of(stage)); }
 
-  const PipelineLayout& layout_;
+  const JobLayout& layout_;
   const PipelineOptions& options_;
   int rank_;
   DeviceKind device_;
@@ -171,7 +172,7 @@ double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 102
 
 }  // namespace
 
-MemoryPlan plan_memory(const PipelineLayout& layout, const PipelineOptions& options,
+MemoryPlan plan_memory(const JobLayout& layout, const PipelineOptions& options,
                        const DataSource& source, int rank) {
   Sum sum(layout, options, rank);
   sum.add_messages();
@@ -183,7 +184,7 @@ MemoryPlan plan_memory(const PipelineLayout& layout, const PipelineOptions& opti
   return sum.planned();
 }
 
-void require_memory(const std::vector<RankDevice>& devices, const PipelineLayout& layout) {
+void require_memory(const std::vector<RankDevice>& devices, const JobLayout& layout) {
   struct Wanted {
     std::size_t first_rank = 0, bytes = 0;
     std::size_t there = 0;  // as the rank saw it that saw least; 0: not known
@@ -192,8 +193,8 @@ void require_memory(const std::vector<RankDevice>& devices, const PipelineLayout
   // GPUs first, by host and GPU, then hosts.
   std::map<std::tuple<bool, std::string, std::string>, Wanted> all;
   for (std::size_t rank = 0; rank < devices.size(); ++rank) {
-    const int place = layout.topology.pipeline_rank(static_cast<int>(rank));
-    const RankMemory& memory = layout.memory[at(place)];
+    const int place = layout.place.topology.pipeline_rank(static_cast<int>(rank));
+    const RankMemory& memory = layout.memory.ranks[at(place)];
     const RankDevice& device = devices[rank];
     Wanted& wanted = all[{device.device.kind == DeviceKind::kCpu, device.host, device.identity}];
     if (wanted.who.empty()) wanted.first_rank = rank;

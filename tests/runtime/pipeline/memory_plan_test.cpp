@@ -19,11 +19,11 @@ constexpr std::size_t kMebi = std::size_t{1} << 20;
 // What the refusal says where so many replicas of a pipeline of two ranks, each of which takes 60
 // MiB, run on CPUs of hosts that have 100 MiB; empty where nothing is refused. [rank of the job]
 std::string refusal(const std::vector<std::string>& hosts, int replicas) {
-  PipelineLayout layout;
-  layout.topology =
+  JobLayout layout;
+  layout.place.topology =
       make_topology(static_cast<int>(hosts.size()), 2, replicas, RankOrder::kPipelineFirst);
-  layout.memory.resize(2);
-  for (RankMemory& memory : layout.memory) memory.parameters = 60 * kMebi;
+  layout.memory.ranks.resize(2);
+  for (RankMemory& memory : layout.memory.ranks) memory.parameters = 60 * kMebi;
   std::vector<RankDevice> devices;
   for (const std::string& host : hosts) {
     RankDevice& device = devices.emplace_back();
@@ -54,10 +54,10 @@ TEST(MemoryPlanTest, AddsUpReplicas) {
 }
 
 TEST(MemoryPlanTest, AsksNothingOfAHostWhoseMemoryIsNotKnown) {
-  PipelineLayout layout;
-  layout.topology = make_topology(1, 1, 1, RankOrder::kPipelineFirst);
-  layout.memory.resize(1);
-  layout.memory[0].parameters = 60 * kMebi;
+  JobLayout layout;
+  layout.place.topology = make_topology(1, 1, 1, RankOrder::kPipelineFirst);
+  layout.memory.ranks.resize(1);
+  layout.memory.ranks[0].parameters = 60 * kMebi;
   EXPECT_NO_THROW(require_memory({RankDevice{}}, layout));
 }
 

@@ -1,5 +1,5 @@
-// Layout: who does what, agreed on by all ranks before anything is allocated: topology, schedule,
-// plans, shapes of every edge, owners of every parameter, bytes per rank.
+// The layout of a job, which all ranks agree on before anything is allocated: the rank's place,
+// plans, shapes and routes of every edge, owners of every parameter, bytes per rank.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 #include "comm/group/topology.hpp"
 #include "runtime/layout/device_choice.hpp"
-#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/edges.hpp"
 
 namespace sluice {
@@ -51,7 +51,7 @@ struct TiedUse {
 struct TiedParameter {
   std::string name;
   std::vector<TiedUse> uses;
-  std::vector<EdgeLink> links;  // [use] to the owner's rank
+  std::vector<EdgeRoute> routes;  // [use] to the owner's rank
 };
 
 // What one rank of a pipeline holds of its device, in bytes, every buffer rounded up to
@@ -87,42 +87,82 @@ struct EvaluationPlan {
   Plan round, rest;                        // no ranks where there is none
 };
 
-struct PipelineLayout {
+// Where this rank stands in the job.
+struct RankPlace {
   Topology topology;
-  int rank = 0, replica = 0;               // of the pipeline; which replica
+  int rank = 0, replica = 0;        // of the pipeline; which replica
+  std::vector<RankDevice> devices;  // [pipeline rank], of this replica
+
+  [[nodiscard]] Device device() const { return devices[static_cast<std::size_t>(rank)].device; }
+};
+
+// What a training step and each evaluation execute.
+struct StepPlans {
   std::vector<SampleRange> micro_batches;  // of this replica
   Schedule order;                          // compute actions of `train`
   Plan train;                              // forward only in inference
   std::vector<EvaluationPlan> evaluations;
-  EdgeTable edges;
-  std::vector<StageEntry> stages;   // [global stage]
-  std::vector<TiedParameter> tied;  // group index of plan ops
-  std::vector<RankMemory> memory;   // [pipeline rank]
-  std::size_t operator_bytes = 0;   // scratch of this rank's operators: ComputeContext::workspace()
-  std::vector<RankDevice> devices;  // [pipeline rank], of this replica
-  std::vector<EdgeLink> links;      // [stage] to the stage before it
-  std::vector<EdgeLink> sums;       // [pipeline rank] over replicas; local where there are none
-  bool all_reduce = false;          // and in NCCL's own order
+  double bubble_ideal = 0;  // simulated share of a step in which ranks are idle
   bool cuda_graphs = false;
-  double bubble_ideal = 0;
 
-  [[nodiscard]] int num_stages() const { return train.placement.stages(); }
-  [[nodiscard]] bool owns(int stage) const { return train.placement.rank_of(stage) == rank; }
-  // Does NCCL carry messages or tied parameters from rank to rank?
-  [[nodiscard]] bool nccl_within() const;
-  // Do the sums over replicas of this rank, or of pipeline rank `other`, go over NCCL?
-  [[nodiscard]] bool sums_by_nccl(int other) const {
-    return sums[static_cast<std::size_t>(other)].kind == LinkKind::kNccl;
+  [[nodiscard]] const Placement& placement() const { return train.placement; }
+  [[nodiscard]] int num_stages() const { return placement().stages(); }
+  [[nodiscard]] int first_rank() const { return placement().rank_of(0); }
+  [[nodiscard]] int last_rank() const { return placement().rank_of(num_stages() - 1); }
+  // Calls `visit(plan)` for `train` and for every evaluation's plans.
+  template <typename Visit>
+  void for_each_plan(const Visit& visit) const {
+    visit(train);
+    for (const EvaluationPlan& evaluation : evaluations) {
+      for (const Plan* plan : {&evaluation.round, &evaluation.rest}) {
+        if (!plan->ranks.empty()) visit(*plan);
+      }
+    }
   }
-  [[nodiscard]] bool sums_by_nccl() const { return sums_by_nccl(rank); }
-  [[nodiscard]] int first_rank() const { return train.placement.rank_of(0); }
-  [[nodiscard]] int last_rank() const { return train.placement.rank_of(num_stages() - 1); }
-  // Micro-batches of `stage` in flight at once, at most, over all plans.
+  // The largest number of micro-batches of `stage` that are in flight at once, over all plans.
   [[nodiscard]] int slots_of(int stage) const;
-  // Does the training plan part I and W?
+  // Whether the training plan splits backward into I and W.
   [[nodiscard]] bool splits_backward() const;
-  // Is parameter `index` of `stage` its name's owner?
+};
+
+// The tensors between stages, and what carries them and the sums over replicas.
+struct Wires {
+  EdgeTable edges;
+  std::vector<EdgeRoute> routes;  // [stage] to the stage before it
+  std::vector<EdgeRoute> sums;    // [pipeline rank] over replicas; local where there are none
+  bool all_reduce = false;        // NCCL's sums use its own order
+
+  // Whether NCCL sums over the replicas of pipeline rank `rank`.
+  [[nodiscard]] bool sums_by_nccl(int rank) const {
+    return sums[static_cast<std::size_t>(rank)].kind == RouteKind::kNccl;
+  }
+};
+
+struct ParameterTable {
+  std::vector<StageEntry> stages;   // [global stage]
+  std::vector<TiedParameter> tied;  // [group], the channel of REDUCE_TIED
+
+  // Whether parameter `index` of `stage` is the first use of its name.
   [[nodiscard]] bool is_owner(int stage, int index) const;
+};
+
+struct MemoryTable {
+  std::vector<RankMemory> ranks;   // [pipeline rank]
+  std::size_t operator_bytes = 0;  // this rank's scratch for operators: ComputeContext::workspace()
+};
+
+struct JobLayout {
+  RankPlace place;
+  StepPlans plans;
+  Wires wires;
+  ParameterTable parameters;
+  MemoryTable memory;
+
+  [[nodiscard]] bool owns(int stage) const {
+    return plans.placement().rank_of(stage) == place.rank;
+  }
+  // Whether NCCL carries messages or tied parameters between ranks of the pipeline.
+  [[nodiscard]] bool nccl_in_pipeline() const;
 };
 
 }  // namespace sluice
