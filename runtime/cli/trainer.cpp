@@ -458,7 +458,7 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
         rank, stages, owned, mebi(memory.parameters), mebi(memory.gradients),
         mebi(memory.optimizer), mebi(memory.activations), mebi(memory.workspace),
         mebi(memory.operators), mebi(memory.buffers), mebi(memory.libraries), mebi(memory.total()),
-        mebi(memory.apart));
+        mebi(memory.outside_arena));
   }
   text +=
       "  (layers: E embedding, H head, numbers are blocks, - none; apart: of the total, what a\n"

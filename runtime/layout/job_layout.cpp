@@ -16,11 +16,11 @@ std::size_t at(int index) { return static_cast<std::size_t>(index); }
 std::string to_string(const RankMemory& memory) {
   return fmt::format(
       "parameters {:.1f}, gradients {:.1f}, optimizer {:.1f}, activations {:.1f}, "
-      "workspace {:.1f}, operators {:.1f}, messages {:.1f}, libraries {:.1f}, of these apart from "
-      "the rank's block {:.1f}, in MiB",
+      "workspace {:.1f}, operators {:.1f}, messages {:.1f}, libraries {:.1f}, of these outside "
+      "the rank's arena {:.1f}, in MiB",
       mebi(memory.parameters), mebi(memory.gradients), mebi(memory.optimizer),
       mebi(memory.activations), mebi(memory.workspace), mebi(memory.operators),
-      mebi(memory.buffers), mebi(memory.libraries), mebi(memory.apart));
+      mebi(memory.buffers), mebi(memory.libraries), mebi(memory.outside_arena));
 }
 
 int StepPlans::slots_of(int stage) const {

@@ -31,12 +31,12 @@ struct ParameterEntry {
 struct StageEntry {
   std::vector<ParameterEntry> parameters;  // in the stage's order
   std::size_t state_bytes = 0;             // per slot, at the largest micro-batch
-  std::size_t split_bytes = 0;             // more per slot where I and W are parted
-  std::size_t shared_gradient_bytes = 0;   // once where they are not
+  std::size_t split_bytes = 0;             // more per slot where backward is split into I and W
+  std::size_t shared_gradient_bytes = 0;   // once where it is not
   std::size_t workspace_bytes = 0;
   std::size_t copy_bytes = 0;      // of parameters in another precision
-  std::size_t operator_bytes = 0;  // of the rank's scratch that operators share
-  std::size_t table_bytes = 0;     // of operators' constants, shared likewise
+  std::size_t operator_bytes = 0;  // of the scratch that a rank's operators share
+  std::size_t table_bytes = 0;     // of operators' constants, also shared
   bool own_memory = false;         // StageDescription::own_memory
   std::string note;                // StageDescription::note
 };
@@ -60,31 +60,31 @@ struct RankMemory {
   // Parameters with their copies in another precision.
   std::size_t parameters = 0, gradients = 0, optimizer = 0;
   std::size_t activations = 0;  // states of all slots
-  // Messages and hand-overs; a GPU's copies of inputs and targets; others' gradients on their way
-  // into sums.
+  // Messages, hand-overs, a GPU's copies of inputs and targets, and gradients that are received
+  // from other ranks.
   std::size_t buffers = 0;
-  std::size_t workspace = 0;  // of all stages, each its own
-  std::size_t operators = 0;  // scratch and tables of operators and of the products' library
-  std::size_t libraries = 0;  // what NCCL and CUDA graphs take for themselves, by round estimates
-  std::size_t apart = 0;      // of all these, what does not come from the rank's block
+  std::size_t workspace = 0;      // the sum over stages
+  std::size_t operators = 0;      // scratch and tables of operators and of the matmul library
+  std::size_t libraries = 0;      // estimates of what NCCL and CUDA graphs allocate themselves
+  std::size_t outside_arena = 0;  // of all these, what does not come from the rank's arena
   [[nodiscard]] std::size_t total() const {
     return parameters + gradients + optimizer + activations + buffers + workspace + operators +
            libraries;
   }
   // What a GPU's rank takes in one piece before the first step (DeviceMemory).
-  [[nodiscard]] std::size_t block() const { return total() - apart; }
+  [[nodiscard]] std::size_t arena() const { return total() - outside_arena; }
 };
 
-// "parameters 1.5, ..., of these apart from the rank's block 0.5, in MiB".
+// "parameters 1.5, ..., of these outside the rank's arena 0.5, in MiB".
 [[nodiscard]] std::string to_string(const RankMemory& memory);
 
 // Forward-only plans over `samples` samples, in rounds of at most kRoundMicroBatches and a rest.
-// Replicas may differ in their number of micro-batches; one whose share is empty has none.
+// Replicas may differ in their number of micro-batches, which may be 0.
 struct EvaluationPlan {
   static constexpr std::size_t kRoundMicroBatches = 64;
   std::int64_t samples = 0;
   std::vector<SampleRange> micro_batches;  // of this replica
-  Plan round, rest;                        // no ranks where there is none
+  Plan round, rest;                        // without ranks where not needed
 };
 
 // Where this rank stands in the job.

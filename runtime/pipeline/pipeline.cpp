@@ -191,7 +191,7 @@ void Pipeline::Impl::exceed_plan(const std::string& who, const Error& error) con
 
 void Pipeline::Impl::take_memory() {
   within_plan("the plan", [&] {
-    compute->memory().reserve(layout.memory.ranks[at(layout.place.rank)].block());
+    compute->memory().reserve(layout.memory.ranks[at(layout.place.rank)].arena());
     compute->reserve_workspace(layout.memory.operator_bytes);
   });
 }

@@ -122,11 +122,11 @@ TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
     const RankMemory& planned = layout.memory.ranks[static_cast<std::size_t>(layout.place.rank)];
     ASSERT_EQ(pipeline.compute().device().index, comm.rank());
     EXPECT_EQ(pipeline.compute().workspace_peak(), layout.memory.operator_bytes) << where;
-    EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.block()) << where;
+    EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.arena()) << where;
     EXPECT_EQ(mine(comm), before + 1) << where;
     const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
     // A rank that multiplies nothing, one of an embedding alone, leaves the products' scratch.
-    const std::size_t idle = planned.block() - figures.used;
+    const std::size_t idle = planned.arena() - figures.used;
     if (layout.place.rank > 0 || idle != library_bytes(DeviceKind::kCuda)) {
       EXPECT_EQ(idle, 0U) << where;
     }
@@ -266,9 +266,9 @@ TEST(DeviceMemoryPlanTest, MemoryOfAStagesOwnIsInTheTableAndNotInTheBlock) {
     const RankMemory apart = planned(first_and_last<ApartStage>(each.model));
     EXPECT_EQ(apart.total(), usual.total());
     EXPECT_THAT(to_string(apart), ::testing::HasSubstr(fmt::format(
-                                      "of these apart from the rank's block {:.1f}, in MiB",
-                                      static_cast<double>(apart.apart) / (1 << 20))));
-    EXPECT_LE(apart.block() + usual.activations + usual.workspace, usual.block());
+                                      "of these outside the rank's arena {:.1f}, in MiB",
+                                      static_cast<double>(apart.outside_arena) / (1 << 20))));
+    EXPECT_LE(apart.arena() + usual.activations + usual.workspace, usual.arena());
   });
 }
 

@@ -230,6 +230,19 @@ TEST(PipelineTest, RefusesAParameterOwnedTwice) {
   }
 }
 
+TEST(PipelineTest, RefusesAParameterWhoseNameIsNotUtf8) {
+  const auto source = counting_source(4);
+  const StageFactory factory = [](int stage, int) -> std::unique_ptr<Stage> {
+    return std::make_unique<ArithmeticStage>(stage, PlannedFailure{}, stage == 1 ? "w\xff" : "");
+  };
+  for (const Error& error : errors_of(2, [&](Communicator& comm) {
+         Pipeline pipeline(comm, sgd_options(4), factory, *source);
+       })) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_STREQ(error.what(), "stage 1 has a parameter whose name \"w\uFFFD\" is not UTF-8");
+  }
+}
+
 TEST(PipelineTest, RanksThatAreNotPipelineTimesReplicasAreRefused) {
   const auto source = counting_source(4);
   const auto errors = errors_of(3, [&](Communicator& comm) {
