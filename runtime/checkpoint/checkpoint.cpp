@@ -16,7 +16,8 @@
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/writable.hpp"
 #include "runtime/job/host_mirror.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 
 namespace sluice {
 namespace {
@@ -30,14 +31,14 @@ struct Parts {
   int count = 0;
 };
 
-Parts parts_of(const PipelineLayout& layout) {
+Parts parts_of(const JobLayout& layout) {
   Parts parts;
-  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
+  for (int rank = 0; rank < layout.place.topology.pipeline; ++rank) {
     bool owns = false;
-    for (const int stage : layout.train.placement.stages_of(rank)) {
-      const auto& parameters = layout.stages[static_cast<std::size_t>(stage)].parameters;
+    for (const int stage : layout.plans.placement().stages_of(rank)) {
+      const auto& parameters = layout.parameters.stages[static_cast<std::size_t>(stage)].parameters;
       for (std::size_t i = 0; i < parameters.size(); ++i) {
-        owns = owns || layout.is_owner(stage, static_cast<int>(i));
+        owns = owns || layout.parameters.is_owner(stage, static_cast<int>(i));
       }
     }
     parts.part_of_rank.push_back(owns ? parts.count++ : -1);
@@ -51,14 +52,14 @@ struct OwnedParameter {
   std::int64_t elements = 0;
 };
 
-std::vector<OwnedParameter> owned_parameters(const PipelineLayout& layout) {
+std::vector<OwnedParameter> owned_parameters(const JobLayout& layout) {
   std::vector<OwnedParameter> owned;
-  for (int stage = 0; stage < layout.num_stages(); ++stage) {
-    const auto& parameters = layout.stages[static_cast<std::size_t>(stage)].parameters;
+  for (int stage = 0; stage < layout.plans.num_stages(); ++stage) {
+    const auto& parameters = layout.parameters.stages[static_cast<std::size_t>(stage)].parameters;
     for (std::size_t i = 0; i < parameters.size(); ++i) {
-      if (!layout.is_owner(stage, static_cast<int>(i))) continue;
+      if (!layout.parameters.is_owner(stage, static_cast<int>(i))) continue;
       owned.push_back(
-          {parameters[i].name, layout.train.placement.rank_of(stage), parameters[i].elements});
+          {parameters[i].name, layout.plans.placement().rank_of(stage), parameters[i].elements});
     }
   }
   return owned;
@@ -108,7 +109,7 @@ void write_text_file(const fs::path& path, const std::string& text) {
 // Rank 0's part: indices over the files of all ranks, then configuration and state.
 void write_directory(const Pipeline& pipeline, const std::set<std::string>& kinds,
                      const fs::path& directory, const std::string& config) {
-  const PipelineLayout& layout = pipeline.layout();
+  const JobLayout& layout = PipelineAccess::layout(pipeline);
   const Parts parts = parts_of(layout);
   std::map<std::string, std::string> model, optimizer;
   std::size_t bytes = 0;
@@ -161,7 +162,7 @@ void read(const WeightsDirectory& weights, const std::string& name, const Tensor
 }
 
 // Every saved parameter must be one of the model's.
-void require_known(const WeightsDirectory& weights, const PipelineLayout& layout,
+void require_known(const WeightsDirectory& weights, const JobLayout& layout,
                    const fs::path& directory) {
   std::set<std::string> known;
   for (const OwnedParameter& parameter : owned_parameters(layout)) known.insert(parameter.name);
@@ -191,16 +192,16 @@ std::uint64_t saved_step(const fs::path& directory) {
 }  // namespace
 
 void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::string& config) {
-  pipeline.guarded("saving", [&] {
-    const PipelineLayout& layout = pipeline.layout();
+  PipelineAccess::guarded(pipeline, "saving", [&] {
+    const JobLayout& layout = PipelineAccess::layout(pipeline);
     const std::vector<OptimizerState> states = pipeline.optimizer_state();
     // Kinds are the optimizer's, the same on every rank that owns a parameter.
     std::set<std::string> kinds;
     for (const std::string& text :
-         pipeline.world().all_gather_strings(Json(state_kinds(states)).dump())) {
+         PipelineAccess::world(pipeline).all_gather_strings(Json(state_kinds(states)).dump())) {
       kinds.merge(Json::parse(text).get<std::set<std::string>>());
     }
-    if (pipeline.world().communicator().rank() == 0) {
+    if (PipelineAccess::world(pipeline).communicator().rank() == 0) {
       require_writable_directory(directory);
       std::error_code error;
       fs::create_directories(directory, error);
@@ -208,10 +209,10 @@ void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::s
       // Without it nothing can be resumed: a save that is cut short leaves no mixture behind.
       remove_file(directory / "state.json");
     }
-    pipeline.world().barrier();
+    PipelineAccess::world(pipeline).barrier();
     const Parts parts = parts_of(layout);
-    const int part = parts.part_of_rank[static_cast<std::size_t>(layout.rank)];
-    if (layout.replica == 0 && part >= 0) {
+    const int part = parts.part_of_rank[static_cast<std::size_t>(layout.place.rank)];
+    if (layout.place.replica == 0 && part >= 0) {
       const std::map<std::string, std::string> metadata = {
           {"format", "pt"}, {"step", std::to_string(pipeline.step())}};
       pipeline.compute().stream().synchronize();
@@ -229,15 +230,15 @@ void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::s
                           optimizer.all(), metadata);
       }
     }
-    pipeline.world().barrier();
-    if (pipeline.world().communicator().rank() == 0) {
+    PipelineAccess::world(pipeline).barrier();
+    if (PipelineAccess::world(pipeline).communicator().rank() == 0) {
       write_directory(pipeline, kinds, directory, config);
     }
-    pipeline.world().barrier();
+    PipelineAccess::world(pipeline).barrier();
   });
 }
 
-std::uint64_t require_fitting_checkpoint(const PipelineLayout& layout, const fs::path& directory) {
+std::uint64_t require_fitting_checkpoint(const JobLayout& layout, const fs::path& directory) {
   const WeightsDirectory weights(directory, "model");
   require_known(weights, layout, directory);
   for (const OwnedParameter& parameter : owned_parameters(layout)) {
@@ -255,22 +256,22 @@ std::uint64_t require_fitting_checkpoint(const PipelineLayout& layout, const fs:
 }
 
 void load_weights(Pipeline& pipeline, const fs::path& directory) {
-  pipeline.guarded("loading the weights", [&] {
+  PipelineAccess::guarded(pipeline, "loading the weights", [&] {
     const WeightsDirectory weights(directory, "model");
     HostMirror mirror(pipeline.compute(), nullptr);
-    require_known(weights, pipeline.layout(), directory);
+    require_known(weights, PipelineAccess::layout(pipeline), directory);
     for (const Pipeline::Owned& owned : pipeline.parameters()) {
       if (owned.owner) read(weights, owned.parameter->name, owned.parameter->value, mirror);
     }
     pipeline.compute().stream().synchronize();  // before the mirror goes
-    pipeline.world().barrier();
+    PipelineAccess::world(pipeline).barrier();
   });
   pipeline.values_changed();
 }
 
 void load_checkpoint(Pipeline& pipeline, const fs::path& directory) {
   load_weights(pipeline, directory);
-  pipeline.guarded("loading the optimizer's state", [&] {
+  PipelineAccess::guarded(pipeline, "loading the optimizer's state", [&] {
     const std::vector<OptimizerState> states = pipeline.optimizer_state();
     if (!states.empty()) {
       const WeightsDirectory optimizer(directory, "optimizer");
@@ -281,7 +282,7 @@ void load_checkpoint(Pipeline& pipeline, const fs::path& directory) {
       pipeline.compute().stream().synchronize();  // before the mirror goes
     }
     pipeline.set_step(saved_step(directory));
-    pipeline.world().barrier();
+    PipelineAccess::world(pipeline).barrier();
   });
 }
 

@@ -13,7 +13,7 @@
 
 #include "comm/base/affinity.hpp"
 #include "comm/base/cores.hpp"
-#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/edge_route.hpp"
 #include "stages/cpu/cpu_report.hpp"
 
 namespace sluice {

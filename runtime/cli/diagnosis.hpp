@@ -17,7 +17,7 @@ struct RankFacts {
   std::string host, device = "cpu";
   std::string device_identity, gpu;  // of a GPU: which, and what; empty on the CPU
   std::string no_gpu;                // why a build for GPUs finds none; else empty
-  std::string no_device_messages;    // as why_no_device_messages (runtime/layout/edge_link.hpp)
+  std::string no_device_messages;    // as why_no_device_messages (runtime/layout/edge_route.hpp)
   int cores = 1;                     // this process may run on, by its affinity mask
   int host_cores = 1;                // this job may use on the host
   int threads = 1;                   // wanted, per rank

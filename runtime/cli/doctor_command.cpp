@@ -13,7 +13,7 @@
 #include "runtime/cli/diagnosis.hpp"
 #include "runtime/cli/train_options.hpp"
 #include "runtime/layout/device_choice.hpp"
-#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/edge_route.hpp"
 #include "runtime/options/option_table.hpp"
 
 namespace sluice {

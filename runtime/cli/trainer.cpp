@@ -23,10 +23,11 @@
 #include "runtime/cli/model_config.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/writable.hpp"
+#include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
-#include "runtime/job/job_groups.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
 #include "runtime/options/process.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/report/metrics.hpp"
 #include "runtime/report/timeline.hpp"
 #include "stages/cpu/cpu_report.hpp"
@@ -65,7 +66,7 @@ class Training {
   void require_writable_outputs() const;
   void require_steps_left(std::uint64_t done) const;
   [[nodiscard]] StageFactory stages() const;
-  void describe(const PipelineLayout& layout) const;
+  void describe(const JobLayout& layout) const;
   void steps();
   void one_step(Progress& progress);
   void validate(std::int64_t samples, Progress* progress);
@@ -163,7 +164,7 @@ void Training::require_writable_outputs() const {
 }
 
 void Training::open_metrics() {
-  pipeline_->guarded([&] {
+  PipelineAccess::guarded(*pipeline_, [&] {
     if (!first() || options_.metrics.empty()) return;
     nlohmann::ordered_json run;
     for (const auto& [key, value] : resolved()) run["options"][key] = value;
@@ -198,15 +199,15 @@ StageFactory Training::stages() const {
 }
 
 // The first that is printed: a job that is refused prints nothing but why.
-void Training::describe(const PipelineLayout& layout) const {
+void Training::describe(const JobLayout& layout) const {
   fmt::print("{}{}", describe_configuration(resolved()),
              describe_layout(layout, arrangement_.partition));
   std::fflush(stdout);
 }
 
 void Training::dry_run(ControlChannel& control) {
-  const PipelineLayout layout =
-      Pipeline::plan_layout(world_, pipeline_options_, stages(), *source_);
+  const JobLayout layout =
+      PipelineAccess::plan_layout(world_, pipeline_options_, stages(), *source_);
   guarded(control, world_.rank(), [&] {
     if (!first() || options_.resume.empty()) return;
     require_steps_left(require_fitting_checkpoint(layout, options_.resume));
@@ -218,10 +219,10 @@ void Training::make_pipeline() {
   pipeline_ = std::make_unique<Pipeline>(world_, pipeline_options_, stages(), *source_);
   if (!options_.resume.empty()) {
     load_checkpoint(*pipeline_, options_.resume);
-    pipeline_->guarded([&] { require_steps_left(pipeline_->step()); });
+    PipelineAccess::guarded(*pipeline_, [&] { require_steps_left(pipeline_->step()); });
   }
   open_metrics();
-  if (first()) describe(pipeline_->layout());
+  if (first()) describe(PipelineAccess::layout(*pipeline_));
 }
 
 void Training::require_steps_left(std::uint64_t done) const {
@@ -273,7 +274,7 @@ StepRecord Training::record_of(const StepReport& report) const {
   record.grad_norm = report.grad_norm;
   record.learning_rate = report.learning_rate;
   record.bubble_measured = report.bubble_measured;
-  record.bubble_ideal = pipeline_->layout().bubble_ideal;
+  record.bubble_ideal = PipelineAccess::layout(*pipeline_).plans.bubble_ideal;
   record.peak_in_flight = report.peak_in_flight;
   record.peak_bytes = report.peak_bytes;
   return record;
@@ -291,7 +292,7 @@ void Training::validate(std::int64_t samples, Progress* progress) {
 
 void Training::save() {
   save_checkpoint(*pipeline_, options_.save, model_config_text(options_.model, resolved()));
-  pipeline_->guarded([&] {
+  PipelineAccess::guarded(*pipeline_, [&] {
     if (!first()) return;
     AtomicFile file(std::filesystem::path(options_.save) / "options.conf");
     file.write(to_config_text(resolved()));
@@ -315,7 +316,7 @@ void Training::summarise() {
     const bool sliced = ranks > cores;
     fmt::print("  {:<18} {:.1f} % measured, {:.1f} % ideal{}\n", "bubble",
                100 * sums_.bubble / static_cast<double>(sums_.steps),
-               100 * pipeline_->layout().bubble_ideal,
+               100 * PipelineAccess::layout(*pipeline_).plans.bubble_ideal,
                sliced ? fmt::format(" (measured includes time-slicing: {} ranks share {} cores)",
                                     ranks, cores)
                       : "");
@@ -347,33 +348,33 @@ std::string describe_layers(const Partition& partition, int stage) {
 
 // What each rank computes on and how stages are joined; nothing for a job without GPUs that could
 // have none.
-std::string describe_connections(const PipelineLayout& layout) {
-  std::string text = describe_devices(layout.devices);
-  if (std::all_of(layout.devices.begin(), layout.devices.end(),
+std::string describe_connections(const JobLayout& layout) {
+  std::string text = describe_devices(layout.place.devices);
+  if (std::all_of(layout.place.devices.begin(), layout.place.devices.end(),
                   [](const RankDevice& rank) { return rank.device.kind == DeviceKind::kCpu; })) {
     return text;
   }
-  text += describe_links(layout.links);
-  for (const TiedParameter& tie : layout.tied) {
+  text += describe_routes(layout.wires.routes);
+  for (const TiedParameter& tie : layout.parameters.tied) {
     for (std::size_t use = 1; use < tie.uses.size(); ++use) {
-      if (tie.links[use].kind == LinkKind::kLocal) continue;
+      if (tie.routes[use].kind == RouteKind::kLocal) continue;
       text += fmt::format("  tied {}, stages {}-{}: {}\n", tie.name, tie.uses.front().stage,
-                          tie.uses[use].stage, describe_link(tie.links[use]));
+                          tie.uses[use].stage, describe_route(tie.routes[use]));
     }
   }
-  return text + describe_sums(layout.sums, layout.all_reduce);
+  return text + describe_sums(layout.wires.sums, layout.wires.all_reduce);
 }
 
 // What stages say of themselves: each note once, with the stages where not all say it.
-std::string describe_notes(const PipelineLayout& layout) {
+std::string describe_notes(const JobLayout& layout) {
   std::map<std::string, std::vector<int>> stages_by_note;
-  for (int stage = 0; stage < layout.num_stages(); ++stage) {
-    const std::string& note = layout.stages[static_cast<std::size_t>(stage)].note;
+  for (int stage = 0; stage < layout.plans.num_stages(); ++stage) {
+    const std::string& note = layout.parameters.stages[static_cast<std::size_t>(stage)].note;
     if (!note.empty()) stages_by_note[note].push_back(stage);
   }
   std::string text;
   for (const auto& [note, stages] : stages_by_note) {
-    const bool all = stages.size() == layout.stages.size();
+    const bool all = stages.size() == layout.parameters.stages.size();
     const char* name = stages.size() == 1 ? "stage" : "stages";
     text += all ? fmt::format("  {}\n", note)
                 : fmt::format("  {} {}, {}\n", name, fmt::join(stages, ","), note);
@@ -382,13 +383,13 @@ std::string describe_notes(const PipelineLayout& layout) {
 }
 
 // Of --cuda-graphs, where it is asked for: which ranks it concerns.
-std::string describe_graphs(const PipelineLayout& layout) {
-  if (!layout.cuda_graphs) return "";
+std::string describe_graphs(const JobLayout& layout) {
+  if (!layout.plans.cuda_graphs) return "";
   const auto gpus =
-      std::count_if(layout.devices.begin(), layout.devices.end(),
+      std::count_if(layout.place.devices.begin(), layout.place.devices.end(),
                     [](const RankDevice& rank) { return rank.device.kind != DeviceKind::kCpu; });
   if (gpus == 0) return "  CUDA graphs: --cuda-graphs has no effect, no rank computes on a GPU\n";
-  const auto ranks = static_cast<std::ptrdiff_t>(layout.devices.size());
+  const auto ranks = static_cast<std::ptrdiff_t>(layout.place.devices.size());
   const std::string where =
       gpus < ranks ? fmt::format("on {} of a pipeline's {} ranks, ", gpus, ranks) : "";
   return fmt::format("  CUDA graphs: {}recorded in step 2, replayed from step 3 on\n", where);
@@ -396,16 +397,16 @@ std::string describe_graphs(const PipelineLayout& layout) {
 
 }  // namespace
 
-std::string describe_layout(const PipelineLayout& layout, const Partition& partition) {
+std::string describe_layout(const JobLayout& layout, const Partition& partition) {
   const auto mebi = [](std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); };
   std::string text = fmt::format(
       "{} rank{}: pipeline of {} x {} replica{}, schedule {}, {} micro-batch{} per replica and "
       "step\n",
-      layout.topology.ranks(), layout.topology.ranks() == 1 ? "" : "s", layout.topology.pipeline,
-      layout.topology.replicas, layout.topology.replicas == 1 ? "" : "s",
-      layout.train.schedule_name, layout.train.micro_batches,
-      layout.train.micro_batches == 1 ? "" : "es");
-  if (!layout.train.exact) {
+      layout.place.topology.ranks(), layout.place.topology.ranks() == 1 ? "" : "s",
+      layout.place.topology.pipeline, layout.place.topology.replicas,
+      layout.place.topology.replicas == 1 ? "" : "s", layout.plans.train.schedule_name,
+      layout.plans.train.micro_batches, layout.plans.train.micro_batches == 1 ? "" : "es");
+  if (!layout.plans.train.exact) {
     text +=
         "  (not exact: weight gradients do not accumulate in ascending order, so the bits are this "
         "schedule's own)\n";
@@ -414,21 +415,21 @@ std::string describe_layout(const PipelineLayout& layout, const Partition& parti
       "  {:<5} {:<7} {:<16} {:>10} {:>10} {:>10} {:>11} {:>9} {:>9} {:>9} {:>9} {:>10} {:>9}\n",
       "rank", "stages", "layers", "parameters", "gradients", "optimizer", "activations",
       "workspace", "operators", "messages", "libraries", "total MiB", "apart");
-  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
+  for (int rank = 0; rank < layout.place.topology.pipeline; ++rank) {
     std::string stages, owned;
-    for (const int stage : layout.train.placement.stages_of(rank)) {
+    for (const int stage : layout.plans.placement().stages_of(rank)) {
       if (!stages.empty()) stages += ",", owned += " ";
       stages += std::to_string(stage);
       owned += describe_layers(partition, stage);
     }
-    const RankMemory& memory = layout.memory[static_cast<std::size_t>(rank)];
+    const RankMemory& memory = layout.memory.ranks[static_cast<std::size_t>(rank)];
     text += fmt::format(
         "  {:<5} {:<7} {:<16} {:>10.1f} {:>10.1f} {:>10.1f} {:>11.1f} {:>9.1f} {:>9.1f} {:>9.1f} "
         "{:>9.1f} {:>10.1f} {:>9.1f}\n",
         rank, stages, owned, mebi(memory.parameters), mebi(memory.gradients),
         mebi(memory.optimizer), mebi(memory.activations), mebi(memory.workspace),
         mebi(memory.operators), mebi(memory.buffers), mebi(memory.libraries), mebi(memory.total()),
-        mebi(memory.apart));
+        mebi(memory.outside_arena));
   }
   text +=
       "  (layers: E embedding, H head, numbers are blocks, - none; apart: of the total, what a\n"

@@ -12,11 +12,13 @@
 
 namespace sluice {
 
+struct JobLayout;  // runtime/layout/job_layout.hpp
+
 // Collective over `world`. Throws the same Error on every rank. With options.dry_run prints the
 // layout and memory per rank and returns.
 void run_training(const MpiInfo& machine, Communicator& world, const TrainOptions& options);
 
 // The layout of a pipeline as text: a row per rank with its stages, layers and memory.
-[[nodiscard]] std::string describe_layout(const PipelineLayout& layout, const Partition& partition);
+[[nodiscard]] std::string describe_layout(const JobLayout& layout, const Partition& partition);
 
 }  // namespace sluice

@@ -17,7 +17,7 @@
 #include "runtime/engine/step_clock.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/job/host_mirror.hpp"
-#include "runtime/job/nccl_links.hpp"
+#include "runtime/job/nccl_routes.hpp"
 
 namespace sluice {
 namespace {
@@ -210,7 +210,7 @@ void Engine::Impl::post_recv(const PlanOp& op) {
   slot.pool->shape(slot, samples(op));
   slot.tickets.clear();
   if (config.trace_events > 0) slot.started = clock.now();
-  if (slot.link == LinkKind::kNccl) {
+  if (slot.route == RouteKind::kNccl) {
     issue_nccl(op, slot, peer);
     slot.state = SlotState::kPosted;
     return;
@@ -253,10 +253,10 @@ void Engine::Impl::start_send(const PlanOp& op) {
   const auto& [slot_place, peer, tag] = message(op);
   Slot& slot = *slot_place;
   if (slot.state != SlotState::kFilled) refuse(op, SlotState::kFilled, slot.state);
-  if (slot.link == LinkKind::kHost) transport->prepare_send(peer);
+  if (slot.route == RouteKind::kHost) transport->prepare_send(peer);
   slot.tickets.clear();
   if (config.trace_events > 0) slot.started = clock.now();
-  if (slot.link == LinkKind::kNccl) {
+  if (slot.route == RouteKind::kNccl) {
     issue_nccl(op, slot, peer);
     slot.state = SlotState::kSending;
     return;

@@ -13,12 +13,12 @@
 
 #include "comm/group/transport.hpp"
 #include "comm/group/waiter.hpp"
-#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/edges.hpp"
 
 namespace sluice {
 
-class NcclLinks;  // runtime/job/nccl_links.hpp
+class NcclRoutes;  // runtime/job/nccl_routes.hpp
 
 // A stage and what it can do; the pointers are views of the same object, owned by the caller.
 struct StageBinding {
@@ -56,8 +56,8 @@ struct EngineConfig {
   Communicator* communicator = nullptr;      // of the pipeline, for the transport alone
   Interrupt* interrupt = nullptr;            // polled by waits; may be null
   std::size_t piece_bytes = kMaxPieceBytes;  // of messages; equal on all ranks
-  NcclLinks* nccl = nullptr;                 // for edges of kind kNccl
-  std::span<const EdgeLink> links = {};      // [stage], as PipelineLayout::links; empty: by device
+  NcclRoutes* nccl = nullptr;                // for edges of kind kNccl
+  std::span<const EdgeRoute> routes = {};    // [stage], as Wires::routes; empty: by device
   Collective* collective = nullptr;          // handed to stages; may be null
   bool cuda_graphs = false;                  // record and replay stages' calls on a GPU
   std::size_t trace_events = 0;              // room for that many per step; 0: record none

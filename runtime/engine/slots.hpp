@@ -12,7 +12,7 @@
 
 #include "comm/group/transport.hpp"
 #include "comm/nccl/nccl_queue.hpp"
-#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/edges.hpp"
 
 namespace sluice {
@@ -28,7 +28,7 @@ class SlotPool;
 struct Slot {
   SlotState state = SlotState::kFree;
   std::int64_t samples = -1;        // that the shapes are for; -1: none, or what arrived
-  LinkKind link = LinkKind::kHost;  // its pool's
+  RouteKind route = RouteKind::kHost;  // its pool's
   const SlotPool* pool = nullptr;   // it is of
   std::vector<Tensor> tensors;
   std::vector<MessageBuffer> buffers;
@@ -73,7 +73,7 @@ class SlotPool {
   struct Place {
     const DeviceMemory& memory;
     SlotMemory& slots;  // what the slots lie in, filled here; outlives the pool
-    LinkKind link = LinkKind::kHost;
+    RouteKind route = RouteKind::kHost;
   };
   SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& place);
   SlotPool(const SlotPool&) = delete;
@@ -98,7 +98,7 @@ class SlotPool {
   void reshape(Slot& slot, std::int64_t samples) const;
 
   BufferPool description_;
-  LinkKind link_;
+  RouteKind route_;
   const EdgeTable* edges_;
   std::vector<Slot> slots_;
 };

@@ -18,9 +18,9 @@ std::span<float> gradients_of(const StageBinding& binding) {
 
 }  // namespace
 
-BucketedSums::BucketedSums(NcclLinks& links, std::span<const StageBinding> stages,
+BucketedSums::BucketedSums(NcclRoutes& routes, std::span<const StageBinding> stages,
                            std::size_t bucket_bytes)
-    : links_(links), bucket_(bucket_floats(bucket_bytes)) {
+    : routes_(routes), bucket_(bucket_floats(bucket_bytes)) {
   for (const StageBinding& binding : stages) {
     stages_.emplace_back(*this, binding.index, gradients_of(binding));
   }
@@ -54,7 +54,7 @@ void BucketedSums::finish(int stage) {
 }
 
 void BucketedSums::settle() {
-  for (NcclTicket& ticket : open_) links_.wait_on_stream(ticket);
+  for (NcclTicket& ticket : open_) routes_.wait_on_stream(ticket);
   open_.clear();
   for (StageSum& sum : stages_) sum.begin_step();
 }
@@ -63,10 +63,10 @@ void BucketedSums::StageSum::from(std::size_t begin) {
   while (left_ > 0) {
     const std::size_t next = left_ - std::min(left_, sums_.bucket_);
     if (next < begin) break;
-    sums_.open_.push_back(sums_.links_.sum(gradients_.subspan(next, left_ - next)));
+    sums_.open_.push_back(sums_.routes_.sum(gradients_.subspan(next, left_ - next)));
     left_ = next;
   }
-  sums_.links_.progress();
+  sums_.routes_.progress();
 }
 
 }  // namespace sluice

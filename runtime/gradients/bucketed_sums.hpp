@@ -15,17 +15,17 @@
 #include <sluice/stage.hpp>
 
 #include "runtime/engine/engine_config.hpp"
-#include "runtime/job/nccl_links.hpp"
+#include "runtime/job/nccl_routes.hpp"
 
 namespace sluice {
 
 class BucketedSums {
  public:
-  // `links` and what `stages` (this rank's) name outlive this. `bucket_bytes`, at least 1, is
+  // `routes` and what `stages` (this rank's) name outlive this. `bucket_bytes`, at least 1, is
   // rounded up to a multiple of kBufferAlignment.
-  BucketedSums(NcclLinks& links, std::span<const StageBinding> stages, std::size_t bucket_bytes);
+  BucketedSums(NcclRoutes& routes, std::span<const StageBinding> stages, std::size_t bucket_bytes);
 
-  // What all sums of a step together ask of NcclLinks.
+  // What all sums of a step together ask of NcclRoutes.
   [[nodiscard]] static SumLoad load_of(std::span<const StageBinding> stages,
                                        std::size_t bucket_bytes);
   // The same, by the floats of each stage's gradients.
@@ -56,7 +56,7 @@ class BucketedSums {
     std::size_t left_;  // floats whose sum has not started, from 0 on
   };
 
-  NcclLinks& links_;
+  NcclRoutes& routes_;
   std::size_t bucket_;  // floats
   std::vector<StageSum> stages_;
   std::vector<NcclTicket> open_;

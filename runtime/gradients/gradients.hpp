@@ -15,9 +15,9 @@
 #include "runtime/gradients/bucketed_sums.hpp"
 #include "runtime/gradients/tied_uses.hpp"
 #include "runtime/job/host_mirror.hpp"
-#include "runtime/job/job_groups.hpp"
-#include "runtime/job/nccl_links.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/job/job_context.hpp"
+#include "runtime/job/nccl_routes.hpp"
+#include "runtime/layout/job_layout.hpp"
 #include "stages/operators/optimizer.hpp"
 
 namespace sluice {
@@ -36,8 +36,8 @@ class GradientSync : public StepActions {
  public:
   // All that is named outlives this object; `nccl` may be null. `stages` are this rank's,
   // ascending.
-  GradientSync(JobGroups& groups, const PipelineLayout& layout, const PipelineOptions& options,
-               ComputeContext& compute, NcclLinks* nccl, TiedUses& ties,
+  GradientSync(JobContext& job, const JobLayout& layout, const PipelineOptions& options,
+               ComputeContext& compute, NcclRoutes* nccl, TiedUses& ties,
                std::vector<StageBinding> stages);
 
   // Before each step. `outcome` is the engine's, filled while it runs.
@@ -61,8 +61,8 @@ class GradientSync : public StepActions {
   void reduce_records();
   [[noreturn]] void refuse() const;
 
-  JobGroups& groups_;
-  const PipelineLayout& layout_;
+  JobContext& job_;
+  const JobLayout& layout_;
   const PipelineOptions& options_;
   ComputeContext& compute_;
   TiedUses& ties_;

@@ -28,17 +28,17 @@ Digest digest_of(const Parameter& parameter, HostMirror& mirror) {
 
 }  // namespace
 
-void check_replicas(JobGroups& groups, const PipelineLayout& layout, const TiedUses& tied,
+void check_replicas(JobContext& job, const JobLayout& layout, const TiedUses& tied,
                     std::span<const StageBinding> stages, HostMirror& mirror, std::uint64_t step) {
-  std::vector<Digest> all(at(layout.topology.replicas));
+  std::vector<Digest> all(at(layout.place.topology.replicas));
   for (const StageBinding& binding : stages) {
     ParameterSet* set = binding.stage->parameters();
     if (set == nullptr) continue;
     for (const Parameter* parameter : set->all()) {
       const Digest mine = digest_of(*parameter, mirror);
-      groups.in_replicas->all_gather(std::as_bytes(std::span(&mine, 1)),
-                                     std::as_writable_bytes(std::span(all)));
-      for (int r = 1; r < layout.topology.replicas; ++r) {
+      job.replicas.collectives->all_gather(std::as_bytes(std::span(&mine, 1)),
+                                           std::as_writable_bytes(std::span(all)));
+      for (int r = 1; r < layout.place.topology.replicas; ++r) {
         if (all[at(r)] == all[0]) continue;
         throw Error(
             ErrorCode::kMismatch,
@@ -48,22 +48,22 @@ void check_replicas(JobGroups& groups, const PipelineLayout& layout, const TiedU
       }
     }
   }
-  const Placement& placement = layout.train.placement;
-  for (std::size_t group = 0; group < layout.tied.size(); ++group) {
-    const TiedParameter& tie = layout.tied[group];
+  const Placement& placement = layout.plans.placement();
+  for (std::size_t group = 0; group < layout.parameters.tied.size(); ++group) {
+    const TiedParameter& tie = layout.parameters.tied[group];
     for (std::size_t u = 1; u < tie.uses.size(); ++u) {
       const int owner = placement.rank_of(tie.uses.front().stage);
       const int holder = placement.rank_of(tie.uses[u].stage);
       Digest theirs = {};
-      if (layout.rank == holder && holder != owner) {
+      if (layout.place.rank == holder && holder != owner) {
         const Digest mine = digest_of(*tied.parameter(group, u), mirror);
-        groups.in_pipeline->send(owner, std::as_bytes(std::span(&mine, 1)));
+        job.pipeline.collectives->send(owner, std::as_bytes(std::span(&mine, 1)));
       }
-      if (layout.rank != owner) continue;
+      if (layout.place.rank != owner) continue;
       if (holder == owner) {
         theirs = digest_of(*tied.parameter(group, u), mirror);
       } else {
-        groups.in_pipeline->recv(holder, std::as_writable_bytes(std::span(&theirs, 1)));
+        job.pipeline.collectives->recv(holder, std::as_writable_bytes(std::span(&theirs, 1)));
       }
       if (theirs != digest_of(*tied.parameter(group, 0), mirror)) {
         throw Error(
@@ -74,7 +74,7 @@ void check_replicas(JobGroups& groups, const PipelineLayout& layout, const TiedU
       }
     }
   }
-  groups.in_world->barrier();
+  job.world.collectives->barrier();
 }
 
 }  // namespace sluice

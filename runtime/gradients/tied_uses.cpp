@@ -19,26 +19,26 @@ Parameter* find(const TiedUse& use, std::span<const StageBinding> stages) {
 
 }  // namespace
 
-TiedUses::TiedUses(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute,
-                   NcclLinks* nccl, HostMirror& mirror, std::vector<StageBinding> stages)
-    : groups_(groups),
+TiedUses::TiedUses(JobContext& job, const JobLayout& layout, ComputeContext& compute,
+                   NcclRoutes* nccl, HostMirror& mirror, std::vector<StageBinding> stages)
+    : job_(job),
       layout_(layout),
       compute_(compute),
       nccl_(nccl),
       stages_(std::move(stages)),
       mirror_(mirror) {
-  for (const TiedParameter& tie : layout.tied) {
+  for (const TiedParameter& tie : layout.parameters.tied) {
     std::vector<Parameter*>& uses = parameters_.emplace_back();
     for (const TiedUse& use : tie.uses) uses.push_back(find(use, stages_));
   }
-  if (!layout.train.forward_only) make_addend();
+  if (!layout.plans.train.forward_only) make_addend();
   const std::size_t messages = most_open(layout);
   open_.reserve(messages);
   for (std::size_t i = 0; i < messages; ++i) ready_.emplace_back(compute.device());
 }
 
 int TiedUses::rank_of(std::size_t group, std::size_t use) const {
-  return layout_.train.placement.rank_of(layout_.tied[group].uses[use].stage);
+  return layout_.plans.placement().rank_of(layout_.parameters.tied[group].uses[use].stage);
 }
 
 int TiedUses::peer_of(std::size_t group, std::size_t use) const {
@@ -49,9 +49,9 @@ int TiedUses::peer_of(std::size_t group, std::size_t use) const {
 void TiedUses::make_addend() {
   std::size_t bytes = 0;
   for (std::size_t group = 0; group < parameters_.size(); ++group) {
-    if (rank_of(group, 0) != layout_.rank) continue;
+    if (rank_of(group, 0) != layout_.place.rank) continue;
     for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
-      if (rank_of(group, use) == layout_.rank) continue;
+      if (rank_of(group, use) == layout_.place.rank) continue;
       bytes = std::max(bytes, parameters_[group].front()->grad.spec.bytes());
     }
   }
@@ -59,9 +59,9 @@ void TiedUses::make_addend() {
 }
 
 // Every further use could be another rank's and this one's to send to, and one may come in.
-std::size_t TiedUses::most_open(const PipelineLayout& layout) {
+std::size_t TiedUses::most_open(const JobLayout& layout) {
   std::size_t messages = 0;
-  for (const TiedParameter& tie : layout.tied) messages += tie.uses.size();
+  for (const TiedParameter& tie : layout.parameters.tied) messages += tie.uses.size();
   return messages;
 }
 
@@ -109,8 +109,8 @@ void TiedUses::spread_values() {
 
 void TiedUses::receive(const Tensor& tensor, std::size_t group, std::size_t use) {
   const int peer = peer_of(group, use);
-  if (layout_.tied[group].links[use].kind != LinkKind::kNccl) {
-    groups_.in_pipeline->recv(peer, mirror_.blank(tensor));
+  if (layout_.parameters.tied[group].routes[use].kind != RouteKind::kNccl) {
+    job_.pipeline.collectives->recv(peer, mirror_.blank(tensor));
     mirror_.write_back();
     return;
   }
@@ -125,9 +125,9 @@ void TiedUses::receive(const Tensor& tensor, std::size_t group, std::size_t use)
 
 void TiedUses::send(const Tensor& tensor, const Owner& memory, std::size_t group, std::size_t use) {
   const int peer = peer_of(group, use);
-  if (layout_.tied[group].links[use].kind != LinkKind::kNccl) {
+  if (layout_.parameters.tied[group].routes[use].kind != RouteKind::kNccl) {
     const std::span<const std::byte> bytes = mirror_.view(tensor);
-    groups_.in_pipeline->send(peer, bytes, mirror_.owner(memory));
+    job_.pipeline.collectives->send(peer, bytes, mirror_.owner(memory));
     return;
   }
   Event& ready = ready_[open_.size()];

@@ -17,9 +17,9 @@
 
 #include "runtime/engine/engine_config.hpp"
 #include "runtime/job/host_mirror.hpp"
-#include "runtime/job/job_groups.hpp"
-#include "runtime/job/nccl_links.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/job/job_context.hpp"
+#include "runtime/job/nccl_routes.hpp"
+#include "runtime/layout/job_layout.hpp"
 
 namespace sluice {
 
@@ -27,8 +27,8 @@ class TiedUses {
  public:
   // All that is named outlives this; `nccl` may be null where the layout wants none. `stages` are
   // this rank's; `mirror` is used by what goes through host memory.
-  TiedUses(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute,
-           NcclLinks* nccl, HostMirror& mirror, std::vector<StageBinding> stages);
+  TiedUses(JobContext& job, const JobLayout& layout, ComputeContext& compute, NcclRoutes* nccl,
+           HostMirror& mirror, std::vector<StageBinding> stages);
 
   // This rank's parameter of that use, null where another rank has it.
   [[nodiscard]] Parameter* parameter(std::size_t group, std::size_t use) const {
@@ -44,7 +44,7 @@ class TiedUses {
   void spread_values();
 
   // NCCL messages of one rank that may be open at once.
-  [[nodiscard]] static std::size_t most_open(const PipelineLayout& layout);
+  [[nodiscard]] static std::size_t most_open(const JobLayout& layout);
 
  private:
   [[nodiscard]] int rank_of(std::size_t group, std::size_t use) const;
@@ -57,10 +57,10 @@ class TiedUses {
   // A tensor that lies in `memory`.
   void send(const Tensor& tensor, const Owner& memory, std::size_t group, std::size_t use);
 
-  JobGroups& groups_;
-  const PipelineLayout& layout_;
+  JobContext& job_;
+  const JobLayout& layout_;
   ComputeContext& compute_;
-  NcclLinks* nccl_;
+  NcclRoutes* nccl_;
   std::vector<StageBinding> stages_;
   std::vector<std::vector<Parameter*>> parameters_;  // [group][use]
   HostMirror& mirror_;

@@ -16,7 +16,7 @@
 
 #include "comm/group/control.hpp"
 #include "comm/mpi/mpi_session.hpp"
-#include "runtime/job/job_groups.hpp"
+#include "runtime/job/configuration.hpp"
 #include "runtime/options/process.hpp"
 
 namespace sluice {

@@ -1,7 +1,8 @@
 #include "runtime/report/profile.hpp"
 
 #include "runtime/engine/engine.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 
 namespace sluice {
 namespace {
@@ -41,8 +42,8 @@ void Profile::add(const StepOutcome& outcome) {
 }
 
 std::vector<StageTimes> Profile::gather(Pipeline& pipeline) const {
-  const PipelineLayout& layout = pipeline.layout();
-  const auto stages = static_cast<std::size_t>(layout.num_stages());
+  const JobLayout& layout = PipelineAccess::layout(pipeline);
+  const auto stages = static_cast<std::size_t>(layout.plans.num_stages());
   std::vector<double> mine(3 * stages);
   for (const ActionSeconds& sum : sums_) {
     double* times = &mine[3 * static_cast<std::size_t>(sum.stage)];
@@ -50,15 +51,15 @@ std::vector<StageTimes> Profile::gather(Pipeline& pipeline) const {
     times[1] = mean_input(sum);
     times[2] = mean(sum.backward_weight);
   }
-  std::vector<double> all(mine.size() * static_cast<std::size_t>(layout.topology.ranks()));
-  pipeline.guarded([&] {
-    pipeline.world().all_gather(std::as_bytes(std::span(mine)),
-                                std::as_writable_bytes(std::span(all)));
+  std::vector<double> all(mine.size() * static_cast<std::size_t>(layout.place.topology.ranks()));
+  PipelineAccess::guarded(pipeline, [&] {
+    PipelineAccess::world(pipeline).all_gather(std::as_bytes(std::span(mine)),
+                                               std::as_writable_bytes(std::span(all)));
   });
   std::vector<StageTimes> times(stages);
   for (std::size_t s = 0; s < stages; ++s) {
-    const int rank = layout.train.placement.rank_of(static_cast<int>(s));
-    const auto job_rank = static_cast<std::size_t>(layout.topology.rank_of(0, rank));
+    const int rank = layout.plans.placement().rank_of(static_cast<int>(s));
+    const auto job_rank = static_cast<std::size_t>(layout.place.topology.rank_of(0, rank));
     const double* from = &all[job_rank * mine.size() + 3 * s];
     times[s] = {.forward = from[0], .backward_input = from[1], .backward_weight = from[2]};
   }

@@ -10,6 +10,8 @@
 
 namespace sluice {
 
+struct StepOutcome;  // runtime/engine/engine.hpp
+
 // Adds up the outcomes of steps; one per rank.
 class Profile {
  public:

@@ -7,7 +7,8 @@
 
 #include <sluice/simulate.hpp>
 
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 
 namespace sluice {
 namespace {
@@ -31,19 +32,19 @@ void add_planned(std::vector<TraceEvent>& events, const Simulation& planned, int
 
 void Timeline::add(const Pipeline& pipeline) {
   Step step;
-  step.events = pipeline.trace();
+  step.events = PipelineAccess::trace(pipeline);
   step.start = std::numeric_limits<double>::max();
   for (const TraceEvent& event : step.events) {
     if (event.track == TraceTrack::kCompute) step.start = std::min(step.start, event.start);
   }
   steps_.push_back(std::move(step));
-  profile_.add(pipeline.last_outcome());
+  profile_.add(PipelineAccess::last_outcome(pipeline));
 }
 
 void Timeline::write(Pipeline& pipeline, const std::filesystem::path& path) const {
   const std::vector<StageTimes> times = profile_.gather(pipeline);
-  pipeline.guarded([&] {
-    const PipelineLayout& layout = pipeline.layout();
+  PipelineAccess::guarded(pipeline, [&] {
+    const JobLayout& layout = PipelineAccess::layout(pipeline);
     // A step's origin is its first action on any rank; time 0 is the first event of all.
     std::vector<double> starts;
     double first = std::numeric_limits<double>::max();
@@ -52,22 +53,22 @@ void Timeline::write(Pipeline& pipeline, const std::filesystem::path& path) cons
       for (const TraceEvent& event : step.events) first = std::min(first, event.start);
     }
     starts.push_back(first);
-    std::vector<double> all(starts.size() * at(layout.topology.ranks()));
-    pipeline.world().all_gather(std::as_bytes(std::span(starts)),
-                                std::as_writable_bytes(std::span(all)));
+    std::vector<double> all(starts.size() * at(layout.place.topology.ranks()));
+    PipelineAccess::world(pipeline).all_gather(std::as_bytes(std::span(starts)),
+                                               std::as_writable_bytes(std::span(all)));
     for (std::size_t i = 0; i < all.size(); ++i) {
       starts[i % starts.size()] = std::min(starts[i % starts.size()], all[i]);
     }
     const double zero = starts.back();
 
-    const int rank = pipeline.world().communicator().rank();
+    const int rank = PipelineAccess::world(pipeline).communicator().rank();
     RankTrace mine{.rank = rank,
                    .label = fmt::format("rank {}: replica {}, pipeline rank {}", rank,
-                                        layout.replica, layout.rank),
+                                        layout.place.replica, layout.place.rank),
                    .events = {}};
-    const Simulation planned = simulate(layout.order, {.stages = times, .message = 0});
+    const Simulation planned = simulate(layout.plans.order, {.stages = times, .message = 0});
     for (std::size_t i = 0; i < steps_.size(); ++i) {
-      add_planned(mine.events, planned, layout.rank, starts[i]);
+      add_planned(mine.events, planned, layout.place.rank, starts[i]);
       mine.events.insert(mine.events.end(), steps_[i].events.begin(), steps_[i].events.end());
     }
     for (TraceEvent& event : mine.events) {
@@ -75,11 +76,12 @@ void Timeline::write(Pipeline& pipeline, const std::filesystem::path& path) cons
       event.end -= zero;
     }
     std::vector<RankTrace> traces;
-    for (const std::string& packed : pipeline.world().all_gather_strings(pack(mine))) {
+    for (const std::string& packed :
+         PipelineAccess::world(pipeline).all_gather_strings(pack(mine))) {
       if (rank == 0) traces.push_back(unpack(packed));
     }
     if (rank == 0) write_trace(path, traces);
-    pipeline.world().barrier();
+    PipelineAccess::world(pipeline).barrier();
   });
 }
 

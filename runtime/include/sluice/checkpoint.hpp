@@ -9,7 +9,7 @@
 namespace sluice {
 
 class Pipeline;         // <sluice/pipeline.hpp>
-struct PipelineLayout;  // runtime/layout/layout.hpp
+struct JobLayout;       // runtime/layout/job_layout.hpp
 
 // Collective. The ranks of replica 0 write what they own; rank 0 adds the index, `config` as
 // config.json, removes files of an earlier save that the index no longer names, and, last of all,
@@ -23,7 +23,7 @@ void load_weights(Pipeline& pipeline, const std::filesystem::path& directory);
 
 // Not collective: what load_checkpoint() would say of parameters that are missing, superfluous or
 // of another size, and of the step, which it returns; values are not read.
-[[nodiscard]] std::uint64_t require_fitting_checkpoint(const PipelineLayout& layout,
+[[nodiscard]] std::uint64_t require_fitting_checkpoint(const JobLayout& layout,
                                                        const std::filesystem::path& directory);
 
 // Collective. Weights, optimizer state and step.

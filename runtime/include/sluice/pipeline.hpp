@@ -12,10 +12,8 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
 #include <sluice/communicator.hpp>
@@ -24,14 +22,11 @@
 
 namespace sluice {
 
-class Collectives;     // comm/group/collectives.hpp
 class ComputeContext;  // <sluice/compute.hpp>
 class DataSource;      // <sluice/data.hpp>
-struct OptimizerState;
+class PipelineAccess;  // runtime/pipeline/pipeline_access.hpp
+struct OptimizerState;  // <sluice/parameter.hpp>
 struct Parameter;       // <sluice/parameter.hpp>
-struct PipelineLayout;  // runtime/layout/layout.hpp
-struct StepOutcome;     // runtime/engine/engine.hpp
-struct TraceEvent;      // runtime/files/trace.hpp
 
 // The same on all ranks, but for `seconds`, this rank's own, and the vectors, which only rank 0
 // has.
@@ -91,26 +86,9 @@ class Pipeline {
   // What this rank's stages compute with.
   [[nodiscard]] ComputeContext& compute();
 
-  // --- for Sluice's own commands and reports: types that only they see ---
-  // The layout alone, taking none of a device's memory but for library handles: what a dry run
-  // prints.
-  [[nodiscard]] static PipelineLayout plan_layout(Communicator& world,
-                                                  const PipelineOptions& options,
-                                                  const StageFactory& make_stage,
-                                                  const DataSource& source);
-  [[nodiscard]] const PipelineLayout& layout() const;
-  // Job-wide collectives that end with an Error when any rank fails.
-  [[nodiscard]] Collectives& world();
-  // Runs `body` on this rank; an exception in it ends the job on all ranks, as everywhere here.
-  void guarded(const std::function<void()>& body);
-  // The same; where memory runs out in it, the error says so of `who`, with the plan's table.
-  void guarded(const std::string& who, const std::function<void()>& body);
-  // This rank's timeline of the last training step; empty unless options.checks.trace.
-  [[nodiscard]] std::vector<TraceEvent> trace() const;
-  // Measured seconds per action of the last step, on this rank.
-  [[nodiscard]] const StepOutcome& last_outcome() const;
-
  private:
+  friend class PipelineAccess;
+
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

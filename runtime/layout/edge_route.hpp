@@ -15,7 +15,7 @@
 
 namespace sluice {
 
-enum class LinkKind : std::uint8_t {
+enum class RouteKind : std::uint8_t {
   kLocal,   // both stages on one rank: handed over
   kHost,    // messages of host memory
   kStaged,  // a GPU at one end or both: messages pass page-locked host memory
@@ -23,12 +23,12 @@ enum class LinkKind : std::uint8_t {
   kNccl,    // NCCL, from GPU to GPU
 };
 
-struct EdgeLink {
-  LinkKind kind = LinkKind::kLocal;
+struct EdgeRoute {
+  RouteKind kind = RouteKind::kLocal;
   std::string reason;
 };
 
-struct LinkQuestion {
+struct RouteQuestion {
   TransportChoice wanted = TransportChoice::kAuto;
   std::string no_device_messages;   // as why_no_device_messages
   std::string nccl_refusal;         // as find_why_no_nccl
@@ -51,26 +51,26 @@ inline constexpr const char* kDeviceMessagesNotTried = "not tried: no edge needs
                                                  TransportChoice wanted, const std::string& no_nccl,
                                                  int depth);
 
-// What two ranks of a pipeline exchange, both directions; never direct. Throws as choose_links().
-[[nodiscard]] EdgeLink choose_link(int from, int to, const LinkQuestion& question);
+// What two ranks of a pipeline exchange, both directions; never direct. Throws as choose_routes().
+[[nodiscard]] EdgeRoute choose_route(int from, int to, const RouteQuestion& question);
 // [stage s]: the edge between stages s - 1 and s, both directions; entry 0 is local. Where any edge
 // is NCCL's, none is direct: CUDA-aware MPI beside NCCL can deadlock. Throws Error(kUsage) naming
 // both ranks where the wanted transport cannot serve an edge.
-[[nodiscard]] std::vector<EdgeLink> choose_links(const Placement& placement,
-                                                 const LinkQuestion& question);
+[[nodiscard]] std::vector<EdgeRoute> choose_routes(const Placement& placement,
+                                                   const RouteQuestion& question);
 
 // What sums the gradients of pipeline rank `rank` over `replicas` replicas: local for one replica,
 // else host, staged or NCCL's. Throws Error(kUsage) naming the rank where NCCL is wanted and
 // cannot.
-[[nodiscard]] EdgeLink choose_sum(int rank, int replicas, const LinkQuestion& question);
+[[nodiscard]] EdgeRoute choose_sum_route(int rank, int replicas, const RouteQuestion& question);
 
-[[nodiscard]] bool uses_nccl(const std::vector<EdgeLink>& links);
+[[nodiscard]] bool uses_nccl(const std::vector<EdgeRoute>& routes);
 
 // Lines for the start of a run: edges of one kind and reason together.
-[[nodiscard]] std::string describe_links(const std::vector<EdgeLink>& links);
-// The same for choose_sum() of every pipeline rank; `all_reduce`: in NCCL's own order.
-[[nodiscard]] std::string describe_sums(const std::vector<EdgeLink>& sums, bool all_reduce);
+[[nodiscard]] std::string describe_routes(const std::vector<EdgeRoute>& routes);
+// The same for choose_sum_route() of every pipeline rank; `all_reduce`: in NCCL's own order.
+[[nodiscard]] std::string describe_sums(const std::vector<EdgeRoute>& sums, bool all_reduce);
 // "NCCL (a GPU of its own at both ends)".
-[[nodiscard]] std::string describe_link(const EdgeLink& link);
+[[nodiscard]] std::string describe_route(const EdgeRoute& route);
 
 }  // namespace sluice

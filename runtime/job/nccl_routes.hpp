@@ -13,8 +13,8 @@
 #include <sluice/plan.hpp>
 
 #include "comm/nccl/nccl_queue.hpp"
-#include "runtime/job/job_groups.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/job/job_context.hpp"
+#include "runtime/layout/job_layout.hpp"
 
 namespace sluice {
 
@@ -23,15 +23,15 @@ struct SumLoad {
   std::size_t count = 0, largest = 0;
 };
 
-class NcclLinks {
+class NcclRoutes {
  public:
   // Collective over the job. `sums`: of this rank, all of which may be open at once; `open`:
   // messages open at once, over all engines. Throws as NcclCommunicator.
-  NcclLinks(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute,
-            const SumLoad& sums, std::size_t open, bool all_reduce);
-  ~NcclLinks();
-  NcclLinks(const NcclLinks&) = delete;
-  NcclLinks& operator=(const NcclLinks&) = delete;
+  NcclRoutes(JobContext& job, const JobLayout& layout, ComputeContext& compute, const SumLoad& sums,
+             std::size_t open, bool all_reduce);
+  ~NcclRoutes();
+  NcclRoutes(const NcclRoutes&) = delete;
+  NcclRoutes& operator=(const NcclRoutes&) = delete;
 
   // One group of sends and receives; `ready` is recorded on the compute stream before.
   void begin_group();
@@ -55,7 +55,7 @@ class NcclLinks {
   // Device memory that a rank's sums take, besides NCCL's own.
   [[nodiscard]] static std::size_t sum_bytes(const SumLoad& sums, int replicas, bool all_reduce);
   // Whether any of it goes over NCCL.
-  [[nodiscard]] static bool wanted(const PipelineLayout& layout);
+  [[nodiscard]] static bool wanted(const JobLayout& layout);
 
  private:
   struct Impl;

@@ -1,4 +1,4 @@
-#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/edge_route.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -58,21 +58,21 @@ struct Wording {
 };
 
 // The one rule of what carries tensors between two devices: NCCL where it can and nobody objects.
-EdgeLink choose(const RankDevice& a, const RankDevice& b, const LinkQuestion& question,
-                const Wording& wording) {
+EdgeRoute choose(const RankDevice& a, const RankDevice& b, const RouteQuestion& question,
+                 const Wording& wording) {
   const bool gpus = is_gpu(a) && is_gpu(b);
   const std::string why_not = gpus ? question.nccl_refusal : wording.needs_gpus;
   if (question.wanted == TransportChoice::kNccl && !why_not.empty()) {
     throw Error(ErrorCode::kUsage, fmt::format("transport nccl cannot {}: {}; legal: auto, mpi",
                                                wording.task, why_not));
   }
-  if (!is_gpu(a) && !is_gpu(b)) return {LinkKind::kHost, wording.on_cpus};
-  if (!gpus) return {LinkKind::kStaged, "a GPU's neighbour is a CPU"};
+  if (!is_gpu(a) && !is_gpu(b)) return {RouteKind::kHost, wording.on_cpus};
+  if (!gpus) return {RouteKind::kStaged, "a GPU's neighbour is a CPU"};
   if (question.wanted == TransportChoice::kMpi) {
-    return {LinkKind::kStaged, "asked for by --transport mpi"};
+    return {RouteKind::kStaged, "asked for by --transport mpi"};
   }
-  if (!why_not.empty()) return {LinkKind::kStaged, why_not};
-  return {LinkKind::kNccl, wording.by_nccl};
+  if (!why_not.empty()) return {RouteKind::kStaged, why_not};
+  return {RouteKind::kNccl, wording.by_nccl};
 }
 
 }  // namespace
@@ -120,7 +120,7 @@ TransportChoice parse_transport(std::string_view text) {
 
 const char* name_of(TransportChoice choice) { return kChoices[static_cast<std::size_t>(choice)]; }
 
-EdgeLink choose_sum(int rank, int replicas, const LinkQuestion& question) {
+EdgeRoute choose_sum_route(int rank, int replicas, const RouteQuestion& question) {
   if (replicas == 1) return {};
   const RankDevice& mine = question.devices[at(rank)];
   return choose(mine, mine, question,
@@ -131,7 +131,7 @@ EdgeLink choose_sum(int rank, int replicas, const LinkQuestion& question) {
                  .by_nccl = "a GPU of its own for every replica"});
 }
 
-EdgeLink choose_link(int from, int to, const LinkQuestion& question) {
+EdgeRoute choose_route(int from, int to, const RouteQuestion& question) {
   if (from == to) return {};
   const RankDevice &a = question.devices[at(from)], &b = question.devices[at(to)];
   return choose(a, b, question,
@@ -142,54 +142,54 @@ EdgeLink choose_link(int from, int to, const LinkQuestion& question) {
                  .by_nccl = "a GPU of its own at both ends"});
 }
 
-std::vector<EdgeLink> choose_links(const Placement& placement, const LinkQuestion& question) {
-  std::vector<EdgeLink> links(at(placement.stages()));
+std::vector<EdgeRoute> choose_routes(const Placement& placement, const RouteQuestion& question) {
+  std::vector<EdgeRoute> routes(at(placement.stages()));
   for (int s = 1; s < placement.stages(); ++s) {
-    links[at(s)] = choose_link(placement.rank_of(s - 1), placement.rank_of(s), question);
+    routes[at(s)] = choose_route(placement.rank_of(s - 1), placement.rank_of(s), question);
   }
-  if (uses_nccl(links)) return links;
+  if (uses_nccl(routes)) return routes;
   for (int s = 1; s < placement.stages(); ++s) {
     const int from = placement.rank_of(s - 1), to = placement.rank_of(s);
-    if (links[at(s)].kind == LinkKind::kStaged && is_gpu(question.devices[at(from)]) &&
+    if (routes[at(s)].kind == RouteKind::kStaged && is_gpu(question.devices[at(from)]) &&
         is_gpu(question.devices[at(to)])) {
       const std::string& why_not = question.no_device_messages;
-      links[at(s)].reason += "; " + (why_not.empty() ? "MPI takes a GPU's memory" : why_not);
-      if (why_not.empty()) links[at(s)].kind = LinkKind::kDirect;
+      routes[at(s)].reason += "; " + (why_not.empty() ? "MPI takes a GPU's memory" : why_not);
+      if (why_not.empty()) routes[at(s)].kind = RouteKind::kDirect;
     }
   }
-  return links;
+  return routes;
 }
 
-bool uses_nccl(const std::vector<EdgeLink>& links) {
-  return std::any_of(links.begin(), links.end(),
-                     [](const EdgeLink& link) { return link.kind == LinkKind::kNccl; });
+bool uses_nccl(const std::vector<EdgeRoute>& routes) {
+  return std::any_of(routes.begin(), routes.end(),
+                     [](const EdgeRoute& route) { return route.kind == RouteKind::kNccl; });
 }
 
-std::string describe_link(const EdgeLink& link) {
+std::string describe_route(const EdgeRoute& route) {
   constexpr std::array<const char*, 5> kNames = {"on the rank", "messages of host memory",
                                                  "through page-locked host memory",
                                                  "MPI from GPU to GPU", "NCCL"};
-  return fmt::format("{} ({})", kNames[static_cast<std::size_t>(link.kind)], link.reason);
+  return fmt::format("{} ({})", kNames[static_cast<std::size_t>(route.kind)], route.reason);
 }
 
-std::string describe_links(const std::vector<EdgeLink>& links) {
-  std::map<std::pair<LinkKind, std::string>, std::vector<std::string>> groups;
-  for (std::size_t s = 1; s < links.size(); ++s) {
-    if (links[s].kind == LinkKind::kLocal) continue;
-    groups[{links[s].kind, links[s].reason}].push_back(fmt::format("{}-{}", s - 1, s));
+std::string describe_routes(const std::vector<EdgeRoute>& routes) {
+  std::map<std::pair<RouteKind, std::string>, std::vector<std::string>> groups;
+  for (std::size_t s = 1; s < routes.size(); ++s) {
+    if (routes[s].kind == RouteKind::kLocal) continue;
+    groups[{routes[s].kind, routes[s].reason}].push_back(fmt::format("{}-{}", s - 1, s));
   }
   std::string text;
   for (const auto& [what, edges] : groups) {
     text += fmt::format("  stages {}: {}\n", fmt::join(edges, ", "),
-                        describe_link({what.first, what.second}));
+                        describe_route({what.first, what.second}));
   }
   return text;
 }
 
-std::string describe_sums(const std::vector<EdgeLink>& sums, bool all_reduce) {
-  std::map<std::pair<LinkKind, std::string>, std::vector<std::size_t>> groups;
+std::string describe_sums(const std::vector<EdgeRoute>& sums, bool all_reduce) {
+  std::map<std::pair<RouteKind, std::string>, std::vector<std::size_t>> groups;
   for (std::size_t rank = 0; rank < sums.size(); ++rank) {
-    if (sums[rank].kind != LinkKind::kLocal) {
+    if (sums[rank].kind != RouteKind::kLocal) {
       groups[{sums[rank].kind, sums[rank].reason}].push_back(rank);
     }
   }
@@ -199,9 +199,9 @@ std::string describe_sums(const std::vector<EdgeLink>& sums, bool all_reduce) {
     const std::string where =
         whole ? "" : fmt::format(" of pipeline ranks {}", fmt::join(ranks, ", "));
     const std::string how =
-        all_reduce && what.first == LinkKind::kNccl
+        all_reduce && what.first == RouteKind::kNccl
             ? fmt::format("NCCL's all-reduce: not depth-invariant ({})", what.second)
-            : "in the order of replicas, " + describe_link({what.first, what.second});
+            : "in the order of replicas, " + describe_route({what.first, what.second});
     text += fmt::format("  sums over replicas{}: {}\n", where, how);
   }
   return text;
