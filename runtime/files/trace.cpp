@@ -4,12 +4,9 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cmath>
-#include <cstring>
 #include <iterator>
 #include <nlohmann/json.hpp>
-#include <type_traits>
 
 #include <sluice/error.hpp>
 #include <sluice/schedule.hpp>
@@ -18,8 +15,6 @@
 
 namespace sluice {
 namespace {
-
-static_assert(sizeof(TraceEvent) == 24 && std::is_trivially_copyable_v<TraceEvent>);
 
 constexpr std::array<const char*, 5> kTrackNames = {"planned", "compute", "sends", "receives",
                                                     "sums"};
@@ -140,38 +135,6 @@ void put_rank(EventList& out, const RankTrace& trace) {
   for (std::size_t track = 0; track < kTrackNames.size(); ++track) put_track(out, trace, track);
 }
 
-template <typename T>
-void append(std::string& bytes, const T& value) {
-  static_assert(std::is_trivially_copyable_v<T>);
-  bytes.append(reinterpret_cast<const char*>(&value), sizeof(T));
-}
-
-// Takes values off the front of pack()'s bytes.
-class Unpacker {
- public:
-  explicit Unpacker(const std::string& bytes) : left_(bytes) {}
-
-  template <typename T>
-  T take() {
-    T value;
-    std::memcpy(&value, take(sizeof(T)).data(), sizeof(T));
-    return value;
-  }
-  std::string_view take(std::size_t size) {
-    if (size > left_.size()) fail();
-    const std::string_view taken = left_.substr(0, size);
-    left_.remove_prefix(size);
-    return taken;
-  }
-  [[nodiscard]] std::size_t left() const { return left_.size(); }
-  [[noreturn]] static void fail() {
-    throw Error(ErrorCode::kInternal, "a packed trace has the wrong length");
-  }
-
- private:
-  std::string_view left_;
-};
-
 }  // namespace
 
 void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks) {
@@ -185,27 +148,6 @@ void write_trace(const std::function<void(std::string_view)>& put,
   EventList events(put);
   for (const RankTrace& trace : ranks) put_rank(events, trace);
   events.finish();
-}
-
-std::string pack(const RankTrace& trace) {
-  std::string bytes;
-  bytes.reserve(16 + trace.label.size() + trace.events.size() * sizeof(TraceEvent));
-  append(bytes, static_cast<std::int64_t>(trace.rank));
-  append(bytes, static_cast<std::uint64_t>(trace.label.size()));
-  bytes += trace.label;
-  for (const TraceEvent& event : trace.events) append(bytes, event);
-  return bytes;
-}
-
-RankTrace unpack(const std::string& bytes) {
-  Unpacker unpacker(bytes);
-  RankTrace trace;
-  trace.rank = static_cast<int>(unpacker.take<std::int64_t>());
-  trace.label = unpacker.take(unpacker.take<std::uint64_t>());
-  if (unpacker.left() % sizeof(TraceEvent) != 0) Unpacker::fail();
-  trace.events.resize(unpacker.left() / sizeof(TraceEvent));
-  for (TraceEvent& event : trace.events) event = unpacker.take<TraceEvent>();
-  return trace;
 }
 
 }  // namespace sluice

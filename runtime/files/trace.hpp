@@ -10,6 +10,7 @@
 #include <functional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 namespace sluice {
@@ -27,6 +28,9 @@ struct TraceEvent {
   std::int32_t micro_batch = -1;
 };
 
+// Ranks gather events as bytes.
+static_assert(sizeof(TraceEvent) == 24 && std::is_trivially_copyable_v<TraceEvent>);
+
 struct RankTrace {
   int rank = 0;
   std::string label;  // "rank 1: replica 0, stage 1"
@@ -40,10 +44,5 @@ void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>
 // The same text in pieces, in order, to wherever `put` takes it.
 void write_trace(const std::function<void(std::string_view)>& put,
                  const std::vector<RankTrace>& ranks);
-
-// Flat bytes for a gather between ranks. unpack throws Error(kInternal) where the bytes are not
-// pack's.
-[[nodiscard]] std::string pack(const RankTrace& trace);
-[[nodiscard]] RankTrace unpack(const std::string& bytes);
 
 }  // namespace sluice

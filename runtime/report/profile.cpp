@@ -1,5 +1,8 @@
 #include "runtime/report/profile.hpp"
 
+#include <span>
+#include <type_traits>
+
 #include "runtime/engine/engine.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -44,24 +47,21 @@ void Profile::add(const StepOutcome& outcome) {
 std::vector<StageTimes> Profile::gather(Pipeline& pipeline) const {
   const JobLayout& layout = PipelineAccess::layout(pipeline);
   const auto stages = static_cast<std::size_t>(layout.plans.num_stages());
-  std::vector<double> mine(3 * stages);
+  std::vector<StageTimes> times(stages, {0, 0, 0});
   for (const ActionSeconds& sum : sums_) {
-    double* times = &mine[3 * static_cast<std::size_t>(sum.stage)];
-    times[0] = mean(sum.forward);
-    times[1] = mean_input(sum);
-    times[2] = mean(sum.backward_weight);
+    times[static_cast<std::size_t>(sum.stage)] = {.forward = mean(sum.forward),
+                                                  .backward_input = mean_input(sum),
+                                                  .backward_weight = mean(sum.backward_weight)};
   }
-  std::vector<double> all(mine.size() * static_cast<std::size_t>(layout.place.topology.ranks()));
+  static_assert(std::is_trivially_copyable_v<StageTimes>);
+  std::vector<StageTimes> all(stages * static_cast<std::size_t>(layout.place.topology.ranks()));
   PipelineAccess::guarded(pipeline, [&] {
-    PipelineAccess::world(pipeline).all_gather(std::as_bytes(std::span(mine)),
+    PipelineAccess::world(pipeline).all_gather(std::as_bytes(std::span(times)),
                                                std::as_writable_bytes(std::span(all)));
   });
-  std::vector<StageTimes> times(stages);
   for (std::size_t s = 0; s < stages; ++s) {
     const int rank = layout.plans.placement().rank_of(static_cast<int>(s));
-    const auto job_rank = static_cast<std::size_t>(layout.place.topology.rank_of(0, rank));
-    const double* from = &all[job_rank * mine.size() + 3 * s];
-    times[s] = {.forward = from[0], .backward_input = from[1], .backward_weight = from[2]};
+    times[s] = all[static_cast<std::size_t>(layout.place.topology.rank_of(0, rank)) * stages + s];
   }
   return times;
 }
