@@ -31,21 +31,6 @@ struct Parts {
   int count = 0;
 };
 
-Parts parts_of(const JobLayout& layout) {
-  Parts parts;
-  for (int rank = 0; rank < layout.place.topology.pipeline; ++rank) {
-    bool owns = false;
-    for (const int stage : layout.plans.placement().stages_of(rank)) {
-      const auto& parameters = layout.parameters.stages[static_cast<std::size_t>(stage)].parameters;
-      for (std::size_t i = 0; i < parameters.size(); ++i) {
-        owns = owns || layout.parameters.is_owner(stage, static_cast<int>(i));
-      }
-    }
-    parts.part_of_rank.push_back(owns ? parts.count++ : -1);
-  }
-  return parts;
-}
-
 struct OwnedParameter {
   std::string name;
   int rank = 0;
@@ -63,6 +48,16 @@ std::vector<OwnedParameter> owned_parameters(const JobLayout& layout) {
     }
   }
   return owned;
+}
+
+Parts parts_of(const JobLayout& layout) {
+  Parts parts;
+  parts.part_of_rank.assign(static_cast<std::size_t>(layout.place.topology.pipeline), -1);
+  for (const OwnedParameter& owned : owned_parameters(layout)) {
+    parts.part_of_rank[static_cast<std::size_t>(owned.rank)] = 0;
+  }
+  for (int& part : parts.part_of_rank) part = part < 0 ? part : parts.count++;
+  return parts;
 }
 
 // Kinds of state the optimizer keeps per parameter, e.g. exp_avg and exp_avg_sq.
@@ -179,14 +174,12 @@ std::uint64_t saved_step(const fs::path& directory) {
   const fs::path path = directory / "state.json";
   std::ifstream in(path);
   const Json state = Json::parse(in, nullptr, false);
-  if (!in || state.is_discarded() || !state.is_object() || !state.contains("step") ||
-      !state["step"].is_number_unsigned()) {
-    throw Error(
-        ErrorCode::kWeights,
-        fmt::format("'{}' is missing or damaged; --resume needs a directory that --save wrote",
-                    path.string()));
-  }
-  return state["step"].get<std::uint64_t>();
+  const auto step = state.find("step");
+  if (step != state.end() && step->is_number_unsigned()) return step->get<std::uint64_t>();
+  throw Error(
+      ErrorCode::kWeights,
+      fmt::format("'{}' is missing or damaged; --resume needs a directory that --save wrote",
+                  path.string()));
 }
 
 }  // namespace

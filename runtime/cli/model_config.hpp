@@ -3,18 +3,17 @@
 
 #include <filesystem>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include <sluice/transformer.hpp>
+
+#include "runtime/cli/train_options.hpp"
 
 namespace sluice {
 
 // JSON: {"format": 1, "model": {...}, "options": {name: value, ...}}. A byte of
 // a value that is not UTF-8, in a path for instance, becomes U+FFFD.
-[[nodiscard]] std::string model_config_text(
-    const TransformerConfig& config,
-    const std::vector<std::pair<std::string, std::string>>& resolved);
+[[nodiscard]] std::string model_config_text(const TransformerConfig& config,
+                                            const OptionValues& options);
 
 // The model of a saved directory. Throws Error(kWeights) naming the file and the field that is
 // missing or wrong.
