@@ -18,7 +18,4 @@ struct JobLayout;  // runtime/layout/job_layout.hpp
 // layout and memory per rank and returns.
 void run_training(const MpiInfo& machine, Communicator& world, const TrainOptions& options);
 
-// The layout of a pipeline as text: a row per rank with its stages, layers and memory.
-[[nodiscard]] std::string describe_layout(const JobLayout& layout, const Partition& partition);
-
 }  // namespace sluice

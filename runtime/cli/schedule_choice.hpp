@@ -13,7 +13,7 @@
 
 namespace sluice {
 
-struct Arrangement {
+struct ScheduleChoice {
   std::shared_ptr<const Schedule> order;  // null: TrainOptions::schedule and chunks say it
   Partition partition;
   std::string remark;  // one line on where a searched order comes from; empty: by name or file
@@ -23,6 +23,7 @@ struct Arrangement {
 // searches, with the layers' products as costs, messages that take no time and no more
 // micro-batches in flight than 1f1b holds, and tells the others. Throws Error(kUsage) for what
 // cannot be placed.
-[[nodiscard]] Arrangement arrange(const TrainOptions& options, int ranks, Collectives& world);
+[[nodiscard]] ScheduleChoice choose_schedule(const TrainOptions& options, int ranks,
+                                             Collectives& world);
 
 }  // namespace sluice

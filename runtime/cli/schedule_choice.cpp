@@ -1,4 +1,4 @@
-#include "runtime/cli/arrangement.hpp"
+#include "runtime/cli/schedule_choice.hpp"
 
 #include <fmt/format.h>
 
@@ -71,7 +71,7 @@ std::string searched(const TrainOptions& options, int ranks) {
       .dump();
 }
 
-Arrangement search(const TrainOptions& options, int ranks, Collectives& world) {
+ScheduleChoice search(const TrainOptions& options, int ranks, Collectives& world) {
   std::string text;
   if (world.communicator().rank() == 0) text = searched(options, ranks);
   const Json json = Json::parse(world.broadcast_string(text, 0));
@@ -97,7 +97,7 @@ void require_layers_for_chunks(const TrainOptions& options, int ranks) {
 
 }  // namespace
 
-Arrangement arrange(const TrainOptions& options, int ranks, Collectives& world) {
+ScheduleChoice choose_schedule(const TrainOptions& options, int ranks, Collectives& world) {
   try {
     if (options.pipeline.order.given == nullptr && options.pipeline.order.schedule == "auto") {
       return search(options, ranks, world);
