@@ -12,6 +12,7 @@
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/writable.hpp"
@@ -69,8 +70,7 @@ std::set<std::string> state_kinds(const std::vector<OptimizerState>& states) {
 
 void require_done(const std::error_code& error, const char* what, const fs::path& path) {
   if (!error) return;
-  throw Error(ErrorCode::kIo,
-              fmt::format("cannot {} '{}': {}", what, path.string(), error.message()));
+  throw_error(ErrorCode::kIo, "cannot {} '{}': {}", what, path.string(), error.message());
 }
 
 void remove_file(const fs::path& path) {
@@ -163,10 +163,10 @@ void require_known(const WeightsDirectory& weights, const JobLayout& layout,
   for (const OwnedParameter& parameter : owned_parameters(layout)) known.insert(parameter.name);
   for (const std::string& name : weights.names()) {
     if (known.contains(name)) continue;
-    throw Error(ErrorCode::kWeights,
-                fmt::format("weights in '{}' do not fit the model: it has no parameter '{}' (is it "
-                            "another --model, --layers or --untie?)",
-                            directory.string(), name));
+    throw_error(ErrorCode::kWeights,
+                "weights in '{}' do not fit the model: it has no parameter '{}' (is it "
+                "another --model, --layers or --untie?)",
+                directory.string(), name);
   }
 }
 
@@ -176,10 +176,9 @@ std::uint64_t saved_step(const fs::path& directory) {
   const Json state = Json::parse(in, nullptr, false);
   const auto step = state.find("step");
   if (step != state.end() && step->is_number_unsigned()) return step->get<std::uint64_t>();
-  throw Error(
-      ErrorCode::kWeights,
-      fmt::format("'{}' is missing or damaged; --resume needs a directory that --save wrote",
-                  path.string()));
+  throw_error(ErrorCode::kWeights,
+              "'{}' is missing or damaged; --resume needs a directory that --save wrote",
+              path.string());
 }
 
 }  // namespace
@@ -239,11 +238,10 @@ std::uint64_t require_fitting_checkpoint(const JobLayout& layout, const fs::path
     if (entry != nullptr && entry->spec.shape.elements() == parameter.elements) continue;
     const std::string there =
         entry == nullptr ? "is missing" : fmt::format("was saved as {}", to_string(entry->spec));
-    throw Error(
-        ErrorCode::kWeights,
-        fmt::format("weights in '{}' do not fit the model: tensor '{}' {}, but the model needs "
-                    "{} elements",
-                    directory.string(), parameter.name, there, parameter.elements));
+    throw_error(ErrorCode::kWeights,
+                "weights in '{}' do not fit the model: tensor '{}' {}, but the model needs "
+                "{} elements",
+                directory.string(), parameter.name, there, parameter.elements);
   }
   return saved_step(directory);
 }

@@ -1,11 +1,11 @@
 #include "runtime/cli/model_config.hpp"
 
-#include <fmt/format.h>
-
 #include <fstream>
 #include <nlohmann/json.hpp>
 
 #include <sluice/error.hpp>
+
+#include "comm/base/throw_error.hpp"
 
 namespace sluice {
 
@@ -45,18 +45,16 @@ TransformerConfig read_model_config(const std::filesystem::path& directory) {
   const std::filesystem::path path = directory / "config.json";
   std::ifstream in(path);
   if (!in) {
-    throw Error(
-        ErrorCode::kWeights,
-        fmt::format("'{}' cannot be read; a directory that --save wrote is needed", path.string()));
+    throw_error(ErrorCode::kWeights, "'{}' cannot be read; a directory that --save wrote is needed",
+                path.string());
   }
   TransformerConfig config;
   try {
     const Json model = Json::parse(in).at("model");
     const std::string kind = model.at("kind").get<std::string>();
     if (kind != "gpt2" && kind != "llama") {
-      throw Error(
-          ErrorCode::kWeights,
-          fmt::format("'{}': model kind '{}' is neither gpt2 nor llama", path.string(), kind));
+      throw_error(ErrorCode::kWeights, "'{}': model kind '{}' is neither gpt2 nor llama",
+                  path.string(), kind);
     }
     config.kind = kind == "gpt2" ? TransformerKind::kGpt2 : TransformerKind::kLlama;
     each_field(config, [&](const char* name, auto& field) { model.at(name).get_to(field); });
@@ -64,8 +62,7 @@ TransformerConfig read_model_config(const std::filesystem::path& directory) {
                            ? DType::kBf16
                            : DType::kF32;
   } catch (const Json::exception& error) {
-    throw Error(ErrorCode::kWeights,
-                fmt::format("'{}' is damaged: {}", path.string(), error.what()));
+    throw_error(ErrorCode::kWeights, "'{}' is damaged: {}", path.string(), error.what());
   }
   validate(config);
   return config;

@@ -11,6 +11,7 @@
 #include <sluice/schedule_file.hpp>
 #include <sluice/search.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
 
 namespace sluice {
@@ -57,7 +58,7 @@ std::string searched(const TrainOptions& options, int ranks) {
     try {
       return search_schedule(request_of(options, ranks));
     } catch (const std::invalid_argument& error) {
-      throw Error(ErrorCode::kUsage, fmt::format("option --schedule: auto: {}", error.what()));
+      throw_usage("option --schedule: auto: {}", error.what());
     }
   }();
   const std::string remark = fmt::format(
@@ -87,12 +88,12 @@ void require_layers_for_chunks(const TrainOptions& options, int ranks) {
   const std::int64_t most =
       std::max(options.model.layers + 2, stages_of(options.pipeline.order.schedule, {ranks, 1, 1}));
   if (std::int64_t{ranks} * options.pipeline.order.chunks <= most) return;
-  throw Error(ErrorCode::kUsage,
-              fmt::format("option --chunks: {} on {} rank{} make {} stages, but --layers {} with "
-                          "embedding and head fill at most {}; the nearest legal value is {}",
-                          options.pipeline.order.chunks, ranks, ranks == 1 ? "" : "s",
-                          std::int64_t{ranks} * options.pipeline.order.chunks, options.model.layers,
-                          options.model.layers + 2, most / ranks));
+  throw_usage(
+      "option --chunks: {} on {} rank{} make {} stages, but --layers {} with "
+      "embedding and head fill at most {}; the nearest legal value is {}",
+      options.pipeline.order.chunks, ranks, ranks == 1 ? "" : "s",
+      std::int64_t{ranks} * options.pipeline.order.chunks, options.model.layers,
+      options.model.layers + 2, most / ranks);
 }
 
 }  // namespace

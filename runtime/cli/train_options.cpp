@@ -8,11 +8,11 @@
 #include <system_error>
 #include <utility>
 
-#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/options.hpp>
 #include <sluice/schedule.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/explore/schedule_report.hpp"
 
@@ -30,11 +30,6 @@ constexpr RealRange kShare = {.low = 0, .high = 1};
 constexpr RealRange kBelowOne = {.low = 0, .high = 1, .high_open = true};
 constexpr RealRange kNotNegative = {.low = 0, .high = kInfinity};
 constexpr RealRange kPositive = {.low = 0, .high = kInfinity, .low_open = true};
-
-template <typename... Args>
-[[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) {
-  throw Error(ErrorCode::kUsage, fmt::format(format, std::forward<Args>(args)...));
-}
 
 constexpr const char* kAbout =
     "Trains a transformer as a pipeline of stages over the ranks of an MPI job (one rank without\n"
@@ -179,8 +174,8 @@ void resolve_learning_rate(const OptionTable& table, TrainOptions& options) {
   rate.steps = options.steps;
   if (!table.given("warmup")) rate.warmup = std::min(rate.warmup, rate.steps / 10);
   if (rate.warmup > rate.steps) {
-    refuse("option --warmup: {} is more than --steps {}; at most {} is legal", rate.warmup,
-           rate.steps, rate.steps);
+    throw_usage("option --warmup: {} is more than --steps {}; at most {} is legal", rate.warmup,
+                rate.steps, rate.steps);
   }
 }
 
@@ -211,14 +206,16 @@ void resolve_schedule(const OptionTable& table, TrainOptions& options) {
   const std::string& file = options.schedule_file;
   if (file.empty()) {
     if (order.schedule != "auto" || options.partition == "auto") return;
-    refuse("option --partition: '{}', but --schedule auto places the layers itself; legal is auto",
-           options.partition);
+    throw_usage(
+        "option --partition: '{}', but --schedule auto places the layers itself; legal is auto",
+        options.partition);
   }
   const bool file_wins = table.given_on_command_line("schedule-file");
   for (const char* name : {"schedule", "chunks"}) {
     if (!table.given_on_command_line(name)) continue;
     if (file_wins) {
-      refuse("option --{}: the schedule of --schedule-file says it; give one of the two", name);
+      throw_usage("option --{}: the schedule of --schedule-file says it; give one of the two",
+                  name);
     }
     options.schedule_file.clear();
     return;
@@ -227,15 +224,15 @@ void resolve_schedule(const OptionTable& table, TrainOptions& options) {
   const auto take = [&](const char* name, int& value, int from_file) {
     const bool binding = file_wins ? table.given_on_command_line(name) : table.given(name);
     if (binding && value != 0 && value != from_file) {
-      refuse("option --{}: {}, but the schedule of '{}' is for {}; legal is {}", name, value, file,
-             from_file, from_file);
+      throw_usage("option --{}: {}, but the schedule of '{}' is for {}; legal is {}", name, value,
+                  file, from_file, from_file);
     }
     value = from_file;
   };
   take("micro-batches", shape.micro_batches, loaded.micro_batches);
   take("pipeline", shape.pipeline, loaded.placement.ranks());
   if (loaded.forward_only) {
-    refuse("option --schedule-file: '{}' has no backward actions, so it cannot train", file);
+    throw_usage("option --schedule-file: '{}' has no backward actions, so it cannot train", file);
   }
   order.given = std::make_shared<const Schedule>(std::move(loaded));
 }
@@ -270,8 +267,8 @@ void require_distinct_files(const TrainOptions& options) {
     if (error) continue;  // opening the file says why the name is no path
     for (const auto& [other, other_path] : seen) {
       if (path != other_path && !fs::equivalent(path, other_path, error)) continue;
-      refuse("option --{}: --{} names '{}' as well; give each a file of its own", option, other,
-             name);
+      throw_usage("option --{}: --{} names '{}' as well; give each a file of its own", option,
+                  other, name);
     }
     seen.emplace_back(option, path);
   }
@@ -279,11 +276,11 @@ void require_distinct_files(const TrainOptions& options) {
 
 void require_sensible_outputs(const TrainOptions& options) {
   if (options.data.empty() && !options.dry_run) {
-    refuse("option --data is missing: give a text or token file to train on (or --dry-run)");
+    throw_usage("option --data is missing: give a text or token file to train on (or --dry-run)");
   }
   if (options.save_every > 0 && options.save.empty()) {
-    refuse("option --save-every: {} without --save DIR saves nowhere; give --save DIR as well",
-           options.save_every);
+    throw_usage("option --save-every: {} without --save DIR saves nowhere; give --save DIR as well",
+                options.save_every);
   }
   require_distinct_files(options);
 }

@@ -18,6 +18,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/cores.hpp"
+#include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/weights.hpp"
 #include "runtime/cli/layout_report.hpp"
 #include "runtime/cli/model_config.hpp"
@@ -129,11 +130,11 @@ void Training::open_data(Communicator& comm, ControlChannel& control) {
     require_same_configuration(collectives, file_->identity("--data"));
     if (file_->train_size() == file_->size() &&
         (options_.validation_samples > 0 || options_.validate_every > 0)) {
-      throw Error(ErrorCode::kUsage,
-                  fmt::format("option --validation-share: {} of {} tokens leaves nothing for "
-                              "--validation-samples or --validate-every; give a larger share or "
-                              "leave them out",
-                              options_.validation_share, file_->size()));
+      throw_usage(
+          "option --validation-share: {} of {} tokens leaves nothing for "
+          "--validation-samples or --validate-every; give a larger share or "
+          "leave them out",
+          options_.validation_share, file_->size());
     }
     source_ = make_token_source(file_, options_.model.context, options_.model.vocabulary,
                                 options_.pipeline.training.seed);
@@ -149,11 +150,11 @@ void Training::open_data(Communicator& comm, ControlChannel& control) {
 void Training::require_a_batch() const {
   const std::int64_t needed = options_.pipeline.shape.batch_size * options_.model.context + 1;
   if (file_->train_size() >= needed) return;
-  throw Error(ErrorCode::kData,
-              fmt::format("data file '{}' has {} tokens to train on, fewer than one batch: "
-                          "--batch-size {} of --context {} takes {}",
-                          options_.data, file_->train_size(), options_.pipeline.shape.batch_size,
-                          options_.model.context, needed));
+  throw_error(ErrorCode::kData,
+              "data file '{}' has {} tokens to train on, fewer than one batch: "
+              "--batch-size {} of --context {} takes {}",
+              options_.data, file_->train_size(), options_.pipeline.shape.batch_size,
+              options_.model.context, needed);
 }
 
 // Before anything is computed; leaves everything as it was, since a run may still be refused.
@@ -228,10 +229,10 @@ void Training::make_pipeline() {
 
 void Training::require_steps_left(std::uint64_t done) const {
   if (done < options_.steps) return;
-  throw Error(ErrorCode::kUsage,
-              fmt::format("option --steps: '{}' has done {} steps already, --steps {} leaves "
-                          "nothing to do; choose at least {}",
-                          options_.resume, done, options_.steps, done + 1));
+  throw_usage(
+      "option --steps: '{}' has done {} steps already, --steps {} leaves "
+      "nothing to do; choose at least {}",
+      options_.resume, done, options_.steps, done + 1);
 }
 
 void Training::steps() {

@@ -6,18 +6,13 @@
 #include <limits>
 #include <string>
 
-#include <sluice/error.hpp>
+#include "comm/base/throw_error.hpp"
 
 namespace sluice {
 namespace {
 
 constexpr std::int64_t kDefaultBatch = 4;
 constexpr std::int64_t kMostSamples = std::int64_t{1} << 40;  // of a step
-
-template <typename... Args>
-[[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) {
-  throw Error(ErrorCode::kUsage, fmt::format(format, std::forward<Args>(args)...));
-}
 
 // a * b for factors >= 0, or the largest number there is.
 std::int64_t times(std::int64_t a, std::int64_t b) {
@@ -48,7 +43,7 @@ std::string over_replicas(const BatchShape& batch) {
 void require_small_enough(const BatchShape& batch) {
   const std::int64_t row = times(batch.micro_batches, batch.micro_batch_size);
   if (std::max(batch.batch_size, times(row, batch.replicas)) <= kMostSamples) return;
-  refuse(
+  throw_usage(
       "--batch-size {}, or --micro-batches {} of --micro-batch-size {}{}, is more than {} samples "
       "a "
       "step, the most that is legal",
@@ -63,7 +58,7 @@ void require_fit(const BatchShape& batch) {
   const std::int64_t lowest = batch.replicas * (full - batch.micro_batch_size + 1);
   BatchShape other = batch;
   other.micro_batches = ceil_div(largest_share(batch), batch.micro_batch_size);
-  refuse(
+  throw_usage(
       "--batch-size {} does not fit --micro-batches {} of --micro-batch-size {}{}: the last "
       "micro-batch may be smaller, none may be empty; the nearest legal --batch-size is {}{}",
       batch.batch_size, batch.micro_batches, batch.micro_batch_size, over_replicas(batch),
@@ -93,7 +88,7 @@ void derive_size(BatchShape& batch) {
   while (!has_size(below)) --below;
   std::int64_t above = batch.micro_batches + 1;
   while (above <= most && !has_size(above)) ++above;
-  refuse(
+  throw_usage(
       "--micro-batches {} of equal size (the last may be smaller, not empty) do not divide "
       "--batch-size {}{}; nearest legal: --micro-batches {}{}, or --batch-size {}",
       batch.micro_batches, batch.batch_size, over_replicas(batch), below,
@@ -106,7 +101,7 @@ void derive_count(BatchShape& batch) {
   if (fits(batch)) return;
   // The shares straddle a multiple of the size: the smaller one would leave a micro-batch empty.
   const std::int64_t whole = (batch.micro_batches - 1) * batch.micro_batch_size * batch.replicas;
-  refuse(
+  throw_usage(
       "--batch-size {}{} in micro-batches of {} leaves some replicas {} micro-batches and others "
       "{}; nearest legal: --batch-size {} or {}",
       batch.batch_size, over_replicas(batch), batch.micro_batch_size, batch.micro_batches,
@@ -114,7 +109,7 @@ void derive_count(BatchShape& batch) {
 }
 
 void require_positive(const char* option, std::int64_t value) {
-  if (value < 1) refuse("{} is {}; it must be at least 1", option, value);
+  if (value < 1) throw_usage("{} is {}; it must be at least 1", option, value);
 }
 
 // Shares differ by at most one sample, larger ones first.
@@ -128,7 +123,7 @@ SampleRange share_of(const BatchShape& batch, std::int64_t replica) {
 
 BatchShape complete_batch_shape(BatchShape batch, std::int64_t max_micro_batches) {
   if (batch.batch_size > 0 && batch.batch_size < batch.replicas) {
-    refuse(
+    throw_usage(
         "--batch-size {} cannot serve --replicas {}; nearest legal: --batch-size {} or --replicas "
         "{}",
         batch.batch_size, batch.replicas, batch.replicas, batch.batch_size);
@@ -147,7 +142,7 @@ BatchShape complete_batch_shape(BatchShape batch, std::int64_t max_micro_batches
   }
   require_fit(batch);
   if (batch.micro_batches > max_micro_batches) {
-    refuse(
+    throw_usage(
         "--micro-batch-size {} cuts --batch-size {}{} into {} micro-batches, at most {} are legal; "
         "nearest legal: --micro-batch-size {}",
         batch.micro_batch_size, batch.batch_size, over_replicas(batch), batch.micro_batches,
@@ -162,7 +157,7 @@ std::vector<SampleRange> micro_batches_of(const BatchShape& shape, int replica) 
   require_positive("--micro-batches", shape.micro_batches);
   require_positive("--replicas", shape.replicas);
   if (replica < 0 || replica >= shape.replicas) {
-    refuse("replica {} does not exist; there are {}, from 0", replica, shape.replicas);
+    throw_usage("replica {} does not exist; there are {}, from 0", replica, shape.replicas);
   }
   require_fit(shape);
   const SampleRange share = share_of(shape, replica);

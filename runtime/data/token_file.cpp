@@ -11,6 +11,7 @@
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/files/mapped_file.hpp"
 #include "runtime/files/sha256.hpp"
 
@@ -25,7 +26,7 @@ constexpr std::int32_t kLlmCMagic = 20240520;
 constexpr std::int32_t kLlmCMagicWide = 20240801;  // uint32 tokens
 
 [[noreturn]] void refuse(const std::filesystem::path& path, const std::string& what) {
-  throw Error(ErrorCode::kData, fmt::format("data file '{}' {}", path.string(), what));
+  throw_error(ErrorCode::kData, "data file '{}' {}", path.string(), what);
 }
 
 std::int32_t header_word(std::span<const std::byte> bytes, std::size_t index) {
@@ -88,9 +89,8 @@ struct TokenFile::Impl {
   Impl(const std::filesystem::path& file_path, double validation_share)
       : path(file_path), file(file_path, ErrorCode::kData) {
     if (!(validation_share >= 0 && validation_share < 1)) {
-      throw Error(ErrorCode::kUsage,
-                  fmt::format("the validation share is {}; legal: at least 0 and less than 1",
-                              validation_share));
+      throw_usage("the validation share is {}; legal: at least 0 and less than 1",
+                  validation_share);
     }
     if (file.bytes().empty()) refuse(path, "is empty");
     format = format_of(file.bytes(), path);

@@ -15,6 +15,7 @@
 #include <sluice/error.hpp>
 #include <sluice/schedule.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/files/mapped_file.hpp"
 
 namespace sluice {
@@ -267,7 +268,7 @@ MeasuredCosts read_measured_costs(const std::filesystem::path& path, double inpu
     costs.source = fmt::format("{}: {}", path.string(), costs.source);
     return costs;
   } catch (const std::runtime_error& error) {
-    throw Error(ErrorCode::kData, fmt::format("profile '{}' {}", path.string(), error.what()));
+    throw_error(ErrorCode::kData, "profile '{}' {}", path.string(), error.what());
   }
 }
 

@@ -1,13 +1,11 @@
 #include "runtime/explore/schedule_command.hpp"
 
-#include <fmt/format.h>
-
 #include <limits>
 #include <optional>
 
-#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/explore/schedule_auto.hpp"
 #include "runtime/explore/schedule_compare.hpp"
 #include "runtime/explore/schedule_output.hpp"
@@ -68,9 +66,7 @@ LoadedSchedule loaded(const ScheduleOptions& options, const OptionTable& table) 
   if (options.file.empty()) return generate_schedule(options.schedule, options.shape);
   for (const char* name : {"schedule", "ranks", "micro-batches", "chunks"}) {
     if (!table.given(name)) continue;
-    throw Error(
-        ErrorCode::kUsage,
-        fmt::format("option --{}: the schedule of --file says it; give one of the two", name));
+    throw_usage("option --{}: the schedule of --file says it; give one of the two", name);
   }
   return load_schedule(options.file, options.output.alphabet);
 }

@@ -1,15 +1,12 @@
 #include "runtime/explore/schedule_costs.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <limits>
 #include <utility>
 
-#include <sluice/error.hpp>
-
+#include "comm/base/throw_error.hpp"
 #include "runtime/explore/measured_costs.hpp"
 #include "runtime/options/process.hpp"
 
@@ -18,11 +15,6 @@ namespace {
 
 constexpr double kMostBytes = 9007199254740992.0;  // 2^53: whole numbers a double counts exactly
 constexpr const char* kNumbers = "X[,X...]";
-
-template <typename... Args>
-[[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) {
-  throw Error(ErrorCode::kUsage, fmt::format(format, std::forward<Args>(args)...));
-}
 
 // Numbers from 0 up with commas between them; nothing where the text is anything else.
 std::optional<std::vector<double>> numbers_of(std::string_view text) {
@@ -43,7 +35,8 @@ std::optional<std::vector<double>> numbers_of(std::string_view text) {
 std::vector<double> times_of(const char* option, const std::string& text) {
   const auto values = numbers_of(text);
   if (values) return *values;
-  refuse("option --{}: '{}' is not a list of numbers from 0 up, separated by commas", option, text);
+  throw_usage("option --{}: '{}' is not a list of numbers from 0 up, separated by commas", option,
+              text);
 }
 
 std::vector<double> bytes_of(const char* option, const std::string& text) {
@@ -52,7 +45,7 @@ std::vector<double> bytes_of(const char* option, const std::string& text) {
     return value <= kMostBytes && std::floor(value) == value;
   };
   if (values && std::all_of(values->begin(), values->end(), countable)) return *values;
-  refuse(
+  throw_usage(
       "option --{}: '{}' is not a list of whole numbers of bytes from 0 to 2^53, separated by "
       "commas",
       option, text);
@@ -62,7 +55,7 @@ double overlap_of(const std::string& text) {
   if (text == "sum") return -1;
   const auto values = numbers_of(text);
   if (values && values->size() == 1) return values->front();
-  refuse("option --overlap-time: '{}' is neither 'sum' nor a number from 0 up", text);
+  throw_usage("option --overlap-time: '{}' is neither 'sum' nor a number from 0 up", text);
 }
 
 // One of "FROM-TO:LATENCY[:BANDWIDTH]".
@@ -82,7 +75,7 @@ RankLink link_of(std::string_view text) {
   const bool legal = at == end && result.from >= 0 && result.to >= 0 && link.latency >= 0 &&
                      link.bandwidth >= 0 && std::isfinite(link.latency + link.bandwidth);
   if (legal) return result;
-  refuse(
+  throw_usage(
       "option --links: '{}' is not FROM-TO:LATENCY or FROM-TO:LATENCY:BANDWIDTH, e.g. "
       "3-4:0.5:1e9",
       text);
@@ -166,7 +159,7 @@ void Costs::resolve(const OptionTable& table, CostsOf scope) {
 void Costs::read_profile(const OptionTable& table) {
   for (const List list : {kForward, kBackwardInput, kBackwardWeight}) {
     if (!table.given(kNames[list])) continue;
-    refuse("option --{}: --profile says it; give one of the two", kNames[list]);
+    throw_usage("option --{}: --profile says it; give one of the two", kNames[list]);
   }
   MeasuredCosts measured = read_measured_costs(profile_, input_share_);
   measured_ = std::move(measured.stages);
@@ -177,13 +170,13 @@ void Costs::read_profile(const OptionTable& table) {
 void Costs::read_memory_limit() {
   if (has_bytes_) {
     const std::vector<double> limit = bytes_of("memory-limit", limit_);
-    if (limit.size() != 1) refuse("option --memory-limit: legal is one number of bytes");
+    if (limit.size() != 1) throw_usage("option --memory-limit: legal is one number of bytes");
     memory_limit_ = std::llround(limit.front());
     return;
   }
   const auto limit = numbers_of(limit_);
   if (!limit || limit->size() != 1 || limit->front() < 1) {
-    refuse(
+    throw_usage(
         "option --memory-limit: '{}' is not a number from 1 up; without bytes of activations it "
         "counts micro-batches in flight",
         limit_);
@@ -196,9 +189,9 @@ SimulationTimes Costs::of_pieces(int pieces) const {
   for (std::size_t list = 0; list < kLists; ++list) {
     const std::size_t size = values_[list].size();
     if (size > 1 && static_cast<std::int64_t>(size) != pieces) {
-      refuse("option --{}: {} numbers; legal is one number, or {} of them, one per {}",
-             kNames[list], size, pieces,
-             scope_ == CostsOf::kStage ? "stage" : "rank's share of the model");
+      throw_usage("option --{}: {} numbers; legal is one number, or {} of them, one per {}",
+                  kNames[list], size, pieces,
+                  scope_ == CostsOf::kStage ? "stage" : "rank's share of the model");
     }
     entries = std::max(entries, size);
   }

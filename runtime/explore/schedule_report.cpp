@@ -14,6 +14,7 @@
 #include <sluice/generate.hpp>
 #include <sluice/verify.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/files/trace.hpp"
 #include "runtime/options/process.hpp"
 
@@ -24,24 +25,18 @@ namespace {
 // chunks each and 4096 micro-batches.
 constexpr std::int64_t kMaxPairs = 8'388'608;
 
-template <typename... Args>
-[[noreturn]] void refuse(ErrorCode code, fmt::format_string<Args...> format, Args&&... args) {
-  throw Error(code, fmt::format(format, std::forward<Args>(args)...));
-}
-
 std::string count(std::int64_t number, const char* what, const char* plural = "s") {
   return fmt::format("{} {}{}", number, what, number == 1 ? "" : plural);
 }
 
 void require_small_enough(std::int64_t stages, std::int64_t micro_batches) {
   if (micro_batches <= kMaxPairs / stages) return;
-  refuse(ErrorCode::kUsage,
-         "{} with {} are too many to simulate here: at most {} pairs of stage and micro-batch are "
-         "legal{}",
-         count(stages, "stage"), count(micro_batches, "micro-batch", "es"), kMaxPairs,
-         stages > kMaxPairs
-             ? ""
-             : fmt::format("; nearest legal: --micro-batches {}", kMaxPairs / stages));
+  throw_usage(
+      "{} with {} are too many to simulate here: at most {} pairs of stage and micro-batch are "
+      "legal{}",
+      count(stages, "stage"), count(micro_batches, "micro-batch", "es"), kMaxPairs,
+      stages > kMaxPairs ? ""
+                         : fmt::format("; nearest legal: --micro-batches {}", kMaxPairs / stages));
 }
 
 // The grid has at least one cell per action of a rank.
@@ -102,9 +97,9 @@ void require_memory(const ScheduleReport& report, const Costs& costs) {
   if (const auto limit = costs.memory_limit()) {
     const auto most = std::max_element(bytes.begin(), bytes.end());
     if (*most <= *limit) return;
-    refuse(ErrorCode::kPlan,
-           "schedule '{}' holds up to {} bytes on rank {}; --memory-limit allows {}", name, *most,
-           most - bytes.begin(), *limit);
+    throw_error(ErrorCode::kPlan,
+                "schedule '{}' holds up to {} bytes on rank {}; --memory-limit allows {}", name,
+                *most, most - bytes.begin(), *limit);
   }
   const auto limit = costs.in_flight_limit();
   if (!limit) return;
@@ -112,9 +107,9 @@ void require_memory(const ScheduleReport& report, const Costs& costs) {
     const double chunks = static_cast<double>(report.schedule.placement.stages_of(rank).size());
     const double held = report.simulation.peak_in_flight[static_cast<std::size_t>(rank)] / chunks;
     if (held <= *limit) continue;
-    refuse(ErrorCode::kPlan,
-           "schedule '{}' holds up to {} micro-batches on rank {}; --memory-limit allows {}", name,
-           held, rank, *limit);
+    throw_error(ErrorCode::kPlan,
+                "schedule '{}' holds up to {} micro-batches on rank {}; --memory-limit allows {}",
+                name, held, rank, *limit);
   }
 }
 
@@ -128,7 +123,7 @@ std::vector<TransportModel> prove(const Schedule& schedule, bool sums_beside) {
   const Schedule lowered = lower(schedule, options);
   const auto proven = [&](MessageOrder order) {
     Verification verification = verify(make_plan(lowered, options.tied, {.order = order}));
-    if (!verification.ok()) refuse(ErrorCode::kPlan, "{}", verification.violation->message);
+    if (!verification.ok()) throw_error(ErrorCode::kPlan, "{}", verification.violation->message);
     return verification;
   };
   const Verification tagged = proven(MessageOrder::kReceivesAhead);
@@ -202,7 +197,7 @@ ScheduleReport report_schedule(LoadedSchedule loaded, const SimulationTimes& tim
     report.chunks = std::max(report.chunks, static_cast<int>(placement.stages_of(rank).size()));
   }
   if (const auto violation = check(schedule)) {
-    refuse(ErrorCode::kPlan, "{}", describe(schedule, *violation));
+    throw_error(ErrorCode::kPlan, "{}", describe(schedule, *violation));
   }
   report.planned = std::int64_t{placement.stages()} * schedule.micro_batches <= kMaxPlannedPairs;
   if (report.planned) report.transports = prove(schedule, times.reduce_overlap);
@@ -313,7 +308,7 @@ void put_trace(const ScheduleReport& report, const std::function<void(std::strin
   constexpr double kUnit = 1e-3;
   const int most_stages = std::numeric_limits<decltype(TraceEvent::stage)>::max();
   if (report.schedule.placement.stages() > most_stages || report.simulation.makespan > 1e11) {
-    refuse(ErrorCode::kUsage, "a trace holds at most {} stages and times up to 1e11", most_stages);
+    throw_usage("a trace holds at most {} stages and times up to 1e11", most_stages);
   }
   std::vector<RankTrace> ranks;
   const auto add = [&](RankTrace& trace, const std::vector<SimulatedAction>& actions) {

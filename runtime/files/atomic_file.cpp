@@ -1,7 +1,6 @@
 #include "runtime/files/atomic_file.hpp"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,12 +10,14 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/throw_error.hpp"
+
 namespace sluice {
 namespace fs = std::filesystem;
 
 void AtomicFile::fail(const char* what, int error) const {
-  throw Error(ErrorCode::kIo, fmt::format("cannot {} '{}': {}", what, path_.string(),
-                                          std::generic_category().message(error)));
+  throw_error(ErrorCode::kIo, "cannot {} '{}': {}", what, path_.string(),
+              std::generic_category().message(error));
 }
 
 AtomicFile::AtomicFile(const fs::path& path) : path_(path), target_(path) {

@@ -11,6 +11,7 @@
 #include <sluice/error.hpp>
 #include <sluice/schedule.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/files/atomic_file.hpp"
 
 namespace sluice {
@@ -31,8 +32,7 @@ struct Slice {
 std::int64_t nanoseconds(double seconds, int rank) {
   constexpr double kMostSeconds = 1e9;
   if (!(std::abs(seconds) <= kMostSeconds)) {
-    throw Error(ErrorCode::kInternal,
-                fmt::format("a trace event of rank {} is at {} seconds", rank, seconds));
+    throw_error(ErrorCode::kInternal, "a trace event of rank {} is at {} seconds", rank, seconds);
   }
   return std::llround(seconds * 1e9);
 }
@@ -102,8 +102,8 @@ void put_metadata(EventList& out, int pid, std::size_t tid, const char* what,
 void put_slice(EventList& out, int pid, std::size_t tid, const Slice& slice) {
   const TraceEvent& event = *slice.event;
   if (event.action > static_cast<std::uint8_t>(ActionKind::kOptimizer)) {
-    throw Error(ErrorCode::kInternal,
-                fmt::format("a trace event of rank {} has no action {}", pid, event.action));
+    throw_error(ErrorCode::kInternal, "a trace event of rank {} has no action {}", pid,
+                event.action);
   }
   const Action action{.kind = static_cast<ActionKind>(event.action),
                       .stage = event.stage,

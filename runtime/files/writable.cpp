@@ -1,7 +1,6 @@
 #include "runtime/files/writable.hpp"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -12,13 +11,14 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/throw_error.hpp"
+
 namespace sluice {
 namespace fs = std::filesystem;
 
 void require_writable_directory(const fs::path& directory) {
   const auto fail = [&](const std::string& cause) {
-    throw Error(ErrorCode::kIo,
-                fmt::format("cannot write to directory '{}': {}", directory.string(), cause));
+    throw_error(ErrorCode::kIo, "cannot write to directory '{}': {}", directory.string(), cause);
   };
   if (directory.empty()) fail("the name is empty");
   std::vector<fs::path> made;  // the innermost first
@@ -44,8 +44,8 @@ void require_writable_directory(const fs::path& directory) {
 
 void require_writable_file(const fs::path& file) {
   const auto fail = [&](int error) {
-    throw Error(ErrorCode::kIo, fmt::format("cannot write file '{}': {}", file.string(),
-                                            std::generic_category().message(error)));
+    throw_error(ErrorCode::kIo, "cannot write file '{}': {}", file.string(),
+                std::generic_category().message(error));
   };
   const int flags = O_WRONLY | O_APPEND | O_CLOEXEC | O_NONBLOCK;
   int fd = ::open(file.c_str(), flags);

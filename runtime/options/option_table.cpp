@@ -13,14 +13,12 @@
 #include <numeric>
 #include <sstream>
 
-#include <sluice/error.hpp>
+#include "comm/base/throw_error.hpp"
 
 namespace sluice {
 namespace {
 
 namespace po = boost::program_options;
-
-[[noreturn]] void refuse(const std::string& message) { throw Error(ErrorCode::kUsage, message); }
 
 template <typename Number>
 bool parse_whole(const std::string& text, Number* value) {
@@ -208,12 +206,12 @@ std::vector<OptionTable::Given> OptionTable::split(
             .run();
     for (const po::option& option : parsed.options) {
       const bool named = option.position_key < 0;
-      if (named && option.unregistered) refuse(unknown("option", option.string_key));
+      if (named && option.unregistered) throw_usage("{}", unknown("option", option.string_key));
       result.emplace_back(named ? option.string_key : "",
                           option.value.empty() ? "true" : option.value.front());
     }
   } catch (const po::error& error) {
-    refuse(error.what());
+    throw_usage("{}", error.what());
   }
   return result;
 }
@@ -222,7 +220,7 @@ std::vector<OptionTable::Given> OptionTable::read_config(const std::string& path
   std::ifstream file(path);
   std::error_code ignored;
   if (!file || std::filesystem::is_directory(path, ignored)) {
-    refuse(fmt::format("option --config: cannot read file '{}'", path));
+    throw_usage("option --config: cannot read file '{}'", path);
   }
   std::vector<Given> result;
   try {
@@ -230,13 +228,12 @@ std::vector<OptionTable::Given> OptionTable::read_config(const std::string& path
       result.emplace_back(option.string_key, option.value.empty() ? "" : option.value.front());
     }
   } catch (const po::error& error) {
-    refuse(fmt::format("{}: {}; legal are 'key = value', '# comment' and blank lines", path,
-                       error.what()));
+    throw_usage("{}: {}; legal are 'key = value', '# comment' and blank lines", path, error.what());
   }
   for (const auto& [name, value] : result) {
     const auto is_named = [&name = name](const Entry& entry) { return entry.name == name; };
     if (std::none_of(entries_.begin(), entries_.end(), is_named)) {
-      refuse(fmt::format("{}: {}", path, unknown("key", name)));
+      throw_usage("{}: {}", path, unknown("key", name));
     }
   }
   return result;
@@ -246,7 +243,7 @@ void OptionTable::assign(const Given& given, Source source, const std::string& w
   for (Entry& entry : entries_) {
     if (entry.name != given.first) continue;
     const std::string problem = entry.set(given.second);
-    if (!problem.empty()) refuse(fmt::format("{}{}: {}", where, given.first, problem));
+    if (!problem.empty()) throw_usage("{}{}: {}", where, given.first, problem);
     entry.source = source;
   }
 }
@@ -273,12 +270,11 @@ void OptionTable::parse(const std::vector<std::string>& arguments) {
       *argument_ = value;
       argument_given = true;
     } else {
-      refuse(fmt::format("unexpected argument '{}'; '{} --help' lists what is legal", value,
-                         program()));
+      throw_usage("unexpected argument '{}'; '{} --help' lists what is legal", value, program());
     }
   }
   if (argument_ != nullptr && !argument_given) {
-    refuse(fmt::format("{} is missing; usage: {}", argument_placeholder_, usage_));
+    throw_usage("{} is missing; usage: {}", argument_placeholder_, usage_);
   }
 }
 
