@@ -1,6 +1,6 @@
 #include "runtime/engine/device_timer.hpp"
 
-#include "runtime/engine/step_clock.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 
 namespace sluice {
 

@@ -50,7 +50,7 @@ class StageTable {
   };
   [[nodiscard]] const Message& message(const PlanOp& op) const { return messages_[index_of(op)]; }
   // A message or compute op that names none of so many micro-batches; null where all do.
-  [[nodiscard]] const PlanOp* outside(std::size_t micro_batches) const;
+  [[nodiscard]] const PlanOp* first_op_out_of_range(std::size_t micro_batches) const;
   // Owns what the slots lie in.
   [[nodiscard]] Owner memory() const { return memory_; }
   // Tensors that all slots hold together: at most that many messages are open at once.

@@ -20,7 +20,7 @@ std::size_t at(int index) { return static_cast<std::size_t>(index); }
 using Digest = std::array<char, 64>;
 
 Digest digest_of(const Parameter& parameter, HostMirror& mirror) {
-  const std::string hex = sha256_hex(mirror.view(parameter.value));
+  const std::string hex = sha256_hex(mirror.read_back(parameter.value));
   Digest digest = {};
   std::memcpy(digest.data(), hex.data(), digest.size());
   return digest;

@@ -8,7 +8,7 @@
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
 
-#include "runtime/engine/step_clock.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/gradients/bucketed_sums.hpp"
 #include "runtime/gradients/gradients.hpp"
 #include "runtime/gradients/replica_check.hpp"
@@ -31,7 +31,7 @@ class ReplicaSum : public Collective {
       : replicas_(replicas), mirror_(compute, interrupt) {}
   void sum(std::span<float> values) override {
     workspace_.resize(replicas_.ordered_sum_workspace(values.size()));
-    const std::span<float> host = mirror_.view(values);
+    const std::span<float> host = mirror_.read_back(values);
     sums_->assign(host.begin(), host.end());
     replicas_.ordered_sum(*sums_, workspace_, sums_);
     std::copy(sums_->begin(), sums_->end(), host.begin());
@@ -66,12 +66,12 @@ struct Pipeline::Impl {
   // Runs `body`; where the device, or the host for it, has no memory left, the error says so of
   // `who`, with the plan's table.
   template <typename Body>
-  void within_plan(const std::string& who, const Body& body) const;
+  void rethrow_oom_with_plan(const std::string& who, const Body& body) const;
   // The same of whatever this rank's device refuses: libraries do not say that memory was the
   // reason. What another rank has failed with stays as it is.
   template <typename Body>
-  void make_ready(const std::string& who, const Body& body) const;
-  [[noreturn]] void exceed_plan(const std::string& who, const Error& error) const;
+  void rethrow_device_error_with_plan(const std::string& who, const Body& body) const;
+  [[noreturn]] void throw_with_plan(const std::string& who, const Error& error) const;
   void take_memory();
   void prepare_stages();
   void make_nccl();
@@ -109,14 +109,15 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
                      const StageFactory& make_stage, const DataSource& source)
     : options(options_in), job(world, options) {
   job.guarded([&] {
-    make_ready("the libraries", [&] {
+    rethrow_device_error_with_plan("the libraries", [&] {
       compute = std::make_unique<ComputeContext>(job.place.device(), options.devices.threads);
     });
     compute->set_tf32(options.devices.tf32);
     BuiltLayout built;
-    within_plan("the layout", [&] {  // where libraries plan what the stages will ask of them
-      built = build_layout(job, options, *compute, make_stage, source);
-    });
+    rethrow_oom_with_plan("the layout",
+                          [&] {  // where libraries plan what the stages will ask of them
+                            built = build_layout(job, options, *compute, make_stage, source);
+                          });
     layout = std::move(built.layout);
     stages = std::move(built.stages);
     take_memory();
@@ -127,11 +128,11 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     prepare_stages();
     // New communicators are made by all ranks or wait for ever: nobody has failed so far.
     job.world.collectives->barrier();
-    make_ready("NCCL's communicators", [&] { make_nccl(); });
-    within_plan("tied parameters", [&] {
+    rethrow_device_error_with_plan("NCCL's communicators", [&] { make_nccl(); });
+    rethrow_oom_with_plan("tied parameters", [&] {
       tied = std::make_unique<TiedUses>(job, layout, *compute, nccl.get(), *mirror, bindings);
     });
-    within_plan("messages", [&] {
+    rethrow_oom_with_plan("messages", [&] {
       const std::size_t events =
           options.checks.trace ? layout.plans.train.ranks[at(layout.place.rank)].ops.size() : 0;
       engine = make_engine(layout.plans.train,
@@ -139,19 +140,19 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     });
     job.watch->set_progress_engine(engine.get());
     for (const EvaluationPlan& plan : layout.plans.evaluations) {
-      within_plan(fmt::format("evaluation of {} samples", plan.samples), [&] {
+      rethrow_oom_with_plan(fmt::format("evaluation of {} samples", plan.samples), [&] {
         evaluations.emplace_back(
             plan, source, layout, [this](const Plan& forward) { return make_engine(forward, {}); },
             compute->device());
       });
     }
     if (options.training.inference) return;
-    within_plan("the batches", [&] {
+    rethrow_oom_with_plan("the batches", [&] {
       loader = std::make_unique<BatchLoader>(
           source, Phase::kTrain, layout.plans.micro_batches, layout.owns(0),
           layout.owns(layout.plans.num_stages() - 1), compute->device());
     });
-    within_plan("the optimizer", [&] {
+    rethrow_oom_with_plan("the optimizer", [&] {
       gradients = std::make_unique<GradientSync>(job, layout, options, *compute, nccl.get(), *tied,
                                                  bindings);
     });
@@ -162,25 +163,26 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
 }
 
 template <typename Body>
-void Pipeline::Impl::within_plan(const std::string& who, const Body& body) const {
+void Pipeline::Impl::rethrow_oom_with_plan(const std::string& who, const Body& body) const {
   try {
     body();
   } catch (const OutOfMemory& error) {
-    exceed_plan(who, error);
+    throw_with_plan(who, error);
   }
 }
 
 template <typename Body>
-void Pipeline::Impl::make_ready(const std::string& who, const Body& body) const {
+void Pipeline::Impl::rethrow_device_error_with_plan(const std::string& who,
+                                                    const Body& body) const {
   try {
     body();
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kDevice || error.rank() >= 0) throw;
-    exceed_plan(who, error);
+    throw_with_plan(who, error);
   }
 }
 
-void Pipeline::Impl::exceed_plan(const std::string& who, const Error& error) const {
+void Pipeline::Impl::throw_with_plan(const std::string& who, const Error& error) const {
   std::string plan = "not made yet";
   if (!layout.memory.ranks.empty()) plan = to_string(layout.memory.ranks[at(layout.place.rank)]);
   throw Error(ErrorCode::kDevice,
@@ -190,7 +192,7 @@ void Pipeline::Impl::exceed_plan(const std::string& who, const Error& error) con
 }
 
 void Pipeline::Impl::take_memory() {
-  within_plan("the plan", [&] {
+  rethrow_oom_with_plan("the plan", [&] {
     compute->memory().reserve(layout.memory.ranks[at(layout.place.rank)].arena());
     compute->reserve_workspace(layout.memory.operator_bytes);
   });
@@ -249,7 +251,8 @@ void Pipeline::Impl::prepare_stages() {
       for (const EdgeTensor& tensor : layout.wires.edges.inputs(size, index))
         specs.push_back(tensor.spec);
     }
-    make_ready(fmt::format("stage {}", index), [&] { stages[i]->prepare(setup); });
+    rethrow_device_error_with_plan(fmt::format("stage {}", index),
+                                   [&] { stages[i]->prepare(setup); });
     bindings.push_back(binding);
   }
 }
@@ -305,13 +308,15 @@ StepReport Pipeline::Impl::train_step() {
                               .micro_batches = layout.plans.micro_batches,
                               .batch = &batch};
     gradients->begin(number, started, engine->outcome());
-    within_plan(fmt::format("step {}", number), [&] { engine->run(request, gradients.get()); });
+    rethrow_oom_with_plan(fmt::format("step {}", number),
+                          [&] { engine->run(request, gradients.get()); });
     gradients->zero_grads();
     step = number;
     report = report_of(steady_seconds() - started);
     if (options.checks.replicas_every > 0 && step % options.checks.replicas_every == 0) {
-      within_plan(fmt::format("the comparison of replicas after step {}", step),
-                  [&] { sluice::check_replicas(job, layout, *tied, bindings, *mirror, step); });
+      rethrow_oom_with_plan(fmt::format("the comparison of replicas after step {}", step), [&] {
+        sluice::check_replicas(job, layout, *tied, bindings, *mirror, step);
+      });
     }
   });
   return report;
@@ -385,8 +390,8 @@ double Pipeline::Impl::evaluate(std::int64_t samples) {
     }
     use_device(compute->device());
     LossResult loss;
-    within_plan(fmt::format("evaluation of {} samples", samples),
-                [&] { loss = found->run(options.training.seed); });
+    rethrow_oom_with_plan(fmt::format("evaluation of {} samples", samples),
+                          [&] { loss = found->run(options.training.seed); });
     const std::array<double, 2> mine = {loss.sum, loss.weight};
     std::vector<double> all(2 * at(job.world.ranks->size()));
     job.world.collectives->all_gather(std::as_bytes(std::span(mine)),
@@ -415,7 +420,7 @@ std::span<const Tensor> Pipeline::Impl::infer(std::span<const Tensor> inputs) {
                               .seed = options.training.seed,
                               .micro_batches = layout.plans.micro_batches,
                               .batch = &inference_batch};
-    within_plan("inference", [&] { engine->run(request, nullptr); });
+    rethrow_oom_with_plan("inference", [&] { engine->run(request, nullptr); });
     outputs = engine->outputs();
   });
   return outputs;
@@ -467,7 +472,7 @@ void Pipeline::values_changed() {
   impl_->require_open();
   impl_->job.guarded([&] {
     use_device(impl_->compute->device());
-    impl_->within_plan("tied parameters", [&] { impl_->tied->spread_values(); });
+    impl_->rethrow_oom_with_plan("tied parameters", [&] { impl_->tied->broadcast_tied_values(); });
   });
 }
 
@@ -484,7 +489,7 @@ void PipelineAccess::guarded(Pipeline& pipeline, const std::function<void()>& bo
 }
 void PipelineAccess::guarded(Pipeline& pipeline, const std::string& who,
                              const std::function<void()>& body) {
-  pipeline.impl_->job.guarded([&] { pipeline.impl_->within_plan(who, body); });
+  pipeline.impl_->job.guarded([&] { pipeline.impl_->rethrow_oom_with_plan(who, body); });
 }
 
 std::vector<TraceEvent> PipelineAccess::trace(const Pipeline& pipeline) {
