@@ -19,26 +19,24 @@ Parameter* find(const TiedUse& use, std::span<const StageBinding> stages) {
 
 }  // namespace
 
-TiedUses::TiedUses(JobContext& job, const JobLayout& layout, ComputeContext& compute,
-                   NcclRoutes* nccl, HostMirror& mirror, std::vector<StageBinding> stages)
+TiedUses::TiedUses(JobContext& job, const StepPlans& plans, const ParameterTable& table,
+                   ComputeContext& compute, NcclRoutes* nccl, HostMirror& mirror,
+                   std::vector<StageBinding> stages)
     : job_(job),
-      layout_(layout),
+      placement_(plans.placement()),
+      ties_(table.tied),
       compute_(compute),
       nccl_(nccl),
       stages_(std::move(stages)),
       mirror_(mirror) {
-  for (const TiedParameter& tie : layout.parameters.tied) {
+  for (const TiedParameter& tie : ties_) {
     std::vector<Parameter*>& uses = parameters_.emplace_back();
     for (const TiedUse& use : tie.uses) uses.push_back(find(use, stages_));
   }
-  if (!layout.plans.train.forward_only) allocate_receive_buffer();
-  const std::size_t messages = most_open(layout);
+  if (!plans.train.forward_only) allocate_receive_buffer();
+  const std::size_t messages = most_open(table);
   open_.reserve(messages);
   for (std::size_t i = 0; i < messages; ++i) ready_.emplace_back(compute.device());
-}
-
-int TiedUses::rank_of(std::size_t group, std::size_t use) const {
-  return layout_.plans.placement().rank_of(layout_.parameters.tied[group].uses[use].stage);
 }
 
 int TiedUses::peer_of(std::size_t group, std::size_t use) const {
@@ -49,9 +47,9 @@ int TiedUses::peer_of(std::size_t group, std::size_t use) const {
 void TiedUses::allocate_receive_buffer() {
   std::size_t bytes = 0;
   for (std::size_t group = 0; group < parameters_.size(); ++group) {
-    if (rank_of(group, 0) != layout_.place.rank) continue;
+    if (rank_of(group, 0) != job_.place.rank) continue;
     for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
-      if (rank_of(group, use) == layout_.place.rank) continue;
+      if (rank_of(group, use) == job_.place.rank) continue;
       bytes = std::max(bytes, parameters_[group].front()->grad.spec.bytes());
     }
   }
@@ -59,9 +57,9 @@ void TiedUses::allocate_receive_buffer() {
 }
 
 // An upper bound: this rank sends to every other use, or receives once.
-std::size_t TiedUses::most_open(const JobLayout& layout) {
+std::size_t TiedUses::most_open(const ParameterTable& table) {
   std::size_t messages = 0;
-  for (const TiedParameter& tie : layout.parameters.tied) messages += tie.uses.size();
+  for (const TiedParameter& tie : table.tied) messages += tie.uses.size();
   return messages;
 }
 
@@ -109,7 +107,7 @@ void TiedUses::broadcast_tied_values() {
 
 void TiedUses::receive(const Tensor& tensor, std::size_t group, std::size_t use) {
   const int peer = peer_of(group, use);
-  if (layout_.parameters.tied[group].routes[use].kind != RouteKind::kNccl) {
+  if (ties_[group].routes[use].kind != RouteKind::kNccl) {
     job_.pipeline.collectives->recv(peer, mirror_.writable_host_copy(tensor));
     mirror_.write_back();
     return;
@@ -125,7 +123,7 @@ void TiedUses::receive(const Tensor& tensor, std::size_t group, std::size_t use)
 
 void TiedUses::send(const Tensor& tensor, const Owner& memory, std::size_t group, std::size_t use) {
   const int peer = peer_of(group, use);
-  if (layout_.parameters.tied[group].routes[use].kind != RouteKind::kNccl) {
+  if (ties_[group].routes[use].kind != RouteKind::kNccl) {
     const std::span<const std::byte> bytes = mirror_.read_back(tensor);
     job_.pipeline.collectives->send(peer, bytes, mirror_.owner(memory));
     return;

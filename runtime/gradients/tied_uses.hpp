@@ -27,9 +27,15 @@ class TiedUses {
  public:
   // Everything named outlives this. `nccl` may be null where the layout has no NCCL routes.
   // `stages` are this rank's. `mirror` is for tensors that pass through host memory.
-  TiedUses(JobContext& job, const JobLayout& layout, ComputeContext& compute, NcclRoutes* nccl,
-           HostMirror& mirror, std::vector<StageBinding> stages);
+  TiedUses(JobContext& job, const StepPlans& plans, const ParameterTable& table,
+           ComputeContext& compute, NcclRoutes* nccl, HostMirror& mirror,
+           std::vector<StageBinding> stages);
 
+  [[nodiscard]] const std::vector<TiedParameter>& ties() const { return ties_; }  // [group]
+  // The pipeline rank of a use.
+  [[nodiscard]] int rank_of(std::size_t group, std::size_t use) const {
+    return placement_.rank_of(ties_[group].uses[use].stage);
+  }
   // The parameter of a use; null where another rank has it.
   [[nodiscard]] Parameter* parameter(std::size_t group, std::size_t use) const {
     return parameters_[group][use];
@@ -44,10 +50,9 @@ class TiedUses {
   void broadcast_tied_values();
 
   // NCCL messages of one rank that may be open at once.
-  [[nodiscard]] static std::size_t most_open(const JobLayout& layout);
+  [[nodiscard]] static std::size_t most_open(const ParameterTable& table);
 
  private:
-  [[nodiscard]] int rank_of(std::size_t group, std::size_t use) const;
   // The other end of this rank's message for the use: the owner, or, on the owner's rank, the use.
   [[nodiscard]] int peer_of(std::size_t group, std::size_t use) const;
   void allocate_receive_buffer();
@@ -59,7 +64,8 @@ class TiedUses {
   void send(const Tensor& tensor, const Owner& memory, std::size_t group, std::size_t use);
 
   JobContext& job_;
-  const JobLayout& layout_;
+  const Placement& placement_;
+  const std::vector<TiedParameter>& ties_;  // [group]
   ComputeContext& compute_;
   NcclRoutes* nccl_;
   std::vector<StageBinding> stages_;

@@ -24,7 +24,7 @@ namespace {
 
 std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
-// Sums of a stage's batch statistics over its replicas, in a copy: whose they are is the stage's.
+// Sums a stage's batch statistics over its replicas, in a copy: a stage owns its memory.
 class ReplicaSum : public Collective {
  public:
   ReplicaSum(Collectives& replicas, ComputeContext& compute, Interrupt* interrupt)
@@ -51,31 +51,28 @@ struct Pipeline::Impl {
   Impl(Communicator& world, const PipelineOptions& options_in, const StageFactory& make_stage,
        const DataSource& source);
 
-  // After an error NCCL's kernels may wait for messages that never come, and freeing a GPU's memory
-  // waits for them: they go first.
+  // NCCL is destroyed first. After an error its kernels may wait for messages that never come, and
+  // freeing a GPU's memory waits for kernels.
   ~Impl() {
     job.watch->set_progress_engine(nullptr);
     nccl.reset();
   }
 
-  struct Recording {
-    std::size_t events = 0;  // of the trace, room for that many
-    bool graphs = false;
-  };
-
-  // Runs `body`; where the device, or the host for it, has no memory left, the error says so of
-  // `who`, with the plan's table.
+  // Runs `body`. Where the memory of the device, or of the host, is not enough, the Error names
+  // `who` and the plan's table.
   template <typename Body>
   void rethrow_oom_with_plan(const std::string& who, const Body& body) const;
-  // The same of whatever this rank's device refuses: libraries do not say that memory was the
-  // reason. What another rank has failed with stays as it is.
+  // The same for every error of this rank's device: libraries do not say that memory was the
+  // reason. Errors of other ranks are not changed.
   template <typename Body>
   void rethrow_device_error_with_plan(const std::string& who, const Body& body) const;
   [[noreturn]] void throw_with_plan(const std::string& who, const Error& error) const;
   void take_memory();
   void prepare_stages();
   void make_nccl();
-  std::unique_ptr<Engine> make_engine(const Plan& plan, const Recording& recording);
+  void prepare_training(const DataSource& source);
+  // Only a training engine records traces and CUDA graphs.
+  std::unique_ptr<Engine> make_engine(const Plan& plan, bool training);
   double count_targets(const BatchLoader::Batch& batch);
   StepReport train_step();
   double evaluate(std::int64_t samples);
@@ -114,10 +111,9 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     });
     compute->set_tf32(options.devices.tf32);
     BuiltLayout built;
-    rethrow_oom_with_plan("the layout",
-                          [&] {  // where libraries plan what the stages will ask of them
-                            built = build_layout(job, options, *compute, make_stage, source);
-                          });
+    // Libraries may take memory when they plan what the stages will ask of them.
+    rethrow_oom_with_plan(
+        "the layout", [&] { built = build_layout(job, options, *compute, make_stage, source); });
     layout = std::move(built.layout);
     stages = std::move(built.stages);
     take_memory();
@@ -126,40 +122,41 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
         std::make_unique<ReplicaSum>(*job.replicas.collectives, *compute, job.watch.get());
     replica_targets.resize(at(layout.place.topology.replicas));
     prepare_stages();
-    // New communicators are made by all ranks or wait for ever: nobody has failed so far.
+    // All ranks make new communicators, or those that do wait for ever: no rank may have failed.
     job.world.collectives->barrier();
     rethrow_device_error_with_plan("NCCL's communicators", [&] { make_nccl(); });
     rethrow_oom_with_plan("tied parameters", [&] {
-      tied = std::make_unique<TiedUses>(job, layout, *compute, nccl.get(), *mirror, bindings);
+      tied = std::make_unique<TiedUses>(job, layout.plans, layout.parameters, *compute, nccl.get(),
+                                        *mirror, bindings);
     });
-    rethrow_oom_with_plan("messages", [&] {
-      const std::size_t events =
-          options.checks.trace ? layout.plans.train.ranks[at(layout.place.rank)].ops.size() : 0;
-      engine = make_engine(layout.plans.train,
-                           {.events = events, .graphs = options.devices.cuda_graphs});
-    });
+    rethrow_oom_with_plan("messages",
+                          [&] { engine = make_engine(layout.plans.train, /*training=*/true); });
     job.watch->set_progress_engine(engine.get());
     for (const EvaluationPlan& plan : layout.plans.evaluations) {
       rethrow_oom_with_plan(fmt::format("evaluation of {} samples", plan.samples), [&] {
         evaluations.emplace_back(
-            plan, source, layout, [this](const Plan& forward) { return make_engine(forward, {}); },
+            plan, source, layout,
+            [this](const Plan& forward) { return make_engine(forward, /*training=*/false); },
             compute->device());
       });
     }
-    if (options.training.inference) return;
-    rethrow_oom_with_plan("the batches", [&] {
-      loader = std::make_unique<BatchLoader>(
-          source, Phase::kTrain, layout.plans.micro_batches, layout.owns(0),
-          layout.owns(layout.plans.num_stages() - 1), compute->device());
-    });
-    rethrow_oom_with_plan("the optimizer", [&] {
-      gradients = std::make_unique<GradientSync>(job, layout, options, *compute, nccl.get(), *tied,
-                                                 bindings);
-    });
-    gradients->zero_grads();
-    compute->stream().synchronize();
-    job.world.collectives->barrier();
+    if (!options.training.inference) prepare_training(source);
   });
+}
+
+void Pipeline::Impl::prepare_training(const DataSource& source) {
+  rethrow_oom_with_plan("the batches", [&] {
+    loader = std::make_unique<BatchLoader>(
+        source, Phase::kTrain, layout.plans.micro_batches, layout.owns(0),
+        layout.owns(layout.plans.num_stages() - 1), compute->device());
+  });
+  rethrow_oom_with_plan("the optimizer", [&] {
+    gradients =
+        std::make_unique<GradientSync>(job, layout, options, *compute, nccl.get(), *tied, bindings);
+  });
+  gradients->zero_grads();
+  compute->stream().synchronize();
+  job.world.collectives->barrier();
 }
 
 template <typename Body>
@@ -198,19 +195,13 @@ void Pipeline::Impl::take_memory() {
   });
 }
 
-// Communicators cost a GPU hundreds of megabytes: one set serves training and evaluations.
+// A communicator takes hundreds of megabytes of a GPU: training and evaluations share one set.
 void Pipeline::Impl::make_nccl() {
   if (!NcclRoutes::wanted(layout)) return;
-  std::size_t open = 8 + TiedUses::most_open(layout);
-  const auto count = [&](const Plan& plan) {
-    if (plan.ranks.empty()) return;
+  std::size_t open = 8 + TiedUses::most_open(layout.parameters);
+  layout.plans.for_each_plan([&](const Plan& plan) {
     for (const BufferPool& pool : plan.ranks[at(layout.place.rank)].pools) open += at(pool.count);
-  };
-  count(layout.plans.train);
-  for (const EvaluationPlan& evaluation : layout.plans.evaluations) {
-    count(evaluation.round);
-    count(evaluation.rest);
-  }
+  });
   const SumLoad sums = layout.wires.sums_by_nccl(layout.place.rank)
                            ? BucketedSums::load_of(bindings, options.devices.bucket_bytes)
                            : SumLoad{};
@@ -229,16 +220,15 @@ void Pipeline::Impl::prepare_stages() {
                          .loss = nullptr};
     if (splits && binding.split == nullptr) {
       throw Error(ErrorCode::kUsage,
-                  fmt::format("schedule '{}' parts the backward pass, which stage {} cannot (it is "
-                              "no SplitBackward)",
+                  fmt::format("schedule '{}' splits the backward pass, but stage {} is not a "
+                              "SplitBackward",
                               options.order.schedule, index));
     }
     if (index + 1 == layout.plans.num_stages()) {
       binding.loss = dynamic_cast<LossStage*>(stages[i].get());
       if (binding.loss == nullptr) {
-        throw Error(
-            ErrorCode::kUsage,
-            fmt::format("stage {} is the last one and has no loss (it is no LossStage)", index));
+        throw Error(ErrorCode::kUsage,
+                    fmt::format("stage {} is the last one, but is not a LossStage", index));
       }
     }
     StageSetup setup{.compute = compute.get(),
@@ -257,7 +247,8 @@ void Pipeline::Impl::prepare_stages() {
   }
 }
 
-std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, const Recording& recording) {
+std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, bool training) {
+  const RankPlan& mine = plan.ranks[at(layout.place.rank)];
   return std::make_unique<Engine>(
       EngineConfig{.plan = &plan,
                    .rank = layout.place.rank,
@@ -270,11 +261,12 @@ std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, const Reco
                    .nccl = nccl.get(),
                    .routes = layout.wires.routes,
                    .collective = plan.forward_only ? nullptr : replica_sum.get(),
-                   .cuda_graphs = recording.graphs,
-                   .trace_events = recording.events});
+                   .cuda_graphs = training && options.devices.cuda_graphs,
+                   .trace_events = training && options.checks.trace ? mine.ops.size() : 0});
 }
 
-// One sum over replicas, on the last stage's ranks, fixes what the mean is taken over; elsewhere 1.
+// The number of targets in the global batch, which the mean loss is taken over. On the last stage's
+// ranks, with one exchange between replicas; elsewhere 1.
 double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch) {
   if (!layout.owns(layout.plans.num_stages() - 1)) return 1;
   double mine = 0;
@@ -314,9 +306,8 @@ StepReport Pipeline::Impl::train_step() {
     step = number;
     report = report_of(steady_seconds() - started);
     if (options.checks.replicas_every > 0 && step % options.checks.replicas_every == 0) {
-      rethrow_oom_with_plan(fmt::format("the comparison of replicas after step {}", step), [&] {
-        sluice::check_replicas(job, layout, *tied, bindings, *mirror, step);
-      });
+      rethrow_oom_with_plan(fmt::format("the comparison of replicas after step {}", step),
+                            [&] { check_replicas(job, *tied, bindings, *mirror, step); });
     }
   });
   return report;
@@ -326,15 +317,15 @@ void Pipeline::Impl::close() {
   job.guarded([&] {
     if (std::exchange(closed, true)) return;
     use_device(compute->device());
-    job.watch->set_progress_engine(nullptr);  // what it drives ends
+    job.watch->set_progress_engine(nullptr);
     if (nccl != nullptr) nccl->finalize();
     job.world.collectives->barrier();
   });
 }
 
-// Not guarded: it holds on all ranks or on none, and some may still be closing.
+// Not guarded: the answer is the same on all ranks, and some may still be closing.
 void Pipeline::Impl::require_open() const {
-  if (closed) throw Error(ErrorCode::kUsage, "the pipeline is closed and computes no more");
+  if (closed) throw Error(ErrorCode::kUsage, "the pipeline is closed");
 }
 
 void Pipeline::Impl::require_inference(std::span<const Tensor> inputs) const {
@@ -364,7 +355,7 @@ StepReport Pipeline::Impl::report_of(double seconds) const {
   report.learning_rate = options.training.learning_rate.at(step);
   report.seconds = seconds;
   report.pipeline_seconds = totals.window_seconds;
-  // Two clocks: what is all but busy may come out as busier than that.
+  // The two times come from different clocks: a bubble near 0 may come out negative.
   report.bubble_measured = std::max(
       0.0, 1 - totals.busy_seconds / (totals.window_seconds * layout.place.topology.ranks()));
   if (job.world.ranks->rank() == 0) {
@@ -386,7 +377,7 @@ double Pipeline::Impl::evaluate(std::int64_t samples) {
     if (found == evaluations.end()) {
       throw Error(
           ErrorCode::kUsage,
-          fmt::format("evaluation of {} samples was not announced in the options", samples));
+          fmt::format("evaluation of {} samples is not one of the options' evaluations", samples));
     }
     use_device(compute->device());
     LossResult loss;
