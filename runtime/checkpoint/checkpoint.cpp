@@ -152,7 +152,7 @@ class HostTensors {
 
 void read(const WeightsDirectory& weights, const std::string& name, const Tensor& into,
           HostMirror& mirror) {
-  weights.read(name, {mirror.blank(into).data(), into.spec});
+  weights.read(name, {mirror.writable_host_copy(into).data(), into.spec});
   mirror.write_back();
 }
 

@@ -104,7 +104,7 @@ void StageTable::bind_pools(int stages) {
   }
 }
 
-const PlanOp* StageTable::outside(std::size_t micro_batches) const {
+const PlanOp* StageTable::first_op_out_of_range(std::size_t micro_batches) const {
   if (lowest_ == nullptr) return nullptr;
   if (lowest_->micro_batch < 0) return lowest_;
   return at(highest_->micro_batch) >= micro_batches ? highest_ : nullptr;

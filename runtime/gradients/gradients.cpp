@@ -9,7 +9,7 @@
 #include <sluice/operators.hpp>
 #include <sluice/options.hpp>
 
-#include "runtime/engine/step_clock.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 
 namespace sluice {
 namespace {
@@ -42,14 +42,13 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
     const std::vector<Parameter*> parameters = set->all();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!layout_.parameters.is_owner(binding.index, static_cast<int>(i))) continue;
-      owned_.emplace_back(binding.index, parameters[i]);
       owned_grads_.emplace_back(parameters[i]->grad.floats());
       owners.push_back(parameters[i]);
     }
   }
   workspace_ = HostBuffer(compute_.device(), workspace * sizeof(float));
   floats_ = {reinterpret_cast<float*>(workspace_.data()), workspace};
-  squares_ = HostBuffer(compute_.device(), owned_.size() * sizeof(double));
+  squares_ = HostBuffer(compute_.device(), owners.size() * sizeof(double));
   optimizer_ = make_optimizer(options_.training.optimizer, owners, compute_.memory());
 
   std::size_t most = 0;
@@ -86,14 +85,14 @@ void GradientSync::reduce_grad(int stage) {
     if (binding.index != stage) continue;
     ParameterSet* set = binding.stage->parameters();
     if (set == nullptr) continue;
-    const std::span<float> sum = mirror_.view(set->flat_grads());
+    const std::span<float> sum = mirror_.read_back(set->flat_grads());
     job_.replicas.collectives->ordered_sum(sum, floats_, mirror_.owner(set->memory()));
     mirror_.write_back();
   }
 }
 
 void GradientSync::reduce_tied(int group) {
-  if (sums_) sums_->settle();
+  if (sums_) sums_->wait_all_on_stream();
   ties_.sum_gradients(group);
 }
 
@@ -104,7 +103,7 @@ void GradientSync::zero_grads() {
 }
 
 void GradientSync::measure() {
-  if (sums_) sums_->settle();
+  if (sums_) sums_->wait_all_on_stream();
   sums_of_squares(compute_, owned_grads_, reinterpret_cast<double*>(squares_.data()));
 }
 
@@ -115,15 +114,15 @@ void GradientSync::pack_record() {
     record_[loss_offset_ + 2 * i + 1] = outcome_->losses[i].weight;
   }
   const auto* squares = reinterpret_cast<const double*>(squares_.data());
-  std::copy_n(squares, owned_.size(),
+  std::copy_n(squares, owned_grads_.size(),
               record_.begin() + static_cast<std::ptrdiff_t>(square_offset_));
   record_[0] = steady_seconds() - started_;
   record_[1] = outcome_->busy_seconds;
   record_[2] = outcome_->peak_in_flight;
 }
 
-// On rank 0. Losses add up in order of replica, then micro-batch; squares in order of stage, then
-// parameter: neither depends on which rank held what.
+// On rank 0. Losses are added in order of replica and micro-batch, squares in order of stage and
+// parameter: neither order depends on the placement.
 void GradientSync::reduce_records() {
   const auto record = [&](int replica, int rank) {
     return &records_[at(layout_.place.topology.rank_of(replica, rank)) * record_.size()];
@@ -132,8 +131,8 @@ void GradientSync::reduce_records() {
   const auto check = [&](double value, double index, double is_loss) {
     if (std::isfinite(value) || totals_.finite == 0) return;
     totals_.finite = 0;
-    totals_.culprit = index;
-    totals_.culprit_is_loss = is_loss;
+    totals_.first_nonfinite_index = index;
+    totals_.nonfinite_is_loss = is_loss;
   };
   for (int r = 0; r < layout_.place.topology.replicas; ++r) {
     for (int m = 0; m < options_.shape.micro_batches; ++m) {
@@ -168,8 +167,8 @@ void GradientSync::reduce_records() {
 }
 
 void GradientSync::refuse() const {
-  if (totals_.culprit_is_loss != 0) {
-    const int index = static_cast<int>(totals_.culprit);
+  if (totals_.nonfinite_is_loss != 0) {
+    const int index = static_cast<int>(totals_.first_nonfinite_index);
     throw Error(ErrorCode::kNumeric,
                 fmt::format("the loss of step {} is not finite, first in micro-batch {} of replica "
                             "{}; no parameter was changed (a smaller --learning-rate or --clip may "
@@ -178,7 +177,7 @@ void GradientSync::refuse() const {
                             index / options_.shape.micro_batches),
                 0);
   }
-  std::size_t index = static_cast<std::size_t>(totals_.culprit);
+  std::size_t index = static_cast<std::size_t>(totals_.first_nonfinite_index);
   for (const StageEntry& stage : layout_.parameters.stages) {
     if (index < stage.parameters.size()) {
       throw Error(
@@ -203,7 +202,7 @@ void GradientSync::optimizer() {
   const double factor = clip_factor(totals_.grad_norm, options_.training.clip);
   optimizer_->update(compute_, step_, static_cast<float>(options_.training.learning_rate.at(step_)),
                      static_cast<float>(factor));
-  ties_.spread_values();
+  ties_.broadcast_tied_values();
 }
 
 }  // namespace sluice

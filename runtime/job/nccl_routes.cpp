@@ -29,7 +29,7 @@ NcclSums::Method method_of(bool all_reduce) {
 
 }  // namespace
 
-// The pipeline's ranks with a GPU, its CPUs left out; both must call split().
+// Its communicator joins the pipeline's ranks with a GPU. All ranks call split().
 struct NcclRoutes::Impl {
   Impl(JobContext& job, const JobLayout& layout, ComputeContext& compute_in, const SumLoad& load,
        std::size_t open, bool all_reduce)
@@ -37,14 +37,14 @@ struct NcclRoutes::Impl {
         interrupt(*job.watch),
         gpus(job.pipeline.ranks->split(compute_in.device().kind == DeviceKind::kCuda ? 0 : 1,
                                        layout.place.rank)),
-        seam(*gpus, 0, job.control.get()) {
+        bootstrap(*gpus, 0, job.control.get()) {
     if (compute.device().kind == DeviceKind::kCpu) return;
     for (const RankDevice& rank : layout.place.devices) {
       gpu_of_rank.push_back(rank.device.kind == DeviceKind::kCuda ? next_gpu++ : -1);
     }
     const std::size_t sum_groups = std::max<std::size_t>(load.count, 1) * NcclSums::kGroupsPerSum;
     queue.emplace(compute.device(), open + sum_groups, job.world.ranks->local_size());
-    transport.emplace(*queue, seam, compute.memory(), edges_of(layout),
+    transport.emplace(*queue, bootstrap, compute.memory(), edges_of(layout),
                       NcclLabel{"the pipeline", job.world.ranks->rank()}, job.control.get());
     if (!layout.wires.sums_by_nccl(layout.place.rank)) return;
     sums.emplace(*queue, *job.replicas.collectives, compute.memory(),
@@ -55,7 +55,7 @@ struct NcclRoutes::Impl {
     for (std::size_t i = 0; i < load.count; ++i) ready.emplace_back(compute.device());
   }
 
-  // Both directions of every NCCL edge, and of what joins the uses of tied parameters.
+  // Both directions of every NCCL edge and of every NCCL route between uses of a tied parameter.
   [[nodiscard]] std::vector<NcclTransport::Edge> edges_of(const JobLayout& layout) const {
     std::vector<NcclTransport::Edge> edges;
     const auto join = [&](const EdgeRoute& route, int stage, int other) {
@@ -77,13 +77,13 @@ struct NcclRoutes::Impl {
   ComputeContext& compute;
   Interrupt& interrupt;
   std::unique_ptr<Communicator> gpus;
-  Collectives seam;
+  Collectives bootstrap;
   int next_gpu = 0;
   std::vector<int> gpu_of_rank;  // [pipeline rank] its rank in `gpus`, -1 for a CPU
-  Buffer workspace;              // of all sums: they are one lane's, and so run one after the other
-  std::vector<Event> ready;      // of sums, in turn
+  Buffer workspace;              // of all sums, which run one after the other
+  std::vector<Event> ready;      // of sums, used in turn
   std::size_t next_ready = 0;
-  // On a GPU; the queue goes first, and with it what NCCL still does with the others' memory.
+  // On a GPU. Destroyed before the members above, whose memory NCCL may still use.
   std::optional<NcclQueue> queue;
   std::optional<NcclTransport> transport;
   std::optional<NcclSums> sums;
@@ -108,7 +108,7 @@ NcclTicket NcclRoutes::recv(int peer, std::span<std::byte> data, const Event& re
 void NcclRoutes::end_group() { impl_->queue->end_group(); }
 
 void NcclRoutes::wait_on_stream(NcclTicket& ticket) {
-  impl_->queue->progress();  // what was given behind it should not wait for the next wait
+  impl_->queue->progress();  // issues later groups without waiting for the next call
   impl_->queue->wait_issued(ticket, &impl_->interrupt);
   impl_->queue->wait_on(impl_->compute.stream(), ticket);
 }
@@ -127,7 +127,7 @@ std::size_t NcclRoutes::sum_bytes(const SumLoad& sums, int replicas, bool all_re
 
 bool NcclRoutes::sums() const { return impl_->sums.has_value(); }
 
-// An event per sum of a step, used again in the next step, when that sum has long been issued.
+// Each sum of a step has an event. The next step uses it again: its sum has been issued by then.
 NcclTicket NcclRoutes::sum(std::span<float> values) {
   Event& ready = impl_->ready[impl_->next_ready++ % impl_->ready.size()];
   ready.record(impl_->compute.stream());
@@ -139,7 +139,7 @@ NcclTicket NcclRoutes::sum(std::span<float> values) {
 
 #else
 
-// No layout of a build without NCCL wants it (RouteQuestion::nccl_refusal).
+// A layout of a build without NCCL has no NCCL routes (RouteQuestion::nccl_refusal).
 struct NcclRoutes::Impl {};
 
 NcclRoutes::NcclRoutes(JobContext& /*groups*/, const JobLayout& /*layout*/,

@@ -1,9 +1,8 @@
-// What a pipeline carries over NCCL: the messages of its NCCL edges, tied gradients and values, and
-// the sums over replicas, one queue for all. Internal to the pipeline; empty where nothing is
-// NCCL's.
+// Everything that a pipeline transfers over NCCL, in one queue: the messages of NCCL edges, tied
+// gradients and values, and the sums over replicas. Internal to the pipeline. One thread.
 //
-// The host never waits for a device here: slots and gradients are ordered against the compute
-// stream by events. It may wait until NCCL has taken a group, polling the interrupt.
+// The host never waits for a device here: events order slots and gradients against the compute
+// stream. The host may wait until NCCL has accepted a group; it polls the interrupt meanwhile.
 #pragma once
 
 #include <memory>
@@ -18,43 +17,46 @@
 
 namespace sluice {
 
-// Of the sums over replicas of a step: how many there are, and the floats of the largest.
+// The sums over replicas of one rank and step: their number, and the floats of the largest.
 struct SumLoad {
   std::size_t count = 0, largest = 0;
 };
 
 class NcclRoutes {
  public:
-  // Collective over the job. `sums`: of this rank, all of which may be open at once; `open`:
-  // messages open at once, over all engines. Throws as NcclCommunicator.
+  // Collective over the job. All arguments outlive this. `sums`: of this rank, all of which may be
+  // open at once; `open`: messages that may be open at once, over all engines. Throws as
+  // NcclCommunicator.
   NcclRoutes(JobContext& job, const JobLayout& layout, ComputeContext& compute, const SumLoad& sums,
              std::size_t open, bool all_reduce);
   ~NcclRoutes();
   NcclRoutes(const NcclRoutes&) = delete;
   NcclRoutes& operator=(const NcclRoutes&) = delete;
 
-  // One group of sends and receives; `ready` is recorded on the compute stream before.
+  // One group of sends and receives, which start after `ready`. The caller records `ready` on the
+  // compute stream first. `peer`: rank of the pipeline.
   void begin_group();
   [[nodiscard]] NcclTicket send(int peer, std::span<const std::byte> data, const Event& ready);
   [[nodiscard]] NcclTicket recv(int peer, std::span<std::byte> data, const Event& ready);
   void end_group();
-  // What is put on the compute stream from now on runs after the message or sum.
+  // Makes all later work of the compute stream run after the message or sum.
   void wait_on_stream(NcclTicket& ticket);
-  // Throws Error(kPeer | kDevice) where NCCL has failed; for waits of any kind.
+  // Called by every wait. Throws Error(kPeer | kDevice) where NCCL has failed.
   void progress();
 
+  // Whether this rank's sums over replicas go over NCCL.
   [[nodiscard]] bool sums() const;
-  // Over this rank's replicas, in place, behind everything on the compute stream so far; one after
-  // the other, whatever they are of.
+  // Sums over this rank's replicas in place, after all work so far on the compute stream. Sums run
+  // one after the other.
   [[nodiscard]] NcclTicket sum(std::span<float> values);
 
-  // Collective over the job: the orderly end. Waits until NCCL has done everything, on all ranks;
-  // only the destructor may follow, which otherwise aborts.
+  // Collective over the job. The orderly end: waits until NCCL has finished everything, on all
+  // ranks. Only the destructor may follow. Without this call the destructor aborts.
   void finalize();
 
-  // Device memory that a rank's sums take, besides NCCL's own.
+  // Bytes of device memory that a rank's sums take, in addition to NCCL's own.
   [[nodiscard]] static std::size_t sum_bytes(const SumLoad& sums, int replicas, bool all_reduce);
-  // Whether any of it goes over NCCL.
+  // Whether the layout transfers anything over NCCL.
   [[nodiscard]] static bool wanted(const JobLayout& layout);
 
  private:

@@ -39,14 +39,15 @@ DeviceChoice parse_choice(std::string_view text, std::string_view whole) {
     if (device.kind == DeviceKind::kCpu) return {};
     return {DeviceChoice::Kind::kCudaIndex, device.index};
   } catch (const Error&) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("devices '{}': '{}' is none; legal: cpu, cuda, cuda:<index>, auto, or "
-                            "a list of these, one per rank",
-                            whole, text));
+    throw Error(
+        ErrorCode::kUsage,
+        fmt::format("devices '{}': '{}' is not a device; legal: cpu, cuda, cuda:<index>, auto, or "
+                    "a list of these, one per rank",
+                    whole, text));
   }
 }
 
-// What a rank tells the others about its device; `code` is that of a refusal.
+// What a rank tells the others about its device. `refusal`: empty where the device can be used.
 struct DeviceReport {
   RankDevice rank;
   std::string refusal;
@@ -90,7 +91,7 @@ Resolved resolve(const DeviceChoice& choice, int local_rank) {
     open_device(gpu);
     return {gpu, ""};
   } catch (const Error& error) {
-    if (error.code() != ErrorCode::kUsage) throw;  // it fails: the CPU in its place helps nobody
+    if (error.code() != ErrorCode::kUsage) throw;  // a GPU that fails is not replaced by the CPU
     return {{}, error.what()};
   }
 }

@@ -22,12 +22,12 @@ std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 bool is_gpu(const RankDevice& rank) { return rank.device.kind != DeviceKind::kCpu; }
 
-// Two ranks of one GPU: NCCL refuses them.
+// NCCL refuses two ranks on one GPU.
 bool share_gpu(const RankDevice& a, const RankDevice& b) {
   return is_gpu(a) && is_gpu(b) && a.host == b.host && a.identity == b.identity;
 }
 
-// The ranks' one reason, or the first rank's that has any; empty where none has.
+// The reason where all ranks have the same, else the first rank's reason; empty where none has one.
 std::string common_reason(const std::vector<std::string>& reasons) {
   for (std::size_t rank = 0; rank < reasons.size(); ++rank) {
     if (reasons[rank].empty()) continue;
@@ -42,14 +42,14 @@ bool has_several_gpus(const std::vector<RankDevice>& job) {
   return std::count_if(job.begin(), job.end(), is_gpu) > 1;
 }
 
-// Whether MPI may have to carry messages from one GPU to another.
+// Whether MPI may carry messages from one GPU to another.
 bool may_send_device_memory(const std::vector<RankDevice>& job, TransportChoice wanted,
                             const std::string& no_nccl, int depth) {
   return depth > 1 && has_several_gpus(job) && wanted != TransportChoice::kNccl &&
          (wanted == TransportChoice::kMpi || !no_nccl.empty());
 }
 
-// What is decided, in words.
+// The words of reasons and errors.
 struct Wording {
   std::string task;  // "transport nccl cannot <task>"
   const char* needs_gpus;
@@ -57,7 +57,8 @@ struct Wording {
   const char* by_nccl;
 };
 
-// The one rule of what carries tensors between two devices: NCCL where it can and nobody objects.
+// The one rule of what carries tensors between two devices: NCCL wherever it can be used, unless
+// another transport is wanted.
 EdgeRoute choose(const RankDevice& a, const RankDevice& b, const RouteQuestion& question,
                  const Wording& wording) {
   const bool gpus = is_gpu(a) && is_gpu(b);
@@ -73,6 +74,17 @@ EdgeRoute choose(const RankDevice& a, const RankDevice& b, const RouteQuestion& 
   }
   if (!why_not.empty()) return {RouteKind::kStaged, why_not};
   return {RouteKind::kNccl, wording.by_nccl};
+}
+
+// The indices of routes with the same kind and reason, local ones left out.
+std::map<std::pair<RouteKind, std::string>, std::vector<std::size_t>> group(
+    const std::vector<EdgeRoute>& routes) {
+  std::map<std::pair<RouteKind, std::string>, std::vector<std::size_t>> groups;
+  for (std::size_t i = 0; i < routes.size(); ++i) {
+    if (routes[i].kind == RouteKind::kLocal) continue;
+    groups[{routes[i].kind, routes[i].reason}].push_back(i);
+  }
+  return groups;
 }
 
 }  // namespace
@@ -144,18 +156,19 @@ EdgeRoute choose_route(int from, int to, const RouteQuestion& question) {
 
 std::vector<EdgeRoute> choose_routes(const Placement& placement, const RouteQuestion& question) {
   std::vector<EdgeRoute> routes(at(placement.stages()));
+  const auto on_gpu = [&](int stage) {
+    return is_gpu(question.devices[at(placement.rank_of(stage))]);
+  };
   for (int s = 1; s < placement.stages(); ++s) {
     routes[at(s)] = choose_route(placement.rank_of(s - 1), placement.rank_of(s), question);
   }
   if (uses_nccl(routes)) return routes;
+  const std::string& why_not = question.no_device_messages;
   for (int s = 1; s < placement.stages(); ++s) {
-    const int from = placement.rank_of(s - 1), to = placement.rank_of(s);
-    if (routes[at(s)].kind == RouteKind::kStaged && is_gpu(question.devices[at(from)]) &&
-        is_gpu(question.devices[at(to)])) {
-      const std::string& why_not = question.no_device_messages;
-      routes[at(s)].reason += "; " + (why_not.empty() ? "MPI takes a GPU's memory" : why_not);
-      if (why_not.empty()) routes[at(s)].kind = RouteKind::kDirect;
-    }
+    EdgeRoute& route = routes[at(s)];
+    if (route.kind != RouteKind::kStaged || !on_gpu(s - 1) || !on_gpu(s)) continue;
+    if (why_not.empty()) route.kind = RouteKind::kDirect;
+    route.reason += "; " + (why_not.empty() ? "MPI takes a GPU's memory" : why_not);
   }
   return routes;
 }
@@ -173,35 +186,26 @@ std::string describe_route(const EdgeRoute& route) {
 }
 
 std::string describe_routes(const std::vector<EdgeRoute>& routes) {
-  std::map<std::pair<RouteKind, std::string>, std::vector<std::string>> groups;
-  for (std::size_t s = 1; s < routes.size(); ++s) {
-    if (routes[s].kind == RouteKind::kLocal) continue;
-    groups[{routes[s].kind, routes[s].reason}].push_back(fmt::format("{}-{}", s - 1, s));
-  }
   std::string text;
-  for (const auto& [what, edges] : groups) {
+  for (const auto& [route, stages] : group(routes)) {
+    std::vector<std::string> edges;
+    for (const std::size_t s : stages) edges.push_back(fmt::format("{}-{}", s - 1, s));
     text += fmt::format("  stages {}: {}\n", fmt::join(edges, ", "),
-                        describe_route({what.first, what.second}));
+                        describe_route({route.first, route.second}));
   }
   return text;
 }
 
 std::string describe_sums(const std::vector<EdgeRoute>& sums, bool all_reduce) {
-  std::map<std::pair<RouteKind, std::string>, std::vector<std::size_t>> groups;
-  for (std::size_t rank = 0; rank < sums.size(); ++rank) {
-    if (sums[rank].kind != RouteKind::kLocal) {
-      groups[{sums[rank].kind, sums[rank].reason}].push_back(rank);
-    }
-  }
   std::string text;
-  for (const auto& [what, ranks] : groups) {
-    const bool whole = ranks.size() == sums.size();
-    const std::string where =
-        whole ? "" : fmt::format(" of pipeline ranks {}", fmt::join(ranks, ", "));
+  for (const auto& [route, ranks] : group(sums)) {
+    const std::string where = ranks.size() == sums.size()
+                                  ? ""
+                                  : fmt::format(" of pipeline ranks {}", fmt::join(ranks, ", "));
     const std::string how =
-        all_reduce && what.first == RouteKind::kNccl
-            ? fmt::format("NCCL's all-reduce: not depth-invariant ({})", what.second)
-            : "in the order of replicas, " + describe_route({what.first, what.second});
+        all_reduce && route.first == RouteKind::kNccl
+            ? fmt::format("NCCL's all-reduce: not depth-invariant ({})", route.second)
+            : "in the order of replicas, " + describe_route({route.first, route.second});
     text += fmt::format("  sums over replicas{}: {}\n", where, how);
   }
   return text;

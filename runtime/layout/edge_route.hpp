@@ -1,5 +1,5 @@
-// How the tensors of each edge of a pipeline get from stage to stage: chosen for every edge before
-// anything is allocated, with the reason, and refused where it cannot work.
+// What carries the tensors of each edge of a pipeline: chosen for every edge before anything is
+// allocated, with the reason, and refused where it cannot work.
 #pragma once
 
 #include <string>
@@ -16,10 +16,10 @@
 namespace sluice {
 
 enum class RouteKind : std::uint8_t {
-  kLocal,   // both stages on one rank: handed over
+  kLocal,   // both stages are on one rank: no message
   kHost,    // messages of host memory
-  kStaged,  // a GPU at one end or both: messages pass page-locked host memory
-  kDirect,  // MPI reads and writes the GPUs' memory itself
+  kStaged,  // messages through page-locked host memory; a GPU at one end or both
+  kDirect,  // MPI reads and writes the GPUs' memory
   kNccl,    // NCCL, from GPU to GPU
 };
 
@@ -34,34 +34,36 @@ struct RouteQuestion {
   std::string nccl_refusal;         // as find_why_no_nccl
   std::vector<RankDevice> devices;  // [rank of the pipeline]
 };
-// Why NCCL cannot join the GPUs of a job, [rank of the job], whatever library they have: a build
-// without it, two ranks on one GPU. Empty where it can.
+
+// Why NCCL cannot join the GPUs of a job, as far as this build and `job` ([rank of the job]) say:
+// the build has no NCCL, or two ranks share a GPU. Else empty.
 [[nodiscard]] std::string why_no_nccl(const std::vector<RankDevice>& job);
-// The same, or which rank's NCCL or driver does not serve. Collective over `world`. NCCL is looked
-// for only where it could be chosen: by several GPUs, unless MPI is wanted.
+// Collective over `world`. The same, or the first rank whose NCCL or driver cannot be used. Looks
+// for NCCL only where it could be chosen: the job has several GPUs, and `wanted` is not kMpi.
 [[nodiscard]] std::string find_why_no_nccl(Collectives& world, const std::vector<RankDevice>& job,
                                            TransportChoice wanted);
-// Why not every rank's MPI takes a GPU's memory; empty where it does. Collective over `world`.
-// `job`: [rank of the job]; `no_nccl`: as find_why_no_nccl; `depth`: ranks of a pipeline. Where no
-// message can need it MPI is not asked, since trying it, where a library says wrongly that it can,
-// may end the process, and the answer is kDeviceMessagesNotTried.
+// Collective over `world`. Why MPI of some rank does not take a GPU's memory; empty where all do.
+// `job`: [rank of the job]; `no_nccl`: as find_why_no_nccl(); `depth`: ranks of a pipeline.
+// MPI is tried only where a message may need it, else the answer is kDeviceMessagesNotTried: a
+// library that wrongly claims support may end the process.
 inline constexpr const char* kDeviceMessagesNotTried = "not tried: no edge needs it";
 [[nodiscard]] std::string why_no_device_messages(Collectives& world,
                                                  const std::vector<RankDevice>& job,
                                                  TransportChoice wanted, const std::string& no_nccl,
                                                  int depth);
 
-// What two ranks of a pipeline exchange, both directions; never direct. Throws as choose_routes().
+// The route between two ranks of a pipeline, both directions; never kDirect. Throws as
+// choose_routes().
 [[nodiscard]] EdgeRoute choose_route(int from, int to, const RouteQuestion& question);
 // [stage s]: the edge between stages s - 1 and s, both directions; entry 0 is local. Where any edge
-// is NCCL's, none is direct: CUDA-aware MPI beside NCCL can deadlock. Throws Error(kUsage) naming
-// both ranks where the wanted transport cannot serve an edge.
+// is kNccl, none is kDirect: CUDA-aware MPI and NCCL together can deadlock. Throws Error(kUsage)
+// that names both ranks where the wanted transport cannot carry an edge.
 [[nodiscard]] std::vector<EdgeRoute> choose_routes(const Placement& placement,
                                                    const RouteQuestion& question);
 
-// What sums the gradients of pipeline rank `rank` over `replicas` replicas: local for one replica,
-// else host, staged or NCCL's. Throws Error(kUsage) naming the rank where NCCL is wanted and
-// cannot.
+// What sums the gradients of pipeline rank `rank` over `replicas` replicas: kLocal for one replica,
+// else kHost, kStaged or kNccl. Throws Error(kUsage) that names the rank where NCCL is wanted and
+// cannot be used.
 [[nodiscard]] EdgeRoute choose_sum_route(int rank, int replicas, const RouteQuestion& question);
 
 [[nodiscard]] bool uses_nccl(const std::vector<EdgeRoute>& routes);

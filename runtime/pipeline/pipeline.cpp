@@ -8,7 +8,7 @@
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
 
-#include "runtime/engine/step_clock.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/gradients/bucketed_sums.hpp"
 #include "runtime/gradients/gradients.hpp"
 #include "runtime/gradients/replica_check.hpp"
@@ -24,14 +24,14 @@ namespace {
 
 std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
-// Sums of a stage's batch statistics over its replicas, in a copy: whose they are is the stage's.
+// Sums a stage's batch statistics over its replicas, in a copy: a stage owns its memory.
 class ReplicaSum : public Collective {
  public:
   ReplicaSum(Collectives& replicas, ComputeContext& compute, Interrupt* interrupt)
       : replicas_(replicas), mirror_(compute, interrupt) {}
   void sum(std::span<float> values) override {
     workspace_.resize(replicas_.ordered_sum_workspace(values.size()));
-    const std::span<float> host = mirror_.view(values);
+    const std::span<float> host = mirror_.read_back(values);
     sums_->assign(host.begin(), host.end());
     replicas_.ordered_sum(*sums_, workspace_, sums_);
     std::copy(sums_->begin(), sums_->end(), host.begin());
@@ -51,31 +51,28 @@ struct Pipeline::Impl {
   Impl(Communicator& world, const PipelineOptions& options_in, const StageFactory& make_stage,
        const DataSource& source);
 
-  // After an error NCCL's kernels may wait for messages that never come, and freeing a GPU's memory
-  // waits for them: they go first.
+  // NCCL is destroyed first. After an error its kernels may wait for messages that never come, and
+  // freeing a GPU's memory waits for kernels.
   ~Impl() {
     job.watch->set_progress_engine(nullptr);
     nccl.reset();
   }
 
-  struct Recording {
-    std::size_t events = 0;  // of the trace, room for that many
-    bool graphs = false;
-  };
-
-  // Runs `body`; where the device, or the host for it, has no memory left, the error says so of
-  // `who`, with the plan's table.
+  // Runs `body`. Where the memory of the device, or of the host, is not enough, the Error names
+  // `who` and the plan's table.
   template <typename Body>
-  void within_plan(const std::string& who, const Body& body) const;
-  // The same of whatever this rank's device refuses: libraries do not say that memory was the
-  // reason. What another rank has failed with stays as it is.
+  void rethrow_oom_with_plan(const std::string& who, const Body& body) const;
+  // The same for every error of this rank's device: libraries do not say that memory was the
+  // reason. Errors of other ranks are not changed.
   template <typename Body>
-  void make_ready(const std::string& who, const Body& body) const;
-  [[noreturn]] void exceed_plan(const std::string& who, const Error& error) const;
+  void rethrow_device_error_with_plan(const std::string& who, const Body& body) const;
+  [[noreturn]] void throw_with_plan(const std::string& who, const Error& error) const;
   void take_memory();
   void prepare_stages();
   void make_nccl();
-  std::unique_ptr<Engine> make_engine(const Plan& plan, const Recording& recording);
+  void prepare_training(const DataSource& source);
+  // Only a training engine records traces and CUDA graphs.
+  std::unique_ptr<Engine> make_engine(const Plan& plan, bool training);
   double count_targets(const BatchLoader::Batch& batch);
   StepReport train_step();
   double evaluate(std::int64_t samples);
@@ -109,14 +106,14 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
                      const StageFactory& make_stage, const DataSource& source)
     : options(options_in), job(world, options) {
   job.guarded([&] {
-    make_ready("the libraries", [&] {
+    rethrow_device_error_with_plan("the libraries", [&] {
       compute = std::make_unique<ComputeContext>(job.place.device(), options.devices.threads);
     });
     compute->set_tf32(options.devices.tf32);
     BuiltLayout built;
-    within_plan("the layout", [&] {  // where libraries plan what the stages will ask of them
-      built = build_layout(job, options, *compute, make_stage, source);
-    });
+    // Libraries may take memory when they plan what the stages will ask of them.
+    rethrow_oom_with_plan(
+        "the layout", [&] { built = build_layout(job, options, *compute, make_stage, source); });
     layout = std::move(built.layout);
     stages = std::move(built.stages);
     take_memory();
@@ -125,62 +122,64 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
         std::make_unique<ReplicaSum>(*job.replicas.collectives, *compute, job.watch.get());
     replica_targets.resize(at(layout.place.topology.replicas));
     prepare_stages();
-    // New communicators are made by all ranks or wait for ever: nobody has failed so far.
+    // All ranks make new communicators, or those that do wait for ever: no rank may have failed.
     job.world.collectives->barrier();
-    make_ready("NCCL's communicators", [&] { make_nccl(); });
-    within_plan("tied parameters", [&] {
-      tied = std::make_unique<TiedUses>(job, layout, *compute, nccl.get(), *mirror, bindings);
+    rethrow_device_error_with_plan("NCCL's communicators", [&] { make_nccl(); });
+    rethrow_oom_with_plan("tied parameters", [&] {
+      tied = std::make_unique<TiedUses>(job, layout.plans, layout.parameters, *compute, nccl.get(),
+                                        *mirror, bindings);
     });
-    within_plan("messages", [&] {
-      const std::size_t events =
-          options.checks.trace ? layout.plans.train.ranks[at(layout.place.rank)].ops.size() : 0;
-      engine = make_engine(layout.plans.train,
-                           {.events = events, .graphs = options.devices.cuda_graphs});
-    });
+    rethrow_oom_with_plan("messages",
+                          [&] { engine = make_engine(layout.plans.train, /*training=*/true); });
     job.watch->set_progress_engine(engine.get());
     for (const EvaluationPlan& plan : layout.plans.evaluations) {
-      within_plan(fmt::format("evaluation of {} samples", plan.samples), [&] {
+      rethrow_oom_with_plan(fmt::format("evaluation of {} samples", plan.samples), [&] {
         evaluations.emplace_back(
-            plan, source, layout, [this](const Plan& forward) { return make_engine(forward, {}); },
+            plan, source, layout,
+            [this](const Plan& forward) { return make_engine(forward, /*training=*/false); },
             compute->device());
       });
     }
-    if (options.training.inference) return;
-    within_plan("the batches", [&] {
-      loader = std::make_unique<BatchLoader>(
-          source, Phase::kTrain, layout.plans.micro_batches, layout.owns(0),
-          layout.owns(layout.plans.num_stages() - 1), compute->device());
-    });
-    within_plan("the optimizer", [&] {
-      gradients = std::make_unique<GradientSync>(job, layout, options, *compute, nccl.get(), *tied,
-                                                 bindings);
-    });
-    gradients->zero_grads();
-    compute->stream().synchronize();
-    job.world.collectives->barrier();
+    if (!options.training.inference) prepare_training(source);
   });
 }
 
+void Pipeline::Impl::prepare_training(const DataSource& source) {
+  rethrow_oom_with_plan("the batches", [&] {
+    loader = std::make_unique<BatchLoader>(
+        source, Phase::kTrain, layout.plans.micro_batches, layout.owns(0),
+        layout.owns(layout.plans.num_stages() - 1), compute->device());
+  });
+  rethrow_oom_with_plan("the optimizer", [&] {
+    gradients =
+        std::make_unique<GradientSync>(job, layout, options, *compute, nccl.get(), *tied, bindings);
+  });
+  gradients->zero_grads();
+  compute->stream().synchronize();
+  job.world.collectives->barrier();
+}
+
 template <typename Body>
-void Pipeline::Impl::within_plan(const std::string& who, const Body& body) const {
+void Pipeline::Impl::rethrow_oom_with_plan(const std::string& who, const Body& body) const {
   try {
     body();
   } catch (const OutOfMemory& error) {
-    exceed_plan(who, error);
+    throw_with_plan(who, error);
   }
 }
 
 template <typename Body>
-void Pipeline::Impl::make_ready(const std::string& who, const Body& body) const {
+void Pipeline::Impl::rethrow_device_error_with_plan(const std::string& who,
+                                                    const Body& body) const {
   try {
     body();
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kDevice || error.rank() >= 0) throw;
-    exceed_plan(who, error);
+    throw_with_plan(who, error);
   }
 }
 
-void Pipeline::Impl::exceed_plan(const std::string& who, const Error& error) const {
+void Pipeline::Impl::throw_with_plan(const std::string& who, const Error& error) const {
   std::string plan = "not made yet";
   if (!layout.memory.ranks.empty()) plan = to_string(layout.memory.ranks[at(layout.place.rank)]);
   throw Error(ErrorCode::kDevice,
@@ -190,25 +189,19 @@ void Pipeline::Impl::exceed_plan(const std::string& who, const Error& error) con
 }
 
 void Pipeline::Impl::take_memory() {
-  within_plan("the plan", [&] {
+  rethrow_oom_with_plan("the plan", [&] {
     compute->memory().reserve(layout.memory.ranks[at(layout.place.rank)].arena());
     compute->reserve_workspace(layout.memory.operator_bytes);
   });
 }
 
-// Communicators cost a GPU hundreds of megabytes: one set serves training and evaluations.
+// A communicator takes hundreds of megabytes of a GPU: training and evaluations share one set.
 void Pipeline::Impl::make_nccl() {
   if (!NcclRoutes::wanted(layout)) return;
-  std::size_t open = 8 + TiedUses::most_open(layout);
-  const auto count = [&](const Plan& plan) {
-    if (plan.ranks.empty()) return;
+  std::size_t open = 8 + TiedUses::most_open(layout.parameters);
+  layout.plans.for_each_plan([&](const Plan& plan) {
     for (const BufferPool& pool : plan.ranks[at(layout.place.rank)].pools) open += at(pool.count);
-  };
-  count(layout.plans.train);
-  for (const EvaluationPlan& evaluation : layout.plans.evaluations) {
-    count(evaluation.round);
-    count(evaluation.rest);
-  }
+  });
   const SumLoad sums = layout.wires.sums_by_nccl(layout.place.rank)
                            ? BucketedSums::load_of(bindings, options.devices.bucket_bytes)
                            : SumLoad{};
@@ -227,16 +220,15 @@ void Pipeline::Impl::prepare_stages() {
                          .loss = nullptr};
     if (splits && binding.split == nullptr) {
       throw Error(ErrorCode::kUsage,
-                  fmt::format("schedule '{}' parts the backward pass, which stage {} cannot (it is "
-                              "no SplitBackward)",
+                  fmt::format("schedule '{}' splits the backward pass, but stage {} is not a "
+                              "SplitBackward",
                               options.order.schedule, index));
     }
     if (index + 1 == layout.plans.num_stages()) {
       binding.loss = dynamic_cast<LossStage*>(stages[i].get());
       if (binding.loss == nullptr) {
-        throw Error(
-            ErrorCode::kUsage,
-            fmt::format("stage {} is the last one and has no loss (it is no LossStage)", index));
+        throw Error(ErrorCode::kUsage,
+                    fmt::format("stage {} is the last one, but is not a LossStage", index));
       }
     }
     StageSetup setup{.compute = compute.get(),
@@ -249,12 +241,14 @@ void Pipeline::Impl::prepare_stages() {
       for (const EdgeTensor& tensor : layout.wires.edges.inputs(size, index))
         specs.push_back(tensor.spec);
     }
-    make_ready(fmt::format("stage {}", index), [&] { stages[i]->prepare(setup); });
+    rethrow_device_error_with_plan(fmt::format("stage {}", index),
+                                   [&] { stages[i]->prepare(setup); });
     bindings.push_back(binding);
   }
 }
 
-std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, const Recording& recording) {
+std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, bool training) {
+  const RankPlan& mine = plan.ranks[at(layout.place.rank)];
   return std::make_unique<Engine>(
       EngineConfig{.plan = &plan,
                    .rank = layout.place.rank,
@@ -267,11 +261,12 @@ std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, const Reco
                    .nccl = nccl.get(),
                    .routes = layout.wires.routes,
                    .collective = plan.forward_only ? nullptr : replica_sum.get(),
-                   .cuda_graphs = recording.graphs,
-                   .trace_events = recording.events});
+                   .cuda_graphs = training && options.devices.cuda_graphs,
+                   .trace_events = training && options.checks.trace ? mine.ops.size() : 0});
 }
 
-// One sum over replicas, on the last stage's ranks, fixes what the mean is taken over; elsewhere 1.
+// The number of targets in the global batch, which the mean loss is taken over. On the last stage's
+// ranks, with one exchange between replicas; elsewhere 1.
 double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch) {
   if (!layout.owns(layout.plans.num_stages() - 1)) return 1;
   double mine = 0;
@@ -305,13 +300,14 @@ StepReport Pipeline::Impl::train_step() {
                               .micro_batches = layout.plans.micro_batches,
                               .batch = &batch};
     gradients->begin(number, started, engine->outcome());
-    within_plan(fmt::format("step {}", number), [&] { engine->run(request, gradients.get()); });
+    rethrow_oom_with_plan(fmt::format("step {}", number),
+                          [&] { engine->run(request, gradients.get()); });
     gradients->zero_grads();
     step = number;
     report = report_of(steady_seconds() - started);
     if (options.checks.replicas_every > 0 && step % options.checks.replicas_every == 0) {
-      within_plan(fmt::format("the comparison of replicas after step {}", step),
-                  [&] { sluice::check_replicas(job, layout, *tied, bindings, *mirror, step); });
+      rethrow_oom_with_plan(fmt::format("the comparison of replicas after step {}", step),
+                            [&] { check_replicas(job, *tied, bindings, *mirror, step); });
     }
   });
   return report;
@@ -321,15 +317,15 @@ void Pipeline::Impl::close() {
   job.guarded([&] {
     if (std::exchange(closed, true)) return;
     use_device(compute->device());
-    job.watch->set_progress_engine(nullptr);  // what it drives ends
+    job.watch->set_progress_engine(nullptr);
     if (nccl != nullptr) nccl->finalize();
     job.world.collectives->barrier();
   });
 }
 
-// Not guarded: it holds on all ranks or on none, and some may still be closing.
+// Not guarded: the answer is the same on all ranks, and some may still be closing.
 void Pipeline::Impl::require_open() const {
-  if (closed) throw Error(ErrorCode::kUsage, "the pipeline is closed and computes no more");
+  if (closed) throw Error(ErrorCode::kUsage, "the pipeline is closed");
 }
 
 void Pipeline::Impl::require_inference(std::span<const Tensor> inputs) const {
@@ -359,7 +355,7 @@ StepReport Pipeline::Impl::report_of(double seconds) const {
   report.learning_rate = options.training.learning_rate.at(step);
   report.seconds = seconds;
   report.pipeline_seconds = totals.window_seconds;
-  // Two clocks: what is all but busy may come out as busier than that.
+  // The two times come from different clocks: a bubble near 0 may come out negative.
   report.bubble_measured = std::max(
       0.0, 1 - totals.busy_seconds / (totals.window_seconds * layout.place.topology.ranks()));
   if (job.world.ranks->rank() == 0) {
@@ -381,12 +377,12 @@ double Pipeline::Impl::evaluate(std::int64_t samples) {
     if (found == evaluations.end()) {
       throw Error(
           ErrorCode::kUsage,
-          fmt::format("evaluation of {} samples was not announced in the options", samples));
+          fmt::format("evaluation of {} samples is not one of the options' evaluations", samples));
     }
     use_device(compute->device());
     LossResult loss;
-    within_plan(fmt::format("evaluation of {} samples", samples),
-                [&] { loss = found->run(options.training.seed); });
+    rethrow_oom_with_plan(fmt::format("evaluation of {} samples", samples),
+                          [&] { loss = found->run(options.training.seed); });
     const std::array<double, 2> mine = {loss.sum, loss.weight};
     std::vector<double> all(2 * at(job.world.ranks->size()));
     job.world.collectives->all_gather(std::as_bytes(std::span(mine)),
@@ -415,7 +411,7 @@ std::span<const Tensor> Pipeline::Impl::infer(std::span<const Tensor> inputs) {
                               .seed = options.training.seed,
                               .micro_batches = layout.plans.micro_batches,
                               .batch = &inference_batch};
-    within_plan("inference", [&] { engine->run(request, nullptr); });
+    rethrow_oom_with_plan("inference", [&] { engine->run(request, nullptr); });
     outputs = engine->outputs();
   });
   return outputs;
@@ -467,7 +463,7 @@ void Pipeline::values_changed() {
   impl_->require_open();
   impl_->job.guarded([&] {
     use_device(impl_->compute->device());
-    impl_->within_plan("tied parameters", [&] { impl_->tied->spread_values(); });
+    impl_->rethrow_oom_with_plan("tied parameters", [&] { impl_->tied->broadcast_tied_values(); });
   });
 }
 
@@ -484,7 +480,7 @@ void PipelineAccess::guarded(Pipeline& pipeline, const std::function<void()>& bo
 }
 void PipelineAccess::guarded(Pipeline& pipeline, const std::string& who,
                              const std::function<void()>& body) {
-  pipeline.impl_->job.guarded([&] { pipeline.impl_->within_plan(who, body); });
+  pipeline.impl_->job.guarded([&] { pipeline.impl_->rethrow_oom_with_plan(who, body); });
 }
 
 std::vector<TraceEvent> PipelineAccess::trace(const Pipeline& pipeline) {

@@ -10,7 +10,7 @@
 #include <sluice/stage.hpp>
 
 #include "comm/loopback/loopback.hpp"
-#include "runtime/engine/step_clock.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/files/trace.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"

@@ -81,7 +81,8 @@ std::string digest_of(Pipeline& pipeline) {
   HostMirror mirror(pipeline.compute(), nullptr);
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
     if (!owned.owner) continue;
-    mine += owned.parameter->name + " " + sha256_hex(mirror.view(owned.parameter->value)) + "\n";
+    mine +=
+        owned.parameter->name + " " + sha256_hex(mirror.read_back(owned.parameter->value)) + "\n";
   }
   std::string lines;
   std::vector<std::string> all;
