@@ -101,7 +101,7 @@ void write_text_file(const fs::path& path, const std::string& text) {
   file.commit();
 }
 
-// Rank 0's part: indices over the files of all ranks, then configuration and state.
+// The files that rank 0 writes: indices over the files of all ranks, then configuration and state.
 void write_directory(const Pipeline& pipeline, const std::set<std::string>& kinds,
                      const fs::path& directory, const std::string& config) {
   const JobLayout& layout = PipelineAccess::layout(pipeline);
@@ -129,7 +129,7 @@ void write_directory(const Pipeline& pipeline, const std::set<std::string>& kind
                   Json{{"format", 1}, {"step", pipeline.step()}}.dump(2) + "\n");
 }
 
-// Tensors as a file takes them: in host memory.
+// Tensors in host memory, for writing to a file.
 class HostTensors {
  public:
   explicit HostTensors(Device device) : device_(device) {}
@@ -198,7 +198,7 @@ void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::s
       std::error_code error;
       fs::create_directories(directory, error);
       require_done(error, "create directory", directory);
-      // Without it nothing can be resumed: a save that is cut short leaves no mixture behind.
+      // --resume needs this file, so a save that is cut short cannot be resumed.
       remove_file(directory / "state.json");
     }
     PipelineAccess::world(pipeline).barrier();

@@ -47,7 +47,7 @@ std::map<std::string, std::string> read_index(const fs::path& path) {
     if (part.empty() || part == "." || part == ".." || part.find('/') != std::string::npos ||
         part.find('\0') != std::string::npos) {
       refuse(path,
-             fmt::format("tensor '{}' is in '{}', which is no name of a file beside the index",
+             fmt::format("tensor '{}' is in '{}', which is no name of a file next to the index",
                          name, part));
     }
     file_of.emplace(name, part);

@@ -26,7 +26,7 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankFacts, rank, local_size, host, device, de
 
 namespace {
 
-// Variables that change results or speed behind the program's back.
+// Variables of libraries that change results or speed.
 constexpr const char* kVariables[] = {
     "OMP_NUM_THREADS",          "OMP_PROC_BIND",
     "OPENBLAS_CORETYPE",        "OPENBLAS_NUM_THREADS",
@@ -124,7 +124,7 @@ void check_network(const Ranks& ranks, std::vector<Finding>& findings) {
   if (first.fast_network) {
     findings.push_back(
         {several_hosts,
-         "this host has an InfiniBand or RoCE device, but nothing says that MPI uses it (Debian's "
+         "this host has an InfiniBand or RoCE device, but no setting makes MPI use it (Debian's "
          "Open MPI has no such path by default): use an Open MPI with UCX and start with '--mca "
          "pml ucx', which fails where UCX is missing"});
   } else if (several_hosts) {
@@ -162,7 +162,7 @@ void check_shared_memory(const Ranks& ranks, std::vector<Finding>& findings) {
     }
     findings.push_back(
         {true,
-         fmt::format("{}: /dev/shm has {} MiB free, {} ranks want about {}; in a container "
+         fmt::format("{}: /dev/shm has {} MiB free, {} ranks need about {}; in a container "
                      "give it more (docker run --shm-size=1g)",
                      host->host, host->shared_memory_bytes >> 20, host->local_size, wanted >> 20)});
   }
@@ -183,7 +183,7 @@ void check_environment(const Ranks& ranks, std::vector<Finding>& findings) {
            fmt::format("{}={} is set (rank {}): {}", name, value, rank.rank,
                        threads ? "--threads decides instead"
                                : "it changes speed and may change results; unset it, or set it "
-                                 "alike in every run you compare")});
+                                 "equally in every run you compare")});
     }
   }
 }
@@ -206,8 +206,8 @@ void check_gpus(const Ranks& ranks, std::vector<Finding>& findings) {
   }
   const std::string& why_not = ranks.front().no_device_messages;
   if (any && !why_not.empty() && why_not != kDeviceMessagesNotTried) {
-    findings.push_back({false, fmt::format("MPI carries no messages from GPU to GPU ({}): what "
-                                           "NCCL does not carry passes page-locked host memory",
+    findings.push_back({false, fmt::format("MPI carries no messages from GPU to GPU ({}): without "
+                                           "NCCL they pass page-locked host memory",
                                            why_not)});
   }
   for (const RankFacts& rank : ranks) {

@@ -10,7 +10,7 @@
 namespace sluice {
 namespace {
 
-// "E 0-1": the embedding and blocks 0 and 1; "H": the head; "-" for a stage that passes on.
+// "E 0-1": the embedding and blocks 0 and 1; "H": the head; "-" for a stage without layers.
 std::string describe_layers(const Partition& partition, int stage) {
   const int layers = partition.first.back();
   const int first = partition.first[static_cast<std::size_t>(stage)];
@@ -27,8 +27,7 @@ std::string describe_layers(const Partition& partition, int stage) {
   return text;
 }
 
-// What each rank computes on and how stages are joined; nothing for a job without GPUs that could
-// have none.
+// The device of each rank; with a GPU among them, also the routes between stages and of sums.
 std::string describe_connections(const JobLayout& layout) {
   std::string text = describe_devices(layout.place.devices);
   if (std::all_of(layout.place.devices.begin(), layout.place.devices.end(),
@@ -46,7 +45,7 @@ std::string describe_connections(const JobLayout& layout) {
   return text + describe_sums(layout.wires.sums, layout.wires.all_reduce);
 }
 
-// What stages say of themselves: each note once, with the stages where not all say it.
+// Notes of stages: each once, with the numbers of the stages unless all have it.
 std::string describe_notes(const JobLayout& layout) {
   std::map<std::string, std::vector<int>> stages_by_note;
   for (int stage = 0; stage < layout.plans.num_stages(); ++stage) {
@@ -63,7 +62,7 @@ std::string describe_notes(const JobLayout& layout) {
   return text;
 }
 
-// Of --cuda-graphs, where it is asked for: which ranks it concerns.
+// The ranks that --cuda-graphs concerns; empty without the option.
 std::string describe_graphs(const JobLayout& layout) {
   if (!layout.plans.cuda_graphs) return "";
   const auto gpus =

@@ -1,4 +1,4 @@
-// What `sluice train` prints of a job before its first step.
+// The text on a job's layout that `sluice train` prints before the first step.
 #pragma once
 
 #include <string>

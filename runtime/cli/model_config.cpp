@@ -13,7 +13,7 @@ using Json = nlohmann::ordered_json;
 
 namespace {
 
-// Calls visit(name, field) for what the weights depend on, but for the two enumerations.
+// Calls visit(name, field) for each field that the weights depend on, except the two enumerations.
 template <typename Config, typename Visit>
 void each_field(Config& config, const Visit& visit) {
   visit("layers", config.layers);

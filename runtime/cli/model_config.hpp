@@ -1,4 +1,4 @@
-// The configuration saved beside weights (config.json): enough to build the model again.
+// config.json, which is saved next to weights: enough to build the model again.
 #pragma once
 
 #include <filesystem>
@@ -11,7 +11,7 @@
 namespace sluice {
 
 // JSON: {"format": 1, "model": {...}, "options": {name: value, ...}}. A byte of
-// a value that is not UTF-8, in a path for instance, becomes U+FFFD.
+// a value that is not UTF-8, for example in a path, becomes U+FFFD.
 [[nodiscard]] std::string model_config_text(const TransformerConfig& config,
                                             const OptionValues& options);
 

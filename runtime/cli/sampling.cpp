@@ -15,7 +15,7 @@
 namespace sluice {
 namespace {
 
-// Any number that no layer's place has (see random_site).
+// Any number that differs from every layer's random_site().
 constexpr std::uint64_t kSite = 0xCD840A92;
 
 // In [0, 1), 53 bits.

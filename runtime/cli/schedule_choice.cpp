@@ -21,8 +21,8 @@ using Json = nlohmann::json;
 
 constexpr std::int64_t kSearchEffort = 5'000'000;  // of annealing, a quarter of the default
 
-// By layer. Each of backward's halves takes as many products as forward; its input half also those
-// that are computed again.
+// [layer]. Each half of backward takes as many products as forward. Recomputation adds to the input
+// half.
 std::vector<StageTimes> layer_times(const TransformerConfig& model) {
   const std::vector<double> again = recompute_costs(model);
   std::vector<StageTimes> times;
@@ -82,8 +82,8 @@ ScheduleChoice search(const TrainOptions& options, int ranks, Collectives& world
           .remark = json.at("remark").get<std::string>()};
 }
 
-// More chunks than give every layer a stage of its own, embedding and head included, only add
-// stages without layers; a schedule whose least number of chunks does so is free to.
+// Once every layer, embedding and head included, has its own stage, more chunks only add stages
+// without layers. A schedule whose least number of chunks does so is accepted.
 void require_layers_for_chunks(const TrainOptions& options, int ranks) {
   const std::int64_t most =
       std::max(options.model.layers + 2, stages_of(options.pipeline.order.schedule, {ranks, 1, 1}));

@@ -1,5 +1,4 @@
-// Which order a training follows and which layers sit on which stage: by name, from a file, or
-// searched for.
+// The order of a training and the layers of each stage: by name, from a file, or searched for.
 #pragma once
 
 #include <memory>
@@ -14,15 +13,15 @@
 namespace sluice {
 
 struct ScheduleChoice {
-  std::shared_ptr<const Schedule> order;  // null: TrainOptions::schedule and chunks say it
+  std::shared_ptr<const Schedule> order;  // null: PipelineOptions::Order names it
   Partition partition;
-  std::string remark;  // one line on where a searched order comes from; empty: by name or file
+  std::string remark;  // one line on the origin of a searched order; empty: by name or file
 };
 
-// For a pipeline of `ranks` ranks. Collective over all ranks of the job: of --schedule auto rank 0
-// searches, with the layers' products as costs, messages that take no time and no more
-// micro-batches in flight than 1f1b holds, and tells the others. Throws Error(kUsage) for what
-// cannot be placed.
+// For a pipeline of `ranks` ranks. Collective over all ranks of the job. For --schedule auto rank 0
+// searches and broadcasts the result. The costs of the search are the layers' products, messages
+// take no time, and at most as many micro-batches are in flight as 1f1b holds. Throws Error(kUsage)
+// where layers or stages cannot be placed.
 [[nodiscard]] ScheduleChoice choose_schedule(const TrainOptions& options, int ranks,
                                              Collectives& world);
 

@@ -214,8 +214,7 @@ void resolve_schedule(const OptionTable& table, TrainOptions& options) {
   for (const char* name : {"schedule", "chunks"}) {
     if (!table.given_on_command_line(name)) continue;
     if (file_wins) {
-      throw_usage("option --{}: the schedule of --schedule-file says it; give one of the two",
-                  name);
+      throw_usage("option --{}: --schedule-file determines it; give one of the two", name);
     }
     options.schedule_file.clear();
     return;
@@ -264,7 +263,7 @@ void require_distinct_files(const TrainOptions& options) {
     }
     const fs::path absolute = fs::absolute(name, error);
     const fs::path path = error ? fs::path() : fs::weakly_canonical(absolute, error);
-    if (error) continue;  // opening the file says why the name is no path
+    if (error) continue;  // opening the file will report the cause
     for (const auto& [other, other_path] : seen) {
       if (path != other_path && !fs::equivalent(path, other_path, error)) continue;
       throw_usage("option --{}: --{} names '{}' as well; give each a file of its own", option,

@@ -39,7 +39,7 @@ namespace {
 
 // Steps at the end of a run that go into the trace.
 constexpr std::uint64_t kTracedSteps = 4;
-// Windows of a validation between steps, where the user does not say.
+// Windows of a validation between steps, unless --validation-samples is given.
 constexpr std::int64_t kQuickValidation = 64;
 
 struct Sums {
@@ -157,7 +157,7 @@ void Training::require_a_batch() const {
               options_.model.context, needed);
 }
 
-// Before anything is computed; leaves everything as it was, since a run may still be refused.
+// Called before anything is computed. It changes no file, because the run may still be refused.
 void Training::require_writable_outputs() const {
   if (!first()) return;
   if (!options_.trace.empty()) require_writable_file(options_.trace);
@@ -200,7 +200,7 @@ StageFactory Training::stages() const {
   };
 }
 
-// The first that is printed: a job that is refused prints nothing but why.
+// Nothing is printed before this, so a job that is refused prints only its error.
 void Training::describe(const JobLayout& layout) const {
   fmt::print("{}{}", describe_configuration(resolved()),
              describe_layout(layout, choice_.partition));

@@ -1,5 +1,4 @@
-// Trainer: what `sluice train` does once MPI is up: data, pipeline, steps, validation, reports,
-// weights, summary.
+// `sluice train` once MPI is up: data, pipeline, steps, validation, reports, weights, summary.
 #pragma once
 
 #include <string>

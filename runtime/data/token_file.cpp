@@ -48,7 +48,7 @@ TokenFormat format_of(std::span<const std::byte> bytes, const std::filesystem::p
   return binary ? TokenFormat::kNanoGpt : TokenFormat::kText;
 }
 
-// The tokens behind llm.c's header; every number in it checked against the file.
+// The tokens after llm.c's header. Checks every number in it against the file.
 std::span<const std::byte> llm_c_tokens(std::span<const std::byte> bytes,
                                         const std::filesystem::path& path) {
   if (bytes.size() < kLlmCHeaderBytes) {
@@ -68,7 +68,7 @@ std::span<const std::byte> llm_c_tokens(std::span<const std::byte> bytes,
   return tokens;
 }
 
-// Bytes up to which all of them are the sample; beyond, blocks of them are.
+// Up to kWhole bytes the digest is of the whole file, beyond of kBlocks blocks of it.
 constexpr std::size_t kWhole = std::size_t{1} << 20;
 constexpr std::size_t kBlock = 4096, kBlocks = 66;
 

@@ -9,7 +9,7 @@
 namespace sluice {
 namespace {
 
-// Any number that no layer's place has (see random_site).
+// Any number that differs from every layer's random_site().
 constexpr std::uint64_t kOffsetSite = 0xC3430BEE;
 
 // A number in [0, bound), bound > 0, from 64 random bits: the upper half of their product. Its bias
@@ -58,7 +58,7 @@ class TokenSource final : public TokenShapes {
   }
 
  private:
-  // Targets are the inputs' windows moved on by one token.
+  // Targets are the windows of the inputs, shifted by one token.
   void copy(Phase phase, std::uint64_t step, SampleRange range, std::int64_t shift,
             std::span<const Tensor> into) const {
     const TensorSpec wanted{DType::kI32, {range.count, context()}};

@@ -209,7 +209,7 @@ int micro_batches_of_run(const Json& first_line) {
   int value = 0;
   const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (problem != std::errc() || end != text.data() + text.size() || value < 1) {
-    fail("does not say the run's micro-batches in its first line");
+    fail("lacks the run's micro-batches in its first line");
   }
   return value;
 }
@@ -251,7 +251,7 @@ MeasuredCosts read_metrics(std::string_view text, double input_share) {
                               .backward_weight = backward * (1 - input_share)});
   costs.source = fmt::format(
       "metrics say how long ranks were busy (mean of {} steps), not with what: {} ranks "
-      "counted alike, a third forward, {:.4g} of the rest input half, messages 0; milliseconds",
+      "counted equally, a third forward, {:.4g} of the rest input half, messages 0; milliseconds",
       busy.size(), ranks, input_share);
   return costs;
 }

@@ -21,7 +21,8 @@ constexpr std::size_t kMostListed = 16;
 constexpr int kMaxInt = std::numeric_limits<int>::max();
 constexpr const char* kAbout =
     "Searches for the schedule, the number of chunks, the placement and the layers of each stage\n"
-    "that make the step shortest for the costs given, within a memory limit. A heuristic: it says\n"
+    "that make the step shortest for the costs given, within a memory limit. A heuristic: it "
+    "prints\n"
     "how far it is from a lower bound. Times are of one micro-batch on one rank's whole share of\n"
     "the model, which can be cut anywhere; with --layers, of one layer, and stages are whole "
     "layers.\n"
@@ -39,7 +40,7 @@ struct AutoOptions {
 
 struct AutoSchedule {
   SearchResult result;
-  ScheduleReport report;  // of result.schedule; `source` says where it comes from
+  ScheduleReport report;  // of result.schedule; `source` names the search
 };
 
 double value_of(const SearchCandidate& candidate, Objective objective) {
@@ -170,7 +171,7 @@ OptionTable make_table(AutoOptions& options) {
   table.add_integer("layers", options.layers, 1, kMaxInt,
                     "of the model, costs being of layers; any: it can be cut anywhere", "any");
   table.add_flag("whole-backward", options.whole_backward,
-                 "only schedules that do not part the backward pass");
+                 "only schedules that do not split the backward pass");
   table.add_integer("effort", options.request.effort, 0, std::numeric_limits<std::int64_t>::max(),
                     "actions that the last improvement plays");
   add_output_options(table, options.output);

@@ -18,7 +18,7 @@ constexpr int kMaxInt = std::numeric_limits<int>::max();
 constexpr const char* kAbout =
     "Proves, simulates and draws a schedule: no MPI, no model. Time has the unit of the times "
     "given;\n"
-    "a backward that is not parted takes backward-input-time + backward-weight-time. Times and\n"
+    "a backward that is not split takes backward-input-time + backward-weight-time. Times and\n"
     "bytes are one number for all stages, or one per stage, separated by commas.\n"
     "\n"
     "  sluice schedule --schedule 1f1b --ranks 4 --micro-batches 8\n"
@@ -66,7 +66,7 @@ LoadedSchedule loaded(const ScheduleOptions& options, const OptionTable& table) 
   if (options.file.empty()) return generate_schedule(options.schedule, options.shape);
   for (const char* name : {"schedule", "ranks", "micro-batches", "chunks"}) {
     if (!table.given(name)) continue;
-    throw_usage("option --{}: the schedule of --file says it; give one of the two", name);
+    throw_usage("option --{}: --file determines it; give one of the two", name);
   }
   return load_schedule(options.file, options.output.alphabet);
 }

@@ -136,7 +136,7 @@ void Costs::add_options(OptionTable& table, CostsOf scope) {
   table.add_real("reduce-bandwidth", common_.reduce_link.bandwidth, kFromZero,
                  "for reduce-bytes; 0: without limit");
   table.add_flag("reduce-overlap", common_.reduce_overlap,
-                 "reduce a stage beside compute once its last W or B has ended");
+                 "reduce a stage concurrently with compute, once its last W or B has ended");
 }
 
 void Costs::resolve(const OptionTable& table, CostsOf scope) {
@@ -159,7 +159,7 @@ void Costs::resolve(const OptionTable& table, CostsOf scope) {
 void Costs::read_profile(const OptionTable& table) {
   for (const List list : {kForward, kBackwardInput, kBackwardWeight}) {
     if (!table.given(kNames[list])) continue;
-    throw_usage("option --{}: --profile says it; give one of the two", kNames[list]);
+    throw_usage("option --{}: --profile determines it; give one of the two", kNames[list]);
   }
   MeasuredCosts measured = read_measured_costs(profile_, input_share_);
   measured_ = std::move(measured.stages);

@@ -1,5 +1,5 @@
-// What actions, messages and activations cost: the options that `sluice schedule`, its `compare`
-// and `auto` share, and what simulate() takes made from them.
+// Costs of actions, messages and activations: the options that `sluice schedule`, its `compare` and
+// `auto` share, and the input of simulate() that follows from them.
 #pragma once
 
 #include <array>
@@ -14,10 +14,10 @@
 
 namespace sluice {
 
-// What the numbers are of.
+// What one number of a list refers to.
 enum class CostsOf {
-  kStage,      // one chunk: X for all stages alike, or one per stage
-  kRankShare,  // one p-th of the model: X for all alike, or p of them in the model's order
+  kStage,      // one chunk: X for all stages, or one per stage
+  kRankShare,  // one p-th of the model: X for all, or p of them in the model's order
 };
 
 // Call add_options(), parse the table, then resolve(), then the rest. An object keeps its address
@@ -39,7 +39,7 @@ class Costs {
   // --memory-limit where no bytes are given: micro-batches in flight on a rank, each chunk counting
   // as its share of one.
   [[nodiscard]] std::optional<double> in_flight_limit() const { return in_flight_limit_; }
-  // Where measured times come from and what was assumed about them; empty: nothing measured.
+  // The profile, and the assumptions about its times; empty: no profile.
   [[nodiscard]] const std::string& source() const { return source_; }
 
  private:
@@ -68,12 +68,12 @@ class Costs {
   void read_profile(const OptionTable& table);
   [[nodiscard]] SimulationTimes of_pieces(int pieces) const;
 
-  // What the options give. Empty texts: not given.
+  // Targets of the options. Empty texts: not given.
   std::array<std::string, kLists> texts_ = {"1", "1", "1", "0"};
   std::string overlap_ = "sum", links_, limit_, profile_;
   double input_share_ = 0.5;
   SimulationTimes common_;  // all but stages and bytes
-  // What resolve() makes of it.
+  // Set by resolve().
   CostsOf scope_ = CostsOf::kStage;
   std::array<std::vector<double>, kLists> values_;
   bool has_bytes_ = false;

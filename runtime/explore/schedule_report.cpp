@@ -155,7 +155,7 @@ const char* colour_of(std::string_view cell) {
   }
 }
 
-// Of the words behind each row's bar.
+// The grid with its cells coloured, which are the words after each row's bar.
 std::string coloured(std::string_view grid) {
   std::string text;
   while (!grid.empty()) {

@@ -1,5 +1,5 @@
-// What `sluice schedule` says of one schedule: proven by verify(), timed by simulate(), drawn; and
-// where the schedule comes from when it is a file.
+// The report of `sluice schedule` on one schedule, generated or read from a file: proven by
+// verify(), timed by simulate(), drawn.
 #pragma once
 
 #include <filesystem>

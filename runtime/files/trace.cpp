@@ -19,10 +19,10 @@ namespace {
 
 constexpr std::array<const char*, 5> kTrackNames = {"planned", "compute", "sends", "receives",
                                                     "sums"};
-// Thread numbers: (track + 1) * kMostLanes + lane; none is 0, which viewers keep for the idle task.
+// Thread numbers: (track + 1) * kMostLanes + lane. None is 0, which viewers use for the idle task.
 constexpr std::size_t kMostLanes = 100'000;
 
-// A trace event in whole nanoseconds: rounded once, so that neighbours that touch still do.
+// A trace event in whole nanoseconds. Times are rounded once, so neighbours that touch still touch.
 struct Slice {
   std::int64_t start = 0, end = 0;
   const TraceEvent* event = nullptr;
@@ -56,7 +56,7 @@ std::vector<Slice> slices_of(const RankTrace& trace, TraceTrack track) {
   return slices;
 }
 
-// Microseconds with three digits, as the format wants them.
+// Microseconds with three decimals, as the format defines.
 std::string microseconds(std::int64_t ns) {
   return fmt::format("{}{}.{:03}", ns < 0 ? "-" : "", std::abs(ns) / 1000, std::abs(ns) % 1000);
 }

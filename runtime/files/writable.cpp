@@ -29,7 +29,7 @@ void require_writable_directory(const fs::path& directory) {
   }
   fs::create_directories(directory, error);
   if (error) fail(error.message());
-  // A name of its own for every process that tries at the same time.
+  // Processes that check at the same time use different names.
   std::string probe = (directory / ".writable-XXXXXX").string();
   const int fd = ::mkstemp(probe.data());
   const int cause = errno;
@@ -38,7 +38,7 @@ void require_writable_directory(const fs::path& directory) {
     ::unlink(probe.c_str());
   }
   for (const fs::path& path : made)
-    fs::remove(path, error);  // but where others put files meanwhile
+    fs::remove(path, error);  // fails where another process has put files
   if (fd < 0) fail(std::generic_category().message(cause));
 }
 
@@ -49,7 +49,7 @@ void require_writable_file(const fs::path& file) {
   };
   const int flags = O_WRONLY | O_APPEND | O_CLOEXEC | O_NONBLOCK;
   int fd = ::open(file.c_str(), flags);
-  // A pipe that nobody reads yet can be written to later.
+  // A pipe without a reader can be written to later.
   if (fd < 0 && errno == ENXIO) return;
   if (fd >= 0) {
     ::close(fd);
@@ -57,7 +57,7 @@ void require_writable_file(const fs::path& file) {
   }
   if (errno != ENOENT) fail(errno);
   fd = ::open(file.c_str(), flags | O_CREAT | O_EXCL, 0666);
-  if (fd < 0 && errno == EEXIST) return;  // another process made it meanwhile
+  if (fd < 0 && errno == EEXIST) return;  // another process has just created it
   if (fd < 0) fail(errno);
   ::close(fd);
   ::unlink(file.c_str());

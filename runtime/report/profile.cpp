@@ -14,7 +14,7 @@ double mean(const ActionSeconds::Sum& sum) {
   return sum.count == 0 ? 0 : sum.seconds / static_cast<double>(sum.count);
 }
 
-// Of I, or of what a whole backward leaves after its weight half.
+// Of I, and of whole backwards without their weight half.
 double mean_input(const ActionSeconds& sums) {
   const std::int64_t count = sums.backward.count + sums.backward_input.count;
   if (count == 0) return 0;
