@@ -12,11 +12,13 @@
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/writable.hpp"
 #include "runtime/job/host_mirror.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 
 namespace sluice {
 namespace {
@@ -30,38 +32,33 @@ struct Parts {
   int count = 0;
 };
 
-Parts parts_of(const PipelineLayout& layout) {
-  Parts parts;
-  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
-    bool owns = false;
-    for (const int stage : layout.train.placement.stages_of(rank)) {
-      const auto& parameters = layout.stages[static_cast<std::size_t>(stage)].parameters;
-      for (std::size_t i = 0; i < parameters.size(); ++i) {
-        owns = owns || layout.is_owner(stage, static_cast<int>(i));
-      }
-    }
-    parts.part_of_rank.push_back(owns ? parts.count++ : -1);
-  }
-  return parts;
-}
-
 struct OwnedParameter {
   std::string name;
   int rank = 0;
   std::int64_t elements = 0;
 };
 
-std::vector<OwnedParameter> owned_parameters(const PipelineLayout& layout) {
+std::vector<OwnedParameter> owned_parameters(const JobLayout& layout) {
   std::vector<OwnedParameter> owned;
-  for (int stage = 0; stage < layout.num_stages(); ++stage) {
-    const auto& parameters = layout.stages[static_cast<std::size_t>(stage)].parameters;
+  for (int stage = 0; stage < layout.plans.num_stages(); ++stage) {
+    const auto& parameters = layout.parameters.stages[static_cast<std::size_t>(stage)].parameters;
     for (std::size_t i = 0; i < parameters.size(); ++i) {
-      if (!layout.is_owner(stage, static_cast<int>(i))) continue;
+      if (!layout.parameters.is_owner(stage, static_cast<int>(i))) continue;
       owned.push_back(
-          {parameters[i].name, layout.train.placement.rank_of(stage), parameters[i].elements});
+          {parameters[i].name, layout.plans.placement().rank_of(stage), parameters[i].elements});
     }
   }
   return owned;
+}
+
+Parts parts_of(const JobLayout& layout) {
+  Parts parts;
+  parts.part_of_rank.assign(static_cast<std::size_t>(layout.place.topology.pipeline), -1);
+  for (const OwnedParameter& owned : owned_parameters(layout)) {
+    parts.part_of_rank[static_cast<std::size_t>(owned.rank)] = 0;
+  }
+  for (int& part : parts.part_of_rank) part = part < 0 ? part : parts.count++;
+  return parts;
 }
 
 // Kinds of state the optimizer keeps per parameter, e.g. exp_avg and exp_avg_sq.
@@ -73,8 +70,7 @@ std::set<std::string> state_kinds(const std::vector<OptimizerState>& states) {
 
 void require_done(const std::error_code& error, const char* what, const fs::path& path) {
   if (!error) return;
-  throw Error(ErrorCode::kIo,
-              fmt::format("cannot {} '{}': {}", what, path.string(), error.message()));
+  throw_error(ErrorCode::kIo, "cannot {} '{}': {}", what, path.string(), error.message());
 }
 
 void remove_file(const fs::path& path) {
@@ -105,10 +101,10 @@ void write_text_file(const fs::path& path, const std::string& text) {
   file.commit();
 }
 
-// Rank 0's part: indices over the files of all ranks, then configuration and state.
+// The files that rank 0 writes: indices over the files of all ranks, then configuration and state.
 void write_directory(const Pipeline& pipeline, const std::set<std::string>& kinds,
                      const fs::path& directory, const std::string& config) {
-  const PipelineLayout& layout = pipeline.layout();
+  const JobLayout& layout = PipelineAccess::layout(pipeline);
   const Parts parts = parts_of(layout);
   std::map<std::string, std::string> model, optimizer;
   std::size_t bytes = 0;
@@ -133,7 +129,7 @@ void write_directory(const Pipeline& pipeline, const std::set<std::string>& kind
                   Json{{"format", 1}, {"step", pipeline.step()}}.dump(2) + "\n");
 }
 
-// Tensors as a file takes them: in host memory.
+// Tensors in host memory, for writing to a file.
 class HostTensors {
  public:
   explicit HostTensors(Device device) : device_(device) {}
@@ -156,21 +152,21 @@ class HostTensors {
 
 void read(const WeightsDirectory& weights, const std::string& name, const Tensor& into,
           HostMirror& mirror) {
-  weights.read(name, {mirror.blank(into).data(), into.spec});
+  weights.read(name, {mirror.writable_host_copy(into).data(), into.spec});
   mirror.write_back();
 }
 
 // Every saved parameter must be one of the model's.
-void require_known(const WeightsDirectory& weights, const PipelineLayout& layout,
+void require_known(const WeightsDirectory& weights, const JobLayout& layout,
                    const fs::path& directory) {
   std::set<std::string> known;
   for (const OwnedParameter& parameter : owned_parameters(layout)) known.insert(parameter.name);
   for (const std::string& name : weights.names()) {
     if (known.contains(name)) continue;
-    throw Error(ErrorCode::kWeights,
-                fmt::format("weights in '{}' do not fit the model: it has no parameter '{}' (is it "
-                            "another --model, --layers or --untie?)",
-                            directory.string(), name));
+    throw_error(ErrorCode::kWeights,
+                "weights in '{}' do not fit the model: it has no parameter '{}' (is it "
+                "another --model, --layers or --untie?)",
+                directory.string(), name);
   }
 }
 
@@ -178,40 +174,37 @@ std::uint64_t saved_step(const fs::path& directory) {
   const fs::path path = directory / "state.json";
   std::ifstream in(path);
   const Json state = Json::parse(in, nullptr, false);
-  if (!in || state.is_discarded() || !state.is_object() || !state.contains("step") ||
-      !state["step"].is_number_unsigned()) {
-    throw Error(
-        ErrorCode::kWeights,
-        fmt::format("'{}' is missing or damaged; --resume needs a directory that --save wrote",
-                    path.string()));
-  }
-  return state["step"].get<std::uint64_t>();
+  const auto step = state.find("step");
+  if (step != state.end() && step->is_number_unsigned()) return step->get<std::uint64_t>();
+  throw_error(ErrorCode::kWeights,
+              "'{}' is missing or damaged; --resume needs a directory that --save wrote",
+              path.string());
 }
 
 }  // namespace
 
 void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::string& config) {
-  pipeline.guarded("saving", [&] {
-    const PipelineLayout& layout = pipeline.layout();
+  PipelineAccess::guarded(pipeline, "saving", [&] {
+    const JobLayout& layout = PipelineAccess::layout(pipeline);
     const std::vector<OptimizerState> states = pipeline.optimizer_state();
     // Kinds are the optimizer's, the same on every rank that owns a parameter.
     std::set<std::string> kinds;
     for (const std::string& text :
-         pipeline.world().all_gather_strings(Json(state_kinds(states)).dump())) {
+         PipelineAccess::world(pipeline).all_gather_strings(Json(state_kinds(states)).dump())) {
       kinds.merge(Json::parse(text).get<std::set<std::string>>());
     }
-    if (pipeline.world().communicator().rank() == 0) {
+    if (PipelineAccess::world(pipeline).communicator().rank() == 0) {
       require_writable_directory(directory);
       std::error_code error;
       fs::create_directories(directory, error);
       require_done(error, "create directory", directory);
-      // Without it nothing can be resumed: a save that is cut short leaves no mixture behind.
+      // --resume needs this file, so a save that is cut short cannot be resumed.
       remove_file(directory / "state.json");
     }
-    pipeline.world().barrier();
+    PipelineAccess::world(pipeline).barrier();
     const Parts parts = parts_of(layout);
-    const int part = parts.part_of_rank[static_cast<std::size_t>(layout.rank)];
-    if (layout.replica == 0 && part >= 0) {
+    const int part = parts.part_of_rank[static_cast<std::size_t>(layout.place.rank)];
+    if (layout.place.replica == 0 && part >= 0) {
       const std::map<std::string, std::string> metadata = {
           {"format", "pt"}, {"step", std::to_string(pipeline.step())}};
       pipeline.compute().stream().synchronize();
@@ -229,15 +222,15 @@ void save_checkpoint(Pipeline& pipeline, const fs::path& directory, const std::s
                           optimizer.all(), metadata);
       }
     }
-    pipeline.world().barrier();
-    if (pipeline.world().communicator().rank() == 0) {
+    PipelineAccess::world(pipeline).barrier();
+    if (PipelineAccess::world(pipeline).communicator().rank() == 0) {
       write_directory(pipeline, kinds, directory, config);
     }
-    pipeline.world().barrier();
+    PipelineAccess::world(pipeline).barrier();
   });
 }
 
-std::uint64_t require_fitting_checkpoint(const PipelineLayout& layout, const fs::path& directory) {
+std::uint64_t require_fitting_checkpoint(const JobLayout& layout, const fs::path& directory) {
   const WeightsDirectory weights(directory, "model");
   require_known(weights, layout, directory);
   for (const OwnedParameter& parameter : owned_parameters(layout)) {
@@ -245,32 +238,31 @@ std::uint64_t require_fitting_checkpoint(const PipelineLayout& layout, const fs:
     if (entry != nullptr && entry->spec.shape.elements() == parameter.elements) continue;
     const std::string there =
         entry == nullptr ? "is missing" : fmt::format("was saved as {}", to_string(entry->spec));
-    throw Error(
-        ErrorCode::kWeights,
-        fmt::format("weights in '{}' do not fit the model: tensor '{}' {}, but the model needs "
-                    "{} elements",
-                    directory.string(), parameter.name, there, parameter.elements));
+    throw_error(ErrorCode::kWeights,
+                "weights in '{}' do not fit the model: tensor '{}' {}, but the model needs "
+                "{} elements",
+                directory.string(), parameter.name, there, parameter.elements);
   }
   return saved_step(directory);
 }
 
 void load_weights(Pipeline& pipeline, const fs::path& directory) {
-  pipeline.guarded("loading the weights", [&] {
+  PipelineAccess::guarded(pipeline, "loading the weights", [&] {
     const WeightsDirectory weights(directory, "model");
     HostMirror mirror(pipeline.compute(), nullptr);
-    require_known(weights, pipeline.layout(), directory);
+    require_known(weights, PipelineAccess::layout(pipeline), directory);
     for (const Pipeline::Owned& owned : pipeline.parameters()) {
       if (owned.owner) read(weights, owned.parameter->name, owned.parameter->value, mirror);
     }
     pipeline.compute().stream().synchronize();  // before the mirror goes
-    pipeline.world().barrier();
+    PipelineAccess::world(pipeline).barrier();
   });
   pipeline.values_changed();
 }
 
 void load_checkpoint(Pipeline& pipeline, const fs::path& directory) {
   load_weights(pipeline, directory);
-  pipeline.guarded("loading the optimizer's state", [&] {
+  PipelineAccess::guarded(pipeline, "loading the optimizer's state", [&] {
     const std::vector<OptimizerState> states = pipeline.optimizer_state();
     if (!states.empty()) {
       const WeightsDirectory optimizer(directory, "optimizer");
@@ -281,7 +273,7 @@ void load_checkpoint(Pipeline& pipeline, const fs::path& directory) {
       pipeline.compute().stream().synchronize();  // before the mirror goes
     }
     pipeline.set_step(saved_step(directory));
-    pipeline.world().barrier();
+    PipelineAccess::world(pipeline).barrier();
   });
 }
 

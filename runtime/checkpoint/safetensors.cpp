@@ -13,6 +13,7 @@
 #include <sluice/device.hpp>
 #include <sluice/error.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/safetensors_header.hpp"
 #include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/atomic_file.hpp"
@@ -28,7 +29,7 @@ constexpr std::size_t kMaxHeaderBytes = 100'000'000;  // the reference reader's 
 
 [[noreturn]] void refuse(ErrorCode code, const std::filesystem::path& path,
                          const std::string& what) {
-  throw Error(code, fmt::format("safetensors file '{}': {}", path.string(), what));
+  throw_error(code, "safetensors file '{}': {}", path.string(), what);
 }
 
 // Wider types first, so that every tensor is aligned to its type; then by name. As the reference.

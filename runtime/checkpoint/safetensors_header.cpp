@@ -28,7 +28,7 @@ constexpr std::array<NamedDType, 5> kDTypes = {{{"F32", DType::kF32},
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
 
-// What the SAX reader collects of one tensor before it is checked.
+// One tensor as the SAX reader collects it, unchecked.
 struct RawEntry {
   std::string name;
   std::string dtype;
@@ -36,8 +36,8 @@ struct RawEntry {
   std::set<std::string> seen;  // keys
 };
 
-// One state per place in the grammar; anything that does not belong there is refused at once, so
-// depth and memory are bounded by what the format allows.
+// One state per place in the grammar. It refuses anything else at once, so the format bounds depth
+// and memory.
 class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
  public:
   bool start_object(std::size_t) override {

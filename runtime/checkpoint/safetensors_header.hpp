@@ -28,7 +28,7 @@ struct SafetensorsHeader {
 [[nodiscard]] const char* safetensors_name_of(DType dtype);
 [[nodiscard]] const DType* dtype_of_safetensors(std::string_view name);
 
-// Throws std::invalid_argument saying what is wrong: JSON, a key twice or unknown, a dtype or rank
+// Throws std::invalid_argument naming the fault: JSON, a key twice or unknown, a dtype or rank
 // that Tensor lacks, a shape that overflows or does not fit its offsets, offsets that leave a gap,
 // overlap, or do not end at `data_bytes`.
 [[nodiscard]] SafetensorsHeader parse_safetensors_header(std::string_view text,

@@ -14,6 +14,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/mapped_file.hpp"
 
@@ -24,7 +25,7 @@ namespace {
 std::string index_name(const std::string& kind) { return kind + ".safetensors.index.json"; }
 
 [[noreturn]] void refuse(const fs::path& path, const std::string& what) {
-  throw Error(ErrorCode::kWeights, fmt::format("weights '{}': {}", path.string(), what));
+  throw_error(ErrorCode::kWeights, "weights '{}': {}", path.string(), what);
 }
 
 // Tensor name -> file name. An index comes from anywhere, so a file name may not leave the
@@ -46,7 +47,7 @@ std::map<std::string, std::string> read_index(const fs::path& path) {
     if (part.empty() || part == "." || part == ".." || part.find('/') != std::string::npos ||
         part.find('\0') != std::string::npos) {
       refuse(path,
-             fmt::format("tensor '{}' is in '{}', which is no name of a file beside the index",
+             fmt::format("tensor '{}' is in '{}', which is no name of a file next to the index",
                          name, part));
     }
     file_of.emplace(name, part);
@@ -56,7 +57,7 @@ std::map<std::string, std::string> read_index(const fs::path& path) {
 
 void require_kind_name(const std::string& kind) {
   if (kind.empty() || kind.find('/') != std::string::npos) {
-    throw Error(ErrorCode::kInternal, fmt::format("'{}' is no kind of weights", kind));
+    throw_error(ErrorCode::kInternal, "'{}' is no kind of weights", kind);
   }
 }
 
@@ -77,8 +78,8 @@ void write_weights_index(const fs::path& directory, const std::string& kind,
   try {
     file.write(index.dump(2) + "\n");
   } catch (const nlohmann::json::exception&) {
-    throw Error(ErrorCode::kIo, fmt::format("cannot write '{}': a tensor's name is not valid UTF-8",
-                                            (directory / index_name(kind)).string()));
+    throw_error(ErrorCode::kIo, "cannot write '{}': a tensor's name is not valid UTF-8",
+                (directory / index_name(kind)).string());
   }
   file.commit();
 }
@@ -152,16 +153,15 @@ std::vector<std::string> WeightsDirectory::names() const {
 void WeightsDirectory::read(const std::string& name, const Tensor& into) const {
   const SafetensorsFile::Entry* entry = find(name);
   if (entry == nullptr) {
-    throw Error(ErrorCode::kWeights,
-                fmt::format("weights in '{}' have no tensor '{}'; the model needs it as {}",
-                            directory_.string(), name, to_string(into.spec)));
+    throw_error(ErrorCode::kWeights,
+                "weights in '{}' have no tensor '{}'; the model needs it as {}",
+                directory_.string(), name, to_string(into.spec));
   }
   if (entry->spec != into.spec) {
-    throw Error(
-        ErrorCode::kWeights,
-        fmt::format("weights in '{}' do not fit the model: tensor '{}' was saved as {}, but "
-                    "the model needs {}",
-                    directory_.string(), name, to_string(entry->spec), to_string(into.spec)));
+    throw_error(ErrorCode::kWeights,
+                "weights in '{}' do not fit the model: tensor '{}' was saved as {}, but "
+                "the model needs {}",
+                directory_.string(), name, to_string(entry->spec), to_string(into.spec));
   }
   if (!entry->bytes.empty()) std::memcpy(into.data, entry->bytes.data(), entry->bytes.size());
 }

@@ -2,9 +2,8 @@
 //
 // A directory DIR holds model.safetensors, or model-<i>-of-<n>.safetensors (i from 00001) with
 // model.safetensors.index.json; optimizer state likewise as optimizer-<i>-of-<n>.safetensors, names
-// "<kind>.<parameter>"; config.json (the resolved configuration) and state.json (step and what else
-// a run needs to go on). Files are written beside their name and renamed, so a reader never meets
-// half a file.
+// "<kind>.<parameter>"; config.json (the resolved configuration) and state.json (the step). Files
+// are written under another name and renamed, so a reader never sees half a file.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +30,7 @@ void write_safetensors(const std::filesystem::path& path, std::span<const NamedT
 
 // One file, memory-mapped, checked whole on opening: header length, JSON, dtypes, shapes against
 // offsets, offsets in range, without overlap or gap, file length. Throws Error(kWeights) naming the
-// file and what is wrong. Never reads outside the mapping, whatever the bytes are.
+// file and what is wrong. Never reads outside the mapping, for any bytes.
 class SafetensorsFile {
  public:
   explicit SafetensorsFile(const std::filesystem::path& path);
@@ -54,7 +53,7 @@ class SafetensorsFile {
 // All files of one kind ("model" or "optimizer") in a directory.
 class WeightsDirectory {
  public:
-  // Throws Error(kWeights): nothing there, a single file beside an index, an index that names a
+  // Throws Error(kWeights): nothing there, a single file and an index, an index that names a
   // missing file, parts and index that disagree, a tensor twice, parts whose metadata "step" differ
   // (a save cut short over an older one).
   WeightsDirectory(const std::filesystem::path& directory, const std::string& kind);

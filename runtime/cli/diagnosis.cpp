@@ -13,13 +13,20 @@
 
 #include "comm/base/affinity.hpp"
 #include "comm/base/cores.hpp"
-#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/edge_route.hpp"
 #include "stages/cpu/cpu_report.hpp"
 
 namespace sluice {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankFacts, rank, local_size, host, device, device_identity, gpu,
+                                   no_gpu, no_device_messages, cores, host_cores, threads,
+                                   mpi_library, mpi_standard, thread_level, components,
+                                   tag_upper_bound, kernel_set, matmul_library, native_bf16,
+                                   fast_network, shared_memory_bytes, environment)
+
 namespace {
 
-// Variables that change results or speed behind the program's back.
+// Variables of libraries that change results or speed.
 constexpr const char* kVariables[] = {
     "OMP_NUM_THREADS",          "OMP_PROC_BIND",
     "OPENBLAS_CORETYPE",        "OPENBLAS_NUM_THREADS",
@@ -117,7 +124,7 @@ void check_network(const Ranks& ranks, std::vector<Finding>& findings) {
   if (first.fast_network) {
     findings.push_back(
         {several_hosts,
-         "this host has an InfiniBand or RoCE device, but nothing says that MPI uses it (Debian's "
+         "this host has an InfiniBand or RoCE device, but no setting makes MPI use it (Debian's "
          "Open MPI has no such path by default): use an Open MPI with UCX and start with '--mca "
          "pml ucx', which fails where UCX is missing"});
   } else if (several_hosts) {
@@ -155,7 +162,7 @@ void check_shared_memory(const Ranks& ranks, std::vector<Finding>& findings) {
     }
     findings.push_back(
         {true,
-         fmt::format("{}: /dev/shm has {} MiB free, {} ranks want about {}; in a container "
+         fmt::format("{}: /dev/shm has {} MiB free, {} ranks need about {}; in a container "
                      "give it more (docker run --shm-size=1g)",
                      host->host, host->shared_memory_bytes >> 20, host->local_size, wanted >> 20)});
   }
@@ -176,7 +183,7 @@ void check_environment(const Ranks& ranks, std::vector<Finding>& findings) {
            fmt::format("{}={} is set (rank {}): {}", name, value, rank.rank,
                        threads ? "--threads decides instead"
                                : "it changes speed and may change results; unset it, or set it "
-                                 "alike in every run you compare")});
+                                 "equally in every run you compare")});
     }
   }
 }
@@ -199,8 +206,8 @@ void check_gpus(const Ranks& ranks, std::vector<Finding>& findings) {
   }
   const std::string& why_not = ranks.front().no_device_messages;
   if (any && !why_not.empty() && why_not != kDeviceMessagesNotTried) {
-    findings.push_back({false, fmt::format("MPI carries no messages from GPU to GPU ({}): what "
-                                           "NCCL does not carry passes page-locked host memory",
+    findings.push_back({false, fmt::format("MPI carries no messages from GPU to GPU ({}): without "
+                                           "NCCL they pass page-locked host memory",
                                            why_not)});
   }
   for (const RankFacts& rank : ranks) {
@@ -269,57 +276,11 @@ RankFacts local_facts() {
 }
 
 std::string to_json_text(const RankFacts& facts) {
-  const nlohmann::json json = {{"rank", facts.rank},
-                               {"local_size", facts.local_size},
-                               {"host", facts.host},
-                               {"device", facts.device},
-                               {"device_identity", facts.device_identity},
-                               {"gpu", facts.gpu},
-                               {"no_gpu", facts.no_gpu},
-                               {"no_device_messages", facts.no_device_messages},
-                               {"cores", facts.cores},
-                               {"host_cores", facts.host_cores},
-                               {"threads", facts.threads},
-                               {"mpi_library", facts.mpi_library},
-                               {"mpi_standard", facts.mpi_standard},
-                               {"thread_level", facts.thread_level},
-                               {"components", facts.components},
-                               {"tag_upper_bound", facts.tag_upper_bound},
-                               {"kernel_set", facts.kernel_set},
-                               {"matmul_library", facts.matmul_library},
-                               {"native_bf16", facts.native_bf16},
-                               {"fast_network", facts.fast_network},
-                               {"shared_memory_bytes", facts.shared_memory_bytes},
-                               {"environment", facts.environment}};
-  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  return nlohmann::json(facts).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
 }
 
 RankFacts rank_facts_from_json(const std::string& text) {
-  const nlohmann::json json = nlohmann::json::parse(text);
-  RankFacts facts;
-  json.at("rank").get_to(facts.rank);
-  json.at("local_size").get_to(facts.local_size);
-  json.at("host").get_to(facts.host);
-  json.at("device").get_to(facts.device);
-  json.at("device_identity").get_to(facts.device_identity);
-  json.at("gpu").get_to(facts.gpu);
-  json.at("no_gpu").get_to(facts.no_gpu);
-  json.at("no_device_messages").get_to(facts.no_device_messages);
-  json.at("cores").get_to(facts.cores);
-  json.at("host_cores").get_to(facts.host_cores);
-  json.at("threads").get_to(facts.threads);
-  json.at("mpi_library").get_to(facts.mpi_library);
-  json.at("mpi_standard").get_to(facts.mpi_standard);
-  json.at("thread_level").get_to(facts.thread_level);
-  json.at("components").get_to(facts.components);
-  json.at("tag_upper_bound").get_to(facts.tag_upper_bound);
-  json.at("kernel_set").get_to(facts.kernel_set);
-  json.at("matmul_library").get_to(facts.matmul_library);
-  json.at("native_bf16").get_to(facts.native_bf16);
-  json.at("fast_network").get_to(facts.fast_network);
-  json.at("shared_memory_bytes").get_to(facts.shared_memory_bytes);
-  json.at("environment").get_to(facts.environment);
-  return facts;
+  return nlohmann::json::parse(text).get<RankFacts>();
 }
 
 std::vector<Finding> diagnose(const std::vector<RankFacts>& ranks) {

@@ -1,5 +1,5 @@
-// What `sluice doctor` knows of a job, and what it makes of it. No MPI here: facts in, sentences
-// out.
+// What `sluice doctor` finds out about a job: the facts of each rank, and the findings they lead
+// to. No MPI here.
 #pragma once
 
 #include <cstdint>
@@ -15,12 +15,12 @@ namespace sluice {
 struct RankFacts {
   int rank = 0, local_size = 1;
   std::string host, device = "cpu";
-  std::string device_identity, gpu;  // of a GPU: which, and what; empty on the CPU
+  std::string device_identity, gpu;  // of a GPU: address, description; empty on the CPU
   std::string no_gpu;                // why a build for GPUs finds none; else empty
-  std::string no_device_messages;    // as why_no_device_messages (runtime/layout/edge_link.hpp)
+  std::string no_device_messages;    // as why_no_device_messages (runtime/layout/edge_route.hpp)
   int cores = 1;                     // this process may run on, by its affinity mask
   int host_cores = 1;                // this job may use on the host
-  int threads = 1;                   // wanted, per rank
+  int threads = 1;                   // requested, per rank
   std::string mpi_library, mpi_standard, thread_level, components;
   std::int64_t tag_upper_bound = 0;
   std::string kernel_set, matmul_library;
@@ -30,7 +30,7 @@ struct RankFacts {
   std::vector<std::pair<std::string, std::string>> environment;  // set variables that matter
 };
 
-// Of this process, but for rank, local_size, threads and what MPI knows.
+// Of this process, without rank, local_size, threads and the facts that MPI has.
 [[nodiscard]] RankFacts local_facts();
 // "NVIDIA H200, 139.8 GiB, compute capability 9.0, driver for CUDA 13.0"; empty for a CPU.
 [[nodiscard]] std::string describe_gpu(Device device);
@@ -40,7 +40,7 @@ struct RankFacts {
 
 struct Finding {
   bool wrong = false;  // false: worth knowing, nothing to repair
-  std::string text;    // what it is, and what to do
+  std::string text;    // the fact, and what to do about it
 };
 
 // `ranks` ascend and are not empty.

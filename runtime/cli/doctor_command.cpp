@@ -3,7 +3,6 @@
 
 #include <limits>
 
-#include <sluice/options.hpp>
 #include <sluice/program.hpp>
 #include <sluice/schedule.hpp>
 
@@ -12,8 +11,9 @@
 #include "comm/mpi/mpi_session.hpp"
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/diagnosis.hpp"
+#include "runtime/cli/train_options.hpp"
 #include "runtime/layout/device_choice.hpp"
-#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/edge_route.hpp"
 #include "runtime/options/option_table.hpp"
 
 namespace sluice {
@@ -30,7 +30,9 @@ constexpr const char* kAbout =
 
 struct DoctorOptions {
   int pipeline = 0, replicas = 1, chunks = 1, threads = 1;
-  std::string rank_order = "pipeline-first", device = "auto", transport = "auto";
+  RankOrder rank_order = RankOrder::kPipelineFirst;
+  std::string device = "auto";
+  TransportChoice transport = TransportChoice::kAuto;
 };
 
 OptionTable make_table(DoctorOptions& options) {
@@ -39,18 +41,17 @@ OptionTable make_table(DoctorOptions& options) {
                     "ranks of one pipeline; auto: ranks / replicas", "auto");
   table.add_integer("replicas", options.replicas, 1, kMaxInt, "pipelines that share each batch");
   table.add_integer("chunks", options.chunks, 1, 1024, "stages per rank");
-  table.add_choice("rank-order", options.rank_order, {"pipeline-first", "replica-first"},
-                   "which ranks are neighbours");
+  add_rank_order(table, options.rank_order);
   table.add_integer("threads", options.threads, 1, 4096, "per rank");
   table.add_text("device", options.device, "LIST", "as of 'sluice train'");
-  table.add_choice("transport", options.transport, {"auto", "mpi", "nccl"}, "as of 'sluice train'");
+  add_transport(table, options.transport, "as of 'sluice train'");
   return table;
 }
 
 Topology topology_of(const DoctorOptions& options, int ranks) {
   const int pipeline =
       options.pipeline > 0 ? options.pipeline : std::max(1, ranks / options.replicas);
-  return make_topology(ranks, pipeline, options.replicas, parse_rank_order(options.rank_order));
+  return make_topology(ranks, pipeline, options.replicas, options.rank_order);
 }
 
 RankFacts facts_of(int rank, int threads, const RankDevice& device) {
@@ -127,10 +128,9 @@ void examine(const DoctorOptions& options, Communicator& world) {
       choose_devices(collectives, topology, parse_devices(options.device));
   RankFacts mine =
       facts_of(world.rank(), options.threads, devices[static_cast<std::size_t>(world.rank())]);
-  const TransportChoice wanted = parse_transport(options.transport);
-  mine.no_device_messages =
-      why_no_device_messages(collectives, devices, wanted,
-                             find_why_no_nccl(collectives, devices, wanted), topology.pipeline);
+  mine.no_device_messages = why_no_device_messages(
+      collectives, devices, options.transport,
+      find_why_no_nccl(collectives, devices, options.transport), topology.pipeline);
   const std::vector<std::string> all = collectives.all_gather_strings(to_json_text(mine));
   if (world.rank() != 0) return;
   std::vector<RankFacts> ranks;

@@ -13,8 +13,9 @@
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/model_config.hpp"
 #include "runtime/cli/sampling.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
 #include "runtime/options/option_table.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 
 namespace sluice {
 namespace {
@@ -81,7 +82,8 @@ class Generator {
       : pipeline_(pipeline),
         model_(model),
         sampling_(sampling),
-        last_rank_(pipeline.layout().topology.rank_of(0, pipeline.layout().last_rank())),
+        last_rank_(PipelineAccess::layout(pipeline).place.topology.rank_of(
+            0, PipelineAccess::layout(pipeline).plans.last_rank())),
         tokens_(std::move(prompt)),
         window_(static_cast<std::size_t>(model.context)),
         logits_(static_cast<std::size_t>(model.vocabulary)) {}
@@ -94,7 +96,7 @@ class Generator {
     const Tensor input = {window_.data(), {DType::kI32, Shape{1, model_.context}}};
     const std::span<const Tensor> outputs = pipeline_.infer(std::span(&input, 1));
     std::int32_t token = 0;
-    pipeline_.guarded([&] {
+    PipelineAccess::guarded(pipeline_, [&] {
       if (outputs.empty()) return;
       const auto vocabulary = static_cast<std::size_t>(model_.vocabulary);
       const Tensor& all = outputs[0];
@@ -105,7 +107,8 @@ class Generator {
       }
       token = sample_token(logits_, sampling_, tokens_.size());
     });
-    pipeline_.world().broadcast(std::as_writable_bytes(std::span(&token, 1)), last_rank_);
+    PipelineAccess::world(pipeline_).broadcast(std::as_writable_bytes(std::span(&token, 1)),
+                                               last_rank_);
     tokens_.push_back(token);
     return token;
   }

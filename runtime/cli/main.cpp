@@ -52,9 +52,7 @@ std::string overview() {
 std::string unknown_command(const std::string& name) {
   std::vector<std::string> names;
   for (const Command& command : kCommands) names.emplace_back(command.name);
-  const std::string near = nearest_name(name, names);
-  return fmt::format("unknown command '{}'{} commands: {}", name,
-                     near.empty() ? ";" : fmt::format("; did you mean '{}'?", near),
+  return fmt::format("unknown command '{}'{} commands: {}", name, suggestion(name, names, ";"),
                      fmt::join(names, ", "));
 }
 

@@ -1,33 +1,43 @@
 #include "runtime/cli/model_config.hpp"
 
-#include <fmt/format.h>
-
 #include <fstream>
 #include <nlohmann/json.hpp>
 
 #include <sluice/error.hpp>
 
+#include "comm/base/throw_error.hpp"
+
 namespace sluice {
 
 using Json = nlohmann::ordered_json;
 
-std::string model_config_text(const TransformerConfig& config,
-                              const std::vector<std::pair<std::string, std::string>>& resolved) {
+namespace {
+
+// Calls visit(name, field) for each field that the weights depend on, except the two enumerations.
+template <typename Config, typename Visit>
+void each_field(Config& config, const Visit& visit) {
+  visit("layers", config.layers);
+  visit("heads", config.heads);
+  visit("kv_heads", config.kv_heads);
+  visit("width", config.width);
+  visit("context", config.context);
+  visit("vocabulary", config.vocabulary);
+  visit("mlp_width", config.mlp_width);
+  visit("dropout", config.dropout);
+  visit("tied", config.tied);
+  visit("rotary_base", config.rotary_base);
+}
+
+}  // namespace
+
+std::string model_config_text(const TransformerConfig& config, const OptionValues& options) {
   Json json;
   json["format"] = 1;
-  json["model"] = {{"kind", config.kind == TransformerKind::kGpt2 ? "gpt2" : "llama"},
-                   {"layers", config.layers},
-                   {"heads", config.heads},
-                   {"kv_heads", config.kv_heads},
-                   {"width", config.width},
-                   {"context", config.context},
-                   {"vocabulary", config.vocabulary},
-                   {"mlp_width", config.mlp_width},
-                   {"dropout", config.dropout},
-                   {"tied", config.tied},
-                   {"rotary_base", config.rotary_base},
-                   {"precision", name_of(config.precision)}};
-  for (const auto& [name, value] : resolved) json["options"][name] = value;
+  Json& model = json["model"];
+  model["kind"] = config.kind == TransformerKind::kGpt2 ? "gpt2" : "llama";
+  each_field(config, [&](const char* name, const auto& field) { model[name] = field; });
+  model["precision"] = name_of(config.precision);
+  for (const auto& [name, value] : options) json["options"][name] = value;
   return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
@@ -35,36 +45,24 @@ TransformerConfig read_model_config(const std::filesystem::path& directory) {
   const std::filesystem::path path = directory / "config.json";
   std::ifstream in(path);
   if (!in) {
-    throw Error(
-        ErrorCode::kWeights,
-        fmt::format("'{}' cannot be read; a directory that --save wrote is needed", path.string()));
+    throw_error(ErrorCode::kWeights, "'{}' cannot be read; a directory that --save wrote is needed",
+                path.string());
   }
   TransformerConfig config;
   try {
     const Json model = Json::parse(in).at("model");
     const std::string kind = model.at("kind").get<std::string>();
     if (kind != "gpt2" && kind != "llama") {
-      throw Error(
-          ErrorCode::kWeights,
-          fmt::format("'{}': model kind '{}' is neither gpt2 nor llama", path.string(), kind));
+      throw_error(ErrorCode::kWeights, "'{}': model kind '{}' is neither gpt2 nor llama",
+                  path.string(), kind);
     }
     config.kind = kind == "gpt2" ? TransformerKind::kGpt2 : TransformerKind::kLlama;
-    config.layers = model.at("layers").get<int>();
-    config.heads = model.at("heads").get<int>();
-    config.kv_heads = model.at("kv_heads").get<int>();
-    config.width = model.at("width").get<int>();
-    config.context = model.at("context").get<int>();
-    config.vocabulary = model.at("vocabulary").get<int>();
-    config.mlp_width = model.at("mlp_width").get<int>();
-    config.dropout = model.at("dropout").get<float>();
-    config.tied = model.at("tied").get<bool>();
-    config.rotary_base = model.at("rotary_base").get<float>();
+    each_field(config, [&](const char* name, auto& field) { model.at(name).get_to(field); });
     config.precision = model.at("precision").get<std::string>() == name_of(DType::kBf16)
                            ? DType::kBf16
                            : DType::kF32;
   } catch (const Json::exception& error) {
-    throw Error(ErrorCode::kWeights,
-                fmt::format("'{}' is damaged: {}", path.string(), error.what()));
+    throw_error(ErrorCode::kWeights, "'{}' is damaged: {}", path.string(), error.what());
   }
   validate(config);
   return config;

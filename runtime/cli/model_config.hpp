@@ -1,20 +1,19 @@
-// The configuration saved beside weights (config.json): enough to build the model again.
+// config.json, which is saved next to weights: enough to build the model again.
 #pragma once
 
 #include <filesystem>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include <sluice/transformer.hpp>
+
+#include "runtime/cli/train_options.hpp"
 
 namespace sluice {
 
 // JSON: {"format": 1, "model": {...}, "options": {name: value, ...}}. A byte of
-// a value that is not UTF-8, in a path for instance, becomes U+FFFD.
-[[nodiscard]] std::string model_config_text(
-    const TransformerConfig& config,
-    const std::vector<std::pair<std::string, std::string>>& resolved);
+// a value that is not UTF-8, for example in a path, becomes U+FFFD.
+[[nodiscard]] std::string model_config_text(const TransformerConfig& config,
+                                            const OptionValues& options);
 
 // The model of a saved directory. Throws Error(kWeights) naming the file and the field that is
 // missing or wrong.

@@ -10,10 +10,12 @@
 #include <sluice/error.hpp>
 #include <sluice/tensor.hpp>
 
+#include "comm/base/throw_error.hpp"
+
 namespace sluice {
 namespace {
 
-// Any number that no layer's place has (see random_site).
+// Any number that differs from every layer's random_site().
 constexpr std::uint64_t kSite = 0xCD840A92;
 
 // In [0, 1), 53 bits.
@@ -42,10 +44,10 @@ std::vector<int> largest(std::span<const float> logits, int count) {
 int sample_token(std::span<const float> logits, const SamplingOptions& options,
                  std::uint64_t position) {
   if (!std::all_of(logits.begin(), logits.end(), [](float x) { return std::isfinite(x); })) {
-    throw Error(ErrorCode::kNumeric,
-                fmt::format("logits of the token at position {} are not finite: the weights are "
-                            "damaged or the training had diverged",
-                            position));
+    throw_error(ErrorCode::kNumeric,
+                "logits of the token at position {} are not finite: the weights are "
+                "damaged or the training had diverged",
+                position);
   }
   const auto likeliest = std::max_element(logits.begin(), logits.end());
   if (options.temperature == 0) return static_cast<int>(likeliest - logits.begin());
@@ -67,10 +69,8 @@ int sample_token(std::span<const float> logits, const SamplingOptions& options,
 
 std::vector<int> TokenText::prompt_tokens(std::string_view text) const {
   const auto refuse = [&](std::string_view what) {
-    throw Error(
-        ErrorCode::kUsage,
-        fmt::format("option --prompt: {} of this model with --vocabulary {}{}", what, vocabulary_,
-                    bytes() ? "" : "; legal are numbers below it, separated by spaces"));
+    throw_usage("option --prompt: {} of this model with --vocabulary {}{}", what, vocabulary_,
+                bytes() ? "" : "; legal are numbers below it, separated by spaces");
   };
   std::vector<int> tokens;
   if (bytes()) {

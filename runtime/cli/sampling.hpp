@@ -1,5 +1,5 @@
-// Sampling: which token follows, given the model's logits. A function of logits, options and the
-// token's position alone, so that a text does not depend on the layout that generates it.
+// Samples the next token from the model's logits. The result is a function of logits, options and
+// the token's position alone, so a text does not depend on the layout that generates it.
 #pragma once
 
 #include <cstdint>
@@ -22,13 +22,14 @@ struct SamplingOptions {
 [[nodiscard]] int sample_token(std::span<const float> logits, const SamplingOptions& options,
                                std::uint64_t position);
 
-// How text and tokens go into each other: up to 256 tokens are bytes, more are numbers separated
-// by spaces.
+// Converts between text and tokens. With a vocabulary of up to 256 tokens are bytes, else numbers
+// separated by spaces.
 class TokenText {
  public:
   explicit TokenText(int vocabulary) : vocabulary_(vocabulary) {}
   [[nodiscard]] bool bytes() const { return vocabulary_ <= 256; }
-  // Throws Error(kUsage) naming the option --prompt, what is not a token, and what would be.
+  // Throws Error(kUsage) naming the option --prompt, the text that is not a token, and what would
+  // be legal.
   [[nodiscard]] std::vector<int> prompt_tokens(std::string_view text) const;
   // One token as it is printed.
   [[nodiscard]] std::string text_of(int token) const;

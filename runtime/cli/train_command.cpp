@@ -9,14 +9,14 @@
 namespace sluice {
 
 int train_command(int argc, char** argv) {
-  ParsedTrain parsed;
+  TrainOptions options;
   return run_command(
       "train", argc, argv,
       [&] {
-        parsed = parse_train_options({argv, argv + argc});
-        return parsed.help ? parsed.help_text : std::string();
+        options = parse_train_options({argv, argv + argc});
+        return options.help;
       },
-      [&](Communicator& world) { run_training(mpi_info(), world, parsed); });
+      [&](Communicator& world) { run_training(mpi_info(), world, options); });
 }
 
 }  // namespace sluice

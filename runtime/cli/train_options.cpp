@@ -8,14 +8,13 @@
 #include <system_error>
 #include <utility>
 
-#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/options.hpp>
 #include <sluice/schedule.hpp>
 
-#include "runtime/cli/batch_options.hpp"
+#include "comm/base/throw_error.hpp"
+#include "runtime/data/batch_shape.hpp"
 #include "runtime/explore/schedule_report.hpp"
-#include "runtime/options/option_table.hpp"
 
 namespace sluice {
 namespace {
@@ -43,11 +42,10 @@ constexpr const char* kAbout =
     "\n"
     "Of an option given twice the last one counts.";
 
-// Options whose values are words; resolve_words() turns them into what TrainOptions holds.
-struct Words {
-  std::string model = "gpt2", precision = "fp32", recompute = "none", rank_order = "pipeline-first";
-  std::string optimizer = "adamw", decay = "cosine", device = "auto", transport = "auto";
-  bool untie = false;
+// Option values as text that decide on more than one field, or that are parsed together with
+// others.
+struct RawOptionText {
+  std::string precision = "fp32", device = "auto";
 };
 
 std::vector<std::string> training_schedules() {
@@ -57,9 +55,11 @@ std::vector<std::string> training_schedules() {
   return names;
 }
 
-void add_model_options(OptionTable& table, TransformerConfig& model, Words& words) {
+void add_model_options(OptionTable& table, TransformerConfig& model, RawOptionText& raw) {
   table.heading("Model");
-  table.add_choice("model", words.model, {"gpt2", "llama"}, "architecture");
+  table.add_choice("model", model.kind,
+                   {{"gpt2", TransformerKind::kGpt2}, {"llama", TransformerKind::kLlama}},
+                   "architecture");
   table.add_integer("layers", model.layers, 1, TransformerLimits::kLayers, "transformer blocks");
   table.add_integer("heads", model.heads, 1, TransformerLimits::kHeads,
                     "attention heads; divide the width");
@@ -73,71 +73,78 @@ void add_model_options(OptionTable& table, TransformerConfig& model, Words& word
   table.add_integer("mlp-width", model.mlp_width, 1, TransformerLimits::kMlpWidth,
                     "auto: 4 x width (gpt2), 8/3 x width rounded up to 64s (llama)", "auto");
   table.add_real("dropout", model.dropout, kBelowOne, "probability");
-  table.add_flag("untie", words.untie, "give the head weights of its own");
+  table.add_flag("untie", model.tied, "give the head weights of its own", false);
   table.add_choice(
-      "precision", words.precision, {"fp32", "tf32", "bf16"},
+      "precision", raw.precision, {"fp32", "tf32", "bf16"},
       "of products' operands; weights, sums and the residual stream stay fp32; tf32: a "
       "GPU's fp32 products round their operands, a CPU's do not");
-  table.add_choice("recompute", words.recompute, {"none", "attention", "block"},
+  table.add_choice("recompute", model.recompute,
+                   {{"none", Recompute::kNone},
+                    {"attention", Recompute::kAttention},
+                    {"block", Recompute::kBlock}},
                    "what backward computes again instead of keeping it; the results are the same");
 }
 
-void add_layout_options(OptionTable& table, TrainOptions& options, Words& words) {
+void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText& raw) {
+  auto& [shape, order, devices, training, checks] = options.pipeline;
   table.heading("Layout");
-  table.add_integer("pipeline", options.pipeline, 1, kMaxInt,
+  table.add_integer("pipeline", shape.pipeline, 1, kMaxInt,
                     "ranks of one pipeline; auto: ranks / replicas", "auto");
-  table.add_integer("replicas", options.replicas, 1, kMaxInt, "pipelines that share each batch");
-  table.add_choice("rank-order", words.rank_order, {"pipeline-first", "replica-first"},
-                   "which ranks are neighbours");
-  table.add_choice("schedule", options.schedule, training_schedules(),
+  table.add_integer("replicas", shape.replicas, 1, kMaxInt, "pipelines that share each batch");
+  add_rank_order(table, shape.rank_order);
+  table.add_choice("schedule", order.schedule, training_schedules(),
                    "order of micro-batches; see 'sluice schedule'; auto: searched for this model");
-  table.add_integer("chunks", options.chunks, 1, kMaxChunks,
+  table.add_integer("chunks", order.chunks, 1, kMaxChunks,
                     "stages per rank; auto: 1 leaves it open");
   table.add_text("schedule-file", options.schedule_file, "PATH",
                  "the order from a file instead: Sluice's JSON or PyTorch's CSV");
   table.add_text("partition", options.partition, "auto|even|N,N,...", "blocks per stage");
-  table.add_integer("micro-batches", options.micro_batches, 1, kMaxMicroBatches,
+  table.add_integer("micro-batches", shape.micro_batches, 1, kMaxMicroBatches,
                     "per step and replica; auto: from the next two", "auto");
-  table.add_integer("micro-batch-size", options.micro_batch_size, 1, std::int64_t{kMaxInt},
+  table.add_integer("micro-batch-size", shape.micro_batch_size, 1, kMaxInt,
                     "samples; auto: from batch-size and micro-batches, else 1", "auto");
-  table.add_integer("batch-size", options.batch_size, 1, kMaxSamples,
+  table.add_integer("batch-size", shape.batch_size, 1, kMaxSamples,
                     "samples per step over all replicas; auto: from the other two, else at least 4",
                     "auto");
-  table.add_integer("threads", options.threads, 1, 4096, "per rank; results depend on it");
+  table.add_integer("threads", devices.threads, 1, 4096, "per rank; results depend on it");
   table.add_text(
-      "device", words.device, "LIST",
+      "device", raw.device, "LIST",
       "cpu, cuda, cuda:N or auto; or one a rank of the pipeline, or of the job: cuda,cpu");
-  table.add_choice("transport", words.transport, {"auto", "mpi", "nccl"},
-                   "between GPUs; auto: NCCL where each rank has a GPU of its own");
-  table.add_flag("all-reduce", options.all_reduce,
+  add_transport(table, devices.transport,
+                "between GPUs; auto: NCCL where each rank has a GPU of its own");
+  table.add_flag("all-reduce", devices.all_reduce,
                  "let NCCL sum over replicas in its own order: not depth-invariant");
-  table.add_flag("cuda-graphs", options.cuda_graphs,
+  table.add_flag("cuda-graphs", devices.cuda_graphs,
                  "on GPUs: record what stages do in step 2, replay it from step 3 on");
 }
 
-void add_training_options(OptionTable& table, TrainOptions& options, Words& words) {
+void add_training_options(OptionTable& table, TrainOptions& options) {
+  PipelineOptions::Training& training = options.pipeline.training;
   table.heading("Training");
   table.add_text("data", options.data, "FILE",
                  "text (bytes), nanoGPT .bin or llm.c token file; required unless --dry-run");
   table.add_real("validation-share", options.validation_share, kBelowOne,
                  "last part of the data, kept for validation");
   table.add_integer("steps", options.steps, 1, kMaxSteps, "optimizer steps");
-  table.add_integer("seed", options.seed, 0, std::numeric_limits<std::uint64_t>::max(),
+  table.add_integer("seed", training.seed, 0, std::numeric_limits<std::uint64_t>::max(),
                     "of initial weights, batches and dropout");
-  table.add_choice("optimizer", words.optimizer, {"adamw", "sgd"}, "update rule");
-  table.add_real("learning-rate", options.learning_rate.peak, kPositive, "peak");
-  table.add_integer("warmup", options.learning_rate.warmup, 0, kMaxSteps,
+  table.add_choice("optimizer", training.optimizer.kind,
+                   {{"adamw", OptimizerConfig::Kind::kAdamW}, {"sgd", OptimizerConfig::Kind::kSgd}},
+                   "update rule");
+  table.add_real("learning-rate", training.learning_rate.peak, kPositive, "peak");
+  table.add_integer("warmup", training.learning_rate.warmup, 0, kMaxSteps,
                     "steps of linear warmup; default: 100, at most a tenth of the steps");
-  table.add_choice("learning-rate-decay", words.decay, {"cosine", "constant"}, "after warmup");
-  table.add_real("final-learning-rate-share", options.learning_rate.final_share, kShare,
+  table.add_choice("learning-rate-decay", training.learning_rate.constant,
+                   {{"cosine", false}, {"constant", true}}, "after warmup");
+  table.add_real("final-learning-rate-share", training.learning_rate.final_share, kShare,
                  "of the peak, at the end of the cosine");
-  table.add_real("weight-decay", options.optimizer.weight_decay, kNotNegative,
+  table.add_real("weight-decay", training.optimizer.weight_decay, kNotNegative,
                  "not on norms and biases");
-  table.add_real("beta1", options.optimizer.beta1, kBelowOne, "AdamW");
-  table.add_real("beta2", options.optimizer.beta2, kBelowOne, "AdamW");
-  table.add_real("epsilon", options.optimizer.epsilon, kPositive, "AdamW");
-  table.add_real("momentum", options.optimizer.momentum, kBelowOne, "SGD");
-  table.add_real("clip", options.clip, kNotNegative, "global gradient norm; 0: off");
+  table.add_real("beta1", training.optimizer.beta1, kBelowOne, "AdamW");
+  table.add_real("beta2", training.optimizer.beta2, kBelowOne, "AdamW");
+  table.add_real("epsilon", training.optimizer.epsilon, kPositive, "AdamW");
+  table.add_real("momentum", training.optimizer.momentum, kBelowOne, "SGD");
+  table.add_real("clip", training.clip, kNotNegative, "global gradient norm; 0: off");
 }
 
 void add_output_options(OptionTable& table, TrainOptions& options) {
@@ -151,41 +158,31 @@ void add_output_options(OptionTable& table, TrainOptions& options) {
   table.add_text("resume", options.resume, "DIR", "go on from what --save left, in any layout");
   table.add_text("metrics", options.metrics, "FILE", "JSON lines, one a step");
   table.add_text("trace", options.trace, "FILE", "timeline of a step, for Perfetto");
-  table.add_integer("check-replicas", options.check_replicas, 0, kMaxSteps,
+  table.add_integer("check-replicas", options.pipeline.checks.replicas_every, 0, kMaxSteps,
                     "compare replicas every that many steps; 0: never");
   table.add_flag("dry-run", options.dry_run, "print layout and memory, train nothing");
 }
 
-void resolve_words(const Words& words, TrainOptions& options) {
-  options.model.kind = words.model == "llama" ? TransformerKind::kLlama : TransformerKind::kGpt2;
-  options.model.precision = words.precision == "bf16" ? DType::kBf16 : DType::kF32;
-  options.model.recompute = words.recompute == "block"       ? Recompute::kBlock
-                            : words.recompute == "attention" ? Recompute::kAttention
-                                                             : Recompute::kNone;
-  options.tf32 = words.precision == "tf32";
-  options.model.tied = !words.untie;
-  options.rank_order = parse_rank_order(words.rank_order);
-  options.optimizer.kind = parse_optimizer(words.optimizer);
-  options.learning_rate.constant = words.decay == "constant";
-  options.devices = parse_devices(words.device);
-  options.transport = parse_transport(words.transport);
+void resolve_raw_text(const RawOptionText& raw, TrainOptions& options) {
+  options.model.precision = raw.precision == "bf16" ? DType::kBf16 : DType::kF32;
+  options.pipeline.devices.tf32 = raw.precision == "tf32";
+  options.pipeline.devices.choices = parse_devices(raw.device);
 }
 
 void resolve_learning_rate(const OptionTable& table, TrainOptions& options) {
-  options.learning_rate.steps = options.steps;
-  if (!table.given("warmup")) {
-    options.learning_rate.warmup = std::min(options.learning_rate.warmup, options.steps / 10);
-  } else if (options.learning_rate.warmup > options.steps) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("option --warmup: {} is more than --steps {}; at most {} is legal",
-                            options.learning_rate.warmup, options.steps, options.steps));
+  LearningRate& rate = options.pipeline.training.learning_rate;
+  rate.steps = options.steps;
+  if (!table.given("warmup")) rate.warmup = std::min(rate.warmup, rate.steps / 10);
+  if (rate.warmup > rate.steps) {
+    throw_usage("option --warmup: {} is more than --steps {}; at most {} is legal", rate.warmup,
+                rate.steps, rate.steps);
   }
 }
 
-// A command line that gives one of the numbers a file fixed all of makes the file's give way.
-// A schedule from a file keeps its micro-batches.
-void yield_to_command_line(const OptionTable& table, bool fixed_micro_batches,
-                           BatchNumbers& batch) {
+// Where a file gives all three numbers of the batch and the command line gives one of them, or the
+// replicas, one of the file's numbers is computed anew. A schedule from a file keeps its
+// micro-batches.
+void yield_to_command_line(const OptionTable& table, bool fixed_micro_batches, BatchShape& batch) {
   bool all_given = true;
   bool any_on_command_line = table.given_on_command_line("replicas");
   for (const char* name : {"micro-batches", "micro-batch-size", "batch-size"}) {
@@ -205,69 +202,55 @@ void yield_to_command_line(const OptionTable& table, bool fixed_micro_batches,
 // The file fixes schedule, chunks, micro-batches and pipeline. A saved configuration names them
 // all, so only the command line can contradict a file.
 void resolve_schedule(const OptionTable& table, TrainOptions& options) {
-  if (options.schedule_file.empty()) {
-    if (options.schedule == "auto" && options.partition != "auto") {
-      throw Error(ErrorCode::kUsage,
-                  fmt::format("option --partition: '{}', but --schedule auto places the layers "
-                              "itself; legal is auto",
-                              options.partition));
-    }
-    return;
+  auto& [shape, order, devices, training, checks] = options.pipeline;
+  const std::string& file = options.schedule_file;
+  if (file.empty()) {
+    if (order.schedule != "auto" || options.partition == "auto") return;
+    throw_usage(
+        "option --partition: '{}', but --schedule auto places the layers itself; legal is auto",
+        options.partition);
   }
   const bool file_wins = table.given_on_command_line("schedule-file");
   for (const char* name : {"schedule", "chunks"}) {
     if (!table.given_on_command_line(name)) continue;
     if (file_wins) {
-      throw Error(ErrorCode::kUsage,
-                  fmt::format("option --{}: the schedule of --schedule-file says "
-                              "it; give one of the two",
-                              name));
+      throw_usage("option --{}: --schedule-file determines it; give one of the two", name);
     }
     options.schedule_file.clear();
     return;
   }
-  LoadedSchedule loaded = load_schedule(options.schedule_file);
-  const Schedule& order = loaded.schedule;
+  Schedule loaded = load_schedule(file).schedule;
   const auto take = [&](const char* name, int& value, int from_file) {
     const bool binding = file_wins ? table.given_on_command_line(name) : table.given(name);
     if (binding && value != 0 && value != from_file) {
-      throw Error(ErrorCode::kUsage,
-                  fmt::format("option --{}: {}, but the schedule of '{}' is for {}; legal is {}",
-                              name, value, options.schedule_file, from_file, from_file));
+      throw_usage("option --{}: {}, but the schedule of '{}' is for {}; legal is {}", name, value,
+                  file, from_file, from_file);
     }
     value = from_file;
   };
-  take("micro-batches", options.micro_batches, order.micro_batches);
-  take("pipeline", options.pipeline, order.placement.ranks());
-  if (order.forward_only) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("option --schedule-file: '{}' has no backward actions, so nothing can "
-                            "be trained with it",
-                            options.schedule_file));
+  take("micro-batches", shape.micro_batches, loaded.micro_batches);
+  take("pipeline", shape.pipeline, loaded.placement.ranks());
+  if (loaded.forward_only) {
+    throw_usage("option --schedule-file: '{}' has no backward actions, so it cannot train", file);
   }
-  options.order = std::make_shared<const Schedule>(std::move(loaded.schedule));
+  order.given = std::make_shared<const Schedule>(std::move(loaded));
 }
 
-void resolve_batch(const OptionTable& table, TrainOptions& options) {
-  BatchNumbers batch = {.batch_size = options.batch_size,
-                        .micro_batch_size = options.micro_batch_size,
-                        .micro_batches = options.micro_batches,
-                        .replicas = options.replicas};
-  yield_to_command_line(table, options.order != nullptr, batch);
-  batch = resolve_batch(batch, kMaxMicroBatches);
-  options.batch_size = batch.batch_size;
-  options.micro_batch_size = batch.micro_batch_size;
-  options.micro_batches = static_cast<int>(batch.micro_batches);
+void resolve_batch(const OptionTable& table, PipelineOptions& options) {
+  PipelineOptions::Shape& shape = options.shape;
+  BatchShape batch = {shape.batch_size, shape.micro_batch_size, shape.micro_batches,
+                      shape.replicas};
+  yield_to_command_line(table, options.order.given != nullptr, batch);
+  batch = complete_batch_shape(batch, kMaxMicroBatches);
+  shape.batch_size = batch.batch_size;
+  shape.micro_batch_size = batch.micro_batch_size;
+  shape.micro_batches = static_cast<int>(batch.micro_batches);
 }
 
-// Nothing may be written over the data, or by two writers at once; what is no regular file, as
-// /dev/null, may.
-void require_files_apart(const TrainOptions& options) {
-  struct Path {
-    const char* option;
-    fs::path path;
-  };
-  std::vector<Path> seen;
+// Nothing may be written over the data, or by two writers at once. Paths of other kinds than files
+// and directories, such as /dev/null, may repeat.
+void require_distinct_files(const TrainOptions& options) {
+  std::vector<std::pair<const char*, fs::path>> seen;  // option, path
   for (const auto& [option, name] : {std::pair<const char*, std::string>{"data", options.data},
                                      {"schedule-file", options.schedule_file},
                                      {"metrics", options.metrics},
@@ -280,74 +263,74 @@ void require_files_apart(const TrainOptions& options) {
     }
     const fs::path absolute = fs::absolute(name, error);
     const fs::path path = error ? fs::path() : fs::weakly_canonical(absolute, error);
-    if (error) continue;  // no file can be opened by that name: opening it says why
-    for (const Path& other : seen) {
-      if (path != other.path && !fs::equivalent(path, other.path, error)) continue;
-      throw Error(
-          ErrorCode::kUsage,
-          fmt::format("option --{}: '{}' is what --{} names as well; give each a file of its "
-                      "own",
-                      option, name, other.option));
+    if (error) continue;  // opening the file will report the cause
+    for (const auto& [other, other_path] : seen) {
+      if (path != other_path && !fs::equivalent(path, other_path, error)) continue;
+      throw_usage("option --{}: --{} names '{}' as well; give each a file of its own", option,
+                  other, name);
     }
-    seen.push_back({option, path});
+    seen.emplace_back(option, path);
   }
 }
 
-void require_outputs_make_sense(const TrainOptions& options) {
+void require_sensible_outputs(const TrainOptions& options) {
   if (options.data.empty() && !options.dry_run) {
-    throw Error(ErrorCode::kUsage,
-                "option --data is missing: give a text or token file to train on (or --dry-run)");
+    throw_usage("option --data is missing: give a text or token file to train on (or --dry-run)");
   }
   if (options.save_every > 0 && options.save.empty()) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("option --save-every: {} without --save DIR saves nowhere; "
-                            "give --save DIR as well",
-                            options.save_every));
+    throw_usage("option --save-every: {} without --save DIR saves nowhere; give --save DIR as well",
+                options.save_every);
   }
-  require_files_apart(options);
-}
-
-TrainOptions default_options() {
-  TrainOptions options;
-  options.steps = 2000;
-  options.learning_rate.warmup = 100;
-  options.optimizer.weight_decay = 0.1F;
-  return options;
+  require_distinct_files(options);
 }
 
 }  // namespace
 
-ParsedTrain parse_train_options(const std::vector<std::string>& arguments) {
-  ParsedTrain parsed;
-  parsed.options = default_options();
-  TrainOptions& options = parsed.options;
-  Words words;
+void add_rank_order(OptionTable& table, RankOrder& order) {
+  table.add_choice(
+      "rank-order", order,
+      {{"pipeline-first", RankOrder::kPipelineFirst}, {"replica-first", RankOrder::kReplicaFirst}},
+      "which ranks are neighbours");
+}
+
+void add_transport(OptionTable& table, TransportChoice& transport, std::string help) {
+  table.add_choice("transport", transport,
+                   {{"auto", TransportChoice::kAuto},
+                    {"mpi", TransportChoice::kMpi},
+                    {"nccl", TransportChoice::kNccl}},
+                   std::move(help));
+}
+
+TrainOptions parse_train_options(const std::vector<std::string>& arguments) {
+  TrainOptions options;
+  RawOptionText raw;
   OptionTable table("sluice train [options]", kAbout);
   table.allow_config_file();
-  add_model_options(table, options.model, words);
-  add_layout_options(table, options, words);
-  add_training_options(table, options, words);
+  add_model_options(table, options.model, raw);
+  add_layout_options(table, options, raw);
+  add_training_options(table, options);
   add_output_options(table, options);
-  parsed.help_text = table.help();
   table.parse(arguments);
-  parsed.help = table.help_wanted();
-  if (parsed.help) return parsed;
-  resolve_words(words, options);
+  if (table.help_wanted()) {
+    options.help = table.help();
+    return options;
+  }
+  resolve_raw_text(raw, options);
   resolve_learning_rate(table, options);
   validate(options.model);
   resolve_schedule(table, options);
-  resolve_batch(table, options);
-  require_outputs_make_sense(options);
-  parsed.resolved = table.values();
-  return parsed;
+  resolve_batch(table, options.pipeline);
+  require_sensible_outputs(options);
+  options.pipeline.checks.trace = !options.trace.empty();
+  options.pipeline.checks.configuration = table.values();
+  return options;
 }
 
-std::string describe_configuration(
-    const std::vector<std::pair<std::string, std::string>>& resolved) {
+std::string describe_configuration(const OptionValues& options) {
   constexpr std::size_t kWidth = 100;
   std::string text = "Configuration";
   std::size_t column = text.size();
-  for (const auto& [name, value] : resolved) {
+  for (const auto& [name, value] : options) {
     if (value.empty()) continue;
     const std::string item = fmt::format("{} {}", name, value);
     if (column + 2 + item.size() > kWidth) {
@@ -360,9 +343,9 @@ std::string describe_configuration(
   return text + "\n";
 }
 
-std::string to_config_text(const std::vector<std::pair<std::string, std::string>>& resolved) {
+std::string to_config_text(const OptionValues& options) {
   std::string text;
-  for (const auto& [name, value] : resolved) {
+  for (const auto& [name, value] : options) {
     if (!value.empty()) text += fmt::format("{} = {}\n", name, value);
   }
   return text;

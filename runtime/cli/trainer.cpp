@@ -18,15 +18,18 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/cores.hpp"
+#include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/weights.hpp"
-#include "runtime/cli/arrangement.hpp"
+#include "runtime/cli/layout_report.hpp"
 #include "runtime/cli/model_config.hpp"
+#include "runtime/cli/schedule_choice.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/writable.hpp"
+#include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
-#include "runtime/job/job_groups.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
 #include "runtime/options/process.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/report/metrics.hpp"
 #include "runtime/report/timeline.hpp"
 #include "stages/cpu/cpu_report.hpp"
@@ -36,7 +39,7 @@ namespace {
 
 // Steps at the end of a run that go into the trace.
 constexpr std::uint64_t kTracedSteps = 4;
-// Windows of a validation between steps, where the user does not say.
+// Windows of a validation between steps, unless --validation-samples is given.
 constexpr std::int64_t kQuickValidation = 64;
 
 struct Sums {
@@ -46,13 +49,16 @@ struct Sums {
 
 class Training {
  public:
-  Training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed)
-      : machine_(machine), world_(world), parsed_(parsed), options_(parsed.options) {}
+  Training(const MpiInfo& machine, Communicator& world, const TrainOptions& options)
+      : machine_(machine), world_(world), options_(options) {}
 
   void run();
 
  private:
   [[nodiscard]] bool first() const { return world_.rank() == 0; }
+  [[nodiscard]] const OptionValues& resolved() const {
+    return options_.pipeline.checks.configuration;
+  }
   void open_data(Communicator& comm, ControlChannel& control);
   void open_metrics();
   void plan_evaluations();
@@ -62,7 +68,7 @@ class Training {
   void require_writable_outputs() const;
   void require_steps_left(std::uint64_t done) const;
   [[nodiscard]] StageFactory stages() const;
-  void describe(const PipelineLayout& layout) const;
+  void describe(const JobLayout& layout) const;
   void steps();
   void one_step(Progress& progress);
   void validate(std::int64_t samples, Progress* progress);
@@ -72,9 +78,8 @@ class Training {
 
   const MpiInfo& machine_;
   Communicator& world_;
-  const ParsedTrain& parsed_;
   const TrainOptions& options_;
-  Arrangement arrangement_;
+  ScheduleChoice choice_;
   std::shared_ptr<TokenFile> file_;
   std::unique_ptr<DataSource> source_;
   PipelineOptions pipeline_options_;
@@ -93,13 +98,13 @@ void Training::run() {
     ControlChannel control(*comm);
     guarded(control, world_.rank(), [&] {
       Collectives collectives(*comm, 0, &control);
-      require_same_configuration(collectives, parsed_.resolved);
-      const Topology topology =
-          make_topology(world_.size(),
-                        options_.pipeline > 0 ? options_.pipeline
-                                              : std::max(world_.size() / options_.replicas, 1),
-                        options_.replicas, options_.rank_order);
-      arrangement_ = arrange(options_, topology.pipeline, collectives);
+      require_same_configuration(collectives, resolved());
+      const PipelineOptions::Shape& shape = options_.pipeline.shape;
+      const Topology topology = make_topology(
+          world_.size(),
+          shape.pipeline > 0 ? shape.pipeline : std::max(world_.size() / shape.replicas, 1),
+          shape.replicas, shape.rank_order);
+      choice_ = choose_schedule(options_, topology.pipeline, collectives);
     });
     open_data(*comm, control);
     guarded(control, world_.rank(), [&] { require_writable_outputs(); });
@@ -125,14 +130,14 @@ void Training::open_data(Communicator& comm, ControlChannel& control) {
     require_same_configuration(collectives, file_->identity("--data"));
     if (file_->train_size() == file_->size() &&
         (options_.validation_samples > 0 || options_.validate_every > 0)) {
-      throw Error(ErrorCode::kUsage,
-                  fmt::format("option --validation-share: {} of {} tokens leaves nothing for "
-                              "--validation-samples or --validate-every; give a larger share or "
-                              "leave them out",
-                              options_.validation_share, file_->size()));
+      throw_usage(
+          "option --validation-share: {} of {} tokens leaves nothing for "
+          "--validation-samples or --validate-every; give a larger share or "
+          "leave them out",
+          options_.validation_share, file_->size());
     }
-    source_ =
-        make_token_source(file_, options_.model.context, options_.model.vocabulary, options_.seed);
+    source_ = make_token_source(file_, options_.model.context, options_.model.vocabulary,
+                                options_.pipeline.training.seed);
     require_a_batch();
     all_samples_ = options_.validation_samples > 0
                        ? options_.validation_samples
@@ -143,16 +148,16 @@ void Training::open_data(Communicator& comm, ControlChannel& control) {
 }
 
 void Training::require_a_batch() const {
-  const std::int64_t needed = options_.batch_size * options_.model.context + 1;
+  const std::int64_t needed = options_.pipeline.shape.batch_size * options_.model.context + 1;
   if (file_->train_size() >= needed) return;
-  throw Error(ErrorCode::kData,
-              fmt::format("data file '{}' has {} tokens to train on, fewer than one batch: "
-                          "--batch-size {} of --context {} takes {}",
-                          options_.data, file_->train_size(), options_.batch_size,
-                          options_.model.context, needed));
+  throw_error(ErrorCode::kData,
+              "data file '{}' has {} tokens to train on, fewer than one batch: "
+              "--batch-size {} of --context {} takes {}",
+              options_.data, file_->train_size(), options_.pipeline.shape.batch_size,
+              options_.model.context, needed);
 }
 
-// Before anything is computed; leaves everything as it was, since a run may still be refused.
+// Called before anything is computed. It changes no file, because the run may still be refused.
 void Training::require_writable_outputs() const {
   if (!first()) return;
   if (!options_.trace.empty()) require_writable_file(options_.trace);
@@ -161,10 +166,10 @@ void Training::require_writable_outputs() const {
 }
 
 void Training::open_metrics() {
-  pipeline_->guarded([&] {
+  PipelineAccess::guarded(*pipeline_, [&] {
     if (!first() || options_.metrics.empty()) return;
     nlohmann::ordered_json run;
-    for (const auto& [key, value] : parsed_.resolved) run["options"][key] = value;
+    for (const auto& [key, value] : resolved()) run["options"][key] = value;
     run["ranks"] = world_.size();
     run["kernels"] = kernel_set();
     run["matmul"] = matmul_library();
@@ -183,27 +188,28 @@ void Training::plan_evaluations() {
       evaluations.push_back(quick_samples_);
     }
   }
-  pipeline_options_ = pipeline_options(parsed_, evaluations);
-  pipeline_options_.order.given = arrangement_.order;
-  if (first() && !arrangement_.remark.empty()) fmt::print("{}\n", arrangement_.remark);
+  pipeline_options_ = options_.pipeline;
+  pipeline_options_.training.evaluations = std::move(evaluations);
+  pipeline_options_.order.given = choice_.order;
+  if (first() && !choice_.remark.empty()) fmt::print("{}\n", choice_.remark);
 }
 
 StageFactory Training::stages() const {
   return [this](int stage, int) {
-    return make_transformer_stage(options_.model, arrangement_.partition, stage);
+    return make_transformer_stage(options_.model, choice_.partition, stage);
   };
 }
 
-// The first that is printed: a job that is refused prints nothing but why.
-void Training::describe(const PipelineLayout& layout) const {
-  fmt::print("{}{}", describe_configuration(parsed_.resolved),
-             describe_layout(layout, arrangement_.partition));
+// Nothing is printed before this, so a job that is refused prints only its error.
+void Training::describe(const JobLayout& layout) const {
+  fmt::print("{}{}", describe_configuration(resolved()),
+             describe_layout(layout, choice_.partition));
   std::fflush(stdout);
 }
 
 void Training::dry_run(ControlChannel& control) {
-  const PipelineLayout layout =
-      Pipeline::plan_layout(world_, pipeline_options_, stages(), *source_);
+  const JobLayout layout =
+      PipelineAccess::plan_layout(world_, pipeline_options_, stages(), *source_);
   guarded(control, world_.rank(), [&] {
     if (!first() || options_.resume.empty()) return;
     require_steps_left(require_fitting_checkpoint(layout, options_.resume));
@@ -215,18 +221,18 @@ void Training::make_pipeline() {
   pipeline_ = std::make_unique<Pipeline>(world_, pipeline_options_, stages(), *source_);
   if (!options_.resume.empty()) {
     load_checkpoint(*pipeline_, options_.resume);
-    pipeline_->guarded([&] { require_steps_left(pipeline_->step()); });
+    PipelineAccess::guarded(*pipeline_, [&] { require_steps_left(pipeline_->step()); });
   }
   open_metrics();
-  if (first()) describe(pipeline_->layout());
+  if (first()) describe(PipelineAccess::layout(*pipeline_));
 }
 
 void Training::require_steps_left(std::uint64_t done) const {
   if (done < options_.steps) return;
-  throw Error(ErrorCode::kUsage,
-              fmt::format("option --steps: '{}' has done {} steps already, --steps {} leaves "
-                          "nothing to do; choose at least {}",
-                          options_.resume, done, options_.steps, done + 1));
+  throw_usage(
+      "option --steps: '{}' has done {} steps already, --steps {} leaves "
+      "nothing to do; choose at least {}",
+      options_.resume, done, options_.steps, done + 1);
 }
 
 void Training::steps() {
@@ -270,7 +276,7 @@ StepRecord Training::record_of(const StepReport& report) const {
   record.grad_norm = report.grad_norm;
   record.learning_rate = report.learning_rate;
   record.bubble_measured = report.bubble_measured;
-  record.bubble_ideal = pipeline_->layout().bubble_ideal;
+  record.bubble_ideal = PipelineAccess::layout(*pipeline_).plans.bubble_ideal;
   record.peak_in_flight = report.peak_in_flight;
   record.peak_bytes = report.peak_bytes;
   return record;
@@ -287,11 +293,11 @@ void Training::validate(std::int64_t samples, Progress* progress) {
 }
 
 void Training::save() {
-  save_checkpoint(*pipeline_, options_.save, model_config_text(options_.model, parsed_.resolved));
-  pipeline_->guarded([&] {
+  save_checkpoint(*pipeline_, options_.save, model_config_text(options_.model, resolved()));
+  PipelineAccess::guarded(*pipeline_, [&] {
     if (!first()) return;
     AtomicFile file(std::filesystem::path(options_.save) / "options.conf");
-    file.write(to_config_text(parsed_.resolved));
+    file.write(to_config_text(resolved()));
     file.commit();
   });
 }
@@ -312,7 +318,7 @@ void Training::summarise() {
     const bool sliced = ranks > cores;
     fmt::print("  {:<18} {:.1f} % measured, {:.1f} % ideal{}\n", "bubble",
                100 * sums_.bubble / static_cast<double>(sums_.steps),
-               100 * pipeline_->layout().bubble_ideal,
+               100 * PipelineAccess::layout(*pipeline_).plans.bubble_ideal,
                sliced ? fmt::format(" (measured includes time-slicing: {} ranks share {} cores)",
                                     ranks, cores)
                       : "");
@@ -327,146 +333,8 @@ void Training::summarise() {
 
 }  // namespace
 
-PipelineOptions pipeline_options(const ParsedTrain& parsed, std::vector<std::int64_t> evaluations) {
-  const TrainOptions& from = parsed.options;
-  PipelineOptions options;
-  options.shape.pipeline = from.pipeline;
-  options.shape.replicas = from.replicas;
-  options.shape.rank_order = from.rank_order;
-  options.order.schedule = from.schedule;
-  options.order.chunks = from.chunks;
-  options.shape.micro_batches = from.micro_batches;
-  options.shape.micro_batch_size = from.micro_batch_size;
-  options.shape.batch_size = from.batch_size;
-  options.training.seed = from.seed;
-  options.devices.threads = from.threads;
-  options.devices.choices = from.devices;
-  options.devices.transport = from.transport;
-  options.devices.all_reduce = from.all_reduce;
-  options.devices.cuda_graphs = from.cuda_graphs;
-  options.devices.tf32 = from.tf32;
-  options.training.optimizer = from.optimizer;
-  options.training.learning_rate = from.learning_rate;
-  options.training.clip = from.clip;
-  options.training.evaluations = std::move(evaluations);
-  options.checks.replicas_every = from.check_replicas;
-  options.checks.trace = !from.trace.empty();
-  options.checks.configuration = parsed.resolved;
-  return options;
-}
-
-namespace {
-
-// "E 0-1": the embedding and blocks 0 and 1; "H": the head; "-" for a stage that passes on.
-std::string describe_layers(const Partition& partition, int stage) {
-  const int layers = partition.first.back();
-  const int first = partition.first[static_cast<std::size_t>(stage)];
-  const int last = partition.first[static_cast<std::size_t>(stage) + 1];
-  const int first_block = std::max(first, 1) - 1;
-  const int last_block = std::min(last, layers - 1) - 2;
-  std::string text;
-  const auto append = [&](const std::string& part) { text += (text.empty() ? "" : " ") + part; };
-  if (first == last) return "-";
-  if (first == 0) append("E");
-  if (first_block == last_block) append(std::to_string(first_block));
-  if (first_block < last_block) append(fmt::format("{}-{}", first_block, last_block));
-  if (last == layers) append("H");
-  return text;
-}
-
-// What each rank computes on and how stages are joined; nothing for a job without GPUs that could
-// have none.
-std::string describe_connections(const PipelineLayout& layout) {
-  std::string text = describe_devices(layout.devices);
-  if (std::all_of(layout.devices.begin(), layout.devices.end(),
-                  [](const RankDevice& rank) { return rank.device.kind == DeviceKind::kCpu; })) {
-    return text;
-  }
-  text += describe_links(layout.links);
-  for (const TiedParameter& tie : layout.tied) {
-    for (std::size_t use = 1; use < tie.uses.size(); ++use) {
-      if (tie.links[use].kind == LinkKind::kLocal) continue;
-      text += fmt::format("  tied {}, stages {}-{}: {}\n", tie.name, tie.uses.front().stage,
-                          tie.uses[use].stage, describe_link(tie.links[use]));
-    }
-  }
-  return text + describe_sums(layout.sums, layout.all_reduce);
-}
-
-// What stages say of themselves: each note once, with the stages where not all say it.
-std::string describe_notes(const PipelineLayout& layout) {
-  std::map<std::string, std::vector<int>> stages_by_note;
-  for (int stage = 0; stage < layout.num_stages(); ++stage) {
-    const std::string& note = layout.stages[static_cast<std::size_t>(stage)].note;
-    if (!note.empty()) stages_by_note[note].push_back(stage);
-  }
-  std::string text;
-  for (const auto& [note, stages] : stages_by_note) {
-    const bool all = stages.size() == layout.stages.size();
-    const char* name = stages.size() == 1 ? "stage" : "stages";
-    text += all ? fmt::format("  {}\n", note)
-                : fmt::format("  {} {}, {}\n", name, fmt::join(stages, ","), note);
-  }
-  return text;
-}
-
-// Of --cuda-graphs, where it is asked for: which ranks it concerns.
-std::string describe_graphs(const PipelineLayout& layout) {
-  if (!layout.cuda_graphs) return "";
-  const auto gpus =
-      std::count_if(layout.devices.begin(), layout.devices.end(),
-                    [](const RankDevice& rank) { return rank.device.kind != DeviceKind::kCpu; });
-  if (gpus == 0) return "  CUDA graphs: --cuda-graphs has no effect, no rank computes on a GPU\n";
-  const auto ranks = static_cast<std::ptrdiff_t>(layout.devices.size());
-  const std::string where =
-      gpus < ranks ? fmt::format("on {} of a pipeline's {} ranks, ", gpus, ranks) : "";
-  return fmt::format("  CUDA graphs: {}recorded in step 2, replayed from step 3 on\n", where);
-}
-
-}  // namespace
-
-std::string describe_layout(const PipelineLayout& layout, const Partition& partition) {
-  const auto mebi = [](std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); };
-  std::string text = fmt::format(
-      "{} rank{}: pipeline of {} x {} replica{}, schedule {}, {} micro-batch{} per replica and "
-      "step\n",
-      layout.topology.ranks(), layout.topology.ranks() == 1 ? "" : "s", layout.topology.pipeline,
-      layout.topology.replicas, layout.topology.replicas == 1 ? "" : "s",
-      layout.train.schedule_name, layout.train.micro_batches,
-      layout.train.micro_batches == 1 ? "" : "es");
-  if (!layout.train.exact) {
-    text +=
-        "  (not exact: weight gradients do not accumulate in ascending order, so the bits are this "
-        "schedule's own)\n";
-  }
-  text += fmt::format(
-      "  {:<5} {:<7} {:<16} {:>10} {:>10} {:>10} {:>11} {:>9} {:>9} {:>9} {:>9} {:>10} {:>9}\n",
-      "rank", "stages", "layers", "parameters", "gradients", "optimizer", "activations",
-      "workspace", "operators", "messages", "libraries", "total MiB", "apart");
-  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
-    std::string stages, owned;
-    for (const int stage : layout.train.placement.stages_of(rank)) {
-      if (!stages.empty()) stages += ",", owned += " ";
-      stages += std::to_string(stage);
-      owned += describe_layers(partition, stage);
-    }
-    const RankMemory& memory = layout.memory[static_cast<std::size_t>(rank)];
-    text += fmt::format(
-        "  {:<5} {:<7} {:<16} {:>10.1f} {:>10.1f} {:>10.1f} {:>11.1f} {:>9.1f} {:>9.1f} {:>9.1f} "
-        "{:>9.1f} {:>10.1f} {:>9.1f}\n",
-        rank, stages, owned, mebi(memory.parameters), mebi(memory.gradients),
-        mebi(memory.optimizer), mebi(memory.activations), mebi(memory.workspace),
-        mebi(memory.operators), mebi(memory.buffers), mebi(memory.libraries), mebi(memory.total()),
-        mebi(memory.apart));
-  }
-  text +=
-      "  (layers: E embedding, H head, numbers are blocks, - none; apart: of the total, what a\n"
-      "  rank takes beside its one block; each replica holds the same)\n";
-  return text + describe_connections(layout) + describe_notes(layout) + describe_graphs(layout);
-}
-
-void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed) {
-  Training(machine, world, parsed).run();
+void run_training(const MpiInfo& machine, Communicator& world, const TrainOptions& options) {
+  Training(machine, world, options).run();
 }
 
 }  // namespace sluice

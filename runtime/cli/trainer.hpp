@@ -1,5 +1,4 @@
-// Trainer: what `sluice train` does once MPI is up: data, pipeline, steps, validation, reports,
-// weights, summary.
+// `sluice train` once MPI is up: data, pipeline, steps, validation, reports, weights, summary.
 #pragma once
 
 #include <string>
@@ -12,16 +11,10 @@
 
 namespace sluice {
 
+struct JobLayout;  // runtime/layout/job_layout.hpp
+
 // Collective over `world`. Throws the same Error on every rank. With options.dry_run prints the
 // layout and memory per rank and returns.
-void run_training(const MpiInfo& machine, Communicator& world, const ParsedTrain& parsed);
-
-// The pipeline's options for the program's, but for PipelineOptions::Order::given. `evaluations`: see
-// there.
-[[nodiscard]] PipelineOptions pipeline_options(const ParsedTrain& parsed,
-                                               std::vector<std::int64_t> evaluations);
-
-// The layout of a pipeline as text: a row per rank with its stages, layers and memory.
-[[nodiscard]] std::string describe_layout(const PipelineLayout& layout, const Partition& partition);
+void run_training(const MpiInfo& machine, Communicator& world, const TrainOptions& options);
 
 }  // namespace sluice

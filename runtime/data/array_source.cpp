@@ -1,10 +1,9 @@
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <utility>
 
 #include <sluice/data.hpp>
-#include <sluice/error.hpp>
+
+#include "comm/base/throw_error.hpp"
 
 namespace sluice {
 namespace {
@@ -65,17 +64,16 @@ std::unique_ptr<DataSource> make_array_source(std::vector<float> inputs, std::in
   const auto rows = [](const std::vector<float>& values, std::int64_t width, const char* what) {
     const auto size = static_cast<std::int64_t>(values.size());
     if (width < 1 || size == 0 || size % width != 0) {
-      throw Error(ErrorCode::kUsage,
-                  fmt::format("{} {} do not make rows of {}", size, what, width));
+      throw_usage("{} {} do not make rows of {}", size, what, width);
     }
     return size / width;
   };
   const std::int64_t samples = rows(inputs, input_width, "inputs");
   if (rows(targets, target_width, "targets") != samples || batch_size < 1) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("{} samples of inputs need as many of targets and batches of at least "
-                            "one; got {} target values in rows of {}, batches of {}",
-                            samples, targets.size(), target_width, batch_size));
+    throw_usage(
+        "{} samples of inputs need as many of targets and batches of at least "
+        "one; got {} target values in rows of {}, batches of {}",
+        samples, targets.size(), target_width, batch_size);
   }
   return std::make_unique<ArraySource>(Rows{std::move(inputs), input_width},
                                        Rows{std::move(targets), target_width}, batch_size);

@@ -1,7 +1,7 @@
 #include "runtime/data/batch_loader.hpp"
 
-// Two batches of host memory: one the caller reads, one the worker fills. The slot index is the
-// only thing that changes hands, under the mutex.
+// Two batches of host memory: the caller reads one, the worker fills the other. Only the slot index
+// is shared between them, under the mutex.
 #include <array>
 #include <condition_variable>
 #include <exception>
@@ -19,7 +19,7 @@ namespace {
 struct Slot {
   HostBuffer memory;
   BatchLoader::Batch batch;
-  std::optional<std::uint64_t> step;  // what it holds, or what failed with `error`
+  std::optional<std::uint64_t> step;  // loaded, or failed with `error`
   std::exception_ptr error;
 };
 
@@ -138,7 +138,7 @@ struct BatchLoader::Impl {
   std::mutex mutex;
   std::condition_variable changed;
   std::size_t reading = 0;              // the slot the caller reads; the other is the worker's
-  std::optional<std::uint64_t> wanted;  // set: the worker is on it
+  std::optional<std::uint64_t> wanted;  // set: the worker is loading it
   bool stopping = false;
   std::thread worker;
 };

@@ -1,5 +1,5 @@
-// Loads a step's micro-batches into host memory and prefetches the next step's in a thread of its
-// own. Prefetch threads never touch MPI.
+// Loads a step's micro-batches into host memory, and prefetches the next step's in another thread,
+// which never calls MPI.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace sluice {
 class BatchLoader {
  public:
   struct Batch {
-    // [micro_batch][tensor]; a micro-batch's list is empty where its tensors are not wanted.
+    // [micro_batch][tensor]; a micro-batch's list is empty where its tensors are not needed.
     std::vector<std::vector<Tensor>> inputs;
     std::vector<std::vector<Tensor>> targets;
   };
@@ -24,8 +24,8 @@ class BatchLoader {
   ~BatchLoader();
   BatchLoader(const BatchLoader&) = delete;
   BatchLoader& operator=(const BatchLoader&) = delete;
-  // Blocks until `step` is loaded; the batch stays valid until the next call. Rethrows what the
-  // source threw. Steps in ascending order profit from the prefetch, any order is right.
+  // Blocks until `step` is loaded; the batch stays valid until the next call. Rethrows the
+  // source's exceptions. Any order of steps is right; ascending steps profit from the prefetch.
   const Batch& load(std::uint64_t step);
 
  private:

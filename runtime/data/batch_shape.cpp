@@ -3,52 +3,153 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 #include <string>
 
-#include <sluice/error.hpp>
+#include "comm/base/throw_error.hpp"
 
 namespace sluice {
 namespace {
 
-// Shares differ by at most one sample, larger ones first.
-SampleRange share_of(std::int64_t batch_size, int replicas, int replica) {
-  const std::int64_t small = batch_size / replicas;
-  const std::int64_t larger = batch_size % replicas;
-  return {replica * small + std::min<std::int64_t>(replica, larger),
-          small + (replica < larger ? 1 : 0)};
+constexpr std::int64_t kDefaultBatch = 4;
+constexpr std::int64_t kMostSamples = std::int64_t{1} << 40;  // of a step
+
+// a * b for factors >= 0, or the largest number there is.
+std::int64_t times(std::int64_t a, std::int64_t b) {
+  std::int64_t product = 0;
+  return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<std::int64_t>::max()
+                                                : product;
 }
 
-// Every micro-batch of every replica has at least one sample, none more than micro_batch_size.
-bool fits(std::int64_t batch_size, std::int64_t replicas, std::int64_t full, std::int64_t size) {
-  const std::int64_t smallest = batch_size / replicas;
-  const std::int64_t largest = smallest + (batch_size % replicas != 0 ? 1 : 0);
-  return smallest > full - size && largest <= full;
+std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return a / b + (a % b == 0 ? 0 : 1); }
+
+std::int64_t largest_share(const BatchShape& batch) {
+  return ceil_div(batch.batch_size, batch.replicas);
+}
+
+std::int64_t smallest_share(const BatchShape& batch) { return batch.batch_size / batch.replicas; }
+
+// Every replica's share fills all but the last micro-batch, and the last one partly.
+bool fits(const BatchShape& batch) {
+  return largest_share(batch) <= times(batch.micro_batches, batch.micro_batch_size) &&
+         smallest_share(batch) > times(batch.micro_batches - 1, batch.micro_batch_size);
+}
+
+std::string over_replicas(const BatchShape& batch) {
+  return batch.replicas == 1 ? "" : fmt::format(" over --replicas {}", batch.replicas);
+}
+
+// Within this bound no product of sizes overflows.
+void require_small_enough(const BatchShape& batch) {
+  const std::int64_t row = times(batch.micro_batches, batch.micro_batch_size);
+  if (std::max(batch.batch_size, times(row, batch.replicas)) <= kMostSamples) return;
+  throw_usage(
+      "--batch-size {}, or --micro-batches {} of --micro-batch-size {}{}, is more than {} samples "
+      "a "
+      "step, the most that is legal",
+      batch.batch_size, batch.micro_batches, batch.micro_batch_size, over_replicas(batch),
+      kMostSamples);
+}
+
+void require_fit(const BatchShape& batch) {
+  require_small_enough(batch);
+  if (fits(batch)) return;
+  const std::int64_t full = batch.micro_batches * batch.micro_batch_size;
+  const std::int64_t lowest = batch.replicas * (full - batch.micro_batch_size + 1);
+  BatchShape other = batch;
+  other.micro_batches = ceil_div(largest_share(batch), batch.micro_batch_size);
+  throw_usage(
+      "--batch-size {} does not fit --micro-batches {} of --micro-batch-size {}{}: the last "
+      "micro-batch may be smaller, none may be empty; the nearest legal --batch-size is {}{}",
+      batch.batch_size, batch.micro_batches, batch.micro_batch_size, over_replicas(batch),
+      std::clamp(batch.batch_size, lowest, batch.replicas * full),
+      fits(other) ? fmt::format(", or --micro-batches {} with this batch size", other.micro_batches)
+                  : "");
+}
+
+// Sets the micro-batch size for the batch size and the number of micro-batches; false where there
+// is none.
+bool set_size(BatchShape& batch) {
+  if (batch.micro_batches < 1 || batch.micro_batches > smallest_share(batch)) return false;
+  batch.micro_batch_size = ceil_div(largest_share(batch), batch.micro_batches);
+  return fits(batch);
+}
+
+void derive_size(BatchShape& batch) {
+  if (set_size(batch)) return;
+  const std::int64_t most = smallest_share(batch);
+  const auto has_size = [&batch](std::int64_t micro_batches) {
+    BatchShape other = batch;
+    other.micro_batches = micro_batches;
+    return set_size(other);
+  };
+  // One micro-batch always has a size, because the shares are not empty.
+  std::int64_t below = std::min(batch.micro_batches - 1, most);
+  while (!has_size(below)) --below;
+  std::int64_t above = batch.micro_batches + 1;
+  while (above <= most && !has_size(above)) ++above;
+  throw_usage(
+      "--micro-batches {} of equal size (the last may be smaller, not empty) do not divide "
+      "--batch-size {}{}; nearest legal: --micro-batches {}{}, or --batch-size {}",
+      batch.micro_batches, batch.batch_size, over_replicas(batch), below,
+      above <= most ? fmt::format(" or {}", above) : "",
+      batch.replicas * batch.micro_batches * std::max<std::int64_t>(1, most / batch.micro_batches));
+}
+
+void derive_count(BatchShape& batch) {
+  batch.micro_batches = ceil_div(largest_share(batch), batch.micro_batch_size);
+  if (fits(batch)) return;
+  // The shares straddle a multiple of the size: the smaller one would leave a micro-batch empty.
+  const std::int64_t whole = (batch.micro_batches - 1) * batch.micro_batch_size * batch.replicas;
+  throw_usage(
+      "--batch-size {}{} in micro-batches of {} leaves some replicas {} micro-batches and others "
+      "{}; nearest legal: --batch-size {} or {}",
+      batch.batch_size, over_replicas(batch), batch.micro_batch_size, batch.micro_batches,
+      batch.micro_batches - 1, whole, whole + batch.replicas);
 }
 
 void require_positive(const char* option, std::int64_t value) {
-  if (value < 1) {
-    throw Error(ErrorCode::kUsage, fmt::format("{} is {}; it must be at least 1", option, value));
-  }
+  if (value < 1) throw_usage("{} is {}; it must be at least 1", option, value);
 }
 
-[[noreturn]] void refuse(const BatchShape& shape, std::int64_t full) {
-  const std::int64_t lowest = shape.replicas * (full - shape.micro_batch_size + 1);
-  const std::int64_t highest = shape.replicas * full;
-  std::string message = fmt::format(
-      "--batch-size {} cannot be cut into {} micro-batches of at most {} samples, none empty, on "
-      "each of {} replicas: the nearest legal --batch-size is {}",
-      shape.batch_size, shape.micro_batches, shape.micro_batch_size, shape.replicas,
-      std::clamp(shape.batch_size, lowest, highest));
-  const std::int64_t largest = (shape.batch_size + shape.replicas - 1) / shape.replicas;
-  const std::int64_t count = (largest + shape.micro_batch_size - 1) / shape.micro_batch_size;
-  if (fits(shape.batch_size, shape.replicas, count * shape.micro_batch_size,
-           shape.micro_batch_size)) {
-    message += fmt::format(", or --micro-batches {} with this batch size", count);
-  }
-  throw Error(ErrorCode::kUsage, message);
+// Shares differ by at most one sample, larger ones first.
+SampleRange share_of(const BatchShape& batch, std::int64_t replica) {
+  const std::int64_t small = smallest_share(batch);
+  const std::int64_t larger = batch.batch_size % batch.replicas;
+  return {replica * small + std::min(replica, larger), small + (replica < larger ? 1 : 0)};
 }
 
 }  // namespace
+
+BatchShape complete_batch_shape(BatchShape batch, std::int64_t max_micro_batches) {
+  if (batch.batch_size > 0 && batch.batch_size < batch.replicas) {
+    throw_usage(
+        "--batch-size {} cannot serve --replicas {}; nearest legal: --batch-size {} or --replicas "
+        "{}",
+        batch.batch_size, batch.replicas, batch.replicas, batch.batch_size);
+  }
+  if (batch.batch_size > 0 && batch.micro_batches > 0) {
+    if (batch.micro_batch_size == 0) derive_size(batch);
+  } else {
+    batch.micro_batch_size = std::max<std::int64_t>(batch.micro_batch_size, 1);
+    if (batch.batch_size == 0) {
+      const std::int64_t row = times(batch.replicas, batch.micro_batch_size);
+      batch.batch_size =
+          times(row, batch.micro_batches > 0 ? batch.micro_batches : ceil_div(kDefaultBatch, row));
+    }
+    require_small_enough(batch);
+    if (batch.micro_batches == 0) derive_count(batch);
+  }
+  require_fit(batch);
+  if (batch.micro_batches > max_micro_batches) {
+    throw_usage(
+        "--micro-batch-size {} cuts --batch-size {}{} into {} micro-batches, at most {} are legal; "
+        "nearest legal: --micro-batch-size {}",
+        batch.micro_batch_size, batch.batch_size, over_replicas(batch), batch.micro_batches,
+        max_micro_batches, ceil_div(largest_share(batch), max_micro_batches));
+  }
+  return batch;
+}
 
 std::vector<SampleRange> micro_batches_of(const BatchShape& shape, int replica) {
   require_positive("--batch-size", shape.batch_size);
@@ -56,25 +157,10 @@ std::vector<SampleRange> micro_batches_of(const BatchShape& shape, int replica) 
   require_positive("--micro-batches", shape.micro_batches);
   require_positive("--replicas", shape.replicas);
   if (replica < 0 || replica >= shape.replicas) {
-    throw Error(ErrorCode::kUsage, fmt::format("replica {} does not exist; there are {}, from 0",
-                                               replica, shape.replicas));
+    throw_usage("replica {} does not exist; there are {}, from 0", replica, shape.replicas);
   }
-  // Within these bounds nothing below can overflow.
-  constexpr std::int64_t kMost = std::int64_t{1} << 40;
-  std::int64_t full = 0, all = 0;
-  if (__builtin_mul_overflow(shape.micro_batch_size, shape.micro_batches, &full) ||
-      __builtin_mul_overflow(full, shape.replicas, &all) || all > kMost ||
-      shape.batch_size > kMost) {
-    throw Error(
-        ErrorCode::kUsage,
-        fmt::format("--batch-size {} or {} replicas x {} micro-batches x {} samples is more than "
-                    "{} samples a step, the most there can be",
-                    shape.batch_size, shape.replicas, shape.micro_batches, shape.micro_batch_size,
-                    kMost));
-  }
-  if (!fits(shape.batch_size, shape.replicas, full, shape.micro_batch_size)) refuse(shape, full);
-
-  const SampleRange share = share_of(shape.batch_size, shape.replicas, replica);
+  require_fit(shape);
+  const SampleRange share = share_of(shape, replica);
   std::vector<SampleRange> ranges;
   ranges.reserve(static_cast<std::size_t>(shape.micro_batches));
   for (std::int64_t done = 0; done < share.count; done += shape.micro_batch_size) {

@@ -1,4 +1,4 @@
-// How a global batch falls into micro-batches.
+// How a step's batch falls into micro-batches.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,21 @@
 
 namespace sluice {
 
-// How a global batch of `batch_size` samples falls into micro-batches: replica r takes a contiguous
-// share (sizes differ by at most one, larger first), cut into `micro_batches` pieces of
-// `micro_batch_size`, the last one smaller where it does not divide. Throws Error(kUsage) with the
-// nearest legal numbers where a micro-batch would be empty.
+// In samples. Each replica takes a contiguous share of `batch_size` (sizes differ by at most one,
+// larger first), cut into `micro_batches` pieces of `micro_batch_size`. The last piece may be
+// smaller but is never empty.
 struct BatchShape {
-  std::int64_t batch_size = 1, micro_batch_size = 1;
-  int micro_batches = 1, replicas = 1;
+  std::int64_t batch_size = 1, micro_batch_size = 1, micro_batches = 1, replicas = 1;
 };
+
+// Fills in those of the first three that are 0. With nothing given: micro-batches of one sample,
+// and the smallest batch of at least 4 that gives every replica the same. Throws Error(kUsage)
+// naming the options and the nearest legal values where a micro-batch would be empty, the three
+// disagree, or more than `max_micro_batches` result.
+[[nodiscard]] BatchShape complete_batch_shape(BatchShape given, std::int64_t max_micro_batches);
+
+// The micro-batches of one replica. Throws Error(kUsage) with the nearest legal numbers where one
+// would be empty.
 [[nodiscard]] std::vector<SampleRange> micro_batches_of(const BatchShape& shape, int replica);
 
 }  // namespace sluice

@@ -11,6 +11,7 @@
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/files/mapped_file.hpp"
 #include "runtime/files/sha256.hpp"
 
@@ -25,7 +26,7 @@ constexpr std::int32_t kLlmCMagic = 20240520;
 constexpr std::int32_t kLlmCMagicWide = 20240801;  // uint32 tokens
 
 [[noreturn]] void refuse(const std::filesystem::path& path, const std::string& what) {
-  throw Error(ErrorCode::kData, fmt::format("data file '{}' {}", path.string(), what));
+  throw_error(ErrorCode::kData, "data file '{}' {}", path.string(), what);
 }
 
 std::int32_t header_word(std::span<const std::byte> bytes, std::size_t index) {
@@ -47,7 +48,7 @@ TokenFormat format_of(std::span<const std::byte> bytes, const std::filesystem::p
   return binary ? TokenFormat::kNanoGpt : TokenFormat::kText;
 }
 
-// The tokens behind llm.c's header; every number in it checked against the file.
+// The tokens after llm.c's header. Checks every number in it against the file.
 std::span<const std::byte> llm_c_tokens(std::span<const std::byte> bytes,
                                         const std::filesystem::path& path) {
   if (bytes.size() < kLlmCHeaderBytes) {
@@ -67,7 +68,7 @@ std::span<const std::byte> llm_c_tokens(std::span<const std::byte> bytes,
   return tokens;
 }
 
-// Bytes up to which all of them are the sample; beyond, blocks of them are.
+// Up to kWhole bytes the digest is of the whole file, beyond of kBlocks blocks of it.
 constexpr std::size_t kWhole = std::size_t{1} << 20;
 constexpr std::size_t kBlock = 4096, kBlocks = 66;
 
@@ -88,9 +89,8 @@ struct TokenFile::Impl {
   Impl(const std::filesystem::path& file_path, double validation_share)
       : path(file_path), file(file_path, ErrorCode::kData) {
     if (!(validation_share >= 0 && validation_share < 1)) {
-      throw Error(ErrorCode::kUsage,
-                  fmt::format("the validation share is {}; legal: at least 0 and less than 1",
-                              validation_share));
+      throw_usage("the validation share is {}; legal: at least 0 and less than 1",
+                  validation_share);
     }
     if (file.bytes().empty()) refuse(path, "is empty");
     format = format_of(file.bytes(), path);

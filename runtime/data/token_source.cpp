@@ -1,15 +1,15 @@
-#include <fmt/format.h>
-
 #include <utility>
 
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
 #include <sluice/tensor.hpp>
 
+#include "comm/base/throw_error.hpp"
+
 namespace sluice {
 namespace {
 
-// Any number that no layer's place has (see random_site).
+// Any number that differs from every layer's random_site().
 constexpr std::uint64_t kOffsetSite = 0xC3430BEE;
 
 // A number in [0, bound), bound > 0, from 64 random bits: the upper half of their product. Its bias
@@ -58,14 +58,13 @@ class TokenSource final : public TokenShapes {
   }
 
  private:
-  // Targets are the inputs' windows moved on by one token.
+  // Targets are the windows of the inputs, shifted by one token.
   void copy(Phase phase, std::uint64_t step, SampleRange range, std::int64_t shift,
             std::span<const Tensor> into) const {
     const TensorSpec wanted{DType::kI32, {range.count, context()}};
     if (into.size() != 1 || into[0].spec != wanted) {
-      throw Error(ErrorCode::kInternal,
-                  fmt::format("tokens are one tensor {}, asked for {} tensors", to_string(wanted),
-                              into.size()));
+      throw_error(ErrorCode::kInternal, "tokens are one tensor {}, asked for {} tensors",
+                  to_string(wanted), into.size());
     }
     const auto width = static_cast<std::size_t>(context());
     std::span<std::int32_t> out(into[0].as<std::int32_t>(),
@@ -84,9 +83,8 @@ class TokenSource final : public TokenShapes {
       return draw_below(file_->train_size() - context(), key, sample);
     }
     if (windows_ == 0) {
-      throw Error(ErrorCode::kData,
-                  fmt::format("data file '{}' has no validation split to evaluate on",
-                              file_->path().string()));
+      throw_error(ErrorCode::kData, "data file '{}' has no validation split to evaluate on",
+                  file_->path().string());
     }
     return file_->train_size() + sample % windows_ * context();
   }
@@ -98,10 +96,10 @@ class TokenSource final : public TokenShapes {
 
 void require_split(const TokenFile& file, const char* name, std::int64_t tokens, int context) {
   if (tokens > context) return;
-  throw Error(ErrorCode::kData,
-              fmt::format("the {} split of data file '{}' has {} of its {} tokens; --context {} "
-                          "needs at least {}",
-                          name, file.path().string(), tokens, file.size(), context, context + 1));
+  throw_error(ErrorCode::kData,
+              "the {} split of data file '{}' has {} of its {} tokens; --context {} "
+              "needs at least {}",
+              name, file.path().string(), tokens, file.size(), context, context + 1);
 }
 
 void require_vocabulary(const TokenFile& file, int vocabulary) {
@@ -109,11 +107,11 @@ void require_vocabulary(const TokenFile& file, int vocabulary) {
   if (possible <= vocabulary || file.largest_token() < vocabulary) return;
   std::int64_t index = 0;
   while (file.token(index) < vocabulary) ++index;
-  throw Error(ErrorCode::kData,
-              fmt::format("data file '{}' has token {} at index {}; --vocabulary {} allows 0 to {} "
-                          "(the largest token of the file is {})",
-                          file.path().string(), file.token(index), index, vocabulary,
-                          vocabulary - 1, file.largest_token()));
+  throw_error(ErrorCode::kData,
+              "data file '{}' has token {} at index {}; --vocabulary {} allows 0 to {} "
+              "(the largest token of the file is {})",
+              file.path().string(), file.token(index), index, vocabulary, vocabulary - 1,
+              file.largest_token());
 }
 
 }  // namespace
@@ -121,9 +119,8 @@ void require_vocabulary(const TokenFile& file, int vocabulary) {
 std::unique_ptr<DataSource> make_token_source(std::shared_ptr<TokenFile> file, int context,
                                               int vocabulary, std::uint64_t seed) {
   if (context < 1 || vocabulary < 1) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("--context is {} and --vocabulary {}; both must be at least 1", context,
-                            vocabulary));
+    throw_usage("--context is {} and --vocabulary {}; both must be at least 1", context,
+                vocabulary);
   }
   require_split(*file, "training", file->train_size(), context);
   if (file->train_size() < file->size()) {

@@ -25,7 +25,7 @@ void DeviceBatch::copy(const std::vector<std::vector<Tensor>>& from, std::size_t
     for (std::size_t i = 0; i < from[m].size(); ++i) {
       const std::size_t bytes = from[m][i].spec.bytes();
       if (memory[m][i].size() < bytes) {
-        memory[m][i] = Buffer();  // first: the plan has no room for both
+        memory[m][i] = Buffer();  // first: the memory plan has no room for both
         memory[m][i] = compute_.memory().allocate(bytes);
       }
       to[m][i] = {memory[m][i].data(), from[m][i].spec};

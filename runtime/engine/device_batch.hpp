@@ -1,4 +1,4 @@
-// A step's inputs and targets where the stages compute: on a CPU the loader's own, on a GPU copies.
+// A step's inputs and targets where the stages compute: the loader's on a CPU, copies on a GPU.
 // Internal to the engine.
 #pragma once
 
@@ -15,10 +15,10 @@ namespace sluice {
 class DeviceBatch {
  public:
   explicit DeviceBatch(ComputeContext& compute) : compute_(compute) {}
-  // Puts the copies of the first `micro_batches` micro-batches on the compute stream; `batch` stays
-  // as it is until they are done. Allocates only where a tensor is larger than ever before.
+  // Copies the first `micro_batches` micro-batches on the compute stream. `batch` must not change
+  // until the copies are done. Allocates only where a tensor is larger than before.
   void load(const BatchLoader::Batch& batch, std::size_t micro_batches);
-  // Of a micro-batch of the batch loaded last; empty where nobody wanted any.
+  // Of the batch that was loaded last; empty where the loader loads none.
   [[nodiscard]] std::span<const Tensor> inputs(int micro_batch) const {
     return on_device_->inputs[static_cast<std::size_t>(micro_batch)];
   }

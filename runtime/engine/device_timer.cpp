@@ -1,6 +1,6 @@
 #include "runtime/engine/device_timer.hpp"
 
-#include "runtime/engine/step_clock.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 
 namespace sluice {
 
@@ -33,7 +33,7 @@ void DeviceTimer::stop(StreamView stream) {
 void DeviceTimer::read(
     const std::function<void(const PlanOp& op, double start, double end)>& take) {
   if (used_ == 0) return;
-  // The device's clock is set by the last op's end, which the host has just seen.
+  // The two clocks are matched at the end of the last op, which the host has just seen.
   const double now = steady_seconds();
   const double length = spans_[used_ - 1].end.seconds_since(origin_);
   double end = 0;

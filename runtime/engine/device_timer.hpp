@@ -1,5 +1,5 @@
-// When a GPU ran each compute op of a step, by timed events on its stream; nothing on a CPU, whose
-// ops the engine times itself. Internal to the engine.
+// Measures when a GPU ran each compute op of a step, by timed events on its stream. Does nothing on
+// a CPU, where the engine reads its own clock. Internal to the engine.
 #pragma once
 
 #include <functional>
@@ -12,15 +12,16 @@ namespace sluice {
 
 class DeviceTimer {
  public:
-  // `most`: ops of a step.
+  // `most`: ops of a step, at most.
   DeviceTimer(Device device, std::size_t most);
   void begin(StreamView stream);
-  // `op` stays where it is until read(). `follows`: nothing was put on the stream since the last
-  // stop() that it may have waited for; then that op's end is the start of this one, one event
-  // less. What the GPU waits there for the host counts as this op's.
+  // `op` keeps its address until read(). `follows`: since the last stop(), nothing was put on the
+  // stream that it may wait for. Then the end of the last op is the start of this one, which saves
+  // an event; the time in which the GPU waits for the host counts as this op's.
   void start(StreamView stream, const PlanOp& op, bool follows = false);
   void stop(StreamView stream);
-  // Once all events are done: each op with its seconds of the steady clock, in order.
+  // Requires that all events are done. Calls `take` for each op in order, with times as
+  // steady_seconds().
   void read(const std::function<void(const PlanOp& op, double start, double end)>& take);
 
  private:

@@ -14,10 +14,10 @@
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/engine/stage_table.hpp"
-#include "runtime/engine/step_clock.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/job/host_mirror.hpp"
-#include "runtime/job/nccl_links.hpp"
+#include "runtime/job/nccl_routes.hpp"
 
 namespace sluice {
 namespace {
@@ -38,7 +38,7 @@ struct Engine::Impl {
   // Posts or starts the slot's tensors over NCCL, in one group with the ops that belong to it.
   void issue_nccl(const PlanOp& op, Slot& slot, int peer);
   // What goes on the compute stream from here on runs after the slot's messages.
-  void settle_nccl(Slot& slot) {
+  void wait_nccl_on_stream(Slot& slot) {
     if (!slot.nccl.empty()) computed_until = 0;  // the stream may wait
     for (NcclTicket& ticket : slot.nccl) config.nccl->wait_on_stream(ticket);
     slot.nccl.clear();
@@ -100,7 +100,6 @@ struct Engine::Impl {
   StageTable table;
   std::unique_ptr<Transport> transport;
   Waiter waiter;
-  StepClock clock;
   DeviceBatch batch;  // of the step, where the stages compute
   DeviceTimer timer;  // of a GPU's compute ops
   RecordedCalls calls;
@@ -143,10 +142,9 @@ Engine::Impl::Impl(const EngineConfig& config_in)
 
 const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions* actions) {
   request = request_in;
-  if (const PlanOp* op = table.outside(request.micro_batches.size())) {
+  if (const PlanOp* op = table.first_op_out_of_range(request.micro_batches.size())) {
     refuse(*op, "it names no micro-batch of the step");
   }
-  clock.begin_step();
   outcome.busy_seconds = 0;
   outcome.peak_in_flight = 0;
   in_flight = 0;
@@ -169,7 +167,7 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   for (const PlanOp& op : mine.ops) execute(op, actions);
   if (config.plan->forward_only || actions == nullptr) drain();
   if (request.phase == Phase::kGenerate && last_output != nullptr) {
-    outputs = host_outputs.view(last_output->tensors);
+    outputs = host_outputs.read_back(last_output->tensors);
   }
   return outcome;
 }
@@ -209,8 +207,8 @@ void Engine::Impl::post_recv(const PlanOp& op) {
   if (slot.state != SlotState::kFree) refuse(op, SlotState::kFree, slot.state);
   slot.pool->shape(slot, samples(op));
   slot.tickets.clear();
-  if (config.trace_events > 0) slot.started = clock.now();
-  if (slot.link == LinkKind::kNccl) {
+  if (config.trace_events > 0) slot.started = steady_seconds();
+  if (slot.route == RouteKind::kNccl) {
     issue_nccl(op, slot, peer);
     slot.state = SlotState::kPosted;
     return;
@@ -234,7 +232,7 @@ void Engine::Impl::wait_recv(const PlanOp& op) {
     refuse(op, fmt::format("it waits for a receive that was never posted (the slot is {})",
                            describe(slot.state)));
   }
-  settle_nccl(slot);
+  wait_nccl_on_stream(slot);
   for (const Ticket ticket : slot.tickets) wait(ticket);
   for (std::size_t i = 0; i < slot.tensors.size() && !slot.tickets.empty(); ++i) {
     if (slot.tensors[i].data == nullptr) continue;
@@ -245,7 +243,7 @@ void Engine::Impl::wait_recv(const PlanOp& op) {
   }
   slot.state = SlotState::kFilled;
   if (config.trace_events > 0) {
-    record(TraceTrack::kReceives, op, slot.started, clock.now());
+    record(TraceTrack::kReceives, op, slot.started, steady_seconds());
   }
 }
 
@@ -253,10 +251,10 @@ void Engine::Impl::start_send(const PlanOp& op) {
   const auto& [slot_place, peer, tag] = message(op);
   Slot& slot = *slot_place;
   if (slot.state != SlotState::kFilled) refuse(op, SlotState::kFilled, slot.state);
-  if (slot.link == LinkKind::kHost) transport->prepare_send(peer);
+  if (slot.route == RouteKind::kHost) transport->prepare_send(peer);
   slot.tickets.clear();
-  if (config.trace_events > 0) slot.started = clock.now();
-  if (slot.link == LinkKind::kNccl) {
+  if (config.trace_events > 0) slot.started = steady_seconds();
+  if (slot.route == RouteKind::kNccl) {
     issue_nccl(op, slot, peer);
     slot.state = SlotState::kSending;
     return;
@@ -274,10 +272,10 @@ void Engine::Impl::start_send(const PlanOp& op) {
 void Engine::Impl::wait_send(const PlanOp& op) {
   Slot& slot = *message(op).slot;
   if (slot.state != SlotState::kSending) refuse(op, SlotState::kSending, slot.state);
-  settle_nccl(slot);
+  wait_nccl_on_stream(slot);
   for (const Ticket ticket : slot.tickets) wait(ticket);
   slot.state = SlotState::kFree;
-  if (config.trace_events > 0) record(TraceTrack::kSends, op, slot.started, clock.now());
+  if (config.trace_events > 0) record(TraceTrack::kSends, op, slot.started, steady_seconds());
 }
 
 void Engine::Impl::issue_nccl(const PlanOp& op, Slot& slot, int peer) {
@@ -329,7 +327,7 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   }
   // Reading the clock, or a GPU's, costs more than what lies between two actions in a row.
   const bool follows = computed_until > 0;
-  const double start = follows ? computed_until : clock.now();
+  const double start = follows ? computed_until : steady_seconds();
   if (on_gpu) timer.start(stream(), op, follows);
   if (op.action == ActionKind::kForward) {
     forward(stage, op, ctx);
@@ -341,17 +339,17 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
     computed_until = start;
     return;
   }
-  computed_until = clock.now();
+  computed_until = steady_seconds();
   tally(op, start, computed_until);
 }
 
 void Engine::Impl::reduce_grad(const PlanOp& op, StepActions& actions) {
   if (config.trace_events == 0) return actions.reduce_grad(op.stage);
-  const double start = clock.now();
+  const double start = steady_seconds();
   timer.start(stream(), op);
   actions.reduce_grad(op.stage);
   timer.stop(stream());
-  if (!on_gpu) record(TraceTrack::kSums, op, start, clock.now());
+  if (!on_gpu) record(TraceTrack::kSums, op, start, steady_seconds());
 }
 
 void Engine::Impl::tally(const PlanOp& op, double start, double end) {

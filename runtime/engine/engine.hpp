@@ -1,14 +1,13 @@
 // Engine: executes one rank's part of a plan, and nothing else.
 //
-// The plan's list of posts, sends, waits, computations and releases is followed to the letter; the
-// engine has no scheduling rule of its own and refuses (Error(kPlan)) an op whose slot is not in
-// the state the op needs. Everything is allocated on construction; run() allocates nothing.
-// Threading: one thread, the one that constructed it. Only the waits block; they drive the
-// transport and poll the interrupt.
+// It executes the plan's list of posts, sends, waits, computations and releases in order, and has
+// no scheduling rules. It refuses an op whose slot is not in the state that the op needs:
+// Error(kPlan). The constructor allocates everything; run() allocates nothing. Threads: only the
+// one that constructed it. Only waits block; they progress the transport and poll the interrupt.
 //
-// On a GPU compute goes on the context's stream and the host runs ahead of it: it blocks for
-// messages that arrive, for buffers that are to be used again, and once before the optimizer, when
-// the step's losses are read. Data are loaded into host memory and copied in when the step starts.
+// On a GPU, compute runs on the context's stream, and the host runs ahead of it. The host blocks
+// for messages that arrive, for buffers that it reuses, and once before the optimizer, to read the
+// losses. The inputs and targets of a step are copied from host memory when it starts.
 #pragma once
 
 #include <cstdint>
@@ -23,17 +22,17 @@
 
 namespace sluice {
 
-// What a plan's reductions and its optimizer do; the engine only says when.
+// What a plan's reductions and its optimizer do. The engine decides only when they run.
 class StepActions {
  public:
   virtual ~StepActions() = default;
-  // Who wants to know, in the stage's last backward or backward_weight of the step, which of its
-  // gradients are final; null: nobody.
+  // Is told which gradients are final during the stage's last backward or backward_weight of the
+  // step; may be null.
   virtual FinalGradients* final_gradients(int /*stage*/) { return nullptr; }
   virtual void reduce_grad(int stage) = 0;
   virtual void reduce_tied(int group) = 0;
-  // Puts on the stream what optimizer() will read on the host; the engine then waits for the
-  // device, once.
+  // Puts on the stream the work whose results optimizer() reads on the host. The engine waits for
+  // the device between the two calls.
   virtual void measure() = 0;
   virtual void optimizer() = 0;
 };
@@ -52,11 +51,11 @@ struct LossResult {
   double weight = 0;  // their number (a mean is sum / weight over the global batch)
 };
 
-// Times, losses and outputs are there when run() returns, and for StepActions::optimizer().
+// Complete when run() returns, and in StepActions::optimizer().
 struct StepOutcome {
   std::span<const LossResult> losses;  // [micro_batch], on the last stage's rank, else empty
-  double busy_seconds = 0;  // in compute actions, on the CPU with the bookkeeping between two
-  int peak_in_flight = 0;   // chunks held at once, counted while running
+  double busy_seconds = 0;  // in compute actions; on a CPU with the bookkeeping between them
+  int peak_in_flight = 0;   // the most micro-batches that were in flight at once, over all stages
   std::vector<ActionSeconds> actions;
 };
 
@@ -67,20 +66,20 @@ class Engine : public Interrupt {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // One step. `actions` may be null for a forward-only plan. After an exception the engine can only
-  // be destroyed. The outcome stays valid until the next call.
+  // Runs one step. `actions` may be null for a forward-only plan. After an exception the engine can
+  // only be destroyed. The outcome is valid until the next call.
   const StepOutcome& run(const StepRequest& request, StepActions* actions);
 
-  // Drives what is under way, never blocking: for whoever waits within a call that run() makes,
-  // since the rank it waits for may wait for this one's messages.
+  // Progresses this rank's messages without blocking. Waits inside StepActions call it: the rank
+  // that they wait for may need these messages.
   void poll() override;
 
-  // Filled by run() as it goes; its address never changes.
+  // Filled while run() runs; its address never changes.
   [[nodiscard]] const StepOutcome& outcome() const;
-  // The last stage's outputs of the last micro-batch of the last run that generated, on its rank,
-  // in host memory; else empty.
+  // After a run of Phase::kGenerate, on the last stage's rank: the outputs of the last micro-batch,
+  // in host memory. Else empty.
   [[nodiscard]] std::span<const Tensor> outputs() const;
-  // Of the last run; times in seconds of the steady clock.
+  // Of the last run; times as steady_seconds().
   [[nodiscard]] std::span<const TraceEvent> trace() const;
 
  private:

@@ -1,5 +1,5 @@
-// What an engine is made of and what it counts: this rank's stages, the plan, and the means it
-// works with. Everything named here is the caller's and outlives the engine.
+// What an engine works with, and the times that it measures. The caller owns everything that is
+// named here; it outlives the engine.
 #pragma once
 
 #include <cstddef>
@@ -13,23 +13,23 @@
 
 #include "comm/group/transport.hpp"
 #include "comm/group/waiter.hpp"
-#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/edges.hpp"
 
 namespace sluice {
 
-class NcclLinks;  // runtime/job/nccl_links.hpp
+class NcclRoutes;  // runtime/job/nccl_routes.hpp
 
-// A stage and what it can do; the pointers are views of the same object, owned by the caller.
+// A stage by its interfaces; the pointers are of one object, which the caller owns.
 struct StageBinding {
   int index = 0;  // global
   Stage* stage = nullptr;
-  SplitBackward* split = nullptr;  // null: only whole backwards
+  SplitBackward* split = nullptr;  // null: cannot split backward
   LossStage* loss = nullptr;       // set on the last stage
 };
 
-// Seconds spent in compute actions, per local stage in ascending order: forward, whole backward,
-// input half, weight half, each as a sum over `count` actions.
+// Seconds in the compute actions of a stage: forward, whole backward, input half and weight half,
+// each summed over `count` actions.
 struct ActionSeconds {
   int stage = 0;
   struct Sum {
@@ -38,7 +38,7 @@ struct ActionSeconds {
   };
   Sum forward, backward, backward_input, backward_weight;
 
-  // Requires a kind that computes.
+  // Requires the kind of a compute action.
   [[nodiscard]] Sum& of(ActionKind kind) {
     return kind == ActionKind::kForward         ? forward
            : kind == ActionKind::kBackward      ? backward
@@ -56,11 +56,11 @@ struct EngineConfig {
   Communicator* communicator = nullptr;      // of the pipeline, for the transport alone
   Interrupt* interrupt = nullptr;            // polled by waits; may be null
   std::size_t piece_bytes = kMaxPieceBytes;  // of messages; equal on all ranks
-  NcclLinks* nccl = nullptr;                 // for edges of kind kNccl
-  std::span<const EdgeLink> links = {};      // [stage], as PipelineLayout::links; empty: by device
+  NcclRoutes* nccl = nullptr;                // for edges of kind kNccl
+  std::span<const EdgeRoute> routes = {};    // [stage], as Wires::routes; empty: by device
   Collective* collective = nullptr;          // handed to stages; may be null
   bool cuda_graphs = false;                  // record and replay stages' calls on a GPU
-  std::size_t trace_events = 0;              // room for that many per step; 0: record none
+  std::size_t trace_events = 0;              // recorded per step at most; 0: none
 };
 
 }  // namespace sluice

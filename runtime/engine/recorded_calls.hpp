@@ -1,11 +1,10 @@
-// RecordedCalls: the calls of a plan's stages, replayed as CUDA graphs where that is asked for.
-// Internal to the engine.
+// Records the calls of a plan's stages as CUDA graphs, and replays them. Internal to the engine.
 //
-// The first time an action comes up its call is made; the second time it is made again and recorded
-// (by then every library handle and kernel is there); from then on the record is put on the stream
-// in its place. What differs between steps, their number and the loss scale, is kept on the device
-// and read there. A call whose phase or samples are not those of the record is made, and so is one
-// that tells final gradients: the sums that this starts are the host's work.
+// The first time an action runs, its call is made. The second time it is also recorded; every
+// library handle and kernel exists by then. After that the graph is launched in its place. Values
+// that differ between steps, the step's number and the loss scale, are read from device memory. A
+// call is made, not replayed, if its phase or samples differ from the record, or if it reports
+// final gradients: the host starts sums for those.
 #pragma once
 
 #include <cstddef>
@@ -23,21 +22,21 @@ namespace sluice {
 
 class RecordedCalls {
  public:
-  // Of a GPU's memory, where anything is to be recorded.
+  // Device memory that is taken where calls are recorded.
   static constexpr std::size_t kDeviceBytes = 16;
 
-  // `actions`: how many there are. Nothing is ever recorded unless `wanted` and on a GPU.
+  // `actions`: their number. Records only on a GPU, and only if `wanted`.
   RecordedCalls(ComputeContext& compute, std::size_t actions, bool wanted);
 
-  // Before a step's first action: puts its values where recorded work reads them. Does not block;
-  // what the step before put on the stream must be done.
+  // Before a step's first action: copies its values to the device. Does not block. The previous
+  // step's work must be done.
   void begin_step(std::uint64_t step, double loss_scale);
-  // The step's values as a StageContext has them.
+  // The step's values for a StageContext.
   [[nodiscard]] StepValue<std::uint64_t> step() const { return step_; }
   [[nodiscard]] StepValue<double> loss_scale() const { return loss_scale_; }
 
-  // Makes `call`, the calls of `stage` that are action number `action`, or replays it. Throws what
-  // the call throws; Error(kDevice) where it cannot be recorded.
+  // Makes or replays `call`, which is what `stage` does in action number `action`. Throws what the
+  // call throws; Error(kDevice) where it cannot be recorded.
   template <typename Call>
   void run(std::size_t action, const Stage& stage, const StageContext& ctx, const Call& call) {
     if (entries_.empty() || !stage.graph_capturable() || ctx.final_gradients != nullptr)
@@ -54,8 +53,8 @@ class RecordedCalls {
     Phase phase = Phase::kTrain;
     SampleRange samples;
     int calls = 0;  // made with this phase and these samples
-    // Of the context, where the graph's kernels find it; it moves where a stage described too
-    // little, and the call is made from then on.
+    // Where the graph's kernels find the context's workspace. If that moves, because a stage
+    // described too little, the call is made.
     const std::byte* workspace = nullptr;
     [[nodiscard]] bool fits(const StageContext& ctx) const;
   };
@@ -72,7 +71,7 @@ class RecordedCalls {
   static_assert(sizeof(Values) == kDeviceBytes);
   StepValue<std::uint64_t> step_;
   StepValue<double> loss_scale_;
-  HostBuffer staged_;  // Values, on their way to
+  HostBuffer staged_;  // Values to copy to the device
   Buffer on_device_;   // Values
 };
 

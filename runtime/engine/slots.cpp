@@ -66,13 +66,13 @@ std::size_t SlotPool::bytes(const BufferPool& pool, const EdgeTable& edges) {
 
 SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& place)
     : description_(pool),
-      link_(place.link),
+      route_(place.route),
       edges_(&edges),
       slots_(static_cast<std::size_t>(pool.count)) {
   for (Slot& slot : slots_) slot.pool = this;
   if (pool.kind == BufferKind::kState) return;
-  const bool staged = link_ == LinkKind::kStaged, direct = link_ == LinkKind::kDirect;
-  const bool nccl = link_ == LinkKind::kNccl;
+  const bool staged = route_ == RouteKind::kStaged, direct = route_ == RouteKind::kDirect;
+  const bool nccl = route_ == RouteKind::kNccl;
   const bool from_device = staged || direct || nccl;
   const Device device = place.memory.device();
   auto& [memory, host] = place.slots;
@@ -82,7 +82,7 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
   if (direct) host = HostBuffer(Device{}, slots_.size() * tensors.size() * kHeaderBytes);
   std::size_t next = 0, next_header = 0;
   for (Slot& slot : slots_) {
-    slot.link = link_;
+    slot.route = route_;
     slot.tensors.resize(tensors.size());
     slot.buffers.resize(tensors.size());
     slot.headers.resize(tensors.size());

@@ -1,4 +1,4 @@
-// Slots: the engine's buffers, by pool, with the state each is in. Internal to the engine.
+// The engine's buffers, in pools, each with its state. Internal to the engine.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 #include "comm/group/transport.hpp"
 #include "comm/nccl/nccl_queue.hpp"
-#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/edges.hpp"
 
 namespace sluice {
@@ -22,24 +22,23 @@ enum class SlotState : std::uint8_t { kFree, kPosted, kFilled, kSending };
 
 class SlotPool;
 
-// One slot: a message buffer per tensor of the edge. tensors[i] is a view of buffers[i]'s payload,
-// on the device, in the shape of the micro-batch that sits there; null data where the edge carries
-// no gradient.
+// One message buffer per tensor of an edge. tensors[i] is a view of buffers[i]'s payload, on the
+// device, in the shape of its micro-batch. Its data are null where the edge has no gradient.
 struct Slot {
   SlotState state = SlotState::kFree;
-  std::int64_t samples = -1;        // that the shapes are for; -1: none, or what arrived
-  LinkKind link = LinkKind::kHost;  // its pool's
-  const SlotPool* pool = nullptr;   // it is of
+  std::int64_t samples = -1;           // of the shapes; -1: none, or as received
+  RouteKind route = RouteKind::kHost;  // its pool's
+  const SlotPool* pool = nullptr;      // its own
   std::vector<Tensor> tensors;
   std::vector<MessageBuffer> buffers;
-  std::vector<MessageHeader> headers;  // what each tensor, as it is, says of itself
-  std::vector<DeviceSide> device;      // of buffers, where they travel from or to a GPU
-  std::vector<Ticket> tickets;         // open operations, one per tensor that travels
-  std::vector<NcclTicket> nccl;        // the same where NCCL carries them
+  std::vector<MessageHeader> headers;  // each describes its tensor
+  std::vector<DeviceSide> device;      // of buffers, for messages from or to a GPU
+  std::vector<Ticket> tickets;         // open operations, one per tensor
+  std::vector<NcclTicket> nccl;        // the same over NCCL
   double started = 0;                  // when the open operation began, for traces
 };
 
-// Of the message that carries tensor `index` of the slot for a message op.
+// The header of the message that carries tensor `index` of the slot for a message op.
 [[nodiscard]] inline MessageHeader header_of(const PlanOp& op, const Slot& slot, std::size_t index,
                                              Phase phase, std::uint64_t step) {
   MessageHeader header = slot.headers[index];
@@ -51,29 +50,27 @@ struct Slot {
 }
 // Gives tensor `index` the shape that `arrived` names.
 void reshape(Slot& slot, std::size_t index, const MessageHeader& arrived);
-// Gives tensor `index` the shape that the message which arrived for it names.
+// Gives tensor `index` the shape that its received message names.
 inline void take_shape(Slot& slot, std::size_t index) {
   const MessageHeader &arrived = slot.buffers[index].header(), &own = slot.headers[index];
   if (same_words(arrived.shape, own.shape) && arrived.rank == own.rank) return;
   reshape(slot, index, arrived);
 }
 
-// What the slots of a pool lie in.
+// The memory of a pool's slots.
 struct SlotMemory {
   Buffer device;
-  // Messages of a GPU's slots: laid out as `device` is where they are staged, one header after the
-  // other where they are direct.
+  // Of messages of a GPU's slots. kStaged: with the layout of `device`. kDirect: headers alone.
   HostBuffer host;
 };
 
-// All slots of one (stage, kind). kState pools have slots without memory: the stage owns that.
+// All slots of one stage and kind. Slots of kState have no memory here: the stage owns it.
 class SlotPool {
  public:
-  // How the slots are filled or read decides whether a GPU's pool has host memory beside.
   struct Place {
     const DeviceMemory& memory;
-    SlotMemory& slots;  // what the slots lie in, filled here; outlives the pool
-    LinkKind link = LinkKind::kHost;
+    SlotMemory& slots;  // filled by the pool; outlives it
+    RouteKind route = RouteKind::kHost;
   };
   SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& place);
   SlotPool(const SlotPool&) = delete;
@@ -91,14 +88,14 @@ class SlotPool {
   [[nodiscard]] static bool is_gradient(BufferKind kind) {
     return kind == BufferKind::kGradOutput || kind == BufferKind::kGradInput;
   }
-  // Of the device; a GPU's staged pool has as much page-locked host memory again.
+  // Bytes on the device. A GPU's staged pool has the same amount of page-locked host memory.
   [[nodiscard]] static std::size_t bytes(const BufferPool& pool, const EdgeTable& edges);
 
  private:
   void reshape(Slot& slot, std::int64_t samples) const;
 
   BufferPool description_;
-  LinkKind link_;
+  RouteKind route_;
   const EdgeTable* edges_;
   std::vector<Slot> slots_;
 };

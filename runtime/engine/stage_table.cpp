@@ -8,20 +8,20 @@ namespace {
 std::size_t at(std::int32_t value) { return static_cast<std::size_t>(value); }
 
 // How a pool's slots reach the stage at the other end of its edge.
-LinkKind link_of(const BufferPool& pool, const EngineConfig& config) {
+RouteKind route_of(const BufferPool& pool, const EngineConfig& config) {
   const Placement& placement = config.plan->placement;
   const int edge = SlotPool::edge_of(pool);  // between stages edge - 1 and edge
   const auto here = [&](int stage) {
     return stage < 0 || stage >= placement.stages() || placement.rank_of(stage) == config.rank;
   };
-  if (here(edge - 1) && here(edge)) return LinkKind::kLocal;
-  if (!config.links.empty()) return config.links[at(edge)].kind;
-  return config.compute->device().kind == DeviceKind::kCpu ? LinkKind::kHost : LinkKind::kStaged;
+  if (here(edge - 1) && here(edge)) return RouteKind::kLocal;
+  if (!config.routes.empty()) return config.routes[at(edge)].kind;
+  return config.compute->device().kind == DeviceKind::kCpu ? RouteKind::kHost : RouteKind::kStaged;
 }
 
-// What this rank's end of the link is: a CPU's end of a staged link is plain host memory.
-LinkKind end_of(LinkKind link, Device device) {
-  return link == LinkKind::kStaged && device.kind == DeviceKind::kCpu ? LinkKind::kHost : link;
+// What this rank's end of the route is: a CPU's end of a staged route is plain host memory.
+RouteKind end_of(RouteKind route, Device device) {
+  return route == RouteKind::kStaged && device.kind == DeviceKind::kCpu ? RouteKind::kHost : route;
 }
 
 }  // namespace
@@ -52,7 +52,7 @@ StageTable::StageTable(const EngineConfig& config)
     const DeviceMemory& memory = config.compute->memory();
     pools_.emplace_back(pool, *config.edges,
                         SlotPool::Place{memory, memory_->emplace_back(),
-                                        end_of(link_of(pool, config), memory.device())});
+                                        end_of(route_of(pool, config), memory.device())});
     if (pool.kind != BufferKind::kState) {
       const auto edge = config.edges->inputs(config.edges->largest(), SlotPool::edge_of(pool));
       tensors_ += static_cast<std::size_t>(pool.count) * edge.size();
@@ -104,7 +104,7 @@ void StageTable::bind_pools(int stages) {
   }
 }
 
-const PlanOp* StageTable::outside(std::size_t micro_batches) const {
+const PlanOp* StageTable::first_op_out_of_range(std::size_t micro_batches) const {
   if (lowest_ == nullptr) return nullptr;
   if (lowest_->micro_batch < 0) return lowest_;
   return at(highest_->micro_batch) >= micro_batches ? highest_ : nullptr;

@@ -1,5 +1,4 @@
-// The engine's stages of one rank with the pools of slots that their ops name. Internal to the
-// engine.
+// The stages of one rank with the pools of slots that their ops use. Internal to the engine.
 #pragma once
 
 #include <array>
@@ -42,18 +41,18 @@ class StageTable {
   [[nodiscard]] Slot* slot(const PlanOp& op, BufferKind kind) const {
     return op_slots_[index_of(op)][static_cast<std::size_t>(kind)];
   }
-  // What a message op of this rank's plan means; no slot where it names none, or no channel.
+  // The slot and peer of a message op; no slot where the op names no slot or no channel.
   struct Message {
     Slot* slot = nullptr;
     int peer = -1;
     int tag = -1;
   };
   [[nodiscard]] const Message& message(const PlanOp& op) const { return messages_[index_of(op)]; }
-  // A message or compute op that names none of so many micro-batches; null where all do.
-  [[nodiscard]] const PlanOp* outside(std::size_t micro_batches) const;
-  // Owns what the slots lie in.
+  // A message or compute op whose micro-batch is not below `micro_batches`; null: none.
+  [[nodiscard]] const PlanOp* first_op_out_of_range(std::size_t micro_batches) const;
+  // The owner of the slots' memory.
   [[nodiscard]] Owner memory() const { return memory_; }
-  // Tensors that all slots hold together: at most that many messages are open at once.
+  // The number of tensors in all slots: at most that many messages are open at once.
   [[nodiscard]] std::size_t tensors() const { return tensors_; }
 
  private:

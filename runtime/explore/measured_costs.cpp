@@ -8,7 +8,6 @@
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <stdexcept>
 #include <string_view>
 #include <utility>
@@ -16,10 +15,13 @@
 #include <sluice/error.hpp>
 #include <sluice/schedule.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/files/mapped_file.hpp"
 
 namespace sluice {
 namespace {
+
+using Json = nlohmann::json;
 
 struct Sum {
   double milliseconds = 0;
@@ -65,110 +67,113 @@ struct Ends {
   std::vector<double> made, received;
 };
 
+// Throws std::runtime_error with `what` as a sentence about the profile; read_measured_costs() adds
+// its name.
+template <typename... Args>
+[[noreturn]] void fail(fmt::format_string<Args...> what, Args&&... args) {
+  throw std::runtime_error(fmt::format(what, std::forward<Args>(args)...));
+}
+
+// The field, or null where `json` is no object or lacks it.
+const Json& field(const Json& json, const char* key) {
+  static const Json null;
+  const auto found = json.find(key);
+  return found == json.end() ? null : *found;
+}
+
+double number(const Json& event, const char* key) {
+  const Json& found = field(event, key);
+  if (!found.is_number() || !std::isfinite(found.get<double>())) {
+    fail("has an event without the number '{}': {}", key, event.dump());
+  }
+  return found.get<double>();
+}
+
 class TraceReader {
  public:
-  explicit TraceReader(std::string file) : file_(std::move(file)) {}
-
   MeasuredCosts read(std::string_view text, double input_share) {
-    const auto json = nlohmann::json::parse(text, nullptr, false);
-    const auto events = json.is_object() ? json.find("traceEvents") : json.end();
-    if (json.is_discarded() || events == json.end() || !events->is_array()) {
+    const Json json = Json::parse(text, nullptr, false);
+    const Json& events = field(json, "traceEvents");
+    if (!events.is_array()) {
       fail(
           "is neither a trace nor metrics; legal is what 'sluice train' writes for --trace or "
           "--metrics");
     }
-    for (const nlohmann::json& event : *events) read_label(event);
-    for (const nlohmann::json& event : *events) read_event(event);
+    for (const Json& event : events) read_label(event);
+    for (const Json& event : events) read_event(event);
     return summary(input_share);
   }
 
  private:
-  [[noreturn]] void fail(const std::string& why) const {
-    throw Error(ErrorCode::kData, fmt::format("profile '{}' {}", file_, why));
-  }
-
   // "rank 3: replica 1, pipeline rank 1" of process 3.
-  void read_label(const nlohmann::json& event) {
-    if (!event.is_object() || event.value("name", nlohmann::json()) != "process_name") return;
-    const auto pid = event.find("pid");
-    const auto args = event.find("args");
-    if (pid == event.end() || !pid->is_number_integer() || args == event.end()) return;
-    const auto name = args->is_object() ? args->find("name") : args->end();
-    if (!args->is_object() || name == args->end() || !name->is_string()) return;
+  void read_label(const Json& event) {
+    const Json& pid = field(event, "pid");
+    const Json& name = field(field(event, "args"), "name");
+    if (field(event, "name") != "process_name" || !pid.is_number_integer() || !name.is_string()) {
+      return;
+    }
     constexpr std::string_view kWord = "replica ";
-    const std::string& label = name->get_ref<const std::string&>();
+    const std::string& label = name.get_ref<const std::string&>();
     const std::size_t at = label.find(kWord);
     if (at == std::string::npos) return;
     int replica = 0;
     const char* const begin = label.data() + at + kWord.size();
     if (std::from_chars(begin, label.data() + label.size(), replica).ec == std::errc()) {
-      replicas_[pid->get<std::int64_t>()] = replica;
+      replicas_[pid.get<std::int64_t>()] = replica;
     }
   }
 
-  void read_event(const nlohmann::json& event) {
-    if (!event.is_object() || event.value("ph", nlohmann::json()) != "X") return;
-    const nlohmann::json category = event.value("cat", nlohmann::json());
-    if (category != "compute" && category != "receives") return;
+  static Action action_of(const Json& event) {
+    try {
+      return parse_action(field(event, "name").get<std::string>());
+    } catch (const std::exception&) {  // no string, or no action
+      fail("has an event that is no action: {}", event.dump());
+    }
+  }
+
+  void read_event(const Json& event) {
+    const Json& category = field(event, "cat");
+    if (field(event, "ph") != "X" || (category != "compute" && category != "receives")) return;
     const double start = number(event, "ts") / 1000;
     const double time = number(event, "dur") / 1000;
-    const nlohmann::json name = event.value("name", nlohmann::json());
-    std::optional<Action> action;
-    try {
-      if (name.is_string()) action = parse_action(name.get_ref<const std::string&>());
-    } catch (const std::invalid_argument&) {
-    }
-    if (!action || time < 0) fail("has an event that is no action: " + event.dump());
-    const auto found = replicas_.find(event.value("pid", nlohmann::json()).is_number_integer()
-                                          ? event["pid"].get<std::int64_t>()
-                                          : -1);
+    const Action action = action_of(event);
+    if (time < 0) fail("has an event that is no action: {}", event.dump());
+    const Json& pid = field(event, "pid");
+    const auto found = replicas_.find(pid.is_number_integer() ? pid.get<std::int64_t>() : -1);
     const int replica = found == replicas_.end() ? 0 : found->second;
-    if (is_compute(action->kind)) {
-      sum_of(stages_[action->stage], action->kind).add(time);
-      if (action->kind != ActionKind::kBackwardWeight) {
-        const bool forward = action->kind == ActionKind::kForward;
-        tensors_[{replica, forward, action->stage, action->micro_batch}].made.push_back(start +
-                                                                                        time);
-      }
-    } else if (is_message(action->kind)) {
-      const bool forward = action->kind == ActionKind::kRecvForward;
-      const int maker = action->stage + (forward ? -1 : 1);
-      tensors_[{replica, forward, maker, action->micro_batch}].received.push_back(start + time);
+    if (is_compute(action.kind)) {
+      sum_of(stages_[action.stage], action.kind).add(time);
+      if (action.kind == ActionKind::kBackwardWeight) return;
+      const bool forward = action.kind == ActionKind::kForward;
+      tensors_[{replica, forward, action.stage, action.micro_batch}].made.push_back(start + time);
+    } else if (is_message(action.kind)) {
+      const bool forward = action.kind == ActionKind::kRecvForward;
+      const int maker = action.stage + (forward ? -1 : 1);
+      tensors_[{replica, forward, maker, action.micro_batch}].received.push_back(start + time);
     }
   }
 
-  double number(const nlohmann::json& event, const char* key) const {
-    const auto found = event.find(key);
-    if (found == event.end() || !found->is_number() || !std::isfinite(found->get<double>())) {
-      fail(fmt::format("has an event without the number '{}': {}", key, event.dump()));
-    }
-    return found->get<double>();
-  }
-
-  MeasuredCosts summary(double input_share) {
+  MeasuredCosts summary(double input_share) const {
     MeasuredCosts costs;
-    std::int64_t whole = 0, parted = 0;
+    std::int64_t whole = 0, split = 0;
     for (const auto& [stage, sums] : stages_) {
       if (stage != static_cast<int>(costs.stages.size())) {
-        fail(
-            fmt::format("has no compute of stage {}, but of stage {}", costs.stages.size(), stage));
+        fail("has no compute of stage {}, but of stage {}", costs.stages.size(), stage);
       }
-      if (sums.forward.count == 0) fail(fmt::format("has no forward of stage {}", stage));
+      if (sums.forward.count == 0) fail("has no forward of stage {}", stage);
       const double backward = sums.backward.mean();
       costs.stages.push_back(
           {.forward = sums.forward.mean(),
            .backward_input = backward * input_share + sums.backward_input.mean(),
            .backward_weight = backward * (1 - input_share) + sums.backward_weight.mean()});
       whole += sums.backward.count;
-      parted += sums.backward_input.count;
+      split += sums.backward_input.count;
     }
     if (costs.stages.empty()) fail("has no compute actions");
-    if (whole + parted == 0) {
-      fail("has no backward actions; a profile comes from training");
-    }
+    if (whole + split == 0) fail("has no backward actions; a profile comes from training");
     costs.message = quickest_message();
-    costs.source = fmt::format("{}: means of {} stages in milliseconds, messages take {:.4g}",
-                               file_, costs.stages.size(), costs.message);
+    costs.source = fmt::format("means of {} stages in milliseconds, messages take {:.4g}",
+                               costs.stages.size(), costs.message);
     if (whole > 0) {
       costs.source += fmt::format(
           "; backwards are whole in it, counted as {:.4g} input half and "
@@ -192,83 +197,64 @@ class TraceReader {
     return std::isfinite(quickest) ? quickest : 0;
   }
 
-  std::string file_;
   std::map<std::int64_t, int> replicas_;  // [process]
   std::map<int, Sums> stages_;
   std::map<Tensor, Ends> tensors_;
 };
 
-// Metrics know how long ranks were busy, but neither kinds nor stages.
-class MetricsReader {
- public:
-  explicit MetricsReader(std::string file) : file_(std::move(file)) {}
-
-  MeasuredCosts read(std::string_view text, double input_share) {
-    for (int line = 1; !text.empty(); ++line) {
-      const std::size_t end = std::min(text.find('\n'), text.size());
-      read_line(nlohmann::json::parse(text.substr(0, end), nullptr, false), line);
-      text.remove_prefix(std::min(end + 1, text.size()));
-    }
-    if (busy_.empty()) fail("has no step");
-    if (busy_.size() > 1) busy_.erase(busy_.begin());  // the first step warms up
-    Sum busy;
-    for (const double each : busy_) busy.add(each);
-    const double work = busy.mean() / micro_batches_;  // of one micro-batch on one rank's share
-    constexpr double kForwardShare = 1.0 / 3;
-    const double backward = work * (1 - kForwardShare);
-    MeasuredCosts costs;
-    costs.stages.assign(ranks_, {.forward = work * kForwardShare,
-                                 .backward_input = backward * input_share,
-                                 .backward_weight = backward * (1 - input_share)});
-    costs.source = fmt::format(
-        "{}: metrics tell how long ranks were busy (mean of {} steps), not with what: {} ranks "
-        "counted alike, a third forward, {:.4g} of the rest input half, messages 0; milliseconds",
-        file_, busy_.size(), costs.stages.size(), input_share);
-    return costs;
+// The micro-batches of the run that the first line describes.
+int micro_batches_of_run(const Json& first_line) {
+  const Json& found = field(field(field(first_line, "run"), "options"), "micro-batches");
+  const std::string text = found.is_string() ? found.get<std::string>() : "";
+  int value = 0;
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (problem != std::errc() || end != text.data() + text.size() || value < 1) {
+    fail("lacks the run's micro-batches in its first line");
   }
+  return value;
+}
 
- private:
-  [[noreturn]] void fail(const std::string& why) const {
-    throw Error(ErrorCode::kData, fmt::format("profile '{}' {}", file_, why));
-  }
-
-  void read_line(const nlohmann::json& json, int line) {
-    if (!json.is_object() || !json.contains("step")) {
-      fail(fmt::format("is neither a trace nor metrics of 'sluice train': line {}", line));
+// Metrics say how long ranks were busy, but neither with which actions nor on which stages.
+MeasuredCosts read_metrics(std::string_view text, double input_share) {
+  int micro_batches = 1;
+  std::size_t ranks = 1;     // of the pipeline
+  std::vector<double> busy;  // [step] milliseconds of a rank, mean over ranks
+  for (int line = 1; !text.empty(); ++line) {
+    const std::size_t end = std::min(text.find('\n'), text.size());
+    const Json json = Json::parse(text.substr(0, end), nullptr, false);
+    text.remove_prefix(std::min(end + 1, text.size()));
+    if (field(json, "step").is_null()) {
+      fail("is neither a trace nor metrics of 'sluice train': line {}", line);
     }
-    if (line == 1) micro_batches_ = micro_batches(json);
-    if (json.contains("val_loss")) return;
-    const auto seconds = json.value("seconds", nlohmann::json());
-    const auto bubble = json.value("bubble_measured", nlohmann::json());
-    const auto ranks = json.value("peak_in_flight", nlohmann::json());
+    if (line == 1) micro_batches = micro_batches_of_run(json);
+    if (!field(json, "val_loss").is_null()) continue;
+    const Json& seconds = field(json, "seconds");
+    const Json& bubble = field(json, "bubble_measured");
+    const Json& in_flight = field(json, "peak_in_flight");
     const bool legal = seconds.is_number() && bubble.is_number() && seconds.get<double>() >= 0 &&
-                       bubble.get<double>() >= 0 && bubble.get<double>() <= 1 && ranks.is_array() &&
-                       !ranks.empty();
-    if (!legal) {
-      fail(fmt::format("lacks seconds, bubble_measured or peak_in_flight in line {}", line));
-    }
-    ranks_ = ranks.size();
-    busy_.push_back(seconds.get<double>() * (1 - bubble.get<double>()) * 1000);
+                       bubble.get<double>() >= 0 && bubble.get<double>() <= 1 &&
+                       in_flight.is_array() && !in_flight.empty();
+    if (!legal) fail("lacks seconds, bubble_measured or peak_in_flight in line {}", line);
+    ranks = in_flight.size();
+    busy.push_back(seconds.get<double>() * (1 - bubble.get<double>()) * 1000);
   }
-
-  // Of the run that the first line describes.
-  int micro_batches(const nlohmann::json& json) const {
-    const nlohmann::json::json_pointer pointer("/run/options/micro-batches");
-    const auto found = json.contains(pointer) ? json.at(pointer) : nlohmann::json();
-    const std::string text = found.is_string() ? found.get<std::string>() : "";
-    int value = 0;
-    const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), value);
-    if (problem != std::errc() || end != text.data() + text.size() || value < 1) {
-      fail("does not say the run's micro-batches in its first line");
-    }
-    return value;
-  }
-
-  std::string file_;
-  int micro_batches_ = 1;
-  std::size_t ranks_ = 1;     // of the pipeline
-  std::vector<double> busy_;  // [step] milliseconds of a rank, mean over ranks
-};
+  if (busy.empty()) fail("has no step");
+  if (busy.size() > 1) busy.erase(busy.begin());  // the first step warms up
+  Sum sum;
+  for (const double each : busy) sum.add(each);
+  const double work = sum.mean() / micro_batches;  // of one micro-batch on one rank's share
+  constexpr double kForwardShare = 1.0 / 3;
+  const double backward = work * (1 - kForwardShare);
+  MeasuredCosts costs;
+  costs.stages.assign(ranks, {.forward = work * kForwardShare,
+                              .backward_input = backward * input_share,
+                              .backward_weight = backward * (1 - input_share)});
+  costs.source = fmt::format(
+      "metrics say how long ranks were busy (mean of {} steps), not with what: {} ranks "
+      "counted equally, a third forward, {:.4g} of the rest input half, messages 0; milliseconds",
+      busy.size(), ranks, input_share);
+  return costs;
+}
 
 }  // namespace
 
@@ -276,9 +262,14 @@ MeasuredCosts read_measured_costs(const std::filesystem::path& path, double inpu
   const MappedFile file(path, ErrorCode::kData);
   const std::string_view text(reinterpret_cast<const char*>(file.bytes().data()),
                               file.bytes().size());
-  const bool metrics = text.starts_with("{\"step\"");
-  return metrics ? MetricsReader(path.string()).read(text, input_share)
-                 : TraceReader(path.string()).read(text, input_share);
+  try {
+    MeasuredCosts costs = text.starts_with("{\"step\"") ? read_metrics(text, input_share)
+                                                        : TraceReader().read(text, input_share);
+    costs.source = fmt::format("{}: {}", path.string(), costs.source);
+    return costs;
+  } catch (const std::runtime_error& error) {
+    throw_error(ErrorCode::kData, "profile '{}' {}", path.string(), error.what());
+  }
 }
 
 }  // namespace sluice

@@ -4,22 +4,44 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <limits>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
 #include <utility>
 
-#include <sluice/error.hpp>
+#include <sluice/search.hpp>
 
 #include "runtime/explore/schedule_compare.hpp"
+#include "runtime/explore/schedule_output.hpp"
+#include "runtime/options/process.hpp"
 
 namespace sluice {
 namespace {
 
 constexpr std::size_t kMostListed = 16;
+constexpr int kMaxInt = std::numeric_limits<int>::max();
+constexpr const char* kAbout =
+    "Searches for the schedule, the number of chunks, the placement and the layers of each stage\n"
+    "that make the step shortest for the costs given, within a memory limit. A heuristic: it "
+    "prints\n"
+    "how far it is from a lower bound. Times are of one micro-batch on one rank's whole share of\n"
+    "the model, which can be cut anywhere; with --layers, of one layer, and stages are whole "
+    "layers.\n"
+    "\n"
+    "  sluice schedule auto --ranks 8 --micro-batches 32 --memory-limit 16 --message-time 0.02\n"
+    "  sluice schedule auto --ranks 4 --layers 6 --forward-time 4,1,1,1,1,2 --format file";
 
-std::string name_of(Objective objective) {
-  return objective == Objective::kSpan ? "span" : "makespan";
-}
+struct AutoOptions {
+  SearchRequest request = {.ranks = 4, .micro_batches = 8};
+  Costs costs;
+  int chunks = 0, layers = 0;
+  bool whole_backward = false;
+  ScheduleOutput output;
+};
+
+struct AutoSchedule {
+  SearchResult result;
+  ScheduleReport report;  // of result.schedule; `source` names the search
+};
 
 double value_of(const SearchCandidate& candidate, Objective objective) {
   return objective == Objective::kSpan ? candidate.span : candidate.makespan;
@@ -75,31 +97,29 @@ std::string remark_of(const std::vector<SearchCandidate>& candidates) {
   return remark_on_barrier({h1->makespan, h1->span}, {h2->makespan, h2->span});
 }
 
-}  // namespace
-
-AutoSchedule find_schedule(SearchRequest request, const Costs& costs, int layers,
-                           const SimulationDetail& detail) {
-  try {
-    request.whole_layers = layers > 0;
-    request.model = layers > 0 ? times_of_layers(costs, request.ranks, layers)
-                               : costs.times(request.ranks, request.ranks);
-    if (const auto limit = costs.memory_limit()) request.byte_limit = {*limit};
-    if (const auto limit = costs.in_flight_limit()) request.in_flight_limit = {*limit};
-    AutoSchedule found;
-    found.result = search_schedule(request);
-    const SearchResult& result = found.result;
-    const std::string source = fmt::format(
-        "found by a heuristic search: {}, {} placement, {}; {} {:.6g} is {:.4f} times the lower "
-        "bound {:.6g}",
-        result.chosen.origin, result.chosen.placement, chunks_text(result.chosen.chunks),
-        name_of(request.objective), value_of(result.chosen, request.objective), result.ratio,
-        result.lower_bound);
-    found.report = report_schedule({result.schedule, source}, result.times, {.detail = detail});
-    found.report.costs_source = costs.source();
-    return found;
-  } catch (const std::invalid_argument& error) {
-    throw Error(ErrorCode::kUsage, error.what());
-  }
+AutoSchedule find_schedule(const AutoOptions& options) {
+  const Costs& costs = options.costs;
+  SearchRequest request = options.request;
+  request.split_backward = !options.whole_backward;
+  if (options.chunks > 0) request.chunks = {options.chunks};
+  request.whole_layers = options.layers > 0;
+  request.model = options.layers > 0 ? times_of_layers(costs, request.ranks, options.layers)
+                                     : costs.times(request.ranks, request.ranks);
+  if (const auto limit = costs.memory_limit()) request.byte_limit = {*limit};
+  if (const auto limit = costs.in_flight_limit()) request.in_flight_limit = {*limit};
+  AutoSchedule found;
+  found.result = search_schedule(request);
+  const SearchResult& result = found.result;
+  const std::string source = fmt::format(
+      "found by a heuristic search: {}, {} placement, {}; {} {:.6g} is {:.4f} times the lower "
+      "bound {:.6g}",
+      result.chosen.origin, result.chosen.placement, chunks_text(result.chosen.chunks),
+      name_of(request.objective), value_of(result.chosen, request.objective), result.ratio,
+      result.lower_bound);
+  found.report =
+      report_schedule({result.schedule, source}, result.times, detail_of(options.output));
+  found.report.costs_source = costs.source();
+  return found;
 }
 
 std::string to_table_text(const AutoSchedule& found, Objective objective) {
@@ -127,7 +147,7 @@ std::string to_table_text(const AutoSchedule& found, Objective objective) {
 
 std::string to_json_text(const AutoSchedule& found, Objective objective) {
   const SearchResult& result = found.result;
-  auto json = nlohmann::ordered_json::parse(to_json_text(found.report));
+  nlohmann::ordered_json json = to_json(found.report);
   json["origin"] = result.chosen.origin;
   json["placement"] = result.chosen.placement;
   json["objective"] = name_of(objective);
@@ -137,7 +157,48 @@ std::string to_json_text(const AutoSchedule& found, Objective objective) {
   json["candidates"] = nlohmann::ordered_json::array();
   for (const SearchCandidate& each : result.candidates) json["candidates"].push_back(to_json(each));
   json["left_out"] = result.left_out;
-  return json.dump() + "\n";
+  return to_json_line(json);
+}
+
+OptionTable make_table(AutoOptions& options) {
+  OptionTable table("sluice schedule auto [options]", kAbout);
+  table.add_integer("ranks", options.request.ranks, 1, kMaxInt, "pipeline depth");
+  table.add_integer("micro-batches", options.request.micro_batches, 1, kMaxInt, "per step");
+  add_objective(table, options.request.objective,
+                "makespan: the step with its barrier; span: as the papers rank");
+  table.add_integer("chunks", options.chunks, 1, kMaxSearchedChunks,
+                    "stages per rank; auto: 1, 2, 4 or 8", "auto");
+  table.add_integer("layers", options.layers, 1, kMaxInt,
+                    "of the model, costs being of layers; any: it can be cut anywhere", "any");
+  table.add_flag("whole-backward", options.whole_backward,
+                 "only schedules that do not split the backward pass");
+  table.add_integer("effort", options.request.effort, 0, std::numeric_limits<std::int64_t>::max(),
+                    "actions that the last improvement plays");
+  add_output_options(table, options.output);
+  options.costs.add_options(table, CostsOf::kRankShare);
+  return table;
+}
+
+void run(AutoOptions& options, const OptionTable& table) {
+  options.costs.resolve(table, options.layers > 0 ? CostsOf::kStage : CostsOf::kRankShare);
+  const AutoSchedule found = usage_errors([&] { return find_schedule(options); });
+  const Objective objective = options.request.objective;
+  write_output(options.output, [&](const PutText& put) {
+    if (options.output.format == "json") {
+      put(to_json_text(found, objective));
+      return;
+    }
+    if (options.output.format == "grid") put(to_table_text(found, objective));
+    put_schedule(found.report, options.output, put);
+  });
+}
+
+}  // namespace
+
+int schedule_auto_command(const std::vector<std::string>& arguments) {
+  AutoOptions options;
+  OptionTable table = make_table(options);
+  return run_guarded(table, arguments, [&] { run(options, table); });
 }
 
 }  // namespace sluice

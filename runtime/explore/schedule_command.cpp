@@ -1,20 +1,14 @@
 #include "runtime/explore/schedule_command.hpp"
 
-#include <fmt/format.h>
-
-#include <algorithm>
 #include <limits>
 #include <optional>
 
-#include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/explore/schedule_auto.hpp"
 #include "runtime/explore/schedule_compare.hpp"
-#include "runtime/explore/schedule_costs.hpp"
 #include "runtime/explore/schedule_output.hpp"
-#include "runtime/explore/schedule_report.hpp"
-#include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
 
 namespace sluice {
@@ -24,7 +18,7 @@ constexpr int kMaxInt = std::numeric_limits<int>::max();
 constexpr const char* kAbout =
     "Proves, simulates and draws a schedule: no MPI, no model. Time has the unit of the times "
     "given;\n"
-    "a backward that is not parted takes backward-input-time + backward-weight-time. Times and\n"
+    "a backward that is not split takes backward-input-time + backward-weight-time. Times and\n"
     "bytes are one number for all stages, or one per stage, separated by commas.\n"
     "\n"
     "  sluice schedule --schedule 1f1b --ranks 4 --micro-batches 8\n"
@@ -42,15 +36,10 @@ constexpr const char* kAbout =
 struct ScheduleOptions {
   std::string schedule = "1f1b";
   ScheduleShape shape = {.ranks = 4, .micro_batches = 8, .chunks = 1};
-  CostOptions costs;
-  std::string file, csv_alphabet = "detect";
+  Costs costs;
+  std::string file;
   ScheduleOutput output;
 };
-
-CsvAlphabet alphabet_of(const ScheduleOptions& options) {
-  if (options.csv_alphabet == "older") return CsvAlphabet::kOlder;
-  return options.csv_alphabet == "current" ? CsvAlphabet::kCurrent : CsvAlphabet::kDetect;
-}
 
 OptionTable make_table(ScheduleOptions& options) {
   OptionTable table("sluice schedule [options]", kAbout);
@@ -63,34 +52,31 @@ OptionTable make_table(ScheduleOptions& options) {
   table.add_integer("chunks", options.shape.chunks, 1, kMaxChunks, "stages per rank");
   table.add_text("file", options.file, "PATH",
                  "read this schedule instead: Sluice's JSON or PyTorch's CSV");
-  table.add_choice("csv-alphabet", options.csv_alphabet, {"detect", "current", "older"},
+  table.add_choice("csv-alphabet", options.output.alphabet,
+                   {{"detect", CsvAlphabet::kDetect},
+                    {"current", CsvAlphabet::kCurrent},
+                    {"older", CsvAlphabet::kOlder}},
                    "older CSV files write B for the input half and BW for the whole backward");
   add_output_options(table, options.output);
-  add_cost_options(table, options.costs, CostsOf::kStage);
+  options.costs.add_options(table, CostsOf::kStage);
   return table;
 }
 
-ScheduleReport report_of(const ScheduleOptions& options, const OptionTable& table) {
-  const Costs costs(options.costs, table, CostsOf::kStage);
-  ReportRequest request;
-  request.detail = detail_of(options.output);
-  if (options.file.empty()) {
-    return report_schedule(options.schedule, options.shape, costs, request);
-  }
+LoadedSchedule loaded(const ScheduleOptions& options, const OptionTable& table) {
+  if (options.file.empty()) return generate_schedule(options.schedule, options.shape);
   for (const char* name : {"schedule", "ranks", "micro-batches", "chunks"}) {
     if (!table.given(name)) continue;
-    throw Error(
-        ErrorCode::kUsage,
-        fmt::format("option --{}: the schedule of --file says it; give one of the two", name));
+    throw_usage("option --{}: --file determines it; give one of the two", name);
   }
-  return report_schedule(load_schedule(options.file, alphabet_of(options)), costs, request);
+  return load_schedule(options.file, options.output.alphabet);
 }
 
-void run(const ScheduleOptions& options, const OptionTable& table) {
-  const ScheduleReport report = report_of(options, table);
-  ScheduleOutput output = options.output;
-  output.alphabet = alphabet_of(options);
-  write_output(output, [&](const PutText& put) { put_schedule(report, output, put); });
+void run(ScheduleOptions& options, const OptionTable& table) {
+  options.costs.resolve(table, CostsOf::kStage);
+  const ScheduleReport report =
+      report_schedule(loaded(options, table), options.costs, detail_of(options.output));
+  write_output(options.output,
+               [&](const PutText& put) { put_schedule(report, options.output, put); });
 }
 
 // The other arguments where `--schedule auto` is one of them.

@@ -4,16 +4,36 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <tuple>
+#include <utility>
 
 #include <sluice/error.hpp>
 #include <sluice/generate.hpp>
-#include <sluice/verify.hpp>
+
+#include "runtime/explore/schedule_report.hpp"
+#include "runtime/options/process.hpp"
 
 namespace sluice {
 namespace {
+
+constexpr const char* kAbout =
+    "Proves and simulates every schedule on the same work and lists them by makespan. Times\n"
+    "and bytes are of one micro-batch on one rank's whole share of the model; with v chunks per\n"
+    "rank each action takes a v-th of them. Lists have one number per rank's share, in the\n"
+    "model's order. Messages keep their bytes. What a rank can't hold is left out.\n"
+    "\n"
+    "  sluice schedule compare --ranks 8 --micro-batches 32";
+
+struct Comparison {
+  Objective objective = Objective::kMakespan;
+  std::vector<ScheduleReport> rows;  // ascending objective, then peak, then name; without actions
+  std::vector<std::string> remarks;  // a sentence each
+  // Why the other schedules cannot serve the shape or exceed the memory limit, a sentence each.
+  std::vector<std::string> left_out;
+};
 
 int most_in_flight(const ScheduleReport& report) {
   const std::vector<int>& peaks = report.simulation.peak_in_flight;
@@ -27,7 +47,8 @@ std::optional<ScheduleReport> report_one(const std::string& name, const Schedule
       shape.chunks > 0 ? std::vector<int>{shape.chunks} : std::vector<int>{2, 1};
   for (const int chunks : candidates) {
     try {
-      return report_schedule(name, {shape.ranks, shape.micro_batches, chunks}, costs);
+      return report_schedule(generate_schedule(name, {shape.ranks, shape.micro_batches, chunks}),
+                             costs, {.timeline = false});
     } catch (const Error& error) {
       if (error.code() != ErrorCode::kUsage && error.code() != ErrorCode::kPlan) throw;
       why = error.what();
@@ -47,31 +68,9 @@ const ScheduleReport* find(const std::vector<ScheduleReport>& rows, std::string_
   return nullptr;
 }
 
-// Has the table a column of bytes?
-bool has_bytes(const Comparison& comparison) {
-  return !comparison.rows.front().simulation.peak_bytes.empty();
-}
-
-std::string transports_text(const ScheduleReport& row) {
-  if (!row.planned) return "not planned";
-  std::vector<std::string_view> names;
-  for (const TransportModel model : row.transports) names.push_back(name_of(model));
-  return fmt::format("{}", fmt::join(names, ", "));
-}
-
-}  // namespace
-
-std::string remark_on_barrier(const StepTimes& zb_h1, const StepTimes& zb_h2) {
-  constexpr double kRounding = 1e-9;
-  const bool gains = zb_h2.makespan < zb_h1.makespan * (1 - kRounding);
-  if (gains || !(zb_h2.span < zb_h1.span * (1 - kRounding))) return "";
-  return fmt::format(
-      "zb-h2 gains nothing over zb-h1: the step ends with a barrier, so its makespan counts "
-      "({:.6g} "
-      "against {:.6g}), not the shorter span of each rank ({:.6g} against {:.6g})",
-      zb_h2.makespan, zb_h1.makespan, zb_h2.span, zb_h1.span);
-}
-
+// Every schedule that trains, on the same work: `costs` are of CostsOf::kRankShare. shape.chunks of
+// 0: for each schedule 2 where it takes them, otherwise 1. Throws Error(kUsage) where no schedule
+// serves the shape.
 Comparison compare_schedules(const ScheduleShape& shape, const Costs& costs, Objective objective) {
   Comparison comparison;
   comparison.objective = objective;
@@ -106,7 +105,7 @@ Comparison compare_schedules(const ScheduleShape& shape, const Costs& costs, Obj
 }
 
 std::string to_table_text(const Comparison& comparison) {
-  const bool bytes = has_bytes(comparison);
+  const bool bytes = !comparison.rows.front().simulation.peak_bytes.empty();
   std::string text = fmt::format(
       "{:<18}{:>7}{:>12}{:>12}{:>17}{:>13}{:>12}{:>14}{}{:>10}  {}\n", "schedule", "chunks",
       "makespan", "span", "bubble_makespan", "bubble_span", "peak chunks", "micro-batches",
@@ -120,7 +119,7 @@ std::string to_table_text(const Comparison& comparison) {
         row.schedule.name, row.chunks, simulation.makespan, simulation.span,
         simulation.bubble_makespan, simulation.bubble_span, peak,
         static_cast<double>(peak) / row.chunks, bytes ? fmt::format("{:>18}", *most) : "",
-        simulation.messages, transports_text(row));
+        simulation.messages, transport_names(row));
   }
   text += fmt::format(
       "\nSorted by {}. Times and bytes given are of one micro-batch on a rank's whole share of the "
@@ -140,14 +139,57 @@ std::string to_table_text(const Comparison& comparison) {
 
 std::string to_json_text(const Comparison& comparison) {
   nlohmann::ordered_json json;
-  json["objective"] = comparison.objective == Objective::kSpan ? "span" : "makespan";
+  json["objective"] = name_of(comparison.objective);
   json["rows"] = nlohmann::ordered_json::array();
-  for (const ScheduleReport& row : comparison.rows) {
-    json["rows"].push_back(nlohmann::ordered_json::parse(to_json_text(row)));
-  }
+  for (const ScheduleReport& row : comparison.rows) json["rows"].push_back(to_json(row));
   json["remarks"] = comparison.remarks;
   json["left_out"] = comparison.left_out;
-  return json.dump() + "\n";
+  return to_json_line(json);
+}
+
+}  // namespace
+
+void add_objective(OptionTable& table, Objective& objective, std::string help) {
+  table.add_choice("objective", objective,
+                   {{"makespan", Objective::kMakespan}, {"span", Objective::kSpan}},
+                   std::move(help));
+}
+
+const char* name_of(Objective objective) {
+  return objective == Objective::kSpan ? "span" : "makespan";
+}
+
+std::string remark_on_barrier(const StepTimes& zb_h1, const StepTimes& zb_h2) {
+  constexpr double kRounding = 1e-9;
+  const bool gains = zb_h2.makespan < zb_h1.makespan * (1 - kRounding);
+  if (gains || !(zb_h2.span < zb_h1.span * (1 - kRounding))) return "";
+  return fmt::format(
+      "zb-h2 gains nothing over zb-h1: the step ends with a barrier, so its makespan counts "
+      "({:.6g} "
+      "against {:.6g}), not the shorter span of each rank ({:.6g} against {:.6g})",
+      zb_h2.makespan, zb_h1.makespan, zb_h2.span, zb_h1.span);
+}
+
+int schedule_compare_command(const std::vector<std::string>& arguments) {
+  constexpr int kMaxInt = std::numeric_limits<int>::max();
+  ScheduleShape shape = {.ranks = 4, .micro_batches = 8, .chunks = 0};
+  Costs costs;
+  std::string format = "grid";
+  Objective objective = Objective::kMakespan;
+  OptionTable table("sluice schedule compare [options]", kAbout);
+  table.add_integer("ranks", shape.ranks, 1, kMaxInt, "pipeline depth");
+  table.add_integer("micro-batches", shape.micro_batches, 1, kMaxInt, "per step");
+  table.add_integer("chunks", shape.chunks, 1, kMaxChunks,
+                    "stages per rank; auto: 2 for schedules that take them", "auto");
+  add_objective(table, objective,
+                "to sort by: the step with its barrier, or a rank's longest own span");
+  table.add_choice("format", format, {"grid", "json"}, "of the output");
+  costs.add_options(table, CostsOf::kRankShare);
+  return run_guarded(table, arguments, [&] {
+    costs.resolve(table, CostsOf::kRankShare);
+    const Comparison comparison = compare_schedules(shape, costs, objective);
+    fmt::print("{}", format == "json" ? to_json_text(comparison) : to_table_text(comparison));
+  });
 }
 
 }  // namespace sluice

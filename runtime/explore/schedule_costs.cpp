@@ -1,24 +1,20 @@
 #include "runtime/explore/schedule_costs.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <limits>
-#include <stdexcept>
+#include <utility>
 
-#include <sluice/error.hpp>
-
+#include "comm/base/throw_error.hpp"
 #include "runtime/explore/measured_costs.hpp"
+#include "runtime/options/process.hpp"
 
 namespace sluice {
 namespace {
 
 constexpr double kMostBytes = 9007199254740992.0;  // 2^53: whole numbers a double counts exactly
 constexpr const char* kNumbers = "X[,X...]";
-
-[[noreturn]] void refuse(const std::string& message) { throw Error(ErrorCode::kUsage, message); }
 
 // Numbers from 0 up with commas between them; nothing where the text is anything else.
 std::optional<std::vector<double>> numbers_of(std::string_view text) {
@@ -38,36 +34,28 @@ std::optional<std::vector<double>> numbers_of(std::string_view text) {
 
 std::vector<double> times_of(const char* option, const std::string& text) {
   const auto values = numbers_of(text);
-  if (!values) {
-    refuse(fmt::format("option --{}: '{}' is not a list of numbers from 0 up, separated by commas",
-                       option, text));
-  }
-  return *values;
+  if (values) return *values;
+  throw_usage("option --{}: '{}' is not a list of numbers from 0 up, separated by commas", option,
+              text);
 }
 
 std::vector<double> bytes_of(const char* option, const std::string& text) {
-  if (text.empty()) return {};
   const auto values = numbers_of(text);
   const auto countable = [](double value) {
     return value <= kMostBytes && std::floor(value) == value;
   };
-  if (!values || !std::all_of(values->begin(), values->end(), countable)) {
-    refuse(
-        fmt::format("option --{}: '{}' is not a list of whole numbers of bytes from 0 to 2^53, "
-                    "separated by commas",
-                    option, text));
-  }
-  return *values;
+  if (values && std::all_of(values->begin(), values->end(), countable)) return *values;
+  throw_usage(
+      "option --{}: '{}' is not a list of whole numbers of bytes from 0 to 2^53, separated by "
+      "commas",
+      option, text);
 }
 
 double overlap_of(const std::string& text) {
   if (text == "sum") return -1;
   const auto values = numbers_of(text);
-  if (!values || values->size() != 1) {
-    refuse(
-        fmt::format("option --overlap-time: '{}' is neither 'sum' nor a number from 0 up", text));
-  }
-  return values->front();
+  if (values && values->size() == 1) return values->front();
+  throw_usage("option --overlap-time: '{}' is neither 'sum' nor a number from 0 up", text);
 }
 
 // One of "FROM-TO:LATENCY[:BANDWIDTH]".
@@ -86,13 +74,11 @@ RankLink link_of(std::string_view text) {
   const Link& link = result.link;
   const bool legal = at == end && result.from >= 0 && result.to >= 0 && link.latency >= 0 &&
                      link.bandwidth >= 0 && std::isfinite(link.latency + link.bandwidth);
-  if (!legal) {
-    refuse(
-        fmt::format("option --links: '{}' is not FROM-TO:LATENCY or FROM-TO:LATENCY:BANDWIDTH, "
-                    "e.g. 3-4:0.5:1e9",
-                    text));
-  }
-  return result;
+  if (legal) return result;
+  throw_usage(
+      "option --links: '{}' is not FROM-TO:LATENCY or FROM-TO:LATENCY:BANDWIDTH, e.g. "
+      "3-4:0.5:1e9",
+      text);
 }
 
 std::vector<RankLink> links_of(std::string_view text) {
@@ -107,155 +93,127 @@ std::vector<RankLink> links_of(std::string_view text) {
 
 }  // namespace
 
-void add_cost_options(OptionTable& table, CostOptions& options, CostsOf scope) {
+void Costs::add_list(OptionTable& table, List list, const std::string& help) {
+  table.add_text(kNames[list], texts_[list], kNumbers, help);
+}
+
+void Costs::add_options(OptionTable& table, CostsOf scope) {
   constexpr RealRange kFromZero = {.low = 0, .high = std::numeric_limits<double>::infinity()};
-  const bool stage = scope == CostsOf::kStage;
-  const std::string of =
-      stage ? "of one micro-batch on one stage" : "of one micro-batch on one rank";
+  const std::string piece = scope == CostsOf::kStage ? "stage" : "rank";
+  const std::string of = "of one micro-batch on one " + piece;
   table.heading("Costs");
-  table.add_text("forward-time", options.forward, kNumbers, of);
-  table.add_text("backward-input-time", options.backward_input, kNumbers, "likewise");
-  table.add_text("backward-weight-time", options.backward_weight, kNumbers, "likewise");
-  table.add_text("overlap-time", options.overlap, "sum|X",
+  add_list(table, kForward, of);
+  add_list(table, kBackwardInput, "likewise");
+  add_list(table, kBackwardWeight, "likewise");
+  table.add_text("overlap-time", overlap_, "sum|X",
                  "of an overlapped pair; sum: of what its two take");
-  table.add_text("profile", options.profile, "FILE",
+  table.add_text("profile", profile_, "FILE",
                  "times in milliseconds from what 'sluice train' wrote for --trace or --metrics");
   table.add_real(
-      "input-share", options.input_share, {.low = 0, .high = 1},
+      "input-share", input_share_, {.low = 0, .high = 1},
       "of a whole backward in the profile that is its input half, recomputation included");
-  table.add_real("message-time", options.message, kFromZero, "latency of a message between ranks");
-  table.add_real("bandwidth", options.bandwidth, kFromZero,
+  table.add_real("message-time", common_.message, kFromZero, "latency of a message between ranks");
+  table.add_real("bandwidth", common_.bandwidth, kFromZero,
                  "bytes per unit of time from one rank to another; 0: without limit");
-  table.add_integer("ranks-per-node", options.ranks_per_node, 0, std::numeric_limits<int>::max(),
+  table.add_integer("ranks-per-node", common_.ranks_per_node, 0, std::numeric_limits<int>::max(),
                     "0: all ranks share a node");
-  table.add_real("node-message-time", options.node_message, kFromZero,
+  table.add_real("node-message-time", common_.between_nodes.latency, kFromZero,
                  "latency of a message between nodes; not given: message-time");
-  table.add_real("node-bandwidth", options.node_bandwidth, kFromZero,
+  table.add_real("node-bandwidth", common_.between_nodes.bandwidth, kFromZero,
                  "between two ranks of different nodes; not given: bandwidth");
-  table.add_text("links", options.links, "FROM-TO:LATENCY[:BANDWIDTH],...",
+  table.add_text("links", links_, "FROM-TO:LATENCY[:BANDWIDTH],...",
                  "links between ranks that differ from all that");
-  table.add_text("message-bytes", options.message_bytes, kNumbers,
-                 std::string("of a stage's output for one micro-batch"));
-  table.add_text("gradient-message-bytes", options.gradient_message_bytes, kNumbers,
-                 "of what comes back for it; not given: as much");
-  table.add_text("activation-bytes", options.activation_bytes, kNumbers,
-                 "kept from F until I or B has ended, " + of);
-  table.add_text("weight-activation-bytes", options.weight_activation_bytes, kNumbers,
-                 "kept from F until W or B has ended, " + of);
-  table.add_text("resident-bytes", options.resident_bytes, kNumbers,
-                 std::string("held all the time (parameters, gradients, optimizer) by one ") +
-                     (stage ? "stage" : "rank"));
-  table.add_text("memory-limit", options.memory_limit, "X",
+  add_list(table, kOutput, "of a stage's output for one micro-batch");
+  add_list(table, kOutputGradient, "of what comes back for it; not given: as much");
+  add_list(table, kUntilInput, "kept from F until I or B has ended, " + of);
+  add_list(table, kUntilWeight, "kept from F until W or B has ended, " + of);
+  add_list(table, kResident,
+           "held all the time (parameters, gradients, optimizer) by one " + piece);
+  table.add_text("memory-limit", limit_, "X",
                  "bytes that a rank may hold at most; without bytes, micro-batches in flight");
-  table.add_text(
-      "reduce-time", options.reduce, kNumbers,
-      std::string("sum of the gradients of one ") + (stage ? "stage" : "rank") + " over replicas");
-  table.add_text("reduce-bytes", options.reduce_bytes, kNumbers,
-                 "that one replica moves for it; added to reduce-time");
-  table.add_real("reduce-bandwidth", options.reduce_bandwidth, kFromZero,
+  add_list(table, kReduce, "sum of the gradients of one " + piece + " over replicas");
+  add_list(table, kReduced, "that one replica moves for it; added to reduce-time");
+  table.add_real("reduce-bandwidth", common_.reduce_link.bandwidth, kFromZero,
                  "for reduce-bytes; 0: without limit");
-  table.add_flag("reduce-overlap", options.reduce_overlap,
-                 "reduce a stage beside compute once its last W or B has ended");
+  table.add_flag("reduce-overlap", common_.reduce_overlap,
+                 "reduce a stage concurrently with compute, once its last W or B has ended");
 }
 
-Costs::Costs(const CostOptions& options, const OptionTable& table, CostsOf scope)
-    : scope_(scope),
-      forward_{"forward-time", times_of("forward-time", options.forward)},
-      backward_input_{"backward-input-time",
-                      times_of("backward-input-time", options.backward_input)},
-      backward_weight_{"backward-weight-time",
-                       times_of("backward-weight-time", options.backward_weight)},
-      reduce_{"reduce-time", times_of("reduce-time", options.reduce)},
-      output_{"message-bytes", bytes_of("message-bytes", options.message_bytes)},
-      output_gradient_{"gradient-message-bytes",
-                       bytes_of("gradient-message-bytes", options.gradient_message_bytes)},
-      until_input_{"activation-bytes", bytes_of("activation-bytes", options.activation_bytes)},
-      until_weight_{"weight-activation-bytes",
-                    bytes_of("weight-activation-bytes", options.weight_activation_bytes)},
-      resident_{"resident-bytes", bytes_of("resident-bytes", options.resident_bytes)},
-      reduced_{"reduce-bytes", bytes_of("reduce-bytes", options.reduce_bytes)} {
-  common_.message = options.message;
-  common_.bandwidth = options.bandwidth;
-  common_.overlap = overlap_of(options.overlap);
-  common_.ranks_per_node = options.ranks_per_node;
-  common_.links = links_of(options.links);
-  common_.reduce_link = {0, options.reduce_bandwidth};
-  common_.reduce_overlap = options.reduce_overlap;
-  for (const List* list :
-       {&output_, &output_gradient_, &until_input_, &until_weight_, &resident_, &reduced_}) {
-    has_bytes_ = has_bytes_ || !list->values.empty();
+void Costs::resolve(const OptionTable& table, CostsOf scope) {
+  scope_ = scope;
+  for (std::size_t list = 0; list < kLists; ++list) {
+    const bool bytes = list >= kOutput;
+    if (bytes && texts_[list].empty()) continue;
+    values_[list] = (bytes ? bytes_of : times_of)(kNames[list], texts_[list]);
+    has_bytes_ = has_bytes_ || bytes;
   }
-  if (!options.memory_limit.empty()) read_memory_limit(options.memory_limit);
-  if (!options.profile.empty()) read_profile(options, table);
-  common_.between_nodes = {
-      table.given("node-message-time") ? options.node_message : common_.message,
-      table.given("node-bandwidth") ? options.node_bandwidth : common_.bandwidth};
+  common_.overlap = overlap_of(overlap_);
+  common_.links = links_of(links_);
+  if (!limit_.empty()) read_memory_limit();
+  if (!profile_.empty()) read_profile(table);
+  Link& between = common_.between_nodes;
+  if (!table.given("node-message-time")) between.latency = common_.message;
+  if (!table.given("node-bandwidth")) between.bandwidth = common_.bandwidth;
 }
 
-void Costs::read_profile(const CostOptions& options, const OptionTable& table) {
-  for (const char* name : {"forward-time", "backward-input-time", "backward-weight-time"}) {
-    if (table.given(name)) {
-      refuse(fmt::format("option --{}: --profile says it; give one of the two", name));
-    }
+void Costs::read_profile(const OptionTable& table) {
+  for (const List list : {kForward, kBackwardInput, kBackwardWeight}) {
+    if (!table.given(kNames[list])) continue;
+    throw_usage("option --{}: --profile determines it; give one of the two", kNames[list]);
   }
-  const MeasuredCosts measured = read_measured_costs(options.profile, options.input_share);
-  measured_ = measured.stages;
-  source_ = measured.source;
+  MeasuredCosts measured = read_measured_costs(profile_, input_share_);
+  measured_ = std::move(measured.stages);
+  source_ = std::move(measured.source);
   if (!table.given("message-time")) common_.message = measured.message;
 }
 
-void Costs::read_memory_limit(const std::string& text) {
+void Costs::read_memory_limit() {
   if (has_bytes_) {
-    const std::vector<double> limit = bytes_of("memory-limit", text);
-    if (limit.size() != 1) refuse("option --memory-limit: legal is one number of bytes");
+    const std::vector<double> limit = bytes_of("memory-limit", limit_);
+    if (limit.size() != 1) throw_usage("option --memory-limit: legal is one number of bytes");
     memory_limit_ = std::llround(limit.front());
     return;
   }
-  const auto limit = numbers_of(text);
+  const auto limit = numbers_of(limit_);
   if (!limit || limit->size() != 1 || limit->front() < 1) {
-    refuse(
-        fmt::format("option --memory-limit: '{}' is not a number from 1 up; without bytes of "
-                    "activations it counts micro-batches in flight",
-                    text));
+    throw_usage(
+        "option --memory-limit: '{}' is not a number from 1 up; without bytes of activations it "
+        "counts micro-batches in flight",
+        limit_);
   }
   in_flight_limit_ = limit->front();
 }
 
 SimulationTimes Costs::of_pieces(int pieces) const {
-  const auto legal = [&](const List& list) {
-    if (list.values.size() == 1 || static_cast<std::int64_t>(list.values.size()) == pieces) return;
-    refuse(fmt::format("option --{}: {} numbers; legal is one number, or {} of them, one per {}",
-                       list.option, list.values.size(), pieces,
-                       scope_ == CostsOf::kStage ? "stage" : "rank's share of the model"));
-  };
   std::size_t entries = 1;
-  const auto at = [](const List& list, std::size_t i) {
-    return list.values.empty() ? 0 : list.values[i % list.values.size()];
-  };
-  for (const List* list :
-       {&forward_, &backward_input_, &backward_weight_, &reduce_, &output_, &output_gradient_,
-        &until_input_, &until_weight_, &resident_, &reduced_}) {
-    if (list->values.empty()) continue;
-    legal(*list);
-    entries = std::max(entries, list->values.size());
+  for (std::size_t list = 0; list < kLists; ++list) {
+    const std::size_t size = values_[list].size();
+    if (size > 1 && static_cast<std::int64_t>(size) != pieces) {
+      throw_usage("option --{}: {} numbers; legal is one number, or {} of them, one per {}",
+                  kNames[list], size, pieces,
+                  scope_ == CostsOf::kStage ? "stage" : "rank's share of the model");
+    }
+    entries = std::max(entries, size);
   }
   SimulationTimes times = common_;
   for (std::size_t i = 0; i < entries; ++i) {
-    times.stages.push_back({.forward = at(forward_, i),
-                            .backward_input = at(backward_input_, i),
-                            .backward_weight = at(backward_weight_, i),
-                            .reduce = at(reduce_, i)});
+    const auto at = [&](List list) {
+      const std::vector<double>& values = values_[list];
+      return values.empty() ? 0 : values[i % values.size()];
+    };
+    const auto bytes_at = [&](List list) { return std::int64_t{std::llround(at(list))}; };
+    times.stages.push_back({.forward = at(kForward),
+                            .backward_input = at(kBackwardInput),
+                            .backward_weight = at(kBackwardWeight),
+                            .reduce = at(kReduce)});
     if (!has_bytes_) continue;
-    StageBytes bytes;
-    bytes.until_input = std::llround(at(until_input_, i));
-    bytes.until_weight = std::llround(at(until_weight_, i));
-    bytes.output = std::llround(at(output_, i));
-    if (!output_gradient_.values.empty()) {
-      bytes.output_gradient = std::llround(at(output_gradient_, i));
-    }
-    bytes.resident = std::llround(at(resident_, i));
-    bytes.reduced = std::llround(at(reduced_, i));
-    times.bytes.push_back(bytes);
+    times.bytes.push_back(
+        {.until_input = bytes_at(kUntilInput),
+         .until_weight = bytes_at(kUntilWeight),
+         .output = bytes_at(kOutput),
+         .output_gradient = values_[kOutputGradient].empty() ? -1 : bytes_at(kOutputGradient),
+         .resident = bytes_at(kResident),
+         .reduced = bytes_at(kReduced)});
   }
   return times;
 }
@@ -263,7 +221,7 @@ SimulationTimes Costs::of_pieces(int pieces) const {
 SimulationTimes Costs::times(int ranks, int stages) const {
   const bool shares = scope_ == CostsOf::kRankShare;
   SimulationTimes times = of_pieces(shares ? ranks : stages);
-  try {
+  return usage_errors([&] {
     if (shares) times = recut(times, ranks, stages);
     if (measured_.empty()) return times;
     SimulationTimes measured;
@@ -274,9 +232,7 @@ SimulationTimes Costs::times(int ranks, int stages) const {
     }
     times.stages = std::move(measured.stages);
     return times;
-  } catch (const std::invalid_argument& error) {
-    refuse(error.what());
-  }
+  });
 }
 
 }  // namespace sluice

@@ -1,7 +1,8 @@
-// What actions, messages and activations cost: the options that `sluice schedule`, its `compare`
-// and `auto` share, and what simulate() takes made from them.
+// Costs of actions, messages and activations: the options that `sluice schedule`, its `compare` and
+// `auto` share, and the input of simulate() that follows from them.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -13,38 +14,21 @@
 
 namespace sluice {
 
-// Texts hold one number or a list with commas; empty: not given. Bytes are whole, also as 1.5e9.
-struct CostOptions {
-  std::string forward = "1", backward_input = "1", backward_weight = "1";
-  std::string overlap = "sum";
-  double message = 0, bandwidth = 0;
-  int ranks_per_node = 0;
-  double node_message = 0, node_bandwidth = 0;
-  std::string links;
-  std::string message_bytes, gradient_message_bytes;
-  std::string activation_bytes, weight_activation_bytes, resident_bytes;
-  std::string reduce = "0", reduce_bytes;
-  double reduce_bandwidth = 0;
-  bool reduce_overlap = false;
-  std::string memory_limit;
-  std::string profile;
-  double input_share = 0.5;
-};
-
-// What the numbers are of.
+// What one number of a list refers to.
 enum class CostsOf {
-  kStage,      // one chunk: X for all stages alike, or one per stage
-  kRankShare,  // one p-th of the model: X for all alike, or p of them in the model's order
+  kStage,      // one chunk: X for all stages, or one per stage
+  kRankShare,  // one p-th of the model: X for all, or p of them in the model's order
 };
 
-// The options stand under the heading "Costs". `options` outlives the table.
-void add_cost_options(OptionTable& table, CostOptions& options, CostsOf scope);
-
+// Call add_options(), parse the table, then resolve(), then the rest. An object keeps its address
+// as long as the table is used.
 class Costs {
  public:
+  // The options stand under the heading "Costs".
+  void add_options(OptionTable& table, CostsOf scope);
   // Reads the profile where there is one. Throws Error(kUsage) naming the option, Error(kData)
   // naming the profile.
-  Costs(const CostOptions& options, const OptionTable& table, CostsOf scope);
+  void resolve(const OptionTable& table, CostsOf scope);
 
   // For a pipeline of `ranks` ranks that cuts the model into `stages`. Throws Error(kUsage) for
   // lists of another length.
@@ -52,27 +36,46 @@ class Costs {
 
   // Most bytes a rank may hold; nothing where no bytes are given.
   [[nodiscard]] std::optional<std::int64_t> memory_limit() const { return memory_limit_; }
-  // What the same option says where none are: micro-batches in flight on a rank, each chunk
-  // counting as its share of one.
+  // --memory-limit where no bytes are given: micro-batches in flight on a rank, each chunk counting
+  // as its share of one.
   [[nodiscard]] std::optional<double> in_flight_limit() const { return in_flight_limit_; }
-  // Where measured times come from and what was assumed about them; empty: nothing measured.
+  // The profile, and the assumptions about its times; empty: no profile.
   [[nodiscard]] const std::string& source() const { return source_; }
 
  private:
-  // Values of one option, one or one per piece of the model.
-  struct List {
-    std::string option;
-    std::vector<double> values;
+  // Options that take one number, or one per piece of the model; bytes from kOutput on.
+  enum List : std::size_t {
+    kForward,
+    kBackwardInput,
+    kBackwardWeight,
+    kReduce,
+    kOutput,
+    kOutputGradient,
+    kUntilInput,
+    kUntilWeight,
+    kResident,
+    kReduced,
+    kLists
   };
+  static constexpr std::array<const char*, kLists> kNames = {
+      "forward-time",     "backward-input-time",     "backward-weight-time",
+      "reduce-time",      "message-bytes",           "gradient-message-bytes",
+      "activation-bytes", "weight-activation-bytes", "resident-bytes",
+      "reduce-bytes"};
 
-  void read_memory_limit(const std::string& text);
-  void read_profile(const CostOptions& options, const OptionTable& table);
+  void add_list(OptionTable& table, List list, const std::string& help);
+  void read_memory_limit();
+  void read_profile(const OptionTable& table);
   [[nodiscard]] SimulationTimes of_pieces(int pieces) const;
 
-  CostsOf scope_;
+  // Targets of the options. Empty texts: not given.
+  std::array<std::string, kLists> texts_ = {"1", "1", "1", "0"};
+  std::string overlap_ = "sum", links_, limit_, profile_;
+  double input_share_ = 0.5;
   SimulationTimes common_;  // all but stages and bytes
-  List forward_, backward_input_, backward_weight_, reduce_;
-  List output_, output_gradient_, until_input_, until_weight_, resident_, reduced_;
+  // Set by resolve().
+  CostsOf scope_ = CostsOf::kStage;
+  std::array<std::vector<double>, kLists> values_;
   bool has_bytes_ = false;
   std::vector<StageTimes> measured_;  // [stage of the measured run]; empty: none
   std::optional<std::int64_t> memory_limit_;

@@ -3,10 +3,9 @@
 #include <fmt/format.h>
 
 #include <cstdlib>
-#include <stdexcept>
+#include <nlohmann/json.hpp>
 
 #include <sluice/draw.hpp>
-#include <sluice/error.hpp>
 #include <sluice/plan.hpp>
 #include <sluice/schedule_file.hpp>
 
@@ -40,7 +39,7 @@ SimulationDetail detail_of(const ScheduleOutput& output) {
 }
 
 void write_output(const ScheduleOutput& output, const std::function<void(const PutText&)>& body) {
-  try {
+  usage_errors([&] {
     if (output.path.empty()) {
       body([](std::string_view text) { fmt::print("{}", text); });
       return;
@@ -48,9 +47,7 @@ void write_output(const ScheduleOutput& output, const std::function<void(const P
     AtomicFile file(output.path);
     body([&file](std::string_view text) { file.write(text); });
     file.commit();
-  } catch (const std::invalid_argument& error) {
-    throw Error(ErrorCode::kUsage, error.what());
-  }
+  });
 }
 
 void put_schedule(const ScheduleReport& report, const ScheduleOutput& output, const PutText& put) {
@@ -59,7 +56,7 @@ void put_schedule(const ScheduleReport& report, const ScheduleOutput& output, co
         output.path.empty() && terminal_output() && std::getenv("NO_COLOR") == nullptr;
     put(to_grid_text(report, colours));
   } else if (output.format == "json") {
-    put(to_json_text(report));
+    put(to_json_line(to_json(report)));
   } else if (output.format == "csv") {
     put(csv_of(output, report.schedule));
   } else if (output.format == "svg") {

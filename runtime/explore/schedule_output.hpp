@@ -1,4 +1,4 @@
-// What `sluice schedule` and its `auto` write, in which format and where.
+// Formats and destination of the output of `sluice schedule` and its `auto`.
 #pragma once
 
 #include <functional>
@@ -21,11 +21,11 @@ using PutText = std::function<void(std::string_view)>;
 // --format, --output, --messages, --timeline. `output` outlives the table.
 void add_output_options(OptionTable& table, ScheduleOutput& output);
 
-// What the format shows of a simulation.
+// The details of a simulation that the format shows.
 [[nodiscard]] SimulationDetail detail_of(const ScheduleOutput& output);
 
-// Calls body(put) with what writes to the path, whole or not at all, or to standard output where it
-// is empty. Throws Error(kUsage) for what the format cannot hold, and as AtomicFile does.
+// Calls body(put). `put` writes to the path, whole or not at all, or to standard output where the
+// path is empty. Throws Error(kUsage) where the format cannot hold the schedule, and as AtomicFile.
 void write_output(const ScheduleOutput& output, const std::function<void(const PutText&)>& body);
 
 // The report in the format of `output`.

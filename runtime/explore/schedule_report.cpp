@@ -6,33 +6,37 @@
 #include <algorithm>
 #include <limits>
 #include <nlohmann/json.hpp>
-#include <stdexcept>
+#include <type_traits>
+#include <utility>
 
 #include <sluice/draw.hpp>
 #include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/verify.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/files/trace.hpp"
+#include "runtime/options/process.hpp"
 
 namespace sluice {
 namespace {
+
+// Above this many pairs of stage and micro-batch one machine simulates nothing: 1024 ranks with two
+// chunks each and 4096 micro-batches.
+constexpr std::int64_t kMaxPairs = 8'388'608;
 
 std::string count(std::int64_t number, const char* what, const char* plural = "s") {
   return fmt::format("{} {}{}", number, what, number == 1 ? "" : plural);
 }
 
-void require_small_enough(std::int64_t stages, std::int64_t micro_batches, std::int64_t max_pairs) {
-  std::int64_t pairs = 0;
-  if (!__builtin_mul_overflow(stages, micro_batches, &pairs) && pairs <= max_pairs) return;
-  throw Error(
-      ErrorCode::kUsage,
-      fmt::format("{} with {} are too many to simulate here: at most {} pairs of stage and "
-                  "micro-batch are legal{}",
-                  count(stages, "stage"), count(micro_batches, "micro-batch", "es"), max_pairs,
-                  stages > max_pairs
-                      ? ""
-                      : fmt::format("; nearest legal: --micro-batches {}", max_pairs / stages)));
+void require_small_enough(std::int64_t stages, std::int64_t micro_batches) {
+  if (micro_batches <= kMaxPairs / stages) return;
+  throw_usage(
+      "{} with {} are too many to simulate here: at most {} pairs of stage and micro-batch are "
+      "legal{}",
+      count(stages, "stage"), count(micro_batches, "micro-batch", "es"), kMaxPairs,
+      stages > kMaxPairs ? ""
+                         : fmt::format("; nearest legal: --micro-batches {}", kMaxPairs / stages));
 }
 
 // The grid has at least one cell per action of a rank.
@@ -44,8 +48,6 @@ std::size_t most_actions(const Schedule& schedule) {
   return longest;
 }
 
-[[noreturn]] void refuse_plan(const std::string& text) { throw Error(ErrorCode::kPlan, text); }
-
 // In chunks.
 std::string peak_text(const std::vector<int>& peaks) {
   constexpr std::size_t kMostListed = 32;
@@ -56,52 +58,37 @@ std::string peak_text(const std::vector<int>& peaks) {
   return fmt::format("{} to {} (micro-batches x chunks of a rank)", *least, *most);
 }
 
-std::string number_text(double value) { return fmt::format("{:.6g}", value); }
-std::string number_text(std::int64_t value) { return fmt::format("{}", value); }
-
 template <class Number>
 std::string range_text(const std::vector<Number>& values) {
   const auto [least, most] = std::minmax_element(values.begin(), values.end());
-  if (*least == *most) return number_text(*most);
-  return number_text(*least) + " to " + number_text(*most);
-}
-
-std::string bytes_line(const std::vector<std::int64_t>& peaks) {
-  if (peaks.empty()) return "";
-  return fmt::format("peak bytes       {} (of a rank)\n", range_text(peaks));
+  constexpr const char* kFormat = std::is_integral_v<Number> ? "{}" : "{:.6g}";
+  const std::string text = fmt::format(fmt::runtime(kFormat), *most);
+  return *least == *most ? text : fmt::format(fmt::runtime(kFormat), *least) + " to " + text;
 }
 
 std::string transports_text(const ScheduleReport& report) {
-  if (!report.planned) {
-    return fmt::format("not planned: more than {} pairs of stage and micro-batch",
-                       kMaxPlannedPairs);
+  if (report.planned) {
+    return transport_names(report) + " (transport models; for nccl planned in one global order)";
   }
-  std::vector<std::string_view> names;
-  for (const TransportModel model : report.transports) names.push_back(name_of(model));
-  return fmt::format("{} (transport models; for nccl planned in one global order)",
-                     fmt::join(names, ", "));
+  return fmt::format("not planned: more than {} pairs of stage and micro-batch", kMaxPlannedPairs);
 }
 
-nlohmann::ordered_json to_json(const std::vector<std::vector<SimulatedAction>>& ranks) {
-  auto json = nlohmann::ordered_json::array();
-  for (const std::vector<SimulatedAction>& rank : ranks) {
-    auto row = nlohmann::ordered_json::array();
-    for (const SimulatedAction& each : rank) {
-      row.push_back({{"action", to_string(each.action)}, {"start", each.start}, {"end", each.end}});
-    }
-    json.push_back(std::move(row));
-  }
-  return json;
+// One entry of a list of the simulation's.
+nlohmann::ordered_json to_json(const SimulatedAction& each) {
+  return {{"action", to_string(each.action)}, {"start", each.start}, {"end", each.end}};
+}
+nlohmann::ordered_json to_json(const MemoryStep& each) {
+  return {{"time", each.time}, {"bytes", each.bytes}};
 }
 
-nlohmann::ordered_json to_json(const std::vector<std::vector<MemoryStep>>& ranks) {
-  auto json = nlohmann::ordered_json::array();
-  for (const std::vector<MemoryStep>& rank : ranks) {
+template <typename Entry>
+void add_lists(nlohmann::ordered_json& json, const char* name,
+               const std::vector<std::vector<Entry>>& ranks) {
+  for (const std::vector<Entry>& rank : ranks) {
     auto row = nlohmann::ordered_json::array();
-    for (const MemoryStep& each : rank) row.push_back({{"time", each.time}, {"bytes", each.bytes}});
-    json.push_back(std::move(row));
+    for (const Entry& each : rank) row.push_back(to_json(each));
+    json[name].push_back(std::move(row));
   }
-  return json;
 }
 
 void require_memory(const ScheduleReport& report, const Costs& costs) {
@@ -110,9 +97,9 @@ void require_memory(const ScheduleReport& report, const Costs& costs) {
   if (const auto limit = costs.memory_limit()) {
     const auto most = std::max_element(bytes.begin(), bytes.end());
     if (*most <= *limit) return;
-    refuse_plan(
-        fmt::format("schedule '{}' holds up to {} bytes on rank {}; --memory-limit allows {}", name,
-                    *most, most - bytes.begin(), *limit));
+    throw_error(ErrorCode::kPlan,
+                "schedule '{}' holds up to {} bytes on rank {}; --memory-limit allows {}", name,
+                *most, most - bytes.begin(), *limit);
   }
   const auto limit = costs.in_flight_limit();
   if (!limit) return;
@@ -120,9 +107,9 @@ void require_memory(const ScheduleReport& report, const Costs& costs) {
     const double chunks = static_cast<double>(report.schedule.placement.stages_of(rank).size());
     const double held = report.simulation.peak_in_flight[static_cast<std::size_t>(rank)] / chunks;
     if (held <= *limit) continue;
-    refuse_plan(fmt::format(
-        "schedule '{}' holds up to {} micro-batches on rank {}; --memory-limit allows {}", name,
-        held, rank, *limit));
+    throw_error(ErrorCode::kPlan,
+                "schedule '{}' holds up to {} micro-batches on rank {}; --memory-limit allows {}",
+                name, held, rank, *limit);
   }
 }
 
@@ -136,7 +123,7 @@ std::vector<TransportModel> prove(const Schedule& schedule, bool sums_beside) {
   const Schedule lowered = lower(schedule, options);
   const auto proven = [&](MessageOrder order) {
     Verification verification = verify(make_plan(lowered, options.tied, {.order = order}));
-    if (!verification.ok()) refuse_plan(verification.violation->message);
+    if (!verification.ok()) throw_error(ErrorCode::kPlan, "{}", verification.violation->message);
     return verification;
   };
   const Verification tagged = proven(MessageOrder::kReceivesAhead);
@@ -149,34 +136,6 @@ std::vector<TransportModel> prove(const Schedule& schedule, bool sums_beside) {
     if ((queues ? in_order : tagged).progresses(model)) models.push_back(model);
   }
   return models;
-}
-
-ScheduleReport make_report(Schedule schedule, const SimulationTimes& times,
-                           const ReportRequest& request) {
-  ScheduleReport report;
-  report.schedule = std::move(schedule);
-  const Placement& placement = report.schedule.placement;
-  for (int rank = 0; rank < placement.ranks(); ++rank) {
-    report.chunks = std::max(report.chunks, static_cast<int>(placement.stages_of(rank).size()));
-  }
-  if (const auto violation = check(report.schedule)) {
-    refuse_plan(describe(report.schedule, *violation));
-  }
-  const std::int64_t pairs = std::int64_t{placement.stages()} * report.schedule.micro_batches;
-  report.planned = pairs <= request.max_planned_pairs;
-  if (report.planned) report.transports = prove(report.schedule, times.reduce_overlap);
-  report.simulation = simulate(report.schedule, times, request.detail);
-  report.exact = is_exact(report.schedule);
-  return report;
-}
-
-ScheduleReport make_report(Schedule schedule, const Costs& costs, const ReportRequest& request) {
-  const Placement& placement = schedule.placement;
-  const SimulationTimes times = costs.times(placement.ranks(), placement.stages());
-  ScheduleReport report = make_report(std::move(schedule), times, request);
-  report.costs_source = costs.source();
-  require_memory(report, costs);
-  return report;
 }
 
 // Blue, green, cyan, magenta for F, B, I, W; yellow for an overlapped pair.
@@ -196,7 +155,7 @@ const char* colour_of(std::string_view cell) {
   }
 }
 
-// Of the words behind each row's bar.
+// The grid with its cells coloured, which are the words after each row's bar.
 std::string coloured(std::string_view grid) {
   std::string text;
   while (!grid.empty()) {
@@ -222,38 +181,53 @@ std::string coloured(std::string_view grid) {
 
 }  // namespace
 
-ScheduleReport report_schedule(std::string_view name, const ScheduleShape& shape,
-                               const Costs& costs, const ReportRequest& request) {
-  require_small_enough(std::int64_t{shape.ranks} * shape.chunks, shape.micro_batches,
-                       request.max_pairs);
-  try {
-    return make_report(generate(name, shape), costs, request);
-  } catch (const std::invalid_argument& error) {
-    throw Error(ErrorCode::kUsage, error.what());
-  }
-}
-
-ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs,
-                               const ReportRequest& request) {
-  require_small_enough(loaded.schedule.placement.stages(), loaded.schedule.micro_batches,
-                       request.max_pairs);
-  try {
-    ScheduleReport report = make_report(std::move(loaded.schedule), costs, request);
-    report.source = std::move(loaded.source);
-    return report;
-  } catch (const std::invalid_argument& error) {
-    throw Error(ErrorCode::kUsage, error.what());
-  }
+LoadedSchedule generate_schedule(std::string_view name, const ScheduleShape& shape) {
+  require_small_enough(std::int64_t{shape.ranks} * shape.chunks, shape.micro_batches);
+  return usage_errors([&] { return LoadedSchedule{generate(name, shape), ""}; });
 }
 
 ScheduleReport report_schedule(LoadedSchedule loaded, const SimulationTimes& times,
-                               const ReportRequest& request) {
-  ScheduleReport report = make_report(std::move(loaded.schedule), times, request);
+                               const SimulationDetail& detail) {
+  ScheduleReport report;
+  report.schedule = std::move(loaded.schedule);
   report.source = std::move(loaded.source);
+  const Schedule& schedule = report.schedule;
+  const Placement& placement = schedule.placement;
+  for (int rank = 0; rank < placement.ranks(); ++rank) {
+    report.chunks = std::max(report.chunks, static_cast<int>(placement.stages_of(rank).size()));
+  }
+  if (const auto violation = check(schedule)) {
+    throw_error(ErrorCode::kPlan, "{}", describe(schedule, *violation));
+  }
+  report.planned = std::int64_t{placement.stages()} * schedule.micro_batches <= kMaxPlannedPairs;
+  if (report.planned) report.transports = prove(schedule, times.reduce_overlap);
+  report.simulation = simulate(schedule, times, detail);
+  report.exact = is_exact(schedule);
   return report;
 }
 
-std::string to_grid_text(const ScheduleReport& report, bool colours, int max_columns) {
+ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs,
+                               const SimulationDetail& detail) {
+  const Placement& placement = loaded.schedule.placement;
+  require_small_enough(placement.stages(), loaded.schedule.micro_batches);
+  return usage_errors([&] {
+    const SimulationTimes times = costs.times(placement.ranks(), placement.stages());
+    ScheduleReport report = report_schedule(std::move(loaded), times, detail);
+    report.costs_source = costs.source();
+    require_memory(report, costs);
+    return report;
+  });
+}
+
+std::string transport_names(const ScheduleReport& report) {
+  if (!report.planned) return "not planned";
+  std::vector<std::string_view> names;
+  for (const TransportModel model : report.transports) names.push_back(name_of(model));
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+std::string to_grid_text(const ScheduleReport& report, bool colours) {
+  constexpr std::size_t kMostColumns = 200;
   const Schedule& schedule = report.schedule;
   const Simulation& simulation = report.simulation;
   std::string text =
@@ -261,16 +235,19 @@ std::string to_grid_text(const ScheduleReport& report, bool colours, int max_col
                   count(schedule.placement.stages(), "stage"),
                   count(schedule.micro_batches, "micro-batch", "es"));
   if (!report.source.empty()) text.insert(text.size() - 1, fmt::format("({})\n", report.source));
-  const auto most = static_cast<std::size_t>(max_columns);
-  if (most_actions(schedule) <= most && schedule.ranks.size() <= most) {
+  if (most_actions(schedule) <= kMostColumns && schedule.ranks.size() <= kMostColumns) {
     const std::string grid = draw_grid(schedule);
     text += colours ? coloured(grid) : grid;
   } else {
     text += fmt::format(
         "(no grid: more than {} cells wide or high; --format json --timeline lists "
         "every action)\n",
-        max_columns);
+        kMostColumns);
   }
+  const std::string bytes =
+      simulation.peak_bytes.empty()
+          ? ""
+          : fmt::format("peak bytes       {} (of a rank)\n", range_text(simulation.peak_bytes));
   text += fmt::format(
       "\nmakespan         {}\n"
       "span             {} (longest own span of a rank)\n"
@@ -284,8 +261,7 @@ std::string to_grid_text(const ScheduleReport& report, bool colours, int max_col
       "exact            {}\n",
       simulation.makespan, simulation.span, range_text(simulation.busy),
       range_text(simulation.waiting), simulation.bubble_makespan, simulation.bubble_span,
-      peak_text(simulation.peak_in_flight), bytes_line(simulation.peak_bytes), simulation.messages,
-      transports_text(report),
+      peak_text(simulation.peak_in_flight), bytes, simulation.messages, transports_text(report),
       report.exact ? "yes: the same bits as every other exact schedule"
                    : "no: repeats bit for bit, but sums gradients in another order");
   if (!report.costs_source.empty())
@@ -293,7 +269,7 @@ std::string to_grid_text(const ScheduleReport& report, bool colours, int max_col
   return text;
 }
 
-std::string to_json_text(const ScheduleReport& report) {
+nlohmann::ordered_json to_json(const ScheduleReport& report) {
   const Simulation& simulation = report.simulation;
   nlohmann::ordered_json json;
   json["schedule"] = report.schedule.name;
@@ -318,9 +294,13 @@ std::string to_json_text(const ScheduleReport& report) {
   }
   json["exact"] = report.exact;
   if (!report.costs_source.empty()) json["times"] = report.costs_source;
-  if (!simulation.timeline.empty()) json["timeline"] = to_json(simulation.timeline);
-  if (!simulation.reductions.empty()) json["reductions"] = to_json(simulation.reductions);
-  if (!simulation.memory.empty()) json["memory"] = to_json(simulation.memory);
+  add_lists(json, "timeline", simulation.timeline);
+  add_lists(json, "reductions", simulation.reductions);
+  add_lists(json, "memory", simulation.memory);
+  return json;
+}
+
+std::string to_json_line(const nlohmann::ordered_json& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
@@ -328,8 +308,7 @@ void put_trace(const ScheduleReport& report, const std::function<void(std::strin
   constexpr double kUnit = 1e-3;
   const int most_stages = std::numeric_limits<decltype(TraceEvent::stage)>::max();
   if (report.schedule.placement.stages() > most_stages || report.simulation.makespan > 1e11) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("a trace holds at most {} stages and times up to 1e11", most_stages));
+    throw_usage("a trace holds at most {} stages and times up to 1e11", most_stages);
   }
   std::vector<RankTrace> ranks;
   const auto add = [&](RankTrace& trace, const std::vector<SimulatedAction>& actions) {

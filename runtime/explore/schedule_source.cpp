@@ -5,6 +5,7 @@
 #include <sluice/error.hpp>
 #include <sluice/schedule_file.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/explore/schedule_report.hpp"
 #include "runtime/files/mapped_file.hpp"
 
@@ -38,7 +39,7 @@ LoadedSchedule load_schedule(const std::filesystem::path& path, CsvAlphabet alph
     loaded.source = fmt::format("{}: {}", path.string(), loaded.source);
     return loaded;
   } catch (const std::invalid_argument& error) {
-    throw Error(ErrorCode::kPlan, fmt::format("{}: {}", path.string(), error.what()));
+    throw_error(ErrorCode::kPlan, "{}: {}", path.string(), error.what());
   }
 }
 

@@ -1,7 +1,6 @@
 #include "runtime/files/atomic_file.hpp"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,23 +10,25 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/throw_error.hpp"
+
 namespace sluice {
 namespace fs = std::filesystem;
 
 void AtomicFile::fail(const char* what, int error) const {
-  throw Error(ErrorCode::kIo, fmt::format("cannot {} '{}': {}", what, path_.string(),
-                                          std::generic_category().message(error)));
+  throw_error(ErrorCode::kIo, "cannot {} '{}': {}", what, path_.string(),
+              std::generic_category().message(error));
 }
 
 AtomicFile::AtomicFile(const fs::path& path) : path_(path), target_(path) {
-  std::error_code error;  // of a missing file: the open below says it better
+  std::error_code error;  // the open below reports a missing file
   if (fs::is_symlink(fs::symlink_status(path, error))) target_ = fs::weakly_canonical(path, error);
   const fs::file_status status = fs::status(target_, error);
   if (fs::is_directory(status)) fail("write", EISDIR);
-  const bool straight = fs::exists(status) && !fs::is_regular_file(status);
+  const bool direct = fs::exists(status) && !fs::is_regular_file(status);
   written_ = target_;
-  if (!straight) written_ += ".partial";
-  fd_ = ::open(written_.c_str(), O_WRONLY | O_CLOEXEC | (straight ? 0 : O_CREAT | O_TRUNC), 0666);
+  if (!direct) written_ += ".partial";
+  fd_ = ::open(written_.c_str(), O_WRONLY | O_CLOEXEC | (direct ? 0 : O_CREAT | O_TRUNC), 0666);
   if (fd_ < 0) fail("write", errno);
 }
 
@@ -53,16 +54,16 @@ void AtomicFile::write(std::string_view text) {
 }
 
 void AtomicFile::commit() {
-  const bool straight = written_ == target_;
-  // Pipes and some file systems cannot be synced; that is no failure to write.
+  const bool direct = written_ == target_;
+  // Pipes and some file systems cannot be synced; that is no error.
   if (::fsync(fd_) != 0 && errno != EINVAL && errno != EROFS && errno != ENOTSUP) {
     fail("write", errno);
   }
   const int closed = ::close(std::exchange(fd_, -1));
   const int close_error = errno;
-  if (closed != 0 || (!straight && ::rename(written_.c_str(), target_.c_str()) != 0)) {
+  if (closed != 0 || (!direct && ::rename(written_.c_str(), target_.c_str()) != 0)) {
     const int error = closed != 0 ? close_error : errno;
-    if (!straight) ::unlink(written_.c_str());
+    if (!direct) ::unlink(written_.c_str());
     fail("write", error);
   }
 }

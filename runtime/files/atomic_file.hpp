@@ -9,8 +9,8 @@
 namespace sluice {
 
 // Writes to "<path>.partial" and renames it to `path` in commit(); without a commit the partial
-// file goes and whatever was at `path` stays. A path that exists and is no regular file (a pipe, a
-// device) is written straight through; a symbolic link is followed. Every failure throws Error(kIo)
+// file is removed and `path` stays unchanged. A path that exists and is no regular file (a pipe, a
+// device) is written directly; a symbolic link is followed. Every failure throws Error(kIo)
 // naming the path. One writer per path.
 class AtomicFile {
  public:
@@ -21,7 +21,7 @@ class AtomicFile {
 
   void write(std::span<const std::byte> bytes);
   void write(std::string_view text);
-  // Brings the bytes to the disk, then renames.
+  // Syncs the bytes to the disk, then renames.
   void commit();
 
  private:
@@ -29,7 +29,7 @@ class AtomicFile {
 
   std::filesystem::path path_;     // as the caller named it, for messages
   std::filesystem::path target_;   // links resolved
-  std::filesystem::path written_;  // what fd_ is; equals target_ where written straight through
+  std::filesystem::path written_;  // of fd_; equals target_ where written directly
   int fd_ = -1;
 };
 

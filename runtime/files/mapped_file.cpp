@@ -1,7 +1,6 @@
 #include "runtime/files/mapped_file.hpp"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -9,6 +8,8 @@
 #include <cerrno>
 #include <system_error>
 #include <utility>
+
+#include "comm/base/throw_error.hpp"
 
 namespace sluice {
 namespace {
@@ -29,8 +30,8 @@ class Descriptor {
 };
 
 [[noreturn]] void refuse(ErrorCode code, const std::filesystem::path& path, int error) {
-  throw Error(code, fmt::format("cannot read file '{}': {}", path.string(),
-                                std::generic_category().message(error)));
+  throw_error(code, "cannot read file '{}': {}", path.string(),
+              std::generic_category().message(error));
 }
 
 }  // namespace
@@ -43,9 +44,10 @@ MappedFile::MappedFile(const std::filesystem::path& path, ErrorCode code) {
   if (::fstat(file.get(), &status) != 0) refuse(code, path, errno);
   if (S_ISDIR(status.st_mode)) refuse(code, path, EISDIR);
   if (!S_ISREG(status.st_mode)) {
-    throw Error(code, fmt::format("cannot read file '{}': it is not a regular file, which is "
-                                  "needed to map it into memory",
-                                  path.string()));
+    throw_error(code,
+                "cannot read file '{}': it is not a regular file, which is "
+                "needed to map it into memory",
+                path.string());
   }
   const auto size = static_cast<std::size_t>(status.st_size);
   if (size == 0) return;

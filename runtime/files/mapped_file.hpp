@@ -1,5 +1,4 @@
-// A regular file mapped read-only. The bytes are the file's as long as nobody shortens it
-// meanwhile.
+// A regular file mapped read-only. The bytes are valid as long as no process shortens the file.
 #pragma once
 
 #include <cstddef>

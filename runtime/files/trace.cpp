@@ -4,29 +4,25 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <cmath>
-#include <cstring>
 #include <iterator>
 #include <nlohmann/json.hpp>
-#include <type_traits>
 
 #include <sluice/error.hpp>
 #include <sluice/schedule.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/files/atomic_file.hpp"
 
 namespace sluice {
 namespace {
 
-static_assert(sizeof(TraceEvent) == 24 && std::is_trivially_copyable_v<TraceEvent>);
-
 constexpr std::array<const char*, 5> kTrackNames = {"planned", "compute", "sends", "receives",
                                                     "sums"};
-// Thread numbers: (track + 1) * kMostLanes + lane; none is 0, which viewers keep for the idle task.
+// Thread numbers: (track + 1) * kMostLanes + lane. None is 0, which viewers use for the idle task.
 constexpr std::size_t kMostLanes = 100'000;
 
-// A trace event in whole nanoseconds: rounded once, so that neighbours that touch still do.
+// A trace event in whole nanoseconds. Times are rounded once, so neighbours that touch still touch.
 struct Slice {
   std::int64_t start = 0, end = 0;
   const TraceEvent* event = nullptr;
@@ -36,8 +32,7 @@ struct Slice {
 std::int64_t nanoseconds(double seconds, int rank) {
   constexpr double kMostSeconds = 1e9;
   if (!(std::abs(seconds) <= kMostSeconds)) {
-    throw Error(ErrorCode::kInternal,
-                fmt::format("a trace event of rank {} is at {} seconds", rank, seconds));
+    throw_error(ErrorCode::kInternal, "a trace event of rank {} is at {} seconds", rank, seconds);
   }
   return std::llround(seconds * 1e9);
 }
@@ -61,7 +56,7 @@ std::vector<Slice> slices_of(const RankTrace& trace, TraceTrack track) {
   return slices;
 }
 
-// Microseconds with three digits, as the format wants them.
+// Microseconds with three decimals, as the format defines.
 std::string microseconds(std::int64_t ns) {
   return fmt::format("{}{}.{:03}", ns < 0 ? "-" : "", std::abs(ns) / 1000, std::abs(ns) % 1000);
 }
@@ -107,8 +102,8 @@ void put_metadata(EventList& out, int pid, std::size_t tid, const char* what,
 void put_slice(EventList& out, int pid, std::size_t tid, const Slice& slice) {
   const TraceEvent& event = *slice.event;
   if (event.action > static_cast<std::uint8_t>(ActionKind::kOptimizer)) {
-    throw Error(ErrorCode::kInternal,
-                fmt::format("a trace event of rank {} has no action {}", pid, event.action));
+    throw_error(ErrorCode::kInternal, "a trace event of rank {} has no action {}", pid,
+                event.action);
   }
   const Action action{.kind = static_cast<ActionKind>(event.action),
                       .stage = event.stage,
@@ -140,38 +135,6 @@ void put_rank(EventList& out, const RankTrace& trace) {
   for (std::size_t track = 0; track < kTrackNames.size(); ++track) put_track(out, trace, track);
 }
 
-template <typename T>
-void append(std::string& bytes, const T& value) {
-  static_assert(std::is_trivially_copyable_v<T>);
-  bytes.append(reinterpret_cast<const char*>(&value), sizeof(T));
-}
-
-// Takes values off the front of pack()'s bytes.
-class Unpacker {
- public:
-  explicit Unpacker(const std::string& bytes) : left_(bytes) {}
-
-  template <typename T>
-  T take() {
-    T value;
-    std::memcpy(&value, take(sizeof(T)).data(), sizeof(T));
-    return value;
-  }
-  std::string_view take(std::size_t size) {
-    if (size > left_.size()) fail();
-    const std::string_view taken = left_.substr(0, size);
-    left_.remove_prefix(size);
-    return taken;
-  }
-  [[nodiscard]] std::size_t left() const { return left_.size(); }
-  [[noreturn]] static void fail() {
-    throw Error(ErrorCode::kInternal, "a packed trace has the wrong length");
-  }
-
- private:
-  std::string_view left_;
-};
-
 }  // namespace
 
 void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks) {
@@ -185,27 +148,6 @@ void write_trace(const std::function<void(std::string_view)>& put,
   EventList events(put);
   for (const RankTrace& trace : ranks) put_rank(events, trace);
   events.finish();
-}
-
-std::string pack(const RankTrace& trace) {
-  std::string bytes;
-  bytes.reserve(16 + trace.label.size() + trace.events.size() * sizeof(TraceEvent));
-  append(bytes, static_cast<std::int64_t>(trace.rank));
-  append(bytes, static_cast<std::uint64_t>(trace.label.size()));
-  bytes += trace.label;
-  for (const TraceEvent& event : trace.events) append(bytes, event);
-  return bytes;
-}
-
-RankTrace unpack(const std::string& bytes) {
-  Unpacker unpacker(bytes);
-  RankTrace trace;
-  trace.rank = static_cast<int>(unpacker.take<std::int64_t>());
-  trace.label = unpacker.take(unpacker.take<std::uint64_t>());
-  if (unpacker.left() % sizeof(TraceEvent) != 0) Unpacker::fail();
-  trace.events.resize(unpacker.left() / sizeof(TraceEvent));
-  for (TraceEvent& event : trace.events) event = unpacker.take<TraceEvent>();
-  return trace;
 }
 
 }  // namespace sluice

@@ -1,8 +1,7 @@
 // Timelines as Chrome-trace JSON, which Perfetto opens: one process per rank with a track each for
 // the planned compute, compute, sends, receives and sums over replicas. Complete events ("ph": "X")
-// of one track have to nest, which messages in flight together do not: a track that needs them gets
-// more lanes, each a thread named after its track ("sends", "sends 2"), and as few as there are
-// events at once.
+// of one thread must nest, but concurrent messages do not. So a track has as many lanes as it has
+// concurrent events, each a thread named after the track ("sends", "sends 2").
 #pragma once
 
 #include <cstdint>
@@ -10,12 +9,13 @@
 #include <functional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 namespace sluice {
 
-// kSums: REDUCE_GRAD at its place in the list, as long as it keeps the rank; a sum that runs beside
-// computation takes next to nothing there.
+// kSums: REDUCE_GRAD at its place in the list, for as long as it occupies the rank. A sum that runs
+// concurrently with computation takes almost no time there.
 enum class TraceTrack : std::uint8_t { kPlanned, kCompute, kSends, kReceives, kSums };
 
 // 24 bytes and no text, so that recording allocates nothing; the name is made when written.
@@ -27,6 +27,9 @@ struct TraceEvent {
   std::int32_t micro_batch = -1;
 };
 
+// Ranks gather events as bytes.
+static_assert(sizeof(TraceEvent) == 24 && std::is_trivially_copyable_v<TraceEvent>);
+
 struct RankTrace {
   int rank = 0;
   std::string label;  // "rank 1: replica 0, stage 1"
@@ -37,13 +40,8 @@ struct RankTrace {
 // nanoseconds. Throws Error(kIo) naming the path, Error(kInternal) for an event that has no finite
 // times or no action.
 void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks);
-// The same text in pieces, in order, to wherever `put` takes it.
+// The same text in pieces, in order, to `put`.
 void write_trace(const std::function<void(std::string_view)>& put,
                  const std::vector<RankTrace>& ranks);
-
-// Flat bytes for a gather between ranks. unpack throws Error(kInternal) where the bytes are not
-// pack's.
-[[nodiscard]] std::string pack(const RankTrace& trace);
-[[nodiscard]] RankTrace unpack(const std::string& bytes);
 
 }  // namespace sluice

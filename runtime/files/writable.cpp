@@ -1,7 +1,6 @@
 #include "runtime/files/writable.hpp"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -12,13 +11,14 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/throw_error.hpp"
+
 namespace sluice {
 namespace fs = std::filesystem;
 
 void require_writable_directory(const fs::path& directory) {
   const auto fail = [&](const std::string& cause) {
-    throw Error(ErrorCode::kIo,
-                fmt::format("cannot write to directory '{}': {}", directory.string(), cause));
+    throw_error(ErrorCode::kIo, "cannot write to directory '{}': {}", directory.string(), cause);
   };
   if (directory.empty()) fail("the name is empty");
   std::vector<fs::path> made;  // the innermost first
@@ -29,7 +29,7 @@ void require_writable_directory(const fs::path& directory) {
   }
   fs::create_directories(directory, error);
   if (error) fail(error.message());
-  // A name of its own for every process that tries at the same time.
+  // Processes that check at the same time use different names.
   std::string probe = (directory / ".writable-XXXXXX").string();
   const int fd = ::mkstemp(probe.data());
   const int cause = errno;
@@ -38,18 +38,18 @@ void require_writable_directory(const fs::path& directory) {
     ::unlink(probe.c_str());
   }
   for (const fs::path& path : made)
-    fs::remove(path, error);  // but where others put files meanwhile
+    fs::remove(path, error);  // fails where another process has put files
   if (fd < 0) fail(std::generic_category().message(cause));
 }
 
 void require_writable_file(const fs::path& file) {
   const auto fail = [&](int error) {
-    throw Error(ErrorCode::kIo, fmt::format("cannot write file '{}': {}", file.string(),
-                                            std::generic_category().message(error)));
+    throw_error(ErrorCode::kIo, "cannot write file '{}': {}", file.string(),
+                std::generic_category().message(error));
   };
   const int flags = O_WRONLY | O_APPEND | O_CLOEXEC | O_NONBLOCK;
   int fd = ::open(file.c_str(), flags);
-  // A pipe that nobody reads yet can be written to later.
+  // A pipe without a reader can be written to later.
   if (fd < 0 && errno == ENXIO) return;
   if (fd >= 0) {
     ::close(fd);
@@ -57,7 +57,7 @@ void require_writable_file(const fs::path& file) {
   }
   if (errno != ENOENT) fail(errno);
   fd = ::open(file.c_str(), flags | O_CREAT | O_EXCL, 0666);
-  if (fd < 0 && errno == EEXIST) return;  // another process made it meanwhile
+  if (fd < 0 && errno == EEXIST) return;  // another process has just created it
   if (fd < 0) fail(errno);
   ::close(fd);
   ::unlink(file.c_str());

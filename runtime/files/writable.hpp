@@ -1,14 +1,14 @@
-// Whether an output can be written, asked before hours of work depend on it.
+// Checks before a run that its outputs can be written.
 #pragma once
 
 #include <filesystem>
 
 namespace sluice {
 
-// Proves that files can be written to DIR, which is made where it is not there (kIo naming it);
-// leaves everything as it was.
+// Throws Error(kIo) naming the directory where no file can be written to it. A directory that does
+// not exist is created for the check and removed again.
 void require_writable_directory(const std::filesystem::path& directory);
-// The same for a file, whose bytes, if it exists, stay as they are.
+// The same for a file. An existing file keeps its bytes.
 void require_writable_file(const std::filesystem::path& file);
 
 }  // namespace sluice

@@ -6,7 +6,7 @@ namespace sluice {
 namespace {
 
 std::size_t bucket_floats(std::size_t bucket_bytes) {
-  constexpr std::size_t kMost = std::size_t{1} << 60;  // a bucket for all
+  constexpr std::size_t kMost = std::size_t{1} << 60;  // one bucket for everything
   return round_up(std::clamp(bucket_bytes, std::size_t{1}, kMost), kBufferAlignment) /
          sizeof(float);
 }
@@ -18,9 +18,9 @@ std::span<float> gradients_of(const StageBinding& binding) {
 
 }  // namespace
 
-BucketedSums::BucketedSums(NcclLinks& links, std::span<const StageBinding> stages,
+BucketedSums::BucketedSums(NcclRoutes& nccl, std::span<const StageBinding> stages,
                            std::size_t bucket_bytes)
-    : links_(links), bucket_(bucket_floats(bucket_bytes)) {
+    : nccl_(nccl), bucket_(bucket_floats(bucket_bytes)) {
   for (const StageBinding& binding : stages) {
     stages_.emplace_back(*this, binding.index, gradients_of(binding));
   }
@@ -53,8 +53,8 @@ void BucketedSums::finish(int stage) {
   if (FinalGradients* sum = final_gradients(stage)) sum->from(0);
 }
 
-void BucketedSums::settle() {
-  for (NcclTicket& ticket : open_) links_.wait_on_stream(ticket);
+void BucketedSums::wait_all_on_stream() {
+  for (NcclTicket& ticket : open_) nccl_.wait_on_stream(ticket);
   open_.clear();
   for (StageSum& sum : stages_) sum.begin_step();
 }
@@ -63,10 +63,10 @@ void BucketedSums::StageSum::from(std::size_t begin) {
   while (left_ > 0) {
     const std::size_t next = left_ - std::min(left_, sums_.bucket_);
     if (next < begin) break;
-    sums_.open_.push_back(sums_.links_.sum(gradients_.subspan(next, left_ - next)));
+    sums_.open_.push_back(sums_.nccl_.sum(gradients_.subspan(next, left_ - next)));
     left_ = next;
   }
-  sums_.links_.progress();
+  sums_.nccl_.progress();
 }
 
 }  // namespace sluice

@@ -1,11 +1,11 @@
-// Sums over replicas of this rank's stages over NCCL, bucket by bucket, beside the rest of the
-// step. Internal to the pipeline.
+// Sums of this rank's gradients over replicas, by NCCL, bucket by bucket, concurrently with the
+// rest of the step. Internal to the pipeline. One thread.
 //
-// A stage's flat gradients are cut from their end on into buckets of one size, the first one
-// smaller: layers finish in descending order. A bucket's sum starts once all of it is final, while
-// the stage's last backward still runs, the others' at REDUCE_GRAD. Where the cuts lie is a
-// function of sizes alone, so all replicas sum the same ranges in the same order; what the sum of
-// an element is does not depend on them.
+// A stage's flat gradients are divided into buckets of one size, starting at the end, where layers
+// finish first; the bucket at the start may be smaller. The sum of a bucket starts once all of it
+// is final, while the stage's last backward still runs, else at REDUCE_GRAD. The division is a
+// function of sizes alone, so all replicas sum the same ranges in the same order. It does not
+// change the sum of an element.
 #pragma once
 
 #include <cstddef>
@@ -15,30 +15,31 @@
 #include <sluice/stage.hpp>
 
 #include "runtime/engine/engine_config.hpp"
-#include "runtime/job/nccl_links.hpp"
+#include "runtime/job/nccl_routes.hpp"
 
 namespace sluice {
 
 class BucketedSums {
  public:
-  // `links` and what `stages` (this rank's) name outlive this. `bucket_bytes`, at least 1, is
+  // `stages` are this rank's. `nccl` and the stages outlive this. `bucket_bytes`, at least 1, is
   // rounded up to a multiple of kBufferAlignment.
-  BucketedSums(NcclLinks& links, std::span<const StageBinding> stages, std::size_t bucket_bytes);
+  BucketedSums(NcclRoutes& nccl, std::span<const StageBinding> stages, std::size_t bucket_bytes);
 
-  // What all sums of a step together ask of NcclLinks.
+  // What NcclRoutes must have room for.
   [[nodiscard]] static SumLoad load_of(std::span<const StageBinding> stages,
                                        std::size_t bucket_bytes);
   // The same, by the floats of each stage's gradients.
   [[nodiscard]] static SumLoad load_of(std::span<const std::size_t> floats,
                                        std::size_t bucket_bytes);
 
-  // For the stage's last backward of a step; null where it has no gradients.
+  // Takes the final gradients of the stage's last backward of a step; null where it has none.
   [[nodiscard]] FinalGradients* final_gradients(int stage);
-  // Starts what is left of the stage's sum; everything on the compute stream so far is its input.
+  // Starts the stage's sums that have not started. Their input is complete after all work so far on
+  // the compute stream.
   void finish(int stage);
-  // What goes on the compute stream from here on runs after the sums under way. May wait until NCCL
-  // has taken them.
-  void settle();
+  // Makes all later work of the compute stream run after the sums of this step. May wait until NCCL
+  // has accepted them.
+  void wait_all_on_stream();
 
  private:
   class StageSum : public FinalGradients {
@@ -56,7 +57,7 @@ class BucketedSums {
     std::size_t left_;  // floats whose sum has not started, from 0 on
   };
 
-  NcclLinks& links_;
+  NcclRoutes& nccl_;
   std::size_t bucket_;  // floats
   std::vector<StageSum> stages_;
   std::vector<NcclTicket> open_;

@@ -9,7 +9,7 @@
 #include <sluice/operators.hpp>
 #include <sluice/options.hpp>
 
-#include "runtime/engine/step_clock.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 
 namespace sluice {
 namespace {
@@ -18,16 +18,16 @@ std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 }  // namespace
 
-GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
-                           const PipelineOptions& options, ComputeContext& compute, NcclLinks* nccl,
-                           TiedUses& ties, std::vector<StageBinding> stages)
-    : groups_(groups),
+GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const PipelineOptions& options,
+                           ComputeContext& compute, NcclRoutes* nccl, TiedUses& ties,
+                           std::vector<StageBinding> stages)
+    : job_(job),
       layout_(layout),
       options_(options),
       compute_(compute),
       ties_(ties),
       stages_(std::move(stages)),
-      mirror_(compute, groups.watch.get()),
+      mirror_(compute, job.watch.get()),
       square_offset_(loss_offset_ + 2 * at(options.shape.micro_batches)) {
   if (nccl != nullptr && nccl->sums()) sums_.emplace(*nccl, stages_, options.devices.bucket_bytes);
   std::size_t workspace = 0;
@@ -36,35 +36,34 @@ GradientSync::GradientSync(JobGroups& groups, const PipelineLayout& layout,
     ParameterSet* set = binding.stage->parameters();
     if (set == nullptr) continue;
     if (!sums_) {
-      workspace =
-          std::max(workspace, groups_.in_replicas->ordered_sum_workspace(set->flat_grads().size()));
+      workspace = std::max(
+          workspace, job_.replicas.collectives->ordered_sum_workspace(set->flat_grads().size()));
     }
     const std::vector<Parameter*> parameters = set->all();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
-      if (!layout_.is_owner(binding.index, static_cast<int>(i))) continue;
-      owned_.emplace_back(binding.index, parameters[i]);
+      if (!layout_.parameters.is_owner(binding.index, static_cast<int>(i))) continue;
       owned_grads_.emplace_back(parameters[i]->grad.floats());
       owners.push_back(parameters[i]);
     }
   }
   workspace_ = HostBuffer(compute_.device(), workspace * sizeof(float));
   floats_ = {reinterpret_cast<float*>(workspace_.data()), workspace};
-  squares_ = HostBuffer(compute_.device(), owned_.size() * sizeof(double));
+  squares_ = HostBuffer(compute_.device(), owners.size() * sizeof(double));
   optimizer_ = make_optimizer(options_.training.optimizer, owners, compute_.memory());
 
   std::size_t most = 0;
-  for (int rank = 0; rank < layout_.topology.pipeline; ++rank) {
+  for (int rank = 0; rank < layout_.place.topology.pipeline; ++rank) {
     std::size_t count = 0;
-    for (const int stage : layout_.train.placement.stages_of(rank)) {
-      count += layout_.stages[at(stage)].parameters.size();
+    for (const int stage : layout_.plans.placement().stages_of(rank)) {
+      count += layout_.parameters.stages[at(stage)].parameters.size();
     }
     most = std::max(most, count);
   }
   record_.resize(square_offset_ + most);
-  if (groups_.world->rank() == 0) {
-    records_.resize(record_.size() * at(groups_.world->size()));
-    peaks_.resize(at(layout_.topology.pipeline));
-    next_.resize(at(layout_.topology.pipeline));
+  if (job_.world.ranks->rank() == 0) {
+    records_.resize(record_.size() * at(job_.world.ranks->size()));
+    peaks_.resize(at(layout_.place.topology.pipeline));
+    next_.resize(at(layout_.place.topology.pipeline));
   }
 }
 
@@ -80,20 +79,20 @@ FinalGradients* GradientSync::final_gradients(int stage) {
 }
 
 void GradientSync::reduce_grad(int stage) {
-  if (layout_.topology.replicas == 1) return;
+  if (layout_.place.topology.replicas == 1) return;
   if (sums_) return sums_->finish(stage);
   for (const StageBinding& binding : stages_) {
     if (binding.index != stage) continue;
     ParameterSet* set = binding.stage->parameters();
     if (set == nullptr) continue;
-    const std::span<float> sum = mirror_.view(set->flat_grads());
-    groups_.in_replicas->ordered_sum(sum, floats_, mirror_.owner(set->memory()));
+    const std::span<float> sum = mirror_.read_back(set->flat_grads());
+    job_.replicas.collectives->ordered_sum(sum, floats_, mirror_.owner(set->memory()));
     mirror_.write_back();
   }
 }
 
 void GradientSync::reduce_tied(int group) {
-  if (sums_) sums_->settle();
+  if (sums_) sums_->wait_all_on_stream();
   ties_.sum_gradients(group);
 }
 
@@ -104,7 +103,7 @@ void GradientSync::zero_grads() {
 }
 
 void GradientSync::measure() {
-  if (sums_) sums_->settle();
+  if (sums_) sums_->wait_all_on_stream();
   sums_of_squares(compute_, owned_grads_, reinterpret_cast<double*>(squares_.data()));
 }
 
@@ -115,41 +114,41 @@ void GradientSync::pack_record() {
     record_[loss_offset_ + 2 * i + 1] = outcome_->losses[i].weight;
   }
   const auto* squares = reinterpret_cast<const double*>(squares_.data());
-  std::copy_n(squares, owned_.size(),
+  std::copy_n(squares, owned_grads_.size(),
               record_.begin() + static_cast<std::ptrdiff_t>(square_offset_));
   record_[0] = steady_seconds() - started_;
   record_[1] = outcome_->busy_seconds;
   record_[2] = outcome_->peak_in_flight;
 }
 
-// On rank 0. Losses add up in order of replica, then micro-batch; squares in order of stage, then
-// parameter: neither depends on which rank held what.
+// On rank 0. Losses are added in order of replica and micro-batch, squares in order of stage and
+// parameter: neither order depends on the placement.
 void GradientSync::reduce_records() {
   const auto record = [&](int replica, int rank) {
-    return &records_[at(layout_.topology.rank_of(replica, rank)) * record_.size()];
+    return &records_[at(layout_.place.topology.rank_of(replica, rank)) * record_.size()];
   };
   double loss = 0;
   const auto check = [&](double value, double index, double is_loss) {
     if (std::isfinite(value) || totals_.finite == 0) return;
     totals_.finite = 0;
-    totals_.culprit = index;
-    totals_.culprit_is_loss = is_loss;
+    totals_.first_nonfinite_index = index;
+    totals_.nonfinite_is_loss = is_loss;
   };
-  for (int r = 0; r < layout_.topology.replicas; ++r) {
+  for (int r = 0; r < layout_.place.topology.replicas; ++r) {
     for (int m = 0; m < options_.shape.micro_batches; ++m) {
-      const double sum = record(r, layout_.last_rank())[loss_offset_ + 2 * at(m)];
+      const double sum = record(r, layout_.plans.last_rank())[loss_offset_ + 2 * at(m)];
       check(sum, r * options_.shape.micro_batches + m, 1);
       loss += sum;
-      totals_.targets += record(r, layout_.last_rank())[loss_offset_ + 2 * at(m) + 1];
+      totals_.targets += record(r, layout_.plans.last_rank())[loss_offset_ + 2 * at(m) + 1];
     }
   }
   double squares = 0;
   std::fill(next_.begin(), next_.end(), square_offset_);
   double index = 0;
-  for (int s = 0; s < layout_.num_stages(); ++s) {
-    const int rank = layout_.train.placement.rank_of(s);
-    for (std::size_t i = 0; i < layout_.stages[at(s)].parameters.size(); ++i, ++index) {
-      if (!layout_.is_owner(s, static_cast<int>(i))) continue;
+  for (int s = 0; s < layout_.plans.num_stages(); ++s) {
+    const int rank = layout_.plans.placement().rank_of(s);
+    for (std::size_t i = 0; i < layout_.parameters.stages[at(s)].parameters.size(); ++i, ++index) {
+      if (!layout_.parameters.is_owner(s, static_cast<int>(i))) continue;
       const double square = record(0, rank)[next_[at(rank)]++];
       check(square, index, 0);
       squares += square;
@@ -157,19 +156,19 @@ void GradientSync::reduce_records() {
   }
   totals_.loss = loss / totals_.targets;
   totals_.grad_norm = std::sqrt(squares);
-  for (int rank = 0; rank < groups_.world->size(); ++rank) {
+  for (int rank = 0; rank < job_.world.ranks->size(); ++rank) {
     const double* values = &records_[at(rank) * record_.size()];
     totals_.window_seconds = std::max(totals_.window_seconds, values[0]);
     totals_.busy_seconds += values[1];
   }
-  for (int rank = 0; rank < layout_.topology.pipeline; ++rank) {
+  for (int rank = 0; rank < layout_.place.topology.pipeline; ++rank) {
     peaks_[at(rank)] = static_cast<int>(record(0, rank)[2]);
   }
 }
 
 void GradientSync::refuse() const {
-  if (totals_.culprit_is_loss != 0) {
-    const int index = static_cast<int>(totals_.culprit);
+  if (totals_.nonfinite_is_loss != 0) {
+    const int index = static_cast<int>(totals_.first_nonfinite_index);
     throw Error(ErrorCode::kNumeric,
                 fmt::format("the loss of step {} is not finite, first in micro-batch {} of replica "
                             "{}; no parameter was changed (a smaller --learning-rate or --clip may "
@@ -178,8 +177,8 @@ void GradientSync::refuse() const {
                             index / options_.shape.micro_batches),
                 0);
   }
-  std::size_t index = static_cast<std::size_t>(totals_.culprit);
-  for (const StageEntry& stage : layout_.stages) {
+  std::size_t index = static_cast<std::size_t>(totals_.first_nonfinite_index);
+  for (const StageEntry& stage : layout_.parameters.stages) {
     if (index < stage.parameters.size()) {
       throw Error(
           ErrorCode::kNumeric,
@@ -195,15 +194,15 @@ void GradientSync::refuse() const {
 
 void GradientSync::optimizer() {
   pack_record();
-  groups_.in_world->gather(std::as_bytes(std::span(record_)),
-                           std::as_writable_bytes(std::span(records_)), 0);
-  if (groups_.world->rank() == 0) reduce_records();
-  groups_.in_world->broadcast(std::as_writable_bytes(std::span(&totals_, 1)), 0);
+  job_.world.collectives->gather(std::as_bytes(std::span(record_)),
+                                 std::as_writable_bytes(std::span(records_)), 0);
+  if (job_.world.ranks->rank() == 0) reduce_records();
+  job_.world.collectives->broadcast(std::as_writable_bytes(std::span(&totals_, 1)), 0);
   if (totals_.finite == 0) refuse();
   const double factor = clip_factor(totals_.grad_norm, options_.training.clip);
   optimizer_->update(compute_, step_, static_cast<float>(options_.training.learning_rate.at(step_)),
                      static_cast<float>(factor));
-  ties_.spread_values();
+  ties_.broadcast_tied_values();
 }
 
 }  // namespace sluice

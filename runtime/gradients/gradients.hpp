@@ -1,12 +1,11 @@
-// What a training plan's reductions and optimizer do: sums over replicas and tied uses, norm,
-// guard, clip, update. Internal to the pipeline.
+// The reductions and the optimizer of a training plan: sums over replicas and tied uses, the norm,
+// the check for values that are not finite, clipping, the update. Internal to the pipeline.
 #pragma once
 
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include <sluice/options.hpp>
@@ -15,38 +14,38 @@
 #include "runtime/gradients/bucketed_sums.hpp"
 #include "runtime/gradients/tied_uses.hpp"
 #include "runtime/job/host_mirror.hpp"
-#include "runtime/job/job_groups.hpp"
-#include "runtime/job/nccl_links.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/job/job_context.hpp"
+#include "runtime/job/nccl_routes.hpp"
+#include "runtime/layout/job_layout.hpp"
 #include "stages/operators/optimizer.hpp"
 
 namespace sluice {
 
-// What a step came to, the same on every rank.
+// The results of a step, the same on every rank.
 struct StepTotals {
   double loss = 0, targets = 0, grad_norm = 0;
   double window_seconds = 0;  // longest time from step start to the norm, over all ranks
   double busy_seconds = 0;    // summed over all ranks
-  double finite = 1;          // 0: the step was refused; `culprit` says where
-  double culprit = -1;        // index into the job's losses or parameters
-  double culprit_is_loss = 0;
+  double finite = 1;          // 0: some loss or gradient is not; the step is refused
+  double first_nonfinite_index = -1;  // among the job's losses or parameters
+  double nonfinite_is_loss = 0;       // 1: the index is a loss
 };
 
 class GradientSync : public StepActions {
  public:
-  // All that is named outlives this object; `nccl` may be null. `stages` are this rank's,
-  // ascending.
-  GradientSync(JobGroups& groups, const PipelineLayout& layout, const PipelineOptions& options,
-               ComputeContext& compute, NcclLinks* nccl, TiedUses& ties,
+  // Everything named outlives this; `nccl` may be null. `stages` are this rank's, ascending.
+  GradientSync(JobContext& job, const JobLayout& layout, const PipelineOptions& options,
+               ComputeContext& compute, NcclRoutes* nccl, TiedUses& ties,
                std::vector<StageBinding> stages);
 
-  // Before each step. `outcome` is the engine's, filled while it runs.
+  // Before each step. `started`: its start in steady_seconds(). `outcome` is the engine's, filled
+  // while it runs.
   void begin(std::uint64_t step, double started, const StepOutcome& outcome);
   FinalGradients* final_gradients(int stage) override;
   void reduce_grad(int stage) override;
   void reduce_tied(int group) override;
   void measure() override;
-  // Throws Error(kNumeric) on every rank, before any parameter moved.
+  // Collective over the job. Throws Error(kNumeric) on every rank before any parameter changes.
   void optimizer() override;
   [[nodiscard]] const StepTotals& totals() const { return totals_; }
   // [pipeline rank] of replica 0; on rank 0 of the job.
@@ -54,24 +53,22 @@ class GradientSync : public StepActions {
 
   void zero_grads();
   [[nodiscard]] Optimizer& optimizer_state() { return *optimizer_; }
-  [[nodiscard]] std::vector<std::pair<int, Parameter*>> owned() const { return owned_; }
 
  private:
   void pack_record();
   void reduce_records();
   [[noreturn]] void refuse() const;
 
-  JobGroups& groups_;
-  const PipelineLayout& layout_;
+  JobContext& job_;
+  const JobLayout& layout_;
   const PipelineOptions& options_;
   ComputeContext& compute_;
   TiedUses& ties_;
   std::vector<StageBinding> stages_;
-  std::optional<BucketedSums> sums_;  // where they go over NCCL
+  std::optional<BucketedSums> sums_;  // where NCCL sums over replicas
   std::unique_ptr<Optimizer> optimizer_;
-  std::vector<std::pair<int, Parameter*>> owned_;    // (stage, parameter) in global order
-  std::vector<std::span<const float>> owned_grads_;  // theirs
-  HostMirror mirror_;                                // of gradients on their way over MPI
+  std::vector<std::span<const float>> owned_grads_;  // of owned parameters, in global order
+  HostMirror mirror_;                                // of gradients that MPI sums
   HostBuffer workspace_;
   std::span<float> floats_;  // of workspace_
   HostBuffer squares_;       // [owned parameter], written by the device
@@ -79,7 +76,7 @@ class GradientSync : public StepActions {
   // Per rank: window, busy, peak, then (sum, weight) per micro-batch, then squares per owned
   // parameter.
   std::vector<double> record_, records_;
-  std::vector<std::size_t> next_;  // [pipeline rank] where its next square stands
+  std::vector<std::size_t> next_;  // [pipeline rank] index of its next square
   std::size_t loss_offset_ = 3, square_offset_ = 0;
   std::vector<int> peaks_;
   StepTotals totals_;

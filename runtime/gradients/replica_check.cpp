@@ -15,12 +15,10 @@
 namespace sluice {
 namespace {
 
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
-
 using Digest = std::array<char, 64>;
 
 Digest digest_of(const Parameter& parameter, HostMirror& mirror) {
-  const std::string hex = sha256_hex(mirror.view(parameter.value));
+  const std::string hex = sha256_hex(mirror.read_back(parameter.value));
   Digest digest = {};
   std::memcpy(digest.data(), hex.data(), digest.size());
   return digest;
@@ -28,53 +26,48 @@ Digest digest_of(const Parameter& parameter, HostMirror& mirror) {
 
 }  // namespace
 
-void check_replicas(JobGroups& groups, const PipelineLayout& layout, const TiedUses& tied,
-                    std::span<const StageBinding> stages, HostMirror& mirror, std::uint64_t step) {
-  std::vector<Digest> all(at(layout.topology.replicas));
+void check_replicas(JobContext& job, const TiedUses& tied, std::span<const StageBinding> stages,
+                    HostMirror& mirror, std::uint64_t step) {
+  std::vector<Digest> all(static_cast<std::size_t>(job.place.topology.replicas));
   for (const StageBinding& binding : stages) {
     ParameterSet* set = binding.stage->parameters();
     if (set == nullptr) continue;
     for (const Parameter* parameter : set->all()) {
       const Digest mine = digest_of(*parameter, mirror);
-      groups.in_replicas->all_gather(std::as_bytes(std::span(&mine, 1)),
-                                     std::as_writable_bytes(std::span(all)));
-      for (int r = 1; r < layout.topology.replicas; ++r) {
-        if (all[at(r)] == all[0]) continue;
+      job.replicas.collectives->all_gather(std::as_bytes(std::span(&mine, 1)),
+                                           std::as_writable_bytes(std::span(all)));
+      for (std::size_t replica = 1; replica < all.size(); ++replica) {
+        if (all[replica] == all[0]) continue;
         throw Error(
             ErrorCode::kMismatch,
             fmt::format("after step {} parameter '{}' of stage {} differs between replica 0 "
                         "and replica {}",
-                        step, parameter->name, binding.index, r));
+                        step, parameter->name, binding.index, replica));
       }
     }
   }
-  const Placement& placement = layout.train.placement;
-  for (std::size_t group = 0; group < layout.tied.size(); ++group) {
-    const TiedParameter& tie = layout.tied[group];
-    for (std::size_t u = 1; u < tie.uses.size(); ++u) {
-      const int owner = placement.rank_of(tie.uses.front().stage);
-      const int holder = placement.rank_of(tie.uses[u].stage);
+  for (std::size_t group = 0; group < tied.ties().size(); ++group) {
+    const TiedParameter& tie = tied.ties()[group];
+    const int owner = tied.rank_of(group, 0);
+    for (std::size_t use = 1; use < tie.uses.size(); ++use) {
+      const int holder = tied.rank_of(group, use);
       Digest theirs = {};
-      if (layout.rank == holder && holder != owner) {
-        const Digest mine = digest_of(*tied.parameter(group, u), mirror);
-        groups.in_pipeline->send(owner, std::as_bytes(std::span(&mine, 1)));
+      if (job.place.rank == holder) theirs = digest_of(*tied.parameter(group, use), mirror);
+      if (job.place.rank == holder && holder != owner) {
+        job.pipeline.collectives->send(owner, std::as_bytes(std::span(&theirs, 1)));
       }
-      if (layout.rank != owner) continue;
-      if (holder == owner) {
-        theirs = digest_of(*tied.parameter(group, u), mirror);
-      } else {
-        groups.in_pipeline->recv(holder, std::as_writable_bytes(std::span(&theirs, 1)));
+      if (job.place.rank != owner) continue;
+      if (holder != owner) {
+        job.pipeline.collectives->recv(holder, std::as_writable_bytes(std::span(&theirs, 1)));
       }
-      if (theirs != digest_of(*tied.parameter(group, 0), mirror)) {
-        throw Error(
-            ErrorCode::kMismatch,
-            fmt::format("after step {} the copies of tied parameter '{}' on stages {} and {} "
-                        "differ",
-                        step, tie.name, tie.uses.front().stage, tie.uses[u].stage));
-      }
+      if (theirs == digest_of(*tied.parameter(group, 0), mirror)) continue;
+      throw Error(ErrorCode::kMismatch,
+                  fmt::format("after step {} the copies of tied parameter '{}' on stages {} and {} "
+                              "differ",
+                              step, tie.name, tie.uses.front().stage, tie.uses[use].stage));
     }
   }
-  groups.in_world->barrier();
+  job.world.collectives->barrier();
 }
 
 }  // namespace sluice

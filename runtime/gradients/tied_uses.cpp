@@ -19,26 +19,24 @@ Parameter* find(const TiedUse& use, std::span<const StageBinding> stages) {
 
 }  // namespace
 
-TiedUses::TiedUses(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute,
-                   NcclLinks* nccl, HostMirror& mirror, std::vector<StageBinding> stages)
-    : groups_(groups),
-      layout_(layout),
+TiedUses::TiedUses(JobContext& job, const StepPlans& plans, const ParameterTable& table,
+                   ComputeContext& compute, NcclRoutes* nccl, HostMirror& mirror,
+                   std::vector<StageBinding> stages)
+    : job_(job),
+      placement_(plans.placement()),
+      ties_(table.tied),
       compute_(compute),
       nccl_(nccl),
       stages_(std::move(stages)),
       mirror_(mirror) {
-  for (const TiedParameter& tie : layout.tied) {
+  for (const TiedParameter& tie : ties_) {
     std::vector<Parameter*>& uses = parameters_.emplace_back();
     for (const TiedUse& use : tie.uses) uses.push_back(find(use, stages_));
   }
-  if (!layout.train.forward_only) make_addend();
-  const std::size_t messages = most_open(layout);
+  if (!plans.train.forward_only) allocate_receive_buffer();
+  const std::size_t messages = most_open(table);
   open_.reserve(messages);
   for (std::size_t i = 0; i < messages; ++i) ready_.emplace_back(compute.device());
-}
-
-int TiedUses::rank_of(std::size_t group, std::size_t use) const {
-  return layout_.train.placement.rank_of(layout_.tied[group].uses[use].stage);
 }
 
 int TiedUses::peer_of(std::size_t group, std::size_t use) const {
@@ -46,22 +44,22 @@ int TiedUses::peer_of(std::size_t group, std::size_t use) const {
 }
 
 // Room for the largest gradient that another rank sends.
-void TiedUses::make_addend() {
+void TiedUses::allocate_receive_buffer() {
   std::size_t bytes = 0;
   for (std::size_t group = 0; group < parameters_.size(); ++group) {
-    if (rank_of(group, 0) != layout_.rank) continue;
+    if (rank_of(group, 0) != job_.place.rank) continue;
     for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
-      if (rank_of(group, use) == layout_.rank) continue;
+      if (rank_of(group, use) == job_.place.rank) continue;
       bytes = std::max(bytes, parameters_[group].front()->grad.spec.bytes());
     }
   }
-  addend_ = compute_.memory().allocate(bytes);
+  received_ = compute_.memory().allocate(bytes);
 }
 
-// Every further use could be another rank's and this one's to send to, and one may come in.
-std::size_t TiedUses::most_open(const PipelineLayout& layout) {
+// An upper bound: this rank sends to every other use, or receives once.
+std::size_t TiedUses::most_open(const ParameterTable& table) {
   std::size_t messages = 0;
-  for (const TiedParameter& tie : layout.tied) messages += tie.uses.size();
+  for (const TiedParameter& tie : table.tied) messages += tie.uses.size();
   return messages;
 }
 
@@ -71,7 +69,7 @@ void TiedUses::sum_gradients(int group_index) {
     Parameter* const mine = parameters_[group][use];
     if (Parameter* const owner = parameters_[group].front(); owner != nullptr) {
       Tensor addend = owner->grad;
-      addend.data = mine != nullptr ? mine->grad.data : addend_.data();
+      addend.data = mine != nullptr ? mine->grad.data : received_.data();
       if (mine == nullptr) receive(addend, group, use);
       add(compute_, addend, owner->grad);
     } else if (mine != nullptr) {
@@ -80,13 +78,13 @@ void TiedUses::sum_gradients(int group_index) {
   }
 }
 
-void TiedUses::settle() {
+void TiedUses::wait_all_on_stream() {
   for (NcclTicket& ticket : open_) nccl_->wait_on_stream(ticket);
   open_.clear();
 }
 
-void TiedUses::spread_values() {
-  settle();
+void TiedUses::broadcast_tied_values() {
+  wait_all_on_stream();
   for (std::size_t group = 0; group < parameters_.size(); ++group) {
     for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
       const Parameter* const owner = parameters_[group].front();
@@ -101,7 +99,7 @@ void TiedUses::spread_values() {
       }
     }
   }
-  settle();
+  wait_all_on_stream();
   for (const StageBinding& binding : stages_) {
     if (ParameterSet* set = binding.stage->parameters()) set->mark_values_changed();
   }
@@ -109,8 +107,8 @@ void TiedUses::spread_values() {
 
 void TiedUses::receive(const Tensor& tensor, std::size_t group, std::size_t use) {
   const int peer = peer_of(group, use);
-  if (layout_.tied[group].links[use].kind != LinkKind::kNccl) {
-    groups_.in_pipeline->recv(peer, mirror_.blank(tensor));
+  if (ties_[group].routes[use].kind != RouteKind::kNccl) {
+    job_.pipeline.collectives->recv(peer, mirror_.writable_host_copy(tensor));
     mirror_.write_back();
     return;
   }
@@ -125,9 +123,9 @@ void TiedUses::receive(const Tensor& tensor, std::size_t group, std::size_t use)
 
 void TiedUses::send(const Tensor& tensor, const Owner& memory, std::size_t group, std::size_t use) {
   const int peer = peer_of(group, use);
-  if (layout_.tied[group].links[use].kind != LinkKind::kNccl) {
-    const std::span<const std::byte> bytes = mirror_.view(tensor);
-    groups_.in_pipeline->send(peer, bytes, mirror_.owner(memory));
+  if (ties_[group].routes[use].kind != RouteKind::kNccl) {
+    const std::span<const std::byte> bytes = mirror_.read_back(tensor);
+    job_.pipeline.collectives->send(peer, bytes, mirror_.owner(memory));
     return;
   }
   Event& ready = ready_[open_.size()];

@@ -1,13 +1,13 @@
-// Parameters with several uses: their gradients brought together, their value kept equal. Internal
-// to the pipeline.
+// Parameters with several uses: sums their gradients and keeps their values equal. Internal to the
+// pipeline. One thread.
 //
-// Each use accumulates a gradient of its own; the owner, the first use's rank, adds them up in the
-// order of uses, updates, and gives every further use the new value. What goes to another rank goes
-// over NCCL where that joins the two, ordered against the compute stream by events, and else
-// through host memory, for which the host waits.
+// Each use accumulates its own gradient. The rank of the first use, the owner, adds them up in the
+// order of uses, updates the value, and sends it to the other uses. Where NCCL joins the two ranks,
+// it carries the tensors, ordered against the compute stream by events. Else they pass through host
+// memory, and the host waits for them.
 //
-// All ranks walk groups and their uses in one order, behind all messages and sums of a step: over
-// NCCL's queues as over blocking sends that order is what keeps them from waiting for one another.
+// All ranks visit groups and uses in the same order, after all messages and sums of a step. This
+// order prevents deadlock, both with blocking sends and with NCCL's queues.
 #pragma once
 
 #include <span>
@@ -17,54 +17,61 @@
 
 #include "runtime/engine/engine_config.hpp"
 #include "runtime/job/host_mirror.hpp"
-#include "runtime/job/job_groups.hpp"
-#include "runtime/job/nccl_links.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/job/job_context.hpp"
+#include "runtime/job/nccl_routes.hpp"
+#include "runtime/layout/job_layout.hpp"
 
 namespace sluice {
 
 class TiedUses {
  public:
-  // All that is named outlives this; `nccl` may be null where the layout wants none. `stages` are
-  // this rank's; `mirror` is used by what goes through host memory.
-  TiedUses(JobGroups& groups, const PipelineLayout& layout, ComputeContext& compute,
-           NcclLinks* nccl, HostMirror& mirror, std::vector<StageBinding> stages);
+  // Everything named outlives this. `nccl` may be null where the layout has no NCCL routes.
+  // `stages` are this rank's. `mirror` is for tensors that pass through host memory.
+  TiedUses(JobContext& job, const StepPlans& plans, const ParameterTable& table,
+           ComputeContext& compute, NcclRoutes* nccl, HostMirror& mirror,
+           std::vector<StageBinding> stages);
 
-  // This rank's parameter of that use, null where another rank has it.
+  [[nodiscard]] const std::vector<TiedParameter>& ties() const { return ties_; }  // [group]
+  // The pipeline rank of a use.
+  [[nodiscard]] int rank_of(std::size_t group, std::size_t use) const {
+    return placement_.rank_of(ties_[group].uses[use].stage);
+  }
+  // The parameter of a use; null where another rank has it.
   [[nodiscard]] Parameter* parameter(std::size_t group, std::size_t use) const {
     return parameters_[group][use];
   }
 
-  // Collective over the ranks with a use of the group. Behind it in stream order the owner's
-  // gradient is the sum; the other uses' must stay as they are until spread_values().
+  // Collective over the ranks with a use of the group. After it, in stream order, the owner's
+  // gradient is the sum. The other gradients must not change before broadcast_tied_values().
   void sum_gradients(int group);
-  // Collective over the pipeline: the owners' values to every further use; all stages are told that
-  // values changed. What goes on the compute stream from here on runs after it, and after what
-  // still reads gradients.
-  void spread_values();
+  // Collective over the pipeline. Copies the owners' values to all other uses, and tells all stages
+  // that values changed. Later work of the compute stream runs after it, and after all sends of
+  // gradients.
+  void broadcast_tied_values();
 
   // NCCL messages of one rank that may be open at once.
-  [[nodiscard]] static std::size_t most_open(const PipelineLayout& layout);
+  [[nodiscard]] static std::size_t most_open(const ParameterTable& table);
 
  private:
-  [[nodiscard]] int rank_of(std::size_t group, std::size_t use) const;
   // The other end of this rank's message for the use: the owner, or, on the owner's rank, the use.
   [[nodiscard]] int peer_of(std::size_t group, std::size_t use) const;
-  void make_addend();
-  void settle();  // what goes on the compute stream from here on runs after the sends under way
-  // In the order of events on the compute stream; what is sent is read until the ticket's end.
+  void allocate_receive_buffer();
+  // Makes all later work of the compute stream run after all sends so far.
+  void wait_all_on_stream();
+  // Both run in the order of the compute stream. NCCL reads a sent tensor until its ticket is done.
   void receive(const Tensor& tensor, std::size_t group, std::size_t use);
-  // A tensor that lies in `memory`.
+  // `memory` owns the tensor.
   void send(const Tensor& tensor, const Owner& memory, std::size_t group, std::size_t use);
 
-  JobGroups& groups_;
-  const PipelineLayout& layout_;
+  JobContext& job_;
+  const Placement& placement_;
+  const std::vector<TiedParameter>& ties_;  // [group]
   ComputeContext& compute_;
-  NcclLinks* nccl_;
+  NcclRoutes* nccl_;
   std::vector<StageBinding> stages_;
   std::vector<std::vector<Parameter*>> parameters_;  // [group][use]
   HostMirror& mirror_;
-  Buffer addend_;                 // another use's gradient, on the device
+  Buffer received_;               // another rank's gradient, on the device
   std::vector<Event> ready_;      // of messages over NCCL, [open]
   std::vector<NcclTicket> open_;  // sends over NCCL
 };

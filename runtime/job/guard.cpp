@@ -9,7 +9,7 @@
 namespace sluice {
 namespace {
 
-constexpr const char* kForeign = "an exception that is no std::exception";
+constexpr const char* kForeign = "an exception that is not a std::exception";
 
 }  // namespace
 

@@ -1,4 +1,5 @@
-// Guard: how an exception on one rank says where it came from, and becomes the same Error on all.
+// Makes an exception on one rank the same Error on all ranks, with a message that says where it
+// came from.
 #pragma once
 
 #include <functional>
@@ -8,12 +9,12 @@
 
 namespace sluice {
 
-// Runs `body`; an exception in it, of any type, is reported through `control`, and what is thrown
-// here, on every rank, is the Error that came first. `rank` is this rank of the job.
+// Collective over the ranks of `control`. Runs `body`, and reports an exception of any type. Then
+// every rank throws the Error that came first. `rank`: this rank of the job.
 void guarded(ControlChannel& control, int rank, const std::function<void()>& body);
 
-// Within a handler: throws what it handles again, as an Error whose message has "<where>: " in
-// front of it. OutOfMemory stays one; an Error that names a rank stays as it is.
+// Called in a handler: throws its exception again, as an Error whose message starts with
+// "<where>: ". OutOfMemory keeps its type. An Error that names a rank is not changed.
 [[noreturn]] void rethrow_from(const std::string& where);
 
 }  // namespace sluice

@@ -22,7 +22,7 @@ void HostMirror::wait_for_device() {
   }
 }
 
-std::span<std::byte> HostMirror::blank(void* data, std::size_t bytes) {
+std::span<std::byte> HostMirror::writable_host_copy(void* data, std::size_t bytes) {
   data_ = data;
   bytes_ = bytes;
   if (compute_.device().kind == DeviceKind::kCpu) return {static_cast<std::byte*>(data), bytes};
@@ -31,8 +31,8 @@ std::span<std::byte> HostMirror::blank(void* data, std::size_t bytes) {
   return {copy_->data(), bytes};
 }
 
-std::span<std::byte> HostMirror::view(void* data, std::size_t bytes) {
-  const std::span<std::byte> host = blank(data, bytes);
+std::span<std::byte> HostMirror::read_back(void* data, std::size_t bytes) {
+  const std::span<std::byte> host = writable_host_copy(data, bytes);
   if (bytes > 0 && host.data() != data) {
     copy_async(host.data(), data, bytes, compute_.stream());
     wait_for_device();
@@ -40,8 +40,8 @@ std::span<std::byte> HostMirror::view(void* data, std::size_t bytes) {
   return host;
 }
 
-std::span<float> HostMirror::view(std::span<float> values) {
-  const std::span<std::byte> bytes = view(values.data(), values.size_bytes());
+std::span<float> HostMirror::read_back(std::span<float> values) {
+  const std::span<std::byte> bytes = read_back(values.data(), values.size_bytes());
   return {reinterpret_cast<float*>(bytes.data()), values.size()};
 }
 
@@ -54,11 +54,11 @@ void HostMirror::write_back() {
   copy_async(data_, copy_->data(), bytes_, compute_.stream());
 }
 
-std::span<const Tensor> HostMirrors::view(std::span<const Tensor> tensors) {
+std::span<const Tensor> HostMirrors::read_back(std::span<const Tensor> tensors) {
   tensors_.assign(tensors.begin(), tensors.end());
   while (mirrors_.size() < tensors_.size()) mirrors_.emplace_back(compute_, interrupt_);
   for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    tensors_[i].data = mirrors_[i].view(tensors_[i]).data();
+    tensors_[i].data = mirrors_[i].read_back(tensors_[i]).data();
   }
   return tensors_;
 }

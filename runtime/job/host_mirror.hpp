@@ -1,5 +1,5 @@
 // Device memory as the host reads and writes it: on a CPU the memory itself, on a GPU a page-locked
-// copy. For what goes over MPI or into files beside a pipeline's messages.
+// copy. For what passes through MPI's collectives or files. One thread.
 #pragma once
 
 #include <cstddef>
@@ -18,29 +18,28 @@ namespace sluice {
 
 class HostMirror {
  public:
-  // `interrupt`, polled by every wait for a device (which may wait for other ranks' messages), may
-  // be null.
+  // `interrupt`, which may be null, is polled while the host waits for the device: the device may
+  // wait for messages of other ranks.
   HostMirror(ComputeContext& compute, Interrupt* interrupt);
 
-  // `bytes` of device memory once everything on the compute stream is done; blocks until then.
-  // Valid until the next call. The copy grows where it is larger than any before.
-  [[nodiscard]] std::span<std::byte> view(void* data, std::size_t bytes);
-  [[nodiscard]] std::span<std::byte> view(const Tensor& tensor) {
-    return view(tensor.data, tensor.spec.bytes());
+  // Blocks until everything on the compute stream is done, and returns the values; valid until the
+  // next call. The copy grows where it is too small.
+  [[nodiscard]] std::span<std::byte> read_back(const Tensor& tensor) {
+    return read_back(tensor.data, tensor.spec.bytes());
   }
-  [[nodiscard]] std::span<float> view(std::span<float> values);
-  // The same without reading the device: for what the host is about to write.
-  [[nodiscard]] std::span<std::byte> blank(void* data, std::size_t bytes);
-  [[nodiscard]] std::span<std::byte> blank(const Tensor& tensor) {
-    return blank(tensor.data, tensor.spec.bytes());
+  [[nodiscard]] std::span<float> read_back(std::span<float> values);
+  // The same without reading the device, for values that the host is about to write.
+  [[nodiscard]] std::span<std::byte> writable_host_copy(const Tensor& tensor) {
+    return writable_host_copy(tensor.data, tensor.spec.bytes());
   }
-  // Owns what the last view lies in, given what owns the device memory it is of.
-  [[nodiscard]] Owner owner(Owner memory) const;
-  [[nodiscard]] StreamView stream() const { return compute_.stream(); }
-  // Puts the last view's bytes back, in stream order.
+  // Puts the bytes that the last call returned back, in stream order.
   void write_back();
+  // The owner of the bytes that the last call returned; `memory` owns the device memory.
+  [[nodiscard]] Owner owner(Owner memory) const;
 
  private:
+  [[nodiscard]] std::span<std::byte> read_back(void* data, std::size_t bytes);
+  [[nodiscard]] std::span<std::byte> writable_host_copy(void* data, std::size_t bytes);
   void wait_for_device();
 
   ComputeContext& compute_;
@@ -52,14 +51,14 @@ class HostMirror {
   std::size_t bytes_ = 0;
 };
 
-// Several tensors at once, through a mirror each.
+// Several tensors at once, each through its own mirror.
 class HostMirrors {
  public:
   HostMirrors(ComputeContext& compute, Interrupt* interrupt)
       : compute_(compute), interrupt_(interrupt) {}
 
-  // As HostMirror::view() of every tensor; valid until the next call.
-  [[nodiscard]] std::span<const Tensor> view(std::span<const Tensor> tensors);
+  // HostMirror::read_back() of every tensor; valid until the next call.
+  [[nodiscard]] std::span<const Tensor> read_back(std::span<const Tensor> tensors);
 
  private:
   ComputeContext& compute_;

@@ -14,6 +14,11 @@
 #include "comm/group/collectives.hpp"
 
 namespace sluice {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Device, kind, index)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankDevice, device, host, identity, free_memory, no_gpu,
+                                   host_memory)
+
 namespace {
 
 using Json = nlohmann::json;
@@ -34,14 +39,22 @@ DeviceChoice parse_choice(std::string_view text, std::string_view whole) {
     if (device.kind == DeviceKind::kCpu) return {};
     return {DeviceChoice::Kind::kCudaIndex, device.index};
   } catch (const Error&) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("devices '{}': '{}' is none; legal: cpu, cuda, cuda:<index>, auto, or "
-                            "a list of these, one per rank",
-                            whole, text));
+    throw Error(
+        ErrorCode::kUsage,
+        fmt::format("devices '{}': '{}' is not a device; legal: cpu, cuda, cuda:<index>, auto, or "
+                    "a list of these, one per rank",
+                    whole, text));
   }
 }
 
-// The choice of one rank, by how many entries there are.
+// What a rank tells the others about its device. `refusal`: empty where the device can be used.
+struct DeviceReport {
+  RankDevice rank;
+  std::string refusal;
+  ErrorCode code = ErrorCode::kUsage;
+};
+
+// The choice of one rank; the number of entries decides what they stand for.
 const DeviceChoice& choice_of(const std::vector<DeviceChoice>& choices, const Topology& topology,
                               int rank) {
   if (choices.size() == 1) return choices.front();
@@ -52,6 +65,8 @@ const DeviceChoice& choice_of(const std::vector<DeviceChoice>& choices, const To
                           "{} (one per rank of the job)",
                           choices.size(), topology.ranks(), topology.pipeline, topology.ranks()));
 }
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DeviceReport, rank, refusal, code)
 
 struct Resolved {
   Device device;
@@ -76,7 +91,7 @@ Resolved resolve(const DeviceChoice& choice, int local_rank) {
     open_device(gpu);
     return {gpu, ""};
   } catch (const Error& error) {
-    if (error.code() != ErrorCode::kUsage) throw;  // it fails: the CPU in its place helps nobody
+    if (error.code() != ErrorCode::kUsage) throw;  // a GPU that fails is not replaced by the CPU
     return {{}, error.what()};
   }
 }
@@ -141,36 +156,28 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
   const std::vector<std::string> hosts = world.all_gather_strings(host_name());
   int local_rank = 0;
   for (int rank = 0; rank < mine; ++rank) local_rank += hosts[at(rank)] == hosts[at(mine)] ? 1 : 0;
-  // A device that cannot be used is told to all, so that none waits for this rank.
-  Json report = {{"refusal", ""}};
+  // Every rank learns of a refusal, so that none waits for this one.
+  DeviceReport report;
+  report.rank.host = hosts[at(mine)];
   try {
     const auto [device, no_gpu] = resolve(choice, local_rank);
     open_device(device);  // before anything else makes this process a client of the first GPU
-    report["kind"] = static_cast<int>(device.kind);
-    report["index"] = device.index;
     const DeviceProperties properties = properties_of(device);
-    report["identity"] = properties.identity;
-    report["free"] = properties.free_memory;
-    report["no_gpu"] = no_gpu;
-    report["host_memory"] = host_memory();
+    report.rank.device = device;
+    report.rank.identity = properties.identity;
+    report.rank.free_memory = properties.free_memory;
+    report.rank.no_gpu = no_gpu;
+    report.rank.host_memory = host_memory();
   } catch (const Error& error) {
-    report["refusal"] = fmt::format("rank {} on {}: {}", mine, hosts[at(mine)], error.what());
-    report["code"] = static_cast<int>(error.code());
+    report.refusal = fmt::format("rank {} on {}: {}", mine, hosts[at(mine)], error.what());
+    report.code = error.code();
   }
   std::vector<RankDevice> devices;
-  for (const std::string& text : world.all_gather_strings(report.dump())) {
-    const Json other = Json::parse(text);
-    const auto refusal = other["refusal"].get<std::string>();
-    if (!refusal.empty()) {
-      throw Error(static_cast<ErrorCode>(other["code"].get<int>()), refusal,
-                  static_cast<int>(devices.size()));
-    }
-    devices.push_back({{static_cast<DeviceKind>(other["kind"].get<int>()), other["index"]},
-                       hosts[devices.size()],
-                       other["identity"],
-                       other["free"],
-                       other["no_gpu"],
-                       other["host_memory"]});
+  for (const std::string& text : world.all_gather_strings(Json(report).dump())) {
+    const auto other = Json::parse(text).get<DeviceReport>();
+    const int rank = static_cast<int>(devices.size());
+    if (!other.refusal.empty()) throw Error(other.code, other.refusal, rank);
+    devices.push_back(other.rank);
   }
   for (int rank = 0; rank < topology.pipeline; ++rank) {
     const RankDevice& first = devices[at(topology.rank_of(0, rank))];

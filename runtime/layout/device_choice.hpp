@@ -17,20 +17,20 @@ namespace sluice {
 struct RankDevice {
   Device device;
   std::string host;
-  std::string identity;         // of a GPU, the same from every process of a host; else empty
-  std::size_t free_memory = 0;  // bytes of a GPU, when the job started
+  std::string identity;         // of a GPU, the same in all processes of a host; else empty
+  std::size_t free_memory = 0;  // bytes of a GPU when the job started
   std::string no_gpu;           // why "auto" chose the CPU; else empty
-  std::size_t host_memory = 0;  // bytes that `host` has; 0: not known
+  std::size_t host_memory = 0;  // bytes of `host`; 0: not known
 };
 
-// A line for the start of a run: what each rank of a pipeline computes on, and why on a CPU where
-// "auto" chose it. Empty where there is nothing but CPUs and the build knows no other device.
+// A line for the start of a run: the device of each rank of a pipeline, with the reason where
+// "auto" chose the CPU. Empty where all are CPUs and the build has no CUDA.
 [[nodiscard]] std::string describe_devices(const std::vector<RankDevice>& ranks);
 
-// Collective over `world`: every rank's device, [rank of the job]. Throws Error(kUsage) on every
-// rank, naming the rank and its host: a number of entries that fits neither one, the pipeline nor
-// the job; a device that rank cannot use; replicas of a stage on devices of different kinds.
-// Error(kDevice) likewise for a GPU that fails, whether asked for or found by "auto".
+// Collective over `world`. Returns every rank's device, [rank of the job]. Errors are the same on
+// every rank. Error(kUsage): the number of choices is not one, the ranks of the pipeline or the
+// ranks of the job; a rank cannot use its device; replicas of a stage have different kinds of
+// device. Error(kDevice): a GPU fails, also where "auto" found it.
 [[nodiscard]] std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topology,
                                                      const std::vector<DeviceChoice>& choices);
 

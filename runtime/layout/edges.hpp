@@ -1,4 +1,4 @@
-// Edges: what travels between stages, known on every rank before anything is allocated.
+// The tensors between stages, known on every rank before anything is allocated.
 #pragma once
 
 #include <cstdint>
@@ -9,21 +9,22 @@
 
 namespace sluice {
 
-// A tensor of an edge. Gradients travel the other way in the same shape and dtype.
+// A tensor of an edge. Its gradient has the same shape and dtype.
 struct EdgeTensor {
   TensorSpec spec;
   bool wants_gradient = true;
 };
 
-// Shapes of every edge for every number of samples a micro-batch may have.
+// The tensors of every edge, for every number of samples that a micro-batch may have.
 class EdgeTable {
  public:
   EdgeTable() = default;
-  // sizes: distinct sample counts, descending. edges[size][s] are the inputs of stage s,
+  // `sizes`: distinct numbers of samples, descending. edges[size][s] are the inputs of stage s,
   // edges[size][stages] the outputs of the last stage.
   EdgeTable(std::vector<std::int64_t> sizes,
             std::vector<std::vector<std::vector<EdgeTensor>>> edges);
 
+  // Valid as long as the table. Throws Error(kInternal) for a number that is not in sizes().
   [[nodiscard]] std::span<const EdgeTensor> inputs(std::int64_t samples, int stage) const;
   [[nodiscard]] std::span<const EdgeTensor> outputs(std::int64_t samples, int stage) const {
     return inputs(samples, stage + 1);

@@ -7,19 +7,18 @@
 #include <boost/program_options.hpp>
 #include <charconv>
 #include <cmath>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <numeric>
 #include <sstream>
 
-#include <sluice/error.hpp>
+#include "comm/base/throw_error.hpp"
 
 namespace sluice {
 namespace {
 
 namespace po = boost::program_options;
-
-[[noreturn]] void refuse(const std::string& message) { throw Error(ErrorCode::kUsage, message); }
 
 template <typename Number>
 bool parse_whole(const std::string& text, Number* value) {
@@ -39,11 +38,6 @@ std::string describe(const RealRange& range) {
   return fmt::format("{} {} {}", low, range.high_open ? "to below" : "to", range.high);
 }
 
-std::string describe_error(const po::error& error) {
-  const auto* named = dynamic_cast<const po::error_with_option_name*>(&error);
-  return named != nullptr ? named->what() : error.what();
-}
-
 int edit_distance(std::string_view a, std::string_view b) {
   std::vector<int> row(b.size() + 1);
   std::iota(row.begin(), row.end(), 0);
@@ -58,166 +52,149 @@ int edit_distance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
+// Without a placeholder: a flag, which takes no value.
+void add_to(po::options_description& group, const std::string& name, const std::string& placeholder,
+            const std::string& help) {
+  if (placeholder.empty()) {
+    group.add_options()(name.c_str(), help.c_str());
+  } else {
+    group.add_options()(name.c_str(), po::value<std::string>()->value_name(placeholder),
+                        help.c_str());
+  }
+}
+
 }  // namespace
 
-std::string nearest_name(std::string_view text, const std::vector<std::string>& known) {
-  std::string best;
+std::string suggestion(std::string_view text, const std::vector<std::string>& known,
+                       const char* otherwise, const char* dashes) {
+  const std::string* best = nullptr;
   int best_distance = std::max(2, static_cast<int>(text.size()) / 3) + 1;
   for (const std::string& name : known) {
     const int distance = edit_distance(text, name);
-    if (distance < best_distance) {
-      best_distance = distance;
-      best = name;
-    }
+    if (distance >= best_distance) continue;
+    best_distance = distance;
+    best = &name;
   }
-  return best;
+  return best == nullptr ? otherwise : fmt::format("; did you mean '{}{}'?", dashes, *best);
 }
 
 OptionTable::OptionTable(std::string usage, std::string about)
     : usage_(std::move(usage)), about_(std::move(about)) {}
 
-void OptionTable::heading(std::string title) { heading_ = std::move(title); }
-
-OptionTable::Entry& OptionTable::add(std::string name, std::string placeholder, std::string help) {
-  Entry& entry = entries_.emplace_back();
-  entry.name = std::move(name);
-  entry.placeholder = std::move(placeholder);
-  entry.help = std::move(help);
-  entry.heading = heading_;
-  return entry;
+void OptionTable::add(std::string name, std::string placeholder, std::string help, Set set,
+                      Get get) {
+  entries_.push_back({std::move(name), std::move(placeholder), std::move(help), heading_,
+                      std::move(set), std::move(get)});
 }
 
 template <typename Integer>
-void OptionTable::add_any_integer(std::string name, Integer& target, Integer low, Integer high,
-                                  std::string help, std::string automatic) {
-  Entry& entry = add(std::move(name), "N", std::move(help));
-  entry.set = [&target, low, high, automatic](const std::string& text, const std::string& where) {
+void OptionTable::add_integer(std::string name, Integer& target, std::type_identity_t<Integer> low,
+                              std::type_identity_t<Integer> high, std::string help,
+                              const std::string& automatic) {
+  const auto set = [&target, low, high, automatic](const std::string& text) -> std::string {
     Integer value = 0;
-    if (!automatic.empty() && text == automatic) {
-      target = 0;
-    } else if (parse_whole(text, &value) && value >= low && value <= high) {
-      target = value;
-    } else {
-      refuse(fmt::format("{}: '{}' is not an integer from {} to {}{}", where, text, low, high,
-                         automatic.empty() ? "" : fmt::format(" or '{}'", automatic)));
+    const bool is_automatic = !automatic.empty() && text == automatic;
+    if (!is_automatic && (!parse_whole(text, &value) || value < low || value > high)) {
+      return fmt::format("'{}' is not an integer from {} to {}{}", text, low, high,
+                         automatic.empty() ? "" : fmt::format(" or '{}'", automatic));
     }
+    target = value;
+    return "";
   };
-  entry.get = [&target, automatic] {
+  add(std::move(name), "N", std::move(help), set, [&target, automatic] {
     return target == 0 && !automatic.empty() ? automatic : fmt::format("{}", target);
-  };
-}
-
-void OptionTable::add_integer(std::string name, int& target, int low, int high, std::string help,
-                              std::string automatic) {
-  add_any_integer(std::move(name), target, low, high, std::move(help), std::move(automatic));
-}
-
-void OptionTable::add_integer(std::string name, std::int64_t& target, std::int64_t low,
-                              std::int64_t high, std::string help, std::string automatic) {
-  add_any_integer(std::move(name), target, low, high, std::move(help), std::move(automatic));
-}
-
-void OptionTable::add_integer(std::string name, std::uint64_t& target, std::uint64_t low,
-                              std::uint64_t high, std::string help, std::string automatic) {
-  add_any_integer(std::move(name), target, low, high, std::move(help), std::move(automatic));
+  });
 }
 
 template <typename Real>
-void OptionTable::add_any_real(std::string name, Real& target, RealRange range, std::string help) {
-  Entry& entry = add(std::move(name), "X", std::move(help));
-  entry.set = [&target, range](const std::string& text, const std::string& where) {
+void OptionTable::add_real(std::string name, Real& target, RealRange range, std::string help) {
+  const auto set = [&target, range](const std::string& text) -> std::string {
     Real value = 0;
     if (!parse_whole(text, &value) || !std::isfinite(value) || !contains(range, value)) {
-      refuse(fmt::format("{}: '{}' is not a number {}", where, text, describe(range)));
+      return fmt::format("'{}' is not a number {}", text, describe(range));
     }
     target = value;
+    return "";
   };
-  entry.get = [&target] { return fmt::format("{}", target); };
+  add(std::move(name), "X", std::move(help), set, [&target] { return fmt::format("{}", target); });
 }
 
-void OptionTable::add_real(std::string name, double& target, RealRange range, std::string help) {
-  add_any_real(std::move(name), target, range, std::move(help));
-}
-
-void OptionTable::add_real(std::string name, float& target, RealRange range, std::string help) {
-  add_any_real(std::move(name), target, range, std::move(help));
-}
+template void OptionTable::add_integer(std::string, int&, int, int, std::string,
+                                       const std::string&);
+template void OptionTable::add_integer(std::string, std::int64_t&, std::int64_t, std::int64_t,
+                                       std::string, const std::string&);
+template void OptionTable::add_integer(std::string, std::uint64_t&, std::uint64_t, std::uint64_t,
+                                       std::string, const std::string&);
+template void OptionTable::add_real(std::string, float&, RealRange, std::string);
+template void OptionTable::add_real(std::string, double&, RealRange, std::string);
 
 void OptionTable::add_text(std::string name, std::string& target, std::string placeholder,
                            std::string help) {
-  Entry& entry = add(std::move(name), std::move(placeholder), std::move(help));
-  entry.set = [&target](const std::string& text, const std::string&) { target = text; };
-  entry.get = [&target] { return target; };
+  const auto set = [&target](const std::string& text) {
+    target = text;
+    return std::string();
+  };
+  add(std::move(name), std::move(placeholder), std::move(help), set, [&target] { return target; });
 }
 
 void OptionTable::add_choice(std::string name, std::string& target, std::vector<std::string> legal,
                              std::string help) {
-  Entry& entry = add(std::move(name), fmt::format("{}", fmt::join(legal, "|")), std::move(help));
-  entry.set = [&target, legal = std::move(legal), name = entry.name](const std::string& text,
-                                                                     const std::string& where) {
-    if (std::find(legal.begin(), legal.end(), text) == legal.end()) {
-      const std::string near = nearest_name(text, legal);
-      refuse(fmt::format("{}: unknown {} '{}'; legal are {}{}", where, name, text,
-                         fmt::join(legal, ", "),
-                         near.empty() ? "" : fmt::format("; did you mean '{}'?", near)));
-    }
-    target = text;
-  };
-  entry.get = [&target] { return target; };
+  const auto set = [&target, legal](std::size_t index) { target = legal[index]; };
+  add_words(std::move(name), std::move(legal), std::move(help), set, [&target] { return target; });
 }
 
-void OptionTable::add_flag(std::string name, bool& target, std::string help) {
-  Entry& entry = add(std::move(name), "", std::move(help));
-  entry.flag = true;
-  entry.set = [&target](const std::string& text, const std::string& where) {
+void OptionTable::add_words(std::string name, std::vector<std::string> legal, std::string help,
+                            std::function<void(std::size_t index)> set, Get get) {
+  const std::string placeholder = fmt::format("{}", fmt::join(legal, "|"));
+  const auto set_word = [name, legal = std::move(legal),
+                         set = std::move(set)](const std::string& text) -> std::string {
+    const auto found = std::find(legal.begin(), legal.end(), text);
+    if (found == legal.end()) {
+      return fmt::format("unknown {} '{}'; legal are {}{}", name, text, fmt::join(legal, ", "),
+                         suggestion(text, legal, ""));
+    }
+    set(static_cast<std::size_t>(found - legal.begin()));
+    return "";
+  };
+  add(name, placeholder, std::move(help), set_word, std::move(get));
+}
+
+void OptionTable::add_flag(std::string name, bool& target, std::string help, bool value) {
+  const auto set = [&target, value](const std::string& text) -> std::string {
     if (text != "true" && text != "false") {
-      refuse(fmt::format("{}: '{}' is neither 'true' nor 'false'", where, text));
+      return fmt::format("'{}' is neither 'true' nor 'false'", text);
     }
-    target = text == "true";
+    target = (text == "true") == value;
+    return "";
   };
-  entry.get = [&target] { return std::string(target ? "true" : "false"); };
+  add(std::move(name), "", std::move(help), set,
+      [&target, value] { return std::string(target == value ? "true" : "false"); });
 }
-
-void OptionTable::allow_config_file() { config_allowed_ = true; }
 
 void OptionTable::add_argument(std::string placeholder, std::string& target) {
   argument_placeholder_ = std::move(placeholder);
   argument_ = &target;
 }
 
-const OptionTable::Entry* OptionTable::find(std::string_view name) const {
-  for (const Entry& entry : entries_) {
-    if (entry.name == name) return &entry;
-  }
-  return nullptr;
-}
-
 std::string OptionTable::program() const {
   return usage_.substr(0, usage_.find(' ', usage_.find(' ') + 1));
 }
 
-std::string OptionTable::unknown(const std::string& kind, const std::string& name) const {
-  const char* const dashes = kind == "option" ? "--" : "";
+std::string OptionTable::unknown(const char* kind, const std::string& name) const {
+  const bool option = std::string_view(kind) == "option";
+  const char* const dashes = option ? "--" : "";
   std::vector<std::string> known;
   for (const Entry& entry : entries_) known.push_back(entry.name);
-  if (config_allowed_ && *dashes != '\0') known.emplace_back("config");
-  const std::string near = nearest_name(name, known);
+  if (config_allowed_ && option) known.emplace_back("config");
   return fmt::format("unknown {} '{}{}'{} '{} --help' lists all", kind, dashes, name,
-                     near.empty() ? ";" : fmt::format("; did you mean '{}{}'?", dashes, near),
-                     program());
+                     suggestion(name, known, ";", dashes), program());
 }
 
 std::vector<OptionTable::Given> OptionTable::split(
     const std::vector<std::string>& arguments) const {
   po::options_description known;
-  for (const Entry& entry : entries_) {
-    if (entry.flag) {
-      known.add_options()(entry.name.c_str(), po::bool_switch());
-    } else {
-      known.add_options()(entry.name.c_str(), po::value<std::string>());
-    }
-  }
-  if (config_allowed_) known.add_options()("config", po::value<std::string>());
+  for (const Entry& entry : entries_) add_to(known, entry.name, entry.placeholder, "");
+  if (config_allowed_) add_to(known, "config", "FILE", "");
   namespace style = po::command_line_style;
   std::vector<Given> result;
   try {
@@ -228,15 +205,13 @@ std::vector<OptionTable::Given> OptionTable::split(
             .allow_unregistered()
             .run();
     for (const po::option& option : parsed.options) {
-      if (option.position_key >= 0) {
-        result.push_back({"", option.value.front()});
-        continue;
-      }
-      if (option.unregistered) refuse(unknown("option", option.string_key));
-      result.push_back({option.string_key, option.value.empty() ? "true" : option.value.front()});
+      const bool named = option.position_key < 0;
+      if (named && option.unregistered) throw_usage("{}", unknown("option", option.string_key));
+      result.emplace_back(named ? option.string_key : "",
+                          option.value.empty() ? "true" : option.value.front());
     }
   } catch (const po::error& error) {
-    refuse(describe_error(error));
+    throw_usage("{}", error.what());
   }
   return result;
 }
@@ -245,30 +220,30 @@ std::vector<OptionTable::Given> OptionTable::read_config(const std::string& path
   std::ifstream file(path);
   std::error_code ignored;
   if (!file || std::filesystem::is_directory(path, ignored)) {
-    refuse(fmt::format("option --config: cannot read file '{}'", path));
+    throw_usage("option --config: cannot read file '{}'", path);
   }
   std::vector<Given> result;
   try {
-    const po::options_description none;
-    for (const po::option& option : po::parse_config_file(file, none, true).options) {
-      if (find(option.string_key) == nullptr) {
-        refuse(fmt::format("{}: {}", path, unknown("key", option.string_key)));
-      }
-      result.push_back({option.string_key, option.value.empty() ? "" : option.value.front()});
+    for (const po::option& option : po::parse_config_file(file, {}, true).options) {
+      result.emplace_back(option.string_key, option.value.empty() ? "" : option.value.front());
     }
   } catch (const po::error& error) {
-    refuse(fmt::format("{}: {}; legal are 'key = value', '# comment' and blank lines", path,
-                       describe_error(error)));
+    throw_usage("{}: {}; legal are 'key = value', '# comment' and blank lines", path, error.what());
+  }
+  for (const auto& [name, value] : result) {
+    const auto is_named = [&name = name](const Entry& entry) { return entry.name == name; };
+    if (std::none_of(entries_.begin(), entries_.end(), is_named)) {
+      throw_usage("{}: {}", path, unknown("key", name));
+    }
   }
   return result;
 }
 
-void OptionTable::assign(const Given& given, Source source) {
+void OptionTable::assign(const Given& given, Source source, const std::string& where) {
   for (Entry& entry : entries_) {
-    if (entry.name != given.name) continue;
-    entry.set(given.value, source == Source::kFile
-                               ? fmt::format("{}: key {}", config_path_, given.name)
-                               : fmt::format("option --{}", given.name));
+    if (entry.name != given.first) continue;
+    const std::string problem = entry.set(given.second);
+    if (!problem.empty()) throw_usage("{}{}: {}", where, given.first, problem);
     entry.source = source;
   }
 }
@@ -279,68 +254,63 @@ void OptionTable::parse(const std::vector<std::string>& arguments) {
   });
   if (help_wanted_) return;
   const std::vector<Given> given = split(arguments);
-  for (const Given& each : given) {
-    if (each.name == "config") config_path_ = each.value;
+  std::string config;
+  for (const auto& [name, value] : given) {
+    if (name == "config") config = value;
   }
-  if (!config_path_.empty()) {
-    for (const Given& each : read_config(config_path_)) assign(each, Source::kFile);
+  if (!config.empty()) {
+    for (const Given& each : read_config(config)) assign(each, Source::kFile, config + ": key ");
   }
   bool argument_given = false;
   for (const Given& each : given) {
-    if (each.name == "config") continue;
-    if (!each.name.empty()) {
-      assign(each, Source::kCommandLine);
-    } else if (argument_ != nullptr && !argument_given && !each.value.empty()) {
-      *argument_ = each.value;
+    const auto& [name, value] = each;
+    if (!name.empty()) {
+      assign(each, Source::kCommandLine, "option --");
+    } else if (argument_ != nullptr && !argument_given && !value.empty()) {
+      *argument_ = value;
       argument_given = true;
     } else {
-      refuse(fmt::format("unexpected argument '{}'; '{} --help' lists what is legal", each.value,
-                         program()));
+      throw_usage("unexpected argument '{}'; '{} --help' lists what is legal", value, program());
     }
   }
   if (argument_ != nullptr && !argument_given) {
-    refuse(fmt::format("{} is missing; usage: {}", argument_placeholder_, usage_));
+    throw_usage("{} is missing; usage: {}", argument_placeholder_, usage_);
   }
 }
 
 std::string OptionTable::help() const {
   constexpr unsigned kLineLength = 100;
-  std::string text = fmt::format("Usage: {}\n\n{}\n", usage_, about_);
+  std::ostringstream text;
+  text << "Usage: " << usage_ << "\n\n" << about_ << '\n';
   for (std::size_t i = 0; i < entries_.size();) {
     const std::string& title = entries_[i].heading;
     po::options_description group(title, kLineLength, kLineLength / 2);
     for (; i < entries_.size() && entries_[i].heading == title; ++i) {
       const Entry& entry = entries_[i];
-      const std::string value = entry.flag ? "" : entry.get();
-      const std::string help =
-          value.empty() ? entry.help : fmt::format("{} [{}]", entry.help, value);
-      if (entry.flag) {
-        group.add_options()(entry.name.c_str(), help.c_str());
-      } else {
-        group.add_options()(entry.name.c_str(),
-                            po::value<std::string>()->value_name(entry.placeholder), help.c_str());
-      }
+      const std::string value = entry.placeholder.empty() ? "" : entry.get();
+      add_to(group, entry.name, entry.placeholder,
+             value.empty() ? entry.help : fmt::format("{} [{}]", entry.help, value));
     }
-    std::ostringstream laid_out;
-    laid_out << group;
-    text += fmt::format("\n{}", laid_out.str());
+    text << '\n' << group;
   }
   if (config_allowed_) {
-    text +=
-        "\n--config FILE reads options from a file, one 'key = value' a line, keys as above; "
-        "'#' starts\na comment; the command line wins.\n";
+    text << "\n--config FILE reads options from a file, one 'key = value' a line, keys as above; "
+            "'#' starts\na comment; the command line wins.\n";
   }
-  return text;
+  return text.str();
 }
 
-bool OptionTable::given(std::string_view name) const {
-  const Entry* entry = find(name);
-  return entry != nullptr && entry->source != Source::kNone;
+OptionTable::Source OptionTable::source_of(std::string_view name) const {
+  for (const Entry& entry : entries_) {
+    if (entry.name == name) return entry.source;
+  }
+  return Source::kNone;
 }
+
+bool OptionTable::given(std::string_view name) const { return source_of(name) != Source::kNone; }
 
 bool OptionTable::given_on_command_line(std::string_view name) const {
-  const Entry* entry = find(name);
-  return entry != nullptr && entry->source == Source::kCommandLine;
+  return source_of(name) == Source::kCommandLine;
 }
 
 std::vector<std::pair<std::string, std::string>> OptionTable::values() const {

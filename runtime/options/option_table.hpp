@@ -1,18 +1,19 @@
 // The options of one command: names, legal values and help in one table.
 //
-// Boost.Program_options splits the command line and the configuration file and lays out the help;
-// values are converted here, strictly: the whole text must be one number of the legal range. Every
-// refusal is one line, Error(kUsage), that names the option (and the file it came from), what it
-// was and what would be legal; an unknown name is answered with the nearest known one.
+// Boost.Program_options splits the command line and the option file and lays out the help. The
+// table converts values itself, strictly: the whole text must be one number of the legal range.
+// Every refusal is one line, Error(kUsage). It names the option (and the file it came from), the
+// text that was given and what would be legal; for an unknown name it suggests the nearest known
+// one.
 //
-// Targets are references that must outlive the table; their value when they are added is the
-// default. Of an option given twice the last counts, and the command line wins over the file.
+// Targets are references that must outlive the table; the value of a target when it is added is the
+// default. Of an option given twice the last counts. The command line wins over the file.
 #pragma once
 
-#include <cstdint>
 #include <functional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -29,28 +30,46 @@ class OptionTable {
   OptionTable(std::string usage, std::string about);
 
   // Options added from here on stand under this heading.
-  void heading(std::string title);
-  // `automatic`: a word that stands for 0, e.g. "auto"; it is the default shown where `target` is
-  // 0.
-  void add_integer(std::string name, int& target, int low, int high, std::string help,
-                   std::string automatic = "");
-  void add_integer(std::string name, std::int64_t& target, std::int64_t low, std::int64_t high,
-                   std::string help, std::string automatic = "");
-  void add_integer(std::string name, std::uint64_t& target, std::uint64_t low, std::uint64_t high,
-                   std::string help, std::string automatic = "");
-  void add_real(std::string name, double& target, RealRange range, std::string help);
-  void add_real(std::string name, float& target, RealRange range, std::string help);
-  // Any text, e.g. a path; `placeholder` names it in the help.
+  void heading(std::string title) { heading_ = std::move(title); }
+  // Integer: int, std::int64_t or std::uint64_t. `automatic`: a word that stands for 0, e.g.
+  // "auto"; the help shows it where `target` is 0.
+  template <typename Integer>
+  void add_integer(std::string name, Integer& target, std::type_identity_t<Integer> low,
+                   std::type_identity_t<Integer> high, std::string help,
+                   const std::string& automatic = "");
+  // Real: float or double.
+  template <typename Real>
+  void add_real(std::string name, Real& target, RealRange range, std::string help);
+  // Any text, e.g. a path; `placeholder` (not empty) names it in the help.
   void add_text(std::string name, std::string& target, std::string placeholder, std::string help);
+  // One of the legal words.
   void add_choice(std::string name, std::string& target, std::vector<std::string> legal,
                   std::string help);
-  void add_flag(std::string name, bool& target, std::string help);
+  // One of the legal words, each with the value that it stands for. No two stand for the same.
+  template <typename Value>
+  requires(!std::is_same_v<Value, std::string>) void add_choice(
+      std::string name, Value& target,
+      const std::vector<std::pair<std::string, std::type_identity_t<Value>>>& legal,
+      std::string help) {
+    std::vector<std::string> words;
+    for (const auto& [word, value] : legal) words.push_back(word);
+    add_words(
+        std::move(name), std::move(words), std::move(help),
+        [&target, legal](std::size_t index) { target = legal[index].second; },
+        [&target, legal] {
+          std::size_t index = 0;
+          while (legal[index].second != target) ++index;
+          return legal[index].first;
+        });
+  }
+  // `target` becomes `value` where the flag is given, and !value where it is given as "false".
+  void add_flag(std::string name, bool& target, std::string help, bool value = true);
   // Adds --config FILE: `key = value` lines with these options' names, '#' starts a comment.
-  void allow_config_file();
+  void allow_config_file() { config_allowed_ = true; }
   // One argument without a name, e.g. "DIR"; required.
   void add_argument(std::string placeholder, std::string& target);
 
-  // Sets the targets. With --help (or -h) anywhere nothing is set and nothing refused.
+  // Sets the targets. With --help (or -h) anywhere it sets and refuses nothing.
   void parse(const std::vector<std::string>& arguments);
 
   [[nodiscard]] bool help_wanted() const { return help_wanted_; }
@@ -62,41 +81,37 @@ class OptionTable {
 
  private:
   enum class Source { kNone, kFile, kCommandLine };
+  // Sets the target; returns what is wrong with the text, "" where nothing is.
+  using Set = std::function<std::string(const std::string& text)>;
+  using Get = std::function<std::string()>;
   struct Entry {
-    std::string name, placeholder, help, heading;
-    bool flag = false;
-    std::function<void(const std::string& text, const std::string& where)> set;
-    std::function<std::string()> get;
+    std::string name, placeholder, help, heading;  // no placeholder: a flag
+    Set set;
+    Get get;
     Source source = Source::kNone;
   };
-  struct Given {
-    std::string name, value;
-  };
+  using Given = std::pair<std::string, std::string>;  // name, value
 
-  Entry& add(std::string name, std::string placeholder, std::string help);
-  template <typename Integer>
-  void add_any_integer(std::string name, Integer& target, Integer low, Integer high,
-                       std::string help, std::string automatic);
-  template <typename Real>
-  void add_any_real(std::string name, Real& target, RealRange range, std::string help);
-  [[nodiscard]] const Entry* find(std::string_view name) const;
+  void add(std::string name, std::string placeholder, std::string help, Set set, Get get);
+  void add_words(std::string name, std::vector<std::string> legal, std::string help,
+                 std::function<void(std::size_t index)> set, Get get);
+  [[nodiscard]] Source source_of(std::string_view name) const;
   [[nodiscard]] std::string program() const;  // "sluice train"
-  [[nodiscard]] std::string unknown(const std::string& kind, const std::string& name) const;
+  [[nodiscard]] std::string unknown(const char* kind, const std::string& name) const;
   [[nodiscard]] std::vector<Given> split(const std::vector<std::string>& arguments) const;
   [[nodiscard]] std::vector<Given> read_config(const std::string& path) const;
-  void assign(const Given& given, Source source);
+  void assign(const Given& given, Source source, const std::string& where);
 
   std::string usage_, about_, heading_ = "Options";
   std::vector<Entry> entries_;
-  bool config_allowed_ = false;
-  std::string config_path_;
+  bool config_allowed_ = false, help_wanted_ = false;
   std::string argument_placeholder_;
   std::string* argument_ = nullptr;
-  bool help_wanted_ = false;
 };
 
-// The one of `known` that is fewest edits away from `text`, or "" where none is near.
-[[nodiscard]] std::string nearest_name(std::string_view text,
-                                       const std::vector<std::string>& known);
+// "; did you mean 'train'?" with the one of `known` that is fewest edits away from `text`, and
+// `dashes` before it; `otherwise` where none is near.
+[[nodiscard]] std::string suggestion(std::string_view text, const std::vector<std::string>& known,
+                                     const char* otherwise, const char* dashes = "");
 
 }  // namespace sluice

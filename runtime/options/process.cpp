@@ -21,7 +21,6 @@ void flush_stdout() {
   std::fflush(stdout);
 }
 
-// `memory` owns what the request reads or writes.
 Error current_error() {
   try {
     throw;

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <limits>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
 
@@ -13,174 +12,15 @@
 #include <sluice/generate.hpp>
 #include <sluice/simulate.hpp>
 
-#include "comm/group/transport.hpp"
 #include "runtime/data/batch_shape.hpp"
-#include "runtime/job/job_groups.hpp"
 #include "runtime/pipeline/memory_plan.hpp"
+#include "runtime/pipeline/stage_report.hpp"
 #include "runtime/pipeline/transport_plan.hpp"
 
 namespace sluice {
 namespace {
 
-using Json = nlohmann::json;
-
 std::size_t at(int index) { return static_cast<std::size_t>(index); }
-
-// What a stage tells every rank about itself.
-struct StageReport {
-  StageEntry entry;
-  // [size] outputs, and which of the stage's inputs want gradients.
-  std::vector<std::vector<TensorSpec>> outputs;
-  std::vector<std::vector<bool>> input_gradients;
-};
-
-bool wants_gradient_by_default(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBf16;
-}
-
-Json to_json(const TensorSpec& spec) {
-  Json dims = Json::array();
-  for (int d = 0; d < spec.shape.rank(); ++d) dims.push_back(spec.shape[d]);
-  return {{"dtype", static_cast<int>(spec.dtype)}, {"shape", dims}};
-}
-
-TensorSpec spec_from(const Json& json) {
-  const auto dims = json.at("shape").get<std::vector<std::int64_t>>();
-  return {static_cast<DType>(json.at("dtype").get<int>()), Shape(std::span(dims))};
-}
-
-std::string to_text(const StageReport& report) {
-  Json json;
-  for (const ParameterEntry& p : report.entry.parameters) {
-    json["parameters"].push_back({{"name", p.name}, {"elements", p.elements}, {"tied", p.tied}});
-  }
-  json["state_bytes"] = report.entry.state_bytes;
-  json["split_bytes"] = report.entry.split_bytes;
-  json["shared_gradient_bytes"] = report.entry.shared_gradient_bytes;
-  json["workspace_bytes"] = report.entry.workspace_bytes;
-  json["copy_bytes"] = report.entry.copy_bytes;
-  json["operator_bytes"] = report.entry.operator_bytes;
-  json["table_bytes"] = report.entry.table_bytes;
-  json["own_memory"] = report.entry.own_memory;
-  json["note"] = report.entry.note;
-  for (std::size_t i = 0; i < report.outputs.size(); ++i) {
-    Json outputs = Json::array();
-    for (const TensorSpec& spec : report.outputs[i]) outputs.push_back(to_json(spec));
-    json["sizes"].push_back({{"outputs", outputs}, {"gradients", report.input_gradients[i]}});
-  }
-  return json.dump();
-}
-
-StageReport report_from(const std::string& text) {
-  const Json json = Json::parse(text);
-  StageReport report;
-  if (json.contains("parameters")) {
-    for (const Json& p : json["parameters"]) {
-      report.entry.parameters.push_back({p.at("name").get<std::string>(),
-                                         p.at("elements").get<std::int64_t>(),
-                                         p.at("tied").get<bool>()});
-    }
-  }
-  report.entry.state_bytes = json.at("state_bytes").get<std::size_t>();
-  report.entry.split_bytes = json.at("split_bytes").get<std::size_t>();
-  report.entry.shared_gradient_bytes = json.at("shared_gradient_bytes").get<std::size_t>();
-  report.entry.workspace_bytes = json.at("workspace_bytes").get<std::size_t>();
-  report.entry.copy_bytes = json.at("copy_bytes").get<std::size_t>();
-  report.entry.operator_bytes = json.at("operator_bytes").get<std::size_t>();
-  report.entry.table_bytes = json.at("table_bytes").get<std::size_t>();
-  report.entry.own_memory = json.at("own_memory").get<bool>();
-  report.entry.note = json.at("note").get<std::string>();
-  for (const Json& size : json.at("sizes")) {
-    std::vector<TensorSpec> outputs;
-    for (const Json& spec : size.at("outputs")) outputs.push_back(spec_from(spec));
-    report.outputs.push_back(std::move(outputs));
-    report.input_gradients.push_back(size.at("gradients").get<std::vector<bool>>());
-  }
-  return report;
-}
-
-// Buffers are sized for the largest micro-batch, so smaller ones may not ask for more.
-void require_like(const std::vector<TensorSpec>& largest, const std::vector<TensorSpec>& outputs,
-                  int index) {
-  bool fits = largest.size() == outputs.size();
-  for (std::size_t i = 0; fits && i < outputs.size(); ++i) {
-    fits = outputs[i].dtype == largest[i].dtype &&
-           outputs[i].shape.rank() == largest[i].shape.rank() &&
-           outputs[i].bytes() <= largest[i].bytes();
-  }
-  if (fits) return;
-  throw Error(ErrorCode::kUsage,
-              fmt::format("stage {} describes other outputs for a smaller micro-batch than for the "
-                          "largest; their number, dtypes and ranks must agree and their bytes may "
-                          "not grow",
-                          index));
-}
-
-// Describes `stage` for every size, given its inputs.
-StageReport report_of(Stage& stage, int index, const std::vector<std::vector<TensorSpec>>& inputs,
-                      ComputeContext& compute) {
-  StageReport report;
-  for (const auto& specs : inputs) {
-    const StageDescription description = stage.describe(specs, compute);
-    if (description.outputs.empty() || description.outputs.size() > 65535) {
-      throw Error(ErrorCode::kUsage, fmt::format("stage {} describes {} outputs; it needs at "
-                                                 "least one",
-                                                 index, description.outputs.size()));
-    }
-    for (const TensorSpec& spec : description.outputs) {
-      bool legal = spec.shape.rank() <= kMaxDims;
-      for (int d = 0; d < spec.shape.rank(); ++d) {
-        legal = legal && spec.shape[d] >= 0 &&
-                spec.shape[d] <= std::numeric_limits<std::int32_t>::max();
-      }
-      if (!legal) {
-        throw Error(ErrorCode::kUsage,
-                    fmt::format("stage {} describes an output of shape {}; at most {} dimensions, "
-                                "each from 0 to 2147483647",
-                                index, to_string(spec.shape), kMaxDims));
-      }
-    }
-    if (!report.outputs.empty()) require_like(report.outputs.front(), description.outputs, index);
-    std::vector<bool> gradients = description.input_gradients;
-    if (gradients.empty()) {
-      for (const TensorSpec& spec : specs)
-        gradients.push_back(wants_gradient_by_default(spec.dtype));
-    }
-    if (gradients.size() != specs.size()) {
-      throw Error(ErrorCode::kUsage, fmt::format("stage {} says for {} inputs whether they want "
-                                                 "gradients, but has {}",
-                                                 index, gradients.size(), specs.size()));
-    }
-    report.outputs.push_back(description.outputs);
-    report.input_gradients.push_back(std::move(gradients));
-    StageEntry& entry = report.entry;
-    const auto raise = [](std::size_t& to, std::size_t bytes) { to = std::max(to, bytes); };
-    raise(entry.state_bytes,
-          description.state_bytes_until_input + description.state_bytes_until_weight);
-    raise(entry.split_bytes, description.gradient_bytes_until_weight);
-    raise(entry.shared_gradient_bytes, description.shared_gradient_bytes);
-    raise(entry.workspace_bytes, description.workspace_bytes);
-    raise(entry.copy_bytes, description.copy_bytes);
-    raise(entry.operator_bytes, description.operator_bytes);
-    raise(entry.table_bytes, description.table_bytes);
-    entry.own_memory = entry.own_memory || description.own_memory;
-    if (&specs == &inputs.front()) entry.note = description.note;
-  }
-  if (ParameterSet* parameters = stage.parameters()) {
-    for (const Parameter* p : parameters->all()) {
-      report.entry.parameters.push_back({p->name, p->shape.elements(), p->tied});
-    }
-  }
-  return report;
-}
-
-std::vector<std::int64_t> distinct_sizes(const std::vector<std::vector<SampleRange>>& ranges) {
-  std::set<std::int64_t, std::greater<>> sizes;
-  for (const auto& list : ranges) {
-    for (const SampleRange& range : list) sizes.insert(range.count);
-  }
-  return {sizes.begin(), sizes.end()};
-}
 
 // A replica's share of an evaluation: contiguous, in micro-batches of `size`, the last one smaller.
 std::vector<SampleRange> evaluation_ranges(std::int64_t samples, int replicas, int replica,
@@ -241,26 +81,20 @@ Schedule order_of(const PipelineOptions& options, const ScheduleShape& shape) {
   return *options.order.given;
 }
 
-Plan evaluation_plan(const Placement& placement, std::size_t micro_batches,
-                     const TransportNeeds& transport) {
-  return plan_for(generate_forward_only(placement, static_cast<int>(micro_batches)),
-                  {.reduce_grad = false, .tied = {}}, transport);
-}
-
-// Ties by name: every parameter with several uses, each of which must be declared tied.
+// Every parameter with several uses, by name; each use must be declared tied.
 std::vector<TiedParameter> find_ties(const std::vector<StageEntry>& stages) {
-  std::map<std::string, TiedParameter> uses;
-  std::vector<std::string> order;
+  std::vector<TiedParameter> ties;  // of all parameters, in order of their first use
+  std::map<std::string, std::size_t> index_of;
   for (std::size_t s = 0; s < stages.size(); ++s) {
     for (std::size_t i = 0; i < stages[s].parameters.size(); ++i) {
       const ParameterEntry& entry = stages[s].parameters[i];
-      TiedParameter& tie = uses[entry.name];
-      if (tie.uses.empty()) order.push_back(entry.name);
-      tie.name = entry.name;
+      const auto [found, is_new] = index_of.try_emplace(entry.name, ties.size());
+      if (is_new) ties.push_back({.name = entry.name, .uses = {}, .routes = {}});
+      TiedParameter& tie = ties[found->second];
       tie.uses.push_back({static_cast<int>(s), static_cast<int>(i)});
       const TiedUse& first = tie.uses.front();
       const ParameterEntry& owner = stages[at(first.stage)].parameters[at(first.index)];
-      if (tie.uses.size() > 1 && !(entry.tied && owner.tied)) {
+      if (!is_new && !(entry.tied && owner.tied)) {
         throw Error(ErrorCode::kUsage,
                     fmt::format("parameter '{}' is owned by stage {} and by stage {}; either one "
                                 "must own it or both must declare it tied",
@@ -274,142 +108,163 @@ std::vector<TiedParameter> find_ties(const std::vector<StageEntry>& stages) {
       }
     }
   }
-  std::vector<TiedParameter> ties;
-  for (const std::string& name : order) {
-    if (uses[name].uses.size() > 1) ties.push_back(uses[name]);
-  }
+  std::erase_if(ties, [](const TiedParameter& tie) { return tie.uses.size() < 2; });
   return ties;
 }
 
-}  // namespace
-
-BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, ComputeContext& compute,
-                         const StageFactory& make_stage, const DataSource& source) {
-  BuiltLayout built;
-  PipelineLayout& layout = built.layout;
-  layout.topology = groups.topology;
-  layout.rank = groups.rank;
-  layout.replica = groups.replica;
-  const int replicas = layout.topology.replicas;
-
+// Divides a step's and each evaluation's samples among the replicas and into micro-batches; `plans`
+// gets this replica's. Returns the distinct sizes of all replicas' micro-batches, descending.
+std::vector<std::int64_t> divide_samples(const PipelineOptions& options, const RankPlace& place,
+                                         StepPlans& plans) {
+  const int replicas = place.topology.replicas;
   BatchShape batch{.batch_size = options.shape.batch_size,
                    .micro_batch_size = options.shape.micro_batch_size,
                    .micro_batches = options.shape.micro_batches,
                    .replicas = replicas};
-  if (batch.batch_size == 0) {
-    // micro_batches_of() refuses what does not fit.
-    if (__builtin_mul_overflow(batch.micro_batch_size, std::int64_t{batch.micro_batches} * replicas,
-                               &batch.batch_size)) {
-      batch.batch_size = std::numeric_limits<std::int64_t>::max();
-    }
+  if (batch.batch_size == 0 &&
+      __builtin_mul_overflow(batch.micro_batch_size, std::int64_t{batch.micro_batches} * replicas,
+                             &batch.batch_size)) {
+    batch.batch_size = std::numeric_limits<std::int64_t>::max();  // micro_batches_of() refuses it
   }
-  std::vector<std::vector<SampleRange>> ranges;
+  std::set<std::int64_t, std::greater<>> sizes;
+  const auto collect = [&](std::vector<SampleRange> ranges) {
+    for (const SampleRange& range : ranges) sizes.insert(range.count);
+    return ranges;
+  };
   for (int r = 0; r < replicas; ++r) {
-    ranges.push_back(micro_batches_of(batch, r));
-    if (r == layout.replica) layout.micro_batches = ranges.back();
+    std::vector<SampleRange> training = collect(micro_batches_of(batch, r));
+    if (r == place.replica) plans.micro_batches = std::move(training);
     for (const std::int64_t samples : options.training.evaluations) {
-      ranges.push_back(evaluation_ranges(samples, replicas, r, options.shape.micro_batch_size));
-      if (r == layout.replica) {
-        layout.evaluations.push_back(
-            {.samples = samples, .micro_batches = ranges.back(), .round = {}, .rest = {}});
-      }
+      std::vector<SampleRange> ranges =
+          collect(evaluation_ranges(samples, replicas, r, options.shape.micro_batch_size));
+      if (r != place.replica) continue;
+      plans.evaluations.push_back(
+          {.samples = samples, .micro_batches = std::move(ranges), .round = {}, .rest = {}});
     }
   }
+  return {sizes.begin(), sizes.end()};
+}
 
-  if (options.devices.bucket_bytes == 0) {
-    throw Error(ErrorCode::kUsage,
-                "buckets of 0 bytes cannot hold a gradient; the nearest legal value is 1");
-  }
-  const ScheduleShape shape{layout.topology.pipeline, options.shape.micro_batches,
-                            options.order.chunks};
-  layout.order = order_of(options, shape);
-  const Placement& placement = layout.order.placement;
-  layout.train.placement = placement;
+// Makes this rank's stages, and exchanges the reports of all stages, one after the other: the
+// outputs of a stage are the inputs of the next.
+void describe_stages(JobContext& job, ComputeContext& compute, const StageFactory& make_stage,
+                     const DataSource& source, const std::vector<std::int64_t>& sizes,
+                     BuiltLayout& built) {
+  const Placement& placement = built.layout.plans.order.placement;
   const int stages = placement.stages();
-
-  const std::vector<std::int64_t> sizes = distinct_sizes(ranges);
   std::vector<std::vector<std::vector<EdgeTensor>>> edges(sizes.size());
-  std::vector<std::vector<TensorSpec>> inputs;  // [size] of the stage at hand
+  std::vector<std::vector<TensorSpec>> inputs;  // [size] of stage s
   for (std::size_t i = 0; i < sizes.size(); ++i) {
     inputs.push_back(source.input_specs(sizes[i]));
     edges[i].resize(at(stages) + 1);
   }
   for (int s = 0; s < stages; ++s) {
     std::string text;
-    if (placement.rank_of(s) == layout.rank) {
+    if (placement.rank_of(s) == job.place.rank) {
       built.stages.push_back(make_stage(s, stages));
       if (built.stages.back() == nullptr) {
         throw Error(ErrorCode::kUsage, fmt::format("the factory made nothing for stage {}", s));
       }
       text = to_text(report_of(*built.stages.back(), s, inputs, compute));
     }
-    const StageReport report =
-        report_from(groups.in_pipeline->broadcast_string(text, placement.rank_of(s)));
-    layout.stages.push_back(report.entry);
+    StageReport report =
+        report_from(job.pipeline.collectives->broadcast_string(text, placement.rank_of(s)));
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       for (std::size_t t = 0; t < inputs[i].size(); ++t) {
         edges[i][at(s)].push_back({inputs[i][t], s > 0 && report.input_gradients[i][t]});
       }
-      inputs[i] = report.outputs[i];
-      if (s + 1 == stages) {
-        for (const TensorSpec& spec : inputs[i]) edges[i][at(stages)].push_back({spec, true});
-      }
     }
+    inputs = std::move(report.outputs);
+    built.layout.parameters.stages.push_back(std::move(report.entry));
   }
-  layout.edges = EdgeTable(sizes, std::move(edges));
-  layout.tied = find_ties(layout.stages);
+  for (std::size_t i = 0; i < sizes.size(); ++i) {
+    for (const TensorSpec& spec : inputs[i]) edges[i][at(stages)].push_back({spec, true});
+  }
+  built.layout.wires.edges = EdgeTable(sizes, std::move(edges));
+}
 
-  LowerOptions training{.reduce_grad = !options.training.inference, .tied = {}};
-  if (!options.training.inference) {
-    for (const TiedParameter& tie : layout.tied) {
-      TiedStages group;
-      for (const TiedUse& use : tie.uses) {
-        if (group.stages.empty() || group.stages.back() != use.stage)
-          group.stages.push_back(use.stage);
-      }
-      training.tied.push_back(std::move(group));
-    }
-  }
-  layout.devices = groups.pipeline_devices();
-  const LinkQuestion question{.wanted = options.devices.transport,
-                              .no_device_messages = groups.no_device_messages,
-                              .nccl_refusal = groups.no_nccl,
-                              .devices = layout.devices};
-  layout.links = choose_links(placement, question);
-  for (TiedParameter& tie : layout.tied) {
+void choose_all_routes(const JobContext& job, const PipelineOptions& options, JobLayout& layout) {
+  const RouteQuestion question{.wanted = options.devices.transport,
+                               .no_device_messages = job.devices.no_device_messages,
+                               .nccl_refusal = job.devices.no_nccl,
+                               .devices = job.place.devices};
+  const Placement& placement = layout.plans.order.placement;
+  layout.wires.routes = choose_routes(placement, question);
+  for (TiedParameter& tie : layout.parameters.tied) {
     const int owner = placement.rank_of(tie.uses.front().stage);
     for (const TiedUse& use : tie.uses) {
-      tie.links.push_back(choose_link(owner, placement.rank_of(use.stage), question));
+      tie.routes.push_back(choose_route(owner, placement.rank_of(use.stage), question));
     }
   }
-  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
-    layout.sums.push_back(choose_sum(rank, options.training.inference ? 1 : replicas, question));
+  const int replicas = options.training.inference ? 1 : job.place.topology.replicas;
+  for (int rank = 0; rank < job.place.topology.pipeline; ++rank) {
+    layout.wires.sums.push_back(choose_sum_route(rank, replicas, question));
   }
-  layout.all_reduce = options.devices.all_reduce;
-  layout.cuda_graphs = options.devices.cuda_graphs;
-  for (int s = 0; s < stages; ++s) {
-    training.sums_beside.push_back(layout.sums_by_nccl(placement.rank_of(s)));
+  layout.wires.all_reduce = options.devices.all_reduce;
+}
+
+// What lower() needs to know of the training step.
+LowerOptions lowering_of(const JobLayout& layout, bool inference) {
+  const Placement& placement = layout.plans.order.placement;
+  LowerOptions lowering{.reduce_grad = !inference, .tied = {}};
+  for (int s = 0; s < placement.stages(); ++s) {
+    lowering.sums_beside.push_back(layout.wires.sums_by_nccl(placement.rank_of(s)));
   }
-  // The order that NCCL's queues need suits tagged messages too.
-  const TransportNeeds& transport =
-      needs_of(uses_nccl(layout.links) ? "nccl" : groups.messages->name());
-  layout.train = plan_for(layout.order, training, transport);
-  for (EvaluationPlan& evaluation : layout.evaluations) {
+  if (inference) return lowering;
+  for (const TiedParameter& tie : layout.parameters.tied) {
+    std::vector<int>& stages = lowering.tied.emplace_back().stages;
+    for (const TiedUse& use : tie.uses) {
+      if (stages.empty() || stages.back() != use.stage) stages.push_back(use.stage);
+    }
+  }
+  return lowering;
+}
+
+void make_plans(StepPlans& plans, const LowerOptions& lowering, const TransportNeeds& transport) {
+  plans.train = plan_for(plans.order, lowering, transport);
+  for (EvaluationPlan& evaluation : plans.evaluations) {
     const std::size_t count = evaluation.micro_batches.size();
     const std::size_t round = std::min(count, EvaluationPlan::kRoundMicroBatches);
-    if (round > 0) evaluation.round = evaluation_plan(placement, round, transport);
-    if (round > 0 && count % round > 0) {
-      evaluation.rest = evaluation_plan(placement, count % round, transport);
-    }
+    if (round == 0) continue;
+    const auto plan_of = [&](std::size_t micro_batches) {
+      return plan_for(generate_forward_only(plans.order.placement, static_cast<int>(micro_batches)),
+                      {.reduce_grad = false, .tied = {}}, transport);
+    };
+    evaluation.round = plan_of(round);
+    if (count % round > 0) evaluation.rest = plan_of(count % round);
   }
-  layout.bubble_ideal =
-      simulate(layout.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
-  for (int rank = 0; rank < layout.topology.pipeline; ++rank) {
+  plans.bubble_ideal =
+      simulate(plans.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
+}
+
+}  // namespace
+
+BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, ComputeContext& compute,
+                         const StageFactory& make_stage, const DataSource& source) {
+  if (options.devices.bucket_bytes == 0) {
+    throw Error(ErrorCode::kUsage,
+                "buckets of 0 bytes cannot hold a gradient; the nearest legal value is 1");
+  }
+  BuiltLayout built;
+  JobLayout& layout = built.layout;
+  layout.place = job.place;
+  const std::vector<std::int64_t> sizes = divide_samples(options, layout.place, layout.plans);
+  const int ranks = layout.place.topology.pipeline;
+  layout.plans.order =
+      order_of(options, {ranks, options.shape.micro_batches, options.order.chunks});
+  describe_stages(job, compute, make_stage, source, sizes, built);
+  layout.parameters.tied = find_ties(layout.parameters.stages);
+  choose_all_routes(job, options, layout);
+  // The order that NCCL's queues need suits tagged messages too.
+  const char* carrier = uses_nccl(layout.wires.routes) ? "nccl" : job.messages->name();
+  make_plans(layout.plans, lowering_of(layout, options.training.inference), needs_of(carrier));
+  layout.plans.cuda_graphs = options.devices.cuda_graphs;
+  for (int rank = 0; rank < ranks; ++rank) {
     const MemoryPlan planned = plan_memory(layout, options, source, rank);
-    layout.memory.push_back(planned.memory);
-    if (rank == layout.rank) layout.operator_bytes = planned.operator_bytes;
+    layout.memory.ranks.push_back(planned.memory);
+    if (rank == layout.place.rank) layout.memory.operator_bytes = planned.operator_bytes;
   }
-  require_memory(groups.devices, layout);
+  require_memory(job.devices.ranks, layout.place.topology, layout.memory.ranks);
   return built;
 }
 

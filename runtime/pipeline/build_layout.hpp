@@ -1,4 +1,4 @@
-// Makes the layout of a pipeline: this rank's stages, plans that are verified, shapes and links of
+// Makes the layout of a pipeline: this rank's stages, plans that are verified, shapes and routes of
 // every edge, bytes per rank.
 #pragma once
 
@@ -9,20 +9,20 @@
 #include <sluice/options.hpp>
 #include <sluice/stage.hpp>
 
-#include "runtime/job/job_groups.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/job/job_context.hpp"
+#include "runtime/layout/job_layout.hpp"
 
 namespace sluice {
 
 struct BuiltLayout {
-  PipelineLayout layout;
+  JobLayout layout;
   std::vector<std::unique_ptr<Stage>> stages;  // of this rank, ascending
 };
 
 // Collective. Makes this rank's stages (nothing allocated), plans, verifies, and exchanges shapes
 // and parameters. `compute`: what the stages will run with. Throws Error(kUsage) for what cannot
 // work, Error(kPlan) for a schedule or plan that breaks a rule.
-[[nodiscard]] BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options,
+[[nodiscard]] BuiltLayout build_layout(JobContext& job, const PipelineOptions& options,
                                        ComputeContext& compute, const StageFactory& make_stage,
                                        const DataSource& source);
 

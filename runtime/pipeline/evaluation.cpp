@@ -5,12 +5,11 @@
 namespace sluice {
 
 Evaluation::Evaluation(const EvaluationPlan& plan, const DataSource& source,
-                       const PipelineLayout& layout, const EngineFactory& make_engine,
-                       Device device)
+                       const JobLayout& layout, const EngineFactory& make_engine, Device device)
     : plan_(plan),
       source_(source),
       wants_inputs_(layout.owns(0)),
-      wants_targets_(layout.owns(layout.num_stages() - 1)) {
+      wants_targets_(layout.owns(layout.plans.num_stages() - 1)) {
   if (!plan.round.ranks.empty()) round_ = make_engine(plan.round);
   if (!plan.rest.ranks.empty()) rest_ = make_engine(plan.rest);
   if (round_ == nullptr) return;

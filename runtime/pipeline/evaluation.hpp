@@ -11,7 +11,7 @@
 #include <sluice/device.hpp>
 
 #include "runtime/engine/engine.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
 
 namespace sluice {
 
@@ -19,7 +19,7 @@ class Evaluation {
  public:
   using EngineFactory = std::function<std::unique_ptr<Engine>(const Plan& plan)>;
   // `source` and `layout`, of which `plan` is part, outlive this object.
-  Evaluation(const EvaluationPlan& plan, const DataSource& source, const PipelineLayout& layout,
+  Evaluation(const EvaluationPlan& plan, const DataSource& source, const JobLayout& layout,
              const EngineFactory& make_engine, Device device);
 
   [[nodiscard]] std::int64_t samples() const { return plan_.samples; }

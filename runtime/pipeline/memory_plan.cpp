@@ -1,12 +1,13 @@
 #include "runtime/pipeline/memory_plan.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include <sluice/error.hpp>
@@ -16,7 +17,7 @@
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/gradients/bucketed_sums.hpp"
-#include "runtime/job/nccl_links.hpp"
+#include "runtime/job/nccl_routes.hpp"
 #include "stages/operators/context.hpp"
 #include "stages/operators/optimizer.hpp"
 
@@ -27,74 +28,76 @@ std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 std::size_t padded(std::size_t bytes) { return round_up(bytes, kBufferAlignment); }
 
-// Of one rank, part by part.
-class Sum {
+// Adds up the memory of one rank, part by part.
+class MemorySum {
  public:
-  Sum(const PipelineLayout& layout, const PipelineOptions& options, int rank)
+  MemorySum(const JobLayout& layout, const PipelineOptions& options, int rank)
       : layout_(layout),
         options_(options),
         rank_(rank),
-        device_(layout.devices[at(rank)].device.kind) {}
+        device_(layout.place.devices[at(rank)].device.kind) {}
 
   [[nodiscard]] const MemoryPlan& planned() const { return plan_; }
 
   void add_messages() {
-    for_each_plan([this](const Plan& plan) {
+    layout_.plans.for_each_plan([this](const Plan& plan) {
       for (const BufferPool& pool : plan.ranks[at(rank_)].pools) {
-        memory_.buffers += SlotPool::bytes(pool, layout_.edges);
+        memory_.buffers += SlotPool::bytes(pool, layout_.wires.edges);
       }
     });
   }
 
-  // An engine on a GPU keeps copies of every micro-batch it is given.
+  // An engine on a GPU has a copy of every micro-batch's inputs and targets.
   void add_batches(const DataSource& source) {
     if (device_ == DeviceKind::kCpu) return;
     std::size_t micro_batch = 0;
-    if (rank_ == layout_.first_rank()) {
-      for (const EdgeTensor& input : layout_.edges.inputs(layout_.edges.largest(), 0)) {
+    if (rank_ == layout_.plans.first_rank()) {
+      for (const EdgeTensor& input : layout_.wires.edges.inputs(layout_.wires.edges.largest(), 0)) {
         micro_batch += padded(input.spec.bytes());
       }
     }
-    if (rank_ == layout_.last_rank() && !options_.training.inference) {
-      for (const TensorSpec& target : source.target_specs(layout_.edges.largest())) {
+    if (rank_ == layout_.plans.last_rank() && !options_.training.inference) {
+      for (const TensorSpec& target : source.target_specs(layout_.wires.edges.largest())) {
         micro_batch += padded(target.bytes());
       }
     }
-    for_each_plan(
+    layout_.plans.for_each_plan(
         [&](const Plan& plan) { memory_.buffers += micro_batch * at(plan.micro_batches); });
   }
 
   void add_graphs() {
-    if (!layout_.cuda_graphs || device_ == DeviceKind::kCpu) return;
+    if (!layout_.plans.cuda_graphs || device_ == DeviceKind::kCpu) return;
     memory_.buffers += padded(RecordedCalls::kDeviceBytes);
-    // The driver keeps a graph's kernels on the device: some hundreds of them, at a kilobyte or so.
+    // The driver keeps a graph's kernels on the device: some hundreds, of about a kilobyte each.
     constexpr std::size_t kGraph = std::size_t{256} << 10;
-    for (const PlanOp& op : layout_.train.ranks[at(rank_)].ops) {
+    for (const PlanOp& op : layout_.plans.train.ranks[at(rank_)].ops) {
       if (op.kind == OpKind::kCompute) add_libraries(kGraph);
     }
   }
 
   void add_stages() {
     std::size_t owned = 0, squares = 0, tables = 0;
-    for (const int stage : layout_.train.placement.stages_of(rank_)) {
-      const StageEntry& entry = layout_.stages[at(stage)];
+    for (const int stage : layout_.plans.placement().stages_of(rank_)) {
+      const StageEntry& entry = layout_.parameters.stages[at(stage)];
       for (std::size_t i = 0; i < entry.parameters.size(); ++i) {
         const std::int64_t elements = entry.parameters[i].elements;
         memory_.parameters += parameter_bytes(elements);
         memory_.gradients += parameter_bytes(elements);
-        if (options_.training.inference || !layout_.is_owner(stage, static_cast<int>(i))) continue;
+        if (options_.training.inference || !layout_.parameters.is_owner(stage, static_cast<int>(i)))
+          continue;
         owned += parameter_bytes(elements);
         squares += sum_of_squares_workspace(elements);
       }
-      const bool splits = layout_.splits_backward();
+      const bool splits = layout_.plans.splits_backward();
       const std::size_t slot = entry.state_bytes + (splits ? entry.split_bytes : 0);
-      const std::size_t activations = padded(slots_of(stage) * slot);
+      const std::size_t activations = padded(at(layout_.plans.slots_of(stage)) * slot);
       const std::size_t workspace =
           padded(entry.workspace_bytes) + (splits ? 0 : padded(entry.shared_gradient_bytes));
       memory_.parameters += padded(entry.copy_bytes);
       memory_.activations += activations;
       memory_.workspace += workspace;
-      if (entry.own_memory) memory_.apart += padded(entry.copy_bytes) + activations + workspace;
+      if (entry.own_memory)
+        memory_.outside_arena += padded(entry.copy_bytes) + activations + workspace;
       plan_.operator_bytes = std::max(plan_.operator_bytes, entry.operator_bytes);
       tables = std::max(tables, entry.table_bytes);
     }
@@ -103,63 +106,53 @@ class Sum {
     memory_.operators = padded(plan_.operator_bytes) + padded(tables) + library_bytes(device_);
   }
 
-  // Other uses' gradients of tied parameters that arrive here, one at a time.
+  // The receive buffer for gradients of tied parameters, which arrive one at a time.
   void add_ties() {
     if (options_.training.inference) return;
     std::size_t largest = 0;
     const auto rank_of = [&](const TiedUse& use) {
-      return layout_.train.placement.rank_of(use.stage);
+      return layout_.plans.placement().rank_of(use.stage);
     };
-    for (const TiedParameter& tie : layout_.tied) {
+    for (const TiedParameter& tie : layout_.parameters.tied) {
       const TiedUse& owner = tie.uses.front();
       if (rank_of(owner) != rank_) continue;
       for (const TiedUse& use : tie.uses) {
         if (rank_of(use) == rank_) continue;
-        const StageEntry& entry = layout_.stages[at(owner.stage)];
+        const StageEntry& entry = layout_.parameters.stages[at(owner.stage)];
         largest = std::max(largest, parameter_bytes(entry.parameters[at(owner.index)].elements));
       }
     }
     memory_.buffers += largest;
   }
 
-  // A communicator costs NCCL hundreds of megabytes; there is one in the pipeline, one for sums.
+  // An NCCL communicator takes hundreds of megabytes. The pipeline has one, the sums have another.
   void add_nccl() {
     constexpr std::size_t kNcclCommunicator = std::size_t{512} << 20;
     if (device_ == DeviceKind::kCpu) return;
-    const bool sums = layout_.sums_by_nccl(rank_);
-    add_libraries(kNcclCommunicator * ((layout_.nccl_within() ? 1 : 0) + (sums ? 1 : 0)));
+    const bool sums = layout_.wires.sums_by_nccl(rank_);
+    add_libraries(kNcclCommunicator * ((layout_.nccl_in_pipeline() ? 1 : 0) + (sums ? 1 : 0)));
     if (!sums) return;
     std::vector<std::size_t> floats;
-    for (const int stage : layout_.train.placement.stages_of(rank_)) {
+    for (const int stage : layout_.plans.placement().stages_of(rank_)) {
       std::size_t bytes = 0;
-      for (const ParameterEntry& each : layout_.stages[at(stage)].parameters) {
+      for (const ParameterEntry& each : layout_.parameters.stages[at(stage)].parameters) {
         bytes += parameter_bytes(each.elements);
       }
       floats.push_back(bytes / sizeof(float));
     }
     memory_.buffers +=
-        padded(NcclLinks::sum_bytes(BucketedSums::load_of(floats, options_.devices.bucket_bytes),
-                                    layout_.topology.replicas, layout_.all_reduce));
+        padded(NcclRoutes::sum_bytes(BucketedSums::load_of(floats, options_.devices.bucket_bytes),
+                                     layout_.place.topology.replicas, layout_.wires.all_reduce));
   }
 
  private:
-  // What they take themselves, beside the rank's block.
+  // What libraries allocate themselves.
   void add_libraries(std::size_t bytes) {
     memory_.libraries += bytes;
-    memory_.apart += bytes;
+    memory_.outside_arena += bytes;
   }
-  template <typename Visit>
-  void for_each_plan(const Visit& visit) const {
-    visit(layout_.train);
-    for (const EvaluationPlan& evaluation : layout_.evaluations) {
-      for (const Plan* plan : {&evaluation.round, &evaluation.rest}) {
-        if (!plan->ranks.empty()) visit(*plan);
-      }
-    }
-  }
-  [[nodiscard]] std::size_t slots_of(int stage) const { return at(layout_.slots_of(stage)); }
 
-  const PipelineLayout& layout_;
+  const JobLayout& layout_;
   const PipelineOptions& options_;
   int rank_;
   DeviceKind device_;
@@ -171,9 +164,9 @@ double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 102
 
 }  // namespace
 
-MemoryPlan plan_memory(const PipelineLayout& layout, const PipelineOptions& options,
+MemoryPlan plan_memory(const JobLayout& layout, const PipelineOptions& options,
                        const DataSource& source, int rank) {
-  Sum sum(layout, options, rank);
+  MemorySum sum(layout, options, rank);
   sum.add_messages();
   sum.add_batches(source);
   sum.add_stages();
@@ -183,43 +176,37 @@ MemoryPlan plan_memory(const PipelineLayout& layout, const PipelineOptions& opti
   return sum.planned();
 }
 
-void require_memory(const std::vector<RankDevice>& devices, const PipelineLayout& layout) {
-  struct Wanted {
-    std::size_t first_rank = 0, bytes = 0;
-    std::size_t there = 0;  // as the rank saw it that saw least; 0: not known
-    std::string who;
-  };
-  // GPUs first, by host and GPU, then hosts.
-  std::map<std::tuple<bool, std::string, std::string>, Wanted> all;
+void require_memory(const std::vector<RankDevice>& devices, const Topology& topology,
+                    const std::vector<RankMemory>& memory) {
+  // The ranks that share one memory: GPUs first, by host and GPU, then hosts.
+  std::map<std::tuple<bool, std::string, std::string>, std::vector<std::size_t>> sharers;
   for (std::size_t rank = 0; rank < devices.size(); ++rank) {
-    const int place = layout.topology.pipeline_rank(static_cast<int>(rank));
-    const RankMemory& memory = layout.memory[at(place)];
     const RankDevice& device = devices[rank];
-    Wanted& wanted = all[{device.device.kind == DeviceKind::kCpu, device.host, device.identity}];
-    if (wanted.who.empty()) wanted.first_rank = rank;
-    const bool on_cpu = device.device.kind == DeviceKind::kCpu;
-    const std::size_t there = on_cpu ? device.host_memory : device.free_memory;
-    const bool known = there > 0 || !on_cpu;
-    const bool less = there < wanted.there || (on_cpu && wanted.there == 0);
-    if (wanted.who.empty() || (known && less)) wanted.there = there;
-    wanted.bytes += memory.total();
-    wanted.who +=
-        fmt::format("{}rank {}: {}", wanted.who.empty() ? "" : "; ", rank, to_string(memory));
+    sharers[{device.device.kind == DeviceKind::kCpu, device.host, device.identity}].push_back(rank);
   }
-  for (const auto& [where, wanted] : all) {
-    const RankDevice& first = devices[wanted.first_rank];
-    const bool on_cpu = first.device.kind == DeviceKind::kCpu;
-    const std::size_t there = wanted.there;
-    if (wanted.bytes <= there || (on_cpu && there == 0)) continue;
-    throw Error(
-        ErrorCode::kDevice,
-        fmt::format("rank {} on {}: {} has {:.1f} MiB{}, but the plan needs {:.1f} MiB "
-                    "of it ({}); a smaller --micro-batch-size, --recompute block, "
-                    "more ranks in the pipeline{} or another schedule need less",
-                    wanted.first_rank, first.host, on_cpu ? "the host" : to_string(first.device),
-                    mebi(there), on_cpu ? "" : " free", mebi(wanted.bytes), wanted.who,
-                    on_cpu ? " on other hosts" : ""),
-        static_cast<int>(wanted.first_rank));
+  for (const auto& [shared, ranks] : sharers) {
+    const bool on_cpu = std::get<0>(shared);
+    std::size_t needed = 0, available = std::numeric_limits<std::size_t>::max();
+    std::vector<std::string> tables;
+    for (const std::size_t rank : ranks) {
+      const RankDevice& device = devices[rank];
+      const std::size_t seen = on_cpu ? device.host_memory : device.free_memory;
+      if (seen > 0 || !on_cpu) available = std::min(available, seen);
+      const RankMemory& planned = memory[at(topology.pipeline_rank(static_cast<int>(rank)))];
+      needed += planned.total();
+      tables.push_back(fmt::format("rank {}: {}", rank, to_string(planned)));
+    }
+    if (needed <= available) continue;
+    const std::size_t rank = ranks.front();
+    const RankDevice& first = devices[rank];
+    throw Error(ErrorCode::kDevice,
+                fmt::format("rank {} on {}: {} has {:.1f} MiB{}, but the plan needs {:.1f} MiB "
+                            "of it ({}); a smaller --micro-batch-size, --recompute block, "
+                            "more ranks in the pipeline{} or another schedule need less",
+                            rank, first.host, on_cpu ? "the host" : to_string(first.device),
+                            mebi(available), on_cpu ? "" : " free", mebi(needed),
+                            fmt::join(tables, "; "), on_cpu ? " on other hosts" : ""),
+                static_cast<int>(rank));
   }
 }
 

@@ -1,5 +1,5 @@
-// What each rank of a pipeline holds of its device, added up before anything is allocated, from
-// what stages describe and what plans have slots for. Internal to the layout.
+// The memory that each rank of a pipeline needs, known before anything is allocated: the sum of
+// what stages describe and of what the plans' slots take. Internal to the layout.
 #pragma once
 
 #include <cstddef>
@@ -8,24 +8,24 @@
 #include <sluice/data.hpp>
 #include <sluice/options.hpp>
 
-#include "runtime/job/job_groups.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
 
 namespace sluice {
 
 struct MemoryPlan {
   RankMemory memory;
-  std::size_t operator_bytes = 0;  // PipelineLayout::operator_bytes
+  std::size_t operator_bytes = 0;  // MemoryTable::operator_bytes
 };
 
-// Of a layout that is complete but for its memory.
-[[nodiscard]] MemoryPlan plan_memory(const PipelineLayout& layout, const PipelineOptions& options,
+// Requires a layout that is complete except for its memory. `rank`: of the pipeline.
+[[nodiscard]] MemoryPlan plan_memory(const JobLayout& layout, const PipelineOptions& options,
                                      const DataSource& source, int rank);
 
-// A GPU that cannot hold what its ranks will ask for is refused here, on every rank alike, instead
-// of in the middle of the start: Error(kDevice) with the tables of its ranks. So is a host with
-// less memory than its ranks on CPUs will ask for, which would give out more than it has and end
-// them later. `devices` of all ranks of the job.
-void require_memory(const std::vector<RankDevice>& devices, const PipelineLayout& layout);
+// Refuses, on every rank alike, a GPU with less free memory than its ranks need, before anything is
+// allocated: Error(kDevice) with the tables of its ranks. Likewise a host with less memory than its
+// CPU ranks need: the system would end them later. `devices`: [rank of the job]; `memory`:
+// [pipeline rank].
+void require_memory(const std::vector<RankDevice>& devices, const Topology& topology,
+                    const std::vector<RankMemory>& memory);
 
 }  // namespace sluice

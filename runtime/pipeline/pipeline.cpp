@@ -8,29 +8,30 @@
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
 
-#include "runtime/engine/step_clock.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/gradients/bucketed_sums.hpp"
 #include "runtime/gradients/gradients.hpp"
 #include "runtime/gradients/replica_check.hpp"
 #include "runtime/job/host_mirror.hpp"
-#include "runtime/job/job_groups.hpp"
-#include "runtime/job/nccl_links.hpp"
+#include "runtime/job/job_context.hpp"
+#include "runtime/job/nccl_routes.hpp"
 #include "runtime/pipeline/build_layout.hpp"
 #include "runtime/pipeline/evaluation.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 
 namespace sluice {
 namespace {
 
 std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
-// Sums of a stage's batch statistics over its replicas, in a copy: whose they are is the stage's.
+// Sums a stage's batch statistics over its replicas, in a copy: a stage owns its memory.
 class ReplicaSum : public Collective {
  public:
   ReplicaSum(Collectives& replicas, ComputeContext& compute, Interrupt* interrupt)
       : replicas_(replicas), mirror_(compute, interrupt) {}
   void sum(std::span<float> values) override {
     workspace_.resize(replicas_.ordered_sum_workspace(values.size()));
-    const std::span<float> host = mirror_.view(values);
+    const std::span<float> host = mirror_.read_back(values);
     sums_->assign(host.begin(), host.end());
     replicas_.ordered_sum(*sums_, workspace_, sums_);
     std::copy(sums_->begin(), sums_->end(), host.begin());
@@ -50,31 +51,28 @@ struct Pipeline::Impl {
   Impl(Communicator& world, const PipelineOptions& options_in, const StageFactory& make_stage,
        const DataSource& source);
 
-  // After an error NCCL's kernels may wait for messages that never come, and freeing a GPU's memory
-  // waits for them: they go first.
+  // NCCL is destroyed first. After an error its kernels may wait for messages that never come, and
+  // freeing a GPU's memory waits for kernels.
   ~Impl() {
-    groups.watch->drive(nullptr);
+    job.watch->set_progress_engine(nullptr);
     nccl.reset();
   }
 
-  struct Recording {
-    std::size_t events = 0;  // of the trace, room for that many
-    bool graphs = false;
-  };
-
-  // Runs `body`; where the device, or the host for it, has no memory left, the error says so of
-  // `who`, with the plan's table.
+  // Runs `body`. Where the memory of the device, or of the host, is not enough, the Error names
+  // `who` and the plan's table.
   template <typename Body>
-  void within_plan(const std::string& who, const Body& body) const;
-  // The same of whatever this rank's device refuses: libraries do not say that memory was the
-  // reason. What another rank has failed with stays as it is.
+  void rethrow_oom_with_plan(const std::string& who, const Body& body) const;
+  // The same for every error of this rank's device: libraries do not say that memory was the
+  // reason. Errors of other ranks are not changed.
   template <typename Body>
-  void make_ready(const std::string& who, const Body& body) const;
-  [[noreturn]] void exceed_plan(const std::string& who, const Error& error) const;
+  void rethrow_device_error_with_plan(const std::string& who, const Body& body) const;
+  [[noreturn]] void throw_with_plan(const std::string& who, const Error& error) const;
   void take_memory();
   void prepare_stages();
   void make_nccl();
-  std::unique_ptr<Engine> make_engine(const Plan& plan, const Recording& recording);
+  void prepare_training(const DataSource& source);
+  // Only a training engine records traces and CUDA graphs.
+  std::unique_ptr<Engine> make_engine(const Plan& plan, bool training);
   double count_targets(const BatchLoader::Batch& batch);
   StepReport train_step();
   double evaluate(std::int64_t samples);
@@ -85,14 +83,14 @@ struct Pipeline::Impl {
   StepReport report_of(double seconds) const;
 
   PipelineOptions options;
-  JobGroups groups;
-  PipelineLayout layout;
+  JobContext job;
+  JobLayout layout;
   std::vector<std::unique_ptr<Stage>> stages;
   std::vector<StageBinding> bindings;
   std::unique_ptr<ComputeContext> compute;
   std::unique_ptr<HostMirror> mirror;
   std::unique_ptr<ReplicaSum> replica_sum;
-  std::unique_ptr<NcclLinks> nccl;
+  std::unique_ptr<NcclRoutes> nccl;
   std::unique_ptr<Engine> engine;
   std::unique_ptr<BatchLoader> loader;
   std::deque<Evaluation> evaluations;
@@ -106,116 +104,114 @@ struct Pipeline::Impl {
 
 Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
                      const StageFactory& make_stage, const DataSource& source)
-    : options(options_in), groups(world, options) {
-  groups.guarded([&] {
-    make_ready("the libraries", [&] {
-      compute = std::make_unique<ComputeContext>(groups.device, options.devices.threads);
+    : options(options_in), job(world, options) {
+  job.guarded([&] {
+    rethrow_device_error_with_plan("the libraries", [&] {
+      compute = std::make_unique<ComputeContext>(job.place.device(), options.devices.threads);
     });
     compute->set_tf32(options.devices.tf32);
     BuiltLayout built;
-    within_plan("the layout", [&] {  // where libraries plan what the stages will ask of them
-      built = build_layout(groups, options, *compute, make_stage, source);
-    });
+    // Libraries may take memory when they plan what the stages will ask of them.
+    rethrow_oom_with_plan(
+        "the layout", [&] { built = build_layout(job, options, *compute, make_stage, source); });
     layout = std::move(built.layout);
     stages = std::move(built.stages);
     take_memory();
-    mirror = std::make_unique<HostMirror>(*compute, groups.watch.get());
-    replica_sum = std::make_unique<ReplicaSum>(*groups.in_replicas, *compute, groups.watch.get());
-    replica_targets.resize(at(layout.topology.replicas));
+    mirror = std::make_unique<HostMirror>(*compute, job.watch.get());
+    replica_sum =
+        std::make_unique<ReplicaSum>(*job.replicas.collectives, *compute, job.watch.get());
+    replica_targets.resize(at(layout.place.topology.replicas));
     prepare_stages();
-    // New communicators are made by all ranks or wait for ever: nobody has failed so far.
-    groups.in_world->barrier();
-    make_ready("NCCL's communicators", [&] { make_nccl(); });
-    within_plan("tied parameters", [&] {
-      tied = std::make_unique<TiedUses>(groups, layout, *compute, nccl.get(), *mirror, bindings);
+    // All ranks make new communicators, or those that do wait for ever: no rank may have failed.
+    job.world.collectives->barrier();
+    rethrow_device_error_with_plan("NCCL's communicators", [&] { make_nccl(); });
+    rethrow_oom_with_plan("tied parameters", [&] {
+      tied = std::make_unique<TiedUses>(job, layout.plans, layout.parameters, *compute, nccl.get(),
+                                        *mirror, bindings);
     });
-    within_plan("messages", [&] {
-      const std::size_t events =
-          options.checks.trace ? layout.train.ranks[at(layout.rank)].ops.size() : 0;
-      engine = make_engine(layout.train, {.events = events, .graphs = options.devices.cuda_graphs});
-    });
-    groups.watch->drive(engine.get());
-    for (const EvaluationPlan& plan : layout.evaluations) {
-      within_plan(fmt::format("evaluation of {} samples", plan.samples), [&] {
+    rethrow_oom_with_plan("messages",
+                          [&] { engine = make_engine(layout.plans.train, /*training=*/true); });
+    job.watch->set_progress_engine(engine.get());
+    for (const EvaluationPlan& plan : layout.plans.evaluations) {
+      rethrow_oom_with_plan(fmt::format("evaluation of {} samples", plan.samples), [&] {
         evaluations.emplace_back(
-            plan, source, layout, [this](const Plan& forward) { return make_engine(forward, {}); },
+            plan, source, layout,
+            [this](const Plan& forward) { return make_engine(forward, /*training=*/false); },
             compute->device());
       });
     }
-    if (options.training.inference) return;
-    within_plan("the batches", [&] {
-      loader =
-          std::make_unique<BatchLoader>(source, Phase::kTrain, layout.micro_batches, layout.owns(0),
-                                        layout.owns(layout.num_stages() - 1), compute->device());
-    });
-    within_plan("the optimizer", [&] {
-      gradients = std::make_unique<GradientSync>(groups, layout, options, *compute, nccl.get(),
-                                                 *tied, bindings);
-    });
-    gradients->zero_grads();
-    compute->stream().synchronize();
-    groups.in_world->barrier();
+    if (!options.training.inference) prepare_training(source);
   });
 }
 
+void Pipeline::Impl::prepare_training(const DataSource& source) {
+  rethrow_oom_with_plan("the batches", [&] {
+    loader = std::make_unique<BatchLoader>(
+        source, Phase::kTrain, layout.plans.micro_batches, layout.owns(0),
+        layout.owns(layout.plans.num_stages() - 1), compute->device());
+  });
+  rethrow_oom_with_plan("the optimizer", [&] {
+    gradients =
+        std::make_unique<GradientSync>(job, layout, options, *compute, nccl.get(), *tied, bindings);
+  });
+  gradients->zero_grads();
+  compute->stream().synchronize();
+  job.world.collectives->barrier();
+}
+
 template <typename Body>
-void Pipeline::Impl::within_plan(const std::string& who, const Body& body) const {
+void Pipeline::Impl::rethrow_oom_with_plan(const std::string& who, const Body& body) const {
   try {
     body();
   } catch (const OutOfMemory& error) {
-    exceed_plan(who, error);
+    throw_with_plan(who, error);
   }
 }
 
 template <typename Body>
-void Pipeline::Impl::make_ready(const std::string& who, const Body& body) const {
+void Pipeline::Impl::rethrow_device_error_with_plan(const std::string& who,
+                                                    const Body& body) const {
   try {
     body();
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kDevice || error.rank() >= 0) throw;
-    exceed_plan(who, error);
+    throw_with_plan(who, error);
   }
 }
 
-void Pipeline::Impl::exceed_plan(const std::string& who, const Error& error) const {
+void Pipeline::Impl::throw_with_plan(const std::string& who, const Error& error) const {
   std::string plan = "not made yet";
-  if (!layout.memory.empty()) plan = to_string(layout.memory[at(layout.rank)]);
-  throw Error(
-      ErrorCode::kDevice,
-      fmt::format("{} on {} of {}: {}; the plan of this rank: {}", who, to_string(groups.device),
-                  groups.devices[at(groups.world->rank())].host, error.what(), plan));
+  if (!layout.memory.ranks.empty()) plan = to_string(layout.memory.ranks[at(layout.place.rank)]);
+  throw Error(ErrorCode::kDevice,
+              fmt::format("{} on {} of {}: {}; the plan of this rank: {}", who,
+                          to_string(job.place.device()),
+                          job.devices.ranks[at(job.world.ranks->rank())].host, error.what(), plan));
 }
 
 void Pipeline::Impl::take_memory() {
-  within_plan("the plan", [&] {
-    compute->memory().reserve(layout.memory[at(layout.rank)].block());
-    compute->reserve_workspace(layout.operator_bytes);
+  rethrow_oom_with_plan("the plan", [&] {
+    compute->memory().reserve(layout.memory.ranks[at(layout.place.rank)].arena());
+    compute->reserve_workspace(layout.memory.operator_bytes);
   });
 }
 
-// Communicators cost a GPU hundreds of megabytes: one set serves training and evaluations.
+// A communicator takes hundreds of megabytes of a GPU: training and evaluations share one set.
 void Pipeline::Impl::make_nccl() {
-  if (!NcclLinks::wanted(layout)) return;
-  std::size_t open = 8 + TiedUses::most_open(layout);
-  const auto count = [&](const Plan& plan) {
-    if (plan.ranks.empty()) return;
-    for (const BufferPool& pool : plan.ranks[at(layout.rank)].pools) open += at(pool.count);
-  };
-  count(layout.train);
-  for (const EvaluationPlan& evaluation : layout.evaluations) {
-    count(evaluation.round);
-    count(evaluation.rest);
-  }
-  const SumLoad sums = layout.sums_by_nccl()
+  if (!NcclRoutes::wanted(layout)) return;
+  std::size_t open = 8 + TiedUses::most_open(layout.parameters);
+  layout.plans.for_each_plan([&](const Plan& plan) {
+    for (const BufferPool& pool : plan.ranks[at(layout.place.rank)].pools) open += at(pool.count);
+  });
+  const SumLoad sums = layout.wires.sums_by_nccl(layout.place.rank)
                            ? BucketedSums::load_of(bindings, options.devices.bucket_bytes)
                            : SumLoad{};
   nccl =
-      std::make_unique<NcclLinks>(groups, layout, *compute, sums, open, options.devices.all_reduce);
+      std::make_unique<NcclRoutes>(job, layout, *compute, sums, open, options.devices.all_reduce);
 }
 
 void Pipeline::Impl::prepare_stages() {
-  const std::vector<int>& mine = layout.train.placement.stages_of(layout.rank);
-  const bool splits = layout.splits_backward();
+  const std::vector<int>& mine = layout.plans.placement().stages_of(layout.place.rank);
+  const bool splits = layout.plans.splits_backward();
   for (std::size_t i = 0; i < stages.size(); ++i) {
     const int index = mine[i];
     StageBinding binding{.index = index,
@@ -224,59 +220,61 @@ void Pipeline::Impl::prepare_stages() {
                          .loss = nullptr};
     if (splits && binding.split == nullptr) {
       throw Error(ErrorCode::kUsage,
-                  fmt::format("schedule '{}' parts the backward pass, which stage {} cannot (it is "
-                              "no SplitBackward)",
+                  fmt::format("schedule '{}' splits the backward pass, but stage {} is not a "
+                              "SplitBackward",
                               options.order.schedule, index));
     }
-    if (index + 1 == layout.num_stages()) {
+    if (index + 1 == layout.plans.num_stages()) {
       binding.loss = dynamic_cast<LossStage*>(stages[i].get());
       if (binding.loss == nullptr) {
-        throw Error(
-            ErrorCode::kUsage,
-            fmt::format("stage {} is the last one and has no loss (it is no LossStage)", index));
+        throw Error(ErrorCode::kUsage,
+                    fmt::format("stage {} is the last one, but is not a LossStage", index));
       }
     }
     StageSetup setup{.compute = compute.get(),
-                     .slots = layout.slots_of(index),
+                     .slots = layout.plans.slots_of(index),
                      .split_backward = splits,
                      .seed = options.training.seed,
                      .input_sizes = {}};
-    for (const std::int64_t size : layout.edges.sizes()) {
+    for (const std::int64_t size : layout.wires.edges.sizes()) {
       std::vector<TensorSpec>& specs = setup.input_sizes.emplace_back();
-      for (const EdgeTensor& tensor : layout.edges.inputs(size, index))
+      for (const EdgeTensor& tensor : layout.wires.edges.inputs(size, index))
         specs.push_back(tensor.spec);
     }
-    make_ready(fmt::format("stage {}", index), [&] { stages[i]->prepare(setup); });
+    rethrow_device_error_with_plan(fmt::format("stage {}", index),
+                                   [&] { stages[i]->prepare(setup); });
     bindings.push_back(binding);
   }
 }
 
-std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, const Recording& recording) {
+std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, bool training) {
+  const RankPlan& mine = plan.ranks[at(layout.place.rank)];
   return std::make_unique<Engine>(
       EngineConfig{.plan = &plan,
-                   .rank = layout.rank,
-                   .edges = &layout.edges,
+                   .rank = layout.place.rank,
+                   .edges = &layout.wires.edges,
                    .stages = bindings,
                    .compute = compute.get(),
-                   .communicator = groups.messages.get(),
-                   .interrupt = groups.control.get(),
-                   .piece_bytes = groups.piece_bytes(),
+                   .communicator = job.messages.get(),
+                   .interrupt = job.control.get(),
+                   .piece_bytes = job.piece_bytes(),
                    .nccl = nccl.get(),
-                   .links = layout.links,
+                   .routes = layout.wires.routes,
                    .collective = plan.forward_only ? nullptr : replica_sum.get(),
-                   .cuda_graphs = recording.graphs,
-                   .trace_events = recording.events});
+                   .cuda_graphs = training && options.devices.cuda_graphs,
+                   .trace_events = training && options.checks.trace ? mine.ops.size() : 0});
 }
 
-// One sum over replicas, on the last stage's ranks, fixes what the mean is taken over; elsewhere 1.
+// The number of targets in the global batch, which the mean loss is taken over. On the last stage's
+// ranks, with one exchange between replicas; elsewhere 1.
 double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch) {
-  if (!layout.owns(layout.num_stages() - 1)) return 1;
+  if (!layout.owns(layout.plans.num_stages() - 1)) return 1;
   double mine = 0;
   for (const std::vector<Tensor>& targets : batch.targets) {
     mine += bindings.back().loss->target_weight(targets);
   }
-  groups.in_replicas->all_gather(std::as_bytes(std::span(&mine, 1)),
-                                 std::as_writable_bytes(std::span(replica_targets)));
+  job.replicas.collectives->all_gather(std::as_bytes(std::span(&mine, 1)),
+                                       std::as_writable_bytes(std::span(replica_targets)));
   double total = 0;
   for (const double count : replica_targets) total += count;
   if (total <= 0) {
@@ -288,7 +286,7 @@ double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch) {
 StepReport Pipeline::Impl::train_step() {
   require_open();
   StepReport report;
-  groups.guarded([&] {
+  job.guarded([&] {
     use_device(compute->device());
     if (options.training.inference)
       throw Error(ErrorCode::kUsage, "an inference pipeline does not train");
@@ -299,44 +297,45 @@ StepReport Pipeline::Impl::train_step() {
                               .step = number,
                               .seed = options.training.seed,
                               .loss_scale = 1 / count_targets(batch),
-                              .micro_batches = layout.micro_batches,
+                              .micro_batches = layout.plans.micro_batches,
                               .batch = &batch};
     gradients->begin(number, started, engine->outcome());
-    within_plan(fmt::format("step {}", number), [&] { engine->run(request, gradients.get()); });
+    rethrow_oom_with_plan(fmt::format("step {}", number),
+                          [&] { engine->run(request, gradients.get()); });
     gradients->zero_grads();
     step = number;
     report = report_of(steady_seconds() - started);
     if (options.checks.replicas_every > 0 && step % options.checks.replicas_every == 0) {
-      within_plan(fmt::format("the comparison of replicas after step {}", step),
-                  [&] { sluice::check_replicas(groups, layout, *tied, bindings, *mirror, step); });
+      rethrow_oom_with_plan(fmt::format("the comparison of replicas after step {}", step),
+                            [&] { check_replicas(job, *tied, bindings, *mirror, step); });
     }
   });
   return report;
 }
 
 void Pipeline::Impl::close() {
-  groups.guarded([&] {
+  job.guarded([&] {
     if (std::exchange(closed, true)) return;
     use_device(compute->device());
-    groups.watch->drive(nullptr);  // what it drives ends
+    job.watch->set_progress_engine(nullptr);
     if (nccl != nullptr) nccl->finalize();
-    groups.in_world->barrier();
+    job.world.collectives->barrier();
   });
 }
 
-// Not guarded: it holds on all ranks or on none, and some may still be closing.
+// Not guarded: the answer is the same on all ranks, and some may still be closing.
 void Pipeline::Impl::require_open() const {
-  if (closed) throw Error(ErrorCode::kUsage, "the pipeline is closed and computes no more");
+  if (closed) throw Error(ErrorCode::kUsage, "the pipeline is closed");
 }
 
 void Pipeline::Impl::require_inference(std::span<const Tensor> inputs) const {
   if (!options.training.inference)
     throw Error(ErrorCode::kUsage, "a training pipeline does not infer");
-  if (layout.micro_batches.size() != 1) {
+  if (layout.plans.micro_batches.size() != 1) {
     throw Error(ErrorCode::kUsage, fmt::format("inference takes one micro-batch, not {}",
-                                               layout.micro_batches.size()));
+                                               layout.plans.micro_batches.size()));
   }
-  const auto expected = layout.edges.inputs(layout.micro_batches[0].count, 0);
+  const auto expected = layout.wires.edges.inputs(layout.plans.micro_batches[0].count, 0);
   bool fits = inputs.size() == expected.size();
   for (std::size_t i = 0; fits && i < inputs.size(); ++i) fits = inputs[i].spec == expected[i].spec;
   if (!fits) {
@@ -356,13 +355,13 @@ StepReport Pipeline::Impl::report_of(double seconds) const {
   report.learning_rate = options.training.learning_rate.at(step);
   report.seconds = seconds;
   report.pipeline_seconds = totals.window_seconds;
-  // Two clocks: what is all but busy may come out as busier than that.
-  report.bubble_measured =
-      std::max(0.0, 1 - totals.busy_seconds / (totals.window_seconds * layout.topology.ranks()));
-  if (groups.world->rank() == 0) {
+  // The two times come from different clocks: a bubble near 0 may come out negative.
+  report.bubble_measured = std::max(
+      0.0, 1 - totals.busy_seconds / (totals.window_seconds * layout.place.topology.ranks()));
+  if (job.world.ranks->rank() == 0) {
     report.peak_in_flight = gradients->peaks();
-    report.peak_bytes.reserve(layout.memory.size());
-    for (const RankMemory& memory : layout.memory) {
+    report.peak_bytes.reserve(layout.memory.ranks.size());
+    for (const RankMemory& memory : layout.memory.ranks) {
       report.peak_bytes.push_back(static_cast<std::int64_t>(memory.total()));
     }
   }
@@ -372,25 +371,25 @@ StepReport Pipeline::Impl::report_of(double seconds) const {
 double Pipeline::Impl::evaluate(std::int64_t samples) {
   require_open();
   double mean = 0;
-  groups.guarded([&] {
+  job.guarded([&] {
     const auto found = std::find_if(evaluations.begin(), evaluations.end(),
                                     [&](const Evaluation& e) { return e.samples() == samples; });
     if (found == evaluations.end()) {
       throw Error(
           ErrorCode::kUsage,
-          fmt::format("evaluation of {} samples was not announced in the options", samples));
+          fmt::format("evaluation of {} samples is not one of the options' evaluations", samples));
     }
     use_device(compute->device());
     LossResult loss;
-    within_plan(fmt::format("evaluation of {} samples", samples),
-                [&] { loss = found->run(options.training.seed); });
+    rethrow_oom_with_plan(fmt::format("evaluation of {} samples", samples),
+                          [&] { loss = found->run(options.training.seed); });
     const std::array<double, 2> mine = {loss.sum, loss.weight};
-    std::vector<double> all(2 * at(groups.world->size()));
-    groups.in_world->all_gather(std::as_bytes(std::span(mine)),
-                                std::as_writable_bytes(std::span(all)));
+    std::vector<double> all(2 * at(job.world.ranks->size()));
+    job.world.collectives->all_gather(std::as_bytes(std::span(mine)),
+                                      std::as_writable_bytes(std::span(all)));
     std::array<double, 2> total = {0, 0};
-    for (int r = 0; r < layout.topology.replicas; ++r) {
-      const std::size_t rank = at(layout.topology.rank_of(r, layout.last_rank()));
+    for (int r = 0; r < layout.place.topology.replicas; ++r) {
+      const std::size_t rank = at(layout.place.topology.rank_of(r, layout.plans.last_rank()));
       total[0] += all[2 * rank];
       total[1] += all[2 * rank + 1];
     }
@@ -402,7 +401,7 @@ double Pipeline::Impl::evaluate(std::int64_t samples) {
 std::span<const Tensor> Pipeline::Impl::infer(std::span<const Tensor> inputs) {
   require_open();
   std::span<const Tensor> outputs;
-  groups.guarded([&] {
+  job.guarded([&] {
     use_device(compute->device());
     require_inference(inputs);
     inference_batch.inputs.assign(1, {inputs.begin(), inputs.end()});
@@ -410,9 +409,9 @@ std::span<const Tensor> Pipeline::Impl::infer(std::span<const Tensor> inputs) {
     const StepRequest request{.phase = Phase::kGenerate,
                               .step = ++step,
                               .seed = options.training.seed,
-                              .micro_batches = layout.micro_batches,
+                              .micro_batches = layout.plans.micro_batches,
                               .batch = &inference_batch};
-    within_plan("inference", [&] { engine->run(request, nullptr); });
+    rethrow_oom_with_plan("inference", [&] { engine->run(request, nullptr); });
     outputs = engine->outputs();
   });
   return outputs;
@@ -423,14 +422,14 @@ Pipeline::Pipeline(Communicator& world, const PipelineOptions& options,
     : impl_(std::make_unique<Impl>(world, options, make_stage, source)) {}
 Pipeline::~Pipeline() = default;
 
-PipelineLayout Pipeline::plan_layout(Communicator& world, const PipelineOptions& options,
-                                     const StageFactory& make_stage, const DataSource& source) {
-  JobGroups groups(world, options);
-  PipelineLayout layout;
-  groups.guarded([&] {
-    ComputeContext compute(groups.device, options.devices.threads);
+JobLayout PipelineAccess::plan_layout(Communicator& world, const PipelineOptions& options,
+                                      const StageFactory& make_stage, const DataSource& source) {
+  JobContext job(world, options);
+  JobLayout layout;
+  job.guarded([&] {
+    ComputeContext compute(job.place.device(), options.devices.threads);
     compute.set_tf32(options.devices.tf32);
-    layout = build_layout(groups, options, compute, make_stage, source).layout;
+    layout = build_layout(job, options, compute, make_stage, source).layout;
   });
   return layout;
 }
@@ -443,7 +442,7 @@ std::span<const Tensor> Pipeline::infer(std::span<const Tensor> inputs) {
 void Pipeline::close() { impl_->close(); }
 std::uint64_t Pipeline::step() const { return impl_->step; }
 void Pipeline::set_step(std::uint64_t step) { impl_->step = step; }
-const PipelineLayout& Pipeline::layout() const { return impl_->layout; }
+const JobLayout& PipelineAccess::layout(const Pipeline& pipeline) { return pipeline.impl_->layout; }
 
 std::vector<Pipeline::Owned> Pipeline::parameters() {
   std::vector<Owned> owned;
@@ -453,7 +452,7 @@ std::vector<Pipeline::Owned> Pipeline::parameters() {
     int index = 0;
     for (Parameter* parameter : set->all()) {
       owned.push_back({.stage = binding.index,
-                       .owner = impl_->layout.is_owner(binding.index, index++),
+                       .owner = impl_->layout.parameters.is_owner(binding.index, index++),
                        .parameter = parameter});
     }
   }
@@ -462,9 +461,9 @@ std::vector<Pipeline::Owned> Pipeline::parameters() {
 
 void Pipeline::values_changed() {
   impl_->require_open();
-  impl_->groups.guarded([&] {
+  impl_->job.guarded([&] {
     use_device(impl_->compute->device());
-    impl_->within_plan("tied parameters", [&] { impl_->tied->spread_values(); });
+    impl_->rethrow_oom_with_plan("tied parameters", [&] { impl_->tied->broadcast_tied_values(); });
   });
 }
 
@@ -473,18 +472,25 @@ std::vector<OptimizerState> Pipeline::optimizer_state() {
   return impl_->gradients->optimizer_state().state();
 }
 
-Collectives& Pipeline::world() { return *impl_->groups.in_world; }
-void Pipeline::guarded(const std::function<void()>& body) { impl_->groups.guarded(body); }
-void Pipeline::guarded(const std::string& who, const std::function<void()>& body) {
-  impl_->groups.guarded([&] { impl_->within_plan(who, body); });
+Collectives& PipelineAccess::world(Pipeline& pipeline) {
+  return *pipeline.impl_->job.world.collectives;
+}
+void PipelineAccess::guarded(Pipeline& pipeline, const std::function<void()>& body) {
+  pipeline.impl_->job.guarded(body);
+}
+void PipelineAccess::guarded(Pipeline& pipeline, const std::string& who,
+                             const std::function<void()>& body) {
+  pipeline.impl_->job.guarded([&] { pipeline.impl_->rethrow_oom_with_plan(who, body); });
 }
 
-std::vector<TraceEvent> Pipeline::trace() const {
-  const auto events = impl_->engine->trace();
+std::vector<TraceEvent> PipelineAccess::trace(const Pipeline& pipeline) {
+  const auto events = pipeline.impl_->engine->trace();
   return {events.begin(), events.end()};
 }
 
 ComputeContext& Pipeline::compute() { return *impl_->compute; }
-const StepOutcome& Pipeline::last_outcome() const { return impl_->engine->outcome(); }
+const StepOutcome& PipelineAccess::last_outcome(const Pipeline& pipeline) {
+  return pipeline.impl_->engine->outcome();
+}
 
 }  // namespace sluice

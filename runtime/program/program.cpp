@@ -16,16 +16,16 @@
 
 #include "comm/group/control.hpp"
 #include "comm/mpi/mpi_session.hpp"
-#include "runtime/job/job_groups.hpp"
+#include "runtime/job/configuration.hpp"
 #include "runtime/options/process.hpp"
 
 namespace sluice {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-// How long a failing rank waits for the others to have failed as well.
-constexpr auto kMeetingTime = std::chrono::milliseconds(1000);
-// What the launcher needs to forward the last lines before the job is ended.
+// How long a failing rank waits until the others have failed as well.
+constexpr auto kExitTime = std::chrono::milliseconds(1000);
+// Time for the launcher to forward the last lines before the job ends.
 constexpr auto kDrainTime = std::chrono::milliseconds(200);
 
 // Everything that must outlive the body; destroyed in the right order before MPI ends.
@@ -33,11 +33,11 @@ struct Job {
   Job(int* argc, char*** argv)
       : session(argc, argv),
         world(session.world()),
-        meeting(world->duplicate()),
+        exit_comm(world->duplicate()),
         control(std::make_unique<ControlChannel>(*world)) {}
   MpiSession session;
   std::unique_ptr<Communicator> world;
-  std::unique_ptr<Communicator> meeting;
+  std::unique_ptr<Communicator> exit_comm;
   std::unique_ptr<ControlChannel> control;
 };
 
@@ -55,10 +55,10 @@ bool wait_until(Communicator& comm, Request& request, Clock::time_point deadline
   return true;
 }
 
-// True on all ranks once every rank has called it; false where some did not in time.
-bool meet(Communicator& comm) {
+// True on all ranks once every rank has called it; false where one did not in time.
+bool all_ranks_reached_exit(Communicator& comm) {
   constexpr int kTag = 0;
-  const auto deadline = Clock::now() + kMeetingTime;
+  const auto deadline = Clock::now() + kExitTime;
   const auto note = std::make_shared<std::array<std::byte, 1>>();
   const auto send = [&](int peer) {
     Request request = comm.start_send(peer, kTag, *note);
@@ -87,20 +87,20 @@ int fail(Job& job, const Error& error) {
   flush_stdout();
   const Error mine(error.code(), error.what(), error.rank() >= 0 ? error.rank() : rank,
                    error.location());
-  // Rank 0 may be anywhere in the body; pipelines have agreed on their errors by now.
-  const Error first = job.control->report(mine, kMeetingTime);
+  // Rank 0 may be anywhere in the body. Pipelines have already agreed on their errors.
+  const Error first = job.control->report(mine, kExitTime);
   if (first.rank() == rank) print_error(first);
   const int code = exit_code(first.code());
-  bool met = false;
+  bool all_here = false;
   try {
-    met = meet(*job.meeting);
+    all_here = all_ranks_reached_exit(*job.exit_comm);
   } catch (const Error&) {
-    // A rank is gone; ending the job is all that is left.
+    // A rank is gone; the job is aborted below.
   }
-  // What every rank refuses alike leaves no message under way: MPI may end in peace.
-  if (met && first.code() == ErrorCode::kUsage) return code;
-  // One rank ends the job; the others do it only if that one cannot.
-  std::this_thread::sleep_for(first.rank() == rank ? kDrainTime : kDrainTime + kMeetingTime);
+  // An error of usage on every rank leaves no message in flight, so MPI can end normally.
+  if (all_here && first.code() == ErrorCode::kUsage) return code;
+  // One rank aborts the job; the others do so only if that one cannot.
+  std::this_thread::sleep_for(first.rank() == rank ? kDrainTime : kDrainTime + kExitTime);
   job.session.abort(code);
 }
 
@@ -144,7 +144,7 @@ int run_command(const std::string& command, int argc, char** argv,
     return exit_code(refusal->code());
   }
   return run_main(argc, argv, [&](Communicator& world) {
-    // Before any refusal: an option may be refused because it is another command's.
+    // Before the error of `parse`: an option may be unknown because it is another command's.
     Collectives collectives(world, 0, nullptr);
     require_same_configuration(collectives, {{"command", command}});
     if (refusal) throw Error(*refusal);

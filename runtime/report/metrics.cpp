@@ -10,6 +10,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/files/writable.hpp"
 
 namespace sluice {
@@ -63,9 +64,8 @@ void MetricsWriter::line(std::string json) {
     out_.open(path_, std::ios::binary | (append_ ? std::ios::app : std::ios::trunc));
   out_ << json << '\n' << std::flush;
   if (!out_) {
-    throw Error(ErrorCode::kIo,
-                fmt::format("cannot write metrics to '{}': {}", path_.string(),
-                            std::generic_category().message(errno != 0 ? errno : EIO)));
+    throw_error(ErrorCode::kIo, "cannot write metrics to '{}': {}", path_.string(),
+                std::generic_category().message(errno != 0 ? errno : EIO));
   }
 }
 

@@ -24,14 +24,14 @@ struct StepRecord {
 };
 
 // One JSON object a line, flushed per line; a failed write throws Error(kIo) naming the path.
-// Floats have the digits that give the same double back; JSON has no number for NaN and infinities,
+// Floats have the digits that give the same double back; JSON has no NaN and infinities,
 // so they are the strings "nan", "inf" and "-inf" (which Python's float() reads). An existing file
 // is replaced.
 class MetricsWriter {
  public:
-  // Replaces the file, or goes on after its end (a run that resumes), when the first line is
-  // written: a run that ends before leaves it as it was. Throws Error(kIo) naming the path where
-  // that will not do. `run` (a JSON object as text) becomes the last field of the first line
+  // Opens the file with the first line: replaces it, or appends to it (a run that resumes). A run
+  // that ends before leaves it unchanged. Throws Error(kIo) naming the path where it cannot be
+  // written. `run` (a JSON object as text) becomes the last field of the first line
   // written, "run": options, instruction set, kernel set, libraries.
   MetricsWriter(const std::filesystem::path& path, const std::string& run, bool append = false);
   void step(const StepRecord& record);
@@ -47,8 +47,8 @@ class MetricsWriter {
 };
 
 // "step 120/2000  loss 2.3456  8421 tokens/s  bubble 11.2 %  0:35 elapsed  9:08 left": the time
-// left is the mean of steps `first_step` to `record.step`, which took `elapsed` seconds, for the
-// rest.
+// left is the number of steps left times the mean of steps `first_step` to `record.step`, which
+// took `elapsed` seconds.
 [[nodiscard]] std::string progress_line(const StepRecord& record, std::uint64_t first_step,
                                         std::uint64_t last_step, double elapsed);
 
@@ -62,7 +62,7 @@ class Progress {
   void step(const StepRecord& record);
   void note(const std::string& line);  // a line of its own, e.g. a validation loss
   void finish();                       // leaves the line on the screen and the cursor below it
-  ~Progress() { finish(); }            // before what an error has to say
+  ~Progress() { finish(); }            // before an error is printed
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 

@@ -1,7 +1,11 @@
 #include "runtime/report/profile.hpp"
 
+#include <span>
+#include <type_traits>
+
 #include "runtime/engine/engine.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 
 namespace sluice {
 namespace {
@@ -10,7 +14,7 @@ double mean(const ActionSeconds::Sum& sum) {
   return sum.count == 0 ? 0 : sum.seconds / static_cast<double>(sum.count);
 }
 
-// Of I, or of what a whole backward leaves after its weight half.
+// Of I, and of whole backwards without their weight half.
 double mean_input(const ActionSeconds& sums) {
   const std::int64_t count = sums.backward.count + sums.backward_input.count;
   if (count == 0) return 0;
@@ -41,26 +45,23 @@ void Profile::add(const StepOutcome& outcome) {
 }
 
 std::vector<StageTimes> Profile::gather(Pipeline& pipeline) const {
-  const PipelineLayout& layout = pipeline.layout();
-  const auto stages = static_cast<std::size_t>(layout.num_stages());
-  std::vector<double> mine(3 * stages);
+  const JobLayout& layout = PipelineAccess::layout(pipeline);
+  const auto stages = static_cast<std::size_t>(layout.plans.num_stages());
+  std::vector<StageTimes> times(stages, {0, 0, 0});
   for (const ActionSeconds& sum : sums_) {
-    double* times = &mine[3 * static_cast<std::size_t>(sum.stage)];
-    times[0] = mean(sum.forward);
-    times[1] = mean_input(sum);
-    times[2] = mean(sum.backward_weight);
+    times[static_cast<std::size_t>(sum.stage)] = {.forward = mean(sum.forward),
+                                                  .backward_input = mean_input(sum),
+                                                  .backward_weight = mean(sum.backward_weight)};
   }
-  std::vector<double> all(mine.size() * static_cast<std::size_t>(layout.topology.ranks()));
-  pipeline.guarded([&] {
-    pipeline.world().all_gather(std::as_bytes(std::span(mine)),
-                                std::as_writable_bytes(std::span(all)));
+  static_assert(std::is_trivially_copyable_v<StageTimes>);
+  std::vector<StageTimes> all(stages * static_cast<std::size_t>(layout.place.topology.ranks()));
+  PipelineAccess::guarded(pipeline, [&] {
+    PipelineAccess::world(pipeline).all_gather(std::as_bytes(std::span(times)),
+                                               std::as_writable_bytes(std::span(all)));
   });
-  std::vector<StageTimes> times(stages);
   for (std::size_t s = 0; s < stages; ++s) {
-    const int rank = layout.train.placement.rank_of(static_cast<int>(s));
-    const auto job_rank = static_cast<std::size_t>(layout.topology.rank_of(0, rank));
-    const double* from = &all[job_rank * mine.size() + 3 * s];
-    times[s] = {.forward = from[0], .backward_input = from[1], .backward_weight = from[2]};
+    const int rank = layout.plans.placement().rank_of(static_cast<int>(s));
+    times[s] = all[static_cast<std::size_t>(layout.place.topology.rank_of(0, rank)) * stages + s];
   }
   return times;
 }

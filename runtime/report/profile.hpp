@@ -10,13 +10,15 @@
 
 namespace sluice {
 
+struct StepOutcome;  // runtime/engine/engine.hpp
+
 // Adds up the outcomes of steps; one per rank.
 class Profile {
  public:
   void add(const StepOutcome& outcome);
   // Collective: mean seconds per action of every global stage of replica 0, on every rank. Where no
-  // backward was parted, its whole counts as input half, the weight half is 0; where some were, the
-  // others are taken apart by the mean weight half.
+  // backward was split, all of it counts as input half, and the weight half is 0. Where some were,
+  // the mean weight half is subtracted from the others.
   [[nodiscard]] std::vector<StageTimes> gather(Pipeline& pipeline) const;
 
  private:

@@ -47,7 +47,7 @@ void Progress::step(const StepRecord& record) {
   const double time = now();
   const std::string line = progress_line(record, first_, last_, time - started_);
   if (terminal_) {
-    // Spaces cover what a longer line left.
+    // Spaces cover the rest of a longer line.
     out_ << '\r' << line << std::string(width_ - std::min(width_, line.size()), ' ') << std::flush;
     width_ = line.size();
     return;

@@ -4,10 +4,13 @@
 
 #include <algorithm>
 #include <limits>
+#include <span>
+#include <string>
 
 #include <sluice/simulate.hpp>
 
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 
 namespace sluice {
 namespace {
@@ -27,23 +30,46 @@ void add_planned(std::vector<TraceEvent>& events, const Simulation& planned, int
   }
 }
 
+std::string bytes_of(const std::vector<TraceEvent>& events) {
+  const auto bytes = std::as_bytes(std::span(events));
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+// `gathered`: [rank of the job] bytes_of() its events.
+std::vector<RankTrace> traces_of(const std::vector<std::string>& gathered,
+                                 const JobLayout& layout) {
+  std::vector<RankTrace> traces;
+  for (const std::string& bytes : gathered) {
+    const int rank = static_cast<int>(traces.size());
+    RankTrace& trace = traces.emplace_back();
+    trace.rank = rank;
+    trace.label =
+        fmt::format("rank {}: replica {}, pipeline rank {}", rank,
+                    layout.place.topology.replica(rank), layout.place.topology.pipeline_rank(rank));
+    trace.events.resize(bytes.size() / sizeof(TraceEvent));
+    bytes.copy(reinterpret_cast<char*>(trace.events.data()), bytes.size());
+  }
+  return traces;
+}
+
 }  // namespace
 
 void Timeline::add(const Pipeline& pipeline) {
   Step step;
-  step.events = pipeline.trace();
+  step.events = PipelineAccess::trace(pipeline);
   step.start = std::numeric_limits<double>::max();
   for (const TraceEvent& event : step.events) {
     if (event.track == TraceTrack::kCompute) step.start = std::min(step.start, event.start);
   }
   steps_.push_back(std::move(step));
-  profile_.add(pipeline.last_outcome());
+  profile_.add(PipelineAccess::last_outcome(pipeline));
 }
 
 void Timeline::write(Pipeline& pipeline, const std::filesystem::path& path) const {
   const std::vector<StageTimes> times = profile_.gather(pipeline);
-  pipeline.guarded([&] {
-    const PipelineLayout& layout = pipeline.layout();
+  PipelineAccess::guarded(pipeline, [&] {
+    const JobLayout& layout = PipelineAccess::layout(pipeline);
+    Collectives& world = PipelineAccess::world(pipeline);
     // A step's origin is its first action on any rank; time 0 is the first event of all.
     std::vector<double> starts;
     double first = std::numeric_limits<double>::max();
@@ -52,34 +78,25 @@ void Timeline::write(Pipeline& pipeline, const std::filesystem::path& path) cons
       for (const TraceEvent& event : step.events) first = std::min(first, event.start);
     }
     starts.push_back(first);
-    std::vector<double> all(starts.size() * at(layout.topology.ranks()));
-    pipeline.world().all_gather(std::as_bytes(std::span(starts)),
-                                std::as_writable_bytes(std::span(all)));
+    std::vector<double> all(starts.size() * at(layout.place.topology.ranks()));
+    world.all_gather(std::as_bytes(std::span(starts)), std::as_writable_bytes(std::span(all)));
     for (std::size_t i = 0; i < all.size(); ++i) {
       starts[i % starts.size()] = std::min(starts[i % starts.size()], all[i]);
     }
-    const double zero = starts.back();
 
-    const int rank = pipeline.world().communicator().rank();
-    RankTrace mine{.rank = rank,
-                   .label = fmt::format("rank {}: replica {}, pipeline rank {}", rank,
-                                        layout.replica, layout.rank),
-                   .events = {}};
-    const Simulation planned = simulate(layout.order, {.stages = times, .message = 0});
+    std::vector<TraceEvent> events;
+    const Simulation planned = simulate(layout.plans.order, {.stages = times, .message = 0});
     for (std::size_t i = 0; i < steps_.size(); ++i) {
-      add_planned(mine.events, planned, layout.rank, starts[i]);
-      mine.events.insert(mine.events.end(), steps_[i].events.begin(), steps_[i].events.end());
+      add_planned(events, planned, layout.place.rank, starts[i]);
+      events.insert(events.end(), steps_[i].events.begin(), steps_[i].events.end());
     }
-    for (TraceEvent& event : mine.events) {
-      event.start -= zero;
-      event.end -= zero;
+    for (TraceEvent& event : events) {
+      event.start -= starts.back();
+      event.end -= starts.back();
     }
-    std::vector<RankTrace> traces;
-    for (const std::string& packed : pipeline.world().all_gather_strings(pack(mine))) {
-      if (rank == 0) traces.push_back(unpack(packed));
-    }
-    if (rank == 0) write_trace(path, traces);
-    pipeline.world().barrier();
+    const std::vector<std::string> gathered = world.all_gather_strings(bytes_of(events));
+    if (world.communicator().rank() == 0) write_trace(path, traces_of(gathered, layout));
+    world.barrier();
   });
 }
 

@@ -1,4 +1,4 @@
-// Timeline: collects the traced steps of a run and writes them, planned beside actual.
+// Collects the traced steps of a run and writes them, with planned and actual tracks.
 #pragma once
 
 #include <filesystem>
@@ -13,7 +13,7 @@ namespace sluice {
 
 class Timeline {
  public:
-  // Keeps the last step's events; collective only in write().
+  // Keeps the last step's events. Not collective.
   void add(const Pipeline& pipeline);
   // Collective. Rank 0 writes the file; the planned track is the plan's simulation with the mean
   // times of the collected steps, starting where each step started.

@@ -11,7 +11,7 @@
 
 #include "comm/group/transport.hpp"
 #include "comm/loopback/loopback.hpp"
-#include "runtime/engine/step_clock.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 #include "tests/benchmarks/idle_engine.hpp"
 

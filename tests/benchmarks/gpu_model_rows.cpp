@@ -10,9 +10,10 @@
 #include <sluice/stage.hpp>
 
 #include "comm/loopback/loopback.hpp"
-#include "runtime/engine/step_clock.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/files/trace.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 #include "tests/benchmarks/gpu_activity.hpp"
 #include "tests/benchmarks/gpu_rows.hpp"
 #include "tests/benchmarks/idle_engine.hpp"
@@ -76,7 +77,8 @@ class Run {
   [[nodiscard]] int micro_batches() const { return settings_.shape.micro_batches; }
   [[nodiscard]] double loss() const { return loss_; }
   [[nodiscard]] double planned_gib() const {
-    return static_cast<double>(pipeline_->layout().memory[0].total()) / 1073741824.0;
+    return static_cast<double>(PipelineAccess::layout(*pipeline_).memory.ranks[0].total()) /
+           1073741824.0;
   }
 
  private:
@@ -91,8 +93,8 @@ class Run {
       if (options_.micro_batch != 0) return;
       if (samples * options_.model.context * options_.model.vocabulary > INT32_MAX) continue;
       try {
-        const PipelineLayout layout = Pipeline::plan_layout(comm, settings_, factory_, source_);
-        if (static_cast<double>(layout.memory[0].total()) <= share * free) return;
+        const JobLayout layout = PipelineAccess::plan_layout(comm, settings_, factory_, source_);
+        if (static_cast<double>(layout.memory.ranks[0].total()) <= share * free) return;
       } catch (const Error& error) {  // more than there is
         if (error.code() != ErrorCode::kDevice || samples == 1) throw;
       }
@@ -184,12 +186,12 @@ struct StepTimes {
 StepTimes times_of(Pipeline& pipeline) {
   constexpr double kNever = std::numeric_limits<double>::infinity();
   double first = kNever, last = -kNever;
-  for (const TraceEvent& event : pipeline.trace()) {
+  for (const TraceEvent& event : PipelineAccess::trace(pipeline)) {
     if (event.track != TraceTrack::kCompute) continue;
     first = std::min(first, event.start);
     last = std::max(last, event.end);
   }
-  return {last - first, pipeline.last_outcome().busy_seconds};
+  return {last - first, PipelineAccess::last_outcome(pipeline).busy_seconds};
 }
 
 // Copies that keep the stream busy for about `seconds`, so that the host gets ahead of it.

@@ -12,7 +12,7 @@
 #include <sluice/verify.hpp>
 
 #include "runtime/engine/engine.hpp"
-#include "runtime/engine/step_clock.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 
 namespace sluice::benchmarks {

@@ -14,7 +14,8 @@
 #include <sluice/simulate.hpp>
 #include <sluice/transformer.hpp>
 
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/report/profile.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 #include "tests/benchmarks/token_source.hpp"
@@ -70,15 +71,16 @@ Measured measure(Pipeline& pipeline, const PipelineOptions& options, int steps) 
     pipeline_seconds.push_back(report.pipeline_seconds);
     step_seconds.push_back(report.seconds);
     bubbles.push_back(report.bubble_measured);
-    profile.add(pipeline.last_outcome());
+    profile.add(PipelineAccess::last_outcome(pipeline));
   }
   const std::vector<StageTimes> times = profile.gather(pipeline);
-  const int ranks = pipeline.layout().topology.pipeline;
+  const int ranks = PipelineAccess::layout(pipeline).place.topology.pipeline;
   double work = 0;
   for (const StageTimes& time : times) {
     work += time.forward + time.backward_input + time.backward_weight;
   }
-  const Simulation simulated = simulate(pipeline.layout().order, {.stages = times, .message = 0});
+  const Simulation simulated =
+      simulate(PipelineAccess::layout(pipeline).plans.order, {.stages = times, .message = 0});
   return {.pipeline = median(pipeline_seconds),
           .step = median(step_seconds),
           .simulated = simulated.makespan,

@@ -1,5 +1,5 @@
 // Checkpoints: a pipeline's parameters and optimizer state in a directory (see weights.hpp for the
-// files), keyed by global names, so that they do not depend on the layout that wrote them.
+// files), keyed by global names, so they do not depend on the layout that wrote them.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,10 @@
 namespace sluice {
 
 class Pipeline;         // <sluice/pipeline.hpp>
-struct PipelineLayout;  // runtime/layout/layout.hpp
+struct JobLayout;       // runtime/layout/job_layout.hpp
 
-// Collective. The ranks of replica 0 write what they own; rank 0 adds the index, `config` as
-// config.json, removes files of an earlier save that the index no longer names, and, last of all,
-// writes state.json.
+// Collective. The ranks of replica 0 write the parameters they own. Rank 0 writes the index and
+// `config` as config.json, removes files of an earlier save, and writes state.json last.
 void save_checkpoint(Pipeline& pipeline, const std::filesystem::path& directory,
                      const std::string& config);
 
@@ -21,9 +20,9 @@ void save_checkpoint(Pipeline& pipeline, const std::filesystem::path& directory,
 // first parameter that is missing, superfluous or of another shape.
 void load_weights(Pipeline& pipeline, const std::filesystem::path& directory);
 
-// Not collective: what load_checkpoint() would say of parameters that are missing, superfluous or
-// of another size, and of the step, which it returns; values are not read.
-[[nodiscard]] std::uint64_t require_fitting_checkpoint(const PipelineLayout& layout,
+// Not collective. Makes the checks of load_checkpoint() on names and sizes of parameters and on the
+// step, which it returns. It reads no values.
+[[nodiscard]] std::uint64_t require_fitting_checkpoint(const JobLayout& layout,
                                                        const std::filesystem::path& directory);
 
 // Collective. Weights, optimizer state and step.

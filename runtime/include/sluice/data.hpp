@@ -66,9 +66,9 @@ class TokenFile {
   [[nodiscard]] int largest_token() const;
   // Tokens [first, first + into.size()), which must be within the file.
   void copy(std::int64_t first, std::span<std::int32_t> into) const;
-  // What every rank must find alike, by name, under `option` and this file's path: the number of
-  // tokens, and the SHA-256 of their bytes; beyond 1 MiB that of a sample, the first 4 KiB, the
-  // last, and 64 times 4 KiB evenly spaced between them. Headers do not count.
+  // Values that must be equal on every rank, by names that contain `option` and this file's path:
+  // the number of tokens, and the SHA-256 of their bytes. Beyond 1 MiB it is that of a sample: the
+  // first 4 KiB, the last, and 64 times 4 KiB evenly spaced between them. Headers do not count.
   [[nodiscard]] std::vector<std::pair<std::string, std::string>> identity(
       const std::string& option) const;
 
@@ -79,7 +79,7 @@ class TokenFile {
 
 // Next-token prediction: inputs i32 [samples, context], targets i32 [samples, context]. Training
 // sample i of step t starts at an offset drawn by Philox from (seed, t, i); validation sample i is
-// the i-th window of the validation part (wrapping around), whatever the step.
+// the i-th window of the validation part (wrapping around), for every step.
 // Throws Error(kData): a split shorter than context + 1 (a validation split of share 0 may be
 // absent until it is asked for), a token >= vocabulary (naming its place).
 [[nodiscard]] std::unique_ptr<DataSource> make_token_source(std::shared_ptr<TokenFile> file,

@@ -1,21 +1,21 @@
 // Pipeline: a model in stages over the ranks of a communicator, trained step by step.
 //
-// The whole of what an embedding program needs: hand in a communicator, options, a factory for
-// stages and a source of data; call train_step(). Construction and every call are collective over
-// all ranks, from one thread per rank (MPI_THREAD_FUNNELED suffices where that thread initialised
-// MPI; else it is Error(kUsage)). Several pipelines may live in one process.
+// A program gives it a communicator, options, a factory for stages and a source of data, and calls
+// train_step(). Several pipelines may exist in one process.
 //
-// Errors: when any rank fails, every rank throws the same Error with its origin; the pipeline is
-// then unusable but can be destroyed at once: memory of messages that are still under way outlives
-// it, in the keeping of `world`. A step whose loss or gradient is not finite is Error(kNumeric) on
-// all ranks before any parameter moved.
+// Threads: one thread per rank makes all calls. MPI_THREAD_FUNNELED suffices where this thread
+// initialised MPI; else Error(kUsage). Construction is collective over all ranks. So is every
+// member function, except those that only read.
+//
+// Errors: when a rank fails, every rank throws the same Error, which names the rank. The pipeline
+// can then only be destroyed, which does not wait: `world` keeps the memory of messages that are
+// still open. A loss or gradient that is not finite is Error(kNumeric) on all ranks, before any
+// parameter changes.
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
-#include <string>
 #include <vector>
 
 #include <sluice/communicator.hpp>
@@ -24,93 +24,75 @@
 
 namespace sluice {
 
-class Collectives;     // comm/group/collectives.hpp
-class ComputeContext;  // <sluice/compute.hpp>
-class DataSource;      // <sluice/data.hpp>
-struct OptimizerState;
-struct Parameter;       // <sluice/parameter.hpp>
-struct PipelineLayout;  // runtime/layout/layout.hpp
-struct StepOutcome;     // runtime/engine/engine.hpp
-struct TraceEvent;      // runtime/files/trace.hpp
+class ComputeContext;   // <sluice/compute.hpp>
+class DataSource;       // <sluice/data.hpp>
+class PipelineAccess;   // runtime/pipeline/pipeline_access.hpp
+struct OptimizerState;  // <sluice/parameter.hpp>
+struct Parameter;
 
-// The same on all ranks, but for `seconds`, this rank's own, and the vectors, which only rank 0
+// The same on all ranks, except `seconds`, which is this rank's, and the vectors, which only rank 0
 // has.
 struct StepReport {
   std::uint64_t step = 0;
-  double loss = 0;       // mean over the global batch's counted targets
+  double loss = 0;       // mean over the counted targets of the global batch
   double targets = 0;    // their number
   double grad_norm = 0;  // before clipping
   double learning_rate = 0;
-  double seconds = 0;                    // the whole step, optimizer included
-  double pipeline_seconds = 0;           // from its start to the norm: what the schedule takes
+  double seconds = 0;                    // of the whole step, optimizer included
+  double pipeline_seconds = 0;           // from the step's start to the norm, of the slowest rank
   double bubble_measured = 0;            // idle share of pipeline_seconds over all ranks
-  std::vector<int> peak_in_flight;       // [pipeline rank] of replica 0
-  std::vector<std::int64_t> peak_bytes;  // [pipeline rank]
+  std::vector<int> peak_in_flight;       // [pipeline rank] micro-batches, of replica 0
+  std::vector<std::int64_t> peak_bytes;  // [pipeline rank] planned memory
 };
 
 class Pipeline {
  public:
-  // Builds this rank's stages and everything they need. `source` must outlive the pipeline.
-  // Throws Error(kUsage) for layouts that cannot work, with the nearest that can.
+  // Makes this rank's stages and everything that they need. `world` and `source` must outlive the
+  // pipeline. Throws Error(kUsage) for options that cannot work, with the nearest legal values.
   Pipeline(Communicator& world, const PipelineOptions& options, const StageFactory& make_stage,
            const DataSource& source);
+  // Aborts NCCL's communicators unless close() was called. Waits for no other rank.
   ~Pipeline();
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
   StepReport train_step();
-  // Mean loss over the source's first `samples` samples, forward only; `samples` is one of
+  // Mean loss over the first `samples` samples of the source, forward only. `samples` is one of
   // options.training.evaluations. May be called between any two steps.
   [[nodiscard]] double evaluate(std::int64_t samples);
-  // Inference: one forward of stage 0's `inputs` (equal on all ranks; one micro-batch of
-  // micro_batch_size samples). The last stage's outputs on its rank, else empty; valid until the
-  // next call.
+  // One forward pass, where options.training.inference is set. `inputs` are stage 0's, equal on all
+  // ranks: one micro-batch of micro_batch_size samples. Returns the last stage's outputs in host
+  // memory on its rank, else nothing. They are valid until the next call.
   [[nodiscard]] std::span<const Tensor> infer(std::span<const Tensor> inputs);
 
-  // The orderly end, once everything is computed that shall be: NCCL does what is under way, on all
-  // ranks, and its communicators are freed. What computes, and values_changed(), is Error(kUsage)
-  // from then on; parameters, world() and what reads stay. Optional: a pipeline that is destroyed
-  // without, as after an Error, aborts NCCL's communicators, alone and without waiting for anybody.
+  // The orderly end: waits until NCCL has finished on all ranks, and frees its communicators. After
+  // it, functions that compute and values_changed() are Error(kUsage); the others still work.
   void close();
 
-  // Steps done; train_step() runs number step() + 1.
+  // The number of steps done. Not collective.
   [[nodiscard]] std::uint64_t step() const;
+  // The next train_step() is number step + 1. Not collective; all ranks set the same number.
   void set_step(std::uint64_t step);
 
-  // This rank's parameters. Whoever writes values calls values_changed() on every rank afterwards.
+  // This rank's parameters, in order of stage; owned by its stages. Not collective. After values
+  // are written, every rank calls values_changed().
   struct Owned {
     int stage = 0;
-    bool owner = true;  // false: a further use of a tied parameter
+    bool owner = true;  // false: not the first use of a tied parameter
     Parameter* parameter = nullptr;
   };
   [[nodiscard]] std::vector<Owned> parameters();
-  // Collective: tied copies take their owner's value, stages forget copies in other precisions.
+  // Tied copies take their owner's value. Stages discard their copies in other precisions.
   void values_changed();
+  // Views of the optimizer's tensors of this rank's parameters. Not collective.
   [[nodiscard]] std::vector<OptimizerState> optimizer_state();
 
-  // What this rank's stages compute with.
+  // What this rank's stages compute with. Not collective.
   [[nodiscard]] ComputeContext& compute();
 
-  // --- for Sluice's own commands and reports: types that only they see ---
-  // The layout alone, taking none of a device's memory but for library handles: what a dry run
-  // prints.
-  [[nodiscard]] static PipelineLayout plan_layout(Communicator& world,
-                                                  const PipelineOptions& options,
-                                                  const StageFactory& make_stage,
-                                                  const DataSource& source);
-  [[nodiscard]] const PipelineLayout& layout() const;
-  // Job-wide collectives that end with an Error when any rank fails.
-  [[nodiscard]] Collectives& world();
-  // Runs `body` on this rank; an exception in it ends the job on all ranks, as everywhere here.
-  void guarded(const std::function<void()>& body);
-  // The same; where memory runs out in it, the error says so of `who`, with the plan's table.
-  void guarded(const std::string& who, const std::function<void()>& body);
-  // This rank's timeline of the last training step; empty unless options.checks.trace.
-  [[nodiscard]] std::vector<TraceEvent> trace() const;
-  // Measured seconds per action of the last step, on this rank.
-  [[nodiscard]] const StepOutcome& last_outcome() const;
-
  private:
+  friend class PipelineAccess;
+
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

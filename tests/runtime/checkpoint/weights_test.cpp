@@ -413,9 +413,9 @@ TEST(WeightsDirectoryTest, RefusesBadIndexFiles) {
   refused("{}", "no object 'weight_map'");
   refused("{\"weight_map\":[]}", "no object 'weight_map'");
   refused("{\"weight_map\":{\"a\":1}}", "tensor 'a' is no string");
-  refused("{\"weight_map\":{\"a\":\"../x\"}}", "no name of a file beside the index");
-  refused("{\"weight_map\":{\"a\":\"..\"}}", "no name of a file beside the index");
-  refused("{\"weight_map\":{\"a\":\"\"}}", "no name of a file beside the index");
+  refused("{\"weight_map\":{\"a\":\"../x\"}}", "no name of a file next to the index");
+  refused("{\"weight_map\":{\"a\":\"..\"}}", "no name of a file next to the index");
+  refused("{\"weight_map\":{\"a\":\"\"}}", "no name of a file next to the index");
 }
 
 TEST(WritableTest, ProvesADirectoryAndLeavesItAsItWas) {

@@ -290,7 +290,7 @@ TEST_F(CliTest, ADryRunNeedsNoDataAndWritesNothing) {
   const Outcome outcome =
       sluice("train --dry-run --save run --metrics m.jsonl --device cpu --cuda-graphs");
   EXPECT_EQ(outcome.code, 0) << outcome.err;
-  EXPECT_THAT(outcome.out, HasSubstr("total MiB     apart"));
+  EXPECT_THAT(outcome.out, HasSubstr("total MiB   outside"));
   EXPECT_THAT(outcome.out, HasSubstr("--cuda-graphs has no effect, no rank computes on a GPU"));
   EXPECT_EQ(files(), before);
 }

@@ -10,8 +10,8 @@
 
 #include <sluice/error.hpp>
 
-#include "runtime/cli/batch_options.hpp"
 #include "runtime/cli/train_options.hpp"
+#include "runtime/data/batch_shape.hpp"
 
 namespace sluice {
 namespace {
@@ -24,7 +24,7 @@ using ::testing::Pair;
 
 TrainOptions parse(std::vector<std::string> arguments) {
   arguments.emplace_back("--dry-run");
-  return parse_train_options(arguments).options;
+  return parse_train_options(arguments);
 }
 
 // The message of the usage error that these arguments end in.
@@ -59,11 +59,11 @@ TEST(OptionsTest, DefaultsAreASmallModelOfBytes) {
   EXPECT_EQ(options.model.width, 256);
   EXPECT_EQ(options.model.vocabulary, 256);
   EXPECT_TRUE(options.model.tied);
-  EXPECT_EQ(options.schedule, "1f1b");
-  EXPECT_EQ(options.batch_size * options.model.context, 1024);
+  EXPECT_EQ(options.pipeline.order.schedule, "1f1b");
+  EXPECT_EQ(options.pipeline.shape.batch_size * options.model.context, 1024);
   EXPECT_EQ(options.steps, 2000U);
-  EXPECT_EQ(options.learning_rate.warmup, 100U);
-  EXPECT_EQ(options.learning_rate.steps, 2000U);
+  EXPECT_EQ(options.pipeline.training.learning_rate.warmup, 100U);
+  EXPECT_EQ(options.pipeline.training.learning_rate.steps, 2000U);
 }
 
 TEST(OptionsTest, ReadsEveryKindOfValue) {
@@ -73,13 +73,13 @@ TEST(OptionsTest, ReadsEveryKindOfValue) {
              "--dropout", "0.1", "--optimizer", "sgd", "--validation-samples", "7"});
   EXPECT_EQ(options.model.kind, TransformerKind::kLlama);
   EXPECT_EQ(options.model.layers, 3);
-  EXPECT_EQ(options.seed, 18446744073709551615U);
-  EXPECT_EQ(options.learning_rate.peak, 2.5e-4);
+  EXPECT_EQ(options.pipeline.training.seed, 18446744073709551615U);
+  EXPECT_EQ(options.pipeline.training.learning_rate.peak, 2.5e-4);
   EXPECT_FALSE(options.model.tied);
   EXPECT_EQ(options.model.precision, DType::kBf16);
-  EXPECT_EQ(options.rank_order, RankOrder::kReplicaFirst);
+  EXPECT_EQ(options.pipeline.shape.rank_order, RankOrder::kReplicaFirst);
   EXPECT_EQ(options.model.dropout, 0.1F);
-  EXPECT_EQ(options.optimizer.kind, OptimizerConfig::Kind::kSgd);
+  EXPECT_EQ(options.pipeline.training.optimizer.kind, OptimizerConfig::Kind::kSgd);
   EXPECT_EQ(options.validation_samples, 7);
 }
 
@@ -147,7 +147,7 @@ TEST(OptionsTest, RefusesAWidthThatHeadsDoNotDivide) {
 TEST(OptionsTest, RefusesAWarmupLongerThanTheRun) {
   EXPECT_THAT(refusal({"--steps", "10", "--warmup", "11"}),
               AllOf(HasSubstr("--warmup"), HasSubstr("at most 10")));
-  EXPECT_EQ(parse({"--steps", "50"}).learning_rate.warmup, 5U);
+  EXPECT_EQ(parse({"--steps", "50"}).pipeline.training.learning_rate.warmup, 5U);
 }
 
 TEST(OptionsTest, WantsDataUnlessDry) {
@@ -157,30 +157,29 @@ TEST(OptionsTest, WantsDataUnlessDry) {
   } catch (const Error& error) {
     EXPECT_THAT(error.what(), HasSubstr("--data"));
   }
-  EXPECT_EQ(parse_train_options({"--data", "text.txt"}).options.data, "text.txt");
+  EXPECT_EQ(parse_train_options({"--data", "text.txt"}).data, "text.txt");
 }
 
 TEST(OptionsTest, HelpNamesEveryOptionAndChecksNothing) {
-  const ParsedTrain parsed = parse_train_options({"--layers", "0", "--help"});
-  EXPECT_TRUE(parsed.help);
+  const TrainOptions options = parse_train_options({"--layers", "0", "--help"});
   for (const char* name : {"--layers", "--micro-batch-size", "--check-replicas", "--config"}) {
-    EXPECT_THAT(parsed.help_text, HasSubstr(name));
+    EXPECT_THAT(options.help, HasSubstr(name));
   }
 }
 
 TEST(OptionsTest, ResolvedValuesGiveTheSameOptionsAgain) {
-  const ParsedTrain first = parse_train_options(
+  const TrainOptions first = parse_train_options(
       {"--dry-run", "--batch-size", "12", "--micro-batch-size", "5", "--learning-rate", "0.1",
        "--beta2", "0.95", "--untie", "--weight-decay", "0.1"});
   const std::filesystem::path path = std::filesystem::temp_directory_path() /
                                      ("sluice_resolved_" + std::to_string(::getpid()) + ".conf");
-  std::ofstream(path) << to_config_text(first.resolved);
-  const ParsedTrain second = parse_train_options({"--config", path.string()});
+  std::ofstream(path) << to_config_text(first.pipeline.checks.configuration);
+  const TrainOptions second = parse_train_options({"--config", path.string()});
   std::filesystem::remove(path);
-  EXPECT_EQ(first.resolved, second.resolved);
-  EXPECT_THAT(first.resolved, Contains(Pair("micro-batches", "3")));
-  EXPECT_THAT(first.resolved, Contains(Pair("learning-rate", "0.1")));
-  EXPECT_THAT(first.resolved, Contains(Pair("beta2", "0.95")));
+  EXPECT_EQ(first.pipeline.checks.configuration, second.pipeline.checks.configuration);
+  EXPECT_THAT(first.pipeline.checks.configuration, Contains(Pair("micro-batches", "3")));
+  EXPECT_THAT(first.pipeline.checks.configuration, Contains(Pair("learning-rate", "0.1")));
+  EXPECT_THAT(first.pipeline.checks.configuration, Contains(Pair("beta2", "0.95")));
 }
 
 TEST_F(ConfigFileTest, TheCommandLineWins) {
@@ -207,10 +206,10 @@ TEST_F(ConfigFileTest, RefusalsNameTheFileAndTheKey) {
 TEST_F(ConfigFileTest, ABatchOptionOnTheCommandLineChangesASavedRun) {
   const std::string path =
       write("micro-batches = 4\nmicro-batch-size = 2\nbatch-size = 8\nreplicas = 1\n");
-  EXPECT_EQ(parse({"--config", path}).micro_batches, 4);
-  EXPECT_EQ(parse({"--config", path, "--batch-size", "12"}).micro_batches, 6);
-  EXPECT_EQ(parse({"--config", path, "--micro-batches", "8"}).batch_size, 16);
-  EXPECT_EQ(parse({"--config", path, "--replicas", "2"}).micro_batches, 2);
+  EXPECT_EQ(parse({"--config", path}).pipeline.shape.micro_batches, 4);
+  EXPECT_EQ(parse({"--config", path, "--batch-size", "12"}).pipeline.shape.micro_batches, 6);
+  EXPECT_EQ(parse({"--config", path, "--micro-batches", "8"}).pipeline.shape.batch_size, 16);
+  EXPECT_EQ(parse({"--config", path, "--replicas", "2"}).pipeline.shape.micro_batches, 2);
 }
 
 // --- a schedule from a file ---
@@ -219,10 +218,10 @@ const std::string kTwoRanks = SLUICE_SCHEDULE_SAMPLES "/older_alphabet.csv";  //
 
 TEST(ScheduleFileOptionTest, TheFileFixesDepthAndMicroBatches) {
   const TrainOptions options = parse({"--schedule-file", kTwoRanks, "--micro-batch-size", "3"});
-  ASSERT_NE(options.order, nullptr);
-  EXPECT_EQ(options.pipeline, 2);
-  EXPECT_EQ(options.micro_batches, 2);
-  EXPECT_EQ(options.batch_size, 6);
+  ASSERT_NE(options.pipeline.order.given, nullptr);
+  EXPECT_EQ(options.pipeline.shape.pipeline, 2);
+  EXPECT_EQ(options.pipeline.shape.micro_batches, 2);
+  EXPECT_EQ(options.pipeline.shape.batch_size, 6);
 }
 
 TEST(ScheduleFileOptionTest, RefusalsNameTheOptionAndWhatIsLegal) {
@@ -236,26 +235,26 @@ TEST(ScheduleFileOptionTest, RefusalsNameTheOptionAndWhatIsLegal) {
 }
 
 TEST(ScheduleFileOptionTest, ASearchPlacesTheLayersItself) {
-  EXPECT_EQ(parse({"--schedule", "auto"}).schedule, "auto");
+  EXPECT_EQ(parse({"--schedule", "auto"}).pipeline.order.schedule, "auto");
   EXPECT_THAT(refusal({"--schedule", "auto", "--partition", "2,2"}), HasSubstr("--partition:"));
 }
 
 TEST_F(ConfigFileTest, ASavedScheduleFileGivesWayToTheCommandLine) {
-  const ParsedTrain saved =
+  const TrainOptions saved =
       parse_train_options({"--dry-run", "--schedule-file", kTwoRanks, "--batch-size", "6"});
-  const std::string path = write(to_config_text(saved.resolved));
-  EXPECT_NE(parse({"--config", path}).order, nullptr);
-  EXPECT_EQ(parse({"--config", path, "--replicas", "3"}).micro_batches, 2);
+  const std::string path = write(to_config_text(saved.pipeline.checks.configuration));
+  EXPECT_NE(parse({"--config", path}).pipeline.order.given, nullptr);
+  EXPECT_EQ(parse({"--config", path, "--replicas", "3"}).pipeline.shape.micro_batches, 2);
   const TrainOptions other = parse({"--config", path, "--schedule", "gpipe"});
-  EXPECT_EQ(other.order, nullptr);
-  EXPECT_EQ(other.schedule, "gpipe");
+  EXPECT_EQ(other.pipeline.order.given, nullptr);
+  EXPECT_EQ(other.pipeline.order.schedule, "gpipe");
 }
 
 // --- batch size, micro-batch size, number of micro-batches ---
 
-BatchNumbers resolve(std::int64_t batch, std::int64_t size, std::int64_t count,
-                     std::int64_t replicas = 1) {
-  return resolve_batch(
+BatchShape resolve(std::int64_t batch, std::int64_t size, std::int64_t count,
+                   std::int64_t replicas = 1) {
+  return complete_batch_shape(
       {.batch_size = batch, .micro_batch_size = size, .micro_batches = count, .replicas = replicas},
       1000);
 }
@@ -285,7 +284,7 @@ TEST(BatchOptionsTest, TheLastMicroBatchMayBeSmaller) {
 
 TEST(BatchOptionsTest, DefaultsServeEveryReplicaAlike) {
   for (std::int64_t replicas = 1; replicas <= 9; ++replicas) {
-    const BatchNumbers batch = resolve(0, 0, 0, replicas);
+    const BatchShape batch = resolve(0, 0, 0, replicas);
     EXPECT_GE(batch.batch_size, 4);
     EXPECT_EQ(batch.batch_size, replicas * batch.micro_batches * batch.micro_batch_size);
   }
@@ -295,7 +294,7 @@ TEST(BatchOptionsTest, EveryAcceptedShapeLeavesNoMicroBatchEmpty) {
   for (std::int64_t batch = 1; batch <= 12; ++batch) {
     for (std::int64_t count = 1; count <= 12; ++count) {
       for (std::int64_t replicas = 1; replicas <= 3; ++replicas) {
-        BatchNumbers result;
+        BatchShape result;
         try {
           result = resolve(batch, 0, count, replicas);
         } catch (const Error&) {
@@ -319,7 +318,7 @@ TEST(BatchOptionsTest, RefusalsGiveTheNearestLegalValues) {
   EXPECT_THAT(batch_refusal(9, 4, 0, 2), HasSubstr("--batch-size 8 or 10"));
   EXPECT_THAT(batch_refusal(3, 0, 0, 4),
               AllOf(HasSubstr("--batch-size 4"), HasSubstr("--replicas 3")));
-  EXPECT_THAT(batch_refusal(20, 4, 4), HasSubstr("from 13 to 16"));
+  EXPECT_THAT(batch_refusal(20, 4, 4), HasSubstr("nearest legal --batch-size is 16"));
   EXPECT_THAT(batch_refusal(5000, 1, 0), HasSubstr("--micro-batch-size 5"));
 }
 

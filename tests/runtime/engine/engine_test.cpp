@@ -40,11 +40,12 @@ EdgeTable unit_edges(int stages) {
 // One rank's engine over `plan`, with everything it needs.
 class Rig {
  public:
-  Rig(const Plan& plan, Communicator& comm, Interrupt& interrupt, LinkKind link = LinkKind::kHost)
+  Rig(const Plan& plan, Communicator& comm, Interrupt& interrupt,
+      RouteKind route = RouteKind::kHost)
       : stage_(comm.rank()),
         edges_(unit_edges(comm.size())),
         compute_(Device{}, 1),
-        links_(static_cast<std::size_t>(comm.size()), EdgeLink{link, ""}),
+        routes_(static_cast<std::size_t>(comm.size()), EdgeRoute{route, ""}),
         source_(counting_source(plan.micro_batches)) {
     StageSetup setup{.compute = &compute_, .slots = plan.micro_batches};
     stage_.prepare(setup);
@@ -60,7 +61,7 @@ class Rig {
     config.compute = &compute_;
     config.communicator = &comm;
     config.interrupt = &interrupt;
-    config.links = links_;
+    config.routes = routes_;
     engine_ = std::make_unique<Engine>(config);
   }
   const StepOutcome& run(std::uint64_t step, StepActions* actions = nullptr) {
@@ -79,7 +80,7 @@ class Rig {
   ArithmeticStage stage_;
   EdgeTable edges_;
   ComputeContext compute_;
-  std::vector<EdgeLink> links_;
+  std::vector<EdgeRoute> routes_;
   std::unique_ptr<DataSource> source_;
   std::vector<SampleRange> ranges_;
   std::unique_ptr<BatchLoader> loader_;
@@ -111,7 +112,7 @@ TEST(EngineTest, TakesPayloadsWhereTheyLieOverDirectLinks) {
   const Plan plan = plan_of("1f1b", 3, 5);
   run_loopback(3, [&](Communicator& comm) {  // which moves host memory: the CPU is the device
     ControlChannel control(comm);
-    Rig rig(plan, comm, control, LinkKind::kDirect);
+    Rig rig(plan, comm, control, RouteKind::kDirect);
     for (int times = 1; times <= 2; ++times) {
       rig.run(1);
       EXPECT_EQ(rig.gradient(), times * (1 * 2 * 3) / (comm.rank() + 1) * (1 + 2 + 3 + 4 + 5));

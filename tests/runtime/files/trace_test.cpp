@@ -154,27 +154,5 @@ TEST(TraceTest, RefusesEventsThatCannotBeAndPathsThatCannotBeWritten) {
                [&] { write_trace(dir.path() / "none" / "t.json", {}); });
 }
 
-TEST(TracePackTest, ComesBackWholeAndRefusesOtherLengths) {
-  const RankTrace trace{7,
-                        "rank 7: replica 1",
-                        {event(TraceTrack::kSends, ActionKind::kSendBackward, 0.5, 0.75, 11),
-                         event(TraceTrack::kPlanned, ActionKind::kBackwardWeight, 1, 2, 12)}};
-  const std::string bytes = pack(trace);
-  const RankTrace back = unpack(bytes);
-  EXPECT_EQ(back.rank, 7);
-  EXPECT_EQ(back.label, trace.label);
-  ASSERT_EQ(back.events.size(), 2u);
-  EXPECT_EQ(back.events[0].start, 0.5);
-  EXPECT_EQ(back.events[0].track, TraceTrack::kSends);
-  EXPECT_EQ(back.events[1].micro_batch, 12);
-  EXPECT_EQ(pack(back), bytes);
-  for (std::size_t size = 0; size < bytes.size(); ++size) {
-    if ((bytes.size() - size) % sizeof(TraceEvent) == 0 && size >= 16 + trace.label.size())
-      continue;
-    expect_error(ErrorCode::kInternal, {"wrong length"},
-                 [&] { (void)unpack(bytes.substr(0, size)); });
-  }
-}
-
 }  // namespace
 }  // namespace sluice

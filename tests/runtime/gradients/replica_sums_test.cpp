@@ -19,8 +19,9 @@
 #include "comm/loopback/loopback.hpp"
 #include "runtime/files/trace.hpp"
 #include "runtime/layout/device_choice.hpp"
-#include "runtime/layout/edge_link.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/edge_route.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 #ifdef SLUICE_EMULATED
 #include "tests/emulated_cuda/control.hpp"
@@ -198,13 +199,13 @@ TEST_P(MixedReplicaSumsTest, StandInTheTraceWhereTheyStandInTheList) {
     (void)pipeline.train_step();
     double last_compute = 0;
     std::vector<TraceEvent> sums;
-    for (const TraceEvent& event : pipeline.trace()) {
+    for (const TraceEvent& event : PipelineAccess::trace(pipeline)) {
       if (event.track == TraceTrack::kCompute) last_compute = std::max(last_compute, event.start);
       if (event.track == TraceTrack::kSums) sums.push_back(event);
     }
     ASSERT_EQ(sums.size(), 2U);
     EXPECT_EQ(sums[0].action, static_cast<std::uint8_t>(ActionKind::kReduceGrad));
-    const bool gpu = pipeline.layout().rank == 0;
+    const bool gpu = PipelineAccess::layout(pipeline).place.rank == 0;
     EXPECT_EQ(sums[0].start < last_compute, gpu);
     EXPECT_GT(sums[1].start, last_compute);
     EXPECT_EQ(sums[0].stage, gpu ? 2 : 1);

@@ -11,7 +11,8 @@
 #include <sluice/pipeline.hpp>
 
 #include "comm/loopback/loopback.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 
 namespace sluice::testing {
 namespace {
@@ -78,9 +79,9 @@ class TiedUsesTest : public ::testing::TestWithParam<const char*> {
     return options;
   }
   // What joins each use to its owner.
-  [[nodiscard]] static std::vector<LinkKind> links(const TiedParameter& tie) {
-    std::vector<LinkKind> kinds;
-    for (const EdgeLink& link : tie.links) kinds.push_back(link.kind);
+  [[nodiscard]] static std::vector<RouteKind> routes(const TiedParameter& tie) {
+    std::vector<RouteKind> kinds;
+    for (const EdgeRoute& route : tie.routes) kinds.push_back(route.kind);
     return kinds;
   }
 
@@ -102,16 +103,16 @@ TEST_P(TiedUsesTest, AllGetTheOwnersValueAndTheOwnerAllGradients) {
     Pipeline pipeline(
         comm, options(), [](int stage, int) { return std::make_unique<TiedStage>(stage); },
         *source);
-    const std::vector<TiedParameter>& ties = pipeline.layout().tied;
+    const std::vector<TiedParameter>& ties = PipelineAccess::layout(pipeline).parameters.tied;
     ASSERT_EQ(ties.size(), 2U);
-    using enum LinkKind;
+    using enum RouteKind;
     if (SLUICE_WITH_NCCL != 0 && std::string(GetParam()) == "cuda,cpu,cuda") {
-      EXPECT_EQ(links(ties[0]), (std::vector{kLocal, kStaged, kNccl}));
-      EXPECT_EQ(links(ties[1]), (std::vector{kLocal, kNccl}));
+      EXPECT_EQ(routes(ties[0]), (std::vector{kLocal, kStaged, kNccl}));
+      EXPECT_EQ(routes(ties[1]), (std::vector{kLocal, kNccl}));
     } else if (SLUICE_WITH_NCCL != 0 && std::string(GetParam()) == "cuda") {
-      EXPECT_EQ(links(ties[0]), (std::vector{kLocal, kNccl, kNccl}));
+      EXPECT_EQ(routes(ties[0]), (std::vector{kLocal, kNccl, kNccl}));
     } else if (std::string(GetParam()) == "cpu") {
-      EXPECT_EQ(links(ties[0]), (std::vector{kLocal, kHost, kHost}));
+      EXPECT_EQ(routes(ties[0]), (std::vector{kLocal, kHost, kHost}));
     }
     for (int step = 1; step <= 3; ++step) {
       (void)pipeline.train_step();

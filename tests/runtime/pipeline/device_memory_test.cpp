@@ -20,7 +20,8 @@
 #include <sluice/error.hpp>
 
 #include "comm/loopback/loopback.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 #include "stages/operators/context.hpp"
 #include "tests/emulated_cuda/control.hpp"
 #include "tests/emulated_cuda/modules.hpp"
@@ -117,16 +118,16 @@ TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
     for (int step = 0; step < steps; ++step) (void)pipeline.train_step();
     (void)pipeline.evaluate(12);
     const std::string where = each.name + ", rank " + std::to_string(comm.rank());
-    const PipelineLayout& layout = pipeline.layout();
-    const RankMemory& planned = layout.memory[static_cast<std::size_t>(layout.rank)];
+    const JobLayout& layout = PipelineAccess::layout(pipeline);
+    const RankMemory& planned = layout.memory.ranks[static_cast<std::size_t>(layout.place.rank)];
     ASSERT_EQ(pipeline.compute().device().index, comm.rank());
-    EXPECT_EQ(pipeline.compute().workspace_peak(), layout.operator_bytes) << where;
-    EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.block()) << where;
+    EXPECT_EQ(pipeline.compute().workspace_peak(), layout.memory.operator_bytes) << where;
+    EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.arena()) << where;
     EXPECT_EQ(mine(comm), before + 1) << where;
     const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
     // A rank that multiplies nothing, one of an embedding alone, leaves the products' scratch.
-    const std::size_t idle = planned.block() - figures.used;
-    if (layout.rank > 0 || idle != library_bytes(DeviceKind::kCuda)) {
+    const std::size_t idle = planned.arena() - figures.used;
+    if (layout.place.rank > 0 || idle != library_bytes(DeviceKind::kCuda)) {
       EXPECT_EQ(idle, 0U) << where;
     }
     EXPECT_EQ(figures.peak, figures.used) << where;
@@ -153,7 +154,8 @@ TEST(DeviceMemoryPlanTest, HoldsSmallerMicroBatchesToo) {
     (void)pipeline.train_step();
     (void)pipeline.evaluate(131);
     (void)pipeline.evaluate(5);
-    EXPECT_EQ(pipeline.compute().workspace_peak(), pipeline.layout().operator_bytes);
+    EXPECT_EQ(pipeline.compute().workspace_peak(),
+              PipelineAccess::layout(pipeline).memory.operator_bytes);
     EXPECT_EQ(mine(comm), before + 1);
   });
 }
@@ -162,9 +164,9 @@ TEST(DeviceMemoryPlanTest, ADryRunTakesNothing) {
   const Job dry = job("dry", model_with(TransformerKind::kLlama, DType::kBf16), 2, "1f1b");
   run(dry, [&](Communicator& comm, const DataSource& source) {
     const std::size_t before = mine(comm);
-    const PipelineLayout layout =
-        Pipeline::plan_layout(comm, dry.options, transformer(dry.model), source);
-    EXPECT_GT(layout.memory.front().operators, layout.operator_bytes);
+    const JobLayout layout =
+        PipelineAccess::plan_layout(comm, dry.options, transformer(dry.model), source);
+    EXPECT_GT(layout.memory.ranks.front().operators, layout.memory.operator_bytes);
     EXPECT_EQ(mine(comm), before);
   });
 }
@@ -258,15 +260,15 @@ TEST(DeviceMemoryPlanTest, MemoryOfAStagesOwnIsInTheTableAndNotInTheBlock) {
   const Job each = job("apart", model_with(TransformerKind::kGpt2, DType::kBf16), 2, "1f1b");
   run(each, [&](Communicator& comm, const DataSource& source) {
     const auto planned = [&](const StageFactory& factory) {
-      return Pipeline::plan_layout(comm, each.options, factory, source).memory.front();
+      return PipelineAccess::plan_layout(comm, each.options, factory, source).memory.ranks.front();
     };
     const RankMemory usual = planned(first_and_last<ChangedStage>(each.model));
     const RankMemory apart = planned(first_and_last<ApartStage>(each.model));
     EXPECT_EQ(apart.total(), usual.total());
     EXPECT_THAT(to_string(apart), ::testing::HasSubstr(fmt::format(
-                                      "of these apart from the rank's block {:.1f}, in MiB",
-                                      static_cast<double>(apart.apart) / (1 << 20))));
-    EXPECT_LE(apart.block() + usual.activations + usual.workspace, usual.block());
+                                      "of these outside the rank's arena {:.1f}, in MiB",
+                                      static_cast<double>(apart.outside_arena) / (1 << 20))));
+    EXPECT_LE(apart.arena() + usual.activations + usual.workspace, usual.arena());
   });
 }
 

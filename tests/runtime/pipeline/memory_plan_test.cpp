@@ -15,15 +15,13 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 constexpr std::size_t kMebi = std::size_t{1} << 20;
+constexpr RankMemory kNeeded = {.parameters = 60 * kMebi};
 
 // What the refusal says where so many replicas of a pipeline of two ranks, each of which takes 60
 // MiB, run on CPUs of hosts that have 100 MiB; empty where nothing is refused. [rank of the job]
 std::string refusal(const std::vector<std::string>& hosts, int replicas) {
-  PipelineLayout layout;
-  layout.topology =
+  const Topology topology =
       make_topology(static_cast<int>(hosts.size()), 2, replicas, RankOrder::kPipelineFirst);
-  layout.memory.resize(2);
-  for (RankMemory& memory : layout.memory) memory.parameters = 60 * kMebi;
   std::vector<RankDevice> devices;
   for (const std::string& host : hosts) {
     RankDevice& device = devices.emplace_back();
@@ -31,7 +29,7 @@ std::string refusal(const std::vector<std::string>& hosts, int replicas) {
     device.host_memory = 100 * kMebi;
   }
   try {
-    require_memory(devices, layout);
+    require_memory(devices, topology, {kNeeded, kNeeded});
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kDevice);
     return error.what();
@@ -54,11 +52,8 @@ TEST(MemoryPlanTest, AddsUpReplicas) {
 }
 
 TEST(MemoryPlanTest, AsksNothingOfAHostWhoseMemoryIsNotKnown) {
-  PipelineLayout layout;
-  layout.topology = make_topology(1, 1, 1, RankOrder::kPipelineFirst);
-  layout.memory.resize(1);
-  layout.memory[0].parameters = 60 * kMebi;
-  EXPECT_NO_THROW(require_memory({RankDevice{}}, layout));
+  const Topology topology = make_topology(1, 1, 1, RankOrder::kPipelineFirst);
+  EXPECT_NO_THROW(require_memory({RankDevice{}}, topology, {kNeeded}));
 }
 
 }  // namespace

@@ -14,7 +14,8 @@
 
 #include "comm/loopback/loopback.hpp"
 #include "runtime/engine/engine.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 #include "tests/allocation_counter.hpp"
 #include "tests/runtime/engine/arithmetic_stage.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
@@ -229,6 +230,19 @@ TEST(PipelineTest, RefusesAParameterOwnedTwice) {
   }
 }
 
+TEST(PipelineTest, RefusesAParameterWhoseNameIsNotUtf8) {
+  const auto source = counting_source(4);
+  const StageFactory factory = [](int stage, int) -> std::unique_ptr<Stage> {
+    return std::make_unique<ArithmeticStage>(stage, PlannedFailure{}, stage == 1 ? "w\xff" : "");
+  };
+  for (const Error& error : errors_of(2, [&](Communicator& comm) {
+         Pipeline pipeline(comm, sgd_options(4), factory, *source);
+       })) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_STREQ(error.what(), "stage 1 has a parameter whose name \"w\uFFFD\" is not UTF-8");
+  }
+}
+
 TEST(PipelineTest, RanksThatAreNotPipelineTimesReplicasAreRefused) {
   const auto source = counting_source(4);
   const auto errors = errors_of(3, [&](Communicator& comm) {
@@ -290,8 +304,8 @@ TEST(PipelineTest, PlansTheMemoryThatItsStagesDescribe) {
   options.order.chunks = 2;
   options.shape.micro_batches = 4;
   run_loopback(2, [&](Communicator& comm) {
-    const PipelineLayout layout = Pipeline::plan_layout(comm, options, factory, *source);
-    const std::vector<int> peaks = peak_in_flight(layout.order);
+    const JobLayout layout = PipelineAccess::plan_layout(comm, options, factory, *source);
+    const std::vector<int> peaks = peak_in_flight(layout.plans.order);
     TensorSpec input = source->input_specs(1).front();
     std::vector<StageDescription> described;
     ComputeContext compute({}, 1);
@@ -304,14 +318,15 @@ TEST(PipelineTest, PlansTheMemoryThatItsStagesDescribe) {
       const auto workspace = [](const StageDescription& each) {
         return each.workspace_bytes + each.shared_gradient_bytes;
       };
-      EXPECT_EQ(layout.memory[rank].workspace, workspace(low) + workspace(high));
-      EXPECT_GT(layout.memory[rank].operators, 0U);
-      EXPECT_GE(layout.memory[rank].operators, std::max(low.operator_bytes, high.operator_bytes));
+      EXPECT_EQ(layout.memory.ranks[rank].workspace, workspace(low) + workspace(high));
+      EXPECT_GT(layout.memory.ranks[rank].operators, 0U);
+      EXPECT_GE(layout.memory.ranks[rank].operators,
+                std::max(low.operator_bytes, high.operator_bytes));
       const auto state = [](const StageDescription& each) {
         return each.state_bytes_until_input + each.state_bytes_until_weight;
       };
-      EXPECT_GE(layout.memory[rank].activations, state(low) + state(high));
-      EXPECT_LE(layout.memory[rank].activations,
+      EXPECT_GE(layout.memory.ranks[rank].activations, state(low) + state(high));
+      EXPECT_LE(layout.memory.ranks[rank].activations,
                 static_cast<std::size_t>(peaks[rank]) * (state(low) + state(high)));
     }
   });

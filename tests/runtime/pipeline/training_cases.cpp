@@ -12,7 +12,8 @@
 #include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/job/host_mirror.hpp"
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
 #ifdef SLUICE_UNDER_MPI
 #include "tests/comm/mpi/mpi_main.hpp"
 #endif
@@ -80,12 +81,13 @@ std::string digest_of(Pipeline& pipeline) {
   HostMirror mirror(pipeline.compute(), nullptr);
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
     if (!owned.owner) continue;
-    mine += owned.parameter->name + " " + sha256_hex(mirror.view(owned.parameter->value)) + "\n";
+    mine +=
+        owned.parameter->name + " " + sha256_hex(mirror.read_back(owned.parameter->value)) + "\n";
   }
   std::string lines;
   std::vector<std::string> all;
-  const auto& topology = pipeline.layout().topology;
-  const auto texts = pipeline.world().all_gather_strings(mine);
+  const auto& topology = PipelineAccess::layout(pipeline).place.topology;
+  const auto texts = PipelineAccess::world(pipeline).all_gather_strings(mine);
   for (int rank = 0; rank < topology.pipeline; ++rank) {
     lines += texts[static_cast<std::size_t>(topology.rank_of(0, rank))];
   }

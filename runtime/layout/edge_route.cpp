@@ -1,4 +1,4 @@
-#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/edge_route.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -22,12 +22,12 @@ std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 bool is_gpu(const RankDevice& rank) { return rank.device.kind != DeviceKind::kCpu; }
 
-// Two ranks of one GPU: NCCL refuses them.
+// NCCL refuses two ranks on one GPU.
 bool share_gpu(const RankDevice& a, const RankDevice& b) {
   return is_gpu(a) && is_gpu(b) && a.host == b.host && a.identity == b.identity;
 }
 
-// The ranks' one reason, or the first rank's that has any; empty where none has.
+// The reason where all ranks have the same, else the first rank's reason; empty where none has one.
 std::string common_reason(const std::vector<std::string>& reasons) {
   for (std::size_t rank = 0; rank < reasons.size(); ++rank) {
     if (reasons[rank].empty()) continue;
@@ -42,14 +42,14 @@ bool has_several_gpus(const std::vector<RankDevice>& job) {
   return std::count_if(job.begin(), job.end(), is_gpu) > 1;
 }
 
-// Whether MPI may have to carry messages from one GPU to another.
+// Whether MPI may carry messages from one GPU to another.
 bool may_send_device_memory(const std::vector<RankDevice>& job, TransportChoice wanted,
                             const std::string& no_nccl, int depth) {
   return depth > 1 && has_several_gpus(job) && wanted != TransportChoice::kNccl &&
          (wanted == TransportChoice::kMpi || !no_nccl.empty());
 }
 
-// What is decided, in words.
+// The words of reasons and errors.
 struct Wording {
   std::string task;  // "transport nccl cannot <task>"
   const char* needs_gpus;
@@ -57,22 +57,34 @@ struct Wording {
   const char* by_nccl;
 };
 
-// The one rule of what carries tensors between two devices: NCCL where it can and nobody objects.
-EdgeLink choose(const RankDevice& a, const RankDevice& b, const LinkQuestion& question,
-                const Wording& wording) {
+// The one rule of what carries tensors between two devices: NCCL wherever it can be used, unless
+// another transport is wanted.
+EdgeRoute choose(const RankDevice& a, const RankDevice& b, const RouteQuestion& question,
+                 const Wording& wording) {
   const bool gpus = is_gpu(a) && is_gpu(b);
   const std::string why_not = gpus ? question.nccl_refusal : wording.needs_gpus;
   if (question.wanted == TransportChoice::kNccl && !why_not.empty()) {
     throw Error(ErrorCode::kUsage, fmt::format("transport nccl cannot {}: {}; legal: auto, mpi",
                                                wording.task, why_not));
   }
-  if (!is_gpu(a) && !is_gpu(b)) return {LinkKind::kHost, wording.on_cpus};
-  if (!gpus) return {LinkKind::kStaged, "a GPU's neighbour is a CPU"};
+  if (!is_gpu(a) && !is_gpu(b)) return {RouteKind::kHost, wording.on_cpus};
+  if (!gpus) return {RouteKind::kStaged, "a GPU's neighbour is a CPU"};
   if (question.wanted == TransportChoice::kMpi) {
-    return {LinkKind::kStaged, "asked for by --transport mpi"};
+    return {RouteKind::kStaged, "asked for by --transport mpi"};
   }
-  if (!why_not.empty()) return {LinkKind::kStaged, why_not};
-  return {LinkKind::kNccl, wording.by_nccl};
+  if (!why_not.empty()) return {RouteKind::kStaged, why_not};
+  return {RouteKind::kNccl, wording.by_nccl};
+}
+
+// The indices of routes with the same kind and reason, local ones left out.
+std::map<std::pair<RouteKind, std::string>, std::vector<std::size_t>> group(
+    const std::vector<EdgeRoute>& routes) {
+  std::map<std::pair<RouteKind, std::string>, std::vector<std::size_t>> groups;
+  for (std::size_t i = 0; i < routes.size(); ++i) {
+    if (routes[i].kind == RouteKind::kLocal) continue;
+    groups[{routes[i].kind, routes[i].reason}].push_back(i);
+  }
+  return groups;
 }
 
 }  // namespace
@@ -120,7 +132,7 @@ TransportChoice parse_transport(std::string_view text) {
 
 const char* name_of(TransportChoice choice) { return kChoices[static_cast<std::size_t>(choice)]; }
 
-EdgeLink choose_sum(int rank, int replicas, const LinkQuestion& question) {
+EdgeRoute choose_sum_route(int rank, int replicas, const RouteQuestion& question) {
   if (replicas == 1) return {};
   const RankDevice& mine = question.devices[at(rank)];
   return choose(mine, mine, question,
@@ -131,7 +143,7 @@ EdgeLink choose_sum(int rank, int replicas, const LinkQuestion& question) {
                  .by_nccl = "a GPU of its own for every replica"});
 }
 
-EdgeLink choose_link(int from, int to, const LinkQuestion& question) {
+EdgeRoute choose_route(int from, int to, const RouteQuestion& question) {
   if (from == to) return {};
   const RankDevice &a = question.devices[at(from)], &b = question.devices[at(to)];
   return choose(a, b, question,
@@ -142,66 +154,58 @@ EdgeLink choose_link(int from, int to, const LinkQuestion& question) {
                  .by_nccl = "a GPU of its own at both ends"});
 }
 
-std::vector<EdgeLink> choose_links(const Placement& placement, const LinkQuestion& question) {
-  std::vector<EdgeLink> links(at(placement.stages()));
+std::vector<EdgeRoute> choose_routes(const Placement& placement, const RouteQuestion& question) {
+  std::vector<EdgeRoute> routes(at(placement.stages()));
+  const auto on_gpu = [&](int stage) {
+    return is_gpu(question.devices[at(placement.rank_of(stage))]);
+  };
   for (int s = 1; s < placement.stages(); ++s) {
-    links[at(s)] = choose_link(placement.rank_of(s - 1), placement.rank_of(s), question);
+    routes[at(s)] = choose_route(placement.rank_of(s - 1), placement.rank_of(s), question);
   }
-  if (uses_nccl(links)) return links;
+  if (uses_nccl(routes)) return routes;
+  const std::string& why_not = question.no_device_messages;
   for (int s = 1; s < placement.stages(); ++s) {
-    const int from = placement.rank_of(s - 1), to = placement.rank_of(s);
-    if (links[at(s)].kind == LinkKind::kStaged && is_gpu(question.devices[at(from)]) &&
-        is_gpu(question.devices[at(to)])) {
-      const std::string& why_not = question.no_device_messages;
-      links[at(s)].reason += "; " + (why_not.empty() ? "MPI takes a GPU's memory" : why_not);
-      if (why_not.empty()) links[at(s)].kind = LinkKind::kDirect;
-    }
+    EdgeRoute& route = routes[at(s)];
+    if (route.kind != RouteKind::kStaged || !on_gpu(s - 1) || !on_gpu(s)) continue;
+    if (why_not.empty()) route.kind = RouteKind::kDirect;
+    route.reason += "; " + (why_not.empty() ? "MPI takes a GPU's memory" : why_not);
   }
-  return links;
+  return routes;
 }
 
-bool uses_nccl(const std::vector<EdgeLink>& links) {
-  return std::any_of(links.begin(), links.end(),
-                     [](const EdgeLink& link) { return link.kind == LinkKind::kNccl; });
+bool uses_nccl(const std::vector<EdgeRoute>& routes) {
+  return std::any_of(routes.begin(), routes.end(),
+                     [](const EdgeRoute& route) { return route.kind == RouteKind::kNccl; });
 }
 
-std::string describe_link(const EdgeLink& link) {
+std::string describe_route(const EdgeRoute& route) {
   constexpr std::array<const char*, 5> kNames = {"on the rank", "messages of host memory",
                                                  "through page-locked host memory",
                                                  "MPI from GPU to GPU", "NCCL"};
-  return fmt::format("{} ({})", kNames[static_cast<std::size_t>(link.kind)], link.reason);
+  return fmt::format("{} ({})", kNames[static_cast<std::size_t>(route.kind)], route.reason);
 }
 
-std::string describe_links(const std::vector<EdgeLink>& links) {
-  std::map<std::pair<LinkKind, std::string>, std::vector<std::string>> groups;
-  for (std::size_t s = 1; s < links.size(); ++s) {
-    if (links[s].kind == LinkKind::kLocal) continue;
-    groups[{links[s].kind, links[s].reason}].push_back(fmt::format("{}-{}", s - 1, s));
-  }
+std::string describe_routes(const std::vector<EdgeRoute>& routes) {
   std::string text;
-  for (const auto& [what, edges] : groups) {
+  for (const auto& [route, stages] : group(routes)) {
+    std::vector<std::string> edges;
+    for (const std::size_t s : stages) edges.push_back(fmt::format("{}-{}", s - 1, s));
     text += fmt::format("  stages {}: {}\n", fmt::join(edges, ", "),
-                        describe_link({what.first, what.second}));
+                        describe_route({route.first, route.second}));
   }
   return text;
 }
 
-std::string describe_sums(const std::vector<EdgeLink>& sums, bool all_reduce) {
-  std::map<std::pair<LinkKind, std::string>, std::vector<std::size_t>> groups;
-  for (std::size_t rank = 0; rank < sums.size(); ++rank) {
-    if (sums[rank].kind != LinkKind::kLocal) {
-      groups[{sums[rank].kind, sums[rank].reason}].push_back(rank);
-    }
-  }
+std::string describe_sums(const std::vector<EdgeRoute>& sums, bool all_reduce) {
   std::string text;
-  for (const auto& [what, ranks] : groups) {
-    const bool whole = ranks.size() == sums.size();
-    const std::string where =
-        whole ? "" : fmt::format(" of pipeline ranks {}", fmt::join(ranks, ", "));
+  for (const auto& [route, ranks] : group(sums)) {
+    const std::string where = ranks.size() == sums.size()
+                                  ? ""
+                                  : fmt::format(" of pipeline ranks {}", fmt::join(ranks, ", "));
     const std::string how =
-        all_reduce && what.first == LinkKind::kNccl
-            ? fmt::format("NCCL's all-reduce: not depth-invariant ({})", what.second)
-            : "in the order of replicas, " + describe_link({what.first, what.second});
+        all_reduce && route.first == RouteKind::kNccl
+            ? fmt::format("NCCL's all-reduce: not depth-invariant ({})", route.second)
+            : "in the order of replicas, " + describe_route({route.first, route.second});
     text += fmt::format("  sums over replicas{}: {}\n", where, how);
   }
   return text;

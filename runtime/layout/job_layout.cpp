@@ -1,4 +1,4 @@
-#include "runtime/layout/layout.hpp"
+#include "runtime/layout/job_layout.hpp"
 
 #include <fmt/format.h>
 
@@ -16,31 +16,25 @@ std::size_t at(int index) { return static_cast<std::size_t>(index); }
 std::string to_string(const RankMemory& memory) {
   return fmt::format(
       "parameters {:.1f}, gradients {:.1f}, optimizer {:.1f}, activations {:.1f}, "
-      "workspace {:.1f}, operators {:.1f}, messages {:.1f}, libraries {:.1f}, of these apart from "
-      "the rank's block {:.1f}, in MiB",
+      "workspace {:.1f}, operators {:.1f}, messages {:.1f}, libraries {:.1f}, of these outside "
+      "the rank's arena {:.1f}, in MiB",
       mebi(memory.parameters), mebi(memory.gradients), mebi(memory.optimizer),
       mebi(memory.activations), mebi(memory.workspace), mebi(memory.operators),
-      mebi(memory.buffers), mebi(memory.libraries), mebi(memory.apart));
+      mebi(memory.buffers), mebi(memory.libraries), mebi(memory.outside_arena));
 }
 
-int PipelineLayout::slots_of(int stage) const {
+int StepPlans::slots_of(int stage) const {
   int slots = 1;
-  const auto look = [&](const Plan& plan) {
-    if (plan.ranks.empty()) return;
-    for (const BufferPool& pool : plan.ranks[at(train.placement.rank_of(stage))].pools) {
+  for_each_plan([&](const Plan& plan) {
+    for (const BufferPool& pool : plan.ranks[at(placement().rank_of(stage))].pools) {
       if (pool.stage == stage && pool.kind == BufferKind::kState)
         slots = std::max(slots, pool.count);
     }
-  };
-  look(train);
-  for (const EvaluationPlan& evaluation : evaluations) {
-    look(evaluation.round);
-    look(evaluation.rest);
-  }
+  });
   return slots;
 }
 
-bool PipelineLayout::splits_backward() const {
+bool StepPlans::splits_backward() const {
   for (const RankPlan& plan : train.ranks) {
     for (const PlanOp& op : plan.ops) {
       if (op.action == ActionKind::kBackwardInput) return true;
@@ -49,19 +43,19 @@ bool PipelineLayout::splits_backward() const {
   return false;
 }
 
-bool PipelineLayout::nccl_within() const {
-  return uses_nccl(links) || std::any_of(tied.begin(), tied.end(), [](const TiedParameter& tie) {
-           return uses_nccl(tie.links);
-         });
-}
-
-bool PipelineLayout::is_owner(int stage, int index) const {
+bool ParameterTable::is_owner(int stage, int index) const {
   for (const TiedParameter& tie : tied) {
     for (std::size_t u = 1; u < tie.uses.size(); ++u) {
       if (tie.uses[u].stage == stage && tie.uses[u].index == index) return false;
     }
   }
   return true;
+}
+
+bool JobLayout::nccl_in_pipeline() const {
+  return uses_nccl(wires.routes) ||
+         std::any_of(parameters.tied.begin(), parameters.tied.end(),
+                     [](const TiedParameter& tie) { return uses_nccl(tie.routes); });
 }
 
 }  // namespace sluice

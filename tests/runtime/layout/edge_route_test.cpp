@@ -1,4 +1,4 @@
-#include "runtime/layout/edge_link.hpp"
+#include "runtime/layout/edge_route.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -22,55 +22,57 @@ RankDevice gpu(int index) {
 }
 RankDevice cpu() { return {{}, "host", "", 0, ""}; }
 
-std::vector<LinkKind> kinds(const std::vector<EdgeLink>& links) {
-  std::vector<LinkKind> result;
-  for (const EdgeLink& link : links) result.push_back(link.kind);
+std::vector<RouteKind> kinds(const std::vector<EdgeRoute>& routes) {
+  std::vector<RouteKind> result;
+  for (const EdgeRoute& route : routes) result.push_back(route.kind);
   return result;
 }
 
-LinkQuestion question(TransportChoice wanted, std::vector<RankDevice> devices) {
+RouteQuestion question(TransportChoice wanted, std::vector<RankDevice> devices) {
   return {.wanted = wanted,
           .no_device_messages = "",
           .nccl_refusal = "",
           .devices = std::move(devices)};
 }
 
-TEST(EdgeLinkTest, GpusOfTheirOwnAreJoinedByNccl) {
-  const auto links =
-      choose_links(Placement::linear(3), question(TransportChoice::kAuto, {gpu(0), gpu(1), cpu()}));
-  EXPECT_EQ(kinds(links), (std::vector{LinkKind::kLocal, LinkKind::kNccl, LinkKind::kStaged}));
+TEST(EdgeRouteTest, GpusOfTheirOwnAreJoinedByNccl) {
+  const auto routes = choose_routes(Placement::linear(3),
+                                    question(TransportChoice::kAuto, {gpu(0), gpu(1), cpu()}));
+  EXPECT_EQ(kinds(routes), (std::vector{RouteKind::kLocal, RouteKind::kNccl, RouteKind::kStaged}));
   const auto none =
-      choose_links(Placement::linear(2), question(TransportChoice::kAuto, {cpu(), cpu()}));
-  EXPECT_EQ(none[1].kind, LinkKind::kHost);
+      choose_routes(Placement::linear(2), question(TransportChoice::kAuto, {cpu(), cpu()}));
+  EXPECT_EQ(none[1].kind, RouteKind::kHost);
 }
 
-TEST(EdgeLinkTest, RanksThatAreNoNeighboursAreJoinedByTheSameRule) {
-  LinkQuestion asked = question(TransportChoice::kAuto, {gpu(0), cpu(), gpu(1), gpu(2)});
-  EXPECT_EQ(choose_link(0, 0, asked).kind, LinkKind::kLocal);
-  EXPECT_EQ(choose_link(0, 3, asked).kind, LinkKind::kNccl);
-  EXPECT_EQ(choose_link(3, 1, asked).kind, LinkKind::kStaged);
+TEST(EdgeRouteTest, RanksThatAreNoNeighboursAreJoinedByTheSameRule) {
+  RouteQuestion asked = question(TransportChoice::kAuto, {gpu(0), cpu(), gpu(1), gpu(2)});
+  EXPECT_EQ(choose_route(0, 0, asked).kind, RouteKind::kLocal);
+  EXPECT_EQ(choose_route(0, 3, asked).kind, RouteKind::kNccl);
+  EXPECT_EQ(choose_route(3, 1, asked).kind, RouteKind::kStaged);
   asked.wanted = TransportChoice::kMpi;
-  const EdgeLink staged = choose_link(0, 3, asked);
-  EXPECT_EQ(describe_link(staged),
+  const EdgeRoute staged = choose_route(0, 3, asked);
+  EXPECT_EQ(describe_route(staged),
             "through page-locked host memory (asked for by --transport mpi)");
 }
 
-TEST(EdgeLinkTest, MpiTakesAGpusMemoryOnlyWhereItCanAndNoEdgeIsNccls) {
-  LinkQuestion asked = question(TransportChoice::kMpi, {gpu(0), gpu(1), cpu()});
-  const auto direct = choose_links(Placement::linear(3), asked);
-  EXPECT_EQ(kinds(direct), (std::vector{LinkKind::kLocal, LinkKind::kDirect, LinkKind::kStaged}));
+TEST(EdgeRouteTest, MpiTakesAGpusMemoryOnlyWhereItCanAndNoEdgeIsNccls) {
+  RouteQuestion asked = question(TransportChoice::kMpi, {gpu(0), gpu(1), cpu()});
+  const auto direct = choose_routes(Placement::linear(3), asked);
+  EXPECT_EQ(kinds(direct),
+            (std::vector{RouteKind::kLocal, RouteKind::kDirect, RouteKind::kStaged}));
   EXPECT_EQ(direct[1].reason, "asked for by --transport mpi; MPI takes a GPU's memory");
 
   asked.no_device_messages = "rank 1: MPI is not CUDA-aware";
-  const auto staged = choose_links(Placement::linear(3), asked);
-  EXPECT_EQ(kinds(staged), (std::vector{LinkKind::kLocal, LinkKind::kStaged, LinkKind::kStaged}));
+  const auto staged = choose_routes(Placement::linear(3), asked);
+  EXPECT_EQ(kinds(staged),
+            (std::vector{RouteKind::kLocal, RouteKind::kStaged, RouteKind::kStaged}));
   EXPECT_EQ(staged[1].reason, "asked for by --transport mpi; rank 1: MPI is not CUDA-aware");
-  EXPECT_THAT(describe_links(staged),
+  EXPECT_THAT(describe_routes(staged),
               HasSubstr("stages 0-1: through page-locked host memory (asked for by --transport "
                         "mpi; rank 1: MPI is not CUDA-aware)"));
 }
 
-TEST(EdgeLinkTest, MpiIsAskedForDeviceMemoryOnlyWhereAMessageMayNeedIt) {
+TEST(EdgeRouteTest, MpiIsAskedForDeviceMemoryOnlyWhereAMessageMayNeedIt) {
   constexpr const char* kAsked = "loopback moves host memory";
   constexpr const char* kNotAsked = kDeviceMessagesNotTried;
   run_loopback(2, [&](Communicator& comm) {
@@ -89,21 +91,21 @@ TEST(EdgeLinkTest, MpiIsAskedForDeviceMemoryOnlyWhereAMessageMayNeedIt) {
   });
 }
 
-TEST(EdgeLinkTest, GpusThatNcclRefusesAreJoinedByMpi) {
-  LinkQuestion asked = question(TransportChoice::kAuto, {gpu(0), gpu(0)});
+TEST(EdgeRouteTest, GpusThatNcclRefusesAreJoinedByMpi) {
+  RouteQuestion asked = question(TransportChoice::kAuto, {gpu(0), gpu(0)});
   asked.nccl_refusal = why_no_nccl(asked.devices);
   ASSERT_FALSE(asked.nccl_refusal.empty());
-  EXPECT_EQ(choose_links(Placement::linear(2), asked)[1].kind, LinkKind::kDirect);
+  EXPECT_EQ(choose_routes(Placement::linear(2), asked)[1].kind, RouteKind::kDirect);
   asked.wanted = TransportChoice::kNccl;
   expect_error(ErrorCode::kUsage, {"transport nccl cannot join pipeline ranks 0 (cuda:0) and 1"},
-               [&] { (void)choose_links(Placement::linear(2), asked); });
+               [&] { (void)choose_routes(Placement::linear(2), asked); });
 }
 
-TEST(EdgeLinkTest, SumsOverReplicasSayWhatCarriesThemAndWhy) {
-  LinkQuestion asked = question(TransportChoice::kAuto, {gpu(0), gpu(1), cpu()});
+TEST(EdgeRouteTest, SumsOverReplicasSayWhatCarriesThemAndWhy) {
+  RouteQuestion asked = question(TransportChoice::kAuto, {gpu(0), gpu(1), cpu()});
   const auto sums = [&](int replicas) {
-    std::vector<EdgeLink> all;
-    for (int rank = 0; rank < 3; ++rank) all.push_back(choose_sum(rank, replicas, asked));
+    std::vector<EdgeRoute> all;
+    for (int rank = 0; rank < 3; ++rank) all.push_back(choose_sum_route(rank, replicas, asked));
     return all;
   };
   EXPECT_EQ(describe_sums(sums(1), false), "");
@@ -124,18 +126,18 @@ TEST(EdgeLinkTest, SumsOverReplicasSayWhatCarriesThemAndWhy) {
   EXPECT_EQ(sums(2)[0].reason, "asked for by --transport mpi");
 }
 
-TEST(EdgeLinkTest, SumsThatNcclCannotCarryAreRefusedWhereItIsWanted) {
-  LinkQuestion asked = question(TransportChoice::kNccl, {gpu(0), cpu()});
-  EXPECT_EQ(choose_sum(0, 2, asked).kind, LinkKind::kNccl);
-  EXPECT_EQ(choose_sum(1, 1, asked).kind, LinkKind::kLocal);
+TEST(EdgeRouteTest, SumsThatNcclCannotCarryAreRefusedWhereItIsWanted) {
+  RouteQuestion asked = question(TransportChoice::kNccl, {gpu(0), cpu()});
+  EXPECT_EQ(choose_sum_route(0, 2, asked).kind, RouteKind::kNccl);
+  EXPECT_EQ(choose_sum_route(1, 1, asked).kind, RouteKind::kLocal);
   expect_error(ErrorCode::kUsage,
                {"transport nccl cannot sum over the 2 replicas of pipeline rank 1 (cpu): it needs "
                 "GPUs; legal: auto, mpi"},
-               [&] { (void)choose_sum(1, 2, asked); });
+               [&] { (void)choose_sum_route(1, 2, asked); });
   asked.nccl_refusal = "ranks 0 and 1 share cuda:0";
   expect_error(ErrorCode::kUsage,
                {"the 3 replicas of pipeline rank 0 (cuda:0): ranks 0 and 1 share cuda:0; legal"},
-               [&] { (void)choose_sum(0, 3, asked); });
+               [&] { (void)choose_sum_route(0, 3, asked); });
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "runtime/job/job_groups.hpp"
+#include "runtime/job/configuration.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -12,19 +12,14 @@
 #include <sluice/options.hpp>
 #include <sluice/schedule_file.hpp>
 
-#include "comm/group/transport.hpp"
 #include "runtime/files/sha256.hpp"
-#include "runtime/job/guard.hpp"
-#include "runtime/layout/edge_link.hpp"
 
 namespace sluice {
-namespace {
 
 using Json = nlohmann::json;
 
-// What every rank must agree on, beyond what the program adds.
-std::vector<std::pair<std::string, std::string>> agreed_values(const PipelineOptions& options) {
-  std::vector<std::pair<std::string, std::string>> values = options.checks.configuration;
+NamedValues agreed_values(const PipelineOptions& options) {
+  NamedValues values = options.checks.configuration;
   const auto add = [&](const char* name, const auto& value) {
     values.emplace_back(name, fmt::format("{}", value));
   };
@@ -70,15 +65,7 @@ std::vector<std::pair<std::string, std::string>> agreed_values(const PipelineOpt
   return values;
 }
 
-}  // namespace
-
-void JobWatch::poll() {
-  control_.poll();
-  if (messages_ != nullptr) messages_->poll();
-}
-
-void require_same_configuration(Collectives& comm,
-                                const std::vector<std::pair<std::string, std::string>>& values) {
+void require_same_configuration(Collectives& comm, const NamedValues& values) {
   // CBOR carries any bytes: a path is not always UTF-8.
   const std::vector<std::uint8_t> mine = Json::to_cbor(Json(values));
   const auto all = comm.all_gather_strings(std::string(mine.begin(), mine.end()));
@@ -97,53 +84,6 @@ void require_same_configuration(Collectives& comm,
                 fmt::format("ranks disagree: rank 0 has {} settings, rank {} has {}", first.size(),
                             rank, other.size()));
   }
-}
-
-JobGroups::JobGroups(Communicator& comm, const PipelineOptions& options)
-    : world(comm.duplicate()),
-      control(std::make_unique<ControlChannel>(*world)),
-      watch(std::make_unique<JobWatch>(*control)) {
-  in_world = std::make_unique<Collectives>(*world, 0, watch.get());
-  guarded([&] {
-    require_same_configuration(*in_world, agreed_values(options));
-    const int replicas_asked = std::max(options.shape.replicas, 1);
-    const int depth = options.shape.pipeline > 0 ? options.shape.pipeline
-                                                 : std::max(world->size() / replicas_asked, 1);
-    topology =
-        make_topology(world->size(), depth, options.shape.replicas, options.shape.rank_order);
-    devices = choose_devices(*in_world, topology, options.devices.choices);
-    device = devices[static_cast<std::size_t>(world->rank())].device;
-    no_nccl = find_why_no_nccl(*in_world, devices, options.devices.transport);
-    no_device_messages =
-        why_no_device_messages(*in_world, devices, options.devices.transport, no_nccl, depth);
-  });
-  rank = topology.pipeline_rank(world->rank());
-  replica = topology.replica(world->rank());
-  pipeline = world->split(replica, rank);
-  messages = pipeline->duplicate();
-  replicas = world->split(rank, replica);
-  in_pipeline = std::make_unique<Collectives>(*pipeline, 0, watch.get());
-  in_replicas = std::make_unique<Collectives>(*replicas, 0, watch.get());
-}
-
-std::vector<RankDevice> JobGroups::pipeline_devices() const {
-  std::vector<RankDevice> mine;
-  for (int r = 0; r < topology.pipeline; ++r) {
-    mine.push_back(devices[static_cast<std::size_t>(topology.rank_of(replica, r))]);
-  }
-  return mine;
-}
-
-std::size_t JobGroups::piece_bytes() const {
-  constexpr std::size_t kStagedPiece = std::size_t{4} << 20;
-  const bool staged = std::any_of(devices.begin(), devices.end(), [](const RankDevice& other) {
-    return other.device.kind != DeviceKind::kCpu;
-  });
-  return staged ? kStagedPiece : kMaxPieceBytes;
-}
-
-void JobGroups::guarded(const std::function<void()>& body) {
-  sluice::guarded(*control, world->rank(), body);
 }
 
 }  // namespace sluice

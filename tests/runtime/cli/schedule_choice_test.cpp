@@ -1,4 +1,4 @@
-#include "runtime/cli/arrangement.hpp"
+#include "runtime/cli/schedule_choice.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -20,19 +20,19 @@ namespace {
 
 TrainOptions options_for(const char* schedule, int layers, int micro_batches) {
   TrainOptions options;
-  options.schedule = schedule;
+  options.pipeline.order.schedule = schedule;
   options.model.layers = layers;
-  options.micro_batches = micro_batches;
+  options.pipeline.shape.micro_batches = micro_batches;
   return options;
 }
 
-Arrangement arranged(const TrainOptions& options, int ranks) {
-  Arrangement result;
+ScheduleChoice chosen(const TrainOptions& options, int ranks) {
+  ScheduleChoice result;
   std::set<std::string> answers;
   std::mutex mutex;
   run_loopback(ranks, [&](Communicator& comm) {
     Collectives world(comm, 0, nullptr);
-    const Arrangement mine = arrange(options, ranks, world);
+    const ScheduleChoice mine = choose_schedule(options, ranks, world);
     const std::lock_guard guard(mutex);
     if (mine.order != nullptr) answers.insert(to_schedule_json(*mine.order));
     result = mine;
@@ -41,15 +41,15 @@ Arrangement arranged(const TrainOptions& options, int ranks) {
   return result;
 }
 
-TEST(ArrangementTest, ANamedScheduleIsGeneratedLater) {
-  const Arrangement result = arranged(options_for("zb-v", 6, 4), 3);
+TEST(ScheduleChoiceTest, ANamedScheduleIsGeneratedLater) {
+  const ScheduleChoice result = chosen(options_for("zb-v", 6, 4), 3);
   EXPECT_EQ(result.order, nullptr);
   EXPECT_EQ(result.partition.stages(), 6);
 }
 
-TEST(ArrangementTest, ASearchedOrderHoldsNoMoreThan1f1bAndIsFaster) {
+TEST(ScheduleChoiceTest, ASearchedOrderHoldsNoMoreThan1f1bAndIsFaster) {
   const TrainOptions options = options_for("auto", 8, 8);
-  const Arrangement result = arranged(options, 4);
+  const ScheduleChoice result = chosen(options, 4);
   ASSERT_NE(result.order, nullptr);
   EXPECT_EQ(check(*result.order), std::nullopt);
   EXPECT_TRUE(is_exact(*result.order));
@@ -78,12 +78,12 @@ TEST(ArrangementTest, ASearchedOrderHoldsNoMoreThan1f1bAndIsFaster) {
 }
 
 // A head of 3.3 blocks weighs less beside blocks that backward runs again in part.
-TEST(ArrangementTest, WhatIsRecomputedCountsWhereLayersAreCut) {
+TEST(ScheduleChoiceTest, WhatIsRecomputedCountsWhereLayersAreCut) {
   TrainOptions options = options_for("1f1b", 6, 4);
   options.model.vocabulary = 43 * options.model.width;
   const std::vector<double> costs = layer_costs(options.model);
   const auto blocks_of_last = [&] {
-    const Partition partition = arranged(options, 2).partition;
+    const Partition partition = chosen(options, 2).partition;
     return partition.first[2] - partition.first[1];
   };
   const int keeping = blocks_of_last();
@@ -91,11 +91,11 @@ TEST(ArrangementTest, WhatIsRecomputedCountsWhereLayersAreCut) {
   EXPECT_GT(blocks_of_last(), keeping);
 }
 
-TEST(ArrangementTest, MoreRanksThanLayersAreRefused) {
+TEST(ScheduleChoiceTest, MoreRanksThanLayersAreRefused) {
   expect_error(ErrorCode::kUsage, {"--schedule: auto", "at most 3 ranks"}, [] {
     run_loopback(1, [](Communicator& comm) {
       Collectives world(comm, 0, nullptr);
-      (void)arrange(options_for("auto", 1, 2), 4, world);
+      (void)choose_schedule(options_for("auto", 1, 2), 4, world);
     });
   });
 }

@@ -1,4 +1,4 @@
-#include "runtime/cli/arrangement.hpp"
+#include "runtime/cli/schedule_choice.hpp"
 
 #include <fmt/format.h>
 
@@ -11,6 +11,7 @@
 #include <sluice/schedule_file.hpp>
 #include <sluice/search.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
 
 namespace sluice {
@@ -20,8 +21,8 @@ using Json = nlohmann::json;
 
 constexpr std::int64_t kSearchEffort = 5'000'000;  // of annealing, a quarter of the default
 
-// By layer. Each of backward's halves takes as many products as forward; its input half also those
-// that are computed again.
+// [layer]. Each half of backward takes as many products as forward. Recomputation adds to the input
+// half.
 std::vector<StageTimes> layer_times(const TransformerConfig& model) {
   const std::vector<double> again = recompute_costs(model);
   std::vector<StageTimes> times;
@@ -43,10 +44,10 @@ std::vector<double> layer_work(const TransformerConfig& model) {
 SearchRequest request_of(const TrainOptions& options, int ranks) {
   SearchRequest request;
   request.ranks = ranks;
-  request.micro_batches = options.micro_batches;
+  request.micro_batches = options.pipeline.shape.micro_batches;
   request.model.stages = layer_times(options.model);
   request.whole_layers = true;
-  if (options.chunks > 1) request.chunks = {options.chunks};
+  if (options.pipeline.order.chunks > 1) request.chunks = {options.pipeline.order.chunks};
   request.in_flight_limit = {static_cast<double>(ranks)};
   request.effort = kSearchEffort;
   return request;
@@ -57,7 +58,7 @@ std::string searched(const TrainOptions& options, int ranks) {
     try {
       return search_schedule(request_of(options, ranks));
     } catch (const std::invalid_argument& error) {
-      throw Error(ErrorCode::kUsage, fmt::format("option --schedule: auto: {}", error.what()));
+      throw_usage("option --schedule: auto: {}", error.what());
     }
   }();
   const std::string remark = fmt::format(
@@ -71,7 +72,7 @@ std::string searched(const TrainOptions& options, int ranks) {
       .dump();
 }
 
-Arrangement search(const TrainOptions& options, int ranks, Collectives& world) {
+ScheduleChoice search(const TrainOptions& options, int ranks, Collectives& world) {
   std::string text;
   if (world.communicator().rank() == 0) text = searched(options, ranks);
   const Json json = Json::parse(world.broadcast_string(text, 0));
@@ -81,33 +82,34 @@ Arrangement search(const TrainOptions& options, int ranks, Collectives& world) {
           .remark = json.at("remark").get<std::string>()};
 }
 
-// More chunks than give every layer a stage of its own, embedding and head included, only add
-// stages without layers; a schedule whose least number of chunks does so is free to.
+// Once every layer, embedding and head included, has its own stage, more chunks only add stages
+// without layers. A schedule whose least number of chunks does so is accepted.
 void require_layers_for_chunks(const TrainOptions& options, int ranks) {
   const std::int64_t most =
-      std::max(options.model.layers + 2, stages_of(options.schedule, {ranks, 1, 1}));
-  if (std::int64_t{ranks} * options.chunks <= most) return;
-  throw Error(ErrorCode::kUsage,
-              fmt::format("option --chunks: {} on {} rank{} make {} stages, but --layers {} with "
-                          "embedding and head fill at most {}; the nearest legal value is {}",
-                          options.chunks, ranks, ranks == 1 ? "" : "s",
-                          std::int64_t{ranks} * options.chunks, options.model.layers,
-                          options.model.layers + 2, most / ranks));
+      std::max(options.model.layers + 2, stages_of(options.pipeline.order.schedule, {ranks, 1, 1}));
+  if (std::int64_t{ranks} * options.pipeline.order.chunks <= most) return;
+  throw_usage(
+      "option --chunks: {} on {} rank{} make {} stages, but --layers {} with "
+      "embedding and head fill at most {}; the nearest legal value is {}",
+      options.pipeline.order.chunks, ranks, ranks == 1 ? "" : "s",
+      std::int64_t{ranks} * options.pipeline.order.chunks, options.model.layers,
+      options.model.layers + 2, most / ranks);
 }
 
 }  // namespace
 
-Arrangement arrange(const TrainOptions& options, int ranks, Collectives& world) {
+ScheduleChoice choose_schedule(const TrainOptions& options, int ranks, Collectives& world) {
   try {
-    if (options.order == nullptr && options.schedule == "auto") {
+    if (options.pipeline.order.given == nullptr && options.pipeline.order.schedule == "auto") {
       return search(options, ranks, world);
     }
-    const int stages = options.order != nullptr
-                           ? options.order->placement.stages()
-                           : stages_of(options.schedule,
-                                       {ranks, std::max(options.micro_batches, 1), options.chunks});
-    if (options.order == nullptr) require_layers_for_chunks(options, ranks);
-    return {.order = options.order,
+    const int stages = options.pipeline.order.given != nullptr
+                           ? options.pipeline.order.given->placement.stages()
+                           : stages_of(options.pipeline.order.schedule,
+                                       {ranks, std::max(options.pipeline.shape.micro_batches, 1),
+                                        options.pipeline.order.chunks});
+    if (options.pipeline.order.given == nullptr) require_layers_for_chunks(options, ranks);
+    return {.order = options.pipeline.order.given,
             .partition = parse_partition(options.partition, layer_work(options.model), stages),
             .remark = {}};
   } catch (const std::invalid_argument& error) {

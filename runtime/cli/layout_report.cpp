@@ -1,0 +1,120 @@
+#include "runtime/cli/layout_report.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <map>
+#include <vector>
+
+namespace sluice {
+namespace {
+
+// "E 0-1": the embedding and blocks 0 and 1; "H": the head; "-" for a stage without layers.
+std::string describe_layers(const Partition& partition, int stage) {
+  const int layers = partition.first.back();
+  const int first = partition.first[static_cast<std::size_t>(stage)];
+  const int last = partition.first[static_cast<std::size_t>(stage) + 1];
+  const int first_block = std::max(first, 1) - 1;
+  const int last_block = std::min(last, layers - 1) - 2;
+  std::string text;
+  const auto append = [&](const std::string& part) { text += (text.empty() ? "" : " ") + part; };
+  if (first == last) return "-";
+  if (first == 0) append("E");
+  if (first_block == last_block) append(std::to_string(first_block));
+  if (first_block < last_block) append(fmt::format("{}-{}", first_block, last_block));
+  if (last == layers) append("H");
+  return text;
+}
+
+// The device of each rank; with a GPU among them, also the routes between stages and of sums.
+std::string describe_connections(const JobLayout& layout) {
+  std::string text = describe_devices(layout.place.devices);
+  if (std::all_of(layout.place.devices.begin(), layout.place.devices.end(),
+                  [](const RankDevice& rank) { return rank.device.kind == DeviceKind::kCpu; })) {
+    return text;
+  }
+  text += describe_routes(layout.wires.routes);
+  for (const TiedParameter& tie : layout.parameters.tied) {
+    for (std::size_t use = 1; use < tie.uses.size(); ++use) {
+      if (tie.routes[use].kind == RouteKind::kLocal) continue;
+      text += fmt::format("  tied {}, stages {}-{}: {}\n", tie.name, tie.uses.front().stage,
+                          tie.uses[use].stage, describe_route(tie.routes[use]));
+    }
+  }
+  return text + describe_sums(layout.wires.sums, layout.wires.all_reduce);
+}
+
+// Notes of stages: each once, with the numbers of the stages unless all have it.
+std::string describe_notes(const JobLayout& layout) {
+  std::map<std::string, std::vector<int>> stages_by_note;
+  for (int stage = 0; stage < layout.plans.num_stages(); ++stage) {
+    const std::string& note = layout.parameters.stages[static_cast<std::size_t>(stage)].note;
+    if (!note.empty()) stages_by_note[note].push_back(stage);
+  }
+  std::string text;
+  for (const auto& [note, stages] : stages_by_note) {
+    const bool all = stages.size() == layout.parameters.stages.size();
+    const char* name = stages.size() == 1 ? "stage" : "stages";
+    text += all ? fmt::format("  {}\n", note)
+                : fmt::format("  {} {}, {}\n", name, fmt::join(stages, ","), note);
+  }
+  return text;
+}
+
+// The ranks that --cuda-graphs concerns; empty without the option.
+std::string describe_graphs(const JobLayout& layout) {
+  if (!layout.plans.cuda_graphs) return "";
+  const auto gpus =
+      std::count_if(layout.place.devices.begin(), layout.place.devices.end(),
+                    [](const RankDevice& rank) { return rank.device.kind != DeviceKind::kCpu; });
+  if (gpus == 0) return "  CUDA graphs: --cuda-graphs has no effect, no rank computes on a GPU\n";
+  const auto ranks = static_cast<std::ptrdiff_t>(layout.place.devices.size());
+  const std::string where =
+      gpus < ranks ? fmt::format("on {} of a pipeline's {} ranks, ", gpus, ranks) : "";
+  return fmt::format("  CUDA graphs: {}recorded in step 2, replayed from step 3 on\n", where);
+}
+
+}  // namespace
+
+std::string describe_layout(const JobLayout& layout, const Partition& partition) {
+  const auto mebi = [](std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); };
+  std::string text = fmt::format(
+      "{} rank{}: pipeline of {} x {} replica{}, schedule {}, {} micro-batch{} per replica and "
+      "step\n",
+      layout.place.topology.ranks(), layout.place.topology.ranks() == 1 ? "" : "s",
+      layout.place.topology.pipeline, layout.place.topology.replicas,
+      layout.place.topology.replicas == 1 ? "" : "s", layout.plans.train.schedule_name,
+      layout.plans.train.micro_batches, layout.plans.train.micro_batches == 1 ? "" : "es");
+  if (!layout.plans.train.exact) {
+    text +=
+        "  (not exact: weight gradients do not accumulate in ascending order, so the bits are this "
+        "schedule's own)\n";
+  }
+  text += fmt::format(
+      "  {:<5} {:<7} {:<16} {:>10} {:>10} {:>10} {:>11} {:>9} {:>9} {:>9} {:>9} {:>10} {:>9}\n",
+      "rank", "stages", "layers", "parameters", "gradients", "optimizer", "activations",
+      "workspace", "operators", "messages", "libraries", "total MiB", "outside");
+  for (int rank = 0; rank < layout.place.topology.pipeline; ++rank) {
+    std::string stages, owned;
+    for (const int stage : layout.plans.placement().stages_of(rank)) {
+      if (!stages.empty()) stages += ",", owned += " ";
+      stages += std::to_string(stage);
+      owned += describe_layers(partition, stage);
+    }
+    const RankMemory& memory = layout.memory.ranks[static_cast<std::size_t>(rank)];
+    text += fmt::format(
+        "  {:<5} {:<7} {:<16} {:>10.1f} {:>10.1f} {:>10.1f} {:>11.1f} {:>9.1f} {:>9.1f} {:>9.1f} "
+        "{:>9.1f} {:>10.1f} {:>9.1f}\n",
+        rank, stages, owned, mebi(memory.parameters), mebi(memory.gradients),
+        mebi(memory.optimizer), mebi(memory.activations), mebi(memory.workspace),
+        mebi(memory.operators), mebi(memory.buffers), mebi(memory.libraries), mebi(memory.total()),
+        mebi(memory.outside_arena));
+  }
+  text +=
+      "  (layers: E embedding, H head, numbers are blocks, - none; outside: of the total, what\n"
+      "  a rank allocates outside its arena; each replica holds the same)\n";
+  return text + describe_connections(layout) + describe_notes(layout) + describe_graphs(layout);
+}
+
+}  // namespace sluice

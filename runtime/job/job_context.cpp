@@ -1,0 +1,65 @@
+#include "runtime/job/job_context.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include <sluice/options.hpp>
+
+#include "comm/group/transport.hpp"
+#include "runtime/job/configuration.hpp"
+#include "runtime/job/guard.hpp"
+#include "runtime/layout/edge_route.hpp"
+
+namespace sluice {
+
+void JobWatch::poll() {
+  control_.poll();
+  if (engine_ != nullptr) engine_->poll();
+}
+
+RankGroup::RankGroup(std::unique_ptr<Communicator> communicator, Interrupt* interrupt)
+    : ranks(std::move(communicator)),
+      collectives(std::make_unique<Collectives>(*ranks, 0, interrupt)) {}
+
+JobContext::JobContext(Communicator& comm, const PipelineOptions& options) {
+  std::unique_ptr<Communicator> job = comm.duplicate();
+  control = std::make_unique<ControlChannel>(*job);
+  watch = std::make_unique<JobWatch>(*control);
+  world = RankGroup(std::move(job), watch.get());
+  const int rank = world.ranks->rank(), size = world.ranks->size();
+  guarded([&] {
+    const PipelineOptions::Shape& shape = options.shape;
+    const TransportChoice transport = options.devices.transport;
+    require_same_configuration(*world.collectives, agreed_values(options));
+    const int depth =
+        shape.pipeline > 0 ? shape.pipeline : std::max(size / std::max(shape.replicas, 1), 1);
+    place.topology = make_topology(size, depth, shape.replicas, shape.rank_order);
+    devices.ranks = choose_devices(*world.collectives, place.topology, options.devices.choices);
+    devices.no_nccl = find_why_no_nccl(*world.collectives, devices.ranks, transport);
+    devices.no_device_messages = why_no_device_messages(*world.collectives, devices.ranks,
+                                                        transport, devices.no_nccl, depth);
+  });
+  place.rank = place.topology.pipeline_rank(rank);
+  place.replica = place.topology.replica(rank);
+  for (int r = 0; r < place.topology.pipeline; ++r) {
+    const int job_rank = place.topology.rank_of(place.replica, r);
+    place.devices.push_back(devices.ranks[static_cast<std::size_t>(job_rank)]);
+  }
+  pipeline = RankGroup(world.ranks->split(place.replica, place.rank), watch.get());
+  messages = pipeline.ranks->duplicate();
+  replicas = RankGroup(world.ranks->split(place.rank, place.replica), watch.get());
+}
+
+std::size_t JobContext::piece_bytes() const {
+  constexpr std::size_t kStagedPiece = std::size_t{4} << 20;
+  const bool staged =
+      std::any_of(devices.ranks.begin(), devices.ranks.end(),
+                  [](const RankDevice& rank) { return rank.device.kind != DeviceKind::kCpu; });
+  return staged ? kStagedPiece : kMaxPieceBytes;
+}
+
+void JobContext::guarded(const std::function<void()>& body) {
+  sluice::guarded(*control, world.ranks->rank(), body);
+}
+
+}  // namespace sluice

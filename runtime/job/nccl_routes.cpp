@@ -1,0 +1,164 @@
+#include "runtime/job/nccl_routes.hpp"
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <sluice/error.hpp>
+#if SLUICE_WITH_NCCL
+#include "comm/nccl/nccl_sums.hpp"
+#include "comm/nccl/nccl_transport.hpp"
+#endif
+
+namespace sluice {
+
+bool NcclRoutes::wanted(const JobLayout& layout) {
+  return layout.nccl_in_pipeline() || uses_nccl(layout.wires.sums);
+}
+
+#if SLUICE_WITH_NCCL
+
+namespace {
+
+std::size_t at(int index) { return static_cast<std::size_t>(index); }
+
+NcclSums::Method method_of(bool all_reduce) {
+  return all_reduce ? NcclSums::Method::kAllReduce : NcclSums::Method::kOrdered;
+}
+
+}  // namespace
+
+// Its communicator joins the pipeline's ranks with a GPU. All ranks call split().
+struct NcclRoutes::Impl {
+  Impl(JobContext& job, const JobLayout& layout, ComputeContext& compute_in, const SumLoad& load,
+       std::size_t open, bool all_reduce)
+      : compute(compute_in),
+        interrupt(*job.watch),
+        gpus(job.pipeline.ranks->split(compute_in.device().kind == DeviceKind::kCuda ? 0 : 1,
+                                       layout.place.rank)),
+        bootstrap(*gpus, 0, job.control.get()) {
+    if (compute.device().kind == DeviceKind::kCpu) return;
+    for (const RankDevice& rank : layout.place.devices) {
+      gpu_of_rank.push_back(rank.device.kind == DeviceKind::kCuda ? next_gpu++ : -1);
+    }
+    const std::size_t sum_groups = std::max<std::size_t>(load.count, 1) * NcclSums::kGroupsPerSum;
+    queue.emplace(compute.device(), open + sum_groups, job.world.ranks->local_size());
+    transport.emplace(*queue, bootstrap, compute.memory(), edges_of(layout),
+                      NcclLabel{"the pipeline", job.world.ranks->rank()}, job.control.get());
+    if (!layout.wires.sums_by_nccl(layout.place.rank)) return;
+    sums.emplace(*queue, *job.replicas.collectives, compute.memory(),
+                 NcclLabel{"the replicas of pipeline rank " + std::to_string(layout.place.rank),
+                           job.world.ranks->rank()},
+                 method_of(all_reduce), load.largest, job.control.get());
+    workspace = compute.memory().allocate(sums->workspace(load.largest) * sizeof(float));
+    for (std::size_t i = 0; i < load.count; ++i) ready.emplace_back(compute.device());
+  }
+
+  // Both directions of every NCCL edge and of every NCCL route between uses of a tied parameter.
+  [[nodiscard]] std::vector<NcclTransport::Edge> edges_of(const JobLayout& layout) const {
+    std::vector<NcclTransport::Edge> edges;
+    const auto join = [&](const EdgeRoute& route, int stage, int other) {
+      if (route.kind != RouteKind::kNccl) return;
+      const int from = gpu_of_rank[at(layout.plans.placement().rank_of(stage))];
+      const int to = gpu_of_rank[at(layout.plans.placement().rank_of(other))];
+      edges.push_back({from, to});
+      edges.push_back({to, from});
+    };
+    for (int s = 1; s < layout.plans.num_stages(); ++s) join(layout.wires.routes[at(s)], s - 1, s);
+    for (const TiedParameter& tie : layout.parameters.tied) {
+      for (std::size_t use = 1; use < tie.uses.size(); ++use) {
+        join(tie.routes[use], tie.uses.front().stage, tie.uses[use].stage);
+      }
+    }
+    return edges;
+  }
+
+  ComputeContext& compute;
+  Interrupt& interrupt;
+  std::unique_ptr<Communicator> gpus;
+  Collectives bootstrap;
+  int next_gpu = 0;
+  std::vector<int> gpu_of_rank;  // [pipeline rank] its rank in `gpus`, -1 for a CPU
+  Buffer workspace;              // of all sums, which run one after the other
+  std::vector<Event> ready;      // of sums, used in turn
+  std::size_t next_ready = 0;
+  // On a GPU. Destroyed before the members above, whose memory NCCL may still use.
+  std::optional<NcclQueue> queue;
+  std::optional<NcclTransport> transport;
+  std::optional<NcclSums> sums;
+};
+
+NcclRoutes::NcclRoutes(JobContext& job, const JobLayout& layout, ComputeContext& compute,
+                       const SumLoad& sums, std::size_t open, bool all_reduce)
+    : impl_(std::make_unique<Impl>(job, layout, compute, sums, open, all_reduce)) {}
+
+NcclRoutes::~NcclRoutes() = default;
+
+void NcclRoutes::begin_group() { impl_->queue->begin_group(); }
+
+NcclTicket NcclRoutes::send(int peer, std::span<const std::byte> data, const Event& ready) {
+  return impl_->transport->send(impl_->gpu_of_rank[at(peer)], data, ready);
+}
+
+NcclTicket NcclRoutes::recv(int peer, std::span<std::byte> data, const Event& ready) {
+  return impl_->transport->recv(impl_->gpu_of_rank[at(peer)], data, ready);
+}
+
+void NcclRoutes::end_group() { impl_->queue->end_group(); }
+
+void NcclRoutes::wait_on_stream(NcclTicket& ticket) {
+  impl_->queue->progress();  // issues later groups without waiting for the next call
+  impl_->queue->wait_issued(ticket, &impl_->interrupt);
+  impl_->queue->wait_on(impl_->compute.stream(), ticket);
+}
+
+void NcclRoutes::progress() {
+  if (impl_->queue) impl_->queue->progress();
+}
+
+void NcclRoutes::finalize() {
+  if (impl_->queue) impl_->queue->finalize(&impl_->interrupt);
+}
+
+std::size_t NcclRoutes::sum_bytes(const SumLoad& sums, int replicas, bool all_reduce) {
+  return NcclSums::workspace(sums.largest, replicas, method_of(all_reduce)) * sizeof(float);
+}
+
+bool NcclRoutes::sums() const { return impl_->sums.has_value(); }
+
+// Each sum of a step has an event. The next step uses it again: its sum has been issued by then.
+NcclTicket NcclRoutes::sum(std::span<float> values) {
+  Event& ready = impl_->ready[impl_->next_ready++ % impl_->ready.size()];
+  ready.record(impl_->compute.stream());
+  return impl_->sums->sum(
+      values,
+      {reinterpret_cast<float*>(impl_->workspace.data()), impl_->workspace.size() / sizeof(float)},
+      ready);
+}
+
+#else
+
+// A layout of a build without NCCL has no NCCL routes (RouteQuestion::nccl_refusal).
+struct NcclRoutes::Impl {};
+
+NcclRoutes::NcclRoutes(JobContext& /*groups*/, const JobLayout& /*layout*/,
+                       ComputeContext& /*compute*/, const SumLoad& /*sums*/, std::size_t /*open*/,
+                       bool /*all_reduce*/) {
+  throw Error(ErrorCode::kInternal, "this build has no NCCL");
+}
+NcclRoutes::~NcclRoutes() = default;
+void NcclRoutes::begin_group() {}
+NcclTicket NcclRoutes::send(int, std::span<const std::byte>, const Event&) { return {}; }
+NcclTicket NcclRoutes::recv(int, std::span<std::byte>, const Event&) { return {}; }
+void NcclRoutes::end_group() {}
+void NcclRoutes::wait_on_stream(NcclTicket& /*ticket*/) {}
+void NcclRoutes::progress() {}
+void NcclRoutes::finalize() {}
+std::size_t NcclRoutes::sum_bytes(const SumLoad&, int, bool) { return 0; }
+bool NcclRoutes::sums() const { return false; }
+NcclTicket NcclRoutes::sum(std::span<float> /*values*/) { return {}; }
+
+#endif
+
+}  // namespace sluice

@@ -1,0 +1,67 @@
+// Everything that a pipeline transfers over NCCL, in one queue: the messages of NCCL edges, tied
+// gradients and values, and the sums over replicas. Internal to the pipeline. One thread.
+//
+// The host never waits for a device here: events order slots and gradients against the compute
+// stream. The host may wait until NCCL has accepted a group; it polls the interrupt meanwhile.
+#pragma once
+
+#include <memory>
+#include <span>
+
+#include <sluice/compute.hpp>
+#include <sluice/plan.hpp>
+
+#include "comm/nccl/nccl_queue.hpp"
+#include "runtime/job/job_context.hpp"
+#include "runtime/layout/job_layout.hpp"
+
+namespace sluice {
+
+// The sums over replicas of one rank and step: their number, and the floats of the largest.
+struct SumLoad {
+  std::size_t count = 0, largest = 0;
+};
+
+class NcclRoutes {
+ public:
+  // Collective over the job. All arguments outlive this. `sums`: of this rank, all of which may be
+  // open at once; `open`: messages that may be open at once, over all engines. Throws as
+  // NcclCommunicator.
+  NcclRoutes(JobContext& job, const JobLayout& layout, ComputeContext& compute, const SumLoad& sums,
+             std::size_t open, bool all_reduce);
+  ~NcclRoutes();
+  NcclRoutes(const NcclRoutes&) = delete;
+  NcclRoutes& operator=(const NcclRoutes&) = delete;
+
+  // One group of sends and receives, which start after `ready`. The caller records `ready` on the
+  // compute stream first. `peer`: rank of the pipeline.
+  void begin_group();
+  [[nodiscard]] NcclTicket send(int peer, std::span<const std::byte> data, const Event& ready);
+  [[nodiscard]] NcclTicket recv(int peer, std::span<std::byte> data, const Event& ready);
+  void end_group();
+  // Makes all later work of the compute stream run after the message or sum.
+  void wait_on_stream(NcclTicket& ticket);
+  // Called by every wait. Throws Error(kPeer | kDevice) where NCCL has failed.
+  void progress();
+
+  // Whether this rank's sums over replicas go over NCCL.
+  [[nodiscard]] bool sums() const;
+  // Sums over this rank's replicas in place, after all work so far on the compute stream. Sums run
+  // one after the other.
+  [[nodiscard]] NcclTicket sum(std::span<float> values);
+
+  // Collective over the job. The orderly end: waits until NCCL has finished everything, on all
+  // ranks. Only the destructor may follow. Without this call the destructor aborts.
+  void finalize();
+
+  // Bytes of device memory that a rank's sums take, in addition to NCCL's own.
+  [[nodiscard]] static std::size_t sum_bytes(const SumLoad& sums, int replicas, bool all_reduce);
+  // Whether the layout transfers anything over NCCL.
+  [[nodiscard]] static bool wanted(const JobLayout& layout);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace sluice

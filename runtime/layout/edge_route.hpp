@@ -1,0 +1,78 @@
+// What carries the tensors of each edge of a pipeline: chosen for every edge before anything is
+// allocated, with the reason, and refused where it cannot work.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <sluice/communicator.hpp>
+#include <sluice/device.hpp>
+#include <sluice/options.hpp>
+#include <sluice/schedule.hpp>
+
+#include "runtime/layout/device_choice.hpp"
+
+namespace sluice {
+
+enum class RouteKind : std::uint8_t {
+  kLocal,   // both stages are on one rank: no message
+  kHost,    // messages of host memory
+  kStaged,  // messages through page-locked host memory; a GPU at one end or both
+  kDirect,  // MPI reads and writes the GPUs' memory
+  kNccl,    // NCCL, from GPU to GPU
+};
+
+struct EdgeRoute {
+  RouteKind kind = RouteKind::kLocal;
+  std::string reason;
+};
+
+struct RouteQuestion {
+  TransportChoice wanted = TransportChoice::kAuto;
+  std::string no_device_messages;   // as why_no_device_messages
+  std::string nccl_refusal;         // as find_why_no_nccl
+  std::vector<RankDevice> devices;  // [rank of the pipeline]
+};
+
+// Why NCCL cannot join the GPUs of a job, as far as this build and `job` ([rank of the job]) say:
+// the build has no NCCL, or two ranks share a GPU. Else empty.
+[[nodiscard]] std::string why_no_nccl(const std::vector<RankDevice>& job);
+// Collective over `world`. The same, or the first rank whose NCCL or driver cannot be used. Looks
+// for NCCL only where it could be chosen: the job has several GPUs, and `wanted` is not kMpi.
+[[nodiscard]] std::string find_why_no_nccl(Collectives& world, const std::vector<RankDevice>& job,
+                                           TransportChoice wanted);
+// Collective over `world`. Why MPI of some rank does not take a GPU's memory; empty where all do.
+// `job`: [rank of the job]; `no_nccl`: as find_why_no_nccl(); `depth`: ranks of a pipeline.
+// MPI is tried only where a message may need it, else the answer is kDeviceMessagesNotTried: a
+// library that wrongly claims support may end the process.
+inline constexpr const char* kDeviceMessagesNotTried = "not tried: no edge needs it";
+[[nodiscard]] std::string why_no_device_messages(Collectives& world,
+                                                 const std::vector<RankDevice>& job,
+                                                 TransportChoice wanted, const std::string& no_nccl,
+                                                 int depth);
+
+// The route between two ranks of a pipeline, both directions; never kDirect. Throws as
+// choose_routes().
+[[nodiscard]] EdgeRoute choose_route(int from, int to, const RouteQuestion& question);
+// [stage s]: the edge between stages s - 1 and s, both directions; entry 0 is local. Where any edge
+// is kNccl, none is kDirect: CUDA-aware MPI and NCCL together can deadlock. Throws Error(kUsage)
+// that names both ranks where the wanted transport cannot carry an edge.
+[[nodiscard]] std::vector<EdgeRoute> choose_routes(const Placement& placement,
+                                                   const RouteQuestion& question);
+
+// What sums the gradients of pipeline rank `rank` over `replicas` replicas: kLocal for one replica,
+// else kHost, kStaged or kNccl. Throws Error(kUsage) that names the rank where NCCL is wanted and
+// cannot be used.
+[[nodiscard]] EdgeRoute choose_sum_route(int rank, int replicas, const RouteQuestion& question);
+
+[[nodiscard]] bool uses_nccl(const std::vector<EdgeRoute>& routes);
+
+// Lines for the start of a run: edges of one kind and reason together.
+[[nodiscard]] std::string describe_routes(const std::vector<EdgeRoute>& routes);
+// The same for choose_sum_route() of every pipeline rank; `all_reduce`: in NCCL's own order.
+[[nodiscard]] std::string describe_sums(const std::vector<EdgeRoute>& sums, bool all_reduce);
+// "NCCL (a GPU of its own at both ends)".
+[[nodiscard]] std::string describe_route(const EdgeRoute& route);
+
+}  // namespace sluice

@@ -1,0 +1,168 @@
+// The layout of a job, which all ranks agree on before anything is allocated: the rank's place,
+// plans, shapes and routes of every edge, owners of every parameter, bytes per rank.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/parameter.hpp>
+#include <sluice/plan.hpp>
+#include <sluice/stage.hpp>
+
+#include "comm/group/topology.hpp"
+#include "runtime/layout/device_choice.hpp"
+#include "runtime/layout/edge_route.hpp"
+#include "runtime/layout/edges.hpp"
+
+namespace sluice {
+
+struct ParameterEntry {
+  std::string name;
+  std::int64_t elements = 0;
+  bool tied = false;
+};
+
+struct StageEntry {
+  std::vector<ParameterEntry> parameters;  // in the stage's order
+  std::size_t state_bytes = 0;             // per slot, at the largest micro-batch
+  std::size_t split_bytes = 0;             // more per slot where backward is split into I and W
+  std::size_t shared_gradient_bytes = 0;   // once where it is not
+  std::size_t workspace_bytes = 0;
+  std::size_t copy_bytes = 0;      // of parameters in another precision
+  std::size_t operator_bytes = 0;  // of the scratch that a rank's operators share
+  std::size_t table_bytes = 0;     // of operators' constants, also shared
+  bool own_memory = false;         // StageDescription::own_memory
+  std::string note;                // StageDescription::note
+};
+
+// One use of a tied parameter.
+struct TiedUse {
+  int stage = 0;
+  int index = 0;  // among the stage's parameters
+};
+
+// A parameter with several uses, in order; the first is the owner.
+struct TiedParameter {
+  std::string name;
+  std::vector<TiedUse> uses;
+  std::vector<EdgeRoute> routes;  // [use] to the owner's rank
+};
+
+// What one rank of a pipeline holds of its device, in bytes, every buffer rounded up to
+// kBufferAlignment.
+struct RankMemory {
+  // Parameters with their copies in another precision.
+  std::size_t parameters = 0, gradients = 0, optimizer = 0;
+  std::size_t activations = 0;  // states of all slots
+  // Messages, hand-overs, a GPU's copies of inputs and targets, and gradients that are received
+  // from other ranks.
+  std::size_t buffers = 0;
+  std::size_t workspace = 0;      // the sum over stages
+  std::size_t operators = 0;      // scratch and tables of operators and of the matmul library
+  std::size_t libraries = 0;      // estimates of what NCCL and CUDA graphs allocate themselves
+  std::size_t outside_arena = 0;  // of all these, what does not come from the rank's arena
+  [[nodiscard]] std::size_t total() const {
+    return parameters + gradients + optimizer + activations + buffers + workspace + operators +
+           libraries;
+  }
+  // What a GPU's rank takes in one piece before the first step (DeviceMemory).
+  [[nodiscard]] std::size_t arena() const { return total() - outside_arena; }
+};
+
+// "parameters 1.5, ..., of these outside the rank's arena 0.5, in MiB".
+[[nodiscard]] std::string to_string(const RankMemory& memory);
+
+// Forward-only plans over `samples` samples, in rounds of at most kRoundMicroBatches and a rest.
+// Replicas may differ in their number of micro-batches, which may be 0.
+struct EvaluationPlan {
+  static constexpr std::size_t kRoundMicroBatches = 64;
+  std::int64_t samples = 0;
+  std::vector<SampleRange> micro_batches;  // of this replica
+  Plan round, rest;                        // without ranks where not needed
+};
+
+// Where this rank stands in the job.
+struct RankPlace {
+  Topology topology;
+  int rank = 0, replica = 0;        // of the pipeline; which replica
+  std::vector<RankDevice> devices;  // [pipeline rank], of this replica
+
+  [[nodiscard]] Device device() const { return devices[static_cast<std::size_t>(rank)].device; }
+};
+
+// What a training step and each evaluation execute.
+struct StepPlans {
+  std::vector<SampleRange> micro_batches;  // of this replica
+  Schedule order;                          // compute actions of `train`
+  Plan train;                              // forward only in inference
+  std::vector<EvaluationPlan> evaluations;
+  double bubble_ideal = 0;  // simulated share of a step in which ranks are idle
+  bool cuda_graphs = false;
+
+  [[nodiscard]] const Placement& placement() const { return train.placement; }
+  [[nodiscard]] int num_stages() const { return placement().stages(); }
+  [[nodiscard]] int first_rank() const { return placement().rank_of(0); }
+  [[nodiscard]] int last_rank() const { return placement().rank_of(num_stages() - 1); }
+  // Calls `visit(plan)` for `train` and for every evaluation's plans.
+  template <typename Visit>
+  void for_each_plan(const Visit& visit) const {
+    visit(train);
+    for (const EvaluationPlan& evaluation : evaluations) {
+      for (const Plan* plan : {&evaluation.round, &evaluation.rest}) {
+        if (!plan->ranks.empty()) visit(*plan);
+      }
+    }
+  }
+  // The largest number of micro-batches of `stage` that are in flight at once, over all plans.
+  [[nodiscard]] int slots_of(int stage) const;
+  // Whether the training plan splits backward into I and W.
+  [[nodiscard]] bool splits_backward() const;
+};
+
+// The tensors between stages, and what carries them and the sums over replicas.
+struct Wires {
+  EdgeTable edges;
+  std::vector<EdgeRoute> routes;  // [stage] to the stage before it
+  std::vector<EdgeRoute> sums;    // [pipeline rank] over replicas; local where there are none
+  bool all_reduce = false;        // NCCL's sums use its own order
+
+  // Whether NCCL sums over the replicas of pipeline rank `rank`.
+  [[nodiscard]] bool sums_by_nccl(int rank) const {
+    return sums[static_cast<std::size_t>(rank)].kind == RouteKind::kNccl;
+  }
+};
+
+struct ParameterTable {
+  std::vector<StageEntry> stages;   // [global stage]
+  std::vector<TiedParameter> tied;  // [group], the channel of REDUCE_TIED
+
+  // Whether parameter `index` of `stage` is the first use of its name.
+  [[nodiscard]] bool is_owner(int stage, int index) const;
+};
+
+struct MemoryTable {
+  std::vector<RankMemory> ranks;   // [pipeline rank]
+  std::size_t operator_bytes = 0;  // this rank's scratch for operators: ComputeContext::workspace()
+};
+
+struct JobLayout {
+  RankPlace place;
+  StepPlans plans;
+  Wires wires;
+  ParameterTable parameters;
+  MemoryTable memory;
+
+  [[nodiscard]] bool owns(int stage) const {
+    return plans.placement().rank_of(stage) == place.rank;
+  }
+  // Whether NCCL carries messages or tied parameters between ranks of the pipeline.
+  [[nodiscard]] bool nccl_in_pipeline() const;
+};
+
+}  // namespace sluice

@@ -1,0 +1,44 @@
+// What Sluice's own commands, checkpoints and reports use of a Pipeline beyond its public members.
+// Threading and errors are those of Pipeline.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <sluice/options.hpp>
+
+#include "comm/group/collectives.hpp"
+#include "runtime/engine/engine.hpp"
+#include "runtime/files/trace.hpp"
+#include "runtime/layout/job_layout.hpp"
+
+namespace sluice {
+
+class DataSource;
+class Pipeline;  // <sluice/pipeline.hpp>
+
+// Defined in runtime/pipeline/pipeline.cpp.
+class PipelineAccess {
+ public:
+  // Collective. The layout alone, for a dry run: of a device's memory it takes only what library
+  // handles need. Throws as the constructor of Pipeline.
+  [[nodiscard]] static JobLayout plan_layout(Communicator& world, const PipelineOptions& options,
+                                             const StageFactory& make_stage,
+                                             const DataSource& source);
+  // Valid as long as `pipeline`.
+  [[nodiscard]] static const JobLayout& layout(const Pipeline& pipeline);
+  // Collectives over the job. They end with an Error when any rank fails.
+  [[nodiscard]] static Collectives& world(Pipeline& pipeline);
+  // Collective. Runs `body`; an exception in it on any rank becomes the same Error on all ranks.
+  static void guarded(Pipeline& pipeline, const std::function<void()>& body);
+  // The same; where memory runs out in `body`, the Error names `who` and the plan of this rank.
+  static void guarded(Pipeline& pipeline, const std::string& who,
+                      const std::function<void()>& body);
+  // This rank's timeline of the last training step; empty unless options.checks.trace.
+  [[nodiscard]] static std::vector<TraceEvent> trace(const Pipeline& pipeline);
+  // Measured seconds per action of the last step, on this rank; valid until the next step.
+  [[nodiscard]] static const StepOutcome& last_outcome(const Pipeline& pipeline);
+};
+
+}  // namespace sluice

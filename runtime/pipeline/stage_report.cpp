@@ -1,0 +1,150 @@
+#include "runtime/pipeline/stage_report.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <utility>
+
+#include <sluice/error.hpp>
+
+#include "comm/group/transport.hpp"
+
+namespace sluice {
+
+using Json = nlohmann::json;
+
+// Found by the library by their names.
+static void to_json(Json& json, const Shape& shape) {
+  json = Json::array();
+  for (int d = 0; d < shape.rank(); ++d) json.push_back(shape[d]);
+}
+static void from_json(const Json& json, Shape& shape) {
+  const auto dims = json.get<std::vector<std::int64_t>>();
+  shape = Shape(std::span(dims));
+}
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TensorSpec, dtype, shape)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, state_bytes, split_bytes,
+                                   shared_gradient_bytes, workspace_bytes, copy_bytes,
+                                   operator_bytes, table_bytes, own_memory, note)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageReport, entry, outputs, input_gradients)
+
+namespace {
+
+// `text` with U+FFFD in place of bytes that are not UTF-8.
+std::string quoted(const std::string& text) {
+  return Json(text).dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+bool is_utf8(const std::string& text) {
+  return quoted(text) == Json(text).dump(-1, ' ', false, Json::error_handler_t::ignore);
+}
+
+void require_legal(const TensorSpec& output, int index) {
+  bool legal = output.shape.rank() <= kMaxDims;
+  for (int d = 0; d < output.shape.rank(); ++d) {
+    legal = legal && output.shape[d] >= 0 &&
+            output.shape[d] <= std::numeric_limits<std::int32_t>::max();
+  }
+  if (legal) return;
+  throw Error(ErrorCode::kUsage,
+              fmt::format("stage {} describes an output of shape {}; at most {} dimensions, "
+                          "each from 0 to 2147483647",
+                          index, to_string(output.shape), kMaxDims));
+}
+
+// Buffers have the size of the largest micro-batch, so the others must not need more.
+void require_like(const std::vector<TensorSpec>& largest, const std::vector<TensorSpec>& outputs,
+                  int index) {
+  bool fits = largest.size() == outputs.size();
+  for (std::size_t i = 0; fits && i < outputs.size(); ++i) {
+    fits = outputs[i].dtype == largest[i].dtype &&
+           outputs[i].shape.rank() == largest[i].shape.rank() &&
+           outputs[i].bytes() <= largest[i].bytes();
+  }
+  if (fits) return;
+  throw Error(ErrorCode::kUsage,
+              fmt::format("stage {} describes other outputs for a smaller micro-batch than for the "
+                          "largest; their number, dtypes and ranks must agree and their bytes may "
+                          "not grow",
+                          index));
+}
+
+void require_legal_outputs(const std::vector<TensorSpec>& outputs, int index) {
+  if (outputs.empty() || outputs.size() > 65535) {
+    throw Error(ErrorCode::kUsage, fmt::format("stage {} describes {} outputs; legal: 1 to 65535",
+                                               index, outputs.size()));
+  }
+  for (const TensorSpec& output : outputs) require_legal(output, index);
+}
+
+// Which inputs need a gradient: what the stage says, else every input of a float type.
+std::vector<bool> gradients_of(const StageDescription& description,
+                               const std::vector<TensorSpec>& inputs, int index) {
+  std::vector<bool> gradients = description.input_gradients;
+  if (gradients.empty()) {
+    for (const TensorSpec& spec : inputs) {
+      gradients.push_back(spec.dtype == DType::kF32 || spec.dtype == DType::kBf16);
+    }
+  }
+  if (gradients.size() == inputs.size()) return gradients;
+  throw Error(ErrorCode::kUsage,
+              fmt::format("stage {} says for {} inputs whether they need gradients, but has {}",
+                          index, gradients.size(), inputs.size()));
+}
+
+// An entry has the maximum over all sizes of micro-batches.
+void raise(StageEntry& entry, const StageDescription& description) {
+  const auto raise_to = [](std::size_t& to, std::size_t bytes) { to = std::max(to, bytes); };
+  raise_to(entry.state_bytes,
+           description.state_bytes_until_input + description.state_bytes_until_weight);
+  raise_to(entry.split_bytes, description.gradient_bytes_until_weight);
+  raise_to(entry.shared_gradient_bytes, description.shared_gradient_bytes);
+  raise_to(entry.workspace_bytes, description.workspace_bytes);
+  raise_to(entry.copy_bytes, description.copy_bytes);
+  raise_to(entry.operator_bytes, description.operator_bytes);
+  raise_to(entry.table_bytes, description.table_bytes);
+  entry.own_memory = entry.own_memory || description.own_memory;
+}
+
+}  // namespace
+
+StageReport report_of(Stage& stage, int index, const std::vector<std::vector<TensorSpec>>& inputs,
+                      ComputeContext& compute) {
+  StageReport report;
+  for (const std::vector<TensorSpec>& specs : inputs) {
+    const StageDescription description = stage.describe(specs, compute);
+    require_legal_outputs(description.outputs, index);
+    if (report.outputs.empty()) {
+      report.entry.note = description.note;
+    } else {
+      require_like(report.outputs.front(), description.outputs, index);
+    }
+    report.outputs.push_back(description.outputs);
+    report.input_gradients.push_back(gradients_of(description, specs, index));
+    raise(report.entry, description);
+  }
+  if (ParameterSet* parameters = stage.parameters()) {
+    for (const Parameter* p : parameters->all()) {
+      if (!is_utf8(p->name)) {
+        throw Error(ErrorCode::kUsage,
+                    fmt::format("stage {} has a parameter whose name {} is not UTF-8", index,
+                                quoted(p->name)));
+      }
+      report.entry.parameters.push_back({p->name, p->shape.elements(), p->tied});
+    }
+  }
+  return report;
+}
+
+std::string to_text(const StageReport& report) {
+  return Json(report).dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+StageReport report_from(const std::string& text) { return Json::parse(text).get<StageReport>(); }
+
+}  // namespace sluice

@@ -1,0 +1,33 @@
+// What the rank that owns a stage tells every other rank about it, and its form as text. Internal
+// to the layout.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <sluice/compute.hpp>
+#include <sluice/stage.hpp>
+#include <sluice/tensor.hpp>
+
+#include "runtime/layout/job_layout.hpp"
+
+namespace sluice {
+
+struct StageReport {
+  StageEntry entry;
+  std::vector<std::vector<TensorSpec>> outputs;    // [size][output]
+  std::vector<std::vector<bool>> input_gradients;  // [size][input] whether it needs a gradient
+};
+
+// Describes `stage`, which has the global number `index`. inputs[size] are its inputs for every
+// number of samples that a micro-batch may have, the largest first. Throws Error(kUsage) that names
+// the stage where a description or a parameter's name is not legal.
+[[nodiscard]] StageReport report_of(Stage& stage, int index,
+                                    const std::vector<std::vector<TensorSpec>>& inputs,
+                                    ComputeContext& compute);
+
+[[nodiscard]] std::string to_text(const StageReport& report);
+// Requires a text of to_text().
+[[nodiscard]] StageReport report_from(const std::string& text);
+
+}  // namespace sluice
