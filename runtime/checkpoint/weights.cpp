@@ -17,6 +17,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/mapped_file.hpp"
+#include "runtime/files/sha256.hpp"
 
 namespace sluice {
 namespace fs = std::filesystem;
@@ -164,6 +165,22 @@ void WeightsDirectory::read(const std::string& name, const Tensor& into) const {
                 directory_.string(), name, to_string(entry->spec), to_string(into.spec));
   }
   if (!entry->bytes.empty()) std::memcpy(into.data, entry->bytes.data(), entry->bytes.size());
+}
+
+std::vector<ParameterDigest> digest_parameters(const WeightsDirectory& weights) {
+  std::vector<ParameterDigest> digests;
+  for (const std::string& name : weights.names()) {
+    digests.push_back({name, sha256_hex(weights.find(name)->bytes)});
+  }
+  return digests;
+}
+
+std::string digest_all(std::span<const ParameterDigest> parameters) {
+  std::string lines;
+  for (const ParameterDigest& parameter : parameters) {
+    lines += fmt::format("{}  {}\n", parameter.sha256, parameter.name);
+  }
+  return sha256_hex(std::as_bytes(std::span<const char>(lines)));
 }
 
 }  // namespace sluice

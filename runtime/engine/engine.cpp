@@ -3,12 +3,15 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <deque>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include <sluice/error.hpp>
 
+#include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
 #include "runtime/engine/device_batch.hpp"
 #include "runtime/engine/device_timer.hpp"
 #include "runtime/engine/recorded_calls.hpp"
@@ -20,12 +23,6 @@
 #include "runtime/job/nccl_routes.hpp"
 
 namespace sluice {
-namespace {
-
-std::size_t index_of(std::int32_t value) { return static_cast<std::size_t>(value); }
-
-}  // namespace
-
 struct Engine::Impl {
   explicit Impl(const EngineConfig& config_in);
 
@@ -37,7 +34,7 @@ struct Engine::Impl {
   void wait_send(const PlanOp& op);
   // Posts or starts the slot's tensors over NCCL, in one group with the ops that belong to it.
   void issue_nccl(const PlanOp& op, Slot& slot, int peer);
-  // What goes on the compute stream from here on runs after the slot's messages.
+  // Makes all later work of the compute stream run after the slot's messages.
   void wait_nccl_on_stream(Slot& slot) {
     if (!slot.nccl.empty()) computed_until = 0;  // the stream may wait
     for (NcclTicket& ticket : slot.nccl) config.nccl->wait_on_stream(ticket);
@@ -61,7 +58,7 @@ struct Engine::Impl {
   void wait(Ticket ticket) {
     wait_until([&] { return transport->test(ticket); });
   }
-  // Blocks until the device has done everything so far; then outcome is whole.
+  // Blocks until the device has done all its work; completes the outcome.
   void drain();
   void reduce_grad(const PlanOp& op, StepActions& actions);
   void tally(const PlanOp& op, double start, double end);
@@ -90,7 +87,7 @@ struct Engine::Impl {
     return static_cast<std::size_t>(&op - mine.ops.data());
   }
   std::int64_t samples(const PlanOp& op) const {
-    return request.micro_batches[index_of(op.micro_batch)].count;
+    return request.micro_batches[at(op.micro_batch)].count;
   }
   [[nodiscard]] StreamView stream() const { return config.compute->stream(); }
 
@@ -109,9 +106,9 @@ struct Engine::Impl {
   StepOutcome outcome;
   std::vector<TraceEvent> events;
   Slot* last_output = nullptr;
-  HostMirrors host_outputs;
-  bool group_open = false;  // of NCCL messages
-  std::span<const Tensor> outputs;
+  std::deque<HostMirror> mirrors;  // [output] of the last stage
+  std::vector<Tensor> outputs;     // in host memory
+  bool group_open = false;         // of NCCL messages
   int in_flight = 0;
   // When the last compute ended, while only bookkeeping follows, else 0; on a GPU any other number.
   double computed_until = 0;
@@ -120,7 +117,7 @@ struct Engine::Impl {
 Engine::Impl::Impl(const EngineConfig& config_in)
     : config(config_in),
       on_gpu(config.compute->stream().native() != nullptr),
-      mine(config_in.plan->ranks[index_of(config_in.rank)]),
+      mine(config_in.plan->ranks[at(config_in.rank)]),
       table(config_in),
       transport(make_message_transport(*config.communicator, table.tensors() + 1,
                                        config.piece_bytes, config.compute->device(),
@@ -129,11 +126,10 @@ Engine::Impl::Impl(const EngineConfig& config_in)
       batch(*config_in.compute),
       timer(config_in.compute->device(), mine.ops.size()),
       calls(*config_in.compute, mine.ops.size(), config_in.cuda_graphs),
-      drained(config_in.compute->device()),
-      host_outputs(*config_in.compute, config_in.interrupt) {
+      drained(config_in.compute->device()) {
   outcome.actions.resize(table.stages().size());
   if (!config.stages.empty() && config.stages.back().loss != nullptr) {
-    const std::size_t count = index_of(config.plan->micro_batches);
+    const std::size_t count = at(config.plan->micro_batches);
     losses = HostBuffer(config.compute->device(), count * sizeof(LossResult));
     outcome.losses = {reinterpret_cast<const LossResult*>(losses.data()), count};
   }
@@ -151,7 +147,7 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   computed_until = 0;
   events.clear();
   last_output = nullptr;
-  outputs = {};
+  outputs.clear();
   for (LocalStage& stage : table.stages()) {
     stage.seconds = ActionSeconds{};
     stage.seconds.stage = stage.binding.index;
@@ -167,7 +163,11 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   for (const PlanOp& op : mine.ops) execute(op, actions);
   if (config.plan->forward_only || actions == nullptr) drain();
   if (request.phase == Phase::kGenerate && last_output != nullptr) {
-    outputs = host_outputs.read_back(last_output->tensors);
+    outputs = last_output->tensors;
+    while (mirrors.size() < outputs.size()) mirrors.emplace_back(*config.compute, config.interrupt);
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      outputs[i].data = mirrors[i].read_back(outputs[i]).data();
+    }
   }
   return outcome;
 }
@@ -175,7 +175,7 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
 void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
   const bool reduces = op.kind == OpKind::kReduceGrad || op.kind == OpKind::kReduceTied ||
                        op.kind == OpKind::kOptimizer;
-  if (reduces && actions == nullptr) refuse(op, "there is nobody to reduce");
+  if (reduces && actions == nullptr) refuse(op, "nothing can reduce it");
   if (reduces || op.kind == OpKind::kStartSend) computed_until = 0;
   switch (op.kind) {
     case OpKind::kPostRecv:
@@ -304,7 +304,7 @@ void Engine::Impl::release(const PlanOp& op) {
 void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   if (config.nccl != nullptr) config.nccl->progress();  // issuing an action takes a while
   LocalStage& stage = local(op);
-  const SampleRange& range = request.micro_batches[index_of(op.micro_batch)];
+  const SampleRange& range = request.micro_batches[at(op.micro_batch)];
   StageContext ctx{.compute = *config.compute,
                    .stage = op.stage,
                    .micro_batch = op.micro_batch,
@@ -392,12 +392,12 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
   if (stage.binding.loss != nullptr) last_output = &output;
   in_stage(op, [&] {
     if (op.stage == 0) {
-      stage.binding.stage->check_inputs(request.batch->inputs[index_of(op.micro_batch)]);
+      stage.binding.stage->check_inputs(request.batch->inputs[at(op.micro_batch)]);
     }
     LossResult* result = nullptr;
     if (loss != nullptr) {
       result = &reinterpret_cast<LossResult*>(losses.data())[op.micro_batch];
-      result->weight = loss->target_weight(request.batch->targets[index_of(op.micro_batch)]);
+      result->weight = loss->target_weight(request.batch->targets[at(op.micro_batch)]);
     }
     calls.run(index_in_plan(op), *stage.binding.stage, ctx, [&] {
       stage.binding.stage->forward(ctx, ctx.inputs, output.tensors);
@@ -453,9 +453,8 @@ void Engine::Impl::refuse(const PlanOp& op, SlotState needed, SlotState state) c
 }
 
 void Engine::Impl::refuse(const PlanOp& op, std::string_view why) const {
-  throw Error(ErrorCode::kPlan,
-              fmt::format("the plan of schedule '{}' breaks at {} on pipeline rank {}: {}",
-                          config.plan->schedule_name, to_string(op), config.rank, why));
+  throw_error(ErrorCode::kPlan, "the plan of schedule '{}' breaks at {} on pipeline rank {}: {}",
+              config.plan->schedule_name, to_string(op), config.rank, why);
 }
 
 void Engine::Impl::record(TraceTrack track, const PlanOp& op, double start, double end) {

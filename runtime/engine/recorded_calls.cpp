@@ -1,8 +1,8 @@
 #include "runtime/engine/recorded_calls.hpp"
 
-#include <fmt/format.h>
-
 #include <sluice/error.hpp>
+
+#include "comm/base/throw_error.hpp"
 
 namespace sluice {
 
@@ -47,10 +47,10 @@ void RecordedCalls::make(Entry& entry, const StageContext& ctx, const std::funct
     entry.graph = Graph::record(compute_.stream(), call);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kDevice) throw;
-    throw Error(ErrorCode::kDevice,
-                fmt::format("cannot be recorded as a CUDA graph on {}: {}; it can train without "
-                            "--cuda-graphs",
-                            to_string(compute_.device()), error.what()));
+    throw_error(ErrorCode::kDevice,
+                "cannot be recorded as a CUDA graph on {}: {}; it can train without "
+                "--cuda-graphs",
+                to_string(compute_.device()), error.what());
   }
   entry.graph.launch(compute_.stream());
 }

@@ -2,10 +2,10 @@
 
 #include <optional>
 
+#include "comm/base/index.hpp"
+
 namespace sluice {
 namespace {
-
-std::size_t at(std::int32_t value) { return static_cast<std::size_t>(value); }
 
 // How a pool's slots reach the stage at the other end of its edge.
 RouteKind route_of(const BufferPool& pool, const EngineConfig& config) {
@@ -25,22 +25,6 @@ RouteKind end_of(RouteKind route, Device device) {
 }
 
 }  // namespace
-
-SlotPool* LocalStage::pool(BufferKind kind) const {
-  switch (kind) {
-    case BufferKind::kInput:
-      return input;
-    case BufferKind::kOutput:
-      return output;
-    case BufferKind::kGradOutput:
-      return grad_output;
-    case BufferKind::kGradInput:
-      return grad_input;
-    case BufferKind::kState:
-      return state;
-  }
-  return nullptr;
-}
 
 StageTable::StageTable(const EngineConfig& config)
     : ops_(config.plan->ranks[at(config.rank)].ops),
@@ -64,7 +48,7 @@ StageTable::StageTable(const EngineConfig& config)
     stages_[i].seconds.stage = config.stages[i].index;
     index_of_stage_[at(config.stages[i].index)] = static_cast<std::int32_t>(i);
   }
-  bind_pools(placement.stages());
+  bind_pools();
   for (const PlanOp& op : ops_) op_stages_.push_back(find(op.stage));
   bind_slots();
   bind_messages(config.plan->channels);
@@ -77,29 +61,16 @@ LocalStage* StageTable::find(std::int32_t stage) {
   return index < 0 ? nullptr : &stages_[at(index)];
 }
 
-void StageTable::bind_pools(int stages) {
+void StageTable::bind_pools() {
   for (SlotPool& pool : pools_) {
     const BufferPool& what = pool.description();
-    LocalStage& stage = stages_[at(index_of_stage_[at(what.stage)])];
-    const auto neighbour = [&](int other) { return other < stages ? find(other) : nullptr; };
-    switch (what.kind) {
-      case BufferKind::kInput:
-        stage.input = &pool;
-        if (LocalStage* previous = neighbour(what.stage - 1)) previous->output = &pool;
-        break;
-      case BufferKind::kGradOutput:
-        stage.grad_output = &pool;
-        if (LocalStage* next = neighbour(what.stage + 1)) next->grad_input = &pool;
-        break;
-      case BufferKind::kOutput:
-        stage.output = &pool;
-        break;
-      case BufferKind::kGradInput:
-        stage.grad_input = &pool;
-        break;
-      case BufferKind::kState:
-        stage.state = &pool;
-        break;
+    find(what.stage)->pool(what.kind) = &pool;
+    // At a local hand-over the neighbour writes into this pool.
+    if (what.kind == BufferKind::kInput && find(what.stage - 1) != nullptr) {
+      find(what.stage - 1)->pool(BufferKind::kOutput) = &pool;
+    }
+    if (what.kind == BufferKind::kGradOutput && find(what.stage + 1) != nullptr) {
+      find(what.stage + 1)->pool(BufferKind::kGradInput) = &pool;
     }
   }
 }

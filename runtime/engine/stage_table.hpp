@@ -18,15 +18,13 @@ namespace sluice {
 // A stage of this rank.
 struct LocalStage {
   StageBinding binding;
-  SlotPool* input = nullptr;        // own kInput; null on stage 0
-  SlotPool* output = nullptr;       // own kOutput, or the next stage's kInput at a local hand-over
-  SlotPool* grad_output = nullptr;  // own kGradOutput; null on the last stage
-  SlotPool* grad_input = nullptr;   // own kGradInput, or the previous stage's kGradOutput
-  SlotPool* state = nullptr;
+  // [BufferKind] Null: kInput of stage 0, and kGradOutput of the last stage. At a local hand-over,
+  // kOutput is the next stage's kInput, and kGradInput is the previous stage's kGradOutput.
+  std::array<SlotPool*, kBufferKinds> pools = {};
   const PlanOp* last_gradient = nullptr;  // the last op of a step that adds to its gradients
   ActionSeconds seconds;
 
-  [[nodiscard]] SlotPool* pool(BufferKind kind) const;
+  [[nodiscard]] SlotPool*& pool(BufferKind kind) { return pools[static_cast<std::size_t>(kind)]; }
 };
 
 class StageTable {
@@ -60,7 +58,7 @@ class StageTable {
     return static_cast<std::size_t>(&op - ops_.data());
   }
   [[nodiscard]] LocalStage* find(std::int32_t stage);
-  void bind_pools(int stages);
+  void bind_pools();
   void bind_slots();
   void bind_messages(std::span<const Channel> channels);
   void find_ends();

@@ -9,15 +9,10 @@
 #include <sluice/operators.hpp>
 #include <sluice/options.hpp>
 
+#include "comm/base/index.hpp"
 #include "runtime/engine/steady_seconds.hpp"
 
 namespace sluice {
-namespace {
-
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
-
-}  // namespace
-
 GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const PipelineOptions& options,
                            ComputeContext& compute, NcclRoutes* nccl, TiedUses& ties,
                            std::vector<StageBinding> stages)

@@ -1,7 +1,5 @@
 #include "runtime/gradients/replica_check.hpp"
 
-#include <fmt/format.h>
-
 #include <array>
 #include <cstring>
 #include <map>
@@ -10,6 +8,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/files/sha256.hpp"
 
 namespace sluice {
@@ -38,11 +37,10 @@ void check_replicas(JobContext& job, const TiedUses& tied, std::span<const Stage
                                            std::as_writable_bytes(std::span(all)));
       for (std::size_t replica = 1; replica < all.size(); ++replica) {
         if (all[replica] == all[0]) continue;
-        throw Error(
-            ErrorCode::kMismatch,
-            fmt::format("after step {} parameter '{}' of stage {} differs between replica 0 "
-                        "and replica {}",
-                        step, parameter->name, binding.index, replica));
+        throw_error(ErrorCode::kMismatch,
+                    "after step {} parameter '{}' of stage {} differs between replica 0 "
+                    "and replica {}",
+                    step, parameter->name, binding.index, replica);
       }
     }
   }
@@ -61,10 +59,10 @@ void check_replicas(JobContext& job, const TiedUses& tied, std::span<const Stage
         job.pipeline.collectives->recv(holder, std::as_writable_bytes(std::span(&theirs, 1)));
       }
       if (theirs == digest_of(*tied.parameter(group, 0), mirror)) continue;
-      throw Error(ErrorCode::kMismatch,
-                  fmt::format("after step {} the copies of tied parameter '{}' on stages {} and {} "
-                              "differ",
-                              step, tie.name, tie.uses.front().stage, tie.uses[use].stage));
+      throw_error(ErrorCode::kMismatch,
+                  "after step {} the copies of tied parameter '{}' on stages {} and {} "
+                  "differ",
+                  step, tie.name, tie.uses.front().stage, tie.uses[use].stage);
     }
   }
   job.world.collectives->barrier();

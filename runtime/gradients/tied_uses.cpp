@@ -5,10 +5,10 @@
 
 #include <sluice/operators.hpp>
 
+#include "comm/base/index.hpp"
+
 namespace sluice {
 namespace {
-
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 Parameter* find(const TiedUse& use, std::span<const StageBinding> stages) {
   for (const StageBinding& binding : stages) {

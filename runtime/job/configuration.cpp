@@ -12,6 +12,7 @@
 #include <sluice/options.hpp>
 #include <sluice/schedule_file.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/files/sha256.hpp"
 
 namespace sluice {
@@ -75,14 +76,13 @@ void require_same_configuration(Collectives& comm, const NamedValues& values) {
     const Json other = Json::from_cbor(all[rank]);
     for (std::size_t i = 0; i < std::min(first.size(), other.size()); ++i) {
       if (first[i] == other[i]) continue;
-      throw Error(ErrorCode::kMismatch,
-                  fmt::format("ranks disagree about '{}': rank 0 has '{}', rank {} has '{}'",
-                              first[i][0].get<std::string>(), first[i][1].get<std::string>(), rank,
-                              other[i][1].get<std::string>()));
+      throw_error(ErrorCode::kMismatch,
+                  "ranks disagree about '{}': rank 0 has '{}', rank {} has '{}'",
+                  first[i][0].get<std::string>(), first[i][1].get<std::string>(), rank,
+                  other[i][1].get<std::string>());
     }
-    throw Error(ErrorCode::kMismatch,
-                fmt::format("ranks disagree: rank 0 has {} settings, rank {} has {}", first.size(),
-                            rank, other.size()));
+    throw_error(ErrorCode::kMismatch, "ranks disagree: rank 0 has {} settings, rank {} has {}",
+                first.size(), rank, other.size());
   }
 }
 

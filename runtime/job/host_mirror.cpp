@@ -3,8 +3,6 @@
 #include <limits>
 #include <utility>
 
-#include "comm/group/waiter.hpp"
-
 namespace sluice {
 
 HostMirror::HostMirror(ComputeContext& compute, Interrupt* interrupt)
@@ -52,15 +50,6 @@ Owner HostMirror::owner(Owner memory) const {
 void HostMirror::write_back() {
   if (compute_.device().kind == DeviceKind::kCpu) return;
   copy_async(data_, copy_->data(), bytes_, compute_.stream());
-}
-
-std::span<const Tensor> HostMirrors::read_back(std::span<const Tensor> tensors) {
-  tensors_.assign(tensors.begin(), tensors.end());
-  while (mirrors_.size() < tensors_.size()) mirrors_.emplace_back(compute_, interrupt_);
-  for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    tensors_[i].data = mirrors_[i].read_back(tensors_[i]).data();
-  }
-  return tensors_;
 }
 
 }  // namespace sluice

@@ -3,10 +3,8 @@
 #pragma once
 
 #include <cstddef>
-#include <deque>
 #include <memory>
 #include <span>
-#include <vector>
 
 #include <sluice/communicator.hpp>
 #include <sluice/compute.hpp>
@@ -49,22 +47,6 @@ class HostMirror {
   std::shared_ptr<HostBuffer> copy_ = std::make_shared<HostBuffer>();
   void* data_ = nullptr;
   std::size_t bytes_ = 0;
-};
-
-// Several tensors at once, each through its own mirror.
-class HostMirrors {
- public:
-  HostMirrors(ComputeContext& compute, Interrupt* interrupt)
-      : compute_(compute), interrupt_(interrupt) {}
-
-  // HostMirror::read_back() of every tensor; valid until the next call.
-  [[nodiscard]] std::span<const Tensor> read_back(std::span<const Tensor> tensors);
-
- private:
-  ComputeContext& compute_;
-  Interrupt* interrupt_;
-  std::deque<HostMirror> mirrors_;
-  std::vector<Tensor> tensors_;
 };
 
 }  // namespace sluice

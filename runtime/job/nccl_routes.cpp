@@ -7,6 +7,7 @@
 
 #include <sluice/error.hpp>
 #if SLUICE_WITH_NCCL
+#include "comm/base/index.hpp"
 #include "comm/nccl/nccl_sums.hpp"
 #include "comm/nccl/nccl_transport.hpp"
 #endif
@@ -20,8 +21,6 @@ bool NcclRoutes::wanted(const JobLayout& layout) {
 #if SLUICE_WITH_NCCL
 
 namespace {
-
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 NcclSums::Method method_of(bool all_reduce) {
   return all_reduce ? NcclSums::Method::kAllReduce : NcclSums::Method::kOrdered;

@@ -11,6 +11,8 @@
 #include <sluice/error.hpp>
 #include <sluice/options.hpp>
 
+#include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
 
 namespace sluice {
@@ -22,8 +24,6 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankDevice, device, host, identity, free_memo
 namespace {
 
 using Json = nlohmann::json;
-
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 std::string host_name() {
   std::array<char, 256> name = {};
@@ -39,11 +39,10 @@ DeviceChoice parse_choice(std::string_view text, std::string_view whole) {
     if (device.kind == DeviceKind::kCpu) return {};
     return {DeviceChoice::Kind::kCudaIndex, device.index};
   } catch (const Error&) {
-    throw Error(
-        ErrorCode::kUsage,
-        fmt::format("devices '{}': '{}' is not a device; legal: cpu, cuda, cuda:<index>, auto, or "
-                    "a list of these, one per rank",
-                    whole, text));
+    throw_usage(
+        "devices '{}': '{}' is not a device; legal: cpu, cuda, cuda:<index>, auto, or "
+        "a list of these, one per rank",
+        whole, text);
   }
 }
 
@@ -60,10 +59,10 @@ const DeviceChoice& choice_of(const std::vector<DeviceChoice>& choices, const To
   if (choices.size() == 1) return choices.front();
   if (choices.size() == at(topology.ranks())) return choices[at(rank)];
   if (choices.size() == at(topology.pipeline)) return choices[at(topology.pipeline_rank(rank))];
-  throw Error(ErrorCode::kUsage,
-              fmt::format("{} devices for {} ranks; legal: 1, {} (one per rank of a pipeline) or "
-                          "{} (one per rank of the job)",
-                          choices.size(), topology.ranks(), topology.pipeline, topology.ranks()));
+  throw_usage(
+      "{} devices for {} ranks; legal: 1, {} (one per rank of a pipeline) or "
+      "{} (one per rank of the job)",
+      choices.size(), topology.ranks(), topology.pipeline, topology.ranks());
 }
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DeviceReport, rank, refusal, code)
@@ -184,11 +183,11 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
     for (int replica = 1; replica < topology.replicas; ++replica) {
       const int other = topology.rank_of(replica, rank);
       if (devices[at(other)].device.kind == first.device.kind) continue;
-      throw Error(ErrorCode::kUsage,
-                  fmt::format("replicas of one stage must compute on one kind of device, but rank "
-                              "{} has {} and rank {} has {}",
-                              topology.rank_of(0, rank), describe_device(first), other,
-                              describe_device(devices[at(other)])));
+      throw_usage(
+          "replicas of one stage must compute on one kind of device, but rank "
+          "{} has {} and rank {} has {}",
+          topology.rank_of(0, rank), describe_device(first), other,
+          describe_device(devices[at(other)]));
     }
   }
   return devices;

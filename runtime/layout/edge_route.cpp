@@ -10,6 +10,8 @@
 
 #include <sluice/error.hpp>
 #if SLUICE_WITH_NCCL
+#include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
 #include "comm/nccl/nccl.hpp"
 #endif
 
@@ -17,8 +19,6 @@ namespace sluice {
 namespace {
 
 constexpr std::array<const char*, 3> kChoices = {"auto", "mpi", "nccl"};
-
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 bool is_gpu(const RankDevice& rank) { return rank.device.kind != DeviceKind::kCpu; }
 
@@ -64,8 +64,7 @@ EdgeRoute choose(const RankDevice& a, const RankDevice& b, const RouteQuestion& 
   const bool gpus = is_gpu(a) && is_gpu(b);
   const std::string why_not = gpus ? question.nccl_refusal : wording.needs_gpus;
   if (question.wanted == TransportChoice::kNccl && !why_not.empty()) {
-    throw Error(ErrorCode::kUsage, fmt::format("transport nccl cannot {}: {}; legal: auto, mpi",
-                                               wording.task, why_not));
+    throw_usage("transport nccl cannot {}: {}; legal: auto, mpi", wording.task, why_not);
   }
   if (!is_gpu(a) && !is_gpu(b)) return {RouteKind::kHost, wording.on_cpus};
   if (!gpus) return {RouteKind::kStaged, "a GPU's neighbour is a CPU"};
@@ -126,8 +125,7 @@ std::string why_no_device_messages(Collectives& world, const std::vector<RankDev
 TransportChoice parse_transport(std::string_view text) {
   const auto found = std::find(kChoices.begin(), kChoices.end(), text);
   if (found != kChoices.end()) return static_cast<TransportChoice>(found - kChoices.begin());
-  throw Error(ErrorCode::kUsage,
-              fmt::format("unknown transport '{}'; legal: {}", text, fmt::join(kChoices, ", ")));
+  throw_usage("unknown transport '{}'; legal: {}", text, fmt::join(kChoices, ", "));
 }
 
 const char* name_of(TransportChoice choice) { return kChoices[static_cast<std::size_t>(choice)]; }

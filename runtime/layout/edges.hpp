@@ -1,10 +1,14 @@
 // The tensors between stages, known on every rank before anything is allocated.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include <sluice/error.hpp>
 #include <sluice/tensor.hpp>
 
 namespace sluice {
@@ -22,12 +26,18 @@ class EdgeTable {
   // `sizes`: distinct numbers of samples, descending. edges[size][s] are the inputs of stage s,
   // edges[size][stages] the outputs of the last stage.
   EdgeTable(std::vector<std::int64_t> sizes,
-            std::vector<std::vector<std::vector<EdgeTensor>>> edges);
+            std::vector<std::vector<std::vector<EdgeTensor>>> edges)
+      : sizes_(std::move(sizes)), edges_(std::move(edges)) {}
 
   // Valid as long as the table. Throws Error(kInternal) for a number that is not in sizes().
-  [[nodiscard]] std::span<const EdgeTensor> inputs(std::int64_t samples, int stage) const;
-  [[nodiscard]] std::span<const EdgeTensor> outputs(std::int64_t samples, int stage) const {
-    return inputs(samples, stage + 1);
+  [[nodiscard]] std::span<const EdgeTensor> inputs(std::int64_t samples, int stage) const {
+    const auto found = std::find(sizes_.begin(), sizes_.end(), samples);
+    if (found != sizes_.end()) {
+      return edges_[static_cast<std::size_t>(found - sizes_.begin())]
+                   [static_cast<std::size_t>(stage)];
+    }
+    throw Error(ErrorCode::kInternal,
+                "no edge shapes for a micro-batch of " + std::to_string(samples) + " samples");
   }
   [[nodiscard]] std::int64_t largest() const { return sizes_.front(); }
   [[nodiscard]] const std::vector<std::int64_t>& sizes() const { return sizes_; }

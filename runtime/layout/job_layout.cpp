@@ -4,12 +4,12 @@
 
 #include <algorithm>
 
+#include "comm/base/index.hpp"
+
 namespace sluice {
 namespace {
 
 double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
-
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 }  // namespace
 

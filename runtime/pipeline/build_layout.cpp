@@ -1,7 +1,5 @@
 #include "runtime/pipeline/build_layout.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <limits>
 #include <map>
@@ -12,6 +10,8 @@
 #include <sluice/generate.hpp>
 #include <sluice/simulate.hpp>
 
+#include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/pipeline/memory_plan.hpp"
 #include "runtime/pipeline/stage_report.hpp"
@@ -19,8 +19,6 @@
 
 namespace sluice {
 namespace {
-
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 // A replica's share of an evaluation: contiguous, in micro-batches of `size`, the last one smaller.
 std::vector<SampleRange> evaluation_ranges(std::int64_t samples, int replicas, int replica,
@@ -32,10 +30,10 @@ std::vector<SampleRange> evaluation_ranges(std::int64_t samples, int replicas, i
   std::vector<SampleRange> ranges;
   constexpr std::int64_t kMost = 1'000'000;
   if (left / size > kMost) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("an evaluation of {} samples falls into more than {} micro-batches of "
-                            "{}; choose at most {} samples (--validation-samples)",
-                            samples, kMost, size, kMost * size * replicas));
+    throw_usage(
+        "an evaluation of {} samples falls into more than {} micro-batches of "
+        "{}; choose at most {} samples (--validation-samples)",
+        samples, kMost, size, kMost * size * replicas);
   }
   for (; left > 0; left -= ranges.back().count) {
     ranges.push_back({first, std::min(size, left)});
@@ -44,22 +42,18 @@ std::vector<SampleRange> evaluation_ranges(std::int64_t samples, int replicas, i
   return ranges;
 }
 
-// A given order must be one for this pipeline.
+// A given order must fit this pipeline.
 void require_fitting(const Schedule& order, const ScheduleShape& shape) {
   if (order.placement.ranks() != shape.ranks) {
-    throw Error(ErrorCode::kUsage, fmt::format("schedule '{}' is for {} ranks, the pipeline has {}",
-                                               order.name, order.placement.ranks(), shape.ranks));
+    throw_usage("schedule '{}' is for {} ranks, the pipeline has {}", order.name,
+                order.placement.ranks(), shape.ranks);
   }
   if (order.micro_batches != shape.micro_batches) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("schedule '{}' is for {} micro-batches, the step has {}", order.name,
-                            order.micro_batches, shape.micro_batches));
+    throw_usage("schedule '{}' is for {} micro-batches, the step has {}", order.name,
+                order.micro_batches, shape.micro_batches);
   }
   if (order.forward_only) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("schedule '{}' has no backward actions, so nothing can be trained "
-                            "with it",
-                            order.name));
+    throw_usage("schedule '{}' has no backward actions, so it cannot train", order.name);
   }
 }
 
@@ -95,16 +89,14 @@ std::vector<TiedParameter> find_ties(const std::vector<StageEntry>& stages) {
       const TiedUse& first = tie.uses.front();
       const ParameterEntry& owner = stages[at(first.stage)].parameters[at(first.index)];
       if (!is_new && !(entry.tied && owner.tied)) {
-        throw Error(ErrorCode::kUsage,
-                    fmt::format("parameter '{}' is owned by stage {} and by stage {}; either one "
-                                "must own it or both must declare it tied",
-                                entry.name, first.stage, s));
+        throw_usage(
+            "parameter '{}' is owned by stage {} and by stage {}; either one "
+            "must own it or both must declare it tied",
+            entry.name, first.stage, s);
       }
       if (entry.elements != owner.elements) {
-        throw Error(
-            ErrorCode::kUsage,
-            fmt::format("tied parameter '{}' has {} elements on stage {} and {} on stage {}",
-                        entry.name, owner.elements, first.stage, entry.elements, s));
+        throw_usage("tied parameter '{}' has {} elements on stage {} and {} on stage {}",
+                    entry.name, owner.elements, first.stage, entry.elements, s);
       }
     }
   }
@@ -163,7 +155,7 @@ void describe_stages(JobContext& job, ComputeContext& compute, const StageFactor
     if (placement.rank_of(s) == job.place.rank) {
       built.stages.push_back(make_stage(s, stages));
       if (built.stages.back() == nullptr) {
-        throw Error(ErrorCode::kUsage, fmt::format("the factory made nothing for stage {}", s));
+        throw_usage("the factory made nothing for stage {}", s);
       }
       text = to_text(report_of(*built.stages.back(), s, inputs, compute));
     }
@@ -242,16 +234,14 @@ void make_plans(StepPlans& plans, const LowerOptions& lowering, const TransportN
 BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, ComputeContext& compute,
                          const StageFactory& make_stage, const DataSource& source) {
   if (options.devices.bucket_bytes == 0) {
-    throw Error(ErrorCode::kUsage,
-                "buckets of 0 bytes cannot hold a gradient; the nearest legal value is 1");
+    throw_usage("buckets of 0 bytes cannot hold a gradient; the nearest legal value is 1");
   }
   BuiltLayout built;
   JobLayout& layout = built.layout;
   layout.place = job.place;
   const std::vector<std::int64_t> sizes = divide_samples(options, layout.place, layout.plans);
-  const int ranks = layout.place.topology.pipeline;
-  layout.plans.order =
-      order_of(options, {ranks, options.shape.micro_batches, options.order.chunks});
+  layout.plans.order = order_of(
+      options, {layout.place.topology.pipeline, options.shape.micro_batches, options.order.chunks});
   describe_stages(job, compute, make_stage, source, sizes, built);
   layout.parameters.tied = find_ties(layout.parameters.stages);
   choose_all_routes(job, options, layout);
@@ -259,11 +249,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   const char* carrier = uses_nccl(layout.wires.routes) ? "nccl" : job.messages->name();
   make_plans(layout.plans, lowering_of(layout, options.training.inference), needs_of(carrier));
   layout.plans.cuda_graphs = options.devices.cuda_graphs;
-  for (int rank = 0; rank < ranks; ++rank) {
-    const MemoryPlan planned = plan_memory(layout, options, source, rank);
-    layout.memory.ranks.push_back(planned.memory);
-    if (rank == layout.place.rank) layout.memory.operator_bytes = planned.operator_bytes;
-  }
+  layout.memory = plan_memory(layout, options, source);
   require_memory(job.devices.ranks, layout.place.topology, layout.memory.ranks);
   return built;
 }

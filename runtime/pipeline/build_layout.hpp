@@ -1,5 +1,5 @@
-// Makes the layout of a pipeline: this rank's stages, plans that are verified, shapes and routes of
-// every edge, bytes per rank.
+// Makes the layout of a job: this rank's stages, verified plans, shapes and routes of every edge,
+// bytes per rank.
 #pragma once
 
 #include <memory>
@@ -19,9 +19,10 @@ struct BuiltLayout {
   std::vector<std::unique_ptr<Stage>> stages;  // of this rank, ascending
 };
 
-// Collective. Makes this rank's stages (nothing allocated), plans, verifies, and exchanges shapes
-// and parameters. `compute`: what the stages will run with. Throws Error(kUsage) for what cannot
-// work, Error(kPlan) for a schedule or plan that breaks a rule.
+// Collective over the job. Makes this rank's stages, which allocate nothing yet, and exchanges what
+// they describe. `compute`: what the stages will run with. Throws Error(kUsage) for options and
+// stages that cannot work, Error(kPlan) for a schedule or plan that breaks a rule, Error(kDevice)
+// where the memory is not enough.
 [[nodiscard]] BuiltLayout build_layout(JobContext& job, const PipelineOptions& options,
                                        ComputeContext& compute, const StageFactory& make_stage,
                                        const DataSource& source);

@@ -1,5 +1,5 @@
 // Evaluation: forward-only rounds over this replica's share of an evaluation. Internal to the
-// pipeline. Memory is that of one round, whatever the number of samples.
+// pipeline. It takes the memory of one round, for any number of samples.
 #pragma once
 
 #include <cstdint>
@@ -18,13 +18,13 @@ namespace sluice {
 class Evaluation {
  public:
   using EngineFactory = std::function<std::unique_ptr<Engine>(const Plan& plan)>;
-  // `source` and `layout`, of which `plan` is part, outlive this object.
+  // `source` and `layout` outlive this; `plan` is part of `layout`.
   Evaluation(const EvaluationPlan& plan, const DataSource& source, const JobLayout& layout,
              const EngineFactory& make_engine, Device device);
 
   [[nodiscard]] std::int64_t samples() const { return plan_.samples; }
-  // The pipeline's ranks call alike. Losses are added up in the order of the samples, on the last
-  // stage's rank; zero elsewhere and where this replica's share is empty.
+  // Collective over the pipeline. On the last stage's rank, the sum of the losses in the order of
+  // the samples; zero elsewhere and where this replica's share is empty.
   [[nodiscard]] LossResult run(std::uint64_t seed);
 
  private:

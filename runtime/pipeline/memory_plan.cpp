@@ -14,6 +14,7 @@
 #include <sluice/operators.hpp>
 #include <sluice/options.hpp>
 
+#include "comm/base/index.hpp"
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/gradients/bucketed_sums.hpp"
@@ -23,8 +24,6 @@
 
 namespace sluice {
 namespace {
-
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 std::size_t padded(std::size_t bytes) { return round_up(bytes, kBufferAlignment); }
 
@@ -37,7 +36,8 @@ class MemorySum {
         rank_(rank),
         device_(layout.place.devices[at(rank)].device.kind) {}
 
-  [[nodiscard]] const MemoryPlan& planned() const { return plan_; }
+  [[nodiscard]] const RankMemory& memory() const { return memory_; }
+  [[nodiscard]] std::size_t operator_bytes() const { return operator_bytes_; }
 
   void add_messages() {
     layout_.plans.for_each_plan([this](const Plan& plan) {
@@ -98,12 +98,12 @@ class MemorySum {
       memory_.workspace += workspace;
       if (entry.own_memory)
         memory_.outside_arena += padded(entry.copy_bytes) + activations + workspace;
-      plan_.operator_bytes = std::max(plan_.operator_bytes, entry.operator_bytes);
+      operator_bytes_ = std::max(operator_bytes_, entry.operator_bytes);
       tables = std::max(tables, entry.table_bytes);
     }
-    plan_.operator_bytes = std::max(plan_.operator_bytes, squares);
+    operator_bytes_ = std::max(operator_bytes_, squares);
     memory_.optimizer = optimizer_bytes(options_.training.optimizer, owned);
-    memory_.operators = padded(plan_.operator_bytes) + padded(tables) + library_bytes(device_);
+    memory_.operators = padded(operator_bytes_) + padded(tables) + library_bytes(device_);
   }
 
   // The receive buffer for gradients of tied parameters, which arrive one at a time.
@@ -156,24 +156,29 @@ class MemorySum {
   const PipelineOptions& options_;
   int rank_;
   DeviceKind device_;
-  MemoryPlan plan_;
-  RankMemory& memory_ = plan_.memory;
+  RankMemory memory_;
+  std::size_t operator_bytes_ = 0;  // MemoryTable::operator_bytes
 };
 
 double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); }
 
 }  // namespace
 
-MemoryPlan plan_memory(const JobLayout& layout, const PipelineOptions& options,
-                       const DataSource& source, int rank) {
-  MemorySum sum(layout, options, rank);
-  sum.add_messages();
-  sum.add_batches(source);
-  sum.add_stages();
-  sum.add_ties();
-  sum.add_nccl();
-  sum.add_graphs();
-  return sum.planned();
+MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
+                        const DataSource& source) {
+  MemoryTable table;
+  for (int rank = 0; rank < layout.place.topology.pipeline; ++rank) {
+    MemorySum sum(layout, options, rank);
+    sum.add_messages();
+    sum.add_batches(source);
+    sum.add_stages();
+    sum.add_ties();
+    sum.add_nccl();
+    sum.add_graphs();
+    table.ranks.push_back(sum.memory());
+    if (rank == layout.place.rank) table.operator_bytes = sum.operator_bytes();
+  }
+  return table;
 }
 
 void require_memory(const std::vector<RankDevice>& devices, const Topology& topology,

@@ -12,14 +12,9 @@
 
 namespace sluice {
 
-struct MemoryPlan {
-  RankMemory memory;
-  std::size_t operator_bytes = 0;  // MemoryTable::operator_bytes
-};
-
-// Requires a layout that is complete except for its memory. `rank`: of the pipeline.
-[[nodiscard]] MemoryPlan plan_memory(const JobLayout& layout, const PipelineOptions& options,
-                                     const DataSource& source, int rank);
+// Requires a layout that is complete except for its memory.
+[[nodiscard]] MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
+                                      const DataSource& source);
 
 // Refuses, on every rank alike, a GPU with less free memory than its ranks need, before anything is
 // allocated: Error(kDevice) with the tables of its ranks. Likewise a host with less memory than its

@@ -8,6 +8,8 @@
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
 
+#include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
 #include "runtime/engine/steady_seconds.hpp"
 #include "runtime/gradients/bucketed_sums.hpp"
 #include "runtime/gradients/gradients.hpp"
@@ -21,8 +23,6 @@
 
 namespace sluice {
 namespace {
-
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 // Sums a stage's batch statistics over its replicas, in a copy: a stage owns its memory.
 class ReplicaSum : public Collective {
@@ -182,10 +182,9 @@ void Pipeline::Impl::rethrow_device_error_with_plan(const std::string& who,
 void Pipeline::Impl::throw_with_plan(const std::string& who, const Error& error) const {
   std::string plan = "not made yet";
   if (!layout.memory.ranks.empty()) plan = to_string(layout.memory.ranks[at(layout.place.rank)]);
-  throw Error(ErrorCode::kDevice,
-              fmt::format("{} on {} of {}: {}; the plan of this rank: {}", who,
-                          to_string(job.place.device()),
-                          job.devices.ranks[at(job.world.ranks->rank())].host, error.what(), plan));
+  throw_error(ErrorCode::kDevice, "{} on {} of {}: {}; the plan of this rank: {}", who,
+              to_string(job.place.device()), job.devices.ranks[at(job.world.ranks->rank())].host,
+              error.what(), plan);
 }
 
 void Pipeline::Impl::take_memory() {
@@ -219,16 +218,15 @@ void Pipeline::Impl::prepare_stages() {
                          .split = dynamic_cast<SplitBackward*>(stages[i].get()),
                          .loss = nullptr};
     if (splits && binding.split == nullptr) {
-      throw Error(ErrorCode::kUsage,
-                  fmt::format("schedule '{}' splits the backward pass, but stage {} is not a "
-                              "SplitBackward",
-                              options.order.schedule, index));
+      throw_usage(
+          "schedule '{}' splits the backward pass, but stage {} is not a "
+          "SplitBackward",
+          options.order.schedule, index);
     }
     if (index + 1 == layout.plans.num_stages()) {
       binding.loss = dynamic_cast<LossStage*>(stages[i].get());
       if (binding.loss == nullptr) {
-        throw Error(ErrorCode::kUsage,
-                    fmt::format("stage {} is the last one, but is not a LossStage", index));
+        throw_usage("stage {} is the last one, but is not a LossStage", index);
       }
     }
     StageSetup setup{.compute = compute.get(),
@@ -278,7 +276,7 @@ double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch) {
   double total = 0;
   for (const double count : replica_targets) total += count;
   if (total <= 0) {
-    throw Error(ErrorCode::kData, fmt::format("step {} has no target that counts", step + 1));
+    throw_error(ErrorCode::kData, "step {} has no target that counts", step + 1);
   }
   return total;
 }
@@ -288,8 +286,7 @@ StepReport Pipeline::Impl::train_step() {
   StepReport report;
   job.guarded([&] {
     use_device(compute->device());
-    if (options.training.inference)
-      throw Error(ErrorCode::kUsage, "an inference pipeline does not train");
+    if (options.training.inference) throw_usage("an inference pipeline does not train");
     const double started = steady_seconds();
     const std::uint64_t number = step + 1;
     const BatchLoader::Batch& batch = loader->load(number);
@@ -325,23 +322,20 @@ void Pipeline::Impl::close() {
 
 // Not guarded: the answer is the same on all ranks, and some may still be closing.
 void Pipeline::Impl::require_open() const {
-  if (closed) throw Error(ErrorCode::kUsage, "the pipeline is closed");
+  if (closed) throw_usage("the pipeline is closed");
 }
 
 void Pipeline::Impl::require_inference(std::span<const Tensor> inputs) const {
-  if (!options.training.inference)
-    throw Error(ErrorCode::kUsage, "a training pipeline does not infer");
+  if (!options.training.inference) throw_usage("a training pipeline does not infer");
   if (layout.plans.micro_batches.size() != 1) {
-    throw Error(ErrorCode::kUsage, fmt::format("inference takes one micro-batch, not {}",
-                                               layout.plans.micro_batches.size()));
+    throw_usage("inference takes one micro-batch, not {}", layout.plans.micro_batches.size());
   }
   const auto expected = layout.wires.edges.inputs(layout.plans.micro_batches[0].count, 0);
   bool fits = inputs.size() == expected.size();
   for (std::size_t i = 0; fits && i < inputs.size(); ++i) fits = inputs[i].spec == expected[i].spec;
   if (!fits) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("inference needs {} input tensors, the first {}", expected.size(),
-                            expected.empty() ? "none" : to_string(expected[0].spec)));
+    throw_usage("inference needs {} input tensors, the first {}", expected.size(),
+                expected.empty() ? "none" : to_string(expected[0].spec));
   }
 }
 
@@ -375,9 +369,7 @@ double Pipeline::Impl::evaluate(std::int64_t samples) {
     const auto found = std::find_if(evaluations.begin(), evaluations.end(),
                                     [&](const Evaluation& e) { return e.samples() == samples; });
     if (found == evaluations.end()) {
-      throw Error(
-          ErrorCode::kUsage,
-          fmt::format("evaluation of {} samples is not one of the options' evaluations", samples));
+      throw_usage("evaluation of {} samples is not one of the options' evaluations", samples);
     }
     use_device(compute->device());
     LossResult loss;

@@ -1,7 +1,5 @@
 #include "runtime/pipeline/stage_report.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -11,6 +9,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "comm/group/transport.hpp"
 
 namespace sluice {
@@ -51,10 +50,10 @@ void require_legal(const TensorSpec& output, int index) {
             output.shape[d] <= std::numeric_limits<std::int32_t>::max();
   }
   if (legal) return;
-  throw Error(ErrorCode::kUsage,
-              fmt::format("stage {} describes an output of shape {}; at most {} dimensions, "
-                          "each from 0 to 2147483647",
-                          index, to_string(output.shape), kMaxDims));
+  throw_usage(
+      "stage {} describes an output of shape {}; at most {} dimensions, "
+      "each from 0 to 2147483647",
+      index, to_string(output.shape), kMaxDims);
 }
 
 // Buffers have the size of the largest micro-batch, so the others must not need more.
@@ -67,17 +66,16 @@ void require_like(const std::vector<TensorSpec>& largest, const std::vector<Tens
            outputs[i].bytes() <= largest[i].bytes();
   }
   if (fits) return;
-  throw Error(ErrorCode::kUsage,
-              fmt::format("stage {} describes other outputs for a smaller micro-batch than for the "
-                          "largest; their number, dtypes and ranks must agree and their bytes may "
-                          "not grow",
-                          index));
+  throw_usage(
+      "stage {} describes other outputs for a smaller micro-batch than for the "
+      "largest; their number, dtypes and ranks must agree and their bytes may "
+      "not grow",
+      index);
 }
 
 void require_legal_outputs(const std::vector<TensorSpec>& outputs, int index) {
   if (outputs.empty() || outputs.size() > 65535) {
-    throw Error(ErrorCode::kUsage, fmt::format("stage {} describes {} outputs; legal: 1 to 65535",
-                                               index, outputs.size()));
+    throw_usage("stage {} describes {} outputs; legal: 1 to 65535", index, outputs.size());
   }
   for (const TensorSpec& output : outputs) require_legal(output, index);
 }
@@ -92,9 +90,8 @@ std::vector<bool> gradients_of(const StageDescription& description,
     }
   }
   if (gradients.size() == inputs.size()) return gradients;
-  throw Error(ErrorCode::kUsage,
-              fmt::format("stage {} says for {} inputs whether they need gradients, but has {}",
-                          index, gradients.size(), inputs.size()));
+  throw_usage("stage {} says for {} inputs whether they need gradients, but has {}", index,
+              gradients.size(), inputs.size());
 }
 
 // An entry has the maximum over all sizes of micro-batches.
@@ -131,9 +128,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
   if (ParameterSet* parameters = stage.parameters()) {
     for (const Parameter* p : parameters->all()) {
       if (!is_utf8(p->name)) {
-        throw Error(ErrorCode::kUsage,
-                    fmt::format("stage {} has a parameter whose name {} is not UTF-8", index,
-                                quoted(p->name)));
+        throw_usage("stage {} has a parameter whose name {} is not UTF-8", index, quoted(p->name));
       }
       report.entry.parameters.push_back({p->name, p->shape.elements(), p->tied});
     }

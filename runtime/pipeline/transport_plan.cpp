@@ -3,50 +3,43 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <string>
 
 #include <sluice/error.hpp>
 #include <sluice/verify.hpp>
 
+#include "comm/base/throw_error.hpp"
+
 namespace sluice {
 
 void require_plannable(std::int64_t stages, std::int64_t micro_batches) {
   if (micro_batches <= kMaxPlannedPairs / stages) return;
-  throw Error(
-      ErrorCode::kUsage,
-      fmt::format("{} stages with {} micro-batches each are too many to plan: at most {} pairs of "
-                  "stage and micro-batch are legal{}",
-                  stages, micro_batches, kMaxPlannedPairs,
-                  stages > kMaxPlannedPairs ? ""
-                                            : fmt::format("; nearest legal: --micro-batches {}",
-                                                          kMaxPlannedPairs / stages)));
+  throw_usage(
+      "{} stages with {} micro-batches each are too many to plan: at most {} pairs of "
+      "stage and micro-batch are legal{}",
+      stages, micro_batches, kMaxPlannedPairs,
+      stages > kMaxPlannedPairs
+          ? ""
+          : fmt::format("; nearest legal: --micro-batches {}", kMaxPlannedPairs / stages));
 }
 
-const TransportNeeds& needs_of(std::string_view transport) {
-  // Messages with tags are sent without blocking, at worst by rendezvous; a bound on unmatched
-  // sends is none of these transports'.
-  static const std::array<TransportNeeds, 3> table = {{
-      {"mpi", MessageOrder::kReceivesAhead, {TransportModel::kEager, TransportModel::kRendezvous}},
-      {"loopback",
-       MessageOrder::kReceivesAhead,
-       {TransportModel::kEager, TransportModel::kRendezvous}},
-      {"nccl", MessageOrder::kGlobal, {TransportModel::kNccl}},
-  }};
-  const auto found = std::find_if(table.begin(), table.end(), [&](const TransportNeeds& needs) {
-    return needs.name == transport;
-  });
-  if (found != table.end()) return *found;
-  throw Error(ErrorCode::kUsage,
-              fmt::format("no plan can be made for transport '{}'; known are mpi, loopback, nccl",
-                          transport));
+TransportNeeds needs_of(std::string_view transport) {
+  if (transport == "nccl") return {"nccl", MessageOrder::kGlobal, {TransportModel::kNccl}};
+  // Messages with tags are sent without blocking, at worst by rendezvous. These transports do not
+  // bound the number of unmatched sends.
+  if (transport == "mpi" || transport == "loopback") {
+    return {std::string(transport),
+            MessageOrder::kReceivesAhead,
+            {TransportModel::kEager, TransportModel::kRendezvous}};
+  }
+  throw_usage("no plan can be made for transport '{}'; known are mpi, loopback, nccl", transport);
 }
 
 void require_runnable(const Plan& plan, const TransportNeeds& needs) {
   const Verification verification = verify(plan);
   const auto refuse = [&](const Violation& violation) {
-    throw Error(ErrorCode::kPlan, fmt::format("schedule '{}' cannot run over transport '{}': {}",
-                                              plan.schedule_name, needs.name, violation.message));
+    throw_error(ErrorCode::kPlan, "schedule '{}' cannot run over transport '{}': {}",
+                plan.schedule_name, needs.name, violation.message);
   };
   if (!verification.ok()) refuse(*verification.violation);
   for (const Standstill& standstill : verification.standstills) {
@@ -59,8 +52,7 @@ void require_runnable(const Plan& plan, const TransportNeeds& needs) {
 
 Plan plan_for(const Schedule& schedule, const LowerOptions& lowering, const TransportNeeds& needs) {
   if (const auto violation = check(schedule)) {
-    throw Error(ErrorCode::kPlan,
-                fmt::format("schedule '{}': {}", schedule.name, violation->message));
+    throw_error(ErrorCode::kPlan, "schedule '{}': {}", schedule.name, violation->message);
   }
   PlanOptions options;
   options.order = needs.order;

@@ -1,8 +1,9 @@
-// Plans for the transport that will carry them: what each transport needs is asked for here, and a
-// plan that may stand still over it is refused before anything is allocated.
+// Makes plans for the transport that carries their messages, and refuses a plan that may deadlock
+// over it, before anything is allocated.
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -16,16 +17,16 @@ namespace sluice {
 void require_plannable(std::int64_t stages, std::int64_t micro_batches);
 
 struct TransportNeeds {
-  std::string_view name;  // as Communicator::name() says it
+  std::string name;  // Communicator::name(), or "nccl"
   MessageOrder order = MessageOrder::kReceivesAhead;
-  std::vector<TransportModel> models;  // a plan must end under each of them
+  std::vector<TransportModel> models;  // a plan must not deadlock under any of them
 };
 
 // Of "mpi", "loopback" and "nccl". Throws Error(kUsage) for another name, listing these.
-[[nodiscard]] const TransportNeeds& needs_of(std::string_view transport);
+[[nodiscard]] TransportNeeds needs_of(std::string_view transport);
 
-// Throws Error(kPlan) that names schedule, transport and what is wrong: a broken rule, or who waits
-// for whom under a model that the transport needs.
+// Throws Error(kPlan) that names the schedule, the transport and the fault: a broken rule, or the
+// deadlock under a model that the transport needs.
 void require_runnable(const Plan& plan, const TransportNeeds& needs);
 
 // Checks, lowers and plans the schedule in the order that the transport needs, and verifies the

@@ -70,7 +70,7 @@ TEST_F(CudaGraphsTest, ReplayedStepsHaveTheBitsOfCalls) {
   }
 }
 
-// What became of a stage's calls.
+// How often a stage was called.
 struct Calls {
   int forward = 0, backward = 0;
   bool graph_capturable = true;

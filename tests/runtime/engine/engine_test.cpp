@@ -187,7 +187,8 @@ TEST(TransportPlanTest, MakesAPlanThatRunsOverEachTransport) {
   for (const char* transport : {"mpi", "loopback", "nccl"}) {
     for (const std::string& name : schedule_names()) {
       const Verification verification = verify(plan_of(name, 3, 5, transport));
-      for (const TransportModel model : needs_of(transport).models) {
+      const TransportNeeds needs = needs_of(transport);
+      for (const TransportModel model : needs.models) {
         EXPECT_TRUE(verification.progresses(model)) << name << " over " << transport;
       }
     }
@@ -238,7 +239,7 @@ TEST(EngineTest, StopsAtAPlanWithAnyPostRemoved) {
         });
         ADD_FAILURE() << "ran without post " << i << " of rank " << rank;
       } catch (const Error& error) {
-        // The rank that misses the post refuses its wait, or finds another message in its place.
+        // The rank that misses the post refuses its wait, or gets another message.
         EXPECT_TRUE(error.code() == ErrorCode::kPlan || error.code() == ErrorCode::kMismatch)
             << error.what();
       }
@@ -266,7 +267,8 @@ TEST(EngineTest, NamesTheWaitWhoseReceiveWasNeverPosted) {
   }
 }
 
-// Each plan names something on rank 1 that is not there, or is not in the state its op needs.
+// Each plan names something on rank 1 that does not exist, or is not in the state that its op
+// needs.
 TEST(EngineTest, RefusesAnOpWhoseSlotOrMicroBatchIsNotThere) {
   struct Break {
     OpKind kind;

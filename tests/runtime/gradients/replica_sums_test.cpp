@@ -1,6 +1,6 @@
-// Sums over replicas that run beside computation, over NCCL: the bits of the sums that block, for
-// every kind of schedule. Ranks are threads, each with a GPU of its own or, in mixed pipelines, a
-// CPU.
+// Sums over replicas that run concurrently with computation, over NCCL: they have the bits of sums
+// that block, for every kind of schedule. Ranks are threads, each with its own GPU or, in mixed
+// pipelines, with a CPU.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -125,8 +125,7 @@ INSTANTIATE_TEST_SUITE_P(Jobs, ReplicaSumsTest,
 
 #ifdef SLUICE_EMULATED
 
-// Messages and sums over NCCL; a pipeline that is closed frees its communicators, and what computes
-// is refused from then on.
+// Messages and sums over NCCL. A closed pipeline frees its communicators and refuses to compute.
 TEST_P(ReplicaSumsTest, EndWithoutAnAbortWhereThePipelineIsClosed) {
   const TransformerConfig model = small_model();
   const auto source = synthetic_tokens(model);
@@ -163,8 +162,8 @@ TEST_P(ReplicaSumsTest, EndWithoutAnAbortWhereThePipelineIsClosed) {
 
 class MixedReplicaSumsTest : public ReplicaSumsTest {};
 
-// The GPU's sums stand behind its last gradients, the CPU's at the end of its list; all ranks have
-// planned both alike.
+// The GPU's sums come after its last gradients in the plan, the CPU's at the end. All ranks make
+// the same plan.
 TEST_P(MixedReplicaSumsTest, OverNcclOnOneRankAndThroughMessagesOnTheOther) {
   run_loopback(ranks(), [&](Communicator& comm) {
     for (const char* schedule : {"1f1b", "interleaved", "zb-v"}) {
@@ -177,8 +176,8 @@ TEST_P(MixedReplicaSumsTest, OverNcclOnOneRankAndThroughMessagesOnTheOther) {
   });
 }
 
-// With two chunks per rank: the sum of the one that finishes first stands among the other's actions
-// where it runs beside them, behind all actions where it blocks.
+// With two chunks per rank, the sum of the chunk that finishes first comes between the other's
+// actions where it runs concurrently with them, and after all actions where it blocks.
 TEST_P(MixedReplicaSumsTest, StandInTheTraceWhereTheyStandInTheList) {
   const TransformerConfig model = small_model();
   const auto source = synthetic_tokens(model);
@@ -261,7 +260,7 @@ class TwoBucketStage : public Stage, public LossStage {
 
 class BucketOrderTest : public ReplicaSumsTest {
  protected:
-  // One step of a TwoBucketStage per replica; what each rank was told, empty where nothing failed.
+  // One step of a TwoBucketStage per replica. Returns each rank's error, empty where none failed.
   static std::vector<std::string> run(
       const std::function<void(int replica, StageContext&, std::span<float>)>& meanwhile) {
     std::vector<std::string> said(static_cast<std::size_t>(ranks()));
@@ -312,7 +311,7 @@ TEST_P(BucketOrderTest, ABucketIsSummedBeforeTheBackwardThatFilledItReturns) {
   for (const int count : calls) EXPECT_EQ(count, 1) << "of two backwards the last one";
 }
 
-// Its peers' queues hold a sum that never comes whole.
+// Its peers' queues hold a sum that never completes.
 TEST_P(BucketOrderTest, ARankThatFailsBetweenBucketsEndsAll) {
   const auto said = run([&](int replica, StageContext& ctx, std::span<float>) {
     if (replica + 1 == ranks()) throw Error(ErrorCode::kData, "no second bucket today");
@@ -325,7 +324,7 @@ TEST_P(BucketOrderTest, ARankThatFailsBetweenBucketsEndsAll) {
 
 INSTANTIATE_TEST_SUITE_P(Jobs, BucketOrderTest, ::testing::Values(Job{1, 2}, Job{1, 3}), job_name);
 
-// Hands its input on; its forward calls `act`.
+// Copies its input to its output; its forward calls `act`.
 class PassingStage : public Stage, public LossStage {
  public:
   using Act = std::function<void(StageContext&)>;
@@ -352,7 +351,7 @@ class PassingStage : public Stage, public LossStage {
 };
 
 // Replica 1 joins the collective of micro-batch 1 only once replica 0's message of micro-batch 0,
-// which its sender has to carry through host memory, has come.
+// which passes through its sender's host memory, has arrived.
 TEST(CollectiveOfAStageTest, CarriesTheRanksMessagesWhileItWaits) {
   if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
   std::atomic<bool> arrived = false, joined_late = false;

@@ -1,5 +1,5 @@
-// Parameters with more than two uses, of which some are on CPUs: sums and values reach every one,
-// over whatever joins the ranks.
+// Parameters with more than two uses, some of them on CPUs: sums and values reach every use, over
+// every kind of route.
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -78,7 +78,7 @@ class TiedUsesTest : public ::testing::TestWithParam<const char*> {
     options.training.learning_rate = {.peak = 1, .constant = true};
     return options;
   }
-  // What joins each use to its owner.
+  // The route of each use to its owner.
   [[nodiscard]] static std::vector<RouteKind> routes(const TiedParameter& tie) {
     std::vector<RouteKind> kinds;
     for (const EdgeRoute& route : tie.routes) kinds.push_back(route.kind);

@@ -23,7 +23,7 @@ TEST(GuardTest, ToldOfAnExceptionOfAnyTypeEveryRankThrowsAnError) {
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kInternal);
       EXPECT_EQ(error.rank(), 1);
-      EXPECT_STREQ(error.what(), "an exception that is no std::exception");
+      EXPECT_STREQ(error.what(), "an exception that is not a std::exception");
     }
   });
 }
@@ -37,7 +37,7 @@ TEST(GuardTest, SaysWhereAnExceptionOfAnyTypeCameFrom) {
     }
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kInternal);
-    EXPECT_STREQ(error.what(), "stage 1, 0F0: an exception that is no std::exception");
+    EXPECT_STREQ(error.what(), "stage 1, 0F0: an exception that is not a std::exception");
   }
 }
 

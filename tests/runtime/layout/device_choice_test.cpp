@@ -1,4 +1,4 @@
-// Which device a rank gets, and what it is told where a GPU cannot be used.
+// Which device a rank gets, and the error where a GPU cannot be used.
 #include "runtime/layout/device_choice.hpp"
 
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ std::vector<RankDevice> choose(Communicator& comm, const char* devices, int repl
                         parse_devices(devices));
 }
 
-// cuda:1 is older than what Sluice is for.
+// cuda:1 is older than Sluice supports.
 class OldGpuTest : public ::testing::Test {
  protected:
   static constexpr const char* kWhy =
@@ -68,7 +68,7 @@ TEST_F(OldGpuTest, IsPassedOverByAutoWithTheReason) {
   });
 }
 
-// cuda:1 is newer than what the program was compiled for.
+// cuda:1 is newer than the program was compiled for.
 class GpuWithoutCodeTest : public ::testing::Test {
  protected:
   static constexpr const char* kWhy =
@@ -118,7 +118,7 @@ TEST_F(GpuWithoutCodeTest, IsNotOneThatFails) {
   });
 }
 
-// Neither an option's fault nor one to be passed over in silence.
+// Not the fault of an option, but an error all the same.
 TEST_F(GpuWithoutCodeTest, IsADevicesFailureOnEveryRankWhereTheGpuFails) {
   emulated::set_kernel_status(1, cudaErrorInvalidResourceHandle);
   run_loopback(2, [](Communicator& comm) {
@@ -130,7 +130,7 @@ TEST_F(GpuWithoutCodeTest, IsADevicesFailureOnEveryRankWhereTheGpuFails) {
   });
 }
 
-// 12.0 has GPUs to offer, but does not take the parameters of our largest kernels.
+// Driver 12.0 finds GPUs, but does not accept the parameters of the largest kernels.
 TEST(DeviceChoiceTest, ADriverBeforeTheOldestIsNamedWithBothVersions) {
   emulated::set_driver_version(12000);
   const std::string needed = CUDART_VERSION >= 13000 ? "13." : "12.1";

@@ -171,7 +171,7 @@ TEST(DeviceMemoryPlanTest, ADryRunTakesNothing) {
   });
 }
 
-// The first of two stages, changed in what it says of itself, or in what it takes.
+// The first of two stages, with a changed description or changed allocations.
 class ChangedStage : public Stage, public SplitBackward {
  public:
   explicit ChangedStage(const TransformerConfig& model)
@@ -211,7 +211,7 @@ StageFactory first_and_last(const TransformerConfig& model, Arguments... argumen
   };
 }
 
-// Says nothing of what it keeps and takes.
+// Describes none of its memory.
 class SilentStage : public ChangedStage {
  public:
   using ChangedStage::ChangedStage;
@@ -244,7 +244,7 @@ TEST(DeviceMemoryPlanTest, AStageThatDescribesTooLittleTrainsOnMemoryApart) {
   EXPECT_EQ(told, silent);
 }
 
-// Takes its state from elsewhere: the table has it, the block does not.
+// Allocates its state itself: it is in the table, but not in the arena.
 class ApartStage : public ChangedStage {
  public:
   using ChangedStage::ChangedStage;
@@ -272,7 +272,7 @@ TEST(DeviceMemoryPlanTest, MemoryOfAStagesOwnIsInTheTableAndNotInTheBlock) {
   });
 }
 
-// Wants more than any device has, where it is told to.
+// Takes more than any device has: in prepare() if `at_once`, else in the second step.
 class HungryStage : public ChangedStage {
  public:
   HungryStage(const TransformerConfig& model, bool at_once)
@@ -324,7 +324,7 @@ TEST(DeviceMemoryPlanTest, AnErrorSaysWhoAskedForHowMuchAndShowsTheTable) {
   }
 }
 
-// Whichever buffer does not get its page-locked memory: the error says whose it is.
+// The error names the buffer that gets no page-locked memory.
 TEST(DeviceMemoryPlanTest, SoDoesAnErrorOfPageLockedMemory) {
   std::set<std::string> blamed;
   for (const int depth : {1, 2}) {
@@ -389,7 +389,7 @@ TEST(DeviceMemoryPlanTest, SoDoesAKernelThatCannotBeLoaded) {
   });
 }
 
-// Finds no memory while it says what it takes, as a library may that plans its products.
+// Runs out of memory in describe(), as a matmul library may that plans its products.
 class StartledStage : public ChangedStage {
  public:
   using ChangedStage::ChangedStage;
@@ -410,7 +410,7 @@ TEST(DeviceMemoryPlanTest, AnErrorBeforeThereIsATableNamesRankAndHost) {
   });
 }
 
-// NCCL says of a GPU that is full what it says of any call of CUDA's that fails.
+// NCCL reports a full GPU as it reports every CUDA call that fails.
 TEST(DeviceMemoryPlanTest, AnErrorOfACommunicatorThatCannotBeMadeShowsTheTable) {
   Job edges = job("edges", model_with(TransformerKind::kGpt2, DType::kF32), 2, "1f1b");
   Job sums = job("sums", edges.model, 1, "1f1b");

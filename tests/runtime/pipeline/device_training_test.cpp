@@ -145,8 +145,7 @@ TEST_P(DeviceReplicasTest, ThreeReplicasGiveTheSameBitsAtEveryDepth) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, DeviceReplicasTest, ::testing::Values(6));
 
-// Each rank with a GPU of its own: what a machine with several GPUs runs, or, in one process, the
-// emulation.
+// Each rank has its own GPU: on a machine with several GPUs, or in one process on the emulation.
 class NcclTrainingTest : public ::testing::TestWithParam<int> {
  protected:
   void SetUp() override {
@@ -305,7 +304,7 @@ INSTANTIATE_TEST_SUITE_P(Ranks, NcclReplicasTest, ::testing::Values(3, 6));
 
 class DeviceRefusalTest : public ::testing::Test {
  protected:
-  // What all of `ranks` ranks are told.
+  // The error that all of `ranks` ranks throw.
   static std::string refusal(int ranks, const Layout& layout,
                              const TrainingCase& what = named("refused")) {
     std::vector<std::string> said(static_cast<std::size_t>(ranks));
@@ -365,7 +364,7 @@ TEST_F(DeviceRefusalTest, ReplicasOnCpusCannotSumOverNccl) {
 }
 
 #ifdef SLUICE_EMULATED
-// A driver with which NCCL cannot be used: MPI carries everything, unless NCCL is insisted on.
+// A driver with which NCCL cannot be used: MPI carries everything, unless the options ask for NCCL.
 class OldDriverTest : public DeviceRefusalTest {
  protected:
   void SetUp() override { emulated::set_driver_version(12030); }

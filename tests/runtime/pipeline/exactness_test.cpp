@@ -176,7 +176,7 @@ TEST_P(ExactnessTest, EngineHoldsAsManyMicroBatchesAsTheScheduleSays) {
 INSTANTIATE_TEST_SUITE_P(Depths, ExactnessTest, ::testing::Values(1, 2, 3, 4));
 
 // Trains with the order that a file holds: the bits of one rank where it is exact, else its own
-// bits, again and again.
+// bits in every run.
 void train_from_file(const std::string& path, bool exact) {
   const auto order = std::make_shared<const Schedule>(load_schedule(path).schedule);
   EXPECT_EQ(is_exact(*order), exact) << path;

@@ -270,8 +270,8 @@ TEST(PipelineTest, ReplicasThatDriftApartAreNamed) {
   }
 }
 
-// The whole step: loading, stages, messages, tied sums, replicas, norm, optimizer. The matrix
-// library's own allocations inside a product are not ours to count, so stages are hand-written.
+// The whole step: loading, stages, messages, tied sums, replicas, norm, optimizer. The stages are
+// hand-written: the matmul library allocates inside its products.
 TEST(PipelineTest, AStepInSteadyStateAllocatesNothing) {
   const auto source = counting_source(8);
   const StageFactory tied = [](int stage, int) {
@@ -362,7 +362,7 @@ TEST(PipelineTest, MeansDoNotDependOnMicroBatchesOrReplicas) {
   EXPECT_EQ(loss(2, 2, 4), 4.5);
 }
 
-// Saved under one layout, continued under another: the same bits as never having stopped.
+// Saved under one layout and continued under another: the bits of a run that was not stopped.
 TEST(CheckpointTest, ContinuesUnderAnotherDepthWithTheSameBits) {
   TemporaryDirectory directory;
   TrainingCase what;

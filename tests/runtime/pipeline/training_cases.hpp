@@ -1,4 +1,4 @@
-// Small trainings under any layout, and what they came to, for comparisons to the bit.
+// Small trainings under any layout, and their outcomes, for comparisons to the bit.
 #pragma once
 
 #include <functional>
