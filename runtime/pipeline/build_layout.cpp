@@ -388,7 +388,7 @@ BuiltLayout build_layout(JobGroups& groups, const PipelineOptions& options, Comp
   layout.all_reduce = options.devices.all_reduce;
   layout.cuda_graphs = options.devices.cuda_graphs;
   for (int s = 0; s < stages; ++s) {
-    training.sums_beside.push_back(layout.sums_by_nccl(placement.rank_of(s)));
+    training.overlapped_grad_sums.push_back(layout.sums_by_nccl(placement.rank_of(s)));
   }
   // The order that NCCL's queues need suits tagged messages too.
   const TransportNeeds& transport =

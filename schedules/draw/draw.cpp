@@ -5,6 +5,7 @@
 #include <sluice/draw.hpp>
 
 #include "schedules/model/dataflow.hpp"
+#include "schedules/model/index.hpp"
 
 namespace sluice {
 namespace {
@@ -21,7 +22,7 @@ bool drawable(const Schedule& schedule) {
            (action.stage >= 0 && action.stage < schedule.placement.stages() &&
             action.micro_batch >= 0 && action.micro_batch < schedule.micro_batches);
   };
-  if (schedule.ranks.size() != static_cast<std::size_t>(schedule.placement.ranks())) return false;
+  if (schedule.ranks.size() != at(schedule.placement.ranks())) return false;
   for (const std::vector<Step>& steps : schedule.ranks) {
     for (const Step& step : steps) {
       if (!in_range(step.action)) return false;
@@ -37,12 +38,12 @@ bool drawable(const Schedule& schedule) {
 // the schedule cannot run.
 bool cells_by_time(const Schedule& schedule, Cells& cells) {
   if (!drawable(schedule)) return false;
-  const auto micro_batches = static_cast<std::size_t>(schedule.micro_batches);
+  const auto micro_batches = at(schedule.micro_batches);
   const int stages = schedule.placement.stages();
-  std::vector<int> forward_end(static_cast<std::size_t>(stages) * micro_batches);
+  std::vector<int> forward_end(at(stages) * micro_batches);
   std::vector<int> gradient_end(forward_end.size());
   const auto index = [&](int stage, int micro_batch) {
-    return static_cast<std::size_t>(stage) * micro_batches + static_cast<std::size_t>(micro_batch);
+    return at(stage) * micro_batches + at(micro_batch);
   };
   const auto ready = [&](const Action& action) {
     if (action.kind == ActionKind::kForward) {
@@ -60,13 +61,13 @@ bool cells_by_time(const Schedule& schedule, Cells& cells) {
   Dataflow dataflow(schedule);
   return dataflow.run([&](int rank, int position, const Step& step) {
     if (!is_compute(step.action.kind)) return;
-    int& free = rank_free[static_cast<std::size_t>(rank)];
+    int& free = rank_free[at(rank)];
     int start = std::max(free, ready(step.action));
     if (step.overlapped) start = std::max(start, ready(*step.overlapped));
     free = start + 1;
     finish(step.action, free);
     if (step.overlapped) finish(*step.overlapped, free);
-    cells[static_cast<std::size_t>(rank)].push_back(Cell{start, position});
+    cells[at(rank)].push_back(Cell{start, position});
   });
 }
 
@@ -107,9 +108,9 @@ class CellText {
 
 bool marks_message(const Schedule& schedule, const Violation* mark) {
   if (mark == nullptr || mark->rank < 0 || mark->position < 0) return false;
-  if (static_cast<std::size_t>(mark->rank) >= schedule.ranks.size()) return false;
-  const std::vector<Step>& steps = schedule.ranks[static_cast<std::size_t>(mark->rank)];
-  const auto position = static_cast<std::size_t>(mark->position);
+  if (at(mark->rank) >= schedule.ranks.size()) return false;
+  const std::vector<Step>& steps = schedule.ranks[at(mark->rank)];
+  const auto position = at(mark->position);
   return position < steps.size() && !is_compute(steps[position].action.kind);
 }
 
@@ -124,8 +125,7 @@ std::string draw_grid(const Schedule& schedule, const Violation* mark) {
 
   const CellText text_of(schedule);
   const auto text_at = [&](std::size_t rank, const Cell& cell) {
-    std::string text = text_of(static_cast<int>(rank),
-                               schedule.ranks[rank][static_cast<std::size_t>(cell.position)]);
+    std::string text = text_of(static_cast<int>(rank), schedule.ranks[rank][at(cell.position)]);
     const bool marked =
         mark != nullptr && mark->rank == static_cast<int>(rank) && mark->position == cell.position;
     return marked ? '[' + text + ']' : text;
@@ -144,7 +144,7 @@ std::string draw_grid(const Schedule& schedule, const Violation* mark) {
                       std::to_string(rank) + " |";
     const std::size_t margin = row.size() + 1;
     for (const Cell& cell : cells[rank]) {
-      row.resize(margin + static_cast<std::size_t>(cell.column) * (width + 1), ' ');
+      row.resize(margin + at(cell.column) * (width + 1), ' ');
       row += text_at(rank, cell);
     }
     grid += row + '\n';

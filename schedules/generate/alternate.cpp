@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "schedules/generate/generators.hpp"
+#include "schedules/model/index.hpp"
 
 namespace sluice::generators {
 
@@ -11,8 +12,8 @@ void append_alternating(Schedule& schedule, const AlternatingRank& rank) {
     append(schedule, kind, of.stage, of.micro_batch);
   };
   const std::size_t count = rank.forwards.size();
-  const std::size_t ahead = std::min(static_cast<std::size_t>(rank.ahead), count);
-  const std::size_t trail = std::min(static_cast<std::size_t>(rank.trail), count);
+  const std::size_t ahead = std::min(at(rank.ahead), count);
+  const std::size_t trail = std::min(at(rank.trail), count);
   for (std::size_t i = 0; i < ahead; ++i) add(ActionKind::kForward, rank.forwards[i]);
   for (std::size_t i = 0; i < count; ++i) {
     if (ahead + i < count) add(ActionKind::kForward, rank.forwards[ahead + i]);
@@ -31,15 +32,14 @@ void append_alternating(Schedule& schedule, const AlternatingRank& rank) {
 
 std::vector<StageMicroBatch> ascending(int stage, int micro_batches) {
   std::vector<StageMicroBatch> order;
-  order.reserve(static_cast<std::size_t>(micro_batches));
+  order.reserve(at(micro_batches));
   for (int i = 0; i < micro_batches; ++i) order.push_back({stage, i});
   return order;
 }
 
 AlternatingRank interleaved_rank(const ScheduleShape& shape, int rank) {
   AlternatingRank result;
-  const auto size =
-      static_cast<std::size_t>(shape.chunks) * static_cast<std::size_t>(shape.micro_batches);
+  const auto size = at(shape.chunks) * at(shape.micro_batches);
   result.forwards.reserve(size);
   result.backwards.reserve(size);
   for (const MicroBatchGroup& group : groups_of(shape.micro_batches, shape.ranks)) {

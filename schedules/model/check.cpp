@@ -8,6 +8,7 @@
 #include <sluice/schedule.hpp>
 
 #include "schedules/model/dataflow.hpp"
+#include "schedules/model/index.hpp"
 #include "schedules/model/pair_table.hpp"
 
 namespace sluice {
@@ -71,7 +72,7 @@ class Checker {
                        "the schedule has " + std::to_string(micro_batches_) +
                            " micro-batches; at least 1 is needed"};
     }
-    if (lists != static_cast<std::size_t>(placement_.ranks())) {
+    if (lists != at(placement_.ranks())) {
       return Violation{-1, -1,
                        "the schedule lists " + std::to_string(lists) +
                            " ranks, its placement has " + std::to_string(placement_.ranks())};
@@ -258,7 +259,7 @@ class Checker {
 
   // Points at the first action of the same stage and micro-batch, where there is one.
   Violation missing_violation(int rank, const Action& action) const {
-    const std::vector<Step>& steps = schedule_.ranks[static_cast<std::size_t>(rank)];
+    const std::vector<Step>& steps = schedule_.ranks[at(rank)];
     const auto related = [&](const Action& other) {
       return other.stage == action.stage && other.micro_batch == action.micro_batch &&
              (is_compute(other.kind) || is_message(other.kind));
@@ -321,8 +322,8 @@ class Checker {
     std::vector<bool> visited(schedule_.ranks.size());
     int rank = 0;
     while (!dataflow.waits_for(rank)) ++rank;
-    while (!visited[static_cast<std::size_t>(rank)]) {
-      visited[static_cast<std::size_t>(rank)] = true;
+    while (!visited[at(rank)]) {
+      visited[at(rank)] = true;
       rank = placement_.rank_of(dataflow.waits_for(rank)->stage);
     }
     std::vector<int> cycle;
@@ -338,23 +339,20 @@ class Checker {
   std::string describe_cycle(const Dataflow& dataflow, const std::vector<int>& cycle,
                              int first) const {
     std::string text = "the order deadlocks: ";
-    std::size_t at = 0;
-    while (cycle[at] != first) ++at;
+    std::size_t start = 0;
+    while (cycle[start] != first) ++start;
     for (std::size_t i = 0; i < cycle.size(); ++i) {
-      const int rank = cycle[(at + i) % cycle.size()];
+      const int rank = cycle[(start + i) % cycle.size()];
       const int position = dataflow.position(rank);
       Action awaited = *dataflow.waits_for(rank);
       if (awaited.kind == ActionKind::kBackward &&
           (seen_.at(awaited.stage, awaited.micro_batch) & bit(awaited.kind)) == 0) {
         awaited.kind = ActionKind::kBackwardInput;
       }
-      text +=
-          (i == 0 ? "rank " : "; rank ") + std::to_string(rank) + " at step " +
-          std::to_string(position) + " (" +
-          to_string(
-              schedule_.ranks[static_cast<std::size_t>(rank)][static_cast<std::size_t>(position)]) +
-          ") waits for " + to_string(awaited) + " of rank " +
-          std::to_string(placement_.rank_of(awaited.stage));
+      text += (i == 0 ? "rank " : "; rank ") + std::to_string(rank) + " at step " +
+              std::to_string(position) + " (" + to_string(schedule_.ranks[at(rank)][at(position)]) +
+              ") waits for " + to_string(awaited) + " of rank " +
+              std::to_string(placement_.rank_of(awaited.stage));
     }
     return text;
   }
@@ -378,7 +376,7 @@ class Checker {
   }
 
   std::size_t find(int rank, const Action& action) const {
-    const std::vector<Step>& steps = schedule_.ranks[static_cast<std::size_t>(rank)];
+    const std::vector<Step>& steps = schedule_.ranks[at(rank)];
     std::size_t i = 0;
     const auto same = [&](const Action& other) {
       return other.kind == action.kind && other.stage == action.stage &&

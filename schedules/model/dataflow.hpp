@@ -12,6 +12,7 @@
 
 #include <sluice/schedule.hpp>
 
+#include "schedules/model/index.hpp"
 #include "schedules/model/pair_table.hpp"
 
 namespace sluice {
@@ -41,11 +42,11 @@ class Dataflow {
 
   // Where `rank` stands: the index of the step it has not run, or the length of its list.
   [[nodiscard]] int position(int rank) const {
-    return static_cast<int>(cursors_[static_cast<std::size_t>(rank)].position);
+    return static_cast<int>(cursors_[at(rank)].position);
   }
   // The action whose end `rank` waits for. A wait for a gradient says kBackward, though I serves.
   [[nodiscard]] std::optional<Action> waits_for(int rank) const {
-    const Need& need = cursors_[static_cast<std::size_t>(rank)].need;
+    const Need& need = cursors_[at(rank)].need;
     if (need.event == 0) return std::nullopt;
     Action action;
     action.stage = need.stage;
@@ -137,7 +138,7 @@ class Dataflow {
     }
     happened_.at(action.stage, action.micro_batch) |= event;
     if (consumer < 0 || consumer >= schedule_.placement.stages()) return;
-    const auto rank = static_cast<std::size_t>(schedule_.placement.rank_of(consumer));
+    const auto rank = at(schedule_.placement.rank_of(consumer));
     if (cursors_[rank].need == Need{action.stage, action.micro_batch, event}) {
       cursors_[rank].need = {};
       ready_.push_back(rank);

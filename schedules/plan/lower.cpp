@@ -6,6 +6,8 @@
 
 #include <sluice/plan.hpp>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 namespace {
 
@@ -99,9 +101,9 @@ class RankLowering {
   std::vector<Step>& out_;
 };
 
-bool sums_beside(const LowerOptions& options, int stage) {
-  return options.reduce_grad && !options.sums_beside.empty() &&
-         options.sums_beside[static_cast<std::size_t>(stage)];
+bool overlapped_grad_sums(const LowerOptions& options, int stage) {
+  return options.reduce_grad && !options.overlapped_grad_sums.empty() &&
+         options.overlapped_grad_sums[at(stage)];
 }
 
 // The sums of a rank that run beside computation, each behind the last action that adds to its
@@ -112,7 +114,7 @@ class EarlySums {
             const LowerOptions& options) {
     std::vector<int> wanted;
     std::copy_if(own.begin(), own.end(), std::back_inserter(wanted),
-                 [&](int stage) { return sums_beside(options, stage); });
+                 [&](int stage) { return overlapped_grad_sums(options, stage); });
     for (std::size_t i = steps.size(); i-- > 0 && !wanted.empty();) {
       if (steps[i].overlapped) take(i, *steps[i].overlapped, wanted);
       take(i, steps[i].action, wanted);
@@ -146,7 +148,7 @@ void append_reductions(const Placement& placement, int rank, const LowerOptions&
   const std::vector<int>& own = placement.stages_of(rank);
   if (options.reduce_grad) {
     for (const int stage : own) {
-      if (sums_beside(options, stage)) continue;
+      if (overlapped_grad_sums(options, stage)) continue;
       out.push_back(Step{make_action(ActionKind::kReduceGrad, stage), std::nullopt});
     }
   }
@@ -167,9 +169,9 @@ void append_reductions(const Placement& placement, int rank, const LowerOptions&
 
 Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   require_tied_groups(options.tied, schedule.placement.stages());
-  const auto stages = static_cast<std::size_t>(schedule.placement.stages());
-  if (!options.sums_beside.empty() && options.sums_beside.size() != stages) {
-    throw std::invalid_argument("lower: " + std::to_string(options.sums_beside.size()) +
+  const auto stages = at(schedule.placement.stages());
+  if (!options.overlapped_grad_sums.empty() && options.overlapped_grad_sums.size() != stages) {
+    throw std::invalid_argument("lower: " + std::to_string(options.overlapped_grad_sums.size()) +
                                 " entries say which sums run beside computation; legal are 0 and " +
                                 std::to_string(stages) + ", one per stage");
   }

@@ -2,6 +2,8 @@
 
 #include <sluice/plan.hpp>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 namespace {
 
@@ -13,10 +15,10 @@ constexpr std::array<std::string_view, kBufferKinds> kBufferNames = {
 
 }  // namespace
 
-std::string_view name_of(BufferKind kind) { return kBufferNames[static_cast<std::size_t>(kind)]; }
+std::string_view name_of(BufferKind kind) { return kBufferNames[at(kind)]; }
 
 std::string to_string(const PlanOp& op) {
-  std::string text(kOpNames[static_cast<std::size_t>(op.kind)]);
+  std::string text(kOpNames[at(op.kind)]);
   Action action;
   action.kind = op.action;
   action.stage = op.stage;

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "schedules/model/index.hpp"
 #include "schedules/plan/plan_receives.hpp"
 
 namespace sluice {
@@ -47,14 +48,13 @@ class RankPlanner {
               const std::vector<TiedStages>& tied, const PlanOptions& options, int rank)
       : schedule_(lowered),
         placement_(lowered.placement),
-        steps_(lowered.ranks[static_cast<std::size_t>(rank)]),
+        steps_(lowered.ranks[at(rank)]),
         messages_(messages),
         tied_(tied),
         options_(options),
-        issues_(messages.issues.empty() ? nullptr
-                                        : &messages.issues[static_cast<std::size_t>(rank)]),
+        issues_(messages.issues.empty() ? nullptr : &messages.issues[at(rank)]),
         rank_(rank),
-        micro_batches_(static_cast<std::size_t>(lowered.micro_batches)),
+        micro_batches_(at(lowered.micro_batches)),
         own_(lowered.placement.stages_of(rank)),
         pools_(own_.size() * kKinds),
         sends_(own_.size() * kKinds),
@@ -84,26 +84,22 @@ class RankPlanner {
     std::int32_t* slots = nullptr;  // [kind][micro_batch]
     std::size_t micro_batches = 0;
 
-    [[nodiscard]] Pool& pool(BufferKind kind) const {
-      return pools[static_cast<std::size_t>(kind)];
-    }
+    [[nodiscard]] Pool& pool(BufferKind kind) const { return pools[at(kind)]; }
     [[nodiscard]] std::int32_t& slot(BufferKind kind, int micro_batch) const {
-      return slots[static_cast<std::size_t>(kind) * micro_batches +
-                   static_cast<std::size_t>(micro_batch)];
+      return slots[at(kind) * micro_batches + at(micro_batch)];
     }
   };
 
   // Position of one of this rank's stages among its own, which ascend.
   std::size_t local(int stage) const {
-    return static_cast<std::size_t>(std::lower_bound(own_.begin(), own_.end(), stage) -
-                                    own_.begin());
+    return at(std::lower_bound(own_.begin(), own_.end(), stage) - own_.begin());
   }
   StageView view(int stage) {
     const std::size_t first = local(stage) * kKinds;
     return {&pools_[first], &slots_[first * micro_batches_], micro_batches_};
   }
   SendQueue& sends_of(int stage, BufferKind kind) {
-    return sends_[local(stage) * kKinds + static_cast<std::size_t>(kind)];
+    return sends_[local(stage) * kKinds + at(kind)];
   }
   Pool& pool(int stage, BufferKind kind) { return view(stage).pool(kind); }
   std::int32_t& slot(int stage, BufferKind kind, int micro_batch) {
@@ -125,7 +121,7 @@ class RankPlanner {
     return op;
   }
   static void name_slot(PlanOp& op, BufferKind kind, std::int32_t index) {
-    op.slots[static_cast<std::size_t>(kind)] = index;
+    op.slots[at(kind)] = index;
   }
 
   void make_receive_pools() {
@@ -140,13 +136,12 @@ class RankPlanner {
   }
 
   // The reductions and the optimizer at the list's end may block the rank; one before that end does
-  // not (LowerOptions::sums_beside).
+  // not (LowerOptions::overlapped_grad_sums).
   void find_tail() {
     const auto goes_on = [](const Step& step) {
       return is_compute(step.action.kind) || is_message(step.action.kind);
     };
-    tail_ = static_cast<std::size_t>(std::find_if(steps_.rbegin(), steps_.rend(), goes_on).base() -
-                                     steps_.begin());
+    tail_ = at(std::find_if(steps_.rbegin(), steps_.rend(), goes_on).base() - steps_.begin());
   }
 
   Inbound& inbound_of(int channel) {
@@ -166,9 +161,8 @@ class RankPlanner {
   // What must be issued before the step.
   void issue_before(std::size_t step) {
     if (issues_ == nullptr || issued_ == issues_->size()) return;
-    if (static_cast<std::size_t>((*issues_)[issued_].before_step) > step) return;
-    while (issued_ < issues_->size() &&
-           static_cast<std::size_t>((*issues_)[issued_].before_step) <= step) {
+    if (at((*issues_)[issued_].before_step) > step) return;
+    while (issued_ < issues_->size() && at((*issues_)[issued_].before_step) <= step) {
       issue_group();
     }
     issue_ahead();
@@ -202,7 +196,7 @@ class RankPlanner {
                         issues_->begin() + static_cast<std::ptrdiff_t>(end),
                         [&](const Issue& earlier) { return earlier.channel == issue.channel; });
       const auto free = pool(inbound.stage, inbound.kind).free.size();
-      if (free <= static_cast<std::size_t>(taken)) return false;
+      if (free <= at(taken)) return false;
     } while (++end < issues_->size() && (*issues_)[end].with_previous);
     return true;
   }
@@ -213,7 +207,7 @@ class RankPlanner {
       if (issue.receives) {
         post_receive(inbound_of(issue.channel), issue.micro_batch);
       } else {
-        const Channel& channel = messages_.channels[static_cast<std::size_t>(issue.channel)];
+        const Channel& channel = messages_.channels[at(issue.channel)];
         start_send(channel.kind, channel.from_stage, issue.micro_batch, issue.channel);
       }
       plan_.ops.back().with_previous = issue.with_previous;
@@ -241,10 +235,9 @@ class RankPlanner {
       case ActionKind::kBackwardWeight:
         return add_compute(action);
       case ActionKind::kRecvForward:
-        return add_receive(action, messages_.forward[static_cast<std::size_t>(action.stage) - 1],
-                           BufferKind::kInput);
+        return add_receive(action, messages_.forward[at(action.stage) - 1], BufferKind::kInput);
       case ActionKind::kRecvBackward:
-        return add_receive(action, messages_.backward[static_cast<std::size_t>(action.stage) + 1],
+        return add_receive(action, messages_.backward[at(action.stage) + 1],
                            BufferKind::kGradOutput);
       case ActionKind::kSendForward:
       case ActionKind::kSendBackward:
@@ -277,9 +270,8 @@ class RankPlanner {
   void add_send(const Action& action) {
     if (issues_ != nullptr) return;
     const bool forward = action.kind == ActionKind::kSendForward;
-    start_send(
-        action.kind, action.stage, action.micro_batch,
-        (forward ? messages_.forward : messages_.backward)[static_cast<std::size_t>(action.stage)]);
+    start_send(action.kind, action.stage, action.micro_batch,
+               (forward ? messages_.forward : messages_.backward)[at(action.stage)]);
   }
 
   void start_send(ActionKind action, int stage, int micro_batch, int channel) {
@@ -414,7 +406,7 @@ class RankPlanner {
   void collect_pools() {
     for (std::size_t i = 0; i < own_.size(); ++i) {
       for (const BufferKind kind : kAllBuffers) {
-        const Pool& sized = pools_[i * kKinds + static_cast<std::size_t>(kind)];
+        const Pool& sized = pools_[i * kKinds + at(kind)];
         if (sized.count > 0) plan_.pools.push_back(BufferPool{own_[i], kind, sized.count});
       }
     }

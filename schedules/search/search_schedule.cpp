@@ -12,8 +12,9 @@
 #include <sluice/search.hpp>
 #include <sluice/verify.hpp>
 
-#include "schedules/search/search_layouts.hpp"
+#include "schedules/model/index.hpp"
 #include "schedules/search/search_orders.hpp"
+#include "schedules/search/search_stage_maps.hpp"
 
 namespace sluice {
 namespace search {
@@ -25,7 +26,7 @@ constexpr std::size_t kRefined = 3;  // candidates whose borders and actions are
 constexpr int kBorderRounds = 20;
 
 struct Candidate {
-  std::size_t layout = 0;
+  std::size_t map = 0;
   bool split = true;
   int tensors_moving = 0;
   Order order;
@@ -54,10 +55,9 @@ std::string name_of(const ListRule& rule) {
 
 // F of one micro-batch through all stages, I and W back; then the next: the least any order holds.
 Order one_at_a_time(const Problem& problem) {
-  Order order(static_cast<std::size_t>(problem.ranks()));
+  Order order(at(problem.ranks()));
   const auto add = [&](Part part, int stage, int k) {
-    order[static_cast<std::size_t>(problem.placement.rank_of(stage))].push_back(
-        {problem.slot(part, stage), k});
+    order[at(problem.placement.rank_of(stage))].push_back({problem.slot(part, stage), k});
   };
   for (int k = 0; k < problem.micro_batches; ++k) {
     for (int stage = 0; stage < problem.stages(); ++stage) add(Part::kForward, stage, k);
@@ -72,8 +72,8 @@ Order one_at_a_time(const Problem& problem) {
 class Search {
  public:
   explicit Search(const SearchRequest& request)
-      : request_(request), layouts_(layouts_of(request, left_out_)) {
-    const auto ranks = static_cast<std::size_t>(request.ranks);
+      : request_(request), maps_(stage_maps_of(request, left_out_)) {
+    const auto ranks = at(request.ranks);
     memory_.limit.assign(ranks, std::numeric_limits<double>::infinity());
     for (std::size_t rank = 0; rank < ranks; ++rank) {
       if (!request.byte_limit.empty()) {
@@ -86,7 +86,7 @@ class Search {
   }
 
   SearchResult run() {
-    for (std::size_t layout = 0; layout < layouts_.size(); ++layout) collect(layout);
+    for (std::size_t map = 0; map < maps_.size(); ++map) collect(map);
     if (candidates_.empty()) refuse();
     sort();
     SearchResult result;
@@ -106,8 +106,8 @@ class Search {
   }
 
   Problem problem_of(const Candidate& candidate) const {
-    return make_problem(layouts_[candidate.layout].placement, request_.micro_batches,
-                        candidate.split, candidate.times, memory_, candidate.tensors_moving);
+    return make_problem(maps_[candidate.map].placement, request_.micro_batches, candidate.split,
+                        candidate.times, memory_, candidate.tensors_moving);
   }
 
   double objective_of(const Simulation& simulation) const {
@@ -125,10 +125,9 @@ class Search {
   bool within_limits(const Candidate& candidate) const {
     const std::vector<int>& chunks = candidate.simulation.peak_in_flight;
     for (std::size_t rank = 0; rank < chunks.size(); ++rank) {
-      const double held =
-          memory_.unit == Memory::Unit::kBytes
-              ? static_cast<double>(candidate.simulation.peak_bytes[rank])
-              : static_cast<double>(chunks[rank]) / layouts_[candidate.layout].chunks;
+      const double held = memory_.unit == Memory::Unit::kBytes
+                              ? static_cast<double>(candidate.simulation.peak_bytes[rank])
+                              : static_cast<double>(chunks[rank]) / maps_[candidate.map].chunks;
       if (exceeds(held, memory_.limit[rank])) return false;
     }
     return true;
@@ -142,18 +141,18 @@ class Search {
     if (within_limits(candidate)) candidates_.push_back(std::move(candidate));
   }
 
-  Candidate start(std::size_t layout, bool split) const {
+  Candidate start(std::size_t map, bool split) const {
     Candidate candidate;
-    candidate.layout = layout;
+    candidate.map = map;
     candidate.split = split;
-    candidate.times = layouts_[layout].times;
-    candidate.first_layer = layouts_[layout].first_layer;
+    candidate.times = maps_[map].times;
+    candidate.first_layer = maps_[map].first_layer;
     return candidate;
   }
 
-  void collect(std::size_t layout) {
-    collect_generated(layout);
-    Candidate serial = start(layout, request_.split_backward);
+  void collect(std::size_t map) {
+    collect_generated(map);
+    Candidate serial = start(map, request_.split_backward);
     const Problem problem = problem_of(serial);
     serial.order = one_at_a_time(problem);
     serial.origin = "one micro-batch at a time";
@@ -163,12 +162,12 @@ class Search {
     consider(std::move(serial), problem);
     const bool tensors_count = memory_.unit == Memory::Unit::kBytes;
     for (const int moving : {0, 2, 6}) {
-      if (moving == 0 || tensors_count) collect_built(layout, moving);
+      if (moving == 0 || tensors_count) collect_built(map, moving);
     }
   }
 
-  void collect_generated(std::size_t layout) {
-    const Layout& place = layouts_[layout];
+  void collect_generated(std::size_t map) {
+    const StageMap& place = maps_[map];
     for (const std::string& name : schedule_names()) {
       if (name == "forward-only") continue;
       Schedule schedule;
@@ -185,7 +184,7 @@ class Search {
         paired = paired || step.overlapped.has_value();
       }
       if (paired || (parted && !request_.split_backward)) continue;
-      Candidate candidate = start(layout, parted);
+      Candidate candidate = start(map, parted);
       candidate.origin = name;
       const Problem problem = problem_of(candidate);
       candidate.order = to_order(problem, schedule);
@@ -194,16 +193,16 @@ class Search {
   }
 
   // The best of greedy insertion and the best of the list scheduler.
-  void collect_built(std::size_t layout, int tensors_moving) {
-    Candidate candidate = start(layout, request_.split_backward);
+  void collect_built(std::size_t map, int tensors_moving) {
+    Candidate candidate = start(map, request_.split_backward);
     candidate.tensors_moving = tensors_moving;
     const Problem problem = problem_of(candidate);
     for (int rank = 0; rank < request_.ranks; ++rank) {
-      if (exceeds(least_memory(problem, rank), problem.limit[static_cast<std::size_t>(rank)])) {
+      if (exceeds(least_memory(problem, rank), problem.limit[at(rank)])) {
         return;
       }
     }
-    if (layouts_[layout].chunks == 1 && problem.split) {
+    if (maps_[map].chunks == 1 && problem.split) {
       Best<GreedySettings> best;
       try_all(problem, greedy_grid(), greedy_insertion, best);
       keep(candidate, problem, best);
@@ -277,7 +276,7 @@ class Search {
     }
     // Spread over the whole grid where it is too long. A rule looks at every rank for each action.
     const auto affordable = kRuleEffort * 20 / (p + 12) / static_cast<std::int64_t>(problem.ops());
-    const std::size_t count = std::min(rules.size(), static_cast<std::size_t>(affordable));
+    const std::size_t count = std::min(rules.size(), at(affordable));
     std::vector<ListRule> some;
     for (std::size_t i = 0; i < count; ++i) some.push_back(rules[i * rules.size() / count]);
     return some;
@@ -299,7 +298,7 @@ class Search {
   void sort() {
     const double unit = kTolerance * std::max(objective_of(candidates_.front().simulation), 1e-300);
     const auto key = [&](const Candidate& each) {
-      const int chunks = layouts_[each.layout].chunks;
+      const int chunks = maps_[each.map].chunks;
       return std::tuple(std::llround(objective_of(each.simulation) / unit),
                         std::llround(each.simulation.makespan / unit),
                         static_cast<double>(most_in_flight(each.simulation)) / chunks, chunks);
@@ -314,7 +313,7 @@ class Search {
     std::vector<Candidate> chosen;
     const double best = objective_of(candidates_.front().simulation);
     for (const Candidate& each : candidates_) {
-      if (chosen.size() == kRefined || !seen.insert(each.layout).second) continue;
+      if (chosen.size() == kRefined || !seen.insert(each.map).second) continue;
       // What cannot win is left as it is, unless other borders could change that.
       if (request_.whole_layers || exceeds(best, bound_of(problem_of(each)))) {
         chosen.push_back(each);
@@ -373,14 +372,14 @@ class Search {
   }
 
   SearchCandidate described(const Candidate& candidate) const {
-    const Layout& layout = layouts_[candidate.layout];
+    const StageMap& map = maps_[candidate.map];
     return {candidate.origin,
-            layout.name,
-            layout.chunks,
+            map.name,
+            map.chunks,
             candidate.simulation.makespan,
             candidate.simulation.span,
             candidate.simulation.bubble_span,
-            static_cast<double>(most_in_flight(candidate.simulation)) / layout.chunks};
+            static_cast<double>(most_in_flight(candidate.simulation)) / map.chunks};
   }
 
   // Fills the result if the candidate's plan stands up to verify().
@@ -433,7 +432,7 @@ class Search {
 
   const SearchRequest& request_;
   std::vector<std::string> left_out_;
-  std::vector<Layout> layouts_;
+  std::vector<StageMap> maps_;
   Memory memory_;
   double least_limit_ = std::numeric_limits<double>::infinity();
   std::vector<Candidate> candidates_;
@@ -447,8 +446,7 @@ SearchResult search_schedule(const SearchRequest& request) { return search::Sear
 double makespan_lower_bound(const Placement& placement, int micro_batches,
                             const SimulationTimes& times) {
   search::Memory memory;
-  memory.limit.assign(static_cast<std::size_t>(placement.ranks()),
-                      std::numeric_limits<double>::infinity());
+  memory.limit.assign(at(placement.ranks()), std::numeric_limits<double>::infinity());
   return search::makespan_bound(
       search::make_problem(placement, micro_batches, true, times, memory));
 }

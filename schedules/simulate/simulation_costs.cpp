@@ -8,6 +8,8 @@
 #include <string>
 #include <utility>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 namespace {
 
@@ -18,7 +20,7 @@ void require_time(const std::string& what, double time) {
   }
 }
 
-void require_link(const std::string& what, const Link& link) {
+void require_link(const std::string& what, const LinkCost& link) {
   require_time("latency of " + what, link.latency);
   if (!std::isfinite(link.bandwidth) || link.bandwidth < 0) {
     throw std::invalid_argument("simulation: the bandwidth of " + what + " is " +
@@ -28,7 +30,7 @@ void require_link(const std::string& what, const Link& link) {
 }
 
 void require_entries(const std::string& what, std::size_t entries, int stages) {
-  if (entries == 1 || entries == static_cast<std::size_t>(stages)) return;
+  if (entries == 1 || entries == at(stages)) return;
   throw std::invalid_argument("simulation: " + what + " for " + std::to_string(entries) +
                               " stages; legal is 1 for all alike or one for each of " +
                               std::to_string(stages) + " stages");
@@ -88,9 +90,9 @@ void require_valid(const SimulationTimes& times, int stages) {
 }
 
 // [rank pair] the link that is not as all others are.
-using Exceptions = std::map<std::pair<int, int>, Link>;
+using Exceptions = std::map<std::pair<int, int>, LinkCost>;
 
-Link link_of(const SimulationTimes& times, const Exceptions& exceptions, int from, int to) {
+LinkCost link_of(const SimulationTimes& times, const Exceptions& exceptions, int from, int to) {
   const auto found = exceptions.find({from, to});
   if (found != exceptions.end()) return found->second;
   const int size = times.ranks_per_node;
@@ -175,7 +177,7 @@ void require_costs(const SimulationTimes& times, const Schedule& schedule) {
   }
 }
 
-Link link_between(const SimulationTimes& times, int from, int to) {
+LinkCost link_between(const SimulationTimes& times, int from, int to) {
   return link_of(times, exceptions_of(times), from, to);
 }
 
@@ -188,7 +190,7 @@ Handovers handovers_of(const SimulationTimes& times, const Placement& placement)
     handover.to = placement.rank_of(to_stage);
     handover.bytes = bytes;
     if (handover.from == handover.to) return handover;
-    const Link link = link_of(times, exceptions, handover.from, handover.to);
+    const LinkCost link = link_of(times, exceptions, handover.from, handover.to);
     handover.link =
         links.emplace(std::pair{handover.from, handover.to}, static_cast<int>(links.size()))
             .first->second;
@@ -196,14 +198,13 @@ Handovers handovers_of(const SimulationTimes& times, const Placement& placement)
     handover.latency = link.latency;
     return handover;
   };
-  const auto stages = static_cast<std::size_t>(placement.stages());
+  const auto stages = at(placement.stages());
   Handovers result{std::vector<Handover>(stages), std::vector<Handover>(stages), 0};
   const StageBytes none;
   for (int stage = 0; stage + 1 < placement.stages(); ++stage) {
     const StageBytes& bytes = times.bytes.empty() ? none : of_stage(times.bytes, stage);
-    result.forward[static_cast<std::size_t>(stage)] = make(stage, stage + 1, bytes.output);
-    result.backward[static_cast<std::size_t>(stage) + 1] =
-        make(stage + 1, stage, gradient_bytes(bytes));
+    result.forward[at(stage)] = make(stage, stage + 1, bytes.output);
+    result.backward[at(stage) + 1] = make(stage + 1, stage, gradient_bytes(bytes));
   }
   result.links = static_cast<int>(links.size());
   return result;

@@ -8,12 +8,14 @@
 
 #include <sluice/simulate.hpp>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 
 // Of one entry for all stages alike or one per stage.
 template <class T>
 [[nodiscard]] const T& of_stage(const std::vector<T>& entries, int stage) {
-  return entries[entries.size() == 1 ? 0 : static_cast<std::size_t>(stage)];
+  return entries[entries.size() == 1 ? 0 : at(stage)];
 }
 
 [[nodiscard]] inline std::int64_t gradient_bytes(const StageBytes& bytes) {

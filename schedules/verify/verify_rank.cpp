@@ -4,6 +4,7 @@
 #include <array>
 #include <string>
 
+#include "schedules/model/index.hpp"
 #include "schedules/verify/verify_slot.hpp"
 
 namespace sluice {
@@ -22,19 +23,19 @@ class RankReplay {
         own_(plan.placement.stages_of(rank)),
         local_stage_(local_stage),
         trace_(trace),
-        events_(trace.events[static_cast<std::size_t>(rank)]),
+        events_(trace.events[at(rank)]),
         stages_(own_.size()),
-        done_(own_.size() * static_cast<std::size_t>(plan.micro_batches)),
+        done_(own_.size() * at(plan.micro_batches)),
         tied_reduced_(plan.tied.size()) {}
 
   std::optional<Violation> run() {
     if (!lay_out_pools()) return about_rank();
-    const std::vector<PlanOp>& ops = plan_.ranks[static_cast<std::size_t>(rank_)].ops;
+    const std::vector<PlanOp>& ops = plan_.ranks[at(rank_)].ops;
     events_.reserve(ops.size());
     for (std::size_t i = 0; i < ops.size(); ++i) {
       if (!replay(ops[i])) return violation_at(plan_, rank_, static_cast<int>(i), objection_);
     }
-    trace_.peak_in_flight[static_cast<std::size_t>(rank_)] = peak_;
+    trace_.peak_in_flight[at(rank_)] = peak_;
     if (!check_end()) return about_rank();
     return std::nullopt;
   }
@@ -76,30 +77,30 @@ class RankReplay {
     for (std::size_t i = 0; i < own_.size(); ++i) {
       OwnStage& own = stages_[i];
       own.stage = own_[i];
-      own.done = &done_[i * static_cast<std::size_t>(plan_.micro_batches)];
+      own.done = &done_[i * at(plan_.micro_batches)];
       for (const BufferKind kind : kAllBuffers) {
-        PoolRange& range = own.pools[static_cast<std::size_t>(kind)];
+        PoolRange& range = own.pools[at(kind)];
         range.stage = own.stage;
         range.kind = kind;
-        own.written[static_cast<std::size_t>(kind)] = &range;
+        own.written[at(kind)] = &range;
       }
       hand_over(own, BufferKind::kOutput, own.stage + 1, BufferKind::kInput);
       hand_over(own, BufferKind::kGradInput, own.stage - 1, BufferKind::kGradOutput);
     }
     std::size_t total = 0;
-    for (const BufferPool& pool : plan_.ranks[static_cast<std::size_t>(rank_)].pools) {
+    for (const BufferPool& pool : plan_.ranks[at(rank_)].pools) {
       const std::string name =
           "pool " + std::string(name_of(pool.kind)) + " of stage " + std::to_string(pool.stage);
       OwnStage* own = find_own(pool.stage);
       if (own == nullptr) return object(name + " belongs to no stage of this rank");
-      PoolRange& range = own->pools[static_cast<std::size_t>(pool.kind)];
+      PoolRange& range = own->pools[at(pool.kind)];
       if (range.count != 0) return object(name + " is listed twice");
       if (pool.count < 1) {
         return object(name + " has " + std::to_string(pool.count) + " slots; at least 1 is needed");
       }
       range.offset = total;
       range.count = pool.count;
-      total += static_cast<std::size_t>(pool.count);
+      total += at(pool.count);
     }
     slots_.resize(total);
     return true;
@@ -108,7 +109,7 @@ class RankReplay {
   void hand_over(OwnStage& own, BufferKind mine, int neighbour, BufferKind theirs) {
     const OwnStage* other = find_own(neighbour);
     if (other == nullptr) return;
-    own.written[static_cast<std::size_t>(mine)] = &other->pools[static_cast<std::size_t>(theirs)];
+    own.written[at(mine)] = &other->pools[at(theirs)];
   }
 
   bool replay(const PlanOp& op) {
@@ -146,14 +147,14 @@ class RankReplay {
 
   // The message's channel, buffer kind and named slot, then the op's own step.
   bool replay_message(const PlanOp& op, OwnStage& own) {
-    if (op.channel < 0 || static_cast<std::size_t>(op.channel) >= plan_.channels.size()) {
+    if (op.channel < 0 || at(op.channel) >= plan_.channels.size()) {
       return object_lazily([&] {
         return "channel " + std::to_string(op.channel) + " does not exist; legal are 0 to " +
                std::to_string(static_cast<int>(plan_.channels.size()) - 1);
       });
     }
     if (!check_micro_batch(op)) return false;
-    const Channel& channel = plan_.channels[static_cast<std::size_t>(op.channel)];
+    const Channel& channel = plan_.channels[at(op.channel)];
     const bool sends = op.kind == OpKind::kStartSend || op.kind == OpKind::kWaitSend;
     const bool forward = channel.kind == ActionKind::kSendForward;
     const ActionKind received = forward ? ActionKind::kRecvForward : ActionKind::kRecvBackward;
@@ -168,12 +169,12 @@ class RankReplay {
     const BufferKind kind = sends ? (forward ? BufferKind::kOutput : BufferKind::kGradInput)
                                   : (forward ? BufferKind::kInput : BufferKind::kGradOutput);
     if (!check_named(op, mask(kind))) return false;
-    ReplaySlot* slot = find_slot(own.pools[static_cast<std::size_t>(kind)], op.slot(kind));
+    ReplaySlot* slot = find_slot(own.pools[at(kind)], op.slot(kind));
     return slot != nullptr && step_message(op, *slot);
   }
 
   bool step_message(const PlanOp& op, ReplaySlot& slot) {
-    ChannelTrace& channel = trace_.channels[static_cast<std::size_t>(op.channel)];
+    ChannelTrace& channel = trace_.channels[at(op.channel)];
     const bool posts = op.kind == OpKind::kPostRecv || op.kind == OpKind::kWaitRecv;
     MessageOrderTrace& order = posts ? channel.posted : channel.sent;
     std::int32_t index = -1;
@@ -203,7 +204,7 @@ class RankReplay {
         }
         slot.state = ReplayState::kSending;
         channel.depth = std::max(channel.depth, ++channel.open);
-        PairTrace& pair = trace_.pairs[static_cast<std::size_t>(channel.pair)];
+        PairTrace& pair = trace_.pairs[at(channel.pair)];
         pair.depth.depth = std::max(pair.depth.depth, ++pair.open);
         break;
       }
@@ -217,7 +218,7 @@ class RankReplay {
         index = order.index_of(op.micro_batch);
         slot = ReplaySlot{};
         --channel.open;
-        --trace_.pairs[static_cast<std::size_t>(channel.pair)].open;
+        --trace_.pairs[at(channel.pair)].open;
         break;
     }
     events_.emplace_back(op, op.channel, index);
@@ -255,7 +256,7 @@ class RankReplay {
   }
 
   bool read(const PlanOp& op, const OwnStage& own, BufferKind kind) {
-    const ReplaySlot* slot = find_slot(own.pools[static_cast<std::size_t>(kind)], op.slot(kind));
+    const ReplaySlot* slot = find_slot(own.pools[at(kind)], op.slot(kind));
     if (slot == nullptr) return false;
     if (holds(*slot, ReplayState::kFilled, op)) return true;
     return object_lazily([&] {
@@ -265,7 +266,7 @@ class RankReplay {
   }
 
   bool write(const PlanOp& op, const OwnStage& own, BufferKind kind) {
-    ReplaySlot* slot = find_slot(*own.written[static_cast<std::size_t>(kind)], op.slot(kind));
+    ReplaySlot* slot = find_slot(*own.written[at(kind)], op.slot(kind));
     if (slot == nullptr) return false;
     if (slot->state != ReplayState::kFree) {
       return object_lazily([&] {
@@ -322,7 +323,7 @@ class RankReplay {
     for (const BufferKind kind : kAllBuffers) {
       if (op.slot(kind) < 0) continue;
       any = true;
-      ReplaySlot* slot = find_slot(own.pools[static_cast<std::size_t>(kind)], op.slot(kind));
+      ReplaySlot* slot = find_slot(own.pools[at(kind)], op.slot(kind));
       if (slot == nullptr) return false;
       if (!holds(*slot, ReplayState::kFilled, op)) {
         return object_lazily([&] {
@@ -346,11 +347,11 @@ class RankReplay {
       return check_complete(own);
     }
     if (op.kind == OpKind::kReduceTied) {
-      if (op.channel < 0 || static_cast<std::size_t>(op.channel) >= plan_.tied.size()) {
+      if (op.channel < 0 || at(op.channel) >= plan_.tied.size()) {
         return object("tied group " + std::to_string(op.channel) + " does not exist; there are " +
                       std::to_string(plan_.tied.size()));
       }
-      const auto group = static_cast<std::size_t>(op.channel);
+      const auto group = at(op.channel);
       if (tied_reduced_[group]) return object("this tied group is reduced already");
       tied_reduced_[group] = true;
       if (!check_tied_complete(plan_.tied[group])) return false;
@@ -411,12 +412,12 @@ class RankReplay {
     for (const OwnStage& own : stages_) {
       for (const PoolRange& range : own.pools) {
         for (std::int32_t i = 0; i < range.count; ++i) {
-          const ReplaySlot& slot = slots_[range.offset + static_cast<std::size_t>(i)];
+          const ReplaySlot& slot = slots_[range.offset + at(i)];
           if (slot.state == ReplayState::kFree) continue;
           return object(std::string(name_of(range.kind)) + '[' + std::to_string(i) + "] of stage " +
                         std::to_string(range.stage) + " is still " +
-                        std::string(kReplayStateNames[static_cast<std::size_t>(slot.state)]) +
-                        " with micro-batch " + std::to_string(slot.micro_batch) + " at the end");
+                        std::string(kReplayStateNames[at(slot.state)]) + " with micro-batch " +
+                        std::to_string(slot.micro_batch) + " at the end");
         }
       }
     }
@@ -450,7 +451,7 @@ class RankReplay {
   // Null where the pool has no such slot.
   ReplaySlot* find_slot(const PoolRange& range, std::int32_t index) {
     if (index >= 0 && index < range.count) {
-      return &slots_[range.offset + static_cast<std::size_t>(index)];
+      return &slots_[range.offset + at(index)];
     }
     object_lazily([&] {
       return std::string(name_of(range.kind)) + '[' + std::to_string(index) +
@@ -468,7 +469,7 @@ class RankReplay {
     if (stage < 0 || stage >= placement_.stages() || placement_.rank_of(stage) != rank_) {
       return nullptr;
     }
-    return &stages_[static_cast<std::size_t>(local_stage_[static_cast<std::size_t>(stage)])];
+    return &stages_[at(local_stage_[at(stage)])];
   }
 
   const Plan& plan_;

@@ -8,6 +8,8 @@
 
 #include <sluice/plan.hpp>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 
 enum class ReplayState : std::uint8_t { kFree, kPosted, kFilled, kSending };
@@ -26,10 +28,9 @@ struct ReplaySlot {
 // "the slot is ..., it must be `wanted` with `micro_batch`", -1: whatever that is.
 [[nodiscard]] inline std::string not_in(const ReplaySlot& slot, ReplayState wanted,
                                         std::int32_t micro_batch) {
-  std::string text =
-      "the slot is " + std::string(kReplayStateNames[static_cast<std::size_t>(slot.state)]);
+  std::string text = "the slot is " + std::string(kReplayStateNames[at(slot.state)]);
   if (slot.micro_batch >= 0) text += " with micro-batch " + std::to_string(slot.micro_batch);
-  text += ", it must be " + std::string(kReplayStateNames[static_cast<std::size_t>(wanted)]);
+  text += ", it must be " + std::string(kReplayStateNames[at(wanted)]);
   if (micro_batch >= 0) text += " with micro-batch " + std::to_string(micro_batch);
   return text;
 }

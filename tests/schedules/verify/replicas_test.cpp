@@ -237,7 +237,7 @@ TEST(ReplicasTest, ListsThatDifferBetweenReplicasMayStandStill) {
   const Schedule schedule = generate("interleaved", {2, 4, 2});
   const auto plan = [&](std::vector<bool> early) {
     LowerOptions lowering;
-    lowering.sums_beside = std::move(early);
+    lowering.overlapped_grad_sums = std::move(early);
     return make_plan(lower(schedule, lowering), {}, {1, 2, MessageOrder::kGlobal});
   };
   const Plan first = plan({true, false, true, false});

@@ -10,7 +10,7 @@
 
 namespace sluice::search {
 
-struct Layout {
+struct StageMap {
   std::string name;  // "linear", "looped", "V", "zigzag" (there and back, several times)
   int chunks = 1;
   Placement placement = Placement::linear(1);
@@ -20,8 +20,8 @@ struct Layout {
 
 // What is there for the request, fewest chunks first. Numbers of chunks that the layers do not
 // allow leave a sentence in `left_out`. Throws std::invalid_argument where none is left.
-[[nodiscard]] std::vector<Layout> layouts_of(const SearchRequest& request,
-                                             std::vector<std::string>& left_out);
+[[nodiscard]] std::vector<StageMap> stage_maps_of(const SearchRequest& request,
+                                                  std::vector<std::string>& left_out);
 
 // The request's model with stage s owning layers [first[s], first[s + 1]).
 [[nodiscard]] SimulationTimes merged(const SimulationTimes& layers, const std::vector<int>& first);
