@@ -17,6 +17,7 @@ struct Cell {
 using Cells = std::vector<std::vector<Cell>>;  // [rank][cell], columns ascending
 
 bool drawable(const Schedule& schedule) {
+  if (schedule.micro_batches < 1) return false;
   const auto in_range = [&](const Action& action) {
     return (!is_compute(action.kind) && !is_message(action.kind)) ||
            (action.stage >= 0 && action.stage < schedule.placement.stages() &&
@@ -38,37 +39,30 @@ bool drawable(const Schedule& schedule) {
 // the schedule cannot run.
 bool cells_by_time(const Schedule& schedule, Cells& cells) {
   if (!drawable(schedule)) return false;
-  const auto micro_batches = at(schedule.micro_batches);
-  const int stages = schedule.placement.stages();
-  std::vector<int> forward_end(at(stages) * micro_batches);
-  std::vector<int> gradient_end(forward_end.size());
-  const auto index = [&](int stage, int micro_batch) {
-    return at(stage) * micro_batches + at(micro_batch);
-  };
-  const auto ready = [&](const Action& action) {
-    if (action.kind == ActionKind::kForward) {
-      return action.stage == 0 ? 0 : forward_end[index(action.stage - 1, action.micro_batch)];
+  Schedule units = schedule;
+  units.forward_only = false;  // a broken one may have backwards all the same
+  for (std::vector<Step>& steps : units.ranks) {
+    for (Step& step : steps) {
+      // A whole backward takes the time of I and of W, here it shall take one unit.
+      if (step.action.kind == ActionKind::kBackward) step.action.kind = ActionKind::kBackwardInput;
+      if (step.overlapped && step.overlapped->kind == ActionKind::kBackward) {
+        step.overlapped->kind = ActionKind::kBackwardInput;
+      }
     }
-    if (action.kind == ActionKind::kBackwardWeight || action.stage + 1 == stages) return 0;
-    return gradient_end[index(action.stage + 1, action.micro_batch)];
-  };
-  const auto finish = [&](const Action& action, int end) {
-    if (action.kind == ActionKind::kBackwardWeight) return;
-    auto& ends = action.kind == ActionKind::kForward ? forward_end : gradient_end;
-    ends[index(action.stage, action.micro_batch)] = end;
-  };
-  std::vector<int> rank_free(schedule.ranks.size());
-  Dataflow dataflow(schedule);
-  return dataflow.run([&](int rank, int position, const Step& step) {
-    if (!is_compute(step.action.kind)) return;
-    int& free = rank_free[at(rank)];
-    int start = std::max(free, ready(step.action));
-    if (step.overlapped) start = std::max(start, ready(*step.overlapped));
-    free = start + 1;
-    finish(step.action, free);
-    if (step.overlapped) finish(*step.overlapped, free);
-    cells[at(rank)].push_back(Cell{start, position});
-  });
+  }
+  if (!Dataflow(units).run([](int, int, const Step&) {})) return false;
+  const Simulation simulation = simulate(units, {.stages = {StageTimes{}}, .overlap = 1});
+  for (std::size_t rank = 0; rank < cells.size(); ++rank) {
+    std::size_t next = 0;
+    for (std::size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
+      const Step& step = schedule.ranks[rank][i];
+      if (!is_compute(step.action.kind)) continue;
+      const auto column = static_cast<int>(simulation.timeline[rank][next].start);
+      cells[rank].push_back({column, static_cast<int>(i)});
+      next += step.overlapped ? 2 : 1;
+    }
+  }
+  return true;
 }
 
 // One column per step, in list order.

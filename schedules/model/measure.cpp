@@ -2,24 +2,10 @@
 
 #include <sluice/schedule.hpp>
 
+#include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
 
 namespace sluice {
-namespace {
-
-bool ends_backward(ActionKind kind) {
-  return kind == ActionKind::kBackward || kind == ActionKind::kBackwardWeight;
-}
-
-template <class Visit>
-void for_each_action(const std::vector<Step>& steps, const Visit& visit) {
-  for (const Step& step : steps) {
-    visit(step.action);
-    if (step.overlapped) visit(*step.overlapped);
-  }
-}
-
-}  // namespace
 
 bool is_exact(const Schedule& schedule) {
   std::vector<int> last(at(schedule.placement.stages()), -1);

@@ -13,13 +13,6 @@
 namespace sluice {
 namespace {
 
-bool sends(ActionKind kind) {
-  return kind == ActionKind::kSendForward || kind == ActionKind::kSendBackward;
-}
-bool receives(ActionKind kind) {
-  return kind == ActionKind::kRecvForward || kind == ActionKind::kRecvBackward;
-}
-
 std::int64_t units(const Action& action) {
   if (!is_compute(action.kind)) return 0;
   return action.kind == ActionKind::kBackward ? 2 : 1;
@@ -58,7 +51,7 @@ struct UnitTime {
       if (is_message(action.kind)) {
         std::int64_t& time = sent[at(channel_of(messages, action)) * at(lowered.micro_batches) +
                                   at(action.micro_batch)];
-        if (sends(action.kind)) time = clock;
+        if (is_send(action.kind)) time = clock;
         clock = std::max(clock, time);
       }
       reached[at(rank)].push_back(clock);
@@ -133,7 +126,7 @@ std::vector<std::vector<Issue>> global_issue_order(const Schedule& lowered,
       const int channel = channel_of(messages, step.action);
       const std::size_t message = at(channel) * micro_batches + at(step.action.micro_batch);
       sides.push_back({unit.sent[message], order.place[at(channel)], index_of[message], channel,
-                       step.action.micro_batch, receives(step.action.kind)});
+                       step.action.micro_batch, is_receive(step.action.kind)});
     }
     std::sort(sides.begin(), sides.end(), [](const Side& a, const Side& b) {
       return std::tie(a.time, a.place, a.index) < std::tie(b.time, b.place, b.index);

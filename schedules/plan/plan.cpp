@@ -2,6 +2,7 @@
 
 #include <sluice/plan.hpp>
 
+#include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
 
 namespace sluice {
@@ -19,11 +20,7 @@ std::string_view name_of(BufferKind kind) { return kBufferNames[at(kind)]; }
 
 std::string to_string(const PlanOp& op) {
   std::string text(kOpNames[at(op.kind)]);
-  Action action;
-  action.kind = op.action;
-  action.stage = op.stage;
-  action.micro_batch = op.micro_batch;
-  text += ' ' + to_string(action);
+  text += ' ' + to_string(make_action(op.action, op.stage, op.micro_batch));
   if (op.kind == OpKind::kReduceTied) {
     text += " group " + std::to_string(op.channel);
   } else if (op.channel >= 0) {

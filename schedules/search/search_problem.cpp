@@ -34,11 +34,6 @@ std::vector<double> tails(const Problem& problem) {
   return tail;
 }
 
-double seconds_on(const LinkCost& link, std::int64_t bytes) {
-  if (bytes == 0) return 0;
-  return link.latency + (link.bandwidth > 0 ? static_cast<double>(bytes) / link.bandwidth : 0);
-}
-
 // Who waits for whom, and how long a tensor travels where its link is free.
 void set_dependencies(Problem& problem, const SimulationTimes& times) {
   const Handovers handovers = handovers_of(times, problem.placement);
@@ -86,7 +81,11 @@ Problem make_problem(const Placement& placement, int micro_batches, bool split,
     problem.duration[at(problem.slot(Part::kWeight, stage))] = split ? cost.backward_weight : 0;
     const StageBytes bytes = times.bytes.empty() ? StageBytes{} : of_stage(times.bytes, stage);
     if (!times.reduce_overlap) {
-      problem.reduce[rank] += cost.reduce + seconds_on(times.reduce_link, bytes.reduced);
+      double seconds = 0;
+      if (bytes.reduced > 0) {
+        seconds = times.reduce_link.latency + transfer_seconds(times.reduce_link, bytes.reduced);
+      }
+      problem.reduce[rank] += cost.reduce + seconds;
     }
     if (memory.unit == Memory::Unit::kBytes) {
       problem.held.push_back(static_cast<double>(bytes.until_input + bytes.until_weight));

@@ -5,6 +5,7 @@
 
 #include <sluice/simulate.hpp>
 
+#include "schedules/model/actions.hpp"
 #include "schedules/model/dataflow.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/model/pair_table.hpp"
@@ -107,9 +108,7 @@ class Simulator {
 
   // Hands on what the action made; `start` and `end` are those of its step.
   void finish(std::size_t rank, const Action& action, double start, double end) {
-    if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardWeight) {
-      weights_done_[at(action.stage)] = end;
-    }
+    if (ends_backward(action.kind)) weights_done_[at(action.stage)] = end;
     if (memory_) {
       memory_->compute(static_cast<int>(rank), action, start, end);
       if (const Handover* from = source(action)) memory_->received(*from, start, end);
@@ -183,10 +182,9 @@ class Simulator {
   double reduction(int stage) const {
     const double time = of_stage(times_.stages, stage).reduce;
     if (times_.bytes.empty()) return time;
-    const auto bytes = static_cast<double>(of_stage(times_.bytes, stage).reduced);
+    const std::int64_t bytes = of_stage(times_.bytes, stage).reduced;
     if (bytes == 0) return time;
-    const LinkCost& link = times_.reduce_link;
-    return time + link.latency + (link.bandwidth > 0 ? bytes / link.bandwidth : 0);
+    return time + times_.reduce_link.latency + transfer_seconds(times_.reduce_link, bytes);
   }
 
   void reduce() {
@@ -207,10 +205,8 @@ class Simulator {
       for (const int stage : stages) {
         const double start = std::max(free, done(stage));
         free = start + reduction(stage);
-        Action action;
-        action.kind = ActionKind::kReduceGrad;
-        action.stage = stage;
-        result_.reductions[rank].push_back({action, start, free});
+        result_.reductions[rank].push_back(
+            {make_action(ActionKind::kReduceGrad, stage), start, free});
       }
       ranks_[rank].free = std::max(ranks_[rank].free, free);
     }

@@ -106,58 +106,21 @@ Exceptions exceptions_of(const SimulationTimes& times) {
   return exceptions;
 }
 
-// A piece of a stage: numerator / denominator of it, in lowest terms, so that cutting into v equal
-// parts divides by v and nothing else.
-struct Share {
-  double numerator = 1, denominator = 1;
-  [[nodiscard]] double of(double value) const { return value * numerator / denominator; }
-};
-
-// Calls visit(old stage, share) for each old stage that new stage `stage` has a part of.
-template <class Visit>
-void for_each_share(int stage, int old_stages, int new_stages, const Visit& visit) {
+// The pieces of the old stages that new stage `stage` is made of.
+std::vector<StagePiece> pieces_of(int stage, int old_stages, int new_stages) {
   // In units of which an old stage has `width` and a new one `step`.
   const std::int64_t divisor = std::gcd(old_stages, new_stages);
   const std::int64_t width = new_stages / divisor;
   const std::int64_t step = old_stages / divisor;
   const std::int64_t end = (stage + std::int64_t{1}) * step;
-  for (std::int64_t at = stage * step; at < end;) {
-    const std::int64_t next = std::min(end, (at / width + 1) * width);
-    visit(static_cast<int>(at / width),
-          Share{static_cast<double>(next - at), static_cast<double>(width)});
-    at = next;
+  std::vector<StagePiece> pieces;
+  for (std::int64_t begin = stage * step; begin < end;) {
+    const std::int64_t next = std::min(end, (begin / width + 1) * width);
+    pieces.push_back({static_cast<int>(begin / width), static_cast<double>(next - begin),
+                      static_cast<double>(width)});
+    begin = next;
   }
-}
-
-StageTimes recut_times(const std::vector<StageTimes>& old, int stage, int old_stages,
-                       int new_stages) {
-  StageTimes sum{0, 0, 0, 0};
-  for_each_share(stage, old_stages, new_stages, [&](int from, const Share& share) {
-    const StageTimes& part = of_stage(old, from);
-    sum.forward += share.of(part.forward);
-    sum.backward_input += share.of(part.backward_input);
-    sum.backward_weight += share.of(part.backward_weight);
-    sum.reduce += share.of(part.reduce);
-  });
-  return sum;
-}
-
-StageBytes recut_bytes(const std::vector<StageBytes>& old, int stage, int old_stages,
-                       int new_stages) {
-  double until_input = 0, until_weight = 0, resident = 0, reduced = 0;
-  StageBytes bytes;
-  for_each_share(stage, old_stages, new_stages, [&](int from, const Share& share) {
-    bytes = of_stage(old, from);  // the last one's output passes the border
-    until_input += share.of(static_cast<double>(bytes.until_input));
-    until_weight += share.of(static_cast<double>(bytes.until_weight));
-    resident += share.of(static_cast<double>(bytes.resident));
-    reduced += share.of(static_cast<double>(bytes.reduced));
-  });
-  bytes.until_input = std::llround(until_input);
-  bytes.until_weight = std::llround(until_weight);
-  bytes.resident = std::llround(resident);
-  bytes.reduced = std::llround(reduced);
-  return bytes;
+  return pieces;
 }
 
 }  // namespace
@@ -194,7 +157,7 @@ Handovers handovers_of(const SimulationTimes& times, const Placement& placement)
     handover.link =
         links.emplace(std::pair{handover.from, handover.to}, static_cast<int>(links.size()))
             .first->second;
-    handover.seconds = link.bandwidth > 0 ? static_cast<double>(bytes) / link.bandwidth : 0;
+    handover.seconds = transfer_seconds(link, bytes);
     handover.latency = link.latency;
     return handover;
   };
@@ -210,6 +173,38 @@ Handovers handovers_of(const SimulationTimes& times, const Placement& placement)
   return result;
 }
 
+double transfer_seconds(const LinkCost& link, std::int64_t bytes) {
+  return link.bandwidth > 0 ? static_cast<double>(bytes) / link.bandwidth : 0;
+}
+
+void append_stage(const SimulationTimes& old, const std::vector<StagePiece>& pieces,
+                  SimulationTimes& times) {
+  StageTimes sum{0, 0, 0, 0};
+  double until_input = 0, until_weight = 0, resident = 0, reduced = 0;
+  StageBytes bytes;
+  for (const StagePiece& piece : pieces) {
+    const auto share = [&](double value) { return value * piece.numerator / piece.denominator; };
+    const StageTimes& part = of_stage(old.stages, piece.stage);
+    sum.forward += share(part.forward);
+    sum.backward_input += share(part.backward_input);
+    sum.backward_weight += share(part.backward_weight);
+    sum.reduce += share(part.reduce);
+    if (old.bytes.empty()) continue;
+    bytes = of_stage(old.bytes, piece.stage);  // the last one's output passes the border
+    until_input += share(static_cast<double>(bytes.until_input));
+    until_weight += share(static_cast<double>(bytes.until_weight));
+    resident += share(static_cast<double>(bytes.resident));
+    reduced += share(static_cast<double>(bytes.reduced));
+  }
+  times.stages.push_back(sum);
+  if (old.bytes.empty()) return;
+  bytes.until_input = std::llround(until_input);
+  bytes.until_weight = std::llround(until_weight);
+  bytes.resident = std::llround(resident);
+  bytes.reduced = std::llround(reduced);
+  times.bytes.push_back(bytes);
+}
+
 SimulationTimes recut(const SimulationTimes& times, int old_stages, int new_stages) {
   if (old_stages < 1 || new_stages < 1) {
     throw std::invalid_argument("simulation: " + std::to_string(old_stages) + " stages cut into " +
@@ -220,9 +215,7 @@ SimulationTimes recut(const SimulationTimes& times, int old_stages, int new_stag
   result.stages.clear();
   result.bytes.clear();
   for (int stage = 0; stage < new_stages; ++stage) {
-    result.stages.push_back(recut_times(times.stages, stage, old_stages, new_stages));
-    if (times.bytes.empty()) continue;
-    result.bytes.push_back(recut_bytes(times.bytes, stage, old_stages, new_stages));
+    append_stage(times, pieces_of(stage, old_stages, new_stages), result);
   }
   return result;
 }

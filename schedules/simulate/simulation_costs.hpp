@@ -25,6 +25,19 @@ template <class T>
 // Throws std::invalid_argument as simulate() does for costs that do not fit the schedule.
 void require_costs(const SimulationTimes& times, const Schedule& schedule);
 
+// Seconds that the bytes occupy the link, without its latency.
+[[nodiscard]] double transfer_seconds(const LinkCost& link, std::int64_t bytes);
+
+// numerator / denominator of a stage. Cutting into v equal parts thus divides by v and no more.
+struct StagePiece {
+  int stage = 0;
+  double numerator = 1, denominator = 1;
+};
+
+// Appends the stage that the pieces of `old` make up, in order, to `times`.
+void append_stage(const SimulationTimes& old, const std::vector<StagePiece>& pieces,
+                  SimulationTimes& times);
+
 // What one stage hands to a neighbour.
 struct Handover {
   std::int32_t from = 0, to = 0;  // ranks

@@ -4,6 +4,7 @@
 #include <numeric>
 #include <utility>
 
+#include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
 
 namespace sluice {
@@ -48,20 +49,11 @@ Violation violation_at(const Plan& plan, int rank, int position, const std::stri
 }
 
 Action sending_action(const Channel& channel, int micro_batch) {
-  Action action;
-  action.kind = channel.kind;
-  action.stage = channel.from_stage;
-  action.micro_batch = micro_batch;
-  return action;
+  return make_action(channel.kind, channel.from_stage, micro_batch);
 }
 
 Action receiving_action(const Channel& channel, int micro_batch) {
-  Action action;
-  action.kind = channel.kind == ActionKind::kSendForward ? ActionKind::kRecvForward
-                                                         : ActionKind::kRecvBackward;
-  action.stage = channel.to_stage;
-  action.micro_batch = micro_batch;
-  return action;
+  return other_end(sending_action(channel, micro_batch));
 }
 
 }  // namespace sluice
