@@ -153,28 +153,40 @@ StageMap make_stage_map(const SearchRequest& request, std::string name, Placemen
 
 }  // namespace
 
-std::vector<int> cut(const std::vector<double>& costs, const Placement& placement) {
-  std::vector<double> prefix(costs.size() + 1);
-  std::partial_sum(costs.begin(), costs.end(), prefix.begin() + 1);
-  std::vector<int> first = smallest_largest(prefix, placement.stages());
-  Load load = load_of(prefix, first, placement);
-  for (bool better = placement.stages() > placement.ranks(); better;) {
+bool move_borders(std::vector<int>& first, int rounds, const std::function<bool()>& is_better) {
+  bool moved = false;
+  bool better = true;
+  for (int round = 0; round < rounds && better; ++round) {
     better = false;
     for (std::size_t border = 1; border + 1 < first.size(); ++border) {
       for (const int step : {-1, 1}) {
-        const int moved = first[border] + step;
-        if (moved <= first[border - 1] || moved >= first[border + 1]) continue;
-        first[border] = moved;
-        const Load now = load_of(prefix, first, placement);
-        if (now < load) {
-          load = now;
-          better = true;
+        const int before = first[border];
+        const int there = before + step;
+        if (there <= first[border - 1] || there >= first[border + 1]) continue;
+        first[border] = there;
+        if (is_better()) {
+          better = moved = true;
         } else {
-          first[border] = moved - step;
+          first[border] = before;
         }
       }
     }
   }
+  return moved;
+}
+
+std::vector<int> cut(const std::vector<double>& costs, const Placement& placement) {
+  std::vector<double> prefix(costs.size() + 1);
+  std::partial_sum(costs.begin(), costs.end(), prefix.begin() + 1);
+  std::vector<int> first = smallest_largest(prefix, placement.stages());
+  if (placement.stages() == placement.ranks()) return first;
+  Load load = load_of(prefix, first, placement);
+  move_borders(first, std::numeric_limits<int>::max(), [&] {
+    const Load now = load_of(prefix, first, placement);
+    if (!(now < load)) return false;
+    load = now;
+    return true;
+  });
   return first;
 }
 
@@ -183,25 +195,9 @@ SimulationTimes merged(const SimulationTimes& layers, const std::vector<int>& fi
   times.stages.clear();
   times.bytes.clear();
   for (std::size_t stage = 0; stage + 1 < first.size(); ++stage) {
-    StageTimes sum = {0, 0, 0, 0};
-    StageBytes bytes;
-    for (int layer = first[stage]; layer < first[stage + 1]; ++layer) {
-      const StageTimes& part = of_stage(layers.stages, layer);
-      sum.forward += part.forward;
-      sum.backward_input += part.backward_input;
-      sum.backward_weight += part.backward_weight;
-      sum.reduce += part.reduce;
-      if (layers.bytes.empty()) continue;
-      const StageBytes& held = of_stage(layers.bytes, layer);
-      bytes.until_input += held.until_input;
-      bytes.until_weight += held.until_weight;
-      bytes.resident += held.resident;
-      bytes.reduced += held.reduced;
-      bytes.output = held.output;
-      bytes.output_gradient = held.output_gradient;
-    }
-    times.stages.push_back(sum);
-    if (!layers.bytes.empty()) times.bytes.push_back(bytes);
+    std::vector<StagePiece> pieces;
+    for (int layer = first[stage]; layer < first[stage + 1]; ++layer) pieces.push_back({layer});
+    append_stage(layers, pieces, times);
   }
   return times;
 }

@@ -3,6 +3,7 @@
 // Internal to schedules/search*.cpp.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -25,6 +26,10 @@ struct StageMap {
 
 // The request's model with stage s owning layers [first[s], first[s + 1]).
 [[nodiscard]] SimulationTimes merged(const SimulationTimes& layers, const std::vector<int>& first);
+
+// Moves each border between stages by one layer, in place, and keeps the move where is_better()
+// says so; round by round while one is kept, at most `rounds`. True where any was.
+bool move_borders(std::vector<int>& first, int rounds, const std::function<bool()>& is_better);
 
 // `costs` cut into as many runs as `placement` has stages, none empty: the smallest possible
 // largest run, by dynamic programming, then borders moved by one while that makes the most loaded
