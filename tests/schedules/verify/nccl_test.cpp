@@ -88,7 +88,7 @@ TEST(NcclTest, EveryGeneratedScheduleInTheGlobalOrderEndsUnderEveryModel) {
   });
 }
 
-// The table in schedules/README.md, but for its last row's exceptions.
+// What schedules/README.md says of each transport model.
 TEST(NcclTest, HoldsWhatThePageSays) {
   for_each_generated([](const Schedule& schedule) {
     const Placement& placement = schedule.placement;
