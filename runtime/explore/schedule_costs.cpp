@@ -71,7 +71,7 @@ RankLink link_of(std::string_view text) {
   at = number(at, '-', result.to);
   at = number(at, ':', result.link.latency);
   if (at != nullptr && at != end) at = number(at, ':', result.link.bandwidth);
-  const Link& link = result.link;
+  const LinkCost& link = result.link;
   const bool legal = at == end && result.from >= 0 && result.to >= 0 && link.latency >= 0 &&
                      link.bandwidth >= 0 && std::isfinite(link.latency + link.bandwidth);
   if (legal) return result;

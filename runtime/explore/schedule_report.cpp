@@ -117,11 +117,12 @@ void require_memory(const ScheduleReport& report, const Costs& costs) {
 
 // Under which transports a plan ends: NCCL's models are asked of the plan made for in-order queues,
 // the others of the one for transports with tags.
-std::vector<TransportModel> prove(const Schedule& schedule, bool sums_beside) {
+std::vector<TransportModel> prove(const Schedule& schedule, bool overlapped_grad_sums) {
   const auto stages = static_cast<std::size_t>(schedule.placement.stages());
-  const LowerOptions options = {.reduce_grad = !schedule.forward_only,
-                                .tied = {},
-                                .sums_beside = std::vector<bool>(stages, sums_beside)};
+  const LowerOptions options = {
+      .reduce_grad = !schedule.forward_only,
+      .tied = {},
+      .overlapped_grad_sums = std::vector<bool>(stages, overlapped_grad_sums)};
   const Schedule lowered = lower(schedule, options);
   const auto proven = [&](MessageOrder order) {
     Verification verification = verify(make_plan(lowered, options.tied, {.order = order}));

@@ -42,10 +42,9 @@ void require_runnable(const Plan& plan, const TransportNeeds& needs) {
                 plan.schedule_name, needs.name, violation.message);
   };
   if (!verification.ok()) refuse(*verification.violation);
-  for (const Standstill& standstill : verification.standstills) {
-    if (std::find(needs.models.begin(), needs.models.end(), standstill.model) !=
-        needs.models.end()) {
-      refuse(standstill.violation);
+  for (const Deadlock& deadlock : verification.deadlocks) {
+    if (std::find(needs.models.begin(), needs.models.end(), deadlock.model) != needs.models.end()) {
+      refuse(deadlock.violation);
     }
   }
 }

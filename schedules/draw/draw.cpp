@@ -5,6 +5,7 @@
 #include <sluice/draw.hpp>
 
 #include "schedules/model/dataflow.hpp"
+#include "schedules/model/index.hpp"
 
 namespace sluice {
 namespace {
@@ -16,12 +17,13 @@ struct Cell {
 using Cells = std::vector<std::vector<Cell>>;  // [rank][cell], columns ascending
 
 bool drawable(const Schedule& schedule) {
+  if (schedule.micro_batches < 1) return false;
   const auto in_range = [&](const Action& action) {
     return (!is_compute(action.kind) && !is_message(action.kind)) ||
            (action.stage >= 0 && action.stage < schedule.placement.stages() &&
             action.micro_batch >= 0 && action.micro_batch < schedule.micro_batches);
   };
-  if (schedule.ranks.size() != static_cast<std::size_t>(schedule.placement.ranks())) return false;
+  if (schedule.ranks.size() != at(schedule.placement.ranks())) return false;
   for (const std::vector<Step>& steps : schedule.ranks) {
     for (const Step& step : steps) {
       if (!in_range(step.action)) return false;
@@ -37,37 +39,30 @@ bool drawable(const Schedule& schedule) {
 // the schedule cannot run.
 bool cells_by_time(const Schedule& schedule, Cells& cells) {
   if (!drawable(schedule)) return false;
-  const auto micro_batches = static_cast<std::size_t>(schedule.micro_batches);
-  const int stages = schedule.placement.stages();
-  std::vector<int> forward_end(static_cast<std::size_t>(stages) * micro_batches);
-  std::vector<int> gradient_end(forward_end.size());
-  const auto index = [&](int stage, int micro_batch) {
-    return static_cast<std::size_t>(stage) * micro_batches + static_cast<std::size_t>(micro_batch);
-  };
-  const auto ready = [&](const Action& action) {
-    if (action.kind == ActionKind::kForward) {
-      return action.stage == 0 ? 0 : forward_end[index(action.stage - 1, action.micro_batch)];
+  Schedule units = schedule;
+  units.forward_only = false;  // a broken one may have backwards all the same
+  for (std::vector<Step>& steps : units.ranks) {
+    for (Step& step : steps) {
+      // A whole backward takes the time of I and of W, here it shall take one unit.
+      if (step.action.kind == ActionKind::kBackward) step.action.kind = ActionKind::kBackwardInput;
+      if (step.overlapped && step.overlapped->kind == ActionKind::kBackward) {
+        step.overlapped->kind = ActionKind::kBackwardInput;
+      }
     }
-    if (action.kind == ActionKind::kBackwardWeight || action.stage + 1 == stages) return 0;
-    return gradient_end[index(action.stage + 1, action.micro_batch)];
-  };
-  const auto finish = [&](const Action& action, int end) {
-    if (action.kind == ActionKind::kBackwardWeight) return;
-    auto& ends = action.kind == ActionKind::kForward ? forward_end : gradient_end;
-    ends[index(action.stage, action.micro_batch)] = end;
-  };
-  std::vector<int> rank_free(schedule.ranks.size());
-  Dataflow dataflow(schedule);
-  return dataflow.run([&](int rank, int position, const Step& step) {
-    if (!is_compute(step.action.kind)) return;
-    int& free = rank_free[static_cast<std::size_t>(rank)];
-    int start = std::max(free, ready(step.action));
-    if (step.overlapped) start = std::max(start, ready(*step.overlapped));
-    free = start + 1;
-    finish(step.action, free);
-    if (step.overlapped) finish(*step.overlapped, free);
-    cells[static_cast<std::size_t>(rank)].push_back(Cell{start, position});
-  });
+  }
+  if (!Dataflow(units).run([](int, int, const Step&) {})) return false;
+  const Simulation simulation = simulate(units, {.stages = {StageTimes{}}, .overlap = 1});
+  for (std::size_t rank = 0; rank < cells.size(); ++rank) {
+    std::size_t next = 0;
+    for (std::size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
+      const Step& step = schedule.ranks[rank][i];
+      if (!is_compute(step.action.kind)) continue;
+      const auto column = static_cast<int>(simulation.timeline[rank][next].start);
+      cells[rank].push_back({column, static_cast<int>(i)});
+      next += step.overlapped ? 2 : 1;
+    }
+  }
+  return true;
 }
 
 // One column per step, in list order.
@@ -107,9 +102,9 @@ class CellText {
 
 bool marks_message(const Schedule& schedule, const Violation* mark) {
   if (mark == nullptr || mark->rank < 0 || mark->position < 0) return false;
-  if (static_cast<std::size_t>(mark->rank) >= schedule.ranks.size()) return false;
-  const std::vector<Step>& steps = schedule.ranks[static_cast<std::size_t>(mark->rank)];
-  const auto position = static_cast<std::size_t>(mark->position);
+  if (at(mark->rank) >= schedule.ranks.size()) return false;
+  const std::vector<Step>& steps = schedule.ranks[at(mark->rank)];
+  const auto position = at(mark->position);
   return position < steps.size() && !is_compute(steps[position].action.kind);
 }
 
@@ -124,8 +119,7 @@ std::string draw_grid(const Schedule& schedule, const Violation* mark) {
 
   const CellText text_of(schedule);
   const auto text_at = [&](std::size_t rank, const Cell& cell) {
-    std::string text = text_of(static_cast<int>(rank),
-                               schedule.ranks[rank][static_cast<std::size_t>(cell.position)]);
+    std::string text = text_of(static_cast<int>(rank), schedule.ranks[rank][at(cell.position)]);
     const bool marked =
         mark != nullptr && mark->rank == static_cast<int>(rank) && mark->position == cell.position;
     return marked ? '[' + text + ']' : text;
@@ -144,7 +138,7 @@ std::string draw_grid(const Schedule& schedule, const Violation* mark) {
                       std::to_string(rank) + " |";
     const std::size_t margin = row.size() + 1;
     for (const Cell& cell : cells[rank]) {
-      row.resize(margin + static_cast<std::size_t>(cell.column) * (width + 1), ' ');
+      row.resize(margin + at(cell.column) * (width + 1), ' ');
       row += text_at(rank, cell);
     }
     grid += row + '\n';

@@ -7,6 +7,8 @@
 
 #include <sluice/draw.hpp>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 namespace {
 
@@ -81,7 +83,7 @@ struct Shade {
 };
 
 Shade shade_of(ActionKind kind, int chunk, int chunks) {
-  const Colour base = kColours[static_cast<std::size_t>(kind)];
+  const Colour base = kColours[at(kind)];
   const double lightening = chunks < 2 ? 0.15 : 0.62 * chunk / (chunks - 1);
   const auto lightened = [&](int part) {
     return std::to_string(static_cast<int>(std::lround(part + (255 - part) * lightening)));
@@ -96,12 +98,12 @@ class Picture {
   Picture(const Schedule& schedule, const Simulation& simulation)
       : schedule_(schedule), simulation_(simulation) {
     const Placement& placement = schedule.placement;
-    chunk_of_.resize(static_cast<std::size_t>(placement.stages()));
+    chunk_of_.resize(at(placement.stages()));
     for (int rank = 0; rank < placement.ranks(); ++rank) {
       const std::vector<int>& stages = placement.stages_of(rank);
       chunks_ = std::max(chunks_, static_cast<int>(stages.size()));
       for (std::size_t i = 0; i < stages.size(); ++i) {
-        chunk_of_[static_cast<std::size_t>(stages[i])] = static_cast<int>(i);
+        chunk_of_[at(stages[i])] = static_cast<int>(i);
       }
     }
     scale_ = choose_scale();
@@ -155,9 +157,9 @@ class Picture {
   }
 
   void box(const Action& action, double start, double end, double y, double height) {
-    const int chunk = chunk_of_[static_cast<std::size_t>(action.stage)];
+    const int chunk = chunk_of_[at(action.stage)];
     const Shade shade = shade_of(action.kind, chunk, chunks_);
-    used_[static_cast<std::size_t>(action.kind)] = true;
+    used_[at(action.kind)] = true;
     const double x = kLeft + start * scale_;
     const double width = (end - start) * scale_;
     if (width < 0.1) return;

@@ -5,14 +5,9 @@
 
 #include <sluice/schedule_file.hpp>
 
+#include "schedules/model/actions.hpp"
+
 namespace sluice {
-namespace {
-
-bool is_backward(const Action& action) {
-  return is_compute(action.kind) && action.kind != ActionKind::kForward;
-}
-
-}  // namespace
 
 std::string quoted_excerpt(std::string_view text) {
   constexpr std::size_t kMost = 40;
@@ -50,12 +45,12 @@ void require_enough_actions(std::string_view reader, std::int64_t stages,
 }
 
 void find_forward_only(Schedule& schedule) {
-  schedule.forward_only =
-      std::all_of(schedule.ranks.begin(), schedule.ranks.end(), [](const std::vector<Step>& steps) {
-        return std::none_of(steps.begin(), steps.end(), [](const Step& step) {
-          return is_backward(step.action) || (step.overlapped && is_backward(*step.overlapped));
-        });
-      });
+  schedule.forward_only = true;
+  for (const std::vector<Step>& steps : schedule.ranks) {
+    for_each_action(steps, [&](const Action& action) {
+      if (makes_gradient(action.kind) || ends_backward(action.kind)) schedule.forward_only = false;
+    });
+  }
 }
 
 }  // namespace sluice

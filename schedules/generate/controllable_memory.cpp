@@ -28,6 +28,7 @@
 #include <vector>
 
 #include "schedules/generate/generators.hpp"
+#include "schedules/model/index.hpp"
 
 namespace sluice::generators {
 namespace {
@@ -103,7 +104,7 @@ class Pattern {
       open.clear();
       std::size_t closed = 0;
       int held = 0;
-      const std::size_t total = static_cast<std::size_t>(m_) * kPeriod;
+      const std::size_t total = at(m_) * kPeriod;
       slots_[rank].reserve(total);
       for (std::size_t placed = 0; placed < total;) {
         Op op = chained_at(rank, static_cast<int>(slots_[rank].size()));
@@ -124,30 +125,30 @@ class Pattern {
   // Moves the ops before slot `warm`, in order, to the earliest hole behind their input and their
   // predecessor of the same kind where no slot comes to hold more than the capacity.
   void pull_ahead(int warm) {
-    const std::size_t micro_batches = static_cast<std::size_t>(std::min(m_, warm / kPeriod + 1));
+    const std::size_t micro_batches = at(std::min(m_, warm / kPeriod + 1));
     std::array<std::vector<int>, kChained> end;  // [kind][rank * micro_batches + micro_batch]
     for (auto& each : end) each.assign(slots_.size() * micro_batches, 0);
     std::vector<std::array<int, kChained + 1>> last(slots_.size());
-    const auto at = [&](int rank, int micro_batch) {
-      return static_cast<std::size_t>(rank) * micro_batches + static_cast<std::size_t>(micro_batch);
+    const auto cell = [&](int rank, int micro_batch) {
+      return at(rank) * micro_batches + at(micro_batch);
     };
     for (int slot = 0; slot < warm; ++slot) {
       for (int rank = 0; rank < ranks_; ++rank) {
-        auto& row = slots_[static_cast<std::size_t>(rank)];
+        auto& row = slots_[at(rank)];
         if (slot >= static_cast<int>(row.size())) continue;
-        const Op op = row[static_cast<std::size_t>(slot)];
+        const Op op = row[at(slot)];
         if (op.empty()) continue;
         const std::size_t kind = std::min<std::size_t>(op.kind, kW0);
-        int& before = last[static_cast<std::size_t>(rank)][kind];
+        int& before = last[at(rank)][kind];
         int earliest = before;
         std::size_t from_kind = op.kind == kW1 ? kI1 : kI0;
         int from_rank = rank;
         if (op.kind >= kW0 || source_of(kind, rank, ranks_, from_kind, from_rank)) {
-          earliest = std::max(earliest, end[from_kind][at(from_rank, op.micro_batch)]);
+          earliest = std::max(earliest, end[from_kind][cell(from_rank, op.micro_batch)]);
         }
-        const int to = move(static_cast<std::size_t>(rank), slot, earliest);
+        const int to = move(at(rank), slot, earliest);
         before = to + 1;
-        if (op.kind < kChained) end[kind][at(rank, op.micro_batch)] = to + 1;
+        if (op.kind < kChained) end[kind][cell(rank, op.micro_batch)] = to + 1;
       }
     }
   }
@@ -156,17 +157,16 @@ class Pattern {
   int move(std::size_t rank, int slot, int earliest) {
     auto& row = slots_[rank];
     auto& held = held_[rank];
-    const auto index = [](int i) { return static_cast<std::size_t>(i); };
-    const Op op = row[index(slot)];
+    const Op op = row[at(slot)];
     int to = op.kind <= kF1 ? slot : earliest;
-    while (to > earliest && held[index(to - 1)] < capacity_) --to;
-    while (to < slot && !row[index(to)].empty()) ++to;
-    row[index(slot)] = {};
-    row[index(to)] = op;
+    while (to > earliest && held[at(to - 1)] < capacity_) --to;
+    while (to < slot && !row[at(to)].empty()) ++to;
+    row[at(slot)] = {};
+    row[at(to)] = op;
     if (op.kind <= kF1) {
-      for (int i = to; i < slot; ++i) ++held[index(i)];
+      for (int i = to; i < slot; ++i) ++held[at(i)];
     } else if (op.kind >= kW0) {
-      for (int i = to + 1; i <= slot; ++i) --held[index(i)];
+      for (int i = to + 1; i <= slot; ++i) --held[at(i)];
     }
     return to;
   }
@@ -211,10 +211,9 @@ class Runner {
     for (const auto& list : lists_) left += list.size();
     std::vector<Op> chosen(lists_.size());
     while (left > 0) {
-      for (int rank = 0; rank < ranks_; ++rank)
-        chosen[static_cast<std::size_t>(rank)] = choose(rank);
+      for (int rank = 0; rank < ranks_; ++rank) chosen[at(rank)] = choose(rank);
       for (int rank = 0; rank < ranks_; ++rank) {
-        const Op& op = chosen[static_cast<std::size_t>(rank)];
+        const Op& op = chosen[at(rank)];
         if (op.empty()) continue;
         finish(rank, op);
         --left;
@@ -236,7 +235,7 @@ class Runner {
     std::size_t kind = 0;
     int from = 0;
     if (!source_of(op.kind, rank, ranks_, kind, from)) return true;
-    return states_[static_cast<std::size_t>(from)].done[kind] > op.micro_batch;
+    return states_[at(from)].done[kind] > op.micro_batch;
   }
 
   // Which of State::next the kind belongs to; W to none.
@@ -245,8 +244,8 @@ class Runner {
   }
 
   Op choose(int rank) {
-    const auto& list = lists_[static_cast<std::size_t>(rank)];
-    State& state = states_[static_cast<std::size_t>(rank)];
+    const auto& list = lists_[at(rank)];
+    State& state = states_[at(rank)];
     if (state.position < state.fixed) {
       const Op& op = list[state.position];
       if (!ready(rank, op)) return {};
@@ -272,7 +271,7 @@ class Runner {
   }
 
   void finish(int rank, const Op& op) {
-    State& state = states_[static_cast<std::size_t>(rank)];
+    State& state = states_[at(rank)];
     ++state.done[op.kind];
     state.held += op.kind <= kF1 ? 1 : op.kind >= kW0 ? -1 : 0;
     if (op.micro_batch >= schedule_.micro_batches) return;

@@ -15,6 +15,7 @@
 #include <tuple>
 
 #include "schedules/generate/generators.hpp"
+#include "schedules/model/index.hpp"
 
 namespace sluice::generators {
 namespace {
@@ -33,9 +34,9 @@ using ReadyQueue = std::priority_queue<ReadyForward, std::vector<ReadyForward>, 
 Schedule forward_only(const Placement& placement, int micro_batches) {
   Schedule schedule = empty_schedule("forward-only", placement, micro_batches, micro_batches);
   schedule.forward_only = true;
-  std::vector<ReadyQueue> ready(static_cast<std::size_t>(placement.ranks()));
+  std::vector<ReadyQueue> ready(at(placement.ranks()));
   const auto queue_of = [&](int stage) -> ReadyQueue& {
-    return ready[static_cast<std::size_t>(placement.rank_of(stage))];
+    return ready[at(placement.rank_of(stage))];
   };
   int group = 0;
   for (const MicroBatchGroup& each : groups_of(micro_batches, placement.ranks())) {

@@ -11,7 +11,7 @@ namespace sluice {
 namespace {
 
 // Where a schedule puts its stages, and which numbers of chunks that allows.
-enum class Layout {
+enum class PlacementKind {
   kLinear,  // one chunk
   kLooped,  // any number of chunks
   kVShape,  // two chunks; 1, what a shape has where nobody asked for chunks, means two as well
@@ -19,26 +19,26 @@ enum class Layout {
 
 struct GeneratorRow {
   std::string_view name;
-  Layout layout;
+  PlacementKind placement;
   Schedule (*generate)(const ScheduleShape& shape);
 };
 
 // In the order users see them. A new schedule is one file and one line here.
 constexpr std::array kGenerators = {
-    GeneratorRow{"gpipe", Layout::kLinear, generators::gpipe},
-    GeneratorRow{"gpipe-lifo", Layout::kLinear, generators::gpipe_lifo},
-    GeneratorRow{"1f1b", Layout::kLinear, generators::one_f_one_b},
-    GeneratorRow{"1f1b-eager", Layout::kLinear, generators::one_f_one_b_eager},
-    GeneratorRow{"interleaved", Layout::kLooped, generators::interleaved},
-    GeneratorRow{"looped-bfs", Layout::kLooped, generators::looped_bfs},
-    GeneratorRow{"zb-h1", Layout::kLinear, generators::zb_h1},
-    GeneratorRow{"zb-h2", Layout::kLinear, generators::zb_h2},
-    GeneratorRow{"interleaved-zb", Layout::kLooped, generators::interleaved_zb},
-    GeneratorRow{"zb-v", Layout::kVShape, generators::zb_v},
-    GeneratorRow{"v-half", Layout::kVShape, generators::v_half},
-    GeneratorRow{"v-min", Layout::kVShape, generators::v_min},
-    GeneratorRow{"dualpipe-v", Layout::kVShape, generators::dualpipe_v},
-    GeneratorRow{"forward-only", Layout::kLooped, generators::forward_only},
+    GeneratorRow{"gpipe", PlacementKind::kLinear, generators::gpipe},
+    GeneratorRow{"gpipe-lifo", PlacementKind::kLinear, generators::gpipe_lifo},
+    GeneratorRow{"1f1b", PlacementKind::kLinear, generators::one_f_one_b},
+    GeneratorRow{"1f1b-eager", PlacementKind::kLinear, generators::one_f_one_b_eager},
+    GeneratorRow{"interleaved", PlacementKind::kLooped, generators::interleaved},
+    GeneratorRow{"looped-bfs", PlacementKind::kLooped, generators::looped_bfs},
+    GeneratorRow{"zb-h1", PlacementKind::kLinear, generators::zb_h1},
+    GeneratorRow{"zb-h2", PlacementKind::kLinear, generators::zb_h2},
+    GeneratorRow{"interleaved-zb", PlacementKind::kLooped, generators::interleaved_zb},
+    GeneratorRow{"zb-v", PlacementKind::kVShape, generators::zb_v},
+    GeneratorRow{"v-half", PlacementKind::kVShape, generators::v_half},
+    GeneratorRow{"v-min", PlacementKind::kVShape, generators::v_min},
+    GeneratorRow{"dualpipe-v", PlacementKind::kVShape, generators::dualpipe_v},
+    GeneratorRow{"forward-only", PlacementKind::kLooped, generators::forward_only},
 };
 
 const GeneratorRow& row_of(std::string_view name) {
@@ -57,17 +57,17 @@ void require_positive(std::string_view what, int value) {
   }
 }
 
-// The number of stages; refuses shapes that the layout does not allow.
+// The number of stages; refuses shapes that the placement does not allow.
 int stages_of(const GeneratorRow& row, const ScheduleShape& shape) {
   require_positive("ranks", shape.ranks);
   require_positive("micro-batches", shape.micro_batches);
   require_positive("chunks", shape.chunks);
-  if (row.layout == Layout::kLinear && shape.chunks != 1) {
+  if (row.placement == PlacementKind::kLinear && shape.chunks != 1) {
     throw std::invalid_argument("schedule '" + std::string(row.name) +
                                 "' runs one chunk per rank; chunks is " +
                                 std::to_string(shape.chunks) + ", the nearest legal value is 1");
   }
-  const bool v_shape = row.layout == Layout::kVShape;
+  const bool v_shape = row.placement == PlacementKind::kVShape;
   if (v_shape && shape.chunks > 2) {
     throw std::invalid_argument("schedule '" + std::string(row.name) +
                                 "' runs two chunks per rank, there and back; chunks is " +

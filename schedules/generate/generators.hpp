@@ -1,6 +1,6 @@
 // The generators behind generate(): each returns compute actions only, in a file of its own whose
 // comment shows the schedule's grid. generate() has checked ranks >= 1, micro_batches >= 1, that
-// the layout named in its table allows the chunks, and that the number of (stage, micro-batch)
+// the placement named in its table allows the chunks, and that the number of (stage, micro-batch)
 // pairs fits an index.
 #pragma once
 

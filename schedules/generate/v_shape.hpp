@@ -12,13 +12,15 @@
 
 #include <sluice/schedule.hpp>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice::generators {
 
 class VShapeList {
  public:
   // Appends to schedule.ranks[rank]; the schedule must outlive the list.
   VShapeList(Schedule& schedule, int rank)
-      : steps_(schedule.ranks[static_cast<std::size_t>(rank)]),
+      : steps_(schedule.ranks[at(rank)]),
         micro_batches_(schedule.micro_batches),
         stages_{rank, schedule.placement.stages() - 1 - rank} {}
 
@@ -41,11 +43,11 @@ class VShapeList {
   }
 
   // Forwards of a chunk so far, those left out included.
-  [[nodiscard]] int forwards(int chunk) const { return forwards_[static_cast<std::size_t>(chunk)]; }
+  [[nodiscard]] int forwards(int chunk) const { return forwards_[at(chunk)]; }
 
  private:
   Action next(ActionKind kind, int chunk) {
-    const auto index = static_cast<std::size_t>(chunk);
+    const auto index = at(chunk);
     Action action;
     action.kind = kind;
     action.stage = stages_[index];

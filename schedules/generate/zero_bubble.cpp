@@ -1,6 +1,6 @@
-// Zero bubble, handcrafted (Qi et al., 2023, arXiv:2401.10241): the backward pass is parted into I,
-// which the previous stage waits for, and W, which nobody does. Stage s forwards k(p - 1 - s)
-// micro-batches ahead and W stays ks micro-batches behind I.
+// Zero bubble, handcrafted (Qi et al., 2023, arXiv:2401.10241): the backward pass is split into I,
+// which the previous stage waits for, and W, which no other stage needs. Stage s forwards
+// k(p - 1 - s) micro-batches ahead, and W runs ks micro-batches after I.
 //
 // zb-h1, k = 1: holds min(p, m) micro-batches at most, as 1F1B does. Where F = I = W, the makespan
 // is 3m + p - 1 from m = p on and 2(m + p - 1) + 1 below. p = 3, m = 5:
@@ -20,27 +20,9 @@
 #include "schedules/generate/generators.hpp"
 
 namespace sluice::generators {
-namespace {
 
-Schedule handcrafted(std::string_view name, const ScheduleShape& shape, int k) {
-  const int m = shape.micro_batches;
-  Schedule schedule = empty_linear(name, shape, 3 * m);
-  for (int stage = 0; stage < shape.ranks; ++stage) {
-    AlternatingRank rank;
-    rank.forwards = ascending(stage, m);
-    rank.backwards = rank.forwards;
-    rank.ahead = k * (shape.ranks - 1 - stage);
-    rank.split = true;
-    rank.trail = k * stage;
-    append_alternating(schedule, rank);
-  }
-  return schedule;
-}
+Schedule zb_h1(const ScheduleShape& shape) { return alternating("zb-h1", shape, 1, true); }
 
-}  // namespace
-
-Schedule zb_h1(const ScheduleShape& shape) { return handcrafted("zb-h1", shape, 1); }
-
-Schedule zb_h2(const ScheduleShape& shape) { return handcrafted("zb-h2", shape, 2); }
+Schedule zb_h2(const ScheduleShape& shape) { return alternating("zb-h2", shape, 2, true); }
 
 }  // namespace sluice::generators

@@ -6,6 +6,8 @@
 
 #include <sluice/schedule.hpp>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 namespace {
 
@@ -35,7 +37,7 @@ constexpr std::array kKinds = {
 
 constexpr std::string_view kOverlapSuffix = ")OVERLAP_F_B";
 
-const KindRow& row_of(ActionKind kind) { return kKinds[static_cast<std::size_t>(kind)]; }
+const KindRow& row_of(ActionKind kind) { return kKinds[at(kind)]; }
 
 std::string known_kinds() {
   std::string names;

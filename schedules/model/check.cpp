@@ -1,126 +1,94 @@
-#include <array>
+#include <algorithm>
+#include <bit>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include <sluice/schedule.hpp>
 
+#include "schedules/model/actions.hpp"
 #include "schedules/model/dataflow.hpp"
+#include "schedules/model/index.hpp"
 #include "schedules/model/pair_table.hpp"
 
 namespace sluice {
 namespace {
 
-constexpr std::array kTracked = {ActionKind::kForward,       ActionKind::kBackward,
-                                 ActionKind::kBackwardInput, ActionKind::kBackwardWeight,
-                                 ActionKind::kSendForward,   ActionKind::kRecvForward,
-                                 ActionKind::kSendBackward,  ActionKind::kRecvBackward};
+using Objection = std::optional<std::string>;
 
 // One bit per compute and message kind; they are the first eight.
+constexpr int kTrackedKinds = 8;
 constexpr std::uint8_t bit(ActionKind kind) {
   return static_cast<std::uint8_t>(1U << static_cast<unsigned>(kind));
 }
-
-constexpr std::uint8_t kAnyBackward =
-    bit(ActionKind::kBackward) | bit(ActionKind::kBackwardInput) | bit(ActionKind::kBackwardWeight);
+constexpr std::uint8_t kHalves = bit(ActionKind::kBackwardInput) | bit(ActionKind::kBackwardWeight);
 constexpr std::uint8_t kGradient = bit(ActionKind::kBackward) | bit(ActionKind::kBackwardInput);
 
-Action action_of(ActionKind kind, int stage, int micro_batch) {
-  Action action;
-  action.kind = kind;
-  action.stage = stage;
-  action.micro_batch = micro_batch;
-  return action;
+bool is_tracked(ActionKind kind) { return is_compute(kind) || is_message(kind); }
+
+// What a schedule holds.
+struct Inventory {
+  PairTable<std::uint8_t> seen;  // bits by kind
+  bool messages = false;
+  bool pairs = false;  // overlapped ones
+};
+
+// The first step whose action, or overlapped action, matches; -1: none.
+template <class Match>
+int find_step(const std::vector<Step>& steps, const Match& match) {
+  const auto found = std::find_if(steps.begin(), steps.end(), [&](const Step& step) {
+    return match(step.action) || (step.overlapped && match(*step.overlapped));
+  });
+  return found == steps.end() ? -1 : static_cast<int>(found - steps.begin());
 }
 
-class Checker {
+// The first action, rank by rank, that check(rank, step, action) objects to.
+template <class Check>
+std::optional<Violation> first_objection(const Schedule& schedule, Check&& check) {
+  for (int rank = 0; rank < schedule.placement.ranks(); ++rank) {
+    const std::vector<Step>& steps = schedule.ranks[at(rank)];
+    for (std::size_t i = 0; i < steps.size(); ++i) {
+      Objection objection = check(rank, steps[i], steps[i].action);
+      if (!objection && steps[i].overlapped) {
+        objection = check(rank, steps[i], *steps[i].overlapped);
+      }
+      if (objection) {
+        return Violation{
+            rank, static_cast<int>(i),
+            "rank " + std::to_string(rank) + ", step " + std::to_string(i) + ": " + *objection};
+      }
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<Violation> check_shape(const Schedule& schedule) {
+  if (schedule.micro_batches < 1) {
+    return Violation{-1, -1,
+                     "the schedule has " + std::to_string(schedule.micro_batches) +
+                         " micro-batches; at least 1 is needed"};
+  }
+  if (schedule.ranks.size() != at(schedule.placement.ranks())) {
+    return Violation{-1, -1,
+                     "the schedule lists " + std::to_string(schedule.ranks.size()) +
+                         " ranks, its placement has " + std::to_string(schedule.placement.ranks())};
+  }
+  return std::nullopt;
+}
+
+// Checks each action by itself, and that it is the first of its kind. Fills the inventory.
+class SingleActions {
  public:
-  explicit Checker(const Schedule& schedule)
+  SingleActions(const Schedule& schedule, Inventory& inventory)
       : schedule_(schedule),
         placement_(schedule.placement),
-        stages_(schedule.placement.stages()),
-        micro_batches_(schedule.micro_batches) {}
+        stages_(placement_.stages()),
+        micro_batches_(schedule.micro_batches),
+        inventory_(inventory) {}
 
-  // Each pass relies on the ones before it.
-  std::optional<Violation> run() {
-    if (auto found = check_shape()) return found;
-    seen_ = PairTable<std::uint8_t>(stages_, micro_batches_);
-    if (auto found = for_each_action<&Checker::check_alone>()) return found;
-    if (has_pairs_) {
-      if (auto found = check_pairs()) return found;
-    }
-    if (has_messages_) {
-      if (auto found = for_each_action<&Checker::check_partner>()) return found;
-    }
-    if (auto found = check_missing()) return found;
-    done_ = PairTable<std::uint8_t>(stages_, micro_batches_);
-    if (auto found = for_each_action<&Checker::check_order>()) return found;
-    return check_cycle();
-  }
-
- private:
-  using Objection = std::optional<std::string>;
-  using Check = Objection (Checker::*)(int rank, const Action& action);
-
-  std::optional<Violation> check_shape() const {
-    const auto lists = schedule_.ranks.size();
-    if (micro_batches_ < 1) {
-      return Violation{-1, -1,
-                       "the schedule has " + std::to_string(micro_batches_) +
-                           " micro-batches; at least 1 is needed"};
-    }
-    if (lists != static_cast<std::size_t>(placement_.ranks())) {
-      return Violation{-1, -1,
-                       "the schedule lists " + std::to_string(lists) +
-                           " ranks, its placement has " + std::to_string(placement_.ranks())};
-    }
-    return std::nullopt;
-  }
-
-  // The first action, rank by rank, that `check` objects to.
-  template <Check check>
-  std::optional<Violation> for_each_action() {
-    for (std::size_t rank = 0; rank < schedule_.ranks.size(); ++rank) {
-      const std::vector<Step>& steps = schedule_.ranks[rank];
-      for (std::size_t i = 0; i < steps.size(); ++i) {
-        Objection objection = (this->*check)(static_cast<int>(rank), steps[i].action);
-        if (!objection && steps[i].overlapped) {
-          has_pairs_ = true;
-          objection = (this->*check)(static_cast<int>(rank), *steps[i].overlapped);
-        }
-        if (objection) {
-          return Violation{static_cast<int>(rank), static_cast<int>(i),
-                           where(static_cast<int>(rank), static_cast<int>(i)) + *objection};
-        }
-      }
-    }
-    return std::nullopt;
-  }
-
-  // The two actions of an overlapped step compute, and neither needs the other.
-  std::optional<Violation> check_pairs() const {
-    for (std::size_t rank = 0; rank < schedule_.ranks.size(); ++rank) {
-      const std::vector<Step>& steps = schedule_.ranks[rank];
-      for (std::size_t i = 0; i < steps.size(); ++i) {
-        if (!steps[i].overlapped) continue;
-        const Action& one = steps[i].action;
-        const Action& two = *steps[i].overlapped;
-        const bool computes = is_compute(one.kind) && is_compute(two.kind);
-        if (computes && (one.stage != two.stage || one.micro_batch != two.micro_batch)) continue;
-        return Violation{static_cast<int>(rank), static_cast<int>(i),
-                         where(static_cast<int>(rank), static_cast<int>(i)) + to_string(steps[i]) +
-                             (computes ? " pairs actions of which one needs the other"
-                                       : " overlaps an action that does not compute") +
-                             "; legal are two independent actions among F, B, I and W"};
-      }
-    }
-    return std::nullopt;
-  }
-
-  // What can be said of an action by itself, and that it is the first of its kind.
-  Objection check_alone(int rank, const Action& action) {
+  Objection operator()(int rank, const Step& step, const Action& action) {
+    if (step.overlapped) inventory_.pairs = true;
     if (action.stage < 0 || action.stage >= stages_) {
       return to_string(action) + " names stage " + std::to_string(action.stage) +
              "; legal stages are 0 to " + std::to_string(stages_ - 1);
@@ -134,48 +102,46 @@ class Checker {
       return to_string(action) + " names copy " + std::to_string(action.copy) +
              " of the model; this placement keeps one copy";
     }
-    if (!is_compute(action.kind) && !is_message(action.kind)) return std::nullopt;
+    if (!is_tracked(action.kind)) return std::nullopt;
     if (action.micro_batch < 0 || action.micro_batch >= micro_batches_) {
       return to_string(action) + " names micro-batch " + std::to_string(action.micro_batch) +
              "; legal micro-batches are 0 to " + std::to_string(micro_batches_ - 1);
     }
+    std::uint8_t& seen = inventory_.seen.at(action.stage, action.micro_batch);
     if (is_message(action.kind)) {
-      if (auto objection = check_message_alone(action)) return objection;
-    } else if (auto objection = check_compute_alone(action)) {
+      if (auto objection = message(action)) return objection;
+    } else if (auto objection = compute(action, seen)) {
       return objection;
     }
-    std::uint8_t& seen = seen_.at(action.stage, action.micro_batch);
     if ((seen & bit(action.kind)) != 0) {
+      const int first = find_step(schedule_.ranks[at(rank)], [&](const Action& other) {
+        return other.kind == action.kind && other.stage == action.stage &&
+               other.micro_batch == action.micro_batch;
+      });
       return to_string(action) + " appears a second time; the first is at step " +
-             std::to_string(find(rank, action));
+             std::to_string(first);
     }
     seen |= bit(action.kind);
     return std::nullopt;
   }
 
-  Objection check_compute_alone(const Action& action) const {
+ private:
+  Objection compute(const Action& action, std::uint8_t seen) const {
     if (action.kind == ActionKind::kForward) return std::nullopt;
-    if (schedule_.forward_only) {
-      return to_string(action) + " has no place in a forward-only schedule";
-    }
-    const std::uint8_t seen = seen_.at(action.stage, action.micro_batch);
-    const std::uint8_t halves = kAnyBackward & ~bit(ActionKind::kBackward);
-    if ((action.kind == ActionKind::kBackward && (seen & halves) != 0) ||
-        (action.kind != ActionKind::kBackward && (seen & bit(ActionKind::kBackward)) != 0)) {
-      return to_string(action) + " comes beside another backward of that micro-batch; legal is " +
-             "either B, or I and W";
-    }
-    return std::nullopt;
+    if (schedule_.forward_only) return out_of_place(action);
+    const bool whole = action.kind == ActionKind::kBackward;
+    if ((seen & (whole ? kHalves : bit(ActionKind::kBackward))) == 0) return std::nullopt;
+    return to_string(action) +
+           " comes in addition to another backward of that micro-batch; legal is " +
+           "either B, or I and W";
   }
 
-  Objection check_message_alone(const Action& action) {
-    has_messages_ = true;
+  Objection message(const Action& action) {
+    inventory_.messages = true;
     const bool backward =
         action.kind == ActionKind::kSendBackward || action.kind == ActionKind::kRecvBackward;
-    if (backward && schedule_.forward_only) {
-      return to_string(action) + " has no place in a forward-only schedule";
-    }
-    const int other = partner(action).stage;
+    if (backward && schedule_.forward_only) return out_of_place(action);
+    const int other = other_end(action).stage;
     if (other < 0 || other >= stages_) {
       return to_string(action) + " has no stage on its other side";
     }
@@ -184,29 +150,59 @@ class Checker {
              " as its other side; messages go between neighbours, here stage " +
              std::to_string(other);
     }
-    if (!crosses(action.stage, other)) {
+    if (!crosses(placement_, action.stage, other)) {
       return to_string(action) + " is a message to the same rank; stage " + std::to_string(other) +
              " is there too and takes the tensor over locally";
     }
     return std::nullopt;
   }
 
-  Objection check_partner(int, const Action& action) {
-    if (!is_message(action.kind)) return std::nullopt;
-    const Action other = partner(action);
-    if ((seen_.at(other.stage, other.micro_batch) & bit(other.kind)) != 0) return std::nullopt;
-    const bool sends =
-        action.kind == ActionKind::kSendForward || action.kind == ActionKind::kSendBackward;
-    return to_string(action) + (sends ? " has no receive" : " has no send") + "; rank " +
-           std::to_string(placement_.rank_of(other.stage)) + " lacks " + to_string(other);
+  static std::string out_of_place(const Action& action) {
+    return to_string(action) + " has no place in a forward-only schedule";
   }
 
-  std::optional<Violation> check_missing() const {
+  const Schedule& schedule_;
+  const Placement& placement_;
+  const int stages_, micro_batches_;
+  Inventory& inventory_;
+};
+
+// The two actions of an overlapped step compute, and neither needs the other.
+Objection check_pair(const Step& step) {
+  if (!step.overlapped) return std::nullopt;
+  const Action& one = step.action;
+  const Action& two = *step.overlapped;
+  const bool computes = is_compute(one.kind) && is_compute(two.kind);
+  if (computes && (one.stage != two.stage || one.micro_batch != two.micro_batch)) {
+    return std::nullopt;
+  }
+  return to_string(step) +
+         (computes ? " pairs actions of which one needs the other"
+                   : " overlaps an action that does not compute") +
+         "; legal are two independent actions among F, B, I and W";
+}
+
+Objection check_partner(const Placement& placement, PairTable<std::uint8_t>& seen,
+                        const Action& action) {
+  if (!is_message(action.kind)) return std::nullopt;
+  const Action other = other_end(action);
+  if ((seen.at(other.stage, other.micro_batch) & bit(other.kind)) != 0) return std::nullopt;
+  return to_string(action) + (is_send(action.kind) ? " has no receive" : " has no send") +
+         "; rank " + std::to_string(placement.rank_of(other.stage)) + " lacks " + to_string(other);
+}
+
+// Finds what the inventory lacks.
+class MissingActions {
+ public:
+  MissingActions(const Schedule& schedule, const Inventory& inventory)
+      : schedule_(schedule), placement_(schedule.placement), inventory_(inventory) {}
+
+  std::optional<Violation> find() const {
     for (int rank = 0; rank < placement_.ranks(); ++rank) {
       for (const int stage : placement_.stages_of(rank)) {
-        for (int micro_batch = 0; micro_batch < micro_batches_; ++micro_batch) {
+        for (int micro_batch = 0; micro_batch < schedule_.micro_batches; ++micro_batch) {
           if (const auto kind = missing(stage, micro_batch)) {
-            return missing_violation(rank, action_of(*kind, stage, micro_batch));
+            return violation(rank, make_action(*kind, stage, micro_batch));
           }
         }
       }
@@ -214,11 +210,13 @@ class Checker {
     return std::nullopt;
   }
 
-  // The first kind that (stage, micro-batch) lacks. Of a backward that is quite absent: B.
+ private:
+  // The first kind that (stage, micro-batch) lacks: B where the whole backward is missing.
   std::optional<ActionKind> missing(int stage, int micro_batch) const {
-    const std::uint8_t seen = seen_.at(stage, micro_batch);
-    if (!has_messages_ && is_whole(seen)) return std::nullopt;
-    for (const ActionKind kind : kTracked) {
+    const std::uint8_t seen = inventory_.seen.at(stage, micro_batch);
+    if (!inventory_.messages && is_whole(seen)) return std::nullopt;
+    for (int i = 0; i < kTrackedKinds; ++i) {
+      const auto kind = static_cast<ActionKind>(i);
       if ((seen & bit(kind)) == 0 && is_required(kind, stage, seen)) return kind;
     }
     return std::nullopt;
@@ -228,182 +226,135 @@ class Checker {
   bool is_whole(std::uint8_t seen) const {
     constexpr std::uint8_t kForward = bit(ActionKind::kForward);
     if (schedule_.forward_only) return seen == kForward;
-    return seen == (kForward | bit(ActionKind::kBackward)) ||
-           seen == (kForward | bit(ActionKind::kBackwardInput) | bit(ActionKind::kBackwardWeight));
+    return seen == (kForward | bit(ActionKind::kBackward)) || seen == (kForward | kHalves);
   }
 
   bool is_required(ActionKind kind, int stage, std::uint8_t seen) const {
-    const bool backward = !schedule_.forward_only;
-    const bool split = (seen & (kAnyBackward & ~bit(ActionKind::kBackward))) != 0;
-    switch (kind) {
-      case ActionKind::kForward:
-        return true;
-      case ActionKind::kBackward:
-        return backward && !split;
-      case ActionKind::kBackwardInput:
-      case ActionKind::kBackwardWeight:
-        return backward && split;
-      case ActionKind::kSendForward:
-        return has_messages_ && crosses(stage, stage + 1);
-      case ActionKind::kRecvForward:
-        return has_messages_ && crosses(stage, stage - 1);
-      case ActionKind::kSendBackward:
-        return has_messages_ && backward && crosses(stage, stage - 1);
-      case ActionKind::kRecvBackward:
-        return has_messages_ && backward && crosses(stage, stage + 1);
-      default:
-        return false;
+    if (kind == ActionKind::kForward) return true;
+    if (is_message(kind)) {
+      const bool forward = kind == ActionKind::kSendForward || kind == ActionKind::kRecvForward;
+      return inventory_.messages && (forward || !schedule_.forward_only) &&
+             crosses(placement_, stage, other_end(make_action(kind, stage)).stage);
     }
+    const bool split = (seen & kHalves) != 0;
+    return !schedule_.forward_only && (kind == ActionKind::kBackward) != split;
   }
 
   // Points at the first action of the same stage and micro-batch, where there is one.
-  Violation missing_violation(int rank, const Action& action) const {
-    const std::vector<Step>& steps = schedule_.ranks[static_cast<std::size_t>(rank)];
-    const auto related = [&](const Action& other) {
+  Violation violation(int rank, const Action& action) const {
+    const int position = find_step(schedule_.ranks[at(rank)], [&](const Action& other) {
       return other.stage == action.stage && other.micro_batch == action.micro_batch &&
-             (is_compute(other.kind) || is_message(other.kind));
-    };
-    int position = -1;
-    for (std::size_t i = 0; i < steps.size() && position < 0; ++i) {
-      if (related(steps[i].action) || (steps[i].overlapped && related(*steps[i].overlapped))) {
-        position = static_cast<int>(i);
-      }
-    }
-    const bool message = is_message(action.kind);
+             is_tracked(other.kind);
+    });
+    const char* needed = is_message(action.kind)
+                             ? "a message to and from each neighbour on another rank"
+                         : schedule_.forward_only ? "F"
+                                                  : "F, and B or I and W,";
     return Violation{rank, position,
                      "rank " + std::to_string(rank) + ": " + to_string(action) +
-                         " is missing; each stage needs " +
-                         (message ? "a message to and from each neighbour on another rank"
-                          : schedule_.forward_only ? "F"
-                                                   : "F, and B or I and W,") +
-                         " for each of micro-batches 0 to " + std::to_string(micro_batches_ - 1)};
-  }
-
-  // Order within a stage: forward, backward input, backward weight, and messages around them.
-  Objection check_order(int, const Action& action) {
-    if (!is_compute(action.kind) && !is_message(action.kind)) return std::nullopt;
-    const std::uint8_t seen = seen_.at(action.stage, action.micro_batch);
-    std::uint8_t& done = done_.at(action.stage, action.micro_batch);
-    const unsigned lacking = prerequisites(action) & seen & ~unsigned{done};
-    if (lacking != 0) {
-      auto kind = kTracked.begin();
-      while ((lacking & bit(*kind)) == 0) ++kind;
-      return to_string(action) + " comes before " +
-             to_string(action_of(*kind, action.stage, action.micro_batch)) + ", which it needs";
-    }
-    done |= bit(action.kind);
-    return std::nullopt;
-  }
-
-  // Bits of the kinds of the same stage and micro-batch that come first, where they exist.
-  static std::uint8_t prerequisites(const Action& action) {
-    switch (action.kind) {
-      case ActionKind::kForward:
-        return bit(ActionKind::kRecvForward);
-      case ActionKind::kBackward:
-      case ActionKind::kBackwardInput:
-        return bit(ActionKind::kForward) | bit(ActionKind::kRecvBackward);
-      case ActionKind::kBackwardWeight:
-        return bit(ActionKind::kBackwardInput);
-      case ActionKind::kSendForward:
-        return bit(ActionKind::kForward);
-      case ActionKind::kSendBackward:
-        return kGradient;
-      default:
-        return 0;
-    }
-  }
-
-  std::optional<Violation> check_cycle() const {
-    Dataflow dataflow(schedule_);
-    if (dataflow.run([](int, int, const Step&) {})) return std::nullopt;
-    // Every action exists once, so each stuck rank waits for another stuck rank (or itself).
-    std::vector<bool> visited(schedule_.ranks.size());
-    int rank = 0;
-    while (!dataflow.waits_for(rank)) ++rank;
-    while (!visited[static_cast<std::size_t>(rank)]) {
-      visited[static_cast<std::size_t>(rank)] = true;
-      rank = placement_.rank_of(dataflow.waits_for(rank)->stage);
-    }
-    std::vector<int> cycle;
-    int first = rank;
-    do {
-      cycle.push_back(rank);
-      if (rank < first) first = rank;
-      rank = placement_.rank_of(dataflow.waits_for(rank)->stage);
-    } while (rank != cycle.front());
-    return Violation{first, dataflow.position(first), describe_cycle(dataflow, cycle, first)};
-  }
-
-  std::string describe_cycle(const Dataflow& dataflow, const std::vector<int>& cycle,
-                             int first) const {
-    std::string text = "the order deadlocks: ";
-    std::size_t at = 0;
-    while (cycle[at] != first) ++at;
-    for (std::size_t i = 0; i < cycle.size(); ++i) {
-      const int rank = cycle[(at + i) % cycle.size()];
-      const int position = dataflow.position(rank);
-      Action awaited = *dataflow.waits_for(rank);
-      if (awaited.kind == ActionKind::kBackward &&
-          (seen_.at(awaited.stage, awaited.micro_batch) & bit(awaited.kind)) == 0) {
-        awaited.kind = ActionKind::kBackwardInput;
-      }
-      text +=
-          (i == 0 ? "rank " : "; rank ") + std::to_string(rank) + " at step " +
-          std::to_string(position) + " (" +
-          to_string(
-              schedule_.ranks[static_cast<std::size_t>(rank)][static_cast<std::size_t>(position)]) +
-          ") waits for " + to_string(awaited) + " of rank " +
-          std::to_string(placement_.rank_of(awaited.stage));
-    }
-    return text;
-  }
-
-  // The other end of a message.
-  static Action partner(const Action& action) {
-    switch (action.kind) {
-      case ActionKind::kSendForward:
-        return action_of(ActionKind::kRecvForward, action.stage + 1, action.micro_batch);
-      case ActionKind::kRecvForward:
-        return action_of(ActionKind::kSendForward, action.stage - 1, action.micro_batch);
-      case ActionKind::kSendBackward:
-        return action_of(ActionKind::kRecvBackward, action.stage - 1, action.micro_batch);
-      default:
-        return action_of(ActionKind::kSendBackward, action.stage + 1, action.micro_batch);
-    }
-  }
-
-  bool crosses(int stage, int other) const {
-    return other >= 0 && other < stages_ && placement_.rank_of(other) != placement_.rank_of(stage);
-  }
-
-  std::size_t find(int rank, const Action& action) const {
-    const std::vector<Step>& steps = schedule_.ranks[static_cast<std::size_t>(rank)];
-    std::size_t i = 0;
-    const auto same = [&](const Action& other) {
-      return other.kind == action.kind && other.stage == action.stage &&
-             other.micro_batch == action.micro_batch;
-    };
-    while (!same(steps[i].action) && !(steps[i].overlapped && same(*steps[i].overlapped))) ++i;
-    return i;
-  }
-
-  static std::string where(int rank, int position) {
-    return "rank " + std::to_string(rank) + ", step " + std::to_string(position) + ": ";
+                         " is missing; each stage needs " + needed +
+                         " for each of micro-batches 0 to " +
+                         std::to_string(schedule_.micro_batches - 1)};
   }
 
   const Schedule& schedule_;
   const Placement& placement_;
-  const int stages_;
-  const int micro_batches_;
-  bool has_messages_ = false;
-  bool has_pairs_ = false;
-  PairTable<std::uint8_t> seen_;  // bits by kind
-  PairTable<std::uint8_t> done_;
+  const Inventory& inventory_;
 };
+
+// Bits of the kinds of the same stage and micro-batch that come first, where they exist.
+constexpr std::uint8_t prerequisites(ActionKind kind) {
+  switch (kind) {
+    case ActionKind::kForward:
+      return bit(ActionKind::kRecvForward);
+    case ActionKind::kBackward:
+    case ActionKind::kBackwardInput:
+      return bit(ActionKind::kForward) | bit(ActionKind::kRecvBackward);
+    case ActionKind::kBackwardWeight:
+      return bit(ActionKind::kBackwardInput);
+    case ActionKind::kSendForward:
+      return bit(ActionKind::kForward);
+    case ActionKind::kSendBackward:
+      return kGradient;
+    default:
+      return 0;
+  }
+}
+
+// Order within a stage: forward, backward input, backward weight, and the messages around them.
+// `done` holds the bits of what comes before the action in its list.
+Objection check_order(PairTable<std::uint8_t>& seen, PairTable<std::uint8_t>& done_table,
+                      const Action& action) {
+  if (!is_tracked(action.kind)) return std::nullopt;
+  std::uint8_t& done = done_table.at(action.stage, action.micro_batch);
+  const unsigned lacking =
+      prerequisites(action.kind) & seen.at(action.stage, action.micro_batch) & ~unsigned{done};
+  if (lacking != 0) {
+    const auto kind = static_cast<ActionKind>(std::countr_zero(lacking));
+    return to_string(action) + " comes before " +
+           to_string(make_action(kind, action.stage, action.micro_batch)) + ", which it needs";
+  }
+  done |= bit(action.kind);
+  return std::nullopt;
+}
+
+// Every action exists once, so each stuck rank waits for another stuck rank, or itself.
+std::optional<Violation> check_cycle(const Schedule& schedule,
+                                     const PairTable<std::uint8_t>& seen) {
+  Dataflow dataflow(schedule);
+  if (dataflow.run([](int, int, const Step&) {})) return std::nullopt;
+  const auto next = [&](int rank) {
+    return schedule.placement.rank_of(dataflow.waits_for(rank)->stage);
+  };
+  int rank = 0;
+  while (!dataflow.waits_for(rank)) ++rank;
+  std::vector<bool> visited(schedule.ranks.size());
+  for (; !visited[at(rank)]; rank = next(rank)) visited[at(rank)] = true;
+  int first = rank;
+  for (int other = next(rank); other != rank; other = next(other)) first = std::min(first, other);
+  std::string text;
+  int member = first;
+  do {
+    const int position = dataflow.position(member);
+    Action awaited = *dataflow.waits_for(member);
+    if (awaited.kind == ActionKind::kBackward &&
+        (seen.at(awaited.stage, awaited.micro_batch) & bit(awaited.kind)) == 0) {
+      awaited.kind = ActionKind::kBackwardInput;
+    }
+    text += (text.empty() ? "the order deadlocks: rank " : "; rank ") + std::to_string(member) +
+            " at step " + std::to_string(position) + " (" +
+            to_string(schedule.ranks[at(member)][at(position)]) + ") waits for " +
+            to_string(awaited) + " of rank " + std::to_string(next(member));
+    member = next(member);
+  } while (member != first);
+  return Violation{first, dataflow.position(first), text};
+}
 
 }  // namespace
 
-std::optional<Violation> check(const Schedule& schedule) { return Checker(schedule).run(); }
+// Each pass relies on the ones before it.
+std::optional<Violation> check(const Schedule& schedule) {
+  if (auto found = check_shape(schedule)) return found;
+  const Placement& placement = schedule.placement;
+  Inventory inventory = {PairTable<std::uint8_t>(placement.stages(), schedule.micro_batches)};
+  if (auto found = first_objection(schedule, SingleActions(schedule, inventory))) return found;
+  const auto pair = [](int, const Step& step, const Action&) { return check_pair(step); };
+  if (inventory.pairs) {
+    if (auto found = first_objection(schedule, pair)) return found;
+  }
+  const auto partner = [&](int, const Step&, const Action& action) {
+    return check_partner(placement, inventory.seen, action);
+  };
+  if (inventory.messages) {
+    if (auto found = first_objection(schedule, partner)) return found;
+  }
+  if (auto found = MissingActions(schedule, inventory).find()) return found;
+  PairTable<std::uint8_t> done(placement.stages(), schedule.micro_batches);
+  const auto order = [&](int, const Step&, const Action& action) {
+    return check_order(inventory.seen, done, action);
+  };
+  if (auto found = first_objection(schedule, order)) return found;
+  return check_cycle(schedule, inventory.seen);
+}
 
 }  // namespace sluice

@@ -6,15 +6,33 @@
 // Requires: every compute and message action has its stage and micro-batch in range.
 #pragma once
 
+#include <array>
+#include <bit>
 #include <cstdint>
 #include <optional>
 #include <vector>
 
 #include <sluice/schedule.hpp>
 
+#include "schedules/model/actions.hpp"
+#include "schedules/model/index.hpp"
 #include "schedules/model/pair_table.hpp"
 
 namespace sluice {
+
+// How a tensor moves between stages at an action of one kind. An event is the end of an action that
+// another rank may wait for, as a bit: F, B (I serves as well), SEND_F and SEND_B, 1 << kind.
+struct Flow {
+  std::uint8_t makes = 0, needs = 0;  // events
+  std::int8_t direction = 0;          // to stage + direction
+};
+// Indexed by ActionKind: compute and messages. Other kinds have no flow.
+inline constexpr std::array<Flow, 8> kFlows = {Flow{1, 1, 1},   Flow{2, 2, -1}, Flow{2, 2, -1},
+                                               Flow{},          Flow{16, 0, 1}, Flow{0, 16, 1},
+                                               Flow{64, 0, -1}, Flow{0, 64, -1}};
+constexpr Flow flow_of(ActionKind kind) {
+  return at(kind) < kFlows.size() ? kFlows[at(kind)] : Flow{};
+}
 
 class Dataflow {
  public:
@@ -41,43 +59,23 @@ class Dataflow {
 
   // Where `rank` stands: the index of the step it has not run, or the length of its list.
   [[nodiscard]] int position(int rank) const {
-    return static_cast<int>(cursors_[static_cast<std::size_t>(rank)].position);
+    return static_cast<int>(cursors_[at(rank)].position);
   }
   // The action whose end `rank` waits for. A wait for a gradient says kBackward, though I serves.
   [[nodiscard]] std::optional<Action> waits_for(int rank) const {
-    const Need& need = cursors_[static_cast<std::size_t>(rank)].need;
+    const Need& need = cursors_[at(rank)].need;
     if (need.event == 0) return std::nullopt;
-    Action action;
-    action.stage = need.stage;
-    action.micro_batch = need.micro_batch;
-    switch (need.event) {
-      case kForwardDone:
-        action.kind = ActionKind::kForward;
-        break;
-      case kGradientDone:
-        action.kind = ActionKind::kBackward;
-        break;
-      case kForwardSent:
-        action.kind = ActionKind::kSendForward;
-        break;
-      default:
-        action.kind = ActionKind::kSendBackward;
-        break;
-    }
-    return action;
+    return make_action(static_cast<ActionKind>(std::countr_zero(need.event)), need.stage,
+                       need.micro_batch);
   }
 
  private:
   // Ranks take turns after few steps; what the next turn reads is fetched in this one.
   static constexpr std::size_t kStepsAhead = 4;
 
-  // What can happen to one (stage, micro-batch), as bits of `happened_`.
-  static constexpr std::uint8_t kForwardDone = 1, kGradientDone = 2, kForwardSent = 4,
-                                kBackwardSent = 8;
-
   struct Need {
     std::int32_t stage = -1, micro_batch = -1;
-    std::uint8_t event = 0;  // 0: nothing
+    std::uint8_t event = 0;  // 0: none
     friend bool operator==(const Need&, const Need&) = default;
   };
 
@@ -87,24 +85,10 @@ class Dataflow {
   };
 
   [[nodiscard]] Need need_of(const Action& action) const {
-    const int last = schedule_.placement.stages() - 1;
-    switch (action.kind) {
-      case ActionKind::kForward:
-        if (action.stage == 0) return {};
-        return {action.stage - 1, action.micro_batch, kForwardDone};
-      case ActionKind::kBackward:
-      case ActionKind::kBackwardInput:
-        if (action.stage == last) return {};
-        return {action.stage + 1, action.micro_batch, kGradientDone};
-      case ActionKind::kRecvForward:
-        if (action.stage == 0) return {};
-        return {action.stage - 1, action.micro_batch, kForwardSent};
-      case ActionKind::kRecvBackward:
-        if (action.stage == last) return {};
-        return {action.stage + 1, action.micro_batch, kBackwardSent};
-      default:
-        return {};
-    }
+    const Flow flow = flow_of(action.kind);
+    const int source = action.stage - flow.direction;
+    if (flow.needs == 0 || source < 0 || source >= schedule_.placement.stages()) return {};
+    return {source, action.micro_batch, flow.needs};
   }
 
   bool met(const Action& action, Need& need) {
@@ -114,31 +98,13 @@ class Dataflow {
 
   // Marks what the action brings about and wakes the one rank that may wait for it.
   void finish(const Action& action) {
-    std::uint8_t event = 0;
-    int consumer = action.stage + 1;
-    switch (action.kind) {
-      case ActionKind::kForward:
-        event = kForwardDone;
-        break;
-      case ActionKind::kSendForward:
-        event = kForwardSent;
-        break;
-      case ActionKind::kBackward:
-      case ActionKind::kBackwardInput:
-        event = kGradientDone;
-        consumer = action.stage - 1;
-        break;
-      case ActionKind::kSendBackward:
-        event = kBackwardSent;
-        consumer = action.stage - 1;
-        break;
-      default:
-        return;
-    }
-    happened_.at(action.stage, action.micro_batch) |= event;
+    const Flow flow = flow_of(action.kind);
+    if (flow.makes == 0) return;
+    happened_.at(action.stage, action.micro_batch) |= flow.makes;
+    const int consumer = action.stage + flow.direction;
     if (consumer < 0 || consumer >= schedule_.placement.stages()) return;
-    const auto rank = static_cast<std::size_t>(schedule_.placement.rank_of(consumer));
-    if (cursors_[rank].need == Need{action.stage, action.micro_batch, event}) {
+    const auto rank = at(schedule_.placement.rank_of(consumer));
+    if (cursors_[rank].need == Need{action.stage, action.micro_batch, flow.makes}) {
       cursors_[rank].need = {};
       ready_.push_back(rank);
     }

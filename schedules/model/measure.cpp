@@ -2,30 +2,18 @@
 
 #include <sluice/schedule.hpp>
 
+#include "schedules/model/actions.hpp"
+#include "schedules/model/index.hpp"
+
 namespace sluice {
-namespace {
-
-bool ends_backward(ActionKind kind) {
-  return kind == ActionKind::kBackward || kind == ActionKind::kBackwardWeight;
-}
-
-template <class Visit>
-void for_each_action(const std::vector<Step>& steps, const Visit& visit) {
-  for (const Step& step : steps) {
-    visit(step.action);
-    if (step.overlapped) visit(*step.overlapped);
-  }
-}
-
-}  // namespace
 
 bool is_exact(const Schedule& schedule) {
-  std::vector<int> last(static_cast<std::size_t>(schedule.placement.stages()), -1);
+  std::vector<int> last(at(schedule.placement.stages()), -1);
   bool ascending = true;
   for (const std::vector<Step>& steps : schedule.ranks) {
     for_each_action(steps, [&](const Action& action) {
       if (!ends_backward(action.kind)) return;
-      int& before = last[static_cast<std::size_t>(action.stage)];
+      int& before = last[at(action.stage)];
       ascending = ascending && action.micro_batch > before;
       before = action.micro_batch;
     });

@@ -6,6 +6,8 @@
 
 #include <sluice/schedule.hpp>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 namespace {
 
@@ -31,16 +33,16 @@ std::size_t stage_count(int ranks, int chunks) {
                                 std::to_string(stages) + " stages; at most " +
                                 std::to_string(most / ranks) + " chunks are legal");
   }
-  return static_cast<std::size_t>(stages);
+  return at(stages);
 }
 
 }  // namespace
 
 Placement::Placement(int ranks, std::vector<int> stage_to_rank)
     : ranks_(ranks), stage_to_rank_(std::move(stage_to_rank)) {
-  rank_to_stages_.resize(static_cast<std::size_t>(ranks));
+  rank_to_stages_.resize(at(ranks));
   for (int stage = 0; stage < stages(); ++stage) {
-    rank_to_stages_[static_cast<std::size_t>(rank_of(stage))].push_back(stage);
+    rank_to_stages_[at(rank_of(stage))].push_back(stage);
   }
 }
 
@@ -49,7 +51,7 @@ Placement Placement::linear(int ranks) { return looped(ranks, 1); }
 Placement Placement::looped(int ranks, int chunks) {
   std::vector<int> stage_to_rank(stage_count(ranks, chunks));
   for (std::size_t stage = 0; stage < stage_to_rank.size(); ++stage) {
-    stage_to_rank[stage] = static_cast<int>(stage % static_cast<std::size_t>(ranks));
+    stage_to_rank[stage] = static_cast<int>(stage % at(ranks));
   }
   return Placement(ranks, std::move(stage_to_rank));
 }
@@ -66,7 +68,7 @@ Placement Placement::v_shape(int ranks) {
 
 Placement Placement::custom(int ranks, std::vector<int> stage_to_rank) {
   require_ranks(ranks);
-  std::vector<bool> owns(static_cast<std::size_t>(ranks));
+  std::vector<bool> owns(at(ranks));
   for (std::size_t stage = 0; stage < stage_to_rank.size(); ++stage) {
     const int rank = stage_to_rank[stage];
     if (rank < 0 || rank >= ranks) {
@@ -74,7 +76,7 @@ Placement Placement::custom(int ranks, std::vector<int> stage_to_rank) {
                                   std::to_string(rank) + "; legal ranks are 0 to " +
                                   std::to_string(ranks - 1));
     }
-    owns[static_cast<std::size_t>(rank)] = true;
+    owns[at(rank)] = true;
   }
   for (std::size_t rank = 0; rank < owns.size(); ++rank) {
     if (!owns[rank]) {

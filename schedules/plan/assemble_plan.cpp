@@ -4,6 +4,7 @@
 
 #include <sluice/plan.hpp>
 
+#include "schedules/model/index.hpp"
 #include "schedules/plan/message_order.hpp"
 #include "schedules/plan/plan_messages.hpp"
 #include "schedules/plan/plan_rank.hpp"
@@ -20,7 +21,7 @@ void require_legal(const Schedule& lowered, const PlanOptions& options) {
     throw std::invalid_argument("plan: send_slots is " + std::to_string(options.send_slots) +
                                 "; the nearest legal value is 1");
   }
-  if (lowered.ranks.size() != static_cast<std::size_t>(lowered.placement.ranks())) {
+  if (lowered.ranks.size() != at(lowered.placement.ranks())) {
     throw std::invalid_argument("plan of '" + lowered.name +
                                 "': " + std::to_string(lowered.ranks.size()) + " lists for " +
                                 std::to_string(lowered.placement.ranks()) + " ranks");

@@ -6,16 +6,11 @@
 
 #include <sluice/plan.hpp>
 
+#include "schedules/model/actions.hpp"
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 namespace {
-
-Action make_action(ActionKind kind, int stage, int micro_batch = -1) {
-  Action action;
-  action.kind = kind;
-  action.stage = stage;
-  action.micro_batch = micro_batch;
-  return action;
-}
 
 void require_tied_groups(const std::vector<TiedStages>& tied, int stages) {
   for (const TiedStages& group : tied) {
@@ -37,101 +32,62 @@ void require_tied_groups(const std::vector<TiedStages>& tied, int stages) {
   }
 }
 
-// Adds the messages of one rank's list.
-class RankLowering {
- public:
-  RankLowering(const Placement& placement, std::vector<Step>& out)
-      : placement_(placement), out_(out) {}
+// Appends the message that brings what `action` uses (`receives`) or takes away what it makes, if
+// the neighbour is on another rank.
+void append_message(const Placement& placement, const Action& action, bool receives,
+                    std::vector<Step>& out) {
+  const bool forward = action.kind == ActionKind::kForward;
+  if (!forward && !makes_gradient(action.kind)) return;
+  if (!crosses(placement, action.stage, action.stage + (forward == receives ? -1 : 1))) return;
+  const ActionKind kind = forward
+                              ? (receives ? ActionKind::kRecvForward : ActionKind::kSendForward)
+                              : (receives ? ActionKind::kRecvBackward : ActionKind::kSendBackward);
+  out.push_back({make_action(kind, action.stage, action.micro_batch)});
+}
 
-  // `sums`: the stages whose gradients are summed behind the step.
-  void add(const Step& step, std::span<const int> sums) {
-    receive_for(step.action);
-    if (step.overlapped) receive_for(*step.overlapped);
-    out_.push_back(step);
-    for (const int stage : sums) {
-      out_.push_back(Step{make_action(ActionKind::kReduceGrad, stage), std::nullopt});
-    }
-    send_after(step.action);
-    if (step.overlapped) send_after(*step.overlapped);
-  }
+// Appends the step with its messages; `sums` are the stages whose gradients are summed after it.
+void append_step(const Placement& placement, const Step& step, std::span<const int> sums,
+                 std::vector<Step>& out) {
+  append_message(placement, step.action, true, out);
+  if (step.overlapped) append_message(placement, *step.overlapped, true, out);
+  out.push_back(step);
+  for (const int stage : sums) out.push_back({make_action(ActionKind::kReduceGrad, stage)});
+  append_message(placement, step.action, false, out);
+  if (step.overlapped) append_message(placement, *step.overlapped, false, out);
+}
 
-  // How many messages add() would put around the action.
-  [[nodiscard]] std::size_t messages(const Action& action) const {
-    const bool forward = action.kind == ActionKind::kForward;
-    if (!forward && !is_backward(action.kind)) return 0;
-    return (crosses(action.stage, -1) ? 1U : 0U) + (crosses(action.stage, 1) ? 1U : 0U);
-  }
-
- private:
-  static bool is_backward(ActionKind kind) {
-    return kind == ActionKind::kBackward || kind == ActionKind::kBackwardInput;
-  }
-
-  [[nodiscard]] bool crosses(int stage, int direction) const {
-    const int neighbour = stage + direction;
-    return neighbour >= 0 && neighbour < placement_.stages() &&
-           placement_.rank_of(neighbour) != placement_.rank_of(stage);
-  }
-
-  void message(ActionKind kind, const Action& around) {
-    out_.push_back(Step{make_action(kind, around.stage, around.micro_batch), std::nullopt});
-  }
-
-  void receive_for(const Action& action) {
-    if (action.kind == ActionKind::kForward && crosses(action.stage, -1)) {
-      message(ActionKind::kRecvForward, action);
-    }
-    if (is_backward(action.kind) && crosses(action.stage, 1)) {
-      message(ActionKind::kRecvBackward, action);
-    }
-  }
-
-  void send_after(const Action& action) {
-    if (action.kind == ActionKind::kForward && crosses(action.stage, 1)) {
-      message(ActionKind::kSendForward, action);
-    }
-    if (is_backward(action.kind) && crosses(action.stage, -1)) {
-      message(ActionKind::kSendBackward, action);
-    }
-  }
-
-  const Placement& placement_;
-  std::vector<Step>& out_;
-};
-
-bool sums_beside(const LowerOptions& options, int stage) {
-  return options.reduce_grad && !options.sums_beside.empty() &&
-         options.sums_beside[static_cast<std::size_t>(stage)];
+bool overlaps(const LowerOptions& options, int stage) {
+  return options.reduce_grad && !options.overlapped_grad_sums.empty() &&
+         options.overlapped_grad_sums[at(stage)];
 }
 
 // The sums of a rank that run beside computation, each behind the last action that adds to its
 // stage's gradients.
-class EarlySums {
+class OverlappedSums {
  public:
-  EarlySums(const std::vector<Step>& steps, const std::vector<int>& own,
-            const LowerOptions& options) {
-    std::vector<int> wanted;
-    std::copy_if(own.begin(), own.end(), std::back_inserter(wanted),
-                 [&](int stage) { return sums_beside(options, stage); });
-    for (std::size_t i = steps.size(); i-- > 0 && !wanted.empty();) {
-      if (steps[i].overlapped) take(i, *steps[i].overlapped, wanted);
-      take(i, steps[i].action, wanted);
+  OverlappedSums(const std::vector<Step>& steps, const std::vector<int>& own,
+                 const LowerOptions& options) {
+    std::vector<int> open;
+    std::copy_if(own.begin(), own.end(), std::back_inserter(open),
+                 [&](int stage) { return overlaps(options, stage); });
+    for (std::size_t i = steps.size(); i-- > 0 && !open.empty();) {
+      if (steps[i].overlapped) take(i, *steps[i].overlapped, open);
+      take(i, steps[i].action, open);
     }
     std::reverse(stages_.begin(), stages_.end());
     std::reverse(places_.begin(), places_.end());
   }
 
-  // To be asked for each step in turn.
-  std::span<const int> behind(std::size_t step) {
+  // The stages whose sums follow the step. Call it for each step in turn.
+  std::span<const int> after(std::size_t step) {
     const std::size_t first = next_;
     while (next_ < places_.size() && places_[next_] == step) ++next_;
     return std::span(stages_).subspan(first, next_ - first);
   }
 
  private:
-  void take(std::size_t step, const Action& action, std::vector<int>& wanted) {
-    if (action.kind != ActionKind::kBackward && action.kind != ActionKind::kBackwardWeight) return;
-    if (std::erase(wanted, action.stage) == 0) return;
+  void take(std::size_t step, const Action& action, std::vector<int>& open) {
+    if (!ends_backward(action.kind) || std::erase(open, action.stage) == 0) return;
     stages_.push_back(action.stage);
     places_.push_back(step);
   }
@@ -146,8 +102,8 @@ void append_reductions(const Placement& placement, int rank, const LowerOptions&
   const std::vector<int>& own = placement.stages_of(rank);
   if (options.reduce_grad) {
     for (const int stage : own) {
-      if (sums_beside(options, stage)) continue;
-      out.push_back(Step{make_action(ActionKind::kReduceGrad, stage), std::nullopt});
+      if (overlaps(options, stage)) continue;
+      out.push_back({make_action(ActionKind::kReduceGrad, stage)});
     }
   }
   for (const TiedStages& group : options.tied) {
@@ -155,11 +111,11 @@ void append_reductions(const Placement& placement, int rank, const LowerOptions&
       return placement.rank_of(stage) == rank;
     });
     if (first_own != group.stages.end()) {
-      out.push_back(Step{make_action(ActionKind::kReduceTied, *first_own), std::nullopt});
+      out.push_back({make_action(ActionKind::kReduceTied, *first_own)});
     }
   }
   if (options.reduce_grad) {
-    out.push_back(Step{make_action(ActionKind::kOptimizer, own.front()), std::nullopt});
+    out.push_back({make_action(ActionKind::kOptimizer, own.front())});
   }
 }
 
@@ -167,11 +123,12 @@ void append_reductions(const Placement& placement, int rank, const LowerOptions&
 
 Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   require_tied_groups(options.tied, schedule.placement.stages());
-  const auto stages = static_cast<std::size_t>(schedule.placement.stages());
-  if (!options.sums_beside.empty() && options.sums_beside.size() != stages) {
-    throw std::invalid_argument("lower: " + std::to_string(options.sums_beside.size()) +
-                                " entries say which sums run beside computation; legal are 0 and " +
-                                std::to_string(stages) + ", one per stage");
+  const auto stages = at(schedule.placement.stages());
+  if (!options.overlapped_grad_sums.empty() && options.overlapped_grad_sums.size() != stages) {
+    throw std::invalid_argument(
+        "lower: " + std::to_string(options.overlapped_grad_sums.size()) +
+        " entries say which sums overlap with computation; legal are 0 and " +
+        std::to_string(stages) + ", one per stage");
   }
   Schedule lowered;
   lowered.name = schedule.name;
@@ -180,24 +137,24 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   lowered.forward_only = schedule.forward_only;
   lowered.ranks.resize(schedule.ranks.size());
   for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
-    std::vector<Step>& out = lowered.ranks[rank];
-    RankLowering lowering(schedule.placement, out);
-    std::size_t size = schedule.ranks[rank].size() + options.tied.size() + 1 +
-                       schedule.placement.stages_of(static_cast<int>(rank)).size();
-    for (const Step& step : schedule.ranks[rank]) {
-      if (is_message(step.action.kind)) {
+    const std::vector<Step>& steps = schedule.ranks[rank];
+    const std::vector<int>& own = schedule.placement.stages_of(static_cast<int>(rank));
+    std::size_t size = steps.size() + options.tied.size() + 1 + own.size();
+    for_each_action(steps, [&](const Action& action) {
+      if (is_message(action.kind)) {
         throw std::invalid_argument("schedule '" + schedule.name + "' already has messages (" +
-                                    to_string(step.action) + " on rank " + std::to_string(rank) +
+                                    to_string(action) + " on rank " + std::to_string(rank) +
                                     "); lower takes compute actions only");
       }
-      size += lowering.messages(step.action);
-      if (step.overlapped) size += lowering.messages(*step.overlapped);
-    }
+      if (action.kind == ActionKind::kBackwardWeight) return;
+      size += crosses(schedule.placement, action.stage, action.stage - 1) ? 1U : 0U;
+      size += crosses(schedule.placement, action.stage, action.stage + 1) ? 1U : 0U;
+    });
+    std::vector<Step>& out = lowered.ranks[rank];
     out.reserve(size);
-    EarlySums sums(schedule.ranks[rank], schedule.placement.stages_of(static_cast<int>(rank)),
-                   options);
-    for (std::size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
-      lowering.add(schedule.ranks[rank][i], sums.behind(i));
+    OverlappedSums sums(steps, own, options);
+    for (std::size_t i = 0; i < steps.size(); ++i) {
+      append_step(schedule.placement, steps[i], sums.after(i), out);
     }
     if (!schedule.forward_only) {
       append_reductions(schedule.placement, static_cast<int>(rank), options, out);

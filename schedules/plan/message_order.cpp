@@ -8,16 +8,10 @@
 #include <tuple>
 
 #include "schedules/model/dataflow.hpp"
+#include "schedules/model/index.hpp"
 
 namespace sluice {
 namespace {
-
-bool sends(ActionKind kind) {
-  return kind == ActionKind::kSendForward || kind == ActionKind::kSendBackward;
-}
-bool receives(ActionKind kind) {
-  return kind == ActionKind::kRecvForward || kind == ActionKind::kRecvBackward;
-}
 
 std::int64_t units(const Action& action) {
   if (!is_compute(action.kind)) return 0;
@@ -25,7 +19,7 @@ std::int64_t units(const Action& action) {
 }
 
 int channel_of(const PlanMessages& messages, const Action& action) {
-  const auto stage = static_cast<std::size_t>(action.stage);
+  const auto stage = at(action.stage);
   switch (action.kind) {
     case ActionKind::kSendForward:
       return messages.forward[stage];
@@ -45,24 +39,22 @@ struct UnitTime {
   std::vector<std::int64_t> sent;  // [channel * micro_batches + micro_batch]
 
   UnitTime(const Schedule& lowered, const PlanMessages& messages)
-      : reached(lowered.ranks.size()),
-        sent(messages.channels.size() * static_cast<std::size_t>(lowered.micro_batches)) {
+      : reached(lowered.ranks.size()), sent(messages.channels.size() * at(lowered.micro_batches)) {
     for (std::size_t rank = 0; rank < reached.size(); ++rank) {
       reached[rank].reserve(lowered.ranks[rank].size());
     }
     std::vector<std::int64_t> clocks(lowered.ranks.size());
     Dataflow dataflow(lowered);
     const bool finished = dataflow.run([&](int rank, int, const Step& step) {
-      std::int64_t& clock = clocks[static_cast<std::size_t>(rank)];
+      std::int64_t& clock = clocks[at(rank)];
       const Action& action = step.action;
       if (is_message(action.kind)) {
-        std::int64_t& time = sent[static_cast<std::size_t>(channel_of(messages, action)) *
-                                      static_cast<std::size_t>(lowered.micro_batches) +
-                                  static_cast<std::size_t>(action.micro_batch)];
-        if (sends(action.kind)) time = clock;
+        std::int64_t& time = sent[at(channel_of(messages, action)) * at(lowered.micro_batches) +
+                                  at(action.micro_batch)];
+        if (is_send(action.kind)) time = clock;
         clock = std::max(clock, time);
       }
-      reached[static_cast<std::size_t>(rank)].push_back(clock);
+      reached[at(rank)].push_back(clock);
       clock += units(action);
       if (step.overlapped) clock += units(*step.overlapped);
     });
@@ -117,12 +109,12 @@ std::vector<std::vector<Issue>> global_issue_order(const Schedule& lowered,
                                                    const PlanMessages& messages) {
   const UnitTime unit(lowered, messages);
   const ChannelOrder order(messages.channels);
-  const auto micro_batches = static_cast<std::size_t>(lowered.micro_batches);
+  const auto micro_batches = at(lowered.micro_batches);
   std::vector<std::int32_t> index_of(unit.sent.size());
   for (std::size_t channel = 0; channel < messages.orders.size(); ++channel) {
     std::int32_t next = 0;
     for (const int micro_batch : messages.orders[channel]) {
-      index_of[channel * micro_batches + static_cast<std::size_t>(micro_batch)] = next++;
+      index_of[channel * micro_batches + at(micro_batch)] = next++;
     }
   }
   std::vector<std::vector<Issue>> issues(lowered.ranks.size());
@@ -132,11 +124,9 @@ std::vector<std::vector<Issue>> global_issue_order(const Schedule& lowered,
     for (const Step& step : lowered.ranks[rank]) {
       if (!is_message(step.action.kind)) continue;
       const int channel = channel_of(messages, step.action);
-      const std::size_t message = static_cast<std::size_t>(channel) * micro_batches +
-                                  static_cast<std::size_t>(step.action.micro_batch);
-      sides.push_back({unit.sent[message], order.place[static_cast<std::size_t>(channel)],
-                       index_of[message], channel, step.action.micro_batch,
-                       receives(step.action.kind)});
+      const std::size_t message = at(channel) * micro_batches + at(step.action.micro_batch);
+      sides.push_back({unit.sent[message], order.place[at(channel)], index_of[message], channel,
+                       step.action.micro_batch, is_receive(step.action.kind)});
     }
     std::sort(sides.begin(), sides.end(), [](const Side& a, const Side& b) {
       return std::tie(a.time, a.place, a.index) < std::tie(b.time, b.place, b.index);
@@ -146,9 +136,9 @@ std::vector<std::vector<Issue>> global_issue_order(const Schedule& lowered,
     for (std::size_t i = 0; i < sides.size(); ++i) {
       const Side& side = sides[i];
       step = first_step_from(unit.reached[rank], side.time, step);
-      const bool together = i > 0 && sides[i - 1].time == side.time &&
-                            order.exchange[static_cast<std::size_t>(sides[i - 1].channel)] ==
-                                order.exchange[static_cast<std::size_t>(side.channel)];
+      const bool together =
+          i > 0 && sides[i - 1].time == side.time &&
+          order.exchange[at(sides[i - 1].channel)] == order.exchange[at(side.channel)];
       issues[rank].push_back({side.channel, side.micro_batch, static_cast<std::int32_t>(step),
                               side.receives, together});
     }
@@ -159,15 +149,15 @@ std::vector<std::vector<Issue>> global_issue_order(const Schedule& lowered,
 std::vector<int> unit_time_depths(const Schedule& lowered, const PlanMessages& messages) {
   const UnitTime unit(lowered, messages);
   const std::size_t count = messages.channels.size();
-  const auto micro_batches = static_cast<std::size_t>(lowered.micro_batches);
+  const auto micro_batches = at(lowered.micro_batches);
   std::vector<std::vector<std::int64_t>> released(count);
   const auto release = [&](const Action& action, std::int64_t time) {
     if (!ends_use(action.kind, lowered.forward_only)) return;
-    const auto stage = static_cast<std::size_t>(action.stage);
+    const auto stage = at(action.stage);
     const int forward = stage > 0 ? messages.forward[stage - 1] : -1;
     const int backward = stage + 1 < messages.backward.size() ? messages.backward[stage + 1] : -1;
-    if (forward >= 0) released[static_cast<std::size_t>(forward)].push_back(time);
-    if (backward >= 0) released[static_cast<std::size_t>(backward)].push_back(time);
+    if (forward >= 0) released[at(forward)].push_back(time);
+    if (backward >= 0) released[at(backward)].push_back(time);
   };
   for (std::size_t rank = 0; rank < lowered.ranks.size(); ++rank) {
     for (std::size_t i = 0; i < lowered.ranks[rank].size(); ++i) {
@@ -182,8 +172,7 @@ std::vector<int> unit_time_depths(const Schedule& lowered, const PlanMessages& m
   for (std::size_t channel = 0; channel < count; ++channel) {
     std::size_t gone = 0, begun = 0;
     for (const int micro_batch : messages.orders[channel]) {
-      const std::int64_t time =
-          unit.sent[channel * micro_batches + static_cast<std::size_t>(micro_batch)];
+      const std::int64_t time = unit.sent[channel * micro_batches + at(micro_batch)];
       while (gone < released[channel].size() && released[channel][gone] < time) ++gone;
       depths[channel] = std::max(depths[channel], static_cast<int>(++begun - gone));
     }

@@ -2,6 +2,9 @@
 
 #include <sluice/plan.hpp>
 
+#include "schedules/model/actions.hpp"
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 namespace {
 
@@ -13,15 +16,11 @@ constexpr std::array<std::string_view, kBufferKinds> kBufferNames = {
 
 }  // namespace
 
-std::string_view name_of(BufferKind kind) { return kBufferNames[static_cast<std::size_t>(kind)]; }
+std::string_view name_of(BufferKind kind) { return kBufferNames[at(kind)]; }
 
 std::string to_string(const PlanOp& op) {
-  std::string text(kOpNames[static_cast<std::size_t>(op.kind)]);
-  Action action;
-  action.kind = op.action;
-  action.stage = op.stage;
-  action.micro_batch = op.micro_batch;
-  text += ' ' + to_string(action);
+  std::string text(kOpNames[at(op.kind)]);
+  text += ' ' + to_string(make_action(op.action, op.stage, op.micro_batch));
   if (op.kind == OpKind::kReduceTied) {
     text += " group " + std::to_string(op.channel);
   } else if (op.channel >= 0) {

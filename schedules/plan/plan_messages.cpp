@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 namespace {
 
@@ -20,7 +22,7 @@ void add_channel(const Placement& placement, ActionKind kind, int from, int to,
   if (channel.from_rank == channel.to_rank) return;
   channel.tag = tags[{channel.from_rank, channel.to_rank}]++;
   const bool forward = kind == ActionKind::kSendForward;
-  (forward ? messages.forward : messages.backward)[static_cast<std::size_t>(from)] =
+  (forward ? messages.forward : messages.backward)[at(from)] =
       static_cast<int>(messages.channels.size());
   messages.channels.push_back(channel);
 }
@@ -31,8 +33,8 @@ PlanMessages find_messages(const Schedule& lowered) {
   const Placement& placement = lowered.placement;
   const int stages = placement.stages();
   PlanMessages messages;
-  messages.forward.assign(static_cast<std::size_t>(stages), -1);
-  messages.backward.assign(static_cast<std::size_t>(stages), -1);
+  messages.forward.assign(at(stages), -1);
+  messages.backward.assign(at(stages), -1);
   std::map<std::pair<int, int>, int> tags;
   for (int stage = 0; stage + 1 < stages; ++stage) {
     add_channel(placement, ActionKind::kSendForward, stage, stage + 1, messages, tags);
@@ -42,22 +44,21 @@ PlanMessages find_messages(const Schedule& lowered) {
   }
   messages.orders.resize(messages.channels.size());
   for (auto& order : messages.orders) {
-    order.reserve(static_cast<std::size_t>(lowered.micro_batches));
+    order.reserve(at(lowered.micro_batches));
   }
   for (const std::vector<Step>& steps : lowered.ranks) {
     for (const Step& step : steps) {
       const Action& action = step.action;
       const bool forward = action.kind == ActionKind::kSendForward;
       if (!forward && action.kind != ActionKind::kSendBackward) continue;
-      const int channel = (forward ? messages.forward : messages.backward)
-                              .at(static_cast<std::size_t>(action.stage));
+      const int channel = (forward ? messages.forward : messages.backward).at(at(action.stage));
       if (channel >= 0) {
-        messages.orders[static_cast<std::size_t>(channel)].push_back(action.micro_batch);
+        messages.orders[at(channel)].push_back(action.micro_batch);
       }
     }
   }
   for (std::size_t i = 0; i < messages.orders.size(); ++i) {
-    if (messages.orders[i].size() == static_cast<std::size_t>(lowered.micro_batches)) continue;
+    if (messages.orders[i].size() == at(lowered.micro_batches)) continue;
     throw std::invalid_argument(
         "plan of '" + lowered.name + "': stage " + std::to_string(messages.channels[i].from_stage) +
         " sends " + std::to_string(messages.orders[i].size()) + " of " +

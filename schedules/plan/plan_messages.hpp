@@ -7,6 +7,8 @@
 
 #include <sluice/plan.hpp>
 
+#include "schedules/model/actions.hpp"
+
 namespace sluice {
 
 // A rank's side of a message, at its place in the order kGlobal.
@@ -19,8 +21,7 @@ struct Issue {
 
 // True for the action after which nothing kept for its stage and micro-batch is read any more.
 [[nodiscard]] constexpr bool ends_use(ActionKind kind, bool forward_only) {
-  return kind == ActionKind::kBackward || kind == ActionKind::kBackwardWeight ||
-         (forward_only && kind == ActionKind::kForward);
+  return ends_backward(kind) || (forward_only && kind == ActionKind::kForward);
 }
 
 // Every message of a plan: its channel, and the order in which a channel's sender sends.

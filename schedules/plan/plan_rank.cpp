@@ -1,21 +1,19 @@
 #include "schedules/plan/plan_rank.hpp"
 
 #include <algorithm>
-#include <array>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "schedules/model/actions.hpp"
+#include "schedules/model/index.hpp"
 #include "schedules/plan/plan_receives.hpp"
 
 namespace sluice {
 namespace {
 
 constexpr std::size_t kKinds = kBufferKinds;
-constexpr std::array kAllBuffers = {BufferKind::kInput, BufferKind::kOutput,
-                                    BufferKind::kGradOutput, BufferKind::kGradInput,
-                                    BufferKind::kState};
 
 // The slots of one (stage, kind), handed out statically while a rank's list is walked.
 struct Pool {
@@ -30,123 +28,190 @@ struct Pool {
   }
 };
 
-struct OpenSend {
-  std::int32_t channel = -1, stage = -1, micro_batch = -1, slot = -1;
-  ActionKind action = ActionKind::kSendForward;
-};
-
-// Sends of one pool that are started and not yet waited for, oldest first.
-struct SendQueue {
-  std::vector<OpenSend> open;
-  std::size_t head = 0;
-};
-
-class RankPlanner {
+// The pools of a rank's stages, and where in them the tensors of each micro-batch lie.
+class RankBuffers {
  public:
-  RankPlanner(const Schedule& lowered, const PlanMessages& messages,
-              const std::vector<TiedStages>& tied, const PlanOptions& options, int rank)
-      : schedule_(lowered),
-        placement_(lowered.placement),
-        steps_(lowered.ranks[static_cast<std::size_t>(rank)]),
-        messages_(messages),
-        tied_(tied),
-        options_(options),
-        issues_(messages.issues.empty() ? nullptr
-                                        : &messages.issues[static_cast<std::size_t>(rank)]),
-        rank_(rank),
-        micro_batches_(static_cast<std::size_t>(lowered.micro_batches)),
-        own_(lowered.placement.stages_of(rank)),
-        pools_(own_.size() * kKinds),
-        sends_(own_.size() * kKinds),
-        slots_(own_.size() * kKinds * micro_batches_, -1),
-        last_weight_(own_.size(), -1) {}
+  RankBuffers(const std::vector<int>& own, int micro_batches)
+      : own_(own),
+        micro_batches_(at(micro_batches)),
+        pools_(own.size() * kKinds),
+        slots_(pools_.size() * micro_batches_, -1) {}
 
-  PlannedRank run() {
-    make_receive_pools();
-    find_tail();
-    issue_ahead();
-    for (std::size_t i = 0; i < steps_.size(); ++i) {
-      issue_before(i);
-      if (i == tail_) drain_sends();
-      add(steps_[i].action);
-      if (steps_[i].overlapped) add(*steps_[i].overlapped);
-    }
-    drain_sends();
-    collect_pools();
-    return {std::move(plan_), exact_};
-  }
-
- private:
-  // One of this rank's stages: its pools by kind, and where in them the tensors of each micro-batch
-  // lie.
   struct StageView {
     Pool* pools = nullptr;          // [kind]
     std::int32_t* slots = nullptr;  // [kind][micro_batch]
     std::size_t micro_batches = 0;
 
-    [[nodiscard]] Pool& pool(BufferKind kind) const {
-      return pools[static_cast<std::size_t>(kind)];
-    }
+    [[nodiscard]] Pool& pool(BufferKind kind) const { return pools[at(kind)]; }
     [[nodiscard]] std::int32_t& slot(BufferKind kind, int micro_batch) const {
-      return slots[static_cast<std::size_t>(kind) * micro_batches +
-                   static_cast<std::size_t>(micro_batch)];
+      return slots[at(kind) * micro_batches + at(micro_batch)];
     }
   };
 
-  // Position of one of this rank's stages among its own, which ascend.
-  std::size_t local(int stage) const {
-    return static_cast<std::size_t>(std::lower_bound(own_.begin(), own_.end(), stage) -
-                                    own_.begin());
+  // Position of one of the rank's stages, which ascend.
+  [[nodiscard]] std::size_t local(int stage) const {
+    return at(std::lower_bound(own_.begin(), own_.end(), stage) - own_.begin());
   }
   StageView view(int stage) {
     const std::size_t first = local(stage) * kKinds;
     return {&pools_[first], &slots_[first * micro_batches_], micro_batches_};
   }
-  SendQueue& sends_of(int stage, BufferKind kind) {
-    return sends_[local(stage) * kKinds + static_cast<std::size_t>(kind)];
-  }
   Pool& pool(int stage, BufferKind kind) { return view(stage).pool(kind); }
-  std::int32_t& slot(int stage, BufferKind kind, int micro_batch) {
-    return view(stage).slot(kind, micro_batch);
+
+  [[nodiscard]] std::vector<BufferPool> used_pools() const {
+    std::vector<BufferPool> used;
+    for (std::size_t i = 0; i < pools_.size(); ++i) {
+      if (pools_[i].count == 0) continue;
+      used.push_back({own_[i / kKinds], static_cast<BufferKind>(i % kKinds), pools_[i].count});
+    }
+    return used;
   }
 
-  bool is_last(int stage) const { return stage + 1 == placement_.stages(); }
-  bool is_local(int stage, int neighbour) const {
-    return neighbour >= 0 && neighbour < placement_.stages() &&
-           placement_.rank_of(neighbour) == placement_.rank_of(stage);
+ private:
+  const std::vector<int>& own_;
+  const std::size_t micro_batches_;
+  std::vector<Pool> pools_;          // [own stage][kind]
+  std::vector<std::int32_t> slots_;  // [own stage][kind][micro_batch]
+};
+
+// A message with its slot.
+struct Message {
+  std::int32_t channel = -1, stage = -1, micro_batch = -1, slot = -1;
+  ActionKind action = ActionKind::kSendForward;
+  BufferKind buffer = BufferKind::kOutput;
+};
+
+void name_slot(PlanOp& op, BufferKind kind, std::int32_t index) { op.slots[at(kind)] = index; }
+
+PlanOp& emit(std::vector<PlanOp>& ops, OpKind kind, const Action& action) {
+  PlanOp& op = ops.emplace_back();
+  op.kind = kind;
+  op.action = action.kind;
+  op.stage = action.stage;
+  op.micro_batch = action.micro_batch;
+  return op;
+}
+
+void emit_message(std::vector<PlanOp>& ops, OpKind kind, const Message& message) {
+  PlanOp& op = emit(ops, kind, make_action(message.action, message.stage, message.micro_batch));
+  op.channel = message.channel;
+  name_slot(op, message.buffer, message.slot);
+}
+
+// The sends of a rank that are started and not yet waited for.
+class OpenSends {
+ public:
+  OpenSends(const std::vector<int>& own, int send_slots, RankBuffers& buffers,
+            std::vector<PlanOp>& ops)
+      : own_(own),
+        send_slots_(send_slots),
+        buffers_(buffers),
+        ops_(ops),
+        queues_(own.size() * kKinds) {}
+
+  void start(ActionKind action, int stage, int micro_batch, int channel) {
+    const BufferKind kind =
+        action == ActionKind::kSendForward ? BufferKind::kOutput : BufferKind::kGradInput;
+    const std::int32_t slot = buffers_.view(stage).slot(kind, micro_batch);
+    queue_of(stage, kind).open.push_back({channel, stage, micro_batch, slot, action, kind});
+    emit_message(ops_, OpKind::kStartSend, queue_of(stage, kind).open.back());
   }
 
-  PlanOp& emit(OpKind kind, const Action& action) {
-    PlanOp& op = plan_.ops.emplace_back();
-    op.kind = kind;
-    op.action = action.kind;
-    op.stage = action.stage;
-    op.micro_batch = action.micro_batch;
-    return op;
-  }
-  static void name_slot(PlanOp& op, BufferKind kind, std::int32_t index) {
-    op.slots[static_cast<std::size_t>(kind)] = index;
+  // A slot for a tensor about to be sent. Waits for the oldest send where all slots are taken; the
+  // pool exceeds send_slots only where more tensors than that are computed and not sent yet.
+  int acquire_slot(int stage, BufferKind kind) {
+    Pool& pool = buffers_.pool(stage, kind);
+    if (pool.free.empty() && pool.count >= send_slots_) wait_for_oldest(stage, kind);
+    return pool.acquire_or_grow();
   }
 
-  void make_receive_pools() {
-    RankReceives receives = find_receives(schedule_, messages_, options_, rank_);
-    plan_.ops.reserve(receives.ops);
-    inbound_ = std::move(receives.inbound);
-    for (const Inbound& inbound : inbound_) {
-      Pool& sized = pool(inbound.stage, inbound.kind);
-      sized.count = inbound.slots;
-      for (int i = sized.count; i-- > 0;) sized.free.push_back(i);
+  void wait_for_all() {
+    for (const int stage : own_) {
+      for (const BufferKind kind : {BufferKind::kOutput, BufferKind::kGradInput}) {
+        while (wait_for_oldest(stage, kind)) continue;
+      }
     }
   }
 
-  // The reductions and the optimizer at the list's end may block the rank; one before that end does
-  // not (LowerOptions::sums_beside).
-  void find_tail() {
-    const auto goes_on = [](const Step& step) {
-      return is_compute(step.action.kind) || is_message(step.action.kind);
-    };
-    tail_ = static_cast<std::size_t>(std::find_if(steps_.rbegin(), steps_.rend(), goes_on).base() -
-                                     steps_.begin());
+ private:
+  // Oldest first.
+  struct Queue {
+    std::vector<Message> open;
+    std::size_t head = 0;
+  };
+
+  Queue& queue_of(int stage, BufferKind kind) {
+    return queues_[buffers_.local(stage) * kKinds + at(kind)];
+  }
+
+  // False where no send is open.
+  bool wait_for_oldest(int stage, BufferKind kind) {
+    Queue& queue = queue_of(stage, kind);
+    if (queue.head == queue.open.size()) return false;
+    const Message send = queue.open[queue.head++];
+    if (queue.head == queue.open.size()) {
+      queue.open.clear();
+      queue.head = 0;
+    }
+    emit_message(ops_, OpKind::kWaitSend, send);
+    buffers_.pool(stage, kind).free.push_back(send.slot);
+    return true;
+  }
+
+  const std::vector<int>& own_;
+  const int send_slots_;
+  RankBuffers& buffers_;
+  std::vector<PlanOp>& ops_;
+  std::vector<Queue> queues_;  // [own stage][kind]
+};
+
+// Posts receives, and where the order is global, starts sends too.
+class Issuer {
+ public:
+  // `issues` is null where receives are posted ahead. Makes the receive pools.
+  Issuer(std::vector<Inbound> inbound, const std::vector<Issue>* issues,
+         const std::vector<Channel>& channels, RankBuffers& buffers, OpenSends& sends,
+         std::vector<PlanOp>& ops)
+      : inbound_(std::move(inbound)),
+        issues_(issues),
+        channels_(channels),
+        buffers_(buffers),
+        sends_(sends),
+        ops_(ops) {
+    for (const Inbound& each : inbound_) {
+      Pool& pool = buffers_.pool(each.stage, each.kind);
+      pool.count = each.slots;
+      for (int i = pool.count; i-- > 0;) pool.free.push_back(i);
+    }
+  }
+
+  [[nodiscard]] bool is_global() const { return issues_ != nullptr; }
+
+  // Issues what can go now though no action needs it yet: receives for `stage`, -1: for any.
+  void issue_ahead(int stage = -1) {
+    if (is_global()) {
+      while (receives_fit()) issue_group();
+      return;
+    }
+    for (Inbound& inbound : inbound_) {
+      if (stage >= 0 && inbound.stage != stage) continue;
+      while (inbound.posted < inbound.order->size() &&
+             !buffers_.pool(inbound.stage, inbound.kind).free.empty()) {
+        post_receive(inbound, (*inbound.order)[inbound.posted++]);
+      }
+    }
+  }
+
+  // Issues what must go before the step.
+  void issue_before(std::size_t step) {
+    if (!is_due(step)) return;
+    while (is_due(step)) issue_group();
+    issue_ahead();
+  }
+
+ private:
+  [[nodiscard]] bool is_due(std::size_t step) const {
+    return is_global() && issued_ < issues_->size() && at((*issues_)[issued_].before_step) <= step;
   }
 
   Inbound& inbound_of(int channel) {
@@ -154,39 +219,12 @@ class RankPlanner {
                          [&](const Inbound& inbound) { return inbound.channel == channel; });
   }
 
-  // What can be issued now though no action needs it yet.
-  void issue_ahead() {
-    if (issues_ == nullptr) {
-      for (Inbound& inbound : inbound_) post_receives(inbound);
-      return;
-    }
-    while (receives_fit()) issue_group();
-  }
-
-  // What must be issued before the step.
-  void issue_before(std::size_t step) {
-    if (issues_ == nullptr || issued_ == issues_->size()) return;
-    if (static_cast<std::size_t>((*issues_)[issued_].before_step) > step) return;
-    while (issued_ < issues_->size() &&
-           static_cast<std::size_t>((*issues_)[issued_].before_step) <= step) {
-      issue_group();
-    }
-    issue_ahead();
-  }
-
-  void post_receives(Inbound& inbound) {
-    while (inbound.posted < inbound.order->size() &&
-           !pool(inbound.stage, inbound.kind).free.empty()) {
-      post_receive(inbound, (*inbound.order)[inbound.posted++]);
-    }
-  }
-
   void post_receive(const Inbound& inbound, int micro_batch) {
-    const int index = pool(inbound.stage, inbound.kind).acquire_or_grow();
-    slot(inbound.stage, inbound.kind, micro_batch) = index;
-    emit_message(OpKind::kPostRecv,
-                 {inbound.channel, inbound.stage, micro_batch, index, inbound.action},
-                 inbound.kind);
+    const RankBuffers::StageView own = buffers_.view(inbound.stage);
+    const int slot = own.pool(inbound.kind).acquire_or_grow();
+    own.slot(inbound.kind, micro_batch) = slot;
+    emit_message(ops_, OpKind::kPostRecv,
+                 {inbound.channel, inbound.stage, micro_batch, slot, inbound.action, inbound.kind});
   }
 
   // Does the next group receive only, and is there a slot for each of its messages?
@@ -201,8 +239,7 @@ class RankPlanner {
           std::count_if(issues_->begin() + static_cast<std::ptrdiff_t>(issued_),
                         issues_->begin() + static_cast<std::ptrdiff_t>(end),
                         [&](const Issue& earlier) { return earlier.channel == issue.channel; });
-      const auto free = pool(inbound.stage, inbound.kind).free.size();
-      if (free <= static_cast<std::size_t>(taken)) return false;
+      if (buffers_.pool(inbound.stage, inbound.kind).free.size() <= at(taken)) return false;
     } while (++end < issues_->size() && (*issues_)[end].with_previous);
     return true;
   }
@@ -213,27 +250,70 @@ class RankPlanner {
       if (issue.receives) {
         post_receive(inbound_of(issue.channel), issue.micro_batch);
       } else {
-        const Channel& channel = messages_.channels[static_cast<std::size_t>(issue.channel)];
-        start_send(channel.kind, channel.from_stage, issue.micro_batch, issue.channel);
+        const Channel& channel = channels_[at(issue.channel)];
+        sends_.start(channel.kind, channel.from_stage, issue.micro_batch, issue.channel);
       }
-      plan_.ops.back().with_previous = issue.with_previous;
+      ops_.back().with_previous = issue.with_previous;
     } while (++issued_ < issues_->size() && (*issues_)[issued_].with_previous);
   }
 
-  void emit_message(OpKind kind, const OpenSend& message, BufferKind buffer) {
-    PlanOp& op = plan_.ops.emplace_back();
-    op.kind = kind;
-    op.action = message.action;
-    op.stage = message.stage;
-    op.micro_batch = message.micro_batch;
-    op.channel = message.channel;
-    name_slot(op, buffer, message.slot);
+  std::vector<Inbound> inbound_;
+  const std::vector<Issue>* const issues_;
+  const std::vector<Channel>& channels_;
+  RankBuffers& buffers_;
+  OpenSends& sends_;
+  std::vector<PlanOp>& ops_;
+  std::size_t issued_ = 0;  // of issues_
+};
+
+class RankPlanner {
+ public:
+  RankPlanner(const Schedule& lowered, const PlanMessages& messages,
+              const std::vector<TiedStages>& tied, const PlanOptions& options, int rank,
+              RankReceives receives)
+      : schedule_(lowered),
+        placement_(lowered.placement),
+        messages_(messages),
+        tied_(tied),
+        rank_(rank),
+        buffers_(placement_.stages_of(rank), lowered.micro_batches),
+        sends_(placement_.stages_of(rank), options.send_slots, buffers_, plan_.ops),
+        issuer_(std::move(receives.inbound),
+                messages.issues.empty() ? nullptr : &messages.issues[at(rank)], messages.channels,
+                buffers_, sends_, plan_.ops),
+        last_weight_(placement_.stages_of(rank).size(), -1) {
+    plan_.ops.reserve(receives.ops);
+  }
+
+  PlannedRank run() {
+    const std::vector<Step>& steps = schedule_.ranks[at(rank_)];
+    // The reductions and the optimizer at the list's end may block the rank. A sum before that end
+    // does not (LowerOptions::overlapped_grad_sums).
+    const auto tail = std::find_if(steps.rbegin(), steps.rend(), [](const Step& step) {
+                        return is_compute(step.action.kind) || is_message(step.action.kind);
+                      }).base();
+    issuer_.issue_ahead();
+    for (auto step = steps.begin(); step != steps.end(); ++step) {
+      issuer_.issue_before(at(step - steps.begin()));
+      if (step == tail) finish_messages();
+      add(step->action);
+      if (step->overlapped) add(*step->overlapped);
+    }
+    finish_messages();
+    plan_.pools = buffers_.used_pools();
+    return {std::move(plan_), exact_};
+  }
+
+ private:
+  bool is_last(int stage) const { return stage + 1 == placement_.stages(); }
+
+  void finish_messages() {
+    release_kept();
+    sends_.wait_for_all();
   }
 
   void add(const Action& action) {
-    const bool sends =
-        action.kind == ActionKind::kSendForward || action.kind == ActionKind::kSendBackward;
-    if (!sends) release_kept();
+    if (!is_send(action.kind)) release_kept();
     switch (action.kind) {
       case ActionKind::kForward:
       case ActionKind::kBackward:
@@ -241,22 +321,22 @@ class RankPlanner {
       case ActionKind::kBackwardWeight:
         return add_compute(action);
       case ActionKind::kRecvForward:
-        return add_receive(action, messages_.forward[static_cast<std::size_t>(action.stage) - 1],
-                           BufferKind::kInput);
+        return add_receive(action, messages_.forward[at(action.stage) - 1], BufferKind::kInput);
       case ActionKind::kRecvBackward:
-        return add_receive(action, messages_.backward[static_cast<std::size_t>(action.stage) + 1],
+        return add_receive(action, messages_.backward[at(action.stage) + 1],
                            BufferKind::kGradOutput);
       case ActionKind::kSendForward:
+        return add_send(action, messages_.forward);
       case ActionKind::kSendBackward:
-        return add_send(action);
+        return add_send(action, messages_.backward);
       case ActionKind::kReduceGrad:
-        emit(OpKind::kReduceGrad, action);
+        emit(plan_.ops, OpKind::kReduceGrad, action);
         return;
       case ActionKind::kReduceTied:
-        emit(OpKind::kReduceTied, action).channel = next_tied_group(action);
+        emit(plan_.ops, OpKind::kReduceTied, action).channel = next_tied_group(action);
         return;
       case ActionKind::kOptimizer:
-        emit(OpKind::kOptimizer, action);
+        emit(plan_.ops, OpKind::kOptimizer, action);
         return;
       default:
         throw std::invalid_argument("plan of '" + schedule_.name + "': rank " +
@@ -267,70 +347,26 @@ class RankPlanner {
   }
 
   void add_receive(const Action& action, int channel, BufferKind kind) {
-    emit_message(OpKind::kWaitRecv,
-                 {channel, action.stage, action.micro_batch,
-                  slot(action.stage, kind, action.micro_batch), action.kind},
-                 kind);
+    const std::int32_t slot = buffers_.view(action.stage).slot(kind, action.micro_batch);
+    emit_message(plan_.ops, OpKind::kWaitRecv,
+                 {channel, action.stage, action.micro_batch, slot, action.kind, kind});
   }
 
-  // Where the order is global, issue_before() has started it.
-  void add_send(const Action& action) {
-    if (issues_ != nullptr) return;
-    const bool forward = action.kind == ActionKind::kSendForward;
-    start_send(
-        action.kind, action.stage, action.micro_batch,
-        (forward ? messages_.forward : messages_.backward)[static_cast<std::size_t>(action.stage)]);
-  }
-
-  void start_send(ActionKind action, int stage, int micro_batch, int channel) {
-    const BufferKind kind =
-        action == ActionKind::kSendForward ? BufferKind::kOutput : BufferKind::kGradInput;
-    const OpenSend send{channel, stage, micro_batch, slot(stage, kind, micro_batch), action};
-    emit_message(OpKind::kStartSend, send, kind);
-    sends_of(stage, kind).open.push_back(send);
-  }
-
-  void wait_for_oldest_send(int stage, BufferKind kind) {
-    SendQueue& queue = sends_of(stage, kind);
-    const OpenSend send = queue.open[queue.head++];
-    if (queue.head == queue.open.size()) {
-      queue.open.clear();
-      queue.head = 0;
-    }
-    emit_message(OpKind::kWaitSend, send, kind);
-    pool(stage, kind).free.push_back(send.slot);
-  }
-
-  // A slot for a tensor about to be sent. Waits for the oldest send where all slots are taken; the
-  // pool exceeds send_slots only where more tensors than that lie computed and unsent.
-  int acquire_send_slot(Pool& taken, int stage, BufferKind kind) {
-    if (taken.free.empty() && taken.count >= options_.send_slots) {
-      const SendQueue& queue = sends_of(stage, kind);
-      if (queue.head < queue.open.size()) wait_for_oldest_send(stage, kind);
-    }
-    return taken.acquire_or_grow();
-  }
-
-  void drain_sends() {
-    release_kept();
-    for (const int stage : own_) {
-      for (const BufferKind kind : {BufferKind::kOutput, BufferKind::kGradInput}) {
-        const SendQueue& queue = sends_of(stage, kind);
-        while (queue.head < queue.open.size()) wait_for_oldest_send(stage, kind);
-      }
-    }
+  // Where the order is global, the issuer has started it.
+  void add_send(const Action& action, const std::vector<int>& channels) {
+    if (issuer_.is_global()) return;
+    sends_.start(action.kind, action.stage, action.micro_batch, channels[at(action.stage)]);
   }
 
   // Takes a slot for what `action` hands to `neighbour` and returns it: in the neighbour's pool
   // where that is on this rank, else in the stage's own.
-  int acquire_hand_over(const StageView& own, const Action& action, int neighbour, BufferKind mine,
-                        BufferKind theirs) {
-    if (is_local(action.stage, neighbour)) {
-      const StageView other = view(neighbour);
+  int acquire_hand_over(const RankBuffers::StageView& own, const Action& action, int neighbour,
+                        BufferKind mine, BufferKind theirs) {
+    if (placement_.rank_of(neighbour) == rank_) {
+      const RankBuffers::StageView other = buffers_.view(neighbour);
       return other.slot(theirs, action.micro_batch) = other.pool(theirs).acquire_or_grow();
     }
-    return own.slot(mine, action.micro_batch) =
-               acquire_send_slot(own.pool(mine), action.stage, mine);
+    return own.slot(mine, action.micro_batch) = sends_.acquire_slot(action.stage, mine);
   }
 
   void add_compute(const Action& action) {
@@ -338,7 +374,7 @@ class RankPlanner {
     const int micro_batch = action.micro_batch;
     const bool forward = action.kind == ActionKind::kForward;
     const bool last = is_last(stage);
-    const StageView own = view(stage);
+    const RankBuffers::StageView own = buffers_.view(stage);
     if (forward) {
       own.slot(BufferKind::kState, micro_batch) = own.pool(BufferKind::kState).acquire_or_grow();
     }
@@ -350,11 +386,11 @@ class RankPlanner {
       if (forward) kept = own.pool(BufferKind::kOutput).acquire_or_grow();
       output = kept;
     }
-    if (!forward && action.kind != ActionKind::kBackwardWeight && stage > 0) {
+    if (makes_gradient(action.kind) && stage > 0) {
       grad_input = acquire_hand_over(own, action, stage - 1, BufferKind::kGradInput,
                                      BufferKind::kGradOutput);
     }
-    PlanOp& op = emit(OpKind::kCompute, action);
+    PlanOp& op = emit(plan_.ops, OpKind::kCompute, action);
     if (stage > 0) name_slot(op, BufferKind::kInput, own.slot(BufferKind::kInput, micro_batch));
     name_slot(op, BufferKind::kOutput, output);
     if (!forward && !last) {
@@ -364,12 +400,12 @@ class RankPlanner {
     name_slot(op, BufferKind::kState, own.slot(BufferKind::kState, micro_batch));
     if (!ends_use(action.kind, schedule_.forward_only)) return;
     if (!forward) {
-      std::int32_t& before = last_weight_[local(stage)];
+      std::int32_t& before = last_weight_[buffers_.local(stage)];
       exact_ = exact_ && micro_batch > before;
       before = micro_batch;
     }
     used_ = action;
-    if (issues_ != nullptr) release_kept();
+    if (issuer_.is_global()) release_kept();
   }
 
   // Everything kept for the action that used it last, then the receives that now find a slot. Sends
@@ -377,8 +413,8 @@ class RankPlanner {
   void release_kept() {
     if (!used_) return;
     const Action action = *std::exchange(used_, std::nullopt);
-    const StageView own = view(action.stage);
-    PlanOp& op = emit(OpKind::kRelease, action);
+    const RankBuffers::StageView own = buffers_.view(action.stage);
+    PlanOp& op = emit(plan_.ops, OpKind::kRelease, action);
     const auto release = [&](BufferKind kind) {
       const std::int32_t index = own.slot(kind, action.micro_batch);
       name_slot(op, kind, index);
@@ -391,10 +427,7 @@ class RankPlanner {
     } else if (!schedule_.forward_only) {
       release(BufferKind::kGradOutput);
     }
-    if (issues_ != nullptr) return issue_ahead();
-    for (Inbound& inbound : inbound_) {
-      if (inbound.stage == action.stage) post_receives(inbound);
-    }
+    issuer_.issue_ahead(action.stage);
   }
 
   // The n-th REDUCE_TIED of a rank belongs to the n-th group the rank has a part in.
@@ -411,43 +444,28 @@ class RankPlanner {
                                 " belongs to no tied parameter; pass the groups that lower() got");
   }
 
-  void collect_pools() {
-    for (std::size_t i = 0; i < own_.size(); ++i) {
-      for (const BufferKind kind : kAllBuffers) {
-        const Pool& sized = pools_[i * kKinds + static_cast<std::size_t>(kind)];
-        if (sized.count > 0) plan_.pools.push_back(BufferPool{own_[i], kind, sized.count});
-      }
-    }
-  }
-
   const Schedule& schedule_;
   const Placement& placement_;
-  const std::vector<Step>& steps_;
   const PlanMessages& messages_;
   const std::vector<TiedStages>& tied_;
-  const PlanOptions& options_;
-  const std::vector<Issue>* const issues_;  // null: receives are posted ahead
   const int rank_;
-  const std::size_t micro_batches_;
-  const std::vector<int>& own_;      // this rank's stages
-  std::vector<Pool> pools_;          // [own stage][kind]
-  std::vector<SendQueue> sends_;     // [own stage][kind]
-  std::vector<std::int32_t> slots_;  // [own stage][kind][micro_batch]
-  std::vector<Inbound> inbound_;
+  RankPlan plan_;
+  RankBuffers buffers_;
+  OpenSends sends_;
+  Issuer issuer_;
   std::vector<std::int32_t> last_weight_;  // [own stage] micro-batch, -1: none yet
   bool exact_ = true;
   std::optional<Action> used_;  // what it kept is not released yet
-  std::size_t tail_ = 0;        // the first step behind all compute and messages
-  std::size_t issued_ = 0;      // of issues_
   std::size_t tied_cursor_ = 0;
-  RankPlan plan_;
 };
 
 }  // namespace
 
 PlannedRank plan_rank(const Schedule& lowered, const PlanMessages& messages,
                       const std::vector<TiedStages>& tied, const PlanOptions& options, int rank) {
-  return RankPlanner(lowered, messages, tied, options, rank).run();
+  return RankPlanner(lowered, messages, tied, options, rank,
+                     find_receives(lowered, messages, options, rank))
+      .run();
 }
 
 }  // namespace sluice

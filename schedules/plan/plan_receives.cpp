@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 namespace {
 
@@ -25,7 +27,7 @@ class ReceiveFinder {
   ReceiveFinder(const Schedule& lowered, const PlanMessages& messages, const PlanOptions& options,
                 int rank)
       : schedule_(lowered),
-        steps_(lowered.ranks[static_cast<std::size_t>(rank)]),
+        steps_(lowered.ranks[at(rank)]),
         messages_(messages),
         options_(options),
         rank_(rank) {}
@@ -33,12 +35,12 @@ class ReceiveFinder {
   RankReceives run() {
     for (const int stage : schedule_.placement.stages_of(rank_)) {
       if (stage > 0) {
-        add_inbound(messages_.forward[static_cast<std::size_t>(stage) - 1],
-                    ActionKind::kRecvForward, BufferKind::kInput, stage);
+        add_inbound(messages_.forward[at(stage) - 1], ActionKind::kRecvForward, BufferKind::kInput,
+                    stage);
       }
       if (stage + 1 < schedule_.placement.stages()) {
-        add_inbound(messages_.backward[static_cast<std::size_t>(stage) + 1],
-                    ActionKind::kRecvBackward, BufferKind::kGradOutput, stage);
+        add_inbound(messages_.backward[at(stage) + 1], ActionKind::kRecvBackward,
+                    BufferKind::kGradOutput, stage);
       }
     }
     for (std::size_t i = 0; i < steps_.size(); ++i) {
@@ -53,23 +55,23 @@ class ReceiveFinder {
  private:
   void add_inbound(int channel, ActionKind action, BufferKind kind, int stage) {
     if (channel < 0) return;
-    const std::vector<int>& order = messages_.orders[static_cast<std::size_t>(channel)];
+    const std::vector<int>& order = messages_.orders[at(channel)];
     result_.inbound.push_back({channel, action, kind, stage, &order});
     Demand& demand = demands_.emplace_back();
     if (std::is_sorted(order.begin(), order.end())) return;
     demand.index_of.resize(order.size());
     for (std::size_t i = 0; i < order.size(); ++i) {
-      demand.index_of[static_cast<std::size_t>(order[i])] = static_cast<std::int32_t>(i);
+      demand.index_of[at(order[i])] = static_cast<std::int32_t>(i);
     }
   }
 
   // What the global order wants issued before the step.
   void count_issues(std::size_t step) {
     if (messages_.issues.empty()) return;
-    const std::vector<Issue>& issues = messages_.issues[static_cast<std::size_t>(rank_)];
+    const std::vector<Issue>& issues = messages_.issues[at(rank_)];
     for (; issued_ < issues.size(); ++issued_) {
       const Issue& issue = issues[issued_];
-      if (static_cast<std::size_t>(issue.before_step) > step) return;
+      if (at(issue.before_step) > step) return;
       if (!issue.receives) continue;
       std::size_t i = 0;
       while (result_.inbound[i].channel != issue.channel) ++i;
@@ -86,9 +88,8 @@ class ReceiveFinder {
         const Inbound& inbound = result_.inbound[i];
         if (inbound.stage != action.stage || inbound.action != action.kind) continue;
         Demand& demand = demands_[i];
-        demand.need(1 + (demand.index_of.empty()
-                             ? action.micro_batch
-                             : demand.index_of[static_cast<std::size_t>(action.micro_batch)]));
+        demand.need(1 + (demand.index_of.empty() ? action.micro_batch
+                                                 : demand.index_of[at(action.micro_batch)]));
         ++demand.waits;
       }
       return;
@@ -111,7 +112,7 @@ class ReceiveFinder {
     }
     int most = demand.most;
     if (!messages_.depths.empty()) {
-      most = std::max(most, messages_.depths[static_cast<std::size_t>(inbound.channel)]);
+      most = std::max(most, messages_.depths[at(inbound.channel)]);
     }
     inbound.slots = std::min(micro_batches, most + std::min(options_.receive_ahead, micro_batches));
   }

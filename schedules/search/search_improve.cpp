@@ -3,6 +3,7 @@
 #include <cmath>
 #include <utility>
 
+#include "schedules/model/index.hpp"
 #include "schedules/search/search_orders.hpp"
 
 namespace sluice::search {
@@ -22,7 +23,7 @@ class Random {
     return z ^ (z >> 31U);
   }
   // [0, count)
-  std::size_t below(std::size_t count) { return static_cast<std::size_t>(next() % count); }
+  std::size_t below(std::size_t count) { return at(next() % count); }
   // [0, 1)
   double real() { return static_cast<double>(next() >> 11U) * 0x1.0p-53; }
 
@@ -49,8 +50,8 @@ class Annealing {
     for (const double each : problem.duration) sum += each;
     unit_ = sum / static_cast<double>(problem.duration.size());
     for (std::size_t slot = 0; slot < problem.duration.size(); ++slot) {
-      rank_of_slot_.push_back(static_cast<std::size_t>(
-          problem.placement.rank_of(problem.stage(static_cast<std::int32_t>(slot)))));
+      rank_of_slot_.push_back(
+          at(problem.placement.rank_of(problem.stage(static_cast<std::int32_t>(slot)))));
     }
   }
 
@@ -87,9 +88,7 @@ class Annealing {
   Clock& current() { return clocks_[now_]; }
   Clock& trial() { return clocks_[1 - now_]; }
 
-  Place place_of(Op op) {
-    return {rank_of_slot_[static_cast<std::size_t>(op.slot)], current().position(op)};
-  }
+  Place place_of(Op op) { return {rank_of_slot_[at(op.slot)], current().position(op)}; }
 
   // A random place on a longest path that ends at the rank the goal looks at.
   Place critical_place() {
@@ -110,11 +109,10 @@ class Annealing {
       const std::vector<Op>& list = order_[place.rank];
       const Op op = list[place.position];
       const double start = current().start(op);
-      const std::int32_t need = problem_.need[static_cast<std::size_t>(op.slot)];
+      const std::int32_t need = problem_.need[at(op.slot)];
       const bool behind = place.position > 0 && current().end(list[place.position - 1]) >= start;
-      const bool fed = need >= 0 && current().end({need, op.micro_batch}) +
-                                            problem_.delay[static_cast<std::size_t>(op.slot)] >=
-                                        start;
+      const bool fed =
+          need >= 0 && current().end({need, op.micro_batch}) + problem_.delay[at(op.slot)] >= start;
       if (behind && (!fed || random_.below(2) == 0)) {
         --place.position;
       } else if (fed) {
@@ -164,11 +162,11 @@ class Annealing {
 
   void shift(std::size_t from, std::size_t to) {
     const auto begin = order_[moved_.rank].begin();
-    const auto at = [&](std::size_t i) { return begin + static_cast<std::ptrdiff_t>(i); };
+    const auto place = [&](std::size_t i) { return begin + static_cast<std::ptrdiff_t>(i); };
     if (from < to) {
-      std::rotate(at(from), at(from + 1), at(to + 1));
+      std::rotate(place(from), place(from + 1), place(to + 1));
     } else {
-      std::rotate(at(to), at(from), at(from + 1));
+      std::rotate(place(to), place(from), place(from + 1));
     }
   }
   void undo() { shift(moved_.to, moved_.from); }

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "schedules/model/index.hpp"
 #include "schedules/search/search_orders.hpp"
 
 namespace sluice::search {
@@ -18,7 +19,7 @@ class ListScheduler {
         rule_(rule),
         next_(problem.duration.size()),
         end_(problem.ops(), -1.0),
-        lines_(static_cast<std::size_t>(problem.ranks())) {}
+        lines_(at(problem.ranks())) {}
 
   Order run() {
     for (std::size_t left = count_ops(); left > 0;) {
@@ -51,29 +52,27 @@ class ListScheduler {
   };
 
   std::size_t count_ops() const { return problem_.split ? problem_.ops() : problem_.ops() / 3 * 2; }
-  std::int32_t& next(std::int32_t slot) { return next_[static_cast<std::size_t>(slot)]; }
-  std::int32_t next(std::int32_t slot) const { return next_[static_cast<std::size_t>(slot)]; }
-  double duration(std::int32_t slot) const {
-    return problem_.duration[static_cast<std::size_t>(slot)];
-  }
+  std::int32_t& next(std::int32_t slot) { return next_[at(slot)]; }
+  std::int32_t next(std::int32_t slot) const { return next_[at(slot)]; }
+  double duration(std::int32_t slot) const { return problem_.duration[at(slot)]; }
 
   // When the slot's next op could start as far as its input goes; kNever: not known.
   double arrival(std::int32_t slot) const {
     const std::int32_t k = next(slot);
     if (k >= problem_.micro_batches) return kNever;
     if (problem_.part(slot) == Part::kInput && k >= next(slot - problem_.stages())) return kNever;
-    const std::int32_t need = problem_.need[static_cast<std::size_t>(slot)];
+    const std::int32_t need = problem_.need[at(slot)];
     if (need < 0) return 0;
     const double end = end_[problem_.index({need, k})];
-    return end < 0 ? kNever : end + problem_.delay[static_cast<std::size_t>(slot)];
+    return end < 0 ? kNever : end + problem_.delay[at(slot)];
   }
 
   // Whether the micro-batches under way could all still finish after one more forward of `stage`:
   // lowest first, each with what it and the later ones hold and what it has yet to take.
   bool has_room(int rank, int stage) const {
-    const double limit = problem_.limit[static_cast<std::size_t>(rank)];
-    const double more = problem_.held[static_cast<std::size_t>(stage)];
-    if (exceeds(lines_[static_cast<std::size_t>(rank)].held + more, limit)) return false;
+    const double limit = problem_.limit[at(rank)];
+    const double more = problem_.held[at(stage)];
+    if (exceeds(lines_[at(rank)].held + more, limit)) return false;
     const std::vector<int>& stages = problem_.placement.stages_of(rank);
     if (stages.size() == 1) return true;
     const std::int32_t from = next(problem_.slot(Part::kForward, stage));
@@ -82,7 +81,7 @@ class ListScheduler {
       double missing = 0;
       bool complete = true;
       for (const int each : stages) {
-        const double part = problem_.held[static_cast<std::size_t>(each)];
+        const double part = problem_.held[at(each)];
         const bool forwarded =
             k < next(problem_.slot(Part::kForward, each)) || (each == stage && k == from);
         if (!forwarded) {
@@ -99,7 +98,7 @@ class ListScheduler {
   }
 
   double still_held(int stage, std::int32_t k) const {
-    const auto s = static_cast<std::size_t>(stage);
+    const auto s = at(stage);
     if (k >= next(problem_.slot(Part::kInput, stage))) return problem_.held[s];
     const bool weight_done = !problem_.split || k < next(problem_.slot(Part::kWeight, stage));
     return weight_done ? 0 : problem_.held[s] - problem_.released_by_input[s];
@@ -149,7 +148,7 @@ class ListScheduler {
   }
 
   std::optional<std::int32_t> choose(int rank) const {
-    const Line& line = lines_[static_cast<std::size_t>(rank)];
+    const Line& line = lines_[at(rank)];
     const double now = std::max(line.free, line.decision);
     const Choice forward = best_of(rank, Part::kForward, now);
     const Choice input = best_of(rank, Part::kInput, now);
@@ -166,14 +165,14 @@ class ListScheduler {
 
   // When something that cannot start now could. Never: until a neighbour brings it.
   double idle_until(int rank) const {
-    const Line& line = lines_[static_cast<std::size_t>(rank)];
+    const Line& line = lines_[at(rank)];
     const double now = std::max(line.free, line.decision);
     return std::min(best_of(rank, Part::kForward, now).coming,
                     best_of(rank, Part::kInput, now).coming);
   }
 
   void put(int rank, std::int32_t slot) {
-    Line& line = lines_[static_cast<std::size_t>(rank)];
+    Line& line = lines_[at(rank)];
     const Op op = {slot, next(slot)++};
     const Part part = problem_.part(slot);
     line.free = std::max(line.free, line.decision) + duration(slot);
@@ -189,10 +188,10 @@ class ListScheduler {
     } else {
       line.weights.pop_front();
     }
-    if (const std::int32_t fed = problem_.feeds[static_cast<std::size_t>(slot)]; fed >= 0) {
+    if (const std::int32_t fed = problem_.feeds[at(slot)]; fed >= 0) {
       const int other = problem_.placement.rank_of(problem_.stage(fed));
-      Line& waiting = lines_[static_cast<std::size_t>(other)];
-      const double arrives = line.free + problem_.delay[static_cast<std::size_t>(fed)];
+      Line& waiting = lines_[at(other)];
+      const double arrives = line.free + problem_.delay[at(fed)];
       waiting.decision = std::min(waiting.decision, std::max(waiting.free, arrives));
     }
   }

@@ -4,6 +4,7 @@
 #include <limits>
 #include <string>
 
+#include "schedules/model/index.hpp"
 #include "schedules/simulate/simulation_costs.hpp"
 
 namespace sluice::search {
@@ -13,7 +14,7 @@ constexpr std::size_t kNothing = std::numeric_limits<std::size_t>::max();
 
 // [stage] the least time before its first forward can start.
 std::vector<double> heads(const Problem& problem) {
-  std::vector<double> head(static_cast<std::size_t>(problem.stages()));
+  std::vector<double> head(at(problem.stages()));
   for (std::size_t s = 1; s < head.size(); ++s) {
     head[s] = head[s - 1] + problem.duration[s - 1] + problem.delay[s];
   }
@@ -22,7 +23,7 @@ std::vector<double> heads(const Problem& problem) {
 
 // [stage] the least time from the end of its input part to the end of the step.
 std::vector<double> tails(const Problem& problem) {
-  const auto stages = static_cast<std::size_t>(problem.stages());
+  const auto stages = at(problem.stages());
   std::vector<double> tail(stages);
   for (std::size_t s = 0; s < stages; ++s) {
     tail[s] = problem.duration[2 * stages + s];
@@ -33,26 +34,21 @@ std::vector<double> tails(const Problem& problem) {
   return tail;
 }
 
-double seconds_on(const Link& link, std::int64_t bytes) {
-  if (bytes == 0) return 0;
-  return link.latency + (link.bandwidth > 0 ? static_cast<double>(bytes) / link.bandwidth : 0);
-}
-
 // Who waits for whom, and how long a tensor travels where its link is free.
 void set_dependencies(Problem& problem, const SimulationTimes& times) {
   const Handovers handovers = handovers_of(times, problem.placement);
-  const auto slots = 3 * static_cast<std::size_t>(problem.stages());
+  const auto slots = 3 * at(problem.stages());
   problem.duration.resize(slots);
   problem.delay.resize(slots);
   problem.need.assign(slots, -1);
   problem.feeds.assign(slots, -1);
   const auto join = [&](std::int32_t from, std::int32_t to, const Handover& handover) {
-    problem.need[static_cast<std::size_t>(to)] = from;
-    problem.feeds[static_cast<std::size_t>(from)] = to;
-    problem.delay[static_cast<std::size_t>(to)] = handover.seconds + handover.latency;
+    problem.need[at(to)] = from;
+    problem.feeds[at(from)] = to;
+    problem.delay[at(to)] = handover.seconds + handover.latency;
   };
   for (int stage = 1; stage < problem.stages(); ++stage) {
-    const auto s = static_cast<std::size_t>(stage);
+    const auto s = at(stage);
     join(problem.slot(Part::kForward, stage - 1), problem.slot(Part::kForward, stage),
          handovers.forward[s - 1]);
     join(problem.slot(Part::kInput, stage), problem.slot(Part::kInput, stage - 1),
@@ -77,16 +73,19 @@ Problem make_problem(const Placement& placement, int micro_batches, bool split,
   set_dependencies(problem, times);
   std::vector<double> moving(memory.limit.size());
   for (int stage = 0; stage < placement.stages(); ++stage) {
-    const auto rank = static_cast<std::size_t>(placement.rank_of(stage));
+    const auto rank = at(placement.rank_of(stage));
     const StageTimes& cost = of_stage(times.stages, stage);
-    problem.duration[static_cast<std::size_t>(problem.slot(Part::kForward, stage))] = cost.forward;
-    problem.duration[static_cast<std::size_t>(problem.slot(Part::kInput, stage))] =
+    problem.duration[at(problem.slot(Part::kForward, stage))] = cost.forward;
+    problem.duration[at(problem.slot(Part::kInput, stage))] =
         cost.backward_input + (split ? 0 : cost.backward_weight);
-    problem.duration[static_cast<std::size_t>(problem.slot(Part::kWeight, stage))] =
-        split ? cost.backward_weight : 0;
+    problem.duration[at(problem.slot(Part::kWeight, stage))] = split ? cost.backward_weight : 0;
     const StageBytes bytes = times.bytes.empty() ? StageBytes{} : of_stage(times.bytes, stage);
     if (!times.reduce_overlap) {
-      problem.reduce[rank] += cost.reduce + seconds_on(times.reduce_link, bytes.reduced);
+      double seconds = 0;
+      if (bytes.reduced > 0) {
+        seconds = times.reduce_link.latency + transfer_seconds(times.reduce_link, bytes.reduced);
+      }
+      problem.reduce[rank] += cost.reduce + seconds;
     }
     if (memory.unit == Memory::Unit::kBytes) {
       problem.held.push_back(static_cast<double>(bytes.until_input + bytes.until_weight));
@@ -109,7 +108,7 @@ Problem make_problem(const Placement& placement, int micro_batches, bool split,
 double least_memory(const Problem& problem, int rank) {
   double sum = 0;
   for (const int stage : problem.placement.stages_of(rank)) {
-    sum += problem.held[static_cast<std::size_t>(stage)];
+    sum += problem.held[at(stage)];
   }
   return sum;
 }
@@ -132,7 +131,7 @@ bool fits(const Problem& problem, const Order& order) {
 }
 
 double makespan_bound(const Problem& problem) {
-  const auto stages = static_cast<std::size_t>(problem.stages());
+  const auto stages = at(problem.stages());
   const std::vector<double> head = heads(problem);
   const std::vector<double> tail = tails(problem);
   const std::size_t last = stages - 1;
@@ -143,30 +142,29 @@ double makespan_bound(const Problem& problem) {
     double passes = 0;
     double weights = 0;
     for (const int stage : problem.placement.stages_of(rank)) {
-      const auto s = static_cast<std::size_t>(stage);
+      const auto s = at(stage);
       before = std::min(before, head[s]);
       after = std::min(after, tail[s]);
       passes += problem.duration[s] + problem.duration[stages + s];
       weights += problem.duration[2 * stages + s];
     }
     const double m = problem.micro_batches;
-    const double reduce = problem.reduce[static_cast<std::size_t>(rank)];
+    const double reduce = problem.reduce[at(rank)];
     bound = std::max(bound, before + m * passes + std::max(after, m * weights + reduce));
   }
   return bound;
 }
 
 double span_bound(const Problem& problem) {
-  const auto stages = static_cast<std::size_t>(problem.stages());
+  const auto stages = at(problem.stages());
   double bound = 0;
   for (int rank = 0; rank < problem.ranks(); ++rank) {
     double busy = 0;
     for (const int stage : problem.placement.stages_of(rank)) {
-      const auto s = static_cast<std::size_t>(stage);
+      const auto s = at(stage);
       busy += problem.duration[s] + problem.duration[stages + s] + problem.duration[2 * stages + s];
     }
-    bound = std::max(bound,
-                     busy * problem.micro_batches + problem.reduce[static_cast<std::size_t>(rank)]);
+    bound = std::max(bound, busy * problem.micro_batches + problem.reduce[at(rank)]);
   }
   return bound;
 }
@@ -176,7 +174,7 @@ Clock::Clock(const Problem& problem)
       start_(problem.ops()),
       end_(problem.ops()),
       at_(problem.ops()),
-      position_(static_cast<std::size_t>(problem.ranks())),
+      position_(at(problem.ranks())),
       free_(position_.size()),
       waits_for_(position_.size()) {
   for (std::size_t slot = 0; slot < problem.duration.size(); ++slot) {
@@ -211,14 +209,14 @@ bool Clock::play(const Order& order) {
 }
 
 void Clock::advance(std::size_t rank, const std::vector<Op>& list) {
-  const auto m = static_cast<std::size_t>(problem_.micro_batches);
+  const auto m = at(problem_.micro_batches);
   for (; position_[rank] < list.size(); ++position_[rank]) {
     const Op op = list[position_[rank]];
-    const auto slot = static_cast<std::size_t>(op.slot);
-    const auto k = static_cast<std::size_t>(op.micro_batch);
+    const auto slot = at(op.slot);
+    const auto k = at(op.micro_batch);
     double begin = free_[rank];
     if (const std::int32_t need = problem_.need[slot]; need >= 0) {
-      const std::size_t needed = static_cast<std::size_t>(need) * m + k;
+      const std::size_t needed = at(need) * m + k;
       if (end_[needed] < 0) {
         waits_for_[rank] = needed;
         return;
@@ -230,7 +228,7 @@ void Clock::advance(std::size_t rank, const std::vector<Op>& list) {
     start_[index] = begin;
     free_[rank] = end_[index] = begin + problem_.duration[slot];
     if (const std::int32_t fed = problem_.feeds[slot]; fed >= 0) {
-      const auto other = static_cast<std::size_t>(rank_of_slot_[static_cast<std::size_t>(fed)]);
+      const auto other = at(rank_of_slot_[at(fed)]);
       if (waits_for_[other] == index) {
         waits_for_[other] = kNothing;
         ready_.push_back(other);

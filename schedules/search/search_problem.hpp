@@ -14,6 +14,8 @@
 #include <sluice/schedule.hpp>
 #include <sluice/search.hpp>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice::search {
 
 inline constexpr double kTolerance = 1e-9;
@@ -58,15 +60,12 @@ struct Problem {
   }
   [[nodiscard]] int stage(std::int32_t slot_of) const { return slot_of % stages(); }
   [[nodiscard]] std::size_t index(Op op) const {
-    return static_cast<std::size_t>(op.slot) * static_cast<std::size_t>(micro_batches) +
-           static_cast<std::size_t>(op.micro_batch);
+    return at(op.slot) * at(micro_batches) + at(op.micro_batch);
   }
-  [[nodiscard]] std::size_t ops() const {
-    return duration.size() * static_cast<std::size_t>(micro_batches);
-  }
+  [[nodiscard]] std::size_t ops() const { return duration.size() * at(micro_batches); }
   // By how much the op changes what its rank holds: at its start for F, else at its end.
   [[nodiscard]] double change(std::int32_t slot_of) const {
-    const auto s = static_cast<std::size_t>(stage(slot_of));
+    const auto s = at(stage(slot_of));
     switch (part(slot_of)) {
       case Part::kForward:
         return held[s];

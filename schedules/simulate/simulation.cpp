@@ -5,7 +5,9 @@
 
 #include <sluice/simulate.hpp>
 
+#include "schedules/model/actions.hpp"
 #include "schedules/model/dataflow.hpp"
+#include "schedules/model/index.hpp"
 #include "schedules/model/pair_table.hpp"
 #include "schedules/simulate/simulation_costs.hpp"
 #include "schedules/simulate/simulation_memory.hpp"
@@ -21,11 +23,11 @@ class Simulator {
         times_(times),
         detail_(detail),
         handovers_(handovers_of(times, placement_)),
-        link_free_(static_cast<std::size_t>(handovers_.links)),
+        link_free_(at(handovers_.links)),
         activation_there_(placement_.stages(), schedule.micro_batches),
         gradient_there_(schedule.forward_only ? 0 : placement_.stages(), schedule.micro_batches),
         ranks_(schedule.ranks.size()),
-        weights_done_(static_cast<std::size_t>(placement_.stages())) {
+        weights_done_(at(placement_.stages())) {
     if (!times.bytes.empty()) memory_.emplace(schedule, times);
   }
 
@@ -34,8 +36,8 @@ class Simulator {
     result_.peak_in_flight.resize(schedule_.ranks.size());
     if (detail_.timeline) reserve_timeline();
     Dataflow dataflow(schedule_);
-    const bool finished = dataflow.run(
-        [this](int rank, int, const Step& step) { visit(static_cast<std::size_t>(rank), step); });
+    const bool finished =
+        dataflow.run([this](int rank, int, const Step& step) { visit(at(rank), step); });
     if (!finished) {
       throw std::invalid_argument("simulation of '" + schedule_.name +
                                   "': the schedule cannot run to its end; check() says why");
@@ -55,12 +57,10 @@ class Simulator {
 
   // Room that is not used is never touched, so that it takes no memory.
   void reserve_timeline() {
-    const std::size_t most =
-        (schedule_.forward_only ? 1U : 3U) * static_cast<std::size_t>(schedule_.micro_batches);
+    const std::size_t most = (schedule_.forward_only ? 1U : 3U) * at(schedule_.micro_batches);
     result_.timeline.resize(schedule_.ranks.size());
     for (int rank = 0; rank < placement_.ranks(); ++rank) {
-      result_.timeline[static_cast<std::size_t>(rank)].reserve(placement_.stages_of(rank).size() *
-                                                               most);
+      result_.timeline[at(rank)].reserve(placement_.stages_of(rank).size() * most);
     }
   }
 
@@ -80,7 +80,7 @@ class Simulator {
 
   // Where the tensor that `action` uses comes from; null where it comes from no other stage.
   const Handover* source(const Action& action) const {
-    const auto stage = static_cast<std::size_t>(action.stage);
+    const auto stage = at(action.stage);
     if (action.kind == ActionKind::kForward) {
       return action.stage == 0 ? nullptr : &handovers_.forward[stage - 1];
     }
@@ -91,7 +91,7 @@ class Simulator {
 
   // Where what `action` makes goes to; null where no other stage uses it.
   const Handover* target(const Action& action) const {
-    const auto stage = static_cast<std::size_t>(action.stage);
+    const auto stage = at(action.stage);
     if (action.kind == ActionKind::kForward) {
       return action.stage + 1 == placement_.stages() ? nullptr : &handovers_.forward[stage];
     }
@@ -108,9 +108,7 @@ class Simulator {
 
   // Hands on what the action made; `start` and `end` are those of its step.
   void finish(std::size_t rank, const Action& action, double start, double end) {
-    if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardWeight) {
-      weights_done_[static_cast<std::size_t>(action.stage)] = end;
-    }
+    if (ends_backward(action.kind)) weights_done_[at(action.stage)] = end;
     if (memory_) {
       memory_->compute(static_cast<int>(rank), action, start, end);
       if (const Handover* from = source(action)) memory_->received(*from, start, end);
@@ -129,7 +127,7 @@ class Simulator {
   // Returns when the tensor arrives that was made from `start` to `end`.
   double transfer(const Handover& handover, double start, double end) {
     ++result_.messages;
-    double& free = link_free_[static_cast<std::size_t>(handover.link)];
+    double& free = link_free_[at(handover.link)];
     const double leaves = std::max(end, free);
     free = leaves + handover.seconds;
     if (memory_) memory_->produced(handover, start, leaves, free);
@@ -184,10 +182,9 @@ class Simulator {
   double reduction(int stage) const {
     const double time = of_stage(times_.stages, stage).reduce;
     if (times_.bytes.empty()) return time;
-    const auto bytes = static_cast<double>(of_stage(times_.bytes, stage).reduced);
+    const std::int64_t bytes = of_stage(times_.bytes, stage).reduced;
     if (bytes == 0) return time;
-    const Link& link = times_.reduce_link;
-    return time + link.latency + (link.bandwidth > 0 ? bytes / link.bandwidth : 0);
+    return time + times_.reduce_link.latency + transfer_seconds(times_.reduce_link, bytes);
   }
 
   void reduce() {
@@ -199,9 +196,7 @@ class Simulator {
     result_.reductions.resize(ranks_.size());
     for (std::size_t rank = 0; rank < ranks_.size(); ++rank) {
       std::vector<int> stages = placement_.stages_of(static_cast<int>(rank));
-      const auto done = [this](int stage) {
-        return weights_done_[static_cast<std::size_t>(stage)];
-      };
+      const auto done = [this](int stage) { return weights_done_[at(stage)]; };
       if (times_.reduce_overlap) {
         std::stable_sort(stages.begin(), stages.end(),
                          [&](int a, int b) { return done(a) < done(b); });
@@ -210,10 +205,8 @@ class Simulator {
       for (const int stage : stages) {
         const double start = std::max(free, done(stage));
         free = start + reduction(stage);
-        Action action;
-        action.kind = ActionKind::kReduceGrad;
-        action.stage = stage;
-        result_.reductions[rank].push_back({action, start, free});
+        result_.reductions[rank].push_back(
+            {make_action(ActionKind::kReduceGrad, stage), start, free});
       }
       ranks_[rank].free = std::max(ranks_[rank].free, free);
     }
@@ -254,7 +247,7 @@ class Simulator {
 
 Simulation simulate(const Schedule& lowered, const SimulationTimes& times,
                     const SimulationDetail& detail) {
-  if (lowered.ranks.size() != static_cast<std::size_t>(lowered.placement.ranks())) {
+  if (lowered.ranks.size() != at(lowered.placement.ranks())) {
     throw std::invalid_argument("simulation of '" + lowered.name +
                                 "': " + std::to_string(lowered.ranks.size()) + " lists for " +
                                 std::to_string(lowered.placement.ranks()) + " ranks");

@@ -8,6 +8,8 @@
 #include <string>
 #include <utility>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 namespace {
 
@@ -18,7 +20,7 @@ void require_time(const std::string& what, double time) {
   }
 }
 
-void require_link(const std::string& what, const Link& link) {
+void require_link(const std::string& what, const LinkCost& link) {
   require_time("latency of " + what, link.latency);
   if (!std::isfinite(link.bandwidth) || link.bandwidth < 0) {
     throw std::invalid_argument("simulation: the bandwidth of " + what + " is " +
@@ -28,7 +30,7 @@ void require_link(const std::string& what, const Link& link) {
 }
 
 void require_entries(const std::string& what, std::size_t entries, int stages) {
-  if (entries == 1 || entries == static_cast<std::size_t>(stages)) return;
+  if (entries == 1 || entries == at(stages)) return;
   throw std::invalid_argument("simulation: " + what + " for " + std::to_string(entries) +
                               " stages; legal is 1 for all alike or one for each of " +
                               std::to_string(stages) + " stages");
@@ -88,9 +90,9 @@ void require_valid(const SimulationTimes& times, int stages) {
 }
 
 // [rank pair] the link that is not as all others are.
-using Exceptions = std::map<std::pair<int, int>, Link>;
+using Exceptions = std::map<std::pair<int, int>, LinkCost>;
 
-Link link_of(const SimulationTimes& times, const Exceptions& exceptions, int from, int to) {
+LinkCost link_of(const SimulationTimes& times, const Exceptions& exceptions, int from, int to) {
   const auto found = exceptions.find({from, to});
   if (found != exceptions.end()) return found->second;
   const int size = times.ranks_per_node;
@@ -104,58 +106,21 @@ Exceptions exceptions_of(const SimulationTimes& times) {
   return exceptions;
 }
 
-// A piece of a stage: numerator / denominator of it, in lowest terms, so that cutting into v equal
-// parts divides by v and nothing else.
-struct Share {
-  double numerator = 1, denominator = 1;
-  [[nodiscard]] double of(double value) const { return value * numerator / denominator; }
-};
-
-// Calls visit(old stage, share) for each old stage that new stage `stage` has a part of.
-template <class Visit>
-void for_each_share(int stage, int old_stages, int new_stages, const Visit& visit) {
+// The pieces of the old stages that new stage `stage` is made of.
+std::vector<StagePiece> pieces_of(int stage, int old_stages, int new_stages) {
   // In units of which an old stage has `width` and a new one `step`.
   const std::int64_t divisor = std::gcd(old_stages, new_stages);
   const std::int64_t width = new_stages / divisor;
   const std::int64_t step = old_stages / divisor;
   const std::int64_t end = (stage + std::int64_t{1}) * step;
-  for (std::int64_t at = stage * step; at < end;) {
-    const std::int64_t next = std::min(end, (at / width + 1) * width);
-    visit(static_cast<int>(at / width),
-          Share{static_cast<double>(next - at), static_cast<double>(width)});
-    at = next;
+  std::vector<StagePiece> pieces;
+  for (std::int64_t begin = stage * step; begin < end;) {
+    const std::int64_t next = std::min(end, (begin / width + 1) * width);
+    pieces.push_back({static_cast<int>(begin / width), static_cast<double>(next - begin),
+                      static_cast<double>(width)});
+    begin = next;
   }
-}
-
-StageTimes recut_times(const std::vector<StageTimes>& old, int stage, int old_stages,
-                       int new_stages) {
-  StageTimes sum{0, 0, 0, 0};
-  for_each_share(stage, old_stages, new_stages, [&](int from, const Share& share) {
-    const StageTimes& part = of_stage(old, from);
-    sum.forward += share.of(part.forward);
-    sum.backward_input += share.of(part.backward_input);
-    sum.backward_weight += share.of(part.backward_weight);
-    sum.reduce += share.of(part.reduce);
-  });
-  return sum;
-}
-
-StageBytes recut_bytes(const std::vector<StageBytes>& old, int stage, int old_stages,
-                       int new_stages) {
-  double until_input = 0, until_weight = 0, resident = 0, reduced = 0;
-  StageBytes bytes;
-  for_each_share(stage, old_stages, new_stages, [&](int from, const Share& share) {
-    bytes = of_stage(old, from);  // the last one's output passes the border
-    until_input += share.of(static_cast<double>(bytes.until_input));
-    until_weight += share.of(static_cast<double>(bytes.until_weight));
-    resident += share.of(static_cast<double>(bytes.resident));
-    reduced += share.of(static_cast<double>(bytes.reduced));
-  });
-  bytes.until_input = std::llround(until_input);
-  bytes.until_weight = std::llround(until_weight);
-  bytes.resident = std::llround(resident);
-  bytes.reduced = std::llround(reduced);
-  return bytes;
+  return pieces;
 }
 
 }  // namespace
@@ -175,7 +140,7 @@ void require_costs(const SimulationTimes& times, const Schedule& schedule) {
   }
 }
 
-Link link_between(const SimulationTimes& times, int from, int to) {
+LinkCost link_between(const SimulationTimes& times, int from, int to) {
   return link_of(times, exceptions_of(times), from, to);
 }
 
@@ -188,25 +153,56 @@ Handovers handovers_of(const SimulationTimes& times, const Placement& placement)
     handover.to = placement.rank_of(to_stage);
     handover.bytes = bytes;
     if (handover.from == handover.to) return handover;
-    const Link link = link_of(times, exceptions, handover.from, handover.to);
+    const LinkCost link = link_of(times, exceptions, handover.from, handover.to);
     handover.link =
         links.emplace(std::pair{handover.from, handover.to}, static_cast<int>(links.size()))
             .first->second;
-    handover.seconds = link.bandwidth > 0 ? static_cast<double>(bytes) / link.bandwidth : 0;
+    handover.seconds = transfer_seconds(link, bytes);
     handover.latency = link.latency;
     return handover;
   };
-  const auto stages = static_cast<std::size_t>(placement.stages());
+  const auto stages = at(placement.stages());
   Handovers result{std::vector<Handover>(stages), std::vector<Handover>(stages), 0};
   const StageBytes none;
   for (int stage = 0; stage + 1 < placement.stages(); ++stage) {
     const StageBytes& bytes = times.bytes.empty() ? none : of_stage(times.bytes, stage);
-    result.forward[static_cast<std::size_t>(stage)] = make(stage, stage + 1, bytes.output);
-    result.backward[static_cast<std::size_t>(stage) + 1] =
-        make(stage + 1, stage, gradient_bytes(bytes));
+    result.forward[at(stage)] = make(stage, stage + 1, bytes.output);
+    result.backward[at(stage) + 1] = make(stage + 1, stage, gradient_bytes(bytes));
   }
   result.links = static_cast<int>(links.size());
   return result;
+}
+
+double transfer_seconds(const LinkCost& link, std::int64_t bytes) {
+  return link.bandwidth > 0 ? static_cast<double>(bytes) / link.bandwidth : 0;
+}
+
+void append_stage(const SimulationTimes& old, const std::vector<StagePiece>& pieces,
+                  SimulationTimes& times) {
+  StageTimes sum{0, 0, 0, 0};
+  double until_input = 0, until_weight = 0, resident = 0, reduced = 0;
+  StageBytes bytes;
+  for (const StagePiece& piece : pieces) {
+    const auto share = [&](double value) { return value * piece.numerator / piece.denominator; };
+    const StageTimes& part = of_stage(old.stages, piece.stage);
+    sum.forward += share(part.forward);
+    sum.backward_input += share(part.backward_input);
+    sum.backward_weight += share(part.backward_weight);
+    sum.reduce += share(part.reduce);
+    if (old.bytes.empty()) continue;
+    bytes = of_stage(old.bytes, piece.stage);  // the last one's output passes the border
+    until_input += share(static_cast<double>(bytes.until_input));
+    until_weight += share(static_cast<double>(bytes.until_weight));
+    resident += share(static_cast<double>(bytes.resident));
+    reduced += share(static_cast<double>(bytes.reduced));
+  }
+  times.stages.push_back(sum);
+  if (old.bytes.empty()) return;
+  bytes.until_input = std::llround(until_input);
+  bytes.until_weight = std::llround(until_weight);
+  bytes.resident = std::llround(resident);
+  bytes.reduced = std::llround(reduced);
+  times.bytes.push_back(bytes);
 }
 
 SimulationTimes recut(const SimulationTimes& times, int old_stages, int new_stages) {
@@ -219,9 +215,7 @@ SimulationTimes recut(const SimulationTimes& times, int old_stages, int new_stag
   result.stages.clear();
   result.bytes.clear();
   for (int stage = 0; stage < new_stages; ++stage) {
-    result.stages.push_back(recut_times(times.stages, stage, old_stages, new_stages));
-    if (times.bytes.empty()) continue;
-    result.bytes.push_back(recut_bytes(times.bytes, stage, old_stages, new_stages));
+    append_stage(times, pieces_of(stage, old_stages, new_stages), result);
   }
   return result;
 }

@@ -8,12 +8,14 @@
 
 #include <sluice/simulate.hpp>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 
 // Of one entry for all stages alike or one per stage.
 template <class T>
 [[nodiscard]] const T& of_stage(const std::vector<T>& entries, int stage) {
-  return entries[entries.size() == 1 ? 0 : static_cast<std::size_t>(stage)];
+  return entries[entries.size() == 1 ? 0 : at(stage)];
 }
 
 [[nodiscard]] inline std::int64_t gradient_bytes(const StageBytes& bytes) {
@@ -22,6 +24,19 @@ template <class T>
 
 // Throws std::invalid_argument as simulate() does for costs that do not fit the schedule.
 void require_costs(const SimulationTimes& times, const Schedule& schedule);
+
+// Seconds that the bytes occupy the link, without its latency.
+[[nodiscard]] double transfer_seconds(const LinkCost& link, std::int64_t bytes);
+
+// numerator / denominator of a stage. Cutting into v equal parts thus divides by v and no more.
+struct StagePiece {
+  int stage = 0;
+  double numerator = 1, denominator = 1;
+};
+
+// Appends the stage that the pieces of `old` make up, in order, to `times`.
+void append_stage(const SimulationTimes& old, const std::vector<StagePiece>& pieces,
+                  SimulationTimes& times);
 
 // What one stage hands to a neighbour.
 struct Handover {

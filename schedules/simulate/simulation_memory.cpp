@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <tuple>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 namespace {
 
@@ -18,13 +20,12 @@ MemoryRecorder::MemoryRecorder(const Schedule& schedule, const SimulationTimes& 
 }
 
 void MemoryRecorder::take(int rank, double time, std::int64_t bytes) {
-  if (bytes > 0) changes_[static_cast<std::size_t>(rank)].push_back({time, bytes, kTake});
+  if (bytes > 0) changes_[at(rank)].push_back({time, bytes, kTake});
 }
 
 void MemoryRecorder::release(int rank, double time, std::int64_t bytes, bool held) {
   if (bytes == 0) return;
-  changes_[static_cast<std::size_t>(rank)].push_back(
-      {time, -bytes, held ? kRelease : kReleaseAtOnce});
+  changes_[at(rank)].push_back({time, -bytes, held ? kRelease : kReleaseAtOnce});
 }
 
 void MemoryRecorder::compute(int rank, const Action& action, double start, double end) {

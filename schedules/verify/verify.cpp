@@ -4,6 +4,8 @@
 
 #include <sluice/verify.hpp>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 namespace {
 
@@ -12,9 +14,7 @@ constexpr std::array<std::string_view, kTransportModels> kModelNames = {
 
 }  // namespace
 
-std::string_view name_of(TransportModel model) {
-  return kModelNames[static_cast<std::size_t>(model)];
-}
+std::string_view name_of(TransportModel model) { return kModelNames[at(model)]; }
 
 bool Verification::progresses(TransportModel model) const {
   return std::find(progresses_under.begin(), progresses_under.end(), model) !=

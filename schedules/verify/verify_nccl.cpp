@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "schedules/model/index.hpp"
 #include "schedules/verify/verify_walk.hpp"
 
 namespace sluice {
@@ -44,11 +45,11 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
   }
 
   bool is_done(const ProgressEvent& wait) const {
-    const Sides& sides = sides_[static_cast<std::size_t>(wait.channel)];
+    const Sides& sides = sides_[at(wait.channel)];
     return (wait.kind == OpKind::kWaitRecv ? sides.received : sides.sent) > wait.index;
   }
 
-  Violation standstill(int first_blocked) const;
+  Violation deadlock(int first_blocked) const;
 
  private:
   struct Member {
@@ -81,8 +82,7 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     if (model_ == TransportModel::kNccl) {
       return receives ? receiver_of(channel) : sender_of(channel);
     }
-    return 2 * static_cast<std::size_t>(trace_.channels[static_cast<std::size_t>(channel)].pair) +
-           (receives ? 1U : 0U);
+    return 2 * at(trace_.channels[at(channel)].pair) + (receives ? 1U : 0U);
   }
 
   // Starts the group at the head of a queue that has one.
@@ -93,7 +93,7 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     std::size_t i = queue.first;
     do {
       const Member& member = queue.members[i];
-      Sides& sides = sides_[static_cast<std::size_t>(member.channel)];
+      Sides& sides = sides_[at(member.channel)];
       (member.receives ? sides.receiving : sides.sending) = member.index + 1;
       if ((member.receives ? sides.sending : sides.receiving) <= member.index) {
         ++queue.unmatched;
@@ -110,7 +110,7 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     Queue& queue = queues_[index];
     for (; queue.first < queue.group_end; ++queue.first) {
       const Member& member = queue.members[queue.first];
-      Sides& sides = sides_[static_cast<std::size_t>(member.channel)];
+      Sides& sides = sides_[at(member.channel)];
       if (member.receives) {
         sides.received = member.index + 1;
         wake_waiting(receiver_of(member.channel), OpKind::kWaitRecv, member.channel);
@@ -133,14 +133,14 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     run_first(index);
   }
 
-  // The rest puts a standstill into words.
+  // The rest puts a deadlock into words.
 
   // The first message of the group that runs whose other side does not.
   const Member& unmatched_member(const Queue& queue) const {
     std::size_t i = queue.first;
     for (;; ++i) {
       const Member& member = queue.members[i];
-      const Sides& sides = sides_[static_cast<std::size_t>(member.channel)];
+      const Sides& sides = sides_[at(member.channel)];
       if ((member.receives ? sides.sending : sides.receiving) <= member.index) return member;
     }
   }
@@ -186,7 +186,7 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     if (event.kind == OpKind::kWaitRecv || event.kind == OpKind::kWaitSend) {
       return {true, queue_of(event.channel, event.kind == OpKind::kWaitRecv)};
     }
-    return {false, static_cast<std::size_t>(missing_party(event))};
+    return {false, at(missing_party(event))};
   }
 
   std::string name_of_queue(std::size_t index) const {
@@ -203,7 +203,7 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     const Holder next = awaited(holder);
     const std::string whom =
         next.is_queue ? name_of_queue(next.index) : "rank " + std::to_string(next.index);
-    const PlanOp& op = ops_of(rank)[static_cast<std::size_t>(position)];
+    const PlanOp& op = ops_of(rank)[at(position)];
     if (!holder.is_queue) {
       return "rank " + std::to_string(rank) + " at " + op_text(rank, position) + " waits for " +
              whom + (next.is_queue ? "" : " to join");
@@ -226,9 +226,9 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
   std::vector<std::size_t> ended_;    // queues whose first group has ended
 };
 
-Violation QueueReplay::standstill(int first_blocked) const {
+Violation QueueReplay::deadlock(int first_blocked) const {
   std::vector<Holder> chain;
-  Holder holder{false, static_cast<std::size_t>(first_blocked)};
+  Holder holder{false, at(first_blocked)};
   const std::string model = "under the " + std::string(name_of(model_)) + " model ";
   while (std::find(chain.begin(), chain.end(), holder) == chain.end()) {
     if (!holder.is_queue && finished(static_cast<int>(holder.index))) {
@@ -258,9 +258,7 @@ std::optional<Violation> check_pair_orders(const Plan& plan, const PlanTrace& tr
                   [](const PairTrace& pair) { return pair.channels < 2; })) {
     return std::nullopt;
   }
-  const auto pair_of = [&](std::int32_t channel) {
-    return static_cast<std::size_t>(trace.channels[static_cast<std::size_t>(channel)].pair);
-  };
+  const auto pair_of = [&](std::int32_t channel) { return at(trace.channels[at(channel)].pair); };
   // [pair * 2 + receives] channels in the order of their messages.
   std::vector<std::vector<std::int32_t>> orders(2 * trace.pairs.size());
   for (const std::vector<ProgressEvent>& events : trace.events) {
@@ -280,27 +278,26 @@ std::optional<Violation> check_pair_orders(const Plan& plan, const PlanTrace& tr
     if (differs.first == sent.end()) continue;
     // The op of either side.
     const auto find = [&](int rank, OpKind kind, std::ptrdiff_t left) {
-      const std::vector<PlanOp>& ops = plan.ranks[static_cast<std::size_t>(rank)].ops;
+      const std::vector<PlanOp>& ops = plan.ranks[at(rank)].ops;
       for (std::size_t i = 0;; ++i) {
         if (ops[i].kind != kind || pair_of(ops[i].channel) != pair) continue;
         if (left-- == 0) return static_cast<int>(i);
       }
     };
-    const std::ptrdiff_t at = differs.first - sent.begin();
+    const std::ptrdiff_t number = differs.first - sent.begin();
     const PairDepth& ranks = trace.pairs[pair].depth;
-    const int sends = find(ranks.from_rank, OpKind::kStartSend, at);
-    const int posts = find(ranks.to_rank, OpKind::kPostRecv, at);
+    const int sends = find(ranks.from_rank, OpKind::kStartSend, number);
+    const int posts = find(ranks.to_rank, OpKind::kPostRecv, number);
     const auto text = [&](int rank, int position) {
       return "op " + std::to_string(position) + " (" +
-             to_string(plan.ranks[static_cast<std::size_t>(rank)]
-                           .ops[static_cast<std::size_t>(position)]) +
-             ") of rank " + std::to_string(rank);
+             to_string(plan.ranks[at(rank)].ops[at(position)]) + ") of rank " +
+             std::to_string(rank);
     };
     return Violation{ranks.to_rank, posts,
                      "under the " + std::string(name_of(model)) +
                          " model the wrong tensor is delivered: " + text(ranks.to_rank, posts) +
                          " meets " + text(ranks.from_rank, sends) + ", since both are number " +
-                         std::to_string(at) +
+                         std::to_string(number) +
                          " between these ranks; both ends must issue in one order"};
   }
   return std::nullopt;

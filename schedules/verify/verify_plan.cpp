@@ -9,6 +9,7 @@
 #include <sluice/plan.hpp>
 #include <sluice/verify.hpp>
 
+#include "schedules/model/index.hpp"
 #include "schedules/verify/verify_progress.hpp"
 #include "schedules/verify/verify_rank.hpp"
 #include "schedules/verify/verify_trace.hpp"
@@ -23,7 +24,7 @@ std::optional<Violation> check_shape(const Plan& plan) {
     return about_plan("the plan has " + std::to_string(plan.micro_batches) +
                       " micro-batches; at least 1 is needed");
   }
-  if (plan.ranks.size() != static_cast<std::size_t>(plan.placement.ranks())) {
+  if (plan.ranks.size() != at(plan.placement.ranks())) {
     return about_plan("the plan lists " + std::to_string(plan.ranks.size()) +
                       " ranks, its placement has " + std::to_string(plan.placement.ranks()));
   }
@@ -88,15 +89,15 @@ std::optional<Violation> check_pairing(const Plan& plan, const PlanTrace& trace)
     return std::nullopt;
   }
   for (int rank = 0; rank < plan.placement.ranks(); ++rank) {
-    const std::vector<PlanOp>& ops = plan.ranks[static_cast<std::size_t>(rank)].ops;
+    const std::vector<PlanOp>& ops = plan.ranks[at(rank)].ops;
     for (std::size_t i = 0; i < ops.size(); ++i) {
       const bool sends = ops[i].kind == OpKind::kStartSend;
       if (!sends && ops[i].kind != OpKind::kPostRecv) continue;
-      const ChannelTrace& orders = trace.channels[static_cast<std::size_t>(ops[i].channel)];
+      const ChannelTrace& orders = trace.channels[at(ops[i].channel)];
       const int own = (sends ? orders.sent : orders.posted).index_of(ops[i].micro_batch);
       const int other = (sends ? orders.posted : orders.sent).index_of(ops[i].micro_batch);
       if (own == other) continue;
-      const Channel& channel = plan.channels[static_cast<std::size_t>(ops[i].channel)];
+      const Channel& channel = plan.channels[at(ops[i].channel)];
       const std::string peer =
           "rank " + std::to_string(sends ? channel.to_rank : channel.from_rank);
       const std::string what =
@@ -123,7 +124,7 @@ void progress_under_all(const Plan& plan, const PlanTrace& trace, const VerifyOp
                         Verification& result) {
   std::array<std::optional<Violation>, kTransportModels> stuck;
   const auto replay = [&](TransportModel model) {
-    auto& found = stuck[static_cast<std::size_t>(model)];
+    auto& found = stuck[at(model)];
     found = replay_progress(plan, trace, model, options);
     return !found.has_value();
   };
@@ -134,15 +135,15 @@ void progress_under_all(const Plan& plan, const PlanTrace& trace, const VerifyOp
   const bool rendezvous = bounded || edges || replay(TransportModel::kRendezvous);
   if (!rendezvous) replay(TransportModel::kEager);
   for (int i = 0; i < kTransportModels; ++i) {
-    auto& found = stuck[static_cast<std::size_t>(i)];
+    auto& found = stuck[at(i)];
     const auto model = static_cast<TransportModel>(i);
     if (found) {
-      result.standstills.push_back({model, std::move(*found)});
+      result.deadlocks.push_back({model, std::move(*found)});
     } else {
       result.progresses_under.push_back(model);
     }
   }
-  if (result.progresses_under.empty()) result.violation = result.standstills.front().violation;
+  if (result.progresses_under.empty()) result.violation = result.deadlocks.front().violation;
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "schedules/model/index.hpp"
 #include "schedules/verify/verify_nccl.hpp"
 #include "schedules/verify/verify_walk.hpp"
 
@@ -29,17 +30,17 @@ class TaggedReplay : public ProgressWalk<TaggedReplay> {
   }
 
   bool is_done(const ProgressEvent& wait) const {
-    const auto channel = static_cast<std::size_t>(wait.channel);
+    const auto channel = at(wait.channel);
     if (wait.kind == OpKind::kWaitRecv) return started_[channel] > wait.index;
     return model_ == TransportModel::kEager || posted_[channel] > wait.index;
   }
 
-  Violation standstill(int first_blocked) const {
+  Violation deadlock(int first_blocked) const {
     std::vector<int> chain;
     std::vector<bool> visited(unmatched_.size());
     int rank = first_blocked;
-    while (!finished(rank) && !visited[static_cast<std::size_t>(rank)]) {
-      visited[static_cast<std::size_t>(rank)] = true;
+    while (!finished(rank) && !visited[at(rank)]) {
+      visited[at(rank)] = true;
       chain.push_back(rank);
       rank = awaited_rank(rank);
     }
@@ -60,8 +61,8 @@ class TaggedReplay : public ProgressWalk<TaggedReplay> {
   // Posts and starts of a channel come in the order of their index.
   void post(const ProgressEvent& event) {
     const std::size_t sender = sender_of(event.channel);
-    posted_[static_cast<std::size_t>(event.channel)] = event.index + 1;
-    if (started_[static_cast<std::size_t>(event.channel)] <= event.index) return;
+    posted_[at(event.channel)] = event.index + 1;
+    if (started_[at(event.channel)] <= event.index) return;
     --unmatched_[sender];
     if (!blocked(sender)) return;
     if (event_at(sender).kind == OpKind::kStartSend) {
@@ -73,17 +74,17 @@ class TaggedReplay : public ProgressWalk<TaggedReplay> {
 
   bool start(std::size_t rank, const ProgressEvent& event) {
     if (model_ == TransportModel::kBounded && unmatched_[rank] >= send_buffers_) return false;
-    started_[static_cast<std::size_t>(event.channel)] = event.index + 1;
-    if (posted_[static_cast<std::size_t>(event.channel)] <= event.index) ++unmatched_[rank];
+    started_[at(event.channel)] = event.index + 1;
+    if (posted_[at(event.channel)] <= event.index) ++unmatched_[rank];
     wake_waiting(receiver_of(event.channel), OpKind::kWaitRecv, event.channel);
     return true;
   }
 
-  // The rest puts a standstill into words.
+  // The rest puts a deadlock into words.
 
   // A rank that must act before the blocked `rank` can go on.
   int awaited_rank(int rank) const {
-    const ProgressEvent& event = event_at(static_cast<std::size_t>(rank));
+    const ProgressEvent& event = event_at(at(rank));
     switch (event.kind) {
       case OpKind::kWaitRecv:
         return channel_of(event.channel).from_rank;
@@ -104,7 +105,7 @@ class TaggedReplay : public ProgressWalk<TaggedReplay> {
 
   std::string waits(int rank) const {
     const int position = op_position(rank);
-    const PlanOp& op = ops_of(rank)[static_cast<std::size_t>(position)];
+    const PlanOp& op = ops_of(rank)[at(position)];
     std::string text = "rank " + std::to_string(rank) + " at " + op_text(rank, position) +
                        " waits for rank " + std::to_string(awaited_rank(rank)) + " to ";
     switch (op.kind) {

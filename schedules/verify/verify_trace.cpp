@@ -4,6 +4,9 @@
 #include <numeric>
 #include <utility>
 
+#include "schedules/model/actions.hpp"
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 
 PlanTrace::PlanTrace(const Plan& plan)
@@ -23,45 +26,34 @@ std::int32_t MessageOrderTrace::add_out_of_order(std::int32_t micro_batch,
                                                  std::int32_t micro_batches) {
   if (index_of(micro_batch) >= 0) return -1;
   if (table_.empty()) {
-    table_.resize(static_cast<std::size_t>(micro_batches), -1);
+    table_.resize(at(micro_batches), -1);
     std::iota(table_.begin(), table_.begin() + count_, 0);
   }
-  return table_[static_cast<std::size_t>(micro_batch)] = count_++;
+  return table_[at(micro_batch)] = count_++;
 }
 
 std::vector<int> local_stage_indices(const Placement& placement) {
-  std::vector<int> local(static_cast<std::size_t>(placement.stages()));
+  std::vector<int> local(at(placement.stages()));
   for (int rank = 0; rank < placement.ranks(); ++rank) {
     int next = 0;
-    for (const int stage : placement.stages_of(rank))
-      local[static_cast<std::size_t>(stage)] = next++;
+    for (const int stage : placement.stages_of(rank)) local[at(stage)] = next++;
   }
   return local;
 }
 
 Violation violation_at(const Plan& plan, int rank, int position, const std::string& what) {
-  const PlanOp& op =
-      plan.ranks[static_cast<std::size_t>(rank)].ops[static_cast<std::size_t>(position)];
+  const PlanOp& op = plan.ranks[at(rank)].ops[at(position)];
   return Violation{rank, position,
                    "rank " + std::to_string(rank) + ", op " + std::to_string(position) + " (" +
                        to_string(op) + "): " + what};
 }
 
 Action sending_action(const Channel& channel, int micro_batch) {
-  Action action;
-  action.kind = channel.kind;
-  action.stage = channel.from_stage;
-  action.micro_batch = micro_batch;
-  return action;
+  return make_action(channel.kind, channel.from_stage, micro_batch);
 }
 
 Action receiving_action(const Channel& channel, int micro_batch) {
-  Action action;
-  action.kind = channel.kind == ActionKind::kSendForward ? ActionKind::kRecvForward
-                                                         : ActionKind::kRecvBackward;
-  action.stage = channel.to_stage;
-  action.micro_batch = micro_batch;
-  return action;
+  return other_end(sending_action(channel, micro_batch));
 }
 
 }  // namespace sluice

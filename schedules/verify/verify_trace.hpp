@@ -10,6 +10,8 @@
 #include <sluice/plan.hpp>
 #include <sluice/verify.hpp>
 
+#include "schedules/model/index.hpp"
+
 namespace sluice {
 
 // Eight bytes: a large plan leaves hundreds of millions.
@@ -44,7 +46,7 @@ class MessageOrderTrace {
   }
   // -1: not listed.
   [[nodiscard]] std::int32_t index_of(std::int32_t micro_batch) const {
-    if (!table_.empty()) return table_[static_cast<std::size_t>(micro_batch)];
+    if (!table_.empty()) return table_[at(micro_batch)];
     return micro_batch < count_ ? micro_batch : -1;
   }
   friend bool operator==(const MessageOrderTrace&, const MessageOrderTrace&) = default;

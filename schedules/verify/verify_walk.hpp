@@ -11,6 +11,7 @@
 
 #include <sluice/plan.hpp>
 
+#include "schedules/model/index.hpp"
 #include "schedules/verify/verify_trace.hpp"
 
 namespace sluice {
@@ -18,7 +19,7 @@ namespace sluice {
 // `Model` derives from this and has, public:
 //   bool issue(std::size_t rank, const ProgressEvent& event);  // a post or a start; false: not yet
 //   bool is_done(const ProgressEvent& wait) const;             // kWaitRecv or kWaitSend
-//   Violation standstill(int rank) const;                      // of a rank that is blocked
+//   Violation deadlock(int rank) const;                      // of a rank that is blocked
 template <class Model>
 class ProgressWalk {
  public:
@@ -38,7 +39,7 @@ class ProgressWalk {
       advance(rank);
     }
     for (std::size_t rank = 0; rank < cursors_.size(); ++rank) {
-      if (cursors_[rank].blocked) return model().standstill(static_cast<int>(rank));
+      if (cursors_[rank].blocked) return model().deadlock(static_cast<int>(rank));
     }
     return std::nullopt;
   }
@@ -46,8 +47,7 @@ class ProgressWalk {
  protected:
   [[nodiscard]] bool blocked(std::size_t rank) const { return cursors_[rank].blocked; }
   [[nodiscard]] bool finished(int rank) const {
-    return cursors_[static_cast<std::size_t>(rank)].position ==
-           trace_.events[static_cast<std::size_t>(rank)].size();
+    return cursors_[at(rank)].position == trace_.events[at(rank)].size();
   }
   // What the rank does next; not for one that has finished.
   [[nodiscard]] const ProgressEvent& event_at(std::size_t rank) const {
@@ -59,13 +59,13 @@ class ProgressWalk {
     return next < trace_.events[rank].size() ? &trace_.events[rank][next] : nullptr;
   }
   [[nodiscard]] const Channel& channel_of(std::int32_t channel) const {
-    return plan_.channels[static_cast<std::size_t>(channel)];
+    return plan_.channels[at(channel)];
   }
   [[nodiscard]] std::size_t sender_of(std::int32_t channel) const {
-    return static_cast<std::size_t>(channel_of(channel).from_rank);
+    return at(channel_of(channel).from_rank);
   }
   [[nodiscard]] std::size_t receiver_of(std::int32_t channel) const {
-    return static_cast<std::size_t>(channel_of(channel).to_rank);
+    return at(channel_of(channel).to_rank);
   }
 
   void wake(std::size_t rank) {
@@ -79,13 +79,13 @@ class ProgressWalk {
     if (awaited.kind == kind && awaited.channel == channel) wake(rank);
   }
 
-  // The rest puts a standstill into words.
+  // The rest puts a deadlock into words.
 
   // A party that has not come to the collective.
   [[nodiscard]] int missing_party(const ProgressEvent& event) const {
     const std::size_t wanted = collective_of(event);
     for (const int party : collectives_[wanted].parties) {
-      const auto rank = static_cast<std::size_t>(party);
+      const auto rank = at(party);
       const bool waits = cursors_[rank].blocked && cursors_[rank].arrived &&
                          collective_of(event_at(rank)) == wanted;
       if (!waits) return party;
@@ -95,19 +95,18 @@ class ProgressWalk {
 
   // Index of the op that left the rank's current event.
   [[nodiscard]] int op_position(int rank) const {
-    std::size_t left = cursors_[static_cast<std::size_t>(rank)].position;
+    std::size_t left = cursors_[at(rank)].position;
     std::size_t i = 0;
     for (;; ++i) {
       if (leaves_event(ops_of(rank)[i].kind) && left-- == 0) return static_cast<int>(i);
     }
   }
   [[nodiscard]] const std::vector<PlanOp>& ops_of(int rank) const {
-    return plan_.ranks[static_cast<std::size_t>(rank)].ops;
+    return plan_.ranks[at(rank)].ops;
   }
   // "op 3 (send 0SEND_F1 ...)"
   [[nodiscard]] std::string op_text(int rank, int position) const {
-    return "op " + std::to_string(position) + " (" +
-           to_string(ops_of(rank)[static_cast<std::size_t>(position)]) + ")";
+    return "op " + std::to_string(position) + " (" + to_string(ops_of(rank)[at(position)]) + ")";
   }
 
   const Plan& plan_;
@@ -136,8 +135,7 @@ class ProgressWalk {
   }
 
   [[nodiscard]] std::size_t collective_of(const ProgressEvent& event) const {
-    return event.kind == OpKind::kOptimizer ? collectives_.size() - 1
-                                            : static_cast<std::size_t>(event.channel);
+    return event.kind == OpKind::kOptimizer ? collectives_.size() - 1 : at(event.channel);
   }
 
   void advance(std::size_t rank) {
@@ -171,7 +169,7 @@ class ProgressWalk {
       cursors_[rank].arrived = true;
       if (++collective.arrived == collective.parties.size()) {
         for (const int party : collective.parties) {
-          if (static_cast<std::size_t>(party) != rank) wake(static_cast<std::size_t>(party));
+          if (at(party) != rank) wake(at(party));
         }
       }
     }

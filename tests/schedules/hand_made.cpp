@@ -57,7 +57,7 @@ Plan plan_of(const Schedule& schedule, const std::vector<TiedStages>& tied,
 
 Schedule lower_with_early_sums(const Schedule& schedule) {
   LowerOptions lowering;
-  lowering.sums_beside.assign(static_cast<std::size_t>(schedule.placement.stages()), true);
+  lowering.overlapped_grad_sums.assign(static_cast<std::size_t>(schedule.placement.stages()), true);
   return lower(schedule, lowering);
 }
 

@@ -36,7 +36,7 @@ struct LowerOptions {
   std::vector<TiedStages> tied;  // one REDUCE_TIED on every rank that owns one of the stages
   // [stage] Its sum over replicas runs beside computation and blocks nobody, as NCCL's do. Empty:
   // no stage's does.
-  std::vector<bool> sums_beside = {};
+  std::vector<bool> overlapped_grad_sums = {};
 };
 
 // Adds SEND right after the action that produces and RECV right before the action that uses, where
@@ -46,7 +46,7 @@ struct LowerOptions {
 // computation; else at the list's end, where a sum that blocks holds up no other rank. A
 // REDUCE_TIED names the first stage of its group on that rank; groups come in the order of `tied`.
 // Requires: check() found nothing. Throws std::invalid_argument for schedules with messages, for
-// illegal groups and where `sums_beside` has not one entry per stage.
+// illegal groups and where `overlapped_grad_sums` has not one entry per stage.
 [[nodiscard]] Schedule lower(const Schedule& schedule, const LowerOptions& options);
 
 enum class BufferKind : std::uint8_t { kInput, kOutput, kGradOutput, kGradInput, kState };

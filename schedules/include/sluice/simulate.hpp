@@ -46,14 +46,14 @@ struct StageBytes {
 };
 
 // From one rank to another, in one direction.
-struct Link {
+struct LinkCost {
   double latency = 0;
   double bandwidth = 0;  // 0: without limit
 };
 
 struct RankLink {
   int from = 0, to = 0;
-  Link link;
+  LinkCost link;
 };
 
 struct SimulationTimes {
@@ -65,14 +65,14 @@ struct SimulationTimes {
   // Above 0: ranks 0 to ranks_per_node - 1 share a node, the next as many the next node, and so on;
   // links between nodes are `between_nodes`.
   int ranks_per_node = 0;
-  Link between_nodes = {};
+  LinkCost between_nodes = {};
   std::vector<RankLink> links = {};  // links that differ from all that; of equal ones the last
-  Link reduce_link = {};             // for StageBytes::reduced
+  LinkCost reduce_link = {};         // for StageBytes::reduced
   bool reduce_overlap = false;
 };
 
 // The link that messages from one rank to another take.
-[[nodiscard]] Link link_between(const SimulationTimes& times, int from, int to);
+[[nodiscard]] LinkCost link_between(const SimulationTimes& times, int from, int to);
 
 struct SimulatedAction {
   Action action;

@@ -34,7 +34,7 @@ struct VerifyOptions {
 
 // Why a plan cannot finish under a model: a deadlock's cycle (who waits for whom, on which action),
 // or, for queues without tags, the two messages that would meet.
-struct Standstill {
+struct Deadlock {
   TransportModel model = TransportModel::kEager;
   Violation violation;
 };
@@ -50,10 +50,10 @@ struct Verification {
   // the first rank, in words. position indexes RankPlan::ops.
   std::optional<Violation> violation;
   std::vector<TransportModel> progresses_under;
-  std::vector<Standstill> standstills;  // one for each of the other models, in their order
-  std::vector<int> peak_in_flight;      // [rank] in chunks, counted from the plan's compute ops
-  std::vector<int> queue_depth;         // [channel] most sends started and not yet waited for
-  std::vector<PairDepth> pair_depths;   // of each ordered pair of ranks that has a channel
+  std::vector<Deadlock> deadlocks;     // one for each of the other models, in their order
+  std::vector<int> peak_in_flight;     // [rank] in chunks, counted from the plan's compute ops
+  std::vector<int> queue_depth;        // [channel] most sends started and not yet waited for
+  std::vector<PairDepth> pair_depths;  // of each ordered pair of ranks that has a channel
   bool exact = false;  // every stage's weight gradients accumulate in ascending order
   [[nodiscard]] bool ok() const { return !violation.has_value(); }
   [[nodiscard]] bool progresses(TransportModel model) const;

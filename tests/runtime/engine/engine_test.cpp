@@ -146,8 +146,8 @@ TEST(EngineTest, TheLastBackwardOfAStageAloneIsAskedWhatIsFinal) {
   for (const char* name : {"1f1b", "gpipe-lifo", "zb-h1", "zb-h2"}) {
     for (const bool beside : {true, false}) {
       const Plan plan =
-          plan_for(generate(name, {2, 4, 1}), {.tied = {}, .sums_beside = {beside, beside}},
-                   needs_of("loopback"));
+          plan_for(generate(name, {2, 4, 1}),
+                   {.tied = {}, .overlapped_grad_sums = {beside, beside}}, needs_of("loopback"));
       run_loopback(2, [&](Communicator& comm) {
         ControlChannel control(comm);
         Rig rig(plan, comm, control);

@@ -104,7 +104,7 @@ TEST(LoopedTest, EveryShapeIsExactAndProgressesOverTransportsWithTags) {
       for (const PlanOptions& options : {PlanOptions{}, PlanOptions{0, 1}}) {
         const Verification verification = verify(testing::plan_of(schedule, {}, options));
         ASSERT_TRUE(verification.progresses(TransportModel::kBounded))
-            << verification.standstills.front().violation.message;
+            << verification.deadlocks.front().violation.message;
       }
     });
   }

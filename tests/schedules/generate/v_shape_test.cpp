@@ -105,7 +105,7 @@ TEST(VShapeTest, WithoutReceivesAheadOneSendBufferCarriesEverySchedule) {
       const Plan plan = testing::plan_of(generate(name, {p, m, 1}), {}, PlanOptions{0, 1});
       const Verification verification = verify(plan);
       ASSERT_TRUE(verification.progresses(TransportModel::kBounded))
-          << verification.standstills.front().violation.message;
+          << verification.deadlocks.front().violation.message;
     });
   }
 }

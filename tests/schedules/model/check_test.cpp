@@ -111,7 +111,7 @@ TEST(CheckTest, NamesABackwardBeforeItsForwardAndAWeightBeforeItsInput) {
 TEST(CheckTest, RefusesAWholeAndASplitBackwardOfOneMicroBatch) {
   Schedule schedule = small();
   schedule.ranks[1].push_back(parse_step("1W0"));
-  expect_violation(schedule, 1, 4, "1W0 comes beside another backward", "[W0]");
+  expect_violation(schedule, 1, 4, "1W0 comes in addition to another backward", "[W0]");
 }
 
 TEST(CheckTest, RefusesBackwardsInAForwardOnlySchedule) {

@@ -64,14 +64,14 @@ TEST(LowerTest, SumsBesideComputationStandBehindTheLastActionThatAdds) {
 TEST(LowerTest, EveryStageDecidesForItself) {
   LowerOptions options;
   options.tied = {{{0, 3}}};
-  options.sums_beside = {true, false, false, true};
+  options.overlapped_grad_sums = {true, false, false, true};
   const Schedule lowered = lower(testing::interleaved(), options);
   EXPECT_THAT(text_of(lowered.ranks[0]), ::testing::EndsWith("0B1 0REDUCE_GRAD 2REDUCE_GRAD "
                                                              "0REDUCE_TIED 0OPTIMIZER"));
   EXPECT_THAT(text_of(lowered.ranks[1]),
               ::testing::ContainsRegex("3B1 3REDUCE_GRAD 3SEND_B1 .* 1B1 1SEND_B1 1REDUCE_GRAD "
                                        "3REDUCE_TIED"));
-  options.sums_beside.pop_back();
+  options.overlapped_grad_sums.pop_back();
   EXPECT_THROW((void)lower(testing::interleaved(), options), std::invalid_argument);
 }
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "schedules/search/search_layouts.hpp"
+#include "schedules/search/search_stage_maps.hpp"
 
 namespace sluice::search {
 namespace {

@@ -55,8 +55,8 @@ void for_each_generated(const Visit& visit) {
 }
 
 std::string standstill_of(const Verification& verification, TransportModel model) {
-  for (const Standstill& standstill : verification.standstills) {
-    if (standstill.model == model) return standstill.violation.message;
+  for (const Deadlock& deadlock : verification.deadlocks) {
+    if (deadlock.model == model) return deadlock.violation.message;
   }
   return "none";
 }
@@ -81,14 +81,14 @@ TEST(NcclTest, EveryGeneratedScheduleInTheGlobalOrderEndsUnderEveryModel) {
       const Verification verification = verify(plan_of(schedule, {}, options));
       ASSERT_TRUE(verification.ok()) << verification.violation->message;
       ASSERT_EQ(verification.progresses_under.size(), std::size_t{kTransportModels})
-          << verification.standstills.front().violation.message;
+          << verification.deadlocks.front().violation.message;
       EXPECT_EQ(verification.peak_in_flight, peak_in_flight(schedule));
       EXPECT_EQ(verification.exact, is_exact(schedule));
     }
   });
 }
 
-// The table in schedules/README.md, but for its last row's exceptions.
+// What schedules/README.md says of each transport model.
 TEST(NcclTest, HoldsWhatThePageSays) {
   for_each_generated([](const Schedule& schedule) {
     const Placement& placement = schedule.placement;
@@ -120,10 +120,10 @@ TEST(NcclTest, ReceivesJustBeforeTheirUseDeadlockInOneQueueAndTheCycleIsNamed) {
   ASSERT_TRUE(verification.ok());
   EXPECT_THAT(verification.progresses_under,
               ElementsAre(kEager, kRendezvous, kBounded, kNcclEdges));
-  ASSERT_EQ(verification.standstills.size(), 1U);
-  EXPECT_EQ(verification.standstills[0].violation.rank, 0);
-  EXPECT_EQ(verification.standstills[0].violation.position, 3);
-  EXPECT_EQ(verification.standstills[0].violation.message,
+  ASSERT_EQ(verification.deadlocks.size(), 1U);
+  EXPECT_EQ(verification.deadlocks[0].violation.rank, 0);
+  EXPECT_EQ(verification.deadlocks[0].violation.position, 3);
+  EXPECT_EQ(verification.deadlocks[0].violation.message,
             "under the nccl model the plan deadlocks: the queue of rank 0 stands at op 3 (send "
             "0SEND_F1 channel 0 output[1]) and waits for the queue of rank 1 to come to 1RECV_F1; "
             "the queue of rank 1 stands at op 4 (send 1SEND_B0 channel 1 grad-input[0]) and waits "

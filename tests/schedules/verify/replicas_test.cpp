@@ -1,6 +1,13 @@
-// Whole replicas beside one another: no plan whose sums over replicas run beside its messages
-// stands still, also where a rank's messages and sums share one in-order queue. What verify() is
-// spared by the argument in schedules/README.md is played through here.
+// Several whole replicas: no plan whose sums over replicas overlap with its messages deadlocks, not
+// even where a rank's messages and sums share one in-order queue. verify() replays one replica
+// without sums, for this reason:
+//
+// A group or a wait ends once several other things have happened, and nothing that happened is
+// undone. So one set of events happens, whatever the times: the least set closed under these rules.
+// All replicas have one list, so exchanging two replicas maps the rules, and thus the set, to
+// themselves. A part of a sum therefore comes to the head of its queue in every replica or in none.
+// A part that comes to the head ends, as if it waited for no other rank. Every replica thus goes as
+// far as one alone whose queues hold no sums.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -237,7 +244,7 @@ TEST(ReplicasTest, ListsThatDifferBetweenReplicasMayStandStill) {
   const Schedule schedule = generate("interleaved", {2, 4, 2});
   const auto plan = [&](std::vector<bool> early) {
     LowerOptions lowering;
-    lowering.sums_beside = std::move(early);
+    lowering.overlapped_grad_sums = std::move(early);
     return make_plan(lower(schedule, lowering), {}, {1, 2, MessageOrder::kGlobal});
   };
   const Plan first = plan({true, false, true, false});

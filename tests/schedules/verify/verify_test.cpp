@@ -143,10 +143,10 @@ TEST(VerifyTest, RefusesAPlanWithAnyOneOpRemovedOrDoubled) {
 TEST(VerifyTest, BlockingSendsAndLatePostsDeadlockOneFOneBAndTheCycleIsNamed) {
   const Verification verification = verify(blocking(plan_of(generate("1f1b", {2, 4, 1}))));
   EXPECT_THAT(verification.progresses_under, ElementsAre(TransportModel::kEager));
-  ASSERT_EQ(verification.standstills.size(), 4U);
-  EXPECT_EQ(verification.standstills[0].model, TransportModel::kRendezvous);
-  EXPECT_EQ(verification.standstills[0].violation.rank, 0);
-  EXPECT_THAT(verification.standstills[0].violation.message,
+  ASSERT_EQ(verification.deadlocks.size(), 4U);
+  EXPECT_EQ(verification.deadlocks[0].model, TransportModel::kRendezvous);
+  EXPECT_EQ(verification.deadlocks[0].violation.rank, 0);
+  EXPECT_THAT(verification.deadlocks[0].violation.message,
               ::testing::AllOf(
                   HasSubstr("under the rendezvous model the plan deadlocks: rank 0 at op "),
                   HasSubstr("(wait-sent 0SEND_F1 channel 0 output[1]) waits for rank 1 to post "
@@ -183,7 +183,7 @@ TEST(VerifyTest, BoundedModelStopsASendThatRendezvousLetsThrough) {
   EXPECT_TRUE(one.progresses(TransportModel::kRendezvous));
   ASSERT_FALSE(one.progresses(TransportModel::kBounded));
   EXPECT_THAT(
-      one.standstills[0].violation.message,
+      one.deadlocks[0].violation.message,
       ::testing::AllOf(
           HasSubstr("under the bounded model the plan deadlocks: rank 0 at op "),
           HasSubstr("(send 2SEND_F0 channel 2 output[0]) waits for rank 1 to post a receive "

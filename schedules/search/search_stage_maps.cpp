@@ -1,4 +1,4 @@
-#include "schedules/search/search_layouts.hpp"
+#include "schedules/search/search_stage_maps.hpp"
 
 #include <algorithm>
 #include <cstdint>
@@ -8,6 +8,7 @@
 #include <tuple>
 #include <utility>
 
+#include "schedules/model/index.hpp"
 #include "schedules/simulate/simulation_costs.hpp"
 
 namespace sluice::search {
@@ -16,8 +17,6 @@ namespace {
 // Beyond it a search takes longer than a quarter of a minute.
 constexpr std::int64_t kMaxPairs = 400'000;
 constexpr int kMaxLayers = 10'000;
-
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 int layers_of(const SearchRequest& request) {
   return static_cast<int>(std::max(request.model.stages.size(), request.model.bytes.size()));
@@ -134,48 +133,60 @@ void check_request(const SearchRequest& request) {
               " ranks; each rank needs a layer, so at most " + std::to_string(parts) + " ranks");
 }
 
-Layout make_layout(const SearchRequest& request, std::string name, Placement placement) {
-  Layout layout;
-  layout.name = std::move(name);
-  layout.chunks = placement.stages() / placement.ranks();
-  layout.placement = std::move(placement);
+StageMap make_stage_map(const SearchRequest& request, std::string name, Placement placement) {
+  StageMap map;
+  map.name = std::move(name);
+  map.chunks = placement.stages() / placement.ranks();
+  map.placement = std::move(placement);
   if (!request.whole_layers) {
-    layout.times = recut(request.model, request.ranks, layout.placement.stages());
-    return layout;
+    map.times = recut(request.model, request.ranks, map.placement.stages());
+    return map;
   }
   std::vector<double> costs;
   for (int i = 0; i < layers_of(request); ++i) {
     costs.push_back(work_of(of_stage(request.model.stages, i)));
   }
-  layout.first_layer = cut(costs, layout.placement);
-  layout.times = merged(request.model, layout.first_layer);
-  return layout;
+  map.first_layer = cut(costs, map.placement);
+  map.times = merged(request.model, map.first_layer);
+  return map;
 }
 
 }  // namespace
+
+bool move_borders(std::vector<int>& first, int rounds, const std::function<bool()>& is_better) {
+  bool moved = false;
+  bool better = true;
+  for (int round = 0; round < rounds && better; ++round) {
+    better = false;
+    for (std::size_t border = 1; border + 1 < first.size(); ++border) {
+      for (const int step : {-1, 1}) {
+        const int before = first[border];
+        const int there = before + step;
+        if (there <= first[border - 1] || there >= first[border + 1]) continue;
+        first[border] = there;
+        if (is_better()) {
+          better = moved = true;
+        } else {
+          first[border] = before;
+        }
+      }
+    }
+  }
+  return moved;
+}
 
 std::vector<int> cut(const std::vector<double>& costs, const Placement& placement) {
   std::vector<double> prefix(costs.size() + 1);
   std::partial_sum(costs.begin(), costs.end(), prefix.begin() + 1);
   std::vector<int> first = smallest_largest(prefix, placement.stages());
+  if (placement.stages() == placement.ranks()) return first;
   Load load = load_of(prefix, first, placement);
-  for (bool better = placement.stages() > placement.ranks(); better;) {
-    better = false;
-    for (std::size_t border = 1; border + 1 < first.size(); ++border) {
-      for (const int step : {-1, 1}) {
-        const int moved = first[border] + step;
-        if (moved <= first[border - 1] || moved >= first[border + 1]) continue;
-        first[border] = moved;
-        const Load now = load_of(prefix, first, placement);
-        if (now < load) {
-          load = now;
-          better = true;
-        } else {
-          first[border] = moved - step;
-        }
-      }
-    }
-  }
+  move_borders(first, std::numeric_limits<int>::max(), [&] {
+    const Load now = load_of(prefix, first, placement);
+    if (!(now < load)) return false;
+    load = now;
+    return true;
+  });
   return first;
 }
 
@@ -184,37 +195,22 @@ SimulationTimes merged(const SimulationTimes& layers, const std::vector<int>& fi
   times.stages.clear();
   times.bytes.clear();
   for (std::size_t stage = 0; stage + 1 < first.size(); ++stage) {
-    StageTimes sum = {0, 0, 0, 0};
-    StageBytes bytes;
-    for (int layer = first[stage]; layer < first[stage + 1]; ++layer) {
-      const StageTimes& part = of_stage(layers.stages, layer);
-      sum.forward += part.forward;
-      sum.backward_input += part.backward_input;
-      sum.backward_weight += part.backward_weight;
-      sum.reduce += part.reduce;
-      if (layers.bytes.empty()) continue;
-      const StageBytes& held = of_stage(layers.bytes, layer);
-      bytes.until_input += held.until_input;
-      bytes.until_weight += held.until_weight;
-      bytes.resident += held.resident;
-      bytes.reduced += held.reduced;
-      bytes.output = held.output;
-      bytes.output_gradient = held.output_gradient;
-    }
-    times.stages.push_back(sum);
-    if (!layers.bytes.empty()) times.bytes.push_back(bytes);
+    std::vector<StagePiece> pieces;
+    for (int layer = first[stage]; layer < first[stage + 1]; ++layer) pieces.push_back({layer});
+    append_stage(layers, pieces, times);
   }
   return times;
 }
 
-std::vector<Layout> layouts_of(const SearchRequest& request, std::vector<std::string>& left_out) {
+std::vector<StageMap> stage_maps_of(const SearchRequest& request,
+                                    std::vector<std::string>& left_out) {
   check_request(request);
   std::vector<int> counts = request.chunks;
   const bool all = counts.empty();
   if (all) counts = request.ranks == 1 ? std::vector<int>{1} : std::vector<int>{1, 2, 4, 8};
   std::sort(counts.begin(), counts.end());
   counts.erase(std::unique(counts.begin(), counts.end()), counts.end());
-  std::vector<Layout> layouts;
+  std::vector<StageMap> maps;
   for (const int chunks : counts) {
     const std::int64_t stages = std::int64_t{request.ranks} * chunks;
     const auto leave_out = [&](const std::string& why) {
@@ -232,7 +228,7 @@ std::vector<Layout> layouts_of(const SearchRequest& request, std::vector<std::st
       continue;
     }
     const auto add = [&](const char* name, Placement placement) {
-      layouts.push_back(make_layout(request, name, std::move(placement)));
+      maps.push_back(make_stage_map(request, name, std::move(placement)));
     };
     if (chunks == 1) {
       add("linear", Placement::linear(request.ranks));
@@ -246,8 +242,8 @@ std::vector<Layout> layouts_of(const SearchRequest& request, std::vector<std::st
       add("zigzag", zigzag(request.ranks, chunks));
     }
   }
-  require(!layouts.empty(), left_out.empty() ? "no number of chunks to try" : left_out.front());
-  return layouts;
+  require(!maps.empty(), left_out.empty() ? "no number of chunks to try" : left_out.front());
+  return maps;
 }
 
 }  // namespace sluice::search

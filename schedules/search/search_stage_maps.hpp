@@ -3,6 +3,7 @@
 // Internal to schedules/search*.cpp.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -10,7 +11,7 @@
 
 namespace sluice::search {
 
-struct Layout {
+struct StageMap {
   std::string name;  // "linear", "looped", "V", "zigzag" (there and back, several times)
   int chunks = 1;
   Placement placement = Placement::linear(1);
@@ -20,11 +21,15 @@ struct Layout {
 
 // What is there for the request, fewest chunks first. Numbers of chunks that the layers do not
 // allow leave a sentence in `left_out`. Throws std::invalid_argument where none is left.
-[[nodiscard]] std::vector<Layout> layouts_of(const SearchRequest& request,
-                                             std::vector<std::string>& left_out);
+[[nodiscard]] std::vector<StageMap> stage_maps_of(const SearchRequest& request,
+                                                  std::vector<std::string>& left_out);
 
 // The request's model with stage s owning layers [first[s], first[s + 1]).
 [[nodiscard]] SimulationTimes merged(const SimulationTimes& layers, const std::vector<int>& first);
+
+// Moves each border between stages by one layer, in place, and keeps the move where is_better()
+// says so; round by round while one is kept, at most `rounds`. True where any was.
+bool move_borders(std::vector<int>& first, int rounds, const std::function<bool()>& is_better);
 
 // `costs` cut into as many runs as `placement` has stages, none empty: the smallest possible
 // largest run, by dynamic programming, then borders moved by one while that makes the most loaded
