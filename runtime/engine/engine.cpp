@@ -23,6 +23,7 @@
 #include "runtime/job/nccl_routes.hpp"
 
 namespace sluice {
+
 struct Engine::Impl {
   explicit Impl(const EngineConfig& config_in);
 

@@ -48,8 +48,7 @@ void RecordedCalls::make(Entry& entry, const StageContext& ctx, const std::funct
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kDevice) throw;
     throw_error(ErrorCode::kDevice,
-                "cannot be recorded as a CUDA graph on {}: {}; it can train without "
-                "--cuda-graphs",
+                "cannot be recorded as a CUDA graph on {}: {}; it can train without --cuda-graphs",
                 to_string(compute_.device()), error.what());
   }
   entry.graph.launch(compute_.stream());

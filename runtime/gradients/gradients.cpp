@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 
 #include <sluice/error.hpp>
 #include <sluice/operators.hpp>
@@ -13,6 +14,7 @@
 #include "runtime/engine/steady_seconds.hpp"
 
 namespace sluice {
+
 GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const PipelineOptions& options,
                            ComputeContext& compute, NcclRoutes* nccl, TiedUses& ties,
                            std::vector<StageBinding> stages)
@@ -162,29 +164,21 @@ void GradientSync::reduce_records() {
 }
 
 void GradientSync::refuse() const {
+  auto index = static_cast<std::size_t>(totals_.first_nonfinite_index);
+  std::string what;
   if (totals_.nonfinite_is_loss != 0) {
-    const int index = static_cast<int>(totals_.first_nonfinite_index);
-    throw Error(ErrorCode::kNumeric,
-                fmt::format("the loss of step {} is not finite, first in micro-batch {} of replica "
-                            "{}; no parameter was changed (a smaller --learning-rate or --clip may "
-                            "help)",
-                            step_, index % options_.shape.micro_batches,
-                            index / options_.shape.micro_batches),
-                0);
+    const std::size_t micro_batches = at(options_.shape.micro_batches);
+    what = fmt::format("the loss of step {} is not finite, first in micro-batch {} of replica {}",
+                       step_, index % micro_batches, index / micro_batches);
+  } else {
+    auto stage = layout_.parameters.stages.begin();
+    for (; index >= stage->parameters.size(); ++stage) index -= stage->parameters.size();
+    what = fmt::format("the gradient of step {} is not finite, first in parameter '{}'", step_,
+                       stage->parameters[index].name);
   }
-  std::size_t index = static_cast<std::size_t>(totals_.first_nonfinite_index);
-  for (const StageEntry& stage : layout_.parameters.stages) {
-    if (index < stage.parameters.size()) {
-      throw Error(
-          ErrorCode::kNumeric,
-          fmt::format("the gradient of step {} is not finite, first in parameter '{}'; no "
-                      "parameter was changed (a smaller --learning-rate or --clip may help)",
-                      step_, stage.parameters[index].name),
-          0);
-    }
-    index -= stage.parameters.size();
-  }
-  throw Error(ErrorCode::kNumeric, fmt::format("step {} is not finite", step_), 0);
+  throw Error(ErrorCode::kNumeric,
+              what + "; no parameter was changed (a smaller --learning-rate or --clip may help)",
+              0);
 }
 
 void GradientSync::optimizer() {

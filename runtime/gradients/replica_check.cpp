@@ -37,10 +37,10 @@ void check_replicas(JobContext& job, const TiedUses& tied, std::span<const Stage
                                            std::as_writable_bytes(std::span(all)));
       for (std::size_t replica = 1; replica < all.size(); ++replica) {
         if (all[replica] == all[0]) continue;
-        throw_error(ErrorCode::kMismatch,
-                    "after step {} parameter '{}' of stage {} differs between replica 0 "
-                    "and replica {}",
-                    step, parameter->name, binding.index, replica);
+        throw_error(
+            ErrorCode::kMismatch,
+            "after step {} parameter '{}' of stage {} differs between replica 0 and replica {}",
+            step, parameter->name, binding.index, replica);
       }
     }
   }
@@ -60,8 +60,7 @@ void check_replicas(JobContext& job, const TiedUses& tied, std::span<const Stage
       }
       if (theirs == digest_of(*tied.parameter(group, 0), mirror)) continue;
       throw_error(ErrorCode::kMismatch,
-                  "after step {} the copies of tied parameter '{}' on stages {} and {} "
-                  "differ",
+                  "after step {} the copies of tied parameter '{}' on stages {} and {} differ",
                   step, tie.name, tie.uses.front().stage, tie.uses[use].stage);
     }
   }

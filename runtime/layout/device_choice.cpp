@@ -40,8 +40,8 @@ DeviceChoice parse_choice(std::string_view text, std::string_view whole) {
     return {DeviceChoice::Kind::kCudaIndex, device.index};
   } catch (const Error&) {
     throw_usage(
-        "devices '{}': '{}' is not a device; legal: cpu, cuda, cuda:<index>, auto, or "
-        "a list of these, one per rank",
+        "devices '{}': '{}' is not a device; legal: cpu, cuda, cuda:<index>, auto, or a list of "
+        "these, one per rank",
         whole, text);
   }
 }
@@ -60,8 +60,8 @@ const DeviceChoice& choice_of(const std::vector<DeviceChoice>& choices, const To
   if (choices.size() == at(topology.ranks())) return choices[at(rank)];
   if (choices.size() == at(topology.pipeline)) return choices[at(topology.pipeline_rank(rank))];
   throw_usage(
-      "{} devices for {} ranks; legal: 1, {} (one per rank of a pipeline) or "
-      "{} (one per rank of the job)",
+      "{} devices for {} ranks; legal: 1, {} (one per rank of a pipeline) or {} (one per rank of "
+      "the job)",
       choices.size(), topology.ranks(), topology.pipeline, topology.ranks());
 }
 
@@ -184,8 +184,8 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
       const int other = topology.rank_of(replica, rank);
       if (devices[at(other)].device.kind == first.device.kind) continue;
       throw_usage(
-          "replicas of one stage must compute on one kind of device, but rank "
-          "{} has {} and rank {} has {}",
+          "replicas of one stage must compute on one kind of device, but rank {} has {} and rank "
+          "{} has {}",
           topology.rank_of(0, rank), describe_device(first), other,
           describe_device(devices[at(other)]));
     }

@@ -2,8 +2,8 @@
 // allocated, with the reason, and refused where it cannot work.
 #pragma once
 
+#include <cstdint>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include <sluice/communicator.hpp>

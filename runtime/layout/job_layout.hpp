@@ -2,12 +2,9 @@
 // plans, shapes and routes of every edge, owners of every parameter, bytes per rank.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <memory>
 #include <string>
-#include <string_view>
-#include <utility>
 #include <vector>
 
 #include <sluice/data.hpp>

@@ -31,8 +31,8 @@ std::vector<SampleRange> evaluation_ranges(std::int64_t samples, int replicas, i
   constexpr std::int64_t kMost = 1'000'000;
   if (left / size > kMost) {
     throw_usage(
-        "an evaluation of {} samples falls into more than {} micro-batches of "
-        "{}; choose at most {} samples (--validation-samples)",
+        "an evaluation of {} samples falls into more than {} micro-batches of {}; choose at most "
+        "{} samples (--validation-samples)",
         samples, kMost, size, kMost * size * replicas);
   }
   for (; left > 0; left -= ranges.back().count) {
@@ -90,8 +90,8 @@ std::vector<TiedParameter> find_ties(const std::vector<StageEntry>& stages) {
       const ParameterEntry& owner = stages[at(first.stage)].parameters[at(first.index)];
       if (!is_new && !(entry.tied && owner.tied)) {
         throw_usage(
-            "parameter '{}' is owned by stage {} and by stage {}; either one "
-            "must own it or both must declare it tied",
+            "parameter '{}' is owned by stage {} and by stage {}; either one must own it or both "
+            "must declare it tied",
             entry.name, first.stage, s);
       }
       if (entry.elements != owner.elements) {

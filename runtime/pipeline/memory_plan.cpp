@@ -205,9 +205,9 @@ void require_memory(const std::vector<RankDevice>& devices, const Topology& topo
     const std::size_t rank = ranks.front();
     const RankDevice& first = devices[rank];
     throw Error(ErrorCode::kDevice,
-                fmt::format("rank {} on {}: {} has {:.1f} MiB{}, but the plan needs {:.1f} MiB "
-                            "of it ({}); a smaller --micro-batch-size, --recompute block, "
-                            "more ranks in the pipeline{} or another schedule need less",
+                fmt::format("rank {} on {}: {} has {:.1f} MiB{}, but the plan needs {:.1f} MiB of "
+                            "it ({}); a smaller --micro-batch-size, --recompute block, more ranks "
+                            "in the pipeline{} or another schedule need less",
                             rank, first.host, on_cpu ? "the host" : to_string(first.device),
                             mebi(available), on_cpu ? "" : " free", mebi(needed),
                             fmt::join(tables, "; "), on_cpu ? " on other hosts" : ""),

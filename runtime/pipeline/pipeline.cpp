@@ -218,10 +218,8 @@ void Pipeline::Impl::prepare_stages() {
                          .split = dynamic_cast<SplitBackward*>(stages[i].get()),
                          .loss = nullptr};
     if (splits && binding.split == nullptr) {
-      throw_usage(
-          "schedule '{}' splits the backward pass, but stage {} is not a "
-          "SplitBackward",
-          options.order.schedule, index);
+      throw_usage("schedule '{}' splits the backward pass, but stage {} is not a SplitBackward",
+                  options.order.schedule, index);
     }
     if (index + 1 == layout.plans.num_stages()) {
       binding.loss = dynamic_cast<LossStage*>(stages[i].get());

@@ -51,8 +51,7 @@ void require_legal(const TensorSpec& output, int index) {
   }
   if (legal) return;
   throw_usage(
-      "stage {} describes an output of shape {}; at most {} dimensions, "
-      "each from 0 to 2147483647",
+      "stage {} describes an output of shape {}; at most {} dimensions, each from 0 to 2147483647",
       index, to_string(output.shape), kMaxDims);
 }
 
@@ -67,9 +66,8 @@ void require_like(const std::vector<TensorSpec>& largest, const std::vector<Tens
   }
   if (fits) return;
   throw_usage(
-      "stage {} describes other outputs for a smaller micro-batch than for the "
-      "largest; their number, dtypes and ranks must agree and their bytes may "
-      "not grow",
+      "stage {} describes other outputs for a smaller micro-batch than for the largest; their "
+      "number, dtypes and ranks must agree and their bytes may not grow",
       index);
 }
 

@@ -15,8 +15,8 @@ namespace sluice {
 void require_plannable(std::int64_t stages, std::int64_t micro_batches) {
   if (micro_batches <= kMaxPlannedPairs / stages) return;
   throw_usage(
-      "{} stages with {} micro-batches each are too many to plan: at most {} pairs of "
-      "stage and micro-batch are legal{}",
+      "{} stages with {} micro-batches each are too many to plan: at most {} pairs of stage and "
+      "micro-batch are legal{}",
       stages, micro_batches, kMaxPlannedPairs,
       stages > kMaxPlannedPairs
           ? ""
