@@ -9,9 +9,10 @@
 #include <utility>
 
 #include <sluice/error.hpp>
-#if SLUICE_WITH_NCCL
+
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
+#if SLUICE_WITH_NCCL
 #include "comm/nccl/nccl.hpp"
 #endif
 
