@@ -151,7 +151,7 @@ void Costs::resolve(const OptionTable& table, CostsOf scope) {
   common_.links = links_of(links_);
   if (!limit_.empty()) read_memory_limit();
   if (!profile_.empty()) read_profile(table);
-  Link& between = common_.between_nodes;
+  LinkCost& between = common_.between_nodes;
   if (!table.given("node-message-time")) between.latency = common_.message;
   if (!table.given("node-bandwidth")) between.bandwidth = common_.bandwidth;
 }
