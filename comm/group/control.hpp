@@ -32,9 +32,8 @@ class ControlChannel : public Interrupt {
   static constexpr std::chrono::milliseconds kPatience = std::chrono::seconds(60);
 
   // Tells every other rank; then waits until rank 0 has decided whose error wins, and returns the
-  // winner, which the caller throws. The winner is this rank's own where rank 0 has ended, as far
-  // as the communicator tells (a rank that dies under mpirun ends the job), and where it has not
-  // looked within `patience`. Never throws itself.
+  // winner, which the caller throws. The winner is this rank's own error where the communicator
+  // fails and where rank 0 does not look within `patience`. Never throws itself.
   [[nodiscard]] Error report(const Error& error,
                              std::chrono::milliseconds patience = kPatience) noexcept;
 

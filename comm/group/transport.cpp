@@ -137,7 +137,6 @@ class MessageTransport final : public Transport {
     return ticket;
   }
 
-  void prepare_send(int peer) override { comm_.prepare_send(peer); }
   void progress() override {
     if (!driven_.empty()) drive();
   }

@@ -110,8 +110,6 @@ class Transport {
   // expected). Error(kMismatch) from test() names both ends.
   [[nodiscard]] virtual Ticket post_recv(int peer, int tag, const MessageBuffer& buffer,
                                          const MessageHeader& expected) = 0;
-  // A hint that start_send() to `peer` follows at once; costs next to nothing.
-  virtual void prepare_send(int /*peer*/) {}
   // Drives what test() drives, for a rank that waits for something else.
   virtual void progress() = 0;
   // Drives progress; true once the operation is done, and the ticket then invalid.

@@ -253,7 +253,6 @@ void Engine::Impl::start_send(const PlanOp& op) {
   const auto& [slot_place, peer, tag] = message(op);
   Slot& slot = *slot_place;
   if (slot.state != SlotState::kFilled) refuse(op, SlotState::kFilled, slot.state);
-  if (slot.link == LinkKind::kHost) transport->prepare_send(peer);
   slot.tickets.clear();
   if (config.trace_events > 0) slot.started = clock.now();
   if (slot.link == LinkKind::kNccl) {

@@ -58,9 +58,6 @@ class Communicator {
   // moment.
   [[nodiscard]] virtual std::string why_no_device_memory(Device device) const = 0;
 
-  // A hint that start_send() to `peer` follows at once, for memory that is slow to come: loopback
-  // takes its ring's next cell from the other core while the caller writes its header.
-  virtual void prepare_send(int /*peer*/) {}
   [[nodiscard]] virtual Request start_send(int peer, int tag, std::span<const std::byte> bytes) = 0;
   // `peer` may be kAnyPeer. A message longer than `bytes` is Error(kMismatch) from test(), except
   // that Open MPI cuts off a rank's message to itself and says nothing.

@@ -20,7 +20,7 @@
 
 #include "comm/group/collectives.hpp"
 #include "comm/group/control.hpp"
-#include "comm/loopback/loopback.hpp"
+#include "tests/loopback/loopback.hpp"
 
 namespace sluice::testing {
 

@@ -16,11 +16,11 @@
 #include <sluice/pipeline.hpp>
 #include <sluice/schedule.hpp>
 
-#include "comm/loopback/loopback.hpp"
 #include "runtime/files/trace.hpp"
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_link.hpp"
 #include "runtime/layout/layout.hpp"
+#include "tests/loopback/loopback.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 #ifdef SLUICE_EMULATED
 #include "tests/emulated_cuda/control.hpp"

@@ -10,8 +10,8 @@
 #include <sluice/device.hpp>
 #include <sluice/pipeline.hpp>
 
-#include "comm/loopback/loopback.hpp"
 #include "runtime/layout/layout.hpp"
+#include "tests/loopback/loopback.hpp"
 
 namespace sluice::testing {
 namespace {

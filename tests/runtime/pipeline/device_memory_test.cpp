@@ -19,11 +19,11 @@
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
 
-#include "comm/loopback/loopback.hpp"
 #include "runtime/layout/layout.hpp"
 #include "stages/operators/context.hpp"
 #include "tests/emulated_cuda/control.hpp"
 #include "tests/emulated_cuda/modules.hpp"
+#include "tests/loopback/loopback.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
