@@ -4,7 +4,11 @@
 
 #include <sluice/error.hpp>
 
-namespace sluice::cuda {
+namespace sluice {
+
+bool built_with_cuda() { return true; }
+
+namespace cuda {
 
 namespace {
 
@@ -218,4 +222,6 @@ void copy_blocking(int index, void* to, const void* from, std::size_t bytes) {
   check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
 }
 
-}  // namespace sluice::cuda
+}  // namespace cuda
+
+}  // namespace sluice
