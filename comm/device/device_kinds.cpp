@@ -155,13 +155,13 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
   device_ = other.device_;
   data_ = std::exchange(other.data_, nullptr);
   bytes_ = std::exchange(other.bytes_, 0);
-  block_ = std::move(other.block_);
+  arena_ = std::move(other.arena_);
   return *this;
 }
 
 Buffer::~Buffer() {
   if (data_ == nullptr) return;
-  if (block_ != nullptr) {
+  if (arena_ != nullptr) {
     give_back();
   } else if (is_cuda(device_)) {
     cuda::release(data_);

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kReportTag = 0;   // to rank 0
 constexpr int kVerdictTag = 1;  // from rank 0
-constexpr auto kSendPatience = std::chrono::seconds(1);
+constexpr auto kSendTimeout = std::chrono::seconds(1);
 constexpr std::uint32_t kPollsPerTest = 4;
 
 using Clock = std::chrono::steady_clock;
@@ -113,14 +113,14 @@ struct ControlChannel::State {
           }
           return done;
         },
-        kSendPatience);
+        kSendTimeout);
   }
 
-  // Polls `condition` until it holds or patience ends.
+  // Polls `condition` until it holds or timeout ends.
   template <typename Condition>
-  void wait_for(Condition condition, Clock::duration patience) {
+  void wait_for(Condition condition, Clock::duration timeout) {
     Waiter waiter(comm->local_size());
-    const Clock::time_point deadline = Clock::now() + patience;
+    const Clock::time_point deadline = Clock::now() + timeout;
     while (!condition() && Clock::now() <= deadline) {
       waiter.pause();
     }
@@ -168,7 +168,7 @@ void ControlChannel::poll() {
   }
 }
 
-Error ControlChannel::report(const Error& error, std::chrono::milliseconds patience) noexcept {
+Error ControlChannel::report(const Error& error, std::chrono::milliseconds timeout) noexcept {
   State& state = *state_;
   try {
     state.look();
@@ -184,7 +184,7 @@ Error ControlChannel::report(const Error& error, std::chrono::milliseconds patie
               state.look();
               return state.winner.has_value();
             },
-            patience);
+            timeout);
       }
     }
   } catch (...) {

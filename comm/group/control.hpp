@@ -29,13 +29,13 @@ class ControlChannel : public Interrupt {
 
   // Longer than a rank usually computes without a look at the channel; and no longer than a program
   // should stand still whose rank 0 has left the pipeline's calls and does not look again.
-  static constexpr std::chrono::milliseconds kPatience = std::chrono::seconds(60);
+  static constexpr std::chrono::milliseconds kReportTimeout = std::chrono::seconds(60);
 
   // Tells every other rank; then waits until rank 0 has decided whose error wins, and returns the
   // winner, which the caller throws. The winner is this rank's own error where the communicator
-  // fails and where rank 0 does not look within `patience`. Never throws itself.
+  // fails and where rank 0 does not look within `timeout`. Never throws itself.
   [[nodiscard]] Error report(const Error& error,
-                             std::chrono::milliseconds patience = kPatience) noexcept;
+                             std::chrono::milliseconds timeout = kReportTimeout) noexcept;
 
  private:
   struct State;

@@ -37,7 +37,7 @@ void check_mpi(int result, const char* call) {
 namespace {
 
 constexpr std::size_t kFirstSlots = 256;
-constexpr auto kWithdrawPatience = std::chrono::milliseconds(100);
+constexpr auto kCancelTimeout = std::chrono::milliseconds(100);
 
 // Sends of one communicator that were given up and go on, and the memory they may read.
 struct GivenUp {
@@ -146,8 +146,8 @@ class MpiCommunicator final : public Communicator {
   int max_tag() const override { return max_tag_; }
   int local_size() const override { return local_size_; }
   const char* name() const override { return "mpi"; }
-  std::string why_no_device_memory(Device device) const override {
-    return why_mpi_takes_no_device_memory(device);
+  std::string device_memory_unsupported_reason(Device device) const override {
+    return mpi_device_memory_unsupported_reason(device);
   }
 
   Request start_send(int peer, int tag, std::span<const std::byte> bytes) override {
@@ -316,9 +316,9 @@ class MpiCommunicator final : public Communicator {
     free_.push_back(index);  // has room for every slot
   }
 
-  // True once the send is done; waits the patience out only for the first that is stuck.
+  // True once the send is done; waits for the time-out only for the first that is stuck.
   bool finish_send(MPI_Request& request) const noexcept {
-    const auto deadline = std::chrono::steady_clock::now() + kWithdrawPatience;
+    const auto deadline = std::chrono::steady_clock::now() + kCancelTimeout;
     Waiter waiter(std::numeric_limits<int>::max());
     for (;;) {
       int done = 0;

@@ -67,7 +67,7 @@ bool turned_off() {
 
 }  // namespace
 
-std::string why_mpi_takes_no_device_memory(Device device) {
+std::string mpi_device_memory_unsupported_reason(Device device) {
   if (!open_mpi_says_so() && !memory_kinds_say_so()) return "MPI is not CUDA-aware";
   if (turned_off()) return "MPI is CUDA-aware, but its parameter opal_cuda_support is off";
   return device_message_fault(make_mpi_communicator(MPI_COMM_SELF), device);

@@ -1,6 +1,6 @@
 // NcclCommunicator: ranks whose GPUs exchange through NCCL.
 //
-// Made collectively over the seam every rank has anyway (a Communicator over MPI or loopback),
+// Made collectively over the bootstrap every rank has anyway (a Communicator over MPI or loopback),
 // which carries NCCL's id and what must be known before NCCL is asked: who lacks it, whose version
 // differs, who shares a GPU. The library is opened when the first one is made; it need not be there
 // before.
@@ -32,24 +32,24 @@ namespace sluice {
 // What messages say.
 struct NcclLabel {
   std::string group;  // "the pipeline", "the replicas of stage 3"
-  int rank = -1;      // this rank, as a user counts ranks: in the job; -1: as the seam counts
+  int rank = -1;      // this rank, as a user counts ranks: in the job; -1: as the bootstrap counts
 };
 
 class NcclCommunicator {
  public:
-  // Collective over `seam`; all its ranks belong. `device` is this rank's GPU. Throws what
+  // Collective over `bootstrap`; all its ranks belong. `device` is this rank's GPU. Throws what
   // nccl_refusal() returns, or Error(kPeer | kDevice) where NCCL fails; `interrupt`, polled while
   // the communicator is made, may be null. `most_blocks`, equal on all ranks, bounds the
   // multiprocessors that one of its kernels occupies, also while it waits for a peer; 0 leaves that
   // to NCCL.
-  NcclCommunicator(Collectives& seam, Device device, const NcclLabel& label, Interrupt* interrupt,
-                   int most_blocks = 0);
+  NcclCommunicator(Collectives& bootstrap, Device device, const NcclLabel& label,
+                   Interrupt* interrupt, int most_blocks = 0);
   // Aborts unless finalized. Never throws.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  // As NCCL counts, which is as the seam does.
+  // As NCCL counts, which is as the bootstrap does.
   [[nodiscard]] int rank() const;
   [[nodiscard]] int size() const;
   [[nodiscard]] Device device() const;
@@ -104,11 +104,11 @@ class NcclGroup {
   bool open_ = true;
 };
 
-// Collective over `seam`: why those of its ranks that have a GPU cannot share NCCL communicators,
-// the same on every rank, or nothing: a rank without NCCL, or with a library or a driver that is
-// too old (kDevice), versions that differ (kMismatch), two ranks on one GPU (kUsage). One line that
-// names rank and host and says what would work.
-[[nodiscard]] std::optional<Error> nccl_refusal(Collectives& seam, Device device,
+// Collective over `bootstrap`: why those of its ranks that have a GPU cannot share NCCL
+// communicators, the same on every rank, or nothing: a rank without NCCL, or with a library or a
+// driver that is too old (kDevice), versions that differ (kMismatch), two ranks on one GPU
+// (kUsage). One line that names rank and host and says what would work.
+[[nodiscard]] std::optional<Error> nccl_refusal(Collectives& bootstrap, Device device,
                                                 const NcclLabel& label);
 
 }  // namespace sluice

@@ -6,9 +6,9 @@
 // queue issues what it is given in exactly the order it is given, one group after the other,
 // whatever the communicator, and knows no other rule.
 //
-// Each communicator is a lane with a stream of its own. An operation takes the event after which
-// its memory may be touched and gives a ticket for its end; both are points in streams, and the
-// host never waits for a device here. What the host does wait for, where it asks, is that an
+// Each communicator is a nccl_stream with a stream of its own. An operation takes the event after
+// which its memory may be touched and gives a ticket for its end; both are points in streams, and
+// the host never waits for a device here. What the host does wait for, where it asks, is that an
 // operation has been issued: NCCL works on a group in a thread of its own (see comm/nccl/nccl.hpp),
 // and only afterwards is its end a point in a stream. progress() issues what has waited for that.
 //
@@ -35,7 +35,7 @@ namespace sluice {
 // that was true. A default-made one is done.
 struct NcclTicket {
   std::int32_t group = -1;
-  std::int32_t lane = -1;
+  std::int32_t nccl_stream = -1;
   std::uint64_t number = 0;
 };
 
@@ -44,31 +44,35 @@ class NcclQueue {
   // `max_open`: groups, at least 1, that may have unissued operations or tickets not given back;
   // one more is Error(kInternal). `local_ranks` decides how waits behave (Waiter).
   NcclQueue(Device device, std::size_t max_open, int local_ranks);
-  // Aborts all lanes at once unless finalized. Never throws.
+  // Aborts all nccl_streams at once unless finalized. Never throws.
   ~NcclQueue();
   NcclQueue(const NcclQueue&) = delete;
   NcclQueue& operator=(const NcclQueue&) = delete;
 
-  // Takes the communicator, of this queue's device, and returns its lane. Not inside a group.
+  // Takes the communicator, of this queue's device, and returns its nccl_stream. Not inside a
+  // group.
   [[nodiscard]] int add(std::unique_ptr<NcclCommunicator> communicator);
-  [[nodiscard]] const NcclCommunicator& communicator(int lane) const;
+  [[nodiscard]] const NcclCommunicator& communicator(int nccl_stream) const;
 
-  // Operations from begin_group() to end_group() run side by side, on each lane as one group of
-  // NCCL's. `peer` counts as the lane's communicator does; the bytes are the device's, their number
-  // the same at both ends. `ready` must have been recorded and must not be recorded again until the
-  // operation is issued.
+  // Operations from begin_group() to end_group() run side by side, on each nccl_stream as one group
+  // of NCCL's. `peer` counts as the nccl_stream's communicator does; the bytes are the device's,
+  // their number the same at both ends. `ready` must have been recorded and must not be recorded
+  // again until the operation is issued.
   void begin_group();
-  [[nodiscard]] NcclTicket send(int lane, int peer, std::span<const std::byte> data,
+  [[nodiscard]] NcclTicket send(int nccl_stream, int peer, std::span<const std::byte> data,
                                 const Event& ready);
-  [[nodiscard]] NcclTicket recv(int lane, int peer, std::span<std::byte> data, const Event& ready);
-  [[nodiscard]] NcclTicket all_reduce_sum(int lane, std::span<float> values, const Event& ready);
-  // A kernel in the lane's stream, alone in its group.
-  [[nodiscard]] NcclTicket add_shards(int lane, const ShardSum& sum);
+  [[nodiscard]] NcclTicket recv(int nccl_stream, int peer, std::span<std::byte> data,
+                                const Event& ready);
+  [[nodiscard]] NcclTicket all_reduce_sum(int nccl_stream, std::span<float> values,
+                                          const Event& ready);
+  // A kernel in the nccl_stream's stream, alone in its group.
+  [[nodiscard]] NcclTicket add_shards(int nccl_stream, const ShardSum& sum);
   // Issues the group, or keeps it until its turn. An empty group is none.
   void end_group();
 
-  // Issues what can be issued now, and throws Error(kPeer | kDevice) where any lane has failed.
-  // Never blocks; whoever waits for anything that another rank's operations lead to calls it.
+  // Issues what can be issued now, and throws Error(kPeer | kDevice) where any nccl_stream has
+  // failed. Never blocks; whoever waits for anything that another rank's operations lead to calls
+  // it.
   void progress();
   // Make progress. done() asks the device.
   [[nodiscard]] bool issued(const NcclTicket& ticket);
@@ -83,29 +87,29 @@ class NcclQueue {
   void wait_issued(const NcclTicket& ticket, Interrupt* interrupt);
   void wait(NcclTicket& ticket, Interrupt* interrupt);
 
-  // Collective over all lanes, added in the same order on all ranks: the orderly end. Waits until
-  // everything issued is done.
+  // Collective over all nccl_streams, added in the same order on all ranks: the orderly end. Waits
+  // until everything issued is done.
   void finalize(Interrupt* interrupt);
-  // Ends every lane's kernels, wherever they hang, and frees the communicators.
+  // Ends every nccl_stream's kernels, wherever they hang, and frees the communicators.
   void abort() noexcept;
 
  private:
   struct Operation;
   struct Group;
-  struct Lane;
+  struct NcclStream;
 
-  Operation& append(int lane, const Event* ready);
-  [[nodiscard]] NcclTicket ticket_of(int lane);
+  Operation& append(int nccl_stream, const Event* ready);
+  [[nodiscard]] NcclTicket ticket_of(int nccl_stream);
   [[nodiscard]] Group& group_of(const NcclTicket& ticket);
   void give_back(NcclTicket& ticket);
   void issue(Group& group);
   void record(std::int32_t index);
-  [[nodiscard]] bool lanes_ready();
+  [[nodiscard]] bool nccl_streams_ready();
   void recycle(std::int32_t index);
 
   Device device_;
-  std::vector<Lane> lanes_;
-  std::vector<NcclCommunicator*> communicators_;  // [lane]
+  std::vector<NcclStream> nccl_streams_;
+  std::vector<NcclCommunicator*> communicators_;  // [nccl_stream]
   std::vector<Group> groups_;
   std::vector<std::int32_t> free_;     // indices of groups_
   std::vector<std::int32_t> pending_;  // a ring: groups ended and not yet issued

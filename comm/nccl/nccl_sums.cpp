@@ -24,12 +24,12 @@ NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& 
       method_(method) {
   if (size_ == 1) return;
   const Device device = memory.device();
-  lane_ = queue_.add(std::make_unique<NcclCommunicator>(replicas, device, label, interrupt));
+  nccl_stream_ = queue_.add(std::make_unique<NcclCommunicator>(replicas, device, label, interrupt));
   // NCCL connects two ranks when they first exchange, which takes long: now rather than in a step.
   const std::size_t few = kShardMultiple * static_cast<std::size_t>(size_);
   const std::size_t count = method == Method::kAllReduce ? std::max(few, largest) : few;
   const Buffer room =
-      memory.allocate((count + workspace(count)) * sizeof(float), DeviceMemory::Use::kPasses);
+      memory.allocate((count + workspace(count)) * sizeof(float), DeviceMemory::Use::kTemporary);
   auto* floats = reinterpret_cast<float*>(room.data());
   const Stream stream(device);
   fill_zero_async(floats, room.size(), stream.view());
@@ -63,7 +63,7 @@ NcclTicket NcclSums::sum(std::span<float> values, std::span<float> workspace, co
   if (size_ == 1 || values.empty()) return {};
   if (method_ == Method::kAllReduce) {
     queue_.begin_group();
-    const NcclTicket ticket = queue_.all_reduce_sum(lane_, values, ready);
+    const NcclTicket ticket = queue_.all_reduce_sum(nccl_stream_, values, ready);
     queue_.end_group();
     return ticket;
   }
@@ -77,12 +77,12 @@ NcclTicket NcclSums::sum(std::span<float> values, std::span<float> workspace, co
   const Shard mine = shard_of(values.size(), rank_);
   if (mine.size > 0) {
     queue_.begin_group();
-    NcclTicket added = queue_.add_shards(lane_, {.own = values.data() + mine.begin,
-                                                 .others = workspace.data(),
-                                                 .stride = shard_size(values.size()),
-                                                 .count = mine.size,
-                                                 .ranks = size_,
-                                                 .rank = rank_});
+    NcclTicket added = queue_.add_shards(nccl_stream_, {.own = values.data() + mine.begin,
+                                                        .others = workspace.data(),
+                                                        .stride = shard_size(values.size()),
+                                                        .count = mine.size,
+                                                        .ranks = size_,
+                                                        .rank = rank_});
     queue_.drop(added);
     queue_.end_group();
   }
@@ -96,14 +96,14 @@ void NcclSums::scatter(std::span<float> values, std::span<float> workspace, cons
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     if (const Shard theirs = shard_of(values.size(), peer); theirs.size > 0) {
-      NcclTicket sent =
-          queue_.send(lane_, peer, std::as_bytes(values.subspan(theirs.begin, theirs.size)), ready);
+      NcclTicket sent = queue_.send(
+          nccl_stream_, peer, std::as_bytes(values.subspan(theirs.begin, theirs.size)), ready);
       queue_.drop(sent);
     }
     if (mine.size > 0) {
       const auto slot = static_cast<std::size_t>(peer < rank_ ? peer : peer - 1);
       NcclTicket received = queue_.recv(
-          lane_, peer,
+          nccl_stream_, peer,
           std::as_writable_bytes(workspace.subspan(slot * shard_size(values.size()), mine.size)),
           ready);
       queue_.drop(received);
@@ -121,11 +121,12 @@ NcclTicket NcclSums::gather(std::span<float> values) {
     if (peer == rank_) continue;
     if (mine.size > 0) {
       queue_.drop(last);
-      last = queue_.send(lane_, peer, std::as_bytes(values.subspan(mine.begin, mine.size)), now_);
+      last = queue_.send(nccl_stream_, peer, std::as_bytes(values.subspan(mine.begin, mine.size)),
+                         now_);
     }
     if (const Shard theirs = shard_of(values.size(), peer); theirs.size > 0) {
       queue_.drop(last);
-      last = queue_.recv(lane_, peer,
+      last = queue_.recv(nccl_stream_, peer,
                          std::as_writable_bytes(values.subspan(theirs.begin, theirs.size)), now_);
     }
   }

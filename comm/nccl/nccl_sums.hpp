@@ -67,7 +67,7 @@ class NcclSums {
   int size_;
   int rank_;
   Method method_;
-  int lane_ = -1;
+  int nccl_stream_ = -1;
   Event now_;  // done
 };
 

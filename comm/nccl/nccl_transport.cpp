@@ -50,24 +50,24 @@ std::array<std::byte, kProbeBytes> probe_of(const NcclTransport::Edge& edge) {
 
 }  // namespace
 
-NcclTransport::NcclTransport(NcclQueue& queue, Collectives& seam, const DeviceMemory& memory,
+NcclTransport::NcclTransport(NcclQueue& queue, Collectives& bootstrap, const DeviceMemory& memory,
                              std::span<const Edge> edges, const NcclLabel& label,
                              Interrupt* interrupt)
-    : queue_(queue), rank_(seam.communicator().rank()) {
+    : queue_(queue), rank_(bootstrap.communicator().rank()) {
   if (edges.empty()) return;
   for (const Edge& edge : in_agreed_order(edges)) {
     if (edge.from == rank_ || edge.to == rank_) edges_.push_back(edge);
   }
-  auto made =
-      std::make_unique<NcclCommunicator>(seam, memory.device(), label, interrupt, kMessageBlocks);
+  auto made = std::make_unique<NcclCommunicator>(bootstrap, memory.device(), label, interrupt,
+                                                 kMessageBlocks);
   const NcclCommunicator& ranks = *made;
-  lane_ = queue_.add(std::move(made));
+  nccl_stream_ = queue_.add(std::move(made));
   warm_up(ranks, memory, interrupt);
 }
 
 void NcclTransport::warm_up(const NcclCommunicator& ranks, const DeviceMemory& memory,
                             Interrupt* interrupt) {
-  const Buffer room = memory.allocate(2 * kProbeBytes, DeviceMemory::Use::kPasses);
+  const Buffer room = memory.allocate(2 * kProbeBytes, DeviceMemory::Use::kTemporary);
   try {
     for (const Edge& edge : edges_) probe(edge, ranks, room, interrupt);
   } catch (...) {
@@ -105,12 +105,12 @@ void NcclTransport::probe(const Edge& edge, const NcclCommunicator& ranks, const
 
 NcclTicket NcclTransport::send(int peer, std::span<const std::byte> data, const Event& ready) {
   require({rank_, peer});
-  return queue_.send(lane_, peer, data, ready);
+  return queue_.send(nccl_stream_, peer, data, ready);
 }
 
 NcclTicket NcclTransport::recv(int peer, std::span<std::byte> data, const Event& ready) {
   require({peer, rank_});
-  return queue_.recv(lane_, peer, data, ready);
+  return queue_.recv(nccl_stream_, peer, data, ready);
 }
 
 void NcclTransport::require(const Edge& edge) const {

@@ -23,21 +23,21 @@ namespace sluice {
 
 class NcclTransport {
  public:
-  // From one rank of the seam to another.
+  // From one rank of the bootstrap to another.
   struct Edge {
     int from = 0, to = 0;
     friend bool operator==(const Edge&, const Edge&) = default;
   };
 
-  // Collective over `seam`: adds one communicator to `queue`, which must outlive this, and sends a
-  // message over every edge (2 KiB of `memory`, for the time), in an order all ranks agree on,
-  // since NCCL connects two ranks when they first exchange. `edges` are equal on all ranks, in any
-  // order; repeated ones count once. No edges make no communicator. Throws as NcclCommunicator, and
-  // Error(kDevice) naming both ends of an edge that delivers other bytes than were sent.
-  NcclTransport(NcclQueue& queue, Collectives& seam, const DeviceMemory& memory,
+  // Collective over `bootstrap`: adds one communicator to `queue`, which must outlive this, and
+  // sends a message over every edge (2 KiB of `memory`, for the time), in an order all ranks agree
+  // on, since NCCL connects two ranks when they first exchange. `edges` are equal on all ranks, in
+  // any order; repeated ones count once. No edges make no communicator. Throws as NcclCommunicator,
+  // and Error(kDevice) naming both ends of an edge that delivers other bytes than were sent.
+  NcclTransport(NcclQueue& queue, Collectives& bootstrap, const DeviceMemory& memory,
                 std::span<const Edge> edges, const NcclLabel& label, Interrupt* interrupt);
 
-  // What NcclQueue's calls of these names do, with ranks of the seam as peers, between
+  // What NcclQueue's calls of these names do, with ranks of the bootstrap as peers, between
   // begin_group() and end_group() of the queue. Error(kInternal) where there is no such edge.
   [[nodiscard]] NcclTicket send(int peer, std::span<const std::byte> data, const Event& ready);
   [[nodiscard]] NcclTicket recv(int peer, std::span<std::byte> data, const Event& ready);
@@ -54,7 +54,7 @@ class NcclTransport {
 
   NcclQueue& queue_;
   int rank_;
-  int lane_ = -1;            // of the queue
+  int nccl_stream_ = -1;     // of the queue
   std::vector<Edge> edges_;  // from this rank or to it
 };
 

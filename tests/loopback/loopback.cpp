@@ -153,7 +153,7 @@ class LoopbackCommunicator final : public Communicator {
   int max_tag() const override { return std::numeric_limits<int>::max(); }
   int local_size() const override { return group_->job->ranks; }
   const char* name() const override { return "loopback"; }
-  std::string why_no_device_memory(Device /*device*/) const override {
+  std::string device_memory_unsupported_reason(Device /*device*/) const override {
     return "loopback moves host memory";
   }
 

@@ -56,7 +56,7 @@ class Communicator {
   // Why messages may not lie in the device's memory, one line; empty where they may: in a
   // CUDA-aware MPI, which is asked and then tried with a message to oneself. Takes memory and a
   // moment.
-  [[nodiscard]] virtual std::string why_no_device_memory(Device device) const = 0;
+  [[nodiscard]] virtual std::string device_memory_unsupported_reason(Device device) const = 0;
 
   [[nodiscard]] virtual Request start_send(int peer, int tag, std::span<const std::byte> bytes) = 0;
   // `peer` may be kAnyPeer. A message longer than `bytes` is Error(kMismatch) from test(), except

@@ -130,7 +130,7 @@ class OutOfMemory : public Error {
       : Error(ErrorCode::kDevice, message, -1, location) {}
 };
 
-class MemoryBlock;  // comm/device/device_memory.cpp
+class MemoryArena;  // comm/device/device_memory.cpp
 
 // Uninitialised memory of a device: an allocation of its own, or a piece of a block that it keeps
 // alive (DeviceMemory). Throws OutOfMemory where it cannot be had.
@@ -142,7 +142,7 @@ class Buffer {
       : device_(other.device_),
         data_(std::exchange(other.data_, nullptr)),
         bytes_(std::exchange(other.bytes_, 0)),
-        block_(std::move(other.block_)) {}
+        arena_(std::move(other.arena_)) {}
   Buffer& operator=(Buffer&& other) noexcept;
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -153,14 +153,14 @@ class Buffer {
 
  private:
   friend class DeviceMemory;
-  Buffer(std::shared_ptr<MemoryBlock> block, Device device, std::byte* data, std::size_t bytes)
-      : device_(device), data_(data), bytes_(bytes), block_(std::move(block)) {}
+  Buffer(std::shared_ptr<MemoryArena> arena, Device device, std::byte* data, std::size_t bytes)
+      : device_(device), data_(data), bytes_(bytes), arena_(std::move(arena)) {}
   void give_back() noexcept;  // to the block
 
   Device device_;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
-  std::shared_ptr<MemoryBlock> block_;  // null: an allocation of its own
+  std::shared_ptr<MemoryArena> arena_;  // null: an allocation of its own
 };
 
 // Where a rank's buffers come from. On a GPU one block, taken from the device once its size is
@@ -177,7 +177,7 @@ class Buffer {
 // order they go. Handles and buffers of one block are used from one thread.
 class DeviceMemory {
  public:
-  enum class Use { kStays, kPasses };
+  enum class Use { kPersistent, kTemporary };
 
   // Of the CPU.
   DeviceMemory();
@@ -187,19 +187,19 @@ class DeviceMemory {
   // Takes the block; nothing on a CPU. Once, else Error(kInternal). Throws OutOfMemory.
   void reserve(std::size_t bytes) const;
   // From the block where it has room, else from the device. Throws OutOfMemory.
-  [[nodiscard]] Buffer allocate(std::size_t bytes, Use use = Use::kStays) const;
+  [[nodiscard]] Buffer allocate(std::size_t bytes, Use use = Use::kPersistent) const;
 
   struct Figures {
-    std::size_t block = 0;  // bytes
+    std::size_t arena = 0;  // bytes
     std::size_t used = 0;   // of the block, now
     std::size_t peak = 0;   // the most that was used at once
     // What had no room in the block, all that ever was: buffers and their bytes.
-    std::size_t apart = 0, apart_bytes = 0;
+    std::size_t outside_arena = 0, outside_arena_bytes = 0;
   };
   [[nodiscard]] Figures figures() const;
 
  private:
-  std::shared_ptr<MemoryBlock> block_;
+  std::shared_ptr<MemoryArena> arena_;
 };
 
 // Uninitialised host memory, kBufferAlignment-aligned: page-locked where `device` is a GPU, so that

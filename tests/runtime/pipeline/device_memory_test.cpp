@@ -233,8 +233,8 @@ TEST(DeviceMemoryPlanTest, AStageThatDescribesTooLittleTrainsOnMemoryApart) {
         if (comm.rank() == 0) into.push_back(loss);
       }
       const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
-      EXPECT_EQ(figures.apart == 0, fits || comm.rank() > 0);
-      EXPECT_EQ(figures.apart_bytes == 0, fits || comm.rank() > 0);
+      EXPECT_EQ(figures.outside_arena == 0, fits || comm.rank() > 0);
+      EXPECT_EQ(figures.outside_arena_bytes == 0, fits || comm.rank() > 0);
     });
   };
   losses(first_and_last<ChangedStage>(each.model), told, true);

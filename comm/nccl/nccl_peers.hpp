@@ -16,7 +16,7 @@
 namespace sluice::nccl {
 
 // One rank, as it travels: texts are cut to fit and end in a zero.
-struct Member {
+struct Peer {
   int rank = 0;     // as messages name it
   int version = 0;  // of its library; 0: `problem` says why there is none, or why it is no use
   Device device;
@@ -27,21 +27,21 @@ struct Member {
   std::array<char, 512> problem{};  // one line, or empty
 };
 
-// This process, whose rank it leaves open. `version` and `problem` as in Member. Throws
+// This process, whose rank it leaves open. `version` and `problem` as in Peer. Throws
 // Error(kDevice) where CUDA fails.
-[[nodiscard]] Member describe_rank(Device device, int version, const std::string& problem);
+[[nodiscard]] Peer describe_rank(Device device, int version, const std::string& problem);
 
-// Collective: [rank of the seam].
-[[nodiscard]] std::vector<Member> gather_roster(Collectives& seam, const Member& mine);
+// Collective: [rank of the bootstrap].
+[[nodiscard]] std::vector<Peer> gather_peer_table(Collectives& bootstrap, const Peer& mine);
 
-// Why the roster's ranks cannot share a communicator, the same on every rank, or nothing.
+// Why the peer_table's ranks cannot share a communicator, the same on every rank, or nothing.
 // In this order: a rank without GPU (kUsage), without NCCL (kDevice), with another version than the
 // first rank's (kMismatch), two ranks on one GPU (kUsage). One line that names rank and host;
 // `label` names the communicator.
-[[nodiscard]] std::optional<Error> refusal(std::span<const Member> roster,
+[[nodiscard]] std::optional<Error> refusal(std::span<const Peer> peer_table,
                                            const std::string& label);
 
 // "rank 3 on host-7 (cuda:1)"
-[[nodiscard]] std::string name_of(const Member& member);
+[[nodiscard]] std::string name_of(const Peer& member);
 
 }  // namespace sluice::nccl
