@@ -18,8 +18,8 @@ namespace {
 
 bool is_cuda(const Device& device) { return device.kind == DeviceKind::kCuda; }
 
-// Large buffers ask for huge pages where the system leaves that to the program: a step walks
-// tens of megabytes once, and page walks are a good part of what that costs.
+// Large buffers use huge pages where the system leaves that to the program: a step reads tens of
+// megabytes once, and page walks are a large part of that cost.
 std::byte* allocate_cpu(std::size_t bytes) {
   constexpr std::size_t kHugePage = std::size_t{2} << 20;
   const std::size_t alignment = bytes >= 2 * kHugePage ? kHugePage : kBufferAlignment;

@@ -7,8 +7,8 @@
 
 namespace sluice {
 
-// Pieces of the block in ascending order, taken and free in turn: no two free ones are neighbours.
-// Making room may allocate on the host, giving back never does.
+// Parts of the arena in ascending order; no two free ones are neighbours. take() may allocate host
+// memory, give_back() never does.
 class MemoryArena {
  public:
   explicit MemoryArena(Device device) : device_(device) {}
@@ -19,7 +19,8 @@ class MemoryArena {
   void reserve(std::size_t bytes) {
     if (device_.kind == DeviceKind::kCpu) return;
     if (figures_.arena > 0) {
-      throw Error(ErrorCode::kInternal, "the block of " + to_string(device_) + " is taken twice");
+      throw Error(ErrorCode::kInternal,
+                  "the arena of " + to_string(device_) + " is reserved twice");
     }
     bytes = round_up(bytes, kBufferAlignment);
     memory_ = Buffer(device_, bytes);
@@ -72,7 +73,7 @@ class MemoryArena {
   }
 
   void count_outside_arena(std::size_t bytes) {
-    if (figures_.arena == 0) return;  // nothing was planned
+    if (figures_.arena == 0) return;  // no arena
     ++figures_.outside_arena;
     figures_.outside_arena_bytes += bytes;
   }

@@ -6,6 +6,7 @@
 
 #include <sluice/cuda.hpp>
 
+#include "comm/base/index.hpp"
 #include "comm/group/collectives.hpp"
 #include "comm/group/waiter.hpp"
 #include "comm/nccl/nccl_api.hpp"
@@ -15,8 +16,7 @@ namespace sluice {
 
 namespace {
 
-// What the ranks of a bootstrap know of each other, and this rank's library, once for all
-// communicators made at a time.
+// The peer table, and this rank's library.
 struct PeerInfo {
   std::optional<nccl::Library> library;
   std::vector<nccl::Peer> peer_table;
@@ -29,7 +29,7 @@ PeerInfo exchange_peer_info(Collectives& bootstrap, Device device, int rank) {
     try {
       info.library.emplace();
       use_device(device);
-      cuda::load_kernels();  // none may have to be loaded once NCCL's wait for a peer
+      cuda::load_kernels();  // loading one later may wait for NCCL's kernels
     } catch (const Error& error) {
       problem = error.what();
     }
@@ -41,7 +41,7 @@ PeerInfo exchange_peer_info(Collectives& bootstrap, Device device, int rank) {
   return info;
 }
 
-// How members find each other, as it travels: where the first could not listen, all say why.
+// Sent by rank 0: NCCL's id, or why NCCL made none.
 struct NcclIdMessage {
   nccl::Result made;
   nccl::UniqueId id;
@@ -54,14 +54,12 @@ struct NcclCommunicator::Impl {
       : library(*info.library),
         label(std::move(name)),
         peer_table(info.peer_table),
-        myself(nccl::name_of(info.peer_table[static_cast<std::size_t>(bootstrap.rank())])),
-        peer(bootstrap.size() == 2
-                 ? nccl::name_of(info.peer_table[static_cast<std::size_t>(1 - bootstrap.rank())])
-                 : ""),
+        myself(nccl::name_of(info.peer_table[at(bootstrap.rank())])),
+        peer(bootstrap.size() == 2 ? nccl::name_of(info.peer_table[at(1 - bootstrap.rank())]) : ""),
         local_ranks(bootstrap.local_size()),
         size(bootstrap.size()),
         rank(bootstrap.rank()),
-        device(info.peer_table[static_cast<std::size_t>(rank)].device) {}
+        device(info.peer_table[at(rank)].device) {}
   ~Impl() { abort(); }
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
@@ -136,7 +134,7 @@ int NcclCommunicator::size() const { return impl_->size; }
 Device NcclCommunicator::device() const { return impl_->device; }
 
 std::string NcclCommunicator::name_of(int rank) const {
-  return nccl::name_of(impl_->peer_table[static_cast<std::size_t>(rank)]);
+  return nccl::name_of(impl_->peer_table[at(rank)]);
 }
 
 bool NcclCommunicator::ready() const {

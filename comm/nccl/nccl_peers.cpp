@@ -9,6 +9,7 @@
 #include <fstream>
 #include <type_traits>
 
+#include "comm/base/index.hpp"
 #include "comm/group/collectives.hpp"
 #include "comm/nccl/nccl_api.hpp"
 
@@ -35,7 +36,7 @@ std::string host_name() {
   return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown host";
 }
 
-// As NCCL tells hosts apart (its getHostHash): NCCL_HOSTID, else the name and the boot's id.
+// Identifies the host as NCCL does (its getHostHash): NCCL_HOSTID, else the name and the boot id.
 std::string machine_of(const std::string& host) {
   if (const char* set = std::getenv("NCCL_HOSTID")) return set;
   std::string boot;
@@ -58,15 +59,14 @@ Peer describe_rank(Device device, int version, const std::string& problem) {
 }
 
 std::vector<Peer> gather_peer_table(Collectives& bootstrap, const Peer& mine) {
-  std::vector<Peer> peer_table(static_cast<std::size_t>(bootstrap.communicator().size()));
+  std::vector<Peer> peer_table(at(bootstrap.communicator().size()));
   bootstrap.all_gather(std::as_bytes(std::span(&mine, 1)),
                        std::as_writable_bytes(std::span(peer_table)));
   return peer_table;
 }
 
-std::string name_of(const Peer& member) {
-  return fmt::format("rank {} on {} ({})", member.rank, member.host.data(),
-                     to_string(member.device));
+std::string name_of(const Peer& peer) {
+  return fmt::format("rank {} on {} ({})", peer.rank, peer.host.data(), to_string(peer.device));
 }
 
 std::optional<Error> refusal(std::span<const Peer> peer_table, const std::string& label) {
@@ -76,8 +76,7 @@ std::optional<Error> refusal(std::span<const Peer> peer_table, const std::string
   };
   for (std::size_t i = 0; i < peer_table.size(); ++i) {
     if (peer_table[i].device.kind != DeviceKind::kCuda) {
-      return refuse(ErrorCode::kUsage,
-                    fmt::format("{} computes on no GPU; --transport mpi does", name(i)));
+      return refuse(ErrorCode::kUsage, fmt::format("{} has no GPU; use --transport mpi", name(i)));
     }
   }
   for (std::size_t i = 0; i < peer_table.size(); ++i) {

@@ -1,5 +1,5 @@
-// Who would take part in an NCCL communicator, known on every rank, and why it could not be made.
-// Internal to comm/nccl*; knows nothing of NCCL itself.
+// The peer table: the ranks of an NCCL communicator to be made, known on every rank, and why it
+// cannot be made. Internal to comm/nccl; calls no NCCL function.
 #pragma once
 
 #include <array>
@@ -15,26 +15,25 @@
 
 namespace sluice::nccl {
 
-// One rank, as it travels: texts are cut to fit and end in a zero.
+// One rank, as sent between ranks: texts are truncated to fit and end in a zero.
 struct Peer {
   int rank = 0;     // as messages name it
   int version = 0;  // of its library; 0: `problem` says why there is none, or why it is no use
   Device device;
-  std::array<char, 64> host{};  // for people
-  std::array<char, 128>
-      machine{};               // what NCCL holds for the host: two ranks with one value share it
-  std::array<char, 32> gpu{};  // PCI bus address
+  std::array<char, 64> host{};      // for messages
+  std::array<char, 128> machine{};  // NCCL's identity of the host, equal on all its ranks
+  std::array<char, 32> gpu{};       // PCI bus address
   std::array<char, 512> problem{};  // one line, or empty
 };
 
-// This process, whose rank it leaves open. `version` and `problem` as in Peer. Throws
+// Describes this process, without its rank. `version` and `problem` as in Peer. Throws
 // Error(kDevice) where CUDA fails.
 [[nodiscard]] Peer describe_rank(Device device, int version, const std::string& problem);
 
-// Collective: [rank of the bootstrap].
+// Collective. The table has one entry per rank of the bootstrap communicator.
 [[nodiscard]] std::vector<Peer> gather_peer_table(Collectives& bootstrap, const Peer& mine);
 
-// Why the peer_table's ranks cannot share a communicator, the same on every rank, or nothing.
+// Why the ranks of the peer table cannot share a communicator, the same on every rank, or nothing.
 // In this order: a rank without GPU (kUsage), without NCCL (kDevice), with another version than the
 // first rank's (kMismatch), two ranks on one GPU (kUsage). One line that names rank and host;
 // `label` names the communicator.
@@ -42,6 +41,6 @@ struct Peer {
                                            const std::string& label);
 
 // "rank 3 on host-7 (cuda:1)"
-[[nodiscard]] std::string name_of(const Peer& member);
+[[nodiscard]] std::string name_of(const Peer& peer);
 
 }  // namespace sluice::nccl

@@ -6,11 +6,11 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/index.hpp"
+
 namespace sluice {
 
 namespace {
-
-std::size_t index_of(std::int32_t value) { return static_cast<std::size_t>(value); }
 
 [[noreturn]] void misused(const std::string& why) {
   throw Error(ErrorCode::kInternal, "NCCL's queue: " + why);
@@ -32,8 +32,8 @@ struct NcclQueue::Operation {
 struct NcclQueue::Group {
   enum class State : std::uint8_t { kFree, kOpen, kPending, kIssuing, kIssued };
   State state = State::kFree;
-  std::uint64_t number = 0;           // tells its tickets from those of the next use
-  std::int32_t tickets = 0;           // not given back
+  std::uint64_t number = 0;           // distinguishes its tickets from those of the next use
+  std::int32_t tickets = 0;           // not returned
   std::vector<Operation> operations;  // keeps its capacity
   std::vector<bool> touched;          // [nccl_stream]
   std::vector<Event> ends;            // [nccl_stream]
@@ -69,7 +69,7 @@ int NcclQueue::add(std::unique_ptr<NcclCommunicator> communicator) {
 }
 
 const NcclCommunicator& NcclQueue::communicator(int nccl_stream) const {
-  return *nccl_streams_[index_of(nccl_stream)].communicator;
+  return *nccl_streams_[at(nccl_stream)].communicator;
 }
 
 void NcclQueue::begin_group() {
@@ -77,7 +77,7 @@ void NcclQueue::begin_group() {
   if (free_.empty()) misused(fmt::format("more than {} groups are open", groups_.size()));
   open_ = free_.back();
   free_.pop_back();
-  Group& group = groups_[index_of(open_)];
+  Group& group = groups_[at(open_)];
   group.state = Group::State::kOpen;
   group.number = ++numbers_;
   group.tickets = 0;
@@ -87,8 +87,8 @@ void NcclQueue::begin_group() {
 
 NcclQueue::Operation& NcclQueue::append(int nccl_stream, const Event* ready) {
   if (open_ < 0) misused("an operation is given outside a group");
-  Group& group = groups_[index_of(open_)];
-  group.touched.at(index_of(nccl_stream)) = true;
+  Group& group = groups_[at(open_)];
+  group.touched.at(at(nccl_stream)) = true;
   Operation& operation = group.operations.emplace_back();
   operation.nccl_stream = nccl_stream;
   if (ready != nullptr && ready->native() != nullptr) operation.ready = ready;
@@ -96,7 +96,7 @@ NcclQueue::Operation& NcclQueue::append(int nccl_stream, const Event* ready) {
 }
 
 NcclTicket NcclQueue::ticket_of(int nccl_stream) {
-  Group& group = groups_[index_of(open_)];
+  Group& group = groups_[at(open_)];
   ++group.tickets;
   return {.group = open_, .nccl_stream = nccl_stream, .number = group.number};
 }
@@ -131,7 +131,7 @@ NcclTicket NcclQueue::all_reduce_sum(int nccl_stream, std::span<float> values, c
 
 NcclTicket NcclQueue::add_shards(int nccl_stream, const ShardSum& sum) {
   Operation& operation = append(nccl_stream, nullptr);
-  if (groups_[index_of(open_)].operations.size() > 1) misused("a kernel is alone in its group");
+  if (groups_[at(open_)].operations.size() > 1) misused("a kernel is alone in its group");
   operation.kind = Operation::Kind::kAddShards;
   operation.sum = sum;
   return ticket_of(nccl_stream);
@@ -140,7 +140,7 @@ NcclTicket NcclQueue::add_shards(int nccl_stream, const ShardSum& sum) {
 void NcclQueue::end_group() {
   if (open_ < 0) misused("a group ends that never began");
   const std::int32_t index = std::exchange(open_, -1);
-  Group& group = groups_[index_of(index)];
+  Group& group = groups_[at(index)];
   if (group.operations.empty()) {
     group.state = Group::State::kIssued;
     recycle(index);
@@ -161,7 +161,7 @@ void NcclQueue::progress() {
     const std::int32_t index = pending_[first_pending_];
     first_pending_ = (first_pending_ + 1) % pending_.size();
     --pending_count_;
-    issue(groups_[index_of(index)]);
+    issue(groups_[at(index)]);
     issuing_ = index;
     if (!nccl_streams_ready()) return;
   }
@@ -176,24 +176,24 @@ bool NcclQueue::nccl_streams_ready() {
   return ready;
 }
 
-// Everything the group waits for goes onto its streams before it; nothing may follow until NCCL has
-// put it there.
+// The streams wait for the operations' ready events first. Nothing may follow the group on them
+// until NCCL has issued it.
 void NcclQueue::issue(Group& group) {
   group.state = Group::State::kIssuing;
   for (const Operation& operation : group.operations) {
     if (operation.ready != nullptr) {
-      nccl_streams_[index_of(operation.nccl_stream)].stream.view().wait(*operation.ready);
+      nccl_streams_[at(operation.nccl_stream)].stream.view().wait(*operation.ready);
     }
   }
   if (group.operations.front().kind == Operation::Kind::kAddShards) {
     const Operation& kernel = group.operations.front();
     use_device(device_);
-    launch_shard_sum(kernel.sum, nccl_streams_[index_of(kernel.nccl_stream)].stream.view());
+    launch_shard_sum(kernel.sum, nccl_streams_[at(kernel.nccl_stream)].stream.view());
     return;
   }
-  NcclGroup calls(*nccl_streams_[index_of(group.operations.front().nccl_stream)].communicator);
+  NcclGroup calls(*nccl_streams_[at(group.operations.front().nccl_stream)].communicator);
   for (const Operation& operation : group.operations) {
-    const NcclStream& nccl_stream = nccl_streams_[index_of(operation.nccl_stream)];
+    const NcclStream& nccl_stream = nccl_streams_[at(operation.nccl_stream)];
     const std::span<std::byte> data(operation.data, operation.bytes);
     switch (operation.kind) {
       case Operation::Kind::kSend:
@@ -215,7 +215,7 @@ void NcclQueue::issue(Group& group) {
 }
 
 void NcclQueue::record(std::int32_t index) {
-  Group& group = groups_[index_of(index)];
+  Group& group = groups_[at(index)];
   for (std::size_t nccl_stream = 0; nccl_stream < nccl_streams_.size(); ++nccl_stream) {
     if (group.touched[nccl_stream])
       group.ends[nccl_stream].record(nccl_streams_[nccl_stream].stream.view());
@@ -224,18 +224,18 @@ void NcclQueue::record(std::int32_t index) {
   recycle(index);
 }
 
-// A group is used again once it is issued and nobody can ask for it any more.
+// A group can be used again once it is issued and all its tickets are returned.
 void NcclQueue::recycle(std::int32_t index) {
-  Group& group = groups_[index_of(index)];
+  Group& group = groups_[at(index)];
   if (group.state != Group::State::kIssued || group.tickets > 0) return;
   group.state = Group::State::kFree;
   free_.push_back(index);
 }
 
 NcclQueue::Group& NcclQueue::group_of(const NcclTicket& ticket) {
-  Group& group = groups_[index_of(ticket.group)];
+  Group& group = groups_[at(ticket.group)];
   if (group.number != ticket.number || group.tickets == 0) {
-    misused("a ticket is used that was given back");
+    misused("a ticket is used after its return");
   }
   return group;
 }
@@ -257,7 +257,7 @@ bool NcclQueue::done(NcclTicket& ticket) {
   if (ticket.group < 0) return true;
   progress();
   const Group& group = group_of(ticket);
-  if (group.state != Group::State::kIssued || !group.ends[index_of(ticket.nccl_stream)].done()) {
+  if (group.state != Group::State::kIssued || !group.ends[at(ticket.nccl_stream)].done()) {
     return false;
   }
   give_back(ticket);
@@ -267,8 +267,9 @@ bool NcclQueue::done(NcclTicket& ticket) {
 void NcclQueue::wait_on(StreamView stream, NcclTicket& ticket) {
   if (ticket.group < 0) return;
   const Group& group = group_of(ticket);
-  if (group.state != Group::State::kIssued) misused("a stream waits for what is not issued");
-  stream.wait(group.ends[index_of(ticket.nccl_stream)]);
+  if (group.state != Group::State::kIssued)
+    misused("a stream waits for an operation that is not issued");
+  stream.wait(group.ends[at(ticket.nccl_stream)]);
   give_back(ticket);
 }
 

@@ -7,6 +7,8 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/index.hpp"
+
 namespace sluice {
 
 namespace {
@@ -25,8 +27,8 @@ NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& 
   if (size_ == 1) return;
   const Device device = memory.device();
   nccl_stream_ = queue_.add(std::make_unique<NcclCommunicator>(replicas, device, label, interrupt));
-  // NCCL connects two ranks when they first exchange, which takes long: now rather than in a step.
-  const std::size_t few = kShardMultiple * static_cast<std::size_t>(size_);
+  // NCCL connects two ranks at their first exchange. That takes long, so not within a step.
+  const std::size_t few = kShardMultiple * at(size_);
   const std::size_t count = method == Method::kAllReduce ? std::max(few, largest) : few;
   const Buffer room =
       memory.allocate((count + workspace(count)) * sizeof(float), DeviceMemory::Use::kTemporary);
@@ -39,24 +41,24 @@ NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& 
     NcclTicket ticket = sum({floats, count}, {floats + count, workspace(count)}, filled);
     queue_.wait(ticket, interrupt);
   } catch (...) {
-    queue_.abort();  // its kernels may wait for a peer that is gone, and freeing memory for them
+    queue_.abort();  // its kernels may wait for a lost peer, and freeing memory waits for them
     throw;
   }
 }
 
 std::size_t NcclSums::shard_size(std::size_t count, int ranks) {
-  const auto owners = static_cast<std::size_t>(ranks);
+  const auto owners = at(ranks);
   return round_up((count + owners - 1) / owners, kShardMultiple);
 }
 
 NcclSums::Shard NcclSums::shard_of(std::size_t count, int owner) const {
-  const std::size_t begin = std::min(count, shard_size(count) * static_cast<std::size_t>(owner));
+  const std::size_t begin = std::min(count, shard_size(count) * at(owner));
   return {begin, std::min(shard_size(count), count - begin)};
 }
 
 std::size_t NcclSums::workspace(std::size_t count, int ranks, Method method) {
   if (method == Method::kAllReduce) return 0;
-  return static_cast<std::size_t>(ranks - 1) * shard_size(count, ranks);
+  return at(ranks - 1) * shard_size(count, ranks);
 }
 
 NcclTicket NcclSums::sum(std::span<float> values, std::span<float> workspace, const Event& ready) {
@@ -101,7 +103,7 @@ void NcclSums::scatter(std::span<float> values, std::span<float> workspace, cons
       queue_.drop(sent);
     }
     if (mine.size > 0) {
-      const auto slot = static_cast<std::size_t>(peer < rank_ ? peer : peer - 1);
+      const auto slot = at(peer < rank_ ? peer : peer - 1);
       NcclTicket received = queue_.recv(
           nccl_stream_, peer,
           std::as_writable_bytes(workspace.subspan(slot * shard_size(values.size()), mine.size)),

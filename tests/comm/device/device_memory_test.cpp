@@ -84,11 +84,11 @@ TEST_F(BlockTest, NeighboursGivenBackInAnyOrderAreOneGap) {
 }
 
 TEST_F(BlockTest, WhatDoesNotFitIsTakenApartAndCounted) {
-  const Buffer most = take(15), apart = take(2), fits = take(1);
+  const Buffer most = take(15), outside = take(2), fits = take(1);
   EXPECT_EQ(place(fits), 15);
-  EXPECT_TRUE(place(apart) < 0 || place(apart) >= 16);
+  EXPECT_TRUE(place(outside) < 0 || place(outside) >= 16);
   EXPECT_EQ(memory_->figures().outside_arena, 1U);
-  EXPECT_EQ(memory_->figures().outside_arena_bytes, apart.size());
+  EXPECT_EQ(memory_->figures().outside_arena_bytes, outside.size());
   EXPECT_EQ(memory_->figures().used, 16 * kBufferAlignment);
 }
 

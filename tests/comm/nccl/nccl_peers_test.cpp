@@ -15,9 +15,9 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 
 TEST(NcclLibraryTest, NamesAMissingLibraryInOneLine) {
-  const Error error = error_of([] { const nccl::Library none("libnccl-of-nobody.so.2"); });
+  const Error error = error_of([] { const nccl::Library none("libnccl-missing.so.2"); });
   EXPECT_EQ(error.code(), ErrorCode::kDevice);
-  EXPECT_THAT(error.what(), AllOf(HasSubstr("NCCL is missing: libnccl-of-nobody.so.2: "),
+  EXPECT_THAT(error.what(), AllOf(HasSubstr("NCCL is missing: libnccl-missing.so.2: "),
                                   HasSubstr("--transport mpi"), Not(HasSubstr("\n"))));
 }
 
@@ -39,7 +39,7 @@ TEST(NcclLibraryTest, KnowsItsVersion) {
 }
 
 // [rank] each on a host of its own, on the GPU at the same address.
-std::vector<nccl::Peer> roster_of(int ranks) {
+std::vector<nccl::Peer> peer_table_of(int ranks) {
   std::vector<nccl::Peer> peer_table(static_cast<std::size_t>(ranks));
   char number = '0';
   for (nccl::Peer& member : peer_table) {
@@ -54,8 +54,8 @@ std::vector<nccl::Peer> roster_of(int ranks) {
   return peer_table;
 }
 
-TEST(NcclRosterTest, TellsHostsApart) {
-  auto peer_table = roster_of(3);
+TEST(NcclPeersTest, TellsHostsApart) {
+  auto peer_table = peer_table_of(3);
   EXPECT_EQ(nccl::refusal(peer_table, "x"), std::nullopt);  // one address on three hosts
   peer_table[2].machine = peer_table[0].machine;
   EXPECT_STREQ(nccl::refusal(peer_table, "x")->what(),
@@ -63,8 +63,8 @@ TEST(NcclRosterTest, TellsHostsApart) {
                "at 0; give each rank its own, or --transport mpi");
 }
 
-TEST(NcclRosterTest, NamesTheFirstRankOfAnotherVersion) {
-  auto peer_table = roster_of(3);
+TEST(NcclPeersTest, NamesTheFirstRankOfAnotherVersion) {
+  auto peer_table = peer_table_of(3);
   peer_table[1].version = 22203;
   const auto refused = nccl::refusal(peer_table, "x");
   EXPECT_EQ(refused->code(), ErrorCode::kMismatch);
@@ -73,8 +73,8 @@ TEST(NcclRosterTest, NamesTheFirstRankOfAnotherVersion) {
                "has NCCL 2.22.3; all ranks need one version");
 }
 
-TEST(NcclRosterTest, NamesARankWithoutTheLibrary) {
-  auto peer_table = roster_of(3);
+TEST(NcclPeersTest, NamesARankWithoutTheLibrary) {
+  auto peer_table = peer_table_of(3);
   peer_table[2].version = 0;
   peer_table[2].problem = {'N', 'o'};
   const auto refused = nccl::refusal(peer_table, "x");

@@ -78,7 +78,7 @@ TEST_P(NcclTest, CanBeAbortedAtAnyTime) {
     idle->abort();
     idle->abort();
     EXPECT_EQ(error_of([&] { idle->poll(); }).code(), ErrorCode::kInternal);
-    // And by its destructor, beside another one.
+    // And by its destructor, next to another one.
     const auto first = make(rank);
     const auto second = make(rank);
     NcclCommunicator* const both[] = {first.get(), nullptr, second.get()};
@@ -87,7 +87,7 @@ TEST_P(NcclTest, CanBeAbortedAtAnyTime) {
 }
 
 #ifdef SLUICE_EMULATED
-// Kernels of ours are loaded before NCCL can wait for a peer (<sluice/cuda.hpp>).
+// Sluice's kernels are loaded before NCCL can wait for a peer (<sluice/cuda.hpp>).
 
 TEST_P(NcclTest, LoadsKernelsBeforeTheFirstCommunicatorIsMade) {
   emulated::unload_all();
@@ -171,7 +171,7 @@ TEST_P(NcclPeersTest, RefusesARankWithoutGpuByName) {
     });
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_THAT(error.what(), AllOf(HasSubstr("rank " + std::to_string(rank.size() - 1) + " on "),
-                                    HasSubstr("(cpu) computes on no GPU")));
+                                    HasSubstr("(cpu) has no GPU")));
   });
 }
 
@@ -295,15 +295,15 @@ TEST_P(NcclQueuePeersTest, TheWrongOrderEndsByAbortWithTheErrorNamed) {
     const int nccl_stream = queue.add(make(rank));
     const OnDevice<int> memory(rank.device, std::vector<int>(2, 7));
     const Event now;
-    // Every rank receives first, in a group of its own: nobody ever sends.
+    // Every rank receives first, in a group of its own: no rank ever sends.
     queue.begin_group();
     NcclTicket received = queue.recv(nccl_stream, rank.previous(), memory.bytes().first(4), now);
     queue.end_group();
     queue.begin_group();
     NcclTicket sent = queue.send(nccl_stream, rank.next(), memory.bytes().last(4), now);
     queue.end_group();
-    ThrowingInterrupt patience(500, "0RECV_F0 waits for its send");
-    Interrupt* interrupt = rank.rank() == 0 ? static_cast<Interrupt*>(&patience) : &rank.control;
+    ThrowingInterrupt limit(500, "0RECV_F0 waits for its send");
+    Interrupt* interrupt = rank.rank() == 0 ? static_cast<Interrupt*>(&limit) : &rank.control;
     const Error seen = error_of([&] { queue.wait(received, interrupt); });
     EXPECT_STREQ(rank.control.report(seen).what(), "0RECV_F0 waits for its send");
     EXPECT_GE(sent.group, 0);  // never done

@@ -258,19 +258,19 @@ TEST_P(NcclTransportTest, AMessageWithoutCounterpartEndsWithTheErrorNamedOnEvery
                             NcclLabel{"the pipeline"}, &control);
     const OnDevice<int> memory(rank.device, std::vector<int>(4, 7));
     // Every rank waits for the message that rank 0 does not send.
-    testing::ThrowingInterrupt patience(500, "1RECV_F0 waits for 0SEND_F0 of rank 0");
+    testing::ThrowingInterrupt limit(500, "1RECV_F0 waits for 0SEND_F0 of rank 0");
     const bool last = rank.rank() == rank.size() - 1;
     try {
       if (rank.rank() > 0) {
         queue.begin_group();
         NcclTicket received = transport.recv(rank.rank() - 1, memory.bytes(), Event());
         queue.end_group();
-        queue.wait(received, last ? static_cast<Interrupt*>(&patience) : &control);
+        queue.wait(received, last ? static_cast<Interrupt*>(&limit) : &control);
       } else {
         Waiter waiter(rank.size());
         for (;; waiter.pause()) control.poll();
       }
-      ADD_FAILURE() << "a message arrived that nobody sent";
+      ADD_FAILURE() << "a message arrived that no rank sent";
     } catch (const Error& error) {
       EXPECT_STREQ(control.report(error).what(), "1RECV_F0 waits for 0SEND_F0 of rank 0");
     }
