@@ -1,7 +1,7 @@
 # GPUs: the CUDA toolkit with cuBLASLt, cuDNN and NCCL, or the tests' emulation of it.
 #
-# Gives the target sluice_cuda (what GPU code of any box links; interface only) and the variables
-# SLUICE_WITH_CUDA, SLUICE_WITH_CUDNN, SLUICE_WITH_NCCL (0 or 1), which sources see as macros.
+# Defines the interface target sluice_cuda, which all GPU code links, and the variables
+# SLUICE_WITH_CUDA, SLUICE_WITH_CUDNN and SLUICE_WITH_NCCL (0 or 1), which are macros in sources.
 set(SLUICE_CUDA
     auto
     CACHE STRING "GPU code: auto (where the CUDA toolkit is found), on, off, or emulated (for tests)")
@@ -15,7 +15,7 @@ set(SLUICE_WITH_CUDNN 0)
 set(SLUICE_WITH_NCCL 0)
 add_library(sluice_cuda INTERFACE)
 
-# A header and a library beside the toolkit or where NAME_ROOT says: <variable>_INCLUDE, _LIBRARY.
+# A header and a library next to the toolkit or under NAME_ROOT: <variable>_INCLUDE, _LIBRARY.
 macro(sluice_find_beside_toolkit variable header library)
   find_path(${variable}_INCLUDE ${header} HINTS ${${variable}_ROOT} ENV ${variable}_ROOT
             ${CUDAToolkit_INCLUDE_DIRS} PATH_SUFFIXES include)
@@ -23,9 +23,9 @@ macro(sluice_find_beside_toolkit variable header library)
                ${CUDAToolkit_LIBRARY_DIR} ${CUDAToolkit_LIBRARY_ROOT} PATH_SUFFIXES lib lib64)
 endmacro()
 
-# sluice_without_cuda(<what is missing> <what helps>): why there will be no GPU code; an error unless
-# the choice was left to us. Sets SLUICE_WITH_CUDA, of the caller, to 0. A function, because CMake
-# would read a macro's arguments, what a compiler says among them, once more as its own language.
+# sluice_without_cuda(<what is missing> <remedy>): reports why there is no GPU code; an error unless
+# SLUICE_CUDA is auto. Sets the caller's SLUICE_WITH_CUDA to 0. A function, because CMake would parse a
+# macro's arguments, which contain a compiler's output, a second time.
 function(sluice_without_cuda missing helps)
   if(SLUICE_CUDA STREQUAL auto)
     message(STATUS "GPUs: none, ${missing}. Building for CPUs alone: the program will refuse --device "
@@ -38,13 +38,13 @@ endfunction()
 
 if(NOT SLUICE_CUDA STREQUAL off)
   set(oldest_toolkit 12.4)
-  # The module of CMake 3.25 ends with an error on a toolkit without nvToolsExt, as CUDA 13 is, unless
-  # the project is content with an older CMake.
+  # The module of CMake 3.25 fails on a toolkit without nvToolsExt, such as CUDA 13, unless the project
+  # accepts an older CMake.
   set(minimum_required ${CMAKE_MINIMUM_REQUIRED_VERSION})
   set(CMAKE_MINIMUM_REQUIRED_VERSION 3.24)
   find_package(CUDAToolkit ${oldest_toolkit} QUIET)
   set(CMAKE_MINIMUM_REQUIRED_VERSION ${minimum_required})
-  # Newer CMake (3.31, not 3.25) forgets where the toolkit is that it does not take.
+  # Newer CMake (3.31, not 3.25) does not report where a toolkit lies that it rejects.
   if(NOT CUDAToolkit_BIN_DIR AND CUDAToolkit_VERSION)
     find_program(nvcc nvcc HINTS ${CUDAToolkit_ROOT} ENV CUDAToolkit_ROOT PATHS /usr/local/cuda
                  PATH_SUFFIXES bin NO_CACHE)
@@ -97,9 +97,9 @@ function(sluice_ask_nvcc nvcc result)
   set(${result} "${complaint}" PARENT_SCOPE)
 endfunction()
 
-# Machine code runs on its own major version alone, from its minor version up; PTX, compiled when it is
-# loaded, on everything newer. Hence one entry per major version that the compiler knows, PTX of the
-# newest for what comes after it, and PTX of 9.0 for what lies between (11.0).
+# Machine code runs on its major version alone, from its minor version up. PTX is compiled when loaded
+# and runs on everything newer. Hence one entry per major version that the compiler knows, PTX of the
+# newest for later GPUs, and PTX of 9.0 for those between (11.0).
 set(architectures "80-real;90")
 if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 12.8)
   list(APPEND architectures 100-real 120)
@@ -111,11 +111,11 @@ set(SLUICE_CUDA_ARCHITECTURES
 if(SLUICE_WITH_CUDA AND NOT SLUICE_CUDA STREQUAL emulated)
   include(CheckLanguage)
   set(CMAKE_CUDA_ARCHITECTURES ${SLUICE_CUDA_ARCHITECTURES})
-  # The compiler of the toolkit that was found, on PATH or not, unless another was asked for.
+  # The compiler of the toolkit that was found, unless CUDACXX names another.
   if(NOT DEFINED ENV{CUDACXX} AND CUDAToolkit_NVCC_EXECUTABLE)
     set(ENV{CUDACXX} ${CUDAToolkit_NVCC_EXECUTABLE})
   endif()
-  if(NOT CMAKE_CUDA_COMPILER) # did not work last time: it may now
+  if(NOT CMAKE_CUDA_COMPILER) # it failed last time and may work now
     unset(CMAKE_CUDA_COMPILER CACHE)
   endif()
   check_language(CUDA)
@@ -177,7 +177,7 @@ if(SLUICE_WITH_CUDA)
                  "${SLUICE_CUDA_ARCHITECTURES}, cuDNN ${SLUICE_WITH_CUDNN}, NCCL ${SLUICE_WITH_NCCL}")
 endif()
 
-# What a box with GPU code links privately; an installed Sluice looks the same libraries up.
+# Private links of a library with GPU code; an installed Sluice finds the same libraries.
 set(SLUICE_CUDA_LINKS)
 if(SLUICE_WITH_CUDA)
   set(SLUICE_CUDA_LINKS $<BUILD_INTERFACE:sluice_cuda> $<INSTALL_INTERFACE:Sluice::cuda>)

@@ -55,8 +55,8 @@ struct Layer : Stage {
     const DeviceMemory& memory = s.compute->memory();
     set.allocate(memory, s.seed);
     for (const std::vector<TensorSpec>& in : s.input_sizes) {
-      const Buffer of_x = memory.allocate(in[0].bytes(), DeviceMemory::Use::kPasses);
-      const Buffer of_y = memory.allocate(in[0].bytes(), DeviceMemory::Use::kPasses);
+      const Buffer of_x = memory.allocate(in[0].bytes(), DeviceMemory::Use::kTemporary);
+      const Buffer of_y = memory.allocate(in[0].bytes(), DeviceMemory::Use::kTemporary);
       fill_zero_async(of_x.data(), of_x.size(), s.compute->stream());
       const Tensor x{of_x.data(), in[0]}, y{of_y.data(), in[0]};
       StageContext ctx{.compute = *s.compute, .inputs = {&x, 1}};

@@ -31,7 +31,7 @@ MOST_BEHIND = {"pipeline": 10}  # public headers that one pulls in, itself not c
 
 # Rooms of a folder, lowest first: a room may use those of the lines before its own.
 ORDER = {
-    "comm": ("base", "device", "group", "loopback mpi nccl"),
+    "comm": ("base", "device", "group", "mpi nccl"),
     "schedules": ("model", "generate plan simulate files", "verify draw", "search"),
     "stages": ("tensor", "compute", "cpu_kernels cuda_context stage", "cpu cuda_kernels", "cuda", "operators",
                "layers", "transformer"),

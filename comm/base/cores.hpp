@@ -1,4 +1,4 @@
-// What the launcher and the host say about the job before any message can be sent.
+// The job's cores and ranks on this host, known before any message can be sent.
 #pragma once
 
 #include <string>
@@ -6,12 +6,12 @@
 namespace sluice {
 
 // Cores of this host that the job may use: those online, within the CPU set and the CPU quota of
-// this process's control group. Not the affinity mask: a launcher binds each rank to a core of its
-// own, and the other ranks run on the others. Read once, at the first call.
+// this process's control group. The affinity mask does not count: a launcher binds each rank to
+// its own core. Read once, at the first call.
 [[nodiscard]] int host_cores();
 
-// The job's ranks on this host, and this rank's place among them, from the launcher's environment
-// (Open MPI, PMIx launchers, Slurm, MPICH, Intel MPI); 0 and -1 where it does not say.
+// The job's ranks on this host and this rank's index among them, from the launcher's environment
+// (Open MPI, PMIx launchers, Slurm, MPICH, Intel MPI); 0 and -1 where it is unset.
 struct LauncherInfo {
   int local_size = 0;
   int local_rank = -1;

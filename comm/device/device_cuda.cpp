@@ -4,15 +4,20 @@
 
 #include <sluice/error.hpp>
 
-namespace sluice::cuda {
+namespace sluice {
+
+bool built_with_cuda() { return true; }
+
+namespace cuda {
 
 namespace {
 
 constexpr int kOldestMajor = 8;  // of compute capabilities: earlier ones do not know bf16
-// Of drivers: it takes kernels with more than 4 KiB of parameters (stages/cuda_kernels/update.cu).
+// The oldest driver that takes kernels with more than 4 KiB of parameters
+// (stages/cuda_kernels/update.cu).
 constexpr int kOldestDriver = 12010;
 
-// Binds the calling thread for the life of the object and puts back what was bound before.
+// Makes a device current for the calling thread and restores the previous one at its end.
 class Selected {
  public:
   explicit Selected(int index) {
@@ -34,7 +39,7 @@ class Selected {
 
 void check(cudaError_t status, std::string_view what, std::source_location location) {
   if (status == cudaSuccess) return;
-  static_cast<void>(cudaGetLastError());  // what is not sticky is forgotten
+  static_cast<void>(cudaGetLastError());  // clears an error that is not sticky
   const std::string message = std::string(what) + ": " + cudaGetErrorString(status);
   if (status == cudaErrorMemoryAllocation) throw OutOfMemory(message, location);
   throw Error(ErrorCode::kDevice, message, -1, location);
@@ -168,7 +173,7 @@ void record(void* event, void* stream) {
 bool done(void* event) {
   const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(event));
   if (status == cudaErrorNotReady) {
-    static_cast<void>(cudaGetLastError());  // it would be the next one a user's stage asks for
+    static_cast<void>(cudaGetLastError());  // else a user's stage sees it next
     return false;
   }
   check(status, "cudaEventQuery");
@@ -213,9 +218,11 @@ void fill_zero(void* to, std::size_t bytes, void* stream) {
 void copy_blocking(int index, void* to, const void* from, std::size_t bytes) {
   const Selected selected(index);
   check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
-  // From pageable memory the call returns before the last bytes are there, and our streams do not
-  // wait for the default one.
+  // From pageable memory the call returns before the last bytes arrive, and Sluice's streams do not
+  // wait for the default stream.
   check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
 }
 
-}  // namespace sluice::cuda
+}  // namespace cuda
+
+}  // namespace sluice

@@ -1,30 +1,25 @@
 #include "comm/device/device_graph.hpp"
 
 #include <sluice/error.hpp>
-#if SLUICE_WITH_CUDA
+
 #include "comm/device/device_cuda.hpp"
-#endif
 
 namespace sluice {
 
-#if SLUICE_WITH_CUDA
-
 namespace {
 
-// Ends the capture however the work ended; the graph is kept where it ended well.
+// Ends the capture in every case, and owns the graph of one that succeeded.
 class Capture {
  public:
   explicit Capture(cudaStream_t stream) : stream_(stream) {
-    // Other threads may go on taking memory and waiting: this one's work alone is recorded.
+    // Records this thread's work alone: other threads may allocate memory and wait meanwhile.
     cuda::check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal),
                 "cudaStreamBeginCapture");
   }
   ~Capture() {
-    cudaGraph_t unwanted = nullptr;
-    if (!ended_) static_cast<void>(cudaStreamEndCapture(stream_, &unwanted));
-    if (unwanted != nullptr) static_cast<void>(cudaGraphDestroy(unwanted));
+    if (!ended_) static_cast<void>(cudaStreamEndCapture(stream_, &graph_));
     if (graph_ != nullptr) static_cast<void>(cudaGraphDestroy(graph_));
-    if (!ended_) static_cast<void>(cudaGetLastError());  // of the capture that was broken off
+    if (!ended_) static_cast<void>(cudaGetLastError());  // of the broken capture
   }
   Capture(const Capture&) = delete;
   Capture& operator=(const Capture&) = delete;
@@ -63,21 +58,6 @@ Graph::~Graph() {
   if (native_ != nullptr) {
     static_cast<void>(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(native_)));
   }
-}
-
-#else
-
-Graph Graph::record(StreamView, const std::function<void()>&) {
-  throw Error(ErrorCode::kInternal, "this build has no CUDA");
-}
-void Graph::launch(StreamView) const {}
-Graph::~Graph() = default;
-
-#endif
-
-Graph& Graph::operator=(Graph&& other) noexcept {
-  std::swap(native_, other.native_);
-  return *this;
 }
 
 }  // namespace sluice

@@ -1,6 +1,6 @@
-// Work of a GPU that is recorded once and put on a stream as a whole any number of times: one call
-// of the host's in place of one per kernel. CUDA graphs (CUDA C++ Programming Guide, "CUDA Graphs",
-// stream capture) behind it.
+// Recorded work of a GPU: recorded once, then launched any number of times by one call of the host
+// instead of one call per kernel. Uses CUDA graphs (CUDA C++ Programming Guide, "CUDA Graphs",
+// stream capture).
 #pragma once
 
 #include <functional>
@@ -10,24 +10,27 @@
 
 namespace sluice {
 
-// Move-only; a default-made one is empty. What the recorded work reads and writes, and the library
-// handles it uses, must outlive its last launch.
+// Move-only; a default-made graph is empty. The memory that the recorded work reads and writes, and
+// the library handles it uses, must outlive its last launch.
 class Graph {
  public:
   Graph() = default;
-  // What `work` puts on the stream, a GPU's, none of which runs yet. `work` is called once and may
-  // neither wait for the device nor take memory of it: Error(kDevice) with CUDA's text. What `work`
-  // throws is thrown on, and nothing stays recorded. Kernels in it should have run before, since
-  // loading one may be such a wait.
+  // Records what `work` puts on the stream of a GPU; none of it runs yet. `work` is called once. It
+  // may neither wait for the device nor allocate its memory: Error(kDevice) with CUDA's text. Its
+  // kernels should have run before, since loading a kernel may wait for the device. An exception of
+  // `work` is passed on, and nothing stays recorded.
   [[nodiscard]] static Graph record(StreamView stream, const std::function<void()>& work);
   Graph(Graph&& other) noexcept : native_(std::exchange(other.native_, nullptr)) {}
-  Graph& operator=(Graph&& other) noexcept;
+  Graph& operator=(Graph&& other) noexcept {
+    std::swap(native_, other.native_);
+    return *this;
+  }
   Graph(const Graph&) = delete;
   Graph& operator=(const Graph&) = delete;
   ~Graph();
 
   [[nodiscard]] bool empty() const { return native_ == nullptr; }
-  // Puts the work on the stream, of the same GPU. Does not block the host. Requires !empty().
+  // Puts the work on a stream of the same GPU. Does not block the host. Requires !empty().
   void launch(StreamView stream) const;
 
  private:

@@ -9,57 +9,17 @@
 #endif
 
 #include <sluice/error.hpp>
-#if SLUICE_WITH_CUDA
-#include "comm/device/device_cuda.hpp"
-#endif
+
+#include "comm/device/cuda_calls.hpp"
 
 namespace sluice {
 
 namespace {
 
-#if !SLUICE_WITH_CUDA
-// The place of the real thing in a build without CUDA. Nothing gets past require_device there, so
-// all but the first two only have to compile.
-namespace cuda {
-
-constexpr const char* kAbsent = "this build has no CUDA";
-
-int count_devices(std::string* why_none) {
-  if (why_none != nullptr) *why_none = kAbsent;
-  return 0;
-}
-[[noreturn]] void require_usable(int index) {
-  throw Error(ErrorCode::kUsage, "device cuda:" + std::to_string(index) +
-                                     " cannot be used: " + kAbsent + "; legal: cpu");
-}
-[[noreturn]] void absent() { throw Error(ErrorCode::kInternal, kAbsent); }
-DeviceProperties read_properties(int) { absent(); }
-void require_code(int) {}
-void select(int) {}
-void* make_stream(int) { absent(); }
-void destroy_stream(void*) noexcept {}
-void synchronize(void*) {}
-void wait(void*, void*) {}
-void* make_event(int, bool) { absent(); }
-double seconds_between(void*, void*) { return 0; }
-void destroy_event(void*) noexcept {}
-void record(void*, void*) {}
-bool done(void*) { return true; }
-std::byte* allocate(int, std::size_t) { absent(); }
-void release(std::byte*) noexcept {}
-std::byte* allocate_host(int, std::size_t) { absent(); }
-void release_host(std::byte*) noexcept {}
-void copy(void*, const void*, std::size_t, void*) {}
-void fill_zero(void*, std::size_t, void*) {}
-void copy_blocking(int, void*, const void*, std::size_t) {}
-
-}  // namespace cuda
-#endif
-
 bool is_cuda(const Device& device) { return device.kind == DeviceKind::kCuda; }
 
-// Large buffers ask for huge pages where the system leaves that to the program: a step walks
-// tens of megabytes once, and page walks are a good part of what that costs.
+// Large buffers use huge pages where the system leaves that to the program: a step reads tens of
+// megabytes once, and page walks are a large part of that cost.
 std::byte* allocate_cpu(std::size_t bytes) {
   constexpr std::size_t kHugePage = std::size_t{2} << 20;
   const std::size_t alignment = bytes >= 2 * kHugePage ? kHugePage : kBufferAlignment;
@@ -105,8 +65,6 @@ Device parse_device(std::string_view text) {
   throw Error(ErrorCode::kUsage, "unknown device '" + std::string(text) +
                                      "'; legal: cpu, cuda, cuda:<index> such as cuda:1");
 }
-
-bool built_with_cuda() { return SLUICE_WITH_CUDA != 0; }
 
 int device_count(DeviceKind kind) {
   return kind == DeviceKind::kCpu ? 1 : cuda::count_devices(nullptr);
@@ -197,13 +155,13 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
   device_ = other.device_;
   data_ = std::exchange(other.data_, nullptr);
   bytes_ = std::exchange(other.bytes_, 0);
-  block_ = std::move(other.block_);
+  arena_ = std::move(other.arena_);
   return *this;
 }
 
 Buffer::~Buffer() {
   if (data_ == nullptr) return;
-  if (block_ != nullptr) {
+  if (arena_ != nullptr) {
     give_back();
   } else if (is_cuda(device_)) {
     cuda::release(data_);

@@ -7,23 +7,24 @@
 
 namespace sluice {
 
-// Pieces of the block in ascending order, taken and free in turn: no two free ones are neighbours.
-// Making room may allocate on the host, giving back never does.
-class MemoryBlock {
+// Parts of the arena in ascending order; no two free ones are neighbours. take() may allocate host
+// memory, give_back() never does.
+class MemoryArena {
  public:
-  explicit MemoryBlock(Device device) : device_(device) {}
+  explicit MemoryArena(Device device) : device_(device) {}
 
   [[nodiscard]] Device device() const { return device_; }
   [[nodiscard]] const DeviceMemory::Figures& figures() const { return figures_; }
 
   void reserve(std::size_t bytes) {
     if (device_.kind == DeviceKind::kCpu) return;
-    if (figures_.block > 0) {
-      throw Error(ErrorCode::kInternal, "the block of " + to_string(device_) + " is taken twice");
+    if (figures_.arena > 0) {
+      throw Error(ErrorCode::kInternal,
+                  "the arena of " + to_string(device_) + " is reserved twice");
     }
     bytes = round_up(bytes, kBufferAlignment);
     memory_ = Buffer(device_, bytes);
-    figures_.block = bytes;
+    figures_.arena = bytes;
     if (bytes > 0) pieces_.push_back({0, bytes, true});
   }
 
@@ -31,7 +32,7 @@ class MemoryBlock {
   std::byte* take(std::size_t bytes, DeviceMemory::Use use) {
     const auto fits = [bytes](const Piece& piece) { return piece.free && piece.bytes >= bytes; };
     std::size_t index = pieces_.size();
-    if (use == DeviceMemory::Use::kStays) {
+    if (use == DeviceMemory::Use::kPersistent) {
       index = static_cast<std::size_t>(std::find_if(pieces_.begin(), pieces_.end(), fits) -
                                        pieces_.begin());
     } else {
@@ -41,7 +42,7 @@ class MemoryBlock {
     if (index == pieces_.size()) return nullptr;
     const Piece whole = pieces_[index];
     if (whole.bytes > bytes) {
-      const bool low = use == DeviceMemory::Use::kStays;
+      const bool low = use == DeviceMemory::Use::kPersistent;
       const std::size_t border = whole.begin + (low ? bytes : whole.bytes - bytes);
       pieces_.insert(pieces_.begin() + static_cast<std::ptrdiff_t>(index) + 1,
                      {border, whole.begin + whole.bytes - border, low});
@@ -71,10 +72,10 @@ class MemoryBlock {
     }
   }
 
-  void count_apart(std::size_t bytes) {
-    if (figures_.block == 0) return;  // nothing was planned
-    ++figures_.apart;
-    figures_.apart_bytes += bytes;
+  void count_outside_arena(std::size_t bytes) {
+    if (figures_.arena == 0) return;  // no arena
+    ++figures_.outside_arena;
+    figures_.outside_arena_bytes += bytes;
   }
 
  private:
@@ -91,24 +92,24 @@ class MemoryBlock {
 
 DeviceMemory::DeviceMemory() : DeviceMemory(Device{}) {}
 
-DeviceMemory::DeviceMemory(Device device) : block_(std::make_shared<MemoryBlock>(device)) {}
+DeviceMemory::DeviceMemory(Device device) : arena_(std::make_shared<MemoryArena>(device)) {}
 
-Device DeviceMemory::device() const { return block_->device(); }
+Device DeviceMemory::device() const { return arena_->device(); }
 
-void DeviceMemory::reserve(std::size_t bytes) const { block_->reserve(bytes); }
+void DeviceMemory::reserve(std::size_t bytes) const { arena_->reserve(bytes); }
 
 Buffer DeviceMemory::allocate(std::size_t bytes, Use use) const {
   if (bytes > 0) {
-    std::byte* const place = block_->take(round_up(bytes, kBufferAlignment), use);
-    if (place != nullptr) return {block_, device(), place, bytes};
+    std::byte* const place = arena_->take(round_up(bytes, kBufferAlignment), use);
+    if (place != nullptr) return {arena_, device(), place, bytes};
   }
   Buffer own(device(), bytes);
-  if (bytes > 0) block_->count_apart(bytes);
+  if (bytes > 0) arena_->count_outside_arena(bytes);
   return own;
 }
 
-DeviceMemory::Figures DeviceMemory::figures() const { return block_->figures(); }
+DeviceMemory::Figures DeviceMemory::figures() const { return arena_->figures(); }
 
-void Buffer::give_back() noexcept { block_->give_back(data_); }
+void Buffer::give_back() noexcept { arena_->give_back(data_); }
 
 }  // namespace sluice

@@ -14,7 +14,7 @@ namespace sluice::cuda {
 
 namespace {
 
-// The driver's function as CUDA `version` had it (12040 is 12.4); null where it has none.
+// The driver's function as of CUDA `version` (12040 is 12.4); null where it has none.
 void find_in_driver(const char* name, unsigned version, void** found) {
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
@@ -78,8 +78,7 @@ void load_module_of(const void* kernel, const Driver& driver) {
   for (CUfunction function : functions) Driver::check_call(driver.load(function), "cuFuncLoad");
 }
 
-// That a kernel has no code for the GPU, neither made for it nor of a kind that the driver
-// compiles.
+// Whether the kernel has no code for the GPU and none that the driver can compile for it.
 bool says_no_code(cudaError_t status) {
   return status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction ||
          status == cudaErrorUnsupportedPtxVersion || status == cudaErrorInvalidPtx ||
@@ -124,9 +123,9 @@ void load_kernels() {
   if (driver.loads_eagerly()) return;
   if (!driver.loads_on_demand()) {
     throw Error(ErrorCode::kDevice,
-                "the driver cannot load kernels ahead, without which one may wait for ever beside "
-                "NCCL: CUDA 12.4 or newer can, CUDA_MODULE_LOADING=EAGER in the environment helps, "
-                "--transport mpi does without");
+                "the driver cannot load kernels in advance, and loading one while NCCL waits may "
+                "never end; use a driver for CUDA 12.4 or newer, CUDA_MODULE_LOADING=EAGER in the "
+                "environment, or --transport mpi");
   }
   for (const KernelModule* module = KernelModule::first; module != nullptr;
        module = module->next_) {

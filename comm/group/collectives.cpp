@@ -9,6 +9,7 @@
 #include <sluice/communicator.hpp>
 #include <sluice/error.hpp>
 
+#include "comm/base/index.hpp"
 #include "comm/group/transport.hpp"
 #include "comm/group/waiter.hpp"
 
@@ -28,7 +29,7 @@ enum TagOffset : int {
 constexpr std::size_t kFirstCopy = 4096;           // bytes
 constexpr std::size_t kLargestCopy = 1024 * 1024;  // that is used again
 
-// Elements of a shard summed at a time: two blocks per peer stay within a core's L2 cache.
+// Elements of a shard per block: two blocks per peer fit a core's L2 cache.
 constexpr std::size_t kBlock = 32 * 1024;
 
 struct Range {
@@ -37,14 +38,14 @@ struct Range {
 };
 
 std::size_t shard_size(std::size_t count, int ranks) {
-  const auto n = static_cast<std::size_t>(ranks);
+  const auto n = at(ranks);
   return (count + n - 1) / n;
 }
 
 // Block `block` of the shard that `owner` sums; empty beyond the end.
 Range block_of(std::size_t count, int ranks, int owner, std::size_t block) {
   const std::size_t shard = shard_size(count, ranks);
-  const std::size_t shard_begin = std::min(count, shard * static_cast<std::size_t>(owner));
+  const std::size_t shard_begin = std::min(count, shard * at(owner));
   const std::size_t shard_end = std::min(count, shard_begin + shard);
   const std::size_t begin = std::min(shard_end, shard_begin + block * kBlock);
   return {begin, std::min(kBlock, shard_end - begin)};
@@ -62,7 +63,7 @@ void add(float* __restrict sum, const float* __restrict term, std::size_t count)
 
 }  // namespace
 
-// Gives up the requests of a call that ends by an exception, and hands over what sends read.
+// Cancels the requests of a call that ends by an exception; the communicator keeps what sends read.
 class Collectives::OpenRequests {
  public:
   OpenRequests(Communicator& comm, std::span<Request> requests, Owner owner)
@@ -98,7 +99,7 @@ Collectives::Collectives(Communicator& comm, int base_tag, Interrupt* interrupt)
       base_tag_(base_tag),
       interrupt_(interrupt),
       waiter_(comm.local_size()),
-      open_(4 * static_cast<std::size_t>(comm.size())),
+      open_(4 * at(comm.size())),
       copy_(std::make_shared<std::vector<std::byte>>(kFirstCopy)) {}
 
 // `expected_bytes`: of a receive; 0 for a send.
@@ -127,7 +128,7 @@ std::span<const std::byte> Collectives::copy_of(std::span<const std::byte> bytes
     owner = copy;
     return *copy;
   }
-  // The communicator may still have it where an earlier call threw.
+  // The communicator may still keep the copy of an earlier call that threw.
   if (copy_.use_count() > 1 || copy_->size() < bytes.size()) {
     copy_ = std::make_shared<std::vector<std::byte>>(std::max(bytes.size(), kFirstCopy));
   }
@@ -169,7 +170,7 @@ void Collectives::recv(int peer, std::span<std::byte> bytes) {
   recv_tagged(peer, kPointTag, bytes);
 }
 
-// Dissemination: after round k every rank knows of 2^(k+1) ranks.
+// Dissemination barrier: after round k every rank has heard from 2^(k+1) ranks.
 void Collectives::barrier() {
   const int size = comm_.size();
   for (int distance = 1; distance < size; distance *= 2) {
@@ -209,7 +210,7 @@ void Collectives::gather(std::span<const std::byte> mine, std::span<std::byte> a
     send_tagged(root, kGatherTag, mine);
     return;
   }
-  if (all.size() != mine.size() * static_cast<std::size_t>(comm_.size())) {
+  if (all.size() != mine.size() * at(comm_.size())) {
     throw Error(
         ErrorCode::kInternal,
         fmt::format("gather of {} x {} bytes into {}", comm_.size(), mine.size(), all.size()),
@@ -249,7 +250,7 @@ std::vector<std::string> Collectives::all_gather_strings(const std::string& mine
 }
 
 std::size_t Collectives::ordered_sum_workspace(std::size_t count) const {
-  const auto size = static_cast<std::size_t>(comm_.size());
+  const auto size = at(comm_.size());
   return size == 1 ? 0 : 2 * size * std::min(kBlock, shard_size(count, comm_.size()));
 }
 
@@ -269,6 +270,14 @@ void Collectives::ordered_sum(std::span<float> values, std::span<float> workspac
   gather_shards(values);
 }
 
+Request& Collectives::block_receive(int rank, std::size_t block) {
+  return open_[block % 2 * 2 * at(comm_.size()) + at(rank)];
+}
+
+Request& Collectives::block_send(int rank, std::size_t block) {
+  return open_[(block % 2 * 2 + 1) * at(comm_.size()) + at(rank)];
+}
+
 // Every rank sends its block of each shard to the shard's owner, one block ahead of the sum.
 // Workspace: [2 halves, rank, block].
 void Collectives::reduce_scatter(std::span<float> values, std::span<float> workspace) {
@@ -278,29 +287,20 @@ void Collectives::reduce_scatter(std::span<float> values, std::span<float> works
   const std::size_t blocks = block_count(count, size);
   const std::size_t stride = std::min(kBlock, shard_size(count, size));
   const auto slot = [&](int rank, std::size_t block) {
-    return workspace.data() +
-           ((block % 2) * static_cast<std::size_t>(size) + static_cast<std::size_t>(rank)) * stride;
-  };
-  const auto receive = [&](int rank, std::size_t block) -> Request& {
-    return open_[((block % 2) * 2) * static_cast<std::size_t>(size) +
-                 static_cast<std::size_t>(rank)];
-  };
-  const auto sending = [&](int rank, std::size_t block) -> Request& {
-    return open_[((block % 2) * 2 + 1) * static_cast<std::size_t>(size) +
-                 static_cast<std::size_t>(rank)];
+    return workspace.data() + (block % 2 * at(size) + at(rank)) * stride;
   };
   const auto start = [&](std::size_t block) {
     const Range mine = block_of(count, size, me, block);
     for (int peer = 0; peer < size; ++peer) {
       if (peer == me) continue;
       if (mine.size > 0) {
-        receive(peer, block) =
+        block_receive(peer, block) =
             comm_.post_recv(peer, base_tag_ + kScatterTag,
                             std::as_writable_bytes(std::span(slot(peer, block), mine.size)));
       }
       const Range theirs = block_of(count, size, peer, block);
       if (theirs.size > 0) {
-        sending(peer, block) =
+        block_send(peer, block) =
             comm_.start_send(peer, base_tag_ + kScatterTag,
                              std::as_bytes(values.subspan(theirs.begin, theirs.size)));
       }
@@ -308,27 +308,17 @@ void Collectives::reduce_scatter(std::span<float> values, std::span<float> works
   };
   start(0);
   for (std::size_t block = 0; block < blocks; ++block) {
-    if (block + 1 < blocks) {
-      start(block + 1);
-    }
+    if (block + 1 < blocks) start(block + 1);
     const Range mine = block_of(count, size, me, block);
     float* own = values.data() + mine.begin;
     float* sum = me == 0 ? own : slot(0, block);
     for (int rank = 0; rank < size && mine.size > 0; ++rank) {
-      if (rank != me) {
-        wait(receive(rank, block), mine.size * sizeof(float));
-      }
-      if (rank > 0) {
-        add(sum, rank == me ? own : slot(rank, block), mine.size);
-      }
+      if (rank != me) wait(block_receive(rank, block), mine.size * sizeof(float));
+      if (rank > 0) add(sum, rank == me ? own : slot(rank, block), mine.size);
     }
-    if (me != 0 && mine.size > 0) {
-      std::copy_n(sum, mine.size, own);
-    }
+    if (me != 0 && mine.size > 0) std::copy_n(sum, mine.size, own);
     for (int rank = 0; rank < size; ++rank) {
-      if (sending(rank, block).index != Request::kNone) {
-        wait(sending(rank, block), 0);
-      }
+      if (block_send(rank, block).index != Request::kNone) wait(block_send(rank, block), 0);
     }
   }
 }
@@ -338,32 +328,26 @@ void Collectives::gather_shards(std::span<float> values) {
   const int size = comm_.size();
   const std::size_t count = values.size();
   const std::size_t blocks = block_count(count, size);
-  const auto receives = std::span(open_).first(static_cast<std::size_t>(size));
-  const auto sends = std::span(open_).subspan(receives.size(), receives.size());
   for (std::size_t block = 0; block < blocks; ++block) {
     const Range mine = block_of(count, size, comm_.rank(), block);
     for (int peer = 0; peer < size; ++peer) {
       if (peer == comm_.rank()) continue;
-      const auto p = static_cast<std::size_t>(peer);
       const Range theirs = block_of(count, size, peer, block);
       if (theirs.size > 0) {
-        receives[p] =
+        block_receive(peer, 0) =
             comm_.post_recv(peer, base_tag_ + kShardTag,
                             std::as_writable_bytes(values.subspan(theirs.begin, theirs.size)));
       }
       if (mine.size > 0) {
-        sends[p] = comm_.start_send(peer, base_tag_ + kShardTag,
-                                    std::as_bytes(values.subspan(mine.begin, mine.size)));
+        block_send(peer, 0) = comm_.start_send(
+            peer, base_tag_ + kShardTag, std::as_bytes(values.subspan(mine.begin, mine.size)));
       }
     }
     for (int peer = 0; peer < size; ++peer) {
-      const auto p = static_cast<std::size_t>(peer);
-      if (receives[p].index != Request::kNone) {
-        wait(receives[p], block_of(count, size, peer, block).size * sizeof(float));
+      if (block_receive(peer, 0).index != Request::kNone) {
+        wait(block_receive(peer, 0), block_of(count, size, peer, block).size * sizeof(float));
       }
-      if (sends[p].index != Request::kNone) {
-        wait(sends[p], 0);
-      }
+      if (block_send(peer, 0).index != Request::kNone) wait(block_send(peer, 0), 0);
     }
   }
 }

@@ -1,8 +1,9 @@
-// Small blocking collectives, built from the messages above in fixed rank order; for start-up,
-// step reports and replicas, never for a pipeline's activations. All ranks of `comm` call alike.
-// `interrupt` may be null. A call that throws has given up its requests; the object may be used
-// again only where every rank threw. Sizes that differ between ranks are Error(kMismatch). Sends
-// that go on after a throw read a copy of the object's own, or memory whose owner the caller names.
+// Small blocking collectives, built from point-to-point messages in fixed rank order. They serve
+// start-up, step reports and replicas, never a pipeline's activations. All ranks of `comm` make the
+// same calls. `interrupt` may be null. A call that throws has cancelled its requests; the object
+// may be used again only if every rank threw. Sizes that differ between ranks are Error(kMismatch).
+// Sends that go on after a throw read the object's own copy, or memory whose owner the caller
+// names.
 #pragma once
 
 #include <cstddef>
@@ -28,19 +29,19 @@ class Collectives {
   void gather(std::span<const std::byte> mine, std::span<std::byte> all, int root);
   // As gather, on all ranks.
   void all_gather(std::span<const std::byte> mine, std::span<std::byte> all);
-  // Strings of any length; for start-up and errors (allocates).
+  // Strings of any length; for start-up and errors. Allocates.
   [[nodiscard]] std::vector<std::string> all_gather_strings(const std::string& mine);
   [[nodiscard]] std::string broadcast_string(const std::string& text, int root);
 
-  // Blocking point to point. Without an `owner` of the bytes, a copy of them is sent.
+  // Blocking point to point. Without an `owner` of the bytes, send() sends a copy.
   void send(int peer, std::span<const std::byte> bytes, const Owner& owner = nullptr);
   void recv(int peer, std::span<std::byte> bytes);
 
   // In place: values[i] = ((g0[i] + g1[i]) + g2[i]) + ... over ranks 0, 1, 2, ... in fp32: a
   // function of the number of ranks alone. Reduce-scatter by owner, then all-gather; elements are
-  // dealt to owners in size() contiguous shards. `workspace` holds at least
+  // divided into size() contiguous shards, one per owner. `workspace` holds at least
   // ordered_sum_workspace(values.size()) floats. Allocates nothing. Without an `owner` of
-  // the values, the caller hands their memory to communicator().keep() after a throw.
+  // the values, the caller passes their memory to communicator().keep() after a throw.
   void ordered_sum(std::span<float> values, std::span<float> workspace,
                    const Owner& owner = nullptr);
   [[nodiscard]] std::size_t ordered_sum_workspace(std::size_t count) const;
@@ -55,6 +56,9 @@ class Collectives {
   // A copy of `bytes`, and in `owner` what owns it; valid until the next call.
   std::span<const std::byte> copy_of(std::span<const std::byte> bytes, Owner& owner);
   void recv_tagged(int peer, int tag, std::span<std::byte> bytes);
+  // Of open_: what block `block` of the running sum exchanges with `rank`; two blocks at a time.
+  Request& block_receive(int rank, std::size_t block);
+  Request& block_send(int rank, std::size_t block);
   void reduce_scatter(std::span<float> values, std::span<float> workspace);
   void gather_shards(std::span<float> values);
 

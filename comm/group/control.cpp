@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/base/index.hpp"
 #include "comm/group/waiter.hpp"
 
 namespace sluice {
@@ -19,7 +20,7 @@ namespace {
 
 constexpr int kReportTag = 0;   // to rank 0
 constexpr int kVerdictTag = 1;  // from rank 0
-constexpr auto kSendPatience = std::chrono::seconds(1);
+constexpr auto kSendTimeout = std::chrono::seconds(1);
 constexpr std::uint32_t kPollsPerTest = 4;
 
 using Clock = std::chrono::steady_clock;
@@ -60,7 +61,7 @@ std::span<std::byte> bytes_of(ErrorMessage& message) {
 
 struct ControlChannel::State {
   explicit State(std::unique_ptr<Communicator> own)
-      : comm(std::move(own)), sends(static_cast<std::size_t>(comm->size())) {
+      : comm(std::move(own)), sends(at(comm->size())) {
     if (comm->size() > 1) {
       post();
     }
@@ -88,7 +89,7 @@ struct ControlChannel::State {
   // True once a message has come: on rank 0 a report, elsewhere the verdict.
   bool arrived() { return incoming.index != Request::kNone && comm->test(incoming); }
 
-  // Rank 0: takes every report that is here now. Those seen together are told apart by rank.
+  // Rank 0: takes all reports that have arrived; the lowest rank wins.
   void collect_reports() {
     while (arrived()) {
       if (!winner || received.rank < winner->rank) {
@@ -98,12 +99,11 @@ struct ControlChannel::State {
     }
   }
 
-  // Rank 0: tells the others who won; they need not be listening.
+  // Rank 0: sends the winner to the others, which may not be polling.
   void announce() {
     sent->verdict = *winner;
     for (int peer = 1; peer < comm->size(); ++peer) {
-      sends[static_cast<std::size_t>(peer)] =
-          comm->start_send(peer, kVerdictTag, bytes_of(sent->verdict));
+      sends[at(peer)] = comm->start_send(peer, kVerdictTag, bytes_of(sent->verdict));
     }
     wait_for(
         [this] {
@@ -113,20 +113,20 @@ struct ControlChannel::State {
           }
           return done;
         },
-        kSendPatience);
+        kSendTimeout);
   }
 
-  // Polls `condition` until it holds or patience ends.
+  // Polls `condition` until it holds or the time is over.
   template <typename Condition>
-  void wait_for(Condition condition, Clock::duration patience) {
+  void wait_for(Condition condition, Clock::duration timeout) {
     Waiter waiter(comm->local_size());
-    const Clock::time_point deadline = Clock::now() + patience;
+    const Clock::time_point deadline = Clock::now() + timeout;
     while (!condition() && Clock::now() <= deadline) {
       waiter.pause();
     }
   }
 
-  // Every rank: the winner, where one is known by now.
+  // Every rank: takes what has arrived, and so the winner where there is one.
   void look() {
     if (winner || comm->size() == 1) {
       return;
@@ -141,7 +141,7 @@ struct ControlChannel::State {
     }
   }
 
-  // Declared before the communicator, whose destructor gives up the receive.
+  // Declared before the communicator, whose destructor cancels the receive.
   ErrorMessage received;
   struct Sent {
     ErrorMessage report, verdict;
@@ -168,7 +168,7 @@ void ControlChannel::poll() {
   }
 }
 
-Error ControlChannel::report(const Error& error, std::chrono::milliseconds patience) noexcept {
+Error ControlChannel::report(const Error& error, std::chrono::milliseconds timeout) noexcept {
   State& state = *state_;
   try {
     state.look();
@@ -184,11 +184,11 @@ Error ControlChannel::report(const Error& error, std::chrono::milliseconds patie
               state.look();
               return state.winner.has_value();
             },
-            patience);
+            timeout);
       }
     }
   } catch (...) {
-    // The communicator itself has failed, or rank 0 has ended: no other error will be known.
+    // The communicator has failed: no other error can arrive.
   }
   if (!state.winner) {
     state.winner = pack(error, state.comm->rank());

@@ -1,8 +1,8 @@
 // The control channel: how one rank's failure ends the job everywhere, with its message.
 //
-// A receive is always posted; every blocking wait polls it (it is the Interrupt). The first error
-// wins, by time seen on rank 0, then by rank. Non-zero ranks report to rank 0; rank 0 tells all,
-// when it next polls or reports: a rank that reports waits for what rank 0 computes meanwhile.
+// A receive is always posted, and every blocking wait polls it: the channel is the Interrupt. Other
+// ranks report to rank 0. Rank 0 sends the first error to all when it next polls or reports; of
+// errors seen together, that of the lowest rank. A reporting rank waits while rank 0 computes.
 #pragma once
 
 #include <chrono>
@@ -17,26 +17,25 @@ namespace sluice {
 
 class ControlChannel : public Interrupt {
  public:
-  // Collective over `comm`, of which this duplicates its own.
+  // Collective over `comm`, which it duplicates.
   explicit ControlChannel(Communicator& comm);
   ~ControlChannel() override;
   ControlChannel(const ControlChannel&) = delete;
   ControlChannel& operator=(const ControlChannel&) = delete;
 
-  // Throws the winning Error if any rank has reported one; else returns at once (an MPI_Test, or
-  // less, every few calls).
+  // Throws the winning Error if any rank has reported one; else returns at once. Every fourth call
+  // tests the receive.
   void poll() override;
 
-  // Longer than a rank usually computes without a look at the channel; and no longer than a program
-  // should stand still whose rank 0 has left the pipeline's calls and does not look again.
-  static constexpr std::chrono::milliseconds kPatience = std::chrono::seconds(60);
+  // Longer than a rank usually computes between two polls, and an acceptable delay for a program
+  // whose rank 0 never polls again.
+  static constexpr std::chrono::milliseconds kReportTimeout = std::chrono::seconds(60);
 
-  // Tells every other rank; then waits until rank 0 has decided whose error wins, and returns the
-  // winner, which the caller throws. The winner is this rank's own where rank 0 has ended, as far
-  // as the communicator tells (a rank that dies under mpirun ends the job), and where it has not
-  // looked within `patience`. Never throws itself.
+  // Reports the error, waits until rank 0 has chosen the winner, and returns it for the caller to
+  // throw. Returns this rank's own error if the communicator fails or rank 0 does not poll within
+  // `timeout`. Never throws.
   [[nodiscard]] Error report(const Error& error,
-                             std::chrono::milliseconds patience = kPatience) noexcept;
+                             std::chrono::milliseconds timeout = kReportTimeout) noexcept;
 
  private:
   struct State;

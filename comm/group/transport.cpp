@@ -3,66 +3,83 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <array>
 #include <cstddef>
-#include <cstring>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include <sluice/error.hpp>
+
+#include "comm/base/index.hpp"
 
 namespace sluice {
 
 namespace {
 
-// Header fields up to here must be equal at both ends; shape and bytes are bounds.
-constexpr std::size_t kComparedBytes = offsetof(MessageHeader, shape);
-static_assert(kComparedBytes == 32);
+struct Piece {
+  std::size_t offset = 0, length = 0;  // of the payload
+};
 
-std::string describe(const MessageHeader& header) {
-  constexpr std::array kPhases = {"train", "evaluate", "generate"};
-  constexpr std::array kDtypes = {"f32", "bf16", "i32", "u8", "f64"};
-  std::string shape;
-  for (std::uint32_t i = 0; i < std::min<std::uint32_t>(header.rank, kMaxDims); ++i) {
-    shape += fmt::format("{}{}", i == 0 ? "" : ", ", header.shape[i]);
+// How a payload is cut: `head` bytes travel with the header, the rest in pieces of at most `most`.
+struct Pieces {
+  std::size_t bytes, head, most;
+
+  [[nodiscard]] std::size_t count() const { return 1 + (bytes - head + most - 1) / most; }
+  [[nodiscard]] Piece operator[](std::size_t index) const {
+    if (index == 0) return {0, head};
+    const std::size_t offset = head + (index - 1) * most;
+    return {offset, std::min(most, bytes - offset)};
   }
-  return fmt::format(
-      "channel {} micro-batch {} tensor {} of {} step {} ({}) {} [{}], {} bytes", header.channel,
-      header.micro_batch, header.tensor, header.tensor_count, header.step,
-      header.phase < kPhases.size() ? kPhases[header.phase] : "unknown phase",
-      header.dtype < kDtypes.size() ? kDtypes[header.dtype] : "unknown type", shape, header.bytes);
+};
+
+bool is_direct(const MessageBuffer& buffer) {
+  return buffer.device != nullptr && buffer.device->direct;
 }
 
-// What makes `got` unfit for `expected`, in words; empty where it fits.
-std::string difference(const MessageHeader& expected, const MessageHeader& got) {
-  if (got.magic != expected.magic) return "no header of ours";
-  if (got.version != expected.version) {
-    return fmt::format("header version {} instead of {}", got.version, expected.version);
-  }
-  if (got.channel != expected.channel) return "another channel";
-  if (got.phase != expected.phase) return "another phase";
-  if (got.step != expected.step) return "another step";
-  if (got.micro_batch != expected.micro_batch) return "another micro-batch";
-  if (got.tensor != expected.tensor) return "another tensor";
-  if (got.tensor_count != expected.tensor_count) return "another number of tensors";
-  if (got.dtype != expected.dtype) return "another type of element";
-  if (got.rank != expected.rank) return "another number of dimensions";
-  if (got.bytes > expected.bytes) return "too many bytes";
-  for (std::uint32_t i = 0; i < std::min<std::uint32_t>(expected.rank, kMaxDims); ++i) {
-    if (got.shape[i] < 0 || got.shape[i] > expected.shape[i]) return "too large a shape";
-  }
-  return {};
+// What goes over the wire: the host's copy, or the device's memory itself.
+std::byte* wire(const MessageBuffer& buffer) {
+  return is_direct(buffer) ? buffer.device->payload : buffer.payload();
 }
 
-// As difference(...).empty(), without words.
-bool fits(const MessageHeader& expected, const MessageHeader& got) {
-  if (same_words(expected, got)) return true;
-  bool smaller = got.bytes <= expected.bytes;
-  for (std::size_t i = 0; i < std::min<std::size_t>(expected.rank, kMaxDims); ++i) {
-    smaller = smaller && got.shape[i] >= 0 && got.shape[i] <= expected.shape[i];
+// Copies of payloads between a device and page-locked host memory, on one stream per direction.
+class DeviceStaging {
+ public:
+  explicit DeviceStaging(Device device)
+      : device_(device), from_device_(device), to_device_(device) {}
+
+  // Enqueues the copies of a send's pieces after its ready event; `copied` gets one event per
+  // piece.
+  void copy_from_device(const MessageBuffer& buffer, const Pieces& pieces,
+                        std::vector<Event>& copied) {
+    while (copied.size() < pieces.count()) copied.emplace_back(device_);
+    from_device_.view().wait(buffer.device->ready);
+    for (std::size_t i = 0; i < pieces.count(); ++i) {
+      const Piece piece = pieces[i];
+      copy_async(buffer.payload() + piece.offset, buffer.device->payload + piece.offset,
+                 piece.length, from_device_.view());
+      copied[i].record(from_device_.view());
+    }
   }
-  return smaller && std::memcmp(&expected, &got, kComparedBytes) == 0;
-}
+
+  // Enqueues the copy of a receive's piece, the first after its ready event.
+  void copy_to_device(const MessageBuffer& buffer, Piece piece, bool first) {
+    if (first) to_device_.view().wait(buffer.device->ready);
+    copy_async(buffer.device->payload + piece.offset, buffer.payload() + piece.offset, piece.length,
+               to_device_.view());
+  }
+
+  // After all pieces of a receive.
+  void record_arrival(DeviceSide& device) { device.arrived.record(to_device_.view()); }
+
+  void synchronize() {
+    from_device_.view().synchronize();
+    to_device_.view().synchronize();
+  }
+
+ private:
+  Device device_;
+  Stream from_device_, to_device_;
+};
 
 // Operations live in a table of fixed size; a ticket is an index into it.
 class MessageTransport final : public Transport {
@@ -72,9 +89,7 @@ class MessageTransport final : public Transport {
       : comm_(comm),
         memory_(std::move(memory)),
         piece_bytes_(piece_bytes),
-        device_(device),
-        from_device_(device),
-        to_device_(device),
+        staging_(device),
         operations_(max_open) {
     if (piece_bytes < 1 || piece_bytes > kMaxPieceBytes) {
       throw Error(ErrorCode::kInternal,
@@ -90,7 +105,7 @@ class MessageTransport final : public Transport {
   ~MessageTransport() override {
     try {
       cancel_all();
-    } catch (...) {  // nothing more can be withdrawn
+    } catch (...) {  // nothing more can be cancelled
     }
   }
 
@@ -107,15 +122,18 @@ class MessageTransport final : public Transport {
       const Request head = comm_.start_send(peer, tag, {buffer.message, kHeaderBytes + bytes});
       if (head.index == Request::kNone) return kDoneTicket;
       const Ticket ticket = open(peer, tag, buffer, /*receives=*/false);
-      at(ticket).head = head;
+      operation_of(ticket).head = head;
       return ticket;
     }
     const Ticket ticket = open(peer, tag, buffer, /*receives=*/false);
-    Operation& operation = at(ticket);
+    Operation& operation = operation_of(ticket);
     if (buffer.device == nullptr) {
-      start_pieces(operation, pieces_of(operation, bytes));
+      start_pieces(operation, pieces_of(operation).count());
     } else {
-      copy_from_device(operation);
+      // MPI reads a direct payload itself, after its ready event.
+      if (!buffer.device->direct) {
+        staging_.copy_from_device(buffer, pieces_of(operation), operation.copied);
+      }
       drive_along(ticket);
     }
     return ticket;
@@ -127,24 +145,23 @@ class MessageTransport final : public Transport {
       refuse_size("expects", expected.bytes, buffer.capacity, expected);
     }
     const Ticket ticket = open(peer, tag, buffer, /*receives=*/true);
-    Operation& operation = at(ticket);
+    Operation& operation = operation_of(ticket);
     operation.expected = expected;
     operation.number = posted_++;
-    buffer.header().magic = 0;  // tells whether a message too long has left its header
+    buffer.header().magic = 0;  // shows whether a message that is too long left its header
     const std::size_t head = head_bytes(buffer, buffer.capacity);
     operation.head = comm_.post_recv(peer, tag, {buffer.message, kHeaderBytes + head});
     if (buffer.device != nullptr || head < expected.bytes) drive_along(ticket);
     return ticket;
   }
 
-  void prepare_send(int peer) override { comm_.prepare_send(peer); }
   void progress() override {
     if (!driven_.empty()) drive();
   }
 
   bool test(Ticket ticket) override {
     if (ticket == kDoneTicket) return true;
-    Operation& operation = at(ticket);
+    Operation& operation = operation_of(ticket);
     progress();
     if (operation.driven || !complete(operation)) return false;
     operation.open = false;
@@ -169,8 +186,7 @@ class MessageTransport final : public Transport {
     }
     driven_.clear();
     if (memory_ != nullptr) comm_.keep(memory_);
-    from_device_.view().synchronize();
-    to_device_.view().synchronize();
+    staging_.synchronize();
   }
 
  private:
@@ -192,7 +208,7 @@ class MessageTransport final : public Transport {
     std::size_t delivered = 0;  // of a receive: pieces whose copies to the device are under way
   };
 
-  Operation& at(Ticket ticket) { return operations_[static_cast<std::size_t>(ticket)]; }
+  Operation& operation_of(Ticket ticket) { return operations_[at(ticket)]; }
 
   void require_room() const {
     if (!free_.empty()) return;
@@ -206,7 +222,7 @@ class MessageTransport final : public Transport {
     require_room();
     const Ticket ticket = free_.back();
     free_.pop_back();
-    Operation& operation = at(ticket);
+    Operation& operation = operation_of(ticket);
     operation.buffer = buffer;
     operation.peer = peer;
     operation.tag = tag;
@@ -221,66 +237,33 @@ class MessageTransport final : public Transport {
 
   // Bytes of payload in the message that carries the header.
   [[nodiscard]] std::size_t head_bytes(const MessageBuffer& buffer, std::size_t bytes) const {
-    const bool header_alone = buffer.device != nullptr && buffer.device->direct;
-    return header_alone ? 0 : std::min(bytes, piece_bytes_);
+    return is_direct(buffer) ? 0 : std::min(bytes, piece_bytes_);
   }
 
-  // Number of messages that a payload of `bytes` is sent in.
-  [[nodiscard]] std::size_t pieces_of(const Operation& operation, std::size_t bytes) const {
-    const std::size_t head = head_bytes(operation.buffer, bytes);
-    return 1 + (bytes - head + piece_bytes_ - 1) / piece_bytes_;
-  }
-
-  struct Piece {
-    std::size_t offset = 0, length = 0;  // of the payload
-  };
-  [[nodiscard]] Piece piece_of(const Operation& operation, std::size_t index) const {
+  [[nodiscard]] Pieces pieces_of(const Operation& operation) const {
     const std::size_t bytes = operation.buffer.header().bytes;
-    const std::size_t head = head_bytes(operation.buffer, bytes);
-    if (index == 0) return {0, head};
-    const std::size_t offset = head + (index - 1) * piece_bytes_;
-    return {offset, std::min(piece_bytes_, bytes - offset)};
-  }
-  // What goes over the wire: the host's copy, or the device's memory itself.
-  [[nodiscard]] static std::byte* wire(const Operation& operation) {
-    const MessageBuffer& buffer = operation.buffer;
-    return buffer.device != nullptr && buffer.device->direct ? buffer.device->payload
-                                                             : buffer.payload();
+    return {bytes, head_bytes(operation.buffer, bytes), piece_bytes_};
   }
 
   // Puts pieces [started, until) of a send on the wire.
   void start_pieces(Operation& operation, std::size_t until) {
     for (; operation.started < until; ++operation.started) {
-      const Piece piece = piece_of(operation, operation.started);
+      const Piece piece = pieces_of(operation)[operation.started];
       if (operation.started == 0) {
         operation.head = comm_.start_send(operation.peer, operation.tag,
                                           {operation.buffer.message, kHeaderBytes + piece.length});
       } else {
-        operation.tail.push_back(comm_.start_send(operation.peer, comm_.max_tag() - operation.tag,
-                                                  {wire(operation) + piece.offset, piece.length}));
+        operation.tail.push_back(
+            comm_.start_send(operation.peer, comm_.max_tag() - operation.tag,
+                             {wire(operation.buffer) + piece.offset, piece.length}));
       }
     }
   }
 
-  // Queues the copies of a send's payload behind its ready event.
-  void copy_from_device(Operation& operation) {
-    DeviceSide& device = *operation.buffer.device;
-    const std::size_t pieces = pieces_of(operation, operation.buffer.header().bytes);
-    if (device.direct) return;  // its ready event alone counts
-    while (operation.copied.size() < pieces) operation.copied.emplace_back(device_);
-    from_device_.view().wait(device.ready);
-    for (std::size_t i = 0; i < pieces; ++i) {
-      const Piece piece = piece_of(operation, i);
-      copy_async(operation.buffer.payload() + piece.offset, device.payload + piece.offset,
-                 piece.length, from_device_.view());
-      operation.copied[i].record(from_device_.view());
-    }
-  }
-
-  // From here on every test() takes the operation on: a peer may wait for its next piece while this
+  // From here on every test() advances the operation: a peer may wait for its next piece while this
   // rank waits for something else.
   void drive_along(Ticket ticket) {
-    at(ticket).driven = true;
+    operation_of(ticket).driven = true;
     driven_.push_back(ticket);
     drive();
   }
@@ -289,7 +272,7 @@ class MessageTransport final : public Transport {
     bool sends_wait = false;
     std::size_t left = 0;
     for (const Ticket ticket : driven_) {
-      Operation& operation = at(ticket);
+      Operation& operation = operation_of(ticket);
       if (operation.receives) {
         operation.driven = !complete(operation);
       } else {
@@ -304,7 +287,7 @@ class MessageTransport final : public Transport {
 
   // True once all pieces of a device payload's send are on the wire.
   bool start_copied(Operation& operation) {
-    const std::size_t pieces = pieces_of(operation, operation.buffer.header().bytes);
+    const std::size_t pieces = pieces_of(operation).count();
     while (operation.started < pieces && copied(operation, operation.started)) {
       start_pieces(operation, operation.started + 1);
     }
@@ -315,14 +298,11 @@ class MessageTransport final : public Transport {
     return device.direct ? device.ready.done() : operation.copied[piece].done();
   }
 
-  // Queues the copy of a receive's piece to the device, the first behind its ready event.
+  // Starts the copy of a receive's piece to the device, where there is one to make.
   void deliver(Operation& operation, std::size_t index) {
-    DeviceSide* device = operation.buffer.device;
-    if (device == nullptr || device->direct) return;
-    if (operation.delivered++ == 0) to_device_.view().wait(device->ready);
-    const Piece piece = piece_of(operation, index);
-    copy_async(device->payload + piece.offset, operation.buffer.payload() + piece.offset,
-               piece.length, to_device_.view());
+    if (operation.buffer.device == nullptr || is_direct(operation.buffer)) return;
+    staging_.copy_to_device(operation.buffer, pieces_of(operation)[index],
+                            operation.delivered++ == 0);
   }
 
   // True once every message of the operation is done.
@@ -330,14 +310,14 @@ class MessageTransport final : public Transport {
     if (!test_head(operation) || (!operation.tail.empty() && !test_tail(operation))) return false;
     DeviceSide* device = operation.buffer.device;
     if (operation.receives && device != nullptr && !operation.arrived) {
-      device->arrived.record(to_device_.view());
+      staging_.record_arrival(*device);
       operation.arrived = true;
     }
     return true;
   }
 
-  // True once the first piece is done, has been found to be what was expected, and the pieces
-  // behind it, if any, are under way.
+  // True once the first piece is done and checked, and the operations of the other pieces are
+  // started.
   bool test_head(Operation& operation) {
     if (operation.head.index != Request::kNone) {
       if (!operation.receives) return comm_.test(operation.head);
@@ -352,7 +332,7 @@ class MessageTransport final : public Transport {
     return !operation.tail_due || test_order(operation);
   }
 
-  // What is too long for its receive has left its header all the same.
+  // A message too long for its receive still leaves its header there.
   [[noreturn]] void refuse_long(const Operation& operation, const Error& error) const {
     if (error.code() != ErrorCode::kMismatch ||
         operation.buffer.header().magic != MessageHeader::kMagic) {
@@ -361,9 +341,9 @@ class MessageTransport final : public Transport {
     refuse(operation, "longer than there is room for");
   }
 
-  // Posts the receives of the pieces behind the first once it may.
+  // Posts the receives of the pieces after the first, once the order of receives allows it.
   bool test_order(Operation& operation) {
-    // Pieces are matched in the order their receives are posted, which must be the channel's order.
+    // Receives match pieces in the order of posting, which must be the channel's order.
     for (Operation& other : operations_) {
       if (other.open && other.receives && other.peer == operation.peer &&
           other.tag == operation.tag && other.number < operation.number && !test_head(other)) {
@@ -379,22 +359,25 @@ class MessageTransport final : public Transport {
     if (arrival.bytes < kHeaderBytes) refuse_short(operation, arrival.bytes);
     if (!fits(operation.expected, got)) refuse(operation, difference(operation.expected, got));
     const std::size_t head = head_bytes(operation.buffer, got.bytes);
-    if (arrival.bytes != kHeaderBytes + head) refuse_piece(operation, arrival.bytes, head);
+    if (arrival.bytes != kHeaderBytes + head) {
+      refuse(operation, fmt::format("its first piece has {} bytes instead of {}",
+                                    arrival.bytes - kHeaderBytes, head));
+    }
     operation.tail_due = head < got.bytes;
     deliver(operation, 0);
   }
 
-  // Posts the receives of the pieces after the first; written by MPI itself, the device's memory
-  // has to be free by then.
+  // Posts the receives of the pieces after the first. MPI writes a direct payload itself, so the
+  // device's memory must be free by then.
   bool open_tail(Operation& operation) {
-    const DeviceSide* device = operation.buffer.device;
-    if (device != nullptr && device->direct && !device->ready.done()) return false;
+    if (is_direct(operation.buffer) && !operation.buffer.device->ready.done()) return false;
     operation.tail.clear();
-    const std::size_t pieces = pieces_of(operation, operation.buffer.header().bytes);
-    for (std::size_t i = 1; i < pieces; ++i) {
-      const Piece piece = piece_of(operation, i);
-      operation.tail.push_back(comm_.post_recv(operation.peer, comm_.max_tag() - operation.tag,
-                                               {wire(operation) + piece.offset, piece.length}));
+    const Pieces pieces = pieces_of(operation);
+    for (std::size_t i = 1; i < pieces.count(); ++i) {
+      const Piece piece = pieces[i];
+      operation.tail.push_back(
+          comm_.post_recv(operation.peer, comm_.max_tag() - operation.tag,
+                          {wire(operation.buffer) + piece.offset, piece.length}));
     }
     operation.tail_due = false;
     return true;
@@ -436,12 +419,6 @@ class MessageTransport final : public Transport {
         comm_.rank());
   }
 
-  [[noreturn]] void refuse_piece(const Operation& operation, std::size_t bytes,
-                                 std::size_t due) const {
-    refuse(operation,
-           fmt::format("its first piece has {} bytes instead of {}", bytes - kHeaderBytes, due));
-  }
-
   [[noreturn]] void refuse_size(const char* verb, std::uint64_t bytes, std::size_t capacity,
                                 const MessageHeader& header) const {
     throw Error(ErrorCode::kInternal,
@@ -453,8 +430,7 @@ class MessageTransport final : public Transport {
   Communicator& comm_;
   Owner memory_;  // that buffers are sent from
   std::size_t piece_bytes_;
-  Device device_;
-  Stream from_device_, to_device_;
+  DeviceStaging staging_;
   std::vector<Ticket> driven_;  // in the order they were opened
   std::vector<Operation> operations_;
   std::vector<Ticket> free_;

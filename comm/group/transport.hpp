@@ -1,83 +1,45 @@
 // Transport: tagged, self-describing messages of a plan's channels, receives posted ahead.
 //
-// Every message starts with a 64-byte header that names what it is; the receiver compares it with
-// what its plan expects and a wrong pairing stops at once, naming both ends. Labels (step, phase,
-// channel, slot) are opaque here. A host message is one piece: the header is the 64 bytes in front
-// of the payload, in the same buffer. Payloads above kMaxPieceBytes go in pieces: the first behind
-// the header, the rest, posted once the header has said how many, with a tag of their own.
+// Every message starts with a 64-byte header. The receiver compares it with what its plan expects;
+// a difference is an error that names both ends. Labels (step, phase, channel, slot) are opaque
+// here. The header lies in the 64 bytes before the payload, in the same buffer. A payload above
+// kMaxPieceBytes travels in pieces: the first with the header, the others with a tag of their own.
+// The receiver posts those once the header has arrived.
 //
-// Device buffers travel through page-locked host memory, which holds the very message a host buffer
-// would: a GPU's neighbour may be a CPU. Pieces are copied on streams of the transport's own while
-// others are on the wire. Every buffer has a place of its own there, rather than all of them two to
-// take turns in: receives are posted ahead, and each needs where to land before its message comes.
-// Between two GPUs whose MPI reads device memory the header travels alone and the pieces go from
-// device to device (DeviceSide::direct, the same at both ends).
+// Device payloads travel through page-locked host memory. The message equals that of a host buffer,
+// so a GPU's neighbour may be a CPU. The transport's streams copy some pieces while others are on
+// the wire. Every buffer has its own staging memory, since receives are posted in advance. Between
+// two GPUs whose MPI reads device memory the header travels alone and the pieces go from device to
+// device (DeviceSide::direct, the same at both ends).
 //
-// A transport operation takes a "ready" and returns a "done". On host buffers ready is always now
-// and done is test(). On device buffers ready is an event of the compute stream; a send is done
-// when test() says so; a receive is done for the host when test() says so and for a stream after
-// the event `arrived`. Only the engine's progress loop blocks; any test() drives every operation.
-// All calls come from one thread. Nothing is allocated after construction, but the events of a
-// device payload's pieces, the first time there are that many.
+// An operation starts after a "ready" and ends with a "done". On host buffers ready is always now,
+// and done is test(). On device buffers ready is an event of the compute stream. test() reports the
+// end of a send, and of a receive for the host; for a stream a receive ends with the event
+// `arrived`. No call blocks but cancel_all(), and each test() advances every operation. All calls
+// come from one thread. Only events for the pieces of a device payload are allocated after
+// construction, when a payload has more pieces than any before.
 #pragma once
 
-#include <array>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <type_traits>
-#include <vector>
 
 #include <sluice/communicator.hpp>
 #include <sluice/device.hpp>
 
+#include "comm/group/message_header.hpp"
+
 namespace sluice {
 
-inline constexpr std::size_t kHeaderBytes = 64;
 inline constexpr std::size_t kMaxPieceBytes = std::size_t{1} << 30;
-inline constexpr int kMaxDims = 4;
-
-// On the wire, little-endian, exactly 64 bytes.
-struct MessageHeader {
-  static constexpr std::uint32_t kMagic = 0x43554c53;  // "SLUC"
-  static constexpr std::uint16_t kVersion = 1;
-
-  std::uint32_t magic = kMagic;
-  std::uint16_t version = kVersion;
-  std::uint8_t phase = 0;  // 0 train, 1 evaluate, 2 generate
-  std::uint8_t dtype = 0;  // DType's number
-  std::uint64_t step = 0;
-  std::int32_t channel = 0;      // index in the plan
-  std::int32_t micro_batch = 0;  // which message of the channel
-  std::uint16_t tensor = 0;      // index among the edge's tensors
-  std::uint16_t tensor_count = 1;
-  std::uint32_t rank = 0;  // number of dims in `shape`
-  std::array<std::int32_t, kMaxDims> shape = {0, 0, 0, 0};
-  std::uint64_t bytes = 0;  // of payload
-  std::uint64_t reserved = 0;
-};
-static_assert(sizeof(MessageHeader) == kHeaderBytes);
-
-// Whether two objects have the same bytes; without a call.
-template <typename T>
-[[nodiscard]] inline bool same_words(const T& a, const T& b) {
-  static_assert(std::has_unique_object_representations_v<T>, "padding may differ");
-  static_assert(sizeof(T) % sizeof(std::uint64_t) == 0, "of whole words");
-  using Words = std::array<std::uint64_t, sizeof(T) / sizeof(std::uint64_t)>;
-  const auto words_of_a = std::bit_cast<Words>(a), words_of_b = std::bit_cast<Words>(b);
-  std::uint64_t differs = 0;
-  for (std::size_t i = 0; i < words_of_a.size(); ++i) differs |= words_of_a[i] ^ words_of_b[i];
-  return differs == 0;
-}
 
 // Where a payload lies on a GPU. Owned by the caller, as long as its operation is open.
 struct DeviceSide {
   std::byte* payload = nullptr;
-  // Recorded by the caller: the payload is written (before a send) or may be overwritten (before a
-  // receive).
+  // Recorded by the caller: after it a send may read the payload, or a receive may overwrite it.
   Event ready;
-  // Recorded by the transport when a receive's test() says done: after it the payload is there.
+  // Recorded by the transport before a receive's test() returns true: after it the payload is
+  // complete.
   Event arrived;
   bool direct = false;  // MPI reads and writes the payload itself
 };
@@ -86,14 +48,14 @@ struct DeviceSide {
 struct MessageBuffer {
   std::byte* message = nullptr;  // kHeaderBytes of header, then the payload; host memory
   std::size_t capacity = 0;      // of payload, bytes
-  // Null: the payload is what lies in `message`. Else `message` is page-locked and is where the
-  // payload passes; with `direct` it holds the header alone.
+  // Null: the payload lies in `message`. Else `message` is page-locked staging memory; with
+  // `direct` it holds the header alone.
   DeviceSide* device = nullptr;
   [[nodiscard]] MessageHeader& header() const { return *reinterpret_cast<MessageHeader*>(message); }
   [[nodiscard]] std::byte* payload() const { return message + kHeaderBytes; }
 };
 
-// An open operation of a transport, or what was done when it started and takes no place among them.
+// An open operation of a transport; kDoneTicket for one that was done when it started.
 using Ticket = std::int32_t;
 inline constexpr Ticket kDoneTicket = -1;
 
@@ -101,32 +63,30 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
-  // The header in `buffer` is filled in by the caller; header.bytes of payload follow it. `tag` is
-  // the plan's channel tag, `peer` a rank of the pipeline. kDoneTicket: the buffer is free again.
-  // While it starts it needs a place all the same.
+  // The caller fills in the header in `buffer`; header.bytes of payload follow it. `tag` is the
+  // plan's channel tag, `peer` a rank of the pipeline. kDoneTicket: the buffer is free again.
+  // Counts as open while it starts.
   [[nodiscard]] virtual Ticket start_send(int peer, int tag, const MessageBuffer& buffer) = 0;
   // `expected` says what must arrive (magic, version, phase, step, channel, micro_batch, tensor,
   // tensor_count, dtype and rank are compared; shape and bytes may be smaller, never larger than
   // expected). Error(kMismatch) from test() names both ends.
   [[nodiscard]] virtual Ticket post_recv(int peer, int tag, const MessageBuffer& buffer,
                                          const MessageHeader& expected) = 0;
-  // A hint that start_send() to `peer` follows at once; costs next to nothing.
-  virtual void prepare_send(int /*peer*/) {}
-  // Drives what test() drives, for a rank that waits for something else.
+  // Advances all operations, for a rank that waits for something else.
   virtual void progress() = 0;
-  // Drives progress; true once the operation is done, and the ticket then invalid.
+  // Calls progress(); true once the operation is done, and the ticket is then invalid.
   [[nodiscard]] virtual bool test(Ticket ticket) = 0;
-  // Gives up everything open, after an error. What sends read that go on is then the
-  // communicator's to keep.
+  // Cancels all operations, after an error. The communicator keeps the memory of sends that go on.
+  // Blocks until the copies on the transport's streams are done.
   virtual void cancel_all() = 0;
 };
 
-// The transport over a communicator ("mpi" and "loopback" alike), which must outlive it. Uses the
-// tags [0, max_channel_tag] of `comm`, and max_tag() - tag for payloads above `piece_bytes` (at
-// least 1; equal on all ranks). `max_open` operations may be open at once, else Error(kInternal).
-// `device` is where device payloads lie. The destructor cancels what is open. A payload in pieces
-// allocates the first time. `memory` owns what buffers are sent from; without it the caller keeps
-// that memory as Communicator::cancel() says.
+// The transport over a communicator, which must outlive it. Uses the tags [0, max_channel_tag] of
+// `comm`, and max_tag() - tag for payloads above `piece_bytes` (at least 1; equal on all ranks).
+// `max_open` operations may be open at once, else Error(kInternal). `device` is where device
+// payloads lie. The destructor cancels open operations. A payload in pieces allocates the first
+// time. `memory` owns the buffers of sends; without it the caller keeps that memory as
+// Communicator::cancel() says.
 [[nodiscard]] std::unique_ptr<Transport> make_message_transport(
     Communicator& comm, std::size_t max_open, std::size_t piece_bytes = kMaxPieceBytes,
     Device device = {}, Owner memory = nullptr);

@@ -12,8 +12,8 @@ namespace sluice {
 
 namespace {
 
-constexpr std::uint32_t kSpinPolls = 400;     // some 40 us, with the poll between two of them
-constexpr std::uint32_t kTightPolls = 64;     // of these, without the pause instruction's delay
+constexpr std::uint32_t kSpinPolls = 400;     // about 40 us, polls included
+constexpr std::uint32_t kTightPolls = 64;     // the first of these, without a pause instruction
 constexpr std::uint32_t kYieldPolls = 20;     // after the spinning
 constexpr long kShortestSleep = 20'000;       // ns
 constexpr long kLongestSleep = 50'000;        // ns

@@ -1,14 +1,14 @@
-// How the host waits: between two polls of anything, and what may end the wait.
+// How the host waits between two polls, and what may interrupt the wait.
 #pragma once
 
 #include <cstdint>
 
 namespace sluice {
 
-// Blocks the calling thread between polls: spins briefly where local ranks <= the cores of the host
-// that the job may use, otherwise yields at once; then backs off in sleeps of 20 to 50 us. Before
-// its first sleep it sets the calling thread's timer slack to 1 us (the default of 50 us would
-// triple a sleep). One per waiting site; reset() after every success.
+// Blocks the calling thread between polls. Spins briefly if the job may use at least as many cores
+// of the host as it has local ranks; then yields; then sleeps for 20 to 50 us. Before its first
+// sleep it sets the calling thread's timer slack to 1 us, as the default of 50 us would triple a
+// sleep. One per waiting site; call reset() after every success.
 class Waiter {
  public:
   explicit Waiter(int local_ranks);

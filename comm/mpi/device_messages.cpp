@@ -13,7 +13,7 @@ namespace sluice {
 
 namespace {
 
-// More than libraries copy with the header of a message, less than a page-locked buffer of theirs.
+// More than libraries send with the header of a message, less than their page-locked buffers.
 constexpr std::size_t kProbeBytes = std::size_t{64} << 10;
 
 // What messages are sent from.
@@ -63,7 +63,7 @@ bool names_cuda_device(std::string_view memory_kinds) {
 }
 
 std::string device_message_fault(std::unique_ptr<Communicator> comm, Device device) {
-  use_device(device);  // what MPI's own calls of CUDA mean
+  use_device(device);  // current for MPI's CUDA calls
   const std::vector<std::byte> sent = pattern();
   std::vector<std::byte> back(kProbeBytes);
   const auto memory = std::make_shared<ProbeMemory>(device);
@@ -71,7 +71,7 @@ std::string device_message_fault(std::unique_ptr<Communicator> comm, Device devi
   std::byte* const first = memory->device.data();
   std::byte* const second = first + kProbeBytes;
   std::byte* const third = second + kProbeBytes;
-  const std::unique_ptr<Communicator> own = std::move(comm);  // goes before the memory
+  const std::unique_ptr<Communicator> own = std::move(comm);  // destroyed before the memory
   try {
     copy_now(device, first, sent.data(), kProbeBytes);
     copy_now(device, second, back.data(), kProbeBytes);
@@ -82,11 +82,11 @@ std::string device_message_fault(std::unique_ptr<Communicator> comm, Device devi
     copy_now(device, back.data(), third, kProbeBytes);
   } catch (const Error& error) {
     own->keep(memory);
-    return "MPI takes a GPU's memory by its own word, but tried with a message: " +
+    return "MPI reports support for a GPU's memory, but a test message failed: " +
            std::string(error.what());
   }
   if (host == sent && back == sent) return {};
-  return "MPI takes a GPU's memory by its own word, but delivers other bytes than were sent";
+  return "MPI reports support for a GPU's memory, but a test message arrived with other bytes";
 }
 
 }  // namespace sluice

@@ -1,4 +1,4 @@
-// Whether messages may lie in a GPU's memory: what MPI says of itself, and what comes of trying.
+// Whether messages may lie in a GPU's memory: what MPI reports, and the result of a test message.
 // Internal to comm/.
 #pragma once
 
@@ -15,11 +15,11 @@ namespace sluice {
 // cuda:device:host") holds the memory of a CUDA device. A kind without restrictors means all of it.
 [[nodiscard]] bool names_cuda_device(std::string_view memory_kinds);
 
-// Sends one message of `comm`'s own rank from the device to the host, from there to the device, and
-// on within it, with tag 0. Empty where all bytes arrive; else one line on what went wrong. Blocks
-// the host. A library that reads a device's memory as the host's ends the process here, before any
-// training. The device becomes the calling thread's. `comm`, of which nothing else is open, ends
-// here, and with it, before the memory goes, what an error has left open.
+// Sends a message of this rank to itself with tag 0: from the device to the host, to the device,
+// and within the device. Returns an empty text where all bytes arrive, else one line with the
+// fault. Blocks the host. A library that reads device memory as host memory crashes the process
+// here, before any training. The device becomes the calling thread's current one. `comm` has no
+// other open request and is destroyed here, before the memory of its messages.
 [[nodiscard]] std::string device_message_fault(std::unique_ptr<Communicator> comm, Device device);
 
 }  // namespace sluice

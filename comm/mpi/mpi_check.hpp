@@ -1,4 +1,4 @@
-// How MPI's return codes become errors. Internal to comm/; names no MPI type.
+// Turns MPI's return codes into errors. Internal to comm/; names no MPI type.
 #pragma once
 
 #include <string>
@@ -10,7 +10,8 @@ namespace sluice {
 // Throws Error(kMpi) with the call's name and MPI's own text unless `result` is MPI_SUCCESS.
 void check_mpi(int result, const char* call);
 
-// Communicator::why_no_device_memory() of MPI's: asks the library, and tries it where it says yes.
-[[nodiscard]] std::string why_mpi_takes_no_device_memory(Device device);
+// Communicator::device_memory_unsupported_reason() for MPI: queries the library, then sends a test
+// message.
+[[nodiscard]] std::string mpi_device_memory_unsupported_reason(Device device);
 
 }  // namespace sluice

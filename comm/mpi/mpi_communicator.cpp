@@ -16,6 +16,7 @@
 #include <sluice/mpi.hpp>
 
 #include "comm/base/cores.hpp"
+#include "comm/base/index.hpp"
 #include "comm/group/waiter.hpp"
 #include "comm/mpi/mpi_check.hpp"
 
@@ -37,14 +38,14 @@ void check_mpi(int result, const char* call) {
 namespace {
 
 constexpr std::size_t kFirstSlots = 256;
-constexpr auto kWithdrawPatience = std::chrono::milliseconds(100);
+constexpr auto kCancelTimeout = std::chrono::milliseconds(100);
 
-// Sends of one communicator that were given up and go on, and the memory they may read.
-struct GivenUp {
+// Cancelled sends of one communicator that go on, and the memory that they may read.
+struct UnfinishedSends {
   std::vector<MPI_Request> sends;
   std::vector<Owner> memory;
 
-  // Drives the sends; true where none is left.
+  // Advances the sends; true if none is left.
   bool done() noexcept {
     std::erase_if(sends, [](MPI_Request& send) {
       int done = 0;
@@ -68,48 +69,48 @@ void require_mpi_thread() {
   }
 }
 
-// What communicators of one origin have left behind.
-class Remains {
+// Unfinished sends of destroyed communicators, shared by all communicators of one origin.
+class OrphanedSends {
  public:
-  Remains() = default;
-  Remains(const Remains&) = delete;
-  Remains& operator=(const Remains&) = delete;
+  OrphanedSends() = default;
+  OrphanedSends(const OrphanedSends&) = delete;
+  OrphanedSends& operator=(const OrphanedSends&) = delete;
 
-  // MPI reads the memory of an open send as long as it runs, MPI_Finalize included: such memory is
-  // left to the end of the process.
-  ~Remains() {
+  // MPI may read the memory of an open send until the end of MPI_Finalize. Such memory is never
+  // freed.
+  ~OrphanedSends() {
     int finalized = 0;
     if (MPI_Finalized(&finalized) != MPI_SUCCESS || finalized != 0) {
       return;
     }
     sweep();
     if (left_.empty()) return;
-    (void)std::make_unique<std::vector<GivenUp>>(std::move(left_)).release();
+    (void)std::make_unique<std::vector<UnfinishedSends>>(std::move(left_)).release();
   }
 
-  void add(GivenUp given_up) {
+  void add(UnfinishedSends unfinished) {
     const std::lock_guard lock(mutex_);
-    left_.push_back(std::move(given_up));
+    left_.push_back(std::move(unfinished));
   }
 
-  // Frees what no send reads any more.
+  // Frees memory that no send reads any more.
   void sweep() noexcept {
     const std::lock_guard lock(mutex_);
-    std::erase_if(left_, [](GivenUp& given_up) { return given_up.done(); });
+    std::erase_if(left_, [](UnfinishedSends& unfinished) { return unfinished.done(); });
   }
 
  private:
   std::mutex mutex_;  // communicators may belong to several threads
-  std::vector<GivenUp> left_;
+  std::vector<UnfinishedSends> left_;
 };
 
-// Requests live in a table whose indices are handed out; it grows only when all are open at once.
+// A Request is an index into a table of MPI requests, which grows only when all are open at once.
 class MpiCommunicator final : public Communicator {
  public:
   // Takes over `comm`.
-  MpiCommunicator(MPI_Comm comm, int local_size, std::shared_ptr<Remains> remains)
-      : comm_(comm), local_size_(local_size), remains_(std::move(remains)) {
-    remains_->sweep();
+  MpiCommunicator(MPI_Comm comm, int local_size, std::shared_ptr<OrphanedSends> orphans)
+      : comm_(comm), local_size_(local_size), orphans_(std::move(orphans)) {
+    orphans_->sweep();
     check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
     check_mpi(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
     check_mpi(MPI_Comm_size(comm_, &size_), "MPI_Comm_size");
@@ -131,11 +132,11 @@ class MpiCommunicator final : public Communicator {
         withdraw(request);
       }
     }
-    if (!given_up_.done()) {
-      remains_->add(std::move(given_up_));
+    if (!unfinished_.done()) {
+      orphans_->add(std::move(unfinished_));
     }
-    remains_->sweep();
-    MPI_Comm_free(&comm_);  // what is open on it goes on
+    orphans_->sweep();
+    MPI_Comm_free(&comm_);  // open sends on it go on
   }
 
   MpiCommunicator(const MpiCommunicator&) = delete;
@@ -146,14 +147,14 @@ class MpiCommunicator final : public Communicator {
   int max_tag() const override { return max_tag_; }
   int local_size() const override { return local_size_; }
   const char* name() const override { return "mpi"; }
-  std::string why_no_device_memory(Device device) const override {
-    return why_mpi_takes_no_device_memory(device);
+  std::string device_memory_unsupported_reason(Device device) const override {
+    return mpi_device_memory_unsupported_reason(device);
   }
 
   Request start_send(int peer, int tag, std::span<const std::byte> bytes) override {
     const int count = count_of(bytes.size());
     const std::int32_t index = take_slot();
-    Slot& slot = slots_[static_cast<std::size_t>(index)];
+    Slot& slot = slots_[at(index)];
     const int result = MPI_Isend(bytes.data(), count, MPI_BYTE, peer, tag, comm_, &slot.request);
     if (result != MPI_SUCCESS) {
       fail(index, result, "MPI_Isend");
@@ -167,7 +168,7 @@ class MpiCommunicator final : public Communicator {
   Request post_recv(int peer, int tag, std::span<std::byte> bytes) override {
     const int count = count_of(bytes.size());
     const std::int32_t index = take_slot();
-    Slot& slot = slots_[static_cast<std::size_t>(index)];
+    Slot& slot = slots_[at(index)];
     const int source = peer == kAnyPeer ? MPI_ANY_SOURCE : peer;
     const int result = MPI_Irecv(bytes.data(), count, MPI_BYTE, source, tag, comm_, &slot.request);
     if (result != MPI_SUCCESS) {
@@ -184,7 +185,7 @@ class MpiCommunicator final : public Communicator {
     if (request.index == Request::kNone) {
       return true;
     }
-    Slot& slot = slots_[static_cast<std::size_t>(request.index)];
+    Slot& slot = slots_[at(request.index)];
     int done = 0;
     MPI_Status status;
     const int result = MPI_Test(&slot.request, &done, &status);
@@ -214,10 +215,10 @@ class MpiCommunicator final : public Communicator {
     const bool open = std::any_of(slots_.begin(), slots_.end(), [](const Slot& slot) {
       return slot.request != MPI_REQUEST_NULL && !slot.receives;
     });
-    if (given_up_.done() && !open) {
-      given_up_.memory.clear();
+    if (unfinished_.done() && !open) {
+      unfinished_.memory.clear();
     } else {
-      given_up_.memory.push_back(std::move(memory));
+      unfinished_.memory.push_back(std::move(memory));
     }
   }
 
@@ -225,14 +226,14 @@ class MpiCommunicator final : public Communicator {
     require_mpi_thread();
     MPI_Comm part = MPI_COMM_NULL;
     check_mpi(MPI_Comm_split(comm_, colour, key, &part), "MPI_Comm_split");
-    return std::make_unique<MpiCommunicator>(part, local_size_, remains_);
+    return std::make_unique<MpiCommunicator>(part, local_size_, orphans_);
   }
 
   std::unique_ptr<Communicator> duplicate() override {
     require_mpi_thread();
     MPI_Comm copy = MPI_COMM_NULL;
     check_mpi(MPI_Comm_dup(comm_, &copy), "MPI_Comm_dup");
-    return std::make_unique<MpiCommunicator>(copy, local_size_, remains_);
+    return std::make_unique<MpiCommunicator>(copy, local_size_, orphans_);
   }
 
  private:
@@ -272,7 +273,7 @@ class MpiCommunicator final : public Communicator {
   }
 
   [[noreturn]] void fail(std::int32_t index, int result, const char* call) {
-    slots_[static_cast<std::size_t>(index)].request = MPI_REQUEST_NULL;
+    slots_[at(index)].request = MPI_REQUEST_NULL;
     free_.push_back(index);
     check_mpi(result, call);
     throw Error(ErrorCode::kInternal, fmt::format("{} failed without an error code", call));
@@ -280,7 +281,7 @@ class MpiCommunicator final : public Communicator {
 
   // What a failed MPI_Test on slot `index` means.
   [[noreturn]] void explain(std::int32_t index, int result, const MPI_Status& status) {
-    const Slot& slot = slots_[static_cast<std::size_t>(index)];
+    const Slot& slot = slots_[at(index)];
     int error_class = MPI_SUCCESS;
     MPI_Error_class(result, &error_class);
     if (error_class == MPI_ERR_TRUNCATE && slot.receives) {
@@ -290,7 +291,7 @@ class MpiCommunicator final : public Communicator {
   }
 
   [[noreturn]] void refuse_long(std::int32_t index, const MPI_Status& status) {
-    Slot& slot = slots_[static_cast<std::size_t>(index)];
+    Slot& slot = slots_[at(index)];
     slot.request = MPI_REQUEST_NULL;
     free_.push_back(index);
     throw Error(ErrorCode::kMismatch,
@@ -301,24 +302,24 @@ class MpiCommunicator final : public Communicator {
                 rank_);
   }
 
-  // Ends the request behind `request`, without throwing.
+  // Ends the request without throwing.
   void withdraw(Request& request) noexcept {
     const std::int32_t index = std::exchange(request.index, Request::kNone);
-    Slot& slot = slots_[static_cast<std::size_t>(index)];
+    Slot& slot = slots_[at(index)];
     if (slot.receives) {
       MPI_Cancel(&slot.request);
       MPI_Wait(&slot.request, MPI_STATUS_IGNORE);
     } else if (!finish_send(slot.request)) {
       send_stuck_ = true;
-      given_up_.sends.push_back(slot.request);
+      unfinished_.sends.push_back(slot.request);
     }
     slot.request = MPI_REQUEST_NULL;
     free_.push_back(index);  // has room for every slot
   }
 
-  // True once the send is done; waits the patience out only for the first that is stuck.
+  // True if the send is done. Waits for the time-out only until the first send has run into it.
   bool finish_send(MPI_Request& request) const noexcept {
-    const auto deadline = std::chrono::steady_clock::now() + kWithdrawPatience;
+    const auto deadline = std::chrono::steady_clock::now() + kCancelTimeout;
     Waiter waiter(std::numeric_limits<int>::max());
     for (;;) {
       int done = 0;
@@ -338,8 +339,8 @@ class MpiCommunicator final : public Communicator {
   int max_tag_ = 0;
   int local_size_;
   bool send_stuck_ = false;
-  GivenUp given_up_;
-  std::shared_ptr<Remains> remains_;
+  UnfinishedSends unfinished_;
+  std::shared_ptr<OrphanedSends> orphans_;
   std::vector<Slot> slots_;
   std::vector<std::int32_t> free_;
 };
@@ -385,7 +386,8 @@ std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm) {
   MPI_Comm copy = MPI_COMM_NULL;
   check_mpi(MPI_Comm_dup(comm, &copy), "MPI_Comm_dup");
   MPI_Comm_set_errhandler(copy, MPI_ERRORS_RETURN);
-  return std::make_unique<MpiCommunicator>(copy, local_size_of(copy), std::make_shared<Remains>());
+  return std::make_unique<MpiCommunicator>(copy, local_size_of(copy),
+                                           std::make_shared<OrphanedSends>());
 }
 
 }  // namespace sluice

@@ -1,6 +1,6 @@
-// What this MPI library says of a GPU's memory. Three sources: Open MPI's query at run time (in 4.1
-// whether the library was built for CUDA, in 5 whether it also runs with it), the parameter that
-// turns that off in 4.1, and the memory kinds that MPI 4.1 lets every library name.
+// Whether this MPI library reports support for a GPU's memory. Three sources: Open MPI's query (in
+// 4.1 whether the library was built for CUDA, in 5 whether it also runs with it), the parameter
+// that turns support off in 4.1, and the memory kinds of the MPI standard 4.1.
 #include <mpi.h>
 #if defined(OPEN_MPI) && __has_include(<mpi-ext.h>)
 #include <mpi-ext.h>
@@ -45,9 +45,9 @@ bool memory_kinds_say_so() {
   return found != 0 && names_cuda_device(value.data());
 }
 
-// Open MPI 4.1 answers the query by how it was built; this parameter, from the environment, the
-// command line or a file, says whether it looks at what memory a message lies in. Builds that are
-// for machines without GPUs too have it off.
+// Open MPI 4.1 answers the query by how it was built. This parameter, from the environment, the
+// command line or a file, says whether it checks the kind of a message's memory. Some builds have
+// it off by default.
 bool turned_off() {
   int provided = 0, index = 0;
   if (MPI_T_init_thread(MPI_THREAD_SINGLE, &provided) != MPI_SUCCESS) return false;
@@ -56,7 +56,7 @@ bool turned_off() {
   int count = 0;
   if (MPI_T_cvar_get_index("opal_cuda_support", &index) == MPI_SUCCESS &&
       MPI_T_cvar_handle_alloc(index, nullptr, &handle, &count) == MPI_SUCCESS) {
-    std::array<unsigned char, 64> value{};  // a flag, whatever its type
+    std::array<unsigned char, 64> value{};  // a flag of unknown integer type
     off = count == 1 && MPI_T_cvar_read(handle, value.data()) == MPI_SUCCESS &&
           std::count(value.begin(), value.end(), 0) == static_cast<std::ptrdiff_t>(value.size());
     MPI_T_cvar_handle_free(&handle);
@@ -67,7 +67,7 @@ bool turned_off() {
 
 }  // namespace
 
-std::string why_mpi_takes_no_device_memory(Device device) {
+std::string mpi_device_memory_unsupported_reason(Device device) {
   if (!open_mpi_says_so() && !memory_kinds_say_so()) return "MPI is not CUDA-aware";
   if (turned_off()) return "MPI is CUDA-aware, but its parameter opal_cuda_support is off";
   return device_message_fault(make_mpi_communicator(MPI_COMM_SELF), device);

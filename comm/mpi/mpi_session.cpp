@@ -40,8 +40,8 @@ std::string library_name() {
   return full.substr(0, full.find_first_of(",\n"));
 }
 
-// Open MPI's point-to-point layers as the environment asks for them; which one was chosen cannot be
-// asked portably.
+// Open MPI's point-to-point layers that the environment requests. There is no portable query for
+// the layer in use.
 std::string requested_components() {
   std::string text;
   for (const char* name : {"OMPI_MCA_pml", "OMPI_MCA_mtl", "OMPI_MCA_btl"}) {
@@ -54,8 +54,8 @@ std::string requested_components() {
 }
 
 void prepare_environment() {
-  // Spinning inside MPI starves the other ranks where they outnumber the cores. Open MPI notices
-  // by itself only where it was started without a host list.
+  // Where ranks outnumber cores, spinning inside MPI starves the other ranks. Open MPI detects this
+  // itself only if it was started without a host list.
   if (launcher_info().local_size > host_cores()) {
     setenv("OMPI_MCA_mpi_yield_when_idle", "1", /*overwrite=*/0);
   }

@@ -1,4 +1,4 @@
-// MPI for a process: initialises it only if nobody has, finalises only what it initialised.
+// MPI for a process: initialises it if it is not initialised, and then also finalises it.
 // No MPI type appears here; <sluice/mpi.hpp> takes a caller's MPI_Comm.
 #pragma once
 
@@ -25,8 +25,8 @@ struct MpiInfo {
 
 class MpiSession {
  public:
-  // Where more local ranks than cores are about to start (read from the launcher's environment
-  // before MPI_Init), sets Open MPI's mpi_yield_when_idle unless the user has. Asks for FUNNELED.
+  // Requests MPI_THREAD_FUNNELED. If the launcher's environment shows more local ranks than cores,
+  // first sets Open MPI's mpi_yield_when_idle, unless the user has set it.
   MpiSession(int* argc, char*** argv);
   ~MpiSession();
   MpiSession(const MpiSession&) = delete;

@@ -6,43 +6,43 @@
 
 #include <sluice/cuda.hpp>
 
+#include "comm/base/index.hpp"
 #include "comm/group/collectives.hpp"
 #include "comm/group/waiter.hpp"
 #include "comm/nccl/nccl_api.hpp"
-#include "comm/nccl/nccl_roster.hpp"
+#include "comm/nccl/nccl_peers.hpp"
 
 namespace sluice {
 
 namespace {
 
-// What the ranks of a seam know of each other, and this rank's library, once for all communicators
-// made at a time.
-struct Circle {
+// The peer table, and this rank's library.
+struct PeerInfo {
   std::optional<nccl::Library> library;
-  std::vector<nccl::Member> roster;
+  std::vector<nccl::Peer> peer_table;
 };
 
-Circle form_circle(Collectives& seam, Device device, int rank) {
-  Circle circle;
+PeerInfo exchange_peer_info(Collectives& bootstrap, Device device, int rank) {
+  PeerInfo info;
   std::string problem;
   if (device.kind == DeviceKind::kCuda) {
     try {
-      circle.library.emplace();
+      info.library.emplace();
       use_device(device);
-      cuda::load_kernels();  // none may have to be loaded once NCCL's wait for a peer
+      cuda::load_kernels();  // loading one later may wait for NCCL's kernels
     } catch (const Error& error) {
       problem = error.what();
     }
   }
-  const int version = problem.empty() && circle.library ? circle.library->version() : 0;
-  nccl::Member mine = nccl::describe_rank(device, version, problem);
-  mine.rank = rank < 0 ? seam.communicator().rank() : rank;
-  circle.roster = nccl::gather_roster(seam, mine);
-  return circle;
+  const int version = problem.empty() && info.library ? info.library->version() : 0;
+  nccl::Peer mine = nccl::describe_rank(device, version, problem);
+  mine.rank = rank < 0 ? bootstrap.communicator().rank() : rank;
+  info.peer_table = nccl::gather_peer_table(bootstrap, mine);
+  return info;
 }
 
-// How members find each other, as it travels: where the first could not listen, all say why.
-struct Invitation {
+// Sent by rank 0: NCCL's id, or why NCCL made none.
+struct NcclIdMessage {
   nccl::Result made;
   nccl::UniqueId id;
 };
@@ -50,18 +50,16 @@ struct Invitation {
 }  // namespace
 
 struct NcclCommunicator::Impl {
-  Impl(const Circle& circle, const Communicator& seam, std::string name)
-      : library(*circle.library),
+  Impl(const PeerInfo& info, const Communicator& bootstrap, std::string name)
+      : library(*info.library),
         label(std::move(name)),
-        roster(circle.roster),
-        myself(nccl::name_of(circle.roster[static_cast<std::size_t>(seam.rank())])),
-        peer(seam.size() == 2
-                 ? nccl::name_of(circle.roster[static_cast<std::size_t>(1 - seam.rank())])
-                 : ""),
-        local_ranks(seam.local_size()),
-        size(seam.size()),
-        rank(seam.rank()),
-        device(circle.roster[static_cast<std::size_t>(rank)].device) {}
+        peer_table(info.peer_table),
+        myself(nccl::name_of(info.peer_table[at(bootstrap.rank())])),
+        peer(bootstrap.size() == 2 ? nccl::name_of(info.peer_table[at(1 - bootstrap.rank())]) : ""),
+        local_ranks(bootstrap.local_size()),
+        size(bootstrap.size()),
+        rank(bootstrap.rank()),
+        device(info.peer_table[at(rank)].device) {}
   ~Impl() { abort(); }
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
@@ -75,11 +73,11 @@ struct NcclCommunicator::Impl {
                                   library.describe(result, handle)));
   }
 
-  void start(const Invitation& invitation, Interrupt* interrupt, int most_blocks) {
-    check(invitation.made, "making an id");
+  void start(const NcclIdMessage& message, Interrupt* interrupt, int most_blocks) {
+    check(message.made, "making an id");
     if (interrupt != nullptr) interrupt->poll();  // rather than wait for a rank that is gone
     use_device(device);
-    check(library.init(handle, size, invitation.id, rank, label.c_str(), most_blocks),
+    check(library.init(handle, size, message.id, rank, label.c_str(), most_blocks),
           "making a communicator");
     wait_ready(interrupt, "making a communicator");
   }
@@ -109,22 +107,22 @@ struct NcclCommunicator::Impl {
 
   nccl::Library library;
   std::string label;  // NCCL keeps a pointer to it
-  std::vector<nccl::Member> roster;
+  std::vector<nccl::Peer> peer_table;
   std::string myself, peer;  // for messages; the peer of a pair, else empty
   int local_ranks, size, rank;
   Device device;
   nccl::Handle handle = nullptr;
 };
 
-NcclCommunicator::NcclCommunicator(Collectives& seam, Device device, const NcclLabel& label,
+NcclCommunicator::NcclCommunicator(Collectives& bootstrap, Device device, const NcclLabel& label,
                                    Interrupt* interrupt, int most_blocks) {
-  const Circle circle = form_circle(seam, device, label.rank);
-  if (const auto refused = nccl::refusal(circle.roster, label.group)) throw *refused;
-  impl_ = std::make_unique<Impl>(circle, seam.communicator(), label.group);
-  Invitation invitation;
-  if (impl_->rank == 0) invitation.made = impl_->library.make_id(invitation.id);
-  seam.broadcast(std::as_writable_bytes(std::span(&invitation, 1)), 0);
-  impl_->start(invitation, interrupt, most_blocks);
+  const PeerInfo info = exchange_peer_info(bootstrap, device, label.rank);
+  if (const auto refused = nccl::refusal(info.peer_table, label.group)) throw *refused;
+  impl_ = std::make_unique<Impl>(info, bootstrap.communicator(), label.group);
+  NcclIdMessage message;
+  if (impl_->rank == 0) message.made = impl_->library.make_id(message.id);
+  bootstrap.broadcast(std::as_writable_bytes(std::span(&message, 1)), 0);
+  impl_->start(message, interrupt, most_blocks);
 }
 
 NcclCommunicator::~NcclCommunicator() = default;
@@ -136,7 +134,7 @@ int NcclCommunicator::size() const { return impl_->size; }
 Device NcclCommunicator::device() const { return impl_->device; }
 
 std::string NcclCommunicator::name_of(int rank) const {
-  return nccl::name_of(impl_->roster[static_cast<std::size_t>(rank)]);
+  return nccl::name_of(impl_->peer_table[at(rank)]);
 }
 
 bool NcclCommunicator::ready() const {
@@ -201,11 +199,11 @@ void NcclGroup::end() {
   any_.check(any_.library.group_end(), "a group");
 }
 
-std::optional<Error> nccl_refusal(Collectives& seam, Device device, const NcclLabel& label) {
-  Circle circle = form_circle(seam, device, label.rank);
-  std::erase_if(circle.roster,
-                [](const nccl::Member& member) { return member.device.kind != DeviceKind::kCuda; });
-  return nccl::refusal(circle.roster, label.group);
+std::optional<Error> nccl_refusal(Collectives& bootstrap, Device device, const NcclLabel& label) {
+  PeerInfo info = exchange_peer_info(bootstrap, device, label.rank);
+  std::erase_if(info.peer_table,
+                [](const nccl::Peer& member) { return member.device.kind != DeviceKind::kCuda; });
+  return nccl::refusal(info.peer_table, label.group);
 }
 
 }  // namespace sluice

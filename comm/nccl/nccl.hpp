@@ -1,15 +1,14 @@
 // NcclCommunicator: ranks whose GPUs exchange through NCCL.
 //
-// Made collectively over the seam every rank has anyway (a Communicator over MPI or loopback),
-// which carries NCCL's id and what must be known before NCCL is asked: who lacks it, whose version
-// differs, who shares a GPU. The library is opened when the first one is made; it need not be there
-// before.
+// It is made collectively over a bootstrap communicator, which carries NCCL's id and the peer
+// table: the ranks that lack NCCL, have another version or share a GPU are known before NCCL is
+// called. The library is opened when the first communicator is made.
 //
-// NCCL's non-blocking mode: a call may still be at work when it returns. Until ready() says true
-// nothing else may be done with the communicator but poll() and abort(), and nothing may be put on
-// the streams its operations were given. No call here blocks the host but those that take an
-// Interrupt, which end when it throws, and abort(). NCCL itself notices a peer's death over a
-// network; of a peer on the same host only a control channel tells.
+// NCCL's non-blocking mode: a call may still be in progress when it returns. Until ready() returns
+// true, only poll() and abort() may be called, and nothing may be put on the streams of its
+// operations. Only abort() and calls that take an Interrupt block the host; the latter end when it
+// throws. NCCL detects a peer's death over a network, but not that of a peer on the same host:
+// there the control channel reports it.
 //
 // NcclQueue (comm/nccl/nccl_queue.hpp) keeps these rules for its users. Threading: one thread, the
 // one that made the communicator.
@@ -29,27 +28,26 @@
 
 namespace sluice {
 
-// What messages say.
+// Names for error messages.
 struct NcclLabel {
   std::string group;  // "the pipeline", "the replicas of stage 3"
-  int rank = -1;      // this rank, as a user counts ranks: in the job; -1: as the seam counts
+  int rank = -1;      // this rank in the job; -1: its rank in the bootstrap communicator
 };
 
 class NcclCommunicator {
  public:
-  // Collective over `seam`; all its ranks belong. `device` is this rank's GPU. Throws what
-  // nccl_refusal() returns, or Error(kPeer | kDevice) where NCCL fails; `interrupt`, polled while
-  // the communicator is made, may be null. `most_blocks`, equal on all ranks, bounds the
-  // multiprocessors that one of its kernels occupies, also while it waits for a peer; 0 leaves that
-  // to NCCL.
-  NcclCommunicator(Collectives& seam, Device device, const NcclLabel& label, Interrupt* interrupt,
-                   int most_blocks = 0);
+  // Collective over `bootstrap`, all of whose ranks join. `device` is this rank's GPU. Polls
+  // `interrupt`, which may be null. `most_blocks`, equal on all ranks, bounds the multiprocessors
+  // that one kernel occupies, also while it waits for a peer; 0: NCCL chooses. Throws what
+  // nccl_refusal() returns, or Error(kPeer | kDevice) where NCCL fails.
+  NcclCommunicator(Collectives& bootstrap, Device device, const NcclLabel& label,
+                   Interrupt* interrupt, int most_blocks = 0);
   // Aborts unless finalized. Never throws.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
-  // As NCCL counts, which is as the seam does.
+  // Of NCCL's communicator, equal to those of the bootstrap communicator.
   [[nodiscard]] int rank() const;
   [[nodiscard]] int size() const;
   [[nodiscard]] Device device() const;
@@ -64,21 +62,21 @@ class NcclCommunicator {
   void poll() const { static_cast<void>(ready()); }
   void wait_ready(Interrupt* interrupt) const;
 
-  // Between the beginning and the end of an NcclGroup. The memory is the device's; both ends give
-  // the same number of bytes. Throw as ready().
+  // Within an NcclGroup. The memory is the device's; both ends pass the same number of bytes. Throw
+  // as ready().
   void send(int peer, std::span<const std::byte> data, StreamView stream) const;
   void recv(int peer, std::span<std::byte> data, StreamView stream) const;
   // Collective over the communicator. In place, in fp32, in an order of NCCL's choice.
   void all_reduce_sum(std::span<float> values, StreamView stream) const;
 
-  // Collective over the communicator: the orderly end, once everything put on streams is done.
-  // Throws as ready() or what the interrupt throws; abort() then remains.
+  // Collective over the communicator: shuts it down once all its work on streams is done. Throws as
+  // ready(), or what the interrupt throws; then only abort() may follow.
   void finalize(Interrupt* interrupt);
-  // Makes the communicator's kernels exit, waits for them and frees it; any rank for itself. Only
-  // the destructor may follow.
+  // Stops the communicator's kernels, waits for them and frees it. Not collective. Only the
+  // destructor may follow.
   void abort() noexcept;
-  // The same for several whose kernels may wait for one another, at once: one after the other would
-  // hang. Null ones are passed over.
+  // Aborts several at once: their kernels may wait for one another, so one after the other would
+  // hang. Skips null ones.
   static void abort_all(std::span<NcclCommunicator* const> communicators) noexcept;
 
  private:
@@ -87,16 +85,15 @@ class NcclCommunicator {
   std::unique_ptr<Impl> impl_;
 };
 
-// The sends and receives of this thread from here to end() run side by side, whatever the
-// communicator.
+// The sends and receives of this thread from here to end() run concurrently, on all communicators.
 class NcclGroup {
  public:
   explicit NcclGroup(const NcclCommunicator& any);
-  // Ends a group that an exception left open; what it held may or may not run.
+  // Ends a group that an exception left open; its operations may or may not run.
   ~NcclGroup();
   NcclGroup(const NcclGroup&) = delete;
   NcclGroup& operator=(const NcclGroup&) = delete;
-  // Hands the group to NCCL; each communicator in it is then asked ready(). Throws as ready().
+  // Passes the group to NCCL; then call ready() of each communicator in it. Throws as ready().
   void end();
 
  private:
@@ -104,11 +101,11 @@ class NcclGroup {
   bool open_ = true;
 };
 
-// Collective over `seam`: why those of its ranks that have a GPU cannot share NCCL communicators,
-// the same on every rank, or nothing: a rank without NCCL, or with a library or a driver that is
-// too old (kDevice), versions that differ (kMismatch), two ranks on one GPU (kUsage). One line that
-// names rank and host and says what would work.
-[[nodiscard]] std::optional<Error> nccl_refusal(Collectives& seam, Device device,
+// Collective over `bootstrap`: why its ranks with a GPU cannot share NCCL communicators, the same
+// on every rank, or nothing. Reasons: a rank without NCCL, or with a library or a driver that is
+// too old (kDevice); versions that differ (kMismatch); two ranks on one GPU (kUsage). One line that
+// names rank, host and a remedy.
+[[nodiscard]] std::optional<Error> nccl_refusal(Collectives& bootstrap, Device device,
                                                 const NcclLabel& label);
 
 }  // namespace sluice

@@ -81,12 +81,11 @@ struct Library::Functions {
   }
 
   void open(const char* file) {
-    // Never unloaded: NCCL's own threads may outlive every communicator by a moment.
+    // Never unloaded: NCCL's own threads may outlive every communicator briefly.
     void* library = dlopen(file, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
     if (library == nullptr) {
       throw Error(ErrorCode::kDevice,
-                  fmt::format("NCCL is missing: {} (libnccl2 provides it; --transport mpi does "
-                              "without)",
+                  fmt::format("NCCL is missing: {} (install libnccl2 or use --transport mpi)",
                               one_line(dlerror())));
     }
     for_each([&](auto& pointer, const char* name) {

@@ -6,11 +6,11 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/index.hpp"
+
 namespace sluice {
 
 namespace {
-
-std::size_t index_of(std::int32_t value) { return static_cast<std::size_t>(value); }
 
 [[noreturn]] void misused(const std::string& why) {
   throw Error(ErrorCode::kInternal, "NCCL's queue: " + why);
@@ -21,7 +21,7 @@ std::size_t index_of(std::int32_t value) { return static_cast<std::size_t>(value
 struct NcclQueue::Operation {
   enum class Kind : std::uint8_t { kSend, kRecv, kAllReduce, kAddShards };
   Kind kind = Kind::kSend;
-  std::int32_t lane = 0;
+  std::int32_t nccl_stream = 0;
   std::int32_t peer = 0;
   const Event* ready = nullptr;
   std::byte* data = nullptr;  // not written by a send
@@ -32,14 +32,14 @@ struct NcclQueue::Operation {
 struct NcclQueue::Group {
   enum class State : std::uint8_t { kFree, kOpen, kPending, kIssuing, kIssued };
   State state = State::kFree;
-  std::uint64_t number = 0;           // tells its tickets from those of the next use
-  std::int32_t tickets = 0;           // not given back
+  std::uint64_t number = 0;           // distinguishes its tickets from those of the next use
+  std::int32_t tickets = 0;           // not returned
   std::vector<Operation> operations;  // keeps its capacity
-  std::vector<bool> touched;          // [lane]
-  std::vector<Event> ends;            // [lane]
+  std::vector<bool> touched;          // [nccl_stream]
+  std::vector<Event> ends;            // [nccl_stream]
 };
 
-struct NcclQueue::Lane {
+struct NcclQueue::NcclStream {
   std::unique_ptr<NcclCommunicator> communicator;
   Stream stream;
 };
@@ -53,23 +53,23 @@ NcclQueue::NcclQueue(Device device, std::size_t max_open, int local_ranks)
 NcclQueue::~NcclQueue() { abort(); }
 
 int NcclQueue::add(std::unique_ptr<NcclCommunicator> communicator) {
-  if (open_ >= 0) misused("a lane is added inside a group");
+  if (open_ >= 0) misused("a nccl_stream is added inside a group");
   if (communicator->device() != device_) {
-    misused(fmt::format("a lane of {} is added to a queue of {}", to_string(communicator->device()),
-                        to_string(device_)));
+    misused(fmt::format("a nccl_stream of {} is added to a queue of {}",
+                        to_string(communicator->device()), to_string(device_)));
   }
-  Lane lane{std::move(communicator), Stream(device_)};
-  communicators_.push_back(lane.communicator.get());
-  lanes_.push_back(std::move(lane));
+  NcclStream nccl_stream{std::move(communicator), Stream(device_)};
+  communicators_.push_back(nccl_stream.communicator.get());
+  nccl_streams_.push_back(std::move(nccl_stream));
   for (Group& group : groups_) {
     group.ends.emplace_back(device_);
     group.touched.push_back(false);  // of groups still open too
   }
-  return static_cast<int>(lanes_.size()) - 1;
+  return static_cast<int>(nccl_streams_.size()) - 1;
 }
 
-const NcclCommunicator& NcclQueue::communicator(int lane) const {
-  return *lanes_[index_of(lane)].communicator;
+const NcclCommunicator& NcclQueue::communicator(int nccl_stream) const {
+  return *nccl_streams_[at(nccl_stream)].communicator;
 }
 
 void NcclQueue::begin_group() {
@@ -77,69 +77,70 @@ void NcclQueue::begin_group() {
   if (free_.empty()) misused(fmt::format("more than {} groups are open", groups_.size()));
   open_ = free_.back();
   free_.pop_back();
-  Group& group = groups_[index_of(open_)];
+  Group& group = groups_[at(open_)];
   group.state = Group::State::kOpen;
   group.number = ++numbers_;
   group.tickets = 0;
   group.operations.clear();
-  group.touched.assign(lanes_.size(), false);
+  group.touched.assign(nccl_streams_.size(), false);
 }
 
-NcclQueue::Operation& NcclQueue::append(int lane, const Event* ready) {
+NcclQueue::Operation& NcclQueue::append(int nccl_stream, const Event* ready) {
   if (open_ < 0) misused("an operation is given outside a group");
-  Group& group = groups_[index_of(open_)];
-  group.touched.at(index_of(lane)) = true;
+  Group& group = groups_[at(open_)];
+  group.touched.at(at(nccl_stream)) = true;
   Operation& operation = group.operations.emplace_back();
-  operation.lane = lane;
+  operation.nccl_stream = nccl_stream;
   if (ready != nullptr && ready->native() != nullptr) operation.ready = ready;
   return operation;
 }
 
-NcclTicket NcclQueue::ticket_of(int lane) {
-  Group& group = groups_[index_of(open_)];
+NcclTicket NcclQueue::ticket_of(int nccl_stream) {
+  Group& group = groups_[at(open_)];
   ++group.tickets;
-  return {.group = open_, .lane = lane, .number = group.number};
+  return {.group = open_, .nccl_stream = nccl_stream, .number = group.number};
 }
 
-NcclTicket NcclQueue::send(int lane, int peer, std::span<const std::byte> data,
+NcclTicket NcclQueue::send(int nccl_stream, int peer, std::span<const std::byte> data,
                            const Event& ready) {
-  Operation& operation = append(lane, &ready);
+  Operation& operation = append(nccl_stream, &ready);
   operation.kind = Operation::Kind::kSend;
   operation.peer = peer;
   operation.data = const_cast<std::byte*>(data.data());
   operation.bytes = data.size();
-  return ticket_of(lane);
+  return ticket_of(nccl_stream);
 }
 
-NcclTicket NcclQueue::recv(int lane, int peer, std::span<std::byte> data, const Event& ready) {
-  Operation& operation = append(lane, &ready);
+NcclTicket NcclQueue::recv(int nccl_stream, int peer, std::span<std::byte> data,
+                           const Event& ready) {
+  Operation& operation = append(nccl_stream, &ready);
   operation.kind = Operation::Kind::kRecv;
   operation.peer = peer;
   operation.data = data.data();
   operation.bytes = data.size();
-  return ticket_of(lane);
+  return ticket_of(nccl_stream);
 }
 
-NcclTicket NcclQueue::all_reduce_sum(int lane, std::span<float> values, const Event& ready) {
-  Operation& operation = append(lane, &ready);
+NcclTicket NcclQueue::all_reduce_sum(int nccl_stream, std::span<float> values, const Event& ready) {
+  Operation& operation = append(nccl_stream, &ready);
   operation.kind = Operation::Kind::kAllReduce;
   operation.data = std::as_writable_bytes(values).data();
   operation.bytes = values.size_bytes();
-  return ticket_of(lane);
+  return ticket_of(nccl_stream);
 }
 
-NcclTicket NcclQueue::add_shards(int lane, const ShardSum& sum) {
-  Operation& operation = append(lane, nullptr);
-  if (groups_[index_of(open_)].operations.size() > 1) misused("a kernel is alone in its group");
+NcclTicket NcclQueue::add_shards(int nccl_stream, const ShardSum& sum) {
+  Operation& operation = append(nccl_stream, nullptr);
+  if (groups_[at(open_)].operations.size() > 1) misused("a kernel is alone in its group");
   operation.kind = Operation::Kind::kAddShards;
   operation.sum = sum;
-  return ticket_of(lane);
+  return ticket_of(nccl_stream);
 }
 
 void NcclQueue::end_group() {
   if (open_ < 0) misused("a group ends that never began");
   const std::int32_t index = std::exchange(open_, -1);
-  Group& group = groups_[index_of(index)];
+  Group& group = groups_[at(index)];
   if (group.operations.empty()) {
     group.state = Group::State::kIssued;
     recycle(index);
@@ -151,7 +152,7 @@ void NcclQueue::end_group() {
 }
 
 void NcclQueue::progress() {
-  if (!lanes_ready()) return;
+  if (!nccl_streams_ready()) return;
   for (;;) {
     if (issuing_ >= 0) {
       record(std::exchange(issuing_, -1));
@@ -160,50 +161,51 @@ void NcclQueue::progress() {
     const std::int32_t index = pending_[first_pending_];
     first_pending_ = (first_pending_ + 1) % pending_.size();
     --pending_count_;
-    issue(groups_[index_of(index)]);
+    issue(groups_[at(index)]);
     issuing_ = index;
-    if (!lanes_ready()) return;
+    if (!nccl_streams_ready()) return;
   }
 }
 
-// Asks every lane, so that none fails unseen; those of the group being issued decide, as nothing
-// is under way on the others.
-bool NcclQueue::lanes_ready() {
+// Asks every nccl_stream, so that none fails unseen; those of the group being issued decide, as
+// nothing is under way on the others.
+bool NcclQueue::nccl_streams_ready() {
   bool ready = true;
-  for (const Lane& lane : lanes_) ready = lane.communicator->ready() && ready;
+  for (const NcclStream& nccl_stream : nccl_streams_)
+    ready = nccl_stream.communicator->ready() && ready;
   return ready;
 }
 
-// Everything the group waits for goes onto its streams before it; nothing may follow until NCCL has
-// put it there.
+// The streams wait for the operations' ready events first. Nothing may follow the group on them
+// until NCCL has issued it.
 void NcclQueue::issue(Group& group) {
   group.state = Group::State::kIssuing;
   for (const Operation& operation : group.operations) {
     if (operation.ready != nullptr) {
-      lanes_[index_of(operation.lane)].stream.view().wait(*operation.ready);
+      nccl_streams_[at(operation.nccl_stream)].stream.view().wait(*operation.ready);
     }
   }
   if (group.operations.front().kind == Operation::Kind::kAddShards) {
     const Operation& kernel = group.operations.front();
     use_device(device_);
-    launch_shard_sum(kernel.sum, lanes_[index_of(kernel.lane)].stream.view());
+    launch_shard_sum(kernel.sum, nccl_streams_[at(kernel.nccl_stream)].stream.view());
     return;
   }
-  NcclGroup calls(*lanes_[index_of(group.operations.front().lane)].communicator);
+  NcclGroup calls(*nccl_streams_[at(group.operations.front().nccl_stream)].communicator);
   for (const Operation& operation : group.operations) {
-    const Lane& lane = lanes_[index_of(operation.lane)];
+    const NcclStream& nccl_stream = nccl_streams_[at(operation.nccl_stream)];
     const std::span<std::byte> data(operation.data, operation.bytes);
     switch (operation.kind) {
       case Operation::Kind::kSend:
-        lane.communicator->send(operation.peer, data, lane.stream.view());
+        nccl_stream.communicator->send(operation.peer, data, nccl_stream.stream.view());
         break;
       case Operation::Kind::kRecv:
-        lane.communicator->recv(operation.peer, data, lane.stream.view());
+        nccl_stream.communicator->recv(operation.peer, data, nccl_stream.stream.view());
         break;
       case Operation::Kind::kAllReduce:
-        lane.communicator->all_reduce_sum(
+        nccl_stream.communicator->all_reduce_sum(
             {reinterpret_cast<float*>(operation.data), operation.bytes / sizeof(float)},
-            lane.stream.view());
+            nccl_stream.stream.view());
         break;
       case Operation::Kind::kAddShards:
         break;
@@ -213,26 +215,27 @@ void NcclQueue::issue(Group& group) {
 }
 
 void NcclQueue::record(std::int32_t index) {
-  Group& group = groups_[index_of(index)];
-  for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
-    if (group.touched[lane]) group.ends[lane].record(lanes_[lane].stream.view());
+  Group& group = groups_[at(index)];
+  for (std::size_t nccl_stream = 0; nccl_stream < nccl_streams_.size(); ++nccl_stream) {
+    if (group.touched[nccl_stream])
+      group.ends[nccl_stream].record(nccl_streams_[nccl_stream].stream.view());
   }
   group.state = Group::State::kIssued;
   recycle(index);
 }
 
-// A group is used again once it is issued and nobody can ask for it any more.
+// A group can be used again once it is issued and all its tickets are returned.
 void NcclQueue::recycle(std::int32_t index) {
-  Group& group = groups_[index_of(index)];
+  Group& group = groups_[at(index)];
   if (group.state != Group::State::kIssued || group.tickets > 0) return;
   group.state = Group::State::kFree;
   free_.push_back(index);
 }
 
 NcclQueue::Group& NcclQueue::group_of(const NcclTicket& ticket) {
-  Group& group = groups_[index_of(ticket.group)];
+  Group& group = groups_[at(ticket.group)];
   if (group.number != ticket.number || group.tickets == 0) {
-    misused("a ticket is used that was given back");
+    misused("a ticket is used after its return");
   }
   return group;
 }
@@ -254,7 +257,7 @@ bool NcclQueue::done(NcclTicket& ticket) {
   if (ticket.group < 0) return true;
   progress();
   const Group& group = group_of(ticket);
-  if (group.state != Group::State::kIssued || !group.ends[index_of(ticket.lane)].done()) {
+  if (group.state != Group::State::kIssued || !group.ends[at(ticket.nccl_stream)].done()) {
     return false;
   }
   give_back(ticket);
@@ -264,8 +267,9 @@ bool NcclQueue::done(NcclTicket& ticket) {
 void NcclQueue::wait_on(StreamView stream, NcclTicket& ticket) {
   if (ticket.group < 0) return;
   const Group& group = group_of(ticket);
-  if (group.state != Group::State::kIssued) misused("a stream waits for what is not issued");
-  stream.wait(group.ends[index_of(ticket.lane)]);
+  if (group.state != Group::State::kIssued)
+    misused("a stream waits for an operation that is not issued");
+  stream.wait(group.ends[at(ticket.nccl_stream)]);
   give_back(ticket);
 }
 
@@ -293,12 +297,12 @@ void NcclQueue::finalize(Interrupt* interrupt) {
     }
   };
   wait_until([&] { return issuing_ < 0 && pending_count_ == 0; });
-  for (Lane& lane : lanes_) {
+  for (NcclStream& nccl_stream : nccl_streams_) {
     Event end(device_);
-    end.record(lane.stream.view());
+    end.record(nccl_stream.stream.view());
     wait_until([&] { return end.done(); });
   }
-  for (Lane& lane : lanes_) lane.communicator->finalize(interrupt);
+  for (NcclStream& nccl_stream : nccl_streams_) nccl_stream.communicator->finalize(interrupt);
 }
 
 void NcclQueue::abort() noexcept { NcclCommunicator::abort_all(communicators_); }

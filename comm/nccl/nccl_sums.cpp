@@ -7,6 +7,8 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/index.hpp"
+
 namespace sluice {
 
 namespace {
@@ -24,12 +26,12 @@ NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& 
       method_(method) {
   if (size_ == 1) return;
   const Device device = memory.device();
-  lane_ = queue_.add(std::make_unique<NcclCommunicator>(replicas, device, label, interrupt));
-  // NCCL connects two ranks when they first exchange, which takes long: now rather than in a step.
-  const std::size_t few = kShardMultiple * static_cast<std::size_t>(size_);
+  nccl_stream_ = queue_.add(std::make_unique<NcclCommunicator>(replicas, device, label, interrupt));
+  // NCCL connects two ranks at their first exchange. That takes long, so not within a step.
+  const std::size_t few = kShardMultiple * at(size_);
   const std::size_t count = method == Method::kAllReduce ? std::max(few, largest) : few;
   const Buffer room =
-      memory.allocate((count + workspace(count)) * sizeof(float), DeviceMemory::Use::kPasses);
+      memory.allocate((count + workspace(count)) * sizeof(float), DeviceMemory::Use::kTemporary);
   auto* floats = reinterpret_cast<float*>(room.data());
   const Stream stream(device);
   fill_zero_async(floats, room.size(), stream.view());
@@ -39,31 +41,31 @@ NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& 
     NcclTicket ticket = sum({floats, count}, {floats + count, workspace(count)}, filled);
     queue_.wait(ticket, interrupt);
   } catch (...) {
-    queue_.abort();  // its kernels may wait for a peer that is gone, and freeing memory for them
+    queue_.abort();  // its kernels may wait for a lost peer, and freeing memory waits for them
     throw;
   }
 }
 
 std::size_t NcclSums::shard_size(std::size_t count, int ranks) {
-  const auto owners = static_cast<std::size_t>(ranks);
+  const auto owners = at(ranks);
   return round_up((count + owners - 1) / owners, kShardMultiple);
 }
 
 NcclSums::Shard NcclSums::shard_of(std::size_t count, int owner) const {
-  const std::size_t begin = std::min(count, shard_size(count) * static_cast<std::size_t>(owner));
+  const std::size_t begin = std::min(count, shard_size(count) * at(owner));
   return {begin, std::min(shard_size(count), count - begin)};
 }
 
 std::size_t NcclSums::workspace(std::size_t count, int ranks, Method method) {
   if (method == Method::kAllReduce) return 0;
-  return static_cast<std::size_t>(ranks - 1) * shard_size(count, ranks);
+  return at(ranks - 1) * shard_size(count, ranks);
 }
 
 NcclTicket NcclSums::sum(std::span<float> values, std::span<float> workspace, const Event& ready) {
   if (size_ == 1 || values.empty()) return {};
   if (method_ == Method::kAllReduce) {
     queue_.begin_group();
-    const NcclTicket ticket = queue_.all_reduce_sum(lane_, values, ready);
+    const NcclTicket ticket = queue_.all_reduce_sum(nccl_stream_, values, ready);
     queue_.end_group();
     return ticket;
   }
@@ -77,12 +79,12 @@ NcclTicket NcclSums::sum(std::span<float> values, std::span<float> workspace, co
   const Shard mine = shard_of(values.size(), rank_);
   if (mine.size > 0) {
     queue_.begin_group();
-    NcclTicket added = queue_.add_shards(lane_, {.own = values.data() + mine.begin,
-                                                 .others = workspace.data(),
-                                                 .stride = shard_size(values.size()),
-                                                 .count = mine.size,
-                                                 .ranks = size_,
-                                                 .rank = rank_});
+    NcclTicket added = queue_.add_shards(nccl_stream_, {.own = values.data() + mine.begin,
+                                                        .others = workspace.data(),
+                                                        .stride = shard_size(values.size()),
+                                                        .count = mine.size,
+                                                        .ranks = size_,
+                                                        .rank = rank_});
     queue_.drop(added);
     queue_.end_group();
   }
@@ -96,14 +98,14 @@ void NcclSums::scatter(std::span<float> values, std::span<float> workspace, cons
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     if (const Shard theirs = shard_of(values.size(), peer); theirs.size > 0) {
-      NcclTicket sent =
-          queue_.send(lane_, peer, std::as_bytes(values.subspan(theirs.begin, theirs.size)), ready);
+      NcclTicket sent = queue_.send(
+          nccl_stream_, peer, std::as_bytes(values.subspan(theirs.begin, theirs.size)), ready);
       queue_.drop(sent);
     }
     if (mine.size > 0) {
-      const auto slot = static_cast<std::size_t>(peer < rank_ ? peer : peer - 1);
+      const auto slot = at(peer < rank_ ? peer : peer - 1);
       NcclTicket received = queue_.recv(
-          lane_, peer,
+          nccl_stream_, peer,
           std::as_writable_bytes(workspace.subspan(slot * shard_size(values.size()), mine.size)),
           ready);
       queue_.drop(received);
@@ -121,11 +123,12 @@ NcclTicket NcclSums::gather(std::span<float> values) {
     if (peer == rank_) continue;
     if (mine.size > 0) {
       queue_.drop(last);
-      last = queue_.send(lane_, peer, std::as_bytes(values.subspan(mine.begin, mine.size)), now_);
+      last = queue_.send(nccl_stream_, peer, std::as_bytes(values.subspan(mine.begin, mine.size)),
+                         now_);
     }
     if (const Shard theirs = shard_of(values.size(), peer); theirs.size > 0) {
       queue_.drop(last);
-      last = queue_.recv(lane_, peer,
+      last = queue_.recv(nccl_stream_, peer,
                          std::as_writable_bytes(values.subspan(theirs.begin, theirs.size)), now_);
     }
   }

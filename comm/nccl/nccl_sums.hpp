@@ -1,14 +1,14 @@
 // NcclSums: sums over the GPUs of a replica group.
 //
 // Each element is ((g0 + g1) + g2) + ... in the order of ranks, in fp32: bit for bit what
-// Collectives::ordered_sum makes of the same values on the host, whatever the range is cut into.
-// The owner of a shard receives it from all others (reduce-scatter by owner), a kernel adds, and
-// every owner sends its sum to all (all-gather), all through NCCL's sends and receives. NCCL's own
-// all-reduce is the other method; its bits depend on NCCL.
+// Collectives::ordered_sum computes from the same values on the host, for any division of the
+// range. The owner of a shard receives it from all others (reduce-scatter by owner), a kernel adds,
+// and every owner sends its sum to all (all-gather), all through NCCL's sends and receives. NCCL's
+// own all-reduce is the other method; its bits depend on NCCL.
 //
-// Asynchronous as NcclQueue, whose rules and threading hold: a sum takes its turn in the queue, so
-// all ranks of the group give the same ranges in the same order, and it can run beside computation
-// that does not touch its range.
+// Asynchronous, with the rules and threading of NcclQueue. A sum takes its turn in the queue, so
+// all ranks of the group must pass the same ranges in the same order. It can run concurrently with
+// computation that does not use its range.
 #pragma once
 
 #include <cstddef>
@@ -27,13 +27,13 @@ class NcclSums {
  public:
   enum class Method : std::uint8_t { kOrdered, kAllReduce };
 
-  // Groups of the queue that one sum takes, at most.
+  // Most groups of the queue that one sum uses.
   static constexpr std::size_t kGroupsPerSum = 3;
 
   // Collective over `replicas`: adds a communicator to `queue`, which must outlive this, and
-  // connects its ranks by a first sum in some of `memory`. What an all-reduce connects depends on
-  // its size: there the first has that of the `largest` sum to come, in floats. One rank makes
-  // none. `label` as for NcclCommunicator, whose errors it throws.
+  // connects its ranks by a first sum in temporary `memory`. An all-reduce connects depending on
+  // its size, so its first sum has the size of the `largest` later one, in floats. One rank makes
+  // no communicator. `label` as for NcclCommunicator, whose errors it throws.
   NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& memory,
            const NcclLabel& label, Method method, std::size_t largest, Interrupt* interrupt);
 
@@ -43,11 +43,11 @@ class NcclSums {
   }
   [[nodiscard]] static std::size_t workspace(std::size_t count, int ranks, Method method);
 
-  // Sums `values`, of this rank and in place, over all ranks, which give equal sizes. `workspace`,
-  // of at least workspace(values.size()) floats, may be shared by all sums of this object. Both are
-  // the device's, and `ready` the event after which they may be touched, as NcclQueue::send()
-  // takes it. The ticket is the end of the whole sum; with one rank nothing happens, at once.
-  // Throws Error(kInternal) for a workspace that is too small, and what NcclQueue throws.
+  // Sums this rank's `values` over all ranks, in place; sizes are equal on all ranks. `workspace`
+  // has at least workspace(values.size()) floats; all sums of this object may share it. Both are
+  // device memory, used after the event `ready`, as in NcclQueue::send(). The ticket is the end of
+  // the whole sum; with one rank nothing happens, and it is done. Throws Error(kInternal) if the
+  // workspace is too small, and what NcclQueue throws.
   [[nodiscard]] NcclTicket sum(std::span<float> values, std::span<float> workspace,
                                const Event& ready);
 
@@ -67,7 +67,7 @@ class NcclSums {
   int size_;
   int rank_;
   Method method_;
-  int lane_ = -1;
+  int nccl_stream_ = -1;
   Event now_;  // done
 };
 

@@ -16,15 +16,15 @@ namespace {
 
 constexpr std::size_t kProbeBytes = 1024;
 
-// A receive is posted ahead, and its kernel holds the multiprocessors of all its blocks until the
-// message comes: left to itself NCCL takes up to 32, a quarter of an H100. Two blocks fill one of
-// its 18 NVLinks (NCCL issue 1703), so that eight carry about 100 GB/s, in 6 % of the
-// multiprocessors; over a network NCCL takes two or four anyway (issue 1424). A power of two, which
-// NCCL rounds up to. NCCL_MAX_CTAS in the environment says otherwise. Not measured: no GPU.
+// A receive is posted in advance, and its kernel occupies the multiprocessors of all its blocks
+// until the message arrives. By default NCCL takes up to 32, a quarter of an H100. Two blocks fill
+// one of its 18 NVLinks (NCCL issue 1703), so eight carry about 100 GB/s on 6 % of the
+// multiprocessors. Over a network NCCL takes two or four (issue 1424). NCCL rounds up to a power of
+// two. NCCL_MAX_CTAS in the environment overrides the number. Not measured.
 constexpr int kMessageBlocks = 8;
 
-// Pairs of ranks with an even lower rank first: those of neighbours in a pipeline share no rank, so
-// that they can connect at the same time. Within a pair the edge from the lower rank first.
+// Pairs with an even lower rank come first: in a pipeline these pairs share no rank and connect
+// concurrently. Within a pair the edge from the lower rank comes first.
 std::vector<NcclTransport::Edge> in_agreed_order(std::span<const NcclTransport::Edge> edges) {
   std::vector<NcclTransport::Edge> order(edges.begin(), edges.end());
   const auto place = [](const NcclTransport::Edge& edge) {
@@ -37,7 +37,7 @@ std::vector<NcclTransport::Edge> in_agreed_order(std::span<const NcclTransport::
   return order;
 }
 
-// What travels over an edge first: differs from edge to edge and from byte to byte.
+// The first message over an edge; its bytes differ from edge to edge.
 std::array<std::byte, kProbeBytes> probe_of(const NcclTransport::Edge& edge) {
   std::array<std::byte, kProbeBytes> bytes{};
   auto state = static_cast<std::uint32_t>(edge.from * 65537 + edge.to + 1);
@@ -50,28 +50,28 @@ std::array<std::byte, kProbeBytes> probe_of(const NcclTransport::Edge& edge) {
 
 }  // namespace
 
-NcclTransport::NcclTransport(NcclQueue& queue, Collectives& seam, const DeviceMemory& memory,
+NcclTransport::NcclTransport(NcclQueue& queue, Collectives& bootstrap, const DeviceMemory& memory,
                              std::span<const Edge> edges, const NcclLabel& label,
                              Interrupt* interrupt)
-    : queue_(queue), rank_(seam.communicator().rank()) {
+    : queue_(queue), rank_(bootstrap.communicator().rank()) {
   if (edges.empty()) return;
   for (const Edge& edge : in_agreed_order(edges)) {
     if (edge.from == rank_ || edge.to == rank_) edges_.push_back(edge);
   }
-  auto made =
-      std::make_unique<NcclCommunicator>(seam, memory.device(), label, interrupt, kMessageBlocks);
+  auto made = std::make_unique<NcclCommunicator>(bootstrap, memory.device(), label, interrupt,
+                                                 kMessageBlocks);
   const NcclCommunicator& ranks = *made;
-  lane_ = queue_.add(std::move(made));
+  nccl_stream_ = queue_.add(std::move(made));
   warm_up(ranks, memory, interrupt);
 }
 
 void NcclTransport::warm_up(const NcclCommunicator& ranks, const DeviceMemory& memory,
                             Interrupt* interrupt) {
-  const Buffer room = memory.allocate(2 * kProbeBytes, DeviceMemory::Use::kPasses);
+  const Buffer room = memory.allocate(2 * kProbeBytes, DeviceMemory::Use::kTemporary);
   try {
     for (const Edge& edge : edges_) probe(edge, ranks, room, interrupt);
   } catch (...) {
-    queue_.abort();  // its kernels may wait for a peer that is gone, and freeing memory for them
+    queue_.abort();  // its kernels may wait for a lost peer, and freeing memory waits for them
     throw;
   }
 }
@@ -98,19 +98,19 @@ void NcclTransport::probe(const Edge& edge, const NcclCommunicator& ranks, const
     throw Error(ErrorCode::kDevice,
                 fmt::format("NCCL delivers other bytes than were sent from {} to {}: "
                             "direct access between these GPUs is broken (NCCL_P2P_DISABLE=1 "
-                            "does without)",
+                            "avoids it)",
                             ranks.name_of(edge.from), ranks.name_of(edge.to)));
   }
 }
 
 NcclTicket NcclTransport::send(int peer, std::span<const std::byte> data, const Event& ready) {
   require({rank_, peer});
-  return queue_.send(lane_, peer, data, ready);
+  return queue_.send(nccl_stream_, peer, data, ready);
 }
 
 NcclTicket NcclTransport::recv(int peer, std::span<std::byte> data, const Event& ready) {
   require({peer, rank_});
-  return queue_.recv(lane_, peer, data, ready);
+  return queue_.recv(nccl_stream_, peer, data, ready);
 }
 
 void NcclTransport::require(const Edge& edge) const {

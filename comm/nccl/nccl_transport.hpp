@@ -1,12 +1,12 @@
 // NcclTransport: the messages of a plan between GPUs, through NCCL.
 //
-// Nothing tells one message from another but the order in which two ranks issue them, so a user
-// issues exactly the plan's list (MessageOrder::kGlobal), its groups (PlanOp::with_previous)
-// included, and both ends give the same number of bytes; nothing here knows or checks that. A
-// message that meets no counterpart keeps its group, and all after it, from ending: whoever waits
-// polls an Interrupt, and what it throws ends in NcclQueue::abort().
+// Only the order in which two ranks issue messages identifies them. A user therefore issues exactly
+// the plan's list (MessageOrder::kGlobal) with its groups (PlanOp::with_previous), and both ends
+// pass the same number of bytes; this is not checked. A message without a counterpart blocks its
+// group and all later ones. Waits therefore poll an Interrupt, and its exception leads to
+// NcclQueue::abort().
 //
-// Asynchronous as NcclQueue, whose rules and threading hold.
+// Asynchronous, with the rules and threading of NcclQueue.
 #pragma once
 
 #include <cstddef>
@@ -23,22 +23,22 @@ namespace sluice {
 
 class NcclTransport {
  public:
-  // From one rank of the seam to another.
+  // From one rank of the bootstrap communicator to another.
   struct Edge {
     int from = 0, to = 0;
     friend bool operator==(const Edge&, const Edge&) = default;
   };
 
-  // Collective over `seam`: adds one communicator to `queue`, which must outlive this, and sends a
-  // message over every edge (2 KiB of `memory`, for the time), in an order all ranks agree on,
-  // since NCCL connects two ranks when they first exchange. `edges` are equal on all ranks, in any
-  // order; repeated ones count once. No edges make no communicator. Throws as NcclCommunicator, and
+  // Collective over `bootstrap`: adds one communicator to `queue`, which must outlive this object.
+  // Sends a message over every edge, since NCCL connects two ranks at their first exchange; this
+  // uses 2 KiB of temporary `memory`. `edges` are equal on all ranks, in any order; repeated ones
+  // count once. Without edges there is no communicator. Throws as NcclCommunicator, and
   // Error(kDevice) naming both ends of an edge that delivers other bytes than were sent.
-  NcclTransport(NcclQueue& queue, Collectives& seam, const DeviceMemory& memory,
+  NcclTransport(NcclQueue& queue, Collectives& bootstrap, const DeviceMemory& memory,
                 std::span<const Edge> edges, const NcclLabel& label, Interrupt* interrupt);
 
-  // What NcclQueue's calls of these names do, with ranks of the seam as peers, between
-  // begin_group() and end_group() of the queue. Error(kInternal) where there is no such edge.
+  // As the calls of NcclQueue with these names, with ranks of the bootstrap communicator as peers.
+  // Error(kInternal) where there is no such edge.
   [[nodiscard]] NcclTicket send(int peer, std::span<const std::byte> data, const Event& ready);
   [[nodiscard]] NcclTicket recv(int peer, std::span<std::byte> data, const Event& ready);
 
@@ -54,7 +54,7 @@ class NcclTransport {
 
   NcclQueue& queue_;
   int rank_;
-  int lane_ = -1;            // of the queue
+  int nccl_stream_ = -1;     // of the queue
   std::vector<Edge> edges_;  // from this rank or to it
 };
 

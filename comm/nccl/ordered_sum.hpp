@@ -1,5 +1,5 @@
-// The kernel behind NcclSums: shards of several ranks summed from left to right. NcclQueue puts it
-// on a stream; nothing else calls it.
+// The kernel of NcclSums: sums shards of several ranks from left to right. Only NcclQueue launches
+// it.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 namespace sluice {
 
 // own[i] = ((g0[i] + g1[i]) + g2[i]) + ..., in fp32, where g of rank `rank` is `own` and the others
-// lie in `others` in ascending order of ranks, `stride` floats apart. Device memory.
+// lie in `others` in ascending order of ranks, at intervals of `stride` floats. Device memory.
 struct ShardSum {
   float* own = nullptr;
   const float* others = nullptr;
@@ -19,7 +19,7 @@ struct ShardSum {
   int rank = 0;
 };
 
-// Puts it on `stream`. Throws Error(kDevice).
+// Launches the kernel on `stream`. Throws Error(kDevice).
 void launch_shard_sum(const ShardSum& sum, StreamView stream);
 
 }  // namespace sluice

@@ -252,7 +252,6 @@ void Engine::Impl::start_send(const PlanOp& op) {
   const auto& [slot_place, peer, tag] = message(op);
   Slot& slot = *slot_place;
   if (slot.state != SlotState::kFilled) refuse(op, SlotState::kFilled, slot.state);
-  if (slot.route == RouteKind::kHost) transport->prepare_send(peer);
   slot.tickets.clear();
   if (config.trace_events > 0) slot.started = steady_seconds();
   if (slot.route == RouteKind::kNccl) {

@@ -120,7 +120,7 @@ std::string why_no_device_messages(Collectives& world, const std::vector<RankDev
   if (!may_send_device_memory(job, wanted, no_nccl, depth)) return kDeviceMessagesNotTried;
   const Communicator& comm = world.communicator();
   return common_reason(
-      world.all_gather_strings(comm.why_no_device_memory(job[at(comm.rank())].device)));
+      world.all_gather_strings(comm.device_memory_unsupported_reason(job[at(comm.rank())].device)));
 }
 
 TransportChoice parse_transport(std::string_view text) {

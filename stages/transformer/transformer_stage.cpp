@@ -206,8 +206,8 @@ void TransformerStage::warm_up_all(const StageSetup& setup) {
     const TensorSpec in_spec = setup.input_sizes[i][0];
     const TensorSpec out_spec = output_spec(shapes_[i]);
     const DeviceMemory& memory = setup.compute->memory();
-    const Buffer in = memory.allocate(in_spec.bytes(), DeviceMemory::Use::kPasses);
-    const Buffer out = memory.allocate(out_spec.bytes(), DeviceMemory::Use::kPasses);
+    const Buffer in = memory.allocate(in_spec.bytes(), DeviceMemory::Use::kTemporary);
+    const Buffer out = memory.allocate(out_spec.bytes(), DeviceMemory::Use::kTemporary);
     fill_zero_async(in.data(), in_spec.bytes(), setup.compute->stream());
     const Tensor input{in.data(), in_spec};
     const Tensor output{out.data(), out_spec};
@@ -424,7 +424,7 @@ void LastTransformerStage::warm_up(StageContext& ctx, std::span<const Tensor> in
                                    std::span<const Tensor> outputs) {
   const Shape& shape = outputs[0].shape();
   const TensorSpec spec{DType::kI32, Shape{shape[0], shape[1]}};
-  const Buffer zeros = ctx.compute.memory().allocate(spec.bytes(), DeviceMemory::Use::kPasses);
+  const Buffer zeros = ctx.compute.memory().allocate(spec.bytes(), DeviceMemory::Use::kTemporary);
   const HostBuffer sum(ctx.compute.device(), sizeof(double));
   fill_zero_async(zeros.data(), spec.bytes(), ctx.compute.stream());
   const Tensor targets{zeros.data(), spec};

@@ -1,5 +1,5 @@
-// Engine overhead: nanoseconds per compute action with stages that do nothing, 1F1B; over loopback,
-// and under mpirun -n 2 beside a bare MPI loop of the same messages with the same header check.
+// Engine overhead: nanoseconds per compute action with stages that do nothing, 1F1B. Under
+// mpirun -n 2 also a bare MPI loop of the same messages with the same header check.
 //   engine_benchmark [--json FILE]        mpirun -n 2 engine_benchmark
 #include <mpi.h>
 
@@ -10,7 +10,6 @@
 #include <sluice/program.hpp>
 
 #include "comm/group/transport.hpp"
-#include "comm/loopback/loopback.hpp"
 #include "runtime/engine/steady_seconds.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 #include "tests/benchmarks/idle_engine.hpp"
@@ -96,18 +95,7 @@ int main(int argc, char** argv) {
   return run_main(argc, argv, [&](Communicator& world) {
     Report report("Engine overhead, stages that do nothing, ns per compute action",
                   {"transport", "schedule", "ranks", "engine ns", "bare MPI ns", "above bare"});
-    if (world.size() == 1) {
-      for (const char* schedule : {"1f1b", "gpipe"}) {
-        for (const int ranks : {1, 2}) {
-          double ns = 0;
-          run_loopback(ranks, [&](Communicator& comm) {
-            const double mine = engine_ns(comm, schedule);
-            if (comm.rank() == 0) ns = mine;
-          });
-          report.row({"loopback", schedule, ranks, ns, "-", "-"});
-        }
-      }
-    } else if (world.size() == 2) {
+    if (world.size() == 2) {
       const double engine = engine_ns(world, "1f1b");
       const double bare = BareLoop(world.rank()).ns();
       report.row({"mpi", "1f1b", 2, engine, bare, engine - bare});

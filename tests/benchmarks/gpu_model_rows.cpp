@@ -9,7 +9,6 @@
 #include <sluice/pipeline.hpp>
 #include <sluice/stage.hpp>
 
-#include "comm/loopback/loopback.hpp"
 #include "runtime/engine/steady_seconds.hpp"
 #include "runtime/files/trace.hpp"
 #include "runtime/layout/job_layout.hpp"
@@ -18,6 +17,7 @@
 #include "tests/benchmarks/gpu_rows.hpp"
 #include "tests/benchmarks/idle_engine.hpp"
 #include "tests/benchmarks/token_source.hpp"
+#include "tests/loopback/loopback.hpp"
 
 namespace sluice::benchmarks {
 

@@ -10,10 +10,10 @@
 #include <sluice/pipeline.hpp>
 #include <sluice/transformer.hpp>
 
-#include "comm/loopback/loopback.hpp"
 #include "stages/cpu/cpu_backend.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 #include "tests/benchmarks/token_source.hpp"
+#include "tests/loopback/loopback.hpp"
 
 namespace sluice::benchmarks {
 namespace {

@@ -22,9 +22,9 @@
 #include <sluice/error.hpp>
 
 #include "comm/group/transport.hpp"
-#include "comm/loopback/loopback.hpp"
 #include "comm/mpi/mpi_session.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
+#include "tests/loopback/loopback.hpp"
 
 namespace {
 

@@ -1,13 +1,12 @@
-// Communicator: a group of ranks that exchange bytes, over MPI or between threads of one process.
+// Communicator: a group of ranks that exchange bytes over MPI.
 //
-// The narrow seam under everything that talks: the message transport, the control channel, the sum
-// over replicas and the small collectives below are each written once above it.
+// The message transport, the control channel, the sum over replicas and the small collectives are
+// each written once above this interface.
 //
 // Threading: all calls of one communicator come from one thread. Messages between two ranks with
-// one tag arrive in the order sent; nothing is said across tags. Ownership: memory handed in stays
-// the caller's and must outlive the request; that of sends given up goes to keep(). Nothing here
-// blocks except split(), duplicate() and the destructor of a communicator with open requests, which
-// cancels them.
+// one tag arrive in the order sent; messages of different tags have no order. Ownership: memory
+// passed in stays the caller's and must outlive the request; that of cancelled sends goes to
+// keep(). Only split(), duplicate() and the destructor block. The destructor cancels open requests.
 #pragma once
 
 #include <cstddef>
@@ -20,11 +19,11 @@
 
 namespace sluice {
 
-// How the ranks of a job split into pipelines and replicas: which of the two are neighbours.
+// Which ranks are neighbours: those of one pipeline, or the replicas of one stage.
 enum class RankOrder { kPipelineFirst, kReplicaFirst };
 
-// A send or receive. Slot numbers are the communicator's own; kNone is done (a send may be at
-// once).
+// A send or receive. The communicator assigns the index; kNone means done. A send may be done at
+// once.
 struct Request {
   static constexpr std::int32_t kNone = -1;
   std::int32_t index = kNone;
@@ -48,33 +47,29 @@ class Communicator {
   [[nodiscard]] virtual int size() const = 0;
   // Largest tag that may be used, inclusive.
   [[nodiscard]] virtual int max_tag() const = 0;
-  // Ranks of the job on this rank's host, as far as known: the launcher's count where it gives one,
-  // else that of the group this one was split from (it decides how waits behave).
+  // Ranks of the job on this rank's host: the launcher's count if it gives one, else that of the
+  // group this one was split from. It decides how waits behave.
   [[nodiscard]] virtual int local_size() const = 0;
   // "mpi" or "loopback".
   [[nodiscard]] virtual const char* name() const = 0;
-  // Why messages may not lie in the device's memory, one line; empty where they may: in a
-  // CUDA-aware MPI, which is asked and then tried with a message to oneself. Takes memory and a
-  // moment.
-  [[nodiscard]] virtual std::string why_no_device_memory(Device device) const = 0;
+  // Why messages may not lie in the device's memory, in one line; empty where they may. They may
+  // with a CUDA-aware MPI that delivers a test message of this rank to itself. Allocates memory.
+  [[nodiscard]] virtual std::string device_memory_unsupported_reason(Device device) const = 0;
 
-  // A hint that start_send() to `peer` follows at once, for memory that is slow to come: loopback
-  // takes its ring's next cell from the other core while the caller writes its header.
-  virtual void prepare_send(int /*peer*/) {}
   [[nodiscard]] virtual Request start_send(int peer, int tag, std::span<const std::byte> bytes) = 0;
   // `peer` may be kAnyPeer. A message longer than `bytes` is Error(kMismatch) from test(), except
-  // that Open MPI cuts off a rank's message to itself and says nothing.
+  // that Open MPI truncates a rank's message to itself without an error.
   [[nodiscard]] virtual Request post_recv(int peer, int tag, std::span<std::byte> bytes) = 0;
   // Makes progress; true once done, after which `request` is kNone; true of kNone. Error(kMpi).
   [[nodiscard]] virtual bool test(Request& request, Arrival* arrival = nullptr) = 0;
-  // Gives up an open request; afterwards a receive's memory is the caller's again. MPI cannot
-  // withdraw a send: one that is not done after a tenth of a second goes on, and its memory has to
-  // be handed to keep() before it is freed or written.
+  // Cancels an open request; afterwards a receive's memory is the caller's again. MPI cannot
+  // withdraw a send. One that is not done after a tenth of a second goes on, and its memory must
+  // be passed to keep() before it is freed or written.
   virtual void cancel(Request& request) = 0;
   // Shares ownership of memory until no send of this communicator is open or goes on after
-  // cancel(); where one outlives the communicator, until it is done or the process ends. Frees the
-  // memory on a thread that uses this communicator or another of the same origin, at the latest
-  // when one is made or destroyed after the sends are done.
+  // cancel(). If a send outlives the communicator, the memory lives until the send is done or the
+  // process ends. A thread that uses this communicator or another of the same origin frees it, at
+  // the latest when one is made or destroyed after the sends are done.
   virtual void keep(Owner memory) = 0;
 
   // Collective. Ranks with equal colour form a group, ordered by key, then by rank here.

@@ -1,16 +1,15 @@
-// Kernels of a program's own on a GPU: launch() is the one way to launch them, so that the same
-// source runs on a GPU and, in the tests, on the CPU (tests/emulated_cuda).
+// A program's own kernels on a GPU. launch() launches them, so that the same source runs on a GPU
+// and, in the tests, on the CPU (tests/emulated_cuda).
 //
 // Kernel sources (.cu) include this header: nvcc compiles them, or, with SLUICE_EMULATED_CUDA=1,
-// the C++ compiler under tests/emulated_cuda/kernel_shim.hpp. A source that includes it is known
-// before main() begins; nothing has to be listed. open_device() (device.hpp) asks whether a GPU has
-// code for all known kernels. load_kernels() loads them.
+// the C++ compiler under tests/emulated_cuda/kernel_shim.hpp. Including it registers the source's
+// kernels before main() begins. open_device() (device.hpp) checks that a GPU has code for all
+// registered kernels. load_kernels() loads them.
 //
-// CUDA loads a kernel when it is first launched. That may wait for everything that runs on the
-// device (CUDA C++ Programming Guide, "Lazy Loading", "Concurrent Execution"): for ever, where that
-// is an NCCL kernel whose peer waits for this rank. Whoever is about to start kernels that wait for
-// other ranks calls load_kernels() first. Kernels of libraries are not known here: what a stage
-// needs of them is run once in Stage::prepare().
+// CUDA loads a kernel at its first launch. Loading may wait for all work on the device (CUDA C++
+// Programming Guide, "Lazy Loading", "Concurrent Execution"), and never ends if that is an NCCL
+// kernel whose peer waits for this rank. Call load_kernels() before starting kernels that wait for
+// other ranks. It does not load the kernels of libraries: Stage::prepare() runs those once.
 //
 // Other sources (.cpp) see load_kernels() alone.
 #pragma once
@@ -22,11 +21,11 @@
 
 namespace sluice::cuda {
 
-// The kernels of one source, which nvcc makes one module of CUDA's. For this header alone.
+// The kernels of one source, which form one CUDA module. For this header alone.
 class KernelModule {
  public:
-  // `kernel`: any of the module. `architectures`: what it was compiled for, 900 for 9.0; lives, as
-  // this does, as long as the program.
+  // `kernel`: any of the module. `architectures`: what it was compiled for, 900 for 9.0. Both live
+  // as long as the program.
   KernelModule(const void* kernel, std::span<const int> architectures) noexcept
       : kernel_(kernel), architectures_(architectures), next_(std::exchange(first, this)) {}
   KernelModule(const KernelModule&) = delete;
@@ -40,13 +39,13 @@ class KernelModule {
   const void* kernel_;
   std::span<const int> architectures_;
   const KernelModule* next_;
-  // Set before any constructor runs, whatever the order of the sources; only grows.
+  // Initialised before any constructor runs; the list only grows.
   static inline constinit const KernelModule* first = nullptr;
 };
 
 // Loads every kernel of every KernelModule on the calling thread's current device; may wait for
-// what runs there. Nothing where CUDA loads eagerly (CUDA_MODULE_LOADING=EAGER); quick when called
-// again. Throws Error(kDevice) naming what would help where the driver, older than 12.4, cannot.
+// work there. Does nothing where CUDA loads eagerly (CUDA_MODULE_LOADING=EAGER), and little when
+// called again. Throws Error(kDevice) with a remedy where the driver is older than 12.4.
 void load_kernels();
 
 }  // namespace sluice::cuda
@@ -74,7 +73,7 @@ struct LaunchShape {
 
 namespace {
 
-// One of each source's own, for the source's others to be found by.
+// Each source has one, through which the driver finds the source's other kernels.
 __global__ void module_mark() {}
 constexpr int kArchitecturesOfThisSource[] = {__CUDA_ARCH_LIST__};
 const KernelModule module_of_this_source(reinterpret_cast<const void*>(&module_mark),
@@ -101,11 +100,10 @@ inline void check_launch(cudaError_t status, const char* name, const LaunchShape
 
 }  // namespace detail
 
-// Puts one run of `kernel` on `stream` and returns; `arguments` are converted to the kernel's
-// parameter types and copied. `name` says what the kernel is for ("layer norm forward"). The
-// stream's device must be current. A grid without blocks is an error, as in CUDA.
-// Throws Error(kDevice), naming the kernel and its shape, where the launch is refused; OutOfMemory
-// where the device has none left for it.
+// Launches `kernel` on `stream` and returns; `arguments` are converted to the kernel's parameter
+// types and copied. `name` says what the kernel is for ("layer norm forward"). The stream's device
+// must be current. A grid without blocks is an error, as in CUDA. Throws Error(kDevice), naming the
+// kernel and its shape, if the launch fails; OutOfMemory if the device has no memory for it.
 template <typename... Parameters, typename... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
             cudaStream_t stream, Arguments&&... arguments) {

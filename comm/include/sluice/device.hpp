@@ -1,10 +1,10 @@
-// Device primitives: devices, streams, events, buffers, copies. On the CPU a stream runs what is
-// put on it at once and an event is done when it is made. On a GPU they are CUDA's: what is put on
-// a stream runs in order and later, and the host goes on.
+// Device primitives: devices, streams, events, buffers, copies. On the CPU a stream runs its work
+// at once, and an event is done when it is made. On a GPU they are CUDA's: a stream runs its work
+// in order while the host continues.
 //
-// Owners (Stream, Event, Buffer, HostBuffer) are move-only and null their source; StreamView and
-// pointers do not own. Nothing here throws in a destructor. Everything that can fail throws
-// Error(kDevice) naming the device and what was asked.
+// Owners (Stream, Event, Buffer, HostBuffer) are move-only and leave their source empty; StreamView
+// and pointers do not own. Destructors do not throw. Failures are Error(kDevice), which names the
+// device and the request.
 #pragma once
 
 #include <cstddef>
@@ -27,14 +27,14 @@ struct Device {
 };
 
 [[nodiscard]] std::string to_string(const Device& device);  // "cpu", "cuda:1"
-// "cpu", "cuda" (the first GPU) or "cuda:<index>", whole text, else Error(kUsage). Whether the
-// device exists is require_device's question.
+// "cpu", "cuda" (the first GPU) or "cuda:<index>", else Error(kUsage). require_device() checks
+// whether the device exists.
 [[nodiscard]] Device parse_device(std::string_view text);
 
-// Whether this build has CUDA at all; whether a GPU answers is device_count's question.
+// Whether this build has CUDA; device_count() says whether there is a GPU.
 [[nodiscard]] bool built_with_cuda();
-// Devices of a kind that this process can use: CPUs 1; GPUs 0 where the build has no CUDA, where
-// there is no GPU, or where its driver does not answer (no_gpu_reason() then says why).
+// Devices of a kind that this process can use. One CPU; no GPU where the build has no CUDA, the
+// machine no GPU, or the driver does not answer (no_gpu_reason()).
 [[nodiscard]] int device_count(DeviceKind kind);
 // One line; empty where there is a GPU.
 [[nodiscard]] std::string no_gpu_reason();
@@ -48,18 +48,18 @@ struct DeviceProperties {
   std::size_t shared_memory = 0;  // bytes of a multiprocessor
   int driver = 0, runtime = 0;    // CUDA versions as CUDA counts them, 13000 for 13.0
 };
-// Requires a device for which require_device() passes.
+// Requires that require_device() passes for the device.
 [[nodiscard]] DeviceProperties properties_of(Device device);
-// Error(kUsage) with what would be legal where this process cannot use the device: a build without
+// Error(kUsage) with the legal choices where this process cannot use the device: a build without
 // CUDA, no GPU, an index out of range, a compute capability before 8.0, a driver older than the
-// toolkit. Does not make the process a client of the device.
+// toolkit. Does not initialise the device.
 void require_device(Device device);
-// For the start of a job: require_device(), use_device(), and Error(kUsage) naming the device, what
-// this program's kernels were compiled for and what to do where they have no code for it. That is
-// the driver's to say: what it compiles itself depends on its age. On a GPU it may load kernels.
+// For the start of a job: require_device(), use_device(), and a check that this program's kernels
+// have code for the device. If not: Error(kUsage) naming the device, what the kernels were compiled
+// for and what to do. The driver decides, since older ones compile less. May load kernels.
 void open_device(Device device);
-// Makes `device` the one that the calling thread's CUDA calls mean. Streams, events and buffers
-// made later for it need no further call. Nothing on the CPU.
+// Makes `device` current for the calling thread's CUDA calls. Streams, events and buffers made
+// later for it need no further call. Does nothing on the CPU.
 void use_device(Device device);
 
 class Event;
@@ -70,9 +70,9 @@ class StreamView {
   constexpr StreamView() = default;
   constexpr explicit StreamView(void* native) : native_(native) {}
   [[nodiscard]] void* native() const { return native_; }
-  // Blocks the host until everything put on the stream so far is done.
+  // Blocks the host until all work put on the stream so far is done.
   void synchronize() const;
-  // What is put on the stream from now on runs after the event. Does not block the host.
+  // Work put on the stream from now on runs after the event. Does not block the host.
   void wait(const Event& event) const;
 
  private:
@@ -96,7 +96,7 @@ class Stream {
   void* native_ = nullptr;
 };
 
-// A point in a stream. A default-made event is done. Only `timed` ones tell time.
+// A point in a stream. A default-made event is done. Only `timed` events measure time.
 class Event {
  public:
   Event() = default;
@@ -106,11 +106,11 @@ class Event {
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
   ~Event();
-  // The event is done when everything put on the stream so far is.
+  // The event is done when all work put on the stream so far is done.
   void record(StreamView stream);
-  // Does not block. Error(kDevice) where something before it failed on the device.
+  // Does not block. Error(kDevice) where earlier work failed on the device.
   [[nodiscard]] bool done() const;
-  // Seconds of the device's clock between two timed events that are done; 0 on the CPU.
+  // Seconds by the device's clock between two timed events that are done; 0 on the CPU.
   [[nodiscard]] double seconds_since(const Event& earlier) const;
   [[nodiscard]] void* native() const { return native_; }  // null on the CPU
 
@@ -121,8 +121,8 @@ class Event {
 // Every buffer starts at a multiple of this many bytes, so that no result depends on alignment.
 inline constexpr std::size_t kBufferAlignment = 256;
 
-// A device, or the host for it, has not as much memory left as was asked for; what() names both,
-// or the library's call that asked. Of code kDevice.
+// A device, or the host for it, has too little memory left. what() names the device and the bytes,
+// or the library call. Of code kDevice.
 class OutOfMemory : public Error {
  public:
   explicit OutOfMemory(const std::string& message,
@@ -130,10 +130,10 @@ class OutOfMemory : public Error {
       : Error(ErrorCode::kDevice, message, -1, location) {}
 };
 
-class MemoryBlock;  // comm/device/device_memory.cpp
+class MemoryArena;  // comm/device/device_memory.cpp
 
-// Uninitialised memory of a device: an allocation of its own, or a piece of a block that it keeps
-// alive (DeviceMemory). Throws OutOfMemory where it cannot be had.
+// Uninitialised memory of a device: its own allocation, or part of an arena (DeviceMemory), which
+// it keeps alive. Throws OutOfMemory.
 class Buffer {
  public:
   Buffer() = default;
@@ -142,7 +142,7 @@ class Buffer {
       : device_(other.device_),
         data_(std::exchange(other.data_, nullptr)),
         bytes_(std::exchange(other.bytes_, 0)),
-        block_(std::move(other.block_)) {}
+        arena_(std::move(other.arena_)) {}
   Buffer& operator=(Buffer&& other) noexcept;
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -153,58 +153,56 @@ class Buffer {
 
  private:
   friend class DeviceMemory;
-  Buffer(std::shared_ptr<MemoryBlock> block, Device device, std::byte* data, std::size_t bytes)
-      : device_(device), data_(data), bytes_(bytes), block_(std::move(block)) {}
-  void give_back() noexcept;  // to the block
+  Buffer(std::shared_ptr<MemoryArena> arena, Device device, std::byte* data, std::size_t bytes)
+      : device_(device), data_(data), bytes_(bytes), arena_(std::move(arena)) {}
+  void give_back() noexcept;  // to the arena
 
   Device device_;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
-  std::shared_ptr<MemoryBlock> block_;  // null: an allocation of its own
+  std::shared_ptr<MemoryArena> arena_;  // null: its own allocation
 };
 
-// Where a rank's buffers come from. On a GPU one block, taken from the device once its size is
-// known and then cut up, so that what was planned is there when it is wanted and no step asks the
-// device for memory; on a CPU, and before there is a block, each buffer is an allocation of its
-// own.
+// Allocates a rank's buffers. On a GPU they come from one arena, reserved once its size is known:
+// planned memory is then available and no step allocates from the device. On a CPU, and before
+// reserve(), each buffer is its own allocation.
 //
-// Buffers start at multiples of kBufferAlignment. Those that stay are put at the low end, first
-// fit; those that pass at the high end, out of their way. What is given back joins what is free
-// beside it. Giving back does not wait for the device: whoever destroys a buffer knows that
-// nothing uses it any more, or that only work on the stream of its next user does.
+// Buffers start at multiples of kBufferAlignment. Persistent buffers lie at the low end, first fit;
+// temporary ones at the high end. A freed buffer joins its free neighbours. Freeing does not wait
+// for the device: the caller ensures that only work on the stream of the next user still uses the
+// buffer, if any does.
 //
-// A handle on shared memory: the block lives as long as a handle or a buffer of it, in whatever
-// order they go. Handles and buffers of one block are used from one thread.
+// A handle on shared state: the arena lives as long as a handle or a buffer of it. Handles and
+// buffers of one arena are used from one thread.
 class DeviceMemory {
  public:
-  enum class Use { kStays, kPasses };
+  enum class Use { kPersistent, kTemporary };
 
-  // Of the CPU.
+  // For the CPU.
   DeviceMemory();
   explicit DeviceMemory(Device device);
 
   [[nodiscard]] Device device() const;
-  // Takes the block; nothing on a CPU. Once, else Error(kInternal). Throws OutOfMemory.
+  // Allocates the arena; does nothing on a CPU. Once, else Error(kInternal). Throws OutOfMemory.
   void reserve(std::size_t bytes) const;
-  // From the block where it has room, else from the device. Throws OutOfMemory.
-  [[nodiscard]] Buffer allocate(std::size_t bytes, Use use = Use::kStays) const;
+  // From the arena where it has room, else from the device. Throws OutOfMemory.
+  [[nodiscard]] Buffer allocate(std::size_t bytes, Use use = Use::kPersistent) const;
 
   struct Figures {
-    std::size_t block = 0;  // bytes
-    std::size_t used = 0;   // of the block, now
-    std::size_t peak = 0;   // the most that was used at once
-    // What had no room in the block, all that ever was: buffers and their bytes.
-    std::size_t apart = 0, apart_bytes = 0;
+    std::size_t arena = 0;  // bytes
+    std::size_t used = 0;   // of the arena, now
+    std::size_t peak = 0;   // the largest `used` so far
+    // Buffers so far that had no room in the arena, and their bytes.
+    std::size_t outside_arena = 0, outside_arena_bytes = 0;
   };
   [[nodiscard]] Figures figures() const;
 
  private:
-  std::shared_ptr<MemoryBlock> block_;
+  std::shared_ptr<MemoryArena> arena_;
 };
 
-// Uninitialised host memory, kBufferAlignment-aligned: page-locked where `device` is a GPU, so that
-// copies to and from it run beside the host and kernels may write it; else plain memory. Throws
-// OutOfMemory where it cannot be had.
+// Uninitialised host memory, kBufferAlignment-aligned. Where `device` is a GPU it is page-locked:
+// copies run concurrently with the host, and kernels may write it. Throws OutOfMemory.
 class HostBuffer {
  public:
   HostBuffer() = default;
@@ -226,13 +224,13 @@ class HostBuffer {
   std::size_t bytes_ = 0;
 };
 
-// Bytes from anywhere to anywhere (host, this device), in stream order. On a CPU stream done when
-// it returns; on a GPU's the host goes on, and host memory should be page-locked and must stay as
-// it is until the stream has passed.
+// Copies between the host and this device in either direction, or within one, in stream order. On
+// a CPU's stream the copy is done on return. On a GPU's stream the host continues; its memory
+// should be page-locked and must not change until the copy is done.
 void copy_async(void* to, const void* from, std::size_t bytes, StreamView stream);
 void fill_zero_async(void* to, std::size_t bytes, StreamView stream);
-// The same, done when it returns; for start-up, files and tests. `device` is where the memory that
-// is not the host's lies. Ordered after nothing: synchronise streams that use the memory first.
+// The same, done on return; for start-up, files and tests. `device` owns the memory that is not
+// the host's. Not ordered with any stream: synchronise those that use the memory first.
 void copy_now(Device device, void* to, const void* from, std::size_t bytes);
 
 [[nodiscard]] constexpr std::size_t round_up(std::size_t bytes, std::size_t multiple) {

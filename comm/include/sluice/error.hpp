@@ -9,8 +9,8 @@
 namespace sluice {
 
 enum class ErrorCode : int {
-  kUsage,     // an option, shape or layout that cannot work; known before anything runs
-  kData,      // an input file that is missing, too short, or holds what it must not
+  kUsage,     // an option, shape or layout that cannot work; found before anything runs
+  kData,      // an input file that is missing, too short or invalid
   kIo,        // an output that cannot be written
   kWeights,   // saved weights that are damaged or do not fit the model
   kMismatch,  // ranks disagree: configuration, message pairing, replicas
@@ -19,7 +19,7 @@ enum class ErrorCode : int {
   kMpi,       // a failed MPI call
   kDevice,    // a failed device call
   kPeer,      // a peer died or stopped answering
-  kInternal,  // a broken promise of our own
+  kInternal,  // a defect in Sluice
 };
 
 // "usage", "data", ...
@@ -47,7 +47,7 @@ class Error : public std::runtime_error {
   std::source_location location_;
 };
 
-// The code of an exception that is no Error: kIo for std::filesystem::filesystem_error, whose
+// The code of an exception that is not an Error: kIo for std::filesystem::filesystem_error, whose
 // what() names paths and cause, else kInternal.
 [[nodiscard]] ErrorCode code_of_foreign(const std::exception& error);
 

@@ -10,9 +10,9 @@
 namespace sluice {
 
 // Collective over `comm`, which is duplicated; the caller keeps its own. MPI must be initialised
-// with at least MPI_THREAD_FUNNELED, and under that level this must be the thread that initialised
-// it, else Error(kUsage) naming the level granted; split() and duplicate() insist as well. Under
-// MPI_THREAD_SERIALIZED callers see to it that no two threads use communicators at once.
+// with at least MPI_THREAD_FUNNELED. At that level this must be the thread that initialised it,
+// also for split() and duplicate(), else Error(kUsage) naming the level. Under
+// MPI_THREAD_SERIALIZED the callers ensure that no two threads use communicators at once.
 [[nodiscard]] std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm);
 
 }  // namespace sluice

@@ -11,7 +11,7 @@ namespace sluice {
 namespace {
 
 constexpr Device kGpu{DeviceKind::kCuda, 0};
-constexpr auto kPasses = DeviceMemory::Use::kPasses;
+constexpr auto kTemporary = DeviceMemory::Use::kTemporary;
 
 TEST(DeviceMemoryTest, OnACpuEveryBufferIsItsOwn) {
   const DeviceMemory memory;
@@ -19,8 +19,8 @@ TEST(DeviceMemoryTest, OnACpuEveryBufferIsItsOwn) {
   const Buffer buffer = memory.allocate(1000);
   EXPECT_EQ(buffer.size(), 1000U);
   EXPECT_NE(buffer.data(), nullptr);
-  EXPECT_EQ(memory.figures().block, 0U);
-  EXPECT_EQ(memory.figures().apart, 0U);
+  EXPECT_EQ(memory.figures().arena, 0U);
+  EXPECT_EQ(memory.figures().outside_arena, 0U);
   EXPECT_EQ(memory.allocate(0).data(), nullptr);
 }
 
@@ -33,7 +33,8 @@ class BlockTest : public ::testing::Test {
     memory_->reserve(16 * kBufferAlignment);
     begin_ = memory_->allocate(1).data();
   }
-  [[nodiscard]] Buffer take(std::size_t pieces, DeviceMemory::Use use = DeviceMemory::Use::kStays) {
+  [[nodiscard]] Buffer take(std::size_t pieces,
+                            DeviceMemory::Use use = DeviceMemory::Use::kPersistent) {
     return memory_->allocate(pieces * kBufferAlignment - 1, use);
   }
   // Where it starts, in pieces.
@@ -46,8 +47,8 @@ class BlockTest : public ::testing::Test {
 };
 
 TEST_F(BlockTest, WhatStaysLiesLowAndWhatPassesHigh) {
-  const Buffer first = take(2), passing = take(3, kPasses), second = take(4);
-  const Buffer other = take(1, kPasses);
+  const Buffer first = take(2), passing = take(3, kTemporary), second = take(4);
+  const Buffer other = take(1, kTemporary);
   EXPECT_EQ(place(first), 0);
   EXPECT_EQ(place(second), 2);
   EXPECT_EQ(place(passing), 13);
@@ -83,11 +84,11 @@ TEST_F(BlockTest, NeighboursGivenBackInAnyOrderAreOneGap) {
 }
 
 TEST_F(BlockTest, WhatDoesNotFitIsTakenApartAndCounted) {
-  const Buffer most = take(15), apart = take(2), fits = take(1);
+  const Buffer most = take(15), outside = take(2), fits = take(1);
   EXPECT_EQ(place(fits), 15);
-  EXPECT_TRUE(place(apart) < 0 || place(apart) >= 16);
-  EXPECT_EQ(memory_->figures().apart, 1U);
-  EXPECT_EQ(memory_->figures().apart_bytes, apart.size());
+  EXPECT_TRUE(place(outside) < 0 || place(outside) >= 16);
+  EXPECT_EQ(memory_->figures().outside_arena, 1U);
+  EXPECT_EQ(memory_->figures().outside_arena_bytes, outside.size());
   EXPECT_EQ(memory_->figures().used, 16 * kBufferAlignment);
 }
 
@@ -105,7 +106,7 @@ TEST_F(BlockTest, IsTakenOnceAndSaysWhatCannotBeHad) {
   EXPECT_THROW(memory_->reserve(1), Error);
   const DeviceMemory other(kGpu);
   EXPECT_THROW(other.reserve(std::size_t{1} << 50), OutOfMemory);
-  EXPECT_EQ(other.figures().block, 0U);
+  EXPECT_EQ(other.figures().arena, 0U);
 }
 
 }  // namespace

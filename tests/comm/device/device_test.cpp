@@ -7,7 +7,7 @@
 #include <sluice/device.hpp>
 #include <sluice/error.hpp>
 
-// The address sanitizer ends a program that asks for too much, unless told to answer as malloc
+// The address sanitizer ends a program that asks for too much, unless set to answer as malloc
 // does.
 extern "C" const char* __asan_default_options() { return "allocator_may_return_null=1"; }
 

@@ -13,7 +13,7 @@
 #include <sluice/communicator.hpp>
 
 #include "comm/group/waiter.hpp"
-#include "comm/loopback/loopback.hpp"
+#include "tests/loopback/loopback.hpp"
 #ifdef SLUICE_UNDER_MPI
 #include "tests/comm/mpi/mpi_main.hpp"
 #endif

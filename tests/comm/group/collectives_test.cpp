@@ -137,9 +137,9 @@ SLUICE_COMM_TEST(CollectivesTest, GathersStringsOfDifferentLengths) {
 SLUICE_COMM_TEST(CollectivesTest, NobodyLeavesABarrierBeforeTheLastHasCome) {
   Collectives collectives(comm, 0, nullptr);
   const auto notes = comm.duplicate();
-  // Every rank in turn comes last: it tells all the others just before it enters.
+  // Every rank in turn comes last: it notifies the others just before it enters.
   for (int last = 0; last < comm.size(); ++last) {
-    int told = 0;
+    int notified = 0;
     Request note;
     std::vector<Request> sends;
     const int word = 1;
@@ -150,7 +150,7 @@ SLUICE_COMM_TEST(CollectivesTest, NobodyLeavesABarrierBeforeTheLastHasCome) {
         }
       }
     } else {
-      note = notes->post_recv(last, 0, std::as_writable_bytes(std::span(&told, 1)));
+      note = notes->post_recv(last, 0, std::as_writable_bytes(std::span(&notified, 1)));
     }
     collectives.barrier();
     Waiter waiter(comm.local_size());
@@ -162,7 +162,7 @@ SLUICE_COMM_TEST(CollectivesTest, NobodyLeavesABarrierBeforeTheLastHasCome) {
         waiter.pause();
       }
     }
-    EXPECT_TRUE(comm.rank() == last || told == 1);
+    EXPECT_TRUE(comm.rank() == last || notified == 1);
   }
 }
 

@@ -126,14 +126,15 @@ SLUICE_COMM_TEST(ControlChannelTest, AgreesOnOneErrorWhereRankZeroComputesForLon
 }
 
 #ifndef SLUICE_UNDER_MPI
-TEST(ControlChannelTest, ReportReturnsWhereRankZeroHasEnded) {
+TEST(ControlChannelTest, ReportReturnsItsOwnErrorWhereRankZeroDoesNotLook) {
   run_loopback(2, [](Communicator& comm) {
     ControlChannel control(comm);
     if (comm.rank() == 0) {
       return;
     }
-    const Error seen = control.report(Error(ErrorCode::kDevice, "nobody listens"));
-    EXPECT_STREQ(seen.what(), "nobody listens");
+    const Error seen = control.report(Error(ErrorCode::kDevice, "the device is lost"),
+                                      std::chrono::milliseconds(10));
+    EXPECT_STREQ(seen.what(), "the device is lost");
     EXPECT_EQ(seen.rank(), 1);
   });
 }

@@ -102,7 +102,7 @@ TEST(GivenUpSendsTest, OfASumReadMemoryWhoseOwnerIsNamed) {
     values.reset();
     EXPECT_FALSE(kept.expired());
   }
-  others.barrier();  // nobody ever receives it
+  others.barrier();  // no rank ever receives it
 }
 
 }  // namespace

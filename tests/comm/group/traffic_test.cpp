@@ -18,7 +18,7 @@ using testing::previous;
 
 using Bytes = std::vector<std::byte>;
 
-// Bytes that tell messages apart.
+// Bytes that differ between messages.
 Bytes pattern(std::size_t size, int seed) {
   Bytes bytes(size);
   for (std::size_t i = 0; i < size; ++i) {

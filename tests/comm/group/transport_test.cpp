@@ -180,7 +180,7 @@ SLUICE_COMM_TEST(TransportTest, RefusesEveryLabelThatDiffers) {
     std::function<void(MessageHeader&)> change;
   };
   const std::vector<Case> cases = {
-      {"no header of ours", [](auto& header) { header.magic = 1; }},
+      {"not a header of Sluice", [](auto& header) { header.magic = 1; }},
       {"header version 2 instead of 1", [](auto& header) { header.version = 2; }},
       {"another channel", [](auto& header) { header.channel = 4; }},
       {"another phase", [](auto& header) { header.phase = 1; }},

@@ -46,7 +46,7 @@ class Spoiler final : public Communicator {
   int max_tag() const override { return comm_->max_tag(); }
   int local_size() const override { return comm_->local_size(); }
   const char* name() const override { return "spoiler"; }
-  std::string why_no_device_memory(Device /*device*/) const override { return ""; }
+  std::string device_memory_unsupported_reason(Device /*device*/) const override { return ""; }
   Request start_send(int peer, int tag, std::span<const std::byte> bytes) override {
     if (good_-- != 0) return comm_->start_send(peer, tag, bytes);
     spoiled_.assign(bytes.begin(), bytes.end());
@@ -75,19 +75,19 @@ class Spoiler final : public Communicator {
 SLUICE_COMM_TEST(DeviceMessagesTest, SaysThatBytesDiffer) {
   for (int good = 0; good < 3; ++good) {
     EXPECT_THAT(device_message_fault(std::make_unique<Spoiler>(comm, good, false), Device{}),
-                ::testing::HasSubstr("delivers other bytes than were sent"))
+                ::testing::HasSubstr("arrived with other bytes"))
         << good;
   }
 }
 
 SLUICE_COMM_TEST(DeviceMessagesTest, SaysWhatMpiAnsweredAndEndsWhatIsOpenBeforeTheMemoryGoes) {
   EXPECT_THAT(device_message_fault(std::make_unique<Spoiler>(comm, 1, true), Device{}),
-              ::testing::HasSubstr("tried with a message: MPI_Isend failed: invalid buffer"));
+              ::testing::HasSubstr("a test message failed: MPI_Isend failed: invalid buffer"));
 }
 
 #ifdef SLUICE_UNDER_MPI
 TEST(DeviceMessagesTest, MpiWithoutCudaIsNotTried) {
-  EXPECT_EQ(testing::world().why_no_device_memory(Device{}), "MPI is not CUDA-aware");
+  EXPECT_EQ(testing::world().device_memory_unsupported_reason(Device{}), "MPI is not CUDA-aware");
 }
 #endif
 

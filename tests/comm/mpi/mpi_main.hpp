@@ -8,7 +8,7 @@
 namespace sluice::testing {
 
 // All ranks of the job; valid while tests run. Every test makes its messages on a duplicate, so
-// that a failed one leaves nothing behind for the next.
+// that a failed one does not disturb the next.
 [[nodiscard]] Communicator& world();
 
 }  // namespace sluice::testing

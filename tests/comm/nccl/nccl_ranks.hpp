@@ -20,13 +20,13 @@
 
 #include "comm/group/collectives.hpp"
 #include "comm/group/control.hpp"
-#include "comm/loopback/loopback.hpp"
+#include "tests/loopback/loopback.hpp"
 
 namespace sluice::testing {
 
 struct Rank {
   Communicator& comm;
-  Collectives& seam;
+  Collectives& bootstrap;
   ControlChannel& control;
   Device device;
   [[nodiscard]] int rank() const { return comm.rank(); }
@@ -48,8 +48,8 @@ class NcclRanksTest : public ::testing::TestWithParam<int> {
   static void run_with(int ranks, const std::function<void(Rank&)>& body) {
     run_loopback(ranks, [&](Communicator& comm) {
       ControlChannel control(comm);
-      Collectives seam(comm, 0, &control);
-      Rank rank{comm, seam, control, {DeviceKind::kCuda, comm.rank()}};
+      Collectives bootstrap(comm, 0, &control);
+      Rank rank{comm, bootstrap, control, {DeviceKind::kCuda, comm.rank()}};
       use_device(rank.device);
       body(rank);
     });

@@ -20,15 +20,15 @@ SLUICE_NCCL_PEERS(NcclSumsPeersTest);
 
 // What the host makes of the same values.
 std::vector<float> on_host(Rank& rank, std::vector<float> values) {
-  std::vector<float> workspace(rank.seam.ordered_sum_workspace(values.size()));
-  rank.seam.ordered_sum(values, workspace);
+  std::vector<float> workspace(rank.bootstrap.ordered_sum_workspace(values.size()));
+  rank.bootstrap.ordered_sum(values, workspace);
   return values;
 }
 
 TEST_P(NcclSumsTest, HaveTheBitsOfTheHostsOrderedSum) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
-    NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), NcclLabel{"the replicas"},
+    NcclSums sums(queue, rank.bootstrap, DeviceMemory(rank.device), NcclLabel{"the replicas"},
                   NcclSums::Method::kOrdered, 0, &rank.control);
     const Stream compute(rank.device);
     Event ready(rank.device);
@@ -49,7 +49,7 @@ TEST_P(NcclSumsTest, HaveTheBitsOfTheHostsOrderedSum) {
 TEST_P(NcclSumsTest, DoNotDependOnHowARangeIsCut) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 16, rank.size());
-    NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), NcclLabel{"the replicas"},
+    NcclSums sums(queue, rank.bootstrap, DeviceMemory(rank.device), NcclLabel{"the replicas"},
                   NcclSums::Method::kOrdered, 0, &rank.control);
     const std::size_t count = 3001;
     const std::vector<float> mine = addends(rank.rank(), count);
@@ -78,7 +78,7 @@ TEST_P(NcclSumsTest, DoNotDependOnHowARangeIsCut) {
 TEST_P(NcclSumsTest, ByTheLibraryAreCloseToTheOrderedOnes) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
-    NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), NcclLabel{"the replicas"},
+    NcclSums sums(queue, rank.bootstrap, DeviceMemory(rank.device), NcclLabel{"the replicas"},
                   NcclSums::Method::kAllReduce, 4000, &rank.control);
     EXPECT_EQ(sums.workspace(1000), 0U);
     const std::vector<float> mine = addends(rank.rank(), 1000);
@@ -98,7 +98,7 @@ TEST_P(NcclSumsTest, ByTheLibraryAreCloseToTheOrderedOnes) {
 TEST_P(NcclSumsPeersTest, RefuseAWorkspaceTooSmall) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
-    NcclSums sums(queue, rank.seam, DeviceMemory(rank.device), NcclLabel{"the replicas"},
+    NcclSums sums(queue, rank.bootstrap, DeviceMemory(rank.device), NcclLabel{"the replicas"},
                   NcclSums::Method::kOrdered, 0, &rank.control);
     const OnDevice<float> values(rank.device, 100);
     const OnDevice<float> workspace(rank.device, sums.workspace(100));

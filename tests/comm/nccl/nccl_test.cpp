@@ -27,7 +27,7 @@ using testing::Rank;
 using testing::ThrowingInterrupt;
 
 std::unique_ptr<NcclCommunicator> make(Rank& rank) {
-  return std::make_unique<NcclCommunicator>(rank.seam, rank.device, NcclLabel{"the ring"},
+  return std::make_unique<NcclCommunicator>(rank.bootstrap, rank.device, NcclLabel{"the ring"},
                                             &rank.control);
 }
 
@@ -78,7 +78,7 @@ TEST_P(NcclTest, CanBeAbortedAtAnyTime) {
     idle->abort();
     idle->abort();
     EXPECT_EQ(error_of([&] { idle->poll(); }).code(), ErrorCode::kInternal);
-    // And by its destructor, beside another one.
+    // And by its destructor, next to another one.
     const auto first = make(rank);
     const auto second = make(rank);
     NcclCommunicator* const both[] = {first.get(), nullptr, second.get()};
@@ -87,7 +87,7 @@ TEST_P(NcclTest, CanBeAbortedAtAnyTime) {
 }
 
 #ifdef SLUICE_EMULATED
-// Kernels of ours are loaded before NCCL can wait for a peer (<sluice/cuda.hpp>).
+// Sluice's kernels are loaded before NCCL can wait for a peer (<sluice/cuda.hpp>).
 
 TEST_P(NcclTest, LoadsKernelsBeforeTheFirstCommunicatorIsMade) {
   emulated::unload_all();
@@ -103,7 +103,7 @@ TEST_P(NcclTest, LeavesLoadingToCudaWhereThatIsEager) {
   emulated::unload_all();
   ASSERT_EQ(setenv("CUDA_MODULE_LOADING", "EAGER", 1), 0);
   run([](Rank& rank) {
-    EXPECT_EQ(nccl_refusal(rank.seam, rank.device, NcclLabel{"the ring"}), std::nullopt);
+    EXPECT_EQ(nccl_refusal(rank.bootstrap, rank.device, NcclLabel{"the ring"}), std::nullopt);
     EXPECT_EQ(emulated::count_loaded(rank.device.index), 0);
   });
   ASSERT_EQ(unsetenv("CUDA_MODULE_LOADING"), 0);
@@ -112,7 +112,7 @@ TEST_P(NcclTest, LeavesLoadingToCudaWhereThatIsEager) {
 TEST_P(NcclTest, RefusesADriverThatCannotLoadKernelsAhead) {
   emulated::set_driver_version(12030);
   run([](Rank& rank) {
-    const auto why = nccl_refusal(rank.seam, rank.device, NcclLabel{"the ring"});
+    const auto why = nccl_refusal(rank.bootstrap, rank.device, NcclLabel{"the ring"});
     ASSERT_TRUE(why.has_value());
     EXPECT_EQ(why->code(), ErrorCode::kDevice);
     EXPECT_THAT(why->what(), AllOf(HasSubstr("the ring: rank 0 on "),
@@ -125,16 +125,17 @@ TEST_P(NcclTest, RefusesADriverThatCannotLoadKernelsAhead) {
 TEST_P(NcclPeersTest, RefusesTwoRanksOnOneGpuByName) {
   run([](Rank& rank) {
     const Error error = error_of([&] {
-      const NcclCommunicator never(rank.seam, {DeviceKind::kCuda, 0}, NcclLabel{"the pipeline"},
-                                   nullptr);
+      const NcclCommunicator never(rank.bootstrap, {DeviceKind::kCuda, 0},
+                                   NcclLabel{"the pipeline"}, nullptr);
     });
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_THAT(error.what(), AllOf(HasSubstr("the pipeline: rank 0 on "), HasSubstr("rank 1 on "),
                                     HasSubstr("(cuda:0) share the GPU at "), Not(HasSubstr("\n"))));
-    const auto why = nccl_refusal(rank.seam, {DeviceKind::kCuda, 0}, NcclLabel{"the pipeline"});
+    const auto why =
+        nccl_refusal(rank.bootstrap, {DeviceKind::kCuda, 0}, NcclLabel{"the pipeline"});
     ASSERT_TRUE(why.has_value());
     EXPECT_STREQ(why->what(), error.what());
-    EXPECT_EQ(nccl_refusal(rank.seam, rank.device, NcclLabel{"the pipeline"}), std::nullopt);
+    EXPECT_EQ(nccl_refusal(rank.bootstrap, rank.device, NcclLabel{"the pipeline"}), std::nullopt);
   });
 }
 
@@ -147,14 +148,14 @@ TEST_P(NcclPeersTest, NamesTheRanksOfTheJob) {
   run_with(2 * members, [members](Rank& rank) {
     const int group = rank.rank() / members;
     const auto part = rank.comm.split(group, rank.rank());
-    Collectives seam(*part, 0, &rank.control);
+    Collectives bootstrap(*part, 0, &rank.control);
     const NcclLabel label{"its group", rank.rank()};
     const std::string first = "rank " + std::to_string(group * members) + " on ";
     const std::string second = "rank " + std::to_string(group * members + 1) + " on ";
-    EXPECT_THAT(nccl_refusal(seam, {DeviceKind::kCuda, 0}, label)->what(),
+    EXPECT_THAT(nccl_refusal(bootstrap, {DeviceKind::kCuda, 0}, label)->what(),
                 AllOf(HasSubstr("its group: " + first), HasSubstr(" and " + second)));
 
-    NcclCommunicator communicator(seam, rank.device, label, &rank.control);
+    NcclCommunicator communicator(bootstrap, rank.device, label, &rank.control);
     communicator.finalize(&rank.control);
     EXPECT_THAT(error_of([&] { communicator.poll(); }).what(),
                 HasSubstr("NCCL of its group, rank " + std::to_string(rank.rank()) + " on "));
@@ -165,23 +166,23 @@ TEST_P(NcclPeersTest, RefusesARankWithoutGpuByName) {
   run([](Rank& rank) {
     const bool last = rank.rank() == rank.size() - 1;
     const Error error = error_of([&] {
-      const NcclCommunicator never(rank.seam, last ? Device{} : rank.device,
+      const NcclCommunicator never(rank.bootstrap, last ? Device{} : rank.device,
                                    NcclLabel{"the pipeline"}, nullptr);
     });
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_THAT(error.what(), AllOf(HasSubstr("rank " + std::to_string(rank.size() - 1) + " on "),
-                                    HasSubstr("(cpu) computes on no GPU")));
+                                    HasSubstr("(cpu) has no GPU")));
   });
 }
 
 TEST_P(NcclPeersTest, ARankThatDiesWhileItIsMadeEndsItOnAllOthers) {
   run([](Rank& rank) {
-    // The last rank meets the others over the seam, and dies before it meets them in NCCL.
+    // The last rank meets the others over the bootstrap, and dies before it meets them in NCCL.
     ThrowingInterrupt dies(1, "the last rank is gone");
     const bool last = rank.rank() == rank.size() - 1;
     Interrupt* interrupt = last ? static_cast<Interrupt*>(&dies) : &rank.control;
     const Error seen = error_of([&] {
-      const NcclCommunicator never(rank.seam, rank.device, NcclLabel{"the ring"}, interrupt);
+      const NcclCommunicator never(rank.bootstrap, rank.device, NcclLabel{"the ring"}, interrupt);
     });
     EXPECT_STREQ(rank.control.report(seen).what(), "the last rank is gone");
   });
@@ -190,7 +191,7 @@ TEST_P(NcclPeersTest, ARankThatDiesWhileItIsMadeEndsItOnAllOthers) {
 TEST_P(NcclQueueTest, PassesAroundTheRingInStreamOrder) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
-    const int lane = queue.add(make(rank));
+    const int nccl_stream = queue.add(make(rank));
     const Stream compute(rank.device);
     const std::vector<int> start(257, rank.rank());
     const OnDevice<int> mine(rank.device, start);
@@ -203,8 +204,8 @@ TEST_P(NcclQueueTest, PassesAroundTheRingInStreamOrder) {
       ready.record(compute.view());
       free.record(compute.view());
       queue.begin_group();
-      NcclTicket sent = queue.send(lane, rank.next(), mine.bytes(), ready);
-      NcclTicket received = queue.recv(lane, rank.previous(), theirs.bytes(), free);
+      NcclTicket sent = queue.send(nccl_stream, rank.next(), mine.bytes(), ready);
+      NcclTicket received = queue.recv(nccl_stream, rank.previous(), theirs.bytes(), free);
       queue.end_group();
       queue.wait_issued(received, &rank.control);
       queue.wait_on(compute.view(), received);
@@ -220,7 +221,7 @@ TEST_P(NcclQueueTest, PassesAroundTheRingInStreamOrder) {
 TEST_P(NcclQueueTest, IssuesManyGroupsInTheOrderGiven) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 64, rank.size());
-    const int lane = queue.add(make(rank));
+    const int nccl_stream = queue.add(make(rank));
     std::vector<int> numbers(64);
     std::iota(numbers.begin(), numbers.end(), 1000 * rank.rank());
     const OnDevice<int> out(rank.device, numbers);
@@ -229,8 +230,9 @@ TEST_P(NcclQueueTest, IssuesManyGroupsInTheOrderGiven) {
     std::vector<NcclTicket> tickets;
     for (std::size_t i = 0; i < numbers.size(); ++i) {
       queue.begin_group();
-      tickets.push_back(queue.send(lane, rank.next(), out.bytes().subspan(4 * i, 4), now));
-      tickets.push_back(queue.recv(lane, rank.previous(), in.bytes().subspan(4 * i, 4), now));
+      tickets.push_back(queue.send(nccl_stream, rank.next(), out.bytes().subspan(4 * i, 4), now));
+      tickets.push_back(
+          queue.recv(nccl_stream, rank.previous(), in.bytes().subspan(4 * i, 4), now));
       queue.end_group();
     }
     for (NcclTicket& ticket : tickets) queue.wait(ticket, &rank.control);
@@ -243,12 +245,12 @@ TEST_P(NcclQueueTest, IssuesManyGroupsInTheOrderGiven) {
 TEST_P(NcclQueueTest, SumsThroughTheLibrary) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 2, rank.size());
-    const int lane = queue.add(make(rank));
+    const int nccl_stream = queue.add(make(rank));
     const OnDevice<float> values(rank.device,
                                  std::vector<float>(77, static_cast<float>(1 + 2 * rank.rank())));
     const Event now;
     queue.begin_group();
-    NcclTicket summed = queue.all_reduce_sum(lane, values.values(), now);
+    NcclTicket summed = queue.all_reduce_sum(nccl_stream, values.values(), now);
     queue.end_group();
     queue.wait(summed, &rank.control);
     const int odd_numbers = rank.size() * rank.size();
@@ -260,19 +262,19 @@ TEST_P(NcclQueueTest, SumsThroughTheLibrary) {
 TEST_P(NcclQueueTest, RefusesWhatItsContractForbids) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 2, rank.size());
-    const int lane = queue.add(make(rank));
+    const int nccl_stream = queue.add(make(rank));
     const OnDevice<int> memory(rank.device, std::vector<int>(8, 7));
     const Event now;
     const auto exchange = [&] {
       queue.begin_group();
-      NcclTicket sent = queue.send(lane, rank.next(), memory.bytes().first(16), now);
+      NcclTicket sent = queue.send(nccl_stream, rank.next(), memory.bytes().first(16), now);
       queue.drop(sent);
-      NcclTicket received = queue.recv(lane, rank.previous(), memory.bytes().last(16), now);
+      NcclTicket received = queue.recv(nccl_stream, rank.previous(), memory.bytes().last(16), now);
       queue.end_group();
       return received;
     };
     EXPECT_THROW(queue.end_group(), Error);
-    EXPECT_THROW(static_cast<void>(queue.send(lane, 0, memory.bytes(), now)), Error);
+    EXPECT_THROW(static_cast<void>(queue.send(nccl_stream, 0, memory.bytes(), now)), Error);
     NcclTicket first = exchange();
     NcclTicket second = exchange();
     EXPECT_THAT(error_of(exchange).what(), HasSubstr("more than 2 groups are open"));
@@ -290,18 +292,18 @@ TEST_P(NcclQueueTest, RefusesWhatItsContractForbids) {
 TEST_P(NcclQueuePeersTest, TheWrongOrderEndsByAbortWithTheErrorNamed) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
-    const int lane = queue.add(make(rank));
+    const int nccl_stream = queue.add(make(rank));
     const OnDevice<int> memory(rank.device, std::vector<int>(2, 7));
     const Event now;
-    // Every rank receives first, in a group of its own: nobody ever sends.
+    // Every rank receives first, in a group of its own: no rank ever sends.
     queue.begin_group();
-    NcclTicket received = queue.recv(lane, rank.previous(), memory.bytes().first(4), now);
+    NcclTicket received = queue.recv(nccl_stream, rank.previous(), memory.bytes().first(4), now);
     queue.end_group();
     queue.begin_group();
-    NcclTicket sent = queue.send(lane, rank.next(), memory.bytes().last(4), now);
+    NcclTicket sent = queue.send(nccl_stream, rank.next(), memory.bytes().last(4), now);
     queue.end_group();
-    ThrowingInterrupt patience(500, "0RECV_F0 waits for its send");
-    Interrupt* interrupt = rank.rank() == 0 ? static_cast<Interrupt*>(&patience) : &rank.control;
+    ThrowingInterrupt limit(500, "0RECV_F0 waits for its send");
+    Interrupt* interrupt = rank.rank() == 0 ? static_cast<Interrupt*>(&limit) : &rank.control;
     const Error seen = error_of([&] { queue.wait(received, interrupt); });
     EXPECT_STREQ(rank.control.report(seen).what(), "0RECV_F0 waits for its send");
     EXPECT_GE(sent.group, 0);  // never done
@@ -318,12 +320,12 @@ TEST_P(NcclQueuePeersTest, AFailureOfNcclNamesTheRankAndItsPeer) {
   ASSERT_EQ(setenv("SLUICE_EMULATED_NCCL_FAILURE", "1:0", 1), 0);
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
-    const int lane = queue.add(make(rank));
+    const int nccl_stream = queue.add(make(rank));
     const OnDevice<int> memory(rank.device, std::vector<int>(2, 7));
     const Event now;
     queue.begin_group();
-    NcclTicket sent = queue.send(lane, rank.next(), memory.bytes().first(4), now);
-    NcclTicket received = queue.recv(lane, rank.previous(), memory.bytes().last(4), now);
+    NcclTicket sent = queue.send(nccl_stream, rank.next(), memory.bytes().first(4), now);
+    NcclTicket received = queue.recv(nccl_stream, rank.previous(), memory.bytes().last(4), now);
     const Error seen = error_of([&] {
       queue.end_group();
       queue.wait(sent, &rank.control);

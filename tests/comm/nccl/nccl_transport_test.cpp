@@ -196,7 +196,7 @@ std::size_t receives_of(const Plan& plan, int rank) {
 
 void execute_plans(Rank& rank, int micro_batches, int chunks) {
   NcclQueue queue(rank.device, 256, rank.size());
-  NcclTransport transport(queue, rank.seam, DeviceMemory(rank.device), ring_of(rank.size()),
+  NcclTransport transport(queue, rank.bootstrap, DeviceMemory(rank.device), ring_of(rank.size()),
                           NcclLabel{"the pipeline"}, &rank.control);
   const std::vector<Plan> plans = plans_of(rank.size(), micro_batches, chunks);
   EXPECT_GE(plans.size(), 2U);
@@ -205,12 +205,12 @@ void execute_plans(Rank& rank, int micro_batches, int chunks) {
     // All ranks are one process: freeing page-locked memory waits for every device of it, and so
     // for messages of ranks that are already at the next plan.
     auto walk = std::make_unique<PlanWalk>(rank, transport, plan);
-    rank.seam.barrier();
+    rank.bootstrap.barrier();
     walk->run();
     EXPECT_EQ(walk->received(), receives_of(plan, rank.rank()));
-    rank.seam.barrier();
+    rank.bootstrap.barrier();
     walk.reset();
-    rank.seam.barrier();
+    rank.bootstrap.barrier();
   }
   queue.finalize(&rank.control);
 }
@@ -228,8 +228,8 @@ TEST_P(NcclTransportTest, ReceivesPostedAheadOccupyFewMultiprocessors) {
   const std::size_t before = emulated::most_blocks_asked().size();
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 4, rank.size());
-    const NcclTransport transport(queue, rank.seam, DeviceMemory(rank.device), ring_of(rank.size()),
-                                  NcclLabel{"the pipeline"}, &rank.control);
+    const NcclTransport transport(queue, rank.bootstrap, DeviceMemory(rank.device),
+                                  ring_of(rank.size()), NcclLabel{"the pipeline"}, &rank.control);
     queue.finalize(&rank.control);
   });
   const std::vector<int> asked = emulated::most_blocks_asked();
@@ -241,7 +241,7 @@ TEST_P(NcclTransportTest, ReceivesPostedAheadOccupyFewMultiprocessors) {
 TEST_P(NcclTransportTest, MakesNothingForAPipelineWithoutEdges) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 1, rank.size());
-    NcclTransport transport(queue, rank.seam, DeviceMemory(rank.device), {},
+    NcclTransport transport(queue, rank.bootstrap, DeviceMemory(rank.device), {},
                             NcclLabel{"the pipeline"}, nullptr);
     queue.begin_group();
     EXPECT_THROW(static_cast<void>(transport.send(rank.next(), {}, Event())), Error);
@@ -254,23 +254,23 @@ TEST_P(NcclTransportTest, AMessageWithoutCounterpartEndsWithTheErrorNamedOnEvery
   run([](Rank& rank) {
     ControlChannel control(rank.comm);
     NcclQueue queue(rank.device, 4, rank.size());
-    NcclTransport transport(queue, rank.seam, DeviceMemory(rank.device), ring_of(rank.size()),
+    NcclTransport transport(queue, rank.bootstrap, DeviceMemory(rank.device), ring_of(rank.size()),
                             NcclLabel{"the pipeline"}, &control);
     const OnDevice<int> memory(rank.device, std::vector<int>(4, 7));
     // Every rank waits for the message that rank 0 does not send.
-    testing::ThrowingInterrupt patience(500, "1RECV_F0 waits for 0SEND_F0 of rank 0");
+    testing::ThrowingInterrupt limit(500, "1RECV_F0 waits for 0SEND_F0 of rank 0");
     const bool last = rank.rank() == rank.size() - 1;
     try {
       if (rank.rank() > 0) {
         queue.begin_group();
         NcclTicket received = transport.recv(rank.rank() - 1, memory.bytes(), Event());
         queue.end_group();
-        queue.wait(received, last ? static_cast<Interrupt*>(&patience) : &control);
+        queue.wait(received, last ? static_cast<Interrupt*>(&limit) : &control);
       } else {
         Waiter waiter(rank.size());
         for (;; waiter.pause()) control.poll();
       }
-      ADD_FAILURE() << "a message arrived that nobody sent";
+      ADD_FAILURE() << "a message arrived that no rank sent";
     } catch (const Error& error) {
       EXPECT_STREQ(control.report(error).what(), "1RECV_F0 waits for 0SEND_F0 of rank 0");
     }

@@ -12,7 +12,7 @@
 #include <sluice/schedule_file.hpp>
 #include <sluice/simulate.hpp>
 
-#include "comm/loopback/loopback.hpp"
+#include "tests/loopback/loopback.hpp"
 #include "tests/runtime/expect_error.hpp"
 
 namespace sluice {

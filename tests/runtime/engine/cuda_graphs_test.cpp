@@ -10,7 +10,7 @@
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
 
-#include "comm/loopback/loopback.hpp"
+#include "tests/loopback/loopback.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
 namespace sluice::testing {

@@ -12,10 +12,10 @@
 #include <sluice/verify.hpp>
 
 #include "comm/group/control.hpp"
-#include "comm/loopback/loopback.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/pipeline/transport_plan.hpp"
 #include "tests/allocation_counter.hpp"
+#include "tests/loopback/loopback.hpp"
 #include "tests/runtime/engine/arithmetic_stage.hpp"
 #include "tests/runtime/expect_error.hpp"
 

@@ -16,12 +16,12 @@
 #include <sluice/pipeline.hpp>
 #include <sluice/schedule.hpp>
 
-#include "comm/loopback/loopback.hpp"
 #include "runtime/files/trace.hpp"
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "tests/loopback/loopback.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 #ifdef SLUICE_EMULATED
 #include "tests/emulated_cuda/control.hpp"

@@ -10,9 +10,9 @@
 #include <sluice/device.hpp>
 #include <sluice/pipeline.hpp>
 
-#include "comm/loopback/loopback.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "tests/loopback/loopback.hpp"
 
 namespace sluice::testing {
 namespace {

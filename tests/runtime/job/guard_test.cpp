@@ -5,7 +5,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/group/collectives.hpp"
-#include "comm/loopback/loopback.hpp"
+#include "tests/loopback/loopback.hpp"
 
 namespace sluice {
 namespace {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/loopback/loopback.hpp"
+#include "tests/loopback/loopback.hpp"
 #include "tests/runtime/expect_error.hpp"
 #ifdef SLUICE_EMULATED
 #include <cuda_runtime_api.h>

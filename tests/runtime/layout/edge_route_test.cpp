@@ -9,7 +9,7 @@
 
 #include <sluice/options.hpp>
 
-#include "comm/loopback/loopback.hpp"
+#include "tests/loopback/loopback.hpp"
 #include "tests/runtime/expect_error.hpp"
 
 namespace sluice {

@@ -19,12 +19,12 @@
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
 
-#include "comm/loopback/loopback.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "stages/operators/context.hpp"
 #include "tests/emulated_cuda/control.hpp"
 #include "tests/emulated_cuda/modules.hpp"
+#include "tests/loopback/loopback.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
@@ -235,8 +235,8 @@ TEST(DeviceMemoryPlanTest, AStageThatDescribesTooLittleTrainsOnMemoryApart) {
         if (comm.rank() == 0) into.push_back(loss);
       }
       const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
-      EXPECT_EQ(figures.apart == 0, fits || comm.rank() > 0);
-      EXPECT_EQ(figures.apart_bytes == 0, fits || comm.rank() > 0);
+      EXPECT_EQ(figures.outside_arena == 0, fits || comm.rank() > 0);
+      EXPECT_EQ(figures.outside_arena_bytes == 0, fits || comm.rank() > 0);
     });
   };
   losses(first_and_last<ChangedStage>(each.model), told, true);

@@ -13,10 +13,10 @@
 
 #include "comm/group/collectives.hpp"
 #include "comm/group/topology.hpp"
-#include "comm/loopback/loopback.hpp"
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/job_layout.hpp"
+#include "tests/loopback/loopback.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 #ifdef SLUICE_EMULATED
 #include <cuda_runtime_api.h>

@@ -12,11 +12,11 @@
 #include <sluice/operators.hpp>
 #include <sluice/pipeline.hpp>
 
-#include "comm/loopback/loopback.hpp"
 #include "runtime/engine/engine.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "tests/allocation_counter.hpp"
+#include "tests/loopback/loopback.hpp"
 #include "tests/runtime/engine/arithmetic_stage.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 #include "tests/runtime/temporary_directory.hpp"

@@ -1,4 +1,4 @@
-#include "comm/nccl/nccl_roster.hpp"
+#include "comm/nccl/nccl_peers.hpp"
 
 #include <fmt/core.h>
 #include <unistd.h>
@@ -9,6 +9,7 @@
 #include <fstream>
 #include <type_traits>
 
+#include "comm/base/index.hpp"
 #include "comm/group/collectives.hpp"
 #include "comm/nccl/nccl_api.hpp"
 
@@ -16,7 +17,7 @@ namespace sluice::nccl {
 
 namespace {
 
-static_assert(std::is_trivially_copyable_v<Member>);
+static_assert(std::is_trivially_copyable_v<Peer>);
 
 template <std::size_t size>
 void assign(std::array<char, size>& field, const std::string& text) {
@@ -35,7 +36,7 @@ std::string host_name() {
   return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown host";
 }
 
-// As NCCL tells hosts apart (its getHostHash): NCCL_HOSTID, else the name and the boot's id.
+// Identifies the host as NCCL does (its getHostHash): NCCL_HOSTID, else the name and the boot id.
 std::string machine_of(const std::string& host) {
   if (const char* set = std::getenv("NCCL_HOSTID")) return set;
   std::string boot;
@@ -45,8 +46,8 @@ std::string machine_of(const std::string& host) {
 
 }  // namespace
 
-Member describe_rank(Device device, int version, const std::string& problem) {
-  Member member;
+Peer describe_rank(Device device, int version, const std::string& problem) {
+  Peer member;
   member.version = version;
   member.device = device;
   const std::string host = host_name();
@@ -57,44 +58,44 @@ Member describe_rank(Device device, int version, const std::string& problem) {
   return member;
 }
 
-std::vector<Member> gather_roster(Collectives& seam, const Member& mine) {
-  std::vector<Member> roster(static_cast<std::size_t>(seam.communicator().size()));
-  seam.all_gather(std::as_bytes(std::span(&mine, 1)), std::as_writable_bytes(std::span(roster)));
-  return roster;
+std::vector<Peer> gather_peer_table(Collectives& bootstrap, const Peer& mine) {
+  std::vector<Peer> peer_table(at(bootstrap.communicator().size()));
+  bootstrap.all_gather(std::as_bytes(std::span(&mine, 1)),
+                       std::as_writable_bytes(std::span(peer_table)));
+  return peer_table;
 }
 
-std::string name_of(const Member& member) {
-  return fmt::format("rank {} on {} ({})", member.rank, member.host.data(),
-                     to_string(member.device));
+std::string name_of(const Peer& peer) {
+  return fmt::format("rank {} on {} ({})", peer.rank, peer.host.data(), to_string(peer.device));
 }
 
-std::optional<Error> refusal(std::span<const Member> roster, const std::string& label) {
-  const auto name = [&](std::size_t rank) { return name_of(roster[rank]); };
+std::optional<Error> refusal(std::span<const Peer> peer_table, const std::string& label) {
+  const auto name = [&](std::size_t rank) { return name_of(peer_table[rank]); };
   const auto refuse = [&](ErrorCode code, const std::string& why) {
     return Error(code, fmt::format("NCCL cannot serve {}: {}", label, why));
   };
-  for (std::size_t i = 0; i < roster.size(); ++i) {
-    if (roster[i].device.kind != DeviceKind::kCuda) {
-      return refuse(ErrorCode::kUsage,
-                    fmt::format("{} computes on no GPU; --transport mpi does", name(i)));
+  for (std::size_t i = 0; i < peer_table.size(); ++i) {
+    if (peer_table[i].device.kind != DeviceKind::kCuda) {
+      return refuse(ErrorCode::kUsage, fmt::format("{} has no GPU; use --transport mpi", name(i)));
     }
   }
-  for (std::size_t i = 0; i < roster.size(); ++i) {
-    if (roster[i].version == 0) {
-      return refuse(ErrorCode::kDevice, fmt::format("{}: {}", name(i), roster[i].problem.data()));
+  for (std::size_t i = 0; i < peer_table.size(); ++i) {
+    if (peer_table[i].version == 0) {
+      return refuse(ErrorCode::kDevice,
+                    fmt::format("{}: {}", name(i), peer_table[i].problem.data()));
     }
   }
-  for (std::size_t i = 0; i < roster.size(); ++i) {
-    if (roster[i].version != roster[0].version) {
-      return refuse(
-          ErrorCode::kMismatch,
-          fmt::format("{} has NCCL {}, {} has NCCL {}; all ranks need one version", name(0),
-                      version_text(roster[0].version), name(i), version_text(roster[i].version)));
+  for (std::size_t i = 0; i < peer_table.size(); ++i) {
+    if (peer_table[i].version != peer_table[0].version) {
+      return refuse(ErrorCode::kMismatch,
+                    fmt::format("{} has NCCL {}, {} has NCCL {}; all ranks need one version",
+                                name(0), version_text(peer_table[0].version), name(i),
+                                version_text(peer_table[i].version)));
     }
   }
-  for (std::size_t i = 0; i < roster.size(); ++i) {
+  for (std::size_t i = 0; i < peer_table.size(); ++i) {
     for (std::size_t k = 0; k < i; ++k) {
-      const Member &a = roster[k], &b = roster[i];
+      const Peer &a = peer_table[k], &b = peer_table[i];
       if (equal(a.gpu, b.gpu) && equal(a.machine, b.machine)) {
         return refuse(ErrorCode::kUsage,
                       fmt::format("{} and {} share the GPU at {}; give each rank its own, or "

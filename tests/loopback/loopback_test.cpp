@@ -1,4 +1,4 @@
-#include "comm/loopback/loopback.hpp"
+#include "tests/loopback/loopback.hpp"
 
 #include <gtest/gtest.h>
 

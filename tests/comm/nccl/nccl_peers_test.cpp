@@ -1,5 +1,5 @@
 // What needs no GPU: opening NCCL's library, and who is refused by what name.
-#include "comm/nccl/nccl_roster.hpp"
+#include "comm/nccl/nccl_peers.hpp"
 
 #include <gmock/gmock.h>
 
@@ -15,9 +15,9 @@ using ::testing::HasSubstr;
 using ::testing::Not;
 
 TEST(NcclLibraryTest, NamesAMissingLibraryInOneLine) {
-  const Error error = error_of([] { const nccl::Library none("libnccl-of-nobody.so.2"); });
+  const Error error = error_of([] { const nccl::Library none("libnccl-missing.so.2"); });
   EXPECT_EQ(error.code(), ErrorCode::kDevice);
-  EXPECT_THAT(error.what(), AllOf(HasSubstr("NCCL is missing: libnccl-of-nobody.so.2: "),
+  EXPECT_THAT(error.what(), AllOf(HasSubstr("NCCL is missing: libnccl-missing.so.2: "),
                                   HasSubstr("--transport mpi"), Not(HasSubstr("\n"))));
 }
 
@@ -39,10 +39,10 @@ TEST(NcclLibraryTest, KnowsItsVersion) {
 }
 
 // [rank] each on a host of its own, on the GPU at the same address.
-std::vector<nccl::Member> roster_of(int ranks) {
-  std::vector<nccl::Member> roster(static_cast<std::size_t>(ranks));
+std::vector<nccl::Peer> peer_table_of(int ranks) {
+  std::vector<nccl::Peer> peer_table(static_cast<std::size_t>(ranks));
   char number = '0';
-  for (nccl::Member& member : roster) {
+  for (nccl::Peer& member : peer_table) {
     member.rank = number - '0';
     member.version = 22809;
     member.device = {DeviceKind::kCuda, 0};
@@ -51,33 +51,33 @@ std::vector<nccl::Member> roster_of(int ranks) {
     member.gpu = {'0'};
     ++number;
   }
-  return roster;
+  return peer_table;
 }
 
-TEST(NcclRosterTest, TellsHostsApart) {
-  auto roster = roster_of(3);
-  EXPECT_EQ(nccl::refusal(roster, "x"), std::nullopt);  // one address on three hosts
-  roster[2].machine = roster[0].machine;
-  EXPECT_STREQ(nccl::refusal(roster, "x")->what(),
+TEST(NcclPeersTest, TellsHostsApart) {
+  auto peer_table = peer_table_of(3);
+  EXPECT_EQ(nccl::refusal(peer_table, "x"), std::nullopt);  // one address on three hosts
+  peer_table[2].machine = peer_table[0].machine;
+  EXPECT_STREQ(nccl::refusal(peer_table, "x")->what(),
                "NCCL cannot serve x: rank 0 on h0 (cuda:0) and rank 2 on h2 (cuda:0) share the GPU "
                "at 0; give each rank its own, or --transport mpi");
 }
 
-TEST(NcclRosterTest, NamesTheFirstRankOfAnotherVersion) {
-  auto roster = roster_of(3);
-  roster[1].version = 22203;
-  const auto refused = nccl::refusal(roster, "x");
+TEST(NcclPeersTest, NamesTheFirstRankOfAnotherVersion) {
+  auto peer_table = peer_table_of(3);
+  peer_table[1].version = 22203;
+  const auto refused = nccl::refusal(peer_table, "x");
   EXPECT_EQ(refused->code(), ErrorCode::kMismatch);
   EXPECT_STREQ(refused->what(),
                "NCCL cannot serve x: rank 0 on h0 (cuda:0) has NCCL 2.28.9, rank 1 on h1 (cuda:0) "
                "has NCCL 2.22.3; all ranks need one version");
 }
 
-TEST(NcclRosterTest, NamesARankWithoutTheLibrary) {
-  auto roster = roster_of(3);
-  roster[2].version = 0;
-  roster[2].problem = {'N', 'o'};
-  const auto refused = nccl::refusal(roster, "x");
+TEST(NcclPeersTest, NamesARankWithoutTheLibrary) {
+  auto peer_table = peer_table_of(3);
+  peer_table[2].version = 0;
+  peer_table[2].problem = {'N', 'o'};
+  const auto refused = nccl::refusal(peer_table, "x");
   EXPECT_EQ(refused->code(), ErrorCode::kDevice);
   EXPECT_STREQ(refused->what(), "NCCL cannot serve x: rank 2 on h2 (cuda:0): No");
 }
