@@ -46,8 +46,7 @@ struct Shift : OneNumber, LossStage {
 int main(int argc, char** argv) {
   return run_main(argc, argv, [](Communicator& world) {
     const auto data = make_array_source({-1, 0, 1, 2}, 1, {-2, 1, 4, 7}, 1, 4);
-    PipelineOptions options;
-    options.shape = {.pipeline = 2, .micro_batches = 4};
+    PipelineOptions options{.shape = {.pipeline = 2, .micro_batches = 4}};
     options.training.optimizer.kind = OptimizerConfig::Kind::kSgd;
     options.training.learning_rate = {.peak = 0.2, .constant = true};
     const StageFactory make_stage = [](int stage, int) -> std::unique_ptr<Stage> {
