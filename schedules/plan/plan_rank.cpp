@@ -8,6 +8,7 @@
 
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 #include "schedules/plan/plan_receives.hpp"
 
 namespace sluice {
@@ -339,10 +340,9 @@ class RankPlanner {
         emit(plan_.ops, OpKind::kOptimizer, action);
         return;
       default:
-        throw std::invalid_argument("plan of '" + schedule_.name + "': rank " +
-                                    std::to_string(rank_) + " lists " + to_string(action) +
-                                    ", which plans do not carry; legal are F, B, I, W, messages, "
-                                    "REDUCE_GRAD, REDUCE_TIED and OPTIMIZER");
+        refuse("plan of '", schedule_.name, "': rank ", rank_, " lists ", action,
+               ", which plans do not carry; legal are F, B, I, W, messages, "
+               "REDUCE_GRAD, REDUCE_TIED and OPTIMIZER");
     }
   }
 
@@ -439,9 +439,8 @@ class RankPlanner {
       });
       if (takes_part) return static_cast<int>(tied_cursor_++);
     }
-    throw std::invalid_argument("plan of '" + schedule_.name + "': " + to_string(action) +
-                                " on rank " + std::to_string(rank_) +
-                                " belongs to no tied parameter; pass the groups that lower() got");
+    refuse("plan of '", schedule_.name, "': ", action, " on rank ", rank_,
+           " belongs to no tied parameter; pass the groups that lower() got");
   }
 
   const Schedule& schedule_;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 #include "schedules/verify/verify_nccl.hpp"
 #include "schedules/verify/verify_walk.hpp"
 
@@ -106,16 +107,16 @@ class TaggedReplay : public ProgressWalk<TaggedReplay> {
   std::string waits(int rank) const {
     const int position = op_position(rank);
     const PlanOp& op = ops_of(rank)[at(position)];
-    std::string text = "rank " + std::to_string(rank) + " at " + op_text(rank, position) +
-                       " waits for rank " + std::to_string(awaited_rank(rank)) + " to ";
+    std::string text = concat("rank ", rank, " at ", op_text(rank, position), " waits for rank ",
+                              awaited_rank(rank), " to ");
     switch (op.kind) {
       case OpKind::kWaitRecv:
         return text + "send " + to_string(sending_action(channel_of(op.channel), op.micro_batch));
       case OpKind::kWaitSend:
         return text + "post " + to_string(receiving_action(channel_of(op.channel), op.micro_batch));
       case OpKind::kStartSend:
-        return text + "post a receive for an earlier send from stage " +
-               std::to_string(unmatched_channel(rank).from_stage);
+        return concat(text, "post a receive for an earlier send from stage ",
+                      unmatched_channel(rank).from_stage);
       default:
         return text + "join";
     }

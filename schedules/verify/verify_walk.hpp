@@ -1,5 +1,5 @@
-// The walk that every transport model shares: each rank goes through its events until one must
-// wait, and is looked at again only when what it waits for may have happened. Linear in the number
+// The walk that every transport model shares. Each rank goes through its events until it must wait,
+// and is visited again only when what it waits for may have happened. Linear in the number
 // of events as long as the model wakes a rank only for its own message.
 #pragma once
 
@@ -12,6 +12,7 @@
 #include <sluice/plan.hpp>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 #include "schedules/verify/verify_trace.hpp"
 
 namespace sluice {
@@ -53,7 +54,7 @@ class ProgressWalk {
   [[nodiscard]] const ProgressEvent& event_at(std::size_t rank) const {
     return trace_.events[rank][cursors_[rank].position];
   }
-  // The event behind that one, or null.
+  // The event after that one, or null.
   [[nodiscard]] const ProgressEvent* next_event(std::size_t rank) const {
     const std::size_t next = cursors_[rank].position + 1;
     return next < trace_.events[rank].size() ? &trace_.events[rank][next] : nullptr;
@@ -106,7 +107,7 @@ class ProgressWalk {
   }
   // "op 3 (send 0SEND_F1 ...)"
   [[nodiscard]] std::string op_text(int rank, int position) const {
-    return "op " + std::to_string(position) + " (" + to_string(ops_of(rank)[at(position)]) + ")";
+    return concat("op ", position, " (", ops_of(rank)[at(position)], ")");
   }
 
   const Plan& plan_;
@@ -116,7 +117,7 @@ class ProgressWalk {
   struct Cursor {
     std::size_t position = 0;
     bool blocked = false;
-    bool arrived = false;  // counted at the collective it stands at
+    bool arrived = false;  // counted at its collective
   };
 
   struct Collective {

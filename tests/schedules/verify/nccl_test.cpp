@@ -109,9 +109,9 @@ TEST(NcclTest, ReceivesJustBeforeTheirUseDeadlockInOneQueueAndTheCycleIsNamed) {
     const Verification verification = verify(naive(plan_of(generate(name, {4, 8, 1}))));
     ASSERT_FALSE(verification.progresses(kNccl));
     EXPECT_THAT(standstill_of(verification, kNccl),
-                AllOf(HasSubstr("deadlocks: the queue of rank 2 stands at op 7 (send 2SEND_F1 "),
+                AllOf(HasSubstr("deadlocks: the queue of rank 2 is at op 7 (send 2SEND_F1 "),
                       HasSubstr("and waits for the queue of rank 3 to come to 3RECV_F1; the queue "
-                                "of rank 3 stands at op "),
+                                "of rank 3 is at op "),
                       HasSubstr("2RECV_B0")));
   }
   EXPECT_THAT(standstill_of(verify(naive(plan_of(generate("zb-v", {4, 8, 1})))), kNccl),
@@ -124,9 +124,9 @@ TEST(NcclTest, ReceivesJustBeforeTheirUseDeadlockInOneQueueAndTheCycleIsNamed) {
   EXPECT_EQ(verification.deadlocks[0].violation.rank, 0);
   EXPECT_EQ(verification.deadlocks[0].violation.position, 3);
   EXPECT_EQ(verification.deadlocks[0].violation.message,
-            "under the nccl model the plan deadlocks: the queue of rank 0 stands at op 3 (send "
+            "under the nccl model the plan deadlocks: the queue of rank 0 is at op 3 (send "
             "0SEND_F1 channel 0 output[1]) and waits for the queue of rank 1 to come to 1RECV_F1; "
-            "the queue of rank 1 stands at op 4 (send 1SEND_B0 channel 1 grad-input[0]) and waits "
+            "the queue of rank 1 is at op 4 (send 1SEND_B0 channel 1 grad-input[0]) and waits "
             "for the queue of rank 0 to come to 0RECV_B0");
 }
 
@@ -136,9 +136,9 @@ TEST(NcclTest, ReceivesPostedAheadBlockTheOneQueueThatTheSendsNeed) {
               ElementsAre(kEager, kRendezvous, kBounded, kNcclEdges));
   EXPECT_THAT(
       standstill_of(verification, kNccl),
-      AllOf(HasSubstr("the queue of rank 0 stands at op 0 (post 0RECV_B0 channel 1 grad-output[0]) "
+      AllOf(HasSubstr("the queue of rank 0 is at op 0 (post 0RECV_B0 channel 1 grad-output[0]) "
                       "and waits for rank 1 to issue 1SEND_B0; rank 1 at op 1 (wait 1RECV_F0 "),
-            HasSubstr(" waits for the queue of rank 1; the queue of rank 1 stands at op 0 (post "
+            HasSubstr(" waits for the queue of rank 1; the queue of rank 1 is at op 0 (post "
                       "1RECV_F0 channel 0 input[0]) and waits for the queue of rank 0 to come to "
                       "0SEND_F0")));
 }
