@@ -240,7 +240,7 @@ TEST(ReplicasTest, APlanThatStandsStillAloneStandsStillBesideItsLike) {
 }
 
 // A rank of one replica that sums where its other self does not: each queue waits for the other.
-TEST(ReplicasTest, ListsThatDifferBetweenReplicasMayStandStill) {
+TEST(ReplicasTest, ListsThatDifferBetweenReplicasMayDeadlock) {
   const Schedule schedule = generate("interleaved", {2, 4, 2});
   const auto plan = [&](std::vector<bool> early) {
     LowerOptions lowering;
