@@ -50,9 +50,13 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     return (wait.kind == OpKind::kWaitRecv ? sides.received : sides.sent) > wait.index;
   }
 
-  Violation deadlock(int first_blocked) const;
+  Violation deadlock(int first_blocked) const {
+    return follow(model_, Holder{false, at(first_blocked)});
+  }
 
  private:
+  friend class ProgressWalk<QueueReplay>;
+
   struct Member {
     std::int32_t channel = -1, index = -1;
     bool receives = false;
@@ -146,6 +150,10 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     }
   }
 
+  bool has_ended(const Holder& holder) const {
+    return !holder.is_queue && finished(static_cast<int>(holder.index));
+  }
+
   int rank_of(const Holder& holder) const {
     if (!holder.is_queue) return static_cast<int>(holder.index);
     const Member& member = queues_[holder.index].members[queues_[holder.index].first];
@@ -224,30 +232,6 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
   std::vector<std::size_t> touched_;  // queues of the group that is being issued
   std::vector<std::size_t> ended_;    // queues whose first group has ended
 };
-
-Violation QueueReplay::deadlock(int first_blocked) const {
-  std::vector<Holder> chain;
-  Holder holder{false, at(first_blocked)};
-  const std::string model = "under the " + std::string(name_of(model_)) + " model ";
-  while (std::find(chain.begin(), chain.end(), holder) == chain.end()) {
-    if (!holder.is_queue && finished(static_cast<int>(holder.index))) {
-      const Holder& last = chain.back();
-      return Violation{rank_of(last), position_of(last),
-                       model + "the plan cannot finish: " + waits(last) + ", whose list has ended"};
-    }
-    chain.push_back(holder);
-    holder = awaited(holder);
-  }
-  chain.erase(chain.begin(), std::find(chain.begin(), chain.end(), holder));
-  std::rotate(
-      chain.begin(),
-      std::min_element(chain.begin(), chain.end(),
-                       [&](const Holder& a, const Holder& b) { return rank_of(a) < rank_of(b); }),
-      chain.end());
-  std::string text = model + "the plan deadlocks: ";
-  for (std::size_t i = 0; i < chain.size(); ++i) text += (i == 0 ? "" : "; ") + waits(chain[i]);
-  return Violation{rank_of(chain.front()), position_of(chain.front()), text};
-}
 
 // Without tags the n-th send from one rank to another meets the n-th receive there, on any
 // channel. Returns what is wrong with that, if anything.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <sluice/plan.hpp>
+#include <sluice/verify.hpp>
 
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
@@ -108,6 +109,34 @@ class ProgressWalk {
   // "op 3 (send 0SEND_F1 ...)"
   [[nodiscard]] std::string op_text(int rank, int position) const {
     return concat("op ", position, " (", ops_of(rank)[at(position)], ")");
+  }
+
+  // Who waits for whom from a blocked `holder` on, until one repeats or a list has ended. The model
+  // has, for its type of holder: awaited(), has_ended(), rank_of(), position_of(), waits() as text.
+  template <class Holder>
+  [[nodiscard]] Violation follow(TransportModel name, Holder holder) const {
+    const auto& model = static_cast<const Model&>(*this);
+    std::vector<Holder> chain;
+    while (std::find(chain.begin(), chain.end(), holder) == chain.end()) {
+      if (model.has_ended(holder)) {
+        const Holder& last = chain.back();
+        return {model.rank_of(last), model.position_of(last),
+                concat("under the ", name_of(name), " model the plan cannot finish: ",
+                       model.waits(last), ", whose list has ended")};
+      }
+      chain.push_back(holder);
+      holder = model.awaited(holder);
+    }
+    chain.erase(chain.begin(), std::find(chain.begin(), chain.end(), holder));
+    const auto first = std::min_element(
+        chain.begin(), chain.end(),
+        [&](const Holder& a, const Holder& b) { return model.rank_of(a) < model.rank_of(b); });
+    std::rotate(chain.begin(), first, chain.end());
+    std::string text = concat("under the ", name_of(name), " model the plan deadlocks: ");
+    for (std::size_t i = 0; i < chain.size(); ++i) {
+      text += concat(i == 0 ? "" : "; ", model.waits(chain[i]));
+    }
+    return {model.rank_of(chain.front()), model.position_of(chain.front()), text};
   }
 
   const Plan& plan_;
