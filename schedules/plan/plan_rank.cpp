@@ -94,7 +94,11 @@ PlanOp& emit(std::vector<PlanOp>& ops, OpKind kind, const Action& action) {
 }
 
 void emit_message(std::vector<PlanOp>& ops, OpKind kind, const Message& message) {
-  PlanOp& op = emit(ops, kind, make_action(message.action, message.stage, message.micro_batch));
+  PlanOp& op = ops.emplace_back();
+  op.kind = kind;
+  op.action = message.action;
+  op.stage = message.stage;
+  op.micro_batch = message.micro_batch;
   op.channel = message.channel;
   name_slot(op, message.buffer, message.slot);
 }
@@ -114,14 +118,15 @@ class OpenSends {
     const BufferKind kind =
         action == ActionKind::kSendForward ? BufferKind::kOutput : BufferKind::kGradInput;
     const std::int32_t slot = buffers_.view(stage).slot(kind, micro_batch);
-    queue_of(stage, kind).open.push_back({channel, stage, micro_batch, slot, action, kind});
-    emit_message(ops_, OpKind::kStartSend, queue_of(stage, kind).open.back());
+    const Message send{channel, stage, micro_batch, slot, action, kind};
+    emit_message(ops_, OpKind::kStartSend, send);
+    queue_of(stage, kind).open.push_back(send);
   }
 
-  // A slot for a tensor about to be sent. Waits for the oldest send where all slots are taken; the
-  // pool exceeds send_slots only where more tensors than that are computed and not sent yet.
-  int acquire_slot(int stage, BufferKind kind) {
-    Pool& pool = buffers_.pool(stage, kind);
+  // A slot of its send pool for a tensor about to be sent. Waits for the oldest send where all
+  // slots are taken; the pool exceeds send_slots only where more tensors than that are computed and
+  // not sent yet.
+  int acquire_slot(Pool& pool, int stage, BufferKind kind) {
     if (pool.free.empty() && pool.count >= send_slots_) wait_for_oldest(stage, kind);
     return pool.acquire_or_grow();
   }
@@ -366,7 +371,8 @@ class RankPlanner {
       const RankBuffers::StageView other = buffers_.view(neighbour);
       return other.slot(theirs, action.micro_batch) = other.pool(theirs).acquire_or_grow();
     }
-    return own.slot(mine, action.micro_batch) = sends_.acquire_slot(action.stage, mine);
+    return own.slot(mine, action.micro_batch) =
+               sends_.acquire_slot(own.pool(mine), action.stage, mine);
   }
 
   void add_compute(const Action& action) {

@@ -49,10 +49,10 @@ class ProgressReplay {
   bool compute(const PlanOp& op, int own) {
     constexpr std::uint8_t kForwardDone = 1, kInputDone = 2, kWeightDone = 4;
     // By ActionKind.
-    constexpr std::array<std::uint8_t, 4> kAdds = {kForwardDone, kInputDone | kWeightDone,
-                                                   kInputDone, kWeightDone};
-    constexpr std::array<std::uint8_t, 4> kNeeds = {0, kForwardDone, kForwardDone,
-                                                    kForwardDone | kInputDone};
+    static constexpr std::array<std::uint8_t, 4> kAdds = {kForwardDone, kInputDone | kWeightDone,
+                                                          kInputDone, kWeightDone};
+    static constexpr std::array<std::uint8_t, 4> kNeeds = {0, kForwardDone, kForwardDone,
+                                                           kForwardDone | kInputDone};
     Stage& stage = stages_[at(own)];
     std::uint8_t& done = stage.done[op.micro_batch];
     const std::uint8_t adds = kAdds[at(op.action)], needs = kNeeds[at(op.action)];

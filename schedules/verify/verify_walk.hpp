@@ -114,7 +114,8 @@ class ProgressWalk {
   // Who waits for whom from a blocked `holder` on, until one repeats or a list has ended. The model
   // has, for its type of holder: awaited(), has_ended(), rank_of(), position_of(), waits() as text.
   template <class Holder>
-  [[nodiscard]] Violation follow(TransportModel name, Holder holder) const {
+  [[nodiscard, gnu::cold, gnu::noinline]] Violation follow(TransportModel name,
+                                                           Holder holder) const {
     const auto& model = static_cast<const Model&>(*this);
     std::vector<Holder> chain;
     while (std::find(chain.begin(), chain.end(), holder) == chain.end()) {
