@@ -6,6 +6,7 @@
 
 #include "schedules/model/dataflow.hpp"
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 namespace {
@@ -133,9 +134,9 @@ std::string draw_grid(const Schedule& schedule, const Violation* mark) {
   std::string grid;
   for (std::size_t rank = 0; rank < cells.size(); ++rank) {
     const bool marked = mark != nullptr && mark->rank == static_cast<int>(rank);
-    std::string row = (marked ? "rank>" : "rank ") +
-                      std::string(label_width - std::to_string(rank).size(), ' ') +
-                      std::to_string(rank) + " |";
+    std::string row =
+        concat(marked ? "rank>" : "rank ",
+               std::string(label_width - std::to_string(rank).size(), ' '), rank, " |");
     const std::size_t margin = row.size() + 1;
     for (const Cell& cell : cells[rank]) {
       row.resize(margin + at(cell.column) * (width + 1), ' ');

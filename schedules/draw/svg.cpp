@@ -8,6 +8,7 @@
 #include <sluice/draw.hpp>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 namespace {
@@ -172,13 +173,12 @@ class Picture {
 
   void boxes() {
     text(kMargin, 20,
-         "<tspan font-weight=\"bold\">" + escaped(schedule_.name) +
-             "</tspan>: " + std::to_string(schedule_.placement.ranks()) + " ranks, " +
-             std::to_string(schedule_.placement.stages()) + " stages, " +
-             std::to_string(schedule_.micro_batches) + " micro-batches");
+         concat("<tspan font-weight=\"bold\">", escaped(schedule_.name),
+                "</tspan>: ", schedule_.placement.ranks(), " ranks, ", schedule_.placement.stages(),
+                " stages, ", schedule_.micro_batches, " micro-batches"));
     for (std::size_t rank = 0; rank < schedule_.ranks.size(); ++rank) {
       const double y = kTitle + static_cast<double>(rank) * (kRowHeight + kRowGap);
-      text(kMargin, y + kRowHeight / 2 + 4, "rank " + std::to_string(rank));
+      text(kMargin, y + kRowHeight / 2 + 4, concat("rank ", rank));
       row(rank, y);
       if (!simulation_.reductions.empty()) reductions(rank, y);
     }
@@ -243,8 +243,7 @@ class Picture {
     if (!simulation_.reductions.empty()) entry(kReductionFill, "#fff", "gradient sum");
     entry("#fff", "#888", "idle");
     if (chunks_ > 1) {
-      const std::string words =
-          "shades: chunk 0 (dark) to " + std::to_string(chunks_ - 1) + " (light)";
+      const std::string words = concat("shades: chunk 0 (dark) to ", chunks_ - 1, " (light)");
       text(x, y + 12, words);
       x += static_cast<double>(words.size()) * kDigitWidth;
     }
@@ -257,8 +256,7 @@ class Picture {
         std::minmax_element(simulation_.peak_in_flight.begin(), simulation_.peak_in_flight.end());
     std::string words = "bubble " + percent(simulation_.bubble_makespan) + " of the makespan, " +
                         percent(simulation_.bubble_span) + " of the longest own span; peak memory ";
-    words += *least == *most ? std::to_string(*most)
-                             : std::to_string(*least) + " to " + std::to_string(*most);
+    words += *least == *most ? std::to_string(*most) : concat(*least, " to ", *most);
     words += chunks_ > 1 ? " chunks of a micro-batch per rank" : " micro-batches per rank";
     if (!simulation_.peak_bytes.empty()) words += ", " + bytes_text(simulation_.peak_bytes);
     text(kLeft, y + 6, words);
@@ -294,9 +292,8 @@ void require_same_schedule(const Schedule& schedule, const Simulation& simulatio
                                 "': the simulation is not of this schedule");
   }
   if (total > kMaxSvgActions) {
-    throw std::invalid_argument("picture of '" + schedule.name + "': " + std::to_string(total) +
-                                " actions; at most " + std::to_string(kMaxSvgActions) +
-                                " are legal");
+    refuse("picture of '", schedule.name, "': ", total, " actions; at most ", kMaxSvgActions,
+           " are legal");
   }
 }
 

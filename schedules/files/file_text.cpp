@@ -6,6 +6,7 @@
 #include <sluice/schedule_file.hpp>
 
 #include "schedules/model/actions.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 
@@ -24,24 +25,19 @@ bool is_action_text(std::string_view text) {
 
 void require_file_size(std::string_view reader, std::string_view text) {
   if (text.size() <= kMaxScheduleFileBytes) return;
-  throw std::invalid_argument(std::string(reader) + ": " + std::to_string(text.size()) +
-                              " bytes; at most " + std::to_string(kMaxScheduleFileBytes) +
-                              " are legal");
+  refuse(reader, ": ", text.size(), " bytes; at most ", kMaxScheduleFileBytes, " are legal");
 }
 
 void require_action_count(std::string_view reader, std::int64_t actions) {
   if (actions <= kMaxScheduleActions) return;
-  throw std::invalid_argument(std::string(reader) + ": more than " +
-                              std::to_string(kMaxScheduleActions) + " actions, which is the most");
+  refuse(reader, ": more than ", kMaxScheduleActions, " actions, which is the most");
 }
 
 void require_enough_actions(std::string_view reader, std::int64_t stages,
                             std::int64_t micro_batches, std::int64_t actions) {
   if (stages <= actions && micro_batches <= actions && stages * micro_batches <= actions) return;
-  throw std::invalid_argument(
-      std::string(reader) + ": " + std::to_string(stages) + " stages with " +
-      std::to_string(micro_batches) + " micro-batches, but only " + std::to_string(actions) +
-      " compute actions; every stage needs at least a forward of every micro-batch");
+  refuse(reader, ": ", stages, " stages with ", micro_batches, " micro-batches, but only ", actions,
+         " compute actions; every stage needs at least a forward of every micro-batch");
 }
 
 void find_forward_only(Schedule& schedule) {

@@ -6,6 +6,7 @@
 #include <sluice/schedule_file.hpp>
 
 #include "schedules/files/file_text.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 namespace {
@@ -20,8 +21,7 @@ struct Position {
 };
 
 [[noreturn]] void fail_at(const Position& at, const std::string& what) {
-  throw std::invalid_argument(std::string(kReader) + ", row " + std::to_string(at.row) +
-                              ", column " + std::to_string(at.column) + ": " + what);
+  refuse(kReader, ", row ", at.row, ", column ", at.column, ": ", what);
 }
 
 // Calls visit(position, cell) for every cell, also the empty ones.
@@ -68,10 +68,9 @@ CsvAlphabet detect(std::string_view text) {
     });
   });
   if (whole && input) {
-    fail_at(whole_at, "BW is of PyTorch's older alphabet (F B W BW), but row " +
-                          std::to_string(input_half.row) + ", column " +
-                          std::to_string(input_half.column) +
-                          " has I of the current one (F I W B); legal is one of the two");
+    fail_at(whole_at, concat("BW is of PyTorch's older alphabet (F B W BW), but row ",
+                             input_half.row, ", column ", input_half.column,
+                             " has I of the current one (F I W B); legal is one of the two"));
   }
   return whole || (weight && !input) ? CsvAlphabet::kOlder : CsvAlphabet::kCurrent;
 }
@@ -163,22 +162,21 @@ class CsvReader {
     if (!is_compute(action.kind)) return;
     const auto stage = static_cast<std::size_t>(action.stage);
     if (stage >= most_stages()) {
-      fail_at(at, to_string(action) + " names stage " + std::to_string(action.stage) +
-                      ", but so short a file has fewer than " + std::to_string(most_stages()) +
-                      " actions; stages count from 0 without gaps");
+      fail_at(at,
+              concat(action, " names stage ", action.stage, ", but so short a file has fewer than ",
+                     most_stages(), " actions; stages count from 0 without gaps"));
     }
     if (stage >= stage_to_rank_.size()) stage_to_rank_.resize(stage + 1, -1);
     const int rank = static_cast<int>(at.row) - 1;
     int& owner = stage_to_rank_[stage];
     if (owner >= 0 && owner != rank) {
-      fail_at(at, to_string(action) + " is on rank " + std::to_string(rank) + ", but row " +
-                      std::to_string(owner + 1) + " computes stage " +
-                      std::to_string(action.stage) + " as well; a stage has one rank");
+      fail_at(at, concat(action, " is on rank ", rank, ", but row ", owner + 1, " computes stage ",
+                         action.stage, " as well; a stage has one rank"));
     }
     owner = rank;
     if (action.micro_batch >= kMaxScheduleActions) {
-      fail_at(at, to_string(action) + " names micro-batch " + std::to_string(action.micro_batch) +
-                      "; at most " + std::to_string(kMaxScheduleActions) + " are legal");
+      fail_at(at, concat(action, " names micro-batch ", action.micro_batch, "; at most ",
+                         kMaxScheduleActions, " are legal"));
     }
     result_.schedule.micro_batches =
         std::max(result_.schedule.micro_batches, action.micro_batch + 1);
@@ -191,10 +189,8 @@ class CsvReader {
     Schedule& schedule = result_.schedule;
     for (std::size_t stage = 0; stage < stage_to_rank_.size(); ++stage) {
       if (stage_to_rank_[stage] >= 0) continue;
-      throw std::invalid_argument(std::string(kReader) + ": no row computes stage " +
-                                  std::to_string(stage) + ", but one " + "computes stage " +
-                                  std::to_string(stage_to_rank_.size() - 1) +
-                                  "; stages count from 0 without gaps");
+      refuse(kReader, ": no row computes stage ", stage, ", but one ", "computes stage ",
+             stage_to_rank_.size() - 1, "; stages count from 0 without gaps");
     }
     for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
       const std::vector<Step>& steps = schedule.ranks[rank];

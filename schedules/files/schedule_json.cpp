@@ -9,6 +9,7 @@
 #include <sluice/schedule_file.hpp>
 
 #include "schedules/files/file_text.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 namespace {
@@ -32,7 +33,7 @@ constexpr std::array<std::string_view, kKeys> kKeyNames = {
 
 // Both count from 0, as ranks do.
 std::string at_list(std::size_t list, std::size_t position) {
-  return "list " + std::to_string(list) + ", position " + std::to_string(position);
+  return concat("list ", list, ", position ", position);
 }
 
 bool printable(std::string_view name) {
@@ -59,11 +60,11 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
   }
   bool binary(nlohmann::json::binary_t&) override { return unexpected("binary data"); }
   bool number_integer(std::int64_t value) override {
-    return unexpected("the number " + std::to_string(value));
+    return unexpected(concat("the number ", value));
   }
   bool number_unsigned(std::uint64_t value) override {
     if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max())) {
-      return unexpected("the number " + std::to_string(value));
+      return unexpected(concat("the number ", value));
     }
     number(static_cast<int>(value));
     return true;
@@ -106,7 +107,7 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
   }
   bool parse_error(std::size_t byte, const std::string&,
                    const nlohmann::detail::exception&) override {
-    fail("no JSON at byte " + std::to_string(byte) + "; " + keys_text());
+    fail(concat("no JSON at byte ", byte, "; ", keys_text()));
   }
 
  private:
@@ -145,7 +146,7 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
   }
 
   int at_least_one(int value) const {
-    if (value < 1) unexpected("the number " + std::to_string(value));
+    if (value < 1) unexpected(concat("the number ", value));
     return value;
   }
 
@@ -161,11 +162,10 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
       schedule_.micro_batches = at_least_one(value);
     } else if (depth_ == 0 && key_ == kVersionKey) {
       if (value != kScheduleFileVersion) {
-        fail("version " + std::to_string(value) + "; this program reads version " +
-             std::to_string(kScheduleFileVersion));
+        fail(concat("version ", value, "; this program reads version ", kScheduleFileVersion));
       }
     } else {
-      unexpected("the number " + std::to_string(value));
+      unexpected(concat("the number ", value));
     }
   }
 
@@ -176,8 +176,8 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
       return;
     } else if (depth_ == 0 && key_ == kNameKey) {
       if (value.empty() || value.size() > kMaxScheduleNameBytes || !printable(value)) {
-        fail("the name " + quoted_excerpt(value) + " is not 1 to " +
-             std::to_string(kMaxScheduleNameBytes) + " bytes without control characters");
+        fail(concat("the name ", quoted_excerpt(value), " is not 1 to ", kMaxScheduleNameBytes,
+                    " bytes without control characters"));
       }
       schedule_.name = value;
     } else {
@@ -206,8 +206,8 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
   Schedule finish() {
     const auto agree = [&](std::size_t found, int said, const char* what, Key key) {
       if (found == static_cast<std::size_t>(said)) return;
-      fail("'" + std::string(kKeyNames[key]) + "' has " + std::to_string(found) +
-           " entries, but the file says " + std::to_string(said) + " " + what);
+      fail(concat("'", kKeyNames[key], "' has ", found, " entries, but the file says ", said, " ",
+                  what));
     };
     agree(placement_.size(), stages_, "stages", kPlacementKey);
     agree(schedule_.ranks.size(), ranks_, "ranks", kListsKey);
@@ -241,9 +241,8 @@ Schedule parse_schedule_json(std::string_view text) {
 std::string to_schedule_json(const Schedule& schedule) {
   if (schedule.name.empty() || schedule.name.size() > kMaxScheduleNameBytes ||
       !printable(schedule.name)) {
-    throw std::invalid_argument("the schedule's name " + quoted_excerpt(schedule.name) +
-                                " is not 1 to " + std::to_string(kMaxScheduleNameBytes) +
-                                " bytes without control characters");
+    refuse("the schedule's name ", quoted_excerpt(schedule.name), " is not 1 to ",
+           kMaxScheduleNameBytes, " bytes without control characters");
   }
   const auto line = [](std::string_view key, const nlohmann::json& value) {
     return " \"" + std::string(key) +

@@ -1,13 +1,13 @@
 // V-Half and V-Min (Qi et al., "Pipeline Parallelism with Controllable Memory", 2024,
-// arXiv:2405.15362): V placement and split backward in a pattern that repeats every six slots. How
-// far the ranks' offsets lie apart sets the memory: floor((p + 2) / 2) micro-batches for V-Half,
+// arXiv:2405.15362): V placement and split backward in a pattern that repeats every six slots. The
+// distance between the ranks' offsets sets the memory: floor((p + 2) / 2) micro-batches for V-Half,
 // floor((p + 4) / 3) for V-Min, twice that in chunks, against p of 1F1B and zb-v. With
 // F = I = W the step is 6m long and idle slots: 3p - 7 (even p >= 4), 3p - 4 (odd p >= 5), 5 (p =
 // 3) for V-Half from m = p + 2 on; 4p - 5, or 4p - 7 where 3 divides p, for V-Min (p >= 3).
 //
 // Three steps: the pattern, W in its holes; a warm-up whose actions move to earlier holes where the
-// memory allows; and, from the last forward's entry on, whatever is ready in the order of the
-// pattern, W where nothing else is.
+// memory allows; and, from the last forward's entry on, all that is ready in the order of the
+// pattern, W where nothing else is ready.
 // clang-format off
 // v-half, p = 3, m = 3:
 //
@@ -122,8 +122,8 @@ class Pattern {
     }
   }
 
-  // Moves the ops before slot `warm`, in order, to the earliest hole behind their input and their
-  // predecessor of the same kind where no slot comes to hold more than the capacity.
+  // Moves the ops before slot `warm`, in order, to the earliest hole after their input and after
+  // their predecessor of the same kind. No slot may come to hold more than the capacity.
   void pull_ahead(int warm) {
     const std::size_t micro_batches = at(std::min(m_, warm / kPeriod + 1));
     std::array<std::vector<int>, kChained> end;  // [kind][rank * micro_batches + micro_batch]
@@ -181,9 +181,10 @@ class Pattern {
 };
 
 // Runs the orders slot by slot. A rank follows its list up to the pattern's slot of rank 0's last
-// forward; from there on it takes of its next forward and its next I of each chunk the first in
-// list order that is ready and that the memory allows, and else the oldest W. Forwards keep their
-// order and no list holds more than the capacity, so the first unfinished op of all can always run.
+// forward. From there on it considers its next forward and its next I of each chunk, and takes the
+// first in list order that is ready and that the memory allows, otherwise the oldest W. Forwards
+// keep their order and no list holds more than the capacity, so the first unfinished op of all can
+// always run.
 class Runner {
  public:
   Runner(const Offsets& offsets, const std::vector<std::vector<Op>>& lists, int capacity,
@@ -226,7 +227,7 @@ class Runner {
     std::array<std::int32_t, 6> done{};  // by kind
     std::size_t position = 0;            // in the list, while it is followed
     std::size_t fixed = 0;               // where that ends
-    std::array<std::size_t, 3> next{};   // behind it: the next forward, I1, I0
+    std::array<std::size_t, 3> next{};   // after it: the next forward, I1, I0
     int held = 0;
   };
 

@@ -17,8 +17,8 @@
 namespace sluice::generators {
 namespace {
 
-// The last p micro-batches of both chunks, of which the later ones part I from W: what is left of
-// W then fills the gaps of the drain.
+// The last p micro-batches of both chunks, of which the later ones split I and W: the remaining W
+// then fill the gaps of the drain.
 void drain(VShapeList& list, int p, int rank) {
   bool split = false;
   const auto backward = [&](int chunk) {
@@ -60,7 +60,7 @@ Schedule dualpipe_v(const ScheduleShape& shape) {
       list.add(ActionKind::kForward, 1);
     }
     for (int i = 0; i < m - 2 * p + rank + 1; ++i) {
-      if (i == 0 && behind == 0) {  // apart: the backward needs not wait for a pair
+      if (i == 0 && behind == 0) {  // no pair, so that the backward does not wait
         list.add(ActionKind::kForward, 0);
         list.add(ActionKind::kBackward, 1);
       } else {

@@ -6,6 +6,7 @@
 #include <sluice/generate.hpp>
 
 #include "schedules/generate/generators.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 namespace {
@@ -14,7 +15,7 @@ namespace {
 enum class PlacementKind {
   kLinear,  // one chunk
   kLooped,  // any number of chunks
-  kVShape,  // two chunks; 1, what a shape has where nobody asked for chunks, means two as well
+  kVShape,  // two chunks; 1, the default of a shape, means two as well
 };
 
 struct GeneratorRow {
@@ -52,8 +53,7 @@ const GeneratorRow& row_of(std::string_view name) {
 
 void require_positive(std::string_view what, int value) {
   if (value < 1) {
-    throw std::invalid_argument("schedule shape: " + std::string(what) + " is " +
-                                std::to_string(value) + "; the nearest legal value is 1");
+    refuse("schedule shape: ", what, " is ", value, "; the nearest legal value is 1");
   }
 }
 
@@ -63,25 +63,20 @@ int stages_of(const GeneratorRow& row, const ScheduleShape& shape) {
   require_positive("micro-batches", shape.micro_batches);
   require_positive("chunks", shape.chunks);
   if (row.placement == PlacementKind::kLinear && shape.chunks != 1) {
-    throw std::invalid_argument("schedule '" + std::string(row.name) +
-                                "' runs one chunk per rank; chunks is " +
-                                std::to_string(shape.chunks) + ", the nearest legal value is 1");
+    refuse("schedule '", row.name, "' runs one chunk per rank; chunks is ", shape.chunks,
+           ", the nearest legal value is 1");
   }
   const bool v_shape = row.placement == PlacementKind::kVShape;
   if (v_shape && shape.chunks > 2) {
-    throw std::invalid_argument("schedule '" + std::string(row.name) +
-                                "' runs two chunks per rank, there and back; chunks is " +
-                                std::to_string(shape.chunks) + ", the nearest legal value is 2");
+    refuse("schedule '", row.name, "' runs two chunks per rank, there and back; chunks is ",
+           shape.chunks, ", the nearest legal value is 2");
   }
   const std::int64_t most = std::numeric_limits<std::int32_t>::max();
   const std::int64_t stages = std::int64_t{shape.ranks} * (v_shape ? 2 : shape.chunks);
   if (stages > most || stages * shape.micro_batches > most) {
-    throw std::invalid_argument(
-        "schedule shape: " + std::to_string(stages) + " stages with " +
-        std::to_string(shape.micro_batches) + " micro-batches each; at most " +
-        std::to_string(most) + " pairs of stage and micro-batch are legal" +
-        (stages > most ? ""
-                       : ", here " + std::to_string(most / stages) + " micro-batches or fewer"));
+    refuse("schedule shape: ", stages, " stages with ", shape.micro_batches,
+           " micro-batches each; at most ", most, " pairs of stage and micro-batch are legal",
+           stages > most ? "" : concat(", here ", most / stages, " micro-batches or fewer"));
   }
   return static_cast<int>(stages);
 }

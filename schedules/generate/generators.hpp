@@ -1,5 +1,5 @@
-// The generators behind generate(): each returns compute actions only, in a file of its own whose
-// comment shows the schedule's grid. generate() has checked ranks >= 1, micro_batches >= 1, that
+// The generators of generate(). Each returns compute actions only; the comment of its file shows
+// the schedule's grid. generate() has checked ranks >= 1, micro_batches >= 1, that
 // the placement named in its table allows the chunks, and that the number of (stage, micro-batch)
 // pairs fits an index.
 #pragma once
@@ -37,7 +37,7 @@ struct MicroBatchGroup {
   int begin = 0, end = 0;
 };
 
-// Parts the micro-batches into as many groups of at least `smallest` as there can be, of nearly
+// Splits the micro-batches into as many groups of at least `smallest` as there can be, of nearly
 // equal size, larger ones first; one group where there are fewer than `smallest`.
 [[nodiscard]] std::vector<MicroBatchGroup> groups_of(int micro_batches, int smallest);
 

@@ -1,9 +1,9 @@
 // ZB-V (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, arXiv:2401.10241, section 6): V
 // placement and split backward, so that the last rank of the way there has its gradients at once.
-// With F = I = W and m >= 2p - 1 no rank idles between its first and last action, at the memory of
-// 1F1B: 2p chunks, each half a stage of 1F1B. Rank r forwards until the 2p chunks are full, then
-// repeats F, I and W of both chunks, then drains. Fewer micro-batches than 2p - 1: as for 2p - 1,
-// the others left out.
+// With F = I = W and m >= 2p - 1 no rank idles between its first and last action. It holds
+// 2p chunks, each half a stage of 1F1B: the memory of 1F1B. Rank r forwards until the 2p chunks are
+// full, then repeats F, I and W of both chunks, then drains. Fewer micro-batches than 2p - 1: as
+// for 2p - 1, the others left out.
 //
 // zb-v, p = 2, m = 3:
 //

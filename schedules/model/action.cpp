@@ -7,6 +7,7 @@
 #include <sluice/schedule.hpp>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 namespace {
@@ -106,7 +107,7 @@ class ActionReader {
     std::int32_t value = 0;
     const auto result = std::from_chars(rest_.data(), rest_.data() + digits, value);
     if (result.ec != std::errc() || value > most) {
-      fail("number '" + std::string(rest_.substr(0, digits)) + "' exceeds " + std::to_string(most));
+      fail(concat("number '", std::string(rest_.substr(0, digits)), "' exceeds ", most));
     }
     rest_.remove_prefix(digits);
     return value;
@@ -140,8 +141,8 @@ std::string to_string(const Action& action) {
   std::string text = std::to_string(action.stage);
   text += name_of(action.kind);
   if (has_micro_batch(action.kind)) text += std::to_string(action.micro_batch);
-  if (action.to_stage >= 0) text += '>' + std::to_string(action.to_stage);
-  if (action.copy != 0) text += '@' + std::to_string(action.copy);
+  if (action.to_stage >= 0) text += concat('>', action.to_stage);
+  if (action.copy != 0) text += concat('@', action.copy);
   return text;
 }
 

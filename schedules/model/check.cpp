@@ -11,6 +11,7 @@
 #include "schedules/model/dataflow.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/model/pair_table.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 namespace {
@@ -54,9 +55,8 @@ std::optional<Violation> first_objection(const Schedule& schedule, Check&& check
         objection = check(rank, steps[i], *steps[i].overlapped);
       }
       if (objection) {
-        return Violation{
-            rank, static_cast<int>(i),
-            "rank " + std::to_string(rank) + ", step " + std::to_string(i) + ": " + *objection};
+        return Violation{rank, static_cast<int>(i),
+                         concat("rank ", rank, ", step ", i, ": ", *objection)};
       }
     }
   }
@@ -66,13 +66,13 @@ std::optional<Violation> first_objection(const Schedule& schedule, Check&& check
 std::optional<Violation> check_shape(const Schedule& schedule) {
   if (schedule.micro_batches < 1) {
     return Violation{-1, -1,
-                     "the schedule has " + std::to_string(schedule.micro_batches) +
-                         " micro-batches; at least 1 is needed"};
+                     concat("the schedule has ", schedule.micro_batches,
+                            " micro-batches; at least 1 is needed")};
   }
   if (schedule.ranks.size() != at(schedule.placement.ranks())) {
     return Violation{-1, -1,
-                     "the schedule lists " + std::to_string(schedule.ranks.size()) +
-                         " ranks, its placement has " + std::to_string(schedule.placement.ranks())};
+                     concat("the schedule lists ", schedule.ranks.size(),
+                            " ranks, its placement has ", schedule.placement.ranks())};
   }
   return std::nullopt;
 }
@@ -90,22 +90,20 @@ class SingleActions {
   Objection operator()(int rank, const Step& step, const Action& action) {
     if (step.overlapped) inventory_.pairs = true;
     if (action.stage < 0 || action.stage >= stages_) {
-      return to_string(action) + " names stage " + std::to_string(action.stage) +
-             "; legal stages are 0 to " + std::to_string(stages_ - 1);
+      return concat(action, " names stage ", action.stage, "; legal stages are 0 to ", stages_ - 1);
     }
     if (placement_.rank_of(action.stage) != rank) {
-      return to_string(action) + " is on rank " + std::to_string(rank) + ", but stage " +
-             std::to_string(action.stage) + " belongs to rank " +
-             std::to_string(placement_.rank_of(action.stage));
+      return concat(action, " is on rank ", rank, ", but stage ", action.stage, " belongs to rank ",
+                    placement_.rank_of(action.stage));
     }
     if (action.copy != 0) {
-      return to_string(action) + " names copy " + std::to_string(action.copy) +
-             " of the model; this placement keeps one copy";
+      return concat(action, " names copy ", action.copy,
+                    " of the model; this placement keeps one copy");
     }
     if (!is_tracked(action.kind)) return std::nullopt;
     if (action.micro_batch < 0 || action.micro_batch >= micro_batches_) {
-      return to_string(action) + " names micro-batch " + std::to_string(action.micro_batch) +
-             "; legal micro-batches are 0 to " + std::to_string(micro_batches_ - 1);
+      return concat(action, " names micro-batch ", action.micro_batch,
+                    "; legal micro-batches are 0 to ", micro_batches_ - 1);
     }
     std::uint8_t& seen = inventory_.seen.at(action.stage, action.micro_batch);
     if (is_message(action.kind)) {
@@ -118,8 +116,7 @@ class SingleActions {
         return other.kind == action.kind && other.stage == action.stage &&
                other.micro_batch == action.micro_batch;
       });
-      return to_string(action) + " appears a second time; the first is at step " +
-             std::to_string(first);
+      return concat(action, " appears a second time; the first is at step ", first);
     }
     seen |= bit(action.kind);
     return std::nullopt;
@@ -146,13 +143,12 @@ class SingleActions {
       return to_string(action) + " has no stage on its other side";
     }
     if (action.to_stage >= 0 && action.to_stage != other) {
-      return to_string(action) + " names stage " + std::to_string(action.to_stage) +
-             " as its other side; messages go between neighbours, here stage " +
-             std::to_string(other);
+      return concat(action, " names stage ", action.to_stage,
+                    " as its other side; messages go between neighbours, here stage ", other);
     }
     if (!crosses(placement_, action.stage, other)) {
-      return to_string(action) + " is a message to the same rank; stage " + std::to_string(other) +
-             " is there too and takes the tensor over locally";
+      return concat(action, " is a message to the same rank; stage ", other,
+                    " is there too and takes the tensor over locally");
     }
     return std::nullopt;
   }
@@ -187,8 +183,8 @@ Objection check_partner(const Placement& placement, PairTable<std::uint8_t>& see
   if (!is_message(action.kind)) return std::nullopt;
   const Action other = other_end(action);
   if ((seen.at(other.stage, other.micro_batch) & bit(other.kind)) != 0) return std::nullopt;
-  return to_string(action) + (is_send(action.kind) ? " has no receive" : " has no send") +
-         "; rank " + std::to_string(placement.rank_of(other.stage)) + " lacks " + to_string(other);
+  return concat(action, is_send(action.kind) ? " has no receive" : " has no send", "; rank ",
+                placement.rank_of(other.stage), " lacks ", other);
 }
 
 // Finds what the inventory lacks.
@@ -251,10 +247,8 @@ class MissingActions {
                          : schedule_.forward_only ? "F"
                                                   : "F, and B or I and W,";
     return Violation{rank, position,
-                     "rank " + std::to_string(rank) + ": " + to_string(action) +
-                         " is missing; each stage needs " + needed +
-                         " for each of micro-batches 0 to " +
-                         std::to_string(schedule_.micro_batches - 1)};
+                     concat("rank ", rank, ": ", action, " is missing; each stage needs ", needed,
+                            " for each of micro-batches 0 to ", schedule_.micro_batches - 1)};
   }
 
   const Schedule& schedule_;
@@ -321,10 +315,9 @@ std::optional<Violation> check_cycle(const Schedule& schedule,
         (seen.at(awaited.stage, awaited.micro_batch) & bit(awaited.kind)) == 0) {
       awaited.kind = ActionKind::kBackwardInput;
     }
-    text += (text.empty() ? "the order deadlocks: rank " : "; rank ") + std::to_string(member) +
-            " at step " + std::to_string(position) + " (" +
-            to_string(schedule.ranks[at(member)][at(position)]) + ") waits for " +
-            to_string(awaited) + " of rank " + std::to_string(next(member));
+    text += concat(text.empty() ? "the order deadlocks: rank " : "; rank ", member, " at step ",
+                   position, " (", schedule.ranks[at(member)][at(position)], ") waits for ",
+                   awaited, " of rank ", next(member));
     member = next(member);
   } while (member != first);
   return Violation{first, dataflow.position(first), text};

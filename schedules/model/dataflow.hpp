@@ -1,7 +1,7 @@
-// Visits the steps of a schedule in an order that respects every dependency between ranks: each
-// rank's steps in list order, a forward after the previous stage's forward of that micro-batch, a
-// backward (B or I) after the next stage's, a receive after its send. Linear in the number of
-// steps: a rank that cannot go on is looked at again only when the one thing it waits for happens.
+// Visits the steps of a schedule in an order that respects every dependency between ranks. Each
+// rank's steps come in list order, a forward after the previous stage's forward of that
+// micro-batch, a backward (B or I) after the next stage's, a receive after its send. Linear in the
+// number of steps: a blocked rank is visited again only when the one thing it waits for happens.
 //
 // Requires: every compute and message action has its stage and micro-batch in range.
 #pragma once
@@ -42,7 +42,7 @@ class Dataflow {
         cursors_(schedule.ranks.size()) {}
 
   // Calls visit(rank, position, step) once per step. Returns false where some rank never reaches
-  // the end of its list; position() and waits_for() then tell where and why.
+  // the end of its list; position() and waits_for() then say where and why.
   template <class Visit>
   bool run(const Visit& visit) {
     for (std::size_t rank = cursors_.size(); rank-- > 0;) ready_.push_back(rank);
@@ -57,7 +57,7 @@ class Dataflow {
     return true;
   }
 
-  // Where `rank` stands: the index of the step it has not run, or the length of its list.
+  // The position of `rank`: the index of the step it has not run, or the length of its list.
   [[nodiscard]] int position(int rank) const {
     return static_cast<int>(cursors_[at(rank)].position);
   }
@@ -96,7 +96,7 @@ class Dataflow {
     return need.event == 0 || (happened_.at(need.stage, need.micro_batch) & need.event) != 0;
   }
 
-  // Marks what the action brings about and wakes the one rank that may wait for it.
+  // Marks the action's event and wakes the one rank that may wait for it.
   void finish(const Action& action) {
     const Flow flow = flow_of(action.kind);
     if (flow.makes == 0) return;

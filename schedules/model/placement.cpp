@@ -7,14 +7,14 @@
 #include <sluice/schedule.hpp>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 namespace {
 
 void require_ranks(int ranks) {
   if (ranks < 1) {
-    throw std::invalid_argument("placement over " + std::to_string(ranks) +
-                                " ranks; at least 1 is needed");
+    refuse("placement over ", ranks, " ranks; at least 1 is needed");
   }
 }
 
@@ -22,16 +22,13 @@ void require_ranks(int ranks) {
 std::size_t stage_count(int ranks, int chunks) {
   require_ranks(ranks);
   if (chunks < 1) {
-    throw std::invalid_argument("placement with " + std::to_string(chunks) +
-                                " chunks per rank; at least 1 is needed");
+    refuse("placement with ", chunks, " chunks per rank; at least 1 is needed");
   }
   const std::int64_t stages = std::int64_t{ranks} * chunks;
   const std::int64_t most = std::numeric_limits<std::int32_t>::max();
   if (stages > most) {
-    throw std::invalid_argument("placement of " + std::to_string(ranks) + " ranks with " +
-                                std::to_string(chunks) + " chunks each has " +
-                                std::to_string(stages) + " stages; at most " +
-                                std::to_string(most / ranks) + " chunks are legal");
+    refuse("placement of ", ranks, " ranks with ", chunks, " chunks each has ", stages,
+           " stages; at most ", most / ranks, " chunks are legal");
   }
   return at(stages);
 }
@@ -72,16 +69,14 @@ Placement Placement::custom(int ranks, std::vector<int> stage_to_rank) {
   for (std::size_t stage = 0; stage < stage_to_rank.size(); ++stage) {
     const int rank = stage_to_rank[stage];
     if (rank < 0 || rank >= ranks) {
-      throw std::invalid_argument("placement puts stage " + std::to_string(stage) + " on rank " +
-                                  std::to_string(rank) + "; legal ranks are 0 to " +
-                                  std::to_string(ranks - 1));
+      refuse("placement puts stage ", stage, " on rank ", rank, "; legal ranks are 0 to ",
+             ranks - 1);
     }
     owns[at(rank)] = true;
   }
   for (std::size_t rank = 0; rank < owns.size(); ++rank) {
     if (!owns[rank]) {
-      throw std::invalid_argument("placement leaves rank " + std::to_string(rank) +
-                                  " without a stage; every rank must own at least one");
+      refuse("placement leaves rank ", rank, " without a stage; every rank must own at least one");
     }
   }
   return Placement(ranks, std::move(stage_to_rank));

@@ -5,6 +5,7 @@
 #include <sluice/plan.hpp>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 #include "schedules/plan/message_order.hpp"
 #include "schedules/plan/plan_messages.hpp"
 #include "schedules/plan/plan_rank.hpp"
@@ -14,17 +15,14 @@ namespace {
 
 void require_legal(const Schedule& lowered, const PlanOptions& options) {
   if (options.receive_ahead < 0) {
-    throw std::invalid_argument("plan: receive_ahead is " + std::to_string(options.receive_ahead) +
-                                "; the nearest legal value is 0");
+    refuse("plan: receive_ahead is ", options.receive_ahead, "; the nearest legal value is 0");
   }
   if (options.send_slots < 1) {
-    throw std::invalid_argument("plan: send_slots is " + std::to_string(options.send_slots) +
-                                "; the nearest legal value is 1");
+    refuse("plan: send_slots is ", options.send_slots, "; the nearest legal value is 1");
   }
   if (lowered.ranks.size() != at(lowered.placement.ranks())) {
-    throw std::invalid_argument("plan of '" + lowered.name +
-                                "': " + std::to_string(lowered.ranks.size()) + " lists for " +
-                                std::to_string(lowered.placement.ranks()) + " ranks");
+    refuse("plan of '", lowered.name, "': ", lowered.ranks.size(), " lists for ",
+           lowered.placement.ranks(), " ranks");
   }
 }
 

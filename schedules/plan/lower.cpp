@@ -8,6 +8,7 @@
 
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 namespace {
@@ -20,13 +21,11 @@ void require_tied_groups(const std::vector<TiedStages>& tied, int stages) {
     for (std::size_t i = 0; i < group.stages.size(); ++i) {
       const int stage = group.stages[i];
       if (stage < 0 || stage >= stages) {
-        throw std::invalid_argument("a tied parameter names stage " + std::to_string(stage) +
-                                    "; legal stages are 0 to " + std::to_string(stages - 1));
+        refuse("a tied parameter names stage ", stage, "; legal stages are 0 to ", stages - 1);
       }
       if (i > 0 && group.stages[i - 1] >= stage) {
-        throw std::invalid_argument("a tied parameter names stage " + std::to_string(stage) +
-                                    " after stage " + std::to_string(group.stages[i - 1]) +
-                                    "; stages must ascend without repeats");
+        refuse("a tied parameter names stage ", stage, " after stage ", group.stages[i - 1],
+               "; stages must ascend without repeats");
       }
     }
   }
@@ -61,8 +60,8 @@ bool overlaps(const LowerOptions& options, int stage) {
          options.overlapped_grad_sums[at(stage)];
 }
 
-// The sums of a rank that run beside computation, each behind the last action that adds to its
-// stage's gradients.
+// The sums of a rank that overlap with computation, each right after the last action that adds to
+// its stage's gradients.
 class OverlappedSums {
  public:
   OverlappedSums(const std::vector<Step>& steps, const std::vector<int>& own,
@@ -125,10 +124,9 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   require_tied_groups(options.tied, schedule.placement.stages());
   const auto stages = at(schedule.placement.stages());
   if (!options.overlapped_grad_sums.empty() && options.overlapped_grad_sums.size() != stages) {
-    throw std::invalid_argument(
-        "lower: " + std::to_string(options.overlapped_grad_sums.size()) +
-        " entries say which sums overlap with computation; legal are 0 and " +
-        std::to_string(stages) + ", one per stage");
+    refuse("lower: ", options.overlapped_grad_sums.size(),
+           " entries say which sums overlap with computation; legal are 0 and ", stages,
+           ", one per stage");
   }
   Schedule lowered;
   lowered.name = schedule.name;
@@ -142,9 +140,8 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
     std::size_t size = steps.size() + options.tied.size() + 1 + own.size();
     for_each_action(steps, [&](const Action& action) {
       if (is_message(action.kind)) {
-        throw std::invalid_argument("schedule '" + schedule.name + "' already has messages (" +
-                                    to_string(action) + " on rank " + std::to_string(rank) +
-                                    "); lower takes compute actions only");
+        refuse("schedule '", schedule.name, "' already has messages (", action, " on rank ", rank,
+               "); lower takes compute actions only");
       }
       if (action.kind == ActionKind::kBackwardWeight) return;
       size += crosses(schedule.placement, action.stage, action.stage - 1) ? 1U : 0U;

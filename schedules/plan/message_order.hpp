@@ -15,8 +15,8 @@ namespace sluice {
                                                                  const PlanMessages& messages);
 
 // [channel] How many receives must be posted ahead so that every send finds its receive in unit
-// time. Then one execution finishes without a send that waits; and as every rank's list is fixed
-// and nothing that happened is ever undone, so do all others, whatever the times and the transport.
+// time. One execution then finishes without a send that waits. Every rank's list is fixed and
+// nothing that happened is undone, so all executions finish, under any times and any transport.
 // Requirements and errors as above. Linear in the number of actions.
 [[nodiscard]] std::vector<int> unit_time_depths(const Schedule& lowered,
                                                 const PlanMessages& messages);

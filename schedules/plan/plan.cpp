@@ -4,6 +4,7 @@
 
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 namespace {
@@ -22,14 +23,14 @@ std::string to_string(const PlanOp& op) {
   std::string text(kOpNames[at(op.kind)]);
   text += ' ' + to_string(make_action(op.action, op.stage, op.micro_batch));
   if (op.kind == OpKind::kReduceTied) {
-    text += " group " + std::to_string(op.channel);
+    text += concat(" group ", op.channel);
   } else if (op.channel >= 0) {
-    text += " channel " + std::to_string(op.channel);
+    text += concat(" channel ", op.channel);
   }
   if (op.with_previous) text += " with-previous";
   for (std::size_t kind = 0; kind < op.slots.size(); ++kind) {
     if (op.slots[kind] < 0) continue;
-    text += ' ' + std::string(kBufferNames[kind]) + '[' + std::to_string(op.slots[kind]) + ']';
+    text += concat(' ', kBufferNames[kind], '[', op.slots[kind], ']');
   }
   return text;
 }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 namespace {
@@ -59,11 +60,9 @@ PlanMessages find_messages(const Schedule& lowered) {
   }
   for (std::size_t i = 0; i < messages.orders.size(); ++i) {
     if (messages.orders[i].size() == at(lowered.micro_batches)) continue;
-    throw std::invalid_argument(
-        "plan of '" + lowered.name + "': stage " + std::to_string(messages.channels[i].from_stage) +
-        " sends " + std::to_string(messages.orders[i].size()) + " of " +
-        std::to_string(lowered.micro_batches) + " messages to stage " +
-        std::to_string(messages.channels[i].to_stage) + "; pass a schedule that lower() returned");
+    refuse("plan of '", lowered.name, "': stage ", messages.channels[i].from_stage, " sends ",
+           messages.orders[i].size(), " of ", lowered.micro_batches, " messages to stage ",
+           messages.channels[i].to_stage, "; pass a schedule that lower() returned");
   }
   return messages;
 }

@@ -8,6 +8,7 @@
 
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 #include "schedules/plan/plan_receives.hpp"
 
 namespace sluice {
@@ -93,7 +94,11 @@ PlanOp& emit(std::vector<PlanOp>& ops, OpKind kind, const Action& action) {
 }
 
 void emit_message(std::vector<PlanOp>& ops, OpKind kind, const Message& message) {
-  PlanOp& op = emit(ops, kind, make_action(message.action, message.stage, message.micro_batch));
+  PlanOp& op = ops.emplace_back();
+  op.kind = kind;
+  op.action = message.action;
+  op.stage = message.stage;
+  op.micro_batch = message.micro_batch;
   op.channel = message.channel;
   name_slot(op, message.buffer, message.slot);
 }
@@ -113,14 +118,15 @@ class OpenSends {
     const BufferKind kind =
         action == ActionKind::kSendForward ? BufferKind::kOutput : BufferKind::kGradInput;
     const std::int32_t slot = buffers_.view(stage).slot(kind, micro_batch);
-    queue_of(stage, kind).open.push_back({channel, stage, micro_batch, slot, action, kind});
-    emit_message(ops_, OpKind::kStartSend, queue_of(stage, kind).open.back());
+    const Message send{channel, stage, micro_batch, slot, action, kind};
+    emit_message(ops_, OpKind::kStartSend, send);
+    queue_of(stage, kind).open.push_back(send);
   }
 
-  // A slot for a tensor about to be sent. Waits for the oldest send where all slots are taken; the
-  // pool exceeds send_slots only where more tensors than that are computed and not sent yet.
-  int acquire_slot(int stage, BufferKind kind) {
-    Pool& pool = buffers_.pool(stage, kind);
+  // A slot of its send pool for a tensor about to be sent. Waits for the oldest send where all
+  // slots are taken; the pool exceeds send_slots only where more tensors than that are computed and
+  // not sent yet.
+  int acquire_slot(Pool& pool, int stage, BufferKind kind) {
     if (pool.free.empty() && pool.count >= send_slots_) wait_for_oldest(stage, kind);
     return pool.acquire_or_grow();
   }
@@ -339,10 +345,9 @@ class RankPlanner {
         emit(plan_.ops, OpKind::kOptimizer, action);
         return;
       default:
-        throw std::invalid_argument("plan of '" + schedule_.name + "': rank " +
-                                    std::to_string(rank_) + " lists " + to_string(action) +
-                                    ", which plans do not carry; legal are F, B, I, W, messages, "
-                                    "REDUCE_GRAD, REDUCE_TIED and OPTIMIZER");
+        refuse("plan of '", schedule_.name, "': rank ", rank_, " lists ", action,
+               ", which plans do not carry; legal are F, B, I, W, messages, "
+               "REDUCE_GRAD, REDUCE_TIED and OPTIMIZER");
     }
   }
 
@@ -366,7 +371,8 @@ class RankPlanner {
       const RankBuffers::StageView other = buffers_.view(neighbour);
       return other.slot(theirs, action.micro_batch) = other.pool(theirs).acquire_or_grow();
     }
-    return own.slot(mine, action.micro_batch) = sends_.acquire_slot(action.stage, mine);
+    return own.slot(mine, action.micro_batch) =
+               sends_.acquire_slot(own.pool(mine), action.stage, mine);
   }
 
   void add_compute(const Action& action) {
@@ -439,9 +445,8 @@ class RankPlanner {
       });
       if (takes_part) return static_cast<int>(tied_cursor_++);
     }
-    throw std::invalid_argument("plan of '" + schedule_.name + "': " + to_string(action) +
-                                " on rank " + std::to_string(rank_) +
-                                " belongs to no tied parameter; pass the groups that lower() got");
+    refuse("plan of '", schedule_.name, "': ", action, " on rank ", rank_,
+           " belongs to no tied parameter; pass the groups that lower() got");
   }
 
   const Schedule& schedule_;

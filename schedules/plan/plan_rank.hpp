@@ -1,4 +1,4 @@
-// The walk behind assemble_plan(): one rank's list of actions becomes its list of ops.
+// The walk of assemble_plan(): one rank's list of actions becomes its list of ops.
 #pragma once
 
 #include <vector>

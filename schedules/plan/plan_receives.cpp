@@ -6,6 +6,7 @@
 #include <string>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 namespace {
@@ -65,7 +66,7 @@ class ReceiveFinder {
     }
   }
 
-  // What the global order wants issued before the step.
+  // Counts what the global order issues before the step.
   void count_issues(std::size_t step) {
     if (messages_.issues.empty()) return;
     const std::vector<Issue>& issues = messages_.issues[at(rank_)];
@@ -104,11 +105,9 @@ class ReceiveFinder {
   void set_slots(Inbound& inbound, const Demand& demand) const {
     const int micro_batches = schedule_.micro_batches;
     if (demand.waits != micro_batches) {
-      throw std::invalid_argument(
-          "plan of '" + schedule_.name + "': rank " + std::to_string(rank_) + " receives " +
-          std::to_string(demand.waits) + " of " + std::to_string(micro_batches) +
-          " messages for stage " + std::to_string(inbound.stage) +
-          "; pass a schedule that lower() returned");
+      refuse("plan of '", schedule_.name, "': rank ", rank_, " receives ", demand.waits, " of ",
+             micro_batches, " messages for stage ", inbound.stage,
+             "; pass a schedule that lower() returned");
     }
     int most = demand.most;
     if (!messages_.depths.empty()) {

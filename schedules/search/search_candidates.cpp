@@ -12,6 +12,7 @@
 #include <sluice/generate.hpp>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice::search {
 namespace {
@@ -36,8 +37,8 @@ std::string name_of(const ListRule& rule) {
   std::string text = "list scheduler (";
   text += rule.alternate ? "F and I in turn" : "I first";
   text += rule.latest_stage ? ", latest stage" : ", earliest micro-batch";
-  text += ", at most " + std::to_string(rule.most_open) + " open, W may delay by " +
-          std::to_string(static_cast<int>(std::lround(rule.patience * 100))) + " %)";
+  text += concat(", at most ", rule.most_open, " open, W may delay by ",
+                 static_cast<int>(std::lround(rule.patience * 100)), " %)");
   return text;
 }
 
@@ -138,7 +139,7 @@ class Collector {
         if (moving == 0 || tensors_count) collect_built(map, moving);
       }
     }
-    if (candidates_.empty()) refuse();
+    if (candidates_.empty()) refuse_limit();
     return std::move(candidates_);
   }
 
@@ -229,7 +230,7 @@ class Collector {
     consider(std::move(candidate), problem);
   }
 
-  [[noreturn]] void refuse() const {
+  [[noreturn]] void refuse_limit() const {
     const std::vector<double>& limit = space_.memory.limit;
     const bool bytes = space_.memory.unit == Memory::Unit::kBytes;
     const auto text = [&](double value) {

@@ -170,8 +170,9 @@ class Greedy {
     return forwards;
   }
 
-  // Two micro-batches or more ahead of the next stage, one forward can wait until the next stage
-  // has done one F and one I more, if idling until then does not enlarge the largest idle time.
+  // A stage that is two micro-batches or more ahead of the next one can delay a forward until the
+  // next stage has done one F and one I more. It does so if idling until then does not enlarge the
+  // largest idle time.
   bool skips(int stage) const {
     if (!settings_.skip_forwards || stage + 1 >= stages_) return false;
     const Line& line = lines_[at(stage)];

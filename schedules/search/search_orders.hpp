@@ -23,7 +23,7 @@ struct GreedySettings {
 // many forwards ahead of the first I as memory and its arrival allow, then one F and one I in turn;
 // W where it fits into a gap, or where it does not but the gap would enlarge the largest idle time
 // of all stages, or where memory is full; what is left at the end. Requires: one stage per rank, in
-// order, parted backward passes.
+// order, split backward passes.
 [[nodiscard]] Order greedy_insertion(const Problem& problem, const GreedySettings& settings);
 
 // How the list scheduler below chooses among what could start.

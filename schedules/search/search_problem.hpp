@@ -37,8 +37,8 @@ using Order = std::vector<std::vector<Op>>;  // [rank], in list order
 struct Problem {
   Placement placement = Placement::linear(1);
   int micro_batches = 1;
-  // Backward passes are parted. Else an input part stands for a whole B: it takes the time of both
-  // and releases everything, and there are no weight parts.
+  // Backward passes are split. Otherwise an input part stands for a whole B: it takes the time of
+  // both and releases everything, and there are no weight parts.
   bool split = true;
 
   std::vector<double> duration;     // [slot]
@@ -98,7 +98,7 @@ struct Memory {
 [[nodiscard]] double peak_memory(const Problem& problem, const std::vector<Op>& list);
 [[nodiscard]] bool fits(const Problem& problem, const Order& order);
 
-// See makespan_lower_bound(). Requires: parted backward passes, or none parted at all.
+// See makespan_lower_bound(). Requires: all backward passes split, or none.
 [[nodiscard]] double makespan_bound(const Problem& problem);
 // The same for the longest own span: the busiest rank.
 [[nodiscard]] double span_bound(const Problem& problem);

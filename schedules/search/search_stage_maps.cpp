@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 #include "schedules/simulate/simulation_costs.hpp"
 
 namespace sluice::search {
@@ -95,16 +96,14 @@ void require(bool legal, const std::string& message) {
 
 void check_request(const SearchRequest& request) {
   const auto positive = [](const char* what, int value) {
-    require(value >= 1,
-            std::string(what) + " is " + std::to_string(value) + "; the nearest legal value is 1");
+    require(value >= 1, concat(what, " is ", value, "; the nearest legal value is 1"));
   };
   positive("ranks", request.ranks);
   positive("micro-batches", request.micro_batches);
   for (const int chunks : request.chunks) {
     positive("chunks", chunks);
-    require(chunks <= kMaxSearchedChunks, "chunks is " + std::to_string(chunks) +
-                                              "; the nearest legal value is " +
-                                              std::to_string(kMaxSearchedChunks));
+    require(chunks <= kMaxSearchedChunks,
+            concat("chunks is ", chunks, "; the nearest legal value is ", kMaxSearchedChunks));
   }
   require(request.byte_limit.empty() || request.in_flight_limit.empty(),
           "limits of bytes and of micro-batches in flight; legal is one of the two");
@@ -113,24 +112,24 @@ void check_request(const SearchRequest& request) {
           "micro-batches in flight");
   const std::size_t limits = std::max(request.byte_limit.size(), request.in_flight_limit.size());
   require(limits <= 1 || limits == at(request.ranks),
-          std::to_string(limits) + " memory limits; legal is 1 for all ranks or one for each of " +
-              std::to_string(request.ranks));
+          concat(limits, " memory limits; legal is 1 for all ranks or one for each of ",
+                 request.ranks));
   for (const double limit : request.in_flight_limit) {
-    require(limit > 0, "a limit of " + std::to_string(limit) +
-                           " micro-batches in flight; the nearest legal value is 1");
+    require(limit > 0,
+            concat("a limit of ", limit, " micro-batches in flight; the nearest legal value is 1"));
   }
   const int parts = layers_of(request);
-  require(parts <= kMaxLayers, std::to_string(parts) + " parts of the model; at most " +
-                                   std::to_string(kMaxLayers) + " are legal");
+  require(parts <= kMaxLayers,
+          concat(parts, " parts of the model; at most ", kMaxLayers, " are legal"));
   require(parts >= 1, "no times of the model's parts; at least one entry is needed");
   for (const std::size_t entries : {request.model.stages.size(), request.model.bytes.size()}) {
     const bool legal = entries <= 1 || entries == at(request.whole_layers ? parts : request.ranks);
-    require(legal, std::to_string(entries) + " entries for the model's parts; legal is 1 or " +
-                       std::to_string(request.whole_layers ? parts : request.ranks));
+    require(legal, concat(entries, " entries for the model's parts; legal is 1 or ",
+                          request.whole_layers ? parts : request.ranks));
   }
   require(!request.whole_layers || parts >= request.ranks,
-          std::to_string(parts) + " layers on " + std::to_string(request.ranks) +
-              " ranks; each rank needs a layer, so at most " + std::to_string(parts) + " ranks");
+          concat(parts, " layers on ", request.ranks,
+                 " ranks; each rank needs a layer, so at most ", parts, " ranks"));
 }
 
 StageMap make_stage_map(const SearchRequest& request, std::string name, Placement placement) {
@@ -214,17 +213,17 @@ std::vector<StageMap> stage_maps_of(const SearchRequest& request,
   for (const int chunks : counts) {
     const std::int64_t stages = std::int64_t{request.ranks} * chunks;
     const auto leave_out = [&](const std::string& why) {
-      left_out.push_back(std::to_string(chunks) + " chunks per rank: " + why);
+      left_out.push_back(concat(chunks, " chunks per rank: ", why));
     };
     if (request.whole_layers && stages > layers_of(request)) {
       if (!all) {
-        leave_out(std::to_string(layers_of(request)) + " layers make at most " +
-                  std::to_string(layers_of(request) / request.ranks));
+        leave_out(concat(layers_of(request), " layers make at most ",
+                         layers_of(request) / request.ranks));
       }
       continue;
     }
     if (stages * request.micro_batches > kMaxPairs) {
-      leave_out("more than " + std::to_string(kMaxPairs) + " pairs of stage and micro-batch");
+      leave_out(concat("more than ", kMaxPairs, " pairs of stage and micro-batch"));
       continue;
     }
     const auto add = [&](const char* name, Placement placement) {

@@ -1,4 +1,4 @@
-// Where a search may put stages: placements, and the model's parts cut into their stages.
+// The stage maps of a search: placements, and the model cut into their stages.
 //
 // Internal to schedules/search*.cpp.
 #pragma once
@@ -19,7 +19,7 @@ struct StageMap {
   SimulationTimes times;         // of its stages
 };
 
-// What is there for the request, fewest chunks first. Numbers of chunks that the layers do not
+// The maps for the request, fewest chunks first. Numbers of chunks that the layers do not
 // allow leave a sentence in `left_out`. Throws std::invalid_argument where none is left.
 [[nodiscard]] std::vector<StageMap> stage_maps_of(const SearchRequest& request,
                                                   std::vector<std::string>& left_out);

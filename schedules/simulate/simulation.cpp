@@ -9,6 +9,7 @@
 #include "schedules/model/dataflow.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/model/pair_table.hpp"
+#include "schedules/model/text.hpp"
 #include "schedules/simulate/simulation_costs.hpp"
 #include "schedules/simulate/simulation_memory.hpp"
 
@@ -235,8 +236,8 @@ class Simulator {
   const SimulationDetail detail_;
   const Handovers handovers_;
   std::vector<double> link_free_;       // [link]
-  PairTable<double> activation_there_;  // when what the stage takes from the one before is there
-  PairTable<double> gradient_there_;    // the same from the stage behind
+  PairTable<double> activation_there_;  // when the input of the stage arrives
+  PairTable<double> gradient_there_;    // when the gradient from the next stage arrives
   std::vector<RankState> ranks_;
   std::vector<double> weights_done_;  // [stage] end of its last W or B so far
   std::optional<MemoryRecorder> memory_;
@@ -248,9 +249,8 @@ class Simulator {
 Simulation simulate(const Schedule& lowered, const SimulationTimes& times,
                     const SimulationDetail& detail) {
   if (lowered.ranks.size() != at(lowered.placement.ranks())) {
-    throw std::invalid_argument("simulation of '" + lowered.name +
-                                "': " + std::to_string(lowered.ranks.size()) + " lists for " +
-                                std::to_string(lowered.placement.ranks()) + " ranks");
+    refuse("simulation of '", lowered.name, "': ", lowered.ranks.size(), " lists for ",
+           lowered.placement.ranks(), " ranks");
   }
   require_costs(times, lowered);
   return Simulator(lowered, times, detail).run();

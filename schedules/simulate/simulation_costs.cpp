@@ -9,37 +9,34 @@
 #include <utility>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 namespace {
 
 void require_time(const std::string& what, double time) {
   if (!std::isfinite(time) || time < 0) {
-    throw std::invalid_argument("simulation: the " + what + " is " + std::to_string(time) +
-                                "; legal is a finite time of 0 or more");
+    refuse("simulation: the ", what, " is ", time, "; legal is a finite time of 0 or more");
   }
 }
 
 void require_link(const std::string& what, const LinkCost& link) {
   require_time("latency of " + what, link.latency);
   if (!std::isfinite(link.bandwidth) || link.bandwidth < 0) {
-    throw std::invalid_argument("simulation: the bandwidth of " + what + " is " +
-                                std::to_string(link.bandwidth) +
-                                "; legal is a finite number above 0, or 0 for no limit");
+    refuse("simulation: the bandwidth of ", what, " is ", link.bandwidth,
+           "; legal is a finite number above 0, or 0 for no limit");
   }
 }
 
 void require_entries(const std::string& what, std::size_t entries, int stages) {
   if (entries == 1 || entries == at(stages)) return;
-  throw std::invalid_argument("simulation: " + what + " for " + std::to_string(entries) +
-                              " stages; legal is 1 for all alike or one for each of " +
-                              std::to_string(stages) + " stages");
+  refuse("simulation: ", what, " for ", entries,
+         " stages; legal is 1 for all alike or one for each of ", stages, " stages");
 }
 
 void require_bytes(const std::string& what, std::int64_t bytes) {
   if (bytes < 0) {
-    throw std::invalid_argument("simulation: the " + what + " are " + std::to_string(bytes) +
-                                "; legal is 0 or more");
+    refuse("simulation: the ", what, " are ", bytes, "; legal is 0 or more");
   }
 }
 
@@ -55,15 +52,15 @@ void require_countable(const SimulationTimes& times, int stages, int micro_batch
   }
   if (times.bytes.size() == 1) total *= stages;
   if (total > kMost) {
-    throw std::invalid_argument("simulation: the bytes of " + std::to_string(micro_batches) +
-                                " micro-batches over all stages exceed what 63 bits count");
+    refuse("simulation: the bytes of ", micro_batches,
+           " micro-batches over all stages exceed what 63 bits count");
   }
 }
 
 void require_valid(const SimulationTimes& times, int stages) {
   require_entries("times", times.stages.size(), stages);
   for (std::size_t i = 0; i < times.stages.size(); ++i) {
-    const std::string stage = " time of stage " + std::to_string(i);
+    const std::string stage = concat(" time of stage ", i);
     require_time("forward" + stage, times.stages[i].forward);
     require_time("backward-input" + stage, times.stages[i].backward_input);
     require_time("backward-weight" + stage, times.stages[i].backward_weight);
@@ -75,12 +72,12 @@ void require_valid(const SimulationTimes& times, int stages) {
   require_link("a link between nodes", times.between_nodes);
   require_link("the link for reductions", times.reduce_link);
   if (times.ranks_per_node < 0) {
-    throw std::invalid_argument("simulation: " + std::to_string(times.ranks_per_node) +
-                                " ranks per node; legal is 1 or more, or 0 for a single node");
+    refuse("simulation: ", times.ranks_per_node,
+           " ranks per node; legal is 1 or more, or 0 for a single node");
   }
   if (!times.bytes.empty()) require_entries("bytes", times.bytes.size(), stages);
   for (std::size_t i = 0; i < times.bytes.size(); ++i) {
-    const std::string stage = " bytes of stage " + std::to_string(i);
+    const std::string stage = concat(" bytes of stage ", i);
     require_bytes("activation" + stage, times.bytes[i].until_input);
     require_bytes("weight-activation" + stage, times.bytes[i].until_weight);
     require_bytes("output" + stage, times.bytes[i].output);
@@ -130,11 +127,10 @@ void require_costs(const SimulationTimes& times, const Schedule& schedule) {
   require_countable(times, schedule.placement.stages(), schedule.micro_batches);
   const int ranks = schedule.placement.ranks();
   for (const RankLink& each : times.links) {
-    const std::string name = std::to_string(each.from) + " to " + std::to_string(each.to);
+    const std::string name = concat(each.from, " to ", each.to);
     const bool legal = each.from >= 0 && each.from < ranks && each.to >= 0 && each.to < ranks;
     if (!legal || each.from == each.to) {
-      throw std::invalid_argument("simulation: a link from rank " + name +
-                                  "; legal are two of ranks 0 to " + std::to_string(ranks - 1));
+      refuse("simulation: a link from rank ", name, "; legal are two of ranks 0 to ", ranks - 1);
     }
     require_link("the link from rank " + name, each.link);
   }
@@ -207,8 +203,7 @@ void append_stage(const SimulationTimes& old, const std::vector<StagePiece>& pie
 
 SimulationTimes recut(const SimulationTimes& times, int old_stages, int new_stages) {
   if (old_stages < 1 || new_stages < 1) {
-    throw std::invalid_argument("simulation: " + std::to_string(old_stages) + " stages cut into " +
-                                std::to_string(new_stages) + "; legal is 1 or more");
+    refuse("simulation: ", old_stages, " stages cut into ", new_stages, "; legal is 1 or more");
   }
   require_valid(times, old_stages);
   SimulationTimes result = times;

@@ -28,7 +28,8 @@ void require_costs(const SimulationTimes& times, const Schedule& schedule);
 // Seconds that the bytes occupy the link, without its latency.
 [[nodiscard]] double transfer_seconds(const LinkCost& link, std::int64_t bytes);
 
-// numerator / denominator of a stage. Cutting into v equal parts thus divides by v and no more.
+// numerator / denominator of a stage. Cutting into v equal pieces thus divides by v and does
+// nothing else.
 struct StagePiece {
   int stage = 0;
   double numerator = 1, denominator = 1;

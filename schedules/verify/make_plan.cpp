@@ -4,9 +4,9 @@
 namespace sluice {
 namespace {
 
-// Whether receives for what the schedule holds may be too few: a rank of several stages may block
-// sending for one while the receiver waits for another. Asks verify() of such plans alone, since
-// that costs as much as the plan.
+// True where the plan posts too few receives: a rank of several stages may block in a send for one
+// stage while the receiver waits for another. Only such plans are verified, since that costs as
+// much as the plan.
 bool needs_receives(const Plan& plan) {
   return plan.placement.stages() > plan.placement.ranks() &&
          !verify(plan).progresses(TransportModel::kBounded);

@@ -12,6 +12,7 @@
 #include <sluice/plan.hpp>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 
@@ -48,9 +49,9 @@ struct ReplaySlot {
 [[nodiscard]] inline std::string not_in(const ReplaySlot& slot, ReplayState required,
                                         std::int32_t micro_batch) {
   std::string text = "the slot is " + std::string(kReplayStateNames[at(slot.state)]);
-  if (slot.micro_batch >= 0) text += " with micro-batch " + std::to_string(slot.micro_batch);
+  if (slot.micro_batch >= 0) text += concat(" with micro-batch ", slot.micro_batch);
   text += ", it must be " + std::string(kReplayStateNames[at(required)]);
-  if (micro_batch >= 0) text += " with micro-batch " + std::to_string(micro_batch);
+  if (micro_batch >= 0) text += concat(" with micro-batch ", micro_batch);
   return text;
 }
 
@@ -77,17 +78,15 @@ class BufferReplay {
   BufferReplay(const BufferReplay&) = delete;
 
   bool add_pool(const BufferPool& pool, int own) {
-    const auto refuse = [&](const std::string& why) {
-      return refusal_.object([&] {
-        return "pool " + std::string(name_of(pool.kind)) + " of stage " +
-               std::to_string(pool.stage) + why;
-      });
+    const auto object = [&](const std::string& why) {
+      return refusal_.object(
+          [&] { return concat("pool ", name_of(pool.kind), " of stage ", pool.stage, why); });
     };
-    if (own < 0) return refuse(" belongs to no stage of this rank");
+    if (own < 0) return object(" belongs to no stage of this rank");
     Pool& added = stages_[at(own)].pools[at(pool.kind)];
-    if (added.count != 0) return refuse(" is listed twice");
+    if (added.count != 0) return object(" is listed twice");
     if (pool.count < 1) {
-      return refuse(" has " + std::to_string(pool.count) + " slots; at least 1 is needed");
+      return object(concat(" has ", pool.count, " slots; at least 1 is needed"));
     }
     added.offset = slots_.size();
     added.count = pool.count;
@@ -161,10 +160,9 @@ class BufferReplay {
           const ReplaySlot& slot = slots_[pool.offset + at(i)];
           if (slot.state == ReplayState::kFree) continue;
           return refusal_.object([&] {
-            return std::string(name_of(pool.kind)) + '[' + std::to_string(i) + "] of stage " +
-                   std::to_string(pool.stage) + " is still " +
-                   std::string(kReplayStateNames[at(slot.state)]) + " with micro-batch " +
-                   std::to_string(slot.micro_batch) + " at the end";
+            return concat(name_of(pool.kind), '[', i, "] of stage ", pool.stage, " is still ",
+                          kReplayStateNames[at(slot.state)], " with micro-batch ", slot.micro_batch,
+                          " at the end");
           });
         }
       }
@@ -188,9 +186,8 @@ class BufferReplay {
   ReplaySlot* find(const Pool& pool, std::int32_t index) {
     if (index >= 0 && index < pool.count) return &slots_[pool.offset + at(index)];
     refusal_.object([&] {
-      return std::string(name_of(pool.kind)) + '[' + std::to_string(index) +
-             "] does not exist; stage " + std::to_string(pool.stage) + " has " +
-             std::to_string(pool.count) + " such slots";
+      return concat(name_of(pool.kind), '[', index, "] does not exist; stage ", pool.stage, " has ",
+                    pool.count, " such slots");
     });
     return nullptr;
   }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 #include "schedules/verify/verify_walk.hpp"
 
 namespace sluice {
@@ -49,9 +50,13 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     return (wait.kind == OpKind::kWaitRecv ? sides.received : sides.sent) > wait.index;
   }
 
-  Violation deadlock(int first_blocked) const;
+  Violation deadlock(int first_blocked) const {
+    return follow(model_, Holder{false, at(first_blocked)});
+  }
 
  private:
+  friend class ProgressWalk<QueueReplay>;
+
   struct Member {
     std::int32_t channel = -1, index = -1;
     bool receives = false;
@@ -71,7 +76,7 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     std::int32_t sending = 0, receiving = 0, sent = 0, received = 0;
   };
 
-  // What stands still: a rank at a wait or a collective, or a queue whose first group runs.
+  // What is blocked: a rank at a wait or a collective, or a queue whose first group runs.
   struct Holder {
     bool is_queue = false;
     std::size_t index = 0;
@@ -145,6 +150,10 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     }
   }
 
+  bool has_ended(const Holder& holder) const {
+    return !holder.is_queue && finished(static_cast<int>(holder.index));
+  }
+
   int rank_of(const Holder& holder) const {
     if (!holder.is_queue) return static_cast<int>(holder.index);
     const Member& member = queues_[holder.index].members[queues_[holder.index].first];
@@ -190,11 +199,10 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
   }
 
   std::string name_of_queue(std::size_t index) const {
-    if (model_ == TransportModel::kNccl) return "the queue of rank " + std::to_string(index);
+    if (model_ == TransportModel::kNccl) return concat("the queue of rank ", index);
     const PairDepth& pair = trace_.pairs[index / 2].depth;
-    return "rank " + std::to_string(index % 2 == 0 ? pair.from_rank : pair.to_rank) +
-           "'s end of the queue from rank " + std::to_string(pair.from_rank) + " to rank " +
-           std::to_string(pair.to_rank);
+    return concat("rank ", index % 2 == 0 ? pair.from_rank : pair.to_rank,
+                  "'s end of the queue from rank ", pair.from_rank, " to rank ", pair.to_rank);
   }
 
   std::string waits(const Holder& holder) const {
@@ -202,18 +210,17 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     const int position = position_of(holder);
     const Holder next = awaited(holder);
     const std::string whom =
-        next.is_queue ? name_of_queue(next.index) : "rank " + std::to_string(next.index);
+        next.is_queue ? name_of_queue(next.index) : concat("rank ", next.index);
     const PlanOp& op = ops_of(rank)[at(position)];
     if (!holder.is_queue) {
-      return "rank " + std::to_string(rank) + " at " + op_text(rank, position) + " waits for " +
-             whom + (next.is_queue ? "" : " to join");
+      return concat("rank ", rank, " at ", op_text(rank, position), " waits for ", whom,
+                    next.is_queue ? "" : " to join");
     }
     const Channel& channel = channel_of(op.channel);
     const Action wanted = op.kind == OpKind::kPostRecv ? sending_action(channel, op.micro_batch)
                                                        : receiving_action(channel, op.micro_batch);
-    return name_of_queue(holder.index) + " stands at " + op_text(rank, position) +
-           " and waits for " + whom + " to " + (next.is_queue ? "come to " : "issue ") +
-           to_string(wanted);
+    return name_of_queue(holder.index) + " is at " + op_text(rank, position) + " and waits for " +
+           whom + " to " + (next.is_queue ? "come to " : "issue ") + to_string(wanted);
   }
 
   static constexpr std::size_t kCompactFrom = 64;
@@ -226,32 +233,8 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
   std::vector<std::size_t> ended_;    // queues whose first group has ended
 };
 
-Violation QueueReplay::deadlock(int first_blocked) const {
-  std::vector<Holder> chain;
-  Holder holder{false, at(first_blocked)};
-  const std::string model = "under the " + std::string(name_of(model_)) + " model ";
-  while (std::find(chain.begin(), chain.end(), holder) == chain.end()) {
-    if (!holder.is_queue && finished(static_cast<int>(holder.index))) {
-      const Holder& last = chain.back();
-      return Violation{rank_of(last), position_of(last),
-                       model + "the plan cannot finish: " + waits(last) + ", whose list has ended"};
-    }
-    chain.push_back(holder);
-    holder = awaited(holder);
-  }
-  chain.erase(chain.begin(), std::find(chain.begin(), chain.end(), holder));
-  std::rotate(
-      chain.begin(),
-      std::min_element(chain.begin(), chain.end(),
-                       [&](const Holder& a, const Holder& b) { return rank_of(a) < rank_of(b); }),
-      chain.end());
-  std::string text = model + "the plan deadlocks: ";
-  for (std::size_t i = 0; i < chain.size(); ++i) text += (i == 0 ? "" : "; ") + waits(chain[i]);
-  return Violation{rank_of(chain.front()), position_of(chain.front()), text};
-}
-
-// Without tags the n-th send from one rank to another meets the n-th receive there, whatever their
-// channels. What is wrong with that, if anything.
+// Without tags the n-th send from one rank to another meets the n-th receive there, on any
+// channel. Returns what is wrong with that, if anything.
 std::optional<Violation> check_pair_orders(const Plan& plan, const PlanTrace& trace,
                                            TransportModel model) {
   if (std::all_of(trace.pairs.begin(), trace.pairs.end(),
@@ -289,16 +272,14 @@ std::optional<Violation> check_pair_orders(const Plan& plan, const PlanTrace& tr
     const int sends = find(ranks.from_rank, OpKind::kStartSend, number);
     const int posts = find(ranks.to_rank, OpKind::kPostRecv, number);
     const auto text = [&](int rank, int position) {
-      return "op " + std::to_string(position) + " (" +
-             to_string(plan.ranks[at(rank)].ops[at(position)]) + ") of rank " +
-             std::to_string(rank);
+      return concat("op ", position, " (", plan.ranks[at(rank)].ops[at(position)], ") of rank ",
+                    rank);
     };
     return Violation{ranks.to_rank, posts,
-                     "under the " + std::string(name_of(model)) +
-                         " model the wrong tensor is delivered: " + text(ranks.to_rank, posts) +
-                         " meets " + text(ranks.from_rank, sends) + ", since both are number " +
-                         std::to_string(number) +
-                         " between these ranks; both ends must issue in one order"};
+                     concat("under the ", name_of(model),
+                            " model the wrong tensor is delivered: ", text(ranks.to_rank, posts),
+                            " meets ", text(ranks.from_rank, sends), ", since both are number ",
+                            number, " between these ranks; both ends must issue in one order")};
   }
   return std::nullopt;
 }

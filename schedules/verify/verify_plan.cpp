@@ -10,6 +10,7 @@
 #include <sluice/verify.hpp>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 #include "schedules/verify/verify_progress.hpp"
 #include "schedules/verify/verify_rank.hpp"
 #include "schedules/verify/verify_trace.hpp"
@@ -21,19 +22,19 @@ Violation about_plan(const std::string& message) { return Violation{-1, -1, mess
 
 std::optional<Violation> check_shape(const Plan& plan) {
   if (plan.micro_batches < 1) {
-    return about_plan("the plan has " + std::to_string(plan.micro_batches) +
-                      " micro-batches; at least 1 is needed");
+    return about_plan(
+        concat("the plan has ", plan.micro_batches, " micro-batches; at least 1 is needed"));
   }
   if (plan.ranks.size() != at(plan.placement.ranks())) {
-    return about_plan("the plan lists " + std::to_string(plan.ranks.size()) +
-                      " ranks, its placement has " + std::to_string(plan.placement.ranks()));
+    return about_plan(concat("the plan lists ", plan.ranks.size(), " ranks, its placement has ",
+                             plan.placement.ranks()));
   }
   for (const TiedStages& group : plan.tied) {
     if (group.stages.empty()) return about_plan("a tied group names no stage");
     for (const int stage : group.stages) {
       if (stage >= 0 && stage < plan.placement.stages()) continue;
-      return about_plan("a tied group names stage " + std::to_string(stage) +
-                        "; legal stages are 0 to " + std::to_string(plan.placement.stages() - 1));
+      return about_plan(concat("a tied group names stage ", stage, "; legal stages are 0 to ",
+                               plan.placement.stages() - 1));
     }
   }
   return std::nullopt;
@@ -45,12 +46,12 @@ std::optional<Violation> check_channels(const Plan& plan) {
   std::set<std::array<int, 3>> tags;
   std::set<std::array<int, 2>> edges;
   if (std::max(plan.channels.size(), plan.tied.size()) > ProgressEvent::kMostChannels) {
-    return about_plan("the plan has more than " + std::to_string(ProgressEvent::kMostChannels) +
-                      " channels or tied groups");
+    return about_plan(concat("the plan has more than ", ProgressEvent::kMostChannels,
+                             " channels or tied groups"));
   }
   for (std::size_t i = 0; i < plan.channels.size(); ++i) {
     const Channel& channel = plan.channels[i];
-    const std::string name = "channel " + std::to_string(i);
+    const std::string name = concat("channel ", i);
     const int step = channel.kind == ActionKind::kSendForward ? 1 : -1;
     if (channel.kind != ActionKind::kSendForward && channel.kind != ActionKind::kSendBackward) {
       return about_plan(name + " carries " + std::string(name_of(channel.kind)) +
@@ -59,24 +60,22 @@ std::optional<Violation> check_channels(const Plan& plan) {
     if (channel.from_stage < 0 || channel.from_stage >= placement.stages() ||
         channel.to_stage < 0 || channel.to_stage >= placement.stages() ||
         channel.to_stage != channel.from_stage + step) {
-      return about_plan(name + " joins stages " + std::to_string(channel.from_stage) + " and " +
-                        std::to_string(channel.to_stage) + ", which " +
-                        std::string(name_of(channel.kind)) + " does not");
+      return about_plan(concat(name, " joins stages ", channel.from_stage, " and ",
+                               channel.to_stage, ", which ", name_of(channel.kind), " does not"));
     }
     if (channel.from_rank != placement.rank_of(channel.from_stage) ||
         channel.to_rank != placement.rank_of(channel.to_stage) ||
         channel.from_rank == channel.to_rank) {
-      return about_plan(name + " joins ranks " + std::to_string(channel.from_rank) + " and " +
-                        std::to_string(channel.to_rank) + ", its stages are on ranks " +
-                        std::to_string(placement.rank_of(channel.from_stage)) + " and " +
-                        std::to_string(placement.rank_of(channel.to_stage)));
+      return about_plan(concat(name, " joins ranks ", channel.from_rank, " and ", channel.to_rank,
+                               ", its stages are on ranks ", placement.rank_of(channel.from_stage),
+                               " and ", placement.rank_of(channel.to_stage)));
     }
     if (!edges.insert({channel.from_stage, channel.to_stage}).second) {
       return about_plan(name + " repeats an earlier channel of the same stages and direction");
     }
     if (channel.tag < 0 || !tags.insert({channel.from_rank, channel.to_rank, channel.tag}).second) {
-      return about_plan(name + " has tag " + std::to_string(channel.tag) +
-                        ", which is negative or taken by another channel of its ranks");
+      return about_plan(concat(name, " has tag ", channel.tag,
+                               ", which is negative or taken by another channel of its ranks"));
     }
   }
   return std::nullopt;
@@ -98,20 +97,18 @@ std::optional<Violation> check_pairing(const Plan& plan, const PlanTrace& trace)
       const int other = (sends ? orders.posted : orders.sent).index_of(ops[i].micro_batch);
       if (own == other) continue;
       const Channel& channel = plan.channels[at(ops[i].channel)];
-      const std::string peer =
-          "rank " + std::to_string(sends ? channel.to_rank : channel.from_rank);
+      const std::string peer = concat("rank ", sends ? channel.to_rank : channel.from_rank);
       const std::string what =
-          other < 0
-              ? peer + (sends ? " posts no receive for it" : " never sends it")
-              : "it is number " + std::to_string(own) + " of its channel here and number " +
-                    std::to_string(other) + " on " + peer + "; both sides must keep one order";
+          other < 0 ? peer + (sends ? " posts no receive for it" : " never sends it")
+                    : concat("it is number ", own, " of its channel here and number ", other,
+                             " on ", peer, "; both sides must keep one order");
       return violation_at(plan, rank, static_cast<int>(i), what);
     }
   }
   return std::nullopt;
 }
 
-// Whether each message is a group of its own and each ordered pair of ranks has one channel. A
+// True where each message is a group of its own and each ordered pair of ranks has one channel. A
 // queue between two ranks then is that channel: its n-th message ends once both sides have issued
 // it and those before it, which they have where it is issued, so kNcclEdges is kRendezvous.
 bool is_one_by_one(const PlanTrace& trace) {
@@ -119,7 +116,7 @@ bool is_one_by_one(const PlanTrace& trace) {
                                        [](const PairTrace& pair) { return pair.channels == 1; });
 }
 
-// Fills in what holds under each model. The strict ones go first, for what they imply.
+// Fills in what holds under each model. The strict ones go first, since they imply others.
 void progress_under_all(const Plan& plan, const PlanTrace& trace, const VerifyOptions& options,
                         Verification& result) {
   std::array<std::optional<Violation>, kTransportModels> stuck;
@@ -150,8 +147,7 @@ void progress_under_all(const Plan& plan, const PlanTrace& trace, const VerifyOp
 
 Verification verify(const Plan& plan, const VerifyOptions& options) {
   if (options.send_buffers < 1) {
-    throw std::invalid_argument("verify: send_buffers is " + std::to_string(options.send_buffers) +
-                                "; the nearest legal value is 1");
+    refuse("verify: send_buffers is ", options.send_buffers, "; the nearest legal value is 1");
   }
   Verification result;
   result.violation = check_shape(plan);

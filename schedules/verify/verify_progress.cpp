@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 #include "schedules/verify/verify_nccl.hpp"
 #include "schedules/verify/verify_walk.hpp"
 
@@ -35,27 +36,43 @@ class TaggedReplay : public ProgressWalk<TaggedReplay> {
     return model_ == TransportModel::kEager || posted_[channel] > wait.index;
   }
 
-  Violation deadlock(int first_blocked) const {
-    std::vector<int> chain;
-    std::vector<bool> visited(unmatched_.size());
-    int rank = first_blocked;
-    while (!finished(rank) && !visited[at(rank)]) {
-      visited[at(rank)] = true;
-      chain.push_back(rank);
-      rank = awaited_rank(rank);
+  // For follow().
+  bool has_ended(int rank) const { return finished(rank); }
+  static int rank_of(int rank) { return rank; }
+  int position_of(int rank) const { return op_position(rank); }
+  // A rank that must act before the blocked `rank` can go on.
+  int awaited(int rank) const {
+    const ProgressEvent& event = event_at(at(rank));
+    switch (event.kind) {
+      case OpKind::kWaitRecv:
+        return channel_of(event.channel).from_rank;
+      case OpKind::kWaitSend:
+        return channel_of(event.channel).to_rank;
+      case OpKind::kStartSend:
+        return unmatched_channel(rank).to_rank;
+      default:
+        return missing_party(event);
     }
-    const std::string model = "under the " + std::string(name_of(model_)) + " model ";
-    if (finished(rank)) {
-      const int last = chain.back();
-      return Violation{last, op_position(last),
-                       model + "the plan cannot finish: " + waits(last) + ", whose list has ended"};
-    }
-    chain.erase(chain.begin(), std::find(chain.begin(), chain.end(), rank));
-    std::rotate(chain.begin(), std::min_element(chain.begin(), chain.end()), chain.end());
-    std::string text = model + "the plan deadlocks: ";
-    for (std::size_t i = 0; i < chain.size(); ++i) text += (i == 0 ? "" : "; ") + waits(chain[i]);
-    return Violation{chain.front(), op_position(chain.front()), text};
   }
+  std::string waits(int rank) const {
+    const int position = op_position(rank);
+    const PlanOp& op = ops_of(rank)[at(position)];
+    std::string text = concat("rank ", rank, " at ", op_text(rank, position), " waits for rank ",
+                              awaited(rank), " to ");
+    switch (op.kind) {
+      case OpKind::kWaitRecv:
+        return text + "send " + to_string(sending_action(channel_of(op.channel), op.micro_batch));
+      case OpKind::kWaitSend:
+        return text + "post " + to_string(receiving_action(channel_of(op.channel), op.micro_batch));
+      case OpKind::kStartSend:
+        return concat(text, "post a receive for an earlier send from stage ",
+                      unmatched_channel(rank).from_stage);
+      default:
+        return text + "join";
+    }
+  }
+
+  Violation deadlock(int first_blocked) const { return follow(model_, first_blocked); }
 
  private:
   // Posts and starts of a channel come in the order of their index.
@@ -80,45 +97,10 @@ class TaggedReplay : public ProgressWalk<TaggedReplay> {
     return true;
   }
 
-  // The rest puts a deadlock into words.
-
-  // A rank that must act before the blocked `rank` can go on.
-  int awaited_rank(int rank) const {
-    const ProgressEvent& event = event_at(at(rank));
-    switch (event.kind) {
-      case OpKind::kWaitRecv:
-        return channel_of(event.channel).from_rank;
-      case OpKind::kWaitSend:
-        return channel_of(event.channel).to_rank;
-      case OpKind::kStartSend:
-        return unmatched_channel(rank).to_rank;
-      default:
-        return missing_party(event);
-    }
-  }
-
   const Channel& unmatched_channel(int rank) const {
     std::size_t i = 0;
     while (plan_.channels[i].from_rank != rank || started_[i] <= posted_[i]) ++i;
     return plan_.channels[i];
-  }
-
-  std::string waits(int rank) const {
-    const int position = op_position(rank);
-    const PlanOp& op = ops_of(rank)[at(position)];
-    std::string text = "rank " + std::to_string(rank) + " at " + op_text(rank, position) +
-                       " waits for rank " + std::to_string(awaited_rank(rank)) + " to ";
-    switch (op.kind) {
-      case OpKind::kWaitRecv:
-        return text + "send " + to_string(sending_action(channel_of(op.channel), op.micro_batch));
-      case OpKind::kWaitSend:
-        return text + "post " + to_string(receiving_action(channel_of(op.channel), op.micro_batch));
-      case OpKind::kStartSend:
-        return text + "post a receive for an earlier send from stage " +
-               std::to_string(unmatched_channel(rank).from_stage);
-      default:
-        return text + "join";
-    }
   }
 
   const TransportModel model_;

@@ -6,6 +6,7 @@
 
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 #include "schedules/verify/verify_buffers.hpp"
 
 namespace sluice {
@@ -48,10 +49,10 @@ class ProgressReplay {
   bool compute(const PlanOp& op, int own) {
     constexpr std::uint8_t kForwardDone = 1, kInputDone = 2, kWeightDone = 4;
     // By ActionKind.
-    constexpr std::array<std::uint8_t, 4> kAdds = {kForwardDone, kInputDone | kWeightDone,
-                                                   kInputDone, kWeightDone};
-    constexpr std::array<std::uint8_t, 4> kNeeds = {0, kForwardDone, kForwardDone,
-                                                    kForwardDone | kInputDone};
+    static constexpr std::array<std::uint8_t, 4> kAdds = {kForwardDone, kInputDone | kWeightDone,
+                                                          kInputDone, kWeightDone};
+    static constexpr std::array<std::uint8_t, 4> kNeeds = {0, kForwardDone, kForwardDone,
+                                                           kForwardDone | kInputDone};
     Stage& stage = stages_[at(own)];
     std::uint8_t& done = stage.done[op.micro_batch];
     const std::uint8_t adds = kAdds[at(op.action)], needs = kNeeds[at(op.action)];
@@ -87,8 +88,7 @@ class ProgressReplay {
 
   bool reduce_tied(std::int32_t group) {
     if (group < 0 || at(group) >= plan_.tied.size()) {
-      return object("tied group " + std::to_string(group) + " does not exist; there are " +
-                    std::to_string(plan_.tied.size()));
+      return object(concat("tied group ", group, " does not exist; there are ", plan_.tied.size()));
     }
     if (tied_reduced_[at(group)]) return object("this tied group is reduced already");
     tied_reduced_[at(group)] = true;
@@ -104,13 +104,12 @@ class ProgressReplay {
     for (int own = 0; at(own) < stages_.size(); ++own) {
       if (!check_complete(own)) return false;
       if (!stages_[at(own)].reduced) {
-        return object("the gradients of stage " + std::to_string(own_.all()[at(own)]) +
-                      " are not reduced");
+        return object(concat("the gradients of stage ", own_.all()[at(own)], " are not reduced"));
       }
     }
     for (std::size_t group = 0; group < plan_.tied.size(); ++group) {
       if (!takes_part(group) || tied_reduced_[group]) continue;
-      return object("tied group " + std::to_string(group) + " is not reduced");
+      return object(concat("tied group ", group, " is not reduced"));
     }
     return true;
   }
@@ -148,9 +147,8 @@ class ProgressReplay {
   bool check_complete(int own) {
     const std::int32_t complete = stages_[at(own)].complete;
     if (complete == plan_.micro_batches) return true;
-    return object("only " + std::to_string(complete) + " of " +
-                  std::to_string(plan_.micro_batches) + " micro-batches of stage " +
-                  std::to_string(own_.all()[at(own)]) + " are complete");
+    return object(concat("only ", complete, " of ", plan_.micro_batches, " micro-batches of stage ",
+                         own_.all()[at(own)], " are complete"));
   }
 
   const Plan& plan_;
@@ -193,14 +191,14 @@ class RankReplay {
 
  private:
   Violation about_rank() const {
-    return {own_.rank, -1, "rank " + std::to_string(own_.rank) + ": " + refusal_.why};
+    return {own_.rank, -1, concat("rank ", own_.rank, ": ", refusal_.why)};
   }
 
   bool replay(const PlanOp& op) {
     const int own = own_.find(op.stage);
     if (own < 0) {
       return refusal_.object(
-          [&] { return "stage " + std::to_string(op.stage) + " is not a stage of this rank"; });
+          [&] { return concat("stage ", op.stage, " is not a stage of this rank"); });
     }
     if (progress_.optimized()) {
       return refusal_.object([] { return "nothing may follow the optimizer"; });
@@ -243,8 +241,8 @@ class RankReplay {
   bool replay_message(const PlanOp& op, int own) {
     if (op.channel < 0 || at(op.channel) >= plan_.channels.size()) {
       return refusal_.object([&] {
-        return "channel " + std::to_string(op.channel) + " does not exist; legal are 0 to " +
-               std::to_string(static_cast<int>(plan_.channels.size()) - 1);
+        return concat("channel ", op.channel, " does not exist; legal are 0 to ",
+                      static_cast<int>(plan_.channels.size()) - 1);
       });
     }
     if (!check_micro_batch(op)) return false;
@@ -255,9 +253,8 @@ class RankReplay {
     if (op.stage != (sends ? channel.from_stage : channel.to_stage) ||
         op.action != (sends ? channel.kind : received)) {
       return refusal_.object([&] {
-        return "channel " + std::to_string(op.channel) + " carries " +
-               std::string(name_of(channel.kind)) + " from stage " +
-               std::to_string(channel.from_stage) + " to stage " + std::to_string(channel.to_stage);
+        return concat("channel ", op.channel, " carries ", name_of(channel.kind), " from stage ",
+                      channel.from_stage, " to stage ", channel.to_stage);
       });
     }
     const BufferKind kind = sends ? (forward ? BufferKind::kOutput : BufferKind::kGradInput)
@@ -351,8 +348,8 @@ class RankReplay {
   bool check_micro_batch(const PlanOp& op) {
     if (op.micro_batch >= 0 && op.micro_batch < plan_.micro_batches) return true;
     return refusal_.object([&] {
-      return "micro-batch " + std::to_string(op.micro_batch) + " does not exist; legal are 0 to " +
-             std::to_string(plan_.micro_batches - 1);
+      return concat("micro-batch ", op.micro_batch, " does not exist; legal are 0 to ",
+                    plan_.micro_batches - 1);
     });
   }
 

@@ -6,6 +6,7 @@
 
 #include "schedules/model/actions.hpp"
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 
 namespace sluice {
 
@@ -43,9 +44,7 @@ std::vector<int> local_stage_indices(const Placement& placement) {
 
 Violation violation_at(const Plan& plan, int rank, int position, const std::string& what) {
   const PlanOp& op = plan.ranks[at(rank)].ops[at(position)];
-  return Violation{rank, position,
-                   "rank " + std::to_string(rank) + ", op " + std::to_string(position) + " (" +
-                       to_string(op) + "): " + what};
+  return Violation{rank, position, concat("rank ", rank, ", op ", position, " (", op, "): ", what)};
 }
 
 Action sending_action(const Channel& channel, int micro_batch) {

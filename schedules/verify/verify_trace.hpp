@@ -81,7 +81,7 @@ struct PlanTrace {
   explicit PlanTrace(const Plan& plan);  // requires legal ranks in plan.channels
 };
 
-// Where each stage stands among the stages of its rank.
+// [stage] Its index among the stages of its rank.
 [[nodiscard]] std::vector<int> local_stage_indices(const Placement& placement);
 
 // What the op at `position` did wrong, as a violation that names it.

@@ -1,5 +1,5 @@
-// The walk that every transport model shares: each rank goes through its events until one must
-// wait, and is looked at again only when what it waits for may have happened. Linear in the number
+// The walk that every transport model shares. Each rank goes through its events until it must wait,
+// and is visited again only when what it waits for may have happened. Linear in the number
 // of events as long as the model wakes a rank only for its own message.
 #pragma once
 
@@ -10,8 +10,10 @@
 #include <vector>
 
 #include <sluice/plan.hpp>
+#include <sluice/verify.hpp>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
 #include "schedules/verify/verify_trace.hpp"
 
 namespace sluice {
@@ -53,7 +55,7 @@ class ProgressWalk {
   [[nodiscard]] const ProgressEvent& event_at(std::size_t rank) const {
     return trace_.events[rank][cursors_[rank].position];
   }
-  // The event behind that one, or null.
+  // The event after that one, or null.
   [[nodiscard]] const ProgressEvent* next_event(std::size_t rank) const {
     const std::size_t next = cursors_[rank].position + 1;
     return next < trace_.events[rank].size() ? &trace_.events[rank][next] : nullptr;
@@ -106,7 +108,36 @@ class ProgressWalk {
   }
   // "op 3 (send 0SEND_F1 ...)"
   [[nodiscard]] std::string op_text(int rank, int position) const {
-    return "op " + std::to_string(position) + " (" + to_string(ops_of(rank)[at(position)]) + ")";
+    return concat("op ", position, " (", ops_of(rank)[at(position)], ")");
+  }
+
+  // Who waits for whom from a blocked `holder` on, until one repeats or a list has ended. The model
+  // has, for its type of holder: awaited(), has_ended(), rank_of(), position_of(), waits() as text.
+  template <class Holder>
+  [[nodiscard, gnu::cold, gnu::noinline]] Violation follow(TransportModel name,
+                                                           Holder holder) const {
+    const auto& model = static_cast<const Model&>(*this);
+    std::vector<Holder> chain;
+    while (std::find(chain.begin(), chain.end(), holder) == chain.end()) {
+      if (model.has_ended(holder)) {
+        const Holder& last = chain.back();
+        return {model.rank_of(last), model.position_of(last),
+                concat("under the ", name_of(name), " model the plan cannot finish: ",
+                       model.waits(last), ", whose list has ended")};
+      }
+      chain.push_back(holder);
+      holder = model.awaited(holder);
+    }
+    chain.erase(chain.begin(), std::find(chain.begin(), chain.end(), holder));
+    const auto first = std::min_element(
+        chain.begin(), chain.end(),
+        [&](const Holder& a, const Holder& b) { return model.rank_of(a) < model.rank_of(b); });
+    std::rotate(chain.begin(), first, chain.end());
+    std::string text = concat("under the ", name_of(name), " model the plan deadlocks: ");
+    for (std::size_t i = 0; i < chain.size(); ++i) {
+      text += concat(i == 0 ? "" : "; ", model.waits(chain[i]));
+    }
+    return {model.rank_of(chain.front()), model.position_of(chain.front()), text};
   }
 
   const Plan& plan_;
@@ -116,7 +147,7 @@ class ProgressWalk {
   struct Cursor {
     std::size_t position = 0;
     bool blocked = false;
-    bool arrived = false;  // counted at the collective it stands at
+    bool arrived = false;  // counted at its collective
   };
 
   struct Collective {

@@ -10,7 +10,7 @@
 
 namespace sluice::testing {
 
-// One text per rank, steps parted by blanks.
+// One text per rank, steps separated by blanks.
 [[nodiscard]] Schedule hand_made(const Placement& placement, int micro_batches,
                                  const std::vector<std::string_view>& ranks);
 
@@ -30,7 +30,7 @@ namespace sluice::testing {
 [[nodiscard]] Plan plan_of(const Schedule& schedule, const std::vector<TiedStages>& tied = {},
                            const PlanOptions& options = {});
 
-// The same, with every sum over replicas beside computation.
+// The same, with every sum over replicas overlapped with computation.
 [[nodiscard]] Plan plan_with_early_sums(const Schedule& schedule, const PlanOptions& options = {});
 [[nodiscard]] Schedule lower_with_early_sums(const Schedule& schedule);
 

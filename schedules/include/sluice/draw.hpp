@@ -22,10 +22,10 @@ namespace sluice {
 // Beyond that many an SVG picture is no help, and viewers choke.
 inline constexpr std::size_t kMaxSvgActions = 100'000;
 
-// Pictures read like the papers' figures: time from left to right, one row per rank, forward blue,
-// backward green (its input half teal), weight gradient violet, later chunks of a rank lighter,
-// micro-batch numbers in the boxes, idle time white, an overlapped pair as two halves of one box; a
-// legend and, as caption, bubbles and peak memory.
+// Pictures read like the papers' figures: time from left to right, one row per rank. Forwards are
+// blue, backwards green (the input half teal), weight gradients violet, idle time white; later
+// chunks of a rank are lighter. Boxes show the micro-batch; an overlapped pair is two halves of one
+// box. A legend and a caption with bubbles and peak memory follow.
 //
 // Boxes are as wide as their actions are long in the simulation; the shortest one has room for its
 // number, as long as the picture then stays below 20,000 pixels. At most 400 bytes per action.

@@ -34,16 +34,16 @@ namespace sluice {
 struct LowerOptions {
   bool reduce_grad = true;       // REDUCE_GRAD per stage and OPTIMIZER per rank (training)
   std::vector<TiedStages> tied;  // one REDUCE_TIED on every rank that owns one of the stages
-  // [stage] Its sum over replicas runs beside computation and blocks nobody, as NCCL's do. Empty:
-  // no stage's does.
+  // [stage] Its sum over replicas overlaps with computation and blocks no rank, as NCCL's do.
+  // Empty: no stage's does.
   std::vector<bool> overlapped_grad_sums = {};
 };
 
 // Adds SEND right after the action that produces and RECV right before the action that uses, where
 // the neighbouring stage is on another rank (for an overlapped pair: around the pair); then
-// reductions and the optimizer, which a forward-only schedule has none of. REDUCE_GRAD stands right
-// behind the last B or W of its stage, before the messages that follow, where the sum runs beside
-// computation; else at the list's end, where a sum that blocks holds up no other rank. A
+// reductions and the optimizer, except for a forward-only schedule. Where the sum
+// overlaps with computation, REDUCE_GRAD comes right after the last B or W of its stage, before the
+// messages that follow. Otherwise it comes at the list's end, where it holds up no other rank. A
 // REDUCE_TIED names the first stage of its group on that rank; groups come in the order of `tied`.
 // Requires: check() found nothing. Throws std::invalid_argument for schedules with messages, for
 // illegal groups and where `overlapped_grad_sums` has not one entry per stage.
@@ -148,14 +148,14 @@ inline constexpr std::int64_t kMaxPlannedPairs = 2'000'000;
 // (verify.hpp) finds out and takes the depths where they are needed. Linear in the number of
 // actions.
 //
-// kGlobal. Messages are ordered by when they are sent where F, I and W take one unit of time (B
-// two), then by pair of ranks, those with an even lower rank first; messages that the same two
-// ranks exchange at one time form a group on both. A rank issues in that order, each send right
+// kGlobal. Messages are ordered by the time they are sent where F, I and W take one unit of time
+// and B two; then by pair of ranks, those with an even lower rank first. Messages that the same two
+// ranks exchange at one time form a group on both. A rank issues in that order: each send right
 // after the action that makes the tensor, each receive at the latest before the rank's first action
-// that starts later, and up to receive_ahead earlier where its turn has come and a slot is free. A
-// step then waits only for messages sent before it starts, and a message only for earlier steps and
-// messages, so no in-order queue can stop it, whatever the times. What is sent when a B or W ends
-// goes before a REDUCE_GRAD behind that action. n log n in the actions of a rank.
+// that starts later. A receive goes up to receive_ahead earlier where its turn has come and a slot
+// is free. A step then waits only for messages sent before it starts, and a message only for
+// earlier steps and messages. So no in-order queue can stop it, at any speed. What is sent when a B
+// or W ends goes before a REDUCE_GRAD that follows that action. n log n in the actions of a rank.
 //
 // Requires: check(schedule) found nothing; `lowered` comes from lower(). `tied` as given there.
 // Throws std::invalid_argument for illegal options, messages that are not all there and kinds no op

@@ -10,7 +10,7 @@
 // The text form of an action is `<stage><KIND>[micro_batch]`, e.g. `2F0` (stage 2 forwards
 // micro-batch 0), `3SEND_B1`, `0REDUCE_GRAD`; it follows torch.distributed.pipelining's `_Action`,
 // but is strict: the whole text must match and an unknown kind is refused by name. Numbers are
-// decimal without sign or leading zeros. Behind it may follow `>stage` (a message's to_stage) and
+// decimal without sign or leading zeros. It may be followed by `>stage` (a message's to_stage) and
 // `@copy` (from 1).
 #pragma once
 
@@ -24,7 +24,7 @@
 namespace sluice {
 
 // kBackward is the whole backward pass; kBackwardInput ("I") and kBackwardWeight ("W") are its
-// halves, for schedules that part them.
+// halves, for schedules that split it.
 enum class ActionKind : std::uint8_t {
   kForward,         // F
   kBackward,        // B
@@ -150,20 +150,20 @@ struct Violation {
 // Order and completeness of the compute actions: each F, and each B or I + W, of each (stage,
 // micro-batch) exactly once, on the stage's own rank; indices in range; backward after forward, W
 // after I within a rank; no cycle between ranks (order along stages). Messages, if present, must
-// pair up one to one, be all there, and stand behind what makes and before what uses the tensor.
+// pair up one to one and be complete, after what makes and before what uses the tensor.
 // The first offence in rank-major order, or nothing; offences of single actions (range, rank,
 // repetition) go before missing partners, those before missing actions, then order, then cycles.
-// A missing action's position is the first one of its stage and micro-batch, a cycle's where the
-// lowest rank of it stands. Overlapped actions must not need each other. Linear.
+// A missing action's position is the first one of its stage and micro-batch, a cycle's is that
+// of its lowest rank. Overlapped actions must not need each other. Linear.
 [[nodiscard]] std::optional<Violation> check(const Schedule& schedule);
 
 // True if every stage's weight gradients accumulate in ascending micro-batch order, so results are
 // bit-identical to any other such schedule.
 [[nodiscard]] bool is_exact(const Schedule& schedule);
 
-// Most forwards of one stage's micro-batches held at a time, from start of F to end of W or B;
-// [rank] sums over the rank's stages as the list runs, in chunks. Forward-only schedules hold a
-// micro-batch during its F alone.
+// Per rank, the most chunks held at a time as the list runs: a stage holds a micro-batch from the
+// start of its F to the end of its W or B. Forward-only schedules hold a micro-batch during its F
+// alone.
 [[nodiscard]] std::vector<int> peak_in_flight(const Schedule& schedule);
 
 // A parameter used by several stages (input embedding and output head), ascending, may repeat none.

@@ -1,6 +1,6 @@
 // Schedules read from files and written to them: Sluice's own format, and PyTorch's. Both readers
-// are strict and bounded: they say what they refuse and where, keep no document tree, and beside
-// the text allocate at most 24 bytes per byte of it. Functions are pure and thread-safe.
+// are strict and bounded: they say what they refuse and where, keep no document tree, and allocate
+// at most 24 bytes per byte of the text in addition to it. Functions are pure and thread-safe.
 //
 // Sluice's own file is one JSON object, every key below exactly once and no other:
 //
@@ -39,7 +39,7 @@ inline constexpr std::int64_t kMaxScheduleActions = std::int64_t{1} << 23;  // 1
 inline constexpr std::size_t kMaxScheduleNameBytes = 200;
 
 // Throws std::invalid_argument, in one line of printable characters: what was wrong, where (byte or
-// list and position), and what would be legal. Whether the order can run is for check() to say.
+// list and position), and what would be legal. check() says whether the order can run.
 [[nodiscard]] Schedule parse_schedule_json(std::string_view text);
 
 // What parse_schedule_json() reads back as an equal schedule; one line per rank. Throws
@@ -55,11 +55,11 @@ enum class CsvAlphabet : std::uint8_t {
 struct PytorchCsv {
   Schedule schedule;  // compute actions only
   CsvAlphabet alphabet = CsvAlphabet::kCurrent;
-  std::int64_t messages = 0;       // SEND and RECV cells, checked and dropped: lower() adds ours
+  std::int64_t messages = 0;       // SEND and RECV cells, checked and dropped: lower() adds its own
   std::int64_t other_dropped = 0;  // UNSHARD, RESHARD and REDUCE_GRAD cells, dropped
 };
 
-// `name` becomes the schedule's. Whether a file without messages can run is for check() to say; one
+// `name` becomes the schedule's. check() says whether a file without messages can run; one
 // with messages has passed check() with them. Throws std::invalid_argument in one line.
 [[nodiscard]] PytorchCsv parse_pytorch_csv(std::string_view text, std::string_view name,
                                            CsvAlphabet alphabet = CsvAlphabet::kDetect);

@@ -1,12 +1,12 @@
 // Search for a schedule: given times, links and memory, which schedule, how many chunks on which
 // placement, and which layers on which stage?
 //
-// A heuristic. Tried are all generators, the zero-bubble paper's greedy insertion with its eight
-// settings (Qi et al. 2023, arXiv:2401.10241, section 3.1) and a list scheduler with a grid of
-// rules, over linear, looped, V and zigzag placements and several numbers of chunks; then borders
-// between stages move by a layer and simulated annealing moves actions, while that helps. What is
-// returned is the best that check() and verify() accept and that is exact, and how far above a
-// bound it lies that no order of the same stages on the same ranks can undercut.
+// A heuristic. It tries linear, looped, V and zigzag placements with several numbers of chunks. On
+// each it tries all generators, the zero-bubble paper's greedy insertion with its eight settings
+// (Qi et al. 2023, arXiv:2401.10241, section 3.1) and a list scheduler with a grid of rules. Then
+// borders between stages move by a layer and simulated annealing moves actions, while that helps.
+// The result is the best exact schedule that check() and verify() accept, and its ratio to a lower
+// bound of all orders of the same stages on the same ranks.
 //
 // Pure, thread-safe and deterministic: no clock and no random seed take part, so a request has the
 // same answer on every machine with IEEE doubles. Seconds for 16 ranks and 64 micro-batches.
@@ -45,7 +45,7 @@ struct SearchRequest {
   // Numbers of chunks to try, each at most kMaxSearchedChunks; empty: 1, 2, 4 and 8, as far as
   // there are layers.
   std::vector<int> chunks = {};
-  // Stages can part their backward pass into I and W.
+  // Stages can split their backward pass into I and W.
   bool split_backward = true;
 
   // What a rank may hold, one for all or one per rank; empty: anything. At most one of the two.
@@ -87,7 +87,7 @@ struct SearchResult {
 [[nodiscard]] SearchResult search_schedule(const SearchRequest& request);
 
 // A bound below simulate()'s makespan of every schedule on this placement, overlapped pairs with a
-// time of their own apart: the largest, over ranks, of the least time before the rank's first
+// time of their own excepted: the largest, over ranks, of the least time before the rank's first
 // action can start, its busy time and the least time that must follow its last; once for all
 // actions and once for F and I alone, whose last has a way back to stage 0; and the way of one
 // micro-batch. Throws std::invalid_argument as simulate() does.

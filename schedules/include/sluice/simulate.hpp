@@ -6,14 +6,15 @@
 // overlapped pair starts when the inputs of both are there and hands over at its end; with a time
 // of its own both actions fill that time, else they run one after the other.
 //
-// A message leaves when the action that produced it ends, occupies its link (one rank to one other,
-// one direction) for bytes / bandwidth and arrives `latency` after its last byte left. Messages of
-// one link queue up in the order they were produced; links do not disturb each other, nor compute.
+// A message leaves when the action that produced it ends, and occupies its link for bytes /
+// bandwidth. A link is one rank to one other, in one direction. The message arrives `latency` after
+// its last byte left. Messages of one link queue up in the order they were produced; links do not
+// disturb each other, nor compute.
 //
 // The sum of a stage's gradients over replicas takes `reduce`, plus what its bytes take on
 // `reduce_link`. A rank reduces one stage at a time: without overlap after its last action, in
-// stage order; with overlap beside its compute, each stage once its last W or B has ended and
-// reductions begun before have finished.
+// stage order; with overlap concurrently with its compute, each stage once its last W or B has
+// ended and earlier reductions have finished.
 //
 // Units of time and bytes are the caller's; bandwidth is bytes per unit of time.
 #pragma once
@@ -36,9 +37,9 @@ struct StageTimes {
 struct StageBytes {
   std::int64_t until_input = 0;   // activations held from the start of F to the end of I (or B)
   std::int64_t until_weight = 0;  // activations held from the start of F to the end of W (or B)
-  // The tensor handed to the next stage. It takes memory as well: on the rank that makes it from
-  // the start of that action until its last byte has left, on the rank that takes it from then on
-  // (its first byte) to the end of the action that uses it; once where both are one rank.
+  // The tensor handed to the next stage. It takes memory as well. The rank that makes it holds it
+  // from the start of that action until its last byte has left. The rank that takes it holds it
+  // from the first byte on to the end of the action that uses it. One rank holds it once.
   std::int64_t output = 0;
   std::int64_t output_gradient = -1;  // what the next stage sends back; negative: as `output`
   std::int64_t resident = 0;          // held all the time: parameters, gradients, optimizer state

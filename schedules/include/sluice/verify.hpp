@@ -59,17 +59,17 @@ struct Verification {
   [[nodiscard]] bool progresses(TransportModel model) const;
 };
 
-// Replays the list: each slot free when it is written and filled when it is read, each wait matched
-// by a post or start before it, the ops of a group side by side, messages paired one to one and in
-// order, every F, and B or I then W, of every stage and micro-batch once and on the stage's own
-// rank, nothing left posted or held at the end. Reductions come after all backwards of their stage,
-// over replicas before over tied uses; the optimizer after all of them and last. A broken rule ends
-// the search (the other fields are then empty). Then under every model; REDUCE_TIED and OPTIMIZER
-// wait for every rank that takes part. Whatever waits, waits until all of several things have
-// happened, and nothing that happened is undone; so the models' order in strictness (kNccl before
-// kNcclEdges before kRendezvous before kEager, kBounded before kRendezvous) spares the replay of
-// those that a stricter one implies, and an engine that issues earlier than its list says (from a
-// host that runs ahead of its device) ends too. Linear in the number of ops. Throws
+// Replays the list. Each slot is free when it is written and filled when it is read. A post or
+// start precedes each wait. The ops of a group are adjacent. Messages pair one to one and in order.
+// Every F, and B or I then W, of every stage and micro-batch happens once, on the stage's own rank.
+// Nothing is posted or held at the end. Reductions come after all backwards of their stage, over
+// replicas before over tied uses; the optimizer comes after all of them and last. A broken rule
+// ends the search (the other fields are then empty).
+// Then replays it under every model; REDUCE_TIED and OPTIMIZER wait for every rank that takes part.
+// A wait ends once several things have happened, and nothing that happened is undone. A model that
+// a stricter one implies is therefore not replayed (kNccl before kNcclEdges before kRendezvous
+// before kEager, kBounded before kRendezvous). An engine that issues earlier than its list says,
+// from a host that runs ahead of its device, ends too. Linear in the number of ops. Throws
 // std::invalid_argument for send_buffers < 1.
 [[nodiscard]] Verification verify(const Plan& plan, const VerifyOptions& options = {});
 

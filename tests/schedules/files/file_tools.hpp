@@ -1,4 +1,4 @@
-// Schedule files for tests: samples of ours beside the tests, refusals as text.
+// Schedule files for tests: samples next to the tests, refusals as text.
 #pragma once
 
 #include <functional>

@@ -146,7 +146,8 @@ TEST(CheckTest, RefusesMessagesWithinARankAndPastTheEnds) {
 
 TEST(CheckTest, FindsReceivesThatWaitForEachOther) {
   Schedule schedule = lower(small(), {});
-  // Rank 1 wants micro-batch 1 before it sends the gradient rank 0 wants before it sends that.
+  // Rank 1 needs micro-batch 1 first. Rank 0 sends it only after the gradient that rank 1 sends
+  // later.
   schedule.ranks[0] =
       hand_made(Placement::linear(1), 1, {"0F0 0SEND_F0 0F1 0RECV_B0 0B0 0SEND_F1 0RECV_B1 0B1"})
           .ranks[0];

@@ -50,7 +50,7 @@ TEST(SimulateLinksTest, MessagesQueueUpOnALinkOfLimitedBandwidth) {
   EXPECT_DOUBLE_EQ(simulation.timeline[1][2].start, 7);
   EXPECT_DOUBLE_EQ(simulation.makespan, 8);
   EXPECT_THAT(simulation.waiting, ElementsAre(0, 2));
-  times.message = 0.5;  // behind the last byte, and on no other message's way
+  times.message = 0.5;  // after the last byte; it delays no other message
   EXPECT_DOUBLE_EQ(simulate(schedule, times).makespan, 8.5);
 }
 
@@ -231,7 +231,7 @@ TEST(SimulateTest, FiguresDoNotDependOnWhatIsKept) {
   }
 }
 
-// Long rows of the tables behind check() and simulate() are laid out in another way.
+// Long rows of the tables of check() and simulate() have another layout.
 TEST(SimulateTest, ManyMicroBatchesMeetTheClosedForms) {
   for (const int m : {511, 512, 513, 4096}) {
     const Schedule whole = generate("1f1b", {5, m, 1});

@@ -50,7 +50,7 @@ TEST(SimulateTest, ForwardOnlyMeetsTheClosedFormOfItsMakespan) {
   }
 }
 
-// Of p >= 2 ranks with F = B and p dividing m, whatever the latency: each round of p micro-batches
+// Of p >= 2 ranks with F = B and p dividing m, for any latency: each round of p micro-batches
 // pays the way there and back along the pipeline once.
 TEST(SimulateTest, OneFOneBPaysForMessageLatencyAsTheClosedFormSays) {
   for (int p = 2; p <= 8; ++p) {

@@ -54,7 +54,7 @@ void for_each_generated(const Visit& visit) {
   }
 }
 
-std::string standstill_of(const Verification& verification, TransportModel model) {
+std::string deadlock_of(const Verification& verification, TransportModel model) {
   for (const Deadlock& deadlock : verification.deadlocks) {
     if (deadlock.model == model) return deadlock.violation.message;
   }
@@ -108,13 +108,13 @@ TEST(NcclTest, ReceivesJustBeforeTheirUseDeadlockInOneQueueAndTheCycleIsNamed) {
     SCOPED_TRACE(name);
     const Verification verification = verify(naive(plan_of(generate(name, {4, 8, 1}))));
     ASSERT_FALSE(verification.progresses(kNccl));
-    EXPECT_THAT(standstill_of(verification, kNccl),
-                AllOf(HasSubstr("deadlocks: the queue of rank 2 stands at op 7 (send 2SEND_F1 "),
+    EXPECT_THAT(deadlock_of(verification, kNccl),
+                AllOf(HasSubstr("deadlocks: the queue of rank 2 is at op 7 (send 2SEND_F1 "),
                       HasSubstr("and waits for the queue of rank 3 to come to 3RECV_F1; the queue "
-                                "of rank 3 stands at op "),
+                                "of rank 3 is at op "),
                       HasSubstr("2RECV_B0")));
   }
-  EXPECT_THAT(standstill_of(verify(naive(plan_of(generate("zb-v", {4, 8, 1})))), kNccl),
+  EXPECT_THAT(deadlock_of(verify(naive(plan_of(generate("zb-v", {4, 8, 1})))), kNccl),
               HasSubstr("the wrong tensor is delivered"));
   const Verification verification = verify(naive(plan_of(generate("1f1b", {2, 2, 1}))));
   ASSERT_TRUE(verification.ok());
@@ -124,9 +124,9 @@ TEST(NcclTest, ReceivesJustBeforeTheirUseDeadlockInOneQueueAndTheCycleIsNamed) {
   EXPECT_EQ(verification.deadlocks[0].violation.rank, 0);
   EXPECT_EQ(verification.deadlocks[0].violation.position, 3);
   EXPECT_EQ(verification.deadlocks[0].violation.message,
-            "under the nccl model the plan deadlocks: the queue of rank 0 stands at op 3 (send "
+            "under the nccl model the plan deadlocks: the queue of rank 0 is at op 3 (send "
             "0SEND_F1 channel 0 output[1]) and waits for the queue of rank 1 to come to 1RECV_F1; "
-            "the queue of rank 1 stands at op 4 (send 1SEND_B0 channel 1 grad-input[0]) and waits "
+            "the queue of rank 1 is at op 4 (send 1SEND_B0 channel 1 grad-input[0]) and waits "
             "for the queue of rank 0 to come to 0RECV_B0");
 }
 
@@ -135,10 +135,10 @@ TEST(NcclTest, ReceivesPostedAheadBlockTheOneQueueThatTheSendsNeed) {
   EXPECT_THAT(verification.progresses_under,
               ElementsAre(kEager, kRendezvous, kBounded, kNcclEdges));
   EXPECT_THAT(
-      standstill_of(verification, kNccl),
-      AllOf(HasSubstr("the queue of rank 0 stands at op 0 (post 0RECV_B0 channel 1 grad-output[0]) "
+      deadlock_of(verification, kNccl),
+      AllOf(HasSubstr("the queue of rank 0 is at op 0 (post 0RECV_B0 channel 1 grad-output[0]) "
                       "and waits for rank 1 to issue 1SEND_B0; rank 1 at op 1 (wait 1RECV_F0 "),
-            HasSubstr(" waits for the queue of rank 1; the queue of rank 1 stands at op 0 (post "
+            HasSubstr(" waits for the queue of rank 1; the queue of rank 1 is at op 0 (post "
                       "1RECV_F0 channel 0 input[0]) and waits for the queue of rank 0 to come to "
                       "0SEND_F0")));
 }
@@ -147,7 +147,7 @@ TEST(NcclTest, ReceivesOfTwoChannelsInAnotherOrderDeliverTheWrongTensor) {
   const Verification verification = verify(plan_of(generate("interleaved", {2, 1, 2})));
   EXPECT_THAT(verification.progresses_under, ElementsAre(kEager, kRendezvous, kBounded));
   for (const TransportModel model : {kNccl, kNcclEdges}) {
-    EXPECT_THAT(standstill_of(verification, model),
+    EXPECT_THAT(deadlock_of(verification, model),
                 AllOf(HasSubstr("the wrong tensor is delivered: op 1 (post 1RECV_B0 channel 3 "
                                 "grad-output[0]) of rank 1 meets op 7 (send 2SEND_F0 channel 4 "
                                 "output[0]) of rank 0"),
@@ -197,7 +197,7 @@ TEST(NcclTest, TheGroupingIsPartOfTheProof) {
       for (RankPlan& each : plan.ranks) {
         for (PlanOp& op : each.ops) op.with_previous = false;
       }
-      EXPECT_THAT(standstill_of(verify(plan), kNccl), HasSubstr("deadlocks")) << "two queues cross";
+      EXPECT_THAT(deadlock_of(verify(plan), kNccl), HasSubstr("deadlocks")) << "two queues cross";
       EXPECT_TRUE(verify(plan).progresses(kNcclEdges));
     }
   }
@@ -219,7 +219,7 @@ TEST(NcclTest, NamesTheRankThatNeverJoinsACollective) {
   plan.ranks[2].ops.pop_back();  // OPTIMIZER
   plan.ranks[2].ops.pop_back();  // REDUCE_GRAD
   for (const TransportModel model : {kNccl, kNcclEdges}) {
-    EXPECT_THAT(standstill_of(verify(plan), model),
+    EXPECT_THAT(deadlock_of(verify(plan), model),
                 AllOf(HasSubstr("(optimizer 0OPTIMIZER) waits for rank 2 to join"),
                       HasSubstr("whose list has ended")));
   }
@@ -387,7 +387,7 @@ TEST(NcclTest, AgreesWithThePlainReplayOnPlansThatWorkAndPlansThatDoNot) {
           const Verification verification = verify(plan);
           ASSERT_TRUE(verification.ok()) << verification.violation->message;
           for (const TransportModel model : {kEager, kRendezvous, kNccl, kNcclEdges}) {
-            const std::string why = standstill_of(verification, model);
+            const std::string why = deadlock_of(verification, model);
             if (why.find("wrong tensor") != std::string::npos) continue;
             EXPECT_EQ(verification.progresses(model), PlainReplay(plan, model).ends())
                 << name << " m = " << m << ", seed " << seed << ": " << why;

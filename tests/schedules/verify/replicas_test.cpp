@@ -3,7 +3,7 @@
 // without sums, for this reason:
 //
 // A group or a wait ends once several other things have happened, and nothing that happened is
-// undone. So one set of events happens, whatever the times: the least set closed under these rules.
+// undone. So one set of events happens at any speed: the least set closed under these rules.
 // All replicas have one list, so exchanging two replicas maps the rules, and thus the set, to
 // themselves. A part of a sum therefore comes to the head of its queue in every replica or in none.
 // A part that comes to the head ends, as if it waited for no other rank. Every replica thus goes as
@@ -240,7 +240,7 @@ TEST(ReplicasTest, APlanThatStandsStillAloneStandsStillBesideItsLike) {
 }
 
 // A rank of one replica that sums where its other self does not: each queue waits for the other.
-TEST(ReplicasTest, ListsThatDifferBetweenReplicasMayStandStill) {
+TEST(ReplicasTest, ListsThatDifferBetweenReplicasMayDeadlock) {
   const Schedule schedule = generate("interleaved", {2, 4, 2});
   const auto plan = [&](std::vector<bool> early) {
     LowerOptions lowering;

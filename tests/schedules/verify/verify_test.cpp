@@ -319,7 +319,7 @@ TEST(VerifyTest, RefusesGradientsThatAreReducedForNoOptimizer) {
   }
 }
 
-// Moved up op by op: it may stand anywhere behind the last W or B, and nowhere before.
+// Moved up op by op: it is legal anywhere after the last W or B, and nowhere before.
 TEST(VerifyTest, RefusesASumBeforeItsStagesLastGradient) {
   for (const Schedule& schedule : testing::all_hand_made()) {
     const Plan whole = testing::plan_with_early_sums(schedule);
