@@ -281,7 +281,7 @@ TEST_P(NcclQueueTest, RefusesWhatItsContractForbids) {
     NcclTicket copy = first;
     queue.wait(first, &rank.control);
     EXPECT_TRUE(queue.done(first));  // given back: it is a ticket of nothing
-    EXPECT_THAT(error_of([&] { queue.drop(copy); }).what(), HasSubstr("given back"));
+    EXPECT_THAT(error_of([&] { queue.drop(copy); }).what(), HasSubstr("after its return"));
     NcclTicket third = exchange();  // there is room again
     queue.wait(second, &rank.control);
     queue.wait(third, &rank.control);
