@@ -135,9 +135,9 @@ TransformerStage::Layout TransformerStage::lay_out(std::span<const BlockShape> s
   for (size_t i = 0; i < layers_.size(); ++i) {
     Place place;
     place.fits = largest_memory(*layers_[i], shapes);
-    const auto take = [](BumpAllocator& carver, std::size_t bytes) {
-      const std::size_t offset = carver.used();
-      (void)carver.bytes(bytes);
+    const auto take = [](BumpAllocator& allocator, std::size_t bytes) {
+      const std::size_t offset = allocator.used();
+      (void)allocator.bytes(bytes);
       return offset;
     };
     place.until_input = take(state, place.fits.until_input);
