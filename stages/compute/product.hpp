@@ -1,5 +1,4 @@
-// Specifications of matrix products, as every backend's cache of products takes them. Internal to
-// stages/.
+// Specifications of matrix products, for every backend's cache of products. Internal to stages/.
 #pragma once
 
 #include <cstddef>
@@ -35,12 +34,12 @@ struct MatMulSpec {
 
 [[nodiscard]] std::string to_string(const MatMulSpec& spec);
 
-// Of all that makes two specifications differ, for caches.
+// Over every field of a specification, for caches.
 struct MatMulSpecHash {
   [[nodiscard]] std::size_t operator()(const MatMulSpec& spec) const;
 };
 
-// A product that was run, on operands that its caller owns.
+// A product that has run. The caller owns the operands.
 struct MatMulCall {
   MatMulSpec spec;
   const void* a = nullptr;

@@ -1,5 +1,5 @@
-// The matrix product layer on a GPU: one product for all rows. A GPU has no cache to block for; the
-// shape of the micro-batch alone fixes a product.
+// The matrix product layer on a GPU: one product for all rows. Only the shape of the micro-batch
+// determines the product.
 #include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/operator_parts.hpp"
 #include "stages/cuda_kernels/kernels.hpp"
@@ -97,7 +97,7 @@ void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& 
 }
 
 // The product adds to the gradient in f32 (beta = 1). The library's bias-gradient epilogue stores
-// the sums of this micro-batch alone, in the type of dy: a separate kernel adds them in f32.
+// only this micro-batch's sums, in the type of dy: a separate kernel adds them in f32.
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
                             const Tensor& dweight, const Tensor& dbias) {
   const LinearShape shape = shape_of(dweight, rows_of(x, dweight.shape()[1]));

@@ -1,13 +1,13 @@
 // What a transformer stage is made of. Internal to stages/.
 //
-// A layer is stateless between calls except for its parameters: what it keeps of a micro-batch lies
+// A layer keeps no state between calls except for its parameters. What it keeps of a micro-batch is
 // in memory that the stage passes with each call. The layer finds it again by allocating the same
 // tensors in the same order from the same address (BumpAllocator). The border between two layers is
 // the f32 residual stream.
 //
 // A layer may leave the last addition to the residual stream to the next one, which fuses it into
-// its norm (Residual::pending). The sum of two f32 numbers has the same bits wherever it is formed,
-// so nothing depends on where a stage ends.
+// its norm (Residual::pending). The sum of two f32 numbers has the same bits in every kernel, so
+// results do not depend on where a stage ends.
 #pragma once
 
 #include <algorithm>

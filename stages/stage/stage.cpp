@@ -22,7 +22,7 @@ void require_stages(int stages) {
   }
 }
 
-// A stage per layer; what is left over stays empty in front of the last stage.
+// A stage per layer; surplus stages before the last are empty.
 Partition one_layer_each(int layers, int stages) {
   if (layers < 2) {
     throw Error(ErrorCode::kUsage,
@@ -40,8 +40,8 @@ Partition one_layer_each(int layers, int stages) {
   return partition;
 }
 
-// [n]: how few stages the first n layers need where none may cost more than `bound`, which no layer
-// alone exceeds. Each stage takes as many layers as it can.
+// [n]: the fewest stages for the first n layers if no stage costs more than `bound`, which no
+// single layer exceeds. Each stage takes as many layers as it can.
 std::vector<int> stages_needed(const std::vector<double>& prefix, double bound) {
   std::vector<int> needed(prefix.size(), 0);
   size_t begin = 0;
@@ -55,8 +55,8 @@ std::vector<int> stages_needed(const std::vector<double>& prefix, double bound) 
   return needed;
 }
 
-// The smallest possible largest cost of a stage. Numbers from 0 up are ordered as their bits are,
-// so bisection ends at the very number.
+// The smallest possible largest cost of a stage. Non-negative doubles have the order of their bits,
+// so bisection over the bits finds the exact number.
 double least_largest(const std::vector<double>& prefix, int stages) {
   double most = 0;
   for (size_t n = 1; n < prefix.size(); ++n) {
