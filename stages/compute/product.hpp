@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include <sluice/compute.hpp>
 #include <sluice/tensor.hpp>
 
 namespace sluice {
@@ -33,6 +34,12 @@ struct MatMulSpec {
 };
 
 [[nodiscard]] std::string to_string(const MatMulSpec& spec);
+
+// The products of a linear layer with weight [out, in], over shape.rows rows:
+// y = x weightᵀ (+ bias), dx = dy weight, and dweight += dyᵀ x in f32.
+[[nodiscard]] MatMulSpec linear_product(const LinearShape& shape);
+[[nodiscard]] MatMulSpec linear_input_product(const LinearShape& shape);
+[[nodiscard]] MatMulSpec linear_weight_product(const LinearShape& shape);
 
 // Over every field of a specification, for caches.
 struct MatMulSpecHash {
