@@ -1,7 +1,7 @@
-// Backend: what a compute context keeps for the kind of its device, behind one pointer, so that the
-// context knows neither kind. Internal to stages/. Each backend derives from it, finds itself again
-// in the contexts of its device by a cast (stages/cpu/cpu_backend.hpp,
-// stages/cuda_context/context.hpp), and is used as its context is: from one thread.
+// Backend: what a compute context keeps for its kind of device, so that the context depends on no
+// kind. Internal to stages/. Each backend derives from it. Its operators cast a context's backend
+// to their own type (stages/cpu/cpu_backend.hpp, stages/cuda_context/context.hpp). One thread uses
+// a backend, as its context.
 #pragma once
 
 namespace sluice {

@@ -8,7 +8,7 @@
 
 namespace sluice {
 
-// Stages may free their memory after this, and no one can wait for the stream later.
+// Stages may free their memory after this, so the stream's work must end here.
 ComputeContext::~ComputeContext() {
   try {
     stream_.view().synchronize();

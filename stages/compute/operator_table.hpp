@@ -1,7 +1,7 @@
-// The operators of a backend, as functions: those of <sluice/operators.hpp> under their names, with
-// their parameters and their meaning. Each backend fills one table, a part of it in each of its
-// sources, and nothing may be missing. Internal to stages/; everyone else calls operators.hpp,
-// which asks the context for its table.
+// The operators of a backend as function pointers: those of <sluice/operators.hpp>, with their
+// names, parameters and contracts. Each source of a backend fills one part of the table; no entry
+// is null. Internal to stages/; other code calls operators.hpp, which asks the context for its
+// table.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,4 @@
-// Partial sums that losses and sums of squares are formed of, on every backend. Internal to
-// stages/.
+// Partial sums of losses and of sums of squares, on every backend. Internal to stages/.
 #pragma once
 
 #include <cstddef>
@@ -7,10 +6,10 @@
 
 namespace sluice {
 
-// Elements of a partial sum, where sums run over blocks; part of the results' definition.
+// Elements of one partial sum over a block. The results' bits depend on it.
 inline constexpr std::int64_t kSumBlock = 16384;
 
-// What one sum in double per block of `elements`, or per row, takes.
+// Bytes of one double per block of `elements`, or per row.
 [[nodiscard]] constexpr std::size_t block_sum_bytes(std::int64_t elements) {
   return static_cast<std::size_t>((elements + kSumBlock - 1) / kSumBlock) * sizeof(double);
 }

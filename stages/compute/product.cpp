@@ -14,6 +14,40 @@ std::string to_string(const MatMulSpec& spec) {
                      spec.accumulate ? ", accumulated" : "");
 }
 
+MatMulSpec linear_product(const LinearShape& shape) {
+  return {.m = shape.rows,
+          .n = shape.out,
+          .k = shape.in,
+          .a = {.row = shape.in},
+          .b = {.row = 1, .column = shape.in},
+          .c = {.row = shape.out},
+          .operands = shape.operands,
+          .result = shape.result,
+          .bias = shape.bias};
+}
+
+MatMulSpec linear_input_product(const LinearShape& shape) {
+  return {.m = shape.rows,
+          .n = shape.in,
+          .k = shape.out,
+          .a = {.row = shape.out},
+          .b = {.row = shape.in},
+          .c = {.row = shape.in},
+          .operands = shape.operands,
+          .result = shape.operands};
+}
+
+MatMulSpec linear_weight_product(const LinearShape& shape) {
+  return {.m = shape.out,
+          .n = shape.in,
+          .k = shape.rows,
+          .a = {.row = 1, .column = shape.out},
+          .b = {.row = shape.in},
+          .c = {.row = shape.in},
+          .operands = shape.operands,
+          .accumulate = true};
+}
+
 std::size_t MatMulSpecHash::operator()(const MatMulSpec& spec) const {
   std::uint64_t hash = 0xCBF29CE484222325U;
   const auto mix = [&hash](std::int64_t value) {

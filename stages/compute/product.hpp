@@ -1,11 +1,11 @@
-// Specifications of matrix products, as every backend's cache of products takes them. Internal to
-// stages/.
+// Specifications of matrix products, for every backend's cache of products. Internal to stages/.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
 
+#include <sluice/compute.hpp>
 #include <sluice/tensor.hpp>
 
 namespace sluice {
@@ -35,12 +35,18 @@ struct MatMulSpec {
 
 [[nodiscard]] std::string to_string(const MatMulSpec& spec);
 
-// Of all that makes two specifications differ, for caches.
+// The products of a linear layer with weight [out, in], over shape.rows rows:
+// y = x weightᵀ (+ bias), dx = dy weight, and dweight += dyᵀ x in f32.
+[[nodiscard]] MatMulSpec linear_product(const LinearShape& shape);
+[[nodiscard]] MatMulSpec linear_input_product(const LinearShape& shape);
+[[nodiscard]] MatMulSpec linear_weight_product(const LinearShape& shape);
+
+// Over every field of a specification, for caches.
 struct MatMulSpecHash {
   [[nodiscard]] std::size_t operator()(const MatMulSpec& spec) const;
 };
 
-// A product that was run, on operands that its caller owns.
+// A product that has run. The caller owns the operands.
 struct MatMulCall {
   MatMulSpec spec;
   const void* a = nullptr;

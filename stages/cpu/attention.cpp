@@ -132,7 +132,7 @@ class Attention {
                      const Scores& dropped, const Tensor& dqkv);
   void store_key_gradients(std::int64_t sample, const Tensor& dqkv) const;
   // Key gradients sum over a group in f32 before they are rounded.
-  [[nodiscard]] bool sums_apart() const { return places_.group > 1 && dtype_ == DType::kBf16; }
+  [[nodiscard]] bool sums_in_f32() const { return places_.group > 1 && dtype_ == DType::kBf16; }
 
   ComputeContext& ctx_;
   Places places_;
@@ -146,33 +146,33 @@ class Attention {
   Scores dscores_ = {};        // gradient of the scores
   Scores dropped_ = {};        // probabilities after dropout
   float* delta_ = nullptr;     // [heads, sequence]: dot(dout, out)
-  float* dkeys_ = nullptr;     // f32 [sequence, 2 * kv_heads * head_dim], where sums_apart()
+  float* dkeys_ = nullptr;     // f32 [sequence, 2 * kv_heads * head_dim], where sums_in_f32()
 };
 
 std::size_t Attention::take_forward(std::byte* base) {
-  BumpAllocator pieces(base);
+  BumpAllocator allocator(base);
   const std::int64_t block_elements = places_.heads * kBlock * places_.ld;
   if (dtype_ == DType::kBf16) {
-    block_scores_ = block(pieces.take(block_elements, DType::kF32), DType::kF32);
+    block_scores_ = block(allocator.take(block_elements, DType::kF32), DType::kF32);
   }
-  if (drops()) block_dropped_ = block(pieces.take(block_elements, dtype_), dtype_);
-  return pieces.used();
+  if (drops()) block_dropped_ = block(allocator.take(block_elements, dtype_), dtype_);
+  return allocator.used();
 }
 
 std::size_t Attention::take_backward(std::byte* base) {
-  BumpAllocator pieces(base);
+  BumpAllocator allocator(base);
   const Places& at = places_;
   if (dtype_ == DType::kBf16) {
     const std::int64_t block_elements = at.heads * kBlock * at.ld;
-    block_scores_ = block(pieces.take(block_elements, DType::kF32), DType::kF32);
+    block_scores_ = block(allocator.take(block_elements, DType::kF32), DType::kF32);
   }
-  dscores_ = whole(pieces.take(at.heads * at.matrix(), dtype_));
-  if (drops()) dropped_ = whole(pieces.take(at.heads * at.matrix(), dtype_));
-  delta_ = pieces.take<float>(at.heads * at.sequence);
-  if (sums_apart()) {
-    dkeys_ = pieces.take<float>(at.sequence * 2 * at.kv_heads * at.head_dim);
+  dscores_ = whole(allocator.take(at.heads * at.matrix(), dtype_));
+  if (drops()) dropped_ = whole(allocator.take(at.heads * at.matrix(), dtype_));
+  delta_ = allocator.take<float>(at.heads * at.sequence);
+  if (sums_in_f32()) {
+    dkeys_ = allocator.take<float>(at.sequence * 2 * at.kv_heads * at.head_dim);
   }
-  return pieces.used();
+  return allocator.used();
 }
 
 void Attention::drop(const TypedKernels& kernels, std::int64_t sample, std::int64_t head,
@@ -192,9 +192,9 @@ void Attention::forward(std::int64_t sample, const Tensor& qkv, const Tensor& ou
   const Scores p = probabilities(state, sample);
   for (std::int64_t row = 0; row < at.sequence; row += kBlock) {
     const std::int64_t rows = at.rows(row), columns = at.columns(row);
-    const bool apart = dtype_ == DType::kBf16;
-    const Scores& scores = apart ? block_scores_ : p;
-    const std::int64_t scores_row = apart ? 0 : row;
+    const bool in_f32 = dtype_ == DType::kBf16;
+    const Scores& scores = in_f32 ? block_scores_ : p;
+    const std::int64_t scores_row = in_f32 ? 0 : row;
     for (std::int64_t j = 0; j < at.group; ++j) {
       matmuls_of(ctx_).run({.batches = at.kv_heads,
                             .m = rows,
@@ -238,9 +238,9 @@ void Attention::gradient_of_scores(std::int64_t sample, std::int64_t row, const 
                                    const Tensor& dout, const Scores& p) {
   const Places& at = places_;
   const std::int64_t rows = at.rows(row), columns = at.columns(row);
-  const bool apart = dtype_ == DType::kBf16;
-  const Scores& dp = apart ? block_scores_ : dscores_;
-  const std::int64_t dp_row = apart ? 0 : row;
+  const bool in_f32 = dtype_ == DType::kBf16;
+  const Scores& dp = in_f32 ? block_scores_ : dscores_;
+  const std::int64_t dp_row = in_f32 ? 0 : row;
   for (std::int64_t j = 0; j < at.group; ++j) {
     matmuls_of(ctx_).run(
         {.batches = at.kv_heads,
@@ -269,7 +269,7 @@ void Attention::gradient_of_scores(std::int64_t sample, std::int64_t row, const 
 void Attention::key_gradients(std::int64_t sample, std::int64_t first, const Tensor& qkv,
                               const Tensor& dout, const Scores& dropped, const Tensor& dqkv) {
   const Places& at = places_;
-  const std::int64_t columns = at.rows(first), apart_width = 2 * at.kv_heads * at.head_dim;
+  const std::int64_t columns = at.rows(first), sums_width = 2 * at.kv_heads * at.head_dim;
   MatMulSpec spec = {.batches = at.kv_heads,
                      .m = columns,
                      .n = at.head_dim,
@@ -281,10 +281,10 @@ void Attention::key_gradients(std::int64_t sample, std::int64_t first, const Ten
                      .result = dtype_};
   std::byte* dkey = packed_at(dqkv, sample, first, at.keys);
   std::byte* dvalue = packed_at(dqkv, sample, first, at.values);
-  if (sums_apart()) {
-    spec.c = {apart_width, 1, at.head_dim};
+  if (sums_in_f32()) {
+    spec.c = {sums_width, 1, at.head_dim};
     spec.result = DType::kF32;
-    float* place = dkeys_ + first * apart_width;
+    float* place = dkeys_ + first * sums_width;
     dkey = reinterpret_cast<std::byte*>(place);
     dvalue = reinterpret_cast<std::byte*>(place + at.kv_heads * at.head_dim);
   }
@@ -341,10 +341,10 @@ void Attention::backward(std::int64_t sample, const Tensor& qkv, const Tensor& o
   for (std::int64_t first = 0; first < at.sequence; first += kBlock) {
     key_gradients(sample, first, qkv, dout, dropped, dqkv);
   }
-  if (sums_apart()) store_key_gradients(sample, dqkv);
+  if (sums_in_f32()) store_key_gradients(sample, dqkv);
 }
 
-// Of which only whether it drops anything is of interest.
+// Only whether it drops anything matters.
 Dropout any_dropout(bool drops) {
   Dropout dropout;
   dropout.probability = drops ? 0.5F : 0.0F;

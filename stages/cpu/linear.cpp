@@ -7,9 +7,13 @@ namespace sluice::cpu {
 
 namespace {
 
+// x and the other operand of the product have one type.
 LinearShape shape_of(const Tensor& weight, const Tensor& x) {
   const std::int64_t in = weight.shape()[1];
-  return {.rows = in == 0 ? 0 : x.elements() / in, .in = in, .out = weight.shape()[0]};
+  return {.rows = in == 0 ? 0 : x.elements() / in,
+          .in = in,
+          .out = weight.shape()[0],
+          .operands = x.spec.dtype};
 }
 
 // Rows of one product: 256 of f32, 512 of bf16. A block's operands stay in a second-level cache of
@@ -35,34 +39,20 @@ TensorSpec gradient_block(const LinearShape& shape) {
   return {shape.operands, {std::min(block_rows(shape.operands), shape.rows), shape.in}};
 }
 
-void forward_rows(ComputeContext& ctx, const LinearShape& shape, std::int64_t first,
-                  std::int64_t rows, const Tensor& x, const Tensor& weight, const Tensor& bias,
-                  const Tensor& y) {
-  matmuls_of(ctx).run({.m = rows,
-                       .n = shape.out,
-                       .k = shape.in,
-                       .a = {.row = shape.in},
-                       .b = {.row = 1, .column = shape.in},
-                       .c = {.row = shape.out},
-                       .operands = x.spec.dtype,
-                       .result = y.spec.dtype,
-                       .bias = bias.data != nullptr},
-                      element(x, first * shape.in), weight.data, bias.data,
+void forward_rows(ComputeContext& ctx, LinearShape shape, std::int64_t first, std::int64_t rows,
+                  const Tensor& x, const Tensor& weight, const Tensor& bias, const Tensor& y) {
+  shape.rows = rows;
+  shape.result = y.spec.dtype;
+  shape.bias = bias.data != nullptr;
+  matmuls_of(ctx).run(linear_product(shape), element(x, first * shape.in), weight.data, bias.data,
                       element(y, first * shape.out));
 }
 
-void backward_rows(ComputeContext& ctx, const LinearShape& shape, std::int64_t first,
-                   std::int64_t rows, const Tensor& dy, const Tensor& weight, const Tensor& dx) {
-  matmuls_of(ctx).run({.m = rows,
-                       .n = shape.in,
-                       .k = shape.out,
-                       .a = {.row = shape.out},
-                       .b = {.row = shape.in},
-                       .c = {.row = shape.in},
-                       .operands = dy.spec.dtype,
-                       .result = dx.spec.dtype},
-                      element(dy, first * shape.out), weight.data, nullptr,
-                      element(dx, first * shape.in));
+void backward_rows(ComputeContext& ctx, LinearShape shape, std::int64_t first, std::int64_t rows,
+                   const Tensor& dy, const Tensor& weight, const Tensor& dx) {
+  shape.rows = rows;
+  matmuls_of(ctx).run(linear_input_product(shape), element(dy, first * shape.out), weight.data,
+                      nullptr, element(dx, first * shape.in));
 }
 
 // sums += column sums of dy.
@@ -152,16 +142,10 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
   const LinearShape shape = shape_of(dweight, x);
   for_row_blocks(dy.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
     if (dbias.data != nullptr) add_column_sums(ctx, rows_of(dy, first, rows, shape.out), dbias);
-    matmuls_of(ctx).run({.m = shape.out,
-                         .n = shape.in,
-                         .k = rows,
-                         .a = {.row = 1, .column = shape.out},
-                         .b = {.row = shape.in},
-                         .c = {.row = shape.in},
-                         .operands = x.spec.dtype,
-                         .accumulate = true},
-                        element(dy, first * shape.out), element(x, first * shape.in), nullptr,
-                        dweight.data);
+    LinearShape block = shape;
+    block.rows = rows;
+    matmuls_of(ctx).run(linear_weight_product(block), element(dy, first * shape.out),
+                        element(x, first * shape.in), nullptr, dweight.data);
   });
 }
 

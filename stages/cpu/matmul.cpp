@@ -101,7 +101,7 @@ Product make_product(const dnnl::engine& engine, const MatMulSpec& spec) {
 }
 
 // Between a matrix of bf16 and its copy of the same orientation: kernel(bf16, floats, length) for
-// each row, or column where those lie in one piece.
+// each row, or column if columns are contiguous.
 template <typename Kernel>
 void for_each_run(std::int64_t batches, std::int64_t rows, std::int64_t columns,
                   const MatMulLayout& layout, const MatMulLayout& copy, const Kernel& kernel) {

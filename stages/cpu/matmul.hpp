@@ -41,7 +41,7 @@ class MatMulCache {
   // clears the record.
   void record(bool on);
   [[nodiscard]] std::span<const MatMulCall> recorded() const;
-  // Runs the calls again, in order, on the same operands: what a step's products cost alone.
+  // Runs the calls again in order on the same operands, to measure only a step's products.
   void replay(std::span<const MatMulCall> calls);
 
  private:

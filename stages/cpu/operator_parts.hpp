@@ -1,5 +1,5 @@
-// The parts of the CPU's table of operators, each filled by the source that has them, and the
-// operators that other sources call.
+// The parts of the CPU's table of operators, and the operators that other sources call. Each source
+// fills its part.
 #pragma once
 
 #include "stages/compute/operator_table.hpp"

@@ -3,7 +3,7 @@
 //
 // A product is cut into blocks whose copies stay in a core's second-level cache. The blocks along k
 // are added up in f32, in ascending order, and a bf16 result is rounded once, from the whole sum.
-// The cut is a function of the specification alone, and so are the bits.
+// The cut, and with it the bits, depends only on the specification.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ struct WidenedBlock {
 
 struct WidenedProduct {
   std::vector<WidenedBlock> blocks;  // in the order they have to run
-  // Scratch for one block's copies, in floats: that of a lies at 0.
+  // Scratch for one block's copies, in floats: that of a is at 0.
   std::size_t b_copy = 0, c_copy = 0, copies = 0;
 };
 [[nodiscard]] WidenedProduct widen(const MatMulSpec& spec);

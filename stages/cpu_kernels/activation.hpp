@@ -121,7 +121,7 @@ void from_float(const float* x, void* y, int64_t n) {
   convert(x, static_cast<T*>(y), n);
 }
 
-// Four rows at a time; the order of the sum depends on the number of rows alone.
+// Four rows at a time; the order of the sum depends only on the number of rows.
 template <typename T>
 void column_sums(const void* x_data, int64_t ld, int64_t rows, int64_t width, float* sums) {
   const T* x = static_cast<const T*>(x_data);

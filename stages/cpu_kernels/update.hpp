@@ -1,4 +1,4 @@
-// Optimizer updates and the sums of squares behind norms and losses.
+// Optimizer updates, and the sums of squares of norms and losses.
 #pragma once
 
 #include "stages/cpu_kernels/vector.hpp"

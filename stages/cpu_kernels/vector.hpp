@@ -90,7 +90,7 @@ SLUICE_INLINE void for_vectors(int64_t n, Body body) {
 SLUICE_INLINE VecF turned(VecF value, int distance) {
   return __builtin_shuffle(value, (lane_index() + distance) & (kLanes - 1));
 }
-// Pairs far apart first: the order is fixed by the width of the vector.
+// Adds distant pairs first; the vector's width fixes the order.
 SLUICE_INLINE float lane_sum(VecF value) {
   for (int half = kLanes / 2; half > 0; half /= 2) value += turned(value, half);
   return value[0];

@@ -1,8 +1,8 @@
-// Which code computes attention on a GPU: cuDNN's fused graphs, or the kernels of
-// stages/cuda_kernels/flash_attention.hpp, which take what cuDNN does not: f32, dropout (the
-// library's random numbers would be its own), shapes it refuses, and builds without it. Both keep
-// the same state. The choice is a function of shape, type, dropout, device model and library, so
-// that forward and backward of a micro-batch agree, and so do all depths of a pipeline.
+// Attention on a GPU: cuDNN's fused graphs, or the kernels of
+// stages/cuda_kernels/flash_attention.hpp. The kernels run in f32, with dropout (cuDNN's random
+// numbers are not Sluice's), for shapes that cuDNN refuses, and in builds without it. Both keep the
+// same state. The choice depends on shape, type, dropout, device model and library only, so forward
+// and backward agree, and all depths of a pipeline agree.
 #include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/operator_parts.hpp"
 #include "stages/cuda_kernels/flash_attention.hpp"
@@ -15,7 +15,7 @@ namespace sluice::cuda {
 
 namespace {
 
-// Why not cuDNN; empty where it computes it.
+// Why cuDNN does not compute it; empty if it does.
 #if SLUICE_WITH_CUDNN
 std::string why_own(ComputeContext& ctx, const AttentionShape& shape, DType dtype, bool dropout) {
   if (dtype != DType::kBf16) return std::string(name_of(dtype)) + "; cuDNN takes bf16";

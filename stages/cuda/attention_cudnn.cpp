@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kAmpere = 80;
 
-// Where the operands lie: [samples, heads, sequence, head_dim] over the packed rows.
+// Strides of the operands: [samples, heads, sequence, head_dim] over the packed rows.
 struct Layouts {
   explicit Layouts(const AttentionShape& shape)
       : samples(shape.samples),

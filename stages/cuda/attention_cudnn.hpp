@@ -1,5 +1,5 @@
 // Causal self-attention through cuDNN's fused graphs, bf16 with f32 sums, on the packed queries,
-// keys and values as they lie. No dropout: its random numbers would be the library's own.
+// keys and values in place. No dropout: cuDNN's random numbers are not Sluice's.
 //
 // The algorithm is the tiled softmax of Dao et al. 2022 (FlashAttention): forward keeps the
 // logarithm of each row's sum, backward computes the probabilities again. Backward writes the

@@ -1,5 +1,5 @@
-// The matrix product layer on a GPU: one product for all rows. A GPU has no cache to block for; the
-// shape of the micro-batch alone fixes a product.
+// The matrix product layer on a GPU: one product for all rows. Only the shape of the micro-batch
+// determines the product.
 #include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/operator_parts.hpp"
 #include "stages/cuda_kernels/kernels.hpp"
@@ -8,37 +8,21 @@ namespace sluice::cuda {
 
 namespace {
 
-LinearShape shape_of(const Tensor& weight, std::int64_t rows) {
-  return {.rows = rows, .in = weight.shape()[1], .out = weight.shape()[0]};
+// dimension: of `weight`, which `operand` has as its width.
+LinearShape shape_of(const Tensor& weight, const Tensor& operand, int dimension) {
+  const std::int64_t width = weight.shape()[dimension];
+  return {.rows = width == 0 ? 0 : operand.elements() / width,
+          .in = weight.shape()[1],
+          .out = weight.shape()[0],
+          .operands = operand.spec.dtype};
 }
 
-std::int64_t rows_of(const Tensor& tensor, std::int64_t width) {
-  return width == 0 ? 0 : tensor.elements() / width;
-}
-
-// x weightᵀ
-MatMulSpec forward_product(const LinearShape& shape, DType operands, DType result, bool bias) {
-  return {.m = shape.rows,
-          .n = shape.out,
-          .k = shape.in,
-          .a = {.row = shape.in},
-          .b = {.row = 1, .column = shape.in},
-          .c = {.row = shape.out},
-          .operands = operands,
-          .result = result,
-          .bias = bias};
-}
-
-// dy weight
-MatMulSpec backward_product(const LinearShape& shape, DType dtype) {
-  return {.m = shape.rows,
-          .n = shape.in,
-          .k = shape.out,
-          .a = {.row = shape.out},
-          .b = {.row = shape.in},
-          .c = {.row = shape.in},
-          .operands = dtype,
-          .result = dtype};
+LinearShape forward_shape(const Tensor& x, const Tensor& weight, const Tensor& bias,
+                          const Tensor& y) {
+  LinearShape shape = shape_of(weight, x, 1);
+  shape.result = y.spec.dtype;
+  shape.bias = bias.data != nullptr;
+  return shape;
 }
 
 // The library adds a bias of the result's type only; a bf16 result gets it rounded, in scratch.
@@ -83,42 +67,30 @@ std::size_t linear_activation_backward_input_workspace(ComputeContext& /*ctx*/,
 
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y) {
-  const LinearShape shape = shape_of(weight, rows_of(x, weight.shape()[1]));
   backend_of(ctx).matmuls().run(
-      {forward_product(shape, x.spec.dtype, y.spec.dtype, bias.data != nullptr)},
+      {linear_product(forward_shape(x, weight, bias, y))},
       {.a = x.data, .b = weight.data, .bias = bias_for(ctx, bias, y.spec.dtype), .c = y.data});
 }
 
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx) {
-  const LinearShape shape = shape_of(weight, rows_of(dy, weight.shape()[0]));
-  backend_of(ctx).matmuls().run({backward_product(shape, dy.spec.dtype)},
+  backend_of(ctx).matmuls().run({linear_input_product(shape_of(weight, dy, 0))},
                                 {.a = dy.data, .b = weight.data, .c = dx.data});
 }
 
 // The product adds to the gradient in f32 (beta = 1). The library's bias-gradient epilogue stores
-// the sums of this micro-batch alone, in the type of dy: a separate kernel adds them in f32.
+// only this micro-batch's sums, in the type of dy: a separate kernel adds them in f32.
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
                             const Tensor& dweight, const Tensor& dbias) {
-  const LinearShape shape = shape_of(dweight, rows_of(x, dweight.shape()[1]));
   if (dbias.data != nullptr) add_column_sums(ctx, dy, dbias);
-  backend_of(ctx).matmuls().run({{.m = shape.out,
-                                  .n = shape.in,
-                                  .k = shape.rows,
-                                  .a = {.row = 1, .column = shape.out},
-                                  .b = {.row = shape.in},
-                                  .c = {.row = shape.in},
-                                  .operands = x.spec.dtype,
-                                  .accumulate = true}},
+  backend_of(ctx).matmuls().run({linear_weight_product(shape_of(dweight, x, 1))},
                                 {.a = dy.data, .b = x.data, .c = dweight.data});
 }
 
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
                                const Tensor& weight, const Tensor& bias, const Tensor& raised,
                                const Tensor& y) {
-  const LinearShape shape = shape_of(weight, rows_of(x, weight.shape()[1]));
-  const ProductSpec fused = {
-      forward_product(shape, x.spec.dtype, y.spec.dtype, bias.data != nullptr), Epilogue::kGelu};
+  const ProductSpec fused = {linear_product(forward_shape(x, weight, bias, y)), Epilogue::kGelu};
   if (activation == Activation::kGelu && fuses(ctx, fused)) {
     backend_of(ctx).matmuls().run(fused, {.a = x.data,
                                           .b = weight.data,
@@ -138,10 +110,9 @@ void linear_activation_forward(ComputeContext& ctx, Activation activation, const
 void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
                                       const Tensor& weight, const Tensor& raised,
                                       const Tensor& draised) {
-  LinearShape shape = shape_of(weight, rows_of(dy, weight.shape()[0]));
-  shape.operands = dy.spec.dtype;
+  const LinearShape shape = shape_of(weight, dy, 0);
   if (activation == Activation::kGelu) {
-    const ProductSpec fused = {backward_product(shape, dy.spec.dtype), Epilogue::kGeluGradient};
+    const ProductSpec fused = {linear_input_product(shape), Epilogue::kGeluGradient};
     if (fuses(ctx, fused)) {
       backend_of(ctx).matmuls().run(
           fused, {.a = dy.data, .b = weight.data, .c = draised.data, .aux = raised.data});

@@ -185,7 +185,7 @@ void Matmuls::State::describe(const Key& key, Plan& plan) const {
   set(plan.description, CUBLASLT_MATMUL_DESC_TRANSA, b.operation);
   set(plan.description, CUBLASLT_MATMUL_DESC_TRANSB, a.operation);
   set(plan.description, CUBLASLT_MATMUL_DESC_EPILOGUE, library_epilogue(spec));
-  // The search looks at these pointers for their alignment alone.
+  // The search uses only the alignment of these pointers.
   void* place = context.workspace() + (key.aligned ? 0 : size_of(product.result));
   if (product.bias) set(plan.description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, place);
   if (spec.epilogue != Epilogue::kNone) {

@@ -1,5 +1,5 @@
-// The parts of a GPU's table of operators that call libraries, each filled by the source that has
-// them; those that are kernels alone are in stages/cuda_kernels/kernels.hpp.
+// The parts of a GPU's table of operators that call libraries. Each source fills its part; the
+// other parts are in stages/cuda_kernels/kernels.hpp.
 #pragma once
 
 #include "stages/compute/operator_table.hpp"

@@ -29,7 +29,7 @@ std::string describe(cudnnStatus_t status) {
   std::array<char, 512> said = {};
   cudnnGetLastErrorString(said.data(), said.size());
   const std::string name = cudnnGetErrorString(status);
-  // One line: the library's account may hold several.
+  // One line: the library's text may have several.
   std::string account(said.data());
   for (char& letter : account) {
     if (letter == '\n') letter = ' ';

@@ -47,20 +47,20 @@ class Context : public Backend {
   // The handle is a cublasLtHandle_t.
   [[nodiscard]] cublasLtContext* cublas() const { return cublas_; }
   [[nodiscard]] void* native_blas() override { return cublas_; }
-  // Device memory, kWorkspaceBytes at a multiple of 256, taken on first use. Free for any work on
-  // stream(), whose order keeps its uses apart; its contents do not survive the next operator.
+  // Device memory, kWorkspaceBytes at a multiple of 256, taken on first use. Any work on
+  // stream() may use it, in stream order; the next operator overwrites it.
   [[nodiscard]] std::byte* workspace();
-  // kTickets numbers in device memory, taken with workspace()'s: each 0 whenever a kernel on
-  // stream() starts, which has to leave them so (last_block() in
-  // stages/cuda_kernels/device_tools.hpp does).
+  // kTickets numbers in device memory, allocated with workspace(). Each is 0 when a kernel on
+  // stream() starts, and the kernel must leave it 0 (as last_block() does in
+  // stages/cuda_kernels/device_tools.hpp).
   [[nodiscard]] unsigned* tickets();
 
-  // cudnnHandle_t, bound to stream(); made on first use, which takes a while. Null where Sluice was
-  // built without cuDNN; Error(kDevice) where the library is there and cannot start.
+  // cudnnHandle_t, bound to stream(); created on first use, which is slow. Null in builds without
+  // cuDNN. Throws Error(kDevice) if the library cannot start.
   [[nodiscard]] cudnnContext* cudnn();
 
-  // Whether products of f32 operands may round them to TF32 (10 bits of mantissa), several times
-  // as fast. Off unless asked for (--precision tf32); to be set before the first product.
+  // Whether products may round f32 operands to TF32 (10 bits of mantissa), which is several times
+  // as fast. Off by default (--precision tf32). Set it before the first product.
   [[nodiscard]] bool tf32() const { return tf32_; }
   void set_tf32(bool allowed) override { tf32_ = allowed; }
 
@@ -70,7 +70,7 @@ class Context : public Backend {
   int compute_capability_ = 0;
   std::size_t shared_memory_ = 0;
   bool tf32_ = false;
-  Buffer workspace_;  // and the tickets behind it
+  Buffer workspace_;  // followed by the tickets
   cublasLtContext* cublas_ = nullptr;
   cudnnContext* cudnn_ = nullptr;
 };
@@ -80,7 +80,7 @@ class Context : public Backend {
   return static_cast<Context&>(ctx.backend());
 }
 
-// "cuBLASLt 13.1.0, cuDNN 9.19.0": the libraries at hand, for reports.
+// "cuBLASLt 13.1.0, cuDNN 9.19.0": the libraries in use, for reports.
 [[nodiscard]] std::string libraries();
 
 }  // namespace sluice::cuda

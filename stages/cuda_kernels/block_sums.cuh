@@ -1,5 +1,5 @@
 // Sums in double by one block of threads in a fixed order: over kSumBlock elements, and over the
-// sums of those. Results depend on the number of elements alone.
+// sums of those. Results depend only on the number of elements.
 #pragma once
 
 #include "stages/cuda_kernels/elements.cuh"

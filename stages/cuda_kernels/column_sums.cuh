@@ -32,7 +32,7 @@ __device__ void sum_tile(const Matrix& matrix, int64_t first, int count, int64_t
     for (int row = start; row < count; row += kAtOnce * kTileRows) {
       decltype(matrix.template load<N>(first, column)) rows[kAtOnce];
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {  // without a branch, hence all at once: the last again
+      for (int k = 0; k < kAtOnce; ++k) {  // no branch: all at once, the last again
         rows[k] = matrix.template load<N>(first + min(row + k * kTileRows, count - 1), column);
       }
 #pragma unroll

@@ -48,7 +48,7 @@ constexpr int kChunk = 1024;       // places whose tokens are counted together
 constexpr int kSortThreads = 256;  // of the kernels that sort
 constexpr int kTile = 32;          // sorted places that one block sums
 
-// What sorting needs and leaves behind, in the workspace.
+// Sorting's scratch and its results, in the workspace.
 struct Places {
   const int32_t* tokens;
   int64_t count, vocabulary;

@@ -127,7 +127,7 @@ struct Tile {
   }
 
   int warp, lane;
-  float* streamed;  // [32, 64], rows kStreamedLd apart
+  float* streamed;  // [32, 64], row stride kStreamedLd
 
   __device__ explicit Tile(float* streamed_rows)
       : warp(static_cast<int>(threadIdx.x) / kWarpThreads),
@@ -289,7 +289,7 @@ __global__ void delta_kernel(const Call<T, N> call) {
   }
 }
 
-// The probability behind a score, and the score's gradient from that of the dropped probability.
+// A score's probability, and the score's gradient from that of the dropped probability.
 struct Gradient {
   float p, dscore;
   template <typename AnyCall>
@@ -484,7 +484,7 @@ void flash_attention_backward(ComputeContext& ctx, const AttentionShape& shape, 
     call.out = out.as<T>();
     call.dout = dout.as<T>();
     call.dqkv = dqkv.as<T>();
-    // Read alone from here on; forward's place for it is written.
+    // From here on it is only read; forward wrote it.
     call.lse = const_cast<float*>(reinterpret_cast<const float*>(state));
     call.delta = reinterpret_cast<float*>(ctx.workspace(flash_attention_backward_workspace(shape)));
     const cudaStream_t stream = native(ctx.stream());

@@ -1,5 +1,5 @@
-// The parts of a GPU's table of operators that are kernels alone, each filled by the source that
-// has them, and the kernels that other sources call. Internal to stages/cuda.
+// The parts of a GPU's table of operators that call no library, and the kernels that other sources
+// call. Each source fills its part. Internal to stages/cuda.
 #pragma once
 
 #include "stages/compute/operator_table.hpp"
@@ -21,9 +21,9 @@ void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& d
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
 
 // sums [width] f32 += the sums of dy's columns; dy [rows, width], f32 or bf16. Sums run in f32 in
-// an order that depends on the shape alone. In stream order.
+// an order that depends only on the shape. In stream order.
 void add_column_sums(ComputeContext& ctx, const Tensor& dy, const Tensor& sums);
-// What it takes of ctx.workspace().
+// Bytes of ctx.workspace() that it takes.
 [[nodiscard]] std::size_t column_sums_workspace(std::int64_t rows, std::int64_t width);
 
 }  // namespace sluice::cuda

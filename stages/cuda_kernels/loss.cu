@@ -37,7 +37,7 @@ struct Exponentials {
   }
 };
 
-// What gradients are multiplied by, times `factor`: the step's own where the device is told.
+// The scale of gradients times `factor`; from device memory if it is there.
 struct Scale {
   double value;
   const double* on_device;
@@ -60,7 +60,7 @@ struct CrossEntropy {
   int64_t rows, width;
 };
 
-// What lies at `from`, and its bits at `kept` in shared memory.
+// Loads from `from`, and keeps the bits at `kept` in shared memory.
 template <int N, typename T>
 __device__ __forceinline__ Floats<N> load_and_keep(const T* from, T* kept) {
   using Raw = std::conditional_t<sizeof(T) * N == 16, uint4, Pack<T, N>>;

@@ -5,7 +5,7 @@
 
 namespace sluice::cuda {
 
-// With the key of the step that the device is told of, where it is told.
+// With the key of the step in device memory, if there is one.
 SLUICE_MATH DropoutArguments at_step(DropoutArguments dropout) {
   if (dropout.step != nullptr) {
     philox_stream_key<uint32_t>(dropout.seed, dropout.site, *dropout.step, dropout.key);

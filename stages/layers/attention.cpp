@@ -4,8 +4,7 @@ namespace sluice {
 
 AttentionLayer::AttentionLayer(const Options& options, ParameterSet& parameters,
                                WeightCopies& copies)
-    : ResidualLayer(Norm(options.norm, options.name + ".norm1", options.width, parameters),
-                    options.output, options.width, options.precision),
+    : ResidualLayer(options, ".norm1", parameters),
       heads_(options.heads),
       kv_heads_(options.kv_heads),
       head_dim_(static_cast<int>(options.width / options.heads)),
@@ -28,7 +27,8 @@ AttentionShape AttentionLayer::attention_shape(const BlockShape& shape) const {
   return {shape.samples, shape.sequence, heads_, kv_heads_, head_dim_};
 }
 
-AttentionLayer::Kept AttentionLayer::carve(const BlockShape& shape, Memory& memory) const {
+AttentionLayer::Kept AttentionLayer::allocate(const BlockShape& shape,
+                                              LayerAllocators& memory) const {
   const std::int64_t rows = shape.rows();
   BumpAllocator& probabilities = recompute_ ? memory.scratch : memory.until_input;
   BumpAllocator& mixed = recompute_ ? memory.gradients : memory.until_weight;
@@ -42,8 +42,8 @@ AttentionLayer::Kept AttentionLayer::carve(const BlockShape& shape, Memory& memo
   return kept;
 }
 
-void AttentionLayer::measure(const BlockShape& shape, Memory& memory) const {
-  carve(shape, memory);
+void AttentionLayer::measure(const BlockShape& shape, LayerAllocators& memory) const {
+  allocate(shape, memory);
 }
 
 // Nothing is dropped in evaluation.
@@ -61,7 +61,7 @@ OperatorMemory AttentionLayer::branch_operators(ComputeContext& compute,
       .tables = rotary_base_ ? ComputeContext::rotary_table_bytes(shape.sequence, head_dim_) : 0};
 }
 
-// Of training, where evaluation, which drops nothing, differs.
+// The engine of training; evaluation drops nothing and may use another.
 std::string AttentionLayer::note(ComputeContext& compute, const BlockShape& shape) const {
   const std::string engine = attention_engine(compute, attention_shape(shape), precision(),
                                               probabilities_.probability > 0);
@@ -77,8 +77,8 @@ void AttentionLayer::attend(LayerCall& call, const Kept& kept) const {
                     kept.probabilities);
 }
 
-void AttentionLayer::branch_keep(LayerCall& call, Memory memory, const Tensor& x) {
-  const Kept kept = carve(call.shape, memory);
+void AttentionLayer::branch_keep(LayerCall& call, LayerAllocators memory, const Tensor& x) {
+  const Kept kept = allocate(call.shape, memory);
   qkv_.forward(call.compute(), x, kept.qkv);
   if (rotary_base_) {
     rotary(call.compute(), attention_shape(call.shape), *rotary_base_, kept.qkv, false);
@@ -86,14 +86,14 @@ void AttentionLayer::branch_keep(LayerCall& call, Memory memory, const Tensor& x
   attend(call, kept);
 }
 
-void AttentionLayer::branch_result(LayerCall& call, Memory memory, const Tensor& y) {
-  const Kept kept = carve(call.shape, memory);
+void AttentionLayer::branch_result(LayerCall& call, LayerAllocators memory, const Tensor& y) {
+  const Kept kept = allocate(call.shape, memory);
   output_.forward(call.compute(), kept.mixed, y);
 }
 
-void AttentionLayer::branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
-                                           const Tensor& dx) {
-  const Kept kept = carve(call.shape, memory);
+void AttentionLayer::branch_backward_input(LayerCall& call, LayerAllocators memory,
+                                           const Tensor& dy, const Tensor& dx) {
+  const Kept kept = allocate(call.shape, memory);
   const AttentionShape shape = attention_shape(call.shape);
   ComputeContext& compute = call.compute();
   if (recompute_) {
@@ -108,9 +108,9 @@ void AttentionLayer::branch_backward_input(LayerCall& call, Memory memory, const
   qkv_.backward_input(compute, kept.dqkv, dx);
 }
 
-void AttentionLayer::branch_backward_weight(LayerCall& call, Memory memory, const Tensor& x,
-                                            const Tensor& dy) {
-  const Kept kept = carve(call.shape, memory);
+void AttentionLayer::branch_backward_weight(LayerCall& call, LayerAllocators memory,
+                                            const Tensor& x, const Tensor& dy) {
+  const Kept kept = allocate(call.shape, memory);
   output_.backward_weight(call.compute(), kept.mixed, dy);
   qkv_.backward_weight(call.compute(), x, kept.dqkv);
 }

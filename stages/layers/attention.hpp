@@ -10,18 +10,11 @@ namespace sluice {
 
 class AttentionLayer final : public ResidualLayer {
  public:
-  struct Options {
-    std::string name;  // "blocks.3"
-    Norm::Kind norm = Norm::Kind::kLayer;
-    std::int64_t width = 0;
+  struct Options : ResidualOptions {
     int heads = 0, kv_heads = 0;
-    std::optional<float> rotary_base;  // rotary positions where set
-    double output_deviation = 0.02;    // initial weights of the output projection
-    bool bias = false;
-    DropoutSite probabilities, output;
-    DType precision = DType::kF32;
-    // Keep queries, keys and values alone: what attention makes of them is made again in
-    // backward_input.
+    std::optional<float> rotary_base = std::nullopt;  // set: rotary positions
+    DropoutSite probabilities = {};
+    // Keep only queries, keys and values; backward_input computes attention again.
     bool recompute = false;
   };
   AttentionLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
@@ -29,14 +22,14 @@ class AttentionLayer final : public ResidualLayer {
   [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const override;
 
  protected:
-  void measure(const BlockShape& shape, Memory& memory) const override;
+  void measure(const BlockShape& shape, LayerAllocators& memory) const override;
   [[nodiscard]] OperatorMemory branch_operators(ComputeContext& compute,
                                                 const BlockShape& shape) const override;
-  void branch_keep(LayerCall& call, Memory memory, const Tensor& x) override;
-  void branch_result(LayerCall& call, Memory memory, const Tensor& y) override;
-  void branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
+  void branch_keep(LayerCall& call, LayerAllocators memory, const Tensor& x) override;
+  void branch_result(LayerCall& call, LayerAllocators memory, const Tensor& y) override;
+  void branch_backward_input(LayerCall& call, LayerAllocators memory, const Tensor& dy,
                              const Tensor& dx) override;
-  void branch_backward_weight(LayerCall& call, Memory memory, const Tensor& x,
+  void branch_backward_weight(LayerCall& call, LayerAllocators memory, const Tensor& x,
                               const Tensor& dy) override;
 
  private:
@@ -48,9 +41,9 @@ class AttentionLayer final : public ResidualLayer {
     Tensor dmixed;                       // scratch
   };
   [[nodiscard]] AttentionShape attention_shape(const BlockShape& shape) const;
-  Kept carve(const BlockShape& shape, Memory& memory) const;
+  Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
   [[nodiscard]] Dropout mask(const LayerCall& call) const;
-  // From qkv: probabilities and mixed.
+  // Computes probabilities and mixed from qkv.
   void attend(LayerCall& call, const Kept& kept) const;
 
   int heads_, kv_heads_, head_dim_;

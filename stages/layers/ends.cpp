@@ -47,8 +47,6 @@ Residual EmbeddingLayer::forward(LayerCall& call, const Residual& in, const Tens
   return {out, {}};
 }
 
-void EmbeddingLayer::recompute(LayerCall& /*call*/, const Tensor& /*in*/) {}  // keeps nothing
-
 void EmbeddingLayer::backward_input(LayerCall& call, const Tensor& /*in*/, const Tensor& dout,
                                     const Tensor& /*din*/) {
   if (dropout_.active(call)) {
@@ -61,12 +59,6 @@ void EmbeddingLayer::backward_weight(LayerCall& call, const Tensor& in, const Te
                             tokens_->grad, positions_ != nullptr ? positions_->grad : Tensor{});
 }
 
-void EmbeddingLayer::backward(LayerCall& call, const Tensor& in, const Tensor& dout,
-                              const Tensor& din) {
-  backward_input(call, in, dout, din);
-  backward_weight(call, in, dout);
-}
-
 HeadLayer::HeadLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies)
     : norm_(options.norm, "final_norm", options.width, parameters),
       projection_(options.tied ? kTokenEmbedding : "head",
@@ -75,26 +67,24 @@ HeadLayer::HeadLayer(const Options& options, ParameterSet& parameters, WeightCop
       width_(options.width),
       precision_(options.precision) {}
 
-HeadLayer::Kept HeadLayer::carve(const BlockShape& shape, BumpAllocator until_weight,
-                                 BumpAllocator gradients) const {
+HeadLayer::Kept HeadLayer::allocate(const BlockShape& shape, LayerAllocators& memory) const {
   const std::int64_t rows = shape.rows();
   Kept kept;
-  kept.normed = until_weight.tensor(precision_, rows, width_);
-  kept.stats = until_weight.tensor(DType::kF32, rows, norm_.stats_per_row());
-  kept.dnormed = gradients.tensor(precision_, rows, width_);
+  kept.normed = memory.until_weight.tensor(precision_, rows, width_);
+  kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_.stats_per_row());
+  kept.dnormed = memory.gradients.tensor(precision_, rows, width_);
   return kept;
 }
 
-HeadLayer::Kept HeadLayer::carve(const LayerCall& call) const {
-  return carve(call.shape, BumpAllocator(call.until_weight), BumpAllocator(call.gradients));
+HeadLayer::Kept HeadLayer::kept_of(const LayerCall& call) const {
+  LayerAllocators memory = call.allocators();
+  return allocate(call.shape, memory);
 }
 
 LayerMemory HeadLayer::memory(const BlockShape& shape) const {
-  const Kept kept = carve(shape, {}, {});
-  const auto bytes = [](const Tensor& tensor) {
-    return tensor.shape().rank() == 0 ? 0 : round_up(tensor.spec.bytes(), kBufferAlignment);
-  };
-  return {.until_weight = bytes(kept.normed) + bytes(kept.stats), .gradients = bytes(kept.dnormed)};
+  LayerAllocators memory;
+  (void)allocate(shape, memory);
+  return memory.used();
 }
 
 OperatorMemory HeadLayer::operators(ComputeContext& compute, const BlockShape& shape) const {
@@ -103,20 +93,20 @@ OperatorMemory HeadLayer::operators(ComputeContext& compute, const BlockShape& s
 }
 
 Residual HeadLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {
-  const Kept kept = carve(call);
+  const Kept kept = kept_of(call);
   norm_.forward(call.compute(), in, kept.normed, kept.stats);
   projection_.forward(call.compute(), kept.normed, out);
   return {out, {}};
 }
 
 void HeadLayer::recompute(LayerCall& call, const Tensor& in) {
-  const Kept kept = carve(call);
+  const Kept kept = kept_of(call);
   norm_.forward(call.compute(), {in, {}}, kept.normed, kept.stats);
 }
 
 void HeadLayer::backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
                                const Tensor& din) {
-  const Kept kept = carve(call);
+  const Kept kept = kept_of(call);
   projection_.backward_input(call.compute(), dout, kept.dnormed);
   if (din.data != nullptr) {
     fill_zero(call.compute(), din);
@@ -125,14 +115,9 @@ void HeadLayer::backward_input(LayerCall& call, const Tensor& in, const Tensor& 
 }
 
 void HeadLayer::backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) {
-  const Kept kept = carve(call);
+  const Kept kept = kept_of(call);
   projection_.backward_weight(call.compute(), kept.normed, dout);
   norm_.backward_weight(call.compute(), kept.dnormed, in, kept.stats);
-}
-
-void HeadLayer::backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) {
-  backward_input(call, in, dout, din);
-  backward_weight(call, in, dout);
 }
 
 }  // namespace sluice

@@ -7,7 +7,7 @@
 
 namespace sluice {
 
-// Takes tokens i32 [samples, sequence] as its input; its input has no gradient.
+// Its input: tokens i32 [samples, sequence], without a gradient. Keeps nothing.
 class EmbeddingLayer final : public Layer {
  public:
   struct Options {
@@ -22,11 +22,9 @@ class EmbeddingLayer final : public Layer {
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
                                          const BlockShape& shape) const override;
   [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
-  void recompute(LayerCall& call, const Tensor& in) override;
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
                       const Tensor& din) override;
   void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) override;
-  void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) override;
 
  private:
   [[nodiscard]] Tensor dropped(const LayerCall& call) const;
@@ -37,7 +35,7 @@ class EmbeddingLayer final : public Layer {
   DropoutSite dropout_;
 };
 
-// Gives logits [rows, vocabulary] of the precision.
+// Its output: logits [rows, vocabulary] in the products' precision.
 class HeadLayer final : public Layer {
  public:
   struct Options {
@@ -56,16 +54,14 @@ class HeadLayer final : public Layer {
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
                       const Tensor& din) override;
   void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) override;
-  void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) override;
 
  private:
   struct Kept {
     Tensor normed, stats;  // until the weight gradient
     Tensor dnormed;        // gradient
   };
-  [[nodiscard]] Kept carve(const BlockShape& shape, BumpAllocator until_weight,
-                           BumpAllocator gradients) const;
-  [[nodiscard]] Kept carve(const LayerCall& call) const;
+  [[nodiscard]] Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
+  [[nodiscard]] Kept kept_of(const LayerCall& call) const;
 
   Norm norm_;
   Linear projection_;

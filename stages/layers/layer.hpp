@@ -1,13 +1,13 @@
 // What a transformer stage is made of. Internal to stages/.
 //
-// A layer is stateless between calls except for its parameters: what it keeps of a micro-batch lies
+// A layer keeps no state between calls except for its parameters. What it keeps of a micro-batch is
 // in memory that the stage passes with each call. The layer finds it again by allocating the same
 // tensors in the same order from the same address (BumpAllocator). The border between two layers is
 // the f32 residual stream.
 //
 // A layer may leave the last addition to the residual stream to the next one, which fuses it into
-// its norm (Residual::pending). The sum of two f32 numbers has the same bits wherever it is formed,
-// so nothing depends on where a stage ends.
+// its norm (Residual::pending). The sum of two f32 numbers has the same bits in every kernel, so
+// results do not depend on where a stage ends.
 #pragma once
 
 #include <algorithm>
@@ -47,7 +47,15 @@ struct OperatorMemory {
   return {std::max(a.workspace, b.workspace), std::max(a.tables, b.tables)};
 }
 
-// The same memory, handed in with a call.
+// Where a layer allocates what it keeps, by lifetime as in LayerMemory.
+struct LayerAllocators {
+  BumpAllocator until_input, until_weight, gradients, scratch;
+  [[nodiscard]] LayerMemory used() const {
+    return {until_input.used(), until_weight.used(), gradients.used(), scratch.used()};
+  }
+};
+
+// One call of a layer, with as much memory as LayerMemory says.
 struct LayerCall {
   StageContext& stage;
   BlockShape shape;
@@ -57,6 +65,10 @@ struct LayerCall {
   std::byte* scratch = nullptr;
 
   [[nodiscard]] ComputeContext& compute() const { return stage.compute; }
+  [[nodiscard]] LayerAllocators allocators() const {
+    return {BumpAllocator(until_input), BumpAllocator(until_weight), BumpAllocator(gradients),
+            BumpAllocator(scratch)};
+  }
 };
 
 // A point of the residual stream: value, or value + pending where pending has data; the sum then
@@ -71,7 +83,7 @@ class Layer {
   virtual ~Layer() = default;
 
   [[nodiscard]] virtual LayerMemory memory(const BlockShape& shape) const = 0;
-  // In any phase.
+  // The most in any phase.
   [[nodiscard]] virtual OperatorMemory operators(ComputeContext& compute,
                                                  const BlockShape& shape) const = 0;
   // StageDescription::note.
@@ -82,17 +94,20 @@ class Layer {
   // Completes `in` where something is pending; writes `out`, and returns it with what is pending.
   [[nodiscard]] virtual Residual forward(LayerCall& call, const Residual& in,
                                          const Tensor& out) = 0;
-  // Writes again what forward kept, to the bit; `in` is forward's completed input.
-  virtual void recompute(LayerCall& call, const Tensor& in) = 0;
+  // Writes again what forward kept, to the bit; `in` is forward's completed input. A layer that
+  // keeps nothing does nothing.
+  virtual void recompute(LayerCall& /*call*/, const Tensor& /*in*/) {}
   // `in` is forward's completed input, `dout` the gradient of its completed output. Overwrites
   // `din` (null data: not needed). din is not dout.
   virtual void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
                               const Tensor& din) = 0;
   // Adds to the parameters' gradients; operands as in the backward_input before it.
   virtual void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) = 0;
-  // Both, by the same kernels in the same order; din may be dout.
-  virtual void backward(LayerCall& call, const Tensor& in, const Tensor& dout,
-                        const Tensor& din) = 0;
+  // Both, with the same bits. din may be dout if both are gradients of the residual stream.
+  virtual void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) {
+    backward_input(call, in, dout, din);
+    backward_weight(call, in, dout);
+  }
 };
 
 }  // namespace sluice

@@ -3,8 +3,7 @@
 namespace sluice {
 
 MlpLayer::MlpLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies)
-    : ResidualLayer(Norm(options.norm, options.name + ".norm2", options.width, parameters),
-                    options.output, options.width, options.precision),
+    : ResidualLayer(options, ".norm2", parameters),
       kind_(options.kind),
       up_(options.name + (options.kind == Kind::kGelu ? ".mlp.up" : ".mlp.gate_up"),
           {.in = options.width,
@@ -18,7 +17,7 @@ MlpLayer::MlpLayer(const Options& options, ParameterSet& parameters, WeightCopie
              .bias = options.bias},
             parameters, copies) {}
 
-MlpLayer::Kept MlpLayer::carve(const BlockShape& shape, Memory& memory) const {
+MlpLayer::Kept MlpLayer::allocate(const BlockShape& shape, LayerAllocators& memory) const {
   const std::int64_t rows = shape.rows();
   Kept kept;
   kept.raised = memory.until_input.tensor(precision(), rows, up_.out());
@@ -27,34 +26,36 @@ MlpLayer::Kept MlpLayer::carve(const BlockShape& shape, Memory& memory) const {
   return kept;
 }
 
-void MlpLayer::measure(const BlockShape& shape, Memory& memory) const { carve(shape, memory); }
+void MlpLayer::measure(const BlockShape& shape, LayerAllocators& memory) const {
+  allocate(shape, memory);
+}
 
 OperatorMemory MlpLayer::branch_operators(ComputeContext& compute, const BlockShape& shape) const {
   return {.workspace = std::max(up_.workspace(compute, shape.rows(), precision()),
                                 down_.workspace(compute, shape.rows(), DType::kF32, activation()))};
 }
 
-void MlpLayer::branch_keep(LayerCall& call, Memory memory, const Tensor& x) {
-  const Kept kept = carve(call.shape, memory);
+void MlpLayer::branch_keep(LayerCall& call, LayerAllocators memory, const Tensor& x) {
+  const Kept kept = allocate(call.shape, memory);
   up_.forward(call.compute(), activation(), x, kept.raised, kept.hidden);
 }
 
-void MlpLayer::branch_result(LayerCall& call, Memory memory, const Tensor& y) {
-  const Kept kept = carve(call.shape, memory);
+void MlpLayer::branch_result(LayerCall& call, LayerAllocators memory, const Tensor& y) {
+  const Kept kept = allocate(call.shape, memory);
   down_.forward(call.compute(), kept.hidden, y);
 }
 
-void MlpLayer::branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
+void MlpLayer::branch_backward_input(LayerCall& call, LayerAllocators memory, const Tensor& dy,
                                      const Tensor& dx) {
-  const Kept kept = carve(call.shape, memory);
+  const Kept kept = allocate(call.shape, memory);
   ComputeContext& compute = call.compute();
   down_.backward_input(compute, activation(), dy, kept.raised, kept.draised);
   up_.backward_input(compute, kept.draised, dx);
 }
 
-void MlpLayer::branch_backward_weight(LayerCall& call, Memory memory, const Tensor& x,
+void MlpLayer::branch_backward_weight(LayerCall& call, LayerAllocators memory, const Tensor& x,
                                       const Tensor& dy) {
-  const Kept kept = carve(call.shape, memory);
+  const Kept kept = allocate(call.shape, memory);
   down_.backward_weight(call.compute(), kept.hidden, dy);
   up_.backward_weight(call.compute(), x, kept.draised);
 }

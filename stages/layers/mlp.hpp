@@ -11,27 +11,21 @@ namespace sluice {
 class MlpLayer final : public ResidualLayer {
  public:
   enum class Kind { kGelu, kSwiGlu };
-  struct Options {
-    std::string name;  // "blocks.3"
+  struct Options : ResidualOptions {
     Kind kind = Kind::kGelu;
-    Norm::Kind norm = Norm::Kind::kLayer;
-    std::int64_t width = 0, hidden = 0;
-    double output_deviation = 0.02;  // initial weights of the down projection
-    bool bias = false;
-    DropoutSite output;
-    DType precision = DType::kF32;
+    std::int64_t hidden = 0;
   };
   MlpLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
 
  protected:
-  void measure(const BlockShape& shape, Memory& memory) const override;
+  void measure(const BlockShape& shape, LayerAllocators& memory) const override;
   [[nodiscard]] OperatorMemory branch_operators(ComputeContext& compute,
                                                 const BlockShape& shape) const override;
-  void branch_keep(LayerCall& call, Memory memory, const Tensor& x) override;
-  void branch_result(LayerCall& call, Memory memory, const Tensor& y) override;
-  void branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
+  void branch_keep(LayerCall& call, LayerAllocators memory, const Tensor& x) override;
+  void branch_result(LayerCall& call, LayerAllocators memory, const Tensor& y) override;
+  void branch_backward_input(LayerCall& call, LayerAllocators memory, const Tensor& dy,
                              const Tensor& dx) override;
-  void branch_backward_weight(LayerCall& call, Memory memory, const Tensor& x,
+  void branch_backward_weight(LayerCall& call, LayerAllocators memory, const Tensor& x,
                               const Tensor& dy) override;
 
  private:
@@ -40,7 +34,7 @@ class MlpLayer final : public ResidualLayer {
     Tensor hidden;   // until the weight gradient: after the activation
     Tensor draised;  // gradients
   };
-  Kept carve(const BlockShape& shape, Memory& memory) const;
+  Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
   [[nodiscard]] Activation activation() const {
     return kind_ == Kind::kGelu ? Activation::kGelu : Activation::kSwiglu;
   }

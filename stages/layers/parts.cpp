@@ -15,11 +15,11 @@ const Tensor& WeightCopies::add(const Parameter& parameter) {
 
 std::size_t WeightCopies::bytes() const {
   if (precision_ == DType::kF32) return 0;
-  BumpAllocator carver;
+  BumpAllocator allocator;
   for (const Copy& copy : copies_) {
-    (void)carver.tensor(precision_, copy.parameter->shape[0], copy.parameter->shape[1]);
+    (void)allocator.tensor(precision_, copy.parameter->shape[0], copy.parameter->shape[1]);
   }
-  return carver.used();
+  return allocator.used();
 }
 
 void WeightCopies::allocate(const DeviceMemory& memory) {
@@ -31,10 +31,10 @@ void WeightCopies::allocate(const DeviceMemory& memory) {
   }
   memory_ = memory.allocate(bytes());
   conversions_.clear();
-  BumpAllocator carver(memory_.data());
+  BumpAllocator allocator(memory_.data());
   for (Copy& copy : copies_) {
     const Shape& shape = copy.parameter->shape;
-    copy.tensor = carver.tensor(precision_, shape[0], shape[1]);
+    copy.tensor = allocator.tensor(precision_, shape[0], shape[1]);
     conversions_.push_back({copy.parameter->value, copy.tensor});
   }
   fresh_ = false;

@@ -20,9 +20,9 @@ class WeightCopies {
  public:
   explicit WeightCopies(DType precision) : precision_(precision) {}
 
-  // Where the products find this weight; the reference stays valid and is set by allocate().
+  // This weight as products read it. The reference stays valid; allocate() sets the tensor.
   const Tensor& add(const Parameter& parameter);
-  // What allocate() takes.
+  // Bytes that allocate() takes.
   [[nodiscard]] std::size_t bytes() const;
   // After ParameterSet::allocate.
   void allocate(const DeviceMemory& memory);
@@ -57,8 +57,8 @@ class Linear {
 
   [[nodiscard]] std::int64_t in() const { return weight_->shape[1]; }
   [[nodiscard]] std::int64_t out() const { return weight_->shape[0]; }
-  // The most that a call takes of ctx.workspace(), for a y of type `result`, `before` the
-  // activation that precedes the product.
+  // The largest ctx.workspace() of a call. `result`: type of y; `before`: the activation that
+  // precedes the product.
   [[nodiscard]] std::size_t workspace(ComputeContext& ctx, std::int64_t rows, DType result,
                                       std::optional<Activation> before = std::nullopt) const;
   void forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) const;
@@ -86,11 +86,11 @@ class Norm {
   Norm(Kind kind, const std::string& name, std::int64_t width, ParameterSet& parameters);
 
   [[nodiscard]] std::int64_t stats_per_row() const { return kind_ == Kind::kLayer ? 2 : 1; }
-  // The most that a call takes of ctx.workspace().
+  // The largest ctx.workspace() of a call.
   [[nodiscard]] std::size_t workspace(ComputeContext& ctx, std::int64_t rows) const;
   // Completes x first.
   void forward(ComputeContext& ctx, const Residual& x, const Tensor& y, const Tensor& stats) const;
-  // dx += .
+  // Adds to dx.
   void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
                       const Tensor& dx) const;
   void backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,

@@ -23,8 +23,6 @@ Residual RecomputedLayer::forward(LayerCall& call, const Residual& in, const Ten
   return layer_->forward(inner, in, out);
 }
 
-void RecomputedLayer::recompute(LayerCall& /*call*/, const Tensor& /*in*/) {}  // nothing is kept
-
 void RecomputedLayer::backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
                                      const Tensor& din) {
   LayerCall inner = within(call);

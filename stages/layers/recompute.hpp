@@ -1,11 +1,9 @@
-// A layer of which nothing is kept per micro-batch but its input: what it computes on the way to
-// its output is computed again when its gradients are due (Chen et al. 2016, "Training deep nets
-// with sublinear memory cost").
+// A layer that keeps only its input per micro-batch. Backward computes the rest again (Chen et al.
+// 2016, "Training deep nets with sublinear memory cost").
 //
-// What the layer inside keeps to the input gradient lies in scratch, what it keeps to the weight
-// gradient among the gradients; forward writes both only to read them itself. backward_input
-// refills them first. What the weight gradient needs then waits with the gradients it belongs to:
-// the weight half recomputes nothing, and a whole backward is still I then W in time as in bits.
+// The inner layer's memory until the input gradient is scratch here. Its memory until the weight
+// gradient is part of the gradients. backward_input fills both again, so backward_weight computes
+// nothing twice, and backward equals backward_input then backward_weight in time and bits.
 #pragma once
 
 #include <memory>
@@ -29,14 +27,13 @@ class RecomputedLayer final : public Layer {
     return layer_->note(compute, shape);
   }
   [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
-  void recompute(LayerCall& call, const Tensor& in) override;
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
                       const Tensor& din) override;
   void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) override;
   void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) override;
 
  private:
-  // The same call, with the memory as the layer inside knows it.
+  // The same call with the inner layer's memory.
   [[nodiscard]] LayerCall within(const LayerCall& call) const;
 
   std::unique_ptr<Layer> layer_;

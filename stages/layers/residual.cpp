@@ -2,7 +2,8 @@
 
 namespace sluice {
 
-ResidualLayer::Kept ResidualLayer::carve(const BlockShape& shape, Memory& memory) const {
+ResidualLayer::Kept ResidualLayer::allocate(const BlockShape& shape,
+                                            LayerAllocators& memory) const {
   const std::int64_t rows = shape.rows();
   const bool drops = dropout_.probability > 0;
   Kept kept;
@@ -18,18 +19,11 @@ ResidualLayer::Kept ResidualLayer::carve(const BlockShape& shape, Memory& memory
   return kept;
 }
 
-ResidualLayer::Kept ResidualLayer::carve(const LayerCall& call, Memory& memory) const {
-  memory = {BumpAllocator(call.until_input), BumpAllocator(call.until_weight),
-            BumpAllocator(call.gradients), BumpAllocator(call.scratch)};
-  return carve(call.shape, memory);
-}
-
 LayerMemory ResidualLayer::memory(const BlockShape& shape) const {
-  Memory memory;
-  carve(shape, memory);
+  LayerAllocators memory;
+  allocate(shape, memory);
   measure(shape, memory);
-  return {memory.until_input.used(), memory.until_weight.used(), memory.gradients.used(),
-          memory.scratch.used()};
+  return memory.used();
 }
 
 OperatorMemory ResidualLayer::operators(ComputeContext& compute, const BlockShape& shape) const {
@@ -38,8 +32,8 @@ OperatorMemory ResidualLayer::operators(ComputeContext& compute, const BlockShap
 }
 
 void ResidualLayer::keep(LayerCall& call, const Residual& in) {
-  Memory memory;
-  const Kept kept = carve(call, memory);
+  LayerAllocators memory = call.allocators();
+  const Kept kept = allocate(call.shape, memory);
   norm_.forward(call.compute(), in, kept.normed, kept.stats);
   branch_keep(call, memory, kept.normed);
 }
@@ -48,8 +42,8 @@ void ResidualLayer::recompute(LayerCall& call, const Tensor& in) { keep(call, {i
 
 Residual ResidualLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {
   keep(call, in);
-  Memory memory;
-  carve(call, memory);
+  LayerAllocators memory = call.allocators();
+  allocate(call.shape, memory);
   branch_result(call, memory, out);
   if (dropout_.active(call)) {
     dropout(call.compute(), out, dropout_.at(call, call.shape.sequence * width_), out);
@@ -62,8 +56,8 @@ Tensor ResidualLayer::branch_gradient(const Kept& kept, const Tensor& dout) cons
 }
 
 void ResidualLayer::backward_branch(LayerCall& call, const Tensor& dout) {
-  Memory memory;
-  const Kept kept = carve(call, memory);
+  LayerAllocators memory = call.allocators();
+  const Kept kept = allocate(call.shape, memory);
   ComputeContext& compute = call.compute();
   const Tensor dbranch = branch_gradient(kept, dout);
   if (dropout_.active(call)) {
@@ -78,8 +72,8 @@ void ResidualLayer::backward_branch(LayerCall& call, const Tensor& dout) {
 }
 
 void ResidualLayer::backward_norm(LayerCall& call, const Tensor& in, const Tensor& din) {
-  Memory memory;
-  const Kept kept = carve(call, memory);
+  LayerAllocators memory = call.allocators();
+  const Kept kept = allocate(call.shape, memory);
   norm_.backward_input(call.compute(), kept.dnormed, in, kept.stats, din);
 }
 
@@ -93,8 +87,8 @@ void ResidualLayer::backward_input(LayerCall& call, const Tensor& in, const Tens
 }
 
 void ResidualLayer::backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) {
-  Memory memory;
-  const Kept kept = carve(call, memory);
+  LayerAllocators memory = call.allocators();
+  const Kept kept = allocate(call.shape, memory);
   branch_backward_weight(call, memory, kept.normed, branch_gradient(kept, dout));
   norm_.backward_weight(call.compute(), kept.dnormed, in, kept.stats);
 }

@@ -1,7 +1,7 @@
-// A residual branch: out = in + dropout(branch(norm(in))). Attention and MLP are two of them.
+// A residual branch: out = in + dropout(branch(norm(in))). Attention and MLP derive from it.
 //
-// The branch's result goes to the memory of `out`, and `in` stays pending: the next norm adds both,
-// so that the sum costs no separate pass.
+// The branch writes its result to the memory of `out`, and `in` stays pending. The next norm adds
+// both, so the sum needs no pass of its own.
 #pragma once
 
 #include <string>
@@ -10,6 +10,17 @@
 #include "stages/layers/parts.hpp"
 
 namespace sluice {
+
+// What attention and MLP both need to know.
+struct ResidualOptions {
+  std::string name;  // "blocks.3"
+  Norm::Kind norm = Norm::Kind::kLayer;
+  std::int64_t width = 0;
+  double output_deviation = 0.02;  // standard deviation of the last product's initial weights
+  bool bias = false;
+  DropoutSite output;
+  DType precision = DType::kF32;
+};
 
 class ResidualLayer : public Layer {
  public:
@@ -24,42 +35,41 @@ class ResidualLayer : public Layer {
   void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) final;
 
  protected:
-  // Where a branch finds its memory: behind what the residual layer itself carved.
-  struct Memory {
-    BumpAllocator until_input, until_weight, gradients, scratch;
-  };
-  ResidualLayer(Norm norm, DropoutSite dropout, std::int64_t width, DType precision)
-      : norm_(norm), dropout_(dropout), width_(width), precision_(precision) {}
+  ResidualLayer(const ResidualOptions& options, const std::string& norm, ParameterSet& parameters)
+      : norm_(options.norm, options.name + norm, options.width, parameters),
+        dropout_(options.output),
+        width_(options.width),
+        precision_(options.precision) {}
 
   [[nodiscard]] std::int64_t width() const { return width_; }
   [[nodiscard]] DType precision() const { return precision_; }
 
-  // Carves everything the branch ever uses, to measure it.
-  virtual void measure(const BlockShape& shape, Memory& memory) const = 0;
+  // Allocates all that the branch uses in any phase. Below, `memory` of a branch follows the memory
+  // of the residual layer itself.
+  virtual void measure(const BlockShape& shape, LayerAllocators& memory) const = 0;
   [[nodiscard]] virtual OperatorMemory branch_operators(ComputeContext& compute,
                                                         const BlockShape& shape) const = 0;
-  // Forward in two: all that the branch keeps, from x [rows, width] in the products' precision;
-  // then its result y f32 [rows, width], from what it keeps.
-  virtual void branch_keep(LayerCall& call, Memory memory, const Tensor& x) = 0;
-  virtual void branch_result(LayerCall& call, Memory memory, const Tensor& y) = 0;
+  // Forward in two calls. branch_keep computes what the branch keeps from x [rows, width] in the
+  // products' precision. branch_result computes y f32 [rows, width] from it.
+  virtual void branch_keep(LayerCall& call, LayerAllocators memory, const Tensor& x) = 0;
+  virtual void branch_result(LayerCall& call, LayerAllocators memory, const Tensor& y) = 0;
   // dy and dx [rows, width] in the products' precision.
-  virtual void branch_backward_input(LayerCall& call, Memory memory, const Tensor& dy,
+  virtual void branch_backward_input(LayerCall& call, LayerAllocators memory, const Tensor& dy,
                                      const Tensor& dx) = 0;
-  virtual void branch_backward_weight(LayerCall& call, Memory memory, const Tensor& x,
+  virtual void branch_backward_weight(LayerCall& call, LayerAllocators memory, const Tensor& x,
                                       const Tensor& dy) = 0;
 
  private:
   struct Kept {
     Tensor normed, stats;     // until the weight gradient
     Tensor dbranch, dnormed;  // gradients; dbranch without data: it is dout itself
-    Tensor dropped;           // scratch, f32, where dropout and a conversion follow each other
+    Tensor dropped;           // scratch, f32; between dropout and conversion
   };
-  Kept carve(const BlockShape& shape, Memory& memory) const;
-  Kept carve(const LayerCall& call, Memory& memory) const;
-  // Completes `in`, then all of forward but its result.
+  Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
+  // Completes `in`, then runs forward except for branch_result.
   void keep(LayerCall& call, const Residual& in);
   [[nodiscard]] Tensor branch_gradient(const Kept& kept, const Tensor& dout) const;
-  // Everything of backward_input in front of the norm.
+  // backward_input except for the norm.
   void backward_branch(LayerCall& call, const Tensor& dout);
   void backward_norm(LayerCall& call, const Tensor& in, const Tensor& din);
 

@@ -1,4 +1,4 @@
-// Making of compute contexts: which backend a device has.
+// Creates compute contexts: chooses the backend of a device.
 #include "stages/operators/context.hpp"
 
 #include <fmt/format.h>

@@ -1,5 +1,4 @@
-// What depends on the kind of a compute context's device before there is a context. Internal to
-// stages/ and runtime/.
+// What depends on a kind of device and needs no compute context. Internal to stages/ and runtime/.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +9,11 @@ namespace sluice {
 
 struct OperatorTable;  // stages/compute/operator_table.hpp
 
-// The operators of a kind of device; the CPU's where the build knows no other.
+// The operators of a kind of device; the CPU's in builds without CUDA.
 [[nodiscard]] const OperatorTable& operators_for(DeviceKind device);
 
-// Bytes of its memory() that a context takes for itself: scratch of the libraries it holds, and
-// what kernels keep on the device from one to the next.
+// Bytes of its memory() that a context uses itself: scratch of libraries, and what kernels keep on
+// the device between launches.
 [[nodiscard]] std::size_t library_bytes(DeviceKind device);
 
 }  // namespace sluice

@@ -43,7 +43,7 @@ void norm_backward_input(const char* name, const Tensor& dy, const Tensor& x, co
 void norm_backward_weight(const char* name, const Tensor& dy, const Tensor& x, const Tensor& stats,
                           const Tensor& dgamma, const Tensor* dbeta);
 
-// The shape alone: heads that share keys evenly, and sizes whose products can be counted.
+// Checks only the shape: heads share keys evenly, and products of sizes do not overflow.
 void attention_shape(const char* name, const AttentionShape& shape);
 void attention_forward(const char* name, const AttentionShape& shape, const Tensor& qkv,
                        const Tensor& out, const std::byte* state);

@@ -1,5 +1,4 @@
-// Every operator: its operands are checked once, then handed to the backend of the context's
-// device.
+// Every operator checks its operands once, then calls the backend of the context's device.
 #include <sluice/operators.hpp>
 
 #include "stages/compute/backend.hpp"

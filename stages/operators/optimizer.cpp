@@ -15,9 +15,8 @@ std::size_t padded_floats(const Parameter& parameter) {
   return parameter_bytes(parameter.value.elements()) / sizeof(float);
 }
 
-// Parameters that follow each other in memory and decay alike make one run. The padding between
-// them is zero in value, gradient and state, and stays so under either update. State is filled in
-// by StateMemory.
+// Adjacent parameters in memory with equal decay form one run. The padding between them is zero in
+// value, gradient and state, and both updates keep it zero. StateMemory sets the state.
 std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters) {
   std::vector<UpdateRun> runs;
   for (const Parameter* parameter : parameters) {
@@ -41,14 +40,14 @@ std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters) {
   return runs;
 }
 
-// What is kept of a parameter, each as large as its values.
+// Names of the state vectors, each as large as the values.
 std::vector<std::string> kinds_of(const OptimizerConfig& config) {
   if (config.kind == OptimizerConfig::Kind::kAdamW) return {"exp_avg", "exp_avg_sq"};
   if (config.momentum != 0) return {"momentum"};
   return {};
 }
 
-// Zeroed state of `kinds` vectors, each laid out like the parameters.
+// One zeroed vector per kind, each with the parameters' layout.
 class StateMemory {
  public:
   StateMemory(std::span<Parameter* const> parameters, std::vector<std::string> kinds,

@@ -25,7 +25,7 @@ class Optimizer {
 [[nodiscard]] std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
                                                         std::span<Parameter* const> parameters,
                                                         const DeviceMemory& memory);
-// What its state takes, for parameters whose values take `bytes` (parameter_bytes) in all.
+// Bytes of its state, if the parameters' values take `bytes` (parameter_bytes) in total.
 [[nodiscard]] std::size_t optimizer_bytes(const OptimizerConfig& config, std::size_t bytes);
 
 // The factor that brings a gradient of this norm to at most `clip` (<= 0: no clipping, factor 1).

@@ -11,6 +11,8 @@
 #include <sluice/error.hpp>
 #include <sluice/stage.hpp>
 
+#include "comm/base/index.hpp"
+
 namespace sluice {
 
 namespace {
@@ -22,7 +24,7 @@ void require_stages(int stages) {
   }
 }
 
-// A stage per layer; what is left over stays empty in front of the last stage.
+// A stage per layer; surplus stages before the last are empty.
 Partition one_layer_each(int layers, int stages) {
   if (layers < 2) {
     throw Error(ErrorCode::kUsage,
@@ -31,7 +33,7 @@ Partition one_layer_each(int layers, int stages) {
                             layers, stages, std::max(layers, 1)));
   }
   Partition partition;
-  partition.first.reserve(static_cast<size_t>(stages) + 1);
+  partition.first.reserve(at(stages) + 1);
   for (int s = 0; s < stages; ++s) {
     partition.first.push_back(std::min(s, layers - 1));
   }
@@ -40,8 +42,8 @@ Partition one_layer_each(int layers, int stages) {
   return partition;
 }
 
-// [n]: how few stages the first n layers need where none may cost more than `bound`, which no layer
-// alone exceeds. Each stage takes as many layers as it can.
+// [n]: the fewest stages for the first n layers if no stage costs more than `bound`, which no
+// single layer exceeds. Each stage takes as many layers as it can.
 std::vector<int> stages_needed(const std::vector<double>& prefix, double bound) {
   std::vector<int> needed(prefix.size(), 0);
   size_t begin = 0;
@@ -55,8 +57,8 @@ std::vector<int> stages_needed(const std::vector<double>& prefix, double bound) 
   return needed;
 }
 
-// The smallest possible largest cost of a stage. Numbers from 0 up are ordered as their bits are,
-// so bisection ends at the very number.
+// The smallest possible largest cost of a stage. Non-negative doubles have the order of their bits,
+// so bisection over the bits finds the exact number.
 double least_largest(const std::vector<double>& prefix, int stages) {
   double most = 0;
   for (size_t n = 1; n < prefix.size(); ++n) {
@@ -84,9 +86,9 @@ std::vector<int> parse_counts(std::string_view text, int blocks, int stages) {
   };
   std::vector<int> counts;
   std::int64_t sum = 0;
-  for (size_t at = 0; at <= text.size();) {
-    const size_t comma = std::min(text.find(',', at), text.size());
-    const std::string_view field = text.substr(at, comma - at);
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t comma = std::min(text.find(',', begin), text.size());
+    const std::string_view field = text.substr(begin, comma - begin);
     int count = 0;
     const auto parsed = std::from_chars(field.data(), field.data() + field.size(), count);
     if (field.empty() || parsed.ec != std::errc() || parsed.ptr != field.data() + field.size() ||
@@ -95,9 +97,9 @@ std::vector<int> parse_counts(std::string_view text, int blocks, int stages) {
     }
     counts.push_back(count);
     sum += count;
-    at = comma + 1;
+    begin = comma + 1;
   }
-  if (counts.size() != static_cast<size_t>(stages)) {
+  if (counts.size() != at(stages)) {
     refuse(fmt::format("{} counts for {} stages", counts.size(), stages));
   }
   if (sum != blocks) {
@@ -134,10 +136,10 @@ Partition partition_by_cost(std::span<const double> costs, int stages) {
 
   // From the back: each stage as light as the bound on the rest allows, none empty.
   Partition partition;
-  partition.first.assign(static_cast<size_t>(stages) + 1, 0);
+  partition.first.assign(at(stages) + 1, 0);
   size_t end = costs.size();
   for (int s = stages; s > 1; --s) {
-    partition.first[static_cast<size_t>(s)] = static_cast<int>(end);
+    partition.first[at(s)] = static_cast<int>(end);
     --end;
     while (needed[end] > s - 1) {
       --end;

@@ -58,7 +58,7 @@ void draw_pairs(const Init& init, const std::array<std::uint32_t, 2>& key, std::
 }
 
 // On as many threads as this process has cores, each at least a quarter of a million elements (some
-// milliseconds); an element is a function of its place alone.
+// milliseconds); an element depends only on its place.
 void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> values) {
   constexpr std::size_t kLeast = std::size_t{1} << 18;
   if (parameter.init.kind == Init::Kind::kConstant) {
@@ -79,7 +79,7 @@ void draw(const Parameter& parameter, std::uint64_t seed, std::span<float> value
   try {
     for (; part + 1 < parts; ++part) others.emplace_back(draw_part, part);
   } catch (const std::system_error&) {
-    // No more threads are to be had: this one draws what is left.
+    // The system has no more threads: this one draws the rest.
   }
   for (; part < parts; ++part) draw_part(part);
 }

@@ -33,22 +33,25 @@ double output_deviation(const TransformerConfig& config) {
   return 0.02 / std::sqrt(2.0 * config.layers);
 }
 
+ResidualOptions residual_options(const TransformerConfig& config, int layer, Place output) {
+  return {.name = "blocks." + std::to_string(layer - 1),
+          .norm = norm_kind(config),
+          .width = config.width,
+          .output_deviation = output_deviation(config),
+          .bias = config.kind == TransformerKind::kGpt2,
+          .output = site(config, layer, output),
+          .precision = config.precision};
+}
+
 std::unique_ptr<Layer> make_attention(const TransformerConfig& config, int layer,
                                       ParameterSet& parameters, WeightCopies& copies) {
-  AttentionLayer::Options options;
-  options.name = "blocks." + std::to_string(layer - 1);
-  options.norm = norm_kind(config);
-  options.width = config.width;
+  AttentionLayer::Options options{residual_options(config, layer, kAttention)};
   options.heads = config.heads;
   options.kv_heads = sizes_of(config).kv_heads;
-  options.output_deviation = output_deviation(config);
   if (config.kind == TransformerKind::kLlama) {
     options.rotary_base = config.rotary_base;
   }
-  options.bias = config.kind == TransformerKind::kGpt2;
   options.probabilities = site(config, layer, kProbabilities);
-  options.output = site(config, layer, kAttention);
-  options.precision = config.precision;
   options.recompute = config.recompute == Recompute::kAttention;
   return std::make_unique<AttentionLayer>(options, parameters, copies);
 }
@@ -56,20 +59,13 @@ std::unique_ptr<Layer> make_attention(const TransformerConfig& config, int layer
 std::unique_ptr<Layer> make_mlp(const TransformerConfig& config, int layer,
                                 ParameterSet& parameters, WeightCopies& copies) {
   const bool gpt2 = config.kind == TransformerKind::kGpt2;
-  MlpLayer::Options options;
-  options.name = "blocks." + std::to_string(layer - 1);
+  MlpLayer::Options options{residual_options(config, layer, kMlp)};
   options.kind = gpt2 ? MlpLayer::Kind::kGelu : MlpLayer::Kind::kSwiGlu;
-  options.norm = norm_kind(config);
-  options.width = config.width;
   options.hidden = sizes_of(config).mlp_width;
-  options.output_deviation = output_deviation(config);
-  options.bias = gpt2;
-  options.output = site(config, layer, kMlp);
-  options.precision = config.precision;
   return std::make_unique<MlpLayer>(options, parameters, copies);
 }
 
-// A layer that keeps something of a micro-batch.
+// Appends a layer that keeps something per micro-batch, wrapped if it is to be recomputed.
 void append(const TransformerConfig& config, std::unique_ptr<Layer> layer,
             std::vector<std::unique_ptr<Layer>>& layers) {
   if (config.recompute == Recompute::kBlock) {

@@ -1,6 +1,7 @@
 // What a transformer's layers compute, for partitions.
 #include <sluice/transformer.hpp>
 
+#include "comm/base/index.hpp"
 #include "stages/transformer/build.hpp"
 
 namespace sluice {
@@ -33,7 +34,7 @@ std::vector<double> layer_costs(const TransformerConfig& config) {
   const double context = config.context;
   const double width = config.width;
   const BlockCosts block = block_costs(config);
-  std::vector<double> costs(static_cast<size_t>(config.layers) + 2,
+  std::vector<double> costs(at(config.layers) + 2,
                             block.attention + block.kept_products + block.results);
   costs.front() = 2 * context * width;
   costs.back() = 2 * context * width * config.vocabulary;
@@ -47,7 +48,7 @@ std::vector<double> recompute_costs(const TransformerConfig& config) {
                        : config.recompute == Recompute::kAttention
                            ? block.attention
                            : block.attention + block.kept_products;
-  std::vector<double> costs(static_cast<size_t>(config.layers) + 2, again);
+  std::vector<double> costs(at(config.layers) + 2, again);
   costs.front() = costs.back() = 0;  // no products
   return costs;
 }

@@ -135,9 +135,9 @@ TransformerStage::Layout TransformerStage::lay_out(std::span<const BlockShape> s
   for (size_t i = 0; i < layers_.size(); ++i) {
     Place place;
     place.fits = largest_memory(*layers_[i], shapes);
-    const auto take = [](BumpAllocator& carver, std::size_t bytes) {
-      const std::size_t offset = carver.used();
-      (void)carver.bytes(bytes);
+    const auto take = [](BumpAllocator& allocator, std::size_t bytes) {
+      const std::size_t offset = allocator.used();
+      (void)allocator.bytes(bytes);
       return offset;
     };
     place.until_input = take(state, place.fits.until_input);
@@ -151,7 +151,7 @@ TransformerStage::Layout TransformerStage::lay_out(std::span<const BlockShape> s
     layout.scratch = std::max(layout.scratch, place.fits.scratch);
     layout.places.push_back(place);
   }
-  if (!split) {  // one area in turn, and one gradient of the residual stream behind it
+  if (!split) {  // one shared area, then one gradient of the residual stream
     (void)gradients.bytes(largest_gradients);
     const std::size_t dinput = gradients.used();
     (void)gradients.bytes(stream);
@@ -186,7 +186,7 @@ void TransformerStage::prepare(const StageSetup& setup) {
   gradients_ = memory.allocate((split_ ? slots : 1) * layout_.slot_gradients);
   scratch_ = memory.allocate(layout_.scratch);
   for (const Buffer* buffer : {&state_, &gradients_, &scratch_}) {
-    // So that no page is first touched in a step.
+    // Touches every page before the first step.
     fill_zero_async(buffer->data(), buffer->size(), setup.compute->stream());
   }
   parameters_.allocate(memory, setup.seed);
@@ -195,8 +195,8 @@ void TransformerStage::prepare(const StageSetup& setup) {
   warm_up_all(setup);
 }
 
-// Primitives are made, and libraries' kernels loaded, when a product is first run: run every size
-// once, on zeros. The operands take the place of messages that are yet to come.
+// A product's first run creates primitives and loads the library's kernels: run every size once, on
+// zeros. Temporary operands stand for the messages.
 void TransformerStage::warm_up_all(const StageSetup& setup) {
   if (layers_.empty()) {
     return;
@@ -221,7 +221,7 @@ void TransformerStage::warm_up_all(const StageSetup& setup) {
       ctx.phase = Phase::kTrain;
     }
     warm_up(ctx, ctx.inputs, {&output, 1});
-    setup.compute->stream().synchronize();  // before the operands go
+    setup.compute->stream().synchronize();  // before the operands are freed
   }
   parameters_.zero_grads(setup.compute->stream());
 }
@@ -341,7 +341,7 @@ void TransformerStage::find_first_gradients() {
   }
 }
 
-void TransformerStage::tell_final(const StageContext& ctx, size_t layer) const {
+void TransformerStage::announce_final(const StageContext& ctx, size_t layer) const {
   if (ctx.final_gradients != nullptr) ctx.final_gradients->from(first_gradients_[layer]);
 }
 
@@ -367,7 +367,7 @@ void TransformerStage::forward(StageContext& ctx, std::span<const Tensor> inputs
 
 void TransformerStage::backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
                                 std::span<const Tensor> grad_inputs) {
-  if (split_) {  // what lies between the halves has a place per slot
+  if (split_) {  // each slot has its own gradients
     backward_input(ctx, grad_outputs, grad_inputs);
     backward_weight(ctx, grad_outputs);
     return;
@@ -381,11 +381,11 @@ void TransformerStage::backward(StageContext& ctx, std::span<const Tensor> grad_
   }
   for (size_t i = layers_.size(); i-- > 0;) {
     LayerCall call = call_of(ctx, shape, i);
-    // The caller's gradient is the running one; without it, the stage's own.
-    const bool ours = wanted.data == nullptr && i > 0;
-    const Tensor din = ours ? layer_gradient(ctx, shape, i - 1, {}) : wanted;
+    // Accumulates in the caller's gradient, if there is one.
+    const bool own = wanted.data == nullptr && i > 0;
+    const Tensor din = own ? layer_gradient(ctx, shape, i - 1, {}) : wanted;
     layers_[i]->backward(call, layer_input(ctx, shape, i), dout, din);
-    tell_final(ctx, i);
+    announce_final(ctx, i);
     dout = din;
   }
 }
@@ -416,7 +416,7 @@ void TransformerStage::backward_weight(StageContext& ctx, std::span<const Tensor
     LayerCall call = call_of(ctx, shape, i);
     layers_[i]->backward_weight(call, layer_input(ctx, shape, i),
                                 layer_gradient(ctx, shape, i, single(grad_outputs)));
-    tell_final(ctx, i);
+    announce_final(ctx, i);
   }
 }
 

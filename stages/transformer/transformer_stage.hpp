@@ -1,11 +1,11 @@
 // A run of a transformer's layers as a pipeline stage. Internal to stages/; made by
 // make_transformer_stage.
 //
-// Memory. Per slot: what each layer keeps from forward on, and each layer's output but the last
-// (which goes to the plan's buffer). Between I and W: the gradients of products' results and of
-// layer outputs, per slot if the schedule parts I and W; otherwise one such area serves all layers
-// and micro-batches in turn, and the gradient of the residual stream is updated in place.
-// All of it is sized for the largest micro-batch in prepare() and found by arithmetic afterwards.
+// Memory. Each slot holds what layers keep from forward on, and every layer's output except the
+// last (which goes to the plan's buffer). Gradients of products' results and of layer outputs live
+// from the input gradient to the weight gradient. If the schedule splits the two, each slot has its
+// own gradients; otherwise all layers and micro-batches share one area, and the gradient of the
+// residual stream is updated in place. prepare() sizes everything for the largest micro-batch.
 #pragma once
 
 #include <memory>
@@ -26,7 +26,7 @@ struct LayerRange {
 
 class TransformerStage : public Stage, public SplitBackward {
  public:
-  // Requires a valid config; the embedding and the head lie in the first and the last stage.
+  // Requires a valid config, the embedding in the first stage and the head in the last.
   TransformerStage(const TransformerConfig& config, LayerRange range);
 
   [[nodiscard]] StageDescription describe(std::span<const TensorSpec> inputs,
@@ -43,20 +43,19 @@ class TransformerStage : public Stage, public SplitBackward {
                       std::span<const Tensor> grad_inputs) override;
   void backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) override;
   [[nodiscard]] ParameterSet* parameters() override;
-  // Taken by prepare() for what describe() announced: all but parameters.
+  // Bytes that prepare() took for what describe() returned, without parameters.
   [[nodiscard]] std::size_t prepared_bytes() const {
     return state_.size() + gradients_.size() + scratch_.size();
   }
 
  protected:
-  // Runs what the primitives of one micro-batch size need to have run once; leaves no trace but
-  // gradients.
+  // Runs every primitive of one micro-batch size once. Changes only gradients.
   virtual void warm_up(StageContext& ctx, std::span<const Tensor> inputs,
                        std::span<const Tensor> outputs);
   [[nodiscard]] const TransformerConfig& config() const { return config_; }
 
  private:
-  // Offsets within a slot's state and gradient memory, and what fits there.
+  // Offsets within a slot's state and gradient memory, and the capacity there.
   struct Place {
     std::size_t until_input = 0, until_weight = 0, output = 0;
     std::size_t gradients = 0, dinput = 0;
@@ -88,8 +87,8 @@ class TransformerStage : public Stage, public SplitBackward {
   [[nodiscard]] Tensor layer_gradient(const StageContext& ctx, const BlockShape& shape,
                                       size_t layer, const Tensor& grad_output) const;
   void find_first_gradients();
-  // Layers from this one on add to no gradient any more.
-  void tell_final(const StageContext& ctx, size_t layer) const;
+  // Announces that layers from this one on have final gradients.
+  void announce_final(const StageContext& ctx, size_t layer) const;
   [[nodiscard]] BlockShape begin_call(const StageContext& ctx,
                                       std::span<const Tensor> inputs) const;
 

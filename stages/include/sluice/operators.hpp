@@ -15,7 +15,7 @@
 // that names the operator, the operands and what is legal. The last dimension is the width; rows
 // may be several dimensions, such as [samples, sequence, width]. Weights and tables have two
 // dimensions, biases and gains one. Data may be null only where a comment says so, or without
-// elements. Not checked: contents (a token outside the table) and the size of the memory behind a
+// elements. Not checked: contents (a token outside the table) and the size of the memory at a
 // pointer.
 //
 // Scratch. <operator>_workspace() returns the bytes that a call takes from ctx.workspace(). Stages

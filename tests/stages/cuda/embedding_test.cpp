@@ -42,7 +42,7 @@ TEST_F(CudaEmbeddingTest, OfFewPlacesIsTheCpus) {
   check({1}, 1, 2, 1);
 }
 
-// Chunks whose tokens are counted apart, runs within a tile, across tiles and over many of them.
+// Chunks with separate token counts, runs within a tile, across tiles and over many of them.
 TEST_F(CudaEmbeddingTest, OfManyPlacesIsTheCpus) {
   std::mt19937 generator(5);
   std::geometric_distribution<int> frequent_first(0.08);

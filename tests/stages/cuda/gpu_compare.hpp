@@ -27,7 +27,7 @@ class GpuCompareTest : public GpuTest {
  protected:
   // Calls the operator on the CPU, over the operands themselves, and twice on the GPU, over copies
   // that start `offset` elements into aligned memory. The GPU leaves the same bits both times, in
-  // every operand the CPU's within `tolerance` relative to its norm, and nothing behind it touched.
+  // every operand the CPU's within `tolerance` relative to its norm, and no byte after it changed.
   void compare(std::initializer_list<const Operand*> operands, double tolerance,
                const OperatorCall& call, std::size_t offset = 0) {
     const std::vector<Operand> once = run_on_gpu(operands, call, offset);

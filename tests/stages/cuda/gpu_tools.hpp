@@ -14,7 +14,7 @@ namespace sluice {
 inline constexpr Device kGpu = {DeviceKind::kCuda, 0};
 
 // A copy of an operand in the GPU's memory, `offset` bytes from the start of a buffer, with the
-// guard bytes behind it.
+// guard bytes after it.
 class OnGpu {
  public:
   explicit OnGpu(const Operand& host, std::size_t offset = 0)

@@ -1,5 +1,5 @@
 // Products on a GPU against the CPU's: the layer's operators in every type, with and without bias
-// and activation, and the cache of plans behind them.
+// and activation, and their cache of plans.
 #include "stages/cuda/matmul.hpp"
 
 #include <fmt/format.h>

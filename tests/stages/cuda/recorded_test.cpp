@@ -22,7 +22,7 @@ class RecordedTest : public GpuTest {
     scale_ = std::make_unique<Buffer>(kGpu, sizeof(double));
     tell(1, 1);
   }
-  // What the device is told of the step.
+  // The step values in device memory.
   void tell(std::uint64_t step, double scale) const {
     copy_now(kGpu, step_->data(), &step, sizeof step);
     copy_now(kGpu, scale_->data(), &scale, sizeof scale);
@@ -39,7 +39,7 @@ class RecordedTest : public GpuTest {
     return {0.4F, {(std::uint64_t{5} << 40) + 7, random_site(3, 1), step}, 12};
   }
   // Records `work`, tells the device of two steps and compares what a replay in each leaves in
-  // `operand` with what `plain` leaves there, which is told on the host.
+  // `operand` after `plain`, which takes the values from the host.
   void expect_replays(const Operand& operand, const std::function<void(const Tensor&)>& work,
                       const std::function<void(const Tensor&, std::uint64_t, double)>& plain) {
     const OnGpu at(operand);

@@ -241,7 +241,7 @@ std::vector<OperatorForm> norm_forms() {
         {3, {kBf16, {4}}, "beta is bf16 [4]; legal with x f32 [2, 4]: f32 [4]"},
         {4, {kF32, {1, 4}}, "y is f32 [1, 4]; legal with x f32 [2, 4]: f32 or bf16 [2, 4]"},
         {5, {kF32, {2, 1}}, "stats is f32 [2, 1]; legal with x f32 [2, 4]: f32 [2, 2]"}}},
-      // A bf16 delta beside an f32 result would be read as f32.
+      // A bf16 delta with an f32 result would be read as f32.
       {"rms_norm_forward",
        {{kF32, {1, 2, 4}}, {kF32, {2, 4}}, {kF32, {4}}, {kF32, {2, 4}}, {kF32, {2, 1}}},
        [](ComputeContext& ctx, const Tensors& at) {

@@ -1,5 +1,5 @@
-// What operators refuse beside operands that do not fit each other: pointers, counts and sizes; and
-// that a check which passes allocates nothing.
+// What operators refuse besides operands that do not fit each other: pointers, counts and sizes.
+// Also: a check that passes allocates nothing.
 #include <gmock/gmock.h>
 
 #include <limits>

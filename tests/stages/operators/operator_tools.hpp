@@ -61,7 +61,7 @@ struct Operand {
     }
     return out;
   }
-  // What lies right behind the tensor is as it was.
+  // The memory right after the tensor is unchanged.
   [[nodiscard]] bool end_untouched() const {
     const std::byte* end = buffer.data() + tensor.spec.bytes();
     for (const std::byte* at = end; at < buffer.data() + buffer.size(); ++at) {

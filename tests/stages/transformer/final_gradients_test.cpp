@@ -15,7 +15,7 @@ namespace {
 
 struct Told {
   std::size_t begin = 0;
-  std::vector<float> gradients;  // from there on, when it was told
+  std::vector<float> gradients;  // from there on, when it was announced
 };
 
 class Recorder : public FinalGradients {
@@ -44,7 +44,7 @@ TransformerConfig model(TransformerKind kind, Recompute recompute) {
   return config;
 }
 
-// One micro-batch through stage `index` of two, with arbitrary gradients behind it.
+// One micro-batch through stage `index` of two, with arbitrary output gradients.
 std::vector<Told> told_by(const TransformerConfig& config, int index, bool split,
                           ParameterSet** set_out, std::unique_ptr<Stage>& stage) {
   ComputeContext compute(Device{}, 1);

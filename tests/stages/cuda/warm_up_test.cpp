@@ -1,5 +1,5 @@
-// What a transformer's stage has run when prepare() returns: on the emulated CUDA, which knows
-// every kernel that was launched.
+// A transformer's stage has run every kernel when prepare() returns. Needs the emulated CUDA, which
+// records every launched kernel.
 #include <set>
 #include <string>
 
@@ -24,8 +24,9 @@ TransformerConfig model(TransformerKind kind) {
   return config;
 }
 
-// A micro-batch forward and back, whole or parted, as a schedule asks the stage for it.
-void run(ComputeContext& gpu, Stage& stage, const TensorSpec& input, bool first, bool parted) {
+// A micro-batch forward and backward, whole or split.
+void run(ComputeContext& gpu, Stage& stage, const TensorSpec& input, bool first,
+         bool split_backward) {
   const TensorSpec output = stage.describe({&input, 1}, gpu).outputs.at(0);
   const OnGpu in{Operand(input)}, out{Operand(output)}, din{Operand(input)};
   fill_zero_async(in.data(), in.tensor().spec.bytes(), gpu.stream());
@@ -44,7 +45,7 @@ void run(ComputeContext& gpu, Stage& stage, const TensorSpec& input, bool first,
   }
   const std::span<const Tensor> wanted =
       first ? std::span<const Tensor>{} : std::span<const Tensor>{&din.tensor(), 1};
-  if (parted) {
+  if (split_backward) {
     auto& split = dynamic_cast<SplitBackward&>(stage);
     split.backward_input(ctx, {&out.tensor(), 1}, wanted);
     split.backward_weight(ctx, {&out.tensor(), 1});
@@ -54,9 +55,9 @@ void run(ComputeContext& gpu, Stage& stage, const TensorSpec& input, bool first,
   gpu.stream().synchronize();
 }
 
-class RehearsalTest : public ::testing::TestWithParam<bool> {};
+class WarmUpTest : public ::testing::TestWithParam<bool> {};
 
-TEST_P(RehearsalTest, RunsEveryKernelThatAStepOfASingleLayerLaunches) {
+TEST_P(WarmUpTest, RunsEveryKernelThatAStepOfASingleLayerLaunches) {
   for (const TransformerKind kind : {TransformerKind::kGpt2, TransformerKind::kLlama}) {
     for (int s = 0; s < 4; ++s) {
       emulated::forget_launches();
@@ -75,7 +76,7 @@ TEST_P(RehearsalTest, RunsEveryKernelThatAStepOfASingleLayerLaunches) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Backward, RehearsalTest, ::testing::Bool());
+INSTANTIATE_TEST_SUITE_P(Backward, WarmUpTest, ::testing::Bool());
 
 }  // namespace
 }  // namespace sluice
