@@ -199,7 +199,7 @@ TEST(TransportPlanTest, RefusesAPlanThatStandsStillOverTheTransportAndNamesTheCy
   expect_error(
       ErrorCode::kPlan,
       {"schedule '1f1b' cannot run over transport 'nccl': under the nccl model the plan deadlocks",
-       "the queue of rank 0 stands at op 0 (post 0RECV_B0 channel 1 grad-output[0])"},
+       "the queue of rank 0 is at op 0 (post 0RECV_B0 channel 1 grad-output[0])"},
       [] { require_runnable(plan_of("1f1b", 2, 4, "mpi"), needs_of("nccl")); });
   Plan broken = plan_of("1f1b", 2, 4, "mpi");
   broken.ranks[0].ops.pop_back();
