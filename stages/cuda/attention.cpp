@@ -4,7 +4,7 @@
 // the same state. The choice is a function of shape, type, dropout, device model and library, so
 // that forward and backward of a micro-batch agree, and so do all depths of a pipeline.
 #include "stages/cuda/cuda_backend.hpp"
-#include "stages/cuda/operator_parts.hpp"
+#include "stages/cuda/cuda_operators.hpp"
 #include "stages/cuda_kernels/flash_attention.hpp"
 
 #if SLUICE_WITH_CUDNN
