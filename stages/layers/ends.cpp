@@ -61,12 +61,6 @@ void EmbeddingLayer::backward_weight(LayerCall& call, const Tensor& in, const Te
                             tokens_->grad, positions_ != nullptr ? positions_->grad : Tensor{});
 }
 
-void EmbeddingLayer::backward(LayerCall& call, const Tensor& in, const Tensor& dout,
-                              const Tensor& din) {
-  backward_input(call, in, dout, din);
-  backward_weight(call, in, dout);
-}
-
 HeadLayer::HeadLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies)
     : norm_(options.norm, "final_norm", options.width, parameters),
       projection_(options.tied ? kTokenEmbedding : "head",
@@ -128,11 +122,6 @@ void HeadLayer::backward_weight(LayerCall& call, const Tensor& in, const Tensor&
   const Kept kept = carve(call);
   projection_.backward_weight(call.compute(), kept.normed, dout);
   norm_.backward_weight(call.compute(), kept.dnormed, in, kept.stats);
-}
-
-void HeadLayer::backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) {
-  backward_input(call, in, dout, din);
-  backward_weight(call, in, dout);
 }
 
 }  // namespace sluice

@@ -26,7 +26,6 @@ class EmbeddingLayer final : public Layer {
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
                       const Tensor& din) override;
   void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) override;
-  void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) override;
 
  private:
   [[nodiscard]] Tensor dropped(const LayerCall& call) const;
@@ -56,7 +55,6 @@ class HeadLayer final : public Layer {
   void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
                       const Tensor& din) override;
   void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) override;
-  void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) override;
 
  private:
   struct Kept {

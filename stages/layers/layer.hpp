@@ -90,9 +90,12 @@ class Layer {
                               const Tensor& din) = 0;
   // Adds to the parameters' gradients; operands as in the backward_input before it.
   virtual void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) = 0;
-  // Both, by the same kernels in the same order; din may be dout.
-  virtual void backward(LayerCall& call, const Tensor& in, const Tensor& dout,
-                        const Tensor& din) = 0;
+  // Both, by the same kernels in the same order; din may be dout. A layer whose backward_weight
+  // reads what backward_input would then overwrite has its own.
+  virtual void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) {
+    backward_input(call, in, dout, din);
+    backward_weight(call, in, dout);
+  }
 };
 
 }  // namespace sluice
