@@ -66,6 +66,7 @@ HEADER_ROOMS = {
     "data": "runtime/data",
     "device": "comm/device",
     "mpi": "comm/mpi",
+    "operators": "stages/compute",
     "options": "runtime/layout",
     "search": "schedules/search",
     "simulate": "schedules/simulate",

@@ -5,111 +5,76 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
-#include <span>
-#include <string>
 
-#include <sluice/compute.hpp>
-#include <sluice/tensor.hpp>
+#include <sluice/operators.hpp>
 
 namespace sluice {
 
 struct LinearOperators {
-  void (*linear_forward)(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
-                         const Tensor& bias, const Tensor& y);
-  void (*linear_backward_input)(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
-                                const Tensor& dx);
-  void (*linear_backward_weight)(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
-                                 const Tensor& dweight, const Tensor& dbias);
-  void (*linear_activation_forward)(ComputeContext& ctx, Activation activation, const Tensor& x,
-                                    const Tensor& weight, const Tensor& bias, const Tensor& raised,
-                                    const Tensor& y);
-  void (*linear_activation_backward_input)(ComputeContext& ctx, Activation activation,
-                                           const Tensor& dy, const Tensor& weight,
-                                           const Tensor& raised, const Tensor& draised);
-  std::size_t (*linear_forward_workspace)(ComputeContext& ctx, const LinearShape& shape);
-  std::size_t (*linear_backward_weight_workspace)(ComputeContext& ctx, const LinearShape& shape);
-  std::size_t (*linear_activation_backward_input_workspace)(ComputeContext& ctx,
-                                                            Activation activation,
-                                                            const LinearShape& shape);
+  decltype(&sluice::linear_forward) linear_forward;
+  decltype(&sluice::linear_backward_input) linear_backward_input;
+  decltype(&sluice::linear_backward_weight) linear_backward_weight;
+  decltype(&sluice::linear_activation_forward) linear_activation_forward;
+  decltype(&sluice::linear_activation_backward_input) linear_activation_backward_input;
+  decltype(&sluice::linear_forward_workspace) linear_forward_workspace;
+  decltype(&sluice::linear_backward_weight_workspace) linear_backward_weight_workspace;
+  decltype(&sluice::linear_activation_backward_input_workspace)
+      linear_activation_backward_input_workspace;
 };
 
 struct EmbeddingOperators {
-  void (*embedding_forward)(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
-                            const Tensor& positions, const Tensor& out);
-  void (*embedding_backward_weight)(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                                    const Tensor& dtable, const Tensor& dpositions);
-  std::size_t (*embedding_backward_weight_workspace)(ComputeContext& ctx, std::int64_t rows,
-                                                     std::int64_t vocabulary, std::int64_t width);
+  decltype(&sluice::embedding_forward) embedding_forward;
+  decltype(&sluice::embedding_backward_weight) embedding_backward_weight;
+  decltype(&sluice::embedding_backward_weight_workspace) embedding_backward_weight_workspace;
 };
 
 struct NormOperators {
-  void (*layer_norm_forward)(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
-                             const Tensor& gamma, const Tensor& beta, float epsilon,
-                             const Tensor& y, const Tensor& stats);
-  void (*layer_norm_backward_input)(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                                    const Tensor& gamma, const Tensor& stats, const Tensor& dx);
-  void (*layer_norm_backward_weight)(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                                     const Tensor& stats, const Tensor& dgamma,
-                                     const Tensor& dbeta);
-  void (*rms_norm_forward)(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
-                           const Tensor& gamma, float epsilon, const Tensor& y,
-                           const Tensor& stats);
-  void (*rms_norm_backward_input)(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                                  const Tensor& gamma, const Tensor& stats, const Tensor& dx);
-  void (*rms_norm_backward_weight)(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                                   const Tensor& stats, const Tensor& dgamma);
-  std::size_t (*norm_backward_weight_workspace)(ComputeContext& ctx, std::int64_t rows,
-                                                std::int64_t width, int terms);
+  decltype(&sluice::layer_norm_forward) layer_norm_forward;
+  decltype(&sluice::layer_norm_backward_input) layer_norm_backward_input;
+  decltype(&sluice::layer_norm_backward_weight) layer_norm_backward_weight;
+  decltype(&sluice::rms_norm_forward) rms_norm_forward;
+  decltype(&sluice::rms_norm_backward_input) rms_norm_backward_input;
+  decltype(&sluice::rms_norm_backward_weight) rms_norm_backward_weight;
+  decltype(&sluice::norm_backward_weight_workspace) norm_backward_weight_workspace;
 };
 
 struct AttentionOperators {
+  // Of one kind of device, hence without the parameter that names it.
   std::size_t (*attention_state_bytes)(const AttentionShape& shape, DType dtype);
-  void (*attention_forward)(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
-                            const Dropout& dropout, const Tensor& out, std::byte* state);
-  void (*attention_backward)(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
-                             const Tensor& out, const Tensor& dout, const Dropout& dropout,
-                             const std::byte* state, const Tensor& dqkv);
-  std::size_t (*attention_forward_workspace)(ComputeContext& ctx, const AttentionShape& shape,
-                                             DType dtype, bool drops);
-  std::size_t (*attention_backward_workspace)(ComputeContext& ctx, const AttentionShape& shape,
-                                              DType dtype, bool drops);
-  std::string (*attention_engine)(ComputeContext& ctx, const AttentionShape& shape, DType dtype,
-                                  bool drops);
+  decltype(&sluice::attention_forward) attention_forward;
+  decltype(&sluice::attention_backward) attention_backward;
+  decltype(&sluice::attention_forward_workspace) attention_forward_workspace;
+  decltype(&sluice::attention_backward_workspace) attention_backward_workspace;
+  decltype(&sluice::attention_engine) attention_engine;
 };
 
 struct RotaryOperators {
-  void (*rotary)(ComputeContext& ctx, const AttentionShape& shape, float base, const Tensor& qkv,
-                 bool backward);
+  decltype(&sluice::rotary) rotary;
 };
 
 struct ElementOperators {
-  void (*gelu_forward)(ComputeContext& ctx, const Tensor& x, const Tensor& y);
-  void (*gelu_backward)(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
-  void (*swiglu_forward)(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y);
-  void (*swiglu_backward)(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,
-                          const Tensor& dgate_up);
-  void (*relu_forward)(ComputeContext& ctx, const Tensor& x, const Tensor& y);
-  void (*relu_backward)(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
-  void (*dropout)(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y);
-  void (*add)(ComputeContext& ctx, const Tensor& x, const Tensor& y);
-  void (*convert)(ComputeContext& ctx, const Tensor& from, const Tensor& to);
+  decltype(&sluice::gelu_forward) gelu_forward;
+  decltype(&sluice::gelu_backward) gelu_backward;
+  decltype(&sluice::swiglu_forward) swiglu_forward;
+  decltype(&sluice::swiglu_backward) swiglu_backward;
+  decltype(&sluice::relu_forward) relu_forward;
+  decltype(&sluice::relu_backward) relu_backward;
+  decltype(&sluice::dropout) dropout;
+  decltype(&sluice::add) add;
+  decltype(&sluice::convert) convert;
 };
 
 struct LossOperators {
-  void (*softmax_cross_entropy)(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
-                                StepValue<double> scale, bool gradient, double* sum);
-  void (*mean_squared_error)(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
-                             StepValue<double> scale, bool gradient, double* sum);
+  decltype(&sluice::softmax_cross_entropy) softmax_cross_entropy;
+  decltype(&sluice::mean_squared_error) mean_squared_error;
 };
 
 // Over all tensors of a stage at once.
 struct UpdateOperators {
-  void (*adamw)(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs);
-  void (*sgd)(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs);
-  void (*convert_all)(ComputeContext& ctx, std::span<const Conversion> conversions);
-  void (*sums_of_squares)(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
-                          double* sums);
+  decltype(&sluice::adamw) adamw;
+  decltype(&sluice::sgd) sgd;
+  decltype(&sluice::convert_all) convert_all;
+  decltype(&sluice::sums_of_squares) sums_of_squares;
 };
 
 struct OperatorTable : LinearOperators,

@@ -10,7 +10,7 @@
 
 #include "stages/compute/call_arguments.hpp"
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/operator_parts.hpp"
+#include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 

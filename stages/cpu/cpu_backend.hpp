@@ -5,22 +5,22 @@
 #include <sluice/compute.hpp>
 
 #include "stages/compute/backend.hpp"
+#include "stages/cpu/kernel_set.hpp"
 #include "stages/cpu/matmul.hpp"
-#include "stages/cpu_kernels/kernels.hpp"
 
 namespace sluice {
 
 class CpuBackend final : public Backend {
  public:
   // Throws as choose_kernels().
-  explicit CpuBackend(const OperatorTable& operators);
+  explicit CpuBackend(const OperatorTable& operators) : Backend(operators) {}
 
   [[nodiscard]] const Kernels& kernels() const { return kernels_; }
   [[nodiscard]] MatMulCache& matmuls() { return matmuls_; }
 
  private:
-  MatMulCache matmuls_;
-  const Kernels& kernels_;
+  MatMulCache matmuls_{Device{}};
+  const Kernels& kernels_ = choose_kernels();
 };
 
 [[nodiscard]] inline const Kernels& kernels_of(const ComputeContext& ctx) {

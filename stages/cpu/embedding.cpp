@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/operator_parts.hpp"
+#include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {

@@ -1,6 +1,6 @@
 // The matrix product layer.
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/operator_parts.hpp"
+#include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {
@@ -119,7 +119,8 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
                              .out = weight.shape()[0],
                              .operands = dy.spec.dtype};
   Tensor block = {nullptr, gradient_block(shape)};
-  if (const std::size_t bytes = linear_activation_backward_input_workspace(ctx, activation, shape);
+  if (const std::size_t bytes =
+          cpu::linear_activation_backward_input_workspace(ctx, activation, shape);
       bytes > 0) {
     block.data = ctx.workspace(bytes);
   }

@@ -2,7 +2,7 @@
 // depend on the number of threads.
 #include "stages/compute/partial_sums.hpp"
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/operator_parts.hpp"
+#include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {

@@ -1,6 +1,6 @@
 // LayerNorm and RMSNorm: rows go to threads; weight gradients: columns do.
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/operator_parts.hpp"
+#include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {

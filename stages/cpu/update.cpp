@@ -2,7 +2,7 @@
 #include "stages/compute/call_arguments.hpp"
 #include "stages/compute/partial_sums.hpp"
 #include "stages/cpu/cpu_backend.hpp"
-#include "stages/cpu/operator_parts.hpp"
+#include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
 
 namespace sluice::cpu {

@@ -4,7 +4,7 @@
 // same state. The choice depends on shape, type, dropout, device model and library only, so forward
 // and backward agree, and all depths of a pipeline agree.
 #include "stages/cuda/cuda_backend.hpp"
-#include "stages/cuda/operator_parts.hpp"
+#include "stages/cuda/cuda_operators.hpp"
 #include "stages/cuda_kernels/flash_attention.hpp"
 
 #if SLUICE_WITH_CUDNN

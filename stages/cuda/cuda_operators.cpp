@@ -1,6 +1,5 @@
 #include "stages/cuda/cuda_operators.hpp"
 
-#include "stages/cuda/operator_parts.hpp"
 #include "stages/cuda_kernels/kernels.hpp"
 
 namespace sluice::cuda {

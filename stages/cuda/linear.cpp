@@ -1,7 +1,7 @@
 // The matrix product layer on a GPU: one product for all rows. Only the shape of the micro-batch
 // determines the product.
 #include "stages/cuda/cuda_backend.hpp"
-#include "stages/cuda/operator_parts.hpp"
+#include "stages/cuda/cuda_operators.hpp"
 #include "stages/cuda_kernels/kernels.hpp"
 
 namespace sluice::cuda {
@@ -123,7 +123,8 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
     return;
   }
   Tensor gradient = {nullptr, {dy.spec.dtype, {shape.rows, shape.in}}};
-  gradient.data = ctx.workspace(linear_activation_backward_input_workspace(ctx, activation, shape));
+  gradient.data =
+      ctx.workspace(cuda::linear_activation_backward_input_workspace(ctx, activation, shape));
   cuda::linear_backward_input(ctx, dy, weight, gradient);
   cuda::swiglu_backward(ctx, raised, gradient, draised);
 }

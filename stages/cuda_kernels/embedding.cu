@@ -233,7 +233,7 @@ TableGradient take_scratch(ComputeContext& ctx, const Tensor& tokens, const Tens
   gradient.dout = dout.as<float>();
   gradient.dtable = dtable.as<float>();
   gradient.width = dtable.shape()[1];
-  cut(gradient, ctx.workspace(embedding_backward_weight_workspace(
+  cut(gradient, ctx.workspace(cuda::embedding_backward_weight_workspace(
                     ctx, places.count, places.vocabulary, gradient.width)));
   return gradient;
 }

@@ -103,7 +103,8 @@ class Layer {
                               const Tensor& din) = 0;
   // Adds to the parameters' gradients; operands as in the backward_input before it.
   virtual void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) = 0;
-  // Both, with the same bits. din may be dout if both are gradients of the residual stream.
+  // Both, with the same bits. din may be dout if both are gradients of the residual stream. A layer
+  // whose backward_weight reads what backward_input would then overwrite has its own.
   virtual void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) {
     backward_input(call, in, dout, din);
     backward_weight(call, in, dout);

@@ -37,7 +37,7 @@ std::unique_ptr<Backend> make_backend([[maybe_unused]] const DeviceMemory& memor
     return std::make_unique<cuda::CudaBackend>(cuda::cuda_operators(), memory, stream);
   }
 #endif
-  return std::make_unique<CpuBackend>(cpu_operators());
+  return std::make_unique<CpuBackend>(cpu::cpu_operators());
 }
 
 }  // namespace
@@ -52,7 +52,7 @@ const OperatorTable& operators_for([[maybe_unused]] DeviceKind device) {
 #if SLUICE_WITH_CUDA
   if (device == DeviceKind::kCuda) return cuda::cuda_operators();
 #endif
-  return cpu_operators();
+  return cpu::cpu_operators();
 }
 
 std::size_t library_bytes([[maybe_unused]] DeviceKind device) {

@@ -1,5 +1,5 @@
 // What the public operators may be called with: each compares its operands here once, before a
-// backend gets them. Internal to stages/; operators.cpp calls it.
+// backend gets them. Internal to stages/; dispatch.cpp calls it.
 //
 // A check returns, or throws Error(kUsage) whose one line names the operator, the operand that does
 // not fit, those that it has to fit, with type and shape, and what would be legal. `name` is the

@@ -182,16 +182,6 @@ void ParameterSet::zero_grads(StreamView stream) {
   fill_zero_async(memory_->grads.data(), flat_floats_ * sizeof(float), stream);
 }
 
-OptimizerConfig::Kind parse_optimizer(std::string_view text) {
-  if (text == "adamw") {
-    return OptimizerConfig::Kind::kAdamW;
-  }
-  if (text == "sgd") {
-    return OptimizerConfig::Kind::kSgd;
-  }
-  throw Error(ErrorCode::kUsage, fmt::format("unknown optimizer '{}'; legal: adamw, sgd", text));
-}
-
 double LearningRate::at(std::uint64_t step) const {
   if (step < warmup) {
     return peak * static_cast<double>(step) / static_cast<double>(warmup);

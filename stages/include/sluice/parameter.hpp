@@ -92,8 +92,6 @@ struct OptimizerConfig {
   float momentum = 0;                                  // SGD
   float weight_decay = 0;                              // only where Parameter::decay
 };
-// "adamw" | "sgd", else Error(kUsage).
-[[nodiscard]] OptimizerConfig::Kind parse_optimizer(std::string_view text);
 
 // One parameter's state by name ("exp_avg", "exp_avg_sq" or "momentum"), for checkpoints.
 struct OptimizerState {

@@ -1,18 +1,13 @@
 #include "stages/operators/optimizer.hpp"
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include <sluice/error.hpp>
-
 namespace sluice {
 namespace {
-
-using ::testing::HasSubstr;
 
 // Weights, then biases without decay, then a weight again; sizes that need padding.
 ParameterSet make_parameters() {
@@ -164,18 +159,6 @@ TEST_F(OptimizerTest, StateIsNamedShapedAndCounted) {
   EXPECT_TRUE(make_optimizer(sgd, set_.all(), {})->state().empty());
   sgd.momentum = 0.5F;
   EXPECT_EQ(make_optimizer(sgd, set_.all(), {})->state()[0].kind, "momentum");
-}
-
-TEST(ParseOptimizerTest, RefusesByName) {
-  EXPECT_EQ(parse_optimizer("adamw"), OptimizerConfig::Kind::kAdamW);
-  EXPECT_EQ(parse_optimizer("sgd"), OptimizerConfig::Kind::kSgd);
-  try {
-    (void)parse_optimizer("adam");
-    FAIL() << "no error";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::kUsage);
-    EXPECT_THAT(error.what(), AllOf(HasSubstr("'adam'"), HasSubstr("adamw, sgd")));
-  }
 }
 
 TEST(LearningRateTest, WarmsUpLinearlyThenFollowsHalfACosine) {
