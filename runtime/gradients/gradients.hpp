@@ -24,9 +24,9 @@ namespace sluice {
 // The results of a step, the same on every rank.
 struct StepTotals {
   double loss = 0, targets = 0, grad_norm = 0;
-  double window_seconds = 0;  // longest time from step start to the norm, over all ranks
-  double busy_seconds = 0;    // summed over all ranks
-  double finite = 1;          // 0: some loss or gradient is not; the step is refused
+  double window_seconds = 0;          // longest time from step start to the norm, over all ranks
+  double busy_seconds = 0;            // summed over all ranks
+  double finite = 1;                  // 0: some loss or gradient is not; the step is refused
   double first_nonfinite_index = -1;  // among the job's losses or parameters
   double nonfinite_is_loss = 0;       // 1: the index is a loss
 };

@@ -8,8 +8,8 @@
 
 namespace sluice {
 
-class Pipeline;         // <sluice/pipeline.hpp>
-struct JobLayout;       // runtime/layout/job_layout.hpp
+class Pipeline;    // <sluice/pipeline.hpp>
+struct JobLayout;  // runtime/layout/job_layout.hpp
 
 // Collective. The ranks of replica 0 write the parameters they own. Rank 0 writes the index and
 // `config` as config.json, removes files of an earlier save, and writes state.json last.
