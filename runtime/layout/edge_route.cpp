@@ -123,12 +123,6 @@ std::string why_no_device_messages(Collectives& world, const std::vector<RankDev
       world.all_gather_strings(comm.device_memory_unsupported_reason(job[at(comm.rank())].device)));
 }
 
-TransportChoice parse_transport(std::string_view text) {
-  const auto found = std::find(kChoices.begin(), kChoices.end(), text);
-  if (found != kChoices.end()) return static_cast<TransportChoice>(found - kChoices.begin());
-  throw_usage("unknown transport '{}'; legal: {}", text, fmt::join(kChoices, ", "));
-}
-
 const char* name_of(TransportChoice choice) { return kChoices[static_cast<std::size_t>(choice)]; }
 
 EdgeRoute choose_sum_route(int rank, int replicas, const RouteQuestion& question) {

@@ -34,8 +34,7 @@ struct DeviceChoice {
 [[nodiscard]] std::string to_string(const std::vector<DeviceChoice>& choices);
 
 enum class TransportChoice { kAuto, kMpi, kNccl };
-// "auto" | "mpi" | "nccl", else Error(kUsage).
-[[nodiscard]] TransportChoice parse_transport(std::string_view text);
+// "auto" | "mpi" | "nccl".
 [[nodiscard]] const char* name_of(TransportChoice choice);
 
 // Makes global stage `stage` of `stages`. Called on the rank that runs the stage, once, by the
