@@ -9,13 +9,12 @@
 
 #include <sluice/simulate.hpp>
 
+#include "comm/base/index.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 
 namespace sluice {
 namespace {
-
-std::size_t at(int index) { return static_cast<std::size_t>(index); }
 
 // The plan's simulation on `rank`, from `origin` on.
 void add_planned(std::vector<TraceEvent>& events, const Simulation& planned, int rank,
