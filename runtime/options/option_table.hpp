@@ -48,13 +48,13 @@ class OptionTable {
   // One of the legal words, each with the value that it stands for. No two stand for the same.
   template <typename Value>
   requires(!std::is_same_v<Value, std::string>) void add_choice(
-      std::string name, Value& target,
+      const std::string& name, Value& target,
       const std::vector<std::pair<std::string, std::type_identity_t<Value>>>& legal,
-      std::string help) {
+      const std::string& help) {
     std::vector<std::string> words;
     for (const auto& [word, value] : legal) words.push_back(word);
     add_words(
-        std::move(name), std::move(words), std::move(help),
+        name, std::move(words), help,
         [&target, legal](std::size_t index) { target = legal[index].second; },
         [&target, legal] {
           std::size_t index = 0;
