@@ -293,12 +293,12 @@ void add_rank_order(OptionTable& table, RankOrder& order) {
       "which ranks are neighbours");
 }
 
-void add_transport(OptionTable& table, TransportChoice& transport, std::string help) {
+void add_transport(OptionTable& table, TransportChoice& transport, const std::string& help) {
   table.add_choice("transport", transport,
                    {{"auto", TransportChoice::kAuto},
                     {"mpi", TransportChoice::kMpi},
                     {"nccl", TransportChoice::kNccl}},
-                   std::move(help));
+                   help);
 }
 
 TrainOptions parse_train_options(const std::vector<std::string>& arguments) {

@@ -43,7 +43,7 @@ struct TrainOptions {
 
 // --rank-order and --transport, which 'sluice doctor' has as well.
 void add_rank_order(OptionTable& table, RankOrder& order);
-void add_transport(OptionTable& table, TransportChoice& transport, std::string help);
+void add_transport(OptionTable& table, TransportChoice& transport, const std::string& help);
 
 [[nodiscard]] TrainOptions parse_train_options(const std::vector<std::string>& arguments);
 
