@@ -88,9 +88,9 @@ void OptionTable::add(std::string name, std::string placeholder, std::string hel
 }
 
 template <typename Integer>
-void OptionTable::add_integer(std::string name, Integer& target, std::type_identity_t<Integer> low,
-                              std::type_identity_t<Integer> high, std::string help,
-                              const std::string& automatic) {
+void OptionTable::add_integer(const std::string& name, Integer& target,
+                              std::type_identity_t<Integer> low, std::type_identity_t<Integer> high,
+                              const std::string& help, const std::string& automatic) {
   const auto set = [&target, low, high, automatic](const std::string& text) -> std::string {
     Integer value = 0;
     const bool is_automatic = !automatic.empty() && text == automatic;
@@ -101,13 +101,14 @@ void OptionTable::add_integer(std::string name, Integer& target, std::type_ident
     target = value;
     return "";
   };
-  add(std::move(name), "N", std::move(help), set, [&target, automatic] {
+  add(name, "N", help, set, [&target, automatic] {
     return target == 0 && !automatic.empty() ? automatic : fmt::format("{}", target);
   });
 }
 
 template <typename Real>
-void OptionTable::add_real(std::string name, Real& target, RealRange range, std::string help) {
+void OptionTable::add_real(const std::string& name, Real& target, RealRange range,
+                           const std::string& help) {
   const auto set = [&target, range](const std::string& text) -> std::string {
     Real value = 0;
     if (!parse_whole(text, &value) || !std::isfinite(value) || !contains(range, value)) {
@@ -116,17 +117,17 @@ void OptionTable::add_real(std::string name, Real& target, RealRange range, std:
     target = value;
     return "";
   };
-  add(std::move(name), "X", std::move(help), set, [&target] { return fmt::format("{}", target); });
+  add(name, "X", help, set, [&target] { return fmt::format("{}", target); });
 }
 
-template void OptionTable::add_integer(std::string, int&, int, int, std::string,
+template void OptionTable::add_integer(const std::string&, int&, int, int, const std::string&,
                                        const std::string&);
-template void OptionTable::add_integer(std::string, std::int64_t&, std::int64_t, std::int64_t,
-                                       std::string, const std::string&);
-template void OptionTable::add_integer(std::string, std::uint64_t&, std::uint64_t, std::uint64_t,
-                                       std::string, const std::string&);
-template void OptionTable::add_real(std::string, float&, RealRange, std::string);
-template void OptionTable::add_real(std::string, double&, RealRange, std::string);
+template void OptionTable::add_integer(const std::string&, std::int64_t&, std::int64_t,
+                                       std::int64_t, const std::string&, const std::string&);
+template void OptionTable::add_integer(const std::string&, std::uint64_t&, std::uint64_t,
+                                       std::uint64_t, const std::string&, const std::string&);
+template void OptionTable::add_real(const std::string&, float&, RealRange, const std::string&);
+template void OptionTable::add_real(const std::string&, double&, RealRange, const std::string&);
 
 void OptionTable::add_text(std::string name, std::string& target, std::string placeholder,
                            std::string help) {

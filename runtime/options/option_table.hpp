@@ -34,12 +34,12 @@ class OptionTable {
   // Integer: int, std::int64_t or std::uint64_t. `automatic`: a word that stands for 0, e.g.
   // "auto"; the help shows it where `target` is 0.
   template <typename Integer>
-  void add_integer(std::string name, Integer& target, std::type_identity_t<Integer> low,
-                   std::type_identity_t<Integer> high, std::string help,
+  void add_integer(const std::string& name, Integer& target, std::type_identity_t<Integer> low,
+                   std::type_identity_t<Integer> high, const std::string& help,
                    const std::string& automatic = "");
   // Real: float or double.
   template <typename Real>
-  void add_real(std::string name, Real& target, RealRange range, std::string help);
+  void add_real(const std::string& name, Real& target, RealRange range, const std::string& help);
   // Any text, e.g. a path; `placeholder` (not empty) names it in the help.
   void add_text(std::string name, std::string& target, std::string placeholder, std::string help);
   // One of the legal words.
