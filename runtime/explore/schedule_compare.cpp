@@ -149,10 +149,9 @@ std::string to_json_text(const Comparison& comparison) {
 
 }  // namespace
 
-void add_objective(OptionTable& table, Objective& objective, std::string help) {
+void add_objective(OptionTable& table, Objective& objective, const std::string& help) {
   table.add_choice("objective", objective,
-                   {{"makespan", Objective::kMakespan}, {"span", Objective::kSpan}},
-                   std::move(help));
+                   {{"makespan", Objective::kMakespan}, {"span", Objective::kSpan}}, help);
 }
 
 const char* name_of(Objective objective) {

@@ -11,7 +11,7 @@
 namespace sluice {
 
 // --objective, with the help text of the command.
-void add_objective(OptionTable& table, Objective& objective, std::string help);
+void add_objective(OptionTable& table, Objective& objective, const std::string& help);
 [[nodiscard]] const char* name_of(Objective objective);
 
 struct StepTimes {

@@ -138,14 +138,14 @@ void OptionTable::add_text(std::string name, std::string& target, std::string pl
   add(std::move(name), std::move(placeholder), std::move(help), set, [&target] { return target; });
 }
 
-void OptionTable::add_choice(std::string name, std::string& target, std::vector<std::string> legal,
-                             std::string help) {
+void OptionTable::add_choice(const std::string& name, std::string& target,
+                             std::vector<std::string> legal, std::string help) {
   const auto set = [&target, legal](std::size_t index) { target = legal[index]; };
-  add_words(std::move(name), std::move(legal), std::move(help), set, [&target] { return target; });
+  add_words(name, std::move(legal), std::move(help), set, [&target] { return target; });
 }
 
-void OptionTable::add_words(std::string name, std::vector<std::string> legal, std::string help,
-                            std::function<void(std::size_t index)> set, Get get) {
+void OptionTable::add_words(const std::string& name, std::vector<std::string> legal,
+                            std::string help, std::function<void(std::size_t index)> set, Get get) {
   const std::string placeholder = fmt::format("{}", fmt::join(legal, "|"));
   const auto set_word = [name, legal = std::move(legal),
                          set = std::move(set)](const std::string& text) -> std::string {

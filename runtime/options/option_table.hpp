@@ -43,7 +43,7 @@ class OptionTable {
   // Any text, e.g. a path; `placeholder` (not empty) names it in the help.
   void add_text(std::string name, std::string& target, std::string placeholder, std::string help);
   // One of the legal words.
-  void add_choice(std::string name, std::string& target, std::vector<std::string> legal,
+  void add_choice(const std::string& name, std::string& target, std::vector<std::string> legal,
                   std::string help);
   // One of the legal words, each with the value that it stands for. No two stand for the same.
   template <typename Value>
@@ -93,7 +93,7 @@ class OptionTable {
   using Given = std::pair<std::string, std::string>;  // name, value
 
   void add(std::string name, std::string placeholder, std::string help, Set set, Get get);
-  void add_words(std::string name, std::vector<std::string> legal, std::string help,
+  void add_words(const std::string& name, std::vector<std::string> legal, std::string help,
                  std::function<void(std::size_t index)> set, Get get);
   [[nodiscard]] Source source_of(std::string_view name) const;
   [[nodiscard]] std::string program() const;  // "sluice train"
