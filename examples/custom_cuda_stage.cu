@@ -49,7 +49,7 @@ struct Layer : Stage {
   StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
     return {.outputs = {in[0]}, .operator_bytes = kScratch};
   }
-  // Runs each product once: a library loads its kernels then, and later, beside NCCL, that may
+  // Runs each product once: a library loads its kernels then; later, while NCCL runs, that may
   // wait for ever. Kernels of a source that includes <sluice/cuda.hpp> are loaded anyway.
   void prepare(const StageSetup& s) override {
     const DeviceMemory& memory = s.compute->memory();

@@ -1,4 +1,4 @@
-// A schedule of your own: written as a function, checked, drawn and simulated beside 1F1B, then
+// A schedule of your own: written as a function, checked, drawn and simulated next to 1F1B, then
 // trained with. Waves: p forwards, then their p backwards, and the next p: never more than p
 // micro-batches in flight, for a bubble after every wave.   mpirun -n 2 custom_schedule FILE
 #include <algorithm>

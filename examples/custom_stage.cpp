@@ -1,4 +1,4 @@
-// A model of your own in two stages, no layer of ours: stage 0 computes h = a x, stage 1 y = h + b
+// A model of your own in two stages: stage 0 computes h = a x, stage 1 y = h + b
 // and the loss (y - target)^2. It learns y = 3 x + 1.   mpirun -n 2 custom_stage
 #include <cmath>
 #include <cstdio>

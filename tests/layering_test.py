@@ -48,7 +48,7 @@ ACROSS = {
 }
 
 # Rooms that may use less than ORDER and ACROSS allow: `sluice schedule` needs neither MPI nor CUDA, and
-# an embedded pipeline no search, no drawing and no model of ours.
+# an embedded pipeline no search, no drawing and no shipped model.
 ONLY = {
     "runtime/files": ("comm/base", "schedules/model"),
     "runtime/options": ("comm/base",),
@@ -148,14 +148,14 @@ class Tree:
         return path.rsplit(".", 1)[0]
 
     def target_of(self, own, foreign):
-        """Path of an included file of ours; None for anybody else's."""
+        """Path of an included file of this repository, else None."""
         if own is not None:
             return own
         match = re.match(r"sluice/(\w+)\.hpp$", foreign)
         return self.public.get(match.group(1), foreign) if match else None
 
     def includes(self, path):
-        """(line, path of ours or None, foreign name or None) of each include."""
+        """(line, path in this repository or None, foreign name or None) of each include."""
         text = self.texts[path]
         for match in INCLUDE.finditer(text):
             target = self.target_of(match.group(1), match.group(2))
@@ -275,7 +275,7 @@ def size_violations(tree):
                     behind.add(target)
                     open_paths.append(target)
         if len(behind) > most:
-            yield f"<sluice/{stem}.hpp> pulls in {len(behind)} headers of ours; at most {most}"
+            yield f"<sluice/{stem}.hpp> pulls in {len(behind)} public headers; at most {most}"
 
 
 def read_objects(tree, build):

@@ -88,9 +88,10 @@ void remove_stale(const fs::path& directory, const std::string& kind,
   fs::directory_iterator entry(directory, error);
   for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
     const std::string file = entry->path().filename().string();
-    const bool ours = file == kind + ".safetensors" || file == kind + ".safetensors.index.json" ||
-                      (file.starts_with(kind + "-") && file.ends_with(".safetensors"));
-    if (ours && !current.contains(file)) remove_file(entry->path());
+    const bool written_here = file == kind + ".safetensors" ||
+                              file == kind + ".safetensors.index.json" ||
+                              (file.starts_with(kind + "-") && file.ends_with(".safetensors"));
+    if (written_here && !current.contains(file)) remove_file(entry->path());
   }
   require_done(error, "list directory", directory);
 }

@@ -26,7 +26,7 @@ namespace sluice {
 class StepActions {
  public:
   virtual ~StepActions() = default;
-  // Is told which gradients are final during the stage's last backward or backward_weight of the
+  // Receives which gradients are final during the stage's last backward or backward_weight of the
   // step; may be null.
   virtual FinalGradients* final_gradients(int /*stage*/) { return nullptr; }
   virtual void reduce_grad(int stage) = 0;

@@ -210,7 +210,7 @@ class Picture {
     }
   }
 
-  // Beside compute, so a bar along the row's lower edge.
+  // Concurrent with compute, so a bar along the row's lower edge.
   void reductions(std::size_t rank, double y) {
     for (const SimulatedAction& each : simulation_.reductions[rank]) {
       const double width = (each.end - each.start) * scale_;

@@ -40,7 +40,7 @@ void require_bytes(const std::string& what, std::int64_t bytes) {
   }
 }
 
-// Whatever the order, no rank can then hold more than an int64 counts.
+// No order then makes a rank hold more than an int64 counts.
 void require_countable(const SimulationTimes& times, int stages, int micro_batches) {
   constexpr double kMost = 9e18;
   double total = 0;
