@@ -1,5 +1,6 @@
 #include "comm/base/cores.hpp"
 
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <fstream>
 #include <sstream>
 #include <string_view>
+#include <thread>
 
 namespace sluice {
 
@@ -122,6 +124,15 @@ int largest_slurm_count(const std::string& text) {
 int host_cores() {
   static const int cores = read_host_cores();  // once: every waiting site asks
   return cores;
+}
+
+int affinity_cores() {
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  if (sched_getaffinity(0, sizeof(mask), &mask) != 0) {
+    return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  }
+  return std::max(1, CPU_COUNT(&mask));
 }
 
 LauncherInfo launcher_info() {

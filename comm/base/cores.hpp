@@ -10,6 +10,9 @@ namespace sluice {
 // its own core. Read once, at the first call.
 [[nodiscard]] int host_cores();
 
+// Cores in this process's affinity mask, which a launcher sets for each rank; at least 1.
+[[nodiscard]] int affinity_cores();
+
 // The job's ranks on this host and this rank's index among them, from the launcher's environment
 // (Open MPI, PMIx launchers, Slurm, MPICH, Intel MPI); 0 and -1 where it is unset.
 struct LauncherInfo {

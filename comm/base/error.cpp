@@ -1,64 +1,46 @@
+#include <cstddef>
 #include <filesystem>
+#include <iterator>
 
 #include <sluice/error.hpp>
 
 namespace sluice {
 
-const char* name_of(ErrorCode code) {
-  switch (code) {
-    case ErrorCode::kUsage:
-      return "usage";
-    case ErrorCode::kData:
-      return "data";
-    case ErrorCode::kIo:
-      return "io";
-    case ErrorCode::kWeights:
-      return "weights";
-    case ErrorCode::kMismatch:
-      return "mismatch";
-    case ErrorCode::kNumeric:
-      return "numeric";
-    case ErrorCode::kPlan:
-      return "plan";
-    case ErrorCode::kMpi:
-      return "mpi";
-    case ErrorCode::kDevice:
-      return "device";
-    case ErrorCode::kPeer:
-      return "peer";
-    case ErrorCode::kInternal:
-      return "internal";
+namespace {
+
+struct CodeFacts {
+  ErrorCode code;
+  const char* name;
+  int exit_code;
+};
+
+constexpr CodeFacts kFacts[] = {
+    {ErrorCode::kUsage, "usage", 2},
+    {ErrorCode::kData, "data", 3},
+    {ErrorCode::kIo, "io", 4},
+    {ErrorCode::kWeights, "weights", 5},
+    {ErrorCode::kMismatch, "mismatch", 6},
+    {ErrorCode::kNumeric, "numeric", 7},
+    {ErrorCode::kPlan, "plan", 8},
+    {ErrorCode::kMpi, "mpi", 9},
+    {ErrorCode::kDevice, "device", 10},
+    {ErrorCode::kPeer, "peer", 11},
+    {ErrorCode::kInternal, "internal", 70},
+};
+static_assert(std::size(kFacts) == static_cast<std::size_t>(ErrorCode::kInternal) + 1);
+
+CodeFacts facts_of(ErrorCode code) {
+  for (const CodeFacts& facts : kFacts) {
+    if (facts.code == code) return facts;
   }
-  return "unknown";
+  return {code, "unknown", 70};
 }
 
-int exit_code(ErrorCode code) {
-  switch (code) {
-    case ErrorCode::kUsage:
-      return 2;
-    case ErrorCode::kData:
-      return 3;
-    case ErrorCode::kIo:
-      return 4;
-    case ErrorCode::kWeights:
-      return 5;
-    case ErrorCode::kMismatch:
-      return 6;
-    case ErrorCode::kNumeric:
-      return 7;
-    case ErrorCode::kPlan:
-      return 8;
-    case ErrorCode::kMpi:
-      return 9;
-    case ErrorCode::kDevice:
-      return 10;
-    case ErrorCode::kPeer:
-      return 11;
-    case ErrorCode::kInternal:
-      return 70;
-  }
-  return 70;
-}
+}  // namespace
+
+const char* name_of(ErrorCode code) { return facts_of(code).name; }
+
+int exit_code(ErrorCode code) { return facts_of(code).exit_code; }
 
 Error::Error(ErrorCode code, const std::string& message, int rank, std::source_location location)
     : std::runtime_error(message), code_(code), rank_(rank), location_(location) {}

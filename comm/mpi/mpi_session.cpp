@@ -10,7 +10,6 @@
 #include <sluice/error.hpp>
 #include <sluice/mpi.hpp>
 
-#include "comm/base/affinity.hpp"
 #include "comm/base/cores.hpp"
 #include "comm/mpi/mpi_check.hpp"
 

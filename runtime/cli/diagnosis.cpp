@@ -11,7 +11,6 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "comm/base/affinity.hpp"
 #include "comm/base/cores.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "stages/cpu/cpu_report.hpp"

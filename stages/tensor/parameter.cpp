@@ -15,7 +15,7 @@
 #include <sluice/error.hpp>
 #include <sluice/parameter.hpp>
 
-#include "comm/base/affinity.hpp"
+#include "comm/base/cores.hpp"
 
 namespace sluice {
 

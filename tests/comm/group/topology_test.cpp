@@ -6,7 +6,6 @@
 
 #include <sluice/error.hpp>
 
-#include "comm/base/affinity.hpp"
 #include "comm/base/cores.hpp"
 
 namespace sluice {
