@@ -16,6 +16,44 @@ namespace sluice {
 
 namespace {
 
+// All labels, shape and bytes, in one line.
+std::string describe(const MessageHeader& header) {
+  constexpr std::array kPhases = {"train", "evaluate", "generate"};
+  constexpr std::array kDtypes = {"f32", "bf16", "i32", "u8", "f64"};
+  std::string shape;
+  for (std::uint32_t i = 0; i < std::min<std::uint32_t>(header.rank, kMaxDims); ++i) {
+    shape += fmt::format("{}{}", i == 0 ? "" : ", ", header.shape[i]);
+  }
+  return fmt::format(
+      "channel {} micro-batch {} tensor {} of {} step {} ({}) {} [{}], {} bytes", header.channel,
+      header.micro_batch, header.tensor, header.tensor_count, header.step,
+      header.phase < kPhases.size() ? kPhases[header.phase] : "unknown phase",
+      header.dtype < kDtypes.size() ? kDtypes[header.dtype] : "unknown type", shape, header.bytes);
+}
+
+// Why a message with header `got` may not arrive where `expected` is due; empty where it may. Shape
+// and bytes may be smaller, every other field is equal.
+std::string difference(const MessageHeader& expected, const MessageHeader& got) {
+  if (same_words(expected, got)) return {};
+  if (got.magic != expected.magic) return "not a header of Sluice";
+  if (got.version != expected.version) {
+    return fmt::format("header version {} instead of {}", got.version, expected.version);
+  }
+  if (got.channel != expected.channel) return "another channel";
+  if (got.phase != expected.phase) return "another phase";
+  if (got.step != expected.step) return "another step";
+  if (got.micro_batch != expected.micro_batch) return "another micro-batch";
+  if (got.tensor != expected.tensor) return "another tensor";
+  if (got.tensor_count != expected.tensor_count) return "another number of tensors";
+  if (got.dtype != expected.dtype) return "another type of element";
+  if (got.rank != expected.rank) return "another number of dimensions";
+  if (got.bytes > expected.bytes) return "too many bytes";
+  for (std::uint32_t i = 0; i < std::min<std::uint32_t>(expected.rank, kMaxDims); ++i) {
+    if (got.shape[i] < 0 || got.shape[i] > expected.shape[i]) return "too large a shape";
+  }
+  return {};
+}
+
 struct Piece {
   std::size_t offset = 0, length = 0;  // of the payload
 };
@@ -357,7 +395,9 @@ class MessageTransport final : public Transport {
   void check_head(Operation& operation, const Arrival& arrival) {
     const MessageHeader& got = operation.buffer.header();
     if (arrival.bytes < kHeaderBytes) refuse_short(operation, arrival.bytes);
-    if (!fits(operation.expected, got)) refuse(operation, difference(operation.expected, got));
+    if (const std::string why = difference(operation.expected, got); !why.empty()) {
+      refuse(operation, why);
+    }
     const std::size_t head = head_bytes(operation.buffer, got.bytes);
     if (arrival.bytes != kHeaderBytes + head) {
       refuse(operation, fmt::format("its first piece has {} bytes instead of {}",
