@@ -45,19 +45,17 @@ Graph Graph::record(StreamView stream, const std::function<void()>& work) {
   cudaGraphExec_t executable = nullptr;
   cuda::check(cudaGraphInstantiate(&executable, capture.end(), 0), "cudaGraphInstantiate");
   Graph graph;
-  graph.native_ = executable;
+  graph.native_.reset(executable);
   return graph;
 }
 
 void Graph::launch(StreamView stream) const {
-  cuda::check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(native_), cuda::native(stream)),
+  cuda::check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(native_.get()), cuda::native(stream)),
               "cudaGraphLaunch");
 }
 
-Graph::~Graph() {
-  if (native_ != nullptr) {
-    static_cast<void>(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(native_)));
-  }
+void Graph::Destroy::operator()(void* native) const noexcept {
+  static_cast<void>(cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(native)));
 }
 
 }  // namespace sluice

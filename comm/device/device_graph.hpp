@@ -4,7 +4,7 @@
 #pragma once
 
 #include <functional>
-#include <utility>
+#include <memory>
 
 #include <sluice/device.hpp>
 
@@ -14,27 +14,20 @@ namespace sluice {
 // the library handles it uses, must outlive its last launch.
 class Graph {
  public:
-  Graph() = default;
   // Records what `work` puts on the stream of a GPU; none of it runs yet. `work` is called once. It
   // may neither wait for the device nor allocate its memory: Error(kDevice) with CUDA's text. Its
   // kernels should have run before, since loading a kernel may wait for the device. An exception of
   // `work` is passed on, and nothing stays recorded.
   [[nodiscard]] static Graph record(StreamView stream, const std::function<void()>& work);
-  Graph(Graph&& other) noexcept : native_(std::exchange(other.native_, nullptr)) {}
-  Graph& operator=(Graph&& other) noexcept {
-    std::swap(native_, other.native_);
-    return *this;
-  }
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
-  ~Graph();
-
   [[nodiscard]] bool empty() const { return native_ == nullptr; }
   // Puts the work on a stream of the same GPU. Does not block the host. Requires !empty().
   void launch(StreamView stream) const;
 
  private:
-  void* native_ = nullptr;
+  struct Destroy {
+    void operator()(void* native) const noexcept;
+  };
+  std::unique_ptr<void, Destroy> native_;
 };
 
 }  // namespace sluice

@@ -105,92 +105,47 @@ void StreamView::wait(const Event& event) const {
 Stream::Stream(Device device) : device_(device) {
   if (!is_cuda(device)) return;
   require_device(device);
-  native_ = cuda::make_stream(device.index);
+  native_.reset(cuda::make_stream(device.index));
 }
 
-Stream& Stream::operator=(Stream&& other) noexcept {
-  std::swap(device_, other.device_);
-  std::swap(native_, other.native_);
-  return *this;
-}
-
-Stream::~Stream() {
-  if (native_ != nullptr) cuda::destroy_stream(native_);
-}
+void Stream::Destroy::operator()(void* native) const noexcept { cuda::destroy_stream(native); }
 
 Event::Event(Device device, bool timed) {
   if (!is_cuda(device)) return;
   require_device(device);
-  native_ = cuda::make_event(device.index, timed);
+  native_.reset(cuda::make_event(device.index, timed));
 }
 
-Event& Event::operator=(Event&& other) noexcept {
-  std::swap(native_, other.native_);
-  return *this;
-}
-
-Event::~Event() {
-  if (native_ != nullptr) cuda::destroy_event(native_);
-}
+void Event::Destroy::operator()(void* native) const noexcept { cuda::destroy_event(native); }
 
 void Event::record(StreamView stream) {
-  if (native_ != nullptr) cuda::record(native_, stream.native());
+  if (native_ != nullptr) cuda::record(native(), stream.native());
 }
 
 double Event::seconds_since(const Event& earlier) const {
-  return native_ == nullptr ? 0 : cuda::seconds_between(earlier.native_, native_);
+  return native_ == nullptr ? 0 : cuda::seconds_between(earlier.native(), native());
 }
 
-bool Event::done() const { return native_ == nullptr || cuda::done(native_); }
+bool Event::done() const { return native_ == nullptr || cuda::done(native()); }
 
-Buffer::Buffer(Device device, std::size_t bytes) : device_(device), bytes_(bytes) {
+Buffer::Buffer(Device device, std::size_t bytes) : data_(nullptr, {device, {}}), bytes_(bytes) {
   require_device(device);
   if (bytes == 0) return;
-  data_ = is_cuda(device) ? cuda::allocate(device.index, bytes) : allocate_cpu_or_throw(bytes);
+  data_.reset(is_cuda(device) ? cuda::allocate(device.index, bytes) : allocate_cpu_or_throw(bytes));
 }
 
-Buffer& Buffer::operator=(Buffer&& other) noexcept {
-  if (this == &other) return *this;
-  const Buffer gone(std::move(*this));
-  device_ = other.device_;
-  data_ = std::exchange(other.data_, nullptr);
-  bytes_ = std::exchange(other.bytes_, 0);
-  arena_ = std::move(other.arena_);
-  return *this;
-}
-
-Buffer::~Buffer() {
-  if (data_ == nullptr) return;
-  if (arena_ != nullptr) {
-    give_back();
-  } else if (is_cuda(device_)) {
-    cuda::release(data_);
-  } else {
-    std::free(data_);
-  }
-}
-
-HostBuffer::HostBuffer(Device device, std::size_t bytes) : device_(device), bytes_(bytes) {
+HostBuffer::HostBuffer(Device device, std::size_t bytes) : data_(nullptr, {device}), bytes_(bytes) {
   require_device(device);
   if (bytes == 0) return;
-  data_ = is_cuda(device) ? cuda::allocate_host(device.index, bytes) : allocate_cpu_or_throw(bytes);
+  data_.reset(is_cuda(device) ? cuda::allocate_host(device.index, bytes)
+                              : allocate_cpu_or_throw(bytes));
 }
 
-HostBuffer& HostBuffer::operator=(HostBuffer&& other) noexcept {
-  if (this == &other) return *this;
-  const HostBuffer gone(std::move(*this));
-  device_ = other.device_;
-  data_ = std::exchange(other.data_, nullptr);
-  bytes_ = std::exchange(other.bytes_, 0);
-  return *this;
-}
-
-HostBuffer::~HostBuffer() {
-  if (data_ == nullptr) return;
-  if (is_cuda(device_)) {
-    cuda::release_host(data_);
+void HostBuffer::Free::operator()(std::byte* data) const noexcept {
+  if (is_cuda(device)) {
+    cuda::release_host(data);
   } else {
-    std::free(data_);
+    std::free(data);
   }
 }
 

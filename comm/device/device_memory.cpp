@@ -1,9 +1,11 @@
 #include <algorithm>
-#include <utility>
+#include <cstdlib>
 #include <vector>
 
 #include <sluice/device.hpp>
 #include <sluice/error.hpp>
+
+#include "comm/device/cuda_calls.hpp"
 
 namespace sluice {
 
@@ -110,6 +112,14 @@ Buffer DeviceMemory::allocate(std::size_t bytes, Use use) const {
 
 DeviceMemory::Figures DeviceMemory::figures() const { return arena_->figures(); }
 
-void Buffer::give_back() noexcept { arena_->give_back(data_); }
+void Buffer::Free::operator()(std::byte* data) const noexcept {
+  if (arena != nullptr) {
+    arena->give_back(data);
+  } else if (device.kind == DeviceKind::kCuda) {
+    cuda::release(data);
+  } else {
+    std::free(data);
+  }
+}
 
 }  // namespace sluice

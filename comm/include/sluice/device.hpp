@@ -82,18 +82,15 @@ class StreamView {
 class Stream {
  public:
   explicit Stream(Device device);
-  Stream(Stream&& other) noexcept
-      : device_(other.device_), native_(std::exchange(other.native_, nullptr)) {}
-  Stream& operator=(Stream&& other) noexcept;
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-  ~Stream();
-  [[nodiscard]] StreamView view() const { return StreamView(native_); }
+  [[nodiscard]] StreamView view() const { return StreamView(native_.get()); }
   [[nodiscard]] Device device() const { return device_; }
 
  private:
+  struct Destroy {
+    void operator()(void* native) const noexcept;
+  };
   Device device_;
-  void* native_ = nullptr;
+  std::unique_ptr<void, Destroy> native_;
 };
 
 // A point in a stream. A default-made event is done. Only `timed` events measure time.
@@ -101,21 +98,19 @@ class Event {
  public:
   Event() = default;
   explicit Event(Device device, bool timed = false);
-  Event(Event&& other) noexcept : native_(std::exchange(other.native_, nullptr)) {}
-  Event& operator=(Event&& other) noexcept;
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  ~Event();
   // The event is done when all work put on the stream so far is done.
   void record(StreamView stream);
   // Does not block. Error(kDevice) where earlier work failed on the device.
   [[nodiscard]] bool done() const;
   // Seconds by the device's clock between two timed events that are done; 0 on the CPU.
   [[nodiscard]] double seconds_since(const Event& earlier) const;
-  [[nodiscard]] void* native() const { return native_; }  // null on the CPU
+  [[nodiscard]] void* native() const { return native_.get(); }  // null on the CPU
 
  private:
-  void* native_ = nullptr;
+  struct Destroy {
+    void operator()(void* native) const noexcept;
+  };
+  std::unique_ptr<void, Destroy> native_;
 };
 
 // Every buffer starts at a multiple of this many bytes, so that no result depends on alignment.
@@ -138,29 +133,22 @@ class Buffer {
  public:
   Buffer() = default;
   Buffer(Device device, std::size_t bytes);
-  Buffer(Buffer&& other) noexcept
-      : device_(other.device_),
-        data_(std::exchange(other.data_, nullptr)),
-        bytes_(std::exchange(other.bytes_, 0)),
-        arena_(std::move(other.arena_)) {}
-  Buffer& operator=(Buffer&& other) noexcept;
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer();
-  [[nodiscard]] std::byte* data() const { return data_; }
-  [[nodiscard]] std::size_t size() const { return bytes_; }
-  [[nodiscard]] Device device() const { return device_; }
+  [[nodiscard]] std::byte* data() const { return data_.get(); }
+  [[nodiscard]] std::size_t size() const { return data_ == nullptr ? 0 : bytes_; }
+  [[nodiscard]] Device device() const { return data_.get_deleter().device; }
 
  private:
   friend class DeviceMemory;
+  struct Free {
+    Device device;
+    std::shared_ptr<MemoryArena> arena;  // null: its own allocation
+    void operator()(std::byte* data) const noexcept;
+  };
   Buffer(std::shared_ptr<MemoryArena> arena, Device device, std::byte* data, std::size_t bytes)
-      : device_(device), data_(data), bytes_(bytes), arena_(std::move(arena)) {}
-  void give_back() noexcept;  // to the arena
+      : data_(data, {device, std::move(arena)}), bytes_(bytes) {}
 
-  Device device_;
-  std::byte* data_ = nullptr;
+  std::unique_ptr<std::byte, Free> data_;
   std::size_t bytes_ = 0;
-  std::shared_ptr<MemoryArena> arena_;  // null: its own allocation
 };
 
 // Allocates a rank's buffers. On a GPU they come from one arena, reserved once its size is known:
@@ -207,20 +195,15 @@ class HostBuffer {
  public:
   HostBuffer() = default;
   HostBuffer(Device device, std::size_t bytes);
-  HostBuffer(HostBuffer&& other) noexcept
-      : device_(other.device_),
-        data_(std::exchange(other.data_, nullptr)),
-        bytes_(std::exchange(other.bytes_, 0)) {}
-  HostBuffer& operator=(HostBuffer&& other) noexcept;
-  HostBuffer(const HostBuffer&) = delete;
-  HostBuffer& operator=(const HostBuffer&) = delete;
-  ~HostBuffer();
-  [[nodiscard]] std::byte* data() const { return data_; }
-  [[nodiscard]] std::size_t size() const { return bytes_; }
+  [[nodiscard]] std::byte* data() const { return data_.get(); }
+  [[nodiscard]] std::size_t size() const { return data_ == nullptr ? 0 : bytes_; }
 
  private:
-  Device device_;
-  std::byte* data_ = nullptr;
+  struct Free {
+    Device device;
+    void operator()(std::byte* data) const noexcept;
+  };
+  std::unique_ptr<std::byte, Free> data_;
   std::size_t bytes_ = 0;
 };
 
