@@ -1,13 +1,22 @@
 #include "comm/mpi/device_messages.hpp"
 
+#include <mpi.h>
+#if defined(OPEN_MPI) && __has_include(<mpi-ext.h>)
+#include <mpi-ext.h>
+#endif
+
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include <sluice/error.hpp>
+#include <sluice/mpi.hpp>
 
 #include "comm/group/waiter.hpp"
+#include "comm/mpi/mpi_check.hpp"
 
 namespace sluice {
 
@@ -46,6 +55,51 @@ std::string_view take(std::string_view& text, char separator) {
   const std::string_view part = text.substr(0, end);
   text.remove_prefix(std::min(end + 1, text.size()));
   return part;
+}
+
+bool open_mpi_says_so() {
+#if defined(OMPI_HAVE_MPI_EXT_CUDA) && OMPI_HAVE_MPI_EXT_CUDA
+  return MPIX_Query_cuda_support() == 1;
+#else
+  return false;
+#endif
+}
+
+bool memory_kinds_say_so() {
+  MPI_Info info = MPI_INFO_NULL;
+  check_mpi(MPI_Comm_get_info(MPI_COMM_WORLD, &info), "MPI_Comm_get_info");
+  std::array<char, MPI_MAX_INFO_VAL + 1> value{};
+  int found = 0;
+  constexpr const char* kKey = "mpi_memory_alloc_kinds";
+#if MPI_VERSION >= 4
+  int size = static_cast<int>(value.size());
+  const int result = MPI_Info_get_string(info, kKey, &size, value.data(), &found);
+#else
+  const int result = MPI_Info_get(info, kKey, MPI_MAX_INFO_VAL, value.data(), &found);
+#endif
+  MPI_Info_free(&info);
+  check_mpi(result, "reading MPI_COMM_WORLD's memory kinds");
+  return found != 0 && names_cuda_device(value.data());
+}
+
+// Open MPI 4.1 answers the query by how it was built. This parameter, from the environment, the
+// command line or a file, says whether it checks the kind of a message's memory. Some builds have
+// it off by default.
+bool turned_off() {
+  int provided = 0, index = 0;
+  if (MPI_T_init_thread(MPI_THREAD_SINGLE, &provided) != MPI_SUCCESS) return false;
+  bool off = false;
+  MPI_T_cvar_handle handle = nullptr;
+  int count = 0;
+  if (MPI_T_cvar_get_index("opal_cuda_support", &index) == MPI_SUCCESS &&
+      MPI_T_cvar_handle_alloc(index, nullptr, &handle, &count) == MPI_SUCCESS) {
+    std::array<unsigned char, 64> value{};  // a flag of unknown integer type
+    off = count == 1 && MPI_T_cvar_read(handle, value.data()) == MPI_SUCCESS &&
+          std::count(value.begin(), value.end(), 0) == static_cast<std::ptrdiff_t>(value.size());
+    MPI_T_cvar_handle_free(&handle);
+  }
+  MPI_T_finalize();
+  return off;
 }
 
 }  // namespace
@@ -87,6 +141,12 @@ std::string device_message_fault(std::unique_ptr<Communicator> comm, Device devi
   }
   if (host == sent && back == sent) return {};
   return "MPI reports support for a GPU's memory, but a test message arrived with other bytes";
+}
+
+std::string mpi_device_memory_unsupported_reason(Device device) {
+  if (!open_mpi_says_so() && !memory_kinds_say_so()) return "MPI is not CUDA-aware";
+  if (turned_off()) return "MPI is CUDA-aware, but its parameter opal_cuda_support is off";
+  return device_message_fault(make_mpi_communicator(MPI_COMM_SELF), device);
 }
 
 }  // namespace sluice

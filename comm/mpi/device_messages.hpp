@@ -22,4 +22,10 @@ namespace sluice {
 // other open request and is destroyed here, before the memory of its messages.
 [[nodiscard]] std::string device_message_fault(std::unique_ptr<Communicator> comm, Device device);
 
+// Communicator::device_memory_unsupported_reason() for MPI. The library reports support by Open
+// MPI's query (in 4.1 whether it was built for CUDA, in 5 whether it also runs with it), unless the
+// parameter that turns support off in 4.1 is set, or by the memory kinds of the MPI standard 4.1.
+// If it does, sends a test message.
+[[nodiscard]] std::string mpi_device_memory_unsupported_reason(Device device);
+
 }  // namespace sluice

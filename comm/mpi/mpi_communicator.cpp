@@ -18,6 +18,7 @@
 #include "comm/base/cores.hpp"
 #include "comm/base/index.hpp"
 #include "comm/group/waiter.hpp"
+#include "comm/mpi/device_messages.hpp"
 #include "comm/mpi/mpi_check.hpp"
 
 namespace sluice {
