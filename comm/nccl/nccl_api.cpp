@@ -44,41 +44,29 @@ std::string one_line(const char* text) {
 
 }  // namespace
 
-struct Library::Functions {
-  decltype(&ncclGetVersion) get_version = nullptr;
-  decltype(&ncclGetUniqueId) get_unique_id = nullptr;
-  decltype(&ncclCommInitRankConfig) init_rank_config = nullptr;
-  decltype(&ncclCommGetAsyncError) get_async_error = nullptr;
-  decltype(&ncclCommFinalize) finalize = nullptr;
-  decltype(&ncclCommDestroy) destroy = nullptr;
-  decltype(&ncclCommAbort) abort = nullptr;
-  decltype(&ncclGroupStart) group_start = nullptr;
-  decltype(&ncclGroupEnd) group_end = nullptr;
-  decltype(&ncclSend) send = nullptr;
-  decltype(&ncclRecv) recv = nullptr;
-  decltype(&ncclAllReduce) all_reduce = nullptr;
-  decltype(&ncclGetErrorString) error_string = nullptr;
-  decltype(&ncclGetLastError) last_error = nullptr;
-  int version = 0;
+// What a function is before open().
+#ifdef SLUICE_NCCL_LINKED
+#define SLUICE_LINKED(function) &function
+#else
+#define SLUICE_LINKED(function) nullptr
+#endif
 
-  // Calls visit(pointer, name) for each.
-  template <typename Visit>
-  void for_each(Visit visit) {
-    visit(get_version, "ncclGetVersion");
-    visit(get_unique_id, "ncclGetUniqueId");
-    visit(init_rank_config, "ncclCommInitRankConfig");
-    visit(get_async_error, "ncclCommGetAsyncError");
-    visit(finalize, "ncclCommFinalize");
-    visit(destroy, "ncclCommDestroy");
-    visit(abort, "ncclCommAbort");
-    visit(group_start, "ncclGroupStart");
-    visit(group_end, "ncclGroupEnd");
-    visit(send, "ncclSend");
-    visit(recv, "ncclRecv");
-    visit(all_reduce, "ncclAllReduce");
-    visit(error_string, "ncclGetErrorString");
-    visit(last_error, "ncclGetLastError");
-  }
+struct Library::Functions {
+  decltype(&ncclGetVersion) get_version = SLUICE_LINKED(ncclGetVersion);
+  decltype(&ncclGetUniqueId) get_unique_id = SLUICE_LINKED(ncclGetUniqueId);
+  decltype(&ncclCommInitRankConfig) init_rank_config = SLUICE_LINKED(ncclCommInitRankConfig);
+  decltype(&ncclCommGetAsyncError) get_async_error = SLUICE_LINKED(ncclCommGetAsyncError);
+  decltype(&ncclCommFinalize) finalize = SLUICE_LINKED(ncclCommFinalize);
+  decltype(&ncclCommDestroy) destroy = SLUICE_LINKED(ncclCommDestroy);
+  decltype(&ncclCommAbort) abort = SLUICE_LINKED(ncclCommAbort);
+  decltype(&ncclGroupStart) group_start = SLUICE_LINKED(ncclGroupStart);
+  decltype(&ncclGroupEnd) group_end = SLUICE_LINKED(ncclGroupEnd);
+  decltype(&ncclSend) send = SLUICE_LINKED(ncclSend);
+  decltype(&ncclRecv) recv = SLUICE_LINKED(ncclRecv);
+  decltype(&ncclAllReduce) all_reduce = SLUICE_LINKED(ncclAllReduce);
+  decltype(&ncclGetErrorString) error_string = SLUICE_LINKED(ncclGetErrorString);
+  decltype(&ncclGetLastError) last_error = SLUICE_LINKED(ncclGetLastError);
+  int version = 0;
 
   void open(const char* file) {
     // Never unloaded: NCCL's own threads may outlive every communicator briefly.
@@ -88,7 +76,7 @@ struct Library::Functions {
                   fmt::format("NCCL is missing: {} (install libnccl2 or use --transport mpi)",
                               one_line(dlerror())));
     }
-    for_each([&](auto& pointer, const char* name) {
+    const auto find = [&](auto& pointer, const char* name) {
       void* symbol = dlsym(library, name);
       if (symbol == nullptr) {
         throw Error(ErrorCode::kDevice,
@@ -96,40 +84,31 @@ struct Library::Functions {
       }
       static_assert(sizeof(symbol) == sizeof(pointer));
       std::memcpy(&pointer, &symbol, sizeof(symbol));
-    });
+    };
+    find(get_version, "ncclGetVersion");
+    find(get_unique_id, "ncclGetUniqueId");
+    find(init_rank_config, "ncclCommInitRankConfig");
+    find(get_async_error, "ncclCommGetAsyncError");
+    find(finalize, "ncclCommFinalize");
+    find(destroy, "ncclCommDestroy");
+    find(abort, "ncclCommAbort");
+    find(group_start, "ncclGroupStart");
+    find(group_end, "ncclGroupEnd");
+    find(send, "ncclSend");
+    find(recv, "ncclRecv");
+    find(all_reduce, "ncclAllReduce");
+    find(error_string, "ncclGetErrorString");
+    find(last_error, "ncclGetLastError");
   }
-
-#ifdef SLUICE_NCCL_LINKED
-  void link() {
-    get_version = &ncclGetVersion;
-    get_unique_id = &ncclGetUniqueId;
-    init_rank_config = &ncclCommInitRankConfig;
-    get_async_error = &ncclCommGetAsyncError;
-    finalize = &ncclCommFinalize;
-    destroy = &ncclCommDestroy;
-    abort = &ncclCommAbort;
-    group_start = &ncclGroupStart;
-    group_end = &ncclGroupEnd;
-    send = &ncclSend;
-    recv = &ncclRecv;
-    all_reduce = &ncclAllReduce;
-    error_string = &ncclGetErrorString;
-    last_error = &ncclGetLastError;
-  }
-#endif
 };
+
+#undef SLUICE_LINKED
 
 Library::Library(const char* file) {
   auto functions = std::make_shared<Functions>();
-#ifdef SLUICE_NCCL_LINKED
-  if (file == nullptr) {
-    functions->link();
-  } else {
-    functions->open(file);
+  if (file != nullptr || functions->get_version == nullptr) {
+    functions->open(file == nullptr ? kLibraryFile : file);
   }
-#else
-  functions->open(file == nullptr ? kLibraryFile : file);
-#endif
   const ncclResult_t code = functions->get_version(&functions->version);
   if (code != ncclSuccess || functions->version < kOldest ||
       functions->version / 10000 != NCCL_MAJOR) {

@@ -26,7 +26,7 @@ struct NcclQueue::Operation {
   const Event* ready = nullptr;
   std::byte* data = nullptr;  // not written by a send
   std::size_t bytes = 0;
-  ShardSum sum;
+  ShardSum sum = {};
 };
 
 struct NcclQueue::Group {
@@ -85,56 +85,49 @@ void NcclQueue::begin_group() {
   group.touched.assign(nccl_streams_.size(), false);
 }
 
-NcclQueue::Operation& NcclQueue::append(int nccl_stream, const Event* ready) {
+NcclTicket NcclQueue::append(Operation operation) {
   if (open_ < 0) misused("an operation is given outside a group");
   Group& group = groups_[at(open_)];
-  group.touched.at(at(nccl_stream)) = true;
-  Operation& operation = group.operations.emplace_back();
-  operation.nccl_stream = nccl_stream;
-  if (ready != nullptr && ready->native() != nullptr) operation.ready = ready;
-  return operation;
-}
-
-NcclTicket NcclQueue::ticket_of(int nccl_stream) {
-  Group& group = groups_[at(open_)];
+  group.touched.at(at(operation.nccl_stream)) = true;
+  if (operation.ready != nullptr && operation.ready->native() == nullptr) operation.ready = nullptr;
+  group.operations.push_back(operation);
   ++group.tickets;
-  return {.group = open_, .nccl_stream = nccl_stream, .number = group.number};
+  return {.group = open_, .nccl_stream = operation.nccl_stream, .number = group.number};
 }
 
 NcclTicket NcclQueue::send(int nccl_stream, int peer, std::span<const std::byte> data,
                            const Event& ready) {
-  Operation& operation = append(nccl_stream, &ready);
-  operation.kind = Operation::Kind::kSend;
-  operation.peer = peer;
-  operation.data = const_cast<std::byte*>(data.data());
-  operation.bytes = data.size();
-  return ticket_of(nccl_stream);
+  return append({.kind = Operation::Kind::kSend,
+                 .nccl_stream = nccl_stream,
+                 .peer = peer,
+                 .ready = &ready,
+                 .data = const_cast<std::byte*>(data.data()),
+                 .bytes = data.size()});
 }
 
 NcclTicket NcclQueue::recv(int nccl_stream, int peer, std::span<std::byte> data,
                            const Event& ready) {
-  Operation& operation = append(nccl_stream, &ready);
-  operation.kind = Operation::Kind::kRecv;
-  operation.peer = peer;
-  operation.data = data.data();
-  operation.bytes = data.size();
-  return ticket_of(nccl_stream);
+  return append({.kind = Operation::Kind::kRecv,
+                 .nccl_stream = nccl_stream,
+                 .peer = peer,
+                 .ready = &ready,
+                 .data = data.data(),
+                 .bytes = data.size()});
 }
 
 NcclTicket NcclQueue::all_reduce_sum(int nccl_stream, std::span<float> values, const Event& ready) {
-  Operation& operation = append(nccl_stream, &ready);
-  operation.kind = Operation::Kind::kAllReduce;
-  operation.data = std::as_writable_bytes(values).data();
-  operation.bytes = values.size_bytes();
-  return ticket_of(nccl_stream);
+  return append({.kind = Operation::Kind::kAllReduce,
+                 .nccl_stream = nccl_stream,
+                 .ready = &ready,
+                 .data = std::as_writable_bytes(values).data(),
+                 .bytes = values.size_bytes()});
 }
 
 NcclTicket NcclQueue::add_shards(int nccl_stream, const ShardSum& sum) {
-  Operation& operation = append(nccl_stream, nullptr);
+  const NcclTicket ticket =
+      append({.kind = Operation::Kind::kAddShards, .nccl_stream = nccl_stream, .sum = sum});
   if (groups_[at(open_)].operations.size() > 1) misused("a kernel is alone in its group");
-  operation.kind = Operation::Kind::kAddShards;
-  operation.sum = sum;
-  return ticket_of(nccl_stream);
+  return ticket;
 }
 
 void NcclQueue::end_group() {

@@ -95,8 +95,7 @@ class NcclQueue {
   struct Group;
   struct NcclStream;
 
-  Operation& append(int nccl_stream, const Event* ready);
-  [[nodiscard]] NcclTicket ticket_of(int nccl_stream);
+  [[nodiscard]] NcclTicket append(Operation operation);
   [[nodiscard]] Group& group_of(const NcclTicket& ticket);
   void give_back(NcclTicket& ticket);
   void issue(Group& group);
