@@ -1,31 +1,123 @@
-// Checkpoints: a pipeline's parameters and optimizer state in a directory (see weights.hpp for the
-// files), keyed by global names, so they do not depend on the layout that wrote them.
+// Checkpoints: a pipeline's parameters, optimizer state and step in a directory, with what a
+// program adds. Names are global, so a checkpoint loads under any layout.
+//
+// DIR/step-00001200/ is one save; it is complete before it gets its name. DIR/latest names the
+// newest, for people. runtime/README.md describes files and protocol.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/tensor.hpp>
 
 namespace sluice {
 
-class Pipeline;    // <sluice/pipeline.hpp>
-struct JobLayout;  // runtime/layout/job_layout.hpp
+class Pipeline;  // <sluice/pipeline.hpp>
 
-// Collective. The ranks of replica 0 write the parameters they own. Rank 0 writes the index and
-// `config` as config.json, removes files of an earlier save, and writes state.json last.
-void save_checkpoint(Pipeline& pipeline, const std::filesystem::path& directory,
-                     const std::string& config);
+// A program's or a data source's own state. It is taken on rank 0 and comes back on all ranks.
+struct ProgramState {
+  struct NamedValues {
+    std::string name;
+    TensorSpec spec;
+    std::vector<std::byte> bytes;  // spec.bytes() of them
+  };
+  std::string json = "{}";  // any JSON text
+  std::vector<NamedValues> tensors;
+};
 
-// Collective. Values of all parameters; the files may hold nothing else. Error(kWeights) names the
-// first parameter that is missing, superfluous or of another shape.
-void load_weights(Pipeline& pipeline, const std::filesystem::path& directory);
+struct CheckpointOptions {
+  std::filesystem::path directory;
+  std::uint64_t every_steps = 0;  // 0: only save_now() saves
+  double every_minutes = 0;       // since the last save began, by rank 0's clock; 0: never
+  int keep = 2;                   // newest saves that stay, at least 1
+  std::uint64_t keep_every = 0;   // saves of steps that are multiples stay as well; 0: none
+  bool weights_only = false;      // an export, without optimizer state: cannot be resumed
+  bool local = false;             // every host has a directory of its own under this name
+  // The directory may hold saves of another run, which the first save of this one replaces. Without
+  // it that is Error(kIo). Saves of the run that was loaded are this run's own.
+  bool overwrite = false;
+  std::vector<std::pair<std::string, std::string>> options;  // recorded, in this order
+  std::vector<std::pair<std::string, std::string>> data;     // recorded
+  std::string model;                                         // JSON text, recorded; may be empty
+};
 
-// Not collective. Makes the checks of load_checkpoint() on names and sizes of parameters and on the
-// step, which it returns. It reads no values.
-[[nodiscard]] std::uint64_t require_fitting_checkpoint(const JobLayout& layout,
-                                                       const std::filesystem::path& directory);
+// Saves while a pipeline trains. `pipeline` outlives it. All members are collective over the
+// pipeline's ranks unless they say otherwise, and are called by the pipeline's thread. When a rank
+// cannot write, every rank throws the same Error(kIo); older saves stay as they are.
+//
+// A save blocks only while each rank copies its share into host memory, which it reuses. A thread
+// without MPI writes it. A later after_step() publishes it once it is durable on all ranks.
+class Checkpointer {
+ public:
+  // Takes the directory's lock, removes what a cut save left, finds out whether all hosts see the
+  // directory (unless `local`). `note`: is called on rank 0 with lines for people, such as a save
+  // that has to wait for the one before; may be empty.
+  // PipelineOptions::Training::save_copy puts the host memory into the plan.
+  Checkpointer(Pipeline& pipeline, CheckpointOptions options,
+               std::function<void(const std::string&)> note = {});
+  // Not collective. Waits for this rank's writer, abandons a save that is not published yet, and
+  // releases the lock.
+  ~Checkpointer();
+  Checkpointer(const Checkpointer&) = delete;
+  Checkpointer& operator=(const Checkpointer&) = delete;
 
-// Collective. Weights, optimizer state and step.
-void load_checkpoint(Pipeline& pipeline, const std::filesystem::path& directory);
+  // State of the program, saved as `name` from now on. `take` runs on rank 0 at each save. Not
+  // collective; the same names on all ranks.
+  void add_state(std::string name, std::function<ProgramState()> take);
+
+  // To be called after each train_step(), also a skipped one. Publishes a save that all ranks have
+  // written, and begins one that is due.
+  void after_step();
+  // Saves the present state and returns when it is published; at once where that has been done.
+  // Legal between any two steps, also after an exception of the caller's own on all ranks.
+  void save_now();
+
+  // This rank asks the job to stop. Not collective, from any thread or signal handler.
+  void request_stop() noexcept;
+  // Whether any rank had asked, or DIR/stop existed, when the last step ended: the same on all
+  // ranks. Not collective. The caller calls save_now() and ends.
+  [[nodiscard]] bool stop_requested() const;
+  // Directory of the newest save that this one published or found at its start; may be empty. Not
+  // collective; on rank 0.
+  [[nodiscard]] std::filesystem::path last_save() const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// Saves once, as a Checkpointer's save_now() does. Collective.
+void save_checkpoint(Pipeline& pipeline, const CheckpointOptions& options);
+
+// How much is compared with the saved hashes before a parameter changes: every file (ranks share
+// them), what the ranks are about to read, or nothing.
+enum class Verify { kFull, kRead, kOff };
+
+// What a checkpoint holds besides values. The same on all ranks.
+struct LoadedCheckpoint {
+  std::filesystem::path directory;  // of the save
+  std::uint64_t step = 0;
+  std::vector<std::pair<std::string, std::string>> options, data;  // as recorded
+  std::map<std::string, ProgramState> states;                      // by name
+  std::vector<std::uint64_t> skipped;                              // steps that changed nothing
+  std::vector<std::string> notes;  // saves that were broken and passed over: why
+};
+
+// Collective. Weights, optimizer state and step of `path`, which is a directory of saves (the
+// newest that verifies), one step's directory (that one), or a directory of version 0.1. Throws
+// Error(kWeights) naming what is missing, broken or does not fit, before any parameter changes.
+LoadedCheckpoint load_checkpoint(Pipeline& pipeline, const std::filesystem::path& path,
+                                 Verify verify = Verify::kFull);
+
+// Collective. Values of all parameters from such a path; the files may hold no other parameters.
+void load_weights(Pipeline& pipeline, const std::filesystem::path& path,
+                  Verify verify = Verify::kFull);
 
 }  // namespace sluice

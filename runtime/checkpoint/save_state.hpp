@@ -1,0 +1,73 @@
+// state.json: what Sluice knows about one save. One file holds all of it; a directory without it is
+// no save. The names in it come from a file, so they are checked before use.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <sluice/tensor.hpp>
+
+namespace sluice {
+
+// Bytes of a weights file per hash.
+constexpr std::size_t kHashBlock = std::size_t{4} << 20;
+
+// A file of the save. Hashes are XXH3-128 as 32 hexadecimal digits, as `xxhsum -H2` prints them.
+struct SavedFile {
+  std::string name;  // of a file in the save's directory; no path
+  std::uint64_t bytes = 0;
+  std::string hash;                 // of the whole file
+  std::vector<std::string> blocks;  // of each kHashBlock bytes, the last one shorter; weights only
+};
+
+// A tensor, or elements [first, first + count) of it, flattened.
+struct SavedTensor {
+  std::string name;  // a parameter's, or "<kind>.<parameter>" of the optimizer's state
+  std::string file;
+  TensorSpec spec;  // of the whole tensor
+  std::int64_t first = 0, count = 0;
+};
+
+struct SaveState {
+  static constexpr int kFormat = 2;
+
+  using Values = std::vector<std::pair<std::string, std::string>>;
+
+  std::string save;            // random, of this save; 32 hexadecimal digits
+  std::string run;             // random, of the run that began it; resumed runs keep it
+  std::uint64_t sequence = 0;  // grows with every save in a directory: the newest has the largest
+  std::uint64_t step = 0;
+  std::string time;                    // UTC, "2026-01-31T12:00:00Z"
+  bool weights_only = false;           // no optimizer state: cannot be resumed
+  std::map<std::string, int> layout;   // "ranks", "pipeline", "replicas", "stages": for people
+  Values options;                      // of the program, in the order of its help
+  std::string model;                   // JSON text of what builds the model; may be empty
+  Values data;                         // TokenFile::identity() and the like
+  std::vector<std::uint64_t> skipped;  // steps that changed nothing: their loss was not finite
+  // JSON text by name, of the data source and of an embedding program; their tensors are in
+  // user.safetensors as "<name>.<tensor>".
+  std::map<std::string, std::string> user;
+  std::vector<SavedFile> files;
+  std::vector<SavedTensor> tensors;
+};
+
+// Names that are legal for a file of a save: model.safetensors, model-00001-of-00002.safetensors,
+// model.safetensors.index.json, likewise optimizer, user.safetensors. (state.json cannot name
+// itself.)
+[[nodiscard]] bool is_save_file_name(std::string_view name);
+
+[[nodiscard]] std::string to_json_text(const SaveState& state);
+// Throws Error(kWeights) naming `path` and the field that is missing, of a wrong type or out of
+// range; a file name that is_save_file_name() refuses; a file or tensor twice; a tensor in a file
+// that is not listed; hashes that do not number what `bytes` says; another format, saying which
+// program would read it. Bounded: memory stays within a small multiple of the text.
+[[nodiscard]] SaveState parse_save_state(std::string_view text, const std::filesystem::path& path);
+// Reads and parses DIRECTORY/state.json. At most 1 GiB.
+[[nodiscard]] SaveState read_save_state(const std::filesystem::path& directory);
+
+}  // namespace sluice
