@@ -35,6 +35,11 @@ class PipelineAccess {
   // The same; where memory runs out in `body`, the Error names `who` and the plan of this rank.
   static void guarded(Pipeline& pipeline, const std::string& who,
                       const std::function<void()>& body);
+  // Bits that ranks exchange in the record of every training step. `mine` is called once a step, by
+  // the pipeline's thread, when the record is packed; empty: none. Not collective.
+  static void set_step_flags(Pipeline& pipeline, std::function<std::uint32_t()> mine);
+  // The bits that any rank had set in the last training step: the same on all ranks.
+  [[nodiscard]] static std::uint32_t step_flags(const Pipeline& pipeline);
   // This rank's timeline of the last training step; empty unless options.checks.trace.
   [[nodiscard]] static std::vector<TraceEvent> trace(const Pipeline& pipeline);
   // Measured seconds per action of the last step, on this rank; valid until the next step.

@@ -87,6 +87,12 @@ struct PipelineOptions {
     double clip = 0;                             // largest global gradient norm; 0: no clipping
     std::vector<std::int64_t> evaluations = {};  // numbers of samples that evaluate() accepts
     bool inference = false;                      // infer() and evaluate() only
+    // A step whose loss or gradient is not finite changes nothing and is reported as skipped. Else
+    // it is Error(kNumeric) on all ranks; the pipeline can be used after that as well.
+    bool skip_nonfinite = false;
+    // Plans host memory for a Checkpointer's copy of this rank's share of parameters and optimizer
+    // state.
+    bool save_copy = false;
   };
 
   struct Checks {
