@@ -34,23 +34,23 @@ struct ProgramState {
 };
 
 struct CheckpointOptions {
-  std::filesystem::path directory;
+  std::filesystem::path directory = {};
   std::uint64_t every_steps = 0;  // 0: only save_now() saves
   double every_minutes = 0;       // since the last save began, by rank 0's clock; 0: never
   int keep = 2;                   // newest saves that stay, at least 1
   std::uint64_t keep_every = 0;   // saves of steps that are multiples stay as well; 0: none
   std::vector<std::uint64_t> skipped = {};  // of LoadedCheckpoint; recorded, grows here
-  bool weights_only = false;      // an export, without optimizer state: cannot be resumed
-  bool local = false;             // every host has a directory of its own under this name
+  bool weights_only = false;                // an export, without optimizer state: cannot be resumed
+  bool local = false;                       // every host has a directory of its own under this name
   // The directory may hold saves of another run, which the first save of this one replaces. Without
   // it that is Error(kIo).
   bool overwrite = false;
   // LoadedCheckpoint::run where this run goes on from one: its saves are this run's own. Empty: a
   // new run.
-  std::string run;
-  std::vector<std::pair<std::string, std::string>> options;  // recorded, in this order
-  std::vector<std::pair<std::string, std::string>> data;     // recorded
-  std::string model;                                         // JSON text, recorded; may be empty
+  std::string run = {};
+  std::vector<std::pair<std::string, std::string>> options = {};  // recorded, in this order
+  std::vector<std::pair<std::string, std::string>> data = {};     // recorded
+  std::string model = {};  // JSON text, recorded; may be empty
 };
 
 // Saves while a pipeline trains. `pipeline` outlives it. All members are collective over the
