@@ -116,6 +116,7 @@ void GradientSync::pack_record() {
   record_[0] = steady_seconds() - started_;
   record_[1] = outcome_->busy_seconds;
   record_[2] = outcome_->peak_in_flight;
+  record_[3] = flags_ ? flags_() : 0;
 }
 
 // On rank 0. Losses are added in order of replica and micro-batch, squares in order of stage and
@@ -153,11 +154,14 @@ void GradientSync::reduce_records() {
   }
   totals_.loss = loss / totals_.targets;
   totals_.grad_norm = std::sqrt(squares);
+  std::uint32_t flags = 0;
   for (int rank = 0; rank < job_.world.ranks->size(); ++rank) {
     const double* values = &records_[at(rank) * record_.size()];
     totals_.window_seconds = std::max(totals_.window_seconds, values[0]);
     totals_.busy_seconds += values[1];
+    flags |= static_cast<std::uint32_t>(values[3]);
   }
+  totals_.flags = flags;
   for (int rank = 0; rank < layout_.place.topology.pipeline; ++rank) {
     peaks_[at(rank)] = static_cast<int>(record(0, rank)[2]);
   }

@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include <sluice/options.hpp>
@@ -29,6 +31,7 @@ struct StepTotals {
   double finite = 1;                  // 0: some loss or gradient is not; the step is refused
   double first_nonfinite_index = -1;  // among the job's losses or parameters
   double nonfinite_is_loss = 0;       // 1: the index is a loss
+  double flags = 0;                   // bits that any rank had set, as a number below 2^32
 };
 
 class GradientSync : public StepActions {
@@ -50,6 +53,9 @@ class GradientSync : public StepActions {
   [[nodiscard]] const StepTotals& totals() const { return totals_; }
   // [pipeline rank] of replica 0; on rank 0 of the job.
   [[nodiscard]] const std::vector<int>& peaks() const { return peaks_; }
+
+  // `mine` is called once a step when the record is packed; empty: no bits.
+  void set_flags(std::function<std::uint32_t()> mine) { flags_ = std::move(mine); }
 
   void zero_grads();
   [[nodiscard]] Optimizer& optimizer_state() { return *optimizer_; }
@@ -73,13 +79,14 @@ class GradientSync : public StepActions {
   std::span<float> floats_;  // of workspace_
   HostBuffer squares_;       // [owned parameter], written by the device
 
-  // Per rank: window, busy, peak, then (sum, weight) per micro-batch, then squares per owned
+  // Per rank: window, busy, peak, flags, then (sum, weight) per micro-batch, then squares per owned
   // parameter.
   std::vector<double> record_, records_;
   std::vector<std::size_t> next_;  // [pipeline rank] index of its next square
-  std::size_t loss_offset_ = 3, square_offset_ = 0;
+  std::size_t loss_offset_ = 4, square_offset_ = 0;
   std::vector<int> peaks_;
   StepTotals totals_;
+  std::function<std::uint32_t()> flags_;
   const StepOutcome* outcome_ = nullptr;
   std::uint64_t step_ = 0;
   double started_ = 0;

@@ -473,6 +473,14 @@ void PipelineAccess::guarded(Pipeline& pipeline, const std::string& who,
   pipeline.impl_->job.guarded([&] { pipeline.impl_->rethrow_oom_with_plan(who, body); });
 }
 
+void PipelineAccess::set_step_flags(Pipeline& pipeline, std::function<std::uint32_t()> mine) {
+  if (pipeline.impl_->gradients != nullptr) pipeline.impl_->gradients->set_flags(std::move(mine));
+}
+std::uint32_t PipelineAccess::step_flags(const Pipeline& pipeline) {
+  if (pipeline.impl_->gradients == nullptr) return 0;
+  return static_cast<std::uint32_t>(pipeline.impl_->gradients->totals().flags);
+}
+
 std::vector<TraceEvent> PipelineAccess::trace(const Pipeline& pipeline) {
   const auto events = pipeline.impl_->engine->trace();
   return {events.begin(), events.end()};

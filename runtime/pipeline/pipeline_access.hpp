@@ -2,6 +2,7 @@
 // Threading and errors are those of Pipeline.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
