@@ -3,7 +3,7 @@
 
     tests/faults/kill_campaign.py [--count KILLS] [--seed S] [--story K] [--build DIR]
 
-A story is one training: its ranks, and kills of a random rank or of the launcher. Half of the kills come at a random
+A story is one training: its ranks, and kills of a random rank, the launcher, or all at once. Half of the kills come at a random
 moment, half in a random file operation of a save. Numbers of `--seed` and story decide all of it but
 the moments themselves. A story holds if
 
@@ -29,7 +29,7 @@ STEPS = 40
 LAYOUTS = ((4, ("--pipeline", "2", "--replicas", "2")), (2, ("--pipeline", "2")), (2, ("--replicas", "2")),
            (1, ()), (4, ("--pipeline", "2", "--replicas", "2", "--schedule", "gpipe")))
 CALLS = ("open", "write", "sync", "rename", "remove", "mkdir")
-LAUNCHER = -1
+LAUNCHER, HOST = -1, -2  # victims besides a rank; with the host all processes go at once
 
 
 class Reference:
@@ -63,7 +63,7 @@ class Kill:
 
     def __init__(self, draw, layout, reference):
         ranks = layout[0]
-        self.victim = draw.randrange(-1 if ranks > 1 else 0, ranks)
+        self.victim = draw.randrange(HOST if ranks > 1 else 0, ranks)
         self.fault = None
         self.moment = draw.random() * reference.seconds
         if draw.random() < 0.5:
@@ -78,7 +78,8 @@ class Kill:
         if self.fault:
             what = "launcher" if self.fault["action"] == "launcher" else f"rank {self.fault['rank']}"
             return f"{what} in rank {self.fault['rank']}'s {self.fault['call']} {self.fault['nth']}"
-        return f"{'launcher' if self.victim == LAUNCHER else f'rank {self.victim}'} after {self.moment:.3f} s"
+        what = {LAUNCHER: "launcher", HOST: "host"}.get(self.victim, f"rank {self.victim}")
+        return f"{what} after {self.moment:.3f} s"
 
 
 class Story:
@@ -128,10 +129,10 @@ class Story:
         """Lets the moment come, and kills; returns the newest save that was complete before."""
         if not job.wait(kill.moment):
             processes = job.processes()
-            pid = job.process.pid if kill.victim == LAUNCHER or self.layout[0] == 1 else next(
-                (p for p, rank in processes.items() if rank == kill.victim), job.process.pid)
+            victims = [pid for pid, rank in processes.items() if kill.victim in (rank, HOST)]
             seen = max([seen, *steps_in(self.directory)])
-            job.signal(pid, signal.SIGKILL)
+            for pid in victims if victims and self.layout[0] > 1 else [job.process.pid]:
+                job.signal(pid, signal.SIGKILL)
         return seen
 
     def newest(self):
