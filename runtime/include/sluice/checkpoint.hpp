@@ -29,7 +29,7 @@ struct ProgramState {
     TensorSpec spec;
     std::vector<std::byte> bytes;  // spec.bytes() of them
   };
-  std::string json = "{}";  // any JSON text
+  std::string json = "{}";  // any JSON text; spaces between its parts are not kept
   std::vector<NamedValues> tensors;
 };
 

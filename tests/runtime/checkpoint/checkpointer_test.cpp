@@ -242,7 +242,7 @@ TEST_F(CheckpointerTest, StatesOfTheProgramComeBackOnEveryRank) {
   run(2, 1, [&](Pipeline& pipeline, Communicator&) {
     Checkpointer saver(pipeline, {.directory = saves()});
     saver.add_state("loader", [&] {
-      ProgramState state{.json = R"({"epoch": 3})", .tensors = {}};
+      ProgramState state{.json = R"({"epoch":3})", .tensors = {}};
       std::vector<std::byte> bytes(sizeof(numbers));
       std::memcpy(bytes.data(), numbers.data(), sizeof(numbers));
       state.tensors.push_back({"order", {DType::kI32, {3}}, std::move(bytes)});
@@ -255,7 +255,7 @@ TEST_F(CheckpointerTest, StatesOfTheProgramComeBackOnEveryRank) {
     const LoadedCheckpoint loaded = load_checkpoint(pipeline, saves());
     ASSERT_EQ(loaded.states.count("loader"), 1U);
     const ProgramState& state = loaded.states.at("loader");
-    EXPECT_EQ(state.json, R"({"epoch": 3})");
+    EXPECT_EQ(state.json, R"({"epoch":3})");
     ASSERT_EQ(state.tensors.size(), 1U);
     EXPECT_EQ(state.tensors[0].name, "order");
     EXPECT_EQ(std::memcmp(state.tensors[0].bytes.data(), numbers.data(), sizeof(numbers)), 0);
