@@ -45,7 +45,8 @@ std::string overview() {
       "version.\n"
       "\n"
       "Exit codes: 0 done, 2 usage, 3 data, 4 output, 5 weights, 6 ranks disagree, 7 loss not "
-      "finite,\n8 schedule, 9 MPI, 10 device, 11 a peer died, 70 internal error.\n";
+      "finite,\n8 schedule, 9 MPI, 10 device, 11 a peer died, 12 stopped as asked, 70 internal "
+      "error.\n";
   return text;
 }
 

@@ -6,12 +6,14 @@
 #include <algorithm>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <span>
 
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/cli/model_config.hpp"
+#include "runtime/files/checksum.hpp"
 
 namespace sluice {
 namespace {
@@ -39,6 +41,9 @@ fs::path parent_of(const fs::path& path) {
 SavedRun saved_by_0_1(const fs::path& directory) {
   SavedRun run;
   run.directory = run.root = directory;
+  // Version 0.1 named no runs.
+  const std::string name = directory.string();
+  run.run = checksum_hex(std::as_bytes(std::span(name)));
   run.step = step_of_0_1(directory);
   std::error_code ignored;
   const fs::path options = directory / "options.conf";
@@ -66,6 +71,7 @@ std::optional<SavedRun> find_saved_run(const fs::path& path) {
   const auto ranks = state.layout.find("ranks");
   return SavedRun{.directory = directory,
                   .root = found.one_step ? parent_of(path) : path,
+                  .run = state.run,
                   .step = state.step,
                   .options = state.options,
                   .data = state.data,

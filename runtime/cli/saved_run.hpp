@@ -18,6 +18,7 @@ namespace sluice {
 struct SavedRun {
   std::filesystem::path directory;  // of the save
   std::filesystem::path root;       // the directory of saves that holds it
+  std::string run;                  // CheckpointOptions::run of the runs that go on from it
   std::uint64_t step = 0;
   OptionValues options;  // as saved; empty where a program other than `sluice train` saved
   OptionValues data;     // data_identity() at the save; may be empty

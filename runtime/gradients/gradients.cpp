@@ -167,7 +167,7 @@ void GradientSync::reduce_records() {
   }
 }
 
-void GradientSync::refuse() const {
+Error GradientSync::nonfinite_error() const {
   auto index = static_cast<std::size_t>(totals_.first_nonfinite_index);
   std::string what;
   if (totals_.nonfinite_is_loss != 0) {
@@ -180,9 +180,8 @@ void GradientSync::refuse() const {
     what = fmt::format("the gradient of step {} is not finite, first in parameter '{}'", step_,
                        stage->parameters[index].name);
   }
-  throw Error(ErrorCode::kNumeric,
-              what + "; no parameter was changed (a smaller --learning-rate or --clip may help)",
-              0);
+  return {ErrorCode::kNumeric,
+          what + "; no parameter was changed (a smaller --learning-rate or --clip may help)", 0};
 }
 
 void GradientSync::optimizer() {
@@ -191,7 +190,7 @@ void GradientSync::optimizer() {
                                  std::as_writable_bytes(std::span(records_)), 0);
   if (job_.world.ranks->rank() == 0) reduce_records();
   job_.world.collectives->broadcast(std::as_writable_bytes(std::span(&totals_, 1)), 0);
-  if (totals_.finite == 0) refuse();
+  if (totals_.finite == 0) return;
   const double factor = clip_factor(totals_.grad_norm, options_.training.clip);
   optimizer_->update(compute_, step_, static_cast<float>(options_.training.learning_rate.at(step_)),
                      static_cast<float>(factor));

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include <sluice/error.hpp>
 #include <sluice/options.hpp>
 
 #include "runtime/engine/engine.hpp"
@@ -28,7 +29,7 @@ struct StepTotals {
   double loss = 0, targets = 0, grad_norm = 0;
   double window_seconds = 0;          // longest time from step start to the norm, over all ranks
   double busy_seconds = 0;            // summed over all ranks
-  double finite = 1;                  // 0: some loss or gradient is not; the step is refused
+  double finite = 1;                  // 0: some loss or gradient is not; nothing was updated
   double first_nonfinite_index = -1;  // among the job's losses or parameters
   double nonfinite_is_loss = 0;       // 1: the index is a loss
   double flags = 0;                   // bits that any rank had set, as a number below 2^32
@@ -48,7 +49,8 @@ class GradientSync : public StepActions {
   void reduce_grad(int stage) override;
   void reduce_tied(int group) override;
   void measure() override;
-  // Collective over the job. Throws Error(kNumeric) on every rank before any parameter changes.
+  // Collective over the job. Where totals().finite is 0, parameters and optimizer state stay as
+  // they are.
   void optimizer() override;
   [[nodiscard]] const StepTotals& totals() const { return totals_; }
   // [pipeline rank] of replica 0; on rank 0 of the job.
@@ -57,13 +59,15 @@ class GradientSync : public StepActions {
   // `mine` is called once a step when the record is packed; empty: no bits.
   void set_flags(std::function<std::uint32_t()> mine) { flags_ = std::move(mine); }
 
+  // Where totals().finite is 0: Error(kNumeric), the same on all ranks.
+  [[nodiscard]] Error nonfinite_error() const;
+
   void zero_grads();
   [[nodiscard]] Optimizer& optimizer_state() { return *optimizer_; }
 
  private:
   void pack_record();
   void reduce_records();
-  [[noreturn]] void refuse() const;
 
   JobContext& job_;
   const JobLayout& layout_;

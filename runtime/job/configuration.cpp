@@ -59,6 +59,8 @@ NamedValues agreed_values(const PipelineOptions& options) {
   add("clip", options.training.clip);
   add("learning-rate-constant", options.training.learning_rate.constant);
   add("inference", options.training.inference);
+  add("skip-nonfinite", options.training.skip_nonfinite);
+  add("save-copy", options.training.save_copy);
   values.emplace_back("evaluations",
                       fmt::format("{}", fmt::join(options.training.evaluations, ",")));
   add("check-replicas", options.checks.replicas_every);

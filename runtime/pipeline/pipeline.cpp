@@ -75,11 +75,17 @@ struct Pipeline::Impl {
   std::unique_ptr<Engine> make_engine(const Plan& plan, bool training);
   double count_targets(const BatchLoader::Batch& batch);
   StepReport train_step();
+  // Of the last step.
+  [[nodiscard]] bool refuses_step() const {
+    return gradients->totals().finite == 0 && !options.training.skip_nonfinite;
+  }
   double evaluate(std::int64_t samples);
   std::span<const Tensor> infer(std::span<const Tensor> inputs);
   void close();
   void require_open() const;
-  void require_inference(std::span<const Tensor> inputs) const;
+  // Collective. What each rank passes.
+  std::vector<std::int64_t> gather_from_ranks(std::int64_t mine);
+  void require_inference(std::span<const Tensor> inputs);
   StepReport report_of(double seconds) const;
 
   PipelineOptions options;
@@ -281,10 +287,10 @@ double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch) {
 
 StepReport Pipeline::Impl::train_step() {
   require_open();
+  if (options.training.inference) throw_usage("an inference pipeline does not train");
   StepReport report;
   job.guarded([&] {
     use_device(compute->device());
-    if (options.training.inference) throw_usage("an inference pipeline does not train");
     const double started = steady_seconds();
     const std::uint64_t number = step + 1;
     const BatchLoader::Batch& batch = loader->load(number);
@@ -298,6 +304,7 @@ StepReport Pipeline::Impl::train_step() {
     rethrow_oom_with_plan(fmt::format("step {}", number),
                           [&] { engine->run(request, gradients.get()); });
     gradients->zero_grads();
+    if (refuses_step()) return;
     step = number;
     report = report_of(steady_seconds() - started);
     if (options.checks.replicas_every > 0 && step % options.checks.replicas_every == 0) {
@@ -305,6 +312,8 @@ StepReport Pipeline::Impl::train_step() {
                             [&] { check_replicas(job, *tied, bindings, *mirror, step); });
     }
   });
+  // Not guarded: all ranks throw it, and the control channel keeps what it reports for good.
+  if (refuses_step()) throw gradients->nonfinite_error();
   return report;
 }
 
@@ -323,7 +332,17 @@ void Pipeline::Impl::require_open() const {
   if (closed) throw_usage("the pipeline is closed");
 }
 
-void Pipeline::Impl::require_inference(std::span<const Tensor> inputs) const {
+std::vector<std::int64_t> Pipeline::Impl::gather_from_ranks(std::int64_t mine) {
+  std::vector<std::int64_t> all(at(job.world.ranks->size()));
+  job.guarded([&] {
+    job.world.collectives->all_gather(std::as_bytes(std::span(&mine, 1)),
+                                      std::as_writable_bytes(std::span(all)));
+  });
+  return all;
+}
+
+// Not guarded: the answer is the same on all ranks.
+void Pipeline::Impl::require_inference(std::span<const Tensor> inputs) {
   if (!options.training.inference) throw_usage("a training pipeline does not infer");
   if (layout.plans.micro_batches.size() != 1) {
     throw_usage("inference takes one micro-batch, not {}", layout.plans.micro_batches.size());
@@ -331,9 +350,12 @@ void Pipeline::Impl::require_inference(std::span<const Tensor> inputs) const {
   const auto expected = layout.wires.edges.inputs(layout.plans.micro_batches[0].count, 0);
   bool fits = inputs.size() == expected.size();
   for (std::size_t i = 0; fits && i < inputs.size(); ++i) fits = inputs[i].spec == expected[i].spec;
-  if (!fits) {
-    throw_usage("inference needs {} input tensors, the first {}", expected.size(),
-                expected.empty() ? "none" : to_string(expected[0].spec));
+  const std::vector<std::int64_t> all = gather_from_ranks(fits ? 1 : 0);
+  const auto other = std::find(all.begin(), all.end(), 0);
+  if (other != all.end()) {
+    throw_usage("inference needs {} input tensors, the first {}; rank {} passes others",
+                expected.size(), expected.empty() ? "none" : to_string(expected[0].spec),
+                other - all.begin());
   }
 }
 
@@ -343,6 +365,7 @@ StepReport Pipeline::Impl::report_of(double seconds) const {
   report.step = step;
   report.loss = totals.loss;
   report.targets = totals.targets;
+  report.skipped = totals.finite == 0;
   report.grad_norm = totals.grad_norm;
   report.learning_rate = options.training.learning_rate.at(step);
   report.seconds = seconds;
@@ -362,13 +385,19 @@ StepReport Pipeline::Impl::report_of(double seconds) const {
 
 double Pipeline::Impl::evaluate(std::int64_t samples) {
   require_open();
+  const std::vector<std::int64_t> asked = gather_from_ranks(samples);
+  for (std::size_t rank = 1; rank < asked.size(); ++rank) {
+    if (asked[rank] == asked[0]) continue;
+    throw_usage("evaluation of {} samples on rank 0 and of {} on rank {}", asked[0], asked[rank],
+                rank);
+  }
+  const auto found = std::find_if(evaluations.begin(), evaluations.end(),
+                                  [&](const Evaluation& e) { return e.samples() == samples; });
+  if (found == evaluations.end()) {
+    throw_usage("evaluation of {} samples is not one of the options' evaluations", samples);
+  }
   double mean = 0;
   job.guarded([&] {
-    const auto found = std::find_if(evaluations.begin(), evaluations.end(),
-                                    [&](const Evaluation& e) { return e.samples() == samples; });
-    if (found == evaluations.end()) {
-      throw_usage("evaluation of {} samples is not one of the options' evaluations", samples);
-    }
     use_device(compute->device());
     LossResult loss;
     rethrow_oom_with_plan(fmt::format("evaluation of {} samples", samples),
@@ -390,10 +419,10 @@ double Pipeline::Impl::evaluate(std::int64_t samples) {
 
 std::span<const Tensor> Pipeline::Impl::infer(std::span<const Tensor> inputs) {
   require_open();
+  require_inference(inputs);
   std::span<const Tensor> outputs;
   job.guarded([&] {
     use_device(compute->device());
-    require_inference(inputs);
     inference_batch.inputs.assign(1, {inputs.begin(), inputs.end()});
     inference_batch.targets.resize(1);
     const StepRequest request{.phase = Phase::kGenerate,

@@ -9,8 +9,10 @@
 //
 // Errors: when a rank fails, every rank throws the same Error, which names the rank. The pipeline
 // can then only be destroyed, which does not wait: `world` keeps the memory of messages that are
-// still open. A loss or gradient that is not finite is Error(kNumeric) on all ranks, before any
-// parameter changes.
+// still open. These errors leave the pipeline as it was before the call, on all ranks:
+//   Error(kNumeric) of train_step(): the loss or a gradient is not finite
+//   Error(kUsage) of a closed pipeline, and of a call that options.training.inference excludes
+//   Error(kUsage) of evaluate() and infer() for arguments that do not fit or differ between ranks
 #pragma once
 
 #include <cstdint>
@@ -57,6 +59,10 @@ class Pipeline {
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
+  // Trains on the batch of step() + 1. Where the loss or a gradient is not finite, parameters and
+  // optimizer state stay as they are. With options.training.skip_nonfinite the step counts as done,
+  // its batch as used, and the report says `skipped`. Else it is Error(kNumeric) and step() stays:
+  // the next call takes the same batch again, unless set_step(step() + 1) passes over it.
   StepReport train_step();
   // Mean loss over the first `samples` samples of the source, forward only. `samples` is one of
   // options.training.evaluations. May be called between any two steps.
@@ -70,7 +76,7 @@ class Pipeline {
   // it, functions that compute and values_changed() are Error(kUsage); the others still work.
   void close();
 
-  // The number of steps done. Not collective.
+  // The number of steps done, skipped ones included. Not collective.
   [[nodiscard]] std::uint64_t step() const;
   // The next train_step() is number step + 1. Not collective; all ranks set the same number.
   void set_step(std::uint64_t step);

@@ -1,8 +1,16 @@
-// The frame of every program with MPI: the examples, the commands of `sluice`, and yours.
+// The frame of every program with MPI: the examples, the commands of `sluice`, and yours. And how
+// signals ask it to stop.
 #pragma once
 
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
 #include <functional>
+#include <memory>
+#include <new>
 #include <string>
+#include <type_traits>
 
 #include <sluice/communicator.hpp>
 
@@ -22,5 +30,59 @@ int run_main(int argc, char** argv, const std::function<void(Communicator& world
 int run_command(const std::string& command, int argc, char** argv,
                 const std::function<std::string()>& parse,
                 const std::function<void(Communicator& world)>& body);
+
+// Makes signals a request to stop, for a program that stops at the end of a step.
+//
+// The first SIGUSR1, SIGTERM or SIGINT is the request. Its handler gives all three their default
+// action, so a second one ends the process at once. For SIGTERM and SIGINT it also writes a line to
+// standard error: this process's rank, the signal, and what describe() was given. When one rank of
+// a job dies, the launcher sends SIGTERM to the others. Their step then never ends, nothing is
+// saved, and SIGKILL follows: the line is what they report.
+//
+// One object may exist in a process; a second is Error(kUsage). The destructor restores the
+// previous actions. One thread constructs, describes and destroys; signals may come on any.
+class StopSignals {
+ public:
+  // The request is only seen by requested().
+  StopSignals() : StopSignals([]() noexcept {}) {}
+  // `stop` is a noexcept function object of references and plain values. It is copied, and called
+  // once, in the signal handler: it may only do what is async-signal-safe, such as
+  // Checkpointer::request_stop() or a store to a lock-free atomic.
+  template <typename Stop>
+  explicit StopSignals(const Stop& stop)
+      : StopSignals(
+            [](const void* copy) noexcept {
+              (*std::launder(reinterpret_cast<const Stop*>(copy)))();
+            },
+            copy_of(stop)) {
+    static_assert(std::is_nothrow_invocable_v<const Stop&>);
+  }
+  ~StopSignals();
+  StopSignals(const StopSignals&) = delete;
+  StopSignals& operator=(const StopSignals&) = delete;
+
+  // Before each step: what the line names, that is the step that begins and the last complete save.
+  // `save` may be empty.
+  void describe(std::uint64_t step, const std::filesystem::path& save);
+  // Whether a signal has come to this process. Ranks may differ: they have to agree before they
+  // act, as Checkpointer::stop_requested() does.
+  [[nodiscard]] bool requested() const noexcept;
+
+ private:
+  struct Copy {
+    alignas(std::max_align_t) std::array<std::byte, 64> bytes;
+  };
+  template <typename Stop>
+  static Copy copy_of(const Stop& stop) {
+    static_assert(std::is_trivially_copyable_v<Stop> && sizeof(Stop) <= sizeof(Copy::bytes));
+    Copy copy{};
+    new (copy.bytes.data()) Stop(stop);
+    return copy;
+  }
+  StopSignals(void (*call)(const void* copy) noexcept, const Copy& stop);
+
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
 
 }  // namespace sluice

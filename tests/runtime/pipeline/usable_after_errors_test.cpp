@@ -1,0 +1,331 @@
+// What leaves a pipeline usable: steps whose loss or gradient is not finite, skipped or refused,
+// and refused calls. Later steps have the bits of a run that never took that batch.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
+#include <sluice/generate.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/stage.hpp>
+
+#include "runtime/pipeline/pipeline_access.hpp"
+#include "tests/runtime/pipeline/training_cases.hpp"
+
+namespace sluice::testing {
+namespace {
+
+using ::testing::HasSubstr;
+using Tensors = std::span<const Tensor>;
+
+constexpr std::uint64_t kBadStep = 2;
+constexpr std::uint64_t kSteps = 4;
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// What becomes NaN in micro-batch 1 of step kBadStep.
+enum class Bad { kNothing, kOutput, kLoss, kGradient };
+
+// A transformer's stage, with that value in it.
+class BadStage : public Stage, public SplitBackward, public LossStage {
+ public:
+  BadStage(std::unique_ptr<Stage> stage, Bad bad)
+      : stage_(std::move(stage)),
+        split_(dynamic_cast<SplitBackward*>(stage_.get())),
+        loss_(dynamic_cast<LossStage*>(stage_.get())),
+        bad_(bad) {}
+
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    return stage_->describe(inputs, compute);
+  }
+  void prepare(const StageSetup& setup) override { stage_->prepare(setup); }
+  void begin_step(ComputeContext& compute) override { stage_->begin_step(compute); }
+  ParameterSet* parameters() override { return stage_->parameters(); }
+  void check_inputs(Tensors inputs) const override { stage_->check_inputs(inputs); }
+  void forward(StageContext& ctx, Tensors x, Tensors y) override {
+    stage_->forward(ctx, x, y);
+    if (is_bad(ctx, Bad::kOutput)) y[0].at(1) = kNan;
+  }
+  void backward(StageContext& ctx, Tensors dy, Tensors dx) override {
+    stage_->backward(ctx, dy, dx);
+    spoil_gradient(ctx);
+  }
+  void backward_input(StageContext& ctx, Tensors dy, Tensors dx) override {
+    split_->backward_input(ctx, dy, dx);
+  }
+  void backward_weight(StageContext& ctx, Tensors dy) override {
+    split_->backward_weight(ctx, dy);
+    spoil_gradient(ctx);
+  }
+  void loss(StageContext& ctx, Tensors y, Tensors targets, double* sum) override {
+    loss_->loss(ctx, y, targets, sum);
+    if (is_bad(ctx, Bad::kLoss)) *sum = std::numeric_limits<double>::infinity();
+  }
+  double target_weight(Tensors targets) const override { return loss_->target_weight(targets); }
+
+ private:
+  [[nodiscard]] bool is_bad(const StageContext& ctx, Bad what) const {
+    return bad_ == what && ctx.phase == Phase::kTrain && ctx.step == kBadStep &&
+           ctx.micro_batch == 1;
+  }
+  void spoil_gradient(const StageContext& ctx) {
+    if (is_bad(ctx, Bad::kGradient)) parameters()->all().front()->grad.at(0) = kNan;
+  }
+
+  std::unique_ptr<Stage> stage_;
+  SplitBackward* split_;
+  LossStage* loss_;
+  Bad bad_;
+};
+
+// How the run meets step kBadStep.
+enum class Policy { kPassOver, kSkip, kRefuse };
+
+struct Place {
+  Bad bad = Bad::kNothing;
+  bool last_stage = false;  // else stage 0
+};
+
+struct BadRun {
+  Layout layout;
+  Place place;
+  Policy policy = Policy::kPassOver;
+};
+
+std::string describe(const BadRun& run) {
+  return run.layout.schedule + ", p = " + std::to_string(run.layout.pipeline) +
+         ", d = " + std::to_string(run.layout.replicas) +
+         ", bad = " + std::to_string(static_cast<int>(run.place.bad)) +
+         (run.place.last_stage ? " of the last stage" : " of stage 0") +
+         ", policy = " + std::to_string(static_cast<int>(run.policy));
+}
+
+PipelineOptions options_of(const Layout& layout) {
+  PipelineOptions options;
+  options.shape.pipeline = layout.pipeline;
+  options.shape.replicas = layout.replicas;
+  options.shape.micro_batches = 3;
+  options.order.schedule = layout.schedule;
+  options.order.chunks = layout.chunks;
+  options.training.learning_rate = {.peak = 1e-2, .steps = 10};
+  options.training.clip = 0.5;
+  options.training.evaluations = {5};
+  options.checks.replicas_every = 1;
+  return options;
+}
+
+// Takes step kBadStep, which changes no parameter.
+void expect_bad_step(Pipeline& pipeline, const BadRun& run) {
+  const std::string before = digest_of(pipeline);
+  if (run.policy == Policy::kSkip) {
+    const StepReport report = pipeline.train_step();
+    EXPECT_TRUE(report.skipped);
+    EXPECT_EQ(report.step, kBadStep);
+    EXPECT_FALSE(std::isfinite(report.loss) && std::isfinite(report.grad_norm));
+  } else {
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      try {
+        pipeline.train_step();
+        ADD_FAILURE() << "trained";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::kNumeric);
+        EXPECT_EQ(error.rank(), 0);
+        EXPECT_THAT(error.what(), HasSubstr("of step 2 is not finite"));
+        EXPECT_THAT(error.what(), HasSubstr(run.place.bad == Bad::kGradient
+                                                ? "first in parameter '"
+                                                : "first in micro-batch 1 of replica "));
+      }
+      EXPECT_EQ(pipeline.step(), kBadStep - 1);
+    }
+    pipeline.set_step(kBadStep);
+  }
+  EXPECT_EQ(pipeline.step(), kBadStep);
+  EXPECT_EQ(digest_of(pipeline), before);
+}
+
+TrainingOutcome train(Communicator& comm, const BadRun& run) {
+  SCOPED_TRACE(describe(run));
+  TransformerConfig model = small_model();
+  model.layers = 3;
+  const auto source = synthetic_tokens(model);
+  const std::vector<double> costs = layer_costs(model);
+  PipelineOptions options = options_of(run.layout);
+  options.training.skip_nonfinite = run.policy == Policy::kSkip;
+  // The last rank of the job is of the last replica, in either order of ranks.
+  const int first_of_last = comm.size() - run.layout.pipeline;
+  const StageFactory factory = [&](int stage, int stages) -> std::unique_ptr<Stage> {
+    auto whole = make_transformer_stage(model, partition_by_cost(costs, stages), stage);
+    const bool here =
+        stage == (run.place.last_stage ? stages - 1 : 0) && comm.rank() >= first_of_last;
+    return std::make_unique<BadStage>(std::move(whole), here ? run.place.bad : Bad::kNothing);
+  };
+  Pipeline pipeline(comm, options, factory, *source);
+  TrainingOutcome outcome;
+  for (std::uint64_t step = 1; step <= kSteps; ++step) {
+    if (step == kBadStep) {
+      run.policy == Policy::kPassOver ? pipeline.set_step(step) : expect_bad_step(pipeline, run);
+      outcome.validation = pipeline.evaluate(5);
+      continue;
+    }
+    const StepReport report = pipeline.train_step();
+    EXPECT_FALSE(report.skipped);
+    outcome.losses.push_back(report.loss);
+    outcome.norms.push_back(report.grad_norm);
+  }
+  pipeline.close();
+  outcome.digest = digest_of(pipeline);
+  return outcome;
+}
+
+bool is_legal(const Layout& layout) {
+  try {
+    return stages_of(layout.schedule, {layout.pipeline, 3, layout.chunks}) > 0;
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
+}
+
+std::vector<Layout> layouts_of(int ranks) {
+  std::vector<Layout> all = {{.pipeline = ranks, .schedule = "1f1b"},
+                             {.pipeline = ranks, .schedule = "zb-h1"},
+                             {.pipeline = ranks, .schedule = "zb-v", .chunks = 2},
+                             {.pipeline = ranks, .schedule = "dualpipe-v", .chunks = 2}};
+  if (ranks % 2 == 0) {
+    all.push_back({.pipeline = ranks / 2, .replicas = 2, .schedule = "1f1b"});
+    all.push_back({.pipeline = ranks / 2, .replicas = 2, .schedule = "zb-h1"});
+  }
+  std::erase_if(all, [](const Layout& layout) { return !is_legal(layout); });
+  return all;
+}
+
+class UsableTest : public ::testing::TestWithParam<int> {};
+
+TEST_P(UsableTest, AStepThatIsNotFiniteChangesNothing) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    for (const Layout& layout : layouts_of(GetParam())) {
+      const TrainingOutcome expected = train(comm, BadRun{layout, {}, Policy::kPassOver});
+      for (const Place& place : {Place{Bad::kOutput}, Place{Bad::kLoss, true},
+                                 Place{Bad::kGradient}, Place{Bad::kGradient, true}}) {
+        for (const Policy policy : {Policy::kSkip, Policy::kRefuse}) {
+          const BadRun run{layout, place, policy};
+          expect_same(comm, describe(run), expected, train(comm, run));
+        }
+      }
+    }
+  });
+}
+
+// On every rank: `call` is refused, with `part` in the message.
+template <typename Call>
+void expect_refusal(const std::string& part, const Call& call) {
+  try {
+    call();
+    ADD_FAILURE() << "not refused: " << part;
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_THAT(error.what(), HasSubstr(part));
+  }
+}
+
+TEST_P(UsableTest, ARefusedEvaluationChangesNothing) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TransformerConfig model = small_model();
+    const auto source = synthetic_tokens(model);
+    const StageFactory factory = [&](int stage, int stages) {
+      return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
+    };
+    Pipeline one(comm, options_of({.pipeline = GetParam()}), factory, *source);
+    Pipeline two(comm, options_of({.pipeline = GetParam()}), factory, *source);
+    for (int step = 0; step < 2; ++step) {
+      EXPECT_EQ(one.train_step().loss, two.train_step().loss);
+      EXPECT_EQ(one.evaluate(5), two.evaluate(5));
+      expect_refusal("evaluation of 6 samples is not one", [&] { (void)one.evaluate(6); });
+      if (comm.size() > 1) {
+        const bool last = comm.rank() == comm.size() - 1;
+        expect_refusal("5 samples on rank 0 and of 6 on rank",
+                       [&] { (void)one.evaluate(last ? 6 : 5); });
+      }
+      expect_refusal("a training pipeline does not infer", [&] { (void)one.infer({}); });
+    }
+    EXPECT_EQ(digest_of(one), digest_of(two));
+    one.close();
+    expect_refusal("the pipeline is closed", [&] { one.train_step(); });
+    EXPECT_EQ(digest_of(one), digest_of(two));
+  });
+}
+
+TEST_P(UsableTest, ARefusedInferenceChangesNothing) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TransformerConfig model = small_model();
+    const auto source = synthetic_tokens(model);
+    const StageFactory factory = [&](int stage, int stages) {
+      return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
+    };
+    PipelineOptions options = options_of({.pipeline = GetParam()});
+    options.order.schedule = "forward-only";
+    options.shape.micro_batches = 1;
+    options.training.inference = true;
+    options.training.evaluations = {};
+    Pipeline pipeline(comm, options, factory, *source);
+    std::vector<std::int32_t> tokens(2 * 16, 3);
+    const Tensor right{reinterpret_cast<std::byte*>(tokens.data()), source->input_specs(1)[0]};
+    const Tensor wrong{right.data, source->input_specs(2)[0]};
+    const auto first_output = [&] {
+      const Tensors outputs = pipeline.infer({&right, 1});
+      return outputs.empty() ? 0.0F : outputs[0].at(0);
+    };
+    const float expected = first_output();
+    EXPECT_EQ(expected != 0, comm.rank() == comm.size() - 1);
+    expect_refusal("rank 0 passes others", [&] { (void)pipeline.infer({&wrong, 1}); });
+    expect_refusal("inference needs 1 input", [&] { (void)pipeline.infer({}); });
+    const bool last = comm.rank() == comm.size() - 1;
+    expect_refusal("rank " + std::to_string(comm.size() - 1) + " passes others", [&] {
+      (void)pipeline.infer({last ? &wrong : &right, 1});
+    });
+    expect_refusal("an inference pipeline does not train", [&] { pipeline.train_step(); });
+    EXPECT_EQ(first_output(), expected);
+    EXPECT_EQ(pipeline.step(), 2U);
+  });
+}
+
+TEST_P(UsableTest, RanksExchangeFlagsInEachStep) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TransformerConfig model = small_model();
+    const auto source = synthetic_tokens(model);
+    const StageFactory factory = [&](int stage, int stages) {
+      return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
+    };
+    Pipeline pipeline(comm, options_of({.pipeline = GetParam()}), factory, *source);
+    EXPECT_EQ(PipelineAccess::step_flags(pipeline), 0U);
+    pipeline.train_step();
+    EXPECT_EQ(PipelineAccess::step_flags(pipeline), 0U);
+    int calls = 0;
+    PipelineAccess::set_step_flags(pipeline, [&]() -> std::uint32_t {
+      ++calls;
+      return (calls == 1 ? 1U << 31 : 0) | 1U << comm.rank();
+    });
+    pipeline.train_step();
+    EXPECT_EQ(PipelineAccess::step_flags(pipeline), 1U << 31 | ((1U << comm.size()) - 1));
+    (void)pipeline.evaluate(5);
+    EXPECT_EQ(PipelineAccess::step_flags(pipeline), 1U << 31 | ((1U << comm.size()) - 1));
+    pipeline.train_step();
+    EXPECT_EQ(PipelineAccess::step_flags(pipeline), (1U << comm.size()) - 1);
+    EXPECT_EQ(calls, 2);
+    PipelineAccess::set_step_flags(pipeline, {});
+    pipeline.train_step();
+    EXPECT_EQ(PipelineAccess::step_flags(pipeline), 0U);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, UsableTest, ::testing::Values(1, 2, 3, 4));
+
+}  // namespace
+}  // namespace sluice::testing
