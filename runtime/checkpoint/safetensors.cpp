@@ -81,16 +81,26 @@ std::string header_text(const std::filesystem::path& path,
 }  // namespace
 
 void write_safetensors(const std::filesystem::path& path, std::span<const NamedTensor> tensors,
-                       const std::map<std::string, std::string>& metadata) {
+                       const std::map<std::string, std::string>& metadata,
+                       const std::function<void(std::span<const std::byte>)>& written) {
+  constexpr std::size_t kPiece = std::size_t{1} << 20;  // still cached when `written` reads it
   const std::vector<const NamedTensor*> order = in_file_order(tensors);
   const std::string header = header_text(path, order, metadata);
   AtomicFile file(path);
+  const auto put = [&](std::span<const std::byte> bytes) {
+    while (!bytes.empty()) {
+      const auto piece = bytes.first(std::min(bytes.size(), kPiece));
+      file.write(piece);
+      if (written) written(piece);
+      bytes = bytes.subspan(piece.size());
+    }
+  };
   const std::uint64_t length = header.size();
-  file.write(std::as_bytes(std::span(&length, 1)));
-  file.write(header);
+  put(std::as_bytes(std::span(&length, 1)));
+  put(std::as_bytes(std::span(header)));
   for (const NamedTensor* named : order) {
     const Tensor& tensor = named->tensor;
-    file.write(std::span(static_cast<const std::byte*>(tensor.data), tensor.spec.bytes()));
+    put(std::span(static_cast<const std::byte*>(tensor.data), tensor.spec.bytes()));
   }
   file.commit();
 }

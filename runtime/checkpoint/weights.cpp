@@ -16,6 +16,7 @@
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/atomic_file.hpp"
+#include "runtime/files/checksum.hpp"
 #include "runtime/files/mapped_file.hpp"
 #include "runtime/files/sha256.hpp"
 
@@ -69,20 +70,23 @@ std::string weights_file_name(const std::string& kind, int index, int count) {
   return fmt::format("{}-{:05}-of-{:05}.safetensors", kind, index + 1, count);
 }
 
-void write_weights_index(const fs::path& directory, const std::string& kind,
-                         const std::map<std::string, std::string>& file_of,
-                         std::size_t total_bytes) {
+SavedFile write_weights_index(const fs::path& directory, const std::string& kind,
+                              const std::map<std::string, std::string>& file_of,
+                              std::size_t total_bytes) {
   nlohmann::ordered_json index;
   index["metadata"]["total_size"] = total_bytes;
   index["weight_map"] = file_of;
   AtomicFile file(directory / index_name(kind));
+  std::string text;
   try {
-    file.write(index.dump(2) + "\n");
+    text = index.dump(2) + "\n";
   } catch (const nlohmann::json::exception&) {
     throw_error(ErrorCode::kIo, "cannot write '{}': a tensor's name is not valid UTF-8",
                 (directory / index_name(kind)).string());
   }
+  file.write(text);
   file.commit();
+  return {index_name(kind), text.size(), checksum_hex(std::as_bytes(std::span(text))), {}};
 }
 
 WeightsDirectory::WeightsDirectory(const fs::path& directory, const std::string& kind)
@@ -138,6 +142,11 @@ void WeightsDirectory::require_one_save() const {
       refuse(directory_, "its parts are of different steps: a save was cut short");
     }
   }
+}
+
+std::string WeightsDirectory::step() const {
+  const auto step = files_.front().metadata().find("step");
+  return step == files_.front().metadata().end() ? "" : step->second;
 }
 
 const SafetensorsFile::Entry* WeightsDirectory::find(const std::string& name) const {

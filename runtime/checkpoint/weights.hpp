@@ -1,13 +1,14 @@
 // Weights on disk: safetensors with global parameter names.
 //
-// A directory DIR holds model.safetensors, or model-<i>-of-<n>.safetensors (i from 00001) with
+// A directory holds model.safetensors, or model-<i>-of-<n>.safetensors (i from 00001) with
 // model.safetensors.index.json; optimizer state likewise as optimizer-<i>-of-<n>.safetensors, names
-// "<kind>.<parameter>"; config.json (the resolved configuration) and state.json (the step). Files
-// are written under another name and renamed, so a reader never sees half a file.
+// "<kind>.<parameter>". save_state.hpp describes what else a save has. Files are written under
+// another name and renamed, so a reader never sees half a file.
 #pragma once
 
 #include <cstddef>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <span>
@@ -15,6 +16,8 @@
 #include <vector>
 
 #include <sluice/tensor.hpp>
+
+#include "runtime/checkpoint/save_state.hpp"
 
 namespace sluice {
 
@@ -24,9 +27,10 @@ struct NamedTensor {
 };
 
 // Throws Error(kIo) naming path and cause, a name that comes twice included; leaves no partial
-// file.
+// file. `written`, if not empty, gets the file's bytes in order, in pieces, as they are written.
 void write_safetensors(const std::filesystem::path& path, std::span<const NamedTensor> tensors,
-                       const std::map<std::string, std::string>& metadata);
+                       const std::map<std::string, std::string>& metadata,
+                       const std::function<void(std::span<const std::byte>)>& written = {});
 
 // One file, memory-mapped, checked whole on opening: header length, JSON, dtypes, shapes against
 // offsets, offsets in range, without overlap or gap, file length. Throws Error(kWeights) naming the
@@ -62,6 +66,8 @@ class WeightsDirectory {
   // Copies into `into`; throws Error(kWeights) where the tensor is missing, or dtype or shape
   // differ, with both shapes.
   void read(const std::string& name, const Tensor& into) const;
+  // The metadata "step" of the parts; empty where they have none.
+  [[nodiscard]] std::string step() const;
 
  private:
   void require_one_save() const;
@@ -73,10 +79,10 @@ class WeightsDirectory {
 
 // File name of part `index` (from 0) of `count`: "model.safetensors" for one.
 [[nodiscard]] std::string weights_file_name(const std::string& kind, int index, int count);
-// The index file over parts: tensor name -> file name.
-void write_weights_index(const std::filesystem::path& directory, const std::string& kind,
-                         const std::map<std::string, std::string>& file_of,
-                         std::size_t total_bytes);
+// The index file over parts: tensor name -> file name. Returns its name, size and hash.
+SavedFile write_weights_index(const std::filesystem::path& directory, const std::string& kind,
+                              const std::map<std::string, std::string>& file_of,
+                              std::size_t total_bytes);
 
 struct ParameterDigest {
   std::string name, sha256;  // hex; of the little-endian bytes

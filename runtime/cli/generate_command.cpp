@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <cstdio>
+#include <filesystem>
 #include <limits>
 #include <memory>
 
@@ -13,6 +14,7 @@
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/model_config.hpp"
 #include "runtime/cli/sampling.hpp"
+#include "runtime/cli/saved_run.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -41,7 +43,8 @@ struct GenerateOptions {
 
 OptionTable make_table(GenerateOptions& options) {
   OptionTable table("sluice generate --weights DIR [options]", kAbout);
-  table.add_text("weights", options.weights, "DIR", "what 'sluice train --save' wrote; required");
+  table.add_text("weights", options.weights, "DIR",
+                 "what 'sluice train --save' wrote, or one step of it; required");
   table.add_text("prompt", options.prompt, "TEXT", "where to start; default: a line's end (or 0)");
   table.add_integer("tokens", options.tokens, 1, kMaxInt, "to add to the prompt");
   table.add_real("temperature", options.sampling.temperature, {.low = 0, .high = 1000},
@@ -129,7 +132,8 @@ void print_text(const std::string& text) {
 }
 
 void generate_text(const GenerateOptions& options, Communicator& world) {
-  const TransformerConfig model = read_model_config(options.weights);
+  const std::filesystem::path save = choose_save(options.weights, world);
+  const TransformerConfig model = read_model_config(save);
   const TokenText token_text(model.vocabulary);
   const std::string prompt =
       !options.prompt.empty() ? options.prompt : (token_text.bytes() ? "\n" : "0");
@@ -140,7 +144,7 @@ void generate_text(const GenerateOptions& options, Communicator& world) {
                                   stage);
   };
   Pipeline pipeline(world, pipeline_options(options), make_stage, *source);
-  load_weights(pipeline, options.weights);
+  load_weights(pipeline, save);
   Generator generator(pipeline, model, options.sampling, prompt_tokens);
   const bool prints = world.rank() == 0;
   if (prints) {

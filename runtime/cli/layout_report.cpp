@@ -62,6 +62,16 @@ std::string describe_notes(const JobLayout& layout) {
   return text;
 }
 
+// The host memory that saving takes; empty without it.
+std::string describe_save_copy(const JobLayout& layout) {
+  std::size_t most = 0;
+  for (const RankMemory& memory : layout.memory.ranks) most = std::max(most, memory.save_copy);
+  if (most == 0) return "";
+  return fmt::format(
+      "  saving: each rank keeps a copy of its share in host memory, at most {:.1f} MiB\n",
+      static_cast<double>(most) / (1 << 20));
+}
+
 // The ranks that --cuda-graphs concerns; empty without the option.
 std::string describe_graphs(const JobLayout& layout) {
   if (!layout.plans.cuda_graphs) return "";
@@ -114,7 +124,8 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
   text +=
       "  (layers: E embedding, H head, numbers are blocks, - none; outside: of the total, what\n"
       "  a rank allocates outside its arena; each replica holds the same)\n";
-  return text + describe_connections(layout) + describe_notes(layout) + describe_graphs(layout);
+  return text + describe_connections(layout) + describe_notes(layout) + describe_save_copy(layout) +
+         describe_graphs(layout);
 }
 
 }  // namespace sluice

@@ -30,6 +30,7 @@ int run_digest(int argc, char** argv) { return digest_command({argv, argv + argc
 constexpr std::array kCommands = {
     Command{"train", "train a model over the ranks of an MPI job, or alone", train_command},
     Command{"generate", "sample text from saved weights", generate_command},
+    Command{"evaluate", "loss of saved weights on data", evaluate_command},
     Command{"schedule", "prove, simulate and draw a schedule (no MPI)", run_schedule},
     Command{"digest", "SHA-256 of every saved parameter (no MPI)", run_digest},
     Command{"doctor", "where ranks run, and what looks wrong", doctor_command},
@@ -45,7 +46,8 @@ std::string overview() {
       "version.\n"
       "\n"
       "Exit codes: 0 done, 2 usage, 3 data, 4 output, 5 weights, 6 ranks disagree, 7 loss not "
-      "finite,\n8 schedule, 9 MPI, 10 device, 11 a peer died, 70 internal error.\n";
+      "finite,\n8 schedule, 9 MPI, 10 device, 11 a peer died, 12 stopped as asked, 70 internal "
+      "error.\n";
   return text;
 }
 

@@ -6,6 +6,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/checkpoint/save_state.hpp"
 
 namespace sluice {
 
@@ -30,27 +31,29 @@ void each_field(Config& config, const Visit& visit) {
 
 }  // namespace
 
-std::string model_config_text(const TransformerConfig& config, const OptionValues& options) {
-  Json json;
-  json["format"] = 1;
-  Json& model = json["model"];
+std::string model_config_text(const TransformerConfig& config) {
+  Json model;
   model["kind"] = config.kind == TransformerKind::kGpt2 ? "gpt2" : "llama";
   each_field(config, [&](const char* name, const auto& field) { model[name] = field; });
   model["precision"] = name_of(config.precision);
-  for (const auto& [name, value] : options) json["options"][name] = value;
-  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
+  return model.dump();
 }
 
 TransformerConfig read_model_config(const std::filesystem::path& directory) {
-  const std::filesystem::path path = directory / "config.json";
+  std::filesystem::path path = directory / "config.json";
   std::ifstream in(path);
+  std::string text;
   if (!in) {
-    throw_error(ErrorCode::kWeights, "'{}' cannot be read; a directory that --save wrote is needed",
-                path.string());
+    path = directory / "state.json";
+    text = read_save_state(directory).model;
+    if (text.empty()) {
+      throw_error(ErrorCode::kWeights, "'{}' names no model; 'sluice train --save' writes one",
+                  path.string());
+    }
   }
   TransformerConfig config;
   try {
-    const Json model = Json::parse(in).at("model");
+    const Json model = in ? Json::parse(in).at("model") : Json::parse(text);
     const std::string kind = model.at("kind").get<std::string>();
     if (kind != "gpt2" && kind != "llama") {
       throw_error(ErrorCode::kWeights, "'{}': model kind '{}' is neither gpt2 nor llama",

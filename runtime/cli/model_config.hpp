@@ -1,4 +1,4 @@
-// config.json, which is saved next to weights: enough to build the model again.
+// The model of a save: enough to build it again.
 #pragma once
 
 #include <filesystem>
@@ -6,17 +6,13 @@
 
 #include <sluice/transformer.hpp>
 
-#include "runtime/cli/train_options.hpp"
-
 namespace sluice {
 
-// JSON: {"format": 1, "model": {...}, "options": {name: value, ...}}. A byte of
-// a value that is not UTF-8, for example in a path, becomes U+FFFD.
-[[nodiscard]] std::string model_config_text(const TransformerConfig& config,
-                                            const OptionValues& options);
+// A JSON object of the fields that the weights depend on: `model` of state.json.
+[[nodiscard]] std::string model_config_text(const TransformerConfig& config);
 
-// The model of a saved directory. Throws Error(kWeights) naming the file and the field that is
-// missing or wrong.
+// The model of one save's directory: `model` of state.json, or of config.json where version 0.1
+// wrote it. Throws Error(kWeights) naming the file and the field that is missing or wrong.
 [[nodiscard]] TransformerConfig read_model_config(const std::filesystem::path& directory);
 
 }  // namespace sluice

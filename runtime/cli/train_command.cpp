@@ -21,7 +21,8 @@
 #include "comm/base/cores.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/mpi/mpi_session.hpp"
-#include "runtime/checkpoint/weights.hpp"
+#include "runtime/checkpoint/load_checkpoint.hpp"
+#include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/layout_report.hpp"
 #include "runtime/cli/model_config.hpp"
@@ -45,6 +46,10 @@ namespace {
 constexpr std::uint64_t kTracedSteps = 4;
 // Windows of a validation between steps, unless --validation-samples is given.
 constexpr std::int64_t kQuickValidation = 64;
+// Windows of the one at the end, likewise.
+constexpr std::int64_t kLastValidation = 1024;
+// The exit code of a run that was asked to stop, and saved.
+constexpr int kStopped = 12;
 
 struct Sums {
   double seconds = 0, tokens = 0, bubble = 0;
@@ -57,6 +62,8 @@ class Training {
       : machine_(machine), world_(world), options_(options) {}
 
   void run();
+  // Whether the run was asked to stop before its last step. The same on all ranks.
+  [[nodiscard]] bool stopped() const { return stopped_; }
 
  private:
   [[nodiscard]] bool first() const { return world_.rank() == 0; }
@@ -64,20 +71,28 @@ class Training {
     return options_.pipeline.checks.configuration;
   }
   void open_data(Communicator& comm, ControlChannel& control);
+  void require_same_options(Collectives& collectives) const;
+  [[nodiscard]] bool already_complete(Collectives& collectives) const;
   void open_metrics();
+  void open_saver();
   void plan_evaluations();
   void dry_run(ControlChannel& control);
   void make_pipeline();
+  void load();
+  void compare_with_saved();
   void require_a_batch() const;
   void require_writable_outputs() const;
   void require_steps_left(std::uint64_t done) const;
   [[nodiscard]] StageFactory stages() const;
   void describe(const JobLayout& layout) const;
   void steps();
-  void one_step(Progress& progress);
-  void validate(std::int64_t samples, Progress* progress);
-  void save();
+  void one_step();
+  void report(const StepReport& step);
+  void count_skip(const StepReport& step);
+  void validate(std::int64_t samples);
+  void note(const std::string& line);
   void summarise();
+  void print_files() const;
   StepRecord record_of(const StepReport& report) const;
 
   const MpiInfo& machine_;
@@ -89,20 +104,31 @@ class Training {
   PipelineOptions pipeline_options_;
   std::unique_ptr<Pipeline> pipeline_;
   std::optional<MetricsWriter> metrics_;
+  std::optional<Progress> progress_;
+  std::optional<Checkpointer> saver_;
+  std::optional<SavedRun> resumed_;  // the save that was loaded
+  std::vector<std::string> changes_, passed_over_;
+  std::vector<std::uint64_t> skipped_;  // steps, of earlier runs as well
+  bool stopped_ = false;
+  OptionValues data_;
   Timeline timeline_;
-  std::int64_t quick_samples_ = 0, all_samples_ = 0;
+  std::int64_t quick_samples_ = 0, last_samples_ = 0, windows_ = 0;
   std::optional<double> validation_loss_;
   double train_loss_ = 0;
   Sums sums_;
 };
 
 void Training::run() {
+  bool complete = false;
   {
     const std::unique_ptr<Communicator> comm = world_.duplicate();
     ControlChannel control(*comm);
     guarded(control, world_.rank(), [&] {
       Collectives collectives(*comm, 0, &control);
-      require_same_configuration(collectives, resolved());
+      require_same_options(collectives);
+      complete = already_complete(collectives);
+      if (complete) return;
+      if (options_.resume.from) require_steps_left(options_.resume.from->step);
       const PipelineOptions::Shape& shape = options_.pipeline.shape;
       const Topology topology = make_topology(
           world_.size(),
@@ -110,6 +136,12 @@ void Training::run() {
           shape.replicas, shape.rank_order);
       choice_ = choose_schedule(options_, topology.pipeline, collectives);
     });
+    if (complete) {
+      if (first()) {
+        fmt::print("already complete: {} has done all {} steps\n", options_.save, options_.steps);
+      }
+      return;
+    }
     open_data(*comm, control);
     guarded(control, world_.rank(), [&] { require_writable_outputs(); });
     plan_evaluations();
@@ -117,10 +149,28 @@ void Training::run() {
   }
   make_pipeline();
   steps();
-  if (!options_.save.empty()) save();
-  if (!options_.trace.empty()) timeline_.write(*pipeline_, options_.trace);
+  if (last_samples_ > 0 && !stopped_) validate(last_samples_);
+  if (!options_.trace.empty() && !stopped_) timeline_.write(*pipeline_, options_.trace);
   pipeline_->close();
   if (first()) summarise();
+}
+
+void Training::require_same_options(Collectives& collectives) const {
+  OptionValues values = resolved();
+  if (options_.resume.automatic) {
+    values.emplace_back("saves in " + options_.save, options_.resume.from ? "found" : "none");
+  }
+  require_same_configuration(collectives, values);
+}
+
+// Hosts with directories of their own may have other newest saves.
+bool Training::already_complete(Collectives& collectives) const {
+  if (!options_.resume.automatic) return false;
+  const std::uint64_t done = options_.resume.from ? options_.resume.from->step : 0;
+  const auto all = collectives.all_gather_strings(std::to_string(done));
+  return std::all_of(all.begin(), all.end(), [&](const std::string& theirs) {
+    return std::stoull(theirs) >= options_.steps;
+  });
 }
 
 void Training::open_data(Communicator& comm, ControlChannel& control) {
@@ -132,8 +182,12 @@ void Training::open_data(Communicator& comm, ControlChannel& control) {
     file_ = std::make_shared<TokenFile>(options_.data, options_.validation_share);
     Collectives collectives(comm, 0, &control);
     require_same_configuration(collectives, file_->identity("--data"));
-    if (file_->train_size() == file_->size() &&
-        (options_.validation_samples > 0 || options_.validate_every > 0)) {
+    data_ = data_identity(*file_);
+    if (options_.resume.from) (void)data_changes_since(*options_.resume.from, options_, data_);
+    const std::int64_t samples = options_.validation_samples;
+    const bool exactly =
+        samples != TrainOptions::kSomeWindows && samples != TrainOptions::kAllWindows;
+    if (file_->train_size() == file_->size() && (exactly || options_.validate_every > 0)) {
       throw_usage(
           "option --validation-share: {} of {} tokens leaves nothing for "
           "--validation-samples or --validate-every; give a larger share or "
@@ -143,11 +197,11 @@ void Training::open_data(Communicator& comm, ControlChannel& control) {
     source_ = make_token_source(file_, options_.model.context, options_.model.vocabulary,
                                 options_.pipeline.training.seed);
     require_a_batch();
-    all_samples_ = options_.validation_samples > 0
-                       ? options_.validation_samples
-                       : validation_samples(*file_, options_.model.context);
-    quick_samples_ =
-        options_.validation_samples > 0 ? all_samples_ : std::min(all_samples_, kQuickValidation);
+    windows_ = validation_samples(*file_, options_.model.context);
+    last_samples_ = exactly                                ? samples
+                    : samples == TrainOptions::kAllWindows ? windows_
+                                                           : std::min(windows_, kLastValidation);
+    quick_samples_ = exactly ? samples : std::min(windows_, kQuickValidation);
   });
 }
 
@@ -166,7 +220,16 @@ void Training::require_writable_outputs() const {
   if (!first()) return;
   if (!options_.trace.empty()) require_writable_file(options_.trace);
   if (!options_.metrics.empty()) require_writable_file(options_.metrics);
-  if (!options_.save.empty()) require_writable_directory(options_.save);
+  if (options_.save.empty()) return;
+  require_writable_directory(options_.save);
+  if (options_.resume.from || options_.checkpoint.overwrite) return;
+  // The Checkpointer refuses it as well, but only after the memory of the pipeline is there.
+  const SaveScan scan = scan_saves(options_.save);
+  if (scan.saves.empty() && scan.broken.empty()) return;
+  throw_error(ErrorCode::kIo,
+              "directory '{}' holds saves already; --resume auto goes on with them, --overwrite "
+              "replaces them, or give another --save",
+              options_.save);
 }
 
 void Training::open_metrics() {
@@ -180,15 +243,32 @@ void Training::open_metrics() {
     run["mpi"] = machine_.library;
     metrics_.emplace(options_.metrics,
                      run.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace),
-                     !options_.resume.empty());
+                     resumed_ ? std::optional(resumed_->step) : std::nullopt);
+  });
+}
+
+void Training::open_saver() {
+  if (options_.save.empty()) return;
+  CheckpointOptions checkpoint = options_.checkpoint;
+  checkpoint.data = data_;
+  checkpoint.model = model_config_text(options_.model);
+  checkpoint.skipped = skipped_;
+  if (resumed_) checkpoint.run = resumed_->run;
+  saver_.emplace(*pipeline_, std::move(checkpoint),
+                 [this](const std::string& line) { note(line); });
+  PipelineAccess::guarded(*pipeline_, [&] {
+    if (!first()) return;
+    AtomicFile file(std::filesystem::path(options_.save) / "options.conf");
+    file.write(to_config_text(options_.checkpoint.options));
+    file.commit();
   });
 }
 
 void Training::plan_evaluations() {
   std::vector<std::int64_t> evaluations;
-  if (all_samples_ > 0) {
-    evaluations.push_back(all_samples_);
-    if (options_.validate_every > 0 && quick_samples_ != all_samples_) {
+  if (last_samples_ > 0) {
+    evaluations.push_back(last_samples_);
+    if (options_.validate_every > 0 && quick_samples_ != last_samples_) {
       evaluations.push_back(quick_samples_);
     }
   }
@@ -208,6 +288,13 @@ StageFactory Training::stages() const {
 void Training::describe(const JobLayout& layout) const {
   fmt::print("{}{}", describe_configuration(resolved()),
              describe_layout(layout, choice_.partition));
+  for (const std::string& broken : passed_over_) fmt::print("passed over: {}\n", broken);
+  if (resumed_) {
+    fmt::print("going on after step {} of '{}'\n", resumed_->step, resumed_->directory.string());
+  }
+  for (const std::string& change : changes_) {
+    fmt::print("changed since step {}: {}\n", resumed_->step, change);
+  }
   std::fflush(stdout);
 }
 
@@ -215,20 +302,45 @@ void Training::dry_run(ControlChannel& control) {
   const JobLayout layout =
       PipelineAccess::plan_layout(world_, pipeline_options_, stages(), *source_);
   guarded(control, world_.rank(), [&] {
-    if (!first() || options_.resume.empty()) return;
-    require_steps_left(require_fitting_checkpoint(layout, options_.resume));
+    if (!options_.resume.from) return;
+    resumed_ = options_.resume.from;
+    compare_with_saved();
+    if (first()) require_steps_left(require_fitting_save(layout, options_.resume.path));
   });
   if (first()) describe(layout);
 }
 
 void Training::make_pipeline() {
   pipeline_ = std::make_unique<Pipeline>(world_, pipeline_options_, stages(), *source_);
-  if (!options_.resume.empty()) {
-    load_checkpoint(*pipeline_, options_.resume);
-    PipelineAccess::guarded(*pipeline_, [&] { require_steps_left(pipeline_->step()); });
-  }
+  if (options_.resume.from) load();
   open_metrics();
+  open_saver();
   if (first()) describe(PipelineAccess::layout(*pipeline_));
+}
+
+// An older save than the one that gave the options may be the newest that is sound.
+void Training::load() {
+  LoadedCheckpoint loaded =
+      load_checkpoint(*pipeline_, options_.resume.path, options_.resume.verify);
+  passed_over_ = std::move(loaded.notes);
+  skipped_ = std::move(loaded.skipped);
+  resumed_ = options_.resume.from;
+  resumed_->directory = loaded.directory;
+  resumed_->step = loaded.step;
+  if (!loaded.run.empty()) {
+    resumed_->run = std::move(loaded.run);
+    resumed_->options = std::move(loaded.options);
+    resumed_->data = std::move(loaded.data);
+  }
+  PipelineAccess::guarded(*pipeline_, [&] {
+    require_steps_left(resumed_->step);
+    compare_with_saved();
+  });
+}
+
+void Training::compare_with_saved() {
+  changes_ = {changes_since(*resumed_, options_), data_changes_since(*resumed_, options_, data_)};
+  std::erase(changes_, "");
 }
 
 void Training::require_steps_left(std::uint64_t done) const {
@@ -236,38 +348,66 @@ void Training::require_steps_left(std::uint64_t done) const {
   throw_usage(
       "option --steps: '{}' has done {} steps already, --steps {} leaves "
       "nothing to do; choose at least {}",
-      options_.resume, done, options_.steps, done + 1);
+      options_.resume.path, done, options_.steps, done + 1);
 }
 
 void Training::steps() {
-  Progress progress(pipeline_->step() + 1, options_.steps, terminal_output());
-  while (pipeline_->step() < options_.steps) {
-    one_step(progress);
-    const std::uint64_t step = pipeline_->step();
-    const bool last = step == options_.steps;
-    if (options_.validate_every > 0 && step % options_.validate_every == 0 && !last) {
-      validate(quick_samples_, first() ? &progress : nullptr);
-    }
-    if (options_.save_every > 0 && step % options_.save_every == 0 && !last) save();
-  }
-  if (first()) progress.finish();
-  if (all_samples_ > 0) validate(all_samples_, nullptr);
+  std::optional<StopSignals> signals;
+  if (saver_) signals.emplace([this]() noexcept { saver_->request_stop(); });
+  progress_.emplace(pipeline_->step() + 1, options_.steps, terminal_output());
+  while (pipeline_->step() < options_.steps && !stopped_) one_step();
+  if (first()) progress_->finish();
+  progress_.reset();
+  if (saver_) saver_->save_now();
 }
 
-void Training::one_step(Progress& progress) {
-  const StepReport report = pipeline_->train_step();
-  if (!options_.trace.empty() && report.step + kTracedSteps > options_.steps) {
+void Training::one_step() {
+  const StepReport step = pipeline_->train_step();
+  if (!options_.trace.empty() && step.step + kTracedSteps > options_.steps) {
     timeline_.add(*pipeline_);
   }
-  train_loss_ = report.loss;
+  report(step);
+  count_skip(step);
+  const bool last = step.step == options_.steps;
+  if (options_.validate_every > 0 && step.step % options_.validate_every == 0 && !last) {
+    validate(quick_samples_);
+  }
+  if (!saver_) return;
+  saver_->after_step(step);
+  stopped_ = saver_->stop_requested() && !last;
+}
+
+void Training::report(const StepReport& step) {
+  if (!step.skipped) train_loss_ = step.loss;
   if (!first()) return;
-  const StepRecord record = record_of(report);
+  const StepRecord record = record_of(step);
   sums_.seconds += record.seconds;
   sums_.tokens += static_cast<double>(record.tokens);
   sums_.bubble += record.bubble_measured;
   ++sums_.steps;
-  progress.step(record);
+  progress_->step(record);
   if (metrics_) metrics_->step(record);
+}
+
+void Training::count_skip(const StepReport& step) {
+  if (!step.skipped) return;
+  skipped_.push_back(step.step);
+  const auto most = static_cast<std::size_t>(options_.max_skips);
+  if (skipped_.size() > most) {
+    throw_error(ErrorCode::kNumeric,
+                "step {}: the loss or a gradient is not finite, and {} steps have been skipped "
+                "already, which is all that --max-skips {} allows",
+                step.step, most, most);
+  }
+  note(fmt::format("step {}: skipped, the loss or a gradient is not finite ({} of at most {})",
+                   step.step, skipped_.size(), most));
+}
+
+void Training::note(const std::string& line) {
+  if (!first()) return;
+  if (progress_) return progress_->note(line);
+  fmt::print("{}\n", line);
+  std::fflush(stdout);
 }
 
 StepRecord Training::record_of(const StepReport& report) const {
@@ -283,39 +423,46 @@ StepRecord Training::record_of(const StepReport& report) const {
   record.bubble_ideal = PipelineAccess::layout(*pipeline_).plans.bubble_ideal;
   record.peak_in_flight = report.peak_in_flight;
   record.peak_bytes = report.peak_bytes;
+  record.skipped = report.skipped;
   return record;
 }
 
-void Training::validate(std::int64_t samples, Progress* progress) {
+void Training::validate(std::int64_t samples) {
   validation_loss_ = pipeline_->evaluate(samples);
   if (!first()) return;
   if (metrics_) metrics_->validation(pipeline_->step(), *validation_loss_);
-  if (progress != nullptr) {
-    progress->note(fmt::format("step {}: validation loss {:.4f} over {} windows", pipeline_->step(),
-                               *validation_loss_, samples));
+  if (progress_) {
+    progress_->note(fmt::format("step {}: validation loss {:.4f} over {} windows",
+                                pipeline_->step(), *validation_loss_, samples));
   }
-}
-
-void Training::save() {
-  save_checkpoint(*pipeline_, options_.save, model_config_text(options_.model, resolved()));
-  PipelineAccess::guarded(*pipeline_, [&] {
-    if (!first()) return;
-    AtomicFile file(std::filesystem::path(options_.save) / "options.conf");
-    file.write(to_config_text(resolved()));
-    file.commit();
-  });
 }
 
 void Training::summarise() {
   const bool bytes = file_->format() == TokenFormat::kText;
   const char* unit = bytes ? "byte" : "token";
-  const auto line = [&](const char* name, double nats) {
-    fmt::print("  {:<18} {:.4f} nats, {:.4f} bits per {}\n", name, nats, nats / std::log(2.0),
-               unit);
+  const auto line = [&](const char* name, double nats, const std::string& remark) {
+    fmt::print("  {:<18} {:.4f} nats, {:.4f} bits per {}{}\n", name, nats, nats / std::log(2.0),
+               unit, remark);
   };
-  fmt::print("\nDone: {} step{}\n", options_.steps, options_.steps == 1 ? "" : "s");
-  if (sums_.steps > 0) line("training loss", train_loss_);
-  if (validation_loss_) line("validation loss", *validation_loss_);
+  if (stopped_) {
+    fmt::print("\nstopped as asked after step {}", pipeline_->step());
+    if (!options_.checkpoint.weights_only) {
+      fmt::print("; resume with --resume {} (or auto)", options_.save);
+    }
+    fmt::print("\n");
+  } else {
+    fmt::print("\nDone: {} step{}\n", options_.steps, options_.steps == 1 ? "" : "s");
+  }
+  if (sums_.steps > 0) line("training loss", train_loss_, "");
+  if (validation_loss_ && !stopped_) {
+    line("validation loss", *validation_loss_,
+         last_samples_ < windows_ ? fmt::format(" ({} of {} windows)", last_samples_, windows_)
+                                  : "");
+  }
+  if (!skipped_.empty()) {
+    fmt::print("  {:<18} {}: the loss or a gradient was not finite\n", "skipped steps",
+               skipped_.size());
+  }
   if (sums_.steps > 0) {
     fmt::print("  {:<18} {:.0f} tokens/s\n", "speed", sums_.tokens / sums_.seconds);
     const int ranks = world_.local_size(), cores = host_cores();
@@ -327,25 +474,49 @@ void Training::summarise() {
                                     ranks, cores)
                       : "");
   }
+  print_files();
+}
+
+void Training::print_files() const {
   const auto path = [](const char* name, const std::string& where) {
     if (!where.empty()) fmt::print("  {:<18} {}\n", name, where);
   };
-  path("weights", options_.save);
+  if (saver_) {
+    path("weights",
+         (std::filesystem::path(options_.save) / saver_->last_save().filename()).string());
+    if (!options_.checkpoint.weights_only && !stopped_) {
+      path("to go on",
+           fmt::format("--resume {} --steps N, N above {}", options_.save, options_.steps));
+    }
+  }
   path("metrics", options_.metrics);
-  path("trace", options_.trace.empty() ? "" : options_.trace + " (open it at ui.perfetto.dev)");
+  if (!stopped_ && !options_.trace.empty()) {
+    path("trace", options_.trace + " (open it at ui.perfetto.dev)");
+  }
 }
 
 }  // namespace
 
 int train_command(int argc, char** argv) {
+  const std::vector<std::string> arguments(argv, argv + argc);
   TrainOptions options;
-  return run_command(
+  bool stopped = false;
+  const int code = run_command(
       "train", argc, argv,
       [&] {
-        options = parse_train_options({argv, argv + argc});
+        options = parse_train_options(arguments);
         return options.help;
       },
-      [&](Communicator& world) { Training(mpi_info(), world, options).run(); });
+      [&](Communicator& world) {
+        // Not every launcher tells the number of ranks before MPI starts.
+        if (options.resume.from && world.size() != launched_size()) {
+          options = parse_train_options(arguments, world.size());
+        }
+        Training training(mpi_info(), world, options);
+        training.run();
+        stopped = training.stopped();
+      });
+  return code == 0 && stopped ? kStopped : code;
 }
 
 }  // namespace sluice

@@ -1,8 +1,10 @@
 #include "runtime/cli/train_options.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <filesystem>
 #include <limits>
 #include <system_error>
@@ -22,7 +24,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr int kMaxInt = std::numeric_limits<int>::max();
-constexpr std::int64_t kMaxSamples = std::int64_t{1} << 40;
+constexpr std::int64_t kMaxSamples = TrainOptions::kAllWindows;
 constexpr std::uint64_t kMaxSteps = std::uint64_t{1} << 40;
 constexpr int kMaxMicroBatches = 1'000'000;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -45,8 +47,33 @@ constexpr const char* kAbout =
 // Option values as text that decide on more than one field, or that are parsed together with
 // others.
 struct RawOptionText {
-  std::string precision = "fp32", device = "auto";
+  std::string precision = "fp32", device = "auto", resume, change;
 };
+
+// Options of one run, which a resumed run does not take from its save.
+constexpr std::array kOfOneRun = {"dry-run", "trace", "resume", "overwrite", "change", "verify"};
+// Those that fit one number of ranks.
+constexpr std::array kOfLayout = {"pipeline", "partition", "chunks", "schedule-file"};
+constexpr std::array kOfModel = {"model",   "layers",     "heads",     "kv-heads", "width",
+                                 "context", "vocabulary", "mlp-width", "dropout",  "untie"};
+// Legal for --change: what changes the function that is trained.
+constexpr std::array kOfFunction = {
+    "model",     "layers",     "heads",     "kv-heads",         "width",
+    "context",   "vocabulary", "mlp-width", "dropout",          "untie",
+    "precision", "optimizer",  "seed",      "validation-share", "data"};
+
+template <typename Names>
+bool contains(const Names& names, const std::string& name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+// "" where `name` is not among them.
+std::string value_of(const OptionValues& values, const std::string& name) {
+  for (const auto& [other, value] : values) {
+    if (other == name) return value;
+  }
+  return "";
+}
 
 std::vector<std::string> training_schedules() {
   std::vector<std::string> names = schedule_names();
@@ -151,16 +178,175 @@ void add_output_options(OptionTable& table, TrainOptions& options) {
   table.heading("Running and output");
   table.add_integer("validate-every", options.validate_every, 0, kMaxSteps,
                     "steps; 0: at the end only");
-  table.add_integer("validation-samples", options.validation_samples, 1, kMaxSamples,
-                    "per validation; all: the whole validation part", "all");
-  table.add_text("save", options.save, "DIR", "weights as safetensors, at the end");
-  table.add_integer("save-every", options.save_every, 0, kMaxSteps, "steps; 0: at the end only");
-  table.add_text("resume", options.resume, "DIR", "go on from what --save left, in any layout");
+  table.add_integer("validation-samples", options.validation_samples, 1, TrainOptions::kAllWindows,
+                    "per validation; auto: at most 1024 at the end, at most 64 between steps; all: "
+                    "the whole validation part",
+                    "auto", "all");
   table.add_text("metrics", options.metrics, "FILE", "JSON lines, one a step");
   table.add_text("trace", options.trace, "FILE", "timeline of a step, for Perfetto");
   table.add_integer("check-replicas", options.pipeline.checks.replicas_every, 0, kMaxSteps,
                     "compare replicas every that many steps; 0: never");
+  table.add_choice("on-nan", options.pipeline.training.skip_nonfinite,
+                   {{"stop", false}, {"skip", true}},
+                   "a loss or gradient that is not finite; skip: the step changes nothing");
+  table.add_integer("max-skips", options.max_skips, 1, kMaxInt, "steps that may be skipped");
   table.add_flag("dry-run", options.dry_run, "print layout and memory, train nothing");
+}
+
+void add_save_options(OptionTable& table, TrainOptions& options, RawOptionText& raw) {
+  CheckpointOptions& checkpoint = options.checkpoint;
+  table.heading("Saving and resuming");
+  table.add_text("save", options.save, "DIR",
+                 "weights and optimizer state as safetensors in DIR/step-N, at the end, and where "
+                 "the job is asked to stop");
+  table.add_integer("save-every", checkpoint.every_steps, 0, kMaxSteps,
+                    "steps; 0: at the end only");
+  table.add_real("save-minutes", checkpoint.every_minutes, kNotNegative,
+                 "save when that many minutes have passed; 0: never");
+  table.add_integer("keep", checkpoint.keep, 1, kMaxInt, "newest saves that stay");
+  table.add_integer("keep-every", checkpoint.keep_every, 0, kMaxSteps,
+                    "saves of steps that are multiples stay as well; 0: none");
+  table.add_flag("save-weights-only", checkpoint.weights_only,
+                 "no optimizer state: an export, which cannot be resumed");
+  table.add_flag("save-local", checkpoint.local,
+                 "DIR is another directory on every host; without it all hosts share DIR");
+  table.add_flag("overwrite", checkpoint.overwrite,
+                 "the saves of another run in DIR may be replaced");
+  table.add_text("resume", raw.resume, "DIR|DIR/step-N|auto",
+                 "go on from a save, in any layout, with its options; auto: from --save DIR where "
+                 "it holds saves, else anew");
+  table.add_choice("verify", options.resume.verify,
+                   {{"full", Verify::kFull}, {"read", Verify::kRead}, {"off", Verify::kOff}},
+                   "what is compared with the saved hashes: all files, what is read, or nothing");
+  table.add_text("change", raw.change, "KEY[,KEY...]",
+                 fmt::format("options that may differ from those of the save: {}",
+                             fmt::join(kOfFunction, ", ")));
+}
+
+// The options of `sluice train` with their targets.
+struct TrainTable {
+  TrainTable() {
+    table.allow_config_file();
+    add_model_options(table, options.model, raw);
+    add_layout_options(table, options, raw);
+    add_training_options(table, options);
+    add_output_options(table, options);
+    add_save_options(table, options, raw);
+  }
+  TrainTable(const TrainTable&) = delete;
+  TrainTable& operator=(const TrainTable&) = delete;
+
+  TrainOptions options;
+  RawOptionText raw;
+  OptionTable table = OptionTable("sluice train [options]", kAbout);
+};
+
+using Source = OptionTable::Source;
+
+std::vector<std::string> parse_changes(const std::string& text) {
+  std::vector<std::string> keys;
+  for (std::size_t begin = 0; !text.empty() && begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    keys.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+    if (contains(kOfFunction, keys.back())) continue;
+    throw_usage("option --change: unknown key '{}'; legal are {}", keys.back(),
+                fmt::join(kOfFunction, ", "));
+  }
+  return keys;
+}
+
+// Whether the layout of `saved` serves another job than this one.
+bool of_other_layout(const TrainTable& train, const SavedRun& saved, int ranks) {
+  TrainTable saved_train;
+  saved_train.table.lay_under(saved.options, saved.directory.string());
+  const PipelineOptions::Shape& before = saved_train.options.pipeline.shape;
+  const PipelineOptions::Shape& now = train.options.pipeline.shape;
+  const std::int64_t saved_ranks =
+      saved.ranks > 0 ? saved.ranks : std::int64_t{before.pipeline} * before.replicas;
+  return (saved_ranks > 0 && saved_ranks != ranks) ||
+         (train.table.given("pipeline") && now.pipeline != before.pipeline) ||
+         (train.table.given("replicas") && now.replicas != before.replicas);
+}
+
+// Whether the run saves where the save lies that it goes on from.
+bool saves_in_place(const TrainTable& train, const SavedRun& saved) {
+  std::error_code ignored;
+  return !train.table.given("save") || fs::equivalent(train.options.save, saved.root, ignored);
+}
+
+void take_saved_options(TrainTable& train, const SavedRun& saved, int ranks) {
+  const bool other_layout = of_other_layout(train, saved, ranks);
+  const bool in_place = saves_in_place(train, saved);
+  OptionValues values;
+  for (const auto& [name, value] : saved.options) {
+    // The metrics of the saved run go on only where its saves do.
+    if (contains(kOfOneRun, name) || (other_layout && contains(kOfLayout, name)) ||
+        (name == "metrics" && !in_place)) {
+      continue;
+    }
+    values.emplace_back(name, name == "save" && !value.empty() ? saved.root.string() : value);
+  }
+  train.table.lay_under(values, saved.directory.string());
+}
+
+void require_sensible_resume(const TrainTable& train) {
+  const std::string& resume = train.raw.resume;
+  if (resume.empty()) {
+    for (const char* name : {"change", "verify"}) {
+      if (train.table.source_of(name) != Source::kCommandLine) continue;
+      throw_usage("option --{} without --resume has no effect; give --resume DIR or auto as well",
+                  name);
+    }
+    return;
+  }
+  if (resume == "auto" && train.options.save.empty()) {
+    throw_usage("option --resume: auto goes on from --save DIR; give --save DIR as well");
+  }
+  if (resume == "auto" && train.options.checkpoint.weights_only) {
+    throw_usage(
+        "option --resume: auto with --save-weights-only: such saves cannot be resumed; leave one "
+        "of the two out");
+  }
+  if (train.options.checkpoint.overwrite) {
+    throw_usage("option --overwrite: --resume goes on with the saves; give one of the two");
+  }
+}
+
+void resolve_resume(TrainTable& train, int ranks) {
+  ResumeOptions& resume = train.options.resume;
+  resume.allow = parse_changes(train.raw.change);
+  require_sensible_resume(train);
+  if (train.raw.resume.empty()) return;
+  resume.automatic = train.raw.resume == "auto";
+  resume.path = resume.automatic ? train.options.save : train.raw.resume;
+  resume.from = find_saved_run(resume.path);
+  if (resume.from) {
+    take_saved_options(train, *resume.from, ranks);
+  } else if (!resume.automatic) {
+    throw_error(ErrorCode::kWeights,
+                "'{}' holds no save; --resume needs a directory that --save wrote", resume.path);
+  }
+}
+
+// Options that are given and do nothing.
+void require_effect(const TrainTable& train) {
+  const OptionValues now = train.table.values(), defaults = TrainTable().table.values();
+  const auto given = [&](const char* name) {
+    const Source source = train.table.source_of(name);
+    return source == Source::kCommandLine ||
+           (source == Source::kFile && value_of(now, name) != value_of(defaults, name));
+  };
+  for (const char* name : {"save-every", "save-minutes", "keep", "keep-every", "save-weights-only",
+                           "save-local", "overwrite"}) {
+    if (!train.options.save.empty() || !given(name)) continue;
+    throw_usage("option --{}: {} without --save DIR saves nowhere; give --save DIR as well", name,
+                value_of(now, name));
+  }
+  if (!train.options.pipeline.training.skip_nonfinite && given("max-skips")) {
+    throw_usage("option --max-skips: {} without --on-nan skip skips nothing; give it as well",
+                train.options.max_skips);
+  }
 }
 
 void resolve_raw_text(const RawOptionText& raw, TrainOptions& options) {
@@ -179,28 +365,32 @@ void resolve_learning_rate(const OptionTable& table, TrainOptions& options) {
   }
 }
 
-// Where a file gives all three numbers of the batch and the command line gives one of them, or the
-// replicas, one of the file's numbers is computed anew. A schedule from a file keeps its
-// micro-batches.
-void yield_to_command_line(const OptionTable& table, bool fixed_micro_batches, BatchShape& batch) {
-  bool all_given = true;
-  bool any_on_command_line = table.given_on_command_line("replicas");
-  for (const char* name : {"micro-batches", "micro-batch-size", "batch-size"}) {
-    all_given = all_given && table.given(name);
-    any_on_command_line = any_on_command_line || table.given_on_command_line(name);
+// Where all three numbers of the batch are given, and one of them, or the replicas, by a source
+// that wins over that of another, the number of the lowest source is computed anew. A schedule from
+// a file keeps its micro-batches.
+void yield_to_higher_source(const OptionTable& table, bool fixed_micro_batches, BatchShape& batch) {
+  const std::array numbers = {std::pair("micro-batches", &batch.micro_batches),
+                              std::pair("batch-size", &batch.batch_size),
+                              std::pair("micro-batch-size", &batch.micro_batch_size)};
+  Source highest = table.source_of("replicas");
+  for (const auto& [name, value] : numbers) {
+    if (!table.given(name)) return;
+    highest = std::max(highest, table.source_of(name));
   }
-  if (!all_given || !any_on_command_line) return;
-  if (!fixed_micro_batches && !table.given_on_command_line("micro-batches")) {
-    batch.micro_batches = 0;
-  } else if (!table.given_on_command_line("batch-size")) {
-    batch.batch_size = 0;
-  } else if (!table.given_on_command_line("micro-batch-size")) {
-    batch.micro_batch_size = 0;
+  Source lowest = highest;
+  std::int64_t* yields = nullptr;
+  for (const auto& [name, value] : numbers) {
+    if (table.source_of(name) >= lowest || (fixed_micro_batches && value == &batch.micro_batches)) {
+      continue;
+    }
+    lowest = table.source_of(name);
+    yields = value;
   }
+  if (yields != nullptr) *yields = 0;
 }
 
 // The file fixes schedule, chunks, micro-batches and pipeline. A saved configuration names them
-// all, so only the command line can contradict a file.
+// all, so only a source that wins over the file's can contradict the file.
 void resolve_schedule(const OptionTable& table, TrainOptions& options) {
   auto& [shape, order, devices, training, checks] = options.pipeline;
   const std::string& file = options.schedule_file;
@@ -210,10 +400,11 @@ void resolve_schedule(const OptionTable& table, TrainOptions& options) {
         "option --partition: '{}', but --schedule auto places the layers itself; legal is auto",
         options.partition);
   }
-  const bool file_wins = table.given_on_command_line("schedule-file");
+  const Source named = table.source_of("schedule-file");
   for (const char* name : {"schedule", "chunks"}) {
-    if (!table.given_on_command_line(name)) continue;
-    if (file_wins) {
+    const Source source = table.source_of(name);
+    if (source < named || (source == named && source != Source::kCommandLine)) continue;
+    if (source == named) {
       throw_usage("option --{}: --schedule-file determines it; give one of the two", name);
     }
     options.schedule_file.clear();
@@ -221,7 +412,7 @@ void resolve_schedule(const OptionTable& table, TrainOptions& options) {
   }
   Schedule loaded = load_schedule(file).schedule;
   const auto take = [&](const char* name, int& value, int from_file) {
-    const bool binding = file_wins ? table.given_on_command_line(name) : table.given(name);
+    const bool binding = table.given(name) && table.source_of(name) >= named;
     if (binding && value != 0 && value != from_file) {
       throw_usage("option --{}: {}, but the schedule of '{}' is for {}; legal is {}", name, value,
                   file, from_file, from_file);
@@ -240,7 +431,7 @@ void resolve_batch(const OptionTable& table, PipelineOptions& options) {
   PipelineOptions::Shape& shape = options.shape;
   BatchShape batch = {shape.batch_size, shape.micro_batch_size, shape.micro_batches,
                       shape.replicas};
-  yield_to_command_line(table, options.order.given != nullptr, batch);
+  yield_to_higher_source(table, options.order.given != nullptr, batch);
   batch = complete_batch_shape(batch, kMaxMicroBatches);
   shape.batch_size = batch.batch_size;
   shape.micro_batch_size = batch.micro_batch_size;
@@ -277,10 +468,6 @@ void require_sensible_outputs(const TrainOptions& options) {
   if (options.data.empty() && !options.dry_run) {
     throw_usage("option --data is missing: give a text or token file to train on (or --dry-run)");
   }
-  if (options.save_every > 0 && options.save.empty()) {
-    throw_usage("option --save-every: {} without --save DIR saves nowhere; give --save DIR as well",
-                options.save_every);
-  }
   require_distinct_files(options);
 }
 
@@ -301,29 +488,77 @@ void add_transport(OptionTable& table, TransportChoice& transport, const std::st
                    help);
 }
 
-TrainOptions parse_train_options(const std::vector<std::string>& arguments) {
-  TrainOptions options;
-  RawOptionText raw;
-  OptionTable table("sluice train [options]", kAbout);
-  table.allow_config_file();
-  add_model_options(table, options.model, raw);
-  add_layout_options(table, options, raw);
-  add_training_options(table, options);
-  add_output_options(table, options);
+TrainOptions parse_train_options(const std::vector<std::string>& arguments, int ranks) {
+  TrainTable train;
+  OptionTable& table = train.table;
+  TrainOptions& options = train.options;
   table.parse(arguments);
   if (table.help_wanted()) {
     options.help = table.help();
-    return options;
+    return std::move(options);
   }
-  resolve_raw_text(raw, options);
+  resolve_resume(train, ranks);
+  resolve_raw_text(train.raw, options);
   resolve_learning_rate(table, options);
   validate(options.model);
   resolve_schedule(table, options);
   resolve_batch(table, options.pipeline);
+  require_effect(train);
   require_sensible_outputs(options);
   options.pipeline.checks.trace = !options.trace.empty();
   options.pipeline.checks.configuration = table.values();
-  return options;
+  options.pipeline.training.save_copy = !options.save.empty();
+  options.checkpoint.directory = options.save;
+  options.checkpoint.options = table.values();
+  std::erase_if(options.checkpoint.options,
+                [](const auto& option) { return contains(kOfOneRun, option.first); });
+  if (options.resume.from) (void)changes_since(*options.resume.from, options);
+  return std::move(options);
+}
+
+std::string changes_since(const SavedRun& saved, const TrainOptions& options) {
+  TrainTable before;
+  before.table.lay_under(saved.options, saved.directory.string());
+  if (saved.model) {
+    const bool tf32 = before.raw.precision == "tf32";
+    const Recompute recompute = before.options.model.recompute;
+    before.options.model = *saved.model;
+    before.options.model.recompute = recompute;
+    before.raw.precision = saved.model->precision == DType::kBf16 ? "bf16" : tf32 ? "tf32" : "fp32";
+  }
+  std::vector<std::string> changes, refused, keys;
+  for (const auto& [name, value] : before.table.values()) {
+    const bool saved_by_name =
+        before.table.given(name) || (saved.model && contains(kOfModel, name));
+    const std::string now = value_of(options.checkpoint.options, name);
+    if (contains(kOfOneRun, name) || !saved_by_name || now == value) continue;
+    changes.push_back(fmt::format("{} {} -> {}", name, value.empty() ? "none" : value,
+                                  now.empty() ? "none" : now));
+    // A path is no function; data_changes_since() compares the data.
+    if (name == "data" || !contains(kOfFunction, name) || contains(options.resume.allow, name)) {
+      continue;
+    }
+    refused.push_back(changes.back());
+    keys.push_back(name);
+  }
+  if (!refused.empty()) {
+    throw_usage(
+        "option --resume: {} since '{}' would train another function; leave the options as they "
+        "were saved, or give --change {}",
+        fmt::join(refused, ", "), saved.directory.string(), fmt::join(keys, ","));
+  }
+  return fmt::format("{}", fmt::join(changes, ", "));
+}
+
+std::string data_changes_since(const SavedRun& saved, const TrainOptions& options,
+                               const OptionValues& now) {
+  const std::string change = data_difference(saved.data, now);
+  if (!change.empty() && !contains(options.resume.allow, "data")) {
+    throw_usage(
+        "option --data: '{}' is not the data of '{}': {}; give the same data, or --change data",
+        options.data, saved.directory.string(), change);
+  }
+  return change;
 }
 
 std::string describe_configuration(const OptionValues& options) {

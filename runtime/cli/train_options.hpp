@@ -1,29 +1,43 @@
 // The command line and `--config FILE` of `sluice train`, resolved and checked.
 //
 // A configuration file has one `key = value` a line with the long option names as keys; '#' starts
-// a comment. The command line wins. Every check that needs no data and no MPI happens here; it
-// throws Error(kUsage), which names the option, its value and what would be legal.
+// a comment. The command line wins. With --resume the options of the save lie below both. Every
+// check that needs no data and no MPI happens here; it throws Error(kUsage), which names the
+// option, its value and what would be legal.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include <sluice/checkpoint.hpp>
 #include <sluice/options.hpp>
 #include <sluice/transformer.hpp>
 
+#include "runtime/cli/saved_run.hpp"
 #include "runtime/options/option_table.hpp"
+#include "runtime/options/process.hpp"
 
 namespace sluice {
 
-using OptionValues = std::vector<std::pair<std::string, std::string>>;  // name, value
+struct ResumeOptions {
+  std::string path;                // empty: no --resume; --resume auto: of --save
+  bool automatic = false;          // --resume auto
+  Verify verify = Verify::kFull;   // before values are read
+  std::vector<std::string> allow;  // --change: keys that may change what the model computes
+  std::optional<SavedRun> from;    // nothing: the run starts anew
+};
 
 struct TrainOptions {
+  // Values of validation_samples.
+  static constexpr std::int64_t kSomeWindows = 0;  // at most 1024, between steps at most 64
+  static constexpr std::int64_t kAllWindows = std::int64_t{1} << 40;
+
   TransformerConfig model;
   // The batch is complete. Order::given: what --schedule-file holds. Checks::configuration: every
   // option with its value, defaults included, in the order of the help. The trainer sets
-  // Training::evaluations and the order of --schedule auto.
+  // Training::evaluations, the order of --schedule auto, and CheckpointOptions::data and model.
   PipelineOptions pipeline = {
       .shape = {.micro_batches = 0, .micro_batch_size = 0},
       .training = {
@@ -34,9 +48,11 @@ struct TrainOptions {
   double validation_share = 0.1;
   std::uint64_t steps = 2000;
   std::uint64_t validate_every = 0;     // 0: at the end only
-  std::int64_t validation_samples = 0;  // 0: the whole split
-  std::string resume, metrics, trace, save;
-  std::uint64_t save_every = 0;
+  std::int64_t validation_samples = kSomeWindows;
+  std::string metrics, trace, save;
+  CheckpointOptions checkpoint;
+  ResumeOptions resume;
+  int max_skips = 10;  // steps whose loss is not finite, where these are skipped
   bool dry_run = false;
   std::string help;  // not empty: --help was given, and nothing else is set
 };
@@ -45,7 +61,18 @@ struct TrainOptions {
 void add_rank_order(OptionTable& table, RankOrder& order);
 void add_transport(OptionTable& table, TransportChoice& transport, const std::string& help);
 
-[[nodiscard]] TrainOptions parse_train_options(const std::vector<std::string>& arguments);
+// `ranks`: of the job. Where a save of other ranks is resumed, its layout is not taken.
+// Error(kWeights) where --resume names no save.
+[[nodiscard]] TrainOptions parse_train_options(const std::vector<std::string>& arguments,
+                                               int ranks = launched_size());
+
+// "learning-rate 0.001 -> 0.1, ...": how `options` differ from those of the save. Empty where
+// nothing does. Throws Error(kUsage) where an option that changes what the model computes does, and
+// --change does not name it.
+[[nodiscard]] std::string changes_since(const SavedRun& saved, const TrainOptions& options);
+// The same for the data, whose key is "data". `now`: data_identity().
+[[nodiscard]] std::string data_changes_since(const SavedRun& saved, const TrainOptions& options,
+                                             const OptionValues& now);
 
 // "Configuration  model gpt2  layers 4 ...", in lines of at most 100 columns; options without a
 // value are left out.

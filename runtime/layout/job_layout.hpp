@@ -64,6 +64,7 @@ struct RankMemory {
   std::size_t operators = 0;      // scratch and tables of operators and of the matmul library
   std::size_t libraries = 0;      // estimates of what NCCL and CUDA graphs allocate themselves
   std::size_t outside_arena = 0;  // of all these, what does not come from the rank's arena
+  std::size_t save_copy = 0;      // in host memory, not in total(): PipelineOptions' save_copy
   [[nodiscard]] std::size_t total() const {
     return parameters + gradients + optimizer + activations + buffers + workspace + operators +
            libraries;

@@ -65,6 +65,23 @@ void add_to(po::options_description& group, const std::string& name, const std::
 
 }  // namespace
 
+OptionValues read_option_file(const std::string& path) {
+  std::ifstream file(path);
+  std::error_code ignored;
+  if (!file || std::filesystem::is_directory(path, ignored)) {
+    throw_usage("option --config: cannot read file '{}'", path);
+  }
+  OptionValues result;
+  try {
+    for (const po::option& option : po::parse_config_file(file, {}, true).options) {
+      result.emplace_back(option.string_key, option.value.empty() ? "" : option.value.front());
+    }
+  } catch (const po::error& error) {
+    throw_usage("{}: {}; legal are 'key = value', '# comment' and blank lines", path, error.what());
+  }
+  return result;
+}
+
 std::string suggestion(std::string_view text, const std::vector<std::string>& known,
                        const char* otherwise, const char* dashes) {
   const std::string* best = nullptr;
@@ -90,19 +107,31 @@ void OptionTable::add(std::string name, std::string placeholder, std::string hel
 template <typename Integer>
 void OptionTable::add_integer(const std::string& name, Integer& target,
                               std::type_identity_t<Integer> low, std::type_identity_t<Integer> high,
-                              const std::string& help, const std::string& automatic) {
-  const auto set = [&target, low, high, automatic](const std::string& text) -> std::string {
+                              const std::string& help, const std::string& automatic,
+                              const std::string& most) {
+  std::vector<std::pair<std::string, Integer>> words;
+  if (!automatic.empty()) words.emplace_back(automatic, Integer{0});
+  if (!most.empty()) words.emplace_back(most, high);
+  const auto set = [&target, low, high, words](const std::string& text) -> std::string {
+    for (const auto& [word, value] : words) {
+      if (text != word) continue;
+      target = value;
+      return "";
+    }
     Integer value = 0;
-    const bool is_automatic = !automatic.empty() && text == automatic;
-    if (!is_automatic && (!parse_whole(text, &value) || value < low || value > high)) {
-      return fmt::format("'{}' is not an integer from {} to {}{}", text, low, high,
-                         automatic.empty() ? "" : fmt::format(" or '{}'", automatic));
+    if (!parse_whole(text, &value) || value < low || value > high) {
+      std::string legal = fmt::format("'{}' is not an integer from {} to {}", text, low, high);
+      for (const auto& [word, stands_for] : words) legal += fmt::format(" or '{}'", word);
+      return legal;
     }
     target = value;
     return "";
   };
-  add(name, "N", help, set, [&target, automatic] {
-    return target == 0 && !automatic.empty() ? automatic : fmt::format("{}", target);
+  add(name, "N", help, set, [&target, words] {
+    for (const auto& [word, value] : words) {
+      if (target == value) return word;
+    }
+    return fmt::format("{}", target);
   });
 }
 
@@ -121,11 +150,13 @@ void OptionTable::add_real(const std::string& name, Real& target, RealRange rang
 }
 
 template void OptionTable::add_integer(const std::string&, int&, int, int, const std::string&,
-                                       const std::string&);
+                                       const std::string&, const std::string&);
 template void OptionTable::add_integer(const std::string&, std::int64_t&, std::int64_t,
-                                       std::int64_t, const std::string&, const std::string&);
+                                       std::int64_t, const std::string&, const std::string&,
+                                       const std::string&);
 template void OptionTable::add_integer(const std::string&, std::uint64_t&, std::uint64_t,
-                                       std::uint64_t, const std::string&, const std::string&);
+                                       std::uint64_t, const std::string&, const std::string&,
+                                       const std::string&);
 template void OptionTable::add_real(const std::string&, float&, RealRange, const std::string&);
 template void OptionTable::add_real(const std::string&, double&, RealRange, const std::string&);
 
@@ -217,27 +248,13 @@ std::vector<OptionTable::Given> OptionTable::split(
   return result;
 }
 
-std::vector<OptionTable::Given> OptionTable::read_config(const std::string& path) const {
-  std::ifstream file(path);
-  std::error_code ignored;
-  if (!file || std::filesystem::is_directory(path, ignored)) {
-    throw_usage("option --config: cannot read file '{}'", path);
-  }
-  std::vector<Given> result;
-  try {
-    for (const po::option& option : po::parse_config_file(file, {}, true).options) {
-      result.emplace_back(option.string_key, option.value.empty() ? "" : option.value.front());
-    }
-  } catch (const po::error& error) {
-    throw_usage("{}: {}; legal are 'key = value', '# comment' and blank lines", path, error.what());
-  }
-  for (const auto& [name, value] : result) {
+void OptionTable::require_known(const OptionValues& values, const std::string& where) const {
+  for (const auto& [name, value] : values) {
     const auto is_named = [&name = name](const Entry& entry) { return entry.name == name; };
     if (std::none_of(entries_.begin(), entries_.end(), is_named)) {
-      throw_usage("{}: {}", path, unknown("key", name));
+      throw_usage("{}: {}", where, unknown("key", name));
     }
   }
-  return result;
 }
 
 void OptionTable::assign(const Given& given, Source source, const std::string& where) {
@@ -260,7 +277,9 @@ void OptionTable::parse(const std::vector<std::string>& arguments) {
     if (name == "config") config = value;
   }
   if (!config.empty()) {
-    for (const Given& each : read_config(config)) assign(each, Source::kFile, config + ": key ");
+    const OptionValues values = read_option_file(config);
+    require_known(values, config);
+    for (const Given& each : values) assign(each, Source::kFile, config + ": key ");
   }
   bool argument_given = false;
   for (const Given& each : given) {
@@ -276,6 +295,13 @@ void OptionTable::parse(const std::vector<std::string>& arguments) {
   }
   if (argument_ != nullptr && !argument_given) {
     throw_usage("{} is missing; usage: {}", argument_placeholder_, usage_);
+  }
+}
+
+void OptionTable::lay_under(const OptionValues& values, const std::string& where) {
+  require_known(values, where);
+  for (const Given& each : values) {
+    if (source_of(each.first) <= Source::kUnder) assign(each, Source::kUnder, where + ": key ");
   }
 }
 
@@ -308,14 +334,8 @@ OptionTable::Source OptionTable::source_of(std::string_view name) const {
   return Source::kNone;
 }
 
-bool OptionTable::given(std::string_view name) const { return source_of(name) != Source::kNone; }
-
-bool OptionTable::given_on_command_line(std::string_view name) const {
-  return source_of(name) == Source::kCommandLine;
-}
-
-std::vector<std::pair<std::string, std::string>> OptionTable::values() const {
-  std::vector<std::pair<std::string, std::string>> result;
+OptionValues OptionTable::values() const {
+  OptionValues result;
   for (const Entry& entry : entries_) result.emplace_back(entry.name, entry.get());
   return result;
 }

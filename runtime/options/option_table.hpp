@@ -7,7 +7,8 @@
 // one.
 //
 // Targets are references that must outlive the table; the value of a target when it is added is the
-// default. Of an option given twice the last counts. The command line wins over the file.
+// default. Of an option given twice the last counts. The command line wins over the file, both win
+// over what lay_under() sets.
 #pragma once
 
 #include <functional>
@@ -18,6 +19,8 @@
 #include <vector>
 
 namespace sluice {
+
+using OptionValues = std::vector<std::pair<std::string, std::string>>;  // name, value
 
 struct RealRange {
   double low = 0, high = 0;
@@ -32,11 +35,11 @@ class OptionTable {
   // Options added from here on stand under this heading.
   void heading(std::string title) { heading_ = std::move(title); }
   // Integer: int, std::int64_t or std::uint64_t. `automatic`: a word that stands for 0, e.g.
-  // "auto"; the help shows it where `target` is 0.
+  // "auto"; `most`: one that stands for `high`. Values that they stand for are shown as the words.
   template <typename Integer>
   void add_integer(const std::string& name, Integer& target, std::type_identity_t<Integer> low,
                    std::type_identity_t<Integer> high, const std::string& help,
-                   const std::string& automatic = "");
+                   const std::string& automatic = "", const std::string& most = "");
   // Real: float or double.
   template <typename Real>
   void add_real(const std::string& name, Real& target, RealRange range, const std::string& help);
@@ -71,16 +74,20 @@ class OptionTable {
 
   // Sets the targets. With --help (or -h) anywhere it sets and refuses nothing.
   void parse(const std::vector<std::string>& arguments);
+  // After parse(): sets those of `values` that were not given. `where` stands before the name in a
+  // refusal. Throws Error(kUsage) for a name that is no option.
+  void lay_under(const OptionValues& values, const std::string& where);
 
   [[nodiscard]] bool help_wanted() const { return help_wanted_; }
   [[nodiscard]] std::string help() const;
-  [[nodiscard]] bool given(std::string_view name) const;
-  [[nodiscard]] bool given_on_command_line(std::string_view name) const;
+  // Who set an option; a later one wins.
+  enum class Source { kNone, kUnder, kFile, kCommandLine };
+  [[nodiscard]] Source source_of(std::string_view name) const;
+  [[nodiscard]] bool given(std::string_view name) const { return source_of(name) != Source::kNone; }
   // Every option with the value it has now, in the order of the help.
-  [[nodiscard]] std::vector<std::pair<std::string, std::string>> values() const;
+  [[nodiscard]] OptionValues values() const;
 
  private:
-  enum class Source { kNone, kFile, kCommandLine };
   // Sets the target; returns what is wrong with the text, "" where nothing is.
   using Set = std::function<std::string(const std::string& text)>;
   using Get = std::function<std::string()>;
@@ -95,11 +102,10 @@ class OptionTable {
   void add(std::string name, std::string placeholder, std::string help, Set set, Get get);
   void add_words(const std::string& name, std::vector<std::string> legal, std::string help,
                  std::function<void(std::size_t index)> set, Get get);
-  [[nodiscard]] Source source_of(std::string_view name) const;
   [[nodiscard]] std::string program() const;  // "sluice train"
   [[nodiscard]] std::string unknown(const char* kind, const std::string& name) const;
   [[nodiscard]] std::vector<Given> split(const std::vector<std::string>& arguments) const;
-  [[nodiscard]] std::vector<Given> read_config(const std::string& path) const;
+  void require_known(const OptionValues& values, const std::string& where) const;
   void assign(const Given& given, Source source, const std::string& where);
 
   std::string usage_, about_, heading_ = "Options";
@@ -108,6 +114,9 @@ class OptionTable {
   std::string argument_placeholder_;
   std::string* argument_ = nullptr;
 };
+
+// The `key = value` lines of an option file, in their order. Throws Error(kUsage) naming it.
+[[nodiscard]] OptionValues read_option_file(const std::string& path);
 
 // "; did you mean 'train'?" with the one of `known` that is fewest edits away from `text`, and
 // `dashes` before it; `otherwise` where none is near.

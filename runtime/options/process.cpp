@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdio>
 #include <cstdlib>
+#include <initializer_list>
 #include <iostream>
 #include <new>
 #include <string_view>
@@ -72,13 +73,26 @@ int run_guarded(OptionTable& table, const std::vector<std::string>& arguments,
   });
 }
 
-int launched_rank() {
-  for (const char* name :
-       {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "MV2_COMM_WORLD_RANK"}) {
+namespace {
+
+// The number that the first of these environment variables with a number has; else `otherwise`.
+int number_of(std::initializer_list<const char*> names, int otherwise) {
+  for (const char* name : names) {
     const char* text = std::getenv(name);
     if (text != nullptr && *text >= '0' && *text <= '9') return std::atoi(text);
   }
-  return -1;
+  return otherwise;
+}
+
+}  // namespace
+
+int launched_rank() {
+  return number_of(
+      {"OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID", "MV2_COMM_WORLD_RANK"}, -1);
+}
+
+int launched_size() {
+  return number_of({"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "MV2_COMM_WORLD_SIZE"}, 1);
 }
 
 bool terminal_output() {

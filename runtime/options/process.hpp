@@ -46,6 +46,8 @@ void print_error(const Error& error);
 // This process's rank in a job, by the launcher's environment; -1 where it was started alone. Needs
 // no MPI.
 [[nodiscard]] int launched_rank();
+// The number of ranks of that job by the launcher's environment; 1 where it is not known.
+[[nodiscard]] int launched_size();
 [[nodiscard]] inline bool first_of_job() { return launched_rank() <= 0; }
 
 // Whether standard output is a terminal. mpirun always gives its ranks a terminal, so under it the

@@ -19,6 +19,7 @@
 #include "runtime/engine/slots.hpp"
 #include "runtime/gradients/bucketed_sums.hpp"
 #include "runtime/job/nccl_routes.hpp"
+#include "runtime/layout/save_shares.hpp"
 #include "stages/operators/context.hpp"
 #include "stages/operators/optimizer.hpp"
 
@@ -106,6 +107,13 @@ class MemorySum {
     memory_.operators = padded(operator_bytes_) + padded(tables) + library_bytes(device_);
   }
 
+  void add_save_copy(const std::vector<SavedParameter>& shares) {
+    if (!options_.training.save_copy) return;
+    const std::size_t values =
+        static_cast<std::size_t>(most_saved_elements(shares, rank_)) * sizeof(float);
+    memory_.save_copy = values + optimizer_bytes(options_.training.optimizer, values);
+  }
+
   // The receive buffer for gradients of tied parameters, which arrive one at a time.
   void add_ties() {
     if (options_.training.inference) return;
@@ -167,11 +175,14 @@ double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 102
 MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
                         const DataSource& source) {
   MemoryTable table;
+  const std::vector<SavedParameter> shares =
+      share_saves(layout.plans, layout.parameters, layout.place.topology.replicas);
   for (int rank = 0; rank < layout.place.topology.pipeline; ++rank) {
     MemorySum sum(layout, options, rank);
     sum.add_messages();
     sum.add_batches(source);
     sum.add_stages();
+    sum.add_save_copy(shares);
     sum.add_ties();
     sum.add_nccl();
     sum.add_graphs();
@@ -198,7 +209,7 @@ void require_memory(const std::vector<RankDevice>& devices, const Topology& topo
       const std::size_t seen = on_cpu ? device.host_memory : device.free_memory;
       if (seen > 0 || !on_cpu) available = std::min(available, seen);
       const RankMemory& planned = memory[at(topology.pipeline_rank(static_cast<int>(rank)))];
-      needed += planned.total();
+      needed += planned.total() + (on_cpu ? planned.save_copy : 0);
       tables.push_back(fmt::format("rank {}: {}", rank, to_string(planned)));
     }
     if (needed <= available) continue;

@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -21,14 +22,80 @@ nlohmann::ordered_json number(double value) {
   return std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
 }
 
+// Whether `line` is one of MetricsWriter's; its step.
+bool is_metrics_line(const std::string& line, std::uint64_t* step) {
+  const auto json = nlohmann::json::parse(line, nullptr, false);
+  if (!json.is_object()) return false;
+  const auto found = json.find("step");
+  if (found == json.end() || !found->is_number_unsigned()) return false;
+  *step = found->get<std::uint64_t>();
+  return true;
+}
+
+// The lines of a file, one after the other, in bounded memory.
+class Lines {
+ public:
+  explicit Lines(const std::filesystem::path& path) : in_(path, std::ios::binary) {}
+
+  // False at the end of the file. A line beyond kLongest ends the file. `complete`: a newline ended
+  // it.
+  bool next(std::string* line, bool* complete) {
+    line->clear();
+    *complete = false;
+    std::streambuf* const bytes = in_.rdbuf();
+    for (int byte = 0; line->size() < kLongest && (byte = bytes->sbumpc()) != kEnd;) {
+      *complete = byte == '\n';
+      if (*complete) return true;
+      line->push_back(static_cast<char>(byte));
+    }
+    return !line->empty();
+  }
+
+ private:
+  static constexpr std::size_t kLongest = std::size_t{4} << 20;
+  static constexpr int kEnd = std::char_traits<char>::eof();
+
+  std::ifstream in_;
+};
+
+// Bytes of the longest prefix of complete lines with steps up to `last`. Throws Error(kIo) where
+// the file does not begin as metrics do.
+std::uintmax_t bytes_to_keep(const std::filesystem::path& path, std::uint64_t last) {
+  constexpr std::string_view kBegin = R"({"step":)";
+  Lines lines(path);
+  std::uintmax_t kept = 0;
+  std::string line;
+  bool complete = false;
+  while (lines.next(&line, &complete)) {
+    std::uint64_t step = 0;
+    const bool known = complete && is_metrics_line(line, &step);
+    // A crash can cut the first line short.
+    const std::string_view begin = std::string_view(line).substr(0, kBegin.size());
+    if (kept == 0 && !known && (complete || begin != kBegin.substr(0, begin.size()))) {
+      throw_error(ErrorCode::kIo,
+                  "cannot continue metrics in '{}': its first line is no JSON object with a step; "
+                  "give --metrics another file, or remove this one",
+                  path.string());
+    }
+    if (!known || step > last) break;
+    kept += line.size() + 1;
+  }
+  return kept;
+}
+
 }  // namespace
 
-MetricsWriter::MetricsWriter(const std::filesystem::path& path, const std::string& run, bool append)
-    : path_(path), append_(append), run_(run) {
+MetricsWriter::MetricsWriter(const std::filesystem::path& path, const std::string& run,
+                             std::optional<std::uint64_t> resumed)
+    : path_(path), run_(run) {
   if (!nlohmann::json::parse(run, nullptr, false).is_object()) {
     throw Error(ErrorCode::kInternal, "what describes the run is no JSON object: " + run);
   }
   require_writable_file(path);
+  std::error_code ignored;
+  if (resumed && std::filesystem::is_regular_file(path, ignored)) {
+    kept_ = bytes_to_keep(path, *resumed);
+  }
 }
 
 void MetricsWriter::step(const StepRecord& record) {
@@ -44,6 +111,7 @@ void MetricsWriter::step(const StepRecord& record) {
   json["bubble_ideal"] = number(record.bubble_ideal);
   json["peak_in_flight"] = record.peak_in_flight;
   json["peak_bytes"] = record.peak_bytes;
+  if (record.skipped) json["skipped"] = true;
   line(json.dump());
 }
 
@@ -60,8 +128,15 @@ void MetricsWriter::line(std::string json) {
     json += fmt::format(",\"run\":{}}}", std::exchange(run_, {}));
   }
   errno = 0;
-  if (!out_.is_open())
-    out_.open(path_, std::ios::binary | (append_ ? std::ios::app : std::ios::trunc));
+  if (!out_.is_open()) {
+    std::error_code error;
+    if (kept_) std::filesystem::resize_file(path_, *kept_, error);
+    if (error) {
+      throw_error(ErrorCode::kIo, "cannot cut '{}' to {} bytes: {}", path_.string(), *kept_,
+                  error.message());
+    }
+    out_.open(path_, std::ios::binary | (kept_ ? std::ios::app : std::ios::trunc));
+  }
   out_ << json << '\n' << std::flush;
   if (!out_) {
     throw_error(ErrorCode::kIo, "cannot write metrics to '{}': {}", path_.string(),

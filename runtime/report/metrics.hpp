@@ -21,19 +21,22 @@ struct StepRecord {
   double bubble_ideal = 0;               // simulated, uniform stages
   std::vector<int> peak_in_flight;       // [pipeline rank], counted by the engine, chunks
   std::vector<std::int64_t> peak_bytes;  // [rank] slots, parameters, gradients, optimizer
+  bool skipped = false;                  // no parameter changed: loss or gradient not finite
 };
 
 // One JSON object a line, flushed per line; a failed write throws Error(kIo) naming the path.
 // Floats have the digits that give the same double back; JSON has no NaN and infinities,
-// so they are the strings "nan", "inf" and "-inf" (which Python's float() reads). An existing file
-// is replaced.
+// so they are the strings "nan", "inf" and "-inf" (which Python's float() reads).
 class MetricsWriter {
  public:
-  // Opens the file with the first line: replaces it, or appends to it (a run that resumes). A run
-  // that ends before leaves it unchanged. Throws Error(kIo) naming the path where it cannot be
-  // written. `run` (a JSON object as text) becomes the last field of the first line
-  // written, "run": options, instruction set, kernel set, libraries.
-  MetricsWriter(const std::filesystem::path& path, const std::string& run, bool append = false);
+  // Opens the file with the first line; a run that ends before leaves it unchanged. An existing
+  // file is replaced. After `resumed` steps of an earlier run it is continued: complete lines of
+  // these steps stay, the rest from the first other line on goes. Throws Error(kIo) naming the path
+  // where it cannot be written, or where the file to continue has other contents than metrics.
+  // Pipes and devices are appended to. `run` (a JSON object as text) becomes the last field of the
+  // first line written, "run": options, instruction set, kernel set, libraries.
+  MetricsWriter(const std::filesystem::path& path, const std::string& run,
+                std::optional<std::uint64_t> resumed = std::nullopt);
   void step(const StepRecord& record);
   void validation(std::uint64_t step, double val_loss);
 
@@ -42,7 +45,7 @@ class MetricsWriter {
 
   std::ofstream out_;  // open from the first line on
   std::filesystem::path path_;
-  bool append_;
+  std::optional<std::uintmax_t> kept_;  // bytes of the file that stay; nothing: it is replaced
   std::string run_;  // until the first line is written
 };
 

@@ -20,6 +20,7 @@
 namespace sluice {
 
 class Pipeline;  // <sluice/pipeline.hpp>
+struct StepReport;
 
 // A program's or a data source's own state. It is taken on rank 0 and comes back on all ranks.
 struct ProgramState {
@@ -28,24 +29,28 @@ struct ProgramState {
     TensorSpec spec;
     std::vector<std::byte> bytes;  // spec.bytes() of them
   };
-  std::string json = "{}";  // any JSON text
+  std::string json = "{}";  // any JSON text; spaces between its parts are not kept
   std::vector<NamedValues> tensors;
 };
 
 struct CheckpointOptions {
-  std::filesystem::path directory;
+  std::filesystem::path directory = {};
   std::uint64_t every_steps = 0;  // 0: only save_now() saves
   double every_minutes = 0;       // since the last save began, by rank 0's clock; 0: never
   int keep = 2;                   // newest saves that stay, at least 1
   std::uint64_t keep_every = 0;   // saves of steps that are multiples stay as well; 0: none
-  bool weights_only = false;      // an export, without optimizer state: cannot be resumed
-  bool local = false;             // every host has a directory of its own under this name
+  std::vector<std::uint64_t> skipped = {};  // of LoadedCheckpoint; recorded, grows here
+  bool weights_only = false;                // an export, without optimizer state: cannot be resumed
+  bool local = false;                       // every host has a directory of its own under this name
   // The directory may hold saves of another run, which the first save of this one replaces. Without
-  // it that is Error(kIo). Saves of the run that was loaded are this run's own.
+  // it that is Error(kIo).
   bool overwrite = false;
-  std::vector<std::pair<std::string, std::string>> options;  // recorded, in this order
-  std::vector<std::pair<std::string, std::string>> data;     // recorded
-  std::string model;                                         // JSON text, recorded; may be empty
+  // LoadedCheckpoint::run where this run goes on from one: its saves are this run's own. Empty: a
+  // new run.
+  std::string run = {};
+  std::vector<std::pair<std::string, std::string>> options = {};  // recorded, in this order
+  std::vector<std::pair<std::string, std::string>> data = {};     // recorded
+  std::string model = {};  // JSON text, recorded; may be empty
 };
 
 // Saves while a pipeline trains. `pipeline` outlives it. All members are collective over the
@@ -74,7 +79,7 @@ class Checkpointer {
 
   // To be called after each train_step(), also a skipped one. Publishes a save that all ranks have
   // written, and begins one that is due.
-  void after_step();
+  void after_step(const StepReport& report);
   // Saves the present state and returns when it is published; at once where that has been done.
   // Legal between any two steps, also after an exception of the caller's own on all ranks.
   void save_now();
@@ -103,6 +108,7 @@ enum class Verify { kFull, kRead, kOff };
 // What a checkpoint holds besides values. The same on all ranks.
 struct LoadedCheckpoint {
   std::filesystem::path directory;  // of the save
+  std::string run;                  // for CheckpointOptions::run
   std::uint64_t step = 0;
   std::vector<std::pair<std::string, std::string>> options, data;  // as recorded
   std::map<std::string, ProgramState> states;                      // by name

@@ -451,11 +451,11 @@ TEST(DeviceMemoryPlanTest, AnErrorOfLoadingSaysWhatWasLoadedAndShowsTheTable) {
   run(each, [&](Communicator& comm, const DataSource& source) {
     Pipeline pipeline(comm, each.options, transformer(each.model), source);
     (void)pipeline.train_step();
-    save_checkpoint(pipeline, directory, "{}");
+    save_checkpoint(pipeline, {.directory = directory});
     emulated::set_most_host_memory(1);
     expect_error(
         ErrorCode::kDevice,
-        {"loading the weights on cuda:0 of " + host_name() + ": cannot allocate ",
+        {"loading the checkpoint on cuda:0 of " + host_name() + ": cannot allocate ",
          " bytes of page-locked host memory for cuda:0", "; the plan of this rank: parameters "},
         [&] { load_checkpoint(pipeline, directory); });
     emulated::set_most_host_memory(SIZE_MAX);

@@ -379,7 +379,7 @@ TEST(CheckpointTest, ContinuesUnderAnotherDepthWithTheSameBits) {
   run_loopback(2, [&](Communicator& comm) {
     Pipeline pipeline(comm, options, factory, *source);
     for (int step = 0; step < 2; ++step) pipeline.train_step();
-    save_checkpoint(pipeline, directory.path(), "{}");
+    save_checkpoint(pipeline, {.directory = directory.path()});
     for (int step = 0; step < 2; ++step) pipeline.train_step();
     const std::string digest = digest_of(pipeline);
     if (comm.rank() == 0) whole = digest;
@@ -408,7 +408,7 @@ TEST(CheckpointTest, RefusesWeightsOfAnotherModelByName) {
     };
     run_loopback(1, [&](Communicator& comm) {
       Pipeline pipeline(comm, {}, factory, *source);
-      save ? save_checkpoint(pipeline, directory.path(), "{}")
+      save ? save_checkpoint(pipeline, {.directory = directory.path()})
            : load_weights(pipeline, directory.path());
     });
   };

@@ -1,7 +1,10 @@
 #include "runtime/report/metrics.hpp"
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <limits>
@@ -88,13 +91,85 @@ TEST(MetricsWriterTest, WritesWhatIsNoNumberAsAString) {
                           R"({"step":2,"val_loss":"inf"})", R"({"step":3,"val_loss":"-inf"})"));
 }
 
-TEST(MetricsWriterTest, GoesOnAfterTheEndOfARunThatResumes) {
+TEST(MetricsWriterTest, GoesOnAfterTheStepThatARunResumesFrom) {
   const TemporaryDirectory dir;
-  MetricsWriter(dir.path() / "m.jsonl", "{}").validation(1, 3);
-  MetricsWriter(dir.path() / "m.jsonl", "{}", true).validation(2, 2);
-  EXPECT_EQ(lines_of(dir.read("m.jsonl")).size(), 2u);
+  const std::string kept = R"({"step":1,"loss":5,"run":{}})"
+                           "\n"
+                           R"({"step":2,"loss":4})"
+                           "\n"
+                           R"({"step":2,"val_loss":4})"
+                           "\n";
+  for (const std::string lost :
+       {"", "{\"step\":3,\"loss\":3}\n", "{\"step\":3,\"loss\":3}\n{\"step\":2,\"loss\":3}\n",
+        "{\"step\":2,\"lo", "{\"step\":2}", "nonsense\n{\"step\":2}\n", "[2]\n", "\n",
+        "{\"step\":\"2\"}\n", "{\"step\":-1}\n"}) {
+    dir.write("m.jsonl", kept + lost);
+    MetricsWriter writer(dir.path() / "m.jsonl", "{}", 2);
+    EXPECT_EQ(dir.read("m.jsonl"), kept + lost);  // until the first line
+    writer.validation(3, 2);
+    EXPECT_EQ(dir.read("m.jsonl"), kept + R"({"step":3,"val_loss":2.0,"run":{}})"
+                                          "\n")
+        << lost;
+  }
   MetricsWriter(dir.path() / "m.jsonl", "{}").validation(3, 1);
   EXPECT_EQ(lines_of(dir.read("m.jsonl")).size(), 1u);
+}
+
+TEST(MetricsWriterTest, ALongFileIsReadInPieces) {
+  const TemporaryDirectory dir;
+  std::string text;
+  for (int step = 1; step <= 20000; ++step) {
+    text += "{\"step\":" + std::to_string(step) + ",\"peak_bytes\":[1,2,3,4]}\n";
+  }
+  dir.write("m.jsonl", text + std::string(std::size_t{9} << 20, ' '));
+  MetricsWriter(dir.path() / "m.jsonl", "{}", 20000).validation(20001, 1);
+  EXPECT_EQ(dir.read("m.jsonl").substr(0, text.size()), text);
+  EXPECT_EQ(lines_of(dir.read("m.jsonl")).size(), 20001u);
+}
+
+TEST(MetricsWriterTest, AFirstLineThatACrashCutShortIsReplaced) {
+  const TemporaryDirectory dir;
+  for (const char* torn : {"", "{", "{\"st", "{\"step\":1,\"loss\":5,\"run\":{\"op"}) {
+    dir.write("m.jsonl", torn);
+    MetricsWriter(dir.path() / "m.jsonl", "{}", 1).validation(2, 2);
+    EXPECT_EQ(lines_of(dir.read("m.jsonl")).size(), 1u);
+  }
+}
+
+TEST(MetricsWriterTest, AFileOfOtherContentsIsRefusedAndNotCut) {
+  const TemporaryDirectory dir;
+  for (const char* other :
+       {"my notes\n", "my notes", "{\"loss\":1}\n", "[1]\n", "\n{\"step\":1}\n", "{\"steps\":1}"}) {
+    dir.write("m.jsonl", other);
+    expect_error(ErrorCode::kIo, {"m.jsonl", "no JSON object with a step"},
+                 [&] { MetricsWriter(dir.path() / "m.jsonl", "{}", 1); });
+    EXPECT_EQ(dir.read("m.jsonl"), other);
+  }
+}
+
+TEST(MetricsWriterTest, DevicesAndPipesAreAppendedTo) {
+  MetricsWriter("/dev/null", "{}", 3).validation(4, 1);
+  const TemporaryDirectory dir;
+  const std::string pipe = (dir.path() / "pipe").string();
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  const int reader = ::open(pipe.c_str(), O_RDONLY | O_NONBLOCK);
+  MetricsWriter(pipe, "{}", 3).validation(4, 1);
+  std::string bytes(100, ' ');
+  bytes.resize(static_cast<std::size_t>(::read(reader, bytes.data(), bytes.size())));
+  ::close(reader);
+  EXPECT_EQ(lines_of(bytes).size(), 1u);
+}
+
+TEST(MetricsWriterTest, ASkippedStepSaysSo) {
+  const TemporaryDirectory dir;
+  StepRecord record = sample_record(1);
+  record.skipped = true;
+  record.loss = std::numeric_limits<double>::quiet_NaN();
+  MetricsWriter(dir.path() / "m.jsonl", "{}").step(record);
+  const auto json = ordered_json::parse(dir.read("m.jsonl"));
+  EXPECT_EQ(json["skipped"], true);
+  EXPECT_EQ(json["loss"], "nan");
+  EXPECT_THAT(progress_line(record, 1, 2, 1), HasSubstr("loss nan, skipped  3072 tokens/s"));
 }
 
 TEST(MetricsWriterTest, RefusesPathsThatCannotBeWritten) {

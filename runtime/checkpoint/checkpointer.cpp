@@ -1,0 +1,569 @@
+// Saving while a pipeline trains: copy, write on a thread, publish in a later step.
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <openssl/rand.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <ctime>
+#include <fstream>
+#include <set>
+#include <system_error>
+#include <thread>
+
+#include <sluice/checkpoint.hpp>
+#include <sluice/error.hpp>
+#include <sluice/pipeline.hpp>
+
+#include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
+#include "runtime/checkpoint/background.hpp"
+#include "runtime/checkpoint/program_state.hpp"
+#include "runtime/checkpoint/save_directory.hpp"
+#include "runtime/checkpoint/save_lock.hpp"
+#include "runtime/checkpoint/save_state.hpp"
+#include "runtime/checkpoint/snapshot.hpp"
+#include "runtime/checkpoint/weights.hpp"
+#include "runtime/files/atomic_file.hpp"
+#include "runtime/files/checksum.hpp"
+#include "runtime/layout/save_shares.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
+
+namespace sluice {
+namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+// Bits of PipelineAccess::step_flags().
+enum Flag : std::uint32_t {
+  kStop = 1,    // this rank asks to stop
+  kBusy = 2,    // its writer works
+  kFailed = 4,  // its writer failed
+  kDue = 8,     // rank 0: a save by the clock is due
+};
+
+std::string random_id() {
+  std::array<unsigned char, 16> bytes = {};
+  if (RAND_bytes(bytes.data(), static_cast<int>(bytes.size())) != 1) {
+    throw Error(ErrorCode::kInternal, "the crypto library has no random numbers");
+  }
+  std::string id;
+  for (const unsigned char byte : bytes) id += fmt::format("{:02x}", byte);
+  return id;
+}
+
+std::string utc_now() {
+  const std::time_t now = std::time(nullptr);
+  std::tm parts = {};
+  gmtime_r(&now, &parts);
+  std::array<char, 32> text = {};
+  (void)std::strftime(text.data(), text.size(), "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return text.data();
+}
+
+// Hashes a file while it is written.
+class FileHash {
+ public:
+  void add(std::span<const std::byte> bytes) {
+    whole_.add(bytes);
+    bytes_ += bytes.size();
+    while (!bytes.empty()) {
+      const auto piece = bytes.first(std::min(bytes.size(), kHashBlock - in_block_));
+      block_.add(piece);
+      in_block_ += piece.size();
+      bytes = bytes.subspan(piece.size());
+      if (in_block_ == kHashBlock) end_block();
+    }
+  }
+  [[nodiscard]] SavedFile finish(std::string name) {
+    if (in_block_ > 0) end_block();
+    return {std::move(name), bytes_, whole_.finish(), std::move(blocks_)};
+  }
+
+ private:
+  void end_block() {
+    blocks_.push_back(block_.finish());
+    in_block_ = 0;
+  }
+
+  Checksum whole_, block_;
+  std::size_t in_block_ = 0;
+  std::uint64_t bytes_ = 0;
+  std::vector<std::string> blocks_;
+};
+
+void write_tensors(const fs::path& directory, const std::string& name,
+                   std::span<const NamedTensor> tensors,
+                   const std::map<std::string, std::string>& metadata, SaveState& facts) {
+  FileHash hash;
+  write_safetensors(directory / name, tensors, metadata,
+                    [&](std::span<const std::byte> bytes) { hash.add(bytes); });
+  facts.files.push_back(hash.finish(name));
+  for (const NamedTensor& named : tensors) {
+    facts.tensors.push_back(
+        {named.name, name, named.tensor.spec, 0, named.tensor.spec.shape.elements()});
+  }
+}
+
+// Which of the job's ranks write, and which file is whose.
+struct Parts {
+  std::vector<int> part_of_rank;  // [rank of the job], -1: saves nothing
+  int count = 0;
+};
+
+Parts parts_of(const std::vector<SavedParameter>& shares, const Topology& topology) {
+  Parts parts;
+  parts.part_of_rank.assign(at(topology.ranks()), -1);
+  for (const SavedParameter& share : shares) {
+    parts.part_of_rank[at(topology.rank_of(share.replica, share.rank))] = 0;
+  }
+  for (int rank = 0; rank < topology.pipeline; ++rank) {
+    for (int replica = 0; replica < topology.replicas; ++replica) {
+      int& part = parts.part_of_rank[at(topology.rank_of(replica, rank))];
+      if (part == 0) part = parts.count++;
+    }
+  }
+  return parts;
+}
+
+// The index of one kind of weights over several files, listed in `state` as well.
+void write_index(const fs::path& directory, const std::string& kind, SaveState& state) {
+  std::map<std::string, std::string> file_of;
+  std::set<std::string> files;
+  std::size_t bytes = 0;
+  for (const SavedTensor& tensor : state.tensors) {
+    if (!tensor.file.starts_with(kind)) continue;
+    file_of[tensor.name] = tensor.file;
+    files.insert(tensor.file);
+    bytes += tensor.spec.bytes();
+  }
+  if (files.empty() || (files.size() == 1 && *files.begin() == weights_file_name(kind, 0, 1))) {
+    return;
+  }
+  state.files.push_back(write_weights_index(directory, kind, file_of, bytes));
+}
+
+}  // namespace
+
+struct Checkpointer::Impl {
+  Impl(Pipeline& pipeline_in, CheckpointOptions options_in,
+       std::function<void(const std::string&)> note_in);
+  ~Impl();
+
+  [[nodiscard]] Collectives& world() const { return PipelineAccess::world(pipeline); }
+  [[nodiscard]] bool first() const { return rank == 0; }
+  void say(const std::string& line) const {
+    if (first() && note) note(line);
+  }
+  void require_sensible() const;
+  void find_leaders();
+  void open_directory();
+  void require_visible();
+  void require_own_directory(const SaveScan& scan) const;
+  void collect_share();
+  [[nodiscard]] std::uint32_t flags() const;
+  void begin();
+  void write_share(std::uint64_t step);
+  void gather_facts();
+  void publish();
+  // Moves on by one phase; requires that the writers of all ranks are done.
+  void advance();
+  void finish_open_save();
+  void rethrow_writer_error();
+
+  enum class Phase { kIdle, kWriting, kPublishing };
+
+  Pipeline& pipeline;
+  CheckpointOptions options;
+  std::function<void(const std::string&)> note;
+  const JobLayout& layout;
+  int rank;
+  std::vector<std::string> hosts;  // [rank of the job]
+  bool leader = false;             // manages a directory
+  std::unique_ptr<SaveLock> lock;  // the leader's
+  std::string run;
+  std::uint64_t sequence = 0;  // of the next save
+  fs::path newest;             // on the leader
+
+  Parts parts;
+  std::vector<NamedTensor> live;  // this rank's share: parameters, then optimizer state
+  std::size_t model_tensors = 0;  // of `live`
+  std::uint64_t share_bytes = 0, job_bytes = 0;
+  Snapshot snapshot;
+  std::map<std::string, std::function<ProgramState()>> takers;
+  SavedStates states;  // on rank 0, of the open save
+
+  Phase phase = Phase::kIdle;
+  std::optional<std::uint64_t> saved_step;  // of the newest or open save
+  fs::path partial;
+  SaveState state;                    // of the open save; complete on a leader that publishes
+  std::vector<std::string> warnings;  // of the writer's thread, about removals
+  bool waited = false;                // said that a save waits
+  std::vector<std::uint64_t> skipped;
+  bool stop = false;
+  std::atomic<bool> stop_asked = false;
+  Clock::time_point last_begin = Clock::now();
+  mutable Clock::time_point next_look = Clock::now();  // for the stop file
+  mutable bool stop_file = false;
+  Background writer;  // last: its job uses what stands above
+};
+
+Checkpointer::Impl::Impl(Pipeline& pipeline_in, CheckpointOptions options_in,
+                         std::function<void(const std::string&)> note_in)
+    : pipeline(pipeline_in),
+      options(std::move(options_in)),
+      note(std::move(note_in)),
+      layout(PipelineAccess::layout(pipeline_in)),
+      rank(PipelineAccess::world(pipeline_in).communicator().rank()),
+      snapshot(pipeline_in.compute(), nullptr),
+      skipped(options.skipped) {
+  PipelineAccess::guarded(pipeline, "the directory of saves", [&] {
+    require_sensible();
+    find_leaders();
+    open_directory();
+    collect_share();
+  });
+  PipelineAccess::set_step_flags(pipeline, [this] { return flags(); });
+}
+
+Checkpointer::Impl::~Impl() {
+  PipelineAccess::set_step_flags(pipeline, {});
+  writer.wait();
+  if (phase == Phase::kIdle || !leader) return;
+  try {
+    // Other ranks may still write into it; the next start removes what is left then.
+    abandon_save(partial);
+  } catch (const Error&) {
+  }
+}
+
+void Checkpointer::Impl::require_sensible() const {
+  if (options.directory.empty()) throw_usage("a Checkpointer needs a directory");
+  if (options.keep < 1) {
+    throw_usage("keeping {} saves keeps none; the nearest legal value is 1", options.keep);
+  }
+  if (!(options.every_minutes >= 0)) {
+    throw_usage("saving every {} minutes is not possible; 0 means never", options.every_minutes);
+  }
+}
+
+void Checkpointer::Impl::find_leaders() {
+  hosts = world().all_gather_strings(
+      layout.place.devices[static_cast<std::size_t>(layout.place.rank)].host);
+  const auto first_of_host = std::find(hosts.begin(), hosts.end(), hosts[at(rank)]);
+  leader = options.local ? first_of_host - hosts.begin() == rank : rank == 0;
+}
+
+void Checkpointer::Impl::open_directory() {
+  // Every leader, and rank 0 for all: which run the directory is of.
+  std::string found;
+  if (leader) {
+    std::error_code error;
+    options.directory = fs::absolute(options.directory, error);
+    fs::create_directories(options.directory, error);
+    if (error || !fs::is_directory(options.directory)) {
+      throw_error(ErrorCode::kIo, "cannot create directory '{}': {}", options.directory.string(),
+                  error ? error.message() : "it is no directory");
+    }
+    lock = std::make_unique<SaveLock>(options.directory, SaveLock::kWatch,
+                                      [this](const std::string& line) { say(line); });
+    for (const std::string& removed : open_save_directory(options.directory)) {
+      say(fmt::format("removed '{}', which a save that was cut short left", removed));
+    }
+    const SaveScan scan = scan_saves(options.directory);
+    require_own_directory(scan);
+    if (!scan.saves.empty()) {
+      newest = scan.saves.front().directory;
+      sequence = scan.saves.front().state.sequence;
+    }
+  }
+  options.directory = world().broadcast_string(options.directory.string(), 0);
+  require_visible();
+  run = world().broadcast_string(options.run.empty() ? random_id() : options.run, 0);
+  for (const std::string& theirs : world().all_gather_strings(std::to_string(sequence))) {
+    sequence = std::max<std::uint64_t>(sequence, std::stoull(theirs));
+  }
+  ++sequence;
+}
+
+void Checkpointer::Impl::require_own_directory(const SaveScan& scan) const {
+  if (options.overwrite) return;
+  std::string what;
+  for (const Save& save : scan.saves) {
+    if (save.state.run == options.run) continue;
+    what = fmt::format("'{}' of another run", save.directory.filename().string());
+    break;
+  }
+  if (what.empty() && options.run.empty()) {
+    if (!scan.broken.empty()) what = "a damaged save: " + scan.broken.front();
+    if (select_saves(options.directory).of_0_1) what = "a save of version 0.1";
+  }
+  if (what.empty()) return;
+  throw_error(ErrorCode::kIo,
+              "directory '{}' holds {}; --resume auto goes on with what is there, --overwrite "
+              "replaces it, or give another --save",
+              options.directory.string(), what);
+}
+
+// Rank 0 writes a file of a random name, the first rank of every host looks for it.
+void Checkpointer::Impl::require_visible() {
+  if (options.local) return;
+  const std::string name = world().broadcast_string(".visible-" + random_id(), 0);
+  const fs::path token = options.directory / name;
+  if (first()) {
+    AtomicFile file(token);
+    file.write(name);
+    file.commit();
+  }
+  world().barrier();
+  std::string blind;
+  if (std::find(hosts.begin(), hosts.end(), hosts[at(rank)]) - hosts.begin() == rank) {
+    // A network file system may show a new name seconds later.
+    constexpr auto kPatience = std::chrono::seconds(10);
+    const auto deadline = Clock::now() + kPatience;
+    std::error_code error;
+    while (!fs::exists(token, error) && Clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      // Opening the directory makes NFS ask its server again.
+      (void)fs::directory_iterator(options.directory, error);
+    }
+    if (!fs::exists(token, error)) blind = hosts[at(rank)];
+  }
+  std::vector<std::string> all = world().all_gather_strings(blind);
+  if (first()) {
+    std::error_code error;
+    fs::remove(token, error);
+  }
+  std::erase(all, "");
+  if (all.empty()) return;
+  throw Error(ErrorCode::kIo,
+              fmt::format("directory '{}' of host '{}' is not seen on host{} '{}'; all hosts need "
+                          "it (a shared file system), or --save-local for one on each",
+                          options.directory.string(), hosts.front(), all.size() == 1 ? "" : "s",
+                          fmt::join(all, "', '")),
+              0);
+}
+
+void Checkpointer::Impl::collect_share() {
+  const std::vector<SavedParameter> shares =
+      share_saves(layout.plans, layout.parameters, layout.place.topology.replicas);
+  parts = parts_of(shares, layout.place.topology);
+  std::set<std::string> mine;
+  for (const SavedParameter& share : shares) {
+    if (share.rank == layout.place.rank && share.replica == layout.place.replica) {
+      mine.insert(share.name);
+    }
+  }
+  for (const Pipeline::Owned& owned : pipeline.parameters()) {
+    if (!owned.owner || !mine.contains(owned.parameter->name)) continue;
+    live.push_back({owned.parameter->name, owned.parameter->value});
+  }
+  model_tensors = live.size();
+  if (!options.weights_only) {
+    for (const OptimizerState& each : pipeline.optimizer_state()) {
+      if (mine.contains(each.parameter)) {
+        live.push_back({each.kind + "." + each.parameter, each.tensor});
+      }
+    }
+  }
+  for (const NamedTensor& named : live) share_bytes += named.tensor.spec.bytes();
+  for (const std::string& theirs : world().all_gather_strings(std::to_string(share_bytes))) {
+    job_bytes += std::stoull(theirs);
+  }
+}
+
+// When a step's record is packed. The stop file is looked for at most ten times a second.
+std::uint32_t Checkpointer::Impl::flags() const {
+  std::uint32_t mine = 0;
+  if (writer.busy()) {
+    mine |= kBusy;
+  } else if (writer.failed()) {
+    mine |= kFailed;
+  }
+  const auto now = Clock::now();
+  if (first() && now >= next_look) {
+    std::error_code error;
+    stop_file = fs::exists(options.directory / "stop", error);
+    next_look = now + std::chrono::milliseconds(100);
+  }
+  if (stop_asked || stop_file) mine |= kStop;
+  if (first() && options.every_minutes > 0 &&
+      now - last_begin >= std::chrono::duration<double>(60 * options.every_minutes)) {
+    mine |= kDue;
+  }
+  return mine;
+}
+
+void Checkpointer::Impl::begin() {
+  const std::uint64_t step = pipeline.step();
+  PipelineAccess::guarded(pipeline, "saving", [&] {
+    if (leader) {
+      lock->require_held();
+      require_space(options.directory, job_bytes);
+      partial = begin_save(options.directory, step);
+    }
+    world().barrier();  // the directory is there
+    partial = options.directory / world().broadcast_string(partial.filename().string(), 0);
+    snapshot.take(live);
+    state = {};
+    const std::string name = fmt::format("{} {}", run, sequence);
+    state.save = checksum_hex(std::as_bytes(std::span(name)));
+    state.run = run;
+    state.sequence = sequence;
+    state.step = step;
+    state.weights_only = options.weights_only;
+    state.time = utc_now();
+    states = {};
+    if (first()) {
+      for (const auto& [each, take] : takers) states.add(each, take());
+    }
+    writer.start([this, step] { write_share(step); });
+  });
+  phase = Phase::kWriting;
+  saved_step = step;
+  last_begin = Clock::now();
+  waited = false;
+}
+
+// On the writer's thread.
+void Checkpointer::Impl::write_share(std::uint64_t step) {
+  const int part = parts.part_of_rank[at(rank)];
+  const std::map<std::string, std::string> metadata = {
+      {"format", "pt"}, {"step", std::to_string(step)}, {"save", state.save}};
+  const std::span<const NamedTensor> copies = snapshot.tensors();
+  if (part >= 0) {
+    write_tensors(partial, weights_file_name("model", part, parts.count),
+                  copies.first(model_tensors), metadata, state);
+    if (copies.size() > model_tensors) {
+      write_tensors(partial, weights_file_name("optimizer", part, parts.count),
+                    copies.subspan(model_tensors), metadata, state);
+    }
+  }
+  if (!states.tensors().empty()) {
+    write_tensors(partial, "user.safetensors", states.tensors(), metadata, state);
+  }
+}
+
+// Every leader gets what the ranks of its directory have written.
+void Checkpointer::Impl::gather_facts() {
+  const std::vector<std::string> facts = world().all_gather_strings(to_json_text(state));
+  if (!leader) return;
+  for (std::size_t other = 0; other < facts.size(); ++other) {
+    if (static_cast<int>(other) == rank) continue;
+    if (options.local && hosts[other] != hosts[at(rank)]) continue;
+    SaveState theirs = parse_save_state(facts[other], partial / "state.json");
+    std::move(theirs.files.begin(), theirs.files.end(), std::back_inserter(state.files));
+    std::move(theirs.tensors.begin(), theirs.tensors.end(), std::back_inserter(state.tensors));
+  }
+  const Topology& topology = layout.place.topology;
+  state.layout = {{"ranks", topology.ranks()},
+                  {"pipeline", topology.pipeline},
+                  {"replicas", topology.replicas},
+                  {"stages", layout.plans.num_stages()}};
+  if (options.local) state.layout["local"] = 1;
+  state.options = options.options;
+  state.data = options.data;
+  state.model = options.model;
+  state.skipped = skipped;
+  state.user = states.json();
+}
+
+// On the writer's thread of a leader.
+void Checkpointer::Impl::publish() {
+  write_index(partial, "model", state);
+  write_index(partial, "optimizer", state);
+  lock->require_held();
+  publish_save(options.directory, partial, state);
+  warnings = prune_saves(options.directory, {.keep = options.keep,
+                                             .keep_every = options.keep_every,
+                                             .only_run = options.overwrite ? run : ""});
+}
+
+void Checkpointer::Impl::rethrow_writer_error() {
+  PipelineAccess::guarded(pipeline, "saving", [&] {
+    writer.rethrow();
+    world().barrier();
+  });
+}
+
+void Checkpointer::Impl::advance() {
+  rethrow_writer_error();
+  if (phase == Phase::kWriting) {
+    PipelineAccess::guarded(pipeline, "saving", [&] { gather_facts(); });
+    if (leader) writer.start([this] { publish(); });
+    phase = Phase::kPublishing;
+  } else if (phase == Phase::kPublishing) {
+    if (leader) newest = options.directory / step_directory_name(state.step);
+    for (const std::string& warning : std::exchange(warnings, {})) say(warning);
+    ++sequence;
+    phase = Phase::kIdle;
+  }
+}
+
+void Checkpointer::Impl::finish_open_save() {
+  while (phase != Phase::kIdle) {
+    writer.wait();
+    advance();
+  }
+}
+
+Checkpointer::Checkpointer(Pipeline& pipeline, CheckpointOptions options,
+                           std::function<void(const std::string&)> note)
+    : impl_(std::make_unique<Impl>(pipeline, std::move(options), std::move(note))) {}
+Checkpointer::~Checkpointer() = default;
+
+void Checkpointer::add_state(std::string name, std::function<ProgramState()> take) {
+  if (name.empty() || name.find('/') != std::string::npos || impl_->takers.contains(name)) {
+    throw_usage("state '{}': a name is not empty, has no '/' and is given once", name);
+  }
+  impl_->takers.emplace(std::move(name), std::move(take));
+}
+
+void Checkpointer::after_step(const StepReport& report) {
+  Impl& me = *impl_;
+  if (report.skipped) me.skipped.push_back(report.step);
+  const std::uint32_t flags = PipelineAccess::step_flags(me.pipeline);
+  if ((flags & kStop) != 0 && !me.stop) {
+    me.stop = true;
+    std::error_code error;
+    if (me.first()) fs::remove(me.options.directory / "stop", error);
+  }
+  if ((flags & kFailed) != 0) me.rethrow_writer_error();
+  if (me.phase != Impl::Phase::kIdle && (flags & kBusy) == 0) me.advance();
+  const std::uint64_t every = me.options.every_steps;
+  const std::uint64_t step = me.pipeline.step();
+  if ((every == 0 || step % every != 0) && (flags & kDue) == 0) return;
+  if (me.saved_step == step) return;
+  if (me.phase != Impl::Phase::kIdle) {
+    if (!std::exchange(me.waited, true)) {
+      me.say(
+          fmt::format("the save of step {} waits for that of step {}: the disk is slower than "
+                      "saves are due",
+                      step, *me.saved_step));
+    }
+    me.finish_open_save();
+  }
+  me.begin();
+}
+
+void Checkpointer::save_now() {
+  Impl& me = *impl_;
+  me.finish_open_save();
+  if (me.saved_step == me.pipeline.step()) return;
+  me.begin();
+  me.finish_open_save();
+}
+
+void Checkpointer::request_stop() noexcept { impl_->stop_asked = true; }
+bool Checkpointer::stop_requested() const { return impl_->stop; }
+fs::path Checkpointer::last_save() const { return impl_->newest; }
+
+void save_checkpoint(Pipeline& pipeline, const CheckpointOptions& options) {
+  Checkpointer(pipeline, options).save_now();
+}
+
+}  // namespace sluice

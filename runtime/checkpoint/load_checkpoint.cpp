@@ -1,0 +1,383 @@
+#include "runtime/checkpoint/load_checkpoint.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <string_view>
+
+#include <sluice/checkpoint.hpp>
+#include <sluice/error.hpp>
+#include <sluice/pipeline.hpp>
+
+#include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
+#include "runtime/checkpoint/program_state.hpp"
+#include "runtime/checkpoint/save_directory.hpp"
+#include "runtime/checkpoint/save_state.hpp"
+#include "runtime/checkpoint/verify.hpp"
+#include "runtime/checkpoint/weights.hpp"
+#include "runtime/job/host_mirror.hpp"
+#include "runtime/layout/save_shares.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
+
+namespace sluice {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+
+// The tensors of one save, of either format, read by name. A file is opened when a tensor of it is
+// asked for.
+class SavedTensors {
+ public:
+  SavedTensors(fs::path directory, const SaveState& state) : directory_(std::move(directory)) {
+    for (const SavedTensor& tensor : state.tensors) {
+      if (tensor.file != "user.safetensors") by_name_.emplace(tensor.name, tensor);
+    }
+  }
+  // Of version 0.1.
+  SavedTensors(fs::path directory, bool optimizer) : directory_(std::move(directory)) {
+    for (const char* kind : {"model", "optimizer"}) {
+      if (!optimizer && kind == std::string_view("optimizer")) continue;
+      old_.emplace(kind, WeightsDirectory(directory_, kind));
+      for (const std::string& name : old_.at(kind).names()) {
+        const TensorSpec spec = old_.at(kind).find(name)->spec;
+        by_name_.emplace(name, SavedTensor{name, kind, spec, 0, spec.shape.elements()});
+      }
+    }
+  }
+
+  [[nodiscard]] const SavedTensor* find(const std::string& name) const {
+    const auto found = by_name_.find(name);
+    return found == by_name_.end() ? nullptr : &found->second;
+  }
+  // Names of parameters.
+  [[nodiscard]] std::vector<std::string> parameters() const {
+    std::vector<std::string> names;
+    for (const auto& [name, tensor] : by_name_) {
+      if (tensor.file.starts_with("model")) names.push_back(name);
+    }
+    return names;
+  }
+
+  // Elements [first, first + count) of tensor `name`, flattened, which is of `spec` as a whole.
+  // Requires find(name) with that spec.
+  void read(const std::string& name, const TensorSpec& spec, std::int64_t first,
+            std::span<std::byte> into) {
+    const SafetensorsFile::Entry* entry = entry_of(name);
+    if (entry == nullptr || entry->spec != spec) {
+      throw_error(ErrorCode::kWeights, "'{}': tensor '{}' is {}, not {}", directory_.string(), name,
+                  entry == nullptr ? "missing" : to_string(entry->spec), to_string(spec));
+    }
+    const std::size_t begin = static_cast<std::size_t>(first) * size_of(spec.dtype);
+    if (begin > entry->bytes.size() || into.size() > entry->bytes.size() - begin) {
+      throw_error(ErrorCode::kInternal, "a part of tensor '{}' that lies outside it", name);
+    }
+    if (!into.empty()) std::memcpy(into.data(), entry->bytes.data() + begin, into.size());
+  }
+
+ private:
+  const SafetensorsFile::Entry* entry_of(const std::string& name) {
+    const SavedTensor& saved = by_name_.at(name);
+    if (const auto old = old_.find(saved.file); old != old_.end()) return old->second.find(name);
+    const auto [opened, fresh] = entries_.try_emplace(saved.file);
+    if (fresh) {
+      const SafetensorsFile& file = files_.emplace_back(directory_ / saved.file);
+      for (const SafetensorsFile::Entry& entry : file.entries()) {
+        opened->second.emplace(entry.name, &entry);
+      }
+    }
+    const auto found = opened->second.find(name);
+    return found == opened->second.end() ? nullptr : found->second;
+  }
+
+  fs::path directory_;
+  std::map<std::string, SavedTensor> by_name_;
+  std::map<std::string, WeightsDirectory> old_;  // by kind
+  std::deque<SafetensorsFile> files_;
+  std::map<std::string, std::map<std::string, const SafetensorsFile::Entry*>> entries_;  // by file
+};
+
+// The model's parameters are exactly those that were saved, with these sizes.
+void require_fitting(const SavedTensors& saved, const JobLayout& layout, const fs::path& path) {
+  std::set<std::string> known;
+  for (const SavedParameter& parameter :
+       share_saves(layout.plans, layout.parameters, layout.place.topology.replicas)) {
+    known.insert(parameter.name);
+    const SavedTensor* tensor = saved.find(parameter.name);
+    if (tensor != nullptr && tensor->spec.shape.elements() == parameter.elements) continue;
+    throw_error(
+        ErrorCode::kWeights,
+        "weights in '{}' do not fit the model: tensor '{}' {}, but the model needs {} "
+        "elements",
+        path.string(), parameter.name,
+        tensor == nullptr ? "is missing" : fmt::format("was saved as {}", to_string(tensor->spec)),
+        parameter.elements);
+  }
+  for (const std::string& name : saved.parameters()) {
+    if (known.contains(name)) continue;
+    throw_error(ErrorCode::kWeights,
+                "weights in '{}' do not fit the model: it has no parameter '{}' (is it another "
+                "--model, --layers or --untie?)",
+                path.string(), name);
+  }
+}
+
+// What this rank reads: destinations of this rank's memory by saved name.
+std::vector<NamedTensor> wanted(Pipeline& pipeline, bool optimizer) {
+  std::vector<NamedTensor> tensors;
+  for (const Pipeline::Owned& owned : pipeline.parameters()) {
+    if (owned.owner) tensors.push_back({owned.parameter->name, owned.parameter->value});
+  }
+  if (!optimizer) return tensors;
+  for (const OptimizerState& state : pipeline.optimizer_state()) {
+    tensors.push_back({state.kind + "." + state.parameter, state.tensor});
+  }
+  return tensors;
+}
+
+// Every tensor that this rank reads is there with its type and shape.
+void require_tensors(const SavedTensors& saved, std::span<const NamedTensor> tensors,
+                     const fs::path& path) {
+  for (const NamedTensor& named : tensors) {
+    const SavedTensor* tensor = saved.find(named.name);
+    if (tensor != nullptr && tensor->spec == named.tensor.spec) continue;
+    throw_error(
+        ErrorCode::kWeights,
+        "weights in '{}' do not fit the model: tensor '{}' {}, but the model needs it as "
+        "{}",
+        path.string(), named.name,
+        tensor == nullptr ? "is missing" : fmt::format("was saved as {}", to_string(tensor->spec)),
+        to_string(named.tensor.spec));
+  }
+}
+
+void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const NamedTensor> tensors) {
+  HostMirror mirror(pipeline.compute(), nullptr);
+  for (const NamedTensor& named : tensors) {
+    saved.read(named.name, named.tensor.spec, 0, mirror.writable_host_copy(named.tensor));
+    mirror.write_back();
+  }
+  pipeline.compute().stream().synchronize();  // before the mirror goes
+}
+
+// What rank 0 found at a path, for all ranks.
+struct Found {
+  std::vector<std::pair<std::string, std::string>> candidates;  // directory, id of the save
+  std::vector<std::string> broken;
+  bool one_step = false, of_0_1 = false;
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Found, candidates, broken, one_step, of_0_1)
+
+Found find_saves(Collectives& world, const fs::path& path) {
+  std::string text;
+  if (world.communicator().rank() == 0) {
+    const SaveSelection selection = select_saves(path);
+    Found found;
+    for (const Save& save : selection.candidates) {
+      found.candidates.emplace_back(save.directory.string(), save.state.save);
+    }
+    found.broken = selection.broken;
+    found.one_step = selection.one_step;
+    found.of_0_1 = selection.of_0_1;
+    text = Json(found).dump(-1, ' ', false, Json::error_handler_t::replace);
+  }
+  return Json::parse(world.broadcast_string(text, 0)).get<Found>();
+}
+
+// The pieces that this rank hashes: ranks that see the same files share them.
+std::vector<HashPiece> my_pieces(Collectives& world, const fs::path& directory,
+                                 const SaveState& state, std::span<const NamedTensor> tensors,
+                                 const std::vector<std::string>& hosts, Verify verify) {
+  if (verify == Verify::kRead) {
+    std::set<std::string> names;
+    for (const NamedTensor& named : tensors) names.insert(named.name);
+    return hash_pieces_of(directory, state, names);
+  }
+  const int rank = world.communicator().rank();
+  const bool local = state.layout.contains("local");
+  std::size_t sharers = 0, mine = 0;
+  for (std::size_t other = 0; other < hosts.size(); ++other) {
+    if (local && hosts[other] != hosts[at(rank)]) continue;
+    if (static_cast<int>(other) == rank) mine = sharers;
+    ++sharers;
+  }
+  const std::vector<HashPiece> all = hash_pieces(state);
+  // Contiguous: a rank reads few files, each in order.
+  const auto bound = [&](std::size_t share) {
+    return static_cast<std::ptrdiff_t>(all.size() * share / sharers);
+  };
+  return {all.begin() + bound(mine), all.begin() + bound(mine + 1)};
+}
+
+// Throws Error(kWeights) or Error(kIo) on this rank where it finds the save broken.
+SaveState verify_save(Collectives& world, const fs::path& directory, const std::string& id,
+                      std::span<const NamedTensor> tensors, const std::vector<std::string>& hosts,
+                      Verify verify) {
+  const std::string& host = hosts[at(world.communicator().rank())];
+  SaveState state;
+  try {
+    state = read_save_state(directory);
+  } catch (const Error& error) {
+    throw_error(error.code(), "{} (on host '{}')", error.what(), host);
+  }
+  if (state.save != id) {
+    throw_error(ErrorCode::kWeights,
+                "'{}' on host '{}' holds save {}, on that of rank 0 save {}: the hosts do not see "
+                "the same directory",
+                directory.string(), host, state.save, id);
+  }
+  require_complete(directory, state);
+  std::set<std::string> files;
+  const SavedTensors saved(directory, state);
+  for (const NamedTensor& named : tensors) {
+    if (const SavedTensor* tensor = saved.find(named.name)) files.insert(tensor->file);
+  }
+  if (verify != Verify::kOff) {
+    require_hashes(directory, state, my_pieces(world, directory, state, tensors, hosts, verify));
+  }
+  if (!files.empty()) require_headers(directory, state, files);
+  return state;
+}
+
+struct Chosen {
+  fs::path directory;
+  SaveState state;
+  std::vector<std::string> notes;
+};
+
+// The first candidate that verifies on all ranks.
+Chosen choose_save(Collectives& world, const Found& found, const fs::path& path,
+                   std::span<const NamedTensor> tensors, const std::vector<std::string>& hosts,
+                   Verify verify) {
+  std::vector<std::string> notes = found.broken;
+  for (const auto& [name, id] : found.candidates) {
+    SaveState state;
+    std::string error;
+    try {
+      state = verify_save(world, name, id, tensors, hosts, verify);
+    } catch (const Error& broken) {
+      error = broken.what();
+    }
+    const std::vector<std::string> errors = world.all_gather_strings(error);
+    const auto broken = std::find_if(errors.begin(), errors.end(),
+                                     [](const std::string& text) { return !text.empty(); });
+    if (broken == errors.end()) return {name, std::move(state), std::move(notes)};
+    notes.push_back(*broken);
+    if (found.one_step) break;
+  }
+  throw_error(ErrorCode::kWeights, "{}'{}' holds no save that can be used{}{}",
+              found.one_step ? "" : "directory ", path.string(), notes.empty() ? "" : ": ",
+              fmt::join(notes, "; "));
+}
+
+std::vector<std::string> hosts_of(Pipeline& pipeline) {
+  const RankPlace& place = PipelineAccess::layout(pipeline).place;
+  return PipelineAccess::world(pipeline).all_gather_strings(place.devices[at(place.rank)].host);
+}
+
+// state.json of version 0.1. Its parts' metadata say the same step.
+std::uint64_t step_of_0_1(const fs::path& directory) {
+  const fs::path path = directory / "state.json";
+  std::ifstream in(path);
+  const Json state = Json::parse(in, nullptr, false);
+  if (state.is_object() && state.contains("format") && state["format"] != 1) {
+    throw_error(ErrorCode::kWeights, "'{}' is of format {}, which this version does not read",
+                path.string(), state["format"].dump());
+  }
+  const auto step = state.find("step");
+  if (!state.is_object() || step == state.end() || !step->is_number_unsigned()) {
+    throw_error(ErrorCode::kWeights,
+                "'{}' is missing or damaged; --resume needs a directory that --save wrote",
+                path.string());
+  }
+  for (const char* kind : {"model", "optimizer"}) {
+    std::error_code error;
+    const bool there = fs::exists(directory / weights_file_name(kind, 0, 1), error) ||
+                       fs::exists(directory / (kind + std::string(".safetensors.index.json")));
+    if (!there) continue;  // plain SGD has no optimizer state
+    const std::string saved = WeightsDirectory(directory, kind).step();
+    if (saved.empty() || saved == std::to_string(step->get<std::uint64_t>())) continue;
+    throw_error(ErrorCode::kWeights,
+                "'{}' is of step {}, but {}.safetensors of step {}: a save was cut short",
+                path.string(), step->get<std::uint64_t>(), kind, saved);
+  }
+  return step->get<std::uint64_t>();
+}
+
+// Which checks a load makes, and what it reads.
+enum class Extent { kWeights, kEverything };
+
+LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, Extent extent) {
+  LoadedCheckpoint loaded;
+  const bool all = extent == Extent::kEverything;
+  PipelineAccess::guarded(pipeline, all ? "loading the checkpoint" : "loading the weights", [&] {
+    Collectives& world = PipelineAccess::world(pipeline);
+    const JobLayout& layout = PipelineAccess::layout(pipeline);
+    const std::vector<NamedTensor> tensors = wanted(pipeline, all);
+    const Found found = find_saves(world, path);
+    std::optional<SavedTensors> saved;
+    if (found.of_0_1) {
+      loaded.directory = path;
+      if (all) loaded.step = step_of_0_1(path);
+      saved.emplace(path, all && !pipeline.optimizer_state().empty());
+    } else {
+      Chosen chosen = choose_save(world, found, path, tensors, hosts_of(pipeline), verify);
+      if (all && chosen.state.weights_only) {
+        throw_error(ErrorCode::kWeights,
+                    "'{}' holds weights alone (--save-weights-only): it cannot be resumed",
+                    chosen.directory.string());
+      }
+      saved.emplace(chosen.directory, chosen.state);
+      if (all) loaded.states = read_states(world, chosen.directory, chosen.state);
+      loaded.directory = std::move(chosen.directory);
+      loaded.run = chosen.state.run;
+      loaded.step = chosen.state.step;
+      loaded.options = std::move(chosen.state.options);
+      loaded.data = std::move(chosen.state.data);
+      loaded.skipped = std::move(chosen.state.skipped);
+      loaded.notes = std::move(chosen.notes);
+    }
+    require_fitting(*saved, layout, loaded.directory);
+    require_tensors(*saved, tensors, loaded.directory);
+    world.barrier();  // no rank found fault, so parameters may change
+    read_values(pipeline, *saved, tensors);
+    if (all) pipeline.set_step(loaded.step);
+    world.barrier();
+  });
+  pipeline.values_changed();
+  return loaded;
+}
+
+}  // namespace
+
+std::uint64_t require_fitting_save(const JobLayout& layout, const fs::path& path) {
+  const SaveSelection selection = select_saves(path);
+  if (selection.of_0_1) {
+    require_fitting(SavedTensors(path, /*optimizer=*/false), layout, path);
+    return step_of_0_1(path);
+  }
+  if (selection.candidates.empty()) {
+    throw_error(ErrorCode::kWeights, "'{}' holds no save{}{}", path.string(),
+                selection.broken.empty() ? "" : ": ", fmt::join(selection.broken, "; "));
+  }
+  const Save& save = selection.candidates.front();
+  require_fitting(SavedTensors(save.directory, save.state), layout, save.directory);
+  return save.state.step;
+}
+
+LoadedCheckpoint load_checkpoint(Pipeline& pipeline, const fs::path& path, Verify verify) {
+  return load(pipeline, path, verify, Extent::kEverything);
+}
+
+void load_weights(Pipeline& pipeline, const fs::path& path, Verify verify) {
+  (void)load(pipeline, path, verify, Extent::kWeights);
+}
+
+}  // namespace sluice

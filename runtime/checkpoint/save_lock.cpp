@@ -1,0 +1,219 @@
+#include "runtime/checkpoint/save_lock.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <condition_variable>
+#include <cstdlib>
+#include <ctime>
+#include <fstream>
+#include <iterator>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <system_error>
+#include <thread>
+
+#include <sluice/error.hpp>
+
+#include "comm/base/throw_error.hpp"
+
+namespace sluice {
+namespace fs = std::filesystem;
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Holder {
+  std::string host, boot, pid_namespace, job, restart;
+  std::int64_t process = 0;
+  std::uint64_t started = 0;  // of the process, in the kernel's ticks
+  std::int64_t since = 0;     // Unix time
+};
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Holder, host, boot, pid_namespace, job, restart, process,
+                                   started, since)
+
+std::string read_text(const fs::path& path) {
+  std::ifstream in(path, std::ios::binary);
+  constexpr std::size_t kMost = 4096;
+  std::string text(kMost, '\0');
+  in.read(text.data(), static_cast<std::streamsize>(text.size()));
+  text.resize(static_cast<std::size_t>(in.gcount()));
+  return text;
+}
+
+// Field 22 of /proc/PID/stat; the name before it may hold anything but ends with the last ')'. 0
+// for a process that is gone, also one that its parent has not waited for (state Z or X).
+std::uint64_t start_of(std::int64_t process) {
+  std::string stat = read_text(fmt::format("/proc/{}/stat", process));
+  stat.erase(0, std::min(stat.size(), stat.rfind(')') + 2));
+  if (stat.starts_with('Z') || stat.starts_with('X')) return 0;
+  std::size_t at = 0;
+  constexpr int kFieldsBefore = 19;  // from field 3 on
+  for (int field = 0; field < kFieldsBefore && at != std::string::npos; ++field) {
+    at = stat.find(' ', at);
+    if (at != std::string::npos) ++at;
+  }
+  return at == std::string::npos ? 0 : std::strtoull(stat.c_str() + at, nullptr, 10);
+}
+
+std::string variable(std::initializer_list<const char*> names) {
+  for (const char* name : names) {
+    const char* value = std::getenv(name);
+    if (value != nullptr && *value != '\0') return value;
+  }
+  return "";
+}
+
+Holder this_process() {
+  Holder me;
+  std::array<char, 256> host = {};
+  if (::gethostname(host.data(), host.size() - 1) == 0) me.host = host.data();
+  me.boot = read_text("/proc/sys/kernel/random/boot_id");
+  while (!me.boot.empty() && me.boot.back() == '\n') me.boot.pop_back();
+  std::error_code error;
+  me.pid_namespace = fs::read_symlink("/proc/self/ns/pid", error).string();
+  me.job = variable({"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "SLUICE_JOB_ID"});
+  me.restart = variable({"SLURM_RESTART_COUNT"});
+  me.process = ::getpid();
+  me.started = start_of(me.process);
+  me.since = std::time(nullptr);
+  return me;
+}
+
+std::optional<Holder> read_holder(const fs::path& path) {
+  try {
+    return nlohmann::json::parse(read_text(path)).get<Holder>();
+  } catch (const nlohmann::json::exception&) {
+    return std::nullopt;
+  }
+}
+
+std::string describe(const std::optional<Holder>& holder) {
+  if (!holder) return "a process that left no name";
+  const auto age = static_cast<double>(std::time(nullptr) - holder->since);
+  return fmt::format("process {} on host '{}'{}, since {:.0f} s", holder->process, holder->host,
+                     holder->job.empty() ? "" : fmt::format(", job {}", holder->job), age);
+}
+
+enum class Life { kAlive, kGone, kUnknown };
+
+Life life_of(const std::optional<Holder>& holder, const Holder& me) {
+  if (!holder) return Life::kUnknown;
+  if (!me.job.empty() && holder->job == me.job && holder->restart != me.restart) {
+    return Life::kGone;
+  }
+  if (holder->boot != me.boot || holder->pid_namespace != me.pid_namespace) return Life::kUnknown;
+  if (::kill(static_cast<pid_t>(holder->process), 0) != 0 && errno == ESRCH) return Life::kGone;
+  return start_of(holder->process) == holder->started ? Life::kAlive : Life::kGone;
+}
+
+std::int64_t modified(const fs::path& path) {
+  struct stat info = {};
+  if (::stat(path.c_str(), &info) != 0) return -1;
+  return std::int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + info.st_mtim.tv_nsec;
+}
+
+}  // namespace
+
+struct SaveLock::Impl {
+  void renew() {
+    std::unique_lock lock(mutex);
+    while (!ended.wait_for(lock, kRenew, [this] { return end; })) {
+      (void)::utimensat(AT_FDCWD, path.c_str(), nullptr, 0);
+    }
+  }
+  [[nodiscard]] bool mine() const { return read_text(path) == text; }
+
+  fs::path path;
+  std::string text;
+  std::int64_t process = ::getpid();
+  std::mutex mutex;
+  std::condition_variable ended;
+  bool end = false;
+  std::thread thread;
+};
+
+SaveLock::SaveLock(const fs::path& directory, std::chrono::milliseconds watch,
+                   const std::function<void(const std::string&)>& note)
+    : impl_(std::make_unique<Impl>()) {
+  impl_->path = directory / "lock";
+  const fs::path& path = impl_->path;
+  const Holder me = this_process();
+  impl_->text =
+      nlohmann::json(me).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+  const auto fail = [&](int error) {
+    throw_error(ErrorCode::kIo, "cannot write '{}': {}", path.string(),
+                std::generic_category().message(error));
+  };
+  for (;;) {
+    // The lock appears with its text: a link of a file that is complete.
+    const fs::path draft = fmt::format("{}.{}.{}", path.string(), me.host, me.process);
+    const int fd = ::open(draft.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+    if (fd < 0) fail(errno);
+    const auto size = static_cast<::ssize_t>(impl_->text.size());
+    const bool written = ::write(fd, impl_->text.data(), impl_->text.size()) == size;
+    const int write_error = errno;
+    ::close(fd);
+    const bool linked = written && ::link(draft.c_str(), path.c_str()) == 0;
+    const int error = written ? errno : write_error;
+    ::unlink(draft.c_str());
+    if (linked) break;
+    if (!written || error != EEXIST) fail(error);
+    const std::string theirs = read_text(path);
+    const std::optional<Holder> holder = read_holder(path);
+    Life life = life_of(holder, me);
+    if (life == Life::kUnknown) {
+      if (note) {
+        note(fmt::format("'{}' is held by {}; waiting {} s to see whether it is still there",
+                         path.string(), describe(holder),
+                         std::chrono::duration_cast<std::chrono::seconds>(watch).count()));
+      }
+      const std::int64_t before = modified(path);
+      const auto deadline = Clock::now() + watch;
+      life = Life::kGone;
+      while (life == Life::kGone && Clock::now() < deadline) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        if (modified(path) != before) life = Life::kAlive;
+      }
+      if (modified(path) == -1) continue;  // released meanwhile
+    }
+    if (life == Life::kAlive) {
+      throw_error(ErrorCode::kIo,
+                  "directory '{}' is in use by {}; two jobs cannot save into one directory",
+                  directory.string(), describe(holder));
+    }
+    // Only the lock that was looked at goes; another job may have taken it over meanwhile.
+    if (read_text(path) == theirs) ::unlink(path.c_str());
+  }
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  impl_->thread = std::thread([this] { impl_->renew(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+SaveLock::~SaveLock() {
+  {
+    const std::lock_guard lock(impl_->mutex);
+    impl_->end = true;
+  }
+  impl_->ended.notify_all();
+  if (impl_->thread.joinable()) impl_->thread.join();
+  if (::getpid() == impl_->process && impl_->mine()) ::unlink(impl_->path.c_str());
+}
+
+void SaveLock::require_held() const {
+  if (impl_->mine()) return;
+  throw_error(
+      ErrorCode::kIo, "'{}' is {}; this job no longer saves there", impl_->path.string(),
+      modified(impl_->path) == -1 ? "gone" : "held by " + describe(read_holder(impl_->path)));
+}
+
+}  // namespace sluice

@@ -1,0 +1,279 @@
+#include "runtime/checkpoint/save_state.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include <sluice/error.hpp>
+
+#include "comm/base/throw_error.hpp"
+#include "runtime/files/checksum.hpp"
+#include "runtime/files/mapped_file.hpp"
+
+namespace sluice {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+// The last field: the hash of all bytes before it.
+constexpr std::string_view kCheck = ",\n \"check\": \"";
+constexpr std::size_t kMostBytes = std::size_t{1} << 30;
+
+// Throws for one file.
+class Reader {
+ public:
+  explicit Reader(const std::filesystem::path& path) : path_(path) {}
+
+  template <typename... Args>
+  [[noreturn]] void refuse(fmt::format_string<Args...> text, Args&&... args) const {
+    throw_error(ErrorCode::kWeights, "'{}' is damaged: {}", path_.string(),
+                fmt::format(text, std::forward<Args>(args)...));
+  }
+
+  const Json& field(const Json& object, const char* name) const {
+    if (!object.is_object()) refuse("what should hold '{}' is no object", name);
+    const auto found = object.find(name);
+    if (found == object.end()) refuse("'{}' is missing", name);
+    return *found;
+  }
+  std::string text(const Json& object, const char* name) const {
+    const Json& value = field(object, name);
+    if (!value.is_string()) refuse("'{}' is no string", name);
+    return value.get<std::string>();
+  }
+  std::uint64_t number(const Json& object, const char* name) const {
+    const Json& value = field(object, name);
+    if (!value.is_number_unsigned()) refuse("'{}' is no whole number from 0", name);
+    return value.get<std::uint64_t>();
+  }
+  const Json& array(const Json& object, const char* name) const {
+    const Json& value = field(object, name);
+    if (!value.is_array()) refuse("'{}' is no array", name);
+    return value;
+  }
+  const Json& object(const Json& parent, const char* name) const {
+    const Json& value = field(parent, name);
+    if (!value.is_object()) refuse("'{}' is no object", name);
+    return value;
+  }
+  std::string hash(const std::string& text, const char* name) const {
+    const bool hex = text.size() == 32 && std::all_of(text.begin(), text.end(), [](char c) {
+                       return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
+                     });
+    if (!hex) refuse("'{}' has a value that is not 32 hexadecimal digits", name);
+    return text;
+  }
+  SaveState::Values values(const Json& parent, const char* name) const {
+    SaveState::Values values;
+    for (const auto& [key, value] : object(parent, name).items()) {
+      if (!value.is_string()) refuse("'{}' of '{}' is no string", key, name);
+      values.emplace_back(key, value.get<std::string>());
+    }
+    return values;
+  }
+
+ private:
+  const std::filesystem::path& path_;
+};
+
+SavedFile file_from(const Reader& reader, const Json& json) {
+  SavedFile file;
+  file.name = reader.text(json, "name");
+  if (!is_save_file_name(file.name)) {
+    reader.refuse("'{}' is no name that a file of a save has", file.name);
+  }
+  file.bytes = reader.number(json, "bytes");
+  file.hash = reader.hash(reader.text(json, "hash"), "hash");
+  for (const Json& block : reader.array(json, "blocks")) {
+    if (!block.is_string()) reader.refuse("a block's hash of '{}' is no string", file.name);
+    file.blocks.push_back(reader.hash(block.get<std::string>(), "blocks"));
+  }
+  const std::uint64_t expected = file.bytes / kHashBlock + (file.bytes % kHashBlock != 0 ? 1 : 0);
+  if (!file.blocks.empty() && file.blocks.size() != expected) {
+    reader.refuse("'{}' of {} bytes has {} blocks, not {}", file.name, file.bytes,
+                  file.blocks.size(), expected);
+  }
+  return file;
+}
+
+SavedTensor tensor_from(const Reader& reader, const Json& json) {
+  SavedTensor tensor;
+  tensor.name = reader.text(json, "name");
+  tensor.file = reader.text(json, "file");
+  const std::string dtype = reader.text(json, "dtype");
+  bool known = false;
+  for (const DType each : {DType::kF32, DType::kBf16, DType::kI32, DType::kU8, DType::kF64}) {
+    if (dtype != name_of(each)) continue;
+    tensor.spec.dtype = each;
+    known = true;
+  }
+  if (!known) reader.refuse("tensor '{}' is of type '{}'", tensor.name, dtype);
+  std::vector<std::int64_t> dims;
+  std::int64_t elements = 1;
+  for (const Json& dim : reader.array(json, "shape")) {
+    if (!dim.is_number_unsigned() || dim.get<std::uint64_t>() > (std::uint64_t{1} << 48) ||
+        __builtin_mul_overflow(elements, dim.get<std::int64_t>(), &elements) ||
+        elements > (std::int64_t{1} << 56)) {
+      reader.refuse("tensor '{}' has a shape that is no shape", tensor.name);
+    }
+    dims.push_back(dim.get<std::int64_t>());
+  }
+  if (dims.size() > Shape::kMaxDims)
+    reader.refuse("tensor '{}' has too many dimensions", tensor.name);
+  tensor.spec.shape = Shape(dims);
+  const std::uint64_t first = reader.number(json, "first"), count = reader.number(json, "count");
+  const auto all = static_cast<std::uint64_t>(elements);
+  if (first > all || count > all - first) {
+    reader.refuse("tensor '{}' holds elements outside its shape", tensor.name);
+  }
+  tensor.first = static_cast<std::int64_t>(first);
+  tensor.count = static_cast<std::int64_t>(count);
+  return tensor;
+}
+
+void read_lists(const Reader& reader, const Json& json, SaveState& state) {
+  std::set<std::string> files;
+  for (const Json& each : reader.array(json, "files")) {
+    SavedFile file = file_from(reader, each);
+    if (!files.insert(file.name).second) reader.refuse("file '{}' comes twice", file.name);
+    state.files.push_back(std::move(file));
+  }
+  std::set<std::string> tensors;
+  for (const Json& each : reader.array(json, "tensors")) {
+    SavedTensor tensor = tensor_from(reader, each);
+    if (!files.contains(tensor.file)) {
+      reader.refuse("tensor '{}' is in '{}', which is not listed", tensor.name, tensor.file);
+    }
+    if (!tensors.insert(fmt::format("{}\n{}", tensor.name, tensor.first)).second) {
+      reader.refuse("tensor '{}' comes twice", tensor.name);
+    }
+    state.tensors.push_back(std::move(tensor));
+  }
+}
+
+}  // namespace
+
+bool is_save_file_name(std::string_view name) {
+  if (name == "user.safetensors") return true;
+  for (const std::string_view kind : {"model", "optimizer"}) {
+    if (!name.starts_with(kind)) continue;
+    const std::string_view rest = name.substr(kind.size());
+    if (rest == ".safetensors" || rest == ".safetensors.index.json") return true;
+    // -00001-of-00002.safetensors, five digits or more each
+    const auto digits = [](std::string_view text) {
+      return text.size() >= 5 && text.size() <= 10 &&
+             text.find_first_not_of("0123456789") == std::string_view::npos;
+    };
+    const std::size_t of = rest.find("-of-"), end = rest.find(".safetensors");
+    if (rest.starts_with("-") && of != std::string_view::npos && end != std::string_view::npos &&
+        of < end && rest.substr(end) == ".safetensors" && digits(rest.substr(1, of - 1)) &&
+        digits(rest.substr(of + 4, end - of - 4))) {
+      return true;
+    }
+  }
+  return false;
+}
+
+std::string to_json_text(const SaveState& state) {
+  Json json;
+  json["format"] = SaveState::kFormat;
+  json["save"] = state.save;
+  json["run"] = state.run;
+  json["sequence"] = state.sequence;
+  json["step"] = state.step;
+  json["time"] = state.time;
+  json["weights_only"] = state.weights_only;
+  json["layout"] = Json::object();
+  for (const auto& [name, value] : state.layout) json["layout"][name] = value;
+  json["options"] = Json::object();
+  for (const auto& [name, value] : state.options) json["options"][name] = value;
+  json["model"] = state.model.empty() ? Json() : Json::parse(state.model);
+  json["data"] = Json::object();
+  for (const auto& [name, value] : state.data) json["data"][name] = value;
+  json["skipped"] = state.skipped;
+  json["user"] = Json::object();
+  for (const auto& [name, text] : state.user) json["user"][name] = Json::parse(text);
+  json["files"] = Json::array();
+  for (const SavedFile& file : state.files) {
+    json["files"].push_back(Json{
+        {"name", file.name}, {"bytes", file.bytes}, {"hash", file.hash}, {"blocks", file.blocks}});
+  }
+  json["tensors"] = Json::array();
+  for (const SavedTensor& tensor : state.tensors) {
+    Json shape = Json::array();
+    for (int i = 0; i < tensor.spec.shape.rank(); ++i) shape.push_back(tensor.spec.shape[i]);
+    json["tensors"].push_back(Json{{"name", tensor.name},
+                                   {"file", tensor.file},
+                                   {"dtype", name_of(tensor.spec.dtype)},
+                                   {"shape", shape},
+                                   {"first", tensor.first},
+                                   {"count", tensor.count}});
+  }
+  std::string text = json.dump(1, ' ', false, Json::error_handler_t::replace);
+  text.resize(text.rfind('\n'));  // "\n}"
+  return text + fmt::format("{}{}\"\n}}\n", kCheck, checksum_hex(std::as_bytes(std::span(text))));
+}
+
+SaveState parse_save_state(std::string_view text, const std::filesystem::path& path) {
+  const Reader reader(path);
+  const std::size_t check = text.rfind(kCheck);
+  const Json json = Json::parse(text, nullptr, false);
+  if (json.is_discarded() || !json.is_object()) reader.refuse("it is no JSON object");
+  const std::uint64_t format = reader.number(json, "format");
+  if (format != SaveState::kFormat) {
+    throw_error(ErrorCode::kWeights, "'{}' is of format {}; this version reads format {}{}",
+                path.string(), format, SaveState::kFormat,
+                format < SaveState::kFormat ? "" : ", a newer version of Sluice wrote it");
+  }
+  const std::string_view checked = text.substr(0, check);
+  if (check == std::string_view::npos ||
+      text.substr(check + kCheck.size()) !=
+          checksum_hex(std::as_bytes(std::span(checked))) + "\"\n}\n") {
+    reader.refuse("its text does not have the hash that it ends with");
+  }
+  SaveState state;
+  state.save = reader.hash(reader.text(json, "save"), "save");
+  state.run = reader.hash(reader.text(json, "run"), "run");
+  state.sequence = reader.number(json, "sequence");
+  state.step = reader.number(json, "step");
+  state.time = reader.text(json, "time");
+  const Json& weights_only = reader.field(json, "weights_only");
+  if (!weights_only.is_boolean()) reader.refuse("'weights_only' is not true or false");
+  state.weights_only = weights_only.get<bool>();
+  for (const auto& [name, value] : reader.object(json, "layout").items()) {
+    if (!value.is_number_unsigned() ||
+        value.get<std::uint64_t>() > std::numeric_limits<int>::max()) {
+      reader.refuse("'{}' of 'layout' is no number of ranks", name);
+    }
+    state.layout[name] = value.get<int>();
+  }
+  state.options = reader.values(json, "options");
+  const Json& model = reader.field(json, "model");
+  if (!model.is_null()) state.model = model.dump();
+  state.data = reader.values(json, "data");
+  for (const Json& step : reader.array(json, "skipped")) {
+    if (!step.is_number_unsigned()) reader.refuse("'skipped' holds what is no step");
+    state.skipped.push_back(step.get<std::uint64_t>());
+  }
+  for (const auto& [name, value] : reader.object(json, "user").items()) {
+    state.user[name] = value.dump();
+  }
+  read_lists(reader, json, state);
+  return state;
+}
+
+SaveState read_save_state(const std::filesystem::path& directory) {
+  const std::filesystem::path path = directory / "state.json";
+  const MappedFile file(path, ErrorCode::kWeights);
+  if (file.bytes().size() > kMostBytes) {
+    throw_error(ErrorCode::kWeights, "'{}' has {} bytes, more than a state can have", path.string(),
+                file.bytes().size());
+  }
+  return parse_save_state({reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()},
+                          path);
+}
+
+}  // namespace sluice

@@ -1,0 +1,49 @@
+// The save that `--resume` goes on from, as far as it is read before MPI starts: no tensors.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/communicator.hpp>
+#include <sluice/data.hpp>
+#include <sluice/transformer.hpp>
+
+#include "runtime/options/option_table.hpp"
+
+namespace sluice {
+
+struct SavedRun {
+  std::filesystem::path directory;  // of the save
+  std::filesystem::path root;       // the directory of saves that holds it
+  std::string run;                  // CheckpointOptions::run of the runs that go on from it
+  std::uint64_t step = 0;
+  OptionValues options;  // as saved; empty where a program other than `sluice train` saved
+  OptionValues data;     // data_identity() at the save; may be empty
+  std::optional<TransformerConfig> model;  // of a save of version 0.1 with a config.json
+  int ranks = 0;                           // of the job that saved; 0: not known
+};
+
+// The newest save of `path`, which is a directory of saves, one step's directory, or a directory of
+// version 0.1. Nothing where it holds no save. Throws Error(kWeights) where all that it holds is
+// broken, or where the newest save has weights only.
+[[nodiscard]] std::optional<SavedRun> find_saved_run(const std::filesystem::path& path);
+
+// Collective. The save that rank 0 finds newest at `path`, for all ranks: a training job may publish
+// another one at any time. Throws as newest_save().
+[[nodiscard]] std::filesystem::path choose_save(const std::filesystem::path& path,
+                                                Communicator& world);
+// The options that one save's directory records; may be empty.
+[[nodiscard]] OptionValues saved_options(const std::filesystem::path& save);
+
+// What training on `file` depends on: the number of tokens and a hash of them, not its path.
+[[nodiscard]] OptionValues data_identity(const TokenFile& file);
+
+// "tokens 4000 -> 5000, sha256 ..": what differs in `now`. Empty where nothing does, or where
+// one of the two is empty.
+[[nodiscard]] std::string data_difference(const OptionValues& saved, const OptionValues& now);
+
+}  // namespace sluice

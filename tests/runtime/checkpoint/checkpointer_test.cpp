@@ -1,0 +1,361 @@
+// Saving while a pipeline trains, over ranks that are threads.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <optional>
+
+#include <sluice/checkpoint.hpp>
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
+#include <sluice/parameter.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/transformer.hpp>
+
+#include "runtime/checkpoint/background.hpp"
+#include "runtime/checkpoint/save_directory.hpp"
+#include "runtime/layout/job_layout.hpp"
+#include "runtime/layout/save_shares.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
+#include "tests/loopback/loopback.hpp"
+#include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/pipeline/training_cases.hpp"
+#include "tests/runtime/temporary_directory.hpp"
+
+namespace sluice::testing {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+// A small model over the ranks of a job, which trains, saves and loads.
+class CheckpointerTest : public ::testing::Test {
+ protected:
+  using Body = std::function<void(Pipeline&, Communicator&)>;
+
+  void run(int ranks, int replicas, const Body& body) {
+    const auto source = synthetic_tokens(model_);
+    const std::vector<double> costs = layer_costs(model_);
+    const StageFactory factory = [&](int stage, int stages) {
+      return make_transformer_stage(model_, partition_by_cost(costs, stages), stage);
+    };
+    PipelineOptions options;
+    options.shape = {.replicas = replicas, .micro_batches = 4 / replicas};
+    options.training.learning_rate = {.peak = 1e-2, .steps = 20};
+    options.training.save_copy = true;
+    run_loopback(ranks, [&](Communicator& comm) {
+      Pipeline pipeline(comm, options, factory, *source);
+      body(pipeline, comm);
+    });
+  }
+
+  // The digest on rank 0 of a run of `steps` steps that saves nothing.
+  std::string digest_after(int steps, int ranks, int replicas = 1) {
+    std::string digest;
+    run(ranks, replicas, [&](Pipeline& pipeline, Communicator& comm) {
+      for (int step = 0; step < steps; ++step) pipeline.train_step();
+      const std::string mine = digest_of(pipeline);
+      if (comm.rank() == 0) digest = mine;
+    });
+    return digest;
+  }
+
+  [[nodiscard]] std::vector<std::string> steps_on_disk() const {
+    std::vector<std::string> names;
+    for (const Save& save : scan_saves(saves()).saves) {
+      names.push_back(save.directory.filename().string());
+    }
+    return names;
+  }
+  [[nodiscard]] fs::path saves() const { return directory_.path() / "saves"; }
+
+  TemporaryDirectory directory_;
+  TransformerConfig model_ = small_model();
+};
+
+void train(Pipeline& pipeline, Checkpointer& saver, int steps) {
+  for (int step = 0; step < steps; ++step) saver.after_step(pipeline.train_step());
+}
+
+TEST_F(CheckpointerTest, SavesWhileTrainingAndContinuesUnderOtherLayoutsWithTheSameBits) {
+  const std::string whole = digest_after(9, 2);
+  run(2, 1, [&](Pipeline& pipeline, Communicator&) {
+    Checkpointer saver(pipeline, {.directory = saves(), .every_steps = 2, .keep = 3});
+    train(pipeline, saver, 7);
+    saver.save_now();
+  });
+  EXPECT_EQ(steps_on_disk().front(), "step-00000007");
+  for (const int ranks : {1, 2, 3}) {
+    std::string resumed;
+    run(ranks, 1, [&](Pipeline& pipeline, Communicator& comm) {
+      const LoadedCheckpoint loaded = load_checkpoint(pipeline, saves());
+      EXPECT_EQ(loaded.step, 7U);
+      EXPECT_EQ(pipeline.step(), 7U);
+      EXPECT_THAT(loaded.notes, ::testing::IsEmpty());
+      for (int step = 0; step < 2; ++step) pipeline.train_step();
+      const std::string mine = digest_of(pipeline);
+      if (comm.rank() == 0) resumed = mine;
+    });
+    EXPECT_EQ(resumed, whole) << ranks << " ranks";
+  }
+}
+
+TEST_F(CheckpointerTest, SavingDoesNotChangeABit) {
+  std::string saved;
+  run(4, 2, [&](Pipeline& pipeline, Communicator& comm) {
+    Checkpointer saver(pipeline, {.directory = saves(), .every_steps = 1});
+    train(pipeline, saver, 6);
+    const std::string mine = digest_of(pipeline);
+    if (comm.rank() == 0) saved = mine;
+  });
+  EXPECT_EQ(saved, digest_after(6, 4, 2));
+}
+
+TEST_F(CheckpointerTest, ReplicasShareTheWriting) {
+  run(4, 2, [&](Pipeline& pipeline, Communicator&) {
+    save_checkpoint(pipeline, {.directory = saves()});
+  });
+  const std::vector<Save> found = scan_saves(saves()).saves;
+  ASSERT_EQ(found.size(), 1U);
+  std::map<std::string, std::uint64_t> bytes;
+  for (const SavedTensor& tensor : found[0].state.tensors) {
+    bytes[tensor.file] += tensor.spec.bytes();
+  }
+  EXPECT_EQ(bytes.count("model-00004-of-00004.safetensors"), 1U);
+  EXPECT_EQ(bytes.size(), 8U);  // four ranks, parameters and optimizer state
+  // The two replicas of the first rank.
+  const auto first = bytes.at("model-00001-of-00004.safetensors");
+  const auto second = bytes.at("model-00002-of-00004.safetensors");
+  EXPECT_LT(std::max(first, second), 3 * std::min(first, second));
+}
+
+TEST_F(CheckpointerTest, KeepsTheNewestAndMilestones) {
+  run(2, 1, [&](Pipeline& pipeline, Communicator&) {
+    Checkpointer saver(pipeline, {.directory = saves(), .keep = 2, .keep_every = 4});
+    for (int step = 1; step <= 9; ++step) {
+      train(pipeline, saver, 1);
+      if (step % 2 == 0) saver.save_now();
+    }
+  });
+  EXPECT_THAT(steps_on_disk(), ElementsAre("step-00000008", "step-00000006", "step-00000004"));
+}
+
+TEST_F(CheckpointerTest, ASaveThatIsDueIsPublishedWithinTheNextSteps) {
+  run(2, 1, [&](Pipeline& pipeline, Communicator& comm) {
+    Checkpointer saver(pipeline, {.directory = saves(), .every_steps = 3});
+    int steps = 0;
+    // Nothing bounds how long the disk takes; a deadline of many steps does.
+    bool there = false;
+    while (!there && steps < 5000) {
+      train(pipeline, saver, 1);
+      ++steps;
+      there = PipelineAccess::world(pipeline).broadcast_string(
+                  comm.rank() == 0 && !saver.last_save().empty() ? "yes" : "no", 0) == "yes";
+    }
+    EXPECT_TRUE(there);
+  });
+}
+
+TEST_F(CheckpointerTest, ADirectoryOfAnotherRunIsRefusedUnlessItMayBeOverwritten) {
+  const auto save_one = [&](const CheckpointOptions& options, int steps) {
+    run(2, 1, [&](Pipeline& pipeline, Communicator&) {
+      Checkpointer saver(pipeline, options);
+      train(pipeline, saver, steps);
+      saver.save_now();
+    });
+  };
+  save_one({.directory = saves()}, 5);
+  expect_error(ErrorCode::kIo, {"step-00000005", "--resume auto", "--overwrite"},
+               [&] { save_one({.directory = saves()}, 1); });
+  EXPECT_THAT(steps_on_disk(), ElementsAre("step-00000005"));
+  save_one({.directory = saves(), .overwrite = true}, 1);
+  EXPECT_THAT(steps_on_disk(), ElementsAre("step-00000001"));
+}
+
+TEST_F(CheckpointerTest, ARunThatWentBackReplacesTheLaterStepsItLeft) {
+  run(1, 1, [&](Pipeline& pipeline, Communicator&) {
+    Checkpointer saver(pipeline, {.directory = saves(), .keep = 9});
+    for (int step = 1; step <= 4; ++step) {
+      train(pipeline, saver, 1);
+      saver.save_now();
+    }
+  });
+  run(1, 1, [&](Pipeline& pipeline, Communicator&) {
+    const LoadedCheckpoint loaded = load_checkpoint(pipeline, saves() / "step-00000002");
+    EXPECT_EQ(loaded.step, 2U);
+    Checkpointer saver(pipeline, {.directory = saves(), .keep = 9, .run = loaded.run});
+    train(pipeline, saver, 1);
+    saver.save_now();
+  });
+  // The newest save is the one that was made last.
+  EXPECT_EQ(steps_on_disk().front(), "step-00000003");
+  run(1, 1, [&](Pipeline& pipeline, Communicator&) {
+    EXPECT_EQ(load_checkpoint(pipeline, saves()).step, 3U);
+  });
+}
+
+TEST_F(CheckpointerTest, ABrokenSaveIsNamedAndTheOneBeforeIsUsed) {
+  std::string before;
+  run(2, 1, [&](Pipeline& pipeline, Communicator& comm) {
+    Checkpointer saver(pipeline, {.directory = saves()});
+    train(pipeline, saver, 1);
+    saver.save_now();
+    const std::string mine = digest_of(pipeline);
+    if (comm.rank() == 0) before = mine;
+    train(pipeline, saver, 1);
+    saver.save_now();
+  });
+  const fs::path damaged = saves() / "step-00000002" / "optimizer-00002-of-00002.safetensors";
+  std::fstream file(damaged, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(-5, std::ios::end);
+  file.put('\x55');
+  file.close();
+  for (const Verify verify : {Verify::kFull, Verify::kRead}) {
+    run(3, 1, [&](Pipeline& pipeline, Communicator& comm) {
+      const LoadedCheckpoint loaded = load_checkpoint(pipeline, saves(), verify);
+      EXPECT_EQ(loaded.step, 1U);
+      ASSERT_EQ(loaded.notes.size(), 1U);
+      EXPECT_THAT(loaded.notes[0], HasSubstr("optimizer-00002-of-00002.safetensors"));
+      const std::string mine = digest_of(pipeline);
+      if (comm.rank() == 0) {
+        EXPECT_EQ(mine, before);
+      }
+    });
+  }
+  expect_error(ErrorCode::kWeights, {"step-00000002", "optimizer-00002-of-00002.safetensors"}, [&] {
+    run(2, 1, [&](Pipeline& pipeline, Communicator&) {
+      const std::string untouched = digest_of(pipeline);
+      try {
+        (void)load_checkpoint(pipeline, saves() / "step-00000002");
+      } catch (const Error&) {
+        // digest_of() is collective, and the pipeline has ended; values are compared directly.
+        throw;
+      }
+      ADD_FAILURE() << untouched;
+    });
+  });
+}
+
+TEST_F(CheckpointerTest, StatesOfTheProgramComeBackOnEveryRank) {
+  const std::array<std::int32_t, 3> numbers = {7, -1, 1 << 30};
+  run(2, 1, [&](Pipeline& pipeline, Communicator&) {
+    Checkpointer saver(pipeline, {.directory = saves()});
+    saver.add_state("loader", [&] {
+      ProgramState state{.json = R"({"epoch":3})", .tensors = {}};
+      std::vector<std::byte> bytes(sizeof(numbers));
+      std::memcpy(bytes.data(), numbers.data(), sizeof(numbers));
+      state.tensors.push_back({"order", {DType::kI32, {3}}, std::move(bytes)});
+      return state;
+    });
+    train(pipeline, saver, 1);
+    saver.save_now();
+  });
+  run(3, 1, [&](Pipeline& pipeline, Communicator&) {
+    const LoadedCheckpoint loaded = load_checkpoint(pipeline, saves());
+    ASSERT_EQ(loaded.states.count("loader"), 1U);
+    const ProgramState& state = loaded.states.at("loader");
+    EXPECT_EQ(state.json, R"({"epoch":3})");
+    ASSERT_EQ(state.tensors.size(), 1U);
+    EXPECT_EQ(state.tensors[0].name, "order");
+    EXPECT_EQ(std::memcmp(state.tensors[0].bytes.data(), numbers.data(), sizeof(numbers)), 0);
+  });
+}
+
+TEST_F(CheckpointerTest, AnyRankStopsAllAtTheEndOfTheSameStep) {
+  run(3, 1, [&](Pipeline& pipeline, Communicator& comm) {
+    Checkpointer saver(pipeline, {.directory = saves()});
+    train(pipeline, saver, 1);
+    EXPECT_FALSE(saver.stop_requested());
+    if (comm.rank() == 2) saver.request_stop();
+    train(pipeline, saver, 1);
+    EXPECT_TRUE(saver.stop_requested());
+    saver.save_now();
+  });
+  EXPECT_THAT(steps_on_disk(), ElementsAre("step-00000002"));
+}
+
+TEST_F(CheckpointerTest, TheStopFileStopsAndGoes) {
+  fs::create_directories(saves());
+  std::ofstream(saves() / "stop").close();
+  run(2, 1, [&](Pipeline& pipeline, Communicator&) {
+    Checkpointer saver(pipeline, {.directory = saves()});
+    train(pipeline, saver, 1);
+    EXPECT_TRUE(saver.stop_requested());
+    saver.save_now();
+  });
+  EXPECT_FALSE(fs::exists(saves() / "stop"));
+}
+
+TEST_F(CheckpointerTest, ADirectoryThatIsGoneIsAnErrorOnEveryRank) {
+  std::atomic<int> told = 0;
+  run(2, 1, [&](Pipeline& pipeline, Communicator& comm) {
+    Checkpointer saver(pipeline, {.directory = saves()});
+    train(pipeline, saver, 1);
+    PipelineAccess::world(pipeline).barrier();
+    if (comm.rank() == 0) fs::remove_all(saves());
+    PipelineAccess::world(pipeline).barrier();
+    try {
+      saver.save_now();
+      ADD_FAILURE() << "saved into a directory that is gone";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kIo) << error.what();
+      EXPECT_THAT(error.what(), HasSubstr(saves().string()));
+      ++told;
+    }
+  });
+  EXPECT_EQ(told, 2);
+}
+
+TEST_F(CheckpointerTest, WeightsAloneLoadButDoNotResume) {
+  run(2, 1, [&](Pipeline& pipeline, Communicator&) {
+    save_checkpoint(pipeline, {.directory = saves(), .weights_only = true});
+  });
+  run(1, 1, [&](Pipeline& pipeline, Communicator&) { load_weights(pipeline, saves()); });
+  expect_error(ErrorCode::kWeights, {"weights alone"}, [&] {
+    run(1, 1, [&](Pipeline& pipeline, Communicator&) { load_checkpoint(pipeline, saves()); });
+  });
+}
+
+TEST_F(CheckpointerTest, NonsenseIsRefused) {
+  const auto open = [&](const CheckpointOptions& options) {
+    run(2, 1, [&](Pipeline& pipeline, Communicator&) { Checkpointer(pipeline, options); });
+  };
+  expect_error(ErrorCode::kUsage, {"nearest legal value is 1"},
+               [&] { open({.directory = saves(), .keep = 0}); });
+  expect_error(ErrorCode::kUsage, {"minutes"},
+               [&] { open({.directory = saves(), .every_minutes = -1}); });
+  expect_error(ErrorCode::kUsage, {"needs a directory"}, [&] { open({}); });
+  expect_error(ErrorCode::kIo, {"/dev/null"}, [&] { open({.directory = "/dev/null/saves"}); });
+}
+
+TEST_F(CheckpointerTest, ThePlanCountsTheHostCopy) {
+  run(2, 1, [&](Pipeline& pipeline, Communicator&) {
+    const JobLayout& layout = PipelineAccess::layout(pipeline);
+    std::size_t planned = 0, owned = 0;
+    for (const RankMemory& memory : layout.memory.ranks) planned += memory.save_copy;
+    for (const SavedParameter& share : share_saves(layout.plans, layout.parameters, 1)) {
+      owned += static_cast<std::size_t>(share.elements) * 4;
+    }
+    EXPECT_EQ(planned, 3 * owned);  // AdamW keeps two values per parameter
+  });
+}
+
+TEST(BackgroundTest, RunsAJobAndHandsOnWhatItThrows) {
+  Background background;
+  int ran = 0;
+  background.start([&] { ++ran; });
+  background.wait();
+  EXPECT_FALSE(background.busy());
+  EXPECT_FALSE(background.failed());
+  background.start([] { throw Error(ErrorCode::kIo, "full"); });
+  background.wait();
+  EXPECT_TRUE(background.failed());
+  expect_error(ErrorCode::kIo, {"full"}, [&] { background.rethrow(); });
+  EXPECT_FALSE(background.failed());
+  background.rethrow();
+  EXPECT_EQ(ran, 1);
+}
+
+}  // namespace
+}  // namespace sluice::testing

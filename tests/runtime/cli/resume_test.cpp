@@ -1,0 +1,290 @@
+// Which options a resumed run takes from its save, and which differences are refused.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include <sluice/error.hpp>
+
+#include "runtime/checkpoint/save_directory.hpp"
+#include "runtime/cli/model_config.hpp"
+#include "runtime/cli/train_options.hpp"
+#include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/temporary_directory.hpp"
+
+namespace sluice {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+using Arguments = std::vector<std::string>;
+
+// A directory of saves that hold options and no tensors.
+class ResumeOptionsTest : public ::testing::Test {
+ protected:
+  // What `sluice train --save run <arguments>` on `ranks` ranks leaves at `step`.
+  void save(std::uint64_t step, Arguments arguments, int ranks = 1) {
+    arguments.insert(arguments.end(), {"--dry-run", "--save", run()});
+    const TrainOptions options = parse_train_options(arguments, ranks);
+    SaveState state;
+    state.save = state.run = std::string(32, 'a');
+    state.sequence = step;
+    state.step = step;
+    state.time = "2026-01-31T12:00:00Z";
+    state.weights_only = options.checkpoint.weights_only;
+    state.layout = {{"ranks", ranks}};
+    state.options = options.checkpoint.options;
+    state.model = model_config_text(options.model);
+    state.data = {{"tokens", "4000"}, {"sha256", "00ff"}};
+    fs::create_directories(directory_.path() / "run");
+    publish_save(run(), begin_save(run(), step), state);
+  }
+  TrainOptions resume(Arguments arguments, int ranks = 1) {
+    arguments.insert(arguments.begin(), {"--dry-run", "--resume", run()});
+    return parse_train_options(arguments, ranks);
+  }
+  std::string refusal(Arguments arguments, int ranks = 1) {
+    try {
+      (void)resume(std::move(arguments), ranks);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kUsage);
+      EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << error.what();
+      return error.what();
+    }
+    return "accepted";
+  }
+  [[nodiscard]] std::string changes(const TrainOptions& options) {
+    return changes_since(*options.resume.from, options);
+  }
+  [[nodiscard]] std::string run() const { return (directory_.path() / "run").string(); }
+
+  TemporaryDirectory directory_;
+};
+
+TEST_F(ResumeOptionsTest, TheNewestSaveGivesTheOptions) {
+  save(2, {"--steps", "10", "--layers", "3", "--learning-rate", "0.5"});
+  save(4, {"--steps", "10", "--layers", "2", "--learning-rate", "0.25", "--untie", "--keep", "7"});
+  const TrainOptions options = resume({});
+  EXPECT_EQ(options.resume.from->step, 4U);
+  EXPECT_EQ(options.model.layers, 2);
+  EXPECT_FALSE(options.model.tied);
+  EXPECT_EQ(options.steps, 10U);
+  EXPECT_EQ(options.pipeline.training.learning_rate.peak, 0.25);
+  EXPECT_EQ(options.checkpoint.keep, 7);
+  EXPECT_EQ(options.save, run());
+  EXPECT_EQ(changes(options), "");
+}
+
+TEST_F(ResumeOptionsTest, OneStepGivesItsOwnOptionsAndSavesNextToIt) {
+  save(2, {"--steps", "10", "--learning-rate", "0.5"});
+  save(4, {"--steps", "10", "--learning-rate", "0.25"});
+  for (const char* name : {"/step-00000002", "/step-00000002/"}) {
+    const TrainOptions options = parse_train_options({"--dry-run", "--resume", run() + name});
+    EXPECT_EQ(options.pipeline.training.learning_rate.peak, 0.5);
+    EXPECT_EQ(options.save, run());
+  }
+}
+
+TEST_F(ResumeOptionsTest, TheCommandLineAndTheFileWinAndDifferencesAreListed) {
+  save(4, {"--steps", "10", "--learning-rate", "0.001", "--clip", "2"});
+  const fs::path file = directory_.write("more.conf", "steps = 20\nclip = 3\n");
+  const TrainOptions options =
+      resume({"--config", file.string(), "--steps", "30", "--learning-rate", "0.1"});
+  EXPECT_EQ(options.steps, 30U);
+  EXPECT_EQ(options.pipeline.training.clip, 3);
+  const std::string text = changes(options);
+  EXPECT_THAT(text, AllOf(HasSubstr("learning-rate 0.001 -> 0.1"), HasSubstr("steps 10 -> 30"),
+                          HasSubstr("clip 2 -> 3"), Not(HasSubstr("warmup"))));
+}
+
+TEST_F(ResumeOptionsTest, WhatChangesTheFunctionIsRefusedUnlessNamed) {
+  save(4, {"--steps", "10", "--heads", "4", "--width", "16"});
+  for (const Arguments& given : std::vector<Arguments>{{"--model", "llama"},
+                                                       {"--layers", "3"},
+                                                       {"--heads", "2"},
+                                                       {"--kv-heads", "2"},
+                                                       {"--width", "32"},
+                                                       {"--context", "8"},
+                                                       {"--vocabulary", "300"},
+                                                       {"--mlp-width", "20"},
+                                                       {"--dropout", "0.1"},
+                                                       {"--untie"},
+                                                       {"--precision", "bf16"},
+                                                       {"--optimizer", "sgd"},
+                                                       {"--seed", "99"},
+                                                       {"--validation-share", "0.2"}}) {
+    const std::string key = given[0].substr(2);
+    EXPECT_THAT(refusal(given), AllOf(HasSubstr(key + " "), HasSubstr("--change " + key)));
+    Arguments allowed = given;
+    allowed.insert(allowed.end(), {"--change", "data," + key});
+    EXPECT_THAT(changes(resume(allowed)), HasSubstr(key + " "));
+  }
+  EXPECT_THAT(
+      refusal({"--seed", "9", "--heads", "2", "--change", "seed"}),
+      AllOf(HasSubstr("heads 4 -> 2"), HasSubstr("--change heads"), Not(HasSubstr("seed"))));
+}
+
+TEST_F(ResumeOptionsTest, OtherDataIsRefusedUnlessNamed) {
+  save(4, {"--steps", "10"});
+  const TrainOptions options = resume({"--data", "moved.txt"});
+  const SavedRun& saved = *options.resume.from;
+  EXPECT_EQ(data_changes_since(saved, options, saved.data), "");
+  const OptionValues other = {{"tokens", "5000"}, {"sha256", "00ff"}};
+  expect_error(ErrorCode::kUsage, {"'moved.txt'", "tokens 4000 -> 5000", "--change data"},
+               [&] { (void)data_changes_since(saved, options, other); });
+  EXPECT_EQ(data_changes_since(saved, resume({"--change", "data"}), other), "tokens 4000 -> 5000");
+}
+
+TEST_F(ResumeOptionsTest, TheLayoutIsTakenWhereTheNumberOfRanksIsTheSame) {
+  save(4, {"--steps", "10", "--pipeline", "2", "--replicas", "2", "--partition", "1,3"}, 4);
+  const TrainOptions same = resume({}, 4);
+  EXPECT_EQ(same.pipeline.shape.pipeline, 2);
+  EXPECT_EQ(same.partition, "1,3");
+  const TrainOptions other = resume({}, 6);
+  EXPECT_EQ(other.pipeline.shape.pipeline, 0);
+  EXPECT_EQ(other.pipeline.shape.replicas, 2);
+  EXPECT_EQ(other.partition, "auto");
+  EXPECT_THAT(changes(other),
+              AllOf(HasSubstr("pipeline 2 -> auto"), HasSubstr("partition 1,3 -> ")));
+  const TrainOptions deeper = resume({"--pipeline", "4", "--replicas", "1"}, 4);
+  EXPECT_EQ(deeper.partition, "auto");
+  EXPECT_EQ(deeper.pipeline.shape.batch_size, 4);
+}
+
+TEST_F(ResumeOptionsTest, ABatchOptionChangesASavedBatchFromEachSource) {
+  save(4, {"--steps", "10", "--micro-batches", "4", "--micro-batch-size", "2"});
+  EXPECT_EQ(resume({"--batch-size", "12"}).pipeline.shape.micro_batches, 6);
+  const std::string file = directory_.write("more.conf", "batch-size = 12\n").string();
+  EXPECT_EQ(resume({"--config", file}).pipeline.shape.micro_batches, 6);
+  const TrainOptions both = resume({"--config", file, "--micro-batches", "3"});
+  EXPECT_EQ(both.pipeline.shape.micro_batch_size, 4);
+}
+
+TEST_F(ResumeOptionsTest, OptionsOfOneRunAreNotTaken) {
+  save(4, {"--steps", "10", "--trace", "t.json", "--overwrite"});
+  const TrainOptions options = resume({"--verify", "off"});
+  EXPECT_EQ(options.trace, "");
+  EXPECT_FALSE(options.checkpoint.overwrite);
+  EXPECT_EQ(changes(options), "");
+}
+
+TEST_F(ResumeOptionsTest, MetricsGoOnOnlyWhereTheSavesDo) {
+  save(4, {"--steps", "10", "--metrics", "m.jsonl"});
+  EXPECT_EQ(resume({}).metrics, "m.jsonl");
+  EXPECT_EQ(resume({"--save", run()}).metrics, "m.jsonl");
+  EXPECT_EQ(resume({"--save", (directory_.path() / "branch").string()}).metrics, "");
+}
+
+TEST_F(ResumeOptionsTest, AutoGoesOnOrStartsAnew) {
+  const Arguments arguments = {"--dry-run", "--save", run(), "--resume", "auto"};
+  EXPECT_FALSE(parse_train_options(arguments).resume.from);
+  save(4, {"--steps", "10", "--seed", "5"});
+  const TrainOptions options = parse_train_options(arguments);
+  ASSERT_TRUE(options.resume.from);
+  EXPECT_EQ(options.pipeline.training.seed, 5U);
+  EXPECT_EQ(options.resume.path, run());
+  fs::resize_file(fs::path(run()) / "step-00000004" / "state.json", 20);
+  expect_error(ErrorCode::kWeights, {run(), "step-00000004"},
+               [&] { (void)parse_train_options(arguments); });
+}
+
+TEST_F(ResumeOptionsTest, AnExportAndAnEmptyDirectoryCannotBeResumed) {
+  expect_error(ErrorCode::kWeights, {run(), "holds no save"}, [&] { (void)resume({}); });
+  save(4, {"--steps", "10", "--save-weights-only"});
+  expect_error(ErrorCode::kWeights, {"step-00000004", "weights only"}, [&] { (void)resume({}); });
+}
+
+TEST_F(ResumeOptionsTest, ADirectoryOfVersion01GivesItsOptionsAndItsModel) {
+  fs::create_directories(run());
+  const TrainOptions old = parse_train_options({"--dry-run", "--layers", "2", "--steps", "10"});
+  directory_.write("run/options.conf", to_config_text(old.pipeline.checks.configuration));
+  directory_.write("run/state.json", R"({"format": 1, "step": 3})");
+  directory_.write("run/model.safetensors", "");
+  directory_.write("run/config.json",
+                   R"({"format": 1, "model": )" + model_config_text(old.model) + "}");
+  const TrainOptions options = resume({});
+  EXPECT_EQ(options.resume.from->step, 3U);
+  EXPECT_EQ(options.model.layers, 2);
+  EXPECT_EQ(changes(options), "");
+  EXPECT_THAT(refusal({"--layers", "3"}), HasSubstr("layers 2 -> 3"));
+  fs::remove(fs::path(run()) / "options.conf");
+  EXPECT_THAT(refusal({"--layers", "3"}), HasSubstr("layers 2 -> 3"));
+  EXPECT_EQ(changes(resume({"--layers", "2", "--steps", "99"})), "");
+}
+
+TEST(SaveOptionsTest, NonsenseIsRefusedWithWhatIsLegal) {
+  const auto refuse = [](Arguments arguments) -> std::string {
+    arguments.emplace_back("--dry-run");
+    try {
+      (void)parse_train_options(arguments);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kUsage) << error.what();
+      return error.what();
+    }
+    return "accepted";
+  };
+  EXPECT_THAT(refuse({"--save", "run", "--keep", "0"}), AllOf(HasSubstr("--keep"), HasSubstr("1")));
+  EXPECT_THAT(refuse({"--save", "run", "--save-minutes", "-1"}), HasSubstr("from 0 up"));
+  EXPECT_THAT(refuse({"--save", "run", "--save-minutes", "nan"}), HasSubstr("--save-minutes"));
+  EXPECT_THAT(refuse({"--save", "run", "--save-every", "-1"}), HasSubstr("--save-every"));
+  EXPECT_THAT(refuse({"--save", "run", "--keep-every", "x"}), HasSubstr("--keep-every"));
+  EXPECT_THAT(refuse({"--resume", "run", "--change", "layer"}),
+              AllOf(HasSubstr("'layer'"), HasSubstr("layers, heads, kv-heads")));
+  EXPECT_THAT(refuse({"--resume", "run", "--change", "layers,"}), HasSubstr("unknown key ''"));
+  EXPECT_THAT(refuse({"--resume", "run", "--verify", "all"}), HasSubstr("full, read, off"));
+  EXPECT_THAT(refuse({"--on-nan", "retry"}), HasSubstr("stop, skip"));
+  EXPECT_THAT(refuse({"--on-nan", "skip", "--max-skips", "0"}), HasSubstr("from 1"));
+  EXPECT_THAT(refuse({"--max-skips", "5"}), HasSubstr("--on-nan skip"));
+  for (const Arguments& arguments : std::vector<Arguments>{{"--save-every", "5"},
+                                                           {"--save-minutes", "5"},
+                                                           {"--keep", "2"},
+                                                           {"--keep-every", "5"},
+                                                           {"--save-weights-only"},
+                                                           {"--save-local"},
+                                                           {"--overwrite"}}) {
+    EXPECT_THAT(refuse(arguments), AllOf(HasSubstr(arguments[0]), HasSubstr("--save DIR")));
+  }
+  EXPECT_THAT(refuse({"--resume", "auto"}), HasSubstr("--save DIR"));
+  EXPECT_THAT(refuse({"--save", "run", "--resume", "run", "--overwrite"}),
+              AllOf(HasSubstr("--overwrite"), HasSubstr("--resume")));
+  EXPECT_THAT(refuse({"--save", "run", "--resume", "auto", "--save-weights-only"}),
+              HasSubstr("--save-weights-only"));
+  EXPECT_THAT(refuse({"--change", "seed"}), HasSubstr("--resume"));
+  EXPECT_THAT(refuse({"--verify", "off"}), HasSubstr("--resume"));
+}
+
+TEST(SaveOptionsTest, ValuesReachTheCheckpointerAndThePipeline) {
+  const TrainOptions options =
+      parse_train_options({"--dry-run", "--save", "run", "--save-every", "7", "--save-minutes",
+                           "1.5", "--keep", "3", "--keep-every", "100", "--save-local",
+                           "--overwrite", "--on-nan", "skip", "--max-skips", "4"});
+  EXPECT_EQ(options.checkpoint.directory, "run");
+  EXPECT_EQ(options.checkpoint.every_steps, 7U);
+  EXPECT_EQ(options.checkpoint.every_minutes, 1.5);
+  EXPECT_EQ(options.checkpoint.keep, 3);
+  EXPECT_EQ(options.checkpoint.keep_every, 100U);
+  EXPECT_TRUE(options.checkpoint.local);
+  EXPECT_TRUE(options.checkpoint.overwrite);
+  EXPECT_TRUE(options.pipeline.training.save_copy);
+  EXPECT_TRUE(options.pipeline.training.skip_nonfinite);
+  EXPECT_EQ(options.max_skips, 4);
+  EXPECT_EQ(parse_train_options({"--dry-run"}).checkpoint.keep, 2);
+}
+
+TEST(SaveOptionsTest, ValidationIsBoundedUnlessAllIsNamed) {
+  EXPECT_EQ(parse_train_options({"--dry-run"}).validation_samples, TrainOptions::kSomeWindows);
+  EXPECT_EQ(parse_train_options({"--dry-run", "--validation-samples", "auto"}).validation_samples,
+            TrainOptions::kSomeWindows);
+  const TrainOptions all = parse_train_options({"--dry-run", "--validation-samples", "all"});
+  EXPECT_EQ(all.validation_samples, TrainOptions::kAllWindows);
+  EXPECT_THAT(to_config_text(all.pipeline.checks.configuration),
+              HasSubstr("validation-samples = all\n"));
+}
+
+}  // namespace
+}  // namespace sluice
