@@ -48,10 +48,12 @@ std::string read_text(const fs::path& path) {
   return text;
 }
 
-// Field 22 of /proc/PID/stat; the name before it may hold anything but ends with the last ')'.
+// Field 22 of /proc/PID/stat; the name before it may hold anything but ends with the last ')'. 0
+// for a process that is gone, also one that its parent has not waited for (state Z or X).
 std::uint64_t start_of(std::int64_t process) {
   std::string stat = read_text(fmt::format("/proc/{}/stat", process));
   stat.erase(0, std::min(stat.size(), stat.rfind(')') + 2));
+  if (stat.starts_with('Z') || stat.starts_with('X')) return 0;
   std::size_t at = 0;
   constexpr int kFieldsBefore = 19;  // from field 3 on
   for (int field = 0; field < kFieldsBefore && at != std::string::npos; ++field) {

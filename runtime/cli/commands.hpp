@@ -10,6 +10,7 @@ namespace sluice {
 // exit code; digest never starts MPI.
 int train_command(int argc, char** argv);
 int generate_command(int argc, char** argv);
+int evaluate_command(int argc, char** argv);
 int digest_command(const std::vector<std::string>& arguments);
 int doctor_command(int argc, char** argv);
 
