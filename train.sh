@@ -6,6 +6,10 @@
 # Installs what is missing, builds a release build, makes data/kjv.txt. The defaults below give way
 # to options of the same name, on the command line or in a --config FILE; the number of ranks is
 # pipeline x replicas. A second run installs and builds nothing.
+#
+# Started again, it goes on from the newest save, with the options of that run; --overwrite starts
+# anew. Ctrl-C ends the run after its step, with a save and exit code 12; a second one ends it at
+# once.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -33,23 +37,34 @@ given() {
   return $found
 }
 
-# The same, where the user's configuration file counts too.
-configured() {
-  local config
-  if given "$1"; then return 0; fi
-  if ! given config || ! [[ -r $value ]]; then return 1; fi
-  config=$(sed -n -E "s/^[[:space:]]*$1[[:space:]]*=[[:space:]]*([^#]*[^#[:space:]]).*/\1/p" \
-    "$value" | tail -n 1)
-  [[ -n $config ]] && value=$config
+# in_file NAME FILE: the same for a file of options.
+in_file() {
+  local found
+  if ! [[ -r $2 ]]; then return 1; fi
+  found=$(sed -n -E "s/^[[:space:]]*$1[[:space:]]*=[[:space:]]*([^#]*[^#[:space:]]).*/\1/p" "$2" |
+    tail -n 1)
+  [[ -n $found ]] && value=$found
 }
 
-# default NAME VALUE: passes --NAME VALUE on unless the user said otherwise; `value` is what holds.
+# The same, where the user's configuration file counts too.
+configured() {
+  if given "$1"; then return 0; fi
+  if ! given config; then return 1; fi
+  in_file "$1" "$value"
+}
+
+# The same, where the options of the run to go on from count too.
+saved=
+known() {
+  configured "$1" || in_file "$1" "$saved"
+}
+
+# default NAME VALUE: passes --NAME VALUE on unless it is known; `value` is what holds.
 defaults=()
 default() {
-  if ! configured "$1"; then
-    defaults+=("--$1" "$2")
-    value=$2
-  fi
+  if known "$1"; then return; fi
+  defaults+=("--$1" "$2")
+  value=$2
 }
 
 build() {
@@ -80,6 +95,21 @@ make_text() {
 build
 if given help || [[ " ${options[*]-} " == *" -h "* ]]; then exec "$sluice" train --help; fi
 
+default trace runs/kjv/trace.json
+# Where the run goes on from, and so its options: --resume DIR, else --save DIR where it has saves.
+if configured resume && [[ $value != auto ]]; then
+  save=${value%/} save=${save%/step-*}
+  saved=$save/options.conf
+  if configured save; then save=$value; fi
+else
+  default save runs/kjv && save=$value
+  if [[ -n $save ]] && ! given overwrite && ! configured overwrite; then
+    default resume auto
+    if [[ -f $save/state.json ]] || compgen -G "$save/step-*" >/dev/null; then
+      saved=$save/options.conf
+    fi
+  fi
+fi
 default data data/kjv.txt
 if [[ $value == data/kjv.txt ]]; then make_text; fi
 default pipeline 2 && pipeline=$value
@@ -88,9 +118,8 @@ default schedule 1f1b
 default steps 1600
 default learning-rate 1e-3
 default beta2 0.999 # steps of 1024 tokens are small and noisy
-default save runs/kjv && save=$value
+if ! configured save-every; then default save-minutes 1; fi
 default metrics runs/kjv/metrics.jsonl
-default trace runs/kjv/trace.json
 
 if ! [[ $pipeline =~ ^[1-9][0-9]{0,3}$ && $replicas =~ ^[1-9][0-9]{0,3}$ ]]; then
   # Not a number of ranks: the program names the option and what is legal.
@@ -101,8 +130,39 @@ mkdir -p runs/kjv
 
 # mpirun binds one or two ranks to one core each, which would leave further threads no core.
 binding=()
-if configured threads && [[ $value != 1 ]]; then binding=(--bind-to none); fi
-mpirun -n "$ranks" "${binding[@]}" "$sluice" train "${defaults[@]}" "${options[@]}"
+if known threads && [[ $value != 1 ]]; then binding=(--bind-to none); fi
+
+# mpirun has a session of its own, which Ctrl-C does not reach: it passes SIGUSR1 on to the ranks.
+# Where this script is killed, mpirun gets it as well.
+stops=0
+stop() {
+  stops=$((stops + 1))
+  case $stops in
+    1)
+      kill -USR1 $! || true
+      echo "train.sh: stopping after this step; Ctrl-C again ends the run at once" >&2 || true
+      ;;
+    2) kill -TERM $! || true ;;
+    *) kill -KILL $! || true ;;
+  esac
+}
+setsid setpriv --pdeathsig USR1 mpirun -n "$ranks" "${binding[@]}" \
+  "$sluice" train "${defaults[@]}" "${options[@]}" </dev/null &
+trap stop INT TERM HUP
+# A signal ends `wait` early. The job's own code comes from a `wait` during which there was none.
+code=127
+while true; do
+  before=$stops now=0
+  wait $! || now=$?
+  if ((now == 127)); then break; fi
+  code=$now
+  if ((stops == before)); then break; fi
+done
+trap - INT TERM HUP
+if ((code == 12)); then
+  echo "train.sh: the same command goes on with this run" >&2
+fi
+if ((code != 0)); then exit "$code"; fi
 
 dry=false
 if given dry-run; then dry=true; elif configured dry-run; then dry=$value; fi

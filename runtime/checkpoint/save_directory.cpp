@@ -17,6 +17,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/durable.hpp"
 
@@ -140,13 +141,12 @@ void give_name(const fs::path& partial, const fs::path& step) {
 
 bool has_0_1_files(const fs::path& directory) {
   std::error_code error;
-  std::ifstream in(directory / "state.json");
-  const nlohmann::json state = nlohmann::json::parse(in, nullptr, false);
-  if (state.is_object() && state.contains("format") && state["format"] == 1) return true;
-  for (const char* name : {"model.safetensors", "model.safetensors.index.json"}) {
-    if (fs::exists(directory / name, error)) return true;
+  if (fs::exists(directory / "state.json", error)) {
+    std::ifstream in(directory / "state.json");
+    const nlohmann::json state = nlohmann::json::parse(in, nullptr, false);
+    return state.is_object() && state.contains("format") && state["format"] == 1;
   }
-  return false;
+  return has_weights(directory, "model");
 }
 
 void write_text(const fs::path& path, const std::string& text) {

@@ -11,13 +11,10 @@
 #include <sluice/pipeline.hpp>
 #include <sluice/program.hpp>
 
-#include "comm/group/collectives.hpp"
-#include "comm/group/control.hpp"
-#include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/model_config.hpp"
 #include "runtime/cli/sampling.hpp"
-#include "runtime/job/guard.hpp"
+#include "runtime/cli/saved_run.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -134,20 +131,8 @@ void print_text(const std::string& text) {
   std::fflush(stdout);
 }
 
-// The save that all ranks read. A training job may publish another one at any time.
-std::filesystem::path choose_save(const GenerateOptions& options, Communicator& world) {
-  const std::unique_ptr<Communicator> comm = world.duplicate();
-  ControlChannel control(*comm);
-  std::string save;
-  guarded(control, world.rank(), [&] {
-    if (world.rank() == 0) save = newest_save(options.weights).string();
-    save = Collectives(*comm, 0, &control).broadcast_string(save, 0);
-  });
-  return save;
-}
-
 void generate_text(const GenerateOptions& options, Communicator& world) {
-  const std::filesystem::path save = choose_save(options, world);
+  const std::filesystem::path save = choose_save(options.weights, world);
   const TransformerConfig model = read_model_config(save);
   const TokenText token_text(model.vocabulary);
   const std::string prompt =

@@ -11,9 +11,12 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "comm/group/collectives.hpp"
+#include "comm/group/control.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/cli/model_config.hpp"
 #include "runtime/files/checksum.hpp"
+#include "runtime/job/guard.hpp"
 
 namespace sluice {
 namespace {
@@ -38,6 +41,12 @@ fs::path parent_of(const fs::path& path) {
   return parent.has_filename() ? parent : parent.parent_path();
 }
 
+OptionValues options_of_0_1(const fs::path& directory) {
+  std::error_code ignored;
+  const fs::path options = directory / "options.conf";
+  return fs::exists(options, ignored) ? read_option_file(options.string()) : OptionValues();
+}
+
 SavedRun saved_by_0_1(const fs::path& directory) {
   SavedRun run;
   run.directory = run.root = directory;
@@ -46,8 +55,7 @@ SavedRun saved_by_0_1(const fs::path& directory) {
   run.run = checksum_hex(std::as_bytes(std::span(name)));
   run.step = step_of_0_1(directory);
   std::error_code ignored;
-  const fs::path options = directory / "options.conf";
-  if (fs::exists(options, ignored)) run.options = read_option_file(options.string());
+  run.options = options_of_0_1(directory);
   if (fs::exists(directory / "config.json", ignored)) run.model = read_model_config(directory);
   return run;
 }
@@ -77,6 +85,22 @@ std::optional<SavedRun> find_saved_run(const fs::path& path) {
                   .data = state.data,
                   .model = {},
                   .ranks = ranks != state.layout.end() ? ranks->second : 0};
+}
+
+fs::path choose_save(const fs::path& path, Communicator& world) {
+  const std::unique_ptr<Communicator> comm = world.duplicate();
+  ControlChannel control(*comm);
+  std::string save;
+  guarded(control, world.rank(), [&] {
+    if (world.rank() == 0) save = newest_save(path).string();
+    save = Collectives(*comm, 0, &control).broadcast_string(save, 0);
+  });
+  return save;
+}
+
+OptionValues saved_options(const fs::path& save) {
+  const SaveSelection found = select_saves(save);
+  return found.candidates.empty() ? options_of_0_1(save) : found.candidates.front().state.options;
 }
 
 OptionValues data_identity(const TokenFile& file) {

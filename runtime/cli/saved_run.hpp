@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include <sluice/communicator.hpp>
 #include <sluice/data.hpp>
 #include <sluice/transformer.hpp>
 
@@ -30,6 +31,13 @@ struct SavedRun {
 // version 0.1. Nothing where it holds no save. Throws Error(kWeights) where all that it holds is
 // broken, or where the newest save has weights only.
 [[nodiscard]] std::optional<SavedRun> find_saved_run(const std::filesystem::path& path);
+
+// Collective. The save that rank 0 finds newest at `path`, for all ranks: a training job may publish
+// another one at any time. Throws as newest_save().
+[[nodiscard]] std::filesystem::path choose_save(const std::filesystem::path& path,
+                                                Communicator& world);
+// The options that one save's directory records; may be empty.
+[[nodiscard]] OptionValues saved_options(const std::filesystem::path& save);
 
 // What training on `file` depends on: the number of tokens and a hash of them, not its path.
 [[nodiscard]] OptionValues data_identity(const TokenFile& file);

@@ -120,7 +120,9 @@ TEST(StopSignalsDeathTest, AlwaysWritesAWholeLine) {
                   });
                   for (std::uint64_t step = 1; !signals.requested(); ++step) {
                     const std::string digits = std::to_string(step);
-                    signals.describe(step, digits + "/" + std::string(500, 'x') + "/" + digits);
+                    std::string path = digits + "/";
+                    path.append(500, 'x').append("/").append(digits);
+                    signals.describe(step, path);
                   }
                   sender.join();
                   return true;

@@ -1,0 +1,143 @@
+// `sluice evaluate`: the mean loss of saved weights over the validation part of a file.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+
+#include <sluice/checkpoint.hpp>
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/program.hpp>
+
+#include "comm/base/throw_error.hpp"
+#include "comm/group/collectives.hpp"
+#include "comm/group/control.hpp"
+#include "runtime/cli/commands.hpp"
+#include "runtime/cli/model_config.hpp"
+#include "runtime/cli/saved_run.hpp"
+#include "runtime/job/configuration.hpp"
+#include "runtime/job/guard.hpp"
+#include "runtime/options/option_table.hpp"
+
+namespace sluice {
+namespace {
+
+constexpr int kMaxInt = std::numeric_limits<int>::max();
+constexpr const char* kAbout =
+    "Prints the mean loss of what 'sluice train --save DIR' wrote over the validation part of a\n"
+    "file, as a pipeline over the ranks of an MPI job, or alone. It does not depend on the number\n"
+    "of ranks. Without --data and --validation-share these are the training's.\n"
+    "\n"
+    "  sluice evaluate --weights run";
+
+struct EvaluateOptions {
+  std::string weights, data;
+  double share = 0;
+  bool share_given = false;
+  std::int64_t samples = 0, micro_batch_size = 1;
+  int pipeline = 0, threads = 1;
+  std::string device = "auto";
+};
+
+OptionTable make_table(EvaluateOptions& options) {
+  OptionTable table("sluice evaluate --weights DIR [options]", kAbout);
+  table.add_text("weights", options.weights, "DIR",
+                 "what 'sluice train --save' wrote, or one step of it; required");
+  table.add_text("data", options.data, "FILE", "text or tokens; default: the training's");
+  table.add_real("validation-share", options.share, {.low = 0, .high = 1, .high_open = true},
+                 "last part of the data; default: the training's");
+  table.add_integer("validation-samples", options.samples, 1,
+                    std::numeric_limits<std::int64_t>::max(), "windows of it", "all");
+  table.add_integer("micro-batch-size", options.micro_batch_size, 1, kMaxInt, "samples");
+  table.add_integer("pipeline", options.pipeline, 1, kMaxInt, "ranks; auto: all", "auto");
+  table.add_integer("threads", options.threads, 1, 4096, "per rank");
+  table.add_text("device", options.device, "LIST", "as of 'sluice train'");
+  return table;
+}
+
+// Takes what is not given from the options that the save recorded.
+void complete_from(const OptionValues& saved, const std::filesystem::path& save,
+                   EvaluateOptions& options) {
+  for (const auto& [name, value] : saved) {
+    if (name == "data" && options.data.empty()) options.data = value;
+    if (name == "validation-share" && !options.share_given) options.share = std::stod(value);
+  }
+  if (options.data.empty()) {
+    throw_usage("option --data is missing: '{}' does not say what the weights were trained on",
+                save.string());
+  }
+}
+
+void evaluate(EvaluateOptions options, Communicator& world) {
+  const std::filesystem::path save = choose_save(options.weights, world);
+  const std::unique_ptr<Communicator> comm = world.duplicate();
+  ControlChannel control(*comm);
+  TransformerConfig model;
+  std::shared_ptr<TokenFile> file;
+  std::unique_ptr<DataSource> source;
+  std::int64_t windows = 0;
+  guarded(control, world.rank(), [&] {
+    model = read_model_config(save);
+    complete_from(saved_options(save), save, options);
+    file = std::make_shared<TokenFile>(options.data, options.share);
+    Collectives collectives(*comm, 0, &control);
+    require_same_configuration(collectives, file->identity("--data"));
+    windows = validation_samples(*file, model.context);
+    if (windows == 0) {
+      throw_error(ErrorCode::kData, "data file '{}': its last {} of {} tokens hold no window of {}",
+                  options.data, options.share, file->size(), model.context);
+    }
+    source = make_token_source(file, model.context, model.vocabulary, /*seed=*/1);
+  });
+  const std::int64_t samples = options.samples > 0 ? options.samples : windows;
+  PipelineOptions pipeline_options;
+  pipeline_options.shape = {.pipeline = options.pipeline,
+                            .micro_batch_size = options.micro_batch_size};
+  pipeline_options.order.schedule = "forward-only";
+  pipeline_options.devices.threads = options.threads;
+  pipeline_options.devices.choices = parse_devices(options.device);
+  pipeline_options.training.inference = true;
+  pipeline_options.training.evaluations = {samples};
+  Pipeline pipeline(
+      world, pipeline_options,
+      [&](int stage, int stages) {
+        return make_transformer_stage(model, parse_partition("auto", layer_costs(model), stages),
+                                      stage);
+      },
+      *source);
+  load_weights(pipeline, save);
+  const double loss = pipeline.evaluate(samples);
+  if (world.rank() == 0) {
+    fmt::print("{}: loss {:.4f} nats, {:.4f} bits per {}, over {} of {} windows of '{}'\n",
+               save.filename().string(), loss, loss / std::log(2.0),
+               file->format() == TokenFormat::kText ? "byte" : "token", samples, windows,
+               options.data);
+  }
+  pipeline.close();
+}
+
+}  // namespace
+
+int evaluate_command(int argc, char** argv) {
+  EvaluateOptions options;
+  OptionTable table = make_table(options);
+  const std::vector<std::string> arguments(argv, argv + argc);
+  return run_command(
+      "evaluate", argc, argv,
+      [&] {
+        table.parse(arguments);
+        if (table.help_wanted()) return table.help();
+        if (options.weights.empty()) {
+          throw_usage(
+              "option --weights is missing: give a directory that 'sluice train --save' wrote");
+        }
+        options.share_given = table.given("validation-share");
+        return std::string();
+      },
+      [&](Communicator& world) { evaluate(options, world); });
+}
+
+}  // namespace sluice
