@@ -140,9 +140,11 @@ void give_name(const fs::path& partial, const fs::path& step) {
 
 bool has_0_1_files(const fs::path& directory) {
   std::error_code error;
-  std::ifstream in(directory / "state.json");
-  const nlohmann::json state = nlohmann::json::parse(in, nullptr, false);
-  if (state.is_object() && state.contains("format") && state["format"] == 1) return true;
+  if (fs::is_regular_file(directory / "state.json", error)) {
+    std::ifstream in(directory / "state.json");
+    const nlohmann::json state = nlohmann::json::parse(in, nullptr, false);
+    if (state.is_object() && state.contains("format") && state["format"] == 1) return true;
+  }
   for (const char* name : {"model.safetensors", "model.safetensors.index.json"}) {
     if (fs::exists(directory / name, error)) return true;
   }
