@@ -186,9 +186,10 @@ Found find_saves(Collectives& world, const fs::path& path) {
     found.broken = selection.broken;
     found.one_step = selection.one_step;
     found.of_0_1 = selection.of_0_1;
-    text = Json(found).dump(-1, ' ', false, Json::error_handler_t::replace);
+    const std::vector<std::uint8_t> bytes = Json::to_cbor(found);  // paths may not be UTF-8
+    text.assign(bytes.begin(), bytes.end());
   }
-  return Json::parse(world.broadcast_string(text, 0)).get<Found>();
+  return Json::from_cbor(world.broadcast_string(text, 0)).get<Found>();
 }
 
 // The pieces that this rank hashes: ranks that see the same files share them.

@@ -141,7 +141,7 @@ void give_name(const fs::path& partial, const fs::path& step) {
 
 bool has_0_1_files(const fs::path& directory) {
   std::error_code error;
-  if (fs::exists(directory / "state.json", error)) {
+  if (fs::is_regular_file(directory / "state.json", error)) {
     std::ifstream in(directory / "state.json");
     const nlohmann::json state = nlohmann::json::parse(in, nullptr, false);
     return state.is_object() && state.contains("format") && state["format"] == 1;

@@ -25,8 +25,10 @@ namespace fs = std::filesystem;
 
 std::uint64_t step_of_0_1(const fs::path& directory) {
   const fs::path path = directory / "state.json";
+  std::error_code ignored;
   std::ifstream in(path);
-  const auto state = nlohmann::json::parse(in, nullptr, false);
+  const auto state = fs::is_directory(path, ignored) ? nlohmann::json()
+                                                     : nlohmann::json::parse(in, nullptr, false);
   if (state.is_object() && state.contains("step") && state["step"].is_number_unsigned()) {
     return state["step"].get<std::uint64_t>();
   }

@@ -279,6 +279,15 @@ TEST_F(CliTest, AFileInTheWayOfASaveIsNamedAsAnOutputThatCannotBeWritten) {
   EXPECT_EQ(read_file(path("run/step-00000002")), "mine");
 }
 
+TEST_F(CliTest, ADirectoryInThePlaceOfAFileIsNoSave) {
+  fs::create_directories(path("run/state.json"));
+  for (const char* command : {"digest run", "generate --weights run", "train --resume run"}) {
+    const Outcome outcome = sluice(command);
+    EXPECT_EQ(outcome.code, 5) << outcome.err;
+    EXPECT_THAT(error_line(outcome.err), HasSubstr("'run"));
+  }
+}
+
 TEST_F(CliTest, OutputsBelowALinkToItselfAreRefusedWithTheCause) {
   fs::create_symlink("loop", path("loop"));
   expect_refusal(sluice(small("--metrics loop/a --trace loop/b")), 4, "symbolic links");
