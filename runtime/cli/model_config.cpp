@@ -42,7 +42,12 @@ std::string model_config_text(const TransformerConfig& config) {
 TransformerConfig read_model_config(const std::filesystem::path& directory) {
   std::filesystem::path path = directory / "config.json";
   std::ifstream in(path);
+  std::error_code ignored;
   std::string text;
+  if (!in && !std::filesystem::exists(directory / "state.json", ignored)) {
+    throw_error(ErrorCode::kWeights, "'{}' cannot be read; a directory that --save wrote is needed",
+                path.string());
+  }
   if (!in) {
     path = directory / "state.json";
     text = read_save_state(directory).model;

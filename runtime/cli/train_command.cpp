@@ -106,6 +106,7 @@ class Training {
   std::optional<MetricsWriter> metrics_;
   std::optional<Progress> progress_;
   std::optional<Checkpointer> saver_;
+  std::optional<StopSignals> signals_;
   std::optional<SavedRun> resumed_;  // the save that was loaded
   std::vector<std::string> changes_, passed_over_;
   std::vector<std::uint64_t> skipped_;  // steps, of earlier runs as well
@@ -226,10 +227,12 @@ void Training::require_writable_outputs() const {
   // The Checkpointer refuses it as well, but only after the memory of the pipeline is there.
   const SaveScan scan = scan_saves(options_.save);
   if (scan.saves.empty() && scan.broken.empty()) return;
-  throw_error(ErrorCode::kIo,
-              "directory '{}' holds saves already; --resume auto goes on with them, --overwrite "
-              "replaces them, or give another --save",
-              options_.save);
+  throw_error(
+      ErrorCode::kIo,
+      "directory '{}' holds {}; --resume auto goes on with what is there, --overwrite "
+      "replaces it, or give another --save",
+      options_.save,
+      scan.saves.empty() ? "a damaged save: " + scan.broken.front() : "saves of another run");
 }
 
 void Training::open_metrics() {
@@ -352,16 +355,20 @@ void Training::require_steps_left(std::uint64_t done) const {
 }
 
 void Training::steps() {
-  std::optional<StopSignals> signals;
-  if (saver_) signals.emplace([this]() noexcept { saver_->request_stop(); });
+  if (saver_) signals_.emplace([this]() noexcept { saver_->request_stop(); });
   progress_.emplace(pipeline_->step() + 1, options_.steps, terminal_output());
-  while (pipeline_->step() < options_.steps && !stopped_) one_step();
+  while (pipeline_->step() < options_.steps && !stopped_) {
+    if (signals) signals->describe(pipeline_->step() + 1, saver_->last_save());
+    one_step();
+  }
   if (first()) progress_->finish();
   progress_.reset();
   if (saver_) saver_->save_now();
+  signals_.reset();  // what follows can be lost
 }
 
 void Training::one_step() {
+  if (signals_) signals_->describe(pipeline_->step() + 1, saver_->last_save());
   const StepReport step = pipeline_->train_step();
   if (!options_.trace.empty() && step.step + kTracedSteps > options_.steps) {
     timeline_.add(*pipeline_);

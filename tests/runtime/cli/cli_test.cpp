@@ -188,15 +188,18 @@ TEST_F(TrainedTest, EvaluateGivesTheLossThatTheTrainingEndedWith) {
 }
 
 TEST_F(TrainedTest, RefusesWeightsOfAnotherModel) {
-  expect_refusal(sluice("train --data text.txt --layers 2 --heads 2 --width 32 --context 16 "
-                        "--steps 4 --resume run"),
-                 5, "weights in 'run' do not fit the model: tensor 'token_embedding.weight'");
+  expect_refusal(sluice("train --width 32 --change width --steps 4 --resume run"), 5,
+                 "weights in 'run/step-00000002' do not fit the model: tensor "
+                 "'token_embedding.weight'");
 }
 
 TEST_F(TrainedTest, ADryRunRefusesWhatARunWould) {
-  expect_refusal(sluice(small("--dry-run --resume run --steps 4 --width 32")), 5,
+  const std::string more = "--dry-run --resume run --steps 4 --change width,layers ";
+  expect_refusal(sluice(small(more + "--width 32")), 5,
                  "tensor 'token_embedding.weight' was saved as f32 [256, 16]");
-  expect_refusal(sluice(small("--dry-run --resume run --steps 4 --layers 3")), 5, "is missing");
+  expect_refusal(sluice(small(more + "--layers 3")), 5, "is missing");
+  expect_refusal(sluice(small("--dry-run --resume run --steps 4 --seed 9")), 2, "--change seed");
+  expect_refusal(sluice(small("--dry-run --save run")), 4, "--resume auto");
   expect_refusal(sluice(small("--dry-run --resume run --steps 2")), 2, "choose at least 3");
   EXPECT_EQ(sluice(small("--dry-run --resume run --steps 4")).code, 0);
 }
@@ -216,17 +219,14 @@ TEST_F(CliTest, NamesOfFilesThatAreNotUtf8AreTrainedOnSavedAndReadBack) {
   const Outcome outcome = sluice(small("--data " + name + ".txt --save " + name + " --metrics " +
                                        name + ".jsonl --trace " + name + ".json"));
   ASSERT_EQ(outcome.code, 0) << outcome.err;
-  const auto options_in = [&](const std::string& text) {
-    const nlohmann::json json = nlohmann::json::parse(text);
-    return json.contains("run") ? json["run"]["options"] : json["options"];
-  };
   std::istringstream metrics(read_file(path(name + ".jsonl")));
   std::string first_line;
   std::getline(metrics, first_line);
-  for (const nlohmann::json& options :
-       {options_in(read_file(path(name + "/config.json"))), options_in(first_line)}) {
-    EXPECT_EQ(options["data"], replaced + ".txt");
-    EXPECT_EQ(options["save"], replaced);
+  for (const std::string& json :
+       {read_file(path(name + "/step-00000002/state.json")), first_line}) {
+    EXPECT_TRUE(nlohmann::json::accept(json));
+    EXPECT_THAT(json, HasSubstr('"' + replaced + ".txt\""));
+    EXPECT_THAT(json, HasSubstr('"' + replaced + '"'));
   }
   EXPECT_TRUE(nlohmann::json::accept(read_file(path(name + ".json"))));
 
@@ -243,36 +243,40 @@ TEST_F(CliTest, RanksThatNameOtherFilesAreToldApartByBytesThatAreNotUtf8) {
 }
 
 TEST_F(TrainedTest, RefusesTruncatedWeights) {
-  const fs::path weights = path("run/model.safetensors");
+  const fs::path weights = path("run/step-00000002/model.safetensors");
   fs::resize_file(weights, fs::file_size(weights) - 4);
   expect_refusal(sluice("digest run"), 5, "model.safetensors");
   expect_refusal(sluice("generate --weights run"), 5, "model.safetensors");
 }
 
 TEST_F(TrainedTest, RefusesADamagedConfiguration) {
-  write("run/config.json", "{\"model\": {\"kind\": \"gpt2\"}}");
-  expect_refusal(sluice("generate --weights run"), 5, "config.json");
-  write("run/config.json", "{");
-  expect_refusal(sluice("generate --weights run"), 5, "config.json");
+  const std::string state = "run/step-00000002/state.json";
+  const nlohmann::json saved = nlohmann::json::parse(read_file(path(state)));
+  for (const char* model : {"", "{", R"({"kind": "gpt2"})"}) {
+    nlohmann::json damaged = saved;
+    damaged["model"] = model;
+    write(state, damaged.dump());
+    expect_refusal(sluice("generate --weights run"), 5, "step-00000002");
+  }
+  write(state, "{");
+  expect_refusal(sluice("generate --weights run"), 5, "step-00000002");
 }
 
-TEST_F(CliTest, ALossThatIsNotFiniteEndsTheRunBeforeItIsSaved) {
+TEST_F(CliTest, ALossThatIsNotFiniteEndsTheRunAndIsNotSaved) {
   const Outcome outcome =
       sluice(small("--steps 50 --warmup 0 --learning-rate 1e30 --clip 0 --save run"));
   EXPECT_EQ(outcome.code, 7) << outcome.err;
   EXPECT_EQ(lines_with(outcome.err, "sluice: error: "), 1) << outcome.err;
-  EXPECT_FALSE(fs::exists(path("run")));
+  expect_refusal(sluice("digest run"), 5, "run");
 }
 
-// The directory stands where a part of an older save would, or the file that says the step.
-TEST_F(CliTest, AFullDirectoryInTheWayOfASaveIsNamedAsAnOutputThatCannotBeWritten) {
-  for (const char* name : {"model-x.safetensors", "state.json"}) {
-    const std::string taken = std::string("run-") + name + "/" + name;
-    fs::create_directories(path(taken + "/inside"));
-    const Outcome outcome = sluice(small(std::string("--save run-") + name));
-    EXPECT_EQ(outcome.code, 4);
-    EXPECT_THAT(outcome.err, HasSubstr("cannot remove '" + taken + "': Directory not empty"));
-  }
+TEST_F(CliTest, AFileInTheWayOfASaveIsNamedAsAnOutputThatCannotBeWritten) {
+  fs::create_directory(path("run"));
+  write("run/step-00000002", "mine");
+  const Outcome outcome = sluice(small("--save run"));
+  EXPECT_EQ(outcome.code, 4) << outcome.err;
+  EXPECT_THAT(outcome.err, HasSubstr("step-00000002"));
+  EXPECT_EQ(read_file(path("run/step-00000002")), "mine");
 }
 
 TEST_F(CliTest, OutputsBelowALinkToItselfAreRefusedWithTheCause) {
