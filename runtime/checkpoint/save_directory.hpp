@@ -74,7 +74,7 @@ void abandon_save(const std::filesystem::path& partial);
 struct Retention {
   int keep = 2;                  // newest saves that stay; at least 1
   std::uint64_t keep_every = 0;  // saves of steps that are multiples stay as well; 0: none
-  std::string only_run;          // not empty: saves of all other runs are removed (--overwrite)
+  std::string only_run = {};     // not empty: saves of all other runs are removed (--overwrite)
 };
 // After publish_save(): removes the older saves. A save that cannot be removed is no error: returns
 // one line for each.
