@@ -302,7 +302,7 @@ void Checkpointer::Impl::require_own_directory(const SaveScan& scan) const {
 // Rank 0 writes a file of a random name, the first rank of every host looks for it.
 void Checkpointer::Impl::require_visible() {
   if (options.local) return;
-  const std::string name = world().broadcast_string(".visible-" + random_id(), 0);
+  const std::string name = world().broadcast_string(std::string(kVisiblePrefix) + random_id(), 0);
   const fs::path token = options.directory / name;
   if (first()) {
     AtomicFile file(token);
