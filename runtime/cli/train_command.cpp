@@ -357,10 +357,7 @@ void Training::require_steps_left(std::uint64_t done) const {
 void Training::steps() {
   if (saver_) signals_.emplace([this]() noexcept { saver_->request_stop(); });
   progress_.emplace(pipeline_->step() + 1, options_.steps, terminal_output());
-  while (pipeline_->step() < options_.steps && !stopped_) {
-    if (signals) signals->describe(pipeline_->step() + 1, saver_->last_save());
-    one_step();
-  }
+  while (pipeline_->step() < options_.steps && !stopped_) one_step();
   if (first()) progress_->finish();
   progress_.reset();
   if (saver_) saver_->save_now();
