@@ -36,7 +36,8 @@ using Json = nlohmann::json;
 // asked for.
 class SavedTensors {
  public:
-  SavedTensors(fs::path directory, const SaveState& state) : directory_(std::move(directory)) {
+  SavedTensors(fs::path directory, const SaveState& state)
+      : directory_(std::move(directory)), local_(state.layout.contains("local")) {
     for (const SavedTensor& tensor : state.tensors) {
       if (tensor.file != "user.safetensors") by_name_.emplace(tensor.name, tensor);
     }
@@ -57,6 +58,8 @@ class SavedTensors {
     const auto found = by_name_.find(name);
     return found == by_name_.end() ? nullptr : &found->second;
   }
+  // Whether the directory is one host's own (--save-local), with the tensors of its ranks alone.
+  [[nodiscard]] bool local() const { return local_; }
   // Names of parameters.
   [[nodiscard]] std::vector<std::string> parameters() const {
     std::vector<std::string> names;
@@ -98,13 +101,15 @@ class SavedTensors {
   }
 
   fs::path directory_;
+  bool local_ = false;
   std::map<std::string, SavedTensor> by_name_;
   std::map<std::string, WeightsDirectory> old_;  // by kind
   std::deque<SafetensorsFile> files_;
   std::map<std::string, std::map<std::string, const SafetensorsFile::Entry*>> entries_;  // by file
 };
 
-// The model's parameters are exactly those that were saved, with these sizes.
+// The model's parameters are exactly those that were saved, with these sizes. One host's directory
+// may lack those of other hosts' ranks; require_tensors() finds what this rank lacks.
 void require_fitting(const SavedTensors& saved, const JobLayout& layout, const fs::path& path) {
   std::set<std::string> known;
   for (const SavedParameter& parameter :
@@ -112,6 +117,7 @@ void require_fitting(const SavedTensors& saved, const JobLayout& layout, const f
     known.insert(parameter.name);
     const SavedTensor* tensor = saved.find(parameter.name);
     if (tensor != nullptr && tensor->spec.shape.elements() == parameter.elements) continue;
+    if (tensor == nullptr && saved.local()) continue;
     throw_error(
         ErrorCode::kWeights,
         "weights in '{}' do not fit the model: tensor '{}' {}, but the model needs {} "

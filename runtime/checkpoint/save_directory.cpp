@@ -20,6 +20,7 @@
 #include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/durable.hpp"
+#include "runtime/files/writable.hpp"
 
 namespace sluice {
 namespace fs = std::filesystem;
@@ -55,7 +56,7 @@ bool is_leftover_name(std::string_view name) {
 // calls this; a job that still drafts its own lock tries again.
 bool is_unfinished_file(std::string_view name) {
   return name == "latest.partial" || name == "options.conf.partial" ||
-         name.starts_with(kVisiblePrefix) ||
+         name.starts_with(kVisiblePrefix) || name.starts_with(kWritablePrefix) ||
          (name.starts_with(".lock.") && name.ends_with(kPartial));
 }
 

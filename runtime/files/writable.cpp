@@ -30,7 +30,7 @@ void require_writable_directory(const fs::path& directory) {
   fs::create_directories(directory, error);
   if (error) fail(error.message());
   // Processes that check at the same time use different names.
-  std::string probe = (directory / ".writable-XXXXXX").string();
+  std::string probe = (directory / kWritablePrefix).string() + "XXXXXX";
   const int fd = ::mkstemp(probe.data());
   const int cause = errno;
   if (fd >= 0) {

@@ -2,8 +2,12 @@
 #pragma once
 
 #include <filesystem>
+#include <string_view>
 
 namespace sluice {
+
+// Begins the name of the empty file that the check of a directory makes and removes.
+inline constexpr std::string_view kWritablePrefix = ".writable-";
 
 // Throws Error(kIo) naming the directory where no file can be written to it. A directory that does
 // not exist is created for the check and removed again.

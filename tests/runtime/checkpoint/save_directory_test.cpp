@@ -34,6 +34,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
+using ::testing::UnorderedElementsAreArray;
 
 constexpr const char* kRun = "0123456789abcdef0123456789abcdef";
 constexpr const char* kOtherRun = "ffffffffffffffffffffffffffffffff";
@@ -215,6 +216,16 @@ TEST_F(SaveDirectoryTest, WhatIsNotPublishedIsNoSave) {
   EXPECT_THAT(names(saves()), ElementsAre("latest", "step-00000007"));
 }
 
+TEST_F(SaveDirectoryTest, WhatAKilledStartLeftGoes) {
+  const std::vector<std::string> left = {".lock.host.17.partial", ".visible-0123",
+                                         ".writable-aBcDeF", "latest.partial",
+                                         "options.conf.partial"};
+  for (const std::string& name : left) write(saves() / name, "");
+  write(saves() / "lock", "mine");
+  EXPECT_THAT(open_save_directory(saves()), UnorderedElementsAreArray(left));
+  EXPECT_THAT(names(saves()), ElementsAre("lock"));
+}
+
 TEST_F(SaveDirectoryTest, AnEqualStepIsReplaced) {
   publish(7, 1, kOtherRun);
   publish(7, 2);
@@ -301,6 +312,24 @@ TEST_F(SaveDirectoryTest, ADamagedStateIsReportedNotTakenForVersion01) {
   EXPECT_FALSE(select_saves(step(1)).of_0_1);
   fs::rename(step(1), saves() / "export");
   EXPECT_FALSE(select_saves(saves() / "export").of_0_1);
+}
+
+TEST_F(SaveDirectoryTest, AStepWithoutStateIsDamagedNotOfVersion01) {
+  publish(1, 1);
+  fs::remove(step(1) / "state.json");
+  EXPECT_FALSE(select_saves(step(1)).of_0_1);
+  EXPECT_THAT(select_saves(step(1)).broken, ElementsAre(HasSubstr("step-00000001/state.json")));
+  EXPECT_THAT(scan_saves(saves()).broken, SizeIs(1));
+}
+
+TEST_F(SaveDirectoryTest, AStateOfAnotherStepIsDamage) {
+  publish(1, 1);
+  publish(2, 2);
+  fs::copy_file(step(1) / "state.json", step(2) / "state.json",
+                fs::copy_options::overwrite_existing);
+  EXPECT_THAT(scan_saves(saves()).broken,
+              ElementsAre(AllOf(HasSubstr("step-00000002/state.json"), HasSubstr("of step 1"))));
+  EXPECT_THAT(scan_saves(saves()).saves, SizeIs(1));
 }
 
 TEST_F(SaveDirectoryTest, FilesDirectlyInADirectoryAreOfVersion01) {
@@ -425,6 +454,21 @@ TEST_F(SaveLockTest, ThatOfAProcessThatIsGoneIsTakenOver) {
   ASSERT_TRUE(fs::exists(saves() / "lock"));
   const SaveLock mine(saves());
   mine.require_held();
+}
+
+TEST_F(SaveLockTest, ThatOfAProcessThatNobodyWaitedForIsTakenOver) {
+  const pid_t child = fork();
+  if (child == 0) {
+    new SaveLock(saves());  // never destroyed
+    _exit(0);
+  }
+  siginfo_t ended = {};
+  ASSERT_EQ(waitid(P_PID, static_cast<id_t>(child), &ended, WEXITED | WNOWAIT), 0);
+  {
+    const SaveLock mine(saves());
+    mine.require_held();
+  }
+  EXPECT_EQ(waitpid(child, nullptr, 0), child);
 }
 
 TEST_F(SaveLockTest, OneThatNobodyRenewsIsTakenOverAfterWatchingIt) {
