@@ -61,6 +61,7 @@ NEVER = {
 
 # Public headers without a source of their name.
 HEADER_ROOMS = {
+    "checkpoint": "runtime/checkpoint",
     "communicator": "comm/group",
     "cuda": "comm/device",
     "data": "runtime/data",

@@ -1,7 +1,6 @@
 // Saving while a pipeline trains: copy, write on a thread, publish in a later step.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <openssl/rand.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -29,6 +28,7 @@
 #include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/checksum.hpp"
+#include "runtime/files/random_id.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 
@@ -45,16 +45,6 @@ enum Flag : std::uint32_t {
   kFailed = 4,  // its writer failed
   kDue = 8,     // rank 0: a save by the clock is due
 };
-
-std::string random_id() {
-  std::array<unsigned char, 16> bytes = {};
-  if (RAND_bytes(bytes.data(), static_cast<int>(bytes.size())) != 1) {
-    throw Error(ErrorCode::kInternal, "the crypto library has no random numbers");
-  }
-  std::string id;
-  for (const unsigned char byte : bytes) id += fmt::format("{:02x}", byte);
-  return id;
-}
 
 std::string utc_now() {
   const std::time_t now = std::time(nullptr);
@@ -312,7 +302,7 @@ void Checkpointer::Impl::require_own_directory(const SaveScan& scan) const {
 // Rank 0 writes a file of a random name, the first rank of every host looks for it.
 void Checkpointer::Impl::require_visible() {
   if (options.local) return;
-  const std::string name = world().broadcast_string(".visible-" + random_id(), 0);
+  const std::string name = world().broadcast_string(std::string(kVisiblePrefix) + random_id(), 0);
   const fs::path token = options.directory / name;
   if (first()) {
     AtomicFile file(token);

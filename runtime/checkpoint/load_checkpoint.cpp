@@ -299,10 +299,7 @@ std::uint64_t step_of_0_1(const fs::path& directory) {
                 path.string());
   }
   for (const char* kind : {"model", "optimizer"}) {
-    std::error_code error;
-    const bool there = fs::exists(directory / weights_file_name(kind, 0, 1), error) ||
-                       fs::exists(directory / (kind + std::string(".safetensors.index.json")));
-    if (!there) continue;  // plain SGD has no optimizer state
+    if (!has_weights(directory, kind)) continue;  // plain SGD has no optimizer state
     const std::string saved = WeightsDirectory(directory, kind).step();
     if (saved.empty() || saved == std::to_string(step->get<std::uint64_t>())) continue;
     throw_error(ErrorCode::kWeights,

@@ -17,6 +17,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/durable.hpp"
 
@@ -50,9 +51,27 @@ bool is_leftover_name(std::string_view name) {
   return false;
 }
 
+// A file that a start or a save of a job that was killed did not finish. Only the lock's holder
+// calls this; a job that still drafts its own lock tries again.
+bool is_unfinished_file(std::string_view name) {
+  return name == "latest.partial" || name == "options.conf.partial" ||
+         name.starts_with(kVisiblePrefix) ||
+         (name.starts_with(".lock.") && name.ends_with(kPartial));
+}
+
 bool is_own_file(std::string_view name) {
   if (name.ends_with(kPartial)) name.remove_suffix(kPartial.size());
   return name == "state.json" || is_save_file_name(name);
+}
+
+// Throws Error(kWeights) as read_save_state() does, and where a directory has another step's name.
+SaveState read_step(const fs::path& directory, std::string_view name) {
+  SaveState state = read_save_state(directory);
+  if (is_step_name(name) && name != step_directory_name(state.step)) {
+    throw_error(ErrorCode::kWeights, "'{}' is damaged: it is of step {}",
+                (directory / "state.json").string(), state.step);
+  }
+  return state;
 }
 
 // Names in `directory`; none where it does not exist.
@@ -143,12 +162,9 @@ bool has_0_1_files(const fs::path& directory) {
   if (fs::is_regular_file(directory / "state.json", error)) {
     std::ifstream in(directory / "state.json");
     const nlohmann::json state = nlohmann::json::parse(in, nullptr, false);
-    if (state.is_object() && state.contains("format") && state["format"] == 1) return true;
+    return state.is_object() && state.contains("format") && state["format"] == 1;
   }
-  for (const char* name : {"model.safetensors", "model.safetensors.index.json"}) {
-    if (fs::exists(directory / name, error)) return true;
-  }
-  return false;
+  return has_weights(directory, "model");
 }
 
 void write_text(const fs::path& path, const std::string& text) {
@@ -166,7 +182,7 @@ SaveScan scan_saves(const fs::path& directory) {
   for (const std::string& name : names_in(directory)) {
     if (!is_step_name(name)) continue;
     try {
-      scan.saves.push_back({directory / name, read_save_state(directory / name)});
+      scan.saves.push_back({directory / name, read_step(directory / name, name)});
     } catch (const Error& error) {
       scan.broken.emplace_back(error.what());
     }
@@ -181,10 +197,13 @@ SaveSelection select_saves(const fs::path& path) {
   SaveSelection selection;
   std::error_code error;
   const std::string name = fs::weakly_canonical(path, error).filename().string();
-  if (fs::exists(path / "state.json", error) && (is_step_name(name) || !has_0_1_files(path))) {
+  const bool state = fs::exists(path / "state.json", error);
+  // A step without state.json is a damaged one, and not of version 0.1.
+  const bool stripped = is_step_name(name) && !state && has_weights(path, "model");
+  if (stripped || (state && (is_step_name(name) || !has_0_1_files(path)))) {
     selection.one_step = true;
     try {
-      selection.candidates.push_back({path, read_save_state(path)});
+      selection.candidates.push_back({path, read_step(path, name)});
     } catch (const Error& damage) {
       selection.broken.emplace_back(damage.what());
     }
@@ -217,6 +236,11 @@ std::vector<std::string> open_save_directory(const fs::path& directory) {
   require(error, "create directory", directory);
   std::vector<std::string> removed;
   for (const std::string& name : names_in(directory)) {
+    if (is_unfinished_file(name)) {
+      fs::remove(directory / name, error);
+      require(error, "remove", directory / name);
+      removed.push_back(name);
+    }
     if (!is_leftover_name(name)) continue;
     if (remove_save(directory / name).empty()) removed.push_back(name);
   }

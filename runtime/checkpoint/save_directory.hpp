@@ -13,13 +13,17 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "runtime/checkpoint/save_state.hpp"
 
 namespace sluice {
 
-// A step-* directory with a state.json that parses.
+// Begins the name of an empty file by which hosts find out whether they see the same directory.
+inline constexpr std::string_view kVisiblePrefix = ".visible-";
+
+// A step-* directory with a state.json that parses and is of that step.
 struct Save {
   std::filesystem::path directory;
   SaveState state;
@@ -27,7 +31,7 @@ struct Save {
 
 struct SaveScan {
   std::vector<Save> saves;          // the newest (largest sequence) first
-  std::vector<std::string> broken;  // step-* directories whose state.json does not parse: why
+  std::vector<std::string> broken;  // step-* directories without such a state.json: why
 };
 
 // "step-00001200".
@@ -37,8 +41,9 @@ struct SaveScan {
 // nothing.
 [[nodiscard]] SaveScan scan_saves(const std::filesystem::path& directory);
 
-// What `--resume DIR`, `generate DIR` and the like mean: a step's directory (it has a state.json of
-// format 2) alone, else all of DIR's. `of_0_1`: files of version 0.1 lie directly in DIR.
+// What `--resume DIR`, `generate DIR` and the like mean: a step's directory (by a state.json of
+// format 2, or by its name) alone, else all of DIR's. `of_0_1`: files of version 0.1 lie directly
+// in DIR.
 struct SaveSelection {
   std::vector<Save> candidates;  // the newest first
   std::vector<std::string> broken;
@@ -69,7 +74,7 @@ void abandon_save(const std::filesystem::path& partial);
 struct Retention {
   int keep = 2;                  // newest saves that stay; at least 1
   std::uint64_t keep_every = 0;  // saves of steps that are multiples stay as well; 0: none
-  std::string only_run;          // not empty: saves of all other runs are removed (--overwrite)
+  std::string only_run = {};     // not empty: saves of all other runs are removed (--overwrite)
 };
 // After publish_save(): removes the older saves. A save that cannot be removed is no error: returns
 // one line for each.

@@ -154,7 +154,7 @@ SaveLock::SaveLock(const fs::path& directory, std::chrono::milliseconds watch,
   };
   for (;;) {
     // The lock appears with its text: a link of a file that is complete.
-    const fs::path draft = fmt::format("{}.{}.{}", path.string(), me.host, me.process);
+    const fs::path draft = directory / fmt::format(".lock.{}.{}.partial", me.host, me.process);
     const int fd = ::open(draft.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
     if (fd < 0) fail(errno);
     const auto size = static_cast<::ssize_t>(impl_->text.size());
@@ -165,6 +165,7 @@ SaveLock::SaveLock(const fs::path& directory, std::chrono::milliseconds watch,
     const int error = written ? errno : write_error;
     ::unlink(draft.c_str());
     if (linked) break;
+    if (written && error == ENOENT) continue;  // the lock's new holder removed the draft
     if (!written || error != EEXIST) fail(error);
     const std::string theirs = read_text(path);
     const std::optional<Holder> holder = read_holder(path);

@@ -65,6 +65,12 @@ void require_kind_name(const std::string& kind) {
 
 }  // namespace
 
+bool has_weights(const fs::path& directory, const std::string& kind) {
+  std::error_code error;
+  return fs::exists(directory / weights_file_name(kind, 0, 1), error) ||
+         fs::exists(directory / index_name(kind), error);
+}
+
 std::string weights_file_name(const std::string& kind, int index, int count) {
   if (count == 1) return kind + ".safetensors";
   return fmt::format("{}-{:05}-of-{:05}.safetensors", kind, index + 1, count);

@@ -77,6 +77,9 @@ class WeightsDirectory {
   std::map<std::string, const SafetensorsFile::Entry*> by_name_;
 };
 
+// Whether `directory` holds a file or an index of this kind.
+[[nodiscard]] bool has_weights(const std::filesystem::path& directory, const std::string& kind);
+
 // File name of part `index` (from 0) of `count`: "model.safetensors" for one.
 [[nodiscard]] std::string weights_file_name(const std::string& kind, int index, int count);
 // The index file over parts: tensor name -> file name. Returns its name, size and hash.

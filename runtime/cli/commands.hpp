@@ -7,11 +7,12 @@
 namespace sluice {
 
 // `sluice <command> ...`; arguments exclude the program's name and the command. Each returns the
-// exit code; digest never starts MPI.
+// exit code; digest and verify never start MPI.
 int train_command(int argc, char** argv);
 int generate_command(int argc, char** argv);
 int evaluate_command(int argc, char** argv);
 int digest_command(const std::vector<std::string>& arguments);
+int verify_command(const std::vector<std::string>& arguments);
 int doctor_command(int argc, char** argv);
 
 }  // namespace sluice

@@ -26,6 +26,7 @@ struct Command {
 
 int run_schedule(int argc, char** argv) { return schedule_command({argv, argv + argc}); }
 int run_digest(int argc, char** argv) { return digest_command({argv, argv + argc}); }
+int run_verify(int argc, char** argv) { return verify_command({argv, argv + argc}); }
 
 constexpr std::array kCommands = {
     Command{"train", "train a model over the ranks of an MPI job, or alone", train_command},
@@ -33,6 +34,7 @@ constexpr std::array kCommands = {
     Command{"evaluate", "loss of saved weights on data", evaluate_command},
     Command{"schedule", "prove, simulate and draw a schedule (no MPI)", run_schedule},
     Command{"digest", "SHA-256 of every saved parameter (no MPI)", run_digest},
+    Command{"verify", "compare saves with their hashes (no MPI)", run_verify},
     Command{"doctor", "where ranks run, and what looks wrong", doctor_command},
 };
 

@@ -198,12 +198,13 @@ def two_jobs(setup):
     first.wait_for(lambda: steps_in(case.directory), "no save")
     holder = first.rank(0)
     try:
-        case.start().expect(OUTPUT, re.escape(socket.gethostname()), rf"\b{holder}\b", re.escape(str(case.directory)))
+        case.start(steps=100000, every=50).expect(OUTPUT, re.escape(socket.gethostname()), rf"\b{holder}\b", re.escape(str(case.directory)))
         require(first.running(), f"the first job ended\n{first.tail()}")
         steps = len(metrics_so_far(case.metrics))
         first.wait_for(lambda: len(metrics_so_far(case.metrics)) > steps, "the first job stands still")
         (case.directory / "stop").touch()
         first.expect(STOPPED)
+        losses_in(case.metrics)
     finally:
         first.end()
     require(case.complete(), "no save is left")

@@ -277,7 +277,7 @@ def losses_in(path):
 
 def resumed_step(output):
     """The step that a job went on from; 0 where it started anew."""
-    match = re.search(r"^[Rr]esum\w* .*?step[ -]0*(\d+)", output, re.MULTILINE)
+    match = re.search(r"^going on after step (\d+) of ", output, re.MULTILINE)
     return int(match.group(1)) if match else 0
 
 

@@ -69,8 +69,8 @@ class Kill:
         if draw.random() < 0.5:
             made = sorted(key for key, count in reference.calls.items() if key[1] in CALLS)
             rank, call = draw.choice(made)
-            # The first quarter of the run's calls: a resumed run makes fewer.
-            nth = draw.randint(1, max(reference.calls[rank, call] // 4, 1))
+            # The first eighth of the run's calls: a resumed run makes fewer.
+            nth = draw.randint(1, max(reference.calls[rank, call] // 8, 1))
             self.fault = {"rank": rank, "call": call, "nth": nth,
                           "action": "launcher" if self.victim == LAUNCHER else "kill"}
 

@@ -30,7 +30,7 @@ campaign() {
 }
 
 campaign disk disk_faults.py "${full[@]}"
-campaign signals signals.py
+campaign signals signals.py "${full[@]}"
 campaign steady steady.py --steps "$steps"
 campaign kill kill_campaign.py --count "${SLUICE_FAULTS_KILLS:-$kills}" --seed "$seed"
 campaign damage damage_campaign.py --count "${SLUICE_FAULTS_DAMAGE:-$damage}" --seed "$seed"

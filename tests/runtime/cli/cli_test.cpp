@@ -171,6 +171,22 @@ TEST_F(TrainedTest, WritesWeightsThatDigestAndGenerateRead) {
   EXPECT_EQ(three.out, alone.out);
 }
 
+TEST_F(TrainedTest, EvaluateGivesTheLossThatTheTrainingEndedWith) {
+  const auto loss_in = [](const std::string& text, const std::string& before) {
+    const std::size_t found = text.find(before);
+    return found == std::string::npos ? "none" : text.substr(found + before.size(), 6);
+  };
+  const std::string trained = loss_in(trained_.out, "validation loss    ");
+  const Outcome alone = sluice("evaluate --weights run");
+  EXPECT_EQ(alone.code, 0) << alone.err;
+  EXPECT_EQ(loss_in(alone.out, ": loss "), trained);
+  EXPECT_EQ(mpirun(3, SLUICE_PROGRAM, "evaluate --weights run --micro-batch-size 4").out,
+            alone.out);
+  expect_refusal(sluice("evaluate --weights run --data none.txt"), 3, "none.txt");
+  expect_refusal(sluice("evaluate --weights run --validation-share 0"), 3, "no window");
+  expect_refusal(sluice("evaluate --weights none"), 5, "none");
+}
+
 TEST_F(TrainedTest, RefusesWeightsOfAnotherModel) {
   expect_refusal(sluice("train --width 32 --change width --steps 4 --resume run"), 5,
                  "weights in 'run/step-00000002' do not fit the model: tensor "

@@ -3,7 +3,9 @@
 // mpirun. On a machine without a GPU the emulated CUDA runs all of it.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -95,6 +97,77 @@ TEST_P(DeviceTrainingTest, LossesAreTheCpusToRounding) {
       const TrainingOutcome cpu = alone(comm, what, {});
       const Layout layout{.pipeline = GetParam(), .devices = "cuda"};
       expect_close(comm, what.name, cpu, train(comm, what, layout), bf16 ? 2e-2 : 1e-5);
+    }
+  });
+}
+
+// Makes a value of the job's last rank NaN, or gives it back what it was. Collective.
+void set_value(Communicator& comm, Pipeline& pipeline, float value, float& old) {
+  if (comm.rank() == comm.size() - 1) {
+    const auto all = pipeline.parameters();
+    const auto owned = std::find_if(all.begin(), all.end(), [](const auto& p) { return p.owner; });
+    float* const at = owned->parameter->value.as<float>();
+    const Device device = pipeline.compute().device();
+    pipeline.compute().stream().synchronize();  // the last update may still run
+    copy_now(device, &old, at, sizeof(float));
+    copy_now(device, at, &value, sizeof(float));
+  }
+  pipeline.values_changed();
+}
+
+// Five steps. The fourth, in which graphs are replayed, is not finite, or is passed over.
+TrainingOutcome train_past_nan(Communicator& comm, const TrainingCase& what, const Layout& layout,
+                               bool skip) {
+  constexpr std::uint64_t kBadStep = 4;
+  PipelineOptions options;
+  options.shape.pipeline = layout.pipeline;
+  options.shape.replicas = layout.replicas;
+  options.shape.micro_batches = what.micro_batches;
+  options.order.schedule = layout.schedule;
+  options.order.chunks = layout.chunks;
+  options.devices.choices = parse_devices(layout.devices);
+  options.devices.transport = layout.transport;
+  options.devices.all_reduce = layout.all_reduce;
+  options.devices.cuda_graphs = layout.cuda_graphs;
+  options.training.learning_rate = {.peak = 1e-2, .steps = 10};
+  options.training.skip_nonfinite = skip;
+  const auto source = synthetic_tokens(what.model);
+  const std::vector<double> costs = layer_costs(what.model);
+  const StageFactory factory = [&](int stage, int stages) {
+    return make_transformer_stage(what.model, partition_by_cost(costs, stages), stage);
+  };
+  Pipeline pipeline(comm, options, factory, *source);
+  TrainingOutcome outcome;
+  while (pipeline.step() < 5) {
+    if (pipeline.step() + 1 == kBadStep && skip) {
+      float old = 0, bad = 0;
+      set_value(comm, pipeline, std::numeric_limits<float>::quiet_NaN(), old);
+      EXPECT_TRUE(pipeline.train_step().skipped);
+      set_value(comm, pipeline, old, bad);
+    } else if (pipeline.step() + 1 == kBadStep) {
+      pipeline.set_step(kBadStep);
+    } else {
+      const StepReport report = pipeline.train_step();
+      outcome.losses.push_back(report.loss);
+      outcome.norms.push_back(report.grad_norm);
+    }
+  }
+  pipeline.close();
+  outcome.digest = digest_of(pipeline);
+  return outcome;
+}
+
+void expect_nan_skipped(Communicator& comm, const TrainingCase& what, const Layout& layout) {
+  expect_same(comm, what.name + ", " + layout.schedule,
+              train_past_nan(comm, what, layout, /*skip=*/false),
+              train_past_nan(comm, what, layout, /*skip=*/true));
+}
+
+TEST_P(DeviceTrainingTest, AStepThatIsNotFiniteChangesNothing) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    for (const bool graphs : {false, true}) {
+      expect_nan_skipped(comm, cases().front(),
+                         {.pipeline = GetParam(), .devices = "cuda:0", .cuda_graphs = graphs});
     }
   });
 }
@@ -193,6 +266,17 @@ TEST_P(NcclTrainingTest, OneEdgeThroughHostMemoryBesideTheOthers) {
               {.pipeline = GetParam(), .devices = devices, .transport = TransportChoice::kMpi});
     expect_same(comm, devices, expected,
                 train(comm, what, {.pipeline = GetParam(), .devices = devices}));
+  });
+}
+
+TEST_P(NcclTrainingTest, AStepThatIsNotFiniteChangesNothing) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    expect_nan_skipped(comm, cases().front(),
+                       {.pipeline = GetParam(),
+                        .schedule = "zb-h1",
+                        .devices = "cuda",
+                        .transport = TransportChoice::kNccl,
+                        .cuda_graphs = true});
   });
 }
 
@@ -295,6 +379,19 @@ TEST_P(NcclReplicasTest, SumsInTheOrderOfReplicasAreTheHosts) {
     layout.transport = TransportChoice::kAuto;
     layout.all_reduce = true;
     expect_close(comm, "all-reduce", over_nccl, train(comm, what, layout), 1e-5);
+  });
+}
+
+TEST_P(NcclReplicasTest, AStepThatIsNotFiniteInOneReplicaChangesNothing) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    for (const bool all_reduce : {false, true}) {
+      expect_nan_skipped(comm, named("three replicas"),
+                         {.pipeline = GetParam() / 3,
+                          .replicas = 3,
+                          .devices = "cuda",
+                          .all_reduce = all_reduce,
+                          .cuda_graphs = true});
+    }
   });
 }
 

@@ -1,0 +1,92 @@
+#include <fmt/format.h>
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include <sluice/error.hpp>
+
+#include "runtime/checkpoint/save_directory.hpp"
+#include "runtime/checkpoint/verify.hpp"
+#include "runtime/checkpoint/weights.hpp"
+#include "runtime/cli/commands.hpp"
+#include "runtime/options/option_table.hpp"
+#include "runtime/options/process.hpp"
+
+namespace sluice {
+namespace {
+
+constexpr const char* kAbout =
+    "Compares the files of every save in DIR with the sizes and hashes that were recorded, and\n"
+    "prints a line for each, the newest first. DIR is what 'sluice train --save DIR' wrote, or "
+    "one\n"
+    "step of it. Ends with 0 where all are sound, else with 5. Changes nothing and needs no MPI.";
+
+double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// What is broken; empty where nothing is.
+std::string fault_of(const Save& save) {
+  try {
+    require_complete(save.directory, save.state);
+    require_hashes(save.directory, save.state, hash_pieces(save.state));
+    require_headers(save.directory, save.state);
+    return "";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+
+std::uint64_t bytes_of(const SaveState& state) {
+  std::uint64_t bytes = 0;
+  for (const SavedFile& file : state.files) bytes += file.bytes;
+  return bytes;
+}
+
+// Of version 0.1, which recorded no hashes.
+void verify_of_0_1(const std::string& directory) {
+  for (const char* kind : {"model", "optimizer"}) {
+    if (kind == std::string("optimizer") && !has_weights(directory, kind)) continue;
+    (void)WeightsDirectory(directory, kind);
+  }
+  fmt::print(
+      "'{}' is of version 0.1, which recorded no hashes: names, types, shapes and sizes are sound, "
+      "values were not compared\n",
+      directory);
+}
+
+}  // namespace
+
+int verify_command(const std::vector<std::string>& arguments) {
+  std::string directory;
+  OptionTable table("sluice verify DIR", kAbout);
+  table.add_argument("DIR", directory);
+  return run_guarded(table, arguments, [&] {
+    const SaveSelection selection = select_saves(directory);
+    if (selection.of_0_1) return verify_of_0_1(directory);
+    if (selection.candidates.empty() && selection.broken.empty()) (void)newest_save(directory);
+    std::size_t broken = selection.broken.size();
+    double bytes = 0;
+    const double start = seconds();
+    fmt::print("{:<20} {:<21} {:>10} {:>6}  {}\n", "save", "time", "MB", "files", "state");
+    for (const Save& save : selection.candidates) {
+      const std::string fault = fault_of(save);
+      if (!fault.empty()) ++broken;
+      const auto size = static_cast<double>(bytes_of(save.state));
+      bytes += size;
+      fmt::print("{:<20} {:<21} {:>10.1f} {:>6}  {}\n", step_directory_name(save.state.step),
+                 save.state.time, size * 1e-6, save.state.files.size() + 1,
+                 fault.empty() ? "ok" : fault);
+    }
+    for (const std::string& fault : selection.broken) fmt::print("broken: {}\n", fault);
+    fmt::print("{:.1f} MB in {:.2f} s\n", bytes * 1e-6, seconds() - start);
+    if (broken == 0) return;
+    throw Error(ErrorCode::kWeights,
+                fmt::format("{} of {} saves in '{}' {} broken", broken,
+                            selection.candidates.size() + selection.broken.size(), directory,
+                            broken == 1 ? "is" : "are"));
+  });
+}
+
+}  // namespace sluice

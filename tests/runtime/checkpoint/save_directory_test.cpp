@@ -1,0 +1,463 @@
+// state.json, the directory of saves, its lock, and the comparison of files with their hashes.
+#include "runtime/checkpoint/save_directory.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <chrono>
+#include <fstream>
+#include <string>
+#include <thread>
+
+#include <sluice/error.hpp>
+
+#include "runtime/checkpoint/save_lock.hpp"
+#include "runtime/checkpoint/verify.hpp"
+#include "runtime/checkpoint/weights.hpp"
+#include "runtime/files/checksum.hpp"
+#include "runtime/files/durable.hpp"
+#include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/temporary_directory.hpp"
+
+namespace sluice::testing {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+constexpr const char* kRun = "0123456789abcdef0123456789abcdef";
+constexpr const char* kOtherRun = "ffffffffffffffffffffffffffffffff";
+
+std::string hash_of(const std::string& text) {
+  return checksum_hex(std::as_bytes(std::span(text)));
+}
+
+SaveState state_of(std::uint64_t step, std::uint64_t sequence, const std::string& run = kRun) {
+  SaveState state;
+  state.save = hash_of(fmt::format("{} {} {}", run, sequence, step));
+  state.run = run;
+  state.sequence = sequence;
+  state.step = step;
+  state.time = "2026-01-31T12:00:00Z";
+  state.layout = {{"ranks", 2}};
+  state.options = {{"heads", "4"}, {"data", "a \"text\".txt"}};
+  state.model = R"({"layers":2})";
+  state.data = {{"tokens", "4000"}};
+  state.skipped = {3, 5};
+  state.user = {{"loader", R"({"epoch":3})"}};
+  return state;
+}
+
+// A save of one weights file of two tensors in `directory`, as begin_save() and publish_save()
+// leave it. Its blocks are those of kHashBlock bytes.
+class SaveDirectoryTest : public ::testing::Test {
+ protected:
+  SaveState publish(std::uint64_t step, std::uint64_t sequence, const std::string& run = kRun,
+                    std::size_t floats = 100) {
+    const fs::path partial = begin_save(saves(), step);
+    SaveState state = state_of(step, sequence, run);
+    std::vector<float> values(floats, static_cast<float>(sequence));
+    std::vector<float> more(10, 1);
+    const auto count = static_cast<std::int64_t>(floats);
+    const std::vector<NamedTensor> tensors = {{"a", {values.data(), {DType::kF32, {count}}}},
+                                              {"b", {more.data(), {DType::kF32, {2, 5}}}}};
+    std::string bytes;
+    write_safetensors(partial / "model.safetensors", tensors, {},
+                      [&](std::span<const std::byte> piece) {
+                        bytes.append(reinterpret_cast<const char*>(piece.data()), piece.size());
+                      });
+    SavedFile file{"model.safetensors", bytes.size(), hash_of(bytes), {}};
+    for (std::size_t at = 0; at < bytes.size(); at += kHashBlock) {
+      file.blocks.push_back(hash_of(bytes.substr(at, kHashBlock)));
+    }
+    state.files = {file};
+    for (const NamedTensor& named : tensors) {
+      state.tensors.push_back(
+          {named.name, file.name, named.tensor.spec, 0, named.tensor.spec.shape.elements()});
+    }
+    publish_save(saves(), partial, state);
+    return state;
+  }
+
+  void write(const fs::path& path, const std::string& text) {
+    fs::create_directories(path.parent_path());
+    std::ofstream(path, std::ios::binary) << text;
+  }
+  [[nodiscard]] std::string text(const fs::path& path) const {
+    std::ifstream in(path, std::ios::binary);
+    return {std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+  }
+  [[nodiscard]] std::vector<std::string> names(const fs::path& path) const {
+    std::vector<std::string> found;
+    for (const auto& entry : fs::directory_iterator(path)) {
+      found.push_back(entry.path().filename().string());
+    }
+    std::sort(found.begin(), found.end());
+    return found;
+  }
+  [[nodiscard]] fs::path saves() const { return directory_.path() / "saves"; }
+  [[nodiscard]] fs::path step(std::uint64_t number) const {
+    return saves() / step_directory_name(number);
+  }
+
+  void SetUp() override { open_save_directory(saves()); }
+
+  TemporaryDirectory directory_;
+};
+
+// --- state.json ---
+
+TEST_F(SaveDirectoryTest, AStateComesBackAsItWas) {
+  const SaveState written = publish(7, 1);
+  const SaveState read = read_save_state(step(7));
+  EXPECT_EQ(to_json_text(read), to_json_text(written));
+  EXPECT_EQ(read.options, written.options);
+  EXPECT_EQ(read.model, written.model);
+  EXPECT_EQ(read.user, written.user);
+  EXPECT_EQ(read.skipped, written.skipped);
+  ASSERT_THAT(read.tensors, SizeIs(2));
+  EXPECT_EQ(read.tensors[1].spec, (TensorSpec{DType::kF32, {2, 5}}));
+}
+
+TEST_F(SaveDirectoryTest, EveryChangedByteOfAStateIsRefused) {
+  publish(7, 1);
+  const std::string whole = text(step(7) / "state.json");
+  for (std::size_t at = 0; at < whole.size(); ++at) {
+    std::string changed = whole;
+    changed[at] = static_cast<char>(changed[at] ^ 1);
+    EXPECT_THROW((void)parse_save_state(changed, "state.json"), Error) << at;
+  }
+  for (std::size_t size = 0; size < whole.size(); ++size) {
+    EXPECT_THROW((void)parse_save_state(whole.substr(0, size), "state.json"), Error) << size;
+  }
+}
+
+// What a state may say is checked where its hash is right as well.
+TEST_F(SaveDirectoryTest, NamesWhatIsWrongInAState) {
+  const SaveState sound = publish(7, 1);
+  const auto refused = [](const SaveState& state, std::initializer_list<std::string> parts) {
+    const std::string json = to_json_text(state);
+    expect_error(ErrorCode::kWeights, parts, [&] { (void)parse_save_state(json, "x/state.json"); });
+  };
+  SaveState state = sound;
+  state.files[0].name = "../model.safetensors";
+  state.tensors.clear();
+  refused(state, {"x/state.json", "'../model.safetensors'"});
+  state = sound;
+  state.files.push_back(state.files[0]);
+  refused(state, {"'model.safetensors' comes twice"});
+  state = sound;
+  state.tensors[0].file = "optimizer.safetensors";
+  refused(state, {"'a'", "'optimizer.safetensors', which is not listed"});
+  state = sound;
+  state.tensors[1].name = "a";
+  refused(state, {"'a' comes twice"});
+  state = sound;
+  state.tensors[0].count = 101;
+  refused(state, {"'a'", "outside its shape"});
+  state = sound;
+  state.files[0].blocks.push_back(kRun);
+  refused(state, {"2 blocks, not 1"});
+  state = sound;
+  state.files[0].hash = "short";
+  refused(state, {"32 hexadecimal digits"});
+}
+
+TEST_F(SaveDirectoryTest, AnotherFormatIsNamed) {
+  expect_error(ErrorCode::kWeights, {"format 3", "reads format 2", "newer version"},
+               [] { (void)parse_save_state(R"({"format": 3})", "state.json"); });
+  expect_error(ErrorCode::kWeights, {"'format' is missing"},
+               [] { (void)parse_save_state("{}", "state.json"); });
+  expect_error(ErrorCode::kWeights, {"no JSON object"},
+               [] { (void)parse_save_state("[1", "state.json"); });
+}
+
+TEST(SaveNameTest, OnlyNamesThatSluiceGivesAreItsOwn) {
+  for (const char* name : {"model.safetensors", "optimizer.safetensors",
+                           "model.safetensors.index.json", "model-00001-of-00002.safetensors",
+                           "optimizer-00010-of-100000.safetensors", "user.safetensors"}) {
+    EXPECT_TRUE(is_save_file_name(name)) << name;
+  }
+  for (const char* name :
+       {"", "model", "model-mine.safetensors", "model-1-of-2.safetensors", "state.json",
+        "model-00001-of-00002.safetensors.bak", "optimizer-notes.safetensors",
+        "model-0000a-of-00002.safetensors", "../model.safetensors", "xmodel.safetensors",
+        "model-00001-of-00002-of-00003.safetensors"}) {
+    EXPECT_FALSE(is_save_file_name(name)) << name;
+  }
+}
+
+// --- publishing, retention, leftovers ---
+
+TEST_F(SaveDirectoryTest, APublishedSaveHasItsNameAndIsTheLatest) {
+  publish(7, 1);
+  EXPECT_THAT(names(saves()), ElementsAre("latest", "step-00000007"));
+  EXPECT_EQ(text(saves() / "latest"), "step-00000007\n");
+  EXPECT_THAT(names(step(7)), ElementsAre("model.safetensors", "state.json"));
+}
+
+TEST_F(SaveDirectoryTest, WhatIsNotPublishedIsNoSave) {
+  publish(7, 1);
+  const fs::path partial = begin_save(saves(), 9);
+  write(partial / "model.safetensors", "half");
+  EXPECT_THAT(scan_saves(saves()).saves, SizeIs(1));
+  EXPECT_THAT(open_save_directory(saves()), ElementsAre(".step-00000009.partial"));
+  EXPECT_THAT(names(saves()), ElementsAre("latest", "step-00000007"));
+}
+
+TEST_F(SaveDirectoryTest, AnEqualStepIsReplaced) {
+  publish(7, 1, kOtherRun);
+  publish(7, 2);
+  EXPECT_THAT(names(saves()), ElementsAre("latest", "step-00000007"));
+  EXPECT_EQ(read_save_state(step(7)).run, kRun);
+}
+
+TEST_F(SaveDirectoryTest, TheNewestIsTheOneSavedLast) {
+  publish(9, 1);
+  publish(4, 3);
+  publish(7, 2);
+  const SaveScan scan = scan_saves(saves());
+  ASSERT_THAT(scan.saves, SizeIs(3));
+  EXPECT_EQ(scan.saves[0].state.step, 4U);
+  EXPECT_EQ(newest_save(saves()), step(4));
+}
+
+TEST_F(SaveDirectoryTest, RetentionKeepsTheNewestAndMilestones) {
+  for (std::uint64_t i = 1; i <= 6; ++i) publish(10 * i, i);
+  EXPECT_THAT(prune_saves(saves(), {.keep = 2, .keep_every = 20}), IsEmpty());
+  EXPECT_THAT(names(saves()), ElementsAre("latest", "step-00000020", "step-00000040",
+                                          "step-00000050", "step-00000060"));
+}
+
+TEST_F(SaveDirectoryTest, SavesOfOtherRunsGoWhereTheyAreOverwritten) {
+  publish(10, 1, kOtherRun);
+  publish(20, 2, kOtherRun);
+  publish(5, 3);
+  EXPECT_THAT(prune_saves(saves(), {.keep = 9, .only_run = kRun}), IsEmpty());
+  EXPECT_THAT(names(saves()), ElementsAre("latest", "step-00000005"));
+}
+
+TEST_F(SaveDirectoryTest, FilesOfOthersAreNeverDeleted) {
+  publish(1, 1);
+  publish(2, 2);
+  publish(3, 3);
+  write(step(1) / "notes.txt", "mine");
+  write(step(2) / "model-mine.safetensors", "mine");
+  write(saves() / "model-mine.safetensors", "mine");
+  write(saves() / ".step-00000009.partial" / "thesis.tex", "mine");
+  write(saves() / "step-of-mine" / "state.json", "mine");
+  EXPECT_THAT(prune_saves(saves(), {.keep = 1}),
+              ElementsAre(HasSubstr("'model-mine.safetensors'"), HasSubstr("'notes.txt'")));
+  EXPECT_THAT(open_save_directory(saves()), IsEmpty());
+  EXPECT_EQ(text(saves() / ".step-00000001.deleted" / "notes.txt"), "mine");
+  EXPECT_EQ(text(saves() / ".step-00000002.deleted" / "model-mine.safetensors"), "mine");
+  EXPECT_EQ(text(saves() / "model-mine.safetensors"), "mine");
+  EXPECT_EQ(text(saves() / ".step-00000009.partial" / "thesis.tex"), "mine");
+  EXPECT_EQ(text(saves() / "step-of-mine" / "state.json"), "mine");
+  EXPECT_THAT(scan_saves(saves()).saves, SizeIs(1));
+}
+
+TEST_F(SaveDirectoryTest, ALinkInAPartialSaveIsNotFollowed) {
+  write(directory_.path() / "precious", "mine");
+  fs::create_directories(saves() / ".step-00000009.partial");
+  fs::create_symlink(directory_.path() / "precious",
+                     saves() / ".step-00000009.partial" / "model.safetensors");
+  open_save_directory(saves());
+  EXPECT_EQ(text(directory_.path() / "precious"), "mine");
+}
+
+// --- which save a path means ---
+
+TEST_F(SaveDirectoryTest, APathIsADirectoryOfSavesOrOneStep) {
+  publish(1, 1);
+  publish(2, 2);
+  EXPECT_THAT(select_saves(saves()).candidates, SizeIs(2));
+  const SaveSelection one = select_saves(step(1));
+  EXPECT_TRUE(one.one_step);
+  ASSERT_THAT(one.candidates, SizeIs(1));
+  EXPECT_EQ(one.candidates[0].state.step, 1U);
+  EXPECT_THAT(select_saves(directory_.path() / "none").candidates, IsEmpty());
+  expect_error(ErrorCode::kWeights, {"none' does not exist"},
+               [&] { (void)newest_save(directory_.path() / "none"); });
+  expect_error(ErrorCode::kWeights, {"holds no save"},
+               [&] { (void)newest_save(directory_.path()); });
+}
+
+TEST_F(SaveDirectoryTest, ADamagedStateIsReportedNotTakenForVersion01) {
+  publish(1, 1);
+  write(step(1) / "state.json", "{}");
+  EXPECT_THAT(scan_saves(saves()).broken, ElementsAre(HasSubstr("step-00000001/state.json")));
+  EXPECT_THAT(select_saves(step(1)).broken, SizeIs(1));
+  EXPECT_FALSE(select_saves(step(1)).of_0_1);
+  fs::rename(step(1), saves() / "export");
+  EXPECT_FALSE(select_saves(saves() / "export").of_0_1);
+}
+
+TEST_F(SaveDirectoryTest, FilesDirectlyInADirectoryAreOfVersion01) {
+  write(saves() / "state.json", R"({"format": 1, "step": 4})");
+  write(saves() / "model.safetensors", "");
+  EXPECT_TRUE(select_saves(saves()).of_0_1);
+  EXPECT_EQ(newest_save(saves()), saves());
+  publish(5, 1);  // of this version, into the same directory: it is newer
+  EXPECT_FALSE(select_saves(saves()).of_0_1);
+}
+
+TEST_F(SaveDirectoryTest, ADirectoryThatCannotBeWrittenIsNamed) {
+  expect_error(ErrorCode::kIo, {"/dev/null/saves"}, [] { open_save_directory("/dev/null/saves"); });
+  expect_error(ErrorCode::kIo, {"/proc/saves"}, [] { open_save_directory("/proc/saves"); });
+  fs::remove_all(saves());
+  expect_error(ErrorCode::kIo, {saves().string()}, [&] { (void)begin_save(saves(), 1); });
+}
+
+TEST_F(SaveDirectoryTest, SpaceIsCheckedWithBothNumbers) {
+  require_space(saves(), 1);
+  expect_error(ErrorCode::kIo, {saves().string(), "takes", "free"},
+               [&] { require_space(saves(), std::uint64_t{1} << 60); });
+}
+
+// --- hashes ---
+
+TEST_F(SaveDirectoryTest, EveryDamagedByteOfAFileIsFoundAndNamed) {
+  const SaveState state = publish(7, 1);
+  const fs::path file = step(7) / "model.safetensors";
+  const std::string whole = text(file);
+  require_complete(step(7), state);
+  require_hashes(step(7), state, hash_pieces(state));
+  require_headers(step(7), state);
+  for (std::size_t at = 0; at < whole.size(); at += 7) {
+    std::string changed = whole;
+    changed[at] = static_cast<char>(changed[at] ^ 0x40);
+    write(file, changed);
+    expect_error(ErrorCode::kWeights, {"model.safetensors' is damaged", "expected", "found"},
+                 [&] { require_hashes(step(7), state, hash_pieces(state)); });
+  }
+  write(file, whole.substr(0, whole.size() - 1));
+  expect_error(ErrorCode::kWeights,
+               {fmt::format("expected {} bytes, found {}", whole.size(), whole.size() - 1)},
+               [&] { require_complete(step(7), state); });
+  fs::remove(file);
+  expect_error(ErrorCode::kWeights, {"model.safetensors' is missing"},
+               [&] { require_complete(step(7), state); });
+}
+
+TEST_F(SaveDirectoryTest, ARankComparesOnlyTheBlocksThatItReads) {
+  // Tensor a fills two blocks and more; b lies in the last one.
+  const SaveState state = publish(7, 1, kRun, 2 * kHashBlock / sizeof(float) + 1000);
+  ASSERT_THAT(state.files[0].blocks, SizeIs(3));
+  EXPECT_THAT(hash_pieces(state), SizeIs(3));
+  const std::vector<HashPiece> of_b = hash_pieces_of(step(7), state, {"b"});
+  ASSERT_THAT(of_b, SizeIs(2));  // the header's and its own
+  EXPECT_EQ(of_b[0].first, 0U);
+  EXPECT_EQ(of_b[1].first, 2 * kHashBlock);
+  std::fstream file(step(7) / "model.safetensors", std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(kHashBlock + 5);
+  file.put('\x7f');
+  file.close();
+  require_hashes(step(7), state, of_b);
+  expect_error(ErrorCode::kWeights, {"in tensor a", fmt::format("bytes {}", kHashBlock)},
+               [&] { require_hashes(step(7), state, hash_pieces(state)); });
+}
+
+TEST_F(SaveDirectoryTest, AHeaderThatSaysOtherThanTheStateIsRefused) {
+  SaveState state = publish(7, 1);
+  state.tensors[1].spec.shape = Shape{5, 2};
+  expect_error(ErrorCode::kWeights, {"'b' is f32 [2, 5]", "f32 [5, 2]"},
+               [&] { require_headers(step(7), state); });
+}
+
+TEST(ChecksumTest, IsXxh3Of128BitsForAnyPieces) {
+  // The reference's own value for no bytes.
+  EXPECT_EQ(checksum_hex({}), "99aa06d3014798d86001c324468d497f");
+  const std::string bytes(100'000, 'x');
+  Checksum checksum;
+  for (std::size_t at = 0; at < bytes.size(); at += 777) {
+    checksum.add(
+        std::as_bytes(std::span(bytes)).subspan(at, std::min<std::size_t>(777, bytes.size() - at)));
+  }
+  EXPECT_EQ(checksum.finish(), hash_of(bytes));
+}
+
+TEST(DurableTest, ARenameThatCannotBeIsNamed) {
+  expect_error(ErrorCode::kIo, {"/no/such/file"},
+               [] { rename_durably("/no/such/file", "/no/such/other"); });
+  expect_error(ErrorCode::kIo, {"/no/such"}, [] { sync_directory("/no/such"); });
+}
+
+// --- the lock ---
+
+class SaveLockTest : public SaveDirectoryTest {
+ protected:
+  static constexpr auto kShort = std::chrono::milliseconds(200);
+};
+
+TEST_F(SaveLockTest, TheSecondIsRefusedWithHostAndProcess) {
+  const SaveLock first(saves());
+  first.require_held();
+  expect_error(ErrorCode::kIo, {saves().string(), fmt::format("process {}", getpid()), "host '"},
+               [&] { const SaveLock second(saves(), kShort); });
+}
+
+TEST_F(SaveLockTest, ItGoesWithItsOwner) {
+  { const SaveLock first(saves()); }
+  EXPECT_THAT(names(saves()), IsEmpty());
+  const SaveLock second(saves());
+  second.require_held();
+}
+
+TEST_F(SaveLockTest, ThatOfAProcessThatIsGoneIsTakenOver) {
+  const pid_t child = fork();
+  if (child == 0) {
+    new SaveLock(saves());  // never destroyed
+    _exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_TRUE(fs::exists(saves() / "lock"));
+  const SaveLock mine(saves());
+  mine.require_held();
+}
+
+TEST_F(SaveLockTest, OneThatNobodyRenewsIsTakenOverAfterWatchingIt) {
+  write(saves() / "lock", "not Sluice's text");
+  std::vector<std::string> notes;
+  const SaveLock mine(saves(), kShort, [&](const std::string& note) { notes.push_back(note); });
+  mine.require_held();
+  EXPECT_THAT(notes, ElementsAre(AllOf(HasSubstr("lock"), HasSubstr("waiting"))));
+}
+
+TEST_F(SaveLockTest, OneOfAnotherHostThatIsRenewedIsNot) {
+  write(
+      saves() / "lock",
+      R"({"host":"far","boot":"b","pid_namespace":"n","job":"17","restart":"","process":5,"started":1,"since":0})");
+  std::jthread renews([&](const std::stop_token& stop) {
+    while (!stop.stop_requested()) {
+      (void)utimensat(AT_FDCWD, (saves() / "lock").c_str(), nullptr, 0);
+      std::this_thread::yield();
+    }
+  });
+  expect_error(ErrorCode::kIo, {"process 5 on host 'far', job 17"},
+               [&] { const SaveLock mine(saves(), std::chrono::seconds(20)); });
+}
+
+TEST_F(SaveLockTest, ItsOwnerNoticesThatItWasTakenOver) {
+  const SaveLock mine(saves());
+  write(
+      saves() / "lock",
+      R"({"host":"far","boot":"b","pid_namespace":"n","job":"","restart":"","process":5,"started":1,"since":0})");
+  expect_error(ErrorCode::kIo, {"process 5 on host 'far'"}, [&] { mine.require_held(); });
+  fs::remove(saves() / "lock");
+  expect_error(ErrorCode::kIo, {"gone"}, [&] { mine.require_held(); });
+}
+
+}  // namespace
+}  // namespace sluice::testing
