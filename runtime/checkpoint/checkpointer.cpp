@@ -8,7 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <ctime>
-#include <fstream>
+#include <nlohmann/json.hpp>
 #include <set>
 #include <system_error>
 #include <thread>
@@ -235,6 +235,9 @@ void Checkpointer::Impl::require_sensible() const {
   if (options.directory.empty()) throw_usage("a Checkpointer needs a directory");
   if (options.keep < 1) {
     throw_usage("keeping {} saves keeps none; the nearest legal value is 1", options.keep);
+  }
+  if (!options.model.empty() && !nlohmann::json::accept(options.model)) {
+    throw_usage("the model's text of a Checkpointer is no JSON");
   }
   if (!(options.every_minutes >= 0)) {
     throw_usage("saving every {} minutes is not possible; 0 means never", options.every_minutes);

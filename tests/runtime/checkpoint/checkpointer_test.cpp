@@ -346,6 +346,7 @@ TEST_F(CheckpointerTest, NonsenseIsRefused) {
                [&] { open({.directory = saves(), .keep = 0}); });
   expect_error(ErrorCode::kUsage, {"minutes"},
                [&] { open({.directory = saves(), .every_minutes = -1}); });
+  expect_error(ErrorCode::kUsage, {"no JSON"}, [&] { open({.directory = saves(), .model = "{"}); });
   expect_error(ErrorCode::kUsage, {"needs a directory"}, [&] { open({}); });
   expect_error(ErrorCode::kIo, {"/dev/null"}, [&] { open({.directory = "/dev/null/saves"}); });
 }
