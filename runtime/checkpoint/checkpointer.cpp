@@ -1,7 +1,6 @@
 // Saving while a pipeline trains: copy, write on a thread, publish in a later step.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
