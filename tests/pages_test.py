@@ -35,6 +35,8 @@ SUFFIXES = ("cpp", "hpp", "cu", "cuh", "py", "sh", "md", "svg", "cmake")
 FOREIGN_OPTIONS = {
     "mpirun": "oversubscribe hostfile host bind-to map-by mca timeout",
     "srun": "mpi",
+    "sbatch": "signal requeue",
+    "tests/faults/run.sh": "full",
     "cmake": "build fresh install preset prefix target",
     "ctest": "output-on-failure parallel test-dir",
     "nvidia-smi": "query-gpu",

@@ -416,7 +416,6 @@ void Checkpointer::Impl::begin() {
   phase = Phase::kWriting;
   saved_step = step;
   last_begin = Clock::now();
-  waited = false;
 }
 
 // On the writer's thread.

@@ -120,6 +120,59 @@ std::int64_t modified(const fs::path& path) {
   return std::int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + info.st_mtim.tv_nsec;
 }
 
+// Whether the process can be seen to live, or whether the lock is renewed within `watch`.
+bool is_alive(const fs::path& path, const Holder& me, std::chrono::milliseconds watch,
+              const std::function<void(const std::string&)>& note) {
+  const std::optional<Holder> holder = read_holder(path);
+  const Life life = life_of(holder, me);
+  if (life != Life::kUnknown) return life == Life::kAlive;
+  if (note) {
+    note(fmt::format("'{}' is held by {}; waiting {} s to see whether it is still there",
+                     path.string(), describe(holder),
+                     std::chrono::duration_cast<std::chrono::seconds>(watch).count()));
+  }
+  const std::int64_t before = modified(path);
+  const auto deadline = Clock::now() + watch;
+  while (Clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    const std::int64_t now = modified(path);
+    if (now != before) return now != -1;  // -1: released meanwhile
+  }
+  return false;
+}
+
+// Makes the lock of `text`, which appears whole. False where there is one; else Error(kIo).
+bool create(const fs::path& path, const std::string& text, const Holder& me) {
+  const auto fail = [&](int error) {
+    throw_error(ErrorCode::kIo, "cannot write '{}': {}", path.string(),
+                std::generic_category().message(error));
+  };
+  const auto write = [&](const fs::path& file, int flags) {
+    const int fd = ::open(file.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | flags, 0666);
+    if (fd < 0 && errno == EEXIST) return false;
+    if (fd < 0) fail(errno);
+    const bool whole = ::write(fd, text.data(), text.size()) == static_cast<::ssize_t>(text.size());
+    const int error = whole ? 0 : errno;
+    ::close(fd);
+    if (whole) return true;
+    ::unlink(file.c_str());
+    fail(error == 0 ? ENOSPC : error);
+    return false;
+  };
+  const fs::path draft =
+      path.parent_path() / fmt::format(".lock.{}.{}.partial", me.host, me.process);
+  for (;;) {
+    write(draft, O_TRUNC);
+    const int error = ::link(draft.c_str(), path.c_str()) == 0 ? 0 : errno;
+    ::unlink(draft.c_str());
+    if (error == 0 || error == EEXIST) return error == 0;
+    if (error == ENOENT) continue;  // the lock's new holder removed the draft
+    // A file system without links.
+    if (error == EPERM || error == ENOTSUP || error == ENOSYS) return write(path, O_EXCL);
+    fail(error);
+  }
+}
+
 }  // namespace
 
 struct SaveLock::Impl {
@@ -148,47 +201,12 @@ SaveLock::SaveLock(const fs::path& directory, std::chrono::milliseconds watch,
   const Holder me = this_process();
   impl_->text =
       nlohmann::json(me).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
-  const auto fail = [&](int error) {
-    throw_error(ErrorCode::kIo, "cannot write '{}': {}", path.string(),
-                std::generic_category().message(error));
-  };
-  for (;;) {
-    // The lock appears with its text: a link of a file that is complete.
-    const fs::path draft = directory / fmt::format(".lock.{}.{}.partial", me.host, me.process);
-    const int fd = ::open(draft.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-    if (fd < 0) fail(errno);
-    const auto size = static_cast<::ssize_t>(impl_->text.size());
-    const bool written = ::write(fd, impl_->text.data(), impl_->text.size()) == size;
-    const int write_error = errno;
-    ::close(fd);
-    const bool linked = written && ::link(draft.c_str(), path.c_str()) == 0;
-    const int error = written ? errno : write_error;
-    ::unlink(draft.c_str());
-    if (linked) break;
-    if (written && error == ENOENT) continue;  // the lock's new holder removed the draft
-    if (!written || error != EEXIST) fail(error);
+  while (!create(path, impl_->text, me)) {
     const std::string theirs = read_text(path);
-    const std::optional<Holder> holder = read_holder(path);
-    Life life = life_of(holder, me);
-    if (life == Life::kUnknown) {
-      if (note) {
-        note(fmt::format("'{}' is held by {}; waiting {} s to see whether it is still there",
-                         path.string(), describe(holder),
-                         std::chrono::duration_cast<std::chrono::seconds>(watch).count()));
-      }
-      const std::int64_t before = modified(path);
-      const auto deadline = Clock::now() + watch;
-      life = Life::kGone;
-      while (life == Life::kGone && Clock::now() < deadline) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(50));
-        if (modified(path) != before) life = Life::kAlive;
-      }
-      if (modified(path) == -1) continue;  // released meanwhile
-    }
-    if (life == Life::kAlive) {
+    if (is_alive(path, me, watch, note)) {
       throw_error(ErrorCode::kIo,
                   "directory '{}' is in use by {}; two jobs cannot save into one directory",
-                  directory.string(), describe(holder));
+                  directory.string(), describe(read_holder(path)));
     }
     // Only the lock that was looked at goes; another job may have taken it over meanwhile.
     if (read_text(path) == theirs) ::unlink(path.c_str());

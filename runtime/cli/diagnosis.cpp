@@ -17,11 +17,12 @@
 
 namespace sluice {
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankFacts, rank, local_size, host, device, device_identity, gpu,
-                                   no_gpu, no_device_messages, cores, host_cores, threads,
-                                   mpi_library, mpi_standard, thread_level, components,
-                                   tag_upper_bound, kernel_set, matmul_library, native_bf16,
-                                   fast_network, shared_memory_bytes, environment)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(MpiInfo, library, standard, thread_level, host, components,
+                                   tag_upper_bound, local_rank, local_size, cores)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankFacts, rank, mpi, device, device_identity, gpu, no_gpu,
+                                   no_device_messages, host_cores, threads, kernel_set,
+                                   matmul_library, native_bf16, fast_network, shared_memory_bytes,
+                                   environment)
 
 namespace {
 
@@ -60,13 +61,13 @@ std::vector<const RankFacts*> first_of_hosts(const Ranks& ranks) {
   std::vector<const RankFacts*> firsts;
   std::set<std::string> seen;
   for (const RankFacts& rank : ranks) {
-    if (seen.insert(rank.host).second) firsts.push_back(&rank);
+    if (seen.insert(rank.mpi.host).second) firsts.push_back(&rank);
   }
   return firsts;
 }
 
 bool is_open_mpi(const RankFacts& facts) {
-  return facts.mpi_library.find("Open MPI") != std::string::npos;
+  return facts.mpi.library.find("Open MPI") != std::string::npos;
 }
 
 bool oversubscription_permitted(const RankFacts& facts) {
@@ -78,33 +79,33 @@ bool oversubscription_permitted(const RankFacts& facts) {
 
 void check_cores(const Ranks& ranks, std::vector<Finding>& findings) {
   for (const RankFacts* host : first_of_hosts(ranks)) {
-    if (host->local_size > host->host_cores) {
+    if (host->mpi.local_size > host->host_cores) {
       findings.push_back(
           {true, fmt::format("{}: {} ranks share {} core{}. A step takes at least {:.1f} times as "
                              "long and the measured bubble includes time-slicing; start at most "
                              "{} there. (Waiting ranks yield: mpi_yield_when_idle is set.)",
-                             host->host, host->local_size, host->host_cores,
+                             host->mpi.host, host->mpi.local_size, host->host_cores,
                              host->host_cores == 1 ? "" : "s",
-                             static_cast<double>(host->local_size) / host->host_cores,
+                             static_cast<double>(host->mpi.local_size) / host->host_cores,
                              host->host_cores)});
     } else if (is_open_mpi(*host) && !oversubscription_permitted(*host)) {
       findings.push_back(
           {false, fmt::format("{}: mpirun refuses more ranks than slots (usually cores: {} here) "
                               "unless called with --oversubscribe",
-                              host->host, host->host_cores)});
+                              host->mpi.host, host->host_cores)});
     }
   }
 }
 
 void check_binding(const Ranks& ranks, std::vector<Finding>& findings) {
   for (const RankFacts& rank : ranks) {
-    if (rank.threads <= rank.cores) continue;
+    if (rank.threads <= rank.mpi.cores) continue;
     const bool host_has_them = rank.threads <= rank.host_cores;
     findings.push_back(
         {true,
          fmt::format("rank {} may run on {} core{}, --threads {} would share {}: {}", rank.rank,
-                     rank.cores, rank.cores == 1 ? "" : "s", rank.threads,
-                     rank.cores == 1 ? "it" : "them",
+                     rank.mpi.cores, rank.mpi.cores == 1 ? "" : "s", rank.threads,
+                     rank.mpi.cores == 1 ? "it" : "them",
                      host_has_them ? "mpirun has bound it; start with 'mpirun --bind-to none'"
                                    : fmt::format("use at most --threads {}", rank.host_cores))});
     return;
@@ -112,8 +113,8 @@ void check_binding(const Ranks& ranks, std::vector<Finding>& findings) {
 }
 
 bool asks_for_fast_path(const RankFacts& facts) {
-  return facts.components.find("ucx") != std::string::npos ||
-         facts.components.find("ofi") != std::string::npos;
+  return facts.mpi.components.find("ucx") != std::string::npos ||
+         facts.mpi.components.find("ofi") != std::string::npos;
 }
 
 void check_network(const Ranks& ranks, std::vector<Finding>& findings) {
@@ -145,7 +146,7 @@ void check_progress(const Ranks& ranks, std::vector<Finding>& findings) {
          "Open MPI has no asynchronous progress: large messages move only while a rank is "
          "inside the engine's progress loop, between actions"});
   }
-  if (first.thread_level == "single") {
+  if (first.mpi.thread_level == "single") {
     findings.push_back({true,
                         "MPI grants only MPI_THREAD_SINGLE; Sluice needs MPI_THREAD_FUNNELED: use "
                         "another MPI build"});
@@ -154,16 +155,16 @@ void check_progress(const Ranks& ranks, std::vector<Finding>& findings) {
 
 void check_shared_memory(const Ranks& ranks, std::vector<Finding>& findings) {
   for (const RankFacts* host : first_of_hosts(ranks)) {
-    const std::int64_t wanted = kSharedMemoryPerRank * host->local_size;
-    if (host->local_size < 2 || host->shared_memory_bytes < 0 ||
+    const std::int64_t wanted = kSharedMemoryPerRank * host->mpi.local_size;
+    if (host->mpi.local_size < 2 || host->shared_memory_bytes < 0 ||
         host->shared_memory_bytes >= wanted) {
       continue;
     }
     findings.push_back(
-        {true,
-         fmt::format("{}: /dev/shm has {} MiB free, {} ranks need about {}; in a container "
-                     "give it more (docker run --shm-size=1g)",
-                     host->host, host->shared_memory_bytes >> 20, host->local_size, wanted >> 20)});
+        {true, fmt::format("{}: /dev/shm has {} MiB free, {} ranks need about {}; in a container "
+                           "give it more (docker run --shm-size=1g)",
+                           host->mpi.host, host->shared_memory_bytes >> 20, host->mpi.local_size,
+                           wanted >> 20)});
   }
 }
 
@@ -193,7 +194,7 @@ void check_gpus(const Ranks& ranks, std::vector<Finding>& findings) {
   for (const RankFacts& rank : ranks) {
     if (rank.device_identity.empty()) continue;
     any = true;
-    sharing[{rank.host, rank.device_identity}].push_back(rank.rank);
+    sharing[{rank.mpi.host, rank.device_identity}].push_back(rank.rank);
   }
   for (const auto& [gpu, sharers] : sharing) {
     if (sharers.size() < 2) continue;
@@ -213,7 +214,7 @@ void check_gpus(const Ranks& ranks, std::vector<Finding>& findings) {
     if (rank.no_gpu.empty()) continue;
     findings.push_back({false, fmt::format("{}: this build is for GPUs, but none can be used ({}); "
                                            "ranks there compute on the CPU",
-                                           rank.host, rank.no_gpu)});
+                                           rank.mpi.host, rank.no_gpu)});
     break;
   }
 }
@@ -225,7 +226,7 @@ void check_precision(const Ranks& ranks, std::vector<Finding>& findings) {
                                            "bf16 faster than fp32: such products run in fp32 on "
                                            "converted copies, --precision bf16 saves memory there, "
                                            "not time",
-                                           rank.host)});
+                                           rank.mpi.host)});
     break;
   }
 }
@@ -238,8 +239,8 @@ void check_alike(const Ranks& ranks, const char* what, Field field,
     findings.push_back(
         {true, fmt::format("{} differ: rank {} on {} has '{}', rank {} on {} has '{}'. Results "
                            "then depend on which rank computes what; use one kind of host",
-                           what, ranks.front().rank, ranks.front().host, field(ranks.front()),
-                           rank.rank, rank.host, field(rank))});
+                           what, ranks.front().rank, ranks.front().mpi.host, field(ranks.front()),
+                           rank.rank, rank.mpi.host, field(rank))});
     return;
   }
 }
@@ -257,7 +258,6 @@ std::string describe_gpu(Device device) {
 RankFacts local_facts() {
   RankFacts facts;
   if (built_with_cuda()) facts.no_gpu = no_gpu_reason();
-  facts.cores = affinity_cores();
   facts.host_cores = host_cores();
   facts.kernel_set = kernel_set();
   facts.matmul_library = matmul_library();
@@ -297,7 +297,7 @@ std::vector<Finding> diagnose(const std::vector<RankFacts>& ranks) {
   check_alike(
       ranks, "matrix libraries", [](const RankFacts& r) { return r.matmul_library; }, findings);
   check_alike(
-      ranks, "MPI libraries", [](const RankFacts& r) { return r.mpi_library; }, findings);
+      ranks, "MPI libraries", [](const RankFacts& r) { return r.mpi.library; }, findings);
   std::stable_sort(findings.begin(), findings.end(),
                    [](const Finding& a, const Finding& b) { return a.wrong && !b.wrong; });
   return findings;

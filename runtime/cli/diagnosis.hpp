@@ -1,5 +1,5 @@
 // What `sluice doctor` finds out about a job: the facts of each rank, and the findings they lead
-// to. No MPI here.
+// to. Does not call MPI.
 #pragma once
 
 #include <cstdint>
@@ -9,20 +9,20 @@
 
 #include <sluice/device.hpp>
 
+#include "comm/mpi/mpi_session.hpp"
+
 namespace sluice {
 
 // One rank's view of where it runs.
 struct RankFacts {
-  int rank = 0, local_size = 1;
-  std::string host, device = "cpu";
+  int rank = 0;
+  MpiInfo mpi;
+  std::string device = "cpu";
   std::string device_identity, gpu;  // of a GPU: address, description; empty on the CPU
   std::string no_gpu;                // why a build for GPUs finds none; else empty
   std::string no_device_messages;    // as why_no_device_messages (runtime/layout/edge_route.hpp)
-  int cores = 1;                     // this process may run on, by its affinity mask
   int host_cores = 1;                // this job may use on the host
   int threads = 1;                   // requested, per rank
-  std::string mpi_library, mpi_standard, thread_level, components;
-  std::int64_t tag_upper_bound = 0;
   std::string kernel_set, matmul_library;
   bool native_bf16 = true;                // as native_bf16() (stages/cpu/cpu_report.hpp)
   bool fast_network = false;              // the host has an InfiniBand or RoCE device
@@ -30,7 +30,7 @@ struct RankFacts {
   std::vector<std::pair<std::string, std::string>> environment;  // set variables that matter
 };
 
-// Of this process, without rank, local_size, threads and the facts that MPI has.
+// Of this process, without rank, threads and the facts that MPI has.
 [[nodiscard]] RankFacts local_facts();
 // "NVIDIA H200, 139.8 GiB, compute capability 9.0, driver for CUDA 13.0"; empty for a CPU.
 [[nodiscard]] std::string describe_gpu(Device device);

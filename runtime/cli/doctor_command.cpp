@@ -55,32 +55,25 @@ Topology topology_of(const DoctorOptions& options, int ranks) {
 }
 
 RankFacts facts_of(int rank, int threads, const RankDevice& device) {
-  const MpiInfo info = mpi_info();
   RankFacts facts = local_facts();
   facts.device = to_string(device.device);
   facts.device_identity = device.identity;
   facts.gpu = describe_gpu(device.device);
   if (!device.no_gpu.empty() && built_with_cuda()) facts.no_gpu = device.no_gpu;
   facts.rank = rank;
-  facts.local_size = info.local_size;
-  facts.host = info.host;
+  facts.mpi = mpi_info();
   facts.threads = threads;
-  facts.mpi_library = info.library;
-  facts.mpi_standard = info.standard;
-  facts.thread_level = info.thread_level;
-  facts.components = info.components;
-  facts.tag_upper_bound = info.tag_upper_bound;
   return facts;
 }
 
 void print_job(const RankFacts& facts, const Topology& topology) {
   fmt::print("ranks      {} = pipeline {} x replicas {}\n", topology.ranks(), topology.pipeline,
              topology.replicas);
-  fmt::print("MPI        {}, standard {}, thread level {}, tags up to {}\n", facts.mpi_library,
-             facts.mpi_standard, facts.thread_level, facts.tag_upper_bound);
-  fmt::print("transport  {}\n", facts.components.empty()
+  fmt::print("MPI        {}, standard {}, thread level {}, tags up to {}\n", facts.mpi.library,
+             facts.mpi.standard, facts.mpi.thread_level, facts.mpi.tag_upper_bound);
+  fmt::print("transport  {}\n", facts.mpi.components.empty()
                                     ? "chosen by MPI (nothing asked for in the environment)"
-                                    : facts.components);
+                                    : facts.mpi.components);
   if (built_with_cuda()) {
     fmt::print("GPUs       {}\n", facts.gpu.empty() ? facts.no_gpu : facts.gpu);
   }
@@ -90,14 +83,14 @@ void print_job(const RankFacts& facts, const Topology& topology) {
 
 void print_ranks(const std::vector<RankFacts>& ranks, const Topology& topology, int chunks) {
   std::size_t host_width = 4;
-  for (const RankFacts& rank : ranks) host_width = std::max(host_width, rank.host.size());
+  for (const RankFacts& rank : ranks) host_width = std::max(host_width, rank.mpi.host.size());
   fmt::print("{:>5}  {:<{}}  {:<7}  {:>5}  {:>10}  {:>7}  {:>7}  stages\n", "rank", "host",
              host_width, "device", "cores", "host cores", "threads", "replica");
   const Placement placement = Placement::looped(topology.pipeline, chunks);
   for (const RankFacts& rank : ranks) {
     fmt::print("{:>5}  {:<{}}  {:<7}  {:>5}  {:>10}  {:>7}  {:>7}  {} of {}\n", rank.rank,
-               rank.host, host_width, rank.device, rank.cores, rank.host_cores, rank.threads,
-               topology.replica(rank.rank),
+               rank.mpi.host, host_width, rank.device, rank.mpi.cores, rank.host_cores,
+               rank.threads, topology.replica(rank.rank),
                fmt::join(placement.stages_of(topology.pipeline_rank(rank.rank)), ", "),
                placement.stages());
   }

@@ -177,7 +177,7 @@ void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
   const bool reduces = op.kind == OpKind::kReduceGrad || op.kind == OpKind::kReduceTied ||
                        op.kind == OpKind::kOptimizer;
   if (reduces && actions == nullptr) refuse(op, "nothing can reduce it");
-  if (reduces || op.kind == OpKind::kStartSend) computed_until = 0;
+  if (reduces) computed_until = 0;
   switch (op.kind) {
     case OpKind::kPostRecv:
       return post_recv(op);

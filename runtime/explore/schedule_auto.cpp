@@ -1,5 +1,3 @@
-#include "runtime/explore/schedule_auto.hpp"
-
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -88,13 +86,11 @@ SimulationTimes times_of_layers(const Costs& costs, int ranks, int layers) {
 
 // Of one chunk per rank, where both were candidates.
 std::string remark_of(const std::vector<SearchCandidate>& candidates) {
-  const auto find = [&](const char* name) {
-    return std::find_if(candidates.begin(), candidates.end(),
-                        [&](const SearchCandidate& each) { return each.origin == name; });
-  };
-  const auto h1 = find("zb-h1"), h2 = find("zb-h2");
-  if (h1 == candidates.end() || h2 == candidates.end()) return "";
-  return remark_on_barrier({h1->makespan, h1->span}, {h2->makespan, h2->span});
+  std::map<std::string, StepTimes> times;
+  for (const SearchCandidate& each : candidates) {
+    times.emplace(each.origin, StepTimes{each.makespan, each.span});  // the first counts
+  }
+  return remark_on_barrier(times);
 }
 
 AutoSchedule find_schedule(const AutoOptions& options) {

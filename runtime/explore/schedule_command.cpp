@@ -6,7 +6,6 @@
 #include <sluice/generate.hpp>
 
 #include "comm/base/throw_error.hpp"
-#include "runtime/explore/schedule_auto.hpp"
 #include "runtime/explore/schedule_compare.hpp"
 #include "runtime/explore/schedule_output.hpp"
 #include "runtime/options/process.hpp"

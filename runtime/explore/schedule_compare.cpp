@@ -61,13 +61,6 @@ double objective_of(const ScheduleReport& report, Objective objective) {
   return objective == Objective::kSpan ? report.simulation.span : report.simulation.makespan;
 }
 
-const ScheduleReport* find(const std::vector<ScheduleReport>& rows, std::string_view name) {
-  for (const ScheduleReport& row : rows) {
-    if (row.schedule.name == name) return &row;
-  }
-  return nullptr;
-}
-
 // Every schedule that trains, on the same work: `costs` are of CostsOf::kRankShare. shape.chunks of
 // 0: for each schedule 2 where it takes them, otherwise 1. Throws Error(kUsage) where no schedule
 // serves the shape.
@@ -94,13 +87,12 @@ Comparison compare_schedules(const ScheduleShape& shape, const Costs& costs, Obj
         return std::tuple(objective_of(a, objective), std::int64_t{most_in_flight(a)} * b.chunks) <
                std::tuple(objective_of(b, objective), std::int64_t{most_in_flight(b)} * a.chunks);
       });
-  const ScheduleReport* const h1 = find(comparison.rows, "zb-h1");
-  const ScheduleReport* const h2 = find(comparison.rows, "zb-h2");
-  if (h1 != nullptr && h2 != nullptr) {
-    const std::string remark = remark_on_barrier({h1->simulation.makespan, h1->simulation.span},
-                                                 {h2->simulation.makespan, h2->simulation.span});
-    if (!remark.empty()) comparison.remarks.push_back(remark);
+  std::map<std::string, StepTimes> times;
+  for (const ScheduleReport& row : comparison.rows) {
+    times[row.schedule.name] = {row.simulation.makespan, row.simulation.span};
   }
+  const std::string remark = remark_on_barrier(times);
+  if (!remark.empty()) comparison.remarks.push_back(remark);
   return comparison;
 }
 
@@ -158,14 +150,15 @@ const char* name_of(Objective objective) {
   return objective == Objective::kSpan ? "span" : "makespan";
 }
 
-std::string remark_on_barrier(const StepTimes& zb_h1, const StepTimes& zb_h2) {
+std::string remark_on_barrier(const std::map<std::string, StepTimes>& times) {
   constexpr double kRounding = 1e-9;
+  if (!times.contains("zb-h1") || !times.contains("zb-h2")) return "";
+  const StepTimes &zb_h1 = times.at("zb-h1"), &zb_h2 = times.at("zb-h2");
   const bool gains = zb_h2.makespan < zb_h1.makespan * (1 - kRounding);
   if (gains || !(zb_h2.span < zb_h1.span * (1 - kRounding))) return "";
   return fmt::format(
       "zb-h2 gains nothing over zb-h1: the step ends with a barrier, so its makespan counts "
-      "({:.6g} "
-      "against {:.6g}), not the shorter span of each rank ({:.6g} against {:.6g})",
+      "({:.6g} against {:.6g}), not the shorter span of each rank ({:.6g} against {:.6g})",
       zb_h2.makespan, zb_h1.makespan, zb_h2.span, zb_h1.span);
 }
 

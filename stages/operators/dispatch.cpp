@@ -1,15 +1,295 @@
 // Every operator checks its operands once, then calls the backend of the context's device.
+//
+// A check returns, or throws Error(kUsage) whose one line names the operator, the operand that does
+// not fit, those that it has to fit, with type and shape, and what would be legal. An operand of
+// rows is compared as [rows, width]: rows is the product of all its dimensions but the last.
+// Weights, tables and vectors have exactly the dimensions of operators.hpp. An operand with
+// elements has data. Contents, alignment, overlap and the size of memory behind a pointer are not
+// checked. A check that returns allocates nothing and formats nothing.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <limits>
+#include <string>
+
+#include <sluice/error.hpp>
 #include <sluice/operators.hpp>
 
 #include "stages/compute/backend.hpp"
 #include "stages/compute/operator_table.hpp"
 #include "stages/compute/partial_sums.hpp"
 #include "stages/operators/context.hpp"
-#include "stages/operators/operand_checks.hpp"
 
 namespace sluice {
 
 namespace {
+
+constexpr std::int64_t kMostElements = std::numeric_limits<std::int64_t>::max() / 8;  // as Shape
+
+// An operand by its name: a tensor, or the shape that an attention is called with.
+struct Operand {
+  Operand(const char* called, const Tensor& is) : name(called), tensor(&is) {}
+  Operand(const char* called, const AttentionShape& is) : name(called), shape(&is) {}
+  const char* name;
+  const Tensor* tensor = nullptr;
+  const AttentionShape* shape = nullptr;
+};
+using Others = std::initializer_list<Operand>;
+
+// Sets of types, one bit each.
+using Types = unsigned;
+constexpr Types only(DType dtype) {
+  const auto number = static_cast<unsigned>(dtype);
+  return number < 8 ? 1U << number : 0;  // a number that is no type fits nothing
+}
+constexpr Types kF32 = only(DType::kF32), kI32 = only(DType::kI32);
+constexpr Types kFloats = kF32 | only(DType::kBf16);
+bool in(Types types, DType dtype) { return (types & only(dtype)) != 0; }
+
+constexpr std::int64_t kAny = -1;
+
+// What an operand may be: its types, and a size or kAny per dimension.
+struct Legal {
+  enum class Form {
+    kRows,    // [rows, width], where rows may be several dimensions
+    kVector,  // [width]
+    kMatrix,  // [rows, width]
+    kTable,   // [at least rows, width]
+    kCount,   // `rows` elements in any shape
+  };
+  Types types;
+  std::int64_t rows, width;
+  Form form = Form::kRows;
+};
+Legal in_rows(Types types, std::int64_t rows, std::int64_t width) { return {types, rows, width}; }
+Legal matrix(Types types, std::int64_t rows, std::int64_t width) {
+  return {types, rows, width, Legal::Form::kMatrix};
+}
+Legal vector(Types types, std::int64_t width) { return {types, 1, width, Legal::Form::kVector}; }
+
+std::int64_t width_of(const Tensor& tensor) {
+  const Shape& shape = tensor.shape();
+  return shape.rank() == 0 ? 1 : shape[shape.rank() - 1];
+}
+
+// Does not overflow: a Shape's leading dimensions are counted before the last.
+std::int64_t rows_of(const Tensor& tensor) {
+  std::int64_t rows = 1;
+  for (int i = 0; i + 1 < tensor.shape().rank(); ++i) rows *= tensor.shape()[i];
+  return rows;
+}
+
+bool is(std::int64_t size, std::int64_t wanted) { return wanted == kAny || size == wanted; }
+
+[[gnu::always_inline]] inline bool has_shape(const Tensor& tensor, const Legal& legal) {
+  const Shape& shape = tensor.shape();
+  switch (legal.form) {
+    case Legal::Form::kRows:
+      return is(rows_of(tensor), legal.rows) && is(width_of(tensor), legal.width);
+    case Legal::Form::kVector:
+      return shape.rank() == 1 && is(shape[0], legal.width);
+    case Legal::Form::kMatrix:
+      return shape.rank() == 2 && is(shape[0], legal.rows) && is(shape[1], legal.width);
+    case Legal::Form::kTable:
+      return shape.rank() == 2 && shape[0] >= legal.rows && is(shape[1], legal.width);
+    case Legal::Form::kCount:
+      return tensor.elements() == legal.rows;
+  }
+  return false;
+}
+
+std::string to_text(const Operand& operand) {
+  if (operand.tensor != nullptr) {
+    return fmt::format("{} {}", operand.name, to_string(operand.tensor->spec));
+  }
+  const AttentionShape& shape = *operand.shape;
+  return fmt::format("{} of {} samples, {} positions, {} heads over {} of {} each", operand.name,
+                     shape.samples, shape.sequence, shape.heads, shape.kv_heads, shape.head_dim);
+}
+
+std::string to_text(const Legal& legal) {
+  std::string types;
+  for (const DType dtype : {DType::kF32, DType::kBf16, DType::kI32}) {
+    if (in(legal.types, dtype))
+      types += (types.empty() ? "" : " or ") + std::string(name_of(dtype));
+  }
+  const auto size = [](std::int64_t dim) { return dim == kAny ? "any" : std::to_string(dim); };
+  switch (legal.form) {
+    case Legal::Form::kVector:
+      return fmt::format("{} [{}]", types, size(legal.width));
+    case Legal::Form::kTable:
+      return fmt::format("{} [at least {}, {}]", types, legal.rows, size(legal.width));
+    case Legal::Form::kCount:
+      return fmt::format("{} [{}]", types, legal.rows);
+    default:
+      return fmt::format("{} [{}, {}]", types, size(legal.rows), size(legal.width));
+  }
+}
+
+[[noreturn, gnu::cold, gnu::noinline]] void refuse(const char* name, const std::string& what) {
+  throw Error(ErrorCode::kUsage, fmt::format("{}: {}", name, what));
+}
+
+[[noreturn, gnu::cold, gnu::noinline]] void refuse(const char* name, const Operand& operand,
+                                                   const Legal& legal, Others others) {
+  std::string with;
+  for (const Operand& other : others) with += (with.empty() ? "" : " and ") + to_text(other);
+  const bool no_data = operand.tensor->data == nullptr;
+  refuse(name, fmt::format("{} is {}{}; legal with {}: {}{}", operand.name,
+                           to_string(operand.tensor->spec), no_data ? " without data" : "", with,
+                           to_text(legal), no_data ? " with data" : ""));
+}
+
+// `others`: the operands that `legal` follows from. Inlined, so that they are put together, and
+// `legal` with them, only where the operand is refused.
+[[gnu::always_inline]] inline void fits(const char* name, const Operand& operand,
+                                        const Legal& legal, Others others) {
+  const Tensor& tensor = *operand.tensor;
+  const bool right = in(legal.types, tensor.spec.dtype) && has_shape(tensor, legal) &&
+                     (tensor.data != nullptr || tensor.elements() == 0);
+  if (!right) [[unlikely]] {
+    refuse(name, operand, legal, others);
+  }
+}
+
+[[gnu::always_inline]] inline void fits_if_given(const char* name, const Operand& operand,
+                                                 const Legal& legal, Others others) {
+  if (operand.tensor->data != nullptr) fits(name, operand, legal, others);
+}
+
+[[noreturn, gnu::cold, gnu::noinline]] void refuse_pointer(const char* name, const char* pointer,
+                                                           const char* legal) {
+  refuse(name, fmt::format("{} is null; legal: {}", pointer, legal));
+}
+
+bool countable(std::initializer_list<std::int64_t> factors) {
+  std::int64_t product = 1;
+  for (const std::int64_t factor : factors) {
+    if (__builtin_mul_overflow(product, factor, &product) || product > kMostElements) return false;
+  }
+  return true;
+}
+
+Legal packed(Types types, const AttentionShape& shape) {
+  return in_rows(types, shape.rows(), shape.packed_width());
+}
+Legal mixed(Types types, const AttentionShape& shape) {
+  return in_rows(types, shape.rows(), std::int64_t{shape.heads} * shape.head_dim);
+}
+
+void state_given(const char* name, const AttentionShape& shape, const std::byte* state) {
+  if (state == nullptr && shape.rows() > 0) {
+    refuse_pointer(name, "state", "memory of attention_state_bytes()");
+  }
+}
+
+// x weightᵀ + bias. `types`: of the result.
+void product(const char* name, const Tensor& x, const Tensor& weight, const Tensor& bias,
+             const Operand& result, Types types) {
+  fits(name, {"x", x}, in_rows(kFloats, kAny, kAny), {{"weight", weight}});
+  fits(name, {"weight", weight}, matrix(only(x.spec.dtype), kAny, width_of(x)), {{"x", x}});
+  fits_if_given(name, {"bias", bias}, vector(kF32, weight.shape()[0]), {{"weight", weight}});
+  fits(name, result, in_rows(types, rows_of(x), weight.shape()[0]), {{"x", x}, {"weight", weight}});
+}
+
+// What is legal of tables whose rows `tokens` names, and of what has a row per token.
+void embedding(const char* name, const Operand& tokens, const Operand& table,
+               const Operand& positions, const Operand& rows) {
+  fits(name, tokens, matrix(kI32, kAny, kAny), {table});
+  fits(name, table, matrix(kF32, kAny, kAny), {tokens});
+  const std::int64_t width = table.tensor->shape()[1];
+  fits_if_given(name, positions, {kF32, tokens.tensor->shape()[1], width, Legal::Form::kTable},
+                {tokens, table});
+  fits(name, rows, in_rows(kF32, tokens.tensor->elements(), width), {tokens, table});
+}
+
+// first, second: whether the update needs that state.
+void update_runs(const char* name, std::span<const UpdateRun> runs, bool first, bool second) {
+  for (const UpdateRun& run : runs) {
+    const bool counts = run.count >= 0 && run.count <= kMostElements;
+    const bool given =
+        run.count == 0 || (run.value != nullptr && run.grad != nullptr &&
+                           (!first || run.first != nullptr) && (!second || run.second != nullptr));
+    if (counts && given) [[likely]] {
+      continue;
+    }
+    const auto text = [](const void* pointer) { return pointer == nullptr ? "null" : "given"; };
+    refuse(name, fmt::format("run {} has count {}, value {}, grad {}, first {}, second {}; legal: "
+                             "a count of 0 to 2^60, and all of value, grad{}{} given",
+                             &run - runs.data(), run.count, text(run.value), text(run.grad),
+                             text(run.first), text(run.second), first ? ", first" : "",
+                             second ? ", second" : ""));
+  }
+}
+
+// Of either norm. beta, dbeta: null for RMSNorm, which has none and keeps one number per row.
+void check_norm_forward(const char* name, const Tensor& x, const Tensor& delta, const Tensor& gamma,
+                        const Tensor* beta, const Tensor& y, const Tensor& stats) {
+  const std::int64_t rows = rows_of(x), width = width_of(x);
+  fits(name, {"x", x}, in_rows(kF32, kAny, kAny), {{"gamma", gamma}});
+  fits(name, {"gamma", gamma}, vector(kF32, width), {{"x", x}});
+  if (beta != nullptr) fits(name, {"beta", *beta}, vector(kF32, width), {{"x", x}});
+  fits(name, {"y", y}, in_rows(kFloats, rows, width), {{"x", x}});
+  fits_if_given(name, {"delta", delta}, in_rows(kF32 | only(y.spec.dtype), rows, width),
+                {{"x", x}, {"y", y}});
+  fits(name, {"stats", stats}, in_rows(kF32, rows, beta != nullptr ? 2 : 1), {{"x", x}});
+}
+
+void check_norm_backward_input(const char* name, const Tensor& dy, const Tensor& x,
+                               const Tensor& gamma, const Tensor& stats, std::int64_t stats_per_row,
+                               const Tensor& dx) {
+  const std::int64_t rows = rows_of(x), width = width_of(x);
+  fits(name, {"x", x}, in_rows(kF32, kAny, kAny), {{"gamma", gamma}});
+  fits(name, {"dy", dy}, in_rows(kFloats, rows, width), {{"x", x}});
+  fits(name, {"gamma", gamma}, vector(kF32, width), {{"x", x}});
+  fits(name, {"stats", stats}, in_rows(kF32, rows, stats_per_row), {{"x", x}});
+  fits(name, {"dx", dx}, in_rows(kF32, rows, width), {{"x", x}});
+}
+
+void check_norm_backward_weight(const char* name, const Tensor& dy, const Tensor& x,
+                                const Tensor& stats, const Tensor& dgamma, const Tensor* dbeta) {
+  const std::int64_t rows = rows_of(x), width = width_of(x);
+  fits(name, {"x", x}, in_rows(kF32, kAny, kAny), {{"dgamma", dgamma}});
+  fits(name, {"dy", dy}, in_rows(kFloats, rows, width), {{"x", x}});
+  fits(name, {"stats", stats}, in_rows(kF32, rows, dbeta != nullptr ? 2 : 1), {{"x", x}});
+  fits(name, {"dgamma", dgamma}, vector(kF32, width), {{"x", x}});
+  if (dbeta != nullptr) fits(name, {"dbeta", *dbeta}, vector(kF32, width), {{"x", x}});
+}
+
+// Checks only the shape: heads share keys evenly, and products of sizes do not overflow.
+void check_attention_shape(const char* name, const AttentionShape& shape) {
+  const bool positive = shape.samples >= 0 && shape.sequence >= 0 && shape.heads >= 1 &&
+                        shape.kv_heads >= 1 && shape.head_dim >= 1 &&
+                        shape.heads % shape.kv_heads == 0;
+  const std::int64_t columns = std::int64_t{shape.heads} + std::int64_t{2} * shape.kv_heads;
+  const std::int64_t samples = std::max<std::int64_t>(shape.samples, 1);
+  const std::int64_t sequence = std::max<std::int64_t>(shape.sequence, 1);
+  constexpr std::int64_t kPadding = 16;  // attention_state_bytes() counts by up to 16 and 8 bytes
+  if (positive && columns <= std::numeric_limits<int>::max() &&
+      countable({samples, sequence, columns, shape.head_dim}) &&
+      countable({samples, shape.heads, sequence, sequence, kPadding})) [[likely]] {
+    return;
+  }
+  refuse(name, to_text({"shape", shape}) +
+                   "; legal: heads that are a multiple of those they are over, at least 1 each, "
+                   "and sizes whose products stay under 2^60");
+}
+
+// y of x's type and shape: activations, dropout.
+void check_elementwise(const char* name, const Tensor& x, const Tensor& y) {
+  fits(name, {"x", x}, in_rows(kFloats, kAny, kAny), {{"y", y}});
+  fits(name, {"y", y}, in_rows(only(x.spec.dtype), rows_of(x), width_of(x)), {{"x", x}});
+}
+
+// Gradients of these: dy and dx of x's type and shape.
+void check_elementwise_backward(const char* name, const Tensor& x, const Tensor& dy,
+                                const Tensor& dx) {
+  fits(name, {"x", x}, in_rows(kFloats, kAny, kAny), {{"dy", dy}});
+  const Legal legal = in_rows(only(x.spec.dtype), rows_of(x), width_of(x));
+  fits(name, {"dy", dy}, legal, {{"x", x}});
+  fits(name, {"dx", dx}, legal, {{"x", x}});
+}
 
 const OperatorTable& operators_of(const ComputeContext& ctx) { return ctx.backend().operators(); }
 
@@ -17,191 +297,250 @@ const OperatorTable& operators_of(const ComputeContext& ctx) { return ctx.backen
 
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y) {
-  operands::linear_forward(__func__, x, weight, bias, y);
+  product(__func__, x, weight, bias, {"y", y}, only(x.spec.dtype) | kF32);
   operators_of(ctx).linear_forward(ctx, x, weight, bias, y);
 }
 
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx) {
-  operands::linear_backward_input(__func__, dy, weight, dx);
+  const Types type = only(dy.spec.dtype);
+  fits(__func__, {"dy", dy}, in_rows(kFloats, kAny, kAny), {{"weight", weight}});
+  fits(__func__, {"weight", weight}, matrix(type, width_of(dy), kAny), {{"dy", dy}});
+  fits(__func__, {"dx", dx}, in_rows(type, rows_of(dy), weight.shape()[1]),
+       {{"dy", dy}, {"weight", weight}});
   operators_of(ctx).linear_backward_input(ctx, dy, weight, dx);
 }
 
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
                             const Tensor& dweight, const Tensor& dbias) {
-  operands::linear_backward_weight(__func__, x, dy, dweight, dbias);
+  fits(__func__, {"x", x}, in_rows(kFloats, kAny, kAny), {{"dy", dy}});
+  fits(__func__, {"dy", dy}, in_rows(only(x.spec.dtype), rows_of(x), kAny), {{"x", x}});
+  fits(__func__, {"dweight", dweight}, matrix(kF32, width_of(dy), width_of(x)),
+       {{"x", x}, {"dy", dy}});
+  fits_if_given(__func__, {"dbias", dbias}, vector(kF32, width_of(dy)), {{"dy", dy}});
   operators_of(ctx).linear_backward_weight(ctx, x, dy, dweight, dbias);
 }
 
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
                                const Tensor& weight, const Tensor& bias, const Tensor& raised,
                                const Tensor& y) {
-  operands::linear_activation_forward(__func__, activation, x, weight, bias, raised, y);
+  const Types type = only(x.spec.dtype);
+  product(__func__, x, weight, bias, {"raised", raised}, type);
+  const std::int64_t parts = activation == Activation::kSwiglu ? 2 : 1;
+  fits(__func__, {"y", y}, in_rows(type, rows_of(x), kAny), {{"x", x}, {"raised", raised}});
+  fits(__func__, {"raised", raised}, in_rows(type, rows_of(x), parts * width_of(y)),
+       {{"x", x}, {"y", y}});
   operators_of(ctx).linear_activation_forward(ctx, activation, x, weight, bias, raised, y);
 }
 
 void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
                                       const Tensor& weight, const Tensor& raised,
                                       const Tensor& draised) {
-  operands::linear_activation_backward_input(__func__, activation, dy, weight, raised, draised);
+  const Types type = only(dy.spec.dtype);
+  const std::int64_t parts = activation == Activation::kSwiglu ? 2 : 1;
+  fits(__func__, {"dy", dy}, in_rows(kFloats, kAny, kAny), {{"weight", weight}});
+  fits(__func__, {"weight", weight}, matrix(type, width_of(dy), kAny), {{"dy", dy}});
+  const Legal legal = in_rows(type, rows_of(dy), parts * weight.shape()[1]);
+  fits(__func__, {"raised", raised}, legal, {{"dy", dy}, {"weight", weight}});
+  fits(__func__, {"draised", draised}, legal, {{"dy", dy}, {"weight", weight}});
   operators_of(ctx).linear_activation_backward_input(ctx, activation, dy, weight, raised, draised);
 }
 
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out) {
-  operands::embedding_forward(__func__, tokens, table, positions, out);
+  embedding(__func__, {"tokens", tokens}, {"table", table}, {"positions", positions}, {"out", out});
   operators_of(ctx).embedding_forward(ctx, tokens, table, positions, out);
 }
 
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
                                const Tensor& dtable, const Tensor& dpositions) {
-  operands::embedding_backward_weight(__func__, tokens, dout, dtable, dpositions);
+  embedding(__func__, {"tokens", tokens}, {"dtable", dtable}, {"dpositions", dpositions},
+            {"dout", dout});
   operators_of(ctx).embedding_backward_weight(ctx, tokens, dout, dtable, dpositions);
 }
 
 void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
                         const Tensor& gamma, const Tensor& beta, float epsilon, const Tensor& y,
                         const Tensor& stats) {
-  operands::norm_forward(__func__, x, delta, gamma, &beta, y, stats);
+  check_norm_forward(__func__, x, delta, gamma, &beta, y, stats);
   operators_of(ctx).layer_norm_forward(ctx, x, delta, gamma, beta, epsilon, y, stats);
 }
 
 void layer_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                                const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
-  operands::norm_backward_input(__func__, dy, x, gamma, stats, 2, dx);
+  check_norm_backward_input(__func__, dy, x, gamma, stats, 2, dx);
   operators_of(ctx).layer_norm_backward_input(ctx, dy, x, gamma, stats, dx);
 }
 
 void layer_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                                 const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta) {
-  operands::norm_backward_weight(__func__, dy, x, stats, dgamma, &dbeta);
+  check_norm_backward_weight(__func__, dy, x, stats, dgamma, &dbeta);
   operators_of(ctx).layer_norm_backward_weight(ctx, dy, x, stats, dgamma, dbeta);
 }
 
 void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
                       const Tensor& gamma, float epsilon, const Tensor& y, const Tensor& stats) {
-  operands::norm_forward(__func__, x, delta, gamma, nullptr, y, stats);
+  check_norm_forward(__func__, x, delta, gamma, nullptr, y, stats);
   operators_of(ctx).rms_norm_forward(ctx, x, delta, gamma, epsilon, y, stats);
 }
 
 void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                              const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
-  operands::norm_backward_input(__func__, dy, x, gamma, stats, 1, dx);
+  check_norm_backward_input(__func__, dy, x, gamma, stats, 1, dx);
   operators_of(ctx).rms_norm_backward_input(ctx, dy, x, gamma, stats, dx);
 }
 
 void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                               const Tensor& stats, const Tensor& dgamma) {
-  operands::norm_backward_weight(__func__, dy, x, stats, dgamma, nullptr);
+  check_norm_backward_weight(__func__, dy, x, stats, dgamma, nullptr);
   operators_of(ctx).rms_norm_backward_weight(ctx, dy, x, stats, dgamma);
 }
 
 std::size_t attention_state_bytes(DeviceKind device, const AttentionShape& shape, DType dtype) {
-  operands::attention_shape(__func__, shape);
+  check_attention_shape(__func__, shape);
   return operators_for(device).attention_state_bytes(shape, dtype);
 }
 
 std::string attention_engine(ComputeContext& ctx, const AttentionShape& shape, DType dtype,
                              bool drops) {
-  operands::attention_shape(__func__, shape);
+  check_attention_shape(__func__, shape);
   return operators_of(ctx).attention_engine(ctx, shape, dtype, drops);
 }
 
 void attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                        const Dropout& dropout, const Tensor& out, std::byte* state) {
-  operands::attention_forward(__func__, shape, qkv, out, state);
+  check_attention_shape(__func__, shape);
+  fits(__func__, {"qkv", qkv}, packed(kFloats, shape), {{"shape", shape}});
+  fits(__func__, {"out", out}, mixed(only(qkv.spec.dtype), shape),
+       {{"qkv", qkv}, {"shape", shape}});
+  state_given(__func__, shape, state);
   operators_of(ctx).attention_forward(ctx, shape, qkv, dropout, out, state);
 }
 
 void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                         const Tensor& out, const Tensor& dout, const Dropout& dropout,
                         const std::byte* state, const Tensor& dqkv) {
-  operands::attention_backward(__func__, shape, qkv, out, dout, state, dqkv);
+  check_attention_shape(__func__, shape);
+  fits(__func__, {"qkv", qkv}, packed(kFloats, shape), {{"shape", shape}});
+  const Types type = only(qkv.spec.dtype);
+  fits(__func__, {"out", out}, mixed(type, shape), {{"qkv", qkv}, {"shape", shape}});
+  fits(__func__, {"dout", dout}, mixed(type, shape), {{"qkv", qkv}, {"shape", shape}});
+  fits(__func__, {"dqkv", dqkv}, packed(type, shape), {{"qkv", qkv}, {"shape", shape}});
+  state_given(__func__, shape, state);
   operators_of(ctx).attention_backward(ctx, shape, qkv, out, dout, dropout, state, dqkv);
 }
 
 void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const Tensor& qkv,
             bool backward) {
-  operands::rotary(__func__, shape, qkv);
+  check_attention_shape(__func__, shape);
+  fits(__func__, {"qkv", qkv}, packed(kFloats, shape), {{"shape", shape}});
   operators_of(ctx).rotary(ctx, shape, base, qkv, backward);
 }
 
 void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  operands::elementwise(__func__, x, y);
+  check_elementwise(__func__, x, y);
   operators_of(ctx).gelu_forward(ctx, x, y);
 }
 
 void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  operands::elementwise_backward(__func__, x, dy, dx);
+  check_elementwise_backward(__func__, x, dy, dx);
   operators_of(ctx).gelu_backward(ctx, x, dy, dx);
 }
 
 void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y) {
-  operands::swiglu_forward(__func__, gate_up, y);
+  fits(__func__, {"y", y}, in_rows(kFloats, kAny, kAny), {{"gate_up", gate_up}});
+  fits(__func__, {"gate_up", gate_up}, in_rows(only(y.spec.dtype), rows_of(y), 2 * width_of(y)),
+       {{"y", y}});
   operators_of(ctx).swiglu_forward(ctx, gate_up, y);
 }
 
 void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,
                      const Tensor& dgate_up) {
-  operands::swiglu_backward(__func__, gate_up, dy, dgate_up);
+  fits(__func__, {"dy", dy}, in_rows(kFloats, kAny, kAny), {{"gate_up", gate_up}});
+  const Legal legal = in_rows(only(dy.spec.dtype), rows_of(dy), 2 * width_of(dy));
+  fits(__func__, {"gate_up", gate_up}, legal, {{"dy", dy}});
+  fits(__func__, {"dgate_up", dgate_up}, legal, {{"dy", dy}});
   operators_of(ctx).swiglu_backward(ctx, gate_up, dy, dgate_up);
 }
 
 void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  operands::elementwise(__func__, x, y);
+  check_elementwise(__func__, x, y);
   operators_of(ctx).relu_forward(ctx, x, y);
 }
 
 void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
-  operands::elementwise_backward(__func__, x, dy, dx);
+  check_elementwise_backward(__func__, x, dy, dx);
   operators_of(ctx).relu_backward(ctx, x, dy, dx);
 }
 
 void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y) {
-  operands::elementwise(__func__, x, y);
+  check_elementwise(__func__, x, y);
   operators_of(ctx).dropout(ctx, x, dropout, y);
 }
 
 void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
-  operands::add(__func__, x, y);
+  fits(__func__, {"x", x}, in_rows(kFloats, kAny, kAny), {{"y", y}});
+  fits(__func__, {"y", y}, in_rows(kF32, rows_of(x), width_of(x)), {{"x", x}});
   operators_of(ctx).add(ctx, x, y);
 }
 
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
-  operands::convert(__func__, from, to);
+  fits(__func__, {"from", from}, in_rows(kFloats, kAny, kAny), {{"to", to}});
+  fits(__func__, {"to", to}, in_rows(kFloats, rows_of(from), width_of(from)), {{"from", from}});
   operators_of(ctx).convert(ctx, from, to);
 }
 
 void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions) {
-  operands::convert_all(__func__, conversions);
+  for (const auto& [from, to] : conversions) {
+    fits(__func__, {"from", from}, in_rows(kF32, kAny, kAny), {{"to", to}});
+    fits(__func__, {"to", to}, in_rows(only(DType::kBf16), rows_of(from), width_of(from)),
+         {{"from", from}});
+  }
   operators_of(ctx).convert_all(ctx, conversions);
 }
 
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                            StepValue<double> scale, bool gradient, double* sum) {
-  operands::softmax_cross_entropy(__func__, logits, targets, sum);
+  fits(__func__, {"logits", logits}, in_rows(kFloats, kAny, kAny), {{"targets", targets}});
+  fits(__func__, {"targets", targets}, {kI32, rows_of(logits), 1, Legal::Form::kCount},
+       {{"logits", logits}});
+  if (sum == nullptr) refuse_pointer(__func__, "sum", "where the sum goes");
   operators_of(ctx).softmax_cross_entropy(ctx, logits, targets, scale, gradient, sum);
 }
 
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
                         StepValue<double> scale, bool gradient, double* sum) {
-  operands::mean_squared_error(__func__, outputs, targets, sum);
+  fits(__func__, {"outputs", outputs}, in_rows(kF32, kAny, kAny), {{"targets", targets}});
+  fits(__func__, {"targets", targets}, {kF32, outputs.elements(), 1, Legal::Form::kCount},
+       {{"outputs", outputs}});
+  if (sum == nullptr) refuse_pointer(__func__, "sum", "where the sum goes");
   operators_of(ctx).mean_squared_error(ctx, outputs, targets, scale, gradient, sum);
 }
 
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
-  operands::adamw(__func__, runs);
+  update_runs(__func__, runs, true, true);
   operators_of(ctx).adamw(ctx, step, runs);
 }
 
 void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs) {
-  operands::sgd(__func__, step, runs);
+  update_runs(__func__, runs, step.momentum != 0, false);
   operators_of(ctx).sgd(ctx, step, runs);
 }
 
 void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
                      double* sums) {
-  operands::sums_of_squares(__func__, vectors, sums);
+  if (sums == nullptr && !vectors.empty()) {
+    refuse_pointer(__func__, "sums", "a number per vector");
+  }
+  for (const std::span<const float>& vector : vectors) {
+    const bool given = vector.data() != nullptr || vector.empty();
+    if (given && vector.size() <= static_cast<std::size_t>(kMostElements)) [[likely]] {
+      continue;
+    }
+    refuse(__func__,
+           fmt::format("vector {} has {} elements{}; legal: 0 to 2^60, with data if any",
+                       &vector - vectors.data(), vector.size(), given ? "" : " and no data"));
+  }
   operators_of(ctx).sums_of_squares(ctx, vectors, sums);
 }
 
@@ -230,13 +569,13 @@ std::size_t norm_backward_weight_workspace(ComputeContext& ctx, std::int64_t row
 
 std::size_t attention_forward_workspace(ComputeContext& ctx, const AttentionShape& shape,
                                         DType dtype, bool drops) {
-  operands::attention_shape(__func__, shape);
+  check_attention_shape(__func__, shape);
   return operators_of(ctx).attention_forward_workspace(ctx, shape, dtype, drops);
 }
 
 std::size_t attention_backward_workspace(ComputeContext& ctx, const AttentionShape& shape,
                                          DType dtype, bool drops) {
-  operands::attention_shape(__func__, shape);
+  check_attention_shape(__func__, shape);
   return operators_of(ctx).attention_backward_workspace(ctx, shape, dtype, drops);
 }
 

@@ -6,7 +6,8 @@
 
 #include <sluice/operators.hpp>
 
-#include "stages/operators/operand_checks.hpp"
+#include "stages/compute/backend.hpp"
+#include "stages/compute/operator_table.hpp"
 
 namespace sluice::benchmarks {
 
@@ -26,6 +27,16 @@ double nanoseconds_of(const Body& body) {
   return (now() - start) / kCalls;
 }
 
+// The public operators by the names of a backend's table.
+struct PublicOperators {
+  decltype(&sluice::linear_forward) linear_forward = sluice::linear_forward;
+  decltype(&sluice::relu_forward) relu_forward = sluice::relu_forward;
+  decltype(&sluice::mean_squared_error) mean_squared_error = sluice::mean_squared_error;
+  decltype(&sluice::relu_backward) relu_backward = sluice::relu_backward;
+  decltype(&sluice::linear_backward_input) linear_backward_input = sluice::linear_backward_input;
+  decltype(&sluice::linear_backward_weight) linear_backward_weight = sluice::linear_backward_weight;
+};
+
 // A layer of `in` to `out` columns with ReLU and a squared error, on `rows` rows.
 class SmallLayer {
  public:
@@ -39,29 +50,19 @@ class SmallLayer {
         dweight_(make({out, in})),
         dbias_(make({out})) {}
 
-  void forward(ComputeContext& ctx) { linear_forward(ctx, x_, weight_, bias_, y_); }
-  void check_forward() { operands::linear_forward("linear_forward", x_, weight_, bias_, y_); }
-
-  void activate(ComputeContext& ctx) { relu_forward(ctx, y_, y_); }
-  void check_activate() { operands::elementwise("relu_forward", y_, y_); }
-
-  void step(ComputeContext& ctx) {
-    double sum = 0;
-    forward(ctx);
-    activate(ctx);
-    mean_squared_error(ctx, y_, targets_, 1e-3, true, &sum);
-    relu_backward(ctx, y_, y_, y_);
-    linear_backward_input(ctx, y_, weight_, dx_);
-    linear_backward_weight(ctx, x_, y_, dweight_, dbias_);
+  // `operators`: the public operators, or a backend's table of them, which checks nothing.
+  void forward(const auto& operators, ComputeContext& ctx) {
+    operators.linear_forward(ctx, x_, weight_, bias_, y_);
   }
-  void check_step() {
+  void activate(const auto& operators, ComputeContext& ctx) { operators.relu_forward(ctx, y_, y_); }
+  void step(const auto& operators, ComputeContext& ctx) {
     double sum = 0;
-    check_forward();
-    check_activate();
-    operands::mean_squared_error("mean_squared_error", y_, targets_, &sum);
-    operands::elementwise_backward("relu_backward", y_, y_, y_);
-    operands::linear_backward_input("linear_backward_input", y_, weight_, dx_);
-    operands::linear_backward_weight("linear_backward_weight", x_, y_, dweight_, dbias_);
+    forward(operators, ctx);
+    activate(operators, ctx);
+    operators.mean_squared_error(ctx, y_, targets_, 1e-3, true, &sum);
+    operators.relu_backward(ctx, y_, y_, y_);
+    operators.linear_backward_input(ctx, y_, weight_, dx_);
+    operators.linear_backward_weight(ctx, x_, y_, dweight_, dbias_);
   }
 
  private:
@@ -78,30 +79,29 @@ class SmallLayer {
 }  // namespace
 
 Report check_costs(ComputeContext& ctx, int rounds) {
-  Report report("Checks of operands beside the operators that make them",
+  Report report("Checks of operands, and the operators with them",
                 {"rows", "in", "out", "call", "checks ns", "with operators ns", "share"});
   struct Size {
     std::int64_t rows, in, out;
   };
   for (const auto& [rows, in, out] : {Size{2, 10, 16}, Size{16, 64, 64}}) {
     SmallLayer layer(rows, in, out);
-    const auto row = [&, rows = rows, in = in, out = out](const char* call, const auto& checks,
-                                                          const auto& operators) {
-      std::vector<double> own, whole;
+    const auto row = [&, rows = rows, in = in, out = out](const char* name, const auto& call) {
+      std::vector<double> checks, whole;
       for (int round = 0; round <= rounds; ++round) {
-        const double of_checks = nanoseconds_of(checks), of_operators = nanoseconds_of(operators);
+        const double without = nanoseconds_of([&] { call(ctx.backend().operators()); });
+        const double with = nanoseconds_of([&] { call(PublicOperators()); });
         if (round == 0) continue;  // warm-up
-        own.push_back(of_checks);
-        whole.push_back(of_operators);
+        checks.push_back(with - without);
+        whole.push_back(with);
       }
-      report.row({rows, in, out, call, median(own), median(whole), median(own) / median(whole)});
+      report.row(
+          {rows, in, out, name, median(checks), median(whole), median(checks) / median(whole)});
     };
-    row(
-        "relu forward", [&] { layer.check_activate(); }, [&] { layer.activate(ctx); });
-    row(
-        "linear forward", [&] { layer.check_forward(); }, [&] { layer.forward(ctx); });
-    row(
-        "forward and backward, 6 operators", [&] { layer.check_step(); }, [&] { layer.step(ctx); });
+    row("relu forward", [&](const auto& operators) { layer.activate(operators, ctx); });
+    row("linear forward", [&](const auto& operators) { layer.forward(operators, ctx); });
+    row("forward and backward, 6 operators",
+        [&](const auto& operators) { layer.step(operators, ctx); });
   }
   return report;
 }

@@ -1,5 +1,5 @@
-// What the check of an operator's operands costs per call, beside the operator itself, which
-// includes it: for the smallest sizes that somebody trains with, where it costs most.
+// What the check of an operator's operands costs per call: the public operator's time less that of
+// the backend's, which checks nothing. Of the smallest sizes in use, where checks cost most.
 #pragma once
 
 #include <sluice/compute.hpp>

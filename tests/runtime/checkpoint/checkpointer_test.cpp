@@ -275,6 +275,27 @@ TEST_F(CheckpointerTest, AnyRankStopsAllAtTheEndOfTheSameStep) {
   EXPECT_THAT(steps_on_disk(), ElementsAre("step-00000002"));
 }
 
+TEST_F(CheckpointerTest, ACallerThatCaughtItsOwnExceptionSaves) {
+  std::string before;
+  run(2, 1, [&](Pipeline& pipeline, Communicator& comm) {
+    Checkpointer saver(pipeline, {.directory = saves()});
+    try {
+      train(pipeline, saver, 2);
+      throw std::runtime_error("the caller's own");
+    } catch (const std::runtime_error&) {
+      saver.save_now();
+    }
+    saver.save_now();  // nothing new: returns at once
+    const std::string mine = digest_of(pipeline);
+    if (comm.rank() == 0) before = mine;
+  });
+  EXPECT_THAT(steps_on_disk(), ElementsAre("step-00000002"));
+  run(1, 1, [&](Pipeline& pipeline, Communicator&) {
+    (void)load_checkpoint(pipeline, saves());
+    EXPECT_EQ(digest_of(pipeline), before);
+  });
+}
+
 TEST_F(CheckpointerTest, TheStopFileStopsAndGoes) {
   fs::create_directories(saves());
   std::ofstream(saves() / "stop").close();

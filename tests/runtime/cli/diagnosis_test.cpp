@@ -18,12 +18,12 @@ std::vector<RankFacts> job(int ranks) {
   for (int rank = 0; rank < ranks; ++rank) {
     RankFacts& each = facts[static_cast<std::size_t>(rank)];
     each.rank = rank;
-    each.local_size = ranks;
-    each.host = "alpha";
-    each.cores = 1;
+    each.mpi.local_size = ranks;
+    each.mpi.host = "alpha";
+    each.mpi.cores = 1;
     each.host_cores = ranks;
-    each.mpi_library = "Open MPI v4.1.4";
-    each.thread_level = "funneled";
+    each.mpi.library = "Open MPI v4.1.4";
+    each.mpi.thread_level = "funneled";
     each.kernel_set = "avx512";
     each.matmul_library = "oneDNN (avx512_core_amx)";
     each.shared_memory_bytes = std::int64_t{1} << 30;
@@ -60,7 +60,7 @@ TEST(DiagnosisTest, KnowsThatBindingTakesThreadsTheirCores) {
   EXPECT_THAT(said(facts, true), HasSubstr("--bind-to none"));
   for (RankFacts& each : facts) each.threads = 3;
   EXPECT_THAT(said(facts, true), HasSubstr("at most --threads 2"));
-  for (RankFacts& each : facts) each.cores = 3;
+  for (RankFacts& each : facts) each.mpi.cores = 3;
   EXPECT_EQ(said(facts, true), "");
 }
 
@@ -83,9 +83,9 @@ TEST(DiagnosisTest, WarnsOfAnUnusedFastNetworkOnlyBetweenHosts) {
   auto facts = job(2);
   for (RankFacts& each : facts) each.fast_network = true;
   EXPECT_EQ(said(facts, true), "");
-  facts[1].host = "beta";
+  facts[1].mpi.host = "beta";
   EXPECT_THAT(said(facts, true), HasSubstr("--mca pml ucx"));
-  for (RankFacts& each : facts) each.components = "pml=ucx";
+  for (RankFacts& each : facts) each.mpi.components = "pml=ucx";
   EXPECT_EQ(said(facts, true), "");
 }
 
@@ -109,7 +109,7 @@ TEST(DiagnosisTest, SaysWhyMpiCarriesNothingFromGpuToGpu) {
 TEST(DiagnosisTest, SaysWhereBf16IsNotFaster) {
   auto facts = job(2);
   EXPECT_THAT(said(facts, false), Not(HasSubstr("bf16")));
-  facts[1].host = "beta";
+  facts[1].mpi.host = "beta";
   facts[1].native_bf16 = false;
   EXPECT_THAT(said(facts, false), HasSubstr("beta: the CPU has no instructions (AMX)"));
   facts[1].device = "cuda:0";

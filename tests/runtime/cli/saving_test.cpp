@@ -15,6 +15,13 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
+// `text` with `value` for every '@'.
+std::string fill(const std::string& text, const std::string& value) {
+  std::string filled;
+  for (const char c : text) c == '@' ? filled += value : filled += c;
+  return filled;
+}
+
 class SavingTest : public CliTest {
  protected:
   // A text in which no two windows are alike.
@@ -111,9 +118,10 @@ TEST_F(SavingTest, OneCommandStartsGoesOnAndEnds) {
   for (const int ranks : {1, 2}) {
     const std::string save = "run" + std::to_string(ranks);
     const auto job = [&](const std::string& steps) {
-      return mpirun(ranks, SLUICE_PROGRAM,
-                    train("--warmup 0 --metrics " + save + ".jsonl --resume auto --save " + save +
-                          " --steps " + steps));
+      return mpirun(
+          ranks, SLUICE_PROGRAM,
+          fill(train("--warmup 0 --metrics @.jsonl --resume auto --save @ --steps "), save)
+              .append(steps));
     };
     const Outcome first = job("2");
     EXPECT_EQ(first.code, 0) << first.err;
@@ -184,9 +192,11 @@ TEST_F(SavingTest, ASignalStopsTheJobAfterItsStep) {
   for (const char* signal : {"USR1", "TERM", "INT"}) {
     const std::string save = std::string("run") + signal;
     const std::string program =
-        "sh -c '" SLUICE_PROGRAM " " + train("--steps 1000000 --save " + save) +
-        " & while ! [ -d " + save + "/step-00000002 ] && ! [ -e " + save +
-        "/lock ]; do sleep 0.05; done; sleep 0.5; kill -" + signal + " $!; wait $!'";
+        fill("sh -c '" SLUICE_PROGRAM " " + train("--steps 1000000 --save @ ") +
+                 "& while ! [ -e @/options.conf ]; do sleep 0.05; done; sleep 0.5; kill -",
+             save)
+            .append(signal)
+            .append(" $!; wait $!'");
     const Outcome outcome = shell(program);
     EXPECT_EQ(outcome.code, 12) << outcome.out << outcome.err;
     EXPECT_EQ(lines_with(outcome.out, "stopped as asked after step "), 1) << outcome.out;
