@@ -183,10 +183,10 @@ def slow_writer(setup):
     job.wait_for(lambda: metrics_so_far(case.metrics)[-1:] == [2 * EVERY] or steps_in(case.directory), "no training")
     require(not steps_in(case.directory), "training waited for the first save's writer")
     output = job.expect(0)
-    waits = [line for line in output.splitlines() if re.search(r"wait", line)]
-    require(len(waits) == 1, f"{len(waits)} lines say that a save waits\n{output}")
+    waits = re.findall(rf"the save of step {2 * EVERY} waits for that of step {EVERY}\b.*", output)
+    require(len(waits) == 1, f"{len(waits)} lines say that the second save waits\n{output}")
     require(case.setup.digest(case.directory) == undisturbed(setup), "the digest differs")
-    return waits[0].strip()
+    return waits[0]
 
 
 # --- two jobs ---

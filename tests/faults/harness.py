@@ -30,7 +30,7 @@ MPI_ENVIRONMENT = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_mpi_yield_when_idle": "1",
-    "OMPI_MCA_btl": "^tcp",
+    "OMPI_MCA_btl": "^tcp,ofi",  # looking for fabrics takes ofi a second a start
     "CUDA_VISIBLE_DEVICES": "",
     "SLUICE_EMULATED_DEVICES": "0",
 }
