@@ -23,6 +23,7 @@
 #include "comm/mpi/mpi_session.hpp"
 #include "runtime/checkpoint/load_checkpoint.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
+#include "runtime/checkpoint/save_lock.hpp"
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/layout_report.hpp"
 #include "runtime/cli/model_config.hpp"
@@ -82,6 +83,7 @@ class Training {
   void compare_with_saved();
   void require_a_batch() const;
   void require_writable_outputs() const;
+  void require_unused(const std::filesystem::path& directory) const;
   void require_steps_left(std::uint64_t done) const;
   [[nodiscard]] StageFactory stages() const;
   void describe(const JobLayout& layout) const;
@@ -216,6 +218,14 @@ void Training::require_a_batch() const {
               options_.model.context, needed);
 }
 
+// Another job that saves there removes old saves while this one reads them. The Checkpointer takes
+// the lock for good.
+void Training::require_unused(const std::filesystem::path& directory) const {
+  if (options_.dry_run || !std::filesystem::exists(directory)) return;
+  const SaveLock probe(directory, SaveLock::kWatch,
+                       [](const std::string& line) { fmt::print("{}\n", line); });
+}
+
 // Called before anything is computed. It changes no file, because the run may still be refused.
 void Training::require_writable_outputs() const {
   if (!first()) return;
@@ -223,6 +233,7 @@ void Training::require_writable_outputs() const {
   if (!options_.metrics.empty()) require_writable_file(options_.metrics);
   if (options_.save.empty()) return;
   require_writable_directory(options_.save);
+  require_unused(options_.save);
   if (options_.resume.from || options_.checkpoint.overwrite) return;
   // The Checkpointer refuses it as well, but only after the memory of the pipeline is there.
   const SaveScan scan = scan_saves(options_.save);

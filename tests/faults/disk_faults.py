@@ -194,7 +194,7 @@ def slow_writer(setup):
 def two_jobs(setup):
     """The second job is refused, names the first, and the first does not notice."""
     case = Case(setup, "two_jobs")
-    first = case.start(steps=100000, every=50)
+    first = case.start(steps=100000, every=20)
     first.wait_for(lambda: steps_in(case.directory), "no save")
     holder = first.rank(0)
     try:
