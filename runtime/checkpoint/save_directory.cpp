@@ -180,12 +180,24 @@ std::string step_directory_name(std::uint64_t step) { return fmt::format("{}{:08
 
 SaveScan scan_saves(const fs::path& directory) {
   SaveScan scan;
-  for (const std::string& name : names_in(directory)) {
-    if (!is_step_name(name)) continue;
-    try {
-      scan.saves.push_back({directory / name, read_step(directory / name, name)});
-    } catch (const Error& error) {
-      scan.broken.emplace_back(error.what());
+  // A job that saves there may remove all that was listed, each time after it has saved anew.
+  constexpr int kAttempts = 10;
+  bool gone = true;
+  for (int attempt = 0; attempt < kAttempts && gone && scan.saves.empty(); ++attempt) {
+    scan = {};
+    gone = false;
+    for (const std::string& name : names_in(directory)) {
+      if (!is_step_name(name)) continue;
+      try {
+        scan.saves.push_back({directory / name, read_step(directory / name, name)});
+      } catch (const Error& error) {
+        std::error_code ignored;
+        if (fs::exists(directory / name, ignored)) {
+          scan.broken.emplace_back(error.what());
+        } else {
+          gone = true;
+        }
+      }
     }
   }
   std::sort(scan.saves.begin(), scan.saves.end(), [](const Save& a, const Save& b) {
