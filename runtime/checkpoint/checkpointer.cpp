@@ -21,6 +21,7 @@
 #include "runtime/checkpoint/background.hpp"
 #include "runtime/checkpoint/program_state.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
+#include "runtime/checkpoint/save_files.hpp"
 #include "runtime/checkpoint/save_lock.hpp"
 #include "runtime/checkpoint/save_state.hpp"
 #include "runtime/checkpoint/snapshot.hpp"
@@ -52,88 +53,6 @@ std::string utc_now() {
   std::array<char, 32> text = {};
   (void)std::strftime(text.data(), text.size(), "%Y-%m-%dT%H:%M:%SZ", &parts);
   return text.data();
-}
-
-// Hashes a file while it is written.
-class FileHash {
- public:
-  void add(std::span<const std::byte> bytes) {
-    whole_.add(bytes);
-    bytes_ += bytes.size();
-    while (!bytes.empty()) {
-      const auto piece = bytes.first(std::min(bytes.size(), kHashBlock - in_block_));
-      block_.add(piece);
-      in_block_ += piece.size();
-      bytes = bytes.subspan(piece.size());
-      if (in_block_ == kHashBlock) end_block();
-    }
-  }
-  [[nodiscard]] SavedFile finish(std::string name) {
-    if (in_block_ > 0) end_block();
-    return {std::move(name), bytes_, whole_.finish(), std::move(blocks_)};
-  }
-
- private:
-  void end_block() {
-    blocks_.push_back(block_.finish());
-    in_block_ = 0;
-  }
-
-  Checksum whole_, block_;
-  std::size_t in_block_ = 0;
-  std::uint64_t bytes_ = 0;
-  std::vector<std::string> blocks_;
-};
-
-void write_tensors(const fs::path& directory, const std::string& name,
-                   std::span<const NamedTensor> tensors,
-                   const std::map<std::string, std::string>& metadata, SaveState& facts) {
-  FileHash hash;
-  write_safetensors(directory / name, tensors, metadata,
-                    [&](std::span<const std::byte> bytes) { hash.add(bytes); });
-  facts.files.push_back(hash.finish(name));
-  for (const NamedTensor& named : tensors) {
-    facts.tensors.push_back(
-        {named.name, name, named.tensor.spec, 0, named.tensor.spec.shape.elements()});
-  }
-}
-
-// Which of the job's ranks write, and which file is whose.
-struct Parts {
-  std::vector<int> part_of_rank;  // [rank of the job], -1: saves nothing
-  int count = 0;
-};
-
-Parts parts_of(const std::vector<SavedParameter>& shares, const Topology& topology) {
-  Parts parts;
-  parts.part_of_rank.assign(at(topology.ranks()), -1);
-  for (const SavedParameter& share : shares) {
-    parts.part_of_rank[at(topology.rank_of(share.replica, share.rank))] = 0;
-  }
-  for (int rank = 0; rank < topology.pipeline; ++rank) {
-    for (int replica = 0; replica < topology.replicas; ++replica) {
-      int& part = parts.part_of_rank[at(topology.rank_of(replica, rank))];
-      if (part == 0) part = parts.count++;
-    }
-  }
-  return parts;
-}
-
-// The index of one kind of weights over several files, listed in `state` as well.
-void write_index(const fs::path& directory, const std::string& kind, SaveState& state) {
-  std::map<std::string, std::string> file_of;
-  std::set<std::string> files;
-  std::size_t bytes = 0;
-  for (const SavedTensor& tensor : state.tensors) {
-    if (!tensor.file.starts_with(kind)) continue;
-    file_of[tensor.name] = tensor.file;
-    files.insert(tensor.file);
-    bytes += tensor.spec.bytes();
-  }
-  if (files.empty() || (files.size() == 1 && *files.begin() == weights_file_name(kind, 0, 1))) {
-    return;
-  }
-  state.files.push_back(write_weights_index(directory, kind, file_of, bytes));
 }
 
 }  // namespace
@@ -178,7 +97,7 @@ struct Checkpointer::Impl {
   std::uint64_t sequence = 0;  // of the next save
   fs::path newest;             // on the leader
 
-  Parts parts;
+  SaveParts parts;
   std::vector<NamedTensor> live;  // this rank's share: parameters, then optimizer state
   std::size_t model_tensors = 0;  // of `live`
   std::uint64_t share_bytes = 0, job_bytes = 0;
@@ -343,7 +262,7 @@ void Checkpointer::Impl::require_visible() {
 void Checkpointer::Impl::collect_share() {
   const std::vector<SavedParameter> shares =
       share_saves(layout.plans, layout.parameters, layout.place.topology.replicas);
-  parts = parts_of(shares, layout.place.topology);
+  parts = save_parts(shares, layout.place.topology);
   std::set<std::string> mine;
   for (const SavedParameter& share : shares) {
     if (share.rank == layout.place.rank && share.replica == layout.place.replica) {
@@ -427,15 +346,15 @@ void Checkpointer::Impl::write_share(std::uint64_t step) {
       {"format", "pt"}, {"step", std::to_string(step)}, {"save", state.save}};
   const std::span<const NamedTensor> copies = snapshot.tensors();
   if (part >= 0) {
-    write_tensors(partial, weights_file_name("model", part, parts.count),
-                  copies.first(model_tensors), metadata, state);
+    write_save_file(partial, weights_file_name("model", part, parts.count),
+                    copies.first(model_tensors), metadata, state);
     if (copies.size() > model_tensors) {
-      write_tensors(partial, weights_file_name("optimizer", part, parts.count),
-                    copies.subspan(model_tensors), metadata, state);
+      write_save_file(partial, weights_file_name("optimizer", part, parts.count),
+                      copies.subspan(model_tensors), metadata, state);
     }
   }
   if (!states.tensors().empty()) {
-    write_tensors(partial, "user.safetensors", states.tensors(), metadata, state);
+    write_save_file(partial, "user.safetensors", states.tensors(), metadata, state);
   }
 }
 
@@ -465,8 +384,8 @@ void Checkpointer::Impl::gather_facts() {
 
 // On the writer's thread of a leader.
 void Checkpointer::Impl::publish() {
-  write_index(partial, "model", state);
-  write_index(partial, "optimizer", state);
+  write_save_index(partial, "model", state);
+  write_save_index(partial, "optimizer", state);
   lock->require_held();
   publish_save(options.directory, partial, state);
   warnings = prune_saves(options.directory, {.keep = options.keep,

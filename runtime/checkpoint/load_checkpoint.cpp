@@ -289,32 +289,6 @@ std::vector<std::string> hosts_of(Pipeline& pipeline) {
   return PipelineAccess::world(pipeline).all_gather_strings(place.devices[at(place.rank)].host);
 }
 
-// state.json of version 0.1. Its parts' metadata say the same step.
-std::uint64_t step_of_0_1(const fs::path& directory) {
-  const fs::path path = directory / "state.json";
-  std::ifstream in(path);
-  const Json state = Json::parse(in, nullptr, false);
-  if (state.is_object() && state.contains("format") && state["format"] != 1) {
-    throw_error(ErrorCode::kWeights, "'{}' is of format {}, which this version does not read",
-                path.string(), state["format"].dump());
-  }
-  const auto step = state.find("step");
-  if (!state.is_object() || step == state.end() || !step->is_number_unsigned()) {
-    throw_error(ErrorCode::kWeights,
-                "'{}' is missing or damaged; --resume needs a directory that --save wrote",
-                path.string());
-  }
-  for (const char* kind : {"model", "optimizer"}) {
-    if (!has_weights(directory, kind)) continue;  // plain SGD has no optimizer state
-    const std::string saved = WeightsDirectory(directory, kind).step();
-    if (saved.empty() || saved == std::to_string(step->get<std::uint64_t>())) continue;
-    throw_error(ErrorCode::kWeights,
-                "'{}' is of step {}, but {}.safetensors of step {}: a save was cut short",
-                path.string(), step->get<std::uint64_t>(), kind, saved);
-  }
-  return step->get<std::uint64_t>();
-}
-
 // Which checks a load makes, and what it reads.
 enum class Extent { kWeights, kEverything };
 
@@ -360,6 +334,31 @@ LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, E
 }
 
 }  // namespace
+
+std::uint64_t step_of_0_1(const fs::path& directory) {
+  const fs::path path = directory / "state.json";
+  std::ifstream in(path);
+  const Json state = Json::parse(in, nullptr, false);
+  if (state.is_object() && state.contains("format") && state["format"] != 1) {
+    throw_error(ErrorCode::kWeights, "'{}' is of format {}, which this version does not read",
+                path.string(), state["format"].dump());
+  }
+  const auto step = state.find("step");
+  if (!state.is_object() || step == state.end() || !step->is_number_unsigned()) {
+    throw_error(ErrorCode::kWeights,
+                "'{}' is missing or damaged; --resume needs a directory that --save wrote",
+                path.string());
+  }
+  for (const char* kind : {"model", "optimizer"}) {
+    if (!has_weights(directory, kind)) continue;  // plain SGD has no optimizer state
+    const std::string saved = WeightsDirectory(directory, kind).step();
+    if (saved.empty() || saved == std::to_string(step->get<std::uint64_t>())) continue;
+    throw_error(ErrorCode::kWeights,
+                "'{}' is of step {}, but {}.safetensors of step {}: a save was cut short",
+                path.string(), step->get<std::uint64_t>(), kind, saved);
+  }
+  return step->get<std::uint64_t>();
+}
 
 std::uint64_t require_fitting_save(const JobLayout& layout, const fs::path& path) {
   const SaveSelection selection = select_saves(path);

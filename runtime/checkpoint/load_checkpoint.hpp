@@ -1,4 +1,4 @@
-// Checks of a save against a model without a pipeline, for dry runs.
+// What can be said of a save without a pipeline.
 #pragma once
 
 #include <cstdint>
@@ -12,5 +12,9 @@ namespace sluice {
 // save that it would try first, and returns its step. It reads no values and compares no hashes.
 [[nodiscard]] std::uint64_t require_fitting_save(const JobLayout& layout,
                                                  const std::filesystem::path& path);
+
+// The step of a save of version 0.1. Throws Error(kWeights): state.json is missing, damaged, of
+// another format, or of another step than the weights say.
+[[nodiscard]] std::uint64_t step_of_0_1(const std::filesystem::path& directory);
 
 }  // namespace sluice

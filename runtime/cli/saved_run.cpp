@@ -4,8 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <fstream>
-#include <nlohmann/json.hpp>
 #include <span>
 
 #include <sluice/error.hpp>
@@ -13,6 +11,7 @@
 #include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
 #include "comm/group/control.hpp"
+#include "runtime/checkpoint/load_checkpoint.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/cli/model_config.hpp"
 #include "runtime/files/checksum.hpp"
@@ -22,20 +21,6 @@ namespace sluice {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::uint64_t step_of_0_1(const fs::path& directory) {
-  const fs::path path = directory / "state.json";
-  std::error_code ignored;
-  std::ifstream in(path);
-  const auto state = fs::is_directory(path, ignored) ? nlohmann::json()
-                                                     : nlohmann::json::parse(in, nullptr, false);
-  if (state.is_object() && state.contains("step") && state["step"].is_number_unsigned()) {
-    return state["step"].get<std::uint64_t>();
-  }
-  throw_error(ErrorCode::kWeights,
-              "'{}' is missing or damaged; --resume needs a directory that --save wrote",
-              path.string());
-}
 
 // "run" of "run/step-00000002/", ".." of ".".
 fs::path parent_of(const fs::path& path) {
