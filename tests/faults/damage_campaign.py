@@ -145,8 +145,10 @@ class Campaign:
     def resume_other(self, save):
         code, output = self.resume(self.directory)
         require(code == 0, f"--resume DIR: exit {code}\n{output}")
-        require(self.setup.digest(self.setup.folder / "resumed") == self.digest, f"--resume DIR: other digest\n{output}")
-        require(save.name in output or save == self.older, f"--resume DIR does not say that {save.name} is damaged\n{output}")
+        digest = self.setup.digest(self.setup.folder / "resumed")
+        require(digest == self.digest, f"--resume DIR: other digest\n{output}")
+        require(save.name in output or save == self.older,
+                f"--resume DIR does not say that {save.name} is damaged\n{output}")
 
     def expect_undamaged(self, path):
         code, output = self.resume(path)

@@ -3,8 +3,8 @@
 
     tests/faults/disk_faults.py [--full] [--case NAME] [--build DIR]
 
-After each fault the saves that were complete before it verify, and the same command goes on from them to the digest of an
-undisturbed run. Cases that mount run in a mount namespace of their own, as root or by a user
+After each fault the saves that were complete before it verify, and the same command goes on from them to the digest
+of an undisturbed run. Cases that mount run in a mount namespace of their own, as root or by a user
 namespace, and are skipped where the system allows neither. Those of --full take longer or need more.
 """
 
@@ -18,8 +18,8 @@ import socket
 import subprocess
 import sys
 
-from harness import (OUTPUT, STOPPED, Setup, Skip, arguments, losses_in, main, metrics_so_far, partial_directory, require,
-                     resumed_step, run_cases, step_directory, steps_in)
+from harness import (OUTPUT, STOPPED, Setup, Skip, arguments, losses_in, main, metrics_so_far,
+                     partial_directory, require, resumed_step, run_cases, step_directory, steps_in)
 
 STEPS = 24
 EVERY = 4
@@ -60,7 +60,8 @@ class Case:
         """The same command ends with the digest of an undisturbed run."""
         job = self.start()
         output = job.expect(0)
-        require(resumed_step(output) == from_step, f"went on from step {resumed_step(output)}, not {from_step}\n{output}")
+        require(resumed_step(output) == from_step,
+                f"went on from step {resumed_step(output)}, not {from_step}\n{output}")
         digest, wanted = self.setup.digest(self.directory), undisturbed(self.setup)
         require(digest == wanted, f"digest {digest} instead of {wanted}")
         left = [name for name in os.listdir(self.directory) if name.startswith(".") or name == "lock"]
@@ -198,7 +199,8 @@ def two_jobs(setup):
     first.wait_for(lambda: steps_in(case.directory), "no save")
     holder = first.rank(0)
     try:
-        case.start(steps=100000, every=50).expect(OUTPUT, re.escape(socket.gethostname()), rf"\b{holder}\b", re.escape(str(case.directory)))
+        case.start(steps=100000, every=50).expect(OUTPUT, re.escape(socket.gethostname()), rf"\b{holder}\b",
+                                                  re.escape(str(case.directory)))
         require(first.running(), f"the first job ended\n{first.tail()}")
         steps = len(metrics_so_far(case.metrics))
         first.wait_for(lambda: len(metrics_so_far(case.metrics)) > steps, "the first job stands still")
@@ -276,8 +278,8 @@ def local(setup):
     case = Case(setup, "local")
     whole = case.folder / "whole.jsonl"
     setup.train(2, "--pipeline", 2, "--steps", 10 * STEPS, "--metrics", whole).expect(0)
-    options = ["--pipeline", 2, "--steps", 10 * STEPS, "--save", case.directory, "--save-local", "--save-every", EVERY,
-               "--resume", "auto", "--metrics", case.metrics]
+    options = ["--pipeline", 2, "--steps", 10 * STEPS, "--save", case.directory, "--save-local", "--save-every",
+               EVERY, "--resume", "auto", "--metrics", case.metrics]
     wrap = two_hosts(case)
     job = setup.train(2, *options, wrap=wrap)
     job.wait_for(lambda: len(metrics_so_far(case.metrics)) > STEPS, "no training")

@@ -3,9 +3,9 @@
 
     tests/faults/kill_campaign.py [--count KILLS] [--seed S] [--story K] [--build DIR]
 
-A story is one training: its ranks, and kills of a random rank, the launcher, or all at once. Half of the kills come at a random
-moment, half in a random file operation of a save. Numbers of `--seed` and story decide all of it but
-the moments themselves. A story holds if
+A story is one training: its ranks, and kills of a random rank, the launcher, or all at once. Half of the kills come
+at a random moment, half in a random file operation of a save. Seed and story decide all of it, but the machine
+decides what a moment meets. A story holds if
 
   * the weights have the digest, and every step the loss, of a run without kills;
   * each resume goes on from the newest save that was complete on disk, and no complete save is ever lost;
@@ -187,8 +187,8 @@ def campaign():
     if len(digests) > 1:
         violations += 1
         print(f"the references of two replicas differ: {sorted(digests)}")
-    print(f"kill campaign: {kills} kills ({aimed} of them in a file operation) in {story} stories, seed {options.seed}, "
-          f"{violations} violations, {time.monotonic() - start:.0f} s")
+    print(f"kill campaign: {kills} kills ({aimed} of them in a file operation) in {story} stories, "
+          f"seed {options.seed}, {violations} violations, {time.monotonic() - start:.0f} s")
     if not violations:
         setup.remove()
     return 1 if violations else 0

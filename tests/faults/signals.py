@@ -3,8 +3,8 @@
 
     tests/faults/signals.py [--full] [--case NAME] [--build DIR]
 
-Asked to stop, a job saves at the end of the step, says so and exits with 12. A job whose processes are killed begins no
-save; what was saved before stays. After each case the same command resumes and reaches the digest of
+Asked to stop, a job saves at the end of the step, says so and exits with 12. A job whose processes are killed
+begins no save; what was saved before stays. After each case the same command resumes and reaches the digest of
 an undisturbed run.
 """
 
@@ -13,8 +13,8 @@ import os
 import re
 import signal
 
-from harness import (STOPPED, Setup, arguments, main, metrics_so_far, names_below, partial_directory, require, resumed_step,
-                     run_cases, step_directory, steps_in)
+from harness import (STOPPED, Setup, arguments, main, metrics_so_far, names_below, partial_directory, require,
+                     resumed_step, run_cases, step_directory, steps_in)
 
 STEPS = 200
 EVERY = 10
@@ -24,17 +24,17 @@ LAUNCHER = "launcher"
 
 
 class Case:
-    def __init__(self, setup, name, every=EVERY, mca=()):
-        self.setup, self.every, self.mca = setup, every, mca
+    def __init__(self, setup, name, every=EVERY, mca=(), pace=0.02):
+        self.setup, self.every, self.mca, self.pace = setup, every, mca, pace
         self.folder = setup.folder / name
         self.folder.mkdir()
         self.directory = self.folder / "run"
         self.metrics = self.folder / "metrics.jsonl"
 
     def start(self, fault=None):
-        """Slowed down so that a signal meets it: each line of the metrics takes 20 ms, unless another fault is given."""
+        """Each line of the metrics takes `pace` seconds, so that a signal meets it; unless there is another fault."""
         every = ("--save-every", self.every) if self.every else ()
-        fault = fault or {"directory": self.metrics, "call": "write", "times": 0, "action": "sleep:0.02"}
+        fault = fault or {"directory": self.metrics, "call": "write", "times": 0, "action": f"sleep:{self.pace}"}
         os.environ.update(self.mca)
         try:
             return self.setup.train(RANKS, *SPLIT, "--steps", STEPS, "--save", self.directory, *every, "--resume",
@@ -45,8 +45,8 @@ class Case:
 
     def trains(self, job, steps=25):
         """Waits for the step, and for a save where there are any; returns the last step and the newest save."""
-        job.wait_for(lambda: len(metrics_so_far(self.metrics)) >= steps and (not self.every or steps_in(self.directory)),
-                     f"step {steps} is not reached")
+        job.wait_for(lambda: len(metrics_so_far(self.metrics)) >= steps and
+                     (not self.every or steps_in(self.directory)), f"step {steps} is not reached")
         return len(metrics_so_far(self.metrics)), (steps_in(self.directory) or [0])[-1]
 
     def saved(self):
@@ -118,8 +118,8 @@ def launcher_ends(setup, name, number):
 
 
 def launcher_ends_slowly(setup, number, seconds):
-    """With so much time before SIGKILL, all of which mpirun lets pass, the ranks save."""
-    case = Case(setup, f"slowly_{number}_{seconds}", every=0,
+    """mpirun lets so much time pass before SIGTERM, and once more before SIGKILL: the ranks save."""
+    case = Case(setup, f"slowly_{number}_{seconds}", every=0, pace=seconds / 100,
                 mca={f"{prefix}_MCA_odls_base_sigkill_timeout": str(seconds) for prefix in ("OMPI", "PRTE")})
     job = case.start()
     asked, _ = case.trains(job)
