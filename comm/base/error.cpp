@@ -36,6 +36,14 @@ CodeFacts facts_of(ErrorCode code) {
   return {code, "unknown", 70};
 }
 
+// Messages quote files and arguments, which may hold line ends and codes that terminals obey.
+std::string one_line(std::string message) {
+  for (char& c : message) {
+    if (static_cast<unsigned char>(c) < ' ' || c == '\x7f') c = '?';
+  }
+  return message;
+}
+
 }  // namespace
 
 const char* name_of(ErrorCode code) { return facts_of(code).name; }
@@ -43,7 +51,7 @@ const char* name_of(ErrorCode code) { return facts_of(code).name; }
 int exit_code(ErrorCode code) { return facts_of(code).exit_code; }
 
 Error::Error(ErrorCode code, const std::string& message, int rank, std::source_location location)
-    : std::runtime_error(message), code_(code), rank_(rank), location_(location) {}
+    : std::runtime_error(one_line(message)), code_(code), rank_(rank), location_(location) {}
 
 ErrorCode code_of_foreign(const std::exception& error) {
   const bool files = dynamic_cast<const std::filesystem::filesystem_error*>(&error) != nullptr;

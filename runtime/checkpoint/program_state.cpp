@@ -1,6 +1,6 @@
 #include "runtime/checkpoint/program_state.hpp"
 
-#include <nlohmann/json.hpp>
+#include <optional>
 #include <utility>
 
 #include <sluice/error.hpp>
@@ -10,8 +10,9 @@
 namespace sluice {
 
 void SavedStates::add(const std::string& name, ProgramState state) {
-  if (!nlohmann::json::accept(state.json)) {
-    throw_usage("state '{}': its text is no JSON", name);
+  if (!is_state_json(state.json)) {
+    throw_usage("state '{}': its text is no JSON of at most 100 levels and 4,000 keys an object",
+                name);
   }
   json_[name] = std::move(state.json);
   for (ProgramState::NamedValues& values : state.tensors) {

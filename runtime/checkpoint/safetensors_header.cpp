@@ -132,14 +132,15 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
   std::map<std::string, std::string> metadata_;
 };
 
-Shape checked_shape(const RawEntry& raw, std::size_t element_bytes) {
+Shape checked_shape(const RawEntry& raw) {
   if (raw.shape.size() > Shape::kMaxDims) {
     refuse(fmt::format("tensor '{}' has {} dimensions; legal: at most {}", raw.name,
                        raw.shape.size(), Shape::kMaxDims));
   }
   std::vector<std::int64_t> dims;
-  // Zeros count as ones here, so that no order of multiplication overflows either.
-  std::int64_t bytes = static_cast<std::int64_t>(element_bytes);
+  // Of the widest type, as a Shape demands. Zeros count as ones here, so that no order of
+  // multiplication overflows either.
+  std::int64_t bytes = sizeof(double);
   for (const std::uint64_t dim : raw.shape) {
     if (dim > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()) ||
         __builtin_mul_overflow(bytes, static_cast<std::int64_t>(std::max<std::uint64_t>(dim, 1)),
@@ -159,8 +160,12 @@ SafetensorsHeader::Entry checked_entry(RawEntry raw) {
                        raw.dtype, raw.name));
   }
   SafetensorsHeader::Entry entry;
-  entry.spec = {*dtype, checked_shape(raw, size_of(*dtype))};
-  if (raw.offsets.size() != 2 || raw.offsets[0] > raw.offsets[1]) {
+  entry.spec = {*dtype, checked_shape(raw)};
+  if (raw.offsets.size() != 2) {
+    refuse(fmt::format("data_offsets of tensor '{}' are no begin and end but {} numbers", raw.name,
+                       raw.offsets.size()));
+  }
+  if (raw.offsets[0] > raw.offsets[1]) {
     refuse(fmt::format("data_offsets [{}] of tensor '{}' are no begin and end",
                        fmt::join(raw.offsets, ", "), raw.name));
   }

@@ -21,6 +21,27 @@ using Json = nlohmann::ordered_json;
 // The last field: the hash of all bytes before it.
 constexpr std::string_view kCheck = ",\n \"check\": \"";
 constexpr std::size_t kMostBytes = std::size_t{1} << 30;
+// Json::dump() recurses. An ordered object searches its keys from the front.
+constexpr int kMostLevels = 100;
+constexpr std::size_t kMostKeys = 4'000;
+
+// Discarded where the text is no JSON, is nested deeper than `levels`, or has an object of more
+// than kMostKeys keys.
+Json parse_bounded(std::string_view text, int levels) {
+  using Event = Json::parse_event_t;
+  bool bounded = true;
+  std::vector<std::size_t> keys;  // of each open object
+  const auto note = [&](int depth, Event event, const Json&) {
+    if (event == Event::object_start) keys.push_back(0);
+    if (event == Event::object_end) keys.pop_back();
+    if (event == Event::key && ++keys.back() > kMostKeys) bounded = false;
+    const bool starts = event == Event::object_start || event == Event::array_start;
+    if (starts && depth >= levels) bounded = false;
+    return bounded;
+  };
+  Json json = Json::parse(text, note, false);
+  return bounded ? json : Json(Json::value_t::discarded);
+}
 
 // Throws for one file.
 class Reader {
@@ -177,6 +198,10 @@ bool is_save_file_name(std::string_view name) {
   return false;
 }
 
+bool is_state_json(std::string_view text) {
+  return !parse_bounded(text, kMostLevels).is_discarded();
+}
+
 std::string to_json_text(const SaveState& state) {
   Json json;
   json["format"] = SaveState::kFormat;
@@ -220,8 +245,11 @@ std::string to_json_text(const SaveState& state) {
 SaveState parse_save_state(std::string_view text, const std::filesystem::path& path) {
   const Reader reader(path);
   const std::size_t check = text.rfind(kCheck);
-  const Json json = Json::parse(text, nullptr, false);
-  if (json.is_discarded() || !json.is_object()) reader.refuse("it is no JSON object");
+  const Json json = parse_bounded(text, kMostLevels + 2);
+  if (json.is_discarded() || !json.is_object()) {
+    reader.refuse("it is no JSON object of at most {} levels and {} keys an object",
+                  kMostLevels + 2, kMostKeys);
+  }
   const std::uint64_t format = reader.number(json, "format");
   if (format != SaveState::kFormat) {
     throw_error(ErrorCode::kWeights, "'{}' is of format {}; this version reads format {}{}",

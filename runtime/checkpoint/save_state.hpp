@@ -61,6 +61,10 @@ struct SaveState {
 // itself.)
 [[nodiscard]] bool is_save_file_name(std::string_view name);
 
+// Whether `text` can be a value of SaveState::user: JSON of at most 100 levels and 4,000 keys an
+// object.
+[[nodiscard]] bool is_state_json(std::string_view text);
+
 [[nodiscard]] std::string to_json_text(const SaveState& state);
 // Throws Error(kWeights) naming `path` and the field that is missing, of a wrong type or out of
 // range; a file name that is_save_file_name() refuses; a file or tensor twice; a tensor in a file

@@ -151,6 +151,7 @@ void WeightsDirectory::require_one_save() const {
 }
 
 std::string WeightsDirectory::step() const {
+  if (files_.empty()) return "";  // an index of no tensors
   const auto step = files_.front().metadata().find("step");
   return step == files_.front().metadata().end() ? "" : step->second;
 }

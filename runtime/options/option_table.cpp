@@ -52,6 +52,13 @@ int edit_distance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
+std::string_view trimmed(std::string_view text) {
+  constexpr std::string_view kBlank = " \t\r\n";
+  const std::size_t first = text.find_first_not_of(kBlank);
+  if (first == std::string_view::npos) return "";
+  return text.substr(first, text.find_last_not_of(kBlank) + 1 - first);
+}
+
 // Without a placeholder: a flag, which takes no value.
 void add_to(po::options_description& group, const std::string& name, const std::string& placeholder,
             const std::string& help) {
@@ -71,13 +78,18 @@ OptionValues read_option_file(const std::string& path) {
   if (!file || std::filesystem::is_directory(path, ignored)) {
     throw_usage("option --config: cannot read file '{}'", path);
   }
+  // Not Boost's reader: its message for a line with "%invalid_line%" in it never ends.
   OptionValues result;
-  try {
-    for (const po::option& option : po::parse_config_file(file, {}, true).options) {
-      result.emplace_back(option.string_key, option.value.empty() ? "" : option.value.front());
+  std::string line;
+  for (int number = 1; std::getline(file, line); ++number) {
+    const std::string_view text = trimmed(std::string_view(line).substr(0, line.find('#')));
+    if (text.empty()) continue;
+    const std::size_t equals = text.find('=');
+    if (equals == std::string_view::npos) {
+      throw_usage("{}: line {} is '{}'; legal are 'key = value', '# comment' and blank lines", path,
+                  number, text.substr(0, 100));
     }
-  } catch (const po::error& error) {
-    throw_usage("{}: {}; legal are 'key = value', '# comment' and blank lines", path, error.what());
+    result.emplace_back(trimmed(text.substr(0, equals)), trimmed(text.substr(equals + 1)));
   }
   return result;
 }
@@ -87,6 +99,9 @@ std::string suggestion(std::string_view text, const std::vector<std::string>& kn
   const std::string* best = nullptr;
   int best_distance = std::max(2, static_cast<int>(text.size()) / 3) + 1;
   for (const std::string& name : known) {
+    // The lengths alone demand so many edits; this bounds the time for a long text.
+    const auto least = std::max(text.size(), name.size()) - std::min(text.size(), name.size());
+    if (least >= static_cast<std::size_t>(best_distance)) continue;
     const int distance = edit_distance(text, name);
     if (distance >= best_distance) continue;
     best_distance = distance;
@@ -227,6 +242,12 @@ std::vector<OptionTable::Given> OptionTable::split(
   po::options_description known;
   for (const Entry& entry : entries_) add_to(known, entry.name, entry.placeholder, "");
   if (config_allowed_) add_to(known, "config", "FILE", "");
+  // Boost's messages replace such names for ever.
+  for (const std::string& argument : arguments) {
+    const std::string name = argument.substr(0, argument.find('='));
+    if (!name.starts_with("--") || name.find('%') == std::string::npos) continue;
+    throw_usage("{}", unknown("option", name.substr(2)));
+  }
   namespace style = po::command_line_style;
   std::vector<Given> result;
   try {

@@ -1,7 +1,7 @@
 // The options of one command: names, legal values and help in one table.
 //
-// Boost.Program_options splits the command line and the option file and lays out the help. The
-// table converts values itself, strictly: the whole text must be one number of the legal range.
+// Boost.Program_options splits the command line and lays out the help. The table converts values
+// itself, strictly: the whole text must be one number of the legal range.
 // Every refusal is one line, Error(kUsage). It names the option (and the file it came from), the
 // text that was given and what would be legal; for an unknown name it suggests the nearest known
 // one.

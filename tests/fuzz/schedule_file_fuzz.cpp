@@ -3,11 +3,6 @@
 // refusal escapes, where a refusal is not one printable line, or where a written file reads back
 // otherwise.
 //
-//   cmake --preset fuzz -DCMAKE_CXX_COMPILER=clang++ && cmake --build --preset fuzz
-//   mkdir -p build/fuzz/found
-//   build/fuzz/tests/fuzz/schedule_file_fuzz -runs=1000000 build/fuzz/found tests/fuzz/corpus \
-//         tests/schedules/data
-//
 // What the readers do not bound, the fuzzer does: -rss_limit_mb and -timeout end a run.
 #include <cstddef>
 #include <cstdint>

@@ -29,9 +29,9 @@ enum class ErrorCode : int {
 // kNumeric 7, kPlan 8, kMpi 9, kDevice 10, kPeer 11, kInternal 70.
 [[nodiscard]] int exit_code(ErrorCode code);
 
-// what() is one line: what was wrong, where, and what would be right. `rank` is the job rank on
-// which the error was seen first, or -1 where no job exists yet; an error that reached this rank
-// from another carries that rank's number and message.
+// what() is one line: what was wrong, where, and what would be right. Control characters of the
+// message become '?'. `rank` is the job rank on which the error was seen first, or -1 where no job
+// exists yet; an error that reached this rank from another carries that rank's number and message.
 class Error : public std::runtime_error {
  public:
   Error(ErrorCode code, const std::string& message, int rank = -1,

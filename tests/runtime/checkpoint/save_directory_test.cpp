@@ -174,6 +174,30 @@ TEST_F(SaveDirectoryTest, NamesWhatIsWrongInAState) {
   refused(state, {"32 hexadecimal digits"});
 }
 
+// Deep text would overflow the stack, wide objects take time quadratic in their keys.
+TEST_F(SaveDirectoryTest, AStateThatIsDeepOrWideIsRefused) {
+  const auto deep = [](int levels) {
+    return fmt::format("{:[>{}}{:]>{}}", "", levels, "", levels);
+  };
+  const auto wide = [](int keys) {
+    std::string text = "{\"\":0";
+    for (int i = 1; i < keys; ++i) text += fmt::format(",\"{}\":0", i);
+    return text + "}";
+  };
+  SaveState state = state_of(7, 1);
+  for (const std::string& legal : {deep(100), wide(4'000)}) {
+    EXPECT_TRUE(is_state_json(legal));
+    state.user["loader"] = legal;
+    EXPECT_EQ(parse_save_state(to_json_text(state), "state.json").user, state.user);
+  }
+  for (const std::string& text : {deep(101), wide(4'001)}) EXPECT_FALSE(is_state_json(text));
+  for (const std::string& text : {deep(1'000'000), wide(1'000'000)}) {
+    expect_error(ErrorCode::kWeights, {"x/state.json", "at most 102 levels and 4000 keys"},
+                 [&] { (void)parse_save_state(text, "x/state.json"); });
+    EXPECT_FALSE(is_state_json(text));
+  }
+}
+
 TEST_F(SaveDirectoryTest, AnotherFormatIsNamed) {
   expect_error(ErrorCode::kWeights, {"format 3", "reads format 2", "newer version"},
                [] { (void)parse_save_state(R"({"format": 3})", "state.json"); });

@@ -260,9 +260,12 @@ TEST(SafetensorsCorruptionTest, NamesWhatIsWrongInTheHeader) {
   refused("{" + entry("a", "F32", "[4294967296,4294967296]", "[0,4]") + "}", 4, "overflows");
   refused("{" + entry("a", "F32", "[4294967296,4294967296,0]", "[0,0]") + "}", 0, "overflows");
   refused("{" + entry("a", "F32", "[18446744073709551615]", "[0,4]") + "}", 4, "overflows");
+  refused("{" + entry("a", "U8", "[2305843009213693952]", "[0,4]") + "}", 4, "overflows");
   refused("{" + entry("a", "F32", "[2]", "[0,4]") + "}", 4, "hold 4 bytes, but f32 [2] takes 8");
   refused("{" + entry("a", "F32", "[1]", "[4,0]") + "}", 4, "are no begin and end");
   refused("{" + entry("a", "F32", "[1]", "[0]") + "}", 4, "are no begin and end");
+  refused("{" + entry("a", "F32", "[1]", "[0,0,4]") + "}", 4, "but 3 numbers");
+  refused("{\"a\\nb\":null}", 0, "'a?b' has null");
   refused("{" + entry("a", "F32", "[1]", "[4,8]") + "}", 8, "a gap at byte 0");
   refused("{" + good + "," + entry("b", "F32", "[1]", "[8,12]") + "}", 12, "a gap at byte 4");
   refused("{" + good + "," + entry("b", "F32", "[1]", "[0,4]") + "}", 8,
@@ -398,6 +401,14 @@ TEST(WeightsDirectoryTest, RefusesDirectoriesThatAreNoWholeSave) {
   write_split(cut);
   write_part(cut, weights_file_name("model", 1, 2), "b", 9, "2");
   refused(cut, "different steps");
+}
+
+TEST(WeightsDirectoryTest, AnIndexOfNoTensorsHasNoStep) {
+  const TemporaryDirectory dir;
+  dir.write("model.safetensors.index.json", "{\"weight_map\":{}}");
+  const WeightsDirectory weights(dir.path(), "model");
+  EXPECT_TRUE(weights.names().empty());
+  EXPECT_EQ(weights.step(), "");
 }
 
 TEST(WeightsDirectoryTest, RefusesBadIndexFiles) {

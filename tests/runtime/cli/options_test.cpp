@@ -135,6 +135,12 @@ TEST(OptionsTest, RefusesAnOptionWithoutItsValueAndAFlagWithOne) {
   EXPECT_THAT(refusal({"--untie=3"}), HasSubstr("--untie"));
 }
 
+TEST(OptionsTest, RefusesNamesThatBoostWouldReplaceForEver) {
+  for (const char* name : {"--%canonical_option%=", "--%option%", "--%prefix%=", "--%value%=x"}) {
+    EXPECT_THAT(refusal({name}), HasSubstr("unknown option '--%"));
+  }
+}
+
 TEST(OptionsTest, DoesNotGuessAbbreviations) {
   EXPECT_THAT(refusal({"--vocab", "256"}), HasSubstr("unknown option '--vocab'"));
 }
@@ -198,7 +204,13 @@ TEST_F(ConfigFileTest, RefusalsNameTheFileAndTheKey) {
               AllOf(HasSubstr(path_.string()), HasSubstr("key layers"), HasSubstr("'two'")));
   EXPECT_THAT(refusal({"--config", write("nonsense\n")}),
               AllOf(HasSubstr(path_.string()), HasSubstr("nonsense")));
+  EXPECT_THAT(refusal({"--config", write("[section]\n")}), HasSubstr("line 1 is '[section]'"));
+  EXPECT_THAT(refusal({"--config", write("# none\n a %invalid_line% # b\n")}),
+              HasSubstr("line 2 is 'a %invalid_line%'"));
   EXPECT_THAT(refusal({"--config", write("config = x\n")}), HasSubstr("unknown key 'config'"));
+  EXPECT_THAT(refusal({"--config", write("lay\x1b\rers = 2\n")}), HasSubstr("key 'lay??ers'"));
+  EXPECT_THAT(refusal({"--config", write(std::string(10'000'000, 'y') + " = 2\n")}),
+              HasSubstr("yyy'; 'sluice train --help' lists all"));
   EXPECT_THAT(refusal({"--config", "/no/such/file"}), HasSubstr("/no/such/file"));
   EXPECT_THAT(refusal({"--config", "/tmp"}), HasSubstr("/tmp"));
 }
