@@ -24,6 +24,9 @@
 
 namespace sluice {
 
+// Bytes of payload up to which a host's send counts as bookkeeping: copying them takes below 1 us.
+constexpr std::size_t kShortMessage = 4096;
+
 struct Engine::Impl {
   explicit Impl(const EngineConfig& config_in);
 
@@ -177,7 +180,7 @@ void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
   const bool reduces = op.kind == OpKind::kReduceGrad || op.kind == OpKind::kReduceTied ||
                        op.kind == OpKind::kOptimizer;
   if (reduces && actions == nullptr) refuse(op, "nothing can reduce it");
-  if (reduces) computed_until = 0;
+  if (reduces || (on_gpu && op.kind == OpKind::kStartSend)) computed_until = 0;
   switch (op.kind) {
     case OpKind::kPostRecv:
       return post_recv(op);
@@ -262,6 +265,7 @@ void Engine::Impl::start_send(const PlanOp& op) {
   for (std::size_t i = 0; i < slot.tensors.size(); ++i) {
     if (slot.tensors[i].data == nullptr) continue;
     slot.buffers[i].header() = header_of(op, slot, i, request.phase, request.step);
+    if (slot.headers[i].bytes > kShortMessage) computed_until = 0;
     if (slot.buffers[i].device != nullptr) slot.buffers[i].device->ready.record(stream());
     const Ticket ticket = transport->start_send(peer, tag, slot.buffers[i]);
     if (ticket != kDoneTicket) slot.tickets.push_back(ticket);

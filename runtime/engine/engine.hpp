@@ -54,7 +54,7 @@ struct LossResult {
 // Complete when run() returns, and in StepActions::optimizer().
 struct StepOutcome {
   std::span<const LossResult> losses;  // [micro_batch], on the last stage's rank, else empty
-  // In compute actions; on a CPU with the bookkeeping and the starts of sends between them.
+  // In compute actions; on a CPU with the bookkeeping and the short sends between them.
   double busy_seconds = 0;
   int peak_in_flight = 0;  // the most micro-batches that were in flight at once, over all stages
   std::vector<ActionSeconds> actions;

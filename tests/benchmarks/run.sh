@@ -22,6 +22,9 @@ for ranks in 2 4 8; do run mpirun -n "$ranks" "$programs/pipeline_benchmark"; do
 for ranks in 4 8; do
   run mpirun -n "$ranks" "$programs/pipeline_benchmark" --stages family --steps 5
 done
+saves=$(mktemp -d)
+run mpirun -n 2 "$programs/save_benchmark" --directory "$saves"
+rm -r "$saves"
 run mpirun -n 2 "$programs/transport_benchmark"
 run "$programs/operator_benchmark"
 run "$programs/step_benchmark"
