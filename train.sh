@@ -169,6 +169,6 @@ if given dry-run; then dry=true; elif configured dry-run; then dry=$value; fi
 if [[ $dry != true && -n $save ]]; then
   echo
   echo "A sample at temperature 0.7:"
-  "$sluice" generate --weights "$save" --prompt "And the LORD said" --tokens 200 \
+  "$sluice" generate --weights "$save" --prompt "And the LORD said" --tokens 120 \
     --temperature 0.7 --seed 1
 fi
