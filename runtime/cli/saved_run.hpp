@@ -32,8 +32,8 @@ struct SavedRun {
 // broken, or where the newest save has weights only.
 [[nodiscard]] std::optional<SavedRun> find_saved_run(const std::filesystem::path& path);
 
-// Collective. The save that rank 0 finds newest at `path`, for all ranks: a training job may publish
-// another one at any time. Throws as newest_save().
+// Collective. The save that rank 0 finds newest at `path`, for all ranks: a training job may
+// publish another one at any time. Throws as newest_save().
 [[nodiscard]] std::filesystem::path choose_save(const std::filesystem::path& path,
                                                 Communicator& world);
 // The options that one save's directory records; may be empty.

@@ -46,7 +46,7 @@ class MetricsWriter {
   std::ofstream out_;  // open from the first line on
   std::filesystem::path path_;
   std::optional<std::uintmax_t> kept_;  // bytes of the file that stay; nothing: it is replaced
-  std::string run_;  // until the first line is written
+  std::string run_;                     // until the first line is written
 };
 
 // "step 120/2000  loss 2.3456  8421 tokens/s  bubble 11.2 %  0:35 elapsed  9:08 left": the time
