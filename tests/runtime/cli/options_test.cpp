@@ -209,7 +209,7 @@ TEST_F(ConfigFileTest, RefusalsNameTheFileAndTheKey) {
               HasSubstr("line 2 is 'a %invalid_line%'"));
   EXPECT_THAT(refusal({"--config", write("config = x\n")}), HasSubstr("unknown key 'config'"));
   EXPECT_THAT(refusal({"--config", write("lay\x1b\rers = 2\n")}), HasSubstr("key 'lay??ers'"));
-  EXPECT_THAT(refusal({"--config", write(std::string(10'000'000, 'y') + " = 2\n")}),
+  EXPECT_THAT(refusal({"--config", write(std::string(8'000'000, 'y') + " = 2\n")}),
               HasSubstr("yyy'; 'sluice train --help' lists all"));
   EXPECT_THAT(refusal({"--config", "/no/such/file"}), HasSubstr("/no/such/file"));
   EXPECT_THAT(refusal({"--config", "/tmp"}), HasSubstr("/tmp"));
