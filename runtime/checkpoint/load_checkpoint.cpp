@@ -289,6 +289,20 @@ std::vector<std::string> hosts_of(Pipeline& pipeline) {
   return PipelineAccess::world(pipeline).all_gather_strings(place.devices[at(place.rank)].host);
 }
 
+// The step of a save of version 0.1, which its weights have to be of as well.
+std::uint64_t require_one_step_of_0_1(const fs::path& directory) {
+  const std::uint64_t step = step_of_0_1(directory);
+  for (const char* kind : {"model", "optimizer"}) {
+    if (!has_weights(directory, kind)) continue;  // plain SGD has no optimizer state
+    const std::string saved = WeightsDirectory(directory, kind).step();
+    if (saved.empty() || saved == std::to_string(step)) continue;
+    throw_error(ErrorCode::kWeights,
+                "'{}' is of step {}, but {}.safetensors of step {}: a save was cut short",
+                (directory / "state.json").string(), step, kind, saved);
+  }
+  return step;
+}
+
 // Which checks a load makes, and what it reads.
 enum class Extent { kWeights, kEverything };
 
@@ -303,7 +317,7 @@ LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, E
     std::optional<SavedTensors> saved;
     if (found.of_0_1) {
       loaded.directory = path;
-      if (all) loaded.step = step_of_0_1(path);
+      if (all) loaded.step = require_one_step_of_0_1(path);
       saved.emplace(path, all && !pipeline.optimizer_state().empty());
     } else {
       Chosen chosen = choose_save(world, found, path, tensors, hosts_of(pipeline), verify);
@@ -349,14 +363,6 @@ std::uint64_t step_of_0_1(const fs::path& directory) {
                 "'{}' is missing or damaged; --resume needs a directory that --save wrote",
                 path.string());
   }
-  for (const char* kind : {"model", "optimizer"}) {
-    if (!has_weights(directory, kind)) continue;  // plain SGD has no optimizer state
-    const std::string saved = WeightsDirectory(directory, kind).step();
-    if (saved.empty() || saved == std::to_string(step->get<std::uint64_t>())) continue;
-    throw_error(ErrorCode::kWeights,
-                "'{}' is of step {}, but {}.safetensors of step {}: a save was cut short",
-                path.string(), step->get<std::uint64_t>(), kind, saved);
-  }
   return step->get<std::uint64_t>();
 }
 
@@ -364,7 +370,7 @@ std::uint64_t require_fitting_save(const JobLayout& layout, const fs::path& path
   const SaveSelection selection = select_saves(path);
   if (selection.of_0_1) {
     require_fitting(SavedTensors(path, /*optimizer=*/false), layout, path);
-    return step_of_0_1(path);
+    return require_one_step_of_0_1(path);
   }
   if (selection.candidates.empty()) {
     throw_error(ErrorCode::kWeights, "'{}' holds no save{}{}", path.string(),

@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <sluice/checkpoint.hpp>
@@ -59,8 +60,9 @@ struct Sums {
 
 class Training {
  public:
-  Training(const MpiInfo& machine, Communicator& world, const TrainOptions& options)
-      : machine_(machine), world_(world), options_(options) {}
+  // `world` and `options` outlive this.
+  Training(MpiInfo machine, Communicator& world, const TrainOptions& options)
+      : machine_(std::move(machine)), world_(world), options_(options) {}
 
   void run();
   // Whether the run was asked to stop before its last step. The same on all ranks.
@@ -97,7 +99,7 @@ class Training {
   void print_files() const;
   StepRecord record_of(const StepReport& report) const;
 
-  const MpiInfo& machine_;
+  MpiInfo machine_;
   Communicator& world_;
   const TrainOptions& options_;
   ScheduleChoice choice_;
