@@ -14,8 +14,9 @@ import time
 
 from harness import POLL, Setup, Violation, arguments, main, metrics_so_far, require
 
-# What may be more by chance: allocators settle late, and a save opens files for moments.
-SLACK = {"memory": 256 * 1024, "descriptors": 4, "files": 0, "folders": 0}
+# What may be more by chance: allocators settle late, and a look may fall into a save, which has files and
+# descriptors for moments. What each save left would add up to more: a third of 300 steps has 20 saves.
+SLACK = {"memory": 1024 * 1024, "descriptors": 6, "files": 10, "folders": 2}
 
 
 def held_by(pid):
