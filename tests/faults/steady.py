@@ -48,6 +48,8 @@ class Thirds:
         self.steps, self.largest = steps, [{}, {}, {}]
 
     def add(self, step, name, value):
+        if step >= self.steps:
+            return  # the validation and the end take memory of their own
         third = self.largest[min(step * 3 // self.steps, 2)]
         third[name] = max(third.get(name, 0), value)
 
