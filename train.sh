@@ -95,7 +95,6 @@ make_text() {
 build
 if given help || [[ " ${options[*]-} " == *" -h "* ]]; then exec "$sluice" train --help; fi
 
-default trace runs/kjv/trace.json
 # Where the run goes on from, and so its options: --resume DIR, else --save DIR where it has saves.
 if configured resume && [[ $value != auto ]]; then
   save=${value%/} save=${save%/step-*}
@@ -119,14 +118,15 @@ default steps 1600
 default learning-rate 1e-3
 default beta2 0.999 # steps of 1024 tokens are small and noisy
 if ! configured save-every; then default save-minutes 1; fi
-default metrics runs/kjv/metrics.jsonl
+default trace "${save:-runs/kjv}/trace.json"
+default metrics "${save:-runs/kjv}/metrics.jsonl"
 
 if ! [[ $pipeline =~ ^[1-9][0-9]{0,3}$ && $replicas =~ ^[1-9][0-9]{0,3}$ ]]; then
   # Not a number of ranks: the program names the option and what is legal.
   exec "$sluice" train "${defaults[@]}" "${options[@]}"
 fi
 ranks=$((pipeline * replicas))
-mkdir -p runs/kjv
+mkdir -p "${save:-runs/kjv}"
 
 # mpirun binds one or two ranks to one core each, which would leave further threads no core.
 binding=()
@@ -148,7 +148,9 @@ stop() {
 }
 setsid setpriv --pdeathsig USR1 mpirun -n "$ranks" "${binding[@]}" \
   "$sluice" train "${defaults[@]}" "${options[@]}" </dev/null &
-trap stop INT TERM HUP
+trap stop INT TERM
+# A terminal that closes may send SIGHUP twice: from the kernel and from the user's shell.
+trap 'if ((stops == 0)); then stop; fi' HUP
 # A signal ends `wait` early. The job's own code comes from a `wait` during which there was none.
 code=127
 while true; do
