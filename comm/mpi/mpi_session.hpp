@@ -32,6 +32,8 @@ class MpiSession {
   MpiSession(const MpiSession&) = delete;
   MpiSession& operator=(const MpiSession&) = delete;
 
+  // False where MPI was up before.
+  [[nodiscard]] bool owns() const { return owns_; }
   // All ranks of the job, on a duplicated communicator with MPI_ERRORS_RETURN.
   [[nodiscard]] std::unique_ptr<Communicator> world() const;
   // Ends every rank of the job with `code`; does not return.

@@ -13,6 +13,7 @@
 
 #include "runtime/cli/commands.hpp"
 #include "runtime/explore/schedule_command.hpp"
+#include "runtime/job/build_name.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
 
@@ -65,7 +66,7 @@ int run_program(int argc, char** argv) {
   if (name == "--help" || name == "-h" || name == "--version") {
     return run_guarded([&] {
       if (!first_of_job()) return;
-      fmt::print("{}", name == "--version" ? "sluice " SLUICE_VERSION "\n" : overview());
+      fmt::print("{}", name == "--version" ? "sluice " + build_name() + "\n" : overview());
     });
   }
   for (const Command& command : kCommands) {

@@ -14,6 +14,7 @@
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/sha256.hpp"
+#include "runtime/job/build_name.hpp"
 
 namespace sluice {
 
@@ -21,6 +22,7 @@ using Json = nlohmann::json;
 
 NamedValues agreed_values(const PipelineOptions& options) {
   NamedValues values = options.checks.configuration;
+  values.emplace_back("build of Sluice", build_name());
   const auto add = [&](const char* name, const auto& value) {
     values.emplace_back(name, fmt::format("{}", value));
   };

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdio>
@@ -15,9 +16,12 @@
 #include <sluice/program.hpp>
 
 #include "comm/group/control.hpp"
+#include "comm/mpi/first_contact.hpp"
 #include "comm/mpi/mpi_session.hpp"
+#include "runtime/job/build_name.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/options/process.hpp"
+#include "runtime/program/start_limit.hpp"
 
 namespace sluice {
 namespace {
@@ -28,14 +32,41 @@ constexpr auto kExitTime = std::chrono::milliseconds(1000);
 // Time for the launcher to forward the last lines before the job ends.
 constexpr auto kDrainTime = std::chrono::milliseconds(200);
 
+// MPI, once every rank of the job has answered. Does not return where one has not.
+class StartedSession {
+ public:
+  StartedSession(int* argc, char*** argv, std::chrono::seconds limit) {
+    {
+      const StartLimit in_time("MPI_Init", limit);
+      session_.emplace(argc, argv);
+    }
+    if (!session_->owns()) return;
+    try {
+      constexpr std::chrono::hours kForGood{24 * 365};
+      make_first_contact(build_name(), limit.count() > 0 ? limit : kForGood);
+    } catch (const Error& error) {
+      // MPI_Finalize would wait for ranks that do not answer.
+      const bool mine = error.rank() == std::max(launched_rank(), 0);
+      if (mine) print_error(Error(error.code(), error.what(), -1, error.location()));
+      std::this_thread::sleep_for(mine ? kDrainTime : kDrainTime + kExitTime);
+      session_->abort(exit_code(error.code()));
+    }
+  }
+  MpiSession* operator->() { return &*session_; }
+
+ private:
+  std::optional<MpiSession> session_;
+};
+
 // Everything that must outlive the body; destroyed in the right order before MPI ends.
 struct Job {
-  Job(int* argc, char*** argv)
-      : session(argc, argv),
-        world(session.world()),
-        exit_comm(world->duplicate()),
-        control(std::make_unique<ControlChannel>(*world)) {}
-  MpiSession session;
+  Job(int* argc, char*** argv, std::chrono::seconds limit) : session(argc, argv, limit) {
+    const StartLimit in_time("making communicators", limit);
+    world = session->world();
+    exit_comm = world->duplicate();
+    control = std::make_unique<ControlChannel>(*world);
+  }
+  StartedSession session;
   std::unique_ptr<Communicator> world;
   std::unique_ptr<Communicator> exit_comm;
   std::unique_ptr<ControlChannel> control;
@@ -101,7 +132,7 @@ int fail(Job& job, const Error& error) {
   if (all_here && first.code() == ErrorCode::kUsage) return code;
   // One rank aborts the job; the others do so only if that one cannot.
   std::this_thread::sleep_for(first.rank() == rank ? kDrainTime : kDrainTime + kExitTime);
-  job.session.abort(code);
+  job.session->abort(code);
 }
 
 }  // namespace
@@ -109,7 +140,7 @@ int fail(Job& job, const Error& error) {
 int run_main(int argc, char** argv, const std::function<void(Communicator& world)>& body) {
   std::optional<Job> job;
   try {
-    job.emplace(&argc, &argv);
+    job.emplace(&argc, &argv, start_time_limit());
   } catch (...) {
     const Error error = current_error();
     print_error(error);

@@ -16,7 +16,12 @@
 
 namespace sluice {
 
-// Runs `body` with MPI up; returns the process's exit code. An error is printed once in the whole
+// Runs `body` with MPI up; returns the process's exit code. If run_main() itself initialises MPI,
+// all ranks first tell rank 0 who they are. Ranks that do not answer are Error(kPeer), ranks of
+// another build of Sluice or another MPI library Error(kMismatch). Each part of the start may take
+// 60 s, or the seconds in the environment variable SLUICE_START_TIMEOUT; 0 means no limit.
+//
+// An error is printed once in the whole
 // job, by the rank that saw it first. Where every rank throws the same Error(kUsage), all of them
 // return its exit code and MPI ends normally; any other error ends the job on every rank within
 // about two seconds by MPI_Abort with exit_code(code). An exception that is no Error has the code

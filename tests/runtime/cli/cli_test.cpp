@@ -518,6 +518,31 @@ TEST_F(CliTest, WhatAllRanksThrowIsPrintedOnceAndWhatNoneThrowsNever) {
   EXPECT_EQ(lines_with(none.err, "sluice: "), 0) << none.err;
 }
 
+TEST_F(CliTest, RanksOfDifferentBuildsAreRefusedAndNamed) {
+  const std::string version = sluice("--version").out;
+  const std::string digest = version.substr(version.find("build ") + 6, 12);
+  std::string program = read_file(SLUICE_PROGRAM);
+  const std::size_t found = program.find(digest);
+  ASSERT_NE(found, std::string::npos) << version;
+  write("other", program.replace(found, digest.size(), "another12345"));
+  fs::permissions(path("other"), fs::perms::owner_all);
+  const Outcome outcome = mpirun_beside(SLUICE_PROGRAM " doctor", "./other doctor");
+  EXPECT_EQ(outcome.code, 6);
+  EXPECT_EQ(lines_with(outcome.err, "sluice: error: "), 1) << outcome.err;
+  EXPECT_THAT(error_line(outcome.err), HasSubstr("different builds of Sluice: rank 0 on "));
+  EXPECT_THAT(error_line(outcome.err), HasSubstr("build another12345"));
+  EXPECT_THAT(error_line(outcome.err), HasSubstr("build " + digest));
+}
+
+TEST_F(CliTest, AStartWithoutAllRanksEndsAndNamesTheWait) {
+  setenv("SLUICE_START_TIMEOUT", "1", 1);
+  const Outcome outcome = mpirun_beside(SLUICE_PROGRAM " doctor", "sleep 25");
+  unsetenv("SLUICE_START_TIMEOUT");
+  EXPECT_EQ(outcome.code, 11) << outcome.err;
+  EXPECT_THAT(error_line(outcome.err), HasSubstr("rank 0 on "));
+  EXPECT_THAT(error_line(outcome.err), HasSubstr("MPI_Init waits for other ranks"));
+}
+
 TEST_F(CliTest, AProgramGoesOnAfterAPipelineWithAMessageUnderWayHasFailed) {
   for (const std::string how : {"embed", "unreceived"}) {
     std::string twice = how;
