@@ -11,10 +11,12 @@
 #include "comm/mpi/mpi_session.hpp"
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/diagnosis.hpp"
+#include "runtime/cli/host_check.hpp"
 #include "runtime/cli/train_options.hpp"
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "runtime/options/option_table.hpp"
+#include "runtime/options/process.hpp"
 
 namespace sluice {
 namespace {
@@ -26,13 +28,16 @@ constexpr const char* kAbout =
     "it\n"
     "as the training would be started:\n"
     "\n"
-    "  mpirun -n 4 sluice doctor --pipeline 2 --replicas 2 --threads 1";
+    "  mpirun -n 4 sluice doctor --pipeline 2 --replicas 2 --threads 1\n"
+    "\n"
+    "With --hosts it needs no mpirun: it asks each host over SSH whether a job can start there.";
 
 struct DoctorOptions {
   int pipeline = 0, replicas = 1, chunks = 1, threads = 1;
   RankOrder rank_order = RankOrder::kPipelineFirst;
   std::string device = "auto";
   TransportChoice transport = TransportChoice::kAuto;
+  HostCheckOptions hosts;
 };
 
 OptionTable make_table(DoctorOptions& options) {
@@ -45,6 +50,10 @@ OptionTable make_table(DoctorOptions& options) {
   table.add_integer("threads", options.threads, 1, 4096, "per rank");
   table.add_text("device", options.device, "LIST", "as of 'sluice train'");
   add_transport(table, options.transport, "as of 'sluice train'");
+  table.heading("Before mpirun");
+  table.add_text("hosts", options.hosts.hosts, "FILE",
+                 "a host file of mpirun: asks its hosts, without MPI, and does nothing else");
+  table.add_text("ssh", options.hosts.ssh, "COMMAND", "reaches a host for --hosts");
   return table;
 }
 
@@ -139,10 +148,17 @@ int doctor_command(int argc, char** argv) {
   DoctorOptions options;
   OptionTable table = make_table(options);
   const std::vector<std::string> arguments(argv, argv + argc);
+  const auto asks_hosts = [](const std::string& word) { return word.starts_with("--hosts"); };
+  if (launched_rank() < 0 && std::any_of(arguments.begin(), arguments.end(), asks_hosts)) {
+    return run_guarded(table, arguments, [&] { check_hosts(options.hosts); });
+  }
   return run_command(
       "doctor", argc, argv,
       [&] {
         table.parse(arguments);
+        if (table.given("hosts")) {
+          throw Error(ErrorCode::kUsage, "--hosts is for 'sluice doctor' started without mpirun");
+        }
         return table.help_wanted() ? table.help() : "";
       },
       [&](Communicator& world) { examine(options, world); });

@@ -1,0 +1,316 @@
+#include "runtime/cli/host_check.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <cstdio>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <memory>
+#include <sstream>
+#include <string_view>
+
+#include "comm/base/throw_error.hpp"
+#include "runtime/files/random_id.hpp"
+#include "runtime/job/build_name.hpp"
+
+namespace sluice {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kMark = "sluice-host-check";
+// Of ssh's own connection, and of the whole question.
+constexpr int kConnectSeconds = 10, kSeconds = 20;
+
+// One word of a shell command.
+std::string shell_word(std::string_view text) {
+  std::string word = "'";
+  for (const char c : text) {
+    if (c == '\'') {
+      word += "'\\''";
+    } else {
+      word += c;
+    }
+  }
+  return word + "'";
+}
+
+struct ShellResult {
+  int code = -1;
+  std::vector<std::string> lines;
+};
+
+ShellResult run_shell(const std::string& command) {
+  ShellResult result;
+  std::FILE* pipe = ::popen(command.c_str(), "r");
+  if (pipe == nullptr) throw_error(ErrorCode::kInternal, "cannot start a shell");
+  std::string text;
+  std::array<char, 4096> part{};
+  while (const std::size_t count = std::fread(part.data(), 1, part.size(), pipe)) {
+    text.append(part.data(), count);
+  }
+  const int status = ::pclose(pipe);
+  result.code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  std::istringstream in(text);
+  for (std::string line; std::getline(in, line);) {
+    if (!line.empty() && line.back() == '\r') line.pop_back();
+    if (!line.empty()) result.lines.push_back(line);
+  }
+  return result;
+}
+
+// Prints "<key> <value>" for every fact of the host it runs on.
+std::string questions(const OwnFacts& own, const std::string& data, const fs::path& token) {
+  std::string script = fmt::format(
+      "echo {}\n"
+      "echo name $(hostname)\n"
+      "echo mpi $(mpirun --version 2>/dev/null | head -n 1)\n"
+      "echo daemon $(command -v {})\n",
+      kMark, own.daemon_name);
+  if (!own.prefix.empty()) {
+    script += fmt::format("[ -x {} ] && echo prefix yes\n",
+                          shell_word(own.prefix + "/bin/" + own.daemon_name));
+  }
+  const std::string program = shell_word(own.program_path);
+  script += fmt::format("[ -x {0} ] && echo program $({0} --version 2>&1 | tail -n 1)\n", program);
+  if (!data.empty()) {
+    script += fmt::format(
+        "if [ -r {0} ]; then echo data $(wc -c < {0}) bytes, checksums of both ends "
+        "$(head -c 1048576 {0} | cksum | cut -d' ' -f1) $(tail -c 1048576 {0} | cksum | cut -d' ' "
+        "-f1); else echo data missing; fi\n",
+        shell_word(data));
+  }
+  if (!token.empty()) {
+    script += fmt::format("if [ -e {} ]; then echo save seen; else echo save unseen; fi\n",
+                          shell_word(token.string()));
+  }
+  return script;
+}
+
+HostAnswer parse(const std::string& host, const ShellResult& result) {
+  HostAnswer answer;
+  answer.host = host;
+  for (const std::string& line : result.lines) {
+    if (line == kMark) {
+      answer.reached = true;
+      continue;
+    }
+    if (!answer.reached) {
+      answer.problem = line;
+      continue;
+    }
+    const std::size_t space = line.find(' ');
+    if (space == std::string::npos) continue;
+    const std::string key = line.substr(0, space), value = line.substr(space + 1);
+    if (key == "name") answer.name = value;
+    if (key == "mpi") answer.mpi = value;
+    if (key == "daemon") answer.daemon = value;
+    if (key == "prefix") answer.daemon_in_prefix = true;
+    if (key == "program") answer.program = value;
+    if (key == "data") answer.data = value;
+    if (key == "save") answer.save = value;
+  }
+  if (answer.reached) {
+    answer.problem.clear();
+  } else if (result.code == 124 || result.code == 137) {
+    answer.problem = fmt::format("no answer within {} s", kSeconds);
+  } else if (answer.problem.empty()) {
+    answer.problem = fmt::format("ssh ends with code {}", result.code);
+  }
+  return answer;
+}
+
+std::string own_host() {
+  std::array<char, 256> name{};
+  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "";
+}
+
+bool is_this_host(const std::string& host) {
+  const std::string own = own_host();
+  return host == own || host == "localhost" || host == own.substr(0, own.find('.'));
+}
+
+HostAnswer ask(const std::string& host, const std::string& ssh, const std::string& script) {
+  const std::string shell = is_this_host(host)
+                                ? "sh -s"
+                                : fmt::format("{} -o BatchMode=yes -o ConnectTimeout={} {} sh -s",
+                                              ssh, kConnectSeconds, shell_word(host));
+  return parse(host, run_shell(fmt::format("timeout -k 2 {} {} 2>&1 <<'end-of-{}'\n{}end-of-{}\n",
+                                           kSeconds, shell, kMark, script, kMark)));
+}
+
+std::string why_unreachable(const std::string& problem) {
+  const auto has = [&](const char* part) { return problem.find(part) != std::string::npos; };
+  if (has("resolve hostname")) return "its name is unknown here: add it to DNS or /etc/hosts";
+  if (has("refused")) return "no SSH server listens there: start sshd on it";
+  if (has("Permission denied")) {
+    return "SSH must work without a password: run 'ssh-copy-id' for this host";
+  }
+  if (has("Host key verification")) {
+    return "its key is not known here: log in once by 'ssh', or add it by 'ssh-keyscan'";
+  }
+  if (has("No route") || has("unreachable") || has("timed out") || has("no answer")) {
+    return "it is down, or the network or a firewall between is closed: switch it on, or remove it "
+           "from the host file";
+  }
+  return "mpirun needs SSH without a password to every host";
+}
+
+OwnFacts own_facts() {
+  OwnFacts own;
+  std::error_code error;
+  own.program_path = fs::read_symlink("/proc/self/exe", error).string();
+  own.program = "sluice " + build_name();
+  const ShellResult mpi = run_shell("mpirun --version 2>/dev/null | head -n 1; command -v mpirun");
+  if (!mpi.lines.empty()) own.mpi = mpi.lines.front();
+  if (mpi.lines.size() > 1) own.prefix = fs::path(mpi.lines.back()).parent_path().parent_path();
+  const bool hydra = own.mpi.find("HYDRA") != std::string::npos;
+  const bool prte = own.mpi.find("Open MPI) 5") != std::string::npos;
+  own.daemon_name = hydra ? "hydra_pmi_proxy" : prte ? "prted" : "orted";
+  return own;
+}
+
+// A file in the directory of saves, or above it, that exists as long as this does.
+class Token {
+ public:
+  explicit Token(const std::string& save) {
+    if (save.empty()) return;
+    fs::path directory = fs::absolute(save);
+    while (!fs::is_directory(directory) && directory.has_relative_path()) {
+      directory = directory.parent_path();
+    }
+    path_ = directory / fmt::format(".sluice-host-check-{}", random_id());
+    if (!std::ofstream(path_)) {
+      throw_error(ErrorCode::kIo, "cannot write into '{}' of --save", directory.string());
+    }
+  }
+  ~Token() {
+    std::error_code ignored;
+    if (!path_.empty()) fs::remove(path_, ignored);
+  }
+  Token(const Token&) = delete;
+  Token& operator=(const Token&) = delete;
+  [[nodiscard]] const fs::path& path() const { return path_; }
+
+ private:
+  fs::path path_;
+};
+
+void print_table(const std::vector<HostAnswer>& answers, const OwnFacts& own) {
+  std::size_t width = 4;
+  for (const HostAnswer& answer : answers) width = std::max(width, answer.host.size());
+  fmt::print("{:<{}}  answers  {:<17}  program\n", "host", width, own.daemon_name);
+  for (const HostAnswer& answer : answers) {
+    const auto or_dash = [](const std::string& text) { return text.empty() ? "-" : text; };
+    fmt::print("{:<{}}  {:<7}  {:<17}  {}\n", answer.host, width, answer.reached ? "yes" : "no",
+               or_dash(answer.daemon), or_dash(answer.program));
+  }
+}
+
+}  // namespace
+
+std::vector<std::string> hosts_of_file(const std::string& path) {
+  std::ifstream in(path);
+  if (!in) throw_error(ErrorCode::kData, "cannot read the host file '{}'", path);
+  std::vector<std::string> hosts;
+  int number = 0;
+  for (std::string line; std::getline(in, line);) {
+    ++number;
+    std::istringstream words(line.substr(0, line.find('#')));
+    std::string host;
+    if (!(words >> host)) continue;
+    host = host.substr(0, host.find(':'));  // host:slots
+    host.erase(0, host.find('@') + 1);      // user@host; npos + 1 is 0
+    const bool legal = !host.empty() && host[0] != '-' &&
+                       std::all_of(host.begin(), host.end(), [](unsigned char c) {
+                         return std::isalnum(c) != 0 || c == '.' || c == '-' || c == '_';
+                       });
+    if (!legal) {
+      throw_error(ErrorCode::kData,
+                  "line {} of the host file '{}' is no host; legal: one host a line, such as "
+                  "'node1 slots=4'",
+                  number, path);
+    }
+    if (std::find(hosts.begin(), hosts.end(), host) == hosts.end()) hosts.push_back(host);
+  }
+  if (hosts.empty()) throw_error(ErrorCode::kData, "the host file '{}' names no host", path);
+  return hosts;
+}
+
+std::vector<std::string> problems_of(const HostAnswer& answer, const OwnFacts& own) {
+  if (!answer.reached) {
+    return {fmt::format("{} cannot be reached ({}): {}", answer.host, answer.problem,
+                        why_unreachable(answer.problem))};
+  }
+  std::vector<std::string> problems;
+  const auto add = [&]<typename... Args>(fmt::format_string<Args...> format, Args&&... args) {
+    problems.push_back(answer.host + ": " + fmt::format(format, std::forward<Args>(args)...));
+  };
+  if (answer.daemon.empty() && answer.daemon_in_prefix) {
+    add("'{}' is installed, but not on the PATH of a non-interactive SSH session: start with "
+        "'mpirun --prefix {}'",
+        own.daemon_name, own.prefix);
+  } else if (answer.daemon.empty()) {
+    add("MPI is not installed ('{}' is not found): install {} there", own.daemon_name,
+        own.mpi.empty() ? "it" : own.mpi);
+  } else if (answer.mpi != own.mpi) {
+    add("its MPI is '{}', this host's is '{}': install one version on every host", answer.mpi,
+        own.mpi);
+  }
+  if (answer.program.empty()) {
+    add("there is no program at {}: copy it there, or start it from a directory that all hosts "
+        "share",
+        own.program_path);
+  } else if (answer.program != own.program) {
+    add("the program at {} is '{}', this host's is '{}': copy one to every host", own.program_path,
+        answer.program, own.program);
+  }
+  if (answer.data == "missing") {
+    add("the file of --data is missing: copy it to the same path");
+  } else if (answer.data != own.data) {
+    add("the file of --data differs ({}; here {}): copy it again", answer.data, own.data);
+  }
+  if (answer.save == "unseen") {
+    add("it does not see the directory of --save: use one that all hosts share, or --save-local");
+  }
+  return problems;
+}
+
+void check_hosts(const HostCheckOptions& options) {
+  const std::vector<std::string> hosts = hosts_of_file(options.hosts);
+  OwnFacts own = own_facts();
+  const Token token(options.save);
+  const std::string data = options.data.empty() ? "" : fs::absolute(options.data).string();
+  const std::string script = questions(own, data, token.path());
+  own.data = ask("localhost", options.ssh, script).data;
+  if (own.data == "missing") {
+    throw_error(ErrorCode::kData, "the file of --data, '{}', is missing here", options.data);
+  }
+  std::vector<std::future<HostAnswer>> asked;
+  asked.reserve(hosts.size());
+  for (const std::string& host : hosts) {
+    asked.push_back(std::async(std::launch::async, ask, host, options.ssh, script));
+  }
+  std::vector<HostAnswer> answers;
+  for (std::future<HostAnswer>& answer : asked) answers.push_back(answer.get());
+  print_table(answers, own);
+  fmt::print("\nWhat looks wrong, and what to do:\n");
+  std::size_t wrong = 0;
+  for (const HostAnswer& answer : answers) {
+    const std::vector<std::string> problems = problems_of(answer, own);
+    for (const std::string& problem : problems) fmt::print("  ! {}\n", problem);
+    wrong += problems.empty() ? 0 : 1;
+  }
+  if (wrong > 0) {
+    throw_error(ErrorCode::kPeer, "{} of {} hosts are not ready for a job", wrong, hosts.size());
+  }
+  fmt::print("  nothing\n");
+}
+
+}  // namespace sluice
