@@ -139,6 +139,9 @@ void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText
       "cpu, cuda, cuda:N or auto; or one a rank of the pipeline, or of the job: cuda,cpu");
   add_transport(table, devices.transport,
                 "between GPUs; auto: NCCL where each rank has a GPU of its own");
+  table.add_choice("progress", devices.progress_in_actions,
+                   {{"operators", true}, {"actions", false}},
+                   "between which a CPU's messages advance");
   table.add_flag("all-reduce", devices.all_reduce,
                  "let NCCL sum over replicas in its own order: not depth-invariant");
   table.add_flag("cuda-graphs", devices.cuda_graphs,

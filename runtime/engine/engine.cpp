@@ -14,6 +14,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/engine/device_batch.hpp"
 #include "runtime/engine/device_timer.hpp"
+#include "runtime/engine/message_progress.hpp"
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/engine/stage_table.hpp"
@@ -100,6 +101,7 @@ struct Engine::Impl {
   const RankPlan& mine;
   StageTable table;
   std::unique_ptr<Transport> transport;
+  MessageProgress messages;
   Waiter waiter;
   DeviceBatch batch;  // of the step, where the stages compute
   DeviceTimer timer;  // of a GPU's compute ops
@@ -126,6 +128,7 @@ Engine::Impl::Impl(const EngineConfig& config_in)
       transport(make_message_transport(*config.communicator, table.tensors() + 1,
                                        config.piece_bytes, config.compute->device(),
                                        table.memory())),
+      messages(*config_in.compute, *transport),
       waiter(config_in.communicator->local_size()),
       batch(*config_in.compute),
       timer(config_in.compute->device(), mine.ops.size()),
@@ -333,10 +336,13 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   const bool follows = computed_until > 0;
   const double start = follows ? computed_until : steady_seconds();
   if (on_gpu) timer.start(stream(), op, follows);
-  if (op.action == ActionKind::kForward) {
-    forward(stage, op, ctx);
+  const auto action = [&] {
+    op.action == ActionKind::kForward ? forward(stage, op, ctx) : backward(stage, op, ctx);
+  };
+  if (config.progress_in_actions && !on_gpu) {
+    messages.during(action);
   } else {
-    backward(stage, op, ctx);
+    action();
   }
   if (on_gpu) {  // drain() tells how long it took
     timer.stop(stream());

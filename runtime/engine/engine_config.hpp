@@ -59,6 +59,7 @@ struct EngineConfig {
   NcclRoutes* nccl = nullptr;                // for edges of kind kNccl
   std::span<const EdgeRoute> routes = {};    // [stage], as Wires::routes; empty: by device
   Collective* collective = nullptr;          // handed to stages; may be null
+  bool progress_in_actions = true;           // on a CPU, as PipelineOptions::Devices
   bool cuda_graphs = false;                  // record and replay stages' calls on a GPU
   std::size_t trace_events = 0;              // recorded per step at most; 0: none
 };

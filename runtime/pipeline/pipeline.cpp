@@ -263,6 +263,7 @@ std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, bool train
                    .nccl = nccl.get(),
                    .routes = layout.wires.routes,
                    .collective = plan.forward_only ? nullptr : replica_sum.get(),
+                   .progress_in_actions = options.devices.progress_in_actions,
                    .cuda_graphs = training && options.devices.cuda_graphs,
                    .trace_events = training && options.checks.trace ? mine.ops.size() : 0});
 }

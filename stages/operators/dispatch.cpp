@@ -291,7 +291,10 @@ void check_elementwise_backward(const char* name, const Tensor& x, const Tensor&
   fits(name, {"dx", dx}, legal, {{"x", x}});
 }
 
-const OperatorTable& operators_of(const ComputeContext& ctx) { return ctx.backend().operators(); }
+const OperatorTable& operators_of(const ComputeContext& ctx) {
+  ctx.progress();
+  return ctx.backend().operators();
+}
 
 }  // namespace
 

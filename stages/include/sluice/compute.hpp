@@ -16,6 +16,14 @@ namespace sluice {
 
 class Backend;  // internal: stages/compute/backend.hpp
 
+// Work that advances while operators compute on a CPU: a pipeline's messages.
+class ProgressHook {
+ public:
+  virtual ~ProgressHook() = default;
+  // Does not block. The thread is that of the compute context.
+  virtual void progress() noexcept = 0;
+};
+
 class ComputeContext {
  public:
   // threads >= 1; sets the size of the calling thread's OpenMP team. On a GPU, makes the device the
@@ -44,6 +52,17 @@ class ComputeContext {
   // reserves what its stages describe.
   [[nodiscard]] std::byte* workspace(std::size_t bytes);
   void reserve_workspace(std::size_t bytes);
+  // Every operator calls progress() of `hook` before it starts; null: none. The hook outlives its
+  // use here. No effect on a GPU, whose host does not wait for operators.
+  void set_progress_hook(ProgressHook* hook) {
+    hook_ = device().kind == DeviceKind::kCpu ? hook : nullptr;
+  }
+  // The same for a stage that computes for longer than a millisecond without operators: it may call
+  // this as often as it likes.
+  void progress() const {
+    if (hook_ != nullptr) hook_->progress();
+  }
+
   // Its address; null before the first call.
   [[nodiscard]] const std::byte* workspace_place() const { return workspace_.data(); }
   // The most that operators have asked for so far.
@@ -71,6 +90,7 @@ class ComputeContext {
   std::size_t workspace_peak_ = 0;
   std::vector<RotaryTable> rotary_tables_;
   std::unique_ptr<Backend> backend_;  // never null
+  ProgressHook* hook_ = nullptr;
 };
 
 // --- what operators compute on, besides tensors ---

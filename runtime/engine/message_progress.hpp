@@ -1,0 +1,55 @@
+// Advances an engine's messages while the operators of a compute action run on a CPU.
+#pragma once
+
+#include <exception>
+#include <utility>
+
+#include <sluice/compute.hpp>
+
+#include "comm/group/transport.hpp"
+#include "runtime/engine/steady_seconds.hpp"
+
+namespace sluice {
+
+class MessageProgress final : public ProgressHook {
+ public:
+  // Both outlive it.
+  MessageProgress(ComputeContext& compute, Transport& transport)
+      : compute_(compute), transport_(transport) {}
+
+  // Runs `body`, a compute action. Throws what it throws; else what a message has thrown meanwhile.
+  template <typename Body>
+  void during(const Body& body) {
+    compute_.set_progress_hook(this);
+    try {
+      body();
+    } catch (...) {
+      compute_.set_progress_hook(nullptr);
+      throw;
+    }
+    compute_.set_progress_hook(nullptr);
+    if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
+  }
+
+  void progress() noexcept override {
+    const double now = steady_seconds();
+    if (now < next_ || error_ != nullptr) return;
+    try {
+      transport_.progress();
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+    next_ = now + kInterval;
+  }
+
+ private:
+  // Seconds. A call of MPI costs about a microsecond; a socket's buffer lasts for milliseconds.
+  static constexpr double kInterval = 1e-4;
+
+  ComputeContext& compute_;
+  Transport& transport_;
+  std::exception_ptr error_;
+  double next_ = 0;
+};
+
+}  // namespace sluice
