@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""Trainings over two and three hosts: the bits of one host.
+
+    tests/hosts/training_test.py [--case NAME] [--build DIR]
+
+Messages go over TCP between network namespaces. Parameters are compared by `sluice digest`.
+"""
+
+import functools
+
+from cases import PATIENCE, TRAINED, require, run
+
+STEPS = 4
+OUTPUT = 4  # exit code: an output that cannot be written
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v")
+
+
+def over(setup, hosts):
+    """Places for one rank a host."""
+    names = ",".join(setup.hosts.name(host) for host in range(1, hosts + 1))
+    return ["--host", names, "-n", str(hosts)]
+
+
+def pipeline(setup, hosts, schedule):
+    """A stage, or a pair of chunks, on each host."""
+    directory = f"{schedule}-{hosts}"
+    chunks = ("--chunks", 2) if schedule == "interleaved" else ()
+    setup.trains(hosts, "--pipeline", hosts, "--schedule", schedule, *chunks, "--steps", STEPS, "--save", directory,
+                 places=over(setup, hosts))
+    setup.same_bits(directory, STEPS)
+
+
+def replicas(setup, hosts, order):
+    """Two replicas of a stage on each host. By one order replicas share a host, by the other neighbours do."""
+    directory = f"{order}-{hosts}"
+    names = ",".join(f"{setup.hosts.name(host)}:2" for host in range(1, hosts + 1))
+    setup.trains(2 * hosts, "--pipeline", hosts, "--replicas", 2, "--rank-order", order, "--steps", STEPS, "--save",
+                 directory, places=["--host", names, "-n", str(2 * hosts)])
+    setup.same_bits(directory, STEPS, replicas=2)
+
+
+def only_replicas(setup):
+    """Each host has a whole model."""
+    setup.trains(3, "--pipeline", 1, "--replicas", 3, "--steps", STEPS, "--save", "only-replicas")
+    setup.same_bits("only-replicas", STEPS, replicas=3)
+
+
+def resumes_on_fewer(setup):
+    """Three hosts save; two go on from the middle of that, one from the middle of theirs. Every save verifies."""
+    steps = 3 * STEPS
+    common = ("--schedule", "1f1b", "--steps", steps, "--save-every", STEPS, "--keep", 3)
+    setup.trains(3, "--pipeline", 3, *common, "--save", "three")
+    setup.trains(2, "--pipeline", 2, *common, "--save", "two", "--resume", f"three/step-{STEPS:08d}")
+    setup.trains(1, "--pipeline", 1, *common, "--save", "one", "--resume", f"two/step-{2 * STEPS:08d}")
+    for directory in ("three", "two", "one"):
+        code, output = setup.sluice_says("verify", directory)
+        require(code == 0, f"sluice verify {directory}: exit {code}\n{output}")
+        setup.same_bits(directory, steps)
+
+
+def unshared(setup):
+    """A directory that one host does not see: refused at the start, with that host's name."""
+    directory = setup.folder / "unshared"
+    directory.mkdir()
+    setup.hosts.check(2, "mount", "-t", "tmpfs", "none", directory)
+    code, output = setup.mpirun(3, "--pipeline", 3, "--steps", STEPS, "--save", directory)
+    require(code == OUTPUT, f"exit {code} instead of {OUTPUT}\n{output}")
+    line = next((line for line in output.splitlines() if str(directory) in line and "error" in line), "")
+    require("'node2'" in line and "node3" not in line, f"the line does not name node2 alone\n{output}")
+    setup.hosts.check(2, "umount", directory)
+
+
+def as_the_readme_says(setup):
+    """A file of hosts and a program on the PATH; no other setting of MPI than the permission of root."""
+    bin_folder = setup.folder / "bin"
+    bin_folder.mkdir()
+    (bin_folder / "sluice").symlink_to(setup.sluice)
+    for host in setup.hosts:
+        setup.hosts.check(host, "mount", "--bind", bin_folder, "/usr/local/bin")
+    (setup.folder / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
+    done = setup.hosts.run(1, "timeout", PATIENCE, "mpirun", "--hostfile", "hosts", "-n", 4, "sluice",
+                           *setup.train("--pipeline", 2, "--replicas", 2, "--steps", STEPS, "--save", "readme")[1:],
+                           plain=True, timeout=2 * PATIENCE)
+    require(done.returncode == 0 and TRAINED.search(done.stdout), f"exit {done.returncode}\n{done.stdout}")
+    setup.same_bits("readme", STEPS, replicas=2)
+
+
+def slow_link(setup):
+    """A host whose link has a hundredth of the bandwidth: slower, the same bits."""
+    setup.hosts.limit(2, "10mbit")
+    setup.trains(2, "--pipeline", 2, "--steps", STEPS, "--save", "slow", places=over(setup, 2))
+    setup.hosts.limit(2, "off")
+    setup.same_bits("slow", STEPS)
+
+
+def cases(setup):
+    found = {f"{schedule} over {hosts} hosts": functools.partial(pipeline, setup, hosts, schedule)
+             for hosts in (2, 3) for schedule in SCHEDULES}
+    found |= {f"replicas, {order}, {hosts} hosts": functools.partial(replicas, setup, hosts, order)
+              for hosts in (2, 3) for order in ("pipeline-first", "replica-first")}
+    return found | {
+        "a replica on each of 3 hosts": functools.partial(only_replicas, setup),
+        "resume on fewer hosts": functools.partial(resumes_on_fewer, setup),
+        "a directory that node2 lacks": functools.partial(unshared, setup),
+        "as the README says": functools.partial(as_the_readme_says, setup),
+        "a slow link": functools.partial(slow_link, setup),
+    }
+
+
+if __name__ == "__main__":
+    run("training over hosts", __doc__, 3, cases)
