@@ -581,12 +581,4 @@ std::string describe_configuration(const OptionValues& options) {
   return text + "\n";
 }
 
-std::string to_config_text(const OptionValues& options) {
-  std::string text;
-  for (const auto& [name, value] : options) {
-    if (!value.empty()) text += fmt::format("{} = {}\n", name, value);
-  }
-  return text;
-}
-
 }  // namespace sluice

@@ -77,7 +77,5 @@ void add_transport(OptionTable& table, TransportChoice& transport, const std::st
 // "Configuration  model gpt2  layers 4 ...", in lines of at most 100 columns; options without a
 // value are left out.
 [[nodiscard]] std::string describe_configuration(const OptionValues& options);
-// The lines of a configuration file that gives `options` again.
-[[nodiscard]] std::string to_config_text(const OptionValues& options);
 
 }  // namespace sluice

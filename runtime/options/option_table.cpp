@@ -10,7 +10,9 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
 #include <numeric>
+#include <optional>
 #include <sstream>
 
 #include "comm/base/throw_error.hpp"
@@ -59,6 +61,25 @@ std::string_view trimmed(std::string_view text) {
   return text.substr(first, text.find_last_not_of(kBlank) + 1 - first);
 }
 
+constexpr std::size_t kMostConfigBytes = std::size_t{1} << 20;
+
+// The value in what follows '=' on a line: up to a comment, or a JSON string. None if the string is
+// malformed.
+std::optional<std::string> value_of(std::string_view text) {
+  if (!text.starts_with('"')) return std::string(trimmed(text.substr(0, text.find('#'))));
+  std::size_t end = 1;
+  while (end < text.size() && text[end] != '"') end += text[end] == '\\' ? 2 : 1;
+  if (end >= text.size()) return std::nullopt;
+  const std::string_view rest = trimmed(text.substr(end + 1));
+  const auto value = nlohmann::json::parse(text.substr(0, end + 1), nullptr, false);
+  if (value.is_discarded() || !(rest.empty() || rest.front() == '#')) return std::nullopt;
+  return value.get<std::string>();
+}
+
+std::string quoted_text(const std::string& value) {
+  return nlohmann::json(value).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
 // Without a placeholder: a flag, which takes no value.
 void add_to(po::options_description& group, const std::string& name, const std::string& placeholder,
             const std::string& help) {
@@ -73,25 +94,47 @@ void add_to(po::options_description& group, const std::string& name, const std::
 }  // namespace
 
 OptionValues read_option_file(const std::string& path) {
-  std::ifstream file(path);
+  std::ifstream file(path, std::ios::binary);
   std::error_code ignored;
   if (!file || std::filesystem::is_directory(path, ignored)) {
     throw_usage("option --config: cannot read file '{}'", path);
   }
+  std::string content(kMostConfigBytes + 1, '\0');
+  file.read(content.data(), static_cast<std::streamsize>(content.size()));
+  content.resize(static_cast<std::size_t>(file.gcount()));
+  if (content.size() > kMostConfigBytes) {
+    throw_usage("option --config: '{}' has more than {} bytes", path, kMostConfigBytes);
+  }
   // Not Boost's reader: its message for a line with "%invalid_line%" in it never ends.
   OptionValues result;
+  std::istringstream lines(content);
   std::string line;
-  for (int number = 1; std::getline(file, line); ++number) {
-    const std::string_view text = trimmed(std::string_view(line).substr(0, line.find('#')));
-    if (text.empty()) continue;
+  for (int number = 1; std::getline(lines, line); ++number) {
+    const std::string_view text = trimmed(line);
+    if (text.empty() || text.front() == '#') continue;
     const std::size_t equals = text.find('=');
-    if (equals == std::string_view::npos) {
+    if (equals >= text.find('#')) {
       throw_usage("{}: line {} is '{}'; legal are 'key = value', '# comment' and blank lines", path,
                   number, text.substr(0, 100));
     }
-    result.emplace_back(trimmed(text.substr(0, equals)), trimmed(text.substr(equals + 1)));
+    std::optional<std::string> value = value_of(trimmed(text.substr(equals + 1)));
+    if (!value) {
+      throw_usage("{}: line {} is '{}'; what starts with '\"' must be a JSON string", path, number,
+                  text.substr(0, 100));
+    }
+    result.emplace_back(trimmed(text.substr(0, equals)), std::move(*value));
   }
   return result;
+}
+
+std::string to_config_text(const OptionValues& options) {
+  std::string text;
+  for (const auto& [name, value] : options) {
+    if (value.empty()) continue;
+    const bool plain = value_of(value) == value && value.find('\n') == std::string::npos;
+    text += fmt::format("{} = {}\n", name, plain ? value : quoted_text(value));
+  }
+  return text;
 }
 
 std::string suggestion(std::string_view text, const std::vector<std::string>& known,

@@ -115,8 +115,12 @@ class OptionTable {
   std::string* argument_ = nullptr;
 };
 
-// The `key = value` lines of an option file, in their order. Throws Error(kUsage) naming it.
+// The `key = value` lines of an option file of at most 1 MiB, in their order. '#' starts a comment.
+// A value that starts with '"' is a JSON string. Throws Error(kUsage) naming the file and the line.
 [[nodiscard]] OptionValues read_option_file(const std::string& path);
+// The text of a file that read_option_file() reads back. Options with empty values are left out.
+// Bytes that are no UTF-8 become U+FFFD where a value has to be quoted.
+[[nodiscard]] std::string to_config_text(const OptionValues& options);
 
 // "; did you mean 'train'?" with the one of `known` that is fewest edits away from `text`, and
 // `dashes` before it; `otherwise` where none is near.

@@ -12,6 +12,8 @@
 
 #include "runtime/cli/train_options.hpp"
 #include "runtime/data/batch_shape.hpp"
+#include "runtime/options/option_table.hpp"
+#include "tests/runtime/expect_error.hpp"
 
 namespace sluice {
 namespace {
@@ -171,6 +173,27 @@ TEST(OptionsTest, HelpNamesEveryOptionAndChecksNothing) {
   for (const char* name : {"--layers", "--micro-batch-size", "--check-replicas", "--config"}) {
     EXPECT_THAT(options.help, HasSubstr(name));
   }
+}
+
+TEST(OptionsTest, AnOptionFileGivesBackEveryText) {
+  const std::filesystem::path path = std::filesystem::temp_directory_path() /
+                                     ("sluice_texts_" + std::to_string(::getpid()) + ".conf");
+  const OptionValues texts = {{"data", "a#b"},           {"save", " edges "},
+                              {"metrics", "\"quoted\""}, {"trace", "two\nlines"},
+                              {"partition", "\\\"#"},    {"device", "a = b"},
+                              {"config", "plain text"}};
+  std::ofstream(path) << to_config_text(texts);
+  EXPECT_EQ(read_option_file(path.string()), texts);
+  std::ofstream(path) << "data = \"a # b\"  # comment\nsave=x # \"y\"\n# a = b\n";
+  EXPECT_EQ(read_option_file(path.string()), (OptionValues{{"data", "a # b"}, {"save", "x"}}));
+  for (const char* wrong :
+       {"data = \"open", "data = \"a\" b", "data = \"\\x\"", "data # = b", "data"}) {
+    std::ofstream(path) << wrong;
+    expect_error(ErrorCode::kUsage, {"line 1"}, [&] { (void)read_option_file(path.string()); });
+  }
+  std::filesystem::remove(path);
+  expect_error(ErrorCode::kUsage, {"/dev/zero", "more than"},
+               [] { (void)read_option_file("/dev/zero"); });
 }
 
 TEST(OptionsTest, ResolvedValuesGiveTheSameOptionsAgain) {
