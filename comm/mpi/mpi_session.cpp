@@ -72,6 +72,10 @@ MpiSession::MpiSession(int* argc, char*** argv) {
   int level = MPI_THREAD_SINGLE;
   check_mpi(MPI_Init_thread(argc, argv, MPI_THREAD_FUNNELED, &level), "MPI_Init_thread");
   owns_ = true;
+  // Errors of requests: MPICH asks these communicators' handlers, whatever communicator is used.
+  for (MPI_Comm comm : {MPI_COMM_WORLD, MPI_COMM_SELF}) {
+    check_mpi(MPI_Comm_set_errhandler(comm, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+  }
   if (level < MPI_THREAD_FUNNELED) {
     MPI_Finalize();
     throw Error(ErrorCode::kUsage,
