@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Steps over two hosts with slow links, next to the simulation in which messages overlap with compute.
+
+    tests/benchmarks/hosts_benchmark.py [--build build/release] [--steps 12] [--shares 0.5,1,2]
+
+Two hosts as network namespaces (tests/hosts), a core each, one rank each. `tc tbf` limits the link so that a message
+takes a share of a forward action. A run without a limit gives the times of the actions, and what a step takes besides
+(optimizer, norm). The prediction is the simulation with these times and the link's bandwidth, and that rest. Each row
+runs with messages that advance between operators and, for comparison, between actions alone, in turns; it shows
+medians over the steps of `--rounds` rounds. Needs root and two idle cores.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "hosts"))
+sys.path.insert(0, str(HERE.parent / "faults"))
+from harness import made_up_text  # noqa: E402
+from hosts import ROOT, Hosts, Unavailable  # noqa: E402
+
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}  # chunks per rank
+LAYERS, WIDTH, CONTEXT, MICRO_BATCHES = 8, 256, 256, 8
+MESSAGE_BYTES = 4 * WIDTH * CONTEXT  # of one sample
+WARMUP = 3  # steps that do not count
+
+
+class Benchmark:
+    def __init__(self, options, hosts):
+        self.options, self.hosts = options, hosts
+        self.sluice = str(pathlib.Path(options.build).resolve() / "sluice")
+        (hosts.shared / "text.txt").write_text(made_up_text(200000))
+
+    def steps(self, schedule, progress, trace=False):
+        """Seconds of the steps of a run."""
+        metrics = self.hosts.shared / "metrics.jsonl"
+        metrics.unlink(missing_ok=True)
+        words = [self.sluice, "train", "--data", "text.txt", "--layers", LAYERS, "--width", WIDTH, "--heads", 4,
+                 "--context", CONTEXT, "--micro-batches", MICRO_BATCHES, "--micro-batch-size", self.options.samples,
+                 "--pipeline", 2, "--schedule", schedule, "--chunks", SCHEDULES[schedule], "--steps",
+                 WARMUP + self.options.steps, "--validation-share", 0, "--metrics", metrics, "--progress", progress]
+        if trace:
+            words += ["--trace", "trace.json"]
+        # Rank 0 on core 0, rank 1 on core 1.
+        done = self.hosts.run(1, "mpirun", *self.hosts.slots(2), "sh", "-c",
+                              'exec taskset -c "$OMPI_COMM_WORLD_RANK" "$@"', "sh", *map(str, words), timeout=600)
+        if done.returncode != 0:
+            sys.exit(f"{schedule}: exit {done.returncode}\n{done.stdout}")
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        return [line["seconds"] for line in lines][WARMUP:]
+
+    def simulated(self, schedule, bandwidth):
+        """Seconds of a step with the times of the traced run; bandwidth in bytes per second, 0: without limit."""
+        words = [self.sluice, "schedule", "--schedule", schedule, "--ranks", 2, "--chunks", SCHEDULES[schedule],
+                 "--micro-batches", MICRO_BATCHES, "--profile", self.hosts.shared / "trace.json", "--format", "json",
+                 "--message-bytes", MESSAGE_BYTES * self.options.samples, "--bandwidth", bandwidth / 1e3]
+        done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            sys.exit(f"{schedule}: {done.stderr}")
+        return json.loads(done.stdout)["makespan"] / 1e3
+
+    def forward_seconds(self, schedule):
+        """The mean forward action of the traced run."""
+        events = json.loads((self.hosts.shared / "trace.json").read_text())["traceEvents"]
+        return statistics.mean(event["dur"] for event in events if event.get("cat") == "compute"
+                               and re.fullmatch(r"\d+F\d+", event["name"])) / 1e6
+
+    def limit(self, rate):
+        for host in self.hosts:
+            self.hosts.limit(host, rate)
+
+    def row(self, schedule):
+        self.limit("off")
+        free = statistics.median(self.steps(schedule, "operators", trace=True))
+        rest = free - self.simulated(schedule, 0)
+        forward = self.forward_seconds(schedule)
+        for share in self.options.shares:
+            rate = int(8 * MESSAGE_BYTES * self.options.samples / (share * forward))
+            self.limit(f"{rate}bit")
+            predicted = self.simulated(schedule, rate / 8) + rest
+            seconds = {"operators": [], "actions": []}
+            for _ in range(self.options.rounds):
+                for progress, times in seconds.items():
+                    times += self.steps(schedule, progress)
+            inside, between = (statistics.median(times) for times in seconds.values())
+            print(f"{schedule:<12} {1e3 * forward:6.1f} {rate / 1e6:9.0f} {share:6.2g} {1e3 * free:8.0f} "
+                  f"{1e3 * predicted:10.0f} {1e3 * inside:10.0f} {inside / predicted:6.2f} {1e3 * between:9.0f} "
+                  f"{between / predicted:6.2f}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--build", default=str(ROOT / "build/release"), help="build folder")
+    parser.add_argument("--steps", type=int, default=12, help="that count, per run")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--samples", type=int, default=2, help="per micro-batch")
+    parser.add_argument("--shares", default="0.5,1,2", help="time of a message by that of a forward action",
+                        type=lambda text: [float(share) for share in text.split(",")])
+    parser.add_argument("--schedules", default=",".join(SCHEDULES), type=lambda text: text.split(","))
+    options = parser.parse_args()
+    sys.stdout.reconfigure(line_buffering=True)
+    os.environ.pop("OPENBLAS_CORETYPE", None)
+    try:
+        hosts = Hosts(2, keep=(ROOT, pathlib.Path(options.build).resolve()))
+    except Unavailable as reason:
+        print(f"skipped: several hosts on one machine: {reason}")
+        return 77
+    print("milliseconds; share: a message's time by a forward action's; x: measured by predicted\n"
+          f"{'schedule':<12} {'F':>6} {'Mbit/s':>9} {'share':>6} {'no limit':>8} {'predicted':>10} {'operators':>10} "
+          f"{'x':>6} {'actions':>9} {'x':>6}")
+    with hosts:
+        benchmark = Benchmark(options, hosts)
+        for schedule in options.schedules:
+            benchmark.row(schedule)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
