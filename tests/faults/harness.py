@@ -116,6 +116,7 @@ class Job:
         self.mark = f"SLUICE_FAULT_JOB={uuid.uuid4().hex}"
         name, value = self.mark.split("=")
         self.path = output
+        self.launcher_hung = False
         with open(output, "wb") as sink:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True,
@@ -193,10 +194,17 @@ class Job:
         self.process.wait()
 
     def finish(self):
-        """Exit code, once every process is gone; a job that is stuck is killed and a violation."""
+        """Exit code, once every process is gone; a job that is stuck is killed and a violation.
+
+        Not so where only the launcher is left and says that it ended the job: Open MPI 4.1 hangs if a rank is killed
+        while it connects to it ("PMIX ERROR: UNREACHABLE"). It is killed, and `launcher_hung` is set.
+        """
         if not self.wait(PATIENCE):
             left = self.processes()
+            self.launcher_hung = set(left.values()) == {None} and "exited on signal" in self.output
             self.end()
+            if self.launcher_hung:
+                return self.process.returncode
             raise Violation(f"stuck for {PATIENCE:.0f} s, processes {left}\n{self.tail()}")
         deadline = time.monotonic() + PATIENCE
         while left := self.processes():

@@ -93,6 +93,7 @@ class Story:
         self.directory = self.folder / "run"
         self.kills = []
         self.complete = False  # the last start found nothing left to do
+        self.launcher_hangs = 0
 
     def play(self, reference, kills_left):
         """Number of kills until the training is done."""
@@ -113,6 +114,7 @@ class Story:
         if kill and not kill.fault:
             seen = self.wait_and_kill(job, kill, seen)
         code = job.finish()
+        self.launcher_hangs += job.launcher_hung
         # A rank kills its launcher in the middle of a save: with luck the job is done all the same.
         killed = log.exists() if fault else kill is not None and code != 0
         if killed:
@@ -165,7 +167,7 @@ def campaign():
     options = parser.parse_args()
     setup, references = Setup(options), {}
     kills, story, violations, start = 0, options.story or 0, 0, time.monotonic()
-    aimed = 0
+    aimed = hangs = 0
     while kills < options.count:
         tale = Story(setup, options.seed, story)
         try:
@@ -179,6 +181,7 @@ def campaign():
             print(f"story {story} FAILED after {len(tale.kills)} kills ({'; '.join(tale.kills)})\n{error}\n"
                   f"kept in {tale.folder}; repeat by --seed {options.seed} --story {story} --build {options.build}")
         kills += max(len(tale.kills), 1)
+        hangs += tale.launcher_hangs
         aimed += sum("'s " in text for text in tale.kills)
         story += 1
         if options.story is not None:
@@ -188,7 +191,8 @@ def campaign():
         violations += 1
         print(f"the references of two replicas differ: {sorted(digests)}")
     print(f"kill campaign: {kills} kills ({aimed} of them in a file operation) in {story} stories, "
-          f"seed {options.seed}, {violations} violations, {time.monotonic() - start:.0f} s")
+          f"seed {options.seed}, {violations} violations, mpirun itself hung {hangs} times, "
+          f"{time.monotonic() - start:.0f} s")
     if not violations:
         setup.remove()
     return 1 if violations else 0
