@@ -74,6 +74,7 @@ struct Checkpointer::Impl {
   void require_own_directory(const SaveScan& scan) const;
   void collect_share();
   [[nodiscard]] std::uint32_t flags() const;
+  void remove_stop_file();
   void begin();
   void write_share(std::uint64_t step);
   void gather_facts();
@@ -109,7 +110,7 @@ struct Checkpointer::Impl {
   std::optional<std::uint64_t> saved_step;  // of the newest or open save
   fs::path partial;
   SaveState state;                    // of the open save; complete on a leader that publishes
-  std::vector<std::string> warnings;  // of the writer's thread, about removals
+  std::vector<std::string> warnings;  // about what was set aside or cannot be removed
   bool waited = false;                // said that a save waits
   std::vector<std::uint64_t> skipped;
   bool stop = false;
@@ -154,8 +155,8 @@ void Checkpointer::Impl::require_sensible() const {
   if (options.keep < 1) {
     throw_usage("keeping {} saves keeps none; the nearest legal value is 1", options.keep);
   }
-  if (!options.model.empty() && !nlohmann::json::accept(options.model)) {
-    throw_usage("the model's text of a Checkpointer is no JSON");
+  if (!options.model.empty() && !is_state_json(options.model)) {
+    throw_usage("the model's text of a Checkpointer is no JSON that a save can hold");
   }
   if (!(options.every_minutes >= 0)) {
     throw_usage("saving every {} minutes is not possible; 0 means never", options.every_minutes);
@@ -173,8 +174,12 @@ void Checkpointer::Impl::open_directory() {
   // Every leader, and rank 0 for all: which run the directory is of.
   std::string found;
   if (leader) {
+    if (select_saves(options.directory).one_step) {
+      throw_usage("'{}' is one save of a directory of saves; give that directory",
+                  options.directory.string());
+    }
     std::error_code error;
-    options.directory = fs::absolute(options.directory, error);
+    options.directory = fs::absolute(options.directory, error).lexically_normal();
     fs::create_directories(options.directory, error);
     if (error || !fs::is_directory(options.directory)) {
       throw_error(ErrorCode::kIo, "cannot create directory '{}': {}", options.directory.string(),
@@ -182,9 +187,7 @@ void Checkpointer::Impl::open_directory() {
     }
     lock = std::make_unique<SaveLock>(options.directory, SaveLock::kWatch,
                                       [this](const std::string& line) { say(line); });
-    for (const std::string& removed : open_save_directory(options.directory)) {
-      say(fmt::format("removed '{}', which a save that was cut short left", removed));
-    }
+    for (const std::string& line : open_save_directory(options.directory)) say(line);
     const SaveScan scan = scan_saves(options.directory);
     require_own_directory(scan);
     if (!scan.saves.empty()) {
@@ -201,13 +204,24 @@ void Checkpointer::Impl::open_directory() {
   ++sequence;
 }
 
+// The newest save has to be of this run. Older ones of another run are what an --overwrite that
+// was killed left.
 void Checkpointer::Impl::require_own_directory(const SaveScan& scan) const {
   if (options.overwrite) return;
   std::string what;
   for (const Save& save : scan.saves) {
-    if (save.state.run == options.run) continue;
-    what = fmt::format("'{}' of another run", save.directory.filename().string());
-    break;
+    const std::string name = save.directory.filename().string();
+    if (&save == &scan.saves.front() && save.state.run != options.run) {
+      what = fmt::format("'{}' of another run", name);
+    }
+    const bool damaged =
+        std::find(options.damaged.begin(), options.damaged.end(), name) != options.damaged.end();
+    const bool progress = save.state.run == options.run && save.state.step > pipeline.step() &&
+                          !save.state.weights_only && !damaged;
+    if (what.empty() && progress) {
+      what = fmt::format("'{}', which is newer than step {} that this run goes on from", name,
+                         pipeline.step());
+    }
   }
   if (what.empty() && options.run.empty()) {
     if (!scan.broken.empty()) what = "a damaged save: " + scan.broken.front();
@@ -298,7 +312,7 @@ std::uint32_t Checkpointer::Impl::flags() const {
   const auto now = Clock::now();
   if (first() && now >= next_look) {
     std::error_code error;
-    stop_file = fs::exists(options.directory / "stop", error);
+    stop_file = fs::is_regular_file(options.directory / "stop", error);
     next_look = now + std::chrono::milliseconds(100);
   }
   if (stop_asked || stop_file) mine |= kStop;
@@ -309,13 +323,23 @@ std::uint32_t Checkpointer::Impl::flags() const {
   return mine;
 }
 
+void Checkpointer::Impl::remove_stop_file() {
+  const fs::path path = options.directory / "stop";
+  std::error_code error;
+  if (!fs::is_regular_file(path, error)) return;
+  fs::remove(path, error);
+  if (!error) return;
+  say(fmt::format("cannot remove '{}' ({}): it stops every later start as well", path.string(),
+                  error.message()));
+}
+
 void Checkpointer::Impl::begin() {
   const std::uint64_t step = pipeline.step();
   PipelineAccess::guarded(pipeline, "saving", [&] {
     if (leader) {
       lock->require_held();
       require_space(options.directory, job_bytes);
-      partial = begin_save(options.directory, step);
+      partial = begin_save(options.directory, step, warnings);
     }
     world().barrier();  // the directory is there
     partial = options.directory / world().broadcast_string(partial.filename().string(), 0);
@@ -387,10 +411,15 @@ void Checkpointer::Impl::publish() {
   write_save_index(partial, "model", state);
   write_save_index(partial, "optimizer", state);
   lock->require_held();
-  publish_save(options.directory, partial, state);
-  warnings = prune_saves(options.directory, {.keep = options.keep,
-                                             .keep_every = options.keep_every,
-                                             .only_run = options.overwrite ? run : ""});
+  publish_save(options.directory, partial, state, warnings);
+  Retention retention = {.run = run,
+                         .keep = options.keep,
+                         .keep_every = options.keep_every,
+                         .remove_other_runs = options.overwrite};
+  for (const std::string& name : options.damaged) {
+    retention.damaged.push_back(options.directory / name);
+  }
+  prune_saves(options.directory, retention, warnings);
 }
 
 void Checkpointer::Impl::rethrow_writer_error() {
@@ -430,6 +459,10 @@ void Checkpointer::add_state(std::string name, std::function<ProgramState()> tak
   if (name.empty() || name.find('/') != std::string::npos || impl_->takers.contains(name)) {
     throw_usage("state '{}': a name is not empty, has no '/' and is given once", name);
   }
+  constexpr std::size_t kMostStates = 4000;
+  if (impl_->takers.size() == kMostStates) {
+    throw_usage("state '{}': a save holds at most {} states", name, kMostStates);
+  }
   impl_->takers.emplace(std::move(name), std::move(take));
 }
 
@@ -439,8 +472,7 @@ void Checkpointer::after_step(const StepReport& report) {
   const std::uint32_t flags = PipelineAccess::step_flags(me.pipeline);
   if ((flags & kStop) != 0 && !me.stop) {
     me.stop = true;
-    std::error_code error;
-    if (me.first()) fs::remove(me.options.directory / "stop", error);
+    if (me.first()) me.remove_stop_file();
   }
   if ((flags & kFailed) != 0) me.rethrow_writer_error();
   if (me.phase != Impl::Phase::kIdle && (flags & kBusy) == 0) me.advance();

@@ -181,12 +181,16 @@ struct Found {
 };
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Found, candidates, broken, one_step, of_0_1)
 
-Found find_saves(Collectives& world, const fs::path& path) {
+// With `resumable`, exports are no candidates where there are other saves.
+Found find_saves(Collectives& world, const fs::path& path, bool resumable) {
   std::string text;
   if (world.communicator().rank() == 0) {
     const SaveSelection selection = select_saves(path);
+    const bool exports_alone =
+        selection.candidates.empty() || newest_resumable(selection).state.weights_only;
     Found found;
     for (const Save& save : selection.candidates) {
+      if (resumable && save.state.weights_only && !exports_alone) continue;
       found.candidates.emplace_back(save.directory.string(), save.state.save);
     }
     found.broken = selection.broken;
@@ -256,14 +260,14 @@ SaveState verify_save(Collectives& world, const fs::path& directory, const std::
 struct Chosen {
   fs::path directory;
   SaveState state;
-  std::vector<std::string> notes;
+  std::vector<std::string> notes, passed_over;
 };
 
 // The first candidate that verifies on all ranks.
 Chosen choose_save(Collectives& world, const Found& found, const fs::path& path,
                    std::span<const NamedTensor> tensors, const std::vector<std::string>& hosts,
                    Verify verify) {
-  std::vector<std::string> notes = found.broken;
+  std::vector<std::string> notes = found.broken, passed_over;
   for (const auto& [name, id] : found.candidates) {
     SaveState state;
     std::string error;
@@ -275,8 +279,11 @@ Chosen choose_save(Collectives& world, const Found& found, const fs::path& path,
     const std::vector<std::string> errors = world.all_gather_strings(error);
     const auto broken = std::find_if(errors.begin(), errors.end(),
                                      [](const std::string& text) { return !text.empty(); });
-    if (broken == errors.end()) return {name, std::move(state), std::move(notes)};
+    if (broken == errors.end()) {
+      return {name, std::move(state), std::move(notes), std::move(passed_over)};
+    }
     notes.push_back(*broken);
+    passed_over.push_back(fs::path(name).filename().string());
     if (found.one_step) break;
   }
   throw_error(ErrorCode::kWeights, "{}'{}' holds no save that can be used{}{}",
@@ -313,7 +320,7 @@ LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, E
     Collectives& world = PipelineAccess::world(pipeline);
     const JobLayout& layout = PipelineAccess::layout(pipeline);
     const std::vector<NamedTensor> tensors = wanted(pipeline, all);
-    const Found found = find_saves(world, path);
+    const Found found = find_saves(world, path, /*resumable=*/all);
     std::optional<SavedTensors> saved;
     if (found.of_0_1) {
       loaded.directory = path;
@@ -335,6 +342,7 @@ LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, E
       loaded.data = std::move(chosen.state.data);
       loaded.skipped = std::move(chosen.state.skipped);
       loaded.notes = std::move(chosen.notes);
+      loaded.passed_over = std::move(chosen.passed_over);
     }
     require_fitting(*saved, layout, loaded.directory);
     require_tensors(*saved, tensors, loaded.directory);
@@ -376,7 +384,7 @@ std::uint64_t require_fitting_save(const JobLayout& layout, const fs::path& path
     throw_error(ErrorCode::kWeights, "'{}' holds no save{}{}", path.string(),
                 selection.broken.empty() ? "" : ": ", fmt::join(selection.broken, "; "));
   }
-  const Save& save = selection.candidates.front();
+  const Save& save = newest_resumable(selection);
   require_fitting(SavedTensors(save.directory, save.state), layout, save.directory);
   return save.state.step;
 }

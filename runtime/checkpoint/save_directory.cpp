@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstdio>
 #include <fstream>
@@ -17,6 +18,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/checkpoint/verify.hpp"
 #include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/durable.hpp"
@@ -89,46 +91,85 @@ std::vector<std::string> names_in(const fs::path& directory) {
   return names;
 }
 
-// Removes Sluice's files, then the directory. Returns the first name that is not Sluice's, which
-// stays with the directory.
-std::string remove_save(const fs::path& directory) {
+bool is_real_directory(const fs::path& path) {
   std::error_code error;
-  std::string foreign;
+  return fs::is_directory(fs::symlink_status(path, error));
+}
+
+bool name_exists(const fs::path& path) {
+  std::error_code error;
+  return fs::exists(fs::symlink_status(path, error));
+}
+
+// Whether it is a directory of Sluice's files alone, with a state.json.
+bool is_own_save(const fs::path& directory) {
+  if (!is_real_directory(directory)) return false;
+  const std::vector<std::string> names = names_in(directory);
+  return std::find(names.begin(), names.end(), "state.json") != names.end() &&
+         std::all_of(names.begin(), names.end(), [&](const std::string& name) {
+           std::error_code error;
+           return is_own_file(name) &&
+                  fs::is_regular_file(fs::symlink_status(directory / name, error));
+         });
+}
+
+// The step's name in ".step-00000012.partial" and the like; a step's name itself.
+std::string step_name_in(const std::string& name) {
+  if (is_step_name(name)) return name;
+  return name.substr(1, name.find('.', 1) - 1);
+}
+
+// Gives a name of its own to what Sluice did not write but whose name it needs. Returns a line that
+// says so.
+std::string set_aside(const fs::path& path) {
+  const std::string step = step_name_in(path.filename().string());
+  fs::path kept;
+  int number = 0;
+  do {
+    kept = path.parent_path() / fmt::format("{}.kept-{}", step, ++number);
+  } while (name_exists(kept));
+  rename_durably(path, kept);
+  return fmt::format("'{}' holds what Sluice did not write: it is '{}' now", path.string(),
+                     kept.filename().string());
+}
+
+// Removes Sluice's files in a directory, then the directory. What is not Sluice's is set aside;
+// then returns the line that says so. A name that is no directory is set aside as it is.
+std::string remove_save(const fs::path& directory) {
+  if (!is_real_directory(directory)) return set_aside(directory);
+  std::error_code error;
+  bool foreign = false;
   for (const std::string& name : names_in(directory)) {
     const fs::path path = directory / name;
     if (is_own_file(name) && fs::is_regular_file(fs::symlink_status(path, error))) {
       fs::remove(path, error);
       require(error, "remove", path);
-    } else if (foreign.empty()) {
-      foreign = name;
+    } else {
+      foreign = true;
     }
   }
-  if (!foreign.empty()) return foreign;
+  if (foreign) return set_aside(directory);
   fs::remove(directory, error);
   require(error, "remove directory", directory);
   return "";
 }
 
-// A free name for a save that is being removed.
+// A name for a save that is being removed.
 fs::path name_for_removal(const fs::path& step) {
   return step.parent_path() / fmt::format(".{}{}", step.filename().string(), kDeleted);
 }
 
+void add_line(std::vector<std::string>& lines, std::string line) {
+  if (!line.empty()) lines.push_back(std::move(line));
+}
+
 // The save loses its name before its files go, so that what has a name is complete.
-std::string retire_save(const fs::path& step) {
+void retire_save(const fs::path& step, std::vector<std::string>& lines) {
+  if (!is_real_directory(step)) return add_line(lines, set_aside(step));
   const fs::path away = name_for_removal(step);
-  std::error_code error;
-  if (fs::exists(fs::symlink_status(away, error))) {
-    if (const std::string foreign = remove_save(away); !foreign.empty()) {
-      return fmt::format("'{}' holds '{}', which Sluice did not write; it stays", away.string(),
-                         foreign);
-    }
-  }
+  if (name_exists(away)) add_line(lines, remove_save(away));
   rename_durably(step, away);
-  const std::string foreign = remove_save(away);
-  if (foreign.empty()) return "";
-  return fmt::format("'{}' holds '{}', which Sluice did not write; it stays", away.string(),
-                     foreign);
+  add_line(lines, remove_save(away));
 }
 
 // Exchanges two names at once where the file system can.
@@ -140,22 +181,54 @@ bool exchange(const fs::path& a, const fs::path& b) {
 #endif
 }
 
-void give_name(const fs::path& partial, const fs::path& step) {
-  std::error_code error;
-  if (!fs::exists(fs::symlink_status(step, error))) {
-    rename_durably(partial, step);
-    return;
-  }
+// What has the step's name already is an older save of that step, or is set aside.
+void give_name(const fs::path& partial, const fs::path& step, std::vector<std::string>& lines) {
+  if (name_exists(step) && !is_own_save(step)) add_line(lines, set_aside(step));
+  if (!name_exists(step)) return rename_durably(partial, step);
   if (exchange(partial, step)) {
     sync_directory(step.parent_path());
-    (void)remove_save(partial);
-    return;
+    return add_line(lines, remove_save(partial));
   }
+  // Between the two renames both saves are complete without a name; open_save_directory() gives the
+  // newer one its name back.
   const fs::path away = name_for_removal(step);
-  if (fs::exists(fs::symlink_status(away, error))) (void)remove_save(away);
+  if (name_exists(away)) add_line(lines, remove_save(away));
   rename_durably(step, away);
   rename_durably(partial, step);
-  (void)remove_save(away);
+  add_line(lines, remove_save(away));
+}
+
+// The state of a complete save that lost its step's name, or never got it, to a kill.
+std::optional<SaveState> unnamed_save(const fs::path& leftover) {
+  if (!is_own_save(leftover)) return std::nullopt;
+  try {
+    SaveState state = read_step(leftover, step_name_in(leftover.filename().string()));
+    require_complete(leftover, state);
+    return state;
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
+// Gives complete saves their names that are newer than all that have one.
+void name_unnamed_saves(const fs::path& directory, std::vector<std::string>& lines) {
+  std::vector<Save> unnamed;
+  for (const std::string& name : names_in(directory)) {
+    if (!is_leftover_name(name) || name_exists(directory / step_name_in(name))) continue;
+    if (auto state = unnamed_save(directory / name)) {
+      unnamed.push_back({directory / name, std::move(*state)});
+    }
+  }
+  std::sort(unnamed.begin(), unnamed.end(),
+            [](const Save& a, const Save& b) { return a.state.sequence > b.state.sequence; });
+  for (const Save& save : unnamed) {
+    const std::vector<Save> named = scan_saves(directory).saves;
+    if (!named.empty() && named.front().state.sequence >= save.state.sequence) return;
+    const std::string name = step_directory_name(save.state.step);
+    rename_durably(save.directory, directory / name);
+    lines.push_back(
+        fmt::format("'{}' is complete: it is '{}' now", save.directory.filename().string(), name));
+  }
 }
 
 bool has_0_1_files(const fs::path& directory) {
@@ -175,6 +248,23 @@ void write_text(const fs::path& path, const std::string& text) {
 }
 
 }  // namespace
+
+bool write_for_people(const fs::path& path, const std::string& text,
+                      const std::function<bool(std::string_view)>& is_own) {
+  std::error_code error;
+  const fs::file_status status = fs::symlink_status(path, error);
+  if (fs::exists(status)) {
+    constexpr std::size_t kMost = std::size_t{1} << 20;
+    if (!fs::is_regular_file(status)) return false;
+    std::ifstream in(path, std::ios::binary);
+    std::string present(kMost, '\0');
+    in.read(present.data(), static_cast<std::streamsize>(present.size()));
+    present.resize(static_cast<std::size_t>(in.gcount()));
+    if (!present.empty() && !is_own(present)) return false;
+  }
+  write_text(path, text);
+  return true;
+}
 
 std::string step_directory_name(std::uint64_t step) { return fmt::format("{}{:08}", kStep, step); }
 
@@ -230,6 +320,12 @@ SaveSelection select_saves(const fs::path& path) {
   return selection;
 }
 
+const Save& newest_resumable(const SaveSelection& selection) {
+  const auto found = std::find_if(selection.candidates.begin(), selection.candidates.end(),
+                                  [](const Save& save) { return !save.state.weights_only; });
+  return found == selection.candidates.end() ? selection.candidates.front() : *found;
+}
+
 fs::path newest_save(const fs::path& path) {
   const SaveSelection selection = select_saves(path);
   if (selection.of_0_1) return path;
@@ -247,66 +343,76 @@ std::vector<std::string> open_save_directory(const fs::path& directory) {
   std::error_code error;
   fs::create_directories(directory, error);
   require(error, "create directory", directory);
-  std::vector<std::string> removed;
+  std::vector<std::string> lines;
+  name_unnamed_saves(directory, lines);
   for (const std::string& name : names_in(directory)) {
-    if (is_unfinished_file(name)) {
-      fs::remove(directory / name, error);
-      require(error, "remove", directory / name);
-      removed.push_back(name);
+    const bool file = is_unfinished_file(name);
+    if (!file && !is_leftover_name(name)) continue;
+    try {
+      if (file && is_real_directory(directory / name)) continue;  // not Sluice's
+      if (file) {
+        fs::remove(directory / name, error);
+        require(error, "remove", directory / name);
+      }
+      std::string line = file ? "" : remove_save(directory / name);
+      if (line.empty()) line = fmt::format("removed '{}', which a cut save left", name);
+      lines.push_back(std::move(line));
+    } catch (const Error& stays) {
+      lines.emplace_back(stays.what());
     }
-    if (!is_leftover_name(name)) continue;
-    if (remove_save(directory / name).empty()) removed.push_back(name);
   }
-  return removed;
+  return lines;
 }
 
-fs::path begin_save(const fs::path& directory, std::uint64_t step) {
+fs::path begin_save(const fs::path& directory, std::uint64_t step,
+                    std::vector<std::string>& lines) {
   const fs::path partial = directory / fmt::format(".{}{}", step_directory_name(step), kPartial);
   std::error_code error;
-  if (fs::exists(fs::symlink_status(partial, error))) {
-    if (const std::string foreign = remove_save(partial); !foreign.empty()) {
-      fail("write into", partial, fmt::format("it holds '{}'", foreign));
-    }
-  }
+  if (name_exists(partial)) add_line(lines, remove_save(partial));
   fs::create_directory(partial, error);
   require(error, "create directory", partial);
   return partial;
 }
 
-void publish_save(const fs::path& directory, const fs::path& partial, const SaveState& state) {
+void publish_save(const fs::path& directory, const fs::path& partial, const SaveState& state,
+                  std::vector<std::string>& lines) {
   write_text(partial / "state.json", to_json_text(state));
   sync_directory(partial);
   const std::string name = step_directory_name(state.step);
-  give_name(partial, directory / name);
-  write_text(directory / "latest", name + "\n");
+  give_name(partial, directory / name, lines);
+  try {
+    write_for_people(directory / "latest", name + "\n", [](std::string_view text) {
+      return is_step_name(text.substr(0, text.find('\n')));
+    });
+  } catch (const Error& error) {
+    lines.emplace_back(error.what());  // the save itself is complete
+  }
 }
 
 void abandon_save(const fs::path& partial) {
-  std::error_code error;
-  if (fs::exists(partial, error)) (void)remove_save(partial);
+  if (name_exists(partial)) (void)remove_save(partial);
 }
 
-std::vector<std::string> prune_saves(const fs::path& directory, const Retention& retention) {
-  std::vector<std::string> warnings;
-  const auto retire = [&](const fs::path& step) {
-    try {
-      std::string warning = retire_save(step);
-      if (!warning.empty()) warnings.push_back(std::move(warning));
-    } catch (const Error& error) {
-      warnings.emplace_back(error.what());
-    }
-  };
-  int kept = 0;
+void prune_saves(const fs::path& directory, const Retention& retention,
+                 std::vector<std::string>& lines) {
+  std::array<int, 2> kept = {0, 0};  // with optimizer state, weights alone
   for (const Save& save : scan_saves(directory).saves) {
-    const bool other = !retention.only_run.empty() && save.state.run != retention.only_run;
+    const bool other = save.state.run != retention.run;
+    if (other && !retention.remove_other_runs) continue;
+    const bool damaged = std::find(retention.damaged.begin(), retention.damaged.end(),
+                                   save.directory) != retention.damaged.end();
+    int& count = kept[save.state.weights_only ? 1 : 0];
     const bool milestone = retention.keep_every > 0 && save.state.step % retention.keep_every == 0;
-    if (!other && (kept < retention.keep || milestone)) {
-      ++kept;
-    } else {
-      retire(save.directory);
+    if (!other && (count < retention.keep || (milestone && !damaged))) {
+      if (!damaged) ++count;
+      continue;
+    }
+    try {
+      retire_save(save.directory, lines);
+    } catch (const Error& error) {
+      lines.emplace_back(error.what());
     }
   }
-  return warnings;
 }
 
 void require_space(const fs::path& directory, std::uint64_t bytes) {

@@ -3,14 +3,17 @@
 //
 // A save is complete before it gets its name: its files and its directory are synced, it is
 // renamed, DIR is synced. Nothing that exists is removed before its successor is durable. Only
-// files with names that Sluice gives (is_save_file_name(), state.json, their `.partial`) are ever
-// deleted; a directory that holds others stays, with them.
+// regular files with names that Sluice gives (is_save_file_name(), state.json, their `.partial`) in
+// real directories are ever deleted. Whatever else has a name that Sluice needs is set aside: it
+// becomes `step-<step>.kept-1` (or -2, ...) and is never looked at again. `lines` of the functions
+// below gets a line for people about each such event and about what cannot be removed.
 //
 // Every function throws Error(kIo) that names the path and the cause, unless it says otherwise.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -51,35 +54,44 @@ struct SaveSelection {
   bool of_0_1 = false;    // no candidates: DIR itself holds a save of version 0.1
 };
 [[nodiscard]] SaveSelection select_saves(const std::filesystem::path& path);
+// The first candidate with optimizer state; the first where none has it. Requires a candidate.
+[[nodiscard]] const Save& newest_resumable(const SaveSelection& selection);
 // The newest candidate's directory, or DIR where it is of version 0.1. Throws Error(kWeights) where
 // there is none, saying what is there instead. For reading weights (generate, digest).
 [[nodiscard]] std::filesystem::path newest_save(const std::filesystem::path& path);
 
-// Creates DIR where it is missing, removes what cut saves and removals left, and returns the names
-// of what it removed.
-std::vector<std::string> open_save_directory(const std::filesystem::path& directory);
+// Creates DIR where it is missing. A complete save that a kill left without its name, and that is
+// newer than all that have one, gets its name. Other remains of cut saves and removals go. Returns
+// lines for people; what cannot be removed is only a line.
+[[nodiscard]] std::vector<std::string> open_save_directory(const std::filesystem::path& directory);
 
 // Creates an empty `.step-*.partial` for `step`, and returns its path. One that is there is
 // cleared.
 [[nodiscard]] std::filesystem::path begin_save(const std::filesystem::path& directory,
-                                               std::uint64_t step);
+                                               std::uint64_t step, std::vector<std::string>& lines);
 // Writes state.json into `partial`, syncs, renames it to its step's name (an older save of the same
 // step is replaced: exchanged first, removed after), syncs DIR, replaces DIR/latest. All files of
-// `state` are there, complete and synced.
+// `state` are there, complete and synced. A DIR/latest that is not Sluice's stays.
 void publish_save(const std::filesystem::path& directory, const std::filesystem::path& partial,
-                  const SaveState& state);
+                  const SaveState& state, std::vector<std::string>& lines);
 // Removes the unpublished `partial`.
 void abandon_save(const std::filesystem::path& partial);
 
 struct Retention {
-  int keep = 2;                  // newest saves that stay; at least 1
-  std::uint64_t keep_every = 0;  // saves of steps that are multiples stay as well; 0: none
-  std::string only_run = {};     // not empty: saves of all other runs are removed (--overwrite)
+  std::string run = {};            // whose saves these are
+  int keep = 2;                    // newest saves that stay; at least 1; exports count apart
+  std::uint64_t keep_every = 0;    // saves of steps that are multiples stay as well; 0: none
+  bool remove_other_runs = false;  // else the saves of other runs stay
+  std::vector<std::filesystem::path> damaged = {};  // saves that do not count
 };
-// After publish_save(): removes the older saves. A save that cannot be removed is no error: returns
-// one line for each.
-std::vector<std::string> prune_saves(const std::filesystem::path& directory,
-                                     const Retention& retention);
+// After publish_save(): removes the older saves. A save that cannot be removed is only a line.
+void prune_saves(const std::filesystem::path& directory, const Retention& retention,
+                 std::vector<std::string>& lines);
+
+// Replaces a text file that is there for people. False, and nothing is written, where the path has
+// something that is no regular file, or a text for which is_own() is false. Throws Error(kIo).
+bool write_for_people(const std::filesystem::path& path, const std::string& text,
+                      const std::function<bool(std::string_view)>& is_own);
 
 // Throws Error(kIo) where the file system of DIR has less than `bytes` (and a reserve of 1 MiB)
 // free for this process, with both numbers.

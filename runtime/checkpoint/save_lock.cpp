@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -173,6 +174,47 @@ bool create(const fs::path& path, const std::string& text, const Holder& me) {
   }
 }
 
+// A pipe would block who reads it.
+void require_file(const fs::path& path) {
+  struct stat info = {};
+  if (::lstat(path.c_str(), &info) != 0 || S_ISREG(info.st_mode)) return;
+  throw_error(ErrorCode::kIo, "'{}' is no file; a directory of saves needs that name for its lock",
+              path.string());
+}
+
+// Whether another process holds the file by flock(2) for two seconds; else this one does, where
+// the file system can.
+bool held_by_another(int fd) {
+  constexpr int kTries = 40;
+  for (int i = 0; i < kTries; ++i) {
+    if (::flock(fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  return true;
+}
+
+// Removes the lock that was looked at. Jobs that find it stale take turns by flock(2), and look at
+// the name again: another may have taken it over. Error(kIo) where it cannot be removed.
+void remove_stale(const fs::path& path, const std::string& theirs) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+  int error = fd < 0 ? errno : 0;
+  if (fd >= 0) {
+    struct stat open = {}, named = {};
+    // File systems without flock() let both go on: then only the text protects the new lock.
+    if (held_by_another(fd)) {
+      error = EBUSY;
+    } else if (::fstat(fd, &open) == 0 && ::lstat(path.c_str(), &named) == 0 &&
+               open.st_ino == named.st_ino && read_text(path) == theirs) {
+      error = ::unlink(path.c_str()) == 0 ? 0 : errno;
+    }
+    ::close(fd);
+  }
+  if (error == 0 || error == ENOENT) return;
+  throw_error(
+      ErrorCode::kIo, "cannot remove the stale lock '{}': {}", path.string(),
+      error == EBUSY ? "a process holds it by flock" : std::generic_category().message(error));
+}
+
 }  // namespace
 
 struct SaveLock::Impl {
@@ -202,14 +244,14 @@ SaveLock::SaveLock(const fs::path& directory, std::chrono::milliseconds watch,
   impl_->text =
       nlohmann::json(me).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
   while (!create(path, impl_->text, me)) {
+    require_file(path);
     const std::string theirs = read_text(path);
     if (is_alive(path, me, watch, note)) {
       throw_error(ErrorCode::kIo,
                   "directory '{}' is in use by {}; two jobs cannot save into one directory",
                   directory.string(), describe(read_holder(path)));
     }
-    // Only the lock that was looked at goes; another job may have taken it over meanwhile.
-    if (read_text(path) == theirs) ::unlink(path.c_str());
+    remove_stale(path, theirs);
   }
   sigset_t all, before;
   sigfillset(&all);

@@ -1,19 +1,24 @@
 #include "runtime/checkpoint/verify.hpp"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstddef>
 #include <map>
 #include <memory>
+#include <span>
 #include <system_error>
+#include <utility>
 
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/checksum.hpp"
-#include "runtime/files/mapped_file.hpp"
 
 namespace sluice {
 namespace fs = std::filesystem;
@@ -21,6 +26,53 @@ namespace {
 
 struct Range {
   std::uint64_t first = 0, count = 0;
+};
+
+// A file that is read, not mapped: a mapped one that shrinks, or whose disk fails, ends the
+// process.
+class ReadFile {
+ public:
+  // Throws Error(kWeights).
+  explicit ReadFile(fs::path path)
+      : path_(std::move(path)), fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
+    if (fd_ < 0) fail(errno);
+  }
+  ~ReadFile() { ::close(fd_); }
+  ReadFile(const ReadFile&) = delete;
+  ReadFile& operator=(const ReadFile&) = delete;
+
+  [[nodiscard]] const fs::path& path() const { return path_; }
+  // Of `count` bytes from `first` on. Throws Error(kWeights) where they cannot be read.
+  [[nodiscard]] std::string hash(std::uint64_t first, std::uint64_t count) {
+    constexpr std::size_t kMost = std::size_t{1} << 20;
+    buffer_.resize(kMost);
+    Checksum checksum;
+    while (count > 0) {
+      const ::ssize_t got = ::pread(fd_, buffer_.data(), std::min<std::uint64_t>(count, kMost),
+                                    static_cast<::off_t>(first));
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) fail(errno);
+      if (got == 0) {
+        throw_error(ErrorCode::kWeights, "'{}' is damaged: it ends after {} bytes", path_.string(),
+                    first);
+      }
+      const auto bytes = static_cast<std::size_t>(got);
+      checksum.add(std::span(buffer_).first(bytes));
+      first += bytes;
+      count -= bytes;
+    }
+    return checksum.finish();
+  }
+
+ private:
+  [[noreturn]] void fail(int error) const {
+    throw_error(ErrorCode::kWeights, "cannot read '{}': {}", path_.string(),
+                std::generic_category().message(error));
+  }
+
+  fs::path path_;
+  int fd_;
+  std::vector<std::byte> buffer_;
 };
 
 // Where each tensor of a weights file lies in it.
@@ -133,20 +185,11 @@ void require_complete(const fs::path& directory, const SaveState& state) {
 
 void require_hashes(const fs::path& directory, const SaveState& state,
                     const std::vector<HashPiece>& pieces) {
-  std::unique_ptr<MappedFile> file;
-  std::string open;
+  std::unique_ptr<ReadFile> file;
   for (const HashPiece& piece : pieces) {
     const fs::path path = directory / piece.file;
-    if (open != piece.file) {
-      file = std::make_unique<MappedFile>(path, ErrorCode::kWeights);
-      open = piece.file;
-    }
-    const std::span<const std::byte> bytes = file->bytes();
-    if (piece.first > bytes.size() || piece.count > bytes.size() - piece.first) {
-      throw_error(ErrorCode::kWeights, "'{}' is damaged: {} bytes are too few", path.string(),
-                  bytes.size());
-    }
-    const std::string found = checksum_hex(bytes.subspan(piece.first, piece.count));
+    if (file == nullptr || file->path() != path) file = std::make_unique<ReadFile>(path);
+    const std::string found = file->hash(piece.first, piece.count);
     if (found == piece.expected) continue;
     const auto saved = std::find_if(state.files.begin(), state.files.end(),
                                     [&](const SavedFile& each) { return each.name == piece.file; });

@@ -71,8 +71,7 @@ void complete_from(const OptionValues& saved, const std::filesystem::path& save,
   }
 }
 
-void evaluate(EvaluateOptions options, Communicator& world) {
-  const std::filesystem::path save = choose_save(options.weights, world);
+void evaluate(const std::filesystem::path& save, EvaluateOptions options, Communicator& world) {
   const std::unique_ptr<Communicator> comm = world.duplicate();
   ControlChannel control(*comm);
   TransformerConfig model;
@@ -137,7 +136,11 @@ int evaluate_command(int argc, char** argv) {
         options.share_given = table.given("validation-share");
         return std::string();
       },
-      [&](Communicator& world) { evaluate(options, world); });
+      [&](Communicator& world) {
+        with_newest_save(options.weights, world, [&](const std::filesystem::path& save) {
+          evaluate(save, options, world);
+        });
+      });
 }
 
 }  // namespace sluice

@@ -11,10 +11,12 @@
 #include <sluice/pipeline.hpp>
 #include <sluice/program.hpp>
 
+#include "comm/group/control.hpp"
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/model_config.hpp"
 #include "runtime/cli/sampling.hpp"
 #include "runtime/cli/saved_run.hpp"
+#include "runtime/job/guard.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
@@ -131,9 +133,17 @@ void print_text(const std::string& text) {
   std::fflush(stdout);
 }
 
-void generate_text(const GenerateOptions& options, Communicator& world) {
-  const std::filesystem::path save = choose_save(options.weights, world);
-  const TransformerConfig model = read_model_config(save);
+TransformerConfig model_of(const std::filesystem::path& save, Communicator& world) {
+  const std::unique_ptr<Communicator> comm = world.duplicate();
+  ControlChannel control(*comm);
+  TransformerConfig model;
+  guarded(control, world.rank(), [&] { model = read_model_config(save); });
+  return model;
+}
+
+void generate_text(const std::filesystem::path& save, const GenerateOptions& options,
+                   Communicator& world) {
+  const TransformerConfig model = model_of(save, world);
   const TokenText token_text(model.vocabulary);
   const std::string prompt =
       !options.prompt.empty() ? options.prompt : (token_text.bytes() ? "\n" : "0");
@@ -176,7 +186,11 @@ int generate_command(int argc, char** argv) {
         }
         return std::string();
       },
-      [&](Communicator& world) { generate_text(options, world); });
+      [&](Communicator& world) {
+        with_newest_save(options.weights, world, [&](const std::filesystem::path& save) {
+          generate_text(save, options, world);
+        });
+      });
 }
 
 }  // namespace sluice

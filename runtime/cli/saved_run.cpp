@@ -22,10 +22,13 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// "run" of "run/step-00000002/", ".." of ".".
+// "run" of "run/step-00000002/", ".." of "."; of a link, that of the directory that it names.
 fs::path parent_of(const fs::path& path) {
-  const fs::path parent = (path / "..").lexically_normal();
-  return parent.has_filename() ? parent : parent.parent_path();
+  const fs::path named = (path / "..").lexically_normal();
+  const fs::path parent = named.has_filename() ? named : named.parent_path();
+  std::error_code error;
+  const fs::path real = fs::canonical(path, error).parent_path();
+  return error || fs::equivalent(parent.empty() ? "." : parent, real, error) ? parent : real;
 }
 
 OptionValues options_of_0_1(const fs::path& directory) {
@@ -57,7 +60,7 @@ std::optional<SavedRun> find_saved_run(const fs::path& path) {
     throw_error(ErrorCode::kWeights, "'{}' holds no save that can be read: {}", path.string(),
                 fmt::join(found.broken, "; "));
   }
-  const auto& [directory, state] = found.candidates.front();
+  const auto& [directory, state] = newest_resumable(found);
   if (state.weights_only) {
     throw_error(ErrorCode::kWeights,
                 "'{}' holds weights only (--save-weights-only), which --resume cannot go on from",
@@ -74,15 +77,31 @@ std::optional<SavedRun> find_saved_run(const fs::path& path) {
                   .ranks = ranks != state.layout.end() ? ranks->second : 0};
 }
 
-fs::path choose_save(const fs::path& path, Communicator& world) {
+void with_newest_save(const fs::path& path, Communicator& world,
+                      const std::function<void(const fs::path& save)>& body) {
   const std::unique_ptr<Communicator> comm = world.duplicate();
   ControlChannel control(*comm);
-  std::string save;
-  guarded(control, world.rank(), [&] {
-    if (world.rank() == 0) save = newest_save(path).string();
-    save = Collectives(*comm, 0, &control).broadcast_string(save, 0);
-  });
-  return save;
+  Collectives collectives(*comm, 0, &control);
+  const auto from_first = [&](const std::function<std::string()>& text) {
+    std::string result;
+    guarded(control, world.rank(), [&] {
+      if (world.rank() == 0) result = text();
+      result = collectives.broadcast_string(result, 0);
+    });
+    return result;
+  };
+  constexpr int kAttempts = 10;
+  for (int attempt = 1;; ++attempt) {
+    const fs::path save = from_first([&] { return newest_save(path).string(); });
+    try {
+      return body(save);
+    } catch (const Error&) {
+      std::error_code error;
+      const std::string there = from_first(
+          [&] { return fs::exists(save / "state.json", error) || !fs::exists(path) ? "yes" : ""; });
+      if (!there.empty() || save == path || attempt == kAttempts) throw;
+    }
+  }
 }
 
 OptionValues saved_options(const fs::path& save) {

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -33,9 +34,11 @@ struct SavedRun {
 [[nodiscard]] std::optional<SavedRun> find_saved_run(const std::filesystem::path& path);
 
 // Collective. The save that rank 0 finds newest at `path`, for all ranks: a training job may
-// publish another one at any time. Throws as newest_save().
-[[nodiscard]] std::filesystem::path choose_save(const std::filesystem::path& path,
-                                                Communicator& world);
+// Collective. Calls `body` with the directory of the newest save of a path, as newest_save() finds
+// it on rank 0. Where `body` throws and that save is gone, a job that saves there has removed it:
+// then `body` is called with the next one. `body` throws on all ranks or on none.
+void with_newest_save(const std::filesystem::path& path, Communicator& world,
+                      const std::function<void(const std::filesystem::path& save)>& body);
 // The options that one save's directory records; may be empty.
 [[nodiscard]] OptionValues saved_options(const std::filesystem::path& save);
 

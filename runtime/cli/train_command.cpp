@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
@@ -30,7 +31,6 @@
 #include "runtime/cli/model_config.hpp"
 #include "runtime/cli/schedule_choice.hpp"
 #include "runtime/cli/train_options.hpp"
-#include "runtime/files/atomic_file.hpp"
 #include "runtime/files/writable.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
@@ -53,6 +53,41 @@ constexpr std::int64_t kLastValidation = 1024;
 // The exit code of a run that was asked to stop, and saved.
 constexpr int kStopped = 12;
 
+// A request to stop by a signal, which may come before there is a saver. Without begin(), signals
+// have their default action.
+class StopRequest {
+ public:
+  StopRequest() = default;
+  ~StopRequest() { signals_.reset(); }  // before what its handler uses
+  StopRequest(const StopRequest&) = delete;
+  StopRequest& operator=(const StopRequest&) = delete;
+
+  void begin() {
+    signals_.emplace([this]() noexcept {
+      asked_ = true;
+      if (Checkpointer* saver = saver_) saver->request_stop();
+    });
+  }
+  // Null before the saver goes.
+  void set_saver(Checkpointer* saver) {
+    saver_ = saver;
+    if (saver != nullptr && asked_) saver->request_stop();
+  }
+  void describe(std::uint64_t step, const std::filesystem::path& save) {
+    if (signals_) signals_->describe(step, save);
+  }
+
+ private:
+  std::atomic<bool> asked_ = false;
+  std::atomic<Checkpointer*> saver_ = nullptr;
+  std::optional<StopSignals> signals_;
+};
+
+bool same_directory(const std::filesystem::path& a, const std::filesystem::path& b) {
+  std::error_code error;
+  return std::filesystem::weakly_canonical(a, error) == std::filesystem::weakly_canonical(b, error);
+}
+
 struct Sums {
   double seconds = 0, tokens = 0, bubble = 0;
   std::uint64_t steps = 0;
@@ -60,9 +95,12 @@ struct Sums {
 
 class Training {
  public:
-  // `world` and `options` outlive this.
-  Training(MpiInfo machine, Communicator& world, const TrainOptions& options)
-      : machine_(std::move(machine)), world_(world), options_(options) {}
+  // `world`, `options` and `stop` outlive this.
+  Training(MpiInfo machine, Communicator& world, const TrainOptions& options, StopRequest& stop)
+      : machine_(std::move(machine)), world_(world), options_(options), stop_(stop) {}
+  ~Training() { stop_.set_saver(nullptr); }
+  Training(const Training&) = delete;
+  Training& operator=(const Training&) = delete;
 
   void run();
   // Whether the run was asked to stop before its last step. The same on all ranks.
@@ -102,6 +140,7 @@ class Training {
   MpiInfo machine_;
   Communicator& world_;
   const TrainOptions& options_;
+  StopRequest& stop_;
   ScheduleChoice choice_;
   std::shared_ptr<TokenFile> file_;
   std::unique_ptr<DataSource> source_;
@@ -110,9 +149,9 @@ class Training {
   std::optional<MetricsWriter> metrics_;
   std::optional<Progress> progress_;
   std::optional<Checkpointer> saver_;
-  std::optional<StopSignals> signals_;
   std::optional<SavedRun> resumed_;  // the save that was loaded
   std::vector<std::string> changes_, passed_over_;
+  std::vector<std::string> damaged_;    // names of saves in resumed_->root
   std::vector<std::uint64_t> skipped_;  // steps, of earlier runs as well
   bool stopped_ = false;
   OptionValues data_;
@@ -269,14 +308,21 @@ void Training::open_saver() {
   checkpoint.data = data_;
   checkpoint.model = model_config_text(options_.model);
   checkpoint.skipped = skipped_;
-  if (resumed_) checkpoint.run = resumed_->run;
+  // In another directory the run is one of its own: two may go on from one save.
+  if (resumed_ && same_directory(resumed_->root, options_.save)) {
+    checkpoint.run = resumed_->run;
+    checkpoint.damaged = damaged_;
+  }
   saver_.emplace(*pipeline_, std::move(checkpoint),
                  [this](const std::string& line) { note(line); });
+  stop_.set_saver(&*saver_);
   PipelineAccess::guarded(*pipeline_, [&] {
     if (!first()) return;
-    AtomicFile file(std::filesystem::path(options_.save) / "options.conf");
-    file.write(to_config_text(options_.checkpoint.options));
-    file.commit();
+    const std::filesystem::path path = std::filesystem::path(options_.save) / "options.conf";
+    const bool written = write_for_people(
+        path, to_config_text(options_.checkpoint.options),
+        [](std::string_view text) { return text.find('#') == std::string_view::npos; });
+    if (!written) note(fmt::format("'{}' is not Sluice's: it stays as it is", path.string()));
   });
 }
 
@@ -339,6 +385,7 @@ void Training::load() {
   LoadedCheckpoint loaded =
       load_checkpoint(*pipeline_, options_.resume.path, options_.resume.verify);
   passed_over_ = std::move(loaded.notes);
+  damaged_ = std::move(loaded.passed_over);
   skipped_ = std::move(loaded.skipped);
   resumed_ = options_.resume.from;
   resumed_->directory = loaded.directory;
@@ -368,17 +415,15 @@ void Training::require_steps_left(std::uint64_t done) const {
 }
 
 void Training::steps() {
-  if (saver_) signals_.emplace([this]() noexcept { saver_->request_stop(); });
   progress_.emplace(pipeline_->step() + 1, options_.steps, terminal_output());
   while (pipeline_->step() < options_.steps && !stopped_) one_step();
   if (first()) progress_->finish();
   progress_.reset();
   if (saver_) saver_->save_now();
-  signals_.reset();  // what follows can be lost
 }
 
 void Training::one_step() {
-  if (signals_) signals_->describe(pipeline_->step() + 1, saver_->last_save());
+  if (saver_) stop_.describe(pipeline_->step() + 1, saver_->last_save());
   const StepReport step = pipeline_->train_step();
   if (!options_.trace.empty() && step.step + kTracedSteps > options_.steps) {
     timeline_.add(*pipeline_);
@@ -503,7 +548,7 @@ void Training::print_files() const {
          (std::filesystem::path(options_.save) / saver_->last_save().filename()).string());
     if (!options_.checkpoint.weights_only && !stopped_) {
       path("to go on",
-           fmt::format("--resume {} --steps N, N above {}", options_.save, options_.steps));
+           fmt::format("train --resume {} --steps N (N above {})", options_.save, options_.steps));
     }
   }
   path("metrics", options_.metrics);
@@ -518,10 +563,12 @@ int train_command(int argc, char** argv) {
   const std::vector<std::string> arguments(argv, argv + argc);
   TrainOptions options;
   bool stopped = false;
+  StopRequest stop;
   const int code = run_command(
       "train", argc, argv,
       [&] {
         options = parse_train_options(arguments);
+        if (!options.save.empty() && !options.dry_run && options.help.empty()) stop.begin();
         return options.help;
       },
       [&](Communicator& world) {
@@ -529,7 +576,7 @@ int train_command(int argc, char** argv) {
         if (options.resume.from && world.size() != launched_size()) {
           options = parse_train_options(arguments, world.size());
         }
-        Training training(mpi_info(), world, options);
+        Training training(mpi_info(), world, options, stop);
         training.run();
         stopped = training.stopped();
       });

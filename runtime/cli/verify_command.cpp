@@ -1,7 +1,9 @@
 #include <fmt/format.h>
 
 #include <chrono>
+#include <filesystem>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include <sluice/error.hpp>
@@ -38,6 +40,16 @@ std::string fault_of(const Save& save) {
   }
 }
 
+// Whether the directory still holds this save: a job may have removed or replaced it.
+bool still_there(const Save& save) {
+  try {
+    return read_save_state(save.directory).save == save.state.save;
+  } catch (const Error&) {
+    std::error_code error;
+    return std::filesystem::exists(save.directory, error);
+  }
+}
+
 std::uint64_t bytes_of(const SaveState& state) {
   std::uint64_t bytes = 0;
   for (const SavedFile& file : state.files) bytes += file.bytes;
@@ -66,12 +78,16 @@ int verify_command(const std::vector<std::string>& arguments) {
     const SaveSelection selection = select_saves(directory);
     if (selection.of_0_1) return verify_of_0_1(directory);
     if (selection.candidates.empty() && selection.broken.empty()) (void)newest_save(directory);
-    std::size_t broken = selection.broken.size();
+    std::size_t broken = selection.broken.size(), gone = 0;
     double bytes = 0;
     const double start = seconds();
     fmt::print("{:<20} {:<21} {:>10} {:>6}  {}\n", "save", "time", "MB", "files", "state");
     for (const Save& save : selection.candidates) {
       const std::string fault = fault_of(save);
+      if (!fault.empty() && !still_there(save)) {
+        ++gone;
+        continue;
+      }
       if (!fault.empty()) ++broken;
       const auto size = static_cast<double>(bytes_of(save.state));
       bytes += size;
@@ -81,6 +97,7 @@ int verify_command(const std::vector<std::string>& arguments) {
     }
     for (const std::string& fault : selection.broken) fmt::print("broken: {}\n", fault);
     fmt::print("{:.1f} MB in {:.2f} s\n", bytes * 1e-6, seconds() - start);
+    if (gone > 0) fmt::print("{} removed meanwhile by a job that saves there\n", gone);
     if (broken == 0) return;
     throw Error(ErrorCode::kWeights,
                 fmt::format("{} of {} saves in '{}' {} broken", broken,

@@ -58,8 +58,9 @@ class Lines {
   std::ifstream in_;
 };
 
-// Bytes of the longest prefix of complete lines with steps up to `last`. Throws Error(kIo) where
-// the file does not begin as metrics do.
+// Bytes up to the first line of a step after `last`, or up to an incomplete line. Complete lines
+// that are not MetricsWriter's stay with those before them. Throws Error(kIo) where the file does
+// not begin as metrics do.
 std::uintmax_t bytes_to_keep(const std::filesystem::path& path, std::uint64_t last) {
   constexpr std::string_view kBegin = R"({"step":)";
   Lines lines(path);
@@ -73,11 +74,11 @@ std::uintmax_t bytes_to_keep(const std::filesystem::path& path, std::uint64_t la
     const std::string_view begin = std::string_view(line).substr(0, kBegin.size());
     if (kept == 0 && !known && (complete || begin != kBegin.substr(0, begin.size()))) {
       throw_error(ErrorCode::kIo,
-                  "cannot continue metrics in '{}': its first line is no JSON object with a step; "
+                  "'{}' holds no metrics: its first line is no JSON object with a step; "
                   "give --metrics another file, or remove this one",
                   path.string());
     }
-    if (!known || step > last) break;
+    if (!complete || (known && step > last)) break;
     kept += line.size() + 1;
   }
   return kept;
@@ -93,8 +94,9 @@ MetricsWriter::MetricsWriter(const std::filesystem::path& path, const std::strin
   }
   require_writable_file(path);
   std::error_code ignored;
-  if (resumed && std::filesystem::is_regular_file(path, ignored)) {
-    kept_ = bytes_to_keep(path, *resumed);
+  if (std::filesystem::is_regular_file(path, ignored)) {
+    const std::uintmax_t kept = bytes_to_keep(path, resumed.value_or(0));
+    if (resumed) kept_ = kept;
   }
 }
 

@@ -43,12 +43,15 @@ struct CheckpointOptions {
   std::vector<std::uint64_t> skipped = {};  // of LoadedCheckpoint; recorded, grows here
   bool weights_only = false;                // an export, without optimizer state: cannot be resumed
   bool local = false;                       // every host has a directory of its own under this name
-  // The directory may hold saves of another run, which the first save of this one replaces. Without
-  // it that is Error(kIo).
+  // The directory may hold saves of another run, or of later steps than the pipeline's, which the
+  // first save of this one replaces. Without it that is Error(kIo).
   bool overwrite = false;
   // LoadedCheckpoint::run where this run goes on from one: its saves are this run's own. Empty: a
   // new run.
   std::string run = {};
+  // Names of saves in the directory that LoadedCheckpoint::passed_over names: they do not count as
+  // kept, and may be newer than the step that this run goes on from.
+  std::vector<std::string> damaged = {};
   std::vector<std::pair<std::string, std::string>> options = {};  // recorded, in this order
   std::vector<std::pair<std::string, std::string>> data = {};     // recorded
   std::string model = {};  // JSON text, recorded; may be empty
@@ -114,7 +117,8 @@ struct LoadedCheckpoint {
   std::vector<std::pair<std::string, std::string>> options, data;  // as recorded
   std::map<std::string, ProgramState> states;                      // by name
   std::vector<std::uint64_t> skipped;                              // steps that changed nothing
-  std::vector<std::string> notes;  // saves that were broken and passed over: why
+  std::vector<std::string> notes;        // saves that were broken and passed over: why
+  std::vector<std::string> passed_over;  // the directories' names of those with a state.json
 };
 
 // Collective. Weights, optimizer state and step of `path`, which is a directory of saves (the

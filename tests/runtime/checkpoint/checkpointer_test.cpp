@@ -173,7 +173,7 @@ TEST_F(CheckpointerTest, ADirectoryOfAnotherRunIsRefusedUnlessItMayBeOverwritten
   EXPECT_THAT(steps_on_disk(), ElementsAre("step-00000001"));
 }
 
-TEST_F(CheckpointerTest, ARunThatWentBackReplacesTheLaterStepsItLeft) {
+TEST_F(CheckpointerTest, ARunThatWentBackReplacesLaterStepsOnlyWhenAsked) {
   run(1, 1, [&](Pipeline& pipeline, Communicator&) {
     Checkpointer saver(pipeline, {.directory = saves(), .keep = 9});
     for (int step = 1; step <= 4; ++step) {
@@ -183,8 +183,14 @@ TEST_F(CheckpointerTest, ARunThatWentBackReplacesTheLaterStepsItLeft) {
   });
   run(1, 1, [&](Pipeline& pipeline, Communicator&) {
     const LoadedCheckpoint loaded = load_checkpoint(pipeline, saves() / "step-00000002");
+    expect_error(ErrorCode::kIo, {"'step-00000004', which is newer than step 2", "--overwrite"},
+                 [&] { Checkpointer(pipeline, {.directory = saves(), .run = loaded.run}); });
+  });
+  run(1, 1, [&](Pipeline& pipeline, Communicator&) {
+    const LoadedCheckpoint loaded = load_checkpoint(pipeline, saves() / "step-00000002");
     EXPECT_EQ(loaded.step, 2U);
-    Checkpointer saver(pipeline, {.directory = saves(), .keep = 9, .run = loaded.run});
+    Checkpointer saver(pipeline,
+                       {.directory = saves(), .keep = 9, .overwrite = true, .run = loaded.run});
     train(pipeline, saver, 1);
     saver.save_now();
   });
@@ -192,6 +198,27 @@ TEST_F(CheckpointerTest, ARunThatWentBackReplacesTheLaterStepsItLeft) {
   EXPECT_EQ(steps_on_disk().front(), "step-00000003");
   run(1, 1, [&](Pipeline& pipeline, Communicator&) {
     EXPECT_EQ(load_checkpoint(pipeline, saves()).step, 3U);
+  });
+}
+
+TEST_F(CheckpointerTest, WhatASaveCannotRecordIsRefusedFirst) {
+  run(1, 1, [&](Pipeline& pipeline, Communicator&) {
+    std::string keys;
+    for (int i = 0; i < 5000; ++i) keys += (i > 0 ? ",\"" : "\"") + std::to_string(i) + "\":0";
+    expect_error(ErrorCode::kUsage, {"no JSON that a save can hold"}, [&] {
+      Checkpointer(pipeline, {.directory = saves(), .model = "{" + keys + "}"});
+    });
+  });
+  run(1, 1, [&](Pipeline& pipeline, Communicator&) {
+    Checkpointer saver(pipeline, {.directory = saves()});
+    train(pipeline, saver, 1);
+    saver.save_now();
+  });
+  run(1, 1, [&](Pipeline& pipeline, Communicator&) {
+    const LoadedCheckpoint loaded = load_checkpoint(pipeline, saves());
+    expect_error(ErrorCode::kUsage, {"is one save of a directory of saves"}, [&] {
+      Checkpointer(pipeline, {.directory = loaded.directory, .run = loaded.run});
+    });
   });
 }
 

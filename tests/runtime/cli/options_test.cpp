@@ -229,10 +229,10 @@ TEST_F(ConfigFileTest, RefusalsNameTheFileAndTheKey) {
               AllOf(HasSubstr(path_.string()), HasSubstr("nonsense")));
   EXPECT_THAT(refusal({"--config", write("[section]\n")}), HasSubstr("line 1 is '[section]'"));
   EXPECT_THAT(refusal({"--config", write("# none\n a %invalid_line% # b\n")}),
-              HasSubstr("line 2 is 'a %invalid_line%'"));
+              HasSubstr("line 2 is 'a %invalid_line% # b'"));
   EXPECT_THAT(refusal({"--config", write("config = x\n")}), HasSubstr("unknown key 'config'"));
   EXPECT_THAT(refusal({"--config", write("lay\x1b\rers = 2\n")}), HasSubstr("key 'lay??ers'"));
-  EXPECT_THAT(refusal({"--config", write(std::string(8'000'000, 'y') + " = 2\n")}),
+  EXPECT_THAT(refusal({"--config", write(std::string(1'000'000, 'y') + " = 2\n")}),
               HasSubstr("yyy'; 'sluice train --help' lists all"));
   EXPECT_THAT(refusal({"--config", "/no/such/file"}), HasSubstr("/no/such/file"));
   EXPECT_THAT(refusal({"--config", "/tmp"}), HasSubstr("/tmp"));

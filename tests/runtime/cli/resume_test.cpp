@@ -42,7 +42,8 @@ class ResumeOptionsTest : public ::testing::Test {
     state.model = model_config_text(options.model);
     state.data = {{"tokens", "4000"}, {"sha256", "00ff"}};
     fs::create_directories(directory_.path() / "run");
-    publish_save(run(), begin_save(run(), step), state);
+    std::vector<std::string> lines;
+    publish_save(run(), begin_save(run(), step, lines), state, lines);
   }
   TrainOptions resume(Arguments arguments, int ranks = 1) {
     arguments.insert(arguments.begin(), {"--dry-run", "--resume", run()});

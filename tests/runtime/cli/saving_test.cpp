@@ -150,7 +150,9 @@ TEST_F(SavingTest, AJobIsRefusedOnceForWhatWouldTrainAnotherFunction) {
   EXPECT_EQ(changed.code, 0) << changed.err;
   EXPECT_EQ(lines_with(changed.out, "changed since step 2: tokens "), 1) << changed.out;
   fs::rename(path("text.txt"), path("moved.txt"));
-  EXPECT_EQ(sluice("train --resume run/step-00000002 --steps 4 --data moved.txt").code, 0);
+  const std::string back = "train --resume run/step-00000002 --steps 4 --data moved.txt";
+  expect_refusal(sluice(back), 4, "'step-00000004', which is newer than step 2");
+  EXPECT_EQ(sluice(back + " --overwrite").code, 0);
 }
 
 TEST_F(SavingTest, ABrokenSaveIsPassedOverWhereTheOlderOneIsOfTheSameFunction) {

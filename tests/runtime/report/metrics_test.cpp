@@ -101,8 +101,7 @@ TEST(MetricsWriterTest, GoesOnAfterTheStepThatARunResumesFrom) {
                            "\n";
   for (const std::string lost :
        {"", "{\"step\":3,\"loss\":3}\n", "{\"step\":3,\"loss\":3}\n{\"step\":2,\"loss\":3}\n",
-        "{\"step\":2,\"lo", "{\"step\":2}", "nonsense\n{\"step\":2}\n", "[2]\n", "\n",
-        "{\"step\":\"2\"}\n", "{\"step\":-1}\n"}) {
+        "{\"step\":2,\"lo", "{\"step\":2}", "nonsense", "{\"step\":3}\nnonsense\n"}) {
     dir.write("m.jsonl", kept + lost);
     MetricsWriter writer(dir.path() / "m.jsonl", "{}", 2);
     EXPECT_EQ(dir.read("m.jsonl"), kept + lost);  // until the first line
@@ -113,6 +112,22 @@ TEST(MetricsWriterTest, GoesOnAfterTheStepThatARunResumesFrom) {
   }
   MetricsWriter(dir.path() / "m.jsonl", "{}").validation(3, 1);
   EXPECT_EQ(lines_of(dir.read("m.jsonl")).size(), 1u);
+}
+
+TEST(MetricsWriterTest, ADamagedLineCostsNoOther) {
+  const TemporaryDirectory dir;
+  const std::string kept = "{\"step\":1}\ngarbage\n{\"step\":2}\n{\"step\":-1}\n\n";
+  dir.write("m.jsonl", kept + "{\"step\":3}\n");
+  MetricsWriter(dir.path() / "m.jsonl", "{}", 2).validation(3, 2);
+  EXPECT_EQ(dir.read("m.jsonl"), kept + "{\"step\":3,\"val_loss\":2.0,\"run\":{}}\n");
+}
+
+TEST(MetricsWriterTest, ANewRunReplacesMetricsAlone) {
+  const TemporaryDirectory dir;
+  dir.write("notes.txt", "my notes\n");
+  expect_error(ErrorCode::kIo, {"notes.txt", "holds no metrics"},
+               [&] { MetricsWriter(dir.path() / "notes.txt", "{}"); });
+  EXPECT_EQ(dir.read("notes.txt"), "my notes\n");
 }
 
 TEST(MetricsWriterTest, ALongFileIsReadInPieces) {
