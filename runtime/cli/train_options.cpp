@@ -15,6 +15,7 @@
 #include <sluice/schedule.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/explore/schedule_report.hpp"
 
@@ -311,8 +312,10 @@ void require_sensible_resume(const TrainTable& train) {
         "option --resume: auto with --save-weights-only: such saves cannot be resumed; leave one "
         "of the two out");
   }
-  if (train.options.checkpoint.overwrite) {
-    throw_usage("option --overwrite: --resume goes on with the saves; give one of the two");
+  if (train.options.checkpoint.overwrite && !select_saves(resume).one_step) {
+    throw_usage(
+        "option --overwrite: --resume goes on with the saves; give one of the two, or resume one "
+        "step, whose later saves it then replaces");
   }
 }
 
