@@ -516,7 +516,7 @@ void Training::print_files() const {
     path("trace", options_.trace + " (open it at ui.perfetto.dev)");
     if (world_.size() > 1) {
       path("trace clock",
-           fmt::format("ranks agree within {:.0f} us", std::ceil(clock_error_ * 1e6)));
+           fmt::format("ranks agree with rank 0 within {:.0f} us", std::ceil(clock_error_ * 1e6)));
     }
   }
 }

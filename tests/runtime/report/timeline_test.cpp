@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <ostream>
 #include <set>
 #include <string>
 #include <vector>
@@ -162,6 +163,8 @@ struct ArrowCase {
   const char* name;
   Layout layout;
   std::size_t messages_per_micro_batch;  // over all replicas
+
+  friend void PrintTo(const ArrowCase& each, std::ostream* out) { *out << each.name; }
 };
 
 class ArrowsTest : public ::testing::TestWithParam<ArrowCase> {};
