@@ -156,6 +156,8 @@ class Training {
   bool stopped_ = false;
   OptionValues data_;
   Timeline timeline_;
+  double clock_error_ = 0;         // of the trace, in seconds
+  std::uint64_t traced_from_ = 0;  // the first step in the trace
   std::int64_t quick_samples_ = 0, last_samples_ = 0, windows_ = 0;
   std::optional<double> validation_loss_;
   double train_loss_ = 0;
@@ -194,7 +196,9 @@ void Training::run() {
   make_pipeline();
   steps();
   if (last_samples_ > 0 && !stopped_) validate(last_samples_);
-  if (!options_.trace.empty() && !stopped_) timeline_.write(*pipeline_, options_.trace);
+  if (!options_.trace.empty() && !stopped_) {
+    clock_error_ = timeline_.write(*pipeline_, options_.trace);
+  }
   pipeline_->close();
   if (first()) summarise();
 }
@@ -416,6 +420,8 @@ void Training::require_steps_left(std::uint64_t done) const {
 
 void Training::steps() {
   progress_.emplace(pipeline_->step() + 1, options_.steps, terminal_output());
+  const std::uint64_t before = options_.steps - std::min(options_.steps, kTracedSteps);
+  traced_from_ = std::max(pipeline_->step(), before) + 1;
   while (pipeline_->step() < options_.steps && !stopped_) one_step();
   if (first()) progress_->finish();
   progress_.reset();
@@ -424,10 +430,9 @@ void Training::steps() {
 
 void Training::one_step() {
   if (saver_) stop_.describe(pipeline_->step() + 1, saver_->last_save());
+  if (!options_.trace.empty() && pipeline_->step() + 1 == traced_from_) timeline_.begin(*pipeline_);
   const StepReport step = pipeline_->train_step();
-  if (!options_.trace.empty() && step.step + kTracedSteps > options_.steps) {
-    timeline_.add(*pipeline_);
-  }
+  if (!options_.trace.empty() && step.step >= traced_from_) timeline_.add(*pipeline_);
   report(step);
   count_skip(step);
   const bool last = step.step == options_.steps;
@@ -554,6 +559,10 @@ void Training::print_files() const {
   path("metrics", options_.metrics);
   if (!stopped_ && !options_.trace.empty()) {
     path("trace", options_.trace + " (open it at ui.perfetto.dev)");
+    if (world_.size() > 1) {
+      path("trace clock",
+           fmt::format("ranks agree with rank 0 within {:.0f} us", std::ceil(clock_error_ * 1e6)));
+    }
   }
 }
 

@@ -5,7 +5,8 @@
 
 namespace sluice {
 
-// Seconds of the steady clock, which all processes of a host share.
+// Seconds of the steady clock. All processes of a host and a time namespace share it; others do
+// not.
 [[nodiscard]] inline double steady_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }

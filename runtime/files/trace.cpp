@@ -29,6 +29,16 @@ struct Slice {
   std::size_t lane = 0;
 };
 
+// Where a slice is drawn.
+struct DrawnSlice {
+  std::int64_t start = 0, end = 0;  // nanoseconds
+  int pid = 0;
+  std::size_t tid = 0;
+};
+
+// [trace][event]
+using DrawnSlices = std::vector<std::vector<DrawnSlice>>;
+
 std::int64_t nanoseconds(double seconds, int rank) {
   constexpr double kMostSeconds = 1e9;
   if (!(std::abs(seconds) <= kMostSeconds)) {
@@ -115,7 +125,8 @@ void put_slice(EventList& out, int pid, std::size_t tid, const Slice& slice) {
       kTrackNames[static_cast<std::size_t>(event.track)], event.stage, event.micro_batch);
 }
 
-void put_track(EventList& out, const RankTrace& trace, std::size_t track) {
+void put_track(EventList& out, const RankTrace& trace, std::size_t track,
+               std::vector<DrawnSlice>& drawn) {
   const std::vector<Slice> slices = slices_of(trace, static_cast<TraceTrack>(track));
   std::size_t lanes = 0;
   for (const Slice& slice : slices) lanes = std::max(lanes, slice.lane + 1);
@@ -126,27 +137,65 @@ void put_track(EventList& out, const RankTrace& trace, std::size_t track) {
     put_metadata(out, trace.rank, base + lane, "thread_name", {{"name", name}});
     put_metadata(out, trace.rank, base + lane, "thread_sort_index", {{"sort_index", base + lane}});
   }
-  for (const Slice& slice : slices) put_slice(out, trace.rank, base + slice.lane, slice);
+  for (const Slice& slice : slices) {
+    put_slice(out, trace.rank, base + slice.lane, slice);
+    drawn[static_cast<std::size_t>(slice.event - trace.events.data())] = {
+        slice.start, slice.end, trace.rank, base + slice.lane};
+  }
 }
 
-void put_rank(EventList& out, const RankTrace& trace) {
+// Returns where each event of the rank is drawn.
+std::vector<DrawnSlice> put_rank(EventList& out, const RankTrace& trace) {
+  std::vector<DrawnSlice> drawn(trace.events.size());
   put_metadata(out, trace.rank, 0, "process_name", {{"name", trace.label}});
   put_metadata(out, trace.rank, 0, "process_sort_index", {{"sort_index", trace.rank}});
-  for (std::size_t track = 0; track < kTrackNames.size(); ++track) put_track(out, trace, track);
+  for (std::size_t track = 0; track < kTrackNames.size(); ++track) {
+    put_track(out, trace, track, drawn);
+  }
+  return drawn;
+}
+
+const DrawnSlice& slice_at(const DrawnSlices& drawn, const TraceEventPlace& place) {
+  if (place.trace >= drawn.size() || place.event >= drawn[place.trace].size()) {
+    throw_error(ErrorCode::kInternal, "an arrow of the trace names event {} of trace {}: not there",
+                place.event, place.trace);
+  }
+  return drawn[place.trace][place.event];
+}
+
+// Viewers bind a flow event to the slice of its thread that began last, in order of time and then
+// of the file. So arrows come after all slices. One starts a little before its slice ends, as the
+// next slice may begin there and Perfetto rounds down to nanoseconds. Where clocks disagree it
+// starts no later than it ends, since Perfetto drops an end that comes first.
+void put_arrow(EventList& out, const DrawnSlices& drawn, const TraceArrow& arrow, std::size_t id) {
+  constexpr std::int64_t kBeforeEnd = 2;  // nanoseconds
+  const DrawnSlice& from = slice_at(drawn, arrow.from);
+  const DrawnSlice& to = slice_at(drawn, arrow.to);
+  const std::int64_t leaves = std::max(from.start, std::min(from.end - kBeforeEnd, to.start));
+  constexpr const char* kCommon = "\"name\":\"message\",\"cat\":\"message\"";
+  out.put("{{\"ph\":\"s\",\"id\":{},\"pid\":{},\"tid\":{},\"ts\":{},{}}}", id, from.pid, from.tid,
+          microseconds(leaves), kCommon);
+  out.put("{{\"ph\":\"f\",\"bp\":\"e\",\"id\":{},\"pid\":{},\"tid\":{},\"ts\":{},{}}}", id, to.pid,
+          to.tid, microseconds(to.start), kCommon);
 }
 
 }  // namespace
 
-void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks) {
+void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks,
+                 const std::vector<TraceArrow>& arrows) {
   AtomicFile file(path);
-  write_trace([&file](std::string_view text) { file.write(text); }, ranks);
+  write_trace([&file](std::string_view text) { file.write(text); }, ranks, arrows);
   file.commit();
 }
 
 void write_trace(const std::function<void(std::string_view)>& put,
-                 const std::vector<RankTrace>& ranks) {
+                 const std::vector<RankTrace>& ranks, const std::vector<TraceArrow>& arrows) {
   EventList events(put);
-  for (const RankTrace& trace : ranks) put_rank(events, trace);
+  DrawnSlices drawn;
+  for (const RankTrace& trace : ranks) drawn.push_back(put_rank(events, trace));
+  for (std::size_t id = 0; id < arrows.size(); ++id) {
+    put_arrow(events, drawn, arrows[id], id + 1);
+  }
   events.finish();
 }
 

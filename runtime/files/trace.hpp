@@ -2,8 +2,13 @@
 // the planned compute, compute, sends, receives and sums over replicas. Complete events ("ph": "X")
 // of one thread must nest, but concurrent messages do not. So a track has as many lanes as it has
 // concurrent events, each a thread named after the track ("sends", "sends 2").
+//
+// A message is a flow from one event to another, which viewers draw as an arrow: a pair of flow
+// events ("ph": "s" and "f") with one id, each inside the slice that it belongs to. For the end
+// "bp": "e" says so; without, a viewer takes the next slice.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -20,7 +25,7 @@ enum class TraceTrack : std::uint8_t { kPlanned, kCompute, kSends, kReceives, kS
 
 // 24 bytes and no text, so that recording allocates nothing; the name is made when written.
 struct TraceEvent {
-  double start = 0, end = 0;  // seconds since the trace's origin, same on all ranks
+  double start = 0, end = 0;  // seconds; in a file since the trace's origin, same on all ranks
   std::uint8_t action = 0;    // ActionKind's number
   TraceTrack track = TraceTrack::kCompute;
   std::int16_t stage = 0;
@@ -36,12 +41,24 @@ struct RankTrace {
   std::vector<TraceEvent> events;
 };
 
+// One of the events that write_trace() gets.
+struct TraceEventPlace {
+  std::size_t trace = 0;  // index of its RankTrace
+  std::size_t event = 0;  // index in RankTrace::events
+};
+
+// A message: made by the event `from`, used by the event `to`.
+struct TraceArrow {
+  TraceEventPlace from, to;
+};
+
 // Event names are the schedule's text form ("2F0"), categories the tracks' names; times keep
 // nanoseconds. Throws Error(kIo) naming the path, Error(kInternal) for an event that has no finite
-// times or no action.
-void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks);
+// times or no action, and for an arrow between events that are not there.
+void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks,
+                 const std::vector<TraceArrow>& arrows = {});
 // The same text in pieces, in order, to `put`.
 void write_trace(const std::function<void(std::string_view)>& put,
-                 const std::vector<RankTrace>& ranks);
+                 const std::vector<RankTrace>& ranks, const std::vector<TraceArrow>& arrows = {});
 
 }  // namespace sluice

@@ -10,8 +10,10 @@
 #include <sluice/simulate.hpp>
 
 #include "comm/base/index.hpp"
+#include "runtime/engine/steady_seconds.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "runtime/report/arrows.hpp"
 
 namespace sluice {
 namespace {
@@ -51,7 +53,39 @@ std::vector<RankTrace> traces_of(const std::vector<std::string>& gathered,
   return traces;
 }
 
+// What all ranks agree on.
+struct CommonTimes {
+  std::vector<double> step_starts;  // a step starts with its first action on any rank
+  double first = 0;                 // event of all
+  double clock_error = 0;           // the largest, in seconds
+};
+
+// Collective. `starts`: of the steps on this rank, and `first` its first event, on rank 0's clock.
+CommonTimes common_times(Collectives& world, const std::vector<double>& starts, double first,
+                         double clock_error) {
+  std::vector<double> mine = starts;
+  mine.insert(mine.end(), {first, -clock_error});
+  std::vector<double> all(mine.size() * at(world.communicator().size()));
+  world.all_gather(std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(all)));
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    mine[i % mine.size()] = std::min(mine[i % mine.size()], all[i]);
+  }
+  CommonTimes common;
+  common.clock_error = -mine.back();
+  mine.pop_back();
+  common.first = mine.back();
+  mine.pop_back();
+  common.step_starts = std::move(mine);
+  return common;
+}
+
 }  // namespace
+
+void Timeline::begin(Pipeline& pipeline) {
+  PipelineAccess::guarded(pipeline, [&] {
+    begun_ = measure_clock_offset(PipelineAccess::world(pipeline), steady_seconds);
+  });
+}
 
 void Timeline::add(const Pipeline& pipeline) {
   Step step;
@@ -64,39 +98,50 @@ void Timeline::add(const Pipeline& pipeline) {
   profile_.add(PipelineAccess::last_outcome(pipeline));
 }
 
-void Timeline::write(Pipeline& pipeline, const std::filesystem::path& path) const {
+double Timeline::write(Pipeline& pipeline, const std::filesystem::path& path) const {
   const std::vector<StageTimes> times = profile_.gather(pipeline);
+  double clock_error = 0;
   PipelineAccess::guarded(pipeline, [&] {
     const JobLayout& layout = PipelineAccess::layout(pipeline);
     Collectives& world = PipelineAccess::world(pipeline);
-    // A step's origin is its first action on any rank; time 0 is the first event of all.
+    const ClockOffset ended = measure_clock_offset(world, steady_seconds);
+    const ClockOffset begun = begun_.value_or(ended);
+    const auto common_clock = [&](double time) { return on_first_rank(begun, ended, time); };
+
     std::vector<double> starts;
     double first = std::numeric_limits<double>::max();
+    std::vector<TraceEvent> actual;
     for (const Step& step : steps_) {
-      starts.push_back(step.start);
-      for (const TraceEvent& event : step.events) first = std::min(first, event.start);
+      starts.push_back(common_clock(step.start));
+      for (TraceEvent event : step.events) {
+        event.start = common_clock(event.start);
+        event.end = common_clock(event.end);
+        first = std::min(first, event.start);
+        actual.push_back(event);
+      }
     }
-    starts.push_back(first);
-    std::vector<double> all(starts.size() * at(layout.place.topology.ranks()));
-    world.all_gather(std::as_bytes(std::span(starts)), std::as_writable_bytes(std::span(all)));
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      starts[i % starts.size()] = std::min(starts[i % starts.size()], all[i]);
-    }
+    const CommonTimes common =
+        common_times(world, starts, first, std::max(begun.error, ended.error));
+    clock_error = common.clock_error;
 
     std::vector<TraceEvent> events;
     const Simulation planned = simulate(layout.plans.order, {.stages = times, .message = 0});
-    for (std::size_t i = 0; i < steps_.size(); ++i) {
-      add_planned(events, planned, layout.place.rank, starts[i]);
-      events.insert(events.end(), steps_[i].events.begin(), steps_[i].events.end());
+    for (const double start : common.step_starts) {
+      add_planned(events, planned, layout.place.rank, start);
     }
+    events.insert(events.end(), actual.begin(), actual.end());
     for (TraceEvent& event : events) {
-      event.start -= starts.back();
-      event.end -= starts.back();
+      event.start -= common.first;
+      event.end -= common.first;
     }
     const std::vector<std::string> gathered = world.all_gather_strings(bytes_of(events));
-    if (world.communicator().rank() == 0) write_trace(path, traces_of(gathered, layout));
+    if (world.communicator().rank() == 0) {
+      const std::vector<RankTrace> traces = traces_of(gathered, layout);
+      write_trace(path, traces, message_arrows(traces, layout));
+    }
     world.barrier();
   });
+  return clock_error;
 }
 
 }  // namespace sluice

@@ -4,10 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdint>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -133,6 +136,79 @@ TEST(TraceTest, EventsThatTouchShareALaneWhateverTheirTimesRoundTo) {
   EXPECT_EQ(threads_of({rank}).size(), 1u);
 }
 
+std::int64_t nanoseconds(const json& each) {
+  return std::llround(each.at("ts").get<double>() * 1000);
+}
+
+// The flow events of a trace with one arrow, from the first event of rank 0 to that of rank 1, as
+// nanoseconds: where it leaves and where it arrives.
+std::pair<std::int64_t, std::int64_t> arrow_between(const TraceEvent& from, const TraceEvent& to) {
+  std::ostringstream text;
+  write_trace([&](std::string_view piece) { text << piece; }, {{0, "", {from}}, {1, "", {to}}},
+              {{.from = {0, 0}, .to = {1, 0}}});
+  std::map<std::string, json> events;
+  const json whole = json::parse(text.str());
+  for (const json& each : whole.at("traceEvents")) {
+    events[each.at("ph")] = each;
+  }
+  return {nanoseconds(events.at("s")), nanoseconds(events.at("f"))};
+}
+
+TEST(TraceTest, AnArrowIsAPairOfFlowEventsOnTheThreadsOfItsSlices) {
+  const TraceEvent made = event(TraceTrack::kCompute, ActionKind::kForward, 1, 2);
+  const TraceEvent used = event(TraceTrack::kReceives, ActionKind::kRecvForward, 3, 4);
+  std::ostringstream text;
+  write_trace([&](std::string_view piece) { text << piece; },
+              {{4, "", {used, made}}, {7, "", {made, used}}},
+              {{.from = {0, 1}, .to = {1, 1}}, {.from = {1, 0}, .to = {0, 0}}});
+  std::vector<json> slices, flows;
+  const json whole = json::parse(text.str());
+  for (const json& each : whole.at("traceEvents")) {
+    if (each.at("ph") == "X") slices.push_back(each);
+    if (each.at("ph") == "s" || each.at("ph") == "f") {
+      EXPECT_EQ(slices.size(), 4u) << "a flow event stands before a slice that it may belong to";
+      flows.push_back(each);
+    }
+  }
+  ASSERT_EQ(flows.size(), 4u);
+  const auto tid_of = [&](int pid, const std::string& track) {
+    for (const json& each : slices) {
+      if (each.at("pid") == pid && each.at("cat") == track) return each.at("tid");
+    }
+    return json();
+  };
+  for (const std::size_t i : {0u, 2u}) {
+    const json &leaves = flows[i], &arrives = flows[i + 1];
+    const int from = i == 0 ? 4 : 7, to = i == 0 ? 7 : 4;
+    EXPECT_EQ(leaves.at("ph"), "s");
+    EXPECT_EQ(leaves.at("pid"), from);
+    EXPECT_EQ(leaves.at("tid"), tid_of(from, "compute"));
+    EXPECT_EQ(arrives.at("ph"), "f");
+    EXPECT_EQ(arrives.at("bp"), "e");
+    EXPECT_EQ(arrives.at("pid"), to);
+    EXPECT_EQ(arrives.at("tid"), tid_of(to, "receives"));
+    // Viewers pair them by these three.
+    for (const char* key : {"id", "name", "cat"}) EXPECT_EQ(leaves.at(key), arrives.at(key));
+  }
+  EXPECT_NE(flows[0].at("id"), flows[2].at("id"));
+}
+
+TEST(TraceTest, AnArrowLeavesInsideItsSliceAndNoLaterThanItArrives) {
+  const auto slice = [](std::int64_t start, std::int64_t end) {
+    return event(TraceTrack::kCompute, ActionKind::kForward, static_cast<double>(start) * 1e-9,
+                 static_cast<double>(end) * 1e-9);
+  };
+  const auto [leaves, arrives] = arrow_between(slice(1000, 2000), slice(3000, 4000));
+  EXPECT_GE(leaves, 1000);
+  EXPECT_LT(leaves, 2000);
+  EXPECT_EQ(arrives, 3000);
+  // Without duration.
+  EXPECT_EQ(arrow_between(slice(1000, 1000), slice(3000, 4000)).first, 1000);
+  // By clocks that disagree.
+  EXPECT_EQ(arrow_between(slice(1000, 2000), slice(1500, 4000)), std::pair(1500L, 1500L));
+  EXPECT_EQ(arrow_between(slice(1000, 2000), slice(500, 4000)), std::pair(1000L, 500L));
+}
+
 TEST(TraceTest, WithoutEventsIsStillATrace) {
   EXPECT_TRUE(events_of({}, "X").empty());
   EXPECT_TRUE(events_of({{0, "rank 0", {}}}, "X").empty());
@@ -150,6 +226,13 @@ TEST(TraceTest, RefusesEventsThatCannotBeAndPathsThatCannotBeWritten) {
   TraceEvent unknown = event(TraceTrack::kCompute, ActionKind::kForward, 0, 1);
   unknown.action = 99;
   refused(unknown, "no action 99");
+  const TraceEvent good = event(TraceTrack::kCompute, ActionKind::kForward, 0, 1);
+  for (const TraceEventPlace missing : {TraceEventPlace{0, 1}, TraceEventPlace{1, 0}}) {
+    expect_error(ErrorCode::kInternal, {"not there"}, [&] {
+      write_trace(dir.path() / "t.json", {{5, "", {good}}}, {{.from = {0, 0}, .to = missing}});
+    });
+    EXPECT_EQ(dir.file_count(), 0);
+  }
   expect_error(ErrorCode::kIo, {"none/t.json"},
                [&] { write_trace(dir.path() / "none" / "t.json", {}); });
 }
