@@ -152,7 +152,7 @@ void read_links(const Reader& file, Cluster& cluster) {
   std::set<std::pair<int, int>> ends;
   file.each("links", [&](const Reader& json) {
     json.allow_only({"from", "to", "latency_s", "bandwidth_bytes_per_s",
-                     "shared_bandwidth_bytes_per_s", "advanced_while_computing", "interface"});
+                     "shared_bandwidth_bytes_per_s", "advanced_while_computing", "over"});
     ClusterLink link;
     link.from = json.integer("from", 0, last);
     link.to = json.integer("to", 0, last);
@@ -162,7 +162,7 @@ void read_links(const Reader& file, Cluster& cluster) {
     link.bandwidth = json.real("bandwidth_bytes_per_s", 1, kMostBandwidth);
     link.shared_bandwidth = json.real("shared_bandwidth_bytes_per_s", 0, kMostBandwidth);
     link.advanced = json.real("advanced_while_computing", 0, 1);
-    link.interface = json.text("interface");
+    link.over = json.text("over");
     cluster.links.push_back(std::move(link));
   });
 }
@@ -202,7 +202,7 @@ std::string to_json_text(const Cluster& cluster) {
                              {"bandwidth_bytes_per_s", link.bandwidth},
                              {"shared_bandwidth_bytes_per_s", link.shared_bandwidth},
                              {"advanced_while_computing", link.advanced},
-                             {"interface", link.interface}});
+                             {"over", link.over}});
   }
   return json.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";
 }

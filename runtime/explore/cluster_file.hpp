@@ -32,7 +32,7 @@ struct ClusterLink {
   double bandwidth = 0;         // bytes per second of large ones, alone; at least 1
   double shared_bandwidth = 0;  // while all links carry messages; 0: not measured
   double advanced = 0;          // share of a message (0 to 1) that moves while the rank computes
-  std::string interface;        // at the sender; empty: no TCP, or not known
+  std::string over;  // "eth0 (10.0.0.5)" at the sender, "memory" on one host, "no TCP"; may be empty
   friend bool operator==(const ClusterLink&, const ClusterLink&) = default;
 };
 

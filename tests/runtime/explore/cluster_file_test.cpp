@@ -74,9 +74,9 @@ TEST(ClusterFileTest, NamesWhatIsWrong) {
                  {"'links[0].bandwidth_bytes_per_s' is 0; legal is a number from 1 to 1e+18"});
   expect_refusal(with("\"advanced_while_computing\": 0.25", "\"advanced_while_computing\": 1.5"),
                  {"'links[0].advanced_while_computing' is 1.5; legal is a number from 0 to 1"});
-  expect_refusal(with("\"interface\": \"eth0\"", "\"interface\": [1]"),
-                 {"'links[0].interface' is a list; legal is a text"});
-  expect_refusal(with("\"interface\": \"eth0\"", "\"interface\": \"\", \"more\": 1"),
+  expect_refusal(with("\"over\": \"eth0\"", "\"over\": [1]"),
+                 {"'links[0].over' is a list; legal is a text"});
+  expect_refusal(with("\"over\": \"eth0\"", "\"over\": \"\", \"more\": 1"),
                  {"'links[0].more' is not a key"});
 }
 

@@ -153,9 +153,9 @@ constexpr const char* kClusterOfTwo = R"({"format": "sluice-cluster", "version":
   "ranks": [{"rank": 0, "host": "a", "replica": 0, "pipeline_rank": 0},
             {"rank": 1, "host": "a", "replica": 0, "pipeline_rank": 1}],
   "links": [
-    {"from": 0, "to": 1, "latency_s": 0.002, "bandwidth_bytes_per_s": 1e6, "interface": "",
+    {"from": 0, "to": 1, "latency_s": 0.002, "bandwidth_bytes_per_s": 1e6, "over": "",
      "shared_bandwidth_bytes_per_s": 0, "advanced_while_computing": 0},
-    {"from": 1, "to": 0, "latency_s": 0.002, "bandwidth_bytes_per_s": 1e6, "interface": "",
+    {"from": 1, "to": 0, "latency_s": 0.002, "bandwidth_bytes_per_s": 1e6, "over": "",
      "shared_bandwidth_bytes_per_s": 0, "advanced_while_computing": 0}],
   "pairs_left_out": 0})";
 
