@@ -8,6 +8,7 @@
 #include <limits>
 #include <optional>
 
+#include <sluice/error.hpp>
 #include <sluice/program.hpp>
 #include <sluice/schedule.hpp>
 
@@ -140,9 +141,9 @@ void print_links(const std::vector<RankFacts>& ranks, std::vector<LinkFigures> l
     links.resize(kMostShown);
   }
   for (const LinkFigures& link : links) {
-    fmt::print("{:>5}  {:>5}  {:>6.1f} us  {:>6.0f} MB/s  {:>6.0f} MB/s  {:>5.0f} %  {}\n",
-               link.from, link.to, link.latency * 1e6, link.bandwidth / 1e6,
-               link.shared_bandwidth / 1e6, link.advanced * 100,
+    fmt::print("{:>5}  {:>5}  {:>6.1f} us  {:>11}  {:>11}  {:>5.0f} %  {}\n", link.from, link.to,
+               link.latency * 1e6, bandwidth_text(link.bandwidth),
+               bandwidth_text(link.shared_bandwidth), link.advanced * 100,
                way_of(ranks[at(link.from)], ranks[at(link.to)]));
   }
   if (all > kMostShown) fmt::print("the {} slowest of {}\n", kMostShown, all);
@@ -200,6 +201,21 @@ Cluster cluster_of(const std::vector<RankFacts>& ranks, const Topology& topology
   return cluster;
 }
 
+// Programs of different versions may not understand each other any further.
+void require_one_version(const MpiInfo& mpi, Collectives& collectives) {
+  const int rank = collectives.communicator().rank();
+  const std::vector<std::string> versions = collectives.all_gather_strings(SLUICE_VERSION);
+  const std::vector<std::string> hosts = collectives.all_gather_strings(mpi.host);
+  for (std::size_t other = 0; other < versions.size(); ++other) {
+    if (versions[other] == versions.front()) continue;
+    throw Error(ErrorCode::kMismatch,
+                fmt::format("programs differ: rank 0 on {} is version {} of Sluice, rank {} on {} "
+                            "is version {}; install one build of Sluice on every host",
+                            hosts.front(), versions.front(), other, hosts[other], versions[other]),
+                rank);
+  }
+}
+
 // Collective: all facts of this rank.
 RankFacts gather_facts(const DoctorOptions& options, const Topology& topology,
                        Collectives& collectives) {
@@ -222,6 +238,7 @@ void examine(const DoctorOptions& options, Communicator& world) {
   if (world.rank() == 0 && !options.output.empty()) require_writable_file(options.output);
   SilenceLimit silence(world.rank(), kSilenceSeconds, "the other ranks");
   Collectives collectives(world, kBaseTag, &silence);
+  require_one_version(mpi_info(), collectives);
   RankFacts mine = gather_facts(options, topology, collectives);
   ProbeResult probe;
   if (options.probe_seconds > 0) {

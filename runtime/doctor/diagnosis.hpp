@@ -27,6 +27,8 @@ struct Finding {
 // How messages travel from `from` to `to`: the interface at `from`, where a TCP connection of the
 // two is known; else "memory" on one host, and "no TCP" between hosts.
 [[nodiscard]] std::string way_of(const RankFacts& from, const RankFacts& to);
+// "1160 MB/s", "5.9 MB/s".
+[[nodiscard]] std::string bandwidth_text(double bytes_per_second);
 // Host -> its first rank's facts, in order of rank.
 [[nodiscard]] std::vector<const RankFacts*> first_of_hosts(const std::vector<RankFacts>& ranks);
 

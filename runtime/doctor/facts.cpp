@@ -17,20 +17,26 @@
 
 namespace sluice {
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(MpiInfo, library, standard, thread_level, host, components,
-                                   tag_upper_bound, local_rank, local_size, cores)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(NetworkInterface, name, address, network, speed_megabit)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Connection, local, peer)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(NetworkFacts, fast, interfaces, connections, settings)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(BuildFacts, version, hash)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(LimitFacts, cores, locked_memory_bytes, shared_memory_bytes)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DataFacts, path, problem, bytes, hash)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DirectoryFacts, path, problem, file_system, bytes_per_second,
-                                   seen_after)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankFacts, rank, mpi, build, device, device_identity, gpu,
-                                   no_gpu, no_device_messages, host_cores, threads, kernel_set,
-                                   matmul_library, native_bf16, limits, network, data, save,
-                                   environment)
+// With defaults: another build of this version may lack a field, and is named for being another.
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(MpiInfo, library, standard, thread_level, host,
+                                                components, tag_upper_bound, local_rank, local_size,
+                                                cores)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(NetworkInterface, name, address, network,
+                                                speed_megabit)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Connection, local, peer)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(NetworkFacts, fast, interfaces, connections,
+                                                settings)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(BuildFacts, version, hash)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(LimitFacts, cores, locked_memory_bytes,
+                                                shared_memory_bytes)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(DataFacts, path, problem, bytes, hash)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(DirectoryFacts, path, problem, file_system,
+                                                bytes_per_second, seen_after)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(RankFacts, rank, mpi, build, device,
+                                                device_identity, gpu, no_gpu, no_device_messages,
+                                                host_cores, threads, kernel_set, matmul_library,
+                                                native_bf16, limits, network, data, save,
+                                                environment)
 
 namespace {
 

@@ -82,10 +82,10 @@ void check_directory(const Ranks& ranks, Findings& findings) {
                                             host->mpi.host, host->rank, save.path, save.problem)});
     } else if (save.bytes_per_second < kSlowDisk) {
       findings.push_back(
-          {true, fmt::format("{}: directory '{}' takes {:.3g} MB/s, written and "
+          {true, fmt::format("{}: directory '{}' takes {}, written and "
                              "synced: saves take long; give one on a quicker disk, "
                              "or save less often",
-                             host->mpi.host, save.path, save.bytes_per_second / 1e6)});
+                             host->mpi.host, save.path, bandwidth_text(save.bytes_per_second))});
     }
     if (save.seen_after > kLateSeconds) {
       findings.push_back(
@@ -105,9 +105,9 @@ void say_directory(const Ranks& ranks, Findings& findings) {
     latest = std::max(latest, host->save.seen_after);
   }
   findings.push_back(
-      {false, fmt::format("directory '{}' takes {:.3g} MB/s on the slowest host, written and "
+      {false, fmt::format("directory '{}' takes {} on the slowest host, written and "
                           "synced; all hosts see a new file within {:.2g} s",
-                          ranks.front().save.path, slowest / 1e6, latest)});
+                          ranks.front().save.path, bandwidth_text(slowest), latest)});
 }
 
 }  // namespace

@@ -163,8 +163,6 @@ bool between_hosts(const LinkFigures& link, const Ranks& ranks) {
   return ranks[at(link.from)].mpi.host != ranks[at(link.to)].mpi.host;
 }
 
-double megabytes(double bandwidth) { return bandwidth / 1e6; }
-
 // Upper median: two hosts of which one is slow have a median of the quick one.
 double median_bandwidth(std::vector<double> bandwidths) {
   const auto middle = bandwidths.begin() + static_cast<std::ptrdiff_t>(bandwidths.size() / 2);
@@ -186,13 +184,12 @@ std::set<std::pair<int, int>> check_slow_links(const Ranks& ranks, const ProbeRe
   for (const LinkFigures& link : probe.links) {
     if (between_hosts(link, ranks) != across || link.bandwidth > kSlow * median) continue;
     slow.insert({link.from, link.to});
-    names.push_back(
-        fmt::format("{} has {:.3g} MB/s", named(link, ranks), megabytes(link.bandwidth)));
+    names.push_back(fmt::format("{} has {}", named(link, ranks), bandwidth_text(link.bandwidth)));
   }
   if (names.empty()) return slow;
   findings.push_back(
-      {true, fmt::format("slow: {}; the median of links {} is {:.3g} MB/s: {}", few(names),
-                         across ? "between hosts" : "within a host", megabytes(median),
+      {true, fmt::format("slow: {}; the median of links {} is {}: {}", few(names),
+                         across ? "between hosts" : "within a host", bandwidth_text(median),
                          across ? "check that host's cable, its switch port, the speed that "
                                   "'ethtool <interface>' shows, and limits by 'tc qdisc'"
                                 : "check what else runs on that host, and its /dev/shm")});
@@ -207,11 +204,11 @@ void check_interface_speed(const Ranks& ranks, const ProbeResult& probe,
     for (const NetworkInterface& each : ranks[at(link.from)].network.interfaces) {
       const double claimed = each.speed_megabit * 1e6 / 8;
       if (!way.starts_with(each.name + " ") || link.bandwidth > kSlow * claimed) continue;
-      findings.push_back(
-          {true, fmt::format("{} has {:.3g} MB/s, but the interface says {:.3g} "
-                             "MB/s: check what else uses the network, and limits "
-                             "by 'tc qdisc'",
-                             named(link, ranks), megabytes(link.bandwidth), megabytes(claimed))});
+      findings.push_back({true, fmt::format("{} has {}, but the interface says {}: "
+                                            "check what else uses the network, and limits "
+                                            "by 'tc qdisc'",
+                                            named(link, ranks), bandwidth_text(link.bandwidth),
+                                            bandwidth_text(claimed))});
       return;
     }
   }
@@ -245,6 +242,17 @@ void check_ways(const Ranks& ranks, const ProbeResult& probe, Findings& findings
   }
 }
 
+// Whether every measured link between hosts does without TCP: interfaces do not matter then.
+bool without_tcp(const Ranks& ranks, const ProbeResult& probe) {
+  bool any = false;
+  for (const LinkFigures& link : probe.links) {
+    if (!between_hosts(link, ranks)) continue;
+    if (way_of(ranks[at(link.from)], ranks[at(link.to)]) != kNoTcp) return false;
+    any = true;
+  }
+  return any;
+}
+
 void say_progress(const ProbeResult& probe, Findings& findings) {
   if (probe.links.empty()) return;
   std::vector<double> advanced;
@@ -259,6 +267,12 @@ void say_progress(const ProbeResult& probe, Findings& findings) {
 }
 
 }  // namespace
+
+std::string bandwidth_text(double bytes_per_second) {
+  const double megabytes = bytes_per_second / 1e6;
+  return megabytes >= 10 ? fmt::format("{:.0f} MB/s", megabytes)
+                         : fmt::format("{:.2g} MB/s", megabytes);
+}
 
 std::string way_of(const RankFacts& from, const RankFacts& to) {
   std::set<std::pair<std::string, std::string>> ends;
@@ -278,7 +292,7 @@ std::vector<Finding> diagnose_network(const std::vector<RankFacts>& ranks,
                                       const ProbeResult& probe) {
   Findings findings;
   const std::vector<const RankFacts*> hosts = first_of_hosts(ranks);
-  if (hosts.size() > 1) {
+  if (hosts.size() > 1 && !without_tcp(ranks, probe)) {
     check_virtual_interfaces(hosts, findings);
     check_equal_addresses(hosts, findings);
     say_ports(ranks.front(), findings);

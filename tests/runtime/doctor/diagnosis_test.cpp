@@ -165,6 +165,12 @@ TEST(DiagnosisTest, NamesBothMpiLibraries) {
                                            "has 'Open MPI v5.0.7'"));
 }
 
+TEST(DiagnosisTest, FactsOfABuildThatLacksSomeAreRead) {
+  const RankFacts facts = rank_facts_from_json(R"({"rank": 3, "more": [1], "build": {}})");
+  EXPECT_EQ(facts.rank, 3);
+  EXPECT_EQ(facts.device, "cpu");
+}
+
 TEST(DiagnosisTest, FactsSurviveTheWayToRankZero) {
   RankFacts facts = job(3)[2];
   facts.environment = {{"OMP_NUM_THREADS", "\"8\"\n"}};
