@@ -8,7 +8,6 @@
 #include <limits>
 #include <optional>
 
-#include <sluice/error.hpp>
 #include <sluice/program.hpp>
 #include <sluice/schedule.hpp>
 
@@ -201,21 +200,6 @@ Cluster cluster_of(const std::vector<RankFacts>& ranks, const Topology& topology
   return cluster;
 }
 
-// Programs of different versions may not understand each other any further.
-void require_one_version(const MpiInfo& mpi, Collectives& collectives) {
-  const int rank = collectives.communicator().rank();
-  const std::vector<std::string> versions = collectives.all_gather_strings(SLUICE_VERSION);
-  const std::vector<std::string> hosts = collectives.all_gather_strings(mpi.host);
-  for (std::size_t other = 0; other < versions.size(); ++other) {
-    if (versions[other] == versions.front()) continue;
-    throw Error(ErrorCode::kMismatch,
-                fmt::format("programs differ: rank 0 on {} is version {} of Sluice, rank {} on {} "
-                            "is version {}; install one build of Sluice on every host",
-                            hosts.front(), versions.front(), other, hosts[other], versions[other]),
-                rank);
-  }
-}
-
 // Collective: all facts of this rank.
 RankFacts gather_facts(const DoctorOptions& options, const Topology& topology,
                        Collectives& collectives) {
@@ -238,7 +222,7 @@ void examine(const DoctorOptions& options, Communicator& world) {
   if (world.rank() == 0 && !options.output.empty()) require_writable_file(options.output);
   SilenceLimit silence(world.rank(), kSilenceSeconds, "the other ranks");
   Collectives collectives(world, kBaseTag, &silence);
-  require_one_version(mpi_info(), collectives);
+  require_one_version(collectives, SLUICE_VERSION, mpi_info().host);
   RankFacts mine = gather_facts(options, topology, collectives);
   ProbeResult probe;
   if (options.probe_seconds > 0) {

@@ -11,6 +11,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/cores.hpp"
+#include "comm/base/throw_error.hpp"
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/mapped_file.hpp"
 #include "stages/cpu/cpu_report.hpp"
@@ -112,6 +113,19 @@ RankFacts local_facts(const std::string& version) {
   for (const char* name : kVariables) note(name);
   for (const char* name : kOversubscribe) note(name);
   return facts;
+}
+
+void require_one_version(Collectives& collectives, const std::string& version,
+                         const std::string& host) {
+  const std::vector<std::string> versions = collectives.all_gather_strings(version);
+  const std::vector<std::string> hosts = collectives.all_gather_strings(host);
+  for (std::size_t rank = 0; rank < versions.size(); ++rank) {
+    if (versions[rank] == versions.front()) continue;
+    throw_error(ErrorCode::kMismatch,
+                "programs differ: rank 0 on {} is version {} of Sluice, rank {} on {} is version "
+                "{}; install one build of Sluice on every host",
+                hosts.front(), versions.front(), rank, hosts[rank], versions[rank]);
+  }
 }
 
 std::string to_json_text(const RankFacts& facts) {

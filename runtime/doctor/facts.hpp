@@ -8,6 +8,7 @@
 
 #include <sluice/device.hpp>
 
+#include "comm/group/collectives.hpp"
 #include "comm/mpi/mpi_session.hpp"
 #include "runtime/doctor/file_facts.hpp"
 #include "runtime/doctor/network_facts.hpp"
@@ -59,6 +60,10 @@ inline constexpr const char* kOversubscribe[] = {
 // Of this process, without rank, threads, files, connections, and the facts that MPI has.
 // `version` is the program's.
 [[nodiscard]] RankFacts local_facts(const std::string& version);
+// Collective, before anything else: programs of different versions may not understand each other
+// any further. Throws Error(kMismatch) on every rank, naming two of them with host and version.
+void require_one_version(Collectives& collectives, const std::string& version,
+                         const std::string& host);
 // "NVIDIA H200, 139.8 GiB, compute capability 9.0, driver for CUDA 13.0"; empty for a CPU.
 [[nodiscard]] std::string describe_gpu(Device device);
 

@@ -32,7 +32,8 @@ struct ClusterLink {
   double bandwidth = 0;         // bytes per second of large ones, alone; at least 1
   double shared_bandwidth = 0;  // while all links carry messages; 0: not measured
   double advanced = 0;          // share of a message (0 to 1) that moves while the rank computes
-  std::string over;  // "eth0 (10.0.0.5)" at the sender, "memory" on one host, "no TCP"; may be empty
+  // "eth0 (10.0.0.5)" at the sender, "memory" on one host, "no TCP" between two; may be empty.
+  std::string over;
   friend bool operator==(const ClusterLink&, const ClusterLink&) = default;
 };
 

@@ -3,8 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <string>
 #include <vector>
+
+#include <sluice/error.hpp>
+
+#include "tests/loopback/loopback.hpp"
 
 namespace sluice {
 namespace {
@@ -163,6 +168,28 @@ TEST(DiagnosisTest, NamesBothMpiLibraries) {
   facts[1].mpi.library = "Open MPI v5.0.7";
   EXPECT_THAT(said(facts, true), HasSubstr("rank 0 on alpha has 'Open MPI v4.1.4', rank 1 on alpha "
                                            "has 'Open MPI v5.0.7'"));
+}
+
+TEST(VersionsTest, ThatDifferAreNamedOnEveryRank) {
+  std::atomic<int> refused = 0;
+  const auto compare = [&](const std::string& last) {
+    run_loopback(3, [&](Communicator& comm) {
+      Collectives collectives(comm, 0, nullptr);
+      const bool other = comm.rank() == 2;
+      try {
+        require_one_version(collectives, other ? last : "0.2.0", other ? "beta" : "alpha");
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::kMismatch);
+        EXPECT_THAT(error.what(), HasSubstr("rank 0 on alpha is version 0.2.0 of Sluice, rank 2 on "
+                                            "beta is version 0.1.0"));
+        ++refused;
+      }
+    });
+  };
+  compare("0.2.0");
+  EXPECT_EQ(refused, 0);
+  compare("0.1.0");
+  EXPECT_EQ(refused, 3);
 }
 
 TEST(DiagnosisTest, FactsOfABuildThatLacksSomeAreRead) {

@@ -121,6 +121,20 @@ TEST(DirectoryProbeTest, ASharedDirectoryIsSeenAndLeftAsItWas) {
   EXPECT_EQ(directory.file_count(), 0);
 }
 
+TEST(DirectoryProbeTest, TheDirectoryGoesAfterTheFilesOfAllHosts) {
+  const TemporaryDirectory directory;
+  const auto path = directory.path() / "run";
+  run_loopback(6, [&](Communicator& comm) {
+    Collectives collectives(comm, 0, nullptr);
+    for (int i = 0; i < 5; ++i) {
+      (void)probe_directory(collectives, "host" + std::to_string(comm.rank()), path, kShort);
+      collectives.barrier();
+      EXPECT_EQ(directory.file_count(), 0);
+      collectives.barrier();
+    }
+  });
+}
+
 TEST(DirectoryProbeTest, FilesOfOthersStay) {
   const TemporaryDirectory directory;
   (void)directory.write("mine", "x");
