@@ -20,9 +20,9 @@ namespace {
 constexpr std::size_t kSmallest = std::size_t{64} << 10;  // bytes of a piece
 constexpr std::size_t kLargest = std::size_t{4} << 20;
 constexpr std::size_t kPing = 8;
-constexpr int kMostPings = 200, kWarmPings = 10;
-constexpr int kRounds = 3;              // of all at once
-constexpr double kRoundSeconds = 0.02;  // that a message of such a round takes, if it can be
+constexpr std::size_t kMostPings = 200;  // that are measured
+constexpr int kRounds = 3;               // of all at once
+constexpr double kRoundSeconds = 0.02;   // that a message of such a round takes, if it can be
 constexpr std::size_t kMostRoundBytes = std::size_t{64} << 20;  // that a rank sends in a round
 
 enum TagOffset : int { kPingTag = 8, kPieceTag, kAnswerTag, kRoundTag, kRoundAnswerTag };
@@ -123,21 +123,22 @@ class Traffic {
   std::shared_ptr<std::vector<std::byte>> bytes_;  // what is sent, then a part per receive
 };
 
-// One way, in seconds; the first byte of a ping says whether another follows.
+// One way, in seconds. Half of the time warms up. The first byte of a ping says whether another
+// follows.
 double ping(Traffic& traffic, double seconds) {
-  const double end = steady_seconds() + seconds;
+  const double begin = steady_seconds();
   std::vector<double> trips;
-  for (int i = 0; i < kMostPings; ++i) {
-    const bool last = i + 1 == kMostPings || (i >= 2 && steady_seconds() > end);
-    traffic.post(0, kPingTag);
+  for (bool last = false; !last;) {
     const double start = steady_seconds();
+    const std::size_t measured = trips.size() + 1;
+    const bool warm = start >= begin + seconds / 2;
+    last = warm && (measured == kMostPings || (measured > 2 && start > begin + seconds));
+    traffic.post(0, kPingTag);
     traffic.send(0, kPingTag, kPing, std::byte{last ? std::uint8_t{0} : std::uint8_t{1}});
     (void)traffic.receive(0);
-    trips.push_back((steady_seconds() - start) / 2);
-    if (last) break;
+    if (warm) trips.push_back((steady_seconds() - start) / 2);
   }
   traffic.finish_send(0);
-  if (trips.size() > 2 * kWarmPings) trips.erase(trips.begin(), trips.begin() + kWarmPings);
   return median(std::move(trips));
 }
 
