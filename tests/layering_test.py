@@ -36,7 +36,7 @@ ORDER = {
     "stages": ("tensor", "compute", "cpu_kernels cuda_context stage", "cpu cuda_kernels", "cuda", "operators",
                "layers", "transformer"),
     "runtime": ("files options", "data", "layout", "job", "program engine", "gradients", "pipeline",
-                "checkpoint report", "explore", "cli"),
+                "checkpoint report", "explore", "doctor", "cli"),
 }
 
 # What a folder may use of another one, as folders or rooms.

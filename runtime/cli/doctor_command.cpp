@@ -1,18 +1,28 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
+#include <chrono>
+#include <iterator>
 #include <limits>
+#include <optional>
 
 #include <sluice/program.hpp>
 #include <sluice/schedule.hpp>
 
+#include "comm/base/index.hpp"
+#include "comm/group/clock_offset.hpp"
 #include "comm/group/collectives.hpp"
 #include "comm/group/topology.hpp"
 #include "comm/mpi/mpi_session.hpp"
 #include "runtime/cli/commands.hpp"
-#include "runtime/cli/diagnosis.hpp"
-#include "runtime/cli/host_check.hpp"
 #include "runtime/cli/train_options.hpp"
+#include "runtime/doctor/diagnosis.hpp"
+#include "runtime/doctor/host_check.hpp"
+#include "runtime/doctor/network_probe.hpp"
+#include "runtime/explore/cluster_file.hpp"
+#include "runtime/files/writable.hpp"
+#include "runtime/job/build_name.hpp"
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "runtime/options/option_table.hpp"
@@ -22,13 +32,18 @@ namespace sluice {
 namespace {
 
 constexpr int kMaxInt = std::numeric_limits<int>::max();
-constexpr int kBaseTag = 0;
+constexpr int kBaseTag = 0, kProbeTag = 8;
+// Longer than an unusable name server or a slow file system keeps a rank.
+constexpr double kSilenceSeconds = 60;
+constexpr std::size_t kMostShown = 40;  // links in the table
 constexpr const char* kAbout =
-    "Says where every rank of a job runs, which stages it would own, and what looks wrong. Start "
-    "it\n"
-    "as the training would be started:\n"
+    "Says where every rank of a job runs, which stages it would own, how quick the links between\n"
+    "ranks are, and what looks wrong. Start it as the training would be started:\n"
     "\n"
-    "  mpirun -n 4 sluice doctor --pipeline 2 --replicas 2 --threads 1\n"
+    "  mpirun -n 4 sluice doctor --pipeline 2 --replicas 2 --threads 1 --data text.txt --save run\n"
+    "\n"
+    "With --output it writes the links for 'sluice schedule --cluster FILE'. Apart from that file\n"
+    "it leaves nothing behind.\n"
     "\n"
     "With --hosts it needs no mpirun: it asks each host over SSH whether a job can start there.";
 
@@ -37,7 +52,8 @@ struct DoctorOptions {
   RankOrder rank_order = RankOrder::kPipelineFirst;
   std::string device = "auto";
   TransportChoice transport = TransportChoice::kAuto;
-  HostCheckOptions hosts;
+  std::string data, save, output, hosts, ssh = "ssh";
+  double probe_seconds = 20;
 };
 
 OptionTable make_table(DoctorOptions& options) {
@@ -50,10 +66,18 @@ OptionTable make_table(DoctorOptions& options) {
   table.add_integer("threads", options.threads, 1, 4096, "per rank");
   table.add_text("device", options.device, "LIST", "as of 'sluice train'");
   add_transport(table, options.transport, "as of 'sluice train'");
+  table.add_text("data", options.data, "FILE", "compare what the hosts see under this path");
+  table.add_text("save", options.save, "DIR",
+                 "measure writing there, and whether all hosts see the same directory");
+  table.add_real("probe-seconds", options.probe_seconds, {.low = 0, .high = 86400},
+                 "for measuring pairs of ranks, about 0.25 s each; 0: measure none");
+  table.add_text("output", options.output, "FILE",
+                 "write hosts, ranks and links for 'sluice schedule --cluster'");
   table.heading("Before mpirun");
-  table.add_text("hosts", options.hosts.hosts, "FILE",
-                 "a host file of mpirun: asks its hosts, without MPI, and does nothing else");
-  table.add_text("ssh", options.hosts.ssh, "COMMAND", "reaches a host for --hosts");
+  table.add_text(
+      "hosts", options.hosts, "FILE",
+      "a host file of mpirun: asks its hosts over SSH, with --data and --save; no probes");
+  table.add_text("ssh", options.ssh, "COMMAND", "reaches a host for --hosts");
   return table;
 }
 
@@ -105,6 +129,31 @@ void print_ranks(const std::vector<RankFacts>& ranks, const Topology& topology, 
   }
 }
 
+// The slowest where there are too many.
+void print_links(const std::vector<RankFacts>& ranks, std::vector<LinkFigures> links) {
+  if (links.empty()) return;
+  fmt::print(
+      "\nLinks that the training uses: latency one way and bandwidth of one pair of ranks at "
+      "a time,\nbandwidth while all carry messages, and how much of a message passes while "
+      "ranks compute\n");
+  fmt::print("{:>5}  {:>5}  {:>9}  {:>11}  {:>11}  {:>7}  over\n", "from", "to", "latency", "alone",
+             "all at once", "passes");
+  const std::size_t all = links.size();
+  if (all > kMostShown) {
+    std::stable_sort(links.begin(), links.end(), [](const LinkFigures& a, const LinkFigures& b) {
+      return a.bandwidth < b.bandwidth;
+    });
+    links.resize(kMostShown);
+  }
+  for (const LinkFigures& link : links) {
+    fmt::print("{:>5}  {:>5}  {:>6.1f} us  {:>11}  {:>11}  {:>5.0f} %  {}\n", link.from, link.to,
+               link.latency * 1e6, bandwidth_text(link.bandwidth),
+               bandwidth_text(link.shared_bandwidth), link.advanced * 100,
+               way_of(ranks[at(link.from)], ranks[at(link.to)]));
+  }
+  if (all > kMostShown) fmt::print("the {} slowest of {}\n", kMostShown, all);
+}
+
 void print_findings(const std::vector<Finding>& findings) {
   fmt::print("\nWhat looks wrong, and what to do:\n");
   bool any = false;
@@ -123,23 +172,88 @@ void print_findings(const std::vector<Finding>& findings) {
   }
 }
 
-void examine(const DoctorOptions& options, Communicator& world) {
-  const Topology topology = topology_of(options, world.size());
-  Collectives collectives(world, kBaseTag, nullptr);
+std::vector<Finding> all_findings(const std::vector<RankFacts>& ranks, const ProbeResult& probe) {
+  std::vector<Finding> findings = diagnose(ranks);
+  for (const auto& more : {diagnose_network(ranks, probe), diagnose_files(ranks)}) {
+    findings.insert(findings.end(), more.begin(), more.end());
+  }
+  return findings;
+}
+
+Cluster cluster_of(const std::vector<RankFacts>& ranks, const Topology& topology,
+                   const ProbeResult& probe) {
+  Cluster cluster;
+  cluster.sluice = build_name();
+  cluster.mpi = ranks.front().mpi.library;
+  cluster.pipeline = topology.pipeline;
+  cluster.replicas = topology.replicas;
+  for (const RankFacts* host : first_of_hosts(ranks)) {
+    cluster.hosts.push_back({host->mpi.host, host->host_cores});
+  }
+  for (const RankFacts& rank : ranks) {
+    const auto host =
+        std::find_if(cluster.hosts.begin(), cluster.hosts.end(),
+                     [&](const ClusterHost& each) { return each.name == rank.mpi.host; });
+    cluster.ranks.push_back({static_cast<int>(host - cluster.hosts.begin()),
+                             topology.replica(rank.rank), topology.pipeline_rank(rank.rank)});
+  }
+  for (const LinkFigures& link : probe.links) {
+    const std::string way = way_of(ranks[at(link.from)], ranks[at(link.to)]);
+    cluster.links.push_back({link.from, link.to, link.latency, std::max(link.bandwidth, 1.0),
+                             link.shared_bandwidth, link.advanced, way});
+  }
+  cluster.pairs_left_out = probe.pairs_left_out;
+  return cluster;
+}
+
+// Collective: all facts of this rank.
+RankFacts gather_facts(const DoctorOptions& options, const Topology& topology,
+                       Collectives& collectives) {
   const std::vector<RankDevice> devices =
       choose_devices(collectives, topology, parse_devices(options.device));
-  RankFacts mine =
-      facts_of(world.rank(), options.threads, devices[static_cast<std::size_t>(world.rank())]);
+  const int rank = collectives.communicator().rank();
+  RankFacts mine = facts_of(rank, options.threads, devices[at(rank)]);
   mine.no_device_messages = why_no_device_messages(
       collectives, devices, options.transport,
       find_why_no_nccl(collectives, devices, options.transport), topology.pipeline);
+  if (!options.data.empty()) mine.data = data_facts(options.data);
+  if (!options.save.empty()) {
+    mine.save = probe_directory(collectives, mine.mpi.host, options.save, {});
+  }
+  return mine;
+}
+
+double wall_seconds() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+void examine(const DoctorOptions& options, Communicator& world) {
+  const Topology topology = topology_of(options, world.size());
+  if (world.rank() == 0 && !options.output.empty()) require_writable_file(options.output);
+  SilenceLimit silence(world.rank(), kSilenceSeconds, "the other ranks");
+  Collectives collectives(world, kBaseTag, &silence);
+  RankFacts mine = gather_facts(options, topology, collectives);
+  ProbeResult probe;
+  if (options.probe_seconds > 0) {
+    probe = probe_links(world, kProbeTag, pairs_of_training(topology, options.chunks),
+                        {.total_seconds = options.probe_seconds});
+  }
+  mine.network.connections = tcp_connections();
+  const ClockOffset clock = measure_clock_offset(collectives, wall_seconds);
+  mine.clock_ahead = clock.offset;
+  mine.clock_error = clock.error;
+  silence.restart();
   const std::vector<std::string> all = collectives.all_gather_strings(to_json_text(mine));
   if (world.rank() != 0) return;
   std::vector<RankFacts> ranks;
   for (const std::string& text : all) ranks.push_back(rank_facts_from_json(text));
   print_job(ranks.front(), topology);
   print_ranks(ranks, topology, options.chunks);
-  print_findings(diagnose(ranks));
+  print_links(ranks, probe.links);
+  print_findings(all_findings(ranks, probe));
+  if (options.output.empty()) return;
+  write_cluster(options.output, cluster_of(ranks, topology, probe));
+  fmt::print("\n{}: links for 'sluice schedule --cluster {}'\n", options.output, options.output);
 }
 
 }  // namespace
@@ -150,7 +264,9 @@ int doctor_command(int argc, char** argv) {
   const std::vector<std::string> arguments(argv, argv + argc);
   const auto asks_hosts = [](const std::string& word) { return word.starts_with("--hosts"); };
   if (launched_rank() < 0 && std::any_of(arguments.begin(), arguments.end(), asks_hosts)) {
-    return run_guarded(table, arguments, [&] { check_hosts(options.hosts); });
+    return run_guarded(table, arguments, [&] {
+      check_hosts({options.hosts, options.ssh, options.data, options.save});
+    });
   }
   return run_command(
       "doctor", argc, argv,

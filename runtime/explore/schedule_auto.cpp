@@ -177,6 +177,7 @@ OptionTable make_table(AutoOptions& options) {
 
 void run(AutoOptions& options, const OptionTable& table) {
   options.costs.resolve(table, options.layers > 0 ? CostsOf::kStage : CostsOf::kRankShare);
+  options.costs.resolve_ranks(table, options.request.ranks);
   const AutoSchedule found = usage_errors([&] { return find_schedule(options); });
   const Objective objective = options.request.objective;
   write_output(options.output, [&](const PutText& put) {

@@ -72,6 +72,7 @@ LoadedSchedule loaded(const ScheduleOptions& options, const OptionTable& table) 
 
 void run(ScheduleOptions& options, const OptionTable& table) {
   options.costs.resolve(table, CostsOf::kStage);
+  if (options.file.empty()) options.costs.resolve_ranks(table, options.shape.ranks);
   const ScheduleReport report =
       report_schedule(loaded(options, table), options.costs, detail_of(options.output));
   write_output(options.output,

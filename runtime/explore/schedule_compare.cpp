@@ -179,6 +179,7 @@ int schedule_compare_command(const std::vector<std::string>& arguments) {
   costs.add_options(table, CostsOf::kRankShare);
   return run_guarded(table, arguments, [&] {
     costs.resolve(table, CostsOf::kRankShare);
+    costs.resolve_ranks(table, shape.ranks);
     const Comparison comparison = compare_schedules(shape, costs, objective);
     fmt::print("{}", format == "json" ? to_json_text(comparison) : to_table_text(comparison));
   });

@@ -1,5 +1,7 @@
 #include "runtime/explore/schedule_costs.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <charconv>
 #include <cmath>
@@ -7,6 +9,7 @@
 #include <utility>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/explore/cluster_file.hpp"
 #include "runtime/explore/measured_costs.hpp"
 #include "runtime/options/process.hpp"
 
@@ -121,6 +124,10 @@ void Costs::add_options(OptionTable& table, CostsOf scope) {
                  "latency of a message between nodes; not given: message-time");
   table.add_real("node-bandwidth", common_.between_nodes.bandwidth, kFromZero,
                  "between two ranks of different nodes; not given: bandwidth");
+  table.add_text("cluster", cluster_, "FILE",
+                 "links from what 'sluice doctor' wrote for --output, in place of the options "
+                 "above and --links; those that it lacks count as its slowest; times are "
+                 "milliseconds then, and --ranks is the file's unless given");
   table.add_text("links", links_, "FROM-TO:LATENCY[:BANDWIDTH],...",
                  "links between ranks that differ from all that");
   add_list(table, kOutput, "of a stage's output for one micro-batch");
@@ -151,6 +158,7 @@ void Costs::resolve(const OptionTable& table, CostsOf scope) {
   common_.links = links_of(links_);
   if (!limit_.empty()) read_memory_limit();
   if (!profile_.empty()) read_profile(table);
+  if (!cluster_.empty()) use_cluster(table);
   LinkCost& between = common_.between_nodes;
   if (!table.given("node-message-time")) between.latency = common_.message;
   if (!table.given("node-bandwidth")) between.bandwidth = common_.bandwidth;
@@ -165,6 +173,24 @@ void Costs::read_profile(const OptionTable& table) {
   measured_ = std::move(measured.stages);
   source_ = std::move(measured.source);
   if (!table.given("message-time")) common_.message = measured.message;
+}
+
+void Costs::use_cluster(const OptionTable& table) {
+  for (const char* name : {"message-time", "bandwidth", "ranks-per-node", "node-message-time",
+                           "node-bandwidth", "links"}) {
+    if (!table.given(name)) continue;
+    throw_usage("option --{}: --cluster determines it; give one of the two", name);
+  }
+  const Cluster cluster = read_cluster(cluster_);
+  PipelineLinks links = pipeline_links(cluster);
+  cluster_ranks_ = cluster.pipeline;
+  common_.message = links.slowest.latency;
+  common_.bandwidth = links.slowest.bandwidth;
+  common_.links = std::move(links.links);
+  if (!table.given("reduce-bandwidth")) common_.reduce_link.bandwidth = links.replicas.bandwidth;
+  if (!source_.empty()) source_ += "; ";
+  source_ += fmt::format("{}: {} measured links of a pipeline of {}, in milliseconds", cluster_,
+                         common_.links.size(), cluster.pipeline);
 }
 
 void Costs::read_memory_limit() {
@@ -218,7 +244,21 @@ SimulationTimes Costs::of_pieces(int pieces) const {
   return times;
 }
 
+void Costs::require_cluster_of(int ranks) const {
+  if (!cluster_ranks_ || *cluster_ranks_ == ranks) return;
+  throw_usage(
+      "option --cluster: '{}' has the links of a pipeline of {} ranks, the schedule has {}; start "
+      "'sluice doctor --pipeline {} --output FILE' on the cluster",
+      cluster_, *cluster_ranks_, ranks, ranks);
+}
+
+void Costs::resolve_ranks(const OptionTable& table, int& ranks) const {
+  if (cluster_ranks_ && !table.given("ranks")) ranks = *cluster_ranks_;
+  require_cluster_of(ranks);
+}
+
 SimulationTimes Costs::times(int ranks, int stages) const {
+  require_cluster_of(ranks);
   const bool shares = scope_ == CostsOf::kRankShare;
   SimulationTimes times = of_pieces(shares ? ranks : stages);
   return usage_errors([&] {

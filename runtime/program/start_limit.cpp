@@ -1,6 +1,7 @@
 #include "runtime/program/start_limit.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <array>
@@ -9,15 +10,18 @@
 #include <cstdlib>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include <sluice/error.hpp>
 
+#include "comm/base/cores.hpp"
 #include "runtime/options/process.hpp"
 
 namespace sluice {
 namespace {
 
 constexpr const char* kVariable = "SLUICE_START_TIMEOUT";
+constexpr auto kOthersWrite = std::chrono::seconds(1);
 
 std::string own_host() {
   std::array<char, 256> name{};
@@ -41,6 +45,31 @@ std::chrono::seconds start_time_limit() {
   return std::chrono::seconds(value);
 }
 
+std::string waiting_text(const std::string& who, const std::string& what,
+                         std::chrono::milliseconds waited, const NetworkFacts& facts) {
+  std::vector<std::string> all, unfit;
+  std::string network = "NETWORK";
+  for (const NetworkInterface& each : facts.interfaces) {
+    all.push_back(fmt::format("{} ({})", each.name, each.address));
+    if (is_virtual_interface(each.name)) {
+      unfit.push_back(each.name);
+    } else if (network == "NETWORK") {
+      network = each.network;
+    }
+  }
+  const std::string blame =
+      unfit.empty() ? "a rank does not run, a firewall loses what MPI sends, or MPI has chosen an "
+                      "interface that does not lead to the other hosts"
+                    : fmt::format("MPI may have chosen {}, which does not lead to other hosts",
+                                  fmt::join(unfit, ", "));
+  return fmt::format(
+      "{}: {} waits for other ranks of the job since {} s. Interfaces here: {}; {}. Name the "
+      "network that joins all hosts: 'mpirun --mca btl_tcp_if_include {}'. {}=SECONDS allows more "
+      "time",
+      who, what, static_cast<double>(waited.count()) / 1e3,
+      all.empty() ? "none" : fmt::format("{}", fmt::join(all, ", ")), blame, network, kVariable);
+}
+
 StartLimit::StartLimit(std::string what, std::chrono::milliseconds limit) : what_(std::move(what)) {
   if (limit.count() > 0) thread_ = std::thread([this, limit] { watch(limit); });
 }
@@ -58,15 +87,17 @@ StartLimit::~StartLimit() {
 void StartLimit::watch(std::chrono::milliseconds limit) {
   std::unique_lock lock(mutex_);
   if (changed_.wait_for(lock, limit, [this] { return over_; })) return;
-  const int rank = launched_rank();
-  const std::string line = fmt::format(
-      "sluice: error: {} on {}: {} waits for other ranks of the job since {} s. A rank does not "
-      "run, or hosts do not reach each other: look at the other ranks' lines, and name the "
-      "network that joins all hosts ('--mca btl_tcp_if_include NETWORK'). {}=SECONDS allows more "
-      "time\n",
-      rank < 0 ? "the process" : fmt::format("rank {}", rank), own_host(), what_,
-      static_cast<double>(limit.count()) / 1e3, kVariable);
-  (void)!::write(STDERR_FILENO, line.data(), line.size());
+  // One line for each host. The launcher ends the others with this process: they write theirs
+  // first.
+  if (launcher_info().local_rank <= 0) {
+    const int rank = launched_rank();
+    const std::string who = fmt::format(
+        "{} on {}", rank < 0 ? "the process" : fmt::format("rank {}", rank), own_host());
+    const std::string line =
+        fmt::format("sluice: error: {}\n", waiting_text(who, what_, limit, network_facts()));
+    (void)!::write(STDERR_FILENO, line.data(), line.size());
+  }
+  std::this_thread::sleep_for(kOthersWrite);
   ::_exit(exit_code(ErrorCode::kPeer));
 }
 

@@ -8,14 +8,22 @@
 #include <string>
 #include <thread>
 
+#include "runtime/program/network_facts.hpp"
+
 namespace sluice {
 
 // The seconds in the environment variable SLUICE_START_TIMEOUT, 60 where it is unset, 0 for no
 // limit. Error(kUsage) where it is not a number of seconds up to a million.
 [[nodiscard]] std::chrono::seconds start_time_limit();
 
-// While it exists, a thread watches the clock. After `limit` the thread writes a line to standard
-// error and ends the process with exit_code(kPeer), without cleaning up. A limit of 0 does nothing.
+// What a process says that has waited: its interfaces, those that MPI should not use, and the
+// network to choose. `who`: "rank 2 on node3".
+[[nodiscard]] std::string waiting_text(const std::string& who, const std::string& what,
+                                       std::chrono::milliseconds waited, const NetworkFacts& facts);
+
+// While it exists, a thread watches the clock. After `limit` the thread of each host's first rank
+// writes a line to standard error; a second later it ends the process with exit_code(kPeer),
+// without cleaning up. A limit of 0 does nothing.
 class StartLimit {
  public:
   // `what`: the part of the start that may not take longer, such as "MPI_Init".

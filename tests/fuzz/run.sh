@@ -8,7 +8,7 @@ cd "$(dirname "$0")/../.."
 (($# >= 2)) || { sed -n '2,5s/^# //p' tests/fuzz/run.sh >&2; exit 2; }
 runs=$1 seconds=$2
 shift 2
-(($#)) || set -- option_file save_state schedule_file token_file weights
+(($#)) || set -- cluster_file option_file save_state schedule_file token_file weights
 for reader in "$@"; do
   echo "$reader"
   corpora=("build/fuzz/found/$reader" "tests/fuzz/corpus/$reader")

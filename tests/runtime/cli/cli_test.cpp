@@ -488,6 +488,34 @@ TEST_F(CliTest, DoctorShowsEveryRankAndItsStage) {
   EXPECT_EQ(lines_with(outcome.out, "1 of 2"), 2) << outcome.out;
 }
 
+TEST_F(CliTest, DoctorMeasuresLinksThatScheduleReads) {
+  std::ofstream(path("text.txt")) << "text";
+  const Outcome outcome = mpirun(2, SLUICE_PROGRAM,
+                                 "doctor --probe-seconds 1 --data text.txt --save runs/a "
+                                 "--output c.json");
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(lines_with(outcome.out, " us "), 2) << outcome.out;  // both directions
+  EXPECT_THAT(outcome.out, HasSubstr("data file 'text.txt' has 4 bytes"));
+  EXPECT_THAT(outcome.out, HasSubstr("directory 'runs/a' takes"));
+  EXPECT_FALSE(fs::exists(path("runs")));
+  const auto json = nlohmann::json::parse(read_file(path("c.json")));
+  EXPECT_EQ(json.at("format"), "sluice-cluster");
+  EXPECT_EQ(json.at("version"), 1);
+  EXPECT_EQ(json.at("links").size(), 2U);
+  EXPECT_EQ(json.at("links")[0].at("over"), "memory");
+  const Outcome schedule = sluice("schedule --cluster c.json");
+  EXPECT_EQ(schedule.code, 0) << schedule.err;
+  EXPECT_THAT(schedule.out, HasSubstr("1f1b: 2 ranks"));
+}
+
+TEST_F(CliTest, DoctorMeasuresNothingWhereItsOutputCannotBeWritten) {
+  expect_refusal(mpirun(2, SLUICE_PROGRAM, "doctor --output none/c.json"), 4, "none/c.json");
+  const Outcome outcome = mpirun(2, SLUICE_PROGRAM, "doctor --probe-seconds 0 --data none.txt");
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_EQ(lines_with(outcome.out, " us "), 0) << outcome.out;
+  EXPECT_THAT(outcome.out, HasSubstr("rank 0 cannot read data file 'none.txt'"));
+}
+
 TEST_F(CliTest, ARankThatThrowsEndsTheJobWithItsMessageFirstAndOnce) {
   const Outcome outcome = mpirun(3, SLUICE_FAILING_RANK, "one");
   EXPECT_EQ(outcome.code, 7);

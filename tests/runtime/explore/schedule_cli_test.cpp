@@ -147,6 +147,49 @@ TEST_F(CliTest, ScheduleTakesTheTimesOfATrainedRun) {
   EXPECT_THAT(table.out, HasSubstr("Times from t.json"));
 }
 
+// Links of 2 ms and 1000 bytes/ms of a pipeline of two, as `sluice doctor --output` writes them.
+constexpr const char* kClusterOfTwo = R"({"format": "sluice-cluster", "version": 1,
+  "sluice": "", "mpi": "", "pipeline": 2, "replicas": 1, "hosts": [{"name": "a", "cores": 1}],
+  "ranks": [{"rank": 0, "host": "a", "replica": 0, "pipeline_rank": 0},
+            {"rank": 1, "host": "a", "replica": 0, "pipeline_rank": 1}],
+  "links": [
+    {"from": 0, "to": 1, "latency_s": 0.002, "bandwidth_bytes_per_s": 1e6, "over": "",
+     "shared_bandwidth_bytes_per_s": 0, "advanced_while_computing": 0},
+    {"from": 1, "to": 0, "latency_s": 0.002, "bandwidth_bytes_per_s": 1e6, "over": "",
+     "shared_bandwidth_bytes_per_s": 0, "advanced_while_computing": 0}],
+  "pairs_left_out": 0})";
+
+TEST_F(CliTest, ScheduleTakesTheLinksOfACluster) {
+  std::ofstream(path("c.json")) << kClusterOfTwo;
+  const std::string rest = " --micro-batches 1 --schedule gpipe --format json --message-bytes 3000";
+  const Outcome outcome = sluice("schedule --cluster c.json" + rest);
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const auto json = nlohmann::json::parse(outcome.out);
+  // Two forwards of 1, two backwards of 2, two messages of 2 + 3000 / 1000.
+  EXPECT_DOUBLE_EQ(json.at("makespan").get<double>(), 1 + 5 + 1 + 2 + 5 + 2);
+  EXPECT_THAT(json.at("times").get<std::string>(), HasSubstr("c.json: 2 measured links"));
+  const auto by_options = nlohmann::json::parse(
+      sluice("schedule --ranks 2 --message-time 2 --bandwidth 1000" + rest).out);
+  EXPECT_EQ(json.at("makespan"), by_options.at("makespan"));
+  for (const char* command : {"schedule compare", "schedule auto --effort 0"}) {
+    const Outcome other = sluice(std::string(command) + " --micro-batches 2 --cluster c.json");
+    EXPECT_EQ(other.code, 0) << other.err;
+  }
+}
+
+TEST_F(CliTest, ScheduleRefusesAClusterThatDoesNotFit) {
+  std::ofstream(path("c.json")) << kClusterOfTwo;
+  expect_refusal(sluice("schedule --cluster c.json --links 0-1:2"), 2,
+                 "option --links: --cluster determines it");
+  for (const char* command : {"schedule", "schedule compare", "schedule auto"}) {
+    expect_refusal(sluice(std::string(command) + " --cluster c.json --ranks 3"), 2,
+                   "'c.json' has the links of a pipeline of 2 ranks, the schedule has 3");
+  }
+  expect_refusal(sluice("schedule --cluster none.json"), 3, "none.json");
+  std::ofstream(path("c.json")) << "{}";
+  expect_refusal(sluice("schedule --cluster c.json"), 3, "'format' is missing");
+}
+
 TEST_F(CliTest, ScheduleAutoFindsOneWithinTheLimitAndSaysHowGoodItIs) {
   const char* const options =
       "--ranks 4 --micro-batches 12 --memory-limit 4 --effort 100000 --format json";

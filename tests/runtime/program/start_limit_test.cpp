@@ -1,5 +1,6 @@
 #include "runtime/program/start_limit.hpp"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -11,6 +12,8 @@ namespace sluice {
 namespace {
 
 using std::chrono::seconds;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 TEST(StartLimitTest, EndsTheProcessAndNamesTheHostWhereTheStartTakesLonger) {
   EXPECT_EXIT(
@@ -21,6 +24,20 @@ TEST(StartLimitTest, EndsTheProcessAndNamesTheHostWhereTheStartTakesLonger) {
       },
       ::testing::ExitedWithCode(11),
       "sluice: error: rank 3 on [^:]+: MPI_Init waits for other ranks");
+}
+
+TEST(StartLimitTest, TheTextNamesInterfacesThatMpiShouldNotUse) {
+  NetworkFacts facts;
+  facts.interfaces = {{"docker0", "172.17.0.1", "172.17.0.0/16", 0},
+                      {"eth0", "10.0.0.5", "10.0.0.0/24", 0}};
+  const auto text = [&] { return waiting_text("rank 2 on node3", "MPI_Init", seconds(45), facts); };
+  EXPECT_THAT(text(), HasSubstr("rank 2 on node3: MPI_Init waits for other ranks of the job since "
+                                "45 s. Interfaces here: docker0 (172.17.0.1), eth0 (10.0.0.5); "
+                                "MPI may have chosen docker0, which"));
+  EXPECT_THAT(text(), HasSubstr("--mca btl_tcp_if_include 10.0.0.0/24"));
+  facts.interfaces.erase(facts.interfaces.begin());
+  EXPECT_THAT(text(), HasSubstr("a firewall"));
+  EXPECT_THAT(text(), Not(HasSubstr("docker0")));
 }
 
 TEST(StartLimitTest, DoesNothingInTimeOrWithoutALimit) {

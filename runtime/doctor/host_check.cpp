@@ -1,4 +1,4 @@
-#include "runtime/cli/host_check.hpp"
+#include "runtime/doctor/host_check.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

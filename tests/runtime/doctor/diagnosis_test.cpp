@@ -1,10 +1,15 @@
-#include "runtime/cli/diagnosis.hpp"
+#include "runtime/doctor/diagnosis.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <string>
 #include <vector>
+
+#include <sluice/error.hpp>
+
+#include "tests/loopback/loopback.hpp"
 
 namespace sluice {
 namespace {
@@ -26,7 +31,7 @@ std::vector<RankFacts> job(int ranks) {
     each.mpi.thread_level = "funneled";
     each.kernel_set = "avx512";
     each.matmul_library = "oneDNN (avx512_core_amx)";
-    each.shared_memory_bytes = std::int64_t{1} << 30;
+    each.limits.shared_memory_bytes = std::int64_t{1} << 30;
   }
   return facts;
 }
@@ -81,7 +86,7 @@ TEST(DiagnosisTest, ReportsRanksThatComputeDifferently) {
 
 TEST(DiagnosisTest, WarnsOfAnUnusedFastNetworkOnlyBetweenHosts) {
   auto facts = job(2);
-  for (RankFacts& each : facts) each.fast_network = true;
+  for (RankFacts& each : facts) each.network.fast = true;
   EXPECT_EQ(said(facts, true), "");
   facts[1].mpi.host = "beta";
   EXPECT_THAT(said(facts, true), HasSubstr("--mca pml ucx"));
@@ -91,7 +96,7 @@ TEST(DiagnosisTest, WarnsOfAnUnusedFastNetworkOnlyBetweenHosts) {
 
 TEST(DiagnosisTest, WarnsOfLittleSharedMemory) {
   auto facts = job(8);
-  for (RankFacts& each : facts) each.shared_memory_bytes = std::int64_t{64} << 20;
+  for (RankFacts& each : facts) each.limits.shared_memory_bytes = std::int64_t{64} << 20;
   EXPECT_THAT(said(facts, true), HasSubstr("/dev/shm has 64 MiB free"));
 }
 
@@ -116,12 +121,65 @@ TEST(DiagnosisTest, SaysWhereBf16IsNotFaster) {
   EXPECT_THAT(said(facts, false), Not(HasSubstr("bf16")));
 }
 
+TEST(DiagnosisTest, NamesRanksThatAreBoundToOneCore) {
+  auto facts = job(2);
+  for (RankFacts& each : facts) {
+    each.host_cores = 4;
+    each.limits.cores = {0, 1};
+  }
+  EXPECT_THAT(said(facts, true), HasSubstr("alpha: ranks 0 and 1 are both bound to core 0, 1, "
+                                           "although the host has 4 cores for 2 ranks"));
+  EXPECT_THAT(said(facts, true), HasSubstr("--map-by slot:PE=1"));
+  facts[1].limits.cores = {2, 3};
+  EXPECT_EQ(said(facts, true), "");
+  for (RankFacts& each : facts) each.limits.cores = {0, 1, 2, 3};  // not bound
+  EXPECT_EQ(said(facts, true), "");
+  for (RankFacts& each : facts) each.limits.cores = {0};
+  facts[1].mpi.host = "beta";  // core 0 of another host
+  EXPECT_EQ(said(facts, true), "");
+}
+
+TEST(DiagnosisTest, WarnsOfLittleLockedMemoryWhereAFastNetworkNeedsIt) {
+  auto facts = job(1);
+  facts[0].limits.locked_memory_bytes = std::int64_t{64} << 10;
+  EXPECT_EQ(said(facts, true), "");
+  facts[0].network.fast = true;
+  EXPECT_THAT(said(facts, true), HasSubstr("may lock only 64 KiB"));
+  EXPECT_THAT(said(facts, true), HasSubstr("memlock unlimited"));
+  facts[0].limits.locked_memory_bytes = -1;
+  EXPECT_EQ(said(facts, true), "");
+}
+
+TEST(DiagnosisTest, NamesAHostWhoseClockIsWrong) {
+  auto facts = job(2);
+  facts[1].mpi.host = "beta";
+  facts[1].clock_ahead = 0.4;
+  EXPECT_EQ(said(facts, true), "");
+  facts[1].clock_ahead = 86400;
+  EXPECT_THAT(said(facts, true), HasSubstr("beta: its clock is 86400.0 s ahead of that of alpha"));
+  facts[1].clock_ahead = -3;
+  EXPECT_THAT(said(facts, true), HasSubstr("beta: its clock is 3.0 s behind that of alpha"));
+  facts[1].clock_error = 5;
+  EXPECT_EQ(said(facts, true), "");
+}
+
+TEST(DiagnosisTest, FactsOfABuildThatLacksSomeAreRead) {
+  const RankFacts facts = rank_facts_from_json(R"({"rank": 3, "more": [1]})");
+  EXPECT_EQ(facts.rank, 3);
+  EXPECT_EQ(facts.device, "cpu");
+}
+
 TEST(DiagnosisTest, FactsSurviveTheWayToRankZero) {
   RankFacts facts = job(3)[2];
   facts.environment = {{"OMP_NUM_THREADS", "\"8\"\n"}};
-  facts.fast_network = true;
+  facts.network.fast = true;
   facts.native_bf16 = false;
   facts.no_device_messages = "not tried";
+  facts.network.interfaces = {{"eth0", "10.0.0.1", "10.0.0.0/24", 1000}};
+  facts.network.connections = {{"10.0.0.1:1", "10.0.0.2:2"}};
+  facts.limits = {{0, 3}, 65536, 7};
+  facts.data = {"t", "no", 5, "abc"};
+  facts.save = {"d", "", "nfs", 1.5, 0.25};
   EXPECT_EQ(rank_facts_from_json(to_json_text(facts)).no_device_messages, "not tried");
   EXPECT_EQ(to_json_text(rank_facts_from_json(to_json_text(facts))), to_json_text(facts));
   EXPECT_EQ(rank_facts_from_json(to_json_text(facts)).environment, facts.environment);

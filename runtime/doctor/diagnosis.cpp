@@ -1,74 +1,23 @@
-#include "runtime/cli/diagnosis.hpp"
+#include "runtime/doctor/diagnosis.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <sys/statvfs.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <filesystem>
+#include <cmath>
+#include <iterator>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <set>
 
-#include "comm/base/cores.hpp"
 #include "runtime/layout/edge_route.hpp"
-#include "stages/cpu/cpu_report.hpp"
 
 namespace sluice {
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(MpiInfo, library, standard, thread_level, host, components,
-                                   tag_upper_bound, local_rank, local_size, cores)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankFacts, rank, mpi, device, device_identity, gpu, no_gpu,
-                                   no_device_messages, host_cores, threads, kernel_set,
-                                   matmul_library, native_bf16, fast_network, shared_memory_bytes,
-                                   environment)
-
 namespace {
-
-// Variables of libraries that change results or speed.
-constexpr const char* kVariables[] = {
-    "OMP_NUM_THREADS",          "OMP_PROC_BIND",
-    "OPENBLAS_CORETYPE",        "OPENBLAS_NUM_THREADS",
-    "DNNL_MAX_CPU_ISA",         "ONEDNN_MAX_CPU_ISA",
-    "DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE",
-    "SLUICE_KERNELS",
-};
-// Variables that permit more ranks than cores, of Open MPI 4 and 5.
-constexpr const char* kOversubscribe[] = {
-    "OMPI_MCA_rmaps_base_oversubscribe",
-    "PRTE_MCA_rmaps_default_mapping_policy",
-};
 
 constexpr std::int64_t kSharedMemoryPerRank = std::int64_t{16} << 20;
 
 using Ranks = std::vector<RankFacts>;
-
-bool has_fast_network() {
-  std::error_code ignored;
-  const std::filesystem::directory_iterator devices("/sys/class/infiniband", ignored);
-  return !ignored && devices != std::filesystem::directory_iterator();
-}
-
-std::int64_t free_shared_memory() {
-  struct statvfs state = {};
-  if (statvfs("/dev/shm", &state) != 0) return -1;
-  return static_cast<std::int64_t>(state.f_bavail) * static_cast<std::int64_t>(state.f_frsize);
-}
-
-// Host -> its first rank's facts, in order of rank.
-std::vector<const RankFacts*> first_of_hosts(const Ranks& ranks) {
-  std::vector<const RankFacts*> firsts;
-  std::set<std::string> seen;
-  for (const RankFacts& rank : ranks) {
-    if (seen.insert(rank.mpi.host).second) firsts.push_back(&rank);
-  }
-  return firsts;
-}
-
-bool is_open_mpi(const RankFacts& facts) {
-  return facts.mpi.library.find("Open MPI") != std::string::npos;
-}
 
 bool oversubscription_permitted(const RankFacts& facts) {
   return std::any_of(facts.environment.begin(), facts.environment.end(), [](const auto& variable) {
@@ -78,6 +27,8 @@ bool oversubscription_permitted(const RankFacts& facts) {
 }
 
 void check_cores(const Ranks& ranks, std::vector<Finding>& findings) {
+  const RankFacts* limited = nullptr;  // by mpirun's slots
+  int others = 0;
   for (const RankFacts* host : first_of_hosts(ranks)) {
     if (host->mpi.local_size > host->host_cores) {
       findings.push_back(
@@ -89,12 +40,19 @@ void check_cores(const Ranks& ranks, std::vector<Finding>& findings) {
                              static_cast<double>(host->mpi.local_size) / host->host_cores,
                              host->host_cores)});
     } else if (is_open_mpi(*host) && !oversubscription_permitted(*host)) {
-      findings.push_back(
-          {false, fmt::format("{}: mpirun refuses more ranks than slots (usually cores: {} here) "
-                              "unless called with --oversubscribe",
-                              host->mpi.host, host->host_cores)});
+      others += limited == nullptr ? 0 : 1;
+      if (limited == nullptr) limited = host;
     }
   }
+  if (limited == nullptr) return;
+  findings.push_back(
+      {false,
+       fmt::format(
+           "{}{}: mpirun refuses more ranks than slots (usually cores: {} here) "
+           "unless called with --oversubscribe",
+           limited->mpi.host,
+           others == 0 ? "" : fmt::format(" and {} more host{}", others, others == 1 ? "" : "s"),
+           limited->host_cores)});
 }
 
 void check_binding(const Ranks& ranks, std::vector<Finding>& findings) {
@@ -112,6 +70,65 @@ void check_binding(const Ranks& ranks, std::vector<Finding>& findings) {
   }
 }
 
+// "3, 4": what both of two ascending lists have.
+std::string common_cores(const std::vector<int>& one, const std::vector<int>& two) {
+  std::vector<int> common;
+  std::set_intersection(one.begin(), one.end(), two.begin(), two.end(), std::back_inserter(common));
+  return fmt::format("{}", fmt::join(common, ", "));
+}
+
+// Bound ranks of one host with a core in common; a host with too few cores is named elsewhere.
+void check_double_binding(const Ranks& ranks, std::vector<Finding>& findings) {
+  const auto bound = [](const RankFacts& rank) {
+    return !rank.limits.cores.empty() &&
+           static_cast<int>(rank.limits.cores.size()) < rank.host_cores &&
+           rank.mpi.local_size <= rank.host_cores;
+  };
+  for (std::size_t high = 1; high < ranks.size(); ++high) {
+    for (std::size_t low = 0; low < high && bound(ranks[high]); ++low) {
+      const RankFacts &one = ranks[low], &two = ranks[high];
+      if (one.mpi.host != two.mpi.host || !bound(one)) continue;
+      const std::string cores = common_cores(one.limits.cores, two.limits.cores);
+      if (cores.empty()) continue;
+      findings.push_back(
+          {true,
+           fmt::format("{}: ranks {} and {} are both bound to core {}, although the host has "
+                       "{} cores for {} ranks: start with 'mpirun --map-by slot:PE={}' (Slurm: "
+                       "'srun --cpus-per-task={}'), or '--bind-to none'",
+                       one.mpi.host, one.rank, two.rank, cores, one.host_cores, one.mpi.local_size,
+                       one.threads, one.threads)});
+      return;
+    }
+  }
+}
+
+void check_locked_memory(const Ranks& ranks, std::vector<Finding>& findings) {
+  constexpr std::int64_t kEnough = std::int64_t{1} << 30;
+  for (const RankFacts* host : first_of_hosts(ranks)) {
+    const std::int64_t limit = host->limits.locked_memory_bytes;
+    if (!host->network.fast || limit < 0 || limit >= kEnough) continue;
+    findings.push_back(
+        {true, fmt::format("{}: it has an InfiniBand or RoCE device, but a rank may lock only {} "
+                           "KiB of memory, which messages over it need: set 'memlock unlimited' "
+                           "in /etc/security/limits.conf there (Slurm: "
+                           "PropagateResourceLimitsExcept=MEMLOCK; Docker: --ulimit memlock=-1)",
+                           host->mpi.host, limit >> 10)});
+  }
+}
+
+// Traces do not suffer: they measure clocks themselves.
+void check_clocks(const Ranks& ranks, std::vector<Finding>& findings) {
+  constexpr double kMost = 1;  // seconds
+  for (const RankFacts* host : first_of_hosts(ranks)) {
+    if (std::abs(host->clock_ahead) <= kMost + host->clock_error) continue;
+    findings.push_back(
+        {true, fmt::format("{}: its clock is {:.1f} s {} that of {}, so times in logs and of files "
+                           "disagree: let both hosts keep time by NTP (chrony)",
+                           host->mpi.host, std::abs(host->clock_ahead),
+                           host->clock_ahead > 0 ? "ahead of" : "behind", ranks.front().mpi.host)});
+  }
+}
+
 bool asks_for_fast_path(const RankFacts& facts) {
   return facts.mpi.components.find("ucx") != std::string::npos ||
          facts.mpi.components.find("ofi") != std::string::npos;
@@ -121,7 +138,7 @@ void check_network(const Ranks& ranks, std::vector<Finding>& findings) {
   const RankFacts& first = ranks.front();
   const bool several_hosts = first_of_hosts(ranks).size() > 1;
   if (!is_open_mpi(first) || asks_for_fast_path(first)) return;
-  if (first.fast_network) {
+  if (first.network.fast) {
     findings.push_back(
         {several_hosts,
          "this host has an InfiniBand or RoCE device, but no setting makes MPI use it (Debian's "
@@ -156,15 +173,15 @@ void check_progress(const Ranks& ranks, std::vector<Finding>& findings) {
 void check_shared_memory(const Ranks& ranks, std::vector<Finding>& findings) {
   for (const RankFacts* host : first_of_hosts(ranks)) {
     const std::int64_t wanted = kSharedMemoryPerRank * host->mpi.local_size;
-    if (host->mpi.local_size < 2 || host->shared_memory_bytes < 0 ||
-        host->shared_memory_bytes >= wanted) {
+    if (host->mpi.local_size < 2 || host->limits.shared_memory_bytes < 0 ||
+        host->limits.shared_memory_bytes >= wanted) {
       continue;
     }
     findings.push_back(
         {true, fmt::format("{}: /dev/shm has {} MiB free, {} ranks need about {}; in a container "
                            "give it more (docker run --shm-size=1g)",
-                           host->mpi.host, host->shared_memory_bytes >> 20, host->mpi.local_size,
-                           wanted >> 20)});
+                           host->mpi.host, host->limits.shared_memory_bytes >> 20,
+                           host->mpi.local_size, wanted >> 20)});
   }
 }
 
@@ -247,48 +264,25 @@ void check_alike(const Ranks& ranks, const char* what, Field field,
 
 }  // namespace
 
-std::string describe_gpu(Device device) {
-  if (device.kind == DeviceKind::kCpu) return "";
-  const DeviceProperties gpu = properties_of(device);
-  return fmt::format("{}, {:.1f} GiB, compute capability {}.{}, driver for CUDA {}.{}", gpu.name,
-                     static_cast<double>(gpu.memory) / (1 << 30), gpu.major, gpu.minor,
-                     gpu.driver / 1000, gpu.driver % 1000 / 10);
-}
-
-RankFacts local_facts() {
-  RankFacts facts;
-  if (built_with_cuda()) facts.no_gpu = no_gpu_reason();
-  facts.host_cores = host_cores();
-  facts.kernel_set = kernel_set();
-  facts.matmul_library = matmul_library();
-  facts.native_bf16 = native_bf16();
-  facts.fast_network = has_fast_network();
-  facts.shared_memory_bytes = free_shared_memory();
-  const auto note = [&facts](const char* name) {
-    if (const char* value = std::getenv(name); value != nullptr) {
-      facts.environment.emplace_back(name, value);
-    }
-  };
-  for (const char* name : kVariables) note(name);
-  for (const char* name : kOversubscribe) note(name);
-  return facts;
-}
-
-std::string to_json_text(const RankFacts& facts) {
-  return nlohmann::json(facts).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-}
-
-RankFacts rank_facts_from_json(const std::string& text) {
-  return nlohmann::json::parse(text).get<RankFacts>();
+std::vector<const RankFacts*> first_of_hosts(const std::vector<RankFacts>& ranks) {
+  std::vector<const RankFacts*> firsts;
+  std::set<std::string> seen;
+  for (const RankFacts& rank : ranks) {
+    if (seen.insert(rank.mpi.host).second) firsts.push_back(&rank);
+  }
+  return firsts;
 }
 
 std::vector<Finding> diagnose(const std::vector<RankFacts>& ranks) {
   std::vector<Finding> findings;
   check_cores(ranks, findings);
   check_binding(ranks, findings);
+  check_double_binding(ranks, findings);
   check_network(ranks, findings);
   check_progress(ranks, findings);
   check_shared_memory(ranks, findings);
+  check_locked_memory(ranks, findings);
+  check_clocks(ranks, findings);
   check_environment(ranks, findings);
   check_gpus(ranks, findings);
   check_precision(ranks, findings);
@@ -296,10 +290,6 @@ std::vector<Finding> diagnose(const std::vector<RankFacts>& ranks) {
       ranks, "kernel sets", [](const RankFacts& r) { return r.kernel_set; }, findings);
   check_alike(
       ranks, "matrix libraries", [](const RankFacts& r) { return r.matmul_library; }, findings);
-  check_alike(
-      ranks, "MPI libraries", [](const RankFacts& r) { return r.mpi.library; }, findings);
-  std::stable_sort(findings.begin(), findings.end(),
-                   [](const Finding& a, const Finding& b) { return a.wrong && !b.wrong; });
   return findings;
 }
 

@@ -1,0 +1,116 @@
+#include "runtime/doctor/facts.hpp"
+
+#include <fmt/format.h>
+#include <sched.h>
+#include <sys/resource.h>
+#include <sys/statvfs.h>
+
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+
+#include <sluice/error.hpp>
+
+#include "comm/base/cores.hpp"
+#include "comm/base/throw_error.hpp"
+#include "runtime/files/checksum.hpp"
+#include "runtime/files/mapped_file.hpp"
+#include "stages/cpu/cpu_report.hpp"
+
+namespace sluice {
+
+// With defaults: tests give what they need.
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(MpiInfo, library, standard, thread_level, host,
+                                                components, tag_upper_bound, local_rank, local_size,
+                                                cores)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(NetworkInterface, name, address, network,
+                                                speed_megabit)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(Connection, local, peer)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(NetworkFacts, fast, interfaces, connections,
+                                                settings)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(LimitFacts, cores, locked_memory_bytes,
+                                                shared_memory_bytes)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(DataFacts, path, problem, bytes, hash)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(DirectoryFacts, path, problem, file_system,
+                                                bytes_per_second, seen_after)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE_WITH_DEFAULT(RankFacts, rank, mpi, clock_ahead, clock_error,
+                                                device, device_identity, gpu, no_gpu,
+                                                no_device_messages, host_cores, threads, kernel_set,
+                                                matmul_library, native_bf16, limits, network, data,
+                                                save, environment)
+
+namespace {
+
+// Variables of libraries that change results or speed.
+constexpr const char* kVariables[] = {
+    "OMP_NUM_THREADS",          "OMP_PROC_BIND",
+    "OPENBLAS_CORETYPE",        "OPENBLAS_NUM_THREADS",
+    "DNNL_MAX_CPU_ISA",         "ONEDNN_MAX_CPU_ISA",
+    "DNNL_DEFAULT_FPMATH_MODE", "ONEDNN_DEFAULT_FPMATH_MODE",
+    "SLUICE_KERNELS",
+};
+
+std::int64_t free_shared_memory() {
+  struct statvfs state = {};
+  if (statvfs("/dev/shm", &state) != 0) return -1;
+  return static_cast<std::int64_t>(state.f_bavail) * static_cast<std::int64_t>(state.f_frsize);
+}
+
+std::int64_t locked_memory() {
+  struct rlimit limit = {};
+  if (::getrlimit(RLIMIT_MEMLOCK, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return -1;
+  return static_cast<std::int64_t>(limit.rlim_cur);
+}
+
+std::vector<int> cores_of_mask() {
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  std::vector<int> cores;
+  if (::sched_getaffinity(0, sizeof(mask), &mask) != 0) return cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &mask)) cores.push_back(core);
+  }
+  return cores;
+}
+
+}  // namespace
+
+std::string describe_gpu(Device device) {
+  if (device.kind == DeviceKind::kCpu) return "";
+  const DeviceProperties gpu = properties_of(device);
+  return fmt::format("{}, {:.1f} GiB, compute capability {}.{}, driver for CUDA {}.{}", gpu.name,
+                     static_cast<double>(gpu.memory) / (1 << 30), gpu.major, gpu.minor,
+                     gpu.driver / 1000, gpu.driver % 1000 / 10);
+}
+
+bool is_open_mpi(const RankFacts& facts) {
+  return facts.mpi.library.find("Open MPI") != std::string::npos;
+}
+
+RankFacts local_facts() {
+  RankFacts facts;
+  if (built_with_cuda()) facts.no_gpu = no_gpu_reason();
+  facts.host_cores = host_cores();
+  facts.kernel_set = kernel_set();
+  facts.matmul_library = matmul_library();
+  facts.native_bf16 = native_bf16();
+  facts.limits = {cores_of_mask(), locked_memory(), free_shared_memory()};
+  facts.network = network_facts();
+  const auto note = [&facts](const char* name) {
+    if (const char* value = std::getenv(name); value != nullptr) {
+      facts.environment.emplace_back(name, value);
+    }
+  };
+  for (const char* name : kVariables) note(name);
+  for (const char* name : kOversubscribe) note(name);
+  return facts;
+}
+
+std::string to_json_text(const RankFacts& facts) {
+  return nlohmann::json(facts).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+RankFacts rank_facts_from_json(const std::string& text) {
+  return nlohmann::json::parse(text).get<RankFacts>();
+}
+
+}  // namespace sluice

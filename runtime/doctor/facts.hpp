@@ -1,0 +1,63 @@
+// Facts of one rank of a job and of its host, as `sluice doctor` gathers them. Does not call MPI.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/device.hpp>
+
+#include "comm/group/collectives.hpp"
+#include "comm/mpi/mpi_session.hpp"
+#include "runtime/doctor/file_facts.hpp"
+#include "runtime/program/network_facts.hpp"
+
+namespace sluice {
+
+// What the system grants a rank.
+struct LimitFacts {
+  std::vector<int> cores;                 // of the affinity mask, ascending
+  std::int64_t locked_memory_bytes = -1;  // RLIMIT_MEMLOCK; -1: unlimited
+  std::int64_t shared_memory_bytes = -1;  // free in /dev/shm; -1: unknown
+};
+
+// One rank's view of where it runs.
+struct RankFacts {
+  int rank = 0;
+  MpiInfo mpi;
+  std::string device = "cpu";
+  std::string device_identity, gpu;  // of a GPU: address, description; empty on the CPU
+  std::string no_gpu;                // why a build for GPUs finds none; else empty
+  std::string no_device_messages;    // as why_no_device_messages (runtime/layout/edge_route.hpp)
+  int host_cores = 1;                // this job may use on the host
+  int threads = 1;                   // requested, per rank
+  std::string kernel_set, matmul_library;
+  bool native_bf16 = true;  // as native_bf16() (stages/cpu/cpu_report.hpp)
+  LimitFacts limits;
+  NetworkFacts network;
+  double clock_ahead = 0;  // seconds by which the host's wall clock is ahead of rank 0's
+  double clock_error = 0;  // and how far that may be wrong
+  DataFacts data;
+  DirectoryFacts save;
+  std::vector<std::pair<std::string, std::string>> environment;  // set variables that matter
+};
+
+// Variables that permit more ranks than cores, of Open MPI 4 and 5.
+inline constexpr const char* kOversubscribe[] = {
+    "OMPI_MCA_rmaps_base_oversubscribe",
+    "PRTE_MCA_rmaps_default_mapping_policy",
+};
+
+// Whether the library is Open MPI, of any version.
+[[nodiscard]] bool is_open_mpi(const RankFacts& facts);
+
+// Of this process, without rank, threads, files, clock, connections, and the facts that MPI has.
+[[nodiscard]] RankFacts local_facts();
+// "NVIDIA H200, 139.8 GiB, compute capability 9.0, driver for CUDA 13.0"; empty for a CPU.
+[[nodiscard]] std::string describe_gpu(Device device);
+
+[[nodiscard]] std::string to_json_text(const RankFacts& facts);
+[[nodiscard]] RankFacts rank_facts_from_json(const std::string& text);
+
+}  // namespace sluice
