@@ -7,7 +7,8 @@ import re
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "faults"))
-from harness import made_up_text, require, run_cases  # noqa: E402
+from harness import (Violation, made_up_text, metrics_so_far, require, resumed_step,  # noqa: E402,F401
+                     run_cases)
 from hosts import ROOT, Hosts, Unavailable  # noqa: E402
 
 SKIPPED = 77
@@ -71,6 +72,26 @@ class Setup:
         require(found == wanted, f"{directory}: digest {found}, on one host {wanted}")
 
 
+def put_on_path(setup, hosts):
+    """Lets hosts find `sluice`, also by an ssh without login; until the host ends."""
+    folder = setup.folder / "bin"
+    if not folder.exists():
+        folder.mkdir()
+        (folder / "sluice").symlink_to(setup.sluice)
+    for host in hosts:
+        setup.hosts.check(host, "mount", "--bind", folder, "/usr/local/bin")
+
+
+def of_hosts(case):
+    """What a host refuses to do fails the case alone."""
+    def guarded():
+        try:
+            return case()
+        except RuntimeError as error:
+            raise Violation(str(error)) from error
+    return guarded
+
+
 def run(title, description, count, cases_of, missing=lambda: None):
     """A test's main: starts the hosts, runs the cases that `cases_of`, given the setup, returns by name. `missing`
     says what else this machine lacks; then the test is skipped."""
@@ -93,6 +114,7 @@ def run(title, description, count, cases_of, missing=lambda: None):
         cases = cases_of(setup)
         if options.case and options.case not in cases:
             sys.exit(f"no case '{options.case}'; legal are {', '.join(cases)}")
-        code = run_cases(setup, title, [(name, case) for name, case in cases.items() if options.case in (None, name)])
+        code = run_cases(setup, title, [(name, of_hosts(case)) for name, case in cases.items()
+                                        if options.case in (None, name)])
         hosts.keep_files = code == 1
         sys.exit(code)
