@@ -9,7 +9,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "faults"))
 from harness import (Violation, made_up_text, metrics_so_far, require, resumed_step,  # noqa: E402,F401
                      run_cases)
-from hosts import ROOT, Hosts, Unavailable  # noqa: E402
+from hosts import ROOT, Hosts, Unavailable, wait_for  # noqa: E402,F401
 
 SKIPPED = 77
 PATIENCE = 60  # seconds after which a job counts as stuck
@@ -43,7 +43,8 @@ class Setup:
     def trains(self, ranks, *options, **others):
         """Such a training, which must end well; its output."""
         code, output = self.mpirun(ranks, *options, **others)
-        require(code == 0 and TRAINED.search(output), f"{ranks} ranks {' '.join(map(str, options))}: exit {code}\n{output}")
+        require(code == 0 and TRAINED.search(output),
+                f"{ranks} ranks {' '.join(map(str, options))}: exit {code}\n{output}")
         return output
 
     def sluice_says(self, *words):

@@ -36,7 +36,8 @@ NETWORK = "10.77.0"
 PATIENCE = 20.0  # seconds to start or end a host
 OWN = ("/tmp", "/run", "/dev/shm")  # folders that each host has for itself
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client",
-            "ssh-keygen": "openssh-client", "nsenter": "util-linux", "unshare": "util-linux", "setpriv": "util-linux"}
+            "ssh-keygen": "openssh-client", "nsenter": "util-linux", "unshare": "util-linux", "setpriv": "util-linux",
+            "pkill": "procps"}
 NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
 
 # Root may start ranks. Ranks of one host may outnumber its cores. No time goes into the search for fabrics.
@@ -99,7 +100,8 @@ def available():
         if not find(tool):
             raise Unavailable(f"no {tool} (package {package})")
     probe = ("mount -t tmpfs none /run && ip link add br0 type bridge && "
-             "ip link add eth0 type veth peer name port0 && tc qdisc add dev eth0 root tbf rate 1mbit burst 10kb limit 10kb")
+             "ip link add eth0 type veth peer name port0 && "
+             "tc qdisc add dev eth0 root tbf rate 1mbit burst 10kb limit 10kb")
     done = subprocess.run([find("unshare"), *NAMESPACES, "--fork", "--mount-proc", "sh", "-c", probe], text=True,
                           capture_output=True, check=False)
     if done.returncode != 0:
@@ -250,13 +252,20 @@ class Hosts:
 
     def start_sshd(self, host, *options):
         """Starts sshd on a host, in place of the one that runs there."""
-        self.run(host, "sh", "-c", 'if [ -f /run/sshd.pid ]; then kill "$(cat /run/sshd.pid)"; rm -f /run/sshd.pid; fi')
+        self.stop_sshd(host)
         log = self.folder / self.name(host) / "sshd.log"
         done = self.run(host, find("sshd"), "-E", log, *options)
         if done.returncode != 0:
             raise RuntimeError(f"sshd on {self.name(host)}: {done.stdout}")
         pid = pathlib.Path(f"/proc/{self.holder(host)}/root/run/sshd.pid")  # written once it listens
         wait_for(lambda: pid.exists() and pid.read_text(), f"sshd on {self.name(host)} does not listen")
+
+    def stop_sshd(self, host):
+        """Ends sshd and its connections; from then on the host refuses others."""
+        self.run(host, "pkill", "-KILL", "-x", "sshd")
+        wait_for(lambda: self.run(host, "pgrep", "-x", "sshd").returncode == 1,
+                 f"sshd on {self.name(host)} does not end")
+        self.run(host, "rm", "-f", "/run/sshd.pid")
 
     def kill(self, host):
         """Power and network of a host fail: no peer hears a word. All its processes are gone when this returns."""
@@ -330,7 +339,8 @@ class Hosts:
         """Runs a command on a host, which must succeed; its output."""
         done = self.run(host, *command)
         if done.returncode != 0:
-            raise RuntimeError(f"{self.name(host)}: {' '.join(map(str, command))}: exit {done.returncode}: {done.stdout}")
+            words = " ".join(map(str, command))
+            raise RuntimeError(f"{self.name(host)}: {words}: exit {done.returncode}: {done.stdout}")
         return done.stdout
 
     def slots(self, ranks):

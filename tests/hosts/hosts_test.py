@@ -49,7 +49,8 @@ def limited(setup):
     hosts.limit(2, f"{rate}bit")
     for source, target in ((1, 2), (2, 1)):
         begin = time.monotonic()
-        hosts.check(source, "sh", "-c", f"head -c {size} /dev/zero | ssh -o Compression=no node{target} 'cat >/dev/null'")
+        sender = f"head -c {size} /dev/zero | ssh -o Compression=no node{target} 'cat >/dev/null'"
+        hosts.check(source, "sh", "-c", sender)
         least = (size - 2 * 131072) * 8 / rate  # the buckets are full at first
         took = time.monotonic() - begin
         require(took >= least, f"{size} bytes from node{source} to node{target}: {took:.2f} s, at least {least:.2f} s")
@@ -73,7 +74,8 @@ def killed_run(setup):
     """kill -9 of a run: the kernel ends its hosts and what they run, the next start removes its files."""
     program = ("import sys, time; sys.path.insert(0, sys.argv[1]); from hosts import Hosts; "
                "hosts = Hosts(2); hosts.start(2, 'sleep', '1234'); print(hosts.folder, flush=True); time.sleep(1000)")
-    victim = subprocess.Popen([sys.executable, "-c", program, os.path.dirname(SCRIPT)], stdout=subprocess.PIPE, text=True)
+    victim = subprocess.Popen([sys.executable, "-c", program, os.path.dirname(SCRIPT)], text=True,
+                              stdout=subprocess.PIPE)
     folder = pathlib.Path(victim.stdout.readline().strip())
     pids = [pid for path in folder.glob("*.pid") for pid, _ in module.json.loads(path.read_text())]
     inside = wait_for(lambda: [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
@@ -140,12 +142,12 @@ def by_hand(setup):
 
 def unavailable(setup):
     """Without root or without a tool the reason has a name."""
-    program = f"import sys; sys.path.insert(0, {os.path.dirname(SCRIPT)!r}); import hosts; hosts.available()"
-    without = {"not root": ["setpriv", "--reuid", "65534", "--clear-groups"], "no ssh-keygen": ["env", f"PATH={setup.folder}"]}
-    for reason, prefix in without.items():
-        tool = "import hosts; hosts.find = lambda name: None if name == 'ssh-keygen' else '/bin/true'; "
-        text = program if reason == "not root" else program.replace("import hosts; ", tool)
-        done = subprocess.run([*prefix, sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    program = f"import sys; sys.path.insert(0, {os.path.dirname(SCRIPT)!r}); import hosts; {{}}hosts.available()"
+    hides = "real = hosts.find; hosts.find = lambda tool: None if tool == 'sshd' else real(tool); "
+    for reason, prefix, first in (("not root", ["setpriv", "--reuid", "65534", "--clear-groups"], ""),
+                                  (r"no sshd \(package openssh-server\)", [], hides)):
+        done = subprocess.run([*prefix, sys.executable, "-c", program.format(first)], capture_output=True, text=True,
+                              cwd=setup.folder, check=False)
         require(re.search(rf"Unavailable: {reason}", done.stderr), f"{reason}: {done.stderr}")
 
 

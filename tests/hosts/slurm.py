@@ -57,7 +57,8 @@ class Slurm:
         self.hosts = hosts
         folder = hosts.folder / "slurm"
         folder.mkdir()
-        nodes = [f"NodeName={hosts.name(host)} NodeAddr={hosts.address(host)} CPUs={cpus} State=UNKNOWN" for host in hosts]
+        nodes = [f"NodeName={hosts.name(host)} NodeAddr={hosts.address(host)} CPUs={cpus} State=UNKNOWN"
+                 for host in hosts]
         self.configuration = folder / "slurm.conf"
         self.configuration.write_text(CONFIGURATION.format(address=hosts.address(1), logs=folder,
                                                            nodes="\n".join(nodes)))

@@ -28,12 +28,12 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 class Job:
     """A submitted job in a folder of its own."""
 
-    def __init__(self, setup, name, launch, *options, steps=STEPS):
+    def __init__(self, setup, name, launch, *options, steps=STEPS, sbatch=()):
         self.setup, self.cluster, self.directory = setup, setup.cluster, setup.folder / name
         self.directory.mkdir()
         (self.directory / "text.txt").symlink_to(setup.folder / "text.txt")
         self.cluster.environment["SLUICE_LAUNCH"] = launch
-        said = self.cluster.check("sbatch", "--chdir", self.directory, setup.folder / "slurm_job.sh", *setup.model,
+        said = self.cluster.check("sbatch", "--chdir", self.directory, *sbatch, setup.folder / "slurm_job.sh", *setup.model,
                                   "--steps", steps, "--metrics", "metrics.jsonl", *options)
         self.number = re.search(r"Submitted batch job (\d+)", said).group(1)
 
@@ -70,20 +70,20 @@ class Job:
         require(restarts in (None, int(self.has("Restarts"))), f"{self.has('Restarts')} restarts\n{self.log()}")
         return self.log()
 
-    def same_bits(self, steps=STEPS):
-        self.setup.same_bits(self.directory / "run", steps)
+    def same_bits(self, steps=STEPS, replicas=1):
+        self.setup.same_bits(self.directory / "run", steps, replicas)
 
 
 def launched(setup, name, launch):
-    """The script to its end."""
-    job = Job(setup, name, launch, steps=SHORT)
+    """The script to its end, with two ranks on each node."""
+    job = Job(setup, name, launch, "--pipeline", 2, "--replicas", 2, steps=SHORT, sbatch=["--ntasks-per-node=2"])
     job.ends(restarts=0)
-    job.same_bits(SHORT)
+    job.same_bits(SHORT, replicas=2)
 
 
 def srun_alone(setup):
-    """srun without a script, with two ranks on each node."""
-    done = setup.cluster.run("timeout", 60, "srun", "--mpi=pmix", "-N", 2, "-n", 4, "--ntasks-per-node=2", *setup.train(
+    """srun without a script."""
+    done = setup.cluster.run("timeout", 60, "srun", "--mpi=pmix", "-N", 2, "-n", 4, *setup.train(
         "--pipeline", 2, "--replicas", 2, "--steps", SHORT, "--save", "srun-alone"), timeout=90)
     require(done.returncode == 0, f"exit {done.returncode}\n{done.stdout}")
     setup.same_bits("srun-alone", SHORT, replicas=2)
