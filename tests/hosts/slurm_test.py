@@ -134,7 +134,7 @@ def stays_stopped(setup):
 def dead_node(setup, name, launch, die):
     """A node dies amid steps. The job goes on with the third node, from a save, and nobody does anything."""
     setup.hosts.limit(2, SLOW)
-    job = Job(setup, name, launch, "--save-every", 5)
+    job = Job(setup, name, launch, "--save-every", 5, steps=STEPS // 4)
     job.trains()
     require(job.has("NodeList") == "node[1-2]", f"the job is on {job.has('NodeList')}")
     die()
@@ -142,7 +142,7 @@ def dead_node(setup, name, launch, die):
     log = job.ends()
     require(job.has("NodeList") == "node[1,3]", f"the job ended on {job.has('NodeList')}\n{log}")
     require(resumed_step(log) >= 5, f"it began anew\n{log}")
-    job.same_bits()
+    job.same_bits(STEPS // 4)
     restarts = job.has("Restarts")
     if not (setup.hosts.folder / "2.pid").exists():
         setup.hosts.boot(2)
@@ -170,9 +170,9 @@ def cases(setup):
         "srun --mpi=pmix in the allocation": lambda: launched(setup, "by-srun", SRUN),
         "srun --mpi=pmix -N 2 -n 4": functools.partial(srun_alone, setup),
         "asked to stop": functools.partial(asked_to_stop, setup),
-        "stopped for good": functools.partial(stays_stopped, setup),
-        # Slurm looks at time limits every 30 seconds: this case waits least when those before it took 25.
+        # Slurm looks at time limits every 30 seconds: this case waits least when those before took 25.
         "the time limit comes": functools.partial(time_limit, setup),
+        "stopped for good": functools.partial(stays_stopped, setup),
         "a node loses power, srun": lambda: dead_node(setup, "power-srun", SRUN, lambda: loses_power(setup)),
         "a node loses its processes, mpirun": lambda: dead_node(setup, "processes-mpirun", MPIRUN,
                                                                 lambda: loses_processes(setup)),
