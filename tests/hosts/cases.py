@@ -26,6 +26,7 @@ class Setup:
         self.model = ["--data", "text.txt", "--layers", "6", "--heads", "2", "--width", "16", "--context", "16",
                       "--micro-batches", "6", "--seed", "7"]
         self.digests = {}
+        (hosts.bin / "sluice").symlink_to(self.sluice)
 
     def remove(self):
         """The hosts remove the folder, unless a case failed."""
@@ -71,16 +72,6 @@ class Setup:
     def same_bits(self, directory, steps, replicas=1):
         found, wanted = self.digest(directory), self.one_host(steps, replicas)
         require(found == wanted, f"{directory}: digest {found}, on one host {wanted}")
-
-
-def put_on_path(setup, hosts):
-    """Lets hosts find `sluice`, also by an ssh without login; until the host ends."""
-    folder = setup.folder / "bin"
-    if not folder.exists():
-        folder.mkdir()
-        (folder / "sluice").symlink_to(setup.sluice)
-    for host in hosts:
-        setup.hosts.check(host, "mount", "--bind", folder, "/usr/local/bin")
 
 
 def of_hosts(case):

@@ -72,14 +72,16 @@ def killed_host(setup):
 
 def killed_run(setup):
     """kill -9 of a run: the kernel ends its hosts and what they run, the next start removes its files."""
+    sleep = f"sleep 1{os.getpid()}"
     program = ("import sys, time; sys.path.insert(0, sys.argv[1]); from hosts import Hosts; "
-               "hosts = Hosts(2); hosts.start(2, 'sleep', '1234'); print(hosts.folder, flush=True); time.sleep(1000)")
+               f"hosts = Hosts(2); hosts.start(2, *'{sleep}'.split()); print(hosts.folder, flush=True); "
+               "time.sleep(1000)")
     victim = subprocess.Popen([sys.executable, "-c", program, os.path.dirname(SCRIPT)], text=True,
                               stdout=subprocess.PIPE)
     folder = pathlib.Path(victim.stdout.readline().strip())
     pids = [pid for path in folder.glob("*.pid") for pid, _ in module.json.loads(path.read_text())]
     inside = wait_for(lambda: [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
-                               if command_line(pid) == "sleep 1234"], "the host runs nothing")
+                               if command_line(pid) == sleep], "the host runs nothing")
     require(len(pids) == 6 and all(started(pid) for pid in pids), f"holders {pids}")
     victim.send_signal(signal.SIGKILL)
     victim.communicate()
@@ -134,6 +136,8 @@ def by_hand(setup):
         script("on", "2", "true", code=1)
         script("boot", "2")
         script("on", "1", "ssh", "node2", "true")
+        module.end_processes(module.RUNS / (module.PREFIX + name) / "switch.pid")
+        script("up", "1")  # what is left of broken hosts gives way
     finally:
         script("down")
     require(not (module.RUNS / (module.PREFIX + name)).exists(), "files are left")

@@ -23,8 +23,9 @@
 # --pipeline x --replicas is nodes x tasks per node.
 save=run
 train=(sluice train --pipeline 2 --data text.txt --save "$save" --save-minutes 10 --resume auto "$@")
-# SLUICE_LAUNCH=mpirun where Slurm has no pmix (srun --mpi=list shows it).
-read -ra launch <<<"${SLUICE_LAUNCH:-srun --mpi=pmix --kill-on-bad-exit=1}"
+# SLUICE_LAUNCH=mpirun where Slurm has no pmix (srun --mpi=list shows it). When a rank ends, srun gives the others a
+# minute. Without --wait a dead rank leaves them waiting; killed at once, ranks that are done with a save lose their 12.
+read -ra launch <<<"${SLUICE_LAUNCH:-srun --mpi=pmix --kill-on-bad-exit=0 --wait=60}"
 # The job gives up after so many failures without a save between them. Slurm takes minutes to notice a dead node.
 attempts=5
 

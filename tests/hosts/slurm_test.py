@@ -13,13 +13,14 @@ import re
 import shutil
 
 import slurm
-from cases import metrics_so_far, put_on_path, require, resumed_step, run
+from cases import metrics_so_far, require, resumed_step, run
 from hosts import Unavailable, wait_for
 
 STEPS = 400
 SHORT = 4
 STOPPED = 12  # exit code: stopped as asked
-SRUN = "srun --mpi=pmix --kill-on-bad-exit=1"
+SRUN = "srun --mpi=pmix --kill-on-bad-exit=0 --wait=3"  # the script waits longer for the other ranks
+SCRIPTS_OWN = ""
 MPIRUN = "mpirun"
 SLOW = "1mbit"  # a step takes a tenth of a second, so that what happens to the job happens amid steps
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -29,12 +30,12 @@ class Job:
     """A submitted job in a folder of its own."""
 
     def __init__(self, setup, name, launch, *options, steps=STEPS, sbatch=()):
-        self.setup, self.cluster, self.directory = setup, setup.cluster, setup.folder / name
+        self.setup, self.cluster, self.directory, self.steps = setup, setup.cluster, setup.folder / name, steps
         self.directory.mkdir()
         (self.directory / "text.txt").symlink_to(setup.folder / "text.txt")
         self.cluster.environment["SLUICE_LAUNCH"] = launch
-        said = self.cluster.check("sbatch", "--chdir", self.directory, *sbatch, setup.folder / "slurm_job.sh", *setup.model,
-                                  "--steps", steps, "--metrics", "metrics.jsonl", *options)
+        said = self.cluster.check("sbatch", "--chdir", self.directory, *sbatch, setup.folder / "slurm_job.sh",
+                                  *setup.model, "--steps", steps, "--metrics", "metrics.jsonl", *options)
         self.number = re.search(r"Submitted batch job (\d+)", said).group(1)
 
     def has(self, field):
@@ -70,15 +71,15 @@ class Job:
         require(restarts in (None, int(self.has("Restarts"))), f"{self.has('Restarts')} restarts\n{self.log()}")
         return self.log()
 
-    def same_bits(self, steps=STEPS, replicas=1):
-        self.setup.same_bits(self.directory / "run", steps, replicas)
+    def same_bits(self, replicas=1):
+        self.setup.same_bits(self.directory / "run", self.steps, replicas)
 
 
 def launched(setup, name, launch):
     """The script to its end, with two ranks on each node."""
     job = Job(setup, name, launch, "--pipeline", 2, "--replicas", 2, steps=SHORT, sbatch=["--ntasks-per-node=2"])
     job.ends(restarts=0)
-    job.same_bits(SHORT, replicas=2)
+    job.same_bits(replicas=2)
 
 
 def srun_alone(setup):
@@ -89,14 +90,17 @@ def srun_alone(setup):
     setup.same_bits("srun-alone", SHORT, replicas=2)
 
 
-def goes_on(setup, job, asked):
-    """A job that was told to stop saved, waits, and goes on to the same bits."""
+def goes_on(setup, job, asked=None):
+    """A job that ended early is queued again, by itself, and goes on from its last save to the same bits."""
     job.wait(lambda: job.has("Restarts") == "1", "it is not queued again")
     setup.hosts.limit(2, "off")
     log = job.ends(restarts=1)
-    stopped = [int(step) for step in re.findall(r"stopped as asked after step (\d+)", log)]
-    require(len(stopped) == 1 and asked <= stopped[0] < STEPS, f"asked in step {asked}, stopped after {stopped}\n{log}")
-    require(resumed_step(log) == stopped[0], f"went on from step {resumed_step(log)}, not {stopped[0]}\n{log}")
+    if asked:
+        stopped = [int(step) for step in re.findall(r"stopped as asked after step (\d+)", log)]
+        require(len(stopped) == 1 and stopped[0] >= asked, f"asked in step {asked}, stopped after {stopped}\n{log}")
+        require(resumed_step(log) == stopped[0], f"went on from step {resumed_step(log)}, not {stopped[0]}\n{log}")
+        require("ended with 12 " in log, f"the exit code is lost\n{log}")
+    require(resumed_step(log) > 0, f"it began anew\n{log}")
     job.same_bits()
 
 
@@ -114,7 +118,7 @@ def time_limit(setup):
 def asked_to_stop(setup):
     """The same by hand, with mpirun."""
     setup.hosts.limit(2, SLOW)
-    job = Job(setup, "asked", MPIRUN)
+    job = Job(setup, "asked", MPIRUN, steps=STEPS // 2)
     asked = job.trains()
     setup.cluster.check("scancel", "--batch", "--signal=USR1", job.number)
     goes_on(setup, job, asked)
@@ -142,14 +146,22 @@ def dead_node(setup, name, launch, die):
     log = job.ends()
     require(job.has("NodeList") == "node[1,3]", f"the job ended on {job.has('NodeList')}\n{log}")
     require(resumed_step(log) >= 5, f"it began anew\n{log}")
-    job.same_bits(STEPS // 4)
+    job.same_bits()
     restarts = job.has("Restarts")
     if not (setup.hosts.folder / "2.pid").exists():
         setup.hosts.boot(2)
-        put_on_path(setup, [2])
     setup.cluster.start(2)
     wait_for(lambda: setup.cluster.states() == ["idle"] * 3, "the node does not return")
     return f"from step {resumed_step(log)}, {restarts} restarts"
+
+
+def dead_rank(setup):
+    """A rank dies while its node stays. The script tries again."""
+    setup.hosts.limit(2, SLOW)
+    job = Job(setup, "dead-rank", SRUN, "--save-every", 5, steps=STEPS // 4)
+    job.trains()
+    setup.hosts.check(2, "pkill", "-KILL", "sluice")
+    goes_on(setup, job)
 
 
 def loses_power(setup):
@@ -163,16 +175,16 @@ def loses_processes(setup):
 
 def cases(setup):
     shutil.copy(pathlib.Path(__file__).with_name("slurm_job.sh"), setup.folder)
-    put_on_path(setup, setup.hosts)
     setup.cluster = slurm.Slurm(setup.hosts)
     return {
         "mpirun in the allocation": lambda: launched(setup, "by-mpirun", MPIRUN),
-        "srun --mpi=pmix in the allocation": lambda: launched(setup, "by-srun", SRUN),
+        "srun --mpi=pmix in the allocation": lambda: launched(setup, "by-srun", SCRIPTS_OWN),
         "srun --mpi=pmix -N 2 -n 4": functools.partial(srun_alone, setup),
         "asked to stop": functools.partial(asked_to_stop, setup),
         # Slurm looks at time limits every 30 seconds: this case waits least when those before took 25.
         "the time limit comes": functools.partial(time_limit, setup),
         "stopped for good": functools.partial(stays_stopped, setup),
+        "a rank dies, srun": functools.partial(dead_rank, setup),
         "a node loses power, srun": lambda: dead_node(setup, "power-srun", SRUN, lambda: loses_power(setup)),
         "a node loses its processes, mpirun": lambda: dead_node(setup, "processes-mpirun", MPIRUN,
                                                                 lambda: loses_processes(setup)),

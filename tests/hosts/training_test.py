@@ -8,7 +8,7 @@ Messages go over TCP between network namespaces. Parameters are compared by `slu
 
 import functools
 
-from cases import PATIENCE, TRAINED, put_on_path, require, run
+from cases import PATIENCE, TRAINED, require, run
 
 STEPS = 4
 OUTPUT = 4  # exit code: an output that cannot be written
@@ -72,7 +72,6 @@ def unshared(setup):
 
 def as_the_readme_says(setup):
     """A file of hosts and a program on the PATH; no other setting of MPI than the permission of root."""
-    put_on_path(setup, setup.hosts)
     (setup.folder / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
     done = setup.hosts.run(1, "timeout", PATIENCE, "mpirun", "--hostfile", "hosts", "-n", 4, "sluice",
                            *setup.train("--pipeline", 2, "--replicas", 2, "--steps", STEPS, "--save", "readme")[1:],
