@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import hosts as module
@@ -110,6 +111,15 @@ def side_by_side(setup):
     require(not folder.exists(), f"{folder} is left")
 
 
+def kept(setup):
+    """A build below /tmp stays in sight of the hosts, and nothing else there."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, Hosts(1, keep=(folder,)) as hosts:
+        pathlib.Path(folder, "seen").touch()
+        hosts.check(1, "test", "-e", f"{folder}/seen")
+        there = hosts.check(1, "ls", "-A", pathlib.Path(folder).parent).split()
+        require(there == [pathlib.Path(folder).name], f"a host's /tmp has {there}")
+
+
 def by_hand(setup):
     """The commands of the script."""
     name = f"test-{os.getpid()}"
@@ -157,7 +167,8 @@ def unavailable(setup):
 
 def cases(setup):
     return {function.__name__.replace("_", " "): functools.partial(function, setup)
-            for function in (apart, orphans, limited, killed_host, killed_run, side_by_side, by_hand, unavailable)}
+            for function in (apart, orphans, limited, killed_host, killed_run, side_by_side, kept, by_hand,
+                             unavailable)}
 
 
 if __name__ == "__main__":

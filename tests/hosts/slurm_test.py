@@ -125,12 +125,17 @@ def asked_to_stop(setup):
 
 
 def stays_stopped(setup):
-    """The file `stop` ends the job for good, and so does an option that is wrong."""
+    """The file `stop` ends the job for good, and so do scancel and an option that is wrong."""
     setup.hosts.limit(2, SLOW)
     job = Job(setup, "stop-file", SRUN)
     job.trains()
     (job.directory / "run" / "stop").touch()
     job.ends("FAILED", f"{STOPPED}:0", restarts=0)
+    job = Job(setup, "cancelled", SRUN)
+    job.trains()
+    setup.cluster.check("scancel", job.number)
+    wait_for(lambda: not setup.cluster.check("squeue", "--noheader"), f"the job is still there\n{job.log()}")
+    job.ends("CANCELLED", job.has("ExitCode"), restarts=0)
     setup.hosts.limit(2, "off")
     Job(setup, "wrong-option", SRUN, "--heads", 3).ends("FAILED", "2:0", restarts=0)
 
