@@ -143,7 +143,7 @@ def stays_stopped(setup):
 def dead_node(setup, name, launch, die):
     """A node dies amid steps. The job goes on with the third node, from a save, and nobody does anything."""
     setup.hosts.limit(2, SLOW)
-    job = Job(setup, name, launch, "--save-every", 5, steps=STEPS // 4)
+    job = Job(setup, name, launch, "--save-every", 5, steps=STEPS // 8)
     job.trains()
     require(job.has("NodeList") == "node[1-2]", f"the job is on {job.has('NodeList')}")
     die()
@@ -163,7 +163,7 @@ def dead_node(setup, name, launch, die):
 def dead_rank(setup):
     """A rank dies while its node stays. The script tries again."""
     setup.hosts.limit(2, SLOW)
-    job = Job(setup, "dead-rank", SRUN, "--save-every", 5, steps=STEPS // 4)
+    job = Job(setup, "dead-rank", SRUN, "--save-every", 5, steps=STEPS // 8)
     job.trains()
     setup.hosts.check(2, "pkill", "-KILL", "sluice")
     goes_on(setup, job)
