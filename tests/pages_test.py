@@ -34,8 +34,9 @@ SUFFIXES = ("cpp", "hpp", "cu", "cuh", "py", "sh", "md", "svg", "cmake")
 # Programs that are not Sluice's, and those of their options that pages name.
 FOREIGN_OPTIONS = {
     "mpirun": "oversubscribe hostfile host bind-to map-by mca timeout",
-    "srun": "mpi",
-    "sbatch": "signal requeue",
+    "srun": "mpi kill-on-bad-exit wait container-image container-mounts",
+    "sbatch": "signal requeue nodes ntasks-per-node batch",
+    "timeout": "preserve-status",
     "tests/faults/run.sh": "full",
     "cmake": "build fresh install preset prefix target",
     "ctest": "output-on-failure parallel test-dir",

@@ -161,7 +161,7 @@ void check_progress(const Ranks& ranks, std::vector<Finding>& findings) {
     findings.push_back(
         {false,
          "Open MPI has no asynchronous progress: large messages move only while a rank is "
-         "inside the engine's progress loop, between actions"});
+         "inside the engine's progress loop, and on a CPU between operators"});
   }
   if (first.mpi.thread_level == "single") {
     findings.push_back({true,

@@ -7,8 +7,9 @@ import re
 import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "faults"))
-from harness import made_up_text, require, run_cases  # noqa: E402
-from hosts import ROOT, Hosts, Unavailable  # noqa: E402
+from harness import (Violation, made_up_text, metrics_so_far, require, resumed_step,  # noqa: E402,F401
+                     run_cases)
+from hosts import ROOT, Hosts, Unavailable, wait_for  # noqa: E402,F401
 
 SKIPPED = 77
 PATIENCE = 60  # seconds after which a job counts as stuck
@@ -25,6 +26,7 @@ class Setup:
         self.model = ["--data", "text.txt", "--layers", "6", "--heads", "2", "--width", "16", "--context", "16",
                       "--micro-batches", "6", "--seed", "7"]
         self.digests = {}
+        (hosts.bin / "sluice").symlink_to(self.sluice)
 
     def remove(self):
         """The hosts remove the folder, unless a case failed."""
@@ -42,7 +44,8 @@ class Setup:
     def trains(self, ranks, *options, **others):
         """Such a training, which must end well; its output."""
         code, output = self.mpirun(ranks, *options, **others)
-        require(code == 0 and TRAINED.search(output), f"{ranks} ranks {' '.join(map(str, options))}: exit {code}\n{output}")
+        require(code == 0 and TRAINED.search(output),
+                f"{ranks} ranks {' '.join(map(str, options))}: exit {code}\n{output}")
         return output
 
     def sluice_says(self, *words):
@@ -71,6 +74,16 @@ class Setup:
         require(found == wanted, f"{directory}: digest {found}, on one host {wanted}")
 
 
+def of_hosts(case):
+    """What a host refuses to do fails the case alone."""
+    def guarded():
+        try:
+            return case()
+        except RuntimeError as error:
+            raise Violation(str(error)) from error
+    return guarded
+
+
 def run(title, description, count, cases_of, missing=lambda: None):
     """A test's main: starts the hosts, runs the cases that `cases_of`, given the setup, returns by name. `missing`
     says what else this machine lacks; then the test is skipped."""
@@ -93,6 +106,7 @@ def run(title, description, count, cases_of, missing=lambda: None):
         cases = cases_of(setup)
         if options.case and options.case not in cases:
             sys.exit(f"no case '{options.case}'; legal are {', '.join(cases)}")
-        code = run_cases(setup, title, [(name, case) for name, case in cases.items() if options.case in (None, name)])
+        code = run_cases(setup, title, [(name, of_hosts(case)) for name, case in cases.items()
+                                        if options.case in (None, name)])
         hosts.keep_files = code == 1
         sys.exit(code)

@@ -36,7 +36,8 @@ NETWORK = "10.77.0"
 PATIENCE = 20.0  # seconds to start or end a host
 OWN = ("/tmp", "/run", "/dev/shm")  # folders that each host has for itself
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client",
-            "ssh-keygen": "openssh-client", "nsenter": "util-linux", "unshare": "util-linux", "setpriv": "util-linux"}
+            "ssh-keygen": "openssh-client", "nsenter": "util-linux", "unshare": "util-linux", "setpriv": "util-linux",
+            "pkill": "procps"}
 NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
 
 # Root may start ranks. Ranks of one host may outnumber its cores. No time goes into the search for fabrics.
@@ -68,7 +69,8 @@ exec >/dev/null 2>&1 </dev/null
 sleep infinity & wait
 """ % " ".join(OWN)
 
-SSHD_CONFIG = """HostKey /etc/ssh/host_key
+SSHD_CONFIG = """SetEnv PATH={bin}:/usr/local/bin:/usr/bin:/bin
+HostKey /etc/ssh/host_key
 AuthorizedKeysFile /etc/ssh/key.pub
 PermitRootLogin yes
 StrictModes no
@@ -98,8 +100,11 @@ def available():
     for tool, package in PACKAGES.items():
         if not find(tool):
             raise Unavailable(f"no {tool} (package {package})")
+    if not pathlib.Path(f"/proc/self/task/{os.getpid()}/children").exists():
+        raise Unavailable("the kernel has no /proc/PID/task/PID/children")
     probe = ("mount -t tmpfs none /run && ip link add br0 type bridge && "
-             "ip link add eth0 type veth peer name port0 && tc qdisc add dev eth0 root tbf rate 1mbit burst 10kb limit 10kb")
+             "ip link add eth0 type veth peer name port0 && "
+             "tc qdisc add dev eth0 root tbf rate 1mbit burst 10kb limit 10kb")
     done = subprocess.run([find("unshare"), *NAMESPACES, "--fork", "--mount-proc", "sh", "-c", probe], text=True,
                           capture_output=True, check=False)
     if done.returncode != 0:
@@ -113,6 +118,18 @@ def started(pid):
     except OSError:
         return 0
     return 0 if stat[0] in "ZX" else int(stat[19])
+
+
+def end_processes(path):
+    """Kills the processes that a file of `Hosts.hold` names, and returns them."""
+    held = json.loads(path.read_text())
+    for pid, start in held:
+        if started(pid) == start:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+    return held
 
 
 def call(*command):
@@ -135,7 +152,8 @@ def wait_for(condition, what, seconds=PATIENCE):
 class Hosts:
     """Hosts 1 to `count` on a bridge. `name`: hosts by hand, which outlive this process.
 
-    `shared` is a folder that all hosts see under the same path. `keep` names folders below /tmp, /run or /dev/shm
+    `shared` is a folder that all hosts see under the same path. `bin` is another, which is on their PATH, also on that
+    of an ssh without login. `keep` names folders below /tmp, /run or /dev/shm
     that the hosts see too.
     """
 
@@ -153,7 +171,7 @@ class Hosts:
         self.count, self.by_hand = count, name is not None
         self.keep = [str(path) for path in map(pathlib.Path, keep) if str(path).startswith(OWN)]
         self.processes = {}  # "switch" or a host's number: what holds its namespaces
-        self.shared = self.folder / "shared"
+        self.shared, self.bin = self.folder / "shared", self.folder / "bin"
         try:
             self.folder.mkdir()
         except FileExistsError:
@@ -178,7 +196,7 @@ class Hosts:
             raise RuntimeError("no hosts are up; `up N` starts them")
         self.count = json.loads((self.folder / "count").read_text())
         self.by_hand, self.keep, self.processes = True, [str(ROOT)] if str(ROOT).startswith(OWN) else [], {}
-        self.shared = self.folder / "shared"
+        self.shared, self.bin = self.folder / "shared", self.folder / "bin"
         return self
 
     def __enter__(self):
@@ -202,11 +220,12 @@ class Hosts:
 
     def write_files(self):
         self.shared.mkdir()
+        self.bin.mkdir()
         ssh = self.folder / "ssh"
         ssh.mkdir()
         for key in ("key", "host_key"):
             call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", ssh / key)
-        (ssh / "sshd_config").write_text(SSHD_CONFIG)
+        (ssh / "sshd_config").write_text(SSHD_CONFIG.format(bin=self.bin))
         (ssh / "ssh_config").write_text(SSH_CONFIG)
         lines = ["127.0.0.1 localhost", *(f"{self.address(host)} {self.name(host)}" for host in self)]
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
@@ -250,13 +269,20 @@ class Hosts:
 
     def start_sshd(self, host, *options):
         """Starts sshd on a host, in place of the one that runs there."""
-        self.run(host, "sh", "-c", 'if [ -f /run/sshd.pid ]; then kill "$(cat /run/sshd.pid)"; rm -f /run/sshd.pid; fi')
+        self.stop_sshd(host)
         log = self.folder / self.name(host) / "sshd.log"
         done = self.run(host, find("sshd"), "-E", log, *options)
         if done.returncode != 0:
             raise RuntimeError(f"sshd on {self.name(host)}: {done.stdout}")
         pid = pathlib.Path(f"/proc/{self.holder(host)}/root/run/sshd.pid")  # written once it listens
         wait_for(lambda: pid.exists() and pid.read_text(), f"sshd on {self.name(host)} does not listen")
+
+    def stop_sshd(self, host):
+        """Ends sshd and its connections; from then on the host refuses others."""
+        self.run(host, "pkill", "-KILL", "-x", "sshd")
+        wait_for(lambda: self.run(host, "pgrep", "-x", "sshd").returncode == 1,
+                 f"sshd on {self.name(host)} does not end")
+        self.run(host, "rm", "-f", "/run/sshd.pid")
 
     def kill(self, host):
         """Power and network of a host fail: no peer hears a word. All its processes are gone when this returns."""
@@ -267,10 +293,7 @@ class Hosts:
         path = self.folder / f"{what}.pid"
         if not path.exists():
             return
-        held = json.loads(path.read_text())
-        for pid, start in held:
-            if started(pid) == start:
-                os.kill(pid, signal.SIGKILL)
+        held = end_processes(path)
         wait_for(lambda: not any(started(pid) == start for pid, start in held), f"{what} does not end")
         if what in self.processes:
             self.processes.pop(what).wait()
@@ -311,7 +334,8 @@ class Hosts:
         root = {key: value for key, value in MPI_ENVIRONMENT.items() if "ROOT" in key}
         options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **others}
         return subprocess.Popen(self.on(host, *command, directory=directory),
-                                env={**os.environ, **(root if plain else MPI_ENVIRONMENT), **(environment or {})},
+                                env={**os.environ, "PATH": f"{self.bin}:{os.environ['PATH']}",
+                                     **(root if plain else MPI_ENVIRONMENT), **(environment or {})},
                                 **options)
 
     def run(self, host, *command, timeout=60, **others):
@@ -330,7 +354,8 @@ class Hosts:
         """Runs a command on a host, which must succeed; its output."""
         done = self.run(host, *command)
         if done.returncode != 0:
-            raise RuntimeError(f"{self.name(host)}: {' '.join(map(str, command))}: exit {done.returncode}: {done.stdout}")
+            words = " ".join(map(str, command))
+            raise RuntimeError(f"{self.name(host)}: {words}: exit {done.returncode}: {done.stdout}")
         return done.stdout
 
     def slots(self, ranks):
@@ -354,19 +379,22 @@ class Hosts:
 
 
 def remove_leftovers():
-    """Removes what dead runs left. A folder's name has the process that made it."""
+    """Removes what dead runs left. A folder's name has the process that made it; hosts by hand have a switch."""
     for folder in RUNS.glob(PREFIX + "*"):
         match = re.fullmatch(re.escape(PREFIX) + r"(\d+)-(\d+)-\d+", folder.name)
-        if not match or started(int(match.group(1))) == int(match.group(2)):
-            continue
-        for held in folder.glob("*.pid"):
-            try:
-                pids = json.loads(held.read_text())
-            except (ValueError, FileNotFoundError):
+        try:
+            if match:
+                alive = started(int(match.group(1))) == int(match.group(2))
+            else:
+                pid, start = json.loads((folder / "switch.pid").read_text())[0]
+                alive = started(pid) == start
+            if alive:
                 continue
-            for pid, start in pids:
-                if started(pid) == start:
-                    os.kill(pid, signal.SIGKILL)
+            for path in folder.glob("*.pid"):
+                end_processes(path)
+        except (OSError, ValueError):  # it starts, or another start removes it
+            if not match:
+                continue
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -384,6 +412,9 @@ def main(words):
     if command == "up":
         hosts = Hosts(number, name=name)
         print(f"node1 to node{number} are up; they share {hosts.shared}")
+        return 0
+    if command == "down" and not (RUNS / (PREFIX + name) / "switch.pid").exists():  # nothing, or half a start
+        shutil.rmtree(RUNS / (PREFIX + name), ignore_errors=True)
         return 0
     hosts = Hosts.by_name(name)
     if command in ("on", "limit", "kill", "boot") and number not in hosts:

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import hosts as module
@@ -49,7 +50,8 @@ def limited(setup):
     hosts.limit(2, f"{rate}bit")
     for source, target in ((1, 2), (2, 1)):
         begin = time.monotonic()
-        hosts.check(source, "sh", "-c", f"head -c {size} /dev/zero | ssh -o Compression=no node{target} 'cat >/dev/null'")
+        sender = f"head -c {size} /dev/zero | ssh -o Compression=no node{target} 'cat >/dev/null'"
+        hosts.check(source, "sh", "-c", sender)
         least = (size - 2 * 131072) * 8 / rate  # the buckets are full at first
         took = time.monotonic() - begin
         require(took >= least, f"{size} bytes from node{source} to node{target}: {took:.2f} s, at least {least:.2f} s")
@@ -71,13 +73,16 @@ def killed_host(setup):
 
 def killed_run(setup):
     """kill -9 of a run: the kernel ends its hosts and what they run, the next start removes its files."""
+    sleep = f"sleep 1{os.getpid()}"
     program = ("import sys, time; sys.path.insert(0, sys.argv[1]); from hosts import Hosts; "
-               "hosts = Hosts(2); hosts.start(2, 'sleep', '1234'); print(hosts.folder, flush=True); time.sleep(1000)")
-    victim = subprocess.Popen([sys.executable, "-c", program, os.path.dirname(SCRIPT)], stdout=subprocess.PIPE, text=True)
+               f"hosts = Hosts(2); hosts.start(2, *'{sleep}'.split()); print(hosts.folder, flush=True); "
+               "time.sleep(1000)")
+    victim = subprocess.Popen([sys.executable, "-c", program, os.path.dirname(SCRIPT)], text=True,
+                              stdout=subprocess.PIPE)
     folder = pathlib.Path(victim.stdout.readline().strip())
     pids = [pid for path in folder.glob("*.pid") for pid, _ in module.json.loads(path.read_text())]
     inside = wait_for(lambda: [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
-                               if command_line(pid) == "sleep 1234"], "the host runs nothing")
+                               if command_line(pid) == sleep], "the host runs nothing")
     require(len(pids) == 6 and all(started(pid) for pid in pids), f"holders {pids}")
     victim.send_signal(signal.SIGKILL)
     victim.communicate()
@@ -106,6 +111,15 @@ def side_by_side(setup):
     require(not folder.exists(), f"{folder} is left")
 
 
+def kept(setup):
+    """A build below /tmp stays in sight of the hosts, and nothing else there."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, Hosts(1, keep=(folder,)) as hosts:
+        pathlib.Path(folder, "seen").touch()
+        hosts.check(1, "test", "-e", f"{folder}/seen")
+        there = hosts.check(1, "ls", "-A", pathlib.Path(folder).parent).split()
+        require(there == [pathlib.Path(folder).name], f"a host's /tmp has {there}")
+
+
 def by_hand(setup):
     """The commands of the script."""
     name = f"test-{os.getpid()}"
@@ -132,6 +146,8 @@ def by_hand(setup):
         script("on", "2", "true", code=1)
         script("boot", "2")
         script("on", "1", "ssh", "node2", "true")
+        module.end_processes(module.RUNS / (module.PREFIX + name) / "switch.pid")
+        script("up", "1")  # what is left of broken hosts gives way
     finally:
         script("down")
     require(not (module.RUNS / (module.PREFIX + name)).exists(), "files are left")
@@ -140,18 +156,19 @@ def by_hand(setup):
 
 def unavailable(setup):
     """Without root or without a tool the reason has a name."""
-    program = f"import sys; sys.path.insert(0, {os.path.dirname(SCRIPT)!r}); import hosts; hosts.available()"
-    without = {"not root": ["setpriv", "--reuid", "65534", "--clear-groups"], "no ssh-keygen": ["env", f"PATH={setup.folder}"]}
-    for reason, prefix in without.items():
-        tool = "import hosts; hosts.find = lambda name: None if name == 'ssh-keygen' else '/bin/true'; "
-        text = program if reason == "not root" else program.replace("import hosts; ", tool)
-        done = subprocess.run([*prefix, sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    program = f"import sys; sys.path.insert(0, {os.path.dirname(SCRIPT)!r}); import hosts; {{}}hosts.available()"
+    hides = "real = hosts.find; hosts.find = lambda tool: None if tool == 'sshd' else real(tool); "
+    for reason, prefix, first in (("not root", ["setpriv", "--reuid", "65534", "--clear-groups"], ""),
+                                  (r"no sshd \(package openssh-server\)", [], hides)):
+        done = subprocess.run([*prefix, sys.executable, "-c", program.format(first)], capture_output=True, text=True,
+                              cwd=setup.folder, check=False)
         require(re.search(rf"Unavailable: {reason}", done.stderr), f"{reason}: {done.stderr}")
 
 
 def cases(setup):
     return {function.__name__.replace("_", " "): functools.partial(function, setup)
-            for function in (apart, orphans, limited, killed_host, killed_run, side_by_side, by_hand, unavailable)}
+            for function in (apart, orphans, limited, killed_host, killed_run, side_by_side, kept, by_hand,
+                             unavailable)}
 
 
 if __name__ == "__main__":

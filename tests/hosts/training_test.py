@@ -72,11 +72,6 @@ def unshared(setup):
 
 def as_the_readme_says(setup):
     """A file of hosts and a program on the PATH; no other setting of MPI than the permission of root."""
-    bin_folder = setup.folder / "bin"
-    bin_folder.mkdir()
-    (bin_folder / "sluice").symlink_to(setup.sluice)
-    for host in setup.hosts:
-        setup.hosts.check(host, "mount", "--bind", bin_folder, "/usr/local/bin")
     (setup.folder / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
     done = setup.hosts.run(1, "timeout", PATIENCE, "mpirun", "--hostfile", "hosts", "-n", 4, "sluice",
                            *setup.train("--pipeline", 2, "--replicas", 2, "--steps", STEPS, "--save", "readme")[1:],
