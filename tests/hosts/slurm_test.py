@@ -23,6 +23,9 @@ SRUN = "srun --mpi=pmix --kill-on-bad-exit=0 --wait=3"  # the script waits longe
 SCRIPTS_OWN = ""
 MPIRUN = "mpirun"
 SLOW = "1mbit"  # a step takes a tenth of a second, so that what happens to the job happens amid steps
+# One in 90 starts of an MPI program that does nothing but start crashed, by srun with Debian 12's Open MPI 4.1.4 and
+# PMIx 4.2.2. The script tries again.
+CRASHED = 139
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 
@@ -41,6 +44,9 @@ class Job:
     def has(self, field):
         """A field of what Slurm knows of the job."""
         return re.search(rf"\b{field}=(\S+)", self.cluster.check("scontrol", "show", "job", self.number)).group(1)
+
+    def restarts(self):
+        return int(self.has("Restarts")) - self.log().count(f"== ended with {CRASHED} ")
 
     def log(self):
         return "\n".join(path.read_text(errors="replace") for path in self.directory.glob("*.log"))
@@ -64,11 +70,11 @@ class Job:
             raise RuntimeError(f"{error}\n{self.log()}") from error
 
     def ends(self, state="COMPLETED", code="0:0", restarts=None):
-        """Waits for the end; the log."""
+        """Waits for the end; the log. Restarts after a crash of MPI are not counted."""
         wait_for(lambda: self.has("JobState") in ENDED, f"job {self.number} does not end\n{self.log()}", seconds=60)
         found = (self.has("JobState"), self.has("ExitCode"))
         require(found == (state, code), f"the job ended with {found}\n{self.log()}")
-        require(restarts in (None, int(self.has("Restarts"))), f"{self.has('Restarts')} restarts\n{self.log()}")
+        require(restarts in (None, self.restarts()), f"{self.restarts()} restarts\n{self.log()}")
         return self.log()
 
     def same_bits(self, replicas=1):
@@ -84,15 +90,18 @@ def launched(setup, name, launch):
 
 def srun_alone(setup):
     """srun without a script."""
-    done = setup.cluster.run("timeout", 60, "srun", "--mpi=pmix", "-N", 2, "-n", 4, *setup.train(
-        "--pipeline", 2, "--replicas", 2, "--steps", SHORT, "--save", "srun-alone"), timeout=90)
+    for _ in range(3):
+        done = setup.cluster.run("timeout", 60, "srun", "--mpi=pmix", "-N", 2, "-n", 4, *setup.train(
+            "--pipeline", 2, "--replicas", 2, "--steps", SHORT, "--save", "srun-alone", "--resume", "auto"), timeout=90)
+        if done.returncode != CRASHED:
+            break
     require(done.returncode == 0, f"exit {done.returncode}\n{done.stdout}")
     setup.same_bits("srun-alone", SHORT, replicas=2)
 
 
 def goes_on(setup, job, asked=None):
     """A job that ended early is queued again, by itself, and goes on from its last save to the same bits."""
-    job.wait(lambda: job.has("Restarts") == "1", "it is not queued again")
+    job.wait(lambda: job.restarts() >= 1, "it is not queued again")
     setup.hosts.limit(2, "off")
     log = job.ends(restarts=1)
     if asked:
@@ -147,7 +156,7 @@ def dead_node(setup, name, launch, die):
     job.trains()
     require(job.has("NodeList") == "node[1-2]", f"the job is on {job.has('NodeList')}")
     die()
-    job.wait(lambda: int(job.has("Restarts")) >= 1, "it is not queued again")
+    job.wait(lambda: job.restarts() >= 1, "it is not queued again")
     log = job.ends()
     require(job.has("NodeList") == "node[1,3]", f"the job ended on {job.has('NodeList')}\n{log}")
     require(resumed_step(log) >= 5, f"it began anew\n{log}")
