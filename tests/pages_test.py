@@ -51,6 +51,8 @@ NOT_RUN = {
     "cmake": "builds",
     "ctest": "runs tests",
     "srun": "needs Slurm",
+    "sbatch": "needs Slurm",
+    "sluice doctor --hosts": "needs several hosts",
     "tests/": "runs for minutes or needs a GPU",
     "clang-format-14": "needs a changed source",
     "python3": "a script of the tests, which has its own test",

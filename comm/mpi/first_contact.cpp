@@ -70,7 +70,8 @@ class Transfer {
     if (receives_) {
       MPI_Cancel(&request_);
       MPI_Wait(&request_, MPI_STATUS_IGNORE);
-    } else {
+    } else if (int sent = 0;
+               MPI_Test(&request_, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS || sent == 0) {
       (void)message_.release();
     }
   }

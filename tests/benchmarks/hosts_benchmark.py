@@ -4,10 +4,10 @@
     tests/benchmarks/hosts_benchmark.py [--build build/release] [--steps 12] [--shares 0.5,1,2]
 
 Two hosts as network namespaces (tests/hosts), a core each, one rank each. `tc tbf` limits the link so that a message
-takes a share of a forward action. A run without a limit gives the times of the actions, and what a step takes besides
-(optimizer, norm). The prediction is the simulation with these times and the link's bandwidth, and that rest. Each row
-runs with messages that advance between operators and, for comparison, between actions alone, in turns; it shows
-medians over the steps of `--rounds` rounds. Needs root and two idle cores.
+takes a share of a forward action. A run without a limit shows what a step takes besides its actions (optimizer, norm).
+The prediction is that rest and the simulation with the link's bandwidth and the times of the actions in the run itself.
+Each row runs with messages that advance between operators and, for comparison, between actions alone, in turns; it
+shows medians over the steps of `--rounds` rounds. Needs root and two idle cores.
 """
 
 import argparse
@@ -37,16 +37,15 @@ class Benchmark:
         self.sluice = str(pathlib.Path(options.build).resolve() / "sluice")
         (hosts.shared / "text.txt").write_text(made_up_text(200000))
 
-    def steps(self, schedule, progress, trace=False):
-        """Seconds of the steps of a run."""
+    def steps(self, schedule, progress):
+        """Seconds of the steps of a run, which leaves a trace."""
         metrics = self.hosts.shared / "metrics.jsonl"
         metrics.unlink(missing_ok=True)
         words = [self.sluice, "train", "--data", "text.txt", "--layers", LAYERS, "--width", WIDTH, "--heads", 4,
                  "--context", CONTEXT, "--micro-batches", MICRO_BATCHES, "--micro-batch-size", self.options.samples,
                  "--pipeline", 2, "--schedule", schedule, "--chunks", SCHEDULES[schedule], "--steps",
-                 WARMUP + self.options.steps, "--validation-share", 0, "--metrics", metrics, "--progress", progress]
-        if trace:
-            words += ["--trace", "trace.json"]
+                 WARMUP + self.options.steps, "--validation-share", 0, "--metrics", metrics, "--trace", "trace.json",
+                 "--progress", progress]
         # Rank 0 on core 0, rank 1 on core 1.
         done = self.hosts.run(1, "mpirun", *self.hosts.slots(2), "sh", "-c",
                               'exec taskset -c "$OMPI_COMM_WORLD_RANK" "$@"', "sh", *map(str, words), timeout=600)
@@ -56,7 +55,7 @@ class Benchmark:
         return [line["seconds"] for line in lines][WARMUP:]
 
     def simulated(self, schedule, bandwidth):
-        """Seconds of a step with the times of the traced run; bandwidth in bytes per second, 0: without limit."""
+        """Seconds of a step with the times of the last run; bandwidth in bytes per second, 0: without limit."""
         words = [self.sluice, "schedule", "--schedule", schedule, "--ranks", 2, "--chunks", SCHEDULES[schedule],
                  "--micro-batches", MICRO_BATCHES, "--profile", self.hosts.shared / "trace.json", "--format", "json",
                  "--message-bytes", MESSAGE_BYTES * self.options.samples, "--bandwidth", bandwidth / 1e3]
@@ -66,7 +65,7 @@ class Benchmark:
         return json.loads(done.stdout)["makespan"] / 1e3
 
     def forward_seconds(self, schedule):
-        """The mean forward action of the traced run."""
+        """The mean forward action of the last run."""
         events = json.loads((self.hosts.shared / "trace.json").read_text())["traceEvents"]
         return statistics.mean(event["dur"] for event in events if event.get("cat") == "compute"
                                and re.fullmatch(r"\d+F\d+", event["name"])) / 1e6
@@ -77,21 +76,23 @@ class Benchmark:
 
     def row(self, schedule):
         self.limit("off")
-        free = statistics.median(self.steps(schedule, "operators", trace=True))
+        free = statistics.median(self.steps(schedule, "operators"))
         rest = free - self.simulated(schedule, 0)
         forward = self.forward_seconds(schedule)
         for share in self.options.shares:
             rate = int(8 * MESSAGE_BYTES * self.options.samples / (share * forward))
             self.limit(f"{rate}bit")
-            predicted = self.simulated(schedule, rate / 8) + rest
-            seconds = {"operators": [], "actions": []}
+            measured = {"operators": [], "actions": []}
+            ratios = {"operators": [], "actions": []}
             for _ in range(self.options.rounds):
-                for progress, times in seconds.items():
-                    times += self.steps(schedule, progress)
-            inside, between = (statistics.median(times) for times in seconds.values())
+                for progress in measured:
+                    seconds = statistics.median(self.steps(schedule, progress))
+                    measured[progress].append(seconds)
+                    ratios[progress].append(seconds / (self.simulated(schedule, rate / 8) + rest))
+            inside, between = (1e3 * statistics.median(times) for times in measured.values())
+            x_inside, x_between = (statistics.median(each) for each in ratios.values())
             print(f"{schedule:<12} {1e3 * forward:6.1f} {rate / 1e6:9.0f} {share:6.2g} {1e3 * free:8.0f} "
-                  f"{1e3 * predicted:10.0f} {1e3 * inside:10.0f} {inside / predicted:6.2f} {1e3 * between:9.0f} "
-                  f"{between / predicted:6.2f}")
+                  f"{inside / x_inside:10.0f} {inside:10.0f} {x_inside:6.2f} {between:9.0f} {x_between:6.2f}")
 
 
 def main():

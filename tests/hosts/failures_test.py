@@ -96,11 +96,13 @@ def no_interface(setup):
 
 
 def same_address(setup):
-    """Docker gives each host a bridge of the same address, over which no peer answers; the option leaves it out."""
+    """Docker gives each host a bridge of the same address, over which no peer answers: the start ends and says so. The
+    option leaves the bridge out."""
     for host in setup.hosts:
         for words in ("link add docker0 type bridge", "address add 172.17.0.1/16 dev docker0", "link set docker0 up"):
             setup.hosts.check(host, "ip", *words.split())
     network = f"{setup.hosts.address(0)}/24"
+    fails(setup, "-x", "SLUICE_START_TIMEOUT=5", says=["no message from rank 1 reached rank 0 on node1 within 5 s"])
     trains(setup, "--mca", "btl_tcp_if_include", network, "--mca", "oob_tcp_if_include", network)
     for host in setup.hosts:
         setup.hosts.check(host, "ip", "link", "delete", "docker0")
