@@ -34,7 +34,6 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
-using ::testing::UnorderedElementsAreArray;
 
 constexpr const char* kRun = "0123456789abcdef0123456789abcdef";
 constexpr const char* kOtherRun = "ffffffffffffffffffffffffffffffff";
