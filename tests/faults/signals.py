@@ -10,8 +10,10 @@ an undisturbed run.
 
 import functools
 import os
+import pathlib
 import re
 import signal
+import tempfile
 
 from harness import (STOPPED, Setup, arguments, main, metrics_so_far, names_below, partial_directory, require,
                      resumed_step, run_cases, step_directory, steps_in)
@@ -26,8 +28,7 @@ LAUNCHER = "launcher"
 class Case:
     def __init__(self, setup, name, every=EVERY, mca=(), pace=0.02):
         self.setup, self.every, self.mca, self.pace = setup, every, mca, pace
-        self.folder = setup.folder / name
-        self.folder.mkdir()
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix=f"{name}-", dir=setup.folder))
         self.directory = self.folder / "run"
         self.metrics = self.folder / "metrics.jsonl"
 
@@ -184,14 +185,15 @@ FULL = {
 
 
 def campaign():
-    parser = arguments(__doc__.splitlines()[0])
-    parser.add_argument("--full", action="store_true")
+    parser = arguments(__doc__.splitlines()[0], count=1)
+    parser.add_argument("--full", action="store_true", help="cases that take most of a minute, too")
     parser.add_argument("--case", choices=[*CASES, *FULL])
     options = parser.parse_args()
     cases = {**CASES, **FULL} if options.full or options.case else CASES
     setup = Setup(options)
-    return run_cases(setup, "signals", [(name, functools.partial(case, setup)) for name, case in cases.items()
-                                        if options.case in (None, name)])
+    return run_cases(setup, "signals", options.count *
+                     [(name, functools.partial(case, setup)) for name, case in cases.items()
+                      if options.case in (None, name)])
 
 
 if __name__ == "__main__":
