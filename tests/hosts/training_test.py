@@ -12,6 +12,7 @@ from cases import PATIENCE, TRAINED, require, run
 
 STEPS = 4
 OUTPUT = 4  # exit code: an output that cannot be written
+PEER = 11  # exit code: a rank or host does not answer
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v")
 
 
@@ -73,11 +74,32 @@ def unshared(setup):
 def as_the_readme_says(setup):
     """A file of hosts and a program on the PATH; no other setting of MPI than the permission of root."""
     (setup.folder / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
+    code, output = setup.sluice_says("doctor", "--hosts", "hosts", "--data", "text.txt", "--save", "readme")
+    require(code == 0 and "do:\n  nothing\n" in output, f"sluice doctor --hosts: exit {code}\n{output}")
     done = setup.hosts.run(1, "timeout", PATIENCE, "mpirun", "--hostfile", "hosts", "-n", 4, "sluice",
                            *setup.train("--pipeline", 2, "--replicas", 2, "--steps", STEPS, "--save", "readme")[1:],
                            plain=True, timeout=2 * PATIENCE)
     require(done.returncode == 0 and TRAINED.search(done.stdout), f"exit {done.returncode}\n{done.stdout}")
     setup.same_bits("readme", STEPS, replicas=2)
+
+
+def asked_first(setup):
+    """`sluice doctor --hosts` names each host that is not ready, with what to do, and takes no data for data."""
+    (setup.folder / "hosts").write_text("node1\nnode2\nnode3\nnode9\n")
+    local = setup.folder / "local"
+    local.mkdir()
+    (local / "text.txt").write_text("the same on all hosts but one")
+    setup.hosts.check(2, "mount", "-t", "tmpfs", "none", local)
+    setup.hosts.check(3, "sh", "-c", "kill $(cat /run/sshd.pid)")
+    code, output = setup.sluice_says("doctor", "--hosts", "hosts", "--data", local / "text.txt", "--save", local)
+    require(code == PEER, f"exit {code} instead of {PEER}\n{output}")
+    for part in ("! node2: the file of --data is missing", "! node2: it does not see the directory of --save",
+                 "! node3 cannot be reached (ssh: connect to host node3 port 22: Connection refused)",
+                 "! node9 cannot be reached (ssh: Could not resolve hostname node9", "3 of 4 hosts are not ready"):
+        require(part in output, f"the output lacks '{part}'\n{output}")
+    require("! node1" not in output, output)
+    setup.hosts.start_sshd(3)
+    setup.hosts.check(2, "umount", local)
 
 
 def slow_link(setup):
@@ -97,6 +119,7 @@ def cases(setup):
         "a replica on each of 3 hosts": functools.partial(only_replicas, setup),
         "resume on fewer hosts": functools.partial(resumes_on_fewer, setup),
         "a directory that node2 lacks": functools.partial(unshared, setup),
+        "hosts that are not ready": functools.partial(asked_first, setup),
         "as the README says": functools.partial(as_the_readme_says, setup),
         "a slow link": functools.partial(slow_link, setup),
     }
