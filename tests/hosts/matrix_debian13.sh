@@ -15,12 +15,17 @@ fi
 cp -n /etc/apt/apt.conf.d/* "$root/etc/apt/apt.conf.d/" 2>/dev/null || true
 mkdir -p "$root/sluice"
 
-# A mount namespace, so that nothing stays mounted whatever happens.
+# A mount namespace, so that nothing stays mounted whatever happens. Its root is a mount, as hosts need.
 exec unshare --mount --propagation private bash -euo pipefail -c '
+  mount --bind "$1" "$1"
   mount --rbind /proc "$1/proc"; mount --rbind /sys "$1/sys"; mount --rbind /dev "$1/dev"
   mount --bind "$2" "$1/sluice"
   cp /etc/resolv.conf "$1/etc/resolv.conf"
-  exec chroot "$1" bash -euo pipefail -c "
+  mkdir -p "$1/before"
+  cd "$1"
+  pivot_root . before
+  umount -l /before
+  exec chroot . bash -euo pipefail -c "
     cd /sluice
     docker/install_dependencies.sh build hosts
     command -v python3 >/dev/null || DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends python3
