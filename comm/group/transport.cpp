@@ -195,12 +195,18 @@ class MessageTransport final : public Transport {
 
   void progress() override {
     if (!driven_.empty()) drive();
+    // The library moves all messages while it is asked about one.
+    for (Operation& operation : operations_) {
+      if (!operation.open || operation.driven || operation.head.index == Request::kNone) continue;
+      (void)test_head(operation);
+      return;
+    }
   }
 
   bool test(Ticket ticket) override {
     if (ticket == kDoneTicket) return true;
     Operation& operation = operation_of(ticket);
-    progress();
+    if (!driven_.empty()) drive();
     if (operation.driven || !complete(operation)) return false;
     operation.open = false;
     free_.push_back(ticket);

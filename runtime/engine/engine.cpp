@@ -60,9 +60,7 @@ struct Engine::Impl {
   // Blocks until `done()`, driving the transport and polling the interrupt.
   template <typename Done>
   void wait_until(const Done& done);
-  void wait(Ticket ticket) {
-    wait_until([&] { return transport->test(ticket); });
-  }
+  void wait(Ticket ticket);
   // Blocks until the device has done all its work; completes the outcome.
   void drain();
   void reduce_grad(const PlanOp& op, StepActions& actions);
@@ -453,6 +451,18 @@ void Engine::Impl::wait_until(const Done& done) {
   waiter.reset();
   while (!done()) {
     progress();
+    if (config.interrupt != nullptr) config.interrupt->poll();
+    waiter.pause();
+  }
+}
+
+// As wait_until(), but the test itself progresses the transport.
+void Engine::Impl::wait(Ticket ticket) {
+  if (transport->test(ticket)) return;
+  computed_until = 0;
+  waiter.reset();
+  while (!transport->test(ticket)) {
+    if (config.nccl != nullptr) config.nccl->progress();
     if (config.interrupt != nullptr) config.interrupt->poll();
     waiter.pause();
   }
