@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -95,7 +96,7 @@ struct Engine::Impl {
   [[nodiscard]] StreamView stream() const { return config.compute->stream(); }
 
   EngineConfig config;
-  const bool on_gpu;
+  const bool on_gpu, ticks;  // ticks: messages advance inside actions
   const RankPlan& mine;
   StageTable table;
   std::unique_ptr<Transport> transport;
@@ -121,6 +122,7 @@ struct Engine::Impl {
 Engine::Impl::Impl(const EngineConfig& config_in)
     : config(config_in),
       on_gpu(config.compute->stream().native() != nullptr),
+      ticks(config.progress_in_actions && !on_gpu),
       mine(config_in.plan->ranks[at(config_in.rank)]),
       table(config_in),
       transport(make_message_transport(*config.communicator, table.tensors() + 1,
@@ -334,14 +336,16 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   const bool follows = computed_until > 0;
   const double start = follows ? computed_until : steady_seconds();
   if (on_gpu) timer.start(stream(), op, follows);
-  const auto action = [&] {
-    op.action == ActionKind::kForward ? forward(stage, op, ctx) : backward(stage, op, ctx);
-  };
-  if (config.progress_in_actions && !on_gpu) {
-    messages.during(action);
-  } else {
-    action();
+  {
+    std::optional<MessageProgress::Scope> progressing;
+    if (ticks) progressing.emplace(messages);
+    if (op.action == ActionKind::kForward) {
+      forward(stage, op, ctx);
+    } else {
+      backward(stage, op, ctx);
+    }
   }
+  messages.rethrow();
   if (on_gpu) {  // drain() tells how long it took
     timer.stop(stream());
     computed_until = start;

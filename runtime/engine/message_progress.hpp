@@ -17,18 +17,25 @@ class MessageProgress final : public ProgressHook {
   MessageProgress(ComputeContext& compute, Transport& transport)
       : compute_(compute), transport_(transport) {}
 
-  // Runs `body`, a compute action. Throws what it throws; else what a message has thrown meanwhile.
-  template <typename Body>
-  void during(const Body& body) {
-    compute_.set_progress_hook(this);
-    try {
-      body();
-    } catch (...) {
-      compute_.set_progress_hook(nullptr);
-      throw;
+  // While it exists, operators advance messages.
+  class Scope {
+   public:
+    explicit Scope(MessageProgress& messages) : compute_(messages.compute_) {
+      compute_.set_progress_hook(&messages);
     }
-    compute_.set_progress_hook(nullptr);
-    if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
+    ~Scope() { compute_.set_progress_hook(nullptr); }
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    ComputeContext& compute_;
+  };
+
+  // Throws what a message has thrown meanwhile.
+  void rethrow() {
+    if (error_ != nullptr) [[unlikely]] {
+      std::rethrow_exception(std::exchange(error_, nullptr));
+    }
   }
 
   void progress() noexcept override {
