@@ -96,7 +96,7 @@ struct Engine::Impl {
   [[nodiscard]] StreamView stream() const { return config.compute->stream(); }
 
   EngineConfig config;
-  const bool on_gpu, ticks;  // ticks: messages advance inside actions
+  const bool on_gpu;
   const RankPlan& mine;
   StageTable table;
   std::unique_ptr<Transport> transport;
@@ -122,7 +122,6 @@ struct Engine::Impl {
 Engine::Impl::Impl(const EngineConfig& config_in)
     : config(config_in),
       on_gpu(config.compute->stream().native() != nullptr),
-      ticks(config.progress_in_actions && !on_gpu),
       mine(config_in.plan->ranks[at(config_in.rank)]),
       table(config_in),
       transport(make_message_transport(*config.communicator, table.tensors() + 1,
@@ -167,7 +166,11 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   calls.begin_step(request.step, request.loss_scale);
   timer.begin(stream());
   batch.load(*request.batch, request.micro_batches.size());
-  for (const PlanOp& op : mine.ops) execute(op, actions);
+  {
+    std::optional<MessageProgress::Scope> progressing;
+    if (config.progress_in_actions && !on_gpu) progressing.emplace(messages);
+    for (const PlanOp& op : mine.ops) execute(op, actions);
+  }
   if (config.plan->forward_only || actions == nullptr) drain();
   if (request.phase == Phase::kGenerate && last_output != nullptr) {
     outputs = last_output->tensors;
@@ -336,14 +339,10 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   const bool follows = computed_until > 0;
   const double start = follows ? computed_until : steady_seconds();
   if (on_gpu) timer.start(stream(), op, follows);
-  {
-    std::optional<MessageProgress::Scope> progressing;
-    if (ticks) progressing.emplace(messages);
-    if (op.action == ActionKind::kForward) {
-      forward(stage, op, ctx);
-    } else {
-      backward(stage, op, ctx);
-    }
+  if (op.action == ActionKind::kForward) {
+    forward(stage, op, ctx);
+  } else {
+    backward(stage, op, ctx);
   }
   messages.rethrow();
   if (on_gpu) {  // drain() tells how long it took

@@ -1,4 +1,4 @@
-// Advances an engine's messages while the operators of a compute action run on a CPU.
+// Advances an engine's messages while operators of a step run on a CPU.
 #pragma once
 
 #include <exception>
