@@ -126,13 +126,33 @@ int host_cores() {
   return cores;
 }
 
-int affinity_cores() {
+std::vector<int> affinity_list() {
   cpu_set_t mask;
   CPU_ZERO(&mask);
-  if (sched_getaffinity(0, sizeof(mask), &mask) != 0) {
-    return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  std::vector<int> cores;
+  if (sched_getaffinity(0, sizeof(mask), &mask) != 0) return cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &mask)) cores.push_back(core);
   }
-  return std::max(1, CPU_COUNT(&mask));
+  return cores;
+}
+
+int affinity_cores() {
+  const auto cores = static_cast<int>(affinity_list().size());
+  return cores > 0 ? cores : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+std::string to_cpu_list(const std::vector<int>& cores) {
+  std::string text;
+  for (std::size_t i = 0; i < cores.size();) {
+    std::size_t last = i;
+    while (last + 1 < cores.size() && cores[last + 1] == cores[last] + 1) ++last;
+    if (!text.empty()) text += ',';
+    text += std::to_string(cores[i]);
+    if (last > i) text.append("-").append(std::to_string(cores[last]));
+    i = last + 1;
+  }
+  return text;
 }
 
 LauncherInfo launcher_info() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 namespace sluice {
 
@@ -12,6 +13,10 @@ namespace sluice {
 
 // Cores in this process's affinity mask, which a launcher sets for each rank; at least 1.
 [[nodiscard]] int affinity_cores();
+// Their numbers, ascending; empty where the system does not say.
+[[nodiscard]] std::vector<int> affinity_list();
+// As a kernel CPU list: "0-3,8" for 0, 1, 2, 3, 8. `cores` is ascending.
+[[nodiscard]] std::string to_cpu_list(const std::vector<int>& cores);
 
 // The job's ranks on this host and this rank's index among them, from the launcher's environment
 // (Open MPI, PMIx launchers, Slurm, MPICH, Intel MPI); 0 and -1 where it is unset.

@@ -1,8 +1,12 @@
 #include "comm/group/topology.hpp"
 
+#include <cstddef>
 #include <string>
+#include <utility>
 
 #include <sluice/error.hpp>
+
+#include "comm/base/index.hpp"
 
 namespace sluice {
 
@@ -31,17 +35,12 @@ std::string legal_neighbours(int size, int pipeline, int replicas) {
 
 }  // namespace
 
-int Topology::pipeline_rank(int rank) const {
-  return order == RankOrder::kPipelineFirst ? rank % pipeline : rank / replicas;
-}
+int Topology::pipeline_rank(int rank) const { return place_of_rank[at(rank)] % pipeline; }
 
-int Topology::replica(int rank) const {
-  return order == RankOrder::kPipelineFirst ? rank / pipeline : rank % replicas;
-}
+int Topology::replica(int rank) const { return place_of_rank[at(rank)] / pipeline; }
 
 int Topology::rank_of(int replica, int pipeline_rank) const {
-  return order == RankOrder::kPipelineFirst ? replica * pipeline + pipeline_rank
-                                            : pipeline_rank * replicas + replica;
+  return rank_of_place[at(replica * pipeline + pipeline_rank)];
 }
 
 Topology make_topology(int size, int pipeline, int replicas, RankOrder order) {
@@ -56,18 +55,25 @@ Topology make_topology(int size, int pipeline, int replicas, RankOrder order) {
                                        settings(size, pipeline, replicas) + "; " +
                                        legal_neighbours(size, pipeline, replicas));
   }
-  return Topology{pipeline, replicas, order};
+  std::vector<int> rank_of_place(at(size));
+  for (int place = 0; place < size; ++place) {
+    rank_of_place[at(place)] =
+        order == RankOrder::kReplicaFirst ? place % pipeline * replicas + place / pipeline : place;
+  }
+  return make_topology(pipeline, replicas, std::move(rank_of_place));
 }
 
-RankOrder parse_rank_order(std::string_view text) {
-  if (text == "pipeline-first") {
-    return RankOrder::kPipelineFirst;
+Topology make_topology(int pipeline, int replicas, std::vector<int> rank_of_place) {
+  Topology topology{pipeline, replicas, std::move(rank_of_place), {}};
+  topology.place_of_rank.assign(at(topology.ranks()), -1);
+  bool each_once = topology.rank_of_place.size() == topology.place_of_rank.size();
+  for (std::size_t place = 0; each_once && place < topology.rank_of_place.size(); ++place) {
+    const int rank = topology.rank_of_place[place];
+    each_once = rank >= 0 && rank < topology.ranks() && topology.place_of_rank[at(rank)] < 0;
+    if (each_once) topology.place_of_rank[at(rank)] = static_cast<int>(place);
   }
-  if (text == "replica-first") {
-    return RankOrder::kReplicaFirst;
-  }
-  throw Error(ErrorCode::kUsage, "unknown order of ranks '" + std::string(text) +
-                                     "'; legal: pipeline-first, replica-first");
+  if (!each_once) throw Error(ErrorCode::kInternal, "a job's ranks have one place each");
+  return topology;
 }
 
 }  // namespace sluice

@@ -1,19 +1,23 @@
 // Topology: how the job's ranks split into pipelines and replicas.
 //
-//   pipeline-first (default): rank = replica * p + pipeline_rank   (a pipeline's ranks adjacent)
-//   replica-first:            rank = pipeline_rank * d + replica
+//   pipeline-first: rank = replica * p + pipeline_rank   (a pipeline's ranks adjacent)
+//   replica-first:  rank = pipeline_rank * d + replica
+//
+// Any other order is legal too (runtime/layout/rank_arrangement.hpp chooses one from host names).
+// The bits of a training depend on the places, not on which rank has which.
 #pragma once
 
-#include <string_view>
+#include <vector>
 
 #include <sluice/communicator.hpp>
 
 namespace sluice {
 
 struct Topology {
-  int pipeline = 1;  // p
-  int replicas = 1;  // d
-  RankOrder order = RankOrder::kPipelineFirst;
+  int pipeline = 1;                      // p
+  int replicas = 1;                      // d
+  std::vector<int> rank_of_place = {0};  // [replica * p + pipeline rank]
+  std::vector<int> place_of_rank = {0};  // the inverse
 
   [[nodiscard]] int ranks() const { return pipeline * replicas; }
   [[nodiscard]] int pipeline_rank(int rank) const;
@@ -22,9 +26,9 @@ struct Topology {
 };
 
 // Throws Error(kUsage) naming all three numbers and the nearest legal values unless
-// size == pipeline * replicas with both >= 1.
+// size == pipeline * replicas with both >= 1. kAuto is pipeline-first here.
 [[nodiscard]] Topology make_topology(int size, int pipeline, int replicas, RankOrder order);
-// "pipeline-first" | "replica-first", else Error(kUsage).
-[[nodiscard]] RankOrder parse_rank_order(std::string_view text);
+// Requires: `ranks` holds each of [0, pipeline * replicas) once, else Error(kInternal).
+[[nodiscard]] Topology make_topology(int pipeline, int replicas, std::vector<int> rank_of_place);
 
 }  // namespace sluice

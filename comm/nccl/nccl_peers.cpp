@@ -1,14 +1,13 @@
 #include "comm/nccl/nccl_peers.hpp"
 
 #include <fmt/core.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <type_traits>
 
+#include "comm/base/host.hpp"
 #include "comm/base/index.hpp"
 #include "comm/group/collectives.hpp"
 #include "comm/nccl/nccl_api.hpp"
@@ -31,17 +30,10 @@ bool equal(const std::array<char, size>& a, const std::array<char, size>& b) {
   return std::strcmp(a.data(), b.data()) == 0;
 }
 
-std::string host_name() {
-  std::array<char, 256> name{};
-  return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown host";
-}
-
 // Identifies the host as NCCL does (its getHostHash): NCCL_HOSTID, else the name and the boot id.
 std::string machine_of(const std::string& host) {
   if (const char* set = std::getenv("NCCL_HOSTID")) return set;
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return host + boot;
+  return host + boot_id();
 }
 
 }  // namespace

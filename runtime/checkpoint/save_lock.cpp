@@ -8,7 +8,6 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <array>
 #include <cerrno>
 #include <condition_variable>
 #include <cstdlib>
@@ -23,6 +22,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/host.hpp"
 #include "comm/base/throw_error.hpp"
 
 namespace sluice {
@@ -74,10 +74,8 @@ std::string variable(std::initializer_list<const char*> names) {
 
 Holder this_process() {
   Holder me;
-  std::array<char, 256> host = {};
-  if (::gethostname(host.data(), host.size() - 1) == 0) me.host = host.data();
-  me.boot = read_text("/proc/sys/kernel/random/boot_id");
-  while (!me.boot.empty() && me.boot.back() == '\n') me.boot.pop_back();
+  me.host = host_name();
+  me.boot = boot_id();
   std::error_code error;
   me.pid_namespace = fs::read_symlink("/proc/self/ns/pid", error).string();
   me.job = variable({"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "SLUICE_JOB_ID"});

@@ -10,6 +10,7 @@
 #include <sluice/program.hpp>
 #include <sluice/schedule.hpp>
 
+#include "comm/base/host.hpp"
 #include "comm/base/index.hpp"
 #include "comm/group/clock_offset.hpp"
 #include "comm/group/collectives.hpp"
@@ -25,8 +26,10 @@
 #include "runtime/job/build_name.hpp"
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_route.hpp"
+#include "runtime/layout/rank_arrangement.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
+#include "runtime/report/rank_table.hpp"
 
 namespace sluice {
 namespace {
@@ -49,7 +52,7 @@ constexpr const char* kAbout =
 
 struct DoctorOptions {
   int pipeline = 0, replicas = 1, chunks = 1, threads = 1;
-  RankOrder rank_order = RankOrder::kPipelineFirst;
+  RankOrder rank_order = RankOrder::kAuto;
   std::string device = "auto";
   TransportChoice transport = TransportChoice::kAuto;
   std::string data, save, output, hosts, ssh = "ssh";
@@ -81,10 +84,16 @@ OptionTable make_table(DoctorOptions& options) {
   return table;
 }
 
-Topology topology_of(const DoctorOptions& options, int ranks) {
+// Collective. The sizes of messages are not known: a training may choose another order.
+RankArrangement arrangement_of(const DoctorOptions& options,
+                               const std::vector<std::string>& hosts) {
+  const int ranks = static_cast<int>(hosts.size());
   const int pipeline =
       options.pipeline > 0 ? options.pipeline : std::max(1, ranks / options.replicas);
-  return make_topology(ranks, pipeline, options.replicas, options.rank_order);
+  PipelineOptions::Shape shape;
+  shape.rank_order = options.rank_order;
+  return arrange_ranks(make_topology(ranks, pipeline, options.replicas, options.rank_order), shape,
+                       Placement::looped(pipeline, options.chunks), hosts);
 }
 
 RankFacts facts_of(int rank, int threads, const RankDevice& device) {
@@ -99,9 +108,11 @@ RankFacts facts_of(int rank, int threads, const RankDevice& device) {
   return facts;
 }
 
-void print_job(const RankFacts& facts, const Topology& topology) {
+void print_job(const RankFacts& facts, const RankArrangement& order) {
+  const Topology& topology = order.topology;
   fmt::print("ranks      {} = pipeline {} x replicas {}\n", topology.ranks(), topology.pipeline,
              topology.replicas);
+  if (!order.reason.empty()) fmt::print("order      {}\n", order.reason);
   fmt::print("MPI        {}, standard {}, thread level {}, tags up to {}\n", facts.mpi.library,
              facts.mpi.standard, facts.mpi.thread_level, facts.mpi.tag_upper_bound);
   fmt::print("transport  {}\n", facts.mpi.components.empty()
@@ -115,18 +126,19 @@ void print_job(const RankFacts& facts, const Topology& topology) {
 }
 
 void print_ranks(const std::vector<RankFacts>& ranks, const Topology& topology, int chunks) {
-  std::size_t host_width = 4;
-  for (const RankFacts& rank : ranks) host_width = std::max(host_width, rank.mpi.host.size());
-  fmt::print("{:>5}  {:<{}}  {:<7}  {:>5}  {:>10}  {:>7}  {:>7}  stages\n", "rank", "host",
-             host_width, "device", "cores", "host cores", "threads", "replica");
   const Placement placement = Placement::looped(topology.pipeline, chunks);
+  std::vector<RankRow> rows;
   for (const RankFacts& rank : ranks) {
-    fmt::print("{:>5}  {:<{}}  {:<7}  {:>5}  {:>10}  {:>7}  {:>7}  {} of {}\n", rank.rank,
-               rank.mpi.host, host_width, rank.device, rank.mpi.cores, rank.host_cores,
-               rank.threads, topology.replica(rank.rank),
-               fmt::join(placement.stages_of(topology.pipeline_rank(rank.rank)), ", "),
-               placement.stages());
+    rows.push_back({.host = rank.mpi.host,
+                    .device = rank.device,
+                    .replica = topology.replica(rank.rank),
+                    .stages = placement.stages_of(topology.pipeline_rank(rank.rank)),
+                    .cores = rank.limits.cores,
+                    .host_cores = rank.host_cores,
+                    .threads = rank.threads,
+                    .interfaces = interfaces_used(rank.network)});
   }
+  fmt::print("{}", rank_table(rows, ""));
 }
 
 // The slowest where there are too many.
@@ -208,9 +220,9 @@ Cluster cluster_of(const std::vector<RankFacts>& ranks, const Topology& topology
 
 // Collective: all facts of this rank.
 RankFacts gather_facts(const DoctorOptions& options, const Topology& topology,
-                       Collectives& collectives) {
+                       const std::vector<std::string>& hosts, Collectives& collectives) {
   const std::vector<RankDevice> devices =
-      choose_devices(collectives, topology, parse_devices(options.device));
+      choose_devices(collectives, topology, parse_devices(options.device), hosts);
   const int rank = collectives.communicator().rank();
   RankFacts mine = facts_of(rank, options.threads, devices[at(rank)]);
   mine.no_device_messages = why_no_device_messages(
@@ -228,11 +240,13 @@ double wall_seconds() {
 }
 
 void examine(const DoctorOptions& options, Communicator& world) {
-  const Topology topology = topology_of(options, world.size());
   if (world.rank() == 0 && !options.output.empty()) require_writable_file(options.output);
   SilenceLimit silence(world.rank(), kSilenceSeconds, "the other ranks");
   Collectives collectives(world, kBaseTag, &silence);
-  RankFacts mine = gather_facts(options, topology, collectives);
+  const std::vector<std::string> hosts = collectives.all_gather_strings(host_name());
+  const RankArrangement order = arrangement_of(options, hosts);
+  const Topology& topology = order.topology;
+  RankFacts mine = gather_facts(options, topology, hosts, collectives);
   ProbeResult probe;
   if (options.probe_seconds > 0) {
     probe = probe_links(world, kProbeTag, pairs_of_training(topology, options.chunks),
@@ -247,7 +261,7 @@ void examine(const DoctorOptions& options, Communicator& world) {
   if (world.rank() != 0) return;
   std::vector<RankFacts> ranks;
   for (const std::string& text : all) ranks.push_back(rank_facts_from_json(text));
-  print_job(ranks.front(), topology);
+  print_job(ranks.front(), order);
   print_ranks(ranks, topology, options.chunks);
   print_links(ranks, probe.links);
   print_findings(all_findings(ranks, probe));

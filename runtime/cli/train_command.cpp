@@ -38,6 +38,7 @@
 #include "runtime/options/process.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/report/metrics.hpp"
+#include "runtime/report/rank_table.hpp"
 #include "runtime/report/timeline.hpp"
 #include "stages/cpu/cpu_report.hpp"
 
@@ -93,6 +94,18 @@ struct Sums {
   std::uint64_t steps = 0;
 };
 
+// A step's messages between stages, f32 [samples, context, width] there and back, and a rank's part
+// of the gradients.
+void set_traffic(PipelineOptions::Shape& shape, const TransformerConfig& model, int ranks) {
+  const double samples =
+      shape.batch_size > 0
+          ? static_cast<double>(shape.batch_size) / shape.replicas
+          : static_cast<double>(shape.micro_batches) * static_cast<double>(shape.micro_batch_size);
+  shape.edge_bytes = 2 * sizeof(float) * samples * model.context * model.width;
+  shape.gradient_bytes =
+      sizeof(float) * static_cast<double>(parameter_count(model)) * shape.replicas / ranks;
+}
+
 class Training {
  public:
   // `world`, `options` and `stop` outlive this.
@@ -117,7 +130,7 @@ class Training {
   void open_metrics();
   void open_saver();
   void plan_evaluations();
-  void dry_run(ControlChannel& control);
+  void dry_run(Communicator& comm, ControlChannel& control);
   void make_pipeline();
   void load();
   void compare_with_saved();
@@ -126,7 +139,8 @@ class Training {
   void require_unused(const std::filesystem::path& directory) const;
   void require_steps_left(std::uint64_t done) const;
   [[nodiscard]] StageFactory stages() const;
-  void describe(const JobLayout& layout) const;
+  [[nodiscard]] std::string describe_ranks(Collectives& collectives, const JobLayout& layout) const;
+  void describe(const JobLayout& layout, const std::string& ranks) const;
   void steps();
   void one_step();
   void report(const StepReport& step);
@@ -179,7 +193,7 @@ void Training::run() {
       const Topology topology = make_topology(
           world_.size(),
           shape.pipeline > 0 ? shape.pipeline : std::max(world_.size() / shape.replicas, 1),
-          shape.replicas, shape.rank_order);
+          shape.replicas, shape.rank_order);  // a size that cannot work ends here
       choice_ = choose_schedule(options_, topology.pipeline, collectives);
     });
     if (complete) {
@@ -191,7 +205,7 @@ void Training::run() {
     open_data(*comm, control);
     guarded(control, world_.rank(), [&] { require_writable_outputs(); });
     plan_evaluations();
-    if (options_.dry_run) return dry_run(control);
+    if (options_.dry_run) return dry_run(*comm, control);
   }
   make_pipeline();
   steps();
@@ -341,6 +355,7 @@ void Training::plan_evaluations() {
   pipeline_options_ = options_.pipeline;
   pipeline_options_.training.evaluations = std::move(evaluations);
   pipeline_options_.order.given = choice_.order;
+  set_traffic(pipeline_options_.shape, options_.model, world_.size());
   if (first() && !choice_.remark.empty()) fmt::print("{}\n", choice_.remark);
 }
 
@@ -350,10 +365,18 @@ StageFactory Training::stages() const {
   };
 }
 
+// Collective. Where each rank runs, and its place; empty for one rank.
+std::string Training::describe_ranks(Collectives& collectives, const JobLayout& layout) const {
+  if (world_.size() == 1) return "";
+  const std::string& reason = layout.place.order_reason;
+  return (reason.empty() ? "" : fmt::format("  order of ranks: {}\n", reason)) +
+         gather_rank_table(collectives, layout, options_.pipeline.devices.threads, "  ");
+}
+
 // Nothing is printed before this, so a job that is refused prints only its error.
-void Training::describe(const JobLayout& layout) const {
-  fmt::print("{}{}", describe_configuration(resolved()),
-             describe_layout(layout, choice_.partition));
+void Training::describe(const JobLayout& layout, const std::string& ranks) const {
+  fmt::print("{}{}{}", describe_configuration(resolved()),
+             describe_layout(layout, choice_.partition), ranks);
   for (const std::string& broken : passed_over_) fmt::print("passed over: {}\n", broken);
   if (resumed_) {
     fmt::print("going on after step {} of '{}'\n", resumed_->step, resumed_->directory.string());
@@ -364,16 +387,19 @@ void Training::describe(const JobLayout& layout) const {
   std::fflush(stdout);
 }
 
-void Training::dry_run(ControlChannel& control) {
+void Training::dry_run(Communicator& comm, ControlChannel& control) {
   const JobLayout layout =
       PipelineAccess::plan_layout(world_, pipeline_options_, stages(), *source_);
+  std::string ranks;
   guarded(control, world_.rank(), [&] {
+    Collectives collectives(comm, 0, &control);
+    ranks = describe_ranks(collectives, layout);
     if (!options_.resume.from) return;
     resumed_ = options_.resume.from;
     compare_with_saved();
     if (first()) require_steps_left(require_fitting_save(layout, options_.resume.path));
   });
-  if (first()) describe(layout);
+  if (first()) describe(layout, ranks);
 }
 
 void Training::make_pipeline() {
@@ -381,7 +407,9 @@ void Training::make_pipeline() {
   if (options_.resume.from) load();
   open_metrics();
   open_saver();
-  if (first()) describe(PipelineAccess::layout(*pipeline_));
+  const JobLayout& layout = PipelineAccess::layout(*pipeline_);
+  const std::string ranks = describe_ranks(PipelineAccess::world(*pipeline_), layout);
+  if (first()) describe(layout, ranks);
 }
 
 // An older save than the one that gave the options may be the newest that is sound.

@@ -480,10 +480,11 @@ void require_sensible_outputs(const TrainOptions& options) {
 }  // namespace
 
 void add_rank_order(OptionTable& table, RankOrder& order) {
-  table.add_choice(
-      "rank-order", order,
-      {{"pipeline-first", RankOrder::kPipelineFirst}, {"replica-first", RankOrder::kReplicaFirst}},
-      "which ranks are neighbours");
+  table.add_choice("rank-order", order,
+                   {{"auto", RankOrder::kAuto},
+                    {"pipeline-first", RankOrder::kPipelineFirst},
+                    {"replica-first", RankOrder::kReplicaFirst}},
+                   "which ranks are neighbours; auto: by hosts");
 }
 
 void add_transport(OptionTable& table, TransportChoice& transport, const std::string& help) {

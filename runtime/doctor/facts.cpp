@@ -1,7 +1,6 @@
 #include "runtime/doctor/facts.hpp"
 
 #include <fmt/format.h>
-#include <sched.h>
 #include <sys/resource.h>
 #include <sys/statvfs.h>
 
@@ -61,17 +60,6 @@ std::int64_t locked_memory() {
   return static_cast<std::int64_t>(limit.rlim_cur);
 }
 
-std::vector<int> cores_of_mask() {
-  cpu_set_t mask;
-  CPU_ZERO(&mask);
-  std::vector<int> cores;
-  if (::sched_getaffinity(0, sizeof(mask), &mask) != 0) return cores;
-  for (int core = 0; core < CPU_SETSIZE; ++core) {
-    if (CPU_ISSET(core, &mask)) cores.push_back(core);
-  }
-  return cores;
-}
-
 }  // namespace
 
 std::string describe_gpu(Device device) {
@@ -93,7 +81,7 @@ RankFacts local_facts() {
   facts.kernel_set = kernel_set();
   facts.matmul_library = matmul_library();
   facts.native_bf16 = native_bf16();
-  facts.limits = {cores_of_mask(), locked_memory(), free_shared_memory()};
+  facts.limits = {affinity_list(), locked_memory(), free_shared_memory()};
   facts.network = network_facts();
   const auto note = [&facts](const char* name) {
     if (const char* value = std::getenv(name); value != nullptr) {

@@ -29,6 +29,8 @@ NamedValues agreed_values(const PipelineOptions& options) {
   add("pipeline", options.shape.pipeline);
   add("replicas", options.shape.replicas);
   add("rank-order", static_cast<int>(options.shape.rank_order));
+  add("bytes between stages", options.shape.edge_bytes);
+  add("bytes of a rank's gradients", options.shape.gradient_bytes);
   if (options.order.given == nullptr) {
     add("schedule", options.order.schedule);
     add("chunks", options.order.chunks);

@@ -1,16 +1,38 @@
 #include "runtime/job/job_context.hpp"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include <sluice/error.hpp>
+#include <sluice/generate.hpp>
 #include <sluice/options.hpp>
+#include <sluice/schedule.hpp>
 
+#include "comm/base/host.hpp"
 #include "comm/group/transport.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/layout/edge_route.hpp"
+#include "runtime/layout/rank_arrangement.hpp"
 
 namespace sluice {
+
+namespace {
+
+Placement stage_placement(const PipelineOptions& options, int depth) {
+  if (options.order.given != nullptr) return options.order.given->placement;
+  const std::string name = options.training.inference ? "forward-only" : options.order.schedule;
+  try {
+    return placement_of(name, {depth, options.shape.micro_batches, options.order.chunks});
+  } catch (const std::invalid_argument& error) {
+    throw Error(ErrorCode::kUsage, error.what());
+  }
+}
+
+}  // namespace
 
 void JobWatch::poll() {
   control_.poll();
@@ -33,8 +55,13 @@ JobContext::JobContext(Communicator& comm, const PipelineOptions& options) {
     require_same_configuration(*world.collectives, agreed_values(options));
     const int depth =
         shape.pipeline > 0 ? shape.pipeline : std::max(size / std::max(shape.replicas, 1), 1);
-    place.topology = make_topology(size, depth, shape.replicas, shape.rank_order);
-    devices.ranks = choose_devices(*world.collectives, place.topology, options.devices.choices);
+    const std::vector<std::string> hosts = world.collectives->all_gather_strings(host_name());
+    const Topology numbered = make_topology(size, depth, shape.replicas, shape.rank_order);
+    RankArrangement order = arrange_ranks(numbered, shape, stage_placement(options, depth), hosts);
+    place.topology = std::move(order.topology);
+    place.order_reason = std::move(order.reason);
+    devices.ranks =
+        choose_devices(*world.collectives, place.topology, options.devices.choices, hosts);
     devices.no_nccl = find_why_no_nccl(*world.collectives, devices.ranks, transport);
     devices.no_device_messages = why_no_device_messages(*world.collectives, devices.ranks,
                                                         transport, devices.no_nccl, depth);

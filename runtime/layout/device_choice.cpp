@@ -11,6 +11,7 @@
 #include <sluice/error.hpp>
 #include <sluice/options.hpp>
 
+#include "comm/base/host.hpp"
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
@@ -19,17 +20,11 @@ namespace sluice {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Device, kind, index)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankDevice, device, host, identity, free_memory, no_gpu,
-                                   host_memory)
+                                   host_memory, machine)
 
 namespace {
 
 using Json = nlohmann::json;
-
-std::string host_name() {
-  std::array<char, 256> name = {};
-  if (gethostname(name.data(), name.size() - 1) != 0) return "unknown";
-  return name.data();
-}
 
 DeviceChoice parse_choice(std::string_view text, std::string_view whole) {
   if (text == "auto") return {DeviceChoice::Kind::kAuto, 0};
@@ -149,15 +144,16 @@ std::string describe_devices(const std::vector<RankDevice>& ranks) {
 }
 
 std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topology,
-                                       const std::vector<DeviceChoice>& choices) {
+                                       const std::vector<DeviceChoice>& choices,
+                                       const std::vector<std::string>& hosts) {
   const int mine = world.communicator().rank();
   const DeviceChoice& choice = choice_of(choices, topology, mine);
-  const std::vector<std::string> hosts = world.all_gather_strings(host_name());
   int local_rank = 0;
   for (int rank = 0; rank < mine; ++rank) local_rank += hosts[at(rank)] == hosts[at(mine)] ? 1 : 0;
   // Every rank learns of a refusal, so that none waits for this one.
   DeviceReport report;
   report.rank.host = hosts[at(mine)];
+  report.rank.machine = boot_id();
   try {
     const auto [device, no_gpu] = resolve(choice, local_rank);
     open_device(device);  // before anything else makes this process a client of the first GPU

@@ -16,21 +16,24 @@ namespace sluice {
 struct RankDevice {
   Device device;
   std::string host;
-  std::string identity;         // of a GPU, the same in all processes of a host; else empty
+  std::string identity;         // of a GPU, the same in all processes of a machine; else empty
   std::size_t free_memory = 0;  // bytes of a GPU when the job started
   std::string no_gpu;           // why "auto" chose the CPU; else empty
   std::size_t host_memory = 0;  // bytes of `host`; 0: not known
+  std::string machine = {};     // boot_id() of comm/base/host.hpp
 };
 
 // A line for the start of a run: the device of each rank of a pipeline, with the reason where
 // "auto" chose the CPU. Empty where all are CPUs and the build has no CUDA.
 [[nodiscard]] std::string describe_devices(const std::vector<RankDevice>& ranks);
 
-// Collective over `world`. Returns every rank's device, [rank of the job]. Errors are the same on
+// Collective over `world`; `hosts` has the name of every rank's host. A rank's number on its host
+// follows the job's numbers. Returns every rank's device, [rank of the job]. Errors are the same on
 // every rank. Error(kUsage): the number of choices is not one, the ranks of the pipeline or the
 // ranks of the job; a rank cannot use its device; replicas of a stage have different kinds of
 // device. Error(kDevice): a GPU fails, also where "auto" found it.
 [[nodiscard]] std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topology,
-                                                     const std::vector<DeviceChoice>& choices);
+                                                     const std::vector<DeviceChoice>& choices,
+                                                     const std::vector<std::string>& hosts);
 
 }  // namespace sluice

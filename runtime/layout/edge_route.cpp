@@ -25,7 +25,7 @@ bool is_gpu(const RankDevice& rank) { return rank.device.kind != DeviceKind::kCp
 
 // NCCL refuses two ranks on one GPU.
 bool share_gpu(const RankDevice& a, const RankDevice& b) {
-  return is_gpu(a) && is_gpu(b) && a.host == b.host && a.identity == b.identity;
+  return is_gpu(a) && is_gpu(b) && a.machine == b.machine && a.identity == b.identity;
 }
 
 // The reason where all ranks have the same, else the first rank's reason; empty where none has one.

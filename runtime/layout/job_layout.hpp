@@ -88,6 +88,7 @@ struct EvaluationPlan {
 // Where this rank stands in the job.
 struct RankPlace {
   Topology topology;
+  std::string order_reason;         // RankArrangement::reason
   int rank = 0, replica = 0;        // of the pipeline; which replica
   std::vector<RankDevice> devices;  // [pipeline rank], of this replica
 

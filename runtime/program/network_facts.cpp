@@ -136,6 +136,24 @@ std::vector<Connection> tcp_connections() {
   return connections;
 }
 
+std::vector<std::string> interfaces_used(const NetworkFacts& facts) {
+  std::vector<std::string> names;
+  std::vector<std::string_view> addresses;
+  for (const Connection& each : facts.connections) {
+    const std::string_view address = address_of(each.local);
+    const bool seen = std::find(addresses.begin(), addresses.end(), address) != addresses.end();
+    if (!seen && !address.starts_with("127.")) addresses.push_back(address);
+  }
+  for (const NetworkInterface& known : facts.interfaces) {
+    const auto found = std::find(addresses.begin(), addresses.end(), known.address);
+    if (found == addresses.end()) continue;
+    names.push_back(known.name);
+    addresses.erase(found);
+  }
+  names.insert(names.end(), addresses.begin(), addresses.end());
+  return names;
+}
+
 bool is_virtual_interface(std::string_view name) {
   constexpr std::array<std::string_view, 16> kBeginnings = {
       "docker", "virbr", "veth",  "br-",  "cni",   "flannel", "cali",  "cilium",

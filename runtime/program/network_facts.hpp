@@ -33,6 +33,10 @@ struct NetworkFacts {
 // Established now; at most 4096.
 [[nodiscard]] std::vector<Connection> tcp_connections();
 
+// Names of the interfaces that the connections use, each once, in the order of `interfaces`; an
+// address that no interface has stands for itself. Loopback is left out.
+[[nodiscard]] std::vector<std::string> interfaces_used(const NetworkFacts& facts);
+
 // Whether software on the host makes an interface of this name, which leads to containers or
 // virtual machines there and not to other hosts: docker0, virbr0, veth..., br-..., cni0 and others.
 [[nodiscard]] bool is_virtual_interface(std::string_view name);

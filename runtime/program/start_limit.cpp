@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 #include <unistd.h>
 
-#include <array>
 #include <charconv>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +14,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/cores.hpp"
+#include "comm/base/host.hpp"
 #include "runtime/options/process.hpp"
 
 namespace sluice {
@@ -22,11 +22,6 @@ namespace {
 
 constexpr const char* kVariable = "SLUICE_START_TIMEOUT";
 constexpr auto kOthersWrite = std::chrono::seconds(1);
-
-std::string own_host() {
-  std::array<char, 256> name{};
-  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "this host";
-}
 
 }  // namespace
 
@@ -92,7 +87,7 @@ void StartLimit::watch(std::chrono::milliseconds limit) {
   if (launcher_info().local_rank <= 0) {
     const int rank = launched_rank();
     const std::string who = fmt::format(
-        "{} on {}", rank < 0 ? "the process" : fmt::format("rank {}", rank), own_host());
+        "{} on {}", rank < 0 ? "the process" : fmt::format("rank {}", rank), host_name());
     const std::string line =
         fmt::format("sluice: error: {}\n", waiting_text(who, what_, limit, network_facts()));
     (void)!::write(STDERR_FILENO, line.data(), line.size());

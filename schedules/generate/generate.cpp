@@ -96,6 +96,20 @@ int stages_of(std::string_view name, const ScheduleShape& shape) {
   return stages_of(row_of(name), shape);
 }
 
+Placement placement_of(std::string_view name, const ScheduleShape& shape) {
+  const GeneratorRow& row = row_of(name);
+  (void)stages_of(row, shape);
+  switch (row.placement) {
+    case PlacementKind::kLooped:
+      return Placement::looped(shape.ranks, shape.chunks);
+    case PlacementKind::kVShape:
+      return Placement::v_shape(shape.ranks);
+    case PlacementKind::kLinear:
+      break;
+  }
+  return Placement::linear(shape.ranks);
+}
+
 Schedule generate(std::string_view name, const ScheduleShape& shape) {
   const GeneratorRow& row = row_of(name);
   (void)stages_of(row, shape);

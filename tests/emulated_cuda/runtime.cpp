@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -122,6 +123,15 @@ cudaError_t copy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind k
 
 cudaError_t has_device() { return device_count() == 0 ? cudaErrorNoDevice : unsafe_call_status(); }
 
+// A process that sees some of the machine's GPUs: the number of those before them.
+int first_bus() {
+  static const int first = [] {
+    const char* text = std::getenv("SLUICE_EMULATED_FIRST_BUS");
+    return text == nullptr ? 0 : std::atoi(text);
+  }();
+  return first;
+}
+
 bool is_device(int device) { return device >= 0 && device < device_count(); }
 
 }  // namespace
@@ -197,7 +207,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   properties->unifiedAddressing = 1;
   properties->canMapHostMemory = 1;
   properties->concurrentKernels = 1;
-  properties->pciBusID = device + 1;
+  properties->pciBusID = first_bus() + device + 1;
   return cudaSuccess;
 }
 
@@ -255,7 +265,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 
 cudaError_t cudaDeviceGetPCIBusId(char* text, int bytes, int device) {
   if (!is_device(device)) return note(cudaErrorInvalidDevice);
-  std::snprintf(text, static_cast<std::size_t>(bytes), "0000:%02x:00.0", device + 1);
+  std::snprintf(text, static_cast<std::size_t>(bytes), "0000:%02x:00.0", first_bus() + device + 1);
   return cudaSuccess;
 }
 

@@ -40,6 +40,27 @@ def replicas(setup, hosts, order):
     setup.same_bits(directory, STEPS, replicas=2)
 
 
+def arranged(setup):
+    """mpirun deals ranks out in turn. Neighbours share a host all the same, and the table of ranks says which."""
+    common = ("--pipeline", 2, "--replicas", 2, "--steps", STEPS)
+    places = ["--host", "node1:2,node2:2", "-n", "4", "--map-by", "node"]
+    interface = setup.hosts.check(1, "sh", "-c", "ip -o -4 address show up scope global | cut -d' ' -f2").strip()
+    # With few samples messages are small beside the gradients.
+    wanted = {"replicas": ((), {"0": ("node1", "0", "0"), "2": ("node1", "1", "0")}, "replicas of a stage"),
+              "pipelines": (("--micro-batch-size", 16), {"0": ("node1", "0", "0"), "2": ("node1", "0", "1")},
+                            "ranks of a pipeline")}
+    for name, (options, rows, shares) in wanted.items():
+        output = setup.trains(4, *common, *options, "--save", name, places=places)
+        require(f"order of ranks: the {shares} share hosts: a host then exchanges at most" in output, output)
+        table = {words[0]: words[1:] for words in map(str.split, output.splitlines()) if words[2:3] == ["cpu"]}
+        require(len(table) == 4, output)
+        for rank, (host, replica, stage) in rows.items():
+            found = table[rank]
+            require((found[0], found[2], found[3]) == (host, replica, stage), f"rank {rank}: {found}\n{output}")
+        require({row[-1] for row in table.values()} >= {interface}, output)
+    setup.same_bits("replicas", STEPS, replicas=2)
+
+
 def only_replicas(setup):
     """Each host has a whole model."""
     setup.trains(3, "--pipeline", 1, "--replicas", 3, "--steps", STEPS, "--save", "only-replicas")
@@ -116,6 +137,7 @@ def cases(setup):
     found |= {f"replicas, {order}, {hosts} hosts": functools.partial(replicas, setup, hosts, order)
               for hosts in (2, 3) for order in ("pipeline-first", "replica-first")}
     return found | {
+        "ranks dealt out in turn": functools.partial(arranged, setup),
         "a replica on each of 3 hosts": functools.partial(only_replicas, setup),
         "resume on fewer hosts": functools.partial(resumes_on_fewer, setup),
         "a directory that node2 lacks": functools.partial(unshared, setup),

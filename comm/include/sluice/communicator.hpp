@@ -19,8 +19,10 @@
 
 namespace sluice {
 
-// Which ranks are neighbours: those of one pipeline, or the replicas of one stage.
-enum class RankOrder { kPipelineFirst, kReplicaFirst };
+// Which ranks are neighbours: those of one pipeline, or the replicas of one stage. kAuto: whichever
+// sends less between hosts; ranks that are neighbours then share a host where they can, in whatever
+// order the launcher numbered them.
+enum class RankOrder { kAuto, kPipelineFirst, kReplicaFirst };
 
 // A send or receive. The communicator assigns the index; kNone means done. A send may be done at
 // once.

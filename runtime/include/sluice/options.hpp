@@ -46,7 +46,11 @@ struct PipelineOptions {
   struct Shape {
     int pipeline = 0;  // ranks per pipeline; 0: all ranks / replicas
     int replicas = 1;  // of the pipeline
-    RankOrder rank_order = RankOrder::kPipelineFirst;
+    RankOrder rank_order = RankOrder::kAuto;
+    // What RankOrder::kAuto weighs: the bytes that two neighbouring stages of one pipeline exchange
+    // in a step, and the bytes of one pipeline rank's gradients. Both 0: not known; the ranks of a
+    // pipeline are neighbours then.
+    double edge_bytes = 0, gradient_bytes = 0;
     int micro_batches = 1;              // per replica and step
     std::int64_t micro_batch_size = 1;  // samples
     // Samples per step over all replicas; 0: replicas * micro_batches * micro_batch_size.

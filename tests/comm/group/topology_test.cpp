@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
 #include <sluice/error.hpp>
 
@@ -58,11 +59,16 @@ TEST(TopologyTest, RefusesSizesBelowOneAndProductsThatOverflow) {
   EXPECT_NE(refusal(0, 65536, 65536).find("start 4294967296 ranks"), std::string::npos);
 }
 
-TEST(TopologyTest, ParsesTheOrderOfRanks) {
-  EXPECT_EQ(parse_rank_order("pipeline-first"), RankOrder::kPipelineFirst);
-  EXPECT_EQ(parse_rank_order("replica-first"), RankOrder::kReplicaFirst);
-  EXPECT_THROW((void)parse_rank_order("replica"), Error);
-  EXPECT_THROW((void)parse_rank_order("pipeline-first "), Error);
+TEST(TopologyTest, TakesAnyOrderThatGivesEachRankOnePlace) {
+  const Topology topology = make_topology(2, 2, {3, 0, 2, 1});
+  EXPECT_EQ(topology.rank_of(0, 0), 3);
+  EXPECT_EQ(topology.rank_of(1, 1), 1);
+  EXPECT_EQ(topology.replica(2), 1);
+  EXPECT_EQ(topology.pipeline_rank(2), 0);
+  for (const std::vector<int>& wrong :
+       {std::vector{0, 1, 2}, {0, 1, 2, 2}, {0, 1, 2, 4}, {0, 1, 2, -1}}) {
+    EXPECT_THROW((void)make_topology(2, 2, wrong), Error);
+  }
 }
 
 TEST(CoresTest, CountsAKernelsListOfCpus) {
@@ -71,6 +77,12 @@ TEST(CoresTest, CountsAKernelsListOfCpus) {
   EXPECT_EQ(count_cpu_list(""), 0);
   EXPECT_EQ(count_cpu_list("3-1"), 0);
   EXPECT_EQ(count_cpu_list("a-b"), 0);
+}
+
+TEST(CoresTest, WritesNumbersAsAKernelsList) {
+  EXPECT_EQ(to_cpu_list({}), "");
+  EXPECT_EQ(to_cpu_list({7}), "7");
+  EXPECT_EQ(to_cpu_list({0, 1, 2, 3, 8, 10, 11}), "0-3,8,10-11");
 }
 
 TEST(CoresTest, TakesTheLargestOfSlurmsCounts) {
@@ -82,6 +94,8 @@ TEST(CoresTest, TakesTheLargestOfSlurmsCounts) {
 TEST(CoresTest, FindsAtLeastOneCore) {
   EXPECT_GE(host_cores(), 1);
   EXPECT_GE(affinity_cores(), 1);
+  EXPECT_EQ(static_cast<int>(affinity_list().size()), affinity_cores());
+  EXPECT_EQ(count_cpu_list(to_cpu_list(affinity_list())), affinity_cores());
 }
 
 }  // namespace

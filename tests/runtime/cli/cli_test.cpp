@@ -354,7 +354,7 @@ TEST_F(CliTest, OutputThatCannotBeWrittenIsAnError) {
 TEST_F(CliTest, DoctorWorksAlone) {
   const Outcome outcome = sluice("doctor");
   EXPECT_EQ(outcome.code, 0) << outcome.err;
-  EXPECT_THAT(outcome.out, HasSubstr("0 of 1"));
+  EXPECT_THAT(outcome.out, HasSubstr("  cpu     0        0       "));
   EXPECT_THAT(outcome.out, HasSubstr("What looks wrong"));
 }
 
@@ -458,6 +458,24 @@ TEST_F(CliTest, AGpuThatIsSharedIsRefusedToNccl) {
   }
 }
 
+// As under srun --gpus-per-task=1: all processes name their GPU 0.
+TEST_F(CliTest, ProcessesThatSeeOneGpuEachDoNotShareIt) {
+  const std::string own =
+      "sh -c 'SLUICE_EMULATED_FIRST_BUS=$OMPI_COMM_WORLD_RANK exec env "
+      "SLUICE_EMULATED_DEVICES=1 " SLUICE_PROGRAM " train --dry-run --pipeline 2 --device ";
+  for (const char* device : {"cuda", "auto", "cuda:0"}) {
+    const Outcome outcome = mpirun(2, own + device + "'", "");
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    EXPECT_THAT(outcome.out, HasSubstr("devices: 0 cuda:0 on "));
+    EXPECT_THAT(outcome.out, HasSubstr(", 1 cuda:0 on "));
+    EXPECT_EQ(lines_with(outcome.out, "stages 0-1: NCCL (a GPU of its own at both ends)"), 1)
+        << outcome.out;
+  }
+  const Outcome shared = mpirun(2, "env SLUICE_EMULATED_DEVICES=1 " SLUICE_PROGRAM,
+                                "train --dry-run --pipeline 2 --device cuda");
+  EXPECT_EQ(lines_with(shared.out, "NCCL (a GPU"), 0) << shared.out;
+}
+
 TEST_F(CliTest, WhichCodeComputesAttentionOnGpusIsSaidAtTheStart) {
   const std::string program = "env SLUICE_EMULATED_DEVICES=2 " SLUICE_PROGRAM;
   const std::string arguments = "train --dry-run --pipeline 2 --device ";
@@ -484,8 +502,10 @@ TEST_F(CliTest, DoctorShowsEveryRankAndItsStage) {
   const Outcome outcome = mpirun(4, SLUICE_PROGRAM, "doctor --replicas 2");
   EXPECT_EQ(outcome.code, 0) << outcome.err;
   EXPECT_THAT(outcome.out, HasSubstr("4 = pipeline 2 x replicas 2"));
-  EXPECT_EQ(lines_with(outcome.out, "0 of 2"), 2) << outcome.out;
-  EXPECT_EQ(lines_with(outcome.out, "1 of 2"), 2) << outcome.out;
+  for (const char* place :
+       {"0        0       ", "0        1       ", "1        0       ", "1        1       "}) {
+    EXPECT_EQ(lines_with(outcome.out, std::string("  cpu     ") + place), 1) << outcome.out;
+  }
 }
 
 TEST_F(CliTest, DoctorMeasuresLinksThatScheduleReads) {

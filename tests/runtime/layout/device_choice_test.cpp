@@ -35,7 +35,7 @@ TEST(DeviceChoiceTest, RanksThatFellBackToTheCpuSayWhy) {
 std::vector<RankDevice> choose(Communicator& comm, const char* devices, int replicas = 1) {
   Collectives world(comm, 0, nullptr);
   return choose_devices(world, make_topology(2, 2 / replicas, replicas, RankOrder::kPipelineFirst),
-                        parse_devices(devices));
+                        parse_devices(devices), {"host", "host"});
 }
 
 // cuda:1 is older than Sluice supports.
@@ -154,7 +154,7 @@ TEST(DeviceChoiceTest, ATooOldDriverIsNamedWithBothVersions) {
   });
   run_loopback(1, [&](Communicator& comm) {
     Collectives world(comm, 0, nullptr);
-    const auto devices = choose_devices(world, Topology{}, parse_devices("auto"));
+    const auto devices = choose_devices(world, Topology{}, parse_devices("auto"), {"host"});
     EXPECT_EQ(describe_devices(devices), "  devices: cpu (GPUs: " + why + ")\n");
   });
   emulated::set_driver_version(CUDART_VERSION);

@@ -494,7 +494,7 @@ TEST_F(OldDriverTest, IsLookedAtOnlyWhereNcclCouldBeChosen) {
     Collectives world(comm, 0, nullptr);
     const auto why = [&](const char* devices, TransportChoice wanted) {
       const Topology topology = make_topology(2, 2, 1, RankOrder::kPipelineFirst);
-      const auto job = choose_devices(world, topology, parse_devices(devices));
+      const auto job = choose_devices(world, topology, parse_devices(devices), {"host", "host"});
       return find_why_no_nccl(world, job, wanted);
     };
     EXPECT_NE(why("cuda", TransportChoice::kAuto), "");

@@ -1,0 +1,158 @@
+#include "runtime/layout/rank_arrangement.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <map>
+#include <utility>
+
+#include "comm/base/index.hpp"
+
+namespace sluice {
+namespace {
+
+// [rank] the index of its host, in the order in which ranks name them.
+std::vector<int> number_hosts(const std::vector<std::string>& hosts) {
+  std::map<std::string, int> numbers;
+  std::vector<int> host_of_rank;
+  for (const std::string& host : hosts) {
+    host_of_rank.push_back(
+        numbers.try_emplace(host, static_cast<int>(numbers.size())).first->second);
+  }
+  return host_of_rank;
+}
+
+// Groups of `size` ranks: as many as fit into each host, then what is left over, in the order of
+// hosts. The first group begins with rank 0.
+std::vector<std::vector<int>> pack(const std::vector<int>& host_of_rank, int size) {
+  const int count = *std::max_element(host_of_rank.begin(), host_of_rank.end()) + 1;
+  std::vector<std::vector<int>> ranks(at(count));
+  for (std::size_t rank = 0; rank < host_of_rank.size(); ++rank) {
+    ranks[at(host_of_rank[rank])].push_back(static_cast<int>(rank));
+  }
+  std::vector<std::vector<int>> groups;
+  std::vector<int> left_over;
+  const auto add_group = [&](auto begin) { groups.emplace_back(begin, begin + size); };
+  for (const std::vector<int>& host : ranks) {
+    const std::ptrdiff_t whole = std::ssize(host) / size * size;
+    for (std::ptrdiff_t i = 0; i < whole; i += size) add_group(host.begin() + i);
+    left_over.insert(left_over.end(), host.begin() + whole, host.end());
+  }
+  for (std::ptrdiff_t i = 0; i < std::ssize(left_over); i += size) add_group(left_over.begin() + i);
+  const auto first = std::find_if(groups.begin(), groups.end(),
+                                  [](const std::vector<int>& group) { return group.front() == 0; });
+  std::rotate(groups.begin(), first, first + 1);
+  return groups;
+}
+
+Topology pack_pipelines(const std::vector<int>& host_of_rank, int pipeline, int replicas) {
+  std::vector<int> rank_of_place;
+  for (const std::vector<int>& group : pack(host_of_rank, pipeline)) {
+    rank_of_place.insert(rank_of_place.end(), group.begin(), group.end());
+  }
+  return make_topology(pipeline, replicas, std::move(rank_of_place));
+}
+
+Topology pack_replicas(const std::vector<int>& host_of_rank, int pipeline, int replicas) {
+  const std::vector<std::vector<int>> groups = pack(host_of_rank, replicas);
+  std::vector<int> rank_of_place;
+  for (int replica = 0; replica < replicas; ++replica) {
+    for (int rank = 0; rank < pipeline; ++rank) {
+      rank_of_place.push_back(groups[at(rank)][at(replica)]);
+    }
+  }
+  return make_topology(pipeline, replicas, std::move(rank_of_place));
+}
+
+// Bytes that hosts exchange with others in a step.
+struct Traffic {
+  double busiest = 0, all = 0;  // of the busiest host; of all of them
+};
+
+Traffic traffic_of(const Topology& topology, const Placement& placement,
+                   const std::vector<int>& host_of_rank, double edge_bytes, double sum_bytes) {
+  std::map<int, double> bytes;  // by host
+  const auto add = [&](int one, int other, double count) {
+    const int a = host_of_rank[at(one)], b = host_of_rank[at(other)];
+    if (a == b) return;
+    bytes[a] += count;
+    bytes[b] += count;
+  };
+  for (int replica = 0; replica < topology.replicas; ++replica) {
+    for (int stage = 1; stage < placement.stages(); ++stage) {
+      add(topology.rank_of(replica, placement.rank_of(stage - 1)),
+          topology.rank_of(replica, placement.rank_of(stage)), edge_bytes);
+    }
+    for (int rank = 0; rank < topology.pipeline; ++rank) {
+      for (int other = 0; other < replica; ++other) {
+        add(topology.rank_of(replica, rank), topology.rank_of(other, rank), sum_bytes);
+      }
+    }
+  }
+  Traffic traffic;
+  for (const auto& [host, count] : bytes) {
+    traffic.busiest = std::max(traffic.busiest, count);
+    traffic.all += count;
+  }
+  return traffic;
+}
+
+enum class Kind { kPipelines, kReplicas };
+
+constexpr const char* kShares[] = {"the ranks of a pipeline share hosts",
+                                   "the replicas of a stage share hosts"};
+
+struct Candidate {
+  Kind kind = Kind::kPipelines;
+  Topology topology;
+  Traffic traffic = {};
+
+  [[nodiscard]] bool operator<(const Candidate& other) const {
+    return std::pair(traffic.busiest, traffic.all) <
+           std::pair(other.traffic.busiest, other.traffic.all);
+  }
+};
+
+std::string bytes_text(double bytes) {
+  constexpr std::array kUnits = {"B", "KiB", "MiB", "GiB", "TiB"};
+  std::size_t unit = 0;
+  for (; bytes >= 1000 && unit + 1 < kUnits.size(); ++unit) bytes /= 1024;
+  return fmt::format("{:.{}f} {}", bytes, unit == 0 ? 0 : 1, kUnits[unit]);
+}
+
+std::string compare(const Candidate& best, const Candidate& other) {
+  return fmt::format("a host then exchanges at most {} with others in a step, {} if {}",
+                     bytes_text(best.traffic.busiest), bytes_text(other.traffic.busiest),
+                     kShares[static_cast<int>(other.kind)]);
+}
+
+}  // namespace
+
+RankArrangement arrange_ranks(const Topology& numbered, const PipelineOptions::Shape& shape,
+                              const Placement& placement, const std::vector<std::string>& hosts) {
+  const int p = numbered.pipeline, d = numbered.replicas;
+  const std::vector<int> host_of_rank = number_hosts(hosts);
+  const bool one_host =
+      std::all_of(host_of_rank.begin(), host_of_rank.end(), [](int host) { return host == 0; });
+  if (shape.rank_order != RankOrder::kAuto || one_host) return {numbered, ""};
+  const bool known = shape.edge_bytes > 0 || shape.gradient_bytes > 0;
+  const double edge_bytes = known ? shape.edge_bytes : 1;
+  // Collectives::ordered_sum: each of two replicas sends the other a share of its gradients to be
+  // summed, and later the sum of the share that it owns.
+  const double sum_bytes = 4 * shape.gradient_bytes / d;
+  Candidate best{Kind::kPipelines, pack_pipelines(host_of_rank, p, d)};
+  Candidate other{Kind::kReplicas, pack_replicas(host_of_rank, p, d)};
+  for (Candidate* each : {&best, &other}) {
+    each->traffic = traffic_of(each->topology, placement, host_of_rank, edge_bytes, sum_bytes);
+  }
+  if (known && other < best) std::swap(best, other);
+  if (p == 1 || d == 1) return {std::move(best.topology), "ranks of a host are neighbours"};
+  const char* shares = kShares[static_cast<int>(best.kind)];
+  return {std::move(best.topology),
+          fmt::format("{}{}", shares,
+                      known ? ": " + compare(best, other) : " (sizes of messages not given)")};
+}
+
+}  // namespace sluice

@@ -1,0 +1,32 @@
+// The table of a job's ranks: where each runs, what it computes on, and its place.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "comm/group/collectives.hpp"
+#include "runtime/layout/job_layout.hpp"
+
+namespace sluice {
+
+struct RankRow {
+  std::string host, device;
+  int replica = 0;
+  std::vector<int> stages;
+  std::vector<int> cores;  // that the process is bound to, ascending
+  int host_cores = 1;      // that the job may use there
+  int threads = 1;
+  std::vector<std::string> interfaces;  // that carry its TCP connections to other hosts
+};
+
+// Lines with a title, one for each rank of the job, and what the columns mean. Each begins with
+// `indent`. At most 64 ranks are shown.
+[[nodiscard]] std::string rank_table(const std::vector<RankRow>& ranks, std::string_view indent);
+
+// Collective: rank_table() of the job. `threads`: of this rank. Interfaces are those of connections
+// that are open now: MPI opens one with the first message.
+[[nodiscard]] std::string gather_rank_table(Collectives& world, const JobLayout& layout,
+                                            int threads, std::string_view indent);
+
+}  // namespace sluice

@@ -1,0 +1,145 @@
+// Which rank gets which place, from the names of hosts.
+#include "runtime/layout/rank_arrangement.hpp"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace sluice {
+namespace {
+
+using ::testing::HasSubstr;
+
+struct Job {
+  int pipeline = 2, replicas = 2;
+  double edge_bytes = 0, gradient_bytes = 0;
+  RankOrder order = RankOrder::kAuto;
+  int chunks = 1;
+};
+
+// `hosts`: a letter for each rank.
+RankArrangement arrange(const std::string& hosts, const Job& job) {
+  std::vector<std::string> names;
+  for (const char host : hosts) names.emplace_back(1, host);
+  PipelineOptions::Shape shape;
+  shape.rank_order = job.order;
+  shape.edge_bytes = job.edge_bytes;
+  shape.gradient_bytes = job.gradient_bytes;
+  const auto size = static_cast<int>(hosts.size());
+  return arrange_ranks(make_topology(size, job.pipeline, job.replicas, job.order), shape,
+                       Placement::looped(job.pipeline, job.chunks), names);
+}
+
+// The host of each place: a word for each replica.
+std::string hosts_of_places(const std::string& hosts, const Topology& topology) {
+  std::string text;
+  for (int replica = 0; replica < topology.replicas; ++replica) {
+    if (replica > 0) text += ' ';
+    for (int rank = 0; rank < topology.pipeline; ++rank) {
+      text += hosts[static_cast<std::size_t>(topology.rank_of(replica, rank))];
+    }
+  }
+  return text;
+}
+
+std::string places(const std::string& hosts, const Job& job) {
+  return hosts_of_places(hosts, arrange(hosts, job).topology);
+}
+
+TEST(RankArrangementTest, OneHostKeepsTheNumbersAndGivesNoReason) {
+  const RankArrangement order = arrange("AAAA", {.gradient_bytes = 1e9});
+  EXPECT_EQ(order.topology.rank_of_place, (std::vector{0, 1, 2, 3}));
+  EXPECT_EQ(order.reason, "");
+}
+
+TEST(RankArrangementTest, AnOrderThatIsAskedForStays) {
+  EXPECT_EQ(places("ABAB", {.order = RankOrder::kPipelineFirst}), "AB AB");
+  EXPECT_EQ(places("ABAB", {.order = RankOrder::kReplicaFirst}), "AA BB");
+  EXPECT_EQ(arrange("ABAB", {.order = RankOrder::kReplicaFirst}).reason, "");
+}
+
+TEST(RankArrangementTest, PipelinesShareHostsWhereSizesAreNotKnown) {
+  EXPECT_EQ(places("ABAB", {}), "AA BB");
+  EXPECT_EQ(arrange("ABAB", {}).topology.rank_of_place, (std::vector{0, 2, 1, 3}));
+  EXPECT_EQ(arrange("ABAB", {}).reason,
+            "the ranks of a pipeline share hosts (sizes of messages not given)");
+}
+
+TEST(RankArrangementTest, WhicheverSendsLessBetweenHostsSharesThem) {
+  constexpr double kMebi = 1 << 20;
+  // Two edges of 3 MiB cross, or the sums of two stages of 2 MiB, which two ranks exchange twice.
+  const Job sums{.edge_bytes = 3 * kMebi, .gradient_bytes = 2 * kMebi};
+  EXPECT_EQ(places("AABB", sums), "AB AB");
+  EXPECT_EQ(
+      arrange("AABB", sums).reason,
+      "the replicas of a stage share hosts: a host then exchanges at most 6.0 MiB with others "
+      "in a step, 8.0 MiB if the ranks of a pipeline share hosts");
+  const Job messages{.edge_bytes = 5 * kMebi, .gradient_bytes = 2 * kMebi};
+  EXPECT_EQ(places("AABB", messages), "AA BB");
+  EXPECT_THAT(arrange("AABB", messages).reason,
+              HasSubstr("at most 8.0 MiB with others in a step, 10.0 MiB if the replicas"));
+}
+
+TEST(RankArrangementTest, EveryTurnOfAnInterleavedPipelineCounts) {
+  // Three edges of one pipeline join its two ranks.
+  const Job job{.edge_bytes = 3, .gradient_bytes = 4, .chunks = 2};
+  EXPECT_EQ(places("AABB", {.edge_bytes = 3, .gradient_bytes = 4}), "AB AB");
+  EXPECT_EQ(places("AABB", job), "AA BB");
+}
+
+TEST(RankArrangementTest, UnevenHostsSplitAsFewPipelinesAsTheyCan) {
+  EXPECT_EQ(places("AAABBCCC", {.replicas = 4}), "AA BB CC AC");
+  EXPECT_EQ(places("ABBB", {}), "AB BB");
+  EXPECT_EQ(arrange("ABBB", {}).topology.rank_of(0, 0), 0);
+}
+
+TEST(RankArrangementTest, LongPipelinesFillHostAfterHost) {
+  EXPECT_EQ(places("ABABAB", {.pipeline = 6, .replicas = 1}), "AAABBB");
+  EXPECT_EQ(arrange("ABABAB", {.pipeline = 6, .replicas = 1}).reason,
+            "ranks of a host are neighbours");
+  EXPECT_EQ(places("ABABABAB", {.pipeline = 4}), "AAAA BBBB");
+}
+
+// Whether each group of places `group_of(place)` lies on one host.
+template <typename GroupOf>
+bool each_on_one_host(const std::string& places, const GroupOf& group_of) {
+  std::map<int, char> host_of_group;
+  for (std::size_t place = 0; place < places.size(); ++place) {
+    const auto [found, is_new] =
+        host_of_group.emplace(group_of(static_cast<int>(place)), places[place]);
+    if (found->second != places[place]) return false;
+  }
+  return true;
+}
+
+TEST(RankArrangementTest, GroupsThatFitIntoHostsAreNotSplitHoweverRanksAreNumbered) {
+  std::mt19937 random(7);
+  const auto draw = [&](unsigned most) { return 1 + static_cast<int>(random() % most); };
+  for (int round = 0; round < 300; ++round) {
+    const int group = draw(4), groups = draw(6);
+    std::string hosts;
+    for (int i = 0; i < groups; ++i) {
+      hosts.append(static_cast<std::size_t>(group), static_cast<char>('A' + draw(3)));
+    }
+    std::shuffle(hosts.begin(), hosts.end(), random);
+    const Topology pipelines = arrange(hosts, {.pipeline = group, .replicas = groups}).topology;
+    EXPECT_EQ(pipelines.rank_of(0, 0), 0);
+    std::string where;
+    for (const int rank : pipelines.rank_of_place) where += hosts[static_cast<std::size_t>(rank)];
+    EXPECT_TRUE(each_on_one_host(where, [&](int place) { return place / group; })) << hosts;
+    const Job sums{.pipeline = groups, .replicas = group, .gradient_bytes = 12};
+    const Topology replicas = arrange(hosts, sums).topology;
+    EXPECT_EQ(replicas.rank_of(0, 0), 0);
+    where.clear();
+    for (const int rank : replicas.rank_of_place) where += hosts[static_cast<std::size_t>(rank)];
+    EXPECT_TRUE(each_on_one_host(where, [&](int place) { return place % groups; })) << hosts;
+  }
+}
+
+}  // namespace
+}  // namespace sluice
