@@ -20,7 +20,7 @@ using ::testing::ElementsAre;
 constexpr ProbeLimits kShort = {.pair_seconds = 0.02, .total_seconds = 20, .silence_seconds = 20};
 
 Topology topology(int pipeline, int replicas, RankOrder order = RankOrder::kPipelineFirst) {
-  return {.pipeline = pipeline, .replicas = replicas, .order = order};
+  return make_topology(pipeline * replicas, pipeline, replicas, order);
 }
 
 TEST(PairsOfTrainingTest, AreNeighboursThenReplicas) {
