@@ -58,10 +58,11 @@ struct Engine::Impl {
     transport->progress();
     if (config.nccl != nullptr) config.nccl->progress();
   }
-  // Blocks until `done()`, driving the transport and polling the interrupt.
+  // Blocks until `done()`, which drives the transport. Polls the interrupt.
   template <typename Done>
   void wait_until(const Done& done);
   void wait(Ticket ticket);
+  void wait(const Event& event);
   // Blocks until the device has done all its work; completes the outcome.
   void drain();
   void reduce_grad(const PlanOp& op, StepActions& actions);
@@ -169,7 +170,10 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   {
     std::optional<MessageProgress::Scope> progressing;
     if (config.progress_in_actions && !on_gpu) progressing.emplace(messages);
-    for (const PlanOp& op : mine.ops) execute(op, actions);
+    for (const PlanOp& op : mine.ops) {
+      execute(op, actions);
+      messages.rethrow();  // a receive that failed in an operator is not taken as complete
+    }
   }
   if (config.plan->forward_only || actions == nullptr) drain();
   if (request.phase == Phase::kGenerate && last_output != nullptr) {
@@ -227,7 +231,7 @@ void Engine::Impl::post_recv(const PlanOp& op) {
     if (slot.tensors[i].data == nullptr) continue;
     if (DeviceSide* side = slot.buffers[i].device) {
       // What arrived last has left host memory; what read it is on the stream already.
-      wait_until([&] { return side->arrived.done(); });
+      wait(side->arrived);
       side->ready.record(stream());
     }
     slot.tickets.push_back(transport->post_recv(
@@ -344,7 +348,6 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   } else {
     backward(stage, op, ctx);
   }
-  messages.rethrow();
   if (on_gpu) {  // drain() tells how long it took
     timer.stop(stream());
     computed_until = start;
@@ -376,7 +379,7 @@ void Engine::Impl::tally(const PlanOp& op, double start, double end) {
 void Engine::Impl::drain() {
   if (on_gpu) {
     drained.record(stream());
-    wait_until([&] { return drained.done(); });
+    wait(drained);
     timer.read([&](const PlanOp& op, double start, double end) { tally(op, start, end); });
   }
   for (std::size_t i = 0; i < table.stages().size(); ++i) {
@@ -453,22 +456,21 @@ void Engine::Impl::wait_until(const Done& done) {
   computed_until = 0;
   waiter.reset();
   while (!done()) {
-    progress();
+    if (config.nccl != nullptr) config.nccl->progress();
     if (config.interrupt != nullptr) config.interrupt->poll();
     waiter.pause();
   }
 }
 
-// As wait_until(), but the test itself progresses the transport.
 void Engine::Impl::wait(Ticket ticket) {
-  if (transport->test(ticket)) return;
-  computed_until = 0;
-  waiter.reset();
-  while (!transport->test(ticket)) {
-    if (config.nccl != nullptr) config.nccl->progress();
-    if (config.interrupt != nullptr) config.interrupt->poll();
-    waiter.pause();
-  }
+  wait_until([&] { return transport->test(ticket); });
+}
+
+void Engine::Impl::wait(const Event& event) {
+  wait_until([&] {
+    transport->progress();
+    return event.done();
+  });
 }
 
 void Engine::Impl::refuse(const PlanOp& op, SlotState needed, SlotState state) const {
