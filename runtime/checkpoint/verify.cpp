@@ -1,24 +1,23 @@
 #include "runtime/checkpoint/verify.hpp"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstddef>
 #include <map>
-#include <memory>
+#include <optional>
 #include <span>
-#include <system_error>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/checksum.hpp"
+#include "runtime/files/read_file.hpp"
 
 namespace sluice {
 namespace fs = std::filesystem;
@@ -28,50 +27,47 @@ struct Range {
   std::uint64_t first = 0, count = 0;
 };
 
-// A file that is read, not mapped: a mapped one that shrinks, or whose disk fails, ends the
-// process.
-class ReadFile {
+// Hashes pieces of a file. Throws Error(kWeights) where they cannot be read.
+class HashedFile {
  public:
-  // Throws Error(kWeights).
-  explicit ReadFile(fs::path path)
-      : path_(std::move(path)), fd_(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
-    if (fd_ < 0) fail(errno);
+  explicit HashedFile(fs::path path) : path_(std::move(path)) {
+    in_words([&] { file_.emplace(path_); });
   }
-  ~ReadFile() { ::close(fd_); }
-  ReadFile(const ReadFile&) = delete;
-  ReadFile& operator=(const ReadFile&) = delete;
 
   [[nodiscard]] const fs::path& path() const { return path_; }
-  // Of `count` bytes from `first` on. Throws Error(kWeights) where they cannot be read.
+  // Of `count` bytes from `first` on.
   [[nodiscard]] std::string hash(std::uint64_t first, std::uint64_t count) {
     constexpr std::size_t kMost = std::size_t{1} << 20;
     buffer_.resize(kMost);
     Checksum checksum;
     while (count > 0) {
-      const ::ssize_t got = ::pread(fd_, buffer_.data(), std::min<std::uint64_t>(count, kMost),
-                                    static_cast<::off_t>(first));
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0) fail(errno);
-      if (got == 0) {
+      const std::span<std::byte> piece =
+          std::span(buffer_).first(std::min<std::uint64_t>(count, kMost));
+      std::size_t got = 0;
+      in_words([&] { got = file_->read(piece, first); });
+      if (got < piece.size()) {
         throw_error(ErrorCode::kWeights, "'{}' is damaged: it ends after {} bytes", path_.string(),
-                    first);
+                    first + got);
       }
-      const auto bytes = static_cast<std::size_t>(got);
-      checksum.add(std::span(buffer_).first(bytes));
-      first += bytes;
-      count -= bytes;
+      checksum.add(piece);
+      first += got;
+      count -= got;
     }
     return checksum.finish();
   }
 
  private:
-  [[noreturn]] void fail(int error) const {
-    throw_error(ErrorCode::kWeights, "cannot read '{}': {}", path_.string(),
-                std::generic_category().message(error));
+  template <typename Body>
+  void in_words(const Body& body) const {
+    try {
+      body();
+    } catch (const ReadProblem& problem) {
+      throw_error(ErrorCode::kWeights, "cannot read '{}': {}", path_.string(), problem.what());
+    }
   }
 
   fs::path path_;
-  int fd_;
+  std::optional<ReadFile> file_;
   std::vector<std::byte> buffer_;
 };
 
@@ -185,10 +181,10 @@ void require_complete(const fs::path& directory, const SaveState& state) {
 
 void require_hashes(const fs::path& directory, const SaveState& state,
                     const std::vector<HashPiece>& pieces) {
-  std::unique_ptr<ReadFile> file;
+  std::optional<HashedFile> file;
   for (const HashPiece& piece : pieces) {
     const fs::path path = directory / piece.file;
-    if (file == nullptr || file->path() != path) file = std::make_unique<ReadFile>(path);
+    if (!file || file->path() != path) file.emplace(path);
     const std::string found = file->hash(piece.first, piece.count);
     if (found == piece.expected) continue;
     const auto saved = std::find_if(state.files.begin(), state.files.end(),

@@ -33,7 +33,6 @@ struct SavedRun {
 // broken, or where the newest save has weights only.
 [[nodiscard]] std::optional<SavedRun> find_saved_run(const std::filesystem::path& path);
 
-// Collective. The save that rank 0 finds newest at `path`, for all ranks: a training job may
 // Collective. Calls `body` with the directory of the newest save of a path, as newest_save() finds
 // it on rank 0. Where `body` throws and that save is gone, a job that saves there has removed it:
 // then `body` is called with the next one. `body` throws on all ranks or on none.

@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 
 #include "runtime/doctor/diagnosis.hpp"
@@ -104,10 +105,10 @@ void say_directory(const Ranks& ranks, Findings& findings) {
     slowest = std::min(slowest, host->save.bytes_per_second);
     latest = std::max(latest, host->save.seen_after);
   }
-  findings.push_back(
-      {false, fmt::format("directory '{}' takes {} on the slowest host, written and "
-                          "synced; all hosts see a new file within {:.2g} s",
-                          ranks.front().save.path, bandwidth_text(slowest), latest)});
+  findings.push_back({false, fmt::format("directory '{}' takes {} on the slowest host, written and "
+                                         "synced; all hosts see a new file within {:.0f} ms",
+                                         ranks.front().save.path, bandwidth_text(slowest),
+                                         std::ceil(latest * 1000))});
 }
 
 }  // namespace

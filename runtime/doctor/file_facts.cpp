@@ -23,6 +23,7 @@
 #include "runtime/engine/steady_seconds.hpp"
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/random_id.hpp"
+#include "runtime/files/read_file.hpp"
 
 namespace sluice {
 namespace fs = std::filesystem;
@@ -47,19 +48,6 @@ class File {
  private:
   int fd_;
 };
-
-// Bytes from `offset` on into all of `bytes`; "" or why not.
-std::string read_at(int fd, std::span<std::byte> bytes, std::int64_t offset) {
-  while (!bytes.empty()) {
-    const ::ssize_t n = ::pread(fd, bytes.data(), bytes.size(), offset);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) return cause_of(errno);
-    if (n == 0) return "it became shorter while it was read";
-    bytes = bytes.subspan(static_cast<std::size_t>(n));
-    offset += n;
-  }
-  return "";
-}
 
 std::string name_of_file_system(const fs::path& path) {
   struct statfs state = {};
@@ -143,30 +131,21 @@ double wait_for(const fs::path& file, double seconds) {
 DataFacts data_facts(const fs::path& path) {
   DataFacts facts;
   facts.path = path.string();
-  const File file(path, O_RDONLY | O_NONBLOCK);  // a named pipe must not block
-  struct stat state = {};
-  if (file.fd() < 0 || ::fstat(file.fd(), &state) != 0) {
-    facts.problem = cause_of(errno);
-    return facts;
+  try {
+    const ReadFile file(path);
+    facts.bytes = static_cast<std::int64_t>(file.bytes());
+    const bool whole = is_hashed_whole(facts.bytes);
+    std::vector<std::byte> bytes(static_cast<std::size_t>(whole ? facts.bytes : 2 * kHashedEnd));
+    const std::span<std::byte> all(bytes);
+    const auto end = static_cast<std::size_t>(kHashedEnd);
+    const std::size_t got =
+        whole ? file.read(all, 0)
+              : file.read(all.first(end), 0) + file.read(all.subspan(end), file.bytes() - end);
+    if (got < all.size()) throw ReadProblem("it became shorter while it was read");
+    facts.hash = checksum_hex(bytes);
+  } catch (const ReadProblem& problem) {
+    facts.problem = problem.what();
   }
-  if (!S_ISREG(state.st_mode)) {
-    facts.problem = "it is not a regular file";
-    return facts;
-  }
-  facts.bytes = state.st_size;
-  const bool whole = is_hashed_whole(facts.bytes);
-  std::vector<std::byte> bytes(static_cast<std::size_t>(whole ? facts.bytes : 2 * kHashedEnd));
-  const std::span<std::byte> all(bytes);
-  const auto end = static_cast<std::size_t>(kHashedEnd);
-  if (whole) {
-    facts.problem = read_at(file.fd(), all, 0);
-  } else {
-    facts.problem = read_at(file.fd(), all.first(end), 0);
-    if (facts.problem.empty()) {
-      facts.problem = read_at(file.fd(), all.subspan(end), facts.bytes - kHashedEnd);
-    }
-  }
-  if (facts.problem.empty()) facts.hash = checksum_hex(bytes);
   return facts;
 }
 

@@ -1,8 +1,7 @@
 #include "runtime/doctor/host_check.hpp"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
-#include <unistd.h>
+#include <sys/wait.h>
 
 #include <algorithm>
 #include <array>
@@ -11,10 +10,10 @@
 #include <filesystem>
 #include <fstream>
 #include <future>
-#include <memory>
 #include <sstream>
 #include <string_view>
 
+#include "comm/base/host.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/random_id.hpp"
 #include "runtime/job/build_name.hpp"
@@ -69,7 +68,6 @@ ShellResult run_shell(const std::string& command) {
 std::string questions(const OwnFacts& own, const std::string& data, const fs::path& token) {
   std::string script = fmt::format(
       "echo {}\n"
-      "echo name $(hostname)\n"
       "echo mpi $(mpirun --version 2>/dev/null | head -n 1)\n"
       "echo daemon $(command -v {})\n",
       kMark, own.daemon_name);
@@ -108,7 +106,6 @@ HostAnswer parse(const std::string& host, const ShellResult& result) {
     const std::size_t space = line.find(' ');
     if (space == std::string::npos) continue;
     const std::string key = line.substr(0, space), value = line.substr(space + 1);
-    if (key == "name") answer.name = value;
     if (key == "mpi") answer.mpi = value;
     if (key == "daemon") answer.daemon = value;
     if (key == "prefix") answer.daemon_in_prefix = true;
@@ -126,13 +123,8 @@ HostAnswer parse(const std::string& host, const ShellResult& result) {
   return answer;
 }
 
-std::string own_host() {
-  std::array<char, 256> name{};
-  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "";
-}
-
 bool is_this_host(const std::string& host) {
-  const std::string own = own_host();
+  const std::string own = host_name();
   return host == own || host == "localhost" || host == own.substr(0, own.find('.'));
 }
 

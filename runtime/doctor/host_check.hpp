@@ -23,7 +23,6 @@ struct HostAnswer {
   std::string host;
   bool reached = false;
   std::string problem;            // the last line of ssh where it was not reached
-  std::string name;               // by hostname
   std::string mpi;                // the first line of 'mpirun --version'; empty: not on the PATH
   std::string daemon;             // path of the launcher's daemon; empty: not on the PATH
   bool daemon_in_prefix = false;  // it lies where this host has it, though not on the PATH

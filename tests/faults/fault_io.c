@@ -3,10 +3,11 @@
 // It counts the calls on paths below a directory, and acts at the n-th. Configured by environment:
 //   SLUICE_FAULT_DIRECTORY  absolute path; calls on it and on what lies below it count
 //   SLUICE_FAULT_CALL       open (to write), write, sync, rename, remove, mkdir, touch; any (the
-//   default) SLUICE_FAULT_RANK       acts where OMPI_COMM_WORLD_RANK is this number; absent: on
-//   every rank SLUICE_FAULT_NTH        from 1 (the default) SLUICE_FAULT_TIMES      how many calls
-//   it acts on, from the n-th; 0: all; 1 is the default SLUICE_FAULT_ACTION     kill: SIGKILL to
-//   this process, half of a write is done before
+//                           default)
+//   SLUICE_FAULT_RANK       acts where OMPI_COMM_WORLD_RANK is this number; absent: on every rank
+//   SLUICE_FAULT_NTH        from 1 (the default)
+//   SLUICE_FAULT_TIMES      how many calls it acts on, from the n-th; 0: all; 1 is the default
+//   SLUICE_FAULT_ACTION     kill: SIGKILL to this process, half of a write is done before
 //                           launcher: SIGKILL to the parent process, and the call goes on
 //                           sleep:<seconds>: then the call goes on
 //                           ENOSPC, EIO, EROFS, EDQUOT: the call fails so

@@ -181,6 +181,15 @@ class Job:
         pending = re.findall(r"^(?:SigPnd|ShdPnd):\s+([0-9a-f]+)", status, re.MULTILINE)
         return not any(int(mask, 16) >> (number - 1) & 1 for mask in pending)
 
+    def catches(self, pid, number):
+        """Whether the process has a handler for a signal."""
+        try:
+            status = pathlib.Path(f"/proc/{pid}/status").read_text()
+        except OSError:
+            return False
+        caught = re.search(r"^SigCgt:\s+([0-9a-f]+)", status, re.MULTILINE)
+        return int(caught.group(1), 16) >> (number - 1) & 1 == 1
+
     def signal(self, pid, number):
         try:
             os.kill(pid, number)

@@ -85,6 +85,17 @@ def stops(setup, name, target, number):
     check_stopped(case, job, asked)
 
 
+def stops_early(setup, target, number):
+    """Asked before there is a pipeline: rank 0 is stuck in its first write. The job stops after its first step."""
+    case = Case(setup, f"early_{number}", every=0)
+    log = case.folder / "fault"
+    job = case.start(fault={"directory": case.directory, "rank": 0, "action": "sleep:2", "log": log})
+    job.wait_for(log.exists, "no write")
+    job.wait_for(lambda: all(job.catches(job.rank(rank), number) for rank in range(RANKS)), "no handler")
+    send(job, target, number)
+    check_stopped(case, job, 1)
+
+
 def stop_file(setup):
     case = Case(setup, "stop_file", every=0)
     job = case.start()
@@ -168,6 +179,8 @@ CASES = {
     "SIGUSR1 to one rank": lambda s: stops(s, "usr1_rank", 2, signal.SIGUSR1),
     "SIGTERM to one rank": lambda s: stops(s, "term_rank", 3, signal.SIGTERM),
     "SIGINT to one rank": lambda s: stops(s, "int_rank", 1, signal.SIGINT),
+    "SIGUSR1 to mpirun, early": lambda s: stops_early(s, LAUNCHER, signal.SIGUSR1),
+    "SIGTERM to one rank, early": lambda s: stops_early(s, 1, signal.SIGTERM),
     "file stop": stop_file,
     "SIGTERM to mpirun": lambda s: launcher_ends(s, "term_launcher", signal.SIGTERM),
     "SIGINT to mpirun": lambda s: launcher_ends(s, "int_launcher", signal.SIGINT),

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -599,6 +600,34 @@ TEST_F(SaveLockTest, OneThatNobodyRenewsIsTakenOverAfterWatchingIt) {
   const SaveLock mine(saves(), kShort, [&](const std::string& note) { notes.push_back(note); });
   mine.require_held();
   EXPECT_THAT(notes, ElementsAre(AllOf(HasSubstr("lock"), HasSubstr("waiting"))));
+}
+
+TEST_F(SaveLockTest, WhatIsNoFileIsNamedAndStays) {
+  const auto refuse = [&] {
+    expect_error(ErrorCode::kIo, {(saves() / "lock").string(), "is no file"},
+                 [&] { const SaveLock mine(saves(), kShort); });
+  };
+  fs::create_directory(saves() / "lock");
+  refuse();
+  fs::remove(saves() / "lock");
+  ASSERT_EQ(mkfifo((saves() / "lock").c_str(), 0600), 0);
+  refuse();
+  fs::remove(saves() / "lock");
+  fs::create_symlink(directory_.path() / "elsewhere", saves() / "lock");
+  refuse();
+  EXPECT_TRUE(fs::is_symlink(saves() / "lock"));
+}
+
+TEST_F(SaveLockTest, AStaleOneThatAnotherProcessIsTakingOverIsNotRemoved) {
+  write(saves() / "lock", "not Sluice's text");
+  const int other = open((saves() / "lock").c_str(), O_RDONLY | O_CLOEXEC);
+  ASSERT_EQ(flock(other, LOCK_EX | LOCK_NB), 0);
+  expect_error(ErrorCode::kIo, {"cannot remove the stale lock", "holds it by flock"},
+               [&] { const SaveLock mine(saves(), kShort); });
+  EXPECT_EQ(text(saves() / "lock"), "not Sluice's text");
+  close(other);
+  const SaveLock mine(saves(), kShort);
+  mine.require_held();
 }
 
 TEST_F(SaveLockTest, OneOfAnotherHostThatIsRenewedIsNot) {

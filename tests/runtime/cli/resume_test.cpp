@@ -8,9 +8,12 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/group/collectives.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/cli/model_config.hpp"
+#include "runtime/cli/saved_run.hpp"
 #include "runtime/cli/train_options.hpp"
+#include "tests/loopback/loopback.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/temporary_directory.hpp"
 
@@ -79,6 +82,40 @@ TEST_F(ResumeOptionsTest, TheNewestSaveGivesTheOptions) {
   EXPECT_EQ(options.checkpoint.keep, 7);
   EXPECT_EQ(options.save, run());
   EXPECT_EQ(changes(options), "");
+}
+
+// A training that goes on removes old saves while others read them.
+TEST_F(ResumeOptionsTest, ASaveThatVanishesWhileItIsReadIsFollowedByTheNext) {
+  save(2, {"--steps", "10"});
+  save(4, {"--steps", "10"});
+  run_loopback(2, [&](Communicator& world) {
+    std::vector<std::string> asked;
+    Collectives collectives(world, 1, nullptr);
+    with_newest_save(run(), world, [&](const fs::path& save) {
+      asked.push_back(save.filename().string());
+      collectives.barrier();
+      if (asked.size() > 1) return;
+      if (world.rank() == 0) fs::remove_all(save);
+      collectives.barrier();
+      throw Error(ErrorCode::kWeights, "a file is missing");
+    });
+    EXPECT_THAT(asked, ::testing::ElementsAre("step-00000004", "step-00000002"));
+  });
+}
+
+TEST_F(ResumeOptionsTest, AnErrorOfASaveThatIsThereIsFinal) {
+  save(2, {"--steps", "10"});
+  save(4, {"--steps", "10"});
+  run_loopback(2, [&](Communicator& world) {
+    int calls = 0;
+    expect_error(ErrorCode::kWeights, {"damaged"}, [&] {
+      with_newest_save(run(), world, [&](const fs::path&) {
+        ++calls;
+        throw Error(ErrorCode::kWeights, "damaged");
+      });
+    });
+    EXPECT_EQ(calls, 1);
+  });
 }
 
 TEST_F(ResumeOptionsTest, OneStepGivesItsOwnOptionsAndSavesNextToIt) {

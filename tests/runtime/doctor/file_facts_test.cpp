@@ -75,7 +75,7 @@ TEST(DataFactsTest, OfALargeFileCompareBothEnds) {
 TEST(DataFactsTest, SayWhyAFileCannotBeRead) {
   const TemporaryDirectory directory;
   EXPECT_EQ(data_facts(directory.path() / "none").problem, "No such file or directory");
-  EXPECT_EQ(data_facts(directory.path()).problem, "it is not a regular file");
+  EXPECT_EQ(data_facts(directory.path()).problem, "Is a directory");
   const auto pipe = directory.path() / "pipe";
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_EQ(data_facts(pipe).problem, "it is not a regular file");

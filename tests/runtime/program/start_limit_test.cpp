@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdlib>
+#include <thread>
 
 #include "tests/runtime/expect_error.hpp"
 
@@ -40,9 +42,25 @@ TEST(StartLimitTest, TheTextNamesInterfacesThatMpiShouldNotUse) {
   EXPECT_THAT(text(), Not(HasSubstr("docker0")));
 }
 
+// Long enough for a limit that is still there to end the process.
+void go_on_and_exit(int code) {
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  ::_exit(code);
+}
+
 TEST(StartLimitTest, DoesNothingInTimeOrWithoutALimit) {
-  { const StartLimit in_time("MPI_Init", seconds(50)); }
-  { const StartLimit none("MPI_Init", seconds(0)); }
+  EXPECT_EXIT(
+      {
+        { const StartLimit in_time("MPI_Init", std::chrono::milliseconds(50)); }
+        go_on_and_exit(7);
+      },
+      ::testing::ExitedWithCode(7), "");
+  EXPECT_EXIT(
+      {
+        const StartLimit none("MPI_Init", seconds(0));
+        go_on_and_exit(7);
+      },
+      ::testing::ExitedWithCode(7), "");
 }
 
 TEST(StartLimitTest, ReadsTheEnvironmentStrictly) {
