@@ -48,7 +48,7 @@ int main(int argc, char** argv) {
     const auto data = make_array_source({-1, 0, 1, 2}, 1, {-2, 1, 4, 7}, 1, 4);
     PipelineOptions options{.shape = {.pipeline = 2, .micro_batches = 4}};
     options.training.optimizer.kind = OptimizerConfig::Kind::kSgd;
-    options.training.learning_rate = {.peak = 0.2, .constant = true};
+    options.training.learning_rate = {.peak = 0.2};
     const StageFactory make_stage = [](int stage, int) -> std::unique_ptr<Stage> {
       return stage == 0 ? std::unique_ptr<Stage>(new Scale) : std::unique_ptr<Stage>(new Shift);
     };

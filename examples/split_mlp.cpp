@@ -118,7 +118,7 @@ int main(int argc, char** argv) {
         (10 + options.shape.micro_batches - 1) / std::max(options.shape.micro_batches, 1);
     options.shape.batch_size = 10;
     options.training.optimizer.kind = OptimizerConfig::Kind::kSgd;
-    options.training.learning_rate = {.peak = 0.01, .constant = true};
+    options.training.learning_rate = {.peak = 0.01};
     const StageFactory make_stage = [](int stage, int stages) -> std::unique_ptr<Stage> {
       if (stages == 1) return std::make_unique<Mlp>(0, kLayers);
       if (stages == 2) return std::make_unique<Mlp>(stage, stage == 0 ? 1 : kLayers);

@@ -165,7 +165,7 @@ void add_training_options(OptionTable& table, TrainOptions& options) {
   table.add_real("learning-rate", training.learning_rate.peak, kPositive, "peak");
   table.add_integer("warmup", training.learning_rate.warmup, 0, kMaxSteps,
                     "steps of linear warmup; default: 100, at most a tenth of the steps");
-  table.add_choice("learning-rate-decay", training.learning_rate.constant,
+  table.add_choice("learning-rate-decay", options.constant_learning_rate,
                    {{"cosine", false}, {"constant", true}}, "after warmup");
   table.add_real("final-learning-rate-share", training.learning_rate.final_share, kShare,
                  "of the peak, at the end of the cosine");
@@ -363,12 +363,12 @@ void resolve_raw_text(const RawOptionText& raw, TrainOptions& options) {
 
 void resolve_learning_rate(const OptionTable& table, TrainOptions& options) {
   LearningRate& rate = options.pipeline.training.learning_rate;
-  rate.steps = options.steps;
-  if (!table.given("warmup")) rate.warmup = std::min(rate.warmup, rate.steps / 10);
-  if (rate.warmup > rate.steps) {
+  if (!table.given("warmup")) rate.warmup = std::min(rate.warmup, options.steps / 10);
+  if (rate.warmup > options.steps) {
     throw_usage("option --warmup: {} is more than --steps {}; at most {} is legal", rate.warmup,
-                rate.steps, rate.steps);
+                options.steps, options.steps);
   }
+  rate.steps = options.constant_learning_rate ? 0 : options.steps;
 }
 
 // Where all three numbers of the batch are given, and one of them, or the replicas, by a source

@@ -47,7 +47,8 @@ struct TrainOptions {
   std::string data;
   double validation_share = 0.1;
   std::uint64_t steps = 2000;
-  std::uint64_t validate_every = 0;  // 0: at the end only
+  bool constant_learning_rate = false;  // after warmup
+  std::uint64_t validate_every = 0;     // 0: at the end only
   std::int64_t validation_samples = kSomeWindows;
   std::string metrics, trace, save;
   CheckpointOptions checkpoint;

@@ -117,6 +117,7 @@ void GradientSync::pack_record() {
   record_[1] = outcome_->busy_seconds;
   record_[2] = outcome_->peak_in_flight;
   record_[3] = flags_ ? flags_() : 0;
+  record_[4] = options_.training.learning_rate.at(step_);
 }
 
 // On rank 0. Losses are added in order of replica and micro-batch, squares in order of stage and
@@ -160,6 +161,10 @@ void GradientSync::reduce_records() {
     totals_.window_seconds = std::max(totals_.window_seconds, values[0]);
     totals_.busy_seconds += values[1];
     flags |= static_cast<std::uint32_t>(values[3]);
+    if (values[4] == records_[4] || totals_.other_rate_rank >= 0) continue;
+    totals_.other_rate_rank = rank;
+    totals_.rate = records_[4];
+    totals_.other_rate = values[4];
   }
   totals_.flags = flags;
   for (int rank = 0; rank < layout_.place.topology.pipeline; ++rank) {
@@ -167,7 +172,14 @@ void GradientSync::reduce_records() {
   }
 }
 
-Error GradientSync::nonfinite_error() const {
+Error GradientSync::refusal() const {
+  if (totals_.other_rate_rank >= 0) {
+    return {ErrorCode::kMismatch,
+            fmt::format("ranks disagree about the learning rate of step {}: rank 0 has {}, rank {} "
+                        "has {}; no parameter was changed",
+                        step_, totals_.rate, totals_.other_rate_rank, totals_.other_rate),
+            static_cast<int>(totals_.other_rate_rank)};
+  }
   auto index = static_cast<std::size_t>(totals_.first_nonfinite_index);
   std::string what;
   if (totals_.nonfinite_is_loss != 0) {
@@ -190,10 +202,9 @@ void GradientSync::optimizer() {
                                  std::as_writable_bytes(std::span(records_)), 0);
   if (job_.world.ranks->rank() == 0) reduce_records();
   job_.world.collectives->broadcast(std::as_writable_bytes(std::span(&totals_, 1)), 0);
-  if (totals_.finite == 0) return;
+  if (totals_.finite == 0 || totals_.other_rate_rank >= 0) return;
   const double factor = clip_factor(totals_.grad_norm, options_.training.clip);
-  optimizer_->update(compute_, step_, static_cast<float>(options_.training.learning_rate.at(step_)),
-                     static_cast<float>(factor));
+  optimizer_->update(compute_, step_, static_cast<float>(record_[4]), static_cast<float>(factor));
   ties_.broadcast_tied_values();
 }
 

@@ -33,6 +33,9 @@ struct StepTotals {
   double first_nonfinite_index = -1;  // among the job's losses or parameters
   double nonfinite_is_loss = 0;       // 1: the index is a loss
   double flags = 0;                   // bits that any rank had set, as a number below 2^32
+  // The first rank of the job whose learning rate is another than rank 0's, and both; -1: none.
+  // Then nothing was updated.
+  double other_rate_rank = -1, rate = 0, other_rate = 0;
 };
 
 class GradientSync : public StepActions {
@@ -49,8 +52,8 @@ class GradientSync : public StepActions {
   void reduce_grad(int stage) override;
   void reduce_tied(int group) override;
   void measure() override;
-  // Collective over the job. Where totals().finite is 0, parameters and optimizer state stay as
-  // they are.
+  // Collective over the job. Where totals().finite is 0 or learning rates differ, parameters and
+  // optimizer state stay as they are.
   void optimizer() override;
   [[nodiscard]] const StepTotals& totals() const { return totals_; }
   // [pipeline rank] of replica 0; on rank 0 of the job.
@@ -59,8 +62,9 @@ class GradientSync : public StepActions {
   // `mine` is called once a step when the record is packed; empty: no bits.
   void set_flags(std::function<std::uint32_t()> mine) { flags_ = std::move(mine); }
 
-  // Where totals().finite is 0: Error(kNumeric), the same on all ranks.
-  [[nodiscard]] Error nonfinite_error() const;
+  // Why the last step changed nothing, the same on all ranks: Error(kMismatch) where learning rates
+  // differ, else Error(kNumeric).
+  [[nodiscard]] Error refusal() const;
 
   void zero_grads();
   [[nodiscard]] Optimizer& optimizer_state() { return *optimizer_; }
@@ -83,11 +87,11 @@ class GradientSync : public StepActions {
   std::span<float> floats_;  // of workspace_
   HostBuffer squares_;       // [owned parameter], written by the device
 
-  // Per rank: window, busy, peak, flags, then (sum, weight) per micro-batch, then squares per owned
-  // parameter.
+  // Per rank: window, busy, peak, flags, learning rate, then (sum, weight) per micro-batch, then
+  // squares per owned parameter.
   std::vector<double> record_, records_;
   std::vector<std::size_t> next_;  // [pipeline rank] index of its next square
-  std::size_t loss_offset_ = 4, square_offset_ = 0;
+  std::size_t loss_offset_ = 5, square_offset_ = 0;
   std::vector<int> peaks_;
   StepTotals totals_;
   std::function<std::uint32_t()> flags_;

@@ -61,7 +61,6 @@ NamedValues agreed_values(const PipelineOptions& options) {
   add("warmup", options.training.learning_rate.warmup);
   add("steps", options.training.learning_rate.steps);
   add("clip", options.training.clip);
-  add("learning-rate-constant", options.training.learning_rate.constant);
   add("inference", options.training.inference);
   add("skip-nonfinite", options.training.skip_nonfinite);
   add("save-copy", options.training.save_copy);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <deque>
 #include <utility>
 
@@ -75,9 +76,11 @@ struct Pipeline::Impl {
   std::unique_ptr<Engine> make_engine(const Plan& plan, bool training);
   double count_targets(const BatchLoader::Batch& batch);
   StepReport train_step();
+  void set_learning_rate(const LearningRate& rate);
   // Of the last step.
   [[nodiscard]] bool refuses_step() const {
-    return gradients->totals().finite == 0 && !options.training.skip_nonfinite;
+    const StepTotals& totals = gradients->totals();
+    return totals.other_rate_rank >= 0 || (totals.finite == 0 && !options.training.skip_nonfinite);
   }
   double evaluate(std::int64_t samples);
   std::span<const Tensor> infer(std::span<const Tensor> inputs);
@@ -314,8 +317,17 @@ StepReport Pipeline::Impl::train_step() {
     }
   });
   // Not guarded: all ranks throw it, and the control channel keeps what it reports for good.
-  if (refuses_step()) throw gradients->nonfinite_error();
+  if (refuses_step()) throw gradients->refusal();
   return report;
+}
+
+void Pipeline::Impl::set_learning_rate(const LearningRate& rate) {
+  for (const double value : {rate.peak, rate.final_share}) {
+    if (std::isfinite(value) && value >= 0) continue;
+    throw_usage("a learning rate of {} (final share {}); legal are numbers from 0", rate.peak,
+                rate.final_share);
+  }
+  options.training.learning_rate = rate;
 }
 
 void Pipeline::Impl::close() {
@@ -459,6 +471,8 @@ double Pipeline::evaluate(std::int64_t samples) { return impl_->evaluate(samples
 std::span<const Tensor> Pipeline::infer(std::span<const Tensor> inputs) {
   return impl_->infer(inputs);
 }
+void Pipeline::set_learning_rate(double rate) { impl_->set_learning_rate({.peak = rate}); }
+void Pipeline::set_learning_rate(const LearningRate& rate) { impl_->set_learning_rate(rate); }
 void Pipeline::close() { impl_->close(); }
 std::uint64_t Pipeline::step() const { return impl_->step; }
 void Pipeline::set_step(std::uint64_t step) { impl_->step = step; }

@@ -186,9 +186,7 @@ double LearningRate::at(std::uint64_t step) const {
   if (step < warmup) {
     return peak * static_cast<double>(step) / static_cast<double>(warmup);
   }
-  if (constant) {
-    return peak;
-  }
+  if (steps == 0) return peak;
   if (step >= steps) {
     return peak * (steps > warmup ? final_share : 1.0);
   }

@@ -46,7 +46,7 @@ class Run {
     settings_.order.schedule = how.chunks == 1 ? "1f1b" : "interleaved";
     settings_.order.chunks = how.chunks;
     settings_.devices.cuda_graphs = how.cuda_graphs;
-    settings_.training.learning_rate = {.peak = 1e-5, .constant = true};
+    settings_.training.learning_rate = {.peak = 1e-5};
     settings_.checks.trace = how.trace;
     const std::vector<double> costs = layer_costs(options.model);
     factory_ = [model = options.model, costs](int stage, int stages) {

@@ -121,7 +121,7 @@ void run(Communicator& world, int steps, Report& report) {
     PipelineOptions options;
     options.shape.micro_batches = micro_batches;
     options.shape.micro_batch_size = 4;
-    options.training.learning_rate = {.peak = 1e-4, .constant = true};
+    options.training.learning_rate = {.peak = 1e-4};
     const std::vector<double> costs = layer_costs(model);
     const StageFactory factory = [&](int stage, int stages) {
       return make_transformer_stage(model, partition_by_cost(costs, stages), stage);

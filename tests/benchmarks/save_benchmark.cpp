@@ -51,7 +51,7 @@ void measure(Communicator& comm, const Arguments& arguments, const std::string& 
   const RandomTokens source(model.context, model.vocabulary);
   PipelineOptions options;
   options.shape.micro_batches = 4;
-  options.training.learning_rate = {.peak = 1e-5, .constant = true};
+  options.training.learning_rate = {.peak = 1e-5};
   options.training.save_copy = true;
   const std::vector<double> costs = layer_costs(model);
   Pipeline pipeline(

@@ -30,7 +30,7 @@ Result measure(Communicator& comm, DType precision, bool widen, int rounds) {
   const RandomTokens source(model.context, model.vocabulary);
   PipelineOptions options;
   options.shape.micro_batch_size = 4;
-  options.training.learning_rate = {.peak = 1e-4, .constant = true};
+  options.training.learning_rate = {.peak = 1e-4};
   const std::vector<double> costs = layer_costs(model);
   const StageFactory factory = [&](int stage, int stages) {
     return make_transformer_stage(model, partition_by_cost(costs, stages), stage);

@@ -11,6 +11,7 @@
 // can then only be destroyed, which does not wait: `world` keeps the memory of messages that are
 // still open. These errors leave the pipeline as it was before the call, on all ranks:
 //   Error(kNumeric) of train_step(): the loss or a gradient is not finite
+//   Error(kMismatch) of train_step(): the ranks have set different learning rates
 //   Error(kUsage) of a closed pipeline, and of a call that options.training.inference excludes
 //   Error(kUsage) of evaluate() and infer() for arguments that do not fit or differ between ranks
 #pragma once
@@ -26,10 +27,11 @@
 
 namespace sluice {
 
-class ComputeContext;   // <sluice/compute.hpp>
-class DataSource;       // <sluice/data.hpp>
-class PipelineAccess;   // runtime/pipeline/pipeline_access.hpp
-struct OptimizerState;  // <sluice/parameter.hpp>
+class ComputeContext;  // <sluice/compute.hpp>
+class DataSource;      // <sluice/data.hpp>
+class PipelineAccess;  // runtime/pipeline/pipeline_access.hpp
+struct LearningRate;   // <sluice/parameter.hpp>
+struct OptimizerState;
 struct Parameter;
 
 // The same on all ranks, except `seconds`, which is this rank's, and the vectors, which only rank 0
@@ -64,6 +66,12 @@ class Pipeline {
   // its batch as used, and the report says `skipped`. Else it is Error(kNumeric) and step() stays:
   // the next call takes the same batch again, unless set_step(step() + 1) passes over it.
   StepReport train_step();
+  // The learning rate from the next step on, in place of options.training.learning_rate; as a
+  // number it is constant. Not collective, but every rank sets the same: a step before which they
+  // differ is Error(kMismatch) on all ranks and changes nothing. Throws Error(kUsage) for a value
+  // that is not finite or below 0. Not part of a save.
+  void set_learning_rate(double rate);
+  void set_learning_rate(const LearningRate& rate);
   // Mean loss over the first `samples` samples of the source, forward only. `samples` is one of
   // options.training.evaluations. May be called between any two steps.
   [[nodiscard]] double evaluate(std::int64_t samples);

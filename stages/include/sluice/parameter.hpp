@@ -99,12 +99,12 @@ struct OptimizerState {
   Tensor tensor;  // f32, the parameter's shape; owned by the optimizer
 };
 
-// Linear warmup from 0 over `warmup` steps, then half a cosine down to `final_share` of the peak at
-// `steps`. step counts from 1.
+// Linear warmup from 0 over `warmup` steps, then the peak. With `steps`: half a cosine from there
+// down to `final_share` of the peak at `steps`. step counts from 1.
 struct LearningRate {
   double peak = 1e-3, final_share = 0.1;
-  std::uint64_t warmup = 0, steps = 1;
-  bool constant = false;  // no decay after warmup
+  std::uint64_t warmup = 0;
+  std::uint64_t steps = 0;  // 0: no decay
   [[nodiscard]] double at(std::uint64_t step) const;
 };
 

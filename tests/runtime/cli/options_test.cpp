@@ -156,6 +156,10 @@ TEST(OptionsTest, RefusesAWarmupLongerThanTheRun) {
   EXPECT_THAT(refusal({"--steps", "10", "--warmup", "11"}),
               AllOf(HasSubstr("--warmup"), HasSubstr("at most 10")));
   EXPECT_EQ(parse({"--steps", "50"}).pipeline.training.learning_rate.warmup, 5U);
+  const LearningRate constant =
+      parse({"--steps", "50", "--learning-rate-decay", "constant"}).pipeline.training.learning_rate;
+  EXPECT_EQ(constant.steps, 0U);
+  EXPECT_EQ(constant.warmup, 5U);
 }
 
 TEST(OptionsTest, WantsDataUnlessDry) {

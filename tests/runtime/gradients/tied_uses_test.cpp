@@ -75,7 +75,7 @@ class TiedUsesTest : public ::testing::TestWithParam<const char*> {
     options.shape.pipeline = 3;
     options.devices.choices = devices_;
     options.training.optimizer.kind = OptimizerConfig::Kind::kSgd;
-    options.training.learning_rate = {.peak = 1, .constant = true};
+    options.training.learning_rate = {.peak = 1};
     return options;
   }
   // The route of each use to its owner.

@@ -30,7 +30,7 @@ PipelineOptions sgd_options(int micro_batches) {
   PipelineOptions options;
   options.shape.micro_batches = micro_batches;
   options.training.optimizer.kind = OptimizerConfig::Kind::kSgd;
-  options.training.learning_rate = {.peak = 0.001, .constant = true};
+  options.training.learning_rate = {.peak = 0.001};
   return options;
 }
 

@@ -296,6 +296,66 @@ TEST_P(UsableTest, ARefusedInferenceChangesNothing) {
   });
 }
 
+TEST_P(UsableTest, ALearningRateCountsFromTheNextStepOn) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TransformerConfig model = small_model();
+    const auto source = synthetic_tokens(model);
+    const StageFactory factory = [&](int stage, int stages) {
+      return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
+    };
+    PipelineOptions options = options_of({.pipeline = GetParam()});
+    const LearningRate planned = options.training.learning_rate;
+    Pipeline reference(comm, options, factory, *source);
+    options.training.learning_rate = {.peak = 0.5};
+    Pipeline pipeline(comm, options, factory, *source);
+    for (std::uint64_t step = 1; step <= 3; ++step) {
+      const StepReport expected = reference.train_step();
+      if (step == 2) {
+        pipeline.set_learning_rate(planned);
+      } else {
+        pipeline.set_learning_rate(planned.at(step));
+      }
+      for (const double wrong : {-1.0, std::nan(""), HUGE_VAL}) {
+        expect_refusal("legal are numbers from 0", [&] { pipeline.set_learning_rate(wrong); });
+      }
+      EXPECT_EQ(pipeline.train_step().learning_rate, expected.learning_rate);
+    }
+    EXPECT_EQ(digest_of(pipeline), digest_of(reference));
+  });
+}
+
+TEST_P(UsableTest, DifferentLearningRatesChangeNothing) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    if (comm.size() == 1) return;
+    const TransformerConfig model = small_model();
+    const auto source = synthetic_tokens(model);
+    const StageFactory factory = [&](int stage, int stages) {
+      return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
+    };
+    Pipeline reference(comm, options_of({.pipeline = GetParam()}), factory, *source);
+    Pipeline pipeline(comm, options_of({.pipeline = GetParam()}), factory, *source);
+    reference.set_learning_rate(0.25);
+    pipeline.set_learning_rate(comm.rank() + 1 == comm.size() ? 0.5 : 0.25);
+    const std::string before = digest_of(pipeline);
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      try {
+        pipeline.train_step();
+        ADD_FAILURE() << "trained";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::kMismatch);
+        EXPECT_EQ(error.rank(), comm.size() - 1);
+        EXPECT_THAT(error.what(), HasSubstr("rank 0 has 0.25, rank " +
+                                            std::to_string(comm.size() - 1) + " has 0.5"));
+      }
+    }
+    EXPECT_EQ(pipeline.step(), 0U);
+    EXPECT_EQ(digest_of(pipeline), before);
+    pipeline.set_learning_rate(0.25);
+    EXPECT_EQ(pipeline.train_step().loss, reference.train_step().loss);
+    EXPECT_EQ(digest_of(pipeline), digest_of(reference));
+  });
+}
+
 TEST_P(UsableTest, RanksExchangeFlagsInEachStep) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const TransformerConfig model = small_model();

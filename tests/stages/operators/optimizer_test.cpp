@@ -174,8 +174,8 @@ TEST(LearningRateTest, WarmsUpLinearlyThenFollowsHalfACosine) {
   }
 }
 
-TEST(LearningRateTest, StaysAtThePeakWhereItIsConstantOrWarmupFillsTheRun) {
-  const LearningRate constant{.peak = 1, .warmup = 2, .steps = 5, .constant = true};
+TEST(LearningRateTest, StaysAtThePeakWithoutStepsOrWhereWarmupFillsTheRun) {
+  const LearningRate constant{.peak = 1, .warmup = 2};
   EXPECT_DOUBLE_EQ(constant.at(1), 0.5);
   EXPECT_DOUBLE_EQ(constant.at(2), 1);
   EXPECT_DOUBLE_EQ(constant.at(100), 1);
