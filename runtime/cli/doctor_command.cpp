@@ -111,6 +111,14 @@ void print_job(const RankFacts& facts, const Topology& topology) {
              topology.replicas);
   fmt::print("MPI        {}, standard {}, thread level {}, tags up to {}\n", facts.mpi.library,
              facts.mpi.standard, facts.mpi.thread_level, facts.mpi.tag_upper_bound);
+  const LauncherFacts& launcher = facts.launcher;
+  if (!launcher.pmix.empty() || !launcher.pmix_of.empty()) {
+    const auto or_unknown = [](const std::string& version) {
+      return version.empty() ? "unknown" : version;
+    };
+    fmt::print("PMIx       {} of the launcher, {} of the MPI library\n", or_unknown(launcher.pmix),
+               or_unknown(launcher.pmix_of));
+  }
   fmt::print("transport  {}\n", facts.mpi.components.empty()
                                     ? "chosen by MPI (nothing asked for in the environment)"
                                     : facts.mpi.components);

@@ -358,6 +358,14 @@ TEST_F(CliTest, DoctorWorksAlone) {
   EXPECT_THAT(outcome.out, HasSubstr("What looks wrong"));
 }
 
+TEST_F(CliTest, DoctorNamesALauncherThatMpiDoesNotMeet) {
+  const Outcome outcome =
+      shell("env OMPI_COMM_WORLD_SIZE=4 PMIX_VERSION=3.1.5 " SLUICE_PROGRAM " doctor");
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, HasSubstr("PMIx       3.1.5 of the launcher"));
+  EXPECT_THAT(outcome.out, HasSubstr("! the launcher started 4 processes, but each is a job of 1"));
+}
+
 // --- jobs of several ranks ---
 
 TEST_F(CliTest, AJobIsRefusedOnceByAllItsRanks) {
