@@ -7,6 +7,8 @@
 #include <sys/statvfs.h>
 
 #include <cstdlib>
+#include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include <sluice/error.hpp>
@@ -91,18 +93,29 @@ std::string pmix_of_library() {
   return found;
 }
 
+// As this process was started; MPI sets some of them later where it finds no launcher.
+std::map<std::string, std::string> first_environment() {
+  std::ifstream in("/proc/self/environ", std::ios::binary);
+  std::map<std::string, std::string> variables;
+  for (std::string entry; std::getline(in, entry, '\0');) {
+    const std::size_t equals = entry.find('=');
+    if (equals != std::string::npos) variables[entry.substr(0, equals)] = entry.substr(equals + 1);
+  }
+  return variables;
+}
+
 LauncherFacts launcher_facts() {
+  const std::map<std::string, std::string> variables = first_environment();
   LauncherFacts facts;
   // Of a step of Slurm, not of a batch script.
   for (const char* name : {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"}) {
-    const char* value = std::getenv(name);
-    if (value == nullptr) continue;
-    facts.processes = std::atoi(value);
+    const auto found = variables.find(name);
+    if (found == variables.end()) continue;
+    facts.processes = std::atoi(found->second.c_str());
     break;
   }
-  if (const char* value = std::getenv("PMIX_VERSION"); value != nullptr) {
-    facts.pmix = version_in(value);
-  }
+  const auto pmix = variables.find("PMIX_VERSION");
+  if (pmix != variables.end()) facts.pmix = version_in(pmix->second);
   facts.pmix_of = pmix_of_library();
   return facts;
 }
