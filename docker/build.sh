@@ -7,7 +7,8 @@
 #
 #   --base          what it is built on; --runtime-base: what the runtime image stands on (default: --base
 #                   where that is given, else the published image of that kind)
-#   --tag           sluice:runtime, sluice:devel; for GPUs sluice:cuda-runtime, sluice:cuda-devel
+#   --tag           sluice:runtime (also sluice alone), sluice:devel; for GPUs sluice:cuda-runtime and
+#                   sluice:cuda-devel
 #   --engine        the first of docker, podman and buildah that works
 #   --packages      versions to install, a file like /usr/local/share/sluice/packages.txt of an image
 #   --architectures GPUs to compile for, such as 90 or "80;90"; all that the toolkit has
@@ -34,7 +35,7 @@ case $kind in
     runtime_base=docker.io/nvidia/cuda:13.0.2-cudnn-runtime-ubuntu24.04 prefix=cuda- cuda=on
     ;;
   -h | --help)
-    sed -n '2,18s/^# \{0,1\}//p' "$0"
+    sed -n '2,19s/^# \{0,1\}//p' "$0"
     exit
     ;;
   *) refuse "unknown kind '$kind'; legal are cpu and cuda" ;;
@@ -70,6 +71,7 @@ done
 [[ $target == runtime || $target == devel ]] || refuse "unknown target '$target'; legal are runtime and devel"
 base=${own_base:-$base}
 runtime_base=${own_runtime_base:-${own_base:-$runtime_base}}
+if [[ -z $tag && $kind$target == cpuruntime ]]; then more+=(--tag sluice); fi
 tag=${tag:-sluice:$prefix$target}
 
 case $engine in
@@ -111,7 +113,7 @@ version=$(sed -n 's/^project(sluice VERSION \([0-9.]*\).*/\1/p' CMakeLists.txt)
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 if [[ -n $(git status --porcelain 2>/dev/null) ]]; then revision+=-changed; fi
 
-"${build[@]}" "${more[@]}" --file docker/Dockerfile --target "$target" --tag "$tag" \
+"${build[@]}" --file docker/Dockerfile --target "$target" --tag "$tag" "${more[@]}" \
   --build-arg "BUILD_BASE=$base" --build-arg "RUNTIME_BASE=$runtime_base" --build-arg "CUDA=$cuda" \
   --build-arg "CUDA_ARCHITECTURES=$architectures" --build-arg "PACKAGES=$packages" \
   --build-arg "VERSION=$version" --build-arg "REVISION=$revision" .

@@ -4,10 +4,6 @@
 #   docker/pin_packages.sh "NAME=VERSION NAME=VERSION ..."     empty: any version
 set -euo pipefail
 
-if ! command -v apt-get >/dev/null; then
-  echo "sluice image: the base has no apt; legal bases are Debian 12, Debian 13 and Ubuntu 24.04" >&2
-  exit 2
-fi
 for package in $1; do
   printf 'Package: %s\nPin: version %s\nPin-Priority: 1001\n\n' "${package%%=*}" "${package#*=}"
 done >/etc/apt/preferences.d/sluice

@@ -78,9 +78,6 @@ class ScriptsTest(unittest.TestCase):
                      "RUNTIME_BASE=docker.io/nvidia/cuda:"):
             self.assertIn(part, build)
 
-    def test_a_base_without_apt_is_refused(self):
-        self.refused("pin_packages.sh", "", part="the base has no apt")
-
     def environment_of(self, **given):
         done = self.run_script("entrypoint.sh", "env", environment=given)
         self.assertEqual(done.returncode, 0, done.stderr)
