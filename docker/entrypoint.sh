@@ -3,7 +3,8 @@
 #
 #   sluice-entrypoint COMMAND...       such as `sluice train ...`
 #   sluice-entrypoint mpirun ...       the same, where SIGTERM and Ctrl-C stop a training after its step
-#   sluice-entrypoint sshd             a node of a job: sshd on port 2222 as this user
+#   sluice-entrypoint sshd             a node of a job: sshd on port 2222 as this user; SIGTERM stops the
+#                                      training that has ranks here, as above, before the node ends
 #   sluice-entrypoint health           0 where sshd answers, or where none was started and sluice starts
 #
 # Everything also works without it, on one host and under srun. It writes below /tmp alone.
@@ -127,7 +128,19 @@ start_sshd() {
     printf '\n'
   } >"$state/sshd_config"
   echo "sluice-entrypoint: sshd listens on port $port"
-  exec /usr/sbin/sshd -D -e -f "$state/sshd_config"
+  trap 'leave' TERM INT
+  /usr/sbin/sshd -D -e -f "$state/sshd_config" &
+  wait $! || refuse "sshd ended; its last line says why"
+}
+
+# A node that is asked to end: its ranks ask the whole job to stop after this step, and it stays until
+# the connections of the job are closed.
+leave() {
+  trap '' TERM INT
+  kill $! || true
+  pkill -USR1 -u "$(id -u)" -x sluice || true
+  while pgrep -u "$(id -u)" -x sshd >/dev/null; do sleep 0.2; done
+  exit 0
 }
 
 health() {

@@ -2,7 +2,7 @@
 # The last step of an image: the user, no rights beyond his, no keys, the lists of packages, and
 # nothing that differs between two builds of the same files.
 #
-#   docker/finish_image.sh VERSION      in the image, as root
+#   docker/finish_image.sh VERSION [PACKAGES]      in the image, as root; PACKAGES as of pin_packages.sh
 set -euo pipefail
 
 version=$1 share=/usr/local/share/sluice
@@ -23,6 +23,13 @@ packages() {
   dpkg-query -W -f '${Package}=${Version}\n' | LC_ALL=C sort
 }
 packages >"$share/packages.txt"
+for package in ${2-}; do
+  found=$(awk -F= -v name="${package%%=*}" '$1 == name' "$share/packages.txt")
+  if [[ -n $found && $found != "$package" ]]; then
+    echo "sluice image: $package cannot be installed: the base or apt's sources have $found" >&2
+    exit 2
+  fi
+done
 
 # SPDX 2.3, in its tag-value form.
 {

@@ -130,7 +130,8 @@ test_cuda() {
   buildah run "$container" -- sluice-entrypoint sluice doctor --probe-seconds 0 | tee "$work/doctor" | grep 'GPUs '
   grep -q 'this build is for GPUs, but none can be used' "$work/doctor"
   buildah run "$container" -- sluice-entrypoint sluice doctor --self-test
-  if buildah run "$container" -- sluice-entrypoint sluice train --device cuda --dry-run; then exit 1; fi
+  if buildah run "$container" -- sluice-entrypoint sluice train --device cuda --dry-run 2>"$work/refused"; then exit 1; fi
+  grep "^sluice: error: .*no NVIDIA driver" "$work/refused"
   printf '\ndocker/test.sh --cuda passed at commit %s, %d s\n' "$(git rev-parse --short HEAD)" "$SECONDS"
 }
 
@@ -179,7 +180,14 @@ printf 'done at %d s\n' "$SECONDS"
 build cpu --base "$base" --target devel --tag localhost/sluice-test:devel
 printf 'done at %d s\n' "$SECONDS"
 forget
-build cpu --base "$base" --tag localhost/sluice-test:again --no-cache
+mounted localhost/sluice-test:runtime
+build cpu --base "$base" --tag localhost/sluice-test:again --no-cache \
+  --packages "$root/usr/local/share/sluice/packages.txt"
+if docker/build.sh cpu --engine buildah --base "$base" --packages <(echo libc6=1) >"$work/pinned.log" 2>&1; then
+  echo "test.sh: a version that does not exist was accepted" >&2
+  exit 1
+fi
+grep -o 'sluice image: libc6=1 cannot be installed: .*' "$work/pinned.log" | head -n 1
 printf 'done at %d s\n' "$SECONDS"
 
 step "A program of one's own, on sluice:devel"
@@ -204,6 +212,8 @@ printf 'base %d MB, runtime %d MB more, devel %d MB more\n' "$(megabytes "$base_
 
 step "Tests"
 buildah inspect --type image localhost/sluice-test:runtime >"$work/config.json"
-python3 tests/docker/image_test.py --root "$root" --again "$again_root" --devel "$devel_root" --config "$work/config.json" \
-  --build build/release --python "$work/venv/bin/python"
+outside=()
+if [[ $suite == "$(. /etc/os-release && echo "$VERSION_CODENAME")" ]]; then outside=(--outside build/release/sluice); fi
+python3 tests/docker/image_test.py --root "$root" --again "$again_root" --devel "$devel_root" \
+  --config "$work/config.json" --python "$work/venv/bin/python" "${outside[@]}"
 printf '\ndocker/test.sh passed at commit %s, %d s\n' "$(git rev-parse --short HEAD)" "$SECONDS"

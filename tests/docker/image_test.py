@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """What an image must be and do; docker/test.sh builds it and starts this. Needs root.
 
-    tests/docker/image_test.py --root DIR --again DIR --devel DIR --config FILE --build DIR --python FILE [--case NAME]
+    tests/docker/image_test.py --root DIR --again DIR --devel DIR --config FILE --python FILE [--outside FILE]
+                               [--case NAME]
 
 --root: the mounted runtime image; --again: the one of a second build; --devel: the
 devel image; --config: its configuration as JSON, by
-`buildah inspect`; --build: the folder of a Sluice built outside; --python: one that has spdx-tools.
+`buildah inspect`; --python: one that has spdx-tools; --outside: the
+program, built outside on a system like the image's, of which the same bits are expected.
 """
 
 import argparse
@@ -171,14 +173,31 @@ class Containers:
         require(done < STEPS, "it was not stopped in its middle")
         self.says(*places, *train, "--resume", "auto", parts=[f"Done: {STEPS} steps"])
         inside = TOTAL.search(self.says("sluice", "digest", "three")).group(1)
-        alone = [word for word in train[2:-1] if word not in ("--pipeline", "3", "--metrics", "metrics.jsonl")]
-        for words in (["train", *alone, "alone"], ["digest", "alone"]):
+        alone = ["train", *MODEL[:-4], "--steps", STEPS, "--save"]
+        self.says("sluice", *alone, "alone")
+        digest = TOTAL.search(self.says("sluice", "digest", "alone")).group(1)
+        require(inside == digest, f"digest {inside}, of one process {digest}")
+        if not self.outside:
+            return f"stopped after {done} of {STEPS} steps; the bits of one process; not compared with those outside"
+        for words in ([*alone, "outside"], ["digest", "outside"]):
             ended = subprocess.run([self.outside, *map(str, words)], cwd=self.folder, capture_output=True, text=True,
                                    check=False)
             require(ended.returncode == 0, f"outside: {words}: exit {ended.returncode}\n{ended.stderr}")
         outside = TOTAL.search(ended.stdout).group(1)
         require(inside == outside, f"digest {inside}, outside {outside}")
         return f"stopped after {done} of {STEPS} steps; {inside[:16]}"
+
+    def node_leaves(self):
+        """A node is asked to end: the whole job stops after its step, saved, and then the node ends."""
+        job = self.hosts.start(1, "mpirun", "--host", "node1,node2,node3", "-n", "3", "sluice", "train", *MODEL[:-2],
+                               "--metrics", "leaves.jsonl", "--steps", 100000, "--save", "leaves")
+        wait_for(lambda: job.poll() is not None or len(metrics_so_far(self.folder / "leaves.jsonl")) > 5,
+                 "no step is done", 60)
+        self.hosts.in_host(2, "pkill", "-TERM", "-f", "sluice-entrypoint sshd")
+        output = job.communicate(timeout=60)[0].decode()
+        require(job.returncode == STOPPED, f"exit {job.returncode} instead of {STOPPED}\n{output}")
+        self.says("sluice", "verify", "leaves")
+        require(self.hosts.processes.pop("sshd2").wait(timeout=60) == 0, "the node does not end with 0")
 
     def stopped(self):
         """SIGTERM, as an engine or a cluster sends it: the step ends, is saved, and the container ends with code 12."""
@@ -211,8 +230,8 @@ class Containers:
         wait_for(lambda: sshd.poll() is not None or self.hosts.run(2, "test", "-e", "/tmp/sluice-4321/sshd.pid",
                                                                    **options).returncode == 0,
                  "sshd of user 4321 does not listen")
-        output = self.says("ssh", "-p", "2223", "node2", "id -u; command -v sluice orted", user="4321:1000")
-        require(output.split() == ["4321", "/usr/local/bin/sluice", "/usr/bin/orted"], output)
+        output = self.says("ssh", "-p", "2223", "node2", "id -u; command -v sluice mpirun", user="4321:1000")
+        require(output.split() == ["4321", "/usr/local/bin/sluice", "/usr/bin/mpirun"], output)
 
     def refusals(self):
         """One line each."""
@@ -235,15 +254,16 @@ class Containers:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("root", "again", "devel", "config", "build", "python"):
+    for name in ("root", "again", "devel", "config", "python"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--outside", help="program to compare with")
     parser.add_argument("--case", help="the only case to run")
     options = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)
     config = json.loads(pathlib.Path(options.config).read_text())["Docker"]["config"]
     environment = dict(entry.split("=", 1) for entry in config["Env"])
     with ImageHosts(options.root, environment, 3) as hosts:
-        inside = Containers(hosts, str(pathlib.Path(options.build).resolve() / "sluice"))
+        inside = Containers(hosts, options.outside and str(pathlib.Path(options.outside).resolve()))
         cases = [
             ("nothing dangerous in it", functools.partial(nothing_dangerous, options.root)),
             ("nothing dangerous in devel", functools.partial(nothing_dangerous, options.devel, compilers=True)),
@@ -258,6 +278,7 @@ def main():
             ("a user without a name", inside.nameless_user),
             ("bad input", inside.refusals),
             ("three hosts, stop, resume", inside.across_hosts),
+            ("a node is asked to end", inside.node_leaves),
         ]
         if options.case and options.case not in dict(cases):
             sys.exit(f"no case '{options.case}'; legal are {', '.join(dict(cases))}")
