@@ -10,11 +10,13 @@
 #   --tag           sluice:runtime (also sluice alone), sluice:devel; for GPUs sluice:cuda-runtime and
 #                   sluice:cuda-devel
 #   --engine        the first of docker, podman and buildah that works
-#   --packages      versions to install, a file like /usr/local/share/sluice/packages.txt of an image
+#   --packages      versions to install, a file like /usr/local/share/sluice/packages.txt of an image; beside
+#                   it may be that image's build_packages.txt, of the toolchain
 #   --architectures GPUs to compile for, such as 90 or "80;90"; all that the toolkit has
 #
 # Prints the image's name and size. Exit code 2: wrong use.
 set -euo pipefail
+caller=$PWD
 cd "$(dirname "$0")/.."
 
 refuse() {
@@ -35,13 +37,13 @@ case $kind in
     runtime_base=docker.io/nvidia/cuda:13.0.2-cudnn-runtime-ubuntu24.04 prefix=cuda- cuda=on
     ;;
   -h | --help)
-    sed -n '2,19s/^# \{0,1\}//p' "$0"
+    sed -n '2,20s/^# \{0,1\}//p' "$0"
     exit
     ;;
   *) refuse "unknown kind '$kind'; legal are cpu and cuda" ;;
 esac
 shift
-target=runtime tag='' engine='' packages='' architectures='' own_base='' own_runtime_base='' more=()
+target=runtime tag='' engine='' packages='' build_packages='' architectures='' own_base='' own_runtime_base='' more=()
 while (($# > 0)); do
   case $1 in
     --no-cache)
@@ -62,8 +64,12 @@ while (($# > 0)); do
     --engine) engine=$2 ;;
     --architectures) architectures=$2 ;;
     --packages)
-      [[ -r $2 ]] || refuse "cannot read the list of packages '$2'"
-      packages=$(tr '\n' ' ' <"$2")
+      list=$2
+      if [[ $list != /* ]]; then list=$caller/$list; fi
+      [[ -r $list ]] || refuse "cannot read the list of packages '$2'"
+      packages=$(tr '\n' ' ' <"$list")
+      list=${list%/*}/build_packages.txt # of the toolchain
+      if [[ -r $list ]]; then build_packages=$(tr '\n' ' ' <"$list"); fi
       ;;
   esac
   shift 2
@@ -116,6 +122,7 @@ if [[ -n $(git status --porcelain 2>/dev/null) ]]; then revision+=-changed; fi
 "${build[@]}" --file docker/Dockerfile --target "$target" --tag "$tag" "${more[@]}" \
   --build-arg "BUILD_BASE=$base" --build-arg "RUNTIME_BASE=$runtime_base" --build-arg "CUDA=$cuda" \
   --build-arg "CUDA_ARCHITECTURES=$architectures" --build-arg "PACKAGES=$packages" \
+  --build-arg "BUILD_PACKAGES=$build_packages" \
   --build-arg "VERSION=$version" --build-arg "REVISION=$revision" .
 
 if [[ $engine == buildah ]]; then

@@ -104,8 +104,9 @@ check_keys() {
 
 start_sshd() {
   local name
-  [[ $port =~ ^[0-9]{1,5}$ ]] && ((10#$port >= 1 && 10#$port <= 65535)) ||
-    refuse "SLUICE_SSH_PORT is '$port'; legal are 1 to 65535, with rights from 1024 on"
+  if ! [[ $port =~ ^[0-9]{1,5}$ ]] || ((10#$port < 1 || 10#$port > 65535)); then
+    refuse "SLUICE_SSH_PORT is '$port'; legal are 1 to 65535, without rights from 1024 on"
+  fi
   [[ -x /usr/sbin/sshd ]] || refuse "/usr/sbin/sshd is missing from this image"
   check_keys
   make_state

@@ -6,6 +6,6 @@
 set -euo pipefail
 
 libraries=$(ldd "$1" | awk '$3 ~ /^\// { print $3; sub("^/usr", "", $3); print "/usr" $3; print $3 }')
-# Names both with and without /usr: dpkg knows one of them.
-# shellcheck disable=SC2086
+# Each name with and without /usr: dpkg knows one of them.
+# shellcheck disable=SC2046
 dpkg-query -S $(sort -u <<<"$libraries") 2>/dev/null | cut -d: -f1 | sort -u || true
