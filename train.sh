@@ -75,21 +75,11 @@ build() {
   cmake --build --preset release --target sluice
 }
 
-# The text without the verse label at the start of each line.
 make_text() {
-  local sum=cd45f0c9cedab8e4439bd6486c8952c77cc8b0ecc5d1f6ae3513f2039f47229d
   if [[ -s data/kjv.txt ]]; then return; fi
   docker/install_dependencies.sh data
   mkdir -p data
-  bible -f gen1:1-rev22:21 </dev/null >data/kjv.raw
-  if ! echo "$sum  data/kjv.raw" | sha256sum --check --status; then
-    echo "train.sh: data/kjv.raw is not the expected text: its SHA-256 is" \
-      "$(sha256sum <data/kjv.raw | cut -d' ' -f1), expected $sum" >&2
-    exit 1
-  fi
-  LC_ALL=C sed -E 's/^[^:]*:[0-9]+ //' data/kjv.raw >data/kjv.part
-  mv data/kjv.part data/kjv.txt
-  rm data/kjv.raw
+  docker/make_text.sh data/kjv.txt
 }
 
 build

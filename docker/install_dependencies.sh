@@ -2,7 +2,8 @@
 # The one list of packages Sluice needs, installed through apt on Debian 12, Debian 13 and Ubuntu
 # 24.04; for train.sh, test.sh, .ci/run and the images.
 #
-#   docker/install_dependencies.sh [GROUP...]      groups: build data test hosts check; none: all of them
+#   docker/install_dependencies.sh [GROUP...]      groups: build data test hosts check runtime
+#                                                images; none: the first five
 #
 # Installs only what dpkg does not know as installed: with nothing missing it never calls apt, so it
 # needs no network and no rights. Otherwise it runs as root or through sudo and asks nothing.
@@ -21,9 +22,14 @@ packages_of() {
     # The text that train.sh learns.
     data) echo bible-kjv bible-kjv-text ;;
     # Tests and benchmarks; Boost.Context for the threads of a block in tests/emulated_cuda.
-    test) echo libgtest-dev libgmock-dev libboost-context-dev python3 python3-venv ca-certificates ;;
+    test) echo libgtest-dev libgmock-dev libboost-context-dev python3 python3-venv \
+      python3-jsonschema python3-yaml ca-certificates ;;
     # Hosts as network namespaces. Not in `test`: on a system with systemd, services such as sshd start.
     hosts) echo iproute2 openssh-client openssh-server procps slurm-wlm munge ;;
+    # What an image has beside the program and its libraries: mpirun, and SSH between hosts.
+    runtime) echo openmpi-bin openssh-client openssh-server libnss-wrapper ;;
+    # Images without a container engine: docker/test.sh.
+    images) echo buildah debootstrap ca-certificates ;;
     # Formatting and static checks: the sources are formatted with version 14; clang-tidy knows
     # std::source_location from 15 on, and wants an omp.h of its own version; clang for fuzzing.
     check) if [[ $system == debian-12 ]]; then
@@ -79,7 +85,8 @@ if (($# == 0)); then set -- build data test hosts check; fi
 missing=()
 for group in "$@"; do
   if ! list=$(packages_of "$group"); then
-    echo "install_dependencies: unknown group '$group'; legal are build, data, test, hosts and check" >&2
+    echo "install_dependencies: unknown group '$group'; legal are build, data, test, hosts, check, runtime" \
+      "and images" >&2
     exit 2
   fi
   for package in $list; do

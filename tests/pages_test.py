@@ -34,10 +34,16 @@ SUFFIXES = ("cpp", "hpp", "cu", "cuh", "py", "sh", "md", "svg", "cmake")
 # Programs that are not Sluice's, and those of their options that pages name.
 FOREIGN_OPTIONS = {
     "mpirun": "oversubscribe hostfile host bind-to map-by mca timeout",
-    "srun": "mpi kill-on-bad-exit wait container-image container-mounts",
+    "srun": "mpi kill-on-bad-exit wait container-image container-mounts container-workdir",
     "sbatch": "signal requeue nodes ntasks-per-node batch",
     "timeout": "preserve-status",
     "tests/faults/run.sh": "full",
+    "docker, podman, compose": "rm gpus shm-size ulimit network volume volumes read-only tmpfs user detach tag file "
+                               "no-healthcheck no-deps stop-timeout",
+    "docker/build.sh": "target engine base packages",
+    "docker/test.sh": "suite cuda cold keep",
+    "kubectl": "for timeout follow",
+    "apptainer": "bind pwd",
     "cmake": "build fresh install preset prefix target",
     "ctest": "output-on-failure parallel test-dir",
     "nvidia-smi": "query-gpu",

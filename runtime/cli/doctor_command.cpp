@@ -17,6 +17,7 @@
 #include "comm/group/topology.hpp"
 #include "comm/mpi/mpi_session.hpp"
 #include "runtime/cli/commands.hpp"
+#include "runtime/cli/self_test.hpp"
 #include "runtime/cli/train_options.hpp"
 #include "runtime/doctor/diagnosis.hpp"
 #include "runtime/doctor/host_check.hpp"
@@ -48,7 +49,10 @@ constexpr const char* kAbout =
     "With --output it writes the links for 'sluice schedule --cluster FILE'. Apart from that file\n"
     "it leaves nothing behind.\n"
     "\n"
-    "With --hosts it needs no mpirun: it asks each host over SSH whether a job can start there.";
+    "With --hosts it needs no mpirun: it asks each host over SSH whether a job can start there.\n"
+    "\n"
+    "With --self-test it trains one step over all ranks and compares the digest of the parameters\n"
+    "with that of one rank; without mpirun it starts two ranks on this host by itself.";
 
 struct DoctorOptions {
   int pipeline = 0, replicas = 1, chunks = 1, threads = 1;
@@ -57,6 +61,7 @@ struct DoctorOptions {
   TransportChoice transport = TransportChoice::kAuto;
   std::string data, save, output, hosts, ssh = "ssh";
   double probe_seconds = 20;
+  bool self_test = false;
 };
 
 OptionTable make_table(DoctorOptions& options) {
@@ -76,6 +81,8 @@ OptionTable make_table(DoctorOptions& options) {
                  "for measuring pairs of ranks, about 0.25 s each; 0: measure none");
   table.add_text("output", options.output, "FILE",
                  "write hosts, ranks and links for 'sluice schedule --cluster'");
+  table.add_flag("self-test", options.self_test,
+                 "train a step over 2 ranks or more and compare its bits; uses --device alone");
   table.heading("Before mpirun");
   table.add_text(
       "hosts", options.hosts, "FILE",
@@ -115,6 +122,14 @@ void print_job(const RankFacts& facts, const RankArrangement& order) {
   if (!order.reason.empty()) fmt::print("order      {}\n", order.reason);
   fmt::print("MPI        {}, standard {}, thread level {}, tags up to {}\n", facts.mpi.library,
              facts.mpi.standard, facts.mpi.thread_level, facts.mpi.tag_upper_bound);
+  const LauncherFacts& launcher = facts.launcher;
+  if (!launcher.pmix.empty() || !launcher.pmix_of.empty()) {
+    const auto or_unknown = [](const std::string& version) {
+      return version.empty() ? "unknown" : version;
+    };
+    fmt::print("PMIx       {} of the launcher, {} of the MPI library\n", or_unknown(launcher.pmix),
+               or_unknown(launcher.pmix_of));
+  }
   fmt::print("transport  {}\n", facts.mpi.components.empty()
                                     ? "chosen by MPI (nothing asked for in the environment)"
                                     : facts.mpi.components);
@@ -282,6 +297,14 @@ int doctor_command(int argc, char** argv) {
       check_hosts({options.hosts, options.ssh, options.data, options.save});
     });
   }
+  const auto tests = [](const std::string& word) { return word.starts_with("--self"); };
+  if (launched_rank() < 0 && std::any_of(arguments.begin(), arguments.end(), tests)) {
+    const int code = run_guarded(table, arguments, [&] {
+      static_cast<void>(parse_devices(options.device));
+      if (options.self_test) become_two_ranks(arguments);
+    });
+    if (code != 0 || table.help_wanted()) return code;
+  }
   return run_command(
       "doctor", argc, argv,
       [&] {
@@ -291,7 +314,13 @@ int doctor_command(int argc, char** argv) {
         }
         return table.help_wanted() ? table.help() : "";
       },
-      [&](Communicator& world) { examine(options, world); });
+      [&](Communicator& world) {
+        if (options.self_test) {
+          run_self_test(world, parse_devices(options.device));
+        } else {
+          examine(options, world);
+        }
+      });
 }
 
 }  // namespace sluice

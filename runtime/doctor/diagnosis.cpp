@@ -155,6 +155,34 @@ void check_network(const Ranks& ranks, std::vector<Finding>& findings) {
   }
 }
 
+// A launcher outside of a container, and the MPI library in it.
+void check_launcher(const Ranks& ranks, std::vector<Finding>& findings) {
+  const LauncherFacts& launcher = ranks.front().launcher;
+  const auto or_unknown = [](const std::string& version) {
+    return version.empty() ? "of an unknown version" : version;
+  };
+  if (launcher.processes > static_cast<int>(ranks.size())) {
+    findings.push_back(
+        {true, fmt::format("the launcher started {} processes, but each is a job of {}: its PMIx "
+                           "({}) and that of this program's MPI library ({}) do not meet. Start "
+                           "with 'srun --mpi=pmix', or with the mpirun of the program's own MPI",
+                           launcher.processes, ranks.size(), or_unknown(launcher.pmix),
+                           or_unknown(launcher.pmix_of))});
+    return;
+  }
+  const auto major = [](const std::string& version) {
+    return version.substr(0, version.find('.'));
+  };
+  if (launcher.pmix.empty() || launcher.pmix_of.empty() ||
+      major(launcher.pmix) == major(launcher.pmix_of)) {
+    return;
+  }
+  findings.push_back(
+      {false, fmt::format("the launcher has PMIx {}, this program's MPI library PMIx {}: they meet "
+                          "here; where a job hangs at its start, use one major version",
+                          launcher.pmix, launcher.pmix_of)});
+}
+
 void check_progress(const Ranks& ranks, std::vector<Finding>& findings) {
   const RankFacts& first = ranks.front();
   if (is_open_mpi(first)) {
@@ -279,6 +307,7 @@ std::vector<Finding> diagnose(const std::vector<RankFacts>& ranks) {
   check_binding(ranks, findings);
   check_double_binding(ranks, findings);
   check_network(ranks, findings);
+  check_launcher(ranks, findings);
   check_progress(ranks, findings);
   check_shared_memory(ranks, findings);
   check_locked_memory(ranks, findings);

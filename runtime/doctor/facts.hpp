@@ -22,6 +22,12 @@ struct LimitFacts {
   std::int64_t shared_memory_bytes = -1;  // free in /dev/shm; -1: unknown
 };
 
+// What started a rank, by its environment, and whether its MPI library speaks with that.
+struct LauncherFacts {
+  int processes = 0;          // that it started; 0: unknown
+  std::string pmix, pmix_of;  // version of the launcher's PMIx, of the library's; empty: unknown
+};
+
 // One rank's view of where it runs.
 struct RankFacts {
   int rank = 0;
@@ -35,6 +41,7 @@ struct RankFacts {
   std::string kernel_set, matmul_library;
   bool native_bf16 = true;  // as native_bf16() (stages/cpu/cpu_report.hpp)
   LimitFacts limits;
+  LauncherFacts launcher;
   NetworkFacts network;
   double clock_ahead = 0;  // seconds by which the host's wall clock is ahead of rank 0's
   double clock_error = 0;  // and how far that may be wrong

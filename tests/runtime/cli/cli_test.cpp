@@ -358,6 +358,14 @@ TEST_F(CliTest, DoctorWorksAlone) {
   EXPECT_THAT(outcome.out, HasSubstr("What looks wrong"));
 }
 
+TEST_F(CliTest, DoctorNamesALauncherThatMpiDoesNotMeet) {
+  const Outcome outcome =
+      shell("env OMPI_COMM_WORLD_SIZE=4 PMIX_VERSION=3.1.5 " SLUICE_PROGRAM " doctor");
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, HasSubstr("PMIx       3.1.5 of the launcher"));
+  EXPECT_THAT(outcome.out, HasSubstr("! the launcher started 4 processes, but each is a job of 1"));
+}
+
 // --- jobs of several ranks ---
 
 TEST_F(CliTest, AJobIsRefusedOnceByAllItsRanks) {
@@ -506,6 +514,28 @@ TEST_F(CliTest, DoctorShowsEveryRankAndItsStage) {
        {"0        0       ", "0        1       ", "1        0       ", "1        1       "}) {
     EXPECT_EQ(lines_with(outcome.out, std::string("  cpu     ") + place), 1) << outcome.out;
   }
+}
+
+TEST_F(CliTest, SelfTestStartsTwoRanksAndFindsTheBitsOfOne) {
+  const Outcome outcome = sluice("doctor --self-test");
+  EXPECT_EQ(outcome.code, 0) << outcome.err;
+  EXPECT_THAT(outcome.out, HasSubstr("a step over 2 ranks has the digest it must have"));
+  // Layers are as many for 3 ranks as for 2, so the bits are the same.
+  EXPECT_EQ(mpirun(3, SLUICE_PROGRAM, "doctor --self-test").out.substr(outcome.out.find('\n')),
+            outcome.out.substr(outcome.out.find('\n')));
+  EXPECT_THAT(files(), ::testing::ElementsAre("text.txt"));
+}
+
+TEST_F(CliTest, SelfTestRefusesOneRankAndABadDevice) {
+  expect_refusal(mpirun(1, SLUICE_PROGRAM, "doctor --self-test"), 2, "this job has one");
+  expect_refusal(sluice("doctor --self-test --device cudaa"), 2, "cudaa");
+  expect_refusal(shell("env PATH=/none " SLUICE_PROGRAM " doctor --self-test"), 9, "'mpirun'");
+}
+
+TEST_F(CliTest, SelfTestNamesRanksThatComputeOtherBits) {
+  const std::string test = SLUICE_PROGRAM " doctor --self-test";
+  expect_refusal(mpirun_beside(test, "env SLUICE_KERNELS=baseline " + test), 6,
+                 "compute other bits, each alone");
 }
 
 TEST_F(CliTest, DoctorMeasuresLinksThatScheduleReads) {

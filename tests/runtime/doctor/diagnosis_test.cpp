@@ -163,6 +163,19 @@ TEST(DiagnosisTest, NamesAHostWhoseClockIsWrong) {
   EXPECT_EQ(said(facts, true), "");
 }
 
+TEST(DiagnosisTest, NamesALauncherThatTheMpiLibraryDoesNotMeet) {
+  auto facts = job(1);
+  facts[0].launcher = {.processes = 4, .pmix = "", .pmix_of = "4.2.2"};
+  EXPECT_THAT(said(facts, true), HasSubstr("started 4 processes, but each is a job of 1: its PMIx "
+                                           "(of an unknown version)"));
+  facts = job(4);
+  facts[0].launcher = {.processes = 4, .pmix = "4.1.0", .pmix_of = "4.2.2"};
+  EXPECT_THAT(said(facts, false), Not(HasSubstr("PMIx")));
+  facts[0].launcher.pmix = "3.1.5";
+  EXPECT_EQ(said(facts, true), "");
+  EXPECT_THAT(said(facts, false), HasSubstr("the launcher has PMIx 3.1.5"));
+}
+
 TEST(DiagnosisTest, FactsOfABuildThatLacksSomeAreRead) {
   const RankFacts facts = rank_facts_from_json(R"({"rank": 3, "more": [1]})");
   EXPECT_EQ(facts.rank, 3);
