@@ -28,7 +28,7 @@ struct Topology {
 // Throws Error(kUsage) naming all three numbers and the nearest legal values unless
 // size == pipeline * replicas with both >= 1. kAuto is pipeline-first here.
 [[nodiscard]] Topology make_topology(int size, int pipeline, int replicas, RankOrder order);
-// Requires: `ranks` holds each of [0, pipeline * replicas) once, else Error(kInternal).
+// Requires: `rank_of_place` holds each of [0, pipeline * replicas) once, else Error(kInternal).
 [[nodiscard]] Topology make_topology(int pipeline, int replicas, std::vector<int> rank_of_place);
 
 }  // namespace sluice

@@ -69,6 +69,7 @@ struct Checkpointer::Impl {
   }
   void require_sensible() const;
   void find_leaders();
+  void require_whole_stages() const;
   void open_directory();
   void require_visible();
   void require_own_directory(const SaveScan& scan) const;
@@ -168,6 +169,24 @@ void Checkpointer::Impl::find_leaders() {
       layout.place.devices[static_cast<std::size_t>(layout.place.rank)].host);
   const auto first_of_host = std::find(hosts.begin(), hosts.end(), hosts[at(rank)]);
   leader = options.local ? first_of_host - hosts.begin() == rank : rank == 0;
+  if (options.local) require_whole_stages();
+}
+
+// Replicas share the writing of a stage, and a rank reads it from its own host's directory.
+void Checkpointer::Impl::require_whole_stages() const {
+  const Topology& topology = layout.place.topology;
+  for (int stage = 0; stage < topology.pipeline; ++stage) {
+    const int first = topology.rank_of(0, stage);
+    for (int replica = 1; replica < topology.replicas; ++replica) {
+      const int other = topology.rank_of(replica, stage);
+      if (hosts[at(first)] == hosts[at(other)]) continue;
+      throw_usage(
+          "a directory of its own for each host: ranks {} and {} hold the same stages on hosts "
+          "'{}' and '{}', and each would save a part; use a directory that all hosts see, or an "
+          "order in which the replicas of a stage share a host (--rank-order replica-first)",
+          first, other, hosts[at(first)], hosts[at(other)]);
+    }
+  }
 }
 
 void Checkpointer::Impl::open_directory() {

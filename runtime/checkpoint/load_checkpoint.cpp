@@ -283,7 +283,7 @@ Chosen choose_save(Collectives& world, const Found& found, const fs::path& path,
       return {name, std::move(state), std::move(notes), std::move(passed_over)};
     }
     notes.push_back(*broken);
-    passed_over.push_back(fs::path(name).filename().string());
+    passed_over.push_back(save_name(name));
     if (found.one_step) break;
   }
   throw_error(ErrorCode::kWeights, "{}'{}' holds no save that can be used{}{}",

@@ -210,25 +210,16 @@ std::optional<SaveState> unnamed_save(const fs::path& leftover) {
   }
 }
 
-// Gives complete saves their names that are newer than all that have one.
-void name_unnamed_saves(const fs::path& directory, std::vector<std::string>& lines) {
-  std::vector<Save> unnamed;
-  for (const std::string& name : names_in(directory)) {
-    if (!is_leftover_name(name) || name_exists(directory / step_name_in(name))) continue;
-    if (auto state = unnamed_save(directory / name)) {
-      unnamed.push_back({directory / name, std::move(*state)});
-    }
-  }
-  std::sort(unnamed.begin(), unnamed.end(),
-            [](const Save& a, const Save& b) { return a.state.sequence > b.state.sequence; });
-  for (const Save& save : unnamed) {
-    const std::vector<Save> named = scan_saves(directory).saves;
-    if (!named.empty() && named.front().state.sequence >= save.state.sequence) return;
-    const std::string name = step_directory_name(save.state.step);
-    rename_durably(save.directory, directory / name);
-    lines.push_back(
-        fmt::format("'{}' is complete: it is '{}' now", save.directory.filename().string(), name));
-  }
+// Gives the newest save its name back.
+void name_unnamed_save(const fs::path& directory, std::vector<std::string>& lines) {
+  const SaveScan scan = scan_saves(directory);
+  if (scan.saves.empty()) return;
+  const fs::path& newest = scan.saves.front().directory;
+  const std::string name = save_name(newest);
+  if (newest.filename() == name) return;
+  rename_durably(newest, directory / name);
+  lines.push_back(
+      fmt::format("'{}' is complete: it is '{}' now", newest.filename().string(), name));
 }
 
 bool has_0_1_files(const fs::path& directory) {
@@ -290,10 +281,25 @@ SaveScan scan_saves(const fs::path& directory) {
       }
     }
   }
-  std::sort(scan.saves.begin(), scan.saves.end(), [](const Save& a, const Save& b) {
+  const auto newer = [](const Save& a, const Save& b) {
     return std::pair(a.state.sequence, a.state.step) > std::pair(b.state.sequence, b.state.step);
-  });
+  };
+  std::sort(scan.saves.begin(), scan.saves.end(), newer);
+  const std::uint64_t named = scan.saves.empty() ? 0 : scan.saves.front().state.sequence;
+  for (const std::string& name : names_in(directory)) {
+    if (!is_leftover_name(name) || name_exists(directory / step_name_in(name))) continue;
+    auto state = unnamed_save(directory / name);
+    if (state && state->sequence > named) {
+      scan.saves.push_back({directory / name, std::move(*state)});
+    }
+  }
+  std::sort(scan.saves.begin(), scan.saves.end(), newer);
   return scan;
+}
+
+std::string save_name(const fs::path& save) {
+  const std::string name = save.filename().string();
+  return is_leftover_name(name) ? step_name_in(name) : name;
 }
 
 SaveSelection select_saves(const fs::path& path) {
@@ -344,7 +350,7 @@ std::vector<std::string> open_save_directory(const fs::path& directory) {
   fs::create_directories(directory, error);
   require(error, "create directory", directory);
   std::vector<std::string> lines;
-  name_unnamed_saves(directory, lines);
+  name_unnamed_save(directory, lines);
   for (const std::string& name : names_in(directory)) {
     const bool file = is_unfinished_file(name);
     if (!file && !is_leftover_name(name)) continue;

@@ -26,7 +26,8 @@ namespace sluice {
 // Begins the name of an empty file by which hosts find out whether they see the same directory.
 inline constexpr std::string_view kVisiblePrefix = ".visible-";
 
-// A step-* directory with a state.json that parses and is of that step.
+// A step-* directory with a state.json that parses and is of that step; or a complete save that a
+// kill left without its name, if it is newer than all that have one.
 struct Save {
   std::filesystem::path directory;
   SaveState state;
@@ -39,6 +40,10 @@ struct SaveScan {
 
 // "step-00001200".
 [[nodiscard]] std::string step_directory_name(std::uint64_t step);
+
+// The name that a save has in DIR, or gets there: "step-00000004" of DIR/.step-00000004.partial
+// too.
+[[nodiscard]] std::string save_name(const std::filesystem::path& save);
 
 // Lists DIR; an absent DIR has no saves. Reads state.json of every step, no tensors. Changes
 // nothing.
@@ -60,9 +65,9 @@ struct SaveSelection {
 // there is none, saying what is there instead. For reading weights (generate, digest).
 [[nodiscard]] std::filesystem::path newest_save(const std::filesystem::path& path);
 
-// Creates DIR where it is missing. A complete save that a kill left without its name, and that is
-// newer than all that have one, gets its name. Other remains of cut saves and removals go. Returns
-// lines for people; what cannot be removed is only a line.
+// Creates DIR where it is missing. If scan_saves() finds the newest save without its name, it gets
+// that. Other remains of cut saves and removals go. Returns lines for people; what cannot be
+// removed is only a line.
 [[nodiscard]] std::vector<std::string> open_save_directory(const std::filesystem::path& directory);
 
 // Creates an empty `.step-*.partial` for `step`, and returns its path. One that is there is

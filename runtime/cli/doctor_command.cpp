@@ -91,16 +91,22 @@ OptionTable make_table(DoctorOptions& options) {
   return table;
 }
 
-// Collective. The sizes of messages are not known: a training may choose another order.
+// The sizes of messages are not known: a training may choose another order.
 RankArrangement arrangement_of(const DoctorOptions& options,
                                const std::vector<std::string>& hosts) {
   const int ranks = static_cast<int>(hosts.size());
   const int pipeline =
       options.pipeline > 0 ? options.pipeline : std::max(1, ranks / options.replicas);
-  PipelineOptions::Shape shape;
-  shape.rank_order = options.rank_order;
-  return arrange_ranks(make_topology(ranks, pipeline, options.replicas, options.rank_order), shape,
-                       Placement::looped(pipeline, options.chunks), hosts);
+  const Topology numbered = make_topology(ranks, pipeline, options.replicas, options.rank_order);
+  PipelineOptions asked;
+  asked.shape.rank_order = options.rank_order;
+  asked.devices.choices = parse_devices(options.device);
+  RankArrangement order =
+      arrange_ranks(numbered, asked, Placement::looped(pipeline, options.chunks), hosts);
+  if (!order.reason.empty() && pipeline > 1 && options.replicas > 1) {
+    order.reason += "; a training knows its sizes and may choose otherwise (--rank-order fixes it)";
+  }
+  return order;
 }
 
 RankFacts facts_of(int rank, int threads, const RankDevice& device) {

@@ -102,8 +102,8 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
         "schedule's own)\n";
   }
   text += fmt::format(
-      "  {:<5} {:<7} {:<16} {:>10} {:>10} {:>10} {:>11} {:>9} {:>9} {:>9} {:>9} {:>10} {:>9}\n",
-      "rank", "stages", "layers", "parameters", "gradients", "optimizer", "activations",
+      "  {:<13} {:<7} {:<16} {:>10} {:>10} {:>10} {:>11} {:>9} {:>9} {:>9} {:>9} {:>10} {:>9}\n",
+      "pipeline rank", "stages", "layers", "parameters", "gradients", "optimizer", "activations",
       "workspace", "operators", "messages", "libraries", "total MiB", "outside");
   for (int rank = 0; rank < layout.place.topology.pipeline; ++rank) {
     std::string stages, owned;
@@ -114,7 +114,7 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
     }
     const RankMemory& memory = layout.memory.ranks[static_cast<std::size_t>(rank)];
     text += fmt::format(
-        "  {:<5} {:<7} {:<16} {:>10.1f} {:>10.1f} {:>10.1f} {:>11.1f} {:>9.1f} {:>9.1f} {:>9.1f} "
+        "  {:<13} {:<7} {:<16} {:>10.1f} {:>10.1f} {:>10.1f} {:>11.1f} {:>9.1f} {:>9.1f} {:>9.1f} "
         "{:>9.1f} {:>10.1f} {:>9.1f}\n",
         rank, stages, owned, mebi(memory.parameters), mebi(memory.gradients),
         mebi(memory.optimizer), mebi(memory.activations), mebi(memory.workspace),

@@ -106,6 +106,12 @@ void set_traffic(PipelineOptions::Shape& shape, const TransformerConfig& model, 
       sizeof(float) * static_cast<double>(parameter_count(model)) * shape.replicas / ranks;
 }
 
+// Sizes that always give the same order, in which a host's ranks hold whole stages if they can.
+void keep_replicas_together(PipelineOptions::Shape& shape) {
+  shape.edge_bytes = 0;
+  shape.gradient_bytes = 1;
+}
+
 class Training {
  public:
   // `world`, `options` and `stop` outlive this.
@@ -139,6 +145,10 @@ class Training {
   void require_unused(const std::filesystem::path& directory) const;
   void require_steps_left(std::uint64_t done) const;
   [[nodiscard]] StageFactory stages() const;
+  // Whether a host's directory must hold whole stages.
+  [[nodiscard]] bool keeps_replicas_together() const {
+    return options_.checkpoint.local && options_.pipeline.shape.replicas > 1;
+  }
   [[nodiscard]] std::string describe_ranks(Collectives& collectives, const JobLayout& layout) const;
   void describe(const JobLayout& layout, const std::string& ranks) const;
   void steps();
@@ -356,6 +366,7 @@ void Training::plan_evaluations() {
   pipeline_options_.training.evaluations = std::move(evaluations);
   pipeline_options_.order.given = choice_.order;
   set_traffic(pipeline_options_.shape, options_.model, world_.size());
+  if (keeps_replicas_together()) keep_replicas_together(pipeline_options_.shape);
   if (first() && !choice_.remark.empty()) fmt::print("{}\n", choice_.remark);
 }
 
@@ -368,7 +379,9 @@ StageFactory Training::stages() const {
 // Collective. Where each rank runs, and its place; empty for one rank.
 std::string Training::describe_ranks(Collectives& collectives, const JobLayout& layout) const {
   if (world_.size() == 1) return "";
-  const std::string& reason = layout.place.order_reason;
+  const std::string reason = keeps_replicas_together() && !layout.place.order_reason.empty()
+                                 ? "the replicas of a stage share hosts, as --save-local needs"
+                                 : layout.place.order_reason;
   return (reason.empty() ? "" : fmt::format("  order of ranks: {}\n", reason)) +
          gather_rank_table(collectives, layout, options_.pipeline.devices.threads, "  ");
 }
@@ -379,7 +392,9 @@ void Training::describe(const JobLayout& layout, const std::string& ranks) const
              describe_layout(layout, choice_.partition), ranks);
   for (const std::string& broken : passed_over_) fmt::print("passed over: {}\n", broken);
   if (resumed_) {
-    fmt::print("going on after step {} of '{}'\n", resumed_->step, resumed_->directory.string());
+    const std::filesystem::path& save = resumed_->directory;
+    fmt::print("going on after step {} of '{}'\n", resumed_->step,
+               (save.parent_path() / save_name(save)).string());
   }
   for (const std::string& change : changes_) {
     fmt::print("changed since step {}: {}\n", resumed_->step, change);

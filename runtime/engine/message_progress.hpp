@@ -21,6 +21,7 @@ class MessageProgress final : public ProgressHook {
   class Scope {
    public:
     explicit Scope(MessageProgress& messages) : compute_(messages.compute_) {
+      messages.error_ = nullptr;  // of a run that another error ended
       compute_.set_progress_hook(&messages);
     }
     ~Scope() { compute_.set_progress_hook(nullptr); }

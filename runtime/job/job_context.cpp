@@ -12,6 +12,7 @@
 #include <sluice/schedule.hpp>
 
 #include "comm/base/host.hpp"
+#include "comm/base/throw_error.hpp"
 #include "comm/group/transport.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
@@ -23,7 +24,11 @@ namespace sluice {
 namespace {
 
 Placement stage_placement(const PipelineOptions& options, int depth) {
-  if (options.order.given != nullptr) return options.order.given->placement;
+  if (const Schedule* given = options.order.given.get()) {
+    if (given->placement.ranks() == depth) return given->placement;
+    throw_usage("schedule '{}' is for {} ranks, the pipeline has {}", given->name,
+                given->placement.ranks(), depth);
+  }
   const std::string name = options.training.inference ? "forward-only" : options.order.schedule;
   try {
     return placement_of(name, {depth, options.shape.micro_batches, options.order.chunks});
@@ -57,7 +62,8 @@ JobContext::JobContext(Communicator& comm, const PipelineOptions& options) {
         shape.pipeline > 0 ? shape.pipeline : std::max(size / std::max(shape.replicas, 1), 1);
     const std::vector<std::string> hosts = world.collectives->all_gather_strings(host_name());
     const Topology numbered = make_topology(size, depth, shape.replicas, shape.rank_order);
-    RankArrangement order = arrange_ranks(numbered, shape, stage_placement(options, depth), hosts);
+    RankArrangement order =
+        arrange_ranks(numbered, options, stage_placement(options, depth), hosts);
     place.topology = std::move(order.topology);
     place.order_reason = std::move(order.reason);
     devices.ranks =

@@ -153,7 +153,7 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
   // Every rank learns of a refusal, so that none waits for this one.
   DeviceReport report;
   report.rank.host = hosts[at(mine)];
-  report.rank.machine = boot_id();
+  report.rank.machine = boot_id().empty() ? hosts[at(mine)] : boot_id();
   try {
     const auto [device, no_gpu] = resolve(choice, local_rank);
     open_device(device);  // before anything else makes this process a client of the first GPU
@@ -181,7 +181,7 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
       if (devices[at(other)].device.kind == first.device.kind) continue;
       throw_usage(
           "replicas of one stage must compute on one kind of device, but rank {} has {} and rank "
-          "{} has {}",
+          "{} has {}; --rank-order chooses another order of ranks",
           topology.rank_of(0, rank), describe_device(first), other,
           describe_device(devices[at(other)]));
     }

@@ -20,7 +20,7 @@ struct RankDevice {
   std::size_t free_memory = 0;  // bytes of a GPU when the job started
   std::string no_gpu;           // why "auto" chose the CPU; else empty
   std::size_t host_memory = 0;  // bytes of `host`; 0: not known
-  std::string machine = {};     // boot_id() of comm/base/host.hpp
+  std::string machine = {};     // the same for containers of one machine
 };
 
 // A line for the start of a run: the device of each rank of a pipeline, with the reason where

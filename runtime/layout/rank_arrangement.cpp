@@ -99,13 +99,8 @@ Traffic traffic_of(const Topology& topology, const Placement& placement,
   return traffic;
 }
 
-enum class Kind { kPipelines, kReplicas };
-
-constexpr const char* kShares[] = {"the ranks of a pipeline share hosts",
-                                   "the replicas of a stage share hosts"};
-
 struct Candidate {
-  Kind kind = Kind::kPipelines;
+  const char* shares = "";
   Topology topology;
   Traffic traffic = {};
 
@@ -122,37 +117,43 @@ std::string bytes_text(double bytes) {
   return fmt::format("{:.{}f} {}", bytes, unit == 0 ? 0 : 1, kUnits[unit]);
 }
 
-std::string compare(const Candidate& best, const Candidate& other) {
-  return fmt::format("a host then exchanges at most {} with others in a step, {} if {}",
-                     bytes_text(best.traffic.busiest), bytes_text(other.traffic.busiest),
-                     kShares[static_cast<int>(other.kind)]);
-}
-
 }  // namespace
 
-RankArrangement arrange_ranks(const Topology& numbered, const PipelineOptions::Shape& shape,
+RankArrangement arrange_ranks(const Topology& numbered, const PipelineOptions& options,
                               const Placement& placement, const std::vector<std::string>& hosts) {
+  const PipelineOptions::Shape& shape = options.shape;
   const int p = numbered.pipeline, d = numbered.replicas;
   const std::vector<int> host_of_rank = number_hosts(hosts);
   const bool one_host =
       std::all_of(host_of_rank.begin(), host_of_rank.end(), [](int host) { return host == 0; });
-  if (shape.rank_order != RankOrder::kAuto || one_host) return {numbered, ""};
+  // A list of devices names those of places or of ranks: their order is its author's.
+  const bool listed = options.devices.choices.size() > 1;
+  if (shape.rank_order != RankOrder::kAuto || one_host || listed) return {numbered, ""};
   const bool known = shape.edge_bytes > 0 || shape.gradient_bytes > 0;
   const double edge_bytes = known ? shape.edge_bytes : 1;
   // Collectives::ordered_sum: each of two replicas sends the other a share of its gradients to be
   // summed, and later the sum of the share that it owns.
   const double sum_bytes = 4 * shape.gradient_bytes / d;
-  Candidate best{Kind::kPipelines, pack_pipelines(host_of_rank, p, d)};
-  Candidate other{Kind::kReplicas, pack_replicas(host_of_rank, p, d)};
-  for (Candidate* each : {&best, &other}) {
-    each->traffic = traffic_of(each->topology, placement, host_of_rank, edge_bytes, sum_bytes);
+  constexpr const char* kByNumber = "the order of the ranks' numbers";
+  std::array candidates = {
+      Candidate{"the ranks of a pipeline share hosts", pack_pipelines(host_of_rank, p, d)},
+      Candidate{"the replicas of a stage share hosts", pack_replicas(host_of_rank, p, d)},
+      Candidate{kByNumber, make_topology(p * d, p, d, RankOrder::kPipelineFirst)},
+      Candidate{kByNumber, make_topology(p * d, p, d, RankOrder::kReplicaFirst)}};
+  for (Candidate& each : candidates) {
+    each.traffic = traffic_of(each.topology, placement, host_of_rank, edge_bytes, sum_bytes);
   }
-  if (known && other < best) std::swap(best, other);
-  if (p == 1 || d == 1) return {std::move(best.topology), "ranks of a host are neighbours"};
-  const char* shares = kShares[static_cast<int>(best.kind)];
-  return {std::move(best.topology),
-          fmt::format("{}{}", shares,
-                      known ? ": " + compare(best, other) : " (sizes of messages not given)")};
+  const Candidate& best = *std::min_element(candidates.begin(), candidates.end());
+  std::string reason = best.shares;
+  if (known) {
+    reason += fmt::format(": a host then exchanges at most about {} with others in a step",
+                          bytes_text(best.traffic.busiest));
+    const Candidate& other = candidates[&best == &candidates[0] ? 1 : 0];
+    if (best.traffic.busiest < other.traffic.busiest) {
+      reason += fmt::format(", {} if {}", bytes_text(other.traffic.busiest), other.shares);
+    }
+  }
+  return {best.topology, std::move(reason)};
 }
 
 }  // namespace sluice

@@ -147,7 +147,9 @@ std::vector<std::string> interfaces_used(const NetworkFacts& facts) {
   for (const NetworkInterface& known : facts.interfaces) {
     const auto found = std::find(addresses.begin(), addresses.end(), known.address);
     if (found == addresses.end()) continue;
-    names.push_back(known.name);
+    if (std::find(names.begin(), names.end(), known.name) == names.end()) {
+      names.push_back(known.name);
+    }
     addresses.erase(found);
   }
   names.insert(names.end(), addresses.begin(), addresses.end());

@@ -57,7 +57,7 @@ std::string rank_table(const std::vector<RankRow>& ranks, std::string_view inden
   }
   return text + fmt::format(
                     "{}(cores: those the rank is bound to, of those the job may use on its "
-                    "host; interface: of\n{}the rank's TCP connections, - none)\n",
+                    "host; interface: of\n{}the rank's TCP connections over IPv4, - none)\n",
                     indent, indent);
 }
 

@@ -17,7 +17,7 @@ struct RankRow {
   std::vector<int> cores;  // that the process is bound to, ascending
   int host_cores = 1;      // that the job may use there
   int threads = 1;
-  std::vector<std::string> interfaces;  // that carry its TCP connections to other hosts
+  std::vector<std::string> interfaces;  // of its TCP connections over IPv4, loopback left out
 };
 
 // Lines with a title, one for each rank of the job, and what the columns mean. Each begins with

@@ -7,10 +7,12 @@ Messages go over TCP between network namespaces. Parameters are compared by `slu
 """
 
 import functools
+import re
 
 from cases import PATIENCE, TRAINED, require, run
 
 STEPS = 4
+USAGE = 2  # exit code: options that cannot work
 OUTPUT = 4  # exit code: an output that cannot be written
 PEER = 11  # exit code: a rank or host does not answer
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v")
@@ -59,6 +61,20 @@ def arranged(setup):
             require((found[0], found[2], found[3]) == (host, replica, stage), f"rank {rank}: {found}\n{output}")
         require({row[-1] for row in table.values()} >= {interface}, output)
     setup.same_bits("replicas", STEPS, replicas=2)
+
+
+def own_directories(setup):
+    """Each host saves what its ranks read again: replicas of a stage share a host, or the job is refused."""
+    common = ("--pipeline", 2, "--replicas", 2, "--micro-batch-size", 16)
+    places = ["--host", "node1:2,node2:2", "-n", "4"]
+    loss = functools.partial(re.search, r"^  training loss .*$", flags=re.MULTILINE)
+    wanted = loss(setup.trains(4, *common, "--steps", 2 * STEPS, "--save", "whole", places=places))
+    local = ("--save", "/tmp/own", "--save-local", "--steps", 2 * STEPS, "--save-every", STEPS)
+    code, output = setup.mpirun(4, *common, *local, "--rank-order", "pipeline-first", places=places)
+    require(code == USAGE and "hold the same stages on hosts 'node1' and 'node2'" in output, f"exit {code}\n{output}")
+    setup.trains(4, *common, *local, places=places)
+    output = setup.trains(4, "--resume", f"/tmp/own/step-{STEPS:08d}", "--overwrite", places=places)
+    require("as --save-local needs" in output and loss(output).group() == wanted.group(), f"{wanted.group()}\n{output}")
 
 
 def only_replicas(setup):
@@ -138,6 +154,7 @@ def cases(setup):
               for hosts in (2, 3) for order in ("pipeline-first", "replica-first")}
     return found | {
         "ranks dealt out in turn": functools.partial(arranged, setup),
+        "a directory on each host": functools.partial(own_directories, setup),
         "a replica on each of 3 hosts": functools.partial(only_replicas, setup),
         "resume on fewer hosts": functools.partial(resumes_on_fewer, setup),
         "a directory that node2 lacks": functools.partial(unshared, setup),

@@ -20,7 +20,7 @@
 namespace sluice {
 
 // Which ranks are neighbours: those of one pipeline, or the replicas of one stage. kAuto: whichever
-// sends less between hosts; ranks that are neighbours then share a host where they can, in whatever
+// loads the busiest host's network less; neighbours then share a host where they can, in whatever
 // order the launcher numbered them.
 enum class RankOrder { kAuto, kPipelineFirst, kReplicaFirst };
 

@@ -19,7 +19,7 @@ namespace sluice {
 
 // How many stages generate(name, shape) places. Throws as generate() does.
 [[nodiscard]] int stages_of(std::string_view name, const ScheduleShape& shape);
-// Where it places them. Throws as generate() does for names and chunks.
+// Where it places them. Throws as stages_of().
 [[nodiscard]] Placement placement_of(std::string_view name, const ScheduleShape& shape);
 
 // "forward-only" over any placement: every stage forwards every micro-batch, in an order that

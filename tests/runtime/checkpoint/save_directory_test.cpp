@@ -361,6 +361,10 @@ TEST_F(SaveDirectoryTest, ACompleteSaveWithoutItsNameGetsItBack) {
   publish(9, 3);
   fs::rename(step(5), saves() / ".step-00000005.deleted");
   fs::rename(step(9), saves() / ".step-00000009.partial");
+  // Whoever reads finds it already: a run goes on from it before it opens the directory.
+  EXPECT_EQ(newest_save(saves()).filename(), ".step-00000009.partial");
+  EXPECT_EQ(save_name(newest_save(saves())), "step-00000009");
+  EXPECT_EQ(scan_saves(saves()).saves.size(), 2U);
   EXPECT_THAT(open_save_directory(saves()),
               ElementsAre(HasSubstr("it is 'step-00000009' now"), HasSubstr("removed '.step-")));
   EXPECT_THAT(names(saves()), ElementsAre("latest", "step-00000007", "step-00000009"));

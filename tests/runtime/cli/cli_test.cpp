@@ -304,7 +304,7 @@ TEST_F(CliTest, AMissingWorkingDirectoryIsNoReasonToRefuseAbsolutePaths) {
 
 TEST_F(CliTest, ADryRunTellsTheMemoryOfTheRun) {
   const auto table = [](const std::string& text) {
-    const std::size_t begin = text.find("  rank  stages"), end = text.find("  (layers:");
+    const std::size_t begin = text.find("  pipeline rank"), end = text.find("  (layers:");
     EXPECT_LT(begin, end) << text;
     return text.substr(begin, end - begin);
   };

@@ -69,6 +69,25 @@ class SavingTest : public CliTest {
   }
 };
 
+// Between state.json and the name.
+TEST_F(SavingTest, ARunKilledBeforeItsSaveHasANameGoesOnFromIt) {
+  for (const int saves : {1, 2}) {  // the only one, and one after another
+    const std::string run = "run" + std::to_string(saves);
+    const std::string options = "--steps 6 --save " + run + " --save-every 2";
+    trained("--steps " + std::to_string(2 * saves) +
+            " --warmup 0 --learning-rate-decay constant --save " + run + " --save-every 2");
+    const std::string name = "step-0000000" + std::to_string(2 * saves);
+    fs::rename(path(run + "/" + name), path(run + "/." + name + ".partial"));
+    EXPECT_EQ(sluice("generate --tokens 3 --weights " + run).code, 0);
+    const Outcome outcome =
+        trained(options + " --warmup 0 --learning-rate-decay constant --resume auto");
+    EXPECT_THAT(outcome.out, HasSubstr("going on after step " + std::to_string(2 * saves) +
+                                       " of '" + run + "/" + name + "'"));
+    trained("--steps 6 --save " + run + "-whole --warmup 0 --learning-rate-decay constant");
+    EXPECT_EQ(digest(run), digest(run + "-whole"));
+  }
+}
+
 TEST_F(SavingTest, TheNewestSavesStayAndEachCanBeRead) {
   const Outcome outcome = trained("--steps 6 --save run --save-every 1 --keep-every 3");
   EXPECT_THAT(steps_of("run"), ElementsAre("step-00000003", "step-00000005", "step-00000006"));

@@ -44,6 +44,17 @@ TEST(EdgeRouteTest, GpusOfTheirOwnAreJoinedByNccl) {
   EXPECT_EQ(none[1].kind, RouteKind::kHost);
 }
 
+// Containers of one machine have a name each; machines may have GPUs at the same address.
+TEST(EdgeRouteTest, AGpuIsSharedByContainersOfOneMachineAlone) {
+  RankDevice one = gpu(0), other = gpu(0);
+  one.machine = other.machine = "m";
+  other.host = "another container";
+  EXPECT_THAT(why_no_nccl({one, other}), HasSubstr(SLUICE_WITH_NCCL == 1 ? "share" : "NCCL"));
+  other.machine = "n";
+  other.host = one.host;
+  EXPECT_EQ(why_no_nccl({one, other}).empty(), SLUICE_WITH_NCCL == 1);
+}
+
 TEST(EdgeRouteTest, RanksThatAreNoNeighboursAreJoinedByTheSameRule) {
   RouteQuestion asked = question(TransportChoice::kAuto, {gpu(0), cpu(), gpu(1), gpu(2)});
   EXPECT_EQ(choose_route(0, 0, asked).kind, RouteKind::kLocal);

@@ -44,6 +44,8 @@ TEST(InterfacesUsedTest, NamesEachInterfaceOnceAndLeavesOutLoopback) {
                        {"10.1.0.1:6", "10.1.0.3:9"},
                        {"192.168.0.1:1", "192.168.0.2:1"}};
   EXPECT_THAT(interfaces_used(facts), ElementsAre("eth0", "eth1", "192.168.0.1"));
+  facts.interfaces.push_back({"eth0", "192.168.0.1", "192.168.0.0/24"});  // a second address
+  EXPECT_THAT(interfaces_used(facts), ElementsAre("eth0", "eth1"));
   EXPECT_TRUE(interfaces_used({}).empty());
 }
 

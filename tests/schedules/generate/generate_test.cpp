@@ -58,6 +58,19 @@ std::string refusal_of(std::string_view name, const ScheduleShape& shape) {
   return "accepted";
 }
 
+TEST(PlacementOfTest, IsThatOfTheSchedule) {
+  for (const std::string& name : schedule_names()) {
+    for (const int chunks : {1, 2, 3}) {
+      const ScheduleShape shape{.ranks = 3, .micro_batches = 6, .chunks = chunks};
+      try {
+        EXPECT_EQ(placement_of(name, shape), generate(name, shape).placement) << name;
+      } catch (const std::invalid_argument& refusal) {
+        EXPECT_THROW((void)placement_of(name, shape), std::invalid_argument) << refusal.what();
+      }
+    }
+  }
+}
+
 TEST(GPipeTest, GridIsTheOneInItsComment) {
   EXPECT_EQ(draw_grid(generate("gpipe", {4, 4, 1})),
             "rank 0 | F0 F1 F2 F3                   B0 B1 B2 B3\n"
