@@ -133,6 +133,7 @@ class Training {
   void open_data(Communicator& comm, ControlChannel& control);
   void require_same_options(Collectives& collectives) const;
   [[nodiscard]] bool already_complete(Collectives& collectives) const;
+  void name_last_save() const;
   void open_metrics();
   void open_saver();
   void plan_evaluations();
@@ -197,7 +198,7 @@ void Training::run() {
       Collectives collectives(*comm, 0, &control);
       require_same_options(collectives);
       complete = already_complete(collectives);
-      if (complete) return;
+      if (complete) return name_last_save();
       if (options_.resume.from) require_steps_left(options_.resume.from->step);
       const PipelineOptions::Shape& shape = options_.pipeline.shape;
       const Topology topology = make_topology(
@@ -243,6 +244,15 @@ bool Training::already_complete(Collectives& collectives) const {
   return std::all_of(all.begin(), all.end(), [&](const std::string& theirs) {
     return std::stoull(theirs) >= options_.steps;
   });
+}
+
+// A kill may have left the last save without its name; no Checkpointer opens the directory again.
+void Training::name_last_save() const {
+  const std::filesystem::path& last = options_.resume.from->directory;
+  if (!first() || last.filename() == save_name(last)) return;
+  const SaveLock lock(options_.save, SaveLock::kWatch,
+                      [](const std::string& line) { fmt::print("{}\n", line); });
+  for (const std::string& line : open_save_directory(options_.save)) fmt::print("{}\n", line);
 }
 
 void Training::open_data(Communicator& comm, ControlChannel& control) {

@@ -123,7 +123,10 @@ class Story:
         resumed = resumed_step(job.output)
         self.complete = "already complete" in job.output
         if metrics_so_far(self.folder / "metrics.jsonl") and "step" in job.output:
-            require(resumed == expected or self.complete or not resumed and killed,
+            # A save that was complete but for its name counts as well.
+            named = f"is complete: it is '{step_directory('', resumed or 0).name}' now" in job.output
+            right = resumed == expected or named and resumed > expected
+            require(right or self.complete or not resumed and killed,
                     f"went on from step {resumed}, though step {expected} was complete\n{job.tail()}")
         newest = self.newest()
         require(newest >= seen, f"step {seen} was complete before the kill, now the newest is {newest}")

@@ -85,6 +85,10 @@ TEST_F(SavingTest, ARunKilledBeforeItsSaveHasANameGoesOnFromIt) {
                                        " of '" + run + "/" + name + "'"));
     trained("--steps 6 --save " + run + "-whole --warmup 0 --learning-rate-decay constant");
     EXPECT_EQ(digest(run), digest(run + "-whole"));
+    fs::rename(path(run + "/step-00000006"), path(run + "/.step-00000006.partial"));
+    EXPECT_THAT(trained(options + " --resume auto").out,
+                AllOf(HasSubstr("it is 'step-00000006' now"), HasSubstr("already complete")));
+    EXPECT_EQ(steps_of(run).back(), "step-00000006");
   }
 }
 
