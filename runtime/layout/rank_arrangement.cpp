@@ -144,6 +144,8 @@ RankArrangement arrange_ranks(const Topology& numbered, const PipelineOptions& o
     each.traffic = traffic_of(each.topology, placement, host_of_rank, edge_bytes, sum_bytes);
   }
   const Candidate& best = *std::min_element(candidates.begin(), candidates.end());
+  const bool kept = best.topology.rank_of_place == numbered.rank_of_place;
+  if (kept && (p == 1 || d == 1)) return {numbered, ""};
   std::string reason = best.shares;
   if (known) {
     reason += fmt::format(": a host then exchanges at most about {} with others in a step",

@@ -19,7 +19,7 @@ namespace sluice {
 
 struct RankArrangement {
   Topology topology;
-  std::string reason;  // a line for people; empty where hosts were not looked at
+  std::string reason;  // a line for people; empty where hosts leave nothing to choose
 };
 
 // `numbered`: the order by rank numbers. It stays unless options.shape.rank_order is kAuto, ranks
