@@ -155,7 +155,7 @@ class Containers:
         begin = time.monotonic()
         self.folder.chmod(0o555)
         output = self.says(*config["Cmd"], user="4321:4321",
-                           parts=["/work cannot be written to", "Done: 300 steps", "training loss", "And the LORD said"])
+                           parts=["/work cannot be written to", "Done: 600 steps", "training loss", "And the LORD said"])
         self.folder.chmod(0o755)
         return f"{time.monotonic() - begin:.0f} s, " + re.search(r"training loss +(\S+) nats", output).group(0)
 
