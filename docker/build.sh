@@ -31,7 +31,10 @@ works() {
 
 kind=${1-}
 case $kind in
-  cpu) base=debian:bookworm-slim runtime_base=debian:bookworm-slim prefix='' cuda=off ;;
+  cpu)
+    base=docker.io/library/debian:bookworm-slim
+    runtime_base=$base prefix='' cuda=off
+    ;;
   cuda)
     base=docker.io/nvidia/cuda:13.0.2-cudnn-devel-ubuntu24.04
     runtime_base=docker.io/nvidia/cuda:13.0.2-cudnn-runtime-ubuntu24.04 prefix=cuda- cuda=on
@@ -106,13 +109,8 @@ if [[ $engine == docker ]]; then export DOCKER_BUILDKIT=1; fi
 # A base that is not there or that has no apt: said before an hour of work, in one line.
 case $base$runtime_base in *[[:space:]]*) refuse "a base is '$base', '$runtime_base'; legal are names of images" ;; esac
 for image in "$base" "$runtime_base"; do
-  if [[ $engine == docker ]]; then
-    docker image inspect "$image" >/dev/null 2>&1 || docker pull -q "$image" >/dev/null 2>&1 ||
-      refuse "there is no base '$image' here, and it cannot be pulled"
-  else
-    "$engine" pull --policy missing -q "$image" >/dev/null 2>&1 ||
-      refuse "there is no base '$image' here, and it cannot be pulled"
-  fi
+  "$engine" inspect --type image "$image" >/dev/null 2>&1 || "$engine" pull -q "$image" >/dev/null 2>&1 ||
+    refuse "there is no base '$image' here, and it cannot be pulled"
 done
 
 version=$(sed -n 's/^project(sluice VERSION \([0-9.]*\).*/\1/p' CMakeLists.txt)

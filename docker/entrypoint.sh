@@ -40,11 +40,14 @@ name_user() {
     return
   fi
   make_state
+  # Renamed when complete: another command of this user may start at this moment.
   {
     cat /etc/passwd
     echo "sluice-user:x:$(id -u):$(id -g):Sluice:$state:/bin/bash"
-  } >"$state/passwd"
-  cp /etc/group "$state/group"
+  } >"$state/passwd.$$"
+  mv "$state/passwd.$$" "$state/passwd"
+  cp /etc/group "$state/group.$$"
+  mv "$state/group.$$" "$state/group"
   export LD_PRELOAD="$wrapper${LD_PRELOAD:+:$LD_PRELOAD}"
   export NSS_WRAPPER_PASSWD=$state/passwd NSS_WRAPPER_GROUP=$state/group
 }

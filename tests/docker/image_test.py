@@ -154,9 +154,11 @@ class Containers:
         """What `docker run --rm sluice` does, where /work cannot be written to."""
         begin = time.monotonic()
         self.folder.chmod(0o555)
-        output = self.says(*config["Cmd"], user="4321:4321",
-                           parts=["/work cannot be written to", "Done: 300 steps", "training loss", "And the LORD said"])
-        self.folder.chmod(0o755)
+        try:
+            output = self.says(*config["Cmd"], user="4321:4321",
+                               parts=["/work cannot be written to", "Done: 600 steps", "And the LORD said"])
+        finally:
+            self.folder.chmod(0o755)
         return f"{time.monotonic() - begin:.0f} s, " + re.search(r"training loss +(\S+) nats", output).group(0)
 
     def across_hosts(self):
@@ -230,6 +232,7 @@ class Containers:
         wait_for(lambda: sshd.poll() is not None or self.hosts.run(2, "test", "-e", "/tmp/sluice-4321/sshd.pid",
                                                                    **options).returncode == 0,
                  "sshd of user 4321 does not listen")
+        require(sshd.poll() is None, f"sshd of user 4321 ends: {sshd.stdout.read().decode() if sshd.poll() else ''}")
         output = self.says("ssh", "-p", "2223", "node2", "id -u; command -v sluice mpirun", user="4321:1000")
         require(output.split() == ["4321", "/usr/local/bin/sluice", "/usr/bin/mpirun"], output)
 
