@@ -159,7 +159,8 @@ class Story:
         files = names_below(self.directory)
         if self.complete:
             # Killed after its last save: nothing opens the directory again to clear it.
-            files = [name for name in files if name in reference.files or name[0] != "." and name != "lock" and
+            files = [name for name in files if name in reference.files or name[0] != "." and
+                     name not in ("lock", "latest.partial") and
                      not name.startswith(f"step-{STEPS - 4:08d}")]
         require(files == reference.files, f"files {files} instead of {reference.files}")
 

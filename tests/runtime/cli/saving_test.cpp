@@ -1,4 +1,6 @@
 // Saves, resumed runs and runs that are asked to stop, as a user meets them.
+#include <fmt/format.h>
+
 #include <csignal>
 #include <cstdlib>
 #include <nlohmann/json.hpp>
@@ -71,25 +73,30 @@ class SavingTest : public CliTest {
 
 // Between state.json and the name.
 TEST_F(SavingTest, ARunKilledBeforeItsSaveHasANameGoesOnFromIt) {
+  const auto saved = [&](int steps, const char* run) {
+    return trained(
+        fmt::format("--steps {} --save-every 2 --warmup 0 --learning-rate-decay constant "
+                    "--resume auto --save {}",
+                    steps, run));
+  };
+  const auto lose_name = [&](const std::string& step) {
+    fs::rename(path("run/" + step), path(fmt::format("run/.{}.partial", step)));
+  };
+  saved(6, "whole");
   for (const int saves : {1, 2}) {  // the only one, and one after another
-    const std::string run = "run" + std::to_string(saves);
-    const std::string options = "--steps 6 --save " + run + " --save-every 2";
-    trained("--steps " + std::to_string(2 * saves) +
-            " --warmup 0 --learning-rate-decay constant --save " + run + " --save-every 2");
-    const std::string name = "step-0000000" + std::to_string(2 * saves);
-    fs::rename(path(run + "/" + name), path(run + "/." + name + ".partial"));
-    EXPECT_EQ(sluice("generate --tokens 3 --weights " + run).code, 0);
-    const Outcome outcome =
-        trained(options + " --warmup 0 --learning-rate-decay constant --resume auto");
-    EXPECT_THAT(outcome.out, HasSubstr("going on after step " + std::to_string(2 * saves) +
-                                       " of '" + run + "/" + name + "'"));
-    trained("--steps 6 --save " + run + "-whole --warmup 0 --learning-rate-decay constant");
-    EXPECT_EQ(digest(run), digest(run + "-whole"));
-    fs::rename(path(run + "/step-00000006"), path(run + "/.step-00000006.partial"));
-    EXPECT_THAT(trained(options + " --resume auto").out,
-                AllOf(HasSubstr("it is 'step-00000006' now"), HasSubstr("already complete")));
-    EXPECT_EQ(steps_of(run).back(), "step-00000006");
+    fs::remove_all(path("run"));
+    saved(2 * saves, "run");
+    const std::string step = fmt::format("step-{:08d}", 2 * saves);
+    lose_name(step);
+    EXPECT_EQ(sluice("generate --tokens 3 --weights run").code, 0);
+    EXPECT_THAT(saved(6, "run").out,
+                HasSubstr(fmt::format("going on after step {} of 'run/{}'", 2 * saves, step)));
+    EXPECT_EQ(digest("run"), digest("whole"));
   }
+  lose_name("step-00000006");
+  EXPECT_THAT(saved(6, "run").out,
+              AllOf(HasSubstr("it is 'step-00000006' now"), HasSubstr("already complete")));
+  EXPECT_EQ(steps_of("run").back(), "step-00000006");
 }
 
 TEST_F(SavingTest, TheNewestSavesStayAndEachCanBeRead) {
