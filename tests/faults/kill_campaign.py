@@ -158,10 +158,10 @@ class Story:
         require(not different, f"losses of steps {different} differ from those of a run without kills")
         files = names_below(self.directory)
         if self.complete:
-            # Killed after its last save: nothing opens the directory again to clear it.
+            # Killed after its last save: nothing opens the directory again to clear it, or removes older saves.
+            older = tuple(f"step-{step:08d}" for step in range(STEPS - 2))
             files = [name for name in files if name in reference.files or name[0] != "." and
-                     name not in ("lock", "latest.partial") and
-                     not name.startswith(f"step-{STEPS - 4:08d}")]
+                     name not in ("lock", "latest.partial") and not name.startswith(older)]
         require(files == reference.files, f"files {files} instead of {reference.files}")
 
 
