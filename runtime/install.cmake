@@ -13,3 +13,27 @@ install(FILES ${PROJECT_BINARY_DIR}/SluiceConfig.cmake ${PROJECT_BINARY_DIR}/Slu
 if(TARGET sluice)
   install(TARGETS sluice RUNTIME)
 endif()
+
+# The same for pkg-config. The libraries in the order of a static link: a box before those that it links.
+get_property(boxes GLOBAL PROPERTY SLUICE_BOXES)
+list(REVERSE boxes)
+list(TRANSFORM boxes PREPEND -lsluice_)
+list(JOIN boxes " " SLUICE_PC_LIBS)
+set(definitions $<TARGET_PROPERTY:sluice_runtime,INTERFACE_COMPILE_DEFINITIONS>)
+set(SLUICE_PC_CFLAGS "-D$<JOIN:${definitions}, -D>")
+foreach(folder IN LISTS MPI_C_INCLUDE_DIRS)
+  string(APPEND SLUICE_PC_CFLAGS " -I${folder}")
+endforeach()
+set(SLUICE_PC_PRIVATE_LIBS
+    ${SLUICE_DNNL_LIBRARY} -L$<TARGET_FILE_DIR:Boost::program_options> -lboost_program_options
+    ${MPI_C_LIBRARIES} ${OpenMP_CXX_FLAGS} ${CMAKE_THREAD_LIBS_INIT})
+if(SLUICE_WITH_CUDA)
+  list(APPEND SLUICE_PC_PRIVATE_LIBS $<TARGET_FILE:CUDA::cublasLt> $<TARGET_FILE:CUDA::cudart_static>
+       ${SLUICE_CUDNN_LIBRARY} -ldl -lrt)
+endif()
+list(JOIN SLUICE_PC_PRIVATE_LIBS " " SLUICE_PC_PRIVATE_LIBS)
+file(RELATIVE_PATH SLUICE_PREFIX_FROM_PC /${CMAKE_INSTALL_LIBDIR}/pkgconfig /) # a prefix can be moved
+string(REGEX REPLACE "/$" "" SLUICE_PREFIX_FROM_PC ${SLUICE_PREFIX_FROM_PC})
+configure_file(runtime/sluice.pc.in sluice.pc.in @ONLY)
+file(GENERATE OUTPUT sluice.pc INPUT ${PROJECT_BINARY_DIR}/sluice.pc.in)
+install(FILES ${PROJECT_BINARY_DIR}/sluice.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
