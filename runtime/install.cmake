@@ -10,8 +10,21 @@ foreach(set SluiceSchedules SluiceRuntime)
 endforeach()
 install(FILES ${PROJECT_BINARY_DIR}/SluiceConfig.cmake ${PROJECT_BINARY_DIR}/SluiceConfigVersion.cmake
         DESTINATION ${SLUICE_PACKAGE_DIR})
+# The program, and what its option tables make: the manual page and the completion for bash.
 if(TARGET sluice)
   install(TARGETS sluice RUNTIME)
+  add_custom_command(
+    OUTPUT ${PROJECT_BINARY_DIR}/sluice.1 ${PROJECT_BINARY_DIR}/sluice.bash
+    COMMAND sluice --help=man > ${PROJECT_BINARY_DIR}/sluice.1
+    COMMAND sluice --help=bash > ${PROJECT_BINARY_DIR}/sluice.bash
+    DEPENDS sluice
+    VERBATIM)
+  add_custom_target(sluice_pages ALL DEPENDS ${PROJECT_BINARY_DIR}/sluice.1 ${PROJECT_BINARY_DIR}/sluice.bash)
+  install(FILES ${PROJECT_BINARY_DIR}/sluice.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
+  install(
+    FILES ${PROJECT_BINARY_DIR}/sluice.bash
+    DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions
+    RENAME sluice)
 endif()
 
 # The same for pkg-config. The libraries in the order of a static link: a box before those that it links.
