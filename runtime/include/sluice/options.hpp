@@ -14,6 +14,7 @@
 #include <sluice/communicator.hpp>
 #include <sluice/parameter.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 struct Schedule;  // <sluice/schedule.hpp>
@@ -118,3 +119,4 @@ struct PipelineOptions {
 };
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -25,6 +25,7 @@
 #include <sluice/options.hpp>
 #include <sluice/tensor.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 class ComputeContext;  // <sluice/compute.hpp>
@@ -113,3 +114,4 @@ class Pipeline {
 };
 
 }  // namespace sluice
+#pragma GCC visibility pop

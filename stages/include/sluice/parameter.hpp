@@ -20,6 +20,7 @@
 #include <sluice/device.hpp>
 #include <sluice/tensor.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 struct Init {
@@ -109,3 +110,4 @@ struct LearningRate {
 };
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 // Numbers travel in message headers and must not change.
@@ -121,3 +122,4 @@ struct RandomKey {
 [[nodiscard]] std::uint64_t hash_name(std::string_view name);
 
 }  // namespace sluice
+#pragma GCC visibility pop
