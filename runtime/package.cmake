@@ -3,7 +3,9 @@
 set(CPACK_GENERATOR DEB)
 set(CPACK_PACKAGE_NAME sluice)
 set(CPACK_PACKAGE_VENDOR Sluice)
-set(CPACK_PACKAGE_CONTACT "Sluice maintainers <maintainers@users.noreply.a-seed-2c5e6a29.example>")
+set(CPACK_PACKAGE_CONTACT
+    "Sluice maintainers <maintainers@sluice.example>"
+    CACHE STRING "Maintainer of the package")
 set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "pipeline-parallel training over MPI")
 set(CPACK_PACKAGE_DESCRIPTION
     "Sluice plans, checks and executes pipeline-parallel training over MPI. The package has the program, the
