@@ -32,6 +32,7 @@
 #include <sluice/options.hpp>
 #include <sluice/tensor.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 class ComputeContext;  // <sluice/compute.hpp>
@@ -184,3 +185,4 @@ class Pipeline {
 };
 
 }  // namespace sluice
+#pragma GCC visibility pop
