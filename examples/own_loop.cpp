@@ -16,8 +16,8 @@ struct Dense : Stage, LossStage {  // y = w x + b, then ReLU unless it is the la
   bool last;
   std::vector<std::vector<float>> kept;  // [slot] outputs of ReLU
   Dense(int stage, int in, int out, bool is_last)
-      : w(set.add("w" + std::to_string(stage), {out, in}, Init::uniform(1 / std::sqrt(in)))),
-        b(set.add("b" + std::to_string(stage), {out}, Init::constant(0))),
+      : w(set.add(std::to_string(stage) + ".w", {out, in}, Init::uniform(1 / std::sqrt(in)))),
+        b(set.add(std::to_string(stage) + ".b", {out}, Init::constant(0))),
         last(is_last) {}
   StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
     return {.outputs = {{DType::kF32, {in[0].shape[0], b.shape[0]}}}};
