@@ -23,6 +23,7 @@ if(NOT installed STREQUAL public)
   message(FATAL_ERROR "installed: ${installed}; public: ${public}")
 endif()
 set(everything)
+list(REMOVE_ITEM installed sluice/torch.hpp) # needs LibTorch
 foreach(header ${installed})
   string(APPEND everything "#include <${header}>\n")
 endforeach()
