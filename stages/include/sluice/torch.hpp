@@ -20,6 +20,9 @@
 //     (setup.seed, prefix). No layout changes the values if each layer is a stage with its prefix.
 //   - Make the whole model from one seed on every rank, and hand over the stage's part of it.
 //
+// A module serves one stage at a time. begin_step() is Error(kUsage) if another stage, or the
+// program, has given its parameters other memory.
+//
 // Buffers are plain tensors of the module, moved to the stage's device. Only forward() in training
 // changes them, once per micro-batch.
 //
@@ -484,6 +487,19 @@ class TorchStage : public Stage, public SplitBackward {
       take_values(remake_ == nullptr ? module_ : remake_());
       if (device_.kind != DeviceKind::kCpu) warm_up(setup);
     });
+  }
+
+  void begin_step(ComputeContext& /*compute*/) override {
+    const std::vector<Parameter*> all = parameters_.all();
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      if (all[i]->value.elements() == 0 || trained_[i].second.data_ptr() == all[i]->value.data) {
+        continue;
+      }
+      in_torch(prefix_, "begin_step", [&] {
+        refuse("parameter " + all[i]->name +
+               " has other memory than prepare() gave it; give each stage a module of its own");
+      });
+    }
   }
 
   ParameterSet* parameters() override { return trained_.empty() ? nullptr : &parameters_; }

@@ -458,6 +458,26 @@ TEST(TorchStageTest, DescribesShapesAndMemoryWithoutChangingTheModule) {
     EXPECT_EQ(before.at(item.key()), values_of(item.value()));
 }
 
+TEST(TorchStageTest, RefusesAModuleThatAnotherStageHasTaken) {
+  const auto comm = world().split(world().rank(), 0);
+  const auto source = Data().source();
+  const nn::Linear linear(kPixels, 3);
+  const StageFactory make_stage = [&](int, int) {
+    return torch_stage("net", linear, squared_error);
+  };
+  Pipeline first(*comm, options_for(1, "1f1b"), make_stage, *source);
+  (void)first.train_step();
+  Pipeline second(*comm, options_for(1, "1f1b"), make_stage, *source);
+  (void)second.train_step();
+  try {
+    (void)first.train_step();
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_THAT(error.what(), HasSubstr("net.weight has other memory"));
+  }
+}
+
 TEST(TorchStageTest, RefusesParametersThatAreNotF32) {
   try {
     nn::Linear linear(2, 2);
