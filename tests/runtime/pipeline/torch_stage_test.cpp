@@ -261,6 +261,29 @@ TEST(TorchStageTest, DropoutAndInitialValuesDependOnLayerSeedAndStepAlone) {
   }
 }
 
+TEST(TorchStageTest, RandomNumbersAreAFunctionOfPrefixSeedStepAndFirstSample) {
+  ComputeContext compute({}, 1);
+  const TensorSpec spec{DType::kF32, Shape{1, 64}};
+  std::vector<float> ones(64, 1.0F);
+  const Tensor input{ones.data(), spec};
+  const auto mask = [&](const char* prefix, std::uint64_t seed, std::uint64_t step,
+                        std::int64_t first_sample) {
+    const auto stage = torch_stage(prefix, nn::Dropout(0.5));
+    stage->prepare({.compute = &compute, .input_sizes = {{spec}}});
+    std::vector<float> values(64);
+    const Tensor output{values.data(), spec};
+    StageContext ctx{.compute = compute, .step = step, .seed = seed, .first_sample = first_sample};
+    stage->forward(ctx, {&input, 1}, {&output, 1});
+    return values;
+  };
+  const std::vector<float> one = mask("a", 1, 1, 0);
+  EXPECT_EQ(one, mask("a", 1, 1, 0));
+  EXPECT_NE(one, mask("b", 1, 1, 0));
+  EXPECT_NE(one, mask("a", 2, 1, 0));
+  EXPECT_NE(one, mask("a", 1, 2, 0));
+  EXPECT_NE(one, mask("a", 1, 1, 4));
+}
+
 // Carries its input past the layer: two outputs, and two inputs for the next stage.
 struct ForkImpl : nn::Module {
   ForkImpl() { register_module("linear", linear); }
