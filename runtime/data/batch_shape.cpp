@@ -112,14 +112,20 @@ void require_positive(const char* option, std::int64_t value) {
   if (value < 1) throw_usage("{} is {}; it must be at least 1", option, value);
 }
 
-// Shares differ by at most one sample, larger ones first.
-SampleRange share_of(const BatchShape& batch, std::int64_t replica) {
-  const std::int64_t small = smallest_share(batch);
-  const std::int64_t larger = batch.batch_size % batch.replicas;
+}  // namespace
+
+SampleRange share_of(std::int64_t samples, std::int64_t replicas, std::int64_t replica) {
+  const std::int64_t small = samples / replicas, larger = samples % replicas;
   return {replica * small + std::min(replica, larger), small + (replica < larger ? 1 : 0)};
 }
 
-}  // namespace
+void cut_samples(SampleRange samples, std::int64_t size, std::int64_t pieces,
+                 std::vector<SampleRange>& into) {
+  into.clear();
+  for (std::int64_t left = samples.count; pieces > 0; left -= into.back().count) {
+    into.push_back({samples.first + samples.count - left, std::min(size, left - --pieces)});
+  }
+}
 
 BatchShape complete_batch_shape(BatchShape batch, std::int64_t max_micro_batches) {
   if (batch.batch_size > 0 && batch.batch_size < batch.replicas) {
@@ -160,12 +166,10 @@ std::vector<SampleRange> micro_batches_of(const BatchShape& shape, int replica) 
     throw_usage("replica {} does not exist; there are {}, from 0", replica, shape.replicas);
   }
   require_fit(shape);
-  const SampleRange share = share_of(shape, replica);
   std::vector<SampleRange> ranges;
   ranges.reserve(static_cast<std::size_t>(shape.micro_batches));
-  for (std::int64_t done = 0; done < share.count; done += shape.micro_batch_size) {
-    ranges.push_back({share.first + done, std::min(shape.micro_batch_size, share.count - done)});
-  }
+  cut_samples(share_of(shape.batch_size, shape.replicas, replica), shape.micro_batch_size,
+              shape.micro_batches, ranges);
   return ranges;
 }
 

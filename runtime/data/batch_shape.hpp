@@ -21,6 +21,15 @@ struct BatchShape {
 // disagree, or more than `max_micro_batches` result.
 [[nodiscard]] BatchShape complete_batch_shape(BatchShape given, std::int64_t max_micro_batches);
 
+// Replica `replica`'s contiguous share of `samples`: shares differ by at most one, larger ones
+// first.
+[[nodiscard]] SampleRange share_of(std::int64_t samples, std::int64_t replicas,
+                                   std::int64_t replica);
+// Cuts `samples` into `pieces` micro-batches, in order: each has `size` samples, or as many as
+// leave one for each later piece. Requires pieces <= samples.count <= pieces * size.
+void cut_samples(SampleRange samples, std::int64_t size, std::int64_t pieces,
+                 std::vector<SampleRange>& into);
+
 // The micro-batches of one replica. Throws Error(kUsage) with the nearest legal numbers where one
 // would be empty.
 [[nodiscard]] std::vector<SampleRange> micro_batches_of(const BatchShape& shape, int replica);

@@ -1,5 +1,7 @@
 #include "runtime/engine/device_batch.hpp"
 
+#include <algorithm>
+
 #include "runtime/data/batch_loader.hpp"
 
 namespace sluice {
@@ -7,12 +9,13 @@ namespace sluice {
 void DeviceBatch::load(const BatchLoader::Batch& batch, std::size_t micro_batches) {
   on_device_ = &batch;
   if (compute_.device().kind == DeviceKind::kCpu) return;
-  copy(batch.inputs, micro_batches, copies_.inputs, inputs_);
-  copy(batch.targets, micro_batches, copies_.targets, targets_);
+  copy(batch.inputs, micro_batches, capacity_.inputs, copies_.inputs, inputs_);
+  copy(batch.targets, micro_batches, capacity_.targets, copies_.targets, targets_);
   on_device_ = &copies_;
 }
 
 void DeviceBatch::copy(const std::vector<std::vector<Tensor>>& from, std::size_t micro_batches,
+                       const std::vector<std::size_t>& capacity,
                        std::vector<std::vector<Tensor>>& to,
                        std::vector<std::vector<Buffer>>& memory) {
   if (to.size() < micro_batches) {
@@ -26,7 +29,8 @@ void DeviceBatch::copy(const std::vector<std::vector<Tensor>>& from, std::size_t
       const std::size_t bytes = from[m][i].spec.bytes();
       if (memory[m][i].size() < bytes) {
         memory[m][i] = Buffer();  // first: the memory plan has no room for both
-        memory[m][i] = compute_.memory().allocate(bytes);
+        const std::size_t most = i < capacity.size() ? std::max(capacity[i], bytes) : bytes;
+        memory[m][i] = compute_.memory().allocate(most);
       }
       to[m][i] = {memory[m][i].data(), from[m][i].spec};
       copy_async(to[m][i].data, from[m][i].data, bytes, compute_.stream());

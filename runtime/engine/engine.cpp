@@ -50,6 +50,8 @@ struct Engine::Impl {
   void compute(const PlanOp& op, StepActions* actions);
   void forward(LocalStage& local, const PlanOp& op, StageContext& ctx);
   void backward(LocalStage& local, const PlanOp& op, StageContext& ctx);
+  // Gives the last stage's outputs to whoever asked for them.
+  void hand_out(const PlanOp& op, const Slot& output);
   // Runs `body`, the stage's own part of `op`; what it throws names the action.
   template <typename Body>
   void in_stage(const PlanOp& op, const Body& body);
@@ -103,17 +105,17 @@ struct Engine::Impl {
   std::unique_ptr<Transport> transport;
   MessageProgress messages;
   Waiter waiter;
-  DeviceBatch batch;  // of the step, where the stages compute
-  DeviceTimer timer;  // of a GPU's compute ops
+  std::optional<DeviceBatch> own_batch;
+  DeviceBatch& batch;  // of the step, where the stages compute
+  DeviceTimer timer;   // of a GPU's compute ops
   RecordedCalls calls;
   HostBuffer losses;  // LossResult per micro-batch, written by the device
   Event drained;
   StepRequest request;
   StepOutcome outcome;
   std::vector<TraceEvent> events;
-  Slot* last_output = nullptr;
   std::deque<HostMirror> mirrors;  // [output] of the last stage
-  std::vector<Tensor> outputs;     // in host memory
+  std::vector<Tensor> outputs;     // of a micro-batch, in host memory
   bool group_open = false;         // of NCCL messages
   int in_flight = 0;
   // When the last compute ended, while only bookkeeping follows, else 0; on a GPU any other number.
@@ -130,7 +132,7 @@ Engine::Impl::Impl(const EngineConfig& config_in)
                                        table.memory())),
       messages(*config_in.compute, *transport),
       waiter(config_in.communicator->local_size()),
-      batch(*config_in.compute),
+      batch(config_in.batch != nullptr ? *config_in.batch : own_batch.emplace(*config_in.compute)),
       timer(config_in.compute->device(), mine.ops.size()),
       calls(*config_in.compute, mine.ops.size(), config_in.cuda_graphs),
       drained(config_in.compute->device()) {
@@ -153,8 +155,6 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   in_flight = 0;
   computed_until = 0;
   events.clear();
-  last_output = nullptr;
-  outputs.clear();
   for (LocalStage& stage : table.stages()) {
     stage.seconds = ActionSeconds{};
     stage.seconds.stage = stage.binding.index;
@@ -176,13 +176,6 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
     }
   }
   if (config.plan->forward_only || actions == nullptr) drain();
-  if (request.phase == Phase::kGenerate && last_output != nullptr) {
-    outputs = last_output->tensors;
-    while (mirrors.size() < outputs.size()) mirrors.emplace_back(*config.compute, config.interrupt);
-    for (std::size_t i = 0; i < outputs.size(); ++i) {
-      outputs[i].data = mirrors[i].read_back(outputs[i]).data();
-    }
-  }
   return outcome;
 }
 
@@ -403,7 +396,6 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
   Slot& output = expect(op, BufferKind::kOutput, SlotState::kFree);
   output.pool->shape(output, samples(op));
   LossStage* const loss = request.phase == Phase::kGenerate ? nullptr : stage.binding.loss;
-  if (stage.binding.loss != nullptr) last_output = &output;
   in_stage(op, [&] {
     if (op.stage == 0) {
       stage.binding.stage->check_inputs(request.batch->inputs[at(op.micro_batch)]);
@@ -421,6 +413,7 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
   });
   output.state = SlotState::kFilled;
   if (config.plan->forward_only) --in_flight;
+  if (stage.binding.loss != nullptr && request.on_outputs != nullptr) hand_out(op, output);
 }
 
 void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
@@ -448,6 +441,18 @@ void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& c
   });
   if (op.action != ActionKind::kBackwardInput) --in_flight;
   if (grad_input != nullptr) grad_input->state = SlotState::kFilled;
+}
+
+void Engine::Impl::hand_out(const PlanOp& op, const Slot& output) {
+  outputs = output.tensors;
+  if (on_gpu) {
+    while (mirrors.size() < outputs.size()) mirrors.emplace_back(*config.compute, config.interrupt);
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      outputs[i].data = mirrors[i].read_back(outputs[i]).data();
+    }
+    computed_until = 0;
+  }
+  (*request.on_outputs)(op.micro_batch, outputs);
 }
 
 template <typename Done>
@@ -502,8 +507,6 @@ const StepOutcome& Engine::run(const StepRequest& request, StepActions* actions)
 void Engine::poll() { impl_->progress(); }
 
 const StepOutcome& Engine::outcome() const { return impl_->outcome; }
-
-std::span<const Tensor> Engine::outputs() const { return impl_->outputs; }
 
 std::span<const TraceEvent> Engine::trace() const { return impl_->events; }
 

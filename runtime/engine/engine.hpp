@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -44,6 +45,9 @@ struct StepRequest {
   double loss_scale = 1;
   std::span<const SampleRange> micro_batches;  // [micro_batch], sizes as in the edge table
   const BatchLoader::Batch* batch = nullptr;   // inputs on stage 0, targets on the last stage
+  // Phase::kGenerate, on the last stage's rank: gets each micro-batch's outputs in host memory, in
+  // the order of the plan; they are valid during the call. May be null.
+  const std::function<void(int micro_batch, std::span<const Tensor> outputs)>* on_outputs = nullptr;
 };
 
 struct LossResult {
@@ -77,9 +81,6 @@ class Engine : public Interrupt {
 
   // Filled while run() runs; its address never changes.
   [[nodiscard]] const StepOutcome& outcome() const;
-  // After a run of Phase::kGenerate, on the last stage's rank: the outputs of the last micro-batch,
-  // in host memory. Else empty.
-  [[nodiscard]] std::span<const Tensor> outputs() const;
   // Of the last run; times as steady_seconds().
   [[nodiscard]] std::span<const TraceEvent> trace() const;
 

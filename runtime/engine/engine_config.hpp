@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -18,7 +19,9 @@
 
 namespace sluice {
 
-class NcclRoutes;  // runtime/job/nccl_routes.hpp
+class DeviceBatch;  // runtime/engine/device_batch.hpp
+class NcclRoutes;   // runtime/job/nccl_routes.hpp
+class SlotStore;    // runtime/engine/slots.hpp
 
 // A stage by its interfaces; the pointers are of one object, which the caller owns.
 struct StageBinding {
@@ -60,8 +63,11 @@ struct EngineConfig {
   std::span<const EdgeRoute> routes = {};    // [stage], as Wires::routes; empty: by device
   Collective* collective = nullptr;          // handed to stages; may be null
   bool progress_in_actions = true;           // on a CPU, as PipelineOptions::Devices
-  bool cuda_graphs = false;                  // record and replay stages' calls on a GPU
-  std::size_t trace_events = 0;              // recorded per step at most; 0: none
+  // Shared with engines that never run at the same time; null: the engine's own.
+  std::shared_ptr<SlotStore> slots = nullptr;
+  DeviceBatch* batch = nullptr;
+  bool cuda_graphs = false;      // record and replay stages' calls on a GPU
+  std::size_t trace_events = 0;  // recorded per step at most; 0: none
 };
 
 }  // namespace sluice

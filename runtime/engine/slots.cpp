@@ -64,6 +64,18 @@ std::size_t SlotPool::bytes(const BufferPool& pool, const EdgeTable& edges) {
   return slot_bytes * static_cast<std::size_t>(pool.count);
 }
 
+const SlotStore::Memory& SlotStore::take(const BufferPool& pool, const DeviceMemory& memory,
+                                         std::size_t bytes, std::size_t host_bytes, Device locked) {
+  std::deque<Memory>& taken = memory_[{pool.stage, pool.kind}];
+  if (taken.empty() || taken.back().device.size() < bytes ||
+      taken.back().host.size() < host_bytes) {
+    Memory& more = taken.emplace_back();
+    more.device = memory.allocate(bytes);
+    if (host_bytes > 0) more.host = HostBuffer(locked, host_bytes);
+  }
+  return taken.back();
+}
+
 SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& place)
     : description_(pool),
       route_(place.route),
@@ -75,11 +87,13 @@ SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& 
   const bool nccl = route_ == RouteKind::kNccl;
   const bool from_device = staged || direct || nccl;
   const Device device = place.memory.device();
-  auto& [memory, host] = place.slots;
-  memory = place.memory.allocate(bytes(pool, edges));
-  if (staged) host = HostBuffer(device, memory.size());
   const auto tensors = edges.inputs(edges.largest(), edge_of(pool));
-  if (direct) host = HostBuffer(Device{}, slots_.size() * tensors.size() * kHeaderBytes);
+  const std::size_t on_device = bytes(pool, edges);
+  const std::size_t on_host = staged   ? on_device
+                              : direct ? slots_.size() * tensors.size() * kHeaderBytes
+                                       : 0;
+  const auto& [memory, host] =
+      place.store.take(pool, place.memory, on_device, on_host, staged ? device : Device{});
   std::size_t next = 0, next_header = 0;
   for (Slot& slot : slots_) {
     slot.route = route_;

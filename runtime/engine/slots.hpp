@@ -2,7 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <map>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include <sluice/device.hpp>
@@ -57,11 +60,23 @@ inline void take_shape(Slot& slot, std::size_t index) {
   reshape(slot, index, arrived);
 }
 
-// The memory of a pool's slots.
-struct SlotMemory {
-  Buffer device;
-  // Of messages of a GPU's slots. kStaged: with the layout of `device`. kDirect: headers alone.
-  HostBuffer host;
+// The memory of slots. Engines that never run at the same time share one store: then it has the
+// memory of the largest, not of all. It grows where a later pool is larger than those before it.
+class SlotStore {
+ public:
+  struct Memory {
+    Buffer device;
+    // Of messages of a GPU's slots. kStaged: with the layout of `device`. kDirect: headers alone.
+    HostBuffer host;
+  };
+  // For slots of one stage and kind: `bytes` on the device, `host_bytes` page-locked for `locked`.
+  // Slots at equal places of two such pools have the same memory.
+  [[nodiscard]] const Memory& take(const BufferPool& pool, const DeviceMemory& memory,
+                                   std::size_t bytes, std::size_t host_bytes, Device locked);
+
+ private:
+  // What was outgrown stays: engines point to it.
+  std::map<std::pair<int, BufferKind>, std::deque<Memory>> memory_;
 };
 
 // All slots of one stage and kind. Slots of kState have no memory here: the stage owns it.
@@ -69,7 +84,7 @@ class SlotPool {
  public:
   struct Place {
     const DeviceMemory& memory;
-    SlotMemory& slots;  // filled by the pool; outlives it
+    SlotStore& store;  // outlives the pool
     RouteKind route = RouteKind::kHost;
   };
   SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& place);

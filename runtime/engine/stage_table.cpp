@@ -28,15 +28,15 @@ RouteKind end_of(RouteKind route, Device device) {
 
 StageTable::StageTable(const EngineConfig& config)
     : ops_(config.plan->ranks[at(config.rank)].ops),
-      memory_(std::make_shared<std::deque<SlotMemory>>()),
+      store_(config.slots != nullptr ? config.slots : std::make_shared<SlotStore>()),
       stages_(config.stages.size()) {
   const RankPlan& mine = config.plan->ranks[at(config.rank)];
   const Placement& placement = config.plan->placement;
   for (const BufferPool& pool : mine.pools) {
     const DeviceMemory& memory = config.compute->memory();
-    pools_.emplace_back(pool, *config.edges,
-                        SlotPool::Place{memory, memory_->emplace_back(),
-                                        end_of(route_of(pool, config), memory.device())});
+    pools_.emplace_back(
+        pool, *config.edges,
+        SlotPool::Place{memory, *store_, end_of(route_of(pool, config), memory.device())});
     if (pool.kind != BufferKind::kState) {
       const auto edge = config.edges->inputs(config.edges->largest(), SlotPool::edge_of(pool));
       tensors_ += static_cast<std::size_t>(pool.count) * edge.size();

@@ -29,7 +29,8 @@ struct LocalStage {
 
 class StageTable {
  public:
-  // Allocates every pool. `config` as the engine's; what it points to outlives the table.
+  // Takes the memory of every pool from config.slots. `config` as the engine's; what it points to
+  // outlives the table.
   explicit StageTable(const EngineConfig& config);
 
   [[nodiscard]] std::vector<LocalStage>& stages() { return stages_; }  // ascending
@@ -49,7 +50,7 @@ class StageTable {
   // A message or compute op whose micro-batch is not below `micro_batches`; null: none.
   [[nodiscard]] const PlanOp* first_op_out_of_range(std::size_t micro_batches) const;
   // The owner of the slots' memory.
-  [[nodiscard]] Owner memory() const { return memory_; }
+  [[nodiscard]] Owner memory() const { return store_; }
   // The number of tensors in all slots: at most that many messages are open at once.
   [[nodiscard]] std::size_t tensors() const { return tensors_; }
 
@@ -64,7 +65,7 @@ class StageTable {
   void find_ends();
 
   std::span<const PlanOp> ops_;
-  std::shared_ptr<std::deque<SlotMemory>> memory_;  // of pools_
+  std::shared_ptr<SlotStore> store_;  // of pools_
   std::deque<SlotPool> pools_;
   std::vector<LocalStage> stages_;
   std::vector<std::int32_t> index_of_stage_;  // [global stage] index into stages_ or -1

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
+#include <utility>
 
 #include <sluice/error.hpp>
 #include <sluice/operators.hpp>
@@ -64,19 +65,27 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
   }
 }
 
-void GradientSync::begin(std::uint64_t step, double started, const StepOutcome& outcome) {
+void GradientSync::begin(std::uint64_t step, double started, int micro_batches, BatchEnd end,
+                         const StepOutcome& outcome) {
   step_ = step;
   started_ = started;
+  micro_batches_ = micro_batches;
+  end_ = end;
   totals_ = {};
   outcome_ = &outcome;
 }
 
+double GradientSync::divisor(double targets) const {
+  if (earlier_.divisor > 0) return earlier_.divisor;
+  return targets > 0 ? targets : 1;
+}
+
 FinalGradients* GradientSync::final_gradients(int stage) {
-  return sums_ ? sums_->final_gradients(stage) : nullptr;
+  return sums_ && end_ != BatchEnd::kAccumulate ? sums_->final_gradients(stage) : nullptr;
 }
 
 void GradientSync::reduce_grad(int stage) {
-  if (layout_.place.topology.replicas == 1) return;
+  if (layout_.place.topology.replicas == 1 || end_ == BatchEnd::kAccumulate) return;
   if (sums_) return sums_->finish(stage);
   for (const StageBinding& binding : stages_) {
     if (binding.index != stage) continue;
@@ -89,17 +98,20 @@ void GradientSync::reduce_grad(int stage) {
 }
 
 void GradientSync::reduce_tied(int group) {
+  if (end_ == BatchEnd::kAccumulate) return;
   if (sums_) sums_->wait_all_on_stream();
   ties_.sum_gradients(group);
 }
 
-void GradientSync::zero_grads() {
+void GradientSync::clear() {
+  earlier_ = {};
   for (const StageBinding& binding : stages_) {
     if (ParameterSet* set = binding.stage->parameters()) set->zero_grads(compute_.stream());
   }
 }
 
 void GradientSync::measure() {
+  if (end_ == BatchEnd::kAccumulate) return;
   if (sums_) sums_->wait_all_on_stream();
   sums_of_squares(compute_, owned_grads_, reinterpret_cast<double*>(squares_.data()));
 }
@@ -110,9 +122,11 @@ void GradientSync::pack_record() {
     record_[loss_offset_ + 2 * i] = outcome_->losses[i].sum;
     record_[loss_offset_ + 2 * i + 1] = outcome_->losses[i].weight;
   }
-  const auto* squares = reinterpret_cast<const double*>(squares_.data());
-  std::copy_n(squares, owned_grads_.size(),
-              record_.begin() + static_cast<std::ptrdiff_t>(square_offset_));
+  if (end_ != BatchEnd::kAccumulate) {
+    const auto* squares = reinterpret_cast<const double*>(squares_.data());
+    std::copy_n(squares, owned_grads_.size(),
+                record_.begin() + static_cast<std::ptrdiff_t>(square_offset_));
+  }
   record_[0] = steady_seconds() - started_;
   record_[1] = outcome_->busy_seconds;
   record_[2] = outcome_->peak_in_flight;
@@ -126,7 +140,6 @@ void GradientSync::reduce_records() {
   const auto record = [&](int replica, int rank) {
     return &records_[at(layout_.place.topology.rank_of(replica, rank)) * record_.size()];
   };
-  double loss = 0;
   const auto check = [&](double value, double index, double is_loss) {
     if (std::isfinite(value) || totals_.finite == 0) return;
     totals_.finite = 0;
@@ -134,11 +147,11 @@ void GradientSync::reduce_records() {
     totals_.nonfinite_is_loss = is_loss;
   };
   for (int r = 0; r < layout_.place.topology.replicas; ++r) {
-    for (int m = 0; m < options_.shape.micro_batches; ++m) {
+    for (int m = 0; m < micro_batches_; ++m) {
       const double sum = record(r, layout_.plans.last_rank())[loss_offset_ + 2 * at(m)];
-      check(sum, r * options_.shape.micro_batches + m, 1);
-      loss += sum;
-      totals_.targets += record(r, layout_.plans.last_rank())[loss_offset_ + 2 * at(m) + 1];
+      check(sum, r * micro_batches_ + m, 1);
+      totals_.loss_sum += sum;
+      totals_.batch_targets += record(r, layout_.plans.last_rank())[loss_offset_ + 2 * at(m) + 1];
     }
   }
   double squares = 0;
@@ -153,7 +166,6 @@ void GradientSync::reduce_records() {
       squares += square;
     }
   }
-  totals_.loss = loss / totals_.targets;
   totals_.grad_norm = std::sqrt(squares);
   std::uint32_t flags = 0;
   for (int rank = 0; rank < job_.world.ranks->size(); ++rank) {
@@ -180,10 +192,13 @@ Error GradientSync::refusal() const {
                         step_, totals_.rate, totals_.other_rate_rank, totals_.other_rate),
             static_cast<int>(totals_.other_rate_rank)};
   }
+  if (totals_.finite != 0) {
+    return {ErrorCode::kData, fmt::format("step {} has no target that counts", step_), 0};
+  }
   auto index = static_cast<std::size_t>(totals_.first_nonfinite_index);
   std::string what;
   if (totals_.nonfinite_is_loss != 0) {
-    const std::size_t micro_batches = at(options_.shape.micro_batches);
+    const std::size_t micro_batches = at(micro_batches_);
     what = fmt::format("the loss of step {} is not finite, first in micro-batch {} of replica {}",
                        step_, index % micro_batches, index / micro_batches);
   } else {
@@ -196,15 +211,66 @@ Error GradientSync::refusal() const {
           what + "; no parameter was changed (a smaller --learning-rate or --clip may help)", 0};
 }
 
-void GradientSync::optimizer() {
+void GradientSync::exchange() {
   pack_record();
   job_.world.collectives->gather(std::as_bytes(std::span(record_)),
                                  std::as_writable_bytes(std::span(records_)), 0);
   if (job_.world.ranks->rank() == 0) reduce_records();
   job_.world.collectives->broadcast(std::as_writable_bytes(std::span(&totals_, 1)), 0);
-  if (totals_.finite == 0 || totals_.other_rate_rank >= 0) return;
+}
+
+void GradientSync::scale_gradients(double factor) {
+  if (factor == 1) return;
+  for (const StageBinding& binding : stages_) {
+    ParameterSet* set = binding.stage->parameters();
+    if (set == nullptr) continue;
+    for (float& value : mirror_.read_back(set->flat_grads())) value *= static_cast<float>(factor);
+    mirror_.write_back();
+  }
+}
+
+// The gradients are sums of 1/divisor of each loss. Once all batches are known, they are multiplied
+// by divisor/targets. That is 1 for a single batch.
+void GradientSync::optimizer() {
+  exchange();
+  const double divisor = this->divisor(totals_.batch_targets);
+  earlier_.loss_sum += totals_.loss_sum;
+  earlier_.targets += totals_.batch_targets;
+  earlier_.window_seconds += totals_.window_seconds;
+  earlier_.busy_seconds += totals_.busy_seconds;
+  earlier_.divisor = divisor;
+  totals_.loss = earlier_.loss_sum / earlier_.targets;
+  totals_.targets = earlier_.targets;
+  totals_.window_seconds = earlier_.window_seconds;
+  totals_.busy_seconds = earlier_.busy_seconds;
+  factor_ = earlier_.targets > 0 ? divisor / earlier_.targets : 1;
+  totals_.grad_norm *= factor_;
+  if (refused()) return;
+  if (end_ == BatchEnd::kUpdate) return apply();
+  if (end_ == BatchEnd::kGradients) scale_gradients(std::exchange(factor_, 1));
+}
+
+void GradientSync::update(double started) {
+  started_ = started;
+  end_ = BatchEnd::kUpdate;
+  const StepTotals before = totals_;
+  totals_ = {};
+  micro_batches_ = 0;
+  if (sums_) sums_->wait_all_on_stream();
+  sums_of_squares(compute_, owned_grads_, reinterpret_cast<double*>(squares_.data()));
+  compute_.stream().synchronize();
+  exchange();
+  totals_.loss = before.loss;
+  totals_.targets = before.targets;
+  totals_.window_seconds += before.window_seconds;
+  totals_.busy_seconds = before.busy_seconds;
+  if (!refused()) apply();
+}
+
+void GradientSync::apply() {
   const double factor = clip_factor(totals_.grad_norm, options_.training.clip);
-  optimizer_->update(compute_, step_, static_cast<float>(record_[4]), static_cast<float>(factor));
+  optimizer_->update(compute_, step_, static_cast<float>(record_[4]),
+                     static_cast<float>(factor * factor_));
   ties_.broadcast_tied_values();
 }
 

@@ -24,9 +24,17 @@
 
 namespace sluice {
 
-// The results of a step, the same on every rank.
+// What happens at the end of a batch.
+enum class BatchEnd {
+  kAccumulate,  // gradients stay on each rank, for the step's next batch
+  kGradients,   // they are summed and scaled; nothing is updated
+  kUpdate,      // parameters are updated too
+};
+
+// The results of a step so far, the same on every rank.
 struct StepTotals {
-  double loss = 0, targets = 0, grad_norm = 0;
+  double loss = 0, targets = 0, grad_norm = 0;  // of all the step's batches
+  double loss_sum = 0, batch_targets = 0;       // of the last batch
   double window_seconds = 0;          // longest time from step start to the norm, over all ranks
   double busy_seconds = 0;            // summed over all ranks
   double finite = 1;                  // 0: some loss or gradient is not; nothing was updated
@@ -45,16 +53,23 @@ class GradientSync : public StepActions {
                ComputeContext& compute, NcclRoutes* nccl, TiedUses& ties,
                std::vector<StageBinding> stages);
 
-  // Before each step. `started`: its start in steady_seconds(). `outcome` is the engine's, filled
-  // while it runs.
-  void begin(std::uint64_t step, double started, const StepOutcome& outcome);
+  // Before each batch of `micro_batches`, the same number on all ranks. `started`: its start in
+  // steady_seconds(). `outcome` is the engine's, filled while it runs.
+  void begin(std::uint64_t step, double started, int micro_batches, BatchEnd end,
+             const StepOutcome& outcome);
+  // By what the loss of a batch with `targets` counted targets is divided while gradients are
+  // computed: the targets of the step's first batch. The others' count when the step ends.
+  [[nodiscard]] double divisor(double targets) const;
   FinalGradients* final_gradients(int stage) override;
   void reduce_grad(int stage) override;
   void reduce_tied(int group) override;
   void measure() override;
-  // Collective over the job. Where totals().finite is 0 or learning rates differ, parameters and
-  // optimizer state stay as they are.
+  // Collective over the job. Ends the batch. Where the step is refused, parameters and optimizer
+  // state stay as they are.
   void optimizer() override;
+  // Collective over the job. The update after a batch that ended with kGradients, from the
+  // gradients as they are now.
+  void update(double started);
   [[nodiscard]] const StepTotals& totals() const { return totals_; }
   // [pipeline rank] of replica 0; on rank 0 of the job.
   [[nodiscard]] const std::vector<int>& peaks() const { return peaks_; }
@@ -62,16 +77,26 @@ class GradientSync : public StepActions {
   // `mine` is called once a step when the record is packed; empty: no bits.
   void set_flags(std::function<std::uint32_t()> mine) { flags_ = std::move(mine); }
 
-  // Why the last step changed nothing, the same on all ranks: Error(kMismatch) where learning rates
-  // differ, else Error(kNumeric).
+  // Whether the last batch ended a step that may not change anything.
+  [[nodiscard]] bool refused() const {
+    return totals_.other_rate_rank >= 0 || totals_.finite == 0 || totals_.targets <= 0;
+  }
+  // Why, the same on all ranks: Error(kMismatch) where learning rates differ, Error(kData) where no
+  // target counts, else Error(kNumeric).
   [[nodiscard]] Error refusal() const;
 
-  void zero_grads();
+  // Ends the step: zeroes gradients, forgets its batches.
+  void clear();
   [[nodiscard]] Optimizer& optimizer_state() { return *optimizer_; }
 
  private:
+  // Exchanges the ranks' records; fills totals_.
+  void exchange();
   void pack_record();
   void reduce_records();
+  // Multiplies gradients by `factor`.
+  void scale_gradients(double factor);
+  void apply();
 
   JobContext& job_;
   const JobLayout& layout_;
@@ -92,6 +117,16 @@ class GradientSync : public StepActions {
   std::vector<double> record_, records_;
   std::vector<std::size_t> next_;  // [pipeline rank] index of its next square
   std::size_t loss_offset_ = 5, square_offset_ = 0;
+  int micro_batches_ = 0;  // of the batch
+  BatchEnd end_ = BatchEnd::kUpdate;
+  // Of the step's earlier batches.
+  struct Earlier {
+    double loss_sum = 0, targets = 0;
+    double divisor = 0;  // of all of them; 0: there are none
+    double busy_seconds = 0, window_seconds = 0;
+  };
+  Earlier earlier_;
+  double factor_ = 1;  // the gradients are still to be multiplied by it
   std::vector<int> peaks_;
   StepTotals totals_;
   std::function<std::uint32_t()> flags_;

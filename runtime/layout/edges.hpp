@@ -23,11 +23,20 @@ struct EdgeTensor {
 class EdgeTable {
  public:
   EdgeTable() = default;
-  // `sizes`: distinct numbers of samples, descending. edges[size][s] are the inputs of stage s,
-  // edges[size][stages] the outputs of the last stage.
+  // `sizes`: distinct numbers of samples, the largest first. edges[size][s] are the inputs of stage
+  // s, edges[size][stages] the outputs of the last stage.
   EdgeTable(std::vector<std::int64_t> sizes,
             std::vector<std::vector<std::vector<EdgeTensor>>> edges)
       : sizes_(std::move(sizes)), edges_(std::move(edges)) {}
+
+  // For another number of samples, at most the largest. Spans of inputs() stay valid.
+  void add(std::int64_t samples, std::vector<std::vector<EdgeTensor>> edges) {
+    sizes_.push_back(samples);
+    edges_.push_back(std::move(edges));
+  }
+  [[nodiscard]] bool has(std::int64_t samples) const {
+    return std::find(sizes_.begin(), sizes_.end(), samples) != sizes_.end();
+  }
 
   // Valid as long as the table. Throws Error(kInternal) for a number that is not in sizes().
   [[nodiscard]] std::span<const EdgeTensor> inputs(std::int64_t samples, int stage) const {

@@ -26,14 +26,17 @@ std::string to_string(const RankMemory& memory) {
           : "");
 }
 
-int StepPlans::slots_of(int stage) const {
+int StepPlans::slots_of(const Plan& plan, int stage) {
   int slots = 1;
-  for_each_plan([&](const Plan& plan) {
-    for (const BufferPool& pool : plan.ranks[at(placement().rank_of(stage))].pools) {
-      if (pool.stage == stage && pool.kind == BufferKind::kState)
-        slots = std::max(slots, pool.count);
-    }
-  });
+  for (const BufferPool& pool : plan.ranks[at(plan.placement.rank_of(stage))].pools) {
+    if (pool.stage == stage && pool.kind == BufferKind::kState) slots = std::max(slots, pool.count);
+  }
+  return slots;
+}
+
+int StepPlans::slots_of(int stage) const {
+  int slots = smaller_slots.empty() ? 1 : smaller_slots[at(stage)];
+  for_each_plan([&](const Plan& plan) { slots = std::max(slots, slots_of(plan, stage)); });
   return slots;
 }
 

@@ -76,15 +76,6 @@ struct RankMemory {
 // "parameters 1.5, ..., of these outside the rank's arena 0.5, in MiB".
 [[nodiscard]] std::string to_string(const RankMemory& memory);
 
-// Forward-only plans over `samples` samples, in rounds of at most kRoundMicroBatches and a rest.
-// Replicas may differ in their number of micro-batches, which may be 0.
-struct EvaluationPlan {
-  static constexpr std::size_t kRoundMicroBatches = 64;
-  std::int64_t samples = 0;
-  std::vector<SampleRange> micro_batches;  // of this replica
-  Plan round, rest;                        // without ranks where not needed
-};
-
 // Where this rank stands in the job.
 struct RankPlace {
   Topology topology;
@@ -95,12 +86,18 @@ struct RankPlace {
   [[nodiscard]] Device device() const { return devices[static_cast<std::size_t>(rank)].device; }
 };
 
-// What a training step and each evaluation execute.
+// What the largest training step, and the largest round of an evaluation, execute. Smaller ones are
+// planned when they first occur.
 struct StepPlans {
+  // A longer evaluation runs in rounds.
+  static constexpr std::size_t kRoundMicroBatches = 64;
   std::vector<SampleRange> micro_batches;  // of this replica
   Schedule order;                          // compute actions of `train`
   Plan train;                              // forward only in inference
-  std::vector<EvaluationPlan> evaluations;
+  Plan forward;  // forward only; without ranks where the options announce no evaluation
+  // [stage] micro-batches in flight in smaller steps, where a stage may have more of them then;
+  // empty: not known.
+  std::vector<int> smaller_slots;
   double bubble_ideal = 0;  // simulated share of a step in which ranks are idle
   bool cuda_graphs = false;
 
@@ -108,17 +105,15 @@ struct StepPlans {
   [[nodiscard]] int num_stages() const { return placement().stages(); }
   [[nodiscard]] int first_rank() const { return placement().rank_of(0); }
   [[nodiscard]] int last_rank() const { return placement().rank_of(num_stages() - 1); }
-  // Calls `visit(plan)` for `train` and for every evaluation's plans.
+  // Calls `visit(plan)` for `train` and `forward`.
   template <typename Visit>
   void for_each_plan(const Visit& visit) const {
     visit(train);
-    for (const EvaluationPlan& evaluation : evaluations) {
-      for (const Plan* plan : {&evaluation.round, &evaluation.rest}) {
-        if (!plan->ranks.empty()) visit(*plan);
-      }
-    }
+    if (!forward.ranks.empty()) visit(forward);
   }
-  // The largest number of micro-batches of `stage` that are in flight at once, over all plans.
+  // The largest number of micro-batches of `stage` that are in flight at once: in a plan, and over
+  // all of this.
+  [[nodiscard]] static int slots_of(const Plan& plan, int stage);
   [[nodiscard]] int slots_of(int stage) const;
   // Whether the training plan splits backward into I and W.
   [[nodiscard]] bool splits_backward() const;
@@ -130,6 +125,7 @@ struct Wires {
   std::vector<EdgeRoute> routes;  // [stage] to the stage before it
   std::vector<EdgeRoute> sums;    // [pipeline rank] over replicas; local where there are none
   bool all_reduce = false;        // NCCL's sums use its own order
+  std::string carrier;            // of messages, as needs_of() takes it
 
   // Whether NCCL sums over the replicas of pipeline rank `rank`.
   [[nodiscard]] bool sums_by_nccl(int rank) const {

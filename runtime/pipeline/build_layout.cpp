@@ -1,6 +1,7 @@
 #include "runtime/pipeline/build_layout.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <map>
 #include <set>
@@ -20,29 +21,7 @@
 namespace sluice {
 namespace {
 
-// A replica's share of an evaluation: contiguous, in micro-batches of `size`, the last one smaller.
-std::vector<SampleRange> evaluation_ranges(std::int64_t samples, int replicas, int replica,
-                                           std::int64_t size) {
-  const std::int64_t share = samples / replicas;
-  const std::int64_t extra = samples % replicas;
-  std::int64_t first = share * replica + std::min<std::int64_t>(replica, extra);
-  std::int64_t left = share + (replica < extra ? 1 : 0);
-  std::vector<SampleRange> ranges;
-  constexpr std::int64_t kMost = 1'000'000;
-  if (left / size > kMost) {
-    throw_usage(
-        "an evaluation of {} samples falls into more than {} micro-batches of {}; choose at most "
-        "{} samples (--validation-samples)",
-        samples, kMost, size, kMost * size * replicas);
-  }
-  for (; left > 0; left -= ranges.back().count) {
-    ranges.push_back({first, std::min(size, left)});
-    first += ranges.back().count;
-  }
-  return ranges;
-}
-
-// A given order must fit this pipeline; JobContext has compared the ranks.
+// A given order must fit what runs it; JobContext has compared the ranks.
 void require_fitting(const Schedule& order, const ScheduleShape& shape) {
   if (order.micro_batches != shape.micro_batches) {
     throw_usage("schedule '{}' is for {} micro-batches, the step has {}", order.name,
@@ -100,75 +79,80 @@ std::vector<TiedParameter> find_ties(const std::vector<StageEntry>& stages) {
   return ties;
 }
 
-// Divides a step's and each evaluation's samples among the replicas and into micro-batches; `plans`
-// gets this replica's. Returns the distinct sizes of all replicas' micro-batches, descending.
-std::vector<std::int64_t> divide_samples(const PipelineOptions& options, const RankPlace& place,
-                                         StepPlans& plans) {
+// What a step and the announced evaluations need: the distinct sizes of all replicas'
+// micro-batches, the largest first, and the most micro-batches of an evaluation's round.
+struct Division {
+  std::vector<std::int64_t> sizes;
+  std::size_t round = 0;
+};
+
+// `plans` gets this replica's micro-batches of the largest step.
+Division divide_samples(const PipelineOptions& options, const RankPlace& place, StepPlans& plans) {
   const int replicas = place.topology.replicas;
-  BatchShape batch{.batch_size = options.shape.batch_size,
-                   .micro_batch_size = options.shape.micro_batch_size,
-                   .micro_batches = options.shape.micro_batches,
-                   .replicas = replicas};
-  if (batch.batch_size == 0 &&
-      __builtin_mul_overflow(batch.micro_batch_size, std::int64_t{batch.micro_batches} * replicas,
-                             &batch.batch_size)) {
-    batch.batch_size = std::numeric_limits<std::int64_t>::max();  // micro_batches_of() refuses it
-  }
+  const std::int64_t size = options.shape.micro_batch_size;
+  const BatchShape batch{.batch_size = largest_batch(options, replicas),
+                         .micro_batch_size = size,
+                         .micro_batches = options.shape.micro_batches,
+                         .replicas = replicas};
   std::set<std::int64_t, std::greater<>> sizes;
-  const auto collect = [&](std::vector<SampleRange> ranges) {
-    for (const SampleRange& range : ranges) sizes.insert(range.count);
-    return ranges;
-  };
+  Division division;
   for (int r = 0; r < replicas; ++r) {
-    std::vector<SampleRange> training = collect(micro_batches_of(batch, r));
+    std::vector<SampleRange> training = micro_batches_of(batch, r);
+    for (const SampleRange& range : training) sizes.insert(range.count);
     if (r == place.replica) plans.micro_batches = std::move(training);
     for (const std::int64_t samples : options.training.evaluations) {
-      std::vector<SampleRange> ranges =
-          collect(evaluation_ranges(samples, replicas, r, options.shape.micro_batch_size));
-      if (r != place.replica) continue;
-      plans.evaluations.push_back(
-          {.samples = samples, .micro_batches = std::move(ranges), .round = {}, .rest = {}});
+      if (samples < 0)
+        throw_usage("an evaluation of {} samples; legal are numbers from 0", samples);
+      const std::int64_t share = share_of(samples, replicas, r).count;
+      if (share >= size) sizes.insert(size);
+      if (share % size > 0) sizes.insert(share % size);
+      division.round =
+          std::max(division.round, static_cast<std::size_t>((share + size - 1) / size));
     }
   }
-  return {sizes.begin(), sizes.end()};
+  division.round = std::min(division.round, StepPlans::kRoundMicroBatches);
+  division.sizes.assign(sizes.begin(), sizes.end());
+  return division;
 }
 
-// Makes this rank's stages, and exchanges the reports of all stages, one after the other: the
-// outputs of a stage are the inputs of the next.
-void describe_stages(JobContext& job, ComputeContext& compute, const StageFactory& make_stage,
-                     const DataSource& source, const std::vector<std::int64_t>& sizes,
-                     BuiltLayout& built) {
-  const Placement& placement = built.layout.plans.order.placement;
+// What the stages say of micro-batches of some sizes.
+struct StageReports {
+  std::vector<StageEntry> entries;                          // [stage]
+  std::vector<std::vector<std::vector<EdgeTensor>>> edges;  // [size][edge]
+};
+
+// Exchanges the reports of all stages, one after the other: the outputs of a stage are the inputs
+// of the next. `stage_of` returns a stage of this rank.
+StageReports describe_stages(JobContext& job, ComputeContext& compute, const Placement& placement,
+                             const DataSource& source, const std::vector<std::int64_t>& sizes,
+                             const std::function<Stage&(int stage)>& stage_of) {
   const int stages = placement.stages();
-  std::vector<std::vector<std::vector<EdgeTensor>>> edges(sizes.size());
+  StageReports all;
+  all.edges.resize(sizes.size());
   std::vector<std::vector<TensorSpec>> inputs;  // [size] of stage s
   for (std::size_t i = 0; i < sizes.size(); ++i) {
+    all.edges[i].resize(at(stages) + 1);
     inputs.push_back(source.input_specs(sizes[i]));
-    edges[i].resize(at(stages) + 1);
   }
   for (int s = 0; s < stages; ++s) {
     std::string text;
     if (placement.rank_of(s) == job.place.rank) {
-      built.stages.push_back(make_stage(s, stages));
-      if (built.stages.back() == nullptr) {
-        throw_usage("the factory made nothing for stage {}", s);
-      }
-      text = to_text(report_of(*built.stages.back(), s, inputs, compute));
+      text = to_text(report_of(stage_of(s), s, inputs, compute));
     }
     StageReport report =
         report_from(job.pipeline.collectives->broadcast_string(text, placement.rank_of(s)));
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       for (std::size_t t = 0; t < inputs[i].size(); ++t) {
-        edges[i][at(s)].push_back({inputs[i][t], s > 0 && report.input_gradients[i][t]});
+        all.edges[i][at(s)].push_back({inputs[i][t], s > 0 && report.input_gradients[i][t]});
       }
     }
     inputs = std::move(report.outputs);
-    built.layout.parameters.stages.push_back(std::move(report.entry));
+    all.entries.push_back(std::move(report.entry));
   }
   for (std::size_t i = 0; i < sizes.size(); ++i) {
-    for (const TensorSpec& spec : inputs[i]) edges[i][at(stages)].push_back({spec, true});
+    for (const TensorSpec& spec : inputs[i]) all.edges[i][at(stages)].push_back({spec, true});
   }
-  built.layout.wires.edges = EdgeTable(sizes, std::move(edges));
+  return all;
 }
 
 void choose_all_routes(const JobContext& job, const PipelineOptions& options, JobLayout& layout) {
@@ -208,46 +192,126 @@ LowerOptions lowering_of(const JobLayout& layout, bool inference) {
   return lowering;
 }
 
-void make_plans(StepPlans& plans, const LowerOptions& lowering, const TransportNeeds& transport) {
-  plans.train = plan_for(plans.order, lowering, transport);
-  for (EvaluationPlan& evaluation : plans.evaluations) {
-    const std::size_t count = evaluation.micro_batches.size();
-    const std::size_t round = std::min(count, EvaluationPlan::kRoundMicroBatches);
-    if (round == 0) continue;
-    const auto plan_of = [&](std::size_t micro_batches) {
-      return plan_for(generate_forward_only(plans.order.placement, static_cast<int>(micro_batches)),
-                      {.reduce_grad = false, .tied = {}}, transport);
+// The most micro-batches in flight per stage in steps of fewer micro-batches. Some schedules keep
+// more than in a long step, where it has a few rounds over the stages at most.
+std::vector<int> slots_of_smaller_steps(const PipelineOptions& options, int ranks) {
+  if (options.order.given != nullptr || options.training.inference) return {};
+  std::vector<int> most;
+  for (int n = 1; n < options.shape.micro_batches; ++n) {
+    const int stages = static_cast<int>(most.size());
+    if (stages > 0 && n > 4 * stages) break;
+    const Schedule order = order_of(options, {ranks, n, options.order.chunks});
+    most.resize(at(order.placement.stages()), 1);
+    std::vector<int> in_flight(most.size());
+    const auto count = [&](const Action& action) {
+      int& now = in_flight[at(action.stage)];
+      int& peak = most[at(action.stage)];
+      if (action.kind == ActionKind::kForward) peak = std::max(peak, ++now);
+      if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardWeight) --now;
     };
-    evaluation.round = plan_of(round);
-    if (count % round > 0) evaluation.rest = plan_of(count % round);
+    for (const std::vector<Step>& steps : order.ranks) {
+      for (const Step& step : steps) {
+        count(step.action);
+        if (step.overlapped) count(*step.overlapped);
+      }
+    }
   }
-  plans.bubble_ideal =
-      simulate(plans.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
+  return most;
+}
+
+// Whether the memory that `needed` describes is within what was planned.
+bool fits(const StageEntry& needed, const StageEntry& planned) {
+  return needed.state_bytes <= planned.state_bytes && needed.split_bytes <= planned.split_bytes &&
+         needed.shared_gradient_bytes <= planned.shared_gradient_bytes &&
+         needed.workspace_bytes <= planned.workspace_bytes &&
+         needed.copy_bytes <= planned.copy_bytes && needed.table_bytes <= planned.table_bytes;
 }
 
 }  // namespace
 
+std::int64_t largest_batch(const PipelineOptions& options, int replicas) {
+  if (options.shape.batch_size != 0) return options.shape.batch_size;
+  std::int64_t product = 0;
+  if (__builtin_mul_overflow(options.shape.micro_batch_size,
+                             std::int64_t{options.shape.micro_batches} * replicas, &product)) {
+    return std::numeric_limits<std::int64_t>::max();  // micro_batches_of() refuses it
+  }
+  return product;
+}
+
+Plan plan_step(const JobLayout& layout, const PipelineOptions& options, int micro_batches) {
+  const ScheduleShape shape{layout.place.topology.pipeline, micro_batches, options.order.chunks};
+  return plan_for(order_of(options, shape), lowering_of(layout, options.training.inference),
+                  needs_of(layout.wires.carrier));
+}
+
+Plan plan_forward(const JobLayout& layout, int micro_batches) {
+  return plan_for(generate_forward_only(layout.plans.placement(), micro_batches),
+                  {.reduce_grad = false, .tied = {}}, needs_of(layout.wires.carrier));
+}
+
 BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, ComputeContext& compute,
-                         const StageFactory& make_stage, const DataSource& source) {
+                         const StageFactory& make_stage, const DataSource& source, bool any_size) {
   if (options.devices.bucket_bytes == 0) {
     throw_usage("buckets of 0 bytes cannot hold a gradient; the nearest legal value is 1");
   }
   BuiltLayout built;
   JobLayout& layout = built.layout;
+  StepPlans& plans = layout.plans;
   layout.place = job.place;
-  const std::vector<std::int64_t> sizes = divide_samples(options, layout.place, layout.plans);
-  layout.plans.order = order_of(
+  const Division division = divide_samples(options, layout.place, plans);
+  plans.order = order_of(
       options, {layout.place.topology.pipeline, options.shape.micro_batches, options.order.chunks});
-  describe_stages(job, compute, make_stage, source, sizes, built);
+  const int stages = plans.order.placement.stages();
+  StageReports reports = describe_stages(
+      job, compute, plans.order.placement, source, division.sizes, [&](int stage) -> Stage& {
+        built.stages.push_back(make_stage(stage, stages));
+        if (built.stages.back() != nullptr) return *built.stages.back();
+        throw_usage("the factory made nothing for stage {}", stage);
+      });
+  layout.wires.edges = EdgeTable(division.sizes, std::move(reports.edges));
+  layout.parameters.stages = std::move(reports.entries);
   layout.parameters.tied = find_ties(layout.parameters.stages);
   choose_all_routes(job, options, layout);
   // The order that NCCL's queues need suits tagged messages too.
-  const char* carrier = uses_nccl(layout.wires.routes) ? "nccl" : job.messages->name();
-  make_plans(layout.plans, lowering_of(layout, options.training.inference), needs_of(carrier));
-  layout.plans.cuda_graphs = options.devices.cuda_graphs;
+  layout.wires.carrier = uses_nccl(layout.wires.routes) ? "nccl" : job.messages->name();
+  plans.train = plan_step(layout, options, options.shape.micro_batches);
+  if (any_size)
+    plans.smaller_slots = slots_of_smaller_steps(options, layout.place.topology.pipeline);
+  if (division.round > 0) plans.forward = plan_forward(layout, static_cast<int>(division.round));
+  plans.bubble_ideal =
+      simulate(plans.order, {.stages = {StageTimes{}}, .message = 0}).bubble_makespan;
+  plans.cuda_graphs = options.devices.cuda_graphs;
   layout.memory = plan_memory(layout, options, source);
   require_memory(job.devices.ranks, layout.place.topology, layout.memory.ranks);
   return built;
+}
+
+void add_size(JobContext& job, ComputeContext& compute, const DataSource& source,
+              std::span<const std::unique_ptr<Stage>> stages, std::int64_t samples,
+              JobLayout& layout) {
+  const Placement& placement = layout.plans.placement();
+  const std::vector<int>& mine = placement.stages_of(layout.place.rank);
+  const auto stage_of = [&](int stage) -> Stage& {
+    const auto place = std::find(mine.begin(), mine.end(), stage) - mine.begin();
+    return *stages[static_cast<std::size_t>(place)];
+  };
+  StageReports reports = describe_stages(job, compute, placement, source,
+                                         {layout.wires.edges.largest(), samples}, stage_of);
+  for (std::size_t s = 0; s < reports.entries.size(); ++s) {
+    if (fits(reports.entries[s], layout.parameters.stages[s])) continue;
+    throw_usage(
+        "stage {} needs more memory for a micro-batch of {} samples than for the largest, of {}", s,
+        samples, layout.wires.edges.largest());
+  }
+  layout.wires.edges.add(samples, std::move(reports.edges[1]));
+  for (std::size_t i = 0; i < stages.size(); ++i) {
+    std::vector<TensorSpec> inputs;
+    for (const EdgeTensor& tensor : layout.wires.edges.inputs(samples, mine[i])) {
+      inputs.push_back(tensor.spec);
+    }
+    stages[i]->prepare_size(compute, inputs);
+  }
 }
 
 }  // namespace sluice

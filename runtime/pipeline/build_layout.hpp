@@ -2,7 +2,9 @@
 // bytes per rank.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include <sluice/data.hpp>
@@ -20,11 +22,29 @@ struct BuiltLayout {
 };
 
 // Collective over the job. Makes this rank's stages, which allocate nothing yet, and exchanges what
-// they describe. `compute`: what the stages will run with. Throws Error(kUsage) for options and
+// they describe. `compute`: what the stages will run with. `any_size`: steps may have fewer
+// micro-batches than the options say. Throws Error(kUsage) for options and
 // stages that cannot work, Error(kPlan) for a schedule or plan that breaks a rule, Error(kDevice)
 // where the memory is not enough.
 [[nodiscard]] BuiltLayout build_layout(JobContext& job, const PipelineOptions& options,
                                        ComputeContext& compute, const StageFactory& make_stage,
-                                       const DataSource& source);
+                                       const DataSource& source, bool any_size);
+
+// Collective over the pipeline. Adds micro-batches of `samples` samples, fewer than the largest, to
+// the layout's edges, and prepares `stages`, this rank's, for them. Throws Error(kUsage) where a
+// stage cannot take them.
+void add_size(JobContext& job, ComputeContext& compute, const DataSource& source,
+              std::span<const std::unique_ptr<Stage>> stages, std::int64_t samples,
+              JobLayout& layout);
+
+// The samples of the largest step, over all replicas.
+[[nodiscard]] std::int64_t largest_batch(const PipelineOptions& options, int replicas);
+
+// Verified plans for another number of micro-batches; the same on all ranks. `layout` is complete
+// but for its plans. Throws Error(kUsage) where the schedule does not have that number,
+// Error(kPlan) where it breaks a rule.
+[[nodiscard]] Plan plan_step(const JobLayout& layout, const PipelineOptions& options,
+                             int micro_batches);
+[[nodiscard]] Plan plan_forward(const JobLayout& layout, int micro_batches);
 
 }  // namespace sluice

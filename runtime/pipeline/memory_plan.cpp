@@ -8,6 +8,7 @@
 #include <map>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include <sluice/error.hpp>
@@ -40,15 +41,19 @@ class MemorySum {
   [[nodiscard]] const RankMemory& memory() const { return memory_; }
   [[nodiscard]] std::size_t operator_bytes() const { return operator_bytes_; }
 
+  // Plans share the memory of messages, by stage and kind: they never run at the same time.
   void add_messages() {
-    layout_.plans.for_each_plan([this](const Plan& plan) {
+    std::map<std::pair<int, BufferKind>, std::size_t> largest;
+    layout_.plans.for_each_plan([&](const Plan& plan) {
       for (const BufferPool& pool : plan.ranks[at(rank_)].pools) {
-        memory_.buffers += SlotPool::bytes(pool, layout_.wires.edges);
+        std::size_t& bytes = largest[{pool.stage, pool.kind}];
+        bytes = std::max(bytes, SlotPool::bytes(pool, layout_.wires.edges));
       }
     });
+    for (const auto& [pool, bytes] : largest) memory_.buffers += bytes;
   }
 
-  // An engine on a GPU has a copy of every micro-batch's inputs and targets.
+  // A GPU has a copy of every micro-batch's inputs and targets.
   void add_batches(const DataSource& source) {
     if (device_ == DeviceKind::kCpu) return;
     std::size_t micro_batch = 0;
@@ -62,8 +67,10 @@ class MemorySum {
         micro_batch += padded(target.bytes());
       }
     }
+    int most = 0;
     layout_.plans.for_each_plan(
-        [&](const Plan& plan) { memory_.buffers += micro_batch * at(plan.micro_batches); });
+        [&](const Plan& plan) { most = std::max(most, plan.micro_batches); });
+    memory_.buffers += micro_batch * at(most);
   }
 
   void add_graphs() {

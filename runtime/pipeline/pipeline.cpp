@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <deque>
+#include <functional>
+#include <optional>
 #include <utility>
 
 #include <sluice/error.hpp>
@@ -11,6 +12,9 @@
 
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
+#include "runtime/data/batch_shape.hpp"
+#include "runtime/engine/device_batch.hpp"
+#include "runtime/engine/slots.hpp"
 #include "runtime/engine/steady_seconds.hpp"
 #include "runtime/gradients/bucketed_sums.hpp"
 #include "runtime/gradients/gradients.hpp"
@@ -18,9 +22,13 @@
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/job/job_context.hpp"
 #include "runtime/job/nccl_routes.hpp"
+#include "runtime/pipeline/batch_feed.hpp"
 #include "runtime/pipeline/build_layout.hpp"
-#include "runtime/pipeline/evaluation.hpp"
+#include "runtime/pipeline/forward_rounds.hpp"
+#include "runtime/pipeline/output_gather.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "runtime/pipeline/programs.hpp"
+#include "runtime/pipeline/transport_plan.hpp"
 
 namespace sluice {
 namespace {
@@ -49,8 +57,14 @@ class ReplicaSum : public Collective {
 }  // namespace
 
 struct Pipeline::Impl {
+  // Where batches of train_step() come from.
+  struct Batches {
+    std::unique_ptr<const DataSource> own;  // shapes alone; null where the caller has a source
+    const DataSource* source = nullptr;     // shapes, and batches unless `own`
+    Feed feed = Feed::kWhereUsed;
+  };
   Impl(Communicator& world, const PipelineOptions& options_in, const StageFactory& make_stage,
-       const DataSource& source);
+       Batches batches_in);
 
   // NCCL is destroyed first. After an error its kernels may wait for messages that never come, and
   // freeing a GPU's memory waits for kernels.
@@ -71,24 +85,45 @@ struct Pipeline::Impl {
   void take_memory();
   void prepare_stages();
   void make_nccl();
-  void prepare_training(const DataSource& source);
+  [[nodiscard]] DeviceBatch::Capacity batch_capacity() const;
+  void prepare_training();
   // Only a training engine records traces and CUDA graphs.
-  std::unique_ptr<Engine> make_engine(const Plan& plan, bool training);
-  double count_targets(const BatchLoader::Batch& batch);
+  std::unique_ptr<Engine> make_engine(const Plan& plan, bool trains);
+  // The plan of a step that is smaller than the largest.
+  Plan plan_smaller(int micro_batches) const;
+  void need_size(std::int64_t samples);
+
+  // Collective. Runs `body`; what any rank throws ends the pipeline.
+  template <typename Body>
+  void guarded(const Body& body);
+  // The same, with a device that is set and errors of memory that name `who`.
+  template <typename Body>
+  void guarded(const std::string& who, const Body& body);
+  // Throws what all ranks refuse.
+  void agree(Call call, const Batch* batch, std::int64_t argument = 0, std::string fault = {});
+  void require_training() const;
+  void require_no_gradients() const;
+  // Divides the shares of a step's batch into micro-batches. All ranks throw the same.
+  void cut_step();
+  double count_targets(const BatchLoader::Batch& batch, std::size_t micro_batches);
   StepReport train_step();
+  StepReport train_on(Call call, const Batch& batch);
+  // Runs this rank's part of a batch. Returns the report after the step's end, if `end` is that.
+  // Runs this rank's part of a batch, which has step_ranges.
+  StepReport run_batch(const BatchLoader::Batch& batch, BatchEnd end);
+  StepReport end_batch(BatchEnd end, double started);
+  void forget_batches();
+  StepReport optimizer_step();
+  void drop_gradients();
   void set_learning_rate(const LearningRate& rate);
-  // Of the last step.
-  [[nodiscard]] bool refuses_step() const {
-    const StepTotals& totals = gradients->totals();
-    return totals.other_rate_rank >= 0 || (totals.finite == 0 && !options.training.skip_nonfinite);
-  }
-  double evaluate(std::int64_t samples);
-  std::span<const Tensor> infer(std::span<const Tensor> inputs);
+  EvaluationReport evaluate(const Batch& batch);
+  EvaluationReport evaluate(const DataSource& other, std::int64_t samples);
+  EvaluationReport run_evaluation(const std::string& who, SampleRange samples,
+                                  const ForwardRounds::Load& load);
+  std::string unlike(const DataSource& other) const;
+  std::span<const Tensor> infer(const Batch& batch, const InferOptions& how);
   void close();
   void require_open() const;
-  // Collective. What each rank passes.
-  std::vector<std::int64_t> gather_from_ranks(std::int64_t mine);
-  void require_inference(std::span<const Tensor> inputs);
   StepReport report_of(double seconds) const;
 
   PipelineOptions options;
@@ -100,20 +135,34 @@ struct Pipeline::Impl {
   std::unique_ptr<HostMirror> mirror;
   std::unique_ptr<ReplicaSum> replica_sum;
   std::unique_ptr<NcclRoutes> nccl;
-  std::unique_ptr<Engine> engine;
+  std::shared_ptr<SlotStore> slots = std::make_shared<SlotStore>();
+  std::unique_ptr<DeviceBatch> device_batch;
+  Batches batches;
+  Programs training{[this](int n) { return plan_smaller(n); },
+                    [this](const Plan& plan) { return make_engine(plan, /*trains=*/true); }};
+  Programs forward{[this](int n) { return plan_forward(layout, n); },
+                   [this](const Plan& plan) { return make_engine(plan, /*trains=*/false); }};
+  Engine* engine = nullptr;  // of the last training step, at first of the largest
   std::unique_ptr<BatchLoader> loader;
-  std::deque<Evaluation> evaluations;
+  std::unique_ptr<BatchFeed> feed;
+  std::unique_ptr<ForwardRounds> rounds;
+  std::unique_ptr<SourceRounds> source_rounds;
+  std::unique_ptr<OutputGather> outputs;
   std::unique_ptr<TiedUses> tied;
   std::unique_ptr<GradientSync> gradients;
-  BatchLoader::Batch inference_batch;
   std::uint64_t step = 0;
   bool closed = false;
-  std::vector<double> replica_targets;  // [replica]
+  std::optional<Error> failed;
+  // Of the step whose batches come one by one.
+  bool gradients_ready = false;          // forward_backward() was the last call
+  std::int64_t earlier_samples = 0;      // of its earlier batches
+  std::vector<SampleRange> step_ranges;  // micro-batches of the present batch
+  std::vector<double> replica_targets;   // [replica]
 };
 
 Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
-                     const StageFactory& make_stage, const DataSource& source)
-    : options(options_in), job(world, options) {
+                     const StageFactory& make_stage, Batches batches_in)
+    : options(options_in), job(world, options), batches(std::move(batches_in)) {
   job.guarded([&] {
     rethrow_device_error_with_plan("the libraries", [&] {
       compute = std::make_unique<ComputeContext>(job.place.device(), options.devices.threads);
@@ -121,8 +170,10 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     compute->set_tf32(options.devices.tf32);
     BuiltLayout built;
     // Libraries may take memory when they plan what the stages will ask of them.
-    rethrow_oom_with_plan(
-        "the layout", [&] { built = build_layout(job, options, *compute, make_stage, source); });
+    rethrow_oom_with_plan("the layout", [&] {
+      built = build_layout(job, options, *compute, make_stage, *batches.source,
+                           /*any_size=*/batches.own != nullptr);
+    });
     layout = std::move(built.layout);
     stages = std::move(built.stages);
     take_memory();
@@ -138,32 +189,47 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
       tied = std::make_unique<TiedUses>(job, layout.plans, layout.parameters, *compute, nccl.get(),
                                         *mirror, bindings);
     });
-    rethrow_oom_with_plan("messages",
-                          [&] { engine = make_engine(layout.plans.train, /*training=*/true); });
-    job.watch->set_progress_engine(engine.get());
-    for (const EvaluationPlan& plan : layout.plans.evaluations) {
-      rethrow_oom_with_plan(fmt::format("evaluation of {} samples", plan.samples), [&] {
-        evaluations.emplace_back(
-            plan, source, layout,
-            [this](const Plan& forward) { return make_engine(forward, /*training=*/false); },
-            compute->device());
-      });
-    }
-    if (!options.training.inference) prepare_training(source);
+    rethrow_oom_with_plan("messages", [&] {
+      device_batch = std::make_unique<DeviceBatch>(*compute, batch_capacity());
+      if (!options.training.inference) engine = &training.add(layout.plans.train);
+      if (options.training.inference) forward.add(layout.plans.train);
+      if (!layout.plans.forward.ranks.empty()) forward.add(layout.plans.forward);
+    });
+    job.watch->set_progress_engine(engine);
+    feed = std::make_unique<BatchFeed>(job, layout, *batches.source, batches.feed);
+    rounds = std::make_unique<ForwardRounds>(layout, forward,
+                                             [this](std::int64_t samples) { need_size(samples); });
+    source_rounds = std::make_unique<SourceRounds>(layout, compute->device());
+    outputs = std::make_unique<OutputGather>(job, layout);
+    if (!options.training.inference) prepare_training();
   });
 }
 
-void Pipeline::Impl::prepare_training(const DataSource& source) {
-  rethrow_oom_with_plan("the batches", [&] {
-    loader = std::make_unique<BatchLoader>(
-        source, Phase::kTrain, layout.plans.micro_batches, layout.owns(0),
-        layout.owns(layout.plans.num_stages() - 1), compute->device());
-  });
+DeviceBatch::Capacity Pipeline::Impl::batch_capacity() const {
+  DeviceBatch::Capacity capacity;
+  const std::int64_t largest = layout.wires.edges.largest();
+  for (const TensorSpec& spec : batches.source->input_specs(largest)) {
+    capacity.inputs.push_back(spec.bytes());
+  }
+  for (const TensorSpec& spec : batches.source->target_specs(largest)) {
+    capacity.targets.push_back(spec.bytes());
+  }
+  return capacity;
+}
+
+void Pipeline::Impl::prepare_training() {
+  if (batches.own == nullptr) {
+    rethrow_oom_with_plan("the batches", [&] {
+      loader = std::make_unique<BatchLoader>(
+          *batches.source, Phase::kTrain, layout.plans.micro_batches, layout.owns(0),
+          layout.owns(layout.plans.num_stages() - 1), compute->device());
+    });
+  }
   rethrow_oom_with_plan("the optimizer", [&] {
     gradients =
         std::make_unique<GradientSync>(job, layout, options, *compute, nccl.get(), *tied, bindings);
   });
-  gradients->zero_grads();
+  gradients->clear();
   compute->stream().synchronize();
   job.world.collectives->barrier();
 }
@@ -252,7 +318,7 @@ void Pipeline::Impl::prepare_stages() {
   }
 }
 
-std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, bool training) {
+std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, bool trains) {
   const RankPlan& mine = plan.ranks[at(layout.place.rank)];
   return std::make_unique<Engine>(
       EngineConfig{.plan = &plan,
@@ -267,58 +333,215 @@ std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, bool train
                    .routes = layout.wires.routes,
                    .collective = plan.forward_only ? nullptr : replica_sum.get(),
                    .progress_in_actions = options.devices.progress_in_actions,
-                   .cuda_graphs = training && options.devices.cuda_graphs,
-                   .trace_events = training && options.checks.trace ? mine.ops.size() : 0});
+                   .slots = slots,
+                   .batch = device_batch.get(),
+                   .cuda_graphs = trains && options.devices.cuda_graphs,
+                   .trace_events = trains && options.checks.trace ? mine.ops.size() : 0});
+}
+
+Plan Pipeline::Impl::plan_smaller(int micro_batches) const {
+  Plan plan = plan_step(layout, options, micro_batches);
+  for (int stage = 0; stage < layout.plans.num_stages(); ++stage) {
+    const int needed = StepPlans::slots_of(plan, stage), there = layout.plans.slots_of(stage);
+    if (needed <= there) continue;
+    throw_usage(
+        "schedule '{}' keeps {} micro-batches of stage {} in flight for a step of {}, but {} for "
+        "the "
+        "largest, of {}; other numbers of micro-batches, or another schedule, are legal",
+        plan.schedule_name, needed, stage, micro_batches, there, layout.plans.train.micro_batches);
+  }
+  return plan;
+}
+
+void Pipeline::Impl::need_size(std::int64_t samples) {
+  if (layout.wires.edges.has(samples)) return;
+  add_size(job, *compute, *batches.source, stages, samples, layout);
+}
+
+template <typename Body>
+void Pipeline::Impl::guarded(const Body& body) {
+  require_open();
+  try {
+    job.guarded(std::cref(body));
+  } catch (const Error& error) {
+    failed = error;
+    throw;
+  }
+}
+
+template <typename Body>
+void Pipeline::Impl::guarded(const std::string& who, const Body& body) {
+  guarded([&] {
+    use_device(compute->device());
+    rethrow_oom_with_plan(who, body);
+  });
+}
+
+void Pipeline::Impl::agree(Call call, const Batch* batch, std::int64_t argument,
+                           std::string fault) {
+  std::optional<Error> refusal;
+  guarded([&] { refusal = feed->agree(call, batch, argument, std::move(fault)); });
+  // Not guarded: all ranks throw it, and the control channel keeps what it reports for good.
+  if (refusal) throw Error(*refusal);
+}
+
+void Pipeline::Impl::require_training() const {
+  require_open();
+  if (options.training.inference) throw_usage("an inference pipeline does not train");
+}
+
+// All ranks throw it: they made the same calls before.
+void Pipeline::Impl::require_no_gradients() const {
+  if (!gradients_ready) return;
+  throw_usage(
+      "a step is complete: optimizer_step() or drop_gradients() comes before other batches");
+}
+
+void Pipeline::Impl::cut_step() {
+  const std::span<const std::int64_t> shares = feed->shares();
+  const std::int64_t size = layout.wires.edges.largest();
+  const std::int64_t most = *std::max_element(shares.begin(), shares.end());
+  const std::int64_t pieces = (most + size - 1) / size;
+  if (pieces > layout.plans.train.micro_batches) {
+    throw_usage(
+        "a batch of {} samples for a replica; this pipeline was made for at most {}: {} "
+        "micro-batches "
+        "of {} (PipelineOptions::Shape); accumulate() takes several batches a step",
+        most, layout.plans.train.micro_batches * size, layout.plans.train.micro_batches, size);
+  }
+  const auto least = std::min_element(shares.begin(), shares.end());
+  if (*least < pieces) {
+    throw_usage(
+        "replica {} has {} samples, but another replica's {} make {} micro-batches of {}; all "
+        "replicas need the same number of micro-batches",
+        least - shares.begin(), *least, most, pieces, size);
+  }
+  const SampleRange share = feed->share();
+  cut_samples({earlier_samples + share.first, share.count}, size, pieces, step_ranges);
+  training.plan(static_cast<int>(pieces));
 }
 
 // The number of targets in the global batch, which the mean loss is taken over. On the last stage's
 // ranks, with one exchange between replicas; elsewhere 1.
-double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch) {
+double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch, std::size_t micro_batches) {
   if (!layout.owns(layout.plans.num_stages() - 1)) return 1;
   double mine = 0;
-  for (const std::vector<Tensor>& targets : batch.targets) {
-    mine += bindings.back().loss->target_weight(targets);
+  for (std::size_t m = 0; m < micro_batches; ++m) {
+    mine += bindings.back().loss->target_weight(batch.targets[m]);
   }
   job.replicas.collectives->all_gather(std::as_bytes(std::span(&mine, 1)),
                                        std::as_writable_bytes(std::span(replica_targets)));
   double total = 0;
   for (const double count : replica_targets) total += count;
-  if (total <= 0) {
-    throw_error(ErrorCode::kData, "step {} has no target that counts", step + 1);
-  }
   return total;
 }
 
 StepReport Pipeline::Impl::train_step() {
-  require_open();
-  if (options.training.inference) throw_usage("an inference pipeline does not train");
+  require_training();
+  if (loader == nullptr) {
+    throw_usage("this pipeline was made from a BatchSpec and has no source: pass a batch");
+  }
+  require_no_gradients();
+  agree(Call::kTrainSource, nullptr);
+  const BatchLoader::Batch* batch = nullptr;
+  guarded([&] { batch = &loader->load(step + 1); });
+  step_ranges.assign(layout.plans.micro_batches.begin(), layout.plans.micro_batches.end());
+  for (SampleRange& range : step_ranges) range.first += earlier_samples;
+  return run_batch(*batch, BatchEnd::kUpdate);
+}
+
+StepReport Pipeline::Impl::train_on(Call call, const Batch& batch) {
+  require_training();
+  require_no_gradients();
+  agree(call, &batch);
+  cut_step();
+  const BatchLoader::Batch* mine = nullptr;
+  guarded("a batch", [&] {
+    for (const SampleRange& range : step_ranges) need_size(range.count);
+    feed->distribute(batch, /*targets=*/true);
+    mine = &feed->cut(step_ranges, step_ranges.front().first);
+  });
+  const BatchEnd end = call == Call::kTrain        ? BatchEnd::kUpdate
+                       : call == Call::kAccumulate ? BatchEnd::kAccumulate
+                                                   : BatchEnd::kGradients;
+  return run_batch(*mine, end);
+}
+
+StepReport Pipeline::Impl::run_batch(const BatchLoader::Batch& batch, BatchEnd end) {
   StepReport report;
-  job.guarded([&] {
+  guarded([&] {
     use_device(compute->device());
     const double started = steady_seconds();
     const std::uint64_t number = step + 1;
-    const BatchLoader::Batch& batch = loader->load(number);
+    rethrow_oom_with_plan("messages",
+                          [&] { engine = &training.engine(static_cast<int>(step_ranges.size())); });
+    job.watch->set_progress_engine(engine);
+    const double targets = count_targets(batch, step_ranges.size());
     const StepRequest request{.phase = Phase::kTrain,
                               .step = number,
                               .seed = options.training.seed,
-                              .loss_scale = 1 / count_targets(batch),
-                              .micro_batches = layout.plans.micro_batches,
+                              .loss_scale = 1 / gradients->divisor(targets),
+                              .micro_batches = step_ranges,
                               .batch = &batch};
-    gradients->begin(number, started, engine->outcome());
+    gradients->begin(number, started, static_cast<int>(step_ranges.size()), end, engine->outcome());
     rethrow_oom_with_plan(fmt::format("step {}", number),
                           [&] { engine->run(request, gradients.get()); });
-    gradients->zero_grads();
-    if (refuses_step()) return;
-    step = number;
-    report = report_of(steady_seconds() - started);
-    if (options.checks.replicas_every > 0 && step % options.checks.replicas_every == 0) {
-      rethrow_oom_with_plan(fmt::format("the comparison of replicas after step {}", step),
-                            [&] { check_replicas(job, *tied, bindings, *mirror, step); });
-    }
+    report = end_batch(end, started);
   });
-  // Not guarded: all ranks throw it, and the control channel keeps what it reports for good.
-  if (refuses_step()) throw gradients->refusal();
+  if (gradients->refused() && !report.skipped) throw gradients->refusal();
   return report;
+}
+
+// In a guarded body.
+StepReport Pipeline::Impl::end_batch(BatchEnd end, double started) {
+  const bool refused = gradients->refused();
+  const bool skips = refused && gradients->totals().finite == 0 &&
+                     gradients->totals().other_rate_rank < 0 && options.training.skip_nonfinite;
+  const bool ends = refused || end == BatchEnd::kUpdate;
+  gradients_ready = !refused && end == BatchEnd::kGradients;
+  if (!ends) {
+    for (const SampleRange& range : step_ranges) earlier_samples += range.count;
+    StepReport report = report_of(steady_seconds() - started);
+    report.step = step + 1;
+    return report;
+  }
+  forget_batches();
+  if (refused && !skips) return {};
+  ++step;
+  StepReport report = report_of(steady_seconds() - started);
+  if (options.checks.replicas_every > 0 && step % options.checks.replicas_every == 0) {
+    rethrow_oom_with_plan(fmt::format("the comparison of replicas after step {}", step),
+                          [&] { check_replicas(job, *tied, bindings, *mirror, step); });
+  }
+  return report;
+}
+
+void Pipeline::Impl::forget_batches() {
+  gradients->clear();
+  gradients_ready = false;
+  earlier_samples = 0;
+}
+
+StepReport Pipeline::Impl::optimizer_step() {
+  require_training();
+  if (!gradients_ready) throw_usage("optimizer_step() needs a forward_backward() before it");
+  agree(Call::kUpdate, nullptr);
+  StepReport report;
+  guarded("the update", [&] {
+    const double started = steady_seconds();
+    gradients->update(started);
+    report = end_batch(BatchEnd::kUpdate, started);
+  });
+  if (gradients->refused() && !report.skipped) throw gradients->refusal();
+  return report;
+}
+
+void Pipeline::Impl::drop_gradients() {
+  require_training();
+  guarded([&] {
+    use_device(compute->device());
+    forget_batches();
+  });
 }
 
 void Pipeline::Impl::set_learning_rate(const LearningRate& rate) {
@@ -331,45 +554,23 @@ void Pipeline::Impl::set_learning_rate(const LearningRate& rate) {
 }
 
 void Pipeline::Impl::close() {
-  job.guarded([&] {
-    if (std::exchange(closed, true)) return;
+  if (closed) return;
+  guarded([&] {
     use_device(compute->device());
     job.watch->set_progress_engine(nullptr);
     if (nccl != nullptr) nccl->finalize();
     job.world.collectives->barrier();
   });
+  closed = true;
 }
 
 // Not guarded: the answer is the same on all ranks, and some may still be closing.
 void Pipeline::Impl::require_open() const {
   if (closed) throw_usage("the pipeline is closed");
-}
-
-std::vector<std::int64_t> Pipeline::Impl::gather_from_ranks(std::int64_t mine) {
-  std::vector<std::int64_t> all(at(job.world.ranks->size()));
-  job.guarded([&] {
-    job.world.collectives->all_gather(std::as_bytes(std::span(&mine, 1)),
-                                      std::as_writable_bytes(std::span(all)));
-  });
-  return all;
-}
-
-// Not guarded: the answer is the same on all ranks.
-void Pipeline::Impl::require_inference(std::span<const Tensor> inputs) {
-  if (!options.training.inference) throw_usage("a training pipeline does not infer");
-  if (layout.plans.micro_batches.size() != 1) {
-    throw_usage("inference takes one micro-batch, not {}", layout.plans.micro_batches.size());
-  }
-  const auto expected = layout.wires.edges.inputs(layout.plans.micro_batches[0].count, 0);
-  bool fits = inputs.size() == expected.size();
-  for (std::size_t i = 0; fits && i < inputs.size(); ++i) fits = inputs[i].spec == expected[i].spec;
-  const std::vector<std::int64_t> all = gather_from_ranks(fits ? 1 : 0);
-  const auto other = std::find(all.begin(), all.end(), 0);
-  if (other != all.end()) {
-    throw_usage("inference needs {} input tensors, the first {}; rank {} passes others",
-                expected.size(), expected.empty() ? "none" : to_string(expected[0].spec),
-                other - all.begin());
-  }
+  if (!failed) return;
+  throw Error(failed->code(),
+              fmt::format("the pipeline is unusable since an earlier error: {}", failed->what()),
+              failed->rank());
 }
 
 StepReport Pipeline::Impl::report_of(double seconds) const {
@@ -396,25 +597,11 @@ StepReport Pipeline::Impl::report_of(double seconds) const {
   return report;
 }
 
-double Pipeline::Impl::evaluate(std::int64_t samples) {
-  require_open();
-  const std::vector<std::int64_t> asked = gather_from_ranks(samples);
-  for (std::size_t rank = 1; rank < asked.size(); ++rank) {
-    if (asked[rank] == asked[0]) continue;
-    throw_usage("evaluation of {} samples on rank 0 and of {} on rank {}", asked[0], asked[rank],
-                rank);
-  }
-  const auto found = std::find_if(evaluations.begin(), evaluations.end(),
-                                  [&](const Evaluation& e) { return e.samples() == samples; });
-  if (found == evaluations.end()) {
-    throw_usage("evaluation of {} samples is not one of the options' evaluations", samples);
-  }
-  double mean = 0;
-  job.guarded([&] {
-    use_device(compute->device());
-    LossResult loss;
-    rethrow_oom_with_plan(fmt::format("evaluation of {} samples", samples),
-                          [&] { loss = found->run(options.training.seed); });
+EvaluationReport Pipeline::Impl::run_evaluation(const std::string& who, SampleRange samples,
+                                                const ForwardRounds::Load& load) {
+  EvaluationReport report;
+  guarded(who, [&] {
+    const LossResult loss = rounds->run(Phase::kEvaluate, options.training.seed, samples, load);
     const std::array<double, 2> mine = {loss.sum, loss.weight};
     std::vector<double> all(2 * at(job.world.ranks->size()));
     job.world.collectives->all_gather(std::as_bytes(std::span(mine)),
@@ -425,33 +612,99 @@ double Pipeline::Impl::evaluate(std::int64_t samples) {
       total[0] += all[2 * rank];
       total[1] += all[2 * rank + 1];
     }
-    mean = total[0] / total[1];
+    report = {.loss = total[0] / total[1], .targets = total[1]};
   });
-  return mean;
+  return report;
 }
 
-std::span<const Tensor> Pipeline::Impl::infer(std::span<const Tensor> inputs) {
+// Why another source's tensors are not like this pipeline's; empty where they are.
+std::string Pipeline::Impl::unlike(const DataSource& other) const {
+  const auto differs = [](const std::vector<TensorSpec>& theirs,
+                          const std::vector<TensorSpec>& ours, const char* what) -> std::string {
+    if (theirs == ours) return {};
+    const auto first = [](const std::vector<TensorSpec>& specs) {
+      return specs.empty() ? "none" : to_string(specs.front());
+    };
+    return fmt::format("the source has {} {}s of a sample, the first {}; the pipeline has {}, {}",
+                       theirs.size(), what, first(theirs), ours.size(), first(ours));
+  };
+  std::string why = differs(other.input_specs(1), batches.source->input_specs(1), "input");
+  if (why.empty()) why = differs(other.target_specs(1), batches.source->target_specs(1), "target");
+  return why;
+}
+
+EvaluationReport Pipeline::Impl::evaluate(const DataSource& other, std::int64_t samples) {
   require_open();
-  require_inference(inputs);
-  std::span<const Tensor> outputs;
-  job.guarded([&] {
-    use_device(compute->device());
-    inference_batch.inputs.assign(1, {inputs.begin(), inputs.end()});
-    inference_batch.targets.resize(1);
-    const StepRequest request{.phase = Phase::kGenerate,
-                              .step = ++step,
-                              .seed = options.training.seed,
-                              .micro_batches = layout.plans.micro_batches,
-                              .batch = &inference_batch};
-    rethrow_oom_with_plan("inference", [&] { engine->run(request, nullptr); });
-    outputs = engine->outputs();
+  std::string fault = unlike(other);
+  constexpr std::int64_t kMost = 1'000'000'000'000;
+  if (fault.empty() && (samples < 1 || samples > kMost)) {
+    fault = fmt::format("an evaluation of {} samples; legal are 1 to {}", samples, kMost);
+  }
+  agree(Call::kEvaluateSource, nullptr, samples, std::move(fault));
+  const Topology& topology = layout.place.topology;
+  return run_evaluation(fmt::format("evaluation of {} samples", samples),
+                        share_of(samples, topology.replicas, layout.place.replica),
+                        [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
+                          return source_rounds->load(other, ranges);
+                        });
+}
+
+EvaluationReport Pipeline::Impl::evaluate(const Batch& batch) {
+  require_open();
+  agree(Call::kEvaluate, &batch);
+  guarded("a batch", [&] { feed->distribute(batch, /*targets=*/true); });
+  const SampleRange share = feed->share();
+  return run_evaluation("evaluation of a batch", share,
+                        [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
+                          return feed->cut(ranges, share.first);
+                        });
+}
+
+std::span<const Tensor> Pipeline::Impl::infer(const Batch& batch, const InferOptions& how) {
+  require_open();
+  std::string fault;
+  if (how.to < InferOptions::kEveryRank || how.to >= job.world.ranks->size()) {
+    fault = fmt::format("infer() to rank {}; legal are 0 to {}, kWhereMade and kEveryRank", how.to,
+                        job.world.ranks->size() - 1);
+  }
+  if (how.on_outputs && how.to != InferOptions::kWhereMade) {
+    fault = "infer() with on_outputs and with a rank that gets all outputs; one of them is legal";
+  }
+  agree(Call::kInfer, &batch, how.to, std::move(fault));
+  outputs->require_samples();
+  guarded("inference", [&] {
+    feed->distribute(batch, /*targets=*/false);
+    outputs->begin();
+    const SampleRange share = feed->share();
+    ForwardRounds::OnOutputs take = [&](SampleRange samples, std::span<const Tensor> made) {
+      if (how.on_outputs) return how.on_outputs(samples, made);
+      outputs->add(made);
+    };
+    (void)rounds->run(
+        Phase::kGenerate, options.training.seed, share,
+        [&](std::span<const SampleRange> ranges) -> const BatchLoader::Batch& {
+          return feed->cut(ranges, share.first);
+        },
+        take);
+    if (how.to == InferOptions::kEveryRank) {
+      outputs->gather_to_all();
+    } else if (how.to != InferOptions::kWhereMade) {
+      outputs->gather_to(how.to);
+    }
+    job.world.collectives->barrier();  // an error of any rank reaches the others in this call
   });
-  return outputs;
+  return outputs->tensors();
 }
 
 Pipeline::Pipeline(Communicator& world, const PipelineOptions& options,
                    const StageFactory& make_stage, const DataSource& source)
-    : impl_(std::make_unique<Impl>(world, options, make_stage, source)) {}
+    : impl_(std::make_unique<Impl>(world, options, make_stage, Impl::Batches{nullptr, &source})) {}
+Pipeline::Pipeline(Communicator& world, const PipelineOptions& options,
+                   const StageFactory& make_stage, const BatchSpec& batches) {
+  Impl::Batches from{.own = make_batch_shapes(batches), .source = nullptr, .feed = batches.feed};
+  from.source = from.own.get();
+  impl_ = std::make_unique<Impl>(world, options, make_stage, std::move(from));
+}
 Pipeline::~Pipeline() = default;
 
 JobLayout PipelineAccess::plan_layout(Communicator& world, const PipelineOptions& options,
@@ -461,16 +714,34 @@ JobLayout PipelineAccess::plan_layout(Communicator& world, const PipelineOptions
   job.guarded([&] {
     ComputeContext compute(job.place.device(), options.devices.threads);
     compute.set_tf32(options.devices.tf32);
-    layout = build_layout(job, options, compute, make_stage, source).layout;
+    layout = build_layout(job, options, compute, make_stage, source, /*any_size=*/false).layout;
   });
   return layout;
 }
 
 StepReport Pipeline::train_step() { return impl_->train_step(); }
-double Pipeline::evaluate(std::int64_t samples) { return impl_->evaluate(samples); }
-std::span<const Tensor> Pipeline::infer(std::span<const Tensor> inputs) {
-  return impl_->infer(inputs);
+StepReport Pipeline::train_step(const Batch& batch) { return impl_->train_on(Call::kTrain, batch); }
+StepReport Pipeline::accumulate(const Batch& batch) {
+  return impl_->train_on(Call::kAccumulate, batch);
 }
+StepReport Pipeline::forward_backward(const Batch& batch) {
+  return impl_->train_on(Call::kGradients, batch);
+}
+StepReport Pipeline::optimizer_step() { return impl_->optimizer_step(); }
+void Pipeline::drop_gradients() { impl_->drop_gradients(); }
+EvaluationReport Pipeline::evaluate(const Batch& batch) { return impl_->evaluate(batch); }
+EvaluationReport Pipeline::evaluate(const DataSource& source, std::int64_t samples) {
+  return impl_->evaluate(source, samples);
+}
+double Pipeline::evaluate(std::int64_t samples) {
+  return impl_->evaluate(*impl_->batches.source, samples).loss;
+}
+std::span<const Tensor> Pipeline::infer(std::span<const Tensor> inputs,
+                                        const InferOptions& options) {
+  return impl_->infer({.inputs = {inputs.begin(), inputs.end()}, .targets = {}}, options);
+}
+bool Pipeline::usable() const { return !impl_->closed && !impl_->failed; }
+const Error* Pipeline::failure() const { return impl_->failed ? &*impl_->failed : nullptr; }
 void Pipeline::set_learning_rate(double rate) { impl_->set_learning_rate({.peak = rate}); }
 void Pipeline::set_learning_rate(const LearningRate& rate) { impl_->set_learning_rate(rate); }
 void Pipeline::close() { impl_->close(); }
@@ -494,11 +765,7 @@ std::vector<Pipeline::Owned> Pipeline::parameters() {
 }
 
 void Pipeline::values_changed() {
-  impl_->require_open();
-  impl_->job.guarded([&] {
-    use_device(impl_->compute->device());
-    impl_->rethrow_oom_with_plan("tied parameters", [&] { impl_->tied->broadcast_tied_values(); });
-  });
+  impl_->guarded("tied parameters", [&] { impl_->tied->broadcast_tied_values(); });
 }
 
 std::vector<OptimizerState> Pipeline::optimizer_state() {
@@ -510,11 +777,11 @@ Collectives& PipelineAccess::world(Pipeline& pipeline) {
   return *pipeline.impl_->job.world.collectives;
 }
 void PipelineAccess::guarded(Pipeline& pipeline, const std::function<void()>& body) {
-  pipeline.impl_->job.guarded(body);
+  pipeline.impl_->guarded(body);
 }
 void PipelineAccess::guarded(Pipeline& pipeline, const std::string& who,
                              const std::function<void()>& body) {
-  pipeline.impl_->job.guarded([&] { pipeline.impl_->rethrow_oom_with_plan(who, body); });
+  pipeline.impl_->guarded(who, body);
 }
 
 void PipelineAccess::set_step_flags(Pipeline& pipeline, std::function<std::uint32_t()> mine) {

@@ -6,6 +6,8 @@
 #include <sluice/error.hpp>
 #include <sluice/tensor.hpp>
 
+#include "comm/base/throw_error.hpp"
+
 namespace sluice {
 
 std::size_t size_of(DType dtype) {
@@ -88,6 +90,13 @@ std::string to_string(const Shape& shape) {
 
 std::size_t TensorSpec::bytes() const {
   return static_cast<std::size_t>(shape.elements()) * size_of(dtype);
+}
+
+Tensor view(const void* data, std::size_t elements, const TensorSpec& spec) {
+  if (static_cast<std::int64_t>(elements) != spec.shape.elements()) {
+    throw_usage("{} values are no {}", elements, to_string(spec));
+  }
+  return {const_cast<void*>(data), spec};  // a batch is only read
 }
 
 std::string to_string(const TensorSpec& spec) {

@@ -192,38 +192,42 @@ void TransformerStage::prepare(const StageSetup& setup) {
   parameters_.allocate(memory, setup.seed);
   copies_.allocate(memory);
   find_first_gradients();
-  warm_up_all(setup);
-}
-
-// A product's first run creates primitives and loads the library's kernels: run every size once, on
-// zeros. Temporary operands stand for the messages.
-void TransformerStage::warm_up_all(const StageSetup& setup) {
-  if (layers_.empty()) {
-    return;
-  }
-  begin_step(*setup.compute);
   for (size_t i = 0; i < shapes_.size(); ++i) {
-    const TensorSpec in_spec = setup.input_sizes[i][0];
-    const TensorSpec out_spec = output_spec(shapes_[i]);
-    const DeviceMemory& memory = setup.compute->memory();
-    const Buffer in = memory.allocate(in_spec.bytes(), DeviceMemory::Use::kTemporary);
-    const Buffer out = memory.allocate(out_spec.bytes(), DeviceMemory::Use::kTemporary);
-    fill_zero_async(in.data(), in_spec.bytes(), setup.compute->stream());
-    const Tensor input{in.data(), in_spec};
-    const Tensor output{out.data(), out_spec};
-    StageContext ctx{.compute = *setup.compute};
-    ctx.samples = shapes_[i].samples;
-    ctx.loss_scale = 0.0;
-    ctx.inputs = {&input, 1};
-    if (config_.dropout > 0) {  // evaluation runs other attention then
-      ctx.phase = Phase::kEvaluate;
-      forward(ctx, ctx.inputs, {&output, 1});
-      ctx.phase = Phase::kTrain;
-    }
-    warm_up(ctx, ctx.inputs, {&output, 1});
-    setup.compute->stream().synchronize();  // before the operands are freed
+    warm_up_size(*setup.compute, shapes_[i], setup.input_sizes[i][0]);
   }
   parameters_.zero_grads(setup.compute->stream());
+}
+
+void TransformerStage::prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) {
+  const BlockShape shape = shape_of(inputs[0], compute.device().kind);
+  require_fits(shape);
+  if (compute.device().kind != DeviceKind::kCpu) warm_up_size(compute, shape, inputs[0]);
+}
+
+// A product's first run creates primitives and loads the library's kernels: it runs once, on zeros,
+// which adds zeros to gradients. Temporary operands stand for the messages.
+void TransformerStage::warm_up_size(ComputeContext& compute, const BlockShape& shape,
+                                    const TensorSpec& in_spec) {
+  if (layers_.empty()) return;
+  begin_step(compute);
+  const TensorSpec out_spec = output_spec(shape);
+  const DeviceMemory& memory = compute.memory();
+  const Buffer in = memory.allocate(in_spec.bytes(), DeviceMemory::Use::kTemporary);
+  const Buffer out = memory.allocate(out_spec.bytes(), DeviceMemory::Use::kTemporary);
+  fill_zero_async(in.data(), in_spec.bytes(), compute.stream());
+  const Tensor input{in.data(), in_spec};
+  const Tensor output{out.data(), out_spec};
+  StageContext ctx{.compute = compute};
+  ctx.samples = shape.samples;
+  ctx.loss_scale = 0.0;
+  ctx.inputs = {&input, 1};
+  if (config_.dropout > 0) {  // evaluation runs other attention then
+    ctx.phase = Phase::kEvaluate;
+    forward(ctx, ctx.inputs, {&output, 1});
+    ctx.phase = Phase::kTrain;
+  }
+  warm_up(ctx, ctx.inputs, {&output, 1});
+  compute.stream().synchronize();  // before the operands are freed
 }
 
 void TransformerStage::warm_up(StageContext& ctx, std::span<const Tensor> inputs,

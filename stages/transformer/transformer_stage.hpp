@@ -33,6 +33,7 @@ class TransformerStage : public Stage, public SplitBackward {
                                           ComputeContext& compute) const override;
   void check_inputs(std::span<const Tensor> inputs) const override;
   void prepare(const StageSetup& setup) override;
+  void prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) override;
   void begin_step(ComputeContext& compute) override;
   [[nodiscard]] bool graph_capturable() const override { return true; }
   void forward(StageContext& ctx, std::span<const Tensor> inputs,
@@ -75,7 +76,7 @@ class TransformerStage : public Stage, public SplitBackward {
   [[nodiscard]] LayerMemory largest_memory(const Layer& layer,
                                            std::span<const BlockShape> shapes) const;
   [[nodiscard]] Layout lay_out(std::span<const BlockShape> shapes, bool split) const;
-  void warm_up_all(const StageSetup& setup);
+  void warm_up_size(ComputeContext& compute, const BlockShape& shape, const TensorSpec& in_spec);
   void require_fits(const BlockShape& shape) const;
 
   [[nodiscard]] LayerCall call_of(StageContext& ctx, const BlockShape& shape, size_t layer) const;

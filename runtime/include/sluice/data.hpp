@@ -33,6 +33,33 @@ class DataSource {
                        std::span<const Tensor> into) const = 0;
 };
 
+// --- batches that the caller has ---
+// Where a caller's batches lie.
+enum class Feed {
+  // Inputs on the rank of each replica's first stage, targets on that of its last one: the
+  // replica's
+  // share of the batch. Other ranks pass nothing; what they pass is not read.
+  kWhereUsed,
+  // The whole batch on rank 0, which sends each replica a contiguous share. Shares differ by at
+  // most
+  // one sample, larger ones first.
+  kRank0,
+};
+
+// The samples of one call, in host memory of the caller, which is only read, and only during the
+// call. Dimension 0 of every tensor is the sample.
+struct Batch {
+  std::vector<Tensor> inputs = {}, targets = {};
+};
+
+// What batches look like. How many samples a step may have at most follows from
+// PipelineOptions::Shape.
+struct BatchSpec {
+  // Of one sample: type and shape, without dimension 0. "f32 []" stands for one number a sample.
+  std::vector<TensorSpec> inputs = {}, targets = {};
+  Feed feed = Feed::kWhereUsed;
+};
+
 // --- rows of numbers in memory ---
 // Rows of f32: sample i has inputs[i * input_width ...) and targets likewise. Step t (from 1) takes
 // the batch_size samples after those of step t - 1, in order, starting over at the end; evaluation

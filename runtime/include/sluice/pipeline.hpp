@@ -1,34 +1,40 @@
 // Pipeline: a model in stages over the ranks of a communicator, trained step by step.
 //
-// A program gives it a communicator, options, a factory for stages and a source of data, and calls
-// train_step(). Several pipelines may exist in one process.
+// A program gives it a communicator, options, a factory for stages, and either a BatchSpec or a
+// DataSource. It calls train_step() with a batch, or without one where the source has them. Several
+// pipelines may exist in one process.
 //
 // Threads: one thread per rank makes all calls. MPI_THREAD_FUNNELED suffices where this thread
 // initialised MPI; else Error(kUsage). Construction is collective over all ranks. So is every
-// member function, except those that only read.
+// member function, except those that say otherwise.
 //
-// Errors: when a rank fails, every rank throws the same Error, which names the rank. The pipeline
-// can then only be destroyed, which does not wait: `world` keeps the memory of messages that are
-// still open. These errors leave the pipeline as it was before the call, on all ranks:
-//   Error(kNumeric) of train_step(): the loss or a gradient is not finite
-//   Error(kMismatch) of train_step(): the ranks have set different learning rates
-//   Error(kUsage) of a closed pipeline, and of a call that options.training.inference excludes
-//   Error(kUsage) of evaluate() and infer() for arguments that do not fit or differ between ranks
+// Errors: some calls are refused. All ranks throw the same Error before or after the work of the
+// call, and the pipeline is as it was before:
+//   Error(kUsage), Error(kMismatch): what ranks pass does not fit, or differs between them
+//   Error(kNumeric), Error(kData) at the end of a step: its loss or a gradient is not finite, or no
+//   target counts. The step's gradients are dropped.
+// Any other error ends the pipeline on all ranks, with the same Error, which names the rank that
+// failed. Then usable() is false, failure() is that error, and only the destructor may follow. It
+// does not wait: `world` keeps the memory of messages that are still open.
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <span>
+#include <string>
 #include <vector>
 
 #include <sluice/communicator.hpp>
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
 #include <sluice/options.hpp>
 #include <sluice/tensor.hpp>
 
 namespace sluice {
 
 class ComputeContext;  // <sluice/compute.hpp>
-class DataSource;      // <sluice/data.hpp>
 class PipelineAccess;  // runtime/pipeline/pipeline_access.hpp
 struct LearningRate;   // <sluice/parameter.hpp>
 struct OptimizerState;
@@ -50,8 +56,30 @@ struct StepReport {
   std::vector<std::int64_t> peak_bytes;  // [pipeline rank] planned memory
 };
 
+// Over the counted targets, the same on all ranks.
+struct EvaluationReport {
+  double loss = 0;     // mean
+  double targets = 0;  // their number
+};
+
+struct InferOptions {
+  static constexpr int kWhereMade = -1, kEveryRank = -2;
+  // The rank of `world` that gets all replicas' outputs, in the order of the samples. kWhereMade:
+  // each replica's outputs stay on the rank of its last stage.
+  int to = kWhereMade;
+  // Gets the outputs of each micro-batch when they are there, in ascending order, on the rank of
+  // its last stage, in the thread that called infer(). They are valid during the call. `samples`
+  // counts over all replicas. It may not call the pipeline. What it throws ends the pipeline like
+  // an exception of a stage. infer() then returns nothing.
+  std::function<void(SampleRange samples, std::span<const Tensor> outputs)> on_outputs = {};
+};
+
 class Pipeline {
  public:
+  // For batches of the caller. options.shape says how large a step's batch may be:
+  // batch_size samples over all replicas, in micro-batches of micro_batch_size.
+  Pipeline(Communicator& world, const PipelineOptions& options, const StageFactory& make_stage,
+           const BatchSpec& batches);
   // Makes this rank's stages and everything that they need. `world` and `source` must outlive the
   // pipeline. Throws Error(kUsage) for options that cannot work, with the nearest legal values.
   Pipeline(Communicator& world, const PipelineOptions& options, const StageFactory& make_stage,
@@ -61,24 +89,59 @@ class Pipeline {
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
-  // Trains on the batch of step() + 1. Where the loss or a gradient is not finite, parameters and
-  // optimizer state stay as they are. With options.training.skip_nonfinite the step counts as done,
-  // its batch as used, and the report says `skipped`. Else it is Error(kNumeric) and step() stays:
-  // the next call takes the same batch again, unless set_step(step() + 1) passes over it.
+  // --- one step in one call ---
+  // Trains on `batch`, which has at least one sample for each replica. It has fewer samples than
+  // the largest batch if the caller likes: the last micro-batch of a replica may be smaller, and
+  // there may be fewer micro-batches. A number of either that did not occur before is planned and
+  // verified first; after that a step allocates no memory. The loss is the mean over the counted
+  // targets of the whole batch, and of all batches since the last step that went to accumulate().
+  //
+  // Where the loss or a gradient is not finite, parameters and optimizer state stay as they are.
+  // With options.training.skip_nonfinite the step counts as done, and the report says `skipped`.
+  // Else it is Error(kNumeric), and step() stays.
+  StepReport train_step(const Batch& batch);
+  // The same on the source's batch of step() + 1. After Error(kNumeric) the next call takes the
+  // same batch again, unless set_step(step() + 1) passes over it.
   StepReport train_step();
+
+  // --- one step in several calls ---
+  // Adds a batch to the gradients of the next step. Its samples count as much as those of the
+  // step's other batches. The report is that of the step so far, without a gradient norm.
+  StepReport accumulate(const Batch& batch);
+  // The last batch of a step: after it the gradients are those of the mean loss over the step's
+  // batches, summed over replicas and over the uses of tied parameters, on each parameter's owner
+  // (parameters()). The caller may read and change them, equally on all replicas. optimizer_step()
+  // or drop_gradients() follows.
+  StepReport forward_backward(const Batch& batch);
+  // Updates parameters from the gradients as they are now, with options.training.clip. The report
+  // has the norm that it found. Throws Error(kUsage) unless forward_backward() came before.
+  StepReport optimizer_step();
+  // Forgets the step's batches so far: the next call begins the step anew.
+  void drop_gradients();
+
   // The learning rate from the next step on, in place of options.training.learning_rate; as a
   // number it is constant. Not collective, but every rank sets the same: a step before which they
   // differ is Error(kMismatch) on all ranks and changes nothing. Throws Error(kUsage) for a value
   // that is not finite or below 0. Not part of a save.
   void set_learning_rate(double rate);
   void set_learning_rate(const LearningRate& rate);
-  // Mean loss over the first `samples` samples of the source, forward only. `samples` is one of
-  // options.training.evaluations. May be called between any two steps.
+  // --- without training, between any two steps ---
+  // Loss of a batch of any number of samples, forward only.
+  [[nodiscard]] EvaluationReport evaluate(const Batch& batch);
+  // Loss of the first `samples` samples of `source`, whose tensors are like the pipeline's.
+  [[nodiscard]] EvaluationReport evaluate(const DataSource& source, std::int64_t samples);
+  // Mean loss of the first `samples` samples of the pipeline's own source.
   [[nodiscard]] double evaluate(std::int64_t samples);
-  // One forward pass, where options.training.inference is set. `inputs` are stage 0's, equal on all
-  // ranks: one micro-batch of micro_batch_size samples. Returns the last stage's outputs in host
-  // memory on its rank, else nothing. They are valid until the next call.
-  [[nodiscard]] std::span<const Tensor> infer(std::span<const Tensor> inputs);
+  // Outputs of the last stage for any number of samples, without a loss. All micro-batches are in
+  // flight one after the other. `inputs`: as Batch::inputs. Returns host memory, dimension 0 joined
+  // over the micro-batches, where `options` says, else nothing; it is valid until the next call.
+  [[nodiscard]] std::span<const Tensor> infer(std::span<const Tensor> inputs,
+                                              const InferOptions& options = {});
+
+  // Whether the pipeline can be used; not after close(). Not collective.
+  [[nodiscard]] bool usable() const;
+  // The error that ended the pipeline, or null. Not collective.
+  [[nodiscard]] const Error* failure() const;
 
   // The orderly end: waits until NCCL has finished on all ranks, and frees its communicators. After
   // it, functions that compute and values_changed() are Error(kUsage); the others still work.

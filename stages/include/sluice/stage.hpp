@@ -1,9 +1,9 @@
 // Stage: one contiguous piece of the model on one device. This is what users write.
 //
-// The runtime calls describe() first, for every micro-batch size, before anything is allocated. It
-// calls prepare() once. Then it calls forward and backward in the order of the schedule. Several
-// micro-batches may be in flight: a stage keeps what lives between the two calls per ctx.slot
-// (0 <= slot < setup.slots).
+// The runtime calls describe() first, for every known micro-batch size, before anything is
+// allocated. It calls prepare() once. Then it calls forward and backward in the order of the
+// schedule. Several micro-batches may be in flight: a stage keeps what lives between the two calls
+// per ctx.slot (0 <= slot < setup.slots).
 //
 // All calls come from one thread. On a GPU, work is asynchronous on ctx.compute.stream(). Tensors
 // lie on the stage's device unless a comment says host memory. The runtime owns them; they are
@@ -60,7 +60,8 @@ struct StageSetup {
   // slots what lives between I and W.
   bool split_backward = true;
   std::uint64_t seed = 0;  // of initial values
-  // Input specs of every micro-batch size that will occur, the largest first.
+  // Input specs of the micro-batch sizes that are known to occur, the largest first. Others, with
+  // fewer samples, come to prepare_size() first.
   std::vector<std::vector<TensorSpec>> input_sizes = {};
 };
 
@@ -117,6 +118,10 @@ class Stage {
   // kernel without <sluice/cuda.hpp> must have run once when this returns: CUDA loads a kernel at
   // its first launch, and a load during an NCCL kernel can deadlock.
   virtual void prepare(const StageSetup& setup) = 0;
+  // Runs before the first micro-batch of a size that StageSetup::input_sizes does not have, which
+  // has fewer samples than the largest. On a GPU it does for this size what prepare() does: it runs
+  // every library call and kernel once. Gradients stay as they are. Takes no memory that lasts.
+  virtual void prepare_size(ComputeContext& /*compute*/, std::span<const TensorSpec> /*inputs*/) {}
   // Runs before the first forward of a step or an evaluation. Computes what depends on parameters
   // alone, such as copies in another precision.
   virtual void begin_step(ComputeContext& /*compute*/) {}

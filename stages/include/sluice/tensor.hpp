@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace sluice {
 
@@ -70,6 +71,49 @@ struct Tensor {
   [[nodiscard]] std::span<float> floats() const {
     return {as<float>(), static_cast<size_t>(elements())};
   }
+};
+
+// The type of the elements of a T; T is float, double, Bf16 or an integer type that DType has.
+template <typename T>
+[[nodiscard]] constexpr DType dtype_of();
+template <>
+constexpr DType dtype_of<float>() {
+  return DType::kF32;
+}
+template <>
+constexpr DType dtype_of<double>() {
+  return DType::kF64;
+}
+template <>
+constexpr DType dtype_of<Bf16>() {
+  return DType::kBf16;
+}
+template <>
+constexpr DType dtype_of<std::int32_t>() {
+  return DType::kI32;
+}
+template <>
+constexpr DType dtype_of<std::uint8_t>() {
+  return DType::kU8;
+}
+
+// Values that the caller has, as a tensor: it has no copy. Throws Error(kUsage) where the shape has
+// another number of elements.
+[[nodiscard]] Tensor view(const void* data, std::size_t elements, const TensorSpec& spec);
+template <typename T>
+[[nodiscard]] Tensor view(std::span<const T> values, const Shape& shape) {
+  return view(values.data(), values.size(), {dtype_of<T>(), shape});
+}
+template <typename T>
+[[nodiscard]] Tensor view(const std::vector<T>& values, const Shape& shape) {
+  return view(std::span<const T>(values), shape);
+}
+
+// A tensor with its own host memory.
+struct HostTensor {
+  TensorSpec spec;
+  std::vector<std::byte> bytes;  // spec.bytes() of them
+  [[nodiscard]] Tensor tensor() { return {bytes.data(), spec}; }
 };
 
 // A value that changes with the step. The host reads `value` while it issues the step's work.

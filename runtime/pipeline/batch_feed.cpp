@@ -1,0 +1,320 @@
+#include "runtime/pipeline/batch_feed.hpp"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <cstddef>
+#include <numeric>
+#include <utility>
+
+#include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
+#include "runtime/data/batch_shape.hpp"
+
+namespace sluice {
+namespace {
+
+const char* name_of(Call call) {
+  switch (call) {
+    case Call::kTrain:
+      return "train_step() of a batch";
+    case Call::kTrainSource:
+      return "train_step() of the source";
+    case Call::kAccumulate:
+      return "accumulate()";
+    case Call::kGradients:
+      return "forward_backward()";
+    case Call::kUpdate:
+      return "optimizer_step()";
+    case Call::kEvaluate:
+      return "evaluate() of a batch";
+    case Call::kEvaluateSource:
+      return "evaluate() of a source";
+    case Call::kInfer:
+      return "infer()";
+  }
+  return "a call";
+}
+
+bool has_batch(Call call) {
+  return call != Call::kUpdate && call != Call::kEvaluateSource && call != Call::kTrainSource;
+}
+bool has_targets(Call call) { return has_batch(call) && call != Call::kInfer; }
+constexpr std::int64_t kAnyNumber = -1;  // of samples: there are no tensors
+
+// Each replica needs samples for a micro-batch of gradients.
+bool trains(Call call) { return has_targets(call) && call != Call::kEvaluate; }
+
+TensorSpec with_samples(const TensorSpec& one, std::int64_t samples) {
+  std::vector<std::int64_t> dims = {samples};
+  for (int d = 0; d < one.shape.rank(); ++d) dims.push_back(one.shape[d]);
+  return {one.dtype, Shape(std::span<const std::int64_t>(dims))};
+}
+
+// "f32 [samples, 3]".
+std::string describe(const TensorSpec& one) {
+  std::string text = fmt::format("{} [samples", name_of(one.dtype));
+  for (int d = 1; d < one.shape.rank(); ++d) text += fmt::format(", {}", one.shape[d]);
+  return text + "]";
+}
+
+bool same_but_samples(const TensorSpec& a, const TensorSpec& b) {
+  bool same = a.dtype == b.dtype && a.shape.rank() == b.shape.rank();
+  for (int d = 1; same && d < a.shape.rank(); ++d) same = a.shape[d] == b.shape[d];
+  return same;
+}
+
+std::size_t sample_bytes(const TensorSpec& spec) {
+  return spec.shape[0] == 0 ? 0 : spec.bytes() / static_cast<std::size_t>(spec.shape[0]);
+}
+
+// Samples [first, first + count) of a tensor.
+Tensor slice(const Tensor& whole, SampleRange range, const TensorSpec& one) {
+  Tensor part = whole;
+  part.data = whole.as<std::byte>() + static_cast<std::size_t>(range.first) * sample_bytes(one);
+  std::array<std::int64_t, Shape::kMaxDims> dims = {range.count};
+  for (int d = 1; d < one.shape.rank(); ++d) dims[at(d)] = one.shape[d];
+  part.spec.shape = Shape(std::span<const std::int64_t>(dims.data(), at(one.shape.rank())));
+  return part;
+}
+
+class BatchShapes final : public DataSource {
+ public:
+  explicit BatchShapes(BatchSpec spec) : spec_(std::move(spec)) {}
+  [[nodiscard]] std::vector<TensorSpec> input_specs(std::int64_t samples) const override {
+    return specs(spec_.inputs, samples);
+  }
+  [[nodiscard]] std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
+    return specs(spec_.targets, samples);
+  }
+  void inputs(Phase, std::uint64_t, SampleRange, std::span<const Tensor>) const override {
+    refuse();
+  }
+  void targets(Phase, std::uint64_t, SampleRange, std::span<const Tensor>) const override {
+    refuse();
+  }
+
+ private:
+  static std::vector<TensorSpec> specs(const std::vector<TensorSpec>& ones, std::int64_t samples) {
+    std::vector<TensorSpec> specs;
+    for (const TensorSpec& one : ones) specs.push_back(with_samples(one, samples));
+    return specs;
+  }
+  [[noreturn]] static void refuse() {
+    throw_usage("this pipeline was made from a BatchSpec and has no source: pass a batch");
+  }
+
+  BatchSpec spec_;
+};
+
+}  // namespace
+
+std::unique_ptr<DataSource> make_batch_shapes(const BatchSpec& spec) {
+  if (spec.inputs.empty()) throw_usage("a BatchSpec without inputs; at least one is needed");
+  for (const std::vector<TensorSpec>* list : {&spec.inputs, &spec.targets}) {
+    for (const TensorSpec& one : *list) {
+      if (one.shape.rank() < Shape::kMaxDims) continue;
+      throw_usage(
+          "a sample of {} dimensions in a BatchSpec; at most {} are legal, and dimension 0 "
+          "of a batch is added",
+          one.shape.rank(), Shape::kMaxDims - 1);
+    }
+  }
+  return std::make_unique<BatchShapes>(spec);
+}
+
+BatchFeed::BatchFeed(JobContext& job, const JobLayout& layout, const DataSource& shapes, Feed feed)
+    : job_(job),
+      layout_(layout),
+      shapes_(shapes),
+      feed_(feed),
+      first_(layout.owns(0)),
+      last_(layout.owns(layout.plans.num_stages() - 1)),
+      one_input_(shapes.input_specs(1)),
+      one_target_(shapes.target_specs(1)),
+      headers_(at(job.world.ranks->size())),
+      shares_(at(layout.place.topology.replicas)) {
+  received_.resize(one_input_.size() + one_target_.size());
+}
+
+std::int64_t BatchFeed::samples_of(std::span<const Tensor> tensors, bool targets) const {
+  const std::vector<TensorSpec>& ones = targets ? one_target_ : one_input_;
+  const char* what = targets ? "target" : "input";
+  if (tensors.size() != ones.size()) {
+    throw_usage("{} {}s are given, {} are needed", tensors.size(), what, ones.size());
+  }
+  std::int64_t samples = ones.empty() ? kAnyNumber : 0;
+  for (std::size_t i = 0; i < ones.size(); ++i) {
+    const TensorSpec& spec = tensors[i].spec;
+    if (!same_but_samples(spec, ones[i])) {
+      throw_usage("{} {} is {}, but {} is needed", what, i, to_string(spec), describe(ones[i]));
+    }
+    if (i == 0) samples = spec.shape[0];
+    if (spec.shape[0] != samples) {
+      throw_usage("{} {} has {} samples, {} 0 has {}", what, i, spec.shape[0], what, samples);
+    }
+    if (tensors[i].data == nullptr && spec.bytes() > 0) {
+      throw_usage("{} {} is {} without data", what, i, to_string(spec));
+    }
+    if (reinterpret_cast<std::uintptr_t>(tensors[i].data) % size_of(spec.dtype) != 0) {
+      throw_usage("the data of {} {} are not aligned to their type {}", what, i,
+                  sluice::name_of(spec.dtype));
+    }
+  }
+  return samples;
+}
+
+BatchFeed::Header BatchFeed::check(Call call, const Batch* batch, std::string& fault) const {
+  Header header{.call = static_cast<std::int32_t>(call)};
+  if (!has_batch(call) || !fault.empty()) return header;
+  const bool whole = feed_ == Feed::kRank0;
+  const bool here = whole && job_.world.ranks->rank() == 0;
+  try {
+    if (whole ? here : first_) header.inputs = samples_of(batch->inputs, false);
+    if (has_targets(call) && (whole ? here : last_)) {
+      header.targets = samples_of(batch->targets, true);
+    }
+  } catch (const Error& error) {
+    fault = fmt::format("{}: {}", name_of(call), error.what());
+  }
+  return header;
+}
+
+std::optional<Error> BatchFeed::agree(Call call, const Batch* batch, std::int64_t argument,
+                                      std::string fault) {
+  Header mine = check(call, batch, fault);
+  mine.argument = argument;
+  mine.fault = fault.empty() ? 0 : 1;
+  job_.world.collectives->all_gather(std::as_bytes(std::span(&mine, 1)),
+                                     std::as_writable_bytes(std::span(headers_)));
+  for (std::size_t rank = 0; rank < headers_.size(); ++rank) {
+    if (headers_[rank].fault == 0) continue;
+    const int from = static_cast<int>(rank);
+    return Error(ErrorCode::kUsage, job_.world.collectives->broadcast_string(fault, from), from);
+  }
+  for (std::size_t rank = 1; rank < headers_.size(); ++rank) {
+    if (headers_[rank].call != headers_[0].call) {
+      return Error(ErrorCode::kMismatch,
+                   fmt::format("ranks make different calls: rank 0 {}, rank {} {}",
+                               name_of(static_cast<Call>(headers_[0].call)), rank,
+                               name_of(static_cast<Call>(headers_[rank].call))),
+                   static_cast<int>(rank));
+    }
+    if (headers_[rank].argument != headers_[0].argument) {
+      return Error(ErrorCode::kUsage,
+                   fmt::format("{}: rank 0 passes {}, rank {} passes {}", name_of(call),
+                               headers_[0].argument, rank, headers_[rank].argument),
+                   static_cast<int>(rank));
+    }
+  }
+  if (!has_batch(call)) return std::nullopt;
+  return compare(call, has_targets(call));
+}
+
+std::optional<Error> BatchFeed::compare(Call call, bool targets) {
+  const Topology& topology = layout_.place.topology;
+  const auto refuse = [&](int inputs_rank, int targets_rank) {
+    return Error(ErrorCode::kUsage,
+                 fmt::format("{}: rank {} passes inputs of {} samples, rank {} targets of {}",
+                             name_of(call), inputs_rank, headers_[at(inputs_rank)].inputs,
+                             targets_rank, headers_[at(targets_rank)].targets),
+                 targets_rank);
+  };
+  for (int r = 0; r < topology.replicas; ++r) {
+    const bool whole = feed_ == Feed::kRank0;
+    const int first = whole ? 0 : topology.rank_of(r, layout_.plans.first_rank());
+    const int last = whole ? 0 : topology.rank_of(r, layout_.plans.last_rank());
+    const std::int64_t samples = headers_[at(first)].inputs;
+    const std::int64_t of_targets = headers_[at(last)].targets;
+    if (targets && of_targets != kAnyNumber && of_targets != samples) return refuse(first, last);
+    shares_[at(r)] = whole ? share_of(samples, topology.replicas, r).count : samples;
+  }
+  if (std::accumulate(shares_.begin(), shares_.end(), std::int64_t{0}) == 0) {
+    return Error(ErrorCode::kUsage, fmt::format("{}: the batch has no sample", name_of(call)), 0);
+  }
+  for (int r = 0; r < topology.replicas; ++r) {
+    if (shares_[at(r)] > 0 || !trains(call)) continue;
+    return Error(
+        ErrorCode::kUsage,
+        fmt::format("{}: replica {} gets no sample; each needs at least 1", name_of(call), r), 0);
+  }
+  return std::nullopt;
+}
+
+SampleRange BatchFeed::share() const {
+  const auto mine = shares_.begin() + layout_.place.replica;
+  return {std::accumulate(shares_.begin(), mine, std::int64_t{0}), *mine};
+}
+
+void BatchFeed::send_share(std::span<const Tensor> whole, int rank, SampleRange share) const {
+  for (const Tensor& tensor : whole) {
+    const Tensor part = slice(tensor, share, tensor.spec);
+    job_.world.collectives->send(rank, {part.as<const std::byte>(), part.spec.bytes()});
+  }
+}
+
+void BatchFeed::receive_share(bool targets) {
+  const std::vector<TensorSpec>& ones = targets ? one_target_ : one_input_;
+  std::vector<Tensor>& tensors = targets ? targets_ : inputs_;
+  const std::size_t first = targets ? one_input_.size() : 0;
+  tensors.resize(ones.size());
+  for (std::size_t i = 0; i < ones.size(); ++i) {
+    std::vector<std::byte>& memory = received_[first + i];
+    const std::size_t bytes = static_cast<std::size_t>(share().count) * sample_bytes(ones[i]);
+    if (memory.size() < bytes) memory.resize(bytes);
+    tensors[i] = slice({memory.data(), ones[i]}, {0, share().count}, ones[i]);
+    job_.world.collectives->recv(0, std::span(memory).first(bytes));
+  }
+}
+
+void BatchFeed::distribute(const Batch& batch, bool targets) {
+  if (!targets) targets_.clear();
+  if (feed_ == Feed::kWhereUsed) {
+    if (first_) inputs_ = batch.inputs;
+    if (last_ && targets) targets_ = batch.targets;
+    return;
+  }
+  const Topology& topology = layout_.place.topology;
+  const int me = job_.world.ranks->rank();
+  SampleRange share{};
+  for (int r = 0; r < topology.replicas; ++r, share.first += share.count) {
+    share.count = shares_[at(r)];
+    for (const bool of_targets : {false, true}) {
+      if (of_targets && !targets) continue;
+      const int user =
+          topology.rank_of(r, of_targets ? layout_.plans.last_rank() : layout_.plans.first_rank());
+      const std::vector<Tensor>& whole = of_targets ? batch.targets : batch.inputs;
+      if (me == 0 && user != 0) send_share(whole, user, share);
+      if (me != user) continue;
+      if (me != 0) {
+        receive_share(of_targets);
+        continue;
+      }
+      std::vector<Tensor>& mine = of_targets ? targets_ : inputs_;
+      mine.resize(whole.size());
+      for (std::size_t i = 0; i < whole.size(); ++i)
+        mine[i] = slice(whole[i], share, whole[i].spec);
+    }
+  }
+}
+
+const BatchLoader::Batch& BatchFeed::cut(std::span<const SampleRange> micro_batches,
+                                         std::int64_t first) {
+  if (batch_.inputs.size() < micro_batches.size()) {
+    batch_.inputs.resize(micro_batches.size());
+    batch_.targets.resize(micro_batches.size());
+  }
+  const auto cut_one = [](const std::vector<Tensor>& share, SampleRange range,
+                          const std::vector<TensorSpec>& ones, std::vector<Tensor>& into) {
+    into.resize(share.size());
+    for (std::size_t i = 0; i < share.size(); ++i) into[i] = slice(share[i], range, ones[i]);
+  };
+  for (std::size_t m = 0; m < micro_batches.size(); ++m) {
+    const SampleRange range{micro_batches[m].first - first, micro_batches[m].count};
+    if (first_) cut_one(inputs_, range, one_input_, batch_.inputs[m]);
+    if (last_) cut_one(targets_, range, one_target_, batch_.targets[m]);
+  }
+  return batch_;
+}
+
+}  // namespace sluice

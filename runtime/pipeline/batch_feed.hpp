@@ -1,0 +1,84 @@
+// Batches of the caller: what ranks pass is checked and compared before the first message, sent
+// from rank 0 where all of it lies there, and cut into micro-batches without a copy.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
+
+#include "runtime/data/batch_loader.hpp"
+#include "runtime/job/job_context.hpp"
+#include "runtime/layout/job_layout.hpp"
+
+namespace sluice {
+
+// The shapes of a pipeline without a source; its inputs() and targets() throw Error(kUsage). Throws
+// Error(kUsage) for a BatchSpec without inputs, or with more dimensions than a tensor may have.
+[[nodiscard]] std::unique_ptr<DataSource> make_batch_shapes(const BatchSpec& spec);
+
+// What ranks call; all call the same.
+enum class Call : std::int32_t {
+  kTrain,
+  kTrainSource,
+  kAccumulate,
+  kGradients,
+  kUpdate,
+  kEvaluate,
+  kEvaluateSource,
+  kInfer,
+};
+
+class BatchFeed {
+ public:
+  // All arguments outlive it.
+  BatchFeed(JobContext& job, const JobLayout& layout, const DataSource& shapes, Feed feed);
+
+  // Collective over the job. What all ranks refuse, or nothing. `fault`: what this rank finds wrong
+  // by itself; `argument`: equal on all ranks. `batch` may be null for calls without one.
+  [[nodiscard]] std::optional<Error> agree(Call call, const Batch* batch, std::int64_t argument = 0,
+                                           std::string fault = {});
+  // [replica] samples, after agree() of a call with a batch.
+  [[nodiscard]] std::span<const std::int64_t> shares() const { return shares_; }
+  // The first sample of this replica's share in the batch, and their number.
+  [[nodiscard]] SampleRange share() const;
+
+  // Collective over the job, after agree(): brings each replica's share to where it is used.
+  void distribute(const Batch& batch, bool targets);
+  // Views of this rank's part of micro-batches. `first` is the number that they give the share's
+  // first sample. Valid until the next call.
+  [[nodiscard]] const BatchLoader::Batch& cut(std::span<const SampleRange> micro_batches,
+                                              std::int64_t first);
+
+ private:
+  struct Header {
+    std::int32_t call = 0, fault = 0;
+    std::int64_t argument = 0, inputs = 0, targets = 0;
+  };
+  // Samples of `tensors`, which need to be like the shapes'; throws Error(kUsage).
+  [[nodiscard]] std::int64_t samples_of(std::span<const Tensor> tensors, bool targets) const;
+  [[nodiscard]] Header check(Call call, const Batch* batch, std::string& fault) const;
+  [[nodiscard]] std::optional<Error> compare(Call call, bool targets);
+  void send_share(std::span<const Tensor> whole, int rank, SampleRange share) const;
+  void receive_share(bool targets);
+
+  JobContext& job_;
+  const JobLayout& layout_;
+  const DataSource& shapes_;
+  Feed feed_;
+  bool first_, last_;                               // this rank runs the stage
+  std::vector<TensorSpec> one_input_, one_target_;  // of one sample
+  std::vector<Header> headers_;                     // [rank of the job]
+  std::vector<std::int64_t> shares_;
+  // This rank's share, where it is used; views of the caller's memory, or of received_.
+  std::vector<Tensor> inputs_, targets_;
+  std::vector<std::vector<std::byte>> received_;  // inputs, then targets
+  BatchLoader::Batch batch_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,78 @@
+#include "runtime/pipeline/forward_rounds.hpp"
+
+#include <algorithm>
+
+#include "comm/base/index.hpp"
+#include "runtime/data/batch_shape.hpp"
+
+namespace sluice {
+
+LossResult ForwardRounds::run(Phase phase, std::uint64_t seed, SampleRange samples,
+                              const Load& load, const OnOutputs& on_outputs) {
+  LossResult total;
+  const std::int64_t size = layout_.wires.edges.largest();
+  const std::int64_t round = size * static_cast<std::int64_t>(StepPlans::kRoundMicroBatches);
+  std::function<void(int, std::span<const Tensor>)> hand_on;
+  if (on_outputs) {
+    hand_on = [&](int micro_batch, std::span<const Tensor> outputs) {
+      on_outputs(ranges_[at(micro_batch)], outputs);
+    };
+  }
+  if (samples.count >= size) need_size_(size);
+  if (samples.count % size > 0) need_size_(samples.count % size);
+  for (std::int64_t done = 0; done < samples.count;) {
+    const std::int64_t count = std::min(round, samples.count - done);
+    cut_samples({samples.first + done, count}, size, (count + size - 1) / size, ranges_);
+    done += count;
+    programs_.plan(static_cast<int>(ranges_.size()));
+    Engine& engine = programs_.engine(static_cast<int>(ranges_.size()));
+    const StepRequest request{.phase = phase,
+                              .step = 0,
+                              .seed = seed,
+                              .micro_batches = ranges_,
+                              .batch = &load(ranges_),
+                              .on_outputs = hand_on ? &hand_on : nullptr};
+    const StepOutcome& outcome = engine.run(request, nullptr);
+    if (phase == Phase::kGenerate) continue;
+    for (const LossResult& loss : outcome.losses) {
+      total.sum += loss.sum;
+      total.weight += loss.weight;
+    }
+  }
+  return total;
+}
+
+SourceRounds::SourceRounds(const JobLayout& layout, Device device)
+    : first_(layout.owns(0)), last_(layout.owns(layout.plans.num_stages() - 1)), device_(device) {}
+
+void SourceRounds::place(const std::vector<TensorSpec>& specs, std::vector<HostBuffer>& memory,
+                         std::vector<Tensor>& tensors) const {
+  tensors.resize(specs.size());
+  memory.resize(specs.size());
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    if (memory[i].size() < specs[i].bytes()) memory[i] = HostBuffer(device_, specs[i].bytes());
+    tensors[i] = {memory[i].data(), specs[i]};
+  }
+}
+
+const BatchLoader::Batch& SourceRounds::load(const DataSource& source,
+                                             std::span<const SampleRange> ranges) {
+  if (memory_.size() < ranges.size()) {
+    memory_.resize(ranges.size());
+    batch_.inputs.resize(ranges.size());
+    batch_.targets.resize(ranges.size());
+  }
+  for (std::size_t m = 0; m < ranges.size(); ++m) {
+    if (first_) {
+      place(source.input_specs(ranges[m].count), memory_[m].inputs, batch_.inputs[m]);
+      source.inputs(Phase::kEvaluate, 0, ranges[m], batch_.inputs[m]);
+    }
+    if (last_) {
+      place(source.target_specs(ranges[m].count), memory_[m].targets, batch_.targets[m]);
+      source.targets(Phase::kEvaluate, 0, ranges[m], batch_.targets[m]);
+    }
+  }
+  return batch_;
+}
+
+}  // namespace sluice

@@ -1,0 +1,405 @@
+// Batches of the caller: a step in one call or in several, any number of samples, evaluation and
+// inference in between. The bits are those of one rank.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
+#include <sluice/generate.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/transformer.hpp>
+
+#include "tests/runtime/pipeline/training_cases.hpp"
+
+namespace sluice::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int kContext = 16;
+
+// Samples of the synthetic source, as a caller has them.
+struct Samples {
+  std::vector<std::int32_t> inputs, targets;
+  std::int64_t count = 0;
+
+  Samples(const DataSource& source, std::uint64_t step, SampleRange range, bool all_count = true)
+      : inputs(static_cast<std::size_t>(range.count * kContext)),
+        targets(inputs.size()),
+        count(range.count) {
+    for (std::int64_t first = 0; first < count; first += 2) {  // a source's micro-batch
+      const SampleRange two{first, std::min<std::int64_t>(2, count - first)};
+      const Batch into = part(two);
+      source.inputs(Phase::kTrain, step, {range.first + first, two.count}, into.inputs);
+      source.targets(Phase::kTrain, step, {range.first + first, two.count}, into.targets);
+    }
+    for (std::int32_t& target : targets) target = all_count ? std::max(target, 0) : target;
+  }
+  [[nodiscard]] Batch batch() const { return part({0, count}); }
+  [[nodiscard]] Batch part(SampleRange range) const {
+    const auto cut = [&](const std::vector<std::int32_t>& all) {
+      return view(std::span(all).subspan(static_cast<std::size_t>(range.first * kContext),
+                                         static_cast<std::size_t>(range.count * kContext)),
+                  {range.count, kContext});
+    };
+    return {.inputs = {cut(inputs)}, .targets = {cut(targets)}};
+  }
+};
+
+struct Job {
+  int pipeline = 1, replicas = 1;
+  std::string schedule = "1f1b";
+  int chunks = 1;
+  Feed feed = Feed::kWhereUsed;
+};
+
+PipelineOptions options_of(const Job& job) {
+  PipelineOptions options;
+  options.shape = {.pipeline = job.pipeline,
+                   .replicas = job.replicas,
+                   .rank_order = RankOrder::kPipelineFirst,
+                   .micro_batches = 6 / job.replicas,
+                   .micro_batch_size = 2};
+  options.order.schedule = job.schedule;
+  options.order.chunks = job.chunks;
+  options.training.clip = 0.5;
+  options.training.learning_rate = {.peak = 1e-2};
+  return options;
+}
+
+TransformerConfig model_of() {
+  TransformerConfig model = small_model();
+  model.context = kContext;
+  model.dropout = 0.1F;
+  return model;
+}
+
+StageFactory factory() {
+  return [model = model_of()](int stage, int stages) {
+    return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
+  };
+}
+
+BatchSpec spec(Feed feed) {
+  const TensorSpec tokens{DType::kI32, {kContext}};
+  return {.inputs = {tokens}, .targets = {tokens}, .feed = feed};
+}
+
+// What each rank passes: with Feed::kWhereUsed its replica's share.
+Batch passed(const Samples& samples, const Job& job, Communicator& comm) {
+  if (job.feed == Feed::kRank0) return comm.rank() == 0 ? samples.batch() : Batch{};
+  const std::int64_t share = samples.count / job.replicas, more = samples.count % job.replicas;
+  const std::int64_t replica = comm.rank() / job.pipeline;
+  return samples.part(
+      {replica * share + std::min(replica, more), share + (replica < more ? 1 : 0)});
+}
+
+// Runs `body` with a pipeline over all ranks, and with one over this rank alone.
+using Body = std::function<void(Pipeline& pipeline, const std::function<Batch(const Samples&)>&)>;
+void on_all_and_alone(Communicator& comm, const Job& job, const Body& body) {
+  {
+    Pipeline pipeline(comm, options_of(job), factory(), spec(job.feed));
+    body(pipeline, [&](const Samples& samples) { return passed(samples, job, comm); });
+  }
+  const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+  Pipeline pipeline(*self, options_of({}), factory(), spec(Feed::kWhereUsed));
+  body(pipeline, [](const Samples& samples) { return samples.batch(); });
+}
+
+std::vector<Job> jobs_of(int ranks) {
+  std::vector<Job> jobs = {{.pipeline = ranks}, {.pipeline = ranks, .feed = Feed::kRank0}};
+  if (ranks > 1) jobs.push_back({.pipeline = ranks, .schedule = "zb-h1"});
+  if (ranks > 1) jobs.push_back({.pipeline = ranks, .schedule = "gpipe"});
+  if (ranks == 4) jobs.push_back({.pipeline = 4, .schedule = "zb-v"});
+  return jobs;
+}
+
+class BatchTest : public ::testing::TestWithParam<int> {};
+
+TEST_P(BatchTest, StepsOfAnySizeHaveTheBitsOfOneRank) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model_of());
+    for (const Job& job : jobs_of(GetParam())) {
+      std::vector<std::vector<double>> losses;
+      on_all_and_alone(comm, job, [&](Pipeline& pipeline, const auto& mine) {
+        losses.emplace_back();
+        std::uint64_t step = 0;
+        for (const std::int64_t count : {12, 5, 1, 12, 7, 2}) {
+          const Samples samples(*source, ++step, {0, count});
+          const StepReport report = pipeline.train_step(mine(samples));
+          losses.back().push_back(report.loss);
+          losses.back().push_back(report.grad_norm);
+          EXPECT_EQ(report.targets, static_cast<double>(count * kContext));
+          EXPECT_EQ(report.step, step);
+        }
+      });
+      EXPECT_EQ(losses[0], losses[1]) << job.schedule;
+    }
+  });
+}
+
+// No schedule keeps more micro-batches in flight for a smaller step.
+TEST_P(BatchTest, EveryScheduleTakesSmallerSteps) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model_of());
+    for (const std::string& name : schedule_names()) {
+      if (name == "forward-only") continue;
+      for (const int chunks : {1, 2}) {
+        PipelineOptions options = options_of({.pipeline = comm.size(), .schedule = name});
+        options.order.chunks = chunks;
+        std::unique_ptr<Pipeline> pipeline;
+        try {
+          pipeline = std::make_unique<Pipeline>(comm, options, factory(), spec({}));
+        } catch (const Error& error) {
+          continue;  // another number of chunks, or of micro-batches
+        }
+        for (std::uint64_t count = 6; count > 0; --count) {
+          const Samples samples(*source, count, {0, 2 * static_cast<std::int64_t>(count)});
+          try {
+            (void)pipeline->train_step(samples.batch());
+          } catch (const Error& error) {
+            ADD_FAILURE() << name << " of " << chunks << ", " << count << ": " << error.what();
+          }
+        }
+      }
+    }
+  });
+}
+
+TEST_P(BatchTest, ABatchOfTheCallerTrainsLikeTheSources) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model_of());
+    for (const int replicas : {1, 2}) {
+      if (comm.size() % replicas != 0) continue;
+      for (const Feed feed : {Feed::kWhereUsed, Feed::kRank0}) {
+        const Job job{.pipeline = comm.size() / replicas, .replicas = replicas, .feed = feed};
+        Pipeline expected(comm, options_of(job), factory(), *source);
+        Pipeline pipeline(comm, options_of(job), factory(), spec(feed));
+        for (std::uint64_t step = 1; step <= 3; ++step) {
+          const Samples samples(*source, step, {0, 12}, /*all_count=*/false);
+          EXPECT_EQ(pipeline.train_step(passed(samples, job, comm)).loss,
+                    expected.train_step().loss);
+        }
+        EXPECT_EQ(digest_of(pipeline), digest_of(expected));
+      }
+    }
+  });
+}
+
+// Halves of a batch have half its targets, so that every factor is a power of two.
+TEST_P(BatchTest, BatchesOfOneStepAddUp) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model_of());
+    const Job job{.pipeline = comm.size()};
+    Pipeline whole(comm, options_of(job), factory(), spec(job.feed));
+    Pipeline parts(comm, options_of(job), factory(), spec(job.feed));
+    Pipeline calls(comm, options_of(job), factory(), spec(job.feed));
+    for (std::uint64_t step = 1; step <= 3; ++step) {
+      const Samples samples(*source, step, {0, 8});
+      const StepReport expected = whole.train_step(samples.batch());
+      const StepReport half = parts.accumulate(samples.part({0, 4}));
+      EXPECT_EQ(half.targets, expected.targets / 2);
+      EXPECT_EQ(half.step, step);
+      EXPECT_EQ(parts.step(), step - 1);
+      const StepReport report = parts.train_step(samples.part({4, 4}));
+      EXPECT_EQ(report.loss, expected.loss);
+      EXPECT_EQ(report.grad_norm, expected.grad_norm);
+      EXPECT_EQ(report.targets, expected.targets);
+      // The same by calls of their own, after a batch that is dropped.
+      (void)calls.accumulate(samples.part({2, 4}));
+      calls.drop_gradients();
+      (void)calls.accumulate(samples.part({0, 4}));
+      EXPECT_EQ(calls.forward_backward(samples.part({4, 4})).grad_norm, expected.grad_norm);
+      EXPECT_EQ(calls.optimizer_step().grad_norm, expected.grad_norm);
+      EXPECT_EQ(calls.step(), step);
+    }
+    EXPECT_EQ(digest_of(parts), digest_of(whole));
+    EXPECT_EQ(digest_of(calls), digest_of(whole));
+  });
+}
+
+// Unequal batches: the gradient is that of the mean over all samples.
+TEST_P(BatchTest, EachSampleOfAStepCountsTheSame) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model_of());
+    const Job job{.pipeline = comm.size()};
+    Pipeline whole(comm, options_of(job), factory(), spec(job.feed));
+    Pipeline parts(comm, options_of(job), factory(), spec(job.feed));
+    const Samples samples(*source, 1, {0, 12});
+    const StepReport expected = whole.forward_backward(samples.batch());
+    (void)parts.accumulate(samples.part({0, 2}));
+    const StepReport report = parts.forward_backward(samples.part({2, 10}));
+    EXPECT_NEAR(report.loss, expected.loss, 1e-6 * expected.loss);
+    EXPECT_NEAR(report.grad_norm, expected.grad_norm, 1e-5 * expected.grad_norm);
+    const auto theirs = whole.parameters(), mine = parts.parameters();
+    for (std::size_t i = 0; i < mine.size(); ++i) {
+      for (std::int64_t j = 0; j < mine[i].parameter->grad.elements(); ++j) {
+        const float want = theirs[i].parameter->grad.at(j), have = mine[i].parameter->grad.at(j);
+        ASSERT_NEAR(have, want, 1e-6 + 1e-3 * std::abs(want)) << mine[i].parameter->name;
+      }
+    }
+  });
+}
+
+// The gradients between the calls are the caller's.
+TEST_P(BatchTest, AChangedGradientIsWhatTheUpdateTakes) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model_of());
+    const Job job{.pipeline = comm.size()};
+    Pipeline pipeline(comm, options_of(job), factory(), spec(job.feed));
+    const Samples samples(*source, 1, {0, 12});
+    (void)pipeline.forward_backward(samples.batch());
+    for (const Pipeline::Owned& owned : pipeline.parameters()) {
+      for (float& value : owned.parameter->grad.floats()) value = 0;
+    }
+    const std::string before = digest_of(pipeline);
+    EXPECT_EQ(pipeline.optimizer_step().grad_norm, 0);
+    EXPECT_EQ(digest_of(pipeline), before);
+  });
+}
+
+TEST_P(BatchTest, EvaluationAndInferenceHaveTheBitsOfOneRankAndLeaveTrainingAlone) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model_of());
+    for (const Job& job : jobs_of(GetParam())) {
+      std::vector<std::vector<double>> numbers;
+      on_all_and_alone(comm, job, [&](Pipeline& pipeline, const auto& mine) {
+        std::vector<double>& seen = numbers.emplace_back();
+        for (std::uint64_t step = 1; step <= 2; ++step) {
+          const Samples samples(*source, step, {0, 12}), many(*source, 9, {0, 131});
+          (void)pipeline.accumulate(mine(samples));
+          seen.push_back(pipeline.evaluate(mine(many)).loss);
+          seen.push_back(pipeline.evaluate(*source, 5).loss);
+          const auto outputs = pipeline.infer(mine(many).inputs, {.to = InferOptions::kEveryRank});
+          ASSERT_EQ(outputs.size(), 1U);
+          EXPECT_EQ(outputs[0].shape()[0], 131);
+          double sum = 0;
+          for (std::int64_t i = 0; i < outputs[0].elements(); ++i) {
+            sum += outputs[0].at(i) * static_cast<double>(i % 1009);
+          }
+          seen.push_back(sum);
+          seen.push_back(pipeline.train_step(mine(samples)).loss);
+        }
+      });
+      EXPECT_EQ(numbers[0], numbers[1]) << job.schedule;
+    }
+  });
+}
+
+TEST_P(BatchTest, OutputsOfReplicasGoWhereTheCallerWants) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    if (comm.size() % 2 != 0) return;
+    const auto source = synthetic_tokens(model_of());
+    const Job job{.pipeline = comm.size() / 2, .replicas = 2, .feed = Feed::kRank0};
+    Pipeline pipeline(comm, options_of(job), factory(), spec(job.feed));
+    const Samples samples(*source, 1, {0, 7});
+    const std::vector<Tensor> inputs = passed(samples, job, comm).inputs;
+    const auto rows = [&](const InferOptions& options) {
+      const auto outputs = pipeline.infer(inputs, options);
+      return outputs.empty() ? 0 : outputs[0].shape()[0];
+    };
+    const int last = comm.size() - 1, other = comm.size() / 2 - 1;
+    EXPECT_EQ(rows({}), comm.rank() == other ? 4 : comm.rank() == last ? 3 : 0);
+    EXPECT_EQ(rows({.to = 0}), comm.rank() == 0 ? 7 : 0);
+    EXPECT_EQ(rows({.to = last}), comm.rank() == last ? 7 : 0);
+    EXPECT_EQ(rows({.to = InferOptions::kEveryRank}), 7);
+    std::int64_t next = comm.rank() == last ? 4 : 0;
+    const auto take = [&](SampleRange range, std::span<const Tensor> outputs) {
+      EXPECT_EQ(range.first, next);
+      EXPECT_EQ(outputs[0].shape()[0], range.count);
+      next += range.count;
+    };
+    EXPECT_TRUE(pipeline.infer(inputs, {.on_outputs = take}).empty());
+    EXPECT_EQ(next, comm.rank() == last ? 7 : comm.rank() == other ? 4 : 0);
+  });
+}
+
+void expect_refusal(const std::string& text, const std::function<void()>& call) {
+  try {
+    call();
+    ADD_FAILURE() << "not refused: " << text;
+  } catch (const Error& error) {
+    EXPECT_THAT(error.what(), HasSubstr(text));
+  }
+}
+
+TEST_P(BatchTest, WhatRanksPassIsComparedBeforeTheFirstMessage) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model_of());
+    const Job job{.pipeline = comm.size()};
+    Pipeline pipeline(comm, options_of(job), factory(), spec(job.feed));
+    Pipeline undisturbed(comm, options_of(job), factory(), spec(job.feed));
+    const Samples samples(*source, 1, {0, 12}), more(*source, 1, {0, 14});
+    const bool first = comm.rank() == 0, last = comm.rank() == comm.size() - 1;
+    for (int step = 0; step < 2; ++step) {
+      Batch wrong = samples.batch();
+      if (first) wrong.inputs[0].spec.dtype = DType::kF32;
+      expect_refusal("input 0 is f32 [12, 16], but i32 [samples, 16] is needed",
+                     [&] { (void)pipeline.train_step(wrong); });
+      wrong = samples.batch();
+      if (last) wrong.targets.clear();
+      expect_refusal("0 targets are given, 1 are needed",
+                     [&] { (void)pipeline.accumulate(wrong); });
+      wrong = samples.batch();
+      if (last) wrong.targets = more.batch().targets;
+      expect_refusal("passes inputs of 12 samples", [&] { (void)pipeline.evaluate(wrong); });
+      wrong = samples.batch();
+      if (first) wrong.inputs[0].data = nullptr;
+      expect_refusal("without data", [&] { (void)pipeline.infer(wrong.inputs); });
+      expect_refusal("this pipeline was made for at most 12",
+                     [&] { (void)pipeline.train_step(more.batch()); });
+      expect_refusal("the batch has no sample", [&] {
+        (void)pipeline.train_step(samples.part({0, 0}));
+      });
+      expect_refusal("has no source", [&] { (void)pipeline.train_step(); });
+      expect_refusal("needs a forward_backward()", [&] { (void)pipeline.optimizer_step(); });
+      expect_refusal("infer() to rank 99",
+                     [&] { (void)pipeline.infer(samples.batch().inputs, {.to = 99}); });
+      if (comm.size() > 1) {
+        expect_refusal("ranks make different calls", [&] {
+          if (last) {
+            (void)pipeline.evaluate(samples.batch());
+          } else {
+            (void)pipeline.train_step(samples.batch());
+          }
+        });
+      }
+      EXPECT_TRUE(pipeline.usable());
+      EXPECT_EQ(pipeline.train_step(samples.batch()).loss,
+                undisturbed.train_step(samples.batch()).loss);
+      (void)pipeline.forward_backward(samples.batch());
+      expect_refusal("a step is complete", [&] { (void)pipeline.accumulate(samples.batch()); });
+      pipeline.drop_gradients();
+    }
+    EXPECT_EQ(digest_of(pipeline), digest_of(undisturbed));
+  });
+}
+
+TEST_P(BatchTest, ACallbackThatThrowsEndsThePipelineOnAllRanks) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model_of());
+    Pipeline pipeline(comm, options_of({.pipeline = comm.size()}), factory(), spec({}));
+    const Samples samples(*source, 1, {0, 12});
+    const auto fail = [](SampleRange, std::span<const Tensor>) { throw 42; };
+    expect_refusal("an exception that is not a std::exception",
+                   [&] { (void)pipeline.infer(samples.batch().inputs, {.on_outputs = fail}); });
+    EXPECT_FALSE(pipeline.usable());
+    ASSERT_NE(pipeline.failure(), nullptr);
+    EXPECT_EQ(pipeline.failure()->rank(), comm.size() - 1);
+    expect_refusal("the pipeline is unusable since an earlier error",
+                   [&] { (void)pipeline.train_step(samples.batch()); });
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, BatchTest, ::testing::Values(1, 2, 3, 4));
+
+}  // namespace
+}  // namespace sluice::testing
