@@ -306,6 +306,10 @@ void Checkpointer::Impl::collect_share() {
     if (!owned.owner || !mine.contains(owned.parameter->name)) continue;
     live.push_back({owned.parameter->name, owned.parameter->value});
   }
+  for (const Pipeline::Owned& owned : pipeline.buffers()) {
+    if (!mine.contains(owned.parameter->name)) continue;
+    live.push_back({owned.parameter->name, owned.parameter->value});
+  }
   model_tensors = live.size();
   if (!options.weights_only) {
     for (const OptimizerState& each : pipeline.optimizer_state()) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <set>
@@ -141,6 +142,9 @@ std::vector<NamedTensor> wanted(Pipeline& pipeline, bool optimizer) {
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
     if (owned.owner) tensors.push_back({owned.parameter->name, owned.parameter->value});
   }
+  for (const Pipeline::Owned& owned : pipeline.buffers()) {
+    tensors.push_back({owned.parameter->name, owned.parameter->value});
+  }
   if (!optimizer) return tensors;
   for (const OptimizerState& state : pipeline.optimizer_state()) {
     tensors.push_back({state.kind + "." + state.parameter, state.tensor});
@@ -173,6 +177,30 @@ void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const NamedT
   pipeline.compute().stream().synchronize();  // before the mirror goes
 }
 
+// What all ranks throw at once before a parameter changes: it leaves the pipeline usable.
+struct Refused {
+  Error error;
+};
+
+// Collective. Runs `body`, which calls no other rank. Where it fails on any rank, all throw
+// Refused.
+void on_all_ranks(Collectives& world, const std::function<void()>& body) {
+  std::string mine;
+  try {
+    body();
+  } catch (const Error& error) {
+    mine = Json::array({static_cast<int>(error.code()), error.what()})
+               .dump(-1, ' ', false, Json::error_handler_t::replace);
+  }
+  const std::vector<std::string> all = world.all_gather_strings(mine);
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].empty()) continue;
+    const Json error = Json::parse(all[rank]);
+    throw Refused{Error(static_cast<ErrorCode>(error[0].get<int>()), error[1].get<std::string>(),
+                        static_cast<int>(rank))};
+  }
+}
+
 // What rank 0 found at a path, for all ranks.
 struct Found {
   std::vector<std::pair<std::string, std::string>> candidates;  // directory, id of the save
@@ -184,7 +212,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Found, candidates, broken, one_step, of_0_1)
 // With `resumable`, exports are no candidates where there are other saves.
 Found find_saves(Collectives& world, const fs::path& path, bool resumable) {
   std::string text;
-  if (world.communicator().rank() == 0) {
+  on_all_ranks(world, [&] {
+    if (world.communicator().rank() != 0) return;
     const SaveSelection selection = select_saves(path);
     const bool exports_alone =
         selection.candidates.empty() || newest_resumable(selection).state.weights_only;
@@ -198,7 +227,7 @@ Found find_saves(Collectives& world, const fs::path& path, bool resumable) {
     found.of_0_1 = selection.of_0_1;
     const std::vector<std::uint8_t> bytes = Json::to_cbor(found);  // paths may not be UTF-8
     text.assign(bytes.begin(), bytes.end());
-  }
+  });
   return Json::from_cbor(world.broadcast_string(text, 0)).get<Found>();
 }
 
@@ -286,9 +315,11 @@ Chosen choose_save(Collectives& world, const Found& found, const fs::path& path,
     passed_over.push_back(save_name(name));
     if (found.one_step) break;
   }
-  throw_error(ErrorCode::kWeights, "{}'{}' holds no save that can be used{}{}",
-              found.one_step ? "" : "directory ", path.string(), notes.empty() ? "" : ": ",
-              fmt::join(notes, "; "));
+  throw Refused{Error(
+      ErrorCode::kWeights,
+      fmt::format("{}'{}' holds no save that can be used{}{}", found.one_step ? "" : "directory ",
+                  path.string(), notes.empty() ? "" : ": ", fmt::join(notes, "; ")),
+      0)};
 }
 
 std::vector<std::string> hosts_of(Pipeline& pipeline) {
@@ -313,44 +344,63 @@ std::uint64_t require_one_step_of_0_1(const fs::path& directory) {
 // Which checks a load makes, and what it reads.
 enum class Extent { kWeights, kEverything };
 
-LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, Extent extent) {
+// Collective. Finds and checks what is loaded; throws Refused. `saved` gets the files.
+LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verify verify, bool all,
+                                 std::span<const NamedTensor> tensors,
+                                 std::optional<SavedTensors>& saved) {
   LoadedCheckpoint loaded;
-  const bool all = extent == Extent::kEverything;
-  PipelineAccess::guarded(pipeline, all ? "loading the checkpoint" : "loading the weights", [&] {
-    Collectives& world = PipelineAccess::world(pipeline);
-    const JobLayout& layout = PipelineAccess::layout(pipeline);
-    const std::vector<NamedTensor> tensors = wanted(pipeline, all);
-    const Found found = find_saves(world, path, /*resumable=*/all);
-    std::optional<SavedTensors> saved;
+  Collectives& world = PipelineAccess::world(pipeline);
+  const JobLayout& layout = PipelineAccess::layout(pipeline);
+  const Found found = find_saves(world, path, /*resumable=*/all);
+  Chosen chosen;
+  if (!found.of_0_1) chosen = choose_save(world, found, path, tensors, hosts_of(pipeline), verify);
+  on_all_ranks(world, [&] {
     if (found.of_0_1) {
       loaded.directory = path;
       if (all) loaded.step = require_one_step_of_0_1(path);
       saved.emplace(path, all && !pipeline.optimizer_state().empty());
     } else {
-      Chosen chosen = choose_save(world, found, path, tensors, hosts_of(pipeline), verify);
+      loaded.directory = chosen.directory;
       if (all && chosen.state.weights_only) {
         throw_error(ErrorCode::kWeights,
                     "'{}' holds weights alone (--save-weights-only): it cannot be resumed",
                     chosen.directory.string());
       }
       saved.emplace(chosen.directory, chosen.state);
-      if (all) loaded.states = read_states(world, chosen.directory, chosen.state);
-      loaded.directory = std::move(chosen.directory);
-      loaded.run = chosen.state.run;
-      loaded.step = chosen.state.step;
-      loaded.options = std::move(chosen.state.options);
-      loaded.data = std::move(chosen.state.data);
-      loaded.skipped = std::move(chosen.state.skipped);
-      loaded.notes = std::move(chosen.notes);
-      loaded.passed_over = std::move(chosen.passed_over);
     }
     require_fitting(*saved, layout, loaded.directory);
     require_tensors(*saved, tensors, loaded.directory);
-    world.barrier();  // no rank found fault, so parameters may change
+  });
+  if (found.of_0_1) return loaded;
+  if (all) loaded.states = read_states(world, chosen.directory, chosen.state);
+  loaded.run = chosen.state.run;
+  loaded.step = chosen.state.step;
+  loaded.options = std::move(chosen.state.options);
+  loaded.data = std::move(chosen.state.data);
+  loaded.skipped = std::move(chosen.state.skipped);
+  loaded.notes = std::move(chosen.notes);
+  loaded.passed_over = std::move(chosen.passed_over);
+  return loaded;
+}
+
+LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, Extent extent) {
+  LoadedCheckpoint loaded;
+  std::optional<Error> refusal;
+  const bool all = extent == Extent::kEverything;
+  PipelineAccess::guarded(pipeline, all ? "loading the checkpoint" : "loading the weights", [&] {
+    const std::vector<NamedTensor> tensors = wanted(pipeline, all);
+    std::optional<SavedTensors> saved;
+    try {
+      loaded = find_checkpoint(pipeline, path, verify, all, tensors, saved);
+    } catch (const Refused& refused) {
+      refusal = refused.error;
+      return;
+    }
     read_values(pipeline, *saved, tensors);
     if (all) pipeline.set_step(loaded.step);
-    world.barrier();
+    PipelineAccess::world(pipeline).barrier();
   });
+  if (refusal) throw Error(*refusal);
   pipeline.values_changed();
   return loaded;
 }

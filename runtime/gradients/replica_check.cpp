@@ -31,7 +31,11 @@ void check_replicas(JobContext& job, const TiedUses& tied, std::span<const Stage
   for (const StageBinding& binding : stages) {
     ParameterSet* set = binding.stage->parameters();
     if (set == nullptr) continue;
-    for (const Parameter* parameter : set->all()) {
+    std::vector<Parameter*> compared = set->all();
+    for (Parameter* buffer : set->buffers()) {
+      if (buffer->across != Across::kNothing) compared.push_back(buffer);
+    }
+    for (const Parameter* parameter : compared) {
       const Digest mine = digest_of(*parameter, mirror);
       job.replicas.collectives->all_gather(std::as_bytes(std::span(&mine, 1)),
                                            std::as_writable_bytes(std::span(all)));

@@ -27,6 +27,7 @@ struct ParameterEntry {
 
 struct StageEntry {
   std::vector<ParameterEntry> parameters;  // in the stage's order
+  std::vector<ParameterEntry> buffers;     // likewise
   std::size_t state_bytes = 0;             // per slot, at the largest micro-batch
   std::size_t split_bytes = 0;             // more per slot where backward is split into I and W
   std::size_t shared_gradient_bytes = 0;   // once where it is not

@@ -18,12 +18,21 @@ std::vector<SavedParameter> share_saves(const StepPlans& plans, const ParameterT
           {entries[i].name, entries[i].elements, plans.placement().rank_of(stage), /*replica=*/0});
     }
   }
+  const std::size_t parameters_end = shares.size();
+  std::map<int, std::vector<std::int64_t>> loads;  // by rank: [replica] elements
+  for (int stage = 0; stage < plans.num_stages(); ++stage) {
+    const int rank = plans.placement().rank_of(stage);
+    for (const ParameterEntry& buffer : parameters.stages[at(stage)].buffers) {
+      shares.push_back({buffer.name, buffer.elements, rank, /*replica=*/0});
+      loads[rank].resize(at(replicas));
+      loads[rank][0] += buffer.elements;
+    }
+  }
   std::vector<SavedParameter*> largest_first;
-  for (SavedParameter& share : shares) largest_first.push_back(&share);
+  for (std::size_t i = 0; i < parameters_end; ++i) largest_first.push_back(&shares[i]);
   std::stable_sort(
       largest_first.begin(), largest_first.end(),
       [](const SavedParameter* a, const SavedParameter* b) { return a->elements > b->elements; });
-  std::map<int, std::vector<std::int64_t>> loads;  // by rank: [replica] elements
   for (SavedParameter* share : largest_first) {
     std::vector<std::int64_t>& load = loads[share->rank];
     load.resize(at(replicas));

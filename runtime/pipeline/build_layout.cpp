@@ -79,6 +79,23 @@ std::vector<TiedParameter> find_ties(const std::vector<StageEntry>& stages) {
   return ties;
 }
 
+// A save has buffers next to parameters, by name.
+void require_own_buffer_names(const std::vector<StageEntry>& stages) {
+  std::map<std::string, std::size_t> stage_of;
+  for (std::size_t s = 0; s < stages.size(); ++s) {
+    for (const ParameterEntry& parameter : stages[s].parameters)
+      stage_of.emplace(parameter.name, s);
+  }
+  for (std::size_t s = 0; s < stages.size(); ++s) {
+    for (const ParameterEntry& buffer : stages[s].buffers) {
+      const auto [other, is_new] = stage_of.emplace(buffer.name, s);
+      if (is_new) continue;
+      throw_usage("buffer '{}' of stage {} has a name that stage {} uses too", buffer.name, s,
+                  other->second);
+    }
+  }
+}
+
 // What a step and the announced evaluations need: the distinct sizes of all replicas'
 // micro-batches, the largest first, and the most micro-batches of an evaluation's round.
 struct Division {
@@ -272,6 +289,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   layout.wires.edges = EdgeTable(division.sizes, std::move(reports.edges));
   layout.parameters.stages = std::move(reports.entries);
   layout.parameters.tied = find_ties(layout.parameters.stages);
+  require_own_buffer_names(layout.parameters.stages);
   choose_all_routes(job, options, layout);
   // The order that NCCL's queues need suits tagged messages too.
   layout.wires.carrier = uses_nccl(layout.wires.routes) ? "nccl" : job.messages->name();

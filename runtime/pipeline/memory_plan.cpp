@@ -96,6 +96,10 @@ class MemorySum {
         owned += parameter_bytes(elements);
         squares += sum_of_squares_workspace(elements);
       }
+      std::size_t buffers = 0;
+      for (const ParameterEntry& buffer : entry.buffers) buffers += parameter_bytes(buffer.elements);
+      // Training keeps a copy of them until a step is done.
+      memory_.parameters += buffers * (options_.training.inference ? 1 : 2);
       const bool splits = layout_.plans.splits_backward();
       const std::size_t slot = entry.state_bytes + (splits ? entry.split_bytes : 0);
       const std::size_t activations = padded(at(layout_.plans.slots_of(stage)) * slot);

@@ -19,6 +19,7 @@
 #include "runtime/gradients/bucketed_sums.hpp"
 #include "runtime/gradients/gradients.hpp"
 #include "runtime/gradients/replica_check.hpp"
+#include "runtime/gradients/stage_buffers.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/job/job_context.hpp"
 #include "runtime/job/nccl_routes.hpp"
@@ -150,6 +151,7 @@ struct Pipeline::Impl {
   std::unique_ptr<OutputGather> outputs;
   std::unique_ptr<TiedUses> tied;
   std::unique_ptr<GradientSync> gradients;
+  std::unique_ptr<StageBuffers> stage_buffers;
   std::uint64_t step = 0;
   bool closed = false;
   std::optional<Error> failed;
@@ -228,6 +230,9 @@ void Pipeline::Impl::prepare_training() {
   rethrow_oom_with_plan("the optimizer", [&] {
     gradients =
         std::make_unique<GradientSync>(job, layout, options, *compute, nccl.get(), *tied, bindings);
+  });
+  rethrow_oom_with_plan("the buffers of stages", [&] {
+    stage_buffers = std::make_unique<StageBuffers>(job, *compute, *mirror, bindings);
   });
   gradients->clear();
   compute->stream().synchronize();
@@ -483,6 +488,7 @@ StepReport Pipeline::Impl::run_batch(const BatchLoader::Batch& batch, BatchEnd e
                               .loss_scale = 1 / gradients->divisor(targets),
                               .micro_batches = step_ranges,
                               .batch = &batch};
+    if (earlier_samples == 0) stage_buffers->keep();
     gradients->begin(number, started, static_cast<int>(step_ranges.size()), end, engine->outcome());
     rethrow_oom_with_plan(fmt::format("step {}", number),
                           [&] { engine->run(request, gradients.get()); });
@@ -504,6 +510,11 @@ StepReport Pipeline::Impl::end_batch(BatchEnd end, double started) {
     StepReport report = report_of(steady_seconds() - started);
     report.step = step + 1;
     return report;
+  }
+  if (refused) {
+    stage_buffers->restore();
+  } else {
+    stage_buffers->join();
   }
   forget_batches();
   if (refused && !skips) return {};
@@ -540,6 +551,7 @@ void Pipeline::Impl::drop_gradients() {
   require_training();
   guarded([&] {
     use_device(compute->device());
+    if (gradients_ready || earlier_samples > 0) stage_buffers->restore();
     forget_batches();
   });
 }
@@ -759,6 +771,18 @@ std::vector<Pipeline::Owned> Pipeline::parameters() {
       owned.push_back({.stage = binding.index,
                        .owner = impl_->layout.parameters.is_owner(binding.index, index++),
                        .parameter = parameter});
+    }
+  }
+  return owned;
+}
+
+std::vector<Pipeline::Owned> Pipeline::buffers() {
+  std::vector<Owned> owned;
+  for (const StageBinding& binding : impl_->bindings) {
+    ParameterSet* set = binding.stage->parameters();
+    if (set == nullptr) continue;
+    for (Parameter* buffer : set->buffers()) {
+      owned.push_back({.stage = binding.index, .owner = true, .parameter = buffer});
     }
   }
   return owned;

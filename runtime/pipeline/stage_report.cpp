@@ -27,7 +27,7 @@ static void from_json(const Json& json, Shape& shape) {
 }
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TensorSpec, dtype, shape)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, state_bytes, split_bytes,
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state_bytes, split_bytes,
                                    shared_gradient_bytes, workspace_bytes, copy_bytes,
                                    operator_bytes, table_bytes, own_memory, note)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageReport, entry, outputs, input_gradients)
@@ -124,12 +124,17 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     raise(report.entry, description);
   }
   if (ParameterSet* parameters = stage.parameters()) {
-    for (const Parameter* p : parameters->all()) {
-      if (!is_utf8(p->name)) {
-        throw_usage("stage {} has a parameter whose name {} is not UTF-8", index, quoted(p->name));
+    const auto list = [&](const std::vector<Parameter*>& from, std::vector<ParameterEntry>& to) {
+      for (const Parameter* p : from) {
+        if (!is_utf8(p->name)) {
+          throw_usage("stage {} has a parameter whose name {} is not UTF-8", index,
+                      quoted(p->name));
+        }
+        to.push_back({p->name, p->shape.elements(), p->tied});
       }
-      report.entry.parameters.push_back({p->name, p->shape.elements(), p->tied});
-    }
+    };
+    list(parameters->all(), report.entry.parameters);
+    list(parameters->buffers(), report.entry.buffers);
   }
   return report;
 }

@@ -123,6 +123,15 @@ Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool deca
   return parameters_.emplace_back(Parameter{std::move(name), shape, init, decay, tied, {}, {}, {}});
 }
 
+Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, Across across) {
+  if (memory_->values.data() != nullptr) {
+    throw Error(ErrorCode::kInternal, fmt::format("buffer {} is added after allocate()", name));
+  }
+  Parameter buffer{std::move(name), shape, init, false, false, {}, {}, {}};
+  buffer.across = across;
+  return buffers_.emplace_back(std::move(buffer));
+}
+
 void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed) {
   require_distinct(parameters_);
   std::size_t bytes = 0;
@@ -149,7 +158,45 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed) {
     copy_now(device, parameter.value.data, drawn.data(), drawn.size() * sizeof(float));
     offset += padded_bytes(parameter);
   }
+  allocate_buffers(memory, seed);
   mark_values_changed();
+}
+
+void ParameterSet::allocate_buffers(const DeviceMemory& memory, std::uint64_t seed) {
+  std::size_t bytes = 0;
+  for (const Parameter& buffer : buffers_) {
+    if (find(buffer.name) != nullptr) {
+      throw Error(
+          ErrorCode::kUsage,
+          fmt::format("buffer {} has the name of a parameter; give it another", buffer.name));
+    }
+    bytes += padded_bytes(buffer);
+  }
+  require_distinct(buffers_);
+  if (bytes == 0) return;
+  memory_->buffers = memory.allocate(bytes);
+  buffer_floats_ = bytes / sizeof(float);
+  std::vector<float> drawn(buffer_floats_);
+  std::size_t offset = 0;
+  for (Parameter& buffer : buffers_) {
+    buffer.value = {memory_->buffers.data() + offset, {DType::kF32, buffer.shape}};
+    buffer.memory = memory_;
+    draw(buffer, seed,
+         std::span(drawn).subspan(offset / sizeof(float),
+                                  static_cast<std::size_t>(buffer.shape.elements())));
+    offset += padded_bytes(buffer);
+  }
+  copy_now(memory.device(), memory_->buffers.data(), drawn.data(), bytes);
+}
+
+std::vector<Parameter*> ParameterSet::buffers() {
+  std::vector<Parameter*> result;
+  for (Parameter& buffer : buffers_) result.push_back(&buffer);
+  return result;
+}
+
+std::span<float> ParameterSet::flat_buffers() const {
+  return {reinterpret_cast<float*>(memory_->buffers.data()), buffer_floats_};
 }
 
 std::vector<Parameter*> ParameterSet::all() {

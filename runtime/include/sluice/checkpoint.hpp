@@ -123,7 +123,8 @@ struct LoadedCheckpoint {
 
 // Collective. Weights, optimizer state and step of `path`, which is a directory of saves (the
 // newest that verifies), one step's directory (that one), or a directory of version 0.1. Throws
-// Error(kWeights) naming what is missing, broken or does not fit, before any parameter changes.
+// Error(kWeights) naming what is missing, broken or does not fit, before any parameter changes; the
+// pipeline stays usable.
 LoadedCheckpoint load_checkpoint(Pipeline& pipeline, const std::filesystem::path& path,
                                  Verify verify = Verify::kFull);
 

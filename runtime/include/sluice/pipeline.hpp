@@ -160,6 +160,8 @@ class Pipeline {
     Parameter* parameter = nullptr;
   };
   [[nodiscard]] std::vector<Owned> parameters();
+  // The same of ParameterSet::add_buffer(); values may be written without values_changed().
+  [[nodiscard]] std::vector<Owned> buffers();
   // Tied copies take their owner's value. Stages discard their copies in other precisions.
   void values_changed();
   // Views of the optimizer's tensors of this rank's parameters. Not collective.

@@ -32,6 +32,10 @@ struct Init {
   static Init uniform(double bound) { return {Kind::kUniform, bound}; }
 };
 
+// How replicas keep a buffer equal: at the end of each step all take the mean, or replica 0's
+// values. kNothing: each keeps its own, and a save has replica 0's.
+enum class Across { kMean, kFirst, kNothing };
+
 struct Parameter {
   std::string name;
   Shape shape;
@@ -40,6 +44,7 @@ struct Parameter {
   bool tied = false;   // other uses of the same name exist
   Tensor value, grad;  // fp32, set by allocate(); starts at multiples of kBufferAlignment
   std::shared_ptr<const void> memory;  // owns what both lie in
+  Across across = Across::kMean;       // of a buffer, which has no gradient
 };
 
 // Bytes of a parameter's values in their set's memory; its gradients take as many.
@@ -54,18 +59,25 @@ class ParameterSet {
   // The reference stays valid for the life of the set. Requires: allocate() not yet called.
   Parameter& add(std::string name, Shape shape, Init init, bool decay = true, bool tied = false);
 
-  // Allocates every value and gradient, draws initial values (a function of seed, name and position
-  // alone) and zeroes gradients. Call it once. Throws Error(kUsage) for a name that is used twice
-  // and not tied, and what `memory` throws.
+  // State that is not trained, such as running statistics: fp32, saved with the parameters, under a
+  // name that no parameter has. A stage writes it in forward(), which the runtime calls once for
+  // every micro-batch. A step that is refused or skipped leaves it as it was. Else as add().
+  Parameter& add_buffer(std::string name, Shape shape, Init init, Across across = Across::kMean);
+
+  // Allocates every value, gradient and buffer, draws initial values (a function of seed, name and
+  // position alone) and zeroes gradients. Call it once. Throws Error(kUsage) for a name that is
+  // used twice and not tied, and what `memory` throws.
   void allocate(const DeviceMemory& memory, std::uint64_t seed);
 
-  [[nodiscard]] std::vector<Parameter*> all();  // in order of add()
+  [[nodiscard]] std::vector<Parameter*> all();      // without buffers, in order of add()
+  [[nodiscard]] std::vector<Parameter*> buffers();  // in order of add_buffer()
   [[nodiscard]] std::size_t size() const { return parameters_.size(); }
   [[nodiscard]] Parameter* find(std::string_view name);  // first use, or null
   // All gradients (values) as one vector, padding between parameters included and always zero.
   // Memory that allocate() was given, like the parameters' tensors.
   [[nodiscard]] std::span<float> flat_grads() const;
   [[nodiscard]] std::span<float> flat_values() const;
+  [[nodiscard]] std::span<float> flat_buffers() const;
   void zero_grads(StreamView stream);  // in stream order
   // Owns what all values and gradients lie in.
   [[nodiscard]] std::shared_ptr<const void> memory() const { return memory_; }
@@ -75,12 +87,14 @@ class ParameterSet {
   [[nodiscard]] std::uint64_t version() const { return version_; }
 
  private:
-  std::deque<Parameter> parameters_;
+  std::deque<Parameter> parameters_, buffers_;
   struct Memory {
-    Buffer values, grads;
+    Buffer values, grads, buffers;
   };
   std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
-  std::size_t flat_floats_ = 0;
+  void allocate_buffers(const DeviceMemory& memory, std::uint64_t seed);
+
+  std::size_t flat_floats_ = 0, buffer_floats_ = 0;
   std::uint64_t version_ = 0;
 };
 

@@ -11,10 +11,12 @@
 #include <utility>
 #include <vector>
 
+#include <sluice/checkpoint.hpp>
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/pipeline.hpp>
+#include <sluice/stage.hpp>
 #include <sluice/transformer.hpp>
 
 #include "tests/runtime/pipeline/training_cases.hpp"
@@ -396,6 +398,121 @@ TEST_P(BatchTest, ACallbackThatThrowsEndsThePipelineOnAllRanks) {
     EXPECT_EQ(pipeline.failure()->rank(), comm.size() - 1);
     expect_refusal("the pipeline is unusable since an earlier error",
                    [&] { (void)pipeline.train_step(samples.batch()); });
+  });
+}
+
+TEST_P(BatchTest, AMissingCheckpointLeavesThePipelineUsable) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model_of());
+    Pipeline pipeline(comm, options_of({.pipeline = comm.size()}), factory(), spec({}));
+    const Samples samples(*source, 1, {0, 12});
+    const double before = pipeline.evaluate(samples.batch()).loss;
+    expect_refusal("/no/such/directory",
+                   [&] { (void)load_checkpoint(pipeline, "/no/such/directory"); });
+    EXPECT_TRUE(pipeline.usable());
+    EXPECT_EQ(pipeline.evaluate(samples.batch()).loss, before);
+    EXPECT_EQ(pipeline.train_step(samples.batch()).step, 1U);
+  });
+}
+
+// y = x + mean(x), with a running mean of what it saw, and a count of its calls.
+struct Tracking : Stage, LossStage {
+  ParameterSet set;
+  Parameter& weight = set.add("w", {1}, Init::constant(1));
+  Parameter& mean = set.add_buffer("mean", {1}, Init::constant(0));
+  Parameter& calls = set.add_buffer("calls", {1}, Init::constant(0), Across::kNothing);
+  Parameter& first = set.add_buffer("first", {1}, Init::constant(7), Across::kFirst);
+
+  StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
+    return {.outputs = {in[0]}};
+  }
+  void prepare(const StageSetup& setup) override {
+    set.allocate(setup.compute->memory(), setup.seed);
+  }
+  ParameterSet* parameters() override { return &set; }
+  void forward(StageContext& ctx, std::span<const Tensor> in,
+               std::span<const Tensor> out) override {
+    for (std::int64_t i = 0; i < in[0].elements(); ++i) {
+      out[0].at(i) = weight.value.at(0) * in[0].at(i);
+    }
+    if (ctx.phase != Phase::kTrain) return;
+    mean.value.at(0) += in[0].at(0);
+    calls.value.at(0) += 1;
+    first.value.at(0) += in[0].at(0);
+  }
+  void backward(StageContext& ctx, std::span<const Tensor> grad_out,
+                std::span<const Tensor>) override {
+    for (std::int64_t i = 0; i < grad_out[0].elements(); ++i) {
+      weight.grad.at(0) += grad_out[0].at(i) * ctx.inputs[0].at(i);
+    }
+  }
+  void loss(StageContext& ctx, std::span<const Tensor> outputs, std::span<const Tensor> targets,
+            double* sum) override {
+    *sum = 0;
+    for (std::int64_t i = 0; i < outputs[0].elements(); ++i) {
+      const float off = outputs[0].at(i) - targets[0].at(i);
+      *sum += off * off;
+      outputs[0].at(i) = static_cast<float>(2 * off * ctx.loss_scale.value);
+    }
+  }
+  double target_weight(std::span<const Tensor> targets) const override {
+    return static_cast<double>(targets[0].elements());
+  }
+};
+
+TEST_P(BatchTest, BuffersFollowTheirRuleOverReplicasAndComeBackFromASave) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const std::string directory = ::testing::TempDir() + "/buffers_" + std::to_string(comm.size());
+    PipelineOptions options;
+    options.shape = {.pipeline = 1, .replicas = comm.size(), .micro_batches = 2};
+    options.training.learning_rate = {.peak = 0.01};
+    const StageFactory make = [](int, int) { return std::make_unique<Tracking>(); };
+    const BatchSpec numbers{.inputs = {{DType::kF32, {}}}, .targets = {{DType::kF32, {}}}};
+    Pipeline pipeline(comm, options, make, numbers);
+    const auto value = [](Pipeline& of, std::size_t index) {
+      return of.buffers()[index].parameter->value.at(0);
+    };
+    const float mine = static_cast<float>(comm.rank() + 1);
+    const std::vector<float> inputs = {mine, mine}, targets = {0, 0};
+    const Batch batch{.inputs = {view(inputs, {2})}, .targets = {view(targets, {2})}};
+    (void)pipeline.train_step(batch);
+    (void)pipeline.evaluate(batch);
+    // Each replica added its number twice; the mean of 1 to R is (R + 1) / 2.
+    EXPECT_EQ(value(pipeline, 0), static_cast<float>(comm.size() + 1));
+    EXPECT_EQ(value(pipeline, 1), 2);
+    EXPECT_EQ(value(pipeline, 2), 9);
+    // A refused step, and one that is dropped, leave them alone.
+    const std::vector<float> bad = {std::nanf(""), 1};
+    Batch broken = batch;
+    broken.inputs = {view(bad, {2})};
+    expect_refusal("not finite", [&] { (void)pipeline.train_step(broken); });
+    (void)pipeline.accumulate(batch);
+    EXPECT_EQ(value(pipeline, 1), 4);
+    pipeline.drop_gradients();
+    EXPECT_EQ(value(pipeline, 0), static_cast<float>(comm.size() + 1));
+    EXPECT_EQ(value(pipeline, 1), 2);
+    save_checkpoint(pipeline, {.directory = directory, .overwrite = true});
+    Pipeline other(comm, options, make, numbers);
+    (void)load_checkpoint(other, directory);
+    for (std::size_t i = 0; i < 3; ++i) EXPECT_EQ(value(other, i), value(pipeline, i));
+    (void)pipeline.train_step(batch);
+    (void)other.train_step(batch);
+    EXPECT_EQ(digest_of(other), digest_of(pipeline));
+  });
+}
+
+TEST_P(BatchTest, ABufferNeedsANameOfItsOwn) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    struct Twice : Tracking {
+      Parameter& again = set.add_buffer("w", {1}, Init::constant(0));
+    };
+    PipelineOptions options;
+    options.shape.replicas = comm.size();
+    const BatchSpec numbers{.inputs = {{DType::kF32, {}}}, .targets = {{DType::kF32, {}}}};
+    expect_refusal("buffer 'w' of stage 0", [&] {
+      const Pipeline pipeline(
+          comm, options, [](int, int) { return std::make_unique<Twice>(); }, numbers);
+    });
   });
 }
 

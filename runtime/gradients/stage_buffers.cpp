@@ -1,0 +1,49 @@
+#include "runtime/gradients/stage_buffers.hpp"
+
+namespace sluice {
+
+StageBuffers::StageBuffers(JobContext& job, ComputeContext& compute, HostMirror& mirror,
+                           std::span<const StageBinding> stages)
+    : job_(job), compute_(compute), mirror_(mirror) {
+  for (const StageBinding& binding : stages) {
+    ParameterSet* set = binding.stage->parameters();
+    if (set == nullptr || set->flat_buffers().empty()) continue;
+    kept_.push_back({set, compute.memory().allocate(set->flat_buffers().size_bytes())});
+  }
+}
+
+void StageBuffers::keep() {
+  for (const Kept& kept : kept_) {
+    const std::span<float> now = kept.set->flat_buffers();
+    copy_async(kept.copy.data(), now.data(), now.size_bytes(), compute_.stream());
+  }
+}
+
+void StageBuffers::restore() {
+  for (const Kept& kept : kept_) {
+    const std::span<float> now = kept.set->flat_buffers();
+    copy_async(now.data(), kept.copy.data(), now.size_bytes(), compute_.stream());
+  }
+}
+
+void StageBuffers::join() {
+  Collectives& replicas = *job_.replicas.collectives;
+  const int count = job_.place.topology.replicas;
+  if (count == 1) return;
+  for (const Kept& kept : kept_) {
+    for (Parameter* buffer : kept.set->buffers()) {
+      if (buffer->across == Across::kNothing) continue;
+      const std::span<float> values = mirror_.read_back(buffer->value.floats());
+      if (buffer->across == Across::kFirst) {
+        replicas.broadcast(std::as_writable_bytes(values), 0);
+      } else {
+        workspace_.resize(replicas.ordered_sum_workspace(values.size()));
+        replicas.ordered_sum(values, workspace_, mirror_.owner(buffer->memory));
+        for (float& value : values) value /= static_cast<float>(count);
+      }
+      mirror_.write_back();
+    }
+  }
+}
+
+}  // namespace sluice
