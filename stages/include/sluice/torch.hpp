@@ -6,12 +6,12 @@
 // returns a tensor, or a tuple, pair, vector or array of tensors, nested or not: the outputs in
 // order. Output shapes depend on input shapes alone. forward() must not change its inputs in place.
 //
-// Parameters. A parameter that requires a gradient becomes one of Sluice: "<prefix>.<name>", or
-// "<name>" for an empty prefix; with weight decay if it has two dimensions or more. It must be f32.
+// Parameters. Each becomes one of Sluice: "<prefix>.<name>", or "<name>" for an empty prefix; with
+// weight decay if it has two dimensions or more. It must be f32.
 // From prepare() on it is a view of Sluice's memory, and its grad() a view of Sluice's gradient. So
 // optimizers, clipping, replicas and saves work on it. The memory lives as long as the module: a
 // module may outlive its pipeline. A tensor with several names is one parameter of its first name.
-// Parameters that require no gradient are treated as buffers.
+// One that requires no gradient stays as it is: its gradient is zero, and it has no weight decay.
 //
 // Initial values are the module's own. LibTorch draws them from one generator per process, so they
 // depend on what the process drew before. Two ways give the same values in every layout:
@@ -23,8 +23,11 @@
 // A module serves one stage at a time. begin_step() is Error(kUsage) if another stage, or the
 // program, has given its parameters other memory.
 //
-// Buffers are plain tensors of the module, moved to the stage's device. Only forward() in training
-// changes them, once per micro-batch.
+// Buffers. Those of f32, such as running statistics, become buffers of Sluice, as views: saved, and
+// the mean over replicas at the end of a step. So do whole numbers of one element up to 2^24, such
+// as num_batches_tracked; replicas take the first one's. Other buffers are constants: they move to
+// the stage's device, and no save has them. Only forward() in training changes buffers, once per
+// micro-batch.
 //
 // Training and evaluation. A submodule that is in evaluation mode when torch_stage() gets it stays
 // there in training steps too. A TorchScript file keeps the mode in which it was saved: call
@@ -142,28 +145,27 @@ struct TorchModule {
   throw Error(ErrorCode::kUsage, message);
 }
 
+struct TypePair {
+  DType own;
+  torch::ScalarType torch;
+};
+inline constexpr TypePair kTypes[] = {{DType::kF32, torch::kFloat32},
+                                      {DType::kBf16, torch::kBFloat16},
+                                      {DType::kI32, torch::kInt32},
+                                      {DType::kU8, torch::kUInt8},
+                                      {DType::kF64, torch::kFloat64}};
+
 inline torch::ScalarType torch_type(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return torch::kFloat32;
-    case DType::kBf16:
-      return torch::kBFloat16;
-    case DType::kI32:
-      return torch::kInt32;
-    case DType::kU8:
-      return torch::kUInt8;
-    case DType::kF64:
-      return torch::kFloat64;
+  for (const TypePair& type : kTypes) {
+    if (type.own == dtype) return type.torch;
   }
-  throw Error(ErrorCode::kInternal, "LibTorch has no element type for this tensor");
+  refuse(std::string("it has no tensors of type ").append(name_of(dtype)));
 }
 
-inline constexpr DType kTypes[] = {DType::kF32, DType::kBf16, DType::kI32, DType::kU8, DType::kF64};
-
 // Null for a type that Sluice's tensors do not have.
-inline std::optional<DType> dtype_of(torch::ScalarType type) {
-  for (const DType dtype : kTypes) {
-    if (torch_type(dtype) == type) return dtype;
+inline std::optional<DType> sluice_type(torch::ScalarType torch) {
+  for (const TypePair& type : kTypes) {
+    if (type.torch == torch) return type.own;
   }
   return std::nullopt;
 }
@@ -171,7 +173,9 @@ inline std::optional<DType> dtype_of(torch::ScalarType type) {
 // "f32, bf16, ..."
 inline std::string legal_types() {
   std::string text;
-  for (const DType dtype : kTypes) text.append(text.empty() ? "" : ", ").append(name_of(dtype));
+  for (const TypePair& type : kTypes) {
+    text.append(text.empty() ? "" : ", ").append(name_of(type.own));
+  }
   return text;
 }
 
@@ -188,7 +192,7 @@ inline torch::Device torch_device(Device device) {
 
 // A view; `owner`, if any, keeps the memory.
 inline torch::Tensor view_of(const Tensor& tensor, Device device,
-                             std::shared_ptr<const void> owner = nullptr) {
+                             const std::shared_ptr<const void>& owner = nullptr) {
   const auto options =
       torch::TensorOptions().dtype(torch_type(tensor.spec.dtype)).device(torch_device(device));
   const std::vector<std::int64_t> sizes = sizes_of(tensor.shape());
@@ -458,14 +462,10 @@ class TorchStage : public Stage, public SplitBackward {
   TorchStage(std::string prefix, TorchModule module, std::function<TorchModule()> remake)
       : prefix_(std::move(prefix)), module_(std::move(module)), remake_(std::move(remake)) {
     for (const auto& [name, tensor] : module_.parameters) {
-      const auto is_same = [&tensor = tensor](const auto& other) {
-        return other.second.is_same(tensor);
-      };
-      if (!tensor.requires_grad()) {
-        module_.buffers.emplace_back(name, tensor);
-      } else if (std::none_of(trained_.begin(), trained_.end(), is_same)) {
-        add_parameter(name, tensor);
-      }
+      if (!contains(parameters_of_module_, tensor)) add_parameter(name, tensor);
+    }
+    for (const auto& [name, tensor] : module_.buffers) {
+      if (!contains(buffers_of_module_, tensor)) add_buffer(name, tensor);
     }
   }
 
@@ -485,24 +485,32 @@ class TorchStage : public Stage, public SplitBackward {
       parameters_.allocate(setup.compute->memory(), setup.seed);
       const TorchScope scope(*setup.compute, seed_of(setup.seed, 0, kInitial, 0));
       take_values(remake_ == nullptr ? module_ : remake_());
-      if (device_.kind != DeviceKind::kCpu) warm_up(setup);
+    });
+    for (const auto& inputs : setup.input_sizes) prepare_size(*setup.compute, inputs);
+  }
+
+  void prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) override {
+    if (device_.kind == DeviceKind::kCpu) return;
+    in_torch(prefix_, "prepare", [&] {
+      const TorchScope scope(compute, 0);
+      warm_up(inputs);
+      compute.stream().synchronize();
     });
   }
 
-  void begin_step(ComputeContext& /*compute*/) override {
-    const std::vector<Parameter*> all = parameters_.all();
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      if (all[i]->value.elements() == 0 || trained_[i].second.data_ptr() == all[i]->value.data) {
-        continue;
-      }
-      in_torch(prefix_, "begin_step", [&] {
-        refuse("parameter " + all[i]->name +
-               " has other memory than prepare() gave it; give each stage a module of its own");
-      });
-    }
+  void begin_step(ComputeContext& compute) override {
+    in_torch(prefix_, "begin_step", [&] {
+      require_own_memory(parameters_.all(), parameters_of_module_);
+      const TorchScope scope(compute, 0);
+      const torch::NoGradGuard no_grad;
+      // What a loaded save or the first replica says.
+      for (Counter& counter : counters_) counter.own.copy_(counter.saved);
+    });
   }
 
-  ParameterSet* parameters() override { return trained_.empty() ? nullptr : &parameters_; }
+  ParameterSet* parameters() override {
+    return parameters_.size() + parameters_.buffers().size() == 0 ? nullptr : &parameters_;
+  }
 
   void forward(StageContext& ctx, std::span<const Tensor> inputs,
                std::span<const Tensor> outputs) override {
@@ -522,7 +530,10 @@ class TorchStage : public Stage, public SplitBackward {
         refuse("it changes its input " + std::to_string(i) + " in place; let it change a copy");
       }
       write_outputs(slot.outputs, outputs);
-      if (train) slots_[static_cast<std::size_t>(ctx.slot)] = std::move(slot);
+      if (!train) return;
+      const torch::NoGradGuard no_grad;
+      for (Counter& counter : counters_) counter.saved.copy_(counter.own);
+      slots_[static_cast<std::size_t>(ctx.slot)] = std::move(slot);
     });
   }
 
@@ -560,16 +571,52 @@ class TorchStage : public Stage, public SplitBackward {
     TorchTensors inputs = {}, outputs = {};  // leaves and roots of the graph
   };
 
+  // A whole number of the module that Sluice has as f32.
+  struct Counter {
+    torch::Tensor own, saved;
+  };
+
+  static bool contains(const NamedTensors& tensors, const torch::Tensor& tensor) {
+    return std::any_of(tensors.begin(), tensors.end(),
+                       [&](const auto& other) { return other.second.is_same(tensor); });
+  }
+
+  [[nodiscard]] std::string full_name(const std::string& name) const {
+    return prefix_.empty() ? name : std::string(prefix_).append(".").append(name);
+  }
+
+  void require_own_memory(const std::vector<Parameter*>& of_stage,
+                          const NamedTensors& of_module) const {
+    for (std::size_t i = 0; i < of_stage.size(); ++i) {
+      if (of_stage[i]->shape.elements() == 0) continue;
+      if (of_module[i].second.data_ptr() == of_stage[i]->value.data) continue;
+      refuse("parameter " + of_stage[i]->name +
+             " has other memory than prepare() gave it; give each stage a module of its own");
+    }
+  }
+
+  void add_buffer(const std::string& name, const torch::Tensor& tensor) {
+    const bool counts = torch::isIntegralType(tensor.scalar_type(), /*includeBool=*/false) &&
+                        tensor.numel() == 1 && tensor.abs().item<double>() <= 0x1.0p24;
+    const bool is_float =
+        tensor.scalar_type() == torch::kFloat32 && tensor.dim() <= Shape::kMaxDims;
+    if (!counts && !is_float) return constants_.push_back({name, tensor});
+    parameters_.add_buffer(full_name(name), shape_of(tensor), Init::constant(0),
+                           counts ? Across::kFirst : Across::kMean);
+    buffers_of_module_.emplace_back(name, tensor);
+  }
+
   void add_parameter(const std::string& name, const torch::Tensor& tensor) {
-    const std::string full = prefix_.empty() ? name : std::string(prefix_).append(".").append(name);
+    const std::string full = full_name(name);
     if (tensor.scalar_type() != torch::kFloat32 || tensor.dim() > Shape::kMaxDims) {
       refuse("parameter " + full + " is of type " + torch::toString(tensor.scalar_type()) +
              " with " + std::to_string(tensor.dim()) +
-             " dimensions; parameters that train are f32 with at most " +
+             " dimensions; parameters are f32 with at most " +
              std::to_string(int{Shape::kMaxDims}));
     }
-    parameters_.add(full, shape_of(tensor), Init::constant(0), tensor.dim() > 1);
-    trained_.emplace_back(name, tensor);
+    parameters_.add(full, shape_of(tensor), Init::constant(0),
+                    tensor.requires_grad() && tensor.dim() > 1);
+    parameters_of_module_.emplace_back(name, tensor);
   }
 
   [[nodiscard]] StageDescription describe_on_zeros(std::span<const TensorSpec> inputs) const {
@@ -605,7 +652,7 @@ class TorchStage : public Stage, public SplitBackward {
   [[nodiscard]] TorchTensors zeros_of(std::span<const TensorSpec> inputs) const {
     torch::Device device = torch::kCPU;
     if (!module_.buffers.empty()) device = module_.buffers.front().second.device();
-    if (!trained_.empty()) device = trained_.front().second.device();
+    if (!parameters_of_module_.empty()) device = parameters_of_module_.front().second.device();
     TorchTensors zeros;
     for (const TensorSpec& spec : inputs) {
       const auto options = torch::TensorOptions().dtype(torch_type(spec.dtype)).device(device);
@@ -615,24 +662,35 @@ class TorchStage : public Stage, public SplitBackward {
     return zeros;
   }
 
-  // Moves parameters into Sluice's memory and buffers to the device, with the values of `from`.
+  // Moves parameters and buffers into Sluice's memory, with the values of `from`.
   void take_values(const TorchModule& from) {
     const torch::NoGradGuard no_grad;
-    const std::vector<Parameter*> all = parameters_.all();
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      auto& [name, tensor] = trained_[i];
-      const torch::Tensor value = view_of(all[i]->value, device_, all[i]->memory);
-      value.copy_(like(name, tensor, from.parameters));
-      tensor.set_data(value);
-      grads_.push_back(view_of(all[i]->grad, device_, all[i]->memory));
+    const std::vector<Parameter*> parameters = parameters_.all(), buffers = parameters_.buffers();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      auto& [name, tensor] = parameters_of_module_[i];
+      tensor.set_data(taken(*parameters[i], like(name, tensor, from.parameters)));
+      grads_.push_back(view_of(parameters[i]->grad, device_, parameters[i]->memory));
       tensor.mutable_grad() = grads_.back();
     }
     const torch::Device device = torch_device(device_);
-    for (auto& [name, tensor] : module_.buffers) {
-      const NamedTensors& others = find(name, from.buffers) ? from.buffers : from.parameters;
-      tensor.set_data(like(name, tensor, others).to(device));
+    for (std::size_t i = 0; i < buffers.size(); ++i) {
+      auto& [name, tensor] = buffers_of_module_[i];
+      const torch::Tensor value = like(name, tensor, from.buffers);
+      const torch::Tensor saved = taken(*buffers[i], value);
+      const bool counts = tensor.scalar_type() != torch::kFloat32;
+      tensor.set_data(counts ? value.to(device) : saved);
+      if (counts) counters_.push_back({tensor, saved});
+    }
+    for (auto& [name, tensor] : constants_) {
+      tensor.set_data(like(name, tensor, from.buffers).to(device));
     }
     parameters_.mark_values_changed();
+  }
+
+  // Sluice's memory with that value.
+  [[nodiscard]] torch::Tensor taken(const Parameter& parameter, const torch::Tensor& value) const {
+    torch::Tensor view = view_of(parameter.value, device_, parameter.memory);
+    return view.copy_(value);
   }
 
   static const torch::Tensor* find(const std::string& name, const NamedTensors& tensors) {
@@ -651,25 +709,22 @@ class TorchStage : public Stage, public SplitBackward {
   }
 
   // CUDA loads a kernel at its first launch.
-  void warm_up(const StageSetup& setup) {
+  void warm_up(std::span<const TensorSpec> inputs) const {
     const BufferKeeper keeper(module_.buffers);
     const torch::AutoGradMode with_graph(true);
-    for (const std::vector<TensorSpec>& specs : setup.input_sizes) {
-      const TorchTensors zeros = zeros_of(specs);
-      Slot slot{.inputs = zeros, .outputs = module_.forward(zeros)};
-      TorchTensors roots, of;
-      for (const torch::Tensor& output : slot.outputs) {
-        if (output.requires_grad()) roots.push_back(output.sum());
-      }
-      for (const torch::Tensor& zero : zeros) {
-        if (zero.requires_grad()) of.push_back(zero);
-      }
-      for (const auto& [name, tensor] : trained_) of.push_back(tensor);
-      if (!roots.empty() && !of.empty()) {
-        (void)torch::autograd::grad(roots, of, {}, false, false, /*allow_unused=*/true);
-      }
+    const TorchTensors zeros = zeros_of(inputs);
+    TorchTensors roots, of;
+    for (const torch::Tensor& output : module_.forward(zeros)) {
+      if (output.requires_grad()) roots.push_back(output.sum());
     }
-    setup.compute->stream().synchronize();
+    for (const torch::Tensor& zero : zeros) {
+      if (zero.requires_grad()) of.push_back(zero);
+    }
+    for (const auto& [name, tensor] : parameters_of_module_) {
+      if (tensor.requires_grad()) of.push_back(tensor);
+    }
+    if (roots.empty() || of.empty()) return;
+    (void)torch::autograd::grad(roots, of, {}, false, false, /*allow_unused=*/true);
   }
 
   [[nodiscard]] static Shape shape_of(const torch::Tensor& tensor) {
@@ -677,7 +732,7 @@ class TorchStage : public Stage, public SplitBackward {
   }
 
   [[nodiscard]] static TensorSpec spec_of(const torch::Tensor& tensor, std::size_t index) {
-    const std::optional<DType> dtype = dtype_of(tensor.scalar_type());
+    const std::optional<DType> dtype = sluice_type(tensor.scalar_type());
     if (!dtype || tensor.dim() > Shape::kMaxDims) {
       refuse("output " + std::to_string(index) + " is of type " +
              torch::toString(tensor.scalar_type()) + " with " + std::to_string(tensor.dim()) +
@@ -710,7 +765,9 @@ class TorchStage : public Stage, public SplitBackward {
         if (grad_inputs[i].data != nullptr) of.push_back(slot.inputs[i]);
       }
       if (part != Part::kInput) {
-        for (const auto& [name, tensor] : trained_) of.push_back(tensor);
+        for (const auto& [name, tensor] : parameters_of_module_) {
+          if (tensor.requires_grad()) of.push_back(tensor);
+        }
       }
       const TorchTensors grads = gradients(slot, grad_outputs, of, part == Part::kInput);
       auto grad = grads.begin();
@@ -721,8 +778,9 @@ class TorchStage : public Stage, public SplitBackward {
         ++grad;
       }
       if (part == Part::kInput) return;
-      for (torch::Tensor& sum : grads_) {
-        if (grad->defined()) sum.add_(*grad);
+      for (std::size_t i = 0; i < grads_.size(); ++i) {
+        if (!parameters_of_module_[i].second.requires_grad()) continue;
+        if (grad->defined()) grads_[i].add_(*grad);
         ++grad;
       }
       slot = {};
@@ -748,8 +806,11 @@ class TorchStage : public Stage, public SplitBackward {
   TorchModule module_;
   std::function<TorchModule()> remake_;
   ParameterSet parameters_;
-  NamedTensors trained_;  // the module's, in order of parameters_, without the prefix
-  TorchTensors grads_;    // views of parameters_' gradients
+  // The module's, in order of parameters_, named without the prefix.
+  NamedTensors parameters_of_module_, buffers_of_module_;
+  NamedTensors constants_;  // the module's other buffers
+  std::vector<Counter> counters_;
+  TorchTensors grads_;  // views of parameters_' gradients
   std::vector<Slot> slots_;
   Device device_ = {};
   bool training_ = true;  // the mode that module_ has now

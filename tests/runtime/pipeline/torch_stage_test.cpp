@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include <sluice/checkpoint.hpp>
 #include <sluice/data.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/torch.hpp>
@@ -396,7 +397,73 @@ TEST(TorchStageTest, FrozenNormAndFrozenParametersStayAsTheyCame) {
   EXPECT_TRUE(torch::equal(first->weight, weight));
   EXPECT_TRUE(torch::equal(frozen->running_mean, mean));
   EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), kSteps * kMicroBatches);
-  EXPECT_EQ(pipeline.parameters().size(), 7U);  // of four modules, without one weight
+  EXPECT_EQ(pipeline.parameters().size(), 8U);  // of four modules
+}
+
+TEST(TorchStageTest, SavesHaveRunningStatisticsAndGoOnWithTheBits) {
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / ("sluice_torch_save_" + std::to_string(::getpid()));
+  const auto comm = world().split(world().rank(), 0);
+  const auto source = Data().source();
+  nn::Sequential net = nullptr;
+  const StageFactory make_stage = [&](int, int) {
+    net = nn::Sequential(nn::Linear(kPixels, 8), nn::BatchNorm1d(8), nn::Linear(8, 3));
+    return torch_stage("net", net, squared_error);
+  };
+  const auto buffers = [&] {
+    std::vector<std::vector<float>> values;
+    for (const torch::Tensor& buffer : net->buffers()) values.push_back(values_of(buffer));
+    return values;
+  };
+  std::vector<double> losses;
+  std::vector<std::vector<float>> expected;
+  {
+    Pipeline pipeline(*comm, options_for(1, "1f1b"), make_stage, *source);
+    (void)pipeline.train_step();
+    save_checkpoint(pipeline, {.directory = folder});
+    losses = {pipeline.evaluate(kBatch), pipeline.train_step().loss, pipeline.evaluate(kBatch)};
+    expected = buffers();
+  }
+  Pipeline pipeline(*comm, options_for(1, "1f1b"), make_stage, *source);  // other initial values
+  EXPECT_NE(pipeline.evaluate(kBatch), losses[0]);
+  (void)load_checkpoint(pipeline, folder);
+  EXPECT_EQ(pipeline.evaluate(kBatch), losses[0]);
+  EXPECT_EQ(pipeline.train_step().loss, losses[1]);
+  EXPECT_EQ(pipeline.evaluate(kBatch), losses[2]);
+  EXPECT_EQ(buffers(), expected);
+  EXPECT_EQ(expected.back(), std::vector<float>{2 * kMicroBatches});  // num_batches_tracked
+  std::filesystem::remove_all(folder);
+}
+
+// The network's first layer, so its statistics depend on data alone.
+TEST(TorchStageTest, ReplicasTakeTheMeanOfTheirRunningStatistics) {
+  if (world().size() < 2) return;
+  Data data;
+  nn::BatchNorm1d plain[2] = {nn::BatchNorm1d(kPixels), nn::BatchNorm1d(kPixels)};
+  for (std::int64_t step = 0; step < kSteps; ++step) {
+    for (int i = 0; i < kMicroBatches; ++i) {
+      (void)plain[i / 2]->forward(data.input(step * kBatch + i * kMicroBatchSize));
+    }
+    const torch::Tensor mean = (plain[0]->running_mean + plain[1]->running_mean) / 2;
+    for (nn::BatchNorm1d& norm : plain) norm->running_mean.copy_(mean);
+  }
+  on_ranks(2, [&](Communicator& comm) {
+    torch::manual_seed(4);
+    const nn::BatchNorm1d norm(kPixels);
+    const nn::Sequential net(norm, nn::Linear(kPixels, 3));
+    const StageFactory make_stage = [&](int, int) {
+      return torch_stage("net", net, squared_error);
+    };
+    PipelineOptions options = options_for(1, "1f1b");
+    options.shape.replicas = 2;
+    options.shape.micro_batches = kMicroBatches / 2;
+    options.checks.replicas_every = 1;
+    const auto source = data.source();
+    Pipeline pipeline(comm, options, make_stage, *source);
+    for (int step = 0; step < kSteps; ++step) (void)pipeline.train_step();
+    EXPECT_TRUE(torch::allclose(norm->running_mean, plain[0]->running_mean, 1e-5, 1e-7));
+    EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), kSteps * kMicroBatches / 2);
+  });
 }
 
 // What the error of a pipeline of these stages says; every rank of `comm` must see one.
