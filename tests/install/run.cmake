@@ -23,9 +23,10 @@ if(NOT installed STREQUAL public)
   message(FATAL_ERROR "installed: ${installed}; public: ${public}")
 endif()
 set(everything)
-list(REMOVE_ITEM installed sluice/torch.hpp) # needs LibTorch
 foreach(header ${installed})
-  string(APPEND everything "#include <${header}>\n")
+  if(NOT header STREQUAL "sluice/torch.hpp") # needs LibTorch
+    string(APPEND everything "#include <${header}>\n")
+  endif()
 endforeach()
 file(WRITE ${BUILD}/every_header.cpp "${everything}")
 

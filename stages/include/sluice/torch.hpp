@@ -85,6 +85,7 @@
 #include <sluice/error.hpp>
 #include <sluice/stage.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 using TorchTensors = std::vector<torch::Tensor>;
@@ -906,3 +907,4 @@ template <typename Module>
 }
 
 }  // namespace sluice
+#pragma GCC visibility pop
