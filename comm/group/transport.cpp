@@ -19,7 +19,7 @@ namespace {
 // All labels, shape and bytes, in one line.
 std::string describe(const MessageHeader& header) {
   constexpr std::array kPhases = {"train", "evaluate", "generate"};
-  constexpr std::array kDtypes = {"f32", "bf16", "i32", "u8", "f64"};
+  constexpr std::array kDtypes = {"f32", "bf16", "i32", "u8", "f64", "f16", "i64"};
   std::string shape;
   for (std::uint32_t i = 0; i < std::min<std::uint32_t>(header.rank, kMaxDims); ++i) {
     shape += fmt::format("{}{}", i == 0 ? "" : ", ", header.shape[i]);

@@ -33,12 +33,12 @@
 namespace sluice {
 
 inline constexpr std::size_t kHeaderBytes = 64;
-inline constexpr int kMaxDims = 4;
+inline constexpr int kMaxDims = 6;
 
 // In front of every message of a plan. On the wire, little-endian, exactly 64 bytes.
 struct MessageHeader {
   static constexpr std::uint32_t kMagic = 0x43554c53;  // "SLUC"
-  static constexpr std::uint16_t kVersion = 1;
+  static constexpr std::uint16_t kVersion = 2;
 
   std::uint32_t magic = kMagic;
   std::uint16_t version = kVersion;
@@ -50,9 +50,8 @@ struct MessageHeader {
   std::uint16_t tensor = 0;      // index among the edge's tensors
   std::uint16_t tensor_count = 1;
   std::uint32_t rank = 0;  // number of dims in `shape`
-  std::array<std::int32_t, kMaxDims> shape = {0, 0, 0, 0};
+  std::array<std::int32_t, kMaxDims> shape = {};
   std::uint64_t bytes = 0;  // of payload
-  std::uint64_t reserved = 0;
 };
 static_assert(sizeof(MessageHeader) == kHeaderBytes);
 

@@ -20,11 +20,13 @@ struct NamedDType {
   const char* name;
   DType dtype;
 };
-constexpr std::array<NamedDType, 5> kDTypes = {{{"F32", DType::kF32},
-                                                {"BF16", DType::kBf16},
-                                                {"I32", DType::kI32},
-                                                {"U8", DType::kU8},
-                                                {"F64", DType::kF64}}};
+constexpr std::array<NamedDType, 7> kNamedDTypes = {{{"F32", DType::kF32},
+                                                     {"BF16", DType::kBf16},
+                                                     {"I32", DType::kI32},
+                                                     {"U8", DType::kU8},
+                                                     {"F64", DType::kF64},
+                                                     {"F16", DType::kF16},
+                                                     {"I64", DType::kI64}}};
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument(what); }
 
@@ -156,8 +158,9 @@ Shape checked_shape(const RawEntry& raw) {
 SafetensorsHeader::Entry checked_entry(RawEntry raw) {
   const DType* dtype = dtype_of_safetensors(raw.dtype);
   if (dtype == nullptr) {
-    refuse(fmt::format("dtype '{}' of tensor '{}' is not supported; legal: BF16, F32, F64, I32, U8",
-                       raw.dtype, raw.name));
+    refuse(fmt::format(
+        "dtype '{}' of tensor '{}' is not supported; legal: BF16, F16, F32, F64, I32, I64, U8",
+        raw.dtype, raw.name));
   }
   SafetensorsHeader::Entry entry;
   entry.spec = {*dtype, checked_shape(raw)};
@@ -199,14 +202,14 @@ void check_layout(const std::vector<SafetensorsHeader::Entry>& entries, std::siz
 }  // namespace
 
 const char* safetensors_name_of(DType dtype) {
-  for (const NamedDType& known : kDTypes) {
+  for (const NamedDType& known : kNamedDTypes) {
     if (known.dtype == dtype) return known.name;
   }
   return nullptr;
 }
 
 const DType* dtype_of_safetensors(std::string_view name) {
-  for (const NamedDType& known : kDTypes) {
+  for (const NamedDType& known : kNamedDTypes) {
     if (known.name == name) return &known.dtype;
   }
   return nullptr;

@@ -127,7 +127,8 @@ SavedTensor tensor_from(const Reader& reader, const Json& json) {
   tensor.file = reader.text(json, "file");
   const std::string dtype = reader.text(json, "dtype");
   bool known = false;
-  for (const DType each : {DType::kF32, DType::kBf16, DType::kI32, DType::kU8, DType::kF64}) {
+  for (int number = 0; number < kDTypes; ++number) {
+    const auto each = static_cast<DType>(number);
     if (dtype != name_of(each)) continue;
     tensor.spec.dtype = each;
     known = true;

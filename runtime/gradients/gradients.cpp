@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -12,6 +13,7 @@
 #include <sluice/options.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
 #include "runtime/engine/steady_seconds.hpp"
 
 namespace sluice {
@@ -47,7 +49,7 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
   workspace_ = HostBuffer(compute_.device(), workspace * sizeof(float));
   floats_ = {reinterpret_cast<float*>(workspace_.data()), workspace};
   squares_ = HostBuffer(compute_.device(), owners.size() * sizeof(double));
-  optimizer_ = make_optimizer(options_.training.optimizer, owners, compute_.memory());
+  make_optimizers(owners);
 
   std::size_t most = 0;
   for (int rank = 0; rank < layout_.place.topology.pipeline; ++rank) {
@@ -63,6 +65,46 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
     peaks_.resize(at(layout_.place.topology.pipeline));
     next_.resize(at(layout_.place.topology.pipeline));
   }
+}
+
+void GradientSync::make_optimizers(std::span<Parameter* const> owners) {
+  const PipelineOptions::Training& training = options_.training;
+  for (Parameter* parameter : owners) {
+    const ParameterGroup* group = group_of(training.groups, parameter->name);
+    frozen_.push_back(group != nullptr && group->frozen);
+    if (frozen_.back()) continue;
+    const double scale = group == nullptr ? 1 : group->learning_rate_scale;
+    const std::optional<float> decay = group == nullptr ? std::nullopt : group->weight_decay;
+    auto like = std::find_if(updated_.begin(), updated_.end(), [&](const Updated& each) {
+      return each.rate_scale == scale && each.weight_decay == decay;
+    });
+    if (like == updated_.end()) {
+      like = updated_.insert(like, {scale, decay, {}, nullptr});
+    }
+    like->parameters.push_back(parameter);
+  }
+  for (Updated& each : updated_) {
+    if (training.make_optimizer) {
+      each.optimizer = training.make_optimizer(each.parameters, compute_.memory());
+      if (each.optimizer == nullptr) throw_usage("the factory made no optimizer");
+      continue;
+    }
+    OptimizerConfig config = training.optimizer;
+    if (each.weight_decay) {
+      config.weight_decay = *each.weight_decay;
+      for (Parameter* parameter : each.parameters) parameter->decay = true;
+    }
+    each.optimizer = sluice::make_optimizer(config, each.parameters, compute_.memory());
+  }
+}
+
+std::vector<OptimizerState> GradientSync::optimizer_state() {
+  std::vector<OptimizerState> all;
+  for (const Updated& each : updated_) {
+    std::vector<OptimizerState> states = each.optimizer->state();
+    std::move(states.begin(), states.end(), std::back_inserter(all));
+  }
+  return all;
 }
 
 void GradientSync::begin(std::uint64_t step, double started, int micro_batches, BatchEnd end,
@@ -124,8 +166,9 @@ void GradientSync::pack_record() {
   }
   if (end_ != BatchEnd::kAccumulate) {
     const auto* squares = reinterpret_cast<const double*>(squares_.data());
-    std::copy_n(squares, owned_grads_.size(),
-                record_.begin() + static_cast<std::ptrdiff_t>(square_offset_));
+    for (std::size_t i = 0; i < owned_grads_.size(); ++i) {
+      record_[square_offset_ + i] = frozen_[i] ? 0 : squares[i];
+    }
   }
   record_[0] = steady_seconds() - started_;
   record_[1] = outcome_->busy_seconds;
@@ -269,8 +312,10 @@ void GradientSync::update(double started) {
 
 void GradientSync::apply() {
   const double factor = clip_factor(totals_.grad_norm, options_.training.clip);
-  optimizer_->update(compute_, step_, static_cast<float>(record_[4]),
-                     static_cast<float>(factor * factor_));
+  for (const Updated& each : updated_) {
+    each.optimizer->update(compute_, step_, static_cast<float>(record_[4] * each.rate_scale),
+                           static_cast<float>(factor * factor_));
+  }
   ties_.broadcast_tied_values();
 }
 

@@ -87,11 +87,12 @@ class GradientSync : public StepActions {
 
   // Ends the step: zeroes gradients, forgets its batches.
   void clear();
-  [[nodiscard]] Optimizer& optimizer_state() { return *optimizer_; }
+  [[nodiscard]] std::vector<OptimizerState> optimizer_state();
 
  private:
   // Exchanges the ranks' records; fills totals_.
   void exchange();
+  void make_optimizers(std::span<Parameter* const> owners);
   void pack_record();
   void reduce_records();
   // Multiplies gradients by `factor`.
@@ -105,7 +106,15 @@ class GradientSync : public StepActions {
   TiedUses& ties_;
   std::vector<StageBinding> stages_;
   std::optional<BucketedSums> sums_;  // where NCCL sums over replicas
-  std::unique_ptr<Optimizer> optimizer_;
+  // Parameters with equal settings.
+  struct Updated {
+    double rate_scale = 1;
+    std::optional<float> weight_decay;  // in place of the configuration's
+    std::vector<Parameter*> parameters;
+    std::unique_ptr<Optimizer> optimizer;
+  };
+  std::vector<Updated> updated_;
+  std::vector<bool> frozen_;                         // [owned parameter]
   std::vector<std::span<const float>> owned_grads_;  // of owned parameters, in global order
   HostMirror mirror_;                                // of gradients that MPI sums
   HostBuffer workspace_;

@@ -56,6 +56,13 @@ NamedValues agreed_values(const PipelineOptions& options) {
   add("epsilon", options.training.optimizer.epsilon);
   add("momentum", options.training.optimizer.momentum);
   add("weight-decay", options.training.optimizer.weight_decay);
+  add("own optimizer", static_cast<bool>(options.training.make_optimizer));
+  for (const ParameterGroup& group : options.training.groups) {
+    add("a group of parameters",
+        fmt::format("{} {} {} {}", group.names, group.learning_rate_scale,
+                    group.weight_decay ? fmt::format("{}", *group.weight_decay) : "-",
+                    group.frozen));
+  }
   add("learning-rate", options.training.learning_rate.peak);
   add("final-learning-rate-share", options.training.learning_rate.final_share);
   add("warmup", options.training.learning_rate.warmup);

@@ -1,6 +1,7 @@
 #include "runtime/pipeline/build_layout.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <limits>
 #include <map>
@@ -92,6 +93,30 @@ void require_own_buffer_names(const std::vector<StageEntry>& stages) {
       if (is_new) continue;
       throw_usage("buffer '{}' of stage {} has a name that stage {} uses too", buffer.name, s,
                   other->second);
+    }
+  }
+}
+
+void require_groups(const PipelineOptions& options, const std::vector<StageEntry>& stages) {
+  const std::vector<ParameterGroup>& groups = options.training.groups;
+  std::set<const ParameterGroup*> used;
+  for (const StageEntry& stage : stages) {
+    for (const ParameterEntry& parameter : stage.parameters) {
+      used.insert(group_of(groups, parameter.name));
+    }
+  }
+  for (const ParameterGroup& group : groups) {
+    if (!used.contains(&group)) {
+      throw_usage("the group of parameters '{}' has none that an earlier group does not have",
+                  group.names);
+    }
+    if (!(std::isfinite(group.learning_rate_scale) && group.learning_rate_scale >= 0)) {
+      throw_usage("group '{}' has a factor of {} for the learning rate; legal are numbers from 0",
+                  group.names, group.learning_rate_scale);
+    }
+    if (group.weight_decay && options.training.make_optimizer) {
+      throw_usage("group '{}' has a weight decay, which an optimizer of one's own does not get",
+                  group.names);
     }
   }
 }
@@ -290,6 +315,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   layout.parameters.stages = std::move(reports.entries);
   layout.parameters.tied = find_ties(layout.parameters.stages);
   require_own_buffer_names(layout.parameters.stages);
+  require_groups(options, layout.parameters.stages);
   choose_all_routes(job, options, layout);
   // The order that NCCL's queues need suits tagged messages too.
   layout.wires.carrier = uses_nccl(layout.wires.routes) ? "nccl" : job.messages->name();

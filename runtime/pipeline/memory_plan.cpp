@@ -93,11 +93,13 @@ class MemorySum {
         memory_.gradients += parameter_bytes(elements);
         if (options_.training.inference || !layout_.parameters.is_owner(stage, static_cast<int>(i)))
           continue;
-        owned += parameter_bytes(elements);
         squares += sum_of_squares_workspace(elements);
+        const ParameterGroup* group = group_of(options_.training.groups, entry.parameters[i].name);
+        if (group == nullptr || !group->frozen) owned += parameter_bytes(elements);
       }
       std::size_t buffers = 0;
-      for (const ParameterEntry& buffer : entry.buffers) buffers += parameter_bytes(buffer.elements);
+      for (const ParameterEntry& buffer : entry.buffers)
+        buffers += parameter_bytes(buffer.elements);
       // Training keeps a copy of them until a step is done.
       memory_.parameters += buffers * (options_.training.inference ? 1 : 2);
       const bool splits = layout_.plans.splits_backward();
@@ -114,7 +116,9 @@ class MemorySum {
       tables = std::max(tables, entry.table_bytes);
     }
     operator_bytes_ = std::max(operator_bytes_, squares);
-    memory_.optimizer = optimizer_bytes(options_.training.optimizer, owned);
+    if (!options_.training.make_optimizer) {
+      memory_.optimizer = optimizer_bytes(options_.training.optimizer, owned);
+    }
     memory_.operators = padded(operator_bytes_) + padded(tables) + library_bytes(device_);
   }
 

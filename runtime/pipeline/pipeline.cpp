@@ -794,7 +794,7 @@ void Pipeline::values_changed() {
 
 std::vector<OptimizerState> Pipeline::optimizer_state() {
   if (impl_->gradients == nullptr) return {};
-  return impl_->gradients->optimizer_state().state();
+  return impl_->gradients->optimizer_state();
 }
 
 Collectives& PipelineAccess::world(Pipeline& pipeline) {

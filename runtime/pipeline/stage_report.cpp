@@ -84,7 +84,7 @@ std::vector<bool> gradients_of(const StageDescription& description,
   std::vector<bool> gradients = description.input_gradients;
   if (gradients.empty()) {
     for (const TensorSpec& spec : inputs) {
-      gradients.push_back(spec.dtype == DType::kF32 || spec.dtype == DType::kBf16);
+      gradients.push_back(is_float(spec.dtype));
     }
   }
   if (gradients.size() == inputs.size()) return gradients;

@@ -86,7 +86,6 @@ class StateMemory {
     }
     return result;
   }
-  [[nodiscard]] std::size_t bytes() const { return buffers_.size() * floats_ * sizeof(float); }
 
  private:
   [[nodiscard]] float* at(size_t kind, std::int64_t offset) const {
@@ -137,7 +136,6 @@ class RunOptimizer final : public Optimizer {
           runs_);
   }
   std::vector<OptimizerState> state() override { return state_.list(); }
-  std::size_t state_bytes() const override { return state_.bytes(); }
 
  private:
   OptimizerConfig config_;

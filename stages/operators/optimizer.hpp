@@ -13,15 +13,6 @@
 namespace sluice {
 
 // State for the parameters it is given (the owners, not other uses of tied ones), in that order.
-class Optimizer {
- public:
-  virtual ~Optimizer() = default;
-  // step counts from 1. grad_scale multiplies gradients (clipping). Allocates nothing.
-  virtual void update(ComputeContext& ctx, std::uint64_t step, float learning_rate,
-                      float grad_scale) = 0;
-  [[nodiscard]] virtual std::vector<OptimizerState> state() = 0;
-  [[nodiscard]] virtual std::size_t state_bytes() const = 0;
-};
 [[nodiscard]] std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
                                                         std::span<Parameter* const> parameters,
                                                         const DeviceMemory& memory);

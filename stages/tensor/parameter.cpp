@@ -229,6 +229,39 @@ void ParameterSet::zero_grads(StreamView stream) {
   fill_zero_async(memory_->grads.data(), flat_floats_ * sizeof(float), stream);
 }
 
+namespace {
+
+// Whether `pattern`, in which '*' stands for any characters, is `text`. Goes back to the last '*'
+// only, so its time is at most the product of the lengths.
+bool matches(std::string_view pattern, std::string_view text) {
+  std::size_t p = 0, t = 0, star = std::string_view::npos, resume = 0;
+  while (t < text.size()) {
+    if (p < pattern.size() && pattern[p] == '*') {
+      star = p++;
+      resume = t;
+    } else if (p < pattern.size() && pattern[p] == text[t]) {
+      ++p;
+      ++t;
+    } else if (star != std::string_view::npos) {
+      p = star + 1;
+      t = ++resume;
+    } else {
+      return false;
+    }
+  }
+  while (p < pattern.size() && pattern[p] == '*') ++p;
+  return p == pattern.size();
+}
+
+}  // namespace
+
+const ParameterGroup* group_of(std::span<const ParameterGroup> groups, std::string_view name) {
+  for (const ParameterGroup& group : groups) {
+    if (matches(group.names, name)) return &group;
+  }
+  return nullptr;
+}
+
 double LearningRate::at(std::uint64_t step) const {
   if (step < warmup) {
     return peak * static_cast<double>(step) / static_cast<double>(warmup);

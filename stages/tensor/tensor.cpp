@@ -16,14 +16,16 @@ std::size_t size_of(DType dtype) {
     case DType::kI32:
       return 4;
     case DType::kBf16:
+    case DType::kF16:
       return 2;
     case DType::kU8:
       return 1;
     case DType::kF64:
+    case DType::kI64:
       return 8;
   }
-  throw Error(ErrorCode::kInternal,
-              fmt::format("no element type has number {}; legal: 0 to 4", static_cast<int>(dtype)));
+  throw Error(ErrorCode::kInternal, fmt::format("no element type has number {}; legal: 0 to {}",
+                                                static_cast<int>(dtype), kDTypes - 1));
 }
 
 const char* name_of(DType dtype) {
@@ -38,8 +40,44 @@ const char* name_of(DType dtype) {
       return "u8";
     case DType::kF64:
       return "f64";
+    case DType::kF16:
+      return "f16";
+    case DType::kI64:
+      return "i64";
   }
   return "unknown type";
+}
+
+bool is_float(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kBf16 || dtype == DType::kF64 ||
+         dtype == DType::kF16;
+}
+
+float to_float(F16 value) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(value.bits & 0x8000U) << 16;
+  const std::uint32_t exponent = value.bits >> 10 & 0x1FU, fraction = value.bits & 0x3FFU;
+  if (exponent == 0x1F) return std::bit_cast<float>(sign | 0x7F800000U | fraction << 13);
+  if (exponent > 0) return std::bit_cast<float>(sign | (exponent + 112) << 23 | fraction << 13);
+  const float magnitude = static_cast<float>(fraction) * 0x1.0p-24F;  // zero or subnormal
+  return sign != 0 ? -magnitude : magnitude;
+}
+
+F16 to_f16(float value) {
+  const auto bits = std::bit_cast<std::uint32_t>(value);
+  const auto sign = static_cast<std::uint16_t>(bits >> 16 & 0x8000U);
+  const std::uint32_t magnitude = bits & 0x7FFFFFFFU;
+  const auto with_sign = [sign](std::uint32_t half) {
+    return F16{static_cast<std::uint16_t>(sign | half)};
+  };
+  if (magnitude > 0x7F800000U) return with_sign(0x7E00);
+  if (magnitude >= 0x477FF000U) return with_sign(0x7C00);  // 65520, halfway to the next power
+  if (magnitude >= 0x38800000U) {                          // 2^-14, the smallest normal number
+    const std::uint32_t rounded = magnitude + 0xFFFU + (magnitude >> 13 & 1U);
+    return with_sign((rounded - 0x38000000U) >> 13);
+  }
+  // Adding 2^-1 to a number below 2^-14 rounds it to a multiple of 2^-24, to nearest even.
+  const float sum = std::bit_cast<float>(magnitude) + 0.5F;
+  return with_sign(std::bit_cast<std::uint32_t>(sum) - 0x3F000000U);
 }
 
 float to_float(Bf16 value) {

@@ -90,6 +90,9 @@ struct PipelineOptions {
   struct Training {
     std::uint64_t seed = 1;
     OptimizerConfig optimizer = {};
+    // In place of `optimizer`; the same on all ranks, which cannot be compared.
+    OptimizerFactory make_optimizer = {};
+    std::vector<ParameterGroup> groups = {};  // the first that matches a parameter counts
     LearningRate learning_rate = {};
     double clip = 0;                             // largest global gradient norm; 0: no clipping
     std::vector<std::int64_t> evaluations = {};  // numbers of samples that evaluate() accepts

@@ -11,7 +11,9 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -21,6 +23,8 @@
 #include <sluice/tensor.hpp>
 
 namespace sluice {
+
+class ComputeContext;  // <sluice/compute.hpp>
 
 struct Init {
   enum class Kind { kConstant, kNormal, kUniform };
@@ -112,6 +116,37 @@ struct OptimizerState {
   std::string parameter, kind;
   Tensor tensor;  // f32, the parameter's shape; owned by the optimizer
 };
+
+// Updates parameters. One object per rank and per kind of settings, over the parameters that the
+// rank owns. A pipeline makes it from OptimizerConfig, or from the program's OptimizerFactory.
+class Optimizer {
+ public:
+  virtual ~Optimizer() = default;
+  // Changes the values of its parameters by their gradients, in order of the compute stream. `step`
+  // counts from 1. `grad_scale` multiplies gradients (clipping). The calls have equal arguments on
+  // all ranks and replicas, and equal gradients give equal values. It should allocate nothing.
+  virtual void update(ComputeContext& compute, std::uint64_t step, float learning_rate,
+                      float grad_scale) = 0;
+  // What a save has of it: f32 tensors, owned by this, whose addresses and shapes stay.
+  [[nodiscard]] virtual std::vector<OptimizerState> state() = 0;
+};
+// `parameters` outlive the optimizer; their memory is there. `memory`: of the rank's device. Memory
+// that a program's own optimizer takes is not in the plan.
+using OptimizerFactory = std::function<std::unique_ptr<Optimizer>(
+    std::span<Parameter* const> parameters, const DeviceMemory& memory)>;
+
+// Other settings for the parameters whose names match.
+struct ParameterGroup {
+  std::string names = {};          // '*' stands for any characters: "blocks.0.*", "*.bias"
+  double learning_rate_scale = 1;  // a factor of the learning rate, at least 0
+  // In place of OptimizerConfig's, also where Parameter::decay is false.
+  std::optional<float> weight_decay = {};
+  // Never updated, without optimizer state, not in the gradient's norm. Its gradient is computed.
+  bool frozen = false;
+};
+// The first group whose names match; null: none.
+[[nodiscard]] const ParameterGroup* group_of(std::span<const ParameterGroup> groups,
+                                             std::string_view name);
 
 // Linear warmup from 0 over `warmup` steps, then the peak. With `steps`: half a cosine from there
 // down to `final_share` of the peak at `steps`. step counts from 1.

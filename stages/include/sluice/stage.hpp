@@ -50,7 +50,7 @@ struct StageDescription {
   // One line or none for the report at the start, such as "attention: cuDNN". That of the largest
   // micro-batch is used.
   std::string note = {};
-  std::vector<bool> input_gradients = {};  // [input] needs a gradient; empty: f32 and bf16
+  std::vector<bool> input_gradients = {};  // [input] needs a gradient; empty: all floats
 };
 
 struct StageSetup {

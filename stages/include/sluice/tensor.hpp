@@ -14,10 +14,12 @@
 namespace sluice {
 
 // Numbers travel in message headers and must not change.
-enum class DType : std::uint8_t { kF32 = 0, kBf16 = 1, kI32 = 2, kU8 = 3, kF64 = 4 };
+enum class DType : std::uint8_t { kF32, kBf16, kI32, kU8, kF64, kF16, kI64 };
+inline constexpr int kDTypes = 7;
 
 [[nodiscard]] std::size_t size_of(DType dtype);  // bytes per element
 [[nodiscard]] const char* name_of(DType dtype);  // "f32", "bf16", ...
+[[nodiscard]] bool is_float(DType dtype);
 
 // bfloat16: the upper half of an fp32. Conversion from fp32 rounds to nearest even; any NaN
 // becomes 0x7FC0.
@@ -27,10 +29,18 @@ struct Bf16 {
 [[nodiscard]] float to_float(Bf16 value);
 [[nodiscard]] Bf16 to_bf16(float value);
 
-// Up to four dimensions, each >= 0.
+// IEEE 754 binary16. Conversion from fp32 rounds to nearest even, to infinity from 65520 on; any
+// NaN becomes 0x7E00 with its sign.
+struct F16 {
+  std::uint16_t bits = 0;
+};
+[[nodiscard]] float to_float(F16 value);
+[[nodiscard]] F16 to_f16(float value);
+
+// Up to six dimensions, each >= 0.
 class Shape {
  public:
-  static constexpr int kMaxDims = 4;
+  static constexpr int kMaxDims = 6;
   Shape() = default;
   Shape(std::initializer_list<std::int64_t> dims);
   explicit Shape(std::span<const std::int64_t> dims);
@@ -91,6 +101,14 @@ constexpr DType dtype_of<Bf16>() {
 template <>
 constexpr DType dtype_of<std::int32_t>() {
   return DType::kI32;
+}
+template <>
+constexpr DType dtype_of<F16>() {
+  return DType::kF16;
+}
+template <>
+constexpr DType dtype_of<std::int64_t>() {
+  return DType::kI64;
 }
 template <>
 constexpr DType dtype_of<std::uint8_t>() {

@@ -256,7 +256,7 @@ TEST(SafetensorsCorruptionTest, NamesWhatIsWrongInTheHeader) {
   refused("{" + entry("a", "F32", "[-1]", "[0,4]") + "}", 4, "negative number -1");
   refused("{" + entry("a", "F32", "[1.0]", "[0,4]") + "}", 4, "no integer");
   refused("{" + entry("a", "F32", "[99999999999999999999]", "[0,4]") + "}", 4, "no integer");
-  refused("{" + entry("a", "F32", "[1,1,1,1,1]", "[0,4]") + "}", 4, "5 dimensions");
+  refused("{" + entry("a", "F32", "[1,1,1,1,1,1,1]", "[0,4]") + "}", 4, "7 dimensions");
   refused("{" + entry("a", "F32", "[4294967296,4294967296]", "[0,4]") + "}", 4, "overflows");
   refused("{" + entry("a", "F32", "[4294967296,4294967296,0]", "[0,0]") + "}", 0, "overflows");
   refused("{" + entry("a", "F32", "[18446744073709551615]", "[0,4]") + "}", 4, "overflows");

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -513,6 +515,179 @@ TEST_P(BatchTest, ABufferNeedsANameOfItsOwn) {
       const Pipeline pipeline(
           comm, options, [](int, int) { return std::make_unique<Twice>(); }, numbers);
     });
+  });
+}
+
+// Hands every tensor on as it is.
+struct PassOn : Stage, LossStage, SplitBackward {
+  StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
+    return {.outputs = {in.begin(), in.end()}};
+  }
+  void prepare(const StageSetup&) override {}
+  void forward(StageContext&, std::span<const Tensor> in, std::span<const Tensor> out) override {
+    for (std::size_t i = 0; i < in.size(); ++i) {
+      std::memcpy(out[i].data, in[i].data, in[i].spec.bytes());
+    }
+  }
+  void backward(StageContext&, std::span<const Tensor> grad_out,
+                std::span<const Tensor> grad_in) override {
+    for (std::size_t i = 0; i < grad_in.size(); ++i) {
+      EXPECT_EQ(grad_in[i].data != nullptr, is_float(grad_in[i].spec.dtype));
+      if (grad_in[i].data == nullptr) continue;
+      std::memcpy(grad_in[i].data, grad_out[i].data, grad_in[i].spec.bytes());
+    }
+  }
+  void backward_input(StageContext& ctx, std::span<const Tensor> grad_out,
+                      std::span<const Tensor> grad_in) override {
+    backward(ctx, grad_out, grad_in);
+  }
+  void backward_weight(StageContext&, std::span<const Tensor>) override {}
+  void loss(StageContext&, std::span<const Tensor>, std::span<const Tensor>, double* sum) override {
+    *sum = 1;
+  }
+  double target_weight(std::span<const Tensor>) const override { return 1; }
+};
+
+TEST_P(BatchTest, EveryTypeAndNumberOfDimensionsTravels) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    std::vector<TensorSpec> ones;
+    for (int number = 0; number < kDTypes; ++number) {
+      for (std::size_t dims = 0; dims < 6; ++dims) {
+        const std::vector<std::int64_t> shape(dims, 2);
+        ones.push_back({static_cast<DType>(number), Shape(std::span(shape))});
+      }
+    }
+    PipelineOptions options;
+    options.shape = {.pipeline = comm.size(), .micro_batches = 3, .micro_batch_size = 2};
+    options.order.schedule = comm.size() > 1 ? "zb-h1" : "1f1b";
+    const StageFactory make = [](int, int) { return std::make_unique<PassOn>(); };
+    Pipeline pipeline(comm, options, make, BatchSpec{.inputs = ones});
+    Batch batch;
+    std::vector<std::vector<std::byte>> memory;
+    for (const TensorSpec& one : ones) {
+      std::vector<std::int64_t> shape = {5};
+      for (int d = 0; d < one.shape.rank(); ++d) shape.push_back(one.shape[d]);
+      const TensorSpec spec{one.dtype, Shape(std::span(shape))};
+      std::vector<std::byte>& bytes = memory.emplace_back(spec.bytes());
+      for (std::size_t i = 0; i < bytes.size(); ++i) {
+        bytes[i] = static_cast<std::byte>(i * 7 + memory.size());
+      }
+      batch.inputs.push_back({bytes.data(), spec});
+    }
+    EXPECT_EQ(pipeline.train_step(batch).loss, 1);
+    const auto outputs = pipeline.infer(batch.inputs, {.to = InferOptions::kEveryRank});
+    ASSERT_EQ(outputs.size(), ones.size());
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      ASSERT_EQ(outputs[i].spec, batch.inputs[i].spec);
+      EXPECT_EQ(std::memcmp(outputs[i].data, memory[i].data(), memory[i].size()), 0);
+    }
+  });
+}
+
+std::map<std::string, std::vector<float>> values_of(Pipeline& pipeline) {
+  std::map<std::string, std::vector<float>> values;
+  for (const Pipeline::Owned& owned : pipeline.parameters()) {
+    const std::span<float> now = owned.parameter->value.floats();
+    values[owned.parameter->name].assign(now.begin(), now.end());
+  }
+  return values;
+}
+
+TEST_P(BatchTest, GroupsOfParametersHaveTheirOwnSettings) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model_of());
+    const Samples samples(*source, 1, {0, 12});
+    PipelineOptions options = options_of({.pipeline = comm.size()});
+    options.training.clip = 0;
+    options.training.optimizer.weight_decay = 0.1F;
+    Pipeline plain(comm, options, factory(), spec({}));
+    options.training.groups = {{.names = "blocks.0.*", .frozen = true},
+                               {.names = "*.bias", .learning_rate_scale = 0.5},
+                               {.names = "blocks.1.mlp.*.weight", .weight_decay = 0.0F}};
+    Pipeline grouped(comm, options, factory(), spec({}));
+    const auto before = values_of(plain);
+    ASSERT_EQ(before, values_of(grouped));
+    const double norm = plain.train_step(samples.batch()).grad_norm;
+    EXPECT_LT(grouped.train_step(samples.batch()).grad_norm, norm);
+    const auto expected = values_of(plain), actual = values_of(grouped);
+    for (const auto& [name, values] : actual) {
+      const std::vector<float>& was = before.at(name);
+      const std::vector<float>& other = expected.at(name);
+      const bool bias = name.ends_with(".bias"), frozen = name.starts_with("blocks.0.");
+      const bool no_decay = name.starts_with("blocks.1.mlp.") && name.ends_with(".weight");
+      if (frozen) {
+        EXPECT_EQ(values, was) << name;
+      } else if (!bias && !no_decay) {
+        EXPECT_EQ(values, other) << name;
+      } else {
+        EXPECT_NE(values, other) << name;
+      }
+      for (std::size_t i = 0; bias && !frozen && i < values.size(); ++i) {
+        EXPECT_NEAR(values[i] - was[i], (other[i] - was[i]) / 2, 1e-7) << name;
+      }
+    }
+    options.training.groups = {{.names = "no.such.*"}};
+    expect_refusal("'no.such.*' has none",
+                   [&] { const Pipeline none(comm, options, factory(), spec({})); });
+  });
+}
+
+// Momentum by hand, w -= rate * m, with the state in plain vectors.
+class Heavy : public Optimizer {
+ public:
+  explicit Heavy(std::span<Parameter* const> parameters)
+      : parameters_(parameters.begin(), parameters.end()) {
+    for (const Parameter* each : parameters_) {
+      momenta_.emplace_back(static_cast<std::size_t>(each->value.elements()));
+    }
+  }
+  void update(ComputeContext&, std::uint64_t, float rate, float scale) override {
+    for (std::size_t p = 0; p < parameters_.size(); ++p) {
+      for (std::size_t i = 0; i < momenta_[p].size(); ++i) {
+        const auto at = static_cast<std::int64_t>(i);
+        momenta_[p][i] = 0.9F * momenta_[p][i] + scale * parameters_[p]->grad.at(at);
+        parameters_[p]->value.at(at) -= rate * momenta_[p][i];
+      }
+    }
+  }
+  std::vector<OptimizerState> state() override {
+    std::vector<OptimizerState> all;
+    for (std::size_t p = 0; p < parameters_.size(); ++p) {
+      all.push_back(
+          {parameters_[p]->name, "heavy", {momenta_[p].data(), parameters_[p]->value.spec}});
+    }
+    return all;
+  }
+
+ private:
+  std::vector<Parameter*> parameters_;
+  std::vector<std::vector<float>> momenta_;
+};
+
+TEST_P(BatchTest, AnOptimizerOfOnesOwnIsSaved) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model_of());
+    const std::string directory = ::testing::TempDir() + "/own_" + std::to_string(comm.size());
+    PipelineOptions options = options_of({.pipeline = comm.size()});
+    options.training.make_optimizer = [](std::span<Parameter* const> parameters,
+                                         const DeviceMemory&) {
+      return std::make_unique<Heavy>(parameters);
+    };
+    Pipeline pipeline(comm, options, factory(), spec({}));
+    for (std::uint64_t step = 1; step <= 2; ++step) {
+      (void)pipeline.train_step(Samples(*source, step, {0, 12}).batch());
+    }
+    save_checkpoint(pipeline, {.directory = directory, .overwrite = true});
+    Pipeline resumed(comm, options, factory(), spec({}));
+    EXPECT_EQ(load_checkpoint(resumed, directory).step, 2U);
+    const Samples next(*source, 3, {0, 12});
+    EXPECT_EQ(pipeline.train_step(next.batch()).loss, resumed.train_step(next.batch()).loss);
+    EXPECT_EQ(digest_of(pipeline), digest_of(resumed));
+    options.training.make_optimizer = [](std::span<Parameter* const>, const DeviceMemory&) {
+      return std::unique_ptr<Optimizer>();
+    };
+    expect_refusal("the factory made no optimizer",
+                   [&] { const Pipeline none(comm, options, factory(), spec({})); });
   });
 }
 

@@ -30,6 +30,34 @@ TEST(TensorTest, RefusesShapesThatCannotBe) {
   EXPECT_THROW((Shape{1LL << 40, 1LL << 40}), Error);
 }
 
+TEST(F16Test, EveryValueSurvivesTheWayThroughFloat) {
+  for (std::uint32_t bits = 0; bits < 65536; ++bits) {
+    const F16 value = {static_cast<std::uint16_t>(bits)};
+    const bool nan = (bits & 0x7C00U) == 0x7C00U && (bits & 0x3FFU) != 0;
+    EXPECT_EQ(to_f16(to_float(value)).bits, nan ? (bits & 0x8000U) | 0x7E00U : bits);
+    EXPECT_EQ(std::isnan(to_float(value)), nan);
+  }
+}
+
+// Between each value and the next: below, at and above the middle.
+TEST(F16Test, RoundsToNearestEven) {
+  for (std::uint16_t bits = 0; bits < 0x7BFF; ++bits) {
+    const float low = to_float(F16{bits}),
+                high = to_float(F16{static_cast<std::uint16_t>(bits + 1)});
+    const float middle = low + (high - low) / 2;
+    EXPECT_EQ(to_f16(std::nextafter(middle, low)).bits, bits);
+    EXPECT_EQ(to_f16(middle).bits, bits + (bits & 1U));
+    EXPECT_EQ(to_f16(std::nextafter(middle, high)).bits, bits + 1);
+    EXPECT_EQ(to_f16(-middle).bits, (bits + (bits & 1U)) | 0x8000U);
+  }
+  EXPECT_EQ(to_float(F16{0x3C00}), 1.0F);
+  EXPECT_EQ(to_float(F16{0x0001}), 0x1p-24F);
+  EXPECT_EQ(to_float(F16{0x7BFF}), 65504.0F);
+  EXPECT_EQ(to_f16(65519.0F).bits, 0x7BFF);
+  EXPECT_EQ(to_f16(65520.0F).bits, 0x7C00);
+  EXPECT_EQ(to_f16(1e-10F).bits, 0);
+}
+
 TEST(Bf16Test, RoundsToNearestEven) {
   EXPECT_EQ(to_bf16(1.0F).bits, 0x3F80);
   EXPECT_EQ(to_bf16(1.0F + 0x1p-8F).bits, 0x3F80);             // halfway, down to even
