@@ -150,11 +150,11 @@ struct TypePair {
   DType own;
   torch::ScalarType torch;
 };
-inline constexpr TypePair kTypes[] = {{DType::kF32, torch::kFloat32},
-                                      {DType::kBf16, torch::kBFloat16},
-                                      {DType::kI32, torch::kInt32},
-                                      {DType::kU8, torch::kUInt8},
-                                      {DType::kF64, torch::kFloat64}};
+inline constexpr TypePair kTypes[] = {
+    {DType::kF32, torch::kFloat32}, {DType::kBf16, torch::kBFloat16},
+    {DType::kI32, torch::kInt32},   {DType::kU8, torch::kUInt8},
+    {DType::kF64, torch::kFloat64}, {DType::kF16, torch::kFloat16},
+    {DType::kI64, torch::kInt64}};
 
 inline torch::ScalarType torch_type(DType dtype) {
   for (const TypePair& type : kTypes) {
@@ -502,6 +502,7 @@ class TorchStage : public Stage, public SplitBackward {
   void begin_step(ComputeContext& compute) override {
     in_torch(prefix_, "begin_step", [&] {
       require_own_memory(parameters_.all(), parameters_of_module_);
+      module_.set_training(training_);  // the program may have changed it
       const TorchScope scope(compute, 0);
       const torch::NoGradGuard no_grad;
       // What a loaded save or the first replica says.
@@ -642,11 +643,30 @@ class TorchStage : public Stage, public SplitBackward {
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       description.outputs.push_back(spec_of(outputs[i], i));
     }
-    const std::int64_t kept = std::max<std::int64_t>(count->live, 0);
-    description.state_bytes_until_weight = static_cast<std::size_t>(kept);
-    description.workspace_bytes =
-        static_cast<std::size_t>(std::max<std::int64_t>(count->peak - kept, 0));
+    const Measured measured = measure(inputs, *count);
+    description.state_bytes_until_weight = measured.state;
+    description.workspace_bytes = measured.workspace;
     return description;
+  }
+
+  struct Measured {
+    std::size_t inputs = 0, state = 0, workspace = 0;  // bytes
+  };
+
+  // What forward() took. A smaller micro-batch must not need more than the largest one, which comes
+  // first; LibTorch may compute it in another way that does.
+  Measured measure(std::span<const TensorSpec> inputs, const AllocationCount& count) const {
+    Measured measured;
+    for (const TensorSpec& spec : inputs) measured.inputs += spec.bytes();
+    measured.state = static_cast<std::size_t>(std::max<std::int64_t>(count.live, 0));
+    measured.workspace = static_cast<std::size_t>(count.peak) - measured.state;
+    if (measured.inputs > largest_.inputs) {
+      largest_ = measured;
+    } else {
+      measured.state = std::min(measured.state, largest_.state);
+      measured.workspace = std::min(measured.workspace, largest_.workspace);
+    }
+    return measured;
   }
 
   // On the device of the module, with gradients where Sluice wants them.
@@ -814,7 +834,8 @@ class TorchStage : public Stage, public SplitBackward {
   TorchTensors grads_;  // views of parameters_' gradients
   std::vector<Slot> slots_;
   Device device_ = {};
-  bool training_ = true;  // the mode that module_ has now
+  bool training_ = true;           // the mode that module_ has now
+  mutable Measured largest_ = {};  // what describe() has said of the largest inputs so far
 };
 
 class TorchLossStage : public TorchStage, public LossStage {

@@ -8,6 +8,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -433,6 +434,36 @@ TEST(TorchStageTest, SavesHaveRunningStatisticsAndGoOnWithTheBits) {
   EXPECT_EQ(buffers(), expected);
   EXPECT_EQ(expected.back(), std::vector<float>{2 * kMicroBatches});  // num_batches_tracked
   std::filesystem::remove_all(folder);
+}
+
+// With a batch of the caller, and a micro-batch of a size that comes first in infer().
+TEST(TorchStageTest, InfersInEvaluationModeBetweenSteps) {
+  const auto comm = world().split(world().rank(), 0);
+  Data data;
+  nn::Sequential net(nn::Linear(kPixels, 8), nn::BatchNorm1d(8), nn::Dropout(0.5),
+                     nn::Linear(8, 3));
+  const StageFactory make_stage = [&](int, int) { return torch_stage("net", net, squared_error); };
+  Pipeline pipeline(
+      *comm, options_for(1, "1f1b"), make_stage,
+      BatchSpec{.inputs = {{DType::kF32, {kPixels}}}, .targets = {{DType::kF32, {3}}}});
+  const auto inputs = [&](std::int64_t samples) {
+    return view(
+        std::span<const float>(data.inputs).first(static_cast<std::size_t>(samples * kPixels)),
+        Shape{samples, kPixels});
+  };
+  const Tensor targets =
+      view(std::span<const float>(data.targets).first(kBatch * 3), Shape{kBatch, 3});
+  (void)pipeline.train_step({.inputs = {inputs(kBatch)}, .targets = {targets}});
+  const std::vector<Tensor> asked = {inputs(6)};
+  const std::span<const float> answer = pipeline.infer(asked)[0].floats();
+  const torch::NoGradGuard no_grad;
+  net->eval();
+  const TorchTensors expected = {
+      net->forward(data.input(0)),
+      net->forward(torch::from_blob(&data.inputs[4 * kPixels], {2, kPixels}))};
+  EXPECT_EQ(values_of(torch::cat(expected)), std::vector<float>(answer.begin(), answer.end()));
+  (void)pipeline.train_step({.inputs = {inputs(kBatch)}, .targets = {targets}});
+  EXPECT_EQ(net->buffers().back().item<std::int64_t>(), 2 * kMicroBatches);
 }
 
 // The network's first layer, so its statistics depend on data alone.
