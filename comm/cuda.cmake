@@ -1,9 +1,14 @@
 # GPUs: the CUDA toolkit with cuBLASLt, cuDNN and NCCL, or the tests' emulation of it.
 #
-# Defines the interface target sluice_cuda, which all GPU code links, and the variables
+# Defines the interface target Sluice::cuda, which all GPU code links (SluiceConfig.cmake defines it for an
+# installed Sluice), and the variables
 # SLUICE_WITH_CUDA, SLUICE_WITH_CUDNN and SLUICE_WITH_NCCL (0 or 1), which are macros in sources.
+set(sluice_cuda_default off)
+if(PROJECT_IS_TOP_LEVEL)
+  set(sluice_cuda_default auto)
+endif()
 set(SLUICE_CUDA
-    auto
+    ${sluice_cuda_default}
     CACHE STRING "GPU code: auto (where the CUDA toolkit is found), on, off, or emulated (for tests)")
 set_property(CACHE SLUICE_CUDA PROPERTY STRINGS auto on off emulated)
 if(NOT SLUICE_CUDA MATCHES "^(auto|on|off|emulated)$")
@@ -13,7 +18,7 @@ endif()
 set(SLUICE_WITH_CUDA 0)
 set(SLUICE_WITH_CUDNN 0)
 set(SLUICE_WITH_NCCL 0)
-add_library(sluice_cuda INTERFACE)
+add_library(Sluice::cuda INTERFACE IMPORTED GLOBAL)
 
 # A header and a library next to the toolkit or under NAME_ROOT: <variable>_INCLUDE, _LIBRARY.
 macro(sluice_find_beside_toolkit variable header library)
@@ -151,7 +156,7 @@ if(SLUICE_WITH_CUDA)
             ${CUDAToolkit_INCLUDE_DIRS} PATH_SUFFIXES include)
   if(SLUICE_NCCL_INCLUDE)
     set(SLUICE_WITH_NCCL 1)
-    target_include_directories(sluice_cuda SYSTEM INTERFACE ${SLUICE_NCCL_INCLUDE})
+    target_include_directories(Sluice::cuda SYSTEM INTERFACE ${SLUICE_NCCL_INCLUDE})
   else()
     message(STATUS "NCCL's header not found (SLUICE_NCCL_ROOT says where): no transport nccl and no sums "
                    "over replicas by it; MPI remains, from GPU to GPU where it reads their memory "
@@ -159,15 +164,15 @@ if(SLUICE_WITH_CUDA)
   endif()
   if(SLUICE_CUDA STREQUAL emulated)
     # After the toolkit's own, so that its headers are there; cuDNN is not emulated.
-    target_include_directories(sluice_cuda SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
-    target_link_libraries(sluice_cuda INTERFACE sluice_emulated_cuda)
+    target_include_directories(Sluice::cuda SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
+    target_link_libraries(Sluice::cuda INTERFACE sluice_emulated_cuda)
     add_subdirectory(tests/emulated_cuda)
   else()
-    target_link_libraries(sluice_cuda INTERFACE CUDA::cudart_static CUDA::cublasLt)
+    target_link_libraries(Sluice::cuda INTERFACE CUDA::cudart_static CUDA::cublasLt)
     if(SLUICE_CUDNN_INCLUDE AND SLUICE_CUDNN_LIBRARY)
       set(SLUICE_WITH_CUDNN 1)
-      target_include_directories(sluice_cuda SYSTEM INTERFACE ${SLUICE_CUDNN_INCLUDE})
-      target_link_libraries(sluice_cuda INTERFACE ${SLUICE_CUDNN_LIBRARY})
+      target_include_directories(Sluice::cuda SYSTEM INTERFACE ${SLUICE_CUDNN_INCLUDE})
+      target_link_libraries(Sluice::cuda INTERFACE ${SLUICE_CUDNN_LIBRARY})
     else()
       message(STATUS "cuDNN not found (SLUICE_CUDNN_ROOT says where): attention on GPUs runs in "
                      "Sluice's own, slower kernels")
@@ -177,10 +182,10 @@ if(SLUICE_WITH_CUDA)
                  "${SLUICE_CUDA_ARCHITECTURES}, cuDNN ${SLUICE_WITH_CUDNN}, NCCL ${SLUICE_WITH_NCCL}")
 endif()
 
-# Private links of a library with GPU code; an installed Sluice finds the same libraries.
+# Private links of a library with GPU code.
 set(SLUICE_CUDA_LINKS)
 if(SLUICE_WITH_CUDA)
-  set(SLUICE_CUDA_LINKS $<BUILD_INTERFACE:sluice_cuda> $<INSTALL_INTERFACE:Sluice::cuda>)
+  set(SLUICE_CUDA_LINKS Sluice::cuda)
 endif()
 
 # sluice_cuda_kernels(<target> <files...>): adds .cu files, for nvcc or for the emulation's g++.

@@ -22,7 +22,7 @@ packages_of() {
     # The text that train.sh learns.
     data) echo bible-kjv bible-kjv-text ;;
     # Tests and benchmarks; Boost.Context for the threads of a block in tests/emulated_cuda.
-    test) echo libgtest-dev libgmock-dev libboost-context-dev python3 python3-venv \
+    test) echo libgtest-dev libgmock-dev libboost-context-dev pkg-config python3 python3-venv \
       python3-jsonschema python3-yaml ca-certificates ;;
     # Hosts as network namespaces. Not in `test`: on a system with systemd, services such as sshd start.
     hosts) echo iproute2 openssh-client openssh-server procps slurm-wlm munge ;;

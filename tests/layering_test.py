@@ -13,8 +13,9 @@ of their name, or to the one HEADER_ROOMS says. Three things are checked, and no
              room may use (nm; weak symbols aside)
 
 Also: foreign headers stay where they belong, a folder holds at most MOST_FILES sources, there are at most
-MOST_PUBLIC public headers, each room has a line in its folder's README. Prints one line per violation and
-exits 1 if there is any; first it checks its own rules on the planted violations below.
+MOST_PUBLIC public headers, each of which makes its declarations visible, and each room has a line in its
+folder's README. Prints one line per violation and exits 1 if there is any; first it checks its own rules on the
+planted violations below.
 """
 
 import collections
@@ -281,6 +282,17 @@ def size_violations(tree):
             yield f"<sluice/{stem}.hpp> pulls in {len(behind)} public headers; at most {most}"
 
 
+def visibility_violations(tree):
+    """What a public header declares is visible in libsluice, which hides everything else."""
+    for path in sorted(tree.public.values()):
+        text = tree.texts[path]
+        pushed = [match.start() for match in re.finditer(r"^#pragma GCC visibility push\(default\)$", text, re.M)]
+        popped = [match.start() for match in re.finditer(r"^#pragma GCC visibility pop$", text, re.M)]
+        spaces = [match.start() for match in re.finditer(r"^namespace sluice", text, re.M)]
+        if spaces and not (len(pushed) == len(popped) == 1 and pushed[0] < spaces[0] < popped[0]):
+            yield f"{path}: no '#pragma GCC visibility push(default)' before its namespace, or no 'pop' after it"
+
+
 def read_objects(tree, build):
     """What nm says of each object of `build` that comes from a source in a room."""
     objects = []
@@ -307,6 +319,7 @@ def planted(texts, objects=(), readmes=True):
     tree = Tree(texts)
     found = [text for path in texts for text in include_violations(tree, path)]
     found += list(unit_violations(tree)) + list(symbol_violations(tree, objects)) + list(size_violations(tree))
+    found += list(visibility_violations(tree))
     return found
 
 
@@ -362,6 +375,9 @@ PLANTED = (
     ({}, (("comm/base/error.cpp", {"f"}, {"g"}), ("comm/mpi/session.cpp", {"g"}, {"f"})), "cycle of rooms by symbol"),
     ({}, (("comm/base/error.cpp", {"f"}, {"puts"}), ("comm/mpi/session.cpp", {"g"}, {"f"})), ""),
     ({f"comm/base/a{i}.hpp": A for i in range(26)}, (), "lie flat"),
+    ({"stages/include/sluice/tensor.hpp": "namespace sluice {\n}\n"}, (), "no '#pragma GCC visibility"),
+    ({"stages/include/sluice/tensor.hpp": "#pragma GCC visibility push(default)\nnamespace sluice {\n}\n"
+      "#pragma GCC visibility pop\n"}, (), ""),
     ({f"stages/include/sluice/a{i}.hpp": A for i in range(25)}, (), "public headers; at most"),
     ({"runtime/include/sluice/pipeline.hpp": "".join(f"#include <sluice/a{i}.hpp>\n" for i in range(11)),
       **{f"stages/include/sluice/a{i}.hpp": A for i in range(11)}}, (), "pulls in 11"),
@@ -389,6 +405,7 @@ def main():
         failures += include_violations(tree, path)
     failures += unit_violations(tree)
     failures += size_violations(tree)
+    failures += visibility_violations(tree)
     for folder in ORDER:
         readme = root / folder / "README.md"
         lines = readme.read_text(encoding="utf-8") if readme.is_file() else ""

@@ -47,6 +47,7 @@ FOREIGN_OPTIONS = {
     "cmake": "build fresh install preset prefix target",
     "ctest": "output-on-failure parallel test-dir",
     "nvidia-smi": "query-gpu",
+    "pkg-config": "static cflags libs",
     "nvcc": "extended-lambda",
 }
 # Commands at the start of a line that the test leaves to other tests or to the reader.

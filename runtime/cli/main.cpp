@@ -12,6 +12,7 @@
 #include <sluice/program.hpp>
 
 #include "runtime/cli/commands.hpp"
+#include "runtime/cli/program_pages.hpp"
 #include "runtime/explore/schedule_command.hpp"
 #include "runtime/job/build_name.hpp"
 #include "runtime/options/option_table.hpp"
@@ -39,19 +40,21 @@ constexpr std::array kCommands = {
     Command{"doctor", "where ranks run, and what looks wrong", doctor_command},
 };
 
+constexpr const char* kExitCodes =
+    "0 done, 2 usage, 3 data, 4 output, 5 weights, 6 ranks disagree, 7 loss not finite,\n8 "
+    "schedule, "
+    "9 MPI, 10 device, 11 a peer died, 12 stopped as asked, 70 internal error.";
+
 std::string overview() {
   std::string text = "Usage: sluice <command> [options]\n\nCommands:\n";
   for (const Command& command : kCommands) {
     text += fmt::format("  {:<10}{}\n", command.name, command.summary);
   }
-  text +=
-      "\n'sluice <command> --help' lists a command's options. 'sluice --version' prints the "
-      "version.\n"
-      "\n"
-      "Exit codes: 0 done, 2 usage, 3 data, 4 output, 5 weights, 6 ranks disagree, 7 loss not "
-      "finite,\n8 schedule, 9 MPI, 10 device, 11 a peer died, 12 stopped as asked, 70 internal "
-      "error.\n";
-  return text;
+  return text +
+         fmt::format(
+             "\n'sluice <command> --help' lists a command's options. 'sluice --version' prints the "
+             "version.\n\nExit codes: {}\n",
+             kExitCodes);
 }
 
 std::string unknown_command(const std::string& name) {
@@ -59,6 +62,29 @@ std::string unknown_command(const std::string& name) {
   for (const Command& command : kCommands) names.emplace_back(command.name);
   return fmt::format("unknown command '{}'{} commands: {}", name, suggestion(name, names, ";"),
                      fmt::join(names, ", "));
+}
+
+// The whole manual page ("man") or completion ("bash"), for the build; the commands print their
+// parts.
+int print_page(const std::string& kind) {
+  const bool man = kind == "man";
+  std::vector<CommandSummary> commands;
+  for (const Command& command : kCommands) commands.emplace_back(command.name, command.summary);
+  const std::string name = build_name();
+  const std::string version = name.substr(0, name.find(' '));
+  fmt::print("{}", man ? man_head(version, commands) : bash_head(commands));
+  std::string help = "--help=" + kind;
+  for (const Command& command : kCommands) {
+    std::vector<std::string> forms = {""};
+    if (command.name == "schedule") forms = {"", "auto", "compare"};
+    for (std::string& form : forms) {
+      std::vector<char*> words = {help.data(), nullptr};
+      if (!form.empty()) words.insert(words.begin(), form.data());
+      const int code = command.run(static_cast<int>(words.size()) - 1, words.data());
+      if (code != 0) return code;
+    }
+  }
+  return run_guarded([&] { fmt::print("{}", man ? man_tail(kExitCodes) : bash_tail()); });
 }
 
 int run_program(int argc, char** argv) {
@@ -69,6 +95,7 @@ int run_program(int argc, char** argv) {
       fmt::print("{}", name == "--version" ? "sluice " + build_name() + "\n" : overview());
     });
   }
+  if (name == "--help=man" || name == "--help=bash") return print_page(name.substr(7));
   for (const Command& command : kCommands) {
     if (command.name == name) return command.run(argc - 2, argv + 2);
   }

@@ -16,6 +16,7 @@
 #include <sstream>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/options/option_pages.hpp"
 
 namespace sluice {
 namespace {
@@ -331,9 +332,11 @@ void OptionTable::assign(const Given& given, Source source, const std::string& w
 }
 
 void OptionTable::parse(const std::vector<std::string>& arguments) {
-  help_wanted_ = std::any_of(arguments.begin(), arguments.end(), [](const std::string& argument) {
-    return argument == "--help" || argument == "-h";
-  });
+  for (const std::string& argument : arguments) {
+    const bool page = argument == "--help=man" || argument == "--help=bash";
+    if (page) help_form_ = argument.substr(argument.find('=') + 1);
+    help_wanted_ = help_wanted_ || page || argument == "--help" || argument == "-h";
+  }
   if (help_wanted_) return;
   const std::vector<Given> given = split(arguments);
   std::string config;
@@ -369,7 +372,27 @@ void OptionTable::lay_under(const OptionValues& values, const std::string& where
   }
 }
 
+std::string OptionTable::part_of_page() const {
+  std::vector<OptionLine> lines;
+  for (const Entry& entry : entries_) {
+    const std::string value = entry.placeholder.empty() ? "" : entry.get();
+    lines.push_back({entry.heading, entry.name, entry.placeholder,
+                     value.empty() ? entry.help : fmt::format("{} [{}]", entry.help, value)});
+  }
+  if (config_allowed_) {
+    lines.push_back({"From a file", "config", "FILE",
+                     "options from a file, one 'key = value' a line, keys as above; '#' starts a "
+                     "comment; the command line wins"});
+  }
+  // The name has two words or three: "sluice schedule compare".
+  const std::string name =
+      usage_.substr(0, usage_.find_first_of("[-ABCDEFGHIJKLMNOPQRSTUVWXYZ") - 1);
+  return help_form_ == "man" ? man_section(name, usage_, about_, lines)
+                             : bash_branch(name, argument_ != nullptr, lines);
+}
+
 std::string OptionTable::help() const {
+  if (!help_form_.empty()) return part_of_page();
   constexpr unsigned kLineLength = 100;
   std::ostringstream text;
   text << "Usage: " << usage_ << "\n\n" << about_ << '\n';

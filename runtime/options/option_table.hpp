@@ -72,7 +72,9 @@ class OptionTable {
   // One argument without a name, e.g. "DIR"; required.
   void add_argument(std::string placeholder, std::string& target);
 
-  // Sets the targets. With --help (or -h) anywhere it sets and refuses nothing.
+  // Sets the targets. With --help (or -h) anywhere it sets and refuses nothing. --help=man and
+  // --help=bash, which the build uses, let help() return its part of the manual page or of the
+  // completion.
   void parse(const std::vector<std::string>& arguments);
   // After parse(): sets those of `values` that were not given. `where` stands before the name in a
   // refusal. Throws Error(kUsage) for a name that is no option.
@@ -103,6 +105,7 @@ class OptionTable {
   void add_words(const std::string& name, std::vector<std::string> legal, std::string help,
                  std::function<void(std::size_t index)> set, Get get);
   [[nodiscard]] std::string program() const;  // "sluice train"
+  [[nodiscard]] std::string part_of_page() const;
   [[nodiscard]] std::string unknown(const char* kind, const std::string& name) const;
   [[nodiscard]] std::vector<Given> split(const std::vector<std::string>& arguments) const;
   void require_known(const OptionValues& values, const std::string& where) const;
@@ -111,6 +114,7 @@ class OptionTable {
   std::string usage_, about_, heading_ = "Options";
   std::vector<Entry> entries_;
   bool config_allowed_ = false, help_wanted_ = false;
+  std::string help_form_;  // "": for people
   std::string argument_placeholder_;
   std::string* argument_ = nullptr;
 };

@@ -17,6 +17,7 @@
 
 #include <sluice/device.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 // Which ranks are neighbours: those of one pipeline, or the replicas of one stage. kAuto: whichever
@@ -83,3 +84,4 @@ class Communicator {
 };
 
 }  // namespace sluice
+#pragma GCC visibility pop

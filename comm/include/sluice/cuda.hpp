@@ -19,6 +19,7 @@
 
 #include <sluice/device.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice::cuda {
 
 // The kernels of one source, which form one CUDA module. For this header alone.
@@ -49,6 +50,7 @@ class KernelModule {
 void load_kernels();
 
 }  // namespace sluice::cuda
+#pragma GCC visibility pop
 
 #ifndef SLUICE_EMULATED_CUDA
 #define SLUICE_EMULATED_CUDA 0

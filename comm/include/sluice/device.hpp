@@ -16,6 +16,7 @@
 
 #include <sluice/error.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 enum class DeviceKind : std::uint8_t { kCpu, kCuda };
@@ -221,3 +222,4 @@ void copy_now(Device device, void* to, const void* from, std::size_t bytes);
 }
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 enum class ErrorCode : int {
@@ -52,3 +53,4 @@ class Error : public std::runtime_error {
 [[nodiscard]] ErrorCode code_of_foreign(const std::exception& error);
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -7,6 +7,7 @@
 
 #include <sluice/communicator.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 // Collective over `comm`, which is duplicated; the caller keeps its own. MPI must be initialised
@@ -16,3 +17,4 @@ namespace sluice {
 [[nodiscard]] std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm);
 
 }  // namespace sluice
+#pragma GCC visibility pop

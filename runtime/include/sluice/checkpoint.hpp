@@ -17,6 +17,7 @@
 
 #include <sluice/tensor.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 class Pipeline;  // <sluice/pipeline.hpp>
@@ -133,3 +134,4 @@ void load_weights(Pipeline& pipeline, const std::filesystem::path& path,
                   Verify verify = Verify::kFull);
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -11,6 +11,7 @@
 
 #include <sluice/stage.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 // Samples [first, first + count) of the global batch of a step.
@@ -119,3 +120,4 @@ class TokenFile {
 [[nodiscard]] std::int64_t validation_samples(const TokenFile& file, int context);
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -14,6 +14,7 @@
 #include <sluice/communicator.hpp>
 #include <sluice/parameter.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 struct Schedule;  // <sluice/schedule.hpp>
@@ -121,3 +122,4 @@ struct PipelineOptions {
 };
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -32,6 +32,7 @@
 #include <sluice/options.hpp>
 #include <sluice/tensor.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 class ComputeContext;  // <sluice/compute.hpp>
@@ -164,6 +165,12 @@ class Pipeline {
   [[nodiscard]] std::vector<Owned> buffers();
   // Tied copies take their owner's value. Stages discard their copies in other precisions.
   void values_changed();
+  // All parameters and buffers of the model by name, in host memory, on every rank. For small
+  // models, and for values that come from elsewhere; a checkpoint needs less memory.
+  [[nodiscard]] std::map<std::string, HostTensor> state();
+  // The other way: each rank takes what it owns, so other names do no harm. Throws Error(kUsage) on
+  // all ranks for a name that is missing or a shape that differs; then nothing changes.
+  void set_state(const std::map<std::string, HostTensor>& values);
   // Views of the optimizer's tensors of this rank's parameters. Not collective.
   [[nodiscard]] std::vector<OptimizerState> optimizer_state();
 
@@ -178,3 +185,4 @@ class Pipeline {
 };
 
 }  // namespace sluice
+#pragma GCC visibility pop

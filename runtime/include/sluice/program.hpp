@@ -14,6 +14,7 @@
 
 #include <sluice/communicator.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 // Runs `body` with MPI up; returns the process's exit code. If run_main() itself initialises MPI,
@@ -91,3 +92,4 @@ class StopSignals {
 };
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -7,6 +7,7 @@
 #include <sluice/schedule.hpp>
 #include <sluice/simulate.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 // The schedule as text: one row per rank, one column per unit of time, cells `F0 B0 I0 W0` (stage
@@ -35,3 +36,4 @@ inline constexpr std::size_t kMaxSvgActions = 100'000;
 [[nodiscard]] std::string draw_svg(const Schedule& schedule, const Simulation& simulation);
 
 }  // namespace sluice
+#pragma GCC visibility pop

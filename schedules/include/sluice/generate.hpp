@@ -8,6 +8,7 @@
 
 #include <sluice/schedule.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 // Names generate() accepts, in the order they are presented to users.
@@ -27,3 +28,4 @@ namespace sluice {
 [[nodiscard]] Schedule generate_forward_only(const Placement& placement, int micro_batches);
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -29,6 +29,7 @@
 
 #include <sluice/schedule.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 struct LowerOptions {
@@ -166,3 +167,4 @@ inline constexpr std::int64_t kMaxPlannedPairs = 2'000'000;
 [[nodiscard]] std::string to_string(const PlanOp& op);
 
 }  // namespace sluice
+#pragma GCC visibility pop

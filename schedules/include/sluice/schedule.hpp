@@ -21,6 +21,7 @@
 #include <string_view>
 #include <vector>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 // kBackward is the whole backward pass; kBackwardInput ("I") and kBackwardWeight ("W") are its
@@ -172,3 +173,4 @@ struct TiedStages {
 };
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -28,6 +28,7 @@
 
 #include <sluice/schedule.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 inline constexpr int kScheduleFileVersion = 1;
@@ -74,3 +75,4 @@ struct PytorchCsv {
 [[nodiscard]] bool looks_like_json(std::string_view text);
 
 }  // namespace sluice
+#pragma GCC visibility pop

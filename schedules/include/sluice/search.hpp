@@ -19,6 +19,7 @@
 #include <sluice/schedule.hpp>
 #include <sluice/simulate.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 enum class Objective : std::uint8_t {
@@ -95,3 +96,4 @@ struct SearchResult {
                                           const SimulationTimes& times);
 
 }  // namespace sluice
+#pragma GCC visibility pop

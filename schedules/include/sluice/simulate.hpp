@@ -24,6 +24,7 @@
 
 #include <sluice/schedule.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 struct StageTimes {
@@ -125,3 +126,4 @@ struct Simulation {
 [[nodiscard]] SimulationTimes recut(const SimulationTimes& times, int old_stages, int new_stages);
 
 }  // namespace sluice
+#pragma GCC visibility pop

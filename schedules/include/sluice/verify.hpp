@@ -10,6 +10,7 @@
 #include <sluice/plan.hpp>
 #include <sluice/schedule.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 // What ends a wait, and when an op may be issued. A rank works through its list; kPostRecv and
@@ -80,3 +81,4 @@ struct Verification {
                              const PlanOptions& options = {});
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -12,6 +12,7 @@
 #include <sluice/device.hpp>
 #include <sluice/tensor.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 class Backend;  // internal: stages/compute/backend.hpp
@@ -152,3 +153,4 @@ struct SgdStep {
 };
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -31,6 +31,7 @@
 #include <sluice/compute.hpp>
 #include <sluice/tensor.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 // --- matrix product layer: weight [out, in], bias [out] (null data: none) ---
@@ -177,3 +178,4 @@ void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>
 [[nodiscard]] std::size_t sum_of_squares_workspace(std::int64_t elements);
 
 }  // namespace sluice
+#pragma GCC visibility pop

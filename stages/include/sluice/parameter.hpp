@@ -22,6 +22,7 @@
 #include <sluice/device.hpp>
 #include <sluice/tensor.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 class ComputeContext;  // <sluice/compute.hpp>
@@ -158,3 +159,4 @@ struct LearningRate {
 };
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -26,6 +26,7 @@
 #include <sluice/parameter.hpp>
 #include <sluice/tensor.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 enum class Phase : std::uint8_t { kTrain = 0, kEvaluate = 1, kGenerate = 2 };
@@ -194,3 +195,4 @@ struct Partition {
                                         int stages);
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 // Numbers travel in message headers and must not change.
@@ -183,3 +184,4 @@ struct RandomKey {
 [[nodiscard]] std::uint64_t hash_name(std::string_view name);
 
 }  // namespace sluice
+#pragma GCC visibility pop

@@ -21,6 +21,7 @@
 
 #include <sluice/stage.hpp>
 
+#pragma GCC visibility push(default)
 namespace sluice {
 
 enum class TransformerKind { kGpt2, kLlama };
@@ -82,3 +83,4 @@ struct ParameterInfo {
                                                             const Partition& partition, int stage);
 
 }  // namespace sluice
+#pragma GCC visibility pop

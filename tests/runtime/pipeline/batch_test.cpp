@@ -632,6 +632,33 @@ TEST_P(BatchTest, GroupsOfParametersHaveTheirOwnSettings) {
   });
 }
 
+TEST_P(BatchTest, AllValuesComeAsAMapAndGoBack) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = synthetic_tokens(model_of());
+    std::vector<std::map<std::string, HostTensor>> states;
+    on_all_and_alone(comm, {.pipeline = comm.size()}, [&](Pipeline& pipeline, const auto& mine) {
+      (void)pipeline.train_step(mine(Samples(*source, 1, {0, 12})));
+      states.push_back(pipeline.state());
+    });
+    ASSERT_EQ(states[0].size(), states[1].size());
+    for (const auto& [name, tensor] : states[1]) {
+      EXPECT_EQ(states[0].at(name).spec, tensor.spec) << name;
+      EXPECT_EQ(states[0].at(name).bytes, tensor.bytes) << name;
+    }
+    Pipeline fresh(comm, options_of({.pipeline = comm.size()}), factory(), spec({}));
+    fresh.set_state(states[1]);
+    const auto again = fresh.state();
+    for (const auto& [name, tensor] : states[1]) EXPECT_EQ(again.at(name).bytes, tensor.bytes);
+    std::map<std::string, HostTensor> wrong = states[1];
+    const std::string first = wrong.begin()->first;
+    wrong.erase(first);
+    expect_refusal("the values have no '" + first + "'", [&] { fresh.set_state(wrong); });
+    wrong[first].spec.shape = {3};
+    expect_refusal("but the model has", [&] { fresh.set_state(wrong); });
+    EXPECT_EQ(fresh.state().at(first).bytes, states[1].at(first).bytes);
+  });
+}
+
 // Momentum by hand, w -= rate * m, with the state in plain vectors.
 class Heavy : public Optimizer {
  public:

@@ -1,0 +1,113 @@
+// Pipeline::state() and set_state(): all values of a model by name, on every rank.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+
+#include <sluice/error.hpp>
+#include <sluice/pipeline.hpp>
+
+#include "comm/base/index.hpp"
+#include "runtime/job/host_mirror.hpp"
+#include "runtime/pipeline/pipeline_access.hpp"
+
+namespace sluice {
+namespace {
+
+std::vector<Parameter*> owned_values(Pipeline& pipeline) {
+  std::vector<Parameter*> all;
+  for (const Pipeline::Owned& owned : pipeline.parameters()) {
+    if (owned.owner) all.push_back(owned.parameter);
+  }
+  for (const Pipeline::Owned& owned : pipeline.buffers()) all.push_back(owned.parameter);
+  return all;
+}
+
+// Name, dimensions and values, in this machine's byte order: all ranks run the same build.
+std::string pack(const Parameter& parameter, HostMirror& mirror) {
+  std::string text = parameter.name + '\0';
+  const Shape& shape = parameter.value.shape();
+  std::vector<std::int64_t> dims;
+  for (int d = 0; d < shape.rank(); ++d) dims.push_back(shape[d]);
+  text += static_cast<char>(dims.size());
+  text.append(reinterpret_cast<const char*>(dims.data()), dims.size() * sizeof(std::int64_t));
+  const std::span<const std::byte> values = mirror.read_back(parameter.value);
+  return text.append(reinterpret_cast<const char*>(values.data()), values.size());
+}
+
+// Requires what pack() made.
+void unpack(const std::string& text, std::map<std::string, HostTensor>& into) {
+  const std::size_t name = text.find('\0');
+  std::vector<std::int64_t> dims(static_cast<std::size_t>(text[name + 1]));
+  std::memcpy(dims.data(), text.data() + name + 2, dims.size() * sizeof(std::int64_t));
+  const std::size_t header = name + 2 + dims.size() * sizeof(std::int64_t);
+  HostTensor& tensor = into[text.substr(0, name)];
+  tensor.spec = {DType::kF32, Shape(std::span<const std::int64_t>(dims))};
+  tensor.bytes.resize(text.size() - header);
+  std::memcpy(tensor.bytes.data(), text.data() + header, tensor.bytes.size());
+}
+
+// Why this rank cannot take the values; empty where it can.
+std::string unfit(Pipeline& pipeline, const std::map<std::string, HostTensor>& values) {
+  for (const Parameter* parameter : owned_values(pipeline)) {
+    const auto found = values.find(parameter->name);
+    if (found == values.end()) {
+      return fmt::format("set_state(): the values have no '{}'", parameter->name);
+    }
+    const HostTensor& tensor = found->second;
+    if (tensor.spec != parameter->value.spec || tensor.bytes.size() != tensor.spec.bytes()) {
+      return fmt::format("set_state(): '{}' is {} of {} bytes, but the model has {}",
+                         parameter->name, to_string(tensor.spec), tensor.bytes.size(),
+                         to_string(parameter->value.spec));
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::map<std::string, HostTensor> Pipeline::state() {
+  std::map<std::string, HostTensor> all;
+  PipelineAccess::guarded(*this, "the values of all ranks", [&] {
+    const JobLayout& layout = PipelineAccess::layout(*this);
+    Collectives& world = PipelineAccess::world(*this);
+    HostMirror mirror(compute(), nullptr);
+    const std::vector<Parameter*> mine = owned_values(*this);
+    for (int rank = 0; rank < layout.place.topology.pipeline; ++rank) {
+      const int root = layout.place.topology.rank_of(0, rank);
+      const bool here = world.communicator().rank() == root;
+      std::uint64_t count = mine.size();
+      world.broadcast(std::as_writable_bytes(std::span(&count, 1)), root);
+      for (std::uint64_t i = 0; i < count; ++i) {
+        unpack(world.broadcast_string(here ? pack(*mine[i], mirror) : std::string(), root), all);
+      }
+    }
+  });
+  return all;
+}
+
+void Pipeline::set_state(const std::map<std::string, HostTensor>& values) {
+  std::optional<Error> refusal;
+  PipelineAccess::guarded(*this, "new values", [&] {
+    const std::vector<std::string> faults =
+        PipelineAccess::world(*this).all_gather_strings(unfit(*this, values));
+    const auto fault = std::find_if(faults.begin(), faults.end(),
+                                    [](const std::string& text) { return !text.empty(); });
+    if (fault != faults.end()) {
+      refusal.emplace(ErrorCode::kUsage, *fault, static_cast<int>(fault - faults.begin()));
+      return;
+    }
+    HostMirror mirror(compute(), nullptr);
+    for (const Parameter* parameter : owned_values(*this)) {
+      const std::vector<std::byte>& bytes = values.at(parameter->name).bytes;
+      std::copy(bytes.begin(), bytes.end(), mirror.writable_host_copy(parameter->value).begin());
+      mirror.write_back();
+    }
+    compute().stream().synchronize();  // before the mirror goes
+  });
+  if (refusal) throw Error(*refusal);
+  values_changed();
+}
+
+}  // namespace sluice
