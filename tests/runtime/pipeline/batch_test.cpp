@@ -5,8 +5,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <string>
@@ -21,6 +25,7 @@
 #include <sluice/stage.hpp>
 #include <sluice/transformer.hpp>
 
+#include "comm/group/collectives.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
 namespace sluice::testing {
@@ -715,6 +720,45 @@ TEST_P(BatchTest, AnOptimizerOfOnesOwnIsSaved) {
     };
     expect_refusal("the factory made no optimizer",
                    [&] { const Pipeline none(comm, options, factory(), spec({})); });
+  });
+}
+
+struct Held {
+  std::size_t descriptors = 0, threads = 0, pages = 0;  // of this process
+};
+Held held_now() {
+  const auto count = [](const char* folder) {
+    const std::filesystem::directory_iterator entries(folder);
+    return static_cast<std::size_t>(std::distance(begin(entries), end(entries)));
+  };
+  Held held{.descriptors = count("/proc/self/fd"), .threads = count("/proc/self/task")};
+  std::size_t all = 0;
+  std::ifstream("/proc/self/statm") >> all >> held.pages;
+  return held;
+}
+
+// SLUICE_PIPELINES: how many; a thousand take a minute.
+TEST_P(BatchTest, APipelineLeavesNothingBehind) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const char* asked = std::getenv("SLUICE_PIPELINES");
+    const int pipelines = asked != nullptr ? std::atoi(asked) : 60;
+    const auto source = synthetic_tokens(model_of());
+    const Samples samples(*source, 1, {0, 4});
+    Held before;
+    for (int i = 0; i < pipelines; ++i) {
+      {
+        Pipeline pipeline(comm, options_of({.pipeline = comm.size()}), factory(), spec({}));
+        (void)pipeline.train_step(samples.batch());
+        if (i % 2 == 0) pipeline.close();
+      }
+      Collectives(comm, 0, nullptr).barrier();  // ranks that are threads share what is counted
+      if (i == 29) before = held_now();
+      Collectives(comm, 0, nullptr).barrier();
+    }
+    const Held after = held_now();
+    EXPECT_EQ(after.descriptors, before.descriptors);
+    EXPECT_EQ(after.threads, before.threads);
+    EXPECT_LT(after.pages, before.pages + 2048);  // 8 MiB
   });
 }
 
