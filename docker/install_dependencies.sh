@@ -3,7 +3,7 @@
 # 24.04; for train.sh, test.sh, .ci/run and the images.
 #
 #   docker/install_dependencies.sh [GROUP...]      groups: build data test hosts check runtime
-#                                                images; none: the first five
+#                                                images torch; none: the first five
 #
 # Installs only what dpkg does not know as installed: with nothing missing it never calls apt, so it
 # needs no network and no rights. Otherwise it runs as root or through sudo and asks nothing.
@@ -30,6 +30,8 @@ packages_of() {
     runtime) echo openmpi-bin openssh-client openssh-server libnss-wrapper ;;
     # Images without a container engine: docker/test.sh.
     images) echo buildah debootstrap ca-certificates ;;
+    # LibTorch, for <sluice/torch.hpp>: 470 MB, which no other part of Sluice needs.
+    torch) echo libtorch-dev ;;
     # Formatting and static checks: the sources are formatted with version 14; clang-tidy knows
     # std::source_location from 15 on, and wants an omp.h of its own version; clang for fuzzing.
     check) if [[ $system == debian-12 ]]; then
@@ -85,8 +87,8 @@ if (($# == 0)); then set -- build data test hosts check; fi
 missing=()
 for group in "$@"; do
   if ! list=$(packages_of "$group"); then
-    echo "install_dependencies: unknown group '$group'; legal are build, data, test, hosts, check, runtime" \
-      "and images" >&2
+    echo "install_dependencies: unknown group '$group'; legal are build, data, test, hosts, check, runtime," \
+      "images and torch" >&2
     exit 2
   fi
   for package in $list; do

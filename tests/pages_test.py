@@ -400,7 +400,7 @@ def check(root, build, compiler):
 
     pages = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.md")
                    if path.relative_to(root).parts[0] not in MADE and ".git" not in path.parts)
-    headers = sorted(path.name for path in root.glob("*/include/sluice/*.hpp") if path.name not in ("mpi.hpp", "cuda.hpp"))
+    headers = sorted(path.name for path in root.glob("*/include/sluice/*.hpp") if path.name not in ("mpi.hpp", "cuda.hpp", "torch.hpp"))
     options = all_options(root, build)
     jobs = []
     for page in pages:
