@@ -1,13 +1,14 @@
 """The examples as a user runs them: what they print, and to the bit.
 
-usage: examples_test.py MPIEXEC CUSTOM_STAGE SPLIT_MLP CUSTOM_SCHEDULE SOURCES
+usage: examples_test.py MPIEXEC CUSTOM_STAGE SPLIT_MLP CUSTOM_SCHEDULE OWN_LOOP SOURCES
 """
 
+import math
 import subprocess
 import sys
 import unittest
 
-MPIEXEC, CUSTOM_STAGE, SPLIT_MLP, CUSTOM_SCHEDULE, SOURCES = sys.argv[1:6]
+MPIEXEC, CUSTOM_STAGE, SPLIT_MLP, CUSTOM_SCHEDULE, OWN_LOOP, SOURCES = sys.argv[1:7]
 
 
 def run(ranks, *command):
@@ -44,6 +45,18 @@ class CustomSchedule(unittest.TestCase):
 
     def test_stays_small(self):
         self.assertLess(lines_of("custom_schedule.cpp"), 60)
+
+
+class OwnLoop(unittest.TestCase):
+    def test_stops_early_and_answers(self):
+        output = run(2, OWN_LOOP)
+        epochs = int(output.split("stopped after ")[1].split()[0])
+        self.assertLess(epochs, 200)
+        self.assertLess(float(output.split("held-out loss ")[1].split()[0]), 0.01)
+        answers = [line.split() for line in output.splitlines() if line.startswith("sin(")]
+        self.assertEqual(len(answers), 3)
+        for question, _, answer in answers:
+            self.assertAlmostEqual(math.sin(float(question[4:-1])), float(answer), delta=0.3)
 
 
 class SplitMlp(unittest.TestCase):

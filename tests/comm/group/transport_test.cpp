@@ -181,7 +181,7 @@ SLUICE_COMM_TEST(TransportTest, RefusesEveryLabelThatDiffers) {
   };
   const std::vector<Case> cases = {
       {"not a header of Sluice", [](auto& header) { header.magic = 1; }},
-      {"header version 2 instead of 1", [](auto& header) { header.version = 2; }},
+      {"header version 1 instead of 2", [](auto& header) { header.version = 1; }},
       {"another channel", [](auto& header) { header.channel = 4; }},
       {"another phase", [](auto& header) { header.phase = 1; }},
       {"another step", [](auto& header) { header.step = 8; }},

@@ -252,7 +252,7 @@ TEST(SafetensorsCorruptionTest, NamesWhatIsWrongInTheHeader) {
   refused("{\"a\":{\"dtype\":[]}}", 4, "'dtype' of tensor 'a' has an array");
   refused("{\"a\":{\"shape\":[[1]]}}", 4, "'shape' of tensor 'a' has an array");
   refused("{\"a\":{\"shape\":true}}", 4, "'shape' of tensor 'a' has a boolean");
-  refused("{" + entry("a", "I64", "[1]", "[0,8]") + "}", 8, "dtype 'I64' of tensor 'a'");
+  refused("{" + entry("a", "I16", "[1]", "[0,2]") + "}", 2, "dtype 'I16' of tensor 'a'");
   refused("{" + entry("a", "F32", "[-1]", "[0,4]") + "}", 4, "negative number -1");
   refused("{" + entry("a", "F32", "[1.0]", "[0,4]") + "}", 4, "no integer");
   refused("{" + entry("a", "F32", "[99999999999999999999]", "[0,4]") + "}", 4, "no integer");
