@@ -18,8 +18,9 @@ struct SavedParameter {
   int replica = 0;  // the one that saves it
 };
 
-// Every parameter once, in order of stage, then every buffer, which replica 0 saves. The replicas of a rank get its parameters, the largest
-// first, each to the replica with the fewest elements so far.
+// Every parameter once, in order of stage, then every buffer, which replica 0 saves. The replicas
+// of a rank get its parameters, the largest first, each to the replica with the fewest elements so
+// far.
 [[nodiscard]] std::vector<SavedParameter> share_saves(const StepPlans& plans,
                                                       const ParameterTable& parameters,
                                                       int replicas);

@@ -95,10 +95,10 @@ struct PipelineOptions {
     OptimizerFactory make_optimizer = {};
     std::vector<ParameterGroup> groups = {};  // the first that matches a parameter counts
     LearningRate learning_rate = {};
-    double clip = 0;                             // largest global gradient norm; 0: no clipping
+    double clip = 0;  // largest global gradient norm; 0: no clipping
     // Numbers of samples of later evaluations: planned at once, and in the memory table.
     std::vector<std::int64_t> evaluations = {};
-    bool inference = false;                      // infer() and evaluate() only
+    bool inference = false;  // infer() and evaluate() only
     // A step whose loss or gradient is not finite changes nothing and is reported as skipped. Else
     // it is Error(kNumeric) on all ranks; the pipeline can be used after that as well.
     bool skip_nonfinite = false;
