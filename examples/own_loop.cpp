@@ -48,9 +48,10 @@ struct Dense : Stage, LossStage {  // y = w x + b, then ReLU unless it is the la
 
 int main(int argc, char** argv) {
   return run_main(argc, argv, [](Communicator& world) {
-    constexpr int kSamples = 200, kTrained = 150, kBatch = 20;
+    constexpr std::size_t kSamples = 200;
+    constexpr int kTrained = 150, kBatch = 20;
     std::vector<float> x(kSamples), y(kSamples);  // a sine; every rank has it, two of them use it
-    for (int i = 0; i < kSamples; ++i) {
+    for (std::size_t i = 0; i < kSamples; ++i) {
       x[i] = float(i * 61 % kSamples) / kSamples * 6 - 3;
       y[i] = std::sin(x[i]);
     }
@@ -76,7 +77,7 @@ int main(int argc, char** argv) {
       for (int first = 0; first < kTrained; first += kBatch) {  // the last batch has 10 samples
         pipeline.train_step(part(first, std::min(kBatch, kTrained - first)));
       }
-      const double loss = pipeline.evaluate(part(kTrained, kSamples - kTrained)).loss;
+      const double loss = pipeline.evaluate(part(kTrained, int(kSamples) - kTrained)).loss;
       worse = loss < best ? 0 : worse + 1;
       if (worse == 0) best = loss, best_values = pipeline.state();
       if (worse % 5 == 4) rate /= 2;
@@ -85,8 +86,8 @@ int main(int argc, char** argv) {
     const auto answers = pipeline.infer(part(kTrained, 3).inputs, {.to = 0});
     if (world.rank() != 0) return;
     std::printf("stopped after %d epochs, held-out loss %.6f\n", epoch, best);
-    for (int i = 0; i < 3; ++i) {
-      std::printf("sin(%.2f) = %.2f\n", x[kTrained + i], answers[0].at(i));
+    for (std::size_t i = 0; i < 3; ++i) {
+      std::printf("sin(%.2f) = %.2f\n", x[kTrained + i], answers[0].floats()[i]);
     }
   });
 }

@@ -126,7 +126,6 @@ std::unique_ptr<DataSource> make_batch_shapes(const BatchSpec& spec) {
 BatchFeed::BatchFeed(JobContext& job, const JobLayout& layout, const DataSource& shapes, Feed feed)
     : job_(job),
       layout_(layout),
-      shapes_(shapes),
       feed_(feed),
       first_(layout.owns(0)),
       last_(layout.owns(layout.plans.num_stages() - 1)),

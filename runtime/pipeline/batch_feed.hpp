@@ -36,7 +36,7 @@ enum class Call : std::int32_t {
 
 class BatchFeed {
  public:
-  // All arguments outlive it.
+  // `job` and `layout` outlive it. `shapes`: the pipeline's source.
   BatchFeed(JobContext& job, const JobLayout& layout, const DataSource& shapes, Feed feed);
 
   // Collective over the job. What all ranks refuse, or nothing. `fault`: what this rank finds wrong
@@ -69,7 +69,6 @@ class BatchFeed {
 
   JobContext& job_;
   const JobLayout& layout_;
-  const DataSource& shapes_;
   Feed feed_;
   bool first_, last_;                               // this rank runs the stage
   std::vector<TensorSpec> one_input_, one_target_;  // of one sample

@@ -109,7 +109,6 @@ struct Pipeline::Impl {
   double count_targets(const BatchLoader::Batch& batch, std::size_t micro_batches);
   StepReport train_step();
   StepReport train_on(Call call, const Batch& batch);
-  // Runs this rank's part of a batch. Returns the report after the step's end, if `end` is that.
   // Runs this rank's part of a batch, which has step_ranges.
   StepReport run_batch(const BatchLoader::Batch& batch, BatchEnd end);
   StepReport end_batch(BatchEnd end, double started);
@@ -157,7 +156,7 @@ struct Pipeline::Impl {
   std::optional<Error> failed;
   // Of the step whose batches come one by one.
   bool gradients_ready = false;          // forward_backward() was the last call
-  std::int64_t earlier_samples = 0;      // of its earlier batches
+  std::int64_t earlier_samples = 0;      // of its earlier batches, over all replicas
   std::vector<SampleRange> step_ranges;  // micro-batches of the present batch
   std::vector<double> replica_targets;   // [replica]
 };
@@ -506,7 +505,7 @@ StepReport Pipeline::Impl::end_batch(BatchEnd end, double started) {
   const bool ends = refused || end == BatchEnd::kUpdate;
   gradients_ready = !refused && end == BatchEnd::kGradients;
   if (!ends) {
-    for (const SampleRange& range : step_ranges) earlier_samples += range.count;
+    for (const std::int64_t share : feed->shares()) earlier_samples += share;
     StepReport report = report_of(steady_seconds() - started);
     report.step = step + 1;
     return report;
@@ -817,6 +816,7 @@ std::uint32_t PipelineAccess::step_flags(const Pipeline& pipeline) {
 }
 
 std::vector<TraceEvent> PipelineAccess::trace(const Pipeline& pipeline) {
+  if (pipeline.impl_->engine == nullptr) return {};
   const auto events = pipeline.impl_->engine->trace();
   return {events.begin(), events.end()};
 }
