@@ -17,6 +17,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -169,6 +170,14 @@ class LossStage {
   // forward of the step.
   [[nodiscard]] virtual double target_weight(std::span<const Tensor> targets) const = 0;
 };
+
+// --- skip connections ---
+// A stage in whose place `inner` computes on the first `inputs` tensors of the edge. The tensors
+// after them pass by: they are the last outputs, unchanged, and so are their gradients. So a tensor
+// that one stage makes reaches a later one over the edges between them. It has the interfaces that
+// `inner` has. Throws Error(kUsage) for a null `inner` and for `inputs` below 1; a stage that gets
+// fewer tensors is Error(kUsage) when it is described.
+[[nodiscard]] std::unique_ptr<Stage> carrying(std::unique_ptr<Stage> inner, int inputs);
 
 // --- which layers sit on which stage: plain integers, no tensors ---
 // Stage s owns layers [first[s], first[s + 1]). first has stages + 1 entries, first[0] = 0 and

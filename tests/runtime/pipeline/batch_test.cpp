@@ -723,6 +723,115 @@ TEST_P(BatchTest, AnOptimizerOfOnesOwnIsSaved) {
   });
 }
 
+// y = w x for the first tensor. Stage 0 makes two tensors, w x and v x; the last adds both up.
+struct Link : Stage, SplitBackward {
+  ParameterSet set;
+  Parameter &w, &v;
+  bool two;
+  Link(int stage, bool makes_two)
+      : w(set.add("w" + std::to_string(stage), {1}, Init::uniform(1))),
+        v(set.add("v" + std::to_string(stage), {1}, Init::uniform(1))),
+        two(makes_two) {}
+  StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
+    EXPECT_EQ(in.size(), 1U);
+    return {.outputs = std::vector<TensorSpec>(two ? 2 : 1, in[0])};
+  }
+  void prepare(const StageSetup& setup) override {
+    set.allocate(setup.compute->memory(), setup.seed);
+  }
+  ParameterSet* parameters() override { return &set; }
+  void forward(StageContext&, std::span<const Tensor> in, std::span<const Tensor> out) override {
+    for (std::int64_t i = 0; i < in[0].elements(); ++i) {
+      out[0].at(i) = w.value.at(0) * in[0].at(i);
+      if (two) out[1].at(i) = v.value.at(0) * in[0].at(i);
+    }
+  }
+  void backward_input(StageContext&, std::span<const Tensor> grad_out,
+                      std::span<const Tensor> grad_in) override {
+    for (std::int64_t i = 0; !grad_in.empty() && i < grad_in[0].elements(); ++i) {
+      grad_in[0].at(i) = w.value.at(0) * grad_out[0].at(i);
+    }
+  }
+  void backward_weight(StageContext& ctx, std::span<const Tensor> grad_out) override {
+    for (std::int64_t i = 0; i < grad_out[0].elements(); ++i) {
+      w.grad.at(0) += grad_out[0].at(i) * ctx.inputs[0].at(i);
+      if (two) v.grad.at(0) += grad_out[1].at(i) * ctx.inputs[0].at(i);
+    }
+  }
+  void backward(StageContext& ctx, std::span<const Tensor> grad_out,
+                std::span<const Tensor> grad_in) override {
+    backward_input(ctx, grad_out, grad_in);
+    backward_weight(ctx, grad_out);
+  }
+};
+struct Sum : Stage, SplitBackward, LossStage {
+  StageDescription describe(std::span<const TensorSpec> in, ComputeContext&) const override {
+    EXPECT_EQ(in.size(), 2U);
+    return {.outputs = {in[0]}};
+  }
+  void prepare(const StageSetup&) override {}
+  void forward(StageContext&, std::span<const Tensor> in, std::span<const Tensor> out) override {
+    for (std::int64_t i = 0; i < in[0].elements(); ++i) {
+      out[0].at(i) = in[0].at(i) + in[1].at(i);
+    }
+  }
+  void backward_input(StageContext&, std::span<const Tensor> grad_out,
+                      std::span<const Tensor> grad_in) override {
+    for (const Tensor& grad : grad_in) {
+      std::memcpy(grad.data, grad_out[0].data, grad.spec.bytes());
+    }
+  }
+  void backward_weight(StageContext&, std::span<const Tensor>) override {}
+  void backward(StageContext& ctx, std::span<const Tensor> grad_out,
+                std::span<const Tensor> grad_in) override {
+    backward_input(ctx, grad_out, grad_in);
+  }
+  void loss(StageContext& ctx, std::span<const Tensor> outputs, std::span<const Tensor> targets,
+            double* sum) override {
+    Tracking().loss(ctx, outputs, targets, sum);
+  }
+  double target_weight(std::span<const Tensor> targets) const override {
+    return static_cast<double>(targets[0].elements());
+  }
+};
+
+// Four stages: the second tensor of stage 0 passes by stages 1 and 2.
+TEST_P(BatchTest, ATensorPassesByOtherStages) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    if (comm.size() == 3) return;
+    const StageFactory make = [](int stage, int) -> std::unique_ptr<Stage> {
+      if (stage == 0) return std::make_unique<Link>(0, /*makes_two=*/true);
+      if (stage == 3) return std::make_unique<Sum>();
+      return carrying(std::make_unique<Link>(stage, /*makes_two=*/false), 1);
+    };
+    const std::vector<float> x = {1, 2, 3, 4, 5, 6, 7}, y = {3, 1, 4, 1, 5, 9, 2};
+    const BatchSpec numbers{.inputs = {{DType::kF32, {}}}, .targets = {{DType::kF32, {}}}};
+    const auto train = [&](Communicator& over, const std::string& schedule) {
+      PipelineOptions options;
+      options.shape = {.micro_batches = 4, .micro_batch_size = 2};
+      options.order = {.schedule = schedule, .chunks = 4 / over.size()};
+      options.training.learning_rate = {.peak = 0.05};
+      Pipeline pipeline(over, options, make, numbers);
+      std::vector<double> seen;
+      for (int step = 0; step < 5; ++step) {
+        const Batch batch{.inputs = {view(x, {7})}, .targets = {view(y, {7})}};
+        const StepReport report = pipeline.train_step(batch);
+        seen.push_back(report.loss);
+        seen.push_back(report.grad_norm);
+      }
+      return seen;
+    };
+    const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+    const std::vector<double> alone = train(*self, "interleaved");
+    EXPECT_LT(alone[8], alone[0]);
+    EXPECT_EQ(train(comm, comm.size() == 4 ? "zb-h1" : "interleaved"), alone);
+    if (comm.size() == 4) {
+      EXPECT_EQ(train(comm, "1f1b"), alone);
+    }
+    expect_refusal("needs another one in it", [] { (void)carrying(nullptr, 1); });
+  });
+}
+
 struct Held {
   std::size_t descriptors = 0, threads = 0, pages = 0;  // of this process
 };
