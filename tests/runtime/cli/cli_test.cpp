@@ -647,6 +647,9 @@ TEST_F(CliTest, APipelineOnAnotherThreadIsRefusedWhereMpiGrantsFunneledAlone) {
   const Outcome multiple = mpirun(2, SLUICE_EMBEDDING_PROGRAM, "thread multiple");
   EXPECT_EQ(multiple.code, 0) << multiple.err;
   EXPECT_EQ(lines_with(multiple.out, "has trained"), 2) << multiple.out;
+  const Outcome two = mpirun(2, SLUICE_EMBEDDING_PROGRAM, "threads multiple");
+  EXPECT_EQ(two.code, 0) << two.err;
+  EXPECT_EQ(lines_with(two.out, "has trained"), 4) << two.out;
 }
 
 }  // namespace

@@ -5,7 +5,8 @@
 //   unreceived  the same; rank 1 fails as well and never receives the message
 //   main        the error leaves run_main()
 // Or: embedding_program thread <level>. A thread that did not initialise MPI trains, where MPI
-// grants <level>: funneled or multiple.
+// grants <level>: funneled or multiple. Or: embedding_program threads multiple. Two threads train
+// at the same time, each with pipelines of its own.
 #include <mpi.h>
 
 #include <cstdio>
@@ -110,6 +111,25 @@ int train_on_a_thread(int argc, char** argv, int level) {
   return MPI_Finalize();
 }
 
+int train_on_two_threads(int argc, char** argv) {
+  int granted = MPI_THREAD_SINGLE;
+  MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &granted);
+  if (granted != MPI_THREAD_MULTIPLE) return 1;
+  {
+    const auto world = MpiSession(nullptr, nullptr).world();
+    const auto first = world->duplicate(), second = world->duplicate();
+    const auto work = [](Communicator& own) {
+      for (int i = 0; i < 20; ++i) train(own, "", false, false);
+      std::printf("rank %d has trained\n", own.rank());
+    };
+    std::thread one([&] { work(*first); });
+    std::thread two([&] { work(*second); });
+    one.join();
+    two.join();
+  }
+  return MPI_Finalize();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -119,6 +139,7 @@ int main(int argc, char** argv) {
     return train_on_a_thread(argc, argv,
                              file == "funneled" ? MPI_THREAD_FUNNELED : MPI_THREAD_MULTIPLE);
   }
+  if (how == "threads") return train_on_two_threads(argc, argv);
   const auto fail = [&](Communicator& world) {
     try {
       train(world, file, /*first_fails=*/true, /*last_fails=*/how == "unreceived");
