@@ -29,6 +29,7 @@
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/random_id.hpp"
+#include "runtime/job/configuration.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 
@@ -133,6 +134,12 @@ Checkpointer::Impl::Impl(Pipeline& pipeline_in, CheckpointOptions options_in,
       skipped(options.skipped) {
   PipelineAccess::guarded(pipeline, "the directory of saves", [&] {
     require_sensible();
+    require_same_configuration(
+        world(), {{"directory of saves", options.directory.string()},
+                  {"every_steps", fmt::format("{}", options.every_steps)},
+                  {"every_minutes", fmt::format("{}", options.every_minutes)},
+                  {"keep", fmt::format("{} {}", options.keep, options.keep_every)},
+                  {"weights_only", fmt::format("{} {}", options.weights_only, options.local)}});
     find_leaders();
     open_directory();
     collect_share();

@@ -57,12 +57,13 @@ NamedValues agreed_values(const PipelineOptions& options) {
   add("momentum", options.training.optimizer.momentum);
   add("weight-decay", options.training.optimizer.weight_decay);
   add("own optimizer", static_cast<bool>(options.training.make_optimizer));
+  std::string groups;
   for (const ParameterGroup& group : options.training.groups) {
-    add("a group of parameters",
-        fmt::format("{} {} {} {}", group.names, group.learning_rate_scale,
-                    group.weight_decay ? fmt::format("{}", *group.weight_decay) : "-",
-                    group.frozen));
+    groups += fmt::format("{} {} {} {}; ", group.names, group.learning_rate_scale,
+                          group.weight_decay ? fmt::format("{}", *group.weight_decay) : "-",
+                          group.frozen);
   }
+  add("groups of parameters", groups);
   add("learning-rate", options.training.learning_rate.peak);
   add("final-learning-rate-share", options.training.learning_rate.final_share);
   add("warmup", options.training.learning_rate.warmup);

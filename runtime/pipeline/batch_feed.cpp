@@ -26,6 +26,8 @@ const char* name_of(Call call) {
       return "forward_backward()";
     case Call::kUpdate:
       return "optimizer_step()";
+    case Call::kDrop:
+      return "drop_gradients()";
     case Call::kEvaluate:
       return "evaluate() of a batch";
     case Call::kEvaluateSource:
@@ -37,7 +39,8 @@ const char* name_of(Call call) {
 }
 
 bool has_batch(Call call) {
-  return call != Call::kUpdate && call != Call::kEvaluateSource && call != Call::kTrainSource;
+  return call == Call::kTrain || call == Call::kAccumulate || call == Call::kGradients ||
+         call == Call::kEvaluate || call == Call::kInfer;
 }
 bool has_targets(Call call) { return has_batch(call) && call != Call::kInfer; }
 constexpr std::int64_t kAnyNumber = -1;  // of samples: there are no tensors
@@ -121,6 +124,13 @@ std::unique_ptr<DataSource> make_batch_shapes(const BatchSpec& spec) {
     }
   }
   return std::make_unique<BatchShapes>(spec);
+}
+
+std::string to_text(const BatchSpec& spec) {
+  std::string text = spec.feed == Feed::kRank0 ? "from rank 0" : "where used";
+  for (const TensorSpec& one : spec.inputs) text += fmt::format(", input {}", to_string(one));
+  for (const TensorSpec& one : spec.targets) text += fmt::format(", target {}", to_string(one));
+  return text;
 }
 
 BatchFeed::BatchFeed(JobContext& job, const JobLayout& layout, const DataSource& shapes, Feed feed)

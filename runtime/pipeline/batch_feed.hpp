@@ -22,6 +22,9 @@ namespace sluice {
 // Error(kUsage) for a BatchSpec without inputs, or with more dimensions than a tensor may have.
 [[nodiscard]] std::unique_ptr<DataSource> make_batch_shapes(const BatchSpec& spec);
 
+// Of a BatchSpec, for the comparison of ranks.
+[[nodiscard]] std::string to_text(const BatchSpec& spec);
+
 // What ranks call; all call the same.
 enum class Call : std::int32_t {
   kTrain,
@@ -29,6 +32,7 @@ enum class Call : std::int32_t {
   kAccumulate,
   kGradients,
   kUpdate,
+  kDrop,
   kEvaluate,
   kEvaluateSource,
   kInfer,

@@ -548,6 +548,7 @@ StepReport Pipeline::Impl::optimizer_step() {
 
 void Pipeline::Impl::drop_gradients() {
   require_training();
+  agree(Call::kDrop, nullptr);
   guarded([&] {
     use_device(compute->device());
     if (gradients_ready || earlier_samples > 0) stage_buffers->restore();
@@ -714,7 +715,9 @@ Pipeline::Pipeline(Communicator& world, const PipelineOptions& options,
                    const StageFactory& make_stage, const BatchSpec& batches) {
   Impl::Batches from{.own = make_batch_shapes(batches), .source = nullptr, .feed = batches.feed};
   from.source = from.own.get();
-  impl_ = std::make_unique<Impl>(world, options, make_stage, std::move(from));
+  PipelineOptions compared = options;
+  compared.checks.configuration.emplace_back("BatchSpec", to_text(batches));
+  impl_ = std::make_unique<Impl>(world, compared, make_stage, std::move(from));
 }
 Pipeline::~Pipeline() = default;
 

@@ -392,6 +392,27 @@ TEST_P(BatchTest, WhatRanksPassIsComparedBeforeTheFirstMessage) {
   });
 }
 
+TEST_P(BatchTest, RanksWithOtherBatchSpecsAreToldBoth) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    if (comm.size() == 1) return;
+    BatchSpec mine = spec({});
+    if (comm.rank() == 1) mine.targets.push_back({DType::kF32, {}});
+    expect_refusal("disagree about 'BatchSpec'", [&] {
+      const Pipeline none(comm, options_of({.pipeline = comm.size()}), factory(), mine);
+    });
+    // Gradients that one rank alone drops would be of half the step.
+    const auto source = synthetic_tokens(model_of());
+    const Samples samples(*source, 1, {0, 12});
+    Pipeline pipeline(comm, options_of({.pipeline = comm.size()}), factory(), spec({}));
+    (void)pipeline.accumulate(samples.batch());
+    expect_refusal("ranks make different calls", [&] {
+      if (comm.rank() == 0) return pipeline.drop_gradients();
+      (void)pipeline.train_step(samples.batch());
+    });
+    EXPECT_TRUE(pipeline.usable());
+  });
+}
+
 TEST_P(BatchTest, ACallbackThatThrowsEndsThePipelineOnAllRanks) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const auto source = synthetic_tokens(model_of());
