@@ -137,12 +137,13 @@ class MpiCommunicator final : public Communicator {
       orphans_->add(std::move(unfinished_));
     }
     orphans_->sweep();
-    MPI_Comm_free(&comm_);  // open sends on it go on
+    if (!left_open_) MPI_Comm_free(&comm_);  // open sends on it go on
   }
 
   MpiCommunicator(const MpiCommunicator&) = delete;
   MpiCommunicator& operator=(const MpiCommunicator&) = delete;
 
+  void leave_open() override { left_open_ = true; }
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   int max_tag() const override { return max_tag_; }
@@ -334,6 +335,7 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
+  bool left_open_ = false;
   MPI_Comm comm_;
   int rank_ = 0;
   int size_ = 1;

@@ -92,7 +92,15 @@ std::size_t JobContext::piece_bytes() const {
 }
 
 void JobContext::guarded(const std::function<void()>& body) {
-  sluice::guarded(*control, world.ranks->rank(), body);
+  try {
+    sluice::guarded(*control, world.ranks->rank(), body);
+  } catch (...) {
+    for (Communicator* each :
+         {world.ranks.get(), pipeline.ranks.get(), messages.get(), replicas.ranks.get()}) {
+      if (each != nullptr) each->leave_open();
+    }
+    throw;
+  }
 }
 
 }  // namespace sluice

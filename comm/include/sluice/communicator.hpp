@@ -75,6 +75,11 @@ class Communicator {
   // the latest when one is made or destroyed after the sends are done.
   virtual void keep(Owner memory) = 0;
 
+  // Not collective. After an error: peers may still send what this rank will not receive. The
+  // destructor then leaves MPI's context reserved until MPI ends, because a message that arrives
+  // late must not meet another communicator with the same context.
+  virtual void leave_open() {}
+
   // Collective. Ranks with equal colour form a group, ordered by key, then by rank here.
   [[nodiscard]] virtual std::unique_ptr<Communicator> split(int colour, int key) = 0;
   // Collective.
