@@ -5,9 +5,10 @@
 // pipelines may exist in one process.
 //
 // Threads: one thread per rank makes all calls of a pipeline. MPI_THREAD_FUNNELED suffices where
-// this thread initialised MPI; else Error(kUsage). With MPI_THREAD_MULTIPLE several threads may have
-// pipelines at the same time, each over a communicator of its own that was made before. Construction is collective over all ranks. So is every
-// member function, except those that say otherwise.
+// this thread initialised MPI; else Error(kUsage). With MPI_THREAD_MULTIPLE several threads may
+// have pipelines at the same time, each over a communicator of its own that was made before.
+// Construction is collective over all ranks. So is every member function, except those that say
+// otherwise.
 //
 // Errors: some calls are refused. All ranks throw the same Error before or after the work of the
 // call, and the pipeline is as it was before:
