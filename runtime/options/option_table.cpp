@@ -63,6 +63,7 @@ std::string_view trimmed(std::string_view text) {
 }
 
 constexpr std::size_t kMostConfigBytes = std::size_t{1} << 20;
+constexpr std::size_t kConfigPieceBytes = std::size_t{1} << 12;
 
 // The value in what follows '=' on a line: up to a comment, or a JSON string. None if the string is
 // malformed.
@@ -100,9 +101,12 @@ OptionValues read_option_file(const std::string& path) {
   if (!file || std::filesystem::is_directory(path, ignored)) {
     throw_usage("option --config: cannot read file '{}'", path);
   }
-  std::string content(kMostConfigBytes + 1, '\0');
-  file.read(content.data(), static_cast<std::streamsize>(content.size()));
-  content.resize(static_cast<std::size_t>(file.gcount()));
+  std::string content;  // in pieces: most files are far smaller than the most that is read
+  for (std::size_t read = 0; file && read <= kMostConfigBytes; content.resize(read)) {
+    content.resize(read + kConfigPieceBytes);
+    file.read(content.data() + read, kConfigPieceBytes);
+    read += static_cast<std::size_t>(file.gcount());
+  }
   if (content.size() > kMostConfigBytes) {
     throw_usage("option --config: '{}' has more than {} bytes", path, kMostConfigBytes);
   }

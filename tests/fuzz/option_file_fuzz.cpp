@@ -1,8 +1,11 @@
 // Feeds arbitrary bytes to the reader of option files, and what it accepts to a table with every
-// kind of option. The values that the table then has must give the same values again.
+// kind of option. The values that the table then has must give the same values again. For one file
+// in 64 the table also reads the file itself: Boost, which that runs through, is far slower
+// than the rest.
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <string>
 
@@ -52,15 +55,18 @@ void feed(std::string_view text) {
   const std::string path = directory.write("options.conf", text).string();
   OptionValues lines;
   if (!accepts({ErrorCode::kUsage}, [&] { lines = read_option_file(path); })) return;
-  Command from_file, under, again;
-  const bool legal = accepts({ErrorCode::kUsage}, [&] {
-    from_file.table.parse({"--config", path});
-  });
-  require(legal == accepts({ErrorCode::kUsage}, [&] { under.table.lay_under(lines, path); }));
+  Command under, again;
+  const bool legal = accepts({ErrorCode::kUsage}, [&] { under.table.lay_under(lines, path); });
+  if (std::hash<std::string_view>()(text) % 64 == 0) {
+    Command from_file;
+    require(legal == accepts({ErrorCode::kUsage}, [&] {
+              from_file.table.parse({"--config", path});
+            }));
+    require(!legal || from_file.table.values() == under.table.values());
+  }
   if (!legal) return;
-  require(from_file.table.values() == under.table.values());
-  again.table.lay_under(from_file.table.values(), path);
-  require(again.table.values() == from_file.table.values());
+  again.table.lay_under(under.table.values(), path);
+  require(again.table.values() == under.table.values());
 }
 
 }  // namespace
