@@ -35,7 +35,8 @@ endif()
 list(REVERSE boxes)
 list(TRANSFORM boxes PREPEND -lsluice_)
 list(JOIN boxes " " SLUICE_PC_LIBS)
-set(SLUICE_PC_REQUIRES fmt libcrypto)
+# Not libcrypto.pc: --static would ask for what OpenSSL's own static library links.
+set(SLUICE_PC_REQUIRES fmt)
 set(definitions $<TARGET_PROPERTY:sluice_runtime,INTERFACE_COMPILE_DEFINITIONS>)
 set(SLUICE_PC_CFLAGS "-D$<JOIN:${definitions}, -D>")
 foreach(folder IN LISTS MPI_C_INCLUDE_DIRS)
@@ -43,7 +44,7 @@ foreach(folder IN LISTS MPI_C_INCLUDE_DIRS)
 endforeach()
 set(SLUICE_PC_PRIVATE_LIBS
     ${SLUICE_DNNL_LIBRARY} -L$<TARGET_FILE_DIR:Boost::program_options> -lboost_program_options
-    ${MPI_C_LIBRARIES} ${OpenMP_CXX_FLAGS} ${CMAKE_THREAD_LIBS_INIT})
+    -L$<TARGET_FILE_DIR:OpenSSL::Crypto> -lcrypto ${MPI_C_LIBRARIES} ${OpenMP_CXX_FLAGS} ${CMAKE_THREAD_LIBS_INIT})
 if(SLUICE_WITH_CUDA)
   list(APPEND SLUICE_PC_PRIVATE_LIBS $<TARGET_FILE:CUDA::cublasLt> $<TARGET_FILE:CUDA::cudart_static>
        ${SLUICE_CUDNN_LIBRARY} -ldl -lrt)
@@ -61,7 +62,16 @@ string(REGEX REPLACE "/$" "" SLUICE_PREFIX_FROM_PC ${SLUICE_PREFIX_FROM_PC})
 configure_file(runtime/sluice.pc.in sluice.pc.in @ONLY)
 file(GENERATE OUTPUT sluice.pc INPUT ${PROJECT_BINARY_DIR}/sluice.pc.in)
 install(FILES ${PROJECT_BINARY_DIR}/sluice.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
-install(FILES runtime/copyright DESTINATION ${CMAKE_INSTALL_DOCDIR})
+# The guide with its programs, and the pages that it refers to.
+install(FILES runtime/copyright CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
+install(
+  DIRECTORY examples
+  DESTINATION ${CMAKE_INSTALL_DOCDIR}
+  PATTERN CMakeLists.txt EXCLUDE)
+foreach(folder comm runtime schedules stages)
+  install(FILES ${folder}/README.md DESTINATION ${CMAKE_INSTALL_DOCDIR}/${folder})
+endforeach()
+install(FILES runtime/ARCHITECTURE.md DESTINATION ${CMAKE_INSTALL_DOCDIR}/runtime)
 if(PROJECT_IS_TOP_LEVEL)
   include(runtime/package.cmake)
 endif()
