@@ -32,6 +32,7 @@
 #include "runtime/job/configuration.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "runtime/pipeline/refusal.hpp"
 
 namespace sluice {
 namespace {
@@ -69,6 +70,7 @@ struct Checkpointer::Impl {
     if (first() && note) note(line);
   }
   void require_sensible() const;
+  void require_same_options();
   void find_leaders();
   void require_whole_stages() const;
   void open_directory();
@@ -84,6 +86,8 @@ struct Checkpointer::Impl {
   // Moves on by one phase; requires that the writers of all ranks are done.
   void advance();
   void finish_open_save();
+  void on_all_ranks_or_abandon(const std::function<void()>& body);
+  void abandon();
   void rethrow_writer_error();
 
   enum class Phase { kIdle, kWriting, kPublishing };
@@ -109,7 +113,8 @@ struct Checkpointer::Impl {
   SavedStates states;  // on rank 0, of the open save
 
   Phase phase = Phase::kIdle;
-  std::optional<std::uint64_t> saved_step;  // of the newest or open save
+  // Of the newest or open save, and of the newest that is published.
+  std::optional<std::uint64_t> saved_step, published_step;
   fs::path partial;
   SaveState state;                    // of the open save; complete on a leader that publishes
   std::vector<std::string> warnings;  // about what was set aside or cannot be removed
@@ -132,14 +137,9 @@ Checkpointer::Impl::Impl(Pipeline& pipeline_in, CheckpointOptions options_in,
       rank(PipelineAccess::world(pipeline_in).communicator().rank()),
       snapshot(pipeline_in.compute(), nullptr),
       skipped(options.skipped) {
-  PipelineAccess::guarded(pipeline, "the directory of saves", [&] {
-    require_sensible();
-    require_same_configuration(
-        world(), {{"directory of saves", options.directory.string()},
-                  {"every_steps", fmt::format("{}", options.every_steps)},
-                  {"every_minutes", fmt::format("{}", options.every_minutes)},
-                  {"keep", fmt::format("{} {}", options.keep, options.keep_every)},
-                  {"weights_only", fmt::format("{} {}", options.weights_only, options.local)}});
+  PipelineAccess::run_call(pipeline, Call::kSave, "the directory of saves", [&] {
+    on_all_ranks(world(), [&] { require_sensible(); });
+    require_same_options();
     find_leaders();
     open_directory();
     collect_share();
@@ -150,12 +150,7 @@ Checkpointer::Impl::Impl(Pipeline& pipeline_in, CheckpointOptions options_in,
 Checkpointer::Impl::~Impl() {
   PipelineAccess::set_step_flags(pipeline, {});
   writer.wait();
-  if (phase == Phase::kIdle || !leader) return;
-  try {
-    // Other ranks may still write into it; the next start removes what is left then.
-    abandon_save(partial);
-  } catch (const Error&) {
-  }
+  abandon();  // other ranks may still write into it; the next start removes what is left then
 }
 
 void Checkpointer::Impl::require_sensible() const {
@@ -171,12 +166,26 @@ void Checkpointer::Impl::require_sensible() const {
   }
 }
 
+void Checkpointer::Impl::require_same_options() {
+  try {
+    require_same_configuration(
+        world(), {{"directory of saves", options.directory.string()},
+                  {"every_steps", fmt::format("{}", options.every_steps)},
+                  {"every_minutes", fmt::format("{}", options.every_minutes)},
+                  {"keep", fmt::format("{} {}", options.keep, options.keep_every)},
+                  {"weights_only", fmt::format("{} {}", options.weights_only, options.local)}});
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kMismatch) throw;
+    throw Refused{error};
+  }
+}
+
 void Checkpointer::Impl::find_leaders() {
   hosts = world().all_gather_strings(
       layout.place.devices[static_cast<std::size_t>(layout.place.rank)].host);
   const auto first_of_host = std::find(hosts.begin(), hosts.end(), hosts[at(rank)]);
   leader = options.local ? first_of_host - hosts.begin() == rank : rank == 0;
-  if (options.local) require_whole_stages();
+  if (options.local) on_all_ranks(world(), [&] { require_whole_stages(); });
 }
 
 // Replicas share the writing of a stage, and a rank reads it from its own host's directory.
@@ -197,9 +206,8 @@ void Checkpointer::Impl::require_whole_stages() const {
 }
 
 void Checkpointer::Impl::open_directory() {
-  // Every leader, and rank 0 for all: which run the directory is of.
-  std::string found;
-  if (leader) {
+  on_all_ranks(world(), [&] {
+    if (!leader) return;
     if (select_saves(options.directory).one_step) {
       throw_usage("'{}' is one save of a directory of saves; give that directory",
                   options.directory.string());
@@ -220,7 +228,7 @@ void Checkpointer::Impl::open_directory() {
       newest = scan.saves.front().directory;
       sequence = scan.saves.front().state.sequence;
     }
-  }
+  });
   options.directory = world().broadcast_string(options.directory.string(), 0);
   require_visible();
   run = world().broadcast_string(options.run.empty() ? random_id() : options.run, 0);
@@ -265,12 +273,12 @@ void Checkpointer::Impl::require_visible() {
   if (options.local) return;
   const std::string name = world().broadcast_string(std::string(kVisiblePrefix) + random_id(), 0);
   const fs::path token = options.directory / name;
-  if (first()) {
+  on_all_ranks(world(), [&] {
+    if (!first()) return;
     AtomicFile file(token);
     file.write(name);
     file.commit();
-  }
-  world().barrier();
+  });
   std::string blind;
   if (std::find(hosts.begin(), hosts.end(), hosts[at(rank)]) - hosts.begin() == rank) {
     // A network file system may show a new name seconds later.
@@ -291,12 +299,13 @@ void Checkpointer::Impl::require_visible() {
   }
   std::erase(all, "");
   if (all.empty()) return;
-  throw Error(ErrorCode::kIo,
-              fmt::format("directory '{}' of host '{}' is not seen on host{} '{}'; all hosts need "
-                          "it (a shared file system), or --save-local for one on each",
-                          options.directory.string(), hosts.front(), all.size() == 1 ? "" : "s",
-                          fmt::join(all, "', '")),
-              0);
+  throw Refused{
+      Error(ErrorCode::kIo,
+            fmt::format("directory '{}' of host '{}' is not seen on host{} '{}'; all hosts need "
+                        "it (a shared file system), or --save-local for one on each",
+                        options.directory.string(), hosts.front(), all.size() == 1 ? "" : "s",
+                        fmt::join(all, "', '")),
+            0)};
 }
 
 void Checkpointer::Impl::collect_share() {
@@ -365,15 +374,25 @@ void Checkpointer::Impl::remove_stop_file() {
 
 void Checkpointer::Impl::begin() {
   const std::uint64_t step = pipeline.step();
-  PipelineAccess::guarded(pipeline, "saving", [&] {
-    if (leader) {
+  PipelineAccess::run_call(pipeline, Call::kSave, "saving", [&] {
+    partial.clear();
+    states = {};
+    phase = Phase::kWriting;
+    on_all_ranks_or_abandon([&] {
+      if (first()) {
+        for (const auto& [each, take] : takers) states.add(each, take());
+      }
+      if (!leader) return;
       lock->require_held();
       require_space(options.directory, job_bytes);
       partial = begin_save(options.directory, step, warnings);
-    }
-    world().barrier();  // the directory is there
+    });
     partial = options.directory / world().broadcast_string(partial.filename().string(), 0);
-    snapshot.take(live);
+    std::vector<NamedTensor> taken = live;
+    for (NamedTensor& named : taken) {
+      named.tensor = PipelineAccess::before_open_step(pipeline, named.tensor);
+    }
+    snapshot.take(taken);
     state = {};
     const std::string name = fmt::format("{} {}", run, sequence);
     state.save = checksum_hex(std::as_bytes(std::span(name)));
@@ -382,13 +401,8 @@ void Checkpointer::Impl::begin() {
     state.step = step;
     state.weights_only = options.weights_only;
     state.time = utc_now();
-    states = {};
-    if (first()) {
-      for (const auto& [each, take] : takers) states.add(each, take());
-    }
     writer.start([this, step] { write_share(step); });
   });
-  phase = Phase::kWriting;
   saved_step = step;
   last_begin = Clock::now();
 }
@@ -452,11 +466,32 @@ void Checkpointer::Impl::publish() {
   prune_saves(options.directory, retention, warnings);
 }
 
+// Throws Refused on all ranks where `body` throws on any, after which no save is open.
+void Checkpointer::Impl::on_all_ranks_or_abandon(const std::function<void()>& body) {
+  try {
+    on_all_ranks(world(), body);
+  } catch (const Refused&) {
+    abandon();
+    saved_step = published_step;
+    throw;
+  }
+}
+
+// Removes the files of an open save.
+void Checkpointer::Impl::abandon() {
+  if (phase == Phase::kIdle) return;
+  phase = Phase::kIdle;
+  if (!leader || partial.empty()) return;
+  try {
+    abandon_save(partial);
+  } catch (const Error&) {  // the next start removes what is left
+  }
+}
+
 void Checkpointer::Impl::rethrow_writer_error() {
-  PipelineAccess::guarded(pipeline, "saving", [&] {
-    writer.rethrow();
-    world().barrier();
-  });
+  writer.wait();
+  PipelineAccess::run_call(pipeline, Call::kSave, "saving",
+                           [&] { on_all_ranks_or_abandon([&] { writer.rethrow(); }); });
 }
 
 void Checkpointer::Impl::advance() {
@@ -469,6 +504,7 @@ void Checkpointer::Impl::advance() {
     if (leader) newest = options.directory / step_directory_name(state.step);
     for (const std::string& warning : std::exchange(warnings, {})) say(warning);
     ++sequence;
+    published_step = saved_step;
     phase = Phase::kIdle;
   }
 }

@@ -26,6 +26,7 @@
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "runtime/pipeline/refusal.hpp"
 
 namespace sluice {
 namespace {
@@ -175,30 +176,6 @@ void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const NamedT
     mirror.write_back();
   }
   pipeline.compute().stream().synchronize();  // before the mirror goes
-}
-
-// What all ranks throw at once before a parameter changes: it leaves the pipeline usable.
-struct Refused {
-  Error error;
-};
-
-// Collective. Runs `body`, which calls no other rank. Where it fails on any rank, all throw
-// Refused.
-void on_all_ranks(Collectives& world, const std::function<void()>& body) {
-  std::string mine;
-  try {
-    body();
-  } catch (const Error& error) {
-    mine = Json::array({static_cast<int>(error.code()), error.what()})
-               .dump(-1, ' ', false, Json::error_handler_t::replace);
-  }
-  const std::vector<std::string> all = world.all_gather_strings(mine);
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank].empty()) continue;
-    const Json error = Json::parse(all[rank]);
-    throw Refused{Error(static_cast<ErrorCode>(error[0].get<int>()), error[1].get<std::string>(),
-                        static_cast<int>(rank))};
-  }
 }
 
 // What rank 0 found at a path, for all ranks.
@@ -385,22 +362,16 @@ LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verif
 
 LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, Extent extent) {
   LoadedCheckpoint loaded;
-  std::optional<Error> refusal;
   const bool all = extent == Extent::kEverything;
-  PipelineAccess::guarded(pipeline, all ? "loading the checkpoint" : "loading the weights", [&] {
+  const char* const what = all ? "loading the checkpoint" : "loading the weights";
+  PipelineAccess::run_call(pipeline, Call::kLoad, what, [&] {
     const std::vector<NamedTensor> tensors = wanted(pipeline, all);
     std::optional<SavedTensors> saved;
-    try {
-      loaded = find_checkpoint(pipeline, path, verify, all, tensors, saved);
-    } catch (const Refused& refused) {
-      refusal = refused.error;
-      return;
-    }
+    loaded = find_checkpoint(pipeline, path, verify, all, tensors, saved);
     read_values(pipeline, *saved, tensors);
     if (all) pipeline.set_step(loaded.step);
     PipelineAccess::world(pipeline).barrier();
   });
-  if (refusal) throw Error(*refusal);
   pipeline.values_changed();
   return loaded;
 }

@@ -25,6 +25,22 @@
 #include "runtime/job/nccl_routes.hpp"
 
 namespace sluice {
+namespace {
+
+const char* in_words(ActionKind kind) {
+  switch (kind) {
+    case ActionKind::kForward:
+      return "forward";
+    case ActionKind::kBackwardInput:
+      return "input gradient";
+    case ActionKind::kBackwardWeight:
+      return "weight gradient";
+    default:
+      return "backward";
+  }
+}
+
+}  // namespace
 
 // Bytes of payload up to which a host's send counts as bookkeeping: copying them takes below 1 us.
 constexpr std::size_t kShortMessage = 4096;
@@ -385,8 +401,8 @@ void Engine::Impl::in_stage(const PlanOp& op, const Body& body) {
   try {
     body();
   } catch (...) {
-    const Action action{.kind = op.action, .stage = op.stage, .micro_batch = op.micro_batch};
-    rethrow_from(fmt::format("stage {}, {}", op.stage, to_string(action)));
+    rethrow_from(fmt::format("stage {}, {} of micro-batch {}", op.stage, in_words(op.action),
+                             op.micro_batch));
   }
 }
 

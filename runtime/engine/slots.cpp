@@ -5,6 +5,8 @@
 namespace sluice {
 namespace {
 
+static_assert(kMaxDims == Shape::kMaxDims, "a message carries every shape");
+
 // The payload starts aligned; the header sits in the bytes just before it.
 std::size_t tensor_bytes(const EdgeTensor& tensor) {
   return kBufferAlignment + round_up(tensor.spec.bytes(), kBufferAlignment);

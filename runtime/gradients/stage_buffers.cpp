@@ -1,5 +1,8 @@
 #include "runtime/gradients/stage_buffers.hpp"
 
+#include <cstddef>
+#include <functional>
+
 namespace sluice {
 
 StageBuffers::StageBuffers(JobContext& job, ComputeContext& compute, HostMirror& mirror,
@@ -24,6 +27,18 @@ void StageBuffers::restore() {
     const std::span<float> now = kept.set->flat_buffers();
     copy_async(now.data(), kept.copy.data(), now.size_bytes(), compute_.stream());
   }
+}
+
+Tensor StageBuffers::kept(const Tensor& value) const {
+  const auto* const data = value.as<const std::byte>();
+  for (const Kept& kept : kept_) {
+    const std::span<const std::byte> now = std::as_bytes(kept.set->flat_buffers());
+    if (std::less<>()(data, now.data()) || !std::less<>()(data, now.data() + now.size())) continue;
+    Tensor copy = value;
+    copy.data = static_cast<std::byte*>(kept.copy.data()) + (data - now.data());
+    return copy;
+  }
+  return value;
 }
 
 void StageBuffers::join() {

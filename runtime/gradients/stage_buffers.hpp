@@ -22,6 +22,8 @@ class StageBuffers {
   // Both in stream order: keeps the present values, and brings them back.
   void keep();
   void restore();
+  // The kept value of a buffer; `value` itself where it is no buffer's.
+  [[nodiscard]] Tensor kept(const Tensor& value) const;
   // Collective over this rank's replicas: what Parameter::across asks for. Passes through the host.
   void join();
 

@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 
-#include <array>
 #include <cstddef>
 #include <numeric>
 #include <utility>
@@ -10,6 +9,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
+#include "runtime/pipeline/samples.hpp"
 
 namespace sluice {
 namespace {
@@ -34,6 +34,18 @@ const char* name_of(Call call) {
       return "evaluate() of a source";
     case Call::kInfer:
       return "infer()";
+    case Call::kState:
+      return "state()";
+    case Call::kSetState:
+      return "set_state()";
+    case Call::kValuesChanged:
+      return "values_changed()";
+    case Call::kSave:
+      return "a save";
+    case Call::kLoad:
+      return "load_checkpoint() or load_weights()";
+    case Call::kClose:
+      return "close()";
   }
   return "a call";
 }
@@ -48,7 +60,8 @@ constexpr std::int64_t kAnyNumber = -1;  // of samples: there are no tensors
 // Each replica needs samples for a micro-batch of gradients.
 bool trains(Call call) { return has_targets(call) && call != Call::kEvaluate; }
 
-TensorSpec with_samples(const TensorSpec& one, std::int64_t samples) {
+// A sample's shape after a dimension for their number.
+TensorSpec batch_of(const TensorSpec& one, std::int64_t samples) {
   std::vector<std::int64_t> dims = {samples};
   for (int d = 0; d < one.shape.rank(); ++d) dims.push_back(one.shape[d]);
   return {one.dtype, Shape(std::span<const std::int64_t>(dims))};
@@ -61,12 +74,6 @@ std::string describe(const TensorSpec& one) {
   return text + "]";
 }
 
-bool same_but_samples(const TensorSpec& a, const TensorSpec& b) {
-  bool same = a.dtype == b.dtype && a.shape.rank() == b.shape.rank();
-  for (int d = 1; same && d < a.shape.rank(); ++d) same = a.shape[d] == b.shape[d];
-  return same;
-}
-
 std::size_t sample_bytes(const TensorSpec& spec) {
   return spec.shape[0] == 0 ? 0 : spec.bytes() / static_cast<std::size_t>(spec.shape[0]);
 }
@@ -75,9 +82,7 @@ std::size_t sample_bytes(const TensorSpec& spec) {
 Tensor slice(const Tensor& whole, SampleRange range, const TensorSpec& one) {
   Tensor part = whole;
   part.data = whole.as<std::byte>() + static_cast<std::size_t>(range.first) * sample_bytes(one);
-  std::array<std::int64_t, Shape::kMaxDims> dims = {range.count};
-  for (int d = 1; d < one.shape.rank(); ++d) dims[at(d)] = one.shape[d];
-  part.spec.shape = Shape(std::span<const std::int64_t>(dims.data(), at(one.shape.rank())));
+  part.spec = with_samples(one, range.count);
   return part;
 }
 
@@ -100,7 +105,7 @@ class BatchShapes final : public DataSource {
  private:
   static std::vector<TensorSpec> specs(const std::vector<TensorSpec>& ones, std::int64_t samples) {
     std::vector<TensorSpec> specs;
-    for (const TensorSpec& one : ones) specs.push_back(with_samples(one, samples));
+    for (const TensorSpec& one : ones) specs.push_back(batch_of(one, samples));
     return specs;
   }
   [[noreturn]] static void refuse() {
@@ -155,7 +160,7 @@ std::int64_t BatchFeed::samples_of(std::span<const Tensor> tensors, bool targets
   std::int64_t samples = ones.empty() ? kAnyNumber : 0;
   for (std::size_t i = 0; i < ones.size(); ++i) {
     const TensorSpec& spec = tensors[i].spec;
-    if (!same_but_samples(spec, ones[i])) {
+    if (spec.shape.rank() == 0 || with_samples(spec, 1) != with_samples(ones[i], 1)) {
       throw_usage("{} {} is {}, but {} is needed", what, i, to_string(spec), describe(ones[i]));
     }
     if (i == 0) samples = spec.shape[0];

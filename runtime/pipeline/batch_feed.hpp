@@ -15,6 +15,7 @@
 #include "runtime/data/batch_loader.hpp"
 #include "runtime/job/job_context.hpp"
 #include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/call.hpp"
 
 namespace sluice {
 
@@ -24,19 +25,6 @@ namespace sluice {
 
 // Of a BatchSpec, for the comparison of ranks.
 [[nodiscard]] std::string to_text(const BatchSpec& spec);
-
-// What ranks call; all call the same.
-enum class Call : std::int32_t {
-  kTrain,
-  kTrainSource,
-  kAccumulate,
-  kGradients,
-  kUpdate,
-  kDrop,
-  kEvaluate,
-  kEvaluateSource,
-  kInfer,
-};
 
 class BatchFeed {
  public:

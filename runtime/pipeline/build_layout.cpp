@@ -1,5 +1,7 @@
 #include "runtime/pipeline/build_layout.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -15,6 +17,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
+#include "runtime/job/guard.hpp"
 #include "runtime/pipeline/memory_plan.hpp"
 #include "runtime/pipeline/stage_report.hpp"
 #include "runtime/pipeline/transport_plan.hpp"
@@ -307,7 +310,11 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   const int stages = plans.order.placement.stages();
   StageReports reports = describe_stages(
       job, compute, plans.order.placement, source, division.sizes, [&](int stage) -> Stage& {
-        built.stages.push_back(make_stage(stage, stages));
+        try {
+          built.stages.push_back(make_stage(stage, stages));
+        } catch (...) {
+          rethrow_from(fmt::format("making stage {}", stage));
+        }
         if (built.stages.back() != nullptr) return *built.stages.back();
         throw_usage("the factory made nothing for stage {}", stage);
       });
@@ -354,7 +361,11 @@ void add_size(JobContext& job, ComputeContext& compute, const DataSource& source
     for (const EdgeTensor& tensor : layout.wires.edges.inputs(samples, mine[i])) {
       inputs.push_back(tensor.spec);
     }
-    stages[i]->prepare_size(compute, inputs);
+    try {
+      stages[i]->prepare_size(compute, inputs);
+    } catch (...) {
+      rethrow_from(fmt::format("stage {}, prepare_size()", mine[i]));
+    }
   }
 }
 

@@ -1,6 +1,5 @@
 #include "runtime/pipeline/output_gather.hpp"
 
-#include <array>
 #include <cstdint>
 #include <utility>
 
@@ -8,28 +7,23 @@
 
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
+#include "runtime/pipeline/samples.hpp"
 
 namespace sluice {
-namespace {
-
-TensorSpec with_rows(const TensorSpec& spec, std::int64_t rows) {
-  std::array<std::int64_t, Shape::kMaxDims> dims = {rows};
-  for (int d = 1; d < spec.shape.rank(); ++d) dims[at(d)] = spec.shape[d];
-  return {spec.dtype, Shape(std::span<const std::int64_t>(dims.data(), at(spec.shape.rank())))};
-}
-
-}  // namespace
-
 std::span<const EdgeTensor> OutputGather::specs() const {
   return layout_.wires.edges.inputs(layout_.wires.edges.largest(), layout_.plans.num_stages());
 }
 
 void OutputGather::require_samples() const {
+  const std::int64_t samples = layout_.wires.edges.largest();
   const auto outputs = specs();
   for (std::size_t i = 0; i < outputs.size(); ++i) {
-    if (outputs[i].spec.shape.rank() > 0) continue;
-    throw_usage("infer(): output {} of the last stage is one number, {}, for any number of samples",
-                i, to_string(outputs[i].spec));
+    const TensorSpec& spec = outputs[i].spec;
+    if (spec.shape.rank() > 0 && spec.shape[0] > 0 && spec.shape[0] % samples == 0) continue;
+    throw_usage(
+        "infer(): output {} of the last stage is {} for a micro-batch of {} samples; legal is a "
+        "first dimension with equally many rows for each sample",
+        i, to_string(spec), samples);
   }
 }
 
@@ -38,7 +32,7 @@ void OutputGather::begin() {
   for (std::vector<Output>* list : {&mine_, &all_}) {
     list->resize(outputs.size());
     for (std::size_t i = 0; i < outputs.size(); ++i) {
-      (*list)[i].spec = with_rows(outputs[i].spec, 0);
+      (*list)[i].spec = with_samples(outputs[i].spec, 0);
       (*list)[i].bytes.clear();
     }
   }
@@ -46,11 +40,11 @@ void OutputGather::begin() {
 }
 
 void OutputGather::append(Output& to, const TensorSpec& spec, std::span<const std::byte> bytes) {
-  if (with_rows(spec, 0) != with_rows(to.spec, 0)) {
+  if (with_samples(spec, 0) != with_samples(to.spec, 0)) {
     throw_usage("infer(): the last stage's outputs differ between micro-batches: {} and {}",
                 to_string(spec), to_string(to.spec));
   }
-  to.spec = with_rows(spec, to.spec.shape[0] + spec.shape[0]);
+  to.spec = with_samples(spec, to.spec.shape[0] + spec.shape[0]);
   to.bytes.insert(to.bytes.end(), bytes.begin(), bytes.end());
 }
 
@@ -85,7 +79,7 @@ void OutputGather::gather_to(int rank) {
         world.send(rank, made.bytes);
       } else if (me == rank) {
         world.recv(maker, std::as_writable_bytes(std::span(&rows, 1)));
-        const TensorSpec spec = with_rows(made.spec, rows);
+        const TensorSpec spec = with_samples(made.spec, rows);
         received.resize(spec.bytes());
         world.recv(maker, received);
         append(all_[i], spec, received);
@@ -105,7 +99,7 @@ void OutputGather::gather_to_all() {
   for (Output& output : mine_) {
     std::int64_t rows = output.spec.shape[0];
     world.broadcast(std::as_writable_bytes(std::span(&rows, 1)), 0);
-    output.spec = with_rows(output.spec, rows);
+    output.spec = with_samples(output.spec, rows);
     output.bytes.resize(output.spec.bytes());
     world.broadcast(output.bytes, 0);
   }

@@ -20,6 +20,7 @@
 #include "runtime/gradients/gradients.hpp"
 #include "runtime/gradients/replica_check.hpp"
 #include "runtime/gradients/stage_buffers.hpp"
+#include "runtime/job/guard.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/job/job_context.hpp"
 #include "runtime/job/nccl_routes.hpp"
@@ -29,6 +30,7 @@
 #include "runtime/pipeline/output_gather.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/pipeline/programs.hpp"
+#include "runtime/pipeline/refusal.hpp"
 #include "runtime/pipeline/transport_plan.hpp"
 
 namespace sluice {
@@ -102,8 +104,12 @@ struct Pipeline::Impl {
   void guarded(const std::string& who, const Body& body);
   // Throws what all ranks refuse.
   void agree(Call call, const Batch* batch, std::int64_t argument = 0, std::string fault = {});
+  // As PipelineAccess::run_call().
+  void run_call(Call call, const std::string& who, const std::function<void()>& body);
   void require_training() const;
   void require_no_gradients() const;
+  // Whether a step has batches, but is not complete.
+  [[nodiscard]] bool step_open() const { return gradients_ready || earlier_samples > 0; }
   // Divides the shares of a step's batch into micro-batches. All ranks throw the same.
   void cut_step();
   double count_targets(const BatchLoader::Batch& batch, std::size_t micro_batches);
@@ -316,8 +322,13 @@ void Pipeline::Impl::prepare_stages() {
       for (const EdgeTensor& tensor : layout.wires.edges.inputs(size, index))
         specs.push_back(tensor.spec);
     }
-    rethrow_device_error_with_plan(fmt::format("stage {}", index),
-                                   [&] { stages[i]->prepare(setup); });
+    rethrow_device_error_with_plan("the stages", [&] {
+      try {
+        stages[i]->prepare(setup);
+      } catch (...) {
+        rethrow_from(fmt::format("stage {}, prepare()", index));
+      }
+    });
     bindings.push_back(binding);
   }
 }
@@ -350,8 +361,7 @@ Plan Pipeline::Impl::plan_smaller(int micro_batches) const {
     if (needed <= there) continue;
     throw_usage(
         "schedule '{}' keeps {} micro-batches of stage {} in flight for a step of {}, but {} for "
-        "the "
-        "largest, of {}; other numbers of micro-batches, or another schedule, are legal",
+        "the largest, of {}; take another number of micro-batches, or another schedule",
         plan.schedule_name, needed, stage, micro_batches, there, layout.plans.train.micro_batches);
   }
   return plan;
@@ -389,6 +399,26 @@ void Pipeline::Impl::agree(Call call, const Batch* batch, std::int64_t argument,
   if (refusal) throw Error(*refusal);
 }
 
+void Pipeline::Impl::run_call(Call call, const std::string& who,
+                              const std::function<void()>& body) {
+  require_open();
+  agree(call, nullptr);
+  if (step_open() && (call == Call::kLoad || call == Call::kSetState)) {
+    throw_usage(
+        "other values in the middle of a step: optimizer_step() or drop_gradients() comes before "
+        "set_state() and before loading");
+  }
+  std::optional<Error> refusal;
+  guarded(who, [&] {
+    try {
+      body();
+    } catch (const Refused& refused) {
+      refusal = refused.error;
+    }
+  });
+  if (refusal) throw Error(*refusal);
+}
+
 void Pipeline::Impl::require_training() const {
   require_open();
   if (options.training.inference) throw_usage("an inference pipeline does not train");
@@ -409,8 +439,7 @@ void Pipeline::Impl::cut_step() {
   if (pieces > layout.plans.train.micro_batches) {
     throw_usage(
         "a batch of {} samples for a replica; this pipeline was made for at most {}: {} "
-        "micro-batches "
-        "of {} (PipelineOptions::Shape); accumulate() takes several batches a step",
+        "micro-batches of {} (PipelineOptions::Shape); accumulate() takes several batches a step",
         most, layout.plans.train.micro_batches * size, layout.plans.train.micro_batches, size);
   }
   const auto least = std::min_element(shares.begin(), shares.end());
@@ -431,7 +460,12 @@ double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch, std::size_
   if (!layout.owns(layout.plans.num_stages() - 1)) return 1;
   double mine = 0;
   for (std::size_t m = 0; m < micro_batches; ++m) {
-    mine += bindings.back().loss->target_weight(batch.targets[m]);
+    try {
+      mine += bindings.back().loss->target_weight(batch.targets[m]);
+    } catch (...) {
+      rethrow_from(fmt::format("stage {}, target_weight() of micro-batch {}",
+                               layout.plans.num_stages() - 1, m));
+    }
   }
   job.replicas.collectives->all_gather(std::as_bytes(std::span(&mine, 1)),
                                        std::as_writable_bytes(std::span(replica_targets)));
@@ -551,7 +585,7 @@ void Pipeline::Impl::drop_gradients() {
   agree(Call::kDrop, nullptr);
   guarded([&] {
     use_device(compute->device());
-    if (gradients_ready || earlier_samples > 0) stage_buffers->restore();
+    if (step_open()) stage_buffers->restore();
     forget_batches();
   });
 }
@@ -567,8 +601,7 @@ void Pipeline::Impl::set_learning_rate(const LearningRate& rate) {
 
 void Pipeline::Impl::close() {
   if (closed) return;
-  guarded([&] {
-    use_device(compute->device());
+  run_call(Call::kClose, "the end", [&] {
     job.watch->set_progress_engine(nullptr);
     if (nccl != nullptr) nccl->finalize();
     job.world.collectives->barrier();
@@ -791,7 +824,8 @@ std::vector<Pipeline::Owned> Pipeline::buffers() {
 }
 
 void Pipeline::values_changed() {
-  impl_->guarded("tied parameters", [&] { impl_->tied->broadcast_tied_values(); });
+  impl_->run_call(Call::kValuesChanged, "tied parameters",
+                  [&] { impl_->tied->broadcast_tied_values(); });
 }
 
 std::vector<OptimizerState> Pipeline::optimizer_state() {
@@ -808,6 +842,15 @@ void PipelineAccess::guarded(Pipeline& pipeline, const std::function<void()>& bo
 void PipelineAccess::guarded(Pipeline& pipeline, const std::string& who,
                              const std::function<void()>& body) {
   pipeline.impl_->guarded(who, body);
+}
+
+void PipelineAccess::run_call(Pipeline& pipeline, Call call, const std::string& who,
+                              const std::function<void()>& body) {
+  pipeline.impl_->run_call(call, who, body);
+}
+
+Tensor PipelineAccess::before_open_step(const Pipeline& pipeline, const Tensor& value) {
+  return pipeline.impl_->step_open() ? pipeline.impl_->stage_buffers->kept(value) : value;
 }
 
 void PipelineAccess::set_step_flags(Pipeline& pipeline, std::function<std::uint32_t()> mine) {

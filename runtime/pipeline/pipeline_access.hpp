@@ -13,6 +13,7 @@
 #include "runtime/engine/engine.hpp"
 #include "runtime/files/trace.hpp"
 #include "runtime/layout/job_layout.hpp"
+#include "runtime/pipeline/call.hpp"
 
 namespace sluice {
 
@@ -36,6 +37,14 @@ class PipelineAccess {
   // The same; where memory runs out in `body`, the Error names `who` and the plan of this rank.
   static void guarded(Pipeline& pipeline, const std::string& who,
                       const std::function<void()>& body);
+  // `value`, which is a parameter's or a buffer's, as it was before the batches of a step that is
+  // not complete; they change buffers. Valid until the next step. Not collective.
+  [[nodiscard]] static Tensor before_open_step(const Pipeline& pipeline, const Tensor& value);
+  // Collective. Compares with the other ranks that they make this call, and runs `body` as
+  // guarded() does. The Error of a Refused comes out on all ranks and leaves the pipeline usable,
+  // as does Error(kMismatch) where ranks make different calls.
+  static void run_call(Pipeline& pipeline, Call call, const std::string& who,
+                       const std::function<void()>& body);
   // Bits that ranks exchange in the record of every training step. `mine` is called once a step, by
   // the pipeline's thread, when the record is packed; empty: none. Not collective.
   static void set_step_flags(Pipeline& pipeline, std::function<std::uint32_t()> mine);

@@ -1,5 +1,8 @@
 #include "runtime/pipeline/stage_report.hpp"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -11,6 +14,7 @@
 
 #include "comm/base/throw_error.hpp"
 #include "comm/group/transport.hpp"
+#include "runtime/job/guard.hpp"
 
 namespace sluice {
 
@@ -78,6 +82,17 @@ void require_legal_outputs(const std::vector<TensorSpec>& outputs, int index) {
   for (const TensorSpec& output : outputs) require_legal(output, index);
 }
 
+StageDescription description_of(const Stage& stage, int index,
+                                const std::vector<TensorSpec>& inputs, ComputeContext& compute) {
+  try {
+    return stage.describe(inputs, compute);
+  } catch (...) {
+    std::vector<std::string> specs;
+    for (const TensorSpec& spec : inputs) specs.push_back(to_string(spec));
+    rethrow_from(fmt::format("stage {}, describe() of {}", index, fmt::join(specs, ", ")));
+  }
+}
+
 // Which inputs need a gradient: what the stage says, else every input of a float type.
 std::vector<bool> gradients_of(const StageDescription& description,
                                const std::vector<TensorSpec>& inputs, int index) {
@@ -112,7 +127,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
                       ComputeContext& compute) {
   StageReport report;
   for (const std::vector<TensorSpec>& specs : inputs) {
-    const StageDescription description = stage.describe(specs, compute);
+    const StageDescription description = description_of(stage, index, specs, compute);
     require_legal_outputs(description.outputs, index);
     if (report.outputs.empty()) {
       report.entry.note = description.note;

@@ -1,16 +1,14 @@
 // Pipeline::state() and set_state(): all values of a model by name, on every rank.
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cstring>
-#include <optional>
 
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
 
-#include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "runtime/pipeline/refusal.hpp"
 
 namespace sluice {
 namespace {
@@ -48,28 +46,25 @@ void unpack(const std::string& text, std::map<std::string, HostTensor>& into) {
   std::memcpy(tensor.bytes.data(), text.data() + header, tensor.bytes.size());
 }
 
-// Why this rank cannot take the values; empty where it can.
-std::string unfit(Pipeline& pipeline, const std::map<std::string, HostTensor>& values) {
+void require_fitting(Pipeline& pipeline, const std::map<std::string, HostTensor>& values) {
   for (const Parameter* parameter : owned_values(pipeline)) {
     const auto found = values.find(parameter->name);
     if (found == values.end()) {
-      return fmt::format("set_state(): the values have no '{}'", parameter->name);
+      throw_usage("set_state(): the values have no '{}'", parameter->name);
     }
     const HostTensor& tensor = found->second;
     if (tensor.spec != parameter->value.spec || tensor.bytes.size() != tensor.spec.bytes()) {
-      return fmt::format("set_state(): '{}' is {} of {} bytes, but the model has {}",
-                         parameter->name, to_string(tensor.spec), tensor.bytes.size(),
-                         to_string(parameter->value.spec));
+      throw_usage("set_state(): '{}' is {} of {} bytes, but the model has {}", parameter->name,
+                  to_string(tensor.spec), tensor.bytes.size(), to_string(parameter->value.spec));
     }
   }
-  return {};
 }
 
 }  // namespace
 
 std::map<std::string, HostTensor> Pipeline::state() {
   std::map<std::string, HostTensor> all;
-  PipelineAccess::guarded(*this, "the values of all ranks", [&] {
+  PipelineAccess::run_call(*this, Call::kState, "the values of all ranks", [&] {
     const JobLayout& layout = PipelineAccess::layout(*this);
     Collectives& world = PipelineAccess::world(*this);
     HostMirror mirror(compute(), nullptr);
@@ -88,16 +83,8 @@ std::map<std::string, HostTensor> Pipeline::state() {
 }
 
 void Pipeline::set_state(const std::map<std::string, HostTensor>& values) {
-  std::optional<Error> refusal;
-  PipelineAccess::guarded(*this, "new values", [&] {
-    const std::vector<std::string> faults =
-        PipelineAccess::world(*this).all_gather_strings(unfit(*this, values));
-    const auto fault = std::find_if(faults.begin(), faults.end(),
-                                    [](const std::string& text) { return !text.empty(); });
-    if (fault != faults.end()) {
-      refusal.emplace(ErrorCode::kUsage, *fault, static_cast<int>(fault - faults.begin()));
-      return;
-    }
+  PipelineAccess::run_call(*this, Call::kSetState, "new values", [&] {
+    on_all_ranks(PipelineAccess::world(*this), [&] { require_fitting(*this, values); });
     HostMirror mirror(compute(), nullptr);
     for (const Parameter* parameter : owned_values(*this)) {
       const std::vector<std::byte>& bytes = values.at(parameter->name).bytes;
@@ -106,7 +93,6 @@ void Pipeline::set_state(const std::map<std::string, HostTensor>& values) {
     }
     compute().stream().synchronize();  // before the mirror goes
   });
-  if (refusal) throw Error(*refusal);
   values_changed();
 }
 

@@ -60,7 +60,9 @@ struct CheckpointOptions {
 
 // Saves while a pipeline trains. `pipeline` outlives it. All members are collective over the
 // pipeline's ranks unless they say otherwise, and are called by the pipeline's thread. When a rank
-// cannot write, every rank throws the same Error(kIo); older saves stay as they are.
+// cannot write, every rank throws the same Error(kIo). Older saves stay as they are, the open one
+// is given up, and the pipeline and the Checkpointer stay usable: training may go on, and the next
+// save may succeed.
 //
 // A save blocks only while each rank copies its share into host memory, which it reuses. A thread
 // without MPI writes it. A later after_step() publishes it once it is durable on all ranks.
@@ -86,7 +88,8 @@ class Checkpointer {
   // written, and begins one that is due.
   void after_step(const StepReport& report);
   // Saves the present state and returns when it is published; at once where that has been done.
-  // Legal between any two steps, also after an exception of the caller's own on all ranks.
+  // Also after an exception of the caller's own on all ranks. In the middle of a step the save is
+  // that of the step before, and the step goes on.
   void save_now();
 
   // This rank asks the job to stop. Not collective, from any thread or signal handler.

@@ -38,12 +38,10 @@ class DataSource {
 // Where a caller's batches lie.
 enum class Feed {
   // Inputs on the rank of each replica's first stage, targets on that of its last one: the
-  // replica's
-  // share of the batch. Other ranks pass nothing; what they pass is not read.
+  // replica's share of the batch. Other ranks pass nothing; what they pass is not read.
   kWhereUsed,
   // The whole batch on rank 0, which sends each replica a contiguous share. Shares differ by at
-  // most
-  // one sample, larger ones first.
+  // most one sample, larger ones first.
   kRank0,
 };
 

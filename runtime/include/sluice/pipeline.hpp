@@ -15,9 +15,10 @@
 //   Error(kUsage), Error(kMismatch): what ranks pass does not fit, or differs between them
 //   Error(kNumeric), Error(kData) at the end of a step: its loss or a gradient is not finite, or no
 //   target counts. The step's gradients are dropped.
-// Any other error ends the pipeline on all ranks, with the same Error, which names the rank that
-// failed. Then usable() is false, failure() is that error, and only the destructor may follow. It
-// does not wait: `world` keeps the memory of messages that are still open.
+// Any other error, of whichever code, ends the pipeline on all ranks, with the same Error, which
+// names the rank that failed. usable() tells the two apart: then usable() is false, failure() is
+// that error, and only the destructor may follow. It does not wait: `world` keeps the memory of
+// messages that are still open.
 #pragma once
 
 #include <cstdint>
@@ -109,7 +110,9 @@ class Pipeline {
 
   // --- one step in several calls ---
   // Adds a batch to the gradients of the next step. Its samples count as much as those of the
-  // step's other batches. The report is that of the step so far, without a gradient norm.
+  // step's other batches. The report is that of the step so far, without a gradient norm. A loss
+  // that is not finite ends the step here, and drops its earlier batches: Error(kNumeric), or a
+  // report that says `skipped`.
   StepReport accumulate(const Batch& batch);
   // The last batch of a step: after it the gradients are those of the mean loss over the step's
   // batches, summed over replicas and over the uses of tied parameters, on each parameter's owner

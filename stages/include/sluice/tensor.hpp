@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #pragma GCC visibility push(default)
@@ -119,9 +120,9 @@ constexpr DType dtype_of<std::uint8_t>() {
 // Values that the caller has, as a tensor: it has no copy. Throws Error(kUsage) where the shape has
 // another number of elements.
 [[nodiscard]] Tensor view(const void* data, std::size_t elements, const TensorSpec& spec);
-template <typename T>
-[[nodiscard]] Tensor view(std::span<const T> values, const Shape& shape) {
-  return view(values.data(), values.size(), {dtype_of<T>(), shape});
+template <typename T>  // const or not
+[[nodiscard]] Tensor view(std::span<T> values, const Shape& shape) {
+  return view(values.data(), values.size(), {dtype_of<std::remove_const_t<T>>(), shape});
 }
 template <typename T>
 [[nodiscard]] Tensor view(const std::vector<T>& values, const Shape& shape) {

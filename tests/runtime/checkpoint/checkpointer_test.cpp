@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <optional>
 
@@ -250,18 +251,86 @@ TEST_F(CheckpointerTest, ABrokenSaveIsNamedAndTheOneBeforeIsUsed) {
       }
     });
   }
-  expect_error(ErrorCode::kWeights, {"step-00000002", "optimizer-00002-of-00002.safetensors"}, [&] {
-    run(2, 1, [&](Pipeline& pipeline, Communicator&) {
-      const std::string untouched = digest_of(pipeline);
-      try {
-        (void)load_checkpoint(pipeline, saves() / "step-00000002");
-      } catch (const Error&) {
-        // digest_of() is collective, and the pipeline has ended; values are compared directly.
-        throw;
-      }
-      ADD_FAILURE() << untouched;
-    });
+  run(2, 1, [&](Pipeline& pipeline, Communicator&) {
+    const std::string untouched = digest_of(pipeline);
+    expect_error(ErrorCode::kWeights, {"step-00000002", "optimizer-00002-of-00002.safetensors"},
+                 [&] { (void)load_checkpoint(pipeline, saves() / "step-00000002"); });
+    EXPECT_TRUE(pipeline.usable());
+    EXPECT_EQ(digest_of(pipeline), untouched);
   });
+}
+
+TEST_F(CheckpointerTest, ASaveThatCannotBeginLeavesThePipelineUsable) {
+  const std::string whole = digest_after(4, 3);
+  run(3, 1, [&](Pipeline& pipeline, Communicator& comm) {
+    bool ready = false;
+    Checkpointer saver(pipeline, {.directory = saves()});
+    saver.add_state("loader", [&]() -> ProgramState {
+      if (!ready) throw std::runtime_error("the loader is not ready");
+      return {};
+    });
+    train(pipeline, saver, 1);
+    expect_error(ErrorCode::kInternal, {"the loader is not ready"}, [&] { saver.save_now(); });
+    EXPECT_TRUE(pipeline.usable());
+    ready = true;
+    saver.save_now();
+    train(pipeline, saver, 1);
+    // The directory goes away, with the lock, as that of a network file system may.
+    const fs::path away = directory_.path() / "away";
+    if (comm.rank() == 0) fs::rename(saves(), away);
+    expect_error(ErrorCode::kIo, {"saves"}, [&] { saver.save_now(); });
+    if (comm.rank() == 0) fs::rename(away, saves());
+    EXPECT_TRUE(pipeline.usable());
+    train(pipeline, saver, 2);
+    saver.save_now();
+    const std::string mine = digest_of(pipeline);
+    if (comm.rank() == 0) {
+      EXPECT_EQ(mine, whole);
+    }
+  });
+  EXPECT_THAT(steps_on_disk(), ElementsAre("step-00000004", "step-00000001"));
+}
+
+TEST_F(CheckpointerTest, ASaveThatIsLostWhileItIsWrittenIsRefusedOnAllRanksAndTheNextOneSucceeds) {
+  run(3, 1, [&](Pipeline& pipeline, Communicator& comm) {
+    Checkpointer saver(pipeline, {.directory = saves(), .every_steps = 2});
+    train(pipeline, saver, 2);
+    Collectives& world = PipelineAccess::world(pipeline);
+    world.barrier();
+    if (comm.rank() == 0) {
+      const fs::directory_iterator entries(saves());
+      const auto open = std::find_if(begin(entries), end(entries),
+                                     [](const auto& entry) { return entry.is_directory(); });
+      fs::rename(open->path(), directory_.path() / "lost");
+    }
+    world.barrier();
+    expect_error(ErrorCode::kIo, {"step-00000002"}, [&] { saver.save_now(); });
+    EXPECT_TRUE(pipeline.usable());
+    saver.save_now();  // the same step once more
+    train(pipeline, saver, 1);
+  });
+  EXPECT_THAT(steps_on_disk(), ElementsAre("step-00000002"));
+}
+
+TEST_F(CheckpointerTest, ASaveOfOneRankAloneIsRefusedOnAllRanks) {
+  run(2, 1, [&](Pipeline& pipeline, Communicator& comm) {
+    Checkpointer saver(pipeline, {.directory = saves()});
+    train(pipeline, saver, 1);
+    expect_error(ErrorCode::kMismatch, {"ranks make different calls", "a save", "train_step()"},
+                 [&] {
+                   if (comm.rank() == 0) return saver.save_now();
+                   (void)pipeline.train_step();
+                 });
+    expect_error(ErrorCode::kMismatch, {"ranks make different calls", "state()", "close()"}, [&] {
+      if (comm.rank() == 0) return pipeline.close();
+      (void)pipeline.state();
+    });
+    EXPECT_TRUE(pipeline.usable());
+    EXPECT_EQ(pipeline.train_step().step, 2U);
+    saver.save_now();
+    pipeline.close();
+  });
+  EXPECT_THAT(steps_on_disk(), ElementsAre("step-00000002"));
 }
 
 TEST_F(CheckpointerTest, StatesOfTheProgramComeBackOnEveryRank) {

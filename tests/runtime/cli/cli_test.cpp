@@ -626,7 +626,10 @@ TEST_F(CliTest, AProgramGoesOnAfterAPipelineWithAMessageUnderWayHasFailed) {
     twice.append(" ").append(how);
     const Outcome outcome = mpirun(2, SLUICE_EMBEDDING_PROGRAM, twice);
     EXPECT_EQ(outcome.code, 0) << how << ": " << outcome.err;
-    EXPECT_EQ(lines_with(outcome.out, "caught: stage 0, 0F1: stage 0 has a problem"), 2) << how;
+    EXPECT_EQ(
+        lines_with(outcome.out, "caught: stage 0, forward of micro-batch 1: stage 0 has a problem"),
+        2)
+        << how;
     EXPECT_EQ(lines_with(outcome.out, "goes on"), 2) << how;
   }
 }
@@ -634,8 +637,10 @@ TEST_F(CliTest, AProgramGoesOnAfterAPipelineWithAMessageUnderWayHasFailed) {
 TEST_F(CliTest, AnErrorIsPrintedWhereAMessageIsUnderWay) {
   const Outcome outcome = mpirun(2, SLUICE_EMBEDDING_PROGRAM, "main dropped");
   EXPECT_EQ(outcome.code, 70);
-  EXPECT_THAT(outcome.err,
-              StartsWith("sluice: error: stage 0, 0F1: stage 0 has a problem [rank 0]\n"));
+  EXPECT_THAT(
+      outcome.err,
+      StartsWith(
+          "sluice: error: stage 0, forward of micro-batch 1: stage 0 has a problem [rank 0]\n"));
   EXPECT_EQ(lines_with(outcome.err, "sluice: error: "), 1) << outcome.err;
 }
 

@@ -314,8 +314,8 @@ TEST(DeviceMemoryPlanTest, AnErrorSaysWhoAskedForHowMuchAndShowsTheTable) {
         said = error.what();
       }
       for (const std::string& part :
-           {(at_once ? "stage 0 on cuda:0 of " : "step 2 on cuda:0 of ") + host + ": ",
-            std::string(at_once ? "" : "stage 0, 0F0: "),
+           {(at_once ? "the stages on cuda:0 of " : "step 2 on cuda:0 of ") + host + ": ",
+            std::string(at_once ? "stage 0, prepare(): " : "stage 0, forward of micro-batch 0: "),
             "cannot allocate " + std::to_string(HungryStage::kBytes) + " bytes",
             std::string("the plan of this rank: parameters ")}) {
         EXPECT_NE(said.find(part), std::string::npos) << part << " in: " << said;
@@ -368,7 +368,7 @@ TEST(DeviceMemoryPlanTest, SoDoesAnErrorOfTheLibraryOfProducts) {
     Pipeline pipeline(comm, each.options, transformer(each.model), source);
     emulated::set_cublas_status(CUBLAS_STATUS_ALLOC_FAILED);
     expect_error(ErrorCode::kDevice,
-                 {"step 1 on cuda:0 of " + host_name() + ": stage 0, 0F0: ",
+                 {"step 1 on cuda:0 of " + host_name() + ": stage 0, forward of micro-batch 0: ",
                   ": CUBLAS_STATUS_ALLOC_FAILED (",
                   " bytes are free); the plan of this rank: ", "parameters "},
                  [&] { (void)pipeline.train_step(); });
@@ -381,10 +381,11 @@ TEST(DeviceMemoryPlanTest, SoDoesAKernelThatCannotBeLoaded) {
   run(each, [&](Communicator& comm, const DataSource& source) {
     Pipeline pipeline(comm, each.options, transformer(each.model), source);
     emulated::set_kernel_status(0, cudaErrorMemoryAllocation);
-    expect_error(ErrorCode::kDevice,
-                 {"step 1 on cuda:0 of " + host_name() + ": stage 0, 0F0: launching ",
-                  ": out of memory; the plan of this rank: parameters "},
-                 [&] { (void)pipeline.train_step(); });
+    expect_error(
+        ErrorCode::kDevice,
+        {"step 1 on cuda:0 of " + host_name() + ": stage 0, forward of micro-batch 0: launching ",
+         ": out of memory; the plan of this rank: parameters "},
+        [&] { (void)pipeline.train_step(); });
     emulated::set_kernel_status(0, cudaSuccess);
   });
 }
@@ -405,6 +406,7 @@ TEST(DeviceMemoryPlanTest, AnErrorBeforeThereIsATableNamesRankAndHost) {
     expect_error(
         ErrorCode::kDevice,
         {"the layout on cuda:0 of " + host_name() +
+         ": stage 0, describe() of ",
          ": no room for a plan; the plan of this rank: not made yet"},
         [&] { Pipeline(comm, each.options, first_and_last<StartledStage>(each.model), source); });
   });

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <limits>
 #include <set>
@@ -69,7 +70,7 @@ TEST(PipelineTest, AnExceptionOnOneRankIsThrownOnAllWithItsOrigin) {
     pipeline.train_step();
   });
   for (const Error& error : errors) {
-    EXPECT_STREQ(error.what(), "stage 1, 1F1: the stage broke");
+    EXPECT_STREQ(error.what(), "stage 1, forward of micro-batch 1: the stage broke");
     EXPECT_EQ(error.rank(), 1);
   }
 }
@@ -89,12 +90,12 @@ TEST(PipelineTest, AnErrorOfAStageKeepsItsCodeAndNamesTheAction) {
   for (const Error& error :
        errors_of_a_failing_stage([] { throw Error(ErrorCode::kData, "an odd value"); })) {
     EXPECT_EQ(error.code(), ErrorCode::kData);
-    EXPECT_STREQ(error.what(), "stage 1, 1F1: an odd value");
+    EXPECT_STREQ(error.what(), "stage 1, forward of micro-batch 1: an odd value");
     EXPECT_EQ(error.rank(), 1);
   }
   for (const Error& error : errors_of_a_failing_stage([] { throw std::bad_alloc(); })) {
     EXPECT_EQ(error.code(), ErrorCode::kDevice);
-    EXPECT_STREQ(error.what(), "stage 1, 1F1: out of host memory");
+    EXPECT_STREQ(error.what(), "stage 1, forward of micro-batch 1: out of host memory");
   }
 }
 
@@ -138,7 +139,8 @@ TEST(PipelineTest, AStageThatWritesMoreThanItDescribedIsRefused) {
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_EQ(error.rank(), 0);
     EXPECT_STREQ(error.what(),
-                 "stage 0, 0F0: linear_forward: y is f32 [1, 7]; legal with x f32 [1, 10] and "
+                 "stage 0, forward of micro-batch 0: linear_forward: y is f32 [1, 7]; legal with x "
+                 "f32 [1, 10] and "
                  "weight f32 [16, 10]: f32 [1, 16]");
   }
   run_loopback(2, [&](Communicator& comm) {
@@ -179,8 +181,8 @@ TEST(PipelineTest, OutOfMemoryInAStepNamesTheActionWhatWasAskedAndThePlansTable)
   for (const Error& error : errors_of_a_failing_stage([] { throw OutOfMemory("no 64 bytes"); })) {
     EXPECT_EQ(error.code(), ErrorCode::kDevice);
     EXPECT_THAT(error.what(), HasSubstr("step 2 on cpu of "));
-    EXPECT_THAT(error.what(),
-                HasSubstr(": stage 1, 1F1: no 64 bytes; the plan of this rank: parameters "));
+    EXPECT_THAT(error.what(), HasSubstr(": stage 1, forward of micro-batch 1: no 64 bytes; the "
+                                        "plan of this rank: parameters "));
   }
 }
 
@@ -240,6 +242,81 @@ TEST(PipelineTest, RefusesAParameterWhoseNameIsNotUtf8) {
        })) {
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_STREQ(error.what(), "stage 1 has a parameter whose name \"w\uFFFD\" is not UTF-8");
+  }
+}
+
+// What a stage throws outside of forward and backward names the stage and the call.
+enum class Place { kFactory, kDescribe, kPrepare, kCount };
+
+class BrokenStage : public ArithmeticStage {
+ public:
+  BrokenStage(int stage, Place place) : ArithmeticStage(stage, PlannedFailure{}), place_(place) {}
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    if (place_ == Place::kDescribe) throw std::invalid_argument("an odd width");
+    return ArithmeticStage::describe(inputs, compute);
+  }
+  void prepare(const StageSetup& setup) override {
+    if (place_ == Place::kPrepare) throw std::invalid_argument("an odd width");
+    ArithmeticStage::prepare(setup);
+  }
+  double target_weight(std::span<const Tensor> targets) const override {
+    if (place_ == Place::kCount) throw std::invalid_argument("an odd width");
+    return ArithmeticStage::target_weight(targets);
+  }
+
+ private:
+  Place place_;
+};
+
+TEST(PipelineTest, WhatAStageThrowsInAnyCallNamesTheStageAndTheCall) {
+  const auto source = counting_source(4);
+  for (const auto& [place, where] : std::vector<std::pair<Place, std::string>>{
+           {Place::kFactory, "making stage 1: an odd width"},
+           {Place::kDescribe, "stage 1, describe() of f32 ["},
+           {Place::kPrepare, "stage 1, prepare(): an odd width"},
+           {Place::kCount, "stage 1, target_weight() of micro-batch 0: an odd width"}}) {
+    const StageFactory factory = [place = place](int stage, int) -> std::unique_ptr<Stage> {
+      if (stage != 1) return std::make_unique<ArithmeticStage>(stage, PlannedFailure{});
+      if (place == Place::kFactory) throw std::invalid_argument("an odd width");
+      return std::make_unique<BrokenStage>(stage, place);
+    };
+    for (const Error& error : errors_of(2, [&](Communicator& comm) {
+           Pipeline pipeline(comm, sgd_options(4), factory, *source);
+           (void)pipeline.train_step();
+         })) {
+      EXPECT_EQ(error.rank(), 1);
+      EXPECT_THAT(error.what(), ::testing::StartsWith(where));
+      EXPECT_THAT(error.what(), HasSubstr("an odd width"));
+    }
+  }
+}
+
+// An output of one row for a whole micro-batch is legal in training; infer() could not join it.
+class SummaryStage : public ArithmeticStage {
+ public:
+  SummaryStage() : ArithmeticStage(0, PlannedFailure{}) {}
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    StageDescription description = ArithmeticStage::describe(inputs, compute);
+    description.outputs = {{DType::kF32, {1}}};
+    return description;
+  }
+};
+
+TEST(PipelineTest, InferRefusesOutputsThatHaveNoRowForEachSample) {
+  const StageFactory factory = [](int, int) { return std::make_unique<SummaryStage>(); };
+  for (const Error& error : errors_of(1, [&](Communicator& comm) {
+         PipelineOptions options = sgd_options(2);
+         options.shape.micro_batch_size = 2;
+         const BatchSpec spec{.inputs = {{DType::kF32, {}}}, .targets = {{DType::kF32, {}}}};
+         Pipeline pipeline(comm, options, factory, spec);
+         std::vector<float> values(4);
+         const std::array<Tensor, 1> inputs = {view(std::span<float>(values), {4})};
+         (void)pipeline.infer(inputs);
+       })) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_THAT(error.what(), HasSubstr("is f32 [1] for a micro-batch of 2 samples"));
   }
 }
 

@@ -1,0 +1,47 @@
+#include "runtime/pipeline/refusal.hpp"
+
+#include <exception>
+#include <new>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+namespace sluice {
+namespace {
+
+using Json = nlohmann::json;
+
+std::string pack(ErrorCode code, const char* message) {
+  return Json::array({static_cast<int>(code), message})
+      .dump(-1, ' ', false, Json::error_handler_t::replace);
+}
+
+// What `body` throws; empty where it throws nothing.
+std::string fault_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return pack(error.code(), error.what());
+  } catch (const std::bad_alloc&) {
+    return pack(ErrorCode::kDevice, "out of host memory");
+  } catch (const std::exception& error) {
+    return pack(code_of_foreign(error), error.what());
+  } catch (...) {
+    return pack(ErrorCode::kInternal, "an exception that is not a std::exception");
+  }
+  return {};
+}
+
+}  // namespace
+
+void on_all_ranks(Collectives& world, const std::function<void()>& body) {
+  const std::vector<std::string> all = world.all_gather_strings(fault_of(body));
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].empty()) continue;
+    const Json error = Json::parse(all[rank]);
+    throw Refused{Error(static_cast<ErrorCode>(error[0].get<int>()), error[1].get<std::string>(),
+                        static_cast<int>(rank))};
+  }
+}
+
+}  // namespace sluice
