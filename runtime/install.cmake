@@ -44,7 +44,7 @@ foreach(folder IN LISTS MPI_C_INCLUDE_DIRS)
 endforeach()
 set(SLUICE_PC_PRIVATE_LIBS
     ${SLUICE_DNNL_LIBRARY} -L$<TARGET_FILE_DIR:Boost::program_options> -lboost_program_options
-    -L$<TARGET_FILE_DIR:OpenSSL::Crypto> -lcrypto ${MPI_C_LIBRARIES} ${OpenMP_CXX_FLAGS} ${CMAKE_THREAD_LIBS_INIT})
+    -L$<TARGET_FILE_DIR:OpenSSL::Crypto> -lcrypto -lz ${MPI_C_LIBRARIES} ${OpenMP_CXX_FLAGS} ${CMAKE_THREAD_LIBS_INIT})
 if(SLUICE_WITH_CUDA)
   list(APPEND SLUICE_PC_PRIVATE_LIBS $<TARGET_FILE:CUDA::cublasLt> $<TARGET_FILE:CUDA::cudart_static>
        ${SLUICE_CUDNN_LIBRARY} -ldl -lrt)

@@ -18,5 +18,5 @@ set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
 set(CPACK_DEBIAN_PACKAGE_DEPENDS openmpi-bin)
 # What a program that links the static libraries needs.
 set(CPACK_DEBIAN_PACKAGE_RECOMMENDS
-    "libopenmpi-dev, libdnnl-dev, libboost-program-options-dev, libfmt-dev, libssl-dev")
+    "libopenmpi-dev, libdnnl-dev, libboost-program-options-dev, libfmt-dev, libssl-dev, zlib1g-dev")
 include(CPack)

@@ -42,7 +42,7 @@ to_run='openmpi-bin openmpi-common libopenmpi3 libhwloc15 libevent-core-2.1-7 li
   libpmix2 libmunge2 libltdl7 libudev1 zlib1g libdnnl2 ocl-icd-libopencl1
   libboost-program-options1.74.0 libfmt9 libssl3'
 to_build='libopenmpi-dev libdnnl-dev libboost1.74-dev libboost-program-options1.74-dev libfmt-dev
-  nlohmann-json3-dev libgtest-dev libgmock-dev googletest libssl-dev libxxhash-dev'
+  nlohmann-json3-dev libgtest-dev libgmock-dev googletest libssl-dev libxxhash-dev zlib1g-dev'
 
 usage() {
   sed -n '2,/^set /s/^# \{0,1\}//p' "$0" | sed '$d'

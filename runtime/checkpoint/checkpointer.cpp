@@ -167,17 +167,12 @@ void Checkpointer::Impl::require_sensible() const {
 }
 
 void Checkpointer::Impl::require_same_options() {
-  try {
-    require_same_configuration(
-        world(), {{"directory of saves", options.directory.string()},
-                  {"every_steps", fmt::format("{}", options.every_steps)},
-                  {"every_minutes", fmt::format("{}", options.every_minutes)},
-                  {"keep", fmt::format("{} {}", options.keep, options.keep_every)},
-                  {"weights_only", fmt::format("{} {}", options.weights_only, options.local)}});
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::kMismatch) throw;
-    throw Refused{error};
-  }
+  require_same_or_refuse(
+      world(), {{"directory of saves", options.directory.string()},
+                {"every_steps", fmt::format("{}", options.every_steps)},
+                {"every_minutes", fmt::format("{}", options.every_minutes)},
+                {"keep", fmt::format("{} {}", options.keep, options.keep_every)},
+                {"weights_only", fmt::format("{} {}", options.weights_only, options.local)}});
 }
 
 void Checkpointer::Impl::find_leaders() {

@@ -5,21 +5,13 @@
 #include <sluice/tensor.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/data/draw_below.hpp"
 
 namespace sluice {
 namespace {
 
 // Any number that differs from every layer's random_site().
 constexpr std::uint64_t kOffsetSite = 0xC3430BEE;
-
-// A number in [0, bound), bound > 0, from 64 random bits: the upper half of their product. Its bias
-// is at most bound / 2^64.
-std::int64_t draw_below(std::int64_t bound, const RandomKey& key, std::int64_t sample) {
-  const auto words = philox(key, 0, static_cast<std::uint64_t>(sample));
-  const std::uint64_t bits = static_cast<std::uint64_t>(words[0]) << 32 | words[1];
-  __extension__ using Wide = unsigned __int128;
-  return static_cast<std::int64_t>(Wide{bits} * static_cast<std::uint64_t>(bound) >> 64);
-}
 
 class TokenShapes : public DataSource {
  public:
@@ -94,12 +86,45 @@ class TokenSource final : public TokenShapes {
   RandomKey key_;
 };
 
+// The windows of one part of a file, one after the other.
+class TokenWindows final : public Dataset {
+ public:
+  TokenWindows(std::shared_ptr<const TokenFile> file, int context, std::int64_t first,
+               std::int64_t windows)
+      : file_(std::move(file)), context_(context), first_(first), windows_(windows) {}
+  [[nodiscard]] std::int64_t size() const override { return windows_; }
+  [[nodiscard]] BatchSpec spec() const override {
+    const TensorSpec window{DType::kI32, {context_}};
+    return {.inputs = {window}, .targets = {window}};
+  }
+  void get(const ItemRequest& item, std::span<const Tensor> inputs,
+           std::span<const Tensor> targets) const override {
+    copy(item.index * context_, inputs);
+    copy(item.index * context_ + 1, targets);
+  }
+
+ private:
+  void copy(std::int64_t first, std::span<const Tensor> into) const {
+    if (into.empty()) return;
+    file_->copy(first_ + first,
+                {into[0].as<std::int32_t>(), static_cast<std::size_t>(into[0].elements())});
+  }
+
+  std::shared_ptr<const TokenFile> file_;
+  std::int64_t context_, first_, windows_;
+};
+
 void require_split(const TokenFile& file, const char* name, std::int64_t tokens, int context) {
   if (tokens > context) return;
   throw_error(ErrorCode::kData,
               "the {} split of data file '{}' has {} of its {} tokens; --context {} "
               "needs at least {}",
               name, file.path().string(), tokens, file.size(), context, context + 1);
+}
+
+void require_sizes(int context, int vocabulary) {
+  if (context >= 1 && vocabulary >= 1) return;
+  throw_usage("--context is {} and --vocabulary {}; both must be at least 1", context, vocabulary);
 }
 
 void require_vocabulary(const TokenFile& file, int vocabulary) {
@@ -118,16 +143,24 @@ void require_vocabulary(const TokenFile& file, int vocabulary) {
 
 std::unique_ptr<DataSource> make_token_source(std::shared_ptr<TokenFile> file, int context,
                                               int vocabulary, std::uint64_t seed) {
-  if (context < 1 || vocabulary < 1) {
-    throw_usage("--context is {} and --vocabulary {}; both must be at least 1", context,
-                vocabulary);
-  }
+  require_sizes(context, vocabulary);
   require_split(*file, "training", file->train_size(), context);
   if (file->train_size() < file->size()) {
     require_split(*file, "validation", file->size() - file->train_size(), context);
   }
   require_vocabulary(*file, vocabulary);
   return std::make_unique<TokenSource>(std::move(file), context, seed);
+}
+
+std::shared_ptr<Dataset> make_token_dataset(std::shared_ptr<TokenFile> file, int context,
+                                            int vocabulary, TokenPart part) {
+  require_sizes(context, vocabulary);
+  const bool training = part == TokenPart::kTraining;
+  const std::int64_t first = training ? 0 : file->train_size();
+  const std::int64_t tokens = training ? file->train_size() : file->size() - first;
+  require_split(*file, training ? "training" : "validation", tokens, context);
+  require_vocabulary(*file, vocabulary);
+  return std::make_shared<TokenWindows>(std::move(file), context, first, (tokens - 1) / context);
 }
 
 std::unique_ptr<DataSource> make_token_shapes(int context) {

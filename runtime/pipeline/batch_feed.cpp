@@ -9,7 +9,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
-#include "runtime/pipeline/samples.hpp"
+#include "runtime/data/sample_specs.hpp"
 
 namespace sluice {
 namespace {
@@ -44,6 +44,8 @@ const char* name_of(Call call) {
       return "a save";
     case Call::kLoad:
       return "load_checkpoint() or load_weights()";
+    case Call::kLoader:
+      return "loader()";
     case Call::kClose:
       return "close()";
   }
@@ -59,13 +61,6 @@ constexpr std::int64_t kAnyNumber = -1;  // of samples: there are no tensors
 
 // Each replica needs samples for a micro-batch of gradients.
 bool trains(Call call) { return has_targets(call) && call != Call::kEvaluate; }
-
-// A sample's shape after a dimension for their number.
-TensorSpec batch_of(const TensorSpec& one, std::int64_t samples) {
-  std::vector<std::int64_t> dims = {samples};
-  for (int d = 0; d < one.shape.rank(); ++d) dims.push_back(one.shape[d]);
-  return {one.dtype, Shape(std::span<const std::int64_t>(dims))};
-}
 
 // "f32 [samples, 3]".
 std::string describe(const TensorSpec& one) {
@@ -176,6 +171,35 @@ std::int64_t BatchFeed::samples_of(std::span<const Tensor> tensors, bool targets
     }
   }
   return samples;
+}
+
+BatchShare BatchFeed::passed() const {
+  if (feed_ == Feed::kRank0) {
+    const bool all = job_.world.ranks->rank() == 0;
+    return {.inputs = all, .targets = all};
+  }
+  return {.replica = layout_.place.replica,
+          .replicas = layout_.place.topology.replicas,
+          .inputs = first_,
+          .targets = last_};
+}
+
+void BatchFeed::require_items(const BatchSpec& items) const {
+  const auto compare = [](const std::vector<TensorSpec>& mine,
+                          const std::vector<TensorSpec>& needed, const char* what) {
+    if (mine.size() != needed.size()) {
+      throw_usage("the data set has {} {}s an item, {} are needed", mine.size(), what,
+                  needed.size());
+    }
+    for (std::size_t i = 0; i < mine.size(); ++i) {
+      const TensorSpec spec = batch_of(mine[i], 1);
+      if (spec == with_samples(needed[i], 1)) continue;
+      throw_usage("{} {} of the data set is {}, but {} is needed", what, i, describe(spec),
+                  describe(needed[i]));
+    }
+  };
+  compare(items.inputs, one_input_, "input");
+  compare(items.targets, one_target_, "target");
 }
 
 BatchFeed::Header BatchFeed::check(Call call, const Batch* batch, std::string& fault) const {

@@ -40,6 +40,11 @@ class BatchFeed {
   // The first sample of this replica's share in the batch, and their number.
   [[nodiscard]] SampleRange share() const;
 
+  // What this rank passes of each batch.
+  [[nodiscard]] BatchShare passed() const;
+  // Throws Error(kUsage) where items are unlike the samples of the pipeline.
+  void require_items(const BatchSpec& items) const;
+
   // Collective over the job, after agree(): brings each replica's share to where it is used.
   void distribute(const Batch& batch, bool targets);
   // Views of this rank's part of micro-batches. `first` is the number that they give the share's

@@ -20,6 +20,7 @@ enum class Call : std::int32_t {
   kValuesChanged,
   kSave,
   kLoad,
+  kLoader,
   kClose,
 };
 

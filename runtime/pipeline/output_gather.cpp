@@ -7,7 +7,7 @@
 
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
-#include "runtime/pipeline/samples.hpp"
+#include "runtime/data/sample_specs.hpp"
 
 namespace sluice {
 std::span<const EdgeTensor> OutputGather::specs() const {

@@ -128,6 +128,7 @@ struct Pipeline::Impl {
                                   const ForwardRounds::Load& load);
   std::string unlike(const DataSource& other) const;
   std::span<const Tensor> infer(const Batch& batch, const InferOptions& how);
+  DataLoader make_loader(std::shared_ptr<const Dataset> data, LoaderOptions how);
   void close();
   void require_open() const;
   StepReport report_of(double seconds) const;
@@ -599,6 +600,24 @@ void Pipeline::Impl::set_learning_rate(const LearningRate& rate) {
   options.training.learning_rate = rate;
 }
 
+DataLoader Pipeline::Impl::make_loader(std::shared_ptr<const Dataset> data, LoaderOptions how) {
+  std::optional<DataLoader> made;
+  run_call(Call::kLoader, "a loader", [&] {
+    Collectives& world = *job.world.collectives;
+    on_all_ranks(world, [&] {
+      if (data != nullptr) feed->require_items(data->spec());
+      how.share = feed->passed();
+      made.emplace(data, how);
+    });
+    require_same_or_refuse(world, {{"size of the data set", fmt::format("{}", data->size())},
+                                   {"LoaderOptions::batch_size", fmt::format("{}", how.batch_size)},
+                                   {"LoaderOptions::shuffle", fmt::format("{}", how.shuffle)},
+                                   {"LoaderOptions::seed", fmt::format("{}", how.seed)},
+                                   {"LoaderOptions::drop_last", fmt::format("{}", how.drop_last)}});
+  });
+  return std::move(*made);
+}
+
 void Pipeline::Impl::close() {
   if (closed) return;
   run_call(Call::kClose, "the end", [&] {
@@ -809,6 +828,10 @@ std::vector<Pipeline::Owned> Pipeline::parameters() {
     }
   }
   return owned;
+}
+
+DataLoader Pipeline::loader(std::shared_ptr<const Dataset> data, LoaderOptions options) {
+  return impl_->make_loader(std::move(data), options);
 }
 
 std::vector<Pipeline::Owned> Pipeline::buffers() {

@@ -44,4 +44,13 @@ void on_all_ranks(Collectives& world, const std::function<void()>& body) {
   }
 }
 
+void require_same_or_refuse(Collectives& world, const NamedValues& values) {
+  try {
+    require_same_configuration(world, values);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kMismatch) throw;
+    throw Refused{error};
+  }
+}
+
 }  // namespace sluice

@@ -6,6 +6,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/group/collectives.hpp"
+#include "runtime/job/configuration.hpp"
 
 namespace sluice {
 
@@ -17,5 +18,7 @@ struct Refused {
 // Collective, and a barrier. Runs `body`, which calls no other rank. Where it throws on any rank,
 // all ranks throw Refused with what the lowest of them threw, as an Error that names the rank.
 void on_all_ranks(Collectives& world, const std::function<void()>& body);
+// Collective. Throws Refused with Error(kMismatch) where values differ; see configuration.hpp.
+void require_same_or_refuse(Collectives& world, const NamedValues& values);
 
 }  // namespace sluice

@@ -86,7 +86,7 @@ elseif(WAY STREQUAL installed)
   endif()
   # Plans need no other library.
   set(others)
-  foreach(package MPI OpenMP Boost fmt OpenSSL nlohmann_json CUDAToolkit Threads)
+  foreach(package MPI OpenMP Boost fmt OpenSSL ZLIB nlohmann_json CUDAToolkit Threads)
     list(APPEND others -DCMAKE_DISABLE_FIND_PACKAGE_${package}=ON)
   endforeach()
   configure(plans -DPLANS_ALONE=ON -DCMAKE_PREFIX_PATH=${prefix} ${others})

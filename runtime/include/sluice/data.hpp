@@ -1,4 +1,5 @@
-// Data: where micro-batches come from. Batches depend on seed and step alone, never on the layout.
+// Data: where batches come from: a source that the pipeline asks, or batches of the caller, whom a
+// loader of a data set may help. None depends on the layout.
 #pragma once
 
 #include <cstdint>
@@ -59,6 +60,117 @@ struct BatchSpec {
   Feed feed = Feed::kWhereUsed;
 };
 
+// --- data sets and their loaders ---
+// What a loader asks a data set for.
+struct ItemRequest {
+  std::int64_t index = 0;   // of the item, from 0
+  std::uint64_t epoch = 0;  // from 0
+  int worker = 0;           // the thread that asks, from 0
+  // For items that change at random: philox(random, index, n) is the n-th block of four words. It
+  // follows from the loader's seed, the epoch and the index. So the ranks of inputs and of targets
+  // draw the same, whatever the number of workers.
+  RandomKey random = {};
+};
+
+// Items by number: images and their classes, for example. Workers read items at the same time.
+class Dataset {
+ public:
+  virtual ~Dataset() = default;
+  [[nodiscard]] virtual std::int64_t size() const = 0;  // constant
+  // Types and shapes of one item, for the Pipeline.
+  [[nodiscard]] virtual BatchSpec spec() const = 0;
+  // Writes the item: tensor i has the type and shape of spec().inputs[i] or targets[i]. `inputs` is
+  // empty on a rank that passes no inputs, `targets` on one that passes no targets. Called from
+  // several threads at once. What it throws comes out of DataLoader::next(), with the index.
+  virtual void get(const ItemRequest& item, std::span<const Tensor> inputs,
+                   std::span<const Tensor> targets) const = 0;
+};
+
+// Item i is sample i of every array: dimension 0 counts samples. Throws Error(kUsage) without
+// inputs, and where arrays have different numbers of samples, or none.
+[[nodiscard]] std::shared_ptr<Dataset> make_array_dataset(std::vector<HostTensor> inputs,
+                                                          std::vector<HostTensor> targets);
+
+// Which part of each batch a rank passes to its pipeline; Pipeline::loader() knows.
+struct BatchShare {
+  int replica = 0, replicas = 1;  // samples of this replica alone
+  bool inputs = true, targets = true;
+};
+
+struct LoaderOptions {
+  std::int64_t batch_size = 1;  // samples over all replicas
+  bool shuffle = false;         // the order of an epoch is a permutation by seed and epoch
+  std::uint64_t seed = 0;
+  int workers = 0;         // threads that read items ahead; 0: next() reads them itself
+  int ahead = 2;           // batches that workers read before they are asked for
+  bool drop_last = false;  // an epoch leaves out a last batch that is smaller
+  BatchShare share = {};
+};
+
+// A batch of a loader, to be passed to the pipeline. `indices` and `workers` have an entry for each
+// sample that this rank passes.
+struct LoadedBatch : Batch {
+  std::uint64_t epoch = 0;
+  std::int64_t first = 0;             // its first sample, counted in the epoch over all replicas
+  std::int64_t samples = 0;           // over all replicas
+  std::vector<std::int64_t> indices;  // of the items in the data set
+  std::vector<int> workers;           // which worker read the item
+};
+
+// Batches of a data set, epoch after epoch, in an order that does not depend on the workers:
+//
+//   for (int epoch = 0; epoch < epochs; ++epoch) {
+//     while (const LoadedBatch* batch = loader.next()) pipeline.train_step(*batch);
+//   }
+//
+// One thread calls a loader. Memory for the batches is allocated by the constructor, and for the
+// order of a shuffled epoch (8 bytes an item) at its start. A rank that passes nothing of a batch
+// reads nothing. Movable.
+class DataLoader {
+ public:
+  // Throws Error(kUsage) for options that cannot work, and for a share of several replicas that
+  // leaves one of them without a sample.
+  DataLoader(std::shared_ptr<const Dataset> data, const LoaderOptions& options);
+  ~DataLoader();  // waits for the items that workers are reading
+  DataLoader(DataLoader&&) noexcept;
+  DataLoader& operator=(DataLoader&&) noexcept;
+
+  // The next batch, valid until the next call, or null at the end of an epoch: the call after that
+  // begins the next epoch. What Dataset::get() throws comes out here when it is this batch's turn:
+  // an Error that names the item. The next call tries the same batch again.
+  [[nodiscard]] const LoadedBatch* next();
+  // Leaves out the next batch, after an error for example. At the end of an epoch nothing.
+  void skip();
+
+  [[nodiscard]] std::uint64_t epoch() const;   // of the next batch, from 0
+  [[nodiscard]] std::int64_t batches() const;  // in an epoch
+  [[nodiscard]] const LoaderOptions& options() const;
+
+  // Where the loader is, as JSON for Checkpointer::add_state(). A loader with this state goes on
+  // with the batch after the last one that next() returned, whatever was read ahead.
+  [[nodiscard]] std::string state() const;
+  // Throws Error(kUsage) for a state of another data set size, order or seed, and for text that is
+  // no such state; the loader is then as it was. Another batch size goes on with the next item.
+  void set_state(const std::string& state);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// --- files of arrays ---
+// Each throws Error(kData) that names the file: missing, another format, cut off, longer than its
+// header says, or of a type that no tensor has. Values are in host memory.
+//
+// IDX, the format of MNIST, plain or compressed by gzip. 8 and 16-bit signed integers become i32.
+[[nodiscard]] HostTensor read_idx(const std::filesystem::path& path);
+// NumPy's .npy, version 1 to 3, little-endian, in C order: f16, f32, f64, i32, i64, u8.
+[[nodiscard]] HostTensor read_npy(const std::filesystem::path& path);
+// value * scale + offset in double precision, rounded to `to`; integers to nearest. Throws
+// Error(kUsage) where a value does not fit an integer type.
+[[nodiscard]] HostTensor converted(const HostTensor& from, DType to, double scale = 1,
+                                   double offset = 0);
+
 // --- rows of numbers in memory ---
 // Rows of f32: sample i has inputs[i * input_width ...) and targets likewise. Step t (from 1) takes
 // the batch_size samples after those of step t - 1, in order, starting over at the end; evaluation
@@ -111,6 +223,12 @@ class TokenFile {
 [[nodiscard]] std::unique_ptr<DataSource> make_token_source(std::shared_ptr<TokenFile> file,
                                                             int context, int vocabulary,
                                                             std::uint64_t seed);
+// The windows of a part of the file, one after the other, as items: inputs i32 [context], and as
+// targets the tokens one further. The part's remainder is left out. Throws as make_token_source().
+enum class TokenPart { kTraining, kValidation };
+[[nodiscard]] std::shared_ptr<Dataset> make_token_dataset(std::shared_ptr<TokenFile> file,
+                                                          int context, int vocabulary,
+                                                          TokenPart part = TokenPart::kTraining);
 // The shapes of such a source without any tokens, for dry runs and inference; its inputs() and
 // targets() leave memory as it is.
 [[nodiscard]] std::unique_ptr<DataSource> make_token_shapes(int context);

@@ -93,6 +93,13 @@ class Pipeline {
   Pipeline(const Pipeline&) = delete;
   Pipeline& operator=(const Pipeline&) = delete;
 
+  // A loader of what this rank passes of each batch: samples of its replica, inputs on the ranks of
+  // first stages, targets on those of last ones, or all of it on rank 0. options.share is ignored.
+  // The pipeline may go before it. Throws Error(kMismatch) where ranks have options or data sets
+  // that differ in size, and Error(kUsage) where items are unlike the pipeline's samples, on all
+  // ranks.
+  [[nodiscard]] DataLoader loader(std::shared_ptr<const Dataset> data, LoaderOptions options);
+
   // --- one step in one call ---
   // Trains on `batch`, which has at least one sample for each replica. It has fewer samples than
   // the largest batch if the caller likes: the last micro-batch of a replica may be smaller, and
