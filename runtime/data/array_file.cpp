@@ -168,6 +168,17 @@ HostTensor decode(const std::vector<std::byte>& values, DType dtype, const Shape
   return tensor;
 }
 
+HostTensor decode_signed_bytes(const std::vector<std::byte>& values, const Shape& shape) {
+  HostTensor tensor{.spec = {DType::kI32, shape}, .bytes = {}};
+  tensor.bytes.resize(values.size() * sizeof(std::int32_t));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const auto bits = std::to_integer<std::int32_t>(values[i]);
+    const std::int32_t value = bits < 128 ? bits : bits - 256;
+    std::memcpy(tensor.bytes.data() + i * sizeof(value), &value, sizeof(value));
+  }
+  return tensor;
+}
+
 HostTensor read_idx_stream(ByteStream& stream) {
   std::array<std::byte, 4> magic{};
   stream.read_all(magic, "header");
@@ -213,7 +224,7 @@ HostTensor read_idx_stream(ByteStream& stream) {
     case 0x08:
       return {.spec = {DType::kU8, shape}, .bytes = values};
     case 0x09:
-      return decode<std::int8_t, std::int32_t>(values, DType::kI32, shape);
+      return decode_signed_bytes(values, shape);
     case 0x0B:
       return decode<std::int16_t, std::int32_t>(values, DType::kI32, shape);
     case 0x0C:

@@ -405,8 +405,7 @@ TEST(DeviceMemoryPlanTest, AnErrorBeforeThereIsATableNamesRankAndHost) {
   run(each, [&](Communicator& comm, const DataSource& source) {
     expect_error(
         ErrorCode::kDevice,
-        {"the layout on cuda:0 of " + host_name() +
-         ": stage 0, describe() of ",
+        {"the layout on cuda:0 of " + host_name() + ": stage 0, describe() of ",
          ": no room for a plan; the plan of this rank: not made yet"},
         [&] { Pipeline(comm, each.options, first_and_last<StartledStage>(each.model), source); });
   });
