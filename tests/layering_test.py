@@ -35,7 +35,7 @@ ORDER = {
     "comm": ("base", "device", "group", "mpi nccl"),
     "schedules": ("model", "generate plan simulate files", "verify draw", "search"),
     "stages": ("tensor", "compute", "cpu_kernels cuda_context stage", "cpu cuda_kernels", "cuda", "operators",
-               "layers", "transformer"),
+               "network", "layers", "transformer"),
     "runtime": ("files options", "data", "layout", "job", "program engine", "gradients", "pipeline",
                 "checkpoint report", "explore", "doctor", "cli"),
 }
@@ -57,7 +57,7 @@ ONLY = {
 }
 NEVER = {
     "runtime": {"schedules/search": ("explore", "cli"), "schedules/draw": ("explore", "cli"),
-                "stages/layers": (), "stages/transformer": ("cli",)},
+                "stages/network": (), "stages/layers": (), "stages/transformer": ("cli",)},
 }
 
 # Public headers without a source of their name.
@@ -67,6 +67,7 @@ HEADER_ROOMS = {
     "cuda": "comm/device",
     "data": "runtime/data",
     "device": "comm/device",
+    "layers": "stages/network",
     "mpi": "comm/mpi",
     "operators": "stages/compute",
     "options": "runtime/layout",

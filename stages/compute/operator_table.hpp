@@ -59,6 +59,12 @@ struct ElementOperators {
   decltype(&sluice::swiglu_backward) swiglu_backward;
   decltype(&sluice::relu_forward) relu_forward;
   decltype(&sluice::relu_backward) relu_backward;
+  decltype(&sluice::silu_forward) silu_forward;
+  decltype(&sluice::silu_backward) silu_backward;
+  decltype(&sluice::tanh_forward) tanh_forward;
+  decltype(&sluice::tanh_backward) tanh_backward;
+  decltype(&sluice::sigmoid_forward) sigmoid_forward;
+  decltype(&sluice::sigmoid_backward) sigmoid_backward;
   decltype(&sluice::dropout) dropout;
   decltype(&sluice::add) add;
   decltype(&sluice::convert) convert;

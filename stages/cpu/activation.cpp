@@ -52,6 +52,30 @@ void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const
   run(ctx, kernels_for(ctx, x.spec.dtype).relu_backward, x, dy, dx);
 }
 
+void silu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  run(ctx, kernels_for(ctx, x.spec.dtype).silu_forward, x, y);
+}
+
+void silu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  run(ctx, kernels_for(ctx, x.spec.dtype).silu_backward, x, dy, dx);
+}
+
+void tanh_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  run(ctx, kernels_for(ctx, x.spec.dtype).tanh_forward, x, y);
+}
+
+void tanh_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  run(ctx, kernels_for(ctx, x.spec.dtype).tanh_backward, x, dy, dx);
+}
+
+void sigmoid_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  run(ctx, kernels_for(ctx, x.spec.dtype).sigmoid_forward, x, y);
+}
+
+void sigmoid_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  run(ctx, kernels_for(ctx, x.spec.dtype).sigmoid_backward, x, dy, dx);
+}
+
 void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y) {
   const std::int64_t hidden = hidden_of(gate_up);
   if (hidden == 0) return;
@@ -115,6 +139,12 @@ ElementOperators element_operators() {
       .swiglu_backward = swiglu_backward,
       .relu_forward = relu_forward,
       .relu_backward = relu_backward,
+      .silu_forward = silu_forward,
+      .silu_backward = silu_backward,
+      .tanh_forward = tanh_forward,
+      .tanh_backward = tanh_backward,
+      .sigmoid_forward = sigmoid_forward,
+      .sigmoid_backward = sigmoid_backward,
       .dropout = dropout,
       .add = add,
       .convert = convert,

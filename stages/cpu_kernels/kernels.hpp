@@ -19,6 +19,12 @@ namespace sluice {
 struct TypedKernels {
   void (*gelu_forward)(const void* x, void* y, int64_t n);
   void (*gelu_backward)(const void* x, const void* dy, void* dx, int64_t n);
+  void (*silu_forward)(const void* x, void* y, int64_t n);
+  void (*silu_backward)(const void* x, const void* dy, void* dx, int64_t n);
+  void (*tanh_forward)(const void* x, void* y, int64_t n);
+  void (*tanh_backward)(const void* x, const void* dy, void* dx, int64_t n);
+  void (*sigmoid_forward)(const void* x, void* y, int64_t n);
+  void (*sigmoid_backward)(const void* x, const void* dy, void* dx, int64_t n);
   void (*relu_forward)(const void* x, void* y, int64_t n);
   void (*relu_backward)(const void* x, const void* dy, void* dx, int64_t n);
   void (*swiglu_forward)(const void* gate_up, void* y, int64_t rows, int64_t hidden);

@@ -11,8 +11,14 @@ namespace {
 template <typename T>
 constexpr TypedKernels typed_kernels() {
   return {
-      .gelu_forward = gelu_forward<T>,
-      .gelu_backward = gelu_backward<T>,
+      .gelu_forward = smooth_forward<T, Gelu>,
+      .gelu_backward = smooth_backward<T, Gelu>,
+      .silu_forward = smooth_forward<T, Silu>,
+      .silu_backward = smooth_backward<T, Silu>,
+      .tanh_forward = smooth_forward<T, Tanh>,
+      .tanh_backward = smooth_backward<T, Tanh>,
+      .sigmoid_forward = smooth_forward<T, Sigmoid>,
+      .sigmoid_backward = smooth_backward<T, Sigmoid>,
       .relu_forward = relu_forward<T>,
       .relu_backward = relu_backward<T>,
       .swiglu_forward = swiglu_forward<T>,

@@ -47,6 +47,24 @@ struct Gelu {
 struct Relu {
   static __device__ float of(float x) { return relu(x); }
 };
+struct Silu {
+  static __device__ float of(float x) { return silu(x); }
+};
+struct SiluGradient {
+  static __device__ float of(float x, float dy) { return dy * silu_slope(x); }
+};
+struct Tanh {
+  static __device__ float of(float x) { return hyperbolic_tangent(x); }
+};
+struct TanhGradient {
+  static __device__ float of(float x, float dy) { return dy * hyperbolic_tangent_slope(x); }
+};
+struct Sigmoid {
+  static __device__ float of(float x) { return sigmoid(x); }
+};
+struct SigmoidGradient {
+  static __device__ float of(float x, float dy) { return dy * sigmoid_slope(x); }
+};
 struct GeluGradient {
   static __device__ float of(float x, float dy) { return dy * gelu_slope(x); }
 };
@@ -155,6 +173,30 @@ void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const
   run_gradient<ReluGradient>(ctx, "relu backward", x, dy, dx);
 }
 
+void silu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  run_unary<Silu>(ctx, "silu forward", x, y);
+}
+
+void silu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  run_gradient<SiluGradient>(ctx, "silu backward", x, dy, dx);
+}
+
+void tanh_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  run_unary<Tanh>(ctx, "tanh forward", x, y);
+}
+
+void tanh_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  run_gradient<TanhGradient>(ctx, "tanh backward", x, dy, dx);
+}
+
+void sigmoid_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  run_unary<Sigmoid>(ctx, "sigmoid forward", x, y);
+}
+
+void sigmoid_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  run_gradient<SigmoidGradient>(ctx, "sigmoid backward", x, dy, dx);
+}
+
 void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y) {
   const int64_t hidden = hidden_of(gate_up);
   if (hidden == 0) return;
@@ -217,6 +259,12 @@ ElementOperators element_operators() {
       .swiglu_backward = swiglu_backward,
       .relu_forward = relu_forward,
       .relu_backward = relu_backward,
+      .silu_forward = silu_forward,
+      .silu_backward = silu_backward,
+      .tanh_forward = tanh_forward,
+      .tanh_backward = tanh_backward,
+      .sigmoid_forward = sigmoid_forward,
+      .sigmoid_backward = sigmoid_backward,
       .dropout = dropout,
       .add = add,
       .convert = convert,

@@ -68,16 +68,16 @@ std::string AttentionLayer::note(ComputeContext& compute, const BlockShape& shap
   return engine.empty() ? engine : "attention: " + engine;
 }
 
-Dropout AttentionLayer::mask(const LayerCall& call) const {
+Dropout AttentionLayer::mask(const StreamCall& call) const {
   return probabilities_.at(call, heads_ * call.shape.sequence * call.shape.sequence);
 }
 
-void AttentionLayer::attend(LayerCall& call, const Kept& kept) const {
+void AttentionLayer::attend(StreamCall& call, const Kept& kept) const {
   attention_forward(call.compute(), attention_shape(call.shape), kept.qkv, mask(call), kept.mixed,
                     kept.probabilities);
 }
 
-void AttentionLayer::branch_keep(LayerCall& call, LayerAllocators memory, const Tensor& x) {
+void AttentionLayer::branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) {
   const Kept kept = allocate(call.shape, memory);
   qkv_.forward(call.compute(), x, kept.qkv);
   if (rotary_base_) {
@@ -86,12 +86,12 @@ void AttentionLayer::branch_keep(LayerCall& call, LayerAllocators memory, const 
   attend(call, kept);
 }
 
-void AttentionLayer::branch_result(LayerCall& call, LayerAllocators memory, const Tensor& y) {
+void AttentionLayer::branch_result(StreamCall& call, LayerAllocators memory, const Tensor& y) {
   const Kept kept = allocate(call.shape, memory);
   output_.forward(call.compute(), kept.mixed, y);
 }
 
-void AttentionLayer::branch_backward_input(LayerCall& call, LayerAllocators memory,
+void AttentionLayer::branch_backward_input(StreamCall& call, LayerAllocators memory,
                                            const Tensor& dy, const Tensor& dx) {
   const Kept kept = allocate(call.shape, memory);
   const AttentionShape shape = attention_shape(call.shape);
@@ -108,7 +108,7 @@ void AttentionLayer::branch_backward_input(LayerCall& call, LayerAllocators memo
   qkv_.backward_input(compute, kept.dqkv, dx);
 }
 
-void AttentionLayer::branch_backward_weight(LayerCall& call, LayerAllocators memory,
+void AttentionLayer::branch_backward_weight(StreamCall& call, LayerAllocators memory,
                                             const Tensor& x, const Tensor& dy) {
   const Kept kept = allocate(call.shape, memory);
   output_.backward_weight(call.compute(), kept.mixed, dy);

@@ -25,11 +25,11 @@ class AttentionLayer final : public ResidualLayer {
   void measure(const BlockShape& shape, LayerAllocators& memory) const override;
   [[nodiscard]] OperatorMemory branch_operators(ComputeContext& compute,
                                                 const BlockShape& shape) const override;
-  void branch_keep(LayerCall& call, LayerAllocators memory, const Tensor& x) override;
-  void branch_result(LayerCall& call, LayerAllocators memory, const Tensor& y) override;
-  void branch_backward_input(LayerCall& call, LayerAllocators memory, const Tensor& dy,
+  void branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) override;
+  void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& y) override;
+  void branch_backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,
                              const Tensor& dx) override;
-  void branch_backward_weight(LayerCall& call, LayerAllocators memory, const Tensor& x,
+  void branch_backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x,
                               const Tensor& dy) override;
 
  private:
@@ -42,9 +42,9 @@ class AttentionLayer final : public ResidualLayer {
   };
   [[nodiscard]] AttentionShape attention_shape(const BlockShape& shape) const;
   Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
-  [[nodiscard]] Dropout mask(const LayerCall& call) const;
+  [[nodiscard]] Dropout mask(const StreamCall& call) const;
   // Computes probabilities and mixed from qkv.
-  void attend(LayerCall& call, const Kept& kept) const;
+  void attend(StreamCall& call, const Kept& kept) const;
 
   int heads_, kv_heads_, head_dim_;
   std::optional<float> rotary_base_;

@@ -33,11 +33,11 @@ OperatorMemory EmbeddingLayer::operators(ComputeContext& compute, const BlockSha
                                                            width_)};
 }
 
-Tensor EmbeddingLayer::dropped(const LayerCall& call) const {
+Tensor EmbeddingLayer::dropped(const StreamCall& call) const {
   return BumpAllocator(call.gradients).tensor(DType::kF32, call.shape.rows(), width_);
 }
 
-Residual EmbeddingLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {
+Residual EmbeddingLayer::forward(StreamCall& call, const Residual& in, const Tensor& out) {
   ComputeContext& compute = call.compute();
   embedding_forward(compute, in.value, tokens_->value,
                     positions_ != nullptr ? positions_->value : Tensor{}, out);
@@ -47,14 +47,14 @@ Residual EmbeddingLayer::forward(LayerCall& call, const Residual& in, const Tens
   return {out, {}};
 }
 
-void EmbeddingLayer::backward_input(LayerCall& call, const Tensor& /*in*/, const Tensor& dout,
+void EmbeddingLayer::backward_input(StreamCall& call, const Tensor& /*in*/, const Tensor& dout,
                                     const Tensor& /*din*/) {
   if (dropout_.active(call)) {
     dropout(call.compute(), dout, dropout_.at(call, call.shape.sequence * width_), dropped(call));
   }
 }
 
-void EmbeddingLayer::backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) {
+void EmbeddingLayer::backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) {
   embedding_backward_weight(call.compute(), in, dropout_.active(call) ? dropped(call) : dout,
                             tokens_->grad, positions_ != nullptr ? positions_->grad : Tensor{});
 }
@@ -76,7 +76,7 @@ HeadLayer::Kept HeadLayer::allocate(const BlockShape& shape, LayerAllocators& me
   return kept;
 }
 
-HeadLayer::Kept HeadLayer::kept_of(const LayerCall& call) const {
+HeadLayer::Kept HeadLayer::kept_of(const StreamCall& call) const {
   LayerAllocators memory = call.allocators();
   return allocate(call.shape, memory);
 }
@@ -92,19 +92,19 @@ OperatorMemory HeadLayer::operators(ComputeContext& compute, const BlockShape& s
                                 projection_.workspace(compute, shape.rows(), precision_))};
 }
 
-Residual HeadLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {
+Residual HeadLayer::forward(StreamCall& call, const Residual& in, const Tensor& out) {
   const Kept kept = kept_of(call);
   norm_.forward(call.compute(), in, kept.normed, kept.stats);
   projection_.forward(call.compute(), kept.normed, out);
   return {out, {}};
 }
 
-void HeadLayer::recompute(LayerCall& call, const Tensor& in) {
+void HeadLayer::recompute(StreamCall& call, const Tensor& in) {
   const Kept kept = kept_of(call);
   norm_.forward(call.compute(), {in, {}}, kept.normed, kept.stats);
 }
 
-void HeadLayer::backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+void HeadLayer::backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
                                const Tensor& din) {
   const Kept kept = kept_of(call);
   projection_.backward_input(call.compute(), dout, kept.dnormed);
@@ -114,7 +114,7 @@ void HeadLayer::backward_input(LayerCall& call, const Tensor& in, const Tensor& 
   }
 }
 
-void HeadLayer::backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) {
+void HeadLayer::backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) {
   const Kept kept = kept_of(call);
   projection_.backward_weight(call.compute(), kept.normed, dout);
   norm_.backward_weight(call.compute(), kept.dnormed, in, kept.stats);

@@ -8,7 +8,7 @@
 namespace sluice {
 
 // Its input: tokens i32 [samples, sequence], without a gradient. Keeps nothing.
-class EmbeddingLayer final : public Layer {
+class EmbeddingLayer final : public StreamLayer {
  public:
   struct Options {
     std::int64_t vocabulary = 0, width = 0;
@@ -21,13 +21,13 @@ class EmbeddingLayer final : public Layer {
   [[nodiscard]] LayerMemory memory(const BlockShape& shape) const override;
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
                                          const BlockShape& shape) const override;
-  [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
-  void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+  [[nodiscard]] Residual forward(StreamCall& call, const Residual& in, const Tensor& out) override;
+  void backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
                       const Tensor& din) override;
-  void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) override;
+  void backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) override;
 
  private:
-  [[nodiscard]] Tensor dropped(const LayerCall& call) const;
+  [[nodiscard]] Tensor dropped(const StreamCall& call) const;
 
   Parameter* tokens_;
   Parameter* positions_ = nullptr;
@@ -36,7 +36,7 @@ class EmbeddingLayer final : public Layer {
 };
 
 // Its output: logits [rows, vocabulary] in the products' precision.
-class HeadLayer final : public Layer {
+class HeadLayer final : public StreamLayer {
  public:
   struct Options {
     std::int64_t vocabulary = 0, width = 0;
@@ -49,11 +49,11 @@ class HeadLayer final : public Layer {
   [[nodiscard]] LayerMemory memory(const BlockShape& shape) const override;
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
                                          const BlockShape& shape) const override;
-  [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
-  void recompute(LayerCall& call, const Tensor& in) override;
-  void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+  [[nodiscard]] Residual forward(StreamCall& call, const Residual& in, const Tensor& out) override;
+  void recompute(StreamCall& call, const Tensor& in) override;
+  void backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
                       const Tensor& din) override;
-  void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) override;
+  void backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) override;
 
  private:
   struct Kept {
@@ -61,7 +61,7 @@ class HeadLayer final : public Layer {
     Tensor dnormed;        // gradient
   };
   [[nodiscard]] Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
-  [[nodiscard]] Kept kept_of(const LayerCall& call) const;
+  [[nodiscard]] Kept kept_of(const StreamCall& call) const;
 
   Norm norm_;
   Linear projection_;

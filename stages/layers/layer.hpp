@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <string>
 
+#include <sluice/layers.hpp>
 #include <sluice/operators.hpp>
 #include <sluice/stage.hpp>
 
@@ -28,14 +29,6 @@ struct BlockShape {
   DeviceKind device = DeviceKind::kCpu;
   [[nodiscard]] std::int64_t rows() const { return samples * sequence; }
   friend bool operator==(const BlockShape&, const BlockShape&) = default;
-};
-
-// Bytes of a layer per micro-batch, by lifetime.
-struct LayerMemory {
-  std::size_t until_input = 0;   // from forward to the input gradient
-  std::size_t until_weight = 0;  // from forward to the weight gradient
-  std::size_t gradients = 0;     // from the input gradient to the weight gradient
-  std::size_t scratch = 0;       // within one call
 };
 
 // What a layer's operators take of the compute context, which all layers of a rank share.
@@ -56,7 +49,7 @@ struct LayerAllocators {
 };
 
 // One call of a layer, with as much memory as LayerMemory says.
-struct LayerCall {
+struct StreamCall {
   StageContext& stage;
   BlockShape shape;
   std::byte* until_input = nullptr;
@@ -78,9 +71,9 @@ struct Residual {
   Tensor pending;
 };
 
-class Layer {
+class StreamLayer {
  public:
-  virtual ~Layer() = default;
+  virtual ~StreamLayer() = default;
 
   [[nodiscard]] virtual LayerMemory memory(const BlockShape& shape) const = 0;
   // The most in any phase.
@@ -92,20 +85,20 @@ class Layer {
     return {};
   }
   // Completes `in` where something is pending; writes `out`, and returns it with what is pending.
-  [[nodiscard]] virtual Residual forward(LayerCall& call, const Residual& in,
+  [[nodiscard]] virtual Residual forward(StreamCall& call, const Residual& in,
                                          const Tensor& out) = 0;
   // Writes again what forward kept, to the bit; `in` is forward's completed input. A layer that
   // keeps nothing does nothing.
-  virtual void recompute(LayerCall& /*call*/, const Tensor& /*in*/) {}
+  virtual void recompute(StreamCall& /*call*/, const Tensor& /*in*/) {}
   // `in` is forward's completed input, `dout` the gradient of its completed output. Overwrites
   // `din` (null data: not needed). din is not dout.
-  virtual void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+  virtual void backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
                               const Tensor& din) = 0;
   // Adds to the parameters' gradients; operands as in the backward_input before it.
-  virtual void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) = 0;
+  virtual void backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) = 0;
   // Both, with the same bits. din may be dout if both are gradients of the residual stream. A layer
   // whose backward_weight reads what backward_input would then overwrite has its own.
-  virtual void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) {
+  virtual void backward(StreamCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) {
     backward_input(call, in, dout, din);
     backward_weight(call, in, dout);
   }

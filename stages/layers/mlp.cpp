@@ -35,17 +35,17 @@ OperatorMemory MlpLayer::branch_operators(ComputeContext& compute, const BlockSh
                                 down_.workspace(compute, shape.rows(), DType::kF32, activation()))};
 }
 
-void MlpLayer::branch_keep(LayerCall& call, LayerAllocators memory, const Tensor& x) {
+void MlpLayer::branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) {
   const Kept kept = allocate(call.shape, memory);
   up_.forward(call.compute(), activation(), x, kept.raised, kept.hidden);
 }
 
-void MlpLayer::branch_result(LayerCall& call, LayerAllocators memory, const Tensor& y) {
+void MlpLayer::branch_result(StreamCall& call, LayerAllocators memory, const Tensor& y) {
   const Kept kept = allocate(call.shape, memory);
   down_.forward(call.compute(), kept.hidden, y);
 }
 
-void MlpLayer::branch_backward_input(LayerCall& call, LayerAllocators memory, const Tensor& dy,
+void MlpLayer::branch_backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,
                                      const Tensor& dx) {
   const Kept kept = allocate(call.shape, memory);
   ComputeContext& compute = call.compute();
@@ -53,7 +53,7 @@ void MlpLayer::branch_backward_input(LayerCall& call, LayerAllocators memory, co
   up_.backward_input(compute, kept.draised, dx);
 }
 
-void MlpLayer::branch_backward_weight(LayerCall& call, LayerAllocators memory, const Tensor& x,
+void MlpLayer::branch_backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x,
                                       const Tensor& dy) {
   const Kept kept = allocate(call.shape, memory);
   down_.backward_weight(call.compute(), kept.hidden, dy);

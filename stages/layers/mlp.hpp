@@ -21,11 +21,11 @@ class MlpLayer final : public ResidualLayer {
   void measure(const BlockShape& shape, LayerAllocators& memory) const override;
   [[nodiscard]] OperatorMemory branch_operators(ComputeContext& compute,
                                                 const BlockShape& shape) const override;
-  void branch_keep(LayerCall& call, LayerAllocators memory, const Tensor& x) override;
-  void branch_result(LayerCall& call, LayerAllocators memory, const Tensor& y) override;
-  void branch_backward_input(LayerCall& call, LayerAllocators memory, const Tensor& dy,
+  void branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) override;
+  void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& y) override;
+  void branch_backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,
                              const Tensor& dx) override;
-  void branch_backward_weight(LayerCall& call, LayerAllocators memory, const Tensor& x,
+  void branch_backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x,
                               const Tensor& dy) override;
 
  private:

@@ -137,7 +137,7 @@ void Norm::backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& 
   }
 }
 
-Dropout DropoutSite::at(const LayerCall& call, std::int64_t elements_per_sample) const {
+Dropout DropoutSite::at(const StreamCall& call, std::int64_t elements_per_sample) const {
   if (!active(call)) {
     return {};
   }

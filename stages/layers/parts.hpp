@@ -107,11 +107,11 @@ struct DropoutSite {
   float probability = 0;
   std::uint32_t site = 0;  // random_site(layer, place)
 
-  [[nodiscard]] bool active(const LayerCall& call) const {
+  [[nodiscard]] bool active(const StreamCall& call) const {
     return probability > 0 && call.stage.phase == Phase::kTrain;
   }
   // elements_per_sample: of the operand.
-  [[nodiscard]] Dropout at(const LayerCall& call, std::int64_t elements_per_sample) const;
+  [[nodiscard]] Dropout at(const StreamCall& call, std::int64_t elements_per_sample) const;
 };
 
 // to = from: bytes of equal tensors, or a conversion where the types differ.

@@ -8,7 +8,7 @@ LayerMemory RecomputedLayer::memory(const BlockShape& shape) const {
           .scratch = memory.until_input + memory.scratch};
 }
 
-LayerCall RecomputedLayer::within(const LayerCall& call) const {
+StreamCall RecomputedLayer::within(const StreamCall& call) const {
   const LayerMemory memory = layer_->memory(call.shape);
   return {.stage = call.stage,
           .shape = call.shape,
@@ -18,26 +18,26 @@ LayerCall RecomputedLayer::within(const LayerCall& call) const {
           .scratch = call.scratch + memory.until_input};
 }
 
-Residual RecomputedLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {
-  LayerCall inner = within(call);
+Residual RecomputedLayer::forward(StreamCall& call, const Residual& in, const Tensor& out) {
+  StreamCall inner = within(call);
   return layer_->forward(inner, in, out);
 }
 
-void RecomputedLayer::backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+void RecomputedLayer::backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
                                      const Tensor& din) {
-  LayerCall inner = within(call);
+  StreamCall inner = within(call);
   layer_->recompute(inner, in);
   layer_->backward_input(inner, in, dout, din);
 }
 
-void RecomputedLayer::backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) {
-  LayerCall inner = within(call);
+void RecomputedLayer::backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) {
+  StreamCall inner = within(call);
   layer_->backward_weight(inner, in, dout);
 }
 
-void RecomputedLayer::backward(LayerCall& call, const Tensor& in, const Tensor& dout,
+void RecomputedLayer::backward(StreamCall& call, const Tensor& in, const Tensor& dout,
                                const Tensor& din) {
-  LayerCall inner = within(call);
+  StreamCall inner = within(call);
   layer_->recompute(inner, in);
   layer_->backward(inner, in, dout, din);
 }

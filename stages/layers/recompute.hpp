@@ -14,9 +14,9 @@
 
 namespace sluice {
 
-class RecomputedLayer final : public Layer {
+class RecomputedLayer final : public StreamLayer {
  public:
-  explicit RecomputedLayer(std::unique_ptr<Layer> layer) : layer_(std::move(layer)) {}
+  explicit RecomputedLayer(std::unique_ptr<StreamLayer> layer) : layer_(std::move(layer)) {}
 
   [[nodiscard]] LayerMemory memory(const BlockShape& shape) const override;
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
@@ -26,17 +26,17 @@ class RecomputedLayer final : public Layer {
   [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const override {
     return layer_->note(compute, shape);
   }
-  [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) override;
-  void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+  [[nodiscard]] Residual forward(StreamCall& call, const Residual& in, const Tensor& out) override;
+  void backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
                       const Tensor& din) override;
-  void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) override;
-  void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) override;
+  void backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) override;
+  void backward(StreamCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) override;
 
  private:
   // The same call with the inner layer's memory.
-  [[nodiscard]] LayerCall within(const LayerCall& call) const;
+  [[nodiscard]] StreamCall within(const StreamCall& call) const;
 
-  std::unique_ptr<Layer> layer_;
+  std::unique_ptr<StreamLayer> layer_;
 };
 
 }  // namespace sluice

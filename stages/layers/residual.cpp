@@ -31,16 +31,16 @@ OperatorMemory ResidualLayer::operators(ComputeContext& compute, const BlockShap
                  branch_operators(compute, shape));
 }
 
-void ResidualLayer::keep(LayerCall& call, const Residual& in) {
+void ResidualLayer::keep(StreamCall& call, const Residual& in) {
   LayerAllocators memory = call.allocators();
   const Kept kept = allocate(call.shape, memory);
   norm_.forward(call.compute(), in, kept.normed, kept.stats);
   branch_keep(call, memory, kept.normed);
 }
 
-void ResidualLayer::recompute(LayerCall& call, const Tensor& in) { keep(call, {in, {}}); }
+void ResidualLayer::recompute(StreamCall& call, const Tensor& in) { keep(call, {in, {}}); }
 
-Residual ResidualLayer::forward(LayerCall& call, const Residual& in, const Tensor& out) {
+Residual ResidualLayer::forward(StreamCall& call, const Residual& in, const Tensor& out) {
   keep(call, in);
   LayerAllocators memory = call.allocators();
   allocate(call.shape, memory);
@@ -55,7 +55,7 @@ Tensor ResidualLayer::branch_gradient(const Kept& kept, const Tensor& dout) cons
   return kept.dbranch.spec.shape.rank() == 0 ? dout : kept.dbranch;
 }
 
-void ResidualLayer::backward_branch(LayerCall& call, const Tensor& dout) {
+void ResidualLayer::backward_branch(StreamCall& call, const Tensor& dout) {
   LayerAllocators memory = call.allocators();
   const Kept kept = allocate(call.shape, memory);
   ComputeContext& compute = call.compute();
@@ -71,13 +71,13 @@ void ResidualLayer::backward_branch(LayerCall& call, const Tensor& dout) {
   branch_backward_input(call, memory, dbranch, kept.dnormed);
 }
 
-void ResidualLayer::backward_norm(LayerCall& call, const Tensor& in, const Tensor& din) {
+void ResidualLayer::backward_norm(StreamCall& call, const Tensor& in, const Tensor& din) {
   LayerAllocators memory = call.allocators();
   const Kept kept = allocate(call.shape, memory);
   norm_.backward_input(call.compute(), kept.dnormed, in, kept.stats, din);
 }
 
-void ResidualLayer::backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+void ResidualLayer::backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
                                    const Tensor& din) {
   backward_branch(call, dout);
   if (din.data != nullptr) {
@@ -86,14 +86,14 @@ void ResidualLayer::backward_input(LayerCall& call, const Tensor& in, const Tens
   }
 }
 
-void ResidualLayer::backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) {
+void ResidualLayer::backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) {
   LayerAllocators memory = call.allocators();
   const Kept kept = allocate(call.shape, memory);
   branch_backward_weight(call, memory, kept.normed, branch_gradient(kept, dout));
   norm_.backward_weight(call.compute(), kept.dnormed, in, kept.stats);
 }
 
-void ResidualLayer::backward(LayerCall& call, const Tensor& in, const Tensor& dout,
+void ResidualLayer::backward(StreamCall& call, const Tensor& in, const Tensor& dout,
                              const Tensor& din) {
   // The weight gradient reads dout, which the norm's input gradient may then turn into din.
   backward_branch(call, dout);

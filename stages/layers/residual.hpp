@@ -22,17 +22,17 @@ struct ResidualOptions {
   DType precision = DType::kF32;
 };
 
-class ResidualLayer : public Layer {
+class ResidualLayer : public StreamLayer {
  public:
   [[nodiscard]] LayerMemory memory(const BlockShape& shape) const final;
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
                                          const BlockShape& shape) const final;
-  [[nodiscard]] Residual forward(LayerCall& call, const Residual& in, const Tensor& out) final;
-  void recompute(LayerCall& call, const Tensor& in) final;
-  void backward_input(LayerCall& call, const Tensor& in, const Tensor& dout,
+  [[nodiscard]] Residual forward(StreamCall& call, const Residual& in, const Tensor& out) final;
+  void recompute(StreamCall& call, const Tensor& in) final;
+  void backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
                       const Tensor& din) final;
-  void backward_weight(LayerCall& call, const Tensor& in, const Tensor& dout) final;
-  void backward(LayerCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) final;
+  void backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) final;
+  void backward(StreamCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) final;
 
  protected:
   ResidualLayer(const ResidualOptions& options, const std::string& norm, ParameterSet& parameters)
@@ -51,12 +51,12 @@ class ResidualLayer : public Layer {
                                                         const BlockShape& shape) const = 0;
   // Forward in two calls. branch_keep computes what the branch keeps from x [rows, width] in the
   // products' precision. branch_result computes y f32 [rows, width] from it.
-  virtual void branch_keep(LayerCall& call, LayerAllocators memory, const Tensor& x) = 0;
-  virtual void branch_result(LayerCall& call, LayerAllocators memory, const Tensor& y) = 0;
+  virtual void branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) = 0;
+  virtual void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& y) = 0;
   // dy and dx [rows, width] in the products' precision.
-  virtual void branch_backward_input(LayerCall& call, LayerAllocators memory, const Tensor& dy,
+  virtual void branch_backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,
                                      const Tensor& dx) = 0;
-  virtual void branch_backward_weight(LayerCall& call, LayerAllocators memory, const Tensor& x,
+  virtual void branch_backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x,
                                       const Tensor& dy) = 0;
 
  private:
@@ -67,11 +67,11 @@ class ResidualLayer : public Layer {
   };
   Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
   // Completes `in`, then runs forward except for branch_result.
-  void keep(LayerCall& call, const Residual& in);
+  void keep(StreamCall& call, const Residual& in);
   [[nodiscard]] Tensor branch_gradient(const Kept& kept, const Tensor& dout) const;
   // backward_input except for the norm.
-  void backward_branch(LayerCall& call, const Tensor& dout);
-  void backward_norm(LayerCall& call, const Tensor& in, const Tensor& din);
+  void backward_branch(StreamCall& call, const Tensor& dout);
+  void backward_norm(StreamCall& call, const Tensor& in, const Tensor& din);
 
   Norm norm_;
   DropoutSite dropout_;

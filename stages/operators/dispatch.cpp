@@ -476,6 +476,36 @@ void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const
   operators_of(ctx).relu_backward(ctx, x, dy, dx);
 }
 
+void silu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  check_elementwise(__func__, x, y);
+  operators_of(ctx).silu_forward(ctx, x, y);
+}
+
+void silu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  check_elementwise_backward(__func__, x, dy, dx);
+  operators_of(ctx).silu_backward(ctx, x, dy, dx);
+}
+
+void tanh_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  check_elementwise(__func__, x, y);
+  operators_of(ctx).tanh_forward(ctx, x, y);
+}
+
+void tanh_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  check_elementwise_backward(__func__, x, dy, dx);
+  operators_of(ctx).tanh_backward(ctx, x, dy, dx);
+}
+
+void sigmoid_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  check_elementwise(__func__, x, y);
+  operators_of(ctx).sigmoid_forward(ctx, x, y);
+}
+
+void sigmoid_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  check_elementwise_backward(__func__, x, dy, dx);
+  operators_of(ctx).sigmoid_backward(ctx, x, dy, dx);
+}
+
 void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y) {
   check_elementwise(__func__, x, y);
   operators_of(ctx).dropout(ctx, x, dropout, y);

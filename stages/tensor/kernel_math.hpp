@@ -94,6 +94,34 @@ SLUICE_MATH V relu_gradient(V x, V dy) {
   return x > 0.0F ? dy : V{};
 }
 
+// x sigmoid(x).
+template <typename V>
+SLUICE_MATH V silu(V x) {
+  return x * sigmoid(x);
+}
+template <typename V>
+SLUICE_MATH V silu_slope(V x) {
+  const V s = sigmoid(x);
+  return fma(x, s - s * s, s);
+}
+
+// tanh(x) = 2 sigmoid(2x) - 1: within 2^-23 of it, which near 0 is not relative.
+template <typename V>
+SLUICE_MATH V hyperbolic_tangent(V x) {
+  return fma(sigmoid(x + x), constant<V>(2.0F), constant<V>(-1.0F));
+}
+template <typename V>
+SLUICE_MATH V hyperbolic_tangent_slope(V x) {
+  const V s = sigmoid(x + x);
+  return 4.0F * (s - s * s);
+}
+
+template <typename V>
+SLUICE_MATH V sigmoid_slope(V x) {
+  const V s = sigmoid(x);
+  return s - s * s;
+}
+
 template <typename V>
 SLUICE_MATH V swiglu(V gate, V up) {
   return gate * sigmoid(gate) * up;

@@ -43,8 +43,8 @@ ResidualOptions residual_options(const TransformerConfig& config, int layer, Pla
           .precision = config.precision};
 }
 
-std::unique_ptr<Layer> make_attention(const TransformerConfig& config, int layer,
-                                      ParameterSet& parameters, WeightCopies& copies) {
+std::unique_ptr<StreamLayer> make_attention(const TransformerConfig& config, int layer,
+                                            ParameterSet& parameters, WeightCopies& copies) {
   AttentionLayer::Options options{residual_options(config, layer, kAttention)};
   options.heads = config.heads;
   options.kv_heads = sizes_of(config).kv_heads;
@@ -56,8 +56,8 @@ std::unique_ptr<Layer> make_attention(const TransformerConfig& config, int layer
   return std::make_unique<AttentionLayer>(options, parameters, copies);
 }
 
-std::unique_ptr<Layer> make_mlp(const TransformerConfig& config, int layer,
-                                ParameterSet& parameters, WeightCopies& copies) {
+std::unique_ptr<StreamLayer> make_mlp(const TransformerConfig& config, int layer,
+                                      ParameterSet& parameters, WeightCopies& copies) {
   const bool gpt2 = config.kind == TransformerKind::kGpt2;
   MlpLayer::Options options{residual_options(config, layer, kMlp)};
   options.kind = gpt2 ? MlpLayer::Kind::kGelu : MlpLayer::Kind::kSwiGlu;
@@ -66,8 +66,8 @@ std::unique_ptr<Layer> make_mlp(const TransformerConfig& config, int layer,
 }
 
 // Appends a layer that keeps something per micro-batch, wrapped if it is to be recomputed.
-void append(const TransformerConfig& config, std::unique_ptr<Layer> layer,
-            std::vector<std::unique_ptr<Layer>>& layers) {
+void append(const TransformerConfig& config, std::unique_ptr<StreamLayer> layer,
+            std::vector<std::unique_ptr<StreamLayer>>& layers) {
   if (config.recompute == Recompute::kBlock) {
     layer = std::make_unique<RecomputedLayer>(std::move(layer));
   }
@@ -93,7 +93,7 @@ TransformerSizes sizes_of(const TransformerConfig& config) {
 
 std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
                                      ParameterSet& parameters, WeightCopies& copies,
-                                     std::vector<std::unique_ptr<Layer>>& layers) {
+                                     std::vector<std::unique_ptr<StreamLayer>>& layers) {
   std::vector<std::size_t> first_parameters = {parameters.size()};
   if (index == 0) {
     EmbeddingLayer::Options options;
@@ -123,7 +123,7 @@ std::vector<ParameterInfo> parameter_list(const TransformerConfig& config) {
   validate(config);
   ParameterSet parameters;
   WeightCopies copies(config.precision);
-  std::vector<std::unique_ptr<Layer>> layers;
+  std::vector<std::unique_ptr<StreamLayer>> layers;
   for (int index = 0; index < config.layers + 2; ++index) {
     (void)build_layer(config, index, parameters, copies, layers);
   }

@@ -27,6 +27,6 @@ struct TransformerSizes {
 // were declared before its first.
 std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
                                      ParameterSet& parameters, WeightCopies& copies,
-                                     std::vector<std::unique_ptr<Layer>>& layers);
+                                     std::vector<std::unique_ptr<StreamLayer>>& layers);
 
 }  // namespace sluice

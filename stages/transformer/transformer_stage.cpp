@@ -114,7 +114,7 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
   return description;
 }
 
-LayerMemory TransformerStage::largest_memory(const Layer& layer,
+LayerMemory TransformerStage::largest_memory(const StreamLayer& layer,
                                              std::span<const BlockShape> shapes) const {
   LayerMemory most;
   for (const BlockShape& shape : shapes) {
@@ -290,8 +290,8 @@ void TransformerStage::check_inputs(std::span<const Tensor> inputs) const {
   }
 }
 
-LayerCall TransformerStage::call_of(StageContext& ctx, const BlockShape& shape,
-                                    size_t layer) const {
+StreamCall TransformerStage::call_of(StageContext& ctx, const BlockShape& shape,
+                                     size_t layer) const {
   const Place& place = layout_.places[layer];
   const auto slot = static_cast<size_t>(ctx.slot);
   const std::size_t state = slot * layout_.slot_state;
@@ -359,7 +359,7 @@ void TransformerStage::forward(StageContext& ctx, std::span<const Tensor> inputs
   }
   Residual stream{single(inputs), {}};
   for (size_t i = 0; i < layers_.size(); ++i) {
-    LayerCall call = call_of(ctx, shape, i);
+    StreamCall call = call_of(ctx, shape, i);
     const bool last = i + 1 == layers_.size();
     stream =
         layers_[i]->forward(call, stream, last ? single(outputs) : layer_output(ctx, shape, i));
@@ -384,7 +384,7 @@ void TransformerStage::backward(StageContext& ctx, std::span<const Tensor> grad_
     copy_or_convert(ctx.compute, dout, wanted);
   }
   for (size_t i = layers_.size(); i-- > 0;) {
-    LayerCall call = call_of(ctx, shape, i);
+    StreamCall call = call_of(ctx, shape, i);
     // Accumulates in the caller's gradient, if there is one.
     const bool own = wanted.data == nullptr && i > 0;
     const Tensor din = own ? layer_gradient(ctx, shape, i - 1, {}) : wanted;
@@ -406,7 +406,7 @@ void TransformerStage::backward_input(StageContext& ctx, std::span<const Tensor>
     copy_or_convert(ctx.compute, single(grad_outputs), wanted);
   }
   for (size_t i = layers_.size(); i-- > 0;) {
-    LayerCall call = call_of(ctx, shape, i);
+    StreamCall call = call_of(ctx, shape, i);
     layers_[i]->backward_input(call, layer_input(ctx, shape, i),
                                layer_gradient(ctx, shape, i, single(grad_outputs)),
                                i > 0 ? layer_gradient(ctx, shape, i - 1, {}) : wanted);
@@ -417,7 +417,7 @@ void TransformerStage::backward_weight(StageContext& ctx, std::span<const Tensor
   const BlockShape shape = begin_call(ctx, ctx.inputs);
   require_single(grad_outputs, "output gradient");
   for (size_t i = layers_.size(); i-- > 0;) {
-    LayerCall call = call_of(ctx, shape, i);
+    StreamCall call = call_of(ctx, shape, i);
     layers_[i]->backward_weight(call, layer_input(ctx, shape, i),
                                 layer_gradient(ctx, shape, i, single(grad_outputs)));
     announce_final(ctx, i);

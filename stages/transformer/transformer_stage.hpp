@@ -73,13 +73,13 @@ class TransformerStage : public Stage, public SplitBackward {
   [[nodiscard]] bool gives_logits() const { return range_.end == config_.layers + 2; }
   [[nodiscard]] BlockShape shape_of(const TensorSpec& input, DeviceKind device) const;
   [[nodiscard]] TensorSpec output_spec(const BlockShape& shape) const;
-  [[nodiscard]] LayerMemory largest_memory(const Layer& layer,
+  [[nodiscard]] LayerMemory largest_memory(const StreamLayer& layer,
                                            std::span<const BlockShape> shapes) const;
   [[nodiscard]] Layout lay_out(std::span<const BlockShape> shapes, bool split) const;
   void warm_up_size(ComputeContext& compute, const BlockShape& shape, const TensorSpec& in_spec);
   void require_fits(const BlockShape& shape) const;
 
-  [[nodiscard]] LayerCall call_of(StageContext& ctx, const BlockShape& shape, size_t layer) const;
+  [[nodiscard]] StreamCall call_of(StageContext& ctx, const BlockShape& shape, size_t layer) const;
   [[nodiscard]] Tensor stream_tensor(std::byte* data, const BlockShape& shape) const;
   [[nodiscard]] Tensor layer_output(const StageContext& ctx, const BlockShape& shape,
                                     size_t layer) const;
@@ -97,7 +97,7 @@ class TransformerStage : public Stage, public SplitBackward {
   LayerRange range_;
   ParameterSet parameters_;
   WeightCopies copies_;
-  std::vector<std::unique_ptr<Layer>> layers_;
+  std::vector<std::unique_ptr<StreamLayer>> layers_;
   std::vector<std::size_t> first_parameters_;  // [layer] how many come before its own
   std::vector<std::size_t> first_gradients_;  // [layer] where they begin in flat_grads(), in floats
 

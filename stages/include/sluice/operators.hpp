@@ -145,6 +145,13 @@ void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& d
                      const Tensor& dgate_up);
 void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
 void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
+// x sigmoid(x); also called swish.
+void silu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
+void silu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
+void tanh_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
+void tanh_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
+void sigmoid_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
+void sigmoid_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
 // y = keep ? x / (1 - p) : 0; the same call is its own backward. In place allowed.
 void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y);
 void add(ComputeContext& ctx, const Tensor& x, const Tensor& y);  // y += x, y f32

@@ -44,6 +44,14 @@ class CudaElementTest : public GpuCompareTest {
 
 TEST_F(CudaElementTest, GeluIsTheCpus) { check_activation(1, gelu_forward, gelu_backward); }
 
+TEST_F(CudaElementTest, SiluIsTheCpus) { check_activation(1, silu_forward, silu_backward); }
+
+TEST_F(CudaElementTest, TanhIsTheCpus) { check_activation(1, tanh_forward, tanh_backward); }
+
+TEST_F(CudaElementTest, SigmoidIsTheCpus) {
+  check_activation(1, sigmoid_forward, sigmoid_backward);
+}
+
 TEST_F(CudaElementTest, ReluIsTheCpusToTheBit) {
   check_activation(kExact, relu_forward, relu_backward);
 }

@@ -321,6 +321,9 @@ std::vector<OperatorForm> element_forms() {
                                 "y is f32 [4, 2]; legal with x f32 [2, 4]: f32 [2, 4]");
   forms.push_back({"gelu_forward", two, unary(gelu_forward), wrong_y});
   forms.push_back({"relu_forward", two, unary(relu_forward), wrong_y});
+  forms.push_back({"silu_forward", two, unary(silu_forward), wrong_y});
+  forms.push_back({"tanh_forward", two, unary(tanh_forward), wrong_y});
+  forms.push_back({"sigmoid_forward", two, unary(sigmoid_forward), wrong_y});
   forms.push_back({"add", two, unary(add), wrong_y});
   for (const float probability : {0.0F, 0.5F}) {
     forms.push_back({"dropout", two,
@@ -336,6 +339,9 @@ std::vector<OperatorForm> element_forms() {
       {2, {kBf16, {8}}, "dx is bf16 [8]; legal with x bf16 [2, 4]: bf16 [2, 4]"}};
   forms.push_back({"gelu_backward", three, binary(gelu_backward), wrong_gradient});
   forms.push_back({"relu_backward", three, binary(relu_backward), wrong_gradient});
+  forms.push_back({"silu_backward", three, binary(silu_backward), wrong_gradient});
+  forms.push_back({"tanh_backward", three, binary(tanh_backward), wrong_gradient});
+  forms.push_back({"sigmoid_backward", three, binary(sigmoid_backward), wrong_gradient});
   forms.push_back(
       {"swiglu_forward",
        {{kF32, {2, 8}}, {kF32, {2, 4}}},

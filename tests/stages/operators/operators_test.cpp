@@ -58,6 +58,43 @@ TEST_P(ElementwiseTest, ReluMatchesItsReference) {
       ctx(), dtype(), [](double x) { return std::max(x, 0.0); }, relu_forward, relu_backward);
 }
 
+double logistic(double x) { return 1 / (1 + std::exp(-x)); }
+
+TEST_P(ElementwiseTest, SiluMatchesItsReference) {
+  check_activation(
+      ctx(), dtype(), [](double x) { return x * logistic(x); }, silu_forward, silu_backward);
+}
+
+TEST_P(ElementwiseTest, TanhMatchesItsReference) {
+  check_activation(
+      ctx(), dtype(), [](double x) { return std::tanh(x); }, tanh_forward, tanh_backward);
+}
+
+TEST_P(ElementwiseTest, SigmoidMatchesItsReference) {
+  check_activation(ctx(), dtype(), logistic, sigmoid_forward, sigmoid_backward);
+}
+
+TEST_P(ElementwiseTest, SmoothActivationsKeepTheirLimitsAndNan) {
+  const double infinity = std::numeric_limits<double>::infinity(), nan = std::nan("");
+  const Operand x(dtype(), {5}, {200, -200, 0, nan, -infinity});
+  const Operand y(dtype(), {5});
+  tanh_forward(ctx(), x.tensor, y.tensor);
+  EXPECT_EQ(y.values()[0], 1);
+  EXPECT_EQ(y.values()[1], -1);
+  EXPECT_EQ(y.values()[2], 0);
+  EXPECT_TRUE(std::isnan(y.values()[3]));
+  EXPECT_EQ(y.values()[4], -1);
+  sigmoid_forward(ctx(), x.tensor, y.tensor);
+  EXPECT_EQ(y.values()[0], 1);
+  EXPECT_NEAR(y.values()[1], 0, 1e-30);
+  EXPECT_EQ(y.values()[2], 0.5);
+  EXPECT_TRUE(std::isnan(y.values()[3]));
+  silu_forward(ctx(), x.tensor, y.tensor);
+  EXPECT_EQ(y.values()[0], 200);
+  EXPECT_NEAR(y.values()[1], 0, 1e-30);
+  EXPECT_TRUE(std::isnan(y.values()[3]));
+}
+
 TEST_P(ElementwiseTest, GeluKeepsItsLimitsAndNan) {
   const double infinity = std::numeric_limits<double>::infinity(), nan = std::nan("");
   const Operand x(dtype(), {5}, {200, -200, 0, nan, infinity});

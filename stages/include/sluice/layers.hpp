@@ -1,0 +1,195 @@
+// Layers: a model put together from parts, in place of a stage written by hand.
+//
+//   const Sequential model({linear(10, 50), relu(), cut(), linear(50, 20), relu(), linear(20, 1)},
+//                          mse_loss());
+//   Pipeline pipeline(world, options, model, batches);
+//
+// A Sequential describes the model; each rank makes only the layers of its own stages. It is a
+// StageFactory. Every layer has its input gradient and its weight gradient apart, so every schedule
+// runs every model. Parameters have the names that torch.nn.Sequential gives them: "0.weight",
+// "0.bias", "2.weight"; cut() has no number. Initial values are drawn from torch's distributions.
+//
+// Tensors. Dimension 0 is the sample. Layers compute in f32. What a layer keeps of a micro-batch is
+// in memory that the stage hands it: a step allocates nothing. On a GPU a layer runs if its
+// operators exist there; another one is Error(kUsage) that names it, when the pipeline is made.
+//
+// Errors. Layers and losses throw Error(kUsage) for numbers that cannot work when they are made,
+// and for shapes and types that do not fit when the stage is described. The message names the layer
+// by number and kind.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/compute.hpp>
+#include <sluice/parameter.hpp>
+#include <sluice/stage.hpp>
+#include <sluice/tensor.hpp>
+
+#pragma GCC visibility push(default)
+namespace sluice {
+
+// --- what a layer is ---
+// Bytes of a layer per micro-batch, by lifetime.
+struct LayerMemory {
+  std::size_t until_input = 0;   // from forward to the input gradient
+  std::size_t until_weight = 0;  // from forward to the weight gradient
+  std::size_t gradients = 0;     // from the input gradient to the weight gradient
+  std::size_t scratch = 0;       // within one call
+};
+
+struct LayerNeeds {
+  LayerMemory memory = {};
+  // What its operators take from the compute context: the largest <operator>_workspace().
+  std::size_t operator_bytes = 0;
+};
+
+// One call of a layer. The memory has as many bytes as LayerNeeds says for this input, at multiples
+// of kBufferAlignment.
+struct LayerCall {
+  StageContext& stage;
+  // The layer's input: in forward and, with the same values, in the backward calls.
+  Tensor x;
+  std::byte* until_input = nullptr;
+  std::byte* until_weight = nullptr;
+  std::byte* gradients = nullptr;
+  std::byte* scratch = nullptr;
+
+  [[nodiscard]] ComputeContext& compute() const { return stage.compute; }
+};
+
+// A layer of one input and one output. It keeps no state of a micro-batch but in the memory of the
+// call. All work is in order of call.compute().stream().
+class Layer {
+ public:
+  virtual ~Layer() = default;
+
+  // Type and shape of the output. Pure. Throws Error(kUsage) that says what is legal.
+  [[nodiscard]] virtual TensorSpec output(const TensorSpec& input) const = 0;
+  // Adds its parameters and buffers to `set`, once. Their names begin with `name`: "3.".
+  virtual void add_parameters(ParameterSet& /*set*/, const std::string& /*name*/) {}
+  [[nodiscard]] virtual LayerNeeds needs(const TensorSpec& /*input*/,
+                                         ComputeContext& /*compute*/) const {
+    return {};
+  }
+  // Whether it runs on a GPU. A layer that reads its tensors on the host does not.
+  [[nodiscard]] virtual bool runs_on_gpu() const { return false; }
+  // Work of one call, for cuts by cost; in multiply-adds.
+  [[nodiscard]] virtual double cost(const TensorSpec& input) const {
+    return static_cast<double>(input.shape.elements());
+  }
+
+  // Of the model's first layer alone, before each forward: its input in host memory. Throws
+  // Error(kData) for values that forward cannot take.
+  virtual void check_inputs(const Tensor& /*x*/) const {}
+
+  // Writes y.
+  virtual void forward(LayerCall& call, const Tensor& y) = 0;
+  // Overwrites dx. Where nobody needs dx it is not called, except for a layer that has
+  // LayerMemory::gradients; dx then has null data. dx is not dy.
+  virtual void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) = 0;
+  // Adds to the gradients of parameters. dy: as in the backward_input before it.
+  virtual void backward_weight(LayerCall& /*call*/, const Tensor& /*dy*/) {}
+};
+
+// A layer in the description of a model: how to make it. Copyable.
+struct LayerSpec {
+  std::string kind;  // "linear", for messages
+  // `number` is the layer's number in the model, for random numbers. Null: a cut.
+  std::function<std::unique_ptr<Layer>(int number)> make;
+};
+
+// A layer of the program's own, made from copies of `arguments`.
+template <typename T, typename... Arguments>
+[[nodiscard]] LayerSpec layer(std::string kind, Arguments... arguments) {
+  return {std::move(kind), [=](int) { return std::make_unique<T>(arguments...); }};
+}
+
+// --- layers ---
+// The next layer begins a stage.
+[[nodiscard]] LayerSpec cut();
+// y = x weightᵀ + bias over the last dimension; weight [out, in], bias [out]; both from
+// U(-1/sqrt(in), 1/sqrt(in)).
+[[nodiscard]] LayerSpec linear(std::int64_t in, std::int64_t out, bool bias = true);
+// Element by element, f32 of any shape. silu is x sigmoid(x); gelu is the tanh form, which torch
+// calls approximate="tanh".
+[[nodiscard]] LayerSpec relu();
+[[nodiscard]] LayerSpec gelu();
+[[nodiscard]] LayerSpec silu();
+[[nodiscard]] LayerSpec tanh();
+[[nodiscard]] LayerSpec sigmoid();
+// In training an element becomes 0 with this probability, else it is divided by 1 - probability. It
+// follows from seed, step, sample and the layer's number alone.
+[[nodiscard]] LayerSpec dropout(double probability);
+// [samples, ...] becomes [samples, product of the others].
+[[nodiscard]] LayerSpec flatten();
+// Over the last dimension, which is `width`; weight and bias [width].
+[[nodiscard]] LayerSpec layer_norm(std::int64_t width, double epsilon = 1e-5);
+// Classes i32 [samples] or [samples, n] become rows of a table [classes, width], from N(0, 1).
+[[nodiscard]] LayerSpec embedding(std::int64_t classes, std::int64_t width);
+
+// --- losses ---
+// What the last stage minimises. The loss of a step is the mean over the counted targets.
+class Loss {
+ public:
+  virtual ~Loss() = default;
+  // Type and shape of the targets of these outputs. Pure. Throws Error(kUsage) for outputs that it
+  // cannot take.
+  [[nodiscard]] virtual TensorSpec targets(const TensorSpec& outputs) const = 0;
+  [[nodiscard]] virtual bool runs_on_gpu() const { return false; }
+  // Bytes that it takes from ctx.workspace().
+  [[nodiscard]] virtual std::size_t operator_bytes(const TensorSpec& /*outputs*/) const {
+    return 0;
+  }
+  // How many targets of a micro-batch count; `targets` are in host memory, and like targets() of
+  // `outputs` but for the number of samples. Throws Error(kData) for values that it cannot take.
+  [[nodiscard]] virtual double weight(const TensorSpec& outputs, const Tensor& targets) const = 0;
+  // As LossStage::loss().
+  virtual void compute(StageContext& ctx, const Tensor& outputs, const Tensor& targets,
+                       double* sum) = 0;
+};
+
+struct LossSpec {
+  std::string kind;
+  std::function<std::unique_ptr<Loss>()> make;
+};
+
+// The squared difference; each element counts. Targets f32, in the shape of the outputs.
+[[nodiscard]] LossSpec mse_loss();
+// -log softmax(outputs)[class] over the last dimension of the outputs, f32. Targets i32 in the
+// shape of the outputs without it; one below 0 does not count.
+[[nodiscard]] LossSpec cross_entropy_loss();
+
+// --- models ---
+class Sequential {
+ public:
+  // Without a loss the model only computes outputs. Throws Error(kUsage) for no layers, a cut at an
+  // end or two in a row, and numbers that a layer cannot have.
+  Sequential(std::initializer_list<LayerSpec> layers, LossSpec loss = {});
+  explicit Sequential(std::vector<LayerSpec> layers, LossSpec loss = {});
+
+  // The same model with the type and shape of one sample, as in BatchSpec::inputs: shapes are
+  // checked now, and a model without cut() is cut by cost.
+  [[nodiscard]] Sequential with_input(const TensorSpec& sample) const;
+
+  // A StageFactory. One stage has all layers. Several follow the cut()s, or else the cost of the
+  // layers. Throws Error(kUsage) where neither is given, or the cuts make another number of stages.
+  [[nodiscard]] std::unique_ptr<Stage> operator()(int stage, int stages) const;
+  // Which layers are on which stage; cut() does not count.
+  [[nodiscard]] Partition partition(int stages) const;
+
+ private:
+  struct Model;
+  std::shared_ptr<const Model> model_;
+};
+
+}  // namespace sluice
+#pragma GCC visibility pop

@@ -1,0 +1,110 @@
+// Layers without parameters: activations, dropout, flatten; and cut().
+#include <sluice/layers.hpp>
+#include <sluice/operators.hpp>
+
+#include "stages/network/specs.hpp"
+
+namespace sluice {
+namespace {
+
+using Forward = void (*)(ComputeContext&, const Tensor& x, const Tensor& y);
+using Backward = void (*)(ComputeContext&, const Tensor& x, const Tensor& dy, const Tensor& dx);
+
+class ActivationLayer final : public Layer {
+ public:
+  ActivationLayer(Forward value, Backward gradient) : forward_(value), backward_(gradient) {}
+
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    require_f32(input);
+    return input;
+  }
+  [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  void forward(LayerCall& call, const Tensor& y) override { forward_(call.compute(), call.x, y); }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    backward_(call.compute(), call.x, dy, dx);
+  }
+
+ private:
+  Forward forward_;
+  Backward backward_;
+};
+
+class DropoutLayer final : public Layer {
+ public:
+  DropoutLayer(double probability, int number)
+      : probability_(static_cast<float>(probability)),
+        site_(random_site(static_cast<std::uint32_t>(number), 0)) {
+    if (!(probability >= 0 && probability < 1)) {
+      throw_usage("the probability is {}; legal: at least 0 and below 1", probability);
+    }
+  }
+
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    require_f32(input);
+    return input;
+  }
+  [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  void forward(LayerCall& call, const Tensor& y) override { drop(call, call.x, y); }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    drop(call, dy, dx);
+  }
+
+ private:
+  void drop(const LayerCall& call, const Tensor& from, const Tensor& to) const {
+    const StageContext& stage = call.stage;
+    Dropout what;
+    if (stage.phase == Phase::kTrain && stage.samples > 0) {
+      what = {.probability = probability_,
+              .key = {stage.seed, site_, stage.step},
+              .first_element = static_cast<std::uint64_t>(stage.first_sample) *
+                               static_cast<std::uint64_t>(from.elements() / stage.samples),
+              .step_on_device = stage.step.on_device};
+    }
+    dropout(call.compute(), from, what, to);
+  }
+
+  float probability_;
+  std::uint32_t site_;
+};
+
+class FlattenLayer final : public Layer {
+ public:
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    require_f32(input);
+    std::int64_t others = 1;
+    for (int d = 1; d < input.shape.rank(); ++d) others *= input.shape[d];
+    return {DType::kF32, {input.shape[0], others}};
+  }
+  [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] double cost(const TensorSpec& /*input*/) const override { return 0; }
+  void forward(LayerCall& call, const Tensor& y) override { copy(call, call.x, y); }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    copy(call, dy, dx);
+  }
+
+ private:
+  static void copy(const LayerCall& call, const Tensor& from, const Tensor& to) {
+    copy_async(to.data, from.data, from.spec.bytes(), call.compute().stream());
+  }
+};
+
+LayerSpec activation(const char* kind, Forward forward, Backward backward) {
+  return layer<ActivationLayer>(kind, forward, backward);
+}
+
+}  // namespace
+
+LayerSpec cut() { return {"cut", nullptr}; }
+LayerSpec relu() { return activation("relu", relu_forward, relu_backward); }
+LayerSpec gelu() { return activation("gelu", gelu_forward, gelu_backward); }
+LayerSpec silu() { return activation("silu", silu_forward, silu_backward); }
+LayerSpec tanh() { return activation("tanh", tanh_forward, tanh_backward); }
+LayerSpec sigmoid() { return activation("sigmoid", sigmoid_forward, sigmoid_backward); }
+LayerSpec flatten() { return layer<FlattenLayer>("flatten"); }
+
+LayerSpec dropout(double probability) {
+  return {"dropout",
+          [=](int number) { return std::make_unique<DropoutLayer>(probability, number); }};
+}
+
+}  // namespace sluice

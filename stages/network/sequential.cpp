@@ -1,0 +1,120 @@
+#include <fmt/format.h>
+
+#include <utility>
+
+#include <sluice/error.hpp>
+#include <sluice/layers.hpp>
+
+#include "comm/base/throw_error.hpp"
+#include "stages/network/network_stage.hpp"
+
+namespace sluice {
+
+struct Sequential::Model {
+  std::vector<LayerSpec> layers;  // without cuts
+  std::vector<int> cuts;          // the layers that begin a stage, ascending
+  LossSpec loss;
+  std::vector<double> costs;  // of layers; empty: the input is not known
+
+  [[nodiscard]] NumberedLayer make(std::size_t index) const {
+    const int number = static_cast<int>(index);
+    const LayerSpec& spec = layers[index];
+    try {
+      NumberedLayer made{number, spec.kind, spec.make(number)};
+      if (made.layer == nullptr) throw_usage("made nothing");
+      return made;
+    } catch (const Error& error) {
+      throw Error(error.code(), fmt::format("layer {} ({}): {}", number, spec.kind, error.what()));
+    }
+  }
+};
+
+Sequential::Sequential(std::initializer_list<LayerSpec> layers, LossSpec loss)
+    : Sequential(std::vector<LayerSpec>(layers), std::move(loss)) {}
+
+Sequential::Sequential(std::vector<LayerSpec> layers, LossSpec loss) {
+  const auto model = std::make_shared<Model>();
+  model->loss = std::move(loss);
+  for (LayerSpec& spec : layers) {
+    if (spec.make) {
+      model->layers.push_back(std::move(spec));
+      continue;
+    }
+    const int next = static_cast<int>(model->layers.size());
+    if (next == 0 || (!model->cuts.empty() && model->cuts.back() == next)) {
+      throw_usage("cut() before layer {} leaves a stage without layers", next);
+    }
+    model->cuts.push_back(next);
+  }
+  if (model->layers.empty()) throw_usage("a Sequential needs at least one layer");
+  if (!model->cuts.empty() && model->cuts.back() == static_cast<int>(model->layers.size())) {
+    throw_usage("cut() after the last layer leaves a stage without layers");
+  }
+  for (std::size_t i = 0; i < model->layers.size(); ++i) (void)model->make(i);
+  if (model->loss.make) (void)model->loss.make();
+  model_ = model;
+}
+
+Sequential Sequential::with_input(const TensorSpec& sample) const {
+  const auto model = std::make_shared<Model>(*model_);
+  std::vector<std::int64_t> dims = {1};
+  for (int d = 0; d < sample.shape.rank(); ++d) dims.push_back(sample.shape[d]);
+  TensorSpec spec{sample.dtype, Shape(std::span<const std::int64_t>(dims))};
+  model->costs.clear();
+  for (std::size_t i = 0; i < model->layers.size(); ++i) {
+    const NumberedLayer made = model->make(i);
+    const TensorSpec out = output_of(made, spec);
+    model->costs.push_back(made.layer->cost(spec));
+    spec = out;
+  }
+  if (model->loss.make) {
+    try {
+      (void)model->loss.make()->targets(spec);
+    } catch (const Error& error) {
+      throw Error(error.code(), fmt::format("{}: {}", model->loss.kind, error.what()));
+    }
+  }
+  Sequential same = *this;
+  same.model_ = model;
+  return same;
+}
+
+Partition Sequential::partition(int stages) const {
+  const int layers = static_cast<int>(model_->layers.size());
+  if (stages < 1) throw_usage("a Sequential over {} stages; legal: at least 1", stages);
+  if (stages == 1) return {{0, layers}};
+  if (model_->cuts.empty()) {
+    if (model_->costs.empty()) {
+      throw_usage(
+          "a Sequential over {} stages needs cut() between its layers, or with_input() to be cut "
+          "by cost",
+          stages);
+    }
+    return partition_by_cost(model_->costs, stages);
+  }
+  if (static_cast<int>(model_->cuts.size()) + 1 != stages) {
+    throw_usage("{} cut()s make {} stages of a Sequential; the pipeline has {} (legal: 1 or {})",
+                model_->cuts.size(), model_->cuts.size() + 1, stages, model_->cuts.size() + 1);
+  }
+  Partition cut{{0}};
+  cut.first.insert(cut.first.end(), model_->cuts.begin(), model_->cuts.end());
+  cut.first.push_back(layers);
+  return cut;
+}
+
+std::unique_ptr<Stage> Sequential::operator()(int stage, int stages) const {
+  const Partition parts = partition(stages);
+  if (stage < 0 || stage >= stages) throw_usage("stage {} of {}", stage, stages);
+  std::vector<NumberedLayer> layers;
+  const auto at = static_cast<std::size_t>(stage);
+  for (int i = parts.first[at]; i < parts.first[at + 1]; ++i) {
+    layers.push_back(model_->make(static_cast<std::size_t>(i)));
+  }
+  if (stage < stages - 1 || !model_->loss.make) {
+    return std::make_unique<NetworkStage>(std::move(layers));
+  }
+  return std::make_unique<LossNetworkStage>(std::move(layers), model_->loss.kind,
+                                            model_->loss.make());
+}
+
+}  // namespace sluice

@@ -1,0 +1,43 @@
+// What layers say about tensors that do not fit. Internal to stages/.
+#pragma once
+
+#include <cstdint>
+
+#include <sluice/tensor.hpp>
+
+#include "comm/base/throw_error.hpp"
+
+namespace sluice {
+
+// f32 with a first dimension, for the samples.
+inline void require_f32(const TensorSpec& input) {
+  if (input.dtype == DType::kF32 && input.shape.rank() > 0) return;
+  throw_usage("the input is {}; legal: f32 [samples, ...]", to_string(input));
+}
+
+// The same with `width` numbers in the last dimension.
+inline void require_width(const TensorSpec& input, std::int64_t width) {
+  const int rank = input.shape.rank();
+  if (input.dtype == DType::kF32 && rank >= 2 && input.shape[rank - 1] == width) return;
+  throw_usage("the input is {}; legal: f32 [samples, ..., {}]", to_string(input), width);
+}
+
+inline void require_positive(std::int64_t value, const char* what) {
+  if (value < 1) throw_usage("{} is {}; legal: at least 1", what, value);
+}
+
+// `input` with another last dimension.
+[[nodiscard]] inline TensorSpec with_width(const TensorSpec& input, std::int64_t width) {
+  std::int64_t dims[Shape::kMaxDims] = {};
+  const int rank = input.shape.rank();
+  for (int d = 0; d < rank; ++d) dims[d] = d + 1 == rank ? width : input.shape[d];
+  return {input.dtype, Shape(std::span<const std::int64_t>(dims, static_cast<std::size_t>(rank)))};
+}
+
+// Rows before the last dimension.
+[[nodiscard]] inline std::int64_t rows_of(const TensorSpec& spec) {
+  const std::int64_t width = spec.shape[spec.shape.rank() - 1];
+  return width == 0 ? 0 : spec.shape.elements() / width;
+}
+
+}  // namespace sluice

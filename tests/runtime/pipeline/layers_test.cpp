@@ -1,0 +1,266 @@
+// Models of layers: every cut and schedule has the bits of one rank, and what does not fit is
+// named.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/error.hpp>
+#include <sluice/layers.hpp>
+#include <sluice/pipeline.hpp>
+
+#include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/pipeline/training_cases.hpp"
+
+namespace sluice::testing {
+namespace {
+
+// y = x * weight, with one weight: a layer of a program's own.
+class Scale : public Layer {
+ public:
+  explicit Scale(double start) : start_(start) {}
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override { return input; }
+  void add_parameters(ParameterSet& set, const std::string& name) override {
+    weight_ = &set.add(name + "weight", {1}, Init::constant(start_));
+  }
+  void forward(LayerCall& call, const Tensor& y) override {
+    for (std::int64_t i = 0; i < y.elements(); ++i) y.at(i) = call.x.at(i) * weight_->value.at(0);
+  }
+  void backward_input(LayerCall& /*call*/, const Tensor& dy, const Tensor& dx) override {
+    for (std::int64_t i = 0; i < dy.elements(); ++i) dx.at(i) = dy.at(i) * weight_->value.at(0);
+  }
+  void backward_weight(LayerCall& call, const Tensor& dy) override {
+    for (std::int64_t i = 0; i < dy.elements(); ++i) weight_->grad.at(0) += dy.at(i) * call.x.at(i);
+  }
+
+ private:
+  double start_;
+  Parameter* weight_ = nullptr;
+};
+
+constexpr std::int64_t kWidth = 6;
+
+std::vector<LayerSpec> parts() {
+  return {linear(kWidth, 9),
+          tanh(),
+          layer_norm(9),
+          dropout(0.2),
+          linear(9, 12),
+          silu(),
+          layer<Scale>("scale", 0.5),
+          linear(12, 4),
+          gelu(),
+          linear(4, 8, false),
+          sigmoid(),
+          linear(8, 2)};
+}
+
+std::vector<float> numbers(std::size_t count, std::uint64_t site) {
+  std::vector<float> made(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    made[i] = to_unit(philox({.seed = 2, .site = site}, 0, i)[0]) - 0.5F;
+  }
+  return made;
+}
+
+struct Numbers {
+  std::vector<float> x = numbers(11 * kWidth, 1), y = numbers(11 * 2, 2);
+  [[nodiscard]] Batch batch() const {
+    return {.inputs = {view(x, {11, kWidth})}, .targets = {view(y, {11, 2})}};
+  }
+};
+
+BatchSpec spec() { return {.inputs = {{DType::kF32, {kWidth}}}, .targets = {{DType::kF32, {2}}}}; }
+
+PipelineOptions options_of(int pipeline, const std::string& schedule, int chunks) {
+  PipelineOptions options;
+  options.shape = {.pipeline = pipeline, .micro_batches = 4, .micro_batch_size = 3};
+  options.order = {.schedule = schedule, .chunks = chunks};
+  options.training.learning_rate = {.peak = 1e-2};
+  return options;
+}
+
+struct Result {
+  std::vector<double> losses;
+  std::string digest;
+  friend bool operator==(const Result&, const Result&) = default;
+};
+
+Result trained(Communicator& comm, const Sequential& model, const PipelineOptions& options) {
+  Pipeline pipeline(comm, options, model, spec());
+  const Numbers data;
+  Result result;
+  for (int step = 0; step < 6; ++step) {
+    result.losses.push_back(pipeline.train_step(data.batch()).loss);
+  }
+  result.losses.push_back(pipeline.evaluate(data.batch()).loss);
+  result.digest = digest_of(pipeline);
+  return result;
+}
+
+class LayersTest : public ::testing::TestWithParam<int> {};
+
+TEST_P(LayersTest, EveryCutAndScheduleHasTheBitsOfOneRank) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const Sequential model(parts(), mse_loss());
+    const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+    const Result alone = trained(*self, model, options_of(1, "1f1b", 1));
+    EXPECT_LT(alone.losses[5], alone.losses[0]);
+    const Sequential by_cost = model.with_input({DType::kF32, {kWidth}});
+    for (const char* schedule : {"gpipe", "1f1b", "zb-h1"}) {
+      EXPECT_EQ(trained(comm, by_cost, options_of(comm.size(), schedule, 1)), alone) << schedule;
+    }
+    if (comm.size() > 1) {
+      EXPECT_EQ(trained(comm, by_cost, options_of(comm.size(), "interleaved", 2)), alone);
+      EXPECT_EQ(trained(comm, by_cost, options_of(comm.size(), "zb-v", 2)), alone);
+    }
+    if (comm.size() != 3) return;
+    std::vector<LayerSpec> cut_by_hand = parts();
+    cut_by_hand.insert(cut_by_hand.begin() + 10, cut());
+    cut_by_hand.insert(cut_by_hand.begin() + 1, cut());
+    const Sequential by_hand(cut_by_hand, mse_loss());
+    EXPECT_EQ(trained(comm, by_hand, options_of(3, "zb-h1", 1)), alone);
+    EXPECT_EQ(trained(*self, by_hand, options_of(1, "zb-h1", 1)), alone);
+  });
+}
+
+TEST_P(LayersTest, AStageWithoutLayersPassesItsInputOn) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    if (comm.size() < 3) return;
+    const Sequential model = Sequential({linear(kWidth, 3), linear(3, 2)}, mse_loss())
+                                 .with_input({DType::kF32, {kWidth}});
+    const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+    const Result alone = trained(*self, model, options_of(1, "1f1b", 1));
+    EXPECT_EQ(trained(comm, model, options_of(comm.size(), "1f1b", 1)), alone);
+    EXPECT_EQ(trained(comm, model, options_of(comm.size(), "zb-h1", 1)), alone);
+  });
+}
+
+// Classes in, classes out.
+TEST_P(LayersTest, ClassesTrainAndWrongOnesAreNamed) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const BatchSpec classes{.inputs = {{DType::kI32, {2}}}, .targets = {{DType::kI32, {}}}};
+    const Sequential model =
+        Sequential({embedding(5, 4), flatten(), linear(8, 16), relu(), linear(16, 3)},
+                   cross_entropy_loss())
+            .with_input({DType::kI32, {2}});
+    const auto make = [&](Communicator& over) {
+      return std::make_unique<Pipeline>(over, options_of(over.size(), "zb-h1", 1), model, classes);
+    };
+    const std::vector<std::int32_t> x = {0, 1, 2, 3, 4, 0, 1, 1, 3, 2}, y = {0, 1, 2, -1, 1};
+    const Batch batch{.inputs = {view(x, {5, 2})}, .targets = {view(y, {5})}};
+    const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+    const auto alone = make(*self), pipeline = make(comm);
+    for (int step = 0; step < 40; ++step) {
+      const StepReport report = pipeline->train_step(batch);
+      EXPECT_EQ(report.targets, 4);
+      EXPECT_EQ(report.loss, alone->train_step(batch).loss);
+    }
+    EXPECT_LT(pipeline->evaluate(batch).loss, 0.5);
+    const std::vector<std::int32_t> bad_y = {0, 1, 2, 1, 3}, bad_x = {0, 1, 2, 3, 4, 0, 1, 1, 3, 5};
+    expect_error(
+        ErrorCode::kData,
+        {"target_weight() of micro-batch 1: cross_entropy_loss: class 3 of sample 1 of the "
+         "micro-batch; legal: 0 to 2, or negative for none"},
+        [&] {
+          (void)pipeline->train_step({.inputs = batch.inputs, .targets = {view(bad_y, {5})}});
+        });
+    expect_error(
+        ErrorCode::kData,
+        {"stage 0, forward of micro-batch 1: layer 0 (embedding): class 5 of sample 1 of "
+         "the micro-batch; legal: 0 to 4"},
+        [&] {
+          (void)make(comm)->train_step({.inputs = {view(bad_x, {5, 2})}, .targets = batch.targets});
+        });
+  });
+}
+
+TEST_P(LayersTest, WhatDoesNotFitNamesTheLayerOnAllRanks) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto refused = [&](const Sequential& model, const BatchSpec& batches,
+                             const std::string& part) {
+      expect_error(ErrorCode::kUsage, {part}, [&] {
+        const Pipeline pipeline(comm, options_of(comm.size(), "1f1b", 1), model, batches);
+      });
+    };
+    if (comm.size() == 2) {
+      refused(Sequential({linear(kWidth, 5), cut(), relu(), linear(4, 2)}, mse_loss()), spec(),
+              "stage 1, describe() of f32 [3, 5]: layer 2 (linear): the input is f32 [3, 5]; "
+              "legal: f32 [samples, ..., 4]");
+      refused(Sequential({linear(kWidth, 5), linear(5, 2)}, mse_loss()), spec(),
+              "a Sequential over 2 stages needs cut()");
+      refused(Sequential({linear(kWidth, 5), cut(), relu(), cut(), relu()}, mse_loss()), spec(),
+              "2 cut()s make 3 stages of a Sequential; the pipeline has 2 (legal: 1 or 3)");
+    }
+    if (comm.size() != 1) return;
+    refused(Sequential({linear(5, 2)}, mse_loss()), spec(),
+            "layer 0 (linear): the input is f32 [3, 6]");
+    refused(Sequential({linear(kWidth, 2)}), spec(), "stage 0 is the last one, but is not a LossStage");
+    refused(Sequential({relu()}, mse_loss()),
+            {.inputs = {{DType::kI32, {2}}}, .targets = {{DType::kF32, {2}}}},
+            "layer 0 (relu): the input is i32 [3, 2]; legal: f32 [samples, ...]");
+    refused(Sequential({relu()}, mse_loss()),
+            {.inputs = {{DType::kF32, {2}}, {DType::kF32, {2}}}, .targets = {{DType::kF32, {2}}}},
+            "a Sequential takes one tensor, got 2");
+    // Targets in another shape: a mean over broadcast values would train on the wrong numbers.
+    Pipeline pipeline(comm, options_of(1, "1f1b", 1), Sequential({linear(kWidth, 2)}, mse_loss()),
+                      {.inputs = {{DType::kF32, {kWidth}}}, .targets = {{DType::kF32, {}}}});
+    const Numbers data;
+    const std::vector<float> y(11);
+    expect_error(
+        ErrorCode::kUsage,
+        {"mse_loss: targets are f32 [3]; legal with outputs f32 [3, 2]: f32 [3, 2]"}, [&] {
+          (void)pipeline.train_step({.inputs = data.batch().inputs, .targets = {view(y, {11})}});
+        });
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, LayersTest, ::testing::Values(1, 2, 3, 4));
+
+TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
+  const auto refused = [](std::vector<LayerSpec> layers, const std::string& part) {
+    expect_error(ErrorCode::kUsage, {part}, [&] { const Sequential model(std::move(layers)); });
+  };
+  refused({}, "a Sequential needs at least one layer");
+  refused({relu(), linear(0, 5)}, "layer 1 (linear): in is 0; legal: at least 1");
+  refused({linear(4, -1)}, "layer 0 (linear): out is -1");
+  refused({dropout(1)}, "layer 0 (dropout): the probability is 1; legal: at least 0 and below 1");
+  refused({dropout(std::nan(""))}, "the probability is nan");
+  refused({layer_norm(4, 0)}, "layer 0 (layer_norm): epsilon is 0");
+  refused({embedding(0, 4)}, "layer 0 (embedding): classes is 0");
+  refused({cut(), relu()}, "cut() before layer 0 leaves a stage without layers");
+  refused({relu(), cut(), cut(), relu()}, "cut() before layer 1 leaves a stage without layers");
+  refused({relu(), cut()}, "cut() after the last layer");
+  refused({relu(), LayerSpec{"mine", [](int) { return nullptr; }}}, "layer 1 (mine): made nothing");
+  expect_error(ErrorCode::kUsage, {"layer 1 (linear): the input is f32 [1, 3]"}, [] {
+    (void)Sequential({linear(2, 3), linear(4, 5)}).with_input({DType::kF32, {2}});
+  });
+  expect_error(ErrorCode::kUsage, {"cross_entropy_loss: the outputs are f32 [1]"}, [] {
+    (void)Sequential({relu()}, cross_entropy_loss()).with_input({DType::kF32, {}});
+  });
+  const Sequential model({relu(), relu()});
+  expect_error(ErrorCode::kUsage, {"over 0 stages"}, [&] { (void)model.partition(0); });
+}
+
+TEST(SequentialTest, ParametersHaveTheNamesThatTorchGives) {
+  const Sequential model({linear(2, 3), relu(), cut(), layer_norm(3), linear(3, 1, false)});
+  const auto names = [&](int stage, int stages) {
+    std::vector<std::string> all;
+    const std::unique_ptr<Stage> made = model(stage, stages);
+    for (const Parameter* each : made->parameters()->all()) all.push_back(each->name);
+    return all;
+  };
+  using ::testing::ElementsAre;
+  EXPECT_THAT(names(0, 1), ElementsAre("0.weight", "0.bias", "2.weight", "2.bias", "3.weight"));
+  EXPECT_THAT(names(0, 2), ElementsAre("0.weight", "0.bias"));
+  EXPECT_THAT(names(1, 2), ElementsAre("2.weight", "2.bias", "3.weight"));
+  EXPECT_EQ(model.partition(2).first, (std::vector<int>{0, 2, 4}));
+}
+
+}  // namespace
+}  // namespace sluice::testing
