@@ -331,6 +331,7 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   StageContext ctx{.compute = *config.compute,
                    .stage = op.stage,
                    .micro_batch = op.micro_batch,
+                   .micro_batches = static_cast<int>(request.micro_batches.size()),
                    .slot = op.slot(BufferKind::kState),
                    .phase = request.phase,
                    .step = calls.step(),

@@ -1,4 +1,7 @@
-// Layers without parameters: activations, dropout, flatten; and cut().
+// Layers without parameters: activations, dropout, flatten, unflatten; and cut().
+#include <optional>
+#include <vector>
+
 #include <sluice/layers.hpp>
 #include <sluice/operators.hpp>
 
@@ -67,13 +70,28 @@ class DropoutLayer final : public Layer {
   std::uint32_t site_;
 };
 
-class FlattenLayer final : public Layer {
+// The numbers of a sample in another shape.
+class ReshapeLayer final : public Layer {
  public:
+  // Without `dims`: all of them in a row.
+  explicit ReshapeLayer(const std::optional<Shape>& dims) : dims_(dims) {
+    if (dims && dims->rank() == Shape::kMaxDims) {
+      throw_usage("{} dimensions; legal: at most {}", dims->rank(), Shape::kMaxDims - 1);
+    }
+  }
+
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
     require_f32(input);
-    std::int64_t others = 1;
-    for (int d = 1; d < input.shape.rank(); ++d) others *= input.shape[d];
-    return {DType::kF32, {input.shape[0], others}};
+    std::int64_t numbers = 1;
+    for (int d = 1; d < input.shape.rank(); ++d) numbers *= input.shape[d];
+    if (!dims_) return {DType::kF32, {input.shape[0], numbers}};
+    if (dims_->elements() != numbers) {
+      throw_usage("the input is {}; legal: {} numbers a sample, for {}", to_string(input),
+                  dims_->elements(), to_string(*dims_));
+    }
+    std::vector<std::int64_t> dims = {input.shape[0]};
+    for (int d = 0; d < dims_->rank(); ++d) dims.push_back((*dims_)[d]);
+    return {DType::kF32, Shape(std::span<const std::int64_t>(dims))};
   }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   [[nodiscard]] double cost(const TensorSpec& /*input*/) const override { return 0; }
@@ -86,6 +104,8 @@ class FlattenLayer final : public Layer {
   static void copy(const LayerCall& call, const Tensor& from, const Tensor& to) {
     copy_async(to.data, from.data, from.spec.bytes(), call.compute().stream());
   }
+
+  std::optional<Shape> dims_;
 };
 
 LayerSpec activation(const char* kind, Forward forward, Backward backward) {
@@ -100,7 +120,10 @@ LayerSpec gelu() { return activation("gelu", gelu_forward, gelu_backward); }
 LayerSpec silu() { return activation("silu", silu_forward, silu_backward); }
 LayerSpec tanh() { return activation("tanh", tanh_forward, tanh_backward); }
 LayerSpec sigmoid() { return activation("sigmoid", sigmoid_forward, sigmoid_backward); }
-LayerSpec flatten() { return layer<FlattenLayer>("flatten"); }
+LayerSpec flatten() { return layer<ReshapeLayer>("flatten", std::optional<Shape>()); }
+LayerSpec unflatten(const Shape& dims) {
+  return layer<ReshapeLayer>("unflatten", std::optional<Shape>(dims));
+}
 
 LayerSpec dropout(double probability) {
   return {"dropout",

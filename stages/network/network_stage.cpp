@@ -46,6 +46,15 @@ void copy(StageContext& ctx, const Tensor& from, const Tensor& to) {
 
 std::string NumberedLayer::name() const { return fmt::format("layer {} ({})", number, kind); }
 
+NumberedLayer make_layer(const LayerSpec& spec, int number, int drawn) {
+  NumberedLayer made{number, spec.kind, nullptr};
+  return naming(made.name(), [&] {
+    made.layer = spec.make(drawn);
+    if (made.layer == nullptr) throw_usage("made nothing");
+    return std::move(made);
+  });
+}
+
 TensorSpec output_of(const NumberedLayer& layer, const TensorSpec& input) {
   return naming(layer.name(), [&] { return layer.layer->output(input); });
 }
@@ -168,6 +177,7 @@ void NetworkStage::forward(StageContext& ctx, std::span<const Tensor> /*inputs*/
   const Size& size = size_of(ctx);
   if (layers_.empty()) copy(ctx, ctx.inputs[0], outputs[0]);
   for (std::size_t i = 0; i < layers_.size(); ++i) {
+    ctx.compute.progress();
     LayerCall call = call_of(ctx, size, i);
     const bool last = i + 1 == layers_.size();
     const Tensor y = last ? outputs[0] : Tensor{memory_.output(ctx.slot, i), size.specs[i + 1]};
@@ -205,6 +215,7 @@ void NetworkStage::backward(StageContext& ctx, std::span<const Tensor> grad_outp
     copy(ctx, grad_outputs[0], grad_inputs[0]);
   }
   for (std::size_t i = layers_.size(); i-- > 0;) {
+    ctx.compute.progress();
     LayerCall call = call_of(ctx, size, i);
     const Tensor dy = output_gradient(ctx, size, i, grad_outputs[0]);
     naming(layers_[i].name(), [&] {
@@ -221,6 +232,7 @@ void NetworkStage::backward_input(StageContext& ctx, std::span<const Tensor> gra
     copy(ctx, grad_outputs[0], grad_inputs[0]);
   }
   for (std::size_t i = layers_.size(); i-- > 0;) {
+    ctx.compute.progress();
     LayerCall call = call_of(ctx, size, i);
     const Tensor dy = output_gradient(ctx, size, i, grad_outputs[0]);
     naming(layers_[i].name(), [&] {
@@ -232,6 +244,7 @@ void NetworkStage::backward_input(StageContext& ctx, std::span<const Tensor> gra
 void NetworkStage::backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) {
   const Size& size = size_of(ctx);
   for (std::size_t i = layers_.size(); i-- > 0;) {
+    ctx.compute.progress();
     LayerCall call = call_of(ctx, size, i);
     naming(layers_[i].name(), [&] {
       layers_[i].layer->backward_weight(call, output_gradient(ctx, size, i, grad_outputs[0]));

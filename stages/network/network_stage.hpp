@@ -21,6 +21,8 @@ struct NumberedLayer {
   [[nodiscard]] std::string name() const;
 };
 
+// Makes the layer; an Error names it. `drawn`: its number for random numbers.
+[[nodiscard]] NumberedLayer make_layer(const LayerSpec& spec, int number, int drawn);
 // The layer's output; an Error names the layer.
 [[nodiscard]] TensorSpec output_of(const NumberedLayer& layer, const TensorSpec& input);
 

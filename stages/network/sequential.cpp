@@ -18,14 +18,7 @@ struct Sequential::Model {
 
   [[nodiscard]] NumberedLayer make(std::size_t index) const {
     const int number = static_cast<int>(index);
-    const LayerSpec& spec = layers[index];
-    try {
-      NumberedLayer made{number, spec.kind, spec.make(number)};
-      if (made.layer == nullptr) throw_usage("made nothing");
-      return made;
-    } catch (const Error& error) {
-      throw Error(error.code(), fmt::format("layer {} ({}): {}", number, spec.kind, error.what()));
-    }
+    return make_layer(layers[index], number, number);
   }
 };
 

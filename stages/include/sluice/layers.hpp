@@ -131,10 +131,58 @@ template <typename T, typename... Arguments>
 [[nodiscard]] LayerSpec dropout(double probability);
 // [samples, ...] becomes [samples, product of the others].
 [[nodiscard]] LayerSpec flatten();
+// [samples, ...] becomes [samples, dims], with as many numbers.
+[[nodiscard]] LayerSpec unflatten(const Shape& dims);
 // Over the last dimension, which is `width`; weight and bias [width].
 [[nodiscard]] LayerSpec layer_norm(std::int64_t width, double epsilon = 1e-5);
+// y = sum of the layers' result and the shortcut's, which is the input itself without layers. Names
+// of parameters: "3.0.weight" of the first layer, "3.shortcut.0.weight" of the shortcut's.
+[[nodiscard]] LayerSpec residual(std::vector<LayerSpec> layers,
+                                 std::vector<LayerSpec> shortcut = {});
 // Classes i32 [samples] or [samples, n] become rows of a table [classes, width], from N(0, 1).
 [[nodiscard]] LayerSpec embedding(std::int64_t classes, std::int64_t width);
+
+// --- layers of pictures: f32 [samples, channels, height, width]; on CPUs alone ---
+// One number for height and width, or two.
+struct HeightWidth {
+  std::int64_t height = 0, width = 0;
+  constexpr HeightWidth(std::int64_t both) : height(both), width(both) {}  // NOLINT: 3 is 3 x 3
+  constexpr HeightWidth(std::int64_t high, std::int64_t wide) : height(high), width(wide) {}
+};
+
+struct ConvolutionOptions {
+  HeightWidth stride = 1, padding = 0;  // of zeros, on each side
+  std::int64_t groups = 1;              // channels [in / groups] of a group make [out / groups]
+  bool bias = true;
+};
+// weight [out, in / groups, height, width], bias [out], from U(-b, b) with b = 1 / sqrt(in / groups
+// * height * width). By oneDNN.
+[[nodiscard]] LayerSpec conv2d(std::int64_t in, std::int64_t out, HeightWidth kernel,
+                               const ConvolutionOptions& options = {});
+
+struct PoolOptions {
+  std::optional<HeightWidth> stride = {};  // none: the kernel's size
+  HeightWidth padding = 0;                 // at most half of the kernel
+};
+// The largest number, or the mean, of each window. Padding of max_pool2d is never the largest; that
+// of avg_pool2d counts as zeros.
+[[nodiscard]] LayerSpec max_pool2d(HeightWidth kernel, const PoolOptions& options = {});
+[[nodiscard]] LayerSpec avg_pool2d(HeightWidth kernel, const PoolOptions& options = {});
+// [samples, channels, height, width] becomes [samples, channels]: the mean of each channel.
+[[nodiscard]] LayerSpec global_avg_pool2d();
+
+struct BatchNormOptions {
+  double epsilon = 1e-5;
+  double momentum = 0.1;  // of the running statistics
+};
+// (x - mean) / sqrt(variance + epsilon) * weight + bias for each channel. In training, mean and
+// variance are those of the micro-batch: they are not those of the whole batch, so a model with
+// this layer depends on the size of micro-batches, as it does with gradient accumulation in torch.
+// Otherwise they are the running ones: buffers "running_mean" and "running_var". Each step moves
+// them once, towards the mean and unbiased variance of all samples of the step on this replica, as
+// torchgpipe's DeferredBatchNorm does; then replicas take the mean of theirs. Throws Error(kData)
+// in training for a micro-batch with one number a channel.
+[[nodiscard]] LayerSpec batch_norm2d(std::int64_t channels, const BatchNormOptions& options = {});
 
 // --- losses ---
 // What the last stage minimises. The loss of a step is the mean over the counted targets.

@@ -89,6 +89,8 @@ struct StageContext {
   ComputeContext& compute;
   int stage = 0;
   int micro_batch = 0;
+  int micro_batches =
+      1;  // of this call of train_step(), accumulate() and the like, on this replica
   int slot = 0;
   Phase phase = Phase::kTrain;
   StepValue<std::uint64_t> step = 0;

@@ -129,6 +129,44 @@ TEST_P(LayersTest, EveryCutAndScheduleHasTheBitsOfOneRank) {
   });
 }
 
+// Pictures: batch statistics too, which each micro-batch has its own of.
+TEST_P(LayersTest, PicturesHaveTheBitsOfOneRank) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TensorSpec picture{DType::kF32, {1, 6, 11}};
+    const Sequential model =
+        Sequential({conv2d(1, 4, 3, {.padding = 1}), batch_norm2d(4), relu(),
+                    residual({conv2d(4, 4, 3, {.padding = 1}), dropout(0.1), batch_norm2d(4)}),
+                    max_pool2d(2), conv2d(4, 6, 2, {.groups = 2}), silu(),
+                    avg_pool2d(2, {.stride = 1}), global_avg_pool2d(), linear(6, 3)},
+                   cross_entropy_loss())
+            .with_input(picture);
+    const std::vector<float> x = numbers(11 * 66, 3);
+    const std::vector<std::int32_t> y = {0, 1, 2, 0, 1, 2, 0, 1, 2, 0, -1};
+    const Batch batch{.inputs = {view(x, {11, 1, 6, 11})}, .targets = {view(y, {11})}};
+    const BatchSpec batches{.inputs = {picture}, .targets = {{DType::kI32, {}}}};
+    const auto train = [&](Communicator& over, const std::string& schedule, int chunks) {
+      Pipeline pipeline(over, options_of(over.size(), schedule, chunks), model, batches);
+      Result result;
+      for (int step = 0; step < 8; ++step) {
+        (void)pipeline.accumulate(batch);
+        result.losses.push_back(pipeline.train_step(batch).loss);
+      }
+      result.losses.push_back(pipeline.evaluate(batch).loss);
+      result.digest = digest_of(pipeline);
+      return result;
+    };
+    const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+    const Result alone = train(*self, "1f1b", 1);
+    EXPECT_LT(alone.losses[7], alone.losses[0]);
+    for (const char* schedule : {"gpipe", "1f1b", "zb-h1"}) {
+      EXPECT_EQ(train(comm, schedule, 1), alone) << schedule;
+    }
+    if (comm.size() > 1) {
+      EXPECT_EQ(train(comm, "zb-v", 2), alone);
+    }
+  });
+}
+
 TEST_P(LayersTest, AStageWithoutLayersPassesItsInputOn) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     if (comm.size() < 3) return;
@@ -200,7 +238,8 @@ TEST_P(LayersTest, WhatDoesNotFitNamesTheLayerOnAllRanks) {
     if (comm.size() != 1) return;
     refused(Sequential({linear(5, 2)}, mse_loss()), spec(),
             "layer 0 (linear): the input is f32 [3, 6]");
-    refused(Sequential({linear(kWidth, 2)}), spec(), "stage 0 is the last one, but is not a LossStage");
+    refused(Sequential({linear(kWidth, 2)}), spec(),
+            "stage 0 is the last one, but is not a LossStage");
     refused(Sequential({relu()}, mse_loss()),
             {.inputs = {{DType::kI32, {2}}}, .targets = {{DType::kF32, {2}}}},
             "layer 0 (relu): the input is i32 [3, 2]; legal: f32 [samples, ...]");
@@ -233,6 +272,16 @@ TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
   refused({dropout(std::nan(""))}, "the probability is nan");
   refused({layer_norm(4, 0)}, "layer 0 (layer_norm): epsilon is 0");
   refused({embedding(0, 4)}, "layer 0 (embedding): classes is 0");
+  refused({conv2d(0, 1, 3)}, "layer 0 (conv2d): in is 0");
+  refused({conv2d(4, 6, 3, {.groups = 3})}, "3 groups divide neither 4 channels into 6 alike");
+  refused({conv2d(4, 6, {3, 0})}, "layer 0 (conv2d): the kernel is 0; legal: at least 1");
+  refused({conv2d(4, 6, 3, {.stride = 0})}, "the stride is 0");
+  refused({conv2d(4, 6, 3, {.padding = -1})}, "the padding is -1");
+  refused({max_pool2d(2, {.padding = 2})}, "the padding is 2; legal with a kernel");
+  refused({batch_norm2d(3, {.momentum = 2})}, "momentum is 2; legal: 0 to 1");
+  refused({residual({})}, "layer 0 (residual): residual() needs at least one layer");
+  refused({residual({relu(), cut(), relu()})}, "cut() within residual()");
+  refused({residual({relu(), linear(0, 1)})}, "layer 0 (residual): layer 1 (linear): in is 0");
   refused({cut(), relu()}, "cut() before layer 0 leaves a stage without layers");
   refused({relu(), cut(), cut(), relu()}, "cut() before layer 1 leaves a stage without layers");
   refused({relu(), cut()}, "cut() after the last layer");
@@ -240,6 +289,17 @@ TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
   expect_error(ErrorCode::kUsage, {"layer 1 (linear): the input is f32 [1, 3]"}, [] {
     (void)Sequential({linear(2, 3), linear(4, 5)}).with_input({DType::kF32, {2}});
   });
+  const auto unfit = [](const LayerSpec& spec, const TensorSpec& input, const std::string& part) {
+    expect_error(ErrorCode::kUsage, {part}, [&] { (void)Sequential({spec}).with_input(input); });
+  };
+  unfit(conv2d(4, 6, 3), {DType::kF32, {3, 9, 9}},
+        "the input is f32 [1, 3, 9, 9]; legal: f32 [samples, 4, height, width]");
+  unfit(conv2d(4, 6, 3), {DType::kF32, {4, 2, 9}},
+        "a kernel of 3 x 3 does not fit the input f32 [1, 4, 2, 9] with a padding of 0 x 0");
+  unfit(max_pool2d(2), {DType::kF32, {4, 2}}, "legal: f32 [samples, channels, height, width]");
+  unfit(unflatten({2, 3}), {DType::kF32, {7}}, "legal: 6 numbers a sample, for [2, 3]");
+  unfit(residual({linear(3, 4)}), {DType::kF32, {3}},
+        "the layers make f32 [1, 4] of f32 [1, 3], the shortcut f32 [1, 3]");
   expect_error(ErrorCode::kUsage, {"cross_entropy_loss: the outputs are f32 [1]"}, [] {
     (void)Sequential({relu()}, cross_entropy_loss()).with_input({DType::kF32, {}});
   });

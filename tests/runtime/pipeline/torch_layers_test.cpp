@@ -133,6 +133,97 @@ TEST(TorchLayersTest, EveryLayerHasTorchsOutputsAndGradients) {
   pure(dropout(0), [](const torch::Tensor& x) { return x.clone(); });
 }
 
+torch::Tensor normed(const torch::Tensor& x, Parameters& p, const std::string& name) {
+  return torch::batch_norm(x, p[name + ".weight"], p[name + ".bias"], {}, {}, true, 0.1, 1e-5,
+                           false);
+}
+
+TEST(TorchLayersTest, EveryLayerOfPicturesHasTorchsOutputsAndGradients) {
+  if (world().rank() > 0) return;
+  const TensorSpec pictures{DType::kF32, {3, 4, 9, 7}};
+  const auto convolved = [](std::vector<std::int64_t> stride, std::vector<std::int64_t> padding,
+                            std::int64_t groups) {
+    return [=](const torch::Tensor& x, Parameters& p) {
+      const torch::Tensor bias = p.count("0.bias") > 0 ? p["0.bias"] : torch::Tensor();
+      return torch::conv2d(x, p["0.weight"], bias, stride, padding, 1, groups);
+    };
+  };
+  compare(conv2d(4, 6, 3), pictures, convolved({1, 1}, {0, 0}, 1));
+  compare(conv2d(4, 6, 3, {.stride = 2, .padding = 1}), pictures, convolved({2, 2}, {1, 1}, 1));
+  compare(conv2d(4, 6, {5, 2}, {.stride = {1, 3}, .padding = {2, 0}, .bias = false}), pictures,
+          convolved({1, 3}, {2, 0}, 1));
+  compare(conv2d(4, 6, 3, {.padding = 1, .groups = 2}), pictures, convolved({1, 1}, {1, 1}, 2));
+  compare(conv2d(4, 4, 3, {.groups = 4}), pictures, convolved({1, 1}, {0, 0}, 4));
+  compare(conv2d(32, 64, 3, {.padding = 1}), {DType::kF32, {2, 32, 14, 14}},
+          convolved({1, 1}, {1, 1}, 1));
+  compare(conv2d(1, 32, 5, {.padding = 2}), {DType::kF32, {2, 1, 28, 28}},
+          convolved({1, 1}, {2, 2}, 1));
+  compare(batch_norm2d(4), pictures,
+          [](const torch::Tensor& x, Parameters& p) { return normed(x, p, "0"); });
+  const auto pure = [&](const LayerSpec& spec, const Function& function) {
+    compare(spec, pictures, function);
+  };
+  pure(max_pool2d(2), [](const torch::Tensor& x, Parameters&) {
+    return torch::max_pool2d(x, {2, 2});
+  });
+  pure(max_pool2d(3, {.stride = 2, .padding = 1}), [](const torch::Tensor& x, Parameters&) {
+    return torch::max_pool2d(x, {3, 3}, {2, 2}, {1, 1});
+  });
+  pure(avg_pool2d({3, 2}), [](const torch::Tensor& x, Parameters&) {
+    return torch::avg_pool2d(x, {3, 2});
+  });
+  pure(avg_pool2d(3, {.stride = HeightWidth(1, 2), .padding = 1}),
+       [](const torch::Tensor& x, Parameters&) {
+         return torch::avg_pool2d(x, {3, 3}, {1, 2}, {1, 1});
+       });
+  pure(global_avg_pool2d(), [](const torch::Tensor& x, Parameters&) {
+    return x.mean(std::vector<std::int64_t>{2, 3});
+  });
+  pure(residual({conv2d(4, 4, 3, {.padding = 1, .bias = false}), batch_norm2d(4), relu(),
+                 conv2d(4, 4, 1)}),
+       [](const torch::Tensor& x, Parameters& p) {
+         const torch::Tensor at =
+             torch::relu(normed(torch::conv2d(x, p["0.0.weight"], {}, 1, 1), p, "0.1"));
+         return x + torch::conv2d(at, p["0.3.weight"], p["0.3.bias"]);
+       });
+  pure(residual({conv2d(4, 6, 3, {.stride = 2, .padding = 1}), relu()},
+                {conv2d(4, 6, 1, {.stride = 2, .bias = false}), batch_norm2d(6)}),
+       [](const torch::Tensor& x, Parameters& p) {
+         return torch::relu(torch::conv2d(x, p["0.0.weight"], p["0.0.bias"], 2, 1)) +
+                normed(torch::conv2d(x, p["0.shortcut.0.weight"], {}, 2), p, "0.shortcut.1");
+       });
+}
+
+// Over micro-batches of 1 to 3 samples: those of the whole batch, once.
+TEST(TorchLayersTest, RunningStatisticsMoveOncePerStepAsTorchsOverTheBatch) {
+  if (world().rank() > 0) return;
+  const auto self = world().split(0, 0);
+  const std::vector<float> x = numbers(7 * 3 * 4 * 5, 9, 2), y(7 * 3 * 4 * 5);
+  const TensorSpec picture{DType::kF32, {3, 4, 5}};
+  const BatchSpec spec{.inputs = {picture}, .targets = {picture}};
+  const Batch batch{.inputs = {view(x, {7, 3, 4, 5})}, .targets = {view(y, {7, 3, 4, 5})}};
+  torch::Tensor mean = torch::zeros({3}), variance = torch::ones({3});
+  PipelineOptions options;
+  options.shape = {.micro_batches = 3, .micro_batch_size = 3};
+  Pipeline pipeline(*self, options, Sequential({batch_norm2d(3, {.momentum = 0.2})}, mse_loss()),
+                    spec);
+  for (int step = 0; step < 3; ++step) {
+    (void)pipeline.train_step(batch);
+    (void)torch::batch_norm(as_torch(batch.inputs[0]), {}, {}, mean, variance, true, 0.2, 1e-5,
+                            false);
+    auto state = pipeline.state();
+    expect_close(as_torch(state["0.running_mean"].tensor()), mean, 1e-5, "mean");
+    expect_close(as_torch(state["0.running_var"].tensor()), variance, 1e-5, "variance");
+  }
+  // Outside of training the running ones count, whatever the micro-batches.
+  const auto state = pipeline.state();
+  auto weights = state;
+  const torch::Tensor expected = torch::batch_norm(
+      as_torch(batch.inputs[0]), as_torch(weights["0.weight"].tensor()),
+      as_torch(weights["0.bias"].tensor()), mean, variance, false, 0.2, 1e-5, false);
+  expect_close(as_torch(pipeline.infer(batch.inputs)[0]), expected, kOutputs, "infer()");
+}
+
 TEST(TorchLayersTest, InitialValuesAreOfTorchsDistributions) {
   if (world().rank() > 0) return;
   const std::unique_ptr<Stage> stage = Sequential({linear(400, 300), embedding(100, 400)})(0, 1);
@@ -227,6 +318,21 @@ TEST(TorchLayersTest, TrainingFollowsTorch) {
                        },
                    .classes = true,
                    .optimizer = adam});
+  follow(world(), {.model = Sequential({unflatten({1, 5, 2}), conv2d(1, 4, 3, {.padding = 1}),
+                                        relu(), residual({conv2d(4, 4, 3, {.padding = 1}), tanh()}),
+                                        max_pool2d({2, 1}), flatten(), linear(16, 3)},
+                                       cross_entropy_loss()),
+                   .function =
+                       [](const torch::Tensor& x, Parameters& p) {
+                         torch::Tensor at = x.reshape({-1, 1, 5, 2});
+                         at = torch::relu(torch::conv2d(at, p["1.weight"], p["1.bias"], 1, 1));
+                         at = at +
+                              torch::tanh(torch::conv2d(at, p["3.0.weight"], p["3.0.bias"], 1, 1));
+                         at = torch::flatten(torch::max_pool2d(at, {2, 1}), 1);
+                         return torch::linear(at, p["6.weight"], p["6.bias"]);
+                       },
+                   .classes = true,
+                   .optimizer = sgd});
   sgd.momentum = 0;
   follow(world(),
          {.model = Sequential(

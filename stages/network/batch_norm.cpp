@@ -1,0 +1,213 @@
+// batch_norm2d: Ioffe and Szegedy, "Batch Normalization", ICML 2015. Running statistics once per
+// step: Kim et al., "torchgpipe", 2020, section 2.4.4 (DeferredBatchNorm).
+#include <array>
+#include <cmath>
+#include <vector>
+
+#include <sluice/error.hpp>
+#include <sluice/layers.hpp>
+
+#include "stages/cpu/parallel.hpp"
+#include "stages/network/picture.hpp"
+#include "stages/tensor/bump_allocator.hpp"
+
+namespace sluice {
+namespace {
+
+// Sums of term(i) over [0, count) in eight lanes, which are added in order: vectors of the compiler
+// give the same bits as one number at a time.
+template <typename Term>
+double sum_of(std::int64_t count, const Term& term) {
+  constexpr std::int64_t kLanes = 8;
+  std::array<double, kLanes> lanes{};
+  std::int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+    for (std::int64_t lane = 0; lane < kLanes; ++lane) {
+      lanes[static_cast<std::size_t>(lane)] += term(i + lane);
+    }
+  }
+  double sum = 0;
+  for (const double lane : lanes) sum += lane;
+  for (; i < count; ++i) sum += term(i);
+  return sum;
+}
+
+// The numbers of one channel: `size` in each sample.
+struct Channel {
+  std::int64_t samples = 0, channels = 0, size = 0, number = 0;
+
+  [[nodiscard]] std::int64_t count() const { return samples * size; }
+  // body(the first index of the channel in a sample)
+  template <typename Body>
+  void for_samples(const Body& body) const {
+    for (std::int64_t s = 0; s < samples; ++s) body((s * channels + number) * size);
+  }
+};
+
+class BatchNormLayer final : public Layer {
+ public:
+  BatchNormLayer(std::int64_t channels, const BatchNormOptions& options)
+      : channels_(channels), options_(options) {
+    require_positive(channels, "channels");
+    if (!(options.epsilon > 0)) throw_usage("epsilon is {}; legal: above 0", options.epsilon);
+    if (!(options.momentum >= 0 && options.momentum <= 1)) {
+      throw_usage("momentum is {}; legal: 0 to 1", options.momentum);
+    }
+    sums_.resize(static_cast<std::size_t>(channels));
+  }
+
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    require_picture(input, channels_);
+    return input;
+  }
+  void add_parameters(ParameterSet& set, const std::string& name) override {
+    weight_ = &set.add(name + "weight", {channels_}, Init::constant(1), /*decay=*/false);
+    bias_ = &set.add(name + "bias", {channels_}, Init::constant(0), /*decay=*/false);
+    mean_ = &set.add_buffer(name + "running_mean", {channels_}, Init::constant(0));
+    variance_ = &set.add_buffer(name + "running_var", {channels_}, Init::constant(1));
+  }
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& /*input*/,
+                                 ComputeContext& /*compute*/) const override {
+    const std::size_t pairs = static_cast<std::size_t>(channels_) * sizeof(Pair);
+    return {.memory = {.until_weight = pairs, .gradients = pairs}};
+  }
+
+  void forward(LayerCall& call, const Tensor& y) override {
+    const StageContext& stage = call.stage;
+    const bool trains = stage.phase == Phase::kTrain;
+    if (trains && channel_of(call, 0).count() < 2) {
+      throw Error(ErrorCode::kData,
+                  "a micro-batch with one number a channel has no variance; legal in training: "
+                  "more samples or larger pictures");
+    }
+    if (trains && seen_ == 0) std::fill(sums_.begin(), sums_.end(), Sums{});
+    auto* const kept = reinterpret_cast<Pair*>(call.until_weight);
+    for_channels(call, [&](const Channel& channel) {
+      const auto c = static_cast<std::size_t>(channel.number);
+      const Pair used = trains ? measure(call.x.as<float>(), channel, sums_[c]) : running(c);
+      if (trains) kept[c] = used;
+      const float scale = weight_->value.at(channel.number) * used.second;
+      const float shift = bias_->value.at(channel.number) - used.first * scale;
+      channel.for_samples([&](std::int64_t first) {
+        const float* const x = call.x.as<float>() + first;
+        float* const to = y.as<float>() + first;
+        for (std::int64_t i = 0; i < channel.size; ++i) to[i] = x[i] * scale + shift;
+      });
+    });
+    if (trains && ++seen_ >= stage.micro_batches) move_running();
+  }
+
+  // Always called before backward_weight, for which it keeps its sums.
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    const auto* const kept = reinterpret_cast<const Pair*>(call.until_weight);
+    auto* const sums = reinterpret_cast<Pair*>(call.gradients);
+    for_channels(call, [&](const Channel& channel) {
+      const Pair used = kept[channel.number];
+      double total = 0, dot = 0;  // of dy, and of dy times the normalised x
+      channel.for_samples([&](std::int64_t first) {
+        const float* const x = call.x.as<float>() + first;
+        const float* const g = dy.as<float>() + first;
+        total += sum_of(channel.size, [&](std::int64_t i) { return g[i]; });
+        dot += sum_of(channel.size,
+                      [&](std::int64_t i) { return g[i] * ((x[i] - used.first) * used.second); });
+      });
+      sums[channel.number] = {static_cast<float>(dot), static_cast<float>(total)};
+      if (dx.data == nullptr) return;
+      const auto count = static_cast<double>(channel.count());
+      const auto mean = static_cast<float>(total / count), slope = static_cast<float>(dot / count);
+      const float scale = weight_->value.at(channel.number) * used.second;
+      channel.for_samples([&](std::int64_t first) {
+        const float* const x = call.x.as<float>() + first;
+        const float* const g = dy.as<float>() + first;
+        float* const to = dx.as<float>() + first;
+        for (std::int64_t i = 0; i < channel.size; ++i) {
+          const float normal = (x[i] - used.first) * used.second;
+          to[i] = scale * (g[i] - mean - normal * slope);
+        }
+      });
+    });
+  }
+  void backward_weight(LayerCall& call, const Tensor& /*dy*/) override {
+    const auto* const sums = reinterpret_cast<const Pair*>(call.gradients);
+    for (std::int64_t c = 0; c < channels_; ++c) {
+      weight_->grad.at(c) += sums[c].first;
+      bias_->grad.at(c) += sums[c].second;
+    }
+  }
+
+ private:
+  struct Pair {
+    float first = 0, second = 0;  // mean and 1 / deviation; or two sums
+  };
+  // Of a channel over the micro-batches of a step so far: their number of numbers, the sum, and the
+  // sum of squared distances to the micro-batch's mean plus its mean's squares.
+  struct Sums {
+    double count = 0, sum = 0, squares = 0;
+  };
+
+  [[nodiscard]] Channel channel_of(const LayerCall& call, std::int64_t number) const {
+    const Shape& shape = call.x.shape();
+    return {
+        .samples = shape[0], .channels = channels_, .size = shape[2] * shape[3], .number = number};
+  }
+  template <typename Body>
+  void for_channels(const LayerCall& call, const Body& body) const {
+    parallel_range(call.compute(), channels_, 1, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t c = begin; c < end; ++c) body(channel_of(call, c));
+    });
+  }
+
+  Pair measure(const float* x, const Channel& channel, Sums& sums) const {
+    const auto count = static_cast<double>(channel.count());
+    double sum = 0, squares = 0;
+    channel.for_samples([&](std::int64_t first) {
+      sum += sum_of(channel.size, [&](std::int64_t i) { return x[first + i]; });
+    });
+    const double mean = sum / count;
+    channel.for_samples([&](std::int64_t first) {
+      squares += sum_of(channel.size, [&](std::int64_t i) {
+        const double off = x[first + i] - mean;
+        return off * off;
+      });
+    });
+    sums.count += count;
+    sums.sum += sum;
+    sums.squares += squares + count * mean * mean;
+    return {static_cast<float>(mean),
+            static_cast<float>(1 / std::sqrt(squares / count + options_.epsilon))};
+  }
+  [[nodiscard]] Pair running(std::size_t channel) const {
+    const auto c = static_cast<std::int64_t>(channel);
+    const auto variance = static_cast<double>(variance_->value.at(c));
+    return {mean_->value.at(c), static_cast<float>(1 / std::sqrt(variance + options_.epsilon))};
+  }
+  // The step's last forward.
+  void move_running() {
+    seen_ = 0;
+    for (std::int64_t c = 0; c < channels_; ++c) {
+      const Sums& all = sums_[static_cast<std::size_t>(c)];
+      const double mean = all.sum / all.count;
+      const double variance = (all.squares - all.count * mean * mean) / (all.count - 1);
+      const auto move = [&](float& running, double to) {
+        running = static_cast<float>((1 - options_.momentum) * static_cast<double>(running) +
+                                     options_.momentum * to);
+      };
+      move(mean_->value.at(c), mean);
+      move(variance_->value.at(c), variance);
+    }
+  }
+
+  std::int64_t channels_;
+  BatchNormOptions options_;
+  Parameter *weight_ = nullptr, *bias_ = nullptr, *mean_ = nullptr, *variance_ = nullptr;
+  std::vector<Sums> sums_;  // [channel]
+  int seen_ = 0;            // micro-batches of this step
+};
+
+}  // namespace
+
+LayerSpec batch_norm2d(std::int64_t channels, const BatchNormOptions& options) {
+  return layer<BatchNormLayer>("batch_norm2d", channels, options);
+}
+
+}  // namespace sluice

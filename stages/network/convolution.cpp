@@ -1,0 +1,127 @@
+// conv2d, by oneDNN.
+#include "stages/cpu/convolution.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include <sluice/error.hpp>
+#include <sluice/layers.hpp>
+#include <sluice/operators.hpp>
+
+#include "stages/network/picture.hpp"
+#include "stages/tensor/bump_allocator.hpp"
+
+namespace sluice {
+namespace {
+
+class ConvolutionLayer final : public Layer {
+ public:
+  ConvolutionLayer(std::int64_t in, std::int64_t out, HeightWidth kernel,
+                   const ConvolutionOptions& options)
+      : in_(in),
+        out_(out),
+        groups_(options.groups),
+        has_bias_(options.bias),
+        window_(kernel, options.stride, options.padding) {
+    require_positive(in, "in");
+    require_positive(out, "out");
+    require_positive(groups_, "groups");
+    if (in % groups_ != 0 || out % groups_ != 0) {
+      throw_usage("{} groups divide neither {} channels into {} alike; legal: divisors of both",
+                  groups_, in, out);
+    }
+  }
+
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    require_picture(input, in_);
+    return window_.places(input, out_);
+  }
+  void add_parameters(ParameterSet& set, const std::string& name) override {
+    const Shape shape{out_, in_ / groups_, window_.kernel[0], window_.kernel[1]};
+    const Init init =
+        Init::uniform(1 / std::sqrt(static_cast<double>(shape[1] * shape[2] * shape[3])));
+    weight_ = &set.add(name + "weight", shape, init);
+    if (has_bias_) bias_ = &set.add(name + "bias", {out_}, init, /*decay=*/false);
+  }
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& input,
+                                 ComputeContext& /*compute*/) const override {
+    return {.memory = {.scratch = scratch_of(input, nullptr).used}};
+  }
+  [[nodiscard]] double cost(const TensorSpec& input) const override {
+    return static_cast<double>(output(input).shape.elements()) *
+           static_cast<double>(in_ / groups_ * window_.kernel[0] * window_.kernel[1]);
+  }
+
+  void forward(LayerCall& call, const Tensor& y) override {
+    made(call.x.spec)
+        .forward(call.x.as<float>(), weight_->value.as<float>(),
+                 bias_ != nullptr ? bias_->value.as<float>() : nullptr, y.as<float>(),
+                 scratch_of(call.x.spec, call.scratch).library);
+  }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    made(call.x.spec)
+        .backward_input(dy.as<float>(), weight_->value.as<float>(), dx.as<float>(),
+                        scratch_of(call.x.spec, call.scratch).library);
+  }
+  void backward_weight(LayerCall& call, const Tensor& dy) override {
+    const Scratch scratch = scratch_of(call.x.spec, call.scratch);
+    made(call.x.spec)
+        .backward_weight(call.x.as<float>(), dy.as<float>(), scratch.dweight,
+                         has_bias_ ? scratch.dbias : nullptr, scratch.library);
+    add(call.compute(), {scratch.dweight, weight_->grad.spec}, weight_->grad);
+    if (has_bias_) add(call.compute(), {scratch.dbias, bias_->grad.spec}, bias_->grad);
+  }
+
+ private:
+  // The library overwrites gradients; they are added to the parameters' afterwards.
+  struct Scratch {
+    float *dweight, *dbias;
+    std::byte* library;
+    std::size_t used;
+  };
+  Scratch scratch_of(const TensorSpec& input, std::byte* memory) const {
+    BumpAllocator allocator(memory);
+    Scratch scratch{};
+    scratch.dweight =
+        allocator.take<float>(out_ * (in_ / groups_) * window_.kernel[0] * window_.kernel[1]);
+    scratch.dbias = allocator.take<float>(out_);
+    scratch.library = allocator.bytes(made(input).scratch_bytes());
+    scratch.used = allocator.used();
+    return scratch;
+  }
+
+  // Made when a size of micro-batch is described, found in a step.
+  Convolution& made(const TensorSpec& input) const {
+    for (auto& [spec, convolution] : made_) {
+      if (spec == input) return convolution;
+    }
+    const ConvolutionShape shape{.samples = input.shape[0],
+                                 .in = in_,
+                                 .out = out_,
+                                 .groups = groups_,
+                                 .size = {input.shape[2], input.shape[3]},
+                                 .kernel = window_.kernel,
+                                 .stride = window_.stride,
+                                 .padding = window_.padding,
+                                 .bias = has_bias_};
+    return made_.emplace_back(input, Convolution(shape)).second;
+  }
+
+  std::int64_t in_, out_, groups_;
+  bool has_bias_;
+  Window window_;
+  Parameter* weight_ = nullptr;
+  Parameter* bias_ = nullptr;
+  mutable std::vector<std::pair<TensorSpec, Convolution>> made_;
+};
+
+}  // namespace
+
+LayerSpec conv2d(std::int64_t in, std::int64_t out, HeightWidth kernel,
+                 const ConvolutionOptions& options) {
+  return layer<ConvolutionLayer>("conv2d", in, out, kernel, options);
+}
+
+}  // namespace sluice

@@ -1,0 +1,201 @@
+// max_pool2d, avg_pool2d, global_avg_pool2d.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include <sluice/layers.hpp>
+
+#include "stages/cpu/parallel.hpp"
+#include "stages/network/picture.hpp"
+
+namespace sluice {
+namespace {
+
+// Of one channel of one sample.
+struct Plane {
+  std::int64_t height = 0, width = 0, out_height = 0, out_width = 0;
+  Plane(const Tensor& in, const Tensor& out)
+      : height(in.shape()[2]),
+        width(in.shape()[3]),
+        out_height(out.shape()[2]),
+        out_width(out.shape()[3]) {}
+  [[nodiscard]] std::int64_t in() const { return height * width; }
+  [[nodiscard]] std::int64_t out() const { return out_height * out_width; }
+};
+
+class PoolingLayer : public Layer {
+ public:
+  PoolingLayer(HeightWidth kernel, const PoolOptions& options)
+      : window_(kernel, options.stride.value_or(kernel), options.padding) {
+    for (std::size_t d = 0; d < 2; ++d) {
+      if (2 * window_.padding[d] > window_.kernel[d]) {
+        throw_usage("the padding is {}; legal with a kernel of {}: at most {}", window_.padding[d],
+                    window_.kernel[d], window_.kernel[d] / 2);
+      }
+    }
+  }
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    require_picture(input, 0);
+    return window_.places(input, input.shape[1]);
+  }
+
+ protected:
+  // body(window's rows, window's columns, output's index), within the picture.
+  template <typename Body>
+  void for_windows(const Plane& plane, const Body& body) const {
+    for (std::int64_t i = 0; i < plane.out_height; ++i) {
+      const std::int64_t top = i * window_.stride[0] - window_.padding[0];
+      const std::int64_t first_row = std::max<std::int64_t>(top, 0);
+      const std::int64_t end_row = std::min(top + window_.kernel[0], plane.height);
+      for (std::int64_t j = 0; j < plane.out_width; ++j) {
+        const std::int64_t left = j * window_.stride[1] - window_.padding[1];
+        body(first_row, end_row, std::max<std::int64_t>(left, 0),
+             std::min(left + window_.kernel[1], plane.width), i * plane.out_width + j);
+      }
+    }
+  }
+  // body(plane's number) for all channels of all samples.
+  template <typename Body>
+  static void for_planes(const LayerCall& call, const Body& body) {
+    parallel_range(call.compute(), call.x.shape()[0] * call.x.shape()[1], 1,
+                   [&](std::int64_t begin, std::int64_t end) {
+                     for (std::int64_t plane = begin; plane < end; ++plane) body(plane);
+                   });
+  }
+  [[nodiscard]] float area() const {
+    return static_cast<float>(window_.kernel[0] * window_.kernel[1]);
+  }
+
+ private:
+  Window window_;
+};
+
+class MaxPooling final : public PoolingLayer {
+ public:
+  using PoolingLayer::PoolingLayer;
+
+  // Where each largest number was, in its plane.
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& input,
+                                 ComputeContext& /*compute*/) const override {
+    if (input.shape[2] * input.shape[3] > std::numeric_limits<std::int32_t>::max()) {
+      throw_usage("the input is {}; legal: pictures of less than 2^31 numbers", to_string(input));
+    }
+    return {.memory = {.until_input = TensorSpec{DType::kI32, output(input).shape}.bytes()}};
+  }
+  void forward(LayerCall& call, const Tensor& y) override {
+    const Plane plane(call.x, y);
+    auto* const places = reinterpret_cast<std::int32_t*>(call.until_input);
+    for_planes(call, [&](std::int64_t p) {
+      const float* const x = call.x.as<float>() + p * plane.in();
+      for_windows(plane, [&](std::int64_t row, std::int64_t end_row, std::int64_t first_column,
+                             std::int64_t end_column, std::int64_t out) {
+        std::int64_t best = row * plane.width + first_column;
+        for (; row < end_row; ++row) {
+          for (std::int64_t column = first_column; column < end_column; ++column) {
+            const std::int64_t at = row * plane.width + column;
+            if (x[at] > x[best] || std::isnan(x[at])) best = at;
+          }
+        }
+        y.as<float>()[p * plane.out() + out] = x[best];
+        places[p * plane.out() + out] = static_cast<std::int32_t>(best);
+      });
+    });
+  }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    const Plane plane(call.x, dy);
+    const auto* const places = reinterpret_cast<const std::int32_t*>(call.until_input);
+    for_planes(call, [&](std::int64_t p) {
+      float* const to = dx.as<float>() + p * plane.in();
+      std::fill(to, to + plane.in(), 0.0F);
+      for (std::int64_t out = p * plane.out(); out < (p + 1) * plane.out(); ++out) {
+        to[places[out]] += dy.as<float>()[out];
+      }
+    });
+  }
+};
+
+class AveragePooling final : public PoolingLayer {
+ public:
+  using PoolingLayer::PoolingLayer;
+
+  void forward(LayerCall& call, const Tensor& y) override {
+    const Plane plane(call.x, y);
+    for_planes(call, [&](std::int64_t p) {
+      const float* const x = call.x.as<float>() + p * plane.in();
+      for_windows(plane, [&](std::int64_t row, std::int64_t end_row, std::int64_t first_column,
+                             std::int64_t end_column, std::int64_t out) {
+        float sum = 0;
+        for (; row < end_row; ++row) {
+          for (std::int64_t column = first_column; column < end_column; ++column) {
+            sum += x[row * plane.width + column];
+          }
+        }
+        y.as<float>()[p * plane.out() + out] = sum / area();
+      });
+    });
+  }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    const Plane plane(call.x, dy);
+    for_planes(call, [&](std::int64_t p) {
+      float* const to = dx.as<float>() + p * plane.in();
+      std::fill(to, to + plane.in(), 0.0F);
+      for_windows(plane, [&](std::int64_t row, std::int64_t end_row, std::int64_t first_column,
+                             std::int64_t end_column, std::int64_t out) {
+        const float share = dy.as<float>()[p * plane.out() + out] / area();
+        for (; row < end_row; ++row) {
+          for (std::int64_t column = first_column; column < end_column; ++column) {
+            to[row * plane.width + column] += share;
+          }
+        }
+      });
+    });
+  }
+};
+
+class GlobalAverage final : public Layer {
+ public:
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    require_picture(input, 0);
+    return {DType::kF32, {input.shape[0], input.shape[1]}};
+  }
+  void forward(LayerCall& call, const Tensor& y) override {
+    for_planes(call, [&](std::int64_t p, std::int64_t size) {
+      const float* const x = call.x.as<float>() + p * size;
+      double sum = 0;
+      for (std::int64_t i = 0; i < size; ++i) sum += x[i];
+      y.at(p) = static_cast<float>(sum / static_cast<double>(size));
+    });
+  }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    for_planes(call, [&](std::int64_t p, std::int64_t size) {
+      float* const to = dx.as<float>() + p * size;
+      std::fill(to, to + size, dy.at(p) / static_cast<float>(size));
+    });
+  }
+
+ private:
+  // body(plane's number, its size)
+  template <typename Body>
+  static void for_planes(const LayerCall& call, const Body& body) {
+    const Shape& shape = call.x.shape();
+    const std::int64_t size = shape[2] * shape[3];
+    parallel_range(call.compute(), shape[0] * shape[1], 1,
+                   [&](std::int64_t begin, std::int64_t end) {
+                     for (std::int64_t plane = begin; plane < end; ++plane) body(plane, size);
+                   });
+  }
+};
+
+}  // namespace
+
+LayerSpec max_pool2d(HeightWidth kernel, const PoolOptions& options) {
+  return layer<MaxPooling>("max_pool2d", kernel, options);
+}
+
+LayerSpec avg_pool2d(HeightWidth kernel, const PoolOptions& options) {
+  return layer<AveragePooling>("avg_pool2d", kernel, options);
+}
+
+LayerSpec global_avg_pool2d() { return layer<GlobalAverage>("global_avg_pool2d"); }
+
+}  // namespace sluice
