@@ -50,8 +50,8 @@ class ConvolutionLayer final : public Layer {
     return {.memory = {.scratch = scratch_of(input, nullptr).used}};
   }
   [[nodiscard]] double cost(const TensorSpec& input) const override {
-    return static_cast<double>(output(input).shape.elements()) *
-           static_cast<double>(in_ / groups_ * window_.kernel[0] * window_.kernel[1]);
+    const std::int64_t taps = in_ / groups_ * window_.kernel[0] * window_.kernel[1];
+    return static_cast<double>(output(input).shape.elements()) * static_cast<double>(taps);
   }
 
   void forward(LayerCall& call, const Tensor& y) override {
