@@ -27,7 +27,7 @@ import sys
 FOLDERS = ("schedules", "comm", "stages", "runtime", "examples", "tests")
 SOURCES = (".hpp", ".cpp", ".cu", ".cuh", ".h", ".cc")
 MOST_FILES = 25   # sources that lie flat in one folder
-MOST_PUBLIC = 26  # public headers
+MOST_PUBLIC = 27  # public headers
 MOST_BEHIND = {"pipeline": 10}  # public headers that one pulls in, itself not counted
 
 # Rooms of a folder, lowest first: a room may use those of the lines before its own.

@@ -46,6 +46,8 @@ const char* name_of(Call call) {
       return "load_checkpoint() or load_weights()";
     case Call::kLoader:
       return "loader()";
+    case Call::kTimeline:
+      return "step_timeline()";
     case Call::kClose:
       return "close()";
   }

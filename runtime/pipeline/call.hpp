@@ -21,6 +21,7 @@ enum class Call : std::int32_t {
   kSave,
   kLoad,
   kLoader,
+  kTimeline,
   kClose,
 };
 

@@ -31,6 +31,12 @@ void accumulate(ActionSeconds::Sum& into, const ActionSeconds::Sum& from) {
 
 }  // namespace
 
+StageTimes mean_times(const ActionSeconds& sums) {
+  return {.forward = mean(sums.forward),
+          .backward_input = mean_input(sums),
+          .backward_weight = mean(sums.backward_weight)};
+}
+
 void Profile::add(const StepOutcome& outcome) {
   if (sums_.empty()) {
     sums_ = outcome.actions;
@@ -49,9 +55,7 @@ std::vector<StageTimes> Profile::gather(Pipeline& pipeline) const {
   const auto stages = static_cast<std::size_t>(layout.plans.num_stages());
   std::vector<StageTimes> times(stages, {0, 0, 0});
   for (const ActionSeconds& sum : sums_) {
-    times[static_cast<std::size_t>(sum.stage)] = {.forward = mean(sum.forward),
-                                                  .backward_input = mean_input(sum),
-                                                  .backward_weight = mean(sum.backward_weight)};
+    times[static_cast<std::size_t>(sum.stage)] = mean_times(sum);
   }
   static_assert(std::is_trivially_copyable_v<StageTimes>);
   std::vector<StageTimes> all(stages * static_cast<std::size_t>(layout.place.topology.ranks()));

@@ -12,6 +12,9 @@ namespace sluice {
 
 struct StepOutcome;  // runtime/engine/engine.hpp
 
+// The mean seconds of a stage's actions; what Profile::gather() says of I and W holds here.
+[[nodiscard]] StageTimes mean_times(const ActionSeconds& sums);
+
 // Adds up the outcomes of steps; one per rank.
 class Profile {
  public:

@@ -16,7 +16,7 @@ namespace {
 constexpr double kRowHeight = 24, kRowGap = 4, kLeft = 64, kMargin = 16, kTitle = 34;
 constexpr double kFontSize = 11, kDigitWidth = 6.7;
 constexpr const char* kReductionFill = "#d9822b";
-constexpr double kMostWidth = 20'000, kLeastWidth = 640;
+constexpr double kLeastWidth = 640;
 
 struct Colour {
   int red = 0, green = 0, blue = 0;
@@ -96,8 +96,8 @@ Shade shade_of(ActionKind kind, int chunk, int chunks) {
 
 class Picture {
  public:
-  Picture(const Schedule& schedule, const Simulation& simulation)
-      : schedule_(schedule), simulation_(simulation) {
+  Picture(const Schedule& schedule, const Simulation& simulation, double most_width)
+      : schedule_(schedule), simulation_(simulation), most_width_(most_width) {
     const Placement& placement = schedule.placement;
     chunk_of_.resize(at(placement.stages()));
     for (int rank = 0; rank < placement.ranks(); ++rank) {
@@ -144,7 +144,7 @@ class Picture {
     const double wanted = static_cast<double>(digits) * kDigitWidth + 5;
     const double least = (kLeastWidth - kLeft) / simulation_.makespan;
     const double scale = std::max(wanted / shortest, std::min(least, 40 / shortest));
-    return std::min(scale, (kMostWidth - kLeft - kMargin) / simulation_.makespan);
+    return std::min(scale, (most_width_ - kLeft - kMargin) / simulation_.makespan);
   }
 
   void text(double x, double y, const std::string& words, const char* extra = "class=\"d\"") {
@@ -267,6 +267,7 @@ class Picture {
 
   const Schedule& schedule_;
   const Simulation& simulation_;
+  double most_width_;
   std::vector<int> chunk_of_;  // [stage] among its rank's stages
   int chunks_ = 1;
   double scale_ = 1;
@@ -299,9 +300,9 @@ void require_same_schedule(const Schedule& schedule, const Simulation& simulatio
 
 }  // namespace
 
-std::string draw_svg(const Schedule& schedule, const Simulation& simulation) {
+std::string draw_svg(const Schedule& schedule, const Simulation& simulation, int most_width) {
   require_same_schedule(schedule, simulation);
-  return Picture(schedule, simulation).draw();
+  return Picture(schedule, simulation, std::max<double>(most_width, kLeastWidth)).draw();
 }
 
 }  // namespace sluice

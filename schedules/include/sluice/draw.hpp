@@ -20,6 +20,14 @@ namespace sluice {
 // The violation's message, then its grid with the offending cell marked.
 [[nodiscard]] std::string describe(const Schedule& schedule, const Violation& violation);
 
+// The times of a simulation, or of a step that ran, as text: one row per rank, time from left to
+// right over at most `columns` columns of 1 and more. An action begins with its name, `F0` (with
+// the stage in front where a rank has several), as far as it has columns, and goes on with `-`; one
+// that has no column is left out. A line with the makespan and the bubble follows. Throws
+// std::invalid_argument for a simulation without timeline.
+[[nodiscard]] std::string draw_timeline(const Schedule& schedule, const Simulation& simulation,
+                                        int columns = 80);
+
 // Beyond that many an SVG picture is no help, and viewers choke.
 inline constexpr std::size_t kMaxSvgActions = 100'000;
 
@@ -29,11 +37,14 @@ inline constexpr std::size_t kMaxSvgActions = 100'000;
 // box. A legend and a caption with bubbles and peak memory follow.
 //
 // Boxes are as wide as their actions are long in the simulation; the shortest one has room for its
-// number, as long as the picture then stays below 20,000 pixels. At most 400 bytes per action.
-// Requires: `simulation` is simulate()'s of this schedule or of what lower() made of it. Throws
+// number, as long as the picture then stays below `most_width` pixels. At most 400 bytes per
+// action.
+// Requires: `simulation` is simulate()'s of this schedule or of what lower() made of it, or of
+// step_timeline(), as `schedule` then is. Throws
 // std::invalid_argument for more than kMaxSvgActions actions and for a simulation of another
 // schedule.
-[[nodiscard]] std::string draw_svg(const Schedule& schedule, const Simulation& simulation);
+[[nodiscard]] std::string draw_svg(const Schedule& schedule, const Simulation& simulation,
+                                   int most_width = 20'000);
 
 }  // namespace sluice
 #pragma GCC visibility pop

@@ -56,6 +56,14 @@ TEST(SvgTest, CaptionSaysBytesWhereTheyAreCounted) {
               HasSubstr("1 to 4 micro-batches per rank, 1.5 to 6 GB"));
 }
 
+TEST(SvgTest, IsAsWideAsItMayBe) {
+  const Schedule schedule = generate("1f1b", {4, 64, 1});
+  const Simulation simulation = simulate(schedule, {.stages = {StageTimes{}}});
+  EXPECT_THAT(draw_svg(schedule, simulation, 800),
+              HasSubstr("<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"800\""));
+  EXPECT_THAT(draw_svg(schedule, simulation), Not(HasSubstr("width=\"800\"")));
+}
+
 TEST(SvgTest, ReductionsAreBarsBesideCompute) {
   SimulationTimes times{.stages = {StageTimes{}}, .message = 0};
   const Schedule schedule = generate("1f1b", {4, 6, 1});
