@@ -141,8 +141,8 @@ torch::Tensor normed(const torch::Tensor& x, Parameters& p, const std::string& n
 TEST(TorchLayersTest, EveryLayerOfPicturesHasTorchsOutputsAndGradients) {
   if (world().rank() > 0) return;
   const TensorSpec pictures{DType::kF32, {3, 4, 9, 7}};
-  const auto convolved = [](std::vector<std::int64_t> stride, std::vector<std::int64_t> padding,
-                            std::int64_t groups) {
+  const auto convolved = [](const std::vector<std::int64_t>& stride,
+                            const std::vector<std::int64_t>& padding, std::int64_t groups) {
     return [=](const torch::Tensor& x, Parameters& p) {
       const torch::Tensor bias = p.count("0.bias") > 0 ? p["0.bias"] : torch::Tensor();
       return torch::conv2d(x, p["0.weight"], bias, stride, padding, 1, groups);
