@@ -55,6 +55,7 @@ NamedValues agreed_values(const PipelineOptions& options) {
   add("beta2", options.training.optimizer.beta2);
   add("epsilon", options.training.optimizer.epsilon);
   add("momentum", options.training.optimizer.momentum);
+  add("nesterov", options.training.optimizer.nesterov);
   add("weight-decay", options.training.optimizer.weight_decay);
   add("own optimizer", static_cast<bool>(options.training.make_optimizer));
   std::string groups;
@@ -68,6 +69,9 @@ NamedValues agreed_values(const PipelineOptions& options) {
   add("final-learning-rate-share", options.training.learning_rate.final_share);
   add("warmup", options.training.learning_rate.warmup);
   add("steps", options.training.learning_rate.steps);
+  add("learning-rate-decay", static_cast<int>(options.training.learning_rate.decay));
+  add("learning-rate factor", options.training.learning_rate.factor);
+  add("learning-rate falls every", options.training.learning_rate.every);
   add("clip", options.training.clip);
   add("inference", options.training.inference);
   add("skip-nonfinite", options.training.skip_nonfinite);

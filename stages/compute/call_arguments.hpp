@@ -33,13 +33,15 @@ namespace sluice {
           step.beta1,
           step.beta2,
           step.epsilon,
-          decay ? step.weight_decay : 0.0F,
+          decay && !step.coupled ? step.weight_decay : 0.0F,
           1.0F / step.correction1,
           1.0F / step.correction2,
-          step.grad_scale};
+          step.grad_scale,
+          decay && step.coupled ? step.weight_decay : 0.0F};
 }
 [[nodiscard]] inline SgdArguments sgd_arguments(const SgdStep& step, bool decay) {
-  return {step.learning_rate, step.momentum, decay ? step.weight_decay : 0.0F, step.grad_scale};
+  return {step.learning_rate, step.momentum, decay ? step.weight_decay : 0.0F, step.grad_scale,
+          step.nesterov};
 }
 
 }  // namespace sluice

@@ -37,8 +37,9 @@ inline void sgd(const SgdArguments* arguments, float* value, const float* grad, 
     const VecF w = load(value + i, part);
     VecF direction = sgd_direction(a, load(grad + i, part), w);
     if (velocity != nullptr) {
-      direction = sgd_momentum(a, direction, load(velocity + i, part));
-      store(velocity + i, direction, part);
+      const VecF moved = sgd_momentum(a, direction, load(velocity + i, part));
+      store(velocity + i, moved, part);
+      direction = sgd_step(a, direction, moved);
     }
     store(value + i, sgd_value(a, w, direction), part);
   });

@@ -63,7 +63,7 @@ struct AdamWUpdate {
   template <int N>
   __device__ void run(const UpdateRun& run, int64_t i) const {
     AdamWArguments a = arguments;
-    if (!run.decay) a.decay = 0;
+    if (!run.decay) a.decay = a.coupled_decay = 0;
     const Floats<N> grad = load<N>(run.grad + i);
     Floats<N> value = load<N>(run.value + i), first = load<N>(run.first + i);
     Floats<N> second = load<N>(run.second + i);
@@ -89,12 +89,13 @@ struct SgdUpdate {
 #pragma unroll
     for (int k = 0; k < N; ++k) direction.at[k] = sgd_direction(a, grad.at[k], value.at[k]);
     if (run.first != nullptr) {
-      const Floats<N> velocity = load<N>(run.first + i);
+      Floats<N> velocity = load<N>(run.first + i);
 #pragma unroll
       for (int k = 0; k < N; ++k) {
-        direction.at[k] = sgd_momentum(a, direction.at[k], velocity.at[k]);
+        velocity.at[k] = sgd_momentum(a, direction.at[k], velocity.at[k]);
+        direction.at[k] = sgd_step(a, direction.at[k], velocity.at[k]);
       }
-      store(run.first + i, direction);
+      store(run.first + i, velocity);
     }
 #pragma unroll
     for (int k = 0; k < N; ++k) value.at[k] = sgd_value(a, value.at[k], direction.at[k]);

@@ -42,7 +42,7 @@ std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters) {
 
 // Names of the state vectors, each as large as the values.
 std::vector<std::string> kinds_of(const OptimizerConfig& config) {
-  if (config.kind == OptimizerConfig::Kind::kAdamW) return {"exp_avg", "exp_avg_sq"};
+  if (config.kind != OptimizerConfig::Kind::kSgd) return {"exp_avg", "exp_avg_sq"};
   if (config.momentum != 0) return {"momentum"};
   return {};
 }
@@ -98,7 +98,7 @@ class StateMemory {
   std::size_t floats_ = 0;
 };
 
-// AdamW (Loshchilov and Hutter 2019), or SGD with momentum.
+// AdamW, Adam, or SGD with momentum.
 class RunOptimizer final : public Optimizer {
  public:
   RunOptimizer(const OptimizerConfig& config, std::span<Parameter* const> parameters,
@@ -116,7 +116,8 @@ class RunOptimizer final : public Optimizer {
           {.learning_rate = learning_rate,
            .momentum = config_.momentum,
            .weight_decay = config_.weight_decay,
-           .grad_scale = grad_scale},
+           .grad_scale = grad_scale,
+           .nesterov = config_.nesterov},
           runs_);
       return;
     }
@@ -132,7 +133,8 @@ class RunOptimizer final : public Optimizer {
            .weight_decay = config_.weight_decay,
            .correction1 = correction(config_.beta1),
            .correction2 = correction(config_.beta2),
-           .grad_scale = grad_scale},
+           .grad_scale = grad_scale,
+           .coupled = config_.kind == OptimizerConfig::Kind::kAdam},
           runs_);
   }
   std::vector<OptimizerState> state() override { return state_.list(); }
@@ -148,6 +150,9 @@ class RunOptimizer final : public Optimizer {
 std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
                                           std::span<Parameter* const> parameters,
                                           const DeviceMemory& memory) {
+  if (config.nesterov && !(config.kind == OptimizerConfig::Kind::kSgd && config.momentum > 0)) {
+    throw Error(ErrorCode::kUsage, "nesterov is for SGD with a momentum above 0");
+  }
   return std::make_unique<RunOptimizer>(config, parameters, memory);
 }
 

@@ -22,10 +22,12 @@ struct DropoutArguments {
 
 struct AdamWArguments {
   float learning_rate, beta1, beta2, epsilon, decay, inverse1, inverse2, grad_scale;
+  float coupled_decay;  // added to the gradient
 };
 
 struct SgdArguments {
   float learning_rate, momentum, decay, grad_scale;
+  bool nesterov;
 };
 
 }  // namespace sluice

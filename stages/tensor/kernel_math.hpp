@@ -235,12 +235,13 @@ SLUICE_MATH V drop(V value, typename Lanes<V>::Word word, const DropoutArguments
 }
 
 // --- optimizers ---
-// Decoupled weight decay first, then the step, as in PyTorch.
+// Decoupled weight decay first, then the step, as in PyTorch. Adam adds it to the gradient instead.
 template <typename V>
 SLUICE_MATH void adamw_update(const AdamWArguments& a, V grad, V& value, V& first, V& second) {
   const float keep = 1.0F - a.learning_rate * a.decay;
   const float rate = a.learning_rate * a.inverse1;
-  const V g = grad * a.grad_scale;
+  V g = grad * a.grad_scale;
+  if (a.coupled_decay != 0) g = g + value * a.coupled_decay;
   first = first * a.beta1 + g * (1.0F - a.beta1);
   second = second * a.beta2 + g * g * (1.0F - a.beta2);
   const V step = first * rate * reciprocal(fast_square_root(second * a.inverse2) + a.epsilon);
@@ -253,6 +254,11 @@ SLUICE_MATH V sgd_direction(const SgdArguments& a, V grad, V value) {
 template <typename V>
 SLUICE_MATH V sgd_momentum(const SgdArguments& a, V direction, V velocity) {
   return velocity * a.momentum + direction;
+}
+// The direction of the step; `velocity` is the one that sgd_momentum() made.
+template <typename V>
+SLUICE_MATH V sgd_step(const SgdArguments& a, V direction, V velocity) {
+  return a.nesterov ? direction + velocity * a.momentum : velocity;
 }
 template <typename V>
 SLUICE_MATH V sgd_value(const SgdArguments& a, V value, V direction) {

@@ -266,12 +266,18 @@ double LearningRate::at(std::uint64_t step) const {
   if (step < warmup) {
     return peak * static_cast<double>(step) / static_cast<double>(warmup);
   }
+  if (decay == Decay::kStep) {
+    const std::uint64_t falls = every == 0 || step <= warmup ? 0 : (step - warmup - 1) / every;
+    return peak * std::pow(factor, static_cast<double>(falls));
+  }
   if (steps == 0) return peak;
   if (step >= steps) {
     return peak * (steps > warmup ? final_share : 1.0);
   }
   const double progress = static_cast<double>(step - warmup) / static_cast<double>(steps - warmup);
-  const double share = 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
+  const double share = decay == Decay::kLinear
+                           ? 1.0 - progress
+                           : 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
   return peak * (final_share + (1.0 - final_share) * share);
 }
 

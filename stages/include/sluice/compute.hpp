@@ -146,10 +146,12 @@ struct AdamWStep {
   float learning_rate = 0, beta1 = 0.9F, beta2 = 0.95F, epsilon = 1e-8F, weight_decay = 0;
   float correction1 = 1, correction2 = 1;  // 1 - beta^t
   float grad_scale = 1;                    // clipping
+  bool coupled = false;                    // weight decay goes into the gradient, as Adam has it
 };
 
 struct SgdStep {
   float learning_rate = 0, momentum = 0, weight_decay = 0, grad_scale = 1;
+  bool nesterov = false;
 };
 
 }  // namespace sluice

@@ -104,12 +104,23 @@ class ParameterSet {
 };
 
 // --- how parameters are updated ---
+// The rules are those of torch.optim's SGD, Adam and AdamW.
 struct OptimizerConfig {
-  enum class Kind { kAdamW, kSgd };
+  // AdamW (Loshchilov and Hutter 2019) takes weight decay from the values, Adam (Kingma and Ba
+  // 2015) and SGD add it to the gradient.
+  enum class Kind { kAdamW, kSgd, kAdam };
   Kind kind = Kind::kAdamW;
-  float beta1 = 0.9F, beta2 = 0.95F, epsilon = 1e-8F;  // AdamW (Loshchilov and Hutter 2019)
+  float beta1 = 0.9F, beta2 = 0.95F, epsilon = 1e-8F;  // AdamW and Adam
   float momentum = 0;                                  // SGD
-  float weight_decay = 0;                              // only where Parameter::decay
+  bool nesterov = false;   // SGD with momentum alone: the step looks ahead (Sutskever et al. 2013)
+  float weight_decay = 0;  // only where Parameter::decay
+
+  // With the constants that torch takes by default.
+  static OptimizerConfig sgd(float momentum = 0, bool nesterov = false) {
+    return {.kind = Kind::kSgd, .momentum = momentum, .nesterov = nesterov};
+  }
+  static OptimizerConfig adam() { return {.kind = Kind::kAdam, .beta2 = 0.999F}; }
+  static OptimizerConfig adamw() { return {.beta2 = 0.999F, .weight_decay = 0.01F}; }
 };
 
 // One parameter's state by name ("exp_avg", "exp_avg_sq" or "momentum"), for checkpoints.
@@ -149,12 +160,17 @@ struct ParameterGroup {
 [[nodiscard]] const ParameterGroup* group_of(std::span<const ParameterGroup> groups,
                                              std::string_view name);
 
-// Linear warmup from 0 over `warmup` steps, then the peak. With `steps`: half a cosine from there
-// down to `final_share` of the peak at `steps`. step counts from 1.
+// Linear warmup from 0 over `warmup` steps, then the peak, which falls. step counts from 1.
 struct LearningRate {
+  // kCosine, kLinear: from `warmup` to `steps`, along half a cosine or a line, down to
+  // `final_share` of the peak. kStep: times `factor` after every `every` steps.
+  enum class Decay { kCosine, kLinear, kStep };
   double peak = 1e-3, final_share = 0.1;
   std::uint64_t warmup = 0;
-  std::uint64_t steps = 0;  // 0: no decay
+  std::uint64_t steps = 0;  // 0: no decay, but for kStep
+  Decay decay = Decay::kCosine;
+  double factor = 0.1;
+  std::uint64_t every = 0;  // 0: never
   [[nodiscard]] double at(std::uint64_t step) const;
 };
 

@@ -179,6 +179,22 @@ TEST_F(CudaUpdateTest, AdamWUpdatesAllRunsAsTheCpuDoes) {
       [&](ComputeContext& ctx, const Tensors& at) { adamw(ctx, step, runs_of(at, size)); });
 }
 
+TEST_F(CudaUpdateTest, AdamUpdatesAllRunsAsTheCpuDoes) {
+  const std::int64_t size = 5001;
+  const Operand value = random_operand(DType::kF32, {size}, 4),
+                grad = random_operand(DType::kF32, {size}, 5),
+                first = random_operand(DType::kF32, {size}, 6),
+                second(DType::kF32, {size}, Values(index_of(size), 0.3));
+  const AdamWStep step = {.learning_rate = 0.01F,
+                          .weight_decay = 0.1F,
+                          .correction1 = 0.19F,
+                          .correction2 = 0.0975F,
+                          .coupled = true};
+  compare_shifted(
+      {&value, &grad, &first, &second}, 1e-6,
+      [&](ComputeContext& ctx, const Tensors& at) { adamw(ctx, step, runs_of(at, size)); });
+}
+
 TEST_F(CudaUpdateTest, SgdUpdatesAllRunsAsTheCpuDoesToTheBit) {
   const std::int64_t size = 20011;
   const Operand value = random_operand(DType::kF32, {size}, 7),
@@ -186,6 +202,9 @@ TEST_F(CudaUpdateTest, SgdUpdatesAllRunsAsTheCpuDoesToTheBit) {
                 velocity = random_operand(DType::kF32, {size}, 9);
   compare_shifted({&value, &grad, &velocity}, kExact, [&](ComputeContext& ctx, const Tensors& at) {
     sgd(ctx, {0.01F, 0.9F, 0.1F, 2}, runs_of(at, size));
+  });
+  compare_shifted({&value, &grad, &velocity}, kExact, [&](ComputeContext& ctx, const Tensors& at) {
+    sgd(ctx, {0.01F, 0.9F, 0.1F, 2, /*nesterov=*/true}, runs_of(at, size));
   });
   compare_shifted({&value, &grad}, kExact, [&](ComputeContext& ctx, const Tensors& at) {
     sgd(ctx, {0.5F, 0, 0.1F, 1}, runs_of(at, size));

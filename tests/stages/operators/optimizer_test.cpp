@@ -128,6 +128,57 @@ TEST_F(OptimizerTest, SgdWithMomentumFollowsTheDoubleReference) {
   EXPECT_EQ(padding_sum(set_), 0);
 }
 
+TEST_F(OptimizerTest, NesterovFollowsTheDoubleReference) {
+  const OptimizerConfig config = OptimizerConfig::sgd(0.9F, /*nesterov=*/true);
+  const auto optimizer = make_optimizer(config, set_.all(), {});
+  std::vector<double> x = values(set_), velocity(x.size());
+  const double momentum = 0.9F;
+  for (int step = 1; step <= 5; ++step) {
+    set_grads(set_, step);
+    const std::vector<double> g = grads(set_);
+    optimizer->update(compute_, static_cast<std::uint64_t>(step), 0.1F, 1.0F);
+    for (size_t i = 0; i < x.size(); ++i) {
+      velocity[i] = momentum * velocity[i] + g[i];
+      x[i] -= static_cast<double>(0.1F) * (g[i] + momentum * velocity[i]);
+    }
+    const std::vector<double> got = values(set_);
+    for (size_t i = 0; i < x.size(); ++i) {
+      ASSERT_NEAR(got[i], x[i], 2e-6) << "step " << step << " element " << i;
+    }
+  }
+  EXPECT_EQ(padding_sum(set_), 0);
+  OptimizerConfig wrong = OptimizerConfig::adam();
+  wrong.nesterov = true;
+  EXPECT_THROW((void)make_optimizer(wrong, set_.all(), {}), Error);
+  EXPECT_THROW((void)make_optimizer(OptimizerConfig::sgd(0, true), set_.all(), {}), Error);
+}
+
+TEST_F(OptimizerTest, AdamAddsWeightDecayToTheGradient) {
+  OptimizerConfig config = OptimizerConfig::adam();
+  config.weight_decay = 0.1F;
+  const auto optimizer = make_optimizer(config, set_.all(), {});
+  std::vector<double> x = values(set_), m(x.size()), v(x.size());
+  const std::vector<bool> decay = decays(set_);
+  const double rate = 0.01F, beta1 = 0.9F, beta2 = 0.999F, epsilon = 1e-8F, weight = 0.1F;
+  for (int step = 1; step <= 5; ++step) {
+    set_grads(set_, step);
+    const std::vector<double> g = grads(set_);
+    optimizer->update(compute_, static_cast<std::uint64_t>(step), 0.01F, 1.0F);
+    for (size_t i = 0; i < x.size(); ++i) {
+      const double grad = g[i] + (decay[i] ? weight * x[i] : 0.0);
+      m[i] = beta1 * m[i] + (1 - beta1) * grad;
+      v[i] = beta2 * v[i] + (1 - beta2) * grad * grad;
+      x[i] -= rate * m[i] / (1 - std::pow(beta1, step)) /
+              (std::sqrt(v[i] / (1 - std::pow(beta2, step))) + epsilon);
+    }
+    const std::vector<double> got = values(set_);
+    for (size_t i = 0; i < x.size(); ++i) {
+      ASSERT_NEAR(got[i], x[i], 5e-6) << "step " << step << " element " << i;
+    }
+  }
+  EXPECT_EQ(padding_sum(set_), 0);
+}
+
 TEST_F(OptimizerTest, UpdateOfSomeParametersLeavesTheOthers) {
   const auto all = set_.all();
   const std::vector<Parameter*> some = {all[0], all[3]};
@@ -171,6 +222,25 @@ TEST(LearningRateTest, WarmsUpLinearlyThenFollowsHalfACosine) {
   for (std::uint64_t step = 11; step <= 110; ++step) {
     EXPECT_LT(rate.at(step), rate.at(step - 1));
   }
+}
+
+TEST(LearningRateTest, FallsAlongALineOrInSteps) {
+  const LearningRate line{.peak = 2,
+                          .final_share = 0.5,
+                          .warmup = 10,
+                          .steps = 110,
+                          .decay = LearningRate::Decay::kLinear};
+  EXPECT_DOUBLE_EQ(line.at(5), 1);
+  EXPECT_DOUBLE_EQ(line.at(10), 2);
+  EXPECT_DOUBLE_EQ(line.at(60), 1.5);
+  EXPECT_DOUBLE_EQ(line.at(110), 1);
+  EXPECT_DOUBLE_EQ(line.at(1000), 1);
+  const LearningRate steps{
+      .peak = 8, .warmup = 2, .decay = LearningRate::Decay::kStep, .factor = 0.5, .every = 3};
+  const std::vector<double> expected = {4, 8, 8, 8, 8, 4, 4, 4, 2};
+  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_DOUBLE_EQ(steps.at(i + 1), expected[i]);
+  const LearningRate never{.peak = 8, .decay = LearningRate::Decay::kStep};
+  EXPECT_DOUBLE_EQ(never.at(1'000'000), 8);
 }
 
 TEST(LearningRateTest, StaysAtThePeakWithoutStepsOrWhereWarmupFillsTheRun) {
