@@ -67,6 +67,11 @@ class ArrayDataset final : public Dataset {
 
 }  // namespace
 
+HostTensor host_copy(const Tensor& values) {
+  const auto* const first = static_cast<const std::byte*>(values.data);
+  return {.spec = values.spec, .bytes = {first, first + values.spec.bytes()}};
+}
+
 std::shared_ptr<Dataset> make_array_dataset(std::vector<HostTensor> inputs,
                                             std::vector<HostTensor> targets) {
   return std::make_shared<ArrayDataset>(std::move(inputs), std::move(targets));

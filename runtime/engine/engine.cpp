@@ -430,7 +430,8 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
   });
   output.state = SlotState::kFilled;
   if (config.plan->forward_only) --in_flight;
-  if (stage.binding.loss != nullptr && request.on_outputs != nullptr) hand_out(op, output);
+  const bool last = op.stage + 1 == config.plan->placement.stages();
+  if (last && request.on_outputs != nullptr) hand_out(op, output);
 }
 
 void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& ctx) {

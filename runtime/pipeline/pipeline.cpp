@@ -127,6 +127,8 @@ struct Pipeline::Impl {
   EvaluationReport run_evaluation(const std::string& who, SampleRange samples,
                                   const ForwardRounds::Load& load);
   std::string unlike(const DataSource& other) const;
+  // Why nothing can be evaluated, or empty.
+  std::string unfit_for_loss() const;
   std::span<const Tensor> infer(const Batch& batch, const InferOptions& how);
   DataLoader make_loader(std::shared_ptr<const Dataset> data, LoaderOptions how);
   void close();
@@ -137,6 +139,7 @@ struct Pipeline::Impl {
   JobContext job;
   JobLayout layout;
   std::vector<std::unique_ptr<Stage>> stages;
+  bool lacks_loss = false;  // the last stage is here, and is not a LossStage
   std::vector<StageBinding> bindings;
   std::unique_ptr<ComputeContext> compute;
   std::unique_ptr<HostMirror> mirror;
@@ -309,8 +312,12 @@ void Pipeline::Impl::prepare_stages() {
     }
     if (index + 1 == layout.plans.num_stages()) {
       binding.loss = dynamic_cast<LossStage*>(stages[i].get());
-      if (binding.loss == nullptr) {
-        throw_usage("stage {} is the last one, but is not a LossStage", index);
+      lacks_loss = binding.loss == nullptr;
+      if (lacks_loss && !options.training.inference) {
+        throw_usage(
+            "stage {} is the last one, but is not a LossStage; legal for infer() alone, with "
+            "options.training.inference",
+            index);
       }
     }
     StageSetup setup{.compute = compute.get(),
@@ -592,10 +599,10 @@ void Pipeline::Impl::drop_gradients() {
 }
 
 void Pipeline::Impl::set_learning_rate(const LearningRate& rate) {
-  for (const double value : {rate.peak, rate.final_share}) {
+  for (const double value : {rate.peak, rate.final_share, rate.factor}) {
     if (std::isfinite(value) && value >= 0) continue;
-    throw_usage("a learning rate of {} (final share {}); legal are numbers from 0", rate.peak,
-                rate.final_share);
+    throw_usage("a learning rate of {} (final share {}, factor {}); legal are numbers from 0",
+                rate.peak, rate.final_share, rate.factor);
   }
   options.training.learning_rate = rate;
 }
@@ -697,9 +704,14 @@ std::string Pipeline::Impl::unlike(const DataSource& other) const {
   return why;
 }
 
+std::string Pipeline::Impl::unfit_for_loss() const {
+  return lacks_loss ? "evaluate() needs a loss, but the last stage is not a LossStage" : "";
+}
+
 EvaluationReport Pipeline::Impl::evaluate(const DataSource& other, std::int64_t samples) {
   require_open();
-  std::string fault = unlike(other);
+  std::string fault = unfit_for_loss();
+  if (fault.empty()) fault = unlike(other);
   constexpr std::int64_t kMost = 1'000'000'000'000;
   if (fault.empty() && (samples < 1 || samples > kMost)) {
     fault = fmt::format("an evaluation of {} samples; legal are 1 to {}", samples, kMost);
@@ -715,7 +727,7 @@ EvaluationReport Pipeline::Impl::evaluate(const DataSource& other, std::int64_t 
 
 EvaluationReport Pipeline::Impl::evaluate(const Batch& batch) {
   require_open();
-  agree(Call::kEvaluate, &batch);
+  agree(Call::kEvaluate, &batch, 0, unfit_for_loss());
   guarded("a batch", [&] { feed->distribute(batch, /*targets=*/true); });
   const SampleRange share = feed->share();
   return run_evaluation("evaluation of a batch", share,

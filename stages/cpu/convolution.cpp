@@ -183,15 +183,14 @@ dnnl::convolution_backward_data::primitive_desc input_gradient_of(
 }
 
 dnnl::convolution_backward_weights::primitive_desc weight_gradient_of(
-    const dnnl::engine& engine, const Descs& d, bool bias,
+    const dnnl::engine& engine, const Descs& d,
     const dnnl::convolution_forward::primitive_desc& forward) {
-  const Desc with = bias ? d.bias : Desc();
 #if DNNL_VERSION_MAJOR >= 3
-  return {engine,    kDirect,   d.x.any,   d.weight.any, with,          d.y.any,
+  return {engine,    kDirect,   d.x.any,   d.weight.any, d.y.any,
           d.strides, d.padding, d.padding, forward,      user_scratch()};
 #else
-  const dnnl::convolution_backward_weights::desc operation(
-      kDirect, d.x.any, d.weight.any, with, d.y.any, d.strides, d.padding, d.padding);
+  const dnnl::convolution_backward_weights::desc operation(kDirect, d.x.any, d.weight.any, d.y.any,
+                                                           d.strides, d.padding, d.padding);
   return {operation, user_scratch(), engine, forward};
 #endif
 }
@@ -214,11 +213,10 @@ struct Convolution::State {
     input_gradient.output(DNNL_ARG_DIFF_SRC, d.x.plain, to_input.diff_src_desc());
     input_gradient.finish(dnnl::convolution_backward_data(to_input), to_input.scratchpad_desc());
 
-    const auto to_weight = weight_gradient_of(engine, d, shape.bias, made);
+    const auto to_weight = weight_gradient_of(engine, d, made);
     weight_gradient.input(DNNL_ARG_SRC, d.x.plain, to_weight.src_desc());
     weight_gradient.input(DNNL_ARG_DIFF_DST, d.y.plain, to_weight.diff_dst_desc());
     weight_gradient.output(DNNL_ARG_DIFF_WEIGHTS, d.weight.plain, to_weight.diff_weights_desc());
-    if (shape.bias) weight_gradient.output(DNNL_ARG_DIFF_BIAS, d.bias, d.bias);
     weight_gradient.finish(dnnl::convolution_backward_weights(to_weight),
                            to_weight.scratchpad_desc());
   }
@@ -257,12 +255,9 @@ void Convolution::backward_input(const float* dy, const float* weight, float* dx
   state_->input_gradient.run(state_->stream, {dy, weight, dx}, scratch);
 }
 
-void Convolution::backward_weight(const float* x, const float* dy, float* dweight, float* dbias,
+void Convolution::backward_weight(const float* x, const float* dy, float* dweight,
                                   std::byte* scratch) {
-  if (dbias == nullptr) {
-    return state_->weight_gradient.run(state_->stream, {x, dy, dweight}, scratch);
-  }
-  state_->weight_gradient.run(state_->stream, {x, dy, dweight, dbias}, scratch);
+  state_->weight_gradient.run(state_->stream, {x, dy, dweight}, scratch);
 }
 
 }  // namespace sluice

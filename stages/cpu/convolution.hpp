@@ -36,8 +36,7 @@ class Convolution {
   void forward(const float* x, const float* weight, const float* bias, float* y,
                std::byte* scratch);
   void backward_input(const float* dy, const float* weight, float* dx, std::byte* scratch);
-  void backward_weight(const float* x, const float* dy, float* dweight, float* dbias,
-                       std::byte* scratch);
+  void backward_weight(const float* x, const float* dy, float* dweight, std::byte* scratch);
 
  private:
   struct State;

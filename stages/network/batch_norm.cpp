@@ -1,6 +1,5 @@
 // batch_norm2d: Ioffe and Szegedy, "Batch Normalization", ICML 2015. Running statistics once per
 // step: Kim et al., "torchgpipe", 2020, section 2.4.4 (DeferredBatchNorm).
-#include <array>
 #include <cmath>
 #include <vector>
 
@@ -8,29 +7,12 @@
 #include <sluice/layers.hpp>
 
 #include "stages/cpu/parallel.hpp"
+#include "stages/network/lane_sums.hpp"
 #include "stages/network/picture.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice {
 namespace {
-
-// Sums of term(i) over [0, count) in eight lanes, which are added in order: vectors of the compiler
-// give the same bits as one number at a time.
-template <typename Term>
-double sum_of(std::int64_t count, const Term& term) {
-  constexpr std::int64_t kLanes = 8;
-  std::array<double, kLanes> lanes{};
-  std::int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    for (std::int64_t lane = 0; lane < kLanes; ++lane) {
-      lanes[static_cast<std::size_t>(lane)] += term(i + lane);
-    }
-  }
-  double sum = 0;
-  for (const double lane : lanes) sum += lane;
-  for (; i < count; ++i) sum += term(i);
-  return sum;
-}
 
 // The numbers of one channel: `size` in each sample.
 struct Channel {

@@ -10,6 +10,8 @@
 #include <sluice/layers.hpp>
 #include <sluice/operators.hpp>
 
+#include "stages/cpu/parallel.hpp"
+#include "stages/network/lane_sums.hpp"
 #include "stages/network/picture.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
@@ -68,16 +70,31 @@ class ConvolutionLayer final : public Layer {
   void backward_weight(LayerCall& call, const Tensor& dy) override {
     const Scratch scratch = scratch_of(call.x.spec, call.scratch);
     made(call.x.spec)
-        .backward_weight(call.x.as<float>(), dy.as<float>(), scratch.dweight,
-                         has_bias_ ? scratch.dbias : nullptr, scratch.library);
+        .backward_weight(call.x.as<float>(), dy.as<float>(), scratch.dweight, scratch.library);
     add(call.compute(), {scratch.dweight, weight_->grad.spec}, weight_->grad);
-    if (has_bias_) add(call.compute(), {scratch.dbias, bias_->grad.spec}, bias_->grad);
+    if (has_bias_) add_bias_gradient(call, dy);
   }
 
  private:
-  // The library overwrites gradients; they are added to the parameters' afterwards.
+  // Not by the library, whose sums in f32 lose digits over large pictures.
+  void add_bias_gradient(const LayerCall& call, const Tensor& dy) const {
+    const Shape& shape = dy.shape();
+    const std::int64_t size = shape[2] * shape[3];
+    parallel_range(call.compute(), out_, 1, [&](std::int64_t begin, std::int64_t end) {
+      for (std::int64_t c = begin; c < end; ++c) {
+        double sum = 0;
+        for (std::int64_t sample = 0; sample < shape[0]; ++sample) {
+          const float* const from = dy.as<float>() + (sample * out_ + c) * size;
+          sum += sum_of(size, [&](std::int64_t i) { return from[i]; });
+        }
+        bias_->grad.at(c) += static_cast<float>(sum);
+      }
+    });
+  }
+
+  // The library overwrites the gradient, which is added to the parameter's afterwards.
   struct Scratch {
-    float *dweight, *dbias;
+    float* dweight;
     std::byte* library;
     std::size_t used;
   };
@@ -86,7 +103,6 @@ class ConvolutionLayer final : public Layer {
     Scratch scratch{};
     scratch.dweight =
         allocator.take<float>(out_ * (in_ / groups_) * window_.kernel[0] * window_.kernel[1]);
-    scratch.dbias = allocator.take<float>(out_);
     scratch.library = allocator.bytes(made(input).scratch_bytes());
     scratch.used = allocator.used();
     return scratch;

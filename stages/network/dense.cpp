@@ -1,4 +1,4 @@
-// Layers with parameters over the last dimension: linear, layer_norm, embedding.
+// Layers with parameters over the last dimension: linear, layer_norm, rms_norm, embedding.
 #include <algorithm>
 #include <cmath>
 
@@ -105,6 +105,52 @@ class LayerNormLayer final : public Layer {
   Parameter* bias_ = nullptr;
 };
 
+class RmsNormLayer final : public Layer {
+ public:
+  RmsNormLayer(std::int64_t width, double epsilon)
+      : width_(width), epsilon_(static_cast<float>(epsilon)) {
+    require_positive(width, "width");
+    if (!(epsilon > 0)) throw_usage("epsilon is {}; legal: greater than 0", epsilon);
+  }
+
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    require_width(input, width_);
+    return input;
+  }
+  void add_parameters(ParameterSet& set, const std::string& name) override {
+    weight_ = &set.add(name + "weight", {width_}, Init::constant(1), /*decay=*/false);
+  }
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
+    const std::int64_t rows = rows_of(input);
+    return {.memory = {.until_weight = stats_of({}, rows).spec.bytes()},
+            .operator_bytes = norm_backward_weight_workspace(compute, rows, width_, /*terms=*/1)};
+  }
+  [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  void forward(LayerCall& call, const Tensor& y) override {
+    rms_norm_forward(call.compute(), call.x, {}, weight_->value, epsilon_, y,
+                     stats_of(call.until_weight, rows_of(y.spec)));
+  }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    fill_zero_async(dx.data, dx.spec.bytes(), call.compute().stream());  // the operator adds
+    rms_norm_backward_input(call.compute(), dy, call.x, weight_->value,
+                            stats_of(call.until_weight, rows_of(dy.spec)), dx);
+  }
+  void backward_weight(LayerCall& call, const Tensor& dy) override {
+    rms_norm_backward_weight(call.compute(), dy, call.x,
+                             stats_of(call.until_weight, rows_of(dy.spec)), weight_->grad);
+  }
+
+ private:
+  // 1 / root mean square of each row.
+  static Tensor stats_of(std::byte* memory, std::int64_t rows) {
+    return {memory, {DType::kF32, {rows, 1}}};
+  }
+
+  std::int64_t width_;
+  float epsilon_;
+  Parameter* weight_ = nullptr;
+};
+
 class EmbeddingTable final : public Layer {
  public:
   EmbeddingTable(std::int64_t classes, std::int64_t width) : classes_(classes), width_(width) {
@@ -166,6 +212,10 @@ LayerSpec linear(std::int64_t in, std::int64_t out, bool bias) {
 
 LayerSpec layer_norm(std::int64_t width, double epsilon) {
   return layer<LayerNormLayer>("layer_norm", width, epsilon);
+}
+
+LayerSpec rms_norm(std::int64_t width, double epsilon) {
+  return layer<RmsNormLayer>("rms_norm", width, epsilon);
 }
 
 LayerSpec embedding(std::int64_t classes, std::int64_t width) {

@@ -1,4 +1,6 @@
-// Layers without parameters: activations, dropout, flatten, unflatten; and cut().
+// Layers without parameters: activations, softmax, dropout, flatten, unflatten; and cut().
+#include <algorithm>
+#include <cmath>
 #include <optional>
 #include <vector>
 
@@ -30,6 +32,54 @@ class ActivationLayer final : public Layer {
  private:
   Forward forward_;
   Backward backward_;
+};
+
+// Keeps its output for the gradient.
+class SoftmaxLayer final : public Layer {
+ public:
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    require_f32(input);
+    if (input.shape.rank() > 1) return input;
+    throw_usage("the input is {}; legal: f32 [samples, ..., classes]", to_string(input));
+  }
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& input,
+                                 ComputeContext& /*compute*/) const override {
+    return {.memory = {.until_input = input.bytes()}};
+  }
+  void forward(LayerCall& call, const Tensor& y) override {
+    const Rows rows(call, y.spec);
+    for (std::int64_t first = 0; first < y.elements(); first += rows.width) {
+      const float* const x = call.x.as<float>() + first;
+      float* const kept = rows.kept + first;
+      const float most = *std::max_element(x, x + rows.width);
+      double sum = 0;
+      for (std::int64_t i = 0; i < rows.width; ++i) sum += kept[i] = std::exp(x[i] - most);
+      const auto factor = static_cast<float>(1 / sum);
+      for (std::int64_t i = 0; i < rows.width; ++i) kept[i] *= factor;
+      std::copy_n(kept, rows.width, y.as<float>() + first);
+    }
+  }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    const Rows rows(call, dy.spec);
+    for (std::int64_t first = 0; first < dy.elements(); first += rows.width) {
+      const float* const y = rows.kept + first;
+      const float* const gradient = dy.as<float>() + first;
+      double sum = 0;
+      for (std::int64_t i = 0; i < rows.width; ++i) sum += double{y[i]} * double{gradient[i]};
+      const auto mean = static_cast<float>(sum);
+      float* const to = dx.as<float>() + first;
+      for (std::int64_t i = 0; i < rows.width; ++i) to[i] = y[i] * (gradient[i] - mean);
+    }
+  }
+
+ private:
+  struct Rows {
+    Rows(const LayerCall& call, const TensorSpec& spec)
+        : kept(reinterpret_cast<float*>(call.until_input)),
+          width(std::max<std::int64_t>(spec.shape[spec.shape.rank() - 1], 1)) {}
+    float* kept;
+    std::int64_t width;
+  };
 };
 
 class DropoutLayer final : public Layer {
@@ -120,6 +170,7 @@ LayerSpec gelu() { return activation("gelu", gelu_forward, gelu_backward); }
 LayerSpec silu() { return activation("silu", silu_forward, silu_backward); }
 LayerSpec tanh() { return activation("tanh", tanh_forward, tanh_backward); }
 LayerSpec sigmoid() { return activation("sigmoid", sigmoid_forward, sigmoid_backward); }
+LayerSpec softmax() { return layer<SoftmaxLayer>("softmax"); }
 LayerSpec flatten() { return layer<ReshapeLayer>("flatten", std::optional<Shape>()); }
 LayerSpec unflatten(const Shape& dims) {
   return layer<ReshapeLayer>("unflatten", std::optional<Shape>(dims));

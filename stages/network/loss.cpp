@@ -1,9 +1,13 @@
 // Losses of a Sequential.
+#include <utility>
+#include <vector>
+
 #include <sluice/error.hpp>
 #include <sluice/layers.hpp>
 #include <sluice/operators.hpp>
 
 #include "stages/network/specs.hpp"
+#include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice {
 namespace {
@@ -28,44 +32,191 @@ class SquaredError final : public Loss {
   }
 };
 
+// The classes are one dimension of the outputs: [outer, classes, inner].
 class CrossEntropy final : public Loss {
  public:
+  explicit CrossEntropy(const CrossEntropyOptions& options) : options_(options) {
+    if (options.targets != DType::kI32 && options.targets != DType::kI64) {
+      throw_usage("targets are {}; legal: i32 or i64", name_of(options.targets));
+    }
+    if (!(options.smoothing >= 0 && options.smoothing < 1)) {
+      throw_usage("smoothing is {}; legal: at least 0 and below 1", options.smoothing);
+    }
+    if (options.axis == 0 || options.axis < -1) {
+      throw_usage("axis is {}; legal: -1, or from 1 on (0 is the sample)", options.axis);
+    }
+  }
+
   [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override {
     const int rank = outputs.shape.rank();
-    if (outputs.dtype != DType::kF32 || rank < 2 || outputs.shape[rank - 1] < 1) {
-      throw_usage("the outputs are {}; legal: f32 [samples, ..., classes]", to_string(outputs));
+    const int axis = axis_of(outputs);
+    if (outputs.dtype != DType::kF32 || rank < 2 || axis >= rank || outputs.shape[axis] < 1) {
+      throw_usage("the outputs are {}; legal: f32 [samples, ...] with the classes in dimension {}",
+                  to_string(outputs), options_.axis);
     }
-    std::int64_t dims[Shape::kMaxDims] = {};
-    for (int d = 0; d + 1 < rank; ++d) dims[d] = outputs.shape[d];
-    return {DType::kI32, Shape(std::span<const std::int64_t>(dims, static_cast<size_t>(rank - 1)))};
+    std::vector<std::int64_t> dims;
+    for (int d = 0; d < rank; ++d) {
+      if (d != axis) dims.push_back(outputs.shape[d]);
+    }
+    return {options_.targets, Shape(std::span<const std::int64_t>(dims))};
   }
-  [[nodiscard]] bool runs_on_gpu() const override { return true; }
+  [[nodiscard]] bool runs_on_gpu() const override {
+    return options_.axis == -1 && options_.targets == DType::kI32 && options_.smoothing == 0 &&
+           options_.ignored < 0;
+  }
   [[nodiscard]] std::size_t operator_bytes(const TensorSpec& outputs) const override {
-    return softmax_cross_entropy_workspace(rows_of(outputs));
+    const Extent extent = extent_of(outputs);
+    std::size_t bytes = softmax_cross_entropy_workspace(extent.rows());
+    if (!runs_on_gpu()) bytes += classes_spec(extent).bytes() + kBufferAlignment;
+    if (extent.inner > 1) bytes += rows_spec(extent).bytes() + kBufferAlignment;
+    return bytes;
   }
   [[nodiscard]] double weight(const TensorSpec& outputs, const Tensor& targets) const override {
-    const std::int64_t classes = outputs.shape[outputs.shape.rank() - 1];
-    const std::int32_t* const values = targets.as<std::int32_t>();
+    const std::int64_t classes = outputs.shape[axis_of(outputs)];
     std::int64_t counted = 0;
     for (std::int64_t i = 0; i < targets.elements(); ++i) {
-      if (values[i] >= classes) {
-        throw_error(ErrorCode::kData,
-                    "class {} of sample {} of the micro-batch; legal: 0 to {}, or negative for "
-                    "none",
-                    values[i], i / (targets.elements() / targets.shape()[0]), classes - 1);
-      }
-      counted += values[i] >= 0 ? 1 : 0;
+      const std::int64_t value = class_at(targets, i);
+      if (value < 0 || value == options_.ignored) continue;
+      ++counted;
+      if (value < classes) continue;
+      throw_error(ErrorCode::kData,
+                  "class {} of sample {} of the micro-batch; legal: 0 to {}, or negative for none",
+                  value, i / (targets.elements() / targets.shape()[0]), classes - 1);
     }
     return static_cast<double>(counted);
   }
   void compute(StageContext& ctx, const Tensor& outputs, const Tensor& targets,
                double* sum) override {
-    const std::int64_t rows = rows_of(outputs.spec);
-    const Tensor logits{outputs.data,
-                        {DType::kF32, {rows, outputs.shape()[outputs.shape().rank() - 1]}}};
-    softmax_cross_entropy(ctx.compute, logits, {targets.data, {DType::kI32, {rows}}},
-                          ctx.loss_scale, ctx.phase == Phase::kTrain, sum);
+    const Extent extent = extent_of(outputs.spec);
+    const bool trains = ctx.phase == Phase::kTrain;
+    if (runs_on_gpu()) {
+      return softmax_cross_entropy(ctx.compute, {outputs.data, rows_spec(extent)},
+                                   {targets.data, classes_spec(extent)}, ctx.loss_scale, trains,
+                                   sum);
+    }
+    // The operator has its own scratch at the front.
+    const std::size_t operators =
+        round_up(softmax_cross_entropy_workspace(extent.rows()), kBufferAlignment);
+    std::byte* const scratch = ctx.compute.workspace(operator_bytes(outputs.spec)) + operators;
+    const Tensor classes{scratch, classes_spec(extent)};
+    for (std::int64_t i = 0; i < extent.rows(); ++i) {
+      const std::int64_t value = class_at(targets, i);
+      classes.as<std::int32_t>()[i] =
+          value == options_.ignored ? -1 : static_cast<std::int32_t>(value);
+    }
+    Tensor rows{outputs.data, rows_spec(extent)};
+    if (extent.inner > 1) {
+      rows.data = scratch + round_up(classes.spec.bytes(), kBufferAlignment);
+      move_classes(extent, outputs.as<float>(), rows.as<float>());
+    }
+    const double smoothed = smoothed_sum(rows, classes, extent.classes);
+    softmax_cross_entropy(ctx.compute, rows, classes, ctx.loss_scale, trains, sum);
+    *sum += smoothed;
+    if (!trains) return;
+    smooth_gradient(rows, classes, extent.classes, static_cast<float>(ctx.loss_scale));
+    if (extent.inner > 1) restore_classes(extent, rows.as<float>(), outputs.as<float>());
   }
+
+ private:
+  struct Extent {
+    std::int64_t outer = 1, classes = 1, inner = 1;
+    [[nodiscard]] std::int64_t rows() const { return outer * inner; }
+  };
+
+  [[nodiscard]] int axis_of(const TensorSpec& outputs) const {
+    return options_.axis == -1 ? outputs.shape.rank() - 1 : options_.axis;
+  }
+  [[nodiscard]] Extent extent_of(const TensorSpec& outputs) const {
+    Extent extent;
+    const int axis = axis_of(outputs);
+    for (int d = 0; d < outputs.shape.rank(); ++d) {
+      (d < axis ? extent.outer : d == axis ? extent.classes : extent.inner) *= outputs.shape[d];
+    }
+    return extent;
+  }
+  static TensorSpec rows_spec(const Extent& extent) {
+    return {DType::kF32, {extent.rows(), extent.classes}};
+  }
+  static TensorSpec classes_spec(const Extent& extent) { return {DType::kI32, {extent.rows()}}; }
+  static std::int64_t class_at(const Tensor& targets, std::int64_t i) {
+    return targets.spec.dtype == DType::kI64 ? targets.as<std::int64_t>()[i]
+                                             : targets.as<std::int32_t>()[i];
+  }
+  static void move_classes(const Extent& extent, const float* from, float* to) {
+    for (std::int64_t o = 0; o < extent.outer; ++o) {
+      for (std::int64_t c = 0; c < extent.classes; ++c) {
+        for (std::int64_t i = 0; i < extent.inner; ++i) {
+          to[(o * extent.inner + i) * extent.classes + c] = *from++;
+        }
+      }
+    }
+  }
+  static void restore_classes(const Extent& extent, const float* from, float* to) {
+    for (std::int64_t o = 0; o < extent.outer; ++o) {
+      for (std::int64_t c = 0; c < extent.classes; ++c) {
+        for (std::int64_t i = 0; i < extent.inner; ++i) {
+          *to++ = from[(o * extent.inner + i) * extent.classes + c];
+        }
+      }
+    }
+  }
+  // What smoothing adds to the sum: smoothing * (the target's logit - the mean logit).
+  [[nodiscard]] double smoothed_sum(const Tensor& rows, const Tensor& classes,
+                                    std::int64_t count) const {
+    if (options_.smoothing == 0) return 0;
+    double sum = 0;
+    for (std::int64_t row = 0; row < classes.elements(); ++row) {
+      const std::int32_t wanted = classes.as<std::int32_t>()[row];
+      if (wanted < 0) continue;
+      const float* const logits = rows.as<float>() + row * count;
+      double total = 0;
+      for (std::int64_t c = 0; c < count; ++c) total += logits[c];
+      sum += static_cast<double>(logits[wanted]) - total / static_cast<double>(count);
+    }
+    return options_.smoothing * sum;
+  }
+  void smooth_gradient(const Tensor& rows, const Tensor& classes, std::int64_t count,
+                       float scale) const {
+    if (options_.smoothing == 0) return;
+    const float moved = scale * static_cast<float>(options_.smoothing);
+    const float each = moved / static_cast<float>(count);
+    for (std::int64_t row = 0; row < classes.elements(); ++row) {
+      const std::int32_t wanted = classes.as<std::int32_t>()[row];
+      if (wanted < 0) continue;
+      float* const gradient = rows.as<float>() + row * count;
+      for (std::int64_t c = 0; c < count; ++c) gradient[c] -= each;
+      gradient[wanted] += moved;
+    }
+  }
+
+  CrossEntropyOptions options_;
+};
+
+class ElementwiseLoss final : public Loss {
+ public:
+  explicit ElementwiseLoss(std::function<LossTerm(float, float)> term) : term_(std::move(term)) {
+    if (!term_) throw_usage("elementwise_loss() without a function");
+  }
+  [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override {
+    if (outputs.dtype == DType::kF32 && outputs.shape.rank() > 0) return outputs;
+    throw_usage("the outputs are {}; legal: f32 [samples, ...]", to_string(outputs));
+  }
+  [[nodiscard]] double weight(const TensorSpec& /*outputs*/, const Tensor& targets) const override {
+    return static_cast<double>(targets.elements());
+  }
+  void compute(StageContext& ctx, const Tensor& outputs, const Tensor& targets,
+               double* sum) override {
+    const double scale = ctx.loss_scale;
+    *sum = 0;
+    for (std::int64_t i = 0; i < outputs.elements(); ++i) {
+      const LossTerm term = term_(outputs.at(i), targets.at(i));
+      *sum += term.value;
+      if (ctx.phase == Phase::kTrain) outputs.at(i) = static_cast<float>(scale * term.derivative);
+    }
+  }
+
+ private:
+  std::function<LossTerm(float, float)> term_;
 };
 
 }  // namespace
@@ -74,8 +225,12 @@ LossSpec mse_loss() {
   return {"mse_loss", [] { return std::make_unique<SquaredError>(); }};
 }
 
-LossSpec cross_entropy_loss() {
-  return {"cross_entropy_loss", [] { return std::make_unique<CrossEntropy>(); }};
+LossSpec cross_entropy_loss(const CrossEntropyOptions& options) {
+  return loss<CrossEntropy>("cross_entropy_loss", options);
+}
+
+LossSpec elementwise_loss(std::string kind, std::function<LossTerm(float, float)> term) {
+  return loss<ElementwiseLoss>(std::move(kind), std::move(term));
 }
 
 }  // namespace sluice

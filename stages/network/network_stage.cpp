@@ -8,21 +8,10 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "stages/network/naming.hpp"
 
 namespace sluice {
 namespace {
-
-// Runs `body`; an Error without a rank names `who`.
-template <typename Body>
-decltype(auto) naming(const std::string& who, const Body& body) {
-  try {
-    return body();
-  } catch (const OutOfMemory&) {
-    throw;
-  } catch (const Error& error) {
-    throw Error(error.code(), who + ": " + error.what(), error.rank(), error.location());
-  }
-}
 
 void require_gpu(bool runs, const std::string& who, const ComputeContext& compute) {
   if (runs || compute.device().kind == DeviceKind::kCpu) return;

@@ -1,4 +1,4 @@
-// residual: two runs of layers whose results are added.
+// group: layers as one. residual: two runs of layers whose results are added.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -28,7 +28,7 @@ class Run {
   Run(const std::vector<LayerSpec>& specs, int number) {
     for (std::size_t i = 0; i < specs.size(); ++i) {
       if (!specs[i].make) {
-        throw_usage("cut() within residual(); legal: between the layers of the model");
+        throw_usage("cut() within another layer; legal: between the layers of the model");
       }
       const int mine = static_cast<int>(i);
       layers_.push_back(make_layer(specs[i], mine, number + mine));
@@ -39,6 +39,9 @@ class Run {
   [[nodiscard]] TensorSpec output(TensorSpec spec) const {
     for (const NumberedLayer& each : layers_) spec = output_of(each, spec);
     return spec;
+  }
+  void check_inputs(const Tensor& x) const {
+    if (!layers_.empty()) layers_[0].layer->check_inputs(x);
   }
   void add_parameters(ParameterSet& set, const std::string& name) {
     for (const NumberedLayer& each : layers_) {
@@ -156,15 +159,72 @@ class Run {
   std::vector<Made> made_;  // of the present call
 };
 
-// Random numbers of a block's layers: numbers that no layer of a model has.
-constexpr int kBlockNumbers = 1 << 12, kShortcutNumbers = 1 << 11;
+// Where the numbers of a block's layers for random numbers begin: beyond those of a model's layers,
+// and others for every block, however blocks are nested.
+enum class Branch : std::uint32_t { kMain, kShortcut };
+int first_number(int number, Branch branch) {
+  constexpr std::uint32_t kBeyondLayers = 1U << 20;
+  const std::uint32_t mixed =
+      (static_cast<std::uint32_t>(number) * 2 + static_cast<std::uint32_t>(branch) + 1) *
+      2654435761U;
+  return static_cast<int>((mixed >> 10) + kBeyondLayers);
+}
+
+class GroupLayer final : public Layer {
+ public:
+  GroupLayer(const std::vector<LayerSpec>& layers, int number)
+      : layers_(layers, first_number(number, Branch::kMain)) {
+    if (layers.empty()) throw_usage("group() needs at least one layer");
+  }
+
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
+    return layers_.output(input);
+  }
+  void add_parameters(ParameterSet& set, const std::string& name) override {
+    layers_.add_parameters(set, name);
+  }
+  [[nodiscard]] bool runs_on_gpu() const override { return layers_.runs_on_gpu(); }
+  [[nodiscard]] double cost(const TensorSpec& input) const override { return layers_.cost(input); }
+  void check_inputs(const Tensor& x) const override { layers_.check_inputs(x); }
+  [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
+    Allocators memory;
+    LayerNeeds needs;
+    layers_.measure(input, compute, memory, needs);
+    needs.memory.until_input = memory.until_input.used();
+    needs.memory.until_weight = memory.until_weight.used();
+    needs.memory.gradients = memory.gradients.used();
+    return needs;
+  }
+
+  void forward(LayerCall& call, const Tensor& y) override {
+    begin(call);
+    layers_.forward(call, call.scratch, y);
+  }
+  void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
+    begin(call);
+    layers_.backward_input(call, call.scratch, dy, dx);
+  }
+  void backward_weight(LayerCall& call, const Tensor& dy) override {
+    begin(call);
+    layers_.backward_weight(call, call.scratch, dy);
+  }
+
+ private:
+  void begin(const LayerCall& call) {
+    Allocators memory{BumpAllocator(call.until_input), BumpAllocator(call.until_weight),
+                      BumpAllocator(call.gradients)};
+    layers_.begin(call, memory);
+  }
+
+  Run layers_;
+};
 
 class ResidualBlock final : public Layer {
  public:
   ResidualBlock(const std::vector<LayerSpec>& layers, const std::vector<LayerSpec>& shortcut,
                 int number)
-      : main_(layers, (number + 1) * kBlockNumbers),
-        shortcut_(shortcut, (number + 1) * kBlockNumbers + kShortcutNumbers) {
+      : main_(layers, first_number(number, Branch::kMain)),
+        shortcut_(shortcut, first_number(number, Branch::kShortcut)) {
     if (layers.empty()) throw_usage("residual() needs at least one layer");
   }
 
@@ -177,6 +237,10 @@ class ResidualBlock final : public Layer {
   void add_parameters(ParameterSet& set, const std::string& name) override {
     main_.add_parameters(set, name);
     shortcut_.add_parameters(set, name + "shortcut.");
+  }
+  void check_inputs(const Tensor& x) const override {
+    main_.check_inputs(x);
+    shortcut_.check_inputs(x);
   }
   [[nodiscard]] bool runs_on_gpu() const override {
     return main_.runs_on_gpu() && shortcut_.runs_on_gpu();
@@ -242,6 +306,12 @@ class ResidualBlock final : public Layer {
 };
 
 }  // namespace
+
+LayerSpec group(std::vector<LayerSpec> layers) {
+  return {"group", [layers = std::move(layers)](int number) {
+            return std::make_unique<GroupLayer>(layers, number);
+          }};
+}
 
 LayerSpec residual(std::vector<LayerSpec> layers, std::vector<LayerSpec> shortcut) {
   return {"residual", [layers = std::move(layers), shortcut = std::move(shortcut)](int number) {

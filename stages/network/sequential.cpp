@@ -6,6 +6,7 @@
 #include <sluice/layers.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "stages/network/naming.hpp"
 #include "stages/network/network_stage.hpp"
 
 namespace sluice {
@@ -16,6 +17,11 @@ struct Sequential::Model {
   LossSpec loss;
   std::vector<double> costs;  // of layers; empty: the input is not known
 
+  // Null without a loss; an Error names it.
+  [[nodiscard]] std::unique_ptr<Loss> make_loss() const {
+    if (!loss.make) return nullptr;
+    return naming(loss.kind, [&] { return loss.make(); });
+  }
   [[nodiscard]] NumberedLayer make(std::size_t index) const {
     const int number = static_cast<int>(index);
     return make_layer(layers[index], number, number);
@@ -44,7 +50,7 @@ Sequential::Sequential(std::vector<LayerSpec> layers, LossSpec loss) {
     throw_usage("cut() after the last layer leaves a stage without layers");
   }
   for (std::size_t i = 0; i < model->layers.size(); ++i) (void)model->make(i);
-  if (model->loss.make) (void)model->loss.make();
+  (void)model->make_loss();
   model_ = model;
 }
 
@@ -60,12 +66,8 @@ Sequential Sequential::with_input(const TensorSpec& sample) const {
     model->costs.push_back(made.layer->cost(spec));
     spec = out;
   }
-  if (model->loss.make) {
-    try {
-      (void)model->loss.make()->targets(spec);
-    } catch (const Error& error) {
-      throw Error(error.code(), fmt::format("{}: {}", model->loss.kind, error.what()));
-    }
+  if (const std::unique_ptr<Loss> loss = model->make_loss()) {
+    naming(model->loss.kind, [&] { (void)loss->targets(spec); });
   }
   Sequential same = *this;
   same.model_ = model;
@@ -103,11 +105,9 @@ std::unique_ptr<Stage> Sequential::operator()(int stage, int stages) const {
   for (int i = parts.first[at]; i < parts.first[at + 1]; ++i) {
     layers.push_back(model_->make(static_cast<std::size_t>(i)));
   }
-  if (stage < stages - 1 || !model_->loss.make) {
-    return std::make_unique<NetworkStage>(std::move(layers));
-  }
-  return std::make_unique<LossNetworkStage>(std::move(layers), model_->loss.kind,
-                                            model_->loss.make());
+  std::unique_ptr<Loss> loss = stage < stages - 1 ? nullptr : model_->make_loss();
+  if (loss == nullptr) return std::make_unique<NetworkStage>(std::move(layers));
+  return std::make_unique<LossNetworkStage>(std::move(layers), model_->loss.kind, std::move(loss));
 }
 
 }  // namespace sluice

@@ -86,6 +86,8 @@ class Dataset {
                    std::span<const Tensor> targets) const = 0;
 };
 
+// A tensor with a copy of values in host memory.
+[[nodiscard]] HostTensor host_copy(const Tensor& values);
 // Item i is sample i of every array: dimension 0 counts samples. Throws Error(kUsage) without
 // inputs, and where arrays have different numbers of samples, or none.
 [[nodiscard]] std::shared_ptr<Dataset> make_array_dataset(std::vector<HostTensor> inputs,

@@ -139,7 +139,8 @@ class Pipeline {
   void set_learning_rate(double rate);
   void set_learning_rate(const LearningRate& rate);
   // --- without training, between any two steps ---
-  // Loss of a batch of any number of samples, forward only.
+  // Loss of a batch of any number of samples, forward only. Error(kUsage) for a last stage without
+  // a loss, which is legal with options.training.inference.
   [[nodiscard]] EvaluationReport evaluate(const Batch& batch);
   // Loss of the first `samples` samples of `source`, whose tensors are like the pipeline's.
   [[nodiscard]] EvaluationReport evaluate(const DataSource& source, std::int64_t samples);

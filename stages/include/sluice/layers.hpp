@@ -135,6 +135,12 @@ template <typename T, typename... Arguments>
 [[nodiscard]] LayerSpec unflatten(const Shape& dims);
 // Over the last dimension, which is `width`; weight and bias [width].
 [[nodiscard]] LayerSpec layer_norm(std::int64_t width, double epsilon = 1e-5);
+// x / sqrt(mean of x^2 + epsilon) * weight over the last dimension, which is `width`.
+[[nodiscard]] LayerSpec rms_norm(std::int64_t width, double epsilon = 1e-5);
+// Over the last dimension; on CPUs alone. Models with cross_entropy_loss() end without it.
+[[nodiscard]] LayerSpec softmax();
+// Several layers as one, with names of parameters such as "3.0.weight".
+[[nodiscard]] LayerSpec group(std::vector<LayerSpec> layers);
 // y = sum of the layers' result and the shortcut's, which is the input itself without layers. Names
 // of parameters: "3.0.weight" of the first layer, "3.shortcut.0.weight" of the shortcut's.
 [[nodiscard]] LayerSpec residual(std::vector<LayerSpec> layers,
@@ -183,6 +189,10 @@ struct BatchNormOptions {
 // torchgpipe's DeferredBatchNorm does; then replicas take the mean of theirs. Throws Error(kData)
 // in training for a micro-batch with one number a channel.
 [[nodiscard]] LayerSpec batch_norm2d(std::int64_t channels, const BatchNormOptions& options = {});
+// The same with mean and variance of one sample, over `groups` groups of neighbouring channels (Wu
+// and He 2018): it depends on no other sample, so neither on micro-batches nor on replicas.
+[[nodiscard]] LayerSpec group_norm(std::int64_t groups, std::int64_t channels,
+                                   double epsilon = 1e-5);
 
 // --- losses ---
 // What the last stage minimises. The loss of a step is the mean over the counted targets.
@@ -212,9 +222,32 @@ struct LossSpec {
 
 // The squared difference; each element counts. Targets f32, in the shape of the outputs.
 [[nodiscard]] LossSpec mse_loss();
-// -log softmax(outputs)[class] over the last dimension of the outputs, f32. Targets i32 in the
-// shape of the outputs without it; one below 0 does not count.
-[[nodiscard]] LossSpec cross_entropy_loss();
+
+struct CrossEntropyOptions {
+  int axis = -1;                // of the outputs, which counts the classes; -1: the last one
+  DType targets = DType::kI32;  // or kI64
+  std::int64_t ignored = -1;    // targets of this class do not count, nor do negative ones
+  // Share of the target's probability that all classes have alike (Szegedy et al. 2016).
+  double smoothing = 0;
+};
+// -log softmax(outputs)[class] over one dimension of the outputs, f32. Targets in the shape of the
+// outputs without it. On a GPU with i32 targets, the last dimension and no smoothing alone.
+[[nodiscard]] LossSpec cross_entropy_loss(const CrossEntropyOptions& options = {});
+
+// A loss of the program's own that is a sum over elements: `term` returns its value and its
+// derivative by the output. Each element counts. Targets f32, in the shape of the outputs. On CPUs
+// alone; called by one thread.
+struct LossTerm {
+  double value = 0;
+  double derivative = 0;
+};
+[[nodiscard]] LossSpec elementwise_loss(std::string kind,
+                                        std::function<LossTerm(float output, float target)> term);
+// Any other one, made from copies of `arguments`.
+template <typename T, typename... Arguments>
+[[nodiscard]] LossSpec loss(std::string kind, Arguments... arguments) {
+  return {std::move(kind), [=] { return std::make_unique<T>(arguments...); }};
+}
 
 // --- models ---
 class Sequential {

@@ -10,8 +10,8 @@
 // valid during the call unless a comment says longer.
 //
 // A schedule that splits the backward pass needs SplitBackward too. The last stage must be a
-// LossStage. The runtime finds both by dynamic_cast; a stage without them is Error(kUsage) with the
-// stage's number.
+// LossStage, except where a pipeline only answers infer(). The runtime finds both by dynamic_cast;
+// a stage without them is Error(kUsage) with the stage's number.
 //
 // A Partition, at the end of this header, divides a model's layers into stages.
 #pragma once

@@ -136,7 +136,7 @@ TEST_P(LayersTest, PicturesHaveTheBitsOfOneRank) {
     const Sequential model =
         Sequential({conv2d(1, 4, 3, {.padding = 1}), batch_norm2d(4), relu(),
                     residual({conv2d(4, 4, 3, {.padding = 1}), dropout(0.1), batch_norm2d(4)}),
-                    max_pool2d(2), conv2d(4, 6, 2, {.groups = 2}), silu(),
+                    max_pool2d(2), conv2d(4, 6, 2, {.groups = 2}), group_norm(2, 6), silu(),
                     avg_pool2d(2, {.stride = 1}), global_avg_pool2d(), linear(6, 3)},
                    cross_entropy_loss())
             .with_input(picture);
@@ -218,6 +218,66 @@ TEST_P(LayersTest, ClassesTrainAndWrongOnesAreNamed) {
   });
 }
 
+// No loss: a pipeline that only answers.
+TEST_P(LayersTest, WithoutALossAPipelineOnlyInfers) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const Sequential model = Sequential({linear(kWidth, 5), tanh(), linear(5, 4), softmax()})
+                                 .with_input({DType::kF32, {kWidth}});
+    PipelineOptions options = options_of(comm.size(), "1f1b", 1);
+    options.training.inference = true;
+    Pipeline pipeline(comm, options, model, {.inputs = {{DType::kF32, {kWidth}}}});
+    const Numbers data;
+    const auto outputs = pipeline.infer(data.batch().inputs, {.to = InferOptions::kEveryRank});
+    ASSERT_EQ(outputs[0].shape(), (Shape{11, 4}));
+    double sum = 0;
+    for (const float value : outputs[0].floats()) sum += value;
+    EXPECT_NEAR(sum, 11, 1e-5);
+    expect_error(ErrorCode::kUsage, {"evaluate() needs a loss"},
+                 [&] { (void)pipeline.evaluate({.inputs = data.batch().inputs, .targets = {}}); });
+    EXPECT_TRUE(pipeline.usable());
+  });
+}
+
+// The classes of pixels are in dimension 1, in 64 bits, and some do not count.
+TEST_P(LayersTest, PixelsHaveClassesAndWrongOnesAreNamed) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TensorSpec picture{DType::kF32, {1, 4, 6}};
+    const Sequential model =
+        Sequential(
+            {conv2d(1, 4, 3, {.padding = 1}), relu(), conv2d(4, 3, 1)},
+            cross_entropy_loss({.axis = 1, .targets = DType::kI64, .ignored = 2, .smoothing = 0.1}))
+            .with_input(picture);
+    const std::vector<float> x = numbers(8 * 24, 3);
+    std::vector<std::int64_t> y(8 * 24);
+    for (std::size_t i = 0; i < y.size(); ++i) y[i] = static_cast<std::int64_t>(i % 3);
+    const BatchSpec batches{.inputs = {picture}, .targets = {{DType::kI64, {4, 6}}}};
+    const Batch batch{.inputs = {view(x, {8, 1, 4, 6})}, .targets = {view(y, {8, 4, 6})}};
+    const auto train = [&](Communicator& over) {
+      Pipeline pipeline(over, options_of(over.size(), "zb-h1", 1), model, batches);
+      Result result;
+      for (int step = 0; step < 4; ++step) {
+        const StepReport report = pipeline.train_step(batch);
+        EXPECT_EQ(report.targets, 128);
+        result.losses.push_back(report.loss);
+      }
+      result.digest = digest_of(pipeline);
+      std::vector<std::int64_t> wrong = y;
+      wrong[30] = 3;
+      expect_error(ErrorCode::kData,
+                   {"target_weight() of micro-batch 0", "cross_entropy_loss: class 3 of sample 1"},
+                   [&] {
+                     (void)pipeline.train_step(
+                         {.inputs = batch.inputs, .targets = {view(wrong, {8, 4, 6})}});
+                   });
+      return result;
+    };
+    const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+    const Result alone = train(*self);
+    EXPECT_LT(alone.losses[3], alone.losses[0]);
+    EXPECT_EQ(train(comm), alone);
+  });
+}
+
 TEST_P(LayersTest, WhatDoesNotFitNamesTheLayerOnAllRanks) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const auto refused = [&](const Sequential& model, const BatchSpec& batches,
@@ -280,8 +340,14 @@ TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
   refused({max_pool2d(2, {.padding = 2})}, "the padding is 2; legal with a kernel");
   refused({batch_norm2d(3, {.momentum = 2})}, "momentum is 2; legal: 0 to 1");
   refused({residual({})}, "layer 0 (residual): residual() needs at least one layer");
-  refused({residual({relu(), cut(), relu()})}, "cut() within residual()");
+  refused({residual({relu(), cut(), relu()})}, "layer 0 (residual): cut() within another layer");
   refused({residual({relu(), linear(0, 1)})}, "layer 0 (residual): layer 1 (linear): in is 0");
+  refused({rms_norm(4, -1)}, "layer 0 (rms_norm): epsilon is -1");
+  refused({group_norm(3, 4)}, "layer 0 (group_norm): 4 channels in 3 groups; legal");
+  refused({group_norm(0, 4)}, "layer 0 (group_norm): groups is 0");
+  refused({group({})}, "layer 0 (group): group() needs at least one layer");
+  refused({group({relu(), group({linear(0, 1)})})},
+          "layer 0 (group): layer 1 (group): layer 0 (linear): in is 0");
   refused({cut(), relu()}, "cut() before layer 0 leaves a stage without layers");
   refused({relu(), cut(), cut(), relu()}, "cut() before layer 1 leaves a stage without layers");
   refused({relu(), cut()}, "cut() after the last layer");
@@ -303,6 +369,18 @@ TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
   expect_error(ErrorCode::kUsage, {"cross_entropy_loss: the outputs are f32 [1]"}, [] {
     (void)Sequential({relu()}, cross_entropy_loss()).with_input({DType::kF32, {}});
   });
+  const auto unfit_loss = [](const LossSpec& loss, const TensorSpec& outputs,
+                             const std::string& part) {
+    expect_error(ErrorCode::kUsage, {part},
+                 [&] { (void)Sequential({relu()}, loss).with_input(outputs); });
+  };
+  unfit_loss(cross_entropy_loss({.axis = 2}), {DType::kF32, {4}},
+             "legal: f32 [samples, ...] with the classes in dimension 2");
+  unfit_loss(cross_entropy_loss({.axis = 0}), {DType::kF32, {4}}, "axis is 0; legal: -1");
+  unfit_loss(cross_entropy_loss({.targets = DType::kF32}), {DType::kF32, {4}},
+             "targets are f32; legal: i32 or i64");
+  unfit_loss(cross_entropy_loss({.smoothing = 1}), {DType::kF32, {4}}, "smoothing is 1");
+  unfit_loss(elementwise_loss("mine", nullptr), {DType::kF32, {4}}, "mine: elementwise_loss()");
   const Sequential model({relu(), relu()});
   expect_error(ErrorCode::kUsage, {"over 0 stages"}, [&] { (void)model.partition(0); });
 }

@@ -117,6 +117,14 @@ TEST(TorchLayersTest, EveryLayerHasTorchsOutputsAndGradients) {
   compare(layer_norm(10), rows, [](const torch::Tensor& x, Parameters& p) {
     return torch::layer_norm(x, {10}, p["0.weight"], p["0.bias"], 1e-5);
   });
+  compare(rms_norm(10), rows, [](const torch::Tensor& x, Parameters& p) {
+    return x * torch::rsqrt(x.pow(2).mean(-1, true) + 1e-5) * p["0.weight"];
+  });
+  compare(group({linear(10, 4), group({tanh(), rms_norm(4)})}), rows,
+          [](const torch::Tensor& x, Parameters& p) {
+            const torch::Tensor y = torch::tanh(torch::linear(x, p["0.0.weight"], p["0.0.bias"]));
+            return y * torch::rsqrt(y.pow(2).mean(-1, true) + 1e-5) * p["0.1.1.weight"];
+          });
   compare(embedding(4, 6), {DType::kI32, {5, 3}},
           [](const torch::Tensor& x, Parameters& p) { return torch::embedding(p["0.weight"], x); });
   compare(embedding(4, 6), {DType::kI32, {5}},
@@ -129,6 +137,7 @@ TEST(TorchLayersTest, EveryLayerHasTorchsOutputsAndGradients) {
   pure(silu(), torch::silu);
   pure(tanh(), torch::tanh);
   pure(sigmoid(), torch::sigmoid);
+  pure(softmax(), [](const torch::Tensor& x) { return torch::softmax(x, -1); });
   pure(flatten(), [](const torch::Tensor& x) { return torch::flatten(x, 1); });
   pure(dropout(0), [](const torch::Tensor& x) { return x.clone(); });
 }
@@ -160,6 +169,11 @@ TEST(TorchLayersTest, EveryLayerOfPicturesHasTorchsOutputsAndGradients) {
           convolved({1, 1}, {2, 2}, 1));
   compare(batch_norm2d(4), pictures,
           [](const torch::Tensor& x, Parameters& p) { return normed(x, p, "0"); });
+  for (const std::int64_t groups : {1, 2, 4}) {
+    compare(group_norm(groups, 4), pictures, [=](const torch::Tensor& x, Parameters& p) {
+      return torch::group_norm(x, groups, p["0.weight"], p["0.bias"], 1e-5);
+    });
+  }
   const auto pure = [&](const LayerSpec& spec, const Function& function) {
     compare(spec, pictures, function);
   };
@@ -192,6 +206,68 @@ TEST(TorchLayersTest, EveryLayerOfPicturesHasTorchsOutputsAndGradients) {
          return torch::relu(torch::conv2d(x, p["0.0.weight"], p["0.0.bias"], 2, 1)) +
                 normed(torch::conv2d(x, p["0.shortcut.0.weight"], {}, 2), p, "0.shortcut.1");
        });
+}
+
+// The sum, its gradient and its weight.
+void compare_loss(const LossSpec& spec, const Shape& outputs, const torch::Tensor& targets,
+                  const std::function<torch::Tensor(const torch::Tensor& y)>& function) {
+  SCOPED_TRACE(spec.kind);
+  const std::unique_ptr<Loss> loss = spec.make();
+  ComputeContext compute(Device{}, 1);
+  compute.reserve_workspace(loss->operator_bytes({DType::kF32, outputs}));
+  std::vector<float> values = numbers(outputs.elements(), 6, 3);
+  const Tensor y{values.data(), {DType::kF32, outputs}};
+  const torch::Tensor at = as_torch(y).set_requires_grad(true);
+  const torch::Tensor expected = function(at);
+  (expected * 0.5).backward();
+  StageContext ctx{.compute = compute};
+  ctx.samples = outputs[0];
+  ctx.loss_scale = 0.5;
+  const TensorSpec spec_of_targets = loss->targets(y.spec);
+  const torch::Tensor held = targets.contiguous();
+  double sum = 0;
+  loss->compute(ctx, y, {held.data_ptr(), spec_of_targets}, &sum);
+  EXPECT_NEAR(sum, expected.item<double>(), 1e-5 * std::abs(expected.item<double>()));
+  expect_close(as_torch(y), at.grad(), kGradients, "gradient");
+}
+
+TEST(TorchLayersTest, LossesHaveTorchsSumsAndGradients) {
+  if (world().rank() > 0) return;
+  const auto classes = [](std::vector<std::int64_t> dims, std::int64_t count) {
+    std::int64_t elements = 1;
+    for (const std::int64_t dim : dims) elements *= dim;
+    return (torch::arange(elements) * 7 % count).reshape(dims);
+  };
+  const auto entropy = [](const torch::Tensor& wanted, std::int64_t ignored, double smoothing) {
+    return [=](const torch::Tensor& y) {
+      return torch::cross_entropy_loss(y, wanted.to(torch::kLong), {}, torch::Reduction::Sum,
+                                       ignored, smoothing);
+    };
+  };
+  const torch::Tensor rows = classes({9}, 5), pixels = classes({2, 6, 7}, 5);
+  const torch::Tensor short_rows = rows.to(torch::kInt), short_pixels = pixels.to(torch::kInt);
+  compare_loss(cross_entropy_loss(), {9, 5}, short_rows, entropy(rows, -100, 0));
+  compare_loss(cross_entropy_loss({.targets = DType::kI64}), {9, 5}, rows, entropy(rows, -100, 0));
+  compare_loss(cross_entropy_loss({.ignored = 3}), {9, 5}, short_rows, entropy(rows, 3, 0));
+  compare_loss(cross_entropy_loss({.ignored = 3, .smoothing = 0.1}), {9, 5}, short_rows,
+               entropy(rows, 3, 0.1));
+  compare_loss(cross_entropy_loss({.axis = 1}), {2, 5, 6, 7}, short_pixels,
+               entropy(pixels, -100, 0));
+  compare_loss(
+      cross_entropy_loss({.axis = 1, .targets = DType::kI64, .ignored = 0, .smoothing = 0.2}),
+      {2, 5, 6, 7}, pixels, entropy(pixels, 0, 0.2));
+  const torch::Tensor wanted = torch::linspace(-1, 1, 12).reshape({4, 3});
+  compare_loss(mse_loss(), {4, 3}, wanted, [&](const torch::Tensor& y) {
+    return torch::mse_loss(y, wanted, torch::Reduction::Sum);
+  });
+  const auto huber = [](float y, float target) -> LossTerm {
+    const double off = double{y} - double{target}, size = std::abs(off);
+    if (size <= 1) return {0.5 * off * off, off};
+    return {size - 0.5, off > 0 ? 1.0 : -1.0};
+  };
+  compare_loss(elementwise_loss("huber", huber), {4, 3}, wanted, [&](const torch::Tensor& y) {
+    return torch::huber_loss(y, wanted, torch::Reduction::Sum);
+  });
 }
 
 // Over micro-batches of 1 to 3 samples: those of the whole batch, once.
