@@ -21,9 +21,9 @@ packages_of() {
       libboost-program-options-dev nlohmann-json3-dev libfmt-dev libssl-dev libxxhash-dev zlib1g-dev ;;
     # The text that train.sh learns.
     data) echo bible-kjv bible-kjv-text ;;
-    # Tests and benchmarks; Boost.Context for the threads of a block in tests/emulated_cuda.
+    # Tests and benchmarks, and the pictures of an example; Boost.Context for the threads of a block in tests/emulated_cuda.
     test) echo libgtest-dev libgmock-dev libboost-context-dev pkg-config python3 python3-venv \
-      python3-jsonschema python3-yaml ca-certificates ;;
+      python3-jsonschema python3-yaml ca-certificates dataset-fashion-mnist ;;
     # Hosts as network namespaces. Not in `test`: on a system with systemd, services such as sshd start.
     hosts) echo iproute2 openssh-client openssh-server procps slurm-wlm munge ;;
     # What an image has beside the program and its libraries: mpirun, and SSH between hosts.
