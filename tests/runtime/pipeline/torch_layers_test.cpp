@@ -272,8 +272,8 @@ TEST(TorchLayersTest, LossesHaveTorchsSumsAndGradients) {
 
 // Over micro-batches of 1 to 3 samples: those of the whole batch, once.
 TEST(TorchLayersTest, RunningStatisticsMoveOncePerStepAsTorchsOverTheBatch) {
+  const auto self = world().split(world().rank(), 0);
   if (world().rank() > 0) return;
-  const auto self = world().split(0, 0);
   const std::vector<float> x = numbers(7 * 3 * 4 * 5, 9, 2), y(7 * 3 * 4 * 5);
   const TensorSpec picture{DType::kF32, {3, 4, 5}};
   const BatchSpec spec{.inputs = {picture}, .targets = {picture}};
