@@ -64,10 +64,7 @@ file(GENERATE OUTPUT sluice.pc INPUT ${PROJECT_BINARY_DIR}/sluice.pc.in)
 install(FILES ${PROJECT_BINARY_DIR}/sluice.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
 # The guide with its programs, and the pages that it refers to.
 install(FILES runtime/copyright CHANGELOG.md DESTINATION ${CMAKE_INSTALL_DOCDIR})
-install(
-  DIRECTORY examples
-  DESTINATION ${CMAKE_INSTALL_DOCDIR}
-  PATTERN CMakeLists.txt EXCLUDE)
+install(DIRECTORY examples DESTINATION ${CMAKE_INSTALL_DOCDIR})
 foreach(folder comm runtime schedules stages)
   install(FILES ${folder}/README.md DESTINATION ${CMAKE_INSTALL_DOCDIR}/${folder})
 endforeach()

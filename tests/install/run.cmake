@@ -84,6 +84,13 @@ elseif(WAY STREQUAL installed)
   if(EXISTS ${prefix}/bin/sluice)
     run(${prefix}/bin/sluice --version)
   endif()
+  # The programs of the guide, from where it is installed.
+  set(consumer ${CONSUMER})
+  set(CONSUMER ${prefix}/share/doc/sluice/examples)
+  configure(examples -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH=${prefix})
+  run(${CMAKE_COMMAND} --build ${build}/examples)
+  run(${MPIEXEC} -n 2 ${build}/examples/two_stage_mlp)
+  set(CONSUMER ${consumer})
   # Plans need no other library.
   set(others)
   foreach(package MPI OpenMP Boost fmt OpenSSL ZLIB nlohmann_json CUDAToolkit Threads)
