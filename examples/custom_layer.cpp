@@ -47,7 +47,8 @@ int main(int argc, char** argv) {
                       {.inputs = {{DType::kF32, {2}}}, .targets = {{DType::kF32, {1}}}});
     std::vector<float> x, y;  // the product of two numbers on a grid
     for (int i = 0; i < 64; ++i) {
-      x.insert(x.end(), {float(i % 8) / 4 - 1, float(i / 8) / 4 - 1});
+      const int row = i / 8;
+      x.insert(x.end(), {float(i % 8) / 4 - 1, float(row) / 4 - 1});
       y.push_back(x[x.size() - 2] * x.back());
     }
     const Batch batch{.inputs = {view(x, {64, 2})}, .targets = {view(y, {64, 1})}};

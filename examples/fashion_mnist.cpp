@@ -46,8 +46,9 @@ struct Clothes : Dataset {
     const bool mirror = training && (philox(item.random, std::uint64_t(item.index), 0)[0] & 1) != 0;
     const std::byte* const from = pictures.bytes.data() + item.index * kPixels;
     for (int i = 0; i < kPixels; ++i) {
-      const int column = mirror ? kSide - 1 - i % kSide : i % kSide;
-      inputs[0].at(i) = (float(from[i / kSide * kSide + column]) / 255 - 0.286F) / 0.353F;
+      const int column = i % kSide, first = i - column;  // of the row
+      const std::byte pixel = from[first + (mirror ? kSide - 1 - column : column)];
+      inputs[0].at(i) = (float(pixel) / 255 - 0.286F) / 0.353F;
     }
   }
 };

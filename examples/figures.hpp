@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <string>
@@ -17,7 +18,7 @@ struct Svg {
         "<rect width=\"100%%\" height=\"100%%\" fill=\"#fff\"/>\n",
         width, height);
   }
-  ~Svg() { print("</svg>\n"); }
+  ~Svg() { file << "</svg>\n"; }
   template <typename... Values>
   void print(const char* format, Values... values) {
     char line[512];
@@ -44,7 +45,7 @@ inline void curve(const std::string& path, const std::string& title,
   svg.text(kLeft + kWide / 2, 20, title);
   for (double share = 1; share >= low; share -= 0.05) {
     svg.print("<path d=\"M%.1f %.1fh%.1f\" stroke=\"#ddd\"/>\n", kLeft, y(share), kWide);
-    svg.text(kLeft - 6, y(share) + 4, std::to_string(int(share * 100 + 0.5)).append(" %"), "end");
+    svg.text(kLeft - 6, y(share) + 4, std::to_string(std::lround(share * 100)).append(" %"), "end");
   }
   std::string path_of_points;
   for (std::size_t i = 0; i < shares.size(); ++i) {

@@ -28,12 +28,14 @@ struct Heat {
     MPI_Comm_size(ranks, &size);
     first = kSide * rank / size;
     rows = kSide * (rank + 1) / size - first;
-    now.resize(std::size_t((rows + 2 * kAround) * kWidth));
+    now.resize(place(rows + kAround, -kAround));
     next = now;
   }
-  float& at(int row, int column) {
-    return now[std::size_t((row + kAround) * kWidth + column + kAround)];
+  static std::size_t place(int row, int column) {
+    const int index = (row + kAround) * kWidth + column + kAround;
+    return std::size_t(index);
   }
+  float& at(int row, int column) { return now[place(row, column)]; }
   void heat(int row, int column, float by) {  // a spot, wherever it lies
     for (int r = 0; r < rows; ++r) {
       for (int c = 0; c < kSide; ++c) {
@@ -60,9 +62,8 @@ struct Heat {
     for (int r = 0; r < rows; ++r) {
       for (int c = 0; c < kSide; ++c) {
         const float here = at(r, c);
-        next[std::size_t((r + kAround) * kWidth + c + kAround)] =
-            here + 0.1F * (flow(here, at(r - 1, c)) + flow(here, at(r + 1, c)) +
-                           flow(here, at(r, c - 1)) + flow(here, at(r, c + 1)));
+        next[place(r, c)] = here + 0.1F * (flow(here, at(r - 1, c)) + flow(here, at(r + 1, c)) +
+                                           flow(here, at(r, c - 1)) + flow(here, at(r, c + 1)));
       }
     }
     now.swap(next);

@@ -20,6 +20,43 @@ namespace sluice {
 
 using Json = nlohmann::json;
 
+namespace {
+
+void add_training(const PipelineOptions::Training& training, NamedValues& values) {
+  const auto add = [&](const char* name, const auto& value) {
+    values.emplace_back(name, fmt::format("{}", value));
+  };
+  add("optimizer", static_cast<int>(training.optimizer.kind));
+  add("beta1", training.optimizer.beta1);
+  add("beta2", training.optimizer.beta2);
+  add("epsilon", training.optimizer.epsilon);
+  add("momentum", training.optimizer.momentum);
+  add("nesterov", training.optimizer.nesterov);
+  add("weight-decay", training.optimizer.weight_decay);
+  add("own optimizer", static_cast<bool>(training.make_optimizer));
+  std::string groups;
+  for (const ParameterGroup& group : training.groups) {
+    groups += fmt::format("{} {} {} {}; ", group.names, group.learning_rate_scale,
+                          group.weight_decay ? fmt::format("{}", *group.weight_decay) : "-",
+                          group.frozen);
+  }
+  add("groups of parameters", groups);
+  add("learning-rate", training.learning_rate.peak);
+  add("final-learning-rate-share", training.learning_rate.final_share);
+  add("warmup", training.learning_rate.warmup);
+  add("steps", training.learning_rate.steps);
+  add("learning-rate-decay", static_cast<int>(training.learning_rate.decay));
+  add("learning-rate factor", training.learning_rate.factor);
+  add("learning-rate falls every", training.learning_rate.every);
+  add("clip", training.clip);
+  add("inference", training.inference);
+  add("skip-nonfinite", training.skip_nonfinite);
+  add("save-copy", training.save_copy);
+  values.emplace_back("evaluations", fmt::format("{}", fmt::join(training.evaluations, ",")));
+}
+
+}  // namespace
+
 NamedValues agreed_values(const PipelineOptions& options) {
   NamedValues values = options.checks.configuration;
   values.emplace_back("build of Sluice", build_name());
@@ -50,34 +87,7 @@ NamedValues agreed_values(const PipelineOptions& options) {
   add("all-reduce", options.devices.all_reduce);
   add("cuda-graphs", options.devices.cuda_graphs);
   add("bucket-bytes", options.devices.bucket_bytes);
-  add("optimizer", static_cast<int>(options.training.optimizer.kind));
-  add("beta1", options.training.optimizer.beta1);
-  add("beta2", options.training.optimizer.beta2);
-  add("epsilon", options.training.optimizer.epsilon);
-  add("momentum", options.training.optimizer.momentum);
-  add("nesterov", options.training.optimizer.nesterov);
-  add("weight-decay", options.training.optimizer.weight_decay);
-  add("own optimizer", static_cast<bool>(options.training.make_optimizer));
-  std::string groups;
-  for (const ParameterGroup& group : options.training.groups) {
-    groups += fmt::format("{} {} {} {}; ", group.names, group.learning_rate_scale,
-                          group.weight_decay ? fmt::format("{}", *group.weight_decay) : "-",
-                          group.frozen);
-  }
-  add("groups of parameters", groups);
-  add("learning-rate", options.training.learning_rate.peak);
-  add("final-learning-rate-share", options.training.learning_rate.final_share);
-  add("warmup", options.training.learning_rate.warmup);
-  add("steps", options.training.learning_rate.steps);
-  add("learning-rate-decay", static_cast<int>(options.training.learning_rate.decay));
-  add("learning-rate factor", options.training.learning_rate.factor);
-  add("learning-rate falls every", options.training.learning_rate.every);
-  add("clip", options.training.clip);
-  add("inference", options.training.inference);
-  add("skip-nonfinite", options.training.skip_nonfinite);
-  add("save-copy", options.training.save_copy);
-  values.emplace_back("evaluations",
-                      fmt::format("{}", fmt::join(options.training.evaluations, ",")));
+  add_training(options.training, values);
   add("check-replicas", options.checks.replicas_every);
   add("trace", options.checks.trace);
   return values;
