@@ -166,7 +166,8 @@ LayerSpec activation(const char* kind, Forward forward, Backward backward) {
 
 LayerSpec cut() { return {"cut", nullptr}; }
 LayerSpec relu() { return activation("relu", relu_forward, relu_backward); }
-LayerSpec gelu() { return activation("gelu", gelu_forward, gelu_backward); }
+LayerSpec gelu() { return activation("gelu", exact_gelu_forward, exact_gelu_backward); }
+LayerSpec gelu_tanh() { return activation("gelu_tanh", gelu_forward, gelu_backward); }
 LayerSpec silu() { return activation("silu", silu_forward, silu_backward); }
 LayerSpec tanh() { return activation("tanh", tanh_forward, tanh_backward); }
 LayerSpec sigmoid() { return activation("sigmoid", sigmoid_forward, sigmoid_backward); }

@@ -119,10 +119,12 @@ template <typename T, typename... Arguments>
 // y = x weightᵀ + bias over the last dimension; weight [out, in], bias [out]; both from
 // U(-1/sqrt(in), 1/sqrt(in)).
 [[nodiscard]] LayerSpec linear(std::int64_t in, std::int64_t out, bool bias = true);
-// Element by element, f32 of any shape. silu is x sigmoid(x); gelu is the tanh form, which torch
-// calls approximate="tanh".
+// Element by element, f32 of any shape. silu is x sigmoid(x). gelu is x times the normal
+// distribution's function of x, as torch's GELU() is; gelu_tanh is GPT-2's form, within 5e-4 of it,
+// which torch calls approximate="tanh".
 [[nodiscard]] LayerSpec relu();
 [[nodiscard]] LayerSpec gelu();
+[[nodiscard]] LayerSpec gelu_tanh();
 [[nodiscard]] LayerSpec silu();
 [[nodiscard]] LayerSpec tanh();
 [[nodiscard]] LayerSpec sigmoid();
