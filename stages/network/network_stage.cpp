@@ -9,6 +9,7 @@
 
 #include "comm/base/throw_error.hpp"
 #include "stages/network/naming.hpp"
+#include "stages/tensor/unwritten.hpp"
 
 namespace sluice {
 namespace {
@@ -25,6 +26,17 @@ SlotMemory::Need largest(const SlotMemory::Need& a, const SlotMemory::Need& b) {
                     std::max(a.layer.scratch, b.layer.scratch)},
           .output = std::max(a.output, b.output),
           .input_gradient = std::max(a.input_gradient, b.input_gradient)};
+}
+
+// Runs `body`, which writes `tensor`, and watches the first call on a CPU.
+template <typename Body>
+void watched(bool& was, const LayerCall& call, const char* what, const Tensor& tensor,
+             const Body& body) {
+  if (was || call.compute().device().kind != DeviceKind::kCpu) return body();
+  mark_unwritten(tensor);
+  body();
+  require_written(tensor, what);
+  was = true;
 }
 
 void copy(StageContext& ctx, const Tensor& from, const Tensor& to) {
@@ -46,6 +58,20 @@ NumberedLayer make_layer(const LayerSpec& spec, int number, int drawn) {
 
 TensorSpec output_of(const NumberedLayer& layer, const TensorSpec& input) {
   return naming(layer.name(), [&] { return layer.layer->output(input); });
+}
+
+void layer_forward(NumberedLayer& layer, LayerCall& call, const Tensor& y) {
+  naming(layer, [&] {
+    watched(layer.forward_watched, call, "its output", y, [&] { layer.layer->forward(call, y); });
+  });
+}
+
+void layer_backward_input(NumberedLayer& layer, LayerCall& call, const Tensor& dy,
+                          const Tensor& dx) {
+  naming(layer, [&] {
+    watched(layer.backward_watched, call, "its input's gradient", dx,
+            [&] { layer.layer->backward_input(call, dy, dx); });
+  });
 }
 
 NetworkStage::NetworkStage(std::vector<NumberedLayer> layers) : layers_(std::move(layers)) {
@@ -98,7 +124,7 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
 
 void NetworkStage::check_inputs(std::span<const Tensor> inputs) const {
   if (layers_.empty()) return;
-  naming(layers_[0].name(), [&] { layers_[0].layer->check_inputs(inputs[0]); });
+  naming(layers_[0], [&] { layers_[0].layer->check_inputs(inputs[0]); });
 }
 
 void NetworkStage::prepare(const StageSetup& setup) {
@@ -170,7 +196,7 @@ void NetworkStage::forward(StageContext& ctx, std::span<const Tensor> /*inputs*/
     LayerCall call = call_of(ctx, size, i);
     const bool last = i + 1 == layers_.size();
     const Tensor y = last ? outputs[0] : Tensor{memory_.output(ctx.slot, i), size.specs[i + 1]};
-    naming(layers_[i].name(), [&] { layers_[i].layer->forward(call, y); });
+    layer_forward(layers_[i], call, y);
   }
 }
 
@@ -186,10 +212,10 @@ Tensor NetworkStage::input_gradient(const StageContext& ctx, const Size& size, s
   return grad_inputs.empty() ? Tensor{nullptr, size.specs[0]} : grad_inputs[0];
 }
 
-void NetworkStage::layer_backward_input(LayerCall& call, const Size& size, std::size_t layer,
-                                        const Tensor& dy, const Tensor& dx) {
+void NetworkStage::backward_input_of(LayerCall& call, const Size& size, std::size_t layer,
+                                     const Tensor& dy, const Tensor& dx) {
   if (dx.data == nullptr && size.needs[layer].layer.gradients == 0) return;
-  layers_[layer].layer->backward_input(call, dy, dx);
+  layer_backward_input(layers_[layer], call, dy, dx);
 }
 
 void NetworkStage::backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
@@ -207,10 +233,8 @@ void NetworkStage::backward(StageContext& ctx, std::span<const Tensor> grad_outp
     ctx.compute.progress();
     LayerCall call = call_of(ctx, size, i);
     const Tensor dy = output_gradient(ctx, size, i, grad_outputs[0]);
-    naming(layers_[i].name(), [&] {
-      layer_backward_input(call, size, i, dy, input_gradient(ctx, size, i, grad_inputs));
-      layers_[i].layer->backward_weight(call, dy);
-    });
+    backward_input_of(call, size, i, dy, input_gradient(ctx, size, i, grad_inputs));
+    naming(layers_[i], [&] { layers_[i].layer->backward_weight(call, dy); });
   }
 }
 
@@ -224,9 +248,7 @@ void NetworkStage::backward_input(StageContext& ctx, std::span<const Tensor> gra
     ctx.compute.progress();
     LayerCall call = call_of(ctx, size, i);
     const Tensor dy = output_gradient(ctx, size, i, grad_outputs[0]);
-    naming(layers_[i].name(), [&] {
-      layer_backward_input(call, size, i, dy, input_gradient(ctx, size, i, grad_inputs));
-    });
+    backward_input_of(call, size, i, dy, input_gradient(ctx, size, i, grad_inputs));
   }
 }
 
@@ -235,7 +257,7 @@ void NetworkStage::backward_weight(StageContext& ctx, std::span<const Tensor> gr
   for (std::size_t i = layers_.size(); i-- > 0;) {
     ctx.compute.progress();
     LayerCall call = call_of(ctx, size, i);
-    naming(layers_[i].name(), [&] {
+    naming(layers_[i], [&] {
       layers_[i].layer->backward_weight(call, output_gradient(ctx, size, i, grad_outputs[0]));
     });
   }

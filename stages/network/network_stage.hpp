@@ -16,6 +16,7 @@ struct NumberedLayer {
   int number = 0;    // in the model
   std::string kind;  // "linear"
   std::unique_ptr<Layer> layer;
+  bool forward_watched = false, backward_watched = false;  // the first call was
 
   // "layer 3 (linear)"
   [[nodiscard]] std::string name() const;
@@ -25,6 +26,12 @@ struct NumberedLayer {
 [[nodiscard]] NumberedLayer make_layer(const LayerSpec& spec, int number, int drawn);
 // The layer's output; an Error names the layer.
 [[nodiscard]] TensorSpec output_of(const NumberedLayer& layer, const TensorSpec& input);
+
+// The layer's calls; an Error names the layer. The first of each on a CPU must write every number
+// of y, or of dx where it has data, else Error(kUsage).
+void layer_forward(NumberedLayer& layer, LayerCall& call, const Tensor& y);
+void layer_backward_input(NumberedLayer& layer, LayerCall& call, const Tensor& dy,
+                          const Tensor& dx);
 
 // Without layers it passes its input on.
 class NetworkStage : public Stage, public SplitBackward {
@@ -66,8 +73,9 @@ class NetworkStage : public Stage, public SplitBackward {
                                        const Tensor& grad_output) const;
   [[nodiscard]] Tensor input_gradient(const StageContext& ctx, const Size& size, std::size_t layer,
                                       std::span<const Tensor> grad_inputs) const;
-  void layer_backward_input(LayerCall& call, const Size& size, std::size_t layer, const Tensor& dy,
-                            const Tensor& dx);
+  // Where its dx is wanted, or it has something to keep for the weight gradient.
+  void backward_input_of(LayerCall& call, const Size& size, std::size_t layer, const Tensor& dy,
+                         const Tensor& dx);
 
   std::vector<NumberedLayer> layers_;
   ParameterSet parameters_;

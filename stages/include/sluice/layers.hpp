@@ -251,6 +251,29 @@ template <typename T, typename... Arguments>
   return {std::move(kind), [=] { return std::make_unique<T>(arguments...); }};
 }
 
+// --- checks for tests of a program's own layers and losses ---
+struct GradientCheck {
+  // Fill what the layer, or the loss, gets of micro-batch 0 and 1, in host memory. None: f32
+  // numbers in [-2, 2) that are far from each other, and the integers 0 and 1.
+  std::function<void(int micro_batch, const Tensor& x)> input = {};  // or a loss's outputs
+  std::function<void(int micro_batch, const Tensor& targets)> targets = {};
+  double tolerance = 1e-2;  // of gradients, as a share of the tensor's largest
+  int numbers = 100;        // of each tensor that are compared, evenly spread; 0: all
+  std::uint64_t seed = 1;   // of parameters and random numbers
+};
+// Runs the layer on a CPU with this input: its gradients agree with finite differences; it writes
+// all of its outputs and gradients, and nothing next to them or to its memory, and changes nothing
+// else; it adds to gradients of parameters; needs() names all that it takes; two micro-batches in
+// flight have the bits of one after the other. Parameters are moved off their initial values.
+// Differences are of f32 outputs, summed in double precision. Throws Error(kUsage) that names the
+// layer's kind, what is wrong, where, what was found and what was expected, and what the layer
+// throws. For small inputs: it calls forward some hundred times for each parameter.
+void check_gradients(const LayerSpec& layer, const TensorSpec& input,
+                     const GradientCheck& options = {});
+// The same for a loss of these outputs.
+void check_gradients(const LossSpec& loss, const TensorSpec& outputs,
+                     const GradientCheck& options = {});
+
 // --- models ---
 class Sequential {
  public:
