@@ -1,6 +1,7 @@
 // Pictures whose pixels have classes, over replicas: each computes on its share, and the gradients
 // are summed. They are those of one replica with the whole batch, unless a layer looks at other
 // samples, as batch_norm2d() does.   mpirun -n 2 segmentation_data_parallel     (-n 4: two stages)
+// A number as an argument is that of the steps in the end, 16.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -82,7 +83,8 @@ double difference(const Trained& a, const Trained& b) {
 }
 
 int main(int argc, char** argv) {
-  return run_main(argc, argv, [](Communicator& world) {
+  return run_main(argc, argv, [&](Communicator& world) {
+    const int steps = argc > 1 ? std::stoi(argv[1]) : 16;
     const auto alone = world.split(world.rank(), 0);  // a communicator of this rank only
     const auto compare = [&](const char* words, const LayerSpec& norm, int mine, int whole) {
       const Trained replicas = train(world, norm, mine, 1);
@@ -97,7 +99,7 @@ int main(int argc, char** argv) {
     compare("batch_norm2d, each share as one micro-batch", batch_norm2d(8), share, kSamples);
     // Out of it: statistics of micro-batches, which are the same in both.
     compare("batch_norm2d, micro-batches of 2", batch_norm2d(8), 2, 2);
-    const double loss = train(world, group_norm(2, 8), 2, 16).loss;
-    if (world.rank() == 0) std::printf("loss after 16 steps %.4f\n", loss);
+    const double loss = train(world, group_norm(2, 8), 2, steps).loss;
+    if (world.rank() == 0) std::printf("loss after %d steps %.4f\n", steps, loss);
   });
 }

@@ -342,11 +342,11 @@ class LayerCheck {
   }
 
   // The sum of dy y, and of what moved of it.
-  Objective weighted_sum(MicroBatch& batch) {
+  SummedOutputs weighted_sum(MicroBatch& batch) {
     mark_unwritten(batch.y.tensor());
     call(batch, Phase::kTrain, "forward",
          [&](LayerCall& made) { layer_->forward(made, batch.y.tensor()); });
-    Objective sum;
+    SummedOutputs sum;
     const Tensor y = batch.y.tensor(), dy = batch.dy.tensor();
     for (std::int64_t i = 0; i < y.elements(); ++i) {
       const auto before = static_cast<double>(reference_.at(static_cast<std::size_t>(i)));

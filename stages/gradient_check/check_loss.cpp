@@ -70,7 +70,7 @@ class LossCheck {
     const auto at = [&] {
       constexpr double kHalfUlp = 6e-8;
       const double value = kScale * sum_of(Phase::kEvaluate, kScale);
-      return Objective{.value = value, .noise = std::abs(value) * kHalfUlp};
+      return SummedOutputs{.value = value, .noise = std::abs(value) * kHalfUlp};
     };
     compare_gradient("compute: the gradient of the outputs", point_.tensor(), mine, at, options_);
   }

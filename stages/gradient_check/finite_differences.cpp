@@ -23,7 +23,7 @@ struct Slopes {
   }
 };
 
-Slopes slopes_at(float& number, double step, const std::function<Objective()>& at) {
+Slopes slopes_at(float& number, double step, const std::function<SummedOutputs()>& at) {
   const float middle = number;
   const auto moved = [&](double by) {
     number = static_cast<float>(static_cast<double>(middle) + by);
@@ -33,7 +33,7 @@ Slopes slopes_at(float& number, double step, const std::function<Objective()>& a
   const auto [up, above] = moved(step);
   const auto [down, below] = moved(-step);
   number = middle;
-  const Objective here = at();
+  const SummedOutputs here = at();
   return {.left = (below.value - here.value) / down,
           .right = (above.value - here.value) / up,
           .noise = (above.noise + below.noise + here.noise) / (2 * step)};
@@ -42,7 +42,7 @@ Slopes slopes_at(float& number, double step, const std::function<Objective()>& a
 }  // namespace
 
 void compare_gradient(const std::string& what, const Tensor& point, std::span<const float> gradient,
-                      const std::function<Objective()>& at, const GradientCheck& options) {
+                      const std::function<SummedOutputs()>& at, const GradientCheck& options) {
   constexpr double kStep = 1e-2;
   const std::int64_t all = point.elements();
   const std::int64_t wanted =

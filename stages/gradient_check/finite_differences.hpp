@@ -12,7 +12,7 @@
 namespace sluice {
 
 // A function of tensors that are changed in place, in double precision.
-struct Objective {
+struct SummedOutputs {
   double value = 0;
   double noise = 0;  // how far rounding to f32 may move `value`
 };
@@ -22,7 +22,7 @@ struct Objective {
 // between those of its sides counts. Leaves `point` as it was. Throws Error(kUsage); `what` is
 // "backward_input: dx".
 void compare_gradient(const std::string& what, const Tensor& point, std::span<const float> gradient,
-                      const std::function<Objective()>& at, const GradientCheck& options);
+                      const std::function<SummedOutputs()>& at, const GradientCheck& options);
 
 // f32: numbers of [-low, low) that are far from each other and from 0, in a random order. Integers:
 // 0 and 1 at random. Throws Error(kUsage) for other types.
