@@ -24,6 +24,7 @@
 #include "runtime/job/guard.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/job/nccl_routes.hpp"
+#include "stages/tensor/unwritten.hpp"
 
 namespace sluice {
 namespace {
@@ -67,6 +68,10 @@ struct Engine::Impl {
   void compute(const PlanOp& op, StepActions* actions);
   void forward(LocalStage& local, const PlanOp& op, StageContext& ctx);
   void backward(LocalStage& local, const PlanOp& op, StageContext& ctx);
+  // Runs `body`, which writes `tensors`. The first time on a CPU, numbers that it leaves unwritten
+  // are Error(kUsage), which names them: "output 0".
+  template <typename Body>
+  void watched(bool& was, const char* what, std::span<const Tensor> tensors, const Body& body);
   // Gives the last stage's outputs to whoever asked for them.
   void hand_out(const PlanOp& op, const Slot& output);
   // Runs `body`, the stage's own part of `op`; what it throws names the action.
@@ -415,6 +420,18 @@ void Engine::Impl::in_stage(const PlanOp& op, const Body& body) {
   }
 }
 
+template <typename Body>
+void Engine::Impl::watched(bool& was, const char* what, std::span<const Tensor> tensors,
+                           const Body& body) {
+  if (was || on_gpu) return body();
+  for (const Tensor& tensor : tensors) mark_unwritten(tensor);
+  body();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    require_written(tensors[i], fmt::format("{} {}", what, i));
+  }
+  was = true;
+}
+
 void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
   expect(op, BufferKind::kState, SlotState::kFree).state = SlotState::kFilled;
   if (++in_flight > outcome.peak_in_flight) outcome.peak_in_flight = in_flight;
@@ -431,7 +448,8 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
       result->weight = loss->target_weight(request.batch->targets[at(op.micro_batch)]);
     }
     calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx), [&] {
-      stage.binding.stage->forward(ctx, ctx.inputs, output.tensors);
+      watched(stage.forward_watched, "output", output.tensors,
+              [&] { stage.binding.stage->forward(ctx, ctx.inputs, output.tensors); });
       if (result == nullptr) return;
       loss->loss(ctx, output.tensors, batch.targets(op.micro_batch), &result->sum);
     });
@@ -456,13 +474,16 @@ void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& c
       grad_input == nullptr ? std::span<const Tensor>() : grad_input->tensors;
   in_stage(op, [&] {
     calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx), [&] {
-      if (op.action == ActionKind::kBackward) {
-        stage.binding.stage->backward(ctx, gradient.tensors, grad_inputs);
-      } else if (op.action == ActionKind::kBackwardInput) {
-        stage.binding.split->backward_input(ctx, gradient.tensors, grad_inputs);
-      } else {
-        stage.binding.split->backward_weight(ctx, gradient.tensors);
+      if (op.action == ActionKind::kBackwardWeight) {
+        return stage.binding.split->backward_weight(ctx, gradient.tensors);
       }
+      watched(stage.backward_watched, "the gradient of input", grad_inputs, [&] {
+        if (op.action == ActionKind::kBackward) {
+          stage.binding.stage->backward(ctx, gradient.tensors, grad_inputs);
+        } else {
+          stage.binding.split->backward_input(ctx, gradient.tensors, grad_inputs);
+        }
+      });
     });
   });
   if (op.action != ActionKind::kBackwardInput) --in_flight;

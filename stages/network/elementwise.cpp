@@ -170,7 +170,8 @@ LayerSpec skip(int from, int to, Join join, int axis) {
           settings_of(from, to, static_cast<int>(join), axis)};
 }
 LayerSpec relu() { return activation("relu", relu_forward, relu_backward); }
-LayerSpec gelu() { return activation("gelu", gelu_forward, gelu_backward); }
+LayerSpec gelu() { return activation("gelu", exact_gelu_forward, exact_gelu_backward); }
+LayerSpec gelu_tanh() { return activation("gelu_tanh", gelu_forward, gelu_backward); }
 LayerSpec silu() { return activation("silu", silu_forward, silu_backward); }
 LayerSpec tanh() { return activation("tanh", tanh_forward, tanh_backward); }
 LayerSpec sigmoid() { return activation("sigmoid", sigmoid_forward, sigmoid_backward); }

@@ -10,6 +10,7 @@
 
 #include "comm/base/throw_error.hpp"
 #include "stages/network/naming.hpp"
+#include "stages/tensor/unwritten.hpp"
 
 namespace sluice {
 namespace {
@@ -26,6 +27,17 @@ SlotMemory::Need largest(const SlotMemory::Need& a, const SlotMemory::Need& b) {
                     std::max(a.layer.scratch, b.layer.scratch)},
           .output = std::max(a.output, b.output),
           .input_gradient = std::max(a.input_gradient, b.input_gradient)};
+}
+
+// Runs `body`, which writes `tensor`, and watches the first call on a CPU.
+template <typename Body>
+void watched(bool& was, const LayerCall& call, const char* what, const Tensor& tensor,
+             const Body& body) {
+  if (was || call.compute().device().kind != DeviceKind::kCpu) return body();
+  mark_unwritten(tensor);
+  body();
+  require_written(tensor, what);
+  was = true;
 }
 
 void copy(StageContext& ctx, const Tensor& from, const Tensor& to) {
@@ -47,6 +59,20 @@ NumberedLayer make_layer(const LayerSpec& spec, int number, int drawn) {
 
 TensorSpec output_of(const NumberedLayer& layer, const TensorSpec& input) {
   return naming(layer.name(), [&] { return layer.layer->output(input); });
+}
+
+void layer_forward(NumberedLayer& layer, LayerCall& call, const Tensor& y) {
+  naming(layer, [&] {
+    watched(layer.forward_watched, call, "its output", y, [&] { layer.layer->forward(call, y); });
+  });
+}
+
+void layer_backward_input(NumberedLayer& layer, LayerCall& call, const Tensor& dy,
+                          const Tensor& dx) {
+  naming(layer, [&] {
+    watched(layer.backward_watched, call, "its input's gradient", dx,
+            [&] { layer.layer->backward_input(call, dy, dx); });
+  });
 }
 
 NetworkStage::NetworkStage(StageLayers parts)
@@ -186,7 +212,7 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
 
 void NetworkStage::check_inputs(std::span<const Tensor> inputs) const {
   if (layers_.empty()) return;
-  naming(layers_[0].name(), [&] { layers_[0].layer->check_inputs(inputs[0]); });
+  naming(layers_[0], [&] { layers_[0].layer->check_inputs(inputs[0]); });
 }
 
 void NetworkStage::prepare(const StageSetup& setup) {
@@ -270,8 +296,7 @@ void NetworkStage::run_forward(StageContext& ctx, const Size& size, std::size_t 
     return join_forward(ctx.compute, skip, call.x, source(ctx, size, skips_.source_of(skip.from)),
                         y);
   }
-  const NumberedLayer& each = layers_[parts_[part].index];
-  naming(each.name(), [&] { each.layer->forward(call, y); });
+  layer_forward(layers_[parts_[part].index], call, y);
 }
 
 void NetworkStage::forward(StageContext& ctx, std::span<const Tensor> /*inputs*/,
@@ -337,9 +362,8 @@ void NetworkStage::run_backward_input(StageContext& ctx, const Size& size, std::
     }
   }
   if (dx.data == nullptr && size.needs[part].layer.gradients == 0) return;
-  const NumberedLayer& each = layers_[parts_[part].index];
   LayerCall call = call_of(ctx, size, part);
-  naming(each.name(), [&] { each.layer->backward_input(call, dy, dx); });
+  layer_backward_input(layers_[parts_[part].index], call, dy, dx);
 }
 
 void NetworkStage::run_backward_weight(StageContext& ctx, const Size& size, std::size_t part,
@@ -347,7 +371,7 @@ void NetworkStage::run_backward_weight(StageContext& ctx, const Size& size, std:
   if (parts_[part].join) return;
   const NumberedLayer& each = layers_[parts_[part].index];
   LayerCall call = call_of(ctx, size, part);
-  naming(each.name(), [&] { each.layer->backward_weight(call, dy); });
+  naming(each, [&] { each.layer->backward_weight(call, dy); });
 }
 
 // Where the stage's main input is a source too.

@@ -19,6 +19,7 @@ struct NumberedLayer {
   int number = 0;    // in the model
   std::string kind;  // "linear"
   std::unique_ptr<Layer> layer;
+  bool forward_watched = false, backward_watched = false;  // the first call was
 
   // "layer 3 (linear)"
   [[nodiscard]] std::string name() const;
@@ -28,6 +29,12 @@ struct NumberedLayer {
 [[nodiscard]] NumberedLayer make_layer(const LayerSpec& spec, int number, int drawn);
 // The layer's output; an Error names the layer.
 [[nodiscard]] TensorSpec output_of(const NumberedLayer& layer, const TensorSpec& input);
+
+// The layer's calls; an Error names the layer. The first of each on a CPU must write every number
+// of y, or of dx where it has data, else Error(kUsage).
+void layer_forward(NumberedLayer& layer, LayerCall& call, const Tensor& y);
+void layer_backward_input(NumberedLayer& layer, LayerCall& call, const Tensor& dy,
+                          const Tensor& dx);
 
 // What a stage is made of.
 struct StageLayers {

@@ -85,7 +85,7 @@ class Run {
   void forward(const LayerCall& outer, std::byte* scratch, const Tensor& y) {
     for (std::size_t i = 0; i < layers_.size(); ++i) {
       LayerCall call = call_of(outer, scratch, i);
-      layers_[i].layer->forward(call, i + 1 == layers_.size() ? y : made_[i + 1].x);
+      layer_forward(layers_[i], call, i + 1 == layers_.size() ? y : made_[i + 1].x);
     }
   }
   void backward_input(const LayerCall& outer, std::byte* scratch, const Tensor& dy,
@@ -94,7 +94,7 @@ class Run {
       LayerCall call = call_of(outer, scratch, i);
       const Tensor& to = i > 0 ? made_[i].dx : dx;
       if (to.data == nullptr && !made_[i].keeps_gradients) continue;
-      layers_[i].layer->backward_input(call, gradient_of(i, dy), to);
+      layer_backward_input(layers_[i], call, gradient_of(i, dy), to);
     }
   }
   void backward_weight(const LayerCall& outer, std::byte* scratch, const Tensor& dy) {

@@ -5,7 +5,7 @@
 //   Pipeline pipeline(world, options, model, batches);
 //
 // A Sequential describes the model; each rank makes only the layers of its own stages. It is a
-// StageFactory. All ranks need the same one: kinds and numbers of layers are compared when the
+// StageFactory. skip() lets outputs pass layers and stages. All ranks need the same one: kinds and numbers of layers are compared when the
 // pipeline is made, Error(kMismatch) where they differ. Every layer has its input gradient and its
 // weight gradient apart, so every schedule runs every model. Parameters have the names that
 // torch.nn.Sequential gives them: "0.weight", "0.bias", "2.weight"; cut() has no number. Initial
@@ -162,10 +162,12 @@ template <typename T, typename... Arguments>
 // y = x weightᵀ + bias over the last dimension; weight [out, in], bias [out]; both from
 // U(-1/sqrt(in), 1/sqrt(in)).
 [[nodiscard]] LayerSpec linear(std::int64_t in, std::int64_t out, bool bias = true);
-// Element by element, f32 of any shape. silu is x sigmoid(x); gelu is the tanh form, which torch
-// calls approximate="tanh".
+// Element by element, f32 of any shape. silu is x sigmoid(x). gelu is x times the normal
+// distribution's function of x, as torch's GELU() is; gelu_tanh is GPT-2's form, within 5e-4 of it,
+// which torch calls approximate="tanh".
 [[nodiscard]] LayerSpec relu();
 [[nodiscard]] LayerSpec gelu();
+[[nodiscard]] LayerSpec gelu_tanh();
 [[nodiscard]] LayerSpec silu();
 [[nodiscard]] LayerSpec tanh();
 [[nodiscard]] LayerSpec sigmoid();
@@ -317,6 +319,29 @@ template <typename T, typename... Arguments>
   return {std::move(kind), [=] { return std::make_unique<T>(arguments...); },
           settings_of(arguments...)};
 }
+
+// --- checks for tests of a program's own layers and losses ---
+struct GradientCheck {
+  // Fill what the layer, or the loss, gets of micro-batch 0 and 1, in host memory. None: f32
+  // numbers in [-2, 2) that are far from each other, and the integers 0 and 1.
+  std::function<void(int micro_batch, const Tensor& x)> input = {};  // or a loss's outputs
+  std::function<void(int micro_batch, const Tensor& targets)> targets = {};
+  double tolerance = 1e-2;  // of gradients, as a share of the tensor's largest
+  int numbers = 100;        // of each tensor that are compared, evenly spread; 0: all
+  std::uint64_t seed = 1;   // of parameters and random numbers
+};
+// Runs the layer on a CPU with this input: its gradients agree with finite differences; it writes
+// all of its outputs and gradients, and nothing next to them or to its memory, and changes nothing
+// else; it adds to gradients of parameters; needs() names all that it takes; two micro-batches in
+// flight have the bits of one after the other. Parameters are moved off their initial values.
+// Differences are of f32 outputs, summed in double precision. Throws Error(kUsage) that names the
+// layer's kind, what is wrong, where, what was found and what was expected, and what the layer
+// throws. For small inputs: it calls forward some hundred times for each parameter.
+void check_gradients(const LayerSpec& layer, const TensorSpec& input,
+                     const GradientCheck& options = {});
+// The same for a loss of these outputs.
+void check_gradients(const LossSpec& loss, const TensorSpec& outputs,
+                     const GradientCheck& options = {});
 
 // --- models ---
 class Sequential {
