@@ -16,6 +16,7 @@
 #include "runtime/engine/device_batch.hpp"
 #include "runtime/engine/device_timer.hpp"
 #include "runtime/engine/message_progress.hpp"
+#include "runtime/engine/planned_sums.hpp"
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/engine/stage_table.hpp"
@@ -114,6 +115,9 @@ struct Engine::Impl {
   [[nodiscard]] std::size_t index_in_plan(const PlanOp& op) const {
     return static_cast<std::size_t>(&op - mine.ops.data());
   }
+  static bool host_takes_part(const PlanOp& op, const StageContext& ctx) {
+    return op.sums > 0 || ctx.final_gradients != nullptr;
+  }
   std::int64_t samples(const PlanOp& op) const {
     return request.micro_batches[at(op.micro_batch)].count;
   }
@@ -130,6 +134,7 @@ struct Engine::Impl {
   DeviceBatch& batch;  // of the step, where the stages compute
   DeviceTimer timer;   // of a GPU's compute ops
   RecordedCalls calls;
+  PlannedSums sums;
   HostBuffer losses;  // LossResult per micro-batch, written by the device
   Event drained;
   StepRequest request;
@@ -156,6 +161,7 @@ Engine::Impl::Impl(const EngineConfig& config_in)
       batch(config_in.batch != nullptr ? *config_in.batch : own_batch.emplace(*config_in.compute)),
       timer(config_in.compute->device(), mine.ops.size()),
       calls(*config_in.compute, mine.ops.size(), config_in.cuda_graphs),
+      sums(config_in.collective),
       drained(config_in.compute->device()) {
   outcome.actions.resize(table.stages().size());
   if (!config.stages.empty() && config.stages.back().loss != nullptr) {
@@ -345,7 +351,7 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
                    .samples = range.count,
                    .loss_scale = calls.loss_scale(),
                    .inputs = {},
-                   .collective = config.collective};
+                   .collective = config.plan->forward_only ? nullptr : &sums};
   if (op.stage == 0) {
     ctx.inputs = batch.inputs(op.micro_batch);
   } else {
@@ -405,7 +411,9 @@ void Engine::Impl::drain() {
 template <typename Body>
 void Engine::Impl::in_stage(const PlanOp& op, const Body& body) {
   try {
+    sums.begin(op.sums);
     body();
+    sums.end();
   } catch (...) {
     rethrow_from(fmt::format("stage {}, {} of micro-batch {}", op.stage, in_words(op.action),
                              op.micro_batch));
@@ -439,7 +447,7 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
       result = &reinterpret_cast<LossResult*>(losses.data())[op.micro_batch];
       result->weight = loss->target_weight(request.batch->targets[at(op.micro_batch)]);
     }
-    calls.run(index_in_plan(op), *stage.binding.stage, ctx, [&] {
+    calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx), [&] {
       watched(stage.forward_watched, "output", output.tensors,
               [&] { stage.binding.stage->forward(ctx, ctx.inputs, output.tensors); });
       if (result == nullptr) return;
@@ -465,7 +473,7 @@ void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& c
   const std::span<const Tensor> grad_inputs =
       grad_input == nullptr ? std::span<const Tensor>() : grad_input->tensors;
   in_stage(op, [&] {
-    calls.run(index_in_plan(op), *stage.binding.stage, ctx, [&] {
+    calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx), [&] {
       if (op.action == ActionKind::kBackwardWeight) {
         return stage.binding.split->backward_weight(ctx, gradient.tensors);
       }

@@ -399,7 +399,7 @@ class LayerCheck {
 
 void check_gradients(const LayerSpec& layer, const TensorSpec& input,
                      const GradientCheck& options) {
-  if (!layer.make) throw_usage("check_gradients(): cut() is no layer");
+  if (!layer.make) throw_usage("check_gradients(): {}() is no layer", layer.kind);
   naming(layer.kind, [&] { LayerCheck(layer, input, options).run(); });
 }
 

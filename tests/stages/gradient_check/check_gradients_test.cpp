@@ -10,6 +10,7 @@
 
 #include <sluice/error.hpp>
 #include <sluice/layers.hpp>
+#include <sluice/transformer.hpp>
 
 #include "tests/runtime/expect_error.hpp"
 
@@ -28,8 +29,26 @@ TEST(CheckGradientsTest, EveryLayerOfRowsPasses) {
   }
 }
 
+TEST(CheckGradientsTest, EveryLayerOfTransformersPasses) {
+  const TensorSpec sequences{DType::kF32, {2, 5, 8}};
+  TransformerConfig gpt{.layers = 1, .heads = 2, .width = 8}, llama = gpt;
+  gpt.dropout = 0.2F;
+  llama.kind = TransformerKind::kLlama;
+  llama.kv_heads = 1;
+  TransformerConfig recomputed = llama;
+  recomputed.recompute = Recompute::kBlock;
+  for (const LayerSpec& layer :
+       {attention(8, 2), attention(8, 4, {.kv_heads = 2, .rotary_base = 1e4F, .bias = false}),
+        attention(8, 2, {.dropout = 0.3}), transformer_block(gpt), transformer_block(llama),
+        transformer_block(recomputed), residual({layer_norm(8), attention(8, 2)})}) {
+    SCOPED_TRACE(layer.kind);
+    EXPECT_NO_THROW(check_gradients(layer, sequences));
+  }
+}
+
 TEST(CheckGradientsTest, AnEmbeddingPassesWithClassesOfItsOwn) {
   check_gradients(embedding(2, 4), {DType::kI32, {3}});
+  check_gradients(embedding(2, 4, 3), {DType::kI32, {4, 3}});
   check_gradients(embedding(7, 3), {DType::kI32, {3, 2}},
                   {.input = [](int micro_batch, const Tensor& x) {
                     for (int i = 0; i < x.elements(); ++i)
@@ -44,8 +63,8 @@ TEST(CheckGradientsTest, EveryLayerOfPicturesPasses) {
         conv2d(4, 4, {3, 2}, {.groups = 4, .bias = false}), max_pool2d(2),
         max_pool2d(3, {.stride = 2, .padding = 1}), avg_pool2d({3, 2}),
         avg_pool2d(3, {.stride = HeightWidth(1, 2), .padding = 1}), global_avg_pool2d(),
-        batch_norm2d(4), group_norm(2, 4),
-        residual({conv2d(4, 4, 3, {.padding = 1}), batch_norm2d(4), relu()})}) {
+        batch_norm2d(4), batch_norm2d(4, {.statistics = BatchStatistics::kReplicas}),
+        group_norm(2, 4), residual({conv2d(4, 4, 3, {.padding = 1}), batch_norm2d(4), relu()})}) {
     SCOPED_TRACE(layer.kind);
     EXPECT_NO_THROW(check_gradients(layer, pictures));
   }
