@@ -142,16 +142,16 @@ std::map<std::string, LossSpec> losses() {
     if (size <= 1) return {0.5 * off * off, off};
     return {size - 0.5, off > 0 ? 1.0 : -1.0};
   };
-  const DType long_ = DType::kI64;
+  const DType wide = DType::kI64;
   return {
       {"mse_loss", mse_loss()},
       {"cross_entropy_loss", cross_entropy_loss()},
-      {"cross_entropy_loss of i64", cross_entropy_loss({.targets = long_})},
+      {"cross_entropy_loss of i64", cross_entropy_loss({.targets = wide})},
       {"cross_entropy_loss with an ignored class", cross_entropy_loss({.ignored = 3})},
       {"cross_entropy_loss with smoothing", cross_entropy_loss({.ignored = 3, .smoothing = 0.1})},
       {"cross_entropy_loss of pixels", cross_entropy_loss({.axis = 1})},
       {"cross_entropy_loss of pixels with all",
-       cross_entropy_loss({.axis = 1, .targets = long_, .ignored = 0, .smoothing = 0.2})},
+       cross_entropy_loss({.axis = 1, .targets = wide, .ignored = 0, .smoothing = 0.2})},
       {"elementwise_loss", elementwise_loss("huber", huber)},
   };
 }
