@@ -97,8 +97,10 @@ int main(int argc, char** argv) {
     compare("group_norm, micro-batches of 2", group_norm(2, 8), 2, 2);
     // The trap: a replica takes the statistics of its own samples.
     compare("batch_norm2d, each share as one micro-batch", batch_norm2d(8), share, kSamples);
-    // Out of it: statistics of micro-batches, which are the same in both.
+    // Out of it: statistics of micro-batches, which are the same in both, or of all replicas.
     compare("batch_norm2d, micro-batches of 2", batch_norm2d(8), 2, 2);
+    compare("batch_norm2d over replicas, each share as above",
+            batch_norm2d(8, {.statistics = BatchStatistics::kReplicas}), share, kSamples);
     const double loss = train(world, group_norm(2, 8), 2, steps).loss;
     if (world.rank() == 0) std::printf("loss after %d steps %.4f\n", steps, loss);
   });

@@ -146,10 +146,11 @@ class ConvTwoDevices(unittest.TestCase):
 class SegmentationDataParallel(unittest.TestCase):
     def test_gradients_are_those_of_one_replica_but_for_batch_norm(self):
         output = run(2, "segmentation_data_parallel")
-        groups, shares, batches = (float(line.split()[-1]) for line in output.splitlines()[1:4])
+        groups, shares, batches, all_replicas = (float(line.split()[-1]) for line in output.splitlines()[1:5])
         self.assertLess(groups, 1e-6)
         self.assertGreater(shares, 1e-4)
         self.assertLess(batches, 1e-6)
+        self.assertLess(all_replicas, 1e-6)
 
 
 class FashionMnist(unittest.TestCase):
