@@ -35,7 +35,7 @@ ORDER = {
     "comm": ("base", "device", "group", "mpi nccl"),
     "schedules": ("model", "generate plan simulate files", "verify draw", "search"),
     "stages": ("tensor", "compute", "cpu_kernels cuda_context stage", "cpu cuda_kernels", "cuda", "operators",
-               "network", "layers", "transformer"),
+               "network", "gradient_check layers", "transformer"),
     "runtime": ("files options", "data", "layout", "job", "program engine", "gradients", "pipeline",
                 "checkpoint report", "explore launch", "supervise doctor", "cli"),
 }
@@ -59,7 +59,7 @@ ONLY = {
 }
 NEVER = {
     "runtime": {"schedules/search": ("explore", "cli"), "schedules/draw": ("explore", "cli"),
-                "stages/network": (), "stages/layers": (), "stages/transformer": ("cli",)},
+                "stages/network": (), "stages/gradient_check": (), "stages/layers": (), "stages/transformer": ("cli",)},
 }
 
 # Public headers without a source of their name.
