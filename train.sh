@@ -7,9 +7,9 @@
 # to options of the same name, on the command line or in a --config FILE; the number of ranks is
 # pipeline x replicas. A second run installs and builds nothing.
 #
-# Started again, it goes on from the newest save, with the options of that run; --overwrite starts
-# anew. Ctrl-C ends the run after its step, with a save and exit code 12; a second one ends it at
-# once.
+# A run that crashes is started again from its newest save by `sluice run`. Started again by you, it
+# goes on as well, with the options of that run; --overwrite starts anew. Ctrl-C ends the run after
+# its step, with a save and exit code 12; a second one ends it at once.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -86,14 +86,19 @@ build
 if given help || [[ " ${options[*]-} " == *" -h "* ]]; then exec "$sluice" train --help; fi
 
 # Where the run goes on from, and so its options: --resume DIR, else --save DIR where it has saves.
+# Restarts are for a command that goes on from the newest save of the run itself.
+restarts=(--restarts 0)
 if configured resume && [[ $value != auto ]]; then
-  save=${value%/} save=${save%/step-*}
+  save=${value%/}
+  if [[ $save != */step-* ]]; then restarts=(); fi
+  save=${save%/step-*}
   saved=$save/options.conf
-  if configured save; then save=$value; fi
+  if configured save; then save=$value restarts=(--restarts 0); fi
 else
   default save runs/kjv && save=$value
   if [[ -n $save ]] && ! given overwrite && ! configured overwrite; then
     default resume auto
+    restarts=()
     if [[ -f $save/state.json ]] || compgen -G "$save/step-*" >/dev/null; then
       saved=$save/options.conf
     fi
@@ -122,22 +127,16 @@ mkdir -p "${save:-runs/kjv}"
 binding=()
 if known threads && [[ $value != 1 ]]; then binding=(--bind-to none); fi
 
-# mpirun has a session of its own, which Ctrl-C does not reach: it passes SIGUSR1 on to the ranks.
-# Where this script is killed, mpirun gets it as well.
+# The supervisor has a session of its own, which Ctrl-C does not reach: it gets SIGUSR1, which stops
+# the job after its step, then SIGTERM, which ends it. Where this script is killed, it gets SIGUSR1
+# as well.
 stops=0
 stop() {
   stops=$((stops + 1))
-  case $stops in
-    1)
-      kill -USR1 $! || true
-      echo "train.sh: stopping after this step; Ctrl-C again ends the run at once" >&2 || true
-      ;;
-    2) kill -TERM $! || true ;;
-    *) kill -KILL $! || true ;;
-  esac
+  if ((stops == 1)); then kill -USR1 $! || true; else kill -TERM $! || true; fi
 }
-setsid setpriv --pdeathsig USR1 mpirun -n "$ranks" "${binding[@]}" \
-  "$sluice" train "${defaults[@]}" "${options[@]}" </dev/null &
+setsid setpriv --pdeathsig USR1 "$sluice" run "${restarts[@]}" -- mpirun -n "$ranks" \
+  "${binding[@]}" "$sluice" train "${defaults[@]}" "${options[@]}" </dev/null &
 trap stop INT TERM
 # A terminal that closes may send SIGHUP twice: from the kernel and from the user's shell.
 trap 'if ((stops == 0)); then stop; fi' HUP

@@ -37,7 +37,7 @@ ORDER = {
     "stages": ("tensor", "compute", "cpu_kernels cuda_context stage", "cpu cuda_kernels", "cuda", "operators",
                "network", "gradient_check layers", "transformer"),
     "runtime": ("files options", "data", "layout", "job", "program engine", "gradients", "pipeline",
-                "checkpoint report", "explore", "doctor", "cli"),
+                "checkpoint report", "explore launch", "supervise doctor", "cli"),
 }
 
 # What a folder may use of another one, as folders or rooms.
@@ -48,11 +48,13 @@ ACROSS = {
     "runtime": ("comm", "schedules", "stages"),
 }
 
-# Rooms that may use less than ORDER and ACROSS allow: `sluice schedule` needs neither MPI nor CUDA, and
+# Rooms that may use less than ORDER and ACROSS allow: `sluice schedule` and `sluice run` need neither MPI nor CUDA, and
 # an embedded pipeline no search, no drawing and no shipped model.
 ONLY = {
     "runtime/files": ("comm/base", "schedules/model"),
     "runtime/options": ("comm/base",),
+    "runtime/launch": ("comm/base", "runtime/files", "runtime/options"),
+    "runtime/supervise": ("comm/base", "runtime/files", "runtime/options", "runtime/launch"),
     "runtime/explore": ("comm/base", "schedules", "runtime/files", "runtime/options"),
 }
 NEVER = {

@@ -373,7 +373,7 @@ def planted_run(root, build):
 def all_options(root, build):
     """Options of Sluice's commands by their help, of its tests by their sources, and of FOREIGN_OPTIONS."""
     found = set(" ".join(FOREIGN_OPTIONS.values()).split()) | {"help", "version", "config"}
-    for command in ("train", "generate", "digest", "doctor", "schedule", "schedule compare", "schedule auto"):
+    for command in ("train", "run", "generate", "digest", "doctor", "schedule", "schedule compare", "schedule auto"):
         text = subprocess.run([build / "sluice", *command.split(), "--help"], check=True, text=True,
                               capture_output=True).stdout
         found.update(re.findall(r"^  --([\w-]+)", text, re.MULTILINE))

@@ -7,10 +7,11 @@
 namespace sluice {
 
 // `sluice <command> ...`; arguments exclude the program's name and the command. Each returns the
-// exit code; digest and verify never start MPI.
+// exit code; run, digest and verify never start MPI.
 int train_command(int argc, char** argv);
 int generate_command(int argc, char** argv);
 int evaluate_command(int argc, char** argv);
+int run_job_command(const std::vector<std::string>& arguments);
 int digest_command(const std::vector<std::string>& arguments);
 int verify_command(const std::vector<std::string>& arguments);
 int doctor_command(int argc, char** argv);

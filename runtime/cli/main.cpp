@@ -27,11 +27,13 @@ struct Command {
 };
 
 int run_schedule(int argc, char** argv) { return schedule_command({argv, argv + argc}); }
+int run_job(int argc, char** argv) { return run_job_command({argv, argv + argc}); }
 int run_digest(int argc, char** argv) { return digest_command({argv, argv + argc}); }
 int run_verify(int argc, char** argv) { return verify_command({argv, argv + argc}); }
 
 constexpr std::array kCommands = {
     Command{"train", "train a model over the ranks of an MPI job, or alone", train_command},
+    Command{"run", "start a job, and start it again after failures (no MPI)", run_job},
     Command{"generate", "sample text from saved weights", generate_command},
     Command{"evaluate", "loss of saved weights on data", evaluate_command},
     Command{"schedule", "prove, simulate and draw a schedule (no MPI)", run_schedule},

@@ -39,6 +39,7 @@
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/report/metrics.hpp"
 #include "runtime/report/rank_table.hpp"
+#include "runtime/report/run_events.hpp"
 #include "runtime/report/timeline.hpp"
 #include "stages/cpu/cpu_report.hpp"
 
@@ -154,6 +155,11 @@ class Training {
   void describe(const JobLayout& layout, const std::string& ranks) const;
   void steps();
   void one_step();
+  // The newest save that a run can go on from; may be empty. On rank 0.
+  [[nodiscard]] std::filesystem::path last_resumable() const {
+    return saver_ && !options_.checkpoint.weights_only ? saver_->last_save()
+                                                       : std::filesystem::path();
+  }
   void report(const StepReport& step);
   void count_skip(const StepReport& step);
   void validate(std::int64_t samples);
@@ -187,6 +193,7 @@ class Training {
   std::optional<double> validation_loss_;
   double train_loss_ = 0;
   Sums sums_;
+  RunEvents events_;  // on rank 0
 };
 
 void Training::run() {
@@ -475,10 +482,14 @@ void Training::steps() {
   progress_.emplace(pipeline_->step() + 1, options_.steps, terminal_output());
   const std::uint64_t before = options_.steps - std::min(options_.steps, kTracedSteps);
   traced_from_ = std::max(pipeline_->step(), before) + 1;
+  if (first()) events_.start(pipeline_->step(), last_resumable());
   while (pipeline_->step() < options_.steps && !stopped_) one_step();
   if (first()) progress_->finish();
   progress_.reset();
   if (saver_) saver_->save_now();
+  if (!first()) return;
+  events_.save(last_resumable());
+  events_.end(pipeline_->step());
 }
 
 void Training::one_step() {
@@ -494,6 +505,7 @@ void Training::one_step() {
   }
   if (!saver_) return;
   saver_->after_step(step);
+  if (first()) events_.save(last_resumable());
   stopped_ = saver_->stop_requested() && !last;
 }
 
@@ -507,6 +519,7 @@ void Training::report(const StepReport& step) {
   ++sums_.steps;
   progress_->step(record);
   if (metrics_) metrics_->step(record);
+  events_.step(record.step, record.seconds);
 }
 
 void Training::count_skip(const StepReport& step) {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -17,6 +16,7 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/random_id.hpp"
 #include "runtime/job/build_name.hpp"
+#include "runtime/launch/host_file.hpp"
 
 namespace sluice {
 namespace {
@@ -207,34 +207,6 @@ void print_table(const std::vector<HostAnswer>& answers, const OwnFacts& own) {
 
 }  // namespace
 
-std::vector<std::string> hosts_of_file(const std::string& path) {
-  std::ifstream in(path);
-  if (!in) throw_error(ErrorCode::kData, "cannot read the host file '{}'", path);
-  std::vector<std::string> hosts;
-  int number = 0;
-  for (std::string line; std::getline(in, line);) {
-    ++number;
-    std::istringstream words(line.substr(0, line.find('#')));
-    std::string host;
-    if (!(words >> host)) continue;
-    host = host.substr(0, host.find(':'));  // host:slots
-    host.erase(0, host.find('@') + 1);      // user@host; npos + 1 is 0
-    const bool legal = !host.empty() && host[0] != '-' &&
-                       std::all_of(host.begin(), host.end(), [](unsigned char c) {
-                         return std::isalnum(c) != 0 || c == '.' || c == '-' || c == '_';
-                       });
-    if (!legal) {
-      throw_error(ErrorCode::kData,
-                  "line {} of the host file '{}' is no host; legal: one host a line, such as "
-                  "'node1 slots=4'",
-                  number, path);
-    }
-    if (std::find(hosts.begin(), hosts.end(), host) == hosts.end()) hosts.push_back(host);
-  }
-  if (hosts.empty()) throw_error(ErrorCode::kData, "the host file '{}' names no host", path);
-  return hosts;
-}
-
 std::vector<std::string> problems_of(const HostAnswer& answer, const OwnFacts& own) {
   if (!answer.reached) {
     return {fmt::format("{} cannot be reached ({}): {}", answer.host, answer.problem,
@@ -275,7 +247,7 @@ std::vector<std::string> problems_of(const HostAnswer& answer, const OwnFacts& o
 }
 
 void check_hosts(const HostCheckOptions& options) {
-  const std::vector<std::string> hosts = hosts_of_file(options.hosts);
+  const std::vector<HostLine> hosts = read_host_file(options.hosts);
   OwnFacts own = own_facts();
   const Token token(options.save);
   const std::string data = options.data.empty() ? "" : fs::absolute(options.data).string();
@@ -286,8 +258,8 @@ void check_hosts(const HostCheckOptions& options) {
   }
   std::vector<std::future<HostAnswer>> asked;
   asked.reserve(hosts.size());
-  for (const std::string& host : hosts) {
-    asked.push_back(std::async(std::launch::async, ask, host, options.ssh, script));
+  for (const HostLine& host : hosts) {
+    asked.push_back(std::async(std::launch::async, ask, host.name, options.ssh, script));
   }
   std::vector<HostAnswer> answers;
   for (std::future<HostAnswer>& answer : asked) answers.push_back(answer.get());

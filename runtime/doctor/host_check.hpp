@@ -13,11 +13,6 @@ struct HostCheckOptions {
   std::string data, save;   // as of `sluice train`; may be empty
 };
 
-// The host names of a host file of Open MPI, each once, in order. Comments, slots and other
-// settings are skipped. Error(kData) names the first line that is no host and says what is legal;
-// Error(kData) too if there is no host at all.
-[[nodiscard]] std::vector<std::string> hosts_of_file(const std::string& path);
-
 // What one host said.
 struct HostAnswer {
   std::string host;
@@ -40,7 +35,7 @@ struct OwnFacts {
 [[nodiscard]] std::vector<std::string> problems_of(const HostAnswer& answer, const OwnFacts& own);
 
 // Asks all hosts at once, for at most 20 s, prints a table and the problems. Throws Error(kPeer)
-// with their number if there are any.
+// with their number if there are any, and what read_host_file() throws.
 void check_hosts(const HostCheckOptions& options);
 
 }  // namespace sluice

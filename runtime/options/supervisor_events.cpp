@@ -6,8 +6,12 @@
 
 namespace sluice {
 
+bool is_supervised() noexcept {
+  return std::getenv(kSupervised) != nullptr || std::getenv(kSupervisedByMpi) != nullptr;
+}
+
 void tell_supervisor(const std::string& json) noexcept {
-  if (std::getenv("SLUICE_SUPERVISED") == nullptr) return;
+  if (!is_supervised()) return;
   try {
     const std::string line = "sluice-event " + json + "\n";
     (void)!::write(STDERR_FILENO, line.data(), line.size());

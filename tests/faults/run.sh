@@ -2,15 +2,15 @@
 # Runs every campaign and prints a table of what held.
 #   tests/faults/run.sh [--full] [BUILD=build/release]
 # Without --full the counts are those of ctest (-L faults). With it: 1000 kills, 20 of each signal, 10000
-# cases of damage, 5000 steps. SLUICE_FAULTS_SEED names the seed (1); SLUICE_FAULTS_KILLS and
+# cases of damage, 5000 steps, 50 kills of a supervised training. SLUICE_FAULTS_SEED names the seed (1); SLUICE_FAULTS_KILLS and
 # SLUICE_FAULTS_DAMAGE replace counts.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-kills=20 damage=300 steps=300 signals=1 full=()
+kills=20 damage=300 steps=300 signals=1 supervised=3 full=()
 if [[ ${1:-} == --full ]]; then
   shift
-  kills=1000 damage=10000 steps=5000 signals=20 full=(--full)
+  kills=1000 damage=10000 steps=5000 signals=20 supervised=50 full=(--full)
 fi
 build=$(realpath "${1:-build/release}")
 seed=${SLUICE_FAULTS_SEED:-1}
@@ -32,6 +32,8 @@ campaign() {
 
 campaign disk disk_faults.py "${full[@]}"
 campaign signals signals.py --count "$signals" "${full[@]}"
+campaign jobs supervised_jobs.py
+campaign restarts supervised.py --count "$supervised"
 campaign steady steady.py --steps "$steps"
 campaign kill kill_campaign.py --count "${SLUICE_FAULTS_KILLS:-$kills}" --seed "$seed"
 campaign damage damage_campaign.py --count "${SLUICE_FAULTS_DAMAGE:-$damage}" --seed "$seed"

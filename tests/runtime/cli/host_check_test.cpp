@@ -35,7 +35,7 @@ class HostCheckTest : public CliTest {
 };
 
 TEST_F(HostCheckTest, FindsNothingWhereEveryHostIsReady) {
-  const Outcome outcome = check("good1 slots=4\n# good9\n\ngood2:2 # two\ngood1 slots=2\nnoisy\n");
+  const Outcome outcome = check("good1 slots=4\n# good9\n\ngood2:2 # two\nnoisy\nnoisy\n");
   EXPECT_EQ(outcome.code, 0) << outcome.out << outcome.err;
   EXPECT_EQ(lines_with(outcome.out, "  yes  "), 3) << outcome.out;
   EXPECT_THAT(outcome.out, HasSubstr("What looks wrong, and what to do:\n  nothing\n"));

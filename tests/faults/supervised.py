@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Trainings under `sluice run`: killed again and again, or failing each time.
+
+    tests/faults/supervised.py [--count KILLS] [--seed S] [--case NAME] [--build DIR]
+
+"kills" is one training of four ranks. A random rank, the launcher or all ranks are killed --count times, each time at a
+random moment after the start has added a save. In the end the weights have the digest, and every step the loss, of a
+training without kills, and nothing is left of it.
+"""
+
+import functools
+import random
+import re
+import signal
+
+from harness import (Job, Setup, arguments, losses_in, main, metrics_so_far, require, run_cases,
+                     steps_in)
+
+SPLIT = ("--pipeline", "2", "--replicas", "2")
+RANKS = 4
+EVERY = 4        # steps between saves
+STEPS_A_KILL = 30  # a start adds fewer before it is killed
+LAUNCHER, ALL = -1, -2  # victims besides a rank
+
+
+class Supervised:
+    def __init__(self, setup, name, steps, *options, training=(), supervisor=("--pause", "0")):
+        self.folder = setup.folder / name
+        self.folder.mkdir()
+        self.directory, self.metrics = self.folder / "run", self.folder / "metrics.jsonl"
+        train = [setup.sluice, "train", *setup.model, *SPLIT, "--steps", str(steps), "--save", str(self.directory),
+                 "--save-every", str(EVERY), "--resume", "auto", "--metrics", str(self.metrics), *training]
+        self.job = Job([setup.sluice, "run", *supervisor, *options, "--", setup.mpiexec, "-n", str(RANKS), *train], {},
+                       self.folder / "output")
+
+    def ranks(self):
+        return {pid: rank for pid, rank in self.job.processes().items() if rank is not None}
+
+    def launcher(self):
+        """The process of mpirun, which is the parent of the ranks."""
+        for pid in self.ranks():
+            with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+                return int(stat.read().rsplit(")", 1)[1].split()[1])
+        return None
+
+    def kill(self, victim):
+        ranks = self.ranks()
+        victims = [pid for pid, rank in ranks.items() if victim in (rank, ALL)]
+        if victim == LAUNCHER:
+            victims = [self.launcher()]
+        for pid in filter(None, victims):
+            self.job.signal(pid, signal.SIGKILL)
+
+
+def reference(setup, steps):
+    directory, metrics = setup.folder / "reference", setup.folder / "reference.jsonl"
+    setup.train(RANKS, *SPLIT, "--steps", steps, "--save", directory, "--metrics", metrics).expect(0)
+    return setup.digest(directory), losses_in(metrics)
+
+
+def kills(setup, count, seed):
+    draw = random.Random(seed)
+    steps = STEPS_A_KILL * (count + 1)
+    digest, losses = reference(setup, steps)
+    run = Supervised(setup, "kills", steps, "--restarts", "unlimited")
+    done = 0
+    while done < count:
+        newest = (steps_in(run.directory) or [0])[-1]
+        restarts = run.job.output.count("; restart ")
+        # A save that is new since this start, and ranks of this start.
+        run.job.wait_for(lambda: (steps_in(run.directory) or [0])[-1] > newest and len(run.ranks()) == RANKS,  # noqa: B023
+                         f"no save after kill {done}")
+        at = (metrics_so_far(run.metrics) or [0])[-1] + draw.randrange(EVERY + 2)
+        run.job.wait_for(lambda: (metrics_so_far(run.metrics) or [0])[-1] >= min(at, steps - 1), "no step")  # noqa: B023
+        run.kill(draw.choice([*range(RANKS), LAUNCHER, ALL]))
+        run.job.wait_for(lambda: run.job.output.count("; restart ") > restarts, f"no restart after kill {done}")  # noqa: B023
+        done += 1
+    output = run.job.expect(0, rf"sluice run: {count} restarts in \d+ s; [\d.]+ % of the time in steps that count")
+    require(setup.digest(run.directory) == digest, f"digest {setup.digest(run.directory)} instead of {digest}")
+    found = losses_in(run.metrics)
+    different = [step for step in losses if found.get(step) != losses[step]]
+    require(not different, f"losses of steps {different} differ")
+    require("sluice-event" not in output and "mpirun noticed" not in output, output)
+    return re.findall(r"^sluice run: (\d+ restarts.*)", output, re.MULTILINE)[0]
+
+
+def always_fails(setup):
+    """A rank is killed before each save: two restarts, then the reason."""
+    run = Supervised(setup, "fails", 100000, training=("--save-every", "100000"))
+    for start in range(3):
+        restarts = start
+        run.job.wait_for(lambda: len(run.ranks()) == RANKS and metrics_so_far(run.metrics), f"no start {start}")
+        run.kill(1)
+        said = "giving up" if start == 2 else f"; restart {restarts + 1} "
+        run.job.wait_for(lambda: said in run.job.output, f"'{said}' is not said")  # noqa: B023
+    run.job.expect(137, r"giving up: rank 1 on \S+ was killed by SIGKILL; two restarts in a row added no save")
+
+
+def refused(setup):
+    """An error that a restart does not mend: one start, and Sluice's own line."""
+    run = Supervised(setup, "refused", 5, training=("--data", "/no/such/file"))
+    output = run.job.expect(3, "^sluice: error: .*'/no/such/file'", "giving up: exit code 3: an input file")
+    require("non-zero status" not in output, output)
+
+
+def stops(setup):
+    """Asked to stop, the training saves; the same command goes on and is done."""
+    run = Supervised(setup, "stops", 1000000)
+    run.job.wait_for(lambda: len(metrics_so_far(run.metrics)) > 5, "no step")
+    run.job.signal(run.job.process.pid, signal.SIGTERM)
+    output = run.job.expect(12, r"stopped as asked after step \d+")
+    require("giving up" not in output and "Forwarding signal" not in output, output)
+    step = int(re.search(r"stopped as asked after step (\d+)", output).group(1))
+    require(steps_in(run.directory)[-1] == step, f"saved {steps_in(run.directory)}, stopped after {step}")
+
+
+def campaign():
+    parser = arguments(__doc__.splitlines()[0], count=3, seed=1)
+    cases = {"kills": lambda s: kills(s, options.count, options.seed), "always fails": always_fails, "refused": refused,
+             "stops": stops}
+    parser.add_argument("--case", choices=cases)
+    options = parser.parse_args()
+    setup = Setup(options)
+    return run_cases(setup, "supervised trainings", [(name, functools.partial(case, setup)) for name, case in cases.items()
+                                                     if options.case in (None, name)])
+
+
+if __name__ == "__main__":
+    main(campaign)

@@ -1,0 +1,76 @@
+// Launchers that do not return, with small limits. tests/faults/supervised_jobs.py has the rest.
+#include "runtime/supervise/job_watch.hpp"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <string>
+
+namespace sluice::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+// Longer than any test lasts: reaching it fails the test by ctest's time-out.
+constexpr double kNever = 1e6;
+const std::string kStays = "while :; do sleep 0.01; done";
+const std::string kHang =
+    R"(echo 'sluice-event {"event":"hang","kind":"lost","hosts":["node3"],"ranks":[2],"step":7}' >&2; )";
+const std::string kFrame = std::string(74, '-') + R"(\n)";
+const std::string kKilled =
+    "printf %b '" + kFrame +
+    R"(mpirun noticed that process rank 1 with PID 5 on node node2 exited on signal 9 (Killed).\n)" +
+    kFrame + "' >&2; ";
+
+class JobWatchTest : public ::testing::Test {
+ protected:
+  ~JobWatchTest() override { ::close(null_); }
+  Attempt watch(const std::string& script, const WatchOptions& options) {
+    const std::string path = std::string("PATH=") + std::getenv("PATH");
+    JobProcess job({"sh", "-c", script}, {path}, kNever);
+    return watch_job(job, stops_, out_, options);
+  }
+
+  int null_ = ::open("/dev/null", O_WRONLY | O_CLOEXEC);
+  StopRequests stops_;
+  ErrorOutput out_{null_};
+};
+
+TEST_F(JobWatchTest, EndsALauncherThatDoesNotReturnAfterAReport) {
+  const Attempt attempt = watch(kHang + kStays, {.after_report = 0.05, .after_word = kNever});
+  EXPECT_EQ(attempt.end.code, 11);
+  EXPECT_FALSE(attempt.end.by_signal);
+  ASSERT_TRUE(attempt.hang);
+  EXPECT_EQ(attempt.hang->step, 7U);
+}
+
+TEST_F(JobWatchTest, KillsOneThatIgnoresSigterm) {
+  const Attempt attempt =
+      watch("trap '' TERM; " + kHang + kStays, {.after_report = 0.05, .after_word = kNever});
+  EXPECT_EQ(attempt.end.code, 11);
+}
+
+TEST_F(JobWatchTest, EndsALauncherThatHangsAfterItsLastWord) {
+  const Attempt attempt = watch(kKilled + kStays, {.after_report = kNever, .after_word = 0.05});
+  EXPECT_EQ(attempt.end.code, 137);
+  ASSERT_TRUE(attempt.findings.killed);
+  EXPECT_EQ(attempt.findings.killed->host, "node2");
+}
+
+TEST_F(JobWatchTest, KeepsTheCodeOfALauncherThatReturns) {
+  const Attempt attempt = watch(kHang + "exit 9", {.after_report = kNever, .after_word = kNever});
+  EXPECT_EQ(attempt.end.code, 9);
+  EXPECT_TRUE(attempt.hang);
+}
+
+TEST_F(JobWatchTest, KeepsTheLaunchersTextForLater) {
+  const Attempt attempt = watch("printf %b '" + kFrame + R"(no slots\n)" + kFrame + "' >&2", {});
+  EXPECT_EQ(attempt.end.code, 0);
+  EXPECT_THAT(attempt.launcher_text, HasSubstr("no slots"));
+}
+
+}  // namespace
+}  // namespace sluice::testing
