@@ -37,6 +37,7 @@
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "runtime/report/layer_table.hpp"
 #include "runtime/report/metrics.hpp"
 #include "runtime/report/rank_table.hpp"
 #include "runtime/report/timeline.hpp"
@@ -146,6 +147,9 @@ class Training {
   void require_unused(const std::filesystem::path& directory) const;
   void require_steps_left(std::uint64_t done) const;
   [[nodiscard]] StageFactory stages() const;
+  [[nodiscard]] LayerTable layers() const {
+    return {choice_.partition.first, layer_times(options_.model)};
+  }
   // Whether a host's directory must hold whole stages.
   [[nodiscard]] bool keeps_replicas_together() const {
     return options_.checkpoint.local && options_.pipeline.shape.replicas > 1;
@@ -159,6 +163,7 @@ class Training {
   void validate(std::int64_t samples);
   void note(const std::string& line);
   void summarise();
+  void print_promise() const;
   void print_files() const;
   StepRecord record_of(const StepReport& report) const;
 
@@ -222,7 +227,7 @@ void Training::run() {
   steps();
   if (last_samples_ > 0 && !stopped_) validate(last_samples_);
   if (!options_.trace.empty() && !stopped_) {
-    clock_error_ = timeline_.write(*pipeline_, options_.trace);
+    clock_error_ = timeline_.write(*pipeline_, options_.trace, layers());
   }
   pipeline_->close();
   if (first()) summarise();
@@ -330,6 +335,7 @@ void Training::open_metrics() {
     if (!first() || options_.metrics.empty()) return;
     nlohmann::ordered_json run;
     for (const auto& [key, value] : resolved()) run["options"][key] = value;
+    run["layers"] = nlohmann::ordered_json::parse(to_json_text(layers()));
     run["ranks"] = world_.size();
     run["kernels"] = kernel_set();
     run["matmul"] = matmul_library();
@@ -593,8 +599,23 @@ void Training::summarise() {
                sliced ? fmt::format(" (measured includes time-slicing: {} ranks share {} cores)",
                                     ranks, cores)
                       : "");
+    print_promise();
   }
   print_files();
+}
+
+// Beside what the run measured.
+void Training::print_promise() const {
+  if (!choice_.promise) return;
+  const StepPromise& promise = *choice_.promise;
+  const auto steps = static_cast<double>(sums_.steps);
+  std::string text = fmt::format("bubble {:.1f} % promised by {}, {:.1f} % measured",
+                                 100 * promise.bubble, promise.source, 100 * sums_.bubble / steps);
+  if (promise.milliseconds > 0) {
+    text += fmt::format("; step {:.4g} ms promised, {:.4g} ms measured", promise.milliseconds,
+                        1000 * sums_.seconds / steps);
+  }
+  fmt::print("  {:<18} {}\n", "schedule", text);
 }
 
 void Training::print_files() const {

@@ -76,14 +76,6 @@ nlohmann::ordered_json to_json(const SearchCandidate& row) {
           {"peak_in_flight", row.peak_in_flight}};
 }
 
-SimulationTimes times_of_layers(const Costs& costs, int ranks, int layers) {
-  SimulationTimes times = costs.times(ranks, layers);
-  if (times.stages.size() == 1) {
-    times.stages.assign(static_cast<std::size_t>(layers), times.stages.front());
-  }
-  return times;
-}
-
 // Of one chunk per rank, where both were candidates.
 std::string remark_of(const std::vector<SearchCandidate>& candidates) {
   std::map<std::string, StepTimes> times;
@@ -99,10 +91,10 @@ AutoSchedule find_schedule(const AutoOptions& options) {
   request.split_backward = !options.whole_backward;
   if (options.chunks > 0) request.chunks = {options.chunks};
   request.whole_layers = options.layers > 0;
-  request.model = options.layers > 0 ? times_of_layers(costs, request.ranks, options.layers)
-                                     : costs.times(request.ranks, request.ranks);
-  if (const auto limit = costs.memory_limit()) request.byte_limit = {*limit};
-  if (const auto limit = costs.in_flight_limit()) request.in_flight_limit = {*limit};
+  request.model = options.layers > 0 ? costs.of_layers(request.ranks, options.layers)
+                                     : costs.of_shares(request.ranks);
+  request.byte_limit = costs.byte_limit(request.ranks);
+  request.in_flight_limit = costs.in_flight_limit(request.ranks);
   AutoSchedule found;
   found.result = search_schedule(request);
   const SearchResult& result = found.result;
@@ -115,6 +107,11 @@ AutoSchedule find_schedule(const AutoOptions& options) {
   found.report =
       report_schedule({result.schedule, source}, result.times, detail_of(options.output));
   found.report.costs_source = costs.source();
+  found.report.remarks = costs.remarks(result.schedule.placement);
+  found.report.made_for = MadeFor{.first_layer = result.first_layer,
+                                  .makespan = result.simulation.makespan,
+                                  .bubble = result.simulation.bubble_makespan,
+                                  .milliseconds = costs.milliseconds()};
   return found;
 }
 
@@ -165,7 +162,9 @@ OptionTable make_table(AutoOptions& options) {
   table.add_integer("chunks", options.chunks, 1, kMaxSearchedChunks,
                     "stages per rank; auto: 1, 2, 4 or 8", "auto");
   table.add_integer("layers", options.layers, 1, kMaxInt,
-                    "of the model, costs being of layers; any: it can be cut anywhere", "any");
+                    "of the model, embedding and head included, costs being of layers; any: it "
+                    "can be cut anywhere; not given: those of the profile, if it says any",
+                    "any");
   table.add_flag("whole-backward", options.whole_backward,
                  "only schedules that do not split the backward pass");
   table.add_integer("effort", options.request.effort, 0, std::numeric_limits<std::int64_t>::max(),
@@ -178,6 +177,7 @@ OptionTable make_table(AutoOptions& options) {
 void run(AutoOptions& options, const OptionTable& table) {
   options.costs.resolve(table, options.layers > 0 ? CostsOf::kStage : CostsOf::kRankShare);
   options.costs.resolve_ranks(table, options.request.ranks);
+  if (!table.given("layers")) options.layers = options.costs.measured_layers();
   const AutoSchedule found = usage_errors([&] { return find_schedule(options); });
   const Objective objective = options.request.objective;
   write_output(options.output, [&](const PutText& put) {

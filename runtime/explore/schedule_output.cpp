@@ -64,7 +64,7 @@ void put_schedule(const ScheduleReport& report, const ScheduleOutput& output, co
   } else if (output.format == "trace") {
     put_trace(report, put);
   } else {
-    put(to_schedule_json(report.schedule));
+    put(to_schedule_json(report.schedule, report.made_for));
   }
 }
 

@@ -93,25 +93,29 @@ void add_lists(nlohmann::ordered_json& json, const char* name,
   }
 }
 
+template <typename T>
+const T& of_rank(const std::vector<T>& limits, int rank) {
+  return limits[limits.size() == 1 ? 0 : static_cast<std::size_t>(rank)];
+}
+
 void require_memory(const ScheduleReport& report, const Costs& costs) {
   const std::string& name = report.schedule.name;
-  const std::vector<std::int64_t>& bytes = report.simulation.peak_bytes;
-  if (const auto limit = costs.memory_limit()) {
-    const auto most = std::max_element(bytes.begin(), bytes.end());
-    if (*most <= *limit) return;
-    throw_error(ErrorCode::kPlan,
-                "schedule '{}' holds up to {} bytes on rank {}; --memory-limit allows {}", name,
-                *most, most - bytes.begin(), *limit);
-  }
-  const auto limit = costs.in_flight_limit();
-  if (!limit) return;
-  for (int rank = 0; rank < report.schedule.placement.ranks(); ++rank) {
-    const double chunks = static_cast<double>(report.schedule.placement.stages_of(rank).size());
-    const double held = report.simulation.peak_in_flight[static_cast<std::size_t>(rank)] / chunks;
-    if (held <= *limit) continue;
+  const Placement& placement = report.schedule.placement;
+  const std::vector<std::int64_t>& bytes = costs.byte_limit(placement.ranks());
+  const std::vector<double>& in_flight = costs.in_flight_limit(placement.ranks());
+  for (int rank = 0; rank < placement.ranks(); ++rank) {
+    const auto r = static_cast<std::size_t>(rank);
+    if (!bytes.empty() && report.simulation.peak_bytes[r] > of_rank(bytes, rank)) {
+      throw_error(ErrorCode::kPlan,
+                  "schedule '{}' holds up to {} bytes on rank {}; --memory-limit allows {}", name,
+                  report.simulation.peak_bytes[r], rank, of_rank(bytes, rank));
+    }
+    const double chunks = static_cast<double>(placement.stages_of(rank).size());
+    const double held = report.simulation.peak_in_flight[r] / chunks;
+    if (in_flight.empty() || held <= of_rank(in_flight, rank)) continue;
     throw_error(ErrorCode::kPlan,
                 "schedule '{}' holds up to {} micro-batches on rank {}; --memory-limit allows {}",
-                name, held, rank, *limit);
+                name, held, rank, of_rank(in_flight, rank));
   }
 }
 
@@ -182,6 +186,11 @@ std::string coloured(std::string_view grid) {
   return text;
 }
 
+LoadedSchedule load_json(std::string_view text) {
+  ScheduleFile file = parse_schedule_json(text);
+  return {std::move(file.schedule), "Sluice's JSON", std::move(file.made_for)};
+}
+
 LoadedSchedule load_csv(std::string_view text, const std::filesystem::path& path,
                         CsvAlphabet alphabet) {
   PytorchCsv csv = parse_pytorch_csv(text, path.stem().string(), alphabet);
@@ -203,9 +212,8 @@ LoadedSchedule load_schedule(const std::filesystem::path& path, CsvAlphabet alph
   const std::string_view text(reinterpret_cast<const char*>(file.bytes().data()),
                               file.bytes().size());
   try {
-    LoadedSchedule loaded = looks_like_json(text)
-                                ? LoadedSchedule{parse_schedule_json(text), "Sluice's JSON"}
-                                : load_csv(text, path, alphabet);
+    LoadedSchedule loaded =
+        looks_like_json(text) ? load_json(text) : load_csv(text, path, alphabet);
     loaded.source = fmt::format("{}: {}", path.string(), loaded.source);
     return loaded;
   } catch (const std::invalid_argument& error) {
@@ -243,9 +251,13 @@ ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs,
   const Placement& placement = loaded.schedule.placement;
   require_small_enough(placement.stages(), loaded.schedule.micro_batches);
   return usage_errors([&] {
-    const SimulationTimes times = costs.times(placement.ranks(), placement.stages());
+    const std::vector<int> first_layer =
+        loaded.made_for ? loaded.made_for->first_layer : std::vector<int>{};
+    const SimulationTimes times = costs.times(placement, first_layer);
+    std::vector<std::string> remarks = costs.remarks(placement);
     ScheduleReport report = report_schedule(std::move(loaded), times, detail);
     report.costs_source = costs.source();
+    report.remarks = std::move(remarks);
     require_memory(report, costs);
     return report;
   });
@@ -298,6 +310,7 @@ std::string to_grid_text(const ScheduleReport& report, bool colours) {
                    : "no: repeats bit for bit, but sums gradients in another order");
   if (!report.costs_source.empty())
     text += fmt::format("times            {}\n", report.costs_source);
+  for (const std::string& each : report.remarks) text += fmt::format("warning: {}\n", each);
   return text;
 }
 
@@ -326,6 +339,7 @@ nlohmann::ordered_json to_json(const ScheduleReport& report) {
   }
   json["exact"] = report.exact;
   if (!report.costs_source.empty()) json["times"] = report.costs_source;
+  if (!report.remarks.empty()) json["remarks"] = report.remarks;
   add_lists(json, "timeline", simulation.timeline);
   add_lists(json, "reductions", simulation.reductions);
   add_lists(json, "memory", simulation.memory);

@@ -20,7 +20,7 @@ constexpr int kBorderRounds = 20;
 
 // What the candidate's order is worth where its stages begin at the layers `first`.
 double borders_value(const SearchSpace& space, Candidate candidate, const std::vector<int>& first) {
-  candidate.times = merged(space.request.model, first);
+  candidate.times = join_layers(space.request.model, first);
   const Problem problem = space.problem_of(candidate);
   Clock clock(problem);
   if (!fits(problem, candidate.order) || !clock.play(candidate.order)) {
@@ -40,7 +40,7 @@ void improve_borders(const SearchSpace& space, Candidate& candidate) {
   });
   if (!moved) return;
   candidate.first_layer = first;
-  candidate.times = merged(space.request.model, first);
+  candidate.times = join_layers(space.request.model, first);
   candidate.origin += ", borders moved";
 }
 

@@ -2,15 +2,19 @@
 // are strict and bounded: they say what they refuse and where, keep no document tree, and allocate
 // at most 24 bytes per byte of the text in addition to it. Functions are pure and thread-safe.
 //
-// Sluice's own file is one JSON object, every key below exactly once and no other:
+// Sluice's own file is one JSON object, every key below exactly once and no other, but for
+// `made_for`, which may be missing:
 //
 //   {"format": "sluice-schedule", "version": 1, "name": "1f1b", "ranks": 2, "stages": 2,
 //    "micro_batches": 2, "placement": [0, 1],
+//    "made_for": {"first_layer": [0, 4, 8], "makespan": 47.2, "bubble": 0.23,
+//                 "milliseconds": true},
 //    "lists": [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]}
 //
 // `placement` gives each stage's rank. `lists` has one list per rank, in the order it runs, of
 // compute actions and overlapped pairs in the text form of <sluice/schedule.hpp>; messages are no
 // part of it, lower() adds them. A file without any backward action is a forward-only schedule.
+// `made_for` is what a search wrote beside its result (MadeFor); all of its keys are there.
 //
 // PyTorch's are the CSV files of torch.distributed.pipelining (`_dump_csv`, `_load_csv`): one row
 // per rank, one action per cell, an empty cell where the rank idles; rows end in LF or CR LF. Cells
@@ -23,8 +27,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include <sluice/schedule.hpp>
 
@@ -39,13 +45,30 @@ inline constexpr std::size_t kMaxScheduleFileBytes = std::size_t{1} << 27;  // 1
 inline constexpr std::int64_t kMaxScheduleActions = std::int64_t{1} << 23;  // 1024 ranks x 4096
 inline constexpr std::size_t kMaxScheduleNameBytes = 200;
 
+// What a search found a schedule for, and what it promises.
+struct MadeFor {
+  // Stage s owns layers [first_layer[s], first_layer[s + 1]); empty: the model was cut anywhere.
+  std::vector<int> first_layer;
+  double makespan = 0;        // of a step, simulated
+  double bubble = 0;          // Simulation::bubble_makespan
+  bool milliseconds = false;  // the makespan's unit; else that of the costs the search was given
+  friend bool operator==(const MadeFor&, const MadeFor&) = default;
+};
+
+struct ScheduleFile {
+  Schedule schedule;
+  std::optional<MadeFor> made_for;
+};
+
 // Throws std::invalid_argument, in one line of printable characters: what was wrong, where (byte or
 // list and position), and what would be legal. check() says whether the order can run.
-[[nodiscard]] Schedule parse_schedule_json(std::string_view text);
+[[nodiscard]] ScheduleFile parse_schedule_json(std::string_view text);
 
-// What parse_schedule_json() reads back as an equal schedule; one line per rank. Throws
-// std::invalid_argument for schedules with other than compute actions and for illegal names.
-[[nodiscard]] std::string to_schedule_json(const Schedule& schedule);
+// What parse_schedule_json() reads back as equal; one line per rank. Throws
+// std::invalid_argument for schedules with other than compute actions, for illegal names, and for a
+// `made_for` that parse_schedule_json() refuses.
+[[nodiscard]] std::string to_schedule_json(const Schedule& schedule,
+                                           const std::optional<MadeFor>& made_for = {});
 
 enum class CsvAlphabet : std::uint8_t {
   kDetect,   // kOlder where a cell has BW, or W without any I

@@ -87,6 +87,22 @@ struct SearchResult {
 // least limit that would do.
 [[nodiscard]] SearchResult search_schedule(const SearchRequest& request);
 
+// The model's layers on the stages of a placement: stage s owns layers [first_layer[s],
+// first_layer[s + 1]), and the stages cost what `times` says.
+struct LayerCut {
+  std::vector<int> first_layer;
+  SimulationTimes times;
+};
+
+// Whole layers, one entry of `layers` each, so that the largest stage is as small as it can be, and
+// then the most loaded rank lighter while moving one border helps. Of fewer layers than stages each
+// has its own stage, and stages before the last are empty, as in a training. Throws
+// std::invalid_argument for no layers and where entries of bytes are of another number.
+[[nodiscard]] LayerCut cut_layers(const SimulationTimes& layers, const Placement& placement);
+// The same for stages that are known. Requires: ascending from 0 to the number of layers.
+[[nodiscard]] SimulationTimes join_layers(const SimulationTimes& layers,
+                                          const std::vector<int>& first_layer);
+
 // A bound below simulate()'s makespan of every schedule on this placement, overlapped pairs with a
 // time of their own excepted: the largest, over ranks, of the least time before the rank's first
 // action can start, its busy time and the least time that must follow its last; once for all

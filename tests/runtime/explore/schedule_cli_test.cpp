@@ -7,6 +7,7 @@
 namespace sluice::testing {
 namespace {
 
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
@@ -266,6 +267,57 @@ TEST_F(CliTest, TheLargestLegalModelIsPlanned) {
     EXPECT_EQ(planned.code, 10) << planned.err;
     EXPECT_NE(planned.err.find("but the plan needs"), std::string::npos) << planned.err;
   }
+}
+
+// A model of two blocks has four layers. So no more than four stages can be planned for it.
+TEST_F(CliTest, AutoPlansTheModelThatTheProfileIsOf) {
+  const Outcome run =
+      mpirun(2, SLUICE_PROGRAM, small("--micro-batches 4 --trace t.json --metrics m.jsonl"));
+  ASSERT_EQ(run.code, 0) << run.err;
+  for (const char* profile : {"t.json", "m.jsonl"}) {
+    const Outcome planned =
+        sluice(std::string("schedule auto --ranks 2 --micro-batches 4 --format json --profile ") +
+               profile);
+    ASSERT_EQ(planned.code, 0) << planned.err;
+    const auto json = nlohmann::json::parse(planned.out);
+    EXPECT_LE(json.at("stages"), 4);
+    EXPECT_EQ(json.at("first_layer").back(), 4);
+  }
+  const Outcome anywhere = sluice(
+      "schedule auto --ranks 2 --micro-batches 4 --layers any --chunks 8 --profile t.json --format "
+      "file --output empty.json");
+  ASSERT_EQ(anywhere.code, 0) << anywhere.err;
+  const Outcome shown = sluice("schedule --file empty.json --profile t.json");
+  EXPECT_THAT(shown.out, HasSubstr("12 of 16 stages are empty")) << shown.err;
+  const Outcome trained = mpirun(2, SLUICE_PROGRAM, small("--schedule-file empty.json"));
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  EXPECT_THAT(trained.out, HasSubstr("warning: 12 of 16 stages have no layers"));
+}
+
+TEST_F(CliTest, APromiseStandsBesideWhatARunMeasured) {
+  ASSERT_EQ(mpirun(2, SLUICE_PROGRAM, small("--micro-batches 4 --trace t.json")).code, 0);
+  const Outcome planned = sluice(
+      "schedule auto --ranks 2 --micro-batches 4 --profile t.json --format file --output a.json");
+  ASSERT_EQ(planned.code, 0) << planned.err;
+  const auto made_for = nlohmann::json::parse(read_file(path("a.json"))).at("made_for");
+  const Outcome run = mpirun(2, SLUICE_PROGRAM, small("--schedule-file a.json --metrics m.jsonl"));
+  ASSERT_EQ(run.code, 0) << run.err;
+  EXPECT_THAT(run.out, ContainsRegex("promised by the schedule file, .* measured; step .* ms "
+                                     "promised, .* ms measured"));
+  const std::string first = read_file(path("m.jsonl"));
+  const auto layers =
+      nlohmann::json::parse(first.substr(0, first.find('\n'))).at("run").at("layers");
+  EXPECT_EQ(layers.at("first"), made_for.at("first_layer"));
+
+  const Outcome searched = mpirun(2, SLUICE_PROGRAM, small("--micro-batches 4 --schedule auto"));
+  EXPECT_THAT(searched.out, HasSubstr("promised by layer costs")) << searched.err;
+  const Outcome other =
+      mpirun(2, SLUICE_PROGRAM,
+             "train --data text.txt --layers 3 --heads 2 --width 16 --context 16 --steps 1 "
+             "--schedule-file a.json");
+  EXPECT_THAT(other.out, HasSubstr("searched for a model of 4 layers")) << other.err;
+  const Outcome named = mpirun(2, SLUICE_PROGRAM, small("--micro-batches 4"));
+  EXPECT_THAT(named.out, Not(HasSubstr("promised")));
 }
 
 }  // namespace
