@@ -16,7 +16,9 @@ namespace sluice {
 namespace {
 
 std::string csv_of(const ScheduleOutput& output, const Schedule& schedule) {
-  const LowerOptions no_reductions = {.reduce_grad = false, .tied = {}};
+  LowerOptions no_reductions;
+  no_reductions.reduce_grad = false;
+  no_reductions.keep_sharding = true;
   return to_pytorch_csv(output.messages ? lower(schedule, no_reductions) : schedule,
                         output.alphabet);
 }
@@ -27,7 +29,8 @@ void add_output_options(OptionTable& table, ScheduleOutput& output) {
   table.add_choice("format", output.format, {"grid", "json", "csv", "svg", "trace", "file"},
                    "of the output");
   table.add_text("output", output.path, "PATH", "write here instead of standard output");
-  table.add_flag("messages", output.messages, "add SEND and RECV cells to the CSV");
+  table.add_flag("messages", output.messages,
+                 "add SEND and RECV cells to the CSV, and their waits");
   table.add_flag("timeline", output.timeline,
                  "add start and end of every action to the JSON, and the bytes held over time");
 }

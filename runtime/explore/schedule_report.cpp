@@ -191,18 +191,28 @@ LoadedSchedule load_json(std::string_view text) {
   return {std::move(file.schedule), "Sluice's JSON", std::move(file.made_for)};
 }
 
+const char* alphabet_text(const PytorchCsv& csv) {
+  switch (csv.alphabet) {
+    case CsvAlphabet::kOlder:
+      return "older alphabet (B input half, BW whole backward)";
+    case CsvAlphabet::kNoWaits:
+      return "as of PyTorch 2.6 to 2.14 (I input half, B whole backward, no waits)";
+    default:
+      return "current alphabet (I input half, B whole backward)";
+  }
+}
+
 LoadedSchedule load_csv(std::string_view text, const std::filesystem::path& path,
                         CsvAlphabet alphabet) {
   PytorchCsv csv = parse_pytorch_csv(text, path.stem().string(), alphabet);
-  std::string source =
-      fmt::format("PyTorch's CSV, {} alphabet", csv.alphabet == CsvAlphabet::kOlder
-                                                    ? "older (B input half, BW whole backward)"
-                                                    : "current (I input half, B whole backward)");
+  std::string source = fmt::format("PyTorch's CSV, {}", alphabet_text(csv));
   if (csv.messages > 0) source += fmt::format("; {} messages checked and dropped", csv.messages);
-  if (csv.other_dropped > 0) {
-    source += fmt::format("; {} UNSHARD, RESHARD and REDUCE_GRAD dropped", csv.other_dropped);
+  if (csv.waits > 0) source += fmt::format("; {} waits too", csv.waits);
+  if (csv.sharding > 0) {
+    source += fmt::format("; {} UNSHARD, RESHARD and REDUCE_GRAD kept, and passed over here",
+                          csv.sharding);
   }
-  return {std::move(csv.schedule), std::move(source)};
+  return {std::move(csv.schedule), std::move(source), std::nullopt};
 }
 
 }  // namespace

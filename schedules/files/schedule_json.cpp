@@ -277,10 +277,12 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
     } catch (const std::invalid_argument& error) {
       fail(at_list(schedule_.ranks.size() - 1, steps.size()) + ": " + error.what());
     }
-    if (!is_compute(step.action.kind)) {
+    if (!is_compute(step.action.kind) && !is_sharding(step.action.kind)) {
       fail(at_list(schedule_.ranks.size() - 1, steps.size()) + ": " + to_string(step.action) +
-           " does not compute; legal are F, B, I, W and overlapped pairs of them");
+           " does not compute; legal are F, B, I, W, overlapped pairs of them, UNSHARD, RESHARD "
+           "and REDUCE_GRAD");
     }
+    sharding_ += is_sharding(step.action.kind) ? 1 : 0;
     actions_ += step.overlapped ? 2 : 1;
     require_action_count(kReader, actions_);
     steps.push_back(step);
@@ -294,7 +296,7 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
     };
     agree(placement_.size(), stages_, "stages", kPlacementKey);
     agree(schedule_.ranks.size(), ranks_, "ranks", kListsKey);
-    require_enough_actions(kReader, stages_, schedule_.micro_batches, actions_);
+    require_enough_actions(kReader, stages_, schedule_.micro_batches, actions_ - sharding_);
     try {
       schedule_.placement = Placement::custom(ranks_, std::move(placement_));
     } catch (const std::invalid_argument& error) {
@@ -319,7 +321,7 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
   bool in_object_ = false, in_made_for_ = false;
   MadeForHandler made_for_;
   int ranks_ = 0, stages_ = 0;
-  std::int64_t actions_ = 0;
+  std::int64_t actions_ = 0, sharding_ = 0;
 };
 
 }  // namespace
@@ -358,9 +360,11 @@ std::string to_schedule_json(const Schedule& schedule, const std::optional<MadeF
     text += rank == 0 ? "\n  [" : ",\n  [";
     for (std::size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
       const Step& step = schedule.ranks[rank][i];
-      if (!is_compute(step.action.kind)) {
-        throw std::invalid_argument("schedule '" + schedule.name + "': " + to_string(step) +
-                                    " does not compute; a schedule file holds F, B, I and W");
+      if (!is_compute(step.action.kind) && !is_sharding(step.action.kind)) {
+        throw std::invalid_argument(
+            "schedule '" + schedule.name + "': " + to_string(step) +
+            " does not compute; a schedule file holds F, B, I, W, UNSHARD, RESHARD and "
+            "REDUCE_GRAD");
       }
       text += i == 0 ? "\"" : ", \"";
       text += to_string(step);

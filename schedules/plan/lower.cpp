@@ -151,6 +151,10 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
     out.reserve(size);
     OverlappedSums sums(steps, own, options);
     for (std::size_t i = 0; i < steps.size(); ++i) {
+      if (is_sharding(steps[i].action.kind)) {
+        if (options.keep_sharding) out.push_back(steps[i]);
+        continue;
+      }
       append_step(schedule.placement, steps[i], sums.after(i), out);
     }
     if (!schedule.forward_only) {

@@ -38,6 +38,9 @@ struct LowerOptions {
   // [stage] Its sum over replicas overlaps with computation and blocks no rank, as NCCL's do.
   // Empty: no stage's does.
   std::vector<bool> overlapped_grad_sums = {};
+  // The schedule's own UNSHARD, RESHARD and REDUCE_GRAD stay in it, for a file that is written of
+  // it. A plan has no op for them.
+  bool keep_sharding = false;
 };
 
 // Adds SEND right after the action that produces and RECV right before the action that uses, where
