@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -128,6 +129,8 @@ class Training {
 
  private:
   [[nodiscard]] bool first() const { return world_.rank() == 0; }
+  [[nodiscard]] int job_ranks() const;
+  [[nodiscard]] int pipeline_depth() const;
   [[nodiscard]] const OptionValues& resolved() const {
     return options_.pipeline.checks.configuration;
   }
@@ -205,12 +208,7 @@ void Training::run() {
       complete = already_complete(collectives);
       if (complete) return name_last_save();
       if (options_.resume.from) require_steps_left(options_.resume.from->step);
-      const PipelineOptions::Shape& shape = options_.pipeline.shape;
-      const Topology topology = make_topology(
-          world_.size(),
-          shape.pipeline > 0 ? shape.pipeline : std::max(world_.size() / shape.replicas, 1),
-          shape.replicas, shape.rank_order);  // a size that cannot work ends here
-      choice_ = choose_schedule(options_, topology.pipeline, collectives);
+      choice_ = choose_schedule(options_, pipeline_depth(), collectives);
     });
     if (complete) {
       if (first()) {
@@ -231,6 +229,24 @@ void Training::run() {
   }
   pipeline_->close();
   if (first()) summarise();
+}
+
+// One process plans the job that the options say.
+int Training::job_ranks() const {
+  const PipelineOptions::Shape& shape = options_.pipeline.shape;
+  if (!options_.dry_run || world_.size() > 1) return world_.size();
+  const std::int64_t ranks = std::int64_t{std::max(shape.pipeline, 1)} * shape.replicas;
+  return static_cast<int>(std::min<std::int64_t>(ranks, std::numeric_limits<int>::max()));
+}
+
+// A size that cannot work ends here.
+int Training::pipeline_depth() const {
+  const PipelineOptions::Shape& shape = options_.pipeline.shape;
+  const int depth = shape.pipeline > 0 ? shape.pipeline : std::max(job_ranks() / shape.replicas, 1);
+  if (job_ranks() == world_.size()) {
+    (void)make_topology(world_.size(), depth, shape.replicas, shape.rank_order);
+  }
+  return depth;
 }
 
 void Training::require_same_options(Collectives& collectives) const {
@@ -381,7 +397,8 @@ void Training::plan_evaluations() {
   pipeline_options_ = options_.pipeline;
   pipeline_options_.training.evaluations = std::move(evaluations);
   pipeline_options_.order.given = choice_.order;
-  set_traffic(pipeline_options_.shape, options_.model, world_.size());
+  pipeline_options_.shape.pipeline = pipeline_depth();
+  set_traffic(pipeline_options_.shape, options_.model, job_ranks());
   if (keeps_replicas_together()) keep_replicas_together(pipeline_options_.shape);
   if (first() && !choice_.remark.empty()) fmt::print("{}\n", choice_.remark);
 }
@@ -430,7 +447,13 @@ void Training::dry_run(Communicator& comm, ControlChannel& control) {
     compare_with_saved();
     if (first()) require_steps_left(require_fitting_save(layout, options_.resume.path));
   });
-  if (first()) describe(layout, ranks);
+  if (!first()) return;
+  describe(layout, ranks);
+  if (job_ranks() == world_.size()) return;
+  fmt::print(
+      "planned in one process: {} ranks, each with a device like this one's; memory of hosts was "
+      "not compared\n",
+      job_ranks());
 }
 
 void Training::make_pipeline() {
