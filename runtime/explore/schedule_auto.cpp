@@ -2,12 +2,14 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <charconv>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <utility>
 
 #include <sluice/search.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/explore/schedule_compare.hpp"
 #include "runtime/explore/schedule_output.hpp"
 #include "runtime/options/process.hpp"
@@ -31,7 +33,8 @@ constexpr const char* kAbout =
 struct AutoOptions {
   SearchRequest request = {.ranks = 4, .micro_batches = 8};
   Costs costs;
-  int chunks = 0, layers = 0;
+  std::string chunks = "auto";
+  int layers = 0;
   bool whole_backward = false;
   ScheduleOutput output;
 };
@@ -85,11 +88,30 @@ std::string remark_of(const std::vector<SearchCandidate>& candidates) {
   return remark_on_barrier(times);
 }
 
+// Empty for "auto".
+std::vector<int> chunks_of(const std::string& text) {
+  if (text == "auto") return {};
+  std::vector<int> counts;
+  const char* at = text.data();
+  const char* const end = at + text.size();
+  for (;;) {
+    int count = 0;
+    const auto [next, problem] = std::from_chars(at, end, count);
+    if (problem != std::errc() || count < 1 || count > kMaxSearchedChunks) break;
+    counts.push_back(count);
+    if (next == end) return counts;
+    if (*next != ',') break;
+    at = next + 1;
+  }
+  throw_usage("option --chunks: '{}' is neither 'auto' nor integers from 1 to {} with commas", text,
+              kMaxSearchedChunks);
+}
+
 AutoSchedule find_schedule(const AutoOptions& options) {
   const Costs& costs = options.costs;
   SearchRequest request = options.request;
   request.split_backward = !options.whole_backward;
-  if (options.chunks > 0) request.chunks = {options.chunks};
+  request.chunks = chunks_of(options.chunks);
   request.whole_layers = options.layers > 0;
   request.model = options.layers > 0 ? costs.of_layers(request.ranks, options.layers)
                                      : costs.of_shares(request.ranks);
@@ -159,8 +181,8 @@ OptionTable make_table(AutoOptions& options) {
   table.add_integer("micro-batches", options.request.micro_batches, 1, kMaxInt, "per step");
   add_objective(table, options.request.objective,
                 "makespan: the step with its barrier; span: as the papers rank");
-  table.add_integer("chunks", options.chunks, 1, kMaxSearchedChunks,
-                    "stages per rank; auto: 1, 2, 4 or 8", "auto");
+  table.add_text("chunks", options.chunks, "auto|N[,N...]",
+                 "stages per rank to try; auto: 1, 2, 4, 8 and what divides the layers of a rank");
   table.add_integer("layers", options.layers, 1, kMaxInt,
                     "of the model, embedding and head included, costs being of layers; any: it "
                     "can be cut anywhere; not given: those of the profile, if it says any",

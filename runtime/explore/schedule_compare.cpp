@@ -93,6 +93,12 @@ Comparison compare_schedules(const ScheduleShape& shape, const Costs& costs, Obj
   }
   const std::string remark = remark_on_barrier(times);
   if (!remark.empty()) comparison.remarks.push_back(remark);
+  for (const ScheduleReport& row : comparison.rows) {
+    for (const std::string& each : row.remarks) {
+      const auto known = std::find(comparison.remarks.begin(), comparison.remarks.end(), each);
+      if (known == comparison.remarks.end()) comparison.remarks.push_back(each);
+    }
+  }
   return comparison;
 }
 

@@ -128,6 +128,20 @@ void check_request(const SearchRequest& request) {
                  " ranks; each rank needs a layer, so at most ", parts, " ranks"));
 }
 
+// Numbers of chunks that are tried unasked: small powers of two, and the divisors of the whole
+// layers of a rank, which cut it evenly.
+std::vector<int> usual_chunks(const SearchRequest& request) {
+  constexpr int kMostUnasked = 16;
+  if (request.ranks == 1) return {1};
+  std::vector<int> counts = {1, 2, 4, 8};
+  if (!request.whole_layers) return counts;
+  const int layers = layers_of(request) / request.ranks;
+  for (int chunks = 3; chunks <= std::min(layers, kMostUnasked); ++chunks) {
+    if (layers % chunks == 0) counts.push_back(chunks);
+  }
+  return counts;
+}
+
 StageMap make_stage_map(const SearchRequest& request, std::string name, Placement placement) {
   StageMap map;
   map.name = std::move(name);
@@ -194,7 +208,7 @@ std::vector<StageMap> stage_maps_of(const SearchRequest& request,
   check_request(request);
   std::vector<int> counts = request.chunks;
   const bool all = counts.empty();
-  if (all) counts = request.ranks == 1 ? std::vector<int>{1} : std::vector<int>{1, 2, 4, 8};
+  if (all) counts = usual_chunks(request);
   std::sort(counts.begin(), counts.end());
   counts.erase(std::unique(counts.begin(), counts.end()), counts.end());
   std::vector<StageMap> maps;
@@ -211,7 +225,10 @@ std::vector<StageMap> stage_maps_of(const SearchRequest& request,
       continue;
     }
     if (stages * request.micro_batches > kMaxPairs) {
-      leave_out(concat("more than ", kMaxPairs, " pairs of stage and micro-batch"));
+      leave_out(concat("more than ", kMaxPairs, " pairs of stage and micro-batch",
+                       stages > kMaxPairs
+                           ? std::string()
+                           : concat("; nearest legal: ", kMaxPairs / stages, " micro-batches")));
       continue;
     }
     const auto add = [&](const char* name, Placement placement) {

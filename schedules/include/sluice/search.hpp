@@ -44,7 +44,7 @@ struct SearchRequest {
   bool whole_layers = false;
 
   // Numbers of chunks to try, each at most kMaxSearchedChunks; empty: 1, 2, 4 and 8, as far as
-  // there are layers.
+  // there are layers, and what divides the whole layers per rank, up to 16.
   std::vector<int> chunks = {};
   // Stages can split their backward pass into I and W.
   bool split_backward = true;

@@ -1,5 +1,6 @@
 // `sluice schedule`, its `compare` and `auto`, as a user meets them.
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 
 #include "tests/runtime/cli/cli_tools.hpp"
@@ -266,6 +267,47 @@ TEST_F(CliTest, TheLargestLegalModelIsPlanned) {
     const Outcome planned = sluice(layers + rest);
     EXPECT_EQ(planned.code, 10) << planned.err;
     EXPECT_NE(planned.err.find("but the plan needs"), std::string::npos) << planned.err;
+  }
+}
+
+TEST_F(CliTest, ScheduleAutoTakesAListOfChunks) {
+  const Outcome outcome = sluice(
+      "schedule auto --ranks 2 --micro-batches 4 --layers 6 --chunks 3,1 --effort 0 --format json");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  std::set<int> chunks;
+  for (const auto& row : nlohmann::json::parse(outcome.out).at("candidates")) {
+    chunks.insert(row.at("chunks").get<int>());
+  }
+  EXPECT_EQ(chunks, (std::set<int>{1, 3}));
+  for (const char* wrong : {"0", "1,", ",1", "65", "two", "1.5", "-1", "''"}) {
+    expect_refusal(sluice(std::string("schedule auto --chunks ") + wrong), 2, "option --chunks");
+  }
+}
+
+TEST_F(CliTest, MemoryLimitsMayBeOnePerRank) {
+  EXPECT_EQ(sluice("schedule --ranks 4 --memory-limit 4,3,2,1").code, 0);
+  expect_refusal(sluice("schedule --ranks 4 --memory-limit 4,3,1,1"), 8,
+                 "2 micro-batches on rank 2; --memory-limit allows 1");
+  expect_refusal(sluice("schedule --ranks 4 --memory-limit 4,3,2"), 2,
+                 "3 numbers; legal is one number, or 4 of them");
+  expect_refusal(sluice("schedule auto --ranks 4 --memory-limit 4,3,0,1"), 2, "from 1 up");
+  expect_refusal(sluice("schedule --ranks 2 --activation-bytes 5 --memory-limit 10,4"), 8,
+                 "5 bytes on rank 1; --memory-limit allows 4");
+  const Outcome found = sluice(
+      "schedule auto --ranks 4 --micro-batches 8 --chunks 1 --memory-limit 1,2,3,4 --format json");
+  ASSERT_EQ(found.code, 0) << found.err;
+  const auto peaks = nlohmann::json::parse(found.out).at("peak_in_flight");
+  for (int rank = 0; rank < 4; ++rank) EXPECT_LE(peaks[rank], rank + 1);
+}
+
+TEST_F(CliTest, ScheduleSaysWhereMessagesWereFree) {
+  for (const char* command : {"schedule", "schedule compare", "schedule auto --effort 0"}) {
+    EXPECT_THAT(sluice(command).out, HasSubstr("messages take no time here")) << command;
+    for (const char* given : {" --message-time 0.1", " --message-time 0", " --links 0-1:0.5",
+                              " --bandwidth 5 --message-bytes 3", " --ranks 1"}) {
+      const Outcome outcome = sluice(std::string(command) + given);
+      EXPECT_THAT(outcome.out, Not(HasSubstr("messages take no time"))) << command << given;
+    }
   }
 }
 

@@ -216,6 +216,19 @@ TEST(SearchTest, CutsWholeLayersSoThatTheBottleneckIsLight) {
   EXPECT_EQ(*std::max_element(load.begin(), load.end()), 4);
 }
 
+// Three layers per rank are three chunks, which no power of two is.
+TEST(SearchTest, TriesTheChunksThatDivideTheLayersOfARank) {
+  SearchRequest request = request_of(4, 8, {1, 1, 1, 0}, 0.02);
+  request.model.stages.assign(12, {1, 1, 1, 0});
+  request.whole_layers = true;
+  request.in_flight_limit = {4};
+  const SearchResult unasked = search_schedule(request);
+  expect_sound(request, unasked);
+  EXPECT_LE(unasked.simulation.makespan, 75.40 * 1.0001);
+  request.chunks = {2, 4};
+  EXPECT_LT(unasked.simulation.makespan, search_schedule(request).simulation.makespan);
+}
+
 TEST(SearchTest, LeavesTheBackwardWholeWhereStagesCannotPartIt) {
   SearchRequest request = request_of(4, 8, {1, 1, 1, 0}, 0);
   request.split_backward = false;
