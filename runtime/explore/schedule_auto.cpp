@@ -151,8 +151,9 @@ std::string to_table_text(const AutoSchedule& found, Objective objective) {
                       name_of(objective)) +
           row_text(result.chosen) + "\n";
   text += fmt::format(
-      "Its {} is {:.4f} times {:.6g}, which no order of these stages on these ranks undercuts. The "
-      "search is\na heuristic: a better schedule may exist.\n",
+      "Its {} is {:.4f} times {:.6g}, which no order of these stages on these ranks undercuts: it "
+      "counts\ntimes, messages without queues, and memory. The search is a heuristic: a better "
+      "schedule may exist.\n",
       name_of(objective), result.ratio, result.lower_bound);
   const std::string remark = objective == Objective::kMakespan ? remark_of(result.candidates) : "";
   if (!remark.empty()) text += remark + "\n";

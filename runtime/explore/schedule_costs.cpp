@@ -56,13 +56,6 @@ std::vector<double> bytes_of(const char* option, const std::string& text) {
       option, text);
 }
 
-double overlap_of(const std::string& text) {
-  if (text == "sum") return -1;
-  const auto values = numbers_of(text);
-  if (values && values->size() == 1) return values->front();
-  throw_usage("option --overlap-time: '{}' is neither 'sum' nor a number from 0 up", text);
-}
-
 // One of "FROM-TO:LATENCY[:BANDWIDTH]".
 RankLink link_of(std::string_view text) {
   RankLink result;
@@ -110,8 +103,9 @@ void Costs::add_options(OptionTable& table, CostsOf scope) {
   add_list(table, kForward, of);
   add_list(table, kBackwardInput, "likewise");
   add_list(table, kBackwardWeight, "likewise");
-  table.add_text("overlap-time", overlap_, "sum|X",
-                 "of an overlapped pair; sum: of what its two take");
+  table.add_text(
+      kNames[kOverlap], texts_[kOverlap], "sum|X[,X...]",
+      "of a forward and a backward that overlap, " + of + "; sum: they run one after the other");
   table.add_text("profile", profile_, "FILE",
                  "times in milliseconds from what 'sluice train' wrote for --trace or --metrics");
   table.add_real(
@@ -154,10 +148,10 @@ void Costs::resolve(const OptionTable& table, CostsOf scope) {
   for (std::size_t list = 0; list < kLists; ++list) {
     const bool bytes = list >= kOutput;
     if (bytes && texts_[list].empty()) continue;
+    if (list == kOverlap && texts_[list] == "sum") continue;
     values_[list] = (bytes ? bytes_of : times_of)(kNames[list], texts_[list]);
     has_bytes_ = has_bytes_ || bytes;
   }
-  common_.overlap = overlap_of(overlap_);
   common_.links = links_of(links_);
   if (!limit_.empty()) read_memory_limit();
   if (!profile_.empty()) read_profile(table);
@@ -254,7 +248,8 @@ SimulationTimes Costs::of_pieces(int pieces) const {
     times.stages.push_back({.forward = at(kForward),
                             .backward_input = at(kBackwardInput),
                             .backward_weight = at(kBackwardWeight),
-                            .reduce = at(kReduce)});
+                            .reduce = at(kReduce),
+                            .overlap = values_[kOverlap].empty() ? -1 : at(kOverlap)});
     if (!has_bytes_) continue;
     times.bytes.push_back(
         {.until_input = bytes_at(kUntilInput),
@@ -283,7 +278,9 @@ void Costs::resolve_ranks(const OptionTable& table, int& ranks) const {
 SimulationTimes Costs::with(const std::vector<StageTimes>& measured, SimulationTimes times) {
   std::vector<StageTimes> stages = measured;
   for (std::size_t i = 0; i < stages.size(); ++i) {
-    stages[i].reduce = times.stages[i % times.stages.size()].reduce;
+    const StageTimes& given = times.stages[i % times.stages.size()];
+    stages[i].reduce = given.reduce;
+    stages[i].overlap = given.overlap;
   }
   times.stages = std::move(stages);
   return times;

@@ -65,6 +65,7 @@ class Costs {
     kBackwardInput,
     kBackwardWeight,
     kReduce,
+    kOverlap,
     kOutput,
     kOutputGradient,
     kUntilInput,
@@ -73,11 +74,17 @@ class Costs {
     kReduced,
     kLists
   };
-  static constexpr std::array<const char*, kLists> kNames = {
-      "forward-time",     "backward-input-time",     "backward-weight-time",
-      "reduce-time",      "message-bytes",           "gradient-message-bytes",
-      "activation-bytes", "weight-activation-bytes", "resident-bytes",
-      "reduce-bytes"};
+  static constexpr std::array<const char*, kLists> kNames = {"forward-time",
+                                                             "backward-input-time",
+                                                             "backward-weight-time",
+                                                             "reduce-time",
+                                                             "overlap-time",
+                                                             "message-bytes",
+                                                             "gradient-message-bytes",
+                                                             "activation-bytes",
+                                                             "weight-activation-bytes",
+                                                             "resident-bytes",
+                                                             "reduce-bytes"};
 
   void add_list(OptionTable& table, List list, const std::string& help);
   void read_memory_limit();
@@ -92,8 +99,8 @@ class Costs {
                                             SimulationTimes times);
 
   // Targets of the options. Empty texts: not given.
-  std::array<std::string, kLists> texts_ = {"1", "1", "1", "0"};
-  std::string overlap_ = "sum", links_, limit_, profile_, cluster_;
+  std::array<std::string, kLists> texts_ = {"1", "1", "1", "0", "sum"};
+  std::string links_, limit_, profile_, cluster_;
   double input_share_ = 0.5;
   SimulationTimes common_;  // all but stages and bytes
   // Set by resolve().

@@ -19,6 +19,7 @@ std::string csv_of(const ScheduleOutput& output, const Schedule& schedule) {
   LowerOptions no_reductions;
   no_reductions.reduce_grad = false;
   no_reductions.keep_sharding = true;
+  no_reductions.keep_pairs = true;
   return to_pytorch_csv(output.messages ? lower(schedule, no_reductions) : schedule,
                         output.alphabet);
 }

@@ -203,6 +203,11 @@ class Picture {
         continue;
       }
       const SimulatedAction& second = timeline[next++];
+      if (second.start >= first.end) {  // one after the other
+        box(first.action, first.start, first.end, y, kRowHeight);
+        box(second.action, second.start, second.end, y, kRowHeight);
+        continue;
+      }
       const double start = std::min(first.start, second.start);
       const double end = std::max(first.end, second.end);
       box(first.action, start, end, y, kRowHeight / 2);

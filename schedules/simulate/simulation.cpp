@@ -65,20 +65,6 @@ class Simulator {
     }
   }
 
-  double duration(const Action& action) const {
-    const StageTimes& stage = of_stage(times_.stages, action.stage);
-    switch (action.kind) {
-      case ActionKind::kForward:
-        return stage.forward;
-      case ActionKind::kBackwardInput:
-        return stage.backward_input;
-      case ActionKind::kBackwardWeight:
-        return stage.backward_weight;
-      default:
-        return stage.backward_input + stage.backward_weight;
-    }
-  }
-
   // Where the tensor that `action` uses comes from; null where it comes from no other stage.
   const Handover* source(const Action& action) const {
     const auto stage = at(action.stage);
@@ -137,26 +123,40 @@ class Simulator {
 
   void visit(std::size_t rank, const Step& step) {
     if (!is_compute(step.action.kind)) return;
-    RankState& state = ranks_[rank];
-    double start = std::max(state.free, arrival(step.action));
-    if (step.overlapped) start = std::max(start, arrival(*step.overlapped));
-    if (state.first < 0) state.first = start;
-    const double end = step.overlapped ? place_pair(rank, step, start)
-                                       : place(rank, step.action, start, duration(step.action));
-    if (step.overlapped) finish(rank, *step.overlapped, start, end);
-    finish(rank, step.action, start, end);
-    state.free = end;
+    const auto together =
+        step.overlapped ? pair_time(times_, step.action, *step.overlapped) : std::nullopt;
+    if (together) {
+      compute_pair(rank, step, *together);
+      return;
+    }
+    compute(rank, step.action);
+    if (step.overlapped) compute(rank, *step.overlapped);
   }
 
-  double place_pair(std::size_t rank, const Step& step, double start) {
-    if (times_.overlap < 0) {
-      const double middle = place(rank, step.action, start, duration(step.action));
-      return place(rank, *step.overlapped, middle, duration(*step.overlapped));
-    }
-    // Both fill the pair's time, which counts as busy once.
-    place(rank, step.action, start, times_.overlap);
-    result_.busy[rank] -= times_.overlap;
-    return place(rank, *step.overlapped, start, times_.overlap);
+  void compute(std::size_t rank, const Action& action) {
+    const double start = begin(rank, arrival(action));
+    const double end = place(rank, action, start, duration_of(times_, action));
+    finish(rank, action, start, end);
+    ranks_[rank].free = end;
+  }
+
+  // Both fill the pair's time, which counts as busy once.
+  void compute_pair(std::size_t rank, const Step& step, double time) {
+    const double start = begin(rank, std::max(arrival(step.action), arrival(*step.overlapped)));
+    place(rank, step.action, start, time);
+    result_.busy[rank] -= time;
+    const double end = place(rank, *step.overlapped, start, time);
+    finish(rank, *step.overlapped, start, end);
+    finish(rank, step.action, start, end);
+    ranks_[rank].free = end;
+  }
+
+  // When the rank starts what has its inputs at `there`.
+  double begin(std::size_t rank, double there) {
+    RankState& state = ranks_[rank];
+    const double start = std::max(state.free, there);
+    if (state.first < 0) state.first = start;
+    return start;
   }
 
   double place(std::size_t rank, const Action& action, double start, double time) {

@@ -2,9 +2,10 @@
 // for what, and how many bytes does each rank hold meanwhile?
 //
 // Compute actions of a rank run one after another in list order; sends never block and receives are
-// posted ahead, so a compute action starts when its rank is free and its inputs are there. An
-// overlapped pair starts when the inputs of both are there and hands over at its end; with a time
-// of its own both actions fill that time, else they run one after the other.
+// posted ahead, so a compute action starts when its rank is free and its inputs are there. A pair
+// of a forward and a backward overlaps where the stages of both have a time for it: it starts when
+// the inputs of both are there, both fill its time, and it hands over at its end. Any other pair is
+// two actions, one after the other.
 //
 // A message leaves when the action that produced it ends, and occupies its link for bytes /
 // bandwidth. A link is one rank to one other, in one direction. The message arrives `latency` after
@@ -32,6 +33,10 @@ struct StageTimes {
   double backward_input = 1;  // B takes backward_input + backward_weight
   double backward_weight = 1;
   double reduce = 0;  // of the stage's gradients over replicas, once per step
+  // Of a forward and a whole backward of the stage together, on other micro-batches; negative: they
+  // do not overlap. A pair saves the smaller of what its two stages save, an input or weight half
+  // its share of that, and takes no less than its longer action.
+  double overlap = -1;
 };
 
 // Of one stage. Activations and messages are those of one micro-batch.
@@ -59,10 +64,9 @@ struct RankLink {
 };
 
 struct SimulationTimes {
-  std::vector<StageTimes> stages;  // one entry for all stages alike, or one per stage
-  double message = 0;              // latency of a message between two ranks
-  double overlap = -1;             // of an overlapped pair as a whole; negative: the sum of its two
-  double bandwidth = 0;            // of a link between two ranks; 0: without limit
+  std::vector<StageTimes> stages;      // one entry for all stages alike, or one per stage
+  double message = 0;                  // latency of a message between two ranks
+  double bandwidth = 0;                // of a link between two ranks; 0: without limit
   std::vector<StageBytes> bytes = {};  // empty: none; else as `stages`
   // Above 0: ranks 0 to ranks_per_node - 1 share a node, the next as many the next node, and so on;
   // links between nodes are `between_nodes`.

@@ -75,8 +75,12 @@ TEST(SvgTest, ReductionsAreBarsBesideCompute) {
 }
 
 TEST(SvgTest, AnOverlappedPairIsTwoHalvesOfOneBox) {
-  const std::string svg = drawn(testing::v_overlapped());
+  StageTimes together;
+  together.overlap = 2;
+  const Schedule schedule = testing::v_overlapped();
+  const std::string svg = draw_svg(schedule, simulate(schedule, {.stages = {together}}));
   EXPECT_EQ(times_in(svg, "height=\"12\" fill="), 2);
+  EXPECT_EQ(times_in(drawn(schedule), "height=\"12\" fill="), 0);  // one after the other
 }
 
 TEST(SvgTest, NamesCannotBreakOutOfTheirText) {

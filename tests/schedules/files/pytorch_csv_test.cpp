@@ -131,6 +131,7 @@ TEST(PytorchCsvTest, ReadsBackEverythingItWrites) {
   for (const Schedule& schedule : schedules) {
     LowerOptions no_reductions;
     no_reductions.reduce_grad = false;
+    no_reductions.keep_pairs = true;
     for (const CsvAlphabet alphabet :
          {CsvAlphabet::kCurrent, CsvAlphabet::kNoWaits, CsvAlphabet::kOlder}) {
       const std::string compute = to_pytorch_csv(schedule, alphabet);
@@ -172,7 +173,7 @@ TEST_P(PytorchDumpTest, IsReadAndWrittenBackAsPytorchWroteIt) {
   EXPECT_GT(csv.waits, csv.messages / 2);
   LowerOptions options;
   options.reduce_grad = false;
-  options.keep_sharding = true;
+  options.keep_sharding = options.keep_pairs = true;
   const std::string ours = to_pytorch_csv(lower(csv.schedule, options));
   const PytorchCsv again = parsed(ours);
   EXPECT_TRUE(same_steps(again.schedule, csv.schedule));
