@@ -126,6 +126,11 @@ void Costs::add_options(OptionTable& table, CostsOf scope) {
                  "milliseconds then, and --ranks is the file's unless given");
   table.add_text("links", links_, "FROM-TO:LATENCY[:BANDWIDTH],...",
                  "links between ranks that differ from all that");
+  table.add_choice("queues", common_.queues,
+                   {{"none", MessageQueues::kNone},
+                    {"nccl", MessageQueues::kPerRank},
+                    {"nccl-edges", MessageQueues::kPerPair}},
+                   "in-order queues of messages, as NCCL's: one per rank, or per pair of ranks");
   add_list(table, kOutput, "of a stage's output for one micro-batch");
   add_list(table, kOutputGradient, "of what comes back for it; not given: as much");
   add_list(table, kUntilInput, "kept from F until I or B has ended, " + of);

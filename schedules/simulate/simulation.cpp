@@ -11,10 +11,20 @@
 #include "schedules/model/pair_table.hpp"
 #include "schedules/model/text.hpp"
 #include "schedules/simulate/simulation_costs.hpp"
+#include "schedules/simulate/simulation_lanes.hpp"
 #include "schedules/simulate/simulation_memory.hpp"
 
 namespace sluice {
 namespace {
+
+// The schedule without messages, which lower() adds.
+Schedule compute_of(const Schedule& schedule) {
+  Schedule compute = schedule;
+  for (std::vector<Step>& steps : compute.ranks) {
+    std::erase_if(steps, [](const Step& step) { return !is_compute(step.action.kind); });
+  }
+  return compute;
+}
 
 class Simulator {
  public:
@@ -30,6 +40,7 @@ class Simulator {
         ranks_(schedule.ranks.size()),
         weights_done_(at(placement_.stages())) {
     if (!times.bytes.empty()) memory_.emplace(schedule, times);
+    if (times.queues != MessageQueues::kNone) lanes_ = lane_times(compute_of(schedule), times);
   }
 
   Simulation run() {
@@ -102,7 +113,7 @@ class Simulator {
     }
     const Handover* to = target(action);
     if (to == nullptr) return;
-    const double there = to->link < 0 ? end : transfer(*to, start, end);
+    const double there = to->link < 0 ? end : transfer(*to, action, start, end);
     if (memory_ && to->link < 0) memory_->produced(*to, start, end, end);
     if (action.kind == ActionKind::kForward) {
       activation_there_.at(action.stage + 1, action.micro_batch) = there;
@@ -112,8 +123,15 @@ class Simulator {
   }
 
   // Returns when the tensor arrives that was made from `start` to `end`.
-  double transfer(const Handover& handover, double start, double end) {
+  double transfer(const Handover& handover, const Action& action, double start, double end) {
     ++result_.messages;
+    if (lanes_) {
+      const bool forward = action.kind == ActionKind::kForward;
+      const double left = (forward ? lanes_->activation_left : lanes_->gradient_left)
+                              .at(action.stage, action.micro_batch);
+      if (memory_) memory_->produced(handover, start, end, left);
+      return left;
+    }
     double& free = link_free_[at(handover.link)];
     const double leaves = std::max(end, free);
     free = leaves + handover.seconds;
@@ -123,8 +141,9 @@ class Simulator {
 
   void visit(std::size_t rank, const Step& step) {
     if (!is_compute(step.action.kind)) return;
-    const auto together =
-        step.overlapped ? pair_time(times_, step.action, *step.overlapped) : std::nullopt;
+    const auto together = step.overlapped && !lanes_
+                              ? pair_time(times_, step.action, *step.overlapped)
+                              : std::nullopt;
     if (together) {
       compute_pair(rank, step, *together);
       return;
@@ -134,10 +153,18 @@ class Simulator {
   }
 
   void compute(std::size_t rank, const Action& action) {
-    const double start = begin(rank, arrival(action));
+    const double start = begin(rank, lanes_ ? started(action) : arrival(action));
     const double end = place(rank, action, start, duration_of(times_, action));
     finish(rank, action, start, end);
     ranks_[rank].free = end;
+  }
+
+  // When the action starts with in-order queues.
+  double started(const Action& action) {
+    PairTable<double>& table = action.kind == ActionKind::kForward          ? lanes_->forward
+                               : action.kind == ActionKind::kBackwardWeight ? lanes_->weight
+                                                                            : lanes_->backward;
+    return table.at(action.stage, action.micro_batch);
   }
 
   // Both fill the pair's time, which counts as busy once.
@@ -241,6 +268,7 @@ class Simulator {
   std::vector<RankState> ranks_;
   std::vector<double> weights_done_;  // [stage] end of its last W or B so far
   std::optional<MemoryRecorder> memory_;
+  std::optional<LaneTimes> lanes_;  // with in-order queues
   Simulation result_;
 };
 

@@ -12,6 +12,12 @@
 // its last byte left. Messages of one link queue up in the order they were produced; links do not
 // disturb each other, nor compute.
 //
+// With in-order queues, as NCCL's communicators are, a message also waits for its turn at both
+// ends: ranks issue in the order of the plan that NCCL gets, and a receive that is issued holds
+// back the sends behind it. That is the model under which verify() proves such a plan. One message
+// moves at a time in a queue, so none waits for a link. Computation goes on meanwhile, but waits
+// for free slots. Pairs run one after the other.
+//
 // The sum of a stage's gradients over replicas takes `reduce`, plus what its bytes take on
 // `reduce_link`. A rank reduces one stage at a time: without overlap after its last action, in
 // stage order; with overlap concurrently with its compute, each stage once its last W or B has
@@ -63,6 +69,12 @@ struct RankLink {
   LinkCost link;
 };
 
+enum class MessageQueues : std::uint8_t {
+  kNone,     // as MPI's: no message waits for another but on its link
+  kPerRank,  // one communicator for the pipeline, as TransportModel::kNccl
+  kPerPair,  // one per ordered pair of ranks, as TransportModel::kNcclEdges
+};
+
 struct SimulationTimes {
   std::vector<StageTimes> stages;      // one entry for all stages alike, or one per stage
   double message = 0;                  // latency of a message between two ranks
@@ -75,6 +87,7 @@ struct SimulationTimes {
   std::vector<RankLink> links = {};  // links that differ from all that; of equal ones the last
   LinkCost reduce_link = {};         // for StageBytes::reduced
   bool reduce_overlap = false;
+  MessageQueues queues = MessageQueues::kNone;
 };
 
 // The link that messages from one rank to another take.
