@@ -112,22 +112,12 @@ AutoSchedule find_schedule(const AutoOptions& options) {
   SearchRequest request = options.request;
   request.split_backward = !options.whole_backward;
   request.chunks = chunks_of(options.chunks);
-  request.whole_layers = options.layers > 0;
-  request.model = options.layers > 0 ? costs.of_layers(request.ranks, options.layers)
-                                     : costs.of_shares(request.ranks);
-  request.byte_limit = costs.byte_limit(request.ranks);
-  request.in_flight_limit = costs.in_flight_limit(request.ranks);
   AutoSchedule found;
-  found.result = search_schedule(request);
+  found.result = search_with(costs, request, options.layers);
   const SearchResult& result = found.result;
-  const std::string source = fmt::format(
-      "found by a heuristic search: {}, {} placement, {}; {} {:.6g} is {:.4f} times the lower "
-      "bound {:.6g}",
-      result.chosen.origin, result.chosen.placement, chunks_text(result.chosen.chunks),
-      name_of(request.objective), value_of(result.chosen, request.objective), result.ratio,
-      result.lower_bound);
   found.report =
-      report_schedule({result.schedule, source}, result.times, detail_of(options.output));
+      report_schedule({result.schedule, describe_search(result, request.objective), std::nullopt},
+                      result.times, detail_of(options.output));
   found.report.costs_source = costs.source();
   found.report.remarks = costs.remarks(result.schedule.placement);
   found.report.made_for = MadeFor{.first_layer = result.first_layer,
@@ -214,6 +204,23 @@ void run(AutoOptions& options, const OptionTable& table) {
 }
 
 }  // namespace
+
+SearchResult search_with(const Costs& costs, SearchRequest request, int layers) {
+  request.whole_layers = layers > 0;
+  request.model =
+      layers > 0 ? costs.of_layers(request.ranks, layers) : costs.of_shares(request.ranks);
+  request.byte_limit = costs.byte_limit(request.ranks);
+  request.in_flight_limit = costs.in_flight_limit(request.ranks);
+  return search_schedule(request);
+}
+
+std::string describe_search(const SearchResult& result, Objective objective) {
+  return fmt::format(
+      "found by a heuristic search: {}, {} placement, {}; {} {:.6g} is {:.4f} times the lower "
+      "bound {:.6g}",
+      result.chosen.origin, result.chosen.placement, chunks_text(result.chosen.chunks),
+      name_of(objective), value_of(result.chosen, objective), result.ratio, result.lower_bound);
+}
 
 int schedule_auto_command(const std::vector<std::string>& arguments) {
   AutoOptions options;

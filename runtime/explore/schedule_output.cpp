@@ -38,8 +38,8 @@ void add_output_options(OptionTable& table, ScheduleOutput& output) {
 
 SimulationDetail detail_of(const ScheduleOutput& output) {
   const bool listed = output.format == "json" && output.timeline;
-  return {.timeline = listed || output.format == "svg" || output.format == "trace",
-          .memory = listed};
+  const bool drawn = output.format == "svg" || output.format == "trace";
+  return {.timeline = listed || drawn, .memory = listed || drawn, .messages = drawn};
 }
 
 void write_output(const ScheduleOutput& output, const std::function<void(const PutText&)>& body) {

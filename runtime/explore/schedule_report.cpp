@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -72,7 +74,10 @@ std::string transports_text(const ScheduleReport& report) {
   if (report.planned) {
     return transport_names(report) + " (transport models; for nccl planned in one global order)";
   }
-  return fmt::format("not planned: more than {} pairs of stage and micro-batch", kMaxPlannedPairs);
+  return fmt::format(
+      "not proven: no plan is made of more than {} pairs of stage and micro-batch, and no training "
+      "runs them",
+      kMaxPlannedPairs);
 }
 
 // One entry of a list of the simulation's.
@@ -274,7 +279,7 @@ ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs,
 }
 
 std::string transport_names(const ScheduleReport& report) {
-  if (!report.planned) return "not planned";
+  if (!report.planned) return "not proven";
   std::vector<std::string_view> names;
   for (const TransportModel model : report.transports) names.push_back(name_of(model));
   return fmt::format("{}", fmt::join(names, ", "));
@@ -307,7 +312,7 @@ std::string to_grid_text(const ScheduleReport& report, bool colours) {
       "span             {} (longest own span of a rank)\n"
       "busy, waiting    {}, {} (of a rank within its own span)\n"
       "bubble_makespan  {:.4f} (idle share up to the last rank's end)\n"
-      "bubble_span      {:.4f} (idle share of the longest own span)\n"
+      "bubble_span      {:.4f} (idle share of the longest own span{})\n"
       "peak in flight   {}\n"
       "{}"
       "messages         {}\n"
@@ -315,6 +320,9 @@ std::string to_grid_text(const ScheduleReport& report, bool colours) {
       "exact            {}\n",
       simulation.makespan, simulation.span, range_text(simulation.busy),
       range_text(simulation.waiting), simulation.bubble_makespan, simulation.bubble_span,
+      simulation.bubble_span > simulation.bubble_makespan * (1 + 1e-9)
+          ? "; that rank idles more than the mean of all, which bubble_makespan is"
+          : "",
       peak_text(simulation.peak_in_flight), bytes, simulation.messages, transports_text(report),
       report.exact ? "yes: the same bits as every other exact schedule"
                    : "no: repeats bit for bit, but sums gradients in another order");
@@ -360,32 +368,71 @@ std::string to_json_line(const nlohmann::ordered_json& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
+namespace {
+
+constexpr double kTraceUnit = 1e-3;  // seconds of a trace per unit of time
+
+void add_events(RankTrace& trace, const std::vector<SimulatedAction>& actions) {
+  for (const SimulatedAction& each : actions) {
+    trace.events.push_back({.start = each.start * kTraceUnit,
+                            .end = each.end * kTraceUnit,
+                            .action = static_cast<std::uint8_t>(each.action.kind),
+                            .track = TraceTrack::kPlanned,
+                            .stage = static_cast<std::int16_t>(each.action.stage),
+                            .micro_batch = each.action.micro_batch});
+  }
+}
+
+// From what made each message's tensor to what uses it.
+std::vector<TraceArrow> arrows_of(const Simulation& simulation) {
+  using Half = std::tuple<bool, int, int>;  // forward, stage, micro-batch
+  std::map<Half, TraceEventPlace> places;
+  for (std::size_t rank = 0; rank < simulation.timeline.size(); ++rank) {
+    for (std::size_t i = 0; i < simulation.timeline[rank].size(); ++i) {
+      const Action& action = simulation.timeline[rank][i].action;
+      if (action.kind == ActionKind::kBackwardWeight) continue;
+      const bool forward = action.kind == ActionKind::kForward;
+      places[{forward, action.stage, action.micro_batch}] = {rank, i};
+    }
+  }
+  std::vector<TraceArrow> arrows;
+  for (const SimulatedMessage& each : simulation.transfers) {
+    const bool forward = each.made_by.kind == ActionKind::kForward;
+    const int user = each.made_by.stage + (forward ? 1 : -1);
+    arrows.push_back({places.at({forward, each.made_by.stage, each.made_by.micro_batch}),
+                      places.at({forward, user, each.made_by.micro_batch})});
+  }
+  return arrows;
+}
+
+std::vector<TraceCounter> counters_of(const Simulation& simulation) {
+  std::vector<TraceCounter> counters;
+  for (std::size_t rank = 0; rank < simulation.memory.size(); ++rank) {
+    TraceCounter& counter = counters.emplace_back(TraceCounter{rank, "bytes held", {}});
+    for (const MemoryStep& step : simulation.memory[rank]) {
+      counter.values.emplace_back(step.time * kTraceUnit, step.bytes);
+    }
+  }
+  return counters;
+}
+
+}  // namespace
+
 void put_trace(const ScheduleReport& report, const std::function<void(std::string_view)>& put) {
-  constexpr double kUnit = 1e-3;
   const int most_stages = std::numeric_limits<decltype(TraceEvent::stage)>::max();
   if (report.schedule.placement.stages() > most_stages || report.simulation.makespan > 1e11) {
     throw_usage("a trace holds at most {} stages and times up to 1e11", most_stages);
   }
-  std::vector<RankTrace> ranks;
-  const auto add = [&](RankTrace& trace, const std::vector<SimulatedAction>& actions) {
-    for (const SimulatedAction& each : actions) {
-      trace.events.push_back({.start = each.start * kUnit,
-                              .end = each.end * kUnit,
-                              .action = static_cast<std::uint8_t>(each.action.kind),
-                              .track = TraceTrack::kPlanned,
-                              .stage = static_cast<std::int16_t>(each.action.stage),
-                              .micro_batch = each.action.micro_batch});
-    }
-  };
   const Simulation& simulation = report.simulation;
+  std::vector<RankTrace> ranks;
   for (std::size_t rank = 0; rank < simulation.timeline.size(); ++rank) {
     RankTrace& trace = ranks.emplace_back();
     trace.rank = static_cast<int>(rank);
     trace.label = fmt::format("rank {}", rank);
-    add(trace, simulation.timeline[rank]);
-    if (!simulation.reductions.empty()) add(trace, simulation.reductions[rank]);
+    add_events(trace, simulation.timeline[rank]);
+    if (!simulation.reductions.empty()) add_events(trace, simulation.reductions[rank]);
   }
-  write_trace(put, ranks);
+  write_trace(put, ranks, arrows_of(simulation), counters_of(simulation));
 }
 
 }  // namespace sluice

@@ -63,12 +63,12 @@ struct ScheduleReport {
 // grid, by kind.
 [[nodiscard]] std::string to_grid_text(const ScheduleReport& report, bool colours);
 
-// "eager, rendezvous", or "not planned".
+// "eager, rendezvous", or "not proven".
 [[nodiscard]] std::string transport_names(const ScheduleReport& report);
 
 // One object: schedule, ranks, stages, micro_batches, chunks, makespan, span, busy and waiting
 // ([rank]), bubble_makespan, bubble_span, peak_in_flight ([rank], chunks), peak_bytes ([rank],
-// where bytes are given), transports (null where not planned), messages, exact; of the simulation's
+// where bytes are given), transports (null where not proven), messages, exact; of the simulation's
 // details those it has, remarks where there are any: timeline and reductions ([rank] lists of
 // {action, start, end}) and memory
 // ([rank] lists of {time, bytes}).
@@ -77,8 +77,8 @@ struct ScheduleReport {
 [[nodiscard]] std::string to_json_line(const nlohmann::ordered_json& json);
 
 // The timeline, which the report must have, as Chrome-trace JSON, one unit of time shown as a
-// millisecond; reductions are slices of the same track. Throws Error(kUsage) where stages or times
-// exceed what a trace can hold.
+// millisecond; reductions are slices of the same track, messages arrows, bytes held a counter.
+// Throws Error(kUsage) where stages or times exceed what a trace can hold.
 void put_trace(const ScheduleReport& report, const std::function<void(std::string_view)>& put);
 
 }  // namespace sluice

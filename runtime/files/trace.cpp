@@ -181,14 +181,29 @@ void put_arrow(EventList& out, const DrawnSlices& drawn, const TraceArrow& arrow
           to.tid, microseconds(to.start), kCommon);
 }
 
+void put_counter(EventList& out, const std::vector<RankTrace>& ranks, const TraceCounter& counter) {
+  if (counter.trace >= ranks.size()) {
+    throw_error(ErrorCode::kInternal, "a counter of the trace names trace {}: not there",
+                counter.trace);
+  }
+  const int rank = ranks[counter.trace].rank;
+  const nlohmann::json name = counter.name;
+  for (const auto& [time, value] : counter.values) {
+    out.put("{{\"ph\":\"C\",\"pid\":{},\"ts\":{},\"name\":{},\"args\":{{\"value\":{}}}}}", rank,
+            microseconds(nanoseconds(time, rank)), name.dump(), value);
+  }
+}
+
 void put_all(const std::function<void(std::string_view)>& put, const std::vector<RankTrace>& ranks,
-             const std::vector<TraceArrow>& arrows, std::string_view layers) {
+             const std::vector<TraceArrow>& arrows, const std::vector<TraceCounter>& counters,
+             std::string_view layers) {
   EventList events(put, layers);
   DrawnSlices drawn;
   for (const RankTrace& trace : ranks) drawn.push_back(put_rank(events, trace));
   for (std::size_t id = 0; id < arrows.size(); ++id) {
     put_arrow(events, drawn, arrows[id], id + 1);
   }
+  for (const TraceCounter& each : counters) put_counter(events, ranks, each);
   events.finish();
 }
 
@@ -197,13 +212,14 @@ void put_all(const std::function<void(std::string_view)>& put, const std::vector
 void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks,
                  const std::vector<TraceArrow>& arrows, std::string_view layers) {
   AtomicFile file(path);
-  put_all([&file](std::string_view text) { file.write(text); }, ranks, arrows, layers);
+  put_all([&file](std::string_view text) { file.write(text); }, ranks, arrows, {}, layers);
   file.commit();
 }
 
 void write_trace(const std::function<void(std::string_view)>& put,
-                 const std::vector<RankTrace>& ranks, const std::vector<TraceArrow>& arrows) {
-  put_all(put, ranks, arrows, {});
+                 const std::vector<RankTrace>& ranks, const std::vector<TraceArrow>& arrows,
+                 const std::vector<TraceCounter>& counters) {
+  put_all(put, ranks, arrows, counters, {});
 }
 
 }  // namespace sluice

@@ -115,6 +115,9 @@ class Simulator {
     if (to == nullptr) return;
     const double there = to->link < 0 ? end : transfer(*to, action, start, end);
     if (memory_ && to->link < 0) memory_->produced(*to, start, end, end);
+    if (detail_.messages && to->link >= 0) {
+      result_.transfers.push_back({action, to->from, to->to, end, there});
+    }
     if (action.kind == ActionKind::kForward) {
       activation_there_.at(action.stage + 1, action.micro_batch) = there;
     } else {

@@ -104,10 +104,19 @@ struct MemoryStep {
   std::int64_t bytes = 0;
 };
 
-// What a simulation keeps besides its figures; both grow with the number of actions.
+// A message between two ranks.
+struct SimulatedMessage {
+  Action made_by;        // F, B or I
+  int from = 0, to = 0;  // ranks
+  double made = 0;       // the end of that action
+  double arrives = 0;
+};
+
+// What a simulation keeps besides its figures; all grow with the number of actions.
 struct SimulationDetail {
   bool timeline = true;
   bool memory = false;
+  bool messages = false;
 };
 
 // For each rank, makespan = idle before its first action + span + idle after its last, and its span
@@ -124,6 +133,7 @@ struct Simulation {
   std::int64_t messages = 0;
   // [rank] compute actions in order; empty where not asked for.
   std::vector<std::vector<SimulatedAction>> timeline;
+  std::vector<SimulatedMessage> transfers;  // in no order; empty where not asked for
   // [rank] REDUCE_GRAD of each stage; empty where reductions take no time.
   std::vector<std::vector<SimulatedAction>> reductions;
   // [rank] in order of time, the first at time 0; empty where not asked for or no bytes are given.

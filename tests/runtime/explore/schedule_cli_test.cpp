@@ -1,4 +1,7 @@
 // `sluice schedule`, its `compare` and `auto`, as a user meets them.
+#include <algorithm>
+#include <cstdint>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <string>
@@ -270,12 +273,79 @@ TEST_F(CliTest, TheLargestLegalModelIsPlanned) {
   }
 }
 
+TEST_F(CliTest, ScheduleCompareTakesFilesSubsetsAndAuto) {
+  ASSERT_EQ(sluice("schedule --schedule zb-h1 --format file --output mine.json").code, 0);
+  ASSERT_EQ(sluice("schedule --schedule gpipe --format csv --output theirs.csv").code, 0);
+  const auto names = [&](const std::string& options) {
+    const Outcome outcome = sluice("schedule compare --format json " + options);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    std::multiset<std::string> found;
+    const auto json = nlohmann::json::parse(outcome.out);
+    for (const auto& row : json.at("rows")) {
+      found.insert(row.at("schedule").get<std::string>());
+    }
+    return found;
+  };
+  using Names = std::multiset<std::string>;
+  EXPECT_EQ(names("--schedules 1f1b,auto --files mine.json"), (Names{"1f1b", "auto", "mine.json"}));
+  EXPECT_EQ(names("--files mine.json,theirs.csv"), (Names{"mine.json", "theirs.csv"}));
+  EXPECT_EQ(names("--schedules gpipe"), Names{"gpipe"});
+  const Outcome csv = sluice(
+      "schedule compare --schedules 1f1b,zb-v --files mine.json --activation-bytes 6 --format csv");
+  EXPECT_THAT(csv.out, StartsWith("schedule,chunks,makespan,"));
+  EXPECT_EQ(lines_with(csv.out, ",eager rendezvous bounded nccl nccl-edges,true"), 3) << csv.out;
+  expect_refusal(sluice("schedule compare --schedules 1f1b,zbv"), 2, "did you mean 'zb-v'");
+  expect_refusal(sluice("schedule compare --ranks 2 --files mine.json"), 2, "for 4 ranks");
+  expect_refusal(sluice("schedule compare --files none.json"), 8, "none.json");
+}
+
+TEST_F(CliTest, TracesHaveArrowsOfMessagesAndTheBytesHeld) {
+  const Outcome outcome = sluice(
+      "schedule --ranks 2 --micro-batches 3 --message-time 0.5 --activation-bytes 7 --format "
+      "trace");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  std::map<std::string, int> phases;
+  std::int64_t most = 0;
+  const auto json = nlohmann::json::parse(outcome.out);
+  for (const auto& event : json.at("traceEvents")) {
+    ++phases[event.at("ph").get<std::string>()];
+    if (event.at("ph") == "C") most = std::max<std::int64_t>(most, event.at("args").at("value"));
+  }
+  EXPECT_EQ(phases["s"], 2 * 3);
+  EXPECT_EQ(phases["f"], 2 * 3);
+  EXPECT_GT(phases["C"], 0);
+  EXPECT_EQ(most, 2 * 7);
+}
+
+TEST_F(CliTest, PicturesOfManyActionsAreDrawnAllTheSame) {
+  const Outcome outcome =
+      sluice("schedule --ranks 256 --micro-batches 1024 --format svg --output large.svg");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const std::string svg = read_file(path("large.svg"));
+  EXPECT_THAT(svg, HasSubstr("share of the ranks"));
+  EXPECT_LT(svg.size(), 16U << 20U);
+}
+
+TEST_F(CliTest, ScheduleSaysWhatIsNotProven) {
+  const Outcome outcome = sluice("schedule --ranks 1024 --micro-batches 2048");
+  EXPECT_THAT(outcome.out, HasSubstr("ends under       not proven: no plan is made of more than"));
+  expect_refusal(sluice("schedule auto --ranks 4096 --micro-batches 16384"), 2,
+                 "nearest legal: 97 micro-batches");
+}
+
+TEST_F(CliTest, UnevenRanksExplainTheirBubbles) {
+  EXPECT_THAT(sluice("schedule --ranks 2").out, Not(HasSubstr("idles more than the mean")));
+  EXPECT_THAT(sluice("schedule --ranks 3 --micro-batches 2 --forward-time 1,9,9").out,
+              HasSubstr("that rank idles more than the mean"));
+}
+
 TEST_F(CliTest, ScheduleAutoTakesAListOfChunks) {
   const Outcome outcome = sluice(
       "schedule auto --ranks 2 --micro-batches 4 --layers 6 --chunks 3,1 --effort 0 --format json");
   ASSERT_EQ(outcome.code, 0) << outcome.err;
   std::set<int> chunks;
-  for (const auto& row : nlohmann::json::parse(outcome.out).at("candidates")) {
+  const auto json = nlohmann::json::parse(outcome.out);
+  for (const auto& row : json.at("candidates")) {
     chunks.insert(row.at("chunks").get<int>());
   }
   EXPECT_EQ(chunks, (std::set<int>{1, 3}));
