@@ -6,7 +6,6 @@
 #include <cstdio>
 
 #include <sluice/cuda.hpp>
-#include <sluice/data.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/program.hpp>
 #include <sluice/stage.hpp>
@@ -105,7 +104,8 @@ int main(int argc, char** argv) {
   return run_main(argc, argv, [](Communicator& world) {
     std::vector<float> unit(kWidth * kWidth), turned(kWidth * kWidth);
     for (int i = 0; i < kWidth; ++i) unit[i * (kWidth + 1)] = turned[(i + 1) * (kWidth - 1)] = 1;
-    const auto data = make_array_source(unit, kWidth, turned, kWidth, kWidth);
+    const Batch batch{{view(unit, {kWidth, kWidth})}, {view(turned, {kWidth, kWidth})}};
+    const TensorSpec row{DType::kF32, {kWidth}};  // a sample
     PipelineOptions options;
     options.shape = {.micro_batches = 2, .micro_batch_size = kWidth / 2};
     options.devices.choices = parse_devices("cuda");
@@ -115,9 +115,9 @@ int main(int argc, char** argv) {
       if (stage + 1 == stages) return std::make_unique<LastLayer>(name);
       return std::make_unique<Layer>(name);
     };
-    Pipeline pipeline(world, options, make_stage, *data);
+    Pipeline pipeline(world, options, make_stage, {.inputs = {row}, .targets = {row}});
     double loss = 0;
-    for (int step = 0; step < 200; ++step) loss = pipeline.train_step().loss;
+    for (int step = 0; step < 200; ++step) loss = pipeline.train_step(batch).loss;
     if (world.rank() == 0) std::printf("loss %.4f\n", loss);
   });
 }

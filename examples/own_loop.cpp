@@ -10,7 +10,9 @@
 using namespace sluice;
 using Tensors = std::span<const Tensor>;
 
-struct Dense : Stage, LossStage {  // y = w x + b, then ReLU unless it is the last stage
+struct Dense : Stage,
+               SplitBackward,
+               LossStage {  // y = w x + b, then ReLU unless it is the last stage
   ParameterSet set;
   Parameter &w, &b;
   bool last;
@@ -34,10 +36,19 @@ struct Dense : Stage, LossStage {  // y = w x + b, then ReLU unless it is the la
     kept[std::size_t(ctx.slot)].assign(y[0].floats().begin(), y[0].floats().end());
   }
   void backward(StageContext& ctx, Tensors dy, Tensors dx) override {
-    const Tensor y = last ? dy[0] : view(kept[std::size_t(ctx.slot)], dy[0].shape());
-    if (!last) relu_backward(ctx.compute, y, dy[0], y);  // its gradient, in place
+    backward_input(ctx, dy, dx), backward_weight(ctx, dy);
+  }
+  // With respect to w x + b. kept has ReLU's outputs, then their gradients.
+  Tensor inner(StageContext& ctx, Tensors dy) {
+    return last ? dy[0] : view(kept[std::size_t(ctx.slot)], dy[0].shape());
+  }
+  void backward_input(StageContext& ctx, Tensors dy, Tensors dx) override {
+    const Tensor y = inner(ctx, dy);
+    if (!last) relu_backward(ctx.compute, y, dy[0], y);  // in place
     if (!dx.empty()) linear_backward_input(ctx.compute, y, w.value, dx[0]);
-    linear_backward_weight(ctx.compute, ctx.inputs[0], y, w.grad, b.grad);
+  }
+  void backward_weight(StageContext& ctx, Tensors dy) override {
+    linear_backward_weight(ctx.compute, ctx.inputs[0], inner(ctx, dy), w.grad, b.grad);
   }
   void loss(StageContext& ctx, Tensors y, Tensors target, double* sum) override {
     mean_squared_error(ctx.compute, y[0], target[0], ctx.loss_scale, ctx.phase == Phase::kTrain,

@@ -14,7 +14,7 @@ int main(int argc, char** argv) {
     constexpr int kRequests = 200, kWidth = 512;
     std::vector<LayerSpec> layers;
     for (int i = 0; i < 8; ++i) {
-      layers.insert(layers.end(), {linear(kWidth, kWidth), gelu()});
+      layers.insert(layers.end(), {linear(kWidth, kWidth), gelu_tanh()});
     }
     // No training: no gradients, no optimizer. Several requests are in flight, one a micro-batch.
     PipelineOptions options{.shape = {.micro_batches = 16}, .training = {.inference = true}};

@@ -35,7 +35,7 @@ ORDER = {
     "comm": ("base", "device", "group", "mpi nccl"),
     "schedules": ("model", "generate plan files lanes", "simulate", "verify draw", "search"),
     "stages": ("tensor", "compute", "cpu_kernels cuda_context stage", "cpu cuda_kernels", "cuda", "operators",
-               "network", "layers", "transformer"),
+               "network", "gradient_check layers", "transformer"),
     "runtime": ("files options", "data", "layout", "job", "program engine", "gradients", "pipeline",
                 "checkpoint report", "explore", "doctor", "cli"),
 }
@@ -57,7 +57,7 @@ ONLY = {
 }
 NEVER = {
     "runtime": {"schedules/search": ("explore", "cli"), "schedules/draw": ("explore", "cli"),
-                "stages/network": (), "stages/layers": (), "stages/transformer": ("cli",)},
+                "stages/network": (), "stages/gradient_check": (), "stages/layers": (), "stages/transformer": ("cli",)},
 }
 
 # Public headers without a source of their name.

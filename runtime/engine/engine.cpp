@@ -16,6 +16,7 @@
 #include "runtime/engine/device_batch.hpp"
 #include "runtime/engine/device_timer.hpp"
 #include "runtime/engine/message_progress.hpp"
+#include "runtime/engine/planned_sums.hpp"
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/engine/stage_table.hpp"
@@ -23,6 +24,7 @@
 #include "runtime/job/guard.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/job/nccl_routes.hpp"
+#include "stages/tensor/unwritten.hpp"
 
 namespace sluice {
 namespace {
@@ -66,6 +68,10 @@ struct Engine::Impl {
   void compute(const PlanOp& op, StepActions* actions);
   void forward(LocalStage& local, const PlanOp& op, StageContext& ctx);
   void backward(LocalStage& local, const PlanOp& op, StageContext& ctx);
+  // Runs `body`, which writes `tensors`. The first time on a CPU, numbers that it leaves unwritten
+  // are Error(kUsage), which names them: "output 0".
+  template <typename Body>
+  void watched(bool& was, const char* what, std::span<const Tensor> tensors, const Body& body);
   // Gives the last stage's outputs to whoever asked for them.
   void hand_out(const PlanOp& op, const Slot& output);
   // Runs `body`, the stage's own part of `op`; what it throws names the action.
@@ -109,6 +115,9 @@ struct Engine::Impl {
   [[nodiscard]] std::size_t index_in_plan(const PlanOp& op) const {
     return static_cast<std::size_t>(&op - mine.ops.data());
   }
+  static bool host_takes_part(const PlanOp& op, const StageContext& ctx) {
+    return op.sums > 0 || ctx.final_gradients != nullptr;
+  }
   std::int64_t samples(const PlanOp& op) const {
     return request.micro_batches[at(op.micro_batch)].count;
   }
@@ -125,6 +134,7 @@ struct Engine::Impl {
   DeviceBatch& batch;  // of the step, where the stages compute
   DeviceTimer timer;   // of a GPU's compute ops
   RecordedCalls calls;
+  PlannedSums sums;
   HostBuffer losses;  // LossResult per micro-batch, written by the device
   Event drained;
   StepRequest request;
@@ -151,6 +161,7 @@ Engine::Impl::Impl(const EngineConfig& config_in)
       batch(config_in.batch != nullptr ? *config_in.batch : own_batch.emplace(*config_in.compute)),
       timer(config_in.compute->device(), mine.ops.size()),
       calls(*config_in.compute, mine.ops.size(), config_in.cuda_graphs),
+      sums(config_in.collective),
       drained(config_in.compute->device()) {
   outcome.actions.resize(table.stages().size());
   if (!config.stages.empty() && config.stages.back().loss != nullptr) {
@@ -340,7 +351,7 @@ void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
                    .samples = range.count,
                    .loss_scale = calls.loss_scale(),
                    .inputs = {},
-                   .collective = config.collective};
+                   .collective = config.plan->forward_only ? nullptr : &sums};
   if (op.stage == 0) {
     ctx.inputs = batch.inputs(op.micro_batch);
   } else {
@@ -400,11 +411,25 @@ void Engine::Impl::drain() {
 template <typename Body>
 void Engine::Impl::in_stage(const PlanOp& op, const Body& body) {
   try {
+    sums.begin(op.sums);
     body();
+    sums.end();
   } catch (...) {
     rethrow_from(fmt::format("stage {}, {} of micro-batch {}", op.stage, in_words(op.action),
                              op.micro_batch));
   }
+}
+
+template <typename Body>
+void Engine::Impl::watched(bool& was, const char* what, std::span<const Tensor> tensors,
+                           const Body& body) {
+  if (was || on_gpu) return body();
+  for (const Tensor& tensor : tensors) mark_unwritten(tensor);
+  body();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    require_written(tensors[i], fmt::format("{} {}", what, i));
+  }
+  was = true;
 }
 
 void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
@@ -422,8 +447,9 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
       result = &reinterpret_cast<LossResult*>(losses.data())[op.micro_batch];
       result->weight = loss->target_weight(request.batch->targets[at(op.micro_batch)]);
     }
-    calls.run(index_in_plan(op), *stage.binding.stage, ctx, [&] {
-      stage.binding.stage->forward(ctx, ctx.inputs, output.tensors);
+    calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx), [&] {
+      watched(stage.forward_watched, "output", output.tensors,
+              [&] { stage.binding.stage->forward(ctx, ctx.inputs, output.tensors); });
       if (result == nullptr) return;
       loss->loss(ctx, output.tensors, batch.targets(op.micro_batch), &result->sum);
     });
@@ -447,14 +473,17 @@ void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& c
   const std::span<const Tensor> grad_inputs =
       grad_input == nullptr ? std::span<const Tensor>() : grad_input->tensors;
   in_stage(op, [&] {
-    calls.run(index_in_plan(op), *stage.binding.stage, ctx, [&] {
-      if (op.action == ActionKind::kBackward) {
-        stage.binding.stage->backward(ctx, gradient.tensors, grad_inputs);
-      } else if (op.action == ActionKind::kBackwardInput) {
-        stage.binding.split->backward_input(ctx, gradient.tensors, grad_inputs);
-      } else {
-        stage.binding.split->backward_weight(ctx, gradient.tensors);
+    calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx), [&] {
+      if (op.action == ActionKind::kBackwardWeight) {
+        return stage.binding.split->backward_weight(ctx, gradient.tensors);
       }
+      watched(stage.backward_watched, "the gradient of input", grad_inputs, [&] {
+        if (op.action == ActionKind::kBackward) {
+          stage.binding.stage->backward(ctx, gradient.tensors, grad_inputs);
+        } else {
+          stage.binding.split->backward_input(ctx, gradient.tensors, grad_inputs);
+        }
+      });
     });
   });
   if (op.action != ActionKind::kBackwardInput) --in_flight;

@@ -61,8 +61,8 @@ struct EngineConfig {
   std::size_t piece_bytes = kMaxPieceBytes;  // of messages; equal on all ranks
   NcclRoutes* nccl = nullptr;                // for edges of kind kNccl
   std::span<const EdgeRoute> routes = {};    // [stage], as Wires::routes; empty: by device
-  Collective* collective = nullptr;          // handed to stages; may be null
-  bool progress_in_actions = true;           // on a CPU, as PipelineOptions::Devices
+  Collective* collective = nullptr;  // sums over replicas within actions; null: there are none
+  bool progress_in_actions = true;   // on a CPU, as PipelineOptions::Devices
   // Shared with engines that never run at the same time; null: the engine's own.
   std::shared_ptr<SlotStore> slots = nullptr;
   DeviceBatch* batch = nullptr;

@@ -3,8 +3,8 @@
 // The first time an action runs, its call is made. The second time it is also recorded; every
 // library handle and kernel exists by then. After that the graph is launched in its place. Values
 // that differ between steps, the step's number and the loss scale, are read from device memory. A
-// call is made, not replayed, if its phase or samples differ from the record, or if it reports
-// final gradients: the host starts sums for those.
+// call is made, not replayed, if its phase or samples differ from the record, or if the host takes
+// part: it reports final gradients, or sums over replicas.
 #pragma once
 
 #include <cstddef>
@@ -36,11 +36,11 @@ class RecordedCalls {
   [[nodiscard]] StepValue<double> loss_scale() const { return loss_scale_; }
 
   // Makes or replays `call`, which is what `stage` does in action number `action`. Throws what the
-  // call throws; Error(kDevice) where it cannot be recorded.
+  // call throws; Error(kDevice) where it cannot be recorded. `on_host`: the host takes part in it.
   template <typename Call>
-  void run(std::size_t action, const Stage& stage, const StageContext& ctx, const Call& call) {
-    if (entries_.empty() || !stage.graph_capturable() || ctx.final_gradients != nullptr)
-        [[likely]] {
+  void run(std::size_t action, const Stage& stage, const StageContext& ctx, bool on_host,
+           const Call& call) {
+    if (entries_.empty() || on_host || !stage.graph_capturable()) [[likely]] {
       call();
     } else if (!replay(entries_[action], ctx)) {
       make(entries_[action], ctx, call);

@@ -32,11 +32,12 @@ struct StageEntry {
   std::size_t split_bytes = 0;             // more per slot where backward is split into I and W
   std::size_t shared_gradient_bytes = 0;   // once where it is not
   std::size_t workspace_bytes = 0;
-  std::size_t copy_bytes = 0;      // of parameters in another precision
-  std::size_t operator_bytes = 0;  // of the scratch that a rank's operators share
-  std::size_t table_bytes = 0;     // of operators' constants, also shared
-  bool own_memory = false;         // StageDescription::own_memory
-  std::string note;                // StageDescription::note
+  std::size_t copy_bytes = 0;               // of parameters in another precision
+  std::size_t operator_bytes = 0;           // of the scratch that a rank's operators share
+  std::size_t table_bytes = 0;              // of operators' constants, also shared
+  bool own_memory = false;                  // StageDescription::own_memory
+  std::string note;                         // StageDescription::note
+  int forward_sums = 0, backward_sums = 0;  // over replicas, in each F, and in each B or I
 };
 
 // One use of a tied parameter.

@@ -8,6 +8,7 @@
 #include <limits>
 #include <map>
 #include <set>
+#include <sstream>
 #include <utility>
 
 #include <sluice/error.hpp>
@@ -160,10 +161,32 @@ Division divide_samples(const PipelineOptions& options, const RankPlace& place, 
   return division;
 }
 
+// All ranks whose stages say something of the whole model must say the same.
+void require_same_model(Collectives& world, const std::string& mine) {
+  const std::vector<std::string> all = world.all_gather_strings(mine);
+  const auto first =
+      std::find_if(all.begin(), all.end(), [](const auto& text) { return !text.empty(); });
+  for (auto other = first; other != all.end(); ++other) {
+    if (other->empty() || *other == *first) continue;
+    std::istringstream ours(*first), theirs(*other);
+    std::string one, two;
+    do {
+      one.clear();
+      two.clear();
+      std::getline(ours, one);
+      std::getline(theirs, two);
+    } while (one == two && ours && theirs);
+    throw_error(ErrorCode::kMismatch,
+                "ranks disagree about the model: rank {} has '{}', rank {} has '{}'",
+                first - all.begin(), one, other - all.begin(), two);
+  }
+}
+
 // What the stages say of micro-batches of some sizes.
 struct StageReports {
   std::vector<StageEntry> entries;                          // [stage]
   std::vector<std::vector<std::vector<EdgeTensor>>> edges;  // [size][edge]
+  std::string model;                                        // StageDescription::model
 };
 
 // Exchanges the reports of all stages, one after the other: the outputs of a stage are the inputs
@@ -182,7 +205,9 @@ StageReports describe_stages(JobContext& job, ComputeContext& compute, const Pla
   for (int s = 0; s < stages; ++s) {
     std::string text;
     if (job.makes(s, placement)) {
-      text = to_text(report_of(stage_of(s), s, inputs, compute));
+      const StageReport mine = report_of(stage_of(s), s, inputs, compute);
+      text = to_text(mine);
+      if (!mine.model.empty()) all.model = mine.model;
     }
     const int maker = job.planned ? 0 : placement.rank_of(s);
     StageReport report = report_from(job.pipeline.collectives->broadcast_string(text, maker));
@@ -237,6 +262,18 @@ LowerOptions lowering_of(const JobLayout& layout, bool inference) {
   return lowering;
 }
 
+// Sums over replicas within the actions of a training step; empty: none.
+std::vector<StageSums> sums_of(const JobLayout& layout, bool inference) {
+  std::vector<StageSums> sums;
+  bool any = false;
+  for (const StageEntry& stage : layout.parameters.stages) {
+    sums.push_back({stage.forward_sums, stage.backward_sums});
+    any = any || stage.forward_sums + stage.backward_sums > 0;
+  }
+  if (!any || inference) sums.clear();
+  return sums;
+}
+
 // The most micro-batches in flight per stage in steps of fewer micro-batches. Some schedules keep
 // more than in a long step, where it has a few rounds over the stages at most.
 std::vector<int> slots_of_smaller_steps(const PipelineOptions& options, int ranks) {
@@ -286,8 +323,9 @@ std::int64_t largest_batch(const PipelineOptions& options, int replicas) {
 
 Plan plan_step(const JobLayout& layout, const PipelineOptions& options, int micro_batches) {
   const ScheduleShape shape{layout.place.topology.pipeline, micro_batches, options.order.chunks};
-  return plan_for(order_of(options, shape), lowering_of(layout, options.training.inference),
-                  needs_of(layout.wires.carrier));
+  const bool inference = options.training.inference;
+  return plan_for(order_of(options, shape), lowering_of(layout, inference),
+                  needs_of(layout.wires.carrier), sums_of(layout, inference));
 }
 
 Plan plan_forward(const JobLayout& layout, int micro_batches) {
@@ -318,6 +356,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
         if (built.stages.back() != nullptr) return *built.stages.back();
         throw_usage("the factory made nothing for stage {}", stage);
       });
+  require_same_model(*job.world.collectives, reports.model);
   layout.wires.edges = EdgeTable(division.sizes, std::move(reports.edges));
   layout.parameters.stages = std::move(reports.entries);
   layout.parameters.tied = find_ties(layout.parameters.stages);

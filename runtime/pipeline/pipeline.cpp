@@ -36,25 +36,24 @@
 namespace sluice {
 namespace {
 
-// Sums a stage's batch statistics over its replicas, in a copy: a stage owns its memory.
+// Sums a stage's batch statistics over its replicas.
 class ReplicaSum : public Collective {
  public:
-  ReplicaSum(Collectives& replicas, ComputeContext& compute, Interrupt* interrupt)
-      : replicas_(replicas), mirror_(compute, interrupt) {}
-  void sum(std::span<float> values) override {
-    workspace_.resize(replicas_.ordered_sum_workspace(values.size()));
-    const std::span<float> host = mirror_.read_back(values);
-    sums_->assign(host.begin(), host.end());
-    replicas_.ordered_sum(*sums_, workspace_, sums_);
-    std::copy(sums_->begin(), sums_->end(), host.begin());
-    mirror_.write_back();
+  explicit ReplicaSum(Collectives& replicas) : replicas_(replicas) {}
+  void sum(std::span<double> values) override {
+    const auto count = values.size();
+    const auto replicas = at(replicas_.communicator().size());
+    all_.resize(count * replicas);
+    replicas_.all_gather(std::as_bytes(values), std::as_writable_bytes(std::span(all_)));
+    for (std::size_t i = 0; i < count; ++i) {
+      values[i] = all_[i];
+      for (std::size_t r = 1; r < replicas; ++r) values[i] += all_[r * count + i];
+    }
   }
 
  private:
   Collectives& replicas_;
-  HostMirror mirror_;
-  std::vector<float> workspace_;
-  std::shared_ptr<std::vector<float>> sums_ = std::make_shared<std::vector<float>>();
+  std::vector<double> all_;  // [replica][value]
 };
 
 }  // namespace
@@ -189,8 +188,7 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     stages = std::move(built.stages);
     take_memory();
     mirror = std::make_unique<HostMirror>(*compute, job.watch.get());
-    replica_sum =
-        std::make_unique<ReplicaSum>(*job.replicas.collectives, *compute, job.watch.get());
+    replica_sum = std::make_unique<ReplicaSum>(*job.replicas.collectives);
     replica_targets.resize(at(layout.place.topology.replicas));
     prepare_stages();
     // All ranks make new communicators, or those that do wait for ever: no rank may have failed.

@@ -33,7 +33,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TensorSpec, dtype, shape)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state_bytes, split_bytes,
                                    shared_gradient_bytes, workspace_bytes, copy_bytes,
-                                   operator_bytes, table_bytes, own_memory, note)
+                                   operator_bytes, table_bytes, own_memory, note, forward_sums,
+                                   backward_sums)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageReport, entry, outputs, input_gradients)
 
 namespace {
@@ -93,6 +94,26 @@ StageDescription description_of(const Stage& stage, int index,
   }
 }
 
+void set_sums(StageEntry& entry, const StageDescription& description, bool first, int index) {
+  if (description.forward_sums < 0 || description.backward_sums < 0) {
+    throw_usage("stage {} describes {} and {} sums over replicas; legal are numbers from 0", index,
+                description.forward_sums, description.backward_sums);
+  }
+  if (first) {
+    entry.forward_sums = description.forward_sums;
+    entry.backward_sums = description.backward_sums;
+  }
+  if (entry.forward_sums == description.forward_sums &&
+      entry.backward_sums == description.backward_sums) {
+    return;
+  }
+  throw_usage(
+      "stage {} describes {} and {} sums over replicas for a smaller micro-batch, and {} and {} "
+      "for the largest; their numbers must agree",
+      index, description.forward_sums, description.backward_sums, entry.forward_sums,
+      entry.backward_sums);
+}
+
 // Which inputs need a gradient: what the stage says, else every input of a float type.
 std::vector<bool> gradients_of(const StageDescription& description,
                                const std::vector<TensorSpec>& inputs, int index) {
@@ -129,8 +150,10 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
   for (const std::vector<TensorSpec>& specs : inputs) {
     const StageDescription description = description_of(stage, index, specs, compute);
     require_legal_outputs(description.outputs, index);
+    set_sums(report.entry, description, report.outputs.empty(), index);
     if (report.outputs.empty()) {
       report.entry.note = description.note;
+      report.model = description.model;
     } else {
       require_like(report.outputs.front(), description.outputs, index);
     }

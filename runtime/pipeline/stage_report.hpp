@@ -17,6 +17,7 @@ struct StageReport {
   StageEntry entry;
   std::vector<std::vector<TensorSpec>> outputs;    // [size][output]
   std::vector<std::vector<bool>> input_gradients;  // [size][input] whether it needs a gradient
+  std::string model;  // StageDescription::model; compared apart, so not in to_text()
 };
 
 // Describes `stage`, which has the global number `index`. inputs[size] are its inputs for every

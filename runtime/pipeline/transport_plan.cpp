@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include <sluice/error.hpp>
 #include <sluice/verify.hpp>
@@ -49,12 +50,14 @@ void require_runnable(const Plan& plan, const TransportNeeds& needs) {
   }
 }
 
-Plan plan_for(const Schedule& schedule, const LowerOptions& lowering, const TransportNeeds& needs) {
+Plan plan_for(const Schedule& schedule, const LowerOptions& lowering, const TransportNeeds& needs,
+              std::vector<StageSums> sums) {
   if (const auto violation = check(schedule)) {
     throw_error(ErrorCode::kPlan, "schedule '{}': {}", schedule.name, violation->message);
   }
   PlanOptions options;
   options.order = needs.order;
+  options.sums = std::move(sums);
   Plan plan = make_plan(lower(schedule, lowering), lowering.tied, options);
   require_runnable(plan, needs);
   return plan;

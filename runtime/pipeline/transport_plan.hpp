@@ -30,8 +30,8 @@ struct TransportNeeds {
 void require_runnable(const Plan& plan, const TransportNeeds& needs);
 
 // Checks, lowers and plans the schedule in the order that the transport needs, and verifies the
-// plan. Throws Error(kPlan) where a step refuses.
+// plan. `sums`: PlanOptions::sums. Throws Error(kPlan) where a step refuses.
 [[nodiscard]] Plan plan_for(const Schedule& schedule, const LowerOptions& lowering,
-                            const TransportNeeds& needs);
+                            const TransportNeeds& needs, std::vector<StageSums> sums = {});
 
 }  // namespace sluice

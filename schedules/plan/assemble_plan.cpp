@@ -20,6 +20,15 @@ void require_legal(const Schedule& lowered, const PlanOptions& options) {
   if (options.send_slots < 1) {
     refuse("plan: send_slots is ", options.send_slots, "; the nearest legal value is 1");
   }
+  if (!options.sums.empty() && options.sums.size() != at(lowered.placement.stages())) {
+    refuse("plan: sums of ", static_cast<int>(options.sums.size()), " stages, there are ",
+           lowered.placement.stages());
+  }
+  for (const StageSums& sums : options.sums) {
+    if (sums.forward >= 0 && sums.backward >= 0) continue;
+    refuse("plan: a stage makes ", sums.forward, " and ", sums.backward,
+           " sums; the nearest legal value is 0");
+  }
   if (lowered.ranks.size() != at(lowered.placement.ranks())) {
     refuse("plan of '", lowered.name, "': ", lowered.ranks.size(), " lists for ",
            lowered.placement.ranks(), " ranks");

@@ -28,6 +28,7 @@ std::string to_string(const PlanOp& op) {
     text += concat(" channel ", op.channel);
   }
   if (op.with_previous) text += " with-previous";
+  if (op.sums != 0) text += concat(" sums ", op.sums);
   for (std::size_t kind = 0; kind < op.slots.size(); ++kind) {
     if (op.slots[kind] < 0) continue;
     text += concat(' ', kBufferNames[kind], '[', op.slots[kind], ']');

@@ -281,6 +281,7 @@ class RankPlanner {
         placement_(lowered.placement),
         messages_(messages),
         tied_(tied),
+        sums_(options.sums),
         rank_(rank),
         buffers_(placement_.stages_of(rank), lowered.micro_batches),
         sends_(placement_.stages_of(rank), options.send_slots, buffers_, plan_.ops),
@@ -404,6 +405,10 @@ class RankPlanner {
     }
     name_slot(op, BufferKind::kGradInput, grad_input);
     name_slot(op, BufferKind::kState, own.slot(BufferKind::kState, micro_batch));
+    if (!sums_.empty() && !schedule_.forward_only) {
+      if (forward) op.sums = sums_[at(stage)].forward;
+      if (makes_gradient(action.kind)) op.sums = sums_[at(stage)].backward;
+    }
     if (!ends_use(action.kind, schedule_.forward_only)) return;
     if (!forward) {
       std::int32_t& before = last_weight_[buffers_.local(stage)];
@@ -453,6 +458,7 @@ class RankPlanner {
   const Placement& placement_;
   const PlanMessages& messages_;
   const std::vector<TiedStages>& tied_;
+  const std::vector<StageSums>& sums_;
   const int rank_;
   RankPlan plan_;
   RankBuffers buffers_;

@@ -66,6 +66,7 @@ class ProgressReplay {
                                           : "its backward input has not been computed";
       });
     }
+    if (!check_sums(op, stage, (adds & kForwardDone) != 0, adds == kWeightDone)) return false;
     done |= adds;
     if (adds == kForwardDone) peak_ = std::max(peak_, ++in_flight_);
     if ((adds & (plan_.forward_only ? kForwardDone : kWeightDone)) == 0) return true;
@@ -132,7 +133,26 @@ class ProgressReplay {
     std::int32_t complete = 0;     // micro-batches
     std::int32_t last = -1;        // micro-batch completed, -1: none yet
     bool reduced = false;
+    // Sums over replicas in each F, and in each B or I; -1: none computed yet.
+    std::array<std::int32_t, 2> sums = {-1, -1};
   };
+
+  bool check_sums(const PlanOp& op, Stage& stage, bool forward, bool weight_only) {
+    if (op.sums < 0 || (op.sums > 0 && (weight_only || plan_.forward_only))) {
+      return refusal_.object([&] {
+        return concat("it makes ", op.sums,
+                      " sums over replicas; legal are 0, and more in F, B and I of training");
+      });
+    }
+    if (weight_only) return true;
+    std::int32_t& before = stage.sums[forward ? 0 : 1];
+    if (before < 0) before = op.sums;
+    if (before == op.sums) return true;
+    return refusal_.object([&] {
+      return concat("it makes ", op.sums, " sums over replicas, this stage's earlier ones make ",
+                    before);
+    });
+  }
 
   bool object(const std::string& why) {
     return refusal_.object([&] { return why; });
@@ -214,6 +234,9 @@ class RankReplay {
       trace_.grouped = true;
     }
     after_issue_ = issues;
+    if (op.sums != 0 && op.kind != OpKind::kCompute) {
+      return refusal_.object([] { return "only F, B and I make sums over replicas"; });
+    }
     switch (op.kind) {
       case OpKind::kPostRecv:
       case OpKind::kWaitRecv:

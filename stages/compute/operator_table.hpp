@@ -55,6 +55,8 @@ struct RotaryOperators {
 struct ElementOperators {
   decltype(&sluice::gelu_forward) gelu_forward;
   decltype(&sluice::gelu_backward) gelu_backward;
+  decltype(&sluice::exact_gelu_forward) exact_gelu_forward;
+  decltype(&sluice::exact_gelu_backward) exact_gelu_backward;
   decltype(&sluice::swiglu_forward) swiglu_forward;
   decltype(&sluice::swiglu_backward) swiglu_backward;
   decltype(&sluice::relu_forward) relu_forward;

@@ -44,6 +44,14 @@ void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const
   run(ctx, kernels_for(ctx, x.spec.dtype).gelu_backward, x, dy, dx);
 }
 
+void exact_gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  run(ctx, kernels_for(ctx, x.spec.dtype).exact_gelu_forward, x, y);
+}
+
+void exact_gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  run(ctx, kernels_for(ctx, x.spec.dtype).exact_gelu_backward, x, dy, dx);
+}
+
 void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   run(ctx, kernels_for(ctx, x.spec.dtype).relu_forward, x, y);
 }
@@ -135,6 +143,8 @@ ElementOperators element_operators() {
   return {
       .gelu_forward = gelu_forward,
       .gelu_backward = gelu_backward,
+      .exact_gelu_forward = exact_gelu_forward,
+      .exact_gelu_backward = exact_gelu_backward,
       .swiglu_forward = swiglu_forward,
       .swiglu_backward = swiglu_backward,
       .relu_forward = relu_forward,

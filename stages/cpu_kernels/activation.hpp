@@ -11,6 +11,10 @@ struct Gelu {
   static SLUICE_INLINE VecF value(VecF x) { return gelu(x); }
   static SLUICE_INLINE VecF slope(VecF x) { return gelu_slope(x); }
 };
+struct ExactGelu {
+  static SLUICE_INLINE VecF value(VecF x) { return exact_gelu(x); }
+  static SLUICE_INLINE VecF slope(VecF x) { return exact_gelu_slope(x); }
+};
 struct Silu {
   static SLUICE_INLINE VecF value(VecF x) { return silu(x); }
   static SLUICE_INLINE VecF slope(VecF x) { return silu_slope(x); }

@@ -19,6 +19,8 @@ namespace sluice {
 struct TypedKernels {
   void (*gelu_forward)(const void* x, void* y, int64_t n);
   void (*gelu_backward)(const void* x, const void* dy, void* dx, int64_t n);
+  void (*exact_gelu_forward)(const void* x, void* y, int64_t n);
+  void (*exact_gelu_backward)(const void* x, const void* dy, void* dx, int64_t n);
   void (*silu_forward)(const void* x, void* y, int64_t n);
   void (*silu_backward)(const void* x, const void* dy, void* dx, int64_t n);
   void (*tanh_forward)(const void* x, void* y, int64_t n);

@@ -13,6 +13,8 @@ constexpr TypedKernels typed_kernels() {
   return {
       .gelu_forward = smooth_forward<T, Gelu>,
       .gelu_backward = smooth_backward<T, Gelu>,
+      .exact_gelu_forward = smooth_forward<T, ExactGelu>,
+      .exact_gelu_backward = smooth_backward<T, ExactGelu>,
       .silu_forward = smooth_forward<T, Silu>,
       .silu_backward = smooth_backward<T, Silu>,
       .tanh_forward = smooth_forward<T, Tanh>,

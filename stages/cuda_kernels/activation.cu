@@ -44,6 +44,12 @@ struct Same {
 struct Gelu {
   static __device__ float of(float x) { return gelu(x); }
 };
+struct ExactGelu {
+  static __device__ float of(float x) { return exact_gelu(x); }
+};
+struct ExactGeluGradient {
+  static __device__ float of(float x, float dy) { return dy * exact_gelu_slope(x); }
+};
 struct Relu {
   static __device__ float of(float x) { return relu(x); }
 };
@@ -165,6 +171,14 @@ void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const
   run_gradient<GeluGradient>(ctx, "gelu backward", x, dy, dx);
 }
 
+void exact_gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  run_unary<ExactGelu>(ctx, "exact gelu forward", x, y);
+}
+
+void exact_gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  run_gradient<ExactGeluGradient>(ctx, "exact gelu backward", x, dy, dx);
+}
+
 void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   run_unary<Relu>(ctx, "relu forward", x, y);
 }
@@ -255,6 +269,8 @@ ElementOperators element_operators() {
   return {
       .gelu_forward = gelu_forward,
       .gelu_backward = gelu_backward,
+      .exact_gelu_forward = exact_gelu_forward,
+      .exact_gelu_backward = exact_gelu_backward,
       .swiglu_forward = swiglu_forward,
       .swiglu_backward = swiglu_backward,
       .relu_forward = relu_forward,

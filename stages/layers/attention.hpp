@@ -1,56 +1,54 @@
-// Causal self-attention with grouped queries (Ainslie et al. 2023) as a residual branch.
+// Causal self-attention as a residual branch.
 #pragma once
 
 #include <optional>
 #include <string>
 
 #include "stages/layers/residual.hpp"
+#include "stages/layers/self_attention.hpp"
 
 namespace sluice {
 
 class AttentionLayer final : public ResidualLayer {
  public:
+  // As SelfAttention's.
   struct Options : ResidualOptions {
     int heads = 0, kv_heads = 0;
-    std::optional<float> rotary_base = std::nullopt;  // set: rotary positions
+    std::optional<float> rotary_base = std::nullopt;
     DropoutSite probabilities = {};
-    // Keep only queries, keys and values; backward_input computes attention again.
     bool recompute = false;
   };
   AttentionLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
 
-  [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const override;
+  [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const override {
+    return branch_.note(compute, shape);
+  }
 
  protected:
-  void measure(const BlockShape& shape, LayerAllocators& memory) const override;
+  void measure(const BlockShape& shape, LayerAllocators& memory) const override {
+    branch_.measure(shape, memory);
+  }
   [[nodiscard]] OperatorMemory branch_operators(ComputeContext& compute,
-                                                const BlockShape& shape) const override;
-  void branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) override;
-  void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& y) override;
+                                                const BlockShape& shape) const override {
+    return branch_.operators(compute, shape);
+  }
+  void branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) override {
+    branch_.keep(call, memory, x);
+  }
+  void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& y) override {
+    branch_.result(call, memory, y);
+  }
   void branch_backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,
-                             const Tensor& dx) override;
+                             const Tensor& dx) override {
+    branch_.backward_input(call, memory, dy, dx);
+  }
   void branch_backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x,
-                              const Tensor& dy) override;
+                              const Tensor& dy) override {
+    branch_.backward_weight(call, memory, x, dy);
+  }
 
  private:
-  struct Kept {
-    Tensor qkv;                          // until the input gradient
-    std::byte* probabilities = nullptr;  // likewise; recomputed: scratch
-    Tensor mixed;                        // until the weight gradient; recomputed: gradients
-    Tensor dqkv;                         // gradients
-    Tensor dmixed;                       // scratch
-  };
-  [[nodiscard]] AttentionShape attention_shape(const BlockShape& shape) const;
-  Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
-  [[nodiscard]] Dropout mask(const StreamCall& call) const;
-  // Computes probabilities and mixed from qkv.
-  void attend(StreamCall& call, const Kept& kept) const;
-
-  int heads_, kv_heads_, head_dim_;
-  std::optional<float> rotary_base_;
-  DropoutSite probabilities_;
-  bool recompute_;
-  Linear qkv_, output_;
+  SelfAttention branch_;
 };
 
 }  // namespace sluice

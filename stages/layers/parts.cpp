@@ -10,11 +10,11 @@ constexpr float kRmsNormEpsilon = 1e-5F;
 }  // namespace
 
 const Tensor& WeightCopies::add(const Parameter& parameter) {
+  if (precision_ == DType::kF32) return parameter.value;
   return copies_.emplace_back(Copy{&parameter, {}}).tensor;
 }
 
 std::size_t WeightCopies::bytes() const {
-  if (precision_ == DType::kF32) return 0;
   BumpAllocator allocator;
   for (const Copy& copy : copies_) {
     (void)allocator.tensor(precision_, copy.parameter->shape[0], copy.parameter->shape[1]);
@@ -23,12 +23,6 @@ std::size_t WeightCopies::bytes() const {
 }
 
 void WeightCopies::allocate(const DeviceMemory& memory) {
-  if (precision_ == DType::kF32) {
-    for (Copy& copy : copies_) {
-      copy.tensor = copy.parameter->value;
-    }
-    return;
-  }
   memory_ = memory.allocate(bytes());
   conversions_.clear();
   BumpAllocator allocator(memory_.data());
@@ -41,9 +35,7 @@ void WeightCopies::allocate(const DeviceMemory& memory) {
 }
 
 void WeightCopies::refresh(ComputeContext& ctx, std::uint64_t version) {
-  if (precision_ == DType::kF32 || (fresh_ && version == version_)) {
-    return;
-  }
+  if (copies_.empty() || (fresh_ && version == version_)) return;
   convert_all(ctx, conversions_);
   version_ = version;
   fresh_ = true;

@@ -15,12 +15,13 @@
 namespace sluice {
 
 // Copies of weights in a product's precision, one set per stage. In f32 the values themselves are
-// used and nothing is copied.
+// used: then nothing is copied, and no call but add() is needed.
 class WeightCopies {
  public:
   explicit WeightCopies(DType precision) : precision_(precision) {}
 
-  // This weight as products read it. The reference stays valid; allocate() sets the tensor.
+  // This weight as products read it. The reference stays valid, and is complete after
+  // ParameterSet::allocate() and allocate().
   const Tensor& add(const Parameter& parameter);
   // Bytes that allocate() takes.
   [[nodiscard]] std::size_t bytes() const;

@@ -1,5 +1,9 @@
 // batch_norm2d: Ioffe and Szegedy, "Batch Normalization", ICML 2015. Running statistics once per
 // step: Kim et al., "torchgpipe", 2020, section 2.4.4 (DeferredBatchNorm).
+//
+// Synchronised over replicas, a forward exchanges the sums that make mean and variance, and an
+// input gradient the two sums over dy that it needs; the gradients of weight and bias are those of
+// this replica, which the step adds up.
 #include <cmath>
 #include <vector>
 
@@ -36,6 +40,7 @@ class BatchNormLayer final : public Layer {
       throw_usage("momentum is {}; legal: 0 to 1", options.momentum);
     }
     sums_.resize(static_cast<std::size_t>(channels));
+    exchanged_.resize(2 * static_cast<std::size_t>(channels) + 1);
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
@@ -45,29 +50,25 @@ class BatchNormLayer final : public Layer {
   void add_parameters(ParameterSet& set, const std::string& name) override {
     weight_ = &set.add(name + "weight", {channels_}, Init::constant(1), /*decay=*/false);
     bias_ = &set.add(name + "bias", {channels_}, Init::constant(0), /*decay=*/false);
-    mean_ = &set.add_buffer(name + "running_mean", {channels_}, Init::constant(0));
-    variance_ = &set.add_buffer(name + "running_var", {channels_}, Init::constant(1));
+    const Across across = synchronised() ? Across::kFirst : Across::kMean;  // all have the same
+    mean_ = &set.add_buffer(name + "running_mean", {channels_}, Init::constant(0), across);
+    variance_ = &set.add_buffer(name + "running_var", {channels_}, Init::constant(1), across);
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& /*input*/,
                                  ComputeContext& /*compute*/) const override {
     const std::size_t pairs = static_cast<std::size_t>(channels_) * sizeof(Pair);
-    return {.memory = {.until_weight = pairs, .gradients = pairs}};
+    const int sums = synchronised() ? 1 : 0;
+    return {.memory = {.until_weight = pairs + sizeof(double), .gradients = pairs},
+            .forward_sums = sums,
+            .backward_sums = sums};
   }
 
   void forward(LayerCall& call, const Tensor& y) override {
-    const StageContext& stage = call.stage;
-    const bool trains = stage.phase == Phase::kTrain;
-    if (trains && channel_of(call, 0).count() < 2) {
-      throw Error(ErrorCode::kData,
-                  "a micro-batch with one number a channel has no variance; legal in training: "
-                  "more samples or larger pictures");
-    }
-    if (trains && seen_ == 0) std::fill(sums_.begin(), sums_.end(), Sums{});
-    auto* const kept = reinterpret_cast<Pair*>(call.until_weight);
+    const bool trains = call.stage.phase == Phase::kTrain;
+    if (trains) measure_all(call);
+    const auto* const kept = reinterpret_cast<const Pair*>(call.until_weight);
     for_channels(call, [&](const Channel& channel) {
-      const auto c = static_cast<std::size_t>(channel.number);
-      const Pair used = trains ? measure(call.x.as<float>(), channel, sums_[c]) : running(c);
-      if (trains) kept[c] = used;
+      const Pair used = trains ? kept[channel.number] : running(channel.number);
       const float scale = weight_->value.at(channel.number) * used.second;
       const float shift = bias_->value.at(channel.number) - used.first * scale;
       channel.for_samples([&](std::int64_t first) {
@@ -76,7 +77,7 @@ class BatchNormLayer final : public Layer {
         for (std::int64_t i = 0; i < channel.size; ++i) to[i] = x[i] * scale + shift;
       });
     });
-    if (trains && ++seen_ >= stage.micro_batches) move_running();
+    if (trains && ++seen_ >= call.stage.micro_batches) move_running();
   }
 
   // Always called before backward_weight, for which it keeps its sums.
@@ -94,9 +95,16 @@ class BatchNormLayer final : public Layer {
                       [&](std::int64_t i) { return g[i] * ((x[i] - used.first) * used.second); });
       });
       sums[channel.number] = {static_cast<float>(dot), static_cast<float>(total)};
-      if (dx.data == nullptr) return;
-      const auto count = static_cast<double>(channel.count());
-      const auto mean = static_cast<float>(total / count), slope = static_cast<float>(dot / count);
+      exchanged_[first_of(channel.number)] = total;
+      exchanged_[first_of(channel.number) + 1] = dot;
+    });
+    exchange(call);
+    if (dx.data == nullptr) return;
+    const double count = *count_of(call);
+    for_channels(call, [&](const Channel& channel) {
+      const Pair used = kept[channel.number];
+      const auto mean = static_cast<float>(exchanged_[first_of(channel.number)] / count);
+      const auto slope = static_cast<float>(exchanged_[first_of(channel.number) + 1] / count);
       const float scale = weight_->value.at(channel.number) * used.second;
       channel.for_samples([&](std::int64_t first) {
         const float* const x = call.x.as<float>() + first;
@@ -139,7 +147,63 @@ class BatchNormLayer final : public Layer {
     });
   }
 
-  Pair measure(const float* x, const Channel& channel, Sums& sums) const {
+  [[nodiscard]] bool synchronised() const {
+    return options_.statistics == BatchStatistics::kReplicas;
+  }
+  // Of a channel, among the numbers that are exchanged.
+  [[nodiscard]] static std::size_t first_of(std::int64_t channel) {
+    return 2 * static_cast<std::size_t>(channel);
+  }
+  // How many numbers a channel has, over all replicas where they are synchronised; behind the
+  // pairs.
+  [[nodiscard]] double* count_of(const LayerCall& call) const {
+    return reinterpret_cast<double*>(call.until_weight +
+                                     static_cast<std::size_t>(channels_) * sizeof(Pair));
+  }
+  void exchange(const LayerCall& call) {
+    if (synchronised() && call.stage.collective != nullptr) call.stage.collective->sum(exchanged_);
+  }
+
+  // Writes each channel's mean and 1 / deviation, and adds to its sums.
+  void measure_all(const LayerCall& call) {
+    if (seen_ == 0) std::fill(sums_.begin(), sums_.end(), Sums{});
+    for_channels(call, [&](const Channel& channel) {
+      measure(call.x.as<float>(), channel, &exchanged_[first_of(channel.number)]);
+    });
+    exchanged_.back() = static_cast<double>(channel_of(call, 0).count());
+    exchange(call);
+    const double count = exchanged_.back();
+    if (count < 2) {
+      throw Error(ErrorCode::kData,
+                  "a micro-batch with one number a channel has no variance; legal in training: "
+                  "more samples or larger pictures");
+    }
+    *count_of(call) = count;
+    auto* const kept = reinterpret_cast<Pair*>(call.until_weight);
+    for (std::int64_t c = 0; c < channels_; ++c) {
+      const double first = exchanged_[first_of(c)], second = exchanged_[first_of(c) + 1];
+      double mean = first, squares = second;
+      if (synchronised()) {
+        mean = first / count;
+        squares = second - count * mean * mean;
+        mean += shift_of(c);
+      }
+      kept[c] = {static_cast<float>(mean),
+                 static_cast<float>(1 / std::sqrt(squares / count + options_.epsilon))};
+      Sums& sums = sums_[static_cast<std::size_t>(c)];
+      sums.count += count;
+      sums.sum += mean * count;
+      sums.squares += squares + count * mean * mean;
+    }
+  }
+  // All replicas have the same number; near the mean, it keeps digits of the squares.
+  [[nodiscard]] double shift_of(std::int64_t channel) const {
+    return static_cast<double>(mean_->value.at(channel));
+  }
+  // A channel's mean here, and its sum of squared distances to it. Synchronised: the sum of the
+  // numbers less the shift, and that of their squares, which add up over replicas (Chan, Golub and
+  // LeVeque 1983).
+  void measure(const float* x, const Channel& channel, double* result) const {
     const auto count = static_cast<double>(channel.count());
     double sum = 0, squares = 0;
     channel.for_samples([&](std::int64_t first) {
@@ -152,16 +216,19 @@ class BatchNormLayer final : public Layer {
         return off * off;
       });
     });
-    sums.count += count;
-    sums.sum += sum;
-    sums.squares += squares + count * mean * mean;
-    return {static_cast<float>(mean),
-            static_cast<float>(1 / std::sqrt(squares / count + options_.epsilon))};
+    if (!synchronised()) {
+      result[0] = mean;
+      result[1] = squares;
+      return;
+    }
+    const double off = mean - shift_of(channel.number);
+    result[0] = count * off;
+    result[1] = squares + count * off * off;
   }
-  [[nodiscard]] Pair running(std::size_t channel) const {
-    const auto c = static_cast<std::int64_t>(channel);
-    const auto variance = static_cast<double>(variance_->value.at(c));
-    return {mean_->value.at(c), static_cast<float>(1 / std::sqrt(variance + options_.epsilon))};
+  [[nodiscard]] Pair running(std::int64_t channel) const {
+    const auto variance = static_cast<double>(variance_->value.at(channel));
+    return {mean_->value.at(channel),
+            static_cast<float>(1 / std::sqrt(variance + options_.epsilon))};
   }
   // The step's last forward.
   void move_running() {
@@ -182,14 +249,18 @@ class BatchNormLayer final : public Layer {
   std::int64_t channels_;
   BatchNormOptions options_;
   Parameter *weight_ = nullptr, *bias_ = nullptr, *mean_ = nullptr, *variance_ = nullptr;
-  std::vector<Sums> sums_;  // [channel]
-  int seen_ = 0;            // micro-batches of this step
+  std::vector<Sums> sums_;         // [channel]
+  std::vector<double> exchanged_;  // two numbers of each channel, then how many numbers there are
+  int seen_ = 0;                   // micro-batches of this step
 };
 
 }  // namespace
 
 LayerSpec batch_norm2d(std::int64_t channels, const BatchNormOptions& options) {
-  return layer<BatchNormLayer>("batch_norm2d", channels, options);
+  LayerSpec spec = layer<BatchNormLayer>("batch_norm2d", channels, options);
+  spec.settings = settings_of(channels, options.epsilon, options.momentum,
+                              static_cast<int>(options.statistics));
+  return spec;
 }
 
 }  // namespace sluice

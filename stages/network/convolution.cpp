@@ -137,7 +137,11 @@ class ConvolutionLayer final : public Layer {
 
 LayerSpec conv2d(std::int64_t in, std::int64_t out, HeightWidth kernel,
                  const ConvolutionOptions& options) {
-  return layer<ConvolutionLayer>("conv2d", in, out, kernel, options);
+  LayerSpec spec = layer<ConvolutionLayer>("conv2d", in, out, kernel, options);
+  spec.settings =
+      settings_of(in, out, kernel.height, kernel.width, options.stride.height, options.stride.width,
+                  options.padding.height, options.padding.width, options.groups, options.bias);
+  return spec;
 }
 
 }  // namespace sluice

@@ -153,9 +153,11 @@ class RmsNormLayer final : public Layer {
 
 class EmbeddingTable final : public Layer {
  public:
-  EmbeddingTable(std::int64_t classes, std::int64_t width) : classes_(classes), width_(width) {
+  EmbeddingTable(std::int64_t classes, std::int64_t width, std::int64_t places)
+      : classes_(classes), width_(width), places_(places) {
     require_positive(classes, "classes");
     require_positive(width, "width");
+    if (places < 0) throw_usage("positions is {}; legal: at least 0", places);
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
@@ -163,11 +165,16 @@ class EmbeddingTable final : public Layer {
     if (input.dtype != DType::kI32 || rank < 1 || rank > 2) {
       throw_usage("the input is {}; legal: i32 [samples] or [samples, n]", to_string(input));
     }
+    if (places_ > 0 && (rank == 1 || input.shape[1] > places_)) {
+      throw_usage("the input is {}; legal with {} positions: i32 [samples, n] with n up to {}",
+                  to_string(input), places_, places_);
+    }
     if (rank == 1) return {DType::kF32, {input.shape[0], width_}};
     return {DType::kF32, {input.shape[0], input.shape[1], width_}};
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
     table_ = &set.add(name + "weight", {classes_, width_}, Init::normal(1));
+    if (places_ > 0) positions_ = &set.add(name + "positions", {places_, width_}, Init::normal(1));
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
     return {.operator_bytes = embedding_backward_weight_workspace(compute, input.shape.elements(),
@@ -183,11 +190,13 @@ class EmbeddingTable final : public Layer {
     }
   }
   void forward(LayerCall& call, const Tensor& y) override {
-    embedding_forward(call.compute(), classes_of(call), table_->value, {}, rows(y));
+    embedding_forward(call.compute(), classes_of(call), table_->value,
+                      positions_ != nullptr ? positions_->value : Tensor{}, rows(y));
   }
   void backward_input(LayerCall& /*call*/, const Tensor& /*dy*/, const Tensor& /*dx*/) override {}
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    embedding_backward_weight(call.compute(), classes_of(call), rows(dy), table_->grad, {});
+    embedding_backward_weight(call.compute(), classes_of(call), rows(dy), table_->grad,
+                              positions_ != nullptr ? positions_->grad : Tensor{});
   }
 
  private:
@@ -200,8 +209,8 @@ class EmbeddingTable final : public Layer {
     return {y.data, {DType::kF32, {y.elements() / width_, width_}}};
   }
 
-  std::int64_t classes_, width_;
-  Parameter* table_ = nullptr;
+  std::int64_t classes_, width_, places_;
+  Parameter *table_ = nullptr, *positions_ = nullptr;
 };
 
 }  // namespace
@@ -218,8 +227,8 @@ LayerSpec rms_norm(std::int64_t width, double epsilon) {
   return layer<RmsNormLayer>("rms_norm", width, epsilon);
 }
 
-LayerSpec embedding(std::int64_t classes, std::int64_t width) {
-  return layer<EmbeddingTable>("embedding", classes, width);
+LayerSpec embedding(std::int64_t classes, std::int64_t width, std::int64_t positions) {
+  return layer<EmbeddingTable>("embedding", classes, width, positions);
 }
 
 }  // namespace sluice

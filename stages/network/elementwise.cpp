@@ -165,20 +165,29 @@ LayerSpec activation(const char* kind, Forward forward, Backward backward) {
 }  // namespace
 
 LayerSpec cut() { return {"cut", nullptr}; }
+LayerSpec skip(int from, int to, Join join, int axis) {
+  return {"skip", nullptr, Skip{from, to, join, axis},
+          settings_of(from, to, static_cast<int>(join), axis)};
+}
 LayerSpec relu() { return activation("relu", relu_forward, relu_backward); }
-LayerSpec gelu() { return activation("gelu", gelu_forward, gelu_backward); }
+LayerSpec gelu() { return activation("gelu", exact_gelu_forward, exact_gelu_backward); }
+LayerSpec gelu_tanh() { return activation("gelu_tanh", gelu_forward, gelu_backward); }
 LayerSpec silu() { return activation("silu", silu_forward, silu_backward); }
 LayerSpec tanh() { return activation("tanh", tanh_forward, tanh_backward); }
 LayerSpec sigmoid() { return activation("sigmoid", sigmoid_forward, sigmoid_backward); }
 LayerSpec softmax() { return layer<SoftmaxLayer>("softmax"); }
 LayerSpec flatten() { return layer<ReshapeLayer>("flatten", std::optional<Shape>()); }
 LayerSpec unflatten(const Shape& dims) {
-  return layer<ReshapeLayer>("unflatten", std::optional<Shape>(dims));
+  LayerSpec spec = layer<ReshapeLayer>("unflatten", std::optional<Shape>(dims));
+  spec.settings = to_string(dims);
+  return spec;
 }
 
 LayerSpec dropout(double probability) {
   return {"dropout",
-          [=](int number) { return std::make_unique<DropoutLayer>(probability, number); }};
+          [=](int number) { return std::make_unique<DropoutLayer>(probability, number); },
+          {},
+          settings_of(probability)};
 }
 
 }  // namespace sluice

@@ -221,12 +221,13 @@ class ElementwiseLoss final : public Loss {
 
 }  // namespace
 
-LossSpec mse_loss() {
-  return {"mse_loss", [] { return std::make_unique<SquaredError>(); }};
-}
+LossSpec mse_loss() { return loss<SquaredError>("mse_loss"); }
 
 LossSpec cross_entropy_loss(const CrossEntropyOptions& options) {
-  return loss<CrossEntropy>("cross_entropy_loss", options);
+  LossSpec spec = loss<CrossEntropy>("cross_entropy_loss", options);
+  spec.settings = settings_of(options.axis, static_cast<int>(options.targets), options.ignored,
+                              options.smoothing);
+  return spec;
 }
 
 LossSpec elementwise_loss(std::string kind, std::function<LossTerm(float, float)> term) {

@@ -7,15 +7,22 @@
 
 namespace sluice {
 
-// Runs `body`; what it throws names `who`.
-template <typename Body>
-decltype(auto) naming(const std::string& who, const Body& body) {
+// Runs `body`; what it throws names `who`: a text, or what has a name(), which is asked for then
+// alone.
+template <typename Who, typename Body>
+decltype(auto) naming(const Who& who, const Body& body) {
   try {
     return body();
   } catch (const OutOfMemory&) {
     throw;
   } catch (const Error& error) {
-    throw Error(error.code(), who + ": " + error.what(), error.rank(), error.location());
+    std::string name;
+    if constexpr (requires { who.name(); }) {
+      name = who.name();
+    } else {
+      name = who;
+    }
+    throw Error(error.code(), name + ": " + error.what(), error.rank(), error.location());
   }
 }
 

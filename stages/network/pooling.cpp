@@ -186,14 +186,23 @@ class GlobalAverage final : public Layer {
   }
 };
 
+template <typename T>
+LayerSpec pooling(const char* kind, HeightWidth kernel, const PoolOptions& options) {
+  LayerSpec spec = layer<T>(kind, kernel, options);
+  const HeightWidth stride = options.stride.value_or(kernel);
+  spec.settings = settings_of(kernel.height, kernel.width, stride.height, stride.width,
+                              options.padding.height, options.padding.width);
+  return spec;
+}
+
 }  // namespace
 
 LayerSpec max_pool2d(HeightWidth kernel, const PoolOptions& options) {
-  return layer<MaxPooling>("max_pool2d", kernel, options);
+  return pooling<MaxPooling>("max_pool2d", kernel, options);
 }
 
 LayerSpec avg_pool2d(HeightWidth kernel, const PoolOptions& options) {
-  return layer<AveragePooling>("avg_pool2d", kernel, options);
+  return pooling<AveragePooling>("avg_pool2d", kernel, options);
 }
 
 LayerSpec global_avg_pool2d() { return layer<GlobalAverage>("global_avg_pool2d"); }

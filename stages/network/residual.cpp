@@ -28,7 +28,8 @@ class Run {
   Run(const std::vector<LayerSpec>& specs, int number) {
     for (std::size_t i = 0; i < specs.size(); ++i) {
       if (!specs[i].make) {
-        throw_usage("cut() within another layer; legal: between the layers of the model");
+        throw_usage("{}() within another layer; legal: between the layers of the model",
+                    specs[i].kind);
       }
       const int mine = static_cast<int>(i);
       layers_.push_back(make_layer(specs[i], mine, number + mine));
@@ -67,6 +68,10 @@ class Run {
       (void)take(memory, place);
       needs.operator_bytes = std::max(needs.operator_bytes, place.needs.operator_bytes);
       needs.memory.scratch = std::max(needs.memory.scratch, place.needs.memory.scratch);
+      needs.table_bytes = std::max(needs.table_bytes, place.needs.table_bytes);
+      if (needs.note.empty()) needs.note = place.needs.note;
+      needs.forward_sums += place.needs.forward_sums;
+      needs.backward_sums += place.needs.backward_sums;
     }
   }
 
@@ -80,7 +85,7 @@ class Run {
   void forward(const LayerCall& outer, std::byte* scratch, const Tensor& y) {
     for (std::size_t i = 0; i < layers_.size(); ++i) {
       LayerCall call = call_of(outer, scratch, i);
-      layers_[i].layer->forward(call, i + 1 == layers_.size() ? y : made_[i + 1].x);
+      layer_forward(layers_[i], call, i + 1 == layers_.size() ? y : made_[i + 1].x);
     }
   }
   void backward_input(const LayerCall& outer, std::byte* scratch, const Tensor& dy,
@@ -89,7 +94,7 @@ class Run {
       LayerCall call = call_of(outer, scratch, i);
       const Tensor& to = i > 0 ? made_[i].dx : dx;
       if (to.data == nullptr && !made_[i].keeps_gradients) continue;
-      layers_[i].layer->backward_input(call, gradient_of(i, dy), to);
+      layer_backward_input(layers_[i], call, gradient_of(i, dy), to);
     }
   }
   void backward_weight(const LayerCall& outer, std::byte* scratch, const Tensor& dy) {
@@ -168,6 +173,15 @@ int first_number(int number, Branch branch) {
       (static_cast<std::uint32_t>(number) * 2 + static_cast<std::uint32_t>(branch) + 1) *
       2654435761U;
   return static_cast<int>((mixed >> 10) + kBeyondLayers);
+}
+
+// "conv2d(4, 4, ...), relu()"
+std::string text_of(const std::vector<LayerSpec>& layers) {
+  std::string all;
+  for (const LayerSpec& each : layers) {
+    all += fmt::format("{}{}({})", all.empty() ? "" : ", ", each.kind, each.settings);
+  }
+  return all;
 }
 
 class GroupLayer final : public Layer {
@@ -308,15 +322,24 @@ class ResidualBlock final : public Layer {
 }  // namespace
 
 LayerSpec group(std::vector<LayerSpec> layers) {
-  return {"group", [layers = std::move(layers)](int number) {
+  std::string settings = text_of(layers);
+  return {"group",
+          [layers = std::move(layers)](int number) {
             return std::make_unique<GroupLayer>(layers, number);
-          }};
+          },
+          {},
+          std::move(settings)};
 }
 
 LayerSpec residual(std::vector<LayerSpec> layers, std::vector<LayerSpec> shortcut) {
-  return {"residual", [layers = std::move(layers), shortcut = std::move(shortcut)](int number) {
+  std::string settings = text_of(layers);
+  if (!shortcut.empty()) settings += "; " + text_of(shortcut);
+  return {"residual",
+          [layers = std::move(layers), shortcut = std::move(shortcut)](int number) {
             return std::make_unique<ResidualBlock>(layers, shortcut, number);
-          }};
+          },
+          {},
+          std::move(settings)};
 }
 
 }  // namespace sluice

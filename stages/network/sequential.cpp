@@ -1,4 +1,5 @@
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <utility>
 
@@ -14,9 +15,23 @@ namespace sluice {
 struct Sequential::Model {
   std::vector<LayerSpec> layers;  // without cuts
   std::vector<int> cuts;          // the layers that begin a stage, ascending
+  std::vector<Skip> skips;
   LossSpec loss;
   std::vector<double> costs;  // of layers; empty: the input is not known
 
+  // One line for each thing that ranks compare.
+  [[nodiscard]] std::string text() const {
+    std::string all = fmt::format("{} layers\n", layers.size());
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      all += fmt::format("layer {}: {}({})\n", i, layers[i].kind, layers[i].settings);
+    }
+    for (const Skip& skip : skips) {
+      all += fmt::format("skip({}, {}), {}, {}\n", skip.from, skip.to, static_cast<int>(skip.join),
+                         skip.axis);
+    }
+    return all + fmt::format("cut() before layers {}\nloss {}({})\n", fmt::join(cuts, ", "),
+                             loss.kind, loss.settings);
+  }
   // Null without a loss; an Error names it.
   [[nodiscard]] std::unique_ptr<Loss> make_loss() const {
     if (!loss.make) return nullptr;
@@ -28,6 +43,10 @@ struct Sequential::Model {
   }
 };
 
+std::string settings_of(std::initializer_list<double> numbers) {
+  return fmt::format("{}", fmt::join(numbers, ", "));
+}
+
 Sequential::Sequential(std::initializer_list<LayerSpec> layers, LossSpec loss)
     : Sequential(std::vector<LayerSpec>(layers), std::move(loss)) {}
 
@@ -35,6 +54,10 @@ Sequential::Sequential(std::vector<LayerSpec> layers, LossSpec loss) {
   const auto model = std::make_shared<Model>();
   model->loss = std::move(loss);
   for (LayerSpec& spec : layers) {
+    if (spec.skip) {
+      model->skips.push_back(*spec.skip);
+      continue;
+    }
     if (spec.make) {
       model->layers.push_back(std::move(spec));
       continue;
@@ -49,6 +72,7 @@ Sequential::Sequential(std::vector<LayerSpec> layers, LossSpec loss) {
   if (!model->cuts.empty() && model->cuts.back() == static_cast<int>(model->layers.size())) {
     throw_usage("cut() after the last layer leaves a stage without layers");
   }
+  require_skips(model->skips, static_cast<int>(model->layers.size()));
   for (std::size_t i = 0; i < model->layers.size(); ++i) (void)model->make(i);
   (void)model->make_loss();
   model_ = model;
@@ -60,12 +84,24 @@ Sequential Sequential::with_input(const TensorSpec& sample) const {
   for (int d = 0; d < sample.shape.rank(); ++d) dims.push_back(sample.shape[d]);
   TensorSpec spec{sample.dtype, Shape(std::span<const std::int64_t>(dims))};
   model->costs.clear();
-  for (std::size_t i = 0; i < model->layers.size(); ++i) {
-    const NumberedLayer made = model->make(i);
+  const int layers = static_cast<int>(model->layers.size());
+  const StageSkips skips(model->skips, 0, layers, layers);
+  std::vector<TensorSpec> outputs = {spec};  // of the model's input, and of each layer
+  const auto join_before = [&](int layer) {
+    for (const Skip& skip : skips.joins()) {
+      if (skip.to != layer) continue;
+      spec = joined(skip, spec, outputs[static_cast<std::size_t>(skip.from + 1)]);
+    }
+  };
+  for (int i = 0; i < layers; ++i) {
+    join_before(i);
+    const NumberedLayer made = model->make(static_cast<std::size_t>(i));
     const TensorSpec out = output_of(made, spec);
     model->costs.push_back(made.layer->cost(spec));
     spec = out;
+    outputs.push_back(out);
   }
+  join_before(layers);
   if (const std::unique_ptr<Loss> loss = model->make_loss()) {
     naming(model->loss.kind, [&] { (void)loss->targets(spec); });
   }
@@ -105,9 +141,12 @@ std::unique_ptr<Stage> Sequential::operator()(int stage, int stages) const {
   for (int i = parts.first[at]; i < parts.first[at + 1]; ++i) {
     layers.push_back(model_->make(static_cast<std::size_t>(i)));
   }
+  const StageSkips skips(model_->skips, parts.first[at], parts.first[at + 1],
+                         static_cast<int>(model_->layers.size()));
+  StageLayers mine{std::move(layers), parts.first[at], skips, model_->text()};
   std::unique_ptr<Loss> loss = stage < stages - 1 ? nullptr : model_->make_loss();
-  if (loss == nullptr) return std::make_unique<NetworkStage>(std::move(layers));
-  return std::make_unique<LossNetworkStage>(std::move(layers), model_->loss.kind, std::move(loss));
+  if (loss == nullptr) return std::make_unique<NetworkStage>(std::move(mine));
+  return std::make_unique<LossNetworkStage>(std::move(mine), model_->loss.kind, std::move(loss));
 }
 
 }  // namespace sluice

@@ -450,6 +450,16 @@ void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const
   operators_of(ctx).gelu_backward(ctx, x, dy, dx);
 }
 
+void exact_gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
+  check_elementwise(__func__, x, y);
+  operators_of(ctx).exact_gelu_forward(ctx, x, y);
+}
+
+void exact_gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
+  check_elementwise_backward(__func__, x, dy, dx);
+  operators_of(ctx).exact_gelu_backward(ctx, x, dy, dx);
+}
+
 void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y) {
   fits(__func__, {"y", y}, in_rows(kFloats, kAny, kAny), {{"gate_up", gate_up}});
   fits(__func__, {"gate_up", gate_up}, in_rows(only(y.spec.dtype), rows_of(y), 2 * width_of(y)),

@@ -33,8 +33,9 @@ double output_deviation(const TransformerConfig& config) {
   return 0.02 / std::sqrt(2.0 * config.layers);
 }
 
-ResidualOptions residual_options(const TransformerConfig& config, int layer, Place output) {
-  return {.name = "blocks." + std::to_string(layer - 1),
+ResidualOptions residual_options(const TransformerConfig& config, const std::string& name,
+                                 int layer, Place output) {
+  return {.name = name,
           .norm = norm_kind(config),
           .width = config.width,
           .output_deviation = output_deviation(config),
@@ -43,9 +44,10 @@ ResidualOptions residual_options(const TransformerConfig& config, int layer, Pla
           .precision = config.precision};
 }
 
-std::unique_ptr<StreamLayer> make_attention(const TransformerConfig& config, int layer,
+std::unique_ptr<StreamLayer> make_attention(const TransformerConfig& config,
+                                            const std::string& name, int layer,
                                             ParameterSet& parameters, WeightCopies& copies) {
-  AttentionLayer::Options options{residual_options(config, layer, kAttention)};
+  AttentionLayer::Options options{residual_options(config, name, layer, kAttention)};
   options.heads = config.heads;
   options.kv_heads = sizes_of(config).kv_heads;
   if (config.kind == TransformerKind::kLlama) {
@@ -56,10 +58,10 @@ std::unique_ptr<StreamLayer> make_attention(const TransformerConfig& config, int
   return std::make_unique<AttentionLayer>(options, parameters, copies);
 }
 
-std::unique_ptr<StreamLayer> make_mlp(const TransformerConfig& config, int layer,
-                                      ParameterSet& parameters, WeightCopies& copies) {
+std::unique_ptr<StreamLayer> make_mlp(const TransformerConfig& config, const std::string& name,
+                                      int layer, ParameterSet& parameters, WeightCopies& copies) {
   const bool gpt2 = config.kind == TransformerKind::kGpt2;
-  MlpLayer::Options options{residual_options(config, layer, kMlp)};
+  MlpLayer::Options options{residual_options(config, name, layer, kMlp)};
   options.kind = gpt2 ? MlpLayer::Kind::kGelu : MlpLayer::Kind::kSwiGlu;
   options.hidden = sizes_of(config).mlp_width;
   return std::make_unique<MlpLayer>(options, parameters, copies);
@@ -104,9 +106,10 @@ std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
     options.dropout = site(config, 0, kEmbedded);
     layers.push_back(std::make_unique<EmbeddingLayer>(options, parameters));
   } else if (index <= config.layers) {
-    append(config, make_attention(config, index, parameters, copies), layers);
+    const std::string name = "blocks." + std::to_string(index - 1);
+    append(config, make_attention(config, name, index, parameters, copies), layers);
     first_parameters.push_back(parameters.size());
-    append(config, make_mlp(config, index, parameters, copies), layers);
+    append(config, make_mlp(config, name, index, parameters, copies), layers);
   } else {
     HeadLayer::Options options;
     options.vocabulary = config.vocabulary;
@@ -117,6 +120,16 @@ std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
     append(config, std::make_unique<HeadLayer>(options, parameters, copies), layers);
   }
   return first_parameters;
+}
+
+std::vector<std::unique_ptr<StreamLayer>> build_block(const TransformerConfig& config,
+                                                      const std::string& name, int layer,
+                                                      ParameterSet& parameters,
+                                                      WeightCopies& copies) {
+  std::vector<std::unique_ptr<StreamLayer>> parts;
+  append(config, make_attention(config, name, layer, parameters, copies), parts);
+  append(config, make_mlp(config, name, layer, parameters, copies), parts);
+  return parts;
 }
 
 std::vector<ParameterInfo> parameter_list(const TransformerConfig& config) {

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include <sluice/transformer.hpp>
@@ -28,5 +29,12 @@ struct TransformerSizes {
 std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
                                      ParameterSet& parameters, WeightCopies& copies,
                                      std::vector<std::unique_ptr<StreamLayer>>& layers);
+
+// The parts of one block, with parameters "<name>.norm1.weight" and so on. `layer`: its number for
+// random numbers.
+std::vector<std::unique_ptr<StreamLayer>> build_block(const TransformerConfig& config,
+                                                      const std::string& name, int layer,
+                                                      ParameterSet& parameters,
+                                                      WeightCopies& copies);
 
 }  // namespace sluice

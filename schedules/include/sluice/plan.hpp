@@ -83,6 +83,9 @@ struct PlanOp {
   std::int32_t stage = 0;
   std::int32_t micro_batch = -1;
   std::int32_t channel = -1;  // messages: index into Plan::channels; kReduceTied: group index
+  // kCompute of F, B or I: sums over the stage's replicas that the stage makes within it. Each
+  // waits for the same op of every replica.
+  std::int32_t sums = 0;
   // By BufferKind.
   std::array<std::int32_t, kBufferKinds> slots = {-1, -1, -1, -1, -1};
 
@@ -128,12 +131,18 @@ enum class MessageOrder : std::uint8_t {
   kGlobal,         // for in-order queues (NCCL): all ranks follow one order of all messages
 };
 
+// Sums over its replicas that a stage makes within each F, and within each B or I.
+struct StageSums {
+  int forward = 0, backward = 0;
+};
+
 struct PlanOptions {
   int receive_ahead = 1;  // receives posted beyond what the schedule holds, per channel
   int send_slots = 2;     // slots per send pool; a send's wait comes when its slot is used again
   MessageOrder order = MessageOrder::kReceivesAhead;
   // kReceivesAhead: room for every receive under way where each action takes one unit of time.
   bool unit_time_depths = false;
+  std::vector<StageSums> sums = {};  // [stage] of a training plan; empty: no stage makes any
 };
 
 // The plan of a schedule, in one pass. It is not verified: most callers want make_plan().

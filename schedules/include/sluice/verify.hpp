@@ -70,8 +70,12 @@ struct Verification {
 // A wait ends once several things have happened, and nothing that happened is undone. A model that
 // a stricter one implies is therefore not replayed (kNccl before kNcclEdges before kRendezvous
 // before kEager, kBounded before kRendezvous). An engine that issues earlier than its list says,
-// from a host that runs ahead of its device, ends too. Linear in the number of ops. Throws
-// std::invalid_argument for send_buffers < 1.
+// from a host that runs ahead of its device, ends too.
+// Sums within F, B or I (PlanOp::sums): every micro-batch of a stage makes as many, so replicas
+// make the same ones in the same order. They hold nobody up for ever: all replicas follow this one
+// plan, so what one of them can do next, with its messages of the same pipeline, all can, and each
+// reaches every sum. Linear in the number of ops. Throws std::invalid_argument for send_buffers
+// < 1.
 [[nodiscard]] Verification verify(const Plan& plan, const VerifyOptions& options = {});
 
 // assemble_plan() with the options. Under kReceivesAhead, where ranks own several stages and

@@ -5,9 +5,11 @@
 //   Pipeline pipeline(world, options, model, batches);
 //
 // A Sequential describes the model; each rank makes only the layers of its own stages. It is a
-// StageFactory. Every layer has its input gradient and its weight gradient apart, so every schedule
-// runs every model. Parameters have the names that torch.nn.Sequential gives them: "0.weight",
-// "0.bias", "2.weight"; cut() has no number. Initial values are drawn from torch's distributions.
+// StageFactory. skip() lets outputs pass layers and stages. All ranks need the same one: kinds and numbers of layers are compared when the
+// pipeline is made, Error(kMismatch) where they differ. Every layer has its input gradient and its
+// weight gradient apart, so every schedule runs every model. Parameters have the names that
+// torch.nn.Sequential gives them: "0.weight", "0.bias", "2.weight"; cut() has no number. Initial
+// values are drawn from torch's distributions.
 //
 // Tensors. Dimension 0 is the sample. Layers compute in f32. What a layer keeps of a micro-batch is
 // in memory that the stage hands it: a step allocates nothing. On a GPU a layer runs if its
@@ -26,6 +28,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -50,6 +53,11 @@ struct LayerNeeds {
   LayerMemory memory = {};
   // What its operators take from the compute context: the largest <operator>_workspace().
   std::size_t operator_bytes = 0;
+  // Of constants, such as rotary_table_bytes(); all layers of a rank share the largest.
+  std::size_t table_bytes = 0;
+  // Sums over replicas in each forward of training, and in each backward_input; see Collective.
+  int forward_sums = 0, backward_sums = 0;
+  std::string note = {};  // one line or none for the report at the start
 };
 
 // One call of a layer. The memory has as many bytes as LayerNeeds says for this input, at multiples
@@ -100,29 +108,66 @@ class Layer {
   virtual void backward_weight(LayerCall& /*call*/, const Tensor& /*dy*/) {}
 };
 
+// A connection past layers; see skip().
+enum class Join { kAdd, kConcatenate };
+struct Skip {
+  int from = 0, to = 0;
+  Join join = Join::kAdd;
+  int axis = 1;
+};
+
 // A layer in the description of a model: how to make it. Copyable.
 struct LayerSpec {
   std::string kind;  // "linear", for messages
-  // `number` is the layer's number in the model, for random numbers. Null: a cut.
+  // `number` is the layer's number in the model, for random numbers. Null: a cut, or a connection.
   std::function<std::unique_ptr<Layer>(int number)> make;
+  std::optional<Skip> skip = {};
+  // What it is made from, "10, 50": ranks compare the models that they have by kinds and settings.
+  std::string settings = {};
 };
+
+// "10, 0.5": the numbers among the arguments.
+[[nodiscard]] std::string settings_of(std::initializer_list<double> numbers);
+template <typename... Arguments>
+[[nodiscard]] std::string settings_of(const Arguments&... arguments) {
+  std::string all;
+  [[maybe_unused]] const auto add = [&all](const auto& argument) {
+    if constexpr (std::is_arithmetic_v<std::decay_t<decltype(argument)>>) {
+      if (!all.empty()) all += ", ";
+      all += settings_of({static_cast<double>(argument)});
+    }
+  };
+  (add(arguments), ...);
+  return all;
+}
 
 // A layer of the program's own, made from copies of `arguments`.
 template <typename T, typename... Arguments>
 [[nodiscard]] LayerSpec layer(std::string kind, Arguments... arguments) {
-  return {std::move(kind), [=](int) { return std::make_unique<T>(arguments...); }};
+  return {std::move(kind),
+          [=](int) { return std::make_unique<T>(arguments...); },
+          {},
+          settings_of(arguments...)};
 }
 
 // --- layers ---
 // The next layer begins a stage.
 [[nodiscard]] LayerSpec cut();
+// The output of layer `from` goes to layer `to` too, past the layers between them and, where they
+// are on other stages, over the edges between. Layer `to` takes the sum of its input and that
+// output, or both one after the other in dimension `axis`, its input first (on CPUs alone). Layers
+// are counted from 0 as in their names; from -1 is the model's input, and to the number of layers
+// the model's output. f32. It may stand anywhere in a Sequential's list.
+[[nodiscard]] LayerSpec skip(int from, int to, Join join = Join::kAdd, int axis = 1);
 // y = x weightᵀ + bias over the last dimension; weight [out, in], bias [out]; both from
 // U(-1/sqrt(in), 1/sqrt(in)).
 [[nodiscard]] LayerSpec linear(std::int64_t in, std::int64_t out, bool bias = true);
-// Element by element, f32 of any shape. silu is x sigmoid(x); gelu is the tanh form, which torch
-// calls approximate="tanh".
+// Element by element, f32 of any shape. silu is x sigmoid(x). gelu is x times the normal
+// distribution's function of x, as torch's GELU() is; gelu_tanh is GPT-2's form, within 5e-4 of it,
+// which torch calls approximate="tanh".
 [[nodiscard]] LayerSpec relu();
 [[nodiscard]] LayerSpec gelu();
+[[nodiscard]] LayerSpec gelu_tanh();
 [[nodiscard]] LayerSpec silu();
 [[nodiscard]] LayerSpec tanh();
 [[nodiscard]] LayerSpec sigmoid();
@@ -145,8 +190,24 @@ template <typename T, typename... Arguments>
 // of parameters: "3.0.weight" of the first layer, "3.shortcut.0.weight" of the shortcut's.
 [[nodiscard]] LayerSpec residual(std::vector<LayerSpec> layers,
                                  std::vector<LayerSpec> shortcut = {});
-// Classes i32 [samples] or [samples, n] become rows of a table [classes, width], from N(0, 1).
-[[nodiscard]] LayerSpec embedding(std::int64_t classes, std::int64_t width);
+// Classes i32 [samples] or [samples, n] become rows of a table "weight" [classes, width], from
+// N(0, 1). With positions, row i of a second table "positions" [positions, width] is added to class
+// i of each sample, n <= positions.
+[[nodiscard]] LayerSpec embedding(std::int64_t classes, std::int64_t width,
+                                  std::int64_t positions = 0);
+
+struct AttentionOptions {
+  int kv_heads = 0;                       // heads of keys and values; 0: as many as heads
+  std::optional<float> rotary_base = {};  // set: rotary positions (Su et al. 2021)
+  double dropout = 0;                     // of the probabilities
+  bool bias = true;
+};
+// Causal self-attention over f32 [samples, sequence, width] with heads of width / heads: each place
+// attends to itself and those before it. qkv.weight [width + 2 * kv width, width] has the rows of
+// queries, keys and values; output.weight [width, width]; from N(0, 0.02), biases 0. A block of a
+// transformer, with norms and MLP: transformer_block() in <sluice/transformer.hpp>.
+[[nodiscard]] LayerSpec attention(std::int64_t width, int heads,
+                                  const AttentionOptions& options = {});
 
 // --- layers of pictures: f32 [samples, channels, height, width]; on CPUs alone ---
 // One number for height and width, or two.
@@ -177,17 +238,25 @@ struct PoolOptions {
 // [samples, channels, height, width] becomes [samples, channels]: the mean of each channel.
 [[nodiscard]] LayerSpec global_avg_pool2d();
 
+// Whose numbers a training step takes mean and variance of: those of the micro-batch on this
+// replica, or of the micro-batches with its number on all replicas, as torch's SyncBatchNorm does.
+enum class BatchStatistics { kMicroBatch, kReplicas };
+
 struct BatchNormOptions {
   double epsilon = 1e-5;
   double momentum = 0.1;  // of the running statistics
+  BatchStatistics statistics = BatchStatistics::kMicroBatch;
 };
 // (x - mean) / sqrt(variance + epsilon) * weight + bias for each channel. In training, mean and
 // variance are those of the micro-batch: they are not those of the whole batch, so a model with
 // this layer depends on the size of micro-batches, as it does with gradient accumulation in torch.
-// Otherwise they are the running ones: buffers "running_mean" and "running_var". Each step moves
-// them once, towards the mean and unbiased variance of all samples of the step on this replica, as
-// torchgpipe's DeferredBatchNorm does; then replicas take the mean of theirs. Throws Error(kData)
-// in training for a micro-batch with one number a channel.
+// With BatchStatistics::kReplicas the number of replicas that share a micro-batch of samples
+// changes the results by rounding alone; each F, and each B or I, then has a sum over replicas in
+// the plan. Otherwise they are the running ones: buffers "running_mean" and "running_var". Each
+// step moves them once, towards the mean and unbiased variance of all samples of the step on this
+// replica, as torchgpipe's DeferredBatchNorm does; then replicas take the mean of theirs.
+// kReplicas: of all replicas. Throws Error(kData) in training for a micro-batch with one number a
+// channel.
 [[nodiscard]] LayerSpec batch_norm2d(std::int64_t channels, const BatchNormOptions& options = {});
 // The same with mean and variance of one sample, over `groups` groups of neighbouring channels (Wu
 // and He 2018): it depends on no other sample, so neither on micro-batches nor on replicas.
@@ -218,6 +287,7 @@ class Loss {
 struct LossSpec {
   std::string kind;
   std::function<std::unique_ptr<Loss>()> make;
+  std::string settings = {};  // as LayerSpec's
 };
 
 // The squared difference; each element counts. Targets f32, in the shape of the outputs.
@@ -246,8 +316,32 @@ struct LossTerm {
 // Any other one, made from copies of `arguments`.
 template <typename T, typename... Arguments>
 [[nodiscard]] LossSpec loss(std::string kind, Arguments... arguments) {
-  return {std::move(kind), [=] { return std::make_unique<T>(arguments...); }};
+  return {std::move(kind), [=] { return std::make_unique<T>(arguments...); },
+          settings_of(arguments...)};
 }
+
+// --- checks for tests of a program's own layers and losses ---
+struct GradientCheck {
+  // Fill what the layer, or the loss, gets of micro-batch 0 and 1, in host memory. None: f32
+  // numbers in [-2, 2) that are far from each other, and the integers 0 and 1.
+  std::function<void(int micro_batch, const Tensor& x)> input = {};  // or a loss's outputs
+  std::function<void(int micro_batch, const Tensor& targets)> targets = {};
+  double tolerance = 1e-2;  // of gradients, as a share of the tensor's largest
+  int numbers = 100;        // of each tensor that are compared, evenly spread; 0: all
+  std::uint64_t seed = 1;   // of parameters and random numbers
+};
+// Runs the layer on a CPU with this input: its gradients agree with finite differences; it writes
+// all of its outputs and gradients, and nothing next to them or to its memory, and changes nothing
+// else; it adds to gradients of parameters; needs() names all that it takes; two micro-batches in
+// flight have the bits of one after the other. Parameters are moved off their initial values.
+// Differences are of f32 outputs, summed in double precision. Throws Error(kUsage) that names the
+// layer's kind, what is wrong, where, what was found and what was expected, and what the layer
+// throws. For small inputs: it calls forward some hundred times for each parameter.
+void check_gradients(const LayerSpec& layer, const TensorSpec& input,
+                     const GradientCheck& options = {});
+// The same for a loss of these outputs.
+void check_gradients(const LossSpec& loss, const TensorSpec& outputs,
+                     const GradientCheck& options = {});
 
 // --- models ---
 class Sequential {

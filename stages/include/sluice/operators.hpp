@@ -139,6 +139,10 @@ void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const 
 // GELU, tanh form (GPT-2).
 void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
 void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
+// GELU itself: x times the normal distribution's function of x, which torch calls
+// approximate="none".
+void exact_gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
+void exact_gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
 // SwiGLU: gate_up [rows, 2 * hidden] (gate, then up), y = silu(gate) * up, [rows, hidden].
 void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y);
 void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,

@@ -49,9 +49,16 @@ struct StageDescription {
   // The memory described here comes from another allocator than compute.memory(), such as a
   // framework's. It counts in the memory table, but not in the rank's arena.
   bool own_memory = false;
+  // Calls of ctx.collective->sum() in each forward of training, and in each backward or
+  // backward_input; backward_weight makes none. As many for every size of micro-batch. They become
+  // part of the plan.
+  int forward_sums = 0, backward_sums = 0;
   // One line or none for the report at the start, such as "attention: cuDNN". That of the largest
   // micro-batch is used.
   std::string note = {};
+  // Lines about the whole model, which all ranks whose stages have some must have alike:
+  // Error(kMismatch) names the first one that differs. None: nothing is compared.
+  std::string model = {};
   std::vector<bool> input_gradients = {};  // [input] needs a gradient; empty: all floats
 };
 
@@ -67,11 +74,15 @@ struct StageSetup {
   std::vector<std::vector<TensorSpec>> input_sizes = {};
 };
 
-// Sums over this stage's replicas, for batch statistics. The runtime implements it.
+// Sums over this stage's replicas, within one action: all of them compute the same micro-batch. For
+// batch statistics. The runtime implements it.
 class Collective {
  public:
   virtual ~Collective() = default;
-  virtual void sum(std::span<float> values) = 0;  // in replica order, in place
+  // In replica order, in place; `values` are in host memory, as many on every replica. Blocks the
+  // host, and keeps messages moving. One replica alone: nothing changes. Throws Error(kUsage) for a
+  // call that the stage's description does not have, and another replica's error.
+  virtual void sum(std::span<double> values) = 0;
 };
 
 // A stage reports which of its gradients are final. Their sum over replicas can then start before
@@ -100,7 +111,7 @@ struct StageContext {
   StepValue<double> loss_scale = 1.0;  // 1/N: loss gradients are multiplied by it
   // The tensors that forward() had. In backward calls too; valid until W is done.
   std::span<const Tensor> inputs = {};
-  Collective* collective = nullptr;
+  Collective* collective = nullptr;  // null in evaluation
   // Set in the last call of a step (backward or backward_weight) that adds to the stage's
   // gradients, if sums over replicas can overlap; else null. Use is optional. All replicas make the
   // same calls in the same order.

@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include <sluice/layers.hpp>
 #include <sluice/stage.hpp>
 
 #pragma GCC visibility push(default)
@@ -77,6 +78,12 @@ struct ParameterInfo {
 // uses on one stage: that stage once.
 [[nodiscard]] std::vector<int> tied_stages(const TransformerConfig& config,
                                            const Partition& partition);
+
+// A block as a layer of a Sequential (<sluice/layers.hpp>): f32 [samples, sequence, width], with
+// parameters "3.norm1.weight", "3.attention.qkv.weight", "3.mlp.up.weight" and so on. Of `config`
+// it takes kind, heads, width, kv_heads, mlp_width, dropout, rotary_base and recompute, and
+// `layers` for initial values; precision is f32.
+[[nodiscard]] LayerSpec transformer_block(const TransformerConfig& config);
 
 // Stage `stage` of `partition`. The result implements SplitBackward, and LossStage on the last.
 [[nodiscard]] std::unique_ptr<Stage> make_transformer_stage(const TransformerConfig& config,

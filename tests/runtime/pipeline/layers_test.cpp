@@ -305,7 +305,7 @@ TEST_P(LayersTest, WhatDoesNotFitNamesTheLayerOnAllRanks) {
             "layer 0 (relu): the input is i32 [3, 2]; legal: f32 [samples, ...]");
     refused(Sequential({relu()}, mse_loss()),
             {.inputs = {{DType::kF32, {2}}, {DType::kF32, {2}}}, .targets = {{DType::kF32, {2}}}},
-            "a Sequential takes one tensor, got 2");
+            "these layers take 1 tensors, got 2");
     // Targets in another shape: a mean over broadcast values would train on the wrong numbers.
     Pipeline pipeline(comm, options_of(1, "1f1b", 1), Sequential({linear(kWidth, 2)}, mse_loss()),
                       {.inputs = {{DType::kF32, {kWidth}}}, .targets = {{DType::kF32, {}}}});

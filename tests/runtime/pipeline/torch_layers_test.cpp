@@ -133,7 +133,8 @@ TEST(TorchLayersTest, EveryLayerHasTorchsOutputsAndGradients) {
     compare(spec, rows, [=](const torch::Tensor& x, Parameters&) { return function(x); });
   };
   pure(relu(), torch::relu);
-  pure(gelu(), [](const torch::Tensor& x) { return torch::gelu(x, "tanh"); });
+  pure(gelu(), [](const torch::Tensor& x) { return torch::gelu(x); });
+  pure(gelu_tanh(), [](const torch::Tensor& x) { return torch::gelu(x, "tanh"); });
   pure(silu(), torch::silu);
   pure(tanh(), torch::tanh);
   pure(sigmoid(), torch::sigmoid);
@@ -384,7 +385,7 @@ TEST(TorchLayersTest, TrainingFollowsTorch) {
                          return map(torch::relu(map(torch::relu(map(x, "0")), "2")), "4");
                        },
                    .optimizer = sgd});
-  follow(world(), {.model = Sequential({linear(10, 16), layer_norm(16), gelu(), linear(16, 3)},
+  follow(world(), {.model = Sequential({linear(10, 16), layer_norm(16), gelu_tanh(), linear(16, 3)},
                                        cross_entropy_loss()),
                    .function =
                        [](const torch::Tensor& x, Parameters& p) {

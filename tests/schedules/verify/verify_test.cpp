@@ -381,6 +381,57 @@ TEST(VerifyTest, SaysWhetherWeightGradientsAccumulateInAscendingOrder) {
   }
 }
 
+// [stage] in each F, and in each B or I.
+Plan plan_with_sums(const std::string& name) {
+  PlanOptions options;
+  options.sums = {{1, 2}, {0, 0}, {3, 1}};
+  return make_plan(lower(generate(name, {3, 4, 1}), {}), {}, options);
+}
+
+TEST(VerifyTest, SumsOverReplicasStandInTheActionsThatMakeThem) {
+  for (const char* name : {"1f1b", "zb-h1"}) {
+    const Plan plan = plan_with_sums(name);
+    EXPECT_TRUE(progresses_tagged(plan));
+    for (int rank = 0; rank < 3; ++rank) {
+      for (const PlanOp& op : plan.ranks[static_cast<std::size_t>(rank)].ops) {
+        const bool forward = op.kind == OpKind::kCompute && op.action == ActionKind::kForward;
+        const bool backward =
+            op.kind == OpKind::kCompute &&
+            (op.action == ActionKind::kBackward || op.action == ActionKind::kBackwardInput);
+        const std::array<int, 3> in_forward = {1, 0, 3}, in_backward = {2, 0, 1};
+        const auto stage = static_cast<std::size_t>(op.stage);
+        EXPECT_EQ(op.sums, forward    ? in_forward[stage]
+                           : backward ? in_backward[stage]
+                                      : 0)
+            << to_string(op);
+      }
+    }
+  }
+  EXPECT_THROW((void)make_plan(lower(generate("1f1b", {3, 4, 1}), {}), {}, {.sums = {{1, 1}}}),
+               std::invalid_argument);
+  EXPECT_THROW((void)make_plan(lower(generate("1f1b", {1, 4, 1}), {}), {}, {.sums = {{-1, 1}}}),
+               std::invalid_argument);
+}
+
+TEST(VerifyTest, RefusesSumsOverReplicasThatDifferBetweenMicroBatchesOrStandElsewhere) {
+  const auto refused = [](const char* name, OpKind kind, ActionKind action, int sums,
+                          const std::string& part) {
+    Plan plan = plan_with_sums(name);
+    find_op(plan, 0, kind, action, 2)->sums = sums;
+    const Verification verification = verify(plan);
+    ASSERT_FALSE(verification.ok());
+    EXPECT_THAT(verification.violation->message, HasSubstr(part));
+  };
+  refused("1f1b", OpKind::kCompute, ActionKind::kForward, 2,
+          "it makes 2 sums over replicas, this stage's earlier ones make 1");
+  refused("1f1b", OpKind::kCompute, ActionKind::kBackward, 0, "it makes 0 sums over replicas");
+  refused("zb-h1", OpKind::kCompute, ActionKind::kBackwardWeight, 1,
+          "it makes 1 sums over replicas; legal are 0, and more in F, B and I of training");
+  refused("1f1b", OpKind::kCompute, ActionKind::kForward, -1, "it makes -1 sums over replicas");
+  refused("1f1b", OpKind::kStartSend, ActionKind::kSendForward, 1,
+          "only F, B and I make sums over replicas");
+}
+
 TEST(VerifyTest, RefusesFewerThanOneSendBuffer) {
   EXPECT_THROW((void)verify(plan_of(generate("gpipe", {1, 1, 1})), {0}), std::invalid_argument);
 }

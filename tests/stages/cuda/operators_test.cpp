@@ -44,6 +44,10 @@ class CudaElementTest : public GpuCompareTest {
 
 TEST_F(CudaElementTest, GeluIsTheCpus) { check_activation(1, gelu_forward, gelu_backward); }
 
+TEST_F(CudaElementTest, ExactGeluIsTheCpus) {
+  check_activation(1, exact_gelu_forward, exact_gelu_backward);
+}
+
 TEST_F(CudaElementTest, SiluIsTheCpus) { check_activation(1, silu_forward, silu_backward); }
 
 TEST_F(CudaElementTest, TanhIsTheCpus) { check_activation(1, tanh_forward, tanh_backward); }

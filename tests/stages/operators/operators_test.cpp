@@ -19,6 +19,7 @@ constexpr std::int64_t kSizes[] = {1, 3, 16, 37, 64, 131, 9001};
 double gelu(double x) {
   return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
 }
+double exact_gelu(double x) { return 0.5 * x * std::erfc(-x / M_SQRT2); }
 double silu(double x) { return x / (1 + std::exp(-x)); }
 
 double slope(const std::function<double(double)>& f, double x) {
@@ -51,6 +52,25 @@ void check_activation(ComputeContext& ctx, DType dtype, const std::function<doub
 
 TEST_P(ElementwiseTest, GeluMatchesItsReference) {
   check_activation(ctx(), dtype(), gelu, gelu_forward, gelu_backward);
+}
+
+TEST_P(ElementwiseTest, ExactGeluMatchesItsReference) {
+  check_activation(ctx(), dtype(), exact_gelu, exact_gelu_forward, exact_gelu_backward);
+}
+
+// The tail too, of numbers that are all but zero.
+TEST_P(ElementwiseTest, ExactGeluIsRelativelyExactBelowZero) {
+  if (dtype() != DType::kF32) return;
+  Values numbers;
+  for (double x = -12.5; x < 0; x += 0.01) numbers.push_back(x);
+  const auto count = static_cast<std::int64_t>(numbers.size());
+  const Operand x(dtype(), {count}, numbers), y(dtype(), {count});
+  exact_gelu_forward(ctx(), x.tensor, y.tensor);
+  const Values in = x.values(), out = y.values();
+  for (std::size_t i = 0; i < in.size(); ++i) {
+    const double expected = exact_gelu(in[i]);
+    EXPECT_NEAR(out[i], expected, -1e-5 * expected) << in[i];
+  }
 }
 
 TEST_P(ElementwiseTest, ReluMatchesItsReference) {
@@ -95,17 +115,27 @@ TEST_P(ElementwiseTest, SmoothActivationsKeepTheirLimitsAndNan) {
   EXPECT_TRUE(std::isnan(y.values()[3]));
 }
 
-TEST_P(ElementwiseTest, GeluKeepsItsLimitsAndNan) {
+TEST_P(ElementwiseTest, BothGelusKeepTheirLimitsAndNan) {
   const double infinity = std::numeric_limits<double>::infinity(), nan = std::nan("");
-  const Operand x(dtype(), {5}, {200, -200, 0, nan, infinity});
-  const Operand y(dtype(), {5});
-  gelu_forward(ctx(), x.tensor, y.tensor);
-  const Values values = y.values();
-  EXPECT_EQ(values[0], 200);
-  EXPECT_NEAR(values[1], 0, 1e-30);
-  EXPECT_EQ(values[2], 0);
-  EXPECT_TRUE(std::isnan(values[3]));
-  EXPECT_FALSE(std::isfinite(values[4]));
+  for (const Forward forward : {gelu_forward, exact_gelu_forward}) {
+    const Operand x(dtype(), {6}, {200, -200, 0, nan, infinity, -13.5});
+    const Operand y(dtype(), {6});
+    forward(ctx(), x.tensor, y.tensor);
+    const Values values = y.values();
+    EXPECT_EQ(values[0], 200);
+    EXPECT_NEAR(values[1], 0, 1e-30);
+    EXPECT_EQ(values[2], 0);
+    EXPECT_TRUE(std::isnan(values[3]));
+    EXPECT_FALSE(std::isfinite(values[4]));
+    EXPECT_NEAR(values[5], 0, 1e-30);
+  }
+  const Operand x(dtype(), {5}, {200, -200, infinity, -infinity, nan});
+  const Operand dy(dtype(), {5}, {1, 1, 1, 1, 1}), dx(dtype(), {5});
+  exact_gelu_backward(ctx(), x.tensor, dy.tensor, dx.tensor);
+  const Values slopes = dx.values();
+  for (const std::size_t i : {0, 2}) EXPECT_EQ(slopes[i], 1);
+  for (const std::size_t i : {1, 3}) EXPECT_NEAR(slopes[i], 0, 1e-30);
+  EXPECT_TRUE(std::isnan(slopes[4]));
 }
 
 TEST_P(ElementwiseTest, SwigluMatchesItsReference) {

@@ -1,0 +1,406 @@
+// check_gradients() of a layer.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <sluice/error.hpp>
+#include <sluice/layers.hpp>
+
+#include "comm/base/throw_error.hpp"
+#include "stages/gradient_check/finite_differences.hpp"
+#include "stages/gradient_check/guarded_memory.hpp"
+#include "stages/network/naming.hpp"
+#include "stages/tensor/unwritten.hpp"
+
+namespace sluice {
+namespace {
+
+using Bytes = std::vector<std::byte>;
+
+// A micro-batch: its tensors, and the memory that the layer has for it.
+struct MicroBatch {
+  int number;
+  GuardedTensor x, y, dy, dx;
+  GuardedMemory until_input, until_weight, gradients;
+  Bytes x_had, dy_had;
+  bool wants_dx;
+
+  MicroBatch(int of, const TensorSpec& in, const TensorSpec& out, const LayerMemory& memory)
+      : number(of),
+        x("x", in),
+        y("y", out),
+        dy("dy", out),
+        dx("dx", in),
+        until_input("LayerMemory::until_input", memory.until_input),
+        until_weight("LayerMemory::until_weight", memory.until_weight),
+        gradients("LayerMemory::gradients", memory.gradients),
+        wants_dx(is_float(in.dtype)) {}
+
+  void soil() const {
+    for (const GuardedMemory* each : {&until_input, &until_weight, &gradients}) each->soil();
+  }
+  void require_intact(const char* call) const {
+    for (const GuardedTensor* each : {&x, &y, &dy, &dx}) each->require_intact(call);
+    for (const GuardedMemory* each : {&until_input, &until_weight, &gradients}) {
+      each->require_intact(call);
+    }
+    x.require_same(call, x_had);
+    dy.require_same(call, dy_had);
+  }
+};
+
+// What a micro-batch's calls made.
+struct Made {
+  Bytes y, dx;
+  std::vector<float> grads;
+};
+
+class LayerCheck {
+ public:
+  LayerCheck(const LayerSpec& spec, const TensorSpec& input, const GradientCheck& options)
+      : options_(options), input_(input), compute_(Device{}, 1), layer_(spec.make(0)) {
+    if (layer_ == nullptr) throw_usage("made nothing");
+    output_ = layer_->output(input);
+    if (!samples_agree(input, output_)) {
+      throw_usage("output() makes {} of {}; legal: as many samples in dimension 0",
+                  to_string(output_), to_string(input));
+    }
+    if (!is_float(output_.dtype)) {
+      throw_usage("the output is {}; legal with a gradient: a type of floats", to_string(output_));
+    }
+    if (output_.dtype != DType::kF32) {
+      throw_usage("the output is {}; legal here: f32", to_string(output_));
+    }
+    layer_->add_parameters(set_, "");
+    set_.allocate(compute_.memory(), options.seed);
+    move_parameters();
+    needs_ = layer_->needs(input, compute_);
+    for (int i = 0; i < 2; ++i) batches_.push_back(make_batch(i, input));
+    scratch_ = std::make_unique<GuardedMemory>("LayerMemory::scratch", needs_.memory.scratch);
+  }
+
+  void run() {
+    outputs_are_written(Phase::kTrain);
+    outputs_are_written(Phase::kEvaluate);
+    const Made first = one_after_the_other(*batches_[0]);
+    const Made second = one_after_the_other(*batches_[1]);
+    if (compute_.workspace_peak() > needs_.operator_bytes) {
+      throw_usage("operators take {} bytes of the compute context; needs() says {} operator_bytes",
+                  compute_.workspace_peak(), needs_.operator_bytes);
+    }
+    gradients_are_added(first);
+    in_flight(first, second);
+    without_input_gradient(first);
+    fewer_samples();
+    differences(first);
+  }
+
+ private:
+  static bool samples_agree(const TensorSpec& a, const TensorSpec& b) {
+    return a.shape.rank() > 0 && b.shape.rank() > 0 && a.shape[0] == b.shape[0];
+  }
+
+  // A weight of 1 or a bias of 0 would hide a factor or a term that is missing.
+  void move_parameters() {
+    std::uint64_t number = 0;
+    for (Parameter* each : set_.all()) {
+      const RandomKey key{.seed = options_.seed, .site = ++number};
+      for (std::int64_t i = 0; i < each->value.elements(); ++i) {
+        each->value.at(i) += to_unit(philox(key, 0, static_cast<std::uint64_t>(i))[0]) - 0.5F;
+      }
+    }
+    set_.mark_values_changed();
+    values_had_.assign(set_.flat_values().begin(), set_.flat_values().end());
+  }
+
+  std::unique_ptr<MicroBatch> make_batch(int number, const TensorSpec& input) {
+    const TensorSpec output = layer_->output(input);
+    const LayerNeeds needs = layer_->needs(input, compute_);
+    auto made = std::make_unique<MicroBatch>(number, input, output, needs.memory);
+    const std::uint64_t seed = options_.seed + 2 * static_cast<std::uint64_t>(number);
+    if (options_.input) {
+      options_.input(number, made->x.tensor());
+      made->x.require_intact("GradientCheck::input");
+    } else {
+      fill_point(made->x.tensor(), 2, seed);
+    }
+    layer_->check_inputs(made->x.tensor());
+    fill_point(made->dy.tensor(), 1, seed + 1);
+    made->x_had = made->x.bytes();
+    made->dy_had = made->dy.bytes();
+    return made;
+  }
+
+  // body(the call); then looks at everything that it may not change.
+  template <typename Body>
+  void call(MicroBatch& batch, Phase phase, const char* name, const Body& body) {
+    const Tensor x = batch.x.tensor();
+    StageContext ctx{.compute = compute_};
+    ctx.micro_batch = ctx.slot = batch.number;
+    ctx.micro_batches = 2;
+    ctx.phase = phase;
+    ctx.step = 1;
+    ctx.seed = options_.seed;
+    ctx.samples = x.shape()[0];
+    ctx.first_sample = batch.number * ctx.samples;
+    ctx.inputs = {&x, 1};
+    scratch_->soil();
+    LayerCall made{.stage = ctx,
+                   .x = x,
+                   .until_input = batch.until_input.data(),
+                   .until_weight = batch.until_weight.data(),
+                   .gradients = batch.gradients.data(),
+                   .scratch = scratch_->data()};
+    body(made);
+    batch.require_intact(name);
+    scratch_->require_intact(name);
+    const auto values = set_.flat_values();
+    if (!std::equal(values.begin(), values.end(), values_had_.begin())) {
+      throw_usage("{} changes values of parameters; legal: the optimizer alone does", name);
+    }
+  }
+
+  void forward(MicroBatch& batch, Phase phase = Phase::kTrain) {
+    mark_unwritten(batch.y.tensor());
+    call(batch, phase, "forward",
+         [&](LayerCall& made) { layer_->forward(made, batch.y.tensor()); });
+    naming("forward", [&] { require_written(batch.y.tensor(), "y"); });
+    require_finite(batch.y.tensor(), "forward", "y");
+  }
+  void backward_input(MicroBatch& batch, bool wanted = true) {
+    const bool has_dx = wanted && batch.wants_dx;
+    if (!has_dx && needs_.memory.gradients == 0) return;
+    Tensor dx = batch.dx.tensor();
+    if (!has_dx) dx.data = nullptr;
+    mark_unwritten(dx);
+    call(batch, Phase::kTrain, "backward_input",
+         [&](LayerCall& made) { layer_->backward_input(made, batch.dy.tensor(), dx); });
+    batch.until_input.soil();
+    if (!has_dx) return;
+    naming("backward_input", [&] { require_written(dx, "dx"); });
+    require_finite(dx, "backward_input", "dx");
+  }
+  // From gradients of `start`; returns all of them.
+  std::vector<float> backward_weight(MicroBatch& batch, float start = 0) {
+    set_.zero_grads(compute_.stream());
+    for (const Parameter* each : set_.all())
+      std::fill_n(each->grad.as<float>(), each->grad.elements(), start);
+    call(batch, Phase::kTrain, "backward_weight",
+         [&](LayerCall& made) { layer_->backward_weight(made, batch.dy.tensor()); });
+    std::vector<float> grads;
+    double all = 0, of_parameters = 0;
+    for (const float g : set_.flat_grads()) all += std::abs(static_cast<double>(g));
+    for (const Parameter* each : set_.all()) {
+      require_finite(each->grad, "backward_weight",
+                     fmt::format("the gradient of '{}'", each->name));
+      for (const float g : each->grad.floats()) {
+        grads.push_back(g);
+        of_parameters += std::abs(static_cast<double>(g));
+      }
+    }
+    if (std::abs(all - of_parameters) > 1e-9 * of_parameters) {
+      throw_usage("backward_weight writes beyond the gradients of its parameters");
+    }
+    return grads;
+  }
+
+  // Whatever y and the memory held before.
+  void outputs_are_written(Phase phase) {
+    MicroBatch& batch = *batches_[0];
+    batch.soil();
+    forward(batch, phase);
+    const Bytes y = batch.y.bytes();
+    batch.soil();
+    forward(batch, phase);
+    const std::int64_t at = first_difference(output_, y, batch.y.bytes());
+    if (at < 0) return;
+    throw_usage("forward of the same x makes y {} at {}, then {}; legal: the same again",
+                number_in(output_, y, at), place_of(output_.shape, at),
+                number_in(output_, batch.y.bytes(), at));
+  }
+
+  Made one_after_the_other(MicroBatch& batch) {
+    Made made;
+    batch.soil();
+    forward(batch);
+    made.y = batch.y.bytes();
+    backward_input(batch);
+    made.dx = batch.dx.bytes();
+    made.grads = backward_weight(batch);
+    return made;
+  }
+
+  void gradients_are_added(const Made& expected) {
+    MicroBatch& batch = *batches_[0];
+    batch.soil();
+    forward(batch);
+    backward_input(batch);
+    constexpr float kStart = 1;
+    const std::vector<float> grads = backward_weight(batch, kStart);
+    double largest = 1;
+    for (const float g : expected.grads)
+      largest = std::max(largest, std::abs(static_cast<double>(g)));
+    for_gradients([&](const Parameter& parameter, std::int64_t i, std::size_t at) {
+      const auto sum = static_cast<double>(kStart) + static_cast<double>(expected.grads[at]);
+      if (std::abs(static_cast<double>(grads[at]) - sum) <= 1e-4 * largest) return;
+      throw_usage(
+          "backward_weight makes {:.6g} of the gradient {} of '{}' at {}, to which it has {:.6g} "
+          "to add; legal: {:.6g}",
+          grads[at], kStart, parameter.name, place_of(parameter.shape, i), expected.grads[at], sum);
+    });
+  }
+
+  // body(parameter, element, index in Made::grads)
+  template <typename Body>
+  void for_gradients(const Body& body) {
+    std::size_t at = 0;
+    for (const Parameter* each : set_.all()) {
+      for (std::int64_t i = 0; i < each->grad.elements(); ++i) body(*each, i, at++);
+    }
+  }
+
+  void in_flight(const Made& first, const Made& second) {
+    MicroBatch &a = *batches_[0], &b = *batches_[1];
+    const auto same = [&](const char* what, const TensorSpec& spec, const Bytes& expected,
+                          const MicroBatch& batch, const Bytes& found) {
+      const std::int64_t at = first_difference(spec, expected, found);
+      if (at < 0) return;
+      throw_usage(
+          "with two micro-batches in flight {} of micro-batch {} is {} at {}, alone {}; legal: the "
+          "same, so all that lasts is in the memory of the call",
+          what, batch.number, number_in(spec, found, at), place_of(spec.shape, at),
+          number_in(spec, expected, at));
+    };
+    for (MicroBatch* each : {&a, &b}) each->soil();
+    for (MicroBatch* each : {&a, &b}) forward(*each);
+    same("y", output_, first.y, a, a.y.bytes());
+    same("y", output_, second.y, b, b.y.bytes());
+    for (MicroBatch* each : {&a, &b}) backward_input(*each);
+    same("dx", input_, first.dx, a, a.dx.bytes());
+    same("dx", input_, second.dx, b, b.dx.bytes());
+    const std::vector<float> grads[] = {backward_weight(a), backward_weight(b)};
+    for (int i = 0; i < 2; ++i) {
+      same_gradients(i == 0 ? first : second, grads[i],
+                     fmt::format("with two micro-batches in flight, of micro-batch {},", i),
+                     "all that lasts is in the memory of the call");
+    }
+  }
+
+  void same_gradients(const Made& expected, const std::vector<float>& grads,
+                      const std::string& when, const char* legal) {
+    for_gradients([&](const Parameter& parameter, std::int64_t i, std::size_t at) {
+      if (grads[at] == expected.grads[at]) return;
+      throw_usage(
+          "{} the gradient of '{}' is {:.9g} at {}, otherwise {:.9g}; legal: the same, so {}", when,
+          parameter.name, grads[at], place_of(parameter.shape, i), expected.grads[at], legal);
+    });
+  }
+
+  // As the first layer of a model.
+  void without_input_gradient(const Made& expected) {
+    MicroBatch& batch = *batches_[0];
+    batch.soil();
+    forward(batch);
+    backward_input(batch, /*wanted=*/false);
+    same_gradients(expected, backward_weight(batch), "where nobody needs dx,",
+                   "backward_weight needs nothing of backward_input but LayerMemory::gradients");
+  }
+
+  // The last micro-batch of a step may be smaller.
+  void fewer_samples() {
+    const std::int64_t samples = input_.shape[0] - 1;
+    if (samples < 1) return;
+    std::vector<std::int64_t> dims = {samples};
+    for (int d = 1; d < input_.shape.rank(); ++d) dims.push_back(input_.shape[d]);
+    const TensorSpec fewer{input_.dtype, Shape(std::span<const std::int64_t>(dims))};
+    const LayerNeeds needs = layer_->needs(fewer, compute_);
+    const auto more = [&](std::size_t mine, std::size_t largest, const char* what) {
+      if (mine <= largest) return;
+      throw_usage(
+          "needs() says {} bytes of {} for {}, {} for {}; legal: not more for fewer samples", mine,
+          what, to_string(fewer), largest, to_string(input_));
+    };
+    const LayerMemory &mine = needs.memory, &most = needs_.memory;
+    more(mine.until_input, most.until_input, "until_input");
+    more(mine.until_weight, most.until_weight, "until_weight");
+    more(mine.gradients, most.gradients, "gradients");
+    more(mine.scratch, most.scratch, "scratch");
+    more(needs.operator_bytes, needs_.operator_bytes, "operator_bytes");
+    scratch_ = std::make_unique<GuardedMemory>("LayerMemory::scratch", mine.scratch);
+    try {
+      (void)one_after_the_other(*make_batch(0, fewer));
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kData) throw;  // such as a variance of one number
+    }
+    scratch_ = std::make_unique<GuardedMemory>("LayerMemory::scratch", most.scratch);
+  }
+
+  // The sum of dy y, and of what moved of it.
+  SummedOutputs weighted_sum(MicroBatch& batch) {
+    mark_unwritten(batch.y.tensor());
+    call(batch, Phase::kTrain, "forward",
+         [&](LayerCall& made) { layer_->forward(made, batch.y.tensor()); });
+    SummedOutputs sum;
+    const Tensor y = batch.y.tensor(), dy = batch.dy.tensor();
+    for (std::int64_t i = 0; i < y.elements(); ++i) {
+      const auto before = static_cast<double>(reference_.at(static_cast<std::size_t>(i)));
+      const auto value = static_cast<double>(y.at(i)), weight = static_cast<double>(dy.at(i));
+      if (value == before) continue;
+      constexpr double kHalfUlp = 6e-8;
+      sum.value += weight * (value - before);
+      sum.noise += std::abs(weight) * (std::abs(value) + std::abs(before)) * kHalfUlp;
+    }
+    return sum;
+  }
+
+  void differences(const Made& made) {
+    MicroBatch& batch = *batches_[0];
+    batch.soil();
+    forward(batch);
+    reference_.assign(batch.y.tensor().floats().begin(), batch.y.tensor().floats().end());
+    const auto at = [&] {
+      batch.x_had = batch.x.bytes();
+      values_had_.assign(set_.flat_values().begin(), set_.flat_values().end());
+      set_.mark_values_changed();
+      return weighted_sum(batch);
+    };
+    if (batch.wants_dx) {
+      batch.dx.set_bytes(made.dx);
+      compare_gradient("backward_input: dx", batch.x.tensor(), batch.dx.tensor().floats(), at,
+                       options_);
+    }
+    std::size_t first = 0;
+    for (const Parameter* each : set_.all()) {
+      const auto count = static_cast<std::size_t>(each->value.elements());
+      compare_gradient(fmt::format("backward_weight: the gradient of '{}'", each->name),
+                       each->value, std::span(made.grads).subspan(first, count), at, options_);
+      first += count;
+    }
+  }
+
+  GradientCheck options_;
+  TensorSpec input_, output_;
+  ComputeContext compute_;
+  std::unique_ptr<Layer> layer_;
+  ParameterSet set_;
+  LayerNeeds needs_;
+  std::vector<std::unique_ptr<MicroBatch>> batches_;
+  std::unique_ptr<GuardedMemory> scratch_;
+  std::vector<float> values_had_, reference_;
+};
+
+}  // namespace
+
+void check_gradients(const LayerSpec& layer, const TensorSpec& input,
+                     const GradientCheck& options) {
+  if (!layer.make) throw_usage("check_gradients(): {}() is no layer", layer.kind);
+  naming(layer.kind, [&] { LayerCheck(layer, input, options).run(); });
+}
+
+}  // namespace sluice

@@ -1,0 +1,117 @@
+#include "stages/layers/self_attention.hpp"
+
+namespace sluice {
+
+SelfAttention::SelfAttention(const Options& options, ParameterSet& parameters, WeightCopies& copies)
+    : heads_(options.heads),
+      kv_heads_(options.kv_heads),
+      head_dim_(static_cast<int>(options.width / options.heads)),
+      width_(options.width),
+      precision_(options.precision),
+      rotary_base_(options.rotary_base),
+      probabilities_(options.probabilities),
+      recompute_(options.recompute),
+      qkv_(options.name + ".qkv",
+           {.in = options.width,
+            .out = std::int64_t{options.heads + 2 * options.kv_heads} * head_dim_,
+            .bias = options.bias},
+           parameters, copies),
+      output_(options.name + ".output",
+              {.in = options.width,
+               .out = options.width,
+               .deviation = options.output_deviation,
+               .bias = options.bias},
+              parameters, copies) {}
+
+AttentionShape SelfAttention::attention_shape(const BlockShape& shape) const {
+  return {shape.samples, shape.sequence, heads_, kv_heads_, head_dim_};
+}
+
+SelfAttention::Kept SelfAttention::allocate(const BlockShape& shape,
+                                            LayerAllocators& memory) const {
+  const std::int64_t rows = shape.rows();
+  BumpAllocator& probabilities = recompute_ ? memory.scratch : memory.until_input;
+  BumpAllocator& mixed = recompute_ ? memory.gradients : memory.until_weight;
+  Kept kept;
+  kept.qkv = memory.until_input.tensor(precision_, rows, qkv_.out());
+  kept.probabilities =
+      probabilities.bytes(attention_state_bytes(shape.device, attention_shape(shape), precision_));
+  kept.mixed = mixed.tensor(precision_, rows, width_);
+  kept.dqkv = memory.gradients.tensor(precision_, rows, qkv_.out());
+  kept.dmixed = memory.scratch.tensor(precision_, rows, width_);
+  return kept;
+}
+
+void SelfAttention::measure(const BlockShape& shape, LayerAllocators& memory) const {
+  allocate(shape, memory);
+}
+
+// Nothing is dropped in evaluation.
+OperatorMemory SelfAttention::operators(ComputeContext& compute, const BlockShape& batch) const {
+  const AttentionShape shape = attention_shape(batch);
+  const bool drops = probabilities_.probability > 0;
+  const std::int64_t rows = batch.rows();
+  return {
+      .workspace = std::max({qkv_.workspace(compute, rows, precision_),
+                             output_.workspace(compute, rows, DType::kF32),
+                             attention_forward_workspace(compute, shape, precision_, false),
+                             attention_forward_workspace(compute, shape, precision_, drops),
+                             attention_backward_workspace(compute, shape, precision_, drops)}),
+      .tables = rotary_base_ ? ComputeContext::rotary_table_bytes(shape.sequence, head_dim_) : 0};
+}
+
+// The engine of training; evaluation drops nothing and may use another.
+std::string SelfAttention::note(ComputeContext& compute, const BlockShape& shape) const {
+  const std::string engine =
+      attention_engine(compute, attention_shape(shape), precision_, probabilities_.probability > 0);
+  return engine.empty() ? engine : "attention: " + engine;
+}
+
+Dropout SelfAttention::mask(const StreamCall& call) const {
+  return probabilities_.at(call, heads_ * call.shape.sequence * call.shape.sequence);
+}
+
+void SelfAttention::attend(StreamCall& call, const Kept& kept) const {
+  attention_forward(call.compute(), attention_shape(call.shape), kept.qkv, mask(call), kept.mixed,
+                    kept.probabilities);
+}
+
+void SelfAttention::keep(StreamCall& call, LayerAllocators memory, const Tensor& x) {
+  const Kept kept = allocate(call.shape, memory);
+  qkv_.forward(call.compute(), x, kept.qkv);
+  if (rotary_base_) {
+    rotary(call.compute(), attention_shape(call.shape), *rotary_base_, kept.qkv, false);
+  }
+  attend(call, kept);
+}
+
+void SelfAttention::result(StreamCall& call, LayerAllocators memory, const Tensor& y) {
+  const Kept kept = allocate(call.shape, memory);
+  output_.forward(call.compute(), kept.mixed, y);
+}
+
+void SelfAttention::backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,
+                                   const Tensor& dx) {
+  const Kept kept = allocate(call.shape, memory);
+  const AttentionShape shape = attention_shape(call.shape);
+  ComputeContext& compute = call.compute();
+  if (recompute_) {
+    attend(call, kept);
+  }
+  output_.backward_input(compute, dy, kept.dmixed);
+  attention_backward(compute, shape, kept.qkv, kept.mixed, kept.dmixed, mask(call),
+                     kept.probabilities, kept.dqkv);
+  if (rotary_base_) {
+    rotary(compute, shape, *rotary_base_, kept.dqkv, true);
+  }
+  if (dx.data != nullptr) qkv_.backward_input(compute, kept.dqkv, dx);
+}
+
+void SelfAttention::backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x,
+                                    const Tensor& dy) {
+  const Kept kept = allocate(call.shape, memory);
+  output_.backward_weight(call.compute(), kept.mixed, dy);
+  qkv_.backward_weight(call.compute(), x, kept.dqkv);
+}
+
+}  // namespace sluice

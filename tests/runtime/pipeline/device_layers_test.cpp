@@ -1,0 +1,96 @@
+// Models of layers on a GPU: layers that run there, and the names of those that do not.
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <sluice/data.hpp>
+#include <sluice/device.hpp>
+#include <sluice/error.hpp>
+#include <sluice/layers.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/transformer.hpp>
+
+#include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/pipeline/training_cases.hpp"
+
+namespace sluice::testing {
+namespace {
+
+PipelineOptions options_of(int pipeline, const std::string& schedule, const std::string& devices) {
+  PipelineOptions options;
+  options.shape = {.pipeline = pipeline, .micro_batches = 3, .micro_batch_size = 2};
+  options.order = {.schedule = schedule};
+  options.training.learning_rate = {.peak = 1e-2};
+  options.devices.choices = parse_devices(devices);
+  return options;
+}
+
+class DeviceLayersTest : public ::testing::TestWithParam<int> {
+ protected:
+  void SetUp() override {
+    if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU";
+  }
+};
+
+TEST_P(DeviceLayersTest, EveryDepthHasTheBitsOfOneRankAndTheCpusToRounding) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TransformerConfig block{.layers = 1, .heads = 2, .width = 16};
+    const Sequential model =
+        Sequential({embedding(7, 16, 6), transformer_block(block), layer_norm(16),
+                    attention(16, 4, {.kv_heads = 2, .rotary_base = 1e4F}), gelu(),
+                    residual({rms_norm(16), linear(16, 16), silu()}), linear(16, 7), skip(0, 3),
+                    skip(0, 5)},
+                   cross_entropy_loss())
+            .with_input({DType::kI32, {6}});
+    const TensorSpec tokens{DType::kI32, {6}};
+    std::vector<std::int32_t> x(6 * 6), y(6 * 6);
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] = static_cast<std::int32_t>(i * i % 7);
+    for (std::size_t i = 0; i < y.size(); ++i) y[i] = static_cast<std::int32_t>(i % 7);
+    const Batch batch{.inputs = {view(x, {6, 6})}, .targets = {view(y, {6, 6})}};
+    const auto train = [&](Communicator& over, const std::string& schedule,
+                           const std::string& devices) {
+      Pipeline pipeline(over, options_of(over.size(), schedule, devices), model,
+                        {.inputs = {tokens}, .targets = {tokens}});
+      std::vector<double> losses;
+      for (int step = 0; step < 3; ++step) losses.push_back(pipeline.train_step(batch).loss);
+      return losses;
+    };
+    const std::unique_ptr<Communicator> self = comm.split(comm.rank(), 0);
+    const std::vector<double> alone = train(*self, "1f1b", "cuda:0");
+    EXPECT_LT(alone[2], alone[0]);
+    const std::vector<double> cpu = train(*self, "1f1b", "cpu");
+    for (int step = 0; step < 3; ++step) {
+      const auto at = static_cast<std::size_t>(step);
+      EXPECT_NEAR(alone[at], cpu[at], 1e-4) << step;
+    }
+    for (const char* schedule : {"gpipe", "1f1b", "zb-h1"}) {
+      EXPECT_EQ(train(comm, schedule, "cuda:0"), alone) << schedule;
+    }
+  });
+}
+
+TEST_P(DeviceLayersTest, LayersWithoutOperatorsThereAreNamed) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    if (comm.size() > 1) return;
+    const auto refused = [&](std::vector<LayerSpec> layers, const TensorSpec& in,
+                             const TensorSpec& out, const std::string& who) {
+      expect_error(ErrorCode::kUsage, {who + " runs on CPUs alone"}, [&] {
+        const Pipeline pipeline(comm, options_of(1, "1f1b", "cuda:0"),
+                                Sequential(std::move(layers), mse_loss()),
+                                {.inputs = {in}, .targets = {out}});
+      });
+    };
+    const TensorSpec picture{DType::kF32, {2, 4, 4}}, row{DType::kF32, {4}};
+    refused({conv2d(2, 2, 1)}, picture, picture, "layer 0 (conv2d)");
+    refused({relu(), batch_norm2d(2)}, picture, picture, "layer 1 (batch_norm2d)");
+    refused({linear(4, 2), relu(), linear(2, 2), skip(0, 3, Join::kConcatenate)}, row, row,
+            "skip() that concatenates");
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, DeviceLayersTest, ::testing::Values(1, 2, 3));
+
+}  // namespace
+}  // namespace sluice::testing
