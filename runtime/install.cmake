@@ -14,9 +14,10 @@ foreach(set SluiceSchedules SluiceRuntime)
 endforeach()
 install(FILES ${PROJECT_BINARY_DIR}/SluiceConfig.cmake ${PROJECT_BINARY_DIR}/SluiceConfigVersion.cmake
         DESTINATION ${SLUICE_PACKAGE_DIR})
-# The program, and what its option tables make: the manual page and the completion for bash.
+# The program, the one that it becomes, and what their option tables make: the manual page and the completion for bash.
 if(TARGET sluice)
   install(TARGETS sluice RUNTIME)
+  install(TARGETS sluice_job RUNTIME DESTINATION ${CMAKE_INSTALL_LIBEXECDIR}/sluice)
   add_custom_command(
     OUTPUT ${PROJECT_BINARY_DIR}/sluice.1 ${PROJECT_BINARY_DIR}/sluice.bash
     COMMAND sluice --help=man > ${PROJECT_BINARY_DIR}/sluice.1
@@ -68,7 +69,8 @@ install(DIRECTORY examples DESTINATION ${CMAKE_INSTALL_DOCDIR})
 foreach(folder comm runtime schedules stages)
   install(FILES ${folder}/README.md DESTINATION ${CMAKE_INSTALL_DOCDIR}/${folder})
 endforeach()
-install(FILES runtime/ARCHITECTURE.md DESTINATION ${CMAKE_INSTALL_DOCDIR}/runtime)
+install(FILES runtime/ARCHITECTURE.md runtime/explore/schedule_output.schema.json
+        DESTINATION ${CMAKE_INSTALL_DOCDIR}/runtime)
 if(PROJECT_IS_TOP_LEVEL)
   include(runtime/package.cmake)
 endif()

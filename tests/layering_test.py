@@ -33,7 +33,7 @@ MOST_BEHIND = {"pipeline": 10}  # public headers that one pulls in, itself not c
 # Rooms of a folder, lowest first: a room may use those of the lines before its own.
 ORDER = {
     "comm": ("base", "device", "group", "mpi nccl"),
-    "schedules": ("model", "generate plan simulate files", "verify draw", "search"),
+    "schedules": ("model", "generate plan files lanes", "simulate", "verify draw", "search"),
     "stages": ("tensor", "compute", "cpu_kernels cuda_context stage", "cpu cuda_kernels", "cuda", "operators",
                "network", "gradient_check layers", "transformer"),
     "runtime": ("files options", "data", "layout", "job", "program engine", "gradients", "pipeline",
@@ -345,7 +345,7 @@ BASE = {
     "stages/transformer/transformer.cpp": A,
     "runtime/include/sluice/pipeline.hpp": "#include <sluice/tensor.hpp>\n",
     "runtime/pipeline/pipeline.cpp": "#include <sluice/pipeline.hpp>\n#include <sluice/plan.hpp>\n",
-    "runtime/cli/main.cpp": "#include <sluice/pipeline.hpp>\n#include <sluice/transformer.hpp>\n",
+    "runtime/cli/job_main.cpp": "#include <sluice/pipeline.hpp>\n#include <sluice/transformer.hpp>\n",
     "examples/mlp.cpp": "#include <sluice/pipeline.hpp>\n",
     "tests/engine_test.cpp": '#include "comm/group/transport.hpp"\n',
 }

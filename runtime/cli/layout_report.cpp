@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <map>
+#include <utility>
 #include <vector>
 
 namespace sluice {
@@ -85,6 +86,19 @@ std::string describe_graphs(const JobLayout& layout) {
   return fmt::format("  CUDA graphs: {}recorded in step 2, replayed from step 3 on\n", where);
 }
 
+// A sentence where stages have no layers; else empty.
+std::string describe_empty_stages(const Partition& partition) {
+  const auto empty = std::count_if(
+      partition.first.begin() + 1, partition.first.end(),
+      [before = 0](int first) mutable { return std::exchange(before, first) == first; });
+  if (empty == 0) return "";
+  return fmt::format(
+      "  warning: {} of {} stages have no layers, the model has {}; each empty one passes its "
+      "input "
+      "on and takes time for its messages. Fewer chunks or ranks avoid it.\n",
+      empty, partition.stages(), partition.first.back());
+}
+
 }  // namespace
 
 std::string describe_layout(const JobLayout& layout, const Partition& partition) {
@@ -124,8 +138,8 @@ std::string describe_layout(const JobLayout& layout, const Partition& partition)
   text +=
       "  (layers: E embedding, H head, numbers are blocks, - none; outside: of the total, what\n"
       "  a rank allocates outside its arena; each replica holds the same)\n";
-  return text + describe_connections(layout) + describe_notes(layout) + describe_save_copy(layout) +
-         describe_graphs(layout);
+  return text + describe_empty_stages(partition) + describe_connections(layout) +
+         describe_notes(layout) + describe_save_copy(layout) + describe_graphs(layout);
 }
 
 }  // namespace sluice

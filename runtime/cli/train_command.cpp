@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -37,6 +38,7 @@
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "runtime/report/layer_table.hpp"
 #include "runtime/report/metrics.hpp"
 #include "runtime/report/rank_table.hpp"
 #include "runtime/report/run_events.hpp"
@@ -128,6 +130,8 @@ class Training {
 
  private:
   [[nodiscard]] bool first() const { return world_.rank() == 0; }
+  [[nodiscard]] int job_ranks() const;
+  [[nodiscard]] int pipeline_depth() const;
   [[nodiscard]] const OptionValues& resolved() const {
     return options_.pipeline.checks.configuration;
   }
@@ -147,6 +151,9 @@ class Training {
   void require_unused(const std::filesystem::path& directory) const;
   void require_steps_left(std::uint64_t done) const;
   [[nodiscard]] StageFactory stages() const;
+  [[nodiscard]] LayerTable layers() const {
+    return {choice_.partition.first, layer_times(options_.model)};
+  }
   // Whether a host's directory must hold whole stages.
   [[nodiscard]] bool keeps_replicas_together() const {
     return options_.checkpoint.local && options_.pipeline.shape.replicas > 1;
@@ -165,6 +172,7 @@ class Training {
   void validate(std::int64_t samples);
   void note(const std::string& line);
   void summarise();
+  void print_promise() const;
   void print_files() const;
   StepRecord record_of(const StepReport& report) const;
 
@@ -207,12 +215,7 @@ void Training::run() {
       complete = already_complete(collectives);
       if (complete) return name_last_save();
       if (options_.resume.from) require_steps_left(options_.resume.from->step);
-      const PipelineOptions::Shape& shape = options_.pipeline.shape;
-      const Topology topology = make_topology(
-          world_.size(),
-          shape.pipeline > 0 ? shape.pipeline : std::max(world_.size() / shape.replicas, 1),
-          shape.replicas, shape.rank_order);  // a size that cannot work ends here
-      choice_ = choose_schedule(options_, topology.pipeline, collectives);
+      choice_ = choose_schedule(options_, pipeline_depth(), collectives);
     });
     if (complete) {
       if (first()) {
@@ -229,10 +232,28 @@ void Training::run() {
   steps();
   if (last_samples_ > 0 && !stopped_) validate(last_samples_);
   if (!options_.trace.empty() && !stopped_) {
-    clock_error_ = timeline_.write(*pipeline_, options_.trace);
+    clock_error_ = timeline_.write(*pipeline_, options_.trace, layers());
   }
   pipeline_->close();
   if (first()) summarise();
+}
+
+// One process plans the job that the options say.
+int Training::job_ranks() const {
+  const PipelineOptions::Shape& shape = options_.pipeline.shape;
+  if (!options_.dry_run || world_.size() > 1) return world_.size();
+  const std::int64_t ranks = std::int64_t{std::max(shape.pipeline, 1)} * shape.replicas;
+  return static_cast<int>(std::min<std::int64_t>(ranks, std::numeric_limits<int>::max()));
+}
+
+// A size that cannot work ends here.
+int Training::pipeline_depth() const {
+  const PipelineOptions::Shape& shape = options_.pipeline.shape;
+  const int depth = shape.pipeline > 0 ? shape.pipeline : std::max(job_ranks() / shape.replicas, 1);
+  if (job_ranks() == world_.size()) {
+    (void)make_topology(world_.size(), depth, shape.replicas, shape.rank_order);
+  }
+  return depth;
 }
 
 void Training::require_same_options(Collectives& collectives) const {
@@ -337,6 +358,7 @@ void Training::open_metrics() {
     if (!first() || options_.metrics.empty()) return;
     nlohmann::ordered_json run;
     for (const auto& [key, value] : resolved()) run["options"][key] = value;
+    run["layers"] = nlohmann::ordered_json::parse(to_json_text(layers()));
     run["ranks"] = world_.size();
     run["kernels"] = kernel_set();
     run["matmul"] = matmul_library();
@@ -382,7 +404,8 @@ void Training::plan_evaluations() {
   pipeline_options_ = options_.pipeline;
   pipeline_options_.training.evaluations = std::move(evaluations);
   pipeline_options_.order.given = choice_.order;
-  set_traffic(pipeline_options_.shape, options_.model, world_.size());
+  pipeline_options_.shape.pipeline = pipeline_depth();
+  set_traffic(pipeline_options_.shape, options_.model, job_ranks());
   if (keeps_replicas_together()) keep_replicas_together(pipeline_options_.shape);
   if (first() && !choice_.remark.empty()) fmt::print("{}\n", choice_.remark);
 }
@@ -431,7 +454,13 @@ void Training::dry_run(Communicator& comm, ControlChannel& control) {
     compare_with_saved();
     if (first()) require_steps_left(require_fitting_save(layout, options_.resume.path));
   });
-  if (first()) describe(layout, ranks);
+  if (!first()) return;
+  describe(layout, ranks);
+  if (job_ranks() == world_.size()) return;
+  fmt::print(
+      "planned in one process: {} ranks, each with a device like this one's; memory of hosts was "
+      "not compared\n",
+      job_ranks());
 }
 
 void Training::make_pipeline() {
@@ -606,8 +635,23 @@ void Training::summarise() {
                sliced ? fmt::format(" (measured includes time-slicing: {} ranks share {} cores)",
                                     ranks, cores)
                       : "");
+    print_promise();
   }
   print_files();
+}
+
+// Beside what the run measured.
+void Training::print_promise() const {
+  if (!choice_.promise) return;
+  const StepPromise& promise = *choice_.promise;
+  const auto steps = static_cast<double>(sums_.steps);
+  std::string text = fmt::format("bubble {:.1f} % promised by {}, {:.1f} % measured",
+                                 100 * promise.bubble, promise.source, 100 * sums_.bubble / steps);
+  if (promise.milliseconds > 0) {
+    text += fmt::format("; step {:.4g} ms promised, {:.4g} ms measured", promise.milliseconds,
+                        1000 * sums_.seconds / steps);
+  }
+  fmt::print("  {:<18} {}\n", "schedule", text);
 }
 
 void Training::print_files() const {

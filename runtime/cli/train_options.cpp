@@ -416,7 +416,8 @@ void resolve_schedule(const OptionTable& table, TrainOptions& options) {
     options.schedule_file.clear();
     return;
   }
-  Schedule loaded = load_schedule(file).schedule;
+  auto [loaded, source, made_for] = load_schedule(file);
+  options.made_for = std::move(made_for);
   const auto take = [&](const char* name, int& value, int from_file) {
     const bool binding = table.given(name) && table.source_of(name) >= named;
     if (binding && value != 0 && value != from_file) {

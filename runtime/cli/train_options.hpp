@@ -13,6 +13,7 @@
 
 #include <sluice/checkpoint.hpp>
 #include <sluice/options.hpp>
+#include <sluice/schedule_file.hpp>
 #include <sluice/transformer.hpp>
 
 #include "runtime/cli/saved_run.hpp"
@@ -43,6 +44,7 @@ struct TrainOptions {
       .training = {
           .optimizer = {.weight_decay = 0.1F}, .learning_rate = {.warmup = 100}, .clip = 1}};
   std::string schedule_file;
+  std::optional<MadeFor> made_for;  // what schedule_file says of its search
   std::string partition = "auto";
   std::string data;
   double validation_share = 0.1;

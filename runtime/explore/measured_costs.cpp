@@ -89,6 +89,39 @@ double number(const Json& event, const char* key) {
   return found.get<double>();
 }
 
+// The layers of the run's stages, as LayerTable writes them (runtime/report/layer_table.hpp).
+struct Layers {
+  std::vector<int> first;         // as LayerTable::first_layer; empty: the file says none
+  std::vector<StageTimes> times;  // [layer]
+};
+
+double time_of(const Json& json) {
+  const double time = json.is_number() ? json.get<double>() : -1;
+  if (!std::isfinite(time) || time < 0) fail("has a time of a layer that is none: {}", json.dump());
+  return time;
+}
+
+Layers layers_of(const Json& json) {
+  Layers layers;
+  if (json.is_null()) return layers;
+  const Json &first = field(json, "first"), &times = field(json, "times");
+  const auto wrong = [&] { fail("has layers without their stages and times: {}", json.dump()); };
+  if (!first.is_array() || !times.is_array() || first.size() < 2 || times.empty()) wrong();
+  for (const Json& each : first) {
+    const std::int64_t layer = each.is_number_integer() ? each.get<std::int64_t>() : -1;
+    const int least = layers.first.empty() ? 0 : layers.first.back();
+    const auto most = layers.first.empty() ? 0 : static_cast<std::int64_t>(times.size());
+    if (layer < least || layer > most) wrong();
+    layers.first.push_back(static_cast<int>(layer));
+  }
+  if (layers.first.back() != static_cast<int>(times.size())) wrong();
+  for (const Json& each : times) {
+    if (!each.is_array() || each.size() != 3) wrong();
+    layers.times.push_back({time_of(each[0]), time_of(each[1]), time_of(each[2])});
+  }
+  return layers;
+}
+
 class TraceReader {
  public:
   MeasuredCosts read(std::string_view text, double input_share) {
@@ -99,6 +132,7 @@ class TraceReader {
           "is neither a trace nor metrics; legal is what 'sluice train' writes for --trace or "
           "--metrics");
     }
+    layers_ = layers_of(field(json, "layers"));
     for (const Json& event : events) read_label(event);
     for (const Json& event : events) read_event(event);
     return summary(input_share);
@@ -171,9 +205,15 @@ class TraceReader {
     }
     if (costs.stages.empty()) fail("has no compute actions");
     if (whole + split == 0) fail("has no backward actions; a profile comes from training");
+    if (!layers_.first.empty() && layers_.first.size() != costs.stages.size() + 1) {
+      fail("says the layers of {} stages, but has compute of {}", layers_.first.size() - 1,
+           costs.stages.size());
+    }
+    costs.layers = layers_.times;
     costs.message = quickest_message();
     costs.source = fmt::format("means of {} stages in milliseconds, messages take {:.4g}",
                                costs.stages.size(), costs.message);
+    if (!costs.layers.empty()) costs.source += fmt::format("; {} layers", costs.layers.size());
     if (whole > 0) {
       costs.source += fmt::format(
           "; backwards are whole in it, counted as {:.4g} input half and "
@@ -197,6 +237,7 @@ class TraceReader {
     return std::isfinite(quickest) ? quickest : 0;
   }
 
+  Layers layers_;
   std::map<std::int64_t, int> replicas_;  // [process]
   std::map<int, Sums> stages_;
   std::map<Tensor, Ends> tensors_;
@@ -214,10 +255,35 @@ int micro_batches_of_run(const Json& first_line) {
   return value;
 }
 
+// `work`: milliseconds of a micro-batch on all ranks. What layers take is in proportion to their
+// costs.
+MeasuredCosts divided(double work, const Layers& layers) {
+  double sum = 0;
+  for (const StageTimes& each : layers.times) {
+    sum += each.forward + each.backward_input + each.backward_weight;
+  }
+  if (!(sum > 0)) fail("says layers that cost nothing");
+  MeasuredCosts costs;
+  costs.stages.assign(layers.first.size() - 1, StageTimes{0, 0, 0});
+  for (std::size_t stage = 0; stage < costs.stages.size(); ++stage) {
+    for (int layer = layers.first[stage]; layer < layers.first[stage + 1]; ++layer) {
+      const StageTimes& cost = layers.times[static_cast<std::size_t>(layer)];
+      const StageTimes time = {work * cost.forward / sum, work * cost.backward_input / sum,
+                               work * cost.backward_weight / sum};
+      costs.layers.push_back(time);
+      costs.stages[stage].forward += time.forward;
+      costs.stages[stage].backward_input += time.backward_input;
+      costs.stages[stage].backward_weight += time.backward_weight;
+    }
+  }
+  return costs;
+}
+
 // Metrics say how long ranks were busy, but neither with which actions nor on which stages.
 MeasuredCosts read_metrics(std::string_view text, double input_share) {
   int micro_batches = 1;
-  std::size_t ranks = 1;     // of the pipeline
+  std::size_t ranks = 1;  // of the pipeline
+  Layers layers;
   std::vector<double> busy;  // [step] milliseconds of a rank, mean over ranks
   for (int line = 1; !text.empty(); ++line) {
     const std::size_t end = std::min(text.find('\n'), text.size());
@@ -226,7 +292,10 @@ MeasuredCosts read_metrics(std::string_view text, double input_share) {
     if (field(json, "step").is_null()) {
       fail("is neither a trace nor metrics of 'sluice train': line {}", line);
     }
-    if (line == 1) micro_batches = micro_batches_of_run(json);
+    if (line == 1) {
+      micro_batches = micro_batches_of_run(json);
+      layers = layers_of(field(field(json, "run"), "layers"));
+    }
     if (!field(json, "val_loss").is_null()) continue;
     const Json& seconds = field(json, "seconds");
     const Json& bubble = field(json, "bubble_measured");
@@ -243,6 +312,14 @@ MeasuredCosts read_metrics(std::string_view text, double input_share) {
   Sum sum;
   for (const double each : busy) sum.add(each);
   const double work = sum.mean() / micro_batches;  // of one micro-batch on one rank's share
+  if (!layers.first.empty()) {
+    MeasuredCosts costs = divided(work * static_cast<double>(ranks), layers);
+    costs.source = fmt::format(
+        "metrics say how long ranks were busy (mean of {} steps), not with what: divided by the "
+        "costs of {} layers, messages 0; milliseconds",
+        busy.size(), layers.times.size());
+    return costs;
+  }
   constexpr double kForwardShare = 1.0 / 3;
   const double backward = work * (1 - kForwardShare);
   MeasuredCosts costs;

@@ -11,8 +11,11 @@ namespace sluice {
 
 struct MeasuredCosts {
   std::vector<StageTimes> stages;  // [stage of the run], milliseconds per action
-  double message = 0;              // milliseconds
-  std::string source;              // one line: the file, averages, assumptions
+  // [layer of the model], embedding and head included, milliseconds; empty: the file does not say
+  // the layers, as those of Sluice 0.2 do not.
+  std::vector<StageTimes> layers;
+  double message = 0;  // milliseconds
+  std::string source;  // one line: the file, averages, assumptions
 };
 
 // Reads what `sluice train` writes for --trace or --metrics; `input_share` (0 to 1) of a backward
@@ -21,7 +24,8 @@ struct MeasuredCosts {
 // A trace gives each stage's mean over all steps and replicas. The time of a message
 // is that of the quickest one, from the end of the action that made its tensor to the end of its
 // receive; 0 where the trace has none. Metrics give only how long ranks were busy: all stages are
-// equal then, and forward takes a third.
+// equal then, and forward takes a third; where they say the layers, the work is divided as the
+// costs of the layers are.
 //
 // Throws Error(kData) naming the file and the fault.
 [[nodiscard]] MeasuredCosts read_measured_costs(const std::filesystem::path& path,

@@ -2,12 +2,14 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <charconv>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <utility>
 
 #include <sluice/search.hpp>
 
+#include "comm/base/throw_error.hpp"
 #include "runtime/explore/schedule_compare.hpp"
 #include "runtime/explore/schedule_output.hpp"
 #include "runtime/options/process.hpp"
@@ -31,7 +33,8 @@ constexpr const char* kAbout =
 struct AutoOptions {
   SearchRequest request = {.ranks = 4, .micro_batches = 8};
   Costs costs;
-  int chunks = 0, layers = 0;
+  std::string chunks = "auto";
+  int layers = 0;
   bool whole_backward = false;
   ScheduleOutput output;
 };
@@ -76,14 +79,6 @@ nlohmann::ordered_json to_json(const SearchCandidate& row) {
           {"peak_in_flight", row.peak_in_flight}};
 }
 
-SimulationTimes times_of_layers(const Costs& costs, int ranks, int layers) {
-  SimulationTimes times = costs.times(ranks, layers);
-  if (times.stages.size() == 1) {
-    times.stages.assign(static_cast<std::size_t>(layers), times.stages.front());
-  }
-  return times;
-}
-
 // Of one chunk per rank, where both were candidates.
 std::string remark_of(const std::vector<SearchCandidate>& candidates) {
   std::map<std::string, StepTimes> times;
@@ -93,28 +88,42 @@ std::string remark_of(const std::vector<SearchCandidate>& candidates) {
   return remark_on_barrier(times);
 }
 
+// Empty for "auto".
+std::vector<int> chunks_of(const std::string& text) {
+  if (text == "auto") return {};
+  std::vector<int> counts;
+  const char* at = text.data();
+  const char* const end = at + text.size();
+  for (;;) {
+    int count = 0;
+    const auto [next, problem] = std::from_chars(at, end, count);
+    if (problem != std::errc() || count < 1 || count > kMaxSearchedChunks) break;
+    counts.push_back(count);
+    if (next == end) return counts;
+    if (*next != ',') break;
+    at = next + 1;
+  }
+  throw_usage("option --chunks: '{}' is neither 'auto' nor integers from 1 to {} with commas", text,
+              kMaxSearchedChunks);
+}
+
 AutoSchedule find_schedule(const AutoOptions& options) {
   const Costs& costs = options.costs;
   SearchRequest request = options.request;
   request.split_backward = !options.whole_backward;
-  if (options.chunks > 0) request.chunks = {options.chunks};
-  request.whole_layers = options.layers > 0;
-  request.model = options.layers > 0 ? times_of_layers(costs, request.ranks, options.layers)
-                                     : costs.times(request.ranks, request.ranks);
-  if (const auto limit = costs.memory_limit()) request.byte_limit = {*limit};
-  if (const auto limit = costs.in_flight_limit()) request.in_flight_limit = {*limit};
+  request.chunks = chunks_of(options.chunks);
   AutoSchedule found;
-  found.result = search_schedule(request);
+  found.result = search_with(costs, request, options.layers);
   const SearchResult& result = found.result;
-  const std::string source = fmt::format(
-      "found by a heuristic search: {}, {} placement, {}; {} {:.6g} is {:.4f} times the lower "
-      "bound {:.6g}",
-      result.chosen.origin, result.chosen.placement, chunks_text(result.chosen.chunks),
-      name_of(request.objective), value_of(result.chosen, request.objective), result.ratio,
-      result.lower_bound);
   found.report =
-      report_schedule({result.schedule, source}, result.times, detail_of(options.output));
+      report_schedule({result.schedule, describe_search(result, request.objective), std::nullopt},
+                      result.times, detail_of(options.output));
   found.report.costs_source = costs.source();
+  found.report.remarks = costs.remarks(result.schedule.placement);
+  found.report.made_for = MadeFor{.first_layer = result.first_layer,
+                                  .makespan = result.simulation.makespan,
+                                  .bubble = result.simulation.bubble_makespan,
+                                  .milliseconds = costs.milliseconds()};
   return found;
 }
 
@@ -132,8 +141,9 @@ std::string to_table_text(const AutoSchedule& found, Objective objective) {
                       name_of(objective)) +
           row_text(result.chosen) + "\n";
   text += fmt::format(
-      "Its {} is {:.4f} times {:.6g}, which no order of these stages on these ranks undercuts. The "
-      "search is\na heuristic: a better schedule may exist.\n",
+      "Its {} is {:.4f} times {:.6g}, which no order of these stages on these ranks undercuts: it "
+      "counts\ntimes, messages without queues, and memory. The search is a heuristic: a better "
+      "schedule may exist.\n",
       name_of(objective), result.ratio, result.lower_bound);
   const std::string remark = objective == Objective::kMakespan ? remark_of(result.candidates) : "";
   if (!remark.empty()) text += remark + "\n";
@@ -162,10 +172,12 @@ OptionTable make_table(AutoOptions& options) {
   table.add_integer("micro-batches", options.request.micro_batches, 1, kMaxInt, "per step");
   add_objective(table, options.request.objective,
                 "makespan: the step with its barrier; span: as the papers rank");
-  table.add_integer("chunks", options.chunks, 1, kMaxSearchedChunks,
-                    "stages per rank; auto: 1, 2, 4 or 8", "auto");
+  table.add_text("chunks", options.chunks, "auto|N[,N...]",
+                 "stages per rank to try; auto: 1, 2, 4, 8 and what divides the layers of a rank");
   table.add_integer("layers", options.layers, 1, kMaxInt,
-                    "of the model, costs being of layers; any: it can be cut anywhere", "any");
+                    "of the model, embedding and head included, costs being of layers; any: it "
+                    "can be cut anywhere; not given: those of the profile, if it says any",
+                    "any");
   table.add_flag("whole-backward", options.whole_backward,
                  "only schedules that do not split the backward pass");
   table.add_integer("effort", options.request.effort, 0, std::numeric_limits<std::int64_t>::max(),
@@ -178,6 +190,7 @@ OptionTable make_table(AutoOptions& options) {
 void run(AutoOptions& options, const OptionTable& table) {
   options.costs.resolve(table, options.layers > 0 ? CostsOf::kStage : CostsOf::kRankShare);
   options.costs.resolve_ranks(table, options.request.ranks);
+  if (!table.given("layers")) options.layers = options.costs.measured_layers();
   const AutoSchedule found = usage_errors([&] { return find_schedule(options); });
   const Objective objective = options.request.objective;
   write_output(options.output, [&](const PutText& put) {
@@ -191,6 +204,23 @@ void run(AutoOptions& options, const OptionTable& table) {
 }
 
 }  // namespace
+
+SearchResult search_with(const Costs& costs, SearchRequest request, int layers) {
+  request.whole_layers = layers > 0;
+  request.model =
+      layers > 0 ? costs.of_layers(request.ranks, layers) : costs.of_shares(request.ranks);
+  request.byte_limit = costs.byte_limit(request.ranks);
+  request.in_flight_limit = costs.in_flight_limit(request.ranks);
+  return search_schedule(request);
+}
+
+std::string describe_search(const SearchResult& result, Objective objective) {
+  return fmt::format(
+      "found by a heuristic search: {}, {} placement, {}; {} {:.6g} is {:.4f} times the lower "
+      "bound {:.6g}",
+      result.chosen.origin, result.chosen.placement, chunks_text(result.chosen.chunks),
+      name_of(objective), value_of(result.chosen, objective), result.ratio, result.lower_bound);
+}
 
 int schedule_auto_command(const std::vector<std::string>& arguments) {
   AutoOptions options;

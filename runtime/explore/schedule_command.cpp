@@ -54,8 +54,10 @@ OptionTable make_table(ScheduleOptions& options) {
   table.add_choice("csv-alphabet", options.output.alphabet,
                    {{"detect", CsvAlphabet::kDetect},
                     {"current", CsvAlphabet::kCurrent},
+                    {"no-waits", CsvAlphabet::kNoWaits},
                     {"older", CsvAlphabet::kOlder}},
-                   "older CSV files write B for the input half and BW for the whole backward");
+                   "current: PyTorch 2.15; no-waits: 2.6 to 2.14, without waits for messages; "
+                   "older: B for the input half and BW for the whole backward");
   add_output_options(table, options.output);
   options.costs.add_options(table, CostsOf::kStage);
   return table;

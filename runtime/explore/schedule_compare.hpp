@@ -8,6 +8,7 @@
 
 #include <sluice/search.hpp>
 
+#include "runtime/explore/schedule_costs.hpp"
 #include "runtime/options/option_table.hpp"
 
 namespace sluice {
@@ -23,6 +24,13 @@ struct StepTimes {
 // A sentence where the shorter spans of zb-h2, which papers count, do not shorten a step that ends
 // with a barrier; else empty. `times`: of schedules by name; without zb-h1 or zb-h2 it is empty.
 [[nodiscard]] std::string remark_on_barrier(const std::map<std::string, StepTimes>& times);
+
+// What search_schedule() makes of the costs, which are of CostsOf::kRankShare or of layers, for the
+// request's ranks, micro-batches, chunks and objective. `layers` of 0: the model can be cut
+// anywhere.
+[[nodiscard]] SearchResult search_with(const Costs& costs, SearchRequest request, int layers);
+// One line: what was found, and how far it is from the bound.
+[[nodiscard]] std::string describe_search(const SearchResult& result, Objective objective);
 
 // Arguments exclude the program's name and both words of the command. Return the exit code.
 int schedule_compare_command(const std::vector<std::string>& arguments);

@@ -8,6 +8,8 @@
 #include <limits>
 #include <utility>
 
+#include <sluice/search.hpp>
+
 #include "comm/base/throw_error.hpp"
 #include "runtime/explore/cluster_file.hpp"
 #include "runtime/explore/measured_costs.hpp"
@@ -52,13 +54,6 @@ std::vector<double> bytes_of(const char* option, const std::string& text) {
       "option --{}: '{}' is not a list of whole numbers of bytes from 0 to 2^53, separated by "
       "commas",
       option, text);
-}
-
-double overlap_of(const std::string& text) {
-  if (text == "sum") return -1;
-  const auto values = numbers_of(text);
-  if (values && values->size() == 1) return values->front();
-  throw_usage("option --overlap-time: '{}' is neither 'sum' nor a number from 0 up", text);
 }
 
 // One of "FROM-TO:LATENCY[:BANDWIDTH]".
@@ -108,8 +103,9 @@ void Costs::add_options(OptionTable& table, CostsOf scope) {
   add_list(table, kForward, of);
   add_list(table, kBackwardInput, "likewise");
   add_list(table, kBackwardWeight, "likewise");
-  table.add_text("overlap-time", overlap_, "sum|X",
-                 "of an overlapped pair; sum: of what its two take");
+  table.add_text(
+      kNames[kOverlap], texts_[kOverlap], "sum|X[,X...]",
+      "of a forward and a backward that overlap, " + of + "; sum: they run one after the other");
   table.add_text("profile", profile_, "FILE",
                  "times in milliseconds from what 'sluice train' wrote for --trace or --metrics");
   table.add_real(
@@ -130,14 +126,20 @@ void Costs::add_options(OptionTable& table, CostsOf scope) {
                  "milliseconds then, and --ranks is the file's unless given");
   table.add_text("links", links_, "FROM-TO:LATENCY[:BANDWIDTH],...",
                  "links between ranks that differ from all that");
+  table.add_choice("queues", common_.queues,
+                   {{"none", MessageQueues::kNone},
+                    {"nccl", MessageQueues::kPerRank},
+                    {"nccl-edges", MessageQueues::kPerPair}},
+                   "in-order queues of messages, as NCCL's: one per rank, or per pair of ranks");
   add_list(table, kOutput, "of a stage's output for one micro-batch");
   add_list(table, kOutputGradient, "of what comes back for it; not given: as much");
   add_list(table, kUntilInput, "kept from F until I or B has ended, " + of);
   add_list(table, kUntilWeight, "kept from F until W or B has ended, " + of);
   add_list(table, kResident,
            "held all the time (parameters, gradients, optimizer) by one " + piece);
-  table.add_text("memory-limit", limit_, "X",
-                 "bytes that a rank may hold at most; without bytes, micro-batches in flight");
+  table.add_text("memory-limit", limit_, kNumbers,
+                 "bytes that a rank may hold at most; without bytes, micro-batches in flight; one "
+                 "number for all ranks, or one per rank");
   add_list(table, kReduce, "sum of the gradients of one " + piece + " over replicas");
   add_list(table, kReduced, "that one replica moves for it; added to reduce-time");
   table.add_real("reduce-bandwidth", common_.reduce_link.bandwidth, kFromZero,
@@ -151,10 +153,10 @@ void Costs::resolve(const OptionTable& table, CostsOf scope) {
   for (std::size_t list = 0; list < kLists; ++list) {
     const bool bytes = list >= kOutput;
     if (bytes && texts_[list].empty()) continue;
+    if (list == kOverlap && texts_[list] == "sum") continue;
     values_[list] = (bytes ? bytes_of : times_of)(kNames[list], texts_[list]);
     has_bytes_ = has_bytes_ || bytes;
   }
-  common_.overlap = overlap_of(overlap_);
   common_.links = links_of(links_);
   if (!limit_.empty()) read_memory_limit();
   if (!profile_.empty()) read_profile(table);
@@ -162,6 +164,8 @@ void Costs::resolve(const OptionTable& table, CostsOf scope) {
   LinkCost& between = common_.between_nodes;
   if (!table.given("node-message-time")) between.latency = common_.message;
   if (!table.given("node-bandwidth")) between.bandwidth = common_.bandwidth;
+  messages_free_ = common_.message == 0 && between.latency == 0 && common_.links.empty() &&
+                   !table.given("message-time") && !(has_bytes_ && common_.bandwidth > 0);
 }
 
 void Costs::read_profile(const OptionTable& table) {
@@ -171,6 +175,7 @@ void Costs::read_profile(const OptionTable& table) {
   }
   MeasuredCosts measured = read_measured_costs(profile_, input_share_);
   measured_ = std::move(measured.stages);
+  layers_ = std::move(measured.layers);
   source_ = std::move(measured.source);
   if (!table.given("message-time")) common_.message = measured.message;
 }
@@ -195,19 +200,36 @@ void Costs::use_cluster(const OptionTable& table) {
 
 void Costs::read_memory_limit() {
   if (has_bytes_) {
-    const std::vector<double> limit = bytes_of("memory-limit", limit_);
-    if (limit.size() != 1) throw_usage("option --memory-limit: legal is one number of bytes");
-    memory_limit_ = std::llround(limit.front());
+    for (const double limit : bytes_of("memory-limit", limit_)) {
+      byte_limit_.push_back(std::llround(limit));
+    }
     return;
   }
-  const auto limit = numbers_of(limit_);
-  if (!limit || limit->size() != 1 || limit->front() < 1) {
+  const auto limits = numbers_of(limit_);
+  if (!limits || *std::min_element(limits->begin(), limits->end()) < 1) {
     throw_usage(
-        "option --memory-limit: '{}' is not a number from 1 up; without bytes of activations it "
-        "counts micro-batches in flight",
+        "option --memory-limit: '{}' is not a number from 1 up, or several, separated by commas; "
+        "without bytes of activations they count micro-batches in flight",
         limit_);
   }
-  in_flight_limit_ = limit->front();
+  in_flight_limit_ = *limits;
+}
+
+void Costs::require_limits_of(int ranks) const {
+  const std::size_t limits = std::max(byte_limit_.size(), in_flight_limit_.size());
+  if (limits <= 1 || static_cast<std::int64_t>(limits) == ranks) return;
+  throw_usage("option --memory-limit: {} numbers; legal is one number, or {} of them, one per rank",
+              limits, ranks);
+}
+
+const std::vector<std::int64_t>& Costs::byte_limit(int ranks) const {
+  require_limits_of(ranks);
+  return byte_limit_;
+}
+
+const std::vector<double>& Costs::in_flight_limit(int ranks) const {
+  require_limits_of(ranks);
+  return in_flight_limit_;
 }
 
 SimulationTimes Costs::of_pieces(int pieces) const {
@@ -231,7 +253,8 @@ SimulationTimes Costs::of_pieces(int pieces) const {
     times.stages.push_back({.forward = at(kForward),
                             .backward_input = at(kBackwardInput),
                             .backward_weight = at(kBackwardWeight),
-                            .reduce = at(kReduce)});
+                            .reduce = at(kReduce),
+                            .overlap = values_[kOverlap].empty() ? -1 : at(kOverlap)});
     if (!has_bytes_) continue;
     times.bytes.push_back(
         {.until_input = bytes_at(kUntilInput),
@@ -257,22 +280,72 @@ void Costs::resolve_ranks(const OptionTable& table, int& ranks) const {
   require_cluster_of(ranks);
 }
 
-SimulationTimes Costs::times(int ranks, int stages) const {
+SimulationTimes Costs::with(const std::vector<StageTimes>& measured, SimulationTimes times) {
+  std::vector<StageTimes> stages = measured;
+  for (std::size_t i = 0; i < stages.size(); ++i) {
+    const StageTimes& given = times.stages[i % times.stages.size()];
+    stages[i].reduce = given.reduce;
+    stages[i].overlap = given.overlap;
+  }
+  times.stages = std::move(stages);
+  return times;
+}
+
+SimulationTimes Costs::times(const Placement& placement,
+                             const std::vector<int>& first_layer) const {
+  const int ranks = placement.ranks(), stages = placement.stages();
   require_cluster_of(ranks);
-  const bool shares = scope_ == CostsOf::kRankShare;
-  SimulationTimes times = of_pieces(shares ? ranks : stages);
   return usage_errors([&] {
-    if (shares) times = recut(times, ranks, stages);
+    SimulationTimes times =
+        scope_ == CostsOf::kRankShare ? recut(of_pieces(ranks), ranks, stages) : of_pieces(stages);
     if (measured_.empty()) return times;
     SimulationTimes measured;
     measured.stages = measured_;
-    measured = recut(measured, static_cast<int>(measured_.size()), stages);
-    for (std::size_t i = 0; i < measured.stages.size(); ++i) {
-      measured.stages[i].reduce = times.stages[i % times.stages.size()].reduce;
+    if (!layers_.empty()) {
+      measured.stages = layers_;
+      const bool fits =
+          !first_layer.empty() && first_layer.back() == static_cast<int>(layers_.size());
+      if (fits) return with(join_layers(measured, first_layer).stages, std::move(times));
+      if (static_cast<int>(measured_.size()) == stages) return with(measured_, std::move(times));
+      return with(cut_layers(measured, placement).times.stages, std::move(times));
     }
-    times.stages = std::move(measured.stages);
-    return times;
+    measured = recut(measured, static_cast<int>(measured_.size()), stages);
+    return with(measured.stages, std::move(times));
   });
+}
+
+SimulationTimes Costs::of_shares(int ranks) const { return times(Placement::linear(ranks)); }
+
+SimulationTimes Costs::of_layers(int ranks, int layers) const {
+  require_cluster_of(ranks);
+  return usage_errors([&] {
+    SimulationTimes times = of_pieces(layers);
+    if (times.stages.size() == 1) {
+      times.stages.assign(static_cast<std::size_t>(layers), times.stages.front());
+    }
+    if (measured_.empty()) return times;
+    SimulationTimes measured;
+    measured.stages = layers_.empty() ? measured_ : layers_;
+    measured = recut(measured, static_cast<int>(measured.stages.size()), layers);
+    return with(measured.stages, std::move(times));
+  });
+}
+
+std::vector<std::string> Costs::remarks(const Placement& placement) const {
+  std::vector<std::string> remarks;
+  const int layers = measured_layers(), stages = placement.stages();
+  if (layers > 0 && stages > layers) {
+    remarks.push_back(fmt::format(
+        "the profile's model has {} layers, embedding and head included, so {} of {} stages are "
+        "empty: they compute nothing and cost messages",
+        layers, stages - layers, stages));
+  }
+  if (messages_free_ && placement.ranks() > 1) {
+    remarks.emplace_back(
+        "messages take no time here, which favours many chunks: --message-time, --bandwidth with "
+        "--message-bytes, --cluster or a --profile that has messages says what they take");
+  }
+  return remarks;
 }
 
 }  // namespace sluice

@@ -34,15 +34,27 @@ class Costs {
   // where they are given and differ.
   void resolve_ranks(const OptionTable& table, int& ranks) const;
 
-  // For a pipeline of `ranks` ranks that cuts the model into `stages`. Throws Error(kUsage) for
-  // lists of another length, and where `ranks` are not those of the cluster file.
-  [[nodiscard]] SimulationTimes times(int ranks, int stages) const;
+  // Of the placement's stages. Measured times of layers are added up by stage: as `first_layer`
+  // says where it is not empty, else by cut_layers(). Throws Error(kUsage) for lists of another
+  // length, and where the ranks are not those of the cluster file.
+  [[nodiscard]] SimulationTimes times(const Placement& placement,
+                                      const std::vector<int>& first_layer = {}) const;
+  // Of `layers` layers, one entry each; of `ranks` equal shares of the model.
+  [[nodiscard]] SimulationTimes of_layers(int ranks, int layers) const;
+  [[nodiscard]] SimulationTimes of_shares(int ranks) const;
 
-  // Most bytes a rank may hold; nothing where no bytes are given.
-  [[nodiscard]] std::optional<std::int64_t> memory_limit() const { return memory_limit_; }
-  // --memory-limit where no bytes are given: micro-batches in flight on a rank, each chunk counting
-  // as its share of one.
-  [[nodiscard]] std::optional<double> in_flight_limit() const { return in_flight_limit_; }
+  // The layers that the profile says, embedding and head included; 0: none.
+  [[nodiscard]] int measured_layers() const { return static_cast<int>(layers_.size()); }
+  // What makes these costs of the placement's stages doubtful, a sentence each.
+  [[nodiscard]] std::vector<std::string> remarks(const Placement& placement) const;
+  // Whether times are milliseconds: of a profile, or of a cluster file.
+  [[nodiscard]] bool milliseconds() const { return !source_.empty(); }
+
+  // --memory-limit: one for all ranks, or one per rank; empty: none. Most bytes a rank may hold
+  // where bytes are given. Else micro-batches in flight on a rank, each chunk counting as its share
+  // of one. Throws Error(kUsage) where there are several, but not one per rank.
+  [[nodiscard]] const std::vector<std::int64_t>& byte_limit(int ranks) const;
+  [[nodiscard]] const std::vector<double>& in_flight_limit(int ranks) const;
   // The profile with the assumptions about its times, and the cluster file; empty: neither.
   [[nodiscard]] const std::string& source() const { return source_; }
 
@@ -53,6 +65,7 @@ class Costs {
     kBackwardInput,
     kBackwardWeight,
     kReduce,
+    kOverlap,
     kOutput,
     kOutputGradient,
     kUntilInput,
@@ -61,22 +74,33 @@ class Costs {
     kReduced,
     kLists
   };
-  static constexpr std::array<const char*, kLists> kNames = {
-      "forward-time",     "backward-input-time",     "backward-weight-time",
-      "reduce-time",      "message-bytes",           "gradient-message-bytes",
-      "activation-bytes", "weight-activation-bytes", "resident-bytes",
-      "reduce-bytes"};
+  static constexpr std::array<const char*, kLists> kNames = {"forward-time",
+                                                             "backward-input-time",
+                                                             "backward-weight-time",
+                                                             "reduce-time",
+                                                             "overlap-time",
+                                                             "message-bytes",
+                                                             "gradient-message-bytes",
+                                                             "activation-bytes",
+                                                             "weight-activation-bytes",
+                                                             "resident-bytes",
+                                                             "reduce-bytes"};
 
   void add_list(OptionTable& table, List list, const std::string& help);
   void read_memory_limit();
   void read_profile(const OptionTable& table);
   void use_cluster(const OptionTable& table);
   void require_cluster_of(int ranks) const;
+  void require_limits_of(int ranks) const;
+  // Of equal pieces of the model, or of its layers: what the options say, and for `measured`
+  // [piece] what the profile says, if any.
   [[nodiscard]] SimulationTimes of_pieces(int pieces) const;
+  [[nodiscard]] static SimulationTimes with(const std::vector<StageTimes>& measured,
+                                            SimulationTimes times);
 
   // Targets of the options. Empty texts: not given.
-  std::array<std::string, kLists> texts_ = {"1", "1", "1", "0"};
-  std::string overlap_ = "sum", links_, limit_, profile_, cluster_;
+  std::array<std::string, kLists> texts_ = {"1", "1", "1", "0", "sum"};
+  std::string links_, limit_, profile_, cluster_;
   double input_share_ = 0.5;
   SimulationTimes common_;  // all but stages and bytes
   // Set by resolve().
@@ -84,9 +108,11 @@ class Costs {
   std::array<std::vector<double>, kLists> values_;
   bool has_bytes_ = false;
   std::vector<StageTimes> measured_;  // [stage of the measured run]; empty: none
+  std::vector<StageTimes> layers_;    // [layer of it]; empty: not known
+  bool messages_free_ = false;        // nothing says what a message takes
   std::optional<int> cluster_ranks_;
-  std::optional<std::int64_t> memory_limit_;
-  std::optional<double> in_flight_limit_;
+  std::vector<std::int64_t> byte_limit_;
+  std::vector<double> in_flight_limit_;
   std::string source_;
 };
 

@@ -16,7 +16,10 @@ namespace sluice {
 namespace {
 
 std::string csv_of(const ScheduleOutput& output, const Schedule& schedule) {
-  const LowerOptions no_reductions = {.reduce_grad = false, .tied = {}};
+  LowerOptions no_reductions;
+  no_reductions.reduce_grad = false;
+  no_reductions.keep_sharding = true;
+  no_reductions.keep_pairs = true;
   return to_pytorch_csv(output.messages ? lower(schedule, no_reductions) : schedule,
                         output.alphabet);
 }
@@ -27,15 +30,16 @@ void add_output_options(OptionTable& table, ScheduleOutput& output) {
   table.add_choice("format", output.format, {"grid", "json", "csv", "svg", "trace", "file"},
                    "of the output");
   table.add_text("output", output.path, "PATH", "write here instead of standard output");
-  table.add_flag("messages", output.messages, "add SEND and RECV cells to the CSV");
+  table.add_flag("messages", output.messages,
+                 "add SEND and RECV cells to the CSV, and their waits");
   table.add_flag("timeline", output.timeline,
                  "add start and end of every action to the JSON, and the bytes held over time");
 }
 
 SimulationDetail detail_of(const ScheduleOutput& output) {
   const bool listed = output.format == "json" && output.timeline;
-  return {.timeline = listed || output.format == "svg" || output.format == "trace",
-          .memory = listed};
+  const bool drawn = output.format == "svg" || output.format == "trace";
+  return {.timeline = listed || drawn, .memory = listed || drawn, .messages = drawn};
 }
 
 void write_output(const ScheduleOutput& output, const std::function<void(const PutText&)>& body) {
@@ -64,7 +68,7 @@ void put_schedule(const ScheduleReport& report, const ScheduleOutput& output, co
   } else if (output.format == "trace") {
     put_trace(report, put);
   } else {
-    put(to_schedule_json(report.schedule));
+    put(to_schedule_json(report.schedule, report.made_for));
   }
 }
 

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -72,7 +74,10 @@ std::string transports_text(const ScheduleReport& report) {
   if (report.planned) {
     return transport_names(report) + " (transport models; for nccl planned in one global order)";
   }
-  return fmt::format("not planned: more than {} pairs of stage and micro-batch", kMaxPlannedPairs);
+  return fmt::format(
+      "not proven: no plan is made of more than {} pairs of stage and micro-batch, and no training "
+      "runs them",
+      kMaxPlannedPairs);
 }
 
 // One entry of a list of the simulation's.
@@ -93,25 +98,29 @@ void add_lists(nlohmann::ordered_json& json, const char* name,
   }
 }
 
+template <typename T>
+const T& of_rank(const std::vector<T>& limits, int rank) {
+  return limits[limits.size() == 1 ? 0 : static_cast<std::size_t>(rank)];
+}
+
 void require_memory(const ScheduleReport& report, const Costs& costs) {
   const std::string& name = report.schedule.name;
-  const std::vector<std::int64_t>& bytes = report.simulation.peak_bytes;
-  if (const auto limit = costs.memory_limit()) {
-    const auto most = std::max_element(bytes.begin(), bytes.end());
-    if (*most <= *limit) return;
-    throw_error(ErrorCode::kPlan,
-                "schedule '{}' holds up to {} bytes on rank {}; --memory-limit allows {}", name,
-                *most, most - bytes.begin(), *limit);
-  }
-  const auto limit = costs.in_flight_limit();
-  if (!limit) return;
-  for (int rank = 0; rank < report.schedule.placement.ranks(); ++rank) {
-    const double chunks = static_cast<double>(report.schedule.placement.stages_of(rank).size());
-    const double held = report.simulation.peak_in_flight[static_cast<std::size_t>(rank)] / chunks;
-    if (held <= *limit) continue;
+  const Placement& placement = report.schedule.placement;
+  const std::vector<std::int64_t>& bytes = costs.byte_limit(placement.ranks());
+  const std::vector<double>& in_flight = costs.in_flight_limit(placement.ranks());
+  for (int rank = 0; rank < placement.ranks(); ++rank) {
+    const auto r = static_cast<std::size_t>(rank);
+    if (!bytes.empty() && report.simulation.peak_bytes[r] > of_rank(bytes, rank)) {
+      throw_error(ErrorCode::kPlan,
+                  "schedule '{}' holds up to {} bytes on rank {}; --memory-limit allows {}", name,
+                  report.simulation.peak_bytes[r], rank, of_rank(bytes, rank));
+    }
+    const double chunks = static_cast<double>(placement.stages_of(rank).size());
+    const double held = report.simulation.peak_in_flight[r] / chunks;
+    if (in_flight.empty() || held <= of_rank(in_flight, rank)) continue;
     throw_error(ErrorCode::kPlan,
                 "schedule '{}' holds up to {} micro-batches on rank {}; --memory-limit allows {}",
-                name, held, rank, *limit);
+                name, held, rank, of_rank(in_flight, rank));
   }
 }
 
@@ -182,18 +191,33 @@ std::string coloured(std::string_view grid) {
   return text;
 }
 
+LoadedSchedule load_json(std::string_view text) {
+  ScheduleFile file = parse_schedule_json(text);
+  return {std::move(file.schedule), "Sluice's JSON", std::move(file.made_for)};
+}
+
+const char* alphabet_text(const PytorchCsv& csv) {
+  switch (csv.alphabet) {
+    case CsvAlphabet::kOlder:
+      return "older alphabet (B input half, BW whole backward)";
+    case CsvAlphabet::kNoWaits:
+      return "as of PyTorch 2.6 to 2.14 (I input half, B whole backward, no waits)";
+    default:
+      return "current alphabet (I input half, B whole backward)";
+  }
+}
+
 LoadedSchedule load_csv(std::string_view text, const std::filesystem::path& path,
                         CsvAlphabet alphabet) {
   PytorchCsv csv = parse_pytorch_csv(text, path.stem().string(), alphabet);
-  std::string source =
-      fmt::format("PyTorch's CSV, {} alphabet", csv.alphabet == CsvAlphabet::kOlder
-                                                    ? "older (B input half, BW whole backward)"
-                                                    : "current (I input half, B whole backward)");
+  std::string source = fmt::format("PyTorch's CSV, {}", alphabet_text(csv));
   if (csv.messages > 0) source += fmt::format("; {} messages checked and dropped", csv.messages);
-  if (csv.other_dropped > 0) {
-    source += fmt::format("; {} UNSHARD, RESHARD and REDUCE_GRAD dropped", csv.other_dropped);
+  if (csv.waits > 0) source += fmt::format("; {} waits too", csv.waits);
+  if (csv.sharding > 0) {
+    source += fmt::format("; {} UNSHARD, RESHARD and REDUCE_GRAD kept, and passed over here",
+                          csv.sharding);
   }
-  return {std::move(csv.schedule), std::move(source)};
+  return {std::move(csv.schedule), std::move(source), std::nullopt};
 }
 
 }  // namespace
@@ -203,9 +227,8 @@ LoadedSchedule load_schedule(const std::filesystem::path& path, CsvAlphabet alph
   const std::string_view text(reinterpret_cast<const char*>(file.bytes().data()),
                               file.bytes().size());
   try {
-    LoadedSchedule loaded = looks_like_json(text)
-                                ? LoadedSchedule{parse_schedule_json(text), "Sluice's JSON"}
-                                : load_csv(text, path, alphabet);
+    LoadedSchedule loaded =
+        looks_like_json(text) ? load_json(text) : load_csv(text, path, alphabet);
     loaded.source = fmt::format("{}: {}", path.string(), loaded.source);
     return loaded;
   } catch (const std::invalid_argument& error) {
@@ -243,16 +266,20 @@ ScheduleReport report_schedule(LoadedSchedule loaded, const Costs& costs,
   const Placement& placement = loaded.schedule.placement;
   require_small_enough(placement.stages(), loaded.schedule.micro_batches);
   return usage_errors([&] {
-    const SimulationTimes times = costs.times(placement.ranks(), placement.stages());
+    const std::vector<int> first_layer =
+        loaded.made_for ? loaded.made_for->first_layer : std::vector<int>{};
+    const SimulationTimes times = costs.times(placement, first_layer);
+    std::vector<std::string> remarks = costs.remarks(placement);
     ScheduleReport report = report_schedule(std::move(loaded), times, detail);
     report.costs_source = costs.source();
+    report.remarks = std::move(remarks);
     require_memory(report, costs);
     return report;
   });
 }
 
 std::string transport_names(const ScheduleReport& report) {
-  if (!report.planned) return "not planned";
+  if (!report.planned) return "not proven";
   std::vector<std::string_view> names;
   for (const TransportModel model : report.transports) names.push_back(name_of(model));
   return fmt::format("{}", fmt::join(names, ", "));
@@ -285,7 +312,7 @@ std::string to_grid_text(const ScheduleReport& report, bool colours) {
       "span             {} (longest own span of a rank)\n"
       "busy, waiting    {}, {} (of a rank within its own span)\n"
       "bubble_makespan  {:.4f} (idle share up to the last rank's end)\n"
-      "bubble_span      {:.4f} (idle share of the longest own span)\n"
+      "bubble_span      {:.4f} (idle share of the longest own span{})\n"
       "peak in flight   {}\n"
       "{}"
       "messages         {}\n"
@@ -293,11 +320,15 @@ std::string to_grid_text(const ScheduleReport& report, bool colours) {
       "exact            {}\n",
       simulation.makespan, simulation.span, range_text(simulation.busy),
       range_text(simulation.waiting), simulation.bubble_makespan, simulation.bubble_span,
+      simulation.bubble_span > simulation.bubble_makespan * (1 + 1e-9)
+          ? "; that rank idles more than the mean of all, which bubble_makespan is"
+          : "",
       peak_text(simulation.peak_in_flight), bytes, simulation.messages, transports_text(report),
       report.exact ? "yes: the same bits as every other exact schedule"
                    : "no: repeats bit for bit, but sums gradients in another order");
   if (!report.costs_source.empty())
     text += fmt::format("times            {}\n", report.costs_source);
+  for (const std::string& each : report.remarks) text += fmt::format("warning: {}\n", each);
   return text;
 }
 
@@ -326,6 +357,7 @@ nlohmann::ordered_json to_json(const ScheduleReport& report) {
   }
   json["exact"] = report.exact;
   if (!report.costs_source.empty()) json["times"] = report.costs_source;
+  if (!report.remarks.empty()) json["remarks"] = report.remarks;
   add_lists(json, "timeline", simulation.timeline);
   add_lists(json, "reductions", simulation.reductions);
   add_lists(json, "memory", simulation.memory);
@@ -336,32 +368,71 @@ std::string to_json_line(const nlohmann::ordered_json& json) {
   return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
+namespace {
+
+constexpr double kTraceUnit = 1e-3;  // seconds of a trace per unit of time
+
+void add_events(RankTrace& trace, const std::vector<SimulatedAction>& actions) {
+  for (const SimulatedAction& each : actions) {
+    trace.events.push_back({.start = each.start * kTraceUnit,
+                            .end = each.end * kTraceUnit,
+                            .action = static_cast<std::uint8_t>(each.action.kind),
+                            .track = TraceTrack::kPlanned,
+                            .stage = static_cast<std::int16_t>(each.action.stage),
+                            .micro_batch = each.action.micro_batch});
+  }
+}
+
+// From what made each message's tensor to what uses it.
+std::vector<TraceArrow> arrows_of(const Simulation& simulation) {
+  using Half = std::tuple<bool, int, int>;  // forward, stage, micro-batch
+  std::map<Half, TraceEventPlace> places;
+  for (std::size_t rank = 0; rank < simulation.timeline.size(); ++rank) {
+    for (std::size_t i = 0; i < simulation.timeline[rank].size(); ++i) {
+      const Action& action = simulation.timeline[rank][i].action;
+      if (action.kind == ActionKind::kBackwardWeight) continue;
+      const bool forward = action.kind == ActionKind::kForward;
+      places[{forward, action.stage, action.micro_batch}] = {rank, i};
+    }
+  }
+  std::vector<TraceArrow> arrows;
+  for (const SimulatedMessage& each : simulation.transfers) {
+    const bool forward = each.made_by.kind == ActionKind::kForward;
+    const int user = each.made_by.stage + (forward ? 1 : -1);
+    arrows.push_back({places.at({forward, each.made_by.stage, each.made_by.micro_batch}),
+                      places.at({forward, user, each.made_by.micro_batch})});
+  }
+  return arrows;
+}
+
+std::vector<TraceCounter> counters_of(const Simulation& simulation) {
+  std::vector<TraceCounter> counters;
+  for (std::size_t rank = 0; rank < simulation.memory.size(); ++rank) {
+    TraceCounter& counter = counters.emplace_back(TraceCounter{rank, "bytes held", {}});
+    for (const MemoryStep& step : simulation.memory[rank]) {
+      counter.values.emplace_back(step.time * kTraceUnit, step.bytes);
+    }
+  }
+  return counters;
+}
+
+}  // namespace
+
 void put_trace(const ScheduleReport& report, const std::function<void(std::string_view)>& put) {
-  constexpr double kUnit = 1e-3;
   const int most_stages = std::numeric_limits<decltype(TraceEvent::stage)>::max();
   if (report.schedule.placement.stages() > most_stages || report.simulation.makespan > 1e11) {
     throw_usage("a trace holds at most {} stages and times up to 1e11", most_stages);
   }
-  std::vector<RankTrace> ranks;
-  const auto add = [&](RankTrace& trace, const std::vector<SimulatedAction>& actions) {
-    for (const SimulatedAction& each : actions) {
-      trace.events.push_back({.start = each.start * kUnit,
-                              .end = each.end * kUnit,
-                              .action = static_cast<std::uint8_t>(each.action.kind),
-                              .track = TraceTrack::kPlanned,
-                              .stage = static_cast<std::int16_t>(each.action.stage),
-                              .micro_batch = each.action.micro_batch});
-    }
-  };
   const Simulation& simulation = report.simulation;
+  std::vector<RankTrace> ranks;
   for (std::size_t rank = 0; rank < simulation.timeline.size(); ++rank) {
     RankTrace& trace = ranks.emplace_back();
     trace.rank = static_cast<int>(rank);
     trace.label = fmt::format("rank {}", rank);
-    add(trace, simulation.timeline[rank]);
-    if (!simulation.reductions.empty()) add(trace, simulation.reductions[rank]);
+    add_events(trace, simulation.timeline[rank]);
+    if (!simulation.reductions.empty()) add_events(trace, simulation.reductions[rank]);
   }
-  write_trace(put, ranks);
+  write_trace(put, ranks, arrows_of(simulation), counters_of(simulation));
 }
 
 }  // namespace sluice

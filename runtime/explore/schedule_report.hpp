@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <functional>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -22,6 +23,7 @@ namespace sluice {
 struct LoadedSchedule {
   Schedule schedule;
   std::string source;  // one line: the file, its format and alphabet, what was dropped; empty: none
+  std::optional<MadeFor> made_for = {};
 };
 
 // Sluice's JSON or PyTorch's CSV, distinguished by the first byte. Throws Error(kPlan) naming the
@@ -43,6 +45,8 @@ struct ScheduleReport {
   std::vector<TransportModel> transports;  // under which its plans end: MPI's, or NCCL's
   std::string source;                      // as LoadedSchedule::source
   std::string costs_source;                // Costs::source()
+  std::optional<MadeFor> made_for;         // for the schedule file
+  std::vector<std::string> remarks;        // what makes the figures doubtful, a sentence each
 };
 
 // Requires nothing of the schedule. Throws Error(kUsage) where it has more pairs of stage and
@@ -59,21 +63,22 @@ struct ScheduleReport {
 // grid, by kind.
 [[nodiscard]] std::string to_grid_text(const ScheduleReport& report, bool colours);
 
-// "eager, rendezvous", or "not planned".
+// "eager, rendezvous", or "not proven".
 [[nodiscard]] std::string transport_names(const ScheduleReport& report);
 
 // One object: schedule, ranks, stages, micro_batches, chunks, makespan, span, busy and waiting
 // ([rank]), bubble_makespan, bubble_span, peak_in_flight ([rank], chunks), peak_bytes ([rank],
-// where bytes are given), transports (null where not planned), messages, exact; of the simulation's
-// details those it has: timeline and reductions ([rank] lists of {action, start, end}) and memory
+// where bytes are given), transports (null where not proven), messages, exact; of the simulation's
+// details those it has, remarks where there are any: timeline and reductions ([rank] lists of
+// {action, start, end}) and memory
 // ([rank] lists of {time, bytes}).
 [[nodiscard]] nlohmann::ordered_json to_json(const ScheduleReport& report);
 // As one line of text; bytes that are not UTF-8 become U+FFFD.
 [[nodiscard]] std::string to_json_line(const nlohmann::ordered_json& json);
 
 // The timeline, which the report must have, as Chrome-trace JSON, one unit of time shown as a
-// millisecond; reductions are slices of the same track. Throws Error(kUsage) where stages or times
-// exceed what a trace can hold.
+// millisecond; reductions are slices of the same track, messages arrows, bytes held a counter.
+// Throws Error(kUsage) where stages or times exceed what a trace can hold.
 void put_trace(const ScheduleReport& report, const std::function<void(std::string_view)>& put);
 
 }  // namespace sluice

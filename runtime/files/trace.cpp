@@ -74,8 +74,10 @@ std::string microseconds(std::int64_t ns) {
 // The events of the JSON array, with commas between them.
 class EventList {
  public:
-  explicit EventList(const std::function<void(std::string_view)>& put) : put_(put) {
-    put_text("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[");
+  EventList(const std::function<void(std::string_view)>& put, std::string_view layers) : put_(put) {
+    put_text("{\"displayTimeUnit\":\"ms\",");
+    if (!layers.empty()) fmt::format_to(std::back_inserter(text_), "\"layers\":{},", layers);
+    put_text("\"traceEvents\":[");
   }
   template <typename... Args>
   void put(fmt::format_string<Args...> format, Args&&... args) {
@@ -179,24 +181,45 @@ void put_arrow(EventList& out, const DrawnSlices& drawn, const TraceArrow& arrow
           to.tid, microseconds(to.start), kCommon);
 }
 
-}  // namespace
-
-void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks,
-                 const std::vector<TraceArrow>& arrows) {
-  AtomicFile file(path);
-  write_trace([&file](std::string_view text) { file.write(text); }, ranks, arrows);
-  file.commit();
+void put_counter(EventList& out, const std::vector<RankTrace>& ranks, const TraceCounter& counter) {
+  if (counter.trace >= ranks.size()) {
+    throw_error(ErrorCode::kInternal, "a counter of the trace names trace {}: not there",
+                counter.trace);
+  }
+  const int rank = ranks[counter.trace].rank;
+  const nlohmann::json name = counter.name;
+  for (const auto& [time, value] : counter.values) {
+    out.put("{{\"ph\":\"C\",\"pid\":{},\"ts\":{},\"name\":{},\"args\":{{\"value\":{}}}}}", rank,
+            microseconds(nanoseconds(time, rank)), name.dump(), value);
+  }
 }
 
-void write_trace(const std::function<void(std::string_view)>& put,
-                 const std::vector<RankTrace>& ranks, const std::vector<TraceArrow>& arrows) {
-  EventList events(put);
+void put_all(const std::function<void(std::string_view)>& put, const std::vector<RankTrace>& ranks,
+             const std::vector<TraceArrow>& arrows, const std::vector<TraceCounter>& counters,
+             std::string_view layers) {
+  EventList events(put, layers);
   DrawnSlices drawn;
   for (const RankTrace& trace : ranks) drawn.push_back(put_rank(events, trace));
   for (std::size_t id = 0; id < arrows.size(); ++id) {
     put_arrow(events, drawn, arrows[id], id + 1);
   }
+  for (const TraceCounter& each : counters) put_counter(events, ranks, each);
   events.finish();
+}
+
+}  // namespace
+
+void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks,
+                 const std::vector<TraceArrow>& arrows, std::string_view layers) {
+  AtomicFile file(path);
+  put_all([&file](std::string_view text) { file.write(text); }, ranks, arrows, {}, layers);
+  file.commit();
+}
+
+void write_trace(const std::function<void(std::string_view)>& put,
+                 const std::vector<RankTrace>& ranks, const std::vector<TraceArrow>& arrows,
+                 const std::vector<TraceCounter>& counters) {
+  put_all(put, ranks, arrows, counters, {});
 }
 
 }  // namespace sluice

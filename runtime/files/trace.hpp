@@ -15,6 +15,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace sluice {
@@ -52,13 +53,22 @@ struct TraceArrow {
   TraceEventPlace from, to;
 };
 
+// A curve of a rank: a value from each time on, as counter events ("ph": "C").
+struct TraceCounter {
+  std::size_t trace = 0;  // index of its RankTrace
+  std::string name;
+  std::vector<std::pair<double, std::int64_t>> values;  // seconds, value
+};
+
+// `layers`: a JSON value as text, which becomes the file's member of that name; empty: none.
 // Event names are the schedule's text form ("2F0"), categories the tracks' names; times keep
 // nanoseconds. Throws Error(kIo) naming the path, Error(kInternal) for an event that has no finite
 // times or no action, and for an arrow between events that are not there.
 void write_trace(const std::filesystem::path& path, const std::vector<RankTrace>& ranks,
-                 const std::vector<TraceArrow>& arrows = {});
+                 const std::vector<TraceArrow>& arrows = {}, std::string_view layers = {});
 // The same text in pieces, in order, to `put`.
 void write_trace(const std::function<void(std::string_view)>& put,
-                 const std::vector<RankTrace>& ranks, const std::vector<TraceArrow>& arrows = {});
+                 const std::vector<RankTrace>& ranks, const std::vector<TraceArrow>& arrows = {},
+                 const std::vector<TraceCounter>& counters = {});
 
 }  // namespace sluice

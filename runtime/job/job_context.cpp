@@ -1,5 +1,7 @@
 #include "runtime/job/job_context.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -37,6 +39,15 @@ Placement stage_placement(const PipelineOptions& options, int depth) {
   }
 }
 
+// Refuses more than what one process plans in seconds.
+int planned_ranks(const PipelineOptions::Shape& shape) {
+  constexpr std::int64_t kMost = 1 << 20;
+  const std::int64_t ranks = std::int64_t{shape.pipeline} * shape.replicas;
+  if (shape.pipeline >= 1 && shape.replicas >= 1 && ranks <= kMost) return static_cast<int>(ranks);
+  throw_usage("a pipeline of {} x {} replicas cannot be planned; legal are 1 to {} ranks",
+              shape.pipeline, shape.replicas, kMost);
+}
+
 }  // namespace
 
 void JobWatch::poll() {
@@ -48,30 +59,24 @@ RankGroup::RankGroup(std::unique_ptr<Communicator> communicator, Interrupt* inte
     : ranks(std::move(communicator)),
       collectives(std::make_unique<Collectives>(*ranks, 0, interrupt)) {}
 
-JobContext::JobContext(Communicator& comm, const PipelineOptions& options) {
+JobContext::JobContext(Communicator& comm, const PipelineOptions& options, JobSize job_size)
+    : planned(job_size == JobSize::kPlanned) {
   std::unique_ptr<Communicator> job = comm.duplicate();
   control = std::make_unique<ControlChannel>(*job);
   watch = std::make_unique<JobWatch>(*control);
   world = RankGroup(std::move(job), watch.get());
-  const int rank = world.ranks->rank(), size = world.ranks->size();
   guarded([&] {
-    const PipelineOptions::Shape& shape = options.shape;
+    if (planned) {
+      plan(options);
+    } else {
+      join(options);
+    }
     const TransportChoice transport = options.devices.transport;
-    require_same_configuration(*world.collectives, agreed_values(options));
-    const int depth =
-        shape.pipeline > 0 ? shape.pipeline : std::max(size / std::max(shape.replicas, 1), 1);
-    const std::vector<std::string> hosts = world.collectives->all_gather_strings(host_name());
-    const Topology numbered = make_topology(size, depth, shape.replicas, shape.rank_order);
-    RankArrangement order =
-        arrange_ranks(numbered, options, stage_placement(options, depth), hosts);
-    place.topology = std::move(order.topology);
-    place.order_reason = std::move(order.reason);
-    devices.ranks =
-        choose_devices(*world.collectives, place.topology, options.devices.choices, hosts);
     devices.no_nccl = find_why_no_nccl(*world.collectives, devices.ranks, transport);
-    devices.no_device_messages = why_no_device_messages(*world.collectives, devices.ranks,
-                                                        transport, devices.no_nccl, depth);
+    devices.no_device_messages = why_no_device_messages(
+        *world.collectives, devices.ranks, transport, devices.no_nccl, place.topology.pipeline);
   });
+  const int rank = world.ranks->rank();
   place.rank = place.topology.pipeline_rank(rank);
   place.replica = place.topology.replica(rank);
   for (int r = 0; r < place.topology.pipeline; ++r) {
@@ -81,6 +86,42 @@ JobContext::JobContext(Communicator& comm, const PipelineOptions& options) {
   pipeline = RankGroup(world.ranks->split(place.replica, place.rank), watch.get());
   messages = pipeline.ranks->duplicate();
   replicas = RankGroup(world.ranks->split(place.rank, place.replica), watch.get());
+}
+
+void JobContext::join(const PipelineOptions& options) {
+  const PipelineOptions::Shape& shape = options.shape;
+  const int size = world.ranks->size();
+  require_same_configuration(*world.collectives, agreed_values(options));
+  const int depth =
+      shape.pipeline > 0 ? shape.pipeline : std::max(size / std::max(shape.replicas, 1), 1);
+  const std::vector<std::string> hosts = world.collectives->all_gather_strings(host_name());
+  const Topology numbered = make_topology(size, depth, shape.replicas, shape.rank_order);
+  RankArrangement order = arrange_ranks(numbered, options, stage_placement(options, depth), hosts);
+  place.topology = std::move(order.topology);
+  place.order_reason = std::move(order.reason);
+  devices.ranks =
+      choose_devices(*world.collectives, place.topology, options.devices.choices, hosts);
+}
+
+void JobContext::plan(const PipelineOptions& options) {
+  const PipelineOptions::Shape& shape = options.shape;
+  if (options.devices.choices.size() > 1) {
+    throw_usage("{} devices for a job that one process plans; legal is one, which every rank has",
+                options.devices.choices.size());
+  }
+  (void)stage_placement(options, shape.pipeline);  // refuses what cannot be placed
+  place.topology =
+      make_topology(planned_ranks(shape), shape.pipeline, shape.replicas, shape.rank_order);
+  const RankDevice mine =
+      choose_devices(*world.collectives, make_topology(1, 1, 1, shape.rank_order),
+                     options.devices.choices, {host_name()})
+          .front();
+  for (int rank = 0; rank < place.topology.ranks(); ++rank) {
+    RankDevice& device = devices.ranks.emplace_back(mine);
+    device.host = fmt::format("planned host {}", rank);
+    device.host_memory = 0;
+    if (!mine.identity.empty()) device.identity = fmt::format("planned GPU {}", rank);
+  }
 }
 
 std::size_t JobContext::piece_bytes() const {

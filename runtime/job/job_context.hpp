@@ -48,12 +48,20 @@ struct JobDevices {
   std::string no_device_messages;  // as why_no_device_messages()
 };
 
+enum class JobSize {
+  kStarted,  // the ranks of the communicator
+  kPlanned,  // pipeline x replicas, as the options say: the communicator has one rank, which stands
+             // for each of them. For layouts alone.
+};
+
 class JobContext {
  public:
   // Collective over `comm`, of which it duplicates its own communicators. Compares the ranks'
   // options first. Throws Error(kMismatch) where they differ, Error(kUsage) for a topology or a
-  // device that cannot work.
-  JobContext(Communicator& comm, const PipelineOptions& options);
+  // device that cannot work. Planned ranks compute on a device each like the one of this rank, on
+  // hosts whose memory is not known.
+  JobContext(Communicator& comm, const PipelineOptions& options,
+             JobSize job_size = JobSize::kStarted);
 
   // Collective. Runs `body`. An exception in it is reported to every rank, and every rank throws
   // the Error that came first.
@@ -63,6 +71,12 @@ class JobContext {
   // so that copies and transfers overlap.
   [[nodiscard]] std::size_t piece_bytes() const;
 
+  // Whether a stage is made here. Of a planned job all are.
+  [[nodiscard]] bool makes(int stage, const Placement& placement) const {
+    return planned || placement.rank_of(stage) == place.rank;
+  }
+
+  bool planned = false;
   RankPlace place;
   JobDevices devices;
   RankGroup world;
@@ -70,6 +84,10 @@ class JobContext {
   std::unique_ptr<JobWatch> watch;  // polled by the collectives of all three groups
   RankGroup pipeline, replicas;
   std::unique_ptr<Communicator> messages;  // the pipeline's ranks, for the engines' transports
+
+ private:
+  void join(const PipelineOptions& options);
+  void plan(const PipelineOptions& options);
 };
 
 }  // namespace sluice

@@ -204,13 +204,13 @@ StageReports describe_stages(JobContext& job, ComputeContext& compute, const Pla
   }
   for (int s = 0; s < stages; ++s) {
     std::string text;
-    if (placement.rank_of(s) == job.place.rank) {
+    if (job.makes(s, placement)) {
       const StageReport mine = report_of(stage_of(s), s, inputs, compute);
       text = to_text(mine);
       if (!mine.model.empty()) all.model = mine.model;
     }
-    StageReport report =
-        report_from(job.pipeline.collectives->broadcast_string(text, placement.rank_of(s)));
+    const int maker = job.planned ? 0 : placement.rank_of(s);
+    StageReport report = report_from(job.pipeline.collectives->broadcast_string(text, maker));
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       for (std::size_t t = 0; t < inputs[i].size(); ++t) {
         all.edges[i][at(s)].push_back({inputs[i][t], s > 0 && report.input_gradients[i][t]});

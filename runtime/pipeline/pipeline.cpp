@@ -785,7 +785,9 @@ Pipeline::~Pipeline() = default;
 
 JobLayout PipelineAccess::plan_layout(Communicator& world, const PipelineOptions& options,
                                       const StageFactory& make_stage, const DataSource& source) {
-  JobContext job(world, options);
+  const bool planned =
+      world.size() == 1 && (options.shape.pipeline > 1 || options.shape.replicas > 1);
+  JobContext job(world, options, planned ? JobSize::kPlanned : JobSize::kStarted);
   JobLayout layout;
   job.guarded([&] {
     ComputeContext compute(job.place.device(), options.devices.threads);

@@ -24,7 +24,9 @@ class Pipeline;  // <sluice/pipeline.hpp>
 class PipelineAccess {
  public:
   // Collective. The layout alone, for a dry run: of a device's memory it takes only what library
-  // handles need. Throws as the constructor of Pipeline.
+  // handles need. One process alone plans whatever job the options say: it describes all stages, as
+  // if each rank had a device like its own and memory enough. Throws as the constructor of
+  // Pipeline.
   [[nodiscard]] static JobLayout plan_layout(Communicator& world, const PipelineOptions& options,
                                              const StageFactory& make_stage,
                                              const DataSource& source);

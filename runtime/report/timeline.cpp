@@ -98,7 +98,8 @@ void Timeline::add(const Pipeline& pipeline) {
   profile_.add(PipelineAccess::last_outcome(pipeline));
 }
 
-double Timeline::write(Pipeline& pipeline, const std::filesystem::path& path) const {
+double Timeline::write(Pipeline& pipeline, const std::filesystem::path& path,
+                       const LayerTable& layers) const {
   const std::vector<StageTimes> times = profile_.gather(pipeline);
   double clock_error = 0;
   PipelineAccess::guarded(pipeline, [&] {
@@ -137,7 +138,7 @@ double Timeline::write(Pipeline& pipeline, const std::filesystem::path& path) co
     const std::vector<std::string> gathered = world.all_gather_strings(bytes_of(events));
     if (world.communicator().rank() == 0) {
       const std::vector<RankTrace> traces = traces_of(gathered, layout);
-      write_trace(path, traces, message_arrows(traces, layout));
+      write_trace(path, traces, message_arrows(traces, layout), to_json_text(layers, times));
     }
     world.barrier();
   });

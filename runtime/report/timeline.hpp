@@ -10,6 +10,7 @@
 
 #include "comm/group/clock_offset.hpp"
 #include "runtime/files/trace.hpp"
+#include "runtime/report/layer_table.hpp"
 #include "runtime/report/profile.hpp"
 
 namespace sluice {
@@ -22,10 +23,12 @@ class Timeline {
   // Keeps the last step's events. Not collective.
   void add(const Pipeline& pipeline);
   // Collective. Rank 0 writes the file; the planned track is the plan's simulation with the mean
-  // times of the collected steps, starting where each step started. Compares the clocks again, and
+  // times of the collected steps, starting where each step started; `layers` and their times stand
+  // in the file. Compares the clocks again, and
   // corrects a constant drift since begin(). Returns, on every rank, the largest error in seconds
   // of a rank's clock against that of rank 0.
-  double write(Pipeline& pipeline, const std::filesystem::path& path) const;
+  double write(Pipeline& pipeline, const std::filesystem::path& path,
+               const LayerTable& layers) const;
 
  private:
   struct Step {

@@ -52,7 +52,9 @@ bool cells_by_time(const Schedule& schedule, Cells& cells) {
     }
   }
   if (!Dataflow(units).run([](int, int, const Step&) {})) return false;
-  const Simulation simulation = simulate(units, {.stages = {StageTimes{}}, .overlap = 1});
+  StageTimes pairs_in_one;
+  pairs_in_one.overlap = 1;
+  const Simulation simulation = simulate(units, {.stages = {pairs_in_one}});
   for (std::size_t rank = 0; rank < cells.size(); ++rank) {
     std::size_t next = 0;
     for (std::size_t i = 0; i < schedule.ranks[rank].size(); ++i) {

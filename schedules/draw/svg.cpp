@@ -1,12 +1,13 @@
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
 
 #include <sluice/draw.hpp>
 
+#include "schedules/draw/svg_canvas.hpp"
+#include "schedules/draw/svg_shares.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
 
@@ -14,39 +15,14 @@ namespace sluice {
 namespace {
 
 constexpr double kRowHeight = 24, kRowGap = 4, kLeft = 64, kMargin = 16, kTitle = 34;
-constexpr double kFontSize = 11, kDigitWidth = 6.7;
+constexpr double kDigitWidth = SvgCanvas::kDigitWidth;
+constexpr double kCurveHeight = 36;
 constexpr const char* kReductionFill = "#d9822b";
-constexpr double kLeastWidth = 640;
-
-struct Colour {
-  int red = 0, green = 0, blue = 0;
-};
-
-// Indexed by the first four ActionKinds; distinct also without colour vision's red and green.
-constexpr std::array<Colour, 4> kColours = {Colour{38, 84, 160}, Colour{58, 125, 68},
-                                            Colour{23, 135, 145}, Colour{124, 74, 156}};
+constexpr double kLeastWidth = 640, kAggregatedWidth = 1400;
 constexpr std::array<const char*, 4> kKindNames = {"forward", "backward", "backward, input",
                                                    "backward, weight"};
 
-// One decimal, as coordinates need no more.
-std::string number(double value) {
-  std::array<char, 32> text{};
-  const auto result =
-      std::to_chars(text.data(), text.data() + text.size(), value, std::chars_format::fixed, 1);
-  std::string digits(text.data(), result.ptr);
-  if (digits.ends_with(".0")) digits.resize(digits.size() - 2);
-  return digits;
-}
-
-std::string percent(double share) { return number(share * 100) + " %"; }
-
-// As short as the value allows.
-std::string plain(double value) {
-  std::array<char, 32> text{};
-  return {text.data(), std::to_chars(text.data(), text.data() + text.size(), value,
-                                     std::chars_format::general, 6)
-                           .ptr};
-}
+std::string percent(double share) { return svg_number(share * 100) + " %"; }
 
 // "1.5 to 3 GB".
 std::string bytes_text(const std::vector<std::int64_t>& peaks) {
@@ -57,47 +33,20 @@ std::string bytes_text(const std::vector<std::int64_t>& peaks) {
   for (; name + 1 < kUnits.size() && static_cast<double>(*most) >= 1000 * unit; ++name) {
     unit *= 1000;
   }
-  const auto text = [&](std::int64_t bytes) { return plain(static_cast<double>(bytes) / unit); };
-  return (*least == *most ? "" : text(*least) + " to ") + text(*most) + kUnits[name];
-}
-
-std::string escaped(const std::string& text) {
-  std::string safe;
-  for (const char c : text) {
-    if (c == '<') {
-      safe += "&lt;";
-    } else if (c == '>') {
-      safe += "&gt;";
-    } else if (c == '&') {
-      safe += "&amp;";
-    } else {
-      safe += (c >= ' ' && c <= '~') ? c : '?';
-    }
-  }
-  return safe;
-}
-
-// Chunk 0 has the full colour, the last chunk is lightened most; digits turn dark on light boxes.
-struct Shade {
-  std::string fill;
-  bool light = false;
-};
-
-Shade shade_of(ActionKind kind, int chunk, int chunks) {
-  const Colour base = kColours[at(kind)];
-  const double lightening = chunks < 2 ? 0.15 : 0.62 * chunk / (chunks - 1);
-  const auto lightened = [&](int part) {
-    return std::to_string(static_cast<int>(std::lround(part + (255 - part) * lightening)));
+  const auto text = [&](std::int64_t bytes) {
+    return svg_plain(static_cast<double>(bytes) / unit);
   };
-  return {
-      "rgb(" + lightened(base.red) + "," + lightened(base.green) + "," + lightened(base.blue) + ")",
-      lightening > 0.35};
+  return (*least == *most ? "" : text(*least) + " to ") + text(*most) + kUnits[name];
 }
 
 class Picture {
  public:
-  Picture(const Schedule& schedule, const Simulation& simulation, double most_width)
-      : schedule_(schedule), simulation_(simulation), most_width_(most_width) {
+  Picture(const Schedule& schedule, const Simulation& simulation, double most_width,
+          bool aggregated)
+      : schedule_(schedule),
+        simulation_(simulation),
+        most_width_(aggregated ? kAggregatedWidth : most_width),
+        aggregated_(aggregated) {
     const Placement& placement = schedule.placement;
     chunk_of_.resize(at(placement.stages()));
     for (int rank = 0; rank < placement.ranks(); ++rank) {
@@ -111,23 +60,20 @@ class Picture {
   }
 
   std::string draw() {
-    boxes();
-    const double rows = static_cast<double>(schedule_.ranks.size()) * (kRowHeight + kRowGap);
-    const double legend_y = kTitle + rows + 34;
+    canvas_.text(kMargin, 20,
+                 concat("<tspan font-weight=\"bold\">", svg_escaped(schedule_.name), "</tspan>: ",
+                        schedule_.placement.ranks(), " ranks, ", schedule_.placement.stages(),
+                        " stages, ", schedule_.micro_batches, " micro-batches"));
+    const double rows_end = aggregated_ ? shares() : boxes();
+    const bool has_curves = !simulation_.memory.empty() && !aggregated_;
+    const double curves_end = has_curves ? curves(rows_end + 34) : rows_end;
+    const double legend_y = curves_end + 34;
     const double legend_end = legend(legend_y);
     const double captions = caption(legend_y + 40);
     const double width =
         std::max({kLeft + simulation_.makespan * scale_, legend_end, captions, kLeastWidth}) +
         kMargin;
-    const double height = legend_y + 70;
-    const std::string size = number(width) + " " + number(height);
-    return "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"" + number(width) + "\" height=\"" +
-           number(height) + "\" viewBox=\"0 0 " + size +
-           "\" font-family=\"DejaVu Sans, Arial, sans-serif\" font-size=\"" + number(kFontSize) +
-           "\">\n<style>.w{fill:#fff}.d{fill:#111}.b{stroke:#fff;stroke-width:.8}"
-           ".n{text-anchor:middle}</style>\n<rect width=\"100%\" height=\"100%\" "
-           "fill=\"#fff\"/>\n" +
-           body_ + "</svg>\n";
+    return canvas_.finish(width, legend_y + 70);
   }
 
  private:
@@ -147,48 +93,116 @@ class Picture {
     return std::min(scale, (most_width_ - kLeft - kMargin) / simulation_.makespan);
   }
 
-  void text(double x, double y, const std::string& words, const char* extra = "class=\"d\"") {
-    body_ += "<text x=\"" + number(x) + "\" y=\"" + number(y) + "\" " + extra + ">" + words +
-             "</text>\n";
+  // "2F0 on rank 1: 3 to 4".
+  static std::string title_of(std::size_t rank, const Action& action, double start, double end) {
+    return concat(to_string(action), " on rank ", rank, ": ", svg_plain(start), " to ",
+                  svg_plain(end));
   }
 
-  void rectangle(double x, double y, double width, double height, const std::string& fill) {
-    body_ += "<rect class=\"b\" x=\"" + number(x) + "\" y=\"" + number(y) + "\" width=\"" +
-             number(width) + "\" height=\"" + number(height) + "\" fill=\"" + fill + "\"/>\n";
-  }
-
-  void box(const Action& action, double start, double end, double y, double height) {
-    const int chunk = chunk_of_[at(action.stage)];
-    const Shade shade = shade_of(action.kind, chunk, chunks_);
-    used_[at(action.kind)] = true;
+  void box(std::size_t rank, const SimulatedAction& action, double start, double end, double y,
+           double height) {
+    const int chunk = chunk_of_[at(action.action.stage)];
+    const Shade shade = shade_of(action.action.kind, chunk, chunks_);
+    used_[at(action.action.kind)] = true;
     const double x = kLeft + start * scale_;
     const double width = (end - start) * scale_;
     if (width < 0.1) return;
-    rectangle(x, y, width, height, shade.fill);
-    const std::string digits = std::to_string(action.micro_batch);
+    canvas_.rectangle(x, y, width, height, shade.fill,
+                      title_of(rank, action.action, action.start, action.end));
+    const std::string digits = std::to_string(action.action.micro_batch);
     if (width < static_cast<double>(digits.size()) * kDigitWidth) return;
-    text(x + width / 2, y + height / 2 + 4, digits,
-         shade.light ? "class=\"d n\"" : "class=\"w n\"");
+    canvas_.text(x + width / 2, y + height / 2 + 4, digits,
+                 shade.light ? "class=\"d n\"" : "class=\"w n\"");
   }
 
-  void boxes() {
-    text(kMargin, 20,
-         concat("<tspan font-weight=\"bold\">", escaped(schedule_.name),
-                "</tspan>: ", schedule_.placement.ranks(), " ranks, ", schedule_.placement.stages(),
-                " stages, ", schedule_.micro_batches, " micro-batches"));
+  static double top_of(std::size_t row) {
+    return kTitle + static_cast<double>(row) * (kRowHeight + kRowGap);
+  }
+
+  // The axis below `rows` rows. Returns where they end.
+  double axis(std::size_t rows) {
+    const double end = top_of(rows), y = end + 10;
+    const double right = kLeft + simulation_.makespan * scale_;
+    canvas_.path(concat("M", svg_number(kLeft), " ", svg_number(y - 4), "H", svg_number(right)),
+                 "stroke=\"#888\"");
+    canvas_.text(kLeft, y + 9, "time 0");
+    canvas_.text(right, y + 9, svg_plain(simulation_.makespan), "class=\"d\" text-anchor=\"end\"");
+    return end;
+  }
+
+  double boxes() {
     for (std::size_t rank = 0; rank < schedule_.ranks.size(); ++rank) {
-      const double y = kTitle + static_cast<double>(rank) * (kRowHeight + kRowGap);
-      text(kMargin, y + kRowHeight / 2 + 4, concat("rank ", rank));
-      row(rank, y);
-      if (!simulation_.reductions.empty()) reductions(rank, y);
+      canvas_.text(kMargin, top_of(rank) + kRowHeight / 2 + 4, concat("rank ", rank));
+      row(rank, top_of(rank));
+      if (!simulation_.reductions.empty()) reductions(rank, top_of(rank));
     }
-    const double axis =
-        kTitle + static_cast<double>(schedule_.ranks.size()) * (kRowHeight + kRowGap) + 10;
-    body_ += "<path d=\"M" + number(kLeft) + " " + number(axis - 4) + "H" +
-             number(kLeft + simulation_.makespan * scale_) + "\" stroke=\"#888\"/>\n";
-    text(kLeft, axis + 9, "time 0");
-    text(kLeft + simulation_.makespan * scale_, axis + 9, plain(simulation_.makespan),
-         "class=\"d\" text-anchor=\"end\"");
+    messages();
+    return axis(schedule_.ranks.size());
+  }
+
+  // From the end of what made a tensor to where it arrives, if that takes time.
+  void messages() {
+    std::string lines;
+    for (const SimulatedMessage& each : simulation_.transfers) {
+      if (!(each.arrives > each.made)) continue;
+      const auto middle = [&](int rank) { return top_of(at(rank)) + kRowHeight / 2; };
+      lines +=
+          concat("M", svg_number(kLeft + each.made * scale_), " ", svg_number(middle(each.from)),
+                 "L", svg_number(kLeft + each.arrives * scale_), " ", svg_number(middle(each.to)));
+    }
+    if (lines.empty()) return;
+    canvas_.path(lines,
+                 "class=\"m\" fill=\"none\" stroke=\"#333\" stroke-width=\".6\" "
+                 "stroke-opacity=\".55\"");
+    has_messages_ = true;
+  }
+
+  // Instead of boxes. Returns where the rows end.
+  double shares() {
+    const ActionShares all = action_shares(simulation_, kMaxSvgActions / 4);
+    for (std::size_t i = 0; i < all.rows.size(); ++i) {
+      const std::size_t first = i * at(all.ranks_per_row);
+      const std::size_t last =
+          std::min(first + at(all.ranks_per_row), simulation_.timeline.size()) - 1;
+      canvas_.text(kMargin, top_of(i) + kRowHeight / 2 + 4,
+                   first == last ? std::to_string(first) : concat(first, "-", last));
+      const double width = simulation_.makespan * scale_ / static_cast<double>(all.rows[i].size());
+      for (std::size_t c = 0; c < all.rows[i].size(); ++c) {
+        double y = top_of(i);
+        for (std::size_t kind = 0; kind < kKindNames.size(); ++kind) {
+          const double share = all.rows[i][c][kind];
+          if (share * kRowHeight < 0.05) continue;
+          used_[kind] = true;
+          canvas_.path(concat("M", svg_number(kLeft + static_cast<double>(c) * width), " ",
+                              svg_number(y), "h", svg_number(width + 0.1), "v",
+                              svg_number(share * kRowHeight), "h-", svg_number(width + 0.1), "z"),
+                       concat("fill=\"", shade_of(static_cast<ActionKind>(kind), 0, 1).fill, "\""));
+          y += share * kRowHeight;
+        }
+      }
+    }
+    return axis(all.rows.size());
+  }
+
+  // The bytes that each rank holds over time, all in one scale. Returns where the curves end.
+  double curves(double top) {
+    std::int64_t most = 1;
+    for (const std::int64_t peak : simulation_.peak_bytes) most = std::max(most, peak);
+    canvas_.text(kMargin, top + 4, concat("bytes held, from 0 to ", bytes_text({most})));
+    for (std::size_t rank = 0; rank < simulation_.memory.size(); ++rank) {
+      const double base = top + 12 + static_cast<double>(rank + 1) * (kCurveHeight + kRowGap);
+      canvas_.text(kMargin, base - kCurveHeight / 2 + 4, concat("rank ", rank));
+      std::string line = concat("M", svg_number(kLeft), " ", svg_number(base));
+      for (const MemoryStep& step : simulation_.memory[rank]) {
+        const double share = static_cast<double>(step.bytes) / static_cast<double>(most);
+        line += concat("H", svg_number(kLeft + step.time * scale_), "V",
+                       svg_number(base - share * kCurveHeight));
+      }
+      line += concat("H", svg_number(kLeft + simulation_.makespan * scale_), "V", svg_number(base),
+                     "z");
+      canvas_.path(line, "fill=\"#ccd6e4\" stroke=\"#26549f\" stroke-width=\".8\"");
+    }
+    return top + 12 + static_cast<double>(simulation_.memory.size()) * (kCurveHeight + kRowGap);
   }
 
   // A rank's timeline holds the actions of its computing steps in order.
@@ -199,14 +213,19 @@ class Picture {
       if (!is_compute(step.action.kind)) continue;
       const SimulatedAction& first = timeline[next++];
       if (!step.overlapped) {
-        box(first.action, first.start, first.end, y, kRowHeight);
+        box(rank, first, first.start, first.end, y, kRowHeight);
         continue;
       }
       const SimulatedAction& second = timeline[next++];
+      if (second.start >= first.end) {  // one after the other
+        box(rank, first, first.start, first.end, y, kRowHeight);
+        box(rank, second, second.start, second.end, y, kRowHeight);
+        continue;
+      }
       const double start = std::min(first.start, second.start);
       const double end = std::max(first.end, second.end);
-      box(first.action, start, end, y, kRowHeight / 2);
-      box(second.action, start, end, y + kRowHeight / 2, kRowHeight / 2);
+      box(rank, first, start, end, y, kRowHeight / 2);
+      box(rank, second, start, end, y + kRowHeight / 2, kRowHeight / 2);
     }
   }
 
@@ -215,7 +234,7 @@ class Picture {
     for (const SimulatedAction& each : simulation_.reductions[rank]) {
       const double width = (each.end - each.start) * scale_;
       if (width < 0.1) continue;
-      rectangle(kLeft + each.start * scale_, y + kRowHeight - 4, width, 4, kReductionFill);
+      canvas_.rectangle(kLeft + each.start * scale_, y + kRowHeight - 4, width, 4, kReductionFill);
     }
   }
 
@@ -223,28 +242,36 @@ class Picture {
   double legend(double y) {
     double x = kLeft;
     const auto entry = [&](const std::string& fill, const char* stroke, const std::string& words) {
-      body_ += "<rect x=\"" + number(x) + "\" y=\"" + number(y) +
-               "\" width=\"16\" height=\"16\" fill=\"" + fill + "\" stroke=\"" + stroke + "\"/>\n";
+      canvas_.path(concat("M", svg_number(x), " ", svg_number(y), "h16v16h-16z"),
+                   concat("fill=\"", fill, "\" stroke=\"", stroke, "\""));
       x += 16;
       if (words.empty()) return;
-      text(x + 5, y + 12, words);
+      canvas_.text(x + 5, y + 12, words);
       x += 22 + static_cast<double>(words.size()) * kDigitWidth;
     };
-    const int shown = std::min(chunks_, kMostShades);
-    for (std::size_t kind = 0; kind < kColours.size(); ++kind) {
+    const int shown = aggregated_ ? 1 : std::min(chunks_, kMostShades);
+    for (std::size_t kind = 0; kind < kKindNames.size(); ++kind) {
       if (!used_[kind]) continue;
       for (int i = 0; i < shown; ++i) {
         const int chunk = shown < 2 ? 0 : i * (chunks_ - 1) / (shown - 1);
         const bool last = i + 1 == shown;
-        entry(shade_of(static_cast<ActionKind>(kind), chunk, chunks_).fill, "#fff",
-              last ? kKindNames[kind] : "");
+        entry(shade_of(static_cast<ActionKind>(kind), chunk, aggregated_ ? 1 : chunks_).fill,
+              "#fff", last ? kKindNames[kind] : "");
       }
     }
     if (!simulation_.reductions.empty()) entry(kReductionFill, "#fff", "gradient sum");
     entry("#fff", "#888", "idle");
-    if (chunks_ > 1) {
+    if (has_messages_) {
+      canvas_.text(x, y + 12, "lines: messages");
+      x += 16 * kDigitWidth;
+    }
+    if (aggregated_) {
+      const std::string words = "height: share of the ranks' time, too many actions for a box each";
+      canvas_.text(x, y + 12, words);
+      x += static_cast<double>(words.size()) * kDigitWidth;
+    } else if (chunks_ > 1) {
       const std::string words = concat("shades: chunk 0 (dark) to ", chunks_ - 1, " (light)");
-      text(x, y + 12, words);
+      canvas_.text(x, y + 12, words);
       x += static_cast<double>(words.size()) * kDigitWidth;
     }
     return x;
@@ -259,7 +286,7 @@ class Picture {
     words += *least == *most ? std::to_string(*most) : concat(*least, " to ", *most);
     words += chunks_ > 1 ? " chunks of a micro-batch per rank" : " micro-batches per rank";
     if (!simulation_.peak_bytes.empty()) words += ", " + bytes_text(simulation_.peak_bytes);
-    text(kLeft, y + 6, words);
+    canvas_.text(kLeft, y + 6, words);
     return kLeft + static_cast<double>(words.size()) * kDigitWidth;
   }
 
@@ -272,11 +299,13 @@ class Picture {
   int chunks_ = 1;
   double scale_ = 1;
   std::array<bool, 4> used_{};
-  std::string body_;
+  const bool aggregated_;  // shares of columns instead of boxes
+  bool has_messages_ = false;
+  SvgCanvas canvas_;
 };
 
-// One entry of the timeline per compute action.
-void require_same_schedule(const Schedule& schedule, const Simulation& simulation) {
+// One entry of the timeline per compute action. Returns how many there are.
+std::size_t require_same_schedule(const Schedule& schedule, const Simulation& simulation) {
   bool same = schedule.ranks.size() == simulation.timeline.size() &&
               schedule.ranks.size() == simulation.peak_in_flight.size();
   std::size_t total = 0;
@@ -292,17 +321,15 @@ void require_same_schedule(const Schedule& schedule, const Simulation& simulatio
     throw std::invalid_argument("picture of '" + schedule.name +
                                 "': the simulation is not of this schedule");
   }
-  if (total > kMaxSvgActions) {
-    refuse("picture of '", schedule.name, "': ", total, " actions; at most ", kMaxSvgActions,
-           " are legal");
-  }
+  return total;
 }
 
 }  // namespace
 
 std::string draw_svg(const Schedule& schedule, const Simulation& simulation, int most_width) {
-  require_same_schedule(schedule, simulation);
-  return Picture(schedule, simulation, std::max<double>(most_width, kLeastWidth)).draw();
+  const bool aggregated = require_same_schedule(schedule, simulation) > kMaxSvgActions;
+  return Picture(schedule, simulation, std::max<double>(most_width, kLeastWidth), aggregated)
+      .draw();
 }
 
 }  // namespace sluice

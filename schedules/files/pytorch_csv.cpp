@@ -1,11 +1,16 @@
 #include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
 #include <stdexcept>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include <sluice/schedule_file.hpp>
 
 #include "schedules/files/file_text.hpp"
+#include "schedules/model/actions.hpp"
 #include "schedules/model/text.hpp"
 
 namespace sluice {
@@ -89,33 +94,131 @@ std::string renamed(std::string_view cell, std::string_view from_input, std::str
   return text;
 }
 
+constexpr std::string_view kWait = "WAIT_";
+
+// A wait as what it waits for: "0SEND_F0" of "0WAIT_SEND_F0"; empty: the cell is none.
+std::string waited_for(std::string_view cell) {
+  const std::size_t digits = std::min(cell.find_first_not_of("0123456789"), cell.size());
+  if (!cell.substr(digits).starts_with(kWait)) return "";
+  return std::string(cell.substr(0, digits)) + std::string(cell.substr(digits + kWait.size()));
+}
+
+std::string wait_of(const Action& action) {
+  std::string text = to_string(action);
+  return text.insert(text.find_first_not_of("0123456789"), kWait);
+}
+
 bool known_to_pytorch(ActionKind kind) {
   return kind != ActionKind::kReduceTied && kind != ActionKind::kRecompute &&
          kind != ActionKind::kOptimizer;
 }
+
+// The waits of a file: each comes in its row after what it waits for.
+class Waits {
+ public:
+  void begin_row() {
+    open_.clear();
+    open_sum_ = -1;
+  }
+
+  // A send or a sum, and a wait for one. `at` is its place.
+  void start(const Position& at, const Action& action) {
+    const bool sum = action.kind == ActionKind::kReduceGrad;
+    ++(sum ? sums_ : sends_);
+    open_.insert(key_of(action));
+    if (!sum) return;
+    if (open_sum_ >= 0 && !second_sum_) second_sum_ = {at, action.stage, open_sum_};
+    open_sum_ = action.stage;
+  }
+  void end(const Position& at, const Action& action) {
+    if (!is_send(action.kind) && action.kind != ActionKind::kReduceGrad) {
+      fail_at(at, wait_of(action) +
+                      " waits for no send and no sum; legal are WAIT_SEND_F, "
+                      "WAIT_SEND_B and WAIT_REDUCE_GRAD");
+    }
+    if (open_.erase(key_of(action)) == 0) {
+      fail_at(at, wait_of(action) + " waits for " + to_string(action) +
+                      ", which does not come before it in its row, or has a wait already");
+    }
+    if (!is_send(action.kind)) open_sum_ = -1;
+    ++(is_send(action.kind) ? waited_sends_ : waited_sums_);
+  }
+  [[nodiscard]] std::int64_t count() const { return waited_sends_ + waited_sums_; }
+
+  // After the last row: messages and sums have a wait each, or none has.
+  void require_all() const {
+    if (waited_sends_ > 0 && waited_sends_ < sends_) {
+      refuse(kReader, ": ", sends_ - waited_sends_, " of ", sends_,
+             " sends have no wait (WAIT_SEND_F, WAIT_SEND_B); legal is one for each, or none");
+    }
+    if (waited_sums_ == 0) return;
+    if (second_sum_) {
+      fail_at(second_sum_->at, concat("stage ", second_sum_->stage, "'s REDUCE_GRAD begins before ",
+                                      second_sum_->open,
+                                      "WAIT_REDUCE_GRAD; a rank sums one stage "
+                                      "at a time"));
+    }
+    if (waited_sums_ < sums_) {
+      refuse(kReader, ": ", sums_ - waited_sums_, " of ", sums_,
+             " REDUCE_GRAD have no WAIT_REDUCE_GRAD; legal is one for each, or none");
+    }
+  }
+
+ private:
+  using Key = std::tuple<ActionKind, std::int32_t, std::int32_t>;
+  static Key key_of(const Action& action) {
+    return {action.kind, action.stage, action.micro_batch};
+  }
+  struct SecondSum {
+    Position at;
+    int stage = 0, open = 0;
+  };
+
+  std::set<Key> open_;
+  int open_sum_ = -1;  // the stage; -1: none
+  std::optional<SecondSum> second_sum_;
+  std::int64_t sends_ = 0, sums_ = 0, waited_sends_ = 0, waited_sums_ = 0;
+};
 
 class CsvReader {
  public:
   CsvReader(std::string_view text, std::string_view name, CsvAlphabet alphabet) : text_(text) {
     result_.schedule.name = name;
     result_.schedule.micro_batches = 0;
-    result_.alphabet = alphabet == CsvAlphabet::kDetect ? detect(text) : alphabet;
+    detects_ = alphabet == CsvAlphabet::kDetect;
+    result_.alphabet = detects_ ? detect(text) : alphabet;
   }
 
   PytorchCsv read() {
     for_each_cell(text_, [this](const Position& at, std::string_view cell) { add(at, cell); });
     place();
     find_forward_only(result_.schedule);
-    if (result_.messages + result_.other_dropped > 0) check_messages();
+    if (result_.messages > 0) check_messages();
+    require_all_waits();
     return std::move(result_);
   }
 
  private:
   void add(const Position& at, std::string_view cell) {
     std::vector<std::vector<Step>>& ranks = result_.schedule.ranks;
-    if (ranks.size() < at.row) ranks.emplace_back();
+    if (ranks.size() < at.row) {
+      ranks.emplace_back();
+      waits_.begin_row();
+    }
     if (cell.empty()) return;
+    if (const std::string awaited = waited_for(cell); !awaited.empty()) {
+      if (result_.alphabet != CsvAlphabet::kCurrent) {
+        fail_at(at, quoted_excerpt(cell) + " is a wait, which this alphabet does not have");
+      }
+      waits_.end(at, parse(at, awaited).action);
+      require_action_count(kReader,
+                           computes_ + result_.messages + result_.sharding + waits_.count());
+      return;
+    }
     const Step step = parse(at, cell);
+    if (is_send(step.action.kind) || step.action.kind == ActionKind::kReduceGrad) {
+      waits_.start(at, step.action);
+    }
     note(at, step.action);
     if (step.overlapped) note(at, *step.overlapped);
     ranks.back().push_back(step);
@@ -157,8 +260,8 @@ class CsvReader {
   void note(const Position& at, const Action& action) {
     ++(is_compute(action.kind)   ? computes_
        : is_message(action.kind) ? result_.messages
-                                 : result_.other_dropped);
-    require_action_count(kReader, computes_ + result_.messages + result_.other_dropped);
+                                 : result_.sharding);
+    require_action_count(kReader, computes_ + result_.messages + result_.sharding + waits_.count());
     if (!is_compute(action.kind)) return;
     const auto stage = static_cast<std::size_t>(action.stage);
     if (stage >= most_stages()) {
@@ -206,7 +309,16 @@ class CsvReader {
         Placement::custom(static_cast<int>(schedule.ranks.size()), std::move(stage_to_rank_));
   }
 
-  // Proves the messages, then drops all that is not compute.
+  void require_all_waits() {
+    result_.waits = waits_.count();
+    waits_.require_all();
+    const bool without = result_.messages > 0 && result_.waits == 0;
+    if (detects_ && without && result_.alphabet == CsvAlphabet::kCurrent) {
+      result_.alphabet = CsvAlphabet::kNoWaits;
+    }
+  }
+
+  // Proves the messages, then drops them.
   void check_messages() {
     if (const auto violation = check(result_.schedule)) {
       if (violation->rank < 0 || violation->position < 0) {
@@ -215,7 +327,7 @@ class CsvReader {
       fail_at(position_of(*violation), violation->message);
     }
     for (std::vector<Step>& steps : result_.schedule.ranks) {
-      std::erase_if(steps, [](const Step& step) { return !is_compute(step.action.kind); });
+      std::erase_if(steps, [](const Step& step) { return is_message(step.action.kind); });
     }
   }
 
@@ -224,13 +336,15 @@ class CsvReader {
     Position found{static_cast<std::size_t>(violation.rank) + 1, 1};
     int position = 0;
     for_each_cell(text_, [&](const Position& at, std::string_view cell) {
-      if (at.row != found.row || cell.empty()) return;
+      if (at.row != found.row || cell.empty() || !waited_for(cell).empty()) return;
       if (position++ == violation.position) found.column = at.column;
     });
     return found;
   }
 
   std::string_view text_;
+  bool detects_ = false;
+  Waits waits_;
   PytorchCsv result_;
   std::vector<int> stage_to_rank_;
   std::int64_t computes_ = 0;
@@ -243,20 +357,71 @@ PytorchCsv parse_pytorch_csv(std::string_view text, std::string_view name, CsvAl
   return CsvReader(text, name, alphabet).read();
 }
 
+namespace {
+
+// One row: cells, and the waits that the current alphabet has between them.
+class Row {
+ public:
+  Row(std::string_view schedule, CsvAlphabet alphabet) : schedule_(schedule), alphabet_(alphabet) {}
+
+  void add(const Step& step) {
+    const Action& action = step.action;
+    if (!known_to_pytorch(action.kind) || action.copy != 0 || action.to_stage >= 0) {
+      throw std::invalid_argument("schedule '" + std::string(schedule_) +
+                                  "': PyTorch has no action " + to_string(action));
+    }
+    const std::string cell = to_string(step);
+    put(alphabet_ == CsvAlphabet::kOlder ? renamed(cell, "I", "B", "B", "BW") : cell);
+    if (alphabet_ != CsvAlphabet::kDetect && alphabet_ != CsvAlphabet::kCurrent) return;
+    if (is_send(action.kind)) {
+      if (action.kind == ActionKind::kSendForward) {
+        open_[{action.stage, action.micro_batch}] = sent_.size();
+      }
+      sent_.push_back(action);
+    }
+    if (action.kind == ActionKind::kReduceGrad) put(wait_of(action));
+    if (step.overlapped) end_activation(*step.overlapped);
+    end_activation(action);
+  }
+
+  std::string finish() {
+    for (const Action& each : sent_) {
+      if (each.stage >= 0) put(wait_of(each));
+    }
+    return std::move(text_) + '\n';
+  }
+
+ private:
+  void put(const std::string& cell) {
+    if (!text_.empty()) text_ += ',';
+    text_ += cell;
+  }
+
+  // The activation of a micro-batch has arrived once its gradient is back.
+  void end_activation(const Action& action) {
+    if (!makes_gradient(action.kind)) return;
+    const auto found = open_.find({action.stage, action.micro_batch});
+    if (found == open_.end()) return;
+    put(wait_of(sent_[found->second]));
+    sent_[found->second].stage = -1;  // has its wait
+    open_.erase(found);
+  }
+
+  std::string_view schedule_;
+  CsvAlphabet alphabet_;
+  std::string text_;
+  std::vector<Action> sent_;
+  std::map<std::pair<int, int>, std::size_t> open_;  // [stage, micro-batch] activation in sent_
+};
+
+}  // namespace
+
 std::string to_pytorch_csv(const Schedule& schedule, CsvAlphabet alphabet) {
   std::string text;
   for (const std::vector<Step>& steps : schedule.ranks) {
-    for (std::size_t i = 0; i < steps.size(); ++i) {
-      const Action& action = steps[i].action;
-      if (!known_to_pytorch(action.kind) || action.copy != 0 || action.to_stage >= 0) {
-        throw std::invalid_argument("schedule '" + schedule.name + "': PyTorch has no action " +
-                                    to_string(action));
-      }
-      if (i != 0) text += ',';
-      const std::string cell = to_string(steps[i]);
-      text += alphabet == CsvAlphabet::kOlder ? renamed(cell, "I", "B", "B", "BW") : cell;
-    }
-    text += '\n';
+    Row row(schedule.name, alphabet);
+    for (const Step& step : steps) row.add(step);
+    text += row.finish();
   }
   return text;
 }

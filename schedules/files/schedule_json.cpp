@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
@@ -26,10 +27,12 @@ enum Key : std::size_t {
   kMicroBatchesKey,
   kPlacementKey,
   kListsKey,
+  kMadeForKey,
   kKeys
 };
-constexpr std::array<std::string_view, kKeys> kKeyNames = {
-    "format", "version", "name", "ranks", "stages", "micro_batches", "placement", "lists"};
+constexpr std::array<std::string_view, kKeys> kKeyNames = {"format",    "version", "name",
+                                                           "ranks",     "stages",  "micro_batches",
+                                                           "placement", "lists",   "made_for"};
 
 // Both count from 0, as ranks do.
 std::string at_list(std::size_t list, std::size_t position) {
@@ -41,28 +44,94 @@ bool printable(std::string_view name) {
                       [](char c) { return (c >= 0 && c < ' ') || c == '\x7f'; });
 }
 
+// The object of the key "made_for", event by event. Each function returns false for what it does
+// not take there.
+class MadeForHandler {
+ public:
+  bool key(const std::string& name) {
+    const auto found = std::find(kNames.begin(), kNames.end(), name);
+    if (found == kNames.end()) return false;
+    key_ = static_cast<std::size_t>(found - kNames.begin());
+    return !std::exchange(seen_[key_], true);
+  }
+  bool boolean(bool value) {
+    if (key_ != kMilliseconds) return false;
+    made_for_.milliseconds = value;
+    return true;
+  }
+  bool number(double value) {
+    if (in_list_) return layer(value);
+    if (!std::isfinite(value) || value < 0) return false;
+    if (key_ == kMakespan) {
+      made_for_.makespan = value;
+      return true;
+    }
+    if (key_ != kBubble || value > 1) return false;
+    made_for_.bubble = value;
+    return true;
+  }
+  bool start_list() { return key_ == kFirstLayer && !std::exchange(in_list_, true); }
+  void end_list() { in_list_ = false; }
+  [[nodiscard]] bool complete() const {
+    return std::all_of(seen_.begin(), seen_.end(), [](bool seen) { return seen; });
+  }
+  // Requires: complete().
+  [[nodiscard]] MadeFor take() { return std::move(made_for_); }
+
+  static constexpr std::string_view kLegal =
+      "one object with the keys first_layer (ascending from 0, one entry more than stages, or "
+      "empty), makespan (a number from 0 up), bubble (0 to 1) and milliseconds (true or false)";
+
+ private:
+  enum Key : std::size_t { kFirstLayer, kMakespan, kBubble, kMilliseconds, kNone };
+  static constexpr std::array<std::string_view, kNone> kNames = {"first_layer", "makespan",
+                                                                 "bubble", "milliseconds"};
+
+  bool layer(double value) {
+    std::vector<int>& first = made_for_.first_layer;
+    const double least = first.empty() ? 0 : first.back();
+    const double most = first.empty() ? 0 : std::numeric_limits<int>::max();
+    if (!(value >= least && value <= most) || value != std::floor(value)) return false;
+    first.push_back(static_cast<int>(value));
+    return true;
+  }
+
+  MadeFor made_for_;
+  std::array<bool, kNone> seen_{};
+  std::size_t key_ = kNone;
+  bool in_list_ = false;
+};
+
 // Follows the JSON library's parser event by event; nothing of the document is kept but the
 // schedule. The depth is at most 3, so deeper nesting ends the parse at once.
 class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
  public:
-  Schedule take(std::string_view text) {
+  ScheduleFile take(std::string_view text) {
     nlohmann::json::sax_parse(text.begin(), text.end(), this);
     for (std::size_t key = 0; key < kKeys; ++key) {
-      if (!seen_[key]) fail("the key '" + std::string(kKeyNames[key]) + "' is missing");
+      if (!seen_[key] && key != kMadeForKey)
+        fail("the key '" + std::string(kKeyNames[key]) + "' is missing");
     }
     return finish();
   }
 
   bool null() override { return unexpected("null"); }
-  bool boolean(bool) override { return unexpected("a boolean"); }
-  bool number_float(double, const std::string&) override {
-    return unexpected("a number that is no integer");
+  bool boolean(bool value) override {
+    return (in_made_for_ && made_for_.boolean(value)) || unexpected("a boolean");
+  }
+  bool number_float(double value, const std::string&) override {
+    return (in_made_for_ && made_for_.number(value)) ||
+           unexpected(in_made_for_ ? concat("the number ", value) : "a number that is no integer");
   }
   bool binary(nlohmann::json::binary_t&) override { return unexpected("binary data"); }
   bool number_integer(std::int64_t value) override {
     return unexpected(concat("the number ", value));
   }
   bool number_unsigned(std::uint64_t value) override {
+    if (in_made_for_) {
+      return made_for_.number(static_cast<double>(value)) ||
+             unexpected(concat("the number ", value));
+    }
     if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int32_t>::max())) {
       return unexpected(concat("the number ", value));
     }
@@ -74,11 +143,15 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
   bool start_object(std::size_t) override {
+    if (in_object_ && key_ == kMadeForKey && depth_ == 0 && !in_made_for_) {
+      return in_made_for_ = true;
+    }
     if (in_object_) return unexpected("an object");
     in_object_ = true;
     return true;
   }
   bool key(std::string& name) override {
+    if (in_made_for_) return made_for_.key(name) || unexpected("the key " + quoted_excerpt(name));
     const auto found = std::find(kKeyNames.begin(), kKeyNames.end(), name);
     if (found == kKeyNames.end()) fail("unknown key " + quoted_excerpt(name) + "; " + keys_text());
     key_ = static_cast<Key>(found - kKeyNames.begin());
@@ -86,10 +159,13 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
   bool end_object() override {
+    if (in_made_for_ && !made_for_.complete()) unexpected("an object that lacks a key");
+    in_made_for_ = false;
     key_ = kKeys;
     return true;
   }
   bool start_array(std::size_t) override {
+    if (in_made_for_) return made_for_.start_list() || unexpected("a list");
     if (depth_ == 0 && (key_ == kPlacementKey || key_ == kListsKey)) {
       depth_ = 1;
     } else if (depth_ == 1 && key_ == kListsKey) {
@@ -102,6 +178,10 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
   bool end_array() override {
+    if (in_made_for_) {
+      made_for_.end_list();
+      return true;
+    }
     --depth_;
     return true;
   }
@@ -140,6 +220,7 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
         "an integer from 1 up",
         "a list of ranks, one per stage",
         "a list per rank of actions such as \"0F0\"",
+        MadeForHandler::kLegal,
         "one object"};
     fail(where() + " has " + what + "; legal is " +
          std::string(kLegal[in_object_ ? static_cast<std::size_t>(key_) : kKeys]));
@@ -170,7 +251,9 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
   }
 
   void text(const std::string& value) {
-    if (depth_ == 2) {
+    if (in_made_for_) {
+      unexpected("the text " + quoted_excerpt(value));
+    } else if (depth_ == 2) {
       step(value);
     } else if (depth_ == 0 && key_ == kFormatKey && value == kFormat) {
       return;
@@ -194,16 +277,18 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
     } catch (const std::invalid_argument& error) {
       fail(at_list(schedule_.ranks.size() - 1, steps.size()) + ": " + error.what());
     }
-    if (!is_compute(step.action.kind)) {
+    if (!is_compute(step.action.kind) && !is_sharding(step.action.kind)) {
       fail(at_list(schedule_.ranks.size() - 1, steps.size()) + ": " + to_string(step.action) +
-           " does not compute; legal are F, B, I, W and overlapped pairs of them");
+           " does not compute; legal are F, B, I, W, overlapped pairs of them, UNSHARD, RESHARD "
+           "and REDUCE_GRAD");
     }
+    sharding_ += is_sharding(step.action.kind) ? 1 : 0;
     actions_ += step.overlapped ? 2 : 1;
     require_action_count(kReader, actions_);
     steps.push_back(step);
   }
 
-  Schedule finish() {
+  ScheduleFile finish() {
     const auto agree = [&](std::size_t found, int said, const char* what, Key key) {
       if (found == static_cast<std::size_t>(said)) return;
       fail(concat("'", kKeyNames[key], "' has ", found, " entries, but the file says ", said, " ",
@@ -211,14 +296,21 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
     };
     agree(placement_.size(), stages_, "stages", kPlacementKey);
     agree(schedule_.ranks.size(), ranks_, "ranks", kListsKey);
-    require_enough_actions(kReader, stages_, schedule_.micro_batches, actions_);
+    require_enough_actions(kReader, stages_, schedule_.micro_batches, actions_ - sharding_);
     try {
       schedule_.placement = Placement::custom(ranks_, std::move(placement_));
     } catch (const std::invalid_argument& error) {
       fail(error.what());
     }
     find_forward_only(schedule_);
-    return std::move(schedule_);
+    ScheduleFile file;
+    file.schedule = std::move(schedule_);
+    if (!seen_[kMadeForKey]) return file;
+    file.made_for = made_for_.take();
+    if (const std::size_t entries = file.made_for->first_layer.size(); entries > 0) {
+      agree(entries - 1, stages_, "stages, and first_layer one entry more", kMadeForKey);
+    }
+    return file;
   }
 
   Schedule schedule_;
@@ -226,19 +318,20 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
   std::array<bool, kKeys> seen_{};
   Key key_ = kKeys;
   int depth_ = 0;  // of lists
-  bool in_object_ = false;
+  bool in_object_ = false, in_made_for_ = false;
+  MadeForHandler made_for_;
   int ranks_ = 0, stages_ = 0;
-  std::int64_t actions_ = 0;
+  std::int64_t actions_ = 0, sharding_ = 0;
 };
 
 }  // namespace
 
-Schedule parse_schedule_json(std::string_view text) {
+ScheduleFile parse_schedule_json(std::string_view text) {
   require_file_size(kReader, text);
   return ScheduleHandler().take(text);
 }
 
-std::string to_schedule_json(const Schedule& schedule) {
+std::string to_schedule_json(const Schedule& schedule, const std::optional<MadeFor>& made_for) {
   if (schedule.name.empty() || schedule.name.size() > kMaxScheduleNameBytes ||
       !printable(schedule.name)) {
     refuse("the schedule's name ", quoted_excerpt(schedule.name), " is not 1 to ",
@@ -255,15 +348,23 @@ std::string to_schedule_json(const Schedule& schedule) {
   std::string text = "{\n" + line("format", kFormat) + line("version", kScheduleFileVersion) +
                      line("name", schedule.name) + line("ranks", schedule.placement.ranks()) +
                      line("stages", schedule.placement.stages()) +
-                     line("micro_batches", schedule.micro_batches) + line("placement", placement) +
-                     " \"lists\": [";
+                     line("micro_batches", schedule.micro_batches) + line("placement", placement);
+  if (made_for) {
+    text += line("made_for", {{"first_layer", made_for->first_layer},
+                              {"makespan", made_for->makespan},
+                              {"bubble", made_for->bubble},
+                              {"milliseconds", made_for->milliseconds}});
+  }
+  text += " \"lists\": [";
   for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
     text += rank == 0 ? "\n  [" : ",\n  [";
     for (std::size_t i = 0; i < schedule.ranks[rank].size(); ++i) {
       const Step& step = schedule.ranks[rank][i];
-      if (!is_compute(step.action.kind)) {
-        throw std::invalid_argument("schedule '" + schedule.name + "': " + to_string(step) +
-                                    " does not compute; a schedule file holds F, B, I and W");
+      if (!is_compute(step.action.kind) && !is_sharding(step.action.kind)) {
+        throw std::invalid_argument(
+            "schedule '" + schedule.name + "': " + to_string(step) +
+            " does not compute; a schedule file holds F, B, I, W, UNSHARD, RESHARD and "
+            "REDUCE_GRAD");
       }
       text += i == 0 ? "\"" : ", \"";
       text += to_string(step);

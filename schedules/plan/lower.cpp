@@ -118,6 +118,19 @@ void append_reductions(const Placement& placement, int rank, const LowerOptions&
   }
 }
 
+bool has_pairs(const std::vector<Step>& steps) {
+  return std::any_of(steps.begin(), steps.end(),
+                     [](const Step& step) { return step.overlapped.has_value(); });
+}
+
+void split_pairs(const std::vector<Step>& steps, std::vector<Step>& apart) {
+  apart.clear();
+  for (const Step& step : steps) {
+    apart.push_back({step.action});
+    if (step.overlapped) apart.push_back({*step.overlapped});
+  }
+}
+
 }  // namespace
 
 Schedule lower(const Schedule& schedule, const LowerOptions& options) {
@@ -134,8 +147,11 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
   lowered.micro_batches = schedule.micro_batches;
   lowered.forward_only = schedule.forward_only;
   lowered.ranks.resize(schedule.ranks.size());
+  std::vector<Step> apart;
   for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
-    const std::vector<Step>& steps = schedule.ranks[rank];
+    const bool whole = options.keep_pairs || !has_pairs(schedule.ranks[rank]);
+    if (!whole) split_pairs(schedule.ranks[rank], apart);
+    const std::vector<Step>& steps = whole ? schedule.ranks[rank] : apart;
     const std::vector<int>& own = schedule.placement.stages_of(static_cast<int>(rank));
     std::size_t size = steps.size() + options.tied.size() + 1 + own.size();
     for_each_action(steps, [&](const Action& action) {
@@ -151,6 +167,10 @@ Schedule lower(const Schedule& schedule, const LowerOptions& options) {
     out.reserve(size);
     OverlappedSums sums(steps, own, options);
     for (std::size_t i = 0; i < steps.size(); ++i) {
+      if (is_sharding(steps[i].action.kind)) {
+        if (options.keep_sharding) out.push_back(steps[i]);
+        continue;
+      }
       append_step(schedule.placement, steps[i], sums.after(i), out);
     }
     if (!schedule.forward_only) {

@@ -12,28 +12,6 @@ namespace {
 
 constexpr std::size_t kNothing = std::numeric_limits<std::size_t>::max();
 
-// [stage] the least time before its first forward can start.
-std::vector<double> heads(const Problem& problem) {
-  std::vector<double> head(at(problem.stages()));
-  for (std::size_t s = 1; s < head.size(); ++s) {
-    head[s] = head[s - 1] + problem.duration[s - 1] + problem.delay[s];
-  }
-  return head;
-}
-
-// [stage] the least time from the end of its input part to the end of the step.
-std::vector<double> tails(const Problem& problem) {
-  const auto stages = at(problem.stages());
-  std::vector<double> tail(stages);
-  for (std::size_t s = 0; s < stages; ++s) {
-    tail[s] = problem.duration[2 * stages + s];
-    if (s == 0) continue;
-    const std::size_t before = stages + s - 1;
-    tail[s] = std::max(tail[s], problem.delay[before] + problem.duration[before] + tail[s - 1]);
-  }
-  return tail;
-}
-
 // Who waits for whom, and how long a tensor travels where its link is free.
 void set_dependencies(Problem& problem, const SimulationTimes& times) {
   const Handovers handovers = handovers_of(times, problem.placement);
@@ -79,6 +57,8 @@ Problem make_problem(const Placement& placement, int micro_batches, bool split,
     problem.duration[at(problem.slot(Part::kInput, stage))] =
         cost.backward_input + (split ? 0 : cost.backward_weight);
     problem.duration[at(problem.slot(Part::kWeight, stage))] = split ? cost.backward_weight : 0;
+    const double whole = cost.forward + cost.backward_input + cost.backward_weight;
+    problem.saving.push_back(cost.overlap < 0 ? 0 : std::max(0.0, whole - cost.overlap));
     const StageBytes bytes = times.bytes.empty() ? StageBytes{} : of_stage(times.bytes, stage);
     if (!times.reduce_overlap) {
       double seconds = 0;
@@ -128,45 +108,6 @@ bool fits(const Problem& problem, const Order& order) {
     if (exceeds(peak_memory(problem, order[rank]), problem.limit[rank])) return false;
   }
   return true;
-}
-
-double makespan_bound(const Problem& problem) {
-  const auto stages = at(problem.stages());
-  const std::vector<double> head = heads(problem);
-  const std::vector<double> tail = tails(problem);
-  const std::size_t last = stages - 1;
-  double bound = head[last] + problem.duration[last] + problem.duration[stages + last] + tail[last];
-  for (int rank = 0; rank < problem.ranks(); ++rank) {
-    double before = std::numeric_limits<double>::infinity();
-    double after = before;
-    double passes = 0;
-    double weights = 0;
-    for (const int stage : problem.placement.stages_of(rank)) {
-      const auto s = at(stage);
-      before = std::min(before, head[s]);
-      after = std::min(after, tail[s]);
-      passes += problem.duration[s] + problem.duration[stages + s];
-      weights += problem.duration[2 * stages + s];
-    }
-    const double m = problem.micro_batches;
-    const double reduce = problem.reduce[at(rank)];
-    bound = std::max(bound, before + m * passes + std::max(after, m * weights + reduce));
-  }
-  return bound;
-}
-
-double span_bound(const Problem& problem) {
-  const auto stages = at(problem.stages());
-  double bound = 0;
-  for (int rank = 0; rank < problem.ranks(); ++rank) {
-    double busy = 0;
-    for (const int stage : problem.placement.stages_of(rank)) {
-      const auto s = at(stage);
-      busy += problem.duration[s] + problem.duration[stages + s] + problem.duration[2 * stages + s];
-    }
-    bound = std::max(bound, busy * problem.micro_batches + problem.reduce[at(rank)]);
-  }
-  return bound;
 }
 
 Clock::Clock(const Problem& problem)

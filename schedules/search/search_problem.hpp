@@ -45,7 +45,9 @@ struct Problem {
   std::vector<double> delay;        // [slot] from the end of what is waited for to its arrival
   std::vector<std::int32_t> need;   // [slot] the slot waited for, of the same micro-batch; -1: none
   std::vector<std::int32_t> feeds;  // [slot] the slot that waits for it on another list; -1: none
-  std::vector<double> held;         // [stage] of one micro-batch, from the start of F
+  // [stage] what overlapping a forward with a backward saves at most, on either of them.
+  std::vector<double> saving;
+  std::vector<double> held;               // [stage] of one micro-batch, from the start of F
   std::vector<double> released_by_input;  // [stage] of it, at the end of I
   std::vector<double> limit;              // [rank]
   std::vector<double> reduce;             // [rank] after its last action
@@ -97,11 +99,6 @@ struct Memory {
 // The most each rank's list holds at a time.
 [[nodiscard]] double peak_memory(const Problem& problem, const std::vector<Op>& list);
 [[nodiscard]] bool fits(const Problem& problem, const Order& order);
-
-// See makespan_lower_bound(). Requires: all backward passes split, or none.
-[[nodiscard]] double makespan_bound(const Problem& problem);
-// The same for the longest own span: the busiest rank.
-[[nodiscard]] double span_bound(const Problem& problem);
 
 // Plays orders of one problem; keeps its buffers between calls.
 class Clock {

@@ -9,6 +9,8 @@
 #include <sluice/verify.hpp>
 
 #include "schedules/model/index.hpp"
+#include "schedules/model/text.hpp"
+#include "schedules/search/search_bound.hpp"
 #include "schedules/search/search_candidates.hpp"
 
 namespace sluice {
@@ -17,10 +19,11 @@ namespace {
 
 constexpr std::size_t kRefined = 3;  // candidates whose borders and actions are moved
 constexpr int kBorderRounds = 20;
+constexpr std::int64_t kPairPlay = 5;  // plays of an order that take the time of one check
 
 // What the candidate's order is worth where its stages begin at the layers `first`.
 double borders_value(const SearchSpace& space, Candidate candidate, const std::vector<int>& first) {
-  candidate.times = merged(space.request.model, first);
+  candidate.times = join_layers(space.request.model, first);
   const Problem problem = space.problem_of(candidate);
   Clock clock(problem);
   if (!fits(problem, candidate.order) || !clock.play(candidate.order)) {
@@ -40,8 +43,21 @@ void improve_borders(const SearchSpace& space, Candidate& candidate) {
   });
   if (!moved) return;
   candidate.first_layer = first;
-  candidate.times = merged(space.request.model, first);
+  candidate.times = join_layers(space.request.model, first);
   candidate.origin += ", borders moved";
+}
+
+// Changes pairs instead of actions; adds the result.
+void improve_pairs(const SearchSpace& space, std::size_t sharers, const Candidate& candidate,
+                   std::vector<Candidate>& candidates) {
+  const Problem problem = space.problem_of(candidate);
+  const std::int64_t plays = space.request.effort / static_cast<std::int64_t>(sharers) /
+                             static_cast<std::int64_t>(problem.ops());
+  Candidate better = candidate;
+  better.paired = improved_pairs(*candidate.paired, space.worth_of(candidate), plays / kPairPlay);
+  if (better.paired->ranks == candidate.paired->ranks) return;
+  better.origin += ", pairs changed";
+  space.consider(std::move(better), problem, candidates);
 }
 
 // Moves borders and actions of the best candidates of different placements. Adds the results.
@@ -57,6 +73,10 @@ void refine(const SearchSpace& space, std::vector<Candidate>& candidates) {
     }
   }
   for (Candidate& each : chosen) {
+    if (each.paired) {
+      improve_pairs(space, chosen.size(), each, candidates);
+      continue;
+    }
     if (space.request.whole_layers) improve_borders(space, each);
     const Problem problem = space.problem_of(each);
     const std::int64_t plays = space.request.effort / static_cast<std::int64_t>(chosen.size()) /
@@ -71,8 +91,8 @@ void refine(const SearchSpace& space, std::vector<Candidate>& candidates) {
 
 // Fills the result. False where verify() does not accept the candidate's plan.
 bool accept(const SearchSpace& space, const Candidate& candidate, SearchResult& result) {
-  Problem problem = space.problem_of(candidate);
-  result.schedule = to_schedule(problem, candidate.order, "auto");
+  const Problem problem = space.problem_of(candidate);
+  result.schedule = space.schedule_of(candidate, problem);
   // Sends of the transports with tags never block, at worst they go by rendezvous.
   const Verification verification = verify(make_plan(lower(result.schedule, {}), {}));
   if (!verification.progresses(TransportModel::kEager) ||
@@ -83,12 +103,11 @@ bool accept(const SearchSpace& space, const Candidate& candidate, SearchResult& 
   result.first_layer = candidate.first_layer;
   result.times = candidate.times;
   result.simulation = simulate(result.schedule, candidate.times);
-  if (!problem.split) {
-    Candidate split = candidate;
-    split.split = space.request.split_backward;
-    problem = space.problem_of(split);
-  }
-  result.lower_bound = space.bound_of(problem);
+  // Of all orders of the same stages, whatever this candidate restricts itself to.
+  Candidate any = candidate;
+  any.split = space.request.split_backward;
+  any.tensors_moving = 0;
+  result.lower_bound = space.bound_of(space.problem_of(any));
   const double objective = space.objective(result.simulation.makespan, result.simulation.span);
   result.ratio = result.lower_bound > 0 ? objective / result.lower_bound : 1;
   result.left_out = space.left_out;
@@ -115,9 +134,17 @@ SearchResult search_schedule(const SearchRequest& request) {
 }
 
 double makespan_lower_bound(const Placement& placement, int micro_batches,
-                            const SimulationTimes& times) {
+                            const SimulationTimes& times,
+                            const std::vector<double>& in_flight_limit) {
+  const std::size_t ranks = at(placement.ranks()), limits = in_flight_limit.size();
+  if (limits > 1 && limits != ranks) {
+    refuse("lower bound: ", limits, " limits; legal is 1 for all ranks or one for each of ", ranks);
+  }
   search::Memory memory;
-  memory.limit.assign(at(placement.ranks()), std::numeric_limits<double>::infinity());
+  memory.limit.assign(ranks, std::numeric_limits<double>::infinity());
+  for (std::size_t rank = 0; rank < ranks && limits > 0; ++rank) {
+    memory.limit[rank] = in_flight_limit[limits == 1 ? 0 : rank];
+  }
   return search::makespan_bound(
       search::make_problem(placement, micro_batches, true, times, memory));
 }

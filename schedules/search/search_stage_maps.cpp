@@ -23,10 +23,6 @@ int layers_of(const SearchRequest& request) {
   return static_cast<int>(std::max(request.model.stages.size(), request.model.bytes.size()));
 }
 
-double work_of(const StageTimes& times) {
-  return times.forward + times.backward_input + times.backward_weight;
-}
-
 Placement zigzag(int ranks, int chunks) {
   std::vector<int> ranks_of_stages;
   for (int chunk = 0; chunk < chunks; ++chunk) {
@@ -132,6 +128,20 @@ void check_request(const SearchRequest& request) {
                  " ranks; each rank needs a layer, so at most ", parts, " ranks"));
 }
 
+// Numbers of chunks that are tried unasked: small powers of two, and the divisors of the whole
+// layers of a rank, which cut it evenly.
+std::vector<int> usual_chunks(const SearchRequest& request) {
+  constexpr int kMostUnasked = 16;
+  if (request.ranks == 1) return {1};
+  std::vector<int> counts = {1, 2, 4, 8};
+  if (!request.whole_layers) return counts;
+  const int layers = layers_of(request) / request.ranks;
+  for (int chunks = 3; chunks <= std::min(layers, kMostUnasked); ++chunks) {
+    if (layers % chunks == 0) counts.push_back(chunks);
+  }
+  return counts;
+}
+
 StageMap make_stage_map(const SearchRequest& request, std::string name, Placement placement) {
   StageMap map;
   map.name = std::move(name);
@@ -146,11 +156,15 @@ StageMap make_stage_map(const SearchRequest& request, std::string name, Placemen
     costs.push_back(work_of(of_stage(request.model.stages, i)));
   }
   map.first_layer = cut(costs, map.placement);
-  map.times = merged(request.model, map.first_layer);
+  map.times = join_layers(request.model, map.first_layer);
   return map;
 }
 
 }  // namespace
+
+double work_of(const StageTimes& times) {
+  return times.forward + times.backward_input + times.backward_weight;
+}
 
 bool move_borders(std::vector<int>& first, int rounds, const std::function<bool()>& is_better) {
   bool moved = false;
@@ -189,24 +203,12 @@ std::vector<int> cut(const std::vector<double>& costs, const Placement& placemen
   return first;
 }
 
-SimulationTimes merged(const SimulationTimes& layers, const std::vector<int>& first) {
-  SimulationTimes times = layers;
-  times.stages.clear();
-  times.bytes.clear();
-  for (std::size_t stage = 0; stage + 1 < first.size(); ++stage) {
-    std::vector<StagePiece> pieces;
-    for (int layer = first[stage]; layer < first[stage + 1]; ++layer) pieces.push_back({layer});
-    append_stage(layers, pieces, times);
-  }
-  return times;
-}
-
 std::vector<StageMap> stage_maps_of(const SearchRequest& request,
                                     std::vector<std::string>& left_out) {
   check_request(request);
   std::vector<int> counts = request.chunks;
   const bool all = counts.empty();
-  if (all) counts = request.ranks == 1 ? std::vector<int>{1} : std::vector<int>{1, 2, 4, 8};
+  if (all) counts = usual_chunks(request);
   std::sort(counts.begin(), counts.end());
   counts.erase(std::unique(counts.begin(), counts.end()), counts.end());
   std::vector<StageMap> maps;
@@ -223,7 +225,10 @@ std::vector<StageMap> stage_maps_of(const SearchRequest& request,
       continue;
     }
     if (stages * request.micro_batches > kMaxPairs) {
-      leave_out(concat("more than ", kMaxPairs, " pairs of stage and micro-batch"));
+      leave_out(concat("more than ", kMaxPairs, " pairs of stage and micro-batch",
+                       stages > kMaxPairs
+                           ? std::string()
+                           : concat("; nearest legal: ", kMaxPairs / stages, " micro-batches")));
       continue;
     }
     const auto add = [&](const char* name, Placement placement) {
@@ -246,3 +251,46 @@ std::vector<StageMap> stage_maps_of(const SearchRequest& request,
 }
 
 }  // namespace sluice::search
+
+namespace sluice {
+
+SimulationTimes join_layers(const SimulationTimes& layers, const std::vector<int>& first_layer) {
+  SimulationTimes times = layers;
+  times.stages.clear();
+  times.bytes.clear();
+  for (std::size_t stage = 0; stage + 1 < first_layer.size(); ++stage) {
+    std::vector<StagePiece> pieces;
+    for (int layer = first_layer[stage]; layer < first_layer[stage + 1]; ++layer) {
+      pieces.push_back({layer});
+    }
+    // An empty stage hands on what the layer before it made.
+    if (pieces.empty()) pieces.push_back({std::max(first_layer[stage] - 1, 0), 0});
+    append_stage(layers, pieces, times);
+  }
+  return times;
+}
+
+LayerCut cut_layers(const SimulationTimes& layers, const Placement& placement) {
+  const std::size_t count = layers.stages.size();
+  const bool legal = count > 0 && (layers.bytes.size() <= 1 || layers.bytes.size() == count);
+  if (!legal) {
+    refuse("layers on stages: ", count, " entries of times and ", layers.bytes.size(),
+           " of bytes; legal is one of each per layer");
+  }
+  LayerCut result;
+  if (count < at(placement.stages())) {
+    for (int layer = 0; layer + 1 < static_cast<int>(count); ++layer) {
+      result.first_layer.push_back(layer);
+    }
+    result.first_layer.resize(at(placement.stages()), static_cast<int>(count) - 1);
+    result.first_layer.push_back(static_cast<int>(count));
+  } else {
+    std::vector<double> costs;
+    for (const StageTimes& each : layers.stages) costs.push_back(search::work_of(each));
+    result.first_layer = search::cut(costs, placement);
+  }
+  result.times = join_layers(layers, result.first_layer);
+  return result;
+}
+
+}  // namespace sluice

@@ -24,8 +24,8 @@ struct StageMap {
 [[nodiscard]] std::vector<StageMap> stage_maps_of(const SearchRequest& request,
                                                   std::vector<std::string>& left_out);
 
-// The request's model with stage s owning layers [first[s], first[s + 1]).
-[[nodiscard]] SimulationTimes merged(const SimulationTimes& layers, const std::vector<int>& first);
+// F, I and W together.
+[[nodiscard]] double work_of(const StageTimes& times);
 
 // Moves each border between stages by one layer, in place, and keeps the move where is_better()
 // says so; round by round while one is kept, at most `rounds`. True where any was.

@@ -11,10 +11,20 @@
 #include "schedules/model/pair_table.hpp"
 #include "schedules/model/text.hpp"
 #include "schedules/simulate/simulation_costs.hpp"
+#include "schedules/simulate/simulation_lanes.hpp"
 #include "schedules/simulate/simulation_memory.hpp"
 
 namespace sluice {
 namespace {
+
+// The schedule without messages, which lower() adds.
+Schedule compute_of(const Schedule& schedule) {
+  Schedule compute = schedule;
+  for (std::vector<Step>& steps : compute.ranks) {
+    std::erase_if(steps, [](const Step& step) { return !is_compute(step.action.kind); });
+  }
+  return compute;
+}
 
 class Simulator {
  public:
@@ -30,6 +40,7 @@ class Simulator {
         ranks_(schedule.ranks.size()),
         weights_done_(at(placement_.stages())) {
     if (!times.bytes.empty()) memory_.emplace(schedule, times);
+    if (times.queues != MessageQueues::kNone) lanes_ = lane_times(compute_of(schedule), times);
   }
 
   Simulation run() {
@@ -62,20 +73,6 @@ class Simulator {
     result_.timeline.resize(schedule_.ranks.size());
     for (int rank = 0; rank < placement_.ranks(); ++rank) {
       result_.timeline[at(rank)].reserve(placement_.stages_of(rank).size() * most);
-    }
-  }
-
-  double duration(const Action& action) const {
-    const StageTimes& stage = of_stage(times_.stages, action.stage);
-    switch (action.kind) {
-      case ActionKind::kForward:
-        return stage.forward;
-      case ActionKind::kBackwardInput:
-        return stage.backward_input;
-      case ActionKind::kBackwardWeight:
-        return stage.backward_weight;
-      default:
-        return stage.backward_input + stage.backward_weight;
     }
   }
 
@@ -116,8 +113,11 @@ class Simulator {
     }
     const Handover* to = target(action);
     if (to == nullptr) return;
-    const double there = to->link < 0 ? end : transfer(*to, start, end);
+    const double there = to->link < 0 ? end : transfer(*to, action, start, end);
     if (memory_ && to->link < 0) memory_->produced(*to, start, end, end);
+    if (detail_.messages && to->link >= 0) {
+      result_.transfers.push_back({action, to->from, to->to, end, there});
+    }
     if (action.kind == ActionKind::kForward) {
       activation_there_.at(action.stage + 1, action.micro_batch) = there;
     } else {
@@ -126,8 +126,15 @@ class Simulator {
   }
 
   // Returns when the tensor arrives that was made from `start` to `end`.
-  double transfer(const Handover& handover, double start, double end) {
+  double transfer(const Handover& handover, const Action& action, double start, double end) {
     ++result_.messages;
+    if (lanes_) {
+      const bool forward = action.kind == ActionKind::kForward;
+      const double left = (forward ? lanes_->activation_left : lanes_->gradient_left)
+                              .at(action.stage, action.micro_batch);
+      if (memory_) memory_->produced(handover, start, end, left);
+      return left;
+    }
     double& free = link_free_[at(handover.link)];
     const double leaves = std::max(end, free);
     free = leaves + handover.seconds;
@@ -137,26 +144,49 @@ class Simulator {
 
   void visit(std::size_t rank, const Step& step) {
     if (!is_compute(step.action.kind)) return;
-    RankState& state = ranks_[rank];
-    double start = std::max(state.free, arrival(step.action));
-    if (step.overlapped) start = std::max(start, arrival(*step.overlapped));
-    if (state.first < 0) state.first = start;
-    const double end = step.overlapped ? place_pair(rank, step, start)
-                                       : place(rank, step.action, start, duration(step.action));
-    if (step.overlapped) finish(rank, *step.overlapped, start, end);
-    finish(rank, step.action, start, end);
-    state.free = end;
+    const auto together = step.overlapped && !lanes_
+                              ? pair_time(times_, step.action, *step.overlapped)
+                              : std::nullopt;
+    if (together) {
+      compute_pair(rank, step, *together);
+      return;
+    }
+    compute(rank, step.action);
+    if (step.overlapped) compute(rank, *step.overlapped);
   }
 
-  double place_pair(std::size_t rank, const Step& step, double start) {
-    if (times_.overlap < 0) {
-      const double middle = place(rank, step.action, start, duration(step.action));
-      return place(rank, *step.overlapped, middle, duration(*step.overlapped));
-    }
-    // Both fill the pair's time, which counts as busy once.
-    place(rank, step.action, start, times_.overlap);
-    result_.busy[rank] -= times_.overlap;
-    return place(rank, *step.overlapped, start, times_.overlap);
+  void compute(std::size_t rank, const Action& action) {
+    const double start = begin(rank, lanes_ ? started(action) : arrival(action));
+    const double end = place(rank, action, start, duration_of(times_, action));
+    finish(rank, action, start, end);
+    ranks_[rank].free = end;
+  }
+
+  // When the action starts with in-order queues.
+  double started(const Action& action) {
+    PairTable<double>& table = action.kind == ActionKind::kForward          ? lanes_->forward
+                               : action.kind == ActionKind::kBackwardWeight ? lanes_->weight
+                                                                            : lanes_->backward;
+    return table.at(action.stage, action.micro_batch);
+  }
+
+  // Both fill the pair's time, which counts as busy once.
+  void compute_pair(std::size_t rank, const Step& step, double time) {
+    const double start = begin(rank, std::max(arrival(step.action), arrival(*step.overlapped)));
+    place(rank, step.action, start, time);
+    result_.busy[rank] -= time;
+    const double end = place(rank, *step.overlapped, start, time);
+    finish(rank, *step.overlapped, start, end);
+    finish(rank, step.action, start, end);
+    ranks_[rank].free = end;
+  }
+
+  // When the rank starts what has its inputs at `there`.
+  double begin(std::size_t rank, double there) {
+    RankState& state = ranks_[rank];
+    const double start = std::max(state.free, there);
+    if (state.first < 0) state.first = start;
+    return start;
   }
 
   double place(std::size_t rank, const Action& action, double start, double time) {
@@ -241,6 +271,7 @@ class Simulator {
   std::vector<RankState> ranks_;
   std::vector<double> weights_done_;  // [stage] end of its last W or B so far
   std::optional<MemoryRecorder> memory_;
+  std::optional<LaneTimes> lanes_;  // with in-order queues
   Simulation result_;
 };
 

@@ -65,9 +65,9 @@ void require_valid(const SimulationTimes& times, int stages) {
     require_time("backward-input" + stage, times.stages[i].backward_input);
     require_time("backward-weight" + stage, times.stages[i].backward_weight);
     require_time("reduction" + stage, times.stages[i].reduce);
+    if (!(times.stages[i].overlap < 0)) require_time("overlap" + stage, times.stages[i].overlap);
   }
   require_time("message time", times.message);
-  if (!(times.overlap < 0)) require_time("overlap time", times.overlap);
   require_link("a link", {times.message, times.bandwidth});
   require_link("a link between nodes", times.between_nodes);
   require_link("the link for reductions", times.reduce_link);
@@ -173,9 +173,42 @@ double transfer_seconds(const LinkCost& link, std::int64_t bytes) {
   return link.bandwidth > 0 ? static_cast<double>(bytes) / link.bandwidth : 0;
 }
 
+double duration_of(const SimulationTimes& times, const Action& action) {
+  const StageTimes& stage = of_stage(times.stages, action.stage);
+  switch (action.kind) {
+    case ActionKind::kForward:
+      return stage.forward;
+    case ActionKind::kBackwardInput:
+      return stage.backward_input;
+    case ActionKind::kBackwardWeight:
+      return stage.backward_weight;
+    default:
+      return stage.backward_input + stage.backward_weight;
+  }
+}
+
+std::optional<double> pair_time(const SimulationTimes& times, const Action& one,
+                                const Action& two) {
+  const bool forward_first = one.kind == ActionKind::kForward;
+  const Action &forward = forward_first ? one : two, &backward = forward_first ? two : one;
+  if (forward.kind != ActionKind::kForward || backward.kind == ActionKind::kForward) {
+    return std::nullopt;
+  }
+  const StageTimes& first = of_stage(times.stages, forward.stage);
+  const StageTimes& second = of_stage(times.stages, backward.stage);
+  if (first.overlap < 0 || second.overlap < 0) return std::nullopt;
+  const auto saving = [](const StageTimes& each) {
+    return each.forward + each.backward_input + each.backward_weight - each.overlap;
+  };
+  const double whole = second.backward_input + second.backward_weight;
+  const double part = duration_of(times, backward);
+  const double saved = std::min(saving(first), saving(second)) * (whole > 0 ? part / whole : 0);
+  return std::max({first.forward, part, first.forward + part - saved});
+}
+
 void append_stage(const SimulationTimes& old, const std::vector<StagePiece>& pieces,
                   SimulationTimes& times) {
-  StageTimes sum{0, 0, 0, 0};
+  StageTimes sum{0, 0, 0, 0, 0};
   double until_input = 0, until_weight = 0, resident = 0, reduced = 0;
   StageBytes bytes;
   for (const StagePiece& piece : pieces) {
@@ -185,6 +218,7 @@ void append_stage(const SimulationTimes& old, const std::vector<StagePiece>& pie
     sum.backward_input += share(part.backward_input);
     sum.backward_weight += share(part.backward_weight);
     sum.reduce += share(part.reduce);
+    sum.overlap = sum.overlap < 0 || part.overlap < 0 ? -1 : sum.overlap + share(part.overlap);
     if (old.bytes.empty()) continue;
     bytes = of_stage(old.bytes, piece.stage);  // the last one's output passes the border
     until_input += share(static_cast<double>(bytes.until_input));

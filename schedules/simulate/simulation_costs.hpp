@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include <sluice/simulate.hpp>
@@ -27,6 +28,12 @@ void require_costs(const SimulationTimes& times, const Schedule& schedule);
 
 // Seconds that the bytes occupy the link, without its latency.
 [[nodiscard]] double transfer_seconds(const LinkCost& link, std::int64_t bytes);
+
+// Of a compute action.
+[[nodiscard]] double duration_of(const SimulationTimes& times, const Action& action);
+// Of a pair that overlaps; nothing where its actions run one after the other.
+[[nodiscard]] std::optional<double> pair_time(const SimulationTimes& times, const Action& one,
+                                              const Action& two);
 
 // numerator / denominator of a stage. Cutting into v equal pieces thus divides by v and does
 // nothing else.

@@ -1,9 +1,11 @@
 #include "schedules/verify/verify_nccl.hpp"
 
 #include <algorithm>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "schedules/lanes/lane_queues.hpp"
 #include "schedules/model/index.hpp"
 #include "schedules/model/text.hpp"
 #include "schedules/verify/verify_walk.hpp"
@@ -11,43 +13,40 @@
 namespace sluice {
 namespace {
 
-// Communicators as in-order queues of groups. A queue's first group runs once all of it is issued,
-// and ends when each of its messages runs at the other end too.
+// Communicators as in-order queues of groups, in which nothing takes time.
 class QueueReplay : public ProgressWalk<QueueReplay> {
  public:
   QueueReplay(const Plan& plan, const PlanTrace& trace, TransportModel model)
       : ProgressWalk(plan, trace),
         model_(model),
-        queues_(model == TransportModel::kNccl ? plan.ranks.size() : 2 * trace.pairs.size()),
-        groups_(plan.ranks.size()),
-        sides_(plan.channels.size()) {}
+        queues_(queue_count(plan, trace, model), lanes_of(plan, trace, model)),
+        last_group_(queue_count(plan, trace, model)),
+        groups_(plan.ranks.size()) {}
 
   bool issue(std::size_t rank, const ProgressEvent& event) {
     if (!event.with_previous) ++groups_[rank];
-    const bool receives = event.kind == OpKind::kPostRecv;
-    const std::size_t index = queue_of(event.channel, receives);
-    Queue& queue = queues_[index];
-    const bool joins = event.with_previous && queue.last_group == groups_[rank];
-    queue.last_group = groups_[rank];
-    queue.members.push_back({event.channel, event.index, receives, joins});
-    if (!joins) touched_.push_back(index);
+    LaneMember member;
+    member.channel = event.channel;
+    member.index = event.index;
+    member.receives = event.kind == OpKind::kPostRecv;
+    std::int64_t& last = last_group_[queues_.queue_of(member.channel, member.receives)];
+    member.joins = event.with_previous && last == groups_[rank];
+    last = groups_[rank];
+    queues_.issue(member);
     const ProgressEvent* next = next_event(rank);
     if (next != nullptr && next->with_previous) return true;
-    for (const std::size_t each : touched_) {
-      if (!queues_[each].runs) run_first(each);
-    }
-    touched_.clear();
-    while (!ended_.empty()) {
-      const std::size_t each = ended_.back();
-      ended_.pop_back();
-      end_first(each);
-    }
+    queues_.settle([this](const LaneMember& each, double) {
+      if (each.receives) {
+        wake_waiting(receiver_of(each.channel), OpKind::kWaitRecv, each.channel);
+      } else {
+        wake_waiting(sender_of(each.channel), OpKind::kWaitSend, each.channel);
+      }
+    });
     return true;
   }
 
   bool is_done(const ProgressEvent& wait) const {
-    const Sides& sides = sides_[at(wait.channel)];
-    return (wait.kind == OpKind::kWaitRecv ? sides.received : sides.sent) > wait.index;
+    return queues_.is_done(wait.channel, wait.index, wait.kind == OpKind::kWaitRecv);
   }
 
   Violation deadlock(int first_blocked) const {
@@ -57,25 +56,6 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
  private:
   friend class ProgressWalk<QueueReplay>;
 
-  struct Member {
-    std::int32_t channel = -1, index = -1;
-    bool receives = false;
-    bool joins = false;  // the group of the member before
-  };
-
-  struct Queue {
-    std::vector<Member> members;  // from `first` on they are issued and have not ended
-    std::size_t first = 0, group_end = 0;
-    std::int32_t unmatched = 0;  // members of the group that runs whose other side does not
-    bool runs = false;
-    std::int64_t last_group = 0;  // of the rank, which last issued into this queue
-  };
-
-  // How many of a channel's messages run or ran at each end, and how many have ended there.
-  struct Sides {
-    std::int32_t sending = 0, receiving = 0, sent = 0, received = 0;
-  };
-
   // What is blocked: a rank at a wait or a collective, or a queue whose first group runs.
   struct Holder {
     bool is_queue = false;
@@ -83,72 +63,24 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
     friend bool operator==(const Holder&, const Holder&) = default;
   };
 
-  std::size_t queue_of(std::int32_t channel, bool receives) const {
-    if (model_ == TransportModel::kNccl) {
-      return receives ? receiver_of(channel) : sender_of(channel);
-    }
-    return 2 * at(trace_.channels[at(channel)].pair) + (receives ? 1U : 0U);
+  static std::size_t queue_count(const Plan& plan, const PlanTrace& trace, TransportModel model) {
+    return model == TransportModel::kNccl ? plan.ranks.size() : 2 * trace.pairs.size();
   }
 
-  // Starts the group at the head of a queue that has one.
-  void run_first(std::size_t index) {
-    Queue& queue = queues_[index];
-    queue.runs = true;
-    queue.unmatched = 0;
-    std::size_t i = queue.first;
-    do {
-      const Member& member = queue.members[i];
-      Sides& sides = sides_[at(member.channel)];
-      (member.receives ? sides.receiving : sides.sending) = member.index + 1;
-      if ((member.receives ? sides.sending : sides.receiving) <= member.index) {
-        ++queue.unmatched;
-        continue;
-      }
-      const std::size_t other = queue_of(member.channel, !member.receives);
-      if (--queues_[other].unmatched == 0) ended_.push_back(other);
-    } while (++i < queue.members.size() && queue.members[i].joins);
-    queue.group_end = i;
-    if (queue.unmatched == 0) ended_.push_back(index);
-  }
-
-  void end_first(std::size_t index) {
-    Queue& queue = queues_[index];
-    for (; queue.first < queue.group_end; ++queue.first) {
-      const Member& member = queue.members[queue.first];
-      Sides& sides = sides_[at(member.channel)];
-      if (member.receives) {
-        sides.received = member.index + 1;
-        wake_waiting(receiver_of(member.channel), OpKind::kWaitRecv, member.channel);
-      } else {
-        sides.sent = member.index + 1;
-        wake_waiting(sender_of(member.channel), OpKind::kWaitSend, member.channel);
-      }
+  static std::vector<LaneChannel> lanes_of(const Plan& plan, const PlanTrace& trace,
+                                           TransportModel model) {
+    std::vector<LaneChannel> lanes;
+    for (std::size_t channel = 0; channel < plan.channels.size(); ++channel) {
+      const std::size_t pair = 2 * at(trace.channels[channel].pair);
+      lanes.push_back(model == TransportModel::kNccl
+                          ? LaneChannel{at(plan.channels[channel].from_rank),
+                                        at(plan.channels[channel].to_rank)}
+                          : LaneChannel{pair, pair + 1});
     }
-    queue.runs = false;
-    if (queue.first == queue.members.size()) {
-      queue.members.clear();
-      queue.first = 0;
-      return;
-    }
-    if (queue.first >= kCompactFrom && 2 * queue.first >= queue.members.size()) {
-      queue.members.erase(queue.members.begin(),
-                          queue.members.begin() + static_cast<std::ptrdiff_t>(queue.first));
-      queue.first = 0;
-    }
-    run_first(index);
+    return lanes;
   }
 
   // The rest puts a deadlock into words.
-
-  // The first message of the group that runs whose other side does not.
-  const Member& unmatched_member(const Queue& queue) const {
-    std::size_t i = queue.first;
-    for (;; ++i) {
-      const Member& member = queue.members[i];
-      const Sides& sides = sides_[at(member.channel)];
-      if ((member.receives ? sides.sending : sides.receiving) <= member.index) return member;
-    }
-  }
 
   bool has_ended(const Holder& holder) const {
     return !holder.is_queue && finished(static_cast<int>(holder.index));
@@ -156,13 +88,13 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
 
   int rank_of(const Holder& holder) const {
     if (!holder.is_queue) return static_cast<int>(holder.index);
-    const Member& member = queues_[holder.index].members[queues_[holder.index].first];
+    const LaneMember& member = queues_.waiting(holder.index).front();
     return static_cast<int>(member.receives ? receiver_of(member.channel)
                                             : sender_of(member.channel));
   }
 
   // Position of the op that issued the member.
-  int op_position_of(const Member& member, int rank) const {
+  int op_position_of(const LaneMember& member, int rank) const {
     const OpKind kind = member.receives ? OpKind::kPostRecv : OpKind::kStartSend;
     std::int32_t left = member.index;
     const std::vector<PlanOp>& ops = ops_of(rank);
@@ -173,27 +105,25 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
 
   int position_of(const Holder& holder) const {
     const int rank = rank_of(holder);
-    return holder.is_queue ? op_position_of(unmatched_member(queues_[holder.index]), rank)
+    return holder.is_queue ? op_position_of(queues_.unmatched(holder.index), rank)
                            : op_position(rank);
   }
 
   Holder awaited(const Holder& holder) const {
     if (holder.is_queue) {
-      const Member& member = unmatched_member(queues_[holder.index]);
-      const std::size_t other = queue_of(member.channel, !member.receives);
-      const std::vector<Member>& members = queues_[other].members;
-      const bool issued =
-          std::any_of(members.begin() + static_cast<std::ptrdiff_t>(queues_[other].first),
-                      members.end(), [&](const Member& each) {
-                        return each.channel == member.channel && each.index == member.index &&
-                               each.receives != member.receives;
-                      });
+      const LaneMember& member = queues_.unmatched(holder.index);
+      const std::size_t other = queues_.queue_of(member.channel, !member.receives);
+      const std::span<const LaneMember> members = queues_.waiting(other);
+      const bool issued = std::any_of(members.begin(), members.end(), [&](const LaneMember& each) {
+        return each.channel == member.channel && each.index == member.index &&
+               each.receives != member.receives;
+      });
       if (issued) return {true, other};
       return {false, member.receives ? sender_of(member.channel) : receiver_of(member.channel)};
     }
     const ProgressEvent& event = event_at(holder.index);
     if (event.kind == OpKind::kWaitRecv || event.kind == OpKind::kWaitSend) {
-      return {true, queue_of(event.channel, event.kind == OpKind::kWaitRecv)};
+      return {true, queues_.queue_of(event.channel, event.kind == OpKind::kWaitRecv)};
     }
     return {false, at(missing_party(event))};
   }
@@ -223,14 +153,10 @@ class QueueReplay : public ProgressWalk<QueueReplay> {
            whom + " to " + (next.is_queue ? "come to " : "issue ") + to_string(wanted);
   }
 
-  static constexpr std::size_t kCompactFrom = 64;
-
   const TransportModel model_;
-  std::vector<Queue> queues_;         // [rank], or [pair * 2 + receives]
-  std::vector<std::int64_t> groups_;  // [rank] issued so far
-  std::vector<Sides> sides_;          // [channel]
-  std::vector<std::size_t> touched_;  // queues of the group that is being issued
-  std::vector<std::size_t> ended_;    // queues whose first group has ended
+  LaneQueues queues_;                     // by rank, or by pair * 2 + receives
+  std::vector<std::int64_t> last_group_;  // [queue] of the rank, which last issued into it
+  std::vector<std::int64_t> groups_;      // [rank] issued so far
 };
 
 // Without tags the n-th send from one rank to another meets the n-th receive there, on any

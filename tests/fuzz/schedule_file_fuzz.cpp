@@ -31,7 +31,7 @@ bool equal(const Schedule& one, const Schedule& two) {
 
 // What the program does with an accepted file.
 void use(const Schedule& schedule) {
-  require(equal(parse_schedule_json(to_schedule_json(schedule)), schedule));
+  require(equal(parse_schedule_json(to_schedule_json(schedule)).schedule, schedule));
   if (const auto violation = check(schedule)) {
     (void)describe(schedule, *violation);
     return;
@@ -70,7 +70,12 @@ void feed(const Read& read) {
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const std::string_view text(reinterpret_cast<const char*>(data), size);
   if (sluice::looks_like_json(text)) {
-    sluice::feed([&] { return sluice::parse_schedule_json(text); });
+    sluice::feed([&] {
+      sluice::ScheduleFile file = sluice::parse_schedule_json(text);
+      const std::string again = sluice::to_schedule_json(file.schedule, file.made_for);
+      sluice::require(sluice::parse_schedule_json(again).made_for == file.made_for);
+      return std::move(file.schedule);
+    });
   } else {
     for (const auto alphabet : {sluice::CsvAlphabet::kDetect, sluice::CsvAlphabet::kOlder}) {
       sluice::feed([&] { return sluice::parse_pytorch_csv(text, "fuzz", alphabet).schedule; });

@@ -28,21 +28,25 @@ namespace sluice {
 [[nodiscard]] std::string draw_timeline(const Schedule& schedule, const Simulation& simulation,
                                         int columns = 80);
 
-// Beyond that many an SVG picture is no help, and viewers choke.
+// Beyond that many boxes viewers choke: an SVG picture then shows shares of time instead.
 inline constexpr std::size_t kMaxSvgActions = 100'000;
 
 // Pictures read like the papers' figures: time from left to right, one row per rank. Forwards are
 // blue, backwards green (the input half teal), weight gradients violet, idle time white; later
 // chunks of a rank are lighter. Boxes show the micro-batch; an overlapped pair is two halves of one
-// box. A legend and a caption with bubbles and peak memory follow.
+// box. A pointer over a box shows its rank, action and times. Thin lines lead from the end of an
+// action to where its message arrives, where the simulation has transfers that take time. Below the
+// rows, the bytes that each rank holds over time, where it has them. A legend and a caption with
+// bubbles and peak memory follow.
+//
+// More than kMaxSvgActions actions become at most 128 rows, each of ranks that follow each other,
+// and columns that show which share of the ranks' time goes to forwards, backwards and weights.
 //
 // Boxes are as wide as their actions are long in the simulation; the shortest one has room for its
-// number, as long as the picture then stays below `most_width` pixels. At most 400 bytes per
-// action.
-// Requires: `simulation` is simulate()'s of this schedule or of what lower() made of it, or of
-// step_timeline(), as `schedule` then is. Throws
-// std::invalid_argument for more than kMaxSvgActions actions and for a simulation of another
-// schedule.
+// number, as long as the picture then stays below `most_width` pixels. At most 500 bytes per
+// action. Requires: `simulation` is simulate()'s of this schedule or of what lower() made of it, or
+// of step_timeline(), as `schedule` then is. Throws std::invalid_argument for a simulation of
+// another schedule.
 [[nodiscard]] std::string draw_svg(const Schedule& schedule, const Simulation& simulation,
                                    int most_width = 20'000);
 

@@ -38,10 +38,17 @@ struct LowerOptions {
   // [stage] Its sum over replicas overlaps with computation and blocks no rank, as NCCL's do.
   // Empty: no stage's does.
   std::vector<bool> overlapped_grad_sums = {};
+  // The schedule's own UNSHARD, RESHARD and REDUCE_GRAD stay in it, for a file that is written of
+  // it. A plan has no op for them.
+  bool keep_sharding = false;
+  // Overlapped pairs stay pairs, with the messages of both around them. Else their actions become
+  // steps of their own, in order, as the engine runs them: the first hands over while the second
+  // runs, and waits for its own input alone.
+  bool keep_pairs = false;
 };
 
 // Adds SEND right after the action that produces and RECV right before the action that uses, where
-// the neighbouring stage is on another rank (for an overlapped pair: around the pair); then
+// the neighbouring stage is on another rank; then
 // reductions and the optimizer, except for a forward-only schedule. Where the sum
 // overlaps with computation, REDUCE_GRAD comes right after the last B or W of its stage, before the
 // messages that follow. Otherwise it comes at the list's end, where it holds up no other rank. A

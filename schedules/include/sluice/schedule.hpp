@@ -47,6 +47,13 @@ enum class ActionKind : std::uint8_t {
 [[nodiscard]] constexpr bool is_compute(ActionKind kind) {
   return kind <= ActionKind::kBackwardWeight;
 }
+// True for what a file may say of sharded parameters: UNSHARD, RESHARD, REDUCE_GRAD. A schedule
+// keeps it, and check() looks at its stage and rank. Here ranks hold whole parameters, and lower()
+// places the sums itself. So lower() leaves it out, and simulate() takes no time for it.
+[[nodiscard]] constexpr bool is_sharding(ActionKind kind) {
+  return kind == ActionKind::kUnshard || kind == ActionKind::kReshard ||
+         kind == ActionKind::kReduceGrad;
+}
 // True for the four message kinds.
 [[nodiscard]] constexpr bool is_message(ActionKind kind) {
   return kind >= ActionKind::kSendForward && kind <= ActionKind::kRecvBackward;

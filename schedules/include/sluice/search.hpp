@@ -5,6 +5,8 @@
 // each it tries all generators, the zero-bubble paper's greedy insertion with its eight settings
 // (Qi et al. 2023, arXiv:2401.10241, section 3.1) and a list scheduler with a grid of rules. Then
 // borders between stages move by a layer and simulated annealing moves actions, while that helps.
+// Where all stages have a time of overlapped pairs, forwards and backwards that are neighbours in a
+// list are also tried as pairs.
 // The result is the best exact schedule that check() and verify() accept, and its ratio to a lower
 // bound of all orders of the same stages on the same ranks.
 //
@@ -36,7 +38,7 @@ struct SearchRequest {
   Objective objective = Objective::kMakespan;
 
   // What the model costs. `stages` and `bytes` are of its parts in order, all alike where there is
-  // one entry; the rest is as for simulate(). Overlapped pairs are not searched for.
+  // one entry; the rest is as for simulate().
   SimulationTimes model = {};
   // true: each part is a layer, and a stage is a run of whole layers, one at least. false: the
   // parts are the shares of the ranks, p of them, and can be cut anywhere; v chunks get a v-th
@@ -44,7 +46,7 @@ struct SearchRequest {
   bool whole_layers = false;
 
   // Numbers of chunks to try, each at most kMaxSearchedChunks; empty: 1, 2, 4 and 8, as far as
-  // there are layers.
+  // there are layers, and what divides the whole layers per rank, up to 16.
   std::vector<int> chunks = {};
   // Stages can split their backward pass into I and W.
   bool split_backward = true;
@@ -75,8 +77,10 @@ struct SearchResult {
   std::vector<int> first_layer;
   SimulationTimes times;  // of its stages
   Simulation simulation;
-  double lower_bound = 0;  // of the objective, for these stages on these ranks
-  double ratio = 1;        // objective / lower_bound
+  // Of the objective, for these stages on these ranks within the limits; see
+  // makespan_lower_bound().
+  double lower_bound = 0;
+  double ratio = 1;  // objective / lower_bound
   // The best of each origin, placement and number of chunks that fits, best first, each before
   // borders and actions were moved.
   std::vector<SearchCandidate> candidates;
@@ -87,13 +91,29 @@ struct SearchResult {
 // least limit that would do.
 [[nodiscard]] SearchResult search_schedule(const SearchRequest& request);
 
-// A bound below simulate()'s makespan of every schedule on this placement, overlapped pairs with a
-// time of their own excepted: the largest, over ranks, of the least time before the rank's first
-// action can start, its busy time and the least time that must follow its last; once for all
-// actions and once for F and I alone, whose last has a way back to stage 0; and the way of one
-// micro-batch. Throws std::invalid_argument as simulate() does.
+// The model's layers on the stages of a placement: stage s owns layers [first_layer[s],
+// first_layer[s + 1]), and the stages cost what `times` says.
+struct LayerCut {
+  std::vector<int> first_layer;
+  SimulationTimes times;
+};
+
+// Whole layers, one entry of `layers` each, so that the largest stage is as small as it can be, and
+// then the most loaded rank lighter while moving one border helps. Of fewer layers than stages each
+// has its own stage, and stages before the last are empty, as in a training. Throws
+// std::invalid_argument for no layers and where entries of bytes are of another number.
+[[nodiscard]] LayerCut cut_layers(const SimulationTimes& layers, const Placement& placement);
+// The same for stages that are known. Requires: ascending from 0 to the number of layers.
+[[nodiscard]] SimulationTimes join_layers(const SimulationTimes& layers,
+                                          const std::vector<int>& first_layer);
+
+// A bound below simulate()'s makespan of every schedule on this placement. It counts the times of
+// actions, that a rank runs one at a time (or a pair), latency and transfer of messages, and what a
+// rank may hold; not that messages queue on a link. `in_flight_limit` is as that of a request.
+// Throws std::invalid_argument as simulate() does.
 [[nodiscard]] double makespan_lower_bound(const Placement& placement, int micro_batches,
-                                          const SimulationTimes& times);
+                                          const SimulationTimes& times,
+                                          const std::vector<double>& in_flight_limit = {});
 
 }  // namespace sluice
 #pragma GCC visibility pop

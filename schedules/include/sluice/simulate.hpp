@@ -2,14 +2,21 @@
 // for what, and how many bytes does each rank hold meanwhile?
 //
 // Compute actions of a rank run one after another in list order; sends never block and receives are
-// posted ahead, so a compute action starts when its rank is free and its inputs are there. An
-// overlapped pair starts when the inputs of both are there and hands over at its end; with a time
-// of its own both actions fill that time, else they run one after the other.
+// posted ahead, so a compute action starts when its rank is free and its inputs are there. A pair
+// of a forward and a backward overlaps where the stages of both have a time for it: it starts when
+// the inputs of both are there, both fill its time, and it hands over at its end. Any other pair is
+// two actions, one after the other.
 //
 // A message leaves when the action that produced it ends, and occupies its link for bytes /
 // bandwidth. A link is one rank to one other, in one direction. The message arrives `latency` after
 // its last byte left. Messages of one link queue up in the order they were produced; links do not
 // disturb each other, nor compute.
+//
+// With in-order queues, as NCCL's communicators are, a message also waits for its turn at both
+// ends: ranks issue in the order of the plan that NCCL gets, and a receive that is issued holds
+// back the sends behind it. That is the model under which verify() proves such a plan. One message
+// moves at a time in a queue, so none waits for a link. Computation goes on meanwhile, but waits
+// for free slots. Pairs run one after the other.
 //
 // The sum of a stage's gradients over replicas takes `reduce`, plus what its bytes take on
 // `reduce_link`. A rank reduces one stage at a time: without overlap after its last action, in
@@ -32,6 +39,10 @@ struct StageTimes {
   double backward_input = 1;  // B takes backward_input + backward_weight
   double backward_weight = 1;
   double reduce = 0;  // of the stage's gradients over replicas, once per step
+  // Of a forward and a whole backward of the stage together, on other micro-batches; negative: they
+  // do not overlap. A pair saves the smaller of what its two stages save, an input or weight half
+  // its share of that, and takes no less than its longer action.
+  double overlap = -1;
 };
 
 // Of one stage. Activations and messages are those of one micro-batch.
@@ -58,11 +69,16 @@ struct RankLink {
   LinkCost link;
 };
 
+enum class MessageQueues : std::uint8_t {
+  kNone,     // as MPI's: no message waits for another but on its link
+  kPerRank,  // one communicator for the pipeline, as TransportModel::kNccl
+  kPerPair,  // one per ordered pair of ranks, as TransportModel::kNcclEdges
+};
+
 struct SimulationTimes {
-  std::vector<StageTimes> stages;  // one entry for all stages alike, or one per stage
-  double message = 0;              // latency of a message between two ranks
-  double overlap = -1;             // of an overlapped pair as a whole; negative: the sum of its two
-  double bandwidth = 0;            // of a link between two ranks; 0: without limit
+  std::vector<StageTimes> stages;      // one entry for all stages alike, or one per stage
+  double message = 0;                  // latency of a message between two ranks
+  double bandwidth = 0;                // of a link between two ranks; 0: without limit
   std::vector<StageBytes> bytes = {};  // empty: none; else as `stages`
   // Above 0: ranks 0 to ranks_per_node - 1 share a node, the next as many the next node, and so on;
   // links between nodes are `between_nodes`.
@@ -71,6 +87,7 @@ struct SimulationTimes {
   std::vector<RankLink> links = {};  // links that differ from all that; of equal ones the last
   LinkCost reduce_link = {};         // for StageBytes::reduced
   bool reduce_overlap = false;
+  MessageQueues queues = MessageQueues::kNone;
 };
 
 // The link that messages from one rank to another take.
@@ -87,10 +104,19 @@ struct MemoryStep {
   std::int64_t bytes = 0;
 };
 
-// What a simulation keeps besides its figures; both grow with the number of actions.
+// A message between two ranks.
+struct SimulatedMessage {
+  Action made_by;        // F, B or I
+  int from = 0, to = 0;  // ranks
+  double made = 0;       // the end of that action
+  double arrives = 0;
+};
+
+// What a simulation keeps besides its figures; all grow with the number of actions.
 struct SimulationDetail {
   bool timeline = true;
   bool memory = false;
+  bool messages = false;
 };
 
 // For each rank, makespan = idle before its first action + span + idle after its last, and its span
@@ -107,6 +133,7 @@ struct Simulation {
   std::int64_t messages = 0;
   // [rank] compute actions in order; empty where not asked for.
   std::vector<std::vector<SimulatedAction>> timeline;
+  std::vector<SimulatedMessage> transfers;  // in no order; empty where not asked for
   // [rank] REDUCE_GRAD of each stage; empty where reductions take no time.
   std::vector<std::vector<SimulatedAction>> reductions;
   // [rank] in order of time, the first at time 0; empty where not asked for or no bytes are given.

@@ -314,6 +314,40 @@ TEST_F(CliTest, ADryRunTellsTheMemoryOfTheRun) {
   EXPECT_EQ(table(sluice(options + "--dry-run").out), table(sluice(options).out));
 }
 
+// One process plans what the ranks would agree on.
+TEST_F(CliTest, ADryRunOfOneProcessPlansAnyJob) {
+  const auto table = [](const std::string& text) {
+    const std::size_t begin = text.find(" ranks: pipeline of"), end = text.find("  (layers:");
+    EXPECT_LT(begin, end) << text;
+    return text.substr(begin, end - begin);
+  };
+  for (const std::string options :
+       {"--pipeline 2 --replicas 2 --micro-batches 2 --save run --schedule zb-v ",
+        "--pipeline 4 --schedule auto --micro-batches 4 --layers 6 "}) {
+    const std::string words = small("--dry-run " + options);
+    const Outcome alone = sluice(words), job = mpirun(4, SLUICE_PROGRAM, words);
+    ASSERT_EQ(alone.code, 0) << alone.err;
+    ASSERT_EQ(job.code, 0) << job.err;
+    EXPECT_EQ(table(alone.out), table(job.out));
+    EXPECT_THAT(alone.out, HasSubstr("planned in one process: 4 ranks"));
+    EXPECT_THAT(job.out, Not(HasSubstr("planned in one process")));
+  }
+  const Outcome large = sluice(
+      "train --dry-run --layers 96 --pipeline 64 --replicas 8 --micro-batches 128 --schedule 1f1b");
+  ASSERT_EQ(large.code, 0) << large.err;
+  EXPECT_THAT(large.out, HasSubstr("512 ranks: pipeline of 64 x 8 replicas"));
+  EXPECT_EQ(lines_with(large.out, "  63 "), 1) << large.out;
+  EXPECT_THAT(files(), ::testing::ElementsAre("text.txt"));
+}
+
+TEST_F(CliTest, ADryRunOfOneProcessRefusesWhatCannotBe) {
+  const std::string dry = "train --dry-run ";
+  expect_refusal(sluice(dry + "--pipeline 2000000 --replicas 2000"), 2, "legal are 1 to 1048576");
+  expect_refusal(sluice(dry + "--pipeline 4 --device cpu,cpu,cpu,cpu"), 2, "legal is one");
+  expect_refusal(sluice(dry + "--pipeline 2000 --micro-batches 1000000"), 2, "pairs of stage");
+  expect_refusal(sluice(small("--pipeline 2")), 2, "start 2 ranks");
+}
+
 TEST_F(CliTest, ADryRunNeedsNoDataAndWritesNothing) {
   const std::vector<std::string> before = files();
   const Outcome outcome =

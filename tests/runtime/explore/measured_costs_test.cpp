@@ -98,6 +98,48 @@ TEST(MeasuredCostsTest, MetricsGiveOnlyWhatRanksWereBusyWith) {
   EXPECT_THAT(costs.source, HasSubstr("a third forward"));
 }
 
+// Stage 0 has layers 0 and 1, stage 1 has layer 2.
+TEST(MeasuredCostsTest, BothSayTheLayersOfTheModel) {
+  const TemporaryDirectory directory;
+  std::string text = trace(whole_backward());
+  text.insert(1, R"("layers":{"first":[0,2,3],"times":[[1,2,1],[2,2,2],[4,4.5,4.5]]},)");
+  const MeasuredCosts traced = read_measured_costs(directory.write("t.json", text), 0.5);
+  ASSERT_EQ(traced.layers.size(), 3U);
+  EXPECT_EQ(traced.layers[0].backward_input, 2);
+  EXPECT_THAT(traced.source, HasSubstr("3 layers"));
+
+  const MeasuredCosts counted = read_measured_costs(
+      directory.write("m.jsonl",
+                      R"({"step":1,"seconds":0.3,"bubble_measured":0.2,"peak_in_flight":[2,1],)"
+                      R"("run":{"options":{"micro-batches":"4"},"layers":{"first":[0,2,3],)"
+                      R"("times":[[1,1,1],[1,3,1],[4,4,4]]}}})"
+                      "\n"),
+      0.5);
+  // 60 ms of a micro-batch on each of two ranks, 20 units.
+  ASSERT_EQ(counted.layers.size(), 3U);
+  EXPECT_NEAR(counted.layers[1].backward_input, 18, 1e-9);
+  ASSERT_EQ(counted.stages.size(), 2U);
+  EXPECT_NEAR(counted.stages[0].forward, 12, 1e-9);
+  EXPECT_NEAR(counted.stages[0].backward_input, 24, 1e-9);
+  EXPECT_NEAR(counted.stages[1].backward_weight, 24, 1e-9);
+}
+
+TEST(MeasuredCostsTest, RefusesLayersThatAreNone) {
+  const TemporaryDirectory directory;
+  for (const char* layers :
+       {"3", "{}", R"({"first":[0,2],"times":[]})", R"({"first":[0,2],"times":[[1,1,1]]})",
+        R"({"first":[1,2],"times":[[1,1,1],[1,1,1]]})", R"({"first":[0,2,1,2],"times":[[1,1,1]]})",
+        R"({"first":[0,0,1],"times":[[1,1]]})", R"({"first":[0,1,1],"times":[[1,1,-1]]})",
+        R"({"first":[0,1,1],"times":[["1",1,1]]})", R"({"first":[0,1e99],"times":[[1,1,1]]})",
+        R"({"first":[0,1],"times":[[1,1,1]]})"}) {
+    std::string text = trace(whole_backward());
+    text.insert(1, std::string("\"layers\":") + layers + ",");
+    const auto path = directory.write("t.json", text);
+    expect_error(ErrorCode::kData, {"t.json", "layer"},
+                 [&] { (void)read_measured_costs(path, 0.5); });
+  }
+}
+
 TEST(MeasuredCostsTest, RefusesWhatIsNoProfile) {
   const TemporaryDirectory directory;
   const auto refused = [&](const std::string& text, const char* part) {

@@ -1,5 +1,9 @@
 // `sluice schedule`, its `compare` and `auto`, as a user meets them.
+#include <algorithm>
+#include <cstdint>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 
 #include "tests/runtime/cli/cli_tools.hpp"
@@ -7,6 +11,7 @@
 namespace sluice::testing {
 namespace {
 
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
@@ -266,6 +271,165 @@ TEST_F(CliTest, TheLargestLegalModelIsPlanned) {
     EXPECT_EQ(planned.code, 10) << planned.err;
     EXPECT_NE(planned.err.find("but the plan needs"), std::string::npos) << planned.err;
   }
+}
+
+TEST_F(CliTest, ScheduleCompareTakesFilesSubsetsAndAuto) {
+  ASSERT_EQ(sluice("schedule --schedule zb-h1 --format file --output mine.json").code, 0);
+  ASSERT_EQ(sluice("schedule --schedule gpipe --format csv --output theirs.csv").code, 0);
+  const auto names = [&](const std::string& options) {
+    const Outcome outcome = sluice("schedule compare --format json " + options);
+    EXPECT_EQ(outcome.code, 0) << outcome.err;
+    std::multiset<std::string> found;
+    const auto json = nlohmann::json::parse(outcome.out);
+    for (const auto& row : json.at("rows")) {
+      found.insert(row.at("schedule").get<std::string>());
+    }
+    return found;
+  };
+  using Names = std::multiset<std::string>;
+  EXPECT_EQ(names("--schedules 1f1b,auto --files mine.json"), (Names{"1f1b", "auto", "mine.json"}));
+  EXPECT_EQ(names("--files mine.json,theirs.csv"), (Names{"mine.json", "theirs.csv"}));
+  EXPECT_EQ(names("--schedules gpipe"), Names{"gpipe"});
+  const Outcome csv = sluice(
+      "schedule compare --schedules 1f1b,zb-v --files mine.json --activation-bytes 6 --format csv");
+  EXPECT_THAT(csv.out, StartsWith("schedule,chunks,makespan,"));
+  EXPECT_EQ(lines_with(csv.out, ",eager rendezvous bounded nccl nccl-edges,true"), 3) << csv.out;
+  expect_refusal(sluice("schedule compare --schedules 1f1b,zbv"), 2, "did you mean 'zb-v'");
+  expect_refusal(sluice("schedule compare --ranks 2 --files mine.json"), 2, "for 4 ranks");
+  expect_refusal(sluice("schedule compare --files none.json"), 8, "none.json");
+}
+
+TEST_F(CliTest, TracesHaveArrowsOfMessagesAndTheBytesHeld) {
+  const Outcome outcome = sluice(
+      "schedule --ranks 2 --micro-batches 3 --message-time 0.5 --activation-bytes 7 --format "
+      "trace");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  std::map<std::string, int> phases;
+  std::int64_t most = 0;
+  const auto json = nlohmann::json::parse(outcome.out);
+  for (const auto& event : json.at("traceEvents")) {
+    ++phases[event.at("ph").get<std::string>()];
+    if (event.at("ph") == "C") most = std::max<std::int64_t>(most, event.at("args").at("value"));
+  }
+  EXPECT_EQ(phases["s"], 2 * 3);
+  EXPECT_EQ(phases["f"], 2 * 3);
+  EXPECT_GT(phases["C"], 0);
+  EXPECT_EQ(most, 2 * 7);
+}
+
+TEST_F(CliTest, PicturesOfManyActionsAreDrawnAllTheSame) {
+  const Outcome outcome =
+      sluice("schedule --ranks 256 --micro-batches 1024 --format svg --output large.svg");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  const std::string svg = read_file(path("large.svg"));
+  EXPECT_THAT(svg, HasSubstr("share of the ranks"));
+  EXPECT_LT(svg.size(), 16U << 20U);
+}
+
+TEST_F(CliTest, ScheduleSaysWhatIsNotProven) {
+  const Outcome outcome = sluice("schedule --ranks 1024 --micro-batches 2048");
+  EXPECT_THAT(outcome.out, HasSubstr("ends under       not proven: no plan is made of more than"));
+  expect_refusal(sluice("schedule auto --ranks 4096 --micro-batches 16384"), 2,
+                 "nearest legal: 97 micro-batches");
+}
+
+TEST_F(CliTest, UnevenRanksExplainTheirBubbles) {
+  EXPECT_THAT(sluice("schedule --ranks 2").out, Not(HasSubstr("idles more than the mean")));
+  EXPECT_THAT(sluice("schedule --ranks 3 --micro-batches 2 --forward-time 1,9,9").out,
+              HasSubstr("that rank idles more than the mean"));
+}
+
+TEST_F(CliTest, ScheduleAutoTakesAListOfChunks) {
+  const Outcome outcome = sluice(
+      "schedule auto --ranks 2 --micro-batches 4 --layers 6 --chunks 3,1 --effort 0 --format json");
+  ASSERT_EQ(outcome.code, 0) << outcome.err;
+  std::set<int> chunks;
+  const auto json = nlohmann::json::parse(outcome.out);
+  for (const auto& row : json.at("candidates")) {
+    chunks.insert(row.at("chunks").get<int>());
+  }
+  EXPECT_EQ(chunks, (std::set<int>{1, 3}));
+  for (const char* wrong : {"0", "1,", ",1", "65", "two", "1.5", "-1", "''"}) {
+    expect_refusal(sluice(std::string("schedule auto --chunks ") + wrong), 2, "option --chunks");
+  }
+}
+
+TEST_F(CliTest, MemoryLimitsMayBeOnePerRank) {
+  EXPECT_EQ(sluice("schedule --ranks 4 --memory-limit 4,3,2,1").code, 0);
+  expect_refusal(sluice("schedule --ranks 4 --memory-limit 4,3,1,1"), 8,
+                 "2 micro-batches on rank 2; --memory-limit allows 1");
+  expect_refusal(sluice("schedule --ranks 4 --memory-limit 4,3,2"), 2,
+                 "3 numbers; legal is one number, or 4 of them");
+  expect_refusal(sluice("schedule auto --ranks 4 --memory-limit 4,3,0,1"), 2, "from 1 up");
+  expect_refusal(sluice("schedule --ranks 2 --activation-bytes 5 --memory-limit 10,4"), 8,
+                 "5 bytes on rank 1; --memory-limit allows 4");
+  const Outcome found = sluice(
+      "schedule auto --ranks 4 --micro-batches 8 --chunks 1 --memory-limit 1,2,3,4 --format json");
+  ASSERT_EQ(found.code, 0) << found.err;
+  const auto peaks = nlohmann::json::parse(found.out).at("peak_in_flight");
+  for (int rank = 0; rank < 4; ++rank) EXPECT_LE(peaks[rank], rank + 1);
+}
+
+TEST_F(CliTest, ScheduleSaysWhereMessagesWereFree) {
+  for (const char* command : {"schedule", "schedule compare", "schedule auto --effort 0"}) {
+    EXPECT_THAT(sluice(command).out, HasSubstr("messages take no time here")) << command;
+    for (const char* given : {" --message-time 0.1", " --message-time 0", " --links 0-1:0.5",
+                              " --bandwidth 5 --message-bytes 3", " --ranks 1"}) {
+      const Outcome outcome = sluice(std::string(command) + given);
+      EXPECT_THAT(outcome.out, Not(HasSubstr("messages take no time"))) << command << given;
+    }
+  }
+}
+
+// A model of two blocks has four layers. So no more than four stages can be planned for it.
+TEST_F(CliTest, AutoPlansTheModelThatTheProfileIsOf) {
+  const Outcome run =
+      mpirun(2, SLUICE_PROGRAM, small("--micro-batches 4 --trace t.json --metrics m.jsonl"));
+  ASSERT_EQ(run.code, 0) << run.err;
+  for (const char* profile : {"t.json", "m.jsonl"}) {
+    const Outcome planned =
+        sluice(std::string("schedule auto --ranks 2 --micro-batches 4 --format json --profile ") +
+               profile);
+    ASSERT_EQ(planned.code, 0) << planned.err;
+    const auto json = nlohmann::json::parse(planned.out);
+    EXPECT_LE(json.at("stages"), 4);
+    EXPECT_EQ(json.at("first_layer").back(), 4);
+  }
+  const Outcome anywhere = sluice(
+      "schedule auto --ranks 2 --micro-batches 4 --layers any --chunks 8 --profile t.json --format "
+      "file --output empty.json");
+  ASSERT_EQ(anywhere.code, 0) << anywhere.err;
+  const Outcome shown = sluice("schedule --file empty.json --profile t.json");
+  EXPECT_THAT(shown.out, HasSubstr("12 of 16 stages are empty")) << shown.err;
+  const Outcome trained = mpirun(2, SLUICE_PROGRAM, small("--schedule-file empty.json"));
+  ASSERT_EQ(trained.code, 0) << trained.err;
+  EXPECT_THAT(trained.out, HasSubstr("warning: 12 of 16 stages have no layers"));
+}
+
+TEST_F(CliTest, APromiseStandsBesideWhatARunMeasured) {
+  ASSERT_EQ(mpirun(2, SLUICE_PROGRAM, small("--micro-batches 4 --trace t.json")).code, 0);
+  const Outcome planned = sluice(
+      "schedule auto --ranks 2 --micro-batches 4 --profile t.json --format file --output a.json");
+  ASSERT_EQ(planned.code, 0) << planned.err;
+  const auto made_for = nlohmann::json::parse(read_file(path("a.json"))).at("made_for");
+  const Outcome run = mpirun(2, SLUICE_PROGRAM, small("--schedule-file a.json --metrics m.jsonl"));
+  ASSERT_EQ(run.code, 0) << run.err;
+  EXPECT_THAT(run.out, ContainsRegex("promised by the schedule file, .* measured; step .* ms "
+                                     "promised, .* ms measured"));
+  const std::string first = read_file(path("m.jsonl"));
+  const auto layers =
+      nlohmann::json::parse(first.substr(0, first.find('\n'))).at("run").at("layers");
+  EXPECT_EQ(layers.at("first"), made_for.at("first_layer"));
+
+  const Outcome searched = mpirun(2, SLUICE_PROGRAM, small("--micro-batches 4 --schedule auto"));
+  EXPECT_THAT(searched.out, HasSubstr("promised by layer costs")) << searched.err;
+  const Outcome other =
+      mpirun(2, SLUICE_PROGRAM,
+             "train --data text.txt --layers 3 --heads 2 --width 16 --context 16 --steps 1 "
+             "--schedule-file a.json");
+  EXPECT_THAT(other.out, HasSubstr("searched for a model of 4 layers")) << other.err;
+  const Outcome named = mpirun(2, SLUICE_PROGRAM, small("--micro-batches 4"));
+  EXPECT_THAT(named.out, Not(HasSubstr("promised")));
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ std::string refusal_of(const std::string& text) {
 }
 
 TEST(ScheduleFileTest, ReadsPlacementListsAndOverlappedPairs) {
-  const Schedule schedule = parse_schedule_json(sample("v_split.json"));
+  const Schedule schedule = parse_schedule_json(sample("v_split.json")).schedule;
   EXPECT_EQ(schedule.name, "v-split");
   EXPECT_EQ(schedule.placement, Placement::v_shape(2));
   EXPECT_EQ(schedule.micro_batches, 2);
@@ -50,16 +50,17 @@ TEST(ScheduleFileTest, ReadsBackEverythingItWrites) {
     schedules.push_back(generate(name, {1, 1, 1}));
   }
   for (const Schedule& schedule : schedules) {
-    const Schedule back = parse_schedule_json(to_schedule_json(schedule));
+    const Schedule back = parse_schedule_json(to_schedule_json(schedule)).schedule;
     EXPECT_EQ(back.name, schedule.name);
     EXPECT_TRUE(same_steps(back, schedule)) << to_schedule_json(schedule);
   }
 }
 
 TEST(ScheduleFileTest, WritesTheSampleAsItStands) {
-  const std::string text = to_schedule_json(parse_schedule_json(sample("v_split.json")));
-  EXPECT_TRUE(same_steps(parse_schedule_json(text), parse_schedule_json(sample("v_split.json"))));
-  EXPECT_EQ(to_schedule_json(parse_schedule_json(text)), text);
+  const std::string text = to_schedule_json(parse_schedule_json(sample("v_split.json")).schedule);
+  EXPECT_TRUE(same_steps(parse_schedule_json(text).schedule,
+                         parse_schedule_json(sample("v_split.json")).schedule));
+  EXPECT_EQ(to_schedule_json(parse_schedule_json(text).schedule), text);
 }
 
 TEST(ScheduleFileTest, RefusesUnknownRepeatedAndMissingKeys) {
@@ -140,6 +141,48 @@ TEST(ScheduleFileTest, IsToldFromCsvByItsFirstByte) {
   EXPECT_TRUE(looks_like_json(" \r\n\t{"));
   EXPECT_FALSE(looks_like_json("0F0"));
   EXPECT_FALSE(looks_like_json(""));
+}
+
+TEST(ScheduleFileTest, KeepsWhatASearchMadeItFor) {
+  const Schedule schedule = generate("1f1b", {2, 3, 1});
+  const MadeFor made_for = {
+      .first_layer = {0, 3, 8}, .makespan = 47.25, .bubble = 0.25, .milliseconds = true};
+  const ScheduleFile back = parse_schedule_json(to_schedule_json(schedule, made_for));
+  EXPECT_TRUE(same_steps(back.schedule, schedule));
+  EXPECT_EQ(back.made_for, made_for);
+  MadeFor anywhere;
+  anywhere.makespan = 1e300;
+  EXPECT_EQ(parse_schedule_json(to_schedule_json(schedule, anywhere)).made_for, anywhere);
+  EXPECT_EQ(parse_schedule_json(to_schedule_json(schedule)).made_for, std::nullopt);
+}
+
+TEST(ScheduleFileTest, RefusesAMadeForThatIsNone) {
+  const std::string text = to_schedule_json(generate("1f1b", {2, 3, 1}), MadeFor{});
+  const auto with = [&](const std::string& from, const std::string& to) {
+    std::string other = text;
+    other.replace(other.find(from), from.size(), to);
+    return refusal_of(other);
+  };
+  for (const auto& [from, to] : std::vector<std::pair<std::string, std::string>>{
+           {"\"bubble\":0.0", "\"bubble\":1.5"},
+           {"\"bubble\":0.0", "\"bubble\":\"0\""},
+           {"\"bubble\":0.0", "\"bubble\":{}"},
+           {"\"bubble\":0.0", "\"bubble\":[]"},
+           {"\"bubble\":0.0", "\"bubble\":0,\"bubble\":0"},
+           {"\"bubble\":0.0,", ""},
+           {"\"bubble\":0.0", "\"other\":0.0"},
+           {"\"makespan\":0.0", "\"makespan\":-1"},
+           {"\"makespan\":0.0", "\"makespan\":true"},
+           {"\"milliseconds\":false", "\"milliseconds\":null"},
+           {"\"first_layer\":[]", "\"first_layer\":[0,1]"},
+           {"\"first_layer\":[]", "\"first_layer\":[1,1,2]"},
+           {"\"first_layer\":[]", "\"first_layer\":[0,2,1]"},
+           {"\"first_layer\":[]", "\"first_layer\":[0,1.5,2]"},
+           {"\"first_layer\":[]", "\"first_layer\":[0,1,99999999999]"},
+           {"\"first_layer\":[]", "\"first_layer\":[[0]]"},
+           {"\"first_layer\":[]", "\"first_layer\":[true]"}}) {
+    EXPECT_THAT(with(from, to), HasSubstr("made_for")) << to;
+  }
 }
 
 }  // namespace

@@ -206,5 +206,22 @@ TEST(DualPipeVTest, ListsAreThePublishedOnes) {
   EXPECT_EQ(schedule.ranks, testing::hand_made(Placement::v_shape(4), 10, published).ranks);
 }
 
+// Where stages do not overlap, the first action of a pair hands over before the second one ends.
+TEST(DualPipeVTest, SplitsItsPairsWhereStagesDoNotOverlap) {
+  for (const auto& [ranks, micro_batches, makespan] :
+       std::vector<std::tuple<int, int, double>>{{4, 8, 51}, {8, 16, 103}, {8, 32, 199}}) {
+    const Schedule schedule = generate("dualpipe-v", {ranks, micro_batches, 2});
+    EXPECT_EQ(simulate(schedule, {.stages = {StageTimes{}}}).makespan, makespan);
+    const Schedule lowered = lower(schedule, {});
+    for (const auto& steps : lowered.ranks) {
+      for (const Step& step : steps) EXPECT_FALSE(step.overlapped);
+    }
+    EXPECT_EQ(simulate(lowered, {.stages = {StageTimes{}}}).makespan, makespan);
+    LowerOptions options;
+    options.keep_pairs = true;
+    EXPECT_NE(lower(schedule, options).ranks, lowered.ranks);
+  }
+}
+
 }  // namespace
 }  // namespace sluice

@@ -31,9 +31,15 @@ TEST(LowerTest, StagesOfOneRankExchangeNoMessages) {
 }
 
 TEST(LowerTest, MessagesOfAnOverlappedPairSurroundIt) {
-  const Schedule lowered = lower(testing::v_overlapped(), {});
-  EXPECT_THAT(text_of(lowered.ranks[1]),
+  LowerOptions options;
+  options.keep_pairs = true;
+  EXPECT_THAT(text_of(lower(testing::v_overlapped(), options).ranks[1]),
               ::testing::HasSubstr("1RECV_F1 2RECV_B0 (1F1;2B0)OVERLAP_F_B 1B0 1SEND_B0"));
+}
+
+TEST(LowerTest, APairIsTwoStepsWithMessagesOfTheirOwn) {
+  EXPECT_THAT(text_of(lower(testing::v_overlapped(), {}).ranks[1]),
+              ::testing::HasSubstr("1RECV_F1 1F1 2RECV_B0 2B0 1B0 1SEND_B0"));
 }
 
 TEST(LowerTest, TiedParametersAreReducedOnEveryRankThatOwnsAUse) {

@@ -216,6 +216,19 @@ TEST(SearchTest, CutsWholeLayersSoThatTheBottleneckIsLight) {
   EXPECT_EQ(*std::max_element(load.begin(), load.end()), 4);
 }
 
+// Three layers per rank are three chunks, which no power of two is.
+TEST(SearchTest, TriesTheChunksThatDivideTheLayersOfARank) {
+  SearchRequest request = request_of(4, 8, {1, 1, 1, 0}, 0.02);
+  request.model.stages.assign(12, {1, 1, 1, 0});
+  request.whole_layers = true;
+  request.in_flight_limit = {4};
+  const SearchResult unasked = search_schedule(request);
+  expect_sound(request, unasked);
+  EXPECT_LE(unasked.simulation.makespan, 75.40 * 1.0001);
+  request.chunks = {2, 4};
+  EXPECT_LT(unasked.simulation.makespan, search_schedule(request).simulation.makespan);
+}
+
 TEST(SearchTest, LeavesTheBackwardWholeWhereStagesCannotPartIt) {
   SearchRequest request = request_of(4, 8, {1, 1, 1, 0}, 0);
   request.split_backward = false;
@@ -302,6 +315,120 @@ TEST(MakespanLowerBoundTest, IsReachedWhereNothingIsInTheWay) {
   EXPECT_EQ(makespan_lower_bound(Placement::linear(4), 8, times), 3 * 8 + 3);
   times.stages = {{1, 1, 0, 0}};  // the way back counts once no W covers it
   EXPECT_EQ(makespan_lower_bound(Placement::linear(4), 8, times), 2 * (8 + 3));
+}
+
+struct SolvedCase {
+  int micro_batches = 0, latency = 0, limit = 0;
+  double optimum = 0;
+  std::vector<StageTimes> stages;
+};
+
+// Proven by the CP-SAT solver of OR-tools 9.15, for orders with ascending micro-batches.
+const std::vector<SolvedCase>& solved_cases() {
+  static const std::vector<SolvedCase> kCases = {
+      {4, 3, 3, 112, {{10, 7, 4, 0}, {5, 5, 8, 0}, {4, 9, 6, 0}}},
+      {4, 2, 4, 108, {{5, 2, 9, 0}, {9, 4, 4, 0}, {6, 8, 7, 0}, {9, 3, 1, 0}}},
+      {3, 2, 3, 70, {{3, 6, 6, 0}, {6, 6, 7, 0}, {7, 4, 7, 0}}},
+      {6, 4, 2, 86, {{4, 1, 1, 0}, {4, 4, 5, 0}}},
+      {6, 4, 2, 248, {{10, 4, 3, 0}, {2, 4, 4, 0}, {6, 8, 6, 0}, {10, 6, 8, 0}}},
+      {6, 0, 1, 252, {{10, 8, 6, 0}, {6, 3, 4, 0}, {6, 3, 10, 0}}},
+      {3, 1, 2, 57, {{3, 4, 4, 0}, {8, 6, 2, 0}}},
+      {6, 1, 1, 246, {{10, 8, 7, 0}, {5, 9, 7, 0}}},
+      {5, 3, 1, 270, {{5, 5, 8, 0}, {3, 9, 4, 0}, {10, 2, 4, 0}}},
+      {4, 1, 1, 212, {{6, 9, 4, 0}, {6, 7, 1, 0}, {1, 2, 9, 0}, {10, 2, 3, 0}}},
+      {4, 0, 1, 188, {{4, 3, 2, 0}, {8, 2, 10, 0}, {10, 3, 9, 0}, {3, 10, 10, 0}}},
+      {4, 4, 2, 124, {{9, 5, 2, 0}, {6, 1, 10, 0}, {1, 3, 10, 0}, {2, 1, 4, 0}}},
+      {4, 4, 2, 182, {{8, 5, 7, 0}, {3, 8, 10, 0}, {8, 8, 8, 0}, {6, 4, 7, 0}}},
+      {4, 0, 1, 100, {{5, 4, 6, 0}, {7, 3, 8, 0}}},
+      {3, 4, 1, 177, {{4, 1, 8, 0}, {9, 4, 9, 0}, {7, 10, 8, 0}}},
+      {5, 3, 1, 245, {{1, 9, 4, 0}, {9, 5, 10, 0}, {6, 3, 2, 0}}},
+      {4, 2, 2, 72, {{1, 5, 8, 0}, {6, 5, 3, 0}}},
+      {6, 4, 3, 126, {{10, 1, 6, 0}, {6, 2, 7, 0}, {3, 2, 3, 0}}},
+      {3, 4, 1, 81, {{7, 5, 2, 0}, {1, 4, 6, 0}}},
+      {3, 1, 1, 99, {{7, 10, 7, 0}, {2, 5, 9, 0}}},
+      {3, 4, 1, 135, {{4, 9, 7, 0}, {7, 10, 8, 0}}},
+      {4, 4, 2, 188, {{9, 6, 7, 0}, {5, 8, 5, 0}, {5, 2, 6, 0}, {10, 7, 9, 0}}},
+      {5, 1, 2, 119, {{4, 8, 5, 0}, {7, 10, 5, 0}}},
+      {3, 4, 2, 150, {{5, 7, 5, 0}, {7, 9, 9, 0}, {4, 3, 3, 0}, {5, 6, 2, 0}}},
+  };
+  return kCases;
+}
+
+TEST(MakespanLowerBoundTest, CountsMemory) {
+  double sum = 0, worst = 1;
+  for (const SolvedCase& each : solved_cases()) {
+    const int ranks = static_cast<int>(each.stages.size());
+    SimulationTimes times = {.stages = each.stages, .message = 1.0 * each.latency};
+    const double bound = makespan_lower_bound(Placement::linear(ranks), each.micro_batches, times,
+                                              {1.0 * each.limit});
+    EXPECT_LE(bound, each.optimum * (1 + 1e-9));
+    sum += bound / each.optimum;
+    worst = std::min(worst, bound / each.optimum);
+  }
+  EXPECT_GE(sum / static_cast<double>(solved_cases().size()), 0.9);
+  EXPECT_GE(worst, 0.8);
+  RecordProperty("mean", std::to_string(sum / static_cast<double>(solved_cases().size())));
+  RecordProperty("worst", std::to_string(worst));
+}
+
+TEST(SearchTest, FindsTheBestOrderOfTheSolvedCases) {
+  for (const SolvedCase& each : solved_cases()) {
+    SearchRequest request =
+        request_of(static_cast<int>(each.stages.size()), each.micro_batches, {}, each.latency);
+    request.model.stages = each.stages;
+    request.chunks = {1};
+    request.in_flight_limit = {1.0 * each.limit};
+    request.effort = 1'000'000;
+    const SearchResult result = search_schedule(request);
+    expect_sound(request, result);
+    EXPECT_LE(result.simulation.makespan, each.optimum * 1.01);
+    EXPECT_GE(result.simulation.makespan, each.optimum * (1 - 1e-9));
+  }
+}
+
+// A limit makes orders slower, and no bound may be above what a search finds.
+TEST(SearchTest, StaysAboveItsBoundUnderEveryLimit) {
+  for (const int limit : {1, 2, 3}) {
+    for (const int chunks : {1, 2, 4}) {
+      for (const bool split : {true, false}) {
+        SearchRequest request = request_of(3, 7, {2, 3, 1.5, 0.25, 4.5}, 0.5);
+        request.chunks = {chunks};
+        request.split_backward = split;
+        request.in_flight_limit = {static_cast<double>(limit)};
+        SCOPED_TRACE(::testing::Message() << limit << ' ' << chunks << ' ' << split);
+        expect_sound(request, search_schedule(request));
+        request.in_flight_limit.clear();
+        request.model.bytes = {{.until_input = 6, .until_weight = 3, .output = 2}};
+        request.byte_limit = {40 * limit};
+        expect_sound(request, search_schedule(request));
+        request.objective = Objective::kSpan;
+        expect_sound(request, search_schedule(request));
+      }
+    }
+  }
+}
+
+TEST(SearchTest, OverlapsWhereTimesForItAreGiven) {
+  for (const auto& [ranks, micro_batches] :
+       std::vector<std::pair<int, int>>{{2, 8}, {4, 8}, {4, 16}, {6, 12}, {8, 16}, {8, 32}}) {
+    SearchRequest request = request_of(ranks, micro_batches, {1, 1, 1, 0, 0.75 * 3}, 0.02);
+    const SearchResult result = search_schedule(request);
+    expect_sound(request, result);
+    for (const char* name : {"interleaved", "dualpipe-v"}) {
+      const Schedule other = generate(name, {ranks, micro_batches, 2});
+      const SimulationTimes times = recut(request.model, ranks, other.placement.stages());
+      EXPECT_LE(result.simulation.makespan, simulate(other, times).makespan * (1 + 1e-9))
+          << name << ' ' << ranks << ' ' << micro_batches;
+    }
+    bool paired = false;
+    for (const auto& steps : result.schedule.ranks) {
+      for (const Step& step : steps) paired = paired || step.overlapped;
+    }
+    EXPECT_TRUE(paired) << ranks << ' ' << micro_batches;
+    EXPECT_TRUE(
+        std::any_of(result.candidates.begin(), result.candidates.end(),
+                    [](const SearchCandidate& each) { return each.origin == "dualpipe-v"; }));
+  }
 }
 
 }  // namespace

@@ -103,7 +103,7 @@ TEST(SimulateTest, OverlappedPairTakesItsOwnTimeOrElseTheSumOfItsTwo) {
       Placement::v_shape(1), 2, {"0F0 1F0 (0F1;1B0)OVERLAP_F_B (1F1;0B0)OVERLAP_F_B 1B1 0B1"});
   EXPECT_DOUBLE_EQ(simulate(schedule, times()).makespan, 4 * (kForward + kBackward));
   SimulationTimes overlapped = times();
-  overlapped.overlap = 8;
+  for (StageTimes& stage : overlapped.stages) stage.overlap = 8;
   const Simulation simulation = simulate(schedule, overlapped);
   EXPECT_DOUBLE_EQ(simulation.makespan, 2 * kForward + 2 * 8 + 2 * kBackward);
   EXPECT_DOUBLE_EQ(simulation.busy[0], simulation.makespan);
@@ -140,7 +140,7 @@ TEST(SimulateTest, RefusesMissingNegativeAndEndlessTimes) {
   EXPECT_THROW((void)simulate(schedule, two), std::invalid_argument);
   EXPECT_THROW((void)simulate(schedule, times(-1)), std::invalid_argument);
   SimulationTimes undefined = times();
-  undefined.overlap = std::numeric_limits<double>::quiet_NaN();
+  undefined.stages.front().overlap = std::numeric_limits<double>::quiet_NaN();
   EXPECT_THROW((void)simulate(schedule, undefined), std::invalid_argument);
   SimulationTimes endless = times();
   endless.stages[0].backward_weight = std::numeric_limits<double>::infinity();

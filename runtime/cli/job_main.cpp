@@ -1,4 +1,5 @@
-// The program `sluice`.
+// The program `sluice-job`: every command of `sluice`, which becomes this program for all but
+// `sluice schedule` (runtime/explore/main.cpp).
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
