@@ -110,7 +110,14 @@ std::optional<Partition> partition_of_file(const TrainOptions& options, std::str
   if (options.partition != "auto") return std::nullopt;
   const std::vector<int>& first = options.made_for->first_layer;
   const int layers = options.model.layers + 2;
-  if (first.back() == layers) return Partition{first};
+  if (first.back() == layers) {
+    if (first[1] > 0 && first[first.size() - 2] < layers) return Partition{first};
+    throw_usage(
+        "option --schedule-file: '{}' leaves its first or last stage without layers, but these "
+        "have "
+        "the embedding and the head; legal is a first_layer in which both have some",
+        options.schedule_file);
+  }
   remark = fmt::format(
       "warning: the schedule of '{}' was searched for a model of {} layers, embedding and head "
       "included; this one has {}, so its layers are placed by cost and its promise does not hold",

@@ -243,7 +243,7 @@ std::string to_csv_text(const Comparison& comparison) {
       for (std::size_t i = 0; (i = name.find('"', i)) != std::string::npos; i += 2) {
         name.insert(i, 1, '"');
       }
-      name = '"' + name + '"';
+      name.insert(0, 1, '"').push_back('"');
     }
     std::vector<std::string_view> transports;
     for (const TransportModel model : row.transports) transports.push_back(name_of(model));

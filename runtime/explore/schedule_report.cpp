@@ -43,6 +43,18 @@ void require_small_enough(std::int64_t stages, std::int64_t micro_batches) {
                          : fmt::format("; nearest legal: --micro-batches {}", kMaxPairs / stages));
 }
 
+// In-order queues are simulated by a plan.
+void require_plan_for_queues(const Placement& placement, int micro_batches,
+                             const SimulationTimes& times) {
+  const std::int64_t pairs = std::int64_t{placement.stages()} * micro_batches;
+  if (times.queues == MessageQueues::kNone || pairs <= kMaxPlannedPairs) return;
+  throw_usage(
+      "option --queues: {} pairs of stage and micro-batch are too many to plan; at most {} are "
+      "legal "
+      "with it, or --queues none",
+      pairs, kMaxPlannedPairs);
+}
+
 // The grid has at least one cell per action of a rank.
 std::size_t most_actions(const Schedule& schedule) {
   std::size_t longest = 0;
@@ -254,6 +266,7 @@ ScheduleReport report_schedule(LoadedSchedule loaded, const SimulationTimes& tim
   if (const auto violation = check(schedule)) {
     throw_error(ErrorCode::kPlan, "{}", describe(schedule, *violation));
   }
+  require_plan_for_queues(placement, schedule.micro_batches, times);
   report.planned = std::int64_t{placement.stages()} * schedule.micro_batches <= kMaxPlannedPairs;
   if (report.planned) report.transports = prove(schedule, times.reduce_overlap);
   report.simulation = simulate(schedule, times, detail);

@@ -251,9 +251,7 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
   }
 
   void text(const std::string& value) {
-    if (in_made_for_) {
-      unexpected("the text " + quoted_excerpt(value));
-    } else if (depth_ == 2) {
+    if (depth_ == 2) {
       step(value);
     } else if (depth_ == 0 && key_ == kFormatKey && value == kFormat) {
       return;

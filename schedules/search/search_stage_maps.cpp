@@ -17,8 +17,6 @@ namespace {
 
 // Beyond it a search takes longer than a quarter of a minute.
 constexpr std::int64_t kMaxPairs = 400'000;
-constexpr int kMaxLayers = 10'000;
-
 int layers_of(const SearchRequest& request) {
   return static_cast<int>(std::max(request.model.stages.size(), request.model.bytes.size()));
 }
@@ -276,6 +274,9 @@ LayerCut cut_layers(const SimulationTimes& layers, const Placement& placement) {
   if (!legal) {
     refuse("layers on stages: ", count, " entries of times and ", layers.bytes.size(),
            " of bytes; legal is one of each per layer");
+  }
+  if (count > at(search::kMaxLayers)) {
+    refuse("layers on stages: ", count, " layers; at most ", search::kMaxLayers, " are legal");
   }
   LayerCut result;
   if (count < at(placement.stages())) {

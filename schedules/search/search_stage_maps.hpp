@@ -11,6 +11,8 @@
 
 namespace sluice::search {
 
+inline constexpr int kMaxLayers = 10'000;  // cutting takes their square
+
 struct StageMap {
   std::string name;  // "linear", "looped", "V", "zigzag" (there and back, several times)
   int chunks = 1;

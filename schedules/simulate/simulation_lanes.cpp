@@ -24,7 +24,7 @@ constexpr std::array kKinds = {BufferKind::kInput, BufferKind::kOutput, BufferKi
 // When each slot was last filled, used or freed.
 class Slots {
  public:
-  Slots(const Plan& plan) : pools_(at(plan.placement.stages())) {
+  explicit Slots(const Plan& plan) : pools_(at(plan.placement.stages())) {
     std::size_t count = 0;
     for (const RankPlan& rank : plan.ranks) {
       for (const BufferPool& pool : rank.pools) {

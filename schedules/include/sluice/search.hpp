@@ -101,7 +101,8 @@ struct LayerCut {
 // Whole layers, one entry of `layers` each, so that the largest stage is as small as it can be, and
 // then the most loaded rank lighter while moving one border helps. Of fewer layers than stages each
 // has its own stage, and stages before the last are empty, as in a training. Throws
-// std::invalid_argument for no layers and where entries of bytes are of another number.
+// std::invalid_argument for no layers, for more than 10,000, and where entries of bytes are of
+// another number.
 [[nodiscard]] LayerCut cut_layers(const SimulationTimes& layers, const Placement& placement);
 // The same for stages that are known. Requires: ascending from 0 to the number of layers.
 [[nodiscard]] SimulationTimes join_layers(const SimulationTimes& layers,

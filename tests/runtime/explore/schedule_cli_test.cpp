@@ -333,6 +333,17 @@ TEST_F(CliTest, ScheduleSaysWhatIsNotProven) {
                  "nearest legal: 97 micro-batches");
 }
 
+TEST_F(CliTest, QueuesNeedAPlan) {
+  const Outcome free = sluice("schedule --schedule zb-v --message-time 0.1 --format json");
+  const Outcome queues =
+      sluice("schedule --schedule zb-v --message-time 0.1 --format json --queues nccl");
+  ASSERT_EQ(queues.code, 0) << queues.err;
+  EXPECT_LT(nlohmann::json::parse(free.out).at("makespan").get<double>(),
+            nlohmann::json::parse(queues.out).at("makespan").get<double>());
+  expect_refusal(sluice("schedule --ranks 1024 --micro-batches 2048 --queues nccl"), 2,
+                 "too many to plan; at most 2000000");
+}
+
 TEST_F(CliTest, UnevenRanksExplainTheirBubbles) {
   EXPECT_THAT(sluice("schedule --ranks 2").out, Not(HasSubstr("idles more than the mean")));
   EXPECT_THAT(sluice("schedule --ranks 3 --micro-batches 2 --forward-time 1,9,9").out,
@@ -428,6 +439,15 @@ TEST_F(CliTest, APromiseStandsBesideWhatARunMeasured) {
              "train --data text.txt --layers 3 --heads 2 --width 16 --context 16 --steps 1 "
              "--schedule-file a.json");
   EXPECT_THAT(other.out, HasSubstr("searched for a model of 4 layers")) << other.err;
+  std::string edited = read_file(path("a.json"));
+  const std::size_t list = edited.find("\"first_layer\":[") + 15;
+  const std::size_t stages = nlohmann::json::parse(edited).at("stages");
+  std::string without = "0";
+  for (std::size_t i = 0; i < stages; ++i) without += i + 1 < stages ? ",0" : ",4";
+  edited.replace(list, edited.find(']', list) - list, without);
+  write("b.json", edited);
+  expect_refusal(sluice("train --dry-run --layers 2 --heads 2 --width 16 --schedule-file b.json"),
+                 2, "leaves its first or last stage without layers");
   const Outcome named = mpirun(2, SLUICE_PROGRAM, small("--micro-batches 4"));
   EXPECT_THAT(named.out, Not(HasSubstr("promised")));
 }
