@@ -18,7 +18,7 @@ packages_of() {
   case $1 in
     # The library, the program and the examples.
     build) echo g++ cmake ninja-build ccache openmpi-bin libopenmpi-dev libdnnl-dev \
-      libboost-program-options-dev nlohmann-json3-dev libfmt-dev libssl-dev libxxhash-dev zlib1g-dev ;;
+      libboost-dev libboost-program-options-dev nlohmann-json3-dev libfmt-dev libssl-dev libxxhash-dev zlib1g-dev ;;
     # The text that train.sh learns.
     data) echo bible-kjv bible-kjv-text ;;
     # Tests and benchmarks, and the pictures of an example; Boost.Context for the threads of a block in tests/emulated_cuda.

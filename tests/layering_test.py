@@ -36,7 +36,7 @@ ORDER = {
     "schedules": ("model", "generate plan files lanes", "simulate", "verify draw", "search"),
     "stages": ("tensor", "compute", "cpu_kernels cuda_context stage", "cpu cuda_kernels", "cuda", "operators",
                "network", "gradient_check layers", "transformer"),
-    "runtime": ("files options", "data", "layout", "job", "program engine", "gradients", "pipeline",
+    "runtime": ("files options", "data", "layout", "job", "program engine", "watch gradients", "pipeline",
                 "checkpoint report", "explore launch", "supervise doctor", "cli"),
 }
 
@@ -65,7 +65,6 @@ NEVER = {
 # Public headers without a source of their name.
 HEADER_ROOMS = {
     "checkpoint": "runtime/checkpoint",
-    "communicator": "comm/group",
     "cuda": "comm/device",
     "data": "runtime/data",
     "device": "comm/device",
@@ -85,6 +84,7 @@ FOREIGN = (
     (r"(cuda|cublas|cudnn|cub/)", r"(comm|stages|tests)/|examples/[^/]+\.cu$"),
     (r"dnnl", r"(stages|tests)/"),
     (r"(torch|ATen|c10)/", r"stages/include/sluice/torch\.hpp$|examples/|tests/"),
+    (r"boost/asio|boost/system", r"runtime/watch/|tests/"),
     (r"boost/program_options", r"runtime/options/|tests/"),
     (r"openssl/", r"runtime/files/|tests/"),
 )

@@ -26,6 +26,14 @@ enum TagOffset : int {
   kShardTag,
 };
 
+WaitSubject sends(int peer, int tag, std::size_t bytes) {
+  return {WaitSubject::What::kCollectiveSend, peer, tag, bytes};
+}
+
+WaitSubject receives(int peer, int tag, std::size_t bytes) {
+  return {WaitSubject::What::kCollectiveReceive, peer, tag, bytes};
+}
+
 constexpr std::size_t kFirstCopy = 4096;           // bytes
 constexpr std::size_t kLargestCopy = 1024 * 1024;  // that is used again
 
@@ -103,14 +111,15 @@ Collectives::Collectives(Communicator& comm, int base_tag, Interrupt* interrupt)
       copy_(std::make_shared<std::vector<std::byte>>(kFirstCopy)) {}
 
 // `expected_bytes`: of a receive; 0 for a send.
-void Collectives::wait(Request& request, std::size_t expected_bytes) {
+void Collectives::wait(Request& request, std::size_t expected_bytes, const WaitSubject& subject) {
   Arrival arrival;
   arrival.bytes = expected_bytes;
-  while (!comm_.test(request, &arrival)) {
-    if (interrupt_ != nullptr) {
-      interrupt_->poll();
-    }
-    waiter_.pause();
+  if (!comm_.test(request, &arrival)) {
+    const WaitScope scope(interrupt_, subject);
+    do {
+      scope.poll();
+      waiter_.pause();
+    } while (!comm_.test(request, &arrival));
   }
   waiter_.reset();
   if (arrival.bytes != expected_bytes) {
@@ -146,7 +155,7 @@ void Collectives::send_tagged(int peer, int tag, std::span<const std::byte> byte
   do {
     const std::size_t piece = std::min(bytes.size(), kMaxPieceBytes);
     request = comm_.start_send(peer, base_tag_ + tag, bytes.first(piece));
-    wait(request, 0);
+    wait(request, 0, sends(peer, base_tag_ + tag, piece));
     bytes = bytes.subspan(piece);
   } while (!bytes.empty());
 }
@@ -157,7 +166,7 @@ void Collectives::recv_tagged(int peer, int tag, std::span<std::byte> bytes) {
   do {
     const std::size_t piece = std::min(bytes.size(), kMaxPieceBytes);
     request = comm_.post_recv(peer, base_tag_ + tag, bytes.first(piece));
-    wait(request, piece);
+    wait(request, piece, receives(peer, base_tag_ + tag, piece));
     bytes = bytes.subspan(piece);
   } while (!bytes.empty());
 }
@@ -179,11 +188,13 @@ void Collectives::barrier() {
     const std::span<const std::byte> mine = copy_of(std::array<std::byte, 1>{}, owner);
     Request requests[2];
     const OpenRequests guard(comm_, requests, owner);
-    requests[0] = comm_.post_recv((comm_.rank() - distance + size) % size, base_tag_ + kBarrierTag,
-                                  {&theirs, 1});
-    requests[1] = comm_.start_send((comm_.rank() + distance) % size, base_tag_ + kBarrierTag, mine);
-    wait(requests[0], 1);
-    wait(requests[1], 0);
+    const int tag = base_tag_ + kBarrierTag;
+    const int from = (comm_.rank() - distance + size) % size;
+    const int to = (comm_.rank() + distance) % size;
+    requests[0] = comm_.post_recv(from, tag, {&theirs, 1});
+    requests[1] = comm_.start_send(to, tag, mine);
+    wait(requests[0], 1, receives(from, tag, 1));
+    wait(requests[1], 0, sends(to, tag, 1));
   }
 }
 
@@ -313,12 +324,18 @@ void Collectives::reduce_scatter(std::span<float> values, std::span<float> works
     float* own = values.data() + mine.begin;
     float* sum = me == 0 ? own : slot(0, block);
     for (int rank = 0; rank < size && mine.size > 0; ++rank) {
-      if (rank != me) wait(block_receive(rank, block), mine.size * sizeof(float));
+      const std::size_t bytes = mine.size * sizeof(float);
+      if (rank != me) {
+        wait(block_receive(rank, block), bytes, receives(rank, base_tag_ + kScatterTag, bytes));
+      }
       if (rank > 0) add(sum, rank == me ? own : slot(rank, block), mine.size);
     }
     if (me != 0 && mine.size > 0) std::copy_n(sum, mine.size, own);
     for (int rank = 0; rank < size; ++rank) {
-      if (block_send(rank, block).index != Request::kNone) wait(block_send(rank, block), 0);
+      if (block_send(rank, block).index == Request::kNone) continue;
+      wait(block_send(rank, block), 0,
+           sends(rank, base_tag_ + kScatterTag,
+                 block_of(count, size, rank, block).size * sizeof(float)));
     }
   }
 }
@@ -345,9 +362,12 @@ void Collectives::gather_shards(std::span<float> values) {
     }
     for (int peer = 0; peer < size; ++peer) {
       if (block_receive(peer, 0).index != Request::kNone) {
-        wait(block_receive(peer, 0), block_of(count, size, peer, block).size * sizeof(float));
+        const std::size_t bytes = block_of(count, size, peer, block).size * sizeof(float);
+        wait(block_receive(peer, 0), bytes, receives(peer, base_tag_ + kShardTag, bytes));
       }
-      if (block_send(peer, 0).index != Request::kNone) wait(block_send(peer, 0), 0);
+      if (block_send(peer, 0).index != Request::kNone) {
+        wait(block_send(peer, 0), 0, sends(peer, base_tag_ + kShardTag, mine.size * sizeof(float)));
+      }
     }
   }
 }

@@ -51,7 +51,7 @@ class Collectives {
  private:
   class OpenRequests;
 
-  void wait(Request& request, std::size_t expected_bytes);
+  void wait(Request& request, std::size_t expected_bytes, const WaitSubject& subject);
   void send_tagged(int peer, int tag, std::span<const std::byte> bytes, Owner owner = nullptr);
   // A copy of `bytes`, and in `owner` what owns it; valid until the next call.
   std::span<const std::byte> copy_of(std::span<const std::byte> bytes, Owner& owner);

@@ -21,11 +21,52 @@ class Waiter {
   bool slack_set_ = false;
 };
 
+// What a blocking wait waits for, for whoever looks at a rank that waits.
+struct WaitSubject {
+  enum class What : std::uint8_t {
+    kReceive,            // of a message of the plan
+    kSend,               // likewise: until its memory is free
+    kCollectiveReceive,  // a part of a small collective
+    kCollectiveSend,
+    kDevice,  // work on a GPU
+    kNccl,    // operations of NCCL
+  };
+  What what = What::kDevice;
+  std::int32_t peer = -1;  // rank of the group that the interrupt serves; -1: none, or several
+  std::int32_t tag = -1;
+  std::uint64_t bytes = 0;
+  // Index in the peer's plan of the op that this wait needs; -1: not known.
+  std::int32_t needed_op = -1;
+};
+
 // Called between polls of a blocking wait; throws to end it (the control channel's poll()).
 class Interrupt {
  public:
   virtual ~Interrupt() = default;
   virtual void poll() = 0;
+  // Around a wait that blocks, by WaitScope: the subject of the polls in between. Waits do not
+  // nest.
+  virtual void begin_wait(const WaitSubject& /*subject*/) noexcept {}
+  virtual void end_wait() noexcept {}
+};
+
+// A wait that blocks. `interrupt` may be null, else it outlives this.
+class WaitScope {
+ public:
+  WaitScope(Interrupt* interrupt, const WaitSubject& subject) noexcept : interrupt_(interrupt) {
+    if (interrupt_ != nullptr) interrupt_->begin_wait(subject);
+  }
+  ~WaitScope() {
+    if (interrupt_ != nullptr) interrupt_->end_wait();
+  }
+  WaitScope(const WaitScope&) = delete;
+  WaitScope& operator=(const WaitScope&) = delete;
+  void poll() const {
+    if (interrupt_ != nullptr) interrupt_->poll();
+  }
+
+ private:
+  Interrupt* interrupt_;
 };
 
 }  // namespace sluice

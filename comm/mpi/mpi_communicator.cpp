@@ -5,6 +5,8 @@
 #include <array>
 #include <chrono>
 #include <climits>
+#include <cstdio>
+#include <cstdlib>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -41,18 +43,18 @@ namespace {
 constexpr std::size_t kFirstSlots = 256;
 constexpr auto kCancelTimeout = std::chrono::milliseconds(100);
 
-// Cancelled sends of one communicator that go on, and the memory that they may read.
-struct UnfinishedSends {
-  std::vector<MPI_Request> sends;
+// Cancelled messages of one communicator that go on, and the memory that they may use.
+struct Unfinished {
+  std::vector<MPI_Request> requests;
   std::vector<Owner> memory;
 
-  // Advances the sends; true if none is left.
+  // Advances the messages; true if none is left.
   bool done() noexcept {
-    std::erase_if(sends, [](MPI_Request& send) {
+    std::erase_if(requests, [](MPI_Request& request) {
       int done = 0;
-      return MPI_Test(&send, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || done != 0;
+      return MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || done != 0;
     });
-    return sends.empty();
+    return requests.empty();
   }
 };
 
@@ -70,46 +72,46 @@ void require_mpi_thread() {
   }
 }
 
-// Unfinished sends of destroyed communicators, shared by all communicators of one origin.
-class OrphanedSends {
+// Unfinished messages of destroyed communicators, shared by all communicators of one origin.
+class Orphans {
  public:
-  OrphanedSends() = default;
-  OrphanedSends(const OrphanedSends&) = delete;
-  OrphanedSends& operator=(const OrphanedSends&) = delete;
+  Orphans() = default;
+  Orphans(const Orphans&) = delete;
+  Orphans& operator=(const Orphans&) = delete;
 
-  // MPI may read the memory of an open send until the end of MPI_Finalize. Such memory is never
+  // MPI may use the memory of an open message until the end of MPI_Finalize. Such memory is never
   // freed.
-  ~OrphanedSends() {
+  ~Orphans() {
     int finalized = 0;
     if (MPI_Finalized(&finalized) != MPI_SUCCESS || finalized != 0) {
       return;
     }
     sweep();
     if (left_.empty()) return;
-    (void)std::make_unique<std::vector<UnfinishedSends>>(std::move(left_)).release();
+    (void)std::make_unique<std::vector<Unfinished>>(std::move(left_)).release();
   }
 
-  void add(UnfinishedSends unfinished) {
+  void add(Unfinished unfinished) {
     const std::lock_guard lock(mutex_);
     left_.push_back(std::move(unfinished));
   }
 
-  // Frees memory that no send reads any more.
+  // Frees memory that no message uses any more.
   void sweep() noexcept {
     const std::lock_guard lock(mutex_);
-    std::erase_if(left_, [](UnfinishedSends& unfinished) { return unfinished.done(); });
+    std::erase_if(left_, [](Unfinished& unfinished) { return unfinished.done(); });
   }
 
  private:
   std::mutex mutex_;  // communicators may belong to several threads
-  std::vector<UnfinishedSends> left_;
+  std::vector<Unfinished> left_;
 };
 
 // A Request is an index into a table of MPI requests, which grows only when all are open at once.
 class MpiCommunicator final : public Communicator {
  public:
   // Takes over `comm`.
-  MpiCommunicator(MPI_Comm comm, int local_size, std::shared_ptr<OrphanedSends> orphans)
+  MpiCommunicator(MPI_Comm comm, int local_size, std::shared_ptr<Orphans> orphans)
       : comm_(comm), local_size_(local_size), orphans_(std::move(orphans)) {
     orphans_->sweep();
     check_mpi(MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
@@ -224,6 +226,18 @@ class MpiCommunicator final : public Communicator {
     }
   }
 
+  bool any_thread() const override {
+    int level = MPI_THREAD_SINGLE;
+    check_mpi(MPI_Query_thread(&level), "MPI_Query_thread");
+    return level == MPI_THREAD_MULTIPLE;
+  }
+
+  [[noreturn]] void abort(int code) const override {
+    std::fflush(nullptr);
+    MPI_Abort(comm_, code);
+    std::_Exit(code);
+  }
+
   std::unique_ptr<Communicator> split(int colour, int key) override {
     require_mpi_thread();
     MPI_Comm part = MPI_COMM_NULL;
@@ -308,19 +322,21 @@ class MpiCommunicator final : public Communicator {
   void withdraw(Request& request) noexcept {
     const std::int32_t index = std::exchange(request.index, Request::kNone);
     Slot& slot = slots_[at(index)];
-    if (slot.receives) {
-      MPI_Cancel(&slot.request);
-      MPI_Wait(&slot.request, MPI_STATUS_IGNORE);
-    } else if (!finish_send(slot.request)) {
-      send_stuck_ = true;
-      unfinished_.sends.push_back(slot.request);
+    // A receive that has begun cannot be cancelled. It ends when its bytes are there, which a peer
+    // that has stopped never sends.
+    if (slot.receives) MPI_Cancel(&slot.request);
+    bool& stuck = slot.receives ? receive_stuck_ : send_stuck_;
+    if (!finish(slot.request, stuck)) {
+      stuck = true;
+      unfinished_.requests.push_back(slot.request);
     }
     slot.request = MPI_REQUEST_NULL;
     free_.push_back(index);  // has room for every slot
   }
 
-  // True if the send is done. Waits for the time-out only until the first send has run into it.
-  bool finish_send(MPI_Request& request) const noexcept {
+  // True if the request is done. Waits for the time-out only until one, of the same direction, has
+  // run into it.
+  static bool finish(MPI_Request& request, bool stuck) noexcept {
     const auto deadline = std::chrono::steady_clock::now() + kCancelTimeout;
     Waiter waiter(std::numeric_limits<int>::max());
     for (;;) {
@@ -328,7 +344,7 @@ class MpiCommunicator final : public Communicator {
       if (MPI_Test(&request, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS || done != 0) {
         return true;
       }
-      if (send_stuck_ || std::chrono::steady_clock::now() > deadline) {
+      if (stuck || std::chrono::steady_clock::now() > deadline) {
         return false;
       }
       waiter.pause();
@@ -341,9 +357,9 @@ class MpiCommunicator final : public Communicator {
   int size_ = 1;
   int max_tag_ = 0;
   int local_size_;
-  bool send_stuck_ = false;
-  UnfinishedSends unfinished_;
-  std::shared_ptr<OrphanedSends> orphans_;
+  bool send_stuck_ = false, receive_stuck_ = false;
+  Unfinished unfinished_;
+  std::shared_ptr<Orphans> orphans_;
   std::vector<Slot> slots_;
   std::vector<std::int32_t> free_;
 };
@@ -389,8 +405,7 @@ std::unique_ptr<Communicator> make_mpi_communicator(MPI_Comm comm) {
   MPI_Comm copy = MPI_COMM_NULL;
   check_mpi(MPI_Comm_dup(comm, &copy), "MPI_Comm_dup");
   MPI_Comm_set_errhandler(copy, MPI_ERRORS_RETURN);
-  return std::make_unique<MpiCommunicator>(copy, local_size_of(copy),
-                                           std::make_shared<OrphanedSends>());
+  return std::make_unique<MpiCommunicator>(copy, local_size_of(copy), std::make_shared<Orphans>());
 }
 
 }  // namespace sluice

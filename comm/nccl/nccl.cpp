@@ -92,11 +92,12 @@ struct NcclCommunicator::Impl {
 
   void wait_ready(Interrupt* interrupt, const char* what) const {
     Waiter waiter(local_ranks);
+    const WaitScope scope(interrupt, {WaitSubject::What::kNccl});
     for (;;) {
       const nccl::Result state = library.state(open());
       check(state, what);
       if (state.status == nccl::Status::kSuccess) return;
-      if (interrupt != nullptr) interrupt->poll();
+      scope.poll();
       waiter.pause();
     }
   }

@@ -271,22 +271,23 @@ void NcclQueue::drop(NcclTicket& ticket) {
 }
 
 void NcclQueue::wait_issued(const NcclTicket& ticket, Interrupt* interrupt) {
-  for (waiter_.reset(); !issued(ticket); waiter_.pause()) {
-    if (interrupt != nullptr) interrupt->poll();
-  }
+  if (issued(ticket)) return;
+  const WaitScope scope(interrupt, {WaitSubject::What::kNccl});
+  for (waiter_.reset(); !issued(ticket); waiter_.pause()) scope.poll();
 }
 
 void NcclQueue::wait(NcclTicket& ticket, Interrupt* interrupt) {
-  for (waiter_.reset(); !done(ticket); waiter_.pause()) {
-    if (interrupt != nullptr) interrupt->poll();
-  }
+  if (done(ticket)) return;
+  const WaitScope scope(interrupt, {WaitSubject::What::kNccl});
+  for (waiter_.reset(); !done(ticket); waiter_.pause()) scope.poll();
 }
 
 void NcclQueue::finalize(Interrupt* interrupt) {
   const auto wait_until = [&](const auto& condition) {
+    const WaitScope scope(interrupt, {WaitSubject::What::kNccl});
     for (waiter_.reset(); !condition(); waiter_.pause()) {
       progress();
-      if (interrupt != nullptr) interrupt->poll();
+      scope.poll();
     }
   };
   wait_until([&] { return issuing_ < 0 && pending_count_ == 0; });

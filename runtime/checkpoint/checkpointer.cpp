@@ -221,6 +221,7 @@ void Checkpointer::Impl::open_directory() {
     require_own_directory(scan);
     if (!scan.saves.empty()) {
       newest = scan.saves.front().directory;
+      PipelineAccess::saved(pipeline, scan.saves.front().state.step);
       sequence = scan.saves.front().state.sequence;
     }
   });
@@ -451,6 +452,7 @@ void Checkpointer::Impl::publish() {
   write_save_index(partial, "optimizer", state);
   lock->require_held();
   publish_save(options.directory, partial, state, warnings);
+  PipelineAccess::saved(pipeline, state.step);
   Retention retention = {.run = run,
                          .keep = options.keep,
                          .keep_every = options.keep_every,
@@ -497,6 +499,7 @@ void Checkpointer::Impl::advance() {
     phase = Phase::kPublishing;
   } else if (phase == Phase::kPublishing) {
     if (leader) newest = options.directory / step_directory_name(state.step);
+    PipelineAccess::saved(pipeline, state.step);
     for (const std::string& warning : std::exchange(warnings, {})) say(warning);
     ++sequence;
     published_step = saved_step;

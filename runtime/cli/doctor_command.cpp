@@ -21,6 +21,7 @@
 #include "runtime/cli/train_options.hpp"
 #include "runtime/doctor/diagnosis.hpp"
 #include "runtime/doctor/host_check.hpp"
+#include "runtime/doctor/live_status.hpp"
 #include "runtime/doctor/network_probe.hpp"
 #include "runtime/explore/cluster_file.hpp"
 #include "runtime/files/writable.hpp"
@@ -59,7 +60,7 @@ struct DoctorOptions {
   RankOrder rank_order = RankOrder::kAuto;
   std::string device = "auto";
   TransportChoice transport = TransportChoice::kAuto;
-  std::string data, save, output, hosts, ssh = "ssh";
+  std::string data, save, output, hosts, live, ssh = "ssh";
   double probe_seconds = 20;
   bool self_test = false;
 };
@@ -88,6 +89,9 @@ OptionTable make_table(DoctorOptions& options) {
       "hosts", options.hosts, "FILE",
       "a host file of mpirun: asks its hosts over SSH, with --data and --save; no probes");
   table.add_text("ssh", options.ssh, "COMMAND", "reaches a host for --hosts");
+  table.heading("While a job runs");
+  table.add_text("live", options.live, "DIR",
+                 "what each rank of the job does that saves in DIR; started without mpirun");
   return table;
 }
 
@@ -303,6 +307,11 @@ int doctor_command(int argc, char** argv) {
       check_hosts({options.hosts, options.ssh, options.data, options.save});
     });
   }
+  const auto looks = [](const std::string& word) { return word.starts_with("--live"); };
+  if (launched_rank() < 0 && std::any_of(arguments.begin(), arguments.end(), looks)) {
+    return run_guarded(table, arguments,
+                       [&] { fmt::print("{}", live_status(options.live, wall_seconds())); });
+  }
   const auto tests = [](const std::string& word) { return word.starts_with("--self"); };
   if (launched_rank() < 0 && std::any_of(arguments.begin(), arguments.end(), tests)) {
     const int code = run_guarded(table, arguments, [&] {
@@ -317,6 +326,9 @@ int doctor_command(int argc, char** argv) {
         table.parse(arguments);
         if (table.given("hosts")) {
           throw Error(ErrorCode::kUsage, "--hosts is for 'sluice doctor' started without mpirun");
+        }
+        if (table.given("live")) {
+          throw Error(ErrorCode::kUsage, "--live is for 'sluice doctor' started without mpirun");
         }
         return table.help_wanted() ? table.help() : "";
       },

@@ -18,6 +18,7 @@
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/model_config.hpp"
 #include "runtime/cli/saved_run.hpp"
+#include "runtime/cli/train_options.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/options/option_table.hpp"
@@ -39,7 +40,8 @@ struct EvaluateOptions {
   bool share_given = false;
   std::int64_t samples = 0, micro_batch_size = 1;
   int pipeline = 0, threads = 1;
-  std::string device = "auto";
+  std::string device = "auto", watchdog_ports;
+  PipelineOptions::Watch watch = program_watch();
 };
 
 OptionTable make_table(EvaluateOptions& options) {
@@ -55,6 +57,7 @@ OptionTable make_table(EvaluateOptions& options) {
   table.add_integer("pipeline", options.pipeline, 1, kMaxInt, "ranks; auto: all", "auto");
   table.add_integer("threads", options.threads, 1, 4096, "per rank");
   table.add_text("device", options.device, "LIST", "as of 'sluice train'");
+  add_watch_options(table, options.watch, options.watchdog_ports);
   return table;
 }
 
@@ -99,6 +102,7 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
   pipeline_options.devices.threads = options.threads;
   pipeline_options.devices.choices = parse_devices(options.device);
   pipeline_options.training.inference = true;
+  pipeline_options.watch = options.watch;
   pipeline_options.training.evaluations = {samples};
   Pipeline pipeline(
       world, pipeline_options,
@@ -129,6 +133,7 @@ int evaluate_command(int argc, char** argv) {
       [&] {
         table.parse(arguments);
         if (table.help_wanted()) return table.help();
+        take_ports(options.watchdog_ports, options.watch);
         if (options.weights.empty()) {
           throw_usage(
               "option --weights is missing: give a directory that 'sluice train --save' wrote");
@@ -137,6 +142,7 @@ int evaluate_command(int argc, char** argv) {
         return std::string();
       },
       [&](Communicator& world) {
+        const PlaceSignals place;
         with_newest_save(options.weights, world, [&](const std::filesystem::path& save) {
           evaluate(save, options, world);
         });

@@ -16,6 +16,7 @@
 #include "runtime/cli/model_config.hpp"
 #include "runtime/cli/sampling.hpp"
 #include "runtime/cli/saved_run.hpp"
+#include "runtime/cli/train_options.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/options/option_table.hpp"
@@ -40,7 +41,8 @@ struct GenerateOptions {
   int tokens = 256;
   SamplingOptions sampling;
   int pipeline = 0, threads = 1;
-  std::string device = "auto";
+  std::string device = "auto", watchdog_ports;
+  PipelineOptions::Watch watch = program_watch();
 };
 
 OptionTable make_table(GenerateOptions& options) {
@@ -58,6 +60,7 @@ OptionTable make_table(GenerateOptions& options) {
   table.add_integer("pipeline", options.pipeline, 1, kMaxInt, "ranks; auto: all", "auto");
   table.add_integer("threads", options.threads, 1, 4096, "per rank");
   table.add_text("device", options.device, "LIST", "as of 'sluice train'");
+  add_watch_options(table, options.watch, options.watchdog_ports);
   return table;
 }
 
@@ -69,6 +72,7 @@ PipelineOptions pipeline_options(const GenerateOptions& options) {
   result.devices.threads = options.threads;
   result.devices.choices = parse_devices(options.device);
   result.training.inference = true;
+  result.watch = options.watch;
   const SamplingOptions& sampling = options.sampling;
   result.checks.configuration = {{"weights", options.weights},
                                  {"prompt", options.prompt},
@@ -179,6 +183,7 @@ int generate_command(int argc, char** argv) {
       [&] {
         table.parse(arguments);
         if (table.help_wanted()) return table.help();
+        take_ports(options.watchdog_ports, options.watch);
         if (options.weights.empty()) {
           throw Error(ErrorCode::kUsage,
                       "option --weights is missing: give a directory that 'sluice train --save' "
@@ -187,6 +192,7 @@ int generate_command(int argc, char** argv) {
         return std::string();
       },
       [&](Communicator& world) {
+        const PlaceSignals place;
         with_newest_save(options.weights, world, [&](const std::filesystem::path& save) {
           generate_text(save, options, world);
         });

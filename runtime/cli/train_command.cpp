@@ -22,6 +22,7 @@
 #include <sluice/program.hpp>
 
 #include "comm/base/cores.hpp"
+#include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/mpi/mpi_session.hpp"
 #include "runtime/checkpoint/load_checkpoint.hpp"
@@ -33,6 +34,7 @@
 #include "runtime/cli/schedule_choice.hpp"
 #include "runtime/cli/train_options.hpp"
 #include "runtime/files/writable.hpp"
+#include "runtime/job/activity.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/layout/job_layout.hpp"
@@ -42,6 +44,7 @@
 #include "runtime/report/metrics.hpp"
 #include "runtime/report/rank_table.hpp"
 #include "runtime/report/run_events.hpp"
+#include "runtime/report/stragglers.hpp"
 #include "runtime/report/timeline.hpp"
 #include "stages/cpu/cpu_report.hpp"
 
@@ -69,6 +72,8 @@ class StopRequest {
   void begin() {
     signals_.emplace([this]() noexcept {
       asked_ = true;
+      ActivityBoard::for_each([](ActivityBoard& board, void*) noexcept { board.expect_end(); },
+                              nullptr);
       if (Checkpointer* saver = saver_) saver->request_stop();
     });
   }
@@ -169,6 +174,8 @@ class Training {
   }
   void report(const StepReport& step);
   void count_skip(const StepReport& step);
+  std::vector<int> work_of_ranks();
+  void look_for_stragglers();
   void validate(std::int64_t samples);
   void note(const std::string& line);
   void summarise();
@@ -187,6 +194,7 @@ class Training {
   std::unique_ptr<Pipeline> pipeline_;
   std::optional<MetricsWriter> metrics_;
   std::optional<Progress> progress_;
+  std::optional<Stragglers> stragglers_;  // on rank 0
   std::optional<Checkpointer> saver_;
   std::optional<SavedRun> resumed_;  // the save that was loaded
   std::vector<std::string> changes_, passed_over_;
@@ -509,6 +517,7 @@ void Training::require_steps_left(std::uint64_t done) const {
 
 void Training::steps() {
   progress_.emplace(pipeline_->step() + 1, options_.steps, terminal_output());
+  stragglers_.emplace(work_of_ranks());
   const std::uint64_t before = options_.steps - std::min(options_.steps, kTracedSteps);
   traced_from_ = std::max(pipeline_->step(), before) + 1;
   if (first()) events_.start(pipeline_->step(), last_resumable());
@@ -525,6 +534,7 @@ void Training::one_step() {
   if (saver_) stop_.describe(pipeline_->step() + 1, saver_->last_save());
   if (!options_.trace.empty() && pipeline_->step() + 1 == traced_from_) timeline_.begin(*pipeline_);
   const StepReport step = pipeline_->train_step();
+  look_for_stragglers();
   if (!options_.trace.empty() && step.step >= traced_from_) timeline_.add(*pipeline_);
   report(step);
   count_skip(step);
@@ -549,6 +559,33 @@ void Training::report(const StepReport& step) {
   progress_->step(record);
   if (metrics_) metrics_->step(record);
   events_.step(record.step, record.seconds);
+}
+
+// Collective. What Stragglers compare: a rank's place in its pipeline.
+std::vector<int> Training::work_of_ranks() {
+  std::vector<int> work;
+  PipelineAccess::guarded(*pipeline_, [&] {
+    const int needed = world_.local_size() * options_.pipeline.devices.threads;
+    const bool shares = needed > host_cores();
+    const Topology& topology = PipelineAccess::layout(*pipeline_).place.topology;
+    const auto all = PipelineAccess::world(*pipeline_).all_gather_strings(shares ? "shares" : "");
+    for (int rank = 0; rank < world_.size(); ++rank) {
+      work.push_back(all[at(rank)].empty() ? topology.pipeline_rank(rank) : Stragglers::kShared);
+    }
+  });
+  return work;
+}
+
+void Training::look_for_stragglers() {
+  if (!first()) return;
+  for (const Straggler& each : stragglers_->step(PipelineAccess::busy_seconds(*pipeline_))) {
+    note(fmt::format(
+        "rank {} on {} is slow: its actions take {:.2f} times as long as {}, over {} "
+        "steps",
+        each.rank, PipelineAccess::hosts(*pipeline_)[at(each.rank)], each.factor,
+        each.of_replicas ? "those of the same stages in other replicas" : "in its first steps",
+        Stragglers::kWindow));
+  }
 }
 
 void Training::count_skip(const StepReport& step) {
@@ -586,6 +623,7 @@ StepRecord Training::record_of(const StepReport& report) const {
   record.peak_in_flight = report.peak_in_flight;
   record.peak_bytes = report.peak_bytes;
   record.skipped = report.skipped;
+  record.stragglers = stragglers_->now();
   return record;
 }
 
@@ -695,6 +733,7 @@ int train_command(int argc, char** argv) {
         if (options.resume.from && world.size() != launched_size()) {
           options = parse_train_options(arguments, world.size());
         }
+        const PlaceSignals place;
         Training training(mpi_info(), world, options, stop);
         training.run();
         stopped = training.stopped();

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <filesystem>
 #include <limits>
+#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -48,7 +50,7 @@ constexpr const char* kAbout =
 // Option values as text that decide on more than one field, or that are parsed together with
 // others.
 struct RawOptionText {
-  std::string precision = "fp32", device = "auto", resume, change;
+  std::string precision = "fp32", device = "auto", resume, change, watchdog_ports;
 };
 
 // Options of one run, which a resumed run does not take from its save.
@@ -114,7 +116,7 @@ void add_model_options(OptionTable& table, TransformerConfig& model, RawOptionTe
 }
 
 void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText& raw) {
-  auto& [shape, order, devices, training, checks] = options.pipeline;
+  auto& [shape, order, devices, training, checks, watch] = options.pipeline;
   table.heading("Layout");
   table.add_integer("pipeline", shape.pipeline, 1, kMaxInt,
                     "ranks of one pipeline; auto: ranks / replicas", "auto");
@@ -236,6 +238,7 @@ struct TrainTable {
     add_training_options(table, options);
     add_output_options(table, options);
     add_save_options(table, options, raw);
+    add_watch_options(table, options.pipeline.watch, raw.watchdog_ports);
   }
   TrainTable(const TrainTable&) = delete;
   TrainTable& operator=(const TrainTable&) = delete;
@@ -359,6 +362,7 @@ void resolve_raw_text(const RawOptionText& raw, TrainOptions& options) {
   options.model.precision = raw.precision == "bf16" ? DType::kBf16 : DType::kF32;
   options.pipeline.devices.tf32 = raw.precision == "tf32";
   options.pipeline.devices.choices = parse_devices(raw.device);
+  take_ports(raw.watchdog_ports, options.pipeline.watch);
 }
 
 void resolve_learning_rate(const OptionTable& table, TrainOptions& options) {
@@ -398,7 +402,7 @@ void yield_to_higher_source(const OptionTable& table, bool fixed_micro_batches, 
 // The file fixes schedule, chunks, micro-batches and pipeline. A saved configuration names them
 // all, so only a source that wins over the file's can contradict the file.
 void resolve_schedule(const OptionTable& table, TrainOptions& options) {
-  auto& [shape, order, devices, training, checks] = options.pipeline;
+  auto& [shape, order, devices, training, checks, watch] = options.pipeline;
   const std::string& file = options.schedule_file;
   if (file.empty()) {
     if (order.schedule != "auto" || options.partition == "auto") return;
@@ -478,7 +482,49 @@ void require_sensible_outputs(const TrainOptions& options) {
   require_distinct_files(options);
 }
 
+constexpr RealRange kWatchSeconds = {.low = 1, .high = 1e6};
+constexpr int kMostPort = 65535;
+
+int port_of(std::string_view text) {
+  int port = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), port);
+  const bool whole = error == std::errc() && end == text.data() + text.size();
+  return whole && port >= 1 && port <= kMostPort ? port : 0;
+}
+
 }  // namespace
+
+PipelineOptions::Watch program_watch() { return {.on = true, .ends_process = true}; }
+
+void add_watch_options(OptionTable& table, PipelineOptions::Watch& watch, std::string& ports) {
+  table.heading("When it hangs");
+  table.add_choice("watchdog", watch.on, {{"on", true}, {"off", false}},
+                   "each rank tells the others what it does; a rank that stops or dies is named");
+  table.add_real("timeout", watch.timeout, kWatchSeconds,
+                 "seconds without a sign of life, or without progress of any rank, that end the "
+                 "job; auto: 30, or 10 of the slowest recent step; 300 before step 3",
+                 "auto");
+  table.add_real("action-timeout", watch.action_timeout, kWatchSeconds,
+                 "seconds that one action, save or batch may take; none: no limit", "none");
+  table.add_text("watchdog-ports", ports, "FIRST-LAST",
+                 "TCP ports that ranks listen on at the start; default: any");
+}
+
+void take_ports(const std::string& ports, PipelineOptions::Watch& watch) {
+  if (ports.empty()) return;
+  const std::string_view text = ports;
+  const std::size_t dash = text.find('-');
+  const int first = port_of(text.substr(0, dash));
+  const int last = dash == std::string_view::npos ? first : port_of(text.substr(dash + 1));
+  if (first == 0 || last < first) {
+    throw_usage(
+        "option --watchdog-ports: '{}' is no range of ports; legal is FIRST-LAST, from 1 "
+        "to {}, such as 46300-46399",
+        ports, kMostPort);
+  }
+  watch.first_port = first;
+  watch.last_port = last;
+}
 
 void add_rank_order(OptionTable& table, RankOrder& order) {
   table.add_choice("rank-order", order,
@@ -516,6 +562,7 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
   options.pipeline.checks.trace = !options.trace.empty();
   options.pipeline.checks.configuration = table.values();
   options.pipeline.training.save_copy = !options.save.empty();
+  options.pipeline.watch.directory = options.save;
   options.checkpoint.directory = options.save;
   options.checkpoint.options = table.values();
   std::erase_if(options.checkpoint.options,

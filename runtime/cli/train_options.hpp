@@ -39,10 +39,11 @@ struct TrainOptions {
   // The batch is complete. Order::given: what --schedule-file holds. Checks::configuration: every
   // option with its value, defaults included, in the order of the help. The trainer sets
   // Training::evaluations, the order of --schedule auto, and CheckpointOptions::data and model.
-  PipelineOptions pipeline = {
-      .shape = {.micro_batches = 0, .micro_batch_size = 0},
-      .training = {
-          .optimizer = {.weight_decay = 0.1F}, .learning_rate = {.warmup = 100}, .clip = 1}};
+  PipelineOptions pipeline = {.shape = {.micro_batches = 0, .micro_batch_size = 0},
+                              .training = {.optimizer = {.weight_decay = 0.1F},
+                                           .learning_rate = {.warmup = 100},
+                                           .clip = 1},
+                              .watch = {.on = true, .ends_process = true}};
   std::string schedule_file;
   std::optional<MadeFor> made_for;  // what schedule_file says of its search
   std::string partition = "auto";
@@ -63,6 +64,14 @@ struct TrainOptions {
 // --rank-order and --transport, which 'sluice doctor' has as well.
 void add_rank_order(OptionTable& table, RankOrder& order);
 void add_transport(OptionTable& table, TransportChoice& transport, const std::string& help);
+
+// The watchdog's options, which all commands with a pipeline have. `ports` gets the text of
+// --watchdog-ports, for take_ports().
+void add_watch_options(OptionTable& table, PipelineOptions::Watch& watch, std::string& ports);
+// "46300-46399", "46300" or nothing. Throws Error(kUsage).
+void take_ports(const std::string& ports, PipelineOptions::Watch& watch);
+// A watchdog that ends the job, as these commands have one.
+[[nodiscard]] PipelineOptions::Watch program_watch();
 
 // `ranks`: of the job. Where a save of other ranks is resumed, its layout is not taken.
 // Error(kWeights) where --resume names no save.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <new>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -11,6 +12,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/host.hpp"
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/engine/device_batch.hpp"
@@ -21,6 +23,7 @@
 #include "runtime/engine/slots.hpp"
 #include "runtime/engine/stage_table.hpp"
 #include "runtime/engine/steady_seconds.hpp"
+#include "runtime/job/activity.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/job/nccl_routes.hpp"
@@ -40,6 +43,12 @@ const char* in_words(ActionKind kind) {
     default:
       return "backward";
   }
+}
+
+RunPhase run_phase(Phase phase) {
+  return phase == Phase::kTrain      ? RunPhase::kTrain
+         : phase == Phase::kEvaluate ? RunPhase::kEvaluate
+                                     : RunPhase::kGenerate;
 }
 
 }  // namespace
@@ -84,8 +93,8 @@ struct Engine::Impl {
   }
   // Blocks until `done()`, which drives the transport. Polls the interrupt.
   template <typename Done>
-  void wait_until(const Done& done);
-  void wait(Ticket ticket);
+  void wait_until(const WaitSubject& subject, const Done& done);
+  void wait(const PlanOp& op, const Slot& slot);  // for the slot's messages
   void wait(const Event& event);
   // Blocks until the device has done all its work; completes the outcome.
   void drain();
@@ -194,15 +203,21 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   calls.begin_step(request.step, request.loss_scale);
   timer.begin(stream());
   batch.load(*request.batch, request.micro_batches.size());
+  ActivityBoard* const activity = config.activity;
+  if (activity != nullptr) activity->begin_run(run_phase(request.phase), request.step);
   {
     std::optional<MessageProgress::Scope> progressing;
     if (config.progress_in_actions && !on_gpu) progressing.emplace(messages);
     for (const PlanOp& op : mine.ops) {
+      if (activity != nullptr) {
+        activity->at(op, static_cast<std::int32_t>(index_in_plan(op)));
+      }
       execute(op, actions);
       messages.rethrow();  // a receive that failed in an operator is not taken as complete
     }
   }
   if (config.plan->forward_only || actions == nullptr) drain();
+  if (activity != nullptr) activity->enter(Doing::kCalling);
   return outcome;
 }
 
@@ -267,7 +282,7 @@ void Engine::Impl::wait_recv(const PlanOp& op) {
                            describe(slot.state)));
   }
   wait_nccl_on_stream(slot);
-  for (const Ticket ticket : slot.tickets) wait(ticket);
+  wait(op, slot);
   for (std::size_t i = 0; i < slot.tensors.size() && !slot.tickets.empty(); ++i) {
     if (slot.tensors[i].data == nullptr) continue;
     take_shape(slot, i);
@@ -307,7 +322,7 @@ void Engine::Impl::wait_send(const PlanOp& op) {
   Slot& slot = *message(op).slot;
   if (slot.state != SlotState::kSending) refuse(op, SlotState::kSending, slot.state);
   wait_nccl_on_stream(slot);
-  for (const Ticket ticket : slot.tickets) wait(ticket);
+  wait(op, slot);
   slot.state = SlotState::kFree;
   if (config.trace_events > 0) record(TraceTrack::kSends, op, slot.started, steady_seconds());
 }
@@ -410,13 +425,19 @@ void Engine::Impl::drain() {
 
 template <typename Body>
 void Engine::Impl::in_stage(const PlanOp& op, const Body& body) {
+  const auto where = [&] {
+    return fmt::format("stage {}, {} of micro-batch {}", op.stage, in_words(op.action),
+                       op.micro_batch);
+  };
   try {
     sums.begin(op.sums);
     body();
     sums.end();
+  } catch (const std::bad_alloc&) {
+    throw_error(ErrorCode::kDevice, "{} of step {} on {}: out of host memory", where(),
+                request.step, host_name());
   } catch (...) {
-    rethrow_from(fmt::format("stage {}, {} of micro-batch {}", op.stage, in_words(op.action),
-                             op.micro_batch));
+    rethrow_from(where());
   }
 }
 
@@ -503,23 +524,35 @@ void Engine::Impl::hand_out(const PlanOp& op, const Slot& output) {
 }
 
 template <typename Done>
-void Engine::Impl::wait_until(const Done& done) {
+void Engine::Impl::wait_until(const WaitSubject& subject, const Done& done) {
   if (done()) return;
   computed_until = 0;
   waiter.reset();
+  const WaitScope scope(config.interrupt, subject);
   while (!done()) {
     if (config.nccl != nullptr) config.nccl->progress();
-    if (config.interrupt != nullptr) config.interrupt->poll();
+    scope.poll();
     waiter.pause();
   }
 }
 
-void Engine::Impl::wait(Ticket ticket) {
-  wait_until([&] { return transport->test(ticket); });
+void Engine::Impl::wait(const PlanOp& op, const Slot& slot) {
+  for (std::size_t i = 0; i < slot.tickets.size(); ++i) {
+    const Ticket ticket = slot.tickets[i];
+    if (transport->test(ticket)) continue;
+    const StageTable::Message& place = table.message(op);
+    const bool receives = op.kind == OpKind::kWaitRecv;
+    wait_until({.what = receives ? WaitSubject::What::kReceive : WaitSubject::What::kSend,
+                .peer = place.peer,
+                .tag = place.tag,
+                .bytes = slot.headers[i].bytes,
+                .needed_op = table.needed_op(op)},
+               [&] { return transport->test(ticket); });
+  }
 }
 
 void Engine::Impl::wait(const Event& event) {
-  wait_until([&] {
+  wait_until({.what = WaitSubject::What::kDevice}, [&] {
     transport->progress();
     return event.done();
   });

@@ -19,9 +19,10 @@
 
 namespace sluice {
 
-class DeviceBatch;  // runtime/engine/device_batch.hpp
-class NcclRoutes;   // runtime/job/nccl_routes.hpp
-class SlotStore;    // runtime/engine/slots.hpp
+class ActivityBoard;  // runtime/job/activity.hpp
+class DeviceBatch;    // runtime/engine/device_batch.hpp
+class NcclRoutes;     // runtime/job/nccl_routes.hpp
+class SlotStore;      // runtime/engine/slots.hpp
 
 // A stage by its interfaces; the pointers are of one object, which the caller owns.
 struct StageBinding {
@@ -58,6 +59,7 @@ struct EngineConfig {
   ComputeContext* compute = nullptr;
   Communicator* communicator = nullptr;      // of the pipeline, for the transport alone
   Interrupt* interrupt = nullptr;            // polled by waits; may be null
+  ActivityBoard* activity = nullptr;         // shows what runs; may be null
   std::size_t piece_bytes = kMaxPieceBytes;  // of messages; equal on all ranks
   NcclRoutes* nccl = nullptr;                // for edges of kind kNccl
   std::span<const EdgeRoute> routes = {};    // [stage], as Wires::routes; empty: by device

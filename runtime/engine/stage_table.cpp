@@ -52,6 +52,7 @@ StageTable::StageTable(const EngineConfig& config)
   for (const PlanOp& op : ops_) op_stages_.push_back(find(op.stage));
   bind_slots();
   bind_messages(config.plan->channels);
+  bind_needed_ops(*config.plan, config.rank);
   find_ends();
 }
 
@@ -123,6 +124,36 @@ void StageTable::bind_messages(std::span<const Channel> channels) {
     const bool sends =
         op.action == ActionKind::kSendForward || op.action == ActionKind::kSendBackward;
     messages_[i] = {slot(op, *kind), sends ? channel.to_rank : channel.from_rank, channel.tag};
+  }
+}
+
+// Both ends of a channel name its messages in the same order.
+void StageTable::bind_needed_ops(const Plan& plan, int rank) {
+  needed_ops_.assign(ops_.size(), -1);
+  // [channel] Indices of the other end's starts of sends, or posts of receives.
+  std::vector<std::vector<std::int32_t>> theirs(plan.channels.size());
+  for (const bool i_receive : {true, false}) {
+    for (std::vector<std::int32_t>& each : theirs) each.clear();
+    for (std::size_t peer = 0; peer < plan.ranks.size(); ++peer) {
+      const std::vector<PlanOp>& ops = plan.ranks[peer].ops;
+      for (std::size_t i = 0; i < ops.size(); ++i) {
+        const OpKind needed = i_receive ? OpKind::kStartSend : OpKind::kPostRecv;
+        if (ops[i].kind != needed || ops[i].channel < 0 || at(ops[i].channel) >= theirs.size()) {
+          continue;
+        }
+        const Channel& channel = plan.channels[at(ops[i].channel)];
+        if ((i_receive ? channel.to_rank : channel.from_rank) != rank) continue;
+        theirs[at(ops[i].channel)].push_back(static_cast<std::int32_t>(i));
+      }
+    }
+    std::vector<std::size_t> next(theirs.size());
+    for (std::size_t i = 0; i < ops_.size(); ++i) {
+      const OpKind waits = i_receive ? OpKind::kWaitRecv : OpKind::kWaitSend;
+      if (ops_[i].kind != waits || messages_[i].peer < 0) continue;
+      const std::vector<std::int32_t>& list = theirs[at(ops_[i].channel)];
+      const std::size_t message = next[at(ops_[i].channel)]++;
+      if (message < list.size()) needed_ops_[i] = list[message];
+    }
   }
 }
 

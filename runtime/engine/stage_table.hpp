@@ -48,6 +48,9 @@ class StageTable {
     int tag = -1;
   };
   [[nodiscard]] const Message& message(const PlanOp& op) const { return messages_[index_of(op)]; }
+  // The op of the peer's plan that a wait for a message needs: the start of the send, or the post
+  // of the receive; -1: not known.
+  [[nodiscard]] std::int32_t needed_op(const PlanOp& op) const { return needed_ops_[index_of(op)]; }
   // A message or compute op whose micro-batch is not below `micro_batches`; null: none.
   [[nodiscard]] const PlanOp* first_op_out_of_range(std::size_t micro_batches) const;
   // The owner of the slots' memory.
@@ -63,6 +66,7 @@ class StageTable {
   void bind_pools();
   void bind_slots();
   void bind_messages(std::span<const Channel> channels);
+  void bind_needed_ops(const Plan& plan, int rank);
   void find_ends();
 
   std::span<const PlanOp> ops_;
@@ -73,6 +77,7 @@ class StageTable {
   std::vector<LocalStage*> op_stages_;        // [index into ops_]
   std::vector<std::array<Slot*, kBufferKinds>> op_slots_;  // [index into ops_]
   std::vector<Message> messages_;                          // [index into ops_]
+  std::vector<std::int32_t> needed_ops_;                   // [index into ops_]
   const PlanOp *lowest_ = nullptr, *highest_ = nullptr;    // by the micro-batch they name
   std::size_t tensors_ = 0;
 };

@@ -63,6 +63,7 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
   if (job_.world.ranks->rank() == 0) {
     records_.resize(record_.size() * at(job_.world.ranks->size()));
     peaks_.resize(at(layout_.place.topology.pipeline));
+    busy_.resize(at(job_.world.ranks->size()));
     next_.resize(at(layout_.place.topology.pipeline));
   }
 }
@@ -215,6 +216,7 @@ void GradientSync::reduce_records() {
     const double* values = &records_[at(rank) * record_.size()];
     totals_.window_seconds = std::max(totals_.window_seconds, values[0]);
     totals_.busy_seconds += values[1];
+    busy_[at(rank)] = values[1];
     flags |= static_cast<std::uint32_t>(values[3]);
     if (values[4] == records_[4] || totals_.other_rate_rank >= 0) continue;
     totals_.other_rate_rank = rank;

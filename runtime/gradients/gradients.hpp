@@ -71,6 +71,8 @@ class GradientSync : public StepActions {
   // gradients as they are now.
   void update(double started);
   [[nodiscard]] const StepTotals& totals() const { return totals_; }
+  // [rank of the job] Of the last batch; on rank 0 of the job, else empty.
+  [[nodiscard]] std::span<const double> busy_seconds() const { return busy_; }
   // [pipeline rank] of replica 0; on rank 0 of the job.
   [[nodiscard]] const std::vector<int>& peaks() const { return peaks_; }
 
@@ -137,6 +139,7 @@ class GradientSync : public StepActions {
   Earlier earlier_;
   double factor_ = 1;  // the gradients are still to be multiplied by it
   std::vector<int> peaks_;
+  std::vector<double> busy_;
   StepTotals totals_;
   std::function<std::uint32_t()> flags_;
   const StepOutcome* outcome_ = nullptr;

@@ -90,6 +90,13 @@ NamedValues agreed_values(const PipelineOptions& options) {
   add_training(options.training, values);
   add("check-replicas", options.checks.replicas_every);
   add("trace", options.checks.trace);
+  const PipelineOptions::Watch& watch = options.watch;
+  add("watchdog", watch.on);
+  add("timeout", watch.timeout);
+  add("action-timeout", watch.action_timeout);
+  add("watchdog's directory", watch.directory);
+  add("watchdog ends the process", watch.ends_process);
+  add("watchdog-ports", fmt::format("{}-{}", watch.first_port, watch.last_port));
   return values;
 }
 

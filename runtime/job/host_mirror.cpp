@@ -14,8 +14,9 @@ HostMirror::HostMirror(ComputeContext& compute, Interrupt* interrupt)
 void HostMirror::wait_for_device() {
   passed_.record(compute_.stream());
   waiter_.reset();
+  const WaitScope scope(interrupt_, {WaitSubject::What::kDevice});
   while (!passed_.done()) {
-    if (interrupt_ != nullptr) interrupt_->poll();
+    scope.poll();
     waiter_.pause();
   }
 }

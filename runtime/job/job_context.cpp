@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <exception>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -51,8 +53,16 @@ int planned_ranks(const PipelineOptions::Shape& shape) {
 }  // namespace
 
 void JobWatch::poll() {
-  control_.poll();
-  if (engine_ != nullptr) engine_->poll();
+  waits_.activity->poll();
+  waits_.control->poll();
+  if (!in_engine_ && waits_.engine != nullptr) waits_.engine->poll();
+}
+
+void JobWatch::begin_wait(const WaitSubject& subject) noexcept {
+  WaitSubject of_job = subject;
+  const auto peer = static_cast<std::size_t>(subject.peer);
+  if (subject.peer >= 0) of_job.peer = peer < job_ranks_.size() ? job_ranks_[peer] : -1;
+  waits_.activity->begin_wait(of_job, group_);
 }
 
 RankGroup::RankGroup(std::unique_ptr<Communicator> communicator, Interrupt* interrupt)
@@ -63,7 +73,14 @@ JobContext::JobContext(Communicator& comm, const PipelineOptions& options, JobSi
     : planned(job_size == JobSize::kPlanned) {
   std::unique_ptr<Communicator> job = comm.duplicate();
   control = std::make_unique<ControlChannel>(*job);
-  watch = std::make_unique<JobWatch>(*control);
+  const int rank = job->rank(), size = job->size();
+  activity = std::make_unique<ActivityBoard>(rank, host_name());
+  const ActivityScope setting_up(*activity, Doing::kSettingUp);
+  waits =
+      std::make_unique<JobWaits>(JobWaits{.control = control.get(), .activity = activity.get()});
+  std::vector<int> all(static_cast<std::size_t>(size));
+  std::iota(all.begin(), all.end(), 0);
+  watch = std::make_unique<JobWatch>(*waits, WaitGroup::kJob, all);
   world = RankGroup(std::move(job), watch.get());
   guarded([&] {
     if (planned) {
@@ -76,16 +93,35 @@ JobContext::JobContext(Communicator& comm, const PipelineOptions& options, JobSi
     devices.no_device_messages = why_no_device_messages(
         *world.collectives, devices.ranks, transport, devices.no_nccl, place.topology.pipeline);
   });
-  const int rank = world.ranks->rank();
   place.rank = place.topology.pipeline_rank(rank);
   place.replica = place.topology.replica(rank);
   for (int r = 0; r < place.topology.pipeline; ++r) {
     const int job_rank = place.topology.rank_of(place.replica, r);
     place.devices.push_back(devices.ranks[static_cast<std::size_t>(job_rank)]);
   }
-  pipeline = RankGroup(world.ranks->split(place.replica, place.rank), watch.get());
+  make_groups();
+}
+
+void JobContext::make_groups() {
+  std::vector<int> of_pipeline, of_replicas;
+  for (int r = 0; r < place.topology.pipeline; ++r) {
+    of_pipeline.push_back(place.topology.rank_of(place.replica, r));
+  }
+  for (int r = 0; r < place.topology.replicas; ++r) {
+    of_replicas.push_back(place.topology.rank_of(r, place.rank));
+  }
+  pipeline_watch = std::make_unique<JobWatch>(*waits, WaitGroup::kPipeline, of_pipeline);
+  engine_watch = std::make_unique<JobWatch>(*waits, WaitGroup::kPipeline, of_pipeline,
+                                            /*in_engine=*/true);
+  replicas_watch = std::make_unique<JobWatch>(*waits, WaitGroup::kReplicas, of_replicas);
+  pipeline = RankGroup(world.ranks->split(place.replica, place.rank), pipeline_watch.get());
   messages = pipeline.ranks->duplicate();
-  replicas = RankGroup(world.ranks->split(place.rank, place.replica), watch.get());
+  replicas = RankGroup(world.ranks->split(place.rank, place.replica), replicas_watch.get());
+  std::string stages;
+  for (const int stage : stage_places.stages_of(place.rank)) {
+    stages += fmt::format("{}{}", stages.empty() ? "" : ", ", stage);
+  }
+  activity->set_stages(stages);
 }
 
 void JobContext::join(const PipelineOptions& options) {
@@ -94,9 +130,10 @@ void JobContext::join(const PipelineOptions& options) {
   require_same_configuration(*world.collectives, agreed_values(options));
   const int depth =
       shape.pipeline > 0 ? shape.pipeline : std::max(size / std::max(shape.replicas, 1), 1);
-  const std::vector<std::string> hosts = world.collectives->all_gather_strings(host_name());
+  hosts = world.collectives->all_gather_strings(host_name());
   const Topology numbered = make_topology(size, depth, shape.replicas, shape.rank_order);
-  RankArrangement order = arrange_ranks(numbered, options, stage_placement(options, depth), hosts);
+  stage_places = stage_placement(options, depth);
+  RankArrangement order = arrange_ranks(numbered, options, stage_places, hosts);
   place.topology = std::move(order.topology);
   place.order_reason = std::move(order.reason);
   devices.ranks =
@@ -109,7 +146,7 @@ void JobContext::plan(const PipelineOptions& options) {
     throw_usage("{} devices for a job that one process plans; legal is one, which every rank has",
                 options.devices.choices.size());
   }
-  (void)stage_placement(options, shape.pipeline);  // refuses what cannot be placed
+  stage_places = stage_placement(options, shape.pipeline);  // refuses what cannot be placed
   place.topology =
       make_topology(planned_ranks(shape), shape.pipeline, shape.replicas, shape.rank_order);
   const RankDevice mine =
@@ -134,7 +171,22 @@ std::size_t JobContext::piece_bytes() const {
 
 void JobContext::guarded(const std::function<void()>& body) {
   try {
-    sluice::guarded(*control, world.ranks->rank(), body);
+    std::exception_ptr gone;  // a rank: nothing is reported to ranks that may not answer
+    sluice::guarded(*control, world.ranks->rank(), [&] {
+      try {
+        body();
+      } catch (...) {
+        if (!activity->interrupted()) {
+          activity->enter(Doing::kFailing);
+          throw;
+        }
+        gone = std::current_exception();
+      }
+    });
+    if (gone != nullptr) {
+      activity->poll();  // throws what the watchdog has found
+      std::rethrow_exception(gone);
+    }
   } catch (...) {
     for (Communicator* each :
          {world.ranks.get(), pipeline.ranks.get(), messages.get(), replicas.ranks.get()}) {

@@ -5,31 +5,45 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <sluice/communicator.hpp>
 
 #include "comm/group/collectives.hpp"
 #include "comm/group/control.hpp"
+#include "runtime/job/activity.hpp"
 #include "runtime/layout/job_layout.hpp"
 
 namespace sluice {
 
 struct PipelineOptions;
 
-// The Interrupt of every wait of a pipeline, except the waits inside its engines. poll() throws
-// another rank's error or NCCL's. It also keeps this rank's messages moving: the rank that is
-// waited for may need them.
+// What the waits of a pipeline share.
+struct JobWaits {
+  Interrupt* control = nullptr;
+  ActivityBoard* activity = nullptr;
+  // Polled by all waits outside of engines; null: none. It outlives its use here.
+  Interrupt* engine = nullptr;
+};
+
+// The Interrupt of every wait of a pipeline. poll() throws another rank's error, NCCL's, or what
+// the watchdog has found. Outside of engines it also keeps this rank's messages moving: the rank
+// that is waited for may need them. The subjects of waits go to the board of activities.
 class JobWatch : public Interrupt {
  public:
-  explicit JobWatch(Interrupt& control) : control_(control) {}
-  // The engine that poll() polls as well; null: none. It outlives its use here.
-  void set_progress_engine(Interrupt* engine) { engine_ = engine; }
+  // `job_ranks`: of the group whose peers the subjects name. `waits` outlives this.
+  JobWatch(JobWaits& waits, WaitGroup group, std::vector<int> job_ranks, bool in_engine = false)
+      : waits_(waits), group_(group), job_ranks_(std::move(job_ranks)), in_engine_(in_engine) {}
   void poll() override;
+  void begin_wait(const WaitSubject& subject) noexcept override;
+  void end_wait() noexcept override { waits_.activity->end_wait(); }
 
  private:
-  Interrupt& control_;
-  Interrupt* engine_ = nullptr;
+  JobWaits& waits_;
+  WaitGroup group_;
+  std::vector<int> job_ranks_;  // [rank of the group]
+  bool in_engine_;
 };
 
 // A communicator that is used for collectives alone.
@@ -64,12 +78,16 @@ class JobContext {
              JobSize job_size = JobSize::kStarted);
 
   // Collective. Runs `body`. An exception in it is reported to every rank, and every rank throws
-  // the Error that came first.
+  // the Error that came first. Where the watchdog has found that a rank is gone, every rank that is
+  // left throws the watchdog's Error, without a report.
   void guarded(const std::function<void()>& body);
 
   // Bytes per piece of a message. Pieces are smaller where some pass through a GPU's host memory,
   // so that copies and transfers overlap.
   [[nodiscard]] std::size_t piece_bytes() const;
+
+  // Null: nothing.
+  void set_progress_engine(Interrupt* engine) { waits->engine = engine; }
 
   // Whether a stage is made here. Of a planned job all are.
   [[nodiscard]] bool makes(int stage, const Placement& placement) const {
@@ -79,13 +97,19 @@ class JobContext {
   bool planned = false;
   RankPlace place;
   JobDevices devices;
+  Placement stage_places = Placement::linear(1);
+  std::vector<std::string> hosts;           // [rank of the job]
+  std::unique_ptr<ActivityBoard> activity;  // of this rank in this pipeline
+  std::unique_ptr<JobWaits> waits;
   RankGroup world;
   std::unique_ptr<ControlChannel> control;
-  std::unique_ptr<JobWatch> watch;  // polled by the collectives of all three groups
+  // Polled by the collectives of the three groups, and by the engines.
+  std::unique_ptr<JobWatch> watch, pipeline_watch, replicas_watch, engine_watch;
   RankGroup pipeline, replicas;
   std::unique_ptr<Communicator> messages;  // the pipeline's ranks, for the engines' transports
 
  private:
+  void make_groups();
   void join(const PipelineOptions& options);
   void plan(const PipelineOptions& options);
 };

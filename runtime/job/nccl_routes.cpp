@@ -36,7 +36,7 @@ struct NcclRoutes::Impl {
         interrupt(*job.watch),
         gpus(job.pipeline.ranks->split(compute_in.device().kind == DeviceKind::kCuda ? 0 : 1,
                                        layout.place.rank)),
-        bootstrap(*gpus, 0, job.control.get()) {
+        bootstrap(*gpus, 0, job.watch.get()) {
     if (compute.device().kind == DeviceKind::kCpu) return;
     for (const RankDevice& rank : layout.place.devices) {
       gpu_of_rank.push_back(rank.device.kind == DeviceKind::kCuda ? next_gpu++ : -1);
@@ -44,12 +44,12 @@ struct NcclRoutes::Impl {
     const std::size_t sum_groups = std::max<std::size_t>(load.count, 1) * NcclSums::kGroupsPerSum;
     queue.emplace(compute.device(), open + sum_groups, job.world.ranks->local_size());
     transport.emplace(*queue, bootstrap, compute.memory(), edges_of(layout),
-                      NcclLabel{"the pipeline", job.world.ranks->rank()}, job.control.get());
+                      NcclLabel{"the pipeline", job.world.ranks->rank()}, job.watch.get());
     if (!layout.wires.sums_by_nccl(layout.place.rank)) return;
     sums.emplace(*queue, *job.replicas.collectives, compute.memory(),
                  NcclLabel{"the replicas of pipeline rank " + std::to_string(layout.place.rank),
                            job.world.ranks->rank()},
-                 method_of(all_reduce), load.largest, job.control.get());
+                 method_of(all_reduce), load.largest, job.watch.get());
     workspace = compute.memory().allocate(sums->workspace(load.largest) * sizeof(float));
     for (std::size_t i = 0; i < load.count; ++i) ready.emplace_back(compute.device());
   }
@@ -120,6 +120,10 @@ void NcclRoutes::finalize() {
   if (impl_->queue) impl_->queue->finalize(&impl_->interrupt);
 }
 
+void NcclRoutes::abort() noexcept {
+  if (impl_->queue) impl_->queue->abort();
+}
+
 std::size_t NcclRoutes::sum_bytes(const SumLoad& sums, int replicas, bool all_reduce) {
   return NcclSums::workspace(sums.largest, replicas, method_of(all_reduce)) * sizeof(float);
 }
@@ -154,6 +158,7 @@ void NcclRoutes::end_group() {}
 void NcclRoutes::wait_on_stream(NcclTicket& /*ticket*/) {}
 void NcclRoutes::progress() {}
 void NcclRoutes::finalize() {}
+void NcclRoutes::abort() noexcept {}
 std::size_t NcclRoutes::sum_bytes(const SumLoad&, int, bool) { return 0; }
 bool NcclRoutes::sums() const { return false; }
 NcclTicket NcclRoutes::sum(std::span<float> /*values*/) { return {}; }

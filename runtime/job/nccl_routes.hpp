@@ -53,6 +53,8 @@ class NcclRoutes {
   // Collective over the job. The orderly end: waits until NCCL has finished everything, on all
   // ranks. Only the destructor may follow. Without this call the destructor aborts.
   void finalize();
+  // Ends what NCCL does on this rank, whatever other ranks do; only the destructor may follow.
+  void abort() noexcept;
 
   // Bytes of device memory that a rank's sums take, in addition to NCCL's own.
   [[nodiscard]] static std::size_t sum_bytes(const SumLoad& sums, int replicas, bool all_reduce);

@@ -200,16 +200,23 @@ void OptionTable::add_integer(const std::string& name, Integer& target,
 
 template <typename Real>
 void OptionTable::add_real(const std::string& name, Real& target, RealRange range,
-                           const std::string& help) {
-  const auto set = [&target, range](const std::string& text) -> std::string {
+                           const std::string& help, const std::string& automatic) {
+  const auto set = [&target, range, automatic](const std::string& text) -> std::string {
     Real value = 0;
+    if (!automatic.empty() && text == automatic) {
+      target = 0;
+      return "";
+    }
     if (!parse_whole(text, &value) || !std::isfinite(value) || !contains(range, value)) {
-      return fmt::format("'{}' is not a number {}", text, describe(range));
+      return fmt::format("'{}' is not a number {}{}", text, describe(range),
+                         automatic.empty() ? "" : " or '" + automatic + "'");
     }
     target = value;
     return "";
   };
-  add(name, "X", help, set, [&target] { return fmt::format("{}", target); });
+  add(name, "X", help, set, [&target, automatic] {
+    return target == 0 && !automatic.empty() ? automatic : fmt::format("{}", target);
+  });
 }
 
 template void OptionTable::add_integer(const std::string&, int&, int, int, const std::string&,
@@ -220,8 +227,10 @@ template void OptionTable::add_integer(const std::string&, std::int64_t&, std::i
 template void OptionTable::add_integer(const std::string&, std::uint64_t&, std::uint64_t,
                                        std::uint64_t, const std::string&, const std::string&,
                                        const std::string&);
-template void OptionTable::add_real(const std::string&, float&, RealRange, const std::string&);
-template void OptionTable::add_real(const std::string&, double&, RealRange, const std::string&);
+template void OptionTable::add_real(const std::string&, float&, RealRange, const std::string&,
+                                    const std::string&);
+template void OptionTable::add_real(const std::string&, double&, RealRange, const std::string&,
+                                    const std::string&);
 
 void OptionTable::add_text(std::string name, std::string& target, std::string placeholder,
                            std::string help) {

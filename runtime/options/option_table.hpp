@@ -40,9 +40,10 @@ class OptionTable {
   void add_integer(const std::string& name, Integer& target, std::type_identity_t<Integer> low,
                    std::type_identity_t<Integer> high, const std::string& help,
                    const std::string& automatic = "", const std::string& most = "");
-  // Real: float or double.
+  // Real: float or double. `automatic` as above; the range need not hold 0 then.
   template <typename Real>
-  void add_real(const std::string& name, Real& target, RealRange range, const std::string& help);
+  void add_real(const std::string& name, Real& target, RealRange range, const std::string& help,
+                const std::string& automatic = "");
   // Any text, e.g. a path; `placeholder` (not empty) names it in the help.
   void add_text(std::string name, std::string& target, std::string placeholder, std::string help);
   // One of the legal words.

@@ -32,9 +32,25 @@
 #include "runtime/pipeline/programs.hpp"
 #include "runtime/pipeline/refusal.hpp"
 #include "runtime/pipeline/transport_plan.hpp"
+#include "runtime/watch/watchdog.hpp"
 
 namespace sluice {
 namespace {
+
+Doing doing_of(Call call) {
+  switch (call) {
+    case Call::kSave:
+    case Call::kState:
+      return Doing::kSaving;
+    case Call::kLoad:
+    case Call::kSetState:
+      return Doing::kRestoring;
+    case Call::kClose:
+      return Doing::kClosing;
+    default:
+      return Doing::kCalling;
+  }
+}
 
 // Sums a stage's batch statistics over its replicas.
 class ReplicaSum : public Collective {
@@ -71,7 +87,8 @@ struct Pipeline::Impl {
   // NCCL is destroyed first. After an error its kernels may wait for messages that never come, and
   // freeing a GPU's memory waits for kernels.
   ~Impl() {
-    job.watch->set_progress_engine(nullptr);
+    watchdog.reset();  // its thread looks at what goes now
+    job.set_progress_engine(nullptr);
     nccl.reset();
   }
 
@@ -91,6 +108,7 @@ struct Pipeline::Impl {
   void prepare_training();
   // Only a training engine records traces and CUDA graphs.
   std::unique_ptr<Engine> make_engine(const Plan& plan, bool trains);
+  void start_watchdog();
   // The plan of a step that is smaller than the largest.
   Plan plan_smaller(int micro_batches) const;
   void need_size(std::int64_t samples);
@@ -168,11 +186,14 @@ struct Pipeline::Impl {
   std::int64_t earlier_samples = 0;      // of its earlier batches, over all replicas
   std::vector<SampleRange> step_ranges;  // micro-batches of the present batch
   std::vector<double> replica_targets;   // [replica]
+  std::unique_ptr<Watchdog> watchdog;    // null: options.watch is off
 };
 
 Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
                      const StageFactory& make_stage, Batches batches_in)
     : options(options_in), job(world, options), batches(std::move(batches_in)) {
+  const ActivityScope setting_up(*job.activity, Doing::kSettingUp);
+  job.guarded([&] { start_watchdog(); });
   job.guarded([&] {
     rethrow_device_error_with_plan("the libraries", [&] {
       compute = std::make_unique<ComputeContext>(job.place.device(), options.devices.threads);
@@ -204,7 +225,7 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
       if (options.training.inference) forward.add(layout.plans.train);
       if (!layout.plans.forward.ranks.empty()) forward.add(layout.plans.forward);
     });
-    job.watch->set_progress_engine(engine);
+    job.set_progress_engine(engine);
     feed = std::make_unique<BatchFeed>(job, layout, *batches.source, batches.feed);
     rounds = std::make_unique<ForwardRounds>(layout, forward,
                                              [this](std::int64_t samples) { need_size(samples); });
@@ -212,6 +233,23 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     outputs = std::make_unique<OutputGather>(job, layout);
     if (!options.training.inference) prepare_training();
   });
+}
+
+void Pipeline::Impl::start_watchdog() {
+  if (!options.watch.on) return;
+  WatchedJob watched{.activity = job.activity.get(), .abort = {}, .ranks = {}};
+  for (int rank = 0; rank < job.world.ranks->size(); ++rank) {
+    const Topology& topology = job.place.topology;
+    watched.ranks.push_back({.host = job.hosts[at(rank)],
+                             .stages = job.stage_places.stages_of(topology.pipeline_rank(rank)),
+                             .replica = topology.replica(rank)});
+  }
+  // On this thread, within a wait.
+  watched.abort = [this](int code) {
+    if (nccl != nullptr) nccl->abort();
+    job.world.ranks->abort(code);
+  };
+  watchdog = std::make_unique<Watchdog>(*job.world.collectives, std::move(watched), options.watch);
 }
 
 DeviceBatch::Capacity Pipeline::Impl::batch_capacity() const {
@@ -348,7 +386,8 @@ std::unique_ptr<Engine> Pipeline::Impl::make_engine(const Plan& plan, bool train
                    .stages = bindings,
                    .compute = compute.get(),
                    .communicator = job.messages.get(),
-                   .interrupt = job.control.get(),
+                   .interrupt = job.engine_watch.get(),
+                   .activity = job.activity.get(),
                    .piece_bytes = job.piece_bytes(),
                    .nccl = nccl.get(),
                    .routes = layout.wires.routes,
@@ -381,6 +420,7 @@ void Pipeline::Impl::need_size(std::int64_t samples) {
 template <typename Body>
 void Pipeline::Impl::guarded(const Body& body) {
   require_open();
+  const ActivityScope calling(*job.activity, Doing::kCalling);
   try {
     job.guarded(std::cref(body));
   } catch (const Error& error) {
@@ -416,6 +456,7 @@ void Pipeline::Impl::run_call(Call call, const std::string& who,
   }
   std::optional<Error> refusal;
   guarded(who, [&] {
+    const ActivityScope doing(*job.activity, doing_of(call));
     try {
       body();
     } catch (const Refused& refused) {
@@ -488,7 +529,10 @@ StepReport Pipeline::Impl::train_step() {
   require_no_gradients();
   agree(Call::kTrainSource, nullptr);
   const BatchLoader::Batch* batch = nullptr;
-  guarded([&] { batch = &loader->load(step + 1); });
+  guarded([&] {
+    const ActivityScope loading(*job.activity, Doing::kLoading);
+    batch = &loader->load(step + 1);
+  });
   step_ranges.assign(layout.plans.micro_batches.begin(), layout.plans.micro_batches.end());
   for (SampleRange& range : step_ranges) range.first += earlier_samples;
   return run_batch(*batch, BatchEnd::kUpdate);
@@ -519,7 +563,7 @@ StepReport Pipeline::Impl::run_batch(const BatchLoader::Batch& batch, BatchEnd e
     const std::uint64_t number = step + 1;
     rethrow_oom_with_plan("messages",
                           [&] { engine = &training.engine(static_cast<int>(step_ranges.size())); });
-    job.watch->set_progress_engine(engine);
+    job.set_progress_engine(engine);
     const double targets = count_targets(batch, step_ranges.size());
     const StepRequest request{.phase = Phase::kTrain,
                               .step = number,
@@ -559,7 +603,9 @@ StepReport Pipeline::Impl::end_batch(BatchEnd end, double started) {
   if (refused && !skips) return {};
   ++step;
   StepReport report = report_of(steady_seconds() - started);
+  job.activity->step_ended(report.seconds);
   if (options.checks.replicas_every > 0 && step % options.checks.replicas_every == 0) {
+    const ActivityScope comparing(*job.activity, Doing::kComparing);
     rethrow_oom_with_plan(fmt::format("the comparison of replicas after step {}", step),
                           [&] { check_replicas(job, *tied, bindings, *mirror, step); });
   }
@@ -626,7 +672,7 @@ DataLoader Pipeline::Impl::make_loader(std::shared_ptr<const Dataset> data, Load
 void Pipeline::Impl::close() {
   if (closed) return;
   run_call(Call::kClose, "the end", [&] {
-    job.watch->set_progress_engine(nullptr);
+    job.set_progress_engine(nullptr);
     if (nccl != nullptr) nccl->finalize();
     job.world.collectives->barrier();
   });
@@ -886,6 +932,17 @@ void PipelineAccess::run_call(Pipeline& pipeline, Call call, const std::string& 
 
 Tensor PipelineAccess::before_open_step(const Pipeline& pipeline, const Tensor& value) {
   return pipeline.impl_->step_open() ? pipeline.impl_->stage_buffers->kept(value) : value;
+}
+
+void PipelineAccess::saved(Pipeline& pipeline, std::uint64_t step) {
+  pipeline.impl_->job.activity->saved(step);
+}
+const std::vector<std::string>& PipelineAccess::hosts(const Pipeline& pipeline) {
+  return pipeline.impl_->job.hosts;
+}
+std::span<const double> PipelineAccess::busy_seconds(const Pipeline& pipeline) {
+  if (pipeline.impl_->gradients == nullptr) return {};
+  return pipeline.impl_->gradients->busy_seconds();
 }
 
 void PipelineAccess::set_step_flags(Pipeline& pipeline, std::function<std::uint32_t()> mine) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,13 @@ class PipelineAccess {
   static void set_step_flags(Pipeline& pipeline, std::function<std::uint32_t()> mine);
   // The bits that any rank had set in the last training step: the same on all ranks.
   [[nodiscard]] static std::uint32_t step_flags(const Pipeline& pipeline);
+  // Tells the watchdog which save is the newest complete one. Not collective; any thread.
+  static void saved(Pipeline& pipeline, std::uint64_t step);
+  // [rank of the job]
+  [[nodiscard]] static const std::vector<std::string>& hosts(const Pipeline& pipeline);
+  // [rank of the job] Seconds in compute actions of the last batch; on rank 0, else empty. Valid
+  // until the next batch.
+  [[nodiscard]] static std::span<const double> busy_seconds(const Pipeline& pipeline);
   // This rank's timeline of the last training step; empty unless options.checks.trace.
   [[nodiscard]] static std::vector<TraceEvent> trace(const Pipeline& pipeline);
   // Measured seconds per action of the last step, on this rank; valid until the next step.

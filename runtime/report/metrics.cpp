@@ -114,6 +114,7 @@ void MetricsWriter::step(const StepRecord& record) {
   json["peak_in_flight"] = record.peak_in_flight;
   json["peak_bytes"] = record.peak_bytes;
   if (record.skipped) json["skipped"] = true;
+  if (!record.stragglers.empty()) json["stragglers"] = record.stragglers;
   line(json.dump());
 }
 

@@ -22,6 +22,7 @@ struct StepRecord {
   std::vector<int> peak_in_flight;       // [pipeline rank], counted by the engine, chunks
   std::vector<std::int64_t> peak_bytes;  // [rank] slots, parameters, gradients, optimizer
   bool skipped = false;                  // no parameter changed: loss or gradient not finite
+  std::vector<int> stragglers;           // ranks of the job, as runtime/report/stragglers.hpp
 };
 
 // One JSON object a line, flushed per line; a failed write throws Error(kIo) naming the path.

@@ -13,6 +13,7 @@
 
 #include "runtime/engine/engine.hpp"
 #include "runtime/engine/steady_seconds.hpp"
+#include "runtime/job/activity.hpp"
 #include "tests/benchmarks/benchmark_report.hpp"
 
 namespace sluice::benchmarks {
@@ -34,9 +35,25 @@ class IdleStage : public Stage, public LossStage {
   double target_weight(std::span<const Tensor>) const override { return 1; }
 };
 
+// Shows what waits wait for, as the interrupt of a pipeline does.
+class ShownWaits : public Interrupt {
+ public:
+  explicit ShownWaits(ActivityBoard& board) : board_(board) {}
+  void poll() override { board_.poll(); }
+  void begin_wait(const WaitSubject& subject) noexcept override {
+    board_.begin_wait(subject, WaitGroup::kPipeline);
+  }
+  void end_wait() noexcept override { board_.end_wait(); }
+
+ private:
+  ActivityBoard& board_;
+};
+
 // Median nanoseconds per compute action of this rank: the host's time, a GPU included that has
-// nothing to do but to record when each action began and ended.
-inline double engine_ns(Communicator& comm, const char* schedule, Device device = {}) {
+// nothing to do but to record when each action began and ended. `shown`: on a board of activities,
+// as with a watchdog.
+inline double engine_ns(Communicator& comm, const char* schedule, Device device = {},
+                        bool shown = false) {
   const int ranks = comm.size();
   const Plan plan = make_plan(
       lower(generate(schedule, {ranks, kMicroBatches, 1}), {.reduce_grad = false, .tied = {}}), {});
@@ -58,6 +75,12 @@ inline double engine_ns(Communicator& comm, const char* schedule, Device device 
   config.stages = {{comm.rank(), &stage, nullptr, last ? &stage : nullptr}};
   config.compute = &compute;
   config.communicator = &comm;
+  ActivityBoard board(comm.rank(), "");
+  ShownWaits waits(board);
+  if (shown) {
+    config.activity = &board;
+    config.interrupt = &waits;
+  }
   Engine engine(config);
   Collectives collectives(comm, 100, nullptr);
   std::vector<double> times;

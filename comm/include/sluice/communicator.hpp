@@ -66,10 +66,10 @@ class Communicator {
   // Makes progress; true once done, after which `request` is kNone; true of kNone. Error(kMpi).
   [[nodiscard]] virtual bool test(Request& request, Arrival* arrival = nullptr) = 0;
   // Cancels an open request; afterwards a receive's memory is the caller's again. MPI cannot
-  // withdraw a send. One that is not done after a tenth of a second goes on, and its memory must
-  // be passed to keep() before it is freed or written.
+  // withdraw a send, nor a receive of which a part has arrived. One that is not done after a tenth
+  // of a second goes on, and its memory must be passed to keep() before it is freed or written.
   virtual void cancel(Request& request) = 0;
-  // Shares ownership of memory until no send of this communicator is open or goes on after
+  // Shares ownership of memory until no send of this communicator is open and nothing goes on after
   // cancel(). If a send outlives the communicator, the memory lives until the send is done or the
   // process ends. A thread that uses this communicator or another of the same origin frees it, at
   // the latest when one is made or destroyed after the sends are done.
@@ -79,6 +79,12 @@ class Communicator {
   // destructor then leaves MPI's context reserved until MPI ends, because a message that arrives
   // late must not meet another communicator with the same context.
   virtual void leave_open() {}
+
+  // Whether any thread may use this communicator while others use other ones: MPI grants
+  // MPI_THREAD_MULTIPLE.
+  [[nodiscard]] virtual bool any_thread() const { return false; }
+  // Ends all processes of the job with the exit code `code`, without cleaning up.
+  [[noreturn]] virtual void abort(int code) const;
 
   // Collective. Ranks with equal colour form a group, ordered by key, then by rank here.
   [[nodiscard]] virtual std::unique_ptr<Communicator> split(int colour, int key) = 0;

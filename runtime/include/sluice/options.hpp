@@ -115,11 +115,31 @@ struct PipelineOptions {
     std::vector<std::pair<std::string, std::string>> configuration = {};
   };
 
+  // What watches the job's ranks, and says who stopped or died. It has a thread of its own on each
+  // rank, and TCP connections between them: runtime/README.md, "When it hangs".
+  struct Watch {
+    bool on = false;
+    // Seconds without a sign of life after which a rank is lost, and without progress of any rank
+    // after which the job is deadlocked: 1 to 1,000,000. 0: the larger of 30 and ten times the
+    // slowest recent step; 300 before the third step.
+    double timeout = 0;
+    // Seconds that one action, save or batch may take: 1 to 1,000,000. 0: no limit.
+    double action_timeout = 0;
+    // Gets hang-<time>.txt and status.json; empty: neither is written.
+    std::string directory = {};
+    // A lost rank or a deadlock ends all processes of the job with exit_code(kPeer). Else each rank
+    // that is left throws Error(kPeer) from the wait that it is in; the pipeline is then unusable.
+    bool ends_process = false;
+    // TCP ports that the ranks listen on; 0: any. With both, at least one port a rank of a host.
+    int first_port = 0, last_port = 0;
+  };
+
   Shape shape = {};
   Order order = {};
   Devices devices = {};
   Training training = {};
   Checks checks = {};
+  Watch watch = {};
 };
 
 }  // namespace sluice

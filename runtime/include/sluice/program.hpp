@@ -91,5 +91,28 @@ class StopSignals {
   std::unique_ptr<Impl> impl_;
 };
 
+// Makes signals tell where the process is in its pipelines. For a program that wants it: the
+// commands of `sluice` have one, a pipeline never installs a handler.
+//
+// SIGSEGV, SIGBUS, SIGFPE and SIGABRT write one line to standard error for each pipeline: rank,
+// host, stages, action and step. Then the handler that was there before runs, or the process ends
+// by the signal. SIGUSR2 asks the watchdog of each pipeline for its table of ranks
+// (PipelineOptions::Watch). Handlers call only what is async-signal-safe, on an alternate stack of
+// the thread that constructs this.
+//
+// One object may exist in a process; a second is Error(kUsage). Construct it after MPI is up, whose
+// own handlers then run after these. The destructor restores the previous actions.
+class PlaceSignals {
+ public:
+  PlaceSignals();
+  ~PlaceSignals();
+  PlaceSignals(const PlaceSignals&) = delete;
+  PlaceSignals& operator=(const PlaceSignals&) = delete;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
 }  // namespace sluice
 #pragma GCC visibility pop

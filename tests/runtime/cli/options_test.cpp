@@ -119,6 +119,32 @@ TEST(OptionsTest, RefusesRealNumbersOutsideTheirRange) {
   EXPECT_THAT(refusal({"--weight-decay", "1e"}), HasSubstr("'1e'"));
 }
 
+TEST(OptionsTest, WatchesUnlessToldNotTo) {
+  const PipelineOptions::Watch usual = parse({"--save", "run"}).pipeline.watch;
+  EXPECT_TRUE(usual.on && usual.ends_process);
+  EXPECT_EQ(usual.timeout, 0);
+  EXPECT_EQ(usual.action_timeout, 0);
+  EXPECT_EQ(usual.directory, "run");
+  const PipelineOptions::Watch given =
+      parse({"--timeout", "2.5", "--action-timeout", "600", "--watchdog-ports", "46300-46399"})
+          .pipeline.watch;
+  EXPECT_EQ(given.timeout, 2.5);
+  EXPECT_EQ(given.action_timeout, 600);
+  EXPECT_EQ(given.first_port, 46300);
+  EXPECT_EQ(given.last_port, 46399);
+  EXPECT_FALSE(parse({"--watchdog", "off"}).pipeline.watch.on);
+  EXPECT_EQ(parse({"--timeout", "auto", "--watchdog-ports", "7"}).pipeline.watch.last_port, 7);
+}
+
+TEST(OptionsTest, RefusesLimitsAndPortsThatCannotWork) {
+  EXPECT_THAT(refusal({"--timeout", "0.5"}), AllOf(HasSubstr("--timeout"), HasSubstr("'auto'")));
+  EXPECT_THAT(refusal({"--action-timeout", "-1"}), HasSubstr("'none'"));
+  EXPECT_THAT(refusal({"--watchdog", "maybe"}), HasSubstr("on, off"));
+  for (const char* ports : {"0", "x", "5-", "9-8", "1-65536", "1-2-3", "-5", "1 -2"}) {
+    EXPECT_THAT(refusal({"--watchdog-ports", ports}), HasSubstr("no range of ports")) << ports;
+  }
+}
+
 TEST(OptionsTest, RefusesUnknownNamesWithTheNearest) {
   EXPECT_THAT(refusal({"--layer", "3"}), AllOf(HasSubstr("'--layer'"), HasSubstr("'--layers'")));
   EXPECT_THAT(refusal({"--mikro-batches", "3"}), HasSubstr("'--micro-batches'"));

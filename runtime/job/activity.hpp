@@ -1,0 +1,182 @@
+// What a rank does now, readable by other threads and by signal handlers without its help.
+//
+// One thread writes: the one that drives the pipeline. A write is a few stores, without a lock, an
+// allocation or a look at the clock. Any thread reads at any time and gets the state of one moment;
+// a reader that samples often enough knows since when it lasts. How the watchdog ends the waits of
+// the writing thread is here too: it leaves a text, which the next poll of any wait acts on.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <string_view>
+
+#include <sluice/plan.hpp>
+
+#include "comm/group/waiter.hpp"
+
+namespace sluice {
+
+enum class Doing : std::uint8_t {
+  kOutside,    // the program does not call the pipeline
+  kSettingUp,  // makes the pipeline
+  kCalling,    // in a call of the pipeline, at what has no name here
+  kLoading,    // waits for its data source
+  kOperation,  // an op of the plan
+  kComparing,  // replicas and tied copies
+  kSaving,
+  kRestoring,
+  kClosing,
+  kFailing,  // reports an error to the other ranks
+};
+
+// Whose ranks a wait's peer is counted in, for people.
+enum class WaitGroup : std::uint8_t { kJob, kPipeline, kReplicas };
+
+enum class RunPhase : std::uint8_t { kTrain, kEvaluate, kGenerate };
+
+struct Activity {
+  Doing doing = Doing::kOutside;
+  // With kOperation; `op` numbers the ops of the rank's plan.
+  OpKind kind = OpKind::kCompute;
+  ActionKind action = ActionKind::kForward;
+  std::int32_t stage = 0, micro_batch = -1, op = 0;
+  std::uint32_t run = 0;  // counts executions of plans: the same on all ranks
+  RunPhase phase = RunPhase::kTrain;
+  std::uint64_t step = 0;  // 0: before the first
+  bool waits = false;      // for what `subject` says, whose peer is a rank of the job
+  WaitGroup group = WaitGroup::kJob;
+  WaitSubject subject;
+  std::uint64_t moves = 0;  // grows with every change
+};
+
+// "2F5", "2RECV_F5", "the update of parameters", "a save", "its own program".
+// Allocates nothing: writes into `into`, and returns the part that it used.
+[[nodiscard]] std::string_view describe_doing(const Activity& activity,
+                                              std::array<char, 96>& into) noexcept;
+
+// How fast a job goes, for a limit that fits it.
+struct StepPace {
+  std::uint64_t steps = 0;  // that ended
+  double slowest = 0;       // seconds, of the last 16 steps
+};
+
+class ActivityBoard {
+ public:
+  // Who this is, for lines of signal handlers. `stages`: "stage 2" or "stages 2, 6".
+  ActivityBoard(int rank, std::string_view host);
+  ~ActivityBoard();
+  ActivityBoard(const ActivityBoard&) = delete;
+  ActivityBoard& operator=(const ActivityBoard&) = delete;
+
+  // By the writing thread.
+  void set_stages(std::string_view stages) noexcept;
+  void enter(Doing doing) noexcept;
+  [[nodiscard]] Doing doing() const noexcept { return doing_; }
+  void begin_run(RunPhase phase, std::uint64_t step) noexcept;
+  void at(const PlanOp& op, std::int32_t index) noexcept {
+    doing_ = Doing::kOperation;
+    const std::uint64_t begun = begin_write();
+    words_[0].store(pack(Doing::kOperation, op.kind, op.action, op.stage, op.micro_batch),
+                    std::memory_order_relaxed);
+    words_[1].store(pair(index, static_cast<std::int32_t>(run_)), std::memory_order_relaxed);
+    end_write(begun);
+  }
+  void begin_wait(const WaitSubject& subject, WaitGroup group) noexcept;
+  void end_wait() noexcept;
+  void step_ended(double seconds) noexcept;
+  // The newest complete save; the same number may come again.
+  void saved(std::uint64_t step) noexcept { saved_.store(step + 1); }
+
+  // By any thread, and in signal handlers.
+  [[nodiscard]] Activity read() const noexcept;
+  [[nodiscard]] StepPace pace() const noexcept;
+  // 0: nothing is saved; else one more than the step.
+  [[nodiscard]] std::uint64_t saved_plus_one() const noexcept { return saved_.load(); }
+  [[nodiscard]] int rank() const noexcept { return rank_; }
+  [[nodiscard]] const char* host() const noexcept { return host_.data(); }
+  [[nodiscard]] const char* stages() const noexcept { return stages_.data(); }
+  // Times that somebody asked this process for the table of ranks.
+  [[nodiscard]] std::uint32_t table_requests() const noexcept { return requests_.load(); }
+  void request_table() noexcept { ++requests_; }
+  // The process may end soon because somebody asked for it, and that is no accident.
+  void expect_end() noexcept { expects_end_ = true; }
+  [[nodiscard]] bool expects_end() const noexcept { return expects_end_; }
+
+  // `act` is what the next poll of the writing thread does, on that thread; it throws or ends the
+  // process. Once; by the watchdog's thread.
+  void interrupt_with(std::function<void()> act);
+  [[nodiscard]] bool interrupted() const noexcept {
+    return interrupted_.load(std::memory_order_acquire);
+  }
+  // By the writing thread; returns unless interrupted.
+  void poll() {
+    if (interrupted()) [[unlikely]]
+      act_();
+  }
+
+  // Calls `look` for each board of this process that is there now; for signal handlers. A board
+  // whose destructor runs meanwhile stays until this returns.
+  using Look = void (*)(ActivityBoard& board, void* with) noexcept;
+  static void for_each(Look look, void* with) noexcept;
+
+ private:
+  static constexpr std::size_t kWords = 6;
+
+  [[nodiscard]] static constexpr std::uint64_t pair(std::int32_t high, std::int32_t low) {
+    return std::uint64_t{static_cast<std::uint32_t>(high)} << 32 | static_cast<std::uint32_t>(low);
+  }
+  [[nodiscard]] static constexpr std::uint64_t pack(Doing doing, OpKind kind, ActionKind action,
+                                                    std::int32_t stage, std::int32_t micro_batch) {
+    return static_cast<std::uint64_t>(doing) << 56 | static_cast<std::uint64_t>(kind) << 52 |
+           static_cast<std::uint64_t>(action) << 48 |
+           static_cast<std::uint64_t>(stage & 0xffff) << 32 |
+           static_cast<std::uint32_t>(micro_batch);
+  }
+  // A sequence lock: the count is odd while words are written.
+  [[nodiscard]] std::uint64_t begin_write() noexcept {
+    const std::uint64_t begun = sequence_.load(std::memory_order_relaxed) + 1;
+    sequence_.store(begun, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_release);
+    return begun;
+  }
+  void end_write(std::uint64_t begun) noexcept {
+    sequence_.store(begun + 1, std::memory_order_release);
+  }
+
+  alignas(64) std::atomic<std::uint64_t> sequence_ = 0;
+  std::array<std::atomic<std::uint64_t>, kWords> words_ = {};
+  Doing doing_ = Doing::kOutside;  // of the writing thread
+  std::uint32_t run_ = 0;
+  std::atomic<bool> interrupted_ = false;
+  std::function<void()> act_;
+  std::atomic<std::uint64_t> saved_ = 0, steps_ = 0;
+  std::array<std::atomic<double>, 16> recent_ = {};
+  std::atomic<std::uint32_t> requests_ = 0;
+  std::atomic<bool> expects_end_ = false;
+  int rank_;
+  std::array<char, 256> host_ = {};
+  std::array<char, 128> stages_ = {};
+  std::size_t place_ = 0;  // among the process's boards
+};
+
+// Says what the writing thread does while this exists; afterwards it does what it did before.
+class ActivityScope {
+ public:
+  ActivityScope(ActivityBoard& board, Doing doing) noexcept
+      : board_(board), before_(board.doing()) {
+    board_.enter(doing);
+  }
+  ~ActivityScope() { board_.enter(before_); }
+  ActivityScope(const ActivityScope&) = delete;
+  ActivityScope& operator=(const ActivityScope&) = delete;
+
+ private:
+  ActivityBoard& board_;
+  Doing before_;
+};
+
+}  // namespace sluice

@@ -1,0 +1,264 @@
+#include "runtime/watch/report.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "comm/base/index.hpp"
+
+namespace sluice {
+namespace {
+
+// "31 s", "2.4 s".
+std::string seconds_text(double seconds) {
+  return seconds < 10 ? fmt::format("{:.1f} s", seconds) : fmt::format("{:.0f} s", seconds);
+}
+
+std::string stages_text(const WatchedRank& rank) {
+  return fmt::format("stage{} {}", rank.stages.size() == 1 ? "" : "s",
+                     fmt::join(rank.stages, ", "));
+}
+
+const char* group_name(WaitGroup group) {
+  switch (group) {
+    case WaitGroup::kPipeline:
+      return "the pipeline's ranks";
+    case WaitGroup::kReplicas:
+      return "the replicas";
+    default:
+      return "all ranks";
+  }
+}
+
+// "rank 1 (tag 3, 4096 bytes)".
+std::string peer_text(const WaitSubject& subject) {
+  return fmt::format("rank {} (tag {}, {} bytes)", subject.peer, subject.tag, subject.bytes);
+}
+
+std::string wait_text(const WatchView& view, const RankStatus& status) {
+  const Activity& now = status.activity;
+  const WaitSubject& subject = now.subject;
+  std::array<char, 96> room{};
+  const std::string_view doing = describe_doing(now, room);
+  const bool known = subject.peer >= 0 && at(subject.peer) < view.sightings.size();
+  std::optional<bool> behind;
+  if (known) behind = peer_is_behind(status, view.sightings[at(subject.peer)].status);
+  const auto state = [&](const char* not_yet, const char* done) {
+    return !behind ? "" : *behind ? fmt::format(": {}", not_yet) : fmt::format(": {}", done);
+  };
+  switch (subject.what) {
+    case WaitSubject::What::kReceive:
+      return fmt::format("{} from {}{}", doing, peer_text(subject),
+                         state("never sent", "sent, but it does not arrive"));
+    case WaitSubject::What::kSend:
+      return fmt::format("{} to {}{}", doing, peer_text(subject),
+                         state("no receive is posted there", "a receive is posted there"));
+    case WaitSubject::What::kCollectiveReceive:
+      return fmt::format("a message from {} among {}, in {}", peer_text(subject),
+                         group_name(now.group), doing);
+    case WaitSubject::What::kCollectiveSend:
+      return fmt::format("a message to {} among {}, in {}", peer_text(subject),
+                         group_name(now.group), doing);
+    case WaitSubject::What::kDevice:
+      return fmt::format("its device, in {}", doing);
+    case WaitSubject::What::kNccl:
+      return fmt::format("NCCL, in {}", doing);
+  }
+  return std::string(doing);
+}
+
+std::string state_text(const WatchView& view, const WatchLimits& limits, int rank) {
+  const Sighting& each = view.sightings[at(rank)];
+  if (each.left) return "has left: its pipeline is destroyed";
+  if (!each.observed) return "is not observed by this rank";
+  if (!each.seen) return fmt::format("was never heard, for {}", seconds_text(each.silent));
+  const Activity& now = each.status.activity;
+  const std::string place =
+      now.waits ? fmt::format("waiting for {}, in step {}", wait_text(view, each.status), now.step)
+                : describe_place(now);
+  if (each.gone) return fmt::format("its process has ended; last seen in {}", place);
+  if (lost(each, limits) || each.silent > limits.timeout / 2) {
+    return fmt::format("silent for {}; last seen in {}", seconds_text(each.silent), place);
+  }
+  const std::string unheard =
+      each.status.unheard < 0 ? "" : fmt::format("; it does not hear rank {}", each.status.unheard);
+  if (now.waits) {
+    return fmt::format("step {}: waits since {} for {}{}", now.step,
+                       seconds_text(each.status.still), wait_text(view, each.status), unheard);
+  }
+  return fmt::format("step {}: in {} since {}{}", now.step, describe_place(now),
+                     seconds_text(each.status.still), unheard);
+}
+
+std::vector<std::string> hosts_of(const WatchView& view, const std::vector<int>& ranks) {
+  std::vector<std::string> hosts;
+  for (const int rank : ranks) {
+    const std::string& host = view.ranks[at(rank)].host;
+    if (std::find(hosts.begin(), hosts.end(), host) == hosts.end()) hosts.push_back(host);
+  }
+  return hosts;
+}
+
+// "ranks 2, 3 on node2 (stages 2 and 3)": short also for hundreds of ranks.
+std::string culprits_text(const WatchView& view, const std::vector<int>& ranks) {
+  if (ranks.size() == 1) return describe_rank(view, ranks.front());
+  return fmt::format("ranks {} on {}", fmt::join(ranks, ", "),
+                     fmt::join(hosts_of(view, ranks), ", "));
+}
+
+std::string lost_headline(const WatchView& view, const Verdict& verdict) {
+  const Sighting& first = view.sightings[at(verdict.ranks.front())];
+  const bool one = verdict.ranks.size() == 1;
+  if (verdict.cut_off) {
+    double silent = 0;
+    for (const Sighting& each : view.sightings) silent = std::max(silent, each.silent);
+    return fmt::format("{} {} cut off from the other hosts, which are silent for {}{}",
+                       culprits_text(view, verdict.ranks), one ? "is" : "are", seconds_text(silent),
+                       view.network_down ? "; no network of this host is up" : "");
+  }
+  if (first.gone) {
+    return fmt::format("{} {}: {} ended; last seen in {}", culprits_text(view, verdict.ranks),
+                       one ? "is lost" : "are lost",
+                       one ? "its process has" : "their processes have",
+                       describe_place(first.status.activity));
+  }
+  return fmt::format("{} {} lost: silent for {}; last seen in {}",
+                     culprits_text(view, verdict.ranks), one ? "is" : "are",
+                     seconds_text(first.silent), describe_place(first.status.activity));
+}
+
+std::string deadlock_headline(const WatchView& view, const Verdict& verdict) {
+  double still = 1e300;
+  for (const Sighting& each : view.sightings) {
+    if (!each.left) still = std::min(still, each.status.still);
+  }
+  std::vector<std::string> waits;
+  for (const int rank : verdict.ranks) {
+    const Sighting& each = view.sightings[at(rank)];
+    if (each.left) {
+      waits.push_back(fmt::format("rank {} has destroyed its pipeline", rank));
+    } else if (each.status.activity.waits) {
+      waits.push_back(
+          fmt::format("{} waits for {}", describe_rank(view, rank), wait_text(view, each.status)));
+    }
+  }
+  return fmt::format("deadlock: {}; all ranks wait, none has computed for {}",
+                     fmt::join(waits, "; "), seconds_text(still));
+}
+
+}  // namespace
+
+std::string describe_place(const Activity& activity) {
+  std::array<char, 96> room{};
+  const std::string_view doing = describe_doing(activity, room);
+  if (activity.step == 0) return std::string(doing);
+  if (activity.doing == Doing::kOperation) {
+    return activity.phase == RunPhase::kTrain ? fmt::format("{} of step {}", doing, activity.step)
+           : activity.phase == RunPhase::kEvaluate ? fmt::format("{} of an evaluation", doing)
+                                                   : fmt::format("{} of an inference", doing);
+  }
+  const bool within = activity.doing == Doing::kCalling || activity.doing == Doing::kFailing;
+  return fmt::format("{}, {} step {}", doing, within ? "in" : "after", activity.step);
+}
+
+std::string describe_rank(const WatchView& view, int rank) {
+  const WatchedRank& each = view.ranks[at(rank)];
+  return fmt::format("rank {} on {} ({})", rank, each.host, stages_text(each));
+}
+
+std::string headline(const WatchView& view, const Verdict& verdict) {
+  switch (verdict.kind) {
+    case Verdict::Kind::kLost:
+      return lost_headline(view, verdict);
+    case Verdict::Kind::kDeadlock:
+      return deadlock_headline(view, verdict);
+    case Verdict::Kind::kBusy:
+      break;
+  }
+  const Sighting& first = view.sightings[at(verdict.ranks.front())];
+  return fmt::format("{} {} in {} since {}, longer than --action-timeout allows",
+                     culprits_text(view, verdict.ranks), verdict.ranks.size() == 1 ? "is" : "are",
+                     describe_place(first.status.activity), seconds_text(first.status.still));
+}
+
+std::string rank_lines(const WatchView& view, const WatchLimits& limits) {
+  std::size_t host_width = 4, stage_width = 5;
+  for (const WatchedRank& each : view.ranks) {
+    host_width = std::max(host_width, each.host.size());
+    stage_width = std::max(stage_width, fmt::format("{}", fmt::join(each.stages, ",")).size());
+  }
+  std::string text =
+      fmt::format("  {:>4}  {:<{}}  {:<{}}\n", "rank", "host", host_width, "stage", stage_width);
+  for (std::size_t rank = 0; rank < view.ranks.size(); ++rank) {
+    const WatchedRank& each = view.ranks[rank];
+    text += fmt::format("  {:>4}  {:<{}}  {:<{}}  {}\n", rank, each.host, host_width,
+                        fmt::format("{}", fmt::join(each.stages, ",")), stage_width,
+                        state_text(view, limits, static_cast<int>(rank)));
+  }
+  return text;
+}
+
+std::string newest_save(const WatchView& view, const std::string& directory) {
+  if (directory.empty()) return "no saves are made: without --save nothing is left to resume";
+  std::uint64_t newest = 0;
+  for (const Sighting& each : view.sightings) {
+    newest = std::max(newest, each.status.saved_plus_one);
+  }
+  if (newest == 0) return fmt::format("no complete save in {} is known", directory);
+  return fmt::format("newest complete save: {}/step-{:08}", directory, newest - 1);
+}
+
+std::uint64_t step_of(const WatchView& view) {
+  std::map<std::uint64_t, int> ranks;
+  for (const Sighting& each : view.sightings) {
+    if (each.seen) ++ranks[each.status.activity.step];
+  }
+  const auto most = std::max_element(
+      ranks.begin(), ranks.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+  return most == ranks.end() ? 0 : most->first;
+}
+
+std::string hang_event(const WatchView& view, const Verdict& verdict) {
+  const char* kind = verdict.kind == Verdict::Kind::kLost       ? "lost"
+                     : verdict.kind == Verdict::Kind::kDeadlock ? "deadlock"
+                                                                : "busy";
+  const nlohmann::ordered_json json = {
+      {"event", "hang"},
+      {"kind", kind},
+      // Of a busy rank the host works.
+      {"hosts", verdict.kind == Verdict::Kind::kBusy ? std::vector<std::string>()
+                                                     : hosts_of(view, verdict.ranks)},
+      {"ranks", verdict.ranks},
+      {"step", step_of(view)}};
+  return json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+}
+
+std::string status_json(const WatchView& view, const WatchLimits& limits,
+                        const std::string& directory, double time, bool ended) {
+  nlohmann::ordered_json json = {{"format", 1},
+                                 {"time", time},
+                                 {"ended", ended},
+                                 {"written_by", view.me},
+                                 {"step", step_of(view)},
+                                 {"timeout", limits.timeout},
+                                 {"save", newest_save(view, directory)},
+                                 {"ranks", nlohmann::ordered_json::array()}};
+  for (std::size_t rank = 0; rank < view.ranks.size(); ++rank) {
+    const WatchedRank& each = view.ranks[rank];
+    json["ranks"].push_back({{"rank", rank},
+                             {"host", each.host},
+                             {"stages", each.stages},
+                             {"replica", each.replica},
+                             {"state", state_text(view, limits, static_cast<int>(rank))}});
+  }
+  return json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+
+}  // namespace sluice

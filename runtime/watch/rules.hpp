@@ -1,0 +1,61 @@
+// The rules by which a job that hangs has a culprit: who is lost, who is deadlocked, who is busy.
+//
+// Pure functions of what a rank knows of the others at one moment; they read no clock.
+//
+//   lost      a process has ended, or is silent for the time limit
+//   deadlock  all are heard, each of them waits for others for the time limit, nobody computes
+//   busy      a rank is in one action for the time limit, and is heard: it is not stuck in MPI's
+//             hands, so this is a notice; an end only with a limit for actions
+//
+// A few ranks, the monitors, hear all others. The lowest monitor that is not lost decides. Where a
+// rank hears fewer hosts than it has lost, it is its own host that is cut off.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "runtime/watch/status.hpp"
+
+namespace sluice {
+
+struct WatchLimits {
+  double timeout = 30;        // seconds
+  double action_timeout = 0;  // seconds; 0: none
+  double beat = 1;            // seconds between two statuses of a rank
+};
+
+// The limits of a job that goes at this pace. `timeout` and `action_timeout` as
+// PipelineOptions::Watch.
+[[nodiscard]] WatchLimits limits_of(double timeout, double action_timeout, const StepPace& pace);
+
+struct Verdict {
+  enum class Kind { kLost, kDeadlock, kBusy };
+  Kind kind = Kind::kLost;
+  std::vector<int> ranks;  // culprits, ascending; of a deadlock in the order in which they wait
+  bool cut_off = false;    // the culprits are this rank and those that it hears
+};
+
+// What the rank `me` knows.
+struct WatchView {
+  int me = 0;
+  std::span<const int> monitors;  // ascending
+  std::span<const WatchedRank> ranks;
+  std::span<const Sighting> sightings;  // [rank]
+  bool network_down = false;            // none of this host's networks is up
+};
+
+// The ranks that hear all others: the first of each host, then the first ranks, at most 8.
+[[nodiscard]] std::vector<int> monitors_of(std::span<const WatchedRank> ranks);
+// The lowest monitor that is neither lost nor has left; `me` where there is none.
+[[nodiscard]] int leader(const WatchView& view, const WatchLimits& limits);
+[[nodiscard]] bool lost(const Sighting& sighting, const WatchLimits& limits);
+
+// Nothing while all is well, while another rank decides, and while more may become known soon.
+[[nodiscard]] std::optional<Verdict> judge(const WatchView& view, const WatchLimits& limits);
+
+// Whether a rank that waits for `peer` needs what the peer has not done yet; nothing where that is
+// not known.
+[[nodiscard]] std::optional<bool> peer_is_behind(const RankStatus& waiting, const RankStatus& peer);
+
+}  // namespace sluice

@@ -1,0 +1,202 @@
+#include "runtime/watch/watchdog.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <boost/asio/executor_work_guard.hpp>
+#include <boost/asio/io_context.hpp>
+#include <boost/asio/post.hpp>
+#include <boost/asio/steady_timer.hpp>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <future>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <sluice/communicator.hpp>
+#include <sluice/error.hpp>
+
+#include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
+#include "runtime/program/network_facts.hpp"
+#include "runtime/watch/addresses.hpp"
+#include "runtime/watch/mpi_link.hpp"
+#include "runtime/watch/quiet_thread.hpp"
+#include "runtime/watch/tcp_link.hpp"
+
+namespace sluice {
+namespace {
+
+namespace asio = boost::asio;
+
+constexpr double kConnectSeconds = 5;
+constexpr double kMostSeconds = 1e6;
+constexpr int kMostPort = 65535;
+
+std::vector<std::string> hosts_of(const std::vector<WatchedRank>& ranks) {
+  std::vector<std::string> hosts;
+  for (const WatchedRank& each : ranks) hosts.push_back(each.host);
+  return hosts;
+}
+
+std::vector<std::string> my_addresses(const std::vector<WatchedRank>& ranks) {
+  const auto elsewhere = [&](const WatchedRank& each) { return each.host != ranks.front().host; };
+  if (std::none_of(ranks.begin(), ranks.end(), elsewhere)) return {};
+  NetworkFacts facts = network_facts();
+  facts.connections = tcp_connections();
+  return watch_addresses(facts);
+}
+
+}  // namespace
+
+void require_sensible(const PipelineOptions::Watch& options) {
+  for (const auto& [name, value] : {std::pair("timeout", options.timeout),
+                                    std::pair("action-timeout", options.action_timeout)}) {
+    if (value == 0 || (value >= 1 && value <= kMostSeconds)) continue;
+    throw_usage("option --{}: {} s; legal are 1 to {:.0f}, and 0 for the default", name, value,
+                kMostSeconds);
+  }
+  const int first = options.first_port, last = options.last_port;
+  if ((first == 0 && last == 0) || (first >= 1 && first <= last && last <= kMostPort)) return;
+  throw_usage("option --watchdog-ports: {}-{}; legal are ports from 1 to {}, the lower one first",
+              first, last, kMostPort);
+}
+
+struct Watchdog::Impl {
+  Impl(Collectives& world_in, WatchedJob job, const PipelineOptions::Watch& options)
+      : world(world_in.communicator()),
+        timer(context),
+        work(asio::make_work_guard(context)),
+        addresses(my_addresses(job.ranks)),
+        ranks(job.ranks),
+        watcher(std::move(job), options, addresses) {}
+
+  ~Impl() {
+    if (!thread.joinable()) return;
+    asio::post(context, [this] { end(); });
+    thread.join();
+  }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  void run() noexcept {
+    try {
+      context.run();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "sluice: watchdog: it has ended on rank %d: %s\n", world.rank(),
+                   error.what());
+    }
+  }
+
+  // On the thread.
+  void begin(Link* link) {
+    watcher.begin(link);
+    tick();
+  }
+  void tick() {
+    const double wait = watcher.tick();
+    timer.expires_after(std::chrono::microseconds(static_cast<std::int64_t>(wait * 1e6)));
+    timer.async_wait([this](const boost::system::error_code& error) {
+      if (!error) tick();
+    });
+  }
+  void end() {
+    timer.cancel();
+    watcher.end();
+    if (tcp) tcp->close();
+    if (mpi) mpi->close();
+    work.reset();
+    context.stop();
+  }
+
+  // Collective. Why the ranks are not connected; empty where they are. The same on all ranks.
+  std::string connect(Collectives& collectives, const PipelineOptions::Watch& options) {
+    std::string fault;
+    try {
+      tcp.emplace(context, TcpPlan{.rank = world.rank(),
+                                   .hosts = hosts_of(ranks),
+                                   .monitors = watcher.monitors(),
+                                   .addresses = addresses,
+                                   .first_port = options.first_port,
+                                   .last_port = options.last_port});
+    } catch (const Error& error) {
+      fault = fmt::format("rank {} on {}: {}", world.rank(), ranks[at(world.rank())].host,
+                          error.what());
+    }
+    SecretKey secret = random_key();
+    collectives.broadcast(std::as_writable_bytes(std::span(secret)), 0);
+    const auto endpoints = collectives.all_gather_strings(tcp ? tcp->endpoints() : "");
+    thread = start_thread([this] { run(); });
+    if (tcp) {
+      std::promise<std::string> result;
+      asio::post(context, [&] {
+        tcp->connect(secret, endpoints, watcher, kConnectSeconds,
+                     [&](const std::string& why) { result.set_value(why); });
+      });
+      fault = result.get_future().get();
+    }
+    for (const std::string& each : collectives.all_gather_strings(fault)) {
+      if (!each.empty()) return each;
+    }
+    return "";
+  }
+
+  // Collective. Watches over MPI where that is possible.
+  void fall_back(const std::string& why) {
+    const bool over_mpi = world.any_thread();
+    if (world.rank() == 0) {
+      const std::string text =
+          over_mpi ? "the ranks watch each other over MPI: a process that has ended is noticed "
+                     "after the time limit"
+                   : "no rank watches another: a rank that stops, dies or is cut off is not "
+                     "noticed. Open the ports of --watchdog-ports FIRST-LAST between the hosts, or "
+                     "give --watchdog off";
+      std::fprintf(stderr, "sluice: watchdog: %s; %s\n", why.c_str(), text.c_str());
+    }
+    if (over_mpi) own = world.duplicate();
+  }
+
+  Communicator& world;
+  asio::io_context context;
+  asio::steady_timer timer;
+  asio::executor_work_guard<asio::io_context::executor_type> work;
+  std::vector<std::string> addresses;
+  std::vector<WatchedRank> ranks;
+  std::unique_ptr<Communicator> own;  // of the MPI link
+  Watcher watcher;
+  std::optional<TcpLink> tcp;
+  std::optional<MpiLink> mpi;
+  std::thread thread;
+};
+
+Watchdog::Watchdog(Collectives& world, WatchedJob job, const PipelineOptions::Watch& options) {
+  require_sensible(options);
+  impl_ = std::make_unique<Impl>(world, std::move(job), options);
+  Impl& me = *impl_;
+  if (me.world.size() == 1) {
+    me.thread = start_thread([&me] { me.run(); });
+    asio::post(me.context, [&me] { me.begin(nullptr); });
+    return;
+  }
+  const std::string fault = me.connect(world, options);
+  if (fault.empty()) {
+    asio::post(me.context, [&me] { me.begin(&*me.tcp); });
+    return;
+  }
+  me.fall_back(fault);
+  asio::post(me.context, [&me] {
+    if (me.tcp) me.tcp->close();
+    me.tcp.reset();
+    if (me.own == nullptr) return;
+    me.mpi.emplace(*me.own, me.watcher);
+    me.begin(&*me.mpi);
+  });
+}
+
+Watchdog::~Watchdog() = default;
+
+}  // namespace sluice
