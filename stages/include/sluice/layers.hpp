@@ -5,11 +5,11 @@
 //   Pipeline pipeline(world, options, model, batches);
 //
 // A Sequential describes the model; each rank makes only the layers of its own stages. It is a
-// StageFactory. skip() lets outputs pass layers and stages. All ranks need the same one: kinds and numbers of layers are compared when the
-// pipeline is made, Error(kMismatch) where they differ. Every layer has its input gradient and its
-// weight gradient apart, so every schedule runs every model. Parameters have the names that
-// torch.nn.Sequential gives them: "0.weight", "0.bias", "2.weight"; cut() has no number. Initial
-// values are drawn from torch's distributions.
+// StageFactory. skip() lets outputs pass layers and stages. All ranks need the same one: kinds and
+// numbers of layers are compared when the pipeline is made, Error(kMismatch) where they differ.
+// Every layer has its input gradient and its weight gradient apart, so every schedule runs every
+// model. Parameters have the names that torch.nn.Sequential gives them: "0.weight", "0.bias",
+// "2.weight"; cut() has no number. Initial values are drawn from torch's distributions.
 //
 // Tensors. Dimension 0 is the sample. Layers compute in f32. What a layer keeps of a micro-batch is
 // in memory that the stage hands it: a step allocates nothing. On a GPU a layer runs if its
