@@ -91,8 +91,9 @@ class Setup:
     def verifies(self, path):
         return self.run("verify", path)[0] == 0
 
-    def train(self, ranks, *options, fault=None, model=True, wrap=()):
-        """Starts `sluice train`. `fault`: settings of fault_io without their common prefix."""
+    def train(self, ranks, *options, fault=None, model=True, wrap=(), launcher=()):
+        """Starts `sluice train`. `fault`: settings of fault_io without their common prefix; `launcher`: words for
+        mpirun."""
         environment = {f"SLUICE_FAULT_{key.upper()}": str(value) for key, value in (fault or {}).items()}
         if fault:
             environment["LD_PRELOAD"] = self.fault_io
@@ -100,7 +101,7 @@ class Setup:
         if ranks > 1:
             # Only the ranks get the fault, not the launcher.
             export = [word for key, value in environment.items() for word in ("-x", f"{key}={value}")]
-            command = [self.mpiexec, "-n", str(ranks), *export, *map(str, wrap), *command]
+            command = [self.mpiexec, *launcher, "-n", str(ranks), *export, *map(str, wrap), *command]
             environment = {}
         else:
             command = [*map(str, wrap), *command]

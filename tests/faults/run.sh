@@ -2,7 +2,8 @@
 # Runs every campaign and prints a table of what held.
 #   tests/faults/run.sh [--full] [BUILD=build/release]
 # Without --full the counts are those of ctest (-L faults). With it: 1000 kills, 20 of each signal, 10000
-# cases of damage, 5000 steps, 50 kills of a supervised training. SLUICE_FAULTS_SEED names the seed (1); SLUICE_FAULTS_KILLS and
+# cases of damage, 5000 steps, 50 kills of a supervised training, 20 stopped and 20 killed ranks. SLUICE_FAULTS_SEED
+# names the seed (1); SLUICE_FAULTS_KILLS and
 # SLUICE_FAULTS_DAMAGE replace counts.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -36,6 +37,7 @@ campaign jobs supervised_jobs.py
 campaign restarts supervised.py --count "$supervised"
 campaign steady steady.py --steps "$steps"
 campaign kill kill_campaign.py --count "${SLUICE_FAULTS_KILLS:-$kills}" --seed "$seed"
+campaign hangs hangs.py --seed "$seed" "${full[@]}"
 campaign damage damage_campaign.py --count "${SLUICE_FAULTS_DAMAGE:-$damage}" --seed "$seed"
 
 printf '\n'

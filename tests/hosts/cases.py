@@ -90,6 +90,7 @@ def run(title, description, count, cases_of, missing=lambda: None):
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--build", default=str(ROOT / "build/release"), help="build folder")
     parser.add_argument("--case", help="the only case to run")
+    parser.add_argument("--count", type=int, default=1, help="times that each case runs")
     options = parser.parse_args()
     sys.stdout.reconfigure(line_buffering=True)
     os.environ.pop("OPENBLAS_CORETYPE", None)
@@ -106,7 +107,7 @@ def run(title, description, count, cases_of, missing=lambda: None):
         cases = cases_of(setup)
         if options.case and options.case not in cases:
             sys.exit(f"no case '{options.case}'; legal are {', '.join(cases)}")
-        code = run_cases(setup, title, [(name, of_hosts(case)) for name, case in cases.items()
-                                        if options.case in (None, name)])
+        code = run_cases(setup, title, options.count * [(name, of_hosts(case)) for name, case in cases.items()
+                                                        if options.case in (None, name)])
         hosts.keep_files = code == 1
         sys.exit(code)
