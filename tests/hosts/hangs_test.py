@@ -63,12 +63,12 @@ class Cut:
         return [path.read_text() for path in sorted(self.directory.glob("hang-*.txt"))]
 
     def ranks_on(self, host):
-        return self.hosts.run(host, "pgrep", "-x", "sluice").stdout.split()
+        return self.hosts.run(host, "pgrep", "-x", "sluice.*").stdout.split()
 
     def end(self):
         """Ends mpirun, and what it left on the hosts."""
         for host in self.hosts:
-            for name in ("mpirun", "orted", "sluice"):
+            for name in ("mpirun", "orted", "sluice.*"):
                 self.hosts.run(host, "pkill", "-KILL", "-x", name)
         self.job.wait(20)
 
@@ -76,11 +76,14 @@ class Cut:
 def cut(setup, host, large=False):
     """The report names the host, with its ranks, and says so on the host that starts jobs."""
     model = LARGE if large else setup.model
+    per_host = RANKS // setup.hosts.count
     if large:
         for each in setup.hosts:
             setup.hosts.limit(each, "100mbit")  # a message takes a sixth of a second
     job = Cut(setup, model, 2 if large else 20)
     try:
+        found = [len(job.ranks_on(each)) for each in setup.hosts]
+        require(all(count == per_host for count in found), f"ranks on the hosts: {found}")
         since = time.monotonic()
         job.pull(host)
         wait_for(job.reports, "no report", LIMIT + REPORT_TIME)
