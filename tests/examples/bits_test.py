@@ -22,7 +22,7 @@ def digests(ranks, program, orders, arguments):
     """[order] Those of all pipelines of the program; of equal ones, on several ranks, one."""
     with tempfile.TemporaryDirectory() as folder:
         output = subprocess.run(
-            [MPIEXEC, "--oversubscribe", "--timeout", "100", "-n", str(ranks), f"{PROGRAMS}/recorded_{program}",
+            [MPIEXEC, "--oversubscribe", "--timeout", "300", "-n", str(ranks), f"{PROGRAMS}/recorded_{program}",
              *arguments], check=True, text=True, stdout=subprocess.PIPE, cwd=folder,
             env={**os.environ, "SLUICE_EXAMPLE_ORDERS": " ".join(orders)}).stdout
     return [sorted(set(re.findall(r"recorded (\d+ calls [0-9a-f]{64})$", part, re.MULTILINE)))
