@@ -324,13 +324,13 @@ TEST_P(BucketOrderTest, ARankThatFailsBetweenBucketsEndsAll) {
 
 INSTANTIATE_TEST_SUITE_P(Jobs, BucketOrderTest, ::testing::Values(Job{1, 2}, Job{1, 3}), job_name);
 
-// Copies its input to its output; its forward calls `act`.
+// Copies its input to its output; its forward calls `act`, which makes `sums` sums over replicas.
 class PassingStage : public Stage, public LossStage {
  public:
   using Act = std::function<void(StageContext&)>;
-  explicit PassingStage(Act act) : act_(std::move(act)) {}
+  PassingStage(int sums, Act act) : sums_(sums), act_(std::move(act)) {}
   StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {
-    return {{inputs[0]}};
+    return {.outputs = {inputs[0]}, .forward_sums = sums_};
   }
   void prepare(const StageSetup&) override {}
   void forward(StageContext& ctx, std::span<const Tensor> x, std::span<const Tensor> y) override {
@@ -347,6 +347,7 @@ class PassingStage : public Stage, public LossStage {
   double target_weight(std::span<const Tensor>) const override { return 1; }
 
  private:
+  int sums_;
   Act act_;
 };
 
@@ -366,18 +367,17 @@ TEST(CollectiveOfAStageTest, CarriesTheRanksMessagesWhileItWaits) {
         make_array_source({1, 2, 3, 4, 5, 6, 7, 8}, 1, std::vector<float>(8, 1), 1, 4);
     const int replica = comm.rank() / 2;
     const StageFactory factory = [&](int stage, int) {
-      return std::make_unique<PassingStage>([&, replica, stage](StageContext& ctx) {
+      return std::make_unique<PassingStage>(1 - stage, [&, replica, stage](StageContext& ctx) {
         if (stage == 1 && replica == 0) arrived = true;
-        if (stage == 1 || ctx.micro_batch == 0) return;
-        if (replica == 1) {
+        if (stage == 1) return;
+        if (replica == 1 && ctx.micro_batch == 1) {
           constexpr int kMostPolls = 20'000'000;  // ends a test that fails
           for (int i = 0; i < kMostPolls && !arrived; ++i) std::this_thread::yield();
           joined_late = arrived.load();
         }
-        const Buffer values(ctx.compute.device(), sizeof(float));
-        fill_zero_async(values.data(), values.size(), ctx.compute.stream());
-        ctx.collective->sum({reinterpret_cast<float*>(values.data()), 1});
-        ctx.compute.stream().synchronize();  // before they go
+        double one = 1;
+        ctx.collective->sum({&one, 1});
+        EXPECT_EQ(one, 2);
       });
     };
     Pipeline pipeline(comm, options, factory, *source);

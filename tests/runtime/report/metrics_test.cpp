@@ -37,7 +37,8 @@ StepRecord sample_record(std::uint64_t step) {
           .bubble_measured = 0.125,
           .bubble_ideal = 0.1,
           .peak_in_flight = {2, 1},
-          .peak_bytes = {1 << 20, 77}};
+          .peak_bytes = {1 << 20, 77},
+          .stragglers = {}};
 }
 
 std::vector<std::string> lines_of(const std::string& text) {

@@ -58,7 +58,10 @@ json trace_of(const Layout& layout) {
       (void)pipeline.train_step();
       timeline.add(pipeline);
     }
-    const double error = timeline.write(pipeline, dir.path() / "trace.json");
+    const int stages = layout.pipeline * layout.chunks;
+    const LayerTable layers{.first_layer = partition_by_cost(costs, stages).first,
+                            .costs = std::vector<StageTimes>(costs.size())};
+    const double error = timeline.write(pipeline, dir.path() / "trace.json", layers);
     EXPECT_EQ(error > 0, comm.size() > 1);
     pipeline.close();
   });
