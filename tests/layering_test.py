@@ -37,7 +37,7 @@ ORDER = {
     "stages": ("tensor", "compute", "cpu_kernels cuda_context stage", "cpu cuda_kernels", "cuda", "operators",
                "network", "gradient_check layers", "transformer"),
     "runtime": ("files options", "data", "layout", "job", "program engine", "watch gradients", "pipeline",
-                "checkpoint report", "explore launch", "supervise doctor", "cli"),
+                "checkpoint report", "explore launch", "supervise doctor", "cli start"),
 }
 
 # What a folder may use of another one, as folders or rooms.
@@ -56,6 +56,7 @@ ONLY = {
     "runtime/launch": ("comm/base", "runtime/files", "runtime/options"),
     "runtime/supervise": ("comm/base", "runtime/files", "runtime/options", "runtime/launch"),
     "runtime/explore": ("comm/base", "schedules", "runtime/files", "runtime/options"),
+    "runtime/start": ("comm/base", "runtime/explore", "runtime/supervise"),
 }
 NEVER = {
     "runtime": {"schedules/search": ("explore", "cli"), "schedules/draw": ("explore", "cli"),

@@ -38,6 +38,7 @@ FOREIGN_OPTIONS = {
     "sbatch": "signal requeue nodes ntasks-per-node batch",
     "timeout": "preserve-status",
     "tests/faults/run.sh": "full",
+    "tests/stages/network/golden.py": "check",
     "docker, podman, compose": "rm gpus shm-size ulimit network volume volumes read-only tmpfs user detach tag file "
                                "no-healthcheck no-deps stop-timeout",
     "docker/build.sh": "target engine base packages",

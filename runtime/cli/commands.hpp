@@ -1,4 +1,5 @@
-// The commands of the program, but for `sluice schedule` (runtime/explore/schedule_command.hpp).
+// The commands of the program, but for `sluice schedule` (runtime/explore/schedule_command.hpp) and
+// `sluice run` (runtime/supervise/run_command.hpp).
 #pragma once
 
 #include <string>
@@ -7,11 +8,10 @@
 namespace sluice {
 
 // `sluice <command> ...`; arguments exclude the program's name and the command. Each returns the
-// exit code; run, digest and verify never start MPI.
+// exit code; digest and verify never start MPI.
 int train_command(int argc, char** argv);
 int generate_command(int argc, char** argv);
 int evaluate_command(int argc, char** argv);
-int run_job_command(const std::vector<std::string>& arguments);
 int digest_command(const std::vector<std::string>& arguments);
 int verify_command(const std::vector<std::string>& arguments);
 int doctor_command(int argc, char** argv);

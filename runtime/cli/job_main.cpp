@@ -1,5 +1,5 @@
 // The program `sluice-job`: every command of `sluice`, which becomes this program for all but
-// `sluice schedule` (runtime/explore/main.cpp).
+// `sluice schedule` and `sluice run` (runtime/start/main.cpp).
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -18,6 +18,7 @@
 #include "runtime/job/build_name.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
+#include "runtime/supervise/run_command.hpp"
 
 namespace sluice {
 namespace {

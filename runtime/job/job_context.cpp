@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -172,7 +173,7 @@ std::size_t JobContext::piece_bytes() const {
 void JobContext::guarded(const std::function<void()>& body) {
   try {
     std::exception_ptr gone;  // a rank: nothing is reported to ranks that may not answer
-    sluice::guarded(*control, world.ranks->rank(), [&] {
+    const auto watched = [&] {
       try {
         body();
       } catch (...) {
@@ -182,7 +183,8 @@ void JobContext::guarded(const std::function<void()>& body) {
         }
         gone = std::current_exception();
       }
-    });
+    };
+    sluice::guarded(*control, world.ranks->rank(), std::cref(watched));  // allocates nothing
     if (gone != nullptr) {
       activity->poll();  // throws what the watchdog has found
       std::rethrow_exception(gone);

@@ -33,7 +33,7 @@ StopRequests::StopRequests() {
   fd_ = ::signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK);
   if (fd_ < 0)
     throw_error(ErrorCode::kInternal, "cannot wait for signals: {}", std::strerror(errno));
-  ::sigprocmask(SIG_BLOCK, &signals, &before_);
+  ::sigprocmask(SIG_BLOCK, &signals, nullptr);
   struct sigaction ignore {};
   ignore.sa_handler = SIG_IGN;
   ::sigaction(SIGPIPE, &ignore, &pipe_before_);
@@ -41,11 +41,9 @@ StopRequests::StopRequests() {
 
 StopRequests::~StopRequests() {
   signalfd_siginfo ignored{};
-  while (::read(fd_, &ignored, sizeof ignored) >
-         0) {  // those that wait have been heeded or are late
+  while (::read(fd_, &ignored, sizeof ignored) > 0) {  // those that wait are late
   }
   ::sigaction(SIGPIPE, &pipe_before_, nullptr);
-  ::sigprocmask(SIG_SETMASK, &before_, nullptr);
   ::close(fd_);
 }
 

@@ -7,9 +7,10 @@
 
 namespace sluice {
 
-// While it exists, SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are blocked and wait at fd(), and
-// SIGPIPE is ignored. SIGINT or SIGHUP that were ignored before stay so, as nohup and a shell's '&'
-// want it. For a process with one thread.
+// From here on SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 are blocked and wait at fd(). They stay
+// blocked when this is gone: the process then ends with the job's exit code, which a late signal
+// does not change. While this exists SIGPIPE is ignored. SIGINT or SIGHUP that were ignored before
+// stay so, as nohup and a shell's '&' want it. For a process with one thread.
 class StopRequests {
  public:
   StopRequests();  // Error(kInternal) where the kernel has no descriptor left
@@ -30,7 +31,6 @@ class StopRequests {
 
  private:
   int fd_ = -1;
-  sigset_t before_{};
   struct sigaction pipe_before_ {};
   std::optional<double> first_;
 };

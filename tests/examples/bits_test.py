@@ -60,7 +60,7 @@ class Bits(unittest.TestCase):
         self.same("conv_two_devices")
 
     def test_segmentation_data_parallel(self):
-        self.same("segmentation_data_parallel", deep=4, flat=2, pipelines=9, arguments=("2",))
+        self.same("segmentation_data_parallel", deep=4, flat=2, pipelines=8, arguments=("2",))
 
     @unittest.skipUnless(os.path.isdir(CLOTHES), "no dataset-fashion-mnist")
     def test_fashion_mnist(self):

@@ -632,7 +632,7 @@ TEST_F(CliTest, WhatAllRanksThrowIsPrintedOnceAndWhatNoneThrowsNever) {
 TEST_F(CliTest, RanksOfDifferentBuildsAreRefusedAndNamed) {
   const std::string version = sluice("--version").out;
   const std::string digest = version.substr(version.find("build ") + 6, 12);
-  std::string program = read_file(SLUICE_PROGRAM);
+  std::string program = read_file(SLUICE_JOB_PROGRAM);
   const std::size_t found = program.find(digest);
   ASSERT_NE(found, std::string::npos) << version;
   write("other", program.replace(found, digest.size(), "another12345"));

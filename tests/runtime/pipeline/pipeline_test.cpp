@@ -25,7 +25,9 @@
 namespace sluice::testing {
 namespace {
 
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
+using ::testing::StartsWith;
 
 PipelineOptions sgd_options(int micro_batches) {
   PipelineOptions options;
@@ -95,7 +97,9 @@ TEST(PipelineTest, AnErrorOfAStageKeepsItsCodeAndNamesTheAction) {
   }
   for (const Error& error : errors_of_a_failing_stage([] { throw std::bad_alloc(); })) {
     EXPECT_EQ(error.code(), ErrorCode::kDevice);
-    EXPECT_STREQ(error.what(), "stage 1, forward of micro-batch 1: out of host memory");
+    // With the step and the host, whose memory it is.
+    EXPECT_THAT(error.what(), StartsWith("stage 1, forward of micro-batch 1 of step 2 on "));
+    EXPECT_THAT(error.what(), EndsWith(": out of host memory"));
   }
 }
 

@@ -1,7 +1,7 @@
-// `sluice run`: options, then the command of the job behind "--".
+#include "runtime/supervise/run_command.hpp"
+
 #include <algorithm>
 
-#include "runtime/cli/commands.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/supervise/supervisor.hpp"
@@ -47,6 +47,7 @@ OptionTable make_table(SupervisorOptions& options) {
 
 }  // namespace
 
+// Options, then the command of the job behind "--".
 int run_job_command(const std::vector<std::string>& arguments) {
   SupervisorOptions options;
   OptionTable table = make_table(options);

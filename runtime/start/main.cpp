@@ -1,6 +1,6 @@
-// The program `sluice`. It has `sluice schedule` itself, which so needs neither MPI nor CUDA and
-// starts in milliseconds, and becomes the program `sluice-job` for everything else: that one lies
-// beside it in a build folder, and in libexec/sluice of an installation.
+// The program `sluice`. It has `sluice schedule` and `sluice run` itself, which so need neither MPI
+// nor CUDA and start in milliseconds, and becomes the program `sluice-job` for everything else:
+// that one lies beside it in a build folder, and in libexec/sluice of an installation.
 #include <unistd.h>
 
 #include <cerrno>
@@ -13,6 +13,7 @@
 #include <sluice/error.hpp>
 
 #include "runtime/explore/schedule_command.hpp"
+#include "runtime/supervise/run_command.hpp"
 
 namespace sluice {
 namespace {
@@ -38,11 +39,12 @@ int become_job(char** argv) {
                  std::generic_category().message(errno).c_str());
     return exit_code(ErrorCode::kInternal);
   }
-  std::fprintf(stderr,
-               "sluice: error: there is no 'sluice-job', which has all commands but 'schedule': "
-               "neither beside this program, in '%s', nor '%s'; a copy of 'sluice' needs one of "
-               "them\n",
-               folder.c_str(), installed.c_str());
+  std::fprintf(
+      stderr,
+      "sluice: error: there is no 'sluice-job', which has all commands but 'schedule' and 'run': "
+      "neither beside this program, in '%s', nor '%s'; a copy of 'sluice' needs one of "
+      "them\n",
+      folder.c_str(), installed.c_str());
   return exit_code(ErrorCode::kInternal);
 }
 
@@ -50,8 +52,8 @@ int become_job(char** argv) {
 }  // namespace sluice
 
 int main(int argc, char** argv) {
-  if (argc > 1 && std::string(argv[1]) == "schedule") {
-    return sluice::schedule_command({argv + 2, argv + argc});
-  }
+  const std::string command = argc > 1 ? argv[1] : "";
+  if (command == "schedule") return sluice::schedule_command({argv + 2, argv + argc});
+  if (command == "run") return sluice::run_job_command({argv + 2, argv + argc});
   return sluice::become_job(argv);
 }
