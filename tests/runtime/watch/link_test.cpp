@@ -50,7 +50,8 @@ struct Ear : Link::Listener {
 
 // Ranks of one host, which share a thread.
 struct Ranks {
-  explicit Ranks(int count, std::vector<int> monitors) : ears(static_cast<std::size_t>(count)) {
+  explicit Ranks(int count, const std::vector<int>& monitors)
+      : ears(static_cast<std::size_t>(count)) {
     for (int rank = 0; rank < count; ++rank) {
       TcpPlan plan{.rank = rank,
                    .hosts = std::vector<std::string>(static_cast<std::size_t>(count), "host"),
@@ -65,7 +66,7 @@ struct Ranks {
     std::vector<std::optional<std::string>> results(links.size());
     for (std::size_t rank = 0; rank < links.size(); ++rank) {
       links[rank]->connect(keys[rank], endpoints, ears[rank], seconds,
-                           [&results, rank](std::string fault) { results[rank] = fault; });
+                           [&results, rank](const std::string& fault) { results[rank] = fault; });
     }
     until([&] {
       return std::all_of(results.begin(), results.end(), [](auto& each) { return each; });

@@ -114,7 +114,7 @@ TEST(WatchRulesTest, WaitForRanksThatAreAboutToBeLost) {
 
 TEST(WatchRulesTest, BlameTheOwnHostWhereMostHostsAreSilent) {
   Job job(kThreeHosts);
-  for (const std::size_t rank : {0, 1, 4, 5}) job.sightings[rank].silent = 31;
+  for (const std::size_t rank : {0U, 1U, 4U, 5U}) job.sightings[rank].silent = 31;
   const auto verdict = job.judged(2);
   ASSERT_TRUE(verdict);
   EXPECT_TRUE(verdict->cut_off);
@@ -133,7 +133,7 @@ TEST(WatchRulesTest, BlameTheOwnHostOfTwoWhereItsNetworkIsDown) {
 // Ranks that stopped together on one host are no cut network: their host is heard.
 TEST(WatchRulesTest, BlameStoppedProcessesOfAHostThatIsHeard) {
   Job job(kOneHost);
-  for (const std::size_t rank : {1, 2, 3}) job.sightings[rank].silent = 31;
+  for (const std::size_t rank : {1U, 2U, 3U}) job.sightings[rank].silent = 31;
   const auto verdict = job.judged();
   ASSERT_TRUE(verdict);
   EXPECT_FALSE(verdict->cut_off);
@@ -172,7 +172,7 @@ TEST(WatchRulesTest, NameBothEndsOfADeadlock) {
 
 TEST(WatchRulesTest, NameBothEndsOfAMessageThatDoesNotArrive) {
   Job job({"a", "b", "c", "d"});
-  for (const std::size_t rank : {0, 1, 2, 3}) job.wait(rank, 2, 40);
+  for (const std::size_t rank : {0U, 1U, 2U, 3U}) job.wait(rank, 2, 40);
   job.activity(3).op = 20;
   job.wait(2, 3, 40, 12);
   const auto verdict = job.judged();
@@ -183,7 +183,7 @@ TEST(WatchRulesTest, NameBothEndsOfAMessageThatDoesNotArrive) {
 
 TEST(WatchRulesTest, AreNoDeadlockWhereARankComputesOrIsNotHeard) {
   Job job(kOneHost);
-  for (const std::size_t rank : {0, 1, 2, 3}) job.wait(rank, rank == 0 ? 1 : 0, 40);
+  for (const std::size_t rank : {0U, 1U, 2U, 3U}) job.wait(rank, rank == 0 ? 1 : 0, 40);
   ASSERT_TRUE(job.judged());
   job.sightings[2].silent = 10;
   EXPECT_FALSE(job.judged()) << "rank 2 may have moved on";
@@ -197,7 +197,7 @@ TEST(WatchRulesTest, AreNoDeadlockWhereARankComputesOrIsNotHeard) {
 
 TEST(WatchRulesTest, AWaitForARankThatHasLeftIsADeadlock) {
   Job job(kOneHost);
-  for (const std::size_t rank : {0, 1, 2}) job.wait(rank, 3, 40);
+  for (const std::size_t rank : {0U, 1U, 2U}) job.wait(rank, 3, 40);
   job.sightings[3].left = true;
   const auto verdict = job.judged();
   ASSERT_TRUE(verdict);

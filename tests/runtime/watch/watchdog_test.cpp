@@ -179,7 +179,7 @@ TEST(WatchdogTest, WritesAStatusThatTheDoctorReads) {
 }
 
 TEST(WatchdogTest, RefusesLimitsThatCannotWork) {
-  const auto refused = [](PipelineOptions::Watch watch) {
+  const auto refused = [](const PipelineOptions::Watch& watch) {
     try {
       require_sensible(watch);
     } catch (const Error& error) {
