@@ -1,19 +1,14 @@
 #include "runtime/checkpoint/background.hpp"
 
-#include <pthread.h>
-
-#include <csignal>
 #include <utility>
+
+#include "comm/base/held_signals.hpp"
 
 namespace sluice {
 
 Background::Background() {
-  // A new thread inherits the mask.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const HeldSignals held;
   thread_ = std::thread([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 Background::~Background() {

@@ -11,7 +11,7 @@ namespace sluice {
 
 class Background {
  public:
-  // Blocks all signals in its thread: they are the program's.
+  // Its thread takes no signals: they are the program's.
   Background();
   // Waits for the running job.
   ~Background();

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <pthread.h>
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -22,6 +21,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/held_signals.hpp"
 #include "comm/base/host.hpp"
 #include "comm/base/throw_error.hpp"
 
@@ -251,11 +251,8 @@ SaveLock::SaveLock(const fs::path& directory, std::chrono::milliseconds watch,
     }
     remove_stale(path, theirs);
   }
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const HeldSignals held;
   impl_->thread = std::thread([this] { impl_->renew(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 SaveLock::~SaveLock() {

@@ -151,7 +151,7 @@ void PlaceSignals::Impl::install() {
   }
   struct sigaction table {};
   table.sa_handler = &Impl::on_table;
-  table.sa_flags = SA_RESTART;
+  table.sa_flags = SA_RESTART | SA_ONSTACK;
   sigemptyset(&table.sa_mask);
   ::sigaction(SIGUSR2, &table, &previous_table);
 }

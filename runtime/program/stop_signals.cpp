@@ -106,7 +106,7 @@ void StopSignals::Impl::fill(Lines& into, const std::string& when, std::string s
 void StopSignals::Impl::install() {
   struct sigaction action {};
   action.sa_handler = &Impl::handle;
-  action.sa_flags = SA_RESTART;
+  action.sa_flags = SA_RESTART | SA_ONSTACK;
   sigemptyset(&action.sa_mask);
   for (const int signal : kSignals) sigaddset(&action.sa_mask, signal);
   for (std::size_t i = 0; i < kSignals.size(); ++i) {

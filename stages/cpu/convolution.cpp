@@ -10,6 +10,8 @@
 #include <sluice/device.hpp>
 #include <sluice/error.hpp>
 
+#include "stages/cpu/library_call.hpp"
+
 namespace sluice {
 namespace {
 
@@ -93,8 +95,7 @@ class PlainPrimitive {
 
   static void execute(const dnnl::stream& stream, const dnnl::primitive& primitive,
                       const std::vector<dnnl_exec_arg_t>& arguments) {
-    const dnnl_status_t status = dnnl_primitive_execute(
-        primitive.get(), stream.get(), static_cast<int>(arguments.size()), arguments.data());
+    const dnnl_status_t status = execute_primitive(primitive, stream, arguments);
     if (status == dnnl_success) return;
     throw Error(ErrorCode::kDevice,
                 fmt::format("oneDNN: a convolution failed with status {}", int{status}));

@@ -13,6 +13,7 @@
 
 #include "stages/cpu/cpu_report.hpp"
 #include "stages/cpu/kernel_set.hpp"
+#include "stages/cpu/library_call.hpp"
 #include "stages/cpu/parallel.hpp"
 #include "stages/cpu/widened.hpp"
 
@@ -176,9 +177,7 @@ void MatMulCache::State::execute(const MatMulSpec& spec, Product& product, const
   product.c.set_data_handle(c);
   product.scratch.set_data_handle(scratch.data());
   if (spec.bias) product.bias.set_data_handle(const_cast<void*>(bias));
-  const dnnl_status_t status =
-      dnnl_primitive_execute(product.primitive.get(), stream.get(),
-                             static_cast<int>(product.arguments.size()), product.arguments.data());
+  const dnnl_status_t status = execute_primitive(product.primitive, stream, product.arguments);
   if (status != dnnl_success) fail(spec, fmt::format("status {}", static_cast<int>(status)));
 }
 

@@ -7,6 +7,8 @@
 #include <sluice/compute.hpp>
 #include <sluice/tensor.hpp>
 
+#include "comm/base/held_signals.hpp"
+
 namespace sluice {
 
 // Address of element `index` of an operand of any type.
@@ -15,7 +17,8 @@ namespace sluice {
 }
 
 // work(begin, end) over pieces of [0, count), one per thread, each but the last a multiple of
-// `grain`. The work of one index must not depend on where the pieces end.
+// `grain`. The work of one index must not depend on where the pieces end. Threads of the team that
+// start here take no signals: oneDNN uses the same team, see library_call.hpp.
 template <typename Work>
 void parallel_range(int threads, std::int64_t count, std::int64_t grain, const Work& work) {
   const std::int64_t grains = (count + grain - 1) / grain;
@@ -24,6 +27,7 @@ void parallel_range(int threads, std::int64_t count, std::int64_t grain, const W
     if (count > 0) work(std::int64_t{0}, count);
     return;
   }
+  const HeldSignals held;
 #pragma omp parallel for schedule(static) num_threads(static_cast <int>(pieces))
   for (std::int64_t piece = 0; piece < pieces; ++piece) {
     const std::int64_t begin = grains * piece / pieces * grain;

@@ -46,7 +46,8 @@ int run_command(const std::string& command, int argc, char** argv,
 // saved, and SIGKILL follows: the line is what they report.
 //
 // One object may exist in a process; a second is Error(kUsage). The destructor restores the
-// previous actions. One thread constructs, describes and destroys; signals may come on any.
+// previous actions. One thread constructs, describes and destroys; signals may come on any. A
+// handler runs on the alternate stack of its thread, if it has one.
 class StopSignals {
  public:
   // The request is only seen by requested().

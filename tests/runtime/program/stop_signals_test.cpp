@@ -6,8 +6,10 @@
 #include <atomic>
 #include <csignal>
 #include <cstdlib>
+#include <functional>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include <sluice/error.hpp>
 #include <sluice/program.hpp>
@@ -89,6 +91,24 @@ TEST(StopSignalsDeathTest, TheEndRestoresEarlierActions) {
                 ::raise(SIGTERM);
                 ::raise(SIGINT);
                 return earlier_calls == 1;
+              }),
+              ExitedWithCode(0), "^$");
+}
+
+// The stack of code that computes may be no place for a handler (stages/cpu/library_call.hpp).
+TEST(StopSignalsDeathTest, TheHandlerRunsOnTheAlternateStackOfTheThread) {
+  EXPECT_EXIT(exit_with([] {
+                std::vector<char> own(std::size_t{256} << 10);
+                const stack_t stack = {.ss_sp = own.data(), .ss_flags = 0, .ss_size = own.size()};
+                ::sigaltstack(&stack, nullptr);
+                std::atomic<bool> inside = false;
+                const StopSignals signals([&]() noexcept {
+                  const char here = 0;
+                  inside = std::greater_equal<>()(&here, own.data()) &&
+                           std::less<>()(&here, own.data() + own.size());
+                });
+                ::raise(SIGUSR1);
+                return inside.load();
               }),
               ExitedWithCode(0), "^$");
 }
