@@ -48,8 +48,10 @@ bool is_launcher_line(std::string_view line) {
            rest.starts_with("Set MCA parameter \"orte_base_help_aggregate\"") ||
            rest.starts_with("PMIX ERROR: ");
   }
-  return line.starts_with("mpirun: Forwarding signal ") ||
-         line.starts_with("prterun: Forwarding signal ");
+  // mpirun, mpiexec, orterun and prterun are one program.
+  const std::size_t colon = line.find(": Forwarding signal ");
+  return colon != std::string_view::npos &&
+         line.substr(0, colon).find(' ') == std::string_view::npos;
 }
 
 }  // namespace

@@ -82,7 +82,7 @@ TEST(JobTextTest, HidesTheLaunchersBlocksAndReadsThem) {
           "(Killed).\n" +
           kFrame +
           "[node1:12] 3 more processes have sent help message help-mpi-api.txt / mpi-abort\n"
-          "mpirun: Forwarding signal 10 to job\n",
+          "mpirun: Forwarding signal 10 to job\nmpiexec: Forwarding signal 12 to job\n",
       0);
   reader.text.finish();
   EXPECT_EQ(reader.shown, "sluice: error: x [rank 1]\n");
