@@ -378,7 +378,7 @@ TEST_F(CliTest, MemoryLimitsMayBeOnePerRank) {
       "schedule auto --ranks 4 --micro-batches 8 --chunks 1 --memory-limit 1,2,3,4 --format json");
   ASSERT_EQ(found.code, 0) << found.err;
   const auto peaks = nlohmann::json::parse(found.out).at("peak_in_flight");
-  for (int rank = 0; rank < 4; ++rank) EXPECT_LE(peaks[rank], rank + 1);
+  for (std::size_t rank = 0; rank < 4; ++rank) EXPECT_LE(peaks[rank].get<std::size_t>(), rank + 1);
 }
 
 TEST_F(CliTest, ScheduleSaysWhereMessagesWereFree) {

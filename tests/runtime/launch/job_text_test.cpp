@@ -146,13 +146,20 @@ TEST(JobTextTest, KeepsItsMemoryBounded) {
   EXPECT_TRUE(reader.shown.ends_with("y\nafter\n"));
 }
 
+std::string joined(std::initializer_list<std::string_view> parts) {
+  std::string all;
+  for (const std::string_view part : parts) all += part;
+  return all;
+}
+
 TEST(JobTextTest, SurvivesArbitraryTexts) {
   for (const std::string& text :
-       {kFrame + kFrame + kFrame, kFrame + " noticed that process rank \n" + kFrame,
-        kFrame + "lost communication with a remote daemon Remote daemon on node\n" + kFrame,
+       {joined({kFrame, kFrame, kFrame}), joined({kFrame, " noticed that process rank \n", kFrame}),
+        joined({kFrame, "lost communication with a remote daemon Remote daemon on node\n", kFrame}),
         std::string("ssh: connect to host \n"), std::string("[\n"), std::string("] \n"),
         std::string(1, '\0'),
-        kFrame + " noticed that process rank -5 exited on signal 99999999999999\n" + kFrame}) {
+        joined(
+            {kFrame, " noticed that process rank -5 exited on signal 99999999999999\n", kFrame})}) {
     Reader reader;
     reader.text.feed(text, 0);
     reader.text.finish();

@@ -26,8 +26,10 @@ const std::string kKilled =
     kFrame + "' >&2; ";
 
 class JobWatchTest : public ::testing::Test {
- protected:
+ public:
   ~JobWatchTest() override { ::close(null_); }
+
+ protected:
   Attempt watch(const std::string& script, const WatchOptions& options) {
     const std::string path = std::string("PATH=") + std::getenv("PATH");
     JobProcess job({"sh", "-c", script}, {path}, kNever);
