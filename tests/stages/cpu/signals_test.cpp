@@ -75,7 +75,7 @@ class SignalsOnOwnStack {
 
 // One thread computes, unless a case wants more.
 class SignalsTest : public ::testing::Test {
- protected:
+ public:
   SignalsTest() { omp_set_num_threads(1); }
   ~SignalsTest() override { omp_set_num_threads(threads_before_); }
 
