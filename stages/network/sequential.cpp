@@ -90,7 +90,8 @@ Sequential Sequential::with_input(const TensorSpec& sample) const {
   const auto join_before = [&](int layer) {
     for (const Skip& skip : skips.joins()) {
       if (skip.to != layer) continue;
-      spec = joined(skip, spec, outputs[static_cast<std::size_t>(skip.from + 1)]);
+      const int output = skip.from + 1;  // 0: the model's input
+      spec = joined(skip, spec, outputs[static_cast<std::size_t>(output)]);
     }
   };
   for (int i = 0; i < layers; ++i) {

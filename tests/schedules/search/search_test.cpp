@@ -325,7 +325,7 @@ struct SolvedCase {
 
 // Proven by the CP-SAT solver of OR-tools 9.15, for orders with ascending micro-batches.
 const std::vector<SolvedCase>& solved_cases() {
-  static const std::vector<SolvedCase> kCases = {
+  static const std::vector<SolvedCase> cases = {
       {4, 3, 3, 112, {{10, 7, 4, 0}, {5, 5, 8, 0}, {4, 9, 6, 0}}},
       {4, 2, 4, 108, {{5, 2, 9, 0}, {9, 4, 4, 0}, {6, 8, 7, 0}, {9, 3, 1, 0}}},
       {3, 2, 3, 70, {{3, 6, 6, 0}, {6, 6, 7, 0}, {7, 4, 7, 0}}},
@@ -351,7 +351,7 @@ const std::vector<SolvedCase>& solved_cases() {
       {5, 1, 2, 119, {{4, 8, 5, 0}, {7, 10, 5, 0}}},
       {3, 4, 2, 150, {{5, 7, 5, 0}, {7, 9, 9, 0}, {4, 3, 3, 0}, {5, 6, 2, 0}}},
   };
-  return kCases;
+  return cases;
 }
 
 TEST(MakespanLowerBoundTest, CountsMemory) {

@@ -133,8 +133,8 @@ TEST_P(ElementwiseTest, BothGelusKeepTheirLimitsAndNan) {
   const Operand dy(dtype(), {5}, {1, 1, 1, 1, 1}), dx(dtype(), {5});
   exact_gelu_backward(ctx(), x.tensor, dy.tensor, dx.tensor);
   const Values slopes = dx.values();
-  for (const std::size_t i : {0, 2}) EXPECT_EQ(slopes[i], 1);
-  for (const std::size_t i : {1, 3}) EXPECT_NEAR(slopes[i], 0, 1e-30);
+  for (const std::size_t i : {0U, 2U}) EXPECT_EQ(slopes[i], 1);
+  for (const std::size_t i : {1U, 3U}) EXPECT_NEAR(slopes[i], 0, 1e-30);
   EXPECT_TRUE(std::isnan(slopes[4]));
 }
 
