@@ -6,6 +6,7 @@
 
 #include <sluice/communicator.hpp>
 #include <sluice/data.hpp>
+#include <sluice/device.hpp>
 #include <sluice/generate.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/plan.hpp>
@@ -27,12 +28,27 @@ class IdleStage : public Stage, public LossStage {
     return {{inputs[0]}};
   }
   void prepare(const StageSetup&) override {}
-  void forward(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {}
-  void backward(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {}
+  // The engine looks at what the first calls write.
+  void forward(StageContext& ctx, std::span<const Tensor>, std::span<const Tensor> y) override {
+    if (++forwards_ == 1) write(ctx, y);
+  }
+  void backward(StageContext& ctx, std::span<const Tensor>, std::span<const Tensor> dx) override {
+    if (++backwards_ == 1) write(ctx, dx);
+  }
   void loss(StageContext&, std::span<const Tensor>, std::span<const Tensor>, double* sum) override {
     *sum = 0;
   }
   double target_weight(std::span<const Tensor>) const override { return 1; }
+
+ private:
+  static void write(StageContext& ctx, std::span<const Tensor> tensors) {
+    for (const Tensor& each : tensors) {
+      if (each.data == nullptr) continue;
+      fill_zero_async(each.data, each.spec.bytes(), ctx.compute.stream());
+    }
+  }
+
+  int forwards_ = 0, backwards_ = 0;
 };
 
 // Shows what waits wait for, as the interrupt of a pipeline does.

@@ -25,7 +25,12 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Forward and each half of backward take a time and compute nothing.
+void write_zeros(std::span<const Tensor> tensors) {
+  for (const Tensor& each : tensors)
+    std::fill_n(each.as<std::byte>(), each.spec.bytes(), std::byte{});
+}
+
+// Forward and each half of backward take a time and make zeros.
 class SleepingStage : public Stage, public SplitBackward, public LossStage {
  public:
   explicit SleepingStage(milliseconds time) : time_(time) {}
@@ -33,14 +38,17 @@ class SleepingStage : public Stage, public SplitBackward, public LossStage {
     return {{inputs[0]}};
   }
   void prepare(const StageSetup&) override {}
-  void forward(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {
+  void forward(StageContext&, std::span<const Tensor>, std::span<const Tensor> y) override {
     std::this_thread::sleep_for(time_);
+    write_zeros(y);
   }
-  void backward(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {
+  void backward(StageContext&, std::span<const Tensor>, std::span<const Tensor> dx) override {
     std::this_thread::sleep_for(2 * time_);
+    write_zeros(dx);
   }
-  void backward_input(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {
+  void backward_input(StageContext&, std::span<const Tensor>, std::span<const Tensor> dx) override {
     std::this_thread::sleep_for(time_);
+    write_zeros(dx);
   }
   void backward_weight(StageContext&, std::span<const Tensor>) override {
     std::this_thread::sleep_for(time_);
