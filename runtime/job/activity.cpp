@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include <sluice/schedule.hpp>
@@ -12,9 +13,6 @@
 namespace sluice {
 namespace {
 
-// A reader that meets so many writes takes what it has read: the writer may be the thread that its
-// signal handler has stopped.
-constexpr int kMostReads = 1000;
 constexpr std::uint64_t kStepBits = 56;
 
 // The boards of this process. Boards beyond these have no lines in signal handlers.
@@ -105,35 +103,34 @@ void ActivityBoard::set_stages(std::string_view stages) noexcept { put(stages_, 
 
 void ActivityBoard::enter(Doing doing) noexcept {
   doing_ = doing;
-  const std::uint64_t begun = begin_write();
-  words_[0].store(pack(doing, OpKind::kCompute, ActionKind::kForward, 0, -1),
-                  std::memory_order_relaxed);
-  end_write(begun);
+  write([&](Words& words) {
+    words[0].store(pack(doing, OpKind::kCompute, ActionKind::kForward, 0, -1),
+                   std::memory_order_relaxed);
+  });
 }
 
 void ActivityBoard::begin_run(RunPhase phase, std::uint64_t step) noexcept {
   ++run_;
-  const std::uint64_t begun = begin_write();
-  words_[1].store(pair(0, static_cast<std::int32_t>(run_)), std::memory_order_relaxed);
-  words_[2].store(static_cast<std::uint64_t>(phase) << kStepBits | step, std::memory_order_relaxed);
-  end_write(begun);
+  write([&](Words& words) {
+    words[1].store(pair(0, static_cast<std::int32_t>(run_)), std::memory_order_relaxed);
+    words[2].store(static_cast<std::uint64_t>(phase) << kStepBits | step,
+                   std::memory_order_relaxed);
+  });
 }
 
 void ActivityBoard::begin_wait(const WaitSubject& subject, WaitGroup group) noexcept {
-  const std::uint64_t begun = begin_write();
-  words_[3].store(std::uint64_t{1} << 63 | static_cast<std::uint64_t>(subject.what) << 40 |
-                      static_cast<std::uint64_t>(group) << 32 |
-                      static_cast<std::uint32_t>(subject.peer),
-                  std::memory_order_relaxed);
-  words_[4].store(pair(subject.tag, subject.needed_op), std::memory_order_relaxed);
-  words_[5].store(subject.bytes, std::memory_order_relaxed);
-  end_write(begun);
+  write([&](Words& words) {
+    words[3].store(std::uint64_t{1} << 63 | static_cast<std::uint64_t>(subject.what) << 40 |
+                       static_cast<std::uint64_t>(group) << 32 |
+                       static_cast<std::uint32_t>(subject.peer),
+                   std::memory_order_relaxed);
+    words[4].store(pair(subject.tag, subject.needed_op), std::memory_order_relaxed);
+    words[5].store(subject.bytes, std::memory_order_relaxed);
+  });
 }
 
 void ActivityBoard::end_wait() noexcept {
-  const std::uint64_t begun = begin_write();
-  words_[3].store(0, std::memory_order_relaxed);
-  end_write(begun);
+  write([&](Words& words) { words[3].store(0, std::memory_order_relaxed); });
 }
 
 void ActivityBoard::step_ended(double seconds) noexcept {
@@ -151,14 +148,16 @@ StepPace ActivityBoard::pace() const noexcept {
 }
 
 Activity ActivityBoard::read() const noexcept {
-  std::array<std::uint64_t, kWords> words{};
-  std::uint64_t before = 0;
-  for (int tries = 0; tries < kMostReads; ++tries) {
-    before = sequence_.load(std::memory_order_acquire);
-    for (std::size_t i = 0; i < kWords; ++i) words[i] = words_[i].load(std::memory_order_relaxed);
+  std::array<std::uint64_t, std::tuple_size_v<Words>> words{};
+  std::uint64_t begun = 0;
+  do {  // repeats only when another write begins meanwhile
+    begun = sequence_.load(std::memory_order_acquire);
+    const Words& copy = copies_[begun % copies_.size()];
+    for (std::size_t i = 0; i < words.size(); ++i) {
+      words[i] = copy[i].load(std::memory_order_relaxed);
+    }
     std::atomic_thread_fence(std::memory_order_acquire);
-    if (before % 2 == 0 && sequence_.load(std::memory_order_relaxed) == before) break;
-  }
+  } while (sequence_.load(std::memory_order_relaxed) != begun);
   Activity activity;
   activity.doing = static_cast<Doing>(words[0] >> 56);
   activity.kind = static_cast<OpKind>(words[0] >> 52 & 0xf);
@@ -176,7 +175,7 @@ Activity ActivityBoard::read() const noexcept {
   activity.subject.tag = static_cast<std::int32_t>(words[4] >> 32);
   activity.subject.needed_op = static_cast<std::int32_t>(words[4]);
   activity.subject.bytes = words[5];
-  activity.moves = before;
+  activity.moves = begun / copies_.size();
   return activity;
 }
 

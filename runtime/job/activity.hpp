@@ -79,11 +79,11 @@ class ActivityBoard {
   void begin_run(RunPhase phase, std::uint64_t step) noexcept;
   void at(const PlanOp& op, std::int32_t index) noexcept {
     doing_ = Doing::kOperation;
-    const std::uint64_t begun = begin_write();
-    words_[0].store(pack(Doing::kOperation, op.kind, op.action, op.stage, op.micro_batch),
-                    std::memory_order_relaxed);
-    words_[1].store(pair(index, static_cast<std::int32_t>(run_)), std::memory_order_relaxed);
-    end_write(begun);
+    write([&](Words& words) {
+      words[0].store(pack(Doing::kOperation, op.kind, op.action, op.stage, op.micro_batch),
+                     std::memory_order_relaxed);
+      words[1].store(pair(index, static_cast<std::int32_t>(run_)), std::memory_order_relaxed);
+    });
   }
   void begin_wait(const WaitSubject& subject, WaitGroup group) noexcept;
   void end_wait() noexcept;
@@ -124,7 +124,7 @@ class ActivityBoard {
   static void for_each(Look look, void* with) noexcept;
 
  private:
-  static constexpr std::size_t kWords = 6;
+  using Words = std::array<std::atomic<std::uint64_t>, 6>;
 
   [[nodiscard]] static constexpr std::uint64_t pair(std::int32_t high, std::int32_t low) {
     return std::uint64_t{static_cast<std::uint32_t>(high)} << 32 | static_cast<std::uint32_t>(low);
@@ -136,19 +136,22 @@ class ActivityBoard {
            static_cast<std::uint64_t>(stage & 0xffff) << 32 |
            static_cast<std::uint32_t>(micro_batch);
   }
-  // A sequence lock: the count is odd while words are written.
-  [[nodiscard]] std::uint64_t begin_write() noexcept {
-    const std::uint64_t begun = sequence_.load(std::memory_order_relaxed) + 1;
-    sequence_.store(begun, std::memory_order_relaxed);
-    std::atomic_thread_fence(std::memory_order_release);
-    return begun;
-  }
-  void end_write(std::uint64_t begun) noexcept {
-    sequence_.store(begun + 1, std::memory_order_release);
+  // A sequence lock over two copies: `change` stores the same into each, one after the other, and
+  // readers take the copy that no write is at. A reader therefore never waits for a writer that
+  // its own signal handler, or the system, has stopped.
+  template <typename Change>
+  void write(const Change& change) noexcept {
+    const std::uint64_t begun = sequence_.load(std::memory_order_relaxed);
+    for (std::size_t copy = 0; copy < copies_.size(); ++copy) {
+      sequence_.store(begun + copy + 1, std::memory_order_release);
+      std::atomic_thread_fence(std::memory_order_release);
+      change(copies_[copy]);
+    }
   }
 
+  // Odd while the first copy is written; even afterwards, also while the second is.
   alignas(64) std::atomic<std::uint64_t> sequence_ = 0;
-  std::array<std::atomic<std::uint64_t>, kWords> words_ = {};
+  std::array<Words, 2> copies_ = {};
   Doing doing_ = Doing::kOutside;  // of the writing thread
   std::uint32_t run_ = 0;
   std::atomic<bool> interrupted_ = false;
