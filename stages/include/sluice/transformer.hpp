@@ -41,6 +41,22 @@ struct TransformerLimits {
   static constexpr int kMlpWidth = 1 << 20, kContext = 1 << 20, kVocabulary = 1 << 24;
 };
 
+// How rotary angles are scaled for a context longer than the one trained for.
+struct RotaryScaling {
+  enum class Kind {
+    kNone,
+    kLinear,  // all frequencies over `factor`
+    kLlama3,  // low frequencies over `factor`, high ones as they are, those between interpolated
+  };
+  Kind kind = Kind::kNone;
+  float factor = 1;
+  // kLlama3 only: wavelengths below original_context / high_frequency_factor are high frequencies,
+  // those above original_context / low_frequency_factor low ones.
+  float low_frequency_factor = 1, high_frequency_factor = 4;
+  int original_context = 0;
+  friend bool operator==(const RotaryScaling&, const RotaryScaling&) = default;
+};
+
 struct TransformerConfig {
   TransformerKind kind = TransformerKind::kGpt2;
   int layers = 4, heads = 4, width = 256, context = 256, vocabulary = 256;
@@ -48,7 +64,15 @@ struct TransformerConfig {
   int mlp_width = 0;  // 0: 4 * width (gpt2), 8/3 * width rounded up to a multiple of 64 (llama)
   float dropout = 0;  // after the embedding, on probabilities, after attention and MLP
   bool tied = true;   // head shares the input embedding
+  float norm_epsilon = 1e-5F;
+  // llama only, from here to full_layers; gpt2 has all biases and learned positions.
+  int head_dim = 0;  // 0: width / heads
   float rotary_base = 10000;
+  RotaryScaling rotary_scaling;
+  bool qkv_bias = false, attention_output_bias = false, mlp_bias = false;
+  bool qk_norm = false;          // RMSNorm of each head's queries and keys, before rotary positions
+  int window = 0;                // positions that a query sees, itself the last of them; 0: all
+  std::vector<int> full_layers;  // blocks that see all positions in spite of `window`, ascending
   DType precision = DType::kF32;  // of products' operands; kBf16 keeps f32 master weights and sums
   Recompute recompute = Recompute::kNone;
 };
