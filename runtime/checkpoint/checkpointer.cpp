@@ -24,8 +24,8 @@
 #include "runtime/checkpoint/save_files.hpp"
 #include "runtime/checkpoint/save_lock.hpp"
 #include "runtime/checkpoint/save_state.hpp"
+#include "runtime/checkpoint/saved_tensors.hpp"
 #include "runtime/checkpoint/snapshot.hpp"
-#include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/random_id.hpp"
@@ -33,6 +33,8 @@
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/pipeline/refusal.hpp"
+#include "runtime/weights/file_layout.hpp"
+#include "runtime/weights/weights.hpp"
 
 namespace sluice {
 namespace {
@@ -74,12 +76,17 @@ struct Checkpointer::Impl {
   void find_leaders();
   void require_whole_stages() const;
   void open_directory();
+  void share_files();
   void require_visible();
   void require_own_directory(const SaveScan& scan) const;
   void collect_share();
   [[nodiscard]] std::uint32_t flags() const;
   void remove_stop_file();
   void begin();
+  struct ShareTensors {
+    std::vector<SaveTensor> model, optimizer;
+  };
+  [[nodiscard]] ShareTensors share_tensors() const;
   void write_share(std::uint64_t step);
   void gather_facts();
   void publish();
@@ -106,7 +113,7 @@ struct Checkpointer::Impl {
 
   SaveParts parts;
   std::vector<NamedTensor> live;  // this rank's share: parameters, then optimizer state
-  std::size_t model_tensors = 0;  // of `live`
+  std::size_t parameters = 0, model_tensors = 0;  // of `live`; the latter with buffers
   std::uint64_t share_bytes = 0, job_bytes = 0;
   Snapshot snapshot;
   std::map<std::string, std::function<ProgramState()>> takers;
@@ -161,6 +168,15 @@ void Checkpointer::Impl::require_sensible() const {
   if (!options.model.empty() && !is_state_json(options.model)) {
     throw_usage("the model's text of a Checkpointer is no JSON that a save can hold");
   }
+  if (options.precision != DType::kF32 && options.precision != DType::kBf16) {
+    throw_usage("a Checkpointer's precision of {}; legal are f32 and bf16",
+                name_of(options.precision));
+  }
+  const std::span<const std::string_view> legal = model_file_names();
+  for (const auto& [name, text] : options.files) {
+    if (std::find(legal.begin(), legal.end(), name) != legal.end()) continue;
+    throw_usage("a Checkpointer's file '{}'; legal are {}", name, fmt::join(legal, ", "));
+  }
   if (!(options.every_minutes >= 0)) {
     throw_usage("saving every {} minutes is not possible; 0 means never", options.every_minutes);
   }
@@ -172,7 +188,8 @@ void Checkpointer::Impl::require_same_options() {
                 {"every_steps", fmt::format("{}", options.every_steps)},
                 {"every_minutes", fmt::format("{}", options.every_minutes)},
                 {"keep", fmt::format("{} {}", options.keep, options.keep_every)},
-                {"weights_only", fmt::format("{} {}", options.weights_only, options.local)}});
+                {"weights_only", fmt::format("{} {}", options.weights_only, options.local)},
+                {"precision", name_of(options.precision)}});
 }
 
 void Checkpointer::Impl::find_leaders() {
@@ -226,12 +243,26 @@ void Checkpointer::Impl::open_directory() {
     }
   });
   options.directory = world().broadcast_string(options.directory.string(), 0);
+  share_files();
   require_visible();
   run = world().broadcast_string(options.run.empty() ? random_id() : options.run, 0);
   for (const std::string& theirs : world().all_gather_strings(std::to_string(sequence))) {
     sequence = std::max<std::uint64_t>(sequence, std::stoull(theirs));
   }
   ++sequence;
+}
+
+// Leaders of other hosts get rank 0's files.
+void Checkpointer::Impl::share_files() {
+  std::vector<std::string> names;
+  for (const auto& [name, text] : options.files) names.push_back(name);
+  std::map<std::string, std::string> all;
+  const auto count = std::stoull(world().broadcast_string(std::to_string(names.size()), 0));
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::string name = world().broadcast_string(first() ? names[i] : "", 0);
+    all[name] = world().broadcast_string(first() ? options.files[name] : "", 0);
+  }
+  options.files = leader ? std::move(all) : std::map<std::string, std::string>();
 }
 
 // The newest save has to be of this run. Older ones of another run are what an --overwrite that
@@ -318,6 +349,7 @@ void Checkpointer::Impl::collect_share() {
     if (!owned.owner || !mine.contains(owned.parameter->name)) continue;
     live.push_back({owned.parameter->name, owned.parameter->value});
   }
+  parameters = live.size();
   for (const Pipeline::Owned& owned : pipeline.buffers()) {
     if (!mine.contains(owned.parameter->name)) continue;
     live.push_back({owned.parameter->name, owned.parameter->value});
@@ -330,7 +362,17 @@ void Checkpointer::Impl::collect_share() {
       }
     }
   }
+  on_all_ranks(world(), [&] {
+    for (const NamedTensor& named : std::span(live).first(model_tensors)) {
+      (void)parts_of(options.layout, named.name, named.tensor.spec.shape);
+    }
+  });
   for (const NamedTensor& named : live) share_bytes += named.tensor.spec.bytes();
+  if (options.precision != DType::kF32) {  // the rounded values come on top
+    for (const NamedTensor& named : std::span(live).first(parameters)) {
+      share_bytes += named.tensor.spec.bytes() / 2;
+    }
+  }
   for (const std::string& theirs : world().all_gather_strings(std::to_string(share_bytes))) {
     job_bytes += std::stoull(theirs);
   }
@@ -408,18 +450,40 @@ void Checkpointer::Impl::write_share(std::uint64_t step) {
   const int part = parts.part_of_rank[at(rank)];
   const std::map<std::string, std::string> metadata = {
       {"format", "pt"}, {"step", std::to_string(step)}, {"save", state.save}};
-  const std::span<const NamedTensor> copies = snapshot.tensors();
   if (part >= 0) {
-    write_save_file(partial, weights_file_name("model", part, parts.count),
-                    copies.first(model_tensors), metadata, state);
-    if (copies.size() > model_tensors) {
-      write_save_file(partial, weights_file_name("optimizer", part, parts.count),
-                      copies.subspan(model_tensors), metadata, state);
+    const ShareTensors share = share_tensors();
+    write_save_file(partial, weights_file_name("model", part, parts.count), share.model, metadata,
+                    state);
+    if (!share.optimizer.empty()) {
+      write_save_file(partial, weights_file_name("optimizer", part, parts.count), share.optimizer,
+                      metadata, state);
     }
   }
   if (!states.tensors().empty()) {
-    write_save_file(partial, "user.safetensors", states.tensors(), metadata, state);
+    std::vector<SaveTensor> user;
+    for (const NamedTensor& named : states.tensors()) user.push_back(save_tensor(named));
+    write_save_file(partial, "user.safetensors", user, metadata, state);
   }
+}
+
+// The copies as they go into files.
+Checkpointer::Impl::ShareTensors Checkpointer::Impl::share_tensors() const {
+  ShareTensors share;
+  std::size_t index = 0;
+  for (const NamedTensor& copy : snapshot.tensors()) {
+    const std::size_t place = index++;
+    if (place >= model_tensors) {
+      share.optimizer.push_back(save_tensor(copy));
+      continue;
+    }
+    const bool rounded = place < parameters && options.precision != DType::kF32;
+    add_parts(copy, options.layout, rounded ? options.precision : DType::kF32, share.model);
+    if (rounded && !options.weights_only) {
+      share.optimizer.push_back(
+          save_tensor({fmt::format("{}.{}", kMasterKind, copy.name), copy.tensor}));
+    }
+  }
+  return share;
 }
 
 // Every leader gets what the ranks of its directory have written.
@@ -450,6 +514,7 @@ void Checkpointer::Impl::gather_facts() {
 void Checkpointer::Impl::publish() {
   write_save_index(partial, "model", state);
   write_save_index(partial, "optimizer", state);
+  for (const auto& [name, text] : options.files) write_save_text(partial, name, text, state);
   lock->require_held();
   publish_save(options.directory, partial, state, warnings);
   PipelineAccess::saved(pipeline, state.step);

@@ -21,94 +21,19 @@
 #include "runtime/checkpoint/program_state.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/checkpoint/save_state.hpp"
+#include "runtime/checkpoint/saved_tensors.hpp"
 #include "runtime/checkpoint/verify.hpp"
-#include "runtime/checkpoint/weights.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/layout/save_shares.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/pipeline/refusal.hpp"
+#include "runtime/weights/weights.hpp"
 
 namespace sluice {
 namespace {
 
 namespace fs = std::filesystem;
 using Json = nlohmann::json;
-
-// The tensors of one save, of either format, read by name. A file is opened when a tensor of it is
-// asked for.
-class SavedTensors {
- public:
-  SavedTensors(fs::path directory, const SaveState& state)
-      : directory_(std::move(directory)), local_(state.layout.contains("local")) {
-    for (const SavedTensor& tensor : state.tensors) {
-      if (tensor.file != "user.safetensors") by_name_.emplace(tensor.name, tensor);
-    }
-  }
-  // Of version 0.1.
-  SavedTensors(fs::path directory, bool optimizer) : directory_(std::move(directory)) {
-    for (const char* kind : {"model", "optimizer"}) {
-      if (!optimizer && kind == std::string_view("optimizer")) continue;
-      old_.emplace(kind, WeightsDirectory(directory_, kind));
-      for (const std::string& name : old_.at(kind).names()) {
-        const TensorSpec spec = old_.at(kind).find(name)->spec;
-        by_name_.emplace(name, SavedTensor{name, kind, spec, 0, spec.shape.elements()});
-      }
-    }
-  }
-
-  [[nodiscard]] const SavedTensor* find(const std::string& name) const {
-    const auto found = by_name_.find(name);
-    return found == by_name_.end() ? nullptr : &found->second;
-  }
-  // Whether the directory is one host's own (--save-local), with the tensors of its ranks alone.
-  [[nodiscard]] bool local() const { return local_; }
-  // Names of parameters.
-  [[nodiscard]] std::vector<std::string> parameters() const {
-    std::vector<std::string> names;
-    for (const auto& [name, tensor] : by_name_) {
-      if (tensor.file.starts_with("model")) names.push_back(name);
-    }
-    return names;
-  }
-
-  // Elements [first, first + count) of tensor `name`, flattened, which is of `spec` as a whole.
-  // Requires find(name) with that spec.
-  void read(const std::string& name, const TensorSpec& spec, std::int64_t first,
-            std::span<std::byte> into) {
-    const SafetensorsFile::Entry* entry = entry_of(name);
-    if (entry == nullptr || entry->spec != spec) {
-      throw_error(ErrorCode::kWeights, "'{}': tensor '{}' is {}, not {}", directory_.string(), name,
-                  entry == nullptr ? "missing" : to_string(entry->spec), to_string(spec));
-    }
-    const std::size_t begin = static_cast<std::size_t>(first) * size_of(spec.dtype);
-    if (begin > entry->bytes.size() || into.size() > entry->bytes.size() - begin) {
-      throw_error(ErrorCode::kInternal, "a part of tensor '{}' that lies outside it", name);
-    }
-    if (!into.empty()) std::memcpy(into.data(), entry->bytes.data() + begin, into.size());
-  }
-
- private:
-  const SafetensorsFile::Entry* entry_of(const std::string& name) {
-    const SavedTensor& saved = by_name_.at(name);
-    if (const auto old = old_.find(saved.file); old != old_.end()) return old->second.find(name);
-    const auto [opened, fresh] = entries_.try_emplace(saved.file);
-    if (fresh) {
-      const SafetensorsFile& file = files_.emplace_back(directory_ / saved.file);
-      for (const SafetensorsFile::Entry& entry : file.entries()) {
-        opened->second.emplace(entry.name, &entry);
-      }
-    }
-    const auto found = opened->second.find(name);
-    return found == opened->second.end() ? nullptr : found->second;
-  }
-
-  fs::path directory_;
-  bool local_ = false;
-  std::map<std::string, SavedTensor> by_name_;
-  std::map<std::string, WeightsDirectory> old_;  // by kind
-  std::deque<SafetensorsFile> files_;
-  std::map<std::string, std::map<std::string, const SafetensorsFile::Entry*>> entries_;  // by file
-};
 
 // The model's parameters are exactly those that were saved, with these sizes. One host's directory
 // may lack those of other hosts' ranks; require_tensors() finds what this rank lacks.
@@ -117,16 +42,15 @@ void require_fitting(const SavedTensors& saved, const JobLayout& layout, const f
   for (const SavedParameter& parameter :
        share_saves(layout.plans, layout.parameters, layout.place.topology.replicas)) {
     known.insert(parameter.name);
-    const SavedTensor* tensor = saved.find(parameter.name);
-    if (tensor != nullptr && tensor->spec.shape.elements() == parameter.elements) continue;
-    if (tensor == nullptr && saved.local()) continue;
-    throw_error(
-        ErrorCode::kWeights,
-        "weights in '{}' do not fit the model: tensor '{}' {}, but the model needs {} "
-        "elements",
-        path.string(), parameter.name,
-        tensor == nullptr ? "is missing" : fmt::format("was saved as {}", to_string(tensor->spec)),
-        parameter.elements);
+    const std::optional<TensorSpec> tensor = saved.find(parameter.name);
+    if (tensor && tensor->shape.elements() == parameter.elements) continue;
+    if (!tensor && saved.local()) continue;
+    throw_error(ErrorCode::kWeights,
+                "weights in '{}' do not fit the model: tensor '{}' {}, but the model needs {} "
+                "elements",
+                path.string(), parameter.name,
+                tensor ? fmt::format("was saved as {}", to_string(*tensor)) : "is missing",
+                parameter.elements);
   }
   for (const std::string& name : saved.parameters()) {
     if (known.contains(name)) continue;
@@ -153,26 +77,32 @@ std::vector<NamedTensor> wanted(Pipeline& pipeline, bool optimizer) {
   return tensors;
 }
 
-// Every tensor that this rank reads is there with its type and shape.
+// Every tensor that this rank reads is there with its shape, and its type unless it is a model's,
+// which may be saved in another one.
 void require_tensors(const SavedTensors& saved, std::span<const NamedTensor> tensors,
                      const fs::path& path) {
+  const std::vector<std::string> names = saved.parameters();
   for (const NamedTensor& named : tensors) {
-    const SavedTensor* tensor = saved.find(named.name);
-    if (tensor != nullptr && tensor->spec == named.tensor.spec) continue;
-    throw_error(
-        ErrorCode::kWeights,
-        "weights in '{}' do not fit the model: tensor '{}' {}, but the model needs it as "
-        "{}",
-        path.string(), named.name,
-        tensor == nullptr ? "is missing" : fmt::format("was saved as {}", to_string(tensor->spec)),
-        to_string(named.tensor.spec));
+    const std::optional<TensorSpec> tensor = saved.find(named.name);
+    const bool model = std::binary_search(names.begin(), names.end(), named.name);
+    if (tensor && tensor->shape == named.tensor.spec.shape &&
+        (model || tensor->dtype == named.tensor.spec.dtype)) {
+      continue;
+    }
+    throw_error(ErrorCode::kWeights,
+                "weights in '{}' do not fit the model: tensor '{}' {}, but the model needs it as "
+                "{}",
+                path.string(), named.name,
+                tensor ? fmt::format("was saved as {}", to_string(*tensor)) : "is missing",
+                to_string(named.tensor.spec));
   }
 }
 
 void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const NamedTensor> tensors) {
   HostMirror mirror(pipeline.compute(), nullptr);
   for (const NamedTensor& named : tensors) {
-    saved.read(named.name, named.tensor.spec, 0, mirror.writable_host_copy(named.tensor));
+    const std::span<std::byte> bytes = mirror.writable_host_copy(named.tensor);
+    saved.read(named.name, {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)});
     mirror.write_back();
   }
   pipeline.compute().stream().synchronize();  // before the mirror goes
@@ -210,11 +140,11 @@ Found find_saves(Collectives& world, const fs::path& path, bool resumable) {
 
 // The pieces that this rank hashes: ranks that see the same files share them.
 std::vector<HashPiece> my_pieces(Collectives& world, const fs::path& directory,
-                                 const SaveState& state, std::span<const NamedTensor> tensors,
+                                 const SaveState& state, std::span<const SavedTensor> tensors,
                                  const std::vector<std::string>& hosts, Verify verify) {
   if (verify == Verify::kRead) {
     std::set<std::string> names;
-    for (const NamedTensor& named : tensors) names.insert(named.name);
+    for (const SavedTensor& tensor : tensors) names.insert(tensor.name);
     return hash_pieces_of(directory, state, names);
   }
   const int rank = world.communicator().rank();
@@ -231,6 +161,21 @@ std::vector<HashPiece> my_pieces(Collectives& world, const fs::path& directory,
     return static_cast<std::ptrdiff_t>(all.size() * share / sharers);
   };
   return {all.begin() + bound(mine), all.begin() + bound(mine + 1)};
+}
+
+// The files' tensors that `tensors` are read from: a model's, and its f32 values beside them.
+std::vector<SavedTensor> tensors_of(std::span<const NamedTensor> tensors, const fs::path& directory,
+                                    const SaveState& state) {
+  std::vector<SavedTensor> all;
+  SavedTensors saved(directory, state);
+  for (const bool masters : {false, true}) {
+    if (masters) saved.prefer_masters();
+    for (const NamedTensor& named : tensors) {
+      const std::vector<SavedTensor> parts = saved.tensors_of(named.name);
+      all.insert(all.end(), parts.begin(), parts.end());
+    }
+  }
+  return all;
 }
 
 // Throws Error(kWeights) or Error(kIo) on this rank where it finds the save broken.
@@ -251,14 +196,12 @@ SaveState verify_save(Collectives& world, const fs::path& directory, const std::
                 directory.string(), host, state.save, id);
   }
   require_complete(directory, state);
-  std::set<std::string> files;
-  const SavedTensors saved(directory, state);
-  for (const NamedTensor& named : tensors) {
-    if (const SavedTensor* tensor = saved.find(named.name)) files.insert(tensor->file);
-  }
+  const std::vector<SavedTensor> read = tensors_of(tensors, directory, state);
   if (verify != Verify::kOff) {
-    require_hashes(directory, state, my_pieces(world, directory, state, tensors, hosts, verify));
+    require_hashes(directory, state, my_pieces(world, directory, state, read, hosts, verify));
   }
+  std::set<std::string> files;
+  for (const SavedTensor& tensor : read) files.insert(tensor.file);
   if (!files.empty()) require_headers(directory, state, files);
   return state;
 }
@@ -344,6 +287,7 @@ LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verif
                     chosen.directory.string());
       }
       saved.emplace(chosen.directory, chosen.state);
+      if (all) saved->prefer_masters();
     }
     require_fitting(*saved, layout, loaded.directory);
     require_tensors(*saved, tensors, loaded.directory);
@@ -416,6 +360,21 @@ LoadedCheckpoint load_checkpoint(Pipeline& pipeline, const fs::path& path, Verif
 
 void load_weights(Pipeline& pipeline, const fs::path& path, Verify verify) {
   (void)load(pipeline, path, verify, Extent::kWeights);
+}
+
+void load_weights(Pipeline& pipeline, const fs::path& directory, const FileLayout& layout) {
+  PipelineAccess::run_call(pipeline, Call::kLoad, "loading the weights", [&] {
+    const std::vector<NamedTensor> tensors = wanted(pipeline, /*optimizer=*/false);
+    std::optional<SavedTensors> saved;
+    on_all_ranks(PipelineAccess::world(pipeline), [&] {
+      saved.emplace(directory, layout);
+      require_fitting(*saved, PipelineAccess::layout(pipeline), directory);
+      require_tensors(*saved, tensors, directory);
+    });
+    read_values(pipeline, *saved, tensors);
+    PipelineAccess::world(pipeline).barrier();
+  });
+  pipeline.values_changed();
 }
 
 }  // namespace sluice

@@ -11,7 +11,7 @@
 
 #include "comm/group/collectives.hpp"
 #include "runtime/checkpoint/save_state.hpp"
-#include "runtime/checkpoint/weights.hpp"
+#include "runtime/weights/weights.hpp"
 
 namespace sluice {
 

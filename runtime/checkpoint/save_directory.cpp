@@ -19,10 +19,10 @@
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/verify.hpp"
-#include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/durable.hpp"
 #include "runtime/files/writable.hpp"
+#include "runtime/weights/weights.hpp"
 
 namespace sluice {
 namespace fs = std::filesystem;

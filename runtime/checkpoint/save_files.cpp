@@ -4,7 +4,9 @@
 #include <set>
 
 #include "comm/base/index.hpp"
+#include "runtime/files/atomic_file.hpp"
 #include "runtime/files/checksum.hpp"
+#include "runtime/weights/file_layout.hpp"
 
 namespace sluice {
 namespace fs = std::filesystem;
@@ -58,17 +60,63 @@ SaveParts save_parts(const std::vector<SavedParameter>& shares, const Topology& 
   return parts;
 }
 
+SaveTensor save_tensor(const NamedTensor& named) {
+  FileTensor file = file_tensor(named);
+  return {{.name = named.name, .spec = named.tensor.spec}, std::move(file.bytes)};
+}
+
+void add_parts(const NamedTensor& parameter, const FileLayout& layout, DType dtype,
+               std::vector<SaveTensor>& tensors) {
+  const Shape& shape = parameter.tensor.spec.shape;
+  const std::span<const float> values(parameter.tensor.as<float>(),
+                                      static_cast<std::size_t>(shape.elements()));
+  const bool whole = !layout.contains(parameter.name);
+  std::int64_t row = 0;
+  std::size_t first = 0;
+  for (const FilePart& part : parts_of(layout, parameter.name, shape)) {
+    SaveTensor tensor;
+    tensor.listed = {.name = part.name, .spec = {dtype, part_shape(part, shape)}};
+    if (!whole) {
+      tensor.listed.parameter = parameter.name;
+      tensor.listed.first_row = row;
+      tensor.listed.rows = part.rows;
+      tensor.listed.transposed = part.transposed;
+    }
+    const std::span<const float> rows =
+        values.subspan(first, static_cast<std::size_t>(tensor.listed.spec.shape.elements()));
+    tensor.bytes = [part, rows, dtype](std::vector<std::byte>& scratch) {
+      return write_part(part, rows, dtype, scratch);
+    };
+    tensors.push_back(std::move(tensor));
+    row += part.rows;
+    first += rows.size();
+  }
+}
+
 void write_save_file(const fs::path& directory, const std::string& name,
-                     std::span<const NamedTensor> tensors,
+                     std::span<const SaveTensor> tensors,
                      const std::map<std::string, std::string>& metadata, SaveState& state) {
   FileHash hash;
-  write_safetensors(directory / name, tensors, metadata,
+  std::vector<FileTensor> files;
+  for (const SaveTensor& tensor : tensors) {
+    files.push_back({tensor.listed.name, tensor.listed.spec, tensor.bytes});
+  }
+  write_safetensors(directory / name, files, metadata,
                     [&](std::span<const std::byte> bytes) { hash.add(bytes); });
   state.files.push_back(hash.finish(name));
-  for (const NamedTensor& named : tensors) {
-    state.tensors.push_back(
-        {named.name, name, named.tensor.spec, 0, named.tensor.spec.shape.elements()});
+  for (const SaveTensor& tensor : tensors) {
+    state.tensors.push_back(tensor.listed);
+    state.tensors.back().file = name;
   }
+}
+
+void write_save_text(const fs::path& directory, const std::string& name, std::string_view text,
+                     SaveState& state) {
+  AtomicFile file(directory / name);
+  file.write(text);
+  file.commit();
+  state.files.push_back(
+      {name, text.size(), checksum_hex(std::as_bytes(std::span(text))), /*blocks=*/{}});
 }
 
 void write_save_index(const fs::path& directory, const std::string& kind, SaveState& state) {
@@ -84,7 +132,9 @@ void write_save_index(const fs::path& directory, const std::string& kind, SaveSt
   if (files.empty() || (files.size() == 1 && *files.begin() == weights_file_name(kind, 0, 1))) {
     return;
   }
-  state.files.push_back(write_weights_index(directory, kind, file_of, bytes));
+  const std::string text = write_weights_index(directory, kind, file_of, bytes);
+  state.files.push_back({weights_index_name(kind), text.size(),
+                         checksum_hex(std::as_bytes(std::span(text))), /*blocks=*/{}});
 }
 
 }  // namespace sluice

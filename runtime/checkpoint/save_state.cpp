@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -121,6 +122,26 @@ SavedFile file_from(const Reader& reader, const Json& json) {
   return file;
 }
 
+// Of a tensor that is a part of a parameter.
+void read_part_of(const Reader& reader, const Json& json, SavedTensor& tensor) {
+  tensor.parameter = reader.text(json, "parameter");
+  const std::uint64_t first = reader.number(json, "first_row"), rows = reader.number(json, "rows");
+  const Json& transposed = reader.field(json, "transposed");
+  if (!transposed.is_boolean()) reader.refuse("'transposed' is not true or false");
+  tensor.transposed = transposed.get<bool>();
+  const Shape& shape = tensor.spec.shape;
+  const int axis = tensor.transposed ? 1 : 0;
+  const bool fits = tensor.transposed ? shape.rank() == 2 : shape.rank() > 0;
+  constexpr std::uint64_t kMostRows = std::uint64_t{1} << 48;
+  if (tensor.parameter.empty() || !fits || first > kMostRows || rows > kMostRows ||
+      shape[axis] != static_cast<std::int64_t>(rows)) {
+    reader.refuse("tensor '{}' {} is no part of {} rows of '{}'", tensor.name,
+                  to_string(tensor.spec), rows, tensor.parameter);
+  }
+  tensor.first_row = static_cast<std::int64_t>(first);
+  tensor.rows = static_cast<std::int64_t>(rows);
+}
+
 SavedTensor tensor_from(const Reader& reader, const Json& json) {
   SavedTensor tensor;
   tensor.name = reader.text(json, "name");
@@ -147,13 +168,7 @@ SavedTensor tensor_from(const Reader& reader, const Json& json) {
   if (dims.size() > Shape::kMaxDims)
     reader.refuse("tensor '{}' has too many dimensions", tensor.name);
   tensor.spec.shape = Shape(dims);
-  const std::uint64_t first = reader.number(json, "first"), count = reader.number(json, "count");
-  const auto all = static_cast<std::uint64_t>(elements);
-  if (first > all || count > all - first) {
-    reader.refuse("tensor '{}' holds elements outside its shape", tensor.name);
-  }
-  tensor.first = static_cast<std::int64_t>(first);
-  tensor.count = static_cast<std::int64_t>(count);
+  if (json.contains("part")) read_part_of(reader, reader.object(json, "part"), tensor);
   return tensor;
 }
 
@@ -170,7 +185,7 @@ void read_lists(const Reader& reader, const Json& json, SaveState& state) {
     if (!files.contains(tensor.file)) {
       reader.refuse("tensor '{}' is in '{}', which is not listed", tensor.name, tensor.file);
     }
-    if (!tensors.insert(fmt::format("{}\n{}", tensor.name, tensor.first)).second) {
+    if (!tensors.insert(tensor.name).second) {
       reader.refuse("tensor '{}' comes twice", tensor.name);
     }
     state.tensors.push_back(std::move(tensor));
@@ -179,8 +194,26 @@ void read_lists(const Reader& reader, const Json& json, SaveState& state) {
 
 }  // namespace
 
+std::span<const std::string_view> model_file_names() {
+  // As transformers and its tokenizers write and read them.
+  static constexpr std::array<std::string_view, 11> kNames = {"config.json",
+                                                              "generation_config.json",
+                                                              "tokenizer.json",
+                                                              "tokenizer_config.json",
+                                                              "special_tokens_map.json",
+                                                              "added_tokens.json",
+                                                              "vocab.json",
+                                                              "merges.txt",
+                                                              "tokenizer.model",
+                                                              "chat_template.jinja",
+                                                              "chat_template.json"};
+  return kNames;
+}
+
 bool is_save_file_name(std::string_view name) {
   if (name == "user.safetensors") return true;
+  const std::span<const std::string_view> model_files = model_file_names();
+  if (std::find(model_files.begin(), model_files.end(), name) != model_files.end()) return true;
   for (const std::string_view kind : {"model", "optimizer"}) {
     if (!name.starts_with(kind)) continue;
     const std::string_view rest = name.substr(kind.size());
@@ -232,12 +265,17 @@ std::string to_json_text(const SaveState& state) {
   for (const SavedTensor& tensor : state.tensors) {
     Json shape = Json::array();
     for (int i = 0; i < tensor.spec.shape.rank(); ++i) shape.push_back(tensor.spec.shape[i]);
-    json["tensors"].push_back(Json{{"name", tensor.name},
-                                   {"file", tensor.file},
-                                   {"dtype", name_of(tensor.spec.dtype)},
-                                   {"shape", shape},
-                                   {"first", tensor.first},
-                                   {"count", tensor.count}});
+    Json each = {{"name", tensor.name},
+                 {"file", tensor.file},
+                 {"dtype", name_of(tensor.spec.dtype)},
+                 {"shape", shape}};
+    if (!tensor.parameter.empty()) {
+      each["part"] = {{"parameter", tensor.parameter},
+                      {"first_row", tensor.first_row},
+                      {"rows", tensor.rows},
+                      {"transposed", tensor.transposed}};
+    }
+    json["tensors"].push_back(std::move(each));
   }
   std::string text = json.dump(1, ' ', false, Json::error_handler_t::replace);
   text.resize(text.rfind('\n'));  // "\n}"
@@ -253,9 +291,9 @@ SaveState parse_save_state(std::string_view text, const std::filesystem::path& p
                   kMostLevels + 2, kMostKeys);
   }
   const std::uint64_t format = reader.number(json, "format");
-  if (format != SaveState::kFormat) {
-    throw_error(ErrorCode::kWeights, "'{}' is of format {}; this version reads format {}{}",
-                path.string(), format, SaveState::kFormat,
+  if (format < SaveState::kOldestFormat || format > SaveState::kFormat) {
+    throw_error(ErrorCode::kWeights, "'{}' is of format {}; this version reads formats {} to {}{}",
+                path.string(), format, SaveState::kOldestFormat, SaveState::kFormat,
                 format < SaveState::kFormat ? "" : ", a newer version of Sluice wrote it");
   }
   const std::string_view checked = text.substr(0, check);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -25,16 +26,19 @@ struct SavedFile {
   std::vector<std::string> blocks;  // of each kHashBlock bytes, the last one shorter; weights only
 };
 
-// A tensor, or elements [first, first + count) of it, flattened.
+// A tensor of a weights file.
 struct SavedTensor {
-  std::string name;  // a parameter's, or "<kind>.<parameter>" of the optimizer's state
-  std::string file;
-  TensorSpec spec;  // of the whole tensor
-  std::int64_t first = 0, count = 0;
+  std::string name;  // a parameter's or the model's own, or "<kind>.<parameter>" of the optimizer
+  std::string file = {};
+  TensorSpec spec = {};
+  // What it holds where it is not the parameter of its name: rows from first_row on.
+  std::string parameter = {};
+  std::int64_t first_row = 0, rows = 0;
+  bool transposed = false;
 };
 
 struct SaveState {
-  static constexpr int kFormat = 2;
+  static constexpr int kFormat = 3, kOldestFormat = 2;
 
   using Values = std::vector<std::pair<std::string, std::string>>;
 
@@ -56,9 +60,13 @@ struct SaveState {
   std::vector<SavedTensor> tensors;
 };
 
+// Files beside the weights that make a save a model's directory for other programs: config.json,
+// tokenizer.json and the like.
+[[nodiscard]] std::span<const std::string_view> model_file_names();
+
 // Names that are legal for a file of a save: model.safetensors, model-00001-of-00002.safetensors,
-// model.safetensors.index.json, likewise optimizer, user.safetensors. (state.json cannot name
-// itself.)
+// model.safetensors.index.json, likewise optimizer, user.safetensors, model_file_names().
+// (state.json cannot name itself.)
 [[nodiscard]] bool is_save_file_name(std::string_view name);
 
 // Whether `text` can be a value of SaveState::user: JSON of at most 100 levels and 4,000 keys an

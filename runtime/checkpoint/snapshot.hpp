@@ -7,8 +7,8 @@
 
 #include <sluice/compute.hpp>
 
-#include "runtime/checkpoint/weights.hpp"
 #include "runtime/job/host_mirror.hpp"
+#include "runtime/weights/weights.hpp"
 
 namespace sluice {
 

@@ -15,9 +15,9 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
-#include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/read_file.hpp"
+#include "runtime/weights/weights.hpp"
 
 namespace sluice {
 namespace fs = std::filesystem;

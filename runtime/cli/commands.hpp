@@ -1,19 +1,14 @@
-// The commands of the program, but for `sluice schedule` (runtime/explore/schedule_command.hpp) and
-// `sluice run` (runtime/supervise/run_command.hpp).
+// The commands of the program that start MPI. Others: `sluice schedule` (runtime/explore), `sluice
+// run` (runtime/supervise), those that look at models in files (runtime/saves).
 #pragma once
-
-#include <string>
-#include <vector>
 
 namespace sluice {
 
 // `sluice <command> ...`; arguments exclude the program's name and the command. Each returns the
-// exit code; digest and verify never start MPI.
+// exit code.
 int train_command(int argc, char** argv);
 int generate_command(int argc, char** argv);
 int evaluate_command(int argc, char** argv);
-int digest_command(const std::vector<std::string>& arguments);
-int verify_command(const std::vector<std::string>& arguments);
 int doctor_command(int argc, char** argv);
 
 }  // namespace sluice

@@ -16,11 +16,12 @@
 #include "comm/group/collectives.hpp"
 #include "comm/group/control.hpp"
 #include "runtime/cli/commands.hpp"
-#include "runtime/cli/model_config.hpp"
 #include "runtime/cli/saved_run.hpp"
 #include "runtime/cli/train_options.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
+#include "runtime/models/model_config.hpp"
+#include "runtime/models/model_tensors.hpp"
 #include "runtime/options/option_table.hpp"
 
 namespace sluice {
@@ -111,7 +112,7 @@ void evaluate(const std::filesystem::path& save, EvaluateOptions options, Commun
                                       stage);
       },
       *source);
-  load_weights(pipeline, save);
+  load_model(pipeline, save);
   const double loss = pipeline.evaluate(samples);
   if (world.rank() == 0) {
     fmt::print("{}: loss {:.4f} nats, {:.4f} bits per {}, over {} of {} windows of '{}'\n",

@@ -13,12 +13,13 @@
 
 #include "comm/group/control.hpp"
 #include "runtime/cli/commands.hpp"
-#include "runtime/cli/model_config.hpp"
 #include "runtime/cli/sampling.hpp"
 #include "runtime/cli/saved_run.hpp"
 #include "runtime/cli/train_options.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/layout/job_layout.hpp"
+#include "runtime/models/model_config.hpp"
+#include "runtime/models/model_tensors.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 
@@ -158,7 +159,7 @@ void generate_text(const std::filesystem::path& save, const GenerateOptions& opt
                                   stage);
   };
   Pipeline pipeline(world, pipeline_options(options), make_stage, *source);
-  load_weights(pipeline, save);
+  load_model(pipeline, save);
   Generator generator(pipeline, model, options.sampling, prompt_tokens);
   const bool prints = world.rank() == 0;
   if (prints) {

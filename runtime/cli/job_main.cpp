@@ -18,6 +18,7 @@
 #include "runtime/job/build_name.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
+#include "runtime/saves/save_commands.hpp"
 #include "runtime/supervise/run_command.hpp"
 
 namespace sluice {
@@ -32,6 +33,8 @@ int run_schedule(int argc, char** argv) { return schedule_command({argv, argv + 
 int run_job(int argc, char** argv) { return run_job_command({argv, argv + argc}); }
 int run_digest(int argc, char** argv) { return digest_command({argv, argv + argc}); }
 int run_verify(int argc, char** argv) { return verify_command({argv, argv + argc}); }
+int run_inspect(int argc, char** argv) { return inspect_command({argv, argv + argc}); }
+int run_export(int argc, char** argv) { return export_command({argv, argv + argc}); }
 
 constexpr std::array kCommands = {
     Command{"train", "train a model over the ranks of an MPI job, or alone", train_command},
@@ -41,6 +44,8 @@ constexpr std::array kCommands = {
     Command{"schedule", "prove, simulate and draw a schedule (no MPI)", run_schedule},
     Command{"digest", "SHA-256 of every saved parameter (no MPI)", run_digest},
     Command{"verify", "compare saves with their hashes (no MPI)", run_verify},
+    Command{"inspect", "list the tensors of a model's files (no MPI)", run_inspect},
+    Command{"export", "write a model as a Hugging Face directory (no MPI)", run_export},
     Command{"doctor", "where ranks run, and what looks wrong", doctor_command},
 };
 

@@ -13,9 +13,9 @@
 #include "comm/group/control.hpp"
 #include "runtime/checkpoint/load_checkpoint.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
-#include "runtime/cli/model_config.hpp"
 #include "runtime/files/checksum.hpp"
 #include "runtime/job/guard.hpp"
+#include "runtime/models/model_config.hpp"
 
 namespace sluice {
 namespace {

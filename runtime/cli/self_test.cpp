@@ -21,9 +21,9 @@
 #include "comm/base/throw_error.hpp"
 #include "comm/group/collectives.hpp"
 #include "comm/mpi/mpi_session.hpp"
-#include "runtime/checkpoint/weights.hpp"
 #include "runtime/doctor/network_probe.hpp"
 #include "runtime/files/sha256.hpp"
+#include "runtime/models/parameter_digest.hpp"
 
 namespace sluice {
 namespace {

@@ -18,6 +18,7 @@
 #include <sluice/checkpoint.hpp>
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
+#include <sluice/hugging_face.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/program.hpp>
 
@@ -30,7 +31,6 @@
 #include "runtime/checkpoint/save_lock.hpp"
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/layout_report.hpp"
-#include "runtime/cli/model_config.hpp"
 #include "runtime/cli/schedule_choice.hpp"
 #include "runtime/cli/train_options.hpp"
 #include "runtime/files/writable.hpp"
@@ -38,6 +38,8 @@
 #include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/layout/job_layout.hpp"
+#include "runtime/models/model_config.hpp"
+#include "runtime/models/model_tensors.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/report/layer_table.hpp"
@@ -146,10 +148,12 @@ class Training {
   void name_last_save() const;
   void open_metrics();
   void open_saver();
+  [[nodiscard]] std::map<std::string, std::string> model_files(DType precision) const;
   void plan_evaluations();
   void dry_run(Communicator& comm, ControlChannel& control);
   void make_pipeline();
   void load();
+  [[nodiscard]] std::filesystem::path newest_model();
   void compare_with_saved();
   void require_a_batch() const;
   void require_writable_outputs() const;
@@ -383,6 +387,12 @@ void Training::open_saver() {
   checkpoint.data = data_;
   checkpoint.model = model_config_text(options_.model);
   checkpoint.skipped = skipped_;
+  if (!architecture_of(options_.model).empty()) {
+    checkpoint.layout = hugging_face_layout(options_.model);
+    PipelineAccess::guarded(*pipeline_, [&] {
+      if (first()) checkpoint.files = model_files(checkpoint.precision);
+    });
+  }
   // In another directory the run is one of its own: two may go on from one save.
   if (resumed_ && same_directory(resumed_->root, options_.save)) {
     checkpoint.run = resumed_->run;
@@ -399,6 +409,17 @@ void Training::open_saver() {
         [](std::string_view text) { return text.find('#') == std::string_view::npos; });
     if (!written) note(fmt::format("'{}' is not Sluice's: it stays as it is", path.string()));
   });
+}
+
+// Of the saves: those of the save or the model that the run goes on from stay.
+std::map<std::string, std::string> Training::model_files(DType precision) const {
+  std::map<std::string, std::string> base;
+  if (resumed_) {
+    base = read_model_files(resumed_->directory);
+  } else if (!options_.weights.empty()) {
+    base = read_model_files(newest_save(options_.weights));
+  }
+  return hugging_face_files(options_.model, precision, base);
 }
 
 void Training::plan_evaluations() {
@@ -444,6 +465,9 @@ void Training::describe(const JobLayout& layout, const std::string& ranks) const
     fmt::print("going on after step {} of '{}'\n", resumed_->step,
                (save.parent_path() / save_name(save)).string());
   }
+  if (!resumed_ && !options_.weights.empty()) {
+    fmt::print("starting from the weights of '{}'\n", options_.weights);
+  }
   for (const std::string& change : changes_) {
     fmt::print("changed since step {}: {}\n", resumed_->step, change);
   }
@@ -473,12 +497,26 @@ void Training::dry_run(Communicator& comm, ControlChannel& control) {
 
 void Training::make_pipeline() {
   pipeline_ = std::make_unique<Pipeline>(world_, pipeline_options_, stages(), *source_);
-  if (options_.resume.from) load();
+  if (options_.resume.from) {
+    load();
+  } else if (!options_.weights.empty()) {
+    load_model(*pipeline_, newest_model(), options_.resume.verify);
+  }
   open_metrics();
   open_saver();
   const JobLayout& layout = PipelineAccess::layout(*pipeline_);
   const std::string ranks = describe_ranks(PipelineAccess::world(*pipeline_), layout);
   if (first()) describe(layout, ranks);
+}
+
+// The directory of --weights, or of the newest save in it as rank 0 sees it.
+std::filesystem::path Training::newest_model() {
+  std::string path;
+  PipelineAccess::guarded(*pipeline_, [&] {
+    if (first()) path = newest_save(options_.weights).string();
+    path = PipelineAccess::world(*pipeline_).broadcast_string(path, 0);
+  });
+  return path;
 }
 
 // An older save than the one that gave the options may be the newest that is sound.

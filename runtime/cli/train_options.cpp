@@ -18,8 +18,10 @@
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/save_directory.hpp"
+#include "runtime/cli/model_text.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/explore/schedule_report.hpp"
+#include "runtime/models/model_config.hpp"
 
 namespace sluice {
 namespace {
@@ -50,24 +52,55 @@ constexpr const char* kAbout =
 // Option values as text that decide on more than one field, or that are parsed together with
 // others.
 struct RawOptionText {
-  std::string precision = "fp32", device = "auto", resume, change, watchdog_ports;
+  std::string model = "gpt2", precision = "fp32", device = "auto", resume, change, watchdog_ports;
+  ModelText parts;
 };
 
 // Options of one run, which a resumed run does not take from its save.
-constexpr std::array kOfOneRun = {"dry-run", "trace", "resume", "overwrite", "change", "verify"};
+constexpr std::array kOfOneRun = {"dry-run",   "trace",  "weights", "resume",
+                                  "overwrite", "change", "verify"};
 // Those that fit one number of ranks.
 constexpr std::array kOfLayout = {"pipeline", "partition", "chunks", "schedule-file"};
-constexpr std::array kOfModel = {"model",   "layers",     "heads",     "kv-heads", "width",
-                                 "context", "vocabulary", "mlp-width", "dropout",  "untie"};
+// What decides on the parameters, and on what is computed from them.
+constexpr std::array kOfModel = {"model",
+                                 "layers",
+                                 "heads",
+                                 "kv-heads",
+                                 "head-dim",
+                                 "width",
+                                 "context",
+                                 "positions",
+                                 "vocabulary",
+                                 "mlp-width",
+                                 "dropout",
+                                 "untie",
+                                 "norm-epsilon",
+                                 "rotary-base",
+                                 "rotary-scaling",
+                                 "qkv-bias",
+                                 "attention-output-bias",
+                                 "mlp-bias",
+                                 "qk-norm",
+                                 "window",
+                                 "full-layers"};
+// Of these, what a run may choose whatever weights it starts from.
+constexpr std::array kFreeOfWeights = {"context", "dropout"};
 // Legal for --change: what changes the function that is trained.
-constexpr std::array kOfFunction = {
-    "model",     "layers",     "heads",     "kv-heads",         "width",
-    "context",   "vocabulary", "mlp-width", "dropout",          "untie",
-    "precision", "optimizer",  "seed",      "validation-share", "data"};
+constexpr std::array kOfFunctionToo = {"precision", "optimizer", "seed", "validation-share",
+                                       "data"};
 
 template <typename Names>
 bool contains(const Names& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
+}
+
+const std::vector<std::string>& of_function() {
+  static const std::vector<std::string> kNames = [] {
+    std::vector<std::string> names(kOfModel.begin(), kOfModel.end());
+    names.insert(names.end(), kOfFunctionToo.begin(), kOfFunctionToo.end());
+    return names;
+  }();
+  return kNames;
 }
 
 // "" where `name` is not among them.
@@ -85,14 +118,17 @@ std::vector<std::string> training_schedules() {
   return names;
 }
 
-void add_model_options(OptionTable& table, TransformerConfig& model, RawOptionText& raw) {
+void add_model_options(OptionTable& table, TrainOptions& options, RawOptionText& raw) {
+  TransformerConfig& model = options.model;
   table.heading("Model");
-  table.add_choice("model", model.kind,
-                   {{"gpt2", TransformerKind::kGpt2}, {"llama", TransformerKind::kLlama}},
-                   "architecture");
+  table.add_text("weights", options.weights, "DIR",
+                 "start from this model, of its shape: a directory of Hugging Face, or a save; the "
+                 "options below come from it");
+  table.add_choice("model", raw.model, {"gpt2", "llama", "auto"},
+                   "architecture; auto: that of --weights");
   table.add_integer("layers", model.layers, 1, TransformerLimits::kLayers, "transformer blocks");
   table.add_integer("heads", model.heads, 1, TransformerLimits::kHeads,
-                    "attention heads; divide the width");
+                    "attention heads; divide the width, unless head-dim is given");
   table.add_integer("kv-heads", model.kv_heads, 1, TransformerLimits::kHeads,
                     "heads of keys and values (llama); divide the heads; auto: as many as heads",
                     "auto");
@@ -104,6 +140,7 @@ void add_model_options(OptionTable& table, TransformerConfig& model, RawOptionTe
                     "auto: 4 x width (gpt2), 8/3 x width rounded up to 64s (llama)", "auto");
   table.add_real("dropout", model.dropout, kBelowOne, "probability");
   table.add_flag("untie", model.tied, "give the head weights of its own", false);
+  add_model_text(table, model, raw.parts);
   table.add_choice(
       "precision", raw.precision, {"fp32", "tf32", "bf16"},
       "of products' operands; weights, sums and the residual stream stay fp32; tf32: a "
@@ -214,6 +251,9 @@ void add_save_options(OptionTable& table, TrainOptions& options, RawOptionText& 
                     "saves of steps that are multiples stay as well; 0: none");
   table.add_flag("save-weights-only", checkpoint.weights_only,
                  "no optimizer state: an export, which cannot be resumed");
+  table.add_choice("save-precision", checkpoint.precision,
+                   {{"fp32", DType::kF32}, {"bf16", DType::kBf16}},
+                   "of the model's files; the fp32 values then stand beside the optimizer's state");
   table.add_flag("save-local", checkpoint.local,
                  "DIR is another directory on every host; without it all hosts share DIR");
   table.add_flag("overwrite", checkpoint.overwrite,
@@ -226,14 +266,14 @@ void add_save_options(OptionTable& table, TrainOptions& options, RawOptionText& 
                    "what is compared with the saved hashes: all files, what is read, or nothing");
   table.add_text("change", raw.change, "KEY[,KEY...]",
                  fmt::format("options that may differ from those of the save: {}",
-                             fmt::join(kOfFunction, ", ")));
+                             fmt::join(of_function(), ", ")));
 }
 
 // The options of `sluice train` with their targets.
 struct TrainTable {
   TrainTable() {
     table.allow_config_file();
-    add_model_options(table, options.model, raw);
+    add_model_options(table, options, raw);
     add_layout_options(table, options, raw);
     add_training_options(table, options);
     add_output_options(table, options);
@@ -256,9 +296,9 @@ std::vector<std::string> parse_changes(const std::string& text) {
     const std::size_t end = std::min(text.find(',', begin), text.size());
     keys.push_back(text.substr(begin, end - begin));
     begin = end + 1;
-    if (contains(kOfFunction, keys.back())) continue;
+    if (contains(of_function(), keys.back())) continue;
     throw_usage("option --change: unknown key '{}'; legal are {}", keys.back(),
-                fmt::join(kOfFunction, ", "));
+                fmt::join(of_function(), ", "));
   }
   return keys;
 }
@@ -338,6 +378,44 @@ void resolve_resume(TrainTable& train, int ranks) {
   }
 }
 
+// The options of a model that say `model`.
+OptionValues values_of(const TransformerConfig& model) {
+  TrainTable train;
+  train.options.model = model;
+  train.raw.model = model.kind == TransformerKind::kGpt2 ? "gpt2" : "llama";
+  train.raw.parts = text_of(model);
+  OptionValues values = train.table.values();
+  std::erase_if(values, [](const auto& value) { return !contains(kOfModel, value.first); });
+  return values;
+}
+
+// Lays the shape of --weights under the options, unless a save's options lie there.
+void resolve_weights(TrainTable& train) {
+  const std::string& weights = train.options.weights;
+  const bool automatic = train.raw.model == "auto";
+  if (train.options.resume.from) {
+    if (automatic) train.raw.model = value_of(train.options.resume.from->options, "model");
+    return;
+  }
+  if (weights.empty()) {
+    if (!automatic) return;
+    throw_usage(
+        "option --model: auto takes the architecture from --weights DIR; give that, or "
+        "gpt2 or llama");
+  }
+  const OptionValues values = values_of(read_model_config(newest_save(weights)));
+  const OptionValues given = train.table.values();
+  for (const auto& [name, value] : values) {
+    if (!train.table.given(name) || contains(kFreeOfWeights, name)) continue;
+    const std::string wanted = value_of(given, name);
+    if (wanted == value || (name == "model" && automatic)) continue;
+    throw_usage("option --{}: {}, but the model in '{}' has {}; leave it out", name, wanted,
+                weights, value.empty() ? "none" : value);
+  }
+  train.table.lay_under(values, weights);
+  train.raw.model = value_of(values, "model");
+}
+
 // Options that are given and do nothing.
 void require_effect(const TrainTable& train) {
   const OptionValues now = train.table.values(), defaults = TrainTable().table.values();
@@ -347,7 +425,7 @@ void require_effect(const TrainTable& train) {
            (source == Source::kFile && value_of(now, name) != value_of(defaults, name));
   };
   for (const char* name : {"save-every", "save-minutes", "keep", "keep-every", "save-weights-only",
-                           "save-local", "overwrite"}) {
+                           "save-precision", "save-local", "overwrite"}) {
     if (!train.options.save.empty() || !given(name)) continue;
     throw_usage("option --{}: {} without --save DIR saves nowhere; give --save DIR as well", name,
                 value_of(now, name));
@@ -359,6 +437,8 @@ void require_effect(const TrainTable& train) {
 }
 
 void resolve_raw_text(const RawOptionText& raw, TrainOptions& options) {
+  options.model.kind = raw.model == "gpt2" ? TransformerKind::kGpt2 : TransformerKind::kLlama;
+  take_model_text(raw.parts, options.model);
   options.model.precision = raw.precision == "bf16" ? DType::kBf16 : DType::kF32;
   options.pipeline.devices.tf32 = raw.precision == "tf32";
   options.pipeline.devices.choices = parse_devices(raw.device);
@@ -454,6 +534,7 @@ void resolve_batch(const OptionTable& table, PipelineOptions& options) {
 void require_distinct_files(const TrainOptions& options) {
   std::vector<std::pair<const char*, fs::path>> seen;  // option, path
   for (const auto& [option, name] : {std::pair<const char*, std::string>{"data", options.data},
+                                     {"weights", options.weights},
                                      {"schedule-file", options.schedule_file},
                                      {"metrics", options.metrics},
                                      {"trace", options.trace},
@@ -552,6 +633,7 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
     return std::move(options);
   }
   resolve_resume(train, ranks);
+  resolve_weights(train);
   resolve_raw_text(train.raw, options);
   resolve_learning_rate(table, options);
   validate(options.model);
@@ -578,6 +660,8 @@ std::string changes_since(const SavedRun& saved, const TrainOptions& options) {
     const bool tf32 = before.raw.precision == "tf32";
     const Recompute recompute = before.options.model.recompute;
     before.options.model = *saved.model;
+    before.raw.model = saved.model->kind == TransformerKind::kGpt2 ? "gpt2" : "llama";
+    before.raw.parts = text_of(*saved.model);
     before.options.model.recompute = recompute;
     before.raw.precision = saved.model->precision == DType::kBf16 ? "bf16" : tf32 ? "tf32" : "fp32";
   }
@@ -590,7 +674,7 @@ std::string changes_since(const SavedRun& saved, const TrainOptions& options) {
     changes.push_back(fmt::format("{} {} -> {}", name, value.empty() ? "none" : value,
                                   now.empty() ? "none" : now));
     // A path is no function; data_changes_since() compares the data.
-    if (name == "data" || !contains(kOfFunction, name) || contains(options.resume.allow, name)) {
+    if (name == "data" || !contains(of_function(), name) || contains(options.resume.allow, name)) {
       continue;
     }
     refused.push_back(changes.back());

@@ -36,6 +36,7 @@ struct TrainOptions {
   static constexpr std::int64_t kAllWindows = std::int64_t{1} << 40;
 
   TransformerConfig model;
+  std::string weights;  // the model that the run starts from; of no effect where it goes on
   // The batch is complete. Order::given: what --schedule-file holds. Checks::configuration: every
   // option with its value, defaults included, in the order of the help. The trainer sets
   // Training::evaluations, the order of --schedule auto, and CheckpointOptions::data and model.

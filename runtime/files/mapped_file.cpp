@@ -1,6 +1,7 @@
 #include "runtime/files/mapped_file.hpp"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <string>
@@ -28,6 +29,15 @@ MappedFile::MappedFile(const std::filesystem::path& path, ErrorCode code) {
 }
 
 MappedFile::MappedFile(MappedFile&& other) noexcept : bytes_(std::exchange(other.bytes_, {})) {}
+
+void MappedFile::release(std::span<const std::byte> part) const {
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  const auto first = static_cast<std::size_t>(part.data() - bytes_.data());
+  const std::size_t begin = (first + page - 1) / page * page;  // the mapping begins at a page
+  const std::size_t end = (first + part.size()) / page * page;
+  if (begin >= end) return;
+  (void)::madvise(const_cast<std::byte*>(bytes_.data()) + begin, end - begin, MADV_DONTNEED);
+}
 
 MappedFile::~MappedFile() {
   if (!bytes_.empty()) ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());

@@ -276,8 +276,7 @@ void OptionTable::add_flag(std::string name, bool& target, std::string help, boo
 }
 
 void OptionTable::add_argument(std::string placeholder, std::string& target) {
-  argument_placeholder_ = std::move(placeholder);
-  argument_ = &target;
+  arguments_.emplace_back(std::move(placeholder), &target);
 }
 
 std::string OptionTable::program() const {
@@ -361,20 +360,19 @@ void OptionTable::parse(const std::vector<std::string>& arguments) {
     require_known(values, config);
     for (const Given& each : values) assign(each, Source::kFile, config + ": key ");
   }
-  bool argument_given = false;
+  std::size_t taken = 0;
   for (const Given& each : given) {
     const auto& [name, value] = each;
     if (!name.empty()) {
       assign(each, Source::kCommandLine, "option --");
-    } else if (argument_ != nullptr && !argument_given && !value.empty()) {
-      *argument_ = value;
-      argument_given = true;
+    } else if (taken < arguments_.size() && !value.empty()) {
+      *arguments_[taken++].second = value;
     } else {
       throw_usage("unexpected argument '{}'; '{} --help' lists what is legal", value, program());
     }
   }
-  if (argument_ != nullptr && !argument_given) {
-    throw_usage("{} is missing; usage: {}", argument_placeholder_, usage_);
+  if (taken < arguments_.size()) {
+    throw_usage("{} is missing; usage: {}", arguments_[taken].first, usage_);
   }
 }
 
@@ -401,7 +399,7 @@ std::string OptionTable::part_of_page() const {
   const std::string name =
       usage_.substr(0, usage_.find_first_of("[-ABCDEFGHIJKLMNOPQRSTUVWXYZ") - 1);
   return help_form_ == "man" ? man_section(name, usage_, about_, lines)
-                             : bash_branch(name, argument_ != nullptr, lines);
+                             : bash_branch(name, !arguments_.empty(), lines);
 }
 
 std::string OptionTable::help() const {

@@ -70,7 +70,7 @@ class OptionTable {
   void add_flag(std::string name, bool& target, std::string help, bool value = true);
   // Adds --config FILE: `key = value` lines with these options' names, '#' starts a comment.
   void allow_config_file() { config_allowed_ = true; }
-  // One argument without a name, e.g. "DIR"; required.
+  // An argument without a name, e.g. "DIR"; required. Several are taken in this order.
   void add_argument(std::string placeholder, std::string& target);
 
   // Sets the targets. With --help (or -h) anywhere it sets and refuses nothing. --help=man and
@@ -115,9 +115,8 @@ class OptionTable {
   std::string usage_, about_, heading_ = "Options";
   std::vector<Entry> entries_;
   bool config_allowed_ = false, help_wanted_ = false;
-  std::string help_form_;  // "": for people
-  std::string argument_placeholder_;
-  std::string* argument_ = nullptr;
+  std::string help_form_;                                        // "": for people
+  std::vector<std::pair<std::string, std::string*>> arguments_;  // placeholder, target
 };
 
 // The `key = value` lines of an option file of at most 1 MiB, in their order. '#' starts a comment.

@@ -101,7 +101,9 @@ std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
     EmbeddingLayer::Options options;
     options.vocabulary = config.vocabulary;
     options.width = config.width;
-    options.positions = config.kind == TransformerKind::kGpt2 ? config.context : 0;
+    if (config.kind == TransformerKind::kGpt2) {
+      options.positions = config.positions > 0 ? config.positions : config.context;
+    }
     options.tied = config.tied;
     options.dropout = site(config, 0, kEmbedded);
     layers.push_back(std::make_unique<EmbeddingLayer>(options, parameters));

@@ -66,6 +66,11 @@ void validate(const TransformerConfig& config) {
   require_range("--heads", config.heads, 1, TransformerLimits::kHeads);
   require_range("--width", config.width, 1, TransformerLimits::kWidth);
   require_range("--context", config.context, 1, TransformerLimits::kContext);
+  require_range("--positions", config.positions, 0, TransformerLimits::kContext);
+  if (config.positions > 0 && config.positions < config.context) {
+    refuse(fmt::format("--context {} is more than the model's {} positions; nearest legal: {}",
+                       config.context, config.positions, config.positions));
+  }
   require_range("--vocabulary", config.vocabulary, 1, TransformerLimits::kVocabulary);
   require_range("--mlp-width", config.mlp_width, 0, TransformerLimits::kMlpWidth);
   validate_attention(config);

@@ -13,7 +13,7 @@
 #include <string_view>
 #include <vector>
 
-#include "runtime/checkpoint/weights.hpp"
+#include "runtime/weights/weights.hpp"
 #include "tests/fuzz/fuzz_tools.hpp"
 
 namespace sluice {

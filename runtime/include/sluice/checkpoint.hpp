@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include <sluice/parameter.hpp>
 #include <sluice/tensor.hpp>
 
 #pragma GCC visibility push(default)
@@ -56,6 +57,14 @@ struct CheckpointOptions {
   std::vector<std::pair<std::string, std::string>> options = {};  // recorded, in this order
   std::vector<std::pair<std::string, std::string>> data = {};     // recorded
   std::string model = {};  // JSON text, recorded; may be empty
+  // What the parameters are called in the model's files. A part's name is a tensor's, used once.
+  FileLayout layout = {};
+  // Of parameters in the model's files: f32 or bf16. With bf16 the f32 values stand beside the
+  // optimizer's state, unless weights_only, and load_checkpoint() takes those.
+  DType precision = DType::kF32;
+  // Further files of each save by name, such as config.json: what makes it a model's directory for
+  // other programs. Rank 0's are written. Legal names: those of transformers and its tokenizers.
+  std::map<std::string, std::string> files = {};
 };
 
 // Saves while a pipeline trains. `pipeline` outlives it. All members are collective over the
@@ -135,6 +144,12 @@ LoadedCheckpoint load_checkpoint(Pipeline& pipeline, const std::filesystem::path
 // Collective. Values of all parameters from such a path; the files may hold no other parameters.
 void load_weights(Pipeline& pipeline, const std::filesystem::path& path,
                   Verify verify = Verify::kFull);
+
+// Collective. The same from another program's files: model.safetensors, or parts with
+// model.safetensors.index.json, of f32, bf16 or f16, where `layout` lists every parameter and
+// buffer. Each rank reads its own tensors, one at a time.
+void load_weights(Pipeline& pipeline, const std::filesystem::path& directory,
+                  const FileLayout& layout);
 
 }  // namespace sluice
 #pragma GCC visibility pop

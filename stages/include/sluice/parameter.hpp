@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -102,6 +103,17 @@ class ParameterSet {
   std::size_t flat_floats_ = 0, buffer_floats_ = 0;
   std::uint64_t version_ = 0;
 };
+
+// --- what parameters are called in files ---
+// A tensor of a model's files that holds consecutive rows of a parameter, which is [rows, ...].
+struct FilePart {
+  std::string name;         // of the tensor
+  std::int64_t rows = 0;    // of a vector: elements
+  bool transposed = false;  // a matrix that lies in the file as [columns, rows]
+};
+// By parameter: the tensors that hold it, in order of rows. A parameter that is not listed is one
+// tensor of its own name.
+using FileLayout = std::map<std::string, std::vector<FilePart>>;
 
 // --- how parameters are updated ---
 // The rules are those of torch.optim's SGD, Adam and AdamW.

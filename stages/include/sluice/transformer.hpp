@@ -64,15 +64,16 @@ struct TransformerConfig {
   int mlp_width = 0;  // 0: 4 * width (gpt2), 8/3 * width rounded up to a multiple of 64 (llama)
   float dropout = 0;  // after the embedding, on probabilities, after attention and MLP
   bool tied = true;   // head shares the input embedding
+  int positions = 0;  // gpt2: learned ones, at least context; llama: for people; 0: context
   float norm_epsilon = 1e-5F;
   // llama only, from here to full_layers; gpt2 has all biases and learned positions.
   int head_dim = 0;  // 0: width / heads
   float rotary_base = 10000;
-  RotaryScaling rotary_scaling;
+  RotaryScaling rotary_scaling = {};
   bool qkv_bias = false, attention_output_bias = false, mlp_bias = false;
   bool qk_norm = false;          // RMSNorm of each head's queries and keys, before rotary positions
   int window = 0;                // positions that a query sees, itself the last of them; 0: all
-  std::vector<int> full_layers;  // blocks that see all positions in spite of `window`, ascending
+  std::vector<int> full_layers = {};  // blocks that see all positions in spite of `window`, ascending
   DType precision = DType::kF32;  // of products' operands; kBf16 keeps f32 master weights and sums
   Recompute recompute = Recompute::kNone;
 };

@@ -7,7 +7,7 @@
 
 #include <sluice/error.hpp>
 
-#include "runtime/checkpoint/weights.hpp"
+#include "runtime/weights/weights.hpp"
 
 namespace sluice {
 namespace {

@@ -20,9 +20,9 @@
 
 #include "runtime/checkpoint/save_lock.hpp"
 #include "runtime/checkpoint/verify.hpp"
-#include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/durable.hpp"
+#include "runtime/weights/weights.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/temporary_directory.hpp"
 

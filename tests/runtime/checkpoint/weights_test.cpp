@@ -1,4 +1,4 @@
-#include "runtime/checkpoint/weights.hpp"
+#include "runtime/weights/weights.hpp"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -11,8 +11,8 @@
 
 #include <sluice/error.hpp>
 
-#include "runtime/checkpoint/safetensors_header.hpp"
 #include "runtime/files/writable.hpp"
+#include "runtime/weights/safetensors_header.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/temporary_directory.hpp"
 

@@ -8,11 +8,11 @@
 #include <sluice/data.hpp>
 #include <sluice/tensor.hpp>
 
-#include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/sha256.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "runtime/weights/weights.hpp"
 #include "tests/loopback/loopback.hpp"
 #ifdef SLUICE_UNDER_MPI
 #include "tests/comm/mpi/mpi_main.hpp"

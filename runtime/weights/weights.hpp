@@ -2,8 +2,8 @@
 //
 // A directory holds model.safetensors, or model-<i>-of-<n>.safetensors (i from 00001) with
 // model.safetensors.index.json; optimizer state likewise as optimizer-<i>-of-<n>.safetensors, names
-// "<kind>.<parameter>". save_state.hpp describes what else a save has. Files are written under
-// another name and renamed, so a reader never sees half a file.
+// "<kind>.<parameter>". Files are written under another name and renamed, so a reader never sees
+// half a file.
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,6 @@
 
 #include <sluice/tensor.hpp>
 
-#include "runtime/checkpoint/save_state.hpp"
-
 namespace sluice {
 
 struct NamedTensor {
@@ -26,8 +24,20 @@ struct NamedTensor {
   Tensor tensor;  // host memory
 };
 
+// A tensor to be written, whose bytes are made when it is their turn.
+struct FileTensor {
+  std::string name;
+  TensorSpec spec;
+  // spec.bytes() of them, valid until the next call; may use `scratch`.
+  std::function<std::span<const std::byte>(std::vector<std::byte>& scratch)> bytes;
+};
+[[nodiscard]] FileTensor file_tensor(const NamedTensor& named);
+
 // Throws Error(kIo) naming path and cause, a name that comes twice included; leaves no partial
 // file. `written`, if not empty, gets the file's bytes in order, in pieces, as they are written.
+void write_safetensors(const std::filesystem::path& path, std::span<const FileTensor> tensors,
+                       const std::map<std::string, std::string>& metadata,
+                       const std::function<void(std::span<const std::byte>)>& written = {});
 void write_safetensors(const std::filesystem::path& path, std::span<const NamedTensor> tensors,
                        const std::map<std::string, std::string>& metadata,
                        const std::function<void(std::span<const std::byte>)>& written = {});
@@ -47,7 +57,10 @@ class SafetensorsFile {
     std::span<const std::byte> bytes;  // in the mapping, maybe unaligned for the dtype
   };
   [[nodiscard]] const std::vector<Entry>& entries() const;  // by offset
+  [[nodiscard]] const Entry* find(const std::string& name) const;
   [[nodiscard]] const std::map<std::string, std::string>& metadata() const;
+  // The bytes of an entry are not needed soon: their pages may leave memory.
+  void release(const Entry& entry) const;
 
  private:
   struct Impl;
@@ -58,11 +71,15 @@ class SafetensorsFile {
 class WeightsDirectory {
  public:
   // Throws Error(kWeights): nothing there, a single file and an index, an index that names a
-  // missing file, parts and index that disagree, a tensor twice, parts whose metadata "step" differ
-  // (a save cut short over an older one).
+  // missing file, parts and index that disagree, parts that no index names, a tensor twice, parts
+  // whose metadata "step" differ (a save cut short over an older one).
   WeightsDirectory(const std::filesystem::path& directory, const std::string& kind);
   [[nodiscard]] const SafetensorsFile::Entry* find(const std::string& name) const;
   [[nodiscard]] std::vector<std::string> names() const;  // sorted
+  // The name of the file that holds it. Requires find(name).
+  [[nodiscard]] std::string file_of(const std::string& name) const;
+  // As SafetensorsFile's.
+  void release(const std::string& name) const;
   // Copies into `into`; throws Error(kWeights) where the tensor is missing, or dtype or shape
   // differ, with both shapes.
   void read(const std::string& name, const Tensor& into) const;
@@ -73,8 +90,13 @@ class WeightsDirectory {
   void require_one_save() const;
 
   std::filesystem::path directory_;
+  struct Place {
+    std::size_t file = 0;  // of files_
+    const SafetensorsFile::Entry* entry = nullptr;
+  };
   std::vector<SafetensorsFile> files_;
-  std::map<std::string, const SafetensorsFile::Entry*> by_name_;
+  std::vector<std::string> file_names_;
+  std::map<std::string, Place> by_name_;
 };
 
 // Whether `directory` holds a file or an index of this kind.
@@ -82,17 +104,10 @@ class WeightsDirectory {
 
 // File name of part `index` (from 0) of `count`: "model.safetensors" for one.
 [[nodiscard]] std::string weights_file_name(const std::string& kind, int index, int count);
-// The index file over parts: tensor name -> file name. Returns its name, size and hash.
-SavedFile write_weights_index(const std::filesystem::path& directory, const std::string& kind,
-                              const std::map<std::string, std::string>& file_of,
-                              std::size_t total_bytes);
-
-struct ParameterDigest {
-  std::string name, sha256;  // hex; of the little-endian bytes
-};
-// Sorted by name.
-[[nodiscard]] std::vector<ParameterDigest> digest_parameters(const WeightsDirectory& weights);
-// Of the lines "<sha256>  <name>\n".
-[[nodiscard]] std::string digest_all(std::span<const ParameterDigest> parameters);
+[[nodiscard]] std::string weights_index_name(const std::string& kind);
+// Writes the index file over parts: tensor name -> file name. Returns its text.
+std::string write_weights_index(const std::filesystem::path& directory, const std::string& kind,
+                                const std::map<std::string, std::string>& file_of,
+                                std::size_t total_bytes);
 
 }  // namespace sluice

@@ -1,4 +1,4 @@
-#include "runtime/checkpoint/safetensors_header.hpp"
+#include "runtime/weights/safetensors_header.hpp"
 
 #include <fmt/format.h>
 

@@ -1,4 +1,4 @@
-#include "runtime/checkpoint/weights.hpp"
+#include "runtime/weights/weights.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -16,15 +16,11 @@
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/files/atomic_file.hpp"
-#include "runtime/files/checksum.hpp"
 #include "runtime/files/mapped_file.hpp"
-#include "runtime/files/sha256.hpp"
 
 namespace sluice {
 namespace fs = std::filesystem;
 namespace {
-
-std::string index_name(const std::string& kind) { return kind + ".safetensors.index.json"; }
 
 [[noreturn]] void refuse(const fs::path& path, const std::string& what) {
   throw_error(ErrorCode::kWeights, "weights '{}': {}", path.string(), what);
@@ -57,6 +53,21 @@ std::map<std::string, std::string> read_index(const fs::path& path) {
   return file_of;
 }
 
+// Files that have the name of a part, and that the index does not name.
+void require_no_other_parts(const fs::path& directory, const std::string& kind,
+                            const std::set<std::string>& parts) {
+  std::error_code error;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory, error)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(kind + "-") || !name.ends_with(".safetensors") || parts.contains(name)) {
+      continue;
+    }
+    refuse(directory / name, fmt::format("{} does not name it; remove it, or give the index that "
+                                         "belongs to it",
+                                         weights_index_name(kind)));
+  }
+}
+
 void require_kind_name(const std::string& kind) {
   if (kind.empty() || kind.find('/') != std::string::npos) {
     throw_error(ErrorCode::kInternal, "'{}' is no kind of weights", kind);
@@ -68,7 +79,7 @@ void require_kind_name(const std::string& kind) {
 bool has_weights(const fs::path& directory, const std::string& kind) {
   std::error_code error;
   return fs::exists(directory / weights_file_name(kind, 0, 1), error) ||
-         fs::exists(directory / index_name(kind), error);
+         fs::exists(directory / weights_index_name(kind), error);
 }
 
 std::string weights_file_name(const std::string& kind, int index, int count) {
@@ -76,30 +87,32 @@ std::string weights_file_name(const std::string& kind, int index, int count) {
   return fmt::format("{}-{:05}-of-{:05}.safetensors", kind, index + 1, count);
 }
 
-SavedFile write_weights_index(const fs::path& directory, const std::string& kind,
-                              const std::map<std::string, std::string>& file_of,
-                              std::size_t total_bytes) {
+std::string weights_index_name(const std::string& kind) { return kind + ".safetensors.index.json"; }
+
+std::string write_weights_index(const fs::path& directory, const std::string& kind,
+                                const std::map<std::string, std::string>& file_of,
+                                std::size_t total_bytes) {
   nlohmann::ordered_json index;
   index["metadata"]["total_size"] = total_bytes;
   index["weight_map"] = file_of;
-  AtomicFile file(directory / index_name(kind));
+  AtomicFile file(directory / weights_index_name(kind));
   std::string text;
   try {
     text = index.dump(2) + "\n";
   } catch (const nlohmann::json::exception&) {
     throw_error(ErrorCode::kIo, "cannot write '{}': a tensor's name is not valid UTF-8",
-                (directory / index_name(kind)).string());
+                (directory / weights_index_name(kind)).string());
   }
   file.write(text);
   file.commit();
-  return {index_name(kind), text.size(), checksum_hex(std::as_bytes(std::span(text))), {}};
+  return text;
 }
 
 WeightsDirectory::WeightsDirectory(const fs::path& directory, const std::string& kind)
     : directory_(directory) {
   require_kind_name(kind);
   const fs::path single = directory / weights_file_name(kind, 0, 1);
-  const fs::path index = directory / index_name(kind);
+  const fs::path index = directory / weights_index_name(kind);
   std::error_code error;
   const bool has_single = fs::exists(single, error);
   const bool has_index = fs::exists(index, error);
@@ -120,6 +133,7 @@ WeightsDirectory::WeightsDirectory(const fs::path& directory, const std::string&
   }
   for (const std::string& part : parts) {
     const SafetensorsFile& file = files_.emplace_back(directory / part);
+    file_names_.push_back(part);
     for (const SafetensorsFile::Entry& entry : file.entries()) {
       const auto listed = file_of.find(entry.name);
       if (has_index && (listed == file_of.end() || listed->second != part)) {
@@ -128,10 +142,11 @@ WeightsDirectory::WeightsDirectory(const fs::path& directory, const std::string&
                                                  ? "lacks"
                                                  : fmt::format("places in '{}'", listed->second)));
       }
-      by_name_.emplace(entry.name, &entry);
+      by_name_.emplace(entry.name, Place{files_.size() - 1, &entry});
     }
   }
   require_one_save();
+  if (has_index) require_no_other_parts(directory, kind, parts);
   for (const auto& [name, part] : file_of) {
     if (!by_name_.contains(name)) {
       refuse(index, fmt::format("places tensor '{}' in '{}', which lacks it", name, part));
@@ -158,7 +173,16 @@ std::string WeightsDirectory::step() const {
 
 const SafetensorsFile::Entry* WeightsDirectory::find(const std::string& name) const {
   const auto found = by_name_.find(name);
-  return found == by_name_.end() ? nullptr : found->second;
+  return found == by_name_.end() ? nullptr : found->second.entry;
+}
+
+std::string WeightsDirectory::file_of(const std::string& name) const {
+  return file_names_[by_name_.at(name).file];
+}
+
+void WeightsDirectory::release(const std::string& name) const {
+  const Place& place = by_name_.at(name);
+  files_[place.file].release(*place.entry);
 }
 
 std::vector<std::string> WeightsDirectory::names() const {
@@ -181,22 +205,6 @@ void WeightsDirectory::read(const std::string& name, const Tensor& into) const {
                 directory_.string(), name, to_string(entry->spec), to_string(into.spec));
   }
   if (!entry->bytes.empty()) std::memcpy(into.data, entry->bytes.data(), entry->bytes.size());
-}
-
-std::vector<ParameterDigest> digest_parameters(const WeightsDirectory& weights) {
-  std::vector<ParameterDigest> digests;
-  for (const std::string& name : weights.names()) {
-    digests.push_back({name, sha256_hex(weights.find(name)->bytes)});
-  }
-  return digests;
-}
-
-std::string digest_all(std::span<const ParameterDigest> parameters) {
-  std::string lines;
-  for (const ParameterDigest& parameter : parameters) {
-    lines += fmt::format("{}  {}\n", parameter.sha256, parameter.name);
-  }
-  return sha256_hex(std::as_bytes(std::span<const char>(lines)));
 }
 
 }  // namespace sluice

@@ -10,10 +10,10 @@
 
 #include "runtime/checkpoint/save_directory.hpp"
 #include "runtime/checkpoint/verify.hpp"
-#include "runtime/checkpoint/weights.hpp"
-#include "runtime/cli/commands.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/options/process.hpp"
+#include "runtime/saves/save_commands.hpp"
+#include "runtime/weights/weights.hpp"
 
 namespace sluice {
 namespace {

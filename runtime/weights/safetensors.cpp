@@ -14,10 +14,10 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
-#include "runtime/checkpoint/safetensors_header.hpp"
-#include "runtime/checkpoint/weights.hpp"
 #include "runtime/files/atomic_file.hpp"
 #include "runtime/files/mapped_file.hpp"
+#include "runtime/weights/safetensors_header.hpp"
+#include "runtime/weights/weights.hpp"
 
 namespace sluice {
 namespace {
@@ -33,25 +33,25 @@ constexpr std::size_t kMaxHeaderBytes = 100'000'000;  // the reference reader's 
 }
 
 // Wider types first, so that every tensor is aligned to its type; then by name. As the reference.
-std::vector<const NamedTensor*> in_file_order(std::span<const NamedTensor> tensors) {
-  std::vector<const NamedTensor*> order;
-  for (const NamedTensor& tensor : tensors) order.push_back(&tensor);
-  std::sort(order.begin(), order.end(), [](const NamedTensor* a, const NamedTensor* b) {
-    const std::size_t a_size = size_of(a->tensor.spec.dtype);
-    const std::size_t b_size = size_of(b->tensor.spec.dtype);
+std::vector<const FileTensor*> in_file_order(std::span<const FileTensor> tensors) {
+  std::vector<const FileTensor*> order;
+  for (const FileTensor& tensor : tensors) order.push_back(&tensor);
+  std::sort(order.begin(), order.end(), [](const FileTensor* a, const FileTensor* b) {
+    const std::size_t a_size = size_of(a->spec.dtype);
+    const std::size_t b_size = size_of(b->spec.dtype);
     return std::tie(b_size, a->name) < std::tie(a_size, b->name);
   });
   return order;
 }
 
 std::string header_text(const std::filesystem::path& path,
-                        const std::vector<const NamedTensor*>& order,
+                        const std::vector<const FileTensor*>& order,
                         const std::map<std::string, std::string>& metadata) {
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
   if (!metadata.empty()) header["__metadata__"] = metadata;
   std::size_t at = 0;
-  for (const NamedTensor* named : order) {
-    const TensorSpec& spec = named->tensor.spec;
+  for (const FileTensor* named : order) {
+    const TensorSpec& spec = named->spec;
     if (header.contains(named->name) || named->name == "__metadata__") {
       refuse(ErrorCode::kIo, path,
              fmt::format("the name '{}' of a tensor is taken twice or reserved", named->name));
@@ -80,11 +80,26 @@ std::string header_text(const std::filesystem::path& path,
 
 }  // namespace
 
+FileTensor file_tensor(const NamedTensor& named) {
+  const Tensor tensor = named.tensor;
+  return {named.name, tensor.spec, [tensor](std::vector<std::byte>&) {
+            return std::span(static_cast<const std::byte*>(tensor.data), tensor.spec.bytes());
+          }};
+}
+
 void write_safetensors(const std::filesystem::path& path, std::span<const NamedTensor> tensors,
                        const std::map<std::string, std::string>& metadata,
                        const std::function<void(std::span<const std::byte>)>& written) {
+  std::vector<FileTensor> files;
+  for (const NamedTensor& named : tensors) files.push_back(file_tensor(named));
+  write_safetensors(path, files, metadata, written);
+}
+
+void write_safetensors(const std::filesystem::path& path, std::span<const FileTensor> tensors,
+                       const std::map<std::string, std::string>& metadata,
+                       const std::function<void(std::span<const std::byte>)>& written) {
   constexpr std::size_t kPiece = std::size_t{1} << 20;  // still cached when `written` reads it
-  const std::vector<const NamedTensor*> order = in_file_order(tensors);
+  const std::vector<const FileTensor*> order = in_file_order(tensors);
   const std::string header = header_text(path, order, metadata);
   AtomicFile file(path);
   const auto put = [&](std::span<const std::byte> bytes) {
@@ -98,9 +113,14 @@ void write_safetensors(const std::filesystem::path& path, std::span<const NamedT
   const std::uint64_t length = header.size();
   put(std::as_bytes(std::span(&length, 1)));
   put(std::as_bytes(std::span(header)));
-  for (const NamedTensor* named : order) {
-    const Tensor& tensor = named->tensor;
-    put(std::span(static_cast<const std::byte*>(tensor.data), tensor.spec.bytes()));
+  std::vector<std::byte> scratch;
+  for (const FileTensor* tensor : order) {
+    const std::span<const std::byte> bytes = tensor->bytes(scratch);
+    if (bytes.size() != tensor->spec.bytes()) {
+      throw_error(ErrorCode::kInternal, "tensor '{}' of {} came as {} bytes", tensor->name,
+                  to_string(tensor->spec), bytes.size());
+    }
+    put(bytes);
   }
   file.commit();
 }
@@ -132,6 +152,7 @@ struct SafetensorsFile::Impl {
     }
     metadata = std::move(header.metadata);
     for (SafetensorsHeader::Entry& entry : header.entries) {
+      by_name.emplace(entry.name, entries.size());
       entries.push_back(
           {std::move(entry.name), entry.spec, data.subspan(entry.begin, entry.end - entry.begin)});
     }
@@ -139,6 +160,7 @@ struct SafetensorsFile::Impl {
 
   MappedFile file;
   std::vector<Entry> entries;
+  std::map<std::string, std::size_t> by_name;  // of entries
   std::map<std::string, std::string> metadata;
 };
 
@@ -150,6 +172,13 @@ SafetensorsFile::SafetensorsFile(SafetensorsFile&&) noexcept = default;
 const std::vector<SafetensorsFile::Entry>& SafetensorsFile::entries() const {
   return impl_->entries;
 }
+const SafetensorsFile::Entry* SafetensorsFile::find(const std::string& name) const {
+  const auto found = impl_->by_name.find(name);
+  return found == impl_->by_name.end() ? nullptr : &impl_->entries[found->second];
+}
+
+void SafetensorsFile::release(const Entry& entry) const { impl_->file.release(entry.bytes); }
+
 const std::map<std::string, std::string>& SafetensorsFile::metadata() const {
   return impl_->metadata;
 }

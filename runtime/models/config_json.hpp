@@ -1,0 +1,48 @@
+// config.json of a Hugging Face model directory, between its text and a TransformerConfig. Both
+// forms are read and written: that of transformers 4 (rope_theta, rope_scaling, torch_dtype) and
+// that of transformers 5 (rope_parameters, dtype, layer_types).
+//
+// Architectures: GPT2LMHeadModel, LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM,
+// Qwen3ForCausalLM. Fields that are missing have the values that transformers gives them; sizes
+// may not be missing. A field that would change the mathematics and that Sluice lacks is refused.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <sluice/transformer.hpp>
+
+namespace sluice {
+
+struct HuggingFaceConfig {
+  TransformerConfig model;    // `positions` as the file says, `context` at most kDefaultContext
+  std::string architecture;   // "Qwen3ForCausalLM"
+  std::vector<int> stop_ids;  // eos_token_id
+  std::string text;           // the file's
+
+  static constexpr int kDefaultContext = 1024;
+};
+
+// Whether a JSON text is such a config.json: an object that says "model_type" or "architectures".
+[[nodiscard]] bool is_hugging_face_config(std::string_view text);
+
+// Throws Error(kWeights) naming `path`, the field and what would be legal.
+[[nodiscard]] HuggingFaceConfig parse_hugging_face_config(std::string_view text,
+                                                          const std::filesystem::path& path);
+
+// The text for weights of type `dtype`. Fields of `base`, the text of another config.json or empty,
+// that say nothing of the model's shape stay. Requires: architecture_of(model) is
+// not empty.
+[[nodiscard]] std::string hugging_face_config_text(const TransformerConfig& model, DType dtype,
+                                                   const std::string& base);
+
+// A generation_config.json for a model of this config.json.
+[[nodiscard]] std::string generation_config_text(std::string_view config);
+
+// eos_token_id, a number or several, of config.json's or generation_config.json's text; empty where
+// it names none.
+[[nodiscard]] std::vector<int> stop_ids_of(std::string_view text);
+
+}  // namespace sluice

@@ -1,0 +1,159 @@
+// A Hugging Face model's directory: which files it has, and whether they are the model's.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <set>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+#include <sluice/error.hpp>
+#include <sluice/hugging_face.hpp>
+
+#include "comm/base/throw_error.hpp"
+#include "runtime/checkpoint/save_state.hpp"
+#include "runtime/files/mapped_file.hpp"
+#include "runtime/models/config_json.hpp"
+#include "runtime/models/tensor_names.hpp"
+#include "runtime/weights/file_layout.hpp"
+#include "runtime/weights/weights.hpp"
+
+namespace sluice {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::size_t kMostConfigBytes = std::size_t{16} << 20;
+// Tokenizers of 256,000 tokens take 35 MB.
+constexpr std::size_t kMostFileBytes = std::size_t{256} << 20;
+constexpr const char* kHead = "lm_head.weight";
+
+std::string read_text(const fs::path& path, std::size_t most) {
+  const MappedFile file(path, ErrorCode::kWeights);
+  if (file.bytes().size() > most) {
+    throw_error(ErrorCode::kWeights, "'{}' has {} bytes; legal are at most {}", path.string(),
+                file.bytes().size(), most);
+  }
+  return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
+}
+
+void require_weights(const fs::path& directory) {
+  if (has_weights(directory, "model")) return;
+  std::error_code error;
+  const bool pickled = fs::exists(directory / "pytorch_model.bin", error) ||
+                       fs::exists(directory / "pytorch_model.bin.index.json", error);
+  throw_error(ErrorCode::kWeights,
+              "'{}' holds neither model.safetensors nor model.safetensors.index.json{}",
+              directory.string(),
+              pickled ? "; its pytorch_model.bin is Python's pickle, which Sluice does not read: "
+                        "save_pretrained(DIR, safe_serialization=True) writes safetensors"
+                      : "");
+}
+
+// Models that were saved without their head lack the first part of every name.
+void strip_prefix(FileLayout& layout, const WeightsDirectory& weights) {
+  const std::string& first = layout.at("token_embedding.weight").front().name;
+  const std::string prefix = first.substr(0, first.find('.') + 1);
+  if (weights.find(first) != nullptr || weights.find(first.substr(prefix.size())) == nullptr) {
+    return;
+  }
+  for (auto& [parameter, parts] : layout) {
+    for (FilePart& part : parts) {
+      if (part.name.starts_with(prefix)) part.name.erase(0, prefix.size());
+    }
+  }
+}
+
+void require_tensor(const fs::path& directory, const std::string& architecture,
+                    const WeightsDirectory& weights, const FilePart& part, const Shape& shape) {
+  const SafetensorsFile::Entry* entry = weights.find(part.name);
+  if (entry == nullptr) {
+    throw_error(ErrorCode::kWeights,
+                "weights in '{}' have no tensor '{}', which {} of this config.json needs as {}",
+                directory.string(), part.name, architecture, to_string(shape));
+  }
+  const DType dtype = entry->spec.dtype;
+  const bool legal = dtype == DType::kF32 || dtype == DType::kBf16 || dtype == DType::kF16;
+  if (legal && entry->spec.shape == shape) return;
+  throw_error(ErrorCode::kWeights,
+              "'{}': tensor '{}' is {}; {} of this config.json needs {} of f32, bf16 or f16",
+              (directory / weights.file_of(part.name)).string(), part.name, to_string(entry->spec),
+              architecture, to_string(shape));
+}
+
+// All of the model's tensors are there, and no others.
+void require_tensors(const fs::path& directory, const HuggingFaceModel& model,
+                     const WeightsDirectory& weights) {
+  std::set<std::string> known;
+  for (const ParameterInfo& parameter : parameter_list(model.config)) {
+    for (const FilePart& part : model.layout.at(parameter.name)) {
+      require_tensor(directory, model.architecture, weights, part,
+                     part_shape(part, parameter.shape));
+      known.insert(part.name);
+    }
+  }
+  for (const std::string& name : weights.names()) {
+    // A tied head is the embedding's copy.
+    if (known.contains(name) || is_unread_tensor(name) || (model.config.tied && name == kHead)) {
+      continue;
+    }
+    throw_error(ErrorCode::kWeights, "'{}': tensor '{}' is none of {} with this config.json",
+                (directory / weights.file_of(name)).string(), name, model.architecture);
+  }
+}
+
+}  // namespace
+
+bool is_hugging_face(const fs::path& directory) {
+  std::error_code error;
+  const fs::path path = directory / "config.json";
+  if (!fs::is_regular_file(path, error) || fs::exists(directory / "state.json", error))
+    return false;
+  if (fs::file_size(path, error) > kMostConfigBytes || error) return false;
+  return is_hugging_face_config(read_text(path, kMostConfigBytes));
+}
+
+HuggingFaceModel read_hugging_face(const fs::path& directory) {
+  const fs::path path = directory / "config.json";
+  HuggingFaceConfig config = parse_hugging_face_config(read_text(path, kMostConfigBytes), path);
+  require_weights(directory);
+  HuggingFaceModel model;
+  model.config = config.model;
+  model.architecture = std::move(config.architecture);
+  model.layout = hugging_face_layout(model.config);
+  const WeightsDirectory weights(directory, "model");
+  strip_prefix(model.layout, weights);
+  require_tensors(directory, model, weights);
+  model.files = read_model_files(directory);
+  const auto generation = model.files.find("generation_config.json");
+  model.stop_ids = std::move(config.stop_ids);
+  if (generation != model.files.end()) {
+    std::vector<int> ids = stop_ids_of(generation->second);
+    if (!ids.empty()) model.stop_ids = std::move(ids);
+  }
+  return model;
+}
+
+std::map<std::string, std::string> hugging_face_files(
+    const TransformerConfig& config, DType dtype, const std::map<std::string, std::string>& base) {
+  std::map<std::string, std::string> files = base;
+  std::string& text = files["config.json"];
+  text = hugging_face_config_text(config, dtype, text);
+  if (!files.contains("generation_config.json")) {
+    files["generation_config.json"] = generation_config_text(text);
+  }
+  return files;
+}
+
+std::map<std::string, std::string> read_model_files(const fs::path& directory) {
+  std::map<std::string, std::string> files;
+  for (const std::string_view name : model_file_names()) {
+    const fs::path path = directory / name;
+    std::error_code error;
+    if (!fs::is_regular_file(path, error)) continue;
+    files.emplace(name, read_text(path, kMostFileBytes));
+  }
+  return files;
+}
+
+}  // namespace sluice

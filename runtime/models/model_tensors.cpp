@@ -1,0 +1,29 @@
+#include "runtime/models/model_tensors.hpp"
+
+#include <system_error>
+
+#include <sluice/hugging_face.hpp>
+
+#include "runtime/checkpoint/save_directory.hpp"
+
+namespace sluice {
+
+SavedTensors open_model_tensors(const std::filesystem::path& directory) {
+  if (is_hugging_face(directory)) {
+    return SavedTensors(directory, read_hugging_face(directory).layout);
+  }
+  const SaveSelection selection = select_saves(directory);
+  if (selection.candidates.empty()) return SavedTensors(directory, /*optimizer=*/false);
+  const Save& save = selection.candidates.front();
+  return SavedTensors(save.directory, save.state);
+}
+
+void load_model(Pipeline& pipeline, const std::filesystem::path& directory, Verify verify) {
+  if (is_hugging_face(directory)) {
+    load_weights(pipeline, directory, read_hugging_face(directory).layout);
+  } else {
+    load_weights(pipeline, directory, verify);
+  }
+}
+
+}  // namespace sluice

@@ -1,0 +1,45 @@
+#include <fmt/format.h>
+
+#include "runtime/checkpoint/save_directory.hpp"
+#include "runtime/files/sha256.hpp"
+#include "runtime/models/model_tensors.hpp"
+#include "runtime/models/parameter_digest.hpp"
+#include "runtime/options/option_table.hpp"
+#include "runtime/options/process.hpp"
+#include "runtime/saves/save_commands.hpp"
+
+namespace sluice {
+namespace {
+
+constexpr const char* kAbout =
+    "Prints the SHA-256 of every parameter in DIR (the little-endian bytes of its fp32 values), "
+    "one\n"
+    "line '<sha256>  <name>' each, sorted by name; then '<sha256>  total', the SHA-256 of those\n"
+    "lines. DIR is what 'sluice train --save DIR' wrote, of which it takes the newest step, one "
+    "step,\n"
+    "or a directory of Hugging Face. Two runs ended with the same parameters, to the bit, where "
+    "the\n"
+    "last lines agree.";
+
+}  // namespace
+
+int digest_command(const std::vector<std::string>& arguments) {
+  std::string directory;
+  OptionTable table("sluice digest DIR", kAbout);
+  table.add_argument("DIR", directory);
+  return run_guarded(table, arguments, [&] {
+    SavedTensors tensors = open_model_tensors(newest_save(directory));
+    tensors.prefer_masters();
+    std::vector<ParameterDigest> digests;
+    std::vector<float> values;
+    for (const std::string& name : tensors.parameters()) {
+      values.resize(static_cast<std::size_t>(tensors.find(name)->shape.elements()));
+      tensors.read(name, values);
+      digests.push_back({name, sha256_hex(std::as_bytes(std::span<const float>(values)))});
+      fmt::print("{}  {}\n", digests.back().sha256, name);
+    }
+    fmt::print("{}  total\n", digest_all(digests));
+  });
+}
+
+}  // namespace sluice

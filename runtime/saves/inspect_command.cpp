@@ -1,0 +1,81 @@
+#include <fmt/format.h>
+
+#include <map>
+#include <string>
+
+#include <sluice/hugging_face.hpp>
+
+#include "runtime/checkpoint/save_directory.hpp"
+#include "runtime/models/model_config.hpp"
+#include "runtime/options/option_table.hpp"
+#include "runtime/options/process.hpp"
+#include "runtime/saves/save_commands.hpp"
+#include "runtime/weights/weights.hpp"
+
+namespace sluice {
+namespace {
+
+constexpr const char* kAbout =
+    "Prints what a model's directory holds: a line for every tensor of its files, then the model, "
+    "its\n"
+    "parameters and bytes. DIR is a directory of Hugging Face, what 'sluice train --save DIR' "
+    "wrote,\n"
+    "of which it takes the newest step, or one step. Reads no values and needs no MPI.";
+
+std::string text_of(const Shape& shape) {
+  std::string text = "[";
+  for (int i = 0; i < shape.rank(); ++i) text += fmt::format("{}{}", i > 0 ? ", " : "", shape[i]);
+  return text + "]";
+}
+
+void print_tensors(const WeightsDirectory& weights) {
+  std::size_t widest = 6;
+  for (const std::string& name : weights.names()) widest = std::max(widest, name.size());
+  fmt::print("{:<{}}  {:<5}  {:<16}  {:>12}  {}\n", "tensor", widest, "type", "shape", "bytes",
+             "file");
+  std::map<std::string, std::size_t> bytes;  // by type
+  std::size_t elements = 0, all = 0;
+  for (const std::string& name : weights.names()) {
+    const TensorSpec& spec = weights.find(name)->spec;
+    fmt::print("{:<{}}  {:<5}  {:<16}  {:>12}  {}\n", name, widest, name_of(spec.dtype),
+               text_of(spec.shape), spec.bytes(), weights.file_of(name));
+    elements += static_cast<std::size_t>(spec.shape.elements());
+    bytes[name_of(spec.dtype)] += spec.bytes();
+    all += spec.bytes();
+  }
+  fmt::print("\n{} tensors, {} elements, {} bytes", weights.names().size(), elements, all);
+  for (const auto& [type, count] : bytes) fmt::print("{} {}", bytes.size() > 1 ? "," : " of", type);
+  fmt::print("\n");
+}
+
+void print_model(const std::filesystem::path& directory) {
+  const TransformerConfig model = read_model_config(directory);
+  const std::string architecture = is_hugging_face(directory)
+                                       ? read_hugging_face(directory).architecture
+                                       : architecture_of(model);
+  fmt::print(
+      "{}: {} layers, {} heads, width {}, vocabulary {}, {} parameters\n",
+      architecture.empty() ? "a model that no architecture of transformers computes" : architecture,
+      model.layers, model.heads, model.width, model.vocabulary, parameter_count(model));
+}
+
+}  // namespace
+
+int inspect_command(const std::vector<std::string>& arguments) {
+  std::string directory;
+  OptionTable table("sluice inspect DIR", kAbout);
+  table.add_argument("DIR", directory);
+  return run_guarded(table, arguments, [&] {
+    const std::filesystem::path path = newest_save(directory);
+    const WeightsDirectory weights(path, "model");
+    print_tensors(weights);
+    print_model(path);
+    if (!has_weights(path, "optimizer")) return;
+    std::size_t bytes = 0;
+    const WeightsDirectory optimizer(path, "optimizer");
+    for (const std::string& name : optimizer.names()) bytes += optimizer.find(name)->spec.bytes();
+    fmt::print("state of the optimizer: {} tensors, {} bytes\n", optimizer.names().size(), bytes);
+  });
+}
+
+}  // namespace sluice
