@@ -166,7 +166,7 @@ TEST_F(CudaElementTest, RotaryIsTheCpusToTheBit) {
       const Operand qkv = random_operand(dtype, {shape.rows(), shape.packed_width()}, 9);
       for (const bool backward : {false, true}) {
         compare_shifted({&qkv}, kExact, [&](ComputeContext& ctx, const Tensors& at) {
-          rotary(ctx, shape, 100, at[0], backward);
+          rotary(ctx, shape, {100}, at[0], backward);
         });
       }
     }

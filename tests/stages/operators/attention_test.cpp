@@ -155,9 +155,9 @@ TEST_P(AttentionTest, RotaryTurnsPairsByTheirPosition) {
       }
     }
   }
-  rotary(ctx(), shape, 100, qkv.tensor, false);
+  rotary(ctx(), shape, {100}, qkv.tensor, false);
   expect_close(qkv.values(), expected, tolerance(dtype()), "rotated");
-  rotary(ctx(), shape, 100, qkv.tensor, true);
+  rotary(ctx(), shape, {100}, qkv.tensor, true);
   expect_close(qkv.values(), before, tolerance(dtype()), "rotated back");
 }
 

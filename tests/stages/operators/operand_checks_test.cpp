@@ -302,7 +302,7 @@ std::vector<OperatorForm> attention_forms() {
         {4, {kF32, {6, 20}}, "dqkv is f32 [6, 20]; legal with qkv f32 [6, 40] and shape of 2"}}},
       {"rotary",
        {{kBf16, {6, 40}}},
-       [](ComputeContext& ctx, const Tensors& at) { rotary(ctx, kAttention, 100, at[0], false); },
+       [](ComputeContext& ctx, const Tensors& at) { rotary(ctx, kAttention, {100}, at[0], false); },
        {{0, {kI32, {6, 40}}, "qkv is i32 [6, 40]; legal with shape of 2 samples, 3 positions"},
         {0, {kBf16, {3, 40}}, "qkv is bf16 [3, 40]; legal with shape of 2 samples, 3"}}},
   };

@@ -77,7 +77,7 @@ TEST(OperandChecksTest, OfAttentionWithoutAShapeAreRefused) {
                                HasSubstr("; legal: heads that are a multiple"));
     expect_usage(message, [&] { attention_forward(ctx, shape, {}, {}, {}, nullptr); });
     expect_usage(message, [&] { attention_backward(ctx, shape, {}, {}, {}, {}, nullptr, {}); });
-    expect_usage(message, [&] { rotary(ctx, shape, 100, {}, false); });
+    expect_usage(message, [&] { rotary(ctx, shape, {100}, {}, false); });
     expect_usage(message, [&] { (void)attention_state_bytes(DeviceKind::kCpu, shape, kF32); });
     expect_usage(message, [&] { (void)attention_engine(ctx, shape, kF32, false); });
     expect_usage(message, [&] { (void)attention_forward_workspace(ctx, shape, kF32, false); });
