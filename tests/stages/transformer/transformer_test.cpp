@@ -348,6 +348,34 @@ TEST(TransformerTest, CostsFollowTheOptionsOfLlama) {
   EXPECT_EQ(layer_costs(config)[1], whole + products);
 }
 
+// Ranks compare the settings of their models.
+TEST(TransformerTest, EachOptionOfABlockIsOneOfItsSettings) {
+  const auto settings = [](const std::function<void(TransformerConfig&)>& change) {
+    TransformerConfig config = small_config(TransformerKind::kLlama, true);
+    config.head_dim = 6;
+    config.rotary_scaling = kLlama3;
+    change(config);
+    return transformer_block(config).settings;
+  };
+  using Config = TransformerConfig;
+  const std::string plain = settings([](Config&) {});
+  EXPECT_EQ(settings([](Config&) {}), plain);
+  const std::vector<std::function<void(Config&)>> changes = {
+      [](Config& c) { c.head_dim = 8; },
+      [](Config& c) { c.norm_epsilon = 1e-6F; },
+      [](Config& c) { c.rotary_scaling.kind = RotaryScaling::Kind::kLinear; },
+      [](Config& c) { c.rotary_scaling.factor = 3; },
+      [](Config& c) { c.rotary_scaling.low_frequency_factor = 2; },
+      [](Config& c) { c.rotary_scaling.high_frequency_factor = 8; },
+      [](Config& c) { c.rotary_scaling.original_context = 21; },
+      [](Config& c) { c.qkv_bias = true; },
+      [](Config& c) { c.attention_output_bias = true; },
+      [](Config& c) { c.mlp_bias = true; },
+      [](Config& c) { c.qk_norm = true; },
+      [](Config& c) { c.window = 9; }};
+  for (std::size_t i = 0; i < changes.size(); ++i) EXPECT_NE(settings(changes[i]), plain) << i;
+}
+
 TEST(TransformerTest, NamesTheStagesOfATiedEmbedding) {
   TransformerConfig config = small_config(TransformerKind::kGpt2, true);
   EXPECT_EQ(tied_stages(config, {{0, 1, 2, 3, 3, 4}}), (std::vector<int>{0, 4}));
