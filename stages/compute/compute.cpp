@@ -8,6 +8,31 @@
 
 namespace sluice {
 
+namespace {
+
+constexpr double kPi = 3.14159265358979323846;
+
+// A frequency after scaling, as Hugging Face's modeling_rope_utils.py computes it.
+double scaled_frequency(double frequency, const RotaryScaling& scaling) {
+  const double slowed = frequency / scaling.factor;
+  switch (scaling.kind) {
+    case RotaryScaling::Kind::kNone:
+      return frequency;
+    case RotaryScaling::Kind::kLinear:
+      return slowed;
+    case RotaryScaling::Kind::kLlama3:
+      break;
+  }
+  const double low = scaling.low_frequency_factor, high = scaling.high_frequency_factor;
+  const double turns = scaling.original_context * frequency / (2 * kPi);  // over the old context
+  if (turns > high) return frequency;
+  if (turns < low) return slowed;
+  const double share = (turns - low) / (high - low);
+  return (1 - share) * slowed + share * frequency;
+}
+
+}  // namespace
+
 // Stages may free their memory after this, so the stream's work must end here.
 ComputeContext::~ComputeContext() {
   try {
@@ -34,26 +59,31 @@ void ComputeContext::reserve_workspace(std::size_t bytes) {
 }
 
 const float* ComputeContext::rotary_table(std::int64_t sequence, std::int64_t head_dim,
-                                          float base) {
+                                          const RotaryPositions& positions) {
   for (const RotaryTable& table : rotary_tables_) {
-    if (table.sequence >= sequence && table.head_dim == head_dim && table.base == base) {
+    if (table.sequence >= sequence && table.head_dim == head_dim && table.positions == positions) {
       return reinterpret_cast<const float*>(table.values.data());
     }
   }
   const std::int64_t half = head_dim / 2;
   const std::size_t bytes = rotary_table_bytes(sequence, head_dim);
   std::vector<float> values(bytes / sizeof(float));
+  std::vector<double> frequencies(static_cast<std::size_t>(half));
+  for (std::int64_t i = 0; i < half; ++i) {
+    const double exponent = -2.0 * static_cast<double>(i) / static_cast<double>(head_dim);
+    frequencies[static_cast<std::size_t>(i)] =
+        scaled_frequency(std::pow(positions.base, exponent), positions.scaling);
+  }
   float* row = values.data();
   for (std::int64_t position = 0; position < sequence; ++position, row += 3 * half) {
     for (std::int64_t i = 0; i < half; ++i) {
-      const double exponent = -2.0 * static_cast<double>(i) / static_cast<double>(head_dim);
-      const double angle = static_cast<double>(position) * std::pow(base, exponent);
+      const double angle = static_cast<double>(position) * frequencies[static_cast<std::size_t>(i)];
       row[i] = static_cast<float>(std::cos(angle));
       row[half + i] = static_cast<float>(std::sin(angle));
       row[2 * half + i] = -row[half + i];
     }
   }
-  rotary_tables_.push_back({sequence, head_dim, base, memory_.allocate(bytes)});
+  rotary_tables_.push_back({sequence, head_dim, positions, memory_.allocate(bytes)});
   std::byte* const table = rotary_tables_.back().values.data();
   copy_now(device(), table, values.data(), bytes);
   return reinterpret_cast<const float*>(table);

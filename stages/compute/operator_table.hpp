@@ -52,6 +52,12 @@ struct RotaryOperators {
   decltype(&sluice::rotary) rotary;
 };
 
+struct QueryKeyNormOperators {
+  decltype(&sluice::query_key_norm_forward) query_key_norm_forward;
+  decltype(&sluice::query_key_norm_backward) query_key_norm_backward;
+  decltype(&sluice::query_key_norm_backward_workspace) query_key_norm_backward_workspace;
+};
+
 struct ElementOperators {
   decltype(&sluice::gelu_forward) gelu_forward;
   decltype(&sluice::gelu_backward) gelu_backward;
@@ -90,6 +96,7 @@ struct OperatorTable : LinearOperators,
                        NormOperators,
                        AttentionOperators,
                        RotaryOperators,
+                       QueryKeyNormOperators,
                        ElementOperators,
                        LossOperators,
                        UpdateOperators {};

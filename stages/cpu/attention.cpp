@@ -1,11 +1,11 @@
-// Causal self-attention in blocks of query rows: only the scores up to a block's last column are
-// computed. Products run directly on the packed queries, keys and values, one sample at a time,
-// batched over the key heads; query heads that share a key head are separate products whose key and
-// value gradients accumulate.
+// Causal self-attention in blocks of query rows: only the scores from the first block of columns
+// that a row of the block sees up to the block's last column are computed. Products run directly on
+// the packed queries, keys and values, one sample at a time, batched over the key heads; query
+// heads that share a key head are separate products whose key and value gradients accumulate.
 //
-// Matrices of scores are [heads, sequence, ld] per sample, ld a multiple of 16; what lies right of
-// a block's last column is never written or read. Key and value gradients go by blocks of columns:
-// one product over all query rows from the block on.
+// Matrices of scores are [heads, sequence, ld] per sample, ld a multiple of 16; what lies outside a
+// block's columns is never written or read. Key and value gradients go by blocks of columns: one
+// product over all query rows that see one of them.
 #include <cmath>
 
 #include "stages/compute/call_arguments.hpp"
@@ -28,6 +28,7 @@ struct Places {
         kv_heads(shape.kv_heads),
         group(shape.heads / shape.kv_heads),
         head_dim(shape.head_dim),
+        seen(shape.seen()),
         packed(shape.packed_width()),
         width(heads * head_dim),
         ld((sequence + 15) / 16 * 16),
@@ -35,13 +36,23 @@ struct Places {
         values(width + kv_heads * head_dim) {}
 
   std::int64_t sequence, heads, kv_heads, group, head_dim;
+  std::int64_t seen;           // the most columns that a row sees
   std::int64_t packed, width;  // leading dimensions of qkv and of out
   std::int64_t ld;             // of scores
   std::int64_t keys, values;   // columns of qkv
 
   [[nodiscard]] std::int64_t matrix() const { return sequence * ld; }  // one head's scores
-  [[nodiscard]] std::int64_t columns(std::int64_t row) const {         // of row's block
+  // Columns [begin, end) of row's block.
+  [[nodiscard]] std::int64_t begin(std::int64_t row) const {
+    const std::int64_t first = row / kBlock * kBlock;
+    return first < seen ? 0 : (first + 1 - seen) / kBlock * kBlock;
+  }
+  [[nodiscard]] std::int64_t end(std::int64_t row) const {
     return std::min(row / kBlock * kBlock + kBlock, sequence);
+  }
+  // The rows that see a column of the block that starts at `column` end here.
+  [[nodiscard]] std::int64_t last_row(std::int64_t column) const {
+    return std::min(column + kBlock - 1 + seen, sequence);
   }
   [[nodiscard]] std::int64_t rows(std::int64_t row) const {  // in the block that starts at row
     return std::min(kBlock, sequence - row);
@@ -59,8 +70,8 @@ struct Scores {
   DType dtype;
   std::int64_t ld, head;  // elements from one head to the next
 
-  [[nodiscard]] std::byte* at(std::int64_t h, std::int64_t row) const {
-    return data + (h * head + row * ld) * static_cast<std::int64_t>(size_of(dtype));
+  [[nodiscard]] std::byte* at(std::int64_t h, std::int64_t row, std::int64_t column = 0) const {
+    return data + (h * head + row * ld + column) * static_cast<std::int64_t>(size_of(dtype));
   }
   [[nodiscard]] float* floats(std::int64_t h, std::int64_t row) const {
     return reinterpret_cast<float*>(at(h, row));
@@ -178,11 +189,12 @@ std::size_t Attention::take_backward(std::byte* base) {
 void Attention::drop(const TypedKernels& kernels, std::int64_t sample, std::int64_t head,
                      std::int64_t row, std::int64_t rows, const Scores& from, std::int64_t from_row,
                      const Scores& to, std::int64_t to_row) const {
-  const std::int64_t columns = places_.columns(row);
+  const std::int64_t begin = places_.begin(row), end = places_.end(row);
   for (std::int64_t i = 0; i < rows; ++i) {
     const std::int64_t line = (sample * places_.heads + head) * places_.sequence + row + i;
-    const DropoutArguments arguments = dropout_arguments(dropout_, line * places_.sequence);
-    kernels.dropout(&arguments, from.at(head, from_row + i), to.at(head, to_row + i), columns);
+    const DropoutArguments arguments = dropout_arguments(dropout_, line * places_.sequence + begin);
+    kernels.dropout(&arguments, from.at(head, from_row + i, begin), to.at(head, to_row + i, begin),
+                    end - begin);
   }
 }
 
@@ -191,25 +203,26 @@ void Attention::forward(std::int64_t sample, const Tensor& qkv, const Tensor& ou
   const Places& at = places_;
   const Scores p = probabilities(state, sample);
   for (std::int64_t row = 0; row < at.sequence; row += kBlock) {
-    const std::int64_t rows = at.rows(row), columns = at.columns(row);
+    const std::int64_t rows = at.rows(row), begin = at.begin(row), end = at.end(row);
     const bool in_f32 = dtype_ == DType::kBf16;
     const Scores& scores = in_f32 ? block_scores_ : p;
     const std::int64_t scores_row = in_f32 ? 0 : row;
     for (std::int64_t j = 0; j < at.group; ++j) {
       matmuls_of(ctx_).run({.batches = at.kv_heads,
                             .m = rows,
-                            .n = columns,
+                            .n = end - begin,
                             .k = at.head_dim,
                             .a = at.query(),
                             .b = at.key_transposed(),
                             .c = scores.layout(at.group),
                             .operands = dtype_},
                            packed_at(qkv, sample, row, j * at.head_dim),
-                           packed_at(qkv, sample, 0, at.keys), nullptr, scores.at(j, scores_row));
+                           packed_at(qkv, sample, begin, at.keys), nullptr,
+                           scores.at(j, scores_row, begin));
     }
     for_head_rows(ctx_, at.heads, rows, [&](std::int64_t head, std::int64_t i, std::int64_t count) {
-      kernels_.causal_softmax(scores.floats(head, scores_row + i), at.ld, row + i, count, columns,
-                              scale_, p.at(head, row + i));
+      kernels_.causal_softmax(scores.floats(head, scores_row + i), at.ld, row + i, count, at.seen,
+                              begin, end, scale_, p.at(head, row + i));
       if (drops()) {
         drop(kernels_, sample, head, row + i, count, p, row + i, block_dropped_, i);
       }
@@ -220,13 +233,14 @@ void Attention::forward(std::int64_t sample, const Tensor& qkv, const Tensor& ou
       matmuls_of(ctx_).run({.batches = at.kv_heads,
                             .m = rows,
                             .n = at.head_dim,
-                            .k = columns,
+                            .k = end - begin,
                             .a = used.layout(at.group),
                             .b = at.key(),
                             .c = at.output(),
                             .operands = dtype_,
                             .result = dtype_},
-                           used.at(j, used_row), packed_at(qkv, sample, 0, at.values), nullptr,
+                           used.at(j, used_row, begin), packed_at(qkv, sample, begin, at.values),
+                           nullptr,
                            output_at(out, sample, row) +
                                j * at.head_dim * static_cast<std::int64_t>(size_of(dtype_)));
     }
@@ -237,7 +251,7 @@ void Attention::forward(std::int64_t sample, const Tensor& qkv, const Tensor& ou
 void Attention::gradient_of_scores(std::int64_t sample, std::int64_t row, const Tensor& qkv,
                                    const Tensor& dout, const Scores& p) {
   const Places& at = places_;
-  const std::int64_t rows = at.rows(row), columns = at.columns(row);
+  const std::int64_t rows = at.rows(row), begin = at.begin(row), end = at.end(row);
   const bool in_f32 = dtype_ == DType::kBf16;
   const Scores& dp = in_f32 ? block_scores_ : dscores_;
   const std::int64_t dp_row = in_f32 ? 0 : row;
@@ -245,14 +259,14 @@ void Attention::gradient_of_scores(std::int64_t sample, std::int64_t row, const 
     matmuls_of(ctx_).run(
         {.batches = at.kv_heads,
          .m = rows,
-         .n = columns,
+         .n = end - begin,
          .k = at.head_dim,
          .a = at.output(),
          .b = at.key_transposed(),
          .c = dp.layout(at.group),
          .operands = dtype_},
         output_at(dout, sample, row) + j * at.head_dim * static_cast<std::int64_t>(size_of(dtype_)),
-        packed_at(qkv, sample, 0, at.values), nullptr, dp.at(j, dp_row));
+        packed_at(qkv, sample, begin, at.values), nullptr, dp.at(j, dp_row, begin));
   }
   for_head_rows(ctx_, at.heads, rows, [&](std::int64_t head, std::int64_t i, std::int64_t count) {
     if (drops()) {
@@ -261,11 +275,11 @@ void Attention::gradient_of_scores(std::int64_t sample, std::int64_t row, const 
     }
     kernels_.causal_softmax_backward(p.at(head, row + i), dp.floats(head, dp_row + i),
                                      delta_ + head * at.sequence + row + i, at.ld, row + i, count,
-                                     columns, scale_, dscores_.at(head, row + i));
+                                     at.seen, begin, end, scale_, dscores_.at(head, row + i));
   });
 }
 
-// Keys and values [first, first + block): sums over all query rows from `first` on.
+// Keys and values [first, first + block): sums over all query rows that see one of them.
 void Attention::key_gradients(std::int64_t sample, std::int64_t first, const Tensor& qkv,
                               const Tensor& dout, const Scores& dropped, const Tensor& dqkv) {
   const Places& at = places_;
@@ -273,7 +287,7 @@ void Attention::key_gradients(std::int64_t sample, std::int64_t first, const Ten
   MatMulSpec spec = {.batches = at.kv_heads,
                      .m = columns,
                      .n = at.head_dim,
-                     .k = at.sequence - first,
+                     .k = at.last_row(first) - first,
                      .a = dscores_.transposed(at.group),
                      .b = at.query(),
                      .c = at.key(),
@@ -292,10 +306,10 @@ void Attention::key_gradients(std::int64_t sample, std::int64_t first, const Ten
   for (std::int64_t j = 0; j < at.group; ++j) {
     spec.accumulate = j > 0;
     spec.b = at.query();
-    matmuls_of(ctx_).run(spec, dscores_.at(j, first) + first * size,
+    matmuls_of(ctx_).run(spec, dscores_.at(j, first, first),
                          packed_at(qkv, sample, first, j * at.head_dim), nullptr, dkey);
     spec.b = at.output();
-    matmuls_of(ctx_).run(spec, dropped.at(j, first) + first * size,
+    matmuls_of(ctx_).run(spec, dropped.at(j, first, first),
                          output_at(dout, sample, first) + j * at.head_dim * size, nullptr, dvalue);
   }
 }
@@ -322,19 +336,20 @@ void Attention::backward(std::int64_t sample, const Tensor& qkv, const Tensor& o
                                     at.head_dim, delta_ + head * at.sequence + row);
                 });
   for (std::int64_t row = 0; row < at.sequence; row += kBlock) {
+    const std::int64_t begin = at.begin(row);
     gradient_of_scores(sample, row, qkv, dout, p);
     for (std::int64_t j = 0; j < at.group; ++j) {
       matmuls_of(ctx_).run({.batches = at.kv_heads,
                             .m = at.rows(row),
                             .n = at.head_dim,
-                            .k = at.columns(row),
+                            .k = at.end(row) - begin,
                             .a = dscores_.layout(at.group),
                             .b = at.key(),
                             .c = at.query(),
                             .operands = dtype_,
                             .result = dtype_},
-                           dscores_.at(j, row), packed_at(qkv, sample, 0, at.keys), nullptr,
-                           packed_at(dqkv, sample, row, j * at.head_dim));
+                           dscores_.at(j, row, begin), packed_at(qkv, sample, begin, at.keys),
+                           nullptr, packed_at(dqkv, sample, row, j * at.head_dim));
     }
   }
   const Scores& dropped = drops() ? dropped_ : p;
@@ -391,20 +406,6 @@ void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const 
   }
 }
 
-void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const Tensor& qkv,
-            bool backward) {
-  const std::int64_t half = shape.head_dim / 2, heads = shape.heads + shape.kv_heads;
-  const float* table = ctx.rotary_table(shape.sequence, shape.head_dim, base);
-  const TypedKernels& kernels = kernels_for(ctx, qkv.spec.dtype);
-  parallel_range(ctx, shape.rows(), 1, [&](std::int64_t begin, std::int64_t end) {
-    for (std::int64_t row = begin; row < end; ++row) {
-      const float* angles = table + row % shape.sequence * 3 * half;
-      kernels.rotate(element(qkv, row * shape.packed_width()), heads, shape.head_dim, angles,
-                     angles + (backward ? 2 : 1) * half);
-    }
-  });
-}
-
 }  // namespace
 
 AttentionOperators attention_operators() {
@@ -415,12 +416,6 @@ AttentionOperators attention_operators() {
       .attention_forward_workspace = attention_forward_workspace,
       .attention_backward_workspace = attention_backward_workspace,
       .attention_engine = attention_engine,
-  };
-}
-
-RotaryOperators rotary_operators() {
-  return {
-      .rotary = rotary,
   };
 }
 

@@ -14,6 +14,7 @@ namespace sluice::cpu {
 [[nodiscard]] NormOperators norm_operators();
 [[nodiscard]] AttentionOperators attention_operators();
 [[nodiscard]] RotaryOperators rotary_operators();
+[[nodiscard]] QueryKeyNormOperators query_key_norm_operators();
 [[nodiscard]] ElementOperators element_operators();
 [[nodiscard]] LossOperators loss_operators();
 [[nodiscard]] UpdateOperators update_operators();

@@ -38,6 +38,13 @@ struct TypedKernels {
   void (*from_float)(const float* x, void* y, int64_t n);
   // sums[column] += sum over rows, for `width` columns of a matrix with leading dimension `ld`.
   void (*column_sums)(const void* x, int64_t ld, int64_t rows, int64_t width, float* sums);
+  // RMSNorm of `heads` vectors of head_dim, in place. raw: what was there, of type T; stats: rstd
+  // of each.
+  void (*head_norm_forward)(void* x, int64_t heads, int64_t head_dim, const float* gain,
+                            float epsilon, void* raw, float* stats);
+  // In place: dx holds the gradient of the result, then that of raw. dgain [head_dim] is added to.
+  void (*head_norm_backward)(void* dx, const void* raw, int64_t heads, int64_t head_dim,
+                             const float* gain, const float* stats, float* dgain);
   // Rotates the halves of `heads` vectors of head_dim, in place; cosine and sine [head_dim / 2].
   void (*rotate)(void* x, int64_t heads, int64_t head_dim, const float* cosine, const float* sine);
 
@@ -62,16 +69,18 @@ struct TypedKernels {
   void (*rms_norm_weights)(const void* dy, const float* x, const float* stats, int64_t ld,
                            int64_t rows, int64_t width, float* dgamma);
 
-  // Rows [first, first + rows) of a causal score matrix: row r sees columns 0..r. Writes
-  // probabilities, and zeros up to column `columns`. Leading dimension ld of both, a multiple of 16
-  // and at least `columns`; the rows' padding up to a multiple of 16 columns may be overwritten.
-  // `scores` are lost; for T = float they may be the same memory as `probabilities`.
-  void (*causal_softmax)(float* scores, int64_t ld, int64_t first, int64_t rows, int64_t columns,
-                         float scale, void* probabilities);
+  // Rows [first, first + rows) of a causal score matrix: row r sees the last `seen` of columns
+  // 0..r. Writes probabilities, and zeros to the rest of columns [begin, end), which hold all that
+  // a row sees; begin is a multiple of 16. Pointers are to column 0. Leading dimension ld of both,
+  // a multiple of 16 and at least `end`; the rows' padding up to a multiple of 16 columns may be
+  // overwritten. `scores` are lost; for T = float they may be the same memory as `probabilities`.
+  void (*causal_softmax)(float* scores, int64_t ld, int64_t first, int64_t rows, int64_t seen,
+                         int64_t begin, int64_t end, float scale, void* probabilities);
   // dscores = scale * p * (dp - delta[row]) on the same ranges; dscores may be dp for T = float.
   void (*causal_softmax_backward)(const void* probabilities, const float* dprobabilities,
                                   const float* delta, int64_t ld, int64_t first, int64_t rows,
-                                  int64_t columns, float scale, void* dscores);
+                                  int64_t seen, int64_t begin, int64_t end, float scale,
+                                  void* dscores);
   // delta[row] = dot(a row, b row); width elements a row, leading dimension ld.
   void (*row_dots)(const void* a, const void* b, int64_t ld, int64_t rows, int64_t width,
                    float* delta);

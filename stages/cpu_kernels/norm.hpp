@@ -135,4 +135,44 @@ void rms_norm_weights(const void* dy_data, const float* x, const float* stats, i
   }
 }
 
+template <typename T>
+void head_norm_forward(void* x_data, int64_t heads, int64_t head_dim, const float* gain,
+                       float epsilon, void* raw_data, float* stats) {
+  const float inverse = 1.0F / static_cast<float>(head_dim);
+  T* x = static_cast<T*>(x_data);
+  T* raw = static_cast<T*>(raw_data);
+  for (int64_t head = 0; head < heads; ++head, x += head_dim, raw += head_dim) {
+    const float square = inverse * sum_vectors(head_dim, [&](int64_t i, auto part) SLUICE_LAMBDA {
+                           const VecF v = load(x + i, part);
+                           store(raw + i, v, part);
+                           return v * v;
+                         });
+    const float rstd = 1.0F / __builtin_sqrtf(square + epsilon);
+    for_vectors(head_dim, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      store(x + i, rms_norm_value(load(x + i, part), rstd, load(gain + i, part)), part);
+    });
+    stats[head] = rstd;
+  }
+}
+
+template <typename T>
+void head_norm_backward(void* dx_data, const void* raw_data, int64_t heads, int64_t head_dim,
+                        const float* gain, const float* stats, float* dgain) {
+  const float inverse = 1.0F / static_cast<float>(head_dim);
+  T* dx = static_cast<T*>(dx_data);
+  const T* raw = static_cast<const T*>(raw_data);
+  for (int64_t head = 0; head < heads; ++head, dx += head_dim, raw += head_dim) {
+    const float rstd = stats[head];
+    const float dot = sum_vectors(head_dim, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      return load(dx + i, part) * load(gain + i, part) * load(raw + i, part);
+    });
+    const NormGradient gradient = rms_norm_gradient(rstd, dot, inverse);
+    for_vectors(head_dim, [&](int64_t i, auto part) SLUICE_LAMBDA {
+      const VecF dy = load(dx + i, part), x = load(raw + i, part);
+      store(dgain + i, fma(dy, x * rstd, load(dgain + i, part)), part);
+      store(dx + i, rms_norm_change(gradient, dy * load(gain + i, part), x), part);
+    });
+  }
+}
+
 }  // namespace sluice::SLUICE_KERNEL_NAMESPACE

@@ -1,4 +1,4 @@
-// Softmax of causal scores, its gradient, and cross-entropy.
+// Softmax of causal scores, of all or in a window, its gradient, and cross-entropy.
 #pragma once
 
 #include "stages/cpu_kernels/vector.hpp"
@@ -14,61 +14,74 @@ void zero_columns(T* row, int64_t from, int64_t to) {
   for (int64_t i = from; i < to; i += kLanes) store(row + i, VecF{}, Whole{});
 }
 
+// Lanes [from, to) of a vector count.
+struct Between {
+  int from, to;
+};
+SLUICE_INLINE VecF pick(VecF value, Whole, VecF /*otherwise*/ = VecF{}) { return value; }
+SLUICE_INLINE VecF pick(VecF value, Between lanes, VecF otherwise = VecF{}) {
+  const VecF below = first_lanes(value, lanes.to, otherwise);
+  return lane_index() < splat(lanes.from) ? otherwise : below;
+}
+
+// body(i, lanes) for every whole vector that has columns of [from, to); i ascends.
+template <typename Body>
+SLUICE_INLINE void for_seen(int64_t from, int64_t to, Body body) {
+  int64_t i = from / kLanes * kLanes;
+  if (i < from) {
+    const int64_t left = to - i;
+    body(i, Between{static_cast<int>(from - i), static_cast<int>(left < kLanes ? left : kLanes)});
+    i += kLanes;
+  }
+  for (; i + kLanes <= to; i += kLanes) body(i, Whole{});
+  if (i < to) body(i, Between{0, static_cast<int>(to - i)});
+}
+
 template <typename T>
-void causal_softmax(float* scores, int64_t ld, int64_t first, int64_t rows, int64_t columns,
-                    float scale, void* probabilities) {
+void causal_softmax(float* scores, int64_t ld, int64_t first, int64_t rows, int64_t seen,
+                    int64_t begin, int64_t end, float scale, void* probabilities) {
   T* out = static_cast<T*>(probabilities);
   for (int64_t row = first; row < first + rows; ++row, scores += ld, out += ld) {
-    const int64_t whole = (row + 1) / kLanes * kLanes;
-    const int tail = static_cast<int>(row + 1 - whole);
+    const int64_t from = row < seen ? 0 : row + 1 - seen, to = row + 1;
     VecF top = splat(kLowest);
-    for (int64_t i = 0; i < whole; i += kLanes) top = maximum(load(scores + i, Whole{}), top);
-    if (tail > 0) {
-      top = maximum(first_lanes(load(scores + whole, Whole{}), tail, splat(kLowest)), top);
-    }
+    for_seen(from, to, [&](int64_t i, auto lanes) SLUICE_LAMBDA {
+      top = maximum(pick(load(scores + i, Whole{}), lanes, splat(kLowest)), top);
+    });
     const float shift = -scale * lane_max(top);
     VecF sum{};
-    for (int64_t i = 0; i < whole; i += kLanes) {
-      const VecF v = exponential(fma(load(scores + i, Whole{}), splat(scale), splat(shift)));
+    for_seen(from, to, [&](int64_t i, auto lanes) SLUICE_LAMBDA {
+      const VecF s = pick(load(scores + i, Whole{}), lanes);
+      const VecF v = pick(exponential(fma(s, splat(scale), splat(shift))), lanes);
       store(scores + i, v, Whole{});
       sum += v;
-    }
-    if (tail > 0) {
-      const VecF s = first_lanes(load(scores + whole, Whole{}), tail);
-      const VecF v = first_lanes(exponential(fma(s, splat(scale), splat(shift))), tail);
-      store(scores + whole, v, Whole{});
-      sum += v;
-    }
+    });
     const float inverse = 1.0F / lane_sum(sum);
-    const int64_t used = round_to_lanes(row + 1);
-    for (int64_t i = 0; i < used; i += kLanes) {
+    const int64_t start = from / kLanes * kLanes, used = round_to_lanes(to);
+    for (int64_t i = start; i < used; i += kLanes) {
       store(out + i, load(scores + i, Whole{}) * inverse, Whole{});
     }
-    zero_columns(out, used, round_to_lanes(columns));
+    zero_columns(out, begin, start);
+    zero_columns(out, used, round_to_lanes(end));
   }
 }
 
 template <typename T>
 void causal_softmax_backward(const void* probabilities, const float* dp, const float* delta,
-                             int64_t ld, int64_t first, int64_t rows, int64_t columns, float scale,
-                             void* dscores) {
+                             int64_t ld, int64_t first, int64_t rows, int64_t seen, int64_t begin,
+                             int64_t end, float scale, void* dscores) {
   const T* p = static_cast<const T*>(probabilities);
   T* out = static_cast<T*>(dscores);
   for (int64_t row = first; row < first + rows; ++row, p += ld, dp += ld, out += ld, ++delta) {
-    const int64_t whole = (row + 1) / kLanes * kLanes;
+    const int64_t from = row < seen ? 0 : row + 1 - seen, to = row + 1;
     const VecF shift = splat(*delta), factor = splat(scale);
-    for (int64_t i = 0; i < whole; i += kLanes) {
+    for_seen(from, to, [&](int64_t i, auto lanes) SLUICE_LAMBDA {
       fetch_ahead(p + i);
       const VecF change =
           softmax_gradient(load(p + i, Whole{}), load(dp + i, Whole{}), shift, factor);
-      store(out + i, change, Whole{});
-    }
-    if (whole <= row) {
-      const VecF change =
-          softmax_gradient(load(p + whole, Whole{}), load(dp + whole, Whole{}), shift, factor);
-      store(out + whole, first_lanes(change, static_cast<int>(row + 1 - whole)), Whole{});
-    }
-    zero_columns(out, round_to_lanes(row + 1), round_to_lanes(columns));
+      store(out + i, pick(change, lanes), Whole{});
+    });
+    zero_columns(out, begin, from / kLanes * kLanes);
+    zero_columns(out, round_to_lanes(to), round_to_lanes(end));
   }
 }
 

@@ -30,6 +30,8 @@ constexpr TypedKernels typed_kernels() {
       .to_float = to_float<T>,
       .from_float = from_float<T>,
       .column_sums = column_sums<T>,
+      .head_norm_forward = head_norm_forward<T>,
+      .head_norm_backward = head_norm_backward<T>,
       .rotate = rotate<T>,
       .layer_norm_forward = layer_norm_forward<T, float>,
       .layer_norm_forward_typed = layer_norm_forward<T, T>,

@@ -1,8 +1,8 @@
 // Attention on a GPU: cuDNN's fused graphs, or the kernels of
 // stages/cuda_kernels/flash_attention.hpp. The kernels run in f32, with dropout (cuDNN's random
-// numbers are not Sluice's), for shapes that cuDNN refuses, and in builds without it. Both keep the
-// same state. The choice depends on shape, type, dropout, device model and library only, so forward
-// and backward agree, and all depths of a pipeline agree.
+// numbers are not Sluice's), with a window, for shapes that cuDNN refuses, and in builds without
+// it. Both keep the same state. The choice depends on shape, type, dropout, device model and
+// library only, so forward and backward agree, and all depths of a pipeline agree.
 #include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/cuda_operators.hpp"
 #include "stages/cuda_kernels/flash_attention.hpp"
@@ -18,6 +18,7 @@ namespace {
 // Why cuDNN does not compute it; empty if it does.
 #if SLUICE_WITH_CUDNN
 std::string why_own(ComputeContext& ctx, const AttentionShape& shape, DType dtype, bool dropout) {
+  if (shape.slides()) return "sliding window";
   if (dtype != DType::kBf16) return std::string(name_of(dtype)) + "; cuDNN takes bf16";
   if (dropout) return "dropout; cuDNN's random numbers would be its own";
   const std::string& refusal = backend_of(ctx).cudnn_attention()->refusal(shape);
@@ -28,9 +29,9 @@ bool takes_cudnn(ComputeContext& ctx, const AttentionShape& shape, DType dtype, 
   return why_own(ctx, shape, dtype, dropout).empty();
 }
 #else
-std::string why_own(ComputeContext& /*ctx*/, const AttentionShape& /*shape*/, DType /*dtype*/,
+std::string why_own(ComputeContext& /*ctx*/, const AttentionShape& shape, DType /*dtype*/,
                     bool /*dropout*/) {
-  return "built without cuDNN";
+  return shape.slides() ? "sliding window" : "built without cuDNN";
 }
 #endif
 

@@ -6,8 +6,9 @@ namespace sluice::cuda {
 
 const OperatorTable& cuda_operators() {
   static const OperatorTable table = {
-      linear_operators(), embedding_operators(), norm_operators(), attention_operators(),
-      rotary_operators(), element_operators(),   loss_operators(), update_operators(),
+      linear_operators(),    embedding_operators(), norm_operators(),
+      attention_operators(), rotary_operators(),    query_key_norm_operators(),
+      element_operators(),   loss_operators(),      update_operators(),
   };
   return table;
 }

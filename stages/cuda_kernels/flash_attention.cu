@@ -95,6 +95,12 @@ __device__ Place place_of_block(int64_t heads, int64_t sequence, int rows) {
   return {lane / heads, lane % heads, (tiles - 1 - block % tiles) * rows};
 }
 
+// The first streamed row of keys that queries from `query` on see.
+__device__ int64_t first_seen(const AttentionShape& shape, int64_t query) {
+  const int64_t first = query + 1 - shape.seen();
+  return first <= 0 ? 0 : first / kStreamed * kStreamed;
+}
+
 // to[row * ld + d] = from's row first + row, dimension dimension + d; 0 outside of it.
 template <int kCount, int kDimensions, typename T, int N>
 __device__ void fetch(float* to, int ld, const Rows<T, N>& from, int64_t first, int dimension) {
@@ -233,14 +239,14 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) forward_kernel(const Cal
   const int64_t first_query = at.first + work.warp * kRows;
   const int64_t end =
       at.first + Work::kOwn < shape.sequence ? at.first + Work::kOwn : shape.sequence;
-  for (int64_t first = 0; first < end; first += kStreamed) {
+  for (int64_t first = first_seen(shape, at.first); first < end; first += kStreamed) {
     float scores[kRows] = {};
     work.add_dots(own, keys, first, scores);
     const int64_t key = first + work.lane;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t query = first_query + r;
-      const bool seen = key <= query;
+      const bool seen = key <= query && query - key < shape.seen();
       const float highest = warp_max(seen ? scores[r] * call.scale : kLowest);
       const float raised = maximum(highest, top[r]);
       const float shrink = exponential(top[r] - raised);
@@ -324,7 +330,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, kBlocksAtOnce<kSlices>)
   const int64_t first_query = at.first + work.warp * kRows;
   const int64_t end =
       at.first + Work::kOwn < shape.sequence ? at.first + Work::kOwn : shape.sequence;
-  for (int64_t first = 0; first < end; first += kStreamed) {
+  for (int64_t first = first_seen(shape, at.first); first < end; first += kStreamed) {
     float scores[kRows] = {}, dps[kRows] = {};
     work.add_dots(queries, keys, first, scores);
     work.add_dots(douts, values, first, dps);
@@ -333,7 +339,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, kBlocksAtOnce<kSlices>)
     for (int r = 0; r < kRows; ++r) {
       const int64_t query = first_query + r;
       float dscore = 0;
-      if (key <= query && query < shape.sequence) {
+      if (key <= query && query - key < shape.seen() && query < shape.sequence) {
         const int64_t line = call.line(at.sample, at.head, query);
         dscore = Gradient(call, mask, scores[r], dps[r], line, key).dscore;
       }
@@ -371,11 +377,12 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, kBlocksAtOnce<kSlices>)
 
   typename Work::Sums key_sums = {}, value_sums = {};
   const int64_t first_key = at.first + work.warp * kRows;
+  // The last query that sees one of these keys comes before it.
+  const int64_t end = min(at.first + Work::kOwn - 1 + shape.seen(), shape.sequence);
   for (int64_t head = at.head * group; head < (at.head + 1) * group; ++head) {
     const auto queries = call.packed(call.qkv, at.sample, head);
     const auto douts = call.output(call.dout, at.sample, head);
-    for (int64_t first = at.first / kStreamed * kStreamed; first < shape.sequence;
-         first += kStreamed) {
+    for (int64_t first = at.first / kStreamed * kStreamed; first < end; first += kStreamed) {
       float scores[kRows] = {}, dps[kRows] = {};
       work.add_dots(keys, queries, first, scores);
       work.add_dots(values, douts, first, dps);
@@ -384,7 +391,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, kBlocksAtOnce<kSlices>)
       for (int r = 0; r < kRows; ++r) {
         const int64_t key = first_key + r;
         float weight = 0, dscore = 0;
-        if (key <= query && query < shape.sequence) {
+        if (key <= query && query - key < shape.seen() && query < shape.sequence) {
           const Gradient gradient(call, mask, scores[r], dps[r], line, key);
           weight = mask.of(gradient.p, line, key);
           dscore = gradient.dscore;

@@ -1,6 +1,7 @@
 // Sluice's own attention kernels. They are the reference for cuDNN's, and run where cuDNN does not:
-// in f32, with dropout (masks as on the CPU), and for shapes that it refuses. Internal to
-// stages/cuda; operands as for attention_forward and attention_backward in operators.hpp.
+// in f32, with dropout (masks as on the CPU), with a window, and for shapes that it refuses.
+// Internal to stages/cuda; operands as for attention_forward and attention_backward in
+// operators.hpp.
 #pragma once
 
 #include <sluice/compute.hpp>
@@ -8,9 +9,9 @@
 namespace sluice::cuda {
 
 // Computes tiles in shared memory with an online softmax (Dao et al. 2022, "FlashAttention"),
-// without a matrix of scores in device memory. All arithmetic is f32. `state` receives the
-// log-sum-exp of the scaled scores, f32 [samples, heads, sequence]. The order of sums depends only
-// on the shape. Throws Error(kUsage) for a head_dim above 256.
+// without a matrix of scores in device memory; tiles that no query sees are skipped. All arithmetic
+// is f32. `state` receives the log-sum-exp of the scaled scores, f32 [samples, heads, sequence].
+// The order of sums depends only on the shape. Throws Error(kUsage) for a head_dim above 256.
 void flash_attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                              const Dropout& dropout, const Tensor& out, std::byte* state);
 void flash_attention_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,

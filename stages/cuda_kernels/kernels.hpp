@@ -9,6 +9,7 @@ namespace sluice::cuda {
 [[nodiscard]] EmbeddingOperators embedding_operators();
 [[nodiscard]] NormOperators norm_operators();
 [[nodiscard]] RotaryOperators rotary_operators();
+[[nodiscard]] QueryKeyNormOperators query_key_norm_operators();
 [[nodiscard]] ElementOperators element_operators();
 [[nodiscard]] LossOperators loss_operators();
 [[nodiscard]] UpdateOperators update_operators();

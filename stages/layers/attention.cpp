@@ -3,24 +3,19 @@
 namespace sluice {
 namespace {
 
-SelfAttention::Options branch_of(const AttentionLayer::Options& options) {
-  return {.name = options.name + ".attention",
-          .width = options.width,
-          .heads = options.heads,
-          .kv_heads = options.kv_heads,
-          .rotary_base = options.rotary_base,
-          .probabilities = options.probabilities,
-          .recompute = options.recompute,
-          .output_deviation = options.output_deviation,
-          .bias = options.bias,
-          .precision = options.precision};
+SelfAttention::Options branch_of(const ResidualOptions& options, SelfAttention::Options attention) {
+  attention.name = options.name + ".attention";
+  attention.width = options.width;
+  attention.output_deviation = options.output_deviation;
+  attention.precision = options.precision;
+  return attention;
 }
 
 }  // namespace
 
-AttentionLayer::AttentionLayer(const Options& options, ParameterSet& parameters,
-                               WeightCopies& copies)
+AttentionLayer::AttentionLayer(const ResidualOptions& options, SelfAttention::Options attention,
+                               ParameterSet& parameters, WeightCopies& copies)
     : ResidualLayer(options, ".norm1", parameters),
-      branch_(branch_of(options), parameters, copies) {}
+      branch_(branch_of(options, std::move(attention)), parameters, copies) {}
 
 }  // namespace sluice

@@ -1,8 +1,8 @@
 // Causal self-attention as a residual branch.
 #pragma once
 
-#include <optional>
 #include <string>
+#include <utility>
 
 #include "stages/layers/residual.hpp"
 #include "stages/layers/self_attention.hpp"
@@ -11,14 +11,10 @@ namespace sluice {
 
 class AttentionLayer final : public ResidualLayer {
  public:
-  // As SelfAttention's.
-  struct Options : ResidualOptions {
-    int heads = 0, kv_heads = 0;
-    std::optional<float> rotary_base = std::nullopt;
-    DropoutSite probabilities = {};
-    bool recompute = false;
-  };
-  AttentionLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
+  // `attention`: all but what the branch shares with the layer: name, width, output_deviation,
+  // precision.
+  AttentionLayer(const ResidualOptions& options, SelfAttention::Options attention,
+                 ParameterSet& parameters, WeightCopies& copies);
 
   [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const override {
     return branch_.note(compute, shape);

@@ -48,10 +48,12 @@ class AttentionSpecLayer final : public Layer {
         .width = width_,
         .heads = heads_,
         .kv_heads = options_.kv_heads > 0 ? options_.kv_heads : heads_,
-        .rotary_base = options_.rotary_base,
+        .head_dim = static_cast<int>(width_ / heads_),
+        .positions = rotary_positions(),
         .probabilities = {static_cast<float>(options_.dropout),
                           random_site(static_cast<std::uint32_t>(number_), 1)},
-        .bias = options_.bias};
+        .qkv_bias = options_.bias,
+        .output_bias = options_.bias};
     branch_.emplace(options, set, values);
   }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
@@ -85,6 +87,11 @@ class AttentionSpecLayer final : public Layer {
   }
 
  private:
+  [[nodiscard]] std::optional<RotaryPositions> rotary_positions() const {
+    if (!options_.rotary_base) return std::nullopt;
+    return RotaryPositions{.base = *options_.rotary_base};
+  }
+
   std::int64_t width_;
   int heads_;
   AttentionOptions options_;

@@ -60,7 +60,7 @@ void EmbeddingLayer::backward_weight(StreamCall& call, const Tensor& in, const T
 }
 
 HeadLayer::HeadLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies)
-    : norm_(options.norm, "final_norm", options.width, parameters),
+    : norm_(options.norm, "final_norm", options.width, options.norm_epsilon, parameters),
       projection_(options.tied ? kTokenEmbedding : "head",
                   {.in = options.width, .out = options.vocabulary, .tied = options.tied},
                   parameters, copies),

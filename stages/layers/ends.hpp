@@ -41,6 +41,7 @@ class HeadLayer final : public StreamLayer {
   struct Options {
     std::int64_t vocabulary = 0, width = 0;
     Norm::Kind norm = Norm::Kind::kLayer;
+    float norm_epsilon = 1e-5F;
     bool tied = false;
     DType precision = DType::kF32;
   };

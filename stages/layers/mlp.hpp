@@ -14,6 +14,7 @@ class MlpLayer final : public ResidualLayer {
   struct Options : ResidualOptions {
     Kind kind = Kind::kGelu;
     std::int64_t hidden = 0;
+    bool bias = false;
   };
   MlpLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
 

@@ -2,13 +2,6 @@
 
 namespace sluice {
 
-namespace {
-
-constexpr float kLayerNormEpsilon = 1e-5F;
-constexpr float kRmsNormEpsilon = 1e-5F;
-
-}  // namespace
-
 const Tensor& WeightCopies::add(const Parameter& parameter) {
   if (precision_ == DType::kF32) return parameter.value;
   return copies_.emplace_back(Copy{&parameter, {}}).tensor;
@@ -88,8 +81,10 @@ void Linear::backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor&
   linear_backward_weight(ctx, x, dy, weight_->grad, bias_ != nullptr ? bias_->grad : Tensor{});
 }
 
-Norm::Norm(Kind kind, const std::string& name, std::int64_t width, ParameterSet& parameters)
+Norm::Norm(Kind kind, const std::string& name, std::int64_t width, float epsilon,
+           ParameterSet& parameters)
     : kind_(kind),
+      epsilon_(epsilon),
       weight_(&parameters.add(name + ".weight", Shape{width}, Init::constant(1), false)) {
   if (kind == Kind::kLayer) {
     bias_ = &parameters.add(name + ".bias", Shape{width}, Init::constant(0), false);
@@ -104,10 +99,9 @@ std::size_t Norm::workspace(ComputeContext& ctx, std::int64_t rows) const {
 void Norm::forward(ComputeContext& ctx, const Residual& x, const Tensor& y,
                    const Tensor& stats) const {
   if (kind_ == Kind::kLayer) {
-    layer_norm_forward(ctx, x.value, x.pending, weight_->value, bias_->value, kLayerNormEpsilon, y,
-                       stats);
+    layer_norm_forward(ctx, x.value, x.pending, weight_->value, bias_->value, epsilon_, y, stats);
   } else {
-    rms_norm_forward(ctx, x.value, x.pending, weight_->value, kRmsNormEpsilon, y, stats);
+    rms_norm_forward(ctx, x.value, x.pending, weight_->value, epsilon_, y, stats);
   }
 }
 
@@ -127,6 +121,31 @@ void Norm::backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& 
   } else {
     rms_norm_backward_weight(ctx, dy, x, stats, weight_->grad);
   }
+}
+
+QueryKeyNorm::QueryKeyNorm(const std::string& name, std::int64_t head_dim, float epsilon,
+                           ParameterSet& parameters)
+    : epsilon_(epsilon),
+      query_(
+          &parameters.add(name + ".query_norm.weight", Shape{head_dim}, Init::constant(1), false)),
+      key_(&parameters.add(name + ".key_norm.weight", Shape{head_dim}, Init::constant(1), false)) {}
+
+void QueryKeyNorm::forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                           const Tensor& raw, const Tensor& stats) const {
+  query_key_norm_forward(ctx, shape, qkv, query_->value, key_->value, epsilon_, raw, stats);
+}
+
+void QueryKeyNorm::backward_input(ComputeContext& ctx, const AttentionShape& shape,
+                                  const Tensor& raw, const Tensor& stats, const Tensor& dqkv,
+                                  const Tensor& gains) const {
+  query_key_norm_backward(ctx, shape, raw, query_->value, key_->value, stats, dqkv, gains);
+}
+
+void QueryKeyNorm::backward_weight(ComputeContext& ctx, const Tensor& gains) const {
+  const std::int64_t head_dim = gains.shape()[1];
+  const TensorSpec gain{DType::kF32, Shape{head_dim}};
+  add(ctx, {gains.data, gain}, query_->grad);
+  add(ctx, {gains.as<float>() + head_dim, gain}, key_->grad);
 }
 
 Dropout DropoutSite::at(const StreamCall& call, std::int64_t elements_per_sample) const {

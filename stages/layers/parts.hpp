@@ -84,7 +84,8 @@ class Linear {
 class Norm {
  public:
   enum class Kind { kLayer, kRms };
-  Norm(Kind kind, const std::string& name, std::int64_t width, ParameterSet& parameters);
+  Norm(Kind kind, const std::string& name, std::int64_t width, float epsilon,
+       ParameterSet& parameters);
 
   [[nodiscard]] std::int64_t stats_per_row() const { return kind_ == Kind::kLayer ? 2 : 1; }
   // The largest ctx.workspace() of a call.
@@ -99,8 +100,31 @@ class Norm {
 
  private:
   Kind kind_;
+  float epsilon_;
   Parameter* weight_;
   Parameter* bias_ = nullptr;
+};
+
+// RMSNorm of each head of queries and keys in a packed qkv, with weights <name>.query_norm.weight
+// and <name>.key_norm.weight. `gains`: their gradients of one micro-batch, [2, head_dim], from the
+// input gradient to the weight gradient.
+class QueryKeyNorm {
+ public:
+  QueryKeyNorm(const std::string& name, std::int64_t head_dim, float epsilon,
+               ParameterSet& parameters);
+
+  [[nodiscard]] static std::size_t workspace(ComputeContext& ctx, const AttentionShape& shape) {
+    return query_key_norm_backward_workspace(ctx, shape);
+  }
+  void forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+               const Tensor& raw, const Tensor& stats) const;
+  void backward_input(ComputeContext& ctx, const AttentionShape& shape, const Tensor& raw,
+                      const Tensor& stats, const Tensor& dqkv, const Tensor& gains) const;
+  void backward_weight(ComputeContext& ctx, const Tensor& gains) const;
+
+ private:
+  float epsilon_;
+  Parameter *query_, *key_;
 };
 
 // A place in the model where dropout may happen; none outside training.

@@ -16,8 +16,8 @@ struct ResidualOptions {
   std::string name;  // "blocks.3"
   Norm::Kind norm = Norm::Kind::kLayer;
   std::int64_t width = 0;
+  float norm_epsilon = 1e-5F;
   double output_deviation = 0.02;  // standard deviation of the last product's initial weights
-  bool bias = false;
   DropoutSite output;
   DType precision = DType::kF32;
 };
@@ -36,7 +36,7 @@ class ResidualLayer : public StreamLayer {
 
  protected:
   ResidualLayer(const ResidualOptions& options, const std::string& norm, ParameterSet& parameters)
-      : norm_(options.norm, options.name + norm, options.width, parameters),
+      : norm_(options.norm, options.name + norm, options.width, options.norm_epsilon, parameters),
         dropout_(options.output),
         width_(options.width),
         precision_(options.precision) {}

@@ -1,30 +1,35 @@
 #include "stages/layers/self_attention.hpp"
 
+#include <utility>
+
 namespace sluice {
 
 SelfAttention::SelfAttention(const Options& options, ParameterSet& parameters, WeightCopies& copies)
     : heads_(options.heads),
       kv_heads_(options.kv_heads),
-      head_dim_(static_cast<int>(options.width / options.heads)),
-      width_(options.width),
+      head_dim_(options.head_dim),
+      window_(options.window),
       precision_(options.precision),
-      rotary_base_(options.rotary_base),
+      positions_(options.positions),
       probabilities_(options.probabilities),
       recompute_(options.recompute),
       qkv_(options.name + ".qkv",
            {.in = options.width,
             .out = std::int64_t{options.heads + 2 * options.kv_heads} * head_dim_,
-            .bias = options.bias},
+            .bias = options.qkv_bias},
            parameters, copies),
+      norm_(options.qk_norm ? std::optional<QueryKeyNorm>(std::in_place, options.name, head_dim_,
+                                                          *options.qk_norm, parameters)
+                            : std::nullopt),
       output_(options.name + ".output",
-              {.in = options.width,
+              {.in = std::int64_t{options.heads} * head_dim_,
                .out = options.width,
                .deviation = options.output_deviation,
-               .bias = options.bias},
+               .bias = options.output_bias},
               parameters, copies) {}
 
 AttentionShape SelfAttention::attention_shape(const BlockShape& shape) const {
-  return {shape.samples, shape.sequence, heads_, kv_heads_, head_dim_};
+  return {shape.samples, shape.sequence, heads_, kv_heads_, head_dim_, window_};
 }
 
 SelfAttention::Kept SelfAttention::allocate(const BlockShape& shape,
@@ -34,11 +39,17 @@ SelfAttention::Kept SelfAttention::allocate(const BlockShape& shape,
   BumpAllocator& mixed = recompute_ ? memory.gradients : memory.until_weight;
   Kept kept;
   kept.qkv = memory.until_input.tensor(precision_, rows, qkv_.out());
+  if (norm_) {
+    const std::int64_t heads = std::int64_t{heads_} + kv_heads_;
+    kept.raw = memory.until_input.tensor(precision_, rows, heads * head_dim_);
+    kept.stats = memory.until_input.tensor(DType::kF32, rows, heads);
+    kept.dgains = memory.gradients.tensor(DType::kF32, 2, head_dim_);
+  }
   kept.probabilities =
       probabilities.bytes(attention_state_bytes(shape.device, attention_shape(shape), precision_));
-  kept.mixed = mixed.tensor(precision_, rows, width_);
+  kept.mixed = mixed.tensor(precision_, rows, output_.in());
   kept.dqkv = memory.gradients.tensor(precision_, rows, qkv_.out());
-  kept.dmixed = memory.scratch.tensor(precision_, rows, width_);
+  kept.dmixed = memory.scratch.tensor(precision_, rows, output_.in());
   return kept;
 }
 
@@ -51,13 +62,13 @@ OperatorMemory SelfAttention::operators(ComputeContext& compute, const BlockShap
   const AttentionShape shape = attention_shape(batch);
   const bool drops = probabilities_.probability > 0;
   const std::int64_t rows = batch.rows();
-  return {
-      .workspace = std::max({qkv_.workspace(compute, rows, precision_),
-                             output_.workspace(compute, rows, DType::kF32),
-                             attention_forward_workspace(compute, shape, precision_, false),
-                             attention_forward_workspace(compute, shape, precision_, drops),
-                             attention_backward_workspace(compute, shape, precision_, drops)}),
-      .tables = rotary_base_ ? ComputeContext::rotary_table_bytes(shape.sequence, head_dim_) : 0};
+  return {.workspace = std::max({qkv_.workspace(compute, rows, precision_),
+                                 output_.workspace(compute, rows, DType::kF32),
+                                 attention_forward_workspace(compute, shape, precision_, false),
+                                 attention_forward_workspace(compute, shape, precision_, drops),
+                                 attention_backward_workspace(compute, shape, precision_, drops),
+                                 norm_ ? QueryKeyNorm::workspace(compute, shape) : 0}),
+          .tables = positions_ ? ComputeContext::rotary_table_bytes(shape.sequence, head_dim_) : 0};
 }
 
 // The engine of training; evaluation drops nothing and may use another.
@@ -78,10 +89,10 @@ void SelfAttention::attend(StreamCall& call, const Kept& kept) const {
 
 void SelfAttention::keep(StreamCall& call, LayerAllocators memory, const Tensor& x) {
   const Kept kept = allocate(call.shape, memory);
+  const AttentionShape shape = attention_shape(call.shape);
   qkv_.forward(call.compute(), x, kept.qkv);
-  if (rotary_base_) {
-    rotary(call.compute(), attention_shape(call.shape), *rotary_base_, kept.qkv, false);
-  }
+  if (norm_) norm_->forward(call.compute(), shape, kept.qkv, kept.raw, kept.stats);
+  if (positions_) rotary(call.compute(), shape, *positions_, kept.qkv, false);
   attend(call, kept);
 }
 
@@ -101,9 +112,8 @@ void SelfAttention::backward_input(StreamCall& call, LayerAllocators memory, con
   output_.backward_input(compute, dy, kept.dmixed);
   attention_backward(compute, shape, kept.qkv, kept.mixed, kept.dmixed, mask(call),
                      kept.probabilities, kept.dqkv);
-  if (rotary_base_) {
-    rotary(compute, shape, *rotary_base_, kept.dqkv, true);
-  }
+  if (positions_) rotary(compute, shape, *positions_, kept.dqkv, true);
+  if (norm_) norm_->backward_input(compute, shape, kept.raw, kept.stats, kept.dqkv, kept.dgains);
   if (dx.data != nullptr) qkv_.backward_input(compute, kept.dqkv, dx);
 }
 
@@ -111,6 +121,7 @@ void SelfAttention::backward_weight(StreamCall& call, LayerAllocators memory, co
                                     const Tensor& dy) {
   const Kept kept = allocate(call.shape, memory);
   output_.backward_weight(call.compute(), kept.mixed, dy);
+  if (norm_) norm_->backward_weight(call.compute(), kept.dgains);
   qkv_.backward_weight(call.compute(), x, kept.dqkv);
 }
 

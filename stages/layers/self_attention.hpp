@@ -1,5 +1,6 @@
 // Causal self-attention with grouped queries (Ainslie et al. 2023): queries, keys and values by one
-// product, attention, and a product of its result. What a residual branch and a layer of a
+// product, perhaps a norm of each query and key and rotary positions, attention, and a product of
+// its result. What a residual branch and a layer of a
 // Sequential are made of.
 #pragma once
 
@@ -14,15 +15,17 @@ namespace sluice {
 class SelfAttention {
  public:
   struct Options {
-    std::string name;  // of <name>.qkv.weight and <name>.output.weight
+    std::string name = {};  // of <name>.qkv.weight and <name>.output.weight
     std::int64_t width = 0;
-    int heads = 0, kv_heads = 0;
-    std::optional<float> rotary_base = std::nullopt;  // set: rotary positions
+    int heads = 0, kv_heads = 0, head_dim = 0;
+    std::optional<RotaryPositions> positions = std::nullopt;
+    std::optional<float> qk_norm = std::nullopt;  // set: norm of queries and keys, its epsilon
+    int window = 0;                               // as AttentionShape's
     DropoutSite probabilities = {};
     // Keep only queries, keys and values; backward_input computes attention again.
     bool recompute = false;
     double output_deviation = 0.02;  // standard deviation of the last product's initial weights
-    bool bias = false;
+    bool qkv_bias = false, output_bias = false;
     DType precision = DType::kF32;
   };
   SelfAttention(const Options& options, ParameterSet& parameters, WeightCopies& copies);
@@ -42,9 +45,10 @@ class SelfAttention {
  private:
   struct Kept {
     Tensor qkv;                          // until the input gradient
+    Tensor raw, stats;                   // likewise, of queries and keys before their norm
     std::byte* probabilities = nullptr;  // likewise; recomputed: scratch
     Tensor mixed;                        // until the weight gradient; recomputed: gradients
-    Tensor dqkv;                         // gradients
+    Tensor dqkv, dgains;                 // gradients
     Tensor dmixed;                       // scratch
   };
   [[nodiscard]] AttentionShape attention_shape(const BlockShape& shape) const;
@@ -53,13 +57,14 @@ class SelfAttention {
   // Computes probabilities and mixed from qkv.
   void attend(StreamCall& call, const Kept& kept) const;
 
-  int heads_, kv_heads_, head_dim_;
-  std::int64_t width_;
+  int heads_, kv_heads_, head_dim_, window_;
   DType precision_;
-  std::optional<float> rotary_base_;
+  std::optional<RotaryPositions> positions_;
   DropoutSite probabilities_;
   bool recompute_;
-  Linear qkv_, output_;
+  Linear qkv_;
+  std::optional<QueryKeyNorm> norm_;
+  Linear output_;
 };
 
 }  // namespace sluice

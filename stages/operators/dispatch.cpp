@@ -104,8 +104,9 @@ std::string to_text(const Operand& operand) {
     return fmt::format("{} {}", operand.name, to_string(operand.tensor->spec));
   }
   const AttentionShape& shape = *operand.shape;
-  return fmt::format("{} of {} samples, {} positions, {} heads over {} of {} each", operand.name,
-                     shape.samples, shape.sequence, shape.heads, shape.kv_heads, shape.head_dim);
+  return fmt::format("{} of {} samples, {} positions, {} heads over {} of {} each{}", operand.name,
+                     shape.samples, shape.sequence, shape.heads, shape.kv_heads, shape.head_dim,
+                     shape.window == 0 ? "" : fmt::format(", a window of {}", shape.window));
 }
 
 std::string to_text(const Legal& legal) {
@@ -261,7 +262,7 @@ void check_norm_backward_weight(const char* name, const Tensor& dy, const Tensor
 void check_attention_shape(const char* name, const AttentionShape& shape) {
   const bool positive = shape.samples >= 0 && shape.sequence >= 0 && shape.heads >= 1 &&
                         shape.kv_heads >= 1 && shape.head_dim >= 1 &&
-                        shape.heads % shape.kv_heads == 0;
+                        shape.heads % shape.kv_heads == 0 && shape.window >= 0;
   const std::int64_t columns = std::int64_t{shape.heads} + std::int64_t{2} * shape.kv_heads;
   const std::int64_t samples = std::max<std::int64_t>(shape.samples, 1);
   const std::int64_t sequence = std::max<std::int64_t>(shape.sequence, 1);
@@ -273,7 +274,22 @@ void check_attention_shape(const char* name, const AttentionShape& shape) {
   }
   refuse(name, to_text({"shape", shape}) +
                    "; legal: heads that are a multiple of those they are over, at least 1 each, "
-                   "and sizes whose products stay under 2^60");
+                   "sizes whose products stay under 2^60, and a window of 0 (none) or more");
+}
+
+// `packed_rows`: queries, keys and values, or their gradients.
+void check_query_key_norm(const char* name, const AttentionShape& shape, const Operand& packed_rows,
+                          const Tensor& query_gain, const Tensor& key_gain, const Tensor& raw,
+                          const Tensor& stats) {
+  check_attention_shape(name, shape);
+  fits(name, packed_rows, packed(kFloats, shape), {{"shape", shape}});
+  fits(name, {"query_gain", query_gain}, vector(kF32, shape.head_dim), {{"shape", shape}});
+  fits(name, {"key_gain", key_gain}, vector(kF32, shape.head_dim), {{"shape", shape}});
+  const std::int64_t heads = std::int64_t{shape.heads} + shape.kv_heads;
+  fits(name, {"raw", raw},
+       in_rows(only(packed_rows.tensor->spec.dtype), shape.rows(), heads * shape.head_dim),
+       {packed_rows, {"shape", shape}});
+  fits(name, {"stats", stats}, in_rows(kF32, shape.rows(), heads), {{"shape", shape}});
 }
 
 // y of x's type and shape: activations, dropout.
@@ -433,11 +449,28 @@ void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const 
   operators_of(ctx).attention_backward(ctx, shape, qkv, out, dout, dropout, state, dqkv);
 }
 
-void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const Tensor& qkv,
-            bool backward) {
+void rotary(ComputeContext& ctx, const AttentionShape& shape, const RotaryPositions& positions,
+            const Tensor& qkv, bool backward) {
   check_attention_shape(__func__, shape);
   fits(__func__, {"qkv", qkv}, packed(kFloats, shape), {{"shape", shape}});
-  operators_of(ctx).rotary(ctx, shape, base, qkv, backward);
+  operators_of(ctx).rotary(ctx, shape, positions, qkv, backward);
+}
+
+void query_key_norm_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                            const Tensor& query_gain, const Tensor& key_gain, float epsilon,
+                            const Tensor& raw, const Tensor& stats) {
+  check_query_key_norm(__func__, shape, {"qkv", qkv}, query_gain, key_gain, raw, stats);
+  operators_of(ctx).query_key_norm_forward(ctx, shape, qkv, query_gain, key_gain, epsilon, raw,
+                                           stats);
+}
+
+void query_key_norm_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& raw,
+                             const Tensor& query_gain, const Tensor& key_gain, const Tensor& stats,
+                             const Tensor& dqkv, const Tensor& dgains) {
+  check_query_key_norm(__func__, shape, {"dqkv", dqkv}, query_gain, key_gain, raw, stats);
+  fits(__func__, {"dgains", dgains}, matrix(kF32, 2, shape.head_dim), {{"shape", shape}});
+  operators_of(ctx).query_key_norm_backward(ctx, shape, raw, query_gain, key_gain, stats, dqkv,
+                                            dgains);
 }
 
 void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
@@ -620,6 +653,11 @@ std::size_t attention_backward_workspace(ComputeContext& ctx, const AttentionSha
                                          DType dtype, bool drops) {
   check_attention_shape(__func__, shape);
   return operators_of(ctx).attention_backward_workspace(ctx, shape, dtype, drops);
+}
+
+std::size_t query_key_norm_backward_workspace(ComputeContext& ctx, const AttentionShape& shape) {
+  check_attention_shape(__func__, shape);
+  return operators_of(ctx).query_key_norm_backward_workspace(ctx, shape);
 }
 
 std::size_t softmax_cross_entropy_workspace(std::int64_t rows) { return row_sum_bytes(rows); }

@@ -22,6 +22,12 @@ class BlockLayer final : public Layer {
     if (config.precision != DType::kF32) {
       throw_usage("a precision of {}; legal in a Sequential: f32", name_of(config.precision));
     }
+    if (!config.full_layers.empty()) {
+      throw_usage(
+          "full_layers of {} blocks; legal in a Sequential: none, and a window of 0 for a "
+          "block that sees all positions",
+          config.full_layers.size());
+    }
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
@@ -131,14 +137,23 @@ class BlockLayer final : public Layer {
   mutable std::vector<Place> places_;                // of the present call
 };
 
+std::string settings(const TransformerConfig& config) {
+  const RotaryScaling& scaling = config.rotary_scaling;
+  return settings_of(static_cast<int>(config.kind), config.layers, config.heads, config.width,
+                     config.kv_heads, config.mlp_width, config.dropout, config.rotary_base,
+                     config.norm_epsilon, config.head_dim, static_cast<int>(scaling.kind),
+                     scaling.factor, scaling.low_frequency_factor, scaling.high_frequency_factor,
+                     scaling.original_context, config.qkv_bias, config.attention_output_bias,
+                     config.mlp_bias, config.qk_norm, config.window);
+}
+
 }  // namespace
 
 LayerSpec transformer_block(const TransformerConfig& config) {
   return {"transformer_block",
           [=](int number) { return std::make_unique<BlockLayer>(config, number); },
           {},
-          settings_of(static_cast<int>(config.kind), config.layers, config.heads, config.width,
-                      config.kv_heads, config.mlp_width, config.dropout, config.rotary_base)};
+          settings(config)};
 }
 
 }  // namespace sluice

@@ -1,5 +1,6 @@
 #include "stages/transformer/build.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <string>
@@ -38,8 +39,8 @@ ResidualOptions residual_options(const TransformerConfig& config, const std::str
   return {.name = name,
           .norm = norm_kind(config),
           .width = config.width,
+          .norm_epsilon = config.norm_epsilon,
           .output_deviation = output_deviation(config),
-          .bias = config.kind == TransformerKind::kGpt2,
           .output = site(config, layer, output),
           .precision = config.precision};
 }
@@ -47,15 +48,20 @@ ResidualOptions residual_options(const TransformerConfig& config, const std::str
 std::unique_ptr<StreamLayer> make_attention(const TransformerConfig& config,
                                             const std::string& name, int layer,
                                             ParameterSet& parameters, WeightCopies& copies) {
-  AttentionLayer::Options options{residual_options(config, name, layer, kAttention)};
-  options.heads = config.heads;
-  options.kv_heads = sizes_of(config).kv_heads;
-  if (config.kind == TransformerKind::kLlama) {
-    options.rotary_base = config.rotary_base;
-  }
-  options.probabilities = site(config, layer, kProbabilities);
-  options.recompute = config.recompute == Recompute::kAttention;
-  return std::make_unique<AttentionLayer>(options, parameters, copies);
+  const bool llama = config.kind == TransformerKind::kLlama;
+  const TransformerSizes sizes = sizes_of(config);
+  SelfAttention::Options options{.heads = sizes.heads,
+                                 .kv_heads = sizes.kv_heads,
+                                 .head_dim = sizes.head_dim,
+                                 .window = window_of(config, layer - 1),
+                                 .probabilities = site(config, layer, kProbabilities),
+                                 .recompute = config.recompute == Recompute::kAttention,
+                                 .qkv_bias = !llama || config.qkv_bias,
+                                 .output_bias = !llama || config.attention_output_bias};
+  if (llama) options.positions = {config.rotary_base, config.rotary_scaling};
+  if (config.qk_norm) options.qk_norm = config.norm_epsilon;
+  return std::make_unique<AttentionLayer>(residual_options(config, name, layer, kAttention),
+                                          std::move(options), parameters, copies);
 }
 
 std::unique_ptr<StreamLayer> make_mlp(const TransformerConfig& config, const std::string& name,
@@ -64,6 +70,7 @@ std::unique_ptr<StreamLayer> make_mlp(const TransformerConfig& config, const std
   MlpLayer::Options options{residual_options(config, name, layer, kMlp)};
   options.kind = gpt2 ? MlpLayer::Kind::kGelu : MlpLayer::Kind::kSwiGlu;
   options.hidden = sizes_of(config).mlp_width;
+  options.bias = gpt2 || config.mlp_bias;
   return std::make_unique<MlpLayer>(options, parameters, copies);
 }
 
@@ -82,7 +89,8 @@ TransformerSizes sizes_of(const TransformerConfig& config) {
   const bool gpt2 = config.kind == TransformerKind::kGpt2;
   TransformerSizes sizes;
   sizes.width = config.width;
-  sizes.head_dim = config.width / config.heads;
+  sizes.heads = config.heads;
+  sizes.head_dim = config.head_dim > 0 ? config.head_dim : config.width / config.heads;
   sizes.kv_heads = gpt2 || config.kv_heads == 0 ? config.heads : config.kv_heads;
   sizes.mlp_width = config.mlp_width;
   if (config.mlp_width == 0) {
@@ -91,6 +99,11 @@ TransformerSizes sizes_of(const TransformerConfig& config) {
     sizes.mlp_width = gpt2 ? 4 * sizes.width : (eight_thirds + multiple - 1) / multiple * multiple;
   }
   return sizes;
+}
+
+int window_of(const TransformerConfig& config, int block) {
+  const bool full = std::binary_search(config.full_layers.begin(), config.full_layers.end(), block);
+  return full ? 0 : config.window;
 }
 
 std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
@@ -117,6 +130,7 @@ std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
     options.vocabulary = config.vocabulary;
     options.width = config.width;
     options.norm = norm_kind(config);
+    options.norm_epsilon = config.norm_epsilon;
     options.tied = config.tied;
     options.precision = config.precision;
     append(config, std::make_unique<HeadLayer>(options, parameters, copies), layers);

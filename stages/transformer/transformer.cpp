@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <string>
 #include <string_view>
 
 #include <sluice/error.hpp>
@@ -27,14 +29,40 @@ std::string nearest_multiples(int value, int unit) {
   return below > 0 ? fmt::format("{} or {}", below, above) : fmt::format("{}", above);
 }
 
-void validate_attention(const TransformerConfig& config) {
-  if (config.width % config.heads != 0) {
-    refuse(fmt::format("--width {} is not a multiple of --heads {}; nearest legal: --width {}",
-                       config.width, config.heads, nearest_multiples(config.width, config.heads)));
+void require_positive(std::string_view what, float value, std::string_view usual) {
+  if (!std::isfinite(value) || value <= 0) {
+    refuse(fmt::format("{} {} is not above 0 and finite; usual: {}", what, value, usual));
   }
-  if (config.kind != TransformerKind::kLlama) {
+}
+
+void validate_head_size(const TransformerConfig& config) {
+  require_range("--head-dim", config.head_dim, 0, TransformerLimits::kHeadDim);
+  if (config.head_dim > 0) {
+    if (config.head_dim % 2 != 0) {
+      refuse(
+          fmt::format("--head-dim {} is odd, and rotary positions need an even number; nearest "
+                      "legal: {}",
+                      config.head_dim, nearest_multiples(config.head_dim, 2)));
+    }
     return;
   }
+  if (config.width % config.heads != 0) {
+    const std::string also =
+        config.kind == TransformerKind::kLlama ? ", or a --head-dim of its own" : "";
+    refuse(fmt::format("--width {} is not a multiple of --heads {}; nearest legal: --width {}{}",
+                       config.width, config.heads, nearest_multiples(config.width, config.heads),
+                       also));
+  }
+  if (config.kind == TransformerKind::kLlama && config.width / config.heads % 2 != 0) {
+    refuse(
+        fmt::format("--width {} over --heads {} gives an odd head size of {}, and rotary "
+                    "positions need an even one; nearest legal: --width {}",
+                    config.width, config.heads, config.width / config.heads,
+                    nearest_multiples(config.width, 2 * config.heads)));
+  }
+}
+
+void validate_kv_heads(const TransformerConfig& config) {
   require_range("--kv-heads", config.kv_heads, 0, config.heads);
   if (config.kv_heads > 0 && config.heads % config.kv_heads != 0) {
     int nearest = config.kv_heads;
@@ -45,13 +73,69 @@ void validate_attention(const TransformerConfig& config) {
         fmt::format("--heads {} is not a multiple of --kv-heads {}; nearest legal: --kv-heads {}",
                     config.heads, config.kv_heads, nearest));
   }
-  if (config.width / config.heads % 2 != 0) {
-    refuse(
-        fmt::format("--width {} over --heads {} gives an odd head size of {}, and rotary "
-                    "positions need an even one; nearest legal: --width {}",
-                    config.width, config.heads, config.width / config.heads,
-                    nearest_multiples(config.width, 2 * config.heads)));
+}
+
+void validate_rotary(const TransformerConfig& config) {
+  if (!std::isfinite(config.rotary_base) || config.rotary_base <= 1.0F) {
+    refuse(fmt::format("--rotary-base {} is not above 1; usual: 10000", config.rotary_base));
   }
+  const RotaryScaling& scaling = config.rotary_scaling;
+  if (scaling.kind == RotaryScaling::Kind::kNone) return;
+  require_positive("--rotary-scaling: the factor", scaling.factor, "2 to 32");
+  if (scaling.kind == RotaryScaling::Kind::kLinear) return;
+  require_positive("--rotary-scaling: the low frequency factor", scaling.low_frequency_factor, "1");
+  require_positive("--rotary-scaling: the high frequency factor", scaling.high_frequency_factor,
+                   "4");
+  if (scaling.low_frequency_factor >= scaling.high_frequency_factor) {
+    refuse(
+        fmt::format("--rotary-scaling: the low frequency factor {} is not below the high one {}; "
+                    "usual: 1 and 4",
+                    scaling.low_frequency_factor, scaling.high_frequency_factor));
+  }
+  if (scaling.original_context < 1) {
+    refuse(
+        fmt::format("--rotary-scaling: the original context {} is not at least 1; nearest "
+                    "legal: 1; usual: 8192",
+                    scaling.original_context));
+  }
+}
+
+void validate_window(const TransformerConfig& config) {
+  require_range("--window", config.window, 0, TransformerLimits::kWindow);
+  const std::vector<int>& full = config.full_layers;
+  if (full.empty()) return;
+  if (config.window == 0) {
+    refuse(
+        fmt::format("--full-layers names {} blocks that see all positions, but without --window "
+                    "all blocks do; legal: none of them, or a --window of at least 1",
+                    full.size()));
+  }
+  for (const int block : full) require_range("--full-layers", block, 0, config.layers - 1);
+  const auto falls = std::adjacent_find(full.begin(), full.end(), std::greater_equal<>());
+  if (falls != full.end()) {
+    refuse(
+        fmt::format("--full-layers has {} after {}; legal: numbers of blocks, ascending, each "
+                    "once",
+                    falls[1], falls[0]));
+  }
+}
+
+// What only llama has.
+void refuse_of_llama(const TransformerConfig& config) {
+  const auto refuse_option = [](const char* option, bool set) {
+    if (set) {
+      refuse(
+          fmt::format("{} is an option of --model llama; legal with --model gpt2: none", option));
+    }
+  };
+  refuse_option("--head-dim", config.head_dim != 0);
+  refuse_option("--rotary-scaling", config.rotary_scaling.kind != RotaryScaling::Kind::kNone);
+  refuse_option("--qkv-bias", config.qkv_bias);
+  refuse_option("--attention-output-bias", config.attention_output_bias);
+  refuse_option("--mlp-bias", config.mlp_bias);
+  refuse_option("--qk-norm", config.qk_norm);
+  refuse_option("--window", config.window != 0);
+  refuse_option("--full-layers", !config.full_layers.empty());
 }
 
 int owner_of(const Partition& partition, int layer) {
@@ -73,14 +157,18 @@ void validate(const TransformerConfig& config) {
   }
   require_range("--vocabulary", config.vocabulary, 1, TransformerLimits::kVocabulary);
   require_range("--mlp-width", config.mlp_width, 0, TransformerLimits::kMlpWidth);
-  validate_attention(config);
+  if (config.kind == TransformerKind::kGpt2) refuse_of_llama(config);
+  validate_head_size(config);
+  if (config.kind == TransformerKind::kLlama) {
+    validate_kv_heads(config);
+    validate_window(config);
+  }
   if (!(config.dropout >= 0.0F && config.dropout < 1.0F)) {
     refuse(fmt::format("--dropout {} is not in [0, 1); nearest legal: {}", config.dropout,
                        config.dropout >= 1.0F ? 0.99 : 0.0));
   }
-  if (!std::isfinite(config.rotary_base) || config.rotary_base <= 1.0F) {
-    refuse(fmt::format("--rotary-base {} is not above 1; usual: 10000", config.rotary_base));
-  }
+  require_positive("--norm-epsilon", config.norm_epsilon, "1e-05 or 1e-06");
+  validate_rotary(config);
   if (config.precision != DType::kF32 && config.precision != DType::kBf16) {
     refuse(fmt::format("--precision {} is not supported; legal: f32, bf16",
                        name_of(config.precision)));

@@ -1,4 +1,6 @@
 // What a transformer's layers compute, for partitions.
+#include <algorithm>
+
 #include <sluice/transformer.hpp>
 
 #include "comm/base/index.hpp"
@@ -10,21 +12,40 @@ namespace {
 
 // Floating-point operations of one sample's forward through a block.
 struct BlockCosts {
-  double attention = 0;      // two products over the causal half of the scores
+  double attention = 0;      // two products over the scores that are seen
   double kept_products = 0;  // those whose results backward reads: qkv and the raised values
   double results = 0;        // those that end in the residual stream
 };
 
-BlockCosts block_costs(const TransformerConfig& config) {
+// Pairs of a query and a key that it sees, half of them on the diagonal.
+double seen_pairs(const TransformerConfig& config, int block) {
+  const double context = config.context;
+  const int window = window_of(config, block);
+  const double seen = window == 0 ? context : std::min<double>(window, context);
+  return seen * context - seen * seen / 2;
+}
+
+BlockCosts block_costs(const TransformerConfig& config, int block) {
   const TransformerSizes sizes = sizes_of(config);
   const double context = config.context;
   const auto width = static_cast<double>(sizes.width);
+  const auto query_width = static_cast<double>(sizes.query_width());
   const double mlp = width * static_cast<double>(sizes.mlp_width);
   const double raising_products = config.kind == TransformerKind::kGpt2 ? 1 : 2;
-  const double qkv = width * width + 2 * width * static_cast<double>(sizes.kv_width());
-  return {.attention = 2 * context * context * width,
+  const double qkv = width * (query_width + 2 * static_cast<double>(sizes.kv_width()));
+  return {.attention = 4 * seen_pairs(config, block) * query_width,
           .kept_products = 2 * context * (qkv + raising_products * mlp),
-          .results = 2 * context * (width * width + mlp)};
+          .results = 2 * context * (query_width * width + mlp)};
+}
+
+// The ends' costs are 0; cost(block) is that of a block.
+template <typename Cost>
+std::vector<double> costs_of_blocks(const TransformerConfig& config, const Cost& cost) {
+  std::vector<double> costs(at(config.layers) + 2);
+  for (int block = 0; block < config.layers; ++block) {
+    costs[at(block) + 1] = cost(block_costs(config, block));
+  }
+  return costs;
 }
 
 }  // namespace
@@ -33,9 +54,9 @@ std::vector<double> layer_costs(const TransformerConfig& config) {
   validate(config);
   const double context = config.context;
   const double width = config.width;
-  const BlockCosts block = block_costs(config);
-  std::vector<double> costs(at(config.layers) + 2,
-                            block.attention + block.kept_products + block.results);
+  std::vector<double> costs = costs_of_blocks(config, [](const BlockCosts& block) {
+    return block.attention + block.kept_products + block.results;
+  });
   costs.front() = 2 * context * width;
   costs.back() = 2 * context * width * config.vocabulary;
   return costs;
@@ -43,14 +64,17 @@ std::vector<double> layer_costs(const TransformerConfig& config) {
 
 std::vector<double> recompute_costs(const TransformerConfig& config) {
   validate(config);
-  const BlockCosts block = block_costs(config);
-  const double again = config.recompute == Recompute::kNone ? 0
-                       : config.recompute == Recompute::kAttention
-                           ? block.attention
-                           : block.attention + block.kept_products;
-  std::vector<double> costs(at(config.layers) + 2, again);
-  costs.front() = costs.back() = 0;  // no products
-  return costs;
+  return costs_of_blocks(config, [&](const BlockCosts& block) {
+    switch (config.recompute) {
+      case Recompute::kAttention:
+        return block.attention;
+      case Recompute::kBlock:
+        return block.attention + block.kept_products;
+      case Recompute::kNone:
+        break;
+    }
+    return 0.0;
+  });
 }
 
 }  // namespace sluice

@@ -30,6 +30,12 @@ LayerMemory largest(const LayerMemory& a, const LayerMemory& b) {
           std::max(a.gradients, b.gradients), std::max(a.scratch, b.scratch)};
 }
 
+// Blocks with a window and blocks without may differ in what computes their attention.
+void add_note(std::string& notes, const std::string& note) {
+  if (note.empty() || notes.find(note) != std::string::npos) return;
+  notes += (notes.empty() ? "" : "; ") + note;
+}
+
 bool fits(const LayerMemory& wanted, const LayerMemory& had) {
   return wanted.until_input <= had.until_input && wanted.until_weight <= had.until_weight &&
          wanted.gradients <= had.gradients && wanted.scratch <= had.scratch;
@@ -96,7 +102,7 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
   if (gives_logits()) operators.workspace = softmax_cross_entropy_workspace(shape.rows());
   for (size_t i = 0; i < layers_.size(); ++i) {
     operators = largest(operators, layers_[i]->operators(compute, shape));
-    if (description.note.empty()) description.note = layers_[i]->note(compute, shape);
+    add_note(description.note, layers_[i]->note(compute, shape));
     const LayerMemory memory = layers_[i]->memory(shape);
     description.state_bytes_until_input += memory.until_input;
     description.state_bytes_until_weight += memory.until_weight;

@@ -136,7 +136,7 @@ class Kernels {
     const Tensor out = memory.make(DType::kBf16, {rows, w});
     // Queries and keys, not values.
     row("rotary positions", bytes(delta, 2 * (2 + 2)),
-        [&] { rotary(ctx_, shape, model.rotary_base, packed, /*backward=*/false); });
+        [&] { rotary(ctx_, shape, {model.rotary_base}, packed, /*backward=*/false); });
     row("dropout", bytes(delta, 2 + 2),
         [&] { dropout(ctx_, delta, {.probability = 0.1F, .key = {.seed = 1}}, out); });
   }

@@ -297,7 +297,7 @@ class Elements {
     run("attention backward, not products", 4 + 2 * t,
         [&] { attention_backward(ctx_, shape, qkv, out, dout, {}, state.as<std::byte>(), dqkv); });
     row("rotary", 2 * rows_ * options_.width, 2 * t,
-        [&] { rotary(ctx_, shape, 10000, qkv, false); });
+        [&] { rotary(ctx_, shape, {10000}, qkv, false); });
   }
 
   void float_only() {

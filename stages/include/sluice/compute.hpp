@@ -17,6 +17,30 @@ namespace sluice {
 
 class Backend;  // internal: stages/compute/backend.hpp
 
+// How rotary angles are scaled for a context longer than the one trained for.
+struct RotaryScaling {
+  enum class Kind {
+    kNone,
+    kLinear,  // all frequencies over `factor`
+    kLlama3,  // low frequencies over `factor`, high ones as they are, those between interpolated
+  };
+  Kind kind = Kind::kNone;
+  float factor = 1;
+  // kLlama3 only: wavelengths below original_context / high_frequency_factor are high frequencies,
+  // those above original_context / low_frequency_factor low ones.
+  float low_frequency_factor = 1, high_frequency_factor = 4;
+  int original_context = 0;
+  friend bool operator==(const RotaryScaling&, const RotaryScaling&) = default;
+};
+
+// Which angles rotary positions turn by: position times a frequency for each pair i of a head's
+// numbers, base^(-2i/head_dim), scaled.
+struct RotaryPositions {
+  float base = 10000;
+  RotaryScaling scaling = {};
+  friend bool operator==(const RotaryPositions&, const RotaryPositions&) = default;
+};
+
 // Work that advances while operators compute on a CPU: a pipeline's messages.
 class ProgressHook {
  public:
@@ -69,9 +93,10 @@ class ComputeContext {
   // The most that operators have asked for so far.
   [[nodiscard]] std::size_t workspace_peak() const { return workspace_peak_; }
 
-  // For positions 0 .. sequence - 1: cosines, sines, negated sines of position *
-  // base^(-2i/head_dim), [sequence, 3, head_dim / 2], on the device. Made on first use.
-  [[nodiscard]] const float* rotary_table(std::int64_t sequence, std::int64_t head_dim, float base);
+  // For positions 0 .. sequence - 1: cosines, sines, negated sines of the angles, [sequence, 3,
+  // head_dim / 2], on the device. Computed in double precision on first use.
+  [[nodiscard]] const float* rotary_table(std::int64_t sequence, std::int64_t head_dim,
+                                          const RotaryPositions& positions);
   [[nodiscard]] static std::size_t rotary_table_bytes(std::int64_t sequence, std::int64_t head_dim);
 
   // Internal: what computes here.
@@ -80,7 +105,7 @@ class ComputeContext {
  private:
   struct RotaryTable {
     std::int64_t sequence, head_dim;
-    float base;
+    RotaryPositions positions;
     Buffer values;
   };
 
@@ -109,10 +134,15 @@ enum class Activation { kGelu, kSwiglu };
 struct AttentionShape {
   std::int64_t samples = 0, sequence = 0;
   int heads = 0, kv_heads = 0, head_dim = 0;  // heads is a multiple of kv_heads
+  int window = 0;  // positions that a query sees, itself the last of them; 0: all
   [[nodiscard]] constexpr std::int64_t rows() const { return samples * sequence; }
   [[nodiscard]] constexpr std::int64_t packed_width() const {
     return static_cast<std::int64_t>(heads + 2 * kv_heads) * head_dim;
   }
+  // The most positions that a query sees.
+  [[nodiscard]] constexpr std::int64_t seen() const { return slides() ? window : sequence; }
+  // Whether there is a position that a query does not see, besides those after it.
+  [[nodiscard]] constexpr bool slides() const { return window > 0 && window < sequence; }
   friend bool operator==(const AttentionShape&, const AttentionShape&) = default;
 };
 

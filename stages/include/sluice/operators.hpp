@@ -104,11 +104,13 @@ void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tenso
 
 // --- causal self-attention ---
 // Bytes attention_forward keeps for backward. On the CPU: probabilities before dropout, [samples,
-// heads, sequence, sequence rounded up to 16]; columns to the right of a block of 64 rows are
-// neither written nor read. On a GPU: log-sum-exp of the scores, f32 [samples, heads, sequence].
+// heads, sequence, sequence rounded up to 16]; of a block of 64 rows, only the blocks of 64 columns
+// with one that a row sees are written and read. On a GPU: log-sum-exp of the scores, f32 [samples,
+// heads, sequence].
 [[nodiscard]] std::size_t attention_state_bytes(DeviceKind device, const AttentionShape& shape,
                                                 DType dtype);
-// qkv [rows, packed_width]: all queries, then keys, then values of a position. out
+// qkv [rows, packed_width]: all queries, then keys, then values of a position. A query at position
+// i sees the keys of positions i - seen() + 1 to i; what it does not see is not computed. out
 // [rows, heads * head_dim]; scores are scaled by 1/sqrt(head_dim). `dropout` applies to the
 // probabilities; its element index is ((sample * heads + head) * sequence + query) * sequence +
 // key.
@@ -131,9 +133,22 @@ void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const 
 [[nodiscard]] std::string attention_engine(ComputeContext& ctx, const AttentionShape& shape,
                                            DType dtype, bool drops);
 // Rotary positions (Su et al. 2021; halves rotated as in Llama), in place on queries and keys of a
-// packed qkv; `backward` rotates the other way. Table: theta_i = base^(-2i/head_dim).
-void rotary(ComputeContext& ctx, const AttentionShape& shape, float base, const Tensor& qkv,
-            bool backward);
+// packed qkv; `backward` rotates the other way.
+void rotary(ComputeContext& ctx, const AttentionShape& shape, const RotaryPositions& positions,
+            const Tensor& qkv, bool backward);
+// RMSNorm of each head of queries and of keys (Henry et al. 2020), in place in a packed qkv; gains
+// f32 [head_dim]. Keeps for backward what was there before, raw [rows, (heads + kv_heads) *
+// head_dim] of qkv's type, and stats f32 [rows, heads + kv_heads]: rstd; both overwritten.
+void query_key_norm_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                            const Tensor& query_gain, const Tensor& key_gain, float epsilon,
+                            const Tensor& raw, const Tensor& stats);
+// In place in dqkv: the gradient of what the forward wrote becomes that of what it read. dgains f32
+// [2, head_dim], overwritten: the gradients of the two gains, summed over the rows and the heads.
+void query_key_norm_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& raw,
+                             const Tensor& query_gain, const Tensor& key_gain, const Tensor& stats,
+                             const Tensor& dqkv, const Tensor& dgains);
+[[nodiscard]] std::size_t query_key_norm_backward_workspace(ComputeContext& ctx,
+                                                            const AttentionShape& shape);
 
 // --- element-wise; overwrites unless said; the result may be the gradient operand in place ---
 // GELU, tanh form (GPT-2).

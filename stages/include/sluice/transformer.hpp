@@ -6,12 +6,15 @@
 // the precision; its targets are i32 [samples, sequence], negative: not counted.
 //
 //   gpt2:  learned positions, LayerNorm, GELU MLP of 4 * width, biases; initial values as GPT-2
-//   llama: rotary positions, RMSNorm, SwiGLU MLP, grouped-query attention, no biases
+//   llama: rotary positions, RMSNorm, SwiGLU MLP, grouped-query attention; with its options also
+//          Mistral (window), Qwen2 (qkv_bias) and Qwen3 (head_dim, qk_norm)
 //
 // Parameter names: token_embedding.weight, position_embedding.weight, blocks.<i>.{norm1,norm2}.
 // {weight,bias}, blocks.<i>.attention.{qkv,output}.{weight,bias}, blocks.<i>.mlp.{up,down}.{weight,
-// bias} (llama: mlp.{gate_up,down}), final_norm.{weight,bias}, head.weight. Tied: the head's use is
-// a second entry named token_embedding.weight.
+// bias} (llama: mlp.{gate_up,down}), final_norm.{weight,bias}, head.weight; with qk_norm
+// blocks.<i>.attention.{query_norm,key_norm}.weight [head_dim]. qkv is [(heads + 2 kv_heads) *
+// head_dim, width], output [width, heads * head_dim]. Tied: the head's use is a second entry named
+// token_embedding.weight.
 #pragma once
 
 #include <cstdint>
@@ -39,22 +42,7 @@ enum class Recompute {
 struct TransformerLimits {
   static constexpr int kLayers = 1 << 16, kHeads = 1 << 12, kWidth = 1 << 18;
   static constexpr int kMlpWidth = 1 << 20, kContext = 1 << 20, kVocabulary = 1 << 24;
-};
-
-// How rotary angles are scaled for a context longer than the one trained for.
-struct RotaryScaling {
-  enum class Kind {
-    kNone,
-    kLinear,  // all frequencies over `factor`
-    kLlama3,  // low frequencies over `factor`, high ones as they are, those between interpolated
-  };
-  Kind kind = Kind::kNone;
-  float factor = 1;
-  // kLlama3 only: wavelengths below original_context / high_frequency_factor are high frequencies,
-  // those above original_context / low_frequency_factor low ones.
-  float low_frequency_factor = 1, high_frequency_factor = 4;
-  int original_context = 0;
-  friend bool operator==(const RotaryScaling&, const RotaryScaling&) = default;
+  static constexpr int kHeadDim = 1 << 18, kWindow = 1 << 20;
 };
 
 struct TransformerConfig {
@@ -66,21 +54,25 @@ struct TransformerConfig {
   bool tied = true;   // head shares the input embedding
   int positions = 0;  // gpt2: learned ones, at least context; llama: for people; 0: context
   float norm_epsilon = 1e-5F;
-  // llama only, from here to full_layers; gpt2 has all biases and learned positions.
+  // llama only, from here to full_layers; gpt2 has all biases and learned positions. head_dim is
+  // even.
   int head_dim = 0;  // 0: width / heads
   float rotary_base = 10000;
   RotaryScaling rotary_scaling = {};
   bool qkv_bias = false, attention_output_bias = false, mlp_bias = false;
-  bool qk_norm = false;          // RMSNorm of each head's queries and keys, before rotary positions
-  int window = 0;                // positions that a query sees, itself the last of them; 0: all
-  std::vector<int> full_layers = {};  // blocks that see all positions in spite of `window`, ascending
+  bool qk_norm = false;  // RMSNorm of each head's queries and keys, before rotary positions
+  int window = 0;        // positions that a query sees, itself the last of them; 0: all
+  std::vector<int> full_layers = {};  // blocks that see all positions in spite of it, ascending
   DType precision = DType::kF32;  // of products' operands; kBf16 keeps f32 master weights and sums
   Recompute recompute = Recompute::kNone;
 };
 
 // Throws Error(kUsage) naming the option, its value and the nearest legal one: sizes >= 1 and small
-// enough, width a multiple of heads, heads of kv_heads, even head size for llama, dropout in [0,
-// 1).
+// enough, width a multiple of heads unless head_dim is given, heads of kv_heads, even head size for
+// llama, dropout in [0, 1), epsilon and scaling factors above 0 and finite, low_frequency_factor
+// below high_frequency_factor, full_layers ascending blocks of a model with a window. With gpt2, a
+// field of llama that is not at its initial value is refused, except kv_heads and rotary_base,
+// which mean nothing there.
 void validate(const TransformerConfig& config);
 
 // Floating-point operations of one sample's forward, per layer (embedding, blocks, head): the costs
@@ -106,8 +98,8 @@ struct ParameterInfo {
 
 // A block as a layer of a Sequential (<sluice/layers.hpp>): f32 [samples, sequence, width], with
 // parameters "3.norm1.weight", "3.attention.qkv.weight", "3.mlp.up.weight" and so on. Of `config`
-// it takes kind, heads, width, kv_heads, mlp_width, dropout, rotary_base and recompute, and
-// `layers` for initial values; precision is f32.
+// it takes all but context, vocabulary, tied and full_layers, which is empty: each block has the
+// window of its own `config`. `layers` is for initial values; precision is f32.
 [[nodiscard]] LayerSpec transformer_block(const TransformerConfig& config);
 
 // Stage `stage` of `partition`. The result implements SplitBackward, and LossStage on the last.

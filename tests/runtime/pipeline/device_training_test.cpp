@@ -56,6 +56,15 @@ std::vector<TrainingCase> cases() {
   all.back().model.kind = TransformerKind::kLlama;
   all.back().model.kv_heads = 1;
   all.back().model.recompute = Recompute::kBlock;
+  all.push_back(named("llama with all its options"));
+  TransformerConfig& model = all.back().model;
+  model.kind = TransformerKind::kLlama;
+  model.kv_heads = 1;
+  model.head_dim = 10;
+  model.rotary_scaling = {.kind = RotaryScaling::Kind::kLinear, .factor = 2};
+  model.qkv_bias = model.attention_output_bias = model.mlp_bias = model.qk_norm = true;
+  model.window = 5;
+  model.full_layers = {1};
   return all;
 }
 

@@ -25,6 +25,21 @@ TrainingCase named(const char* name) {
   return result;
 }
 
+// All options of llama at once.
+void set_options_of_llama(TransformerConfig& model) {
+  model.kind = TransformerKind::kLlama;
+  model.kv_heads = 1;
+  model.width = 31;
+  model.vocabulary = 47;
+  model.head_dim = 10;
+  model.norm_epsilon = 1e-6F;
+  model.rotary_scaling = {
+      .kind = RotaryScaling::Kind::kLlama3, .factor = 4, .original_context = 10};
+  model.qkv_bias = model.attention_output_bias = model.mlp_bias = model.qk_norm = true;
+  model.window = 5;
+  model.full_layers = {1};
+}
+
 std::vector<TrainingCase> cases() {
   std::vector<TrainingCase> all;
   all.push_back(named("tied"));
@@ -46,6 +61,8 @@ std::vector<TrainingCase> cases() {
   all.push_back(named("llama, grouped queries"));
   all.back().model.kind = TransformerKind::kLlama;
   all.back().model.kv_heads = 1;
+  all.push_back(named("llama with all its options"));
+  set_options_of_llama(all.back().model);
   all.push_back(named("bf16"));
   all.back().model.precision = DType::kBf16;
   return all;
@@ -98,20 +115,24 @@ TEST_P(ExactnessTest, EveryDepthAndScheduleGivesTheBitsOfOneRank) {
 // Whole, split and overlapped backwards against one rank that keeps everything.
 TEST_P(ExactnessTest, RecomputationGivesTheBitsOfOneRankThatKeeps) {
   with_ranks(GetParam(), [&](Communicator& comm) {
-    TrainingCase what = named("recomputation");
-    what.model.layers = 3;
-    what.model.dropout = 0.2F;
-    what.micro_batches = 8;
-    what.micro_batch_size = 1;
-    what.steps = 2;
-    const TrainingOutcome expected = alone(comm, what);
-    for (const Recompute recompute : {Recompute::kAttention, Recompute::kBlock}) {
-      what.model.recompute = recompute;
-      for (const char* name : {"gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe-v"}) {
-        const int chunks = std::string(name).ends_with("-v") ? 2 : 1;
-        if (!is_legal(name, {GetParam(), what.micro_batches, chunks})) continue;
-        const Layout layout{.pipeline = GetParam(), .schedule = name, .chunks = chunks};
-        expect_same(comm, what, layout, expected, train(comm, what, layout));
+    for (const bool llama : {false, true}) {
+      TrainingCase what = named(llama ? "recomputation of llama" : "recomputation");
+      if (llama) set_options_of_llama(what.model);
+      what.model.layers = 3;
+      what.model.dropout = 0.2F;
+      what.micro_batches = 8;
+      what.micro_batch_size = 1;
+      what.steps = 2;
+      const TrainingOutcome expected = alone(comm, what);
+      for (const Recompute recompute :
+           {Recompute::kNone, Recompute::kAttention, Recompute::kBlock}) {
+        what.model.recompute = recompute;
+        for (const char* name : {"gpipe", "1f1b", "zb-h1", "zb-v", "dualpipe-v"}) {
+          const int chunks = std::string(name).ends_with("-v") ? 2 : 1;
+          if (!is_legal(name, {GetParam(), what.micro_batches, chunks})) continue;
+          const Layout layout{.pipeline = GetParam(), .schedule = name, .chunks = chunks};
+          expect_same(comm, what, layout, expected, train(comm, what, layout));
+        }
       }
     }
   });

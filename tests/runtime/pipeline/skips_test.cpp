@@ -143,11 +143,15 @@ TEST_P(SkipsTest, TransformersOfLayersHaveTheBitsOfOneRank) {
     TransformerConfig llama{.kind = TransformerKind::kLlama, .layers = 2, .heads = 2, .width = 8};
     llama.kv_heads = 1;
     llama.recompute = Recompute::kBlock;
+    TransformerConfig qwen = llama;
+    qwen.head_dim = 6;
+    qwen.qkv_bias = qwen.qk_norm = true;
+    qwen.window = 3;
     const Sequential model =
         Sequential({embedding(7, 8, 5), transformer_block(gpt), layer_norm(8),
                     attention(8, 4, {.kv_heads = 2, .rotary_base = 1e4F, .dropout = 0.1}),
-                    transformer_block(llama), residual({rms_norm(8), attention(8, 2)}),
-                    linear(8, 7), skip(1, 4)},
+                    transformer_block(llama), transformer_block(qwen),
+                    residual({rms_norm(8), attention(8, 2)}), linear(8, 7), skip(1, 4)},
                    cross_entropy_loss())
             .with_input({DType::kI32, {5}});
     std::vector<std::int32_t> x(11 * 5), y(11 * 5);
@@ -272,6 +276,10 @@ TEST(SkipSpecTest, LayersOfTransformersRefuseNumbersThatCannotWork) {
   refused(transformer_block({.heads = 3, .width = 8}), "layer 0 (transformer_block)");
   refused(transformer_block({.width = 8, .precision = DType::kBf16}),
           "a precision of bf16; legal in a Sequential: f32");
+  TransformerConfig full{.kind = TransformerKind::kLlama, .heads = 2, .width = 8};
+  full.window = 4;
+  full.full_layers = {0, 2};
+  refused(transformer_block(full), "full_layers of 2 blocks; legal in a Sequential: none");
   refused(embedding(4, 8, -1), "positions is -1");
   const auto unfit = [](const LayerSpec& spec, const TensorSpec& input, const std::string& part) {
     expect_error(ErrorCode::kUsage, {part}, [&] { (void)Sequential({spec}).with_input(input); });

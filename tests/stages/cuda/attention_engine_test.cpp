@@ -22,6 +22,18 @@ TEST_F(CudaAttentionEngineTest, KeepsTheLogarithmOfEachRowsSum) {
   }
 }
 
+TEST_F(CudaAttentionEngineTest, IsOwnWithAWindowThatHidesPositions) {
+  AttentionShape sliding = kShape;
+  sliding.window = 127;
+  for (const DType dtype : {DType::kF32, DType::kBf16}) {
+    EXPECT_EQ(attention_engine(gpu(), sliding, dtype, false), "own kernels (sliding window)");
+  }
+  AttentionShape whole = kShape;
+  whole.window = 128;
+  EXPECT_EQ(attention_engine(gpu(), whole, DType::kBf16, false),
+            attention_engine(gpu(), kShape, DType::kBf16, false));
+}
+
 #if SLUICE_WITH_CUDNN
 TEST_F(CudaAttentionEngineTest, IsCudnnInBf16WithoutDropout) {
   EXPECT_EQ(attention_engine(gpu(), kShape, DType::kBf16, false), "cuDNN");

@@ -9,9 +9,10 @@ class CudaAttentionTest : public GpuCompareTest {
  protected:
   void check(const AttentionShape& shape, const Dropout& dropout = {}) {
     for (const DType dtype : kOperandTypes) {
-      SCOPED_TRACE(fmt::format("{} samples, sequence {}, heads {} and {}, head_dim {}, {}",
-                               shape.samples, shape.sequence, shape.heads, shape.kv_heads,
-                               shape.head_dim, name_of(dtype)));
+      SCOPED_TRACE(
+          fmt::format("{} samples, sequence {}, heads {} and {}, head_dim {}, window {}, {}",
+                      shape.samples, shape.sequence, shape.heads, shape.kv_heads, shape.head_dim,
+                      shape.window, name_of(dtype)));
       const Shape packed = {shape.rows(), shape.packed_width()};
       const Shape width = {shape.rows(), std::int64_t{shape.heads} * shape.head_dim};
       const Operand qkv = random_operand(dtype, packed, 1, 1.5),
@@ -69,6 +70,17 @@ TEST_F(CudaAttentionTest, DropsWhatTheCpuDrops) {
   const Dropout dropout = {0.25F, {3, random_site(1, 2), 5}, 4321};
   check({.samples = 2, .sequence = 13, .heads = 2, .kv_heads = 1, .head_dim = 4}, dropout);
   check({.samples = 2, .sequence = 40, .heads = 2, .kv_heads = 2, .head_dim = 8}, dropout);
+}
+
+// Windows of one position, within a tile, of whole tiles, over several, and of all positions.
+TEST_F(CudaAttentionTest, SeesTheCpusWindow) {
+  const Dropout dropout = {0.25F, {3, random_site(1, 2), 5}, 4321};
+  for (const int window : {1, 5, 32, 33, 70, 75, 200}) {
+    check(
+        {.samples = 1, .sequence = 75, .heads = 4, .kv_heads = 2, .head_dim = 8, .window = window});
+  }
+  check({.samples = 2, .sequence = 40, .heads = 2, .kv_heads = 1, .head_dim = 8, .window = 7},
+        dropout);
 }
 
 TEST_F(CudaAttentionTest, RefusesHeadsItCannotHold) {

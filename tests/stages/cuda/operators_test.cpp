@@ -166,8 +166,47 @@ TEST_F(CudaElementTest, RotaryIsTheCpusToTheBit) {
       const Operand qkv = random_operand(dtype, {shape.rows(), shape.packed_width()}, 9);
       for (const bool backward : {false, true}) {
         compare_shifted({&qkv}, kExact, [&](ComputeContext& ctx, const Tensors& at) {
-          rotary(ctx, shape, 100, at[0], backward);
+          rotary(ctx, shape, {100}, at[0], backward);
         });
+      }
+    }
+  }
+}
+
+TEST_F(CudaElementTest, ScaledRotaryIsTheCpusToTheBit) {
+  const AttentionShape shape = {
+      .samples = 1, .sequence = 70, .heads = 2, .kv_heads = 1, .head_dim = 16};
+  const RotaryPositions positions = {
+      .base = 100,
+      .scaling = {.kind = RotaryScaling::Kind::kLlama3, .factor = 8, .original_context = 32}};
+  const Operand qkv = random_operand(DType::kF32, {shape.rows(), shape.packed_width()}, 9);
+  compare_shifted({&qkv}, kExact, [&](ComputeContext& ctx, const Tensors& at) {
+    rotary(ctx, shape, positions, at[0], false);
+  });
+}
+
+// One row and many (more than a slice of the sums over rows); odd heads, packs, wide ones.
+TEST_F(CudaElementTest, QueryKeyNormIsTheCpus) {
+  for (const DType dtype : kOperandTypes) {
+    for (const int head_dim : {1, 6, 7, 64, 136}) {
+      for (const std::int64_t sequence : {1, 67}) {
+        SCOPED_TRACE(fmt::format("{} {} {}", name_of(dtype), head_dim, sequence));
+        const AttentionShape shape = {
+            .samples = 2, .sequence = sequence, .heads = 4, .kv_heads = 2, .head_dim = head_dim};
+        const Shape packed = {shape.rows(), shape.packed_width()};
+        const Operand qkv = random_operand(dtype, packed, 1),
+                      dqkv = random_operand(dtype, packed, 2);
+        const Operand query = random_operand(DType::kF32, {head_dim}, 3);
+        const Operand key = random_operand(DType::kF32, {head_dim}, 4);
+        const Operand raw(dtype, {shape.rows(), 6 * head_dim}),
+            stats(DType::kF32, {shape.rows(), 6});
+        const Operand dgains(DType::kF32, {2, head_dim});
+        compare_shifted(
+            {&qkv, &dqkv, &query, &key, &raw, &stats, &dgains}, gpu_tolerance(dtype),
+            [&](ComputeContext& ctx, const Tensors& at) {
+              query_key_norm_forward(ctx, shape, at[0], at[2], at[3], 1e-5F, at[4], at[5]);
+              query_key_norm_backward(ctx, shape, at[4], at[2], at[3], at[5], at[1], at[6]);
+            });
       }
     }
   }

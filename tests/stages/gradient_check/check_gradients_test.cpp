@@ -37,10 +37,17 @@ TEST(CheckGradientsTest, EveryLayerOfTransformersPasses) {
   llama.kv_heads = 1;
   TransformerConfig recomputed = llama;
   recomputed.recompute = Recompute::kBlock;
+  TransformerConfig qwen = llama;
+  qwen.norm_epsilon = 0.1F;
+  qwen.head_dim = 6;
+  qwen.rotary_scaling = {.kind = RotaryScaling::Kind::kLinear, .factor = 2};
+  qwen.qkv_bias = qwen.attention_output_bias = qwen.mlp_bias = qwen.qk_norm = true;
+  qwen.window = 2;
   for (const LayerSpec& layer :
        {attention(8, 2), attention(8, 4, {.kv_heads = 2, .rotary_base = 1e4F, .bias = false}),
         attention(8, 2, {.dropout = 0.3}), transformer_block(gpt), transformer_block(llama),
-        transformer_block(recomputed), residual({layer_norm(8), attention(8, 2)})}) {
+        transformer_block(recomputed), transformer_block(qwen),
+        residual({layer_norm(8), attention(8, 2)})}) {
     SCOPED_TRACE(layer.kind);
     EXPECT_NO_THROW(check_gradients(layer, sequences));
   }

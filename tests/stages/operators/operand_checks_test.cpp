@@ -302,9 +302,31 @@ std::vector<OperatorForm> attention_forms() {
         {4, {kF32, {6, 20}}, "dqkv is f32 [6, 20]; legal with qkv f32 [6, 40] and shape of 2"}}},
       {"rotary",
        {{kBf16, {6, 40}}},
-       [](ComputeContext& ctx, const Tensors& at) { rotary(ctx, kAttention, 100, at[0], false); },
+       [](ComputeContext& ctx, const Tensors& at) { rotary(ctx, kAttention, {100}, at[0], false); },
        {{0, {kI32, {6, 40}}, "qkv is i32 [6, 40]; legal with shape of 2 samples, 3 positions"},
         {0, {kBf16, {3, 40}}, "qkv is bf16 [3, 40]; legal with shape of 2 samples, 3"}}},
+      {"query_key_norm_forward",
+       {{kBf16, {6, 40}}, {kF32, {5}}, {kF32, {5}}, {kBf16, {6, 30}}, {kF32, {6, 6}}},
+       [](ComputeContext& ctx, const Tensors& at) {
+         query_key_norm_forward(ctx, kAttention, at[0], at[1], at[2], 1e-5F, at[3], at[4]);
+       },
+       {{0, {kBf16, {6, 30}}, "qkv is bf16 [6, 30]; legal with shape of 2 samples, 3 positions"},
+        {1, {kF32, {20}}, "query_gain is f32 [20]; legal with shape of 2"},
+        {2, {kBf16, {5}}, "key_gain is bf16 [5]; legal with shape of 2"},
+        {3, {kF32, {6, 30}}, "raw is f32 [6, 30]; legal with qkv bf16 [6, 40] and shape of 2"},
+        {3, {kBf16, {6, 40}}, "raw is bf16 [6, 40]; legal with qkv bf16 [6, 40] and shape of 2"},
+        {4, {kF32, {6, 4}}, "stats is f32 [6, 4]; legal with shape of 2"}}},
+      {"query_key_norm_backward",
+       {{kF32, {6, 30}}, {kF32, {5}}, {kF32, {5}}, {kF32, {6, 6}}, {kF32, {6, 40}}, {kF32, {2, 5}}},
+       [](ComputeContext& ctx, const Tensors& at) {
+         query_key_norm_backward(ctx, kAttention, at[0], at[1], at[2], at[3], at[4], at[5]);
+       },
+       {{0, {kBf16, {6, 30}}, "raw is bf16 [6, 30]; legal with dqkv f32 [6, 40] and shape of 2"},
+        {1, {kF32, {5, 1}}, "query_gain is f32 [5, 1]; legal with shape of 2"},
+        {2, {kF32, {4}}, "key_gain is f32 [4]; legal with shape of 2"},
+        {3, {kF32, {5, 6}}, "stats is f32 [5, 6]; legal with shape of 2"},
+        {4, {kF32, {6, 30}}, "dqkv is f32 [6, 30]; legal with shape of 2"},
+        {5, {kF32, {5, 2}}, "dgains is f32 [5, 2]; legal with shape of 2"}}},
   };
 }
 

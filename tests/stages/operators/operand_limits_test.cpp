@@ -67,17 +67,22 @@ TEST(OperandChecksTest, SumsAndStateMustBeSomewhere) {
 
 TEST(OperandChecksTest, OfAttentionWithoutAShapeAreRefused) {
   ComputeContext ctx(Device{}, 1);
-  AttentionShape uneven = kAttention, headless = kAttention, huge = kAttention, wide = kAttention;
+  AttentionShape uneven = kAttention, headless = kAttention, huge = kAttention, wide = kAttention,
+                 behind = kAttention;
   uneven.kv_heads = 3;
   headless.kv_heads = 0;
   huge.samples = huge.sequence = std::int64_t{1} << 32;
   wide.heads = wide.kv_heads = std::numeric_limits<int>::max();
-  for (const AttentionShape& shape : {uneven, headless, huge, wide}) {
+  behind.window = -1;
+  for (const AttentionShape& shape : {uneven, headless, huge, wide, behind}) {
     const auto message = AllOf(HasSubstr(": shape of "), HasSubstr(" heads over "),
                                HasSubstr("; legal: heads that are a multiple"));
     expect_usage(message, [&] { attention_forward(ctx, shape, {}, {}, {}, nullptr); });
     expect_usage(message, [&] { attention_backward(ctx, shape, {}, {}, {}, {}, nullptr, {}); });
-    expect_usage(message, [&] { rotary(ctx, shape, 100, {}, false); });
+    expect_usage(message, [&] { rotary(ctx, shape, {100}, {}, false); });
+    expect_usage(message, [&] { query_key_norm_forward(ctx, shape, {}, {}, {}, 1, {}, {}); });
+    expect_usage(message, [&] { query_key_norm_backward(ctx, shape, {}, {}, {}, {}, {}, {}); });
+    expect_usage(message, [&] { (void)query_key_norm_backward_workspace(ctx, shape); });
     expect_usage(message, [&] { (void)attention_state_bytes(DeviceKind::kCpu, shape, kF32); });
     expect_usage(message, [&] { (void)attention_engine(ctx, shape, kF32, false); });
     expect_usage(message, [&] { (void)attention_forward_workspace(ctx, shape, kF32, false); });

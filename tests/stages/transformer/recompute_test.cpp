@@ -32,6 +32,19 @@ TransformerConfig config_with(Recompute recompute, DType precision = DType::kF32
   return config;
 }
 
+// With all that the options of llama keep and compute.
+TransformerConfig llama_with(Recompute recompute, DType precision) {
+  TransformerConfig config = config_with(recompute, precision);
+  config.kind = TransformerKind::kLlama;
+  config.kv_heads = 2;
+  config.head_dim = 10;
+  config.rotary_scaling = {.kind = RotaryScaling::Kind::kLinear, .factor = 2};
+  config.qkv_bias = config.attention_output_bias = config.mlp_bias = config.qk_norm = true;
+  config.window = 9;
+  config.full_layers = {1};
+  return config;
+}
+
 constexpr std::int64_t kSamples = 2;
 constexpr std::size_t kRows = kSamples * 80;
 constexpr std::size_t kStream = kRows * 64 * sizeof(float);  // one point of the residual stream
@@ -96,6 +109,9 @@ struct Setting {
   const char* name;
   Recompute recompute;
   DType precision;
+  TransformerConfig (*make)(Recompute recompute, DType precision) = config_with;
+
+  [[nodiscard]] TransformerConfig config() const { return make(recompute, precision); }
 };
 
 void PrintTo(const Setting& setting, std::ostream* os) { *os << setting.name; }
@@ -103,8 +119,8 @@ void PrintTo(const Setting& setting, std::ostream* os) { *os << setting.name; }
 class RecomputeMemoryTest : public ::testing::TestWithParam<Setting> {};
 
 TEST_P(RecomputeMemoryTest, TakesTheBytesItDescribes) {
-  const TransformerConfig config = config_with(GetParam().recompute, GetParam().precision);
-  const StageDescription described = describe_blocks(GetParam().recompute, GetParam().precision);
+  const TransformerConfig config = GetParam().config();
+  const StageDescription described = describe(config, {{0, 1, 4, 5}}, 1, kStreamSpec);
   for (const bool split : {false, true}) {
     for (const int slots : {1, 4}) {
       ComputeContext compute({}, 1);
@@ -126,7 +142,7 @@ TEST_P(RecomputeMemoryTest, TakesTheBytesItDescribes) {
 }
 
 TEST_P(RecomputeMemoryTest, StepsMakeNoPrimitiveAndNoScratch) {
-  const TransformerConfig config = config_with(GetParam().recompute, GetParam().precision);
+  const TransformerConfig config = GetParam().config();
   for (const bool split : {false, true}) {
     LocalPipeline pipeline(
         config, {{0, 2, 5}},
@@ -140,12 +156,17 @@ TEST_P(RecomputeMemoryTest, StepsMakeNoPrimitiveAndNoScratch) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Settings, RecomputeMemoryTest,
-                         ::testing::Values(Setting{"None", Recompute::kNone, DType::kF32},
-                                           Setting{"Attention", Recompute::kAttention, DType::kF32},
-                                           Setting{"Block", Recompute::kBlock, DType::kF32},
-                                           Setting{"BlockBf16", Recompute::kBlock, DType::kBf16}),
-                         [](const auto& instance) { return instance.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Settings, RecomputeMemoryTest,
+    ::testing::Values(Setting{"None", Recompute::kNone, DType::kF32},
+                      Setting{"Attention", Recompute::kAttention, DType::kF32},
+                      Setting{"Block", Recompute::kBlock, DType::kF32},
+                      Setting{"BlockBf16", Recompute::kBlock, DType::kBf16},
+                      Setting{"Llama", Recompute::kNone, DType::kF32, llama_with},
+                      Setting{"LlamaAttentionBf16", Recompute::kAttention, DType::kBf16,
+                              llama_with},
+                      Setting{"LlamaBlock", Recompute::kBlock, DType::kF32, llama_with}),
+    [](const auto& instance) { return instance.param.name; });
 
 TEST(RecomputeTest, ForwardRunsNoProductTwiceAndBackwardOnlyThoseItCounts) {
   const auto products = [](Recompute recompute) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numbers>
+#include <span>
 
 namespace sluice::testing {
 
@@ -19,14 +20,14 @@ class Reference {
       : config_(config), parameters_(parameters), sequence_(sequence), width_(config.width) {
     gpt2_ = config.kind == TransformerKind::kGpt2;
     kv_heads_ = gpt2_ || config.kv_heads == 0 ? config.heads : config.kv_heads;
-    head_dim_ = config.width / config.heads;
+    head_dim_ = config.head_dim > 0 ? config.head_dim : config.width / config.heads;
   }
 
   double loss(const std::int32_t* tokens, const std::int32_t* targets) const {
     Vector x = embed(tokens);
     for (int layer = 0; layer < config_.layers; ++layer) {
       const std::string name = "blocks." + std::to_string(layer);
-      add_to(x, linear(attend(linear(norm(x, name + ".norm1"), name + ".attention.qkv")),
+      add_to(x, linear(attend(linear(norm(x, name + ".norm1"), name + ".attention.qkv"), layer),
                        name + ".attention.output"));
       add_to(x, linear(activate(linear(norm(x, name + ".norm2"),
                                        name + (gpt2_ ? ".mlp.up" : ".mlp.gate_up"))),
@@ -38,6 +39,7 @@ class Reference {
 
  private:
   const Vector& parameter(const std::string& name) const { return parameters_.at(name); }
+  double epsilon() const { return static_cast<double>(config_.norm_epsilon); }
   bool has(const std::string& name) const { return parameters_.count(name) > 0; }
   static void add_to(Vector& x, const Vector& y) {
     std::transform(x.begin(), x.end(), y.begin(), x.begin(), std::plus<>());
@@ -71,7 +73,7 @@ class Reference {
       for (int i = 0; i < width_; ++i) {
         squares += (row[i] - mean) * (row[i] - mean) / width_;
       }
-      const double scale = 1.0 / std::sqrt(squares + 1e-5);
+      const double scale = 1.0 / std::sqrt(squares + epsilon());
       for (int i = 0; i < width_; ++i) {
         y[index(t * width_ + i)] = (row[i] - mean) * scale * weight[index(i)] + bias[index(i)];
       }
@@ -98,39 +100,75 @@ class Reference {
     return y;
   }
 
-  // The vector of `head` (queries, then keys, then values) at position t, rotated where it is a
-  // query or a key.
-  Vector head_vector(const Vector& qkv, int t, int head) const {
+  // theta_i, scaled as modeling_rope_utils.py of transformers writes it, in wavelengths.
+  double frequency(int i) const {
+    const double plain = std::pow(static_cast<double>(config_.rotary_base), -2.0 * i / head_dim_);
+    const RotaryScaling& scaling = config_.rotary_scaling;
+    if (scaling.kind == RotaryScaling::Kind::kNone) return plain;
+    if (scaling.kind == RotaryScaling::Kind::kLinear) return plain / scaling.factor;
+    const double wavelength = 2 * std::numbers::pi / plain, context = scaling.original_context;
+    const double low = scaling.low_frequency_factor, high = scaling.high_frequency_factor;
+    if (wavelength < context / high) return plain;
+    if (wavelength > context / low) return plain / scaling.factor;
+    const double smooth = (context / wavelength - low) / (high - low);
+    return (1 - smooth) * plain / scaling.factor + smooth * plain;
+  }
+
+  void norm_head(Vector& x, const std::string& name) const {
+    double squares = 0;
+    for (const double value : x) squares += value * value / head_dim_;
+    const Vector& weight = parameter(name);
+    for (size_t i = 0; i < x.size(); ++i) x[i] *= weight[i] / std::sqrt(squares + epsilon());
+  }
+
+  // The vector of `head` (queries, then keys, then values) at position t, normed and rotated where
+  // it is a query or a key.
+  Vector head_vector(const Vector& qkv, int t, int head, int layer) const {
     const int packed = (config_.heads + 2 * kv_heads_) * head_dim_;
     const double* from = qkv.data() + t * packed + head * head_dim_;
     Vector result(from, from + head_dim_);
+    if (config_.qk_norm && head < config_.heads + kv_heads_) {
+      norm_head(result, "blocks." + std::to_string(layer) + ".attention." +
+                            (head < config_.heads ? "query" : "key") + "_norm.weight");
+    }
     if (!gpt2_ && head < config_.heads + kv_heads_) {
       const int half = head_dim_ / 2;
       for (int i = 0; i < half; ++i) {
-        const double angle =
-            t * std::pow(static_cast<double>(config_.rotary_base), -2.0 * i / head_dim_);
-        result[index(i)] = from[i] * std::cos(angle) - from[i + half] * std::sin(angle);
-        result[index(i + half)] = from[i + half] * std::cos(angle) + from[i] * std::sin(angle);
+        const double angle = t * frequency(i);
+        const double low = result[index(i)], high = result[index(i + half)];
+        result[index(i)] = low * std::cos(angle) - high * std::sin(angle);
+        result[index(i + half)] = high * std::cos(angle) + low * std::sin(angle);
       }
     }
     return result;
   }
 
-  Vector attend(const Vector& qkv) const {
-    Vector out(index(sequence_ * width_));
+  // The first position that a query at position t sees.
+  int first_seen(int t, int layer) const {
+    const std::vector<int>& full = config_.full_layers;
+    const bool all =
+        config_.window == 0 || std::find(full.begin(), full.end(), layer) != full.end();
+    return all ? 0 : std::max(0, t - config_.window + 1);
+  }
+
+  Vector attend(const Vector& qkv, int layer) const {
+    const int columns = config_.heads * head_dim_;
+    Vector out(index(sequence_ * columns));
     for (int head = 0; head < config_.heads; ++head) {
       const int kv = head / (config_.heads / kv_heads_);
       std::vector<Vector> keys, values;
       for (int t = 0; t < sequence_; ++t) {
-        keys.push_back(head_vector(qkv, t, config_.heads + kv));
-        values.push_back(head_vector(qkv, t, config_.heads + kv_heads_ + kv));
-        mix(head_vector(qkv, t, head), keys, values, out.data() + t * width_ + head * head_dim_);
+        keys.push_back(head_vector(qkv, t, config_.heads + kv, layer));
+        values.push_back(head_vector(qkv, t, config_.heads + kv_heads_ + kv, layer));
+        const auto first = static_cast<std::size_t>(first_seen(t, layer));
+        mix(head_vector(qkv, t, head, layer), std::span(keys).subspan(first),
+            std::span(values).subspan(first), out.data() + t * columns + head * head_dim_);
       }
     }
     return out;
   }
 
-  void mix(const Vector& query, const std::vector<Vector>& keys, const std::vector<Vector>& values,
+  void mix(const Vector& query, std::span<const Vector> keys, std::span<const Vector> values,
            double* out) const {
     Vector weights;
     double total = 0;

@@ -25,6 +25,7 @@ struct Variant {
   bool tied;
   float dropout;
   DType precision;
+  void (*change)(TransformerConfig& config) = nullptr;  // of fields of llama
 };
 
 void PrintTo(const Variant& variant, std::ostream* os) { *os << variant.name; }
@@ -41,6 +42,7 @@ TransformerConfig config_of(const Variant& variant) {
   config.tied = variant.tied;
   config.dropout = variant.dropout;
   config.precision = variant.precision;
+  if (variant.change != nullptr) variant.change(config);
   return config;
 }
 
@@ -197,14 +199,44 @@ TEST_P(ExactnessTest, RepeatsAfterZeroedGradients) {
   expect_same_bits(outcome_of(pipeline), expected, "second step");
 }
 
+constexpr RotaryScaling kScaling = {
+    .kind = RotaryScaling::Kind::kLlama3, .factor = 4, .original_context = 40};
+
+// Of 70 positions, the last two see none of the 64 keys of the attention kernel's first block.
+void change_all(TransformerConfig& config) {
+  config.width = 45;
+  config.head_dim = 10;
+  config.norm_epsilon = 1e-6F;
+  config.rotary_scaling = kScaling;
+  config.qkv_bias = config.attention_output_bias = config.mlp_bias = config.qk_norm = true;
+  config.window = 5;
+  config.full_layers = {1};
+}
+
+Variant llama(const char* name, void (*change)(TransformerConfig& config)) {
+  return {name, TransformerKind::kLlama, true, 0, DType::kF32, change};
+}
+
 INSTANTIATE_TEST_SUITE_P(
     Variants, ExactnessTest,
-    ::testing::Values(Variant{"Gpt2", TransformerKind::kGpt2, true, 0, DType::kF32},
-                      Variant{"Gpt2UntiedDropout", TransformerKind::kGpt2, false, 0.2F,
-                              DType::kF32},
-                      Variant{"Gpt2Bf16Dropout", TransformerKind::kGpt2, true, 0.2F, DType::kBf16},
-                      Variant{"Llama", TransformerKind::kLlama, true, 0.1F, DType::kF32},
-                      Variant{"LlamaUntiedBf16", TransformerKind::kLlama, false, 0, DType::kBf16}),
+    ::testing::Values(
+        Variant{"Gpt2", TransformerKind::kGpt2, true, 0, DType::kF32},
+        Variant{"Gpt2UntiedDropout", TransformerKind::kGpt2, false, 0.2F, DType::kF32},
+        Variant{"Gpt2Bf16Dropout", TransformerKind::kGpt2, true, 0.2F, DType::kBf16},
+        Variant{"Llama", TransformerKind::kLlama, true, 0.1F, DType::kF32},
+        Variant{"LlamaUntiedBf16", TransformerKind::kLlama, false, 0, DType::kBf16},
+        llama("HeadDim", [](auto& c) { c.head_dim = 10; }),
+        llama("Epsilon", [](auto& c) { c.norm_epsilon = 1e-3F; }),
+        llama("Biases", [](auto& c) { c.qkv_bias = c.attention_output_bias = c.mlp_bias = true; }),
+        llama("Scaling", [](auto& c) { c.rotary_scaling = kScaling; }),
+        llama("QkNorm", [](auto& c) { c.qk_norm = true; }),
+        llama("Window",
+              [](auto& c) {
+                c.window = 5;
+                c.full_layers = {0, 2};
+              }),
+        llama("All", change_all),
+        Variant{"AllBf16Dropout", TransformerKind::kLlama, false, 0.2F, DType::kBf16, change_all}),
     [](const auto& instance) { return instance.param.name; });
 
 // Small products hide what accumulation in place and leading dimensions do.

@@ -63,17 +63,26 @@ ReferenceParameters in_double(LocalPipeline& pipeline) {
   return result;
 }
 
+using Change = void (*)(TransformerConfig& config);
+
 struct ModelCase {
   const char* name;
   TransformerKind kind;
   bool tied;
+  Change change = nullptr;  // of fields of llama
+
+  [[nodiscard]] TransformerConfig config() const {
+    TransformerConfig config = small_config(kind, tied);
+    if (change != nullptr) change(config);
+    return config;
+  }
 };
 void PrintTo(const ModelCase& model, std::ostream* os) { *os << model.name; }
 
 class TransformerModelTest : public ::testing::TestWithParam<ModelCase> {};
 
 TEST_P(TransformerModelTest, LossAndGradientsMatchDoublePrecision) {
-  const TransformerConfig config = small_config(GetParam().kind, GetParam().tied);
+  const TransformerConfig config = GetParam().config();
   const auto batch = make_micro_batch(config, 0, 2, 11);
   LocalPipeline pipeline(config, whole(config), {batch}, {.loss_scale = 0.125});
   enlarge(pipeline);
@@ -112,7 +121,7 @@ TEST_P(TransformerModelTest, LossAndGradientsMatchDoublePrecision) {
 // Along its own gradient, a parameter changes the loss by the gradient's square: true only where
 // backward drops what forward dropped.
 TEST_P(TransformerModelTest, GradientsFollowTheForwardsDropout) {
-  TransformerConfig config = small_config(GetParam().kind, GetParam().tied);
+  TransformerConfig config = GetParam().config();
   config.dropout = 0.3F;
   LocalPipeline pipeline(config, whole(config), {make_micro_batch(config, 3, 2, 13)});
   enlarge(pipeline);
@@ -141,13 +150,54 @@ TEST_P(TransformerModelTest, GradientsFollowTheForwardsDropout) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Models, TransformerModelTest,
-                         ::testing::Values(ModelCase{"Gpt2Tied", TransformerKind::kGpt2, true},
-                                           ModelCase{"Gpt2Untied", TransformerKind::kGpt2, false},
-                                           ModelCase{"LlamaTied", TransformerKind::kLlama, true},
-                                           ModelCase{"LlamaUntied", TransformerKind::kLlama,
-                                                     false}),
-                         [](const auto& instance) { return instance.param.name; });
+constexpr RotaryScaling kLinear = {.kind = RotaryScaling::Kind::kLinear, .factor = 4};
+constexpr RotaryScaling kLlama3 = {
+    .kind = RotaryScaling::Kind::kLlama3, .factor = 4, .original_context = 20};
+
+ModelCase llama(const char* name, Change change) {
+  return {name, TransformerKind::kLlama, true, change};
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Models, TransformerModelTest,
+    ::testing::Values(ModelCase{"Gpt2Tied", TransformerKind::kGpt2, true},
+                      ModelCase{"Gpt2Untied", TransformerKind::kGpt2, false},
+                      ModelCase{"Gpt2Epsilon", TransformerKind::kGpt2, true,
+                                [](auto& c) { c.norm_epsilon = 0.03F; }},
+                      ModelCase{"LlamaTied", TransformerKind::kLlama, true},
+                      ModelCase{"LlamaUntied", TransformerKind::kLlama, false},
+                      llama("LlamaWideHeads", [](auto& c) { c.head_dim = 10; }),
+                      llama("LlamaWidthOfNoMultiple",
+                            [](auto& c) {
+                              c.width = 23;
+                              c.head_dim = 4;
+                              c.mlp_width = 31;
+                              c.vocabulary = 17;
+                            }),
+                      llama("LlamaEpsilon", [](auto& c) { c.norm_epsilon = 0.03F; }),
+                      llama("LlamaQkvBias", [](auto& c) { c.qkv_bias = true; }),
+                      llama("LlamaOutputBias", [](auto& c) { c.attention_output_bias = true; }),
+                      llama("LlamaMlpBias", [](auto& c) { c.mlp_bias = true; }),
+                      llama("LlamaLinearScaling", [](auto& c) { c.rotary_scaling = kLinear; }),
+                      llama("Llama3Scaling", [](auto& c) { c.rotary_scaling = kLlama3; }),
+                      llama("LlamaQkNorm", [](auto& c) { c.qk_norm = true; }),
+                      llama("LlamaWindow", [](auto& c) { c.window = 4; }),
+                      llama("LlamaFullLayers",
+                            [](auto& c) {
+                              c.window = 3;
+                              c.full_layers = {1};
+                            }),
+                      llama("LlamaAll",
+                            [](auto& c) {
+                              c.width = 22;
+                              c.head_dim = 6;
+                              c.norm_epsilon = 0.01F;
+                              c.rotary_scaling = kLlama3;
+                              c.qkv_bias = c.attention_output_bias = c.mlp_bias = c.qk_norm = true;
+                              c.window = 3;
+                              c.full_layers = {0};
+                            })),
+    [](const auto& instance) { return instance.param.name; });
 
 TEST(TransformerTest, ShorterSequenceGivesThePrefixesLogits) {
   const TransformerConfig config = small_config(TransformerKind::kLlama, true);
@@ -227,6 +277,26 @@ TEST(TransformerTest, ListsParametersOnceInGlobalOrder) {
   EXPECT_EQ(names(config).back(), "head.weight [19, 24]");
 }
 
+TEST(TransformerTest, ListsParametersOfTheOptionsOfLlama) {
+  TransformerConfig config = small_config(TransformerKind::kLlama, true);
+  config.layers = 1;
+  config.width = 23;
+  config.head_dim = 6;
+  config.qkv_bias = config.attention_output_bias = config.mlp_bias = config.qk_norm = true;
+  std::vector<std::string> names;
+  for (const ParameterInfo& info : parameter_list(config)) {
+    names.push_back(info.name.substr(info.name.find('.') + 1) + " " + to_string(info.shape));
+  }
+  EXPECT_THAT(names,
+              ::testing::ElementsAre(
+                  "weight [19, 23]", "0.norm1.weight [23]", "0.attention.qkv.weight [48, 23]",
+                  "0.attention.qkv.bias [48]", "0.attention.query_norm.weight [6]",
+                  "0.attention.key_norm.weight [6]", "0.attention.output.weight [23, 24]",
+                  "0.attention.output.bias [23]", "0.norm2.weight [23]",
+                  "0.mlp.gate_up.weight [80, 23]", "0.mlp.gate_up.bias [80]",
+                  "0.mlp.down.weight [23, 40]", "0.mlp.down.bias [23]", "weight [23]"));
+}
+
 TEST(TransformerTest, CountsTheParametersOfKnownModels) {
   TransformerConfig gpt2;
   gpt2.layers = 12;
@@ -256,6 +326,54 @@ TEST(TransformerTest, CostsWeighTheHeadAgainstTheBlocks) {
   EXPECT_DOUBLE_EQ(costs[1], costs[4]);
   EXPECT_LT(costs[0], 0.01 * costs[1]);
   EXPECT_NEAR(costs[5] / costs[1], 1.0 / 12, 0.01);
+}
+
+TEST(TransformerTest, CostsFollowTheOptionsOfLlama) {
+  TransformerConfig config = small_config(TransformerKind::kLlama, true);
+  config.width = 23;
+  config.head_dim = 6;
+  config.layers = 3;
+  config.context = 100;
+  config.window = 10;
+  config.full_layers = {1};
+  config.recompute = Recompute::kAttention;
+  // 24 columns of queries, 2 * 12 of keys and values; pairs of a query and a key: half a square,
+  // and a band less its half square.
+  const double whole = 4.0 * 24 * 100 * 100 / 2, band = 4.0 * 24 * (10 * 100 - 10 * 10 / 2.0);
+  const double products = 2.0 * 100 * (23 * (24 + 24) + 24 * 23 + 3 * 23 * 40);
+  EXPECT_EQ(recompute_costs(config), (std::vector<double>{0, band, whole, band, 0}));
+  EXPECT_EQ(layer_costs(config)[1], band + products);
+  EXPECT_EQ(layer_costs(config)[2], whole + products);
+  config.window = 1000;  // longer than the context
+  EXPECT_EQ(layer_costs(config)[1], whole + products);
+}
+
+// Ranks compare the settings of their models.
+TEST(TransformerTest, EachOptionOfABlockIsOneOfItsSettings) {
+  const auto settings = [](const std::function<void(TransformerConfig&)>& change) {
+    TransformerConfig config = small_config(TransformerKind::kLlama, true);
+    config.head_dim = 6;
+    config.rotary_scaling = kLlama3;
+    change(config);
+    return transformer_block(config).settings;
+  };
+  using Config = TransformerConfig;
+  const std::string plain = settings([](Config&) {});
+  EXPECT_EQ(settings([](Config&) {}), plain);
+  const std::vector<std::function<void(Config&)>> changes = {
+      [](Config& c) { c.head_dim = 8; },
+      [](Config& c) { c.norm_epsilon = 1e-6F; },
+      [](Config& c) { c.rotary_scaling.kind = RotaryScaling::Kind::kLinear; },
+      [](Config& c) { c.rotary_scaling.factor = 3; },
+      [](Config& c) { c.rotary_scaling.low_frequency_factor = 2; },
+      [](Config& c) { c.rotary_scaling.high_frequency_factor = 8; },
+      [](Config& c) { c.rotary_scaling.original_context = 21; },
+      [](Config& c) { c.qkv_bias = true; },
+      [](Config& c) { c.attention_output_bias = true; },
+      [](Config& c) { c.mlp_bias = true; },
+      [](Config& c) { c.qk_norm = true; },
+      [](Config& c) { c.window = 9; }};
+  for (std::size_t i = 0; i < changes.size(); ++i) EXPECT_NE(settings(changes[i]), plain) << i;
 }
 
 TEST(TransformerTest, NamesTheStagesOfATiedEmbedding) {
@@ -385,6 +503,99 @@ TEST(TransformerConfigTest, RefusesNamingTheOptionAndTheNearestLegalValue) {
   EXPECT_THAT(validation_error([](Config& c) { c.precision = DType::kI32; }),
               HasSubstr("f32, bf16"));
   EXPECT_EQ(validation_error([](Config& c) { c.kv_heads = 3; }), "no error");  // gpt2 has none
+}
+
+std::string llama_error(const std::function<void(TransformerConfig&)>& change) {
+  return validation_error([&](TransformerConfig& config) {
+    config.kind = TransformerKind::kLlama;
+    change(config);
+  });
+}
+
+TEST(TransformerConfigTest, RefusesOptionsOfLlamaNamingWhatIsLegal) {
+  using Config = TransformerConfig;
+  EXPECT_THAT(llama_error([](Config& c) { c.head_dim = 7; }),
+              AllOf(HasSubstr("--head-dim 7 is odd"), HasSubstr("nearest legal: 6 or 8")));
+  EXPECT_THAT(llama_error([](Config& c) { c.head_dim = -2; }), HasSubstr("nearest legal: 0"));
+  EXPECT_THAT(llama_error([](Config& c) { c.width = 30; }),
+              AllOf(HasSubstr("--width 28 or 32"), HasSubstr("or a --head-dim of its own")));
+  EXPECT_EQ(llama_error([](Config& c) {
+              c.width = 31;
+              c.head_dim = 8;
+            }),
+            "no error");
+  EXPECT_THAT(llama_error([](Config& c) { c.window = -1; }),
+              AllOf(HasSubstr("--window -1"), HasSubstr("nearest legal: 0")));
+  EXPECT_THAT(llama_error([](Config& c) {
+                c.full_layers = {0, 2};
+              }),
+              AllOf(HasSubstr("--full-layers names 2 blocks"), HasSubstr("without --window")));
+  const auto full = [](std::vector<int> layers) {
+    return llama_error([&](Config& c) {
+      c.window = 8;
+      c.full_layers = std::move(layers);
+    });
+  };
+  EXPECT_EQ(full({0, 1, 3}), "no error");
+  EXPECT_THAT(full({1, 4}), AllOf(HasSubstr("--full-layers 4"), HasSubstr("nearest legal: 3")));
+  EXPECT_THAT(full({-1}), AllOf(HasSubstr("--full-layers -1"), HasSubstr("nearest legal: 0")));
+  EXPECT_THAT(full({2, 1}),
+              HasSubstr("--full-layers has 1 after 2; legal: numbers of blocks, asc"));
+  EXPECT_THAT(full({2, 2}), HasSubstr("--full-layers has 2 after 2"));
+}
+
+TEST(TransformerConfigTest, RefusesFactorsAndEpsilons) {
+  using Config = TransformerConfig;
+  constexpr float kInfinite = std::numeric_limits<float>::infinity();
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  for (const float bad : {0.0F, -1.0F, kInfinite, kNan}) {
+    EXPECT_THAT(
+        validation_error([&](Config& c) { c.norm_epsilon = bad; }),
+        AllOf(HasSubstr("--norm-epsilon "), HasSubstr("not above 0 and finite; usual: 1e-05")));
+    for (float RotaryScaling::*field :
+         {&RotaryScaling::factor, &RotaryScaling::low_frequency_factor,
+          &RotaryScaling::high_frequency_factor}) {
+      EXPECT_THAT(llama_error([&](Config& c) {
+                    c.rotary_scaling = kLlama3;
+                    c.rotary_scaling.*field = bad;
+                  }),
+                  AllOf(HasSubstr("--rotary-scaling: the "), HasSubstr("factor"),
+                        HasSubstr("not above 0 and finite")));
+    }
+    EXPECT_THAT(llama_error([&](Config& c) {
+                  c.rotary_scaling = kLinear;
+                  c.rotary_scaling.factor = bad;
+                }),
+                HasSubstr("--rotary-scaling: the factor "));
+  }
+  EXPECT_THAT(llama_error([](Config& c) {
+                c.rotary_scaling = kLlama3;
+                c.rotary_scaling.low_frequency_factor = 4;
+              }),
+              HasSubstr("the low frequency factor 4 is not below the high one 4; usual: 1 and 4"));
+  EXPECT_THAT(llama_error([](Config& c) {
+                c.rotary_scaling = kLlama3;
+                c.rotary_scaling.original_context = 0;
+              }),
+              HasSubstr("the original context 0 is not at least 1"));
+}
+
+TEST(TransformerConfigTest, RefusesOptionsOfLlamaWithGpt2) {
+  using Config = TransformerConfig;
+  const std::vector<std::pair<const char*, std::function<void(Config&)>>> changes = {
+      {"--head-dim", [](Config& c) { c.head_dim = 64; }},
+      {"--rotary-scaling", [](Config& c) { c.rotary_scaling = kLinear; }},
+      {"--qkv-bias", [](Config& c) { c.qkv_bias = true; }},
+      {"--attention-output-bias", [](Config& c) { c.attention_output_bias = true; }},
+      {"--mlp-bias", [](Config& c) { c.mlp_bias = true; }},
+      {"--qk-norm", [](Config& c) { c.qk_norm = true; }},
+      {"--window", [](Config& c) { c.window = 8; }},
+      {"--full-layers", [](Config& c) { c.full_layers = {1}; }}};
+  for (const auto& [option, change] : changes) {
+    EXPECT_EQ(
+        validation_error(change),
+        std::string(option) + " is an option of --model llama; legal with --model gpt2: none");
+  }
 }
 
 TEST(TransformerConfigTest, RefusesPartitionsThatDoNotFit) {

@@ -1,0 +1,183 @@
+// Against golden.json, which golden.py makes with Hugging Face's transformers: logits, the loss and
+// gradients of each architecture, on one stage and on several.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include <sluice/transformer.hpp>
+
+#include "tests/stages/transformer/local_pipeline.hpp"
+
+namespace sluice {
+namespace {
+
+using nlohmann::json;
+using testing::LocalPipeline;
+using testing::MicroBatch;
+
+const json& golden() {
+  static const json file = json::parse(std::ifstream(SLUICE_GOLDEN_TRANSFORMERS));
+  return file;
+}
+
+std::vector<std::string> model_names() {
+  std::vector<std::string> names;
+  for (const auto& [name, model] : golden().at("models").items()) names.push_back(name);
+  return names;
+}
+
+RotaryScaling scaling_of(const json& from) {
+  RotaryScaling scaling;
+  from.at("factor").get_to(scaling.factor);
+  scaling.kind = RotaryScaling::Kind::kLinear;
+  if (from.at("kind") == "linear") return scaling;
+  scaling.kind = RotaryScaling::Kind::kLlama3;
+  from.at("low").get_to(scaling.low_frequency_factor);
+  from.at("high").get_to(scaling.high_frequency_factor);
+  from.at("original_context").get_to(scaling.original_context);
+  return scaling;
+}
+
+// Fails where the file names a field that is not read here.
+TransformerConfig config_of(json from) {
+  TransformerConfig config;
+  const auto take = [&](const char* name, auto& field) {
+    if (!from.contains(name)) return;
+    from.at(name).get_to(field);
+    from.erase(name);
+  };
+  std::string kind;
+  take("kind", kind);
+  config.kind = kind == "gpt2" ? TransformerKind::kGpt2 : TransformerKind::kLlama;
+  take("layers", config.layers);
+  take("heads", config.heads);
+  take("kv_heads", config.kv_heads);
+  take("width", config.width);
+  take("mlp_width", config.mlp_width);
+  take("vocabulary", config.vocabulary);
+  take("context", config.context);
+  take("tied", config.tied);
+  take("head_dim", config.head_dim);
+  take("norm_epsilon", config.norm_epsilon);
+  take("rotary_base", config.rotary_base);
+  take("qkv_bias", config.qkv_bias);
+  take("attention_output_bias", config.attention_output_bias);
+  take("mlp_bias", config.mlp_bias);
+  take("qk_norm", config.qk_norm);
+  take("window", config.window);
+  take("full_layers", config.full_layers);
+  json scaling;
+  take("rotary_scaling", scaling);
+  if (!scaling.is_null()) config.rotary_scaling = scaling_of(scaling);
+  EXPECT_TRUE(from.empty()) << from;
+  return config;
+}
+
+// values() of golden.py.
+void fill(Parameter& parameter) {
+  std::uint32_t seed = 2166136261U;
+  for (const char letter : parameter.name) {
+    seed = (seed ^ static_cast<unsigned char>(letter)) * 16777619U;
+  }
+  const bool gain =
+      parameter.name.find("norm") != std::string::npos && parameter.name.ends_with(".weight");
+  std::uint32_t i = 0;
+  for (float& value : parameter.value.floats()) {
+    std::uint32_t x = i++ * 2654435761U + seed;
+    x ^= x >> 15;
+    x *= 739982445U;
+    x ^= x >> 12;
+    const float unit = static_cast<float>(x >> 12) / 0x1p19F - 1;
+    value = gain ? 1 + unit / 4 : unit / 2;
+  }
+}
+
+MicroBatch batch_of(const json& model) {
+  return {.first_sample = 0,
+          .samples = golden().at("samples"),
+          .sequence = golden().at("sequence"),
+          .tokens = model.at("tokens"),
+          .targets = model.at("targets")};
+}
+
+// max |a - b| <= tolerance max |b|
+void expect_near(const std::vector<double>& a, const std::vector<double>& b, double tolerance,
+                 const std::string& what) {
+  ASSERT_EQ(a.size(), b.size()) << what;
+  double off = 0, most = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    const double difference = std::abs(a[i] - b[i]);
+    off = difference <= off ? off : difference;  // NaN stays
+    most = std::max(most, std::abs(b[i]));
+  }
+  EXPECT_LE(off, tolerance * most) << what << ": off by " << off << " of " << most;
+}
+
+std::vector<double> some_logits(const LocalPipeline& pipeline, const TransformerConfig& config) {
+  const std::vector<float>& all = pipeline.logits(0);
+  const auto sequence = golden().at("sequence").get<std::size_t>();
+  const auto every = golden().at("logits of every").get<std::size_t>();
+  const auto width = static_cast<std::size_t>(config.vocabulary);
+  std::vector<double> some;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    if (i / width % sequence % every == 0) some.push_back(static_cast<double>(all[i]));
+  }
+  return some;
+}
+
+void expect_gradient(const std::vector<float>& all, const json& expected, const std::string& name) {
+  const auto values = expected.at("values").get<std::vector<double>>();
+  const std::size_t stride = std::max<std::size_t>(1, all.size() / 12);
+  std::vector<double> some;
+  double square = 0;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    square += static_cast<double>(all[i]) * static_cast<double>(all[i]);
+    if (i % stride == 0) some.push_back(static_cast<double>(all[i]));
+  }
+  expect_near(some, values, 1e-4, name);
+  const auto norm = expected.at("norm").get<double>();
+  EXPECT_NEAR(std::sqrt(square), norm, 1e-5 * norm) << name;
+}
+
+class GoldenTransformerTest : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(GoldenTransformerTest, HasTransformersNumbers) {
+  const json& model = golden().at("models").at(GetParam());
+  const TransformerConfig config = config_of(model.at("config"));
+  const json& gradients = model.at("gradients");
+  EXPECT_EQ(parameter_list(config).size(), gradients.size());
+  for (const ParameterInfo& parameter : parameter_list(config)) {
+    ASSERT_TRUE(gradients.contains(parameter.name)) << parameter.name;
+    const auto shape = gradients.at(parameter.name).at("shape").get<std::vector<std::int64_t>>();
+    EXPECT_EQ(parameter.shape, Shape(std::span(shape))) << parameter.name;
+  }
+  for (const Partition& partition : {Partition{{0, 4}}, {{0, 2, 4}}, {{0, 1, 2, 4}}}) {
+    SCOPED_TRACE(partition.stages());
+    LocalPipeline pipeline(config, partition, {batch_of(model)});
+    pipeline.for_each_parameter(fill);
+    pipeline.mark_values_changed();
+    pipeline.step();
+    const auto loss = model.at("loss").get<double>();
+    EXPECT_NEAR(pipeline.loss_sum(), loss, 1e-6 * loss);
+    expect_near(some_logits(pipeline, config), model.at("logits"), 1e-5, "logits");
+    for (const auto& [name, gradient] : pipeline.grads()) {
+      expect_gradient(gradient, gradients.at(name), name);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Models, GoldenTransformerTest, ::testing::ValuesIn(model_names()),
+                         [](const auto& instance) {
+                           std::string name = instance.param;
+                           std::replace(name.begin(), name.end(), ' ', '_');
+                           return name;
+                         });
+
+}  // namespace
+}  // namespace sluice
