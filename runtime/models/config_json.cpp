@@ -257,6 +257,7 @@ void read_llama(const Architecture& architecture, const Fields& fields, Transfor
   const int kv_heads = architecture.kv_heads > 0 ? architecture.kv_heads : model.heads;
   model.kv_heads = fields.integer("num_key_value_heads", kv_heads, 1, Limits::kHeads);
   model.head_dim = fields.integer("head_dim", architecture.head_dim, 1, Limits::kWidth);
+  if (std::int64_t{model.head_dim} * model.heads == model.width) model.head_dim = 0;
   model.norm_epsilon = static_cast<float>(fields.real("rms_norm_eps", architecture.epsilon));
   model.tied = fields.flag("tie_word_embeddings", false);
   const bool biases = type == "llama" || type == "qwen3";
