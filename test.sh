@@ -9,13 +9,14 @@ cd "$(dirname "$0")"
 
 docker/install_dependencies.sh build data test
 
-# One test reads our weights with the reference library, which comes from PyPI; where it cannot be
-# had, that test is skipped by name.
+# Tests compare with reference libraries, which come from PyPI; where they cannot be had, those tests
+# are skipped by name.
 python=$PWD/build/venv/bin/python
-if ! [[ -x $python ]] || ! "$python" -c 'import numpy, safetensors' 2>/dev/null; then
+if ! [[ -x $python ]] || ! "$python" -c 'import numpy, safetensors, tokenizers' 2>/dev/null; then
   python3 -m venv build/venv
   timeout 120 build/venv/bin/pip install --quiet --disable-pip-version-check --retries 1 \
-    numpy safetensors </dev/null || echo "test.sh: no Python package safetensors; its test skips"
+    numpy safetensors tokenizers==0.23.3 </dev/null ||
+    echo "test.sh: no Python packages safetensors and tokenizers; their tests skip"
 fi
 if "$python" -c 'import numpy, safetensors' 2>/dev/null; then export SLUICE_TEST_PYTHON=$python; fi
 

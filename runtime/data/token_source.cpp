@@ -127,11 +127,25 @@ void require_sizes(int context, int vocabulary) {
   throw_usage("--context is {} and --vocabulary {}; both must be at least 1", context, vocabulary);
 }
 
-void require_vocabulary(const TokenFile& file, int vocabulary) {
-  const int possible = file.format() == TokenFormat::kText ? 256 : 65536;
-  if (possible <= vocabulary || file.largest_token() < vocabulary) return;
+std::int64_t first_beyond(const TokenFile& file, int vocabulary) {
   std::int64_t index = 0;
   while (file.token(index) < vocabulary) ++index;
+  return index;
+}
+
+void require_vocabulary(const TokenFile& file, int vocabulary) {
+  const std::int64_t possible = std::int64_t{1} << (8 * file.token_bytes());
+  if (file.vocabulary() > 0 && file.vocabulary() < possible &&
+      file.largest_token() >= file.vocabulary()) {
+    const std::int64_t index = first_beyond(file, file.vocabulary());
+    throw_error(ErrorCode::kData,
+                "data file '{}' has token {} at index {}, but its header has vocabulary {}: legal "
+                "are 0 to {}",
+                file.path().string(), file.token(index), index, file.vocabulary(),
+                file.vocabulary() - 1);
+  }
+  if (possible <= vocabulary || file.largest_token() < vocabulary) return;
+  const std::int64_t index = first_beyond(file, vocabulary);
   throw_error(ErrorCode::kData,
               "data file '{}' has token {} at index {}; --vocabulary {} allows 0 to {} "
               "(the largest token of the file is {})",

@@ -8,7 +8,7 @@ cd "$(dirname "$0")/../.."
 (($# >= 2)) || { sed -n '2,5s/^# //p' tests/fuzz/run.sh >&2; exit 2; }
 runs=$1 seconds=$2
 shift 2
-(($#)) || set -- array_file cluster_file option_file save_state schedule_file token_file weights
+(($#)) || set -- array_file cluster_file option_file save_state schedule_file token_file tokenizer_file weights
 # Most inputs end in an exception, which the check for use after return makes several times slower.
 export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_stack_use_after_return=0:malloc_context_size=2}
 for reader in "$@"; do

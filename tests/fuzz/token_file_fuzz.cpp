@@ -19,10 +19,22 @@ namespace {
 constexpr std::size_t kSettings = 8;
 
 // Header of llm.c for the tokens that follow it.
-std::string llm_c_header(std::size_t bytes) {
-  const std::int32_t words[3] = {20240520, 1, static_cast<std::int32_t>(bytes / 2)};
+std::string llm_c_header(std::size_t bytes, bool wide) {
+  const std::int32_t words[3] = {wide ? 20240801 : 20240520, wide ? 7 : 1,
+                                 static_cast<std::int32_t>(bytes / (wide ? 4 : 2))};
   std::string header(256 * sizeof(std::int32_t), '\0');
   std::memcpy(header.data(), words, sizeof(words));
+  return header;
+}
+
+// The header of TokenFormat::kSluice.
+std::string own_header(std::size_t bytes, bool wide, std::uint32_t vocabulary) {
+  std::string header = "\xffSLTOKEN";
+  header.resize(256, '\0');
+  const std::uint32_t words[6] = {
+      1, wide ? 4U : 2U, static_cast<std::uint32_t>(bytes / (wide ? 4 : 2)),
+      0, vocabulary,     0xFFFFFFFF};
+  std::memcpy(header.data() + 8, words, sizeof(words));
   return header;
 }
 
@@ -53,6 +65,8 @@ void use(const std::shared_ptr<TokenFile>& file, int context, int vocabulary) {
   const int most = *std::max_element(tokens.begin(), tokens.end());
   if (file->size() <= 4096) require(most == file->largest_token());
   require(file->identity("data").size() == 2);
+  require(file->vocabulary() >= 0 && file->end_of_text() < std::max(1, file->vocabulary()));
+  require(file->tokenizer_sha256().empty() || file->tokenizer_sha256().size() == 64);
   accepts({ErrorCode::kData, ErrorCode::kUsage}, [&] {
     const auto source = make_token_source(file, context, vocabulary, 1);
     require_samples(*source, Phase::kTrain, context, vocabulary);
@@ -63,8 +77,14 @@ void use(const std::shared_ptr<TokenFile>& file, int context, int vocabulary) {
 void feed(const std::uint8_t* settings, std::string_view bytes) {
   static const MemoryDirectory directory;
   const bool binary = (settings[0] & 1) != 0, header = (settings[0] & 2) != 0;
+  const bool own = (settings[0] & 4) != 0, wide = (settings[0] & 8) != 0;
   const std::size_t zeros = (settings[0] & 0xF0) == 0xF0 ? std::size_t{1} << 20 : 0;
-  std::string text = header ? llm_c_header(bytes.size() + zeros) : "";
+  std::string text;
+  if (header) text = llm_c_header(bytes.size() + zeros, wide);
+  if (header && own) {
+    const auto vocabulary = static_cast<std::uint32_t>(settings[7] << 9 | settings[6] >> 1);
+    text = own_header(bytes.size() + zeros, wide, vocabulary);
+  }
   text += bytes;
   const auto path = directory.write(binary ? "tokens.bin" : "tokens.txt", text, zeros);
   const double share = (settings[1] - 1) / 254.0;  // slightly beyond the legal ones too

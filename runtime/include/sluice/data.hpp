@@ -184,14 +184,25 @@ class DataLoader {
                                                             std::int64_t batch_size);
 
 // --- token files ---
-enum class TokenFormat { kText, kNanoGpt, kLlmC };  // bytes; .bin uint16; 256 int32 header + uint16
+// kText: bytes. kNanoGpt: `.bin` of uint16. kLlmC: 256 int32 header + uint16 or uint32.
+// kSluice: what examples/prepare_tokens.py writes. 256 bytes of header, little-endian:
+//   byte  0  magic: 0xff, "SLTOKEN"
+//         8  uint32 version: 1
+//        12  uint32 bytes per token: 2 or 4
+//        16  uint64 number of tokens
+//        24  uint32 vocabulary: tokens are below it; at most 65536 with 2 bytes, 2^31 - 1 with 4
+//        28  uint32 the token between documents; 2^32 - 1: none
+//        32  SHA-256 of the tokenizer.json that made the tokens; zeros: not known
+//        64  zeros
+enum class TokenFormat { kText, kNanoGpt, kLlmC, kSluice };
 
 // A memory-mapped file of tokens, split into training (front) and validation (back).
 class TokenFile {
  public:
-  // Format by content and name: llm.c's magic 20240520 (version 1), else `.bin` is nanoGPT's, else
-  // text. The last `validation_share` of the tokens (in [0, 1), else Error(kUsage)) validate.
-  // Throws Error(kData) naming the file: missing, empty, odd length, bad header.
+  // Format by content and name: the magic above, llm.c's magic 20240520 (version 1, uint16) or
+  // 20240801 (version 7, uint32), else `.bin` is nanoGPT's, else text. The last `validation_share`
+  // of the tokens (in [0, 1), else Error(kUsage)) validate.
+  // Throws Error(kData) naming the file: missing, empty, odd length, a field of its header.
   explicit TokenFile(const std::filesystem::path& path, double validation_share = 0.1);
   ~TokenFile();
   TokenFile(TokenFile&&) noexcept;
@@ -201,6 +212,12 @@ class TokenFile {
   [[nodiscard]] TokenFormat format() const;
   [[nodiscard]] std::int64_t size() const;
   [[nodiscard]] std::int64_t train_size() const;  // tokens [0, train_size) train
+  [[nodiscard]] int token_bytes() const;          // 1, 2 or 4
+  // As the header of kSluice says. Nothing else says so: 0, -1 and "".
+  [[nodiscard]] int vocabulary() const;
+  [[nodiscard]] int end_of_text() const;
+  [[nodiscard]] const std::string& tokenizer_sha256() const;  // 64 hexadecimal digits
+  // Numbers above 2^31 - 1 are read as that, which no vocabulary has.
   [[nodiscard]] int token(std::int64_t index) const;
   // Scans the file once, then cached; not from two threads at once.
   [[nodiscard]] int largest_token() const;
@@ -221,7 +238,8 @@ class TokenFile {
 // sample i of step t starts at an offset drawn by Philox from (seed, t, i); validation sample i is
 // the i-th window of the validation part (wrapping around), for every step.
 // Throws Error(kData): a split shorter than context + 1 (a validation split of share 0 may be
-// absent until it is asked for), a token >= vocabulary (naming its place).
+// absent until it is asked for), a token >= vocabulary, or >= that of the file's header (naming its
+// place).
 [[nodiscard]] std::unique_ptr<DataSource> make_token_source(std::shared_ptr<TokenFile> file,
                                                             int context, int vocabulary,
                                                             std::uint64_t seed);

@@ -126,6 +126,32 @@ std::string llm_c(std::int32_t version, std::int32_t count, const std::string& t
   return bytes + tokens;
 }
 
+std::string llm_c_wide(std::int32_t version, std::int32_t count, const std::string& tokens) {
+  std::string bytes = llm_c(version, count, tokens);
+  const std::int32_t magic = 20240801;
+  std::memcpy(bytes.data(), &magic, sizeof(magic));
+  return bytes;
+}
+
+// The header that <sluice/data.hpp> describes, and the tokens.
+struct OwnHeader {
+  std::uint32_t version = 1, width = 2;
+  std::uint64_t count = 2;
+  std::uint32_t vocabulary = 1000, end = 0xFFFFFFFF;
+};
+
+std::string own_file(const OwnHeader& header, const std::string& tokens) {
+  std::string bytes(256, '\0');
+  bytes.replace(0, 8, "\xffSLTOKEN");
+  std::memcpy(bytes.data() + 8, &header.version, 4);
+  std::memcpy(bytes.data() + 12, &header.width, 4);
+  std::memcpy(bytes.data() + 16, &header.count, 8);
+  std::memcpy(bytes.data() + 24, &header.vocabulary, 4);
+  std::memcpy(bytes.data() + 28, &header.end, 4);
+  for (std::size_t i = 32; i < 64; ++i) bytes[i] = static_cast<char>(i);
+  return bytes + tokens;
+}
+
 std::vector<int> tokens_of(const TokenFile& file) {
   std::vector<int> tokens;
   for (std::int64_t i = 0; i < file.size(); ++i) tokens.push_back(file.token(i));
@@ -153,6 +179,34 @@ TEST(TokenFileTest, ReadsLlmCFilesPastTheirHeader) {
   const TokenFile file(dir.write("a.bin", llm_c(1, 2, words16({7, 300}))), 0);
   EXPECT_EQ(file.format(), TokenFormat::kLlmC);
   EXPECT_THAT(tokens_of(file), ElementsAre(7, 300));
+}
+
+TEST(TokenFileTest, ReadsLlmCFilesOf32Bits) {
+  const TemporaryDirectory dir;
+  const std::string tokens("\1\0\0\0\1\2\3\0", 8);
+  const TokenFile file(dir.write("a.bin", llm_c_wide(7, 2, tokens)), 0);
+  EXPECT_EQ(file.format(), TokenFormat::kLlmC);
+  EXPECT_EQ(file.token_bytes(), 4);
+  EXPECT_THAT(tokens_of(file), ElementsAre(1, 0x30201));
+  EXPECT_EQ(file.vocabulary(), 0);
+  EXPECT_EQ(file.end_of_text(), -1);
+  EXPECT_EQ(file.tokenizer_sha256(), "");
+}
+
+TEST(TokenFileTest, ReadsItsOwnFilesWhateverTheirName) {
+  const TemporaryDirectory dir;
+  const TokenFile narrow(dir.write("a.txt", own_file({.end = 0}, words16({7, 300}))), 0);
+  EXPECT_EQ(narrow.format(), TokenFormat::kSluice);
+  EXPECT_THAT(tokens_of(narrow), ElementsAre(7, 300));
+  EXPECT_EQ(narrow.vocabulary(), 1000);
+  EXPECT_EQ(narrow.end_of_text(), 0);
+  EXPECT_EQ(narrow.tokenizer_sha256(),
+            "202122232425262728292a2b2c2d2e2f303132333435363738393a3b3c3d3e3f");
+  const std::string tokens("\1\0\0\0\1\2\3\0", 8);
+  const TokenFile wide(dir.write("b.bin", own_file({.width = 4, .vocabulary = 300000}, tokens)), 0);
+  EXPECT_EQ(wide.token_bytes(), 4);
+  EXPECT_EQ(wide.end_of_text(), -1);
+  EXPECT_THAT(tokens_of(wide), ElementsAre(1, 0x30201));
 }
 
 TEST(TokenFileTest, SplitsTheLastShareForValidation) {
@@ -231,10 +285,70 @@ TEST(TokenFileTest, RefusesFilesThatCannotBeTokens) {
   refused(dir.write("count.bin", llm_c(1, 3, words16({1}))), "says 3 tokens");
   refused(dir.write("negative.bin", llm_c(1, -1, "")), "says -1 tokens");
   refused(dir.write("none.bin", llm_c(1, 0, "")), "holds no tokens");
-  std::string wide = llm_c(7, 1, "abcd");
-  const std::int32_t magic = 20240801;
-  std::memcpy(wide.data(), &magic, sizeof(magic));
-  refused(dir.write("wide.bin", wide), "20240801");
+  refused(dir.write("wide.bin", llm_c_wide(1, 1, "abcd")), "version 1; legal: 7");
+  refused(dir.write("wide.bin", llm_c_wide(7, 2, "abcd")), "says 2 tokens");
+}
+
+TEST(TokenFileTest, RefusesEachFieldOfItsOwnHeaderThatTheFileBelies) {
+  const TemporaryDirectory dir;
+  const auto refused = [&](const std::string& bytes, const std::string& why) {
+    const auto path = dir.write("own.bin", bytes);
+    expect_error(ErrorCode::kData, {path.string(), why}, [&] { TokenFile{path}; });
+  };
+  const std::string good = own_file({}, words16({7, 300}));
+  (void)TokenFile(dir.write("own.bin", good));
+  refused(good.substr(0, 8), "ends within its header: 8 bytes");
+  refused(good.substr(0, 255), "ends within its header");
+  refused(own_file({.version = 2}, words16({7, 300})), "version 2 in its header; legal: 1");
+  refused(own_file({.width = 3}, words16({7, 300})),
+          "bytes per token 3 in its header; legal: 2 and 4");
+  refused(own_file({.width = 0}, words16({7, 300})), "bytes per token 0");
+  refused(good.substr(0, good.size() - 1), "number of tokens 2 in its header; legal: 1");
+  refused(good + "a", "number of tokens 2");
+  refused(own_file({.count = 3}, words16({7, 300})), "number of tokens 3");
+  refused(own_file({.count = ~std::uint64_t{0}}, words16({7, 300})), "number of tokens 184467");
+  refused(own_file({.count = (std::uint64_t{1} << 63) + 2}, words16({7, 300})), "number of tokens");
+  refused(own_file({.count = 0}, ""), "holds no tokens");
+  refused(own_file({.vocabulary = 0}, words16({7, 300})),
+          "vocabulary 0 in its header; legal: 1 to 65536");
+  refused(own_file({.vocabulary = 65537}, words16({7, 300})), "vocabulary 65537");
+  refused(own_file({.width = 4, .count = 1, .vocabulary = 0x80000000}, words16({7, 300})),
+          "legal: 1 to 2147483647");
+  refused(own_file({.end = 1000}, words16({7, 300})),
+          "end-of-text token 1000 in its header; legal: 0 to 999");
+  std::string later = good;
+  later[64] = 9;
+  refused(later, "byte 9 at 64");
+  later = good;
+  later[255] = '\xff';
+  refused(later, "byte 255 at 255");
+}
+
+TEST(TokenFileTest, RefusesTokensBeyondTheVocabularyOfItsHeader) {
+  const TemporaryDirectory dir;
+  const auto source = [&](const std::string& bytes, int vocabulary) {
+    (void)make_token_source(std::make_shared<TokenFile>(dir.write("own.bin", bytes), 0), 1,
+                            vocabulary, 1);
+  };
+  source(own_file({.vocabulary = 301}, words16({7, 300})), 100000);
+  expect_error(ErrorCode::kData, {"own.bin", "token 300 at index 1", "header has vocabulary 300"},
+               [&] {
+                 source(own_file({.vocabulary = 300}, words16({7, 300})), 100000);
+               });
+  expect_error(ErrorCode::kData, {"own.bin", "token 300 at index 1", "--vocabulary 300"}, [&] {
+    source(own_file({}, words16({7, 300})), 300);
+  });
+  expect_error(ErrorCode::kData, {"own.bin", "token 2147483647 at index 1"}, [&] {
+    source(own_file({.width = 4, .vocabulary = 0x7fffffff}, std::string("\1\0\0\0\0\0\0\xff", 8)),
+           0x7fffffff);
+  });
+  expect_error(
+      ErrorCode::kData, {"wide.bin", "token 2147483647 at index 1", "--vocabulary 70000"}, [&] {
+        const std::string tokens("\1\0\0\0\xff\xff\xff\xff", 8);
+        (void)make_token_source(
+            std::make_shared<TokenFile>(dir.write("wide.bin", llm_c_wide(7, 2, tokens)), 0), 1,
+            70000, 1);
+      });
 }
 
 // --- batches ---

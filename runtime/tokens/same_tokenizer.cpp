@@ -1,0 +1,27 @@
+#include "runtime/tokens/same_tokenizer.hpp"
+
+#include <string>
+
+#include <sluice/error.hpp>
+
+#include "comm/base/throw_error.hpp"
+#include "runtime/files/mapped_file.hpp"
+#include "runtime/files/sha256.hpp"
+
+namespace sluice {
+
+void require_same_tokenizer(const TokenFile& data, const std::filesystem::path& directory) {
+  const std::filesystem::path path = directory / "tokenizer.json";
+  std::error_code ignored;
+  const bool there = std::filesystem::exists(std::filesystem::symlink_status(path, ignored));
+  if (data.tokenizer_sha256().empty() || !there) return;
+  const std::string hash = sha256_hex(MappedFile(path, ErrorCode::kData).bytes());
+  if (hash == data.tokenizer_sha256()) return;
+  throw_error(ErrorCode::kData,
+              "data file '{}' was made by a tokenizer.json with SHA-256 {}, but the model's '{}' "
+              "has {}; legal is data that prepare_tokens.py made with --tokenizer and the model's "
+              "file",
+              data.path().string(), data.tokenizer_sha256(), path.string(), hash);
+}
+
+}  // namespace sluice

@@ -1,0 +1,15 @@
+// Whether tokens of a file mean to a model what they meant when it was trained.
+#pragma once
+
+#include <filesystem>
+
+#include <sluice/data.hpp>
+
+namespace sluice {
+
+// Compares the tokenizer.json in `directory`, a model's, with the one that made `data`. Throws
+// Error(kData) naming both files where they differ, and where tokenizer.json cannot be read.
+// Nothing where the directory has none, or where the data does not say which one made it.
+void require_same_tokenizer(const TokenFile& data, const std::filesystem::path& directory);
+
+}  // namespace sluice
