@@ -78,13 +78,13 @@ class NewFile:
             os.unlink(self.name)
 
 
-def text_of(path):
+def text_of(path, most=READ_BYTES):
     """The text of a file in pieces, as it is: line ends too."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     done = 0
     with open(path, "rb") as file:
         while True:
-            data = file.read(READ_BYTES)
+            data = file.read(min(most, READ_BYTES))
             before = len(decoder.getstate()[0])
             try:
                 text = decoder.decode(data, final=not data)
@@ -247,7 +247,7 @@ def write_tokens(paths, tokenizer, hashed, options):
     with NewFile(options.output) as new:
         new.file.write(bytes(HEADER_BYTES))
         for path, name in paths:
-            chunks = split_at_lines(text_of(path), options.separator)
+            chunks = split_at_lines(text_of(path, options.piece), options.separator)
             for ids in tokens_of(tokenizer, chunks, end_of_text, options.piece, name):
                 values = array.array(code, ids)
                 if sys.byteorder == "big":
@@ -272,7 +272,7 @@ def parse(arguments):
     parser.add_argument("--save-tokenizer", metavar="FILE", help="where it goes; default: tokenizer.json beside the output")
     parser.add_argument("--end-of-text", metavar="TOKEN", help="ends each document, such as '<|endoftext|>'")
     parser.add_argument("--separator", metavar="LINE", help="a line that stands between documents; one that begins with -: --separator=LINE")
-    parser.add_argument("--piece", type=int, default=1 << 20, metavar="N", help="characters to encode at a time")
+    parser.add_argument("--piece", type=int, default=1 << 16, metavar="N", help="characters to encode at a time")
     options = parser.parse_args(arguments)
     if options.piece < 2 * AROUND:
         parser.error(f"option --piece is {options.piece}; legal are numbers from {2 * AROUND} on")

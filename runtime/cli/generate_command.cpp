@@ -1,7 +1,12 @@
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <limits>
 #include <memory>
 
@@ -11,6 +16,8 @@
 #include <sluice/pipeline.hpp>
 #include <sluice/program.hpp>
 
+#include "comm/base/throw_error.hpp"
+#include "comm/group/collectives.hpp"
 #include "comm/group/control.hpp"
 #include "runtime/cli/commands.hpp"
 #include "runtime/cli/sampling.hpp"
@@ -18,10 +25,12 @@
 #include "runtime/cli/train_options.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/layout/job_layout.hpp"
+#include "runtime/models/config_json.hpp"
 #include "runtime/models/model_config.hpp"
 #include "runtime/models/model_tensors.hpp"
 #include "runtime/options/option_table.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "runtime/tokens/token_decoder.hpp"
 
 namespace sluice {
 namespace {
@@ -32,13 +41,16 @@ constexpr const char* kAbout =
     "the\n"
     "ranks of an MPI job, or alone. The text is a function of weights, prompt and options: it "
     "does\n"
-    "not depend on the number of ranks. Models of up to 256 tokens read and write bytes; others\n"
-    "token numbers separated by spaces.\n"
+    "not depend on the number of ranks. Where the weights' directory has a tokenizer.json, the\n"
+    "output is its text, and the prompt is --prompt-ids. Other models of up to 256 tokens read "
+    "and\n"
+    "write bytes, those of more read and write token numbers separated by spaces.\n"
     "\n"
     "  sluice generate --weights run --prompt 'In the beginning' --tokens 200";
 
 struct GenerateOptions {
-  std::string weights, prompt;
+  std::string weights, prompt, prompt_ids, stop_ids = "auto";
+  bool ids = false, special = false;
   int tokens = 256;
   SamplingOptions sampling;
   int pipeline = 0, threads = 1;
@@ -51,7 +63,13 @@ OptionTable make_table(GenerateOptions& options) {
   table.add_text("weights", options.weights, "DIR",
                  "what 'sluice train --save' wrote, or one step of it; required");
   table.add_text("prompt", options.prompt, "TEXT", "where to start; default: a line's end (or 0)");
+  table.add_text("prompt-ids", options.prompt_ids, "LIST",
+                 "the same as token numbers, such as '5 17 3'; -: from standard input");
   table.add_integer("tokens", options.tokens, 1, kMaxInt, "to add to the prompt");
+  table.add_text("stop-ids", options.stop_ids, "LIST",
+                 "tokens that end the text; none; auto: as the model's configuration says");
+  table.add_flag("ids", options.ids, "print token numbers");
+  table.add_flag("special-tokens", options.special, "print the text of special tokens too");
   table.add_real("temperature", options.sampling.temperature, {.low = 0, .high = 1000},
                  "0: always the likeliest token");
   table.add_integer("top-k", options.sampling.top_k, 1, kMaxInt,
@@ -65,7 +83,13 @@ OptionTable make_table(GenerateOptions& options) {
   return table;
 }
 
-PipelineOptions pipeline_options(const GenerateOptions& options) {
+// What all ranks agree on before the pipeline is built.
+struct Request {
+  TransformerConfig model;
+  std::vector<int> prompt, stop_ids;
+};
+
+PipelineOptions pipeline_options(const GenerateOptions& options, const Request& request) {
   PipelineOptions result;
   result.shape.pipeline = options.pipeline;
   result.order.schedule = "forward-only";
@@ -76,7 +100,9 @@ PipelineOptions pipeline_options(const GenerateOptions& options) {
   result.watch = options.watch;
   const SamplingOptions& sampling = options.sampling;
   result.checks.configuration = {{"weights", options.weights},
-                                 {"prompt", options.prompt},
+                                 {"prompt", fmt::format("{}", fmt::join(request.prompt, " "))},
+                                 {"prompt-ids", options.prompt_ids},
+                                 {"stop-ids", fmt::format("{}", fmt::join(request.stop_ids, " "))},
                                  {"tokens", fmt::format("{}", options.tokens)},
                                  {"temperature", fmt::format("{}", sampling.temperature)},
                                  {"top-k", fmt::format("{}", sampling.top_k)},
@@ -133,43 +159,151 @@ class Generator {
   std::vector<float> logits_;         // of the last of them
 };
 
-void print_text(const std::string& text) {
-  std::fwrite(text.data(), 1, text.size(), stdout);
-  std::fflush(stdout);
+bool is_one_of(int token, const std::vector<int>& tokens) {
+  return std::find(tokens.begin(), tokens.end(), token) != tokens.end();
 }
 
-TransformerConfig model_of(const std::filesystem::path& save, Communicator& world) {
+// Prints tokens as they come: as numbers, as the tokenizer's text, or as TokenText has them.
+class Printer {
+ public:
+  // Reads the tokenizer where it is needed.
+  Printer(const std::filesystem::path& tokenizer, const GenerateOptions& options, int vocabulary)
+      : text_(options.ids ? std::numeric_limits<int>::max() : vocabulary) {
+    if (options.ids || tokenizer.empty()) return;
+    decoder_ = std::make_unique<TokenDecoder>(
+        read_tokenizer_file(tokenizer),
+        options.special ? SpecialTokens::kShow : SpecialTokens::kSkip);
+  }
+  void add(int token) { print(decoder_ ? decoder_->add(token) : text_.text_of(token)); }
+  void finish() { print((decoder_ ? decoder_->finish() : "") + "\n"); }
+
+ private:
+  static void print(const std::string& text) {
+    std::fwrite(text.data(), 1, text.size(), stdout);
+    std::fflush(stdout);
+  }
+
+  TokenText text_;
+  std::unique_ptr<TokenDecoder> decoder_;
+};
+
+std::string read_standard_input() {
+  constexpr std::size_t kMost = std::size_t{1} << 24;
+  std::string text;
+  std::array<char, 4096> block = {};
+  for (std::size_t got = 0; (got = std::fread(block.data(), 1, block.size(), stdin)) > 0;) {
+    text.append(block.data(), got);
+    if (text.size() > kMost) {
+      throw_usage("option --prompt-ids: standard input has more than {} bytes", kMost);
+    }
+  }
+  return text;
+}
+
+// Empty where the model has none.
+std::filesystem::path tokenizer_of(const std::filesystem::path& save) {
+  const std::filesystem::path path = save / "tokenizer.json";
+  std::error_code ignored;
+  return std::filesystem::exists(std::filesystem::symlink_status(path, ignored))
+             ? path
+             : std::filesystem::path();
+}
+
+// `given`: the text of --prompt-ids.
+std::vector<int> prompt_of(const GenerateOptions& options, const std::string& given,
+                           const std::filesystem::path& tokenizer, int vocabulary) {
+  if (!options.prompt_ids.empty()) {
+    std::vector<int> prompt = parse_tokens("--prompt-ids", given, vocabulary);
+    if (prompt.empty()) throw_usage("option --prompt-ids: at least one token is needed");
+    return prompt;
+  }
+  if (!options.prompt.empty() && !tokenizer.empty()) {
+    throw_usage(
+        "option --prompt: this model has a tokenizer, whose text becomes no tokens here; legal is "
+        "--prompt-ids \"$(python3 -c 'import sys, tokenizers; "
+        "print(*tokenizers.Tokenizer.from_file(sys.argv[1]).encode(sys.argv[2]).ids)' {} TEXT)\"",
+        tokenizer.string());
+  }
+  const TokenText text(vocabulary);
+  const char* first = text.bytes() && tokenizer.empty() ? "\n" : "0";
+  if (options.prompt.empty() && !tokenizer.empty()) return {0};
+  return text.prompt_tokens(options.prompt.empty() ? first : options.prompt);
+}
+
+// generation_config.json's, where it has some, else config.json's; of `vocabulary` alone.
+std::vector<int> stop_ids_of_model(const std::filesystem::path& save, int vocabulary) {
+  std::vector<int> stop_ids;
+  for (const char* name : {"generation_config.json", "config.json"}) {
+    std::ifstream in(save / name, std::ios::binary);
+    const std::string text{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
+    stop_ids = stop_ids_of(text);
+    if (!stop_ids.empty()) break;
+  }
+  std::erase_if(stop_ids, [&](int id) { return id >= vocabulary; });
+  return stop_ids;
+}
+
+Request read_request(const std::filesystem::path& save, const GenerateOptions& options,
+                     Communicator& world) {
   const std::unique_ptr<Communicator> comm = world.duplicate();
   ControlChannel control(*comm);
-  TransformerConfig model;
-  guarded(control, world.rank(), [&] { model = read_model_config(save); });
-  return model;
+  Collectives collectives(*comm, 0, &control);
+  Request request;
+  guarded(control, world.rank(), [&] {
+    request.model = read_model_config(save);
+    std::string given = options.prompt_ids;
+    // mpirun hands standard input to the first rank. Each rank takes part, whatever its options say:
+    // the pipeline compares them later.
+    if (given == "-" && world.rank() == 0) given = read_standard_input();
+    given = collectives.broadcast_string(given, 0);
+    const int vocabulary = request.model.vocabulary;
+    request.prompt = prompt_of(options, given, tokenizer_of(save), vocabulary);
+    if (options.stop_ids == "auto") {
+      request.stop_ids = stop_ids_of_model(save, vocabulary);
+    } else if (options.stop_ids != "none") {
+      request.stop_ids = parse_tokens("--stop-ids", options.stop_ids, vocabulary);
+    }
+  });
+  return request;
+}
+
+// On rank 0; throws on all ranks or on none.
+std::unique_ptr<Printer> make_printer(const std::filesystem::path& save,
+                                      const GenerateOptions& options, int vocabulary,
+                                      Communicator& world) {
+  const std::unique_ptr<Communicator> comm = world.duplicate();
+  ControlChannel control(*comm);
+  std::unique_ptr<Printer> printer;
+  guarded(control, world.rank(), [&] {
+    if (world.rank() != 0) return;
+    printer = std::make_unique<Printer>(tokenizer_of(save), options, vocabulary);
+  });
+  return printer;
 }
 
 void generate_text(const std::filesystem::path& save, const GenerateOptions& options,
                    Communicator& world) {
-  const TransformerConfig model = model_of(save, world);
-  const TokenText token_text(model.vocabulary);
-  const std::string prompt =
-      !options.prompt.empty() ? options.prompt : (token_text.bytes() ? "\n" : "0");
-  const std::vector<int> prompt_tokens = token_text.prompt_tokens(prompt);
+  const Request request = read_request(save, options, world);
+  const TransformerConfig& model = request.model;
+  const std::unique_ptr<Printer> printer = make_printer(save, options, model.vocabulary, world);
   const std::unique_ptr<DataSource> source = make_token_shapes(model.context);
   const StageFactory make_stage = [&model](int stage, int stages) {
     return make_transformer_stage(model, parse_partition("auto", layer_costs(model), stages),
                                   stage);
   };
-  Pipeline pipeline(world, pipeline_options(options), make_stage, *source);
+  Pipeline pipeline(world, pipeline_options(options, request), make_stage, *source);
   load_model(pipeline, save);
-  Generator generator(pipeline, model, options.sampling, prompt_tokens);
-  const bool prints = world.rank() == 0;
-  if (prints) {
-    for (const int token : prompt_tokens) print_text(token_text.text_of(token));
+  Generator generator(pipeline, model, options.sampling, request.prompt);
+  if (printer) {
+    for (const int token : request.prompt) printer->add(token);
   }
-  for (int i = 0; i < options.tokens; ++i) {
+  bool stopped = false;
+  for (int i = 0; i < options.tokens && !stopped; ++i) {
     const int token = generator.next();
-    if (prints) print_text(token_text.text_of(token));
+    if (printer) printer->add(token);
+    stopped = is_one_of(token, request.stop_ids);
   }
-  if (prints) print_text("\n");
+  if (printer) printer->finish();
   pipeline.close();
 }
 
@@ -189,6 +323,11 @@ int generate_command(int argc, char** argv) {
           throw Error(ErrorCode::kUsage,
                       "option --weights is missing: give a directory that 'sluice train --save' "
                       "wrote");
+        }
+        if (!options.prompt.empty() && !options.prompt_ids.empty()) {
+          throw Error(ErrorCode::kUsage,
+                      "options --prompt and --prompt-ids are both given: legal "
+                      "is one of them");
         }
         return std::string();
       },

@@ -67,33 +67,41 @@ int sample_token(std::span<const float> logits, const SamplingOptions& options,
   return candidates[static_cast<std::size_t>(index)];
 }
 
-std::vector<int> TokenText::prompt_tokens(std::string_view text) const {
-  const auto refuse = [&](std::string_view what) {
-    throw_usage("option --prompt: {} of this model with --vocabulary {}{}", what, vocabulary_,
-                bytes() ? "" : "; legal are numbers below it, separated by spaces");
-  };
+std::vector<int> parse_tokens(std::string_view option, std::string_view text, int vocabulary) {
+  constexpr std::string_view kSpace = " \t\r\n";
   std::vector<int> tokens;
-  if (bytes()) {
-    for (const char letter : text) tokens.push_back(static_cast<unsigned char>(letter));
+  for (std::size_t at = 0; (at = text.find_first_not_of(kSpace, at)) != std::string_view::npos;) {
+    const std::string_view word = text.substr(at, text.find_first_of(kSpace, at) - at);
+    at += word.size();
+    int& token = tokens.emplace_back(-1);
+    const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), token);
+    const bool whole = problem == std::errc() && end == word.data() + word.size();
+    if (whole && token >= 0 && token < vocabulary) continue;
+    const bool plain = std::all_of(word.begin(), word.end(), [](unsigned char c) {
+      return c > ' ' && c < 0x7f;  // what may stand in a message
+    });
+    throw_usage(
+        "option {}: '{}' is not a token of this model with --vocabulary {}; legal are "
+        "numbers below it, separated by spaces",
+        option, plain ? word.substr(0, 40) : "a word of other bytes", vocabulary);
+  }
+  return tokens;
+}
+
+std::vector<int> TokenText::prompt_tokens(std::string_view text) const {
+  std::vector<int> tokens;
+  if (!bytes()) {
+    tokens = parse_tokens("--prompt", text, vocabulary_);
   } else {
-    const char* at = text.data();
-    const char* const end = at + text.size();
-    while (at != end) {
-      if (*at == ' ') {
-        ++at;
-        continue;
-      }
-      const auto [next, problem] = std::from_chars(at, end, tokens.emplace_back(-1));
-      if (problem != std::errc() || (next != end && *next != ' ')) {
-        refuse(fmt::format("'{}' is not a list of tokens", text));
-      }
-      at = next;
-    }
+    for (const char letter : text) tokens.push_back(static_cast<unsigned char>(letter));
   }
-  for (const int token : tokens) {
-    if (token < 0 || token >= vocabulary_) refuse(fmt::format("{} is not a token", token));
+  const auto beyond =
+      std::find_if(tokens.begin(), tokens.end(), [&](int token) { return token >= vocabulary_; });
+  if (beyond != tokens.end()) {
+    throw_usage("option --prompt: {} is not a token of this model with --vocabulary {}", *beyond,
+                vocabulary_);
   }
-  if (tokens.empty()) refuse("at least one token is needed");
+  if (tokens.empty()) throw_usage("option --prompt: at least one token is needed");
   return tokens;
 }
 

@@ -22,8 +22,13 @@ struct SamplingOptions {
 [[nodiscard]] int sample_token(std::span<const float> logits, const SamplingOptions& options,
                                std::uint64_t position);
 
-// Converts between text and tokens. With a vocabulary of up to 256 tokens are bytes, else numbers
-// separated by spaces.
+// Numbers below `vocabulary`, separated by spaces, tabs or lines; may be none. Throws Error(kUsage)
+// naming `option`, the number or text that is no token, and what would be legal.
+[[nodiscard]] std::vector<int> parse_tokens(std::string_view option, std::string_view text,
+                                            int vocabulary);
+
+// Converts between text and tokens of a model without a tokenizer. With a vocabulary of up to 256
+// tokens are bytes, else numbers separated by spaces.
 class TokenText {
  public:
   explicit TokenText(int vocabulary) : vocabulary_(vocabulary) {}

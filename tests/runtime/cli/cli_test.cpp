@@ -171,6 +171,85 @@ TEST_F(TrainedTest, WritesWeightsThatDigestAndGenerateRead) {
   EXPECT_EQ(three.out, alone.out);
 }
 
+TEST_F(TrainedTest, GenerateTakesAndGivesTokenNumbers) {
+  const std::string base = "generate --weights run --temperature 0 --tokens 6 --stop-ids none ";
+  const Outcome text = sluice(base + "--prompt ab");
+  EXPECT_EQ(text.code, 0) << text.err;
+  const Outcome ids = sluice(base + "--prompt-ids '97 98' --ids");
+  EXPECT_EQ(ids.code, 0) << ids.err;
+  std::string numbers;
+  for (const char letter : text.out.substr(0, text.out.size() - 1)) {
+    numbers += std::to_string(static_cast<unsigned char>(letter)) + " ";
+  }
+  EXPECT_EQ(ids.out, numbers + "\n");
+  write("ids.txt", " 97\n98\t\n");
+  EXPECT_EQ(shell("sh -c '" SLUICE_PROGRAM " " + base + "--prompt-ids - --ids < ids.txt'").out,
+            ids.out);
+  const Outcome two =
+      shell("sh -c 'env " SLUICE_MPI_ENVIRONMENT " " SLUICE_MPIEXEC " -n 2 " SLUICE_PROGRAM " " +
+            base + "--prompt-ids - --ids < ids.txt'");
+  EXPECT_EQ(two.out, ids.out) << two.err;
+  // The text ends with the first token that is one of these.
+  std::istringstream in(ids.out);
+  std::vector<std::string> tokens;
+  for (std::string token; in >> token;) tokens.push_back(token);
+  ASSERT_EQ(tokens.size(), 8U);
+  const Outcome stopped = sluice(
+      "generate --weights run --temperature 0 --tokens 6 --ids "
+      "--prompt-ids '97 98' --stop-ids '255 " +
+      tokens[2] + "'");
+  EXPECT_EQ(stopped.out, "97 98 " + tokens[2] + " \n") << stopped.err;
+}
+
+TEST_F(TrainedTest, GeneratePrintsTheTextOfTheModelsTokenizer) {
+  const fs::path step = path("run/step-00000002");
+  std::string vocabulary = R"("<e>": 0, "\u00c3": 1, "\u00a9": 2)";
+  for (int id = 3; id < 256; ++id) {
+    vocabulary += ", \"t" + std::to_string(id) + "\": " + std::to_string(id);
+  }
+  const std::string tokenizer = R"({"model": {"vocab": {)" + vocabulary +
+                                R"(}}, "decoder": {"type": "ByteLevel"}, "added_tokens": )" +
+                                R"([{"id": 0, "content": "<e>", "special": true}]})";
+  std::ofstream(step / "tokenizer.json") << tokenizer;
+  const std::string base =
+      "generate --weights run --temperature 0 --tokens 1 --stop-ids none --prompt-ids ";
+  const Outcome text = sluice(base + "'0 1 2 3 97'");
+  EXPECT_EQ(text.code, 0) << text.err;
+  EXPECT_THAT(text.out, StartsWith("\xC3\xA9t3t97"));
+  EXPECT_THAT(sluice(base + "'0 1 2' --special-tokens").out, StartsWith("<e>\xC3\xA9"));
+  EXPECT_THAT(sluice(base + "'0 1 2' --ids").out, StartsWith("0 1 2 "));
+  EXPECT_EQ(sluice("generate --weights run --tokens 1").code, 0);  // from token 0
+  expect_refusal(sluice("generate --weights run --prompt abc"), 2, "--prompt-ids \"$(python3");
+  std::ofstream(step / "tokenizer.json") << "{";
+  expect_refusal(sluice(base + "1"), 5, "tokenizer.json' is no object of JSON");
+  expect_refusal(mpirun(2, SLUICE_PROGRAM, base + "1"), 5, "tokenizer.json' is no object of JSON");
+}
+
+TEST_F(TrainedTest, GenerateStopsWhereTheModelsConfigurationSays) {
+  const Outcome exported = sluice("export run model");
+  ASSERT_EQ(exported.code, 0) << exported.err;
+  const std::string base =
+      "generate --weights model --temperature 0 --tokens 4 --ids --prompt-ids 97 ";
+  std::istringstream in(sluice(base + "--stop-ids none").out);
+  std::string prompt, next;
+  in >> prompt >> next;
+  write("model/generation_config.json", R"({"eos_token_id": [)" + next + ", 300]}");
+  EXPECT_EQ(sluice(base).out, "97 " + next + " \n");
+  EXPECT_NE(sluice(base + "--stop-ids none").out, "97 " + next + " \n");
+}
+
+TEST_F(TrainedTest, GenerateRefusesTokensThatTheModelLacks) {
+  const std::string base = "generate --weights run ";
+  expect_refusal(sluice(base + "--prompt-ids '1 256'"), 2,
+                 "option --prompt-ids: '256' is not a token");
+  expect_refusal(sluice(base + "--prompt-ids '-1'"), 2, "option --prompt-ids: '-1'");
+  expect_refusal(sluice(base + "--prompt-ids '1,2'"), 2, "option --prompt-ids: '1,2'");
+  expect_refusal(sluice(base + "--prompt-ids ' '"), 2, "at least one token");
+  expect_refusal(sluice(base + "--prompt-ids -"), 2, "at least one token");
+  expect_refusal(sluice(base + "--prompt-ids 1 --stop-ids x"), 2, "option --stop-ids: 'x'");
+  expect_refusal(sluice(base + "--prompt-ids 1 --prompt a"), 2, "both given");
+}
+
 TEST_F(TrainedTest, EvaluateGivesTheLossThatTheTrainingEndedWith) {
   const auto loss_in = [](const std::string& text, const std::string& before) {
     const std::size_t found = text.find(before);
