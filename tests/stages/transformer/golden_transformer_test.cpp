@@ -83,7 +83,7 @@ TransformerConfig config_of(json from) {
 void fill(Parameter& parameter) {
   const bool gain =
       parameter.name.find("norm") != std::string::npos && parameter.name.ends_with(".weight");
-  fill_by_name(parameter.name, gain, parameter.value.floats());
+  testing::fill_by_name(parameter.name, gain, parameter.value.floats());
 }
 
 MicroBatch batch_of(const json& model) {
