@@ -252,8 +252,8 @@ Request read_request(const std::filesystem::path& save, const GenerateOptions& o
   guarded(control, world.rank(), [&] {
     request.model = read_model_config(save);
     std::string given = options.prompt_ids;
-    // mpirun hands standard input to the first rank. Each rank takes part, whatever its options say:
-    // the pipeline compares them later.
+    // mpirun hands standard input to the first rank. Each rank takes part, whatever its options
+    // say: the pipeline compares them later.
     if (given == "-" && world.rank() == 0) given = read_standard_input();
     given = collectives.broadcast_string(given, 0);
     const int vocabulary = request.model.vocabulary;
