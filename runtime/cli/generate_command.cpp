@@ -13,6 +13,7 @@
 #include <sluice/checkpoint.hpp>
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
+#include <sluice/hugging_face.hpp>
 #include <sluice/pipeline.hpp>
 #include <sluice/program.hpp>
 
@@ -243,6 +244,14 @@ std::vector<int> stop_ids_of_model(const std::filesystem::path& save, int vocabu
   return stop_ids;
 }
 
+// Positions that a text of `tokens` is computed with. A model that was trained on shorter windows
+// than it was made for takes more; one of Hugging Face, whose windows are not known, what it needs.
+int context_for(const TransformerConfig& model, std::int64_t tokens, bool foreign) {
+  const std::int64_t most = std::max(model.positions, model.context);
+  const std::int64_t least = foreign ? 1 : model.context;
+  return static_cast<int>(std::clamp(tokens, least, most));
+}
+
 Request read_request(const std::filesystem::path& save, const GenerateOptions& options,
                      Communicator& world) {
   const std::unique_ptr<Communicator> comm = world.duplicate();
@@ -258,6 +267,9 @@ Request read_request(const std::filesystem::path& save, const GenerateOptions& o
     given = collectives.broadcast_string(given, 0);
     const int vocabulary = request.model.vocabulary;
     request.prompt = prompt_of(options, given, tokenizer_of(save), vocabulary);
+    request.model.context =
+        context_for(request.model, std::int64_t{options.tokens} + std::ssize(request.prompt),
+                    is_hugging_face(save));
     if (options.stop_ids == "auto") {
       request.stop_ids = stop_ids_of_model(save, vocabulary);
     } else if (options.stop_ids != "none") {

@@ -48,6 +48,7 @@
 #include "runtime/report/run_events.hpp"
 #include "runtime/report/stragglers.hpp"
 #include "runtime/report/timeline.hpp"
+#include "runtime/tokens/same_tokenizer.hpp"
 #include "stages/cpu/cpu_report.hpp"
 
 namespace sluice {
@@ -305,6 +306,11 @@ void Training::open_data(Communicator& comm, ControlChannel& control) {
     Collectives collectives(comm, 0, &control);
     require_same_configuration(collectives, file_->identity("--data"));
     data_ = data_identity(*file_);
+    if (options_.resume.from) {
+      require_same_tokenizer(*file_, options_.resume.from->directory);
+    } else if (!options_.weights.empty()) {
+      require_same_tokenizer(*file_, newest_save(options_.weights));
+    }
     if (options_.resume.from) (void)data_changes_since(*options_.resume.from, options_, data_);
     const std::int64_t samples = options_.validation_samples;
     const bool exactly =
@@ -418,6 +424,13 @@ std::map<std::string, std::string> Training::model_files(DType precision) const 
     base = read_model_files(resumed_->directory);
   } else if (!options_.weights.empty()) {
     base = read_model_files(newest_save(options_.weights));
+  }
+  if (!base.contains("tokenizer.json")) {
+    std::string text = tokenizer_beside(*file_);
+    if (!text.empty()) base["tokenizer.json"] = std::move(text);
+  }
+  if (!base.contains("config.json") && file_->end_of_text() >= 0) {
+    base["config.json"] = fmt::format("{{\"eos_token_id\": {}}}", file_->end_of_text());
   }
   return hugging_face_files(options_.model, precision, base);
 }

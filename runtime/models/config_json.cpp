@@ -12,7 +12,6 @@
 #include <utility>
 
 #include <sluice/error.hpp>
-#include <sluice/hugging_face.hpp>
 
 #include "comm/base/throw_error.hpp"
 
@@ -257,6 +256,7 @@ void read_llama(const Architecture& architecture, const Fields& fields, Transfor
   const int kv_heads = architecture.kv_heads > 0 ? architecture.kv_heads : model.heads;
   model.kv_heads = fields.integer("num_key_value_heads", kv_heads, 1, Limits::kHeads);
   model.head_dim = fields.integer("head_dim", architecture.head_dim, 1, Limits::kWidth);
+  if (std::int64_t{model.head_dim} * model.heads == model.width) model.head_dim = 0;
   model.norm_epsilon = static_cast<float>(fields.real("rms_norm_eps", architecture.epsilon));
   model.tied = fields.flag("tie_word_embeddings", false);
   const bool biases = type == "llama" || type == "qwen3";
@@ -399,7 +399,7 @@ HuggingFaceConfig parse_hugging_face_config(std::string_view text,
   return config;
 }
 
-std::string architecture_of(const TransformerConfig& model, const std::string& preferred) {
+std::string architecture_for(const TransformerConfig& model, std::string_view preferred) {
   std::string first;
   for (const Architecture& each : kArchitectures) {
     if (!computes(each, model)) continue;
@@ -418,7 +418,7 @@ std::string hugging_face_config_text(const TransformerConfig& model, DType dtype
       names != before.end() && names->is_array() && !names->empty() && names->front().is_string()) {
     preferred = names->front().get<std::string>();
   }
-  const std::string name = architecture_of(model, preferred);
+  const std::string name = architecture_for(model, preferred);
   const auto found = std::find_if(kArchitectures.begin(), kArchitectures.end(),
                                   [&](const Architecture& each) { return name == each.name; });
   if (found == kArchitectures.end()) {

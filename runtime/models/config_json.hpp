@@ -32,8 +32,12 @@ struct HuggingFaceConfig {
 [[nodiscard]] HuggingFaceConfig parse_hugging_face_config(std::string_view text,
                                                           const std::filesystem::path& path);
 
+// As architecture_of().
+[[nodiscard]] std::string architecture_for(const TransformerConfig& model,
+                                           std::string_view preferred = {});
+
 // The text for weights of type `dtype`. Fields of `base`, the text of another config.json or empty,
-// that say nothing of the model's shape stay. Requires: architecture_of(model) is
+// that say nothing of the model's shape stay. Requires: architecture_for(model) is
 // not empty.
 [[nodiscard]] std::string hugging_face_config_text(const TransformerConfig& model, DType dtype,
                                                    const std::string& base);

@@ -104,6 +104,10 @@ void require_tensors(const fs::path& directory, const HuggingFaceModel& model,
 
 }  // namespace
 
+std::string architecture_of(const TransformerConfig& config, const std::string& preferred) {
+  return architecture_for(config, preferred);
+}
+
 bool is_hugging_face(const fs::path& directory) {
   std::error_code error;
   const fs::path path = directory / "config.json";

@@ -24,4 +24,13 @@ void require_same_tokenizer(const TokenFile& data, const std::filesystem::path& 
               data.path().string(), data.tokenizer_sha256(), path.string(), hash);
 }
 
+std::string tokenizer_beside(const TokenFile& data) {
+  const std::filesystem::path path = data.path().parent_path() / "tokenizer.json";
+  std::error_code error;
+  if (data.tokenizer_sha256().empty() || !std::filesystem::is_regular_file(path, error)) return "";
+  const MappedFile file(path, ErrorCode::kData);
+  if (sha256_hex(file.bytes()) != data.tokenizer_sha256()) return "";
+  return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
+}
+
 }  // namespace sluice

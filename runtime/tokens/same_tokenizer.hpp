@@ -2,6 +2,7 @@
 #pragma once
 
 #include <filesystem>
+#include <string>
 
 #include <sluice/data.hpp>
 
@@ -11,5 +12,8 @@ namespace sluice {
 // Error(kData) naming both files where they differ, and where tokenizer.json cannot be read.
 // Nothing where the directory has none, or where the data does not say which one made it.
 void require_same_tokenizer(const TokenFile& data, const std::filesystem::path& directory);
+
+// The text of the tokenizer.json beside `data`, if it made the tokens; else empty.
+[[nodiscard]] std::string tokenizer_beside(const TokenFile& data);
 
 }  // namespace sluice

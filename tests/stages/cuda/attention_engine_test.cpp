@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 
 #include <sluice/operators.hpp>
+#include <sluice/transformer.hpp>
 
 #include "tests/stages/cuda/gpu_tools.hpp"
 
@@ -32,6 +33,20 @@ TEST_F(CudaAttentionEngineTest, IsOwnWithAWindowThatHidesPositions) {
   whole.window = 128;
   EXPECT_EQ(attention_engine(gpu(), whole, DType::kBf16, false),
             attention_engine(gpu(), kShape, DType::kBf16, false));
+}
+
+TEST_F(CudaAttentionEngineTest, IsNamedForEachKindOfABlock) {
+  TransformerConfig config{.kind = TransformerKind::kLlama, .layers = 4, .heads = 4, .width = 256};
+  config.window = 64;
+  config.full_layers = {1, 2};
+  const TensorSpec tokens{DType::kI32, {1, 128}};
+  const auto description =
+      make_transformer_stage(config, {{0, 6}}, 0)->describe({&tokens, 1}, gpu());
+  AttentionShape whole = kShape;
+  whole.samples = 1;
+  whole.kv_heads = 4;
+  EXPECT_EQ(description.note, "attention: own kernels (sliding window); attention: " +
+                                  attention_engine(gpu(), whole, DType::kF32, false));
 }
 
 #if SLUICE_WITH_CUDNN

@@ -12,6 +12,7 @@
 
 #include <sluice/transformer.hpp>
 
+#include "tests/stages/transformer/golden_values.hpp"
 #include "tests/stages/transformer/local_pipeline.hpp"
 
 namespace sluice {
@@ -79,23 +80,10 @@ TransformerConfig config_of(json from) {
   return config;
 }
 
-// values() of golden.py.
 void fill(Parameter& parameter) {
-  std::uint32_t seed = 2166136261U;
-  for (const char letter : parameter.name) {
-    seed = (seed ^ static_cast<unsigned char>(letter)) * 16777619U;
-  }
   const bool gain =
       parameter.name.find("norm") != std::string::npos && parameter.name.ends_with(".weight");
-  std::uint32_t i = 0;
-  for (float& value : parameter.value.floats()) {
-    std::uint32_t x = i++ * 2654435761U + seed;
-    x ^= x >> 15;
-    x *= 739982445U;
-    x ^= x >> 12;
-    const float unit = static_cast<float>(x >> 12) / 0x1p19F - 1;
-    value = gain ? 1 + unit / 4 : unit / 2;
-  }
+  testing::fill_by_name(parameter.name, gain, parameter.value.floats());
 }
 
 MicroBatch batch_of(const json& model) {
