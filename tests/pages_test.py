@@ -372,13 +372,13 @@ def planted_run(root, build):
 
 
 def all_options(root, build):
-    """Options of Sluice's commands by their help, of its tests by their sources, and of FOREIGN_OPTIONS."""
+    """Options of Sluice's commands by their help, of its tests and scripts by their sources, and of FOREIGN_OPTIONS."""
     found = set(" ".join(FOREIGN_OPTIONS.values()).split()) | {"help", "version", "config"}
     for command in ("train", "run", "generate", "digest", "doctor", "schedule", "schedule compare", "schedule auto"):
         text = subprocess.run([build / "sluice", *command.split(), "--help"], check=True, text=True,
                               capture_output=True).stdout
         found.update(re.findall(r"^  --([\w-]+)", text, re.MULTILINE))
-    for file in [*(root / "tests").glob("*.py"), *(root / "tests/benchmarks").glob("*")]:
+    for file in [*(root / "tests").glob("*.py"), *(root / "examples").glob("*.py"), *(root / "tests/benchmarks").glob("*")]:
         if file.suffix in (".py", ".cpp", ".hpp", ".sh") and file.name != "pages_test.py":
             found.update(re.findall(r"[\"']--([\w-]+)", file.read_text(encoding="utf-8")))
     return found
