@@ -269,6 +269,18 @@ void read_llama(const Architecture& architecture, const Fields& fields, Transfor
   read_window(architecture, fields, model);
 }
 
+// Of the default, a block's parameters say it.
+std::int64_t mlp_width_of(const TransformerConfig& model) {
+  if (model.mlp_width > 0) return model.mlp_width;
+  TransformerConfig block = model;
+  block.layers = 1;
+  block.full_layers.clear();
+  for (const ParameterInfo& parameter : parameter_list(block)) {
+    if (parameter.name == "blocks.0.mlp.down.weight") return parameter.shape[1];
+  }
+  throw_error(ErrorCode::kInternal, "a block without an MLP");
+}
+
 // The fields of an architecture that say what `model` is.
 Json shape_fields(const TransformerConfig& model, const Architecture& architecture) {
   const int positions = std::max(model.positions, model.context);
@@ -285,16 +297,12 @@ Json shape_fields(const TransformerConfig& model, const Architecture& architectu
             {"add_cross_attention", false},
             {"tie_word_embeddings", model.tied}};
   }
-  const auto parameters = parameter_list(model);
-  const auto down = std::find_if(parameters.begin(), parameters.end(), [](const auto& each) {
-    return each.name == "blocks.0.mlp.down.weight";
-  });
   Json json = {{"num_hidden_layers", model.layers},
                {"num_attention_heads", model.heads},
                {"num_key_value_heads", model.kv_heads > 0 ? model.kv_heads : model.heads},
                {"head_dim", model.head_dim > 0 ? model.head_dim : model.width / model.heads},
                {"hidden_size", model.width},
-               {"intermediate_size", down->shape[1]},
+               {"intermediate_size", mlp_width_of(model)},
                {"max_position_embeddings", positions},
                {"vocab_size", model.vocabulary},
                {"hidden_act", "silu"},

@@ -21,7 +21,8 @@ auto fields(const SavedFile& file) {
   return std::tie(file.name, file.bytes, file.hash, file.blocks);
 }
 auto fields(const SavedTensor& tensor) {
-  return std::tie(tensor.name, tensor.file, tensor.spec, tensor.first, tensor.count);
+  return std::tie(tensor.name, tensor.file, tensor.spec, tensor.parameter, tensor.first_row,
+                  tensor.rows, tensor.transposed);
 }
 auto fields(const SaveState& state) {
   return std::tie(state.save, state.run, state.sequence, state.step, state.time, state.weights_only,

@@ -62,7 +62,6 @@ void use(const WeightsDirectory& weights) {
       weights.read(name, {into.data(), {entry.spec.dtype, {1, 2, 3, 4099}}});
     }));
   }
-  require(digest_all(digest_parameters(weights)).size() == 64);
 }
 
 void feed_file(std::string_view bytes) {

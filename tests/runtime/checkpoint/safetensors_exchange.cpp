@@ -7,6 +7,7 @@
 
 #include <sluice/error.hpp>
 
+#include "runtime/files/sha256.hpp"
 #include "runtime/weights/weights.hpp"
 
 namespace sluice {
@@ -28,9 +29,10 @@ void write(const std::filesystem::path& path) {
 
 void read(const std::filesystem::path& directory) {
   const WeightsDirectory weights(directory, "model");
-  for (const ParameterDigest& digest : digest_parameters(weights)) {
-    std::printf("%s\t%s\t%s\n", digest.name.c_str(),
-                to_string(weights.find(digest.name)->spec).c_str(), digest.sha256.c_str());
+  for (const std::string& name : weights.names()) {
+    const SafetensorsFile::Entry& entry = *weights.find(name);
+    std::printf("%s\t%s\t%s\n", name.c_str(), to_string(entry.spec).c_str(),
+                sha256_hex(entry.bytes).c_str());
   }
 }
 

@@ -174,8 +174,14 @@ TEST_F(SaveDirectoryTest, NamesWhatIsWrongInAState) {
   state.tensors[1].name = "a";
   refused(state, {"'a' comes twice"});
   state = sound;
-  state.tensors[0].count = 101;
-  refused(state, {"'a'", "outside its shape"});
+  state.tensors[1].parameter = "w";
+  state.tensors[1].rows = 3;
+  refused(state, {"'b'", "[2, 5]", "no part of 3 rows of 'w'"});
+  state.tensors[1].transposed = true;
+  state.tensors[1].rows = 2;
+  refused(state, {"'b'", "no part of 2 rows of 'w'"});
+  state.tensors[1].rows = 5;
+  EXPECT_EQ(parse_save_state(to_json_text(state), "x").tensors[1].parameter, "w");
   state = sound;
   state.files[0].blocks.push_back(kRun);
   refused(state, {"2 blocks, not 1"});

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <nlohmann/json.hpp>
+#include <random>
 #include <string>
 
 #include <sluice/error.hpp>
@@ -167,6 +168,33 @@ TEST(HuggingFaceConfigTest, KnowsWhichModelsNoArchitectureComputes) {
   EXPECT_EQ(architecture_of(model), "Qwen2ForCausalLM");
   model.qk_norm = model.attention_output_bias = true;
   EXPECT_EQ(architecture_of(model), "Qwen3ForCausalLM");
+}
+
+// Whatever the bytes: read, or refused in one line.
+TEST(HuggingFaceConfigTest, ReadsOrRefusesDamagedText) {
+  std::mt19937 draw(1);
+  int read = 0;
+  for (const auto& [name, model] : golden_models().at("models").items()) {
+    const std::string sound = model.at("config").dump();
+    for (int round = 0; round < 2000; ++round) {
+      std::string text = sound;
+      for (int damage = 0; damage < 3; ++damage) {
+        const std::size_t at = draw() % text.size();
+        const char* const marks = "0123456789-.e[]{}\",:tfn";
+        if (draw() % 2 == 0) text[at] = marks[draw() % 23];
+        if (draw() % 3 == 0) text.erase(at, draw() % 6);
+      }
+      try {
+        const HuggingFaceConfig config = parse_hugging_face_config(text, "M/config.json");
+        (void)hugging_face_config_text(config.model, DType::kF32, text);
+        ++read;
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::kWeights);
+        EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << error.what();
+      }
+    }
+  }
+  EXPECT_GT(read, 100);
 }
 
 class HuggingFaceFilesTest : public ::testing::Test {
