@@ -108,6 +108,8 @@ std::string architecture_of(const TransformerConfig& config, const std::string& 
   return architecture_for(config, preferred);
 }
 
+FileLayout hugging_face_layout(const TransformerConfig& config) { return layout_of_names(config); }
+
 bool is_hugging_face(const fs::path& directory) {
   std::error_code error;
   const fs::path path = directory / "config.json";

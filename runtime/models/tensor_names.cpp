@@ -7,8 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include <sluice/hugging_face.hpp>
-
 #include "comm/base/throw_error.hpp"
 
 namespace sluice {
@@ -100,7 +98,7 @@ std::vector<FilePart> end_parts(const ParameterInfo& parameter, const Ends& ends
 
 }  // namespace
 
-FileLayout hugging_face_layout(const TransformerConfig& model) {
+FileLayout layout_of_names(const TransformerConfig& model) {
   FileLayout layout;
   for (const ParameterInfo& parameter : parameter_list(model)) {
     std::vector<FilePart> parts =

@@ -83,8 +83,7 @@ class SaveDirectoryTest : public ::testing::Test {
     }
     state.files = {file};
     for (const NamedTensor& named : tensors) {
-      state.tensors.push_back(
-          {named.name, file.name, named.tensor.spec, 0, named.tensor.spec.shape.elements()});
+      state.tensors.push_back({.name = named.name, .file = file.name, .spec = named.tensor.spec});
     }
     state.weights_only = weights_only;
     publish_save(saves(), partial, state, lines_);
@@ -215,8 +214,8 @@ TEST_F(SaveDirectoryTest, AStateThatIsDeepOrWideIsRefused) {
 }
 
 TEST_F(SaveDirectoryTest, AnotherFormatIsNamed) {
-  expect_error(ErrorCode::kWeights, {"format 3", "reads format 2", "newer version"},
-               [] { (void)parse_save_state(R"({"format": 3})", "state.json"); });
+  expect_error(ErrorCode::kWeights, {"format 4", "reads formats 2 to 3", "newer version"},
+               [] { (void)parse_save_state(R"({"format": 4})", "state.json"); });
   expect_error(ErrorCode::kWeights, {"'format' is missing"},
                [] { (void)parse_save_state("{}", "state.json"); });
   expect_error(ErrorCode::kWeights, {"no JSON object"},

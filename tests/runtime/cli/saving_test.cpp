@@ -3,10 +3,12 @@
 
 #include <csignal>
 #include <cstdlib>
+#include <deque>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
+#include "runtime/models/model_tensors.hpp"
 #include "tests/runtime/cli/cli_tools.hpp"
 
 namespace sluice::testing {
@@ -264,15 +266,28 @@ TEST_F(SavingTest, StepsThatAreNotFiniteAreSkippedUpToANumber) {
   EXPECT_EQ(lines_with(read_file(path("m.jsonl")), "\"skipped\":true"), 4);
 }
 
+// As version 0.1 did, with its own names.
+void write_parameters_by_name(const fs::path& save, const fs::path& file) {
+  SavedTensors tensors = open_model_tensors(save);
+  std::deque<std::vector<float>> values;
+  std::vector<NamedTensor> named;
+  for (const std::string& name : tensors.parameters()) {
+    const Shape shape = tensors.find(name)->shape;
+    values.emplace_back(static_cast<std::size_t>(shape.elements()));
+    tensors.read(name, values.back());
+    named.push_back({name, {values.back().data(), {DType::kF32, shape}}});
+  }
+  write_safetensors(file, named, {{"format", "pt"}, {"step", "2"}});
+}
+
 TEST_F(SavingTest, ADirectoryOfVersion01IsResumedAndRead) {
   trained("--steps 4 --warmup 0 --save whole");
   trained("--steps 4 --warmup 0 --save run --save-every 2");
   const nlohmann::json state =
       nlohmann::json::parse(read_file(path("run/step-00000002/state.json")));
   fs::create_directory(path("old"));
-  for (const char* file : {"model.safetensors", "optimizer.safetensors"}) {
-    fs::copy(path(std::string("run/step-00000002/") + file), path(std::string("old/") + file));
-  }
+  write_parameters_by_name(path("run/step-00000002"), path("old/model.safetensors"));
+  fs::copy(path("run/step-00000002/optimizer.safetensors"), path("old/optimizer.safetensors"));
   fs::copy(path("run/options.conf"), path("old/options.conf"));
   write("old/state.json", R"({"format": 1, "step": 2})");
   nlohmann::json config = {{"format", 1}};
