@@ -190,8 +190,9 @@ def fallback(setup, limit):
     """Closed ports, here a single one for all ranks: the ranks watch each other over MPI, where it allows that."""
     job = program(setup, "fallback", limit, ranks=3)
     job.wait_for(lambda: "step 5\n" in job.output.replace("\r", ""), "no training")
-    require(re.search(r"^sluice: watchdog: .*cannot listen on 127.0.0.1 at port \d+: .*; the ranks watch each other over "
-                      "MPI", job.output, re.MULTILINE), f"no warning\n{job.tail()}")
+    # On a slow machine rank 0 may give up before the others have said why.
+    require(re.search(r"^sluice: watchdog: .*(cannot listen on 127.0.0.1 at port \d+: .*|has not called); the ranks watch "
+                      "each other over MPI", job.output, re.MULTILINE), f"no warning\n{job.tail()}")
     since = time.monotonic()
     os.kill(job.rank(1), signal.SIGSTOP)
     first, _ = report_of(job, limit, since)
