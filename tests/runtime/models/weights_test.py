@@ -1,0 +1,222 @@
+#!/usr/bin/env python3
+"""Models of Hugging Face through the program: training from them, saves, restarts, export, refusals.
+
+    weights_test.py SLUICE MPIEXEC
+
+Writes small directories itself; needs the standard library alone. One mpirun each, on 1 to 4 ranks.
+"""
+
+import json
+import pathlib
+import random
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import unittest
+
+MPIEXEC, SLUICE = sys.argv.pop(), sys.argv.pop()
+V, W, LAYERS, HEADS, HIDDEN = 256, 24, 3, 4, 40
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": W, "num_hidden_layers": LAYERS,
+         "num_attention_heads": HEADS, "num_key_value_heads": 2, "intermediate_size": HIDDEN, "vocab_size": V,
+         "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2,
+         "initializer_range": 0.5}
+QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 10,
+         "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+GPT2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": W, "n_layer": LAYERS, "n_head": HEADS,
+        "n_positions": 64, "vocab_size": V}
+DATA = ["--context", "16", "--batch-size", "8", "--micro-batch-size", "2", "--learning-rate", "0.01", "--seed", "3"]
+
+
+def llama_tensors(config):
+    head = config.get("head_dim", W // HEADS)
+    shapes = {"model.embed_tokens.weight": (V, W), "model.norm.weight": (W,)}
+    if not config.get("tie_word_embeddings"):
+        shapes["lm_head.weight"] = (V, W)
+    for i in range(LAYERS):
+        at = f"model.layers.{i}"
+        shapes |= {f"{at}.input_layernorm.weight": (W,), f"{at}.post_attention_layernorm.weight": (W,),
+                   f"{at}.self_attn.q_proj.weight": (HEADS * head, W), f"{at}.self_attn.k_proj.weight": (2 * head, W),
+                   f"{at}.self_attn.v_proj.weight": (2 * head, W), f"{at}.self_attn.o_proj.weight": (W, HEADS * head),
+                   f"{at}.mlp.gate_proj.weight": (HIDDEN, W), f"{at}.mlp.up_proj.weight": (HIDDEN, W),
+                   f"{at}.mlp.down_proj.weight": (W, HIDDEN)}
+        if config["model_type"] == "qwen3":
+            shapes |= {f"{at}.self_attn.q_norm.weight": (head,), f"{at}.self_attn.k_norm.weight": (head,)}
+    return shapes
+
+
+def gpt2_tensors(_):
+    shapes = {"transformer.wte.weight": (V, W), "transformer.wpe.weight": (64, W), "transformer.ln_f.weight": (W,),
+              "transformer.ln_f.bias": (W,)}
+    for i in range(LAYERS):
+        for name, shape in {"ln_1": (W,), "ln_2": (W,), "attn.c_attn": (W, 3 * W), "attn.c_proj": (W, W),
+                            "mlp.c_fc": (W, 4 * W), "mlp.c_proj": (4 * W, W)}.items():
+            shapes[f"transformer.h.{i}.{name}.weight"] = shape
+            shapes[f"transformer.h.{i}.{name}.bias"] = shape[-1:]
+    return shapes
+
+
+def write_tensors(path, shapes):
+    header, data = {"__metadata__": {"format": "pt"}}, b""
+    for name, shape in shapes.items():
+        draw, size = random.Random(name), 1
+        for each in shape:
+            size *= each
+        gain = "norm" in name or ".ln_" in name
+        values = struct.pack(f"<{size}f", *(draw.uniform(-0.3, 0.3) + (1 if gain else 0) for _ in range(size)))
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [len(data), len(data) + len(values)]}
+        data += values
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def model(directory, config, parts=2):
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    shapes = (gpt2_tensors if config["model_type"] == "gpt2" else llama_tensors)(config)
+    names, file_of = sorted(shapes), {}
+    for part in range(parts):
+        file = f"model-{part + 1:05}-of-{parts:05}.safetensors"
+        write_tensors(directory / file, {name: shapes[name] for name in names[part::parts]})
+        file_of |= {name: file for name in names[part::parts]}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
+    return directory
+
+
+class Weights(unittest.TestCase):
+    def setUp(self):
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.place = pathlib.Path(directory.name)
+        draw = random.Random(7)
+        (self.place / "text.txt").write_text("".join(draw.choice("in the beginning god ") for _ in range(6000)))
+
+    def call(self, ranks, *words, code=0):
+        launch = [] if ranks == 0 else [MPIEXEC, "-n", str(ranks)]
+        done = subprocess.run([*launch, SLUICE, *map(str, words)], cwd=self.place, capture_output=True, text=True,
+                              timeout=100)
+        self.assertEqual(done.returncode, code, f"{words}\n{done.stdout}{done.stderr}")
+        if code == 0:
+            return done.stdout
+        lines = [line for line in done.stderr.splitlines() if line.startswith("sluice: error: ")]
+        self.assertEqual(len(lines), 1, done.stderr)
+        return lines[0]
+
+    def train(self, ranks, *words, steps=4, code=0):
+        return self.call(ranks, "train", "--data", "text.txt", *DATA, "--steps", steps, *words, code=code)
+
+    def digest(self, directory):
+        return self.call(0, "digest", directory).splitlines()[-1]
+
+    def tokens(self, directory, ranks=1):
+        return self.call(ranks, "generate", "--weights", directory, "--prompt-ids", "9 8 7", "--tokens", 12, "--ids",
+                         "--temperature", 0, "--stop-ids", "none")
+
+    def test_every_layout_gives_the_bits_of_one_rank_and_hands_the_model_back(self):
+        for name, config in {"llama": LLAMA, "qwen3": QWEN3, "gpt2": GPT2}.items():
+            with self.subTest(name):
+                model(self.place / name, config)
+                (self.place / name / "tokenizer_config.json").write_text('{"a": 1}')
+                digests = set()
+                for ranks in (1, 3):
+                    self.train(ranks, "--weights", name, "--save", f"{name}-{ranks}")
+                    digests.add(self.digest(f"{name}-{ranks}"))
+                self.assertEqual(len(digests), 1)
+                self.train(4, "--weights", name, "--save", f"{name}-4", "--pipeline", 2, "--replicas", 2)
+                step = self.place / f"{name}-4" / "step-00000004"
+                written = json.loads((step / "config.json").read_text())
+                self.assertEqual({key: written[key] for key in config}, config)
+                self.assertEqual((step / "tokenizer_config.json").read_text(), '{"a": 1}')
+                self.assertTrue((step / "generation_config.json").exists())
+                self.assertEqual(self.tokens(f"{name}-4"), self.tokens(step, ranks=3))
+                # Another program's directory again, from the save and by the command.
+                shutil.copytree(step, self.place / f"{name}-copy", ignore=shutil.ignore_patterns("state.json", "optim*"))
+                self.call(0, "export", f"{name}-4", f"{name}-out")
+                for other in ("copy", "out"):
+                    self.assertEqual(self.digest(f"{name}-{other}"), self.digest(step))
+                    self.assertEqual(self.tokens(f"{name}-{other}"), self.tokens(step))
+                self.assertIn(config["architectures"][0], self.call(0, "inspect", f"{name}-out"))
+
+    def test_rounded_saves_resume_with_their_bits(self):
+        model(self.place / "m", QWEN3)
+        self.train(2, "--weights", "m", "--save", "whole")
+        self.train(2, "--weights", "m", "--save", "run", "--save-every", 2, "--keep", 9, "--save-precision", "bf16")
+        self.assertEqual(self.digest("run"), self.digest("whole"))
+        shutil.rmtree(self.place / "run" / "step-00000004")
+        self.call(3, "train", "--resume", "run")
+        self.assertEqual(self.digest("run"), self.digest("whole"))
+        listed = self.call(0, "inspect", "run")
+        self.assertIn("bf16", listed)
+        self.call(0, "export", "run", "exact", "--precision", "fp32")
+        self.assertEqual(self.digest("exact"), self.digest("whole"))
+        self.call(0, "export", "run", "rounded")
+        self.assertNotEqual(self.digest("rounded"), self.digest("whole"))
+        self.assertEqual(self.tokens("rounded"), self.tokens("run"))
+        self.assertIn("ok", self.call(0, "verify", "run"))
+
+    def test_weights_count_for_the_first_start_alone(self):
+        model(self.place / "m", GPT2)
+        words = ("--weights", "m", "--save", "run", "--save-every", 2, "--resume", "auto")
+        self.assertIn("starting from the weights of 'm'", self.train(2, *words))
+        before = self.digest("run")
+        shutil.rmtree(self.place / "run" / "step-00000004")
+        shutil.rmtree(self.place / "m")
+        self.assertIn("going on after step 2", self.train(2, *words))
+        self.assertEqual(self.digest("run"), before)
+        # A save's weights, in a run of its own.
+        for source in ("run", "run/step-00000002"):
+            self.train(2, "--weights", source, "--save", "next", "--overwrite", steps=1)
+        self.assertEqual(json.loads((self.place / "next/step-00000001/config.json").read_text())["n_positions"], 64)
+
+    def refused(self, code, parts, *words, ranks=2):
+        line = self.call(ranks, *words, code=code)
+        for part in parts:
+            self.assertIn(part, line)
+
+    def test_contradictions_and_damage_are_named(self):
+        model(self.place / "m", LLAMA)
+        train = ("train", "--data", "text.txt", *DATA, "--steps", "1")
+        self.refused(2, ["--layers", "5", "'m' has 3"], *train, "--weights", "m", "--layers", 5)
+        self.refused(2, ["--model", "--weights"], *train, "--model", "auto")
+        self.refused(2, ["--save-precision", "--save DIR"], *train, "--weights", "m", "--save-precision", "bf16")
+        self.refused(2, ["--context 100", "64"], *train[:3], "--context", 100, "--steps", 1, "--weights", "m")
+        self.refused(5, ["nowhere"], *train, "--weights", "nowhere")
+        self.train(1, "--weights", "m", "--model", "auto", "--layers", "3", "--save", "run", steps=1)
+        self.refused(4, ["not empty"], "export", "run", "m", ranks=0)
+        config = self.place / "m" / "config.json"
+        for change, parts in (({"architectures": ["Bloom"]}, ["'Bloom'", "LlamaForCausalLM"]),
+                              ({"hidden_act": "gelu"}, ["'hidden_act'", "silu"]),
+                              ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, ["'yarn'", "llama3"]),
+                              ({"vocab_size": 300}, ["model.embed_tokens.weight", "[300, 24]"])):
+            config.write_text(json.dumps({**LLAMA, **change}))
+            self.refused(5, parts, *train, "--weights", "m")
+        config.write_text(json.dumps(LLAMA))
+        for name, parts in (("extra.weight", ["'extra.weight'", "model-00003"]), (None, ["model-00003", "does not name"])):
+            write_tensors(self.place / "m" / "model-00003-of-00003.safetensors", {name or "x": (2, 2)})
+            index = self.place / "m" / "model.safetensors.index.json"
+            sound = json.loads(index.read_text())
+            if name:
+                index.write_text(json.dumps({"weight_map": {**sound["weight_map"],
+                                                            name: "model-00003-of-00003.safetensors"}}))
+            self.refused(5, parts, *train, "--weights", "m")
+            index.write_text(json.dumps(sound))
+        (self.place / "m" / "model-00003-of-00003.safetensors").unlink()
+        part = self.place / "m" / "model-00001-of-00002.safetensors"
+        part.write_bytes(part.read_bytes()[:-10])
+        self.refused(5, ["model-00001-of-00002.safetensors"], *train, "--weights", "m")
+        self.refused(5, ["model-00001-of-00002.safetensors"], "generate", "--weights", "m")
+        with open(config, "wb") as file:
+            file.truncate(20 << 20)
+        self.refused(5, ["'m'"], *train, "--weights", "m")
+
+    def test_a_changed_file_beside_the_weights_is_found(self):
+        model(self.place / "m", LLAMA)
+        self.train(2, "--weights", "m", "--save", "run", steps=1)
+        config = self.place / "run/step-00000001/config.json"
+        config.write_text(config.read_text().replace("1e-06", "1e-05"))
+        self.assertNotEqual(subprocess.run([SLUICE, "verify", "run"], cwd=self.place, capture_output=True).returncode, 0)
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)
