@@ -15,7 +15,6 @@ import subprocess
 import time
 
 from cases import metrics_so_far, require, run, wait_for
-from hosts import call
 
 LIMIT = 3           # seconds, of the watchdog
 REPORT_TIME = 10.0  # seconds beyond the limit
@@ -50,11 +49,8 @@ class Cut:
     def output(self):
         return self.path.read_text(errors="replace").replace("\r", "")
 
-    def pull(self, host):
-        call("nsenter", *self.hosts.net("switch"), "ip", "link", "set", f"port{host}", "down")
-
     def put_back(self, host):
-        call("nsenter", *self.hosts.net("switch"), "ip", "link", "set", f"port{host}", "up")
+        self.hosts.plug(host)
         other = 2 if host == 1 else 1
         wait_for(lambda: self.hosts.run(other, "ssh", "-o", "ConnectTimeout=1", self.hosts.name(host),
                                         "true").returncode == 0, f"{self.hosts.name(host)} does not come back")
@@ -85,7 +81,7 @@ def cut(setup, host, large=False):
         found = [len(job.ranks_on(each)) for each in setup.hosts]
         require(all(count == per_host for count in found), f"ranks on the hosts: {found}")
         since = time.monotonic()
-        job.pull(host)
+        job.hosts.pull(host)
         wait_for(job.reports, "no report", LIMIT + REPORT_TIME)
         seconds = time.monotonic() - since
         gone = time.monotonic()
@@ -117,7 +113,7 @@ def short_cut(setup):
     """A cable that is put back in time: the training goes on."""
     job = Cut(setup, setup.model, 20)
     try:
-        job.pull(3)
+        job.hosts.pull(3)
         time.sleep(0.3 * LIMIT)  # the cut is what is tested
         job.put_back(3)
         done = len(metrics_so_far(job.metrics))

@@ -365,6 +365,13 @@ class Hosts:
         places = ",".join(f"{self.name(host)}:{count}" for host, count in enumerate(counts, 1))
         return ["--host", places, "-n", str(ranks)]
 
+    def pull(self, host):
+        """Pulls the host's cable: its card loses the carrier."""
+        call("nsenter", *self.net("switch"), "ip", "link", "set", f"port{host}", "down")
+
+    def plug(self, host):
+        call("nsenter", *self.net("switch"), "ip", "link", "set", f"port{host}", "up")
+
     def limit(self, host, rate):
         """Bandwidth between a host and the bridge, in each direction, such as "100mbit"; "off": no limit."""
         if rate != "off" and not re.fullmatch(r"\d+[kmg]?bit", rate):

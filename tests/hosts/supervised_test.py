@@ -21,16 +21,16 @@ NOTICE = ("--mca", "oob_tcp_keepalive_time", 1, "--mca", "oob_tcp_keepalive_intv
 class Supervised:
     """A supervised training over three hosts of two slots, saved every other step."""
 
-    def __init__(self, setup, name):
+    def __init__(self, setup, name, notice=NOTICE, options=()):
         self.setup, self.directory, self.metrics = setup, setup.folder / name, setup.folder / f"{name}.jsonl"
         self.log = setup.folder / f"{name}.log"
         (setup.folder / f"{name}.hosts").write_text("".join(f"{setup.hosts.name(host)} slots=2\n" for host in (1, 2, 3)))
         training = setup.train("--pipeline", "{pipeline}", "--replicas", "{replicas}", "--steps", STEPS, "--save",
-                               self.directory, "--save-every", 2, "--resume", "auto", "--metrics", self.metrics)
+                               self.directory, "--save-every", 2, "--resume", "auto", "--metrics", self.metrics, *options)
         with open(self.log, "wb") as sink:
             self.process = setup.hosts.start(
                 1, setup.sluice, "run", "--hosts", setup.folder / f"{name}.hosts", "--layouts", "3x2,2x2,1x2", "--pause",
-                0, "--", "mpirun", *NOTICE, "-n", "{ranks}", "--hostfile", "{hostfile}", *training, stdout=sink)
+                0, "--", "mpirun", *notice, "-n", "{ranks}", "--hostfile", "{hostfile}", *training, stdout=sink)
 
     def output(self):
         return self.log.read_text(errors="replace")
@@ -86,6 +86,21 @@ def failing_host(setup):
     require("layout 2x2 instead of 3x2: the same bits" in output and "3 restarts in" in output, output)
 
 
+def cut_cable(setup):
+    """Open MPI notices nothing: the watchdog's report ends the job, and the second start finds no way to the host."""
+    job = Supervised(setup, "cut-cable", NOTICE[-3:], ("--timeout", 3))
+    job.trains_to(10)
+    setup.hosts.pull(3)
+    try:
+        job.says("ranks 4, 5 on node3 are lost: silent for")
+        job.says("leaving out node3 from now on")
+        output = job.ends_with_the_bits()
+    finally:
+        setup.hosts.plug(3)
+    require("layout 2x2 instead of 3x2: the same bits" in output and len(list(job.directory.glob("hang-*.txt"))) == 1, output)
+    return re.findall(r"sluice run: (\d+ restarts.*)", output)[0]
+
+
 def events_from_another_host(setup):
     """Rank 0 runs on node3: its events reach the supervisor on node1."""
     (setup.folder / "far.hosts").write_text("node3 slots=2\n")
@@ -98,6 +113,7 @@ def events_from_another_host(setup):
 def cases(setup):
     return {"hosts taken away one by one": functools.partial(one_by_one, setup),
             "a failing host": functools.partial(failing_host, setup),
+            "a cable that is pulled": functools.partial(cut_cable, setup),
             "events from another host": functools.partial(events_from_another_host, setup)}
 
 
