@@ -95,12 +95,12 @@ bool contains(const Names& names, const std::string& name) {
 }
 
 const std::vector<std::string>& of_function() {
-  static const std::vector<std::string> kNames = [] {
+  static const std::vector<std::string> all = [] {
     std::vector<std::string> names(kOfModel.begin(), kOfModel.end());
     names.insert(names.end(), kOfFunctionToo.begin(), kOfFunctionToo.end());
     return names;
   }();
-  return kNames;
+  return all;
 }
 
 // "" where `name` is not among them.

@@ -53,9 +53,9 @@ void each_later_field(Config& config, const Visit& visit) {
 
 using Scaling = RotaryScaling::Kind;
 const std::map<std::string, Scaling>& scalings() {
-  static const std::map<std::string, Scaling> kNames = {
+  static const std::map<std::string, Scaling> names = {
       {"none", Scaling::kNone}, {"linear", Scaling::kLinear}, {"llama3", Scaling::kLlama3}};
-  return kNames;
+  return names;
 }
 
 TransformerConfig config_from(const Json& model, const std::filesystem::path& path) {

@@ -19,17 +19,17 @@ struct Renamed {
 };
 
 const std::vector<Renamed>& gpt2_names() {
-  static const std::vector<Renamed> kNames = {{"norm1", {"ln_1"}},
-                                              {"attention.qkv", {"attn.c_attn"}},
-                                              {"attention.output", {"attn.c_proj"}},
-                                              {"norm2", {"ln_2"}},
-                                              {"mlp.up", {"mlp.c_fc"}},
-                                              {"mlp.down", {"mlp.c_proj"}}};
-  return kNames;
+  static const std::vector<Renamed> names = {{"norm1", {"ln_1"}},
+                                             {"attention.qkv", {"attn.c_attn"}},
+                                             {"attention.output", {"attn.c_proj"}},
+                                             {"norm2", {"ln_2"}},
+                                             {"mlp.up", {"mlp.c_fc"}},
+                                             {"mlp.down", {"mlp.c_proj"}}};
+  return names;
 }
 
 const std::vector<Renamed>& llama_names() {
-  static const std::vector<Renamed> kNames = {
+  static const std::vector<Renamed> names = {
       {"norm1", {"input_layernorm"}},
       {"attention.qkv", {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}},
       {"attention.query_norm", {"self_attn.q_norm"}},
@@ -38,7 +38,7 @@ const std::vector<Renamed>& llama_names() {
       {"norm2", {"post_attention_layernorm"}},
       {"mlp.gate_up", {"mlp.gate_proj", "mlp.up_proj"}},
       {"mlp.down", {"mlp.down_proj"}}};
-  return kNames;
+  return names;
 }
 
 constexpr std::array<std::pair<const char*, const char*>, 4> kGpt2Ends = {

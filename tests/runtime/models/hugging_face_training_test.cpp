@@ -170,7 +170,7 @@ TEST_P(HuggingFaceTrainingTest, FollowsTransformersAndHandsTheModelBack) {
   EXPECT_EQ(values_of(start), values_of(as_foreign(start, place.path() / "again")));
   const auto end = place.path() / "run" / step_directory_name(20);
   const HuggingFaceModel back = read_hugging_face(as_foreign(end, place.path() / "back"));
-  EXPECT_EQ(back.architecture, golden().at("config").at("architectures")[0]);
+  EXPECT_EQ(back.architecture, golden().at("config").at("architectures")[0].get<std::string>());
   EXPECT_EQ(values_of(end, /*masters=*/false), values_of(place.path() / "back"));
   const bool rounded = precision == DType::kBf16;
   EXPECT_EQ(rounded, values_of(end) != values_of(place.path() / "back"));

@@ -19,11 +19,11 @@
 namespace sluice::testing {
 
 [[nodiscard]] inline const nlohmann::json& golden_models() {
-  static const nlohmann::json kGolden = [] {
+  static const nlohmann::json golden = [] {
     std::ifstream file(SLUICE_GOLDEN_MODELS);
     return nlohmann::json::parse(file);
   }();
-  return kGolden;
+  return golden;
 }
 
 // The tensors of one model, to be written or damaged.
