@@ -48,10 +48,16 @@ class NewFile:
 
     def __init__(self, path):
         self.path = pathlib.Path(path)
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until __exit__ is sure to come
         descriptor, self.name = tempfile.mkstemp(prefix=f".{self.path.name}.", dir=self.path.parent)
         self.file = os.fdopen(descriptor, "w+b")
 
     def __enter__(self):
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)  # a signal that waited acts here
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def commit(self):
@@ -313,7 +319,9 @@ def main():
         parent = pathlib.Path(options.output).parent
         if not parent.is_dir():
             raise Refusal(f"'{parent}' is no directory; --output needs one that is there")
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         with tempfile.TemporaryDirectory(prefix=".prepare_tokens-", dir=parent) as directory:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             run(options, directory)
     except Refusal as refusal:
         sys.exit(f"prepare_tokens: {refusal}")
