@@ -337,12 +337,16 @@ fs::path newest_save(const fs::path& path) {
   if (selection.of_0_1) return path;
   if (!selection.candidates.empty()) return selection.candidates.front().directory;
   std::error_code error;
-  throw_error(ErrorCode::kWeights, "'{}' {}; what 'sluice train --save' wrote is needed",
-              path.string(),
-              !selection.broken.empty()
-                  ? fmt::format("holds no sound save: {}", fmt::join(selection.broken, "; "))
-              : fs::exists(path, error) ? "holds no save"
-                                        : "does not exist");
+  // A model whose weights are missing or of another kind: the reader of config.json says so.
+  if (selection.broken.empty() && fs::is_regular_file(path / "config.json", error)) return path;
+  throw_error(
+      ErrorCode::kWeights,
+      "'{}' {}; what 'sluice train --save' wrote, or a directory of Hugging Face, is needed",
+      path.string(),
+      !selection.broken.empty()
+          ? fmt::format("holds no sound save: {}", fmt::join(selection.broken, "; "))
+      : fs::exists(path, error) ? "holds no save"
+                                : "does not exist");
 }
 
 std::vector<std::string> open_save_directory(const fs::path& directory) {

@@ -61,8 +61,9 @@ struct SaveSelection {
 [[nodiscard]] SaveSelection select_saves(const std::filesystem::path& path);
 // The first candidate with optimizer state; the first where none has it. Requires a candidate.
 [[nodiscard]] const Save& newest_resumable(const SaveSelection& selection);
-// The newest candidate's directory, or DIR where it is of version 0.1. Throws Error(kWeights) where
-// there is none, saying what is there instead. For reading weights (generate, digest).
+// The newest candidate's directory, or DIR where it is of version 0.1 or holds a config.json.
+// Throws Error(kWeights) where there is none, saying what is there instead. For reading weights
+// (generate, digest).
 [[nodiscard]] std::filesystem::path newest_save(const std::filesystem::path& path);
 
 // Creates DIR where it is missing. If scan_saves() finds the newest save without its name, it gets

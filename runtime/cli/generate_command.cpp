@@ -5,8 +5,6 @@
 #include <array>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <limits>
 #include <memory>
 
@@ -231,15 +229,9 @@ std::vector<int> prompt_of(const GenerateOptions& options, const std::string& gi
   return text.prompt_tokens(options.prompt.empty() ? first : options.prompt);
 }
 
-// generation_config.json's, where it has some, else config.json's; of `vocabulary` alone.
+// Of `vocabulary` alone.
 std::vector<int> stop_ids_of_model(const std::filesystem::path& save, int vocabulary) {
-  std::vector<int> stop_ids;
-  for (const char* name : {"generation_config.json", "config.json"}) {
-    std::ifstream in(save / name, std::ios::binary);
-    const std::string text{std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>()};
-    stop_ids = stop_ids_of(text);
-    if (!stop_ids.empty()) break;
-  }
+  std::vector<int> stop_ids = read_stop_ids(save);
   std::erase_if(stop_ids, [&](int id) { return id >= vocabulary; });
   return stop_ids;
 }

@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <system_error>
 
+#include "comm/base/throw_error.hpp"
+
 namespace sluice {
 namespace {
 
@@ -46,6 +48,21 @@ std::size_t ReadFile::read(std::span<std::byte> into, std::uint64_t first) const
     done += static_cast<std::size_t>(got);
   }
   return done;
+}
+
+std::string read_text(const std::filesystem::path& path, std::uint64_t most, ErrorCode code) {
+  try {
+    const ReadFile file(path);
+    if (file.bytes() > most) {
+      throw_error(code, "'{}' has {} bytes; legal are at most {}", path.string(), file.bytes(),
+                  most);
+    }
+    std::string text(file.bytes(), '\0');
+    text.resize(file.read(std::as_writable_bytes(std::span(text)), 0));
+    return text;
+  } catch (const ReadProblem& problem) {
+    throw_error(code, "cannot read file '{}': {}", path.string(), problem.what());
+  }
 }
 
 }  // namespace sluice

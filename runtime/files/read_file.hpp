@@ -7,6 +7,9 @@
 #include <filesystem>
 #include <span>
 #include <stdexcept>
+#include <string>
+
+#include <sluice/error.hpp>
 
 namespace sluice {
 
@@ -35,5 +38,10 @@ class ReadFile {
   int descriptor_;
   std::uint64_t bytes_ = 0;
 };
+
+// The whole of a file of at most `most` bytes. Throws Error(code) naming the file for what ReadFile
+// refuses, and for a larger file before any of it is read.
+[[nodiscard]] std::string read_text(const std::filesystem::path& path, std::uint64_t most,
+                                    ErrorCode code);
 
 }  // namespace sluice

@@ -9,11 +9,13 @@
 #include <cstdint>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <system_error>
 #include <utility>
 
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/files/read_file.hpp"
 
 namespace sluice {
 namespace {
@@ -143,6 +145,10 @@ const Architecture& find_architecture(const Fields& fields) {
   const std::string type = fields.text("model_type", "");
   for (const Architecture& each : kArchitectures) {
     if (name.empty() ? type == each.type : name == each.name) return each;
+  }
+  if (name.empty() && type.empty()) {
+    fields.refuse("neither 'architectures' nor 'model_type' is there; legal is a list of one of {}",
+                  fmt::join(architecture_names(), ", "));
   }
   fields.refuse("architecture '{}' is unknown; legal: {}", name.empty() ? type : name,
                 fmt::join(architecture_names(), ", "));
@@ -372,6 +378,10 @@ bool computes(const Architecture& architecture, const TransformerConfig& model) 
 
 }  // namespace
 
+std::string read_config_text(const std::filesystem::path& path) {
+  return read_text(path, kMostConfigBytes, ErrorCode::kWeights);
+}
+
 bool is_hugging_face_config(std::string_view text) {
   const Json json = parse_bounded(text);
   return json.is_object() && (json.contains("model_type") || json.contains("architectures"));
@@ -389,7 +399,6 @@ HuggingFaceConfig parse_hugging_face_config(std::string_view text,
   HuggingFaceConfig config;
   config.architecture = architecture.name;
   config.text = text;
-  config.stop_ids = stop_ids_of(text);
   fields.require_absent("quantization_config");
   TransformerConfig& model = config.model;
   model.vocabulary = fields.size("vocab_size", TransformerLimits::kVocabulary);
@@ -478,6 +487,18 @@ std::vector<int> stop_ids_of(std::string_view text) {
     for (const Json& id : value) take(id);
   } else {
     take(value);
+  }
+  return ids;
+}
+
+std::vector<int> read_stop_ids(const std::filesystem::path& directory) {
+  std::vector<int> ids;
+  for (const char* name : {"generation_config.json", "config.json"}) {
+    const std::filesystem::path path = directory / name;
+    std::error_code error;
+    if (!std::filesystem::is_regular_file(path, error)) continue;
+    ids = stop_ids_of(read_config_text(path));
+    if (!ids.empty()) break;
   }
   return ids;
 }

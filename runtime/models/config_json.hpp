@@ -7,6 +7,7 @@
 // may not be missing. A field that would change the mathematics and that Sluice lacks is refused.
 #pragma once
 
+#include <cstddef>
 #include <filesystem>
 #include <string>
 #include <string_view>
@@ -17,13 +18,18 @@
 namespace sluice {
 
 struct HuggingFaceConfig {
-  TransformerConfig model;    // `positions` as the file says, `context` at most kDefaultContext
-  std::string architecture;   // "Qwen3ForCausalLM"
-  std::vector<int> stop_ids;  // eos_token_id
-  std::string text;           // the file's
+  TransformerConfig model;   // `positions` as the file says, `context` at most kDefaultContext
+  std::string architecture;  // "Qwen3ForCausalLM"
+  std::string text;          // the file's
 
   static constexpr int kDefaultContext = 1024;
 };
+
+// Bytes that a config.json may have.
+inline constexpr std::size_t kMostConfigBytes = std::size_t{16} << 20;
+
+// Throws Error(kWeights) naming a file that is no regular one, or larger than that.
+[[nodiscard]] std::string read_config_text(const std::filesystem::path& path);
 
 // Whether a JSON text is such a config.json: an object that says "model_type" or "architectures".
 [[nodiscard]] bool is_hugging_face_config(std::string_view text);
@@ -48,5 +54,9 @@ struct HuggingFaceConfig {
 // eos_token_id, a number or several, of config.json's or generation_config.json's text; empty where
 // it names none.
 [[nodiscard]] std::vector<int> stop_ids_of(std::string_view text);
+
+// Those of a directory: generation_config.json's, where it has some, else config.json's. What is
+// no regular file has none.
+[[nodiscard]] std::vector<int> read_stop_ids(const std::filesystem::path& directory);
 
 }  // namespace sluice

@@ -12,7 +12,7 @@
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/save_state.hpp"
-#include "runtime/files/mapped_file.hpp"
+#include "runtime/files/read_file.hpp"
 #include "runtime/models/config_json.hpp"
 #include "runtime/models/tensor_names.hpp"
 #include "runtime/weights/file_layout.hpp"
@@ -23,19 +23,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::size_t kMostConfigBytes = std::size_t{16} << 20;
 // Tokenizers of 256,000 tokens take 35 MB.
 constexpr std::size_t kMostFileBytes = std::size_t{256} << 20;
 constexpr const char* kHead = "lm_head.weight";
-
-std::string read_text(const fs::path& path, std::size_t most) {
-  const MappedFile file(path, ErrorCode::kWeights);
-  if (file.bytes().size() > most) {
-    throw_error(ErrorCode::kWeights, "'{}' has {} bytes; legal are at most {}", path.string(),
-                file.bytes().size(), most);
-  }
-  return {reinterpret_cast<const char*>(file.bytes().data()), file.bytes().size()};
-}
 
 void require_weights(const fs::path& directory) {
   if (has_weights(directory, "model")) return;
@@ -116,12 +106,12 @@ bool is_hugging_face(const fs::path& directory) {
   if (!fs::is_regular_file(path, error) || fs::exists(directory / "state.json", error))
     return false;
   if (fs::file_size(path, error) > kMostConfigBytes || error) return false;
-  return is_hugging_face_config(read_text(path, kMostConfigBytes));
+  return is_hugging_face_config(read_config_text(path));
 }
 
 HuggingFaceModel read_hugging_face(const fs::path& directory) {
   const fs::path path = directory / "config.json";
-  HuggingFaceConfig config = parse_hugging_face_config(read_text(path, kMostConfigBytes), path);
+  HuggingFaceConfig config = parse_hugging_face_config(read_config_text(path), path);
   require_weights(directory);
   HuggingFaceModel model;
   model.config = config.model;
@@ -131,12 +121,7 @@ HuggingFaceModel read_hugging_face(const fs::path& directory) {
   strip_prefix(model.layout, weights);
   require_tensors(directory, model, weights);
   model.files = read_model_files(directory);
-  const auto generation = model.files.find("generation_config.json");
-  model.stop_ids = std::move(config.stop_ids);
-  if (generation != model.files.end()) {
-    std::vector<int> ids = stop_ids_of(generation->second);
-    if (!ids.empty()) model.stop_ids = std::move(ids);
-  }
+  model.stop_ids = read_stop_ids(directory);
   return model;
 }
 
@@ -157,7 +142,7 @@ std::map<std::string, std::string> read_model_files(const fs::path& directory) {
     const fs::path path = directory / name;
     std::error_code error;
     if (!fs::is_regular_file(path, error)) continue;
-    files.emplace(name, read_text(path, kMostFileBytes));
+    files.emplace(name, read_text(path, kMostFileBytes, ErrorCode::kWeights));
   }
   return files;
 }

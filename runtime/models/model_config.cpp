@@ -1,16 +1,17 @@
 #include "runtime/models/model_config.hpp"
 
-#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include <sluice/error.hpp>
 #include <sluice/hugging_face.hpp>
 
 #include "comm/base/throw_error.hpp"
 #include "runtime/checkpoint/save_state.hpp"
+#include "runtime/models/config_json.hpp"
 
 namespace sluice {
 
@@ -102,17 +103,20 @@ std::string model_config_text(const TransformerConfig& config) {
 TransformerConfig read_model_config(const std::filesystem::path& directory) {
   if (is_hugging_face(directory)) return read_hugging_face(directory).config;
   std::filesystem::path path = directory / "config.json";
-  std::ifstream in(path);
-  Json json = in ? Json::parse(in, nullptr, false) : Json();
-  if (json.is_object() && json.contains("model")) return config_from(json["model"], path);
-  path = directory / "state.json";
   std::error_code ignored;
-  if (!std::filesystem::exists(path, ignored)) {
+  const bool saved = std::filesystem::exists(directory / "state.json", ignored);
+  if (std::filesystem::exists(path, ignored)) {
+    const Json json = Json::parse(read_config_text(path), nullptr, false);
+    if (json.is_object() && json.contains("model")) return config_from(json["model"], path);
+    if (!saved) return read_hugging_face(directory).config;  // says what the file lacks
+  }
+  if (!saved) {
     throw_error(ErrorCode::kWeights,
                 "'{}' holds neither a save of Sluice (state.json) nor a model of Hugging Face "
                 "(config.json with 'model_type')",
                 directory.string());
   }
+  path = directory / "state.json";
   const std::string text = read_save_state(directory).model;
   if (text.empty()) {
     throw_error(ErrorCode::kWeights, "'{}' names no model; 'sluice train --save' writes one",

@@ -7,6 +7,7 @@ Writes small directories itself; needs the standard library alone. One mpirun ea
 """
 
 import json
+import os
 import pathlib
 import random
 import shutil
@@ -109,7 +110,7 @@ class Weights(unittest.TestCase):
     def digest(self, directory):
         return self.call(0, "digest", directory).splitlines()[-1]
 
-    def tokens(self, directory, ranks=1):
+    def tokens(self, directory, ranks=0):
         return self.call(ranks, "generate", "--weights", directory, "--prompt-ids", "9 8 7", "--tokens", 12, "--ids",
                          "--temperature", 0, "--stop-ids", "none")
 
@@ -206,17 +207,76 @@ class Weights(unittest.TestCase):
         part.write_bytes(part.read_bytes()[:-10])
         self.refused(5, ["model-00001-of-00002.safetensors"], *train, "--weights", "m")
         self.refused(5, ["model-00001-of-00002.safetensors"], "generate", "--weights", "m")
-        with open(config, "wb") as file:
-            file.truncate(20 << 20)
-        self.refused(5, ["'m'"], *train, "--weights", "m")
+
+    def test_a_config_that_cannot_be_read_is_named(self):
+        model(self.place / "m", LLAMA)
+        config, generation = self.place / "m" / "config.json", self.place / "m" / "generation_config.json"
+        train = ("train", "--data", "text.txt", *DATA, "--steps", "1", "--weights", "m")
+        sound = json.dumps(LLAMA)
+        for text, part in ((sound + " " * (20 << 20), "legal are at most"), (sound[:-1] + ', "a": ' + "[" * 100000, "50 levels"),
+                           (sound[:-1] + ', "a": ' + "[" * 60 + "]" * 60 + "}", "50 levels"), ("", "50 levels"),
+                           ("{}", "'model_type'")):
+            config.write_text(text)
+            self.refused(5, ["'m/config.json'", part], *train, ranks=0)
+            self.refused(5, ["'m/config.json'", part], "inspect", "m", ranks=0)
+            self.refused(5, ["'m/config.json'", part], "export", "m", "out", ranks=0)
+        # Nobody writes to a pipe: a reader must not wait for it.
+        config.unlink()
+        os.mkfifo(config)
+        self.refused(5, ["'m/config.json'", "regular"], *train)
+        self.refused(5, ["'m/config.json'", "regular"], "generate", "--weights", "m", ranks=0)
+        config.unlink()
+        config.write_text(sound)
+        os.mkfifo(generation)
+        self.tokens("m")
+        generation.unlink()
+        generation.symlink_to("/dev/zero")
+        self.tokens("m")
+
+    def test_missing_tensors_and_weights_are_named(self):
+        model(self.place / "m", LLAMA, parts=1)
+        only = self.place / "m" / "model-00001-of-00001.safetensors"
+        only.rename(self.place / "m" / "model.safetensors")
+        (self.place / "m" / "model.safetensors.index.json").unlink()
+        self.tokens("m")
+        shapes = llama_tensors(LLAMA)
+        del shapes["model.layers.1.mlp.up_proj.weight"]
+        write_tensors(self.place / "m" / "model.safetensors", shapes)
+        train = ("train", "--data", "text.txt", *DATA, "--steps", "1", "--weights", "m")
+        self.refused(5, ["'m'", "'model.layers.1.mlp.up_proj.weight'", "[40, 24]"], *train)
+        with open(self.place / "m" / "model.safetensors", "wb") as file:
+            file.write(struct.pack("<Q", 1 << 40))
+            file.truncate(1 << 41)
+        self.refused(5, ["m/model.safetensors", "100000000"], *train, ranks=0)
+        (self.place / "m" / "model.safetensors").unlink()
+        (self.place / "m" / "pytorch_model.bin").touch()
+        self.refused(5, ["'m'", "pytorch_model.bin", "safetensors"], *train)
+
+    def test_an_export_is_trained_like_its_save(self):
+        model(self.place / "m", GPT2)
+        self.train(2, "--weights", "m", "--save", "run", steps=1)
+        for source, out in (("run", "from-save"), ("out", "from-export")):
+            if source == "out":
+                self.call(0, "export", "run", "out")
+            self.train(2, "--weights", source, "--save", out, steps=2)
+        self.assertEqual(self.digest("from-save"), self.digest("from-export"))
 
     def test_a_changed_file_beside_the_weights_is_found(self):
         model(self.place / "m", LLAMA)
+        (self.place / "m" / "tokenizer.json").write_text('{"version": "1.0"}')
         self.train(2, "--weights", "m", "--save", "run", steps=1)
-        config = self.place / "run/step-00000001/config.json"
-        config.write_text(config.read_text().replace("1e-06", "1e-05"))
-        self.assertNotEqual(subprocess.run([SLUICE, "verify", "run"], cwd=self.place, capture_output=True).returncode, 0)
+        for name in ("config.json", "tokenizer.json"):
+            file = self.place / "run/step-00000001" / name
+            sound = file.read_text()
+            file.write_text(sound.replace("1", "2", 1))
+            done = subprocess.run([SLUICE, "verify", "run"], cwd=self.place, capture_output=True, text=True)
+            self.assertEqual(done.returncode, 5)
+            self.assertIn(f"step-00000001/{name}'", done.stdout)
+            self.assertIn(name, self.call(2, "train", "--resume", "run", "--steps", 2, code=5))
+            file.write_text(sound)
+        self.assertIn("ok", self.call(0, "verify", "run"))
 
 
 if __name__ == "__main__":
+    os.environ["OMPI_MCA_btl"] = "^tcp,ofi"  # looking for fabrics takes ofi a second a start
     unittest.main(verbosity=2)
