@@ -79,7 +79,8 @@ std::vector<FileTensor> file_tensors(const TransformerConfig& model, DType dtype
   return tensors;
 }
 
-void write_parts(const fs::path& out, std::vector<FileTensor> tensors) {
+// `others`: bytes of the files beside them.
+void write_parts(const fs::path& out, std::vector<FileTensor> tensors, std::size_t others) {
   std::vector<std::vector<FileTensor>> parts(1);
   std::size_t bytes = 0, all = 0;
   for (FileTensor& tensor : tensors) {
@@ -91,7 +92,7 @@ void write_parts(const fs::path& out, std::vector<FileTensor> tensors) {
     all += tensor.spec.bytes();
     parts.back().push_back(std::move(tensor));
   }
-  require_space(out, all);
+  require_space(out, all + others);
   const auto count = static_cast<int>(parts.size());
   std::map<std::string, std::string> file_of;
   for (int i = 0; i < count; ++i) {
@@ -125,11 +126,13 @@ void write_export(const ExportOptions& options) {
                 : fs::is_directory(out) ? "not empty"
                                         : "no directory");
   }
-  Values values(tensors);
-  write_parts(out, file_tensors(model, dtype, values));
-  // config.json last: without it the directory is no model.
   std::map<std::string, std::string> files =
       hugging_face_files(model, dtype, read_model_files(from));
+  std::size_t others = 0;
+  for (const auto& [name, text] : files) others += text.size();
+  Values values(tensors);
+  write_parts(out, file_tensors(model, dtype, values), others);
+  // config.json last: without it the directory is no model.
   const std::string config = std::exchange(files["config.json"], "");
   files.erase("config.json");
   for (const auto& [name, text] : files) {
