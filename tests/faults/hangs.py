@@ -17,7 +17,7 @@ import signal
 import tempfile
 import time
 
-from harness import (Job, Setup, arguments, main, metrics_so_far, require, run_cases, step_directory,
+from harness import (PATIENCE, Job, Setup, arguments, main, metrics_so_far, require, run_cases, step_directory,
                      steps_in)
 
 RANKS = 4
@@ -237,14 +237,14 @@ def quiet(output):
 
 def slow_stage(setup, limit, seconds):
     """A stage that takes longer than the limit: a notice that names it."""
-    output = program(setup, "slow", limit, seconds).expect(0, "step 6")
+    output = program(setup, "slow", limit, seconds).expect(0, "step 6", within=PATIENCE + seconds)
     quiet(output)
     require(re.search(r"^sluice: watchdog: rank 1 on \S+ \(stage 1\) is in 1F1 of step 3 since \d+ s, and is heard; this "
                       r"rank waits: 0", output, re.MULTILINE), f"no notice\n{output}")
 
 
 def slow_loading(setup, limit, seconds):
-    output = program(setup, "loading", limit, seconds).expect(0, "step 6")
+    output = program(setup, "loading", limit, seconds).expect(0, "step 6", within=PATIENCE + seconds)
     quiet(output)
     require("in the loading of a batch" in output, f"no notice\n{output}")
 
@@ -266,7 +266,7 @@ def slow_disk(setup, limit, seconds):
     case = Case(setup, "disk", limit)
     job = case.start(steps=40, every=20, fault={"directory": case.directory, "rank": 0, "call": "mkdir", "nth": 3,
                                                 "action": f"sleep:{seconds}"})
-    output = job.expect(0, "Done: 40 steps")
+    output = job.expect(0, "Done: 40 steps", within=PATIENCE + seconds)
     quiet(output)
     require(re.search(r"^sluice: watchdog: rank 0 on .* is in a save.* since", output, re.MULTILINE),
             f"no notice\n{output}")

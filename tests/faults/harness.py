@@ -203,19 +203,19 @@ class Job:
             self.signal(pid, signal.SIGKILL)
         self.process.wait()
 
-    def finish(self):
+    def finish(self, within=PATIENCE):
         """Exit code, once every process is gone; a job that is stuck is killed and a violation.
 
         Not so where only the launcher is left and says that it ended the job: Open MPI 4.1 hangs if a rank is killed
         while it connects to it ("PMIX ERROR: UNREACHABLE"). It is killed, and `launcher_hung` is set.
         """
-        if not self.wait(PATIENCE):
+        if not self.wait(within):
             left = self.processes()
             self.launcher_hung = set(left.values()) == {None} and "exited on signal" in self.output
             self.end()
             if self.launcher_hung:
                 return self.process.returncode
-            raise Violation(f"stuck for {PATIENCE:.0f} s, processes {left}\n{self.tail()}")
+            raise Violation(f"stuck for {within:.0f} s, processes {left}\n{self.tail()}")
         deadline = time.monotonic() + PATIENCE
         while left := self.processes():
             if time.monotonic() > deadline:
@@ -224,9 +224,9 @@ class Job:
             time.sleep(POLL)
         return self.process.returncode
 
-    def expect(self, code, *parts):
+    def expect(self, code, *parts, within=PATIENCE):
         """Finishes; the exit code must be this, and each part (a regular expression) in the output."""
-        found = self.finish()
+        found = self.finish(within)
         require(found == code, f"exit {found} instead of {code}\n{self.tail()}")
         for part in parts:
             require(re.search(part, self.output), f"the output lacks '{part}'\n{self.tail()}")
