@@ -278,4 +278,5 @@ class Weights(unittest.TestCase):
 
 
 if __name__ == "__main__":
+    os.environ["OMPI_MCA_btl"] = "^tcp,ofi"  # looking for fabrics takes ofi a second a start
     unittest.main(verbosity=2)
