@@ -11,6 +11,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/files/bounded_json.hpp"
 #include "runtime/files/checksum.hpp"
 #include "runtime/files/mapped_file.hpp"
 
@@ -26,24 +27,6 @@ constexpr std::size_t kMostBytes = std::size_t{1} << 30;
 constexpr int kMostLevels = 100;
 constexpr std::size_t kMostKeys = 4'000;
 constexpr std::uint64_t kMostSteps = std::uint64_t{1} << 53;
-
-// Discarded where the text is no JSON, is nested deeper than `levels`, or has an object of more
-// than kMostKeys keys.
-Json parse_bounded(std::string_view text, int levels) {
-  using Event = Json::parse_event_t;
-  bool bounded = true;
-  std::vector<std::size_t> keys;  // of each open object
-  const auto note = [&](int depth, Event event, const Json&) {
-    if (event == Event::object_start) keys.push_back(0);
-    if (event == Event::object_end) keys.pop_back();
-    if (event == Event::key && ++keys.back() > kMostKeys) bounded = false;
-    const bool starts = event == Event::object_start || event == Event::array_start;
-    if (starts && depth >= levels) bounded = false;
-    return bounded;
-  };
-  Json json = Json::parse(text, note, false);
-  return bounded ? json : Json(Json::value_t::discarded);
-}
 
 // Throws for one file.
 class Reader {
@@ -234,7 +217,7 @@ bool is_save_file_name(std::string_view name) {
 }
 
 bool is_state_json(std::string_view text) {
-  return !parse_bounded(text, kMostLevels).is_discarded();
+  return !parse_bounded(text, kMostLevels, kMostKeys).is_discarded();
 }
 
 std::string to_json_text(const SaveState& state) {
@@ -285,7 +268,7 @@ std::string to_json_text(const SaveState& state) {
 SaveState parse_save_state(std::string_view text, const std::filesystem::path& path) {
   const Reader reader(path);
   const std::size_t check = text.rfind(kCheck);
-  const Json json = parse_bounded(text, kMostLevels + 2);
+  const Json json = parse_bounded(text, kMostLevels + 2, kMostKeys);
   if (json.is_discarded() || !json.is_object()) {
     reader.refuse("it is no JSON object of at most {} levels and {} keys an object",
                   kMostLevels + 2, kMostKeys);

@@ -15,6 +15,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/files/bounded_json.hpp"
 #include "runtime/files/read_file.hpp"
 
 namespace sluice {
@@ -22,6 +23,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 constexpr int kMostLevels = 50;
+constexpr std::size_t kMostKeys = 4'000;
 
 constexpr std::string_view kSliding = "sliding_attention", kFull = "full_attention";
 
@@ -48,18 +50,7 @@ std::vector<std::string_view> architecture_names() {
   return names;
 }
 
-// Discarded where the text is no JSON, or is nested too deep for a writer that recurses.
-Json parse_bounded(std::string_view text) {
-  bool bounded = true;
-  const auto note = [&](int depth, Json::parse_event_t event, const Json&) {
-    const bool starts =
-        event == Json::parse_event_t::object_start || event == Json::parse_event_t::array_start;
-    if (starts && depth >= kMostLevels) bounded = false;
-    return bounded;
-  };
-  Json json = Json::parse(text, note, false);
-  return bounded ? json : Json(Json::value_t::discarded);
-}
+Json parse_config(std::string_view text) { return parse_bounded(text, kMostLevels, kMostKeys); }
 
 // The fields of one file. A field that is null is one that is missing, but for is_null().
 class Fields {
@@ -383,13 +374,13 @@ std::string read_config_text(const std::filesystem::path& path) {
 }
 
 bool is_hugging_face_config(std::string_view text) {
-  const Json json = parse_bounded(text);
+  const Json json = parse_config(text);
   return json.is_object() && (json.contains("model_type") || json.contains("architectures"));
 }
 
 HuggingFaceConfig parse_hugging_face_config(std::string_view text,
                                             const std::filesystem::path& path) {
-  const Json json = parse_bounded(text);
+  const Json json = parse_config(text);
   if (!json.is_object()) {
     throw_error(ErrorCode::kWeights, "'{}' is no JSON object of at most {} levels", path.string(),
                 kMostLevels);
@@ -398,7 +389,6 @@ HuggingFaceConfig parse_hugging_face_config(std::string_view text,
   const Architecture& architecture = find_architecture(fields);
   HuggingFaceConfig config;
   config.architecture = architecture.name;
-  config.text = text;
   fields.require_absent("quantization_config");
   TransformerConfig& model = config.model;
   model.vocabulary = fields.size("vocab_size", TransformerLimits::kVocabulary);
@@ -428,7 +418,7 @@ std::string architecture_for(const TransformerConfig& model, std::string_view pr
 
 std::string hugging_face_config_text(const TransformerConfig& model, DType dtype,
                                      const std::string& base) {
-  Json before = base.empty() ? Json::object() : parse_bounded(base);
+  Json before = base.empty() ? Json::object() : parse_config(base);
   if (!before.is_object()) before = Json::object();
   std::string preferred;
   if (const auto names = before.find("architectures");
@@ -464,7 +454,7 @@ std::string hugging_face_config_text(const TransformerConfig& model, DType dtype
 }
 
 std::string generation_config_text(std::string_view config) {
-  const Json from = parse_bounded(config);
+  const Json from = parse_config(config);
   Json json = {{"_from_model_config", true}};
   for (const char* ids : {"bos_token_id", "eos_token_id", "pad_token_id"}) {
     if (from.is_object() && from.contains(ids)) json[ids] = from[ids];
@@ -473,7 +463,7 @@ std::string generation_config_text(std::string_view config) {
 }
 
 std::vector<int> stop_ids_of(std::string_view text) {
-  const Json json = parse_bounded(text);
+  const Json json = parse_config(text);
   std::vector<int> ids;
   if (!json.is_object() || !json.contains("eos_token_id")) return ids;
   const Json& value = json["eos_token_id"];

@@ -20,7 +20,6 @@ namespace sluice {
 struct HuggingFaceConfig {
   TransformerConfig model;   // `positions` as the file says, `context` at most kDefaultContext
   std::string architecture;  // "Qwen3ForCausalLM"
-  std::string text;          // the file's
 
   static constexpr int kDefaultContext = 1024;
 };
