@@ -1,5 +1,6 @@
 // What the ranks of one emulated NCCL communicator share: who has arrived, and the sends, receives
-// and collectives that wait for their counterparts. Ranks are threads of one process.
+// and collectives that wait for their counterparts. Ranks are threads of one process; those of a
+// ProcessClique (process_clique.hpp) are processes.
 //
 // Counterparts find each other by order alone: the nth send from a to b meets the nth receive of b
 // from a, the nth collective of each rank those of all others. A wrong order therefore delivers the
@@ -44,22 +45,27 @@ struct Operation {
 class Clique {
  public:
   explicit Clique(int ranks);
+  virtual ~Clique() = default;
+  Clique(const Clique&) = delete;
+  Clique& operator=(const Clique&) = delete;
 
   [[nodiscard]] int ranks() const { return static_cast<int>(members_.size()); }
 
   // ncclInvalidUsage where the rank is there already or another rank has the same device.
-  ncclResult_t arrive(int rank, int device);
+  virtual ncclResult_t arrive(int rank, int device);
   // ncclInProgress until all ranks have arrived; ncclInvalidUsage where one was refused.
-  [[nodiscard]] ncclResult_t status() const;
-  ncclResult_t wait_for_all() const;
+  [[nodiscard]] virtual ncclResult_t status() const;
+  virtual ncclResult_t wait_for_all() const;
 
   // Posts the operations of one group at once; blocks until all have met their counterparts and are
   // done, or the rank aborts. To be called for one group of a rank after the other.
-  void run_group(int rank, const std::vector<Operation>& operations);
+  virtual void run_group(int rank, const std::vector<Operation>& operations);
   // Blocks until the rank aborts.
-  void wait_for_abort(int rank);
+  virtual void wait_for_abort(int rank);
   // Releases what the rank waits for, now and from now on; none of its buffers is touched any more.
-  void abort(int rank);
+  virtual void abort(int rank);
+  // ncclRemoteError once a peer is gone.
+  [[nodiscard]] virtual ncclResult_t failure() const { return ncclSuccess; }
 
   // One ncclCommSplit of each rank. Ranks of one color get one new clique, ordered by key, then by
   // rank here; `membership` is filled in once all ranks have called.

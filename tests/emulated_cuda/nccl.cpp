@@ -1,10 +1,12 @@
-// The part of NCCL that Sluice calls, between threads of one process. A communicator runs its
+// The part of NCCL that Sluice calls, between threads of one process, or between processes where
+// SLUICE_EMULATED_NCCL=processes says that every rank is one. A communicator runs its
 // groups one after the other, whatever streams they are put on; a group holds its stream until all
 // its operations have met their counterparts. In non-blocking mode a group is put on its stream
 // only by the second ncclCommGetAsyncError after ncclGroupEnd, since NCCL promises nothing before
 // that call says ncclSuccess: code that records an event too early misses the group here for
 // certain.
 #include <nccl.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdio>
@@ -20,6 +22,7 @@
 #include "tests/emulated_cuda/clique.hpp"
 #include "tests/emulated_cuda/control.hpp"
 #include "tests/emulated_cuda/memory.hpp"
+#include "tests/emulated_cuda/process_clique.hpp"
 #include "tests/emulated_cuda/stream.hpp"
 
 using sluice::emulated::Clique;
@@ -88,12 +91,28 @@ Cliques& cliques() {
   return *instance;
 }
 
-std::shared_ptr<Clique> clique_of(const ncclUniqueId& id, int ranks) {
+// What ncclGetUniqueId() writes.
+struct Id {
   std::uint64_t number = 0;
-  std::memcpy(&number, id.internal, sizeof number);
+  std::int64_t process = 0;
+};
+
+bool ranks_are_processes() {
+  const char* text = std::getenv("SLUICE_EMULATED_NCCL");
+  return text != nullptr && std::strcmp(text, "processes") == 0;
+}
+
+std::shared_ptr<Clique> clique_of(const ncclUniqueId& given, int ranks) {
+  Id id;
+  std::memcpy(&id, given.internal, sizeof id);
+  const std::uint64_t number = id.number;
+  if (ranks > 1 && ranks_are_processes()) {
+    return std::make_shared<ProcessClique>(
+        ranks, std::to_string(id.process) + "-" + std::to_string(number));
+  }
   Cliques& all = cliques();
   const std::lock_guard lock(all.mutex);
-  if (number == 0 || number >= all.next) return nullptr;
+  if (id.process != ::getpid() || number == 0 || number >= all.next) return nullptr;
   auto& [clique, to_come] = all.waiting[number];
   if (clique == nullptr) {
     clique = std::make_shared<Clique>(ranks);
@@ -275,8 +294,8 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   Cliques& all = cliques();
   const std::lock_guard lock(all.mutex);
   *id = {};
-  const std::uint64_t number = all.next++;
-  std::memcpy(id->internal, &number, sizeof number);
+  const Id made{all.next++, ::getpid()};
+  std::memcpy(id->internal, &made, sizeof made);
   return ncclSuccess;
 }
 
@@ -334,6 +353,7 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* status) {
   if (comm == nullptr || status == nullptr) return refuse(ncclInvalidArgument, "null");
   *status = comm->failure;
   if (*status == ncclSuccess) *status = readiness(comm);
+  if (*status == ncclSuccess) *status = comm->clique().failure();
   if (*status == ncclSuccess && !comm->pending.empty()) {
     if (std::exchange(comm->has_been_polled, true)) {
       launch_pending(comm);
