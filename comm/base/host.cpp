@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <cstdlib>
 #include <fstream>
 
 namespace sluice {
@@ -16,6 +17,16 @@ std::string boot_id() {
   std::string id;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
   return id;
+}
+
+std::string machine_id() {
+  std::string id = boot_id();
+  return id.empty() ? host_name() : id;
+}
+
+std::string nccl_machine_id() {
+  const char* set = std::getenv("NCCL_HOSTID");
+  return set != nullptr && *set != '\0' ? set : machine_id();
 }
 
 }  // namespace sluice

@@ -3,7 +3,6 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 
@@ -30,21 +29,14 @@ bool equal(const std::array<char, size>& a, const std::array<char, size>& b) {
   return std::strcmp(a.data(), b.data()) == 0;
 }
 
-// Identifies the host as NCCL does (its getHostHash): NCCL_HOSTID, else the name and the boot id.
-std::string machine_of(const std::string& host) {
-  if (const char* set = std::getenv("NCCL_HOSTID")) return set;
-  return host + boot_id();
-}
-
 }  // namespace
 
 Peer describe_rank(Device device, int version, const std::string& problem) {
   Peer member;
   member.version = version;
   member.device = device;
-  const std::string host = host_name();
-  assign(member.host, host);
-  assign(member.machine, machine_of(host));
+  assign(member.host, host_name());
+  assign(member.machine, nccl_machine_id());
   if (device.kind == DeviceKind::kCuda) assign(member.gpu, properties_of(device).identity);
   assign(member.problem, problem);
   return member;

@@ -21,7 +21,7 @@ struct Peer {
   int version = 0;  // of its library; 0: `problem` says why there is none, or why it is no use
   Device device;
   std::array<char, 64> host{};      // for messages
-  std::array<char, 128> machine{};  // NCCL's identity of the host, equal on all its ranks
+  std::array<char, 128> machine{};  // as nccl_machine_id()
   std::array<char, 32> gpu{};       // PCI bus address
   std::array<char, 512> problem{};  // one line, or empty
 };

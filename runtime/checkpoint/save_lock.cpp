@@ -75,7 +75,7 @@ std::string variable(std::initializer_list<const char*> names) {
 Holder this_process() {
   Holder me;
   me.host = host_name();
-  me.boot = boot_id();
+  me.boot = machine_id();
   std::error_code error;
   me.pid_namespace = fs::read_symlink("/proc/self/ns/pid", error).string();
   me.job = variable({"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "SLUICE_JOB_ID"});

@@ -156,7 +156,7 @@ void JobContext::plan(const PipelineOptions& options) {
           .front();
   for (int rank = 0; rank < place.topology.ranks(); ++rank) {
     RankDevice& device = devices.ranks.emplace_back(mine);
-    device.host = fmt::format("planned host {}", rank);
+    device.host = device.machine = device.nccl_machine = fmt::format("planned host {}", rank);
     device.host_memory = 0;
     if (!mine.identity.empty()) device.identity = fmt::format("planned GPU {}", rank);
   }

@@ -20,7 +20,7 @@ namespace sluice {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Device, kind, index)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankDevice, device, host, identity, free_memory, no_gpu,
-                                   host_memory, machine)
+                                   host_memory, machine, nccl_machine)
 
 namespace {
 
@@ -153,7 +153,8 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
   // Every rank learns of a refusal, so that none waits for this one.
   DeviceReport report;
   report.rank.host = hosts[at(mine)];
-  report.rank.machine = boot_id().empty() ? hosts[at(mine)] : boot_id();
+  report.rank.machine = machine_id();
+  report.rank.nccl_machine = nccl_machine_id();
   try {
     const auto [device, no_gpu] = resolve(choice, local_rank);
     open_device(device);  // before anything else makes this process a client of the first GPU

@@ -16,11 +16,12 @@ namespace sluice {
 struct RankDevice {
   Device device;
   std::string host;
-  std::string identity;         // of a GPU, the same in all processes of a machine; else empty
-  std::size_t free_memory = 0;  // bytes of a GPU when the job started
-  std::string no_gpu;           // why "auto" chose the CPU; else empty
-  std::size_t host_memory = 0;  // bytes of `host`; 0: not known
-  std::string machine = {};     // the same for containers of one machine
+  std::string identity;           // of a GPU, the same in all processes of a machine; else empty
+  std::size_t free_memory = 0;    // bytes of a GPU when the job started
+  std::string no_gpu;             // why "auto" chose the CPU; else empty
+  std::size_t host_memory = 0;    // bytes of `host`; 0: not known
+  std::string machine = {};       // as machine_id(): the same for containers of one machine
+  std::string nccl_machine = {};  // as nccl_machine_id()
 };
 
 // A line for the start of a run: the device of each rank of a pipeline, with the reason where

@@ -23,9 +23,9 @@ constexpr std::array<const char*, 3> kChoices = {"auto", "mpi", "nccl"};
 
 bool is_gpu(const RankDevice& rank) { return rank.device.kind != DeviceKind::kCpu; }
 
-// NCCL refuses two ranks on one GPU.
+// NCCL refuses two ranks on one GPU, unless NCCL_HOSTID says that they are on two machines.
 bool share_gpu(const RankDevice& a, const RankDevice& b) {
-  return is_gpu(a) && is_gpu(b) && a.machine == b.machine && a.identity == b.identity;
+  return is_gpu(a) && is_gpu(b) && a.nccl_machine == b.nccl_machine && a.identity == b.identity;
 }
 
 // The reason where all ranks have the same, else the first rank's reason; empty where none has one.

@@ -213,7 +213,8 @@ void require_memory(const std::vector<RankDevice>& devices, const Topology& topo
   std::map<std::tuple<bool, std::string, std::string>, std::vector<std::size_t>> sharers;
   for (std::size_t rank = 0; rank < devices.size(); ++rank) {
     const RankDevice& device = devices[rank];
-    sharers[{device.device.kind == DeviceKind::kCpu, device.host, device.identity}].push_back(rank);
+    sharers[{device.device.kind == DeviceKind::kCpu, device.machine, device.identity}].push_back(
+        rank);
   }
   for (const auto& [shared, ranks] : sharers) {
     const bool on_cpu = std::get<0>(shared);

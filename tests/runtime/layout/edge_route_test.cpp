@@ -47,10 +47,10 @@ TEST(EdgeRouteTest, GpusOfTheirOwnAreJoinedByNccl) {
 // Containers of one machine have a name each; machines may have GPUs at the same address.
 TEST(EdgeRouteTest, AGpuIsSharedByContainersOfOneMachineAlone) {
   RankDevice one = gpu(0), other = gpu(0);
-  one.machine = other.machine = "m";
+  one.nccl_machine = other.nccl_machine = "m";
   other.host = "another container";
   EXPECT_THAT(why_no_nccl({one, other}), HasSubstr(SLUICE_WITH_NCCL == 1 ? "share" : "NCCL"));
-  other.machine = "n";
+  other.nccl_machine = "n";
   other.host = one.host;
   EXPECT_EQ(why_no_nccl({one, other}).empty(), SLUICE_WITH_NCCL == 1);
 }

@@ -25,7 +25,7 @@ std::string refusal(const std::vector<std::string>& hosts, int replicas) {
   std::vector<RankDevice> devices;
   for (const std::string& host : hosts) {
     RankDevice& device = devices.emplace_back();
-    device.host = host;
+    device.host = device.machine = host;
     device.host_memory = 100 * kMebi;
   }
   try {
