@@ -7,6 +7,8 @@
 #include <sluice/device.hpp>
 #include <sluice/error.hpp>
 
+#include "tests/gpus/required_gpus.hpp"
+
 namespace sluice {
 namespace {
 
@@ -28,7 +30,7 @@ TEST(DeviceMemoryTest, OnACpuEveryBufferIsItsOwn) {
 class BlockTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+    SLUICE_NEED_A_GPU();
     memory_.emplace(kGpu);
     memory_->reserve(16 * kBufferAlignment);
     begin_ = memory_->allocate(1).data();

@@ -8,6 +8,7 @@
 #include "comm/nccl/ordered_sum.hpp"
 #include "tests/comm/group/addends.hpp"
 #include "tests/comm/nccl/nccl_ranks.hpp"
+#include "tests/gpus/required_gpus.hpp"
 
 namespace sluice {
 namespace {
@@ -28,7 +29,7 @@ struct Case {
 class CudaSumTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+    SLUICE_NEED_A_GPU();
     use_device(kGpu);
   }
 

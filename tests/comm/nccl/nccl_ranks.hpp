@@ -1,5 +1,6 @@
-// Runs one test body as ranks that each own a GPU: threads over loopback, rank r on cuda:r, once
-// per number of ranks from 1 to 4. Where this machine has fewer GPUs the case is skipped by name;
+// Runs one test body as ranks that each own a GPU, once per number of ranks from 1 to 4: threads
+// over loopback, rank r on cuda:r; with SLUICE_UNDER_MPI the job's own processes, where every other
+// number of ranks is left to another job. Where the job has fewer GPUs the case is skipped by name;
 // the emulation has 8. A test is written
 //
 //   TEST_P(NcclQueueTest, PassesAroundTheRing) { run([](Rank& rank) { ... }); }
@@ -20,7 +21,14 @@
 
 #include "comm/group/collectives.hpp"
 #include "comm/group/control.hpp"
+#include "tests/gpus/required_gpus.hpp"
+#ifdef SLUICE_UNDER_MPI
+#include "comm/base/host.hpp"
+#include "tests/comm/mpi/mpi_main.hpp"
+#include "tests/gpus/gpus_of_job.hpp"
+#else
 #include "tests/loopback/loopback.hpp"
+#endif
 
 namespace sluice::testing {
 
@@ -39,20 +47,37 @@ class NcclRanksTest : public ::testing::TestWithParam<int> {
  protected:
   // Skips the case where there are fewer than `gpus`.
   void SetUp() override {
-    if (device_count(DeviceKind::kCuda) < GetParam()) {
-      GTEST_SKIP() << "needs " << GetParam() << " GPUs, this machine has "
-                   << device_count(DeviceKind::kCuda) << " " << no_gpu_reason();
-    }
+#ifdef SLUICE_UNDER_MPI
+    if (world().size() != GetParam()) return;
+    SLUICE_NEED_GPUS(GetParam(), gpus_of_job(world()));
+#else
+    SLUICE_NEED_GPUS(GetParam(), device_count(DeviceKind::kCuda));
+#endif
   }
   static void run(const std::function<void(Rank&)>& body) { run_with(GetParam(), body); }
   static void run_with(int ranks, const std::function<void(Rank&)>& body) {
-    run_loopback(ranks, [&](Communicator& comm) {
-      ControlChannel control(comm);
-      Collectives bootstrap(comm, 0, &control);
-      Rank rank{comm, bootstrap, control, {DeviceKind::kCuda, comm.rank()}};
-      use_device(rank.device);
-      body(rank);
-    });
+#ifdef SLUICE_UNDER_MPI
+    if (world().size() != ranks) return;
+    const auto comm = world().duplicate();
+    Collectives places(*comm, 0, nullptr);
+    int on_host = 0;
+    const auto machines = places.all_gather_strings(machine_id());
+    for (int r = 0; r < comm->rank(); ++r) {
+      on_host += machines[static_cast<std::size_t>(r)] == machine_id() ? 1 : 0;
+    }
+    run_as(*comm, on_host % device_count(DeviceKind::kCuda), body);
+#else
+    run_loopback(ranks, [&](Communicator& comm) { run_as(comm, comm.rank(), body); });
+#endif
+  }
+
+ private:
+  static void run_as(Communicator& comm, int gpu, const std::function<void(Rank&)>& body) {
+    ControlChannel control(comm);
+    Collectives bootstrap(comm, 0, &control);
+    Rank rank{comm, bootstrap, control, {DeviceKind::kCuda, gpu}};
+    use_device(rank.device);
+    body(rank);
   }
 };
 

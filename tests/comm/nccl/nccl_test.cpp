@@ -122,6 +122,7 @@ TEST_P(NcclTest, RefusesADriverThatCannotLoadKernelsAhead) {
 }
 #endif
 
+#ifndef SLUICE_UNDER_MPI  // with threads alone it is known which GPUs there are
 TEST_P(NcclPeersTest, RefusesTwoRanksOnOneGpuByName) {
   run([](Rank& rank) {
     const Error error = error_of([&] {
@@ -142,9 +143,7 @@ TEST_P(NcclPeersTest, RefusesTwoRanksOnOneGpuByName) {
 // Of a job's second group messages name the job's ranks, not the group's.
 TEST_P(NcclPeersTest, NamesTheRanksOfTheJob) {
   const int members = GetParam();
-  if (device_count(DeviceKind::kCuda) < 2 * members) {
-    GTEST_SKIP() << "needs " << 2 * members << " GPUs";
-  }
+  SLUICE_NEED_GPUS(2 * members, device_count(DeviceKind::kCuda));
   run_with(2 * members, [members](Rank& rank) {
     const int group = rank.rank() / members;
     const auto part = rank.comm.split(group, rank.rank());
@@ -161,6 +160,8 @@ TEST_P(NcclPeersTest, NamesTheRanksOfTheJob) {
                 HasSubstr("NCCL of its group, rank " + std::to_string(rank.rank()) + " on "));
   });
 }
+
+#endif
 
 TEST_P(NcclPeersTest, RefusesARankWithoutGpuByName) {
   run([](Rank& rank) {
@@ -312,10 +313,9 @@ TEST_P(NcclQueuePeersTest, TheWrongOrderEndsByAbortWithTheErrorNamed) {
   });
 }
 
+#ifdef SLUICE_EMULATED
+// Only the emulation fails on request.
 TEST_P(NcclQueuePeersTest, AFailureOfNcclNamesTheRankAndItsPeer) {
-#ifndef SLUICE_EMULATED
-  GTEST_SKIP() << "only the emulation fails on request";
-#endif
   // The first group of rank 1 finds its peer gone.
   ASSERT_EQ(setenv("SLUICE_EMULATED_NCCL_FAILURE", "1:0", 1), 0);
   run([](Rank& rank) {
@@ -345,6 +345,7 @@ TEST_P(NcclQueuePeersTest, AFailureOfNcclNamesTheRankAndItsPeer) {
   });
   unsetenv("SLUICE_EMULATED_NCCL_FAILURE");
 }
+#endif
 
 }  // namespace
 }  // namespace sluice

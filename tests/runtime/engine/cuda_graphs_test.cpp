@@ -10,6 +10,7 @@
 #include <sluice/data.hpp>
 #include <sluice/error.hpp>
 
+#include "tests/gpus/required_gpus.hpp"
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
@@ -18,9 +19,7 @@ namespace {
 
 class CudaGraphsTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
-  }
+  void SetUp() override { SLUICE_NEED_A_GPU(); }
   static TrainingCase case_of(const char* name) {
     TrainingCase what;
     what.name = name;

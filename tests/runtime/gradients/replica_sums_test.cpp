@@ -21,6 +21,7 @@
 #include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "tests/gpus/required_gpus.hpp"
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 #ifdef SLUICE_EMULATED
@@ -41,9 +42,7 @@ std::string job_name(const ::testing::TestParamInfo<Job>& info) {
 class ReplicaSumsTest : public ::testing::TestWithParam<Job> {
  protected:
   void SetUp() override {
-    if (device_count(DeviceKind::kCuda) < ranks()) {
-      GTEST_SKIP() << "fewer than " << ranks() << " GPUs";
-    }
+    SLUICE_NEED_GPUS(ranks(), device_count(DeviceKind::kCuda));
     const std::vector<RankDevice> devices(1);
     if (const std::string why = why_no_nccl(devices); !why.empty()) GTEST_SKIP() << why;
   }
@@ -354,7 +353,7 @@ class PassingStage : public Stage, public LossStage {
 // Replica 1 joins the collective of micro-batch 1 only once replica 0's message of micro-batch 0,
 // which passes through its sender's host memory, has arrived.
 TEST(CollectiveOfAStageTest, CarriesTheRanksMessagesWhileItWaits) {
-  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  SLUICE_NEED_A_GPU();
   std::atomic<bool> arrived = false, joined_late = false;
   run_loopback(4, [&](Communicator& comm) {
     PipelineOptions options;

@@ -12,6 +12,7 @@
 
 #include "runtime/layout/job_layout.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "tests/gpus/required_gpus.hpp"
 #include "tests/loopback/loopback.hpp"
 
 namespace sluice::testing {
@@ -66,9 +67,8 @@ class TiedUsesTest : public ::testing::TestWithParam<const char*> {
  protected:
   void SetUp() override {
     devices_ = parse_devices(GetParam());
-    if (std::string(GetParam()) != "cpu" && device_count(DeviceKind::kCuda) < 3) {
-      GTEST_SKIP() << "fewer than 3 GPUs";
-    }
+    if (std::string(GetParam()) == "cpu") return;
+    SLUICE_NEED_GPUS(3, device_count(DeviceKind::kCuda));
   }
   [[nodiscard]] PipelineOptions options() const {
     PipelineOptions options;

@@ -12,6 +12,7 @@
 #include <sluice/pipeline.hpp>
 #include <sluice/transformer.hpp>
 
+#include "tests/gpus/required_gpus.hpp"
 #include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
@@ -29,9 +30,7 @@ PipelineOptions options_of(int pipeline, const std::string& schedule, const std:
 
 class DeviceLayersTest : public ::testing::TestWithParam<int> {
  protected:
-  void SetUp() override {
-    if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU";
-  }
+  void SetUp() override { SLUICE_NEED_A_GPU(); }
 };
 
 TEST_P(DeviceLayersTest, EveryDepthHasTheBitsOfOneRankAndTheCpusToRounding) {

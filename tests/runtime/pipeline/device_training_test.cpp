@@ -18,6 +18,7 @@
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/job_layout.hpp"
+#include "tests/gpus/required_gpus.hpp"
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 #ifdef SLUICE_EMULATED
@@ -28,6 +29,7 @@
 #endif
 #ifdef SLUICE_UNDER_MPI
 #include "tests/comm/mpi/mpi_main.hpp"
+#include "tests/gpus/gpus_of_job.hpp"
 #endif
 
 namespace sluice::testing {
@@ -79,9 +81,7 @@ void expect_close(Communicator& comm, const std::string& where, const TrainingOu
 
 class DeviceTrainingTest : public ::testing::TestWithParam<int> {
  protected:
-  void SetUp() override {
-    if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
-  }
+  void SetUp() override { SLUICE_NEED_A_GPU(); }
 };
 
 TEST_P(DeviceTrainingTest, EveryDepthAndScheduleGivesTheBitsOfOneRank) {
@@ -227,19 +227,16 @@ TEST_P(DeviceReplicasTest, ThreeReplicasGiveTheSameBitsAtEveryDepth) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, DeviceReplicasTest, ::testing::Values(6));
 
-// Each rank has its own GPU: on a machine with several GPUs, or in one process on the emulation.
+// Each rank has its own GPU: in a job with several GPUs, or on the emulation.
 class NcclTrainingTest : public ::testing::TestWithParam<int> {
  protected:
   void SetUp() override {
 #ifdef SLUICE_UNDER_MPI
     if (world().size() != GetParam()) return;  // left to another job, as with_ranks() does
-#ifdef SLUICE_EMULATED
-    GTEST_SKIP() << "the emulated NCCL works within one process";
+    SLUICE_NEED_GPUS(GetParam(), gpus_of_job(world()));
+#else
+    SLUICE_NEED_GPUS(GetParam(), device_count(DeviceKind::kCuda));
 #endif
-#endif
-    if (device_count(DeviceKind::kCuda) < GetParam()) {
-      GTEST_SKIP() << "fewer than " << GetParam() << " GPUs";
-    }
     const std::vector<RankDevice> devices(1);
     if (const std::string why = why_no_nccl(devices); !why.empty()) GTEST_SKIP() << why;
   }
@@ -447,7 +444,7 @@ TEST_F(DeviceRefusalTest, NcclNeedsAGpuAtBothEnds) {
 }
 
 TEST_F(DeviceRefusalTest, TwoRanksOnOneGpuCannotUseNccl) {
-  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  SLUICE_NEED_A_GPU();
   const std::string said =
       refusal(2, {.pipeline = 2, .devices = "cuda:0", .transport = TransportChoice::kNccl});
   EXPECT_NE(said.find("ranks 0 and 1"), std::string::npos) << said;
@@ -455,7 +452,7 @@ TEST_F(DeviceRefusalTest, TwoRanksOnOneGpuCannotUseNccl) {
 }
 
 TEST_F(DeviceRefusalTest, ReplicasThatShareAGpuCannotSumOverNccl) {
-  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  SLUICE_NEED_A_GPU();
   const std::string said = refusal(
       2, {.pipeline = 1, .replicas = 2, .devices = "cuda:0", .transport = TransportChoice::kNccl});
   EXPECT_NE(said.find("transport nccl cannot sum over the 2 replicas of pipeline rank 0 (cuda:0)"),
@@ -516,7 +513,7 @@ TEST_F(OldDriverTest, IsLookedAtOnlyWhereNcclCouldBeChosen) {
 
 // 3.2e9 parameters in a block: more than any GPU holds, and refused before one is allocated.
 TEST_F(DeviceRefusalTest, APlanThatDoesNotFitAGpuIsShownWithItsTable) {
-  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  SLUICE_NEED_A_GPU();
   TrainingCase what = named("too large");
   what.model.layers = 200;
   what.model.width = 16384;
@@ -527,7 +524,7 @@ TEST_F(DeviceRefusalTest, APlanThatDoesNotFitAGpuIsShownWithItsTable) {
 }
 
 TEST_F(DeviceRefusalTest, ReplicasOnDifferentKindsOfDevice) {
-  if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+  SLUICE_NEED_A_GPU();
   const std::string said = refusal(2, {.pipeline = 1, .replicas = 2, .devices = "cpu,cuda:0"});
   EXPECT_NE(said.find("rank 0 has cpu and rank 1 has cuda:0"), std::string::npos) << said;
 }

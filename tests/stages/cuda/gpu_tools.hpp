@@ -7,6 +7,7 @@
 #include <memory>
 #include <string>
 
+#include "tests/gpus/required_gpus.hpp"
 #include "tests/stages/operators/operator_tools.hpp"
 
 namespace sluice {
@@ -57,7 +58,7 @@ inline double gpu_tolerance(DType dtype) { return dtype == DType::kBf16 ? 1e-2 :
 class GpuTest : public testing::Test {
  protected:
   void SetUp() override {
-    if (device_count(DeviceKind::kCuda) == 0) GTEST_SKIP() << "no GPU: " << no_gpu_reason();
+    SLUICE_NEED_A_GPU();
     gpu_ = std::make_unique<ComputeContext>(kGpu, 1);
     cpu_ = std::make_unique<ComputeContext>(Device{}, 1);
   }
