@@ -16,7 +16,7 @@ namespace sluice::cuda {
 void require_usable(int index);
 void require_code(int index);  // the device is the current one
 void select(int index);
-[[nodiscard]] void* make_stream(int index);
+[[nodiscard]] void* make_stream(int index, StreamPriority priority);
 void destroy_stream(void* stream) noexcept;
 void synchronize(void* stream);
 void wait(void* stream, void* event);

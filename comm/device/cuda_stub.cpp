@@ -32,7 +32,7 @@ void require_usable(int index) {
 DeviceProperties read_properties(int) { absent(); }
 void require_code(int) {}
 void select(int) {}
-void* make_stream(int) { absent(); }
+void* make_stream(int, StreamPriority) { absent(); }
 void destroy_stream(void*) noexcept {}
 void synchronize(void*) {}
 void wait(void*, void*) {}

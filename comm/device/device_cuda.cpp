@@ -4,6 +4,8 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/device/hardware_queues.hpp"
+
 namespace sluice {
 
 bool built_with_cuda() { return true; }
@@ -56,6 +58,7 @@ std::string version_text(int version) {
 }
 
 int count_devices(std::string* why_none) {
+  ask_for_hardware_queues();
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
   if (status != cudaSuccess) {
@@ -125,10 +128,14 @@ void select(int index) {
   check(cudaSetDevice(index), "cudaSetDevice(" + std::to_string(index) + ")");
 }
 
-void* make_stream(int index) {
+void* make_stream(int index, StreamPriority priority) {
   const Selected selected(index);
+  int lowest = 0, highest = 0;  // smaller numbers are higher priorities
+  check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
   cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+  check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking,
+                                     priority == StreamPriority::kHigh ? highest : lowest),
+        "cudaStreamCreateWithPriority");
   return stream;
 }
 

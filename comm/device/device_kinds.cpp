@@ -102,10 +102,10 @@ void StreamView::wait(const Event& event) const {
   if (native_ != nullptr && event.native() != nullptr) cuda::wait(native_, event.native());
 }
 
-Stream::Stream(Device device) : device_(device) {
+Stream::Stream(Device device, StreamPriority priority) : device_(device) {
   if (!is_cuda(device)) return;
   require_device(device);
-  native_.reset(cuda::make_stream(device.index));
+  native_.reset(cuda::make_stream(device.index, priority));
 }
 
 void Stream::Destroy::operator()(void* native) const noexcept { cuda::destroy_stream(native); }

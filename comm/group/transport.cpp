@@ -83,7 +83,9 @@ std::byte* wire(const MessageBuffer& buffer) {
 class DeviceStaging {
  public:
   explicit DeviceStaging(Device device)
-      : device_(device), from_device_(device), to_device_(device) {}
+      : device_(device),
+        from_device_(device, StreamPriority::kHigh),
+        to_device_(device, StreamPriority::kHigh) {}
 
   // Enqueues the copies of a send's pieces after its ready event; `copied` gets one event per
   // piece.

@@ -3,10 +3,12 @@
 #include <fmt/core.h>
 
 #include <utility>
+#include <vector>
 
 #include <sluice/cuda.hpp>
 
 #include "comm/base/index.hpp"
+#include "comm/device/hardware_queues.hpp"
 #include "comm/group/collectives.hpp"
 #include "comm/group/waiter.hpp"
 #include "comm/nccl/nccl_api.hpp"
@@ -30,6 +32,7 @@ PeerInfo exchange_peer_info(Collectives& bootstrap, Device device, int rank) {
       info.library.emplace();
       use_device(device);
       cuda::load_kernels();  // loading one later may wait for NCCL's kernels
+      problem = cuda::too_few_hardware_queues();
     } catch (const Error& error) {
       problem = error.what();
     }
@@ -113,6 +116,7 @@ struct NcclCommunicator::Impl {
   int local_ranks, size, rank;
   Device device;
   nccl::Handle handle = nullptr;
+  std::vector<void*> registered;  // memory
 };
 
 NcclCommunicator::NcclCommunicator(Collectives& bootstrap, Device device, const NcclLabel& label,
@@ -163,8 +167,17 @@ void NcclCommunicator::all_reduce_sum(std::span<float> values, StreamView stream
                "an all-reduce");
 }
 
+bool NcclCommunicator::register_memory(std::span<std::byte> memory) {
+  void* const handle = impl_->library.register_memory(impl_->open(), memory.data(), memory.size());
+  if (handle != nullptr) impl_->registered.push_back(handle);
+  return handle != nullptr;
+}
+
 void NcclCommunicator::finalize(Interrupt* interrupt) {
   impl_->wait_ready(interrupt, "communication");
+  for (void* const each : std::exchange(impl_->registered, {})) {
+    impl_->library.forget_memory(impl_->open(), each);
+  }
   impl_->check(impl_->library.finalize(impl_->open()), "the end of a communicator");
   impl_->wait_ready(interrupt, "the end of a communicator");
   // Reset first: a communicator whose freeing failed must not be aborted either.

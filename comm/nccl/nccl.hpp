@@ -69,6 +69,12 @@ class NcclCommunicator {
   // Collective over the communicator. In place, in fp32, in an order of NCCL's choice.
   void all_reduce_sum(std::span<float> values, StreamView stream) const;
 
+  // Tells NCCL that sends and receives of this communicator lie in this memory of its device, which
+  // outlives finalize(), or abort(). Not collective; does not block. Changes only how bytes travel:
+  // does nothing where the library is older than 2.19 or refuses the memory. Returns whether it
+  // took it.
+  bool register_memory(std::span<std::byte> memory);
+
   // Collective over the communicator: shuts it down once all its work on streams is done. Throws as
   // ready(), or what the interrupt throws; then only abort() may follow.
   void finalize(Interrupt* interrupt);

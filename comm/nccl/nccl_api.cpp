@@ -66,6 +66,9 @@ struct Library::Functions {
   decltype(&ncclAllReduce) all_reduce = SLUICE_LINKED(ncclAllReduce);
   decltype(&ncclGetErrorString) error_string = SLUICE_LINKED(ncclGetErrorString);
   decltype(&ncclGetLastError) last_error = SLUICE_LINKED(ncclGetLastError);
+  // Null where the library has none.
+  decltype(&ncclCommRegister) register_memory = SLUICE_LINKED(ncclCommRegister);
+  decltype(&ncclCommDeregister) forget_memory = SLUICE_LINKED(ncclCommDeregister);
   int version = 0;
 
   void open(const char* file) {
@@ -76,15 +79,19 @@ struct Library::Functions {
                   fmt::format("NCCL is missing: {} (install libnccl2 or use --transport mpi)",
                               one_line(dlerror())));
     }
-    const auto find = [&](auto& pointer, const char* name) {
+    const auto look_up = [&](auto& pointer, const char* name) {
       void* symbol = dlsym(library, name);
-      if (symbol == nullptr) {
-        throw Error(ErrorCode::kDevice,
-                    fmt::format("NCCL in {} cannot be used: it has no {}", file, name));
-      }
       static_assert(sizeof(symbol) == sizeof(pointer));
       std::memcpy(&pointer, &symbol, sizeof(symbol));
+      return symbol != nullptr;
     };
+    const auto find = [&](auto& pointer, const char* name) {
+      if (look_up(pointer, name)) return;
+      throw Error(ErrorCode::kDevice,
+                  fmt::format("NCCL in {} cannot be used: it has no {}", file, name));
+    };
+    look_up(register_memory, "ncclCommRegister");
+    look_up(forget_memory, "ncclCommDeregister");
     find(get_version, "ncclGetVersion");
     find(get_unique_id, "ncclGetUniqueId");
     find(init_rank_config, "ncclCommInitRankConfig");
@@ -174,6 +181,19 @@ Result Library::all_reduce_sum(float* values, std::size_t count, Handle comm,
                                StreamView stream) const {
   return result_of(
       functions_->all_reduce(values, values, count, ncclFloat32, ncclSum, comm, native(stream)));
+}
+
+void* Library::register_memory(Handle comm, void* data, std::size_t bytes) const {
+  void* registered = nullptr;
+  if (functions_->register_memory == nullptr || functions_->forget_memory == nullptr ||
+      functions_->register_memory(comm, data, bytes, &registered) != ncclSuccess) {
+    return nullptr;
+  }
+  return registered;
+}
+
+void Library::forget_memory(Handle comm, void* registered) const {
+  static_cast<void>(functions_->forget_memory(comm, registered));
 }
 
 std::string Library::describe(const Result& result, Handle comm) const {

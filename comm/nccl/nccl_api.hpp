@@ -84,6 +84,10 @@ class Library {
   [[nodiscard]] Result all_reduce_sum(float* values, std::size_t count, Handle comm,
                                       StreamView stream) const;
 
+  // Null where the library has no such function, or refuses the memory.
+  [[nodiscard]] void* register_memory(Handle comm, void* data, std::size_t bytes) const;
+  void forget_memory(Handle comm, void* registered) const;
+
   // One line: NCCL's name for the result and its last warning, if any.
   [[nodiscard]] std::string describe(const Result& result, Handle comm) const;
 

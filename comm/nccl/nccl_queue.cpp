@@ -58,7 +58,9 @@ int NcclQueue::add(std::unique_ptr<NcclCommunicator> communicator) {
     misused(fmt::format("a nccl_stream of {} is added to a queue of {}",
                         to_string(communicator->device()), to_string(device_)));
   }
-  NcclStream nccl_stream{std::move(communicator), Stream(device_)};
+  // High: a message or a sum, of which another rank's work depends, is not to wait for the rest of
+  // this rank's kernels.
+  NcclStream nccl_stream{std::move(communicator), Stream(device_, StreamPriority::kHigh)};
   communicators_.push_back(nccl_stream.communicator.get());
   nccl_streams_.push_back(std::move(nccl_stream));
   for (Group& group : groups_) {
@@ -68,7 +70,7 @@ int NcclQueue::add(std::unique_ptr<NcclCommunicator> communicator) {
   return static_cast<int>(nccl_streams_.size()) - 1;
 }
 
-const NcclCommunicator& NcclQueue::communicator(int nccl_stream) const {
+NcclCommunicator& NcclQueue::communicator(int nccl_stream) const {
   return *nccl_streams_[at(nccl_stream)].communicator;
 }
 

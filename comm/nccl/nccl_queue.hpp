@@ -51,7 +51,7 @@ class NcclQueue {
   // Takes a communicator of this queue's device and returns the index of its NCCL stream. Not
   // inside a group.
   [[nodiscard]] int add(std::unique_ptr<NcclCommunicator> communicator);
-  [[nodiscard]] const NcclCommunicator& communicator(int nccl_stream) const;
+  [[nodiscard]] NcclCommunicator& communicator(int nccl_stream) const;
 
   // Operations from begin_group() to end_group() run concurrently, on each NCCL stream as one NCCL
   // group. `peer` is a rank of the stream's communicator. The bytes are device memory, of equal

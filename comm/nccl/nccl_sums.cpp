@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <vector>
 
 #include <sluice/error.hpp>
 
@@ -16,30 +17,47 @@ namespace {
 // Shards begin at multiples of this many floats, so that the kernel can read 16 bytes at a time.
 constexpr std::size_t kShardMultiple = 32;
 
+// A sum runs beside backward, and spins where replicas differ in speed. 16 blocks are 12 % of an
+// H100's multiprocessors; by default NCCL takes up to 32. NCCL_MAX_CTAS in the environment
+// overrides the number. Not measured.
+constexpr int kSumBlocks = 16;
+
 }  // namespace
 
 NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& memory,
-                   const NcclLabel& label, Method method, std::size_t largest, Interrupt* interrupt)
+                   const NcclLabel& label, Method method, std::span<const std::size_t> sizes,
+                   Interrupt* interrupt)
     : queue_(queue),
       size_(replicas.communicator().size()),
       rank_(replicas.communicator().rank()),
       method_(method) {
   if (size_ == 1) return;
   const Device device = memory.device();
-  nccl_stream_ = queue_.add(std::make_unique<NcclCommunicator>(replicas, device, label, interrupt));
-  // NCCL connects two ranks at their first exchange. That takes long, so not within a step.
-  const std::size_t few = kShardMultiple * at(size_);
-  const std::size_t count = method == Method::kAllReduce ? std::max(few, largest) : few;
-  const Buffer room =
-      memory.allocate((count + workspace(count)) * sizeof(float), DeviceMemory::Use::kTemporary);
+  nccl_stream_ = queue_.add(
+      std::make_unique<NcclCommunicator>(replicas, device, label, interrupt, kSumBlocks));
+  std::vector<std::size_t> first = {kShardMultiple * at(size_)};
+  if (method == Method::kAllReduce) first.insert(first.end(), sizes.begin(), sizes.end());
+  connect(memory, first, interrupt);
+}
+
+// NCCL connects two ranks at their first exchange, and a collective at the first use of the
+// algorithm that it chooses for a size. That takes long, so not within a step.
+void NcclSums::connect(const DeviceMemory& memory, std::span<const std::size_t> sizes,
+                       Interrupt* interrupt) {
+  const Device device = memory.device();
+  const std::size_t largest = *std::max_element(sizes.begin(), sizes.end());
+  const Buffer room = memory.allocate((largest + workspace(largest)) * sizeof(float),
+                                      DeviceMemory::Use::kTemporary);
   auto* floats = reinterpret_cast<float*>(room.data());
   const Stream stream(device);
   fill_zero_async(floats, room.size(), stream.view());
   Event filled(device);
   filled.record(stream.view());
   try {
-    NcclTicket ticket = sum({floats, count}, {floats + count, workspace(count)}, filled);
-    queue_.wait(ticket, interrupt);
+    for (const std::size_t count : sizes) {
+      NcclTicket ticket = sum({floats, count}, {floats + largest, workspace(count)}, filled);
+      queue_.wait(ticket, interrupt);
+    }
   } catch (...) {
     queue_.abort();  // its kernels may wait for a lost peer, and freeing memory waits for them
     throw;

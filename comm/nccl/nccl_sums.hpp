@@ -31,11 +31,12 @@ class NcclSums {
   static constexpr std::size_t kGroupsPerSum = 3;
 
   // Collective over `replicas`: adds a communicator to `queue`, which must outlive this, and
-  // connects its ranks by a first sum in temporary `memory`. An all-reduce connects depending on
-  // its size, so its first sum has the size of the `largest` later one, in floats. One rank makes
+  // connects its ranks by first sums in temporary `memory`. An all-reduce connects depending on its
+  // size, so there is a first sum of each of the `sizes` of later ones, in floats. One rank makes
   // no communicator. `label` as for NcclCommunicator, whose errors it throws.
   NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& memory,
-           const NcclLabel& label, Method method, std::size_t largest, Interrupt* interrupt);
+           const NcclLabel& label, Method method, std::span<const std::size_t> sizes,
+           Interrupt* interrupt);
 
   // Floats of workspace that a sum of `count` values needs.
   [[nodiscard]] std::size_t workspace(std::size_t count) const {
@@ -54,6 +55,8 @@ class NcclSums {
   [[nodiscard]] Method method() const { return method_; }
 
  private:
+  void connect(const DeviceMemory& memory, std::span<const std::size_t> sizes,
+               Interrupt* interrupt);
   struct Shard {
     std::size_t begin = 0, size = 0;
   };

@@ -113,6 +113,10 @@ NcclTicket NcclTransport::recv(int peer, std::span<std::byte> data, const Event&
   return queue_.recv(nccl_stream_, peer, data, ready);
 }
 
+void NcclTransport::register_memory(std::span<std::byte> memory) {
+  if (nccl_stream_ >= 0) queue_.communicator(nccl_stream_).register_memory(memory);
+}
+
 void NcclTransport::require(const Edge& edge) const {
   if (std::find(edges_.begin(), edges_.end(), edge) != edges_.end()) return;
   throw Error(ErrorCode::kInternal,

@@ -42,6 +42,9 @@ class NcclTransport {
   [[nodiscard]] NcclTicket send(int peer, std::span<const std::byte> data, const Event& ready);
   [[nodiscard]] NcclTicket recv(int peer, std::span<std::byte> data, const Event& ready);
 
+  // As NcclCommunicator::register_memory(); does nothing where there is no edge.
+  void register_memory(std::span<std::byte> memory);
+
   [[nodiscard]] NcclQueue& queue() { return queue_; }
 
  private:

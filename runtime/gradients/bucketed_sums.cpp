@@ -39,7 +39,11 @@ SumLoad BucketedSums::load_of(std::span<const std::size_t> floats, std::size_t b
   for (const std::size_t count : floats) {
     load.largest = std::max(load.largest, std::min(bucket, count));
     load.count += (count + bucket - 1) / bucket;
+    if (count >= bucket) load.sizes.push_back(bucket);
+    if (count % bucket > 0) load.sizes.push_back(count % bucket);
   }
+  std::sort(load.sizes.begin(), load.sizes.end());
+  load.sizes.erase(std::unique(load.sizes.begin(), load.sizes.end()), load.sizes.end());
   return load;
 }
 

@@ -49,7 +49,7 @@ struct NcclRoutes::Impl {
     sums.emplace(*queue, *job.replicas.collectives, compute.memory(),
                  NcclLabel{"the replicas of pipeline rank " + std::to_string(layout.place.rank),
                            job.world.ranks->rank()},
-                 method_of(all_reduce), load.largest, job.watch.get());
+                 method_of(all_reduce), load.sizes, job.watch.get());
     workspace = compute.memory().allocate(sums->workspace(load.largest) * sizeof(float));
     for (std::size_t i = 0; i < load.count; ++i) ready.emplace_back(compute.device());
   }
@@ -116,6 +116,10 @@ void NcclRoutes::progress() {
   if (impl_->queue) impl_->queue->progress();
 }
 
+void NcclRoutes::register_messages(std::span<std::byte> memory) {
+  if (impl_->transport) impl_->transport->register_memory(memory);
+}
+
 void NcclRoutes::finalize() {
   if (impl_->queue) impl_->queue->finalize(&impl_->interrupt);
 }
@@ -157,6 +161,7 @@ NcclTicket NcclRoutes::recv(int, std::span<std::byte>, const Event&) { return {}
 void NcclRoutes::end_group() {}
 void NcclRoutes::wait_on_stream(NcclTicket& /*ticket*/) {}
 void NcclRoutes::progress() {}
+void NcclRoutes::register_messages(std::span<std::byte> /*memory*/) {}
 void NcclRoutes::finalize() {}
 void NcclRoutes::abort() noexcept {}
 std::size_t NcclRoutes::sum_bytes(const SumLoad&, int, bool) { return 0; }

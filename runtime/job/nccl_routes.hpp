@@ -7,6 +7,7 @@
 
 #include <memory>
 #include <span>
+#include <vector>
 
 #include <sluice/compute.hpp>
 #include <sluice/plan.hpp>
@@ -17,9 +18,11 @@
 
 namespace sluice {
 
-// The sums over replicas of one rank and step: their number, and the floats of the largest.
+// The sums over replicas of one rank and step: their number, the floats of the largest, and the
+// different numbers of floats.
 struct SumLoad {
   std::size_t count = 0, largest = 0;
+  std::vector<std::size_t> sizes = {};
 };
 
 class NcclRoutes {
@@ -49,6 +52,10 @@ class NcclRoutes {
   // Sums over this rank's replicas in place, after all work so far on the compute stream. Sums run
   // one after the other.
   [[nodiscard]] NcclTicket sum(std::span<float> values);
+
+  // Tells NCCL that messages lie in this memory, so that it may send and receive there without a
+  // copy of its own. The memory outlives finalize(), or abort().
+  void register_messages(std::span<std::byte> memory);
 
   // Collective over the job. The orderly end: waits until NCCL has finished everything, on all
   // ranks. Only the destructor may follow. Without this call the destructor aborts.

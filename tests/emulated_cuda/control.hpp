@@ -30,6 +30,9 @@ void set_communicator_status(ncclResult_t status);
 // NCCL_CONFIG_UNDEF_INT where none was given.
 [[nodiscard]] std::vector<int> most_blocks_asked();
 
+// Elements of the all-reduces that this process has called so far.
+[[nodiscard]] std::vector<std::size_t> all_reduce_sizes();
+
 // What the device says its compute capability is from now on, 75 for 7.5. 90 at the start.
 void set_compute_capability(int device, int capability);
 
@@ -43,6 +46,14 @@ void set_cublas_status(cublasStatus_t status);
 // Which of the algorithms that cublasLtMatmulAlgoGetHeuristic named the last cublasLtMatmul ran: 0
 // large tiles, 1 a sum split over blocks, 2 small tiles. -1 before the first.
 [[nodiscard]] int last_product_candidate();
+
+// Bytes of memory that communicators of this process were told of by ncclCommRegister, less what
+// was taken back.
+[[nodiscard]] std::size_t registered_bytes();
+
+// Priorities of the streams that live on the device, without its default stream, ascending: the
+// first ones start first.
+[[nodiscard]] std::vector<int> stream_priorities(int device);
 
 // How many communicators ncclCommAbort has ended in this process so far.
 [[nodiscard]] int aborted_communicators();

@@ -222,13 +222,21 @@ bool is_valid(const ncclConfig_t* config) {
   return config == nullptr || (config->magic == 0xcafebeef && config->size <= sizeof *config);
 }
 
-// What configurations have asked for.
+// What configurations and calls have asked for.
 struct Asked {
   std::mutex mutex;
   std::vector<int> most_blocks;
+  std::vector<std::size_t> all_reduces;
 };
 Asked asked;
 std::atomic<int> aborted = 0;
+
+// Memory that communicators were told of.
+struct Registered {
+  std::mutex mutex;
+  std::map<void*, std::size_t> memory;
+};
+Registered registered;
 std::atomic<ncclResult_t> status_of_new = ncclSuccess;
 
 void note_blocks(const ncclConfig_t* config) {
@@ -254,7 +262,19 @@ std::vector<int> most_blocks_asked() {
   return asked.most_blocks;
 }
 
+std::vector<std::size_t> all_reduce_sizes() {
+  const std::lock_guard lock(asked.mutex);
+  return asked.all_reduces;
+}
+
 int aborted_communicators() { return aborted; }
+
+std::size_t registered_bytes() {
+  const std::lock_guard lock(registered.mutex);
+  std::size_t bytes = 0;
+  for (const auto& [data, size] : registered.memory) bytes += size;
+  return bytes;
+}
 
 }  // namespace sluice::emulated
 
@@ -411,6 +431,24 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   return ncclSuccess;
 }
 
+ncclResult_t ncclCommRegister(const ncclComm_t comm, void* data, size_t bytes, void** handle) {
+  if (comm == nullptr || handle == nullptr || bytes == 0 || !is_usable_buffer(comm, data, bytes)) {
+    return refuse(ncclInvalidArgument, "no memory of the communicator's device");
+  }
+  const std::lock_guard lock(registered.mutex);
+  *handle = data;
+  registered.memory.emplace(data, bytes);
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommDeregister(const ncclComm_t comm, void* handle) {
+  const std::lock_guard lock(registered.mutex);
+  if (comm == nullptr || registered.memory.erase(handle) == 0) {
+    return refuse(ncclInvalidArgument, "no registered memory");
+  }
+  return ncclSuccess;
+}
+
 ncclResult_t ncclGroupStart() {
   ++group.depth;
   return ncclSuccess;
@@ -464,6 +502,10 @@ ncclResult_t ncclRecv(void* target, std::size_t count, ncclDataType_t type, int 
 
 ncclResult_t ncclAllReduce(const void* source, void* target, std::size_t count, ncclDataType_t type,
                            ncclRedOp_t reduction, ncclComm_t comm, cudaStream_t stream) {
+  {
+    const std::lock_guard lock(asked.mutex);
+    asked.all_reduces.push_back(count);
+  }
   return issue(comm,
                {.kind = OperationKind::kAllReduce,
                 .source = source,

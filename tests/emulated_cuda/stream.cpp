@@ -17,6 +17,7 @@ struct CUstream_st {
   bool is_blocking;  // waits for the default stream and makes it wait
   std::shared_ptr<WorkQueue> queue;
   std::shared_ptr<Capture> capture;
+  int priority = 0;
 };
 
 struct CUevent_st {
@@ -232,12 +233,25 @@ cudaError_t unsafe_call_status() {
   return cudaSuccess;
 }
 
+constexpr int kLeastPriority = 0, kGreatestPriority = -5;
+
 cudaError_t note(cudaError_t status) {
   if (status != cudaSuccess && status != cudaErrorNotReady) last_error = status;
   return status;
 }
 
 int current_device() { return chosen_device; }
+
+std::vector<int> stream_priorities(int device) {
+  std::vector<int> priorities;
+  const std::lock_guard lock(handles().mutex);
+  for (cudaStream_t stream : handles().streams) {
+    const bool standard = stream == handles().default_streams[static_cast<std::size_t>(device)];
+    if (stream->device == device && !standard) priorities.push_back(stream->priority);
+  }
+  std::sort(priorities.begin(), priorities.end());
+  return priorities;
+}
 
 }  // namespace sluice::emulated
 
@@ -281,14 +295,18 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) {
   return cudaStreamCreateWithFlags(stream, cudaStreamDefault);
 }
 
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int /*priority*/) {
-  return cudaStreamCreateWithFlags(stream, flags);
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
+  const cudaError_t status = cudaStreamCreateWithFlags(stream, flags);
+  if (status == cudaSuccess) {
+    (*stream)->priority = std::clamp(priority, kGreatestPriority, kLeastPriority);
+  }
+  return status;
 }
 
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   if (device_count() == 0) return note(cudaErrorNoDevice);
-  *least = 0;
-  *greatest = -5;
+  *least = kLeastPriority;
+  *greatest = kGreatestPriority;
   return cudaSuccess;
 }
 

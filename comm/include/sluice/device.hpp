@@ -80,9 +80,13 @@ class StreamView {
   void* native_ = nullptr;
 };
 
+// What a GPU starts first where work of several streams is ready: a stream of high priority. Work
+// that has started goes on.
+enum class StreamPriority : std::uint8_t { kNormal, kHigh };
+
 class Stream {
  public:
-  explicit Stream(Device device);
+  explicit Stream(Device device, StreamPriority priority = StreamPriority::kNormal);
   [[nodiscard]] StreamView view() const { return StreamView(native_.get()); }
   [[nodiscard]] Device device() const { return device_; }
 

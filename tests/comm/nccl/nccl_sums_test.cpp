@@ -1,9 +1,14 @@
 #include "comm/nccl/nccl_sums.hpp"
 
+#include <algorithm>
+
 #include <sluice/error.hpp>
 
 #include "tests/comm/group/addends.hpp"
 #include "tests/comm/nccl/nccl_ranks.hpp"
+#ifdef SLUICE_EMULATED
+#include "tests/emulated_cuda/control.hpp"
+#endif
 
 namespace sluice {
 namespace {
@@ -29,7 +34,7 @@ TEST_P(NcclSumsTest, HaveTheBitsOfTheHostsOrderedSum) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
     NcclSums sums(queue, rank.bootstrap, DeviceMemory(rank.device), NcclLabel{"the replicas"},
-                  NcclSums::Method::kOrdered, 0, &rank.control);
+                  NcclSums::Method::kOrdered, {}, &rank.control);
     const Stream compute(rank.device);
     Event ready(rank.device);
     // Fewer values than ranks, than a shard's multiple, odd ones, and whole shards.
@@ -50,7 +55,7 @@ TEST_P(NcclSumsTest, DoNotDependOnHowARangeIsCut) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 16, rank.size());
     NcclSums sums(queue, rank.bootstrap, DeviceMemory(rank.device), NcclLabel{"the replicas"},
-                  NcclSums::Method::kOrdered, 0, &rank.control);
+                  NcclSums::Method::kOrdered, {}, &rank.control);
     const std::size_t count = 3001;
     const std::vector<float> mine = addends(rank.rank(), count);
     const OnDevice<float> values(rank.device, std::vector<float>(count));
@@ -79,7 +84,8 @@ TEST_P(NcclSumsTest, ByTheLibraryAreCloseToTheOrderedOnes) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
     NcclSums sums(queue, rank.bootstrap, DeviceMemory(rank.device), NcclLabel{"the replicas"},
-                  NcclSums::Method::kAllReduce, 4000, &rank.control);
+                  NcclSums::Method::kAllReduce, std::vector<std::size_t>{1000, 4000},
+                  &rank.control);
     EXPECT_EQ(sums.workspace(1000), 0U);
     const std::vector<float> mine = addends(rank.rank(), 1000);
     const OnDevice<float> values(rank.device, mine);
@@ -95,11 +101,33 @@ TEST_P(NcclSumsTest, ByTheLibraryAreCloseToTheOrderedOnes) {
   });
 }
 
+#ifdef SLUICE_EMULATED
+TEST_P(NcclSumsPeersTest, MakeAFirstSumOfEverySizeOnFewMultiprocessors) {
+  const std::size_t asked = emulated::most_blocks_asked().size();
+  const std::size_t made = emulated::all_reduce_sizes().size();
+  run([](Rank& rank) {
+    NcclQueue queue(rank.device, 8, rank.size());
+    const NcclSums sums(queue, rank.bootstrap, DeviceMemory(rank.device), NcclLabel{"the replicas"},
+                        NcclSums::Method::kAllReduce, std::vector<std::size_t>{7, 4000, 123},
+                        &rank.control);
+    queue.finalize(&rank.control);
+  });
+  const std::vector<int> blocks = emulated::most_blocks_asked();
+  for (std::size_t i = asked; i < blocks.size(); ++i) EXPECT_EQ(blocks[i], 16);
+  const std::vector<std::size_t> sizes = emulated::all_reduce_sizes();
+  for (const std::size_t size : {7UL, 4000UL, 123UL}) {
+    EXPECT_EQ(std::count(sizes.begin() + static_cast<std::ptrdiff_t>(made), sizes.end(), size),
+              GetParam())
+        << size;
+  }
+}
+#endif
+
 TEST_P(NcclSumsPeersTest, RefuseAWorkspaceTooSmall) {
   run([](Rank& rank) {
     NcclQueue queue(rank.device, 8, rank.size());
     NcclSums sums(queue, rank.bootstrap, DeviceMemory(rank.device), NcclLabel{"the replicas"},
-                  NcclSums::Method::kOrdered, 0, &rank.control);
+                  NcclSums::Method::kOrdered, {}, &rank.control);
     const OnDevice<float> values(rank.device, 100);
     const OnDevice<float> workspace(rank.device, sums.workspace(100));
     const Event now;

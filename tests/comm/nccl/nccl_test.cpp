@@ -12,6 +12,7 @@
 #ifdef SLUICE_EMULATED
 #include <cuda_runtime_api.h>
 
+#include "tests/emulated_cuda/control.hpp"
 #include "tests/emulated_cuda/modules.hpp"
 #endif
 
@@ -121,6 +122,45 @@ TEST_P(NcclTest, RefusesADriverThatCannotLoadKernelsAhead) {
   emulated::set_driver_version(CUDART_VERSION);
 }
 #endif
+
+TEST_P(NcclTest, TakesMemoryOfItsDeviceUntilItEnds) {
+  run([](Rank& rank) {
+    const auto communicator = make(rank);
+    const OnDevice<int> memory(rank.device, std::vector<int>(1000, 1));
+    (void)communicator->register_memory(memory.bytes());  // it may refuse
+#ifdef SLUICE_EMULATED
+    EXPECT_GE(emulated::registered_bytes(), 4000U);
+    std::vector<std::byte> on_host(100);
+    EXPECT_FALSE(communicator->register_memory(on_host));
+#endif
+    communicator->finalize(&rank.control);
+  });
+}
+
+#ifdef SLUICE_EMULATED
+TEST_P(NcclTest, RefusesFewHardwareQueuesByName) {
+  for (const char* few : {"1", "11", "", "many", "32x"}) {
+    ASSERT_EQ(setenv("CUDA_DEVICE_MAX_CONNECTIONS", few, 1), 0);
+    run([&](Rank& rank) {
+      const auto why = nccl_refusal(rank.bootstrap, rank.device, NcclLabel{"the ring"});
+      ASSERT_TRUE(why.has_value()) << few;
+      EXPECT_THAT(why->what(), AllOf(HasSubstr("rank 0 on "),
+                                     HasSubstr("CUDA_DEVICE_MAX_CONNECTIONS='" + std::string(few)),
+                                     HasSubstr("legal: 12 to 32"), Not(HasSubstr("\n"))));
+    });
+  }
+  for (const char* enough : {"12", "32"}) {
+    ASSERT_EQ(setenv("CUDA_DEVICE_MAX_CONNECTIONS", enough, 1), 0);
+    run([&](Rank& rank) {
+      EXPECT_EQ(nccl_refusal(rank.bootstrap, rank.device, NcclLabel{"the ring"}), std::nullopt);
+    });
+  }
+}
+#endif
+
+TEST_P(NcclTest, AsksForHardwareQueuesBeforeTheFirstCallOfCuda) {
+  EXPECT_NE(std::getenv("CUDA_DEVICE_MAX_CONNECTIONS"), nullptr);
+}
 
 #ifndef SLUICE_UNDER_MPI  // with threads alone it is known which GPUs there are
 TEST_P(NcclPeersTest, RefusesTwoRanksOnOneGpuByName) {
