@@ -142,7 +142,7 @@ Checkpointer::Impl::Impl(Pipeline& pipeline_in, CheckpointOptions options_in,
       note(std::move(note_in)),
       layout(PipelineAccess::layout(pipeline_in)),
       rank(PipelineAccess::world(pipeline_in).communicator().rank()),
-      snapshot(pipeline_in.compute(), nullptr),
+      snapshot(pipeline_in.compute()),
       skipped(options.skipped) {
   PipelineAccess::run_call(pipeline, Call::kSave, "the directory of saves", [&] {
     on_all_ranks(world(), [&] { require_sensible(); });

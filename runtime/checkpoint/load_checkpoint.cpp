@@ -99,13 +99,13 @@ void require_tensors(const SavedTensors& saved, std::span<const NamedTensor> ten
 }
 
 void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const NamedTensor> tensors) {
-  HostMirror mirror(pipeline.compute(), nullptr);
+  HostMirror mirror(pipeline.compute());
   for (const NamedTensor& named : tensors) {
     const std::span<std::byte> bytes = mirror.writable_host_copy(named.tensor);
     saved.read(named.name, {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)});
     mirror.write_back();
   }
-  pipeline.compute().stream().synchronize();  // before the mirror goes
+  pipeline.compute().wait();  // before the mirror goes
 }
 
 // What rank 0 found at a path, for all ranks.

@@ -15,7 +15,7 @@ namespace sluice {
 class Snapshot {
  public:
   // `interrupt` is polled while the host waits for the device; may be null.
-  Snapshot(ComputeContext& compute, Interrupt* interrupt) : mirror_(compute, interrupt) {}
+  explicit Snapshot(ComputeContext& compute) : mirror_(compute) {}
 
   // Copies tensors of this rank's device, each a multiple of 4 bytes, behind everything on the
   // compute stream; done on return. The first call allocates and touches the memory, later ones

@@ -35,6 +35,7 @@ std::string describe_connections(const JobLayout& layout) {
                   [](const RankDevice& rank) { return rank.device.kind == DeviceKind::kCpu; })) {
     return text;
   }
+  text += layout.place.driver_note;
   text += describe_routes(layout.wires.routes);
   for (const TiedParameter& tie : layout.parameters.tied) {
     for (std::size_t use = 1; use < tie.uses.size(); ++use) {
@@ -83,7 +84,7 @@ std::string describe_graphs(const JobLayout& layout) {
   const auto ranks = static_cast<std::ptrdiff_t>(layout.place.devices.size());
   const std::string where =
       gpus < ranks ? fmt::format("on {} of a pipeline's {} ranks, ", gpus, ranks) : "";
-  return fmt::format("  CUDA graphs: {}recorded in step 2, replayed from step 3 on\n", where);
+  return fmt::format("  CUDA graphs: {}recorded after step 1, replayed from step 2 on\n", where);
 }
 
 // A sentence where stages have no layers; else empty.

@@ -185,7 +185,7 @@ void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText
   table.add_flag("all-reduce", devices.all_reduce,
                  "let NCCL sum over replicas in its own order: not depth-invariant");
   table.add_flag("cuda-graphs", devices.cuda_graphs,
-                 "on GPUs: record what stages do in step 2, replay it from step 3 on");
+                 "on GPUs: record what stages do after step 1, replay it from step 2 on");
 }
 
 void add_training_options(OptionTable& table, TrainOptions& options) {

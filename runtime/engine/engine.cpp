@@ -56,7 +56,25 @@ RunPhase run_phase(Phase phase) {
 // Bytes of payload up to which a host's send counts as bookkeeping: copying them takes below 1 us.
 constexpr std::size_t kShortMessage = 4096;
 
-struct Engine::Impl {
+namespace {
+
+// For its life the compute context waits as an engine does.
+class WaitsHere {
+ public:
+  WaitsHere(ComputeContext& compute, DeviceWait& how)
+      : compute_(compute), before_(compute.set_device_wait(&how)) {}
+  ~WaitsHere() { compute_.set_device_wait(before_); }
+  WaitsHere(const WaitsHere&) = delete;
+  WaitsHere& operator=(const WaitsHere&) = delete;
+
+ private:
+  ComputeContext& compute_;
+  DeviceWait* before_;
+};
+
+}  // namespace
+
+struct Engine::Impl final : DeviceWait {
   explicit Impl(const EngineConfig& config_in);
 
   const StepOutcome& run(const StepRequest& request_in, StepActions* actions);
@@ -74,9 +92,27 @@ struct Engine::Impl {
     slot.nccl.clear();
   }
   void release(const PlanOp& op);
+  [[nodiscard]] StageContext context_of(const PlanOp& op);
   void compute(const PlanOp& op, StepActions* actions);
+  // Once the device has done all work of a step, and no kernel of it waits for another rank: takes
+  // and gives back the device's memory.
+  void at_rest(StepActions* actions);
+  void record_calls(StepActions* actions);
   void forward(LocalStage& local, const PlanOp& op, StageContext& ctx);
   void backward(LocalStage& local, const PlanOp& op, StageContext& ctx);
+  // What the stage itself does. `result`: of the loss, on the last stage; else null.
+  void call_forward(LocalStage& stage, const PlanOp& op, StageContext& ctx, const Slot& output,
+                    LossResult* result);
+  void call_backward(LocalStage& stage, const PlanOp& op, StageContext& ctx, const Slot& gradient,
+                     std::span<const Tensor> grad_inputs);
+  // The slot of an action's result, or of its gradient: a last stage has the loss's in its output.
+  static BufferKind gradient_of(const LocalStage& stage) {
+    return stage.binding.loss != nullptr ? BufferKind::kOutput : BufferKind::kGradOutput;
+  }
+  [[nodiscard]] LossResult* result_of(const LocalStage& stage, const PlanOp& op) const {
+    if (stage.binding.loss == nullptr || request.phase == Phase::kGenerate) return nullptr;
+    return &reinterpret_cast<LossResult*>(losses.data())[op.micro_batch];
+  }
   // Runs `body`, which writes `tensors`. The first time on a CPU, numbers that it leaves unwritten
   // are Error(kUsage), which names them: "output 0".
   template <typename Body>
@@ -95,7 +131,7 @@ struct Engine::Impl {
   template <typename Done>
   void wait_until(const WaitSubject& subject, const Done& done);
   void wait(const PlanOp& op, const Slot& slot);  // for the slot's messages
-  void wait(const Event& event);
+  void until(const Event& event) override;        // how the compute context waits during a run
   // Blocks until the device has done all its work; completes the outcome.
   void drain();
   void reduce_grad(const PlanOp& op, StepActions& actions);
@@ -162,9 +198,9 @@ Engine::Impl::Impl(const EngineConfig& config_in)
       on_gpu(config.compute->stream().native() != nullptr),
       mine(config_in.plan->ranks[at(config_in.rank)]),
       table(config_in),
-      transport(make_message_transport(*config.communicator, table.tensors() + 1,
-                                       config.piece_bytes, config.compute->device(),
-                                       table.memory())),
+      transport(make_message_transport(
+          *config.communicator, table.tensors() + 1, config.piece_bytes,
+          table.has_staged() ? config.compute->device() : Device{}, table.memory())),
       messages(*config_in.compute, *transport),
       waiter(config_in.communicator->local_size()),
       batch(config_in.batch != nullptr ? *config_in.batch : own_batch.emplace(*config_in.compute)),
@@ -203,6 +239,7 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
   calls.begin_step(request.step, request.loss_scale);
   timer.begin(stream());
   batch.load(*request.batch, request.micro_batches.size());
+  const WaitsHere waits(*config.compute, *this);
   ActivityBoard* const activity = config.activity;
   if (activity != nullptr) activity->begin_run(run_phase(request.phase), request.step);
   {
@@ -216,7 +253,10 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
       messages.rethrow();  // a receive that failed in an operator is not taken as complete
     }
   }
-  if (config.plan->forward_only || actions == nullptr) drain();
+  if (config.plan->forward_only || actions == nullptr) {
+    drain();
+    at_rest(actions);
+  }
   if (activity != nullptr) activity->enter(Doing::kCalling);
   return outcome;
 }
@@ -246,6 +286,7 @@ void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
     case OpKind::kOptimizer:
       actions->measure();
       drain();
+      at_rest(actions);
       return actions->optimizer();
   }
 }
@@ -266,7 +307,7 @@ void Engine::Impl::post_recv(const PlanOp& op) {
     if (slot.tensors[i].data == nullptr) continue;
     if (DeviceSide* side = slot.buffers[i].device) {
       // What arrived last has left host memory; what read it is on the stream already.
-      wait(side->arrived);
+      until(side->arrived);
       side->ready.record(stream());
     }
     slot.tickets.push_back(transport->post_recv(
@@ -350,28 +391,28 @@ void Engine::Impl::release(const PlanOp& op) {
   }
 }
 
+StageContext Engine::Impl::context_of(const PlanOp& op) {
+  const SampleRange& range = request.micro_batches[at(op.micro_batch)];
+  return {.compute = *config.compute,
+          .stage = op.stage,
+          .micro_batch = op.micro_batch,
+          .micro_batches = static_cast<int>(request.micro_batches.size()),
+          .slot = op.slot(BufferKind::kState),
+          .phase = request.phase,
+          .step = calls.step(),
+          .seed = request.seed,
+          .first_sample = range.first,
+          .samples = range.count,
+          .loss_scale = calls.loss_scale(),
+          .inputs = op.stage == 0 ? batch.inputs(op.micro_batch) : std::span<const Tensor>(),
+          .collective = config.plan->forward_only ? nullptr : &sums};
+}
+
 void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {
   if (config.nccl != nullptr) config.nccl->progress();  // issuing an action takes a while
   LocalStage& stage = local(op);
-  const SampleRange& range = request.micro_batches[at(op.micro_batch)];
-  StageContext ctx{.compute = *config.compute,
-                   .stage = op.stage,
-                   .micro_batch = op.micro_batch,
-                   .micro_batches = static_cast<int>(request.micro_batches.size()),
-                   .slot = op.slot(BufferKind::kState),
-                   .phase = request.phase,
-                   .step = calls.step(),
-                   .seed = request.seed,
-                   .first_sample = range.first,
-                   .samples = range.count,
-                   .loss_scale = calls.loss_scale(),
-                   .inputs = {},
-                   .collective = config.plan->forward_only ? nullptr : &sums};
-  if (op.stage == 0) {
-    ctx.inputs = batch.inputs(op.micro_batch);
-  } else {
-    ctx.inputs = expect(op, BufferKind::kInput, SlotState::kFilled).tensors;
-  }
+  StageContext ctx = context_of(op);
+  if (op.stage > 0) ctx.inputs = expect(op, BufferKind::kInput, SlotState::kFilled).tensors;
   if (&op == stage.last_gradient && actions != nullptr) {
     ctx.final_gradients = actions->final_gradients(op.stage);
   }
@@ -415,7 +456,7 @@ void Engine::Impl::tally(const PlanOp& op, double start, double end) {
 void Engine::Impl::drain() {
   if (on_gpu) {
     drained.record(stream());
-    wait(drained);
+    until(drained);
     timer.read([&](const PlanOp& op, double start, double end) { tally(op, start, end); });
   }
   for (std::size_t i = 0; i < table.stages().size(); ++i) {
@@ -458,22 +499,17 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
   if (++in_flight > outcome.peak_in_flight) outcome.peak_in_flight = in_flight;
   Slot& output = expect(op, BufferKind::kOutput, SlotState::kFree);
   output.pool->shape(output, samples(op));
-  LossStage* const loss = request.phase == Phase::kGenerate ? nullptr : stage.binding.loss;
+  LossResult* const result = result_of(stage, op);
   in_stage(op, [&] {
     if (op.stage == 0) {
       stage.binding.stage->check_inputs(request.batch->inputs[at(op.micro_batch)]);
     }
-    LossResult* result = nullptr;
-    if (loss != nullptr) {
-      result = &reinterpret_cast<LossResult*>(losses.data())[op.micro_batch];
-      result->weight = loss->target_weight(request.batch->targets[at(op.micro_batch)]);
+    if (result != nullptr) {
+      result->weight =
+          stage.binding.loss->target_weight(request.batch->targets[at(op.micro_batch)]);
     }
-    calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx), [&] {
-      watched(stage.forward_watched, "output", output.tensors,
-              [&] { stage.binding.stage->forward(ctx, ctx.inputs, output.tensors); });
-      if (result == nullptr) return;
-      loss->loss(ctx, output.tensors, batch.targets(op.micro_batch), &result->sum);
-    });
+    calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx),
+              [&] { call_forward(stage, op, ctx, output, result); });
   });
   output.state = SlotState::kFilled;
   if (config.plan->forward_only) --in_flight;
@@ -481,11 +517,31 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
   if (last && request.on_outputs != nullptr) hand_out(op, output);
 }
 
+void Engine::Impl::call_forward(LocalStage& stage, const PlanOp& op, StageContext& ctx,
+                                const Slot& output, LossResult* result) {
+  watched(stage.forward_watched, "output", output.tensors,
+          [&] { stage.binding.stage->forward(ctx, ctx.inputs, output.tensors); });
+  if (result == nullptr) return;
+  stage.binding.loss->loss(ctx, output.tensors, batch.targets(op.micro_batch), &result->sum);
+}
+
+void Engine::Impl::call_backward(LocalStage& stage, const PlanOp& op, StageContext& ctx,
+                                 const Slot& gradient, std::span<const Tensor> grad_inputs) {
+  if (op.action == ActionKind::kBackwardWeight) {
+    return stage.binding.split->backward_weight(ctx, gradient.tensors);
+  }
+  watched(stage.backward_watched, "the gradient of input", grad_inputs, [&] {
+    if (op.action == ActionKind::kBackward) {
+      stage.binding.stage->backward(ctx, gradient.tensors, grad_inputs);
+    } else {
+      stage.binding.split->backward_input(ctx, gradient.tensors, grad_inputs);
+    }
+  });
+}
+
 void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& ctx) {
   expect(op, BufferKind::kState, SlotState::kFilled);
-  const bool last = stage.binding.loss != nullptr;
-  Slot& gradient = last ? expect(op, BufferKind::kOutput, SlotState::kFilled)
-                        : expect(op, BufferKind::kGradOutput, SlotState::kFilled);
+  Slot& gradient = expect(op, gradient_of(stage), SlotState::kFilled);
   Slot* grad_input = nullptr;
   if (op.stage > 0 && op.action != ActionKind::kBackwardWeight) {
     grad_input = &expect(op, BufferKind::kGradInput, SlotState::kFree);
@@ -494,27 +550,52 @@ void Engine::Impl::backward(LocalStage& stage, const PlanOp& op, StageContext& c
   const std::span<const Tensor> grad_inputs =
       grad_input == nullptr ? std::span<const Tensor>() : grad_input->tensors;
   in_stage(op, [&] {
-    calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx), [&] {
-      if (op.action == ActionKind::kBackwardWeight) {
-        return stage.binding.split->backward_weight(ctx, gradient.tensors);
-      }
-      watched(stage.backward_watched, "the gradient of input", grad_inputs, [&] {
-        if (op.action == ActionKind::kBackward) {
-          stage.binding.stage->backward(ctx, gradient.tensors, grad_inputs);
-        } else {
-          stage.binding.split->backward_input(ctx, gradient.tensors, grad_inputs);
-        }
-      });
-    });
+    calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx),
+              [&] { call_backward(stage, op, ctx, gradient, grad_inputs); });
   });
   if (op.action != ActionKind::kBackwardInput) --in_flight;
   if (grad_input != nullptr) grad_input->state = SlotState::kFilled;
 }
 
+void Engine::Impl::at_rest(StepActions* actions) {
+  config.compute->free_outgrown();
+  if (calls.begin_recording()) record_calls(actions);
+}
+
+// The actions of the step that has just run, in its order: their calls put work on a stream that
+// records it.
+void Engine::Impl::record_calls(StepActions* actions) {
+  for (const PlanOp& op : mine.ops) {
+    if (op.kind != OpKind::kCompute) continue;
+    LocalStage& stage = local(op);
+    StageContext ctx = context_of(op);
+    const bool reports = &op == stage.last_gradient && actions != nullptr &&
+                         actions->final_gradients(op.stage) != nullptr;
+    if (reports || host_takes_part(op, ctx)) continue;
+    for (int k = 0; k < kBufferKinds; ++k) {
+      Slot* const slot = table.slot(op, static_cast<BufferKind>(k));
+      if (slot != nullptr) slot->pool->shape(*slot, samples(op));
+    }
+    if (op.stage > 0) ctx.inputs = table.slot(op, BufferKind::kInput)->tensors;
+    in_stage(op, [&] {
+      calls.record(index_in_plan(op), *stage.binding.stage, ctx, [&] {
+        if (op.action == ActionKind::kForward) {
+          return call_forward(stage, op, ctx, *table.slot(op, BufferKind::kOutput),
+                              result_of(stage, op));
+        }
+        const bool writes = op.stage > 0 && op.action != ActionKind::kBackwardWeight;
+        call_backward(
+            stage, op, ctx, *table.slot(op, gradient_of(stage)),
+            writes ? table.slot(op, BufferKind::kGradInput)->tensors : std::span<const Tensor>());
+      });
+    });
+  }
+}
+
 void Engine::Impl::hand_out(const PlanOp& op, const Slot& output) {
   outputs = output.tensors;
   if (on_gpu) {
-    while (mirrors.size() < outputs.size()) mirrors.emplace_back(*config.compute, config.interrupt);
+    while (mirrors.size() < outputs.size()) mirrors.emplace_back(*config.compute);
     for (std::size_t i = 0; i < outputs.size(); ++i) {
       outputs[i].data = mirrors[i].read_back(outputs[i]).data();
     }
@@ -551,7 +632,7 @@ void Engine::Impl::wait(const PlanOp& op, const Slot& slot) {
   }
 }
 
-void Engine::Impl::wait(const Event& event) {
+void Engine::Impl::until(const Event& event) {
   wait_until({.what = WaitSubject::What::kDevice}, [&] {
     transport->progress();
     return event.done();

@@ -10,6 +10,7 @@ RecordedCalls::RecordedCalls(ComputeContext& compute, std::size_t actions, bool 
     : compute_(compute) {
   if (!wanted || compute.device().kind == DeviceKind::kCpu) return;
   entries_.resize(actions);
+  to_record_ = true;
   staged_ = HostBuffer(compute.device(), sizeof(Values));
   on_device_ = compute.memory().allocate(kDeviceBytes);
   const auto* values = reinterpret_cast<const Values*>(on_device_.data());
@@ -36,12 +37,17 @@ bool RecordedCalls::replay(const Entry& entry, const StageContext& ctx) const {
   return true;
 }
 
-void RecordedCalls::make(Entry& entry, const StageContext& ctx, const std::function<void()>& call) {
-  if (entry.calls == 0) {
-    entry.phase = ctx.phase;
-    entry.samples = {ctx.first_sample, ctx.samples};
-  }
-  if (!entry.fits(ctx) || !entry.graph.empty() || entry.calls++ == 0) return call();
+void RecordedCalls::note(Entry& entry, const StageContext& ctx) {
+  if (entry.is_made) return;
+  entry.is_made = true;
+  entry.phase = ctx.phase;
+  entry.samples = {ctx.first_sample, ctx.samples};
+}
+
+void RecordedCalls::record(std::size_t action, const Stage& stage, const StageContext& ctx,
+                           const std::function<void()>& call) {
+  Entry& entry = entries_[action];
+  if (!stage.graph_capturable() || !entry.is_made || !entry.fits(ctx)) return;
   entry.workspace = compute_.workspace_place();
   try {
     entry.graph = Graph::record(compute_.stream(), call);
@@ -51,7 +57,6 @@ void RecordedCalls::make(Entry& entry, const StageContext& ctx, const std::funct
                 "cannot be recorded as a CUDA graph on {}: {}; it can train without --cuda-graphs",
                 to_string(compute_.device()), error.what());
   }
-  entry.graph.launch(compute_.stream());
 }
 
 }  // namespace sluice

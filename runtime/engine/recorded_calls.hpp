@@ -1,15 +1,17 @@
 // Records the calls of a plan's stages as CUDA graphs, and replays them. Internal to the engine.
 //
-// The first time an action runs, its call is made. The second time it is also recorded; every
-// library handle and kernel exists by then. After that the graph is launched in its place. Values
-// that differ between steps, the step's number and the loss scale, are read from device memory. A
-// call is made, not replayed, if its phase or samples differ from the record, or if the host takes
-// part: it reports final gradients, or sums over replicas.
+// The first time an action runs, its call is made. Every library handle and kernel exists by then,
+// so at the end of that step, while no kernel of the device waits for another rank, the call is
+// recorded: making a graph may take memory of the device. After that the graph is launched in its
+// place. Values that differ between steps, the step's number and the loss scale, are read from
+// device memory. A call is made, not replayed, if its phase or samples differ from the record, or
+// if the host takes part: it reports final gradients, or sums over replicas.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <utility>
 #include <vector>
 
 #include <sluice/data.hpp>
@@ -36,23 +38,30 @@ class RecordedCalls {
   [[nodiscard]] StepValue<double> loss_scale() const { return loss_scale_; }
 
   // Makes or replays `call`, which is what `stage` does in action number `action`. Throws what the
-  // call throws; Error(kDevice) where it cannot be recorded. `on_host`: the host takes part in it.
+  // call throws. `on_host`: the host takes part in it.
   template <typename Call>
   void run(std::size_t action, const Stage& stage, const StageContext& ctx, bool on_host,
            const Call& call) {
     if (entries_.empty() || on_host || !stage.graph_capturable()) [[likely]] {
       call();
     } else if (!replay(entries_[action], ctx)) {
-      make(entries_[action], ctx, call);
+      call();
+      note(entries_[action], ctx);
     }
   }
+
+  // True once, where calls are to be recorded: the caller passes each that it has run to record().
+  [[nodiscard]] bool begin_recording() { return std::exchange(to_record_, false); }
+  // Records `call`, as given to run(). Error(kDevice) where it cannot be recorded.
+  void record(std::size_t action, const Stage& stage, const StageContext& ctx,
+              const std::function<void()>& call);
 
  private:
   struct Entry {
     Graph graph;
     Phase phase = Phase::kTrain;
     SampleRange samples;
-    int calls = 0;  // made with this phase and these samples
+    bool is_made = false;  // with this phase and these samples
     // Where the graph's kernels find the context's workspace. If that moves, because a stage
     // described too little, the call is made.
     const std::byte* workspace = nullptr;
@@ -64,10 +73,11 @@ class RecordedCalls {
   };
 
   [[nodiscard]] bool replay(const Entry& entry, const StageContext& ctx) const;
-  void make(Entry& entry, const StageContext& ctx, const std::function<void()>& call);
+  static void note(Entry& entry, const StageContext& ctx);
 
   ComputeContext& compute_;
   std::vector<Entry> entries_;  // [action]; empty where nothing is recorded
+  bool to_record_ = false;
   static_assert(sizeof(Values) == kDeviceBytes);
   StepValue<std::uint64_t> step_;
   StepValue<double> loss_scale_;

@@ -78,6 +78,16 @@ const SlotStore::Memory& SlotStore::take(const BufferPool& pool, const DeviceMem
   return taken.back();
 }
 
+std::vector<std::span<std::byte>> SlotStore::device_memory() const {
+  std::vector<std::span<std::byte>> all;
+  for (const auto& [pool, taken] : memory_) {
+    for (const Memory& memory : taken) {
+      if (memory.device.size() > 0) all.emplace_back(memory.device.data(), memory.device.size());
+    }
+  }
+  return all;
+}
+
 SlotPool::SlotPool(const BufferPool& pool, const EdgeTable& edges, const Place& place)
     : description_(pool),
       route_(place.route),

@@ -73,6 +73,8 @@ class SlotStore {
   // Slots at equal places of two such pools have the same memory.
   [[nodiscard]] const Memory& take(const BufferPool& pool, const DeviceMemory& memory,
                                    std::size_t bytes, std::size_t host_bytes, Device locked);
+  // The device memory of all slots so far.
+  [[nodiscard]] std::vector<std::span<std::byte>> device_memory() const;
 
  private:
   // What was outgrown stays: engines point to it.
@@ -97,6 +99,7 @@ class SlotPool {
     if (slot.samples != samples) reshape(slot, samples);
   }
   [[nodiscard]] const BufferPool& description() const { return description_; }
+  [[nodiscard]] RouteKind route() const { return route_; }
 
   // Index of the edge (as EdgeTable::inputs counts) that this pool's tensors belong to.
   [[nodiscard]] static int edge_of(const BufferPool& pool);

@@ -56,6 +56,11 @@ StageTable::StageTable(const EngineConfig& config)
   find_ends();
 }
 
+bool StageTable::has_staged() const {
+  return std::any_of(pools_.begin(), pools_.end(),
+                     [](const SlotPool& pool) { return pool.route() == RouteKind::kStaged; });
+}
+
 LocalStage* StageTable::find(std::int32_t stage) {
   if (stage < 0 || at(stage) >= index_of_stage_.size()) return nullptr;
   const std::int32_t index = index_of_stage_[at(stage)];

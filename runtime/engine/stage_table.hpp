@@ -57,6 +57,8 @@ class StageTable {
   [[nodiscard]] Owner memory() const { return store_; }
   // The number of tensors in all slots: at most that many messages are open at once.
   [[nodiscard]] std::size_t tensors() const { return tensors_; }
+  // Whether messages of a GPU go through host memory.
+  [[nodiscard]] bool has_staged() const;
 
  private:
   [[nodiscard]] std::size_t index_of(const PlanOp& op) const {

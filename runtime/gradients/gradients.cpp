@@ -27,7 +27,7 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
       compute_(compute),
       ties_(ties),
       stages_(std::move(stages)),
-      mirror_(compute, job.watch.get()),
+      mirror_(compute),
       square_offset_(loss_offset_ + 2 * at(options.shape.micro_batches)) {
   if (nccl != nullptr && nccl->sums()) sums_.emplace(*nccl, stages_, options.devices.bucket_bytes);
   std::size_t workspace = 0;
@@ -303,7 +303,7 @@ void GradientSync::update(double started) {
   micro_batches_ = 0;
   if (sums_) sums_->wait_all_on_stream();
   sums_of_squares(compute_, owned_grads_, reinterpret_cast<double*>(squares_.data()));
-  compute_.stream().synchronize();
+  compute_.wait();
   exchange();
   totals_.loss = before.loss;
   totals_.targets = before.targets;

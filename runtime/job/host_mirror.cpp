@@ -1,31 +1,14 @@
 #include "runtime/job/host_mirror.hpp"
 
-#include <limits>
 #include <utility>
 
 namespace sluice {
-
-HostMirror::HostMirror(ComputeContext& compute, Interrupt* interrupt)
-    : compute_(compute),
-      interrupt_(interrupt),
-      waiter_(std::numeric_limits<int>::max()),
-      passed_(compute.device()) {}
-
-void HostMirror::wait_for_device() {
-  passed_.record(compute_.stream());
-  waiter_.reset();
-  const WaitScope scope(interrupt_, {WaitSubject::What::kDevice});
-  while (!passed_.done()) {
-    scope.poll();
-    waiter_.pause();
-  }
-}
 
 std::span<std::byte> HostMirror::writable_host_copy(void* data, std::size_t bytes) {
   data_ = data;
   bytes_ = bytes;
   if (compute_.device().kind == DeviceKind::kCpu) return {static_cast<std::byte*>(data), bytes};
-  wait_for_device();  // the last write_back() may still read the copy
+  compute_.wait();  // the last write_back() may still read the copy
   if (copy_->size() < bytes) copy_ = std::make_shared<HostBuffer>(compute_.device(), bytes);
   return {copy_->data(), bytes};
 }
@@ -34,7 +17,7 @@ std::span<std::byte> HostMirror::read_back(void* data, std::size_t bytes) {
   const std::span<std::byte> host = writable_host_copy(data, bytes);
   if (bytes > 0 && host.data() != data) {
     copy_async(host.data(), data, bytes, compute_.stream());
-    wait_for_device();
+    compute_.wait();
   }
   return host;
 }

@@ -10,15 +10,12 @@
 #include <sluice/compute.hpp>
 #include <sluice/tensor.hpp>
 
-#include "comm/group/waiter.hpp"
-
 namespace sluice {
 
 class HostMirror {
  public:
-  // `interrupt`, which may be null, is polled while the host waits for the device: the device may
-  // wait for messages of other ranks.
-  HostMirror(ComputeContext& compute, Interrupt* interrupt);
+  // Waits for the device as compute.wait() does.
+  explicit HostMirror(ComputeContext& compute) : compute_(compute) {}
 
   // Blocks until everything on the compute stream is done, and returns the values; valid until the
   // next call. The copy grows where it is too small.
@@ -38,12 +35,7 @@ class HostMirror {
  private:
   [[nodiscard]] std::span<std::byte> read_back(void* data, std::size_t bytes);
   [[nodiscard]] std::span<std::byte> writable_host_copy(void* data, std::size_t bytes);
-  void wait_for_device();
-
   ComputeContext& compute_;
-  Interrupt* interrupt_;
-  Waiter waiter_;
-  Event passed_;
   std::shared_ptr<HostBuffer> copy_ = std::make_shared<HostBuffer>();
   void* data_ = nullptr;
   std::size_t bytes_ = 0;

@@ -94,6 +94,7 @@ JobContext::JobContext(Communicator& comm, const PipelineOptions& options, JobSi
     devices.no_device_messages = why_no_device_messages(
         *world.collectives, devices.ranks, transport, devices.no_nccl, place.topology.pipeline);
   });
+  place.driver_note = describe_different_drivers(devices.ranks);
   place.rank = place.topology.pipeline_rank(rank);
   place.replica = place.topology.replica(rank);
   for (int r = 0; r < place.topology.pipeline; ++r) {

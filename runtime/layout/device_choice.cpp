@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <array>
+#include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include <sluice/error.hpp>
@@ -20,7 +22,7 @@ namespace sluice {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Device, kind, index)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RankDevice, device, host, identity, free_memory, no_gpu,
-                                   host_memory, machine, nccl_machine)
+                                   host_memory, machine, nccl_machine, driver)
 
 namespace {
 
@@ -95,6 +97,15 @@ std::string describe_device(const RankDevice& rank) {
   return to_string(rank.device) + (rank.no_gpu.empty() ? "" : " (" + rank.no_gpu + ")");
 }
 
+// CUDA's version of the driver, and its own where the kernel shows it.
+std::string driver_text(const DeviceProperties& gpu) {
+  if (gpu.driver == 0) return "";
+  std::string own;
+  std::ifstream("/sys/module/nvidia/version") >> own;
+  return fmt::format("CUDA {}.{}{}", gpu.driver / 1000, gpu.driver % 1000 / 10,
+                     own.empty() ? "" : ", driver " + own);
+}
+
 // 0 where it is not known.
 std::size_t host_memory() {
   const auto pages = ::sysconf(_SC_PHYS_PAGES), page = ::sysconf(_SC_PAGESIZE);
@@ -143,6 +154,25 @@ std::string describe_devices(const std::vector<RankDevice>& ranks) {
   return fmt::format("  devices: {}\n", fmt::join(entries, ", "));
 }
 
+std::string describe_different_drivers(const std::vector<RankDevice>& ranks) {
+  std::map<std::string, std::vector<std::string>> having;
+  for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
+    if (ranks[rank].driver.empty()) continue;
+    having[ranks[rank].driver].push_back(fmt::format("{} on {}", rank, ranks[rank].host));
+  }
+  if (having.size() < 2) return "";
+  std::vector<std::string> parts;
+  for (const auto& [driver, who] : having) {
+    constexpr std::size_t kMost = 4;
+    const std::size_t named = std::min(who.size(), kMost);
+    parts.push_back(fmt::format(
+        "{} (rank {}{})", driver,
+        fmt::join(who.begin(), who.begin() + static_cast<std::ptrdiff_t>(named), ", rank "),
+        named < who.size() ? fmt::format(" and {} more", who.size() - named) : ""));
+  }
+  return fmt::format("  drivers of the GPUs differ: {}\n", fmt::join(parts, "; "));
+}
+
 std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topology,
                                        const std::vector<DeviceChoice>& choices,
                                        const std::vector<std::string>& hosts) {
@@ -163,6 +193,7 @@ std::vector<RankDevice> choose_devices(Collectives& world, const Topology& topol
     report.rank.identity = properties.identity;
     report.rank.free_memory = properties.free_memory;
     report.rank.no_gpu = no_gpu;
+    report.rank.driver = driver_text(properties);
     report.rank.host_memory = host_memory();
   } catch (const Error& error) {
     report.refusal = fmt::format("rank {} on {}: {}", mine, hosts[at(mine)], error.what());

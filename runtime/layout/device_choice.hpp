@@ -22,11 +22,16 @@ struct RankDevice {
   std::size_t host_memory = 0;    // bytes of `host`; 0: not known
   std::string machine = {};       // as machine_id(): the same for containers of one machine
   std::string nccl_machine = {};  // as nccl_machine_id()
+  std::string driver = {};        // of a GPU: "CUDA 13.0, driver 580.65.06"
 };
 
 // A line for the start of a run: the device of each rank of a pipeline, with the reason where
 // "auto" chose the CPU. Empty where all are CPUs and the build has no CUDA.
 [[nodiscard]] std::string describe_devices(const std::vector<RankDevice>& ranks);
+
+// A line that names the drivers of GPUs, [rank of the job], and who has which; empty where all have
+// one.
+[[nodiscard]] std::string describe_different_drivers(const std::vector<RankDevice>& ranks);
 
 // Collective over `world`; `hosts` has the name of every rank's host. A rank's number on its host
 // follows the job's numbers. Returns every rank's device, [rank of the job]. Errors are the same on

@@ -84,6 +84,7 @@ struct RankPlace {
   std::string order_reason;         // RankArrangement::reason
   int rank = 0, replica = 0;        // of the pipeline; which replica
   std::vector<RankDevice> devices;  // [pipeline rank], of this replica
+  std::string driver_note;          // as describe_different_drivers(), of the job
 
   [[nodiscard]] Device device() const { return devices[static_cast<std::size_t>(rank)].device; }
 };

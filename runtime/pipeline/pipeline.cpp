@@ -20,10 +20,12 @@
 #include "runtime/gradients/gradients.hpp"
 #include "runtime/gradients/replica_check.hpp"
 #include "runtime/gradients/stage_buffers.hpp"
+#include "runtime/job/direct_edges.hpp"
 #include "runtime/job/guard.hpp"
 #include "runtime/job/host_mirror.hpp"
 #include "runtime/job/job_context.hpp"
 #include "runtime/job/nccl_routes.hpp"
+#include "runtime/job/polled_device_wait.hpp"
 #include "runtime/pipeline/batch_feed.hpp"
 #include "runtime/pipeline/build_layout.hpp"
 #include "runtime/pipeline/forward_rounds.hpp"
@@ -154,6 +156,7 @@ struct Pipeline::Impl {
 
   PipelineOptions options;
   JobContext job;
+  PolledDeviceWait device_wait{*job.watch};
   JobLayout layout;
   std::vector<std::unique_ptr<Stage>> stages;
   bool lacks_loss = false;  // the last stage is here, and is not a LossStage
@@ -198,6 +201,7 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     rethrow_device_error_with_plan("the libraries", [&] {
       compute = std::make_unique<ComputeContext>(job.place.device(), options.devices.threads);
     });
+    compute->set_device_wait(&device_wait);
     compute->set_tf32(options.devices.tf32);
     BuiltLayout built;
     // Libraries may take memory when they plan what the stages will ask of them.
@@ -208,13 +212,14 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     layout = std::move(built.layout);
     stages = std::move(built.stages);
     take_memory();
-    mirror = std::make_unique<HostMirror>(*compute, job.watch.get());
+    mirror = std::make_unique<HostMirror>(*compute);
     replica_sum = std::make_unique<ReplicaSum>(*job.replicas.collectives);
     replica_targets.resize(at(layout.place.topology.replicas));
     prepare_stages();
     // All ranks make new communicators, or those that do wait for ever: no rank may have failed.
     job.world.collectives->barrier();
     rethrow_device_error_with_plan("NCCL's communicators", [&] { make_nccl(); });
+    rethrow_oom_with_plan("test messages", [&] { probe_direct_edges(job, layout, *compute); });
     rethrow_oom_with_plan("tied parameters", [&] {
       tied = std::make_unique<TiedUses>(job, layout.plans, layout.parameters, *compute, nccl.get(),
                                         *mirror, bindings);
@@ -225,6 +230,11 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
       if (options.training.inference) forward.add(layout.plans.train);
       if (!layout.plans.forward.ranks.empty()) forward.add(layout.plans.forward);
     });
+    if (nccl != nullptr) {
+      for (const std::span<std::byte> memory : slots->device_memory()) {
+        nccl->register_messages(memory);
+      }
+    }
     job.set_progress_engine(engine);
     feed = std::make_unique<BatchFeed>(job, layout, *batches.source, batches.feed);
     rounds = std::make_unique<ForwardRounds>(layout, forward,
@@ -280,7 +290,7 @@ void Pipeline::Impl::prepare_training() {
     stage_buffers = std::make_unique<StageBuffers>(job, *compute, *mirror, bindings);
   });
   gradients->clear();
-  compute->stream().synchronize();
+  compute->wait();
   job.world.collectives->barrier();
 }
 
@@ -316,6 +326,7 @@ void Pipeline::Impl::take_memory() {
   rethrow_oom_with_plan("the plan", [&] {
     compute->memory().reserve(layout.memory.ranks[at(layout.place.rank)].arena());
     compute->reserve_workspace(layout.memory.operator_bytes);
+    compute->free_outgrown();
   });
 }
 

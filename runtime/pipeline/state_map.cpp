@@ -67,7 +67,7 @@ std::map<std::string, HostTensor> Pipeline::state() {
   PipelineAccess::run_call(*this, Call::kState, "the values of all ranks", [&] {
     const JobLayout& layout = PipelineAccess::layout(*this);
     Collectives& world = PipelineAccess::world(*this);
-    HostMirror mirror(compute(), nullptr);
+    HostMirror mirror(compute());
     const std::vector<Parameter*> mine = owned_values(*this);
     for (int rank = 0; rank < layout.place.topology.pipeline; ++rank) {
       const int root = layout.place.topology.rank_of(0, rank);
@@ -85,13 +85,13 @@ std::map<std::string, HostTensor> Pipeline::state() {
 void Pipeline::set_state(const std::map<std::string, HostTensor>& values) {
   PipelineAccess::run_call(*this, Call::kSetState, "new values", [&] {
     on_all_ranks(PipelineAccess::world(*this), [&] { require_fitting(*this, values); });
-    HostMirror mirror(compute(), nullptr);
+    HostMirror mirror(compute());
     for (const Parameter* parameter : owned_values(*this)) {
       const std::vector<std::byte>& bytes = values.at(parameter->name).bytes;
       std::copy(bytes.begin(), bytes.end(), mirror.writable_host_copy(parameter->value).begin());
       mirror.write_back();
     }
-    compute().stream().synchronize();  // before the mirror goes
+    compute().wait();  // before the mirror goes
   });
   values_changed();
 }

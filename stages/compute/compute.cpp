@@ -51,11 +51,25 @@ std::byte* ComputeContext::workspace(std::size_t bytes) {
   return workspace_.data();
 }
 
+void ComputeContext::wait() {
+  if (device().kind == DeviceKind::kCpu) return;
+  if (device_wait_ == nullptr) return stream_.view().synchronize();
+  passed_.record(stream_.view());
+  device_wait_->until(passed_);
+}
+
 void ComputeContext::reserve_workspace(std::size_t bytes) {
   if (bytes <= workspace_.size()) return;
-  stream_.view().synchronize();  // what still runs may use the old one
-  workspace_ = Buffer();         // first: the two together may be more than there is
-  workspace_ = memory_.allocate(bytes);
+  wait();  // what still runs may use the old one
+  if (workspace_.size() > 0) outgrown_.push_back(std::move(workspace_));
+  workspace_ = Buffer();
+  try {
+    workspace_ = memory_.allocate(bytes);
+  } catch (const OutOfMemory&) {
+    if (outgrown_.empty()) throw;
+    free_outgrown();
+    workspace_ = memory_.allocate(bytes);
+  }
 }
 
 const float* ComputeContext::rotary_table(std::int64_t sequence, std::int64_t head_dim,

@@ -46,6 +46,7 @@ ComputeContext::ComputeContext(Device device, int threads)
     : memory_(device),
       threads_(checked_threads(threads)),
       stream_(device),
+      passed_(device),
       backend_(make_backend(memory_, stream_.view())) {}
 
 const OperatorTable& operators_for([[maybe_unused]] DeviceKind device) {

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include <sluice/device.hpp>
@@ -49,6 +50,15 @@ class ProgressHook {
   virtual void progress() noexcept = 0;
 };
 
+// How a host waits for a device whose work may wait for other ranks: a pipeline looks for failures
+// meanwhile.
+class DeviceWait {
+ public:
+  virtual ~DeviceWait() = default;
+  // Blocks until the event is done. May throw before, which ends the wait.
+  virtual void until(const Event& event) = 0;
+};
+
 class ComputeContext {
  public:
   // threads >= 1; sets the size of the calling thread's OpenMP team. On a GPU, makes the device the
@@ -72,11 +82,21 @@ class ComputeContext {
   // context owns it. Callers pass stream() and scratch from workspace().
   [[nodiscard]] void* native_blas() const;
 
+  // Blocks until all work put on the stream so far is done, as stream().synchronize() does. Throws
+  // what the pipeline's DeviceWait throws: where another rank has failed, the work may never end.
+  void wait();
+  // How wait() waits from now on, null: it blocks in CUDA. Outlives its use here. Returns what was
+  // set before.
+  DeviceWait* set_device_wait(DeviceWait* how) { return std::exchange(device_wait_, how); }
+
   // Scratch for one operator call, on the device; its contents do not survive the next call. It
-  // grows when asked for more than before, and then the host waits for the device. A pipeline
-  // reserves what its stages describe.
+  // grows when asked for more than before, and then the host waits as wait() does. A pipeline
+  // reserves what its stages describe. What was outgrown is freed by free_outgrown(), or where
+  // memory runs out.
   [[nodiscard]] std::byte* workspace(std::size_t bytes);
   void reserve_workspace(std::size_t bytes);
+  // To be called where no kernel of the device waits for another rank: freeing waits for kernels.
+  void free_outgrown() { outgrown_.clear(); }
   // Every operator calls progress() of `hook` before it starts; null: none. The hook outlives its
   // use here. No effect on a GPU, whose host does not wait for operators.
   void set_progress_hook(ProgressHook* hook) {
@@ -112,7 +132,10 @@ class ComputeContext {
   DeviceMemory memory_;
   int threads_;
   Stream stream_;
+  Event passed_;
+  DeviceWait* device_wait_ = nullptr;
   Buffer workspace_;
+  std::vector<Buffer> outgrown_;
   std::size_t workspace_peak_ = 0;
   std::vector<RotaryTable> rotary_tables_;
   std::unique_ptr<Backend> backend_;  // never null

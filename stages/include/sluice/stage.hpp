@@ -142,8 +142,9 @@ class Stage {
   virtual void begin_step(ComputeContext& /*compute*/) {}
   // Whether calls with equal arguments put equal work on the stream in every step, except for what
   // kernels read of ctx.step and ctx.loss_scale through on_device. With
-  // PipelineOptions::Devices::cuda_graphs the second such call is recorded, and the record is
-  // replayed in later steps. A recorded call may neither wait for the device nor allocate on it.
+  // PipelineOptions::Devices::cuda_graphs such a call is made once more after the first step,
+  // without running, to be recorded; the record is replayed in later steps. A recorded call may
+  // neither wait for the device nor allocate on it.
   [[nodiscard]] virtual bool graph_capturable() const { return false; }
   // Writes every output. `inputs` stay valid until backward is done; `outputs` only until forward
   // returns.

@@ -48,7 +48,7 @@ EdgeRoute route_of(TransportChoice wanted) {
 TEST(DeviceChoiceMpiTest, OneGpuOfOneMachineIsOneAndIsNotJoinedByNccl) {
   const HostId none("");
   const auto comm = testing::world().duplicate();
-  EXPECT_EQ(testing::gpus_of_job(*comm), 1);
+  EXPECT_EQ(gpus_of_job(*comm), 1);
   const EdgeRoute route = route_of(TransportChoice::kAuto);
   EXPECT_EQ(route.kind, RouteKind::kStaged);
   EXPECT_THAT(route.reason, HasSubstr("ranks 0 and 1 share cuda:0"));
@@ -57,7 +57,7 @@ TEST(DeviceChoiceMpiTest, OneGpuOfOneMachineIsOneAndIsNotJoinedByNccl) {
 TEST(DeviceChoiceMpiTest, OneGpuOfTwoMachinesAsNcclSeesThemIsTwoAndIsJoinedByNccl) {
   const HostId own("machine-" + std::to_string(testing::world().rank()));
   const auto comm = testing::world().duplicate();
-  EXPECT_EQ(testing::gpus_of_job(*comm), 2);
+  EXPECT_EQ(gpus_of_job(*comm), 2);
   EXPECT_EQ(route_of(TransportChoice::kAuto).kind, RouteKind::kNccl);
   EXPECT_EQ(route_of(TransportChoice::kNccl).kind, RouteKind::kNccl);
 }

@@ -31,6 +31,22 @@ TEST(DeviceChoiceTest, RanksThatFellBackToTheCpuSayWhy) {
             built_with_cuda() ? "  devices: cpu (GPUs: too old)\n" : "");
 }
 
+TEST(DeviceChoiceTest, DriversThatDifferAreNamedWithTheirRanks) {
+  RankDevice old{{DeviceKind::kCuda, 0}, "a", "0", 0, ""}, cpu{{}, "c", "", 0, ""};
+  old.driver = "CUDA 12.4, driver 550.54.15";
+  RankDevice other = old;
+  other.host = "b";
+  EXPECT_EQ(describe_different_drivers({old, other, cpu}), "");
+  EXPECT_EQ(describe_different_drivers({cpu, cpu}), "");
+  other.driver = "CUDA 13.0, driver 580.65.06";
+  EXPECT_EQ(describe_different_drivers({old, other, cpu, old}),
+            "  drivers of the GPUs differ: CUDA 12.4, driver 550.54.15 (rank 0 on a, rank 3 on a); "
+            "CUDA 13.0, driver 580.65.06 (rank 1 on b)\n");
+  EXPECT_NE(describe_different_drivers({old, other, old, old, old, old})
+                .find("rank 3 on a, rank 4 on a and 1 more)"),
+            std::string::npos);
+}
+
 #ifdef SLUICE_EMULATED
 std::vector<RankDevice> choose(Communicator& comm, const char* devices, int replicas = 1) {
   Collectives world(comm, 0, nullptr);

@@ -78,7 +78,7 @@ std::unique_ptr<DataSource> synthetic_tokens(const TransformerConfig& model) {
 
 std::string digest_of(Pipeline& pipeline) {
   std::string mine;
-  HostMirror mirror(pipeline.compute(), nullptr);
+  HostMirror mirror(pipeline.compute());
   for (const Pipeline::Owned& owned : pipeline.parameters()) {
     if (!owned.owner) continue;
     mine +=
