@@ -2,8 +2,15 @@
 # What only a machine with a GPU can tell, in commands of under nine minutes each:
 #
 #   tests/gpu_check.sh build-and-test    configures, builds and runs the tests labelled gpu
-#   tests/gpu_check.sh sanitize          compute-sanitizer's memcheck, racecheck and initcheck over
-#                                        the tests of kernels; what they find fails it
+#   tests/gpu_check.sh check             whether this card computes what it should, in at most six
+#                                        minutes: operators against double precision, gradients of
+#                                        whole models against PyTorch's, losses of 200 steps against
+#                                        stored ones, bits of 1 and 4 ranks and of graphs, two
+#                                        processes over NCCL, tokens/s against the card's stored row
+#   tests/gpu_check.sh nccl [RANKS]      NCCL between 2 processes, or 4, that share the first card:
+#                                        messages, sums, order, bits, dying and stopped ranks, the end
+#   tests/gpu_check.sh sanitize          compute-sanitizer's memcheck, racecheck, initcheck and
+#                                        synccheck over the tests of kernels; what they find fails it
 #   tests/gpu_check.sh benchmark         the GPU rows of tests/benchmarks/README.md, and before them
 #                                        200 steps' losses on the King James text against the CPU's
 #   tests/gpu_check.sh pack FOLDER       elsewhere, before: what a bare machine lacks, into one folder
@@ -14,18 +21,24 @@
 # Each command can be called again after whatever ended it and goes on from there; exit code 75 asks
 # for that: its time was up before its work was done. 0: all done and well; 1: something failed; 2:
 # wrong use, or something needed is missing. Reports are there at all times, also of a part:
-# COMMAND.txt and COMMAND.jsonl.
+# COMMAND.txt and COMMAND.jsonl. Those of `check` are what to send with a report about a card.
 #
 # From the environment:
 #   SLUICE_GPU_REPORT   folder of reports          [$OUT where that is set, else build/gpu-report]
 #   SLUICE_GPU_STATE    folder of what is done     [build/gpu-state]
 #   SLUICE_GPU_DEPS     a folder that `pack` made  [none: the system has everything]
 #   SLUICE_GPU_BUILD    a folder that `pack` put builds into (FOLDER/build): nothing is built here
+#   SLUICE_GPU_TREE     the folder to build in     [build/cuda]
 #   SLUICE_GPU_SECONDS  of one call                [530]
 #   SLUICE_GPU_CMAKE    more arguments of the configuration, -DSLUICE_CUDA_ARCHITECTURES=80;90 say
 #                       (by itself it builds for the GPU that is there)
 #   SLUICE_GPU_ROWS     more arguments of every row of gpu_benchmark, to try the script itself
 #   SLUICE_GPU_CURVE    more options of the trainings whose losses are compared, for the same
+#   SLUICE_GPU_STEPS    of the losses that `check` compares, for the same [200]
+#
+# On the emulated CUDA, which has no speed and no bits of a card, the script itself can be tried:
+#   cmake --preset emulated -DSLUICE_BUILD_TESTS=ON && cmake --build build/emulated
+#   SLUICE_GPU_TREE=build/emulated tests/gpu_check.sh check
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -33,7 +46,7 @@ command=${1:-}
 state=${SLUICE_GPU_STATE:-build/gpu-state}
 reports=${SLUICE_GPU_REPORT:-${OUT:-build/gpu-report}}
 seconds=${SLUICE_GPU_SECONDS:-530}
-build=build/cuda
+build=${SLUICE_GPU_TREE:-build/cuda}
 failed=0
 
 # Debian 12's packages that programs of ours need to run, and more of them to be built, where a
@@ -261,6 +274,35 @@ compute_capability() {
   nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sed -n '1s/[^0-9]//gp'
 }
 
+gpus() {
+  nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
+}
+
+# A test that skips for want of a GPU that is there fails.
+require_gpus() {
+  local count
+  count=$(gpus)
+  if ((count > 0)); then export SLUICE_REQUIRE_GPUS=${SLUICE_REQUIRE_GPUS:-$count}; fi
+}
+
+is_emulated() {
+  grep -q '^SLUICE_CUDA:[A-Z]*=emulated$' "$build/CMakeCache.txt" 2>/dev/null
+}
+
+# For commands that run what was built before, on a GPU or on the emulation.
+need_card() {
+  local file
+  for file in "$@"; do
+    [[ -x $build/$file ]] || die "no $build/$file: run '$0 build-and-test' first"
+  done
+  if is_emulated; then
+    export SLUICE_EMULATED_DEVICE_MEMORY=${SLUICE_EMULATED_DEVICE_MEMORY:-8589934592}
+    return
+  fi
+  (($(gpus) > 0)) || die "there is no GPU here"
+  require_gpus
+}
+
 # --- the commands ---
 
 build_and_test() {
@@ -271,13 +313,14 @@ build_and_test() {
     if [[ -n $capability ]]; then configuration+=("-DSLUICE_CUDA_ARCHITECTURES=$capability"); fi
     # shellcheck disable=SC2086
     step configure "$(contents CMakeLists.txt comm/cuda.cmake) ${configuration[*]-} ${SLUICE_GPU_CMAKE:-}" \
-      cmake --preset cuda "${configuration[@]}" ${SLUICE_GPU_CMAKE:-}
+      cmake --preset cuda -B "$build" -DSLUICE_BUILD_TESTS=ON "${configuration[@]}" ${SLUICE_GPU_CMAKE:-}
     ((failed == 0)) || finish "cannot be configured"
     rm -f "$state/$command/build.done" # Ninja knows what is done
-    step build "" cmake --build --preset cuda --target gpu_tests
+    step build "" cmake --build "$build" --target gpu_tests
     ((failed == 0)) || finish "does not build"
   fi
   rm -f "$state/$command/test.done"
+  require_gpus
   # -F: goes on where a killed run stopped.
   step test "" ctest --test-dir "$build" -L gpu -F --output-on-failure --parallel 8
   grep -E 'tests passed|No tests were found' "$state/$command/test.log" || true
@@ -326,12 +369,12 @@ sanitize() {
   prepare
   command -v compute-sanitizer >/dev/null || die "compute-sanitizer is missing (part of the CUDA toolkit)"
   # Every kernel of ours, those of comm/ and cuDNN's attention with them, is launched by a test of
-  # this name; the graph test launches none.
+  # this name; the graph test launches none, the one of whole models the same ones again.
   mapfile -t programs < <(find "$build/tests/stages" "$build/tests/comm" -maxdepth 1 -type f -executable \
-    -name '*cuda*_test' -not -name '*graph_test' 2>/dev/null | sort)
+    -name '*cuda*_test' -not -name '*graph_test' -not -name '*golden_test' 2>/dev/null | sort)
   ((${#programs[@]} > 0)) || die "no operator tests in $build: run '$0 build-and-test' first"
   nvidia-smi -L >/dev/null 2>&1 || die "there is no GPU here, and compute-sanitizer needs one"
-  for tool in memcheck racecheck initcheck; do
+  for tool in memcheck racecheck initcheck synccheck; do
     for program in "${programs[@]}"; do
       for ((shard = 0; shard < shards; ++shard)); do
         name=$tool-$(basename "$program")-$((shard + 1))of$shards
@@ -341,6 +384,65 @@ sanitize() {
     done
   done
   if ((failed == 0)); then finish "clean"; else finish "not clean"; fi
+}
+
+# Whether this build can run NCCL between processes.
+has_nccl() {
+  [[ -x $build/tests/comm/comm_nccl_mpi_test ]]
+}
+
+# What a test prints is its log; a case that is skipped fails the step.
+whole_test() {
+  local output code=0
+  output=$("$@" 2>&1) || code=$?
+  printf '%s\n' "$output"
+  if ((code == 0)) && grep -q 'SKIPPED' <<<"$output"; then
+    echo "gpu_check: a case was skipped"
+    code=1
+  fi
+  return "$code"
+}
+export -f whole_test
+
+nccl_step() {
+  local ranks=$1
+  step "nccl-$ranks" "$inputs" python3 tests/gpus/nccl_processes.py --build "$build" --ranks "$ranks" \
+    --report "$state/$command/nccl-$ranks.rows"
+}
+
+check() {
+  local inputs program=tests/benchmarks/gpu_benchmark double=tests/stages/stages_cuda_double_test
+  local golden=tests/stages/stages_cuda_golden_test real=1
+  prepare
+  need_card "$double" "$golden" sluice sluice-job "$program"
+  if is_emulated; then real=; fi # the shapes of a real model would take minutes
+  inputs=$(contents "$build/$double" "$build/sluice-job" tests/gpus/*)
+  step operators "$inputs" env ${real:+SLUICE_REAL_SHAPES=1} bash -c 'whole_test "$@"' bash "$build/$double"
+  step gradients "$inputs" bash -c 'whole_test "$@"' bash "$build/$golden"
+  step training "$inputs" python3 tests/gpus/check_training.py --build "$build" --steps "${SLUICE_GPU_STEPS:-200}" \
+    --report "$state/$command/training.rows"
+  if has_nccl; then nccl_step 2; else echo "-- nccl: this build has no NCCL"; fi
+  if is_emulated && [[ -z ${SLUICE_GPU_ROWS:-} ]]; then
+    echo "-- throughput: the emulation has none"
+  else
+    program=$build/$program
+    row throughput training --model 124m --rounds 3 --steps 4
+    if [[ -f $state/$command/throughput.rows ]]; then
+      step throughput-stored "$inputs" python3 tests/gpus/check_throughput.py "$state/$command/throughput.rows"
+    fi
+  fi
+  if ((failed == 0)); then finish "all well"; else finish "not well"; fi
+}
+
+nccl() {
+  local ranks=${1:-2} inputs
+  [[ $ranks == 2 || $ranks == 4 ]] || die "nccl $ranks; legal: 2 or 4 processes"
+  prepare
+  need_card sluice sluice-job
+  has_nccl || die "this build has no NCCL"
+  inputs=$(contents "$build/sluice-job" "$build/tests/comm/comm_nccl_mpi_test" tests/gpus/*)
+  nccl_step "$ranks"
+  if ((failed == 0)); then finish "all well"; else finish "not well"; fi
 }
 
 # One row of gpu_benchmark; its JSON lines go to the report. $1: name of the step
@@ -469,7 +571,7 @@ pack_build() {
 }
 
 gpu_programs() {
-  printf '%s\n' tests/benchmarks/gpu_benchmark sluice
+  printf '%s\n' tests/benchmarks/gpu_benchmark sluice sluice-job
   ctest --test-dir "$1" -L gpu --show-only=json-v1 | python3 -c 'import json, os, sys
 root = sys.argv[1] + "/"
 words = {w for t in json.load(sys.stdin)["tests"] for w in t.get("command", [])}
@@ -480,6 +582,8 @@ for word in sorted(words):
 
 case $command in
   build-and-test) build_and_test ;;
+  check) check ;;
+  nccl) shift && nccl "$@" ;;
   sanitize) sanitize ;;
   benchmark) benchmark ;;
   pack) shift && pack "$@" ;;

@@ -10,7 +10,7 @@
 #include "comm/base/host.hpp"
 #include "comm/group/collectives.hpp"
 
-namespace sluice::testing {
+namespace sluice {
 
 // Collective over `comm`. Distinct pairs of machine and GPU, as NCCL tells machines apart: two
 // hosts with one GPU each have two, and so has one GPU whose processes have an NCCL_HOSTID each.
@@ -30,4 +30,4 @@ inline int gpus_of_job(Communicator& comm) {
   return static_cast<int>(all.size());
 }
 
-}  // namespace sluice::testing
+}  // namespace sluice

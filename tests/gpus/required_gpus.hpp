@@ -11,7 +11,7 @@
 
 #include <sluice/device.hpp>
 
-namespace sluice::testing {
+namespace sluice {
 
 // GPUs that every job has, by SLUICE_REQUIRE_GPUS; 0 where that is not set. Throws
 // std::invalid_argument for anything but a positive number.
@@ -35,14 +35,14 @@ inline std::string lack_of_gpus(int needed, int found) {
   return "needs " + std::to_string(needed) + " GPUs, this job has " + std::to_string(found);
 }
 
-}  // namespace sluice::testing
+}  // namespace sluice
 
 // Ends a case that needs so many GPUs where fewer were `found`.
-#define SLUICE_NEED_GPUS(needed, found)                                                            \
-  if (const std::string lack = ::sluice::testing::lack_of_gpus(needed, found); lack.empty()) {     \
-  } else if (::sluice::testing::required_gpus() >= (needed))                                       \
-    GTEST_FAIL() << lack << ", but SLUICE_REQUIRE_GPUS is " << ::sluice::testing::required_gpus(); \
-  else                                                                                             \
+#define SLUICE_NEED_GPUS(needed, found)                                                   \
+  if (const std::string lack = ::sluice::lack_of_gpus(needed, found); lack.empty()) {     \
+  } else if (::sluice::required_gpus() >= (needed))                                       \
+    GTEST_FAIL() << lack << ", but SLUICE_REQUIRE_GPUS is " << ::sluice::required_gpus(); \
+  else                                                                                    \
     GTEST_SKIP() << lack
 
 #define SLUICE_NEED_A_GPU() SLUICE_NEED_GPUS(1, ::sluice::device_count(::sluice::DeviceKind::kCuda))

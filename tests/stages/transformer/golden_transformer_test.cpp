@@ -1,5 +1,5 @@
 // Against golden.json, which golden.py makes with Hugging Face's transformers: logits, the loss and
-// gradients of each architecture, on one stage and on several.
+// gradients of each architecture, on one stage and on several; with SLUICE_ON_A_GPU on a GPU.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,6 +12,7 @@
 
 #include <sluice/transformer.hpp>
 
+#include "tests/gpus/required_gpus.hpp"
 #include "tests/stages/transformer/golden_values.hpp"
 #include "tests/stages/transformer/local_pipeline.hpp"
 
@@ -80,10 +81,12 @@ TransformerConfig config_of(json from) {
   return config;
 }
 
-void fill(Parameter& parameter) {
+void fill(Device device, Parameter& parameter) {
   const bool gain =
       parameter.name.find("norm") != std::string::npos && parameter.name.ends_with(".weight");
-  testing::fill_by_name(parameter.name, gain, parameter.value.floats());
+  std::vector<float> values(static_cast<std::size_t>(parameter.shape.elements()));
+  testing::fill_by_name(parameter.name, gain, values);
+  copy_now(device, parameter.value.data, values.data(), values.size() * sizeof(float));
 }
 
 MicroBatch batch_of(const json& model) {
@@ -133,10 +136,8 @@ void expect_gradient(const std::vector<float>& all, const json& expected, const 
   EXPECT_NEAR(std::sqrt(square), norm, 1e-5 * norm) << name;
 }
 
-class GoldenTransformerTest : public ::testing::TestWithParam<std::string> {};
-
-TEST_P(GoldenTransformerTest, HasTransformersNumbers) {
-  const json& model = golden().at("models").at(GetParam());
+void check_model(Device device, const std::string& name_of_model) {
+  const json& model = golden().at("models").at(name_of_model);
   const TransformerConfig config = config_of(model.at("config"));
   const json& gradients = model.at("gradients");
   EXPECT_EQ(parameter_list(config).size(), gradients.size());
@@ -147,8 +148,8 @@ TEST_P(GoldenTransformerTest, HasTransformersNumbers) {
   }
   for (const Partition& partition : {Partition{{0, 4}}, {{0, 2, 4}}, {{0, 1, 2, 4}}}) {
     SCOPED_TRACE(partition.stages());
-    LocalPipeline pipeline(config, partition, {batch_of(model)});
-    pipeline.for_each_parameter(fill);
+    LocalPipeline pipeline(config, partition, {batch_of(model)}, {.device = device});
+    pipeline.for_each_parameter([&](Parameter& parameter) { fill(device, parameter); });
     pipeline.mark_values_changed();
     pipeline.step();
     const auto loss = model.at("loss").get<double>();
@@ -160,12 +161,28 @@ TEST_P(GoldenTransformerTest, HasTransformersNumbers) {
   }
 }
 
+std::string instance_name(const ::testing::TestParamInfo<std::string>& instance) {
+  std::string name = instance.param;
+  std::replace(name.begin(), name.end(), ' ', '_');
+  return name;
+}
+
+#ifdef SLUICE_ON_A_GPU
+class CudaGoldenTransformerTest : public ::testing::TestWithParam<std::string> {
+ protected:
+  void SetUp() override { SLUICE_NEED_A_GPU(); }
+};
+TEST_P(CudaGoldenTransformerTest, HasTransformersNumbers) {
+  check_model({DeviceKind::kCuda, 0}, GetParam());
+}
+INSTANTIATE_TEST_SUITE_P(Models, CudaGoldenTransformerTest, ::testing::ValuesIn(model_names()),
+                         instance_name);
+#else
+class GoldenTransformerTest : public ::testing::TestWithParam<std::string> {};
+TEST_P(GoldenTransformerTest, HasTransformersNumbers) { check_model({}, GetParam()); }
 INSTANTIATE_TEST_SUITE_P(Models, GoldenTransformerTest, ::testing::ValuesIn(model_names()),
-                         [](const auto& instance) {
-                           std::string name = instance.param;
-                           std::replace(name.begin(), name.end(), ' ', '_');
-                           return name;
-                         });
+                         instance_name);
+#endif
 
 }  // namespace
 }  // namespace sluice

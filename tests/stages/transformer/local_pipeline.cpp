@@ -26,15 +26,21 @@ MicroBatch make_micro_batch(const TransformerConfig& config, std::int64_t first_
   return batch;
 }
 
+LocalPipeline::Edge::Edge(Device device, const TensorSpec& spec_in, const void* values)
+    : memory(device, spec_in.bytes()), spec(spec_in) {
+  if (values != nullptr) copy_now(device, memory.data(), values, spec.bytes());
+}
+
 void LocalPipeline::Edge::poison() {
-  std::memset(tensor().data, 0xFF, tensor().spec.bytes());  // NaN in every floating type
+  const std::vector<std::byte> nan(spec.bytes(), std::byte{0xFF});  // in every floating type
+  copy_now(memory.device(), memory.data(), nan.data(), nan.size());
 }
 
 LocalPipeline::LocalPipeline(const TransformerConfig& config, const Partition& partition,
                              std::vector<MicroBatch> micro_batches, const Options& options)
     : options_(options),
       micro_batches_(std::move(micro_batches)),
-      compute_({}, options.threads),
+      compute_(options.device, options.threads),
       losses_(micro_batches_.size()),
       logits_(micro_batches_.size()) {
   for (int s = 0; s < partition.stages(); ++s) {
@@ -57,18 +63,15 @@ LocalPipeline::LocalPipeline(const TransformerConfig& config, const Partition& p
 }
 
 void LocalPipeline::make_edges(const MicroBatch& batch, InFlight& flight) {
-  const auto edge = [](const TensorSpec& spec) {
-    return Edge{std::vector<std::byte>(spec.bytes()), spec};
-  };
+  const Device device = compute_.device();
   const TensorSpec tokens{DType::kI32, Shape{batch.samples, batch.sequence}};
-  flight.activations.push_back(edge(tokens));
-  std::memcpy(flight.activations[0].memory.data(), batch.tokens.data(), tokens.bytes());
-  flight.targets = edge(tokens);
-  std::memcpy(flight.targets.memory.data(), batch.targets.data(), tokens.bytes());
+  flight.activations.emplace_back(device, tokens, batch.tokens.data());
+  flight.targets = Edge(device, tokens, batch.targets.data());
+  flight.sum = HostBuffer(device, sizeof(double));
   for (const auto& stage : stages_) {
     const TensorSpec input = flight.activations.back().spec;
-    flight.gradients.push_back(edge(input));
-    flight.activations.push_back(edge(stage->describe({&input, 1}, compute_).outputs.at(0)));
+    flight.gradients.emplace_back(device, input);
+    flight.activations.emplace_back(device, stage->describe({&input, 1}, compute_).outputs.at(0));
   }
 }
 
@@ -97,21 +100,38 @@ void LocalPipeline::forward(int micro_batch) {
     StageContext ctx = context(static_cast<int>(s), micro_batch);
     flight.activations[s + 1].poison();
     const Tensor output = flight.activations[s + 1].tensor();
-    if (s == 0) stages_[s]->check_inputs(ctx.inputs);
+    if (s == 0) {
+      Tensor tokens = ctx.inputs[0];
+      tokens.data = micro_batches_[at].tokens.data();
+      stages_[s]->check_inputs({&tokens, 1});
+    }
     stages_[s]->begin_step(ctx.compute);
     stages_[s]->forward(ctx, ctx.inputs, {&output, 1});
   }
   const Tensor output = flight.activations.back().tensor();
-  logits_[at].resize(static_cast<size_t>(output.elements()));
-  for (size_t i = 0; i < logits_[at].size(); ++i) {
-    logits_[at][i] =
-        output.spec.dtype == DType::kBf16 ? to_float(output.as<Bf16>()[i]) : output.as<float>()[i];
-  }
+  logits_[at] = floats_of(output);
   StageContext ctx = context(static_cast<int>(stages_.size()) - 1, micro_batch);
   const Tensor targets = flight.targets.tensor();
   auto& last = dynamic_cast<LossStage&>(*stages_.back());
-  last.loss(ctx, {&output, 1}, {&targets, 1}, &losses_[at].sum);
-  losses_[at].weight = last.target_weight({&targets, 1});
+  last.loss(ctx, {&output, 1}, {&targets, 1}, reinterpret_cast<double*>(flight.sum.data()));
+  compute_.wait();
+  std::memcpy(&losses_[at].sum, flight.sum.data(), sizeof(double));
+  Tensor on_host = targets;
+  on_host.data = micro_batches_[at].targets.data();
+  losses_[at].weight = last.target_weight({&on_host, 1});
+}
+
+std::vector<float> LocalPipeline::floats_of(const Tensor& tensor) const {
+  std::vector<std::byte> bytes(tensor.spec.bytes());
+  compute_.stream().synchronize();
+  copy_now(compute_.device(), bytes.data(), tensor.data, bytes.size());
+  std::vector<float> floats(static_cast<size_t>(tensor.spec.shape.elements()));
+  for (size_t i = 0; i < floats.size(); ++i) {
+    floats[i] = tensor.spec.dtype == DType::kBf16
+                    ? to_float(reinterpret_cast<const Bf16*>(bytes.data())[i])
+                    : reinterpret_cast<const float*>(bytes.data())[i];
+  }
+  return floats;
 }
 
 void LocalPipeline::each_stage_back(
@@ -178,8 +198,8 @@ std::map<std::string, std::vector<float>> LocalPipeline::grads() const {
     for (Parameter* parameter : set == nullptr ? std::vector<Parameter*>{} : set->all()) {
       std::vector<float>& sum = result[parameter->name];
       sum.resize(static_cast<size_t>(parameter->shape.elements()));
-      std::transform(sum.begin(), sum.end(), parameter->grad.floats().begin(), sum.begin(),
-                     std::plus<>());
+      const std::vector<float> grad = floats_of(parameter->grad);
+      std::transform(sum.begin(), sum.end(), grad.begin(), sum.begin(), std::plus<>());
     }
   }
   return result;

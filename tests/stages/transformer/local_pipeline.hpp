@@ -36,6 +36,7 @@ class LocalPipeline {
     Phase phase = Phase::kTrain;
     double loss_scale = 1;
     int threads = 1;
+    Device device = {};
   };
   // Slot i serves micro-batch i.
   LocalPipeline(const TransformerConfig& config, const Partition& partition,
@@ -67,7 +68,9 @@ class LocalPipeline {
 
  private:
   struct Edge {
-    std::vector<std::byte> memory;
+    Edge() = default;
+    Edge(Device device, const TensorSpec& spec_in, const void* values = nullptr);
+    Buffer memory;
     TensorSpec spec;
     [[nodiscard]] Tensor tensor() { return {memory.data(), spec}; }
     void poison();
@@ -77,7 +80,9 @@ class LocalPipeline {
     std::vector<Edge> gradients;    // [stage]: of its input
     Edge targets;
     Tensor input;
+    HostBuffer sum;  // of the loss
   };
+  [[nodiscard]] std::vector<float> floats_of(const Tensor& tensor) const;
   void make_edges(const MicroBatch& batch, InFlight& flight);
   StageContext context(int stage, int micro_batch);
   void each_stage_back(int micro_batch,

@@ -1,0 +1,100 @@
+#!/usr/bin/env python3
+"""Trainings on one card against stored losses, and against each other to the bit.
+
+    tests/gpus/check_training.py [--build DIR] [--steps N] [--report FILE]
+    tests/gpus/check_training.py --make [--build DIR]
+
+loss_curves.json has the losses of 200 steps on a CPU in fp32, with and without dropout; --make writes it. On a card
+fp32, dropout, recomputation and CUDA graphs stay within 0.01 % of them, bf16 within 1 %. Graphs and recomputation have
+the bits of fp32 on that card, and so have four ranks that share it. --steps compares the first N steps.
+"""
+
+import json
+import math
+import pathlib
+import sys
+
+from jobs import Card, Violation, arguments, require, run
+
+STORED = pathlib.Path(__file__).with_name("loss_curves.json")
+STEPS = 200
+MODEL = ("--layers", "2", "--heads", "2", "--width", "64", "--context", "64", "--micro-batches", "2", "--warmup", "20",
+         "--learning-rate", "0.003", "--learning-rate-decay", "constant", "--seed", "3", "--validation-samples", "1")
+CURVES = {"fp32": (), "dropout": ("--dropout", "0.1")}
+# name: (options, stored curve, largest relative deviation)
+RUNS = {"fp32": ((), "fp32", 1e-4), "dropout": (("--dropout", "0.1"), "dropout", 1e-4),
+        "recompute": (("--recompute", "block"), "fp32", 1e-4), "graphs": (("--cuda-graphs",), "fp32", 1e-4),
+        "bf16": (("--precision", "bf16"), "fp32", 1e-2)}
+SAME_BITS = ("recompute", "graphs")  # as fp32
+
+
+def deviation(expected, found):
+    """(largest relative deviation, its step from 1); infinite for what is no number."""
+    each = [abs(f - e) / abs(e) if math.isfinite(f) else math.inf for e, f in zip(expected, found)]
+    return max((value, step) for step, value in enumerate(each, 1))
+
+
+def curve_cases(steps, stored):
+    found = {}
+
+    def case_of(name):
+        options, curve, most = RUNS[name]
+
+        def case(card):
+            losses, _ = card.train(1, "--steps", steps, *options, model=MODEL, digest=False)
+            found[name] = losses
+            expected = stored["curves"][curve][:steps]
+            require(len(losses) == len(expected), f"{len(losses)} losses instead of {len(expected)}")
+            largest, step = deviation(expected, losses)
+            require(largest <= most, f"{largest:.2g} from the stored curve '{curve}' at step {step}, {most:g} is allowed")
+            if name in SAME_BITS and "fp32" in found:
+                require(losses == found["fp32"], "other losses than calls in fp32 have on this card")
+            return f"largest deviation {largest:.2g} at step {step}"
+        return case
+
+    return [(f"losses of {name}", case_of(name)) for name in RUNS]
+
+
+def bits(card):
+    expected = card.train(1, "--steps", "5")
+    for ranks, options in ((4, ("--schedule", "1f1b")), (4, ("--schedule", "zb-h1")),
+                           (2, ("--schedule", "zb-v", "--chunks", "2")), (2, ("--cuda-graphs",))):
+        found = card.train(ranks, "--steps", "5", "--pipeline", ranks, "--transport", "mpi", *options)
+        require(found == expected, f"{found} on {ranks} ranks with {' '.join(options)}, {expected} on one")
+    found = card.train(1, "--steps", "5", "--cuda-graphs")
+    require(found == expected, f"{found} with graphs, {expected} without")
+
+
+def make(card):
+    curves = {}
+    for name, options in CURVES.items():
+        curves[name], _ = card.train(1, "--steps", STEPS, *options, "--device", "cpu", model=MODEL, digest=False)
+    stored = {"made by": "tests/gpus/check_training.py --make, on a CPU in fp32", "model": list(MODEL), "curves": curves}
+    text = json.dumps(stored, indent=1)
+    STORED.write_text(text + "\n", encoding="utf-8")
+
+
+def main():
+    parser = arguments(__doc__)
+    parser.add_argument("--make", action="store_true")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--report", help="a file for one JSON line")
+    options = parser.parse_args()
+    if not 1 <= options.steps <= STEPS:
+        parser.error(f"--steps {options.steps}; legal: 1 to {STEPS}")
+    try:
+        card = Card(options)
+    except Violation as violation:
+        parser.error(str(violation))
+    if options.make:
+        make(card)
+        card.remove()
+        return 0
+    stored = json.loads(STORED.read_text(encoding="utf-8"))
+    if stored["model"] != list(MODEL):
+        parser.error(f"{STORED.name} is of another model: make it again")
+    return run(card, [*curve_cases(options.steps, stored), ("bits of 1 rank, 4 ranks, graphs", bits)], options.report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
