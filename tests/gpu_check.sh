@@ -416,7 +416,7 @@ check() {
   prepare
   need_card "$double" "$golden" sluice sluice-job "$program"
   if is_emulated; then real=; fi # the shapes of a real model would take minutes
-  inputs=$(contents "$build/$double" "$build/sluice-job" tests/gpus/*)
+  inputs=$(contents "$build/$double" "$build/sluice-job" tests/gpus/*.py tests/gpus/*.json)
   step operators "$inputs" env ${real:+SLUICE_REAL_SHAPES=1} bash -c 'whole_test "$@"' bash "$build/$double"
   step gradients "$inputs" bash -c 'whole_test "$@"' bash "$build/$golden"
   step training "$inputs" python3 tests/gpus/check_training.py --build "$build" --steps "${SLUICE_GPU_STEPS:-200}" \
@@ -440,7 +440,7 @@ nccl() {
   prepare
   need_card sluice sluice-job
   has_nccl || die "this build has no NCCL"
-  inputs=$(contents "$build/sluice-job" "$build/tests/comm/comm_nccl_mpi_test" tests/gpus/*)
+  inputs=$(contents "$build/sluice-job" "$build/tests/comm/comm_nccl_mpi_test" tests/gpus/*.py tests/gpus/*.json)
   nccl_step "$ranks"
   if ((failed == 0)); then finish "all well"; else finish "not well"; fi
 }

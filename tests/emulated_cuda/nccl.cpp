@@ -1,5 +1,6 @@
 // The part of NCCL that Sluice calls, between threads of one process, or between processes where
-// SLUICE_EMULATED_NCCL=processes says that every rank is one. A communicator runs its
+// SLUICE_EMULATED_NCCL=processes says that every rank is one; with =unreachable they never meet. A
+// communicator runs its
 // groups one after the other, whatever streams they are put on; a group holds its stream until all
 // its operations have met their counterparts. In non-blocking mode a group is put on its stream
 // only by the second ncclCommGetAsyncError after ncclGroupEnd, since NCCL promises nothing before
@@ -97,18 +98,19 @@ struct Id {
   std::int64_t process = 0;
 };
 
-bool ranks_are_processes() {
+bool processes_are(const char* what) {
   const char* text = std::getenv("SLUICE_EMULATED_NCCL");
-  return text != nullptr && std::strcmp(text, "processes") == 0;
+  return text != nullptr && std::strcmp(text, what) == 0;
 }
 
 std::shared_ptr<Clique> clique_of(const ncclUniqueId& given, int ranks) {
   Id id;
   std::memcpy(&id, given.internal, sizeof id);
   const std::uint64_t number = id.number;
-  if (ranks > 1 && ranks_are_processes()) {
+  if (ranks > 1 && (processes_are("processes") || processes_are("unreachable"))) {
+    const auto process = processes_are("unreachable") ? std::int64_t{::getpid()} : id.process;
     return std::make_shared<ProcessClique>(
-        ranks, std::to_string(id.process) + "-" + std::to_string(number));
+        ranks, std::to_string(process) + "-" + std::to_string(number));
   }
   Cliques& all = cliques();
   const std::lock_guard lock(all.mutex);

@@ -21,7 +21,8 @@ from harness import Job, Setup, Violation, require  # noqa: E402
 SECONDS = 240  # of one job at most
 # On the emulation NCCL's ranks are processes, and there is one GPU.
 CARD = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
-        "SLUICE_EMULATED_DEVICES": "1", "SLUICE_EMULATED_DEVICE_MEMORY": str(8 << 30), "SLUICE_EMULATED_NCCL": "processes",
+        "SLUICE_EMULATED_DEVICES": "1", "SLUICE_EMULATED_DEVICE_MEMORY": str(8 << 30),
+        "SLUICE_EMULATED_NCCL": os.environ.get("SLUICE_EMULATED_NCCL", "processes"),
         "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 MODEL = ("--layers", "4", "--heads", "2", "--width", "32", "--context", "32", "--micro-batches", "4", "--warmup", "2",
          "--seed", "7", "--validation-samples", "1")

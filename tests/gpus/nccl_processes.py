@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 
-from jobs import Card, Violation, arguments, require, run
+from jobs import MODEL, Card, Violation, arguments, require, run
 
 LIMIT = 5  # seconds of --timeout
 
@@ -52,7 +52,7 @@ def cases(ranks):
         require(all(abs(a - b) <= 1e-4 * abs(b) for a, b in zip(found, expected)), f"{found} instead of {expected}")
 
     def endless(card):
-        job = card.start(ranks, card.setup.sluice, "train", "--data", card.setup.data, *card_model(), "--device",
+        job = card.start(ranks, card.setup.sluice, "train", "--data", card.setup.data, *MODEL, "--device",
                          "cuda:0", "--pipeline", ranks, *nccl, "--steps", "1000000", "--metrics",
                          card.folder / f"endless-{card.setup.jobs}.jsonl", "--timeout", LIMIT, apart=True)
         metrics = card.folder / f"endless-{card.setup.jobs - 1}.jsonl"
@@ -80,11 +80,6 @@ def cases(ranks):
             *((f"bits of {schedule}", bits(schedule)) for schedule in ("1f1b", "interleaved", "zb-v")),
             ("bits of CUDA graphs", bits("1f1b", "--cuda-graphs")), ("sums over replicas", sums),
             ("all-reduce", all_reduce), ("SIGKILL of a rank", killed), ("SIGSTOP of a rank", stopped)]
-
-
-def card_model():
-    from jobs import MODEL
-    return MODEL
 
 
 def main():
