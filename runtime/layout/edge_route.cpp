@@ -94,6 +94,11 @@ std::string why_no_nccl(const std::vector<RankDevice>& job) {
   for (std::size_t a = 0; a < job.size(); ++a) {
     for (std::size_t b = a + 1; b < job.size(); ++b) {
       if (!share_gpu(job[a], job[b])) continue;
+      if (job[a].machine != job[b].machine) {
+        return fmt::format(
+            "NCCL takes ranks {} on {} and {} on {} to share a GPU: their NCCL_HOSTID is equal", a,
+            job[a].host, b, job[b].host);
+      }
       return fmt::format("ranks {} and {} share {} on {}, which NCCL refuses", a, b,
                          to_string(job[a].device), job[a].host);
     }

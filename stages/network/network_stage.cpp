@@ -265,7 +265,7 @@ void NetworkStage::warm_up_size(ComputeContext& compute, const Size& size) {
   ctx.loss_scale = 0.0;
   ctx.inputs = inputs;
   warm_up(ctx, outputs);
-  compute.stream().synchronize();  // before the operands are freed
+  compute.wait();  // before the operands are freed
   parameters_.zero_grads(compute.stream());
 }
 
@@ -454,7 +454,7 @@ void LossNetworkStage::warm_up(StageContext& ctx, std::span<const Tensor> output
   const HostBuffer sum(ctx.compute.device(), sizeof(double));
   loss_->compute(ctx, outputs[0], {zeros.data(), spec}, reinterpret_cast<double*>(sum.data()));
   NetworkStage::warm_up(ctx, outputs);
-  ctx.compute.stream().synchronize();  // before the targets are freed
+  ctx.compute.wait();  // before the targets are freed
 }
 
 void LossNetworkStage::require_targets(const TensorSpec& outputs,

@@ -234,7 +234,7 @@ void TransformerStage::warm_up_size(ComputeContext& compute, const BlockShape& s
     ctx.phase = Phase::kTrain;
   }
   warm_up(ctx, ctx.inputs, {&output, 1});
-  compute.stream().synchronize();  // before the operands are freed
+  compute.wait();  // before the operands are freed
 }
 
 void TransformerStage::warm_up(StageContext& ctx, std::span<const Tensor> inputs,
@@ -443,7 +443,7 @@ void LastTransformerStage::warm_up(StageContext& ctx, std::span<const Tensor> in
   forward(ctx, inputs, outputs);
   loss(ctx, outputs, {&targets, 1}, reinterpret_cast<double*>(sum.data()));
   TransformerStage::warm_up(ctx, inputs, outputs);
-  ctx.compute.stream().synchronize();
+  ctx.compute.wait();
 }
 
 void LastTransformerStage::loss(StageContext& ctx, std::span<const Tensor> outputs,

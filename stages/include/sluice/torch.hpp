@@ -495,7 +495,7 @@ class TorchStage : public Stage, public SplitBackward {
     in_torch(prefix_, "prepare", [&] {
       const TorchScope scope(compute, 0);
       warm_up(inputs);
-      compute.stream().synchronize();
+      compute.wait();
     });
   }
 

@@ -55,6 +55,15 @@ TEST(EdgeRouteTest, AGpuIsSharedByContainersOfOneMachineAlone) {
   EXPECT_EQ(why_no_nccl({one, other}).empty(), SLUICE_WITH_NCCL == 1);
 }
 
+TEST(EdgeRouteTest, EqualHostIdsOfTwoMachinesAreNamed) {
+  RankDevice one = gpu(0), other = gpu(0);
+  one.nccl_machine = other.nccl_machine = "set by hand";
+  one.machine = "m";
+  other.machine = "n";
+  EXPECT_THAT(why_no_nccl({one, other}),
+              HasSubstr(SLUICE_WITH_NCCL == 1 ? "NCCL_HOSTID is equal" : "NCCL"));
+}
+
 TEST(EdgeRouteTest, RanksThatAreNoNeighboursAreJoinedByTheSameRule) {
   RouteQuestion asked = question(TransportChoice::kAuto, {gpu(0), cpu(), gpu(1), gpu(2)});
   EXPECT_EQ(choose_route(0, 0, asked).kind, RouteKind::kLocal);
