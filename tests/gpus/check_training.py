@@ -17,8 +17,8 @@ import sys
 from jobs import Card, Violation, arguments, require, run
 
 STORED = pathlib.Path(__file__).with_name("loss_curves.json")
-STEPS = 200
-MODEL = ("--layers", "2", "--heads", "2", "--width", "64", "--context", "64", "--micro-batches", "2", "--warmup", "20",
+STEPS, WARMUP = 200, 20
+MODEL = ("--layers", "2", "--heads", "2", "--width", "64", "--context", "64", "--micro-batches", "2", "--warmup", str(WARMUP),
          "--learning-rate", "0.003", "--learning-rate-decay", "constant", "--seed", "3", "--validation-samples", "1")
 CURVES = {"fp32": (), "dropout": ("--dropout", "0.1")}
 # name: (options, stored curve, largest relative deviation)
@@ -80,8 +80,8 @@ def main():
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--report", help="a file for one JSON line")
     options = parser.parse_args()
-    if not 1 <= options.steps <= STEPS:
-        parser.error(f"--steps {options.steps}; legal: 1 to {STEPS}")
+    if not WARMUP <= options.steps <= STEPS:
+        parser.error(f"--steps {options.steps}; legal: {WARMUP} to {STEPS}")
     try:
         card = Card(options)
     except Violation as violation:

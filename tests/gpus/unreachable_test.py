@@ -16,7 +16,7 @@ LIMIT = 3  # seconds of --timeout
 
 def connecting(card):
     job = card.start(2, card.setup.sluice, "train", "--data", card.setup.data, *MODEL, "--device", "cuda:0", "--pipeline",
-                     "2", "--transport", "nccl", "--steps", "1", "--timeout", LIMIT, apart=True)
+                     "2", "--transport", "nccl", "--steps", "5", "--timeout", LIMIT, apart=True)
     code = job.finish(within=60)
     require(code == 11, f"exit {code} instead of 11\n{job.tail()}")
     require("sluice: error: " in job.output and "NCCL" in job.output, f"no report\n{job.tail()}")
