@@ -95,7 +95,8 @@ void GradientSync::make_optimizers(std::span<Parameter* const> owners) {
       config.weight_decay = *each.weight_decay;
       for (Parameter* parameter : each.parameters) parameter->decay = true;
     }
-    each.optimizer = sluice::make_optimizer(config, each.parameters, compute_.memory());
+    each.optimizer =
+        sluice::make_optimizer(config, each.parameters, compute_.memory(), training.seed);
   }
 }
 

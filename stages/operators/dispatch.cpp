@@ -595,6 +595,9 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
 
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
   update_runs(__func__, runs, true, true);
+  if (step.moments != DType::kF32 && step.moments != DType::kBf16) {
+    refuse(__func__, fmt::format("moments are {}; legal: f32, bf16", name_of(step.moments)));
+  }
   operators_of(ctx).adamw(ctx, step, runs);
 }
 

@@ -22,6 +22,15 @@ SLUICE_MATH typename Lanes<V>::Word round_to_bf16(V value) {
   return value == value ? rounded : constant<W>(0x7FC0U);
 }
 
+// To one of the two neighbours, up in magnitude with the probability that makes the mean exact. The
+// low 16 bits of `random` are uniform; what is above them does not count.
+template <typename V>
+SLUICE_MATH typename Lanes<V>::Word round_at_random(V value, typename Lanes<V>::Word random) {
+  using W = typename Lanes<V>::Word;
+  const W rounded = (bits_as<W>(value) + (random & 0xFFFFU)) >> 16;
+  return value == value ? rounded : constant<W>(0x7FC0U);
+}
+
 // --- functions of one number ---
 // e^x to about 1 ulp for x in [-86.9, high], the nearest end's value outside, NaN for NaN (one
 // whose low nine bits are zero, as those that arithmetic makes and conversion leaves); high is at

@@ -193,6 +193,12 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
 [[nodiscard]] std::size_t mean_squared_error_workspace(std::int64_t elements);
 
 // --- optimizer kernels, over flat f32 vectors ---
+// The step is computed in f32 from the moments as they are before they are stored. A moment in bf16
+// is stored as one of its two neighbours, the one farther from zero with the probability that makes
+// the mean exact: 16 random bits are added below bf16's last, and what is below it is cut off. They
+// belong to element e of the run's parameter: word e % 4 of philox({seed, site, step}, 0, e / 4),
+// its low half for the first moment, its high half for the second. So they do not depend on how
+// parameters fall into runs, threads or devices.
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs);
 // first: the velocity; may be null when momentum is 0.
 void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs);

@@ -126,6 +126,10 @@ struct OptimizerConfig {
   float momentum = 0;                                  // SGD
   bool nesterov = false;   // SGD with momentum alone: the step looks ahead (Sutskever et al. 2013)
   float weight_decay = 0;  // only where Parameter::decay
+  // AdamW and Adam: what both moments are kept in, f32 or bf16. bf16 takes 4 bytes a parameter in
+  // place of 8, in saves too. A step computes in f32 and rounds what it stores at random, without
+  // bias, by a number that the seed, the step and the place in the parameter determine.
+  DType moments = DType::kF32;
 
   // With the constants that torch takes by default.
   static OptimizerConfig sgd(float momentum = 0, bool nesterov = false) {
@@ -138,7 +142,7 @@ struct OptimizerConfig {
 // One parameter's state by name ("exp_avg", "exp_avg_sq" or "momentum"), for checkpoints.
 struct OptimizerState {
   std::string parameter, kind;
-  Tensor tensor;  // f32, the parameter's shape; owned by the optimizer
+  Tensor tensor;  // f32 or bf16, the parameter's shape; owned by the optimizer
 };
 
 // Updates parameters. One object per rank and per kind of settings, over the parameters that the
@@ -151,7 +155,7 @@ class Optimizer {
   // all ranks and replicas, and equal gradients give equal values. It should allocate nothing.
   virtual void update(ComputeContext& compute, std::uint64_t step, float learning_rate,
                       float grad_scale) = 0;
-  // What a save has of it: f32 tensors, owned by this, whose addresses and shapes stay.
+  // What a save has of it: f32 or bf16 tensors, owned by this, whose addresses and shapes stay.
   [[nodiscard]] virtual std::vector<OptimizerState> state() = 0;
 };
 // `parameters` outlive the optimizer; their memory is there. `memory`: of the rank's device. Memory

@@ -154,6 +154,7 @@ TEST_F(ResumeOptionsTest, WhatChangesTheFunctionIsRefusedUnlessNamed) {
                                                        {"--untie"},
                                                        {"--precision", "bf16"},
                                                        {"--optimizer", "sgd"},
+                                                       {"--moment-precision", "bf16"},
                                                        {"--seed", "99"},
                                                        {"--validation-share", "0.2"}}) {
     const std::string key = given[0].substr(2);

@@ -47,7 +47,8 @@ std::vector<TrainingCase> cases() {
   std::vector<TrainingCase> all;
   all.push_back(named("tied, dropout"));
   all.back().model.dropout = 0.2F;
-  all.push_back(named("untied bf16, smaller last micro-batch"));
+  all.push_back(named("untied bf16, moments too, smaller last micro-batch"));
+  all.back().moments = DType::kBf16;
   all.back().model.tied = false;
   all.back().model.precision = DType::kBf16;
   all.back().micro_batch_size = 2;

@@ -63,8 +63,9 @@ std::vector<TrainingCase> cases() {
   all.back().model.kv_heads = 1;
   all.push_back(named("llama with all its options"));
   set_options_of_llama(all.back().model);
-  all.push_back(named("bf16"));
+  all.push_back(named("bf16, moments too"));
   all.back().model.precision = DType::kBf16;
+  all.back().moments = DType::kBf16;
   return all;
 }
 

@@ -179,6 +179,42 @@ TEST_F(CudaUpdateTest, AdamWUpdatesAllRunsAsTheCpuDoes) {
       [&](ComputeContext& ctx, const Tensors& at) { adamw(ctx, step, runs_of(at, size)); });
 }
 
+// The moments to the bit: their arithmetic is sums and products alone. Odd places in odd
+// parameters.
+TEST_F(CudaUpdateTest, AdamWRoundsMomentsAsTheCpuDoesToTheBit) {
+  const std::int64_t size = 40001;
+  const Operand value = random_operand(DType::kF32, {size}, 4),
+                grad = random_operand(DType::kF32, {size}, 5),
+                first = random_operand(DType::kBf16, {size}, 6),
+                second(DType::kBf16, {size}, Values(index_of(size), 0.3));
+  const AdamWStep step = {.learning_rate = 0.01F,
+                          .weight_decay = 0.1F,
+                          .correction1 = 0.19F,
+                          .correction2 = 0.0975F,
+                          .moments = DType::kBf16,
+                          .seed = 77,
+                          .step = 3};
+  const auto update = [&](ComputeContext& ctx, const Tensors& at) {
+    const Tensors f32 = {at[0], at[1]};
+    std::vector<UpdateRun> runs = runs_of(f32, size);
+    for (UpdateRun& run : runs) {
+      const std::int64_t place = run.value - at[0].as<float>();
+      run.first = at[2].as<Bf16>() + place;
+      run.second = at[3].as<Bf16>() + place;
+      run.site = static_cast<std::uint64_t>(place % 5);
+      run.element = static_cast<std::uint64_t>(place % 3 == 0 ? place : 0);
+    }
+    adamw(ctx, step, runs);
+  };
+  compare_shifted({&value, &grad, &first, &second}, 1e-6, update);
+  const OnGpu gpu_value(value), gpu_grad(grad), gpu_first(first), gpu_second(second);
+  update(gpu(), {gpu_value.tensor(), gpu_grad.tensor(), gpu_first.tensor(), gpu_second.tensor()});
+  ComputeContext cpu({}, 1);
+  update(cpu, {value.tensor, grad.tensor, first.tensor, second.tensor});
+  EXPECT_EQ(gpu_first.values(gpu()), first.values());
+  EXPECT_EQ(gpu_second.values(gpu()), second.values());
+}
+
 TEST_F(CudaUpdateTest, AdamUpdatesAllRunsAsTheCpuDoes) {
   const std::int64_t size = 5001;
   const Operand value = random_operand(DType::kF32, {size}, 4),
