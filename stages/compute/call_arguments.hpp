@@ -49,8 +49,13 @@ namespace sluice {
   const auto moment = [&](void* of) {
     return static_cast<std::byte*>(of) + static_cast<std::size_t>(begin) * size_of(step.moments);
   };
-  return {run.value + begin,  run.grad + begin, moment(run.first),
-          moment(run.second), {key[0], key[1]}, run.element + static_cast<std::uint64_t>(begin)};
+  return {run.value + begin,
+          run.grad + begin,
+          moment(run.first),
+          moment(run.second),
+          run.rounded == nullptr ? nullptr : run.rounded + begin,
+          {key[0], key[1]},
+          run.element + static_cast<std::uint64_t>(begin)};
 }
 [[nodiscard]] inline SgdArguments sgd_arguments(const SgdStep& step, bool decay) {
   return {step.learning_rate, step.momentum, decay ? step.weight_decay : 0.0F, step.grad_scale,

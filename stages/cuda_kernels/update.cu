@@ -45,8 +45,8 @@ struct AdamWRun : AdamWRange {
   int64_t count;
   bool decay;
 };
-using AdamWTable = RunTable<AdamWRun, 440>;
-using SgdTable = RunTable<UpdateRun, 440>;
+using AdamWTable = RunTable<AdamWRun, 400>;
+using SgdTable = RunTable<UpdateRun, 400>;
 struct Rounding {
   const float* from;
   Bf16* to;
@@ -60,7 +60,7 @@ struct Vector {
 using SquareTable = RunTable<Vector, 1024>;
 
 __device__ bool aligned_run(const AdamWRange& run) {
-  return aligned(run.value, run.grad, run.first, run.second);
+  return aligned(run.value, run.grad, run.first, run.second, run.rounded);
 }
 __device__ bool aligned_run(const UpdateRun& run) {
   return aligned(run.value, run.grad, run.first, run.second);
@@ -127,6 +127,7 @@ struct AdamWUpdate {
       adamw_update(a, grad.at[k], value.at[k], first.at[k], second.at[k]);
     }
     store(run.value + i, value);
+    if (run.rounded != nullptr) store(static_cast<Bf16*>(run.rounded) + i, value);
     if constexpr (std::is_same_v<T, float>) {
       store(firsts, first);
       store(seconds, second);
@@ -199,8 +200,8 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // Over to_run(item) of all items, in as few launches as their tables allow. Of parameters,
 // neighbours that decay alike are one run: 8 of them per layer of a GPT-2, 4 of a Llama. So one
-// launch for up to about 55 layers of a GPT-2 on one rank. With bf16 moments each parameter is a
-// run: 12 of them per layer.
+// launch for up to about 50 layers of a GPT-2 on one rank. Where the moments are bf16, or some
+// parameters have a copy in bf16, each may be a run: 12 of them per layer.
 template <typename Table, typename Body, typename Item, typename ToRun>
 void for_runs(ComputeContext& ctx, const char* name, const Body& body, std::span<const Item> items,
               const ToRun& to_run) {

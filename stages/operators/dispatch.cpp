@@ -185,12 +185,14 @@ void state_given(const char* name, const AttentionShape& shape, const std::byte*
   }
 }
 
-// x weightᵀ + bias. `types`: of the result.
-void product(const char* name, const Tensor& x, const Tensor& weight, const Tensor& bias,
-             const Operand& result, Types types) {
+// x weightᵀ + bias. `types`: of the result. A GPU takes a rounded bias too.
+void product(ComputeContext& ctx, const char* name, const Tensor& x, const Tensor& weight,
+             const Tensor& bias, const Operand& result, Types types) {
   fits(name, {"x", x}, in_rows(kFloats, kAny, kAny), {{"weight", weight}});
   fits(name, {"weight", weight}, matrix(only(x.spec.dtype), kAny, width_of(x)), {{"x", x}});
-  fits_if_given(name, {"bias", bias}, vector(kF32, weight.shape()[0]), {{"weight", weight}});
+  const bool on_cpu = ctx.device().kind == DeviceKind::kCpu;
+  const Types biases = on_cpu ? kF32 : kF32 | only(result.tensor->spec.dtype);
+  fits_if_given(name, {"bias", bias}, vector(biases, weight.shape()[0]), {{"weight", weight}});
   fits(name, result, in_rows(types, rows_of(x), weight.shape()[0]), {{"x", x}, {"weight", weight}});
 }
 
@@ -316,7 +318,7 @@ const OperatorTable& operators_of(const ComputeContext& ctx) {
 
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y) {
-  product(__func__, x, weight, bias, {"y", y}, only(x.spec.dtype) | kF32);
+  product(ctx, __func__, x, weight, bias, {"y", y}, only(x.spec.dtype) | kF32);
   operators_of(ctx).linear_forward(ctx, x, weight, bias, y);
 }
 
@@ -344,7 +346,7 @@ void linear_activation_forward(ComputeContext& ctx, Activation activation, const
                                const Tensor& weight, const Tensor& bias, const Tensor& raised,
                                const Tensor& y) {
   const Types type = only(x.spec.dtype);
-  product(__func__, x, weight, bias, {"raised", raised}, type);
+  product(ctx, __func__, x, weight, bias, {"raised", raised}, type);
   const std::int64_t parts = activation == Activation::kSwiglu ? 2 : 1;
   fits(__func__, {"y", y}, in_rows(type, rows_of(x), kAny), {{"x", x}, {"raised", raised}});
   fits(__func__, {"raised", raised}, in_rows(type, rows_of(x), parts * width_of(y)),

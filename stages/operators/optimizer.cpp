@@ -15,38 +15,6 @@ std::size_t padded_floats(const Parameter& parameter) {
   return parameter_bytes(parameter.value.elements()) / sizeof(float);
 }
 
-// The random stream that rounds a parameter's moments.
-std::uint64_t moments_site(const Parameter& parameter) {
-  return hash_name(parameter.name + ".moments");
-}
-
-// Adjacent parameters in memory with equal decay form one run, unless their state is rounded at
-// random. The padding between them is zero in value, gradient and state, and all updates keep it
-// zero. StateMemory sets the state.
-std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters, DType state) {
-  std::vector<UpdateRun> runs;
-  for (const Parameter* parameter : parameters) {
-    UpdateRun next{.value = parameter->value.as<float>(),
-                   .grad = parameter->grad.as<float>(),
-                   .count = static_cast<std::int64_t>(padded_floats(*parameter)),
-                   .decay = parameter->decay,
-                   .site = state == DType::kF32 ? 0 : moments_site(*parameter)};
-    if (next.value == nullptr || next.grad == nullptr) {
-      throw Error(ErrorCode::kInternal, fmt::format("parameter {} reaches the optimizer before it "
-                                                    "has memory",
-                                                    parameter->name));
-    }
-    UpdateRun* const last = runs.empty() ? nullptr : &runs.back();
-    if (last != nullptr && last->decay == next.decay && last->site == next.site &&
-        last->value + last->count == next.value && last->grad + last->count == next.grad) {
-      last->count += next.count;
-    } else {
-      runs.push_back(next);
-    }
-  }
-  return runs;
-}
-
 // Names of the state vectors, each with as many elements as the values.
 std::vector<std::string> kinds_of(const OptimizerConfig& config) {
   if (config.kind != OptimizerConfig::Kind::kSgd) return {"exp_avg", "exp_avg_sq"};
@@ -57,6 +25,50 @@ std::vector<std::string> kinds_of(const OptimizerConfig& config) {
 // The type of their elements.
 DType state_type(const OptimizerConfig& config) {
   return config.kind == OptimizerConfig::Kind::kSgd ? DType::kF32 : config.moments;
+}
+
+// The random stream that rounds a parameter's moments.
+std::uint64_t moments_site(const Parameter& parameter) {
+  return hash_name(parameter.name + ".moments");
+}
+
+// Whether `next` follows `last` in memory and is updated alike.
+bool joins(const UpdateRun& last, const UpdateRun& next) {
+  const bool copy_follows = last.rounded == nullptr || next.rounded == nullptr
+                                ? last.rounded == next.rounded
+                                : last.rounded + last.count == next.rounded;
+  return last.decay == next.decay && last.site == next.site && copy_follows &&
+         last.value + last.count == next.value && last.grad + last.count == next.grad;
+}
+
+// Adjacent parameters in memory with equal decay form one run, unless their state is rounded at
+// random. The padding between them is zero in value, gradient and state, and all updates keep it
+// zero. StateMemory sets the state.
+std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters,
+                                 const OptimizerConfig& config) {
+  const bool is_sgd = config.kind == OptimizerConfig::Kind::kSgd;
+  const DType state = state_type(config);
+  std::vector<UpdateRun> runs;
+  for (const Parameter* parameter : parameters) {
+    UpdateRun next{.value = parameter->value.as<float>(),
+                   .grad = parameter->grad.as<float>(),
+                   .rounded = is_sgd ? nullptr : parameter->rounded.as<Bf16>(),
+                   .count = static_cast<std::int64_t>(padded_floats(*parameter)),
+                   .decay = parameter->decay,
+                   .site = state == DType::kF32 ? 0 : moments_site(*parameter)};
+    if (next.value == nullptr || next.grad == nullptr) {
+      throw Error(ErrorCode::kInternal, fmt::format("parameter {} reaches the optimizer before it "
+                                                    "has memory",
+                                                    parameter->name));
+    }
+    UpdateRun* const last = runs.empty() ? nullptr : &runs.back();
+    if (last != nullptr && joins(*last, next)) {
+      last->count += next.count;
+    } else {
+      runs.push_back(next);
+    }
+  }
+  return runs;
 }
 
 // One zeroed vector per kind, each with the parameters' layout.
@@ -121,7 +133,8 @@ class RunOptimizer final : public Optimizer {
                const DeviceMemory& memory, std::uint64_t seed)
       : config_(config),
         seed_(seed),
-        runs_(make_runs(parameters, state_type(config))),
+        parameters_(parameters.begin(), parameters.end()),
+        runs_(make_runs(parameters, config)),
         state_(parameters, config, memory) {
     state_.assign(runs_);
   }
@@ -156,12 +169,14 @@ class RunOptimizer final : public Optimizer {
            .seed = seed_,
            .step = step},
           runs_);
+    for (Parameter* parameter : parameters_) parameter->rounded_is_current = true;
   }
   std::vector<OptimizerState> state() override { return state_.list(); }
 
  private:
   OptimizerConfig config_;
   std::uint64_t seed_;
+  std::vector<Parameter*> parameters_;
   std::vector<UpdateRun> runs_;
   StateMemory state_;
 };

@@ -26,12 +26,14 @@ struct AdamWArguments {
 };
 
 // The vectors of one AdamW update. first, second: of f32, or of bf16 with the key of its random
-// rounding and the index of the range's first element.
+// rounding and the index of the range's first element. rounded: a copy of the values in bf16, or
+// null.
 struct AdamWRange {
   float* value;
   const float* grad;
   void* first;
   void* second;
+  void* rounded;
   uint32_t key[2];
   uint64_t element;
 };

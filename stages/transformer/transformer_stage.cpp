@@ -96,7 +96,7 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
   StageDescription description;
   description.outputs = {output_spec(shape)};
   description.input_gradients = {!takes_tokens()};
-  description.copy_bytes = copies_.bytes();
+  description.copy_bytes = copies_.bytes(compute.device().kind);
   LayerMemory most;
   OperatorMemory operators;
   if (gives_logits()) operators.workspace = softmax_cross_entropy_workspace(shape.rows());
@@ -335,9 +335,7 @@ Tensor TransformerStage::layer_gradient(const StageContext& ctx, const BlockShap
   return stream_tensor(at(gradients_, slot + layout_.places[layer + 1].dinput), shape);
 }
 
-void TransformerStage::begin_step(ComputeContext& compute) {
-  copies_.refresh(compute, parameters_.version());
-}
+void TransformerStage::begin_step(ComputeContext& compute) { copies_.refresh(compute); }
 
 void TransformerStage::find_first_gradients() {
   const std::vector<Parameter*> all = parameters_.all();

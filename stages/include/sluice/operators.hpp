@@ -36,7 +36,8 @@ namespace sluice {
 
 // --- matrix product layer: weight [out, in], bias [out] (null data: none) ---
 // y = x weightᵀ + bias; x [rows, in], y [rows, out]. `weight` of x's type, bias f32, y of x's type
-// or f32 (the residual stream). On a GPU a bf16 y takes the bias rounded to bf16.
+// or f32 (the residual stream). On a GPU a bf16 y takes the bias rounded to bf16; there the bias
+// may be bf16 itself, which takes no scratch.
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y);
 [[nodiscard]] std::size_t linear_forward_workspace(ComputeContext& ctx, const LinearShape& shape);
@@ -199,6 +200,7 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
 // belong to element e of the run's parameter: word e % 4 of philox({seed, site, step}, 0, e / 4),
 // its low half for the first moment, its high half for the second. So they do not depend on how
 // parameters fall into runs, threads or devices.
+// Where a run has a copy of its values in bf16, it gets them as convert_all() would round them.
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs);
 // first: the velocity; may be null when momentum is 0.
 void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs);

@@ -51,6 +51,11 @@ struct Parameter {
   Tensor value, grad;  // fp32, set by allocate(); starts at multiples of kBufferAlignment
   std::shared_ptr<const void> memory;  // owns what both lie in
   Across across = Across::kMean;       // of a buffer, which has no gradient
+  // A copy of the value in bf16, to nearest, that its stage keeps for products; null data: none.
+  // Like the value it is a part of a kBufferAlignment, padding included. Who writes the value
+  // either writes the copy too, or has it marked as old by ParameterSet::mark_values_changed().
+  Tensor rounded = {};
+  bool rounded_is_current = false;
 };
 
 // Bytes of a parameter's values in their set's memory; its gradients take as many.
@@ -89,7 +94,7 @@ class ParameterSet {
   [[nodiscard]] std::shared_ptr<const void> memory() const { return memory_; }
   // Call it after writing values. Stages compare version() and renew their copies in another
   // precision.
-  void mark_values_changed() { ++version_; }
+  void mark_values_changed();
   [[nodiscard]] std::uint64_t version() const { return version_; }
 
  private:

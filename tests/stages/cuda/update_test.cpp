@@ -215,6 +215,37 @@ TEST_F(CudaUpdateTest, AdamWRoundsMomentsAsTheCpuDoesToTheBit) {
   EXPECT_EQ(gpu_second.values(gpu()), second.values());
 }
 
+TEST_F(CudaUpdateTest, AdamWWritesRoundedCopiesOfSomeRuns) {
+  const std::int64_t size = 20011;
+  const Operand value = random_operand(DType::kF32, {size}, 4),
+                grad = random_operand(DType::kF32, {size}, 5);
+  for (const DType moments : {DType::kF32, DType::kBf16}) {
+    const Operand first = random_operand(moments, {size}, 6),
+                  second(moments, {size}, Values(index_of(size), 0.3));
+    const OnGpu values(value), grads(grad), firsts(first), seconds(second);
+    const Operand none(DType::kBf16, {size}, Values(index_of(size), 7));
+    const OnGpu copies(none);
+    std::vector<UpdateRun> runs = runs_of({values.tensor(), grads.tensor()}, size);
+    std::vector<bool> copied(index_of(size));
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+      UpdateRun& run = runs[i];
+      const std::int64_t place = run.value - values.tensor().as<float>();
+      const auto bytes = index_of(place) * size_of(moments);
+      run.first = firsts.tensor().as<std::byte>() + bytes;
+      run.second = seconds.tensor().as<std::byte>() + bytes;
+      if (i % 2 == 0) continue;
+      run.rounded = copies.tensor().as<Bf16>() + place;
+      for (std::int64_t k = 0; k < run.count; ++k) copied[index_of(place + k)] = true;
+    }
+    adamw(gpu(), {.learning_rate = 0.01F, .moments = moments}, runs);
+    const Values now = values.values(gpu()), rounded = copies.values(gpu());
+    for (std::size_t i = 0; i < now.size(); ++i) {
+      const double wanted = to_float(to_bf16(static_cast<float>(now[i])));
+      ASSERT_EQ(rounded[i], copied[i] ? wanted : 7) << i;
+    }
+  }
+}
+
 TEST_F(CudaUpdateTest, AdamUpdatesAllRunsAsTheCpuDoes) {
   const std::int64_t size = 5001;
   const Operand value = random_operand(DType::kF32, {size}, 4),

@@ -358,6 +358,52 @@ TEST(Bf16MomentsTest, WhatIsNotFiniteStaysSo) {
   EXPECT_EQ(bits_of(optimizer->state()[0]), (std::vector<std::uint16_t>{0x7F80, 0xFF80, 0x7FC0}));
 }
 
+// --- copies of values in bf16 ---
+// Copies for the first and the last parameter, one directly behind the other, and none between.
+struct Copies {
+  explicit Copies(ParameterSet& set) : memory(Device{}, 1024) {
+    std::size_t offset = 0;
+    for (const std::size_t i : {std::size_t{0}, set.size() - 1}) {
+      Parameter& parameter = *set.all()[i];
+      parameter.rounded = {memory.data() + offset, {DType::kBf16, parameter.shape}};
+      offset += round_up(parameter.rounded.spec.bytes(), kBufferAlignment);
+    }
+  }
+  Buffer memory;
+};
+
+TEST_F(OptimizerTest, AdamWWritesTheCopiesThatStagesKeep) {
+  for (const DType moments : {DType::kF32, DType::kBf16}) {
+    OptimizerConfig config;
+    config.moments = moments;
+    ParameterSet plain = make_parameters(), copied = make_parameters();
+    const Copies copies(copied);
+    set_grads(plain, 1);
+    set_grads(copied, 1);
+    make_optimizer(config, plain.all(), {})->update(compute_, 1, 0.1F, 1);
+    make_optimizer(config, copied.all(), {})->update(compute_, 1, 0.1F, 1);
+    EXPECT_EQ(values(plain), values(copied)) << "copies change no bit";
+    for (Parameter* parameter : copied.all()) {
+      if (parameter->rounded.data == nullptr) continue;
+      EXPECT_TRUE(parameter->rounded_is_current);
+      const std::span<float> values = parameter->value.floats();
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        ASSERT_EQ(parameter->rounded.as<Bf16>()[i].bits, to_bf16(values[i]).bits)
+            << parameter->name << " " << i;
+      }
+    }
+    copied.mark_values_changed();
+    for (const Parameter* parameter : copied.all()) EXPECT_FALSE(parameter->rounded_is_current);
+  }
+}
+
+TEST_F(OptimizerTest, SgdLeavesCopiesToTheirStage) {
+  const Copies copies(set_);
+  set_grads(set_, 1);
+  make_optimizer(OptimizerConfig::sgd(0.9F), set_.all(), {})->update(compute_, 1, 0.1F, 1);
+  for (const Parameter* parameter : set_.all()) EXPECT_FALSE(parameter->rounded_is_current);
+}
+
 TEST_F(OptimizerTest, MomentsOfOtherTypesAndOfSgdAreRefused) {
   OptimizerConfig config;
   config.moments = DType::kF16;
