@@ -29,10 +29,10 @@ struct Exponentials {
     for (int k = 0; k < N; ++k) highest = ::fmaxf(values.at[k], highest);
     if (highest > top) raise(highest);
 #pragma unroll
-    for (int k = 0; k < N; ++k) sum += exponential(values.at[k] - top);
+    for (int k = 0; k < N; ++k) sum += exponential_below_one(values.at[k] - top);
   }
   __device__ void raise(float to) {
-    sum *= exponential(top - to);
+    sum *= exponential_below_one(top - to);
     top = to;
   }
 };
@@ -101,14 +101,14 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const CrossEntr
     for (int64_t i = first; a.gradient && i < a.width; i += kStep) {
       Floats<N> values = load<N>((kKept ? kept : logits) + i);
 #pragma unroll
-      for (int k = 0; k < N; ++k) values.at[k] = exponential(values.at[k] - top) * factor;
+      for (int k = 0; k < N; ++k) values.at[k] = exponential_below_one(values.at[k] - top) * factor;
       store(logits + i, values);
     }
     __syncthreads();  // the target's column is written, and all of the row read
     if (threadIdx.x == 0) {
       const double at_target = static_cast<double>(wanted) - static_cast<double>(top);
       a.losses[row] = ::log(static_cast<double>(sum)) - at_target;
-      if (a.gradient) narrow(exponential(wanted - top) * factor - scale, logits[target]);
+      if (a.gradient) narrow(exponential_below_one(wanted - top) * factor - scale, logits[target]);
     }
   }
 }

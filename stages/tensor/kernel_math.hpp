@@ -72,6 +72,20 @@ SLUICE_MATH float exponential(float x, float high = 88.3F) {
 }
 #endif
 
+// e^x for x <= 0, NaN for NaN, where small results may be less exact: on a GPU a product and ex2, 0
+// below 2^-126. Relative error there at most 2^-22 + 1.4e-7 |x|: both roundings of x, the constant's,
+// ex2.approx's 2^-22.
+template <typename V>
+SLUICE_MATH V exponential_below_one(V x) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504088896341F));
+  return result;
+#else
+  return exponential(x);
+#endif
+}
+
 // At least e^-80, so that nothing here is ever denormal.
 template <typename V>
 SLUICE_MATH V sigmoid(V x) {
