@@ -86,10 +86,11 @@ constexpr std::array kOfModel = {"model",
 // Of these, what a run may choose whatever weights it starts from.
 constexpr std::array kFreeOfWeights = {"context", "dropout"};
 // Legal for --change: what changes the function that is trained.
-constexpr std::array kOfFunctionToo = {"precision", "optimizer",        "moment-precision",
-                                       "seed",      "validation-share", "data"};
+constexpr std::array kOfFunctionToo = {"precision",    "optimizer", "moment-precision",
+                                       "logit-chunks", "seed",      "validation-share",
+                                       "data"};
 // Of these, what saves of older versions do not list: their runs had the default.
-constexpr std::array kListedSinceLater = {"moment-precision"};
+constexpr std::array kListedSinceLater = {"logit-chunks", "moment-precision"};
 
 template <typename Names>
 bool contains(const Names& names, const std::string& name) {
@@ -152,6 +153,9 @@ void add_model_options(OptionTable& table, TrainOptions& options, RawOptionText&
                     {"attention", Recompute::kAttention},
                     {"block", Recompute::kBlock}},
                    "what backward computes again instead of keeping it; the results are the same");
+  table.add_integer("logit-chunks", model.logit_chunks, 1, TransformerLimits::kLogitChunks,
+                    "parts of a micro-batch's rows whose logits are in memory one after the other, "
+                    "of multiples of 512; on a GPU results depend on it");
 }
 
 void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText& raw) {
@@ -671,7 +675,9 @@ std::string changes_since(const SavedRun& saved, const TrainOptions& options) {
   if (saved.model) {
     const bool tf32 = before.raw.precision == "tf32";
     const Recompute recompute = before.options.model.recompute;
+    const int logit_chunks = before.options.model.logit_chunks;
     before.options.model = *saved.model;
+    before.options.model.logit_chunks = logit_chunks;
     before.raw.model = saved.model->kind == TransformerKind::kGpt2 ? "gpt2" : "llama";
     before.raw.parts = text_of(*saved.model);
     before.options.model.recompute = recompute;

@@ -160,36 +160,36 @@ void add_up(ComputeContext& ctx, const double* values, int64_t count, double* su
          Doubles{values}, count, aligned(values), sum);
 }
 
-void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
-                           StepValue<double> scale, bool gradient, double* sum) {
-  const int64_t rows = targets.elements();
-  const int64_t width = rows == 0 ? 0 : logits.elements() / rows;
+// Requires a row.
+void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
+                       StepValue<double> scale, bool gradient, double* losses) {
+  const int64_t rows = targets.elements(), width = logits.elements() / rows;
   const std::size_t row_bytes = static_cast<std::size_t>(width) * size_of(logits.spec.dtype);
-  auto* losses = reinterpret_cast<double*>(ctx.workspace(row_sum_bytes(rows)));
-  if (rows > 0) {
-    const auto run = [&](auto threads, auto keeps) {
-      constexpr int kThreads = decltype(threads)::value;
-      constexpr bool kKept = decltype(keeps)::value;
-      with_type(logits.spec.dtype, [&](auto type) {
-        using T = decltype(type);
-        const bool wide = width % kWide<T> == 0 && aligned(logits.data);
-        launch("softmax cross-entropy",
-               wide ? cross_entropy_kernel<kThreads, kWide<T>, kKept, T>
-                    : cross_entropy_kernel<kThreads, 1, kKept, T>,
-               {blocks_for(rows, 1), kThreads, kKept ? row_bytes : 0}, native(ctx.stream()),
-               CrossEntropy<T>{logits.as<T>(), targets.as<int32_t>(), scale_of(scale, 1), gradient,
-                               losses, rows, width});
-      });
-    };
-    constexpr std::size_t kReserved = 2048;  // of each block, by the system and by reductions
-    if (width <= kShortRow) {
-      run(std::integral_constant<int, kThreadsOfShortRow>{}, std::false_type{});
-    } else if (gradient && 2 * (row_bytes + kReserved) <= context_of(ctx).shared_memory()) {
-      run(std::integral_constant<int, kThreadsOfLongRow>{}, std::true_type{});
-    } else {
-      run(std::integral_constant<int, kThreadsOfLongRow>{}, std::false_type{});
-    }
+  const auto run = [&](auto threads, auto keeps) {
+    constexpr int kThreads = decltype(threads)::value;
+    constexpr bool kKept = decltype(keeps)::value;
+    with_type(logits.spec.dtype, [&](auto type) {
+      using T = decltype(type);
+      const bool wide = width % kWide<T> == 0 && aligned(logits.data);
+      launch("softmax cross-entropy",
+             wide ? cross_entropy_kernel<kThreads, kWide<T>, kKept, T>
+                  : cross_entropy_kernel<kThreads, 1, kKept, T>,
+             {blocks_for(rows, 1), kThreads, kKept ? row_bytes : 0}, native(ctx.stream()),
+             CrossEntropy<T>{logits.as<T>(), targets.as<int32_t>(), scale_of(scale, 1), gradient,
+                             losses, rows, width});
+    });
+  };
+  constexpr std::size_t kReserved = 2048;  // of each block, by the system and by reductions
+  if (width <= kShortRow) {
+    run(std::integral_constant<int, kThreadsOfShortRow>{}, std::false_type{});
+  } else if (gradient && 2 * (row_bytes + kReserved) <= context_of(ctx).shared_memory()) {
+    run(std::integral_constant<int, kThreadsOfLongRow>{}, std::true_type{});
+  } else {
+    run(std::integral_constant<int, kThreadsOfLongRow>{}, std::false_type{});
   }
+}
+
+void sum_of_losses(ComputeContext& ctx, const double* losses, std::int64_t rows, double* sum) {
   add_up(ctx, losses, rows, sum);
 }
 
@@ -210,7 +210,8 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
 
 LossOperators loss_operators() {
   return {
-      .softmax_cross_entropy = softmax_cross_entropy,
+      .row_cross_entropy = row_cross_entropy,
+      .sum_of_losses = sum_of_losses,
       .mean_squared_error = mean_squared_error,
   };
 }

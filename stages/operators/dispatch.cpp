@@ -196,6 +196,12 @@ void product(ComputeContext& ctx, const char* name, const Tensor& x, const Tenso
   fits(name, result, in_rows(types, rows_of(x), weight.shape()[0]), {{"x", x}, {"weight", weight}});
 }
 
+void rows_with_targets(const char* name, const Tensor& logits, const Tensor& targets) {
+  fits(name, {"logits", logits}, in_rows(kFloats, kAny, kAny), {{"targets", targets}});
+  fits(name, {"targets", targets}, {kI32, rows_of(logits), 1, Legal::Form::kCount},
+       {{"logits", logits}});
+}
+
 // What is legal of tables whose rows `tokens` names, and of what has a row per token.
 void embedding(const char* name, const Operand& tokens, const Operand& table,
                const Operand& positions, const Operand& rows) {
@@ -579,11 +585,32 @@ void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions) {
 
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                            StepValue<double> scale, bool gradient, double* sum) {
-  fits(__func__, {"logits", logits}, in_rows(kFloats, kAny, kAny), {{"targets", targets}});
-  fits(__func__, {"targets", targets}, {kI32, rows_of(logits), 1, Legal::Form::kCount},
-       {{"logits", logits}});
+  rows_with_targets(__func__, logits, targets);
   if (sum == nullptr) refuse_pointer(__func__, "sum", "where the sum goes");
-  operators_of(ctx).softmax_cross_entropy(ctx, logits, targets, scale, gradient, sum);
+  const std::int64_t rows = rows_of(logits);
+  double* losses = nullptr;
+  if (const std::size_t bytes = softmax_cross_entropy_workspace(rows); bytes > 0) {
+    losses = reinterpret_cast<double*>(ctx.workspace(bytes));
+  }
+  if (rows > 0) operators_of(ctx).row_cross_entropy(ctx, logits, targets, scale, gradient, losses);
+  operators_of(ctx).sum_of_losses(ctx, losses, rows, sum);
+}
+
+void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
+                       StepValue<double> scale, bool gradient, double* losses) {
+  rows_with_targets(__func__, logits, targets);
+  if (rows_of(logits) == 0) return;
+  if (losses == nullptr) refuse_pointer(__func__, "losses", "a number per row");
+  operators_of(ctx).row_cross_entropy(ctx, logits, targets, scale, gradient, losses);
+}
+
+void sum_of_losses(ComputeContext& ctx, const double* losses, std::int64_t rows, double* sum) {
+  if (sum == nullptr) refuse_pointer(__func__, "sum", "where the sum goes");
+  if (rows < 0 || rows > kMostElements || (losses == nullptr && rows > 0)) {
+    refuse(__func__, fmt::format("{} losses{}; legal: 0 to 2^60, with data if any", rows,
+                                 losses == nullptr ? " without data" : ""));
+  }
+  operators_of(ctx).sum_of_losses(ctx, losses, rows, sum);
 }
 
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,

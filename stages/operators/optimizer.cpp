@@ -52,10 +52,10 @@ std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters,
   for (const Parameter* parameter : parameters) {
     UpdateRun next{.value = parameter->value.as<float>(),
                    .grad = parameter->grad.as<float>(),
-                   .rounded = is_sgd ? nullptr : parameter->rounded.as<Bf16>(),
                    .count = static_cast<std::int64_t>(padded_floats(*parameter)),
                    .decay = parameter->decay,
-                   .site = state == DType::kF32 ? 0 : moments_site(*parameter)};
+                   .site = state == DType::kF32 ? 0 : moments_site(*parameter),
+                   .rounded = is_sgd ? nullptr : parameter->rounded.as<Bf16>()};
     if (next.value == nullptr || next.grad == nullptr) {
       throw Error(ErrorCode::kInternal, fmt::format("parameter {} reaches the optimizer before it "
                                                     "has memory",

@@ -168,12 +168,12 @@ struct UpdateRun {
   const float* grad = nullptr;
   void* first = nullptr;
   void* second = nullptr;
-  Bf16* rounded = nullptr;  // adamw() alone: gets the new values, rounded to nearest; may be null
   std::int64_t count = 0;
   bool decay = true;  // the step's weight_decay applies
   // Used where moments are bf16: the run lies in one parameter, from its element `element` on.
   std::uint64_t site = 0;  // RandomKey::site of that parameter
   std::uint64_t element = 0;
+  Bf16* rounded = nullptr;  // adamw() alone: gets the new values, rounded to nearest; may be null
 };
 
 struct AdamWStep {

@@ -187,6 +187,11 @@ void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions);
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                            StepValue<double> scale, bool gradient, double* sum);
 [[nodiscard]] std::size_t softmax_cross_entropy_workspace(std::int64_t rows);
+// Its two halves, for logits that are never there at once: *losses and the losses after it = those
+// of the rows, in memory of the device; *sum = all of them, in the order that one call would have.
+void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
+                       StepValue<double> scale, bool gradient, double* losses);
+void sum_of_losses(ComputeContext& ctx, const double* losses, std::int64_t rows, double* sum);
 // *sum = the squared differences over all elements. outputs and targets have equally many, in any
 // shape. With `gradient`, outputs become 2 * scale * (outputs - targets).
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,

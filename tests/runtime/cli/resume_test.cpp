@@ -155,6 +155,7 @@ TEST_F(ResumeOptionsTest, WhatChangesTheFunctionIsRefusedUnlessNamed) {
                                                        {"--precision", "bf16"},
                                                        {"--optimizer", "sgd"},
                                                        {"--moment-precision", "bf16"},
+                                                       {"--logit-chunks", "2"},
                                                        {"--seed", "99"},
                                                        {"--validation-share", "0.2"}}) {
     const std::string key = given[0].substr(2);

@@ -53,6 +53,11 @@ std::vector<TrainingCase> cases() {
   all.back().model.precision = DType::kBf16;
   all.back().micro_batch_size = 2;
   all.back().batch_size = 7;
+  all.push_back(named("logits in chunks"));
+  all.back().model.context = 320;
+  all.back().model.logit_chunks = 2;
+  all.back().micro_batches = 2;
+  all.back().micro_batch_size = 2;
   all.push_back(named("llama, recomputed"));
   all.back().model.kind = TransformerKind::kLlama;
   all.back().model.kv_heads = 1;
