@@ -58,6 +58,7 @@ class TransformerStage : public Stage, public SplitBackward {
   // The head that computes the loss itself; null: forward gives logits.
   [[nodiscard]] const HeadLayer* chunking_head() const { return chunking_head_; }
   [[nodiscard]] std::byte* scratch() const { return scratch_.data(); }
+  [[nodiscard]] bool trains() const { return trains_; }
 
  private:
   // Offsets within a slot's state and gradient memory, and the capacity there.
@@ -109,8 +110,8 @@ class TransformerStage : public Stage, public SplitBackward {
   std::vector<std::size_t> first_gradients_;  // [layer] where they begin in flat_grads(), in floats
 
   int slots_ = 0;
-  bool split_ = true;
-  std::vector<BlockShape> shapes_;  // prepared sizes
+  bool split_ = true, trains_ = true;  // of StageSetup
+  std::vector<BlockShape> shapes_;     // prepared sizes
   Layout layout_;
   Buffer state_, gradients_, scratch_;
 };

@@ -18,7 +18,7 @@
 namespace sluice::testing {
 namespace {
 
-void with_chunks(int chunks, const std::function<void(Pipeline&)>& body) {
+void with_chunks(int chunks, const std::function<void(Pipeline&)>& body, bool inference = false) {
   TransformerConfig model = small_model();
   model.context = 256;
   model.vocabulary = 4096;
@@ -27,6 +27,7 @@ void with_chunks(int chunks, const std::function<void(Pipeline&)>& body) {
   const std::vector<double> costs = layer_costs(model);
   PipelineOptions options;
   options.shape = {.micro_batch_size = 8};
+  options.training.inference = inference;
   run_loopback(1, [&](Communicator& comm) {
     Pipeline pipeline(
         comm, options,
@@ -58,6 +59,10 @@ TEST(LogitChunksTest, AnEvaluationIsThatOfLogitsAtOnce) {
   with_chunks(1, [&](Pipeline& pipeline) { whole = pipeline.evaluate(11); });
   with_chunks(4, [&](Pipeline& pipeline) { chunked = pipeline.evaluate(11); });
   EXPECT_GT(whole, 1);
+  EXPECT_EQ(chunked, whole);
+  // A pipeline that does not train has no gradients.
+  with_chunks(
+      4, [&](Pipeline& pipeline) { chunked = pipeline.evaluate(11); }, /*inference=*/true);
   EXPECT_EQ(chunked, whole);
 }
 
