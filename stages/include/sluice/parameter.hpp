@@ -54,7 +54,7 @@ struct Parameter {
   std::shared_ptr<const void> memory;  // owns what both lie in
   Across across = Across::kMean;       // of a buffer, which has no gradient
   // A copy of the value in bf16, to nearest, that its stage keeps for products; null data: none.
-  // Like the value it is a part of a kBufferAlignment, padding included. Who writes the value
+  // It starts at a multiple of kBufferAlignment and has room up to the next. Who writes the value
   // either writes the copy too, or has it marked as old by ParameterSet::mark_values_changed().
   Tensor rounded = {};
   bool rounded_is_current = false;
