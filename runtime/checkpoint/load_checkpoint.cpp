@@ -78,16 +78,25 @@ std::vector<NamedTensor> wanted(Pipeline& pipeline, bool optimizer) {
 }
 
 // Every tensor that this rank reads is there with its shape, and its type unless it is a model's,
-// which may be saved in another one.
+// which may be saved in another one, or `state` lets it be converted.
 void require_tensors(const SavedTensors& saved, std::span<const NamedTensor> tensors,
-                     const fs::path& path) {
+                     OtherPrecision state, const fs::path& path) {
   const std::vector<std::string> names = saved.parameters();
+  const auto is_moment = [](DType type) { return type == DType::kF32 || type == DType::kBf16; };
   for (const NamedTensor& named : tensors) {
     const std::optional<TensorSpec> tensor = saved.find(named.name);
     const bool model = std::binary_search(names.begin(), names.end(), named.name);
-    if (tensor && tensor->shape == named.tensor.spec.shape &&
-        (model || tensor->dtype == named.tensor.spec.dtype)) {
-      continue;
+    const DType needed = named.tensor.spec.dtype;
+    const bool fits = tensor && tensor->shape == named.tensor.spec.shape;
+    if (fits && (model || tensor->dtype == needed)) continue;
+    const bool converts = fits && is_moment(tensor->dtype) && is_moment(needed);
+    if (converts && state == OtherPrecision::kConvert) continue;
+    if (converts) {
+      throw_error(ErrorCode::kWeights,
+                  "weights in '{}' do not fit the run: the optimizer's state '{}' was saved in {}, "
+                  "but the run keeps it in {}; leave --moment-precision as it was saved, or give "
+                  "--change moment-precision (OtherPrecision::kConvert)",
+                  path.string(), named.name, name_of(tensor->dtype), name_of(needed));
     }
     throw_error(ErrorCode::kWeights,
                 "weights in '{}' do not fit the model: tensor '{}' {}, but the model needs it as "
@@ -100,9 +109,18 @@ void require_tensors(const SavedTensors& saved, std::span<const NamedTensor> ten
 
 void read_values(Pipeline& pipeline, SavedTensors& saved, std::span<const NamedTensor> tensors) {
   HostMirror mirror(pipeline.compute());
+  std::vector<float> values;
   for (const NamedTensor& named : tensors) {
     const std::span<std::byte> bytes = mirror.writable_host_copy(named.tensor);
-    saved.read(named.name, {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)});
+    if (named.tensor.spec.dtype == DType::kBf16) {  // state of an optimizer
+      values.resize(bytes.size() / sizeof(Bf16));
+      saved.read(named.name, values);
+      auto* to = reinterpret_cast<Bf16*>(bytes.data());
+      for (const float value : values) *to++ = to_bf16(value);
+    } else {
+      saved.read(named.name,
+                 {reinterpret_cast<float*>(bytes.data()), bytes.size() / sizeof(float)});
+    }
     mirror.write_back();
   }
   pipeline.compute().wait();  // before the mirror goes
@@ -265,7 +283,8 @@ std::uint64_t require_one_step_of_0_1(const fs::path& directory) {
 enum class Extent { kWeights, kEverything };
 
 // Collective. Finds and checks what is loaded; throws Refused. `saved` gets the files.
-LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verify verify, bool all,
+LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verify verify,
+                                 OtherPrecision state, bool all,
                                  std::span<const NamedTensor> tensors,
                                  std::optional<SavedTensors>& saved) {
   LoadedCheckpoint loaded;
@@ -290,7 +309,7 @@ LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verif
       if (all) saved->prefer_masters();
     }
     require_fitting(*saved, layout, loaded.directory);
-    require_tensors(*saved, tensors, loaded.directory);
+    require_tensors(*saved, tensors, state, loaded.directory);
   });
   if (found.of_0_1) return loaded;
   if (all) loaded.states = read_states(world, chosen.directory, chosen.state);
@@ -304,14 +323,15 @@ LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verif
   return loaded;
 }
 
-LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, Extent extent) {
+LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, OtherPrecision state,
+                      Extent extent) {
   LoadedCheckpoint loaded;
   const bool all = extent == Extent::kEverything;
   const char* const what = all ? "loading the checkpoint" : "loading the weights";
   PipelineAccess::run_call(pipeline, Call::kLoad, what, [&] {
     const std::vector<NamedTensor> tensors = wanted(pipeline, all);
     std::optional<SavedTensors> saved;
-    loaded = find_checkpoint(pipeline, path, verify, all, tensors, saved);
+    loaded = find_checkpoint(pipeline, path, verify, state, all, tensors, saved);
     read_values(pipeline, *saved, tensors);
     if (all) pipeline.set_step(loaded.step);
     PipelineAccess::world(pipeline).barrier();
@@ -354,12 +374,13 @@ std::uint64_t require_fitting_save(const JobLayout& layout, const fs::path& path
   return save.state.step;
 }
 
-LoadedCheckpoint load_checkpoint(Pipeline& pipeline, const fs::path& path, Verify verify) {
-  return load(pipeline, path, verify, Extent::kEverything);
+LoadedCheckpoint load_checkpoint(Pipeline& pipeline, const fs::path& path, Verify verify,
+                                 OtherPrecision state) {
+  return load(pipeline, path, verify, state, Extent::kEverything);
 }
 
 void load_weights(Pipeline& pipeline, const fs::path& path, Verify verify) {
-  (void)load(pipeline, path, verify, Extent::kWeights);
+  (void)load(pipeline, path, verify, OtherPrecision::kRefuse, Extent::kWeights);
 }
 
 void load_weights(Pipeline& pipeline, const fs::path& directory, const FileLayout& layout) {
@@ -369,7 +390,7 @@ void load_weights(Pipeline& pipeline, const fs::path& directory, const FileLayou
     on_all_ranks(PipelineAccess::world(pipeline), [&] {
       saved.emplace(directory, layout);
       require_fitting(*saved, PipelineAccess::layout(pipeline), directory);
-      require_tensors(*saved, tensors, directory);
+      require_tensors(*saved, tensors, OtherPrecision::kRefuse, directory);
     });
     read_values(pipeline, *saved, tensors);
     PipelineAccess::world(pipeline).barrier();

@@ -21,8 +21,7 @@ void Snapshot::take(std::span<const NamedTensor> tensors) {
     auto* from = static_cast<std::byte*>(named.tensor.data);
     for (std::size_t done = 0; done < size; done += kPieceBytes) {
       const std::size_t piece = std::min(kPieceBytes, size - done);
-      const std::span<float> host =
-          mirror_.read_back(std::span(reinterpret_cast<float*>(from + done), piece / 4));
+      const std::span<std::byte> host = mirror_.read_back(std::span(from + done, piece));
       std::memcpy(to + done, host.data(), piece);
     }
     copies_.push_back({named.name, {to, named.tensor.spec}});

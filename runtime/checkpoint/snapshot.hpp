@@ -17,9 +17,9 @@ class Snapshot {
   // `interrupt` is polled while the host waits for the device; may be null.
   explicit Snapshot(ComputeContext& compute) : mirror_(compute) {}
 
-  // Copies tensors of this rank's device, each a multiple of 4 bytes, behind everything on the
-  // compute stream; done on return. The first call allocates and touches the memory, later ones
-  // reuse it unless they need more. From a GPU the bytes pass through page-locked pieces.
+  // Copies tensors of this rank's device, behind everything on the compute stream; done on return.
+  // The first call allocates and touches the memory, later ones reuse it unless they need more.
+  // From a GPU the bytes pass through page-locked pieces.
   void take(std::span<const NamedTensor> tensors);
   // Views of the copies, in the same order; valid until the next take().
   [[nodiscard]] const std::vector<NamedTensor>& tensors() const { return copies_; }

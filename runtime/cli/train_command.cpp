@@ -551,8 +551,12 @@ std::filesystem::path Training::newest_model() {
 
 // An older save than the one that gave the options may be the newest that is sound.
 void Training::load() {
+  const std::vector<std::string>& allowed = options_.resume.allow;
+  const bool converts =
+      std::find(allowed.begin(), allowed.end(), "moment-precision") != allowed.end();
   LoadedCheckpoint loaded =
-      load_checkpoint(*pipeline_, options_.resume.path, options_.resume.verify);
+      load_checkpoint(*pipeline_, options_.resume.path, options_.resume.verify,
+                      converts ? OtherPrecision::kConvert : OtherPrecision::kRefuse);
   passed_over_ = std::move(loaded.notes);
   damaged_ = std::move(loaded.passed_over);
   skipped_ = std::move(loaded.skipped);

@@ -86,8 +86,11 @@ constexpr std::array kOfModel = {"model",
 // Of these, what a run may choose whatever weights it starts from.
 constexpr std::array kFreeOfWeights = {"context", "dropout"};
 // Legal for --change: what changes the function that is trained.
-constexpr std::array kOfFunctionToo = {"precision", "optimizer", "seed", "validation-share",
+constexpr std::array kOfFunctionToo = {"precision",    "optimizer", "moment-precision",
+                                       "logit-chunks", "seed",      "validation-share",
                                        "data"};
+// Of these, what saves of older versions do not list: their runs had the default.
+constexpr std::array kListedSinceLater = {"logit-chunks", "moment-precision"};
 
 template <typename Names>
 bool contains(const Names& names, const std::string& name) {
@@ -150,6 +153,9 @@ void add_model_options(OptionTable& table, TrainOptions& options, RawOptionText&
                     {"attention", Recompute::kAttention},
                     {"block", Recompute::kBlock}},
                    "what backward computes again instead of keeping it; the results are the same");
+  table.add_integer("logit-chunks", model.logit_chunks, 1, TransformerLimits::kLogitChunks,
+                    "parts of a micro-batch's rows whose logits are in memory one after the other, "
+                    "of multiples of 512; on a GPU results depend on it");
 }
 
 void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText& raw) {
@@ -201,6 +207,10 @@ void add_training_options(OptionTable& table, TrainOptions& options) {
   table.add_choice("optimizer", training.optimizer.kind,
                    {{"adamw", OptimizerConfig::Kind::kAdamW}, {"sgd", OptimizerConfig::Kind::kSgd}},
                    "update rule");
+  table.add_choice("moment-precision", training.optimizer.moments,
+                   {{"fp32", DType::kF32}, {"bf16", DType::kBf16}},
+                   "of AdamW's two moments, in memory and in saves; bf16: rounded at random, "
+                   "without bias, to half the bytes; SGD's momentum is fp32");
   table.add_real("learning-rate", training.learning_rate.peak, kPositive, "peak");
   table.add_integer("warmup", training.learning_rate.warmup, 0, kMaxSteps,
                     "steps of linear warmup; default: 100, at most a tenth of the steps");
@@ -431,6 +441,12 @@ void require_effect(const TrainTable& train) {
     if (!train.options.save.empty() || !given(name)) continue;
     throw_usage("option --{}: {} without --save DIR saves nowhere; give --save DIR as well", name,
                 value_of(now, name));
+  }
+  const OptimizerConfig& optimizer = train.options.pipeline.training.optimizer;
+  if (optimizer.kind != OptimizerConfig::Kind::kAdamW && optimizer.moments != DType::kF32) {
+    throw_usage(
+        "option --moment-precision: bf16 is for AdamW's moments, but --optimizer is sgd, whose "
+        "momentum is fp32; leave one of the two out");
   }
   if (!train.options.pipeline.training.skip_nonfinite && given("max-skips")) {
     throw_usage("option --max-skips: {} without --on-nan skip skips nothing; give it as well",
@@ -667,7 +683,9 @@ std::string changes_since(const SavedRun& saved, const TrainOptions& options) {
   if (saved.model) {
     const bool tf32 = before.raw.precision == "tf32";
     const Recompute recompute = before.options.model.recompute;
+    const int logit_chunks = before.options.model.logit_chunks;
     before.options.model = *saved.model;
+    before.options.model.logit_chunks = logit_chunks;
     before.raw.model = saved.model->kind == TransformerKind::kGpt2 ? "gpt2" : "llama";
     before.raw.parts = text_of(*saved.model);
     before.options.model.recompute = recompute;
@@ -675,8 +693,9 @@ std::string changes_since(const SavedRun& saved, const TrainOptions& options) {
   }
   std::vector<std::string> changes, refused, keys;
   for (const auto& [name, value] : before.table.values()) {
-    const bool saved_by_name =
-        before.table.given(name) || (saved.model && contains(kOfModel, name));
+    const bool saved_by_name = before.table.given(name) ||
+                               (saved.model && contains(kOfModel, name)) ||
+                               contains(kListedSinceLater, name);
     const std::string now = value_of(options.checkpoint.options, name);
     if (contains(kOfOneRun, name) || !saved_by_name || now == value) continue;
     changes.push_back(fmt::format("{} {} -> {}", name, value.empty() ? "none" : value,

@@ -95,7 +95,8 @@ void GradientSync::make_optimizers(std::span<Parameter* const> owners) {
       config.weight_decay = *each.weight_decay;
       for (Parameter* parameter : each.parameters) parameter->decay = true;
     }
-    each.optimizer = sluice::make_optimizer(config, each.parameters, compute_.memory());
+    each.optimizer =
+        sluice::make_optimizer(config, each.parameters, compute_.memory(), training.seed);
   }
 }
 
@@ -317,6 +318,7 @@ void GradientSync::update(double started) {
 
 void GradientSync::apply() {
   const double factor = clip_factor(totals_.grad_norm, options_.training.clip);
+  ties_.mark_values_changed();  // then optimizers say which copies they have written
   for (const Updated& each : updated_) {
     each.optimizer->update(compute_, step_, static_cast<float>(record_[4] * each.rate_scale),
                            static_cast<float>(factor * factor_));

@@ -88,7 +88,8 @@ void TiedUses::broadcast_tied_values() {
   for (std::size_t group = 0; group < parameters_.size(); ++group) {
     for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
       const Parameter* const owner = parameters_[group].front();
-      const Parameter* const mine = parameters_[group][use];
+      Parameter* const mine = parameters_[group][use];
+      if (mine != nullptr) mine->rounded_is_current = false;
       if (owner != nullptr && mine != nullptr) {
         copy_async(mine->value.data, owner->value.data, mine->value.spec.bytes(),
                    compute_.stream());
@@ -100,6 +101,9 @@ void TiedUses::broadcast_tied_values() {
     }
   }
   wait_all_on_stream();
+}
+
+void TiedUses::mark_values_changed() {
   for (const StageBinding& binding : stages_) {
     if (ParameterSet* set = binding.stage->parameters()) set->mark_values_changed();
   }

@@ -44,10 +44,11 @@ class TiedUses {
   // Collective over the ranks with a use of the group. After it, in stream order, the owner's
   // gradient is the sum. The other gradients must not change before broadcast_tied_values().
   void sum_gradients(int group);
-  // Collective over the pipeline. Copies the owners' values to all other uses, and tells all stages
-  // that values changed. Later work of the compute stream runs after it, and after all sends of
-  // gradients.
+  // Collective over the pipeline. Copies the owners' values to all other uses. Later work of the
+  // compute stream runs after it, and after all sends of gradients.
   void broadcast_tied_values();
+  // Tells all of this rank's stages that values change or have changed. Not collective.
+  void mark_values_changed();
 
   // NCCL messages of one rank that may be open at once.
   [[nodiscard]] static std::size_t most_open(const ParameterTable& table);

@@ -32,6 +32,7 @@ void add_training(const PipelineOptions::Training& training, NamedValues& values
   add("epsilon", training.optimizer.epsilon);
   add("momentum", training.optimizer.momentum);
   add("nesterov", training.optimizer.nesterov);
+  add("moment-precision", name_of(training.optimizer.moments));
   add("weight-decay", training.optimizer.weight_decay);
   add("own optimizer", static_cast<bool>(training.make_optimizer));
   std::string groups;

@@ -22,6 +22,9 @@ class HostMirror {
   [[nodiscard]] std::span<std::byte> read_back(const Tensor& tensor) {
     return read_back(tensor.data, tensor.spec.bytes());
   }
+  [[nodiscard]] std::span<std::byte> read_back(std::span<std::byte> bytes) {
+    return read_back(bytes.data(), bytes.size());
+  }
   [[nodiscard]] std::span<float> read_back(std::span<float> values);
   // The same without reading the device, for values that the host is about to write.
   [[nodiscard]] std::span<std::byte> writable_host_copy(const Tensor& tensor) {

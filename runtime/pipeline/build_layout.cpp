@@ -22,6 +22,7 @@
 #include "runtime/pipeline/memory_plan.hpp"
 #include "runtime/pipeline/stage_report.hpp"
 #include "runtime/pipeline/transport_plan.hpp"
+#include "stages/operators/optimizer.hpp"
 
 namespace sluice {
 namespace {
@@ -361,6 +362,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   layout.parameters.stages = std::move(reports.entries);
   layout.parameters.tied = find_ties(layout.parameters.stages);
   require_own_buffer_names(layout.parameters.stages);
+  if (!options.training.make_optimizer) require_sensible(options.training.optimizer);
   require_groups(options, layout.parameters.stages);
   choose_all_routes(job, options, layout);
   // The order that NCCL's queues need suits tagged messages too.

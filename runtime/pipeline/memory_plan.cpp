@@ -84,24 +84,26 @@ class MemorySum {
   }
 
   void add_stages() {
-    std::size_t owned = 0, squares = 0, tables = 0;
+    const PipelineOptions::Training& training = options_.training;
+    std::size_t squares = 0, tables = 0;
     for (const int stage : layout_.plans.placement().stages_of(rank_)) {
       const StageEntry& entry = layout_.parameters.stages[at(stage)];
       for (std::size_t i = 0; i < entry.parameters.size(); ++i) {
         const std::int64_t elements = entry.parameters[i].elements;
         memory_.parameters += parameter_bytes(elements);
-        if (options_.training.inference) continue;
+        if (training.inference) continue;
         memory_.gradients += parameter_bytes(elements);
         if (!layout_.parameters.is_owner(stage, static_cast<int>(i))) continue;
         squares += sum_of_squares_workspace(elements);
-        const ParameterGroup* group = group_of(options_.training.groups, entry.parameters[i].name);
-        if (group == nullptr || !group->frozen) owned += parameter_bytes(elements);
+        const ParameterGroup* group = group_of(training.groups, entry.parameters[i].name);
+        if (training.make_optimizer || (group != nullptr && group->frozen)) continue;
+        memory_.optimizer += optimizer_bytes(training.optimizer, parameter_bytes(elements));
       }
       std::size_t buffers = 0;
       for (const ParameterEntry& buffer : entry.buffers)
         buffers += parameter_bytes(buffer.elements);
       // Training keeps a copy of them until a step is done.
-      memory_.parameters += buffers * (options_.training.inference ? 1 : 2);
+      memory_.parameters += buffers * (training.inference ? 1 : 2);
       const bool splits = layout_.plans.splits_backward();
       const std::size_t slot = entry.state_bytes + (splits ? entry.split_bytes : 0);
       const std::size_t activations = padded(at(layout_.plans.slots_of(stage)) * slot);
@@ -116,17 +118,13 @@ class MemorySum {
       tables = std::max(tables, entry.table_bytes);
     }
     operator_bytes_ = std::max(operator_bytes_, squares);
-    if (!options_.training.make_optimizer) {
-      memory_.optimizer = optimizer_bytes(options_.training.optimizer, owned);
-    }
     memory_.operators = padded(operator_bytes_) + padded(tables) + library_bytes(device_);
   }
 
   void add_save_copy(const std::vector<SavedParameter>& shares) {
     if (!options_.training.save_copy) return;
-    const std::size_t values =
-        static_cast<std::size_t>(most_saved_elements(shares, rank_)) * sizeof(float);
-    memory_.save_copy = values + optimizer_bytes(options_.training.optimizer, values);
+    memory_.save_copy = static_cast<std::size_t>(most_saved_elements(shares, rank_)) *
+                        (sizeof(float) + state_bytes_per_element(options_.training.optimizer));
   }
 
   // The receive buffer for gradients of tied parameters, which arrive one at a time.

@@ -917,8 +917,10 @@ std::vector<Pipeline::Owned> Pipeline::buffers() {
 }
 
 void Pipeline::values_changed() {
-  impl_->run_call(Call::kValuesChanged, "tied parameters",
-                  [&] { impl_->tied->broadcast_tied_values(); });
+  impl_->run_call(Call::kValuesChanged, "tied parameters", [&] {
+    impl_->tied->mark_values_changed();
+    impl_->tied->broadcast_tied_values();
+  });
 }
 
 std::vector<OptimizerState> Pipeline::optimizer_state() {

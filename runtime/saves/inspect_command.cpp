@@ -1,6 +1,7 @@
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
-#include <map>
+#include <set>
 #include <string>
 
 #include <sluice/hugging_face.hpp>
@@ -28,24 +29,38 @@ std::string text_of(const Shape& shape) {
   return text + "]";
 }
 
+// Bytes of tensors, and their types.
+class ByteCount {
+ public:
+  void add(const TensorSpec& spec) {
+    bytes_ += spec.bytes();
+    types_.insert(name_of(spec.dtype));
+  }
+  [[nodiscard]] std::string text() const {
+    return fmt::format("{} bytes{}{}", bytes_, types_.size() > 1 ? ", " : " of ",
+                       fmt::join(types_, ", "));
+  }
+
+ private:
+  std::size_t bytes_ = 0;
+  std::set<std::string> types_;
+};
+
 void print_tensors(const WeightsDirectory& weights) {
   std::size_t widest = 6;
   for (const std::string& name : weights.names()) widest = std::max(widest, name.size());
   fmt::print("{:<{}}  {:<5}  {:<16}  {:>12}  {}\n", "tensor", widest, "type", "shape", "bytes",
              "file");
-  std::map<std::string, std::size_t> bytes;  // by type
-  std::size_t elements = 0, all = 0;
+  ByteCount bytes;
+  std::size_t elements = 0;
   for (const std::string& name : weights.names()) {
     const TensorSpec& spec = weights.find(name)->spec;
     fmt::print("{:<{}}  {:<5}  {:<16}  {:>12}  {}\n", name, widest, name_of(spec.dtype),
                text_of(spec.shape), spec.bytes(), weights.file_of(name));
     elements += static_cast<std::size_t>(spec.shape.elements());
-    bytes[name_of(spec.dtype)] += spec.bytes();
-    all += spec.bytes();
+    bytes.add(spec);
   }
-  fmt::print("\n{} tensors, {} elements, {} bytes", weights.names().size(), elements, all);
-  for (const auto& [type, count] : bytes) fmt::print("{} {}", bytes.size() > 1 ? "," : " of", type);
-  fmt::print("\n");
+  fmt::print("\n{} tensors, {} elements, {}\n", weights.names().size(), elements, bytes.text());
 }
 
 void print_model(const std::filesystem::path& directory) {
@@ -71,10 +86,10 @@ int inspect_command(const std::vector<std::string>& arguments) {
     print_tensors(weights);
     print_model(path);
     if (!has_weights(path, "optimizer")) return;
-    std::size_t bytes = 0;
     const WeightsDirectory optimizer(path, "optimizer");
-    for (const std::string& name : optimizer.names()) bytes += optimizer.find(name)->spec.bytes();
-    fmt::print("state of the optimizer: {} tensors, {} bytes\n", optimizer.names().size(), bytes);
+    ByteCount bytes;
+    for (const std::string& name : optimizer.names()) bytes.add(optimizer.find(name)->spec);
+    fmt::print("state of the optimizer: {} tensors, {}\n", optimizer.names().size(), bytes.text());
   });
 }
 

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 
 #include <sluice/compute.hpp>
@@ -38,6 +39,23 @@ namespace sluice {
           1.0F / step.correction2,
           step.grad_scale,
           decay && step.coupled ? step.weight_decay : 0.0F};
+}
+// From element `begin` of the run on.
+[[nodiscard]] inline AdamWRange adamw_range(const AdamWStep& step, const UpdateRun& run,
+                                            std::int64_t begin) {
+  const std::array<std::uint32_t, 2> key = step.moments == DType::kF32
+                                               ? std::array<std::uint32_t, 2>()
+                                               : philox_key({step.seed, run.site, step.step});
+  const auto moment = [&](void* of) {
+    return static_cast<std::byte*>(of) + static_cast<std::size_t>(begin) * size_of(step.moments);
+  };
+  return {run.value + begin,
+          run.grad + begin,
+          moment(run.first),
+          moment(run.second),
+          run.rounded == nullptr ? nullptr : run.rounded + begin,
+          {key[0], key[1]},
+          run.element + static_cast<std::uint64_t>(begin)};
 }
 [[nodiscard]] inline SgdArguments sgd_arguments(const SgdStep& step, bool decay) {
   return {step.learning_rate, step.momentum, decay ? step.weight_decay : 0.0F, step.grad_scale,

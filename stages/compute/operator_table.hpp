@@ -79,7 +79,8 @@ struct ElementOperators {
 };
 
 struct LossOperators {
-  decltype(&sluice::softmax_cross_entropy) softmax_cross_entropy;
+  decltype(&sluice::row_cross_entropy) row_cross_entropy;
+  decltype(&sluice::sum_of_losses) sum_of_losses;
   decltype(&sluice::mean_squared_error) mean_squared_error;
 };
 

@@ -15,18 +15,17 @@ double sum_in_order(const double* values, std::int64_t count) {
   return sum;
 }
 
-void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
-                           StepValue<double> scale, bool gradient, double* sum) {
-  const std::int64_t rows = targets.elements();
-  *sum = 0;
-  if (rows == 0) return;
-  const std::int64_t width = logits.elements() / rows;
-  auto* losses = reinterpret_cast<double*>(ctx.workspace(row_sum_bytes(rows)));
+void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
+                       StepValue<double> scale, bool gradient, double* losses) {
+  const std::int64_t rows = targets.elements(), width = logits.elements() / rows;
   const TypedKernels& kernels = kernels_for(ctx, logits.spec.dtype);
   parallel_range(ctx, rows, 1, [&](std::int64_t begin, std::int64_t end) {
     kernels.cross_entropy(element(logits, begin * width), targets.as<std::int32_t>() + begin,
                           static_cast<float>(scale), gradient, losses + begin, end - begin, width);
   });
+}
+
+void sum_of_losses(ComputeContext& /*ctx*/, const double* losses, std::int64_t rows, double* sum) {
   *sum = sum_in_order(losses, rows);
 }
 
@@ -55,7 +54,8 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
 
 LossOperators loss_operators() {
   return {
-      .softmax_cross_entropy = softmax_cross_entropy,
+      .row_cross_entropy = row_cross_entropy,
+      .sum_of_losses = sum_of_losses,
       .mean_squared_error = mean_squared_error,
   };
 }

@@ -13,8 +13,8 @@ void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun
   for (const UpdateRun& run : runs) {
     const AdamWArguments arguments = adamw_arguments(step, run.decay);
     parallel_range(ctx, run.count, kElementGrain, [&](std::int64_t begin, std::int64_t end) {
-      kernels_of(ctx).adamw(&arguments, run.value + begin, run.grad + begin, run.first + begin,
-                            run.second + begin, end - begin);
+      const AdamWRange range = adamw_range(step, run, begin);
+      kernels_for(ctx, step.moments).adamw(&arguments, &range, end - begin);
     });
   }
 }
@@ -23,7 +23,7 @@ void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> ru
   for (const UpdateRun& run : runs) {
     const SgdArguments arguments = sgd_arguments(step, run.decay);
     parallel_range(ctx, run.count, kElementGrain, [&](std::int64_t begin, std::int64_t end) {
-      float* speed = run.first == nullptr ? nullptr : run.first + begin;
+      float* speed = run.first == nullptr ? nullptr : static_cast<float*>(run.first) + begin;
       kernels_of(ctx).sgd(&arguments, run.value + begin, run.grad + begin, speed, end - begin);
     });
   }

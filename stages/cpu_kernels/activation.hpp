@@ -105,10 +105,10 @@ void swiglu_backward(const void* gate_up_data, const void* dy_data, void* dgate_
 template <typename From, typename To>
 SLUICE_INLINE void apply_dropout(const DropoutArguments& dropout, const From* from, To* to,
                                  int64_t n) {
-  DropoutWords random;
-  for (int64_t start = 0; start < n; start += DropoutWords::kWords) {
-    const uint32_t* words = random.fill(dropout, dropout.first + static_cast<uint64_t>(start));
-    const int64_t count = n - start < DropoutWords::kWords ? n - start : DropoutWords::kWords;
+  RandomWords random;
+  for (int64_t start = 0; start < n; start += RandomWords::kWords) {
+    const uint32_t* words = random.fill(dropout.key, dropout.first + static_cast<uint64_t>(start));
+    const int64_t count = n - start < RandomWords::kWords ? n - start : RandomWords::kWords;
     for_vectors(count, [&](int64_t i, auto part) SLUICE_LAMBDA {
       VecU word;
       __builtin_memcpy(&word, words + i, sizeof word);  // words_ has a vector to spare

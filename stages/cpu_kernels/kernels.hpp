@@ -87,6 +87,8 @@ struct TypedKernels {
   // Row-wise cross-entropy; losses[row] = -log softmax(logits)[target], 0 where target < 0.
   void (*cross_entropy)(void* logits, const int32_t* targets, float scale, bool gradient,
                         double* losses, int64_t rows, int64_t width);
+  // Moments of type T.
+  void (*adamw)(const AdamWArguments* arguments, const AdamWRange* range, int64_t n);
 };
 
 struct Kernels {
@@ -95,8 +97,6 @@ struct Kernels {
   // Sum of squared differences; with `gradient`, outputs become factor * (outputs - targets).
   double (*squared_error)(float* outputs, const float* targets, float factor, bool gradient,
                           int64_t n);
-  void (*adamw)(const AdamWArguments* arguments, float* value, const float* grad, float* first,
-                float* second, int64_t n);
   void (*sgd)(const SgdArguments* arguments, float* value, const float* grad, float* velocity,
               int64_t n);
   double (*sum_of_squares)(const float* values, int64_t n);

@@ -6,14 +6,15 @@
 namespace sluice::SLUICE_KERNEL_NAMESPACE {
 
 // Random words of up to kWords consecutive elements.
-class DropoutWords {
+class RandomWords {
  public:
   static constexpr int kWords = 256;
 
-  // Words of elements first .. first + kWords - 1; valid until the next call.
-  const uint32_t* fill(const DropoutArguments& dropout, uint64_t first) {
+  // Words of elements first .. first + kWords - 1 under `key`; valid until the next call. A vector
+  // may be read past their end.
+  const uint32_t* fill(const uint32_t (&key)[2], uint64_t first) {
     for (int word = 0; word < kWords + 4; word += 4 * kBlocks) {
-      make_blocks(dropout, first / 4 + static_cast<uint64_t>(word / 4), words_ + word);
+      make_blocks(key, first / 4 + static_cast<uint64_t>(word / 4), words_ + word);
     }
     return words_ + first % 4;
   }
@@ -22,12 +23,12 @@ class DropoutWords {
   static constexpr int kBlocks = kLanes / 2;  // made at once
 
   // One block of four words per lane; only the low half of a lane means something.
-  static SLUICE_INLINE void make_blocks(const DropoutArguments& dropout, uint64_t counter,
+  static SLUICE_INLINE void make_blocks(const uint32_t (&key)[2], uint64_t counter,
                                         uint32_t* words) {
     VecW a{}, c{}, d{};
     for (int i = 0; i < kBlocks; ++i) a[i] = counter + static_cast<uint64_t>(i);
     VecW b = a >> 32;
-    philox_rounds(dropout.key, a, b, c, d);
+    philox_rounds(key, a, b, c, d);
     const VecW low = (a & 0xFFFFFFFFU) | (b << 32), high = (c & 0xFFFFFFFFU) | (d << 32);
     for (int i = 0; i < kBlocks; ++i) {
       const uint64_t pair[2] = {low[i], high[i]};

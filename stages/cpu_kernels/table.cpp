@@ -45,6 +45,7 @@ constexpr TypedKernels typed_kernels() {
       .causal_softmax_backward = causal_softmax_backward<T>,
       .row_dots = row_dots<T>,
       .cross_entropy = cross_entropy<T>,
+      .adamw = adamw<T>,
   };
 }
 
@@ -58,7 +59,6 @@ constinit const Kernels kKernels = {
     .f32 = typed_kernels<float>(),
     .bf16 = typed_kernels<Half>(),
     .squared_error = squared_error,
-    .adamw = adamw,
     .sgd = sgd,
     .sum_of_squares = sum_of_squares,
 };

@@ -1,6 +1,7 @@
 // Optimizer updates, and the sums of squares of norms and losses.
 #pragma once
 
+#include "stages/cpu_kernels/philox.hpp"
 #include "stages/cpu_kernels/vector.hpp"
 
 namespace sluice::SLUICE_KERNEL_NAMESPACE {
@@ -14,20 +15,56 @@ SLUICE_INLINE VecD load_double(const float* from) {
   return __builtin_convertvector(value, VecD);
 }
 
-inline void adamw(const AdamWArguments* arguments, float* value, const float* grad, float* first,
-                  float* second, int64_t n) {
-  const AdamWArguments a = *arguments;
+// Moments [0, n) of type T; `random` has a word per element where T is bf16.
+SLUICE_INLINE void store_moment(float* to, VecF moment, VecU /*random*/, Whole part) {
+  store(to, moment, part);
+}
+SLUICE_INLINE void store_moment(float* to, VecF moment, VecU /*random*/, Part part) {
+  store(to, moment, part);
+}
+template <typename Count>
+SLUICE_INLINE void store_moment(Half* to, VecF moment, VecU random, Count part) {
+  const VecH half = __builtin_convertvector(round_at_random(moment, random), VecH);
+  __builtin_memcpy(to, &half, static_cast<unsigned>(part.count) * sizeof(Half));
+}
+
+template <typename T>
+SLUICE_INLINE void adamw_part(const AdamWArguments& a, float* value, const float* grad, T* first,
+                              T* second, Half* rounded, const uint32_t* words, int64_t n) {
   for_vectors(n, [&](int64_t i, auto part) SLUICE_LAMBDA {
     fetch_ahead(grad + i);
     fetch_ahead(first + i);
     fetch_ahead(second + i);
     fetch_ahead(value + i);
+    VecU random{};
+    if (words != nullptr) __builtin_memcpy(&random, words + i, sizeof random);
     VecF w = load(value + i, part), m = load(first + i, part), v = load(second + i, part);
     adamw_update(a, load(grad + i, part), w, m, v);
-    store(first + i, m, part);
-    store(second + i, v, part);
+    store_moment(first + i, m, random, part);
+    store_moment(second + i, v, random >> 16, part);
     store(value + i, w, part);
+    if (rounded != nullptr) store(rounded + i, w, part);
   });
+}
+
+template <typename T>
+void adamw(const AdamWArguments* arguments, const AdamWRange* range, int64_t n) {
+  const AdamWArguments a = *arguments;
+  const AdamWRange r = *range;
+  T* const first = static_cast<T*>(r.first);
+  T* const second = static_cast<T*>(r.second);
+  Half* const rounded = static_cast<Half*>(r.rounded);
+  if constexpr (sizeof(T) == sizeof(float)) {
+    adamw_part(a, r.value, r.grad, first, second, rounded, nullptr, n);
+  } else {
+    RandomWords random;
+    for (int64_t start = 0; start < n; start += RandomWords::kWords) {
+      const uint32_t* words = random.fill(r.key, r.element + static_cast<uint64_t>(start));
+      const int64_t count = n - start < RandomWords::kWords ? n - start : RandomWords::kWords;
+      adamw_part(a, r.value + start, r.grad + start, first + start, second + start,
+                 rounded == nullptr ? nullptr : rounded + start, words, count);
+    }
+  }
 }
 
 inline void sgd(const SgdArguments* arguments, float* value, const float* grad, float* velocity,

@@ -25,13 +25,14 @@ LinearShape forward_shape(const Tensor& x, const Tensor& weight, const Tensor& b
   return shape;
 }
 
-// The library adds a bias of the result's type only; a bf16 result gets it rounded, in scratch.
+// The library adds a bias of the result's type only; a bf16 result gets an f32 one rounded, in
+// scratch.
 std::size_t rounded_bias_bytes(std::int64_t out, DType result) {
   return result == DType::kF32 ? 0 : static_cast<std::size_t>(out) * size_of(result);
 }
 
 const void* bias_for(ComputeContext& ctx, const Tensor& bias, DType result) {
-  if (bias.data == nullptr || result == DType::kF32) return bias.data;
+  if (bias.data == nullptr || bias.spec.dtype == result) return bias.data;
   Tensor rounded = {nullptr, {result, bias.shape()}};
   rounded.data = ctx.workspace(rounded_bias_bytes(bias.elements(), result));
   cuda::convert(ctx, bias, rounded);

@@ -29,10 +29,10 @@ struct Exponentials {
     for (int k = 0; k < N; ++k) highest = ::fmaxf(values.at[k], highest);
     if (highest > top) raise(highest);
 #pragma unroll
-    for (int k = 0; k < N; ++k) sum += exponential(values.at[k] - top);
+    for (int k = 0; k < N; ++k) sum += exponential_below_one(values.at[k] - top);
   }
   __device__ void raise(float to) {
-    sum *= exponential(top - to);
+    sum *= exponential_below_one(top - to);
     top = to;
   }
 };
@@ -101,14 +101,14 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const CrossEntr
     for (int64_t i = first; a.gradient && i < a.width; i += kStep) {
       Floats<N> values = load<N>((kKept ? kept : logits) + i);
 #pragma unroll
-      for (int k = 0; k < N; ++k) values.at[k] = exponential(values.at[k] - top) * factor;
+      for (int k = 0; k < N; ++k) values.at[k] = exponential_below_one(values.at[k] - top) * factor;
       store(logits + i, values);
     }
     __syncthreads();  // the target's column is written, and all of the row read
     if (threadIdx.x == 0) {
       const double at_target = static_cast<double>(wanted) - static_cast<double>(top);
       a.losses[row] = ::log(static_cast<double>(sum)) - at_target;
-      if (a.gradient) narrow(exponential(wanted - top) * factor - scale, logits[target]);
+      if (a.gradient) narrow(exponential_below_one(wanted - top) * factor - scale, logits[target]);
     }
   }
 }
@@ -160,36 +160,36 @@ void add_up(ComputeContext& ctx, const double* values, int64_t count, double* su
          Doubles{values}, count, aligned(values), sum);
 }
 
-void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
-                           StepValue<double> scale, bool gradient, double* sum) {
-  const int64_t rows = targets.elements();
-  const int64_t width = rows == 0 ? 0 : logits.elements() / rows;
+// Requires a row.
+void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
+                       StepValue<double> scale, bool gradient, double* losses) {
+  const int64_t rows = targets.elements(), width = logits.elements() / rows;
   const std::size_t row_bytes = static_cast<std::size_t>(width) * size_of(logits.spec.dtype);
-  auto* losses = reinterpret_cast<double*>(ctx.workspace(row_sum_bytes(rows)));
-  if (rows > 0) {
-    const auto run = [&](auto threads, auto keeps) {
-      constexpr int kThreads = decltype(threads)::value;
-      constexpr bool kKept = decltype(keeps)::value;
-      with_type(logits.spec.dtype, [&](auto type) {
-        using T = decltype(type);
-        const bool wide = width % kWide<T> == 0 && aligned(logits.data);
-        launch("softmax cross-entropy",
-               wide ? cross_entropy_kernel<kThreads, kWide<T>, kKept, T>
-                    : cross_entropy_kernel<kThreads, 1, kKept, T>,
-               {blocks_for(rows, 1), kThreads, kKept ? row_bytes : 0}, native(ctx.stream()),
-               CrossEntropy<T>{logits.as<T>(), targets.as<int32_t>(), scale_of(scale, 1), gradient,
-                               losses, rows, width});
-      });
-    };
-    constexpr std::size_t kReserved = 2048;  // of each block, by the system and by reductions
-    if (width <= kShortRow) {
-      run(std::integral_constant<int, kThreadsOfShortRow>{}, std::false_type{});
-    } else if (gradient && 2 * (row_bytes + kReserved) <= context_of(ctx).shared_memory()) {
-      run(std::integral_constant<int, kThreadsOfLongRow>{}, std::true_type{});
-    } else {
-      run(std::integral_constant<int, kThreadsOfLongRow>{}, std::false_type{});
-    }
+  const auto run = [&](auto threads, auto keeps) {
+    constexpr int kThreads = decltype(threads)::value;
+    constexpr bool kKept = decltype(keeps)::value;
+    with_type(logits.spec.dtype, [&](auto type) {
+      using T = decltype(type);
+      const bool wide = width % kWide<T> == 0 && aligned(logits.data);
+      launch("softmax cross-entropy",
+             wide ? cross_entropy_kernel<kThreads, kWide<T>, kKept, T>
+                  : cross_entropy_kernel<kThreads, 1, kKept, T>,
+             {blocks_for(rows, 1), kThreads, kKept ? row_bytes : 0}, native(ctx.stream()),
+             CrossEntropy<T>{logits.as<T>(), targets.as<int32_t>(), scale_of(scale, 1), gradient,
+                             losses, rows, width});
+    });
+  };
+  constexpr std::size_t kReserved = 2048;  // of each block, by the system and by reductions
+  if (width <= kShortRow) {
+    run(std::integral_constant<int, kThreadsOfShortRow>{}, std::false_type{});
+  } else if (gradient && 2 * (row_bytes + kReserved) <= context_of(ctx).shared_memory()) {
+    run(std::integral_constant<int, kThreadsOfLongRow>{}, std::true_type{});
+  } else {
+    run(std::integral_constant<int, kThreadsOfLongRow>{}, std::false_type{});
   }
+}
+
+void sum_of_losses(ComputeContext& ctx, const double* losses, std::int64_t rows, double* sum) {
   add_up(ctx, losses, rows, sum);
 }
 
@@ -210,7 +210,8 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
 
 LossOperators loss_operators() {
   return {
-      .softmax_cross_entropy = softmax_cross_entropy,
+      .row_cross_entropy = row_cross_entropy,
+      .sum_of_losses = sum_of_losses,
       .mean_squared_error = mean_squared_error,
   };
 }

@@ -18,18 +18,22 @@ struct PhiloxWords {
 };
 
 // Words of elements 4 * block to 4 * block + 3.
-SLUICE_MATH PhiloxWords philox_words(const DropoutArguments& dropout, uint64_t block) {
+SLUICE_MATH PhiloxWords philox_words(const uint32_t (&key)[2], uint64_t block) {
   PhiloxWords words = {{static_cast<uint32_t>(block), static_cast<uint32_t>(block >> 32), 0, 0}};
-  philox_rounds(dropout.key, words.at[0], words.at[1], words.at[2], words.at[3]);
+  philox_rounds(key, words.at[0], words.at[1], words.at[2], words.at[3]);
   return words;
+}
+// The word of one element.
+SLUICE_MATH uint32_t philox_word(const uint32_t (&key)[2], uint64_t index) {
+  const PhiloxWords words = philox_words(key, index / 4);
+  const uint32_t low = index % 2 == 0 ? words.at[0] : words.at[1];
+  const uint32_t high = index % 2 == 0 ? words.at[2] : words.at[3];
+  return index % 4 < 2 ? low : high;
 }
 
 // Dropout of the element of global index `index`.
 SLUICE_MATH float drop_one(const DropoutArguments& dropout, uint64_t index, float value) {
-  const PhiloxWords words = philox_words(dropout, index / 4);
-  const uint32_t low = index % 2 == 0 ? words.at[0] : words.at[1];
-  const uint32_t high = index % 2 == 0 ? words.at[2] : words.at[3];
-  return drop(value, index % 4 < 2 ? low : high, dropout);
+  return drop(value, philox_word(dropout.key, index), dropout);
 }
 
 // Of N elements from `index` on.
@@ -40,7 +44,7 @@ SLUICE_MATH void drop_consecutive(const DropoutArguments& dropout, uint64_t inde
     if (index % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < N; i += 4) {
-        const PhiloxWords words = philox_words(dropout, index / 4 + static_cast<uint64_t>(i / 4));
+        const PhiloxWords words = philox_words(dropout.key, index / 4 + static_cast<uint64_t>(i / 4));
 #pragma unroll
         for (int k = 0; k < 4; ++k) values.at[i + k] = drop(values.at[i + k], words.at[k], dropout);
       }

@@ -1,10 +1,12 @@
 // Optimizer updates over all runs of a stage, the rounding of all its weights, and sums of squares.
 #include <algorithm>
+#include <type_traits>
 
 #include "stages/compute/call_arguments.hpp"
 #include "stages/compute/partial_sums.hpp"
 #include "stages/cuda_kernels/block_sums.cuh"
 #include "stages/cuda_kernels/kernels.hpp"
+#include "stages/cuda_kernels/random.cuh"
 
 namespace sluice::cuda {
 
@@ -39,7 +41,12 @@ struct RunTable {
   [[nodiscard]] __host__ __device__ int64_t chunks() const { return first_chunk[count]; }
   static_assert(kRuns * (sizeof(Run) + sizeof(int64_t)) <= 32'000);
 };
-using UpdateTable = RunTable<UpdateRun, 512>;
+struct AdamWRun : AdamWRange {
+  int64_t count;
+  bool decay;
+};
+using AdamWTable = RunTable<AdamWRun, 400>;
+using SgdTable = RunTable<UpdateRun, 400>;
 struct Rounding {
   const float* from;
   Bf16* to;
@@ -52,28 +59,85 @@ struct Vector {
 };
 using SquareTable = RunTable<Vector, 1024>;
 
+__device__ bool aligned_run(const AdamWRange& run) {
+  return aligned(run.value, run.grad, run.first, run.second, run.rounded);
+}
 __device__ bool aligned_run(const UpdateRun& run) {
   return aligned(run.value, run.grad, run.first, run.second);
 }
 __device__ bool aligned_run(const Rounding& run) { return aligned(run.from, run.to); }
 
+// A word per element.
+template <int N>
+struct Words {
+  uint32_t at[N];
+};
+
+// Of elements `first` to first + N - 1 of a stream.
+template <int N>
+SLUICE_MATH Words<N> random_words(const uint32_t (&key)[2], uint64_t first) {
+  Words<N> words;
+  if constexpr (N % 4 == 0) {
+    if (first % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < N; i += 4) {
+        const PhiloxWords block = philox_words(key, first / 4 + static_cast<uint64_t>(i / 4));
+#pragma unroll
+        for (int k = 0; k < 4; ++k) words.at[i + k] = block.at[k];
+      }
+      return words;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) words.at[i] = philox_word(key, first + static_cast<uint64_t>(i));
+  return words;
+}
+
+template <int N>
+SLUICE_MATH void store_at_random(Bf16* to, const Floats<N>& values, const Words<N>& random) {
+  if constexpr (N == 8) {
+    const auto pair = [&](int i) {
+      return round_at_random(values.at[i], random.at[i]) |
+             round_at_random(values.at[i + 1], random.at[i + 1]) << 16;
+    };
+    __stwb(reinterpret_cast<uint4*>(to), make_uint4(pair(0), pair(2), pair(4), pair(6)));
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      to[i].bits = static_cast<uint16_t>(round_at_random(values.at[i], random.at[i]));
+    }
+  }
+}
+
+// T: of the moments.
+template <typename T>
 struct AdamWUpdate {
-  static constexpr int kPack = kWide<float>;
+  static constexpr int kPack = kWide<T>;
   AdamWArguments arguments;
   template <int N>
-  __device__ void run(const UpdateRun& run, int64_t i) const {
+  __device__ void run(const AdamWRun& run, int64_t i) const {
     AdamWArguments a = arguments;
     if (!run.decay) a.decay = a.coupled_decay = 0;
+    auto* const firsts = static_cast<T*>(run.first) + i;
+    auto* const seconds = static_cast<T*>(run.second) + i;
     const Floats<N> grad = load<N>(run.grad + i);
-    Floats<N> value = load<N>(run.value + i), first = load<N>(run.first + i);
-    Floats<N> second = load<N>(run.second + i);
+    Floats<N> value = load<N>(run.value + i), first = load<N>(firsts), second = load<N>(seconds);
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       adamw_update(a, grad.at[k], value.at[k], first.at[k], second.at[k]);
     }
     store(run.value + i, value);
-    store(run.first + i, first);
-    store(run.second + i, second);
+    if (run.rounded != nullptr) store(static_cast<Bf16*>(run.rounded) + i, value);
+    if constexpr (std::is_same_v<T, float>) {
+      store(firsts, first);
+      store(seconds, second);
+    } else {
+      Words<N> words = random_words<N>(run.key, run.element + static_cast<uint64_t>(i));
+      store_at_random(firsts, first, words);
+#pragma unroll
+      for (int k = 0; k < N; ++k) words.at[k] >>= 16;
+      store_at_random(seconds, second, words);
+    }
   }
 };
 
@@ -84,18 +148,19 @@ struct SgdUpdate {
   __device__ void run(const UpdateRun& run, int64_t i) const {
     SgdArguments a = arguments;
     if (!run.decay) a.decay = 0;
+    auto* const velocities = static_cast<float*>(run.first) + i;
     const Floats<N> grad = load<N>(run.grad + i);
     Floats<N> value = load<N>(run.value + i), direction;
 #pragma unroll
     for (int k = 0; k < N; ++k) direction.at[k] = sgd_direction(a, grad.at[k], value.at[k]);
     if (run.first != nullptr) {
-      Floats<N> velocity = load<N>(run.first + i);
+      Floats<N> velocity = load<N>(velocities);
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         velocity.at[k] = sgd_momentum(a, direction.at[k], velocity.at[k]);
         direction.at[k] = sgd_step(a, direction.at[k], velocity.at[k]);
       }
-      store(run.first + i, velocity);
+      store(velocities, velocity);
     }
 #pragma unroll
     for (int k = 0; k < N; ++k) value.at[k] = sgd_value(a, value.at[k], direction.at[k]);
@@ -135,7 +200,8 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // Over to_run(item) of all items, in as few launches as their tables allow. Of parameters,
 // neighbours that decay alike are one run: 8 of them per layer of a GPT-2, 4 of a Llama. So one
-// launch for up to about 64 layers of a GPT-2 on one rank.
+// launch for up to about 50 layers of a GPT-2 on one rank. Where the moments are bf16, or some
+// parameters have a copy in bf16, each may be a run: 12 of them per layer.
 template <typename Table, typename Body, typename Item, typename ToRun>
 void for_runs(ComputeContext& ctx, const char* name, const Body& body, std::span<const Item> items,
               const ToRun& to_run) {
@@ -150,8 +216,6 @@ void for_runs(ComputeContext& ctx, const char* name, const Body& body, std::span
            native(ctx.stream()), body, table);
   }
 }
-
-UpdateRun same_run(const UpdateRun& run) { return run; }
 
 struct Squares {
   const float* values;
@@ -192,11 +256,17 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
-  for_runs<UpdateTable>(ctx, "adamw", AdamWUpdate{adamw_arguments(step, true)}, runs, same_run);
+  with_type(step.moments, [&](auto type) {
+    for_runs<AdamWTable>(ctx, "adamw", AdamWUpdate<decltype(type)>{adamw_arguments(step, true)},
+                         runs, [&](const UpdateRun& run) {
+                           return AdamWRun{adamw_range(step, run, 0), run.count, run.decay};
+                         });
+  });
 }
 
 void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs) {
-  for_runs<UpdateTable>(ctx, "sgd", SgdUpdate{sgd_arguments(step, true)}, runs, same_run);
+  for_runs<SgdTable>(ctx, "sgd", SgdUpdate{sgd_arguments(step, true)}, runs,
+                     [](const UpdateRun& run) { return run; });
 }
 
 void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions) {

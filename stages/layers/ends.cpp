@@ -65,11 +65,24 @@ HeadLayer::HeadLayer(const Options& options, ParameterSet& parameters, WeightCop
                   {.in = options.width, .out = options.vocabulary, .tied = options.tied},
                   parameters, copies),
       width_(options.width),
-      precision_(options.precision) {}
+      precision_(options.precision),
+      chunks_(options.chunks) {}
+
+std::int64_t HeadLayer::chunk_rows(std::int64_t rows) const {
+  if (!in_chunks()) return rows;
+  const auto share = static_cast<std::size_t>((rows + chunks_ - 1) / chunks_);
+  return std::min(rows, static_cast<std::int64_t>(round_up(share, kChunkRows)));
+}
 
 HeadLayer::Kept HeadLayer::allocate(const BlockShape& shape, LayerAllocators& memory) const {
   const std::int64_t rows = shape.rows();
   Kept kept;
+  if (in_chunks()) {
+    kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_.stats_per_row());
+    kept.logits = memory.scratch.tensor(precision_, chunk_rows(rows), projection_.out());
+    kept.losses = memory.scratch.take<double>(rows);
+    return kept;
+  }
   kept.normed = memory.until_weight.tensor(precision_, rows, width_);
   kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_.stats_per_row());
   kept.dnormed = memory.gradients.tensor(precision_, rows, width_);
@@ -88,18 +101,41 @@ LayerMemory HeadLayer::memory(const BlockShape& shape) const {
 }
 
 OperatorMemory HeadLayer::operators(ComputeContext& compute, const BlockShape& shape) const {
-  return {.workspace = std::max(norm_.workspace(compute, shape.rows()),
-                                projection_.workspace(compute, shape.rows(), precision_))};
+  return {.workspace =
+              std::max(norm_.workspace(compute, shape.rows()),
+                       projection_.workspace(compute, chunk_rows(shape.rows()), precision_))};
 }
 
 Residual HeadLayer::forward(StreamCall& call, const Residual& in, const Tensor& out) {
   const Kept kept = kept_of(call);
-  norm_.forward(call.compute(), in, kept.normed, kept.stats);
-  projection_.forward(call.compute(), kept.normed, out);
+  norm_.forward(call.compute(), in, in_chunks() ? out : kept.normed, kept.stats);
+  if (!in_chunks()) projection_.forward(call.compute(), kept.normed, out);
   return {out, {}};
 }
 
+void HeadLayer::loss(ComputeContext& compute, const BlockShape& shape, std::byte* scratch,
+                     const Loss& loss) const {
+  LayerAllocators memory;
+  memory.scratch = BumpAllocator(scratch);
+  const Kept kept = allocate(shape, memory);
+  const std::int64_t rows = shape.rows(), step = chunk_rows(rows), width = projection_.out();
+  for (std::int64_t first = 0; first < rows; first += step) {
+    const std::int64_t count = std::min(step, rows - first);
+    const auto offset = static_cast<std::size_t>(first * width_) * size_of(precision_);
+    const Tensor x{loss.normed.as<std::byte>() + offset, {precision_, Shape{count, width_}}};
+    const Tensor logits{kept.logits.data, {precision_, Shape{count, width}}};
+    const Tensor targets{loss.targets.as<std::int32_t>() + first, {DType::kI32, Shape{count}}};
+    projection_.forward(compute, x, logits);
+    row_cross_entropy(compute, logits, targets, loss.scale, loss.gradient, kept.losses + first);
+    if (!loss.gradient) continue;
+    projection_.backward_weight(compute, x, logits);
+    projection_.backward_input(compute, logits, x);
+  }
+  sum_of_losses(compute, kept.losses, rows, loss.sum);
+}
+
 void HeadLayer::recompute(StreamCall& call, const Tensor& in) {
+  if (in_chunks()) return;  // the statistics are kept
   const Kept kept = kept_of(call);
   norm_.forward(call.compute(), {in, {}}, kept.normed, kept.stats);
 }
@@ -107,17 +143,17 @@ void HeadLayer::recompute(StreamCall& call, const Tensor& in) {
 void HeadLayer::backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
                                const Tensor& din) {
   const Kept kept = kept_of(call);
-  projection_.backward_input(call.compute(), dout, kept.dnormed);
+  if (!in_chunks()) projection_.backward_input(call.compute(), dout, kept.dnormed);
   if (din.data != nullptr) {
     fill_zero(call.compute(), din);
-    norm_.backward_input(call.compute(), kept.dnormed, in, kept.stats, din);
+    norm_.backward_input(call.compute(), in_chunks() ? dout : kept.dnormed, in, kept.stats, din);
   }
 }
 
 void HeadLayer::backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) {
   const Kept kept = kept_of(call);
-  projection_.backward_weight(call.compute(), kept.normed, dout);
-  norm_.backward_weight(call.compute(), kept.dnormed, in, kept.stats);
+  if (!in_chunks()) projection_.backward_weight(call.compute(), kept.normed, dout);
+  norm_.backward_weight(call.compute(), in_chunks() ? dout : kept.dnormed, in, kept.stats);
 }
 
 }  // namespace sluice

@@ -35,7 +35,9 @@ class EmbeddingLayer final : public StreamLayer {
   DropoutSite dropout_;
 };
 
-// Its output: logits [rows, vocabulary] in the products' precision.
+// Its output: logits [rows, vocabulary] in the products' precision, or, with chunks, the final
+// norm's. Then loss() makes the logits of some rows after the other, with all that depends on them:
+// the gradient of the projection's weights too. A chunk's rows are a multiple of kChunkRows.
 class HeadLayer final : public StreamLayer {
  public:
   struct Options {
@@ -44,6 +46,17 @@ class HeadLayer final : public StreamLayer {
     float norm_epsilon = 1e-5F;
     bool tied = false;
     DType precision = DType::kF32;
+    int chunks = 1;
+  };
+  // A multiple of the rows of one of the CPU's products: there the chunks change no bit.
+  static constexpr std::size_t kChunkRows = 512;
+  // One micro-batch: the norm's results [rows, width], which become their gradients if wanted,
+  // targets i32 [rows], and where the summed loss goes.
+  struct Loss {
+    Tensor normed, targets;
+    StepValue<double> scale;
+    bool gradient = false;
+    double* sum = nullptr;
   };
   HeadLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies);
 
@@ -55,12 +68,20 @@ class HeadLayer final : public StreamLayer {
   void backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
                       const Tensor& din) override;
   void backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) override;
+  // With chunks, right after forward. `scratch`: of memory(shape).
+  void loss(ComputeContext& compute, const BlockShape& shape, std::byte* scratch,
+            const Loss& loss) const;
 
  private:
+  // With chunks there are no `normed` and `dnormed`, which are the output and its gradient.
   struct Kept {
-    Tensor normed, stats;  // until the weight gradient
-    Tensor dnormed;        // gradient
+    Tensor normed, stats;      // until the weight gradient
+    Tensor dnormed;            // gradient
+    Tensor logits;             // scratch: of one chunk
+    double* losses = nullptr;  // scratch: of all rows
   };
+  [[nodiscard]] bool in_chunks() const { return chunks_ > 1; }
+  [[nodiscard]] std::int64_t chunk_rows(std::int64_t rows) const;
   [[nodiscard]] Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
   [[nodiscard]] Kept kept_of(const StreamCall& call) const;
 
@@ -68,6 +89,7 @@ class HeadLayer final : public StreamLayer {
   Linear projection_;
   std::int64_t width_;
   DType precision_;
+  int chunks_;
 };
 
 }  // namespace sluice

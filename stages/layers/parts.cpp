@@ -2,47 +2,70 @@
 
 namespace sluice {
 
-const Tensor& WeightCopies::add(const Parameter& parameter) {
+const Tensor& WeightCopies::add(Parameter& parameter) {
   if (precision_ == DType::kF32) return parameter.value;
-  return copies_.emplace_back(Copy{&parameter, {}}).tensor;
+  weights_.push_back(&parameter);
+  return parameter.rounded;
 }
 
-std::size_t WeightCopies::bytes() const {
+void WeightCopies::add_bias(Parameter& parameter) { biases_.push_back(&parameter); }
+
+std::size_t WeightCopies::bytes(DeviceKind device) const {
   BumpAllocator allocator;
-  for (const Copy& copy : copies_) {
-    (void)allocator.tensor(precision_, copy.parameter->shape[0], copy.parameter->shape[1]);
+  for (const Parameter* weight : weights_) {
+    (void)allocator.take(weight->shape.elements(), precision_);
+  }
+  if (rounds_biases(device)) {
+    for (const Parameter* bias : biases_) (void)allocator.take(bias->shape.elements(), precision_);
   }
   return allocator.used();
 }
 
 void WeightCopies::allocate(const DeviceMemory& memory) {
-  memory_ = memory.allocate(bytes());
-  conversions_.clear();
+  const DeviceKind device = memory.device().kind;
+  memory_ = memory.allocate(bytes(device));
   BumpAllocator allocator(memory_.data());
-  for (Copy& copy : copies_) {
-    const Shape& shape = copy.parameter->shape;
-    copy.tensor = allocator.tensor(precision_, shape[0], shape[1]);
-    conversions_.push_back({copy.parameter->value, copy.tensor});
+  const auto give = [&](Parameter& parameter) {
+    parameter.rounded = {allocator.take(parameter.shape.elements(), precision_),
+                         {precision_, parameter.shape}};
+    parameter.rounded_is_current = false;
+  };
+  for (Parameter* weight : weights_) give(*weight);
+  if (rounds_biases(device)) {
+    for (Parameter* bias : biases_) give(*bias);
   }
-  fresh_ = false;
+  conversions_.reserve(weights_.size() + biases_.size());
 }
 
-void WeightCopies::refresh(ComputeContext& ctx, std::uint64_t version) {
-  if (copies_.empty() || (fresh_ && version == version_)) return;
-  convert_all(ctx, conversions_);
-  version_ = version;
-  fresh_ = true;
+void WeightCopies::refresh(ComputeContext& ctx) {
+  conversions_.clear();
+  for (const auto* parameters : {&weights_, &biases_}) {
+    for (Parameter* parameter : *parameters) {
+      if (parameter->rounded.data == nullptr || parameter->rounded_is_current) continue;
+      conversions_.push_back({parameter->value, parameter->rounded});
+      parameter->rounded_is_current = true;
+    }
+  }
+  if (!conversions_.empty()) convert_all(ctx, conversions_);
 }
 
 Linear::Linear(const std::string& name, const Options& options, ParameterSet& parameters,
                WeightCopies& copies)
     : weight_(&parameters.add(name + ".weight", Shape{options.out, options.in},
                               Init::normal(options.deviation), true, options.tied)),
+      rounds_bias_(options.bias && options.rounds_bias),
       operand_(&copies.add(*weight_)),
       operand_type_(copies.precision()) {
   if (options.bias) {
     bias_ = &parameters.add(name + ".bias", Shape{options.out}, Init::constant(0), false);
   }
+  if (rounds_bias_) copies.add_bias(*bias_);
+}
+
+Tensor Linear::bias_for(const Tensor& y) const {
+  if (bias_ == nullptr) return {};
+  const bool rounded = y.spec.dtype != DType::kF32 && bias_->rounded.data != nullptr;
+  return rounded ? bias_->rounded : bias_->value;
 }
 
 std::size_t Linear::workspace(ComputeContext& ctx, std::int64_t rows, DType result,
@@ -53,19 +76,22 @@ std::size_t Linear::workspace(ComputeContext& ctx, std::int64_t rows, DType resu
                              .operands = operand_type_,
                              .result = result,
                              .bias = bias_ != nullptr};
-  const std::size_t bytes =
-      std::max(linear_forward_workspace(ctx, shape), linear_backward_weight_workspace(ctx, shape));
+  LinearShape forward = shape;
+  // A GPU's product rounds a bias itself where it has no copy.
+  if (rounds_bias_ && ctx.device().kind != DeviceKind::kCpu) forward.bias = false;
+  const std::size_t bytes = std::max(linear_forward_workspace(ctx, forward),
+                                     linear_backward_weight_workspace(ctx, shape));
   return before ? std::max(bytes, linear_activation_backward_input_workspace(ctx, *before, shape))
                 : bytes;
 }
 
 void Linear::forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) const {
-  linear_forward(ctx, x, *operand_, bias(), y);
+  linear_forward(ctx, x, *operand_, bias_for(y), y);
 }
 
 void Linear::forward(ComputeContext& ctx, Activation activation, const Tensor& x,
                      const Tensor& raised, const Tensor& y) const {
-  linear_activation_forward(ctx, activation, x, *operand_, bias(), raised, y);
+  linear_activation_forward(ctx, activation, x, *operand_, bias_for(raised), raised, y);
 }
 
 void Linear::backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,

@@ -14,34 +14,35 @@
 
 namespace sluice {
 
-// Copies of weights in a product's precision, one set per stage. In f32 the values themselves are
-// used: then nothing is copied, and no call but add() is needed.
+// Copies of weights in a product's precision, one set per stage: what Parameter::rounded is of. In
+// f32 the values themselves are used: then nothing is copied, and no call but add() is needed.
 class WeightCopies {
  public:
   explicit WeightCopies(DType precision) : precision_(precision) {}
 
   // This weight as products read it. The reference stays valid, and is complete after
   // ParameterSet::allocate() and allocate().
-  const Tensor& add(const Parameter& parameter);
+  const Tensor& add(Parameter& parameter);
+  // A bias of a product with a result of this precision: a GPU adds it rounded. A CPU adds the
+  // value; there it has no copy.
+  void add_bias(Parameter& parameter);
+  // Whether biases have copies on such a device.
+  [[nodiscard]] bool rounds_biases(DeviceKind device) const {
+    return precision_ != DType::kF32 && device != DeviceKind::kCpu;
+  }
   // Bytes that allocate() takes.
-  [[nodiscard]] std::size_t bytes() const;
+  [[nodiscard]] std::size_t bytes(DeviceKind device) const;
   // After ParameterSet::allocate.
   void allocate(const DeviceMemory& memory);
-  // Converts all values where `version` is not that of the last call.
-  void refresh(ComputeContext& ctx, std::uint64_t version);
+  // Converts the values whose copies are old. An optimizer may have written both.
+  void refresh(ComputeContext& ctx);
   [[nodiscard]] DType precision() const { return precision_; }
 
  private:
-  struct Copy {
-    const Parameter* parameter;
-    Tensor tensor;
-  };
   DType precision_;
-  std::deque<Copy> copies_;
-  std::vector<Conversion> conversions_;  // all of them, once there is memory
+  std::vector<Parameter*> weights_, biases_;
+  std::vector<Conversion> conversions_;  // of one call
   Buffer memory_;
-  std::uint64_t version_ = 0;
-  bool fresh_ = false;
 };
 
 // y = x weightᵀ + bias, with parameters <name>.weight [out, in] and, if asked, <name>.bias [out].
@@ -51,6 +52,7 @@ class Linear {
     std::int64_t in = 0, out = 0;
     double deviation = 0.02;  // of the initial weights
     bool bias = false;
+    bool rounds_bias = false;  // y has the products' precision: WeightCopies::add_bias()
     bool tied = false;
   };
   Linear(const std::string& name, const Options& options, ParameterSet& parameters,
@@ -72,10 +74,12 @@ class Linear {
                       const Tensor& raised, const Tensor& draised) const;
 
  private:
-  [[nodiscard]] Tensor bias() const { return bias_ != nullptr ? bias_->value : Tensor{}; }
+  // As a product with this result adds it.
+  [[nodiscard]] Tensor bias_for(const Tensor& y) const;
 
   Parameter* weight_;
   Parameter* bias_ = nullptr;
+  bool rounds_bias_;
   const Tensor* operand_;  // the weight in the products' precision
   DType operand_type_;
 };

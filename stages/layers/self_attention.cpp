@@ -16,7 +16,8 @@ SelfAttention::SelfAttention(const Options& options, ParameterSet& parameters, W
       qkv_(options.name + ".qkv",
            {.in = options.width,
             .out = std::int64_t{options.heads + 2 * options.kv_heads} * head_dim_,
-            .bias = options.qkv_bias},
+            .bias = options.qkv_bias,
+            .rounds_bias = true},
            parameters, copies),
       norm_(options.qk_norm ? std::optional<QueryKeyNorm>(std::in_place, options.name, head_dim_,
                                                           *options.qk_norm, parameters)

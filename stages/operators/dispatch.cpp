@@ -186,13 +186,21 @@ void state_given(const char* name, const AttentionShape& shape, const std::byte*
   }
 }
 
-// x weightᵀ + bias. `types`: of the result.
-void product(const char* name, const Tensor& x, const Tensor& weight, const Tensor& bias,
-             const Operand& result, Types types) {
+// x weightᵀ + bias. `types`: of the result. A GPU takes a rounded bias too.
+void product(ComputeContext& ctx, const char* name, const Tensor& x, const Tensor& weight,
+             const Tensor& bias, const Operand& result, Types types) {
   fits(name, {"x", x}, in_rows(kFloats, kAny, kAny), {{"weight", weight}});
   fits(name, {"weight", weight}, matrix(only(x.spec.dtype), kAny, width_of(x)), {{"x", x}});
-  fits_if_given(name, {"bias", bias}, vector(kF32, weight.shape()[0]), {{"weight", weight}});
+  const bool on_cpu = ctx.device().kind == DeviceKind::kCpu;
+  const Types biases = on_cpu ? kF32 : kF32 | only(result.tensor->spec.dtype);
+  fits_if_given(name, {"bias", bias}, vector(biases, weight.shape()[0]), {{"weight", weight}});
   fits(name, result, in_rows(types, rows_of(x), weight.shape()[0]), {{"x", x}, {"weight", weight}});
+}
+
+void rows_with_targets(const char* name, const Tensor& logits, const Tensor& targets) {
+  fits(name, {"logits", logits}, in_rows(kFloats, kAny, kAny), {{"targets", targets}});
+  fits(name, {"targets", targets}, {kI32, rows_of(logits), 1, Legal::Form::kCount},
+       {{"logits", logits}});
 }
 
 // What is legal of tables whose rows `tokens` names, and of what has a row per token.
@@ -347,7 +355,7 @@ void run(const Work& work, Function Part::*entry, ComputeContext& ctx,
 
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y) {
-  product(__func__, x, weight, bias, {"y", y}, only(x.spec.dtype) | kF32);
+  product(ctx, __func__, x, weight, bias, {"y", y}, only(x.spec.dtype) | kF32);
   run({__func__, product_flops(x, weight)}, &OperatorTable::linear_forward, ctx, x, weight, bias,
       y);
 }
@@ -378,7 +386,7 @@ void linear_activation_forward(ComputeContext& ctx, Activation activation, const
                                const Tensor& weight, const Tensor& bias, const Tensor& raised,
                                const Tensor& y) {
   const Types type = only(x.spec.dtype);
-  product(__func__, x, weight, bias, {"raised", raised}, type);
+  product(ctx, __func__, x, weight, bias, {"raised", raised}, type);
   const std::int64_t parts = activation == Activation::kSwiglu ? 2 : 1;
   fits(__func__, {"y", y}, in_rows(type, rows_of(x), kAny), {{"x", x}, {"raised", raised}});
   fits(__func__, {"raised", raised}, in_rows(type, rows_of(x), parts * width_of(y)),
@@ -615,11 +623,32 @@ void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions) {
 
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
                            StepValue<double> scale, bool gradient, double* sum) {
-  fits(__func__, {"logits", logits}, in_rows(kFloats, kAny, kAny), {{"targets", targets}});
-  fits(__func__, {"targets", targets}, {kI32, rows_of(logits), 1, Legal::Form::kCount},
-       {{"logits", logits}});
+  rows_with_targets(__func__, logits, targets);
   if (sum == nullptr) refuse_pointer(__func__, "sum", "where the sum goes");
-  run(__func__, &OperatorTable::softmax_cross_entropy, ctx, logits, targets, scale, gradient, sum);
+  const std::int64_t rows = rows_of(logits);
+  double* losses = nullptr;
+  if (const std::size_t bytes = softmax_cross_entropy_workspace(rows); bytes > 0) {
+    losses = reinterpret_cast<double*>(ctx.workspace(bytes));
+  }
+  if (rows > 0) run(__func__, &OperatorTable::row_cross_entropy, ctx, logits, targets, scale, gradient, losses);
+  run(__func__, &OperatorTable::sum_of_losses, ctx, losses, rows, sum);
+}
+
+void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
+                       StepValue<double> scale, bool gradient, double* losses) {
+  rows_with_targets(__func__, logits, targets);
+  if (rows_of(logits) == 0) return;
+  if (losses == nullptr) refuse_pointer(__func__, "losses", "a number per row");
+  run(__func__, &OperatorTable::row_cross_entropy, ctx, logits, targets, scale, gradient, losses);
+}
+
+void sum_of_losses(ComputeContext& ctx, const double* losses, std::int64_t rows, double* sum) {
+  if (sum == nullptr) refuse_pointer(__func__, "sum", "where the sum goes");
+  if (rows < 0 || rows > kMostElements || (losses == nullptr && rows > 0)) {
+    refuse(__func__, fmt::format("{} losses{}; legal: 0 to 2^60, with data if any", rows,
+                                 losses == nullptr ? " without data" : ""));
+  }
+  run(__func__, &OperatorTable::sum_of_losses, ctx, losses, rows, sum);
 }
 
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
@@ -633,6 +662,9 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
 
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
   update_runs(__func__, runs, true, true);
+  if (step.moments != DType::kF32 && step.moments != DType::kBf16) {
+    refuse(__func__, fmt::format("moments are {}; legal: f32, bf16", name_of(step.moments)));
+  }
   run(__func__, &OperatorTable::adamw, ctx, step, runs);
 }
 

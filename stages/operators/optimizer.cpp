@@ -15,23 +15,54 @@ std::size_t padded_floats(const Parameter& parameter) {
   return parameter_bytes(parameter.value.elements()) / sizeof(float);
 }
 
-// Adjacent parameters in memory with equal decay form one run. The padding between them is zero in
-// value, gradient and state, and both updates keep it zero. StateMemory sets the state.
-std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters) {
+// Names of the state vectors, each with as many elements as the values.
+std::vector<std::string> kinds_of(const OptimizerConfig& config) {
+  if (config.kind != OptimizerConfig::Kind::kSgd) return {"exp_avg", "exp_avg_sq"};
+  if (config.momentum != 0) return {"momentum"};
+  return {};
+}
+
+// The type of their elements.
+DType state_type(const OptimizerConfig& config) {
+  return config.kind == OptimizerConfig::Kind::kSgd ? DType::kF32 : config.moments;
+}
+
+// The random stream that rounds a parameter's moments.
+std::uint64_t moments_site(const Parameter& parameter) {
+  return hash_name(parameter.name + ".moments");
+}
+
+// Whether `next` follows `last` in memory and is updated alike.
+bool joins(const UpdateRun& last, const UpdateRun& next) {
+  const bool copy_follows = last.rounded == nullptr || next.rounded == nullptr
+                                ? last.rounded == next.rounded
+                                : last.rounded + last.count == next.rounded;
+  return last.decay == next.decay && last.site == next.site && copy_follows &&
+         last.value + last.count == next.value && last.grad + last.count == next.grad;
+}
+
+// Adjacent parameters in memory with equal decay form one run, unless their state is rounded at
+// random. The padding between them is zero in value, gradient and state, and all updates keep it
+// zero. StateMemory sets the state.
+std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters,
+                                 const OptimizerConfig& config) {
+  const bool is_sgd = config.kind == OptimizerConfig::Kind::kSgd;
+  const DType state = state_type(config);
   std::vector<UpdateRun> runs;
   for (const Parameter* parameter : parameters) {
     UpdateRun next{.value = parameter->value.as<float>(),
                    .grad = parameter->grad.as<float>(),
                    .count = static_cast<std::int64_t>(padded_floats(*parameter)),
-                   .decay = parameter->decay};
+                   .decay = parameter->decay,
+                   .site = state == DType::kF32 ? 0 : moments_site(*parameter),
+                   .rounded = is_sgd ? nullptr : parameter->rounded.as<Bf16>()};
     if (next.value == nullptr || next.grad == nullptr) {
       throw Error(ErrorCode::kInternal, fmt::format("parameter {} reaches the optimizer before it "
                                                     "has memory",
                                                     parameter->name));
     }
     UpdateRun* const last = runs.empty() ? nullptr : &runs.back();
-    if (last != nullptr && last->decay == next.decay && last->value + last->count == next.value &&
-        last->grad + last->count == next.grad) {
+    if (last != nullptr && joins(*last, next)) {
       last->count += next.count;
     } else {
       runs.push_back(next);
@@ -40,25 +71,19 @@ std::vector<UpdateRun> make_runs(std::span<Parameter* const> parameters) {
   return runs;
 }
 
-// Names of the state vectors, each as large as the values.
-std::vector<std::string> kinds_of(const OptimizerConfig& config) {
-  if (config.kind != OptimizerConfig::Kind::kSgd) return {"exp_avg", "exp_avg_sq"};
-  if (config.momentum != 0) return {"momentum"};
-  return {};
-}
-
 // One zeroed vector per kind, each with the parameters' layout.
 class StateMemory {
  public:
-  StateMemory(std::span<Parameter* const> parameters, std::vector<std::string> kinds,
+  StateMemory(std::span<Parameter* const> parameters, const OptimizerConfig& config,
               const DeviceMemory& memory)
-      : parameters_(parameters.begin(), parameters.end()), kinds_(std::move(kinds)) {
-    for (const Parameter* parameter : parameters_) {
-      floats_ += padded_floats(*parameter);
-    }
+      : parameters_(parameters.begin(), parameters.end()),
+        kinds_(kinds_of(config)),
+        type_(state_type(config)) {
+    std::size_t bytes = 0;
+    for (const Parameter* parameter : parameters_) bytes += bytes_of(padded_floats(*parameter));
     const Stream stream(memory.device());
     for (size_t i = 0; i < kinds_.size(); ++i) {
-      buffers_.push_back(memory.allocate(floats_ * sizeof(float)));
+      buffers_.push_back(memory.allocate(bytes));
       fill_zero_async(buffers_.back().data(), buffers_.back().size(), stream.view());
     }
     stream.view().synchronize();
@@ -66,11 +91,11 @@ class StateMemory {
 
   // Gives each run its part of the state; `runs` are those of the same parameters.
   void assign(std::span<UpdateRun> runs) const {
-    std::int64_t offset = 0;
+    std::size_t offset = 0;
     for (UpdateRun& run : runs) {
       run.first = buffers_.empty() ? nullptr : at(0, offset);
       run.second = buffers_.size() < 2 ? nullptr : at(1, offset);
-      offset += run.count;
+      offset += bytes_of(static_cast<std::size_t>(run.count));
     }
   }
   [[nodiscard]] std::vector<OptimizerState> list() const {
@@ -78,34 +103,39 @@ class StateMemory {
     std::size_t offset = 0;
     for (const Parameter* parameter : parameters_) {
       for (size_t kind = 0; kind < kinds_.size(); ++kind) {
-        result.push_back(
-            {parameter->name, kinds_[kind],
-             Tensor{buffers_[kind].data() + offset * sizeof(float), parameter->value.spec}});
+        result.push_back({parameter->name, kinds_[kind],
+                          Tensor{at(kind, offset), {type_, parameter->value.shape()}}});
       }
-      offset += padded_floats(*parameter);
+      offset += bytes_of(padded_floats(*parameter));
     }
     return result;
   }
 
  private:
-  [[nodiscard]] float* at(size_t kind, std::int64_t offset) const {
-    return reinterpret_cast<float*>(buffers_[kind].data()) + offset;
+  // Of the state of as many elements: one parameter's, or those of parameters that form one run.
+  [[nodiscard]] std::size_t bytes_of(std::size_t elements) const {
+    return round_up(elements * size_of(type_), kBufferAlignment);
+  }
+  [[nodiscard]] std::byte* at(size_t kind, std::size_t offset) const {
+    return buffers_[kind].data() + offset;
   }
 
   std::vector<Parameter*> parameters_;
   std::vector<std::string> kinds_;
+  DType type_;
   std::vector<Buffer> buffers_;
-  std::size_t floats_ = 0;
 };
 
 // AdamW, Adam, or SGD with momentum.
 class RunOptimizer final : public Optimizer {
  public:
   RunOptimizer(const OptimizerConfig& config, std::span<Parameter* const> parameters,
-               const DeviceMemory& memory)
+               const DeviceMemory& memory, std::uint64_t seed)
       : config_(config),
-        runs_(make_runs(parameters)),
-        state_(parameters, kinds_of(config), memory) {
+        seed_(seed),
+        parameters_(parameters.begin(), parameters.end()),
+        runs_(make_runs(parameters, config)),
+        state_(parameters, config, memory) {
     state_.assign(runs_);
   }
 
@@ -134,30 +164,53 @@ class RunOptimizer final : public Optimizer {
            .correction1 = correction(config_.beta1),
            .correction2 = correction(config_.beta2),
            .grad_scale = grad_scale,
-           .coupled = config_.kind == OptimizerConfig::Kind::kAdam},
+           .coupled = config_.kind == OptimizerConfig::Kind::kAdam,
+           .moments = config_.moments,
+           .seed = seed_,
+           .step = step},
           runs_);
+    for (Parameter* parameter : parameters_) parameter->rounded_is_current = true;
   }
   std::vector<OptimizerState> state() override { return state_.list(); }
 
  private:
   OptimizerConfig config_;
+  std::uint64_t seed_;
+  std::vector<Parameter*> parameters_;
   std::vector<UpdateRun> runs_;
   StateMemory state_;
 };
 
 }  // namespace
 
-std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
-                                          std::span<Parameter* const> parameters,
-                                          const DeviceMemory& memory) {
+void require_sensible(const OptimizerConfig& config) {
   if (config.nesterov && !(config.kind == OptimizerConfig::Kind::kSgd && config.momentum > 0)) {
     throw Error(ErrorCode::kUsage, "nesterov is for SGD with a momentum above 0");
   }
-  return std::make_unique<RunOptimizer>(config, parameters, memory);
+  if (config.moments != DType::kF32 && config.moments != DType::kBf16) {
+    throw Error(ErrorCode::kUsage, fmt::format("an optimizer's moments in {}; legal: f32, bf16",
+                                               name_of(config.moments)));
+  }
+  if (config.moments != DType::kF32 && config.kind == OptimizerConfig::Kind::kSgd) {
+    throw Error(ErrorCode::kUsage, "moments in bf16 are for AdamW and Adam; SGD's momentum is f32");
+  }
+}
+
+std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
+                                          std::span<Parameter* const> parameters,
+                                          const DeviceMemory& memory, std::uint64_t seed) {
+  require_sensible(config);
+  return std::make_unique<RunOptimizer>(config, parameters, memory, seed);
+}
+
+std::size_t state_bytes_per_element(const OptimizerConfig& config) {
+  return kinds_of(config).size() * size_of(state_type(config));
 }
 
 std::size_t optimizer_bytes(const OptimizerConfig& config, std::size_t bytes) {
-  return kinds_of(config).size() * bytes;
+  const std::size_t elements = bytes / sizeof(float);
+  return kinds_of(config).size() *
+         round_up(elements * size_of(state_type(config)), kBufferAlignment);
 }
 
 double clip_factor(double norm, double clip) { return clip > 0 && norm > clip ? clip / norm : 1.0; }

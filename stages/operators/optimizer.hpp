@@ -12,11 +12,19 @@
 
 namespace sluice {
 
+// Throws Error(kUsage) for settings that contradict each other.
+void require_sensible(const OptimizerConfig& config);
+
 // State for the parameters it is given (the owners, not other uses of tied ones), in that order.
+// `seed`: of the random rounding of moments. Throws what require_sensible() throws.
 [[nodiscard]] std::unique_ptr<Optimizer> make_optimizer(const OptimizerConfig& config,
                                                         std::span<Parameter* const> parameters,
-                                                        const DeviceMemory& memory);
-// Bytes of its state, if the parameters' values take `bytes` (parameter_bytes) in total.
+                                                        const DeviceMemory& memory,
+                                                        std::uint64_t seed = 0);
+// Bytes of its state per element of the parameters, and so in a save.
+[[nodiscard]] std::size_t state_bytes_per_element(const OptimizerConfig& config);
+// Bytes of memory that the state of one parameter takes, whose values take `bytes`
+// (parameter_bytes).
 [[nodiscard]] std::size_t optimizer_bytes(const OptimizerConfig& config, std::size_t bytes);
 
 // The factor that brings a gradient of this norm to at most `clip` (<= 0: no clipping, factor 1).

@@ -25,6 +25,19 @@ struct AdamWArguments {
   float coupled_decay;  // added to the gradient
 };
 
+// The vectors of one AdamW update. first, second: of f32, or of bf16 with the key of its random
+// rounding and the index of the range's first element. rounded: a copy of the values in bf16, or
+// null.
+struct AdamWRange {
+  float* value;
+  const float* grad;
+  void* first;
+  void* second;
+  void* rounded;
+  uint32_t key[2];
+  uint64_t element;
+};
+
 struct SgdArguments {
   float learning_rate, momentum, decay, grad_scale;
   bool nesterov;

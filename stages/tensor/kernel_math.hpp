@@ -22,6 +22,15 @@ SLUICE_MATH typename Lanes<V>::Word round_to_bf16(V value) {
   return value == value ? rounded : constant<W>(0x7FC0U);
 }
 
+// To one of the two neighbours, up in magnitude with the probability that makes the mean exact. The
+// low 16 bits of `random` are uniform; what is above them does not count.
+template <typename V>
+SLUICE_MATH typename Lanes<V>::Word round_at_random(V value, typename Lanes<V>::Word random) {
+  using W = typename Lanes<V>::Word;
+  const W rounded = (bits_as<W>(value) + (random & 0xFFFFU)) >> 16;
+  return value == value ? rounded : constant<W>(0x7FC0U);
+}
+
 // --- functions of one number ---
 // e^x to about 1 ulp for x in [-86.9, high], the nearest end's value outside, NaN for NaN (one
 // whose low nine bits are zero, as those that arithmetic makes and conversion leaves); high is at
@@ -62,6 +71,20 @@ SLUICE_MATH float exponential(float x, float high = 88.3F) {
   return f * bits_as<float>((bits_as<int32_t>(shifted) << 23) + 0x3F800000);
 }
 #endif
+
+// e^x for x <= 0, NaN for NaN, where small results may be less exact: on a GPU a product and ex2, 0
+// below 2^-126. Relative error there at most 2^-22 + 1.4e-7 |x|: both roundings of x, the constant's,
+// ex2.approx's 2^-22.
+template <typename V>
+SLUICE_MATH V exponential_below_one(V x) {
+#if defined(__CUDA_ARCH__)
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.44269504088896341F));
+  return result;
+#else
+  return exponential(x);
+#endif
+}
 
 // At least e^-80, so that nothing here is ever denormal.
 template <typename V>

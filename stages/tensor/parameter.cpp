@@ -239,6 +239,11 @@ std::span<float> ParameterSet::flat_values() const {
   return {reinterpret_cast<float*>(memory_->values.data()), flat_floats_};
 }
 
+void ParameterSet::mark_values_changed() {
+  ++version_;
+  for (Parameter& parameter : parameters_) parameter.rounded_is_current = false;
+}
+
 void ParameterSet::zero_grads(StreamView stream) {
   const std::span<float> grads = flat_grads();
   if (!grads.empty()) fill_zero_async(grads.data(), grads.size_bytes(), stream);

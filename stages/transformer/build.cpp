@@ -133,7 +133,13 @@ std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
     options.norm_epsilon = config.norm_epsilon;
     options.tied = config.tied;
     options.precision = config.precision;
-    append(config, std::make_unique<HeadLayer>(options, parameters, copies), layers);
+    options.chunks = config.logit_chunks;
+    auto head = std::make_unique<HeadLayer>(options, parameters, copies);
+    if (config.logit_chunks > 1) {
+      layers.push_back(std::move(head));  // keeps statistics alone
+    } else {
+      append(config, std::move(head), layers);
+    }
   }
   return first_parameters;
 }

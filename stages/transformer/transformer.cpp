@@ -157,6 +157,7 @@ void validate(const TransformerConfig& config) {
   }
   require_range("--vocabulary", config.vocabulary, 1, TransformerLimits::kVocabulary);
   require_range("--mlp-width", config.mlp_width, 0, TransformerLimits::kMlpWidth);
+  require_range("--logit-chunks", config.logit_chunks, 1, TransformerLimits::kLogitChunks);
   if (config.kind == TransformerKind::kGpt2) refuse_of_llama(config);
   validate_head_size(config);
   if (config.kind == TransformerKind::kLlama) {

@@ -54,6 +54,9 @@ TransformerStage::TransformerStage(const TransformerConfig& config, LayerRange r
       first_parameters_.push_back(first);
     }
   }
+  if (config.logit_chunks > 1 && gives_logits()) {
+    chunking_head_ = dynamic_cast<const HeadLayer*>(layers_.back().get());
+  }
 }
 
 ParameterSet* TransformerStage::parameters() { return layers_.empty() ? nullptr : &parameters_; }
@@ -77,9 +80,9 @@ BlockShape TransformerStage::shape_of(const TensorSpec& input, DeviceKind device
 }
 
 TensorSpec TransformerStage::output_spec(const BlockShape& shape) const {
-  return {
-      gives_logits() ? config_.precision : DType::kF32,
-      Shape{shape.samples, shape.sequence, gives_logits() ? config_.vocabulary : config_.width}};
+  const std::int64_t width = gives_logits() ? config_.vocabulary : config_.width;
+  return {gives_logits() || chunking_head_ != nullptr ? config_.precision : DType::kF32,
+          Shape{shape.samples, shape.sequence, width}};
 }
 
 StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
@@ -96,7 +99,7 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
   StageDescription description;
   description.outputs = {output_spec(shape)};
   description.input_gradients = {!takes_tokens()};
-  description.copy_bytes = copies_.bytes();
+  description.copy_bytes = copies_.bytes(compute.device().kind);
   LayerMemory most;
   OperatorMemory operators;
   if (gives_logits()) operators.workspace = softmax_cross_entropy_workspace(shape.rows());
@@ -337,9 +340,7 @@ Tensor TransformerStage::layer_gradient(const StageContext& ctx, const BlockShap
   return stream_tensor(at(gradients_, slot + layout_.places[layer + 1].dinput), shape);
 }
 
-void TransformerStage::begin_step(ComputeContext& compute) {
-  copies_.refresh(compute, parameters_.version());
-}
+void TransformerStage::begin_step(ComputeContext& compute) { copies_.refresh(compute); }
 
 void TransformerStage::find_first_gradients() {
   const std::vector<Parameter*> all = parameters_.all();
@@ -361,6 +362,12 @@ void TransformerStage::forward(StageContext& ctx, std::span<const Tensor> inputs
                                std::span<const Tensor> outputs) {
   const BlockShape shape = begin_call(ctx, inputs);
   require_single(outputs, "output");
+  if (chunking_head_ != nullptr && ctx.phase == Phase::kGenerate) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("a transformer with {} chunks of logits (--logit-chunks) gives none to "
+                            "infer(); legal there is 1",
+                            config_.logit_chunks));
+  }
   if (layers_.empty()) {
     copy_or_convert(ctx.compute, inputs[0], outputs[0]);
     return;
@@ -441,6 +448,7 @@ void LastTransformerStage::warm_up(StageContext& ctx, std::span<const Tensor> in
   fill_zero_async(zeros.data(), spec.bytes(), ctx.compute.stream());
   const Tensor targets{zeros.data(), spec};
   forward(ctx, inputs, outputs);
+  if (!trains()) ctx.phase = Phase::kEvaluate;  // there are no gradients
   loss(ctx, outputs, {&targets, 1}, reinterpret_cast<double*>(sum.data()));
   TransformerStage::warm_up(ctx, inputs, outputs);
   ctx.compute.wait();
@@ -450,13 +458,20 @@ void LastTransformerStage::loss(StageContext& ctx, std::span<const Tensor> outpu
                                 std::span<const Tensor> targets, double* sum) {
   require_single(outputs, "output");
   require_single(targets, "target");
-  const Tensor logits = as_rows(outputs[0]);
+  const Tensor logits = as_rows(outputs[0]);  // or the norm's results
   if (targets[0].elements() != logits.shape()[0]) {
     throw Error(ErrorCode::kInternal,
                 fmt::format("targets {} do not fit logits {}", to_string(targets[0].spec),
                             to_string(outputs[0].spec)));
   }
   const Tensor flat{targets[0].data, {DType::kI32, Shape{targets[0].elements()}}};
+  if (chunking_head() != nullptr) {
+    const BlockShape shape = {outputs[0].shape()[0], outputs[0].shape()[1],
+                              ctx.compute.device().kind};
+    chunking_head()->loss(ctx.compute, shape, scratch(),
+                          {logits, flat, ctx.loss_scale, ctx.phase == Phase::kTrain, sum});
+    return;
+  }
   softmax_cross_entropy(ctx.compute, logits, flat, ctx.loss_scale, ctx.phase == Phase::kTrain, sum);
 }
 

@@ -14,6 +14,7 @@
 #include <sluice/stage.hpp>
 #include <sluice/transformer.hpp>
 
+#include "stages/layers/ends.hpp"
 #include "stages/layers/layer.hpp"
 #include "stages/transformer/build.hpp"
 
@@ -54,6 +55,10 @@ class TransformerStage : public Stage, public SplitBackward {
   virtual void warm_up(StageContext& ctx, std::span<const Tensor> inputs,
                        std::span<const Tensor> outputs);
   [[nodiscard]] const TransformerConfig& config() const { return config_; }
+  // The head that computes the loss itself; null: forward gives logits.
+  [[nodiscard]] const HeadLayer* chunking_head() const { return chunking_head_; }
+  [[nodiscard]] std::byte* scratch() const { return scratch_.data(); }
+  [[nodiscard]] bool trains() const { return trains_; }
 
  private:
   // Offsets within a slot's state and gradient memory, and the capacity there.
@@ -70,7 +75,9 @@ class TransformerStage : public Stage, public SplitBackward {
   };
 
   [[nodiscard]] bool takes_tokens() const { return range_.begin == 0; }
-  [[nodiscard]] bool gives_logits() const { return range_.end == config_.layers + 2; }
+  [[nodiscard]] bool gives_logits() const {
+    return range_.end == config_.layers + 2 && chunking_head_ == nullptr;
+  }
   [[nodiscard]] BlockShape shape_of(const TensorSpec& input, DeviceKind device) const;
   [[nodiscard]] TensorSpec output_spec(const BlockShape& shape) const;
   [[nodiscard]] LayerMemory largest_memory(const StreamLayer& layer,
@@ -98,6 +105,7 @@ class TransformerStage : public Stage, public SplitBackward {
   ParameterSet parameters_;
   WeightCopies copies_;
   std::vector<std::unique_ptr<StreamLayer>> layers_;
+  const HeadLayer* chunking_head_ = nullptr;   // the last of them
   std::vector<std::size_t> first_parameters_;  // [layer] how many come before its own
   std::vector<std::size_t> first_gradients_;  // [layer] where they begin in flat_grads(), in floats
 

@@ -122,6 +122,13 @@ void save_checkpoint(Pipeline& pipeline, const CheckpointOptions& options);
 // them), what the ranks are about to read, or nothing.
 enum class Verify { kFull, kRead, kOff };
 
+// What a load does where the optimizer's state was saved in another precision than the pipeline
+// keeps it in (OptimizerConfig::moments).
+enum class OtherPrecision {
+  kRefuse,
+  kConvert,  // from bf16 to f32 exactly, from f32 to bf16 to nearest
+};
+
 // What a checkpoint holds besides values. The same on all ranks.
 struct LoadedCheckpoint {
   std::filesystem::path directory;  // of the save
@@ -139,7 +146,8 @@ struct LoadedCheckpoint {
 // Error(kWeights) naming what is missing, broken or does not fit, before any parameter changes; the
 // pipeline stays usable.
 LoadedCheckpoint load_checkpoint(Pipeline& pipeline, const std::filesystem::path& path,
-                                 Verify verify = Verify::kFull);
+                                 Verify verify = Verify::kFull,
+                                 OtherPrecision state = OtherPrecision::kRefuse);
 
 // Collective. Values of all parameters from such a path; the files may hold no other parameters.
 void load_weights(Pipeline& pipeline, const std::filesystem::path& path,

@@ -205,14 +205,18 @@ struct Conversion {
 };
 
 // Parameters that are adjacent in memory and have equal settings. `first` and `second`: the
-// optimizer's state.
+// optimizer's state, f32 or of AdamWStep::moments.
 struct UpdateRun {
   float* value = nullptr;
   const float* grad = nullptr;
-  float* first = nullptr;
-  float* second = nullptr;
+  void* first = nullptr;
+  void* second = nullptr;
   std::int64_t count = 0;
   bool decay = true;  // the step's weight_decay applies
+  // Used where moments are bf16: the run lies in one parameter, from its element `element` on.
+  std::uint64_t site = 0;  // RandomKey::site of that parameter
+  std::uint64_t element = 0;
+  Bf16* rounded = nullptr;  // adamw() alone: gets the new values, rounded to nearest; may be null
 };
 
 struct AdamWStep {
@@ -220,6 +224,8 @@ struct AdamWStep {
   float correction1 = 1, correction2 = 1;  // 1 - beta^t
   float grad_scale = 1;                    // clipping
   bool coupled = false;                    // weight decay goes into the gradient, as Adam has it
+  DType moments = DType::kF32;             // of the state: f32 or bf16
+  std::uint64_t seed = 0, step = 0;        // of the random rounding to bf16
 };
 
 struct SgdStep {

@@ -53,6 +53,11 @@ struct Parameter {
   Tensor value, grad;
   std::shared_ptr<const void> memory;  // owns what both lie in
   Across across = Across::kMean;       // of a buffer, which has no gradient
+  // A copy of the value in bf16, to nearest, that its stage keeps for products; null data: none.
+  // It starts at a multiple of kBufferAlignment and has room up to the next. Who writes the value
+  // either writes the copy too, or has it marked as old by ParameterSet::mark_values_changed().
+  Tensor rounded = {};
+  bool rounded_is_current = false;
 };
 
 // Bytes of a parameter's values in their set's memory; its gradients take as many.
@@ -92,7 +97,7 @@ class ParameterSet {
   [[nodiscard]] std::shared_ptr<const void> memory() const { return memory_; }
   // Call it after writing values. Stages compare version() and renew their copies in another
   // precision.
-  void mark_values_changed() { ++version_; }
+  void mark_values_changed();
   [[nodiscard]] std::uint64_t version() const { return version_; }
 
  private:
@@ -130,6 +135,10 @@ struct OptimizerConfig {
   float momentum = 0;                                  // SGD
   bool nesterov = false;   // SGD with momentum alone: the step looks ahead (Sutskever et al. 2013)
   float weight_decay = 0;  // only where Parameter::decay
+  // AdamW and Adam: what both moments are kept in, f32 or bf16. bf16 takes 4 bytes a parameter in
+  // place of 8, in saves too. A step computes in f32 and rounds what it stores at random, without
+  // bias, by a number that the seed, the step and the place in the parameter determine.
+  DType moments = DType::kF32;
 
   // With the constants that torch takes by default.
   static OptimizerConfig sgd(float momentum = 0, bool nesterov = false) {
@@ -142,7 +151,7 @@ struct OptimizerConfig {
 // One parameter's state by name ("exp_avg", "exp_avg_sq" or "momentum"), for checkpoints.
 struct OptimizerState {
   std::string parameter, kind;
-  Tensor tensor;  // f32, the parameter's shape; owned by the optimizer
+  Tensor tensor;  // f32 or bf16, the parameter's shape; owned by the optimizer
 };
 
 // Updates parameters. One object per rank and per kind of settings, over the parameters that the
@@ -155,7 +164,7 @@ class Optimizer {
   // all ranks and replicas, and equal gradients give equal values. It should allocate nothing.
   virtual void update(ComputeContext& compute, std::uint64_t step, float learning_rate,
                       float grad_scale) = 0;
-  // What a save has of it: f32 tensors, owned by this, whose addresses and shapes stay.
+  // What a save has of it: f32 or bf16 tensors, owned by this, whose addresses and shapes stay.
   [[nodiscard]] virtual std::vector<OptimizerState> state() = 0;
 };
 // `parameters` outlive the optimizer; their memory is there. `memory`: of the rank's device. Memory

@@ -178,9 +178,9 @@ class LossStage {
  public:
   virtual ~LossStage() = default;
   // Runs right after forward(). `outputs` are what forward wrote. In training, replaces them by the
-  // gradient of (sum * ctx.loss_scale) with respect to them; they come back as backward's
-  // grad_outputs. In evaluation they may stay. *sum = the loss over the counted targets, written in
-  // stream order; on a GPU it is page-locked host memory that kernels may write.
+  // gradient of (sum * ctx.loss_scale) with respect to them, which comes back as backward's
+  // grad_outputs; it may add to parameter gradients too. In evaluation they stay or not. *sum = the
+  // loss over the counted targets, in stream order; on a GPU page-locked, so that kernels write it.
   virtual void loss(StageContext& ctx, std::span<const Tensor> outputs,
                     std::span<const Tensor> targets, double* sum) = 0;
   // How many targets of a micro-batch count. `targets` are in host memory. Runs before any

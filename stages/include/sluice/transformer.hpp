@@ -42,7 +42,7 @@ enum class Recompute {
 struct TransformerLimits {
   static constexpr int kLayers = 1 << 16, kHeads = 1 << 12, kWidth = 1 << 18;
   static constexpr int kMlpWidth = 1 << 20, kContext = 1 << 20, kVocabulary = 1 << 24;
-  static constexpr int kHeadDim = 1 << 18, kWindow = 1 << 20;
+  static constexpr int kHeadDim = 1 << 18, kWindow = 1 << 20, kLogitChunks = 1 << 16;
 };
 
 struct TransformerConfig {
@@ -65,6 +65,12 @@ struct TransformerConfig {
   std::vector<int> full_layers = {};  // blocks that see all positions in spite of it, ascending
   DType precision = DType::kF32;  // of products' operands; kBf16 keeps f32 master weights and sums
   Recompute recompute = Recompute::kNone;
+  // Above 1 the last stage never has all logits of a micro-batch: LossStage::loss() makes them for
+  // a part of its rows after the other, with the head's gradients. Its outputs are then the final
+  // norm's results, and infer() is Error(kUsage). A part has a multiple of 512 rows, so that there
+  // may be fewer parts. On a CPU the bits are those of 1; on a GPU, whose products then have other
+  // shapes, they are a function of it.
+  int logit_chunks = 1;
 };
 
 // Throws Error(kUsage) naming the option, its value and the nearest legal one: sizes >= 1 and small

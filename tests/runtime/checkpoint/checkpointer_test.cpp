@@ -45,6 +45,7 @@ class CheckpointerTest : public ::testing::Test {
     options.shape = {.replicas = replicas, .micro_batches = 4 / replicas};
     options.training.learning_rate = {.peak = 1e-2, .steps = 20};
     options.training.save_copy = true;
+    options.training.optimizer.moments = moments_;
     run_loopback(ranks, [&](Communicator& comm) {
       Pipeline pipeline(comm, options, factory, *source);
       body(pipeline, comm);
@@ -73,6 +74,7 @@ class CheckpointerTest : public ::testing::Test {
 
   TemporaryDirectory directory_;
   TransformerConfig model_ = small_model();
+  DType moments_ = DType::kF32;
 };
 
 void train(Pipeline& pipeline, Checkpointer& saver, int steps) {
@@ -99,6 +101,76 @@ TEST_F(CheckpointerTest, SavesWhileTrainingAndContinuesUnderOtherLayoutsWithTheS
       if (comm.rank() == 0) resumed = mine;
     });
     EXPECT_EQ(resumed, whole) << ranks << " ranks";
+  }
+}
+
+TEST_F(CheckpointerTest, MomentsInBf16ContinueUnderOtherLayoutsWithTheSameBits) {
+  moments_ = DType::kBf16;
+  const std::string whole = digest_after(9, 2);
+  for (const int ranks : {1, 3}) EXPECT_EQ(digest_after(9, ranks), whole) << ranks << " ranks";
+  run(3, 1, [&](Pipeline& pipeline, Communicator&) {
+    Checkpointer saver(pipeline, {.directory = saves()});
+    train(pipeline, saver, 5);
+    saver.save_now();
+  });
+  std::size_t moments = 0;
+  const SaveState state = scan_saves(saves()).saves.front().state;
+  for (const SavedTensor& tensor : state.tensors) {
+    if (!tensor.file.starts_with("optimizer")) continue;
+    EXPECT_EQ(tensor.spec.dtype, DType::kBf16) << tensor.name;
+    ++moments;
+  }
+  EXPECT_GT(moments, 0U);
+  for (const int ranks : {1, 2}) {
+    std::string resumed;
+    run(ranks, 1, [&](Pipeline& pipeline, Communicator& comm) {
+      EXPECT_EQ(load_checkpoint(pipeline, saves()).step, 5U);
+      for (int step = 0; step < 4; ++step) pipeline.train_step();
+      const std::string mine = digest_of(pipeline);
+      if (comm.rank() == 0) resumed = mine;
+    });
+    EXPECT_EQ(resumed, whole) << ranks << " ranks";
+  }
+}
+
+TEST_F(CheckpointerTest, MomentsOfAnotherPrecisionAreRefusedOrConverted) {
+  for (const DType saved : {DType::kF32, DType::kBf16}) {
+    const fs::path path = saves() / name_of(saved);
+    moments_ = saved;
+    std::map<std::string, std::vector<float>> before;
+    const auto moments = [](Pipeline& pipeline) {
+      std::map<std::string, std::vector<float>> all;
+      for (const OptimizerState& state : pipeline.optimizer_state()) {
+        std::vector<float>& values = all[state.kind + state.parameter];
+        for (std::int64_t i = 0; i < state.tensor.elements(); ++i) {
+          values.push_back(state.tensor.spec.dtype == DType::kF32
+                               ? state.tensor.floats()[static_cast<std::size_t>(i)]
+                               : to_float(state.tensor.as<Bf16>()[i]));
+        }
+      }
+      return all;
+    };
+    run(1, 1, [&](Pipeline& pipeline, Communicator&) {
+      Checkpointer saver(pipeline, {.directory = path});
+      train(pipeline, saver, 2);
+      saver.save_now();
+      before = moments(pipeline);
+    });
+    moments_ = saved == DType::kF32 ? DType::kBf16 : DType::kF32;
+    run(1, 1, [&](Pipeline& pipeline, Communicator&) {
+      const std::string untouched = digest_of(pipeline);
+      expect_error(ErrorCode::kWeights, {"exp_avg", name_of(saved), "--change moment-precision"},
+                   [&] { (void)load_checkpoint(pipeline, path); });
+      EXPECT_EQ(digest_of(pipeline), untouched);
+      (void)load_checkpoint(pipeline, path, Verify::kFull, OtherPrecision::kConvert);
+      if (saved == DType::kF32) {
+        for (auto& [name, values] : before) {
+          for (float& value : values) value = to_float(to_bf16(value));
+        }
+      }
+      EXPECT_EQ(moments(pipeline), before);
+      (void)pipeline.train_step();
+    });
   }
 }
 
@@ -448,15 +520,18 @@ TEST_F(CheckpointerTest, NonsenseIsRefused) {
 }
 
 TEST_F(CheckpointerTest, ThePlanCountsTheHostCopy) {
-  run(2, 1, [&](Pipeline& pipeline, Communicator&) {
-    const JobLayout& layout = PipelineAccess::layout(pipeline);
-    std::size_t planned = 0, owned = 0;
-    for (const RankMemory& memory : layout.memory.ranks) planned += memory.save_copy;
-    for (const SavedParameter& share : share_saves(layout.plans, layout.parameters, 1)) {
-      owned += static_cast<std::size_t>(share.elements) * 4;
-    }
-    EXPECT_EQ(planned, 3 * owned);  // AdamW keeps two values per parameter
-  });
+  for (const auto& [moments, bytes] : {std::pair(DType::kF32, 12U), std::pair(DType::kBf16, 8U)}) {
+    moments_ = moments;
+    run(2, 1, [&](Pipeline& pipeline, Communicator&) {
+      const JobLayout& layout = PipelineAccess::layout(pipeline);
+      std::size_t planned = 0, elements = 0;
+      for (const RankMemory& memory : layout.memory.ranks) planned += memory.save_copy;
+      for (const SavedParameter& share : share_saves(layout.plans, layout.parameters, 1)) {
+        elements += static_cast<std::size_t>(share.elements);
+      }
+      EXPECT_EQ(planned, bytes * elements);  // AdamW keeps two values per parameter
+    });
+  }
 }
 
 TEST(BackgroundTest, RunsAJobAndHandsOnWhatItThrows) {

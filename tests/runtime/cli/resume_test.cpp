@@ -154,6 +154,8 @@ TEST_F(ResumeOptionsTest, WhatChangesTheFunctionIsRefusedUnlessNamed) {
                                                        {"--untie"},
                                                        {"--precision", "bf16"},
                                                        {"--optimizer", "sgd"},
+                                                       {"--moment-precision", "bf16"},
+                                                       {"--logit-chunks", "2"},
                                                        {"--seed", "99"},
                                                        {"--validation-share", "0.2"}}) {
     const std::string key = given[0].substr(2);

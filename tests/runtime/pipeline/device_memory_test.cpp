@@ -83,6 +83,13 @@ std::vector<Job> jobs() {
   all.push_back(job("momentum", model, 2, "1f1b"));
   all.back().options.training.optimizer.kind = OptimizerConfig::Kind::kSgd;
   all.back().options.training.optimizer.momentum = 0.9F;
+  TransformerConfig chunks = model_with(kGpt2, DType::kBf16);
+  chunks.context = 320;
+  chunks.logit_chunks = 2;
+  all.push_back(job("logits in chunks", chunks, 2, "1f1b"));
+  all.push_back(job("logits in chunks, split", chunks, 2, "zb-h1"));
+  all.push_back(job("moments in bf16", model, 2, "1f1b"));
+  all.back().options.training.optimizer.moments = DType::kBf16;
   all.push_back(job("three replicas over NCCL", model_with(kGpt2, DType::kF32), 2, "1f1b"));
   all.back().options.shape.replicas = 3;
   all.push_back(all.back());

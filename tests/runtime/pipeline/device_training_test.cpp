@@ -49,11 +49,17 @@ std::vector<TrainingCase> cases() {
   std::vector<TrainingCase> all;
   all.push_back(named("tied, dropout"));
   all.back().model.dropout = 0.2F;
-  all.push_back(named("untied bf16, smaller last micro-batch"));
+  all.push_back(named("untied bf16, moments too, smaller last micro-batch"));
+  all.back().moments = DType::kBf16;
   all.back().model.tied = false;
   all.back().model.precision = DType::kBf16;
   all.back().micro_batch_size = 2;
   all.back().batch_size = 7;
+  all.push_back(named("logits in chunks"));
+  all.back().model.context = 320;
+  all.back().model.logit_chunks = 2;
+  all.back().micro_batches = 2;
+  all.back().micro_batch_size = 2;
   all.push_back(named("llama, recomputed"));
   all.back().model.kind = TransformerKind::kLlama;
   all.back().model.kv_heads = 1;

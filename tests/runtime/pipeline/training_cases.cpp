@@ -119,6 +119,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
   options.shape.micro_batch_size = what.micro_batch_size;
   options.shape.batch_size = what.batch_size;
   options.training.optimizer.weight_decay = 0.1F;
+  options.training.optimizer.moments = what.moments;
   options.training.learning_rate = {.peak = 1e-2, .warmup = 1, .steps = 10};
   options.training.clip = what.clip;
   options.training.evaluations = {5};

@@ -20,6 +20,7 @@ struct TrainingCase {
   std::int64_t batch_size = 0;  // 0: all micro-batches full
   int steps = 3;
   double clip = 0.5;
+  DType moments = DType::kF32;
 };
 
 struct Layout {

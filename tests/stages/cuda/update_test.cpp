@@ -179,6 +179,73 @@ TEST_F(CudaUpdateTest, AdamWUpdatesAllRunsAsTheCpuDoes) {
       [&](ComputeContext& ctx, const Tensors& at) { adamw(ctx, step, runs_of(at, size)); });
 }
 
+// The moments to the bit: their arithmetic is sums and products alone. Odd places in odd
+// parameters.
+TEST_F(CudaUpdateTest, AdamWRoundsMomentsAsTheCpuDoesToTheBit) {
+  const std::int64_t size = 40001;
+  const Operand value = random_operand(DType::kF32, {size}, 4),
+                grad = random_operand(DType::kF32, {size}, 5),
+                first = random_operand(DType::kBf16, {size}, 6),
+                second(DType::kBf16, {size}, Values(index_of(size), 0.3));
+  const AdamWStep step = {.learning_rate = 0.01F,
+                          .weight_decay = 0.1F,
+                          .correction1 = 0.19F,
+                          .correction2 = 0.0975F,
+                          .moments = DType::kBf16,
+                          .seed = 77,
+                          .step = 3};
+  const auto update = [&](ComputeContext& ctx, const Tensors& at) {
+    const Tensors f32 = {at[0], at[1]};
+    std::vector<UpdateRun> runs = runs_of(f32, size);
+    for (UpdateRun& run : runs) {
+      const std::int64_t place = run.value - at[0].as<float>();
+      run.first = at[2].as<Bf16>() + place;
+      run.second = at[3].as<Bf16>() + place;
+      run.site = static_cast<std::uint64_t>(place % 5);
+      run.element = static_cast<std::uint64_t>(place % 3 == 0 ? place : 0);
+    }
+    adamw(ctx, step, runs);
+  };
+  compare_shifted({&value, &grad, &first, &second}, 1e-6, update);
+  const OnGpu gpu_value(value), gpu_grad(grad), gpu_first(first), gpu_second(second);
+  update(gpu(), {gpu_value.tensor(), gpu_grad.tensor(), gpu_first.tensor(), gpu_second.tensor()});
+  ComputeContext cpu({}, 1);
+  update(cpu, {value.tensor, grad.tensor, first.tensor, second.tensor});
+  EXPECT_EQ(gpu_first.values(gpu()), first.values());
+  EXPECT_EQ(gpu_second.values(gpu()), second.values());
+}
+
+TEST_F(CudaUpdateTest, AdamWWritesRoundedCopiesOfSomeRuns) {
+  const std::int64_t size = 20011;
+  const Operand value = random_operand(DType::kF32, {size}, 4),
+                grad = random_operand(DType::kF32, {size}, 5);
+  for (const DType moments : {DType::kF32, DType::kBf16}) {
+    const Operand first = random_operand(moments, {size}, 6),
+                  second(moments, {size}, Values(index_of(size), 0.3));
+    const OnGpu values(value), grads(grad), firsts(first), seconds(second);
+    const Operand none(DType::kBf16, {size}, Values(index_of(size), 7));
+    const OnGpu copies(none);
+    std::vector<UpdateRun> runs = runs_of({values.tensor(), grads.tensor()}, size);
+    std::vector<bool> copied(index_of(size));
+    for (std::size_t i = 0; i < runs.size(); ++i) {
+      UpdateRun& run = runs[i];
+      const std::int64_t place = run.value - values.tensor().as<float>();
+      const auto bytes = index_of(place) * size_of(moments);
+      run.first = firsts.tensor().as<std::byte>() + bytes;
+      run.second = seconds.tensor().as<std::byte>() + bytes;
+      if (i % 2 == 0) continue;
+      run.rounded = copies.tensor().as<Bf16>() + place;
+      for (std::int64_t k = 0; k < run.count; ++k) copied[index_of(place + k)] = true;
+    }
+    adamw(gpu(), {.learning_rate = 0.01F, .moments = moments}, runs);
+    const Values now = values.values(gpu()), rounded = copies.values(gpu());
+    for (std::size_t i = 0; i < now.size(); ++i) {
+      const double wanted = to_float(to_bf16(static_cast<float>(now[i])));
+      ASSERT_EQ(rounded[i], copied[i] ? wanted : 7) << i;
+    }
+  }
+}
+
 TEST_F(CudaUpdateTest, AdamUpdatesAllRunsAsTheCpuDoes) {
   const std::int64_t size = 5001;
   const Operand value = random_operand(DType::kF32, {size}, 4),

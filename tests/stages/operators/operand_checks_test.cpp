@@ -408,6 +408,14 @@ std::vector<OperatorForm> loss_forms() {
        {{0, {kI32, {6, 4}}, "logits is i32 [6, 4]; legal with targets i32 [2, 3]: f32 or bf16"},
         {1, {kI32, {5}}, "targets is i32 [5]; legal with logits bf16 [6, 4]: i32 [6]"},
         {1, {kF32, {6}}, "targets is f32 [6]; legal with logits bf16 [6, 4]: i32 [6]"}}},
+      {"row_cross_entropy",
+       {{kBf16, {6, 4}}, {kI32, {2, 3}}},
+       [](ComputeContext& ctx, const Tensors& at) {
+         double losses[6];
+         row_cross_entropy(ctx, at[0], at[1], 1.0, true, losses);
+       },
+       {{0, {kI32, {6, 4}}, "logits is i32 [6, 4]; legal with targets i32 [2, 3]: f32 or bf16"},
+        {1, {kI32, {5}}, "targets is i32 [5]; legal with logits bf16 [6, 4]: i32 [6]"}}},
       {"mean_squared_error",
        {{kF32, {2, 4}}, {kF32, {2, 4}}},
        [](ComputeContext& ctx, const Tensors& at) {

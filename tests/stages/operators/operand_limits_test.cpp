@@ -60,6 +60,17 @@ TEST(OperandChecksTest, SumsAndStateMustBeSomewhere) {
       [&] { attention_backward(ctx, kAttention, at[0], at[1], at[1], {}, nullptr, at[0]); });
   expect_usage(HasSubstr("softmax_cross_entropy: sum is null"),
                [&] { softmax_cross_entropy(ctx, at[0], at[2], 1.0, true, nullptr); });
+  expect_usage(HasSubstr("row_cross_entropy: losses is null"),
+               [&] { row_cross_entropy(ctx, at[0], at[2], 1.0, true, nullptr); });
+  double losses[1] = {2}, sum = -1;
+  expect_usage(HasSubstr("sum_of_losses: sum is null"),
+               [&] { sum_of_losses(ctx, losses, 1, nullptr); });
+  expect_usage(HasSubstr("sum_of_losses: -1 losses; legal"),
+               [&] { sum_of_losses(ctx, losses, -1, &sum); });
+  expect_usage(HasSubstr("sum_of_losses: 1 losses without data"),
+               [&] { sum_of_losses(ctx, nullptr, 1, &sum); });
+  sum_of_losses(ctx, nullptr, 0, &sum);
+  EXPECT_EQ(sum, 0);
   expect_usage(HasSubstr("mean_squared_error: sum is null"),
                [&] { mean_squared_error(ctx, at[0], at[0], 1.0, true, nullptr); });
   EXPECT_TRUE(operands.untouched());

@@ -3,8 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <limits>
 #include <vector>
+
+#include <sluice/error.hpp>
 
 namespace sluice {
 namespace {
@@ -209,6 +213,206 @@ TEST_F(OptimizerTest, StateIsNamedShapedAndCounted) {
   EXPECT_TRUE(make_optimizer(sgd, set_.all(), {})->state().empty());
   sgd.momentum = 0.5F;
   EXPECT_EQ(make_optimizer(sgd, set_.all(), {})->state()[0].kind, "momentum");
+}
+
+// --- moments in bf16 ---
+OptimizerConfig bf16_moments() {
+  OptimizerConfig config;
+  config.moments = DType::kBf16;
+  return config;
+}
+
+std::vector<std::uint16_t> bits_of(const OptimizerState& state) {
+  const Bf16* const data = state.tensor.as<Bf16>();
+  std::vector<std::uint16_t> bits;
+  for (std::int64_t i = 0; i < state.tensor.elements(); ++i) bits.push_back(data[i].bits);
+  return bits;
+}
+
+// What philox(), the specification, makes of an f32 moment.
+std::uint16_t rounded(float moment, const Parameter& parameter, std::uint64_t seed,
+                      std::uint64_t step, std::size_t element, bool second) {
+  const auto words = philox({seed, hash_name(parameter.name + ".moments"), step}, 0, element / 4);
+  const std::uint32_t word = words[element % 4];
+  const std::uint32_t random = second ? word >> 16 : word & 0xFFFFU;
+  return static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(moment) + random) >> 16);
+}
+
+TEST_F(OptimizerTest, Bf16MomentsAreF32OnesRoundedByTheNumberOfTheirPlace) {
+  constexpr std::uint64_t kSeed = 0x1234'5678'9ABCU;
+  const auto exact = make_optimizer({}, set_.all(), {});
+  const std::vector<double> start = values(set_);
+  set_grads(set_, 1);
+  exact->update(compute_, 7, 0.01F, 0.5F);
+  const std::vector<double> moved = values(set_);
+
+  ParameterSet other = make_parameters();
+  const auto optimizer = make_optimizer(bf16_moments(), other.all(), {}, kSeed);
+  set_grads(other, 1);
+  optimizer->update(compute_, 7, 0.01F, 0.5F);
+  EXPECT_EQ(values(other), moved) << "the step uses the moments before they are rounded";
+  EXPECT_NE(moved, start);
+  const auto expected = exact->state(), actual = optimizer->state();
+  ASSERT_EQ(actual.size(), expected.size());
+  for (std::size_t i = 0; i < actual.size(); ++i) {
+    EXPECT_EQ(actual[i].tensor.spec.dtype, DType::kBf16);
+    const Parameter& parameter = *other.find(actual[i].parameter);
+    const std::vector<std::uint16_t> bits = bits_of(actual[i]);
+    for (std::size_t k = 0; k < bits.size(); ++k) {
+      ASSERT_EQ(bits[k], rounded(expected[i].tensor.floats()[k], parameter, kSeed, 7, k,
+                                 actual[i].kind == "exp_avg_sq"))
+          << actual[i].kind << " of " << parameter.name << ", element " << k;
+    }
+  }
+}
+
+TEST_F(OptimizerTest, Bf16MomentsDependNeitherOnThreadsNorOnTheOtherParameters) {
+  ParameterSet big;
+  big.add("x", {5}, Init::normal(1));
+  big.add("big", {50'001}, Init::normal(1));
+  big.allocate({}, 3);
+  const auto moments = [&](std::span<Parameter* const> parameters, int threads) {
+    ComputeContext compute({}, threads);
+    const auto optimizer = make_optimizer(bf16_moments(), parameters, {}, 5);
+    for (std::uint64_t step = 1; step <= 3; ++step) {
+      set_grads(big, static_cast<int>(step));
+      optimizer->update(compute, step, 0, 1);
+    }
+    std::vector<std::uint16_t> all;
+    for (const OptimizerState& state : optimizer->state()) {
+      if (state.parameter != "big") continue;
+      const std::vector<std::uint16_t> bits = bits_of(state);
+      all.insert(all.end(), bits.begin(), bits.end());
+    }
+    return all;
+  };
+  const std::vector<Parameter*> all = big.all(), last = {all[1]};
+  const std::vector<std::uint16_t> one = moments(all, 1);
+  EXPECT_EQ(moments(all, 3), one);
+  EXPECT_EQ(moments(last, 1), one);
+}
+
+// Over many places the mean of what is stored is what was to be stored. Both moments start at 0,
+// and all gradients are equal, so all elements would have one f32 moment. Four standard deviations
+// of the mean of that many roundings of 1 in 65,536 at worst.
+TEST(Bf16MomentsTest, RoundingIsUnbiasedAndTheTwoMomentsAreIndependent) {
+  constexpr std::int64_t kElements = 1 << 18;
+  ParameterSet set;
+  set.add("w", {kElements}, Init::constant(0));
+  set.allocate({}, 1);
+  ComputeContext compute({}, 1);
+  for (const float gradient : {0.1F, -0.3F, 1.2345F, 7e-5F}) {
+    const auto optimizer = make_optimizer(bf16_moments(), set.all(), {}, 9);
+    for (float& grad : set.all()[0]->grad.floats()) grad = gradient;
+    optimizer->update(compute, 1, 0, 1);
+    const float wanted[] = {gradient * (1.0F - 0.9F), gradient * gradient * (1.0F - 0.95F)};
+    std::vector<double> off[2];
+    for (std::size_t kind = 0; kind < 2; ++kind) {
+      const auto bits = bits_of(optimizer->state()[kind]);
+      const auto low = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(wanted[kind]) >> 16);
+      const auto high = static_cast<std::uint16_t>(low + 1);
+      const double below = to_float(Bf16{low}), step = to_float(Bf16{high}) - below;
+      const double share = (wanted[kind] - below) / step;
+      double ups = 0;
+      for (const std::uint16_t each : bits) {
+        ASSERT_TRUE(each == low || each == low + 1);
+        ups += each - low;
+        off[kind].push_back(each - low - share);
+      }
+      const double deviation = std::sqrt(share * (1 - share) / static_cast<double>(kElements));
+      EXPECT_NEAR(ups / static_cast<double>(kElements), share, 4 * deviation + 1e-9) << gradient;
+    }
+    double together = 0;
+    for (std::size_t i = 0; i < off[0].size(); ++i) together += off[0][i] * off[1][i];
+    EXPECT_LT(std::abs(together / static_cast<double>(kElements)), 4 * 0.25 / 512) << gradient;
+  }
+}
+
+// Rounding to nearest would leave a second moment where it is once its change falls below half of
+// bf16's last bit, 1 in 512: with beta2 = 0.999 far from its limit.
+TEST(Bf16MomentsTest, ASlowAverageStillReachesItsLimit) {
+  ParameterSet set;
+  set.add("w", {4096}, Init::constant(0));
+  set.allocate({}, 1);
+  ComputeContext compute({}, 1);
+  OptimizerConfig config = bf16_moments();
+  config.beta2 = 0.999F;
+  const auto optimizer = make_optimizer(config, set.all(), {}, 2);
+  for (float& grad : set.all()[0]->grad.floats()) grad = 1;
+  for (std::uint64_t step = 1; step <= 4000; ++step) optimizer->update(compute, step, 0, 1);
+  double sum = 0;
+  for (const std::uint16_t bits : bits_of(optimizer->state()[1])) sum += to_float(Bf16{bits});
+  EXPECT_NEAR(sum / 4096, 1 - std::pow(0.999, 4000), 2e-3);
+}
+
+TEST(Bf16MomentsTest, WhatIsNotFiniteStaysSo) {
+  ParameterSet set;
+  set.add("w", {3}, Init::constant(0));
+  set.allocate({}, 1);
+  ComputeContext compute({}, 1);
+  const auto optimizer = make_optimizer(bf16_moments(), set.all(), {}, 2);
+  const float infinity = std::numeric_limits<float>::infinity();
+  const float grads[] = {infinity, -infinity, std::bit_cast<float>(0x7FFFFFFFU)};
+  std::copy(std::begin(grads), std::end(grads), set.all()[0]->grad.floats().begin());
+  optimizer->update(compute, 1, 0, 1);
+  EXPECT_EQ(bits_of(optimizer->state()[0]), (std::vector<std::uint16_t>{0x7F80, 0xFF80, 0x7FC0}));
+}
+
+// --- copies of values in bf16 ---
+// Copies for the first and the last parameter, one directly behind the other, and none between.
+struct Copies {
+  explicit Copies(ParameterSet& set) : memory(Device{}, 1024) {
+    std::size_t offset = 0;
+    for (const std::size_t i : {std::size_t{0}, set.size() - 1}) {
+      Parameter& parameter = *set.all()[i];
+      parameter.rounded = {memory.data() + offset, {DType::kBf16, parameter.shape}};
+      offset += round_up(parameter.rounded.spec.bytes(), kBufferAlignment);
+    }
+  }
+  Buffer memory;
+};
+
+TEST_F(OptimizerTest, AdamWWritesTheCopiesThatStagesKeep) {
+  for (const DType moments : {DType::kF32, DType::kBf16}) {
+    OptimizerConfig config;
+    config.moments = moments;
+    ParameterSet plain = make_parameters(), copied = make_parameters();
+    const Copies copies(copied);
+    set_grads(plain, 1);
+    set_grads(copied, 1);
+    make_optimizer(config, plain.all(), {})->update(compute_, 1, 0.1F, 1);
+    make_optimizer(config, copied.all(), {})->update(compute_, 1, 0.1F, 1);
+    EXPECT_EQ(values(plain), values(copied)) << "copies change no bit";
+    for (Parameter* parameter : copied.all()) {
+      if (parameter->rounded.data == nullptr) continue;
+      EXPECT_TRUE(parameter->rounded_is_current);
+      const std::span<float> values = parameter->value.floats();
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        ASSERT_EQ(parameter->rounded.as<Bf16>()[i].bits, to_bf16(values[i]).bits)
+            << parameter->name << " " << i;
+      }
+    }
+    copied.mark_values_changed();
+    for (const Parameter* parameter : copied.all()) EXPECT_FALSE(parameter->rounded_is_current);
+  }
+}
+
+TEST_F(OptimizerTest, SgdLeavesCopiesToTheirStage) {
+  const Copies copies(set_);
+  set_grads(set_, 1);
+  make_optimizer(OptimizerConfig::sgd(0.9F), set_.all(), {})->update(compute_, 1, 0.1F, 1);
+  for (const Parameter* parameter : set_.all()) EXPECT_FALSE(parameter->rounded_is_current);
+}
+
+TEST_F(OptimizerTest, MomentsOfOtherTypesAndOfSgdAreRefused) {
+  OptimizerConfig config;
+  config.moments = DType::kF16;
+  EXPECT_THROW((void)make_optimizer(config, set_.all(), {}), Error);
+  config = OptimizerConfig::sgd(0.9F);
+  config.moments = DType::kBf16;
+  EXPECT_THROW((void)make_optimizer(config, set_.all(), {}), Error);
+  EXPECT_EQ(optimizer_bytes({}, 768), 1536U);
+  EXPECT_EQ(optimizer_bytes(bf16_moments(), 768), 1024U) << "each vector at multiples of 256 bytes";
 }
 
 TEST(LearningRateTest, WarmsUpLinearlyThenFollowsHalfACosine) {
