@@ -1,0 +1,155 @@
+#include <cstdint>
+
+#include "stages/cuda_kernels/attention_tiles.cuh"
+
+namespace sluice::cuda {
+
+namespace {
+
+// Chosen so that sums stay in registers and two blocks fit a multiprocessor.
+template <typename T, int kDims>
+struct ForwardTile {
+  using Rows = SharedRows<T, kDims>;
+  static constexpr int kTiles = Rows::kRowBytes <= 256 ? 2 : 1;
+  static constexpr int kStreamed = 32;
+  static constexpr int kBlocksAtOnce = kDims <= 64 ? 3 : 2;
+  using Warp = WarpProducts<T, kDims, kTiles, kStreamed, InOrder, ByFours>;
+  static constexpr int kOwn = kAttentionWarps * Warp::kOwn;
+  static constexpr std::size_t kBytes = (kOwn + 4 * kStreamed) * Rows::kRowBytes;
+};
+
+// Of a warp's own rows, in each lane: the largest score, and the sum of 2^(score - largest) over
+// the columns of that lane.
+template <typename Warp, int kTiles, int kStreamed, int kDims>
+struct RunningSoftmax {
+  float top[kTiles][2], total[kTiles][2];
+
+  __device__ RunningSoftmax() : total{} {
+    for (auto& tile : top) tile[0] = tile[1] = -INFINITY;
+  }
+
+  // Makes probabilities of the scores, relative to the largest so far, and makes `sums` relative to
+  // it. `scale`: of scores, times log2 e.
+  __device__ void take(typename Warp::Scores& scores, typename Warp::Sums& sums, float scale) {
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float highest = top[t][half];
+#pragma unroll
+        for (int j = 0; j < kStreamed / 8; ++j) {
+          highest = fmaxf(highest, fmaxf(scores[t][j][2 * half], scores[t][j][2 * half + 1]));
+        }
+        highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFU, highest, 1));
+        highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFU, highest, 2));
+        const float base = highest == -INFINITY ? 0.0F : highest * scale;
+        const float shrink = power_of_two(fma(top[t][half], scale, -base));
+        top[t][half] = highest;
+        float sum = total[t][half] * shrink;
+#pragma unroll
+        for (int j = 0; j < kStreamed / 8; ++j) {
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            scores[t][j][i] = power_of_two(fma(scores[t][j][i], scale, -base));
+            sum += scores[t][j][i];
+          }
+        }
+        total[t][half] = sum;
+#pragma unroll
+        for (int d = 0; d < kDims / 8; ++d) {
+          sums[t][d][2 * half] *= shrink;
+          sums[t][d][2 * half + 1] *= shrink;
+        }
+      }
+    }
+  }
+
+  // Over all columns, in each lane.
+  [[nodiscard]] __device__ float sum(int t, int half) const {
+    float all = total[t][half];
+    all += __shfl_xor_sync(0xFFFFFFFFU, all, 1);
+    return all + __shfl_xor_sync(0xFFFFFFFFU, all, 2);
+  }
+};
+
+template <typename T, int kDims>
+__global__ void __launch_bounds__(kAttentionThreads, (ForwardTile<T, kDims>::kBlocksAtOnce))
+    tile_forward_kernel(const AttentionCall<T, kWide<T>> call) {
+  using Tile = ForwardTile<T, kDims>;
+  using Rows = typename Tile::Rows;
+  constexpr int kTiles = Tile::kTiles, kStreamed = Tile::kStreamed;
+  const AttentionShape& shape = call.shape;
+  const AttentionTile at = attention_tile(shape.heads, shape.sequence, Tile::kOwn, true);
+  const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
+  const auto keys = call.packed(call.qkv, at.sample, kv);
+  const auto values = call.packed(call.qkv, at.sample, kv + shape.kv_heads);
+  const int begin = static_cast<int>(at.first), sequence = static_cast<int>(shape.sequence),
+            seen = static_cast<int>(shape.seen());
+
+  const Rows queries{0};
+  const auto streamed = [&](int place) {
+    return Rows{static_cast<uint32_t>((Tile::kOwn + place * kStreamed) * Rows::kRowBytes)};
+  };
+  const typename Tile::Warp warp;
+  const TileDropout dropout(call);
+  const int64_t line = call.line(at.sample, at.head, begin);
+
+  typename Tile::Warp::Sums sums = {};
+  RunningSoftmax<typename Tile::Warp, kTiles, kStreamed, kDims> softmax;
+  const float scale = call.scale * kLog2E;
+  queries.template fetch<Tile::kOwn>(call.packed(call.qkv, at.sample, at.head), begin);
+  const int first = max(begin + 1 - seen, 0) / kStreamed * kStreamed;
+  const int end = min(begin + Tile::kOwn, sequence);
+  stream_tiles((end - first + kStreamed - 1) / kStreamed,
+               [&](int i, int side) {
+                 streamed(2 * side).template fetch<kStreamed>(keys, first + i * kStreamed);
+                 streamed(2 * side + 1).template fetch<kStreamed>(values, first + i * kStreamed);
+               },
+               [&](int i, int side) {
+                 const int key = first + i * kStreamed, query = begin + warp.first;
+                 const Sight sight(seen, query, Tile::Warp::kOwn, key, kStreamed);
+                 if (!sight.any || query >= sequence) return;
+                 const KeptOfQueries<kTiles, kStreamed> kept(warp, dropout,
+                                                             dropout.element(line, key));
+                 typename Tile::Warp::Scores scores = {};
+                 warp.add_scores(scores, queries, streamed(2 * side));
+                 if (!sight.all) warp.template hide<true>(scores, begin, key, seen);
+                 softmax.take(scores, sums, scale);
+                 if (call.drops) {
+                   for_each_score(scores, [&](float& score, int t, int j, int n) {
+                     score = kept.has(t, j, n) ? score : 0.0F;
+                   });
+                 }
+                 warp.add_weighted(sums, scores, streamed(2 * side + 1));
+               });
+
+  float factors[kTiles][2];
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float total = softmax.sum(t, half);
+      factors[t][half] = dropout.at.factor / total;
+      const int row = warp.own_row(t, half);
+      if (warp.place == 0 && begin + row < sequence) {
+        call.lse[line + row] = fma(softmax.top[t][half], call.scale, ::logf(total));
+      }
+    }
+  }
+  warp.put(sums, factors, queries, call.output(call.out, at.sample, at.head), begin);
+}
+
+}  // namespace
+
+template <typename T>
+void attention_tiles_forward(cudaStream_t stream, const AttentionCall<T, kWide<T>>& call) {
+  with_dimensions<T>(call.shape.head_dim, [&](auto dimensions) {
+    using Tile = ForwardTile<T, dimensions()>;
+    launch("attention forward, tensor cores", tile_forward_kernel<T, dimensions()>,
+           attention_tiles(call.shape, call.shape.heads, Tile::kOwn, Tile::kBytes), stream, call);
+  });
+}
+template void attention_tiles_forward<Bf16>(cudaStream_t, const AttentionCall<Bf16, 8>&);
+template void attention_tiles_forward<float>(cudaStream_t, const AttentionCall<float, 4>&);
+
+}  // namespace sluice::cuda
