@@ -38,7 +38,9 @@ std::string why_own(ComputeContext& /*ctx*/, const AttentionShape& shape, DType 
 std::string attention_engine(ComputeContext& ctx, const AttentionShape& shape, DType dtype,
                              bool dropout) {
   const std::string why = why_own(ctx, shape, dtype, dropout);
-  return why.empty() ? "cuDNN" : "own kernels (" + why + ")";
+  if (why.empty()) return "cuDNN";
+  const bool tensor_cores = attention_on_tensor_cores(ctx, shape, dtype);
+  return std::string("own kernels") + (tensor_cores ? " on tensor cores (" : " (") + why + ")";
 }
 
 std::size_t attention_state_bytes(const AttentionShape& shape, DType /*dtype*/) {

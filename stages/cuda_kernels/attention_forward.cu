@@ -18,50 +18,27 @@ struct ForwardTile {
   static constexpr std::size_t kBytes = (kOwn + 4 * kStreamed) * Rows::kRowBytes;
 };
 
-// Of a warp's own rows, in each lane: the largest score, and the sum of 2^(score - largest) over
-// the columns of that lane.
+// Of a warp's own rows, in each lane. Probabilities are 2^(score * scale - base), and sums relative
+// to them. A row's base is raised to its largest exponent only when that is kFar above it: so sums
+// are seldom scaled, and a probability is at most 2^kFar, which neither f32 sums nor bf16 mind.
 template <typename Warp, int kTiles, int kStreamed, int kDims>
 struct RunningSoftmax {
-  float top[kTiles][2], total[kTiles][2];
+  static constexpr float kFar = 8;
+  float base[kTiles][2];
+  float total[kTiles][2];  // of probabilities, over the columns of the lane
 
   __device__ RunningSoftmax() : total{} {
-    for (auto& tile : top) tile[0] = tile[1] = -INFINITY;
+    for (auto& tile : base) tile[0] = tile[1] = -INFINITY;  // until a row sees a key
   }
 
-  // Makes probabilities of the scores, relative to the largest so far, and makes `sums` relative to
-  // it. `scale`: of scores, times log2 e.
+  // Makes probabilities of the scores. `scale` includes log2 e.
   __device__ void take(typename Warp::Scores& scores, typename Warp::Sums& sums, float scale) {
-#pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float highest = top[t][half];
-#pragma unroll
-        for (int j = 0; j < kStreamed / 8; ++j) {
-          highest = fmaxf(highest, fmaxf(scores[t][j][2 * half], scores[t][j][2 * half + 1]));
-        }
-        highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFU, highest, 1));
-        highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFU, highest, 2));
-        const float base = highest == -INFINITY ? 0.0F : highest * scale;
-        const float shrink = power_of_two(fma(top[t][half], scale, -base));
-        top[t][half] = highest;
-        float sum = total[t][half] * shrink;
-#pragma unroll
-        for (int j = 0; j < kStreamed / 8; ++j) {
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            scores[t][j][i] = power_of_two(fma(scores[t][j][i], scale, -base));
-            sum += scores[t][j][i];
-          }
-        }
-        total[t][half] = sum;
-#pragma unroll
-        for (int d = 0; d < kDims / 8; ++d) {
-          sums[t][d][2 * half] *= shrink;
-          sums[t][d][2 * half + 1] *= shrink;
-        }
-      }
-    }
+    raise(scores, sums, scale);
+    for_each_score(scores, [&](float& score, int t, int, int i) {
+      const float from = base[t][i / 2] == -INFINITY ? 0.0F : base[t][i / 2];
+      score = power_of_two(fma(score, scale, -from));
+      total[t][i / 2] += score;
+    });
   }
 
   // Over all columns, in each lane.
@@ -69,6 +46,43 @@ struct RunningSoftmax {
     float all = total[t][half];
     all += __shfl_xor_sync(0xFFFFFFFFU, all, 1);
     return all + __shfl_xor_sync(0xFFFFFFFFU, all, 2);
+  }
+
+ private:
+  __device__ void raise(const typename Warp::Scores& scores, typename Warp::Sums& sums,
+                        float scale) {
+    float shrink[kTiles][2];
+    bool raised = false;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float highest = -INFINITY;
+#pragma unroll
+        for (int j = 0; j < kStreamed / 8; ++j) {
+          highest = fmaxf(highest, fmaxf(scores[t][j][2 * half], scores[t][j][2 * half + 1]));
+        }
+        highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFU, highest, 1));
+        highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFU, highest, 2)) * scale;
+        const bool far = highest > base[t][half] + kFar;
+        shrink[t][half] = far ? power_of_two(base[t][half] - highest) : 1.0F;
+        base[t][half] = far ? highest : base[t][half];
+        raised = raised || far;
+      }
+    }
+    if (__any_sync(0xFFFFFFFFU, raised ? 1 : 0) == 0) return;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        total[t][half] *= shrink[t][half];
+#pragma unroll
+        for (int d = 0; d < kDims / 8; ++d) {
+          sums[t][d][2 * half] *= shrink[t][half];
+          sums[t][d][2 * half + 1] *= shrink[t][half];
+        }
+      }
+    }
   }
 };
 
@@ -132,7 +146,7 @@ __global__ void __launch_bounds__(kAttentionThreads, (ForwardTile<T, kDims>::kBl
       factors[t][half] = dropout.at.factor / total;
       const int row = warp.own_row(t, half);
       if (warp.place == 0 && begin + row < sequence) {
-        call.lse[line + row] = fma(softmax.top[t][half], call.scale, ::logf(total));
+        call.lse[line + row] = fma(softmax.base[t][half], kLn2, ::logf(total));
       }
     }
   }

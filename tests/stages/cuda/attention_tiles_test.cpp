@@ -11,7 +11,7 @@ namespace {
 constexpr Dropout kDropout = {0.1F, {3, random_site(1, 2), 5}, 4320};
 
 // f32 runs in TF32: its products round operands to 10 bits, bf16's to 7.
-double tiles_tolerance(DType dtype) { return dtype == DType::kBf16 ? 1e-2 : 1e-3; }
+double tiles_tolerance(DType dtype) { return dtype == DType::kBf16 ? 1e-2 : 2e-3; }
 
 class AttentionTilesTest : public GpuCompareTest {
  protected:
@@ -21,9 +21,9 @@ class AttentionTilesTest : public GpuCompareTest {
   }
 
   struct Packed {
-    Packed(const AttentionShape& shape, DType dtype)
+    Packed(const AttentionShape& shape, DType dtype, double deviation = 1.5)
         : width{shape.rows(), std::int64_t{shape.heads} * shape.head_dim},
-          qkv(random_operand(dtype, {shape.rows(), shape.packed_width()}, 1, 1.5)),
+          qkv(random_operand(dtype, {shape.rows(), shape.packed_width()}, 1, deviation)),
           dout(random_operand(dtype, width, 2)),
           out(dtype, width),
           dqkv(dtype, qkv.tensor.spec.shape) {}
@@ -47,15 +47,17 @@ class AttentionTilesTest : public GpuCompareTest {
     attention_backward(ctx, shape, at[0], at[2], at[1], dropout, state, at[3]);
   }
 
-  void check(const AttentionShape& shape, DType dtype, const Dropout& dropout = {}) {
+  void check(const AttentionShape& shape, DType dtype, const Dropout& dropout = {},
+             double deviation = 1.5, double tolerance = 0) {
+    if (tolerance == 0) tolerance = tiles_tolerance(dtype);
     SCOPED_TRACE(fmt::format(
         "{} samples, sequence {}, heads {} and {}, head_dim {}, window {}, {}, dropout {}",
         shape.samples, shape.sequence, shape.heads, shape.kv_heads, shape.head_dim, shape.window,
         name_of(dtype), dropout.probability));
-    const Packed at(shape, dtype);
+    const Packed at(shape, dtype, deviation);
     const Operand kept = state(DeviceKind::kCpu, shape, dtype);
     const OnGpu gpu_kept(state(DeviceKind::kCuda, shape, dtype));
-    compare({&at.qkv, &at.dout, &at.out, &at.dqkv}, tiles_tolerance(dtype),
+    compare({&at.qkv, &at.dout, &at.out, &at.dqkv}, tolerance,
             [&](ComputeContext& ctx, const Tensors& tensors) {
               run(ctx, shape, dropout, tensors,
                   ctx.device() == kGpu ? static_cast<std::byte*>(gpu_kept.data())
@@ -115,6 +117,16 @@ TEST_F(AttentionTilesTest, SharesKeysBetweenGroupsOfQueries) {
   check_both({.samples = 1, .sequence = 66, .heads = 3, .kv_heads = 1, .head_dim = 72});
 }
 
+// Largest scores far above those before, and a softmax of almost one number. Gradients of scores
+// are differences there, of numbers that outputs rounded to bf16 give: f32 arithmetic is off by
+// 1.2e-2 as well.
+TEST_F(AttentionTilesTest, IsTheCpusForLargeScores) {
+  for (const double deviation : {4.0, 10.0}) {
+    check({.samples = 1, .sequence = 200, .heads = 1, .kv_heads = 1, .head_dim = 64}, DType::kBf16,
+          {}, deviation, 2e-2);
+  }
+}
+
 // Of both ways to lay a warp's rows out, and in both kinds of alignment of a query's first element.
 TEST_F(AttentionTilesTest, DropsAsTheCpu) {
   for (const float probability : {0.1F, 0.5F}) {
@@ -134,7 +146,7 @@ TEST_F(AttentionTilesTest, DropsAsTheCpu) {
 
 // Windows of one position, within a product, of whole tiles, over several, and one less than all.
 TEST_F(AttentionTilesTest, SeesTheCpusWindow) {
-  for (const int window : {1, 5, 32, 33, 100, 149}) {
+  for (const int window : {1, 2, 5, 32, 33, 100, 149}) {
     check({.samples = 1,
            .sequence = 150,
            .heads = 1,
