@@ -1,8 +1,9 @@
 // Attention on a GPU: cuDNN's fused graphs, or the kernels of
 // stages/cuda_kernels/flash_attention.hpp. The kernels run in f32, with dropout (cuDNN's random
 // numbers are not Sluice's), with a window, for shapes that cuDNN refuses, and in builds without
-// it. Both keep the same state. The choice depends on shape, type, dropout, device model and
-// library only, so forward and backward agree, and all depths of a pipeline agree.
+// it, on tensor cores if they can. All keep the same state. The choice depends on shape, type,
+// dropout, tf32(), device model and library only, so forward and backward agree, and all depths of a
+// pipeline agree.
 #include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/cuda_operators.hpp"
 #include "stages/cuda_kernels/flash_attention.hpp"

@@ -23,6 +23,17 @@ struct BackwardTile {
   static constexpr std::size_t kTileBytes = (2 * kOwn + 4 * kStreamed) * Rows::kRowBytes;
   // Of the log-sum-exp and delta of streamed queries, twice.
   static constexpr std::size_t kLineBytes = 4 * kStreamed * sizeof(float);
+
+  // Of the block's shared memory: two own tiles, two pairs of streamed ones, two pairs of lines.
+  static __device__ Rows own(int place) {
+    return {static_cast<uint32_t>(place * kOwn * Rows::kRowBytes)};
+  }
+  static __device__ Rows streamed(int place) {
+    return {static_cast<uint32_t>((2 * kOwn + place * kStreamed) * Rows::kRowBytes)};
+  }
+  static __device__ float* lines(int place) {
+    return reinterpret_cast<float*>(Rows::at(kTileBytes)) + 2 * kStreamed * place;
+  }
 };
 
 // Gradient of a score by that of its probability after dropout. `kept`: by dropout.
@@ -35,67 +46,95 @@ template <typename T, int kDims>
 __global__ void __launch_bounds__(kAttentionThreads, (BackwardTile<T, kDims>::kBlocksAtOnce))
     tile_query_kernel(const AttentionCall<T, kWide<T>> call) {
   using Tile = BackwardTile<T, kDims>;
-  using Rows = typename Tile::Rows;
   using Warp = typename Tile::QueryWarp;
   constexpr int kTiles = Tile::kTiles, kStreamed = Tile::kStreamed;
-  const AttentionShape& shape = call.shape;
-  const AttentionTile at = attention_tile(shape.heads, shape.sequence, Tile::kOwn, true);
-  const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
-  const auto keys = call.packed(call.qkv, at.sample, kv);
-  const auto values = call.packed(call.qkv, at.sample, kv + shape.kv_heads);
-  const int begin = static_cast<int>(at.first), sequence = static_cast<int>(shape.sequence),
-            seen = static_cast<int>(shape.seen());
-
-  const Rows queries{0};
-  const auto tile = [&](int row) { return Rows{static_cast<uint32_t>(row * Rows::kRowBytes)}; };
-  const Rows douts = tile(Tile::kOwn);
-  const auto streamed = [&](int place) { return tile(2 * Tile::kOwn + place * kStreamed); };
+  const QueryBlock<Tile::kOwn, kStreamed, T, kWide<T>> block(call);
+  const auto queries = Tile::own(0), douts = Tile::own(1);
   const Warp warp;
   const TileDropout dropout(call);
-  const int64_t line = call.line(at.sample, at.head, begin);
 
   float lse[kTiles][2], delta[kTiles][2];
-#pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = warp.own_row(t, half);
-      const bool exists = begin + row < sequence;
-      lse[t][half] = exists ? call.lse[line + row] * kLog2E : 0.0F;
-      delta[t][half] = exists ? call.delta[line + row] : 0.0F;
-    }
-  }
+  for_each_row<kTiles>([&](int t, int half) {
+    const int row = warp.own_row(t, half);
+    const bool exists = block.begin + row < block.sequence;
+    lse[t][half] = exists ? call.lse[block.line + row] * kLog2E : 0.0F;
+    delta[t][half] = exists ? call.delta[block.line + row] : 0.0F;
+  });
   typename Warp::Sums sums = {};
-  const float scale = call.scale * kLog2E;
-  queries.template fetch<Tile::kOwn>(call.packed(call.qkv, at.sample, at.head), begin);
-  douts.template fetch<Tile::kOwn>(call.output(call.dout, at.sample, at.head), begin);
-  const int first = max(begin + 1 - seen, 0) / kStreamed * kStreamed;
-  const int end = min(begin + Tile::kOwn, sequence);
-  stream_tiles((end - first + kStreamed - 1) / kStreamed,
-               [&](int i, int side) {
-                 streamed(2 * side).template fetch<kStreamed>(keys, first + i * kStreamed);
-                 streamed(2 * side + 1).template fetch<kStreamed>(values, first + i * kStreamed);
-               },
-               [&](int i, int side) {
-                 const int key = first + i * kStreamed, query = begin + warp.first;
-                 const Sight sight(seen, query, Warp::kOwn, key, kStreamed);
-                 if (!sight.any || query >= sequence) return;
-                 const KeptOfQueries<kTiles, kStreamed> kept(warp, dropout,
-                                                             dropout.element(line, key));
-                 typename Warp::Scores scores = {}, dps = {};
-                 warp.add_scores(scores, queries, streamed(2 * side));
-                 if (!sight.all) warp.template hide<true>(scores, begin, key, seen);
-                 warp.add_scores(dps, douts, streamed(2 * side + 1));
-                 for_each_score(scores, [&](float& score, int t, int j, int n) {
-                   const float p = power_of_two(fma(score, scale, -lse[t][n / 2]));
-                   score = score_gradient(p, dps[t][j][n], delta[t][n / 2], kept.has(t, j, n),
-                                          dropout.at.factor);
-                 });
-                 warp.add_weighted(sums, scores, streamed(2 * side));
-               });
-  float factors[kTiles][2];
-  for (auto& factor : factors) factor[0] = factor[1] = call.scale;
-  warp.put(sums, factors, queries, call.packed(call.dqkv, at.sample, at.head), begin);
+  queries.template fetch<Tile::kOwn>(call.packed(call.qkv, block.at.sample, block.at.head),
+                                     block.begin);
+  douts.template fetch<Tile::kOwn>(call.output(call.dout, block.at.sample, block.at.head),
+                                   block.begin);
+  stream_tiles(
+      block.tiles,
+      [&](int i, int side) {
+        const int key = block.first + i * kStreamed;
+        Tile::streamed(2 * side).template fetch<kStreamed>(block.keys, key);
+        Tile::streamed(2 * side + 1).template fetch<kStreamed>(block.values, key);
+      },
+      [&](int i, int side) {
+        const int key = block.first + i * kStreamed, query = block.begin + warp.first;
+        const Sight sight(block.seen, query, Warp::kOwn, key, kStreamed);
+        if (!sight.any || query >= block.sequence) return;
+        const KeptOfQueries<kTiles, kStreamed> kept(warp, dropout,
+                                                    dropout.element(block.line, key));
+        typename Warp::Scores scores = {}, dps = {};
+        warp.add_scores(scores, queries, Tile::streamed(2 * side));
+        if (!sight.all) warp.template hide<true>(scores, block.begin, key, block.seen);
+        warp.add_scores(dps, douts, Tile::streamed(2 * side + 1));
+        for_each_score(scores, [&](float& score, int t, int j, int n) {
+          const float p = power_of_two(fma(score, call.scale * kLog2E, -lse[t][n / 2]));
+          score = score_gradient(p, dps[t][j][n], delta[t][n / 2], kept.has(t, j, n),
+                                 dropout.at.factor);
+        });
+        warp.add_weighted(sums, scores, Tile::streamed(2 * side));
+      });
+  warp.put(sums, call.scale, queries, call.packed(call.dqkv, block.at.sample, block.at.head),
+           block.begin);
+}
+
+// What a block works on that owns kOwn keys of a head: tiles of queries of each head that shares
+// them.
+template <int kOwn, int kStreamed>
+struct KeyBlock {
+  AttentionTile at;
+  int begin, sequence, seen, group, tiles;  // tiles: of each query head
+
+  template <typename T, int N>
+  explicit __device__ KeyBlock(const AttentionCall<T, N>& call)
+      : at(attention_tile(call.shape.kv_heads, call.shape.sequence, kOwn, false)),
+        begin(static_cast<int>(at.first)),
+        sequence(static_cast<int>(call.shape.sequence)),
+        seen(static_cast<int>(call.shape.seen())),
+        group(call.shape.heads / call.shape.kv_heads) {
+    // The last query that sees one of these keys comes before it.
+    const int end = min(begin + kOwn - 1 + seen, sequence);
+    tiles = (end - begin + kStreamed - 1) / kStreamed;
+  }
+  // Of streamed tile i.
+  [[nodiscard]] __device__ int64_t head(int i) const { return at.head * group + i / tiles; }
+  [[nodiscard]] __device__ int query(int i) const { return begin + i % tiles * kStreamed; }
+};
+
+// Starts to copy queries of a head from `query` on, and what comes with them. Behind the sequence
+// all is 0, and so are the gradients.
+template <typename Tile, typename T, int N>
+__device__ void fetch_streamed(const AttentionCall<T, N>& call, int64_t of_sample, int64_t head,
+                               int query, int side) {
+  constexpr int kStreamed = Tile::kStreamed;
+  auto sample = static_cast<uint32_t>(of_sample);
+  forget(sample);
+  Tile::streamed(2 * side).template fetch<kStreamed>(call.packed(call.qkv, sample, head), query);
+  Tile::streamed(2 * side + 1)
+      .template fetch<kStreamed>(call.output(call.dout, sample, head), query);
+  // The log-sum-exp in the first threads, delta in the next.
+  const auto thread = static_cast<int>(threadIdx.x);
+  if (thread >= 2 * kStreamed) return;
+  const float* from = thread < kStreamed ? call.lse : call.delta;
+  const int row = query + thread % kStreamed;
+  const bool exists = row < call.shape.sequence;
+  start_copy<4>(Tile::lines(side) + thread, from + call.line(sample, head, exists ? row : 0),
+                exists);
 }
 
 // Keys and values of one key head, over all queries of the heads that share it.
@@ -103,91 +142,59 @@ template <typename T, int kDims, bool kKeys, bool kValues>
 __global__ void __launch_bounds__(kAttentionThreads, (BackwardTile<T, kDims>::kBlocksAtOnce))
     tile_key_kernel(const AttentionCall<T, kWide<T>> call) {
   using Tile = BackwardTile<T, kDims>;
-  using Rows = typename Tile::Rows;
   using Warp = typename Tile::KeyWarp;
   constexpr int kTiles = Tile::kTiles, kStreamed = Tile::kStreamed;
-  const AttentionShape& shape = call.shape;
-  const AttentionTile at = attention_tile(shape.kv_heads, shape.sequence, Tile::kOwn, false);
-  const int group = shape.heads / shape.kv_heads;
-  const int64_t kv = shape.heads + at.head;
-  const int begin = static_cast<int>(at.first), sequence = static_cast<int>(shape.sequence),
-            seen = static_cast<int>(shape.seen());
-
-  const Rows keys{0};
-  const auto tile = [&](int row) { return Rows{static_cast<uint32_t>(row * Rows::kRowBytes)}; };
-  const Rows values = tile(Tile::kOwn);
-  const auto streamed = [&](int place) { return tile(2 * Tile::kOwn + place * kStreamed); };
-  auto* lines = reinterpret_cast<float*>(Rows::at(Tile::kTileBytes));
+  const KeyBlock<Tile::kOwn, kStreamed> block(call);
+  const int64_t key_head = call.shape.heads + block.at.head,
+                value_head = key_head + call.shape.kv_heads;
+  const auto keys = Tile::own(0), values = Tile::own(1);
   const Warp warp;
   const TileDropout dropout(call);
 
   typename Warp::Sums key_sums = {}, value_sums = {};
-  const float scale = call.scale * kLog2E;
-  keys.template fetch<Tile::kOwn>(call.packed(call.qkv, at.sample, kv), begin);
-  values.template fetch<Tile::kOwn>(call.packed(call.qkv, at.sample, kv + shape.kv_heads), begin);
-  // The last query that sees one of these keys comes before it.
-  const int end = min(begin + Tile::kOwn - 1 + seen, sequence);
-  const int tiles = (end - begin + kStreamed - 1) / kStreamed;
-  const auto head_of = [&](int i) { return at.head * group + i / tiles; };
-  const auto query_of = [&](int i) { return begin + i % tiles * kStreamed; };
+  keys.template fetch<Tile::kOwn>(call.packed(call.qkv, block.at.sample, key_head), block.begin);
+  values.template fetch<Tile::kOwn>(call.packed(call.qkv, block.at.sample, value_head),
+                                    block.begin);
   stream_tiles(
-      group * tiles,
+      block.group * block.tiles,
       [&](int i, int side) {
-        const int64_t head = head_of(i);
-        const int query = query_of(i);
-        auto sample = static_cast<uint32_t>(at.sample);
-        forget(sample);
-        streamed(2 * side).template fetch<kStreamed>(call.packed(call.qkv, sample, head), query);
-        streamed(2 * side + 1)
-            .template fetch<kStreamed>(call.output(call.dout, sample, head), query);
-        // Behind the sequence they are 0, as queries and dout are, and so are the gradients.
-        const int row = static_cast<int>(threadIdx.x) % kStreamed;
-        if (threadIdx.x < 2 * kStreamed) {
-          const float* from = static_cast<int>(threadIdx.x) < kStreamed ? call.lse : call.delta;
-          const bool exists = query + row < sequence;
-          start_copy<4>(lines + 2 * kStreamed * side + threadIdx.x,
-                        from + call.line(sample, head, exists ? query + row : 0), exists);
-        }
+        fetch_streamed<Tile>(call, block.at.sample, block.head(i), block.query(i), side);
       },
       [&](int i, int side) {
-        const int query = query_of(i), key = begin + warp.first;
-        const Sight sight(seen, query, kStreamed, key, Warp::kOwn);
-        if (!sight.any || key >= sequence) return;
-        const KeptOfKeys<kTiles, kStreamed> kept(
-            warp, dropout, dropout.element(call.line(at.sample, head_of(i), query), begin));
-        const float *lse = lines + 2 * kStreamed * side, *delta = lse + kStreamed;
-        typename Warp::Scores p = {};
-        warp.add_scores(p, keys, streamed(2 * side));
-        if (!sight.all) warp.template hide<false>(p, begin, query, seen);
+        const int query = block.query(i), key = block.begin + warp.first;
+        const Sight sight(block.seen, query, kStreamed, key, Warp::kOwn);
+        if (!sight.any || key >= block.sequence) return;
+        const int64_t line = call.line(block.at.sample, block.head(i), query);
+        const KeptOfKeys<kTiles, kStreamed> kept(warp, dropout, dropout.element(line, block.begin));
+        const auto queries = Tile::streamed(2 * side), douts = Tile::streamed(2 * side + 1);
+        const float *lse = Tile::lines(side), *delta = lse + kStreamed;
+        typename Warp::Scores p = {}, other = {};
+        warp.add_scores(p, keys, queries);
+        if (!sight.all) warp.template hide<false>(p, block.begin, query, block.seen);
         for_each_score(p, [&](float& score, int, int j, int n) {
-          score = power_of_two(fma(score, scale, -lse[warp.streamed_row(j, n % 2)] * kLog2E));
+          score = power_of_two(
+              fma(score, call.scale * kLog2E, -lse[warp.streamed_row(j, n % 2)] * kLog2E));
         });
         if constexpr (kValues) {
-          typename Warp::Scores weights;
-          for_each_score(weights, [&](float& weight, int t, int j, int n) {
+          for_each_score(other, [&](float& weight, int t, int j, int n) {
             weight = kept.has(t, j, n) ? p[t][j][n] : 0.0F;
           });
-          warp.add_weighted(value_sums, weights, streamed(2 * side + 1));
+          warp.add_weighted(value_sums, other, douts);
         }
         if constexpr (kKeys) {
-          typename Warp::Scores dps = {};
-          warp.add_scores(dps, values, streamed(2 * side + 1));
-          for_each_score(dps, [&](float& dp, int t, int j, int n) {
+          for_each_score(other, [](float& dp, int, int, int) { dp = 0; });
+          warp.add_scores(other, values, douts);
+          for_each_score(other, [&](float& dp, int t, int j, int n) {
             dp = score_gradient(p[t][j][n], dp, delta[warp.streamed_row(j, n % 2)],
                                 kept.has(t, j, n), dropout.at.factor);
           });
-          warp.add_weighted(key_sums, dps, streamed(2 * side));
+          warp.add_weighted(key_sums, other, queries);
         }
       });
-  float factors[kTiles][2];
-  if constexpr (kKeys) {
-    for (auto& factor : factors) factor[0] = factor[1] = call.scale;
-    warp.put(key_sums, factors, keys, call.packed(call.dqkv, at.sample, kv), begin);
-  }
+  const auto dqkv = [&](int64_t head) { return call.packed(call.dqkv, block.at.sample, head); };
+  if constexpr (kKeys) warp.put(key_sums, call.scale, keys, dqkv(key_head), block.begin);
   if constexpr (kValues) {
-    for (auto& factor : factors) factor[0] = factor[1] = dropout.at.factor;
-    warp.put(value_sums, factors, values, call.packed(call.dqkv, at.sample, kv + shape.kv_heads),
-             begin);
+    warp.put(value_sums, dropout.at.factor, values, dqkv(value_head), block.begin);
   }
 }
 

@@ -53,36 +53,28 @@ struct RunningSoftmax {
                         float scale) {
     float shrink[kTiles][2];
     bool raised = false;
+    for_each_row<kTiles>([&](int t, int half) {
+      float highest = -INFINITY;
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float highest = -INFINITY;
-#pragma unroll
-        for (int j = 0; j < kStreamed / 8; ++j) {
-          highest = fmaxf(highest, fmaxf(scores[t][j][2 * half], scores[t][j][2 * half + 1]));
-        }
-        highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFU, highest, 1));
-        highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFU, highest, 2)) * scale;
-        const bool far = highest > base[t][half] + kFar;
-        shrink[t][half] = far ? power_of_two(base[t][half] - highest) : 1.0F;
-        base[t][half] = far ? highest : base[t][half];
-        raised = raised || far;
+      for (int j = 0; j < kStreamed / 8; ++j) {
+        highest = fmaxf(highest, fmaxf(scores[t][j][2 * half], scores[t][j][2 * half + 1]));
       }
-    }
+      highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFU, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(0xFFFFFFFFU, highest, 2)) * scale;
+      const bool far = highest > base[t][half] + kFar;
+      shrink[t][half] = far ? power_of_two(base[t][half] - highest) : 1.0F;
+      base[t][half] = far ? highest : base[t][half];
+      raised = raised || far;
+    });
     if (__any_sync(0xFFFFFFFFU, raised ? 1 : 0) == 0) return;
+    for_each_row<kTiles>([&](int t, int half) {
+      total[t][half] *= shrink[t][half];
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        total[t][half] *= shrink[t][half];
-#pragma unroll
-        for (int d = 0; d < kDims / 8; ++d) {
-          sums[t][d][2 * half] *= shrink[t][half];
-          sums[t][d][2 * half + 1] *= shrink[t][half];
-        }
+      for (int d = 0; d < kDims / 8; ++d) {
+        sums[t][d][2 * half] *= shrink[t][half];
+        sums[t][d][2 * half + 1] *= shrink[t][half];
       }
-    }
+    });
   }
 };
 
@@ -91,66 +83,55 @@ __global__ void __launch_bounds__(kAttentionThreads, (ForwardTile<T, kDims>::kBl
     tile_forward_kernel(const AttentionCall<T, kWide<T>> call) {
   using Tile = ForwardTile<T, kDims>;
   using Rows = typename Tile::Rows;
+  using Warp = typename Tile::Warp;
   constexpr int kTiles = Tile::kTiles, kStreamed = Tile::kStreamed;
-  const AttentionShape& shape = call.shape;
-  const AttentionTile at = attention_tile(shape.heads, shape.sequence, Tile::kOwn, true);
-  const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
-  const auto keys = call.packed(call.qkv, at.sample, kv);
-  const auto values = call.packed(call.qkv, at.sample, kv + shape.kv_heads);
-  const int begin = static_cast<int>(at.first), sequence = static_cast<int>(shape.sequence),
-            seen = static_cast<int>(shape.seen());
-
+  const QueryBlock<Tile::kOwn, kStreamed, T, kWide<T>> block(call);
   const Rows queries{0};
   const auto streamed = [&](int place) {
     return Rows{static_cast<uint32_t>((Tile::kOwn + place * kStreamed) * Rows::kRowBytes)};
   };
-  const typename Tile::Warp warp;
+  const Warp warp;
   const TileDropout dropout(call);
-  const int64_t line = call.line(at.sample, at.head, begin);
 
-  typename Tile::Warp::Sums sums = {};
-  RunningSoftmax<typename Tile::Warp, kTiles, kStreamed, kDims> softmax;
-  const float scale = call.scale * kLog2E;
-  queries.template fetch<Tile::kOwn>(call.packed(call.qkv, at.sample, at.head), begin);
-  const int first = max(begin + 1 - seen, 0) / kStreamed * kStreamed;
-  const int end = min(begin + Tile::kOwn, sequence);
-  stream_tiles((end - first + kStreamed - 1) / kStreamed,
-               [&](int i, int side) {
-                 streamed(2 * side).template fetch<kStreamed>(keys, first + i * kStreamed);
-                 streamed(2 * side + 1).template fetch<kStreamed>(values, first + i * kStreamed);
-               },
-               [&](int i, int side) {
-                 const int key = first + i * kStreamed, query = begin + warp.first;
-                 const Sight sight(seen, query, Tile::Warp::kOwn, key, kStreamed);
-                 if (!sight.any || query >= sequence) return;
-                 const KeptOfQueries<kTiles, kStreamed> kept(warp, dropout,
-                                                             dropout.element(line, key));
-                 typename Tile::Warp::Scores scores = {};
-                 warp.add_scores(scores, queries, streamed(2 * side));
-                 if (!sight.all) warp.template hide<true>(scores, begin, key, seen);
-                 softmax.take(scores, sums, scale);
-                 if (call.drops) {
-                   for_each_score(scores, [&](float& score, int t, int j, int n) {
-                     score = kept.has(t, j, n) ? score : 0.0F;
-                   });
-                 }
-                 warp.add_weighted(sums, scores, streamed(2 * side + 1));
-               });
+  typename Warp::Sums sums = {};
+  RunningSoftmax<Warp, kTiles, kStreamed, kDims> softmax;
+  queries.template fetch<Tile::kOwn>(call.packed(call.qkv, block.at.sample, block.at.head),
+                                     block.begin);
+  stream_tiles(
+      block.tiles,
+      [&](int i, int side) {
+        streamed(2 * side).template fetch<kStreamed>(block.keys, block.first + i * kStreamed);
+        streamed(2 * side + 1).template fetch<kStreamed>(block.values, block.first + i * kStreamed);
+      },
+      [&](int i, int side) {
+        const int key = block.first + i * kStreamed, query = block.begin + warp.first;
+        const Sight sight(block.seen, query, Warp::kOwn, key, kStreamed);
+        if (!sight.any || query >= block.sequence) return;
+        const KeptOfQueries<kTiles, kStreamed> kept(warp, dropout,
+                                                    dropout.element(block.line, key));
+        typename Warp::Scores scores = {};
+        warp.add_scores(scores, queries, streamed(2 * side));
+        if (!sight.all) warp.template hide<true>(scores, block.begin, key, block.seen);
+        softmax.take(scores, sums, call.scale * kLog2E);
+        if (dropout.drops) {
+          for_each_score(scores, [&](float& score, int t, int j, int n) {
+            score = kept.has(t, j, n) ? score : 0.0F;
+          });
+        }
+        warp.add_weighted(sums, scores, streamed(2 * side + 1));
+      });
 
   float factors[kTiles][2];
-#pragma unroll
-  for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float total = softmax.sum(t, half);
-      factors[t][half] = dropout.at.factor / total;
-      const int row = warp.own_row(t, half);
-      if (warp.place == 0 && begin + row < sequence) {
-        call.lse[line + row] = fma(softmax.base[t][half], kLn2, ::logf(total));
-      }
+  for_each_row<kTiles>([&](int t, int half) {
+    const float total = softmax.sum(t, half);
+    factors[t][half] = dropout.at.factor / total;
+    const int row = warp.own_row(t, half);
+    if (warp.place == 0 && block.begin + row < block.sequence) {
+      call.lse[block.line + row] = fma(softmax.base[t][half], kLn2, ::logf(total));
     }
-  }
-  warp.put(sums, factors, queries, call.output(call.out, at.sample, at.head), begin);
+  });
+  warp.put(sums, factors, queries, call.output(call.out, block.at.sample, block.at.head),
+           block.begin);
 }
 
 }  // namespace

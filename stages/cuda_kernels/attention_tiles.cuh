@@ -123,6 +123,28 @@ struct ByLanes {
   }
 };
 
+// What a block works on that owns kOwn queries of a head, and the tiles of keys that they see.
+template <int kOwn, int kStreamed, typename T, int N>
+struct QueryBlock {
+  AttentionTile at;
+  int64_t line;  // of the first own query
+  HeadRows<const T, N> keys, values;
+  int begin, sequence, seen, first, tiles;  // first: streamed row
+
+  explicit __device__ QueryBlock(const AttentionCall<T, N>& call)
+      : at(attention_tile(call.shape.heads, call.shape.sequence, kOwn, true)),
+        line(call.line(at.sample, at.head, at.first)),
+        begin(static_cast<int>(at.first)),
+        sequence(static_cast<int>(call.shape.sequence)),
+        seen(static_cast<int>(call.shape.seen())) {
+    const int64_t kv = call.shape.heads + at.head / (call.shape.heads / call.shape.kv_heads);
+    keys = call.packed(call.qkv, at.sample, kv);
+    values = call.packed(call.qkv, at.sample, kv + call.shape.kv_heads);
+    first = max(begin + 1 - seen, 0) / kStreamed * kStreamed;
+    tiles = (min(begin + kOwn, sequence) - first + kStreamed - 1) / kStreamed;
+  }
+};
+
 // Whether queries see keys: any of them any, all of them all.
 struct Sight {
   bool any, all;
@@ -156,6 +178,16 @@ __device__ __forceinline__ void for_each_score(float (&scores)[kTiles][kProducts
 #pragma unroll
       for (int i = 0; i < 4; ++i) body(scores[t][j][i], t, j, i);
     }
+  }
+}
+
+// body(tile, half) for all of a lane's rows.
+template <int kTiles, typename Body>
+__device__ __forceinline__ void for_each_row(const Body& body) {
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) body(t, half);
   }
 }
 
@@ -245,8 +277,15 @@ struct WarpProducts {
     });
   }
 
-  // Own rows of `to`, the block's first at `begin`, = factors[tile][half] * sums, by way of the own
-  // rows of `staged`, which no lane of the warp reads any more.
+  // Own rows of `to`, the block's first at `begin`, = factor * sums, by way of the own rows of
+  // `staged`, which no lane of the warp reads any more. A factor of each row: factors[tile][half].
+  template <int N>
+  __device__ void put(const Sums& sums, float factor, const Rows& staged, const HeadRows<T, N>& to,
+                      int begin) const {
+    float factors[kTiles][2];
+    for (auto& tile : factors) tile[0] = tile[1] = factor;
+    put(sums, factors, staged, to, begin);
+  }
   template <int N>
   __device__ void put(const Sums& sums, const float (&factors)[kTiles][2], const Rows& staged,
                       const HeadRows<T, N>& to, int begin) const {
@@ -255,18 +294,13 @@ struct WarpProducts {
     uint32_t place_of_first = staged.place(own_row(0, 0), 2 * place / Rows::kElements) +
                               static_cast<uint32_t>(2 * place % Rows::kElements * kBytes);
     forget(place_of_first);
+    for_each_row<kTiles>([&](int t, int half) {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-#pragma unroll
-        for (int d = 0; d < kDims / 8; ++d) {
-          stage(
-              Rows::at(Rows::moved(place_of_first, Own::own(t, 8 * half), 8 * d / Rows::kElements)),
+      for (int d = 0; d < kDims / 8; ++d) {
+        stage(Rows::at(Rows::moved(place_of_first, Own::own(t, 8 * half), 8 * d / Rows::kElements)),
               sums[t][d][2 * half] * factors[t][half], sums[t][d][2 * half + 1] * factors[t][half]);
-        }
       }
-    }
+    });
     __syncwarp();
 #pragma unroll 4
     for (int i = lane; i < kOwn * Rows::kChunks; i += kWarpThreads) {

@@ -127,8 +127,9 @@ void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const 
 [[nodiscard]] std::size_t attention_backward_workspace(ComputeContext& ctx,
                                                        const AttentionShape& shape, DType dtype,
                                                        bool drops);
-// Which code computes it, for reports: "cuDNN" or "own kernels (why)" on a GPU, empty on a CPU. The
-// same for forward and backward, and a function of shape, type, dropout, device model and library.
+// Which code computes it, for reports: "cuDNN", "own kernels on tensor cores (why)" or "own kernels
+// (why)" on a GPU, empty on a CPU. The same for forward and backward, and a function of shape, type,
+// dropout, ComputeContext::set_tf32(), device model and library.
 // May make the plan that attention_forward would make.
 [[nodiscard]] std::string attention_engine(ComputeContext& ctx, const AttentionShape& shape,
                                            DType dtype, bool drops);
