@@ -42,6 +42,7 @@
 #include "runtime/models/model_tensors.hpp"
 #include "runtime/options/process.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "runtime/report/job_gpus.hpp"
 #include "runtime/report/layer_table.hpp"
 #include "runtime/report/metrics.hpp"
 #include "runtime/report/rank_table.hpp"
@@ -62,6 +63,11 @@ constexpr std::int64_t kQuickValidation = 64;
 constexpr std::int64_t kLastValidation = 1024;
 // The exit code of a run that was asked to stop, and saved.
 constexpr int kStopped = 12;
+
+ProductPrecision products_of(const TrainOptions& options) {
+  if (options.model.precision == DType::kBf16) return ProductPrecision::kBf16;
+  return options.pipeline.devices.tf32 ? ProductPrecision::kTf32 : ProductPrecision::kF32;
+}
 
 // A request to stop by a signal, which may come before there is a saver. Without begin(), signals
 // have their default action.
@@ -180,6 +186,8 @@ class Training {
   void report(const StepReport& step);
   void count_skip(const StepReport& step);
   std::vector<int> work_of_ranks();
+  void look_at_gpus();
+  void read_gpus(std::uint64_t step);
   void look_for_stragglers();
   void validate(std::int64_t samples);
   void note(const std::string& line);
@@ -200,6 +208,8 @@ class Training {
   std::optional<MetricsWriter> metrics_;
   std::optional<Progress> progress_;
   std::optional<Stragglers> stragglers_;  // on rank 0
+  std::optional<JobGpus> gpus_;
+  std::vector<GpuState> gpu_states_;  // after the last step; empty: not read then
   std::optional<Checkpointer> saver_;
   std::optional<SavedRun> resumed_;  // the save that was loaded
   std::vector<std::string> changes_, passed_over_;
@@ -569,6 +579,7 @@ void Training::require_steps_left(std::uint64_t done) const {
 void Training::steps() {
   progress_.emplace(pipeline_->step() + 1, options_.steps, terminal_output());
   stragglers_.emplace(work_of_ranks());
+  look_at_gpus();
   const std::uint64_t before = options_.steps - std::min(options_.steps, kTracedSteps);
   traced_from_ = std::max(pipeline_->step(), before) + 1;
   if (first()) events_.start(pipeline_->step(), last_resumable());
@@ -586,6 +597,7 @@ void Training::one_step() {
   if (!options_.trace.empty() && pipeline_->step() + 1 == traced_from_) timeline_.begin(*pipeline_);
   const StepReport step = pipeline_->train_step();
   look_for_stragglers();
+  read_gpus(step.step);
   if (!options_.trace.empty() && step.step >= traced_from_) timeline_.add(*pipeline_);
   report(step);
   count_skip(step);
@@ -625,6 +637,22 @@ std::vector<int> Training::work_of_ranks() {
     }
   });
   return work;
+}
+
+void Training::look_at_gpus() {
+  PipelineAccess::guarded(*pipeline_, [&] {
+    const RankPlace& place = PipelineAccess::layout(*pipeline_).place;
+    gpus_.emplace(PipelineAccess::world(*pipeline_), place.devices[at(place.rank)].machine,
+                  place.device());
+  });
+}
+
+// After every tenth step of a run with metrics: a driver's answers take a while.
+void Training::read_gpus(std::uint64_t step) {
+  constexpr std::uint64_t kEvery = 10;
+  gpu_states_.clear();
+  if (options_.metrics.empty() || step % kEvery != 0) return;
+  PipelineAccess::guarded(*pipeline_, [&] { gpu_states_ = gpus_->read(); });
 }
 
 void Training::look_for_stragglers() {
@@ -667,6 +695,9 @@ StepRecord Training::record_of(const StepReport& report) const {
   record.tokens = static_cast<std::int64_t>(report.targets);
   record.seconds = report.seconds;
   record.tokens_per_second = report.targets / report.seconds;
+  record.flops = record.tokens_per_second * training_flops(options_.model) / options_.model.context;
+  const double peak = gpus_->peak(products_of(options_));
+  if (peak > 0) record.share_of_peak = record.flops / peak;
   record.grad_norm = report.grad_norm;
   record.learning_rate = report.learning_rate;
   record.bubble_measured = report.bubble_measured;
@@ -675,6 +706,7 @@ StepRecord Training::record_of(const StepReport& report) const {
   record.peak_bytes = report.peak_bytes;
   record.skipped = report.skipped;
   record.stragglers = stragglers_->now();
+  record.gpus = gpu_states_;
   return record;
 }
 

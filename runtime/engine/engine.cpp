@@ -15,6 +15,7 @@
 #include "comm/base/host.hpp"
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
+#include "comm/device/profiler_range.hpp"
 #include "runtime/engine/device_batch.hpp"
 #include "runtime/engine/device_timer.hpp"
 #include "runtime/engine/message_progress.hpp"
@@ -31,6 +32,12 @@
 
 namespace sluice {
 namespace {
+
+// "1F7" as schedules print actions; what moves data has its operation's text.
+std::string range_name(const PlanOp& op) {
+  if (op.kind != OpKind::kCompute) return to_string(op);
+  return to_string(Action{.kind = op.action, .stage = op.stage, .micro_batch = op.micro_batch});
+}
 
 const char* in_words(ActionKind kind) {
   switch (kind) {
@@ -153,6 +160,7 @@ struct Engine::Impl {
   std::vector<Tensor> outputs;     // of a micro-batch, in host memory
   bool group_open = false;         // of NCCL messages
   int in_flight = 0;
+  std::vector<std::string> range_names;  // [op] for a profiler; empty where none listens
   // When the last compute ended, while only bookkeeping follows, else 0; on a GPU any other number.
   double computed_until = 0;
 };
@@ -179,6 +187,8 @@ Engine::Impl::Impl(const EngineConfig& config_in)
     outcome.losses = {reinterpret_cast<const LossResult*>(losses.data()), count};
   }
   events.reserve(config.trace_events);
+  if (!profiler_listens()) return;
+  for (const PlanOp& op : mine.ops) range_names.push_back(range_name(op));
 }
 
 const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions* actions) {
@@ -222,6 +232,7 @@ const StepOutcome& Engine::Impl::run(const StepRequest& request_in, StepActions*
 }
 
 void Engine::Impl::execute(const PlanOp& op, StepActions* actions) {
+  const ProfilerRange range(range_names.empty() ? nullptr : range_names[index_in_plan(op)].c_str());
   const bool reduces = op.kind == OpKind::kReduceGrad || op.kind == OpKind::kReduceTied ||
                        op.kind == OpKind::kOptimizer;
   if (reduces && actions == nullptr) refuse(op, "nothing can reduce it");

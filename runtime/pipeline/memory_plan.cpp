@@ -90,9 +90,9 @@ class MemorySum {
       for (std::size_t i = 0; i < entry.parameters.size(); ++i) {
         const std::int64_t elements = entry.parameters[i].elements;
         memory_.parameters += parameter_bytes(elements);
+        if (options_.training.inference) continue;
         memory_.gradients += parameter_bytes(elements);
-        if (options_.training.inference || !layout_.parameters.is_owner(stage, static_cast<int>(i)))
-          continue;
+        if (!layout_.parameters.is_owner(stage, static_cast<int>(i))) continue;
         squares += sum_of_squares_workspace(elements);
         const ParameterGroup* group = group_of(options_.training.groups, entry.parameters[i].name);
         if (group == nullptr || !group->frozen) owned += parameter_bytes(elements);

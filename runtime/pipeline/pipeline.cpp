@@ -359,6 +359,7 @@ void Pipeline::Impl::prepare_stages() {
     StageSetup setup{.compute = compute.get(),
                      .slots = layout.plans.slots_of(index),
                      .split_backward = splits,
+                     .trains = !options.training.inference,
                      .seed = options.training.seed,
                      .input_sizes = {}};
     for (const std::int64_t size : layout.wires.edges.sizes()) {

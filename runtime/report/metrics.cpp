@@ -84,6 +84,24 @@ std::uintmax_t bytes_to_keep(const std::filesystem::path& path, std::uint64_t la
   return kept;
 }
 
+// Ranks whose driver answered.
+nlohmann::ordered_json gpus_json(const std::vector<GpuState>& gpus) {
+  constexpr std::uint64_t kMebi = std::uint64_t{1} << 20;
+  nlohmann::ordered_json all = nlohmann::ordered_json::array();
+  for (std::size_t rank = 0; rank < gpus.size(); ++rank) {
+    const GpuState& gpu = gpus[rank];
+    if (gpu.known == 0) continue;
+    all.push_back({{"rank", rank},
+                   {"watts", gpu.watts},
+                   {"limit_watts", gpu.limit_watts},
+                   {"sm_mhz", gpu.sm_mhz},
+                   {"celsius", gpu.celsius},
+                   {"memory_mib", gpu.memory_used / kMebi},
+                   {"held_back", names_of_reasons(gpu.held_back)}});
+  }
+  return all;
+}
+
 }  // namespace
 
 MetricsWriter::MetricsWriter(const std::filesystem::path& path, const std::string& run,
@@ -107,6 +125,8 @@ void MetricsWriter::step(const StepRecord& record) {
   json["tokens"] = record.tokens;
   json["seconds"] = number(record.seconds);
   json["tokens_per_second"] = number(record.tokens_per_second);
+  if (record.flops > 0) json["flops"] = number(record.flops);
+  if (record.share_of_peak > 0) json["share_of_peak"] = number(record.share_of_peak);
   json["grad_norm"] = number(record.grad_norm);
   json["learning_rate"] = number(record.learning_rate);
   json["bubble_measured"] = number(record.bubble_measured);
@@ -115,6 +135,7 @@ void MetricsWriter::step(const StepRecord& record) {
   json["peak_bytes"] = record.peak_bytes;
   if (record.skipped) json["skipped"] = true;
   if (!record.stragglers.empty()) json["stragglers"] = record.stragglers;
+  if (!record.gpus.empty()) json["gpus"] = gpus_json(record.gpus);
   line(json.dump());
 }
 

@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "comm/device/gpu_monitor.hpp"
+
 namespace sluice {
 
 struct StepRecord {
@@ -16,6 +18,9 @@ struct StepRecord {
   double loss = 0;  // mean over the global batch's counted targets, nats
   std::int64_t tokens = 0;
   double seconds = 0, tokens_per_second = 0;
+  // Floating-point operations a second by training_flops(), of all ranks, and their share of what
+  // the job's GPUs reach at most; 0: not known.
+  double flops = 0, share_of_peak = 0;
   double grad_norm = 0, learning_rate = 0;
   double bubble_measured = 0;            // idle share of the step over all ranks
   double bubble_ideal = 0;               // simulated, uniform stages
@@ -23,6 +28,7 @@ struct StepRecord {
   std::vector<std::int64_t> peak_bytes;  // [rank] slots, parameters, gradients, optimizer
   bool skipped = false;                  // no parameter changed: loss or gradient not finite
   std::vector<int> stragglers;           // ranks of the job, as runtime/report/stragglers.hpp
+  std::vector<GpuState> gpus;            // [rank of the job]; empty: not read after this step
 };
 
 // One JSON object a line, flushed per line; a failed write throws Error(kIo) naming the path.
@@ -50,7 +56,8 @@ class MetricsWriter {
   std::string run_;                     // until the first line is written
 };
 
-// "step 120/2000  loss 2.3456  8421 tokens/s  bubble 11.2 %  0:35 elapsed  9:08 left": the time
+// "step 120/2000  loss 2.3456  8421 tokens/s  bubble 11.2 %  0:35 elapsed  9:08 left", and "45.6 %
+// of peak" after the tokens where the peak is known. The time
 // left is the number of steps left times the mean of steps `first_step` to `record.step`, which
 // took `elapsed` seconds.
 [[nodiscard]] std::string progress_line(const StepRecord& record, std::uint64_t first_step,

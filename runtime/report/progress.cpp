@@ -29,10 +29,11 @@ std::string progress_line(const StepRecord& record, std::uint64_t first_step,
   const auto done = static_cast<double>(record.step - first_step + 1);
   const auto left = static_cast<double>(last_step - std::min(record.step, last_step));
   return fmt::format(
-      "step {}/{}  loss {:.4f}{}  {:.0f} tokens/s  bubble {:.1f} %  {} elapsed  {} left",
+      "step {}/{}  loss {:.4f}{}  {:.0f} tokens/s{}  bubble {:.1f} %  {} elapsed  {} left",
       record.step, last_step, record.loss, record.skipped ? ", skipped" : "",
-      record.tokens_per_second, 100 * record.bubble_measured, clock_text(elapsed),
-      clock_text(elapsed / done * left));
+      record.tokens_per_second,
+      record.share_of_peak > 0 ? fmt::format("  {:.1f} % of peak", 100 * record.share_of_peak) : "",
+      100 * record.bubble_measured, clock_text(elapsed), clock_text(elapsed / done * left));
 }
 
 Progress::Progress(std::uint64_t first_step, std::uint64_t last_step, bool terminal,

@@ -227,7 +227,10 @@ void NetworkStage::prepare(const StageSetup& setup) {
   memory_.prepare(needs, setup.slots, setup.split_backward, *setup.compute);
   gradient_places_.clear();
   source_memory_ = setup.compute->memory().allocate(place_gradients(sizes_, &gradient_places_));
-  if (parameters() != nullptr) parameters_.allocate(setup.compute->memory(), setup.seed);
+  trains_ = setup.trains;
+  if (parameters() != nullptr) {
+    parameters_.allocate(setup.compute->memory(), setup.seed, trains_);
+  }
   for (const Size& size : sizes_) warm_up_size(*setup.compute, size);
 }
 
@@ -268,6 +271,7 @@ void NetworkStage::warm_up_size(ComputeContext& compute, const Size& size) {
 
 void NetworkStage::warm_up(StageContext& ctx, std::span<const Tensor> outputs) {
   forward(ctx, ctx.inputs, outputs);
+  if (!trains_) return;
   for (const Tensor& output : outputs) {
     fill_zero_async(output.data, output.spec.bytes(), ctx.compute.stream());
   }

@@ -128,6 +128,7 @@ class NetworkStage : public Stage, public SplitBackward {
   std::vector<std::size_t> made_by_;  // [source] part that makes it; parts_.size(): an input
   ParameterSet parameters_;
   SlotMemory memory_;
+  bool trains_ = true;       // of StageSetup
   std::vector<Size> sizes_;  // prepared ones
   std::vector<SourceGradient> source_gradients_;
   std::vector<std::size_t> gradient_places_;  // [source] in source_memory_

@@ -132,7 +132,7 @@ Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, Ac
   return buffers_.emplace_back(std::move(buffer));
 }
 
-void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed) {
+void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients) {
   require_distinct(parameters_);
   std::size_t bytes = 0;
   for (const Parameter& parameter : parameters_) {
@@ -140,26 +140,39 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed) {
   }
   const Device device = memory.device();
   memory_->values = memory.allocate(bytes);
-  memory_->grads = memory.allocate(bytes);
+  if (gradients) memory_->grads = memory.allocate(bytes);
   flat_floats_ = bytes / sizeof(float);
   const Stream stream(device);
   fill_zero_async(memory_->values.data(), bytes, stream.view());
   zero_grads(stream.view());
   stream.view().synchronize();
 
-  std::vector<float> drawn;  // in host memory
   std::size_t offset = 0;
   for (Parameter& parameter : parameters_) {
-    parameter.value = {memory_->values.data() + offset, {DType::kF32, parameter.shape}};
-    parameter.grad = {memory_->grads.data() + offset, {DType::kF32, parameter.shape}};
+    const TensorSpec spec{DType::kF32, parameter.shape};
+    parameter.value = {memory_->values.data() + offset, spec};
+    parameter.grad = {gradients ? memory_->grads.data() + offset : nullptr, spec};
     parameter.memory = memory_;
+    offset += padded_bytes(parameter);
+  }
+  draw_values(device, seed);
+  allocate_buffers(memory, seed);
+  mark_values_changed();
+}
+
+// In place on a CPU: a copy of the largest parameter would be the most that a pipeline for
+// inference takes beside its values.
+void ParameterSet::draw_values(Device device, std::uint64_t seed) {
+  std::vector<float> drawn;  // in host memory
+  for (Parameter& parameter : parameters_) {
+    if (device.kind == DeviceKind::kCpu) {
+      draw(parameter, seed, parameter.value.floats());
+      continue;
+    }
     drawn.resize(static_cast<size_t>(parameter.shape.elements()));
     draw(parameter, seed, drawn);
     copy_now(device, parameter.value.data, drawn.data(), drawn.size() * sizeof(float));
-    offset += padded_bytes(parameter);
   }
-  allocate_buffers(memory, seed);
-  mark_values_changed();
 }
 
 void ParameterSet::allocate_buffers(const DeviceMemory& memory, std::uint64_t seed) {
@@ -218,7 +231,8 @@ Parameter* ParameterSet::find(std::string_view name) {
 }
 
 std::span<float> ParameterSet::flat_grads() const {
-  return {reinterpret_cast<float*>(memory_->grads.data()), flat_floats_};
+  return {reinterpret_cast<float*>(memory_->grads.data()),
+          memory_->grads.data() == nullptr ? 0 : flat_floats_};
 }
 
 std::span<float> ParameterSet::flat_values() const {
@@ -226,7 +240,8 @@ std::span<float> ParameterSet::flat_values() const {
 }
 
 void ParameterSet::zero_grads(StreamView stream) {
-  fill_zero_async(memory_->grads.data(), flat_floats_ * sizeof(float), stream);
+  const std::span<float> grads = flat_grads();
+  if (!grads.empty()) fill_zero_async(grads.data(), grads.size_bytes(), stream);
 }
 
 namespace {

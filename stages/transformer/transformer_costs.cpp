@@ -62,6 +62,15 @@ std::vector<double> layer_costs(const TransformerConfig& config) {
   return costs;
 }
 
+double training_flops(const TransformerConfig& config) {
+  validate(config);
+  double flops = 6.0 * static_cast<double>(parameter_count(config)) * config.context;
+  for (int block = 0; block < config.layers; ++block) {
+    flops += 3 * block_costs(config, block).attention;
+  }
+  return flops;
+}
+
 std::vector<double> recompute_costs(const TransformerConfig& config) {
   validate(config);
   return costs_of_blocks(config, [&](const BlockCosts& block) {

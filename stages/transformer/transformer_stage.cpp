@@ -184,6 +184,7 @@ void TransformerStage::prepare(const StageSetup& setup) {
   }
   slots_ = setup.slots;
   split_ = setup.split_backward;
+  trains_ = setup.trains;
   layout_ = lay_out(shapes_, split_);
 
   const DeviceMemory& memory = setup.compute->memory();
@@ -195,9 +196,9 @@ void TransformerStage::prepare(const StageSetup& setup) {
     // Touches every page before the first step.
     fill_zero_async(buffer->data(), buffer->size(), setup.compute->stream());
   }
-  parameters_.allocate(memory, setup.seed);
+  parameters_.allocate(memory, setup.seed, trains_);
   copies_.allocate(memory);
-  find_first_gradients();
+  if (trains_) find_first_gradients();
   for (size_t i = 0; i < shapes_.size(); ++i) {
     warm_up_size(*setup.compute, shapes_[i], setup.input_sizes[i][0]);
   }
@@ -239,6 +240,7 @@ void TransformerStage::warm_up_size(ComputeContext& compute, const BlockShape& s
 void TransformerStage::warm_up(StageContext& ctx, std::span<const Tensor> inputs,
                                std::span<const Tensor> outputs) {
   forward(ctx, inputs, outputs);
+  if (!trains_) return;
   fill_zero(ctx.compute, outputs[0]);
   // Inputs and outputs are zeros; the input's memory also serves for its gradient.
   const std::span<const Tensor> grad_inputs = takes_tokens() ? std::span<const Tensor>{} : inputs;

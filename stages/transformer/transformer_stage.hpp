@@ -102,8 +102,8 @@ class TransformerStage : public Stage, public SplitBackward {
   std::vector<std::size_t> first_gradients_;  // [layer] where they begin in flat_grads(), in floats
 
   int slots_ = 0;
-  bool split_ = true;
-  std::vector<BlockShape> shapes_;  // prepared sizes
+  bool split_ = true, trains_ = true;  // of StageSetup
+  std::vector<BlockShape> shapes_;     // prepared sizes
   Layout layout_;
   Buffer state_, gradients_, scratch_;
 };

@@ -25,10 +25,8 @@ namespace {
 
 constexpr double kPeakFlops = 989e12;  // dense bf16 of an H100 or H200, by NVIDIA's data sheet
 
-// 6 N for the products of weights, 6 L C T for those of attention, where half is masked.
 double flops_per_token(const TransformerConfig& model) {
-  return 6.0 * static_cast<double>(parameter_count(model)) +
-         6.0 * model.layers * static_cast<double>(model.width) * model.context;
+  return training_flops(model) / model.context;
 }
 
 // How a model is trained on one rank on the GPU.

@@ -46,9 +46,11 @@ struct Parameter {
   std::string name;
   Shape shape;
   Init init;
-  bool decay = true;   // weight decay applies (not to norms and biases)
-  bool tied = false;   // other uses of the same name exist
-  Tensor value, grad;  // fp32, set by allocate(); starts at multiples of kBufferAlignment
+  bool decay = true;  // weight decay applies (not to norms and biases)
+  bool tied = false;  // other uses of the same name exist
+  // fp32, set by allocate(); they start at multiples of kBufferAlignment. grad: null data without
+  // gradients.
+  Tensor value, grad;
   std::shared_ptr<const void> memory;  // owns what both lie in
   Across across = Across::kMean;       // of a buffer, which has no gradient
 };
@@ -71,16 +73,17 @@ class ParameterSet {
   Parameter& add_buffer(std::string name, Shape shape, Init init, Across across = Across::kMean);
 
   // Allocates every value, gradient and buffer, draws initial values (a function of seed, name and
-  // position alone) and zeroes gradients. Call it once. Throws Error(kUsage) for a name that is
-  // used twice and not tied, and what `memory` throws.
-  void allocate(const DeviceMemory& memory, std::uint64_t seed);
+  // position alone) and zeroes gradients. `gradients` false: the stage never runs backward
+  // (StageSetup::trains), and has none. Call it once. Throws Error(kUsage) for a name that is used
+  // twice and not tied, and what `memory` throws.
+  void allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients = true);
 
   [[nodiscard]] std::vector<Parameter*> all();      // without buffers, in order of add()
   [[nodiscard]] std::vector<Parameter*> buffers();  // in order of add_buffer()
   [[nodiscard]] std::size_t size() const { return parameters_.size(); }
   [[nodiscard]] Parameter* find(std::string_view name);  // first use, or null
   // All gradients (values) as one vector, padding between parameters included and always zero.
-  // Memory that allocate() was given, like the parameters' tensors.
+  // Memory that allocate() was given, like the parameters' tensors. Empty without gradients.
   [[nodiscard]] std::span<float> flat_grads() const;
   [[nodiscard]] std::span<float> flat_values() const;
   [[nodiscard]] std::span<float> flat_buffers() const;
@@ -99,6 +102,7 @@ class ParameterSet {
   };
   std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
   void allocate_buffers(const DeviceMemory& memory, std::uint64_t seed);
+  void draw_values(Device device, std::uint64_t seed);
 
   std::size_t flat_floats_ = 0, buffer_floats_ = 0;
   std::uint64_t version_ = 0;

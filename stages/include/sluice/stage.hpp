@@ -68,6 +68,9 @@ struct StageSetup {
   // False: the runtime calls only backward(), never its halves. A stage may then share between its
   // slots what lives between I and W.
   bool split_backward = true;
+  // False: the runtime calls forward() alone (PipelineOptions::Training::inference). The plan of
+  // memory has no gradients of parameters then: pass it on to ParameterSet::allocate().
+  bool trains = true;
   std::uint64_t seed = 0;  // of initial values
   // Input specs of the micro-batch sizes that are known to occur, the largest first. Others, with
   // fewer samples, come to prepare_size() first.

@@ -483,7 +483,7 @@ class TorchStage : public Stage, public SplitBackward {
     in_torch(prefix_, "prepare", [&] {
       device_ = setup.compute->device();
       slots_.resize(static_cast<std::size_t>(setup.slots));
-      parameters_.allocate(setup.compute->memory(), setup.seed);
+      parameters_.allocate(setup.compute->memory(), setup.seed, setup.trains);
       const TorchScope scope(*setup.compute, seed_of(setup.seed, 0, kInitial, 0));
       take_values(remake_ == nullptr ? module_ : remake_());
     });
@@ -690,6 +690,7 @@ class TorchStage : public Stage, public SplitBackward {
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       auto& [name, tensor] = parameters_of_module_[i];
       tensor.set_data(taken(*parameters[i], like(name, tensor, from.parameters)));
+      if (parameters[i]->grad.data == nullptr) continue;  // no training
       grads_.push_back(view_of(parameters[i]->grad, device_, parameters[i]->memory));
       tensor.mutable_grad() = grads_.back();
     }

@@ -7,6 +7,7 @@ Writes small directories itself; needs the standard library alone. One mpirun ea
 """
 
 import json
+import math
 import os
 import pathlib
 import random
@@ -260,6 +261,45 @@ class Weights(unittest.TestCase):
                 self.call(0, "export", "run", "out")
             self.train(2, "--weights", source, "--save", out, steps=2)
         self.assertEqual(self.digest("from-save"), self.digest("from-export"))
+
+    # Beside the parameters: the largest tensor and what a small model takes.
+    def test_generating_takes_the_memory_of_the_parameters(self):
+        small, large = self.place / "small", self.place / "large"
+        model(small, LLAMA)
+        width, hidden, vocabulary, layers = 512, 2048, 8192, 6
+        config = {**LLAMA, "hidden_size": width, "intermediate_size": hidden, "vocab_size": vocabulary,
+                  "num_hidden_layers": layers, "num_key_value_heads": HEADS, "torch_dtype": "bfloat16"}
+        at = "model.layers.{}."
+        shapes = {"model.embed_tokens.weight": (vocabulary, width), "lm_head.weight": (vocabulary, width),
+                  "model.norm.weight": (width,)}
+        for i in range(layers):
+            shapes |= {f"{at.format(i)}{name}.weight": shape for name, shape in {
+                "input_layernorm": (width,), "post_attention_layernorm": (width,),
+                **{f"self_attn.{each}_proj": (width, width) for each in "qkvo"},
+                "mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width),
+                "mlp.down_proj": (width, hidden)}.items()}
+        large.mkdir()
+        (large / "config.json").write_text(json.dumps(config))
+        header, elements = {}, 0
+        for name, shape in shapes.items():
+            size = math.prod(shape)
+            header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [2 * elements, 2 * (elements + size)]}
+            elements += size
+        text = json.dumps(header).encode()
+        with open(large / "model.safetensors", "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            file.truncate(8 + len(text) + 2 * elements)
+
+        def peak(directory):
+            child = subprocess.Popen([SLUICE, "generate", "--weights", directory, "--prompt-ids", "9 8 7", "--tokens",
+                                      "2", "--ids"], stdout=subprocess.DEVNULL)
+            _, status, used = os.wait4(child.pid, 0)
+            child.returncode = os.waitstatus_to_exitcode(status)
+            self.assertEqual(child.returncode, 0)
+            return used.ru_maxrss << 10
+
+        spare = 12 << 20  # activations, logits, and the largest products' workspace
+        self.assertLess(peak(large) - peak(small), 4 * (elements + vocabulary * width) + spare)
 
     def test_a_changed_file_beside_the_weights_is_found(self):
         model(self.place / "m", LLAMA)

@@ -134,6 +134,26 @@ TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
   });
 }
 
+// Stages in inference run forward alone, also when they warm up: no memory for gradients is planned
+// or taken.
+TEST(DeviceMemoryPlanTest, HasNoGradientsInInference) {
+  Job each = job("gpt2 bf16", model_with(TransformerKind::kGpt2, DType::kBf16), 2, "1f1b");
+  each.options.training.inference = true;
+  run(each, [&](Communicator& comm, const DataSource& source) {
+    const std::size_t before = mine(comm);
+    Pipeline pipeline(comm, each.options, transformer(each.model), source);
+    (void)pipeline.evaluate(12);
+    const JobLayout& layout = PipelineAccess::layout(pipeline);
+    const RankMemory& planned = layout.memory.ranks[static_cast<std::size_t>(layout.place.rank)];
+    EXPECT_EQ(planned.gradients, 0U);
+    EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.arena());
+    EXPECT_EQ(mine(comm), before + 1);
+    const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
+    EXPECT_EQ(figures.peak, figures.used);
+    EXPECT_GT(figures.used, planned.parameters);
+  });
+}
+
 std::string name_of_job(const ::testing::TestParamInfo<Job>& info) {
   std::string name = info.param.name;
   std::erase_if(name,

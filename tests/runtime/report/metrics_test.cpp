@@ -38,7 +38,8 @@ StepRecord sample_record(std::uint64_t step) {
           .bubble_ideal = 0.1,
           .peak_in_flight = {2, 1},
           .peak_bytes = {1 << 20, 77},
-          .stragglers = {}};
+          .stragglers = {},
+          .gpus = {}};
 }
 
 std::vector<std::string> lines_of(const std::string& text) {
@@ -174,6 +175,28 @@ TEST(MetricsWriterTest, DevicesAndPipesAreAppendedTo) {
   bytes.resize(static_cast<std::size_t>(::read(reader, bytes.data(), bytes.size())));
   ::close(reader);
   EXPECT_EQ(lines_of(bytes).size(), 1u);
+}
+
+TEST(MetricsWriterTest, TellsWhatGpusDidWhereItIsKnown) {
+  const TemporaryDirectory dir;
+  StepRecord record = sample_record(10);
+  record.flops = 4.5e14;
+  record.share_of_peak = 0.456;
+  record.gpus = {GpuState{},
+                 {.watts = 650.5,
+                  .limit_watts = 700,
+                  .sm_mhz = 1545,
+                  .celsius = 61,
+                  .memory_used = std::uint64_t{41} << 30,
+                  .held_back = 0x4,
+                  .known = 1}};
+  MetricsWriter(dir.path() / "m.jsonl", "{}").step(record);
+  const auto json = ordered_json::parse(dir.read("m.jsonl"));
+  EXPECT_EQ(json["flops"], 4.5e14);
+  EXPECT_EQ(json["share_of_peak"], 0.456);
+  EXPECT_EQ(json["gpus"], ordered_json::parse(R"([{"rank":1,"watts":650.5,"limit_watts":700.0,
+      "sm_mhz":1545,"celsius":61,"memory_mib":41984,"held_back":["power limit"]}])"));
+  EXPECT_THAT(progress_line(record, 1, 20, 5), HasSubstr("3072 tokens/s  45.6 % of peak  bubble"));
 }
 
 TEST(MetricsWriterTest, ASkippedStepSaysSo) {

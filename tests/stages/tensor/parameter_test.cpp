@@ -41,6 +41,28 @@ TEST(ParameterSetTest, StartsEveryParameterAtTheAlignmentWithZeroPadding) {
   EXPECT_EQ(sum, 15 * 2 + 7 * 3 + 64 * 4);
 }
 
+// A stage that never trains: values and buffers, and nothing as large for gradients.
+TEST(ParameterSetTest, HasNoGradientsWhereNoneAreWanted) {
+  ParameterSet with, without;
+  for (ParameterSet* set : {&with, &without}) {
+    set->add("a", {33, 9}, Init::normal(0.5));
+    set->add("b", {7}, Init::constant(3));
+    set->add_buffer("c", {2}, Init::constant(1));
+  }
+  with.allocate({}, 1);
+  without.allocate({}, 1, false);
+
+  EXPECT_TRUE(without.flat_grads().empty());
+  without.zero_grads({});
+  for (std::size_t i = 0; i < 2; ++i) {
+    const Parameter& parameter = *without.all()[i];
+    EXPECT_EQ(parameter.grad.data, nullptr);
+    EXPECT_EQ(parameter.grad.spec, with.all()[i]->grad.spec);
+    EXPECT_EQ(copy(parameter.value), copy(with.all()[i]->value));
+  }
+  EXPECT_THAT(without.buffers()[0]->value.floats(), Each(1.0F));
+}
+
 TEST(ParameterSetTest, DrawsAFunctionOfSeedAndNameAlone) {
   ParameterSet alone, among, reseeded;
   alone.add("x", {33, 9}, Init::normal(0.5));

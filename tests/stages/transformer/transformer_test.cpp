@@ -305,6 +305,8 @@ TEST(TransformerTest, CountsTheParametersOfKnownModels) {
   gpt2.context = 1024;
   gpt2.vocabulary = 50257;
   EXPECT_EQ(parameter_count(gpt2), 124439808);
+  // Of a token: 6 N + 6 L C T.
+  EXPECT_DOUBLE_EQ(training_flops(gpt2) / 1024, 6 * 124439808.0 + 6 * 12 * 768 * 1024.0);
 
   TransformerConfig tiny_llama;  // TinyLlama 1.1B
   tiny_llama.kind = TransformerKind::kLlama;
@@ -344,6 +346,8 @@ TEST(TransformerTest, CostsFollowTheOptionsOfLlama) {
   EXPECT_EQ(recompute_costs(config), (std::vector<double>{0, band, whole, band, 0}));
   EXPECT_EQ(layer_costs(config)[1], band + products);
   EXPECT_EQ(layer_costs(config)[2], whole + products);
+  EXPECT_DOUBLE_EQ(training_flops(config),
+                   6.0 * 100 * static_cast<double>(parameter_count(config)) + 3 * (2 * band + whole));
   config.window = 1000;  // longer than the context
   EXPECT_EQ(layer_costs(config)[1], whole + products);
 }

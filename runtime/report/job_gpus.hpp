@@ -1,0 +1,45 @@
+// The GPUs of a job: what they could compute at most, and what their drivers measure.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <sluice/device.hpp>
+#include <sluice/tensor.hpp>
+
+#include "comm/device/gpu_monitor.hpp"
+#include "comm/group/collectives.hpp"
+
+namespace sluice {
+
+// Operands of products: fp32, TF32 (f32 tensors, rounded in products) or bf16.
+enum class ProductPrecision { kF32, kTf32, kBf16 };
+
+// Floating-point operations a second of dense products, by NVIDIA's data sheet of the card that
+// DeviceProperties::name names; 0 for a card that the table does not have.
+[[nodiscard]] double peak_flops(std::string_view card, ProductPrecision precision);
+
+class JobGpus {
+ public:
+  // Collective over `world`, which outlives this. `machine` is the same in all processes of a
+  // machine; `device`: this rank's.
+  JobGpus(Collectives& world, const std::string& machine, Device device,
+          const std::string& library = GpuMonitor::kLibrary);
+
+  // The sum over the job's GPUs, each counted once. 0 where a rank has none, or one that is not in
+  // the table. The same on all ranks.
+  [[nodiscard]] double peak(ProductPrecision precision) const;
+
+  // Collective. [rank of the job] on rank 0, else empty. Empty where no driver of the job answers;
+  // ranks then exchange nothing.
+  [[nodiscard]] std::vector<GpuState> read();
+
+ private:
+  Collectives& world_;
+  GpuMonitor monitor_;
+  std::vector<std::string> cards_;  // names, each GPU once; "" for a rank without one
+  bool any_works_ = false;
+};
+
+}  // namespace sluice

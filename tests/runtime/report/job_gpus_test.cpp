@@ -1,0 +1,58 @@
+#include "runtime/report/job_gpus.hpp"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "tests/loopback/loopback.hpp"
+
+namespace sluice {
+namespace {
+
+// Tags that nothing else uses here.
+constexpr int kTags = 100;
+
+TEST(PeakFlopsTest, KnowsCardsByTheirWholeNames) {
+  EXPECT_EQ(peak_flops("NVIDIA H200", ProductPrecision::kBf16), 989.5e12);
+  EXPECT_EQ(peak_flops("NVIDIA H200 NVL", ProductPrecision::kBf16), 835.5e12);
+  EXPECT_EQ(peak_flops("NVIDIA H100 80GB HBM3", ProductPrecision::kTf32), 494.5e12);
+  EXPECT_EQ(peak_flops("NVIDIA H100 PCIe", ProductPrecision::kF32), 51e12);
+  EXPECT_EQ(peak_flops("NVIDIA A100-SXM4-80GB", ProductPrecision::kBf16), 312e12);
+  EXPECT_EQ(peak_flops("NVIDIA L4", ProductPrecision::kBf16), 121e12);
+  for (const char* unknown : {"", "NVIDIA L40", "NVIDIA H1000", "NVIDIA H100", "Emulated GPU"}) {
+    EXPECT_EQ(peak_flops(unknown, ProductPrecision::kBf16), 0) << unknown;
+  }
+}
+
+TEST(JobGpusTest, RanksOnCpusHaveNone) {
+  run_loopback(3, [](Communicator& comm) {
+    Collectives world(comm, kTags, nullptr);
+    JobGpus gpus(world, "machine", Device{});
+    EXPECT_EQ(gpus.peak(ProductPrecision::kF32), 0);
+    EXPECT_TRUE(gpus.read().empty());
+  });
+}
+
+// The driver tells all of the first GPU, and the power of the second alone.
+TEST(JobGpusTest, RankZeroHasTheStatesOfAllRanks) {
+  const Device first{DeviceKind::kCuda, 0};
+  if (device_count(DeviceKind::kCuda) < 2 || properties_of(first).identity != "0000:01:00.0") {
+    GTEST_SKIP() << "needs the emulation's GPUs";
+  }
+  run_loopback(3, [](Communicator& comm) {
+    Collectives world(comm, kTags, nullptr);
+    JobGpus gpus(world, "machine", {DeviceKind::kCuda, comm.rank() == 2 ? 0 : comm.rank()},
+                 SLUICE_FAKE_NVML);
+    EXPECT_EQ(gpus.peak(ProductPrecision::kBf16), 0);  // such a card is in no table
+    const std::vector<GpuState> states = gpus.read();
+    ASSERT_EQ(states.size(), comm.rank() == 0 ? 3U : 0U);
+    if (comm.rank() != 0) return;
+    EXPECT_EQ(states[0].sm_mhz, 1545U);
+    EXPECT_EQ(states[1].sm_mhz, 0U);
+    EXPECT_EQ(states[1].watts, 650.5);
+    EXPECT_EQ(states[2].sm_mhz, 1545U);
+  });
+}
+
+}  // namespace
+}  // namespace sluice
