@@ -2,8 +2,8 @@
 // stages/cuda_kernels/flash_attention.hpp. The kernels run in f32, with dropout (cuDNN's random
 // numbers are not Sluice's), with a window, for shapes that cuDNN refuses, and in builds without
 // it, on tensor cores if they can. All keep the same state. The choice depends on shape, type,
-// dropout, tf32(), device model and library only, so forward and backward agree, and all depths of a
-// pipeline agree.
+// dropout, tf32(), device model and library only, so forward and backward agree, and all depths of
+// a pipeline agree.
 #include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/cuda_operators.hpp"
 #include "stages/cuda_kernels/flash_attention.hpp"
