@@ -164,7 +164,7 @@ TEST_F(AttentionTilesTest, SeesTheCpusWindow) {
 TEST_F(AttentionTilesTest, DropsTheCpusElements) {
   for (const DType dtype : kOperandTypes) {
     for (const int size : {63, 64, 128}) {
-      for (const std::uint64_t first : {0, 1, 6}) {
+      for (const unsigned first : {0U, 1U, 6U}) {
         SCOPED_TRACE(fmt::format("{}, sequence {}, from {}", name_of(dtype), size, first));
         const int head_dim = size <= 64 ? 64 : 128;
         const AttentionShape shape = {
