@@ -291,7 +291,8 @@ void Checkpointer::Impl::require_own_directory(const SaveScan& scan) const {
   if (what.empty()) return;
   throw_error(ErrorCode::kIo,
               "directory '{}' holds {}; --resume auto goes on with what is there, --overwrite "
-              "replaces it, or give another --save",
+              "replaces it, or give another --save (in a program: CheckpointOptions::run, "
+              "overwrite, directory)",
               options.directory.string(), what);
 }
 

@@ -45,6 +45,7 @@
 #include "runtime/report/job_gpus.hpp"
 #include "runtime/report/layer_table.hpp"
 #include "runtime/report/metrics.hpp"
+#include "runtime/report/operator_report.hpp"
 #include "runtime/report/rank_table.hpp"
 #include "runtime/report/run_events.hpp"
 #include "runtime/report/stragglers.hpp"
@@ -187,6 +188,8 @@ class Training {
   void count_skip(const StepReport& step);
   std::vector<int> work_of_ranks();
   void look_at_gpus();
+  void profile_step(double seconds);
+  void sum_profile();
   void read_gpus(std::uint64_t step);
   void look_for_stragglers();
   void validate(std::int64_t samples);
@@ -209,6 +212,9 @@ class Training {
   std::optional<Progress> progress_;
   std::optional<Stragglers> stragglers_;  // on rank 0
   std::optional<JobGpus> gpus_;
+  std::vector<OperatorTime> operators_;  // of all ranks, in the last steps
+  int profiled_steps_ = 0;
+  double profiled_seconds_ = 0;
   std::vector<GpuState> gpu_states_;  // after the last step; empty: not read then
   std::optional<Checkpointer> saver_;
   std::optional<SavedRun> resumed_;  // the save that was loaded
@@ -253,6 +259,7 @@ void Training::run() {
   }
   make_pipeline();
   steps();
+  sum_profile();
   if (last_samples_ > 0 && !stopped_) validate(last_samples_);
   if (!options_.trace.empty() && !stopped_) {
     clock_error_ = timeline_.write(*pipeline_, options_.trace, layers());
@@ -595,7 +602,11 @@ void Training::steps() {
 void Training::one_step() {
   if (saver_) stop_.describe(pipeline_->step() + 1, saver_->last_save());
   if (!options_.trace.empty() && pipeline_->step() + 1 == traced_from_) timeline_.begin(*pipeline_);
+  if (options_.profile_operators && pipeline_->step() + 1 == traced_from_) {
+    pipeline_->compute().profile_operators(true);
+  }
   const StepReport step = pipeline_->train_step();
+  profile_step(step.seconds);
   look_for_stragglers();
   read_gpus(step.step);
   if (!options_.trace.empty() && step.step >= traced_from_) timeline_.add(*pipeline_);
@@ -644,6 +655,22 @@ void Training::look_at_gpus() {
     const RankPlace& place = PipelineAccess::layout(*pipeline_).place;
     gpus_.emplace(PipelineAccess::world(*pipeline_), place.devices[at(place.rank)].machine,
                   place.device());
+  });
+}
+
+// Of the steps that a trace would have.
+void Training::profile_step(double seconds) {
+  if (!options_.profile_operators || pipeline_->step() < traced_from_) return;
+  ++profiled_steps_;
+  profiled_seconds_ += seconds;
+}
+
+void Training::sum_profile() {
+  if (!options_.profile_operators || stopped_) return;
+  PipelineAccess::guarded(*pipeline_, [&] {
+    operators_ = sum_operator_times(PipelineAccess::world(*pipeline_),
+                                    pipeline_->compute().operator_times());
+    pipeline_->compute().profile_operators(false);
   });
 }
 
@@ -759,6 +786,12 @@ void Training::summarise() {
     print_promise();
   }
   print_files();
+  if (profiled_steps_ == 0 || stopped_) return;
+  fmt::print("\nOperators of {} ranks in the last {} steps\n{}", world_.size(), profiled_steps_,
+             operator_table(operators_, {.steps = profiled_steps_,
+                                         .rank_seconds = profiled_seconds_ * world_.size(),
+                                         .precision = products_of(options_),
+                                         .card = gpus_->card()}));
 }
 
 // Beside what the run measured.

@@ -57,8 +57,8 @@ struct RawOptionText {
 };
 
 // Options of one run, which a resumed run does not take from its save.
-constexpr std::array kOfOneRun = {"dry-run",   "trace",  "weights", "resume",
-                                  "overwrite", "change", "verify"};
+constexpr std::array kOfOneRun = {
+    "dry-run", "trace", "profile-operators", "weights", "resume", "overwrite", "change", "verify"};
 // Those that fit one number of ranks.
 constexpr std::array kOfLayout = {"pipeline", "partition", "chunks", "schedule-file"};
 // What decides on the parameters, and on what is computed from them.
@@ -227,6 +227,8 @@ void add_output_options(OptionTable& table, TrainOptions& options) {
                     "auto", "all");
   table.add_text("metrics", options.metrics, "FILE", "JSON lines, one a step");
   table.add_text("trace", options.trace, "FILE", "timeline of a step, for Perfetto");
+  table.add_flag("profile-operators", options.profile_operators,
+                 "print where the time of the last four steps goes, by operator");
   table.add_integer("check-replicas", options.pipeline.checks.replicas_every, 0, kMaxSteps,
                     "compare replicas every that many steps; 0: never");
   table.add_choice("on-nan", options.pipeline.training.skip_nonfinite,
@@ -641,6 +643,12 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
   resolve_batch(table, options.pipeline);
   require_effect(train);
   require_sensible_outputs(options);
+  if (options.profile_operators && options.pipeline.devices.cuda_graphs) {
+    throw_usage(
+        "option --profile-operators: --cuda-graphs replays recorded calls, which cannot be "
+        "measured "
+        "one by one; leave one of the two out");
+  }
   options.pipeline.checks.trace = !options.trace.empty();
   options.pipeline.checks.configuration = table.values();
   options.pipeline.training.save_copy = !options.save.empty();

@@ -54,6 +54,7 @@ struct TrainOptions {
   bool constant_learning_rate = false;  // after warmup
   std::uint64_t validate_every = 0;     // 0: at the end only
   std::int64_t validation_samples = kSomeWindows;
+  bool profile_operators = false;
   std::string metrics, trace, save;
   CheckpointOptions checkpoint;
   ResumeOptions resume;

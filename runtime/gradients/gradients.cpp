@@ -253,7 +253,10 @@ Error GradientSync::refusal() const {
                        stage->parameters[index].name);
   }
   return {ErrorCode::kNumeric,
-          what + "; no parameter was changed (a smaller --learning-rate or --clip may help)", 0};
+          what +
+              "; no parameter was changed (a smaller learning rate or a bound on the "
+              "gradient's norm may help, where the data has no such number)",
+          0};
 }
 
 void GradientSync::exchange() {

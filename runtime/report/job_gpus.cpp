@@ -14,20 +14,23 @@ namespace {
 
 struct Card {
   std::string_view begins, contains;  // of its name
-  double bf16, tf32, fp32;            // TFLOP/s
+  CardPeaks peaks;                    // in TFLOP/s and TB/s
 };
 
 // Data sheets of NVIDIA. The first row that fits counts.
-constexpr std::array<Card, 10> kCards = {{{"NVIDIA H200 NVL", "", 835.5, 417.5, 60},
-                                          {"NVIDIA H200", "", 989.5, 494.5, 67},
-                                          {"NVIDIA H100 NVL", "", 835.5, 417.5, 60},
-                                          {"NVIDIA H100 PCIe", "", 756, 378, 51},
-                                          {"NVIDIA H100", "HBM3", 989.5, 494.5, 67},
-                                          {"NVIDIA B200", "", 2250, 1125, 75},
-                                          {"NVIDIA A100", "", 312, 156, 19.5},
-                                          {"NVIDIA L40S", "", 362, 183, 91.6},
-                                          {"NVIDIA L4", "", 121, 60, 30.3},
-                                          {"NVIDIA GeForce RTX 4090", "", 165.2, 82.6, 82.6}}};
+constexpr std::array<Card, 12> kCards = {
+    {{"NVIDIA H200 NVL", "", {835.5, 417.5, 60, 4.8}},
+     {"NVIDIA H200", "", {989.5, 494.5, 67, 4.8}},
+     {"NVIDIA H100 NVL", "", {835.5, 417.5, 60, 3.9}},
+     {"NVIDIA H100 PCIe", "", {756, 378, 51, 2.0}},
+     {"NVIDIA H100", "HBM3", {989.5, 494.5, 67, 3.35}},
+     {"NVIDIA B200", "", {2250, 1125, 75, 8}},
+     {"NVIDIA A100", "40GB", {312, 156, 19.5, 1.555}},
+     {"NVIDIA A100", "SXM4-80GB", {312, 156, 19.5, 2.039}},
+     {"NVIDIA A100", "80GB", {312, 156, 19.5, 1.935}},
+     {"NVIDIA L40S", "", {362, 183, 91.6, 0.864}},
+     {"NVIDIA L4", "", {121, 60, 30.3, 0.3}},
+     {"NVIDIA GeForce RTX 4090", "", {165.2, 82.6, 82.6, 1.008}}}};
 
 // "NVIDIA L4" is no beginning of "NVIDIA L40".
 bool fits(const Card& card, std::string_view name) {
@@ -43,20 +46,27 @@ std::string identity_of(Device device) {
 
 }  // namespace
 
-double peak_flops(std::string_view card, ProductPrecision precision) {
+std::optional<CardPeaks> peaks_of(std::string_view card) {
   constexpr double kTera = 1e12;
   for (const Card& row : kCards) {
     if (!fits(row, card)) continue;
-    switch (precision) {
-      case ProductPrecision::kF32:
-        return row.fp32 * kTera;
-      case ProductPrecision::kTf32:
-        return row.tf32 * kTera;
-      case ProductPrecision::kBf16:
-        return row.bf16 * kTera;
-    }
+    const CardPeaks& peaks = row.peaks;
+    return CardPeaks{peaks.bf16 * kTera, peaks.tf32 * kTera, peaks.fp32 * kTera,
+                     peaks.bytes * kTera};
   }
-  return 0;
+  return {};
+}
+
+double flops_of(const CardPeaks& card, ProductPrecision precision) {
+  switch (precision) {
+    case ProductPrecision::kF32:
+      return card.fp32;
+    case ProductPrecision::kTf32:
+      return card.tf32;
+    case ProductPrecision::kBf16:
+      break;
+  }
+  return card.bf16;
 }
 
 JobGpus::JobGpus(Collectives& world, const std::string& machine, Device device,
@@ -77,12 +87,19 @@ JobGpus::JobGpus(Collectives& world, const std::string& machine, Device device,
 
 double JobGpus::peak(ProductPrecision precision) const {
   double sum = 0;
-  for (const std::string& card : cards_) {
-    const double flops = peak_flops(card, precision);
-    if (flops == 0) return 0;
-    sum += flops;
+  for (const std::string& name : cards_) {
+    const std::optional<CardPeaks> card = peaks_of(name);
+    if (!card) return 0;
+    sum += flops_of(*card, precision);
   }
   return sum;
+}
+
+std::optional<CardPeaks> JobGpus::card() const {
+  for (const std::string& name : cards_) {
+    if (name != cards_.front()) return {};
+  }
+  return cards_.empty() ? std::nullopt : peaks_of(cards_.front());
 }
 
 std::vector<GpuState> JobGpus::read() {

@@ -1,6 +1,7 @@
 // The GPUs of a job: what they could compute at most, and what their drivers measure.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -16,9 +17,14 @@ namespace sluice {
 // Operands of products: fp32, TF32 (f32 tensors, rounded in products) or bf16.
 enum class ProductPrecision { kF32, kTf32, kBf16 };
 
-// Floating-point operations a second of dense products, by NVIDIA's data sheet of the card that
-// DeviceProperties::name names; 0 for a card that the table does not have.
-[[nodiscard]] double peak_flops(std::string_view card, ProductPrecision precision);
+// What a card reaches at most by NVIDIA's data sheet: floating-point operations a second of dense
+// products, and bytes a second of its memory.
+struct CardPeaks {
+  double bf16 = 0, tf32 = 0, fp32 = 0, bytes = 0;
+};
+// By DeviceProperties::name; nothing for a card that the table does not have.
+[[nodiscard]] std::optional<CardPeaks> peaks_of(std::string_view card);
+[[nodiscard]] double flops_of(const CardPeaks& card, ProductPrecision precision);
 
 class JobGpus {
  public:
@@ -30,6 +36,8 @@ class JobGpus {
   // The sum over the job's GPUs, each counted once. 0 where a rank has none, or one that is not in
   // the table. The same on all ranks.
   [[nodiscard]] double peak(ProductPrecision precision) const;
+  // Of the card that all ranks have; nothing where they differ or it is not in the table.
+  [[nodiscard]] std::optional<CardPeaks> card() const;
 
   // Collective. [rank of the job] on rank 0, else empty. Empty where no driver of the job answers;
   // ranks then exchange nothing.

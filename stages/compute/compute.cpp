@@ -5,6 +5,7 @@
 #include <sluice/error.hpp>
 
 #include "stages/compute/backend.hpp"
+#include "stages/compute/operator_profile.hpp"
 
 namespace sluice {
 
@@ -39,6 +40,14 @@ ComputeContext::~ComputeContext() {
     stream_.view().synchronize();
   } catch (const Error&) {  // the device has failed: nothing runs there
   }
+}
+
+void ComputeContext::profile_operators(bool on) {
+  profile_ = on ? std::make_unique<OperatorProfile>(device(), stream()) : nullptr;
+}
+
+std::vector<OperatorTime> ComputeContext::operator_times() {
+  return profile_ == nullptr ? std::vector<OperatorTime>() : profile_->times();
 }
 
 void ComputeContext::set_tf32(bool allowed) { backend_->set_tf32(allowed); }

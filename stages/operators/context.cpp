@@ -8,6 +8,7 @@
 #include <sluice/error.hpp>
 
 #include "stages/compute/backend.hpp"
+#include "stages/compute/operator_profile.hpp"
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/cpu_operators.hpp"
 #if SLUICE_WITH_CUDA

@@ -17,6 +17,7 @@
 #include <sluice/operators.hpp>
 
 #include "stages/compute/backend.hpp"
+#include "stages/compute/operator_profile.hpp"
 #include "stages/compute/operator_table.hpp"
 #include "stages/compute/partial_sums.hpp"
 #include "stages/operators/context.hpp"
@@ -312,12 +313,43 @@ const OperatorTable& operators_of(const ComputeContext& ctx) {
   return ctx.backend().operators();
 }
 
+// What a profile calls an operator, and the floating-point operations of a call.
+struct Work {
+  Work(const char* is_called, double has_flops = 0) : name(is_called), flops(has_flops) {}
+  const char* name;
+  double flops;
+};
+
+// Of x [rows, k] with a weight [n, k] or [k, n].
+double product_flops(const Tensor& x, const Tensor& weight) {
+  return 2.0 * static_cast<double>(rows_of(x)) * static_cast<double>(weight.elements());
+}
+
+// Of so many products over the pairs of a query and a key that it sees.
+double attention_flops(const AttentionShape& shape, int products) {
+  const auto seen = static_cast<double>(shape.seen()), rows = static_cast<double>(shape.rows());
+  const double pairs = rows * (seen - seen * seen / (2 * static_cast<double>(shape.sequence)));
+  return 2.0 * products * pairs * shape.heads * shape.head_dim;
+}
+
+template <typename Part, typename Function, typename... Operands>
+void run(const Work& work, Function Part::*entry, ComputeContext& ctx,
+         const Operands&... operands) {
+  const Function call = operators_of(ctx).*entry;
+  OperatorProfile* const profile = ctx.profile();
+  if (profile == nullptr) return call(ctx, operands...);
+  profile->begin();
+  call(ctx, operands...);
+  profile->end(work.name, (0.0 + ... + operand_bytes(operands)), work.flops);
+}
+
 }  // namespace
 
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y) {
   product(__func__, x, weight, bias, {"y", y}, only(x.spec.dtype) | kF32);
-  operators_of(ctx).linear_forward(ctx, x, weight, bias, y);
+  run({__func__, product_flops(x, weight)}, &OperatorTable::linear_forward, ctx, x, weight, bias,
+      y);
 }
 
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
@@ -327,7 +359,8 @@ void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& 
   fits(__func__, {"weight", weight}, matrix(type, width_of(dy), kAny), {{"dy", dy}});
   fits(__func__, {"dx", dx}, in_rows(type, rows_of(dy), weight.shape()[1]),
        {{"dy", dy}, {"weight", weight}});
-  operators_of(ctx).linear_backward_input(ctx, dy, weight, dx);
+  run({__func__, product_flops(dy, weight)}, &OperatorTable::linear_backward_input, ctx, dy, weight,
+      dx);
 }
 
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
@@ -337,7 +370,8 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
   fits(__func__, {"dweight", dweight}, matrix(kF32, width_of(dy), width_of(x)),
        {{"x", x}, {"dy", dy}});
   fits_if_given(__func__, {"dbias", dbias}, vector(kF32, width_of(dy)), {{"dy", dy}});
-  operators_of(ctx).linear_backward_weight(ctx, x, dy, dweight, dbias);
+  run({__func__, product_flops(x, dweight)}, &OperatorTable::linear_backward_weight, ctx, x, dy,
+      dweight, dbias);
 }
 
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
@@ -349,7 +383,8 @@ void linear_activation_forward(ComputeContext& ctx, Activation activation, const
   fits(__func__, {"y", y}, in_rows(type, rows_of(x), kAny), {{"x", x}, {"raised", raised}});
   fits(__func__, {"raised", raised}, in_rows(type, rows_of(x), parts * width_of(y)),
        {{"x", x}, {"y", y}});
-  operators_of(ctx).linear_activation_forward(ctx, activation, x, weight, bias, raised, y);
+  run({__func__, product_flops(x, weight)}, &OperatorTable::linear_activation_forward, ctx,
+      activation, x, weight, bias, raised, y);
 }
 
 void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
@@ -362,57 +397,58 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
   const Legal legal = in_rows(type, rows_of(dy), parts * weight.shape()[1]);
   fits(__func__, {"raised", raised}, legal, {{"dy", dy}, {"weight", weight}});
   fits(__func__, {"draised", draised}, legal, {{"dy", dy}, {"weight", weight}});
-  operators_of(ctx).linear_activation_backward_input(ctx, activation, dy, weight, raised, draised);
+  run({__func__, product_flops(dy, weight)}, &OperatorTable::linear_activation_backward_input, ctx,
+      activation, dy, weight, raised, draised);
 }
 
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out) {
   embedding(__func__, {"tokens", tokens}, {"table", table}, {"positions", positions}, {"out", out});
-  operators_of(ctx).embedding_forward(ctx, tokens, table, positions, out);
+  run(__func__, &OperatorTable::embedding_forward, ctx, tokens, table, positions, out);
 }
 
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
                                const Tensor& dtable, const Tensor& dpositions) {
   embedding(__func__, {"tokens", tokens}, {"dtable", dtable}, {"dpositions", dpositions},
             {"dout", dout});
-  operators_of(ctx).embedding_backward_weight(ctx, tokens, dout, dtable, dpositions);
+  run(__func__, &OperatorTable::embedding_backward_weight, ctx, tokens, dout, dtable, dpositions);
 }
 
 void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
                         const Tensor& gamma, const Tensor& beta, float epsilon, const Tensor& y,
                         const Tensor& stats) {
   check_norm_forward(__func__, x, delta, gamma, &beta, y, stats);
-  operators_of(ctx).layer_norm_forward(ctx, x, delta, gamma, beta, epsilon, y, stats);
+  run(__func__, &OperatorTable::layer_norm_forward, ctx, x, delta, gamma, beta, epsilon, y, stats);
 }
 
 void layer_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                                const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
   check_norm_backward_input(__func__, dy, x, gamma, stats, 2, dx);
-  operators_of(ctx).layer_norm_backward_input(ctx, dy, x, gamma, stats, dx);
+  run(__func__, &OperatorTable::layer_norm_backward_input, ctx, dy, x, gamma, stats, dx);
 }
 
 void layer_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                                 const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta) {
   check_norm_backward_weight(__func__, dy, x, stats, dgamma, &dbeta);
-  operators_of(ctx).layer_norm_backward_weight(ctx, dy, x, stats, dgamma, dbeta);
+  run(__func__, &OperatorTable::layer_norm_backward_weight, ctx, dy, x, stats, dgamma, dbeta);
 }
 
 void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
                       const Tensor& gamma, float epsilon, const Tensor& y, const Tensor& stats) {
   check_norm_forward(__func__, x, delta, gamma, nullptr, y, stats);
-  operators_of(ctx).rms_norm_forward(ctx, x, delta, gamma, epsilon, y, stats);
+  run(__func__, &OperatorTable::rms_norm_forward, ctx, x, delta, gamma, epsilon, y, stats);
 }
 
 void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                              const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
   check_norm_backward_input(__func__, dy, x, gamma, stats, 1, dx);
-  operators_of(ctx).rms_norm_backward_input(ctx, dy, x, gamma, stats, dx);
+  run(__func__, &OperatorTable::rms_norm_backward_input, ctx, dy, x, gamma, stats, dx);
 }
 
 void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                               const Tensor& stats, const Tensor& dgamma) {
   check_norm_backward_weight(__func__, dy, x, stats, dgamma, nullptr);
-  operators_of(ctx).rms_norm_backward_weight(ctx, dy, x, stats, dgamma);
+  run(__func__, &OperatorTable::rms_norm_backward_weight, ctx, dy, x, stats, dgamma);
 }
 
 std::size_t attention_state_bytes(DeviceKind device, const AttentionShape& shape, DType dtype) {
@@ -433,7 +469,8 @@ void attention_forward(ComputeContext& ctx, const AttentionShape& shape, const T
   fits(__func__, {"out", out}, mixed(only(qkv.spec.dtype), shape),
        {{"qkv", qkv}, {"shape", shape}});
   state_given(__func__, shape, state);
-  operators_of(ctx).attention_forward(ctx, shape, qkv, dropout, out, state);
+  run({__func__, attention_flops(shape, 2)}, &OperatorTable::attention_forward, ctx, shape, qkv,
+      dropout, out, state);
 }
 
 void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
@@ -446,22 +483,23 @@ void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const 
   fits(__func__, {"dout", dout}, mixed(type, shape), {{"qkv", qkv}, {"shape", shape}});
   fits(__func__, {"dqkv", dqkv}, packed(type, shape), {{"qkv", qkv}, {"shape", shape}});
   state_given(__func__, shape, state);
-  operators_of(ctx).attention_backward(ctx, shape, qkv, out, dout, dropout, state, dqkv);
+  run({__func__, attention_flops(shape, 5)}, &OperatorTable::attention_backward, ctx, shape, qkv,
+      out, dout, dropout, state, dqkv);
 }
 
 void rotary(ComputeContext& ctx, const AttentionShape& shape, const RotaryPositions& positions,
             const Tensor& qkv, bool backward) {
   check_attention_shape(__func__, shape);
   fits(__func__, {"qkv", qkv}, packed(kFloats, shape), {{"shape", shape}});
-  operators_of(ctx).rotary(ctx, shape, positions, qkv, backward);
+  run(__func__, &OperatorTable::rotary, ctx, shape, positions, qkv, backward);
 }
 
 void query_key_norm_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                             const Tensor& query_gain, const Tensor& key_gain, float epsilon,
                             const Tensor& raw, const Tensor& stats) {
   check_query_key_norm(__func__, shape, {"qkv", qkv}, query_gain, key_gain, raw, stats);
-  operators_of(ctx).query_key_norm_forward(ctx, shape, qkv, query_gain, key_gain, epsilon, raw,
-                                           stats);
+  run(__func__, &OperatorTable::query_key_norm_forward, ctx, shape, qkv, query_gain, key_gain,
+      epsilon, raw, stats);
 }
 
 void query_key_norm_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& raw,
@@ -469,35 +507,35 @@ void query_key_norm_backward(ComputeContext& ctx, const AttentionShape& shape, c
                              const Tensor& dqkv, const Tensor& dgains) {
   check_query_key_norm(__func__, shape, {"dqkv", dqkv}, query_gain, key_gain, raw, stats);
   fits(__func__, {"dgains", dgains}, matrix(kF32, 2, shape.head_dim), {{"shape", shape}});
-  operators_of(ctx).query_key_norm_backward(ctx, shape, raw, query_gain, key_gain, stats, dqkv,
-                                            dgains);
+  run(__func__, &OperatorTable::query_key_norm_backward, ctx, shape, raw, query_gain, key_gain,
+      stats, dqkv, dgains);
 }
 
 void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   check_elementwise(__func__, x, y);
-  operators_of(ctx).gelu_forward(ctx, x, y);
+  run(__func__, &OperatorTable::gelu_forward, ctx, x, y);
 }
 
 void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
   check_elementwise_backward(__func__, x, dy, dx);
-  operators_of(ctx).gelu_backward(ctx, x, dy, dx);
+  run(__func__, &OperatorTable::gelu_backward, ctx, x, dy, dx);
 }
 
 void exact_gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   check_elementwise(__func__, x, y);
-  operators_of(ctx).exact_gelu_forward(ctx, x, y);
+  run(__func__, &OperatorTable::exact_gelu_forward, ctx, x, y);
 }
 
 void exact_gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
   check_elementwise_backward(__func__, x, dy, dx);
-  operators_of(ctx).exact_gelu_backward(ctx, x, dy, dx);
+  run(__func__, &OperatorTable::exact_gelu_backward, ctx, x, dy, dx);
 }
 
 void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y) {
   fits(__func__, {"y", y}, in_rows(kFloats, kAny, kAny), {{"gate_up", gate_up}});
   fits(__func__, {"gate_up", gate_up}, in_rows(only(y.spec.dtype), rows_of(y), 2 * width_of(y)),
        {{"y", y}});
-  operators_of(ctx).swiglu_forward(ctx, gate_up, y);
+  run(__func__, &OperatorTable::swiglu_forward, ctx, gate_up, y);
 }
 
 void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,
@@ -506,64 +544,64 @@ void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& d
   const Legal legal = in_rows(only(dy.spec.dtype), rows_of(dy), 2 * width_of(dy));
   fits(__func__, {"gate_up", gate_up}, legal, {{"dy", dy}});
   fits(__func__, {"dgate_up", dgate_up}, legal, {{"dy", dy}});
-  operators_of(ctx).swiglu_backward(ctx, gate_up, dy, dgate_up);
+  run(__func__, &OperatorTable::swiglu_backward, ctx, gate_up, dy, dgate_up);
 }
 
 void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   check_elementwise(__func__, x, y);
-  operators_of(ctx).relu_forward(ctx, x, y);
+  run(__func__, &OperatorTable::relu_forward, ctx, x, y);
 }
 
 void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
   check_elementwise_backward(__func__, x, dy, dx);
-  operators_of(ctx).relu_backward(ctx, x, dy, dx);
+  run(__func__, &OperatorTable::relu_backward, ctx, x, dy, dx);
 }
 
 void silu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   check_elementwise(__func__, x, y);
-  operators_of(ctx).silu_forward(ctx, x, y);
+  run(__func__, &OperatorTable::silu_forward, ctx, x, y);
 }
 
 void silu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
   check_elementwise_backward(__func__, x, dy, dx);
-  operators_of(ctx).silu_backward(ctx, x, dy, dx);
+  run(__func__, &OperatorTable::silu_backward, ctx, x, dy, dx);
 }
 
 void tanh_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   check_elementwise(__func__, x, y);
-  operators_of(ctx).tanh_forward(ctx, x, y);
+  run(__func__, &OperatorTable::tanh_forward, ctx, x, y);
 }
 
 void tanh_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
   check_elementwise_backward(__func__, x, dy, dx);
-  operators_of(ctx).tanh_backward(ctx, x, dy, dx);
+  run(__func__, &OperatorTable::tanh_backward, ctx, x, dy, dx);
 }
 
 void sigmoid_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   check_elementwise(__func__, x, y);
-  operators_of(ctx).sigmoid_forward(ctx, x, y);
+  run(__func__, &OperatorTable::sigmoid_forward, ctx, x, y);
 }
 
 void sigmoid_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
   check_elementwise_backward(__func__, x, dy, dx);
-  operators_of(ctx).sigmoid_backward(ctx, x, dy, dx);
+  run(__func__, &OperatorTable::sigmoid_backward, ctx, x, dy, dx);
 }
 
 void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y) {
   check_elementwise(__func__, x, y);
-  operators_of(ctx).dropout(ctx, x, dropout, y);
+  run(__func__, &OperatorTable::dropout, ctx, x, dropout, y);
 }
 
 void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   fits(__func__, {"x", x}, in_rows(kFloats, kAny, kAny), {{"y", y}});
   fits(__func__, {"y", y}, in_rows(kF32, rows_of(x), width_of(x)), {{"x", x}});
-  operators_of(ctx).add(ctx, x, y);
+  run(__func__, &OperatorTable::add, ctx, x, y);
 }
 
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
   fits(__func__, {"from", from}, in_rows(kFloats, kAny, kAny), {{"to", to}});
   fits(__func__, {"to", to}, in_rows(kFloats, rows_of(from), width_of(from)), {{"from", from}});
-  operators_of(ctx).convert(ctx, from, to);
+  run(__func__, &OperatorTable::convert, ctx, from, to);
 }
 
 void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions) {
@@ -572,7 +610,7 @@ void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions) {
     fits(__func__, {"to", to}, in_rows(only(DType::kBf16), rows_of(from), width_of(from)),
          {{"from", from}});
   }
-  operators_of(ctx).convert_all(ctx, conversions);
+  run(__func__, &OperatorTable::convert_all, ctx, conversions);
 }
 
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
@@ -581,7 +619,7 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
   fits(__func__, {"targets", targets}, {kI32, rows_of(logits), 1, Legal::Form::kCount},
        {{"logits", logits}});
   if (sum == nullptr) refuse_pointer(__func__, "sum", "where the sum goes");
-  operators_of(ctx).softmax_cross_entropy(ctx, logits, targets, scale, gradient, sum);
+  run(__func__, &OperatorTable::softmax_cross_entropy, ctx, logits, targets, scale, gradient, sum);
 }
 
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
@@ -590,17 +628,17 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
   fits(__func__, {"targets", targets}, {kF32, outputs.elements(), 1, Legal::Form::kCount},
        {{"outputs", outputs}});
   if (sum == nullptr) refuse_pointer(__func__, "sum", "where the sum goes");
-  operators_of(ctx).mean_squared_error(ctx, outputs, targets, scale, gradient, sum);
+  run(__func__, &OperatorTable::mean_squared_error, ctx, outputs, targets, scale, gradient, sum);
 }
 
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
   update_runs(__func__, runs, true, true);
-  operators_of(ctx).adamw(ctx, step, runs);
+  run(__func__, &OperatorTable::adamw, ctx, step, runs);
 }
 
 void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs) {
   update_runs(__func__, runs, step.momentum != 0, false);
-  operators_of(ctx).sgd(ctx, step, runs);
+  run(__func__, &OperatorTable::sgd, ctx, step, runs);
 }
 
 void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,
@@ -617,7 +655,7 @@ void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>
            fmt::format("vector {} has {} elements{}; legal: 0 to 2^60, with data if any",
                        &vector - vectors.data(), vector.size(), given ? "" : " and no data"));
   }
-  operators_of(ctx).sums_of_squares(ctx, vectors, sums);
+  run(__func__, &OperatorTable::sums_of_squares, ctx, vectors, sums);
 }
 
 std::size_t linear_forward_workspace(ComputeContext& ctx, const LinearShape& shape) {

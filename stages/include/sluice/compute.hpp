@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include <sluice/device.hpp>
@@ -15,7 +16,17 @@
 #pragma GCC visibility push(default)
 namespace sluice {
 
-class Backend;  // internal: stages/compute/backend.hpp
+class Backend;          // internal: stages/compute/backend.hpp
+class OperatorProfile;  // internal: stages/compute/operator_profile.hpp
+
+// What the calls of one operator took.
+struct OperatorTime {
+  std::string name;  // of the function in <sluice/operators.hpp>
+  std::int64_t calls = 0;
+  double seconds = 0;  // on a GPU by its clock, with the gaps between the operator's kernels
+  double bytes = 0;    // of its operands, each counted once a call
+  double flops = 0;    // of matrix products and attention; 0 for other operators
+};
 
 // How rotary angles are scaled for a context longer than the one trained for.
 struct RotaryScaling {
@@ -99,8 +110,16 @@ class ComputeContext {
                                           const RotaryPositions& positions);
   [[nodiscard]] static std::size_t rotary_table_bytes(std::int64_t sequence, std::int64_t head_dim);
 
-  // Internal: what computes here.
+  // Measures every operator from now on, or no more; off at first. It costs two readings of a clock
+  // per operator, on a GPU two events. Not while calls are recorded
+  // (PipelineOptions::Devices::cuda_graphs).
+  void profile_operators(bool on);
+  // Since profile_operators(true), the longest first; empty where it is off. Waits for the device.
+  [[nodiscard]] std::vector<OperatorTime> operator_times();
+
+  // Internal: what computes here, and what measures it (null: nothing).
   [[nodiscard]] Backend& backend() const { return *backend_; }
+  [[nodiscard]] OperatorProfile* profile() const { return profile_.get(); }
 
  private:
   struct RotaryTable {
@@ -117,6 +136,7 @@ class ComputeContext {
   std::vector<RotaryTable> rotary_tables_;
   std::unique_ptr<Backend> backend_;  // never null
   ProgressHook* hook_ = nullptr;
+  std::unique_ptr<OperatorProfile> profile_;
 };
 
 // --- what operators compute on, besides tensors ---

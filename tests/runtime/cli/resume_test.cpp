@@ -278,6 +278,7 @@ TEST(SaveOptionsTest, NonsenseIsRefusedWithWhatIsLegal) {
   EXPECT_THAT(refuse({"--on-nan", "retry"}), HasSubstr("stop, skip"));
   EXPECT_THAT(refuse({"--on-nan", "skip", "--max-skips", "0"}), HasSubstr("from 1"));
   EXPECT_THAT(refuse({"--max-skips", "5"}), HasSubstr("--on-nan skip"));
+  EXPECT_THAT(refuse({"--profile-operators", "--cuda-graphs"}), HasSubstr("--cuda-graphs"));
   for (const Arguments& arguments : std::vector<Arguments>{{"--save-every", "5"},
                                                            {"--save-minutes", "5"},
                                                            {"--keep", "2"},

@@ -12,15 +12,23 @@ namespace {
 // Tags that nothing else uses here.
 constexpr int kTags = 100;
 
-TEST(PeakFlopsTest, KnowsCardsByTheirWholeNames) {
-  EXPECT_EQ(peak_flops("NVIDIA H200", ProductPrecision::kBf16), 989.5e12);
-  EXPECT_EQ(peak_flops("NVIDIA H200 NVL", ProductPrecision::kBf16), 835.5e12);
-  EXPECT_EQ(peak_flops("NVIDIA H100 80GB HBM3", ProductPrecision::kTf32), 494.5e12);
-  EXPECT_EQ(peak_flops("NVIDIA H100 PCIe", ProductPrecision::kF32), 51e12);
-  EXPECT_EQ(peak_flops("NVIDIA A100-SXM4-80GB", ProductPrecision::kBf16), 312e12);
-  EXPECT_EQ(peak_flops("NVIDIA L4", ProductPrecision::kBf16), 121e12);
+double bf16(const char* card) {
+  const std::optional<CardPeaks> peaks = peaks_of(card);
+  return peaks ? flops_of(*peaks, ProductPrecision::kBf16) : 0;
+}
+
+TEST(PeaksTest, KnowsCardsByTheirWholeNames) {
+  EXPECT_EQ(bf16("NVIDIA H200"), 989.5e12);
+  EXPECT_EQ(bf16("NVIDIA H200 NVL"), 835.5e12);
+  const CardPeaks h100 = peaks_of("NVIDIA H100 80GB HBM3").value_or(CardPeaks{});
+  EXPECT_EQ(flops_of(h100, ProductPrecision::kTf32), 494.5e12);
+  EXPECT_EQ(flops_of(h100, ProductPrecision::kF32), 67e12);
+  EXPECT_EQ(h100.bytes, 3.35e12);
+  EXPECT_EQ(peaks_of("NVIDIA A100-PCIE-40GB").value_or(CardPeaks{}).bytes, 1.555e12);
+  EXPECT_EQ(bf16("NVIDIA A100-SXM4-80GB"), 312e12);
+  EXPECT_EQ(bf16("NVIDIA L4"), 121e12);
   for (const char* unknown : {"", "NVIDIA L40", "NVIDIA H1000", "NVIDIA H100", "Emulated GPU"}) {
-    EXPECT_EQ(peak_flops(unknown, ProductPrecision::kBf16), 0) << unknown;
+    EXPECT_EQ(bf16(unknown), 0) << unknown;
   }
 }
 

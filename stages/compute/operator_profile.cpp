@@ -1,0 +1,94 @@
+#include "stages/compute/operator_profile.hpp"
+
+#include <algorithm>
+#include <chrono>
+
+namespace sluice {
+
+namespace {
+
+// Calls whose events are read at once.
+constexpr std::size_t kOpenCalls = 1024;
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+double operand_bytes(std::span<const Conversion> conversions) {
+  double bytes = 0;
+  for (const Conversion& each : conversions) {
+    bytes += operand_bytes(each.from) + operand_bytes(each.to);
+  }
+  return bytes;
+}
+
+double operand_bytes(std::span<const UpdateRun> runs) {
+  double bytes = 0;
+  for (const UpdateRun& run : runs) {
+    const int vectors = 2 + (run.first != nullptr ? 1 : 0) + (run.second != nullptr ? 1 : 0);
+    bytes += static_cast<double>(run.count) * sizeof(float) * vectors;
+  }
+  return bytes;
+}
+
+double operand_bytes(std::span<const std::span<const float>> vectors) {
+  double bytes = 0;
+  for (const std::span<const float> vector : vectors) {
+    bytes += static_cast<double>(vector.size_bytes());
+  }
+  return bytes;
+}
+
+OperatorProfile::OperatorProfile(Device device, StreamView stream)
+    : device_(device), stream_(stream) {
+  if (device.kind == DeviceKind::kCpu) return;
+  for (std::size_t i = 0; i < kOpenCalls; ++i) {
+    open_.push_back({nullptr, Event(device, true), Event(device, true)});
+  }
+}
+
+void OperatorProfile::begin() {
+  if (open_.empty()) {
+    started_ = now();
+    return;
+  }
+  if (count_ == open_.size()) read_events();
+  open_[count_].start.record(stream_);
+}
+
+void OperatorProfile::end(std::string_view name, double bytes, double flops) {
+  Sum& sum = sums_[name];
+  ++sum.calls;
+  sum.bytes += bytes;
+  sum.flops += flops;
+  if (open_.empty()) {
+    sum.seconds += now() - started_;
+    return;
+  }
+  open_[count_].stop.record(stream_);
+  open_[count_++].sum = &sum;
+}
+
+void OperatorProfile::read_events() {
+  stream_.synchronize();
+  for (std::size_t i = 0; i < count_; ++i) {
+    open_[i].sum->seconds += open_[i].stop.seconds_since(open_[i].start);
+  }
+  count_ = 0;
+}
+
+std::vector<OperatorTime> OperatorProfile::times() {
+  read_events();
+  std::vector<OperatorTime> times;
+  for (const auto& [name, sum] : sums_) {
+    times.push_back({std::string(name), sum.calls, sum.seconds, sum.bytes, sum.flops});
+  }
+  std::stable_sort(times.begin(), times.end(), [](const OperatorTime& a, const OperatorTime& b) {
+    return a.seconds > b.seconds;
+  });
+  return times;
+}
+
+}  // namespace sluice

@@ -1,0 +1,60 @@
+// Times of a context's operators. Internal to stages/: operators.hpp's functions call it. One
+// thread uses it, as its context.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include <sluice/compute.hpp>
+#include <sluice/tensor.hpp>
+
+namespace sluice {
+
+// Bytes of an operand: of tensors and of what lists them. Other parameters have none.
+[[nodiscard]] inline double operand_bytes(const Tensor& tensor) {
+  return tensor.data == nullptr ? 0 : static_cast<double>(tensor.spec.bytes());
+}
+[[nodiscard]] double operand_bytes(std::span<const Conversion> conversions);
+[[nodiscard]] double operand_bytes(std::span<const UpdateRun> runs);
+[[nodiscard]] double operand_bytes(std::span<const std::span<const float>> vectors);
+template <typename Other>
+[[nodiscard]] double operand_bytes(const Other& /*operand*/) {
+  return 0;
+}
+
+class OperatorProfile {
+ public:
+  OperatorProfile(Device device, StreamView stream);
+
+  // Around each call. `name` lives for ever. Both may wait for the device now and then.
+  void begin();
+  void end(std::string_view name, double bytes, double flops);
+
+  // Longest first. Waits for the device.
+  [[nodiscard]] std::vector<OperatorTime> times();
+
+ private:
+  struct Sum {
+    std::int64_t calls = 0;
+    double seconds = 0, bytes = 0, flops = 0;
+  };
+  // A call whose events are not read yet.
+  struct Open {
+    Sum* sum = nullptr;
+    Event start, stop;
+  };
+
+  void read_events();
+
+  Device device_;
+  StreamView stream_;
+  double started_ = 0;                    // on a CPU
+  std::vector<Open> open_;                // on a GPU; events are made once and used again
+  std::size_t count_ = 0;                 // of open_ in use
+  std::map<std::string_view, Sum> sums_;  // nodes stay where they are
+};
+
+}  // namespace sluice

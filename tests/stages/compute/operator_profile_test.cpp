@@ -1,0 +1,93 @@
+// On a CPU, and on a GPU or its emulation where there is one.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include <sluice/compute.hpp>
+#include <sluice/operators.hpp>
+
+namespace sluice {
+namespace {
+
+using ::testing::IsEmpty;
+
+class OperatorProfileTest : public ::testing::TestWithParam<DeviceKind> {
+ protected:
+  void SetUp() override {
+    if (device_count(GetParam()) == 0) GTEST_SKIP() << no_gpu_reason();
+  }
+  Tensor make(ComputeContext& ctx, const TensorSpec& spec) {
+    Buffer& buffer = memory_.emplace_back(ctx.memory().allocate(spec.bytes()));
+    fill_zero_async(buffer.data(), spec.bytes(), ctx.stream());
+    return {buffer.data(), spec};
+  }
+
+ private:
+  std::vector<Buffer> memory_;
+};
+
+TEST_P(OperatorProfileTest, CountsCallsBytesAndOperations) {
+  ComputeContext ctx({GetParam(), 0}, 1);
+  const Tensor x = make(ctx, {DType::kF32, {6, 32}}), y = make(ctx, {DType::kF32, {6, 16}});
+  const Tensor weight = make(ctx, {DType::kF32, {16, 32}});
+  linear_forward(ctx, x, weight, {}, y);
+  EXPECT_THAT(ctx.operator_times(), IsEmpty());
+
+  constexpr int kCalls = 2100;  // more than are measured at once on a GPU
+  ctx.profile_operators(true);
+  linear_forward(ctx, x, weight, {}, y);
+  for (int i = 0; i < kCalls; ++i) add(ctx, x, x);
+  const std::vector<OperatorTime> times = ctx.operator_times();
+  ASSERT_EQ(times.size(), 2U);
+  for (const OperatorTime& each : times) {
+    EXPECT_GE(each.seconds, 0);
+    if (each.name == "add") {
+      EXPECT_EQ(each.calls, kCalls);
+      EXPECT_EQ(each.bytes, kCalls * 2.0 * 6 * 32 * 4);
+      EXPECT_EQ(each.flops, 0);
+    } else {
+      EXPECT_EQ(each.name, "linear_forward");
+      EXPECT_EQ(each.calls, 1);
+      EXPECT_EQ(each.bytes, (6.0 * 32 + 6 * 16 + 16 * 32) * 4);
+      EXPECT_EQ(each.flops, 2.0 * 6 * 32 * 16);
+    }
+  }
+  EXPECT_GE(times[0].seconds, times[1].seconds);
+
+  ctx.profile_operators(true);  // anew
+  EXPECT_THAT(ctx.operator_times(), IsEmpty());
+  ctx.profile_operators(false);
+  add(ctx, x, x);
+  EXPECT_THAT(ctx.operator_times(), IsEmpty());
+}
+
+// Pairs of a query and a key that it sees: a causal half, or a band.
+TEST_P(OperatorProfileTest, CountsThePairsThatAttentionSees) {
+  ComputeContext ctx({GetParam(), 0}, 1);
+  AttentionShape shape{
+      .samples = 2, .sequence = 40, .heads = 2, .kv_heads = 1, .head_dim = 16, .window = 0};
+  const Tensor qkv = make(ctx, {DType::kF32, {80, shape.packed_width()}});
+  const Tensor out = make(ctx, {DType::kF32, {80, 32}});
+  for (const int window : {0, 10}) {
+    shape.window = window;
+    const Tensor state = make(
+        ctx, {DType::kU8,
+              {static_cast<std::int64_t>(attention_state_bytes(GetParam(), shape, DType::kF32))}});
+    ctx.profile_operators(true);
+    attention_forward(ctx, shape, qkv, {}, out, static_cast<std::byte*>(state.data));
+    const double pairs = window == 0 ? 40 * 40 / 2.0 : 40 * 10 - 10 * 10 / 2.0;
+    const std::vector<OperatorTime> times = ctx.operator_times();
+    ASSERT_EQ(times.size(), 1U);
+    EXPECT_EQ(times[0].flops, 2.0 * 2 * 2 * pairs * 2 * 16) << window;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, OperatorProfileTest,
+                         ::testing::Values(DeviceKind::kCpu, DeviceKind::kCuda),
+                         [](const ::testing::TestParamInfo<DeviceKind>& each) {
+                           return each.param == DeviceKind::kCpu ? "Cpu" : "Gpu";
+                         });
+
+}  // namespace
+}  // namespace sluice
