@@ -5,7 +5,6 @@
 #include <sluice/error.hpp>
 
 #include "stages/compute/backend.hpp"
-#include "stages/compute/operator_profile.hpp"
 
 namespace sluice {
 
@@ -33,22 +32,6 @@ double scaled_frequency(double frequency, const RotaryScaling& scaling) {
 }
 
 }  // namespace
-
-// Stages may free their memory after this, so the stream's work must end here.
-ComputeContext::~ComputeContext() {
-  try {
-    stream_.view().synchronize();
-  } catch (const Error&) {  // the device has failed: nothing runs there
-  }
-}
-
-void ComputeContext::profile_operators(bool on) {
-  profile_ = on ? std::make_unique<OperatorProfile>(device(), stream()) : nullptr;
-}
-
-std::vector<OperatorTime> ComputeContext::operator_times() {
-  return profile_ == nullptr ? std::vector<OperatorTime>() : profile_->times();
-}
 
 void ComputeContext::set_tf32(bool allowed) { backend_->set_tf32(allowed); }
 

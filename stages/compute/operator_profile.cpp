@@ -24,11 +24,14 @@ double operand_bytes(std::span<const Conversion> conversions) {
   return bytes;
 }
 
-double operand_bytes(std::span<const UpdateRun> runs) {
+double update_bytes(std::span<const UpdateRun> runs, DType state) {
   double bytes = 0;
   for (const UpdateRun& run : runs) {
-    const int vectors = 2 + (run.first != nullptr ? 1 : 0) + (run.second != nullptr ? 1 : 0);
-    bytes += static_cast<double>(run.count) * sizeof(float) * vectors;
+    const int vectors = (run.first != nullptr ? 1 : 0) + (run.second != nullptr ? 1 : 0);
+    const std::size_t each = 2 * sizeof(float) +
+                             static_cast<std::size_t>(vectors) * size_of(state) +
+                             (run.rounded != nullptr ? sizeof(Bf16) : 0);
+    bytes += static_cast<double>(run.count) * static_cast<double>(each);
   }
   return bytes;
 }
@@ -41,11 +44,10 @@ double operand_bytes(std::span<const std::span<const float>> vectors) {
   return bytes;
 }
 
-OperatorProfile::OperatorProfile(Device device, StreamView stream)
-    : device_(device), stream_(stream) {
-  if (device.kind == DeviceKind::kCpu) return;
+OperatorProfile::OperatorProfile(ComputeContext& context) : context_(context) {
+  if (context.device().kind == DeviceKind::kCpu) return;
   for (std::size_t i = 0; i < kOpenCalls; ++i) {
-    open_.push_back({nullptr, Event(device, true), Event(device, true)});
+    open_.push_back({nullptr, Event(context.device(), true), Event(context.device(), true)});
   }
 }
 
@@ -55,7 +57,7 @@ void OperatorProfile::begin() {
     return;
   }
   if (count_ == open_.size()) read_events();
-  open_[count_].start.record(stream_);
+  open_[count_].start.record(context_.stream());
 }
 
 void OperatorProfile::end(std::string_view name, double bytes, double flops) {
@@ -67,12 +69,12 @@ void OperatorProfile::end(std::string_view name, double bytes, double flops) {
     sum.seconds += now() - started_;
     return;
   }
-  open_[count_].stop.record(stream_);
+  open_[count_].stop.record(context_.stream());
   open_[count_++].sum = &sum;
 }
 
 void OperatorProfile::read_events() {
-  stream_.synchronize();
+  if (count_ > 0) context_.wait();
   for (std::size_t i = 0; i < count_; ++i) {
     open_[i].sum->seconds += open_[i].stop.seconds_since(open_[i].start);
   }

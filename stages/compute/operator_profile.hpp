@@ -18,18 +18,22 @@ namespace sluice {
   return tensor.data == nullptr ? 0 : static_cast<double>(tensor.spec.bytes());
 }
 [[nodiscard]] double operand_bytes(std::span<const Conversion> conversions);
-[[nodiscard]] double operand_bytes(std::span<const UpdateRun> runs);
 [[nodiscard]] double operand_bytes(std::span<const std::span<const float>> vectors);
 template <typename Other>
 [[nodiscard]] double operand_bytes(const Other& /*operand*/) {
   return 0;
 }
 
+// Values, gradients, state of that type, and rounded copies.
+[[nodiscard]] double update_bytes(std::span<const UpdateRun> runs, DType state);
+
 class OperatorProfile {
  public:
-  OperatorProfile(Device device, StreamView stream);
+  // The context outlives this.
+  explicit OperatorProfile(ComputeContext& context);
 
-  // Around each call. `name` lives for ever. Both may wait for the device now and then.
+  // Around each call. `name` lives for ever. begin() waits for the device now and then, as
+  // ComputeContext::wait() does.
   void begin();
   void end(std::string_view name, double bytes, double flops);
 
@@ -49,8 +53,7 @@ class OperatorProfile {
 
   void read_events();
 
-  Device device_;
-  StreamView stream_;
+  ComputeContext& context_;
   double started_ = 0;                    // on a CPU
   std::vector<Open> open_;                // on a GPU; events are made once and used again
   std::size_t count_ = 0;                 // of open_ in use

@@ -1,8 +1,9 @@
 // Attention on a GPU: cuDNN's fused graphs, or the kernels of
 // stages/cuda_kernels/flash_attention.hpp. The kernels run in f32, with dropout (cuDNN's random
 // numbers are not Sluice's), with a window, for shapes that cuDNN refuses, and in builds without
-// it. Both keep the same state. The choice depends on shape, type, dropout, device model and
-// library only, so forward and backward agree, and all depths of a pipeline agree.
+// it, on tensor cores if they can. All keep the same state. The choice depends on shape, type,
+// dropout, tf32(), device model and library only, so forward and backward agree, and all depths of
+// a pipeline agree.
 #include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/cuda_operators.hpp"
 #include "stages/cuda_kernels/flash_attention.hpp"
@@ -38,7 +39,9 @@ std::string why_own(ComputeContext& /*ctx*/, const AttentionShape& shape, DType 
 std::string attention_engine(ComputeContext& ctx, const AttentionShape& shape, DType dtype,
                              bool dropout) {
   const std::string why = why_own(ctx, shape, dtype, dropout);
-  return why.empty() ? "cuDNN" : "own kernels (" + why + ")";
+  if (why.empty()) return "cuDNN";
+  const bool tensor_cores = attention_on_tensor_cores(ctx, shape, dtype);
+  return std::string("own kernels") + (tensor_cores ? " on tensor cores (" : " (") + why + ")";
 }
 
 std::size_t attention_state_bytes(const AttentionShape& shape, DType /*dtype*/) {

@@ -59,8 +59,8 @@ class Context : public Backend {
   // cuDNN. Throws Error(kDevice) if the library cannot start.
   [[nodiscard]] cudnnContext* cudnn();
 
-  // Whether products may round f32 operands to TF32 (10 bits of mantissa), which is several times
-  // as fast. Off by default (--precision tf32). Set it before the first product.
+  // Whether products, attention's too, may round f32 operands to TF32 (10 bits of mantissa), which
+  // is several times as fast. Off by default (--precision tf32). Set it before the first product.
   [[nodiscard]] bool tf32() const { return tf32_; }
   void set_tf32(bool allowed) override { tf32_ = allowed; }
 

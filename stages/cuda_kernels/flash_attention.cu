@@ -1,3 +1,6 @@
+// Attention with fp32's own arithmetic, for what does not go to tensor cores (attention_tiles.cuh),
+// and the choice between the two.
+//
 // A block of four warps owns a tile of rows (queries; for the gradients of keys and values: keys),
 // kept in shared memory as f32, and streams the rows of the other side past them, 32 at a time and
 // 64 dimensions at a time: first each lane computes the dot products of its streamed row with the
@@ -8,15 +11,16 @@
 
 #include <sluice/error.hpp>
 
-#include "stages/compute/call_arguments.hpp"
+#include "stages/cuda_context/context.hpp"
+#include "stages/cuda_kernels/attention_call.cuh"
+#include "stages/cuda_kernels/attention_tiles.cuh"
 #include "stages/cuda_kernels/flash_attention.hpp"
-#include "stages/cuda_kernels/random.cuh"
 
 namespace sluice::cuda {
 
 namespace {
 
-constexpr int kWarps = 4;
+constexpr int kWarps = kAttentionWarps;
 constexpr int kStreamed = kWarpThreads;  // rows at a time
 constexpr int kSlice = 64;               // dimensions at a time
 constexpr int kStreamedLd = kSlice + 1;  // lanes read a column without bank conflicts
@@ -26,14 +30,6 @@ constexpr int kBlocksAtOnce = kSlices == 1   ? 5
                               : kSlices == 2 ? 4
                                              : 3;
 constexpr float kLowest = -3.4e38F;
-
-// One head's rows of a sample: queries, keys, values or outputs; N elements move at once.
-template <typename T, int N>
-struct Rows {
-  T* data;
-  int64_t stride, count;
-  int dimensions;
-};
 
 // Dropout of probabilities and of their gradients.
 struct Mask {
@@ -48,51 +44,9 @@ struct Mask {
   }
 };
 
-// One call, as the kernels take it. N > 1: heads start and end at multiples of N elements, 16
-// bytes, in all of the tensors.
 template <typename T, int N>
-struct Call {
-  AttentionShape shape;
-  const T* qkv;
-  T* out;         // forward
-  const T* dout;  // backward
-  T* dqkv;        // backward
-  float* lse;     // [samples, heads, sequence]
-  float* delta;   // as lse: dot(dout, out); backward
-  float scale;
-  bool drops;
-  DropoutArguments dropout;
-
-  // Head `head` of all heads, keys and values in a packed row.
-  template <typename U>
-  __device__ Rows<U, N> packed(U* data, int64_t sample, int64_t head) const {
-    const int64_t width = shape.packed_width();
-    return {data + sample * shape.sequence * width + head * shape.head_dim, width, shape.sequence,
-            shape.head_dim};
-  }
-  template <typename U>
-  __device__ Rows<U, N> output(U* data, int64_t sample, int64_t head) const {
-    const int64_t width = int64_t{shape.heads} * shape.head_dim;
-    return {data + sample * shape.sequence * width + head * shape.head_dim, width, shape.sequence,
-            shape.head_dim};
-  }
-  [[nodiscard]] __device__ int64_t line(int64_t sample, int64_t head, int64_t query) const {
-    return (sample * shape.heads + head) * shape.sequence + query;
-  }
-  [[nodiscard]] __device__ Mask mask() const {
-    return {drops ? at_step(dropout) : dropout, drops, shape.sequence};
-  }
-};
-
-// What block blockIdx.x works on: the last tiles of causal queries have the most to do and start
-// first.
-struct Place {
-  int64_t sample, head, first;  // first own row
-};
-__device__ Place place_of_block(int64_t heads, int64_t sequence, int rows) {
-  const int64_t tiles = divide_up(sequence, rows), block = blockIdx.x;
-  const int64_t lane = block / tiles;
-  return {lane / heads, lane % heads, (tiles - 1 - block % tiles) * rows};
+__device__ Mask mask_of(const AttentionCall<T, N>& call) {
+  return {call.drops ? at_step(call.dropout) : call.dropout, call.drops, call.shape.sequence};
 }
 
 // The first streamed row of keys that queries from `query` on see.
@@ -103,9 +57,9 @@ __device__ int64_t first_seen(const AttentionShape& shape, int64_t query) {
 
 // to[row * ld + d] = from's row first + row, dimension dimension + d; 0 outside of it.
 template <int kCount, int kDimensions, typename T, int N>
-__device__ void fetch(float* to, int ld, const Rows<T, N>& from, int64_t first, int dimension) {
+__device__ void fetch(float* to, int ld, const HeadRows<T, N>& from, int64_t first, int dimension) {
   for (int i = static_cast<int>(threadIdx.x) * N; i < kCount * kDimensions;
-       i += kWarps * kWarpThreads * N) {
+       i += kAttentionThreads * N) {
     const int row = i / kDimensions, d = i % kDimensions;
     Floats<N> values = {};
     if (first + row < from.count && dimension + d < from.dimensions) {
@@ -142,7 +96,7 @@ struct Tile {
 
   // dots[r] += dot(own row r of this warp, streamed row first + lane)
   template <typename T, int N>
-  __device__ void add_dots(const float* own, const Rows<T, N>& from, int64_t first,
+  __device__ void add_dots(const float* own, const HeadRows<T, N>& from, int64_t first,
                            float (&dots)[kRows]) const {
 #pragma unroll 1
     for (int slice = 0; slice < kSlices && slice * kSlice < from.dimensions; ++slice) {
@@ -164,7 +118,7 @@ struct Tile {
 
   // sums[r] += sum over streamed rows j of weights[r][j] * row first + j
   template <typename T, int N>
-  __device__ void add_weighted(const float* weights, const Rows<T, N>& from, int64_t first,
+  __device__ void add_weighted(const float* weights, const HeadRows<T, N>& from, int64_t first,
                                Sums& sums) const {
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice) {
@@ -193,7 +147,7 @@ struct Tile {
   // Row `row` of `to` = factor * the sums of own row r, by way of that row of `own`, which none
   // needs any more.
   template <typename T, int N>
-  __device__ void put(float* own, const Rows<T, N>& to, int64_t row, int r,
+  __device__ void put(float* own, const HeadRows<T, N>& to, int64_t row, int r,
                       const float (&sums)[2 * kSlices], float factor) const {
     float* mine = own + (warp * kRows + r) * kLd;
 #pragma unroll
@@ -212,12 +166,13 @@ template <int kSlices>
 using BackwardTile = Tile<4, kSlices>;
 
 template <typename T, int N, int kSlices>
-__global__ void __launch_bounds__(kWarps* kWarpThreads) forward_kernel(const Call<T, N> call) {
+__global__ void __launch_bounds__(kAttentionThreads)
+    forward_kernel(const AttentionCall<T, N> call) {
   using Work = ForwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
-  const Mask mask = call.mask();
-  const Place at = place_of_block(shape.heads, shape.sequence, Work::kOwn);
+  const Mask mask = mask_of(call);
+  const AttentionTile at = attention_tile(shape.heads, shape.sequence, Work::kOwn, true);
   const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
   const auto queries = call.packed(call.qkv, at.sample, at.head);
   const auto keys = call.packed(call.qkv, at.sample, kv);
@@ -274,7 +229,7 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads) forward_kernel(const Cal
 
 // delta = dot(dout, out); a warp per row and head.
 template <typename T, int N>
-__global__ void delta_kernel(const Call<T, N> call) {
+__global__ void delta_kernel(const AttentionCall<T, N> call) {
   const AttentionShape& shape = call.shape;
   const int lane = static_cast<int>(threadIdx.x) % kWarpThreads;
   const int64_t lines = shape.rows() * shape.heads, step = grid_threads() / kWarpThreads;
@@ -306,13 +261,13 @@ struct Gradient {
 };
 
 template <typename T, int N, int kSlices>
-__global__ void __launch_bounds__(kWarps* kWarpThreads, kBlocksAtOnce<kSlices>)
-    query_kernel(const Call<T, N> call) {
+__global__ void __launch_bounds__(kAttentionThreads, kBlocksAtOnce<kSlices>)
+    query_kernel(const AttentionCall<T, N> call) {
   using Work = BackwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
-  const Mask mask = call.mask();
-  const Place at = place_of_block(shape.heads, shape.sequence, Work::kOwn);
+  const Mask mask = mask_of(call);
+  const AttentionTile at = attention_tile(shape.heads, shape.sequence, Work::kOwn, true);
   const int64_t kv = shape.heads + at.head / (shape.heads / shape.kv_heads);
   const auto keys = call.packed(call.qkv, at.sample, kv);
   const auto values = call.packed(call.qkv, at.sample, kv + shape.kv_heads);
@@ -357,13 +312,13 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, kBlocksAtOnce<kSlices>)
 
 // Keys and values of one key head, over all queries of the heads that share it.
 template <typename T, int N, int kSlices>
-__global__ void __launch_bounds__(kWarps* kWarpThreads, kBlocksAtOnce<kSlices>)
-    key_kernel(const Call<T, N> call) {
+__global__ void __launch_bounds__(kAttentionThreads, kBlocksAtOnce<kSlices>)
+    key_kernel(const AttentionCall<T, N> call) {
   using Work = BackwardTile<kSlices>;
   constexpr int kRows = Work::kOwn / kWarps;
   const AttentionShape& shape = call.shape;
-  const Mask mask = call.mask();
-  const Place at = place_of_block(shape.kv_heads, shape.sequence, Work::kOwn);
+  const Mask mask = mask_of(call);
+  const AttentionTile at = attention_tile(shape.kv_heads, shape.sequence, Work::kOwn, false);
   const int64_t group = shape.heads / shape.kv_heads, kv = shape.heads + at.head;
 
   auto* keys = shared_memory<float>();
@@ -413,17 +368,6 @@ __global__ void __launch_bounds__(kWarps* kWarpThreads, kBlocksAtOnce<kSlices>)
   }
 }
 
-template <typename T, int N>
-Call<T, N> make_call(const AttentionShape& shape, const Tensor& qkv, const Dropout& dropout) {
-  Call<T, N> call{};
-  call.shape = shape;
-  call.qkv = qkv.as<T>();
-  call.scale = static_cast<float>(1 / std::sqrt(static_cast<double>(shape.head_dim)));
-  call.drops = dropout.probability != 0;
-  if (call.drops) call.dropout = dropout_arguments(dropout, 0);
-  return call;
-}
-
 // Calls body(T{}, elements moved at once, slices) for the type and the dimensions of a head.
 template <typename Body>
 void with_slices(const AttentionShape& shape, DType dtype, bool aligned, const Body& body) {
@@ -442,36 +386,79 @@ void with_slices(const AttentionShape& shape, DType dtype, bool aligned, const B
     }
   };
   with_type(dtype, [&](auto type) {
-    if (aligned && shape.head_dim % kWide<decltype(type)> == 0) {
-      run(type, std::integral_constant<int, kWide<decltype(type)>>{});
-    } else {
-      run(type, std::integral_constant<int, 1>{});
+    if constexpr (std::is_same_v<decltype(type), float>) {
+      if (aligned && shape.head_dim % 4 == 0) {
+        run(type, std::integral_constant<int, 4>{});
+        return;
+      }
     }
+    run(type, std::integral_constant<int, 1>{});
   });
 }
 
-// A block per tile of `rows` rows of each head of each sample.
-LaunchShape tiles_of(const AttentionShape& shape, int heads, int rows, std::size_t shared_bytes) {
-  const int64_t tiles = shape.samples * heads * divide_up(shape.sequence, rows);
-  return {static_cast<unsigned>(tiles), kWarps * kWarpThreads, shared_bytes};
+// body(call) on tensor cores, if they take it; returns whether they do.
+template <typename Body>
+bool with_tiles(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
+                const Dropout& dropout, bool aligned, const Body& body) {
+  const DType dtype = qkv.spec.dtype;
+  if (!aligned || !takes_attention_tiles(shape, dtype, context_of(ctx).tf32())) return false;
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    auto call = make_attention_call<T, kWide<T>>(shape, qkv, dropout);
+    body(call);
+  });
+  return true;
+}
+
+// Of forward's and backward's operands.
+template <typename T, int N>
+void set_operands(AttentionCall<T, N>& call, const Tensor& out, std::byte* state) {
+  call.out = out.as<T>();
+  call.lse = reinterpret_cast<float*>(state);
+}
+template <typename T, int N>
+void set_operands(ComputeContext& ctx, AttentionCall<T, N>& call, const Tensor& out,
+                  const Tensor& dout, const std::byte* state, const Tensor& dqkv) {
+  set_operands(call, out, const_cast<std::byte*>(state));  // which is only read: forward wrote it
+  call.dout = dout.as<T>();
+  call.dqkv = dqkv.as<T>();
+  call.delta =
+      reinterpret_cast<float*>(ctx.workspace(flash_attention_backward_workspace(call.shape)));
+}
+
+template <typename T, int N>
+void compute_delta(cudaStream_t stream, const AttentionCall<T, N>& call) {
+  const int64_t lines = call.shape.rows() * call.shape.heads;
+  launch("attention backward, row dots", delta_kernel<T, N>,
+         {blocks_for(lines, kBlockThreads / kWarpThreads), kBlockThreads}, stream, call);
 }
 
 }  // namespace
 
+bool attention_on_tensor_cores(const ComputeContext& ctx, const AttentionShape& shape,
+                               DType dtype) {
+  return takes_attention_tiles(shape, dtype, context_of(ctx).tf32());
+}
+
 void flash_attention_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                              const Dropout& dropout, const Tensor& out, std::byte* state) {
   if (shape.rows() == 0) return;
-  with_slices(shape, qkv.spec.dtype, aligned(qkv.data, out.data),
-              [&](auto type, auto at_once, auto slices) {
-                using T = decltype(type);
-                using Work = ForwardTile<slices()>;
-                auto call = make_call<T, at_once()>(shape, qkv, dropout);
-                call.out = out.as<T>();
-                call.lse = reinterpret_cast<float*>(state);
-                launch("attention forward", forward_kernel<T, at_once(), slices()>,
-                       tiles_of(shape, shape.heads, Work::kOwn, Work::bytes(1, 1)),
-                       native(ctx.stream()), call);
-              });
+  const cudaStream_t stream = native(ctx.stream());
+  const bool wide = aligned(qkv.data, out.data);
+  if (with_tiles(ctx, shape, qkv, dropout, wide, [&](auto& call) {
+        set_operands(call, out, state);
+        attention_tiles_forward(stream, call);
+      })) {
+    return;
+  }
+  with_slices(shape, qkv.spec.dtype, wide, [&](auto type, auto at_once, auto slices) {
+    using T = decltype(type);
+    using Work = ForwardTile<slices()>;
+    auto call = make_attention_call<T, at_once()>(shape, qkv, dropout);
+    set_operands(call, out, state);
+    launch("attention forward", forward_kernel<T, at_once(), slices()>,
+           attention_tiles(shape, shape.heads, Work::kOwn, Work::bytes(1, 1)), stream, call);
+  });
 }
 
 std::size_t flash_attention_backward_workspace(const AttentionShape& shape) {
@@ -482,25 +469,25 @@ void flash_attention_backward(ComputeContext& ctx, const AttentionShape& shape, 
                               const Tensor& out, const Tensor& dout, const Dropout& dropout,
                               const std::byte* state, const Tensor& dqkv) {
   if (shape.rows() == 0) return;
+  const cudaStream_t stream = native(ctx.stream());
   const bool wide = aligned(qkv.data, out.data, dout.data, dqkv.data);
+  if (with_tiles(ctx, shape, qkv, dropout, wide, [&](auto& call) {
+        set_operands(ctx, call, out, dout, state, dqkv);
+        compute_delta(stream, call);
+        attention_tiles_backward(stream, call);
+      })) {
+    return;
+  }
   with_slices(shape, qkv.spec.dtype, wide, [&](auto type, auto at_once, auto slices) {
     using T = decltype(type);
     using Work = BackwardTile<slices()>;
-    const int64_t lines = shape.rows() * shape.heads;
-    auto call = make_call<T, at_once()>(shape, qkv, dropout);
-    call.out = out.as<T>();
-    call.dout = dout.as<T>();
-    call.dqkv = dqkv.as<T>();
-    // From here on it is only read; forward wrote it.
-    call.lse = const_cast<float*>(reinterpret_cast<const float*>(state));
-    call.delta = reinterpret_cast<float*>(ctx.workspace(flash_attention_backward_workspace(shape)));
-    const cudaStream_t stream = native(ctx.stream());
-    launch("attention backward, row dots", delta_kernel<T, at_once()>,
-           {blocks_for(lines, kBlockThreads / kWarpThreads), kBlockThreads}, stream, call);
+    auto call = make_attention_call<T, at_once()>(shape, qkv, dropout);
+    set_operands(ctx, call, out, dout, state, dqkv);
+    compute_delta(stream, call);
     launch("attention backward, queries", query_kernel<T, at_once(), slices()>,
-           tiles_of(shape, shape.heads, Work::kOwn, Work::bytes(2, 1)), stream, call);
+           attention_tiles(shape, shape.heads, Work::kOwn, Work::bytes(2, 1)), stream, call);
     launch("attention backward, keys and values", key_kernel<T, at_once(), slices()>,
-           tiles_of(shape, shape.kv_heads, Work::kOwn, Work::bytes(2, 2)), stream, call);
+           attention_tiles(shape, shape.kv_heads, Work::kOwn, Work::bytes(2, 2)), stream, call);
   });
 }
 

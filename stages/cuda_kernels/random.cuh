@@ -57,4 +57,23 @@ SLUICE_MATH void drop_consecutive(const DropoutArguments& dropout, uint64_t inde
   }
 }
 
+// Which elements 4 * block to 4 * block + 3 are kept, in bits 0 to 3.
+SLUICE_MATH uint32_t kept_of_block(const DropoutArguments& dropout, uint64_t block) {
+  const PhiloxWords words = philox_words(dropout, block);
+  uint32_t kept = 0;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    if (words.at[k] >= dropout.threshold << 8) kept |= 1U << k;  // word >> 8 >= threshold < 2^24
+  }
+  return kept;
+}
+// Of elements `index` to `index` + 3. kAligned: `index` is a multiple of 4.
+template <bool kAligned>
+SLUICE_MATH uint32_t kept_of_four(const DropoutArguments& dropout, uint64_t index) {
+  const uint32_t kept = kept_of_block(dropout, index / 4);
+  if constexpr (kAligned) return kept;
+  const uint32_t both = kept | kept_of_block(dropout, index / 4 + 1) << 4;
+  return both >> (index % 4) & 0xFU;
+}
+
 }  // namespace sluice::cuda

@@ -1,4 +1,4 @@
-// Creates compute contexts: chooses the backend of a device.
+// Creates compute contexts, and ends them: chooses the backend of a device.
 #include "stages/operators/context.hpp"
 
 #include <fmt/format.h>
@@ -49,6 +49,22 @@ ComputeContext::ComputeContext(Device device, int threads)
       stream_(device),
       passed_(device),
       backend_(make_backend(memory_, stream_.view())) {}
+
+// Stages may free their memory after this, so the stream's work must end here.
+ComputeContext::~ComputeContext() {
+  try {
+    stream_.view().synchronize();
+  } catch (const Error&) {  // the device has failed: nothing runs there
+  }
+}
+
+void ComputeContext::profile_operators(bool on) {
+  profile_ = on ? std::make_unique<OperatorProfile>(*this) : nullptr;
+}
+
+std::vector<OperatorTime> ComputeContext::operator_times() {
+  return profile_ == nullptr ? std::vector<OperatorTime>() : profile_->times();
+}
 
 const OperatorTable& operators_for([[maybe_unused]] DeviceKind device) {
 #if SLUICE_WITH_CUDA

@@ -323,9 +323,11 @@ const OperatorTable& operators_of(const ComputeContext& ctx) {
 
 // What a profile calls an operator, and the floating-point operations of a call.
 struct Work {
-  Work(const char* is_called, double has_flops = 0) : name(is_called), flops(has_flops) {}
+  Work(const char* is_called, double has_flops = 0, double other = 0)
+      : name(is_called), flops(has_flops), bytes(other) {}
   const char* name;
   double flops;
+  double bytes;  // besides those of tensors
 };
 
 // Of x [rows, k] with a weight [n, k] or [k, n].
@@ -348,7 +350,7 @@ void run(const Work& work, Function Part::*entry, ComputeContext& ctx,
   if (profile == nullptr) return call(ctx, operands...);
   profile->begin();
   call(ctx, operands...);
-  profile->end(work.name, (0.0 + ... + operand_bytes(operands)), work.flops);
+  profile->end(work.name, (work.bytes + ... + operand_bytes(operands)), work.flops);
 }
 
 }  // namespace
@@ -630,7 +632,8 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
   if (const std::size_t bytes = softmax_cross_entropy_workspace(rows); bytes > 0) {
     losses = reinterpret_cast<double*>(ctx.workspace(bytes));
   }
-  if (rows > 0) run(__func__, &OperatorTable::row_cross_entropy, ctx, logits, targets, scale, gradient, losses);
+  if (rows > 0)
+    run(__func__, &OperatorTable::row_cross_entropy, ctx, logits, targets, scale, gradient, losses);
   run(__func__, &OperatorTable::sum_of_losses, ctx, losses, rows, sum);
 }
 
@@ -665,12 +668,14 @@ void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun
   if (step.moments != DType::kF32 && step.moments != DType::kBf16) {
     refuse(__func__, fmt::format("moments are {}; legal: f32, bf16", name_of(step.moments)));
   }
-  run(__func__, &OperatorTable::adamw, ctx, step, runs);
+  run({__func__, 0, ctx.profile() == nullptr ? 0 : update_bytes(runs, step.moments)},
+      &OperatorTable::adamw, ctx, step, runs);
 }
 
 void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs) {
   update_runs(__func__, runs, step.momentum != 0, false);
-  run(__func__, &OperatorTable::sgd, ctx, step, runs);
+  run({__func__, 0, ctx.profile() == nullptr ? 0 : update_bytes(runs, DType::kF32)},
+      &OperatorTable::sgd, ctx, step, runs);
 }
 
 void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>> vectors,

@@ -2,7 +2,8 @@
 // cuBLASLt called bare, memory-bound kernels against a device copy, what the host takes, and what
 // chunks cost. Needs a GPU (the tests' emulation of one proves the program, not a speed).
 //
-//   gpu_benchmark training|chunks|graphs|idle|issue|products|kernels [--model 124m|1.5b]
+//   gpu_benchmark training|dropout|attention|chunks|graphs|idle|issue|products|kernels
+//                 [--model 124m|1.5b]
 //                 [--layers N] [--heads N] [--width N] [--context N] [--vocabulary N]
 //                 [--batch SAMPLES] [--micro-batch SAMPLES] [--rounds TURNS] [--steps STEPS OF A
 //                 TURN]
@@ -24,10 +25,10 @@ struct Row {
   void (*run)(const GpuOptions&);
 };
 
-constexpr std::array kRows = {Row{"training", training_row}, Row{"chunks", chunks_row},
-                              Row{"graphs", graphs_row},     Row{"idle", idle_row},
-                              Row{"issue", issue_row},       Row{"products", products_row},
-                              Row{"kernels", kernels_row}};
+constexpr std::array kRows = {
+    Row{"training", training_row}, Row{"dropout", dropout_row},   Row{"attention", attention_row},
+    Row{"chunks", chunks_row},     Row{"graphs", graphs_row},     Row{"idle", idle_row},
+    Row{"issue", issue_row},       Row{"products", products_row}, Row{"kernels", kernels_row}};
 
 void run(int argc, char** argv) {
   const std::string_view name = argc > 1 ? argv[1] : "";
@@ -39,9 +40,10 @@ void run(int argc, char** argv) {
   }
   throw Error(
       ErrorCode::kUsage,
-      fmt::format("the first argument is '{}'; legal: training, chunks, graphs, idle, issue, "
-                  "products, kernels",
-                  name));
+      fmt::format(
+          "the first argument is '{}'; legal: training, dropout, attention, chunks, graphs, "
+          "idle, issue, products, kernels",
+          name));
 }
 
 }  // namespace

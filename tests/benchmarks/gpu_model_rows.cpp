@@ -34,6 +34,7 @@ struct How {
   double share = 0.85;  // of the GPU's free memory that the run may plan for
   int chunks = 1;
   bool trace = false, cuda_graphs = false;
+  float dropout = 0;
 };
 
 class Run {
@@ -46,8 +47,9 @@ class Run {
     settings_.devices.cuda_graphs = how.cuda_graphs;
     settings_.training.learning_rate = {.peak = 1e-5};
     settings_.checks.trace = how.trace;
+    options_.model.dropout = how.dropout;
     const std::vector<double> costs = layer_costs(options.model);
-    factory_ = [model = options.model, costs](int stage, int stages) {
+    factory_ = [model = options_.model, costs](int stage, int stages) {
       return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
     };
     choose_micro_batch(comm, how.share);
@@ -171,6 +173,12 @@ void chunks_row(const GpuOptions& options) {
 void graphs_row(const GpuOptions& options) {
   compare_runs(options, "GPU: CUDA graphs against calls", "graphs",
                {.share = 0.4, .cuda_graphs = true}, "calls", {.share = 0.9});
+}
+
+// A model with dropout has dropout of the embedding, of probabilities, and after attention and MLP.
+void dropout_row(const GpuOptions& options) {
+  compare_runs(options, "GPU: training with dropout 0.1 against without", "dropout",
+               {.share = 0.4, .dropout = 0.1F}, "none", {.share = 0.9});
 }
 
 namespace {

@@ -43,9 +43,11 @@ void training_row(const GpuOptions& options);  // tokens per second of whole ste
 void chunks_row(const GpuOptions& options);    // four chunks on one rank against one
 void graphs_row(const GpuOptions& options);    // actions replayed as CUDA graphs against calls
 void idle_row(const GpuOptions& options);  // the GPU waiting for the host, and idle between kernels
-void issue_row(const GpuOptions& options);     // the host's time per action
-void products_row(const GpuOptions& options);  // against cuBLASLt called bare
-void kernels_row(const GpuOptions& options);   // bytes per second against a device copy
+void issue_row(const GpuOptions& options);      // the host's time per action
+void products_row(const GpuOptions& options);   // against cuBLASLt called bare
+void attention_row(const GpuOptions& options);  // alone, by cuDNN and by own kernels
+void dropout_row(const GpuOptions& options);    // training with dropout 0.1 against without
+void kernels_row(const GpuOptions& options);    // bytes per second against a device copy
 
 inline constexpr Device kBenchmarkGpu = {DeviceKind::kCuda, 0};
 

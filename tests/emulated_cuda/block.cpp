@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <deque>
 #include <memory>
 #include <string>
@@ -21,6 +22,13 @@ constexpr unsigned kWarpLanes = 32;
 
 enum class State : std::uint8_t { kNotStarted, kRunning, kAtBarrier, kInWarp, kEnded };
 
+// Of copy_later().
+struct LateCopy {
+  unsigned char* to;
+  const void* from;
+  std::size_t bytes, existing;
+};
+
 // One thread of the running block.
 struct Thread {
   State state = State::kNotStarted;
@@ -34,6 +42,7 @@ struct Thread {
   int source = 0;
   WarpReduction reduce = nullptr;
   unsigned reductions = 0;  // calls of block_result()
+  std::vector<LateCopy> copies;
 };
 
 // Of 32 threads of the running block, a bit for each lane.
@@ -155,6 +164,14 @@ class BlockRunner {
   }
   [[nodiscard]] std::uint64_t* slots() { return slots_.data(); }
   [[nodiscard]] std::uint64_t* result() { return &results_[current().reductions++ % 2]; }
+  void copy_later(const LateCopy& copy) { current().copies.push_back(copy); }
+  void finish_copies() {
+    for (const LateCopy& copy : current().copies) {
+      if (copy.existing > 0) std::memcpy(copy.to, copy.from, copy.existing);
+      std::memset(copy.to + copy.existing, 0, copy.bytes - copy.existing);
+    }
+    current().copies.clear();
+  }
   [[nodiscard]] int lane() const { return static_cast<int>(running_->thread % kWarpLanes); }
 
  private:
@@ -394,5 +411,11 @@ std::uint64_t warp_reduction(std::uint64_t value, WarpReduction reduce,
 }
 
 int lane() { return runner().lane(); }
+
+void copy_later(void* to, const void* from, std::size_t bytes, std::size_t existing) {
+  runner().copy_later({static_cast<unsigned char*>(to), from, bytes, existing});
+}
+
+void finish_copies() { runner().finish_copies(); }
 
 }  // namespace sluice::emulated

@@ -80,4 +80,10 @@ std::uint64_t warp_reduction(std::uint64_t value, WarpReduction reduce, std::sou
 // Of the running thread in its warp.
 [[nodiscard]] int lane();
 
+// cp.async: the copy happens in the calling thread's finish_copies(), not before, so that what
+// reads too early finds something else. Of `bytes`, the first `existing` are read, the rest are
+// zeros.
+void copy_later(void* to, const void* from, std::size_t bytes, std::size_t existing);
+void finish_copies();
+
 }  // namespace sluice::emulated

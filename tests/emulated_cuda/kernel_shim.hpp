@@ -24,6 +24,7 @@
 #include <type_traits>
 
 #include "tests/emulated_cuda/block.hpp"
+#include "tests/emulated_cuda/tensor_core.hpp"
 
 // The toolkit's headers define some of these to nothing where no CUDA compiler is at work.
 #undef __shared__

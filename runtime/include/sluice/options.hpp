@@ -76,7 +76,7 @@ struct PipelineOptions {
     // On a CPU, messages advance between the operators of an action too, not only between actions.
     // Most MPI libraries move large messages only while they are called.
     bool progress_in_actions = true;
-    bool tf32 = false;  // GPUs may round operands of fp32 matrix products to TF32
+    bool tf32 = false;  // GPUs may round operands of fp32 products to TF32
     // Where NCCL sums gradients over replicas: use its all-reduce, not the sum in the order of
     // replicas. It is faster; its bits depend on NCCL and on the depth of the pipeline.
     bool all_reduce = false;

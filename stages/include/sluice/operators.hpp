@@ -128,9 +128,10 @@ void attention_backward(ComputeContext& ctx, const AttentionShape& shape, const 
 [[nodiscard]] std::size_t attention_backward_workspace(ComputeContext& ctx,
                                                        const AttentionShape& shape, DType dtype,
                                                        bool drops);
-// Which code computes it, for reports: "cuDNN" or "own kernels (why)" on a GPU, empty on a CPU. The
-// same for forward and backward, and a function of shape, type, dropout, device model and library.
-// May make the plan that attention_forward would make.
+// Which code computes it, for reports: "cuDNN", "own kernels on tensor cores (why)" or "own kernels
+// (why)" on a GPU, empty on a CPU. The same for forward and backward, and a function of shape,
+// type, dropout, ComputeContext::set_tf32(), device model and library. May make the plan that
+// attention_forward would make.
 [[nodiscard]] std::string attention_engine(ComputeContext& ctx, const AttentionShape& shape,
                                            DType dtype, bool drops);
 // Rotary positions (Su et al. 2021; halves rotated as in Llama), in place on queries and keys of a

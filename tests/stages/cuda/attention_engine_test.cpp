@@ -26,9 +26,9 @@ TEST_F(CudaAttentionEngineTest, KeepsTheLogarithmOfEachRowsSum) {
 TEST_F(CudaAttentionEngineTest, IsOwnWithAWindowThatHidesPositions) {
   AttentionShape sliding = kShape;
   sliding.window = 127;
-  for (const DType dtype : {DType::kF32, DType::kBf16}) {
-    EXPECT_EQ(attention_engine(gpu(), sliding, dtype, false), "own kernels (sliding window)");
-  }
+  EXPECT_EQ(attention_engine(gpu(), sliding, DType::kF32, false), "own kernels (sliding window)");
+  EXPECT_EQ(attention_engine(gpu(), sliding, DType::kBf16, false),
+            "own kernels on tensor cores (sliding window)");
   AttentionShape whole = kShape;
   whole.window = 128;
   EXPECT_EQ(attention_engine(gpu(), whole, DType::kBf16, false),
@@ -58,7 +58,7 @@ TEST_F(CudaAttentionEngineTest, SaysWhyOwnKernelsRun) {
   EXPECT_EQ(attention_engine(gpu(), kShape, DType::kF32, false),
             "own kernels (f32; cuDNN takes bf16)");
   EXPECT_EQ(attention_engine(gpu(), kShape, DType::kBf16, true),
-            "own kernels (dropout; cuDNN's random numbers would be its own)");
+            "own kernels on tensor cores (dropout; cuDNN's random numbers would be its own)");
   AttentionShape odd = kShape;
   odd.head_dim = 20;
   const std::string engine = attention_engine(gpu(), odd, DType::kBf16, false);
@@ -68,9 +68,20 @@ TEST_F(CudaAttentionEngineTest, SaysWhyOwnKernelsRun) {
 #else
 TEST_F(CudaAttentionEngineTest, SaysWhyOwnKernelsRun) {
   EXPECT_EQ(attention_engine(gpu(), kShape, DType::kBf16, false),
-            "own kernels (built without cuDNN)");
+            "own kernels on tensor cores (built without cuDNN)");
 }
 #endif
+
+TEST_F(CudaAttentionEngineTest, SaysWhatRunsOnTensorCores) {
+  gpu().set_tf32(true);
+  EXPECT_THAT(attention_engine(gpu(), kShape, DType::kF32, false),
+              StartsWith("own kernels on tensor cores ("));
+  AttentionShape odd = kShape;
+  odd.head_dim = 63;
+  for (const DType dtype : {DType::kF32, DType::kBf16}) {
+    EXPECT_THAT(attention_engine(gpu(), odd, dtype, false), StartsWith("own kernels ("));
+  }
+}
 
 }  // namespace
 }  // namespace sluice
