@@ -44,7 +44,8 @@ SLUICE_MATH void drop_consecutive(const DropoutArguments& dropout, uint64_t inde
     if (index % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < N; i += 4) {
-        const PhiloxWords words = philox_words(dropout.key, index / 4 + static_cast<uint64_t>(i / 4));
+        const PhiloxWords words =
+            philox_words(dropout.key, index / 4 + static_cast<uint64_t>(i / 4));
 #pragma unroll
         for (int k = 0; k < 4; ++k) values.at[i + k] = drop(values.at[i + k], words.at[k], dropout);
       }
@@ -59,7 +60,7 @@ SLUICE_MATH void drop_consecutive(const DropoutArguments& dropout, uint64_t inde
 
 // Which elements 4 * block to 4 * block + 3 are kept, in bits 0 to 3.
 SLUICE_MATH uint32_t kept_of_block(const DropoutArguments& dropout, uint64_t block) {
-  const PhiloxWords words = philox_words(dropout, block);
+  const PhiloxWords words = philox_words(dropout.key, block);
   uint32_t kept = 0;
 #pragma unroll
   for (int k = 0; k < 4; ++k) {

@@ -73,8 +73,8 @@ SLUICE_MATH float exponential(float x, float high = 88.3F) {
 #endif
 
 // e^x for x <= 0, NaN for NaN, where small results may be less exact: on a GPU a product and ex2, 0
-// below 2^-126. Relative error there at most 2^-22 + 1.4e-7 |x|: both roundings of x, the constant's,
-// ex2.approx's 2^-22.
+// below 2^-126. Relative error there at most 2^-22 + 1.4e-7 |x|: both roundings of x, the
+// constant's, ex2.approx's 2^-22.
 template <typename V>
 SLUICE_MATH V exponential_below_one(V x) {
 #if defined(__CUDA_ARCH__)

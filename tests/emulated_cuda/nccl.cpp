@@ -109,8 +109,8 @@ std::shared_ptr<Clique> clique_of(const ncclUniqueId& given, int ranks) {
   const std::uint64_t number = id.number;
   if (ranks > 1 && (processes_are("processes") || processes_are("unreachable"))) {
     const auto process = processes_are("unreachable") ? std::int64_t{::getpid()} : id.process;
-    return std::make_shared<ProcessClique>(
-        ranks, std::to_string(process) + "-" + std::to_string(number));
+    return std::make_shared<ProcessClique>(ranks,
+                                           std::to_string(process) + "-" + std::to_string(number));
   }
   Cliques& all = cliques();
   const std::lock_guard lock(all.mutex);

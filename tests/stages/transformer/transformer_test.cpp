@@ -346,8 +346,9 @@ TEST(TransformerTest, CostsFollowTheOptionsOfLlama) {
   EXPECT_EQ(recompute_costs(config), (std::vector<double>{0, band, whole, band, 0}));
   EXPECT_EQ(layer_costs(config)[1], band + products);
   EXPECT_EQ(layer_costs(config)[2], whole + products);
-  EXPECT_DOUBLE_EQ(training_flops(config),
-                   6.0 * 100 * static_cast<double>(parameter_count(config)) + 3 * (2 * band + whole));
+  EXPECT_DOUBLE_EQ(
+      training_flops(config),
+      6.0 * 100 * static_cast<double>(parameter_count(config)) + 3 * (2 * band + whole));
   config.window = 1000;  // longer than the context
   EXPECT_EQ(layer_costs(config)[1], whole + products);
 }
