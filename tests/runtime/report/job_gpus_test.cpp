@@ -41,26 +41,5 @@ TEST(JobGpusTest, RanksOnCpusHaveNone) {
   });
 }
 
-// The driver tells all of the first GPU, and the power of the second alone.
-TEST(JobGpusTest, RankZeroHasTheStatesOfAllRanks) {
-  const Device first{DeviceKind::kCuda, 0};
-  if (device_count(DeviceKind::kCuda) < 2 || properties_of(first).identity != "0000:01:00.0") {
-    GTEST_SKIP() << "needs the emulation's GPUs";
-  }
-  run_loopback(3, [](Communicator& comm) {
-    Collectives world(comm, kTags, nullptr);
-    JobGpus gpus(world, "machine", {DeviceKind::kCuda, comm.rank() == 2 ? 0 : comm.rank()},
-                 SLUICE_FAKE_NVML);
-    EXPECT_EQ(gpus.peak(ProductPrecision::kBf16), 0);  // such a card is in no table
-    const std::vector<GpuState> states = gpus.read();
-    ASSERT_EQ(states.size(), comm.rank() == 0 ? 3U : 0U);
-    if (comm.rank() != 0) return;
-    EXPECT_EQ(states[0].sm_mhz, 1545U);
-    EXPECT_EQ(states[1].sm_mhz, 0U);
-    EXPECT_EQ(states[1].watts, 650.5);
-    EXPECT_EQ(states[2].sm_mhz, 1545U);
-  });
-}
-
 }  // namespace
 }  // namespace sluice

@@ -1,4 +1,4 @@
-// On a CPU, and on a GPU or its emulation where there is one.
+// On a CPU; with SLUICE_ON_A_GPU on a GPU or its emulation.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -7,15 +7,25 @@
 #include <sluice/compute.hpp>
 #include <sluice/operators.hpp>
 
+#include "tests/gpus/required_gpus.hpp"
+
 namespace sluice {
 namespace {
 
 using ::testing::IsEmpty;
 
-class OperatorProfileTest : public ::testing::TestWithParam<DeviceKind> {
+#ifdef SLUICE_ON_A_GPU
+constexpr DeviceKind kKind = DeviceKind::kCuda;
+#else
+constexpr DeviceKind kKind = DeviceKind::kCpu;
+#endif
+
+class OperatorProfileTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (device_count(GetParam()) == 0) GTEST_SKIP() << no_gpu_reason();
+    if (kKind == DeviceKind::kCuda) {
+      SLUICE_NEED_A_GPU();
+    }
   }
   Tensor make(ComputeContext& ctx, const TensorSpec& spec) {
     Buffer& buffer = memory_.emplace_back(ctx.memory().allocate(spec.bytes()));
@@ -27,8 +37,8 @@ class OperatorProfileTest : public ::testing::TestWithParam<DeviceKind> {
   std::vector<Buffer> memory_;
 };
 
-TEST_P(OperatorProfileTest, CountsCallsBytesAndOperations) {
-  ComputeContext ctx({GetParam(), 0}, 1);
+TEST_F(OperatorProfileTest, CountsCallsBytesAndOperations) {
+  ComputeContext ctx({kKind, 0}, 1);
   const Tensor x = make(ctx, {DType::kF32, {6, 32}}), y = make(ctx, {DType::kF32, {6, 16}});
   const Tensor weight = make(ctx, {DType::kF32, {16, 32}});
   linear_forward(ctx, x, weight, {}, y);
@@ -63,17 +73,17 @@ TEST_P(OperatorProfileTest, CountsCallsBytesAndOperations) {
 }
 
 // Pairs of a query and a key that it sees: a causal half, or a band.
-TEST_P(OperatorProfileTest, CountsThePairsThatAttentionSees) {
-  ComputeContext ctx({GetParam(), 0}, 1);
+TEST_F(OperatorProfileTest, CountsThePairsThatAttentionSees) {
+  ComputeContext ctx({kKind, 0}, 1);
   AttentionShape shape{
       .samples = 2, .sequence = 40, .heads = 2, .kv_heads = 1, .head_dim = 16, .window = 0};
   const Tensor qkv = make(ctx, {DType::kF32, {80, shape.packed_width()}});
   const Tensor out = make(ctx, {DType::kF32, {80, 32}});
   for (const int window : {0, 10}) {
     shape.window = window;
-    const Tensor state = make(
-        ctx, {DType::kU8,
-              {static_cast<std::int64_t>(attention_state_bytes(GetParam(), shape, DType::kF32))}});
+    const Tensor state =
+        make(ctx, {DType::kU8,
+                   {static_cast<std::int64_t>(attention_state_bytes(kKind, shape, DType::kF32))}});
     ctx.profile_operators(true);
     attention_forward(ctx, shape, qkv, {}, out, static_cast<std::byte*>(state.data));
     const double pairs = window == 0 ? 40 * 40 / 2.0 : 40 * 10 - 10 * 10 / 2.0;
@@ -82,12 +92,6 @@ TEST_P(OperatorProfileTest, CountsThePairsThatAttentionSees) {
     EXPECT_EQ(times[0].flops, 2.0 * 2 * 2 * pairs * 2 * 16) << window;
   }
 }
-
-INSTANTIATE_TEST_SUITE_P(Devices, OperatorProfileTest,
-                         ::testing::Values(DeviceKind::kCpu, DeviceKind::kCuda),
-                         [](const ::testing::TestParamInfo<DeviceKind>& each) {
-                           return each.param == DeviceKind::kCpu ? "Cpu" : "Gpu";
-                         });
 
 }  // namespace
 }  // namespace sluice
