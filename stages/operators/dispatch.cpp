@@ -323,11 +323,9 @@ const OperatorTable& operators_of(const ComputeContext& ctx) {
 
 // What a profile calls an operator, and the floating-point operations of a call.
 struct Work {
-  Work(const char* is_called, double has_flops = 0, double other = 0)
-      : name(is_called), flops(has_flops), bytes(other) {}
   const char* name;
-  double flops;
-  double bytes;  // besides those of tensors
+  double flops = 0;
+  double bytes = 0;  // besides those of tensors
 };
 
 // Of x [rows, k] with a weight [n, k] or [k, n].
@@ -414,51 +412,52 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out) {
   embedding(__func__, {"tokens", tokens}, {"table", table}, {"positions", positions}, {"out", out});
-  run(__func__, &OperatorTable::embedding_forward, ctx, tokens, table, positions, out);
+  run({__func__}, &OperatorTable::embedding_forward, ctx, tokens, table, positions, out);
 }
 
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
                                const Tensor& dtable, const Tensor& dpositions) {
   embedding(__func__, {"tokens", tokens}, {"dtable", dtable}, {"dpositions", dpositions},
             {"dout", dout});
-  run(__func__, &OperatorTable::embedding_backward_weight, ctx, tokens, dout, dtable, dpositions);
+  run({__func__}, &OperatorTable::embedding_backward_weight, ctx, tokens, dout, dtable, dpositions);
 }
 
 void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
                         const Tensor& gamma, const Tensor& beta, float epsilon, const Tensor& y,
                         const Tensor& stats) {
   check_norm_forward(__func__, x, delta, gamma, &beta, y, stats);
-  run(__func__, &OperatorTable::layer_norm_forward, ctx, x, delta, gamma, beta, epsilon, y, stats);
+  run({__func__}, &OperatorTable::layer_norm_forward, ctx, x, delta, gamma, beta, epsilon, y,
+      stats);
 }
 
 void layer_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                                const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
   check_norm_backward_input(__func__, dy, x, gamma, stats, 2, dx);
-  run(__func__, &OperatorTable::layer_norm_backward_input, ctx, dy, x, gamma, stats, dx);
+  run({__func__}, &OperatorTable::layer_norm_backward_input, ctx, dy, x, gamma, stats, dx);
 }
 
 void layer_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                                 const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta) {
   check_norm_backward_weight(__func__, dy, x, stats, dgamma, &dbeta);
-  run(__func__, &OperatorTable::layer_norm_backward_weight, ctx, dy, x, stats, dgamma, dbeta);
+  run({__func__}, &OperatorTable::layer_norm_backward_weight, ctx, dy, x, stats, dgamma, dbeta);
 }
 
 void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
                       const Tensor& gamma, float epsilon, const Tensor& y, const Tensor& stats) {
   check_norm_forward(__func__, x, delta, gamma, nullptr, y, stats);
-  run(__func__, &OperatorTable::rms_norm_forward, ctx, x, delta, gamma, epsilon, y, stats);
+  run({__func__}, &OperatorTable::rms_norm_forward, ctx, x, delta, gamma, epsilon, y, stats);
 }
 
 void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                              const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
   check_norm_backward_input(__func__, dy, x, gamma, stats, 1, dx);
-  run(__func__, &OperatorTable::rms_norm_backward_input, ctx, dy, x, gamma, stats, dx);
+  run({__func__}, &OperatorTable::rms_norm_backward_input, ctx, dy, x, gamma, stats, dx);
 }
 
 void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                               const Tensor& stats, const Tensor& dgamma) {
   check_norm_backward_weight(__func__, dy, x, stats, dgamma, nullptr);
-  run(__func__, &OperatorTable::rms_norm_backward_weight, ctx, dy, x, stats, dgamma);
+  run({__func__}, &OperatorTable::rms_norm_backward_weight, ctx, dy, x, stats, dgamma);
 }
 
 std::size_t attention_state_bytes(DeviceKind device, const AttentionShape& shape, DType dtype) {
@@ -501,14 +500,14 @@ void rotary(ComputeContext& ctx, const AttentionShape& shape, const RotaryPositi
             const Tensor& qkv, bool backward) {
   check_attention_shape(__func__, shape);
   fits(__func__, {"qkv", qkv}, packed(kFloats, shape), {{"shape", shape}});
-  run(__func__, &OperatorTable::rotary, ctx, shape, positions, qkv, backward);
+  run({__func__}, &OperatorTable::rotary, ctx, shape, positions, qkv, backward);
 }
 
 void query_key_norm_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                             const Tensor& query_gain, const Tensor& key_gain, float epsilon,
                             const Tensor& raw, const Tensor& stats) {
   check_query_key_norm(__func__, shape, {"qkv", qkv}, query_gain, key_gain, raw, stats);
-  run(__func__, &OperatorTable::query_key_norm_forward, ctx, shape, qkv, query_gain, key_gain,
+  run({__func__}, &OperatorTable::query_key_norm_forward, ctx, shape, qkv, query_gain, key_gain,
       epsilon, raw, stats);
 }
 
@@ -517,35 +516,35 @@ void query_key_norm_backward(ComputeContext& ctx, const AttentionShape& shape, c
                              const Tensor& dqkv, const Tensor& dgains) {
   check_query_key_norm(__func__, shape, {"dqkv", dqkv}, query_gain, key_gain, raw, stats);
   fits(__func__, {"dgains", dgains}, matrix(kF32, 2, shape.head_dim), {{"shape", shape}});
-  run(__func__, &OperatorTable::query_key_norm_backward, ctx, shape, raw, query_gain, key_gain,
+  run({__func__}, &OperatorTable::query_key_norm_backward, ctx, shape, raw, query_gain, key_gain,
       stats, dqkv, dgains);
 }
 
 void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   check_elementwise(__func__, x, y);
-  run(__func__, &OperatorTable::gelu_forward, ctx, x, y);
+  run({__func__}, &OperatorTable::gelu_forward, ctx, x, y);
 }
 
 void gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
   check_elementwise_backward(__func__, x, dy, dx);
-  run(__func__, &OperatorTable::gelu_backward, ctx, x, dy, dx);
+  run({__func__}, &OperatorTable::gelu_backward, ctx, x, dy, dx);
 }
 
 void exact_gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   check_elementwise(__func__, x, y);
-  run(__func__, &OperatorTable::exact_gelu_forward, ctx, x, y);
+  run({__func__}, &OperatorTable::exact_gelu_forward, ctx, x, y);
 }
 
 void exact_gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
   check_elementwise_backward(__func__, x, dy, dx);
-  run(__func__, &OperatorTable::exact_gelu_backward, ctx, x, dy, dx);
+  run({__func__}, &OperatorTable::exact_gelu_backward, ctx, x, dy, dx);
 }
 
 void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y) {
   fits(__func__, {"y", y}, in_rows(kFloats, kAny, kAny), {{"gate_up", gate_up}});
   fits(__func__, {"gate_up", gate_up}, in_rows(only(y.spec.dtype), rows_of(y), 2 * width_of(y)),
        {{"y", y}});
-  run(__func__, &OperatorTable::swiglu_forward, ctx, gate_up, y);
+  run({__func__}, &OperatorTable::swiglu_forward, ctx, gate_up, y);
 }
 
 void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,
@@ -554,64 +553,64 @@ void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& d
   const Legal legal = in_rows(only(dy.spec.dtype), rows_of(dy), 2 * width_of(dy));
   fits(__func__, {"gate_up", gate_up}, legal, {{"dy", dy}});
   fits(__func__, {"dgate_up", dgate_up}, legal, {{"dy", dy}});
-  run(__func__, &OperatorTable::swiglu_backward, ctx, gate_up, dy, dgate_up);
+  run({__func__}, &OperatorTable::swiglu_backward, ctx, gate_up, dy, dgate_up);
 }
 
 void relu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   check_elementwise(__func__, x, y);
-  run(__func__, &OperatorTable::relu_forward, ctx, x, y);
+  run({__func__}, &OperatorTable::relu_forward, ctx, x, y);
 }
 
 void relu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
   check_elementwise_backward(__func__, x, dy, dx);
-  run(__func__, &OperatorTable::relu_backward, ctx, x, dy, dx);
+  run({__func__}, &OperatorTable::relu_backward, ctx, x, dy, dx);
 }
 
 void silu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   check_elementwise(__func__, x, y);
-  run(__func__, &OperatorTable::silu_forward, ctx, x, y);
+  run({__func__}, &OperatorTable::silu_forward, ctx, x, y);
 }
 
 void silu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
   check_elementwise_backward(__func__, x, dy, dx);
-  run(__func__, &OperatorTable::silu_backward, ctx, x, dy, dx);
+  run({__func__}, &OperatorTable::silu_backward, ctx, x, dy, dx);
 }
 
 void tanh_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   check_elementwise(__func__, x, y);
-  run(__func__, &OperatorTable::tanh_forward, ctx, x, y);
+  run({__func__}, &OperatorTable::tanh_forward, ctx, x, y);
 }
 
 void tanh_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
   check_elementwise_backward(__func__, x, dy, dx);
-  run(__func__, &OperatorTable::tanh_backward, ctx, x, dy, dx);
+  run({__func__}, &OperatorTable::tanh_backward, ctx, x, dy, dx);
 }
 
 void sigmoid_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   check_elementwise(__func__, x, y);
-  run(__func__, &OperatorTable::sigmoid_forward, ctx, x, y);
+  run({__func__}, &OperatorTable::sigmoid_forward, ctx, x, y);
 }
 
 void sigmoid_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx) {
   check_elementwise_backward(__func__, x, dy, dx);
-  run(__func__, &OperatorTable::sigmoid_backward, ctx, x, dy, dx);
+  run({__func__}, &OperatorTable::sigmoid_backward, ctx, x, dy, dx);
 }
 
 void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y) {
   check_elementwise(__func__, x, y);
-  run(__func__, &OperatorTable::dropout, ctx, x, dropout, y);
+  run({__func__}, &OperatorTable::dropout, ctx, x, dropout, y);
 }
 
 void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   fits(__func__, {"x", x}, in_rows(kFloats, kAny, kAny), {{"y", y}});
   fits(__func__, {"y", y}, in_rows(kF32, rows_of(x), width_of(x)), {{"x", x}});
-  run(__func__, &OperatorTable::add, ctx, x, y);
+  run({__func__}, &OperatorTable::add, ctx, x, y);
 }
 
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
   fits(__func__, {"from", from}, in_rows(kFloats, kAny, kAny), {{"to", to}});
   fits(__func__, {"to", to}, in_rows(kFloats, rows_of(from), width_of(from)), {{"from", from}});
-  run(__func__, &OperatorTable::convert, ctx, from, to);
+  run({__func__}, &OperatorTable::convert, ctx, from, to);
 }
 
 void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions) {
@@ -620,7 +619,7 @@ void convert_all(ComputeContext& ctx, std::span<const Conversion> conversions) {
     fits(__func__, {"to", to}, in_rows(only(DType::kBf16), rows_of(from), width_of(from)),
          {{"from", from}});
   }
-  run(__func__, &OperatorTable::convert_all, ctx, conversions);
+  run({__func__}, &OperatorTable::convert_all, ctx, conversions);
 }
 
 void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
@@ -633,8 +632,9 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
     losses = reinterpret_cast<double*>(ctx.workspace(bytes));
   }
   if (rows > 0)
-    run(__func__, &OperatorTable::row_cross_entropy, ctx, logits, targets, scale, gradient, losses);
-  run(__func__, &OperatorTable::sum_of_losses, ctx, losses, rows, sum);
+    run({__func__}, &OperatorTable::row_cross_entropy, ctx, logits, targets, scale, gradient,
+        losses);
+  run({__func__}, &OperatorTable::sum_of_losses, ctx, losses, rows, sum);
 }
 
 void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& targets,
@@ -642,7 +642,7 @@ void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& 
   rows_with_targets(__func__, logits, targets);
   if (rows_of(logits) == 0) return;
   if (losses == nullptr) refuse_pointer(__func__, "losses", "a number per row");
-  run(__func__, &OperatorTable::row_cross_entropy, ctx, logits, targets, scale, gradient, losses);
+  run({__func__}, &OperatorTable::row_cross_entropy, ctx, logits, targets, scale, gradient, losses);
 }
 
 void sum_of_losses(ComputeContext& ctx, const double* losses, std::int64_t rows, double* sum) {
@@ -651,7 +651,7 @@ void sum_of_losses(ComputeContext& ctx, const double* losses, std::int64_t rows,
     refuse(__func__, fmt::format("{} losses{}; legal: 0 to 2^60, with data if any", rows,
                                  losses == nullptr ? " without data" : ""));
   }
-  run(__func__, &OperatorTable::sum_of_losses, ctx, losses, rows, sum);
+  run({__func__}, &OperatorTable::sum_of_losses, ctx, losses, rows, sum);
 }
 
 void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor& targets,
@@ -660,7 +660,7 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
   fits(__func__, {"targets", targets}, {kF32, outputs.elements(), 1, Legal::Form::kCount},
        {{"outputs", outputs}});
   if (sum == nullptr) refuse_pointer(__func__, "sum", "where the sum goes");
-  run(__func__, &OperatorTable::mean_squared_error, ctx, outputs, targets, scale, gradient, sum);
+  run({__func__}, &OperatorTable::mean_squared_error, ctx, outputs, targets, scale, gradient, sum);
 }
 
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
@@ -692,7 +692,7 @@ void sums_of_squares(ComputeContext& ctx, std::span<const std::span<const float>
            fmt::format("vector {} has {} elements{}; legal: 0 to 2^60, with data if any",
                        &vector - vectors.data(), vector.size(), given ? "" : " and no data"));
   }
-  run(__func__, &OperatorTable::sums_of_squares, ctx, vectors, sums);
+  run({__func__}, &OperatorTable::sums_of_squares, ctx, vectors, sums);
 }
 
 std::size_t linear_forward_workspace(ComputeContext& ctx, const LinearShape& shape) {

@@ -6,6 +6,8 @@ namespace {
 int opened = 0;
 }  // namespace
 
+// The names are NVML's.
+// NOLINTBEGIN(readability-identifier-naming)
 extern "C" {
 
 struct FakeMemory {
@@ -56,3 +58,4 @@ int nvmlDeviceGetCurrentClocksThrottleReasons(void* device, unsigned long long* 
 }
 
 }  // extern "C"
+// NOLINTEND(readability-identifier-naming)

@@ -22,7 +22,6 @@ namespace {
 using ::testing::AllOf;
 using testing::error_of;
 using ::testing::HasSubstr;
-using ::testing::Not;
 using testing::OnDevice;
 using testing::Rank;
 using testing::ThrowingInterrupt;

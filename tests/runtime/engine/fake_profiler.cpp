@@ -19,6 +19,8 @@ int pop() { return push("end"); }
 
 }  // namespace
 
+// The name is NVTX's.
+// NOLINTNEXTLINE(readability-identifier-naming)
 extern "C" int InitializeInjectionNvtx2(NvtxGetExportTableFunc_t get_table) {
   const char* const path = std::getenv("SLUICE_TEST_RANGES");
   file = path == nullptr ? nullptr : std::fopen(path, "a");
