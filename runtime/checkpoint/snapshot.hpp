@@ -14,7 +14,7 @@ namespace sluice {
 
 class Snapshot {
  public:
-  // `interrupt` is polled while the host waits for the device; may be null.
+  // Waits for the device as compute.wait() does.
   explicit Snapshot(ComputeContext& compute) : mirror_(compute) {}
 
   // Copies tensors of this rank's device, behind everything on the compute stream; done on return.

@@ -662,8 +662,7 @@ TrainOptions parse_train_options(const std::vector<std::string>& arguments, int 
   if (options.profile_operators && options.pipeline.devices.cuda_graphs) {
     throw_usage(
         "option --profile-operators: --cuda-graphs replays recorded calls, which cannot be "
-        "measured "
-        "one by one; leave one of the two out");
+        "measured one by one; leave one of the two out");
   }
   options.pipeline.checks.trace = !options.trace.empty();
   options.pipeline.checks.configuration = table.values();

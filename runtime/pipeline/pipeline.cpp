@@ -802,6 +802,9 @@ std::span<const Tensor> Pipeline::Impl::infer(const Batch& batch, const InferOpt
   if (how.on_outputs && how.to != InferOptions::kWhereMade) {
     fault = "infer() with on_outputs and with a rank that gets all outputs; one of them is legal";
   }
+  if (fault.empty() && !bindings.empty() && bindings.back().loss != nullptr) {
+    fault = bindings.back().loss->why_no_answers();
+  }
   agree(Call::kInfer, &batch, how.to, std::move(fault));
   outputs->require_samples();
   guarded("inference", [&] {

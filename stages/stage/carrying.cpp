@@ -124,6 +124,9 @@ class WithLoss : public Base, public LossStage {
       fill_zero_async(carried.data, carried.spec.bytes(), ctx.compute.stream());
     }
   }
+  [[nodiscard]] std::string why_no_answers() const override {
+    return this->template inner_as<LossStage>().why_no_answers();
+  }
   [[nodiscard]] double target_weight(Tensors targets) const override {
     return this->template inner_as<LossStage>().target_weight(targets);
   }

@@ -362,12 +362,6 @@ void TransformerStage::forward(StageContext& ctx, std::span<const Tensor> inputs
                                std::span<const Tensor> outputs) {
   const BlockShape shape = begin_call(ctx, inputs);
   require_single(outputs, "output");
-  if (chunking_head_ != nullptr && ctx.phase == Phase::kGenerate) {
-    throw Error(ErrorCode::kUsage,
-                fmt::format("a transformer with {} chunks of logits (--logit-chunks) gives none to "
-                            "infer(); legal there is 1",
-                            config_.logit_chunks));
-  }
   if (layers_.empty()) {
     copy_or_convert(ctx.compute, inputs[0], outputs[0]);
     return;
@@ -473,6 +467,14 @@ void LastTransformerStage::loss(StageContext& ctx, std::span<const Tensor> outpu
     return;
   }
   softmax_cross_entropy(ctx.compute, logits, flat, ctx.loss_scale, ctx.phase == Phase::kTrain, sum);
+}
+
+std::string LastTransformerStage::why_no_answers() const {
+  if (chunking_head() == nullptr) return {};
+  return fmt::format(
+      "a transformer with {} chunks of logits (TransformerConfig::logit_chunks) gives none to "
+      "infer(); legal there is 1",
+      config().logit_chunks);
 }
 
 double LastTransformerStage::target_weight(std::span<const Tensor> targets) const {

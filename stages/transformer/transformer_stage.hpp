@@ -124,6 +124,7 @@ class LastTransformerStage final : public TransformerStage, public LossStage {
   void loss(StageContext& ctx, std::span<const Tensor> outputs, std::span<const Tensor> targets,
             double* sum) override;
   [[nodiscard]] double target_weight(std::span<const Tensor> targets) const override;
+  [[nodiscard]] std::string why_no_answers() const override;
 
  protected:
   void warm_up(StageContext& ctx, std::span<const Tensor> inputs,

@@ -186,6 +186,8 @@ class LossStage {
   // How many targets of a micro-batch count. `targets` are in host memory. Runs before any
   // forward of the step.
   [[nodiscard]] virtual double target_weight(std::span<const Tensor> targets) const = 0;
+  // One line why forward()'s outputs are no answer to infer(), which then refuses; empty: they are.
+  [[nodiscard]] virtual std::string why_no_answers() const { return {}; }
 };
 
 // --- skip connections ---

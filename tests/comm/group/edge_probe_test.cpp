@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tests/comm/group/both_transports.hpp"
+#include "tests/comm/group/passing_communicator.hpp"
 
 namespace sluice {
 namespace {
@@ -35,34 +36,17 @@ SLUICE_COMM_TEST(EdgeProbeTest, PassesOverEdgesOfNothingAndOfOneRank) {
 }
 
 // Passes everything on; the last byte of what goes to one rank is another.
-class Spoiler final : public Communicator {
+class Spoiler final : public testing::PassingCommunicator {
  public:
-  Spoiler(Communicator& comm, int spoiled) : comm_(comm.duplicate()), spoiled_rank_(spoiled) {}
-  int rank() const override { return comm_->rank(); }
-  int size() const override { return comm_->size(); }
-  int max_tag() const override { return comm_->max_tag(); }
-  int local_size() const override { return comm_->local_size(); }
-  const char* name() const override { return "spoiler"; }
-  std::string device_memory_unsupported_reason(Device /*device*/) const override { return ""; }
+  Spoiler(Communicator& comm, int spoiled) : PassingCommunicator(comm), spoiled_rank_(spoiled) {}
   Request start_send(int peer, int tag, std::span<const std::byte> bytes) override {
-    if (peer != spoiled_rank_) return comm_->start_send(peer, tag, bytes);
+    if (peer != spoiled_rank_) return inner().start_send(peer, tag, bytes);
     spoiled_.assign(bytes.begin(), bytes.end());
     spoiled_.back() ^= std::byte{1};
-    return comm_->start_send(peer, tag, spoiled_);
+    return inner().start_send(peer, tag, spoiled_);
   }
-  Request post_recv(int peer, int tag, std::span<std::byte> bytes) override {
-    return comm_->post_recv(peer, tag, bytes);
-  }
-  bool test(Request& request, Arrival* arrival) override { return comm_->test(request, arrival); }
-  void cancel(Request& request) override { comm_->cancel(request); }
-  void keep(Owner memory) override { comm_->keep(std::move(memory)); }
-  std::unique_ptr<Communicator> split(int colour, int key) override {
-    return comm_->split(colour, key);
-  }
-  std::unique_ptr<Communicator> duplicate() override { return comm_->duplicate(); }
 
  private:
-  std::unique_ptr<Communicator> comm_;
   int spoiled_rank_;
   std::vector<std::byte> spoiled_;
 };

@@ -12,6 +12,7 @@
 #include <sluice/error.hpp>
 
 #include "tests/comm/group/both_transports.hpp"
+#include "tests/comm/group/passing_communicator.hpp"
 
 namespace sluice {
 namespace {
@@ -30,43 +31,26 @@ SLUICE_COMM_TEST(DeviceMessagesTest, FindsNoFaultWhereAllBytesArrive) {
 
 // Passes everything on but one message, which it spoils or fails to send; in the latter case the
 // message comes at its end, into the receive that is still open.
-class Spoiler final : public Communicator {
+class Spoiler final : public testing::PassingCommunicator {
  public:
   Spoiler(Communicator& comm, int good, bool fails)
-      : comm_(comm.duplicate()), good_(good), fails_(fails) {}
+      : PassingCommunicator(comm), good_(good), fails_(fails) {}
   ~Spoiler() override {
     if (!fails_) return;
-    Request late = comm_->start_send(comm_->rank(), 0, spoiled_);
-    (void)testing::finish(*comm_, late);
+    Request late = inner().start_send(rank(), 0, spoiled_);
+    (void)testing::finish(inner(), late);
   }
   Spoiler(const Spoiler&) = delete;
   Spoiler& operator=(const Spoiler&) = delete;
-  int rank() const override { return comm_->rank(); }
-  int size() const override { return comm_->size(); }
-  int max_tag() const override { return comm_->max_tag(); }
-  int local_size() const override { return comm_->local_size(); }
-  const char* name() const override { return "spoiler"; }
-  std::string device_memory_unsupported_reason(Device /*device*/) const override { return ""; }
   Request start_send(int peer, int tag, std::span<const std::byte> bytes) override {
-    if (good_-- != 0) return comm_->start_send(peer, tag, bytes);
+    if (good_-- != 0) return inner().start_send(peer, tag, bytes);
     spoiled_.assign(bytes.begin(), bytes.end());
     if (fails_) throw Error(ErrorCode::kMpi, "MPI_Isend failed: invalid buffer");
     spoiled_.back() ^= std::byte{1};
-    return comm_->start_send(peer, tag, spoiled_);
+    return inner().start_send(peer, tag, spoiled_);
   }
-  Request post_recv(int peer, int tag, std::span<std::byte> bytes) override {
-    return comm_->post_recv(peer, tag, bytes);
-  }
-  bool test(Request& request, Arrival* arrival) override { return comm_->test(request, arrival); }
-  void cancel(Request& request) override { comm_->cancel(request); }
-  void keep(Owner memory) override { comm_->keep(std::move(memory)); }
-  std::unique_ptr<Communicator> split(int colour, int key) override {
-    return comm_->split(colour, key);
-  }
-  std::unique_ptr<Communicator> duplicate() override { return comm_->duplicate(); }
 
  private:
-  std::unique_ptr<Communicator> comm_;
   int good_;  // messages until the one that does not pass as it is
   bool fails_;
   std::vector<std::byte> spoiled_;

@@ -12,6 +12,7 @@
 
 #include "tests/gpus/required_gpus.hpp"
 #include "tests/loopback/loopback.hpp"
+#include "tests/runtime/engine/wrapped_stage.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
 namespace sluice::testing {
@@ -78,39 +79,24 @@ struct Calls {
 };
 
 // A whole model that counts its calls.
-class CountedStage : public Stage, public LossStage {
+class CountedStage : public WrappedStage {
  public:
   CountedStage(std::unique_ptr<Stage> model, Calls& calls)
-      : model_(std::move(model)), calls_(calls) {}
-  StageDescription describe(std::span<const TensorSpec> inputs,
-                            ComputeContext& compute) const override {
-    return model_->describe(inputs, compute);
-  }
-  void prepare(const StageSetup& setup) override { model_->prepare(setup); }
-  void begin_step(ComputeContext& compute) override { model_->begin_step(compute); }
+      : WrappedStage(std::move(model)), calls_(calls) {}
   bool graph_capturable() const override { return calls_.graph_capturable; }
   void forward(StageContext& ctx, std::span<const Tensor> inputs,
                std::span<const Tensor> outputs) override {
     ++calls_.forward;
     calls_.in_forward(ctx);
-    model_->forward(ctx, inputs, outputs);
+    WrappedStage::forward(ctx, inputs, outputs);
   }
   void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
                 std::span<const Tensor> grad_inputs) override {
     ++calls_.backward;
-    model_->backward(ctx, grad_outputs, grad_inputs);
-  }
-  ParameterSet* parameters() override { return model_->parameters(); }
-  void loss(StageContext& ctx, std::span<const Tensor> outputs, std::span<const Tensor> targets,
-            double* sum) override {
-    dynamic_cast<LossStage&>(*model_).loss(ctx, outputs, targets, sum);
-  }
-  double target_weight(std::span<const Tensor> targets) const override {
-    return dynamic_cast<LossStage&>(*model_).target_weight(targets);
+    WrappedStage::backward(ctx, grad_outputs, grad_inputs);
   }
 
  private:
-  std::unique_ptr<Stage> model_;
   Calls& calls_;
 };
 

@@ -72,11 +72,15 @@ TEST(LogitChunksTest, WhatIsNotLegalIsRefused) {
                [] { with_chunks(65537, [](auto&) {}); });
 }
 
-TEST(LogitChunksTest, InferenceIsRefused) {
+TEST(LogitChunksTest, InferenceIsRefusedAndThePipelineTrainsOn) {
   std::vector<std::int32_t> tokens(8 * 256, 1);
   const Tensor input{tokens.data(), {DType::kI32, Shape{8, 256}}};
-  expect_error(ErrorCode::kUsage, {"2 chunks of logits", "legal there is 1"}, [&] {
-    with_chunks(2, [&](Pipeline& pipeline) { (void)pipeline.infer({&input, 1}); });
+  with_chunks(2, [&](Pipeline& pipeline) {
+    expect_error(ErrorCode::kUsage, {"2 chunks of logits", "legal there is 1"}, [&] {
+      (void)pipeline.infer({&input, 1});
+    });
+    EXPECT_TRUE(pipeline.usable());
+    EXPECT_GT(pipeline.train_step().loss, 0);
   });
 }
 

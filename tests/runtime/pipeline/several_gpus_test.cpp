@@ -18,6 +18,7 @@
 #include "tests/emulated_cuda/control.hpp"
 #include "tests/emulated_cuda/memory.hpp"
 #include "tests/loopback/loopback.hpp"
+#include "tests/runtime/engine/wrapped_stage.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
 namespace sluice::testing {
@@ -81,36 +82,17 @@ TEST(SeveralGpusTest, NcclIsToldOfTheMemoryOfMessagesUntilTheEnd) {
 }
 
 // Passes calls on; `in_backward` comes first.
-class WatchedStage : public Stage, public LossStage {
+class WatchedStage : public WrappedStage {
  public:
   WatchedStage(std::unique_ptr<Stage> model, std::function<void(StageContext&)> in_backward)
-      : model_(std::move(model)), in_backward_(std::move(in_backward)) {}
-  StageDescription describe(std::span<const TensorSpec> inputs,
-                            ComputeContext& compute) const override {
-    return model_->describe(inputs, compute);
-  }
-  void prepare(const StageSetup& setup) override { model_->prepare(setup); }
-  void begin_step(ComputeContext& compute) override { model_->begin_step(compute); }
-  void forward(StageContext& ctx, std::span<const Tensor> inputs,
-               std::span<const Tensor> outputs) override {
-    model_->forward(ctx, inputs, outputs);
-  }
+      : WrappedStage(std::move(model)), in_backward_(std::move(in_backward)) {}
   void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
                 std::span<const Tensor> grad_inputs) override {
     in_backward_(ctx);
-    model_->backward(ctx, grad_outputs, grad_inputs);
-  }
-  ParameterSet* parameters() override { return model_->parameters(); }
-  void loss(StageContext& ctx, std::span<const Tensor> outputs, std::span<const Tensor> targets,
-            double* sum) override {
-    dynamic_cast<LossStage&>(*model_).loss(ctx, outputs, targets, sum);
-  }
-  double target_weight(std::span<const Tensor> targets) const override {
-    return dynamic_cast<LossStage&>(*model_).target_weight(targets);
+    WrappedStage::backward(ctx, grad_outputs, grad_inputs);
   }
 
  private:
-  std::unique_ptr<Stage> model_;
   std::function<void(StageContext&)> in_backward_;
 };
 

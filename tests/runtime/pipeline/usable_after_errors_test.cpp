@@ -18,6 +18,7 @@
 #include <sluice/stage.hpp>
 
 #include "runtime/pipeline/pipeline_access.hpp"
+#include "tests/runtime/engine/wrapped_stage.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
 namespace sluice::testing {
@@ -34,42 +35,26 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 enum class Bad { kNothing, kOutput, kLoss, kGradient };
 
 // A transformer's stage, with that value in it.
-class BadStage : public Stage, public SplitBackward, public LossStage {
+class BadStage : public WrappedStage {
  public:
-  BadStage(std::unique_ptr<Stage> stage, Bad bad)
-      : stage_(std::move(stage)),
-        split_(dynamic_cast<SplitBackward*>(stage_.get())),
-        loss_(dynamic_cast<LossStage*>(stage_.get())),
-        bad_(bad) {}
+  BadStage(std::unique_ptr<Stage> stage, Bad bad) : WrappedStage(std::move(stage)), bad_(bad) {}
 
-  StageDescription describe(std::span<const TensorSpec> inputs,
-                            ComputeContext& compute) const override {
-    return stage_->describe(inputs, compute);
-  }
-  void prepare(const StageSetup& setup) override { stage_->prepare(setup); }
-  void begin_step(ComputeContext& compute) override { stage_->begin_step(compute); }
-  ParameterSet* parameters() override { return stage_->parameters(); }
-  void check_inputs(Tensors inputs) const override { stage_->check_inputs(inputs); }
   void forward(StageContext& ctx, Tensors x, Tensors y) override {
-    stage_->forward(ctx, x, y);
+    WrappedStage::forward(ctx, x, y);
     if (is_bad(ctx, Bad::kOutput)) y[0].at(1) = kNan;
   }
   void backward(StageContext& ctx, Tensors dy, Tensors dx) override {
-    stage_->backward(ctx, dy, dx);
+    WrappedStage::backward(ctx, dy, dx);
     spoil_gradient(ctx);
   }
-  void backward_input(StageContext& ctx, Tensors dy, Tensors dx) override {
-    split_->backward_input(ctx, dy, dx);
-  }
   void backward_weight(StageContext& ctx, Tensors dy) override {
-    split_->backward_weight(ctx, dy);
+    WrappedStage::backward_weight(ctx, dy);
     spoil_gradient(ctx);
   }
   void loss(StageContext& ctx, Tensors y, Tensors targets, double* sum) override {
-    loss_->loss(ctx, y, targets, sum);
+    WrappedStage::loss(ctx, y, targets, sum);
     if (is_bad(ctx, Bad::kLoss)) *sum = std::numeric_limits<double>::infinity();
   }
-  double target_weight(Tensors targets) const override { return loss_->target_weight(targets); }
 
  private:
   [[nodiscard]] bool is_bad(const StageContext& ctx, Bad what) const {
@@ -80,9 +65,6 @@ class BadStage : public Stage, public SplitBackward, public LossStage {
     if (is_bad(ctx, Bad::kGradient)) parameters()->all().front()->grad.at(0) = kNan;
   }
 
-  std::unique_ptr<Stage> stage_;
-  SplitBackward* split_;
-  LossStage* loss_;
   Bad bad_;
 };
 
