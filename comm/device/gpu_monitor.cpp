@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 
 #include <array>
-#include <utility>
 
 namespace sluice {
 
@@ -80,8 +79,6 @@ GpuMonitor::GpuMonitor(const std::string& identity, const std::string& library)
   if (identity.empty() || !nvml_->open(library, identity)) nvml_.reset();
 }
 GpuMonitor::~GpuMonitor() = default;
-GpuMonitor::GpuMonitor(GpuMonitor&&) noexcept = default;
-GpuMonitor& GpuMonitor::operator=(GpuMonitor&&) noexcept = default;
 
 GpuState GpuMonitor::read() const {
   GpuState state;

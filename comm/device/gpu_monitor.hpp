@@ -3,10 +3,8 @@
 // A monitor is used by one thread at a time.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -33,11 +31,11 @@ class GpuMonitor {
   // monitor reads nothing; nothing is thrown.
   explicit GpuMonitor(const std::string& identity, const std::string& library = kLibrary);
   ~GpuMonitor();
-  GpuMonitor(GpuMonitor&&) noexcept;
-  GpuMonitor& operator=(GpuMonitor&&) noexcept;
+  GpuMonitor(const GpuMonitor&) = delete;
+  GpuMonitor& operator=(const GpuMonitor&) = delete;
 
   [[nodiscard]] bool works() const { return nvml_ != nullptr; }
-  // Now. Takes a driver call per field, some microseconds each.
+  // Now. A driver call per field.
   [[nodiscard]] GpuState read() const;
 
  private:

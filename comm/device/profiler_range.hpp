@@ -1,6 +1,5 @@
-// Named ranges of a thread's time in NVIDIA's profilers (Nsight Systems and Compute), by NVTX. They
-// cost nothing to speak of where no profiler is attached, and nothing at all without CUDA's
-// headers.
+// Named ranges of a thread's time in NVIDIA's profilers (Nsight Systems and Compute), by NVTX. A
+// build without CUDA's headers has none.
 #pragma once
 
 namespace sluice {

@@ -131,7 +131,11 @@ double Pauses::after(double attempt_seconds) {
 bool RestartPolicy::makes_progress(const Attempt& attempt) {
   speaks_ = speaks_ || attempt.steps.has_value();
   if (!speaks_) return attempt.seconds >= kMinute;
-  return attempt.steps && attempt.steps->saved > attempt.steps->start;
+  if (!attempt.steps) return false;
+  // The attempt before saved what this one started from, and ended before it could say so.
+  if (attempt.steps->start > newest_save_) without_progress_ = 0;
+  newest_save_ = std::max({newest_save_, attempt.steps->start, attempt.steps->saved});
+  return attempt.steps->saved > attempt.steps->start;
 }
 
 std::vector<std::string> RestartPolicy::hosts_to_leave_out(const Attempt& attempt,

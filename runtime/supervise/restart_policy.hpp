@@ -2,6 +2,7 @@
 // it knows neither clocks nor processes.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <span>
 #include <string>
@@ -49,9 +50,9 @@ struct RestartDecision {
   std::string reason;                 // why not again
 };
 
-// A restart makes progress if it adds a save to those that it started from. A job that sends no
-// events makes progress if it runs for a minute. Two restarts in a row without progress end the
-// run.
+// A restart makes progress if it adds a save to those that it started from: it said so, or the next
+// start goes on from a save that is newer than all known ones. A job that sends no events makes
+// progress if it runs for a minute. Two restarts in a row without progress end the run.
 //
 // A host is left out when it is lost the second time, or when the third attempt in a row ends by a
 // signal to a rank there; but never the last one. After that restarts count anew.
@@ -65,6 +66,7 @@ class RestartPolicy {
   [[nodiscard]] int restarts() const { return restarts_; }
 
  private:
+  // Forgets restarts without progress where the attempt shows that the one before made some.
   [[nodiscard]] bool makes_progress(const Attempt& attempt);
   [[nodiscard]] std::vector<std::string> hosts_to_leave_out(const Attempt& attempt,
                                                             std::span<const std::string> hosts);
@@ -73,6 +75,7 @@ class RestartPolicy {
   Pauses pauses_;
   int restarts_ = 0, without_progress_ = 0;
   bool first_ = true, speaks_ = false;
+  std::uint64_t newest_save_ = 0;  // that is known, by its step
   std::map<std::string, int> times_lost_;
   std::string killed_host_;
   int killed_in_a_row_ = 0;

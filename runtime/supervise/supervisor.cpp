@@ -261,8 +261,10 @@ class Supervisor {
   void announce(const Attempt& attempt, const RestartDecision& decision) {
     std::string from;
     if (attempt.steps) {
-      from = attempt.steps->saved == 0 ? ", from the beginning"
-                                       : fmt::format(", from step {}", attempt.steps->saved);
+      // A save is complete before the job says so: there may be a later one.
+      from = attempt.steps->saved == 0
+                 ? ", from the beginning or the first save"
+                 : fmt::format(", from step {} or a later save", attempt.steps->saved);
     }
     out_.say(fmt::format("{}; restart {} in {:g} s{}", describe(attempt), policy_.restarts(),
                          decision.pause, from));

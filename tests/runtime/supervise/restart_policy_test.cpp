@@ -124,6 +124,23 @@ TEST(RestartPolicyTest, ASaveIsProgressAndTimeIsNot) {
   EXPECT_THAT(last.reason, HasSubstr("added no save"));
 }
 
+TEST(RestartPolicyTest, ASaveThatWasNotToldIsProgressOnceTheNextStartGoesOnFromIt) {
+  RestartPolicy policy(100, 1);
+  EXPECT_TRUE(policy.after(saved(0, 4), kNoHosts).again);
+  // Each saves, and is killed before it can say so.
+  for (std::uint64_t start = 4; start < 40; start += 4) {
+    EXPECT_TRUE(policy.after(saved(start, start), kNoHosts).again) << start;
+  }
+  EXPECT_FALSE(policy.after(saved(36, 36), kNoHosts).again);
+}
+
+TEST(RestartPolicyTest, StartsThatGoBackAndForthBetweenOldSavesMakeNoProgress) {
+  RestartPolicy policy(100, 1);
+  EXPECT_TRUE(policy.after(saved(0, 8), kNoHosts).again);
+  EXPECT_TRUE(policy.after(saved(4, 4), kNoHosts).again);  // the save of step 8 could not be read
+  EXPECT_FALSE(policy.after(saved(8, 8), kNoHosts).again);
+}
+
 TEST(RestartPolicyTest, AllowsSoManyRestarts) {
   RestartPolicy none(0, 1);
   const RestartDecision refused = none.after(saved(0, 10), kNoHosts);
