@@ -514,6 +514,8 @@ benchmark() {
   row idle-124m idle --model 124m
   row chunks-124m chunks --model 124m --micro-batch 16
   row graphs-124m graphs --model 124m --micro-batch 4
+  row attention attention
+  row dropout-124m dropout --model 124m
   train_in_turns 124m 4
   row idle-1.5b idle --model 1.5b --rounds 3
   train_in_turns 1.5b 2

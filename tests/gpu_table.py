@@ -105,6 +105,17 @@ def measured_ratio(lines, title):
     return rows and f"{rows[-1]['ratio']:.3f}" + ("" if rows[-1]["same loss"] else ", other loss")
 
 
+def measured_dropout(lines):
+    rows = rows_of(lines, "GPU: training with dropout 0.1 against without")
+    return rows and f"{rows[-1]['ratio']:.3f}"
+
+
+def measured_attention(lines):
+    rows = rows_of(lines, "GPU: attention alone")
+    return rows and ", ".join(f"{row['pass']} {row['over bf16 as a model runs it']:.2f}" for row in rows
+                              if row["attention"] == "bf16, own, dropout 0.1")
+
+
 def measured_losses(lines, precision):
     rows = [row for row in rows_of(lines, "GPU: losses against the CPU's in fp32")
             if row["precision"] == precision and row["steps"] == 200]
@@ -136,6 +147,9 @@ def table(lines):
         measured_ratio(lines, "GPU: four chunks on one rank against the model unsplit")
     yield "`--cuda-graphs` against calls, micro-batches of 4, 124M", "at least 1", \
         measured_ratio(lines, "GPU: CUDA graphs against calls")
+    yield "dropout 0.1 against none, 124M", "0.9", measured_dropout(lines)
+    yield "attention with dropout 0.1 by own kernels against that without as a model runs it, bf16", "", \
+        measured_attention(lines)
     for precision in ("fp32", "bf16"):
         yield f"200 losses on the King James text in {precision} against the CPU's in fp32, largest " \
             "deviation", "1 %", measured_losses(lines, precision)
