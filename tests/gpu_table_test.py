@@ -79,14 +79,24 @@ class GpuTable(unittest.TestCase):
                       text)
         self.assertIn("in bf16 against the CPU's in fp32, largest deviation | 1 % | 0.42% at step 7 |",
                       text)
-        self.assertEqual(table_of([losses(20)]).count("| not run: no GPU |"), 16)
+        self.assertEqual(table_of([losses(20)]).count("| not run: no GPU |"), 18)
+
+    def test_gives_what_dropout_costs(self):
+        rows = [{"attention": attention, "pass": way, "over bf16 as a model runs it": ratio}
+                for attention, way, ratio in (("bf16, own", "forward", 0.9), ("bf16, own, dropout 0.1", "forward", 0.62),
+                                              ("bf16, own, dropout 0.1", "backward", 0.555))]
+        text = table_of([{"benchmark": "GPU: attention alone", "gpu": "NVIDIA H200", "rows": rows},
+                         {"benchmark": "GPU: training with dropout 0.1 against without", "gpu": "NVIDIA H200",
+                          "rows": [{"ratio": 0.912, "same loss": False}]}])
+        self.assertIn("| dropout 0.1 against none, 124M | 0.9 | 0.912 |", text)
+        self.assertIn("| forward 0.62, backward 0.56 |", text)
 
     def test_says_not_run_of_what_is_missing_or_emulated(self):
         emulated = "Emulated CUDA device"
         for lines in ([], [training(600000, gpu=emulated), products(gpu=emulated)]):
             text = table_of(lines)
             self.assertIn("GPU: none", text)
-            self.assertEqual(text.count("| not run: no GPU |"), 16)
+            self.assertEqual(text.count("| not run: no GPU |"), 18)
 
 
 if __name__ == "__main__":

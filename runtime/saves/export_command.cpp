@@ -79,8 +79,48 @@ std::vector<FileTensor> file_tensors(const TransformerConfig& model, DType dtype
   return tensors;
 }
 
+// The directory and the files of an export. Removes them where not all of them could be written, so
+// that the same command can be tried again.
+class Output {
+ public:
+  explicit Output(fs::path directory) : directory_(std::move(directory)) {
+    std::error_code error;
+    made_ = fs::create_directories(directory_, error);
+    if (error || !fs::is_directory(directory_) || !fs::is_empty(directory_, error)) {
+      throw_error(ErrorCode::kIo, "'{}' is {}; give a new or an empty directory",
+                  directory_.string(),
+                  error                          ? error.message()
+                  : fs::is_directory(directory_) ? "not empty"
+                                                 : "no directory");
+    }
+  }
+  Output(const Output&) = delete;
+  Output& operator=(const Output&) = delete;
+  ~Output() {
+    if (complete_) return;
+    std::error_code ignored;
+    for (const fs::path& file : files_) fs::remove(file, ignored);
+    if (made_) fs::remove(directory_, ignored);
+  }
+
+  // A file that is written next.
+  fs::path file(const std::string& name) { return files_.emplace_back(directory_ / name); }
+  void text(const std::string& name, const std::string& text) {
+    AtomicFile written(file(name));
+    written.write(text);
+    written.commit();
+  }
+  void complete() { complete_ = true; }
+  [[nodiscard]] const fs::path& directory() const { return directory_; }
+
+ private:
+  fs::path directory_;
+  std::vector<fs::path> files_;
+  bool made_ = false, complete_ = false;
+};
+
 // `others`: bytes of the files beside them.
-void write_parts(const fs::path& out, std::vector<FileTensor> tensors, std::size_t others) {
+void write_parts(Output& out, std::vector<FileTensor> tensors, std::size_t others) {
   std::vector<std::vector<FileTensor>> parts(1);
   std::size_t bytes = 0, all = 0;
   for (FileTensor& tensor : tensors) {
@@ -92,16 +132,19 @@ void write_parts(const fs::path& out, std::vector<FileTensor> tensors, std::size
     all += tensor.spec.bytes();
     parts.back().push_back(std::move(tensor));
   }
-  require_space(out, all + others);
+  require_space(out.directory(), all + others);
   const auto count = static_cast<int>(parts.size());
   std::map<std::string, std::string> file_of;
   for (int i = 0; i < count; ++i) {
     const std::vector<FileTensor>& part = parts[static_cast<std::size_t>(i)];
     const std::string name = weights_file_name("model", i, count);
-    write_safetensors(out / name, part, {{"format", "pt"}});
+    write_safetensors(out.file(name), part, {{"format", "pt"}});
     for (const FileTensor& tensor : part) file_of[tensor.name] = name;
   }
-  if (count > 1) (void)write_weights_index(out, "model", file_of, all);
+  if (count > 1) {
+    (void)out.file(weights_index_name("model"));
+    (void)write_weights_index(out.directory(), "model", file_of, all);
+  }
 }
 
 void write_export(const ExportOptions& options) {
@@ -117,15 +160,7 @@ void write_export(const ExportOptions& options) {
                           : options.precision == "bf16";
   if (!saved) tensors.prefer_masters();
   const DType dtype = bf16 ? DType::kBf16 : DType::kF32;
-  const fs::path out = options.out;
-  std::error_code error;
-  fs::create_directories(out, error);
-  if (error || !fs::is_directory(out) || !fs::is_empty(out, error)) {
-    throw_error(ErrorCode::kIo, "'{}' is {}; give a new or an empty directory", out.string(),
-                error                   ? error.message()
-                : fs::is_directory(out) ? "not empty"
-                                        : "no directory");
-  }
+  Output out(options.out);
   std::map<std::string, std::string> files =
       hugging_face_files(model, dtype, read_model_files(from));
   std::size_t others = 0;
@@ -135,16 +170,11 @@ void write_export(const ExportOptions& options) {
   // config.json last: without it the directory is no model.
   const std::string config = std::exchange(files["config.json"], "");
   files.erase("config.json");
-  for (const auto& [name, text] : files) {
-    AtomicFile file(out / name);
-    file.write(text);
-    file.commit();
-  }
-  AtomicFile file(out / "config.json");
-  file.write(config);
-  file.commit();
-  fmt::print("'{}': {} of '{}', {} parameters in {}\n", out.string(), architecture_of(model),
-             from.string(), parameter_count(model), bf16 ? "bf16" : "fp32");
+  for (const auto& [name, text] : files) out.text(name, text);
+  out.text("config.json", config);
+  out.complete();
+  fmt::print("'{}': {} of '{}', {} parameters in {}\n", out.directory().string(),
+             architecture_of(model), from.string(), parameter_count(model), bf16 ? "bf16" : "fp32");
 }
 
 }  // namespace

@@ -63,15 +63,25 @@ void print_tensors(const WeightsDirectory& weights) {
   fmt::print("\n{} tensors, {} elements, {}\n", weights.names().size(), elements, bytes.text());
 }
 
-void print_model(const std::filesystem::path& directory) {
+std::string describe_model(const std::filesystem::path& directory) {
   const TransformerConfig model = read_model_config(directory);
   const std::string architecture = is_hugging_face(directory)
                                        ? read_hugging_face(directory).architecture
                                        : architecture_of(model);
-  fmt::print(
+  return fmt::format(
       "{}: {} layers, {} heads, width {}, vocabulary {}, {} parameters\n",
       architecture.empty() ? "a model that no architecture of transformers computes" : architecture,
       model.layers, model.heads, model.width, model.vocabulary, parameter_count(model));
+}
+
+// A line, or nothing where no state is saved.
+std::string describe_optimizer(const std::filesystem::path& directory) {
+  if (!has_weights(directory, "optimizer")) return "";
+  const WeightsDirectory optimizer(directory, "optimizer");
+  ByteCount bytes;
+  for (const std::string& name : optimizer.names()) bytes.add(optimizer.find(name)->spec);
+  return fmt::format("state of the optimizer: {} tensors, {}\n", optimizer.names().size(),
+                     bytes.text());
 }
 
 }  // namespace
@@ -82,14 +92,11 @@ int inspect_command(const std::vector<std::string>& arguments) {
   table.add_argument("DIR", directory);
   return run_guarded(table, arguments, [&] {
     const std::filesystem::path path = newest_save(directory);
+    // All is read before anything is printed: a directory that is wrong gives its error alone.
     const WeightsDirectory weights(path, "model");
+    const std::string rest = describe_model(path) + describe_optimizer(path);
     print_tensors(weights);
-    print_model(path);
-    if (!has_weights(path, "optimizer")) return;
-    const WeightsDirectory optimizer(path, "optimizer");
-    ByteCount bytes;
-    for (const std::string& name : optimizer.names()) bytes.add(optimizer.find(name)->spec);
-    fmt::print("state of the optimizer: {} tensors, {}\n", optimizer.names().size(), bytes.text());
+    fmt::print("{}", rest);
   });
 }
 

@@ -220,6 +220,8 @@ class Weights(unittest.TestCase):
             config.write_text(text)
             self.refused(5, ["'m/config.json'", part], *train, ranks=0)
             self.refused(5, ["'m/config.json'", part], "inspect", "m", ranks=0)
+            shown = subprocess.run([SLUICE, "inspect", "m"], cwd=self.place, capture_output=True, text=True, check=False)
+            self.assertEqual(shown.stdout, "")
             self.refused(5, ["'m/config.json'", part], "export", "m", "out", ranks=0)
         # Nobody writes to a pipe: a reader must not wait for it.
         config.unlink()
@@ -261,6 +263,17 @@ class Weights(unittest.TestCase):
                 self.call(0, "export", "run", "out")
             self.train(2, "--weights", source, "--save", out, steps=2)
         self.assertEqual(self.digest("from-save"), self.digest("from-export"))
+
+    def test_an_export_that_cannot_be_written_leaves_nothing(self):
+        model(self.place / "m", LLAMA)
+        (self.place / "made").mkdir()
+        limited = ["bash", "-c", "trap '' XFSZ; ulimit -f 16; exec \"$@\"", "bash", SLUICE, "export", "m"]
+        for out, left in (("new", None), ("made", [])):
+            done = subprocess.run([*limited, out], cwd=self.place, capture_output=True, text=True, check=False)
+            self.assertEqual(done.returncode, 4, done.stderr)
+            self.assertIn(f"{out}/model.safetensors", done.stderr)
+            self.assertEqual(list((self.place / out).iterdir()) if (self.place / out).exists() else None, left)
+            self.call(0, "export", "m", out)
 
     # Beside the parameters: the largest tensor and what a small model takes.
     def test_generating_takes_the_memory_of_the_parameters(self):
