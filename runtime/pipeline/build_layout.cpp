@@ -191,10 +191,11 @@ struct StageReports {
 };
 
 // Exchanges the reports of all stages, one after the other: the outputs of a stage are the inputs
-// of the next. `stage_of` returns a stage of this rank.
+// of the next. `stage_of` returns a stage of this rank. `takes_targets`: the last stage's loss has
+// to take the targets of the data.
 StageReports describe_stages(JobContext& job, ComputeContext& compute, const Placement& placement,
                              const DataSource& source, const std::vector<std::int64_t>& sizes,
-                             const std::function<Stage&(int stage)>& stage_of) {
+                             bool takes_targets, const std::function<Stage&(int stage)>& stage_of) {
   const int stages = placement.stages();
   StageReports all;
   all.edges.resize(sizes.size());
@@ -206,7 +207,11 @@ StageReports describe_stages(JobContext& job, ComputeContext& compute, const Pla
   for (int s = 0; s < stages; ++s) {
     std::string text;
     if (job.makes(s, placement)) {
-      const StageReport mine = report_of(stage_of(s), s, inputs, compute);
+      std::vector<std::vector<TensorSpec>> targets;
+      for (const std::int64_t size : sizes) {
+        if (takes_targets && s + 1 == stages) targets.push_back(source.target_specs(size));
+      }
+      const StageReport mine = report_of(stage_of(s), s, inputs, targets, compute);
       text = to_text(mine);
       if (!mine.model.empty()) all.model = mine.model;
     }
@@ -347,16 +352,17 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   plans.order = order_of(
       options, {layout.place.topology.pipeline, options.shape.micro_batches, options.order.chunks});
   const int stages = plans.order.placement.stages();
-  StageReports reports = describe_stages(
-      job, compute, plans.order.placement, source, division.sizes, [&](int stage) -> Stage& {
-        try {
-          built.stages.push_back(make_stage(stage, stages));
-        } catch (...) {
-          rethrow_from(fmt::format("making stage {}", stage));
-        }
-        if (built.stages.back() != nullptr) return *built.stages.back();
-        throw_usage("the factory made nothing for stage {}", stage);
-      });
+  StageReports reports =
+      describe_stages(job, compute, plans.order.placement, source, division.sizes,
+                      !options.training.inference, [&](int stage) -> Stage& {
+                        try {
+                          built.stages.push_back(make_stage(stage, stages));
+                        } catch (...) {
+                          rethrow_from(fmt::format("making stage {}", stage));
+                        }
+                        if (built.stages.back() != nullptr) return *built.stages.back();
+                        throw_usage("the factory made nothing for stage {}", stage);
+                      });
   require_same_model(*job.world.collectives, reports.model);
   layout.wires.edges = EdgeTable(division.sizes, std::move(reports.edges));
   layout.parameters.stages = std::move(reports.entries);
@@ -389,7 +395,7 @@ void add_size(JobContext& job, ComputeContext& compute, const DataSource& source
     return *stages[static_cast<std::size_t>(place)];
   };
   StageReports reports = describe_stages(job, compute, placement, source,
-                                         {layout.wires.edges.largest(), samples}, stage_of);
+                                         {layout.wires.edges.largest(), samples}, false, stage_of);
   for (std::size_t s = 0; s < reports.entries.size(); ++s) {
     if (fits(reports.entries[s], layout.parameters.stages[s])) continue;
     throw_usage(

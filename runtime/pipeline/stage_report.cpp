@@ -83,14 +83,25 @@ void require_legal_outputs(const std::vector<TensorSpec>& outputs, int index) {
   for (const TensorSpec& output : outputs) require_legal(output, index);
 }
 
+std::string to_text(const std::vector<TensorSpec>& specs) {
+  std::vector<std::string> texts;
+  for (const TensorSpec& spec : specs) texts.push_back(to_string(spec));
+  return specs.empty() ? "none" : fmt::format("{}", fmt::join(texts, ", "));
+}
+
+void require_targets(const std::vector<TensorSpec>& given, const StageDescription& description,
+                     int index) {
+  if (description.targets.empty() || given == description.targets) return;
+  throw_usage("the data has targets {}; legal with the outputs of stage {}, {}: {}", to_text(given),
+              index, to_text(description.outputs), to_text(description.targets));
+}
+
 StageDescription description_of(const Stage& stage, int index,
                                 const std::vector<TensorSpec>& inputs, ComputeContext& compute) {
   try {
     return stage.describe(inputs, compute);
   } catch (...) {
-    std::vector<std::string> specs;
-    for (const TensorSpec& spec : inputs) specs.push_back(to_string(spec));
-    rethrow_from(fmt::format("stage {}, describe() of {}", index, fmt::join(specs, ", ")));
+    rethrow_from(fmt::format("stage {}, describe() of {}", index, to_text(inputs)));
   }
 }
 
@@ -145,11 +156,13 @@ void raise(StageEntry& entry, const StageDescription& description) {
 }  // namespace
 
 StageReport report_of(Stage& stage, int index, const std::vector<std::vector<TensorSpec>>& inputs,
+                      const std::vector<std::vector<TensorSpec>>& targets,
                       ComputeContext& compute) {
   StageReport report;
   for (const std::vector<TensorSpec>& specs : inputs) {
     const StageDescription description = description_of(stage, index, specs, compute);
     require_legal_outputs(description.outputs, index);
+    if (!targets.empty()) require_targets(targets[report.outputs.size()], description, index);
     set_sums(report.entry, description, report.outputs.empty(), index);
     if (report.outputs.empty()) {
       report.entry.note = description.note;

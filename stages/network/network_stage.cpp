@@ -432,7 +432,7 @@ StageDescription LossNetworkStage::describe(std::span<const TensorSpec> inputs,
                                             ComputeContext& compute) const {
   StageDescription description = NetworkStage::describe(inputs, compute);
   const TensorSpec& outputs = description.outputs[0];
-  (void)targets_of(outputs);
+  description.targets = {targets_of(outputs)};
   require_gpu(loss_->runs_on_gpu(), kind_, compute);
   description.operator_bytes = std::max(description.operator_bytes, loss_->operator_bytes(outputs));
   return description;

@@ -85,6 +85,10 @@ TensorSpec TransformerStage::output_spec(const BlockShape& shape) const {
           Shape{shape.samples, shape.sequence, width}};
 }
 
+TensorSpec TransformerStage::targets_of(const TensorSpec& logits) {
+  return {DType::kI32, Shape{logits.shape[0], logits.shape[1]}};
+}
+
 StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
                                             ComputeContext& compute) const {
   if (inputs.size() != 1) {
@@ -120,6 +124,7 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
   description.workspace_bytes = most.scratch;
   description.operator_bytes = operators.workspace;
   description.table_bytes = operators.tables;
+  if (gives_logits()) description.targets = {targets_of(description.outputs[0])};
   return description;
 }
 
@@ -435,8 +440,7 @@ void TransformerStage::backward_weight(StageContext& ctx, std::span<const Tensor
 
 void LastTransformerStage::warm_up(StageContext& ctx, std::span<const Tensor> inputs,
                                    std::span<const Tensor> outputs) {
-  const Shape& shape = outputs[0].shape();
-  const TensorSpec spec{DType::kI32, Shape{shape[0], shape[1]}};
+  const TensorSpec spec = targets_of(outputs[0].spec);
   const Buffer zeros = ctx.compute.memory().allocate(spec.bytes(), DeviceMemory::Use::kTemporary);
   const HostBuffer sum(ctx.compute.device(), sizeof(double));
   fill_zero_async(zeros.data(), spec.bytes(), ctx.compute.stream());

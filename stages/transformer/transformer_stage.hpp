@@ -75,6 +75,8 @@ class TransformerStage : public Stage, public SplitBackward {
   };
 
   [[nodiscard]] bool takes_tokens() const { return range_.begin == 0; }
+  // Of the loss of these logits.
+  [[nodiscard]] static TensorSpec targets_of(const TensorSpec& logits);
   [[nodiscard]] bool gives_logits() const {
     return range_.end == config_.layers + 2 && chunking_head_ == nullptr;
   }

@@ -60,6 +60,9 @@ struct StageDescription {
   // Error(kMismatch) names the first one that differs. None: nothing is compared.
   std::string model = {};
   std::vector<bool> input_gradients = {};  // [input] needs a gradient; empty: all floats
+  // Of a LossStage: type and shape of the targets that its loss takes with these inputs. The
+  // pipeline refuses data with others when it is made. Empty: nothing is compared.
+  std::vector<TensorSpec> targets = {};
 };
 
 struct StageSetup {

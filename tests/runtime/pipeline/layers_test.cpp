@@ -307,15 +307,15 @@ TEST_P(LayersTest, WhatDoesNotFitNamesTheLayerOnAllRanks) {
             {.inputs = {{DType::kF32, {2}}, {DType::kF32, {2}}}, .targets = {{DType::kF32, {2}}}},
             "these layers take 1 tensors, got 2");
     // Targets in another shape: a mean over broadcast values would train on the wrong numbers.
-    Pipeline pipeline(comm, options_of(1, "1f1b", 1), Sequential({linear(kWidth, 2)}, mse_loss()),
-                      {.inputs = {{DType::kF32, {kWidth}}}, .targets = {{DType::kF32, {}}}});
-    const Numbers data;
-    const std::vector<float> y(11);
-    expect_error(
-        ErrorCode::kUsage,
-        {"mse_loss: targets are f32 [3]; legal with outputs f32 [3, 2]: f32 [3, 2]"}, [&] {
-          (void)pipeline.train_step({.inputs = data.batch().inputs, .targets = {view(y, {11})}});
-        });
+    refused(
+        Sequential({linear(kWidth, 2)}, mse_loss()),
+        {.inputs = {{DType::kF32, {kWidth}}}, .targets = {{DType::kF32, {}}}},
+        "the data has targets f32 [3]; legal with the outputs of stage 0, f32 [3, 2]: f32 [3, 2]");
+    refused(Sequential({linear(kWidth, 2)}, cross_entropy_loss()),
+            {.inputs = {{DType::kF32, {kWidth}}}, .targets = {{DType::kI64, {}}}},
+            "the data has targets i64 [3]; legal with the outputs of stage 0, f32 [3, 2]: i32 [3]");
+    refused(Sequential({linear(kWidth, 2)}, mse_loss()), {.inputs = {{DType::kF32, {kWidth}}}},
+            "the data has targets none; legal with the outputs of stage 0, f32 [3, 2]: f32 [3, 2]");
   });
 }
 
