@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""The tests of one label by whole programs: what GoogleTest's tests need when each start is slow, as with sanitizers.
+
+    tests/run_binaries.py BUILD LABEL
+
+ctest starts a program once for every test. This starts it once for every shard of its tests, one program per core at a
+time, with the environment that ctest gives it. Tests that are no GoogleTest run as ctest runs them. Prints the output of
+what failed; the exit code is 1 then.
+"""
+
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+
+SHARDS = 4
+SECONDS = 600  # of a shard
+
+
+def tests_of(build, label):
+    """(command, environment as a sorted tuple) -> names, in ctest's order."""
+    shown = subprocess.run(["ctest", "--test-dir", build, "-L", label, "--show-only=json-v1"], check=True,
+                           capture_output=True, text=True).stdout
+    programs = {}
+    for test in json.loads(shown)["tests"]:
+        properties = {each["name"]: each["value"] for each in test["properties"]}
+        command = test.get("command")
+        if command is None:
+            sys.exit(f"run_binaries.py: {test['name']} was not built")
+        whole = any(word.startswith("--gtest_filter=") for word in command)
+        words = tuple(word for word in command if not word.startswith("--gtest_"))
+        key = (words, tuple(sorted(properties.get("ENVIRONMENT", []))), properties["WORKING_DIRECTORY"], whole)
+        programs.setdefault(key, []).append(test["name"])
+    return programs
+
+
+def run(command, environment, folder, shard):
+    """(exit code, output); a test that skips by 77 is no failure."""
+    variables = dict(pair.split("=", 1) for pair in environment)
+    if shard is not None:
+        variables |= {"GTEST_TOTAL_SHARDS": str(SHARDS), "GTEST_SHARD_INDEX": str(shard), "GTEST_BRIEF": "1"}
+    try:
+        done = subprocess.run(command, env={**os.environ, **variables}, cwd=folder, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired as late:
+        return 1, (late.stdout or b"").decode(errors="replace") + f"\nnot done after {SECONDS} s"
+    return (0 if done.returncode == 77 and shard is None else done.returncode), done.stdout.decode(errors="replace")
+
+
+def main(build, label):
+    programs = tests_of(build, label)
+    failed = 0
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = {}
+        for (command, environment, folder, whole), names in programs.items():
+            for shard in range(min(SHARDS, len(names))) if whole else [None]:
+                runs[pool.submit(run, command, environment, folder, shard)] = (command, shard)
+        for future in concurrent.futures.as_completed(runs):
+            code, output = future.result()
+            command, shard = runs[future]
+            if code == 0:
+                continue
+            failed += 1
+            part = "" if shard is None else f" (GTEST_TOTAL_SHARDS={SHARDS} GTEST_SHARD_INDEX={shard})"
+            print(f"FAILED with {code}: {' '.join(command)}{part}\n{output}", flush=True)
+    print(f"{sum(map(len, programs.values()))} tests in {len(runs)} runs of {len(programs)} programs, {failed} runs failed")
+    return failed > 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
+    sys.exit(main(sys.argv[1], sys.argv[2]))
