@@ -791,7 +791,7 @@ void Training::summarise() {
   }
   print_files();
   if (profiled_steps_ == 0 || stopped_) return;
-  fmt::print("\nOperators of {} ranks in the last {} steps\n{}", world_.size(), profiled_steps_,
+  fmt::print("\nOperators (ranks: {}, last steps: {})\n{}", world_.size(), profiled_steps_,
              operator_table(operators_, {.steps = profiled_steps_,
                                          .rank_seconds = profiled_seconds_ * world_.size(),
                                          .precision = products_of(options_),
