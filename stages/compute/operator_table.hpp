@@ -30,12 +30,10 @@ struct EmbeddingOperators {
 
 struct NormOperators {
   decltype(&sluice::layer_norm_forward) layer_norm_forward;
-  decltype(&sluice::layer_norm_backward_input) layer_norm_backward_input;
-  decltype(&sluice::layer_norm_backward_weight) layer_norm_backward_weight;
+  decltype(&sluice::layer_norm_backward) layer_norm_backward;
   decltype(&sluice::rms_norm_forward) rms_norm_forward;
-  decltype(&sluice::rms_norm_backward_input) rms_norm_backward_input;
-  decltype(&sluice::rms_norm_backward_weight) rms_norm_backward_weight;
-  decltype(&sluice::norm_backward_weight_workspace) norm_backward_weight_workspace;
+  decltype(&sluice::rms_norm_backward) rms_norm_backward;
+  decltype(&sluice::norm_backward_workspace) norm_backward_workspace;
 };
 
 struct AttentionOperators {

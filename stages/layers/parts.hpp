@@ -96,13 +96,19 @@ class Norm {
   [[nodiscard]] std::size_t workspace(ComputeContext& ctx, std::int64_t rows) const;
   // Completes x first.
   void forward(ComputeContext& ctx, const Residual& x, const Tensor& y, const Tensor& stats) const;
-  // Adds to dx.
+  // dx = residual + the gradient; residual: NormGradients. dx without data: not wanted.
   void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
-                      const Tensor& dx) const;
+                      const Tensor& residual, const StreamGradient& dx) const;
   void backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                        const Tensor& stats) const;
+  // Both, in one pass on a GPU, with the same bits.
+  void backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
+                const Tensor& residual, const StreamGradient& dx) const;
 
  private:
+  void backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
+                const NormGradients& gradients) const;
+
   Kind kind_;
   float epsilon_;
   Parameter* weight_;

@@ -67,7 +67,8 @@ TEST_P(OperandsTest, WithoutDataAreRefused) {
     if (!message.starts_with(operand + " is " + to_string(wrong.spec)))
       continue;  // another's fault
     if (operand == "bias" || operand == "dbias" || operand == "positions" ||
-        operand == "dpositions" || operand == "delta") {
+        operand == "dpositions" || operand == "delta" || operand == "residual" ||
+        operand == "rounded" || (operand == "dgamma" && GetParam().name[0] == 'r')) {
       EXPECT_NO_THROW(GetParam().call(ctx_, operands.with(wrong.operand, {})));
       EXPECT_TRUE(operands.canaries_untouched());
       continue;
@@ -216,7 +217,7 @@ std::vector<OperatorForm> embedding_forms() {
       {"embedding_backward_weight",
        {{kI32, {2, 3}}, {kF32, {6, 4}}, {kF32, {5, 4}}, {kF32, {3, 4}}},
        of_four(embedding_backward_weight),
-       {{1, {kBf16, {6, 4}}, "dout is bf16 [6, 4]; legal with tokens i32 [2, 3] and dtable f32"},
+       {{1, {kI32, {6, 4}}, "dout is i32 [6, 4]; legal with tokens i32 [2, 3] and dtable f32"},
         {2,
          {kF32, {5, 7}},
          "dpositions is f32 [3, 4]; legal with tokens i32 [2, 3] and dtable f32 "
@@ -232,7 +233,7 @@ std::vector<OperatorForm> norm_forms() {
        [](ComputeContext& ctx, const Tensors& at) {
          layer_norm_forward(ctx, at[0], at[1], at[2], at[3], 1e-5F, at[4], at[5]);
        },
-       {{0, {kBf16, {2, 4}}, "x is bf16 [2, 4]; legal with gamma f32 [4]: f32 [any, any]"},
+       {{0, {kI32, {2, 4}}, "x is i32 [2, 4]; legal with gamma f32 [4]: f32 or bf16 [any, any]"},
         {1,
          {kBf16, {2, 7}},
          "delta is bf16 [2, 7]; legal with x f32 [2, 4] and y bf16 [2, 4]: f32 "
@@ -247,33 +248,73 @@ std::vector<OperatorForm> norm_forms() {
        [](ComputeContext& ctx, const Tensors& at) {
          rms_norm_forward(ctx, at[0], at[1], at[2], 1e-5F, at[3], at[4]);
        },
-       {{1, {kBf16, {2, 4}}, "delta is bf16 [2, 4]; legal with x f32 [1, 2, 4] and y f32 [2, 4]"},
+       {{0, {kBf16, {1, 2, 4}}, "y is f32 [2, 4]; legal with x bf16 [1, 2, 4]: bf16 [2, 4]"},
+        {1, {kBf16, {2, 4}}, "delta is bf16 [2, 4]; legal with x f32 [1, 2, 4] and y f32 [2, 4]"},
         {4, {kF32, {2, 2}}, "stats is f32 [2, 2]; legal with x f32 [1, 2, 4]: f32 [2, 1]"}}},
   };
-  for (const std::int64_t statistics : {2, 1}) {
-    const bool centred = statistics == 2;
+  // A stream of bf16 has neither f32 to add nor f32 results.
+  forms.push_back(
+      {"layer_norm_forward",
+       {{kBf16, {2, 4}},
+        {kBf16, {2, 4}},
+        {kF32, {4}},
+        {kF32, {4}},
+        {kBf16, {2, 4}},
+        {kF32, {2, 2}}},
+       forms[0].call,
+       {{1,
+         {kF32, {2, 4}},
+         "delta is f32 [2, 4]; legal with x bf16 [2, 4] and y bf16 [2, 4]: bf16"},
+        {4, {kF32, {2, 4}}, "y is f32 [2, 4]; legal with x bf16 [2, 4]: bf16 [2, 4]"}}});
+  for (const std::int64_t terms : {2, 1}) {
+    const bool centred = terms == 2;
     forms.push_back(
-        {centred ? "layer_norm_backward_input" : "rms_norm_backward_input",
-         {{kBf16, {2, 4}}, {kF32, {2, 4}}, {kF32, {4}}, {kF32, {2, statistics}}, {kF32, {2, 4}}},
-         centred ? of_five(layer_norm_backward_input) : of_five(rms_norm_backward_input),
+        {centred ? "layer_norm_backward" : "rms_norm_backward",
+         {{kBf16, {2, 4}},
+          {kF32, {2, 4}},
+          {kF32, {4}},
+          {kF32, {2, terms}},
+          {kF32, {2, 4}},
+          {kF32, {2, 4}},
+          {kBf16, {2, 4}},
+          {kF32, {4}},
+          {kF32, {4}}},
+         [centred](ComputeContext& ctx, const Tensors& at) {
+           const NormGradients wanted = {.dx = at[4],
+                                         .residual = at[5],
+                                         .rounded = at[6],
+                                         .dgamma = at[7],
+                                         .dbeta = centred ? at[8] : Tensor{}};
+           (centred ? layer_norm_backward : rms_norm_backward)(ctx, at[0], at[1], at[2], at[3],
+                                                               wanted);
+         },
          {{0, {kBf16, {3, 4}}, "dy is bf16 [3, 4]; legal with x f32 [2, 4]: f32 or bf16 [2, 4]"},
+          {1, {kI32, {2, 4}}, "x is i32 [2, 4]; legal with gamma f32 [4]: f32 or bf16 [any, any]"},
           {2, {kF32, {1, 4}}, "gamma is f32 [1, 4]; legal with x f32 [2, 4]: f32 [4]"},
           {3, {kF32, {2, 3}}, "stats is f32 [2, 3]; legal with x f32 [2, 4]: f32 [2, "},
-          {4, {kBf16, {2, 4}}, "dx is bf16 [2, 4]; legal with x f32 [2, 4]: f32 [2, 4]"}}});
+          {4, {kBf16, {2, 4}}, "dx is bf16 [2, 4]; legal with x f32 [2, 4]: f32 [2, 4]"},
+          {5, {kBf16, {2, 4}}, "residual is bf16 [2, 4]; legal with x f32 [2, 4]: f32 [2, 4]"},
+          {6, {kF32, {2, 4}}, "rounded is f32 [2, 4]; legal with x f32 [2, 4]: bf16 [2, 4]"},
+          {7, {kBf16, {4}}, "dgamma is bf16 [4]; legal with x f32 [2, 4]: f32 [4]"}}});
   }
-  forms.push_back(
-      {"layer_norm_backward_weight",
-       {{kBf16, {2, 4}}, {kF32, {2, 4}}, {kF32, {2, 2}}, {kF32, {4}}, {kF32, {4}}},
-       of_five(layer_norm_backward_weight),
-       {{0, {kI32, {2, 4}}, "dy is i32 [2, 4]; legal with x f32 [2, 4]: f32 or bf16 [2, 4]"},
-        {3, {kF32, {2}}, "dgamma is f32 [2]; legal with x f32 [2, 4]: f32 [4]"},
-        {4, {kBf16, {4}}, "dbeta is bf16 [4]; legal with x f32 [2, 4]: f32 [4]"}}});
-  forms.push_back({"rms_norm_backward_weight",
-                   {{kBf16, {2, 4}}, {kF32, {2, 4}}, {kF32, {2, 1}}, {kF32, {4}}},
-                   of_four(rms_norm_backward_weight),
-                   {{2, {kF32, {1, 1}}, "stats is f32 [1, 1]; legal with x f32 [2, 4]: f32 [2, 1]"},
-                    {3, {kBf16, {4}}, "dgamma is bf16 [4]; legal with x f32 [2, 4]: f32 [4]"}}});
+  forms[forms.size() - 2].wrongs.push_back(
+      {8, {kF32, {2}}, "dbeta is f32 [2]; legal with x f32 [2, 4]: f32 [4]"});
   return forms;
+}
+
+// A bf16 stream needs no rounded copy; RMSNorm has no beta.
+TEST(NormOperandsTest, ResultsWithoutMeaningAreRefused) {
+  ComputeContext ctx(Device{}, 1);
+  const Operands operands({{kBf16, {2, 4}}, {kF32, {4}}, {kF32, {2, 1}}, {kBf16, {2, 4}}});
+  const Tensor &x = operands.tensors()[0], &gamma = operands.tensors()[1],
+               &stats = operands.tensors()[2], &dx = operands.tensors()[3];
+  expect_usage(
+      HasSubstr("rms_norm_backward: dx is bf16 [2, 4]; legal with rounded bf16 [2, 4]: f32"),
+      [&] { rms_norm_backward(ctx, x, x, gamma, stats, {.dx = dx, .rounded = dx}); });
+  expect_usage(HasSubstr("rms_norm_backward: dbeta f32 [4]; legal: no data"), [&] {
+    rms_norm_backward(ctx, x, x, gamma, stats, {.dgamma = gamma, .dbeta = gamma});
+  });
+  EXPECT_TRUE(operands.untouched());
 }
 
 std::vector<OperatorForm> attention_forms() {
