@@ -12,6 +12,7 @@ namespace sluice {
 
 struct LinearOperators {
   decltype(&sluice::linear_forward) linear_forward;
+  decltype(&sluice::linear_residual_forward) linear_residual_forward;
   decltype(&sluice::linear_backward_input) linear_backward_input;
   decltype(&sluice::linear_backward_weight) linear_backward_weight;
   decltype(&sluice::linear_activation_forward) linear_activation_forward;

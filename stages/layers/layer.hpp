@@ -5,9 +5,9 @@
 // tensors in the same order from the same address (BumpAllocator). The border between two layers is
 // the residual stream, f32 or bf16.
 //
-// A layer may leave the last addition to the residual stream to the next one, which fuses it into
-// its norm (Residual::pending). The sum of two numbers, rounded to the stream's type, has the same
-// bits in every kernel, so results do not depend on where a stage ends.
+// A layer that drops some of its result leaves the addition to the residual stream to the next one,
+// which fuses it into its norm (Residual::pending). The sum of two numbers, rounded to the stream's
+// type, has the same bits in every kernel, so results do not depend on where a stage ends.
 #pragma once
 
 #include <algorithm>

@@ -42,9 +42,10 @@ void MlpLayer::branch_keep(StreamCall& call, LayerAllocators memory, const Tenso
   up_.forward(call.compute(), activation(), x, kept.raised, kept.hidden);
 }
 
-void MlpLayer::branch_result(StreamCall& call, LayerAllocators memory, const Tensor& y) {
+void MlpLayer::branch_result(StreamCall& call, LayerAllocators memory, const Tensor& residual,
+                             const Tensor& y) {
   const Kept kept = allocate(call.shape, memory);
-  down_.forward(call.compute(), kept.hidden, y);
+  down_.forward(call.compute(), kept.hidden, y, residual);
 }
 
 void MlpLayer::branch_backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,

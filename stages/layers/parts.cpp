@@ -85,8 +85,10 @@ std::size_t Linear::workspace(ComputeContext& ctx, std::int64_t rows, DType resu
                 : bytes;
 }
 
-void Linear::forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) const {
-  linear_forward(ctx, x, *operand_, bias_for(y), y);
+void Linear::forward(ComputeContext& ctx, const Tensor& x, const Tensor& y,
+                     const Tensor& residual) const {
+  if (residual.data == nullptr) return linear_forward(ctx, x, *operand_, bias_for(y), y);
+  linear_residual_forward(ctx, x, *operand_, bias_for(y), residual, y);
 }
 
 void Linear::forward(ComputeContext& ctx, Activation activation, const Tensor& x,

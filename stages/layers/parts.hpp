@@ -64,7 +64,9 @@ class Linear {
   // precedes the product.
   [[nodiscard]] std::size_t workspace(ComputeContext& ctx, std::int64_t rows, DType result,
                                       std::optional<Activation> before = std::nullopt) const;
-  void forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) const;
+  // residual: with data, y = residual + the product.
+  void forward(ComputeContext& ctx, const Tensor& x, const Tensor& y,
+               const Tensor& residual = {}) const;
   void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& dx) const;
   void backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy) const;
   // With the activation that follows (precedes) the product; raised is what it was applied to.

@@ -42,10 +42,12 @@ Residual ResidualLayer::forward(StreamCall& call, const Residual& in, const Tens
   keep(call, in);
   LayerAllocators memory = call.allocators();
   allocate(call.shape, memory);
-  branch_result(call, memory, out);
-  if (dropout_.active(call)) {
-    dropout(call.compute(), out, dropout_.at(call, call.shape.sequence * width_), out);
+  if (!dropout_.active(call)) {
+    branch_result(call, memory, in.value, out);
+    return {out, {}};
   }
+  branch_result(call, memory, {}, out);
+  dropout(call.compute(), out, dropout_.at(call, call.shape.sequence * width_), out);
   return {out, in.value};
 }
 

@@ -1,7 +1,8 @@
 // A residual branch: out = in + dropout(branch(norm(in))). Attention and MLP derive from it.
 //
-// The branch writes its result to the memory of `out`, and `in` stays pending. The next norm adds
-// both, so the sum needs no pass of its own.
+// The branch's last product adds to `in`. Where something is dropped before the sum, the branch
+// writes its result to the memory of `out`, and `in` stays pending: the next norm adds both.
+// Neither sum needs a pass of its own.
 #pragma once
 
 #include <string>
@@ -55,9 +56,11 @@ class ResidualLayer : public StreamLayer {
   [[nodiscard]] virtual OperatorMemory branch_operators(ComputeContext& compute,
                                                         const BlockShape& shape) const = 0;
   // Forward in two calls. branch_keep computes what the branch keeps from x [rows, width] in the
-  // products' precision. branch_result computes y [rows, width] of the stream's type from it.
+  // products' precision. branch_result computes y [rows, width] of the stream's type from it, and
+  // adds `residual` where it has data.
   virtual void branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) = 0;
-  virtual void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& y) = 0;
+  virtual void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& residual,
+                             const Tensor& y) = 0;
   // dy and dx [rows, width] in the products' precision.
   virtual void branch_backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,
                                      const Tensor& dx) = 0;

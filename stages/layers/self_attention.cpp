@@ -99,9 +99,10 @@ void SelfAttention::keep(StreamCall& call, LayerAllocators memory, const Tensor&
   attend(call, kept);
 }
 
-void SelfAttention::result(StreamCall& call, LayerAllocators memory, const Tensor& y) {
+void SelfAttention::result(StreamCall& call, LayerAllocators memory, const Tensor& residual,
+                           const Tensor& y) {
   const Kept kept = allocate(call.shape, memory);
-  output_.forward(call.compute(), kept.mixed, y);
+  output_.forward(call.compute(), kept.mixed, y, residual);
 }
 
 void SelfAttention::backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,

@@ -36,9 +36,10 @@ class SelfAttention {
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute, const BlockShape& shape) const;
   [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const;
   // Forward in two calls: keep() computes what is kept from x [rows, width], result() writes y
-  // [rows, width] of Options::result from it. Operands below: as in ResidualLayer.
+  // [rows, width] of Options::result from it, plus `residual` where it has data. Operands below: as
+  // in ResidualLayer.
   void keep(StreamCall& call, LayerAllocators memory, const Tensor& x);
-  void result(StreamCall& call, LayerAllocators memory, const Tensor& y);
+  void result(StreamCall& call, LayerAllocators memory, const Tensor& residual, const Tensor& y);
   // dx with null data: not needed.
   void backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy, const Tensor& dx);
   void backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x, const Tensor& dy);

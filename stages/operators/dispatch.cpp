@@ -370,6 +370,15 @@ void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, 
       y);
 }
 
+void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
+                             const Tensor& bias, const Tensor& residual, const Tensor& y) {
+  product(ctx, __func__, x, weight, bias, {"y", y}, only(x.spec.dtype) | kF32);
+  fits(__func__, {"residual", residual}, in_rows(only(y.spec.dtype), rows_of(y), width_of(y)),
+       {{"y", y}});
+  run({__func__, product_flops(x, weight)}, &OperatorTable::linear_residual_forward, ctx, x, weight,
+      bias, residual, y);
+}
+
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx) {
   const Types type = only(dy.spec.dtype);

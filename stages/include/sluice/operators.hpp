@@ -42,6 +42,12 @@ namespace sluice {
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y);
 [[nodiscard]] std::size_t linear_forward_workspace(ComputeContext& ctx, const LinearShape& shape);
+// y = residual + x weightᵀ + bias, the end of a branch of the residual stream; y and residual f32,
+// or of x's type, y not residual's memory. On a CPU the bits are those of linear_forward() to y,
+// then add(residual, y). A GPU adds in the product: residual before bias, and a bf16 y is rounded
+// once. Takes the scratch of linear_forward.
+void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
+                             const Tensor& bias, const Tensor& residual, const Tensor& y);
 // dx = dy weight; overwrites. dy, weight and dx of one type.
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx);

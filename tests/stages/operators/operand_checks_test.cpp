@@ -66,9 +66,13 @@ TEST_P(OperandsTest, WithoutDataAreRefused) {
     const std::string message = wrong.message, operand = message.substr(0, message.find(' '));
     if (!message.starts_with(operand + " is " + to_string(wrong.spec)))
       continue;  // another's fault
-    if (operand == "bias" || operand == "dbias" || operand == "positions" ||
-        operand == "dpositions" || operand == "delta" || operand == "residual" ||
-        operand == "rounded" || (operand == "dgamma" && GetParam().name[0] == 'r')) {
+    const std::string name = GetParam().name;
+    const bool of_norm = name.ends_with("norm_backward");
+    const bool optional = operand == "bias" || operand == "dbias" || operand == "positions" ||
+                          operand == "dpositions" || operand == "delta" ||
+                          (of_norm && (operand == "residual" || operand == "rounded")) ||
+                          (name == "rms_norm_backward" && operand == "dgamma");
+    if (optional) {
       EXPECT_NO_THROW(GetParam().call(ctx_, operands.with(wrong.operand, {})));
       EXPECT_TRUE(operands.canaries_untouched());
       continue;
@@ -124,6 +128,13 @@ std::vector<OperatorForm> linear_forms() {
          "y is i32 [6, 16]; legal with x bf16 [2, 3, 10] and weight bf16 "
          "[16, 10]: f32 or bf16 [6, 16]"},
         {3, {kF32, {2, 16}}, "y is f32 [2, 16]; legal with x bf16 [2, 3, 10] and weight bf16"}}},
+      {"linear_residual_forward",
+       {{kBf16, {2, 3, 10}}, {kBf16, {16, 10}}, {kF32, {16}}, {kF32, {2, 3, 16}}, {kF32, {6, 16}}},
+       of_five(linear_residual_forward),
+       {{0, {kF32, {6, 10}}, "weight is bf16 [16, 10]; legal with x f32 [6, 10]: f32 [any, 10]"},
+        {2, {kF32, {10}}, "bias is f32 [10]; legal with weight bf16 [16, 10]: f32 [16]"},
+        {3, {kBf16, {6, 16}}, "residual is bf16 [6, 16]; legal with y f32 [6, 16]: f32 [6, 16]"},
+        {4, {kF32, {2, 16}}, "y is f32 [2, 16]; legal with x bf16 [2, 3, 10] and weight bf16"}}},
       {"linear_backward_input",
        {{kBf16, {2, 16}}, {kBf16, {16, 10}}, {kBf16, {2, 10}}},
        binary(linear_backward_input),
@@ -196,7 +207,7 @@ std::vector<OperatorForm> linear_activation_forms() {
 
 std::vector<OperatorForm> embedding_forms() {
   const char* out_message =
-      "out is f32 [6, 7]; legal with tokens i32 [2, 3] and table f32 [5, 4]: f32 [6, 4]";
+      "out is f32 [6, 7]; legal with tokens i32 [2, 3] and table f32 [5, 4]: f32 or bf16 [6, 4]";
   return {
       {"embedding_forward",
        {{kI32, {2, 3}}, {kF32, {5, 4}}, {kF32, {3, 4}}, {kF32, {6, 4}}},
@@ -209,7 +220,7 @@ std::vector<OperatorForm> embedding_forms() {
          "positions is f32 [2, 4]; legal with tokens i32 [2, 3] and table f32 "
          "[5, 4]: f32 [at least 3, 4]"},
         {3, {kF32, {6, 7}}, out_message},
-        {3, {kBf16, {6, 4}}, "out is bf16 [6, 4]; legal with tokens i32 [2, 3] and table f32"}}},
+        {3, {kI32, {6, 4}}, "out is i32 [6, 4]; legal with tokens i32 [2, 3] and table f32"}}},
       {"embedding_forward",
        {{kI32, {2, 3}}, {kF32, {5, 4}}, {kF32, {9, 4}}, {kF32, {2, 3, 4}}},
        of_four(embedding_forward),

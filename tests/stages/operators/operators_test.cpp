@@ -320,6 +320,25 @@ TEST_P(LinearTest, CutsManyRowsIntoBlocks) {
   EXPECT_TRUE(y.end_untouched() && dx.end_untouched() && dw.end_untouched() && db.end_untouched());
 }
 
+// Blocks of rows in f32 and in bf16, and a shorter last one.
+TEST_P(LinearTest, ResidualProductHasTheBitsOfAProductAndASum) {
+  const std::int64_t rows = 700, in = 9, out = 13;
+  const Operand x = random_operand(dtype(), {rows, in}, 40),
+                weight = random_operand(dtype(), {out, in}, 41),
+                bias = random_operand(DType::kF32, {out}, 42);
+  for (const DType stream : {DType::kF32, dtype()}) {
+    const Operand residual = random_operand(stream, {rows, out}, 43);
+    const Operand y(stream, {rows, out}), expected(stream, {rows, out});
+    for (const Tensor& added : {bias.tensor, Tensor{}}) {
+      linear_residual_forward(ctx(), x.tensor, weight.tensor, added, residual.tensor, y.tensor);
+      linear_forward(ctx(), x.tensor, weight.tensor, added, expected.tensor);
+      add(ctx(), residual.tensor, expected.tensor);
+      EXPECT_EQ(y.values(), expected.values());
+      EXPECT_TRUE(y.end_untouched());
+    }
+  }
+}
+
 TEST_P(LinearTest, FusedActivationsHaveTheBitsOfSeparateCalls) {
   const std::int64_t rows = 1037, in = 24, hidden = 40;
   for (const Activation activation : {Activation::kGelu, Activation::kSwiglu}) {
