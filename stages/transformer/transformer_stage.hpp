@@ -5,7 +5,8 @@
 // last (which goes to the plan's buffer). Gradients of products' results and of layer outputs live
 // from the input gradient to the weight gradient. If the schedule splits the two, each slot has its
 // own gradients; otherwise all layers and micro-batches share one area, and the gradient of the
-// residual stream is updated in place. prepare() sizes everything for the largest micro-batch.
+// residual stream is updated in place, with its rounded copy where layers read one. prepare() sizes
+// everything for the largest micro-batch.
 #pragma once
 
 #include <memory>

@@ -185,20 +185,19 @@ TEST_P(RecomputeMemoryTest, StepsMakeNoPrimitiveAndNoScratch) {
 
 INSTANTIATE_TEST_SUITE_P(
     Settings, RecomputeMemoryTest,
-    ::testing::Values(Setting{"None", Recompute::kNone, DType::kF32},
-                      Setting{"Attention", Recompute::kAttention, DType::kF32},
-                      Setting{"Block", Recompute::kBlock, DType::kF32},
-                      Setting{"BlockBf16", Recompute::kBlock, DType::kBf16},
-                      Setting{"Llama", Recompute::kNone, DType::kF32, llama_with},
-                      Setting{"LlamaAttentionBf16", Recompute::kAttention, DType::kBf16,
-                              llama_with},
-                      Setting{"LlamaBlock", Recompute::kBlock, DType::kF32, llama_with},
-                      Setting{"Rounding", Recompute::kNone, DType::kBf16, rounding_with},
-                      Setting{"RoundingBlock", Recompute::kBlock, DType::kBf16, rounding_with},
-                      Setting{"Stream", Recompute::kNone, DType::kBf16, stream_with},
-                      Setting{"StreamBlock", Recompute::kBlock, DType::kBf16, stream_with},
-                      Setting{"DroppingStream", Recompute::kAttention, DType::kBf16,
-                              dropping_stream_with}),
+    ::testing::Values(
+        Setting{"None", Recompute::kNone, DType::kF32},
+        Setting{"Attention", Recompute::kAttention, DType::kF32},
+        Setting{"Block", Recompute::kBlock, DType::kF32},
+        Setting{"BlockBf16", Recompute::kBlock, DType::kBf16},
+        Setting{"Llama", Recompute::kNone, DType::kF32, llama_with},
+        Setting{"LlamaAttentionBf16", Recompute::kAttention, DType::kBf16, llama_with},
+        Setting{"LlamaBlock", Recompute::kBlock, DType::kF32, llama_with},
+        Setting{"Rounding", Recompute::kNone, DType::kBf16, rounding_with},
+        Setting{"RoundingBlock", Recompute::kBlock, DType::kBf16, rounding_with},
+        Setting{"Stream", Recompute::kNone, DType::kBf16, stream_with},
+        Setting{"StreamBlock", Recompute::kBlock, DType::kBf16, stream_with},
+        Setting{"DroppingStream", Recompute::kAttention, DType::kBf16, dropping_stream_with}),
     [](const auto& instance) { return instance.param.name; });
 
 TEST(RecomputeTest, ForwardRunsNoProductTwiceAndBackwardOnlyThoseItCounts) {
