@@ -54,10 +54,17 @@ template <Norm kNorm>
 inline constexpr int kWeightTerms = kNorm == Norm::kLayer ? 2 : 1;
 
 // Rows of a slice: enough blocks for a GPU, few sums.
+constexpr int64_t kLeastRows = 16, kMostSlices = 512;
 inline RowSlices norm_slices(int64_t rows) {
-  constexpr int64_t kLeastRows = 16, kMostSlices = 512;
   const int64_t each = divide_up(divide_up(rows, kMostSlices), kLeastRows) * kLeastRows;
   return {each, divide_up(rows, each)};
+}
+
+// At least what the slices' sums of so many rows, or fewer, take.
+std::size_t slices_bytes(int64_t rows, int64_t width, int terms) {
+  const int64_t slices = divide_up(rows, kLeastRows);
+  return static_cast<std::size_t>(terms * (slices < kMostSlices ? slices : kMostSlices) * width) *
+         sizeof(float);
 }
 
 // N elements as they are kept until they are used: bf16 as it lies in memory.
@@ -184,11 +191,6 @@ __global__ void __launch_bounds__(kTileLanes* kTileRows)
               [&](int term, int64_t column, float sum) { target.out[term][column] += sum; });
 }
 
-std::size_t slices_bytes(const NormShape& shape, int terms) {
-  return static_cast<std::size_t>(terms * norm_slices(shape.rows).count * shape.width) *
-         sizeof(float);
-}
-
 template <Norm kNorm, int N, typename T, typename X>
 void run_slices(ComputeContext& ctx, const Backward<T, X>& a,
                 float* const (&out)[kWeightTerms<kNorm>]) {
@@ -199,7 +201,8 @@ void run_slices(ComputeContext& ctx, const Backward<T, X>& a,
   const bool weights = out[0] != nullptr;
   float* slices = nullptr;
   if (weights) {
-    slices = reinterpret_cast<float*>(ctx.workspace(slices_bytes(a.shape, kTerms)));
+    slices =
+        reinterpret_cast<float*>(ctx.workspace(slices_bytes(a.shape.rows, a.shape.width, kTerms)));
   }
   const auto kernel = a.dx == nullptr ? slices_kernel<kNorm, N, false, true, T, X>
                       : weights       ? slices_kernel<kNorm, N, true, true, T, X>
@@ -346,9 +349,9 @@ template void norm_backward<Norm::kRms>(ComputeContext&, const Tensor&, const Te
 
 std::size_t norm_backward_workspace(ComputeContext& /*ctx*/, std::int64_t rows, std::int64_t width,
                                     int terms) {
-  const std::size_t slices = rows == 0 ? 0 : slices_bytes({rows, width}, terms);
-  return slices > column_sums_bytes(rows, width, terms) ? slices
-                                                        : column_sums_bytes(rows, width, terms);
+  const std::size_t slices = slices_bytes(rows, width, terms);
+  const std::size_t columns = column_sums_bytes(rows, width, terms);
+  return slices > columns ? slices : columns;
 }
 
 }  // namespace sluice::cuda
