@@ -112,14 +112,15 @@ struct Sums {
   std::uint64_t steps = 0;
 };
 
-// A step's messages between stages, f32 [samples, context, width] there and back, and a rank's part
-// of the gradients.
+// A step's messages between stages, [samples, context, width] there and back, and a rank's part of
+// the gradients.
 void set_traffic(PipelineOptions::Shape& shape, const TransformerConfig& model, int ranks) {
   const double samples =
       shape.batch_size > 0
           ? static_cast<double>(shape.batch_size) / shape.replicas
           : static_cast<double>(shape.micro_batches) * static_cast<double>(shape.micro_batch_size);
-  shape.edge_bytes = 2 * sizeof(float) * samples * model.context * model.width;
+  shape.edge_bytes = 2 * static_cast<double>(size_of(model.stream_precision)) * samples *
+                     model.context * model.width;
   shape.gradient_bytes =
       sizeof(float) * static_cast<double>(parameter_count(model)) * shape.replicas / ranks;
 }

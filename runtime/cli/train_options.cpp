@@ -86,11 +86,11 @@ constexpr std::array kOfModel = {"model",
 // Of these, what a run may choose whatever weights it starts from.
 constexpr std::array kFreeOfWeights = {"context", "dropout"};
 // Legal for --change: what changes the function that is trained.
-constexpr std::array kOfFunctionToo = {"precision",    "optimizer", "moment-precision",
-                                       "logit-chunks", "seed",      "validation-share",
-                                       "data"};
+constexpr std::array kOfFunctionToo = {
+    "precision", "stream-precision", "optimizer", "moment-precision", "logit-chunks",
+    "seed",      "validation-share", "data"};
 // Of these, what saves of older versions do not list: their runs had the default.
-constexpr std::array kListedSinceLater = {"logit-chunks", "moment-precision"};
+constexpr std::array kListedSinceLater = {"logit-chunks", "moment-precision", "stream-precision"};
 
 template <typename Names>
 bool contains(const Names& names, const std::string& name) {
@@ -146,8 +146,12 @@ void add_model_options(OptionTable& table, TrainOptions& options, RawOptionText&
   add_model_text(table, model, raw.parts);
   table.add_choice(
       "precision", raw.precision, {"fp32", "tf32", "bf16"},
-      "of products' operands; weights, sums and the residual stream stay fp32; tf32: a "
-      "GPU's fp32 products round their operands, a CPU's do not");
+      "of products' operands; weights and sums stay fp32; tf32: a GPU's fp32 products round their "
+      "operands, a CPU's do not");
+  table.add_choice("stream-precision", model.stream_precision,
+                   {{"fp32", DType::kF32}, {"bf16", DType::kBf16}},
+                   "of the residual stream, its gradient and the messages between stages; bf16 "
+                   "needs --precision bf16");
   table.add_choice("recompute", model.recompute,
                    {{"none", Recompute::kNone},
                     {"attention", Recompute::kAttention},

@@ -76,6 +76,9 @@ TransformerConfig config_from(const Json& model, const std::filesystem::path& pa
     config.precision = model.at("precision").get<std::string>() == name_of(DType::kBf16)
                            ? DType::kBf16
                            : DType::kF32;
+    config.stream_precision = model.value("stream_precision", "f32") == name_of(DType::kBf16)
+                                  ? DType::kBf16
+                                  : DType::kF32;
   } catch (const Json::exception& error) {
     throw_error(ErrorCode::kWeights, "'{}' is damaged: {}", path.string(), error.what());
   } catch (const std::out_of_range&) {
@@ -97,6 +100,7 @@ std::string model_config_text(const TransformerConfig& config) {
     if (kind == config.rotary_scaling.kind) model["rotary_scaling"] = name;
   }
   model["precision"] = name_of(config.precision);
+  model["stream_precision"] = name_of(config.stream_precision);
   return model.dump();
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <sluice/compute.hpp>
+#include <sluice/operators.hpp>
 #include <sluice/tensor.hpp>
 
 namespace sluice {
@@ -19,6 +20,7 @@ namespace sluice {
 }
 [[nodiscard]] double operand_bytes(std::span<const Conversion> conversions);
 [[nodiscard]] double operand_bytes(std::span<const std::span<const float>> vectors);
+[[nodiscard]] double operand_bytes(const NormGradients& gradients);
 template <typename Other>
 [[nodiscard]] double operand_bytes(const Other& /*operand*/) {
   return 0;

@@ -12,6 +12,7 @@ namespace sluice {
 
 struct LinearOperators {
   decltype(&sluice::linear_forward) linear_forward;
+  decltype(&sluice::linear_residual_forward) linear_residual_forward;
   decltype(&sluice::linear_backward_input) linear_backward_input;
   decltype(&sluice::linear_backward_weight) linear_backward_weight;
   decltype(&sluice::linear_activation_forward) linear_activation_forward;
@@ -30,12 +31,10 @@ struct EmbeddingOperators {
 
 struct NormOperators {
   decltype(&sluice::layer_norm_forward) layer_norm_forward;
-  decltype(&sluice::layer_norm_backward_input) layer_norm_backward_input;
-  decltype(&sluice::layer_norm_backward_weight) layer_norm_backward_weight;
+  decltype(&sluice::layer_norm_backward) layer_norm_backward;
   decltype(&sluice::rms_norm_forward) rms_norm_forward;
-  decltype(&sluice::rms_norm_backward_input) rms_norm_backward_input;
-  decltype(&sluice::rms_norm_backward_weight) rms_norm_backward_weight;
-  decltype(&sluice::norm_backward_weight_workspace) norm_backward_weight_workspace;
+  decltype(&sluice::rms_norm_backward) rms_norm_backward;
+  decltype(&sluice::norm_backward_workspace) norm_backward_workspace;
 };
 
 struct AttentionOperators {

@@ -22,7 +22,7 @@ struct MatMulSpec {
   std::int64_t batches = 1, m = 0, n = 0, k = 0;
   MatMulLayout a, b, c;
   DType operands = DType::kF32;  // kF32 or kBf16, of a and b; sums run in f32
-  DType result = DType::kF32;    // of c; kF32 where accumulate
+  DType result = DType::kF32;    // of c; on a CPU kF32 where accumulate
   bool bias = false;
   bool accumulate = false;
   friend bool operator==(const MatMulSpec&, const MatMulSpec&) = default;

@@ -120,7 +120,11 @@ void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const
 void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   const TypedKernels& kernels = kernels_for(ctx, x.spec.dtype);
   parallel_range(ctx, x.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
-    kernels.add(element(x, begin), y.as<float>() + begin, end - begin);
+    if (y.spec.dtype == DType::kF32) {
+      kernels.add(element(x, begin), y.as<float>() + begin, end - begin);
+    } else {
+      kernels.add_typed(element(x, begin), element(y, begin), end - begin);
+    }
   });
 }
 

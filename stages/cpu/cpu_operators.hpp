@@ -26,6 +26,7 @@ void exact_gelu_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
 void swiglu_forward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& y);
 void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& dy,
                      const Tensor& dgate_up);
+void add(ComputeContext& ctx, const Tensor& x, const Tensor& y);
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
 
 }  // namespace sluice::cpu

@@ -1,4 +1,5 @@
 // Embedding of tokens and positions.
+#include <algorithm>
 #include <cstring>
 
 #include "stages/cpu/cpu_backend.hpp"
@@ -12,14 +13,23 @@ namespace {
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out) {
   const std::int64_t sequence = tokens.shape()[1], width = table.shape()[1];
-  const auto bytes = static_cast<std::size_t>(width) * sizeof(float);
+  constexpr std::int64_t kAtOnce = 1024;  // columns, a multiple of every vector
+  const bool rounds = out.spec.dtype == DType::kBf16;
+  const Kernels& kernels = kernels_of(ctx);
   const auto* token = tokens.as<std::int32_t>();
   parallel_range(ctx, tokens.elements(), 1, [&](std::int64_t begin, std::int64_t end) {
+    float sums[kAtOnce];
     for (std::int64_t row = begin; row < end; ++row) {
-      float* to = out.as<float>() + row * width;
-      std::memcpy(to, table.as<float>() + token[row] * width, bytes);
-      if (positions.data != nullptr) {
-        kernels_of(ctx).f32.add(positions.as<float>() + row % sequence * width, to, width);
+      const std::int64_t place = row % sequence;
+      for (std::int64_t first = 0; first < width; first += kAtOnce) {
+        const std::int64_t count = std::min(kAtOnce, width - first);
+        float* to = rounds ? sums : out.as<float>() + row * width + first;
+        std::memcpy(to, table.as<float>() + token[row] * width + first,
+                    static_cast<std::size_t>(count) * sizeof(float));
+        if (positions.data != nullptr) {
+          kernels.f32.add(positions.as<float>() + place * width + first, to, count);
+        }
+        if (rounds) kernels.bf16.from_float(sums, element(out, row * width + first), count);
       }
     }
   });
@@ -36,10 +46,10 @@ void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const 
                                const Tensor& dtable, const Tensor& dpositions) {
   const std::int64_t sequence = tokens.shape()[1], width = dtable.shape()[1];
   const auto* token = tokens.as<std::int32_t>();
+  const auto add = kernels_for(ctx, dout.spec.dtype).add;
   parallel_range(ctx, width, kColumnGrain, [&](std::int64_t begin, std::int64_t end) {
     for (std::int64_t row = 0; row < tokens.elements(); ++row) {
-      const float* from = dout.as<float>() + row * width + begin;
-      const auto add = kernels_of(ctx).f32.add;
+      const void* from = element(dout, row * width + begin);
       add(from, dtable.as<float>() + token[row] * width + begin, end - begin);
       if (dpositions.data != nullptr) {
         add(from, dpositions.as<float>() + row % sequence * width + begin, end - begin);

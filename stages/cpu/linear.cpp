@@ -87,6 +87,15 @@ void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, 
   });
 }
 
+void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
+                             const Tensor& bias, const Tensor& residual, const Tensor& y) {
+  const LinearShape shape = shape_of(weight, x);
+  for_row_blocks(x.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
+    forward_rows(ctx, shape, first, rows, x, weight, bias, y);
+    cpu::add(ctx, rows_of(residual, first, rows, shape.out), rows_of(y, first, rows, shape.out));
+  });
+}
+
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx) {
   const LinearShape shape = shape_of(weight, dx);
@@ -155,6 +164,7 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
 LinearOperators linear_operators() {
   return {
       .linear_forward = linear_forward,
+      .linear_residual_forward = linear_residual_forward,
       .linear_backward_input = linear_backward_input,
       .linear_backward_weight = linear_backward_weight,
       .linear_activation_forward = linear_activation_forward,

@@ -16,16 +16,22 @@ NormShape shape_of(const Tensor& x, const Tensor& gamma) {
   return {width == 0 ? 0 : x.elements() / width, width};
 }
 
-const void* delta_row(const Tensor& delta, std::int64_t row, std::int64_t width) {
-  return delta.data == nullptr ? nullptr : element(delta, row * width);
+// `type`: of dy or y.
+const NormKernels& norm_kernels_for(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
+                                    DType type) {
+  const TypedKernels& kernels = kernels_for(ctx, type);
+  if (x.spec.dtype == DType::kBf16) return kernels.norm_typed;
+  const bool typed = delta.data != nullptr && delta.spec.dtype == DType::kBf16;
+  return typed ? kernels.norm_typed_delta : kernels.norm;
 }
 
-bool typed_delta(const Tensor& delta) {
-  return delta.data != nullptr && delta.spec.dtype == DType::kBf16;
+// From an element on; null stays null.
+void* from(const Tensor& tensor, std::int64_t first) {
+  return tensor.data == nullptr ? nullptr : element(tensor, first);
 }
 
-std::size_t norm_backward_weight_workspace(ComputeContext& /*ctx*/, std::int64_t /*rows*/,
-                                           std::int64_t /*width*/, int /*terms*/) {
+std::size_t norm_backward_workspace(ComputeContext& /*ctx*/, std::int64_t /*rows*/,
+                                    std::int64_t /*width*/, int /*terms*/) {
   return 0;
 }
 
@@ -33,72 +39,64 @@ void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delt
                         const Tensor& gamma, const Tensor& beta, float epsilon, const Tensor& y,
                         const Tensor& stats) {
   const NormShape shape = shape_of(x, gamma);
-  const TypedKernels& kernels = kernels_for(ctx, y.spec.dtype);
-  const auto kernel =
-      typed_delta(delta) ? kernels.layer_norm_forward_typed : kernels.layer_norm_forward;
+  const NormKernels& kernels = norm_kernels_for(ctx, x, delta, y.spec.dtype);
   parallel_range(ctx, shape.rows, 1, [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t first = begin * shape.width;
-    kernel(x.as<float>() + first, delta_row(delta, begin, shape.width), gamma.as<float>(),
-           beta.as<float>(), epsilon, element(y, first), stats.as<float>() + 2 * begin, end - begin,
-           shape.width);
+    kernels.layer_forward(element(x, first), from(delta, first), gamma.as<float>(),
+                          beta.as<float>(), epsilon, element(y, first),
+                          stats.as<float>() + 2 * begin, end - begin, shape.width);
   });
 }
 
-void layer_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                               const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
+void layer_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                         const Tensor& gamma, const Tensor& stats, const NormGradients& gradients) {
   const NormShape shape = shape_of(x, gamma);
-  const TypedKernels& kernels = kernels_for(ctx, dy.spec.dtype);
-  parallel_range(ctx, shape.rows, 1, [&](std::int64_t begin, std::int64_t end) {
-    const std::int64_t first = begin * shape.width;
-    kernels.layer_norm_backward(element(dy, first), x.as<float>() + first, gamma.as<float>(),
-                                stats.as<float>() + 2 * begin, dx.as<float>() + first, end - begin,
-                                shape.width);
-  });
-}
-
-void layer_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta) {
-  const NormShape shape = shape_of(x, dgamma);
-  const TypedKernels& kernels = kernels_for(ctx, dy.spec.dtype);
+  const NormKernels& kernels = norm_kernels_for(ctx, x, {}, dy.spec.dtype);
+  if (gradients.dx.data != nullptr) {
+    parallel_range(ctx, shape.rows, 1, [&](std::int64_t begin, std::int64_t end) {
+      const std::int64_t first = begin * shape.width;
+      kernels.layer_backward(element(dy, first), element(x, first), gamma.as<float>(),
+                             stats.as<float>() + 2 * begin, from(gradients.residual, first),
+                             element(gradients.dx, first), from(gradients.rounded, first),
+                             end - begin, shape.width);
+    });
+  }
+  if (gradients.dgamma.data == nullptr) return;
   parallel_range(ctx, shape.width, kColumnGrain, [&](std::int64_t begin, std::int64_t end) {
-    kernels.layer_norm_weights(element(dy, begin), x.as<float>() + begin, stats.as<float>(),
-                               shape.width, shape.rows, end - begin, dgamma.as<float>() + begin,
-                               dbeta.as<float>() + begin);
+    kernels.layer_weights(element(dy, begin), element(x, begin), stats.as<float>(), shape.width,
+                          shape.rows, end - begin, gradients.dgamma.as<float>() + begin,
+                          gradients.dbeta.as<float>() + begin);
   });
 }
 
 void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
                       const Tensor& gamma, float epsilon, const Tensor& y, const Tensor& stats) {
   const NormShape shape = shape_of(x, gamma);
-  const TypedKernels& kernels = kernels_for(ctx, y.spec.dtype);
-  const auto kernel =
-      typed_delta(delta) ? kernels.rms_norm_forward_typed : kernels.rms_norm_forward;
+  const NormKernels& kernels = norm_kernels_for(ctx, x, delta, y.spec.dtype);
   parallel_range(ctx, shape.rows, 1, [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t first = begin * shape.width;
-    kernel(x.as<float>() + first, delta_row(delta, begin, shape.width), gamma.as<float>(), epsilon,
-           element(y, first), stats.as<float>() + begin, end - begin, shape.width);
+    kernels.rms_forward(element(x, first), from(delta, first), gamma.as<float>(), epsilon,
+                        element(y, first), stats.as<float>() + begin, end - begin, shape.width);
   });
 }
 
-void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                             const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
+void rms_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& gamma,
+                       const Tensor& stats, const NormGradients& gradients) {
   const NormShape shape = shape_of(x, gamma);
-  const TypedKernels& kernels = kernels_for(ctx, dy.spec.dtype);
-  parallel_range(ctx, shape.rows, 1, [&](std::int64_t begin, std::int64_t end) {
-    const std::int64_t first = begin * shape.width;
-    kernels.rms_norm_backward(element(dy, first), x.as<float>() + first, gamma.as<float>(),
-                              stats.as<float>() + begin, dx.as<float>() + first, end - begin,
-                              shape.width);
-  });
-}
-
-void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                              const Tensor& stats, const Tensor& dgamma) {
-  const NormShape shape = shape_of(x, dgamma);
-  const TypedKernels& kernels = kernels_for(ctx, dy.spec.dtype);
+  const NormKernels& kernels = norm_kernels_for(ctx, x, {}, dy.spec.dtype);
+  if (gradients.dx.data != nullptr) {
+    parallel_range(ctx, shape.rows, 1, [&](std::int64_t begin, std::int64_t end) {
+      const std::int64_t first = begin * shape.width;
+      kernels.rms_backward(element(dy, first), element(x, first), gamma.as<float>(),
+                           stats.as<float>() + begin, from(gradients.residual, first),
+                           element(gradients.dx, first), from(gradients.rounded, first),
+                           end - begin, shape.width);
+    });
+  }
+  if (gradients.dgamma.data == nullptr) return;
   parallel_range(ctx, shape.width, kColumnGrain, [&](std::int64_t begin, std::int64_t end) {
-    kernels.rms_norm_weights(element(dy, begin), x.as<float>() + begin, stats.as<float>(),
-                             shape.width, shape.rows, end - begin, dgamma.as<float>() + begin);
+    kernels.rms_weights(element(dy, begin), element(x, begin), stats.as<float>(), shape.width,
+                        shape.rows, end - begin, gradients.dgamma.as<float>() + begin);
   });
 }
 
@@ -107,12 +105,10 @@ void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tenso
 NormOperators norm_operators() {
   return {
       .layer_norm_forward = layer_norm_forward,
-      .layer_norm_backward_input = layer_norm_backward_input,
-      .layer_norm_backward_weight = layer_norm_backward_weight,
+      .layer_norm_backward = layer_norm_backward,
       .rms_norm_forward = rms_norm_forward,
-      .rms_norm_backward_input = rms_norm_backward_input,
-      .rms_norm_backward_weight = rms_norm_backward_weight,
-      .norm_backward_weight_workspace = norm_backward_weight_workspace,
+      .rms_norm_backward = rms_norm_backward,
+      .norm_backward_workspace = norm_backward_workspace,
   };
 }
 

@@ -122,11 +122,18 @@ void dropout(const DropoutArguments* arguments, const void* x, void* y, int64_t 
   apply_dropout(*arguments, static_cast<const T*>(x), static_cast<T*>(y), n);
 }
 
-template <typename T>
-void add(const void* x_data, float* y, int64_t n) {
-  const T* x = static_cast<const T*>(x_data);
+template <typename From, typename To>
+SLUICE_INLINE void add_to(const From* x, To* y, int64_t n) {
   for_vectors(n, [&](int64_t i, auto part)
                      SLUICE_LAMBDA { store(y + i, load(y + i, part) + load(x + i, part), part); });
+}
+template <typename T>
+void add(const void* x, float* y, int64_t n) {
+  add_to(static_cast<const T*>(x), y, n);
+}
+template <typename T>
+void add_typed(const void* x, void* y, int64_t n) {
+  add_to(static_cast<const T*>(x), static_cast<T*>(y), n);
 }
 
 template <typename From, typename To>

@@ -16,6 +16,28 @@
 
 namespace sluice {
 
+// Norms of the residual stream; dy and y of the table's type T. `void*`: x, residual and dx are of
+// type X, delta of type D.
+struct NormKernels {
+  // x += delta first where delta is not null. stats: mean, rstd per row.
+  void (*layer_forward)(void* x, const void* delta, const float* gamma, const float* beta,
+                        float epsilon, void* y, float* stats, int64_t rows, int64_t width);
+  // dx = residual + the gradient; residual: null, or dx. rounded: dx in bf16, or null.
+  void (*layer_backward)(const void* dy, const void* x, const float* gamma, const float* stats,
+                         const void* residual, void* dx, void* rounded, int64_t rows,
+                         int64_t width);
+  // Columns [0, width) of matrices with leading dimension ld.
+  void (*layer_weights)(const void* dy, const void* x, const float* stats, int64_t ld, int64_t rows,
+                        int64_t width, float* dgamma, float* dbeta);
+  // RMSNorm; stats: rstd per row.
+  void (*rms_forward)(void* x, const void* delta, const float* gamma, float epsilon, void* y,
+                      float* stats, int64_t rows, int64_t width);
+  void (*rms_backward)(const void* dy, const void* x, const float* gamma, const float* stats,
+                       const void* residual, void* dx, void* rounded, int64_t rows, int64_t width);
+  void (*rms_weights)(const void* dy, const void* x, const float* stats, int64_t ld, int64_t rows,
+                      int64_t width, float* dgamma);
+};
+
 struct TypedKernels {
   void (*gelu_forward)(const void* x, void* y, int64_t n);
   void (*gelu_backward)(const void* x, const void* dy, void* dx, int64_t n);
@@ -34,6 +56,7 @@ struct TypedKernels {
                           int64_t hidden);
   void (*dropout)(const DropoutArguments* dropout, const void* x, void* y, int64_t n);
   void (*add)(const void* x, float* y, int64_t n);  // y += x
+  void (*add_typed)(const void* x, void* y, int64_t n);
   void (*to_float)(const void* x, float* y, int64_t n);
   void (*from_float)(const float* x, void* y, int64_t n);
   // sums[column] += sum over rows, for `width` columns of a matrix with leading dimension `ld`.
@@ -48,26 +71,9 @@ struct TypedKernels {
   // Rotates the halves of `heads` vectors of head_dim, in place; cosine and sine [head_dim / 2].
   void (*rotate)(void* x, int64_t heads, int64_t head_dim, const float* cosine, const float* sine);
 
-  // x += delta first where delta is not null: float, or of type T in the _typed form. stats: mean,
-  // rstd per row (RMSNorm: rstd).
-  void (*layer_norm_forward)(float* x, const void* delta, const float* gamma, const float* beta,
-                             float epsilon, void* y, float* stats, int64_t rows, int64_t width);
-  void (*layer_norm_forward_typed)(float* x, const void* delta, const float* gamma,
-                                   const float* beta, float epsilon, void* y, float* stats,
-                                   int64_t rows, int64_t width);
-  void (*layer_norm_backward)(const void* dy, const float* x, const float* gamma,
-                              const float* stats, float* dx, int64_t rows, int64_t width);
-  // Columns [0, width) of matrices with leading dimension ld.
-  void (*layer_norm_weights)(const void* dy, const float* x, const float* stats, int64_t ld,
-                             int64_t rows, int64_t width, float* dgamma, float* dbeta);
-  void (*rms_norm_forward)(float* x, const void* delta, const float* gamma, float epsilon, void* y,
-                           float* stats, int64_t rows, int64_t width);
-  void (*rms_norm_forward_typed)(float* x, const void* delta, const float* gamma, float epsilon,
-                                 void* y, float* stats, int64_t rows, int64_t width);
-  void (*rms_norm_backward)(const void* dy, const float* x, const float* gamma, const float* stats,
-                            float* dx, int64_t rows, int64_t width);
-  void (*rms_norm_weights)(const void* dy, const float* x, const float* stats, int64_t ld,
-                           int64_t rows, int64_t width, float* dgamma);
+  NormKernels norm;              // X = D = float
+  NormKernels norm_typed_delta;  // X = float, D = T
+  NormKernels norm_typed;        // X = D = T
 
   // Rows [first, first + rows) of a causal score matrix: row r sees the last `seen` of columns
   // 0..r. Writes probabilities, and zeros to the rest of columns [begin, end), which hold all that

@@ -1,5 +1,6 @@
-// Normalisation over rows of the residual stream (float); y and dy of type T. Mean, then variance
-// about the mean, each in one pass over a row that is in the first-level cache by then.
+// Normalisation over rows of the residual stream of type X, float or Half; y and dy of type T.
+// Mean, then variance about the mean, each in one pass over a row that is in the first-level cache
+// by then. What is normalised is x + delta as it is stored.
 #pragma once
 
 #include "stages/cpu_kernels/activation.hpp"
@@ -7,15 +8,34 @@
 
 namespace sluice::SLUICE_KERNEL_NAMESPACE {
 
-template <typename T>
-SLUICE_INLINE void add_delta(float* x, const void* delta, int64_t row, int64_t width) {
-  if (delta != nullptr) add<T>(static_cast<const T*>(delta) + row * width, x, width);
+template <typename Delta, typename X>
+SLUICE_INLINE void add_delta(X* x, const void* delta, int64_t row, int64_t width) {
+  if (delta != nullptr) add_to(static_cast<const Delta*>(delta) + row * width, x, width);
 }
 
-template <typename T, typename Delta>
-void layer_norm_forward(float* x, const void* delta, const float* gamma, const float* beta,
+// Rows of a norm's input gradient: what to add to, and where the sums go.
+template <typename X>
+struct StreamGradient {
+  const X* residual;  // null: zeros
+  X* dx;
+  Half* rounded;  // may be null
+
+  static SLUICE_INLINE StreamGradient of(const void* residual, void* dx, void* rounded) {
+    return {static_cast<const X*>(residual), static_cast<X*>(dx), static_cast<Half*>(rounded)};
+  }
+  template <typename Count>
+  SLUICE_INLINE void put(int64_t i, VecF change, Count part) const {
+    const VecF sum = (residual == nullptr ? VecF{} : load(residual + i, part)) + change;
+    store(dx + i, sum, part);
+    if (rounded != nullptr) store(rounded + i, sum, part);
+  }
+};
+
+template <typename T, typename X, typename Delta>
+void layer_norm_forward(void* x_data, const void* delta, const float* gamma, const float* beta,
                         float epsilon, void* y_data, float* stats, int64_t rows, int64_t width) {
   const float inverse = 1.0F / static_cast<float>(width);
+  X* x = static_cast<X*>(x_data);
   for (int64_t row = 0; row < rows; ++row, x += width) {
     add_delta<Delta>(x, delta, row, width);
     const float mean = inverse * sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
@@ -36,11 +56,14 @@ void layer_norm_forward(float* x, const void* delta, const float* gamma, const f
   }
 }
 
-template <typename T>
-void layer_norm_backward(const void* dy_data, const float* x, const float* gamma,
-                         const float* stats, float* dx, int64_t rows, int64_t width) {
+template <typename T, typename X>
+void layer_norm_backward(const void* dy_data, const void* x_data, const float* gamma,
+                         const float* stats, const void* residual, void* dx, void* rounded,
+                         int64_t rows, int64_t width) {
   const float inverse = 1.0F / static_cast<float>(width);
-  for (int64_t row = 0; row < rows; ++row, x += width, dx += width) {
+  const auto to = StreamGradient<X>::of(residual, dx, rounded);
+  const X* x = static_cast<const X*>(x_data);
+  for (int64_t row = 0; row < rows; ++row, x += width) {
     const T* dy = static_cast<const T*>(dy_data) + row * width;
     const float mean = stats[2 * row], rstd = stats[2 * row + 1];
     VecF sums{}, dots{};
@@ -54,16 +77,16 @@ void layer_norm_backward(const void* dy_data, const float* x, const float* gamma
         layer_norm_gradient(mean, rstd, lane_sum(sums), lane_sum(dots), inverse);
     for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
       const VecF g = load(dy + i, part) * load(gamma + i, part);
-      const VecF change = layer_norm_change(gradient, g, load(x + i, part));
-      store(dx + i, load(dx + i, part) + change, part);
+      to.put(row * width + i, layer_norm_change(gradient, g, load(x + i, part)), part);
     });
   }
 }
 
-template <typename T>
-void layer_norm_weights(const void* dy_data, const float* x, const float* stats, int64_t ld,
+template <typename T, typename X>
+void layer_norm_weights(const void* dy_data, const void* x_data, const float* stats, int64_t ld,
                         int64_t rows, int64_t width, float* dgamma, float* dbeta) {
   const T* dy = static_cast<const T*>(dy_data);
+  const X* x = static_cast<const X*>(x_data);
   int64_t row = 0;
   for (; row + 2 <= rows; row += 2, dy += 2 * ld, x += 2 * ld, stats += 4) {
     for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
@@ -85,10 +108,11 @@ void layer_norm_weights(const void* dy_data, const float* x, const float* stats,
   });
 }
 
-template <typename T, typename Delta>
-void rms_norm_forward(float* x, const void* delta, const float* gamma, float epsilon, void* y_data,
-                      float* stats, int64_t rows, int64_t width) {
+template <typename T, typename X, typename Delta>
+void rms_norm_forward(void* x_data, const void* delta, const float* gamma, float epsilon,
+                      void* y_data, float* stats, int64_t rows, int64_t width) {
   const float inverse = 1.0F / static_cast<float>(width);
+  X* x = static_cast<X*>(x_data);
   for (int64_t row = 0; row < rows; ++row, x += width) {
     add_delta<Delta>(x, delta, row, width);
     const float square = inverse * sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
@@ -104,11 +128,14 @@ void rms_norm_forward(float* x, const void* delta, const float* gamma, float eps
   }
 }
 
-template <typename T>
-void rms_norm_backward(const void* dy_data, const float* x, const float* gamma, const float* stats,
-                       float* dx, int64_t rows, int64_t width) {
+template <typename T, typename X>
+void rms_norm_backward(const void* dy_data, const void* x_data, const float* gamma,
+                       const float* stats, const void* residual, void* dx, void* rounded,
+                       int64_t rows, int64_t width) {
   const float inverse = 1.0F / static_cast<float>(width);
-  for (int64_t row = 0; row < rows; ++row, x += width, dx += width) {
+  const auto to = StreamGradient<X>::of(residual, dx, rounded);
+  const X* x = static_cast<const X*>(x_data);
+  for (int64_t row = 0; row < rows; ++row, x += width) {
     const T* dy = static_cast<const T*>(dy_data) + row * width;
     const float rstd = stats[row];
     const float dot = sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
@@ -117,16 +144,16 @@ void rms_norm_backward(const void* dy_data, const float* x, const float* gamma, 
     const NormGradient gradient = rms_norm_gradient(rstd, dot, inverse);
     for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
       const VecF g = load(dy + i, part) * load(gamma + i, part);
-      const VecF change = rms_norm_change(gradient, g, load(x + i, part));
-      store(dx + i, load(dx + i, part) + change, part);
+      to.put(row * width + i, rms_norm_change(gradient, g, load(x + i, part)), part);
     });
   }
 }
 
-template <typename T>
-void rms_norm_weights(const void* dy_data, const float* x, const float* stats, int64_t ld,
+template <typename T, typename X>
+void rms_norm_weights(const void* dy_data, const void* x_data, const float* stats, int64_t ld,
                       int64_t rows, int64_t width, float* dgamma) {
   const T* dy = static_cast<const T*>(dy_data);
+  const X* x = static_cast<const X*>(x_data);
   for (int64_t row = 0; row < rows; ++row, dy += ld, x += ld) {
     for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
       const VecF normal = load(x + i, part) * stats[row];

@@ -8,6 +8,18 @@ namespace sluice::SLUICE_KERNEL_NAMESPACE {
 
 namespace {
 
+template <typename T, typename X, typename D>
+constexpr NormKernels norm_kernels() {
+  return {
+      .layer_forward = layer_norm_forward<T, X, D>,
+      .layer_backward = layer_norm_backward<T, X>,
+      .layer_weights = layer_norm_weights<T, X>,
+      .rms_forward = rms_norm_forward<T, X, D>,
+      .rms_backward = rms_norm_backward<T, X>,
+      .rms_weights = rms_norm_weights<T, X>,
+  };
+}
+
 template <typename T>
 constexpr TypedKernels typed_kernels() {
   return {
@@ -27,20 +39,16 @@ constexpr TypedKernels typed_kernels() {
       .swiglu_backward = swiglu_backward<T>,
       .dropout = dropout<T>,
       .add = add<T>,
+      .add_typed = add_typed<T>,
       .to_float = to_float<T>,
       .from_float = from_float<T>,
       .column_sums = column_sums<T>,
       .head_norm_forward = head_norm_forward<T>,
       .head_norm_backward = head_norm_backward<T>,
       .rotate = rotate<T>,
-      .layer_norm_forward = layer_norm_forward<T, float>,
-      .layer_norm_forward_typed = layer_norm_forward<T, T>,
-      .layer_norm_backward = layer_norm_backward<T>,
-      .layer_norm_weights = layer_norm_weights<T>,
-      .rms_norm_forward = rms_norm_forward<T, float>,
-      .rms_norm_forward_typed = rms_norm_forward<T, T>,
-      .rms_norm_backward = rms_norm_backward<T>,
-      .rms_norm_weights = rms_norm_weights<T>,
+      .norm = norm_kernels<T, float, float>(),
+      .norm_typed_delta = norm_kernels<T, float, T>(),
+      .norm_typed = norm_kernels<T, T, T>(),
       .causal_softmax = causal_softmax<T>,
       .causal_softmax_backward = causal_softmax_backward<T>,
       .row_dots = row_dots<T>,

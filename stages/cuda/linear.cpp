@@ -73,6 +73,17 @@ void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, 
       {.a = x.data, .b = weight.data, .bias = bias_for(ctx, bias, y.spec.dtype), .c = y.data});
 }
 
+void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
+                             const Tensor& bias, const Tensor& residual, const Tensor& y) {
+  MatMulSpec product = linear_product(forward_shape(x, weight, bias, y));
+  product.accumulate = true;
+  backend_of(ctx).matmuls().run({product}, {.a = x.data,
+                                            .b = weight.data,
+                                            .bias = bias_for(ctx, bias, y.spec.dtype),
+                                            .added = residual.data,
+                                            .c = y.data});
+}
+
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx) {
   backend_of(ctx).matmuls().run({linear_input_product(shape_of(weight, dy, 0))},
@@ -135,6 +146,7 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
 LinearOperators linear_operators() {
   return {
       .linear_forward = linear_forward,
+      .linear_residual_forward = linear_residual_forward,
       .linear_backward_input = linear_backward_input,
       .linear_backward_weight = linear_backward_weight,
       .linear_activation_forward = linear_activation_forward,

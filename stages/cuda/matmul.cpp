@@ -143,7 +143,7 @@ struct Plan {
 bool aligned(const ProductOperands& operands) {
   std::uintptr_t bits = 0;
   for (const void* pointer :
-       {operands.a, operands.b, operands.bias, static_cast<const void*>(operands.c),
+       {operands.a, operands.b, operands.bias, operands.added, static_cast<const void*>(operands.c),
         static_cast<const void*>(operands.aux)}) {
     bits |= reinterpret_cast<std::uintptr_t>(pointer);
   }
@@ -205,11 +205,12 @@ std::uint32_t split_of(const cublasLtMatmulAlgo_t& algorithm) {
 }
 
 // Which of the library's candidates, its best guess first. In bf16 on Hopper, for a product that
-// does more than multiply while it stores (b transposed: a layer's forward, with its bias; an
-// activation), the one with the most waves, that is the smallest tiles: a multiprocessor then has
-// two at once, and stores the results of one while it multiplies for the other. Elsewhere they gain
-// nothing in a whole step: there a GPU runs at its limit of power, and small tiles take more of it.
-// Sums split over more blocks than in the first guess have more waves too, and no smaller tiles.
+// does more than multiply while it stores (b transposed and a not: a layer's forward, with its bias
+// and what it adds to; an activation), the one with the most waves, that is the smallest tiles: a
+// multiprocessor then has two at once, and stores the results of one while it multiplies for the
+// other. Elsewhere they gain nothing in a whole step: there a GPU runs at its limit of power, and
+// small tiles take more of it. Sums split over more blocks than in the first guess have more waves
+// too, and no smaller tiles.
 const cublasLtMatmulHeuristicResult_t& Matmuls::State::pick(
     const ProductSpec& spec, std::span<const cublasLtMatmulHeuristicResult_t> candidates) const {
   constexpr int kHopper = 90;
@@ -221,7 +222,7 @@ const cublasLtMatmulHeuristicResult_t& Matmuls::State::pick(
   if (first == candidates.end()) return candidates.front();
   const auto* picked = &*first;
   const bool stores_much =
-      spec.epilogue != Epilogue::kNone || (product.b.row == 1 && !product.accumulate);
+      spec.epilogue != Epilogue::kNone || (product.b.row == 1 && product.a.column == 1);
   if (context.compute_capability() != kHopper || product.operands != DType::kBf16 || !stores_much) {
     return *picked;
   }
@@ -292,7 +293,7 @@ Matmuls::~Matmuls() = default;
 void Matmuls::run(const ProductSpec& spec, const ProductOperands& operands) {
   const MatMulSpec& product = spec.product;
   if (product.batches == 0 || product.m == 0 || product.n == 0) return;
-  if (product.k == 0 && product.accumulate) return;
+  if (product.k == 0 && product.accumulate && operands.added == nullptr) return;
   const Plan& plan = state_->find(spec, aligned(operands));
   check_product(spec, plan.status);
   if (product.bias) set(plan.description, CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands.bias);
@@ -302,7 +303,8 @@ void Matmuls::run(const ProductSpec& spec, const ProductOperands& operands) {
   const float one = 1, beta = product.accumulate ? 1.0F : 0.0F;
   Context& context = state_->context;
   check_product(spec, cublasLtMatmul(context.cublas(), plan.description.get(), &one, operands.b,
-                                     plan.b.get(), operands.a, plan.a.get(), &beta, operands.c,
+                                     plan.b.get(), operands.a, plan.a.get(), &beta,
+                                     operands.added != nullptr ? operands.added : operands.c,
                                      plan.c.get(), operands.c, plan.c.get(), &plan.algorithm,
                                      context.workspace(), Context::kWorkspaceBytes,
                                      static_cast<cudaStream_t>(context.stream().native())));

@@ -48,7 +48,8 @@ struct ProductSpec {
 struct ProductOperands {
   const void* a = nullptr;
   const void* b = nullptr;
-  const void* bias = nullptr;  // [n], of the result's type
+  const void* bias = nullptr;   // [n], of the result's type
+  const void* added = nullptr;  // what an accumulating product adds to, laid out as c; null: c
   void* c = nullptr;
   void* aux = nullptr;  // [m, n] with c's strides and type; written by kGelu, read by kGeluGradient
 };

@@ -250,8 +250,12 @@ void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const
 void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   with_type(x.spec.dtype, [&](auto type) {
     using T = decltype(type);
-    for_elements<kWide<T>>(ctx, "addition", x.elements(), aligned(x.data, y.data),
-                           Binary<Added, T, float>{x.as<T>(), y.as<float>(), y.as<float>()});
+    const auto run = [&](auto y_type) {
+      using Y = decltype(y_type);
+      for_elements<kWide<T>>(ctx, "addition", x.elements(), aligned(x.data, y.data),
+                             Binary<Added, T, Y>{x.as<T>(), y.as<Y>(), y.as<Y>()});
+    };
+    y.spec.dtype == DType::kF32 ? run(float{}) : run(T{});
   });
 }
 

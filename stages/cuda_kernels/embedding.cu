@@ -14,11 +14,12 @@ namespace sluice::cuda {
 
 namespace {
 
+template <typename S>
 struct EmbeddingForward {
   const int32_t* tokens;
   const float* table;
   const float* positions;  // may be null
-  float* out;
+  S* out;
   int64_t sequence, width;
   template <int N>
   __device__ void run(int64_t row, int64_t column) const {
@@ -30,8 +31,9 @@ struct EmbeddingForward {
   }
 };
 
+template <typename S>
 struct PositionGradient {
-  const float* dout;
+  const S* dout;
   float* dpositions;
   int64_t samples, sequence, width;
   template <int N>
@@ -135,9 +137,10 @@ __global__ void sort_kernel(const Places places) {
   }
 }
 
+template <typename S>
 struct TableGradient {
   Places places;
-  const float* dout;
+  const S* dout;
   float* dtable;
   float* heads;  // [tiles, width]: of the run that began in an earlier tile
   float* tails;  // [tiles, width]: of the run that goes on in the next
@@ -146,8 +149,8 @@ struct TableGradient {
   [[nodiscard]] __device__ int32_t token_at(int64_t place) const {
     return places.tokens[places.sorted[place]];
   }
-  template <int N>
-  static __device__ void accumulate(const float* from, Floats<N>& sum) {
+  template <int N, typename From>
+  static __device__ void accumulate(const From* from, Floats<N>& sum) {
     add_to(sum, load<N>(from));
   }
   template <int N>
@@ -158,7 +161,11 @@ struct TableGradient {
   }
 };
 
-struct TileSums : TableGradient {
+template <typename S>
+struct TileSums : TableGradient<S> {
+  using TableGradient<S>::accumulate, TableGradient<S>::add_to_table, TableGradient<S>::dout;
+  using TableGradient<S>::heads, TableGradient<S>::places, TableGradient<S>::tails;
+  using TableGradient<S>::token_at, TableGradient<S>::width;
   template <int N>
   __device__ void run(int64_t tile, int64_t column) const {
     const int64_t first = tile * kTile;
@@ -184,7 +191,11 @@ struct TileSums : TableGradient {
 };
 
 // The run that begins in a tile and goes on after it.
-struct JoinedSums : TableGradient {
+template <typename S>
+struct JoinedSums : TableGradient<S> {
+  using TableGradient<S>::accumulate, TableGradient<S>::add_to_table, TableGradient<S>::heads;
+  using TableGradient<S>::places, TableGradient<S>::tails, TableGradient<S>::token_at;
+  using TableGradient<S>::width;
   template <int N>
   __device__ void run(int64_t tile, int64_t column) const {
     const int64_t end = (tile + 1) * kTile;
@@ -201,7 +212,8 @@ struct JoinedSums : TableGradient {
 };
 
 // Hands out the scratch of a gradient whose counts and width are set; returns the bytes it takes.
-std::size_t cut(TableGradient& gradient, std::byte* base) {
+template <typename S>
+std::size_t cut(TableGradient<S>& gradient, std::byte* base) {
   Places& places = gradient.places;
   const int64_t tiles = divide_up(places.count, kTile);
   BumpAllocator pieces(base);
@@ -216,21 +228,22 @@ std::size_t cut(TableGradient& gradient, std::byte* base) {
 
 std::size_t embedding_backward_weight_workspace(ComputeContext& /*ctx*/, std::int64_t rows,
                                                 std::int64_t vocabulary, std::int64_t width) {
-  TableGradient gradient{};
+  TableGradient<float> gradient{};
   gradient.places.count = rows;
   gradient.places.vocabulary = vocabulary;
   gradient.width = width;
   return cut(gradient, nullptr);
 }
 
-TableGradient take_scratch(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                           const Tensor& dtable) {
-  TableGradient gradient{};
+template <typename S>
+TableGradient<S> take_scratch(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
+                              const Tensor& dtable) {
+  TableGradient<S> gradient{};
   Places& places = gradient.places;
   places.tokens = tokens.as<int32_t>();
   places.count = tokens.elements();
   places.vocabulary = dtable.shape()[0];
-  gradient.dout = dout.as<float>();
+  gradient.dout = dout.as<S>();
   gradient.dtable = dtable.as<float>();
   gradient.width = dtable.shape()[1];
   cut(gradient, ctx.workspace(cuda::embedding_backward_weight_workspace(
@@ -262,31 +275,43 @@ void sort_places(ComputeContext& ctx, const Places& places) {
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out) {
   const int64_t width = table.shape()[1];
-  for_rows<kWide<float>>(
-      ctx, "embedding forward", tokens.elements(), width,
-      width % kWide<float> == 0 && aligned(table.data, positions.data, out.data),
-      EmbeddingForward{tokens.as<int32_t>(), table.as<float>(), positions.as<float>(),
-                       out.as<float>(), tokens.shape()[1], width});
+  with_type(out.spec.dtype, [&](auto type) {
+    using S = decltype(type);
+    constexpr int kAtOnce = kWide<S>;
+    for_rows<kAtOnce>(
+        ctx, "embedding forward", tokens.elements(), width,
+        width % kAtOnce == 0 && aligned(table.data, positions.data, out.data),
+        EmbeddingForward<S>{tokens.as<int32_t>(), table.as<float>(), positions.as<float>(),
+                            out.as<S>(), tokens.shape()[1], width});
+  });
 }
 
-void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                               const Tensor& dtable, const Tensor& dpositions) {
+template <typename S>
+void run_gradients(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
+                   const Tensor& dtable, const Tensor& dpositions) {
   const int64_t samples = tokens.shape()[0], sequence = tokens.shape()[1];
   const int64_t width = dtable.shape()[1];
-  if (tokens.elements() == 0 || width == 0) return;
-  constexpr int kAtOnce = kWide<float>;
+  constexpr int kAtOnce = kWide<S>;
   const bool wide = width % kAtOnce == 0 && aligned(dout.data, dtable.data, dpositions.data);
   if (dpositions.data != nullptr) {
     for_rows<kAtOnce>(
         ctx, "embedding of positions, gradient", sequence, width, wide,
-        PositionGradient{dout.as<float>(), dpositions.as<float>(), samples, sequence, width});
+        PositionGradient<S>{dout.as<S>(), dpositions.as<float>(), samples, sequence, width});
   }
-  const TableGradient gradient = take_scratch(ctx, tokens, dout, dtable);
+  const auto gradient = take_scratch<S>(ctx, tokens, dout, dtable);
   sort_places(ctx, gradient.places);
   const int64_t tiles = divide_up(tokens.elements(), kTile);
-  for_rows<kAtOnce>(ctx, "embedding gradient of tiles", tiles, width, wide, TileSums{gradient});
+  for_rows<kAtOnce>(ctx, "embedding gradient of tiles", tiles, width, wide, TileSums<S>{gradient});
   for_rows<kAtOnce>(ctx, "embedding gradient of long runs", tiles, width, wide,
-                    JoinedSums{gradient});
+                    JoinedSums<S>{gradient});
+}
+
+void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
+                               const Tensor& dtable, const Tensor& dpositions) {
+  if (tokens.elements() == 0 || dtable.shape()[1] == 0) return;
+  with_type(dout.spec.dtype, [&](auto type) {
+    run_gradients<decltype(type)>(ctx, tokens, dout, dtable, dpositions);
+  });
 }
 
 }  // namespace

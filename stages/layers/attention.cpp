@@ -8,6 +8,7 @@ SelfAttention::Options branch_of(const ResidualOptions& options, SelfAttention::
   attention.width = options.width;
   attention.output_deviation = options.output_deviation;
   attention.precision = options.precision;
+  attention.result = options.stream;
   return attention;
 }
 

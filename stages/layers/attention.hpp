@@ -12,7 +12,7 @@ namespace sluice {
 class AttentionLayer final : public ResidualLayer {
  public:
   // `attention`: all but what the branch shares with the layer: name, width, output_deviation,
-  // precision.
+  // precision, result.
   AttentionLayer(const ResidualOptions& options, SelfAttention::Options attention,
                  ParameterSet& parameters, WeightCopies& copies);
 
@@ -31,8 +31,9 @@ class AttentionLayer final : public ResidualLayer {
   void branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) override {
     branch_.keep(call, memory, x);
   }
-  void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& y) override {
-    branch_.result(call, memory, y);
+  void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& residual,
+                     const Tensor& y) override {
+    branch_.result(call, memory, residual, y);
   }
   void branch_backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,
                              const Tensor& dx) override {

@@ -75,7 +75,7 @@ class AttentionSpecLayer final : public Layer {
   void forward(LayerCall& call, const Tensor& y) override {
     StreamCall inner = stream_call(call);
     branch_->keep(inner, inner.allocators(), as_rows(call.x));
-    branch_->result(inner, inner.allocators(), as_rows(y));
+    branch_->result(inner, inner.allocators(), {}, as_rows(y));
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
     StreamCall inner = stream_call(call);

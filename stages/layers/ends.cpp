@@ -13,7 +13,8 @@ EmbeddingLayer::EmbeddingLayer(const Options& options, ParameterSet& parameters)
                               Shape{options.vocabulary, options.width}, Init::normal(0.02), true,
                               options.tied)),
       width_(options.width),
-      dropout_(options.dropout) {
+      dropout_(options.dropout),
+      stream_(options.stream) {
   if (options.positions > 0) {
     positions_ = &parameters.add("position_embedding.weight",
                                  Shape{options.positions, options.width}, Init::normal(0.02));
@@ -23,7 +24,7 @@ EmbeddingLayer::EmbeddingLayer(const Options& options, ParameterSet& parameters)
 LayerMemory EmbeddingLayer::memory(const BlockShape& shape) const {
   BumpAllocator gradients;
   if (dropout_.probability > 0) {
-    (void)gradients.tensor(DType::kF32, shape.rows(), width_);
+    (void)gradients.tensor(stream_, shape.rows(), width_);
   }
   return {.gradients = gradients.used()};
 }
@@ -34,7 +35,7 @@ OperatorMemory EmbeddingLayer::operators(ComputeContext& compute, const BlockSha
 }
 
 Tensor EmbeddingLayer::dropped(const StreamCall& call) const {
-  return BumpAllocator(call.gradients).tensor(DType::kF32, call.shape.rows(), width_);
+  return BumpAllocator(call.gradients).tensor(stream_, call.shape.rows(), width_);
 }
 
 Residual EmbeddingLayer::forward(StreamCall& call, const Residual& in, const Tensor& out) {
@@ -47,15 +48,17 @@ Residual EmbeddingLayer::forward(StreamCall& call, const Residual& in, const Ten
   return {out, {}};
 }
 
-void EmbeddingLayer::backward_input(StreamCall& call, const Tensor& /*in*/, const Tensor& dout,
-                                    const Tensor& /*din*/) {
+void EmbeddingLayer::backward_input(StreamCall& call, const Tensor& /*in*/,
+                                    const StreamGradient& dout, const StreamGradient& /*din*/) {
   if (dropout_.active(call)) {
-    dropout(call.compute(), dout, dropout_.at(call, call.shape.sequence * width_), dropped(call));
+    dropout(call.compute(), dout.value, dropout_.at(call, call.shape.sequence * width_),
+            dropped(call));
   }
 }
 
-void EmbeddingLayer::backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) {
-  embedding_backward_weight(call.compute(), in, dropout_.active(call) ? dropped(call) : dout,
+void EmbeddingLayer::backward_weight(StreamCall& call, const Tensor& in,
+                                     const StreamGradient& dout) {
+  embedding_backward_weight(call.compute(), in, dropout_.active(call) ? dropped(call) : dout.value,
                             tokens_->grad, positions_ != nullptr ? positions_->grad : Tensor{});
 }
 
@@ -140,20 +143,27 @@ void HeadLayer::recompute(StreamCall& call, const Tensor& in) {
   norm_.forward(call.compute(), {in, {}}, kept.normed, kept.stats);
 }
 
-void HeadLayer::backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
-                               const Tensor& din) {
+void HeadLayer::backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                               const StreamGradient& din) {
   const Kept kept = kept_of(call);
-  if (!in_chunks()) projection_.backward_input(call.compute(), dout, kept.dnormed);
-  if (din.data != nullptr) {
-    fill_zero(call.compute(), din);
-    norm_.backward_input(call.compute(), in_chunks() ? dout : kept.dnormed, in, kept.stats, din);
-  }
+  if (!in_chunks()) projection_.backward_input(call.compute(), dout.value, kept.dnormed);
+  norm_.backward_input(call.compute(), normed_gradient(kept, dout), in, kept.stats, {}, din);
 }
 
-void HeadLayer::backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) {
+void HeadLayer::backward_weight(StreamCall& call, const Tensor& in, const StreamGradient& dout) {
   const Kept kept = kept_of(call);
-  if (!in_chunks()) projection_.backward_weight(call.compute(), kept.normed, dout);
-  norm_.backward_weight(call.compute(), in_chunks() ? dout : kept.dnormed, in, kept.stats);
+  if (!in_chunks()) projection_.backward_weight(call.compute(), kept.normed, dout.value);
+  norm_.backward_weight(call.compute(), normed_gradient(kept, dout), in, kept.stats);
+}
+
+void HeadLayer::backward(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                         const StreamGradient& din) {
+  const Kept kept = kept_of(call);
+  if (!in_chunks()) {
+    projection_.backward_input(call.compute(), dout.value, kept.dnormed);
+    projection_.backward_weight(call.compute(), kept.normed, dout.value);
+  }
+  norm_.backward(call.compute(), normed_gradient(kept, dout), in, kept.stats, {}, din);
 }
 
 }  // namespace sluice

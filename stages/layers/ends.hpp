@@ -15,6 +15,7 @@ class EmbeddingLayer final : public StreamLayer {
     std::int64_t positions = 0;  // 0: none learned
     bool tied = false;
     DropoutSite dropout;
+    DType stream = DType::kF32;
   };
   EmbeddingLayer(const Options& options, ParameterSet& parameters);
 
@@ -22,9 +23,9 @@ class EmbeddingLayer final : public StreamLayer {
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
                                          const BlockShape& shape) const override;
   [[nodiscard]] Residual forward(StreamCall& call, const Residual& in, const Tensor& out) override;
-  void backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
-                      const Tensor& din) override;
-  void backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) override;
+  void backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                      const StreamGradient& din) override;
+  void backward_weight(StreamCall& call, const Tensor& in, const StreamGradient& dout) override;
 
  private:
   [[nodiscard]] Tensor dropped(const StreamCall& call) const;
@@ -33,6 +34,7 @@ class EmbeddingLayer final : public StreamLayer {
   Parameter* positions_ = nullptr;
   std::int64_t width_;
   DropoutSite dropout_;
+  DType stream_;
 };
 
 // Its output: logits [rows, vocabulary] in the products' precision, or, with chunks, the final
@@ -65,9 +67,11 @@ class HeadLayer final : public StreamLayer {
                                          const BlockShape& shape) const override;
   [[nodiscard]] Residual forward(StreamCall& call, const Residual& in, const Tensor& out) override;
   void recompute(StreamCall& call, const Tensor& in) override;
-  void backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
-                      const Tensor& din) override;
-  void backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) override;
+  void backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                      const StreamGradient& din) override;
+  void backward_weight(StreamCall& call, const Tensor& in, const StreamGradient& dout) override;
+  void backward(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                const StreamGradient& din) override;
   // With chunks, right after forward. `scratch`: of memory(shape).
   void loss(ComputeContext& compute, const BlockShape& shape, std::byte* scratch,
             const Loss& loss) const;
@@ -84,6 +88,10 @@ class HeadLayer final : public StreamLayer {
   [[nodiscard]] std::int64_t chunk_rows(std::int64_t rows) const;
   [[nodiscard]] Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
   [[nodiscard]] Kept kept_of(const StreamCall& call) const;
+  // The gradient of the norm's results, from that of the output.
+  [[nodiscard]] Tensor normed_gradient(const Kept& kept, const StreamGradient& dout) const {
+    return in_chunks() ? dout.value : kept.dnormed;
+  }
 
   Norm norm_;
   Linear projection_;

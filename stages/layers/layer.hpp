@@ -3,11 +3,11 @@
 // A layer keeps no state between calls except for its parameters. What it keeps of a micro-batch is
 // in memory that the stage passes with each call. The layer finds it again by allocating the same
 // tensors in the same order from the same address (BumpAllocator). The border between two layers is
-// the f32 residual stream.
+// the residual stream, f32 or bf16.
 //
-// A layer may leave the last addition to the residual stream to the next one, which fuses it into
-// its norm (Residual::pending). The sum of two f32 numbers has the same bits in every kernel, so
-// results do not depend on where a stage ends.
+// A layer that drops some of its result leaves the addition to the residual stream to the next one,
+// which fuses it into its norm (Residual::pending). The sum of two numbers, rounded to the stream's
+// type, has the same bits in every kernel, so results do not depend on where a stage ends.
 #pragma once
 
 #include <algorithm>
@@ -65,10 +65,17 @@ struct StreamCall {
 };
 
 // A point of the residual stream: value, or value + pending where pending has data; the sum then
-// belongs in value's memory. f32 [rows, width].
+// belongs in value's memory. [rows, width] of the stream's type.
 struct Residual {
   Tensor value;
   Tensor pending;
+};
+
+// The gradient of a point of the residual stream, [rows, width] of the stream's type. `rounded` has
+// data where a layer reads a copy of it in bf16 (reads_rounded()): who writes one writes both.
+struct StreamGradient {
+  Tensor value;
+  Tensor rounded = {};
 };
 
 class StreamLayer {
@@ -90,15 +97,18 @@ class StreamLayer {
   // Writes again what forward kept, to the bit; `in` is forward's completed input. A layer that
   // keeps nothing does nothing.
   virtual void recompute(StreamCall& /*call*/, const Tensor& /*in*/) {}
+  // Whether backward reads StreamGradient::rounded of its dout.
+  [[nodiscard]] virtual bool reads_rounded() const { return false; }
   // `in` is forward's completed input, `dout` the gradient of its completed output. Overwrites
   // `din` (null data: not needed). din is not dout.
-  virtual void backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
-                              const Tensor& din) = 0;
+  virtual void backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                              const StreamGradient& din) = 0;
   // Adds to the parameters' gradients; operands as in the backward_input before it.
-  virtual void backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) = 0;
+  virtual void backward_weight(StreamCall& call, const Tensor& in, const StreamGradient& dout) = 0;
   // Both, with the same bits. din may be dout if both are gradients of the residual stream. A layer
   // whose backward_weight reads what backward_input would then overwrite has its own.
-  virtual void backward(StreamCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) {
+  virtual void backward(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                        const StreamGradient& din) {
     backward_input(call, in, dout, din);
     backward_weight(call, in, dout);
   }

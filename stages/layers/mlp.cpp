@@ -15,7 +15,8 @@ MlpLayer::MlpLayer(const Options& options, ParameterSet& parameters, WeightCopie
             {.in = options.hidden,
              .out = options.width,
              .deviation = options.output_deviation,
-             .bias = options.bias},
+             .bias = options.bias,
+             .rounds_bias = options.stream != DType::kF32},
             parameters, copies) {}
 
 MlpLayer::Kept MlpLayer::allocate(const BlockShape& shape, LayerAllocators& memory) const {
@@ -33,7 +34,7 @@ void MlpLayer::measure(const BlockShape& shape, LayerAllocators& memory) const {
 
 OperatorMemory MlpLayer::branch_operators(ComputeContext& compute, const BlockShape& shape) const {
   return {.workspace = std::max(up_.workspace(compute, shape.rows(), precision()),
-                                down_.workspace(compute, shape.rows(), DType::kF32, activation()))};
+                                down_.workspace(compute, shape.rows(), stream(), activation()))};
 }
 
 void MlpLayer::branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) {
@@ -41,9 +42,10 @@ void MlpLayer::branch_keep(StreamCall& call, LayerAllocators memory, const Tenso
   up_.forward(call.compute(), activation(), x, kept.raised, kept.hidden);
 }
 
-void MlpLayer::branch_result(StreamCall& call, LayerAllocators memory, const Tensor& y) {
+void MlpLayer::branch_result(StreamCall& call, LayerAllocators memory, const Tensor& residual,
+                             const Tensor& y) {
   const Kept kept = allocate(call.shape, memory);
-  down_.forward(call.compute(), kept.hidden, y);
+  down_.forward(call.compute(), kept.hidden, y, residual);
 }
 
 void MlpLayer::branch_backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,

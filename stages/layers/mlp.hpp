@@ -23,7 +23,8 @@ class MlpLayer final : public ResidualLayer {
   [[nodiscard]] OperatorMemory branch_operators(ComputeContext& compute,
                                                 const BlockShape& shape) const override;
   void branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) override;
-  void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& y) override;
+  void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& residual,
+                     const Tensor& y) override;
   void branch_backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,
                              const Tensor& dx) override;
   void branch_backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x,

@@ -85,8 +85,10 @@ std::size_t Linear::workspace(ComputeContext& ctx, std::int64_t rows, DType resu
                 : bytes;
 }
 
-void Linear::forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) const {
-  linear_forward(ctx, x, *operand_, bias_for(y), y);
+void Linear::forward(ComputeContext& ctx, const Tensor& x, const Tensor& y,
+                     const Tensor& residual) const {
+  if (residual.data == nullptr) return linear_forward(ctx, x, *operand_, bias_for(y), y);
+  linear_residual_forward(ctx, x, *operand_, bias_for(y), residual, y);
 }
 
 void Linear::forward(ComputeContext& ctx, Activation activation, const Tensor& x,
@@ -118,8 +120,7 @@ Norm::Norm(Kind kind, const std::string& name, std::int64_t width, float epsilon
 }
 
 std::size_t Norm::workspace(ComputeContext& ctx, std::int64_t rows) const {
-  return norm_backward_weight_workspace(ctx, rows, weight_->shape[0],
-                                        kind_ == Kind::kLayer ? 2 : 1);
+  return norm_backward_workspace(ctx, rows, weight_->shape[0], kind_ == Kind::kLayer ? 2 : 1);
 }
 
 void Norm::forward(ComputeContext& ctx, const Residual& x, const Tensor& y,
@@ -131,22 +132,37 @@ void Norm::forward(ComputeContext& ctx, const Residual& x, const Tensor& y,
   }
 }
 
-void Norm::backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                          const Tensor& stats, const Tensor& dx) const {
+void Norm::backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
+                    const NormGradients& gradients) const {
   if (kind_ == Kind::kLayer) {
-    layer_norm_backward_input(ctx, dy, x, weight_->value, stats, dx);
+    layer_norm_backward(ctx, dy, x, weight_->value, stats, gradients);
   } else {
-    rms_norm_backward_input(ctx, dy, x, weight_->value, stats, dx);
+    rms_norm_backward(ctx, dy, x, weight_->value, stats, gradients);
   }
+}
+
+void Norm::backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                          const Tensor& stats, const Tensor& residual,
+                          const StreamGradient& dx) const {
+  if (dx.value.data == nullptr) return;
+  backward(ctx, dy, x, stats, {.dx = dx.value, .residual = residual, .rounded = dx.rounded});
 }
 
 void Norm::backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                            const Tensor& stats) const {
-  if (kind_ == Kind::kLayer) {
-    layer_norm_backward_weight(ctx, dy, x, stats, weight_->grad, bias_->grad);
-  } else {
-    rms_norm_backward_weight(ctx, dy, x, stats, weight_->grad);
-  }
+  backward(ctx, dy, x, stats,
+           {.dgamma = weight_->grad, .dbeta = bias_ != nullptr ? bias_->grad : Tensor{}});
+}
+
+void Norm::backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
+                    const Tensor& residual, const StreamGradient& dx) const {
+  if (dx.value.data == nullptr) return backward_weight(ctx, dy, x, stats);
+  backward(ctx, dy, x, stats,
+           {.dx = dx.value,
+            .residual = residual,
+            .rounded = dx.rounded,
+            .dgamma = weight_->grad,
+            .dbeta = bias_ != nullptr ? bias_->grad : Tensor{}});
 }
 
 QueryKeyNorm::QueryKeyNorm(const std::string& name, std::int64_t head_dim, float epsilon,

@@ -64,7 +64,9 @@ class Linear {
   // precedes the product.
   [[nodiscard]] std::size_t workspace(ComputeContext& ctx, std::int64_t rows, DType result,
                                       std::optional<Activation> before = std::nullopt) const;
-  void forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) const;
+  // residual: with data, y = residual + the product.
+  void forward(ComputeContext& ctx, const Tensor& x, const Tensor& y,
+               const Tensor& residual = {}) const;
   void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& dx) const;
   void backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy) const;
   // With the activation that follows (precedes) the product; raised is what it was applied to.
@@ -96,13 +98,19 @@ class Norm {
   [[nodiscard]] std::size_t workspace(ComputeContext& ctx, std::int64_t rows) const;
   // Completes x first.
   void forward(ComputeContext& ctx, const Residual& x, const Tensor& y, const Tensor& stats) const;
-  // Adds to dx.
+  // dx = residual + the gradient; residual: NormGradients. dx without data: not wanted.
   void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
-                      const Tensor& dx) const;
+                      const Tensor& residual, const StreamGradient& dx) const;
   void backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                        const Tensor& stats) const;
+  // Both, in one pass on a GPU, with the same bits.
+  void backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
+                const Tensor& residual, const StreamGradient& dx) const;
 
  private:
+  void backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
+                const NormGradients& gradients) const;
+
   Kind kind_;
   float epsilon_;
   Parameter* weight_;

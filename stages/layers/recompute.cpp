@@ -23,20 +23,21 @@ Residual RecomputedLayer::forward(StreamCall& call, const Residual& in, const Te
   return layer_->forward(inner, in, out);
 }
 
-void RecomputedLayer::backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
-                                     const Tensor& din) {
+void RecomputedLayer::backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                                     const StreamGradient& din) {
   StreamCall inner = within(call);
   layer_->recompute(inner, in);
   layer_->backward_input(inner, in, dout, din);
 }
 
-void RecomputedLayer::backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) {
+void RecomputedLayer::backward_weight(StreamCall& call, const Tensor& in,
+                                      const StreamGradient& dout) {
   StreamCall inner = within(call);
   layer_->backward_weight(inner, in, dout);
 }
 
-void RecomputedLayer::backward(StreamCall& call, const Tensor& in, const Tensor& dout,
-                               const Tensor& din) {
+void RecomputedLayer::backward(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                               const StreamGradient& din) {
   StreamCall inner = within(call);
   layer_->recompute(inner, in);
   layer_->backward(inner, in, dout, din);

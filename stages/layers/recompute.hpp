@@ -26,11 +26,13 @@ class RecomputedLayer final : public StreamLayer {
   [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const override {
     return layer_->note(compute, shape);
   }
+  [[nodiscard]] bool reads_rounded() const override { return layer_->reads_rounded(); }
   [[nodiscard]] Residual forward(StreamCall& call, const Residual& in, const Tensor& out) override;
-  void backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
-                      const Tensor& din) override;
-  void backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) override;
-  void backward(StreamCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) override;
+  void backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                      const StreamGradient& din) override;
+  void backward_weight(StreamCall& call, const Tensor& in, const StreamGradient& dout) override;
+  void backward(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                const StreamGradient& din) override;
 
  private:
   // The same call with the inner layer's memory.

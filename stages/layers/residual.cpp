@@ -10,11 +10,9 @@ ResidualLayer::Kept ResidualLayer::allocate(const BlockShape& shape,
   kept.normed = memory.until_weight.tensor(precision_, rows, width_);
   kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_.stats_per_row());
   kept.dnormed = memory.gradients.tensor(precision_, rows, width_);
-  if (drops || precision_ != DType::kF32) {
+  if (drops) {
     kept.dbranch = memory.gradients.tensor(precision_, rows, width_);
-  }
-  if (drops && precision_ != DType::kF32) {
-    kept.dropped = memory.scratch.tensor(DType::kF32, rows, width_);
+    if (precision_ != stream_) kept.dropped = memory.scratch.tensor(stream_, rows, width_);
   }
   return kept;
 }
@@ -44,64 +42,62 @@ Residual ResidualLayer::forward(StreamCall& call, const Residual& in, const Tens
   keep(call, in);
   LayerAllocators memory = call.allocators();
   allocate(call.shape, memory);
-  branch_result(call, memory, out);
-  if (dropout_.active(call)) {
-    dropout(call.compute(), out, dropout_.at(call, call.shape.sequence * width_), out);
+  if (!dropout_.active(call)) {
+    branch_result(call, memory, in.value, out);
+    return {out, {}};
   }
+  branch_result(call, memory, {}, out);
+  dropout(call.compute(), out, dropout_.at(call, call.shape.sequence * width_), out);
   return {out, in.value};
 }
 
-Tensor ResidualLayer::branch_gradient(const Kept& kept, const Tensor& dout) const {
-  return kept.dbranch.spec.shape.rank() == 0 ? dout : kept.dbranch;
+bool ResidualLayer::reads_rounded() const {
+  return precision_ != stream_ && dropout_.probability == 0;
 }
 
-void ResidualLayer::backward_branch(StreamCall& call, const Tensor& dout) {
+Tensor ResidualLayer::branch_gradient(const Kept& kept, const StreamGradient& dout) const {
+  if (dropout_.probability > 0) return kept.dbranch;
+  return reads_rounded() ? dout.rounded : dout.value;
+}
+
+void ResidualLayer::backward_branch(StreamCall& call, const StreamGradient& dout) {
   LayerAllocators memory = call.allocators();
   const Kept kept = allocate(call.shape, memory);
   ComputeContext& compute = call.compute();
-  const Tensor dbranch = branch_gradient(kept, dout);
   if (dropout_.active(call)) {
     const Dropout mask = dropout_.at(call, call.shape.sequence * width_);
-    const Tensor dropped = precision_ == DType::kF32 ? dbranch : kept.dropped;
-    dropout(compute, dout, mask, dropped);
-    copy_or_convert(compute, dropped, dbranch);
-  } else {
-    copy_or_convert(compute, dout, dbranch);
+    const bool converts = precision_ != stream_;
+    const Tensor dropped = converts ? kept.dropped : kept.dbranch;
+    dropout(compute, dout.value, mask, dropped);
+    if (converts) convert(compute, dropped, kept.dbranch);
   }
-  branch_backward_input(call, memory, dbranch, kept.dnormed);
+  branch_backward_input(call, memory, branch_gradient(kept, dout), kept.dnormed);
 }
 
-void ResidualLayer::backward_norm(StreamCall& call, const Tensor& in, const Tensor& din) {
+void ResidualLayer::backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                                   const StreamGradient& din) {
+  backward_branch(call, dout);
   LayerAllocators memory = call.allocators();
   const Kept kept = allocate(call.shape, memory);
-  norm_.backward_input(call.compute(), kept.dnormed, in, kept.stats, din);
+  norm_.backward_input(call.compute(), kept.dnormed, in, kept.stats, dout.value, din);
 }
 
-void ResidualLayer::backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
-                                   const Tensor& din) {
-  backward_branch(call, dout);
-  if (din.data != nullptr) {
-    copy_or_convert(call.compute(), dout, din);
-    backward_norm(call, in, din);
-  }
-}
-
-void ResidualLayer::backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) {
+void ResidualLayer::backward_weight(StreamCall& call, const Tensor& in,
+                                    const StreamGradient& dout) {
   LayerAllocators memory = call.allocators();
   const Kept kept = allocate(call.shape, memory);
   branch_backward_weight(call, memory, kept.normed, branch_gradient(kept, dout));
   norm_.backward_weight(call.compute(), kept.dnormed, in, kept.stats);
 }
 
-void ResidualLayer::backward(StreamCall& call, const Tensor& in, const Tensor& dout,
-                             const Tensor& din) {
-  // The weight gradient reads dout, which the norm's input gradient may then turn into din.
+void ResidualLayer::backward(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                             const StreamGradient& din) {
+  // The branch's weight gradient reads dout, which the norm may then turn into din.
   backward_branch(call, dout);
-  backward_weight(call, in, dout);
-  if (din.data != nullptr) {
-    copy_or_convert(call.compute(), dout, din);
-    backward_norm(call, in, din);
-  }
+  LayerAllocators memory = call.allocators();
+  const Kept kept = allocate(call.shape, memory);
+  branch_backward_weight(call, memory, kept.normed, branch_gradient(kept, dout));
+  norm_.backward(call.compute(), kept.dnormed, in, kept.stats, dout.value, din);
 }
 
 }  // namespace sluice

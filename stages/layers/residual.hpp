@@ -1,7 +1,8 @@
 // A residual branch: out = in + dropout(branch(norm(in))). Attention and MLP derive from it.
 //
-// The branch writes its result to the memory of `out`, and `in` stays pending. The next norm adds
-// both, so the sum needs no pass of its own.
+// The branch's last product adds to `in`. Where something is dropped before the sum, the branch
+// writes its result to the memory of `out`, and `in` stays pending: the next norm adds both.
+// Neither sum needs a pass of its own.
 #pragma once
 
 #include <string>
@@ -19,7 +20,8 @@ struct ResidualOptions {
   float norm_epsilon = 1e-5F;
   double output_deviation = 0.02;  // standard deviation of the last product's initial weights
   DropoutSite output;
-  DType precision = DType::kF32;
+  DType precision = DType::kF32;  // of the branch's products
+  DType stream = DType::kF32;     // f32, or the precision
 };
 
 class ResidualLayer : public StreamLayer {
@@ -29,20 +31,24 @@ class ResidualLayer : public StreamLayer {
                                          const BlockShape& shape) const final;
   [[nodiscard]] Residual forward(StreamCall& call, const Residual& in, const Tensor& out) final;
   void recompute(StreamCall& call, const Tensor& in) final;
-  void backward_input(StreamCall& call, const Tensor& in, const Tensor& dout,
-                      const Tensor& din) final;
-  void backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) final;
-  void backward(StreamCall& call, const Tensor& in, const Tensor& dout, const Tensor& din) final;
+  [[nodiscard]] bool reads_rounded() const final;
+  void backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                      const StreamGradient& din) final;
+  void backward_weight(StreamCall& call, const Tensor& in, const StreamGradient& dout) final;
+  void backward(StreamCall& call, const Tensor& in, const StreamGradient& dout,
+                const StreamGradient& din) final;
 
  protected:
   ResidualLayer(const ResidualOptions& options, const std::string& norm, ParameterSet& parameters)
       : norm_(options.norm, options.name + norm, options.width, options.norm_epsilon, parameters),
         dropout_(options.output),
         width_(options.width),
-        precision_(options.precision) {}
+        precision_(options.precision),
+        stream_(options.stream) {}
 
   [[nodiscard]] std::int64_t width() const { return width_; }
   [[nodiscard]] DType precision() const { return precision_; }
+  [[nodiscard]] DType stream() const { return stream_; }
 
   // Allocates all that the branch uses in any phase. Below, `memory` of a branch follows the memory
   // of the residual layer itself.
@@ -50,9 +56,11 @@ class ResidualLayer : public StreamLayer {
   [[nodiscard]] virtual OperatorMemory branch_operators(ComputeContext& compute,
                                                         const BlockShape& shape) const = 0;
   // Forward in two calls. branch_keep computes what the branch keeps from x [rows, width] in the
-  // products' precision. branch_result computes y f32 [rows, width] from it.
+  // products' precision. branch_result computes y [rows, width] of the stream's type from it, and
+  // adds `residual` where it has data.
   virtual void branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) = 0;
-  virtual void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& y) = 0;
+  virtual void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& residual,
+                             const Tensor& y) = 0;
   // dy and dx [rows, width] in the products' precision.
   virtual void branch_backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,
                                      const Tensor& dx) = 0;
@@ -62,21 +70,21 @@ class ResidualLayer : public StreamLayer {
  private:
   struct Kept {
     Tensor normed, stats;     // until the weight gradient
-    Tensor dbranch, dnormed;  // gradients; dbranch without data: it is dout itself
-    Tensor dropped;           // scratch, f32; between dropout and conversion
+    Tensor dbranch, dnormed;  // gradients; dbranch: where something is dropped
+    Tensor dropped;           // scratch, of the stream's type; between dropout and conversion
   };
   Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
   // Completes `in`, then runs forward except for branch_result.
   void keep(StreamCall& call, const Residual& in);
-  [[nodiscard]] Tensor branch_gradient(const Kept& kept, const Tensor& dout) const;
+  // What the branch's products read: of the products' precision.
+  [[nodiscard]] Tensor branch_gradient(const Kept& kept, const StreamGradient& dout) const;
   // backward_input except for the norm.
-  void backward_branch(StreamCall& call, const Tensor& dout);
-  void backward_norm(StreamCall& call, const Tensor& in, const Tensor& din);
+  void backward_branch(StreamCall& call, const StreamGradient& dout);
 
   Norm norm_;
   DropoutSite dropout_;
   std::int64_t width_;
-  DType precision_;
+  DType precision_, stream_;
 };
 
 }  // namespace sluice

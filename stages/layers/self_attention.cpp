@@ -10,6 +10,7 @@ SelfAttention::SelfAttention(const Options& options, ParameterSet& parameters, W
       head_dim_(options.head_dim),
       window_(options.window),
       precision_(options.precision),
+      result_(options.result),
       positions_(options.positions),
       probabilities_(options.probabilities),
       recompute_(options.recompute),
@@ -26,7 +27,8 @@ SelfAttention::SelfAttention(const Options& options, ParameterSet& parameters, W
               {.in = std::int64_t{options.heads} * head_dim_,
                .out = options.width,
                .deviation = options.output_deviation,
-               .bias = options.output_bias},
+               .bias = options.output_bias,
+               .rounds_bias = options.result != DType::kF32},
               parameters, copies) {}
 
 AttentionShape SelfAttention::attention_shape(const BlockShape& shape) const {
@@ -64,7 +66,7 @@ OperatorMemory SelfAttention::operators(ComputeContext& compute, const BlockShap
   const bool drops = probabilities_.probability > 0;
   const std::int64_t rows = batch.rows();
   return {.workspace = std::max({qkv_.workspace(compute, rows, precision_),
-                                 output_.workspace(compute, rows, DType::kF32),
+                                 output_.workspace(compute, rows, result_),
                                  attention_forward_workspace(compute, shape, precision_, false),
                                  attention_forward_workspace(compute, shape, precision_, drops),
                                  attention_backward_workspace(compute, shape, precision_, drops),
@@ -97,9 +99,10 @@ void SelfAttention::keep(StreamCall& call, LayerAllocators memory, const Tensor&
   attend(call, kept);
 }
 
-void SelfAttention::result(StreamCall& call, LayerAllocators memory, const Tensor& y) {
+void SelfAttention::result(StreamCall& call, LayerAllocators memory, const Tensor& residual,
+                           const Tensor& y) {
   const Kept kept = allocate(call.shape, memory);
-  output_.forward(call.compute(), kept.mixed, y);
+  output_.forward(call.compute(), kept.mixed, y, residual);
 }
 
 void SelfAttention::backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy,

@@ -27,6 +27,7 @@ class SelfAttention {
     double output_deviation = 0.02;  // standard deviation of the last product's initial weights
     bool qkv_bias = false, output_bias = false;
     DType precision = DType::kF32;
+    DType result = DType::kF32;  // f32, or the precision
   };
   SelfAttention(const Options& options, ParameterSet& parameters, WeightCopies& copies);
 
@@ -34,10 +35,11 @@ class SelfAttention {
   void measure(const BlockShape& shape, LayerAllocators& memory) const;
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute, const BlockShape& shape) const;
   [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const;
-  // Forward in two calls: keep() computes what is kept from x [rows, width], result() writes y f32
-  // [rows, width] from it. Operands below: as in ResidualLayer.
+  // Forward in two calls: keep() computes what is kept from x [rows, width], result() writes y
+  // [rows, width] of Options::result from it, plus `residual` where it has data. Operands below: as
+  // in ResidualLayer.
   void keep(StreamCall& call, LayerAllocators memory, const Tensor& x);
-  void result(StreamCall& call, LayerAllocators memory, const Tensor& y);
+  void result(StreamCall& call, LayerAllocators memory, const Tensor& residual, const Tensor& y);
   // dx with null data: not needed.
   void backward_input(StreamCall& call, LayerAllocators memory, const Tensor& dy, const Tensor& dx);
   void backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x, const Tensor& dy);
@@ -58,7 +60,7 @@ class SelfAttention {
   void attend(StreamCall& call, const Kept& kept) const;
 
   int heads_, kv_heads_, head_dim_, window_;
-  DType precision_;
+  DType precision_, result_;
   std::optional<RotaryPositions> positions_;
   DropoutSite probabilities_;
   bool recompute_;

@@ -75,7 +75,7 @@ class LayerNormLayer final : public Layer {
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
     const std::int64_t rows = rows_of(input);
     return {.memory = {.until_weight = stats_of({}, rows).spec.bytes()},
-            .operator_bytes = norm_backward_weight_workspace(compute, rows, width_, /*terms=*/2)};
+            .operator_bytes = norm_backward_workspace(compute, rows, width_, /*terms=*/2)};
   }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   void forward(LayerCall& call, const Tensor& y) override {
@@ -83,14 +83,13 @@ class LayerNormLayer final : public Layer {
                        stats_of(call.until_weight, rows_of(y.spec)));
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    fill_zero_async(dx.data, dx.spec.bytes(), call.compute().stream());  // the operator adds
-    layer_norm_backward_input(call.compute(), dy, call.x, weight_->value,
-                              stats_of(call.until_weight, rows_of(dy.spec)), dx);
+    layer_norm_backward(call.compute(), dy, call.x, weight_->value,
+                        stats_of(call.until_weight, rows_of(dy.spec)), {.dx = dx});
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    layer_norm_backward_weight(call.compute(), dy, call.x,
-                               stats_of(call.until_weight, rows_of(dy.spec)), weight_->grad,
-                               bias_->grad);
+    layer_norm_backward(call.compute(), dy, call.x, weight_->value,
+                        stats_of(call.until_weight, rows_of(dy.spec)),
+                        {.dgamma = weight_->grad, .dbeta = bias_->grad});
   }
 
  private:
@@ -123,7 +122,7 @@ class RmsNormLayer final : public Layer {
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext& compute) const override {
     const std::int64_t rows = rows_of(input);
     return {.memory = {.until_weight = stats_of({}, rows).spec.bytes()},
-            .operator_bytes = norm_backward_weight_workspace(compute, rows, width_, /*terms=*/1)};
+            .operator_bytes = norm_backward_workspace(compute, rows, width_, /*terms=*/1)};
   }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   void forward(LayerCall& call, const Tensor& y) override {
@@ -131,13 +130,12 @@ class RmsNormLayer final : public Layer {
                      stats_of(call.until_weight, rows_of(y.spec)));
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
-    fill_zero_async(dx.data, dx.spec.bytes(), call.compute().stream());  // the operator adds
-    rms_norm_backward_input(call.compute(), dy, call.x, weight_->value,
-                            stats_of(call.until_weight, rows_of(dy.spec)), dx);
+    rms_norm_backward(call.compute(), dy, call.x, weight_->value,
+                      stats_of(call.until_weight, rows_of(dy.spec)), {.dx = dx});
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    rms_norm_backward_weight(call.compute(), dy, call.x,
-                             stats_of(call.until_weight, rows_of(dy.spec)), weight_->grad);
+    rms_norm_backward(call.compute(), dy, call.x, weight_->value,
+                      stats_of(call.until_weight, rows_of(dy.spec)), {.dgamma = weight_->grad});
   }
 
  private:

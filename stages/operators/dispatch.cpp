@@ -211,7 +211,7 @@ void embedding(const char* name, const Operand& tokens, const Operand& table,
   const std::int64_t width = table.tensor->shape()[1];
   fits_if_given(name, positions, {kF32, tokens.tensor->shape()[1], width, Legal::Form::kTable},
                 {tokens, table});
-  fits(name, rows, in_rows(kF32, tokens.tensor->elements(), width), {tokens, table});
+  fits(name, rows, in_rows(kFloats, tokens.tensor->elements(), width), {tokens, table});
 }
 
 // first, second: whether the update needs that state.
@@ -233,38 +233,48 @@ void update_runs(const char* name, std::span<const UpdateRun> runs, bool first, 
   }
 }
 
-// Of either norm. beta, dbeta: null for RMSNorm, which has none and keeps one number per row.
+// What a norm of this residual stream may give.
+Types results_of(const Tensor& stream) {
+  return in(kF32, stream.spec.dtype) ? kFloats : only(stream.spec.dtype);
+}
+
+// Of either norm. beta: null for RMSNorm, which has none and keeps one number per row.
 void check_norm_forward(const char* name, const Tensor& x, const Tensor& delta, const Tensor& gamma,
                         const Tensor* beta, const Tensor& y, const Tensor& stats) {
   const std::int64_t rows = rows_of(x), width = width_of(x);
-  fits(name, {"x", x}, in_rows(kF32, kAny, kAny), {{"gamma", gamma}});
+  fits(name, {"x", x}, in_rows(kFloats, kAny, kAny), {{"gamma", gamma}});
   fits(name, {"gamma", gamma}, vector(kF32, width), {{"x", x}});
   if (beta != nullptr) fits(name, {"beta", *beta}, vector(kF32, width), {{"x", x}});
-  fits(name, {"y", y}, in_rows(kFloats, rows, width), {{"x", x}});
-  fits_if_given(name, {"delta", delta}, in_rows(kF32 | only(y.spec.dtype), rows, width),
-                {{"x", x}, {"y", y}});
+  fits(name, {"y", y}, in_rows(results_of(x), rows, width), {{"x", x}});
+  const Types deltas = in(kF32, x.spec.dtype) ? kF32 | only(y.spec.dtype) : only(x.spec.dtype);
+  fits_if_given(name, {"delta", delta}, in_rows(deltas, rows, width), {{"x", x}, {"y", y}});
   fits(name, {"stats", stats}, in_rows(kF32, rows, beta != nullptr ? 2 : 1), {{"x", x}});
 }
 
-void check_norm_backward_input(const char* name, const Tensor& dy, const Tensor& x,
-                               const Tensor& gamma, const Tensor& stats, std::int64_t stats_per_row,
-                               const Tensor& dx) {
+// Of either norm; `terms`: 2 for LayerNorm, 1 for RMSNorm, of statistics and weights.
+void check_norm_backward(const char* name, const Tensor& dy, const Tensor& x, const Tensor& gamma,
+                         const Tensor& stats, int terms, const NormGradients& gradients) {
+  const auto& [dx, residual, rounded, dgamma, dbeta] = gradients;
   const std::int64_t rows = rows_of(x), width = width_of(x);
-  fits(name, {"x", x}, in_rows(kF32, kAny, kAny), {{"gamma", gamma}});
-  fits(name, {"dy", dy}, in_rows(kFloats, rows, width), {{"x", x}});
+  fits(name, {"x", x}, in_rows(kFloats, kAny, kAny), {{"gamma", gamma}});
+  fits(name, {"dy", dy}, in_rows(results_of(x), rows, width), {{"x", x}});
   fits(name, {"gamma", gamma}, vector(kF32, width), {{"x", x}});
-  fits(name, {"stats", stats}, in_rows(kF32, rows, stats_per_row), {{"x", x}});
-  fits(name, {"dx", dx}, in_rows(kF32, rows, width), {{"x", x}});
-}
-
-void check_norm_backward_weight(const char* name, const Tensor& dy, const Tensor& x,
-                                const Tensor& stats, const Tensor& dgamma, const Tensor* dbeta) {
-  const std::int64_t rows = rows_of(x), width = width_of(x);
-  fits(name, {"x", x}, in_rows(kF32, kAny, kAny), {{"dgamma", dgamma}});
-  fits(name, {"dy", dy}, in_rows(kFloats, rows, width), {{"x", x}});
-  fits(name, {"stats", stats}, in_rows(kF32, rows, dbeta != nullptr ? 2 : 1), {{"x", x}});
-  fits(name, {"dgamma", dgamma}, vector(kF32, width), {{"x", x}});
-  if (dbeta != nullptr) fits(name, {"dbeta", *dbeta}, vector(kF32, width), {{"x", x}});
+  fits(name, {"stats", stats}, in_rows(kF32, rows, terms), {{"x", x}});
+  const Legal stream = in_rows(only(x.spec.dtype), rows, width);
+  fits_if_given(name, {"dx", dx}, stream, {{"x", x}});
+  fits_if_given(name, {"residual", residual}, stream, {{"x", x}});
+  if (rounded.data != nullptr) {
+    fits(name, {"dx", dx}, in_rows(kF32, rows, width), {{"rounded", rounded}});
+    fits(name, {"rounded", rounded}, in_rows(only(DType::kBf16), rows, width), {{"x", x}});
+  }
+  fits_if_given(name, {"dgamma", dgamma}, vector(kF32, width), {{"x", x}});
+  if (dbeta.data != nullptr && terms == 1) {
+    refuse(name, to_text({"dbeta", dbeta}) + "; legal: no data, for RMSNorm has no beta");
+  }
+  if (terms == 2 && (dgamma.data != nullptr || dbeta.data != nullptr)) {
+    fits(name, {"dgamma", dgamma}, vector(kF32, width), {{"x", x}});
+    fits(name, {"dbeta", dbeta}, vector(kF32, width), {{"x", x}});
+  }
 }
 
 // Checks only the shape: heads share keys evenly, and products of sizes do not overflow.
@@ -360,6 +370,15 @@ void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, 
       y);
 }
 
+void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
+                             const Tensor& bias, const Tensor& residual, const Tensor& y) {
+  product(ctx, __func__, x, weight, bias, {"y", y}, only(x.spec.dtype) | kF32);
+  fits(__func__, {"residual", residual}, in_rows(only(y.spec.dtype), rows_of(y), width_of(y)),
+       {{"y", y}});
+  run({__func__, product_flops(x, weight)}, &OperatorTable::linear_residual_forward, ctx, x, weight,
+      bias, residual, y);
+}
+
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx) {
   const Types type = only(dy.spec.dtype);
@@ -430,16 +449,10 @@ void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delt
       stats);
 }
 
-void layer_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                               const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
-  check_norm_backward_input(__func__, dy, x, gamma, stats, 2, dx);
-  run({__func__}, &OperatorTable::layer_norm_backward_input, ctx, dy, x, gamma, stats, dx);
-}
-
-void layer_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta) {
-  check_norm_backward_weight(__func__, dy, x, stats, dgamma, &dbeta);
-  run({__func__}, &OperatorTable::layer_norm_backward_weight, ctx, dy, x, stats, dgamma, dbeta);
+void layer_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                         const Tensor& gamma, const Tensor& stats, const NormGradients& gradients) {
+  check_norm_backward(__func__, dy, x, gamma, stats, 2, gradients);
+  run({__func__}, &OperatorTable::layer_norm_backward, ctx, dy, x, gamma, stats, gradients);
 }
 
 void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
@@ -448,16 +461,10 @@ void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
   run({__func__}, &OperatorTable::rms_norm_forward, ctx, x, delta, gamma, epsilon, y, stats);
 }
 
-void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                             const Tensor& gamma, const Tensor& stats, const Tensor& dx) {
-  check_norm_backward_input(__func__, dy, x, gamma, stats, 1, dx);
-  run({__func__}, &OperatorTable::rms_norm_backward_input, ctx, dy, x, gamma, stats, dx);
-}
-
-void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                              const Tensor& stats, const Tensor& dgamma) {
-  check_norm_backward_weight(__func__, dy, x, stats, dgamma, nullptr);
-  run({__func__}, &OperatorTable::rms_norm_backward_weight, ctx, dy, x, stats, dgamma);
+void rms_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& gamma,
+                       const Tensor& stats, const NormGradients& gradients) {
+  check_norm_backward(__func__, dy, x, gamma, stats, 1, gradients);
+  run({__func__}, &OperatorTable::rms_norm_backward, ctx, dy, x, gamma, stats, gradients);
 }
 
 std::size_t attention_state_bytes(DeviceKind device, const AttentionShape& shape, DType dtype) {
@@ -603,7 +610,7 @@ void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const
 
 void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   fits(__func__, {"x", x}, in_rows(kFloats, kAny, kAny), {{"y", y}});
-  fits(__func__, {"y", y}, in_rows(kF32, rows_of(x), width_of(x)), {{"x", x}});
+  fits(__func__, {"y", y}, in_rows(kF32 | only(x.spec.dtype), rows_of(x), width_of(x)), {{"x", x}});
   run({__func__}, &OperatorTable::add, ctx, x, y);
 }
 
@@ -713,9 +720,9 @@ std::size_t embedding_backward_weight_workspace(ComputeContext& ctx, std::int64_
   return operators_of(ctx).embedding_backward_weight_workspace(ctx, rows, vocabulary, width);
 }
 
-std::size_t norm_backward_weight_workspace(ComputeContext& ctx, std::int64_t rows,
-                                           std::int64_t width, int terms) {
-  return operators_of(ctx).norm_backward_weight_workspace(ctx, rows, width, terms);
+std::size_t norm_backward_workspace(ComputeContext& ctx, std::int64_t rows, std::int64_t width,
+                                    int terms) {
+  return operators_of(ctx).norm_backward_workspace(ctx, rows, width, terms);
 }
 
 std::size_t attention_forward_workspace(ComputeContext& ctx, const AttentionShape& shape,

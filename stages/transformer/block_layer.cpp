@@ -75,15 +75,15 @@ class BlockLayer final : public Layer {
     Place* const places = begin(call);
     for (std::size_t i = parts_.size(); i-- > 0;) {
       StreamCall inner = call_of(call, places[i]);
-      parts_[i]->backward_input(inner, in_of(call, places, i), dout_of(places, i, dy),
-                                i == 0 ? as_rows(dx) : places[i].din);
+      parts_[i]->backward_input(inner, in_of(call, places, i), {dout_of(places, i, dy)},
+                                {i == 0 ? as_rows(dx) : places[i].din});
     }
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
     Place* const places = begin(call);
     for (std::size_t i = parts_.size(); i-- > 0;) {
       StreamCall inner = call_of(call, places[i]);
-      parts_[i]->backward_weight(inner, in_of(call, places, i), dout_of(places, i, dy));
+      parts_[i]->backward_weight(inner, in_of(call, places, i), {dout_of(places, i, dy)});
     }
   }
 

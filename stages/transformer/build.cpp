@@ -42,7 +42,8 @@ ResidualOptions residual_options(const TransformerConfig& config, const std::str
           .norm_epsilon = config.norm_epsilon,
           .output_deviation = output_deviation(config),
           .output = site(config, layer, output),
-          .precision = config.precision};
+          .precision = config.precision,
+          .stream = config.stream_precision};
 }
 
 std::unique_ptr<StreamLayer> make_attention(const TransformerConfig& config,
@@ -119,6 +120,7 @@ std::vector<std::size_t> build_layer(const TransformerConfig& config, int index,
     }
     options.tied = config.tied;
     options.dropout = site(config, 0, kEmbedded);
+    options.stream = config.stream_precision;
     layers.push_back(std::make_unique<EmbeddingLayer>(options, parameters));
   } else if (index <= config.layers) {
     const std::string name = "blocks." + std::to_string(index - 1);

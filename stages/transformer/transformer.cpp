@@ -174,6 +174,11 @@ void validate(const TransformerConfig& config) {
     refuse(fmt::format("--precision {} is not supported; legal: f32, bf16",
                        name_of(config.precision)));
   }
+  if (config.stream_precision != DType::kF32 && config.stream_precision != config.precision) {
+    refuse(fmt::format(
+        "--stream-precision {} with --precision {}; legal: f32, and bf16 with --precision bf16",
+        name_of(config.stream_precision), name_of(config.precision)));
+  }
 }
 
 std::vector<int> tied_stages(const TransformerConfig& config, const Partition& partition) {

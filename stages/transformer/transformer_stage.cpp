@@ -63,9 +63,9 @@ ParameterSet* TransformerStage::parameters() { return layers_.empty() ? nullptr 
 
 BlockShape TransformerStage::shape_of(const TensorSpec& input, DeviceKind device) const {
   const Shape& shape = input.shape;
-  const bool right =
-      takes_tokens() ? input.dtype == DType::kI32 && shape.rank() == 2
-                     : input.dtype == DType::kF32 && shape.rank() == 3 && shape[2] == config_.width;
+  const bool right = takes_tokens() ? input.dtype == DType::kI32 && shape.rank() == 2
+                                    : input.dtype == config_.stream_precision &&
+                                          shape.rank() == 3 && shape[2] == config_.width;
   if (!right || shape[0] < 1 || shape[1] < 1 || shape[1] > config_.context) {
     throw Error(
         ErrorCode::kUsage,
@@ -73,7 +73,8 @@ BlockShape TransformerStage::shape_of(const TensorSpec& input, DeviceKind device
                     "{} with at least 1 sample and 1 to {} positions",
                     range_.begin, range_.end - 1, to_string(input),
                     takes_tokens() ? std::string("i32 [samples, sequence]")
-                                   : fmt::format("f32 [samples, sequence, {}]", config_.width),
+                                   : fmt::format("{} [samples, sequence, {}]",
+                                                 name_of(config_.stream_precision), config_.width),
                     config_.context));
   }
   return {shape[0], shape[1], device};
@@ -81,7 +82,8 @@ BlockShape TransformerStage::shape_of(const TensorSpec& input, DeviceKind device
 
 TensorSpec TransformerStage::output_spec(const BlockShape& shape) const {
   const std::int64_t width = gives_logits() ? config_.vocabulary : config_.width;
-  return {gives_logits() || chunking_head_ != nullptr ? config_.precision : DType::kF32,
+  const bool ends = gives_logits() || chunking_head_ != nullptr;
+  return {ends ? config_.precision : config_.stream_precision,
           Shape{shape.samples, shape.sequence, width}};
 }
 
@@ -96,10 +98,11 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
                 fmt::format("a transformer stage was described with {} inputs; it takes 1: {}",
                             inputs.size(),
                             takes_tokens() ? "tokens i32 [samples, sequence]"
-                                           : "the residual stream f32 [samples, sequence, width]"));
+                                           : "the residual stream [samples, sequence, width]"));
   }
   const BlockShape shape = shape_of(inputs[0], compute.device().kind);
   const std::size_t stream = round_up(stream_tensor(nullptr, shape).spec.bytes(), kBufferAlignment);
+  const std::size_t rounded = round_up(rounded_spec(shape).bytes(), kBufferAlignment);
   StageDescription description;
   description.outputs = {output_spec(shape)};
   description.input_gradients = {!takes_tokens()};
@@ -114,6 +117,7 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
     description.state_bytes_until_input += memory.until_input;
     description.state_bytes_until_weight += memory.until_weight;
     description.gradient_bytes_until_weight += memory.gradients;
+    if (layers_[i]->reads_rounded()) description.gradient_bytes_until_weight += rounded;
     if (i + 1 < layers_.size()) {  // a layer's output, and its gradient
       description.state_bytes_until_weight += stream;
       description.gradient_bytes_until_weight += stream;
@@ -121,6 +125,7 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
     most = largest(most, memory);
   }
   description.shared_gradient_bytes = layers_.empty() ? 0 : most.gradients + stream;
+  if (reads_rounded()) description.shared_gradient_bytes += rounded;
   description.workspace_bytes = most.scratch;
   description.operator_bytes = operators.workspace;
   description.table_bytes = operators.tables;
@@ -139,9 +144,10 @@ LayerMemory TransformerStage::largest_memory(const StreamLayer& layer,
 
 TransformerStage::Layout TransformerStage::lay_out(std::span<const BlockShape> shapes,
                                                    bool split) const {
-  std::size_t stream = 0;
+  std::size_t stream = 0, rounded = 0;
   for (const BlockShape& shape : shapes) {
     stream = std::max(stream, stream_tensor(nullptr, shape).spec.bytes());
+    rounded = std::max(rounded, rounded_spec(shape).bytes());
   }
   Layout layout;
   BumpAllocator state, gradients;
@@ -160,6 +166,7 @@ TransformerStage::Layout TransformerStage::lay_out(std::span<const BlockShape> s
     if (split) {
       place.gradients = take(gradients, place.fits.gradients);
       place.dinput = take(gradients, i > 0 ? stream : 0);
+      place.rounded = take(gradients, layers_[i]->reads_rounded() ? rounded : 0);
     }
     largest_gradients = std::max(largest_gradients, place.fits.gradients);
     layout.scratch = std::max(layout.scratch, place.fits.scratch);
@@ -169,8 +176,11 @@ TransformerStage::Layout TransformerStage::lay_out(std::span<const BlockShape> s
     (void)gradients.bytes(largest_gradients);
     const std::size_t dinput = gradients.used();
     (void)gradients.bytes(stream);
+    const std::size_t copy = gradients.used();
+    (void)gradients.bytes(reads_rounded() ? rounded : 0);
     for (Place& place : layout.places) {
       place.dinput = dinput;
+      place.rounded = copy;
     }
   }
   layout.slot_state = state.used();
@@ -321,7 +331,7 @@ StreamCall TransformerStage::call_of(StageContext& ctx, const BlockShape& shape,
 }
 
 Tensor TransformerStage::stream_tensor(std::byte* data, const BlockShape& shape) const {
-  return {data, {DType::kF32, Shape{shape.rows(), config_.width}}};
+  return {data, {config_.stream_precision, Shape{shape.rows(), config_.width}}};
 }
 
 Tensor TransformerStage::layer_output(const StageContext& ctx, const BlockShape& shape,
@@ -335,14 +345,36 @@ Tensor TransformerStage::layer_input(const StageContext& ctx, const BlockShape& 
   return layer == 0 ? single(ctx.inputs) : layer_output(ctx, shape, layer - 1);
 }
 
-// With respect to the layer's output.
-Tensor TransformerStage::layer_gradient(const StageContext& ctx, const BlockShape& shape,
-                                        size_t layer, const Tensor& grad_output) const {
-  if (layer + 1 == layers_.size()) {
-    return grad_output;
-  }
+bool TransformerStage::reads_rounded() const {
+  return std::any_of(layers_.begin(), layers_.end(),
+                     [](const auto& layer) { return layer->reads_rounded(); });
+}
+
+TensorSpec TransformerStage::rounded_spec(const BlockShape& shape) const {
+  return {DType::kBf16, Shape{shape.rows(), config_.width}};
+}
+
+Tensor TransformerStage::rounded_gradient(const StageContext& ctx, const BlockShape& shape,
+                                          size_t layer) const {
+  if (!layers_[layer]->reads_rounded()) return {};
   const std::size_t slot = split_ ? static_cast<size_t>(ctx.slot) * layout_.slot_gradients : 0;
-  return stream_tensor(at(gradients_, slot + layout_.places[layer + 1].dinput), shape);
+  return {at(gradients_, slot + layout_.places[layer].rounded), rounded_spec(shape)};
+}
+
+// With respect to the layer's output.
+StreamGradient TransformerStage::layer_gradient(const StageContext& ctx, const BlockShape& shape,
+                                                size_t layer, const Tensor& grad_output) const {
+  const Tensor rounded = rounded_gradient(ctx, shape, layer);
+  if (layer + 1 == layers_.size()) return {grad_output, rounded};
+  const std::size_t slot = split_ ? static_cast<size_t>(ctx.slot) * layout_.slot_gradients : 0;
+  return {stream_tensor(at(gradients_, slot + layout_.places[layer + 1].dinput), shape), rounded};
+}
+
+StreamGradient TransformerStage::take_gradient(StageContext& ctx, const BlockShape& shape,
+                                               const Tensor& grad_output) const {
+  const Tensor rounded = rounded_gradient(ctx, shape, layers_.size() - 1);
+  if (rounded.data != nullptr) convert(ctx.compute, grad_output, rounded);
+  return {grad_output, rounded};
 }
 
 void TransformerStage::begin_step(ComputeContext& compute) { copies_.refresh(compute); }
@@ -393,15 +425,18 @@ void TransformerStage::backward(StageContext& ctx, std::span<const Tensor> grad_
   const BlockShape shape = begin_call(ctx, ctx.inputs);
   require_single(grad_outputs, "output gradient");
   const Tensor wanted = single(grad_inputs);
-  Tensor dout = single(grad_outputs);
-  if (layers_.empty() && wanted.data != nullptr) {
-    copy_or_convert(ctx.compute, dout, wanted);
+  if (layers_.empty()) {
+    if (wanted.data != nullptr) copy_or_convert(ctx.compute, single(grad_outputs), wanted);
+    return;
   }
+  StreamGradient dout = take_gradient(ctx, shape, single(grad_outputs));
   for (size_t i = layers_.size(); i-- > 0;) {
     StreamCall call = call_of(ctx, shape, i);
-    // Accumulates in the caller's gradient, if there is one.
-    const bool own = wanted.data == nullptr && i > 0;
-    const Tensor din = own ? layer_gradient(ctx, shape, i - 1, {}) : wanted;
+    StreamGradient din{wanted};
+    if (i > 0) {
+      din = layer_gradient(ctx, shape, i - 1, {});
+      if (wanted.data != nullptr) din.value = wanted;  // accumulates in the caller's gradient
+    }
     layers_[i]->backward(call, layer_input(ctx, shape, i), dout, din);
     announce_final(ctx, i);
     dout = din;
@@ -416,14 +451,17 @@ void TransformerStage::backward_input(StageContext& ctx, std::span<const Tensor>
   const BlockShape shape = begin_call(ctx, ctx.inputs);
   require_single(grad_outputs, "output gradient");
   const Tensor wanted = single(grad_inputs);
-  if (layers_.empty() && wanted.data != nullptr) {
-    copy_or_convert(ctx.compute, single(grad_outputs), wanted);
+  if (layers_.empty()) {
+    if (wanted.data != nullptr) copy_or_convert(ctx.compute, single(grad_outputs), wanted);
+    return;
   }
+  StreamGradient dout = take_gradient(ctx, shape, single(grad_outputs));
   for (size_t i = layers_.size(); i-- > 0;) {
     StreamCall call = call_of(ctx, shape, i);
-    layers_[i]->backward_input(call, layer_input(ctx, shape, i),
-                               layer_gradient(ctx, shape, i, single(grad_outputs)),
-                               i > 0 ? layer_gradient(ctx, shape, i - 1, {}) : wanted);
+    const StreamGradient din =
+        i > 0 ? layer_gradient(ctx, shape, i - 1, {}) : StreamGradient{wanted};
+    layers_[i]->backward_input(call, layer_input(ctx, shape, i), dout, din);
+    dout = din;
   }
 }
 

@@ -5,7 +5,8 @@
 // last (which goes to the plan's buffer). Gradients of products' results and of layer outputs live
 // from the input gradient to the weight gradient. If the schedule splits the two, each slot has its
 // own gradients; otherwise all layers and micro-batches share one area, and the gradient of the
-// residual stream is updated in place. prepare() sizes everything for the largest micro-batch.
+// residual stream is updated in place, with its rounded copy where layers read one. prepare() sizes
+// everything for the largest micro-batch.
 #pragma once
 
 #include <memory>
@@ -64,7 +65,7 @@ class TransformerStage : public Stage, public SplitBackward {
   // Offsets within a slot's state and gradient memory, and the capacity there.
   struct Place {
     std::size_t until_input = 0, until_weight = 0, output = 0;
-    std::size_t gradients = 0, dinput = 0;
+    std::size_t gradients = 0, dinput = 0, rounded = 0;  // rounded: of the output's gradient
     LayerMemory fits;
   };
   struct Layout {
@@ -94,8 +95,16 @@ class TransformerStage : public Stage, public SplitBackward {
                                     size_t layer) const;
   [[nodiscard]] Tensor layer_input(const StageContext& ctx, const BlockShape& shape,
                                    size_t layer) const;
-  [[nodiscard]] Tensor layer_gradient(const StageContext& ctx, const BlockShape& shape,
-                                      size_t layer, const Tensor& grad_output) const;
+  [[nodiscard]] StreamGradient layer_gradient(const StageContext& ctx, const BlockShape& shape,
+                                              size_t layer, const Tensor& grad_output) const;
+  // StreamGradient::rounded of a layer's output, without data where the layer does not read it.
+  [[nodiscard]] Tensor rounded_gradient(const StageContext& ctx, const BlockShape& shape,
+                                        size_t layer) const;
+  // What the last layer gets: the message's gradient, rounded where that is read.
+  [[nodiscard]] StreamGradient take_gradient(StageContext& ctx, const BlockShape& shape,
+                                             const Tensor& grad_output) const;
+  [[nodiscard]] bool reads_rounded() const;  // some layer does
+  [[nodiscard]] TensorSpec rounded_spec(const BlockShape& shape) const;
   void find_first_gradients();
   // Announces that layers from this one on have final gradients.
   void announce_final(const StageContext& ctx, size_t layer) const;

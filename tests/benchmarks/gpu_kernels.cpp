@@ -72,6 +72,7 @@ class Kernels {
     const Tensor gradient = memory.make(DType::kF32, {rows, w});
     const Tensor narrow = memory.make(DType::kBf16, {rows, w});
     const Tensor delta = memory.make(DType::kBf16, {rows, w});
+    const Tensor copy = memory.make(DType::kBf16, {rows, w});
     const Tensor gamma = memory.make(DType::kF32, {w}), beta = memory.make(DType::kF32, {w});
     const Tensor dgamma = memory.make(DType::kF32, {w}), dbeta = memory.make(DType::kF32, {w});
     const Tensor stats = memory.make(DType::kF32, {rows, 2});
@@ -79,19 +80,28 @@ class Kernels {
         [&] { layer_norm_forward(ctx_, stream, {}, gamma, beta, 1e-5F, narrow, stats); });
     row("layer norm forward, residual added", bytes(stream, 8 + 2 + 2),
         [&] { layer_norm_forward(ctx_, stream, delta, gamma, beta, 1e-5F, narrow, stats); });
-    row("layer norm input gradient", bytes(stream, 2 + 4 + 8),
-        [&] { layer_norm_backward_input(ctx_, narrow, stream, gamma, stats, gradient); });
-    row("layer norm weight gradient", bytes(stream, 2 + 4),
-        [&] { layer_norm_backward_weight(ctx_, narrow, stream, stats, dgamma, dbeta); });
+    row("layer norm backward, rounded copy", bytes(stream, 2 + 4 + 8 + 2), [&] {
+      layer_norm_backward(ctx_, narrow, stream, gamma, stats,
+                          {gradient, gradient, copy, dgamma, dbeta});
+    });
+    row("layer norm weight gradient", bytes(stream, 2 + 4), [&] {
+      layer_norm_backward(ctx_, narrow, stream, gamma, stats, {.dgamma = dgamma, .dbeta = dbeta});
+    });
     const Tensor scales = memory.make(DType::kF32, {rows, 1});
     row("rms norm forward", bytes(stream, 4 + 2),
         [&] { rms_norm_forward(ctx_, stream, {}, gamma, 1e-5F, narrow, scales); });
     row("rms norm forward, residual added", bytes(stream, 8 + 2 + 2),
         [&] { rms_norm_forward(ctx_, stream, delta, gamma, 1e-5F, narrow, scales); });
-    row("rms norm input gradient", bytes(stream, 2 + 4 + 8),
-        [&] { rms_norm_backward_input(ctx_, narrow, stream, gamma, scales, gradient); });
+    row("rms norm backward, rounded copy", bytes(stream, 2 + 4 + 8 + 2), [&] {
+      rms_norm_backward(ctx_, narrow, stream, gamma, scales, {gradient, gradient, copy, dgamma});
+    });
     row("rms norm weight gradient", bytes(stream, 2 + 4),
-        [&] { rms_norm_backward_weight(ctx_, narrow, stream, scales, dgamma); });
+        [&] { rms_norm_backward(ctx_, narrow, stream, gamma, scales, {.dgamma = dgamma}); });
+    row("layer norm forward, bf16 stream, residual added", bytes(stream, 3 * 2 + 2),
+        [&] { layer_norm_forward(ctx_, copy, delta, gamma, beta, 1e-5F, narrow, stats); });
+    row("layer norm backward, bf16 stream", bytes(stream, 2 + 2 + 2 * 2), [&] {
+      layer_norm_backward(ctx_, narrow, copy, gamma, stats, {delta, delta, {}, dgamma, dbeta});
+    });
     row("add", bytes(stream, 2 + 8), [&] { add(ctx_, delta, gradient); });
   }
 

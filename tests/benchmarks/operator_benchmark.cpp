@@ -245,16 +245,19 @@ class Elements {
     });
     row("layer norm forward", narrow.elements(), 4 + t,
         [&] { layer_norm_forward(ctx_, stream, {}, gamma, beta, 1e-5F, narrow, stats); });
-    row("layer norm input gradient", narrow.elements(), 12 + t,
-        [&] { layer_norm_backward_input(ctx_, narrow, stream, gamma, stats, gradient); });
-    row("layer norm weight gradient", narrow.elements(), 4 + t,
-        [&] { layer_norm_backward_weight(ctx_, narrow, stream, stats, dgamma, dbeta); });
+    row("layer norm input gradient", narrow.elements(), 12 + t, [&] {
+      layer_norm_backward(ctx_, narrow, stream, gamma, stats, {gradient, gradient});
+    });
+    row("layer norm weight gradient", narrow.elements(), 4 + t, [&] {
+      layer_norm_backward(ctx_, narrow, stream, gamma, stats, {.dgamma = dgamma, .dbeta = dbeta});
+    });
     row("rms norm forward", narrow.elements(), 4 + t,
         [&] { rms_norm_forward(ctx_, stream, {}, gamma, 1e-5F, narrow, scales); });
-    row("rms norm input gradient", narrow.elements(), 12 + t,
-        [&] { rms_norm_backward_input(ctx_, narrow, stream, gamma, scales, gradient); });
+    row("rms norm input gradient", narrow.elements(), 12 + t, [&] {
+      rms_norm_backward(ctx_, narrow, stream, gamma, scales, {gradient, gradient});
+    });
     row("rms norm weight gradient", narrow.elements(), 4 + t,
-        [&] { rms_norm_backward_weight(ctx_, narrow, stream, scales, dgamma); });
+        [&] { rms_norm_backward(ctx_, narrow, stream, gamma, scales, {.dgamma = dgamma}); });
     row("residual add", narrow.elements(), 8 + t, [&] { add(ctx_, narrow, stream); });
     attention();
     if (dtype_ == DType::kF32) float_only();

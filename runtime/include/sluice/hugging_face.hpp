@@ -21,7 +21,7 @@ namespace sluice {
 
 struct HuggingFaceModel {
   // `positions` is what the model was made for, `context` that or 1024, if that is less. It is the
-  // caller's to choose, up to `positions`; so are dropout, precision and recompute.
+  // caller's to choose, up to `positions`; so are dropout, both precisions and recompute.
   TransformerConfig config;
   std::string architecture;   // "Qwen3ForCausalLM"
   FileLayout layout;          // of the directory's files, for load_weights()

@@ -6,10 +6,11 @@
 // can read; on a GPU it must be page-locked (HostBuffer).
 //
 // Conventions. rows = samples * sequence. Activations are [rows, width], dense, of the operator's
-// activation type T (f32 or bf16, equal for all activation operands unless said); the residual
-// stream, parameters, their gradients and statistics are f32. Sums run in f32 (or wider) in an
-// order that depends on shapes alone. Every output is overwritten unless a comment says that it is
-// added to. Weight gradients are added to.
+// activation type T (f32 or bf16, equal for all activation operands unless said). The residual
+// stream and its gradient are of type S: f32, or bf16 where T is bf16. Parameters, their gradients
+// and statistics are f32. Sums run in f32 (or wider) in an order that depends on shapes alone.
+// Every output is overwritten unless a comment says that it is added to. Weight gradients are added
+// to.
 //
 // Operands. Every call first checks the types and shapes of its operands. It throws Error(kUsage)
 // that names the operator, the operands and what is legal. The last dimension is the width; rows
@@ -36,11 +37,17 @@ namespace sluice {
 
 // --- matrix product layer: weight [out, in], bias [out] (null data: none) ---
 // y = x weightᵀ + bias; x [rows, in], y [rows, out]. `weight` of x's type, bias f32, y of x's type
-// or f32 (the residual stream). On a GPU a bf16 y takes the bias rounded to bf16; there the bias
+// or f32 (an f32 residual stream). On a GPU a bf16 y takes the bias rounded to bf16; there the bias
 // may be bf16 itself, which takes no scratch.
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y);
 [[nodiscard]] std::size_t linear_forward_workspace(ComputeContext& ctx, const LinearShape& shape);
+// y = residual + x weightᵀ + bias, the end of a branch of the residual stream; y and residual f32,
+// or of x's type, y not residual's memory. On a CPU the bits are those of linear_forward() to y,
+// then add(residual, y). A GPU adds in the product: residual before bias, and a bf16 y is rounded
+// once. Takes the scratch of linear_forward.
+void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
+                             const Tensor& bias, const Tensor& residual, const Tensor& y);
 // dx = dy weight; overwrites. dy, weight and dx of one type.
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx);
@@ -71,7 +78,8 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
                                                                      const LinearShape& shape);
 
 // --- embedding: tokens i32 [samples, sequence], table [vocabulary, width], positions
-// [context, width] (null data: none); residual stream out f32 [rows, width] ---
+// [context, width] (null data: none); out, dout [rows, width] of type S. A bf16 out is the rounded
+// sum. ---
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out);
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
@@ -81,27 +89,33 @@ void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const 
                                                               std::int64_t vocabulary,
                                                               std::int64_t width);
 
-// --- normalisation over the last dimension; x f32 (residual stream), y of type T ---
+// --- normalisation over the last dimension; x of type S (residual stream), y of type T ---
 // LayerNorm: y = (x - mean) * rstd * gamma + beta. stats f32 [rows, 2]: mean, rstd; overwritten.
-// If `delta` (type T or f32) has data, first x += delta, in place: the residual add, fused.
+// If `delta` has data, first x += delta, in place: the residual add, fused. It is of type T or f32,
+// bf16 where x is. What is normalised is x as it is stored: the bits are those of add() before.
 void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
                         const Tensor& gamma, const Tensor& beta, float epsilon, const Tensor& y,
                         const Tensor& stats);
-// dx (f32) += gradient through the normalisation (the residual's gradient is already there).
-void layer_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                               const Tensor& gamma, const Tensor& stats, const Tensor& dx);
-void layer_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta);
+// What is wanted of a norm's backward: what has data. The gradients of the weights have the same
+// bits in a call of their own.
+struct NormGradients {
+  // [rows, width] of type S: dx = residual + the gradient through the normalisation; overwritten.
+  // `residual` may be dx, or have no data: then it is zeros.
+  Tensor dx = {}, residual = {};
+  // bf16 [rows, width], where dx is f32 and wanted: dx rounded; overwritten.
+  Tensor rounded = {};
+  Tensor dgamma = {}, dbeta = {};  // f32 [width], added to; LayerNorm: both or none
+};
+void layer_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
+                         const Tensor& gamma, const Tensor& stats, const NormGradients& gradients);
 // RMSNorm: y = x * rstd * gamma; stats [rows, 1]: rstd. As above otherwise.
 void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
                       const Tensor& gamma, float epsilon, const Tensor& y, const Tensor& stats);
-void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                             const Tensor& gamma, const Tensor& stats, const Tensor& dx);
-void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                              const Tensor& stats, const Tensor& dgamma);
+void rms_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& gamma,
+                       const Tensor& stats, const NormGradients& gradients);
 // Of either: `terms` is 2 for LayerNorm's two gradients, 1 for RMSNorm's.
-[[nodiscard]] std::size_t norm_backward_weight_workspace(ComputeContext& ctx, std::int64_t rows,
-                                                         std::int64_t width, int terms);
+[[nodiscard]] std::size_t norm_backward_workspace(ComputeContext& ctx, std::int64_t rows,
+                                                  std::int64_t width, int terms);
 
 // --- causal self-attention ---
 // Bytes attention_forward keeps for backward. On the CPU: probabilities before dropout, [samples,
@@ -175,7 +189,7 @@ void sigmoid_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
 void sigmoid_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
 // y = keep ? x / (1 - p) : 0; the same call is its own backward. In place allowed.
 void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y);
-void add(ComputeContext& ctx, const Tensor& x, const Tensor& y);  // y += x, y f32
+void add(ComputeContext& ctx, const Tensor& x, const Tensor& y);  // y += x; y f32, or as x
 // Converts between f32 and bf16 (to nearest even).
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
 // The same of many tensors, from f32 to bf16: in one launch for a thousand of them.

@@ -1,9 +1,9 @@
 // Decoder-only transformers, GPT-2 and Llama style, as pipeline stages.
 //
 // Layers in order: embedding, `layers` blocks, head (final norm, projection to the vocabulary).
-// The residual stream is f32 and is what edges carry: f32 [samples, sequence, width]. Stage 0 takes
-// tokens i32 [samples, sequence]; the last stage gives logits [samples, sequence, vocabulary] of
-// the precision; its targets are i32 [samples, sequence], negative: not counted.
+// The residual stream is what edges carry: [samples, sequence, width] of stream_precision. Stage 0
+// takes tokens i32 [samples, sequence]; the last stage gives logits [samples, sequence, vocabulary]
+// of the precision; its targets are i32 [samples, sequence], negative: not counted.
 //
 //   gpt2:  learned positions, LayerNorm, GELU MLP of 4 * width, biases; initial values as GPT-2
 //   llama: rotary positions, RMSNorm, SwiGLU MLP, grouped-query attention; with its options also
@@ -64,6 +64,10 @@ struct TransformerConfig {
   int window = 0;        // positions that a query sees, itself the last of them; 0: all
   std::vector<int> full_layers = {};  // blocks that see all positions in spite of it, ascending
   DType precision = DType::kF32;  // of products' operands; kBf16 keeps f32 master weights and sums
+  // Of the residual stream, its gradient and the edges between stages. kBf16 needs a precision of
+  // kBf16; then what is added to the stream is rounded, and the sum, so its bits do not depend on
+  // where stages end.
+  DType stream_precision = DType::kF32;
   Recompute recompute = Recompute::kNone;
   // Above 1 the last stage never has all logits of a micro-batch: LossStage::loss() makes them for
   // a part of its rows after the other, with the head's gradients. Its outputs are then the final

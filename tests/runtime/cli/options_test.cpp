@@ -85,6 +85,16 @@ TEST(OptionsTest, ReadsEveryKindOfValue) {
   EXPECT_EQ(options.validation_samples, 7);
 }
 
+TEST(OptionsTest, ABf16StreamNeedsBf16Products) {
+  EXPECT_EQ(parse({"--precision", "bf16"}).model.stream_precision, DType::kF32);
+  EXPECT_EQ(parse({"--precision", "bf16", "--stream-precision", "bf16"}).model.stream_precision,
+            DType::kBf16);
+  for (const char* precision : {"fp32", "tf32"}) {
+    EXPECT_THAT(refusal({"--precision", precision, "--stream-precision", "bf16"}),
+                HasSubstr("--stream-precision bf16 with --precision f32; legal: f32, and bf16"));
+  }
+}
+
 TEST(OptionsTest, RecomputesWhatIsNamed) {
   EXPECT_EQ(parse({}).model.recompute, Recompute::kNone);
   EXPECT_EQ(parse({"--recompute", "none"}).model.recompute, Recompute::kNone);

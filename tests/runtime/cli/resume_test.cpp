@@ -169,6 +169,20 @@ TEST_F(ResumeOptionsTest, WhatChangesTheFunctionIsRefusedUnlessNamed) {
       AllOf(HasSubstr("heads 4 -> 2"), HasSubstr("--change heads"), Not(HasSubstr("seed"))));
 }
 
+TEST_F(ResumeOptionsTest, AnotherStreamPrecisionIsRefusedUnlessNamed) {
+  save(4, {"--steps", "10", "--precision", "bf16"});
+  EXPECT_THAT(
+      refusal({"--stream-precision", "bf16"}),
+      AllOf(HasSubstr("stream-precision fp32 -> bf16"), HasSubstr("--change stream-precision")));
+  EXPECT_THAT(changes(resume({"--stream-precision", "bf16", "--change", "data,stream-precision"})),
+              HasSubstr("stream-precision fp32 -> bf16"));
+  save(5, {"--steps", "10", "--precision", "bf16", "--stream-precision", "bf16"});
+  EXPECT_EQ(resume({}).model.stream_precision, DType::kBf16);
+  EXPECT_THAT(refusal({"--stream-precision", "fp32"}), HasSubstr("stream-precision bf16 -> fp32"));
+  EXPECT_THAT(refusal({"--precision", "fp32"}),
+              HasSubstr("--stream-precision bf16 with --precision f32"));
+}
+
 TEST_F(ResumeOptionsTest, OtherDataIsRefusedUnlessNamed) {
   save(4, {"--steps", "10"});
   const TrainOptions options = resume({"--data", "moved.txt"});

@@ -88,6 +88,11 @@ std::vector<Job> jobs() {
   chunks.logit_chunks = 2;
   all.push_back(job("logits in chunks", chunks, 2, "1f1b"));
   all.push_back(job("logits in chunks, split", chunks, 2, "zb-h1"));
+  TransformerConfig stream = model_with(kGpt2, DType::kBf16);
+  stream.stream_precision = DType::kBf16;
+  all.push_back(job("bf16 stream", stream, 2, "1f1b"));
+  stream.dropout = 0.2F;
+  all.push_back(job("bf16 stream, dropout, split", stream, 2, "zb-h1"));
   all.push_back(job("moments in bf16", model, 2, "1f1b"));
   all.back().options.training.optimizer.moments = DType::kBf16;
   all.push_back(job("three replicas over NCCL", model_with(kGpt2, DType::kF32), 2, "1f1b"));

@@ -64,6 +64,9 @@ std::vector<TrainingCase> cases() {
   all.back().model.kind = TransformerKind::kLlama;
   all.back().model.kv_heads = 1;
   all.back().model.recompute = Recompute::kBlock;
+  all.push_back(named("bf16 stream, dropout"));
+  all.back().model.precision = all.back().model.stream_precision = DType::kBf16;
+  all.back().model.dropout = 0.2F;
   all.push_back(named("llama with all its options"));
   TransformerConfig& model = all.back().model;
   model.kind = TransformerKind::kLlama;

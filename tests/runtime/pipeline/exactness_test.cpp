@@ -66,6 +66,13 @@ std::vector<TrainingCase> cases() {
   all.push_back(named("bf16, moments too"));
   all.back().model.precision = DType::kBf16;
   all.back().moments = DType::kBf16;
+  all.push_back(named("bf16 stream, dropout"));
+  all.back().model.precision = all.back().model.stream_precision = DType::kBf16;
+  all.back().model.dropout = 0.2F;
+  all.push_back(named("llama with all its options, bf16 stream"));
+  set_options_of_llama(all.back().model);
+  all.back().model.precision = all.back().model.stream_precision = DType::kBf16;
+  all.back().model.recompute = Recompute::kBlock;
   return all;
 }
 

@@ -10,13 +10,19 @@ class CudaEmbeddingTest : public GpuCompareTest {
  protected:
   void check(const Values& tokens, std::int64_t samples, std::int64_t vocabulary,
              std::int64_t width) {
+    for (const DType stream : kOperandTypes) check(tokens, samples, vocabulary, width, stream);
+  }
+
+ private:
+  void check(const Values& tokens, std::int64_t samples, std::int64_t vocabulary,
+             std::int64_t width, DType stream) {
     const auto sequence = static_cast<std::int64_t>(tokens.size()) / samples;
-    SCOPED_TRACE(
-        fmt::format("{} places, vocabulary {}, width {}", tokens.size(), vocabulary, width));
+    SCOPED_TRACE(fmt::format("{} places, vocabulary {}, width {}, {}", tokens.size(), vocabulary,
+                             width, name_of(stream)));
     const Operand places(DType::kI32, {samples, sequence}, tokens);
     const Operand table = random_operand(DType::kF32, {vocabulary, width}, 24);
     const Operand positions = random_operand(DType::kF32, {sequence + 2, width}, 25);
-    const Operand out(DType::kF32, {samples * sequence, width});
+    const Operand out(stream, {samples * sequence, width});
     compare_shifted({&places, &table, &positions, &out}, kExact,
                     [](ComputeContext& ctx, const Tensors& at) {
                       embedding_forward(ctx, at[0], at[1], at[2], at[3]);
@@ -24,7 +30,7 @@ class CudaEmbeddingTest : public GpuCompareTest {
     compare({&places, &table, &out}, kExact, [](ComputeContext& ctx, const Tensors& at) {
       embedding_forward(ctx, at[0], at[1], {}, at[2]);
     });
-    const Operand dout = random_operand(DType::kF32, {samples * sequence, width}, 26);
+    const Operand dout = random_operand(stream, {samples * sequence, width}, 26);
     const Operand dtable = random_operand(DType::kF32, {vocabulary, width}, 27);
     const Operand dpositions = random_operand(DType::kF32, {sequence + 2, width}, 28);
     compare_shifted({&places, &dout, &dtable, &dpositions}, 1e-5,

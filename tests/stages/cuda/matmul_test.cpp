@@ -75,6 +75,31 @@ TEST_F(CudaLinearTest, ForwardIsTheCpus) {
   });
 }
 
+// What is added to lies elsewhere than the result, and keeps its values.
+TEST_F(CudaLinearTest, ResidualForwardIsTheCpus) {
+  for_each_case([this](DType dtype, const Size& size) {
+    const Operand x = random_operand(dtype, {size.rows, size.in}, 1),
+                  weight = random_operand(dtype, {size.out, size.in}, 2, deviation(size.in)),
+                  bias = random_operand(DType::kF32, {size.out}, 3);
+    const OnGpu gpu_x(x), gpu_weight(weight), gpu_bias(bias);
+    for (const DType stream : {DType::kF32, dtype}) {
+      const Operand residual = random_operand(stream, {size.rows, size.out}, 4);
+      const OnGpu gpu_residual(residual);
+      for (const bool with_bias : {false, true}) {
+        const Operand y(stream, {size.rows, size.out});
+        const OnGpu gpu_y(y);
+        linear_residual_forward(cpu(), x.tensor, weight.tensor, with_bias ? bias.tensor : none(),
+                                residual.tensor, y.tensor);
+        linear_residual_forward(gpu(), gpu_x.tensor(), gpu_weight.tensor(),
+                                with_bias ? gpu_bias.tensor() : none(), gpu_residual.tensor(),
+                                gpu_y.tensor());
+        expect_near(gpu_y, y, stream, with_bias ? "with bias" : "without bias");
+        EXPECT_EQ(gpu_residual.values(gpu()), residual.values());
+      }
+    }
+  });
+}
+
 TEST_F(CudaLinearTest, BackwardInputIsTheCpus) {
   for_each_case([this](DType dtype, const Size& size) {
     const Operand dy = random_operand(dtype, {size.rows, size.out}, 4),

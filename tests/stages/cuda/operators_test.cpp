@@ -104,11 +104,14 @@ TEST_F(CudaElementTest, AddAndConvertAreTheCpusToTheBit) {
   for_each_case([&](DType dtype, std::int64_t size) {
     const Operand x = random_operand(dtype, {size}, 5), y = random_operand(DType::kF32, {size}, 6);
     const Operand narrow(DType::kBf16, {size}), wide(DType::kF32, {size});
-    compare_shifted({&x, &y, &narrow, &wide}, kExact, [](ComputeContext& ctx, const Tensors& at) {
-      add(ctx, at[0], at[1]);
-      convert(ctx, at[1], at[2]);
-      convert(ctx, at[2], at[3]);
-    });
+    const Operand same = random_operand(dtype, {size}, 7);
+    compare_shifted({&x, &y, &narrow, &wide, &same}, kExact,
+                    [](ComputeContext& ctx, const Tensors& at) {
+                      add(ctx, at[0], at[1]);
+                      convert(ctx, at[1], at[2]);
+                      convert(ctx, at[2], at[3]);
+                      add(ctx, at[0], at[4]);
+                    });
   });
 }
 
@@ -216,25 +219,37 @@ class CudaNormTest : public GpuCompareTest {
  protected:
   // body(dtype, rows, width): one column; odd; packs; more columns than a warp's packs and more
   // rows than a slice of the sums over rows; as many as a warp keeps in half of its registers, in
-  // all, and more.
+  // all, and more; more than a block has threads for.
   template <typename Body>
   void for_each_case(const Body& body) {
     struct Size {
       std::int64_t rows, width;
     };
     for (const DType dtype : kOperandTypes) {
-      for (const Size& size :
-           {Size{3, 1}, {5, 37}, {6, 64}, {201, 136}, {9, 1100}, {5, 768}, {3, 1600}, {2, 2056}}) {
+      for (const Size& size : {Size{3, 1},
+                               {5, 37},
+                               {6, 64},
+                               {201, 136},
+                               {9, 1100},
+                               {5, 768},
+                               {3, 1600},
+                               {2, 2056},
+                               {2, 4104}}) {
         SCOPED_TRACE(fmt::format("{} [{}, {}]", name_of(dtype), size.rows, size.width));
         body(dtype, size.rows, size.width);
       }
     }
   }
+  // The types of a stream that an operator of this type takes.
+  static std::vector<DType> streams(DType dtype) {
+    return dtype == DType::kF32 ? std::vector{DType::kF32} : std::vector{DType::kF32, dtype};
+  }
   // A residual stream away from zero.
-  static Operand stream(std::int64_t rows, std::int64_t width) {
-    Operand x = random_operand(DType::kF32, {rows, width}, 10);
-    for (float& value : x.tensor.floats()) value += 0.5F;
-    return x;
+  static Operand stream(std::int64_t rows, std::int64_t width, DType type = DType::kF32) {
+    const Operand x = random_operand(DType::kF32, {rows, width}, 10);
+    Values values = x.values();
+    for (double& value : values) value += 0.5;
+    return Operand(type, {rows, width}, values);
   }
 };
 
@@ -242,54 +257,100 @@ TEST_F(CudaNormTest, ForwardIsTheCpus) {
   for_each_case([&](DType dtype, std::int64_t rows, std::int64_t width) {
     const Operand gamma = random_operand(DType::kF32, {width}, 11),
                   beta = random_operand(DType::kF32, {width}, 12);
-    for (const DType delta_type : {DType::kF32, dtype}) {
+    const auto check = [&](DType stream_type, DType delta_type, bool with_delta) {
       const Operand delta = random_operand(delta_type, {rows, width}, 13);
-      for (const bool with_delta : {false, true}) {
-        const Operand x = stream(rows, width), y(dtype, {rows, width});
-        const Operand stats(DType::kF32, {rows, 2});
-        compare_shifted({&x, &delta, &gamma, &beta, &y, &stats}, gpu_tolerance(dtype),
-                        [&](ComputeContext& ctx, const Tensors& at) {
-                          layer_norm_forward(ctx, at[0], with_delta ? at[1] : Tensor{}, at[2],
-                                             at[3], 1e-5F, at[4], at[5]);
-                        });
-        const Operand other = stream(rows, width), scale(DType::kF32, {rows, 1});
-        compare_shifted({&other, &delta, &gamma, &y, &scale}, gpu_tolerance(dtype),
-                        [&](ComputeContext& ctx, const Tensors& at) {
-                          rms_norm_forward(ctx, at[0], with_delta ? at[1] : Tensor{}, at[2], 1e-5F,
-                                           at[3], at[4]);
-                        });
+      const Operand x = stream(rows, width, stream_type), y(dtype, {rows, width});
+      const Operand stats(DType::kF32, {rows, 2});
+      compare_shifted({&x, &delta, &gamma, &beta, &y, &stats}, gpu_tolerance(dtype),
+                      [&](ComputeContext& ctx, const Tensors& at) {
+                        layer_norm_forward(ctx, at[0], with_delta ? at[1] : Tensor{}, at[2], at[3],
+                                           1e-5F, at[4], at[5]);
+                      });
+      const Operand other = stream(rows, width, stream_type), scale(DType::kF32, {rows, 1});
+      compare_shifted({&other, &delta, &gamma, &y, &scale}, gpu_tolerance(dtype),
+                      [&](ComputeContext& ctx, const Tensors& at) {
+                        rms_norm_forward(ctx, at[0], with_delta ? at[1] : Tensor{}, at[2], 1e-5F,
+                                         at[3], at[4]);
+                      });
+    };
+    for (const bool with_delta : {false, true}) {
+      for (const DType delta_type : {DType::kF32, dtype}) {
+        check(DType::kF32, delta_type, with_delta);
       }
+      if (dtype != DType::kF32) check(dtype, dtype, with_delta);
     }
   });
 }
 
 TEST_F(CudaNormTest, GradientsAreTheCpus) {
   for_each_case([&](DType dtype, std::int64_t rows, std::int64_t width) {
-    const Operand x = stream(rows, width), dy = random_operand(dtype, {rows, width}, 14);
-    const Operand gamma = random_operand(DType::kF32, {width}, 15),
-                  beta = random_operand(DType::kF32, {width}, 16), y(dtype, {rows, width});
-    const Operand stats(DType::kF32, {rows, 2}), scale(DType::kF32, {rows, 1});
-    layer_norm_forward(cpu(), x.tensor, {}, gamma.tensor, beta.tensor, 1e-3F, y.tensor,
-                       stats.tensor);
-    rms_norm_forward(cpu(), x.tensor, {}, gamma.tensor, 1e-3F, y.tensor, scale.tensor);
-    const auto fresh = [&](unsigned seed) {
-      return random_operand(DType::kF32, {rows, width}, seed);
-    };
-    const Operand dx = fresh(17), rms_dx = fresh(18);
-    const Operand dgamma = random_operand(DType::kF32, {width}, 19),
-                  dbeta = random_operand(DType::kF32, {width}, 20),
-                  rms_dgamma = random_operand(DType::kF32, {width}, 21);
-    compare_shifted({&dy, &x, &gamma, &stats, &dx, &dgamma, &dbeta}, 1e-5,
-                    [](ComputeContext& ctx, const Tensors& at) {
-                      layer_norm_backward_input(ctx, at[0], at[1], at[2], at[3], at[4]);
-                      layer_norm_backward_weight(ctx, at[0], at[1], at[3], at[5], at[6]);
-                    });
-    compare_shifted({&dy, &x, &gamma, &scale, &rms_dx, &rms_dgamma}, 1e-5,
-                    [](ComputeContext& ctx, const Tensors& at) {
-                      rms_norm_backward_input(ctx, at[0], at[1], at[2], at[3], at[4]);
-                      rms_norm_backward_weight(ctx, at[0], at[1], at[3], at[5]);
-                    });
+    for (const DType stream_type : streams(dtype)) {
+      const Operand x = stream(rows, width, stream_type),
+                    dy = random_operand(dtype, {rows, width}, 14);
+      const Operand gamma = random_operand(DType::kF32, {width}, 15),
+                    beta = random_operand(DType::kF32, {width}, 16), y(dtype, {rows, width});
+      const Operand stats(DType::kF32, {rows, 2}), scale(DType::kF32, {rows, 1});
+      layer_norm_forward(cpu(), x.tensor, {}, gamma.tensor, beta.tensor, 1e-3F, y.tensor,
+                         stats.tensor);
+      rms_norm_forward(cpu(), x.tensor, {}, gamma.tensor, 1e-3F, y.tensor, scale.tensor);
+      const Operand residual = random_operand(stream_type, {rows, width}, 17),
+                    dx(stream_type, {rows, width});
+      const Operand dgamma = random_operand(DType::kF32, {width}, 19),
+                    dbeta = random_operand(DType::kF32, {width}, 20),
+                    rms_dgamma = random_operand(DType::kF32, {width}, 21);
+      const double close = stream_type == DType::kF32 ? 1e-5 : gpu_tolerance(stream_type);
+      compare_shifted({&dy, &x, &gamma, &stats, &residual, &dx, &dgamma, &dbeta}, close,
+                      [](ComputeContext& ctx, const Tensors& at) {
+                        layer_norm_backward(
+                            ctx, at[0], at[1], at[2], at[3],
+                            {.dx = at[5], .residual = at[4], .dgamma = at[6], .dbeta = at[7]});
+                      });
+      compare_shifted({&dy, &x, &gamma, &scale, &dx, &rms_dgamma}, close,
+                      [](ComputeContext& ctx, const Tensors& at) {
+                        rms_norm_backward(ctx, at[0], at[1], at[2], at[3],
+                                          {.dx = at[4], .dgamma = at[5]});
+                      });
+    }
   });
+}
+
+// A call for one result has the bits of a call for all; in place, and rounded as convert() rounds.
+TEST_F(CudaNormTest, GradientsDoNotDependOnWhichAreWanted) {
+  const auto check = [&](DType dtype, std::int64_t rows, std::int64_t width, DType stream_type) {
+    const OnGpu x(stream(rows, width, stream_type)), dy(random_operand(dtype, {rows, width}, 14));
+    const OnGpu gamma(random_operand(DType::kF32, {width}, 15)),
+        stats(random_operand(DType::kF32, {rows, 2}, 16));
+    const Operand residual = random_operand(stream_type, {rows, width}, 17);
+    const Operand sums = random_operand(DType::kF32, {width}, 18);
+    const OnGpu from(residual), all(residual), alone(residual), in_place(residual);
+    const OnGpu dgamma(sums), dbeta(sums), other_dgamma(sums), other_dbeta(sums);
+    const Operand zeros(DType::kBf16, {rows, width}, Values(index_of(rows * width)));
+    const OnGpu rounded(zeros), converted(zeros);
+    const auto run = [&](const NormGradients& wanted) {
+      layer_norm_backward(gpu(), dy.tensor(), x.tensor(), gamma.tensor(), stats.tensor(), wanted);
+    };
+    const bool rounds = stream_type == DType::kF32;
+    run({.dx = all.tensor(),
+         .residual = from.tensor(),
+         .rounded = rounds ? rounded.tensor() : Tensor{},
+         .dgamma = dgamma.tensor(),
+         .dbeta = dbeta.tensor()});
+    run({.dx = alone.tensor(), .residual = from.tensor()});
+    run({.dx = in_place.tensor(), .residual = in_place.tensor()});
+    run({.dgamma = other_dgamma.tensor(), .dbeta = other_dbeta.tensor()});
+    const auto values = [&](const OnGpu& operand) { return operand.fetch(gpu()).values(); };
+    EXPECT_EQ(values(alone), values(all));
+    EXPECT_EQ(values(in_place), values(all));
+    EXPECT_EQ(values(other_dgamma), values(dgamma));
+    EXPECT_EQ(values(other_dbeta), values(dbeta));
+    if (!rounds) return;
+    convert(gpu(), all.tensor(), converted.tensor());
+    EXPECT_EQ(values(rounded), values(converted));
+  };
+  for_each_case([&](DType dtype, std::int64_t rows, std::int64_t width) {
+    for (const DType stream_type : streams(dtype)) check(dtype, rows, width, stream_type);
+  });
+  check(DType::kBf16, 8200, 8, DType::kF32);  // slices of more rows
 }
 
 // Scratch is full of NaN before the GPU's sums: what is read there before it is written shows.

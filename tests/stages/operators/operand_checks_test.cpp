@@ -66,8 +66,13 @@ TEST_P(OperandsTest, WithoutDataAreRefused) {
     const std::string message = wrong.message, operand = message.substr(0, message.find(' '));
     if (!message.starts_with(operand + " is " + to_string(wrong.spec)))
       continue;  // another's fault
-    if (operand == "bias" || operand == "dbias" || operand == "positions" ||
-        operand == "dpositions" || operand == "delta") {
+    const std::string name = GetParam().name;
+    const bool of_norm = name.ends_with("norm_backward");
+    const bool optional = operand == "bias" || operand == "dbias" || operand == "positions" ||
+                          operand == "dpositions" || operand == "delta" ||
+                          (of_norm && (operand == "residual" || operand == "rounded")) ||
+                          (name == "rms_norm_backward" && operand == "dgamma");
+    if (optional) {
       EXPECT_NO_THROW(GetParam().call(ctx_, operands.with(wrong.operand, {})));
       EXPECT_TRUE(operands.canaries_untouched());
       continue;
@@ -123,6 +128,13 @@ std::vector<OperatorForm> linear_forms() {
          "y is i32 [6, 16]; legal with x bf16 [2, 3, 10] and weight bf16 "
          "[16, 10]: f32 or bf16 [6, 16]"},
         {3, {kF32, {2, 16}}, "y is f32 [2, 16]; legal with x bf16 [2, 3, 10] and weight bf16"}}},
+      {"linear_residual_forward",
+       {{kBf16, {2, 3, 10}}, {kBf16, {16, 10}}, {kF32, {16}}, {kF32, {2, 3, 16}}, {kF32, {6, 16}}},
+       of_five(linear_residual_forward),
+       {{0, {kF32, {6, 10}}, "weight is bf16 [16, 10]; legal with x f32 [6, 10]: f32 [any, 10]"},
+        {2, {kF32, {10}}, "bias is f32 [10]; legal with weight bf16 [16, 10]: f32 [16]"},
+        {3, {kBf16, {6, 16}}, "residual is bf16 [6, 16]; legal with y f32 [6, 16]: f32 [6, 16]"},
+        {4, {kF32, {2, 16}}, "y is f32 [2, 16]; legal with x bf16 [2, 3, 10] and weight bf16"}}},
       {"linear_backward_input",
        {{kBf16, {2, 16}}, {kBf16, {16, 10}}, {kBf16, {2, 10}}},
        binary(linear_backward_input),
@@ -195,7 +207,7 @@ std::vector<OperatorForm> linear_activation_forms() {
 
 std::vector<OperatorForm> embedding_forms() {
   const char* out_message =
-      "out is f32 [6, 7]; legal with tokens i32 [2, 3] and table f32 [5, 4]: f32 [6, 4]";
+      "out is f32 [6, 7]; legal with tokens i32 [2, 3] and table f32 [5, 4]: f32 or bf16 [6, 4]";
   return {
       {"embedding_forward",
        {{kI32, {2, 3}}, {kF32, {5, 4}}, {kF32, {3, 4}}, {kF32, {6, 4}}},
@@ -208,7 +220,7 @@ std::vector<OperatorForm> embedding_forms() {
          "positions is f32 [2, 4]; legal with tokens i32 [2, 3] and table f32 "
          "[5, 4]: f32 [at least 3, 4]"},
         {3, {kF32, {6, 7}}, out_message},
-        {3, {kBf16, {6, 4}}, "out is bf16 [6, 4]; legal with tokens i32 [2, 3] and table f32"}}},
+        {3, {kI32, {6, 4}}, "out is i32 [6, 4]; legal with tokens i32 [2, 3] and table f32"}}},
       {"embedding_forward",
        {{kI32, {2, 3}}, {kF32, {5, 4}}, {kF32, {9, 4}}, {kF32, {2, 3, 4}}},
        of_four(embedding_forward),
@@ -216,7 +228,7 @@ std::vector<OperatorForm> embedding_forms() {
       {"embedding_backward_weight",
        {{kI32, {2, 3}}, {kF32, {6, 4}}, {kF32, {5, 4}}, {kF32, {3, 4}}},
        of_four(embedding_backward_weight),
-       {{1, {kBf16, {6, 4}}, "dout is bf16 [6, 4]; legal with tokens i32 [2, 3] and dtable f32"},
+       {{1, {kI32, {6, 4}}, "dout is i32 [6, 4]; legal with tokens i32 [2, 3] and dtable f32"},
         {2,
          {kF32, {5, 7}},
          "dpositions is f32 [3, 4]; legal with tokens i32 [2, 3] and dtable f32 "
@@ -232,7 +244,7 @@ std::vector<OperatorForm> norm_forms() {
        [](ComputeContext& ctx, const Tensors& at) {
          layer_norm_forward(ctx, at[0], at[1], at[2], at[3], 1e-5F, at[4], at[5]);
        },
-       {{0, {kBf16, {2, 4}}, "x is bf16 [2, 4]; legal with gamma f32 [4]: f32 [any, any]"},
+       {{0, {kI32, {2, 4}}, "x is i32 [2, 4]; legal with gamma f32 [4]: f32 or bf16 [any, any]"},
         {1,
          {kBf16, {2, 7}},
          "delta is bf16 [2, 7]; legal with x f32 [2, 4] and y bf16 [2, 4]: f32 "
@@ -247,33 +259,73 @@ std::vector<OperatorForm> norm_forms() {
        [](ComputeContext& ctx, const Tensors& at) {
          rms_norm_forward(ctx, at[0], at[1], at[2], 1e-5F, at[3], at[4]);
        },
-       {{1, {kBf16, {2, 4}}, "delta is bf16 [2, 4]; legal with x f32 [1, 2, 4] and y f32 [2, 4]"},
+       {{0, {kBf16, {1, 2, 4}}, "y is f32 [2, 4]; legal with x bf16 [1, 2, 4]: bf16 [2, 4]"},
+        {1, {kBf16, {2, 4}}, "delta is bf16 [2, 4]; legal with x f32 [1, 2, 4] and y f32 [2, 4]"},
         {4, {kF32, {2, 2}}, "stats is f32 [2, 2]; legal with x f32 [1, 2, 4]: f32 [2, 1]"}}},
   };
-  for (const std::int64_t statistics : {2, 1}) {
-    const bool centred = statistics == 2;
+  // A stream of bf16 has neither f32 to add nor f32 results.
+  forms.push_back(
+      {"layer_norm_forward",
+       {{kBf16, {2, 4}},
+        {kBf16, {2, 4}},
+        {kF32, {4}},
+        {kF32, {4}},
+        {kBf16, {2, 4}},
+        {kF32, {2, 2}}},
+       forms[0].call,
+       {{1,
+         {kF32, {2, 4}},
+         "delta is f32 [2, 4]; legal with x bf16 [2, 4] and y bf16 [2, 4]: bf16"},
+        {4, {kF32, {2, 4}}, "y is f32 [2, 4]; legal with x bf16 [2, 4]: bf16 [2, 4]"}}});
+  for (const std::int64_t terms : {2, 1}) {
+    const bool centred = terms == 2;
     forms.push_back(
-        {centred ? "layer_norm_backward_input" : "rms_norm_backward_input",
-         {{kBf16, {2, 4}}, {kF32, {2, 4}}, {kF32, {4}}, {kF32, {2, statistics}}, {kF32, {2, 4}}},
-         centred ? of_five(layer_norm_backward_input) : of_five(rms_norm_backward_input),
+        {centred ? "layer_norm_backward" : "rms_norm_backward",
+         {{kBf16, {2, 4}},
+          {kF32, {2, 4}},
+          {kF32, {4}},
+          {kF32, {2, terms}},
+          {kF32, {2, 4}},
+          {kF32, {2, 4}},
+          {kBf16, {2, 4}},
+          {kF32, {4}},
+          {kF32, {4}}},
+         [centred](ComputeContext& ctx, const Tensors& at) {
+           const NormGradients wanted = {.dx = at[4],
+                                         .residual = at[5],
+                                         .rounded = at[6],
+                                         .dgamma = at[7],
+                                         .dbeta = centred ? at[8] : Tensor{}};
+           (centred ? layer_norm_backward : rms_norm_backward)(ctx, at[0], at[1], at[2], at[3],
+                                                               wanted);
+         },
          {{0, {kBf16, {3, 4}}, "dy is bf16 [3, 4]; legal with x f32 [2, 4]: f32 or bf16 [2, 4]"},
+          {1, {kI32, {2, 4}}, "x is i32 [2, 4]; legal with gamma f32 [4]: f32 or bf16 [any, any]"},
           {2, {kF32, {1, 4}}, "gamma is f32 [1, 4]; legal with x f32 [2, 4]: f32 [4]"},
           {3, {kF32, {2, 3}}, "stats is f32 [2, 3]; legal with x f32 [2, 4]: f32 [2, "},
-          {4, {kBf16, {2, 4}}, "dx is bf16 [2, 4]; legal with x f32 [2, 4]: f32 [2, 4]"}}});
+          {4, {kBf16, {2, 4}}, "dx is bf16 [2, 4]; legal with x f32 [2, 4]: f32 [2, 4]"},
+          {5, {kBf16, {2, 4}}, "residual is bf16 [2, 4]; legal with x f32 [2, 4]: f32 [2, 4]"},
+          {6, {kF32, {2, 4}}, "rounded is f32 [2, 4]; legal with x f32 [2, 4]: bf16 [2, 4]"},
+          {7, {kBf16, {4}}, "dgamma is bf16 [4]; legal with x f32 [2, 4]: f32 [4]"}}});
   }
-  forms.push_back(
-      {"layer_norm_backward_weight",
-       {{kBf16, {2, 4}}, {kF32, {2, 4}}, {kF32, {2, 2}}, {kF32, {4}}, {kF32, {4}}},
-       of_five(layer_norm_backward_weight),
-       {{0, {kI32, {2, 4}}, "dy is i32 [2, 4]; legal with x f32 [2, 4]: f32 or bf16 [2, 4]"},
-        {3, {kF32, {2}}, "dgamma is f32 [2]; legal with x f32 [2, 4]: f32 [4]"},
-        {4, {kBf16, {4}}, "dbeta is bf16 [4]; legal with x f32 [2, 4]: f32 [4]"}}});
-  forms.push_back({"rms_norm_backward_weight",
-                   {{kBf16, {2, 4}}, {kF32, {2, 4}}, {kF32, {2, 1}}, {kF32, {4}}},
-                   of_four(rms_norm_backward_weight),
-                   {{2, {kF32, {1, 1}}, "stats is f32 [1, 1]; legal with x f32 [2, 4]: f32 [2, 1]"},
-                    {3, {kBf16, {4}}, "dgamma is bf16 [4]; legal with x f32 [2, 4]: f32 [4]"}}});
+  forms[forms.size() - 2].wrongs.push_back(
+      {8, {kF32, {2}}, "dbeta is f32 [2]; legal with x f32 [2, 4]: f32 [4]"});
   return forms;
+}
+
+// A bf16 stream needs no rounded copy; RMSNorm has no beta.
+TEST(NormOperandsTest, ResultsWithoutMeaningAreRefused) {
+  ComputeContext ctx(Device{}, 1);
+  const Operands operands({{kBf16, {2, 4}}, {kF32, {4}}, {kF32, {2, 1}}, {kBf16, {2, 4}}});
+  const Tensor &x = operands.tensors()[0], &gamma = operands.tensors()[1],
+               &stats = operands.tensors()[2], &dx = operands.tensors()[3];
+  expect_usage(
+      HasSubstr("rms_norm_backward: dx is bf16 [2, 4]; legal with rounded bf16 [2, 4]: f32"),
+      [&] { rms_norm_backward(ctx, x, x, gamma, stats, {.dx = dx, .rounded = dx}); });
+  expect_usage(HasSubstr("rms_norm_backward: dbeta f32 [4]; legal: no data"), [&] {
+    rms_norm_backward(ctx, x, x, gamma, stats, {.dgamma = gamma, .dbeta = gamma});
+  });
+  EXPECT_TRUE(operands.untouched());
 }
 
 std::vector<OperatorForm> attention_forms() {

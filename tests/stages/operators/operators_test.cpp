@@ -176,6 +176,13 @@ TEST_P(ElementwiseTest, AddAndConvertAreExact) {
           static_cast<double>(static_cast<float>(before[i]) + static_cast<float>(in[i])));
     }
     EXPECT_EQ(y.values(), expected);
+    // In x's own type: the rounded sum.
+    const Operand same = random_operand(dtype(), {size}, 7), rounded(dtype(), {size});
+    const Operand sums(DType::kF32, {size}, same.values());
+    add(ctx(), x.tensor, sums.tensor);
+    add(ctx(), x.tensor, same.tensor);
+    convert(ctx(), sums.tensor, rounded.tensor);
+    EXPECT_EQ(same.values(), rounded.values());
     const Operand narrow(DType::kBf16, {size}), wide(DType::kF32, {size});
     convert(ctx(), y.tensor, narrow.tensor);
     convert(ctx(), narrow.tensor, wide.tensor);
@@ -313,6 +320,25 @@ TEST_P(LinearTest, CutsManyRowsIntoBlocks) {
   EXPECT_TRUE(y.end_untouched() && dx.end_untouched() && dw.end_untouched() && db.end_untouched());
 }
 
+// Blocks of rows in f32 and in bf16, and a shorter last one.
+TEST_P(LinearTest, ResidualProductHasTheBitsOfAProductAndASum) {
+  const std::int64_t rows = 700, in = 9, out = 13;
+  const Operand x = random_operand(dtype(), {rows, in}, 40),
+                weight = random_operand(dtype(), {out, in}, 41),
+                bias = random_operand(DType::kF32, {out}, 42);
+  for (const DType stream : {DType::kF32, dtype()}) {
+    const Operand residual = random_operand(stream, {rows, out}, 43);
+    const Operand y(stream, {rows, out}), expected(stream, {rows, out});
+    for (const Tensor& added : {bias.tensor, Tensor{}}) {
+      linear_residual_forward(ctx(), x.tensor, weight.tensor, added, residual.tensor, y.tensor);
+      linear_forward(ctx(), x.tensor, weight.tensor, added, expected.tensor);
+      add(ctx(), residual.tensor, expected.tensor);
+      EXPECT_EQ(y.values(), expected.values());
+      EXPECT_TRUE(y.end_untouched());
+    }
+  }
+}
+
 TEST_P(LinearTest, FusedActivationsHaveTheBitsOfSeparateCalls) {
   const std::int64_t rows = 1037, in = 24, hidden = 40;
   for (const Activation activation : {Activation::kGelu, Activation::kSwiglu}) {
@@ -346,19 +372,19 @@ TEST_P(LinearTest, FusedActivationsHaveTheBitsOfSeparateCalls) {
   }
 }
 
-TEST_P(EmbeddingTest, AddsTokenAndPosition) {
-  const std::int64_t samples = 3, sequence = 5, width = 131, vocabulary = 7;
+void check_embedding(ComputeContext& ctx, DType stream) {
+  const std::int64_t samples = 3, sequence = 5, width = 1131, vocabulary = 7;
   const Operand tokens(DType::kI32, {samples, sequence},
                        {0, 1, 2, 3, 4, 5, 6, 6, 6, 6, 1, 3, 3, 0, 2});
   const Operand table = random_operand(DType::kF32, {vocabulary, width}, 15);
   const Operand positions = random_operand(DType::kF32, {sequence + 2, width}, 16);
-  const Operand out(DType::kF32, {samples * sequence, width});
-  const Operand dout = random_operand(DType::kF32, {samples * sequence, width}, 17);
+  const Operand out(stream, {samples * sequence, width});
+  const Operand dout = random_operand(stream, {samples * sequence, width}, 17);
   const Operand dtable(DType::kF32, {vocabulary, width}, Values(index_of(vocabulary * width), 1.0));
   const Operand dpositions(DType::kF32, {sequence + 2, width},
                            Values(index_of((sequence + 2) * width), 2.0));
-  embedding_forward(ctx(), tokens.tensor, table.tensor, positions.tensor, out.tensor);
-  embedding_backward_weight(ctx(), tokens.tensor, dout.tensor, dtable.tensor, dpositions.tensor);
+  embedding_forward(ctx, tokens.tensor, table.tensor, positions.tensor, out.tensor);
+  embedding_backward_weight(ctx, tokens.tensor, dout.tensor, dtable.tensor, dpositions.tensor);
   Values expected, table_gradient(index_of(vocabulary * width), 1.0),
       position_gradient(index_of((sequence + 2) * width), 2.0);
   const Values rows = table.values(), places = positions.values(), gradient = dout.values();
@@ -370,9 +396,14 @@ TEST_P(EmbeddingTest, AddsTokenAndPosition) {
     table_gradient[from] += gradient[index_of(i)];
     position_gradient[place] += gradient[index_of(i)];
   }
-  expect_close(out.values(), expected, 1e-6, "out");
+  expect_close(out.values(), expected, stream == DType::kF32 ? 1e-6 : tolerance(stream), "out");
   expect_close(dtable.values(), table_gradient, 1e-6, "dtable");
   expect_close(dpositions.values(), position_gradient, 1e-6, "dpositions");
+}
+
+TEST_P(EmbeddingTest, AddsTokenAndPosition) {
+  check_embedding(ctx(), DType::kF32);
+  check_embedding(ctx(), DType::kBf16);
 }
 
 TEST_P(EmbeddingTest, WithoutPositionsCopiesTheTable) {
@@ -403,83 +434,137 @@ struct NormReference {
   }
 };
 
-void check_norm(ComputeContext& ctx, DType dtype, bool centred, DType delta_type) {
+// `stream`: the type of x and dx.
+void check_norm(ComputeContext& ctx, DType dtype, bool centred, DType delta_type,
+                DType stream = DType::kF32) {
+  const double close = stream == DType::kF32 ? 1e-5 : tolerance(stream);
   for (const std::int64_t width : {3, 16, 37, 128}) {
     const std::int64_t rows = 5;
     const NormReference reference = {width, centred};
-    const Operand x = random_operand(DType::kF32, {rows, width}, 18, 2);
+    const Operand x = random_operand(stream, {rows, width}, 18, 2);
     const Operand delta = random_operand(delta_type, {rows, width}, 19);
     const Operand gamma = random_operand(DType::kF32, {width}, 20),
                   beta = random_operand(DType::kF32, {width}, 21);
     const Operand y(dtype, {rows, width}), stats(DType::kF32, {rows, centred ? 2 : 1});
     const Operand dy = random_operand(dtype, {rows, width}, 22),
-                  dx = random_operand(DType::kF32, {rows, width}, 23);
+                  residual = random_operand(stream, {rows, width}, 23), dx(stream, {rows, width});
     const Operand dgamma = random_operand(DType::kF32, {width}, 24),
                   dbeta = random_operand(DType::kF32, {width}, 25);
-    const Values x_before = x.values(), dx_before = dx.values(), dg_before = dgamma.values(),
-                 db_before = dbeta.values();
+    const Values x_before = x.values(), dg_before = dgamma.values(), db_before = dbeta.values();
+    const NormGradients wanted = {.dx = dx.tensor,
+                                  .residual = residual.tensor,
+                                  .dgamma = dgamma.tensor,
+                                  .dbeta = centred ? dbeta.tensor : Tensor{}};
     if (centred) {
       layer_norm_forward(ctx, x.tensor, delta.tensor, gamma.tensor, beta.tensor, 1e-5F, y.tensor,
                          stats.tensor);
-      layer_norm_backward_input(ctx, dy.tensor, x.tensor, gamma.tensor, stats.tensor, dx.tensor);
-      layer_norm_backward_weight(ctx, dy.tensor, x.tensor, stats.tensor, dgamma.tensor,
-                                 dbeta.tensor);
+      layer_norm_backward(ctx, dy.tensor, x.tensor, gamma.tensor, stats.tensor, wanted);
     } else {
       rms_norm_forward(ctx, x.tensor, delta.tensor, gamma.tensor, 1e-5F, y.tensor, stats.tensor);
-      rms_norm_backward_input(ctx, dy.tensor, x.tensor, gamma.tensor, stats.tensor, dx.tensor);
-      rms_norm_backward_weight(ctx, dy.tensor, x.tensor, stats.tensor, dgamma.tensor);
+      rms_norm_backward(ctx, dy.tensor, x.tensor, gamma.tensor, stats.tensor, wanted);
     }
     const Values xs = x.values(), gs = gamma.values(), bs = beta.values(), dys = dy.values();
-    expect_close(xs, sum_of(x_before, delta.values()), 1e-6, "x + delta");
+    const auto gradient = [&](const auto& values, const Values& at) {
+      return numeric_gradient([&](const Values& v) { return dot(values(v), dys); }, at);
+    };
+    expect_close(xs, sum_of(x_before, delta.values()), stream == DType::kF32 ? 1e-6 : close,
+                 "x + delta");
     expect_close(y.values(), reference(xs, gs, bs), tolerance(dtype), "y");
     expect_close(
         dx.values(),
-        sum_of(dx_before, numeric_gradient(
-                              [&](const Values& v) { return dot(reference(v, gs, bs), dys); }, xs)),
-        1e-5, "dx");
-    expect_close(
-        dgamma.values(),
-        sum_of(dg_before, numeric_gradient(
-                              [&](const Values& v) { return dot(reference(xs, v, bs), dys); }, gs)),
-        1e-5, "dgamma");
+        sum_of(residual.values(), gradient([&](auto& v) { return reference(v, gs, bs); }, xs)),
+        close, "dx");
+    expect_close(dgamma.values(),
+                 sum_of(dg_before, gradient([&](auto& v) { return reference(xs, v, bs); }, gs)),
+                 1e-5, "dgamma");
     if (centred) {
       expect_close(dbeta.values(),
-                   sum_of(db_before,
-                          numeric_gradient(
-                              [&](const Values& v) { return dot(reference(xs, gs, v), dys); }, bs)),
+                   sum_of(db_before, gradient([&](auto& v) { return reference(xs, gs, v); }, bs)),
                    1e-5, "dbeta");
     }
     EXPECT_TRUE(x.end_untouched() && y.end_untouched() && stats.end_untouched() &&
-                dgamma.end_untouched());
+                dx.end_untouched() && dgamma.end_untouched());
   }
 }
 
 TEST_P(NormTest, LayerNormMatchesItsReference) {
   check_norm(ctx(), dtype(), true, DType::kF32);
   check_norm(ctx(), dtype(), true, dtype());
+  check_norm(ctx(), dtype(), true, dtype(), dtype());
 }
 
 TEST_P(NormTest, RmsNormMatchesItsReference) {
   check_norm(ctx(), dtype(), false, DType::kF32);
   check_norm(ctx(), dtype(), false, dtype());
+  check_norm(ctx(), dtype(), false, dtype(), dtype());
 }
 
-TEST_P(NormTest, FusedResidualAddHasTheBitsOfASeparateOne) {
+// A call for one result has the bits of a call for all; in place, without a residual, and rounded.
+void check_norm_parts(ComputeContext& ctx, DType dtype, DType stream,
+                      decltype(layer_norm_backward)& backward, std::int64_t terms) {
+  const std::int64_t rows = 7, width = 53;
+  const auto any = [&](DType type, const Shape& shape, unsigned seed) {
+    return random_operand(type, shape, seed);
+  };
+  const Operand x = any(stream, {rows, width}, 30), dy = any(dtype, {rows, width}, 31);
+  const Operand gamma = any(DType::kF32, {width}, 32);
+  const Operand stats(DType::kF32, {rows, terms}, Values(index_of(rows * terms), 0.75));
+  const auto run = [&](const NormGradients& wanted) {
+    backward(ctx, dy.tensor, x.tensor, gamma.tensor, stats.tensor, wanted);
+  };
+  const auto dbeta_of = [&](const Operand& dbeta) { return terms == 2 ? dbeta.tensor : Tensor{}; };
+  const Operand residual = any(stream, {rows, width}, 33), dx(stream, {rows, width}),
+                in_place = any(stream, {rows, width}, 33), bare(stream, {rows, width}),
+                zeros(stream, {rows, width}, Values(index_of(rows * width))),
+                rounded(DType::kBf16, {rows, width}), expected(DType::kBf16, {rows, width});
+  const Operand dgamma = any(DType::kF32, {width}, 34), dbeta = any(DType::kF32, {width}, 35);
+  const Operand other = any(DType::kF32, {width}, 34), other_beta = any(DType::kF32, {width}, 35);
+  const bool rounds = stream == DType::kF32;
+  run({.dx = dx.tensor,
+       .residual = residual.tensor,
+       .rounded = rounds ? rounded.tensor : Tensor{},
+       .dgamma = dgamma.tensor,
+       .dbeta = dbeta_of(dbeta)});
+  run({.dx = in_place.tensor, .residual = in_place.tensor});
+  run({.dgamma = other.tensor, .dbeta = dbeta_of(other_beta)});
+  EXPECT_EQ(in_place.values(), dx.values());
+  EXPECT_EQ(other.values(), dgamma.values());
+  EXPECT_EQ(other_beta.values(), dbeta.values());
+  run({.dx = bare.tensor});
+  run({.dx = zeros.tensor, .residual = zeros.tensor});
+  EXPECT_EQ(bare.values(), zeros.values());
+  if (!rounds) return;
+  convert(ctx, dx.tensor, expected.tensor);
+  EXPECT_EQ(rounded.values(), expected.values());
+}
+
+TEST_P(NormTest, ResultsOfABackwardDoNotDependOnWhichAreWanted) {
+  for (const DType stream : {DType::kF32, dtype()}) {
+    check_norm_parts(ctx(), dtype(), stream, layer_norm_backward, 2);
+    check_norm_parts(ctx(), dtype(), stream, rms_norm_backward, 1);
+  }
+}
+
+void check_fused_add(ComputeContext& ctx, DType dtype, DType stream) {
   const std::int64_t rows = 4, width = 53;
-  const Operand fused = random_operand(DType::kF32, {rows, width}, 26),
-                apart = random_operand(DType::kF32, {rows, width}, 26);
-  const Operand delta = random_operand(dtype(), {rows, width}, 27);
+  const Operand fused = random_operand(stream, {rows, width}, 26),
+                apart = random_operand(stream, {rows, width}, 26);
+  const Operand delta = random_operand(dtype, {rows, width}, 27);
   const Operand gamma = random_operand(DType::kF32, {width}, 28),
                 beta = random_operand(DType::kF32, {width}, 29);
-  const Operand y(dtype(), {rows, width}), other(dtype(), {rows, width}),
-      stats(DType::kF32, {rows, 2});
-  layer_norm_forward(ctx(), fused.tensor, delta.tensor, gamma.tensor, beta.tensor, 1e-5F, y.tensor,
+  const Operand y(dtype, {rows, width}), other(dtype, {rows, width}), stats(DType::kF32, {rows, 2});
+  layer_norm_forward(ctx, fused.tensor, delta.tensor, gamma.tensor, beta.tensor, 1e-5F, y.tensor,
                      stats.tensor);
-  add(ctx(), delta.tensor, apart.tensor);
-  layer_norm_forward(ctx(), apart.tensor, {}, gamma.tensor, beta.tensor, 1e-5F, other.tensor,
+  add(ctx, delta.tensor, apart.tensor);
+  layer_norm_forward(ctx, apart.tensor, {}, gamma.tensor, beta.tensor, 1e-5F, other.tensor,
                      stats.tensor);
   EXPECT_EQ(fused.values(), apart.values());
   EXPECT_EQ(y.values(), other.values());
+}
+
+TEST_P(NormTest, FusedResidualAddHasTheBitsOfASeparateOne) {
+  check_fused_add(ctx(), dtype(), DType::kF32);
+  check_fused_add(ctx(), dtype(), dtype());
 }
 
 }  // namespace

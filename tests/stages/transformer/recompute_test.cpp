@@ -45,6 +45,25 @@ TransformerConfig llama_with(Recompute recompute, DType precision) {
   return config;
 }
 
+// A bf16 stream, with all that only a model that drops nothing has; dropping: with the rest.
+TransformerConfig stream_with(Recompute recompute, DType precision) {
+  TransformerConfig config = llama_with(recompute, precision);
+  config.stream_precision = precision;
+  config.dropout = 0;
+  return config;
+}
+TransformerConfig dropping_stream_with(Recompute recompute, DType precision) {
+  TransformerConfig config = config_with(recompute, precision);
+  config.stream_precision = precision;
+  return config;
+}
+// What backward reads of the stream's gradient is rounded.
+TransformerConfig rounding_with(Recompute recompute, DType precision) {
+  TransformerConfig config = config_with(recompute, precision);
+  config.dropout = 0;
+  return config;
+}
+
 constexpr std::int64_t kSamples = 2;
 constexpr std::size_t kRows = kSamples * 80;
 constexpr std::size_t kStream = kRows * 64 * sizeof(float);  // one point of the residual stream
@@ -72,6 +91,12 @@ TEST(RecomputeTest, BlockKeepsThePointsOfTheResidualStreamAlone) {
   const TransformerConfig config = config_with(Recompute::kBlock);
   const auto head = describe(config, {{0, 4, 5}}, 1, kStreamSpec);
   EXPECT_EQ(state_of(head), 0U);
+}
+
+TEST(RecomputeTest, ABf16StreamTakesHalfTheBytes) {
+  const auto config = stream_with(Recompute::kBlock, DType::kBf16);
+  const TensorSpec input{DType::kBf16, kStreamSpec.shape};
+  EXPECT_EQ(state_of(describe(config, {{0, 1, 4, 5}}, 1, input)), 5 * kStream / 2);
 }
 
 TEST(RecomputeTest, AttentionKeepsNothingThatGrowsWithTheSquareOfTheSequence) {
@@ -120,7 +145,9 @@ class RecomputeMemoryTest : public ::testing::TestWithParam<Setting> {};
 
 TEST_P(RecomputeMemoryTest, TakesTheBytesItDescribes) {
   const TransformerConfig config = GetParam().config();
-  const StageDescription described = describe(config, {{0, 1, 4, 5}}, 1, kStreamSpec);
+  const TensorSpec input{config.stream_precision, kStreamSpec.shape};
+  const StageDescription described = describe(config, {{0, 1, 4, 5}}, 1, input);
+  EXPECT_EQ(described.outputs, std::vector{input});
   for (const bool split : {false, true}) {
     for (const int slots : {1, 4}) {
       ComputeContext compute({}, 1);
@@ -129,7 +156,7 @@ TEST_P(RecomputeMemoryTest, TakesTheBytesItDescribes) {
       setup.compute = &compute;
       setup.slots = slots;
       setup.split_backward = split;
-      setup.input_sizes = {{kStreamSpec}};
+      setup.input_sizes = {{input}};
       stage.prepare(setup);
       const std::size_t between = split ? described.gradient_bytes_until_weight : 0;
       const std::size_t per_slot = state_of(described) + between;
@@ -158,14 +185,19 @@ TEST_P(RecomputeMemoryTest, StepsMakeNoPrimitiveAndNoScratch) {
 
 INSTANTIATE_TEST_SUITE_P(
     Settings, RecomputeMemoryTest,
-    ::testing::Values(Setting{"None", Recompute::kNone, DType::kF32},
-                      Setting{"Attention", Recompute::kAttention, DType::kF32},
-                      Setting{"Block", Recompute::kBlock, DType::kF32},
-                      Setting{"BlockBf16", Recompute::kBlock, DType::kBf16},
-                      Setting{"Llama", Recompute::kNone, DType::kF32, llama_with},
-                      Setting{"LlamaAttentionBf16", Recompute::kAttention, DType::kBf16,
-                              llama_with},
-                      Setting{"LlamaBlock", Recompute::kBlock, DType::kF32, llama_with}),
+    ::testing::Values(
+        Setting{"None", Recompute::kNone, DType::kF32},
+        Setting{"Attention", Recompute::kAttention, DType::kF32},
+        Setting{"Block", Recompute::kBlock, DType::kF32},
+        Setting{"BlockBf16", Recompute::kBlock, DType::kBf16},
+        Setting{"Llama", Recompute::kNone, DType::kF32, llama_with},
+        Setting{"LlamaAttentionBf16", Recompute::kAttention, DType::kBf16, llama_with},
+        Setting{"LlamaBlock", Recompute::kBlock, DType::kF32, llama_with},
+        Setting{"Rounding", Recompute::kNone, DType::kBf16, rounding_with},
+        Setting{"RoundingBlock", Recompute::kBlock, DType::kBf16, rounding_with},
+        Setting{"Stream", Recompute::kNone, DType::kBf16, stream_with},
+        Setting{"StreamBlock", Recompute::kBlock, DType::kBf16, stream_with},
+        Setting{"DroppingStream", Recompute::kAttention, DType::kBf16, dropping_stream_with}),
     [](const auto& instance) { return instance.param.name; });
 
 TEST(RecomputeTest, ForwardRunsNoProductTwiceAndBackwardOnlyThoseItCounts) {

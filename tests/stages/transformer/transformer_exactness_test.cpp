@@ -30,6 +30,8 @@ struct Variant {
 
 void PrintTo(const Variant& variant, std::ostream* os) { *os << variant.name; }
 
+void to_stream(TransformerConfig& config) { config.stream_precision = DType::kBf16; }
+
 TransformerConfig config_of(const Variant& variant) {
   TransformerConfig config;
   config.kind = variant.kind;
@@ -236,6 +238,8 @@ INSTANTIATE_TEST_SUITE_P(
                 c.full_layers = {0, 2};
               }),
         llama("All", change_all),
+        Variant{"Gpt2StreamDropout", TransformerKind::kGpt2, true, 0.2F, DType::kBf16, to_stream},
+        Variant{"LlamaStream", TransformerKind::kLlama, false, 0, DType::kBf16, to_stream},
         Variant{"AllBf16Dropout", TransformerKind::kLlama, false, 0.2F, DType::kBf16, change_all}),
     [](const auto& instance) { return instance.param.name; });
 

@@ -256,6 +256,31 @@ TEST(TransformerTest, Bf16StaysNearF32AndFollowsNewValues) {
   }
 }
 
+TEST(TransformerTest, ABf16StreamStaysNearF32) {
+  for (const TransformerKind kind : {TransformerKind::kGpt2, TransformerKind::kLlama}) {
+    TransformerConfig config = small_config(kind, true);
+    config.dropout = 0.1F;
+    const auto batch = make_micro_batch(config, 0, 2, 13);
+    LocalPipeline f32(config, whole(config), {batch});
+    config.precision = config.stream_precision = DType::kBf16;
+    LocalPipeline bf16(config, whole(config), {batch});
+    enlarge(f32);
+    enlarge(bf16);
+    f32.step();
+    bf16.step();
+    EXPECT_NEAR(bf16.loss_sum(), f32.loss_sum(), 0.01 * f32.loss_sum());
+    const auto expected = f32.grads();
+    for (const auto& [name, grad] : bf16.grads()) {
+      double difference = 0, norm = 0;
+      for (size_t i = 0; i < grad.size(); ++i) {
+        difference += std::pow(grad[i] - expected.at(name)[i], 2);
+        norm += std::pow(expected.at(name)[i], 2);
+      }
+      EXPECT_LT(std::sqrt(difference / norm), 5e-2) << name;
+    }
+  }
+}
+
 TEST(TransformerTest, ListsParametersOnceInGlobalOrder) {
   const auto names = [](const TransformerConfig& config) {
     std::vector<std::string> result;
@@ -507,6 +532,8 @@ TEST(TransformerConfigTest, RefusesNamingTheOptionAndTheNearestLegalValue) {
       HasSubstr("--dropout nan"));
   EXPECT_THAT(validation_error([](Config& c) { c.precision = DType::kI32; }),
               HasSubstr("f32, bf16"));
+  EXPECT_THAT(validation_error([](Config& c) { c.stream_precision = DType::kBf16; }),
+              HasSubstr("--stream-precision bf16 with --precision f32; legal: f32, and bf16 with"));
   EXPECT_EQ(validation_error([](Config& c) { c.kv_heads = 3; }), "no error");  // gpt2 has none
 }
 
