@@ -1,4 +1,6 @@
 // LayerNorm and RMSNorm: rows go to threads; weight gradients: columns do.
+#include <algorithm>
+
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
@@ -57,10 +59,15 @@ void layer_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tens
 }
 
 void layer_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta) {
+                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta,
+                                Write write) {
   const NormShape shape = shape_of(x, dgamma);
   const TypedKernels& kernels = kernels_for(ctx, dy.spec.dtype);
   parallel_range(ctx, shape.width, kColumnGrain, [&](std::int64_t begin, std::int64_t end) {
+    if (write == Write::kOverwrite) {
+      std::fill_n(dgamma.as<float>() + begin, end - begin, 0.0F);
+      std::fill_n(dbeta.as<float>() + begin, end - begin, 0.0F);
+    }
     kernels.layer_norm_weights(element(dy, begin), x.as<float>() + begin, stats.as<float>(),
                                shape.width, shape.rows, end - begin, dgamma.as<float>() + begin,
                                dbeta.as<float>() + begin);
@@ -93,10 +100,13 @@ void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor
 }
 
 void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                              const Tensor& stats, const Tensor& dgamma) {
+                              const Tensor& stats, const Tensor& dgamma, Write write) {
   const NormShape shape = shape_of(x, dgamma);
   const TypedKernels& kernels = kernels_for(ctx, dy.spec.dtype);
   parallel_range(ctx, shape.width, kColumnGrain, [&](std::int64_t begin, std::int64_t end) {
+    if (write == Write::kOverwrite) {
+      std::fill_n(dgamma.as<float>() + begin, end - begin, 0.0F);
+    }
     kernels.rms_norm_weights(element(dy, begin), x.as<float>() + begin, stats.as<float>(),
                              shape.width, shape.rows, end - begin, dgamma.as<float>() + begin);
   });

@@ -34,9 +34,11 @@ struct PositionGradient {
   const float* dout;
   float* dpositions;
   int64_t samples, sequence, width;
+  bool adds;
   template <int N>
   __device__ void run(int64_t position, int64_t column) const {
-    Floats<N> sum = load<N>(dpositions + position * width + column);
+    Floats<N> sum = {};
+    if (adds) sum = load<N>(dpositions + position * width + column);
     for (int64_t sample = 0; sample < samples; ++sample) {
       add_to(sum, load<N>(dout + (sample * sequence + position) * width + column));
     }
@@ -142,6 +144,7 @@ struct TableGradient {
   float* heads;  // [tiles, width]: of the run that began in an earlier tile
   float* tails;  // [tiles, width]: of the run that goes on in the next
   int64_t width;
+  bool adds;  // to the table
 
   [[nodiscard]] __device__ int32_t token_at(int64_t place) const {
     return places.tokens[places.sorted[place]];
@@ -151,10 +154,20 @@ struct TableGradient {
     add_to(sum, load<N>(from));
   }
   template <int N>
-  __device__ void add_to_table(int32_t token, int64_t column, Floats<N> sum) const {
+  __device__ void write_to_table(int32_t token, int64_t column, Floats<N> sum) const {
     float* to = dtable + token * width + column;
-    accumulate(to, sum);
+    if (adds) accumulate(to, sum);
     store(to, sum);
+  }
+};
+
+// The rows of the table that no place has.
+struct AbsentTokens : TableGradient {
+  template <int N>
+  __device__ void run(int64_t token, int64_t column) const {
+    if (places.starts[token] == places.starts[token + 1]) {
+      store(dtable + token * width + column, Floats<N>{});
+    }
   }
 };
 
@@ -177,7 +190,7 @@ struct TileSums : TableGradient {
       } else if (run_end > end) {
         store(tails + tile * width + column, sum);
       } else {
-        add_to_table(token, column, sum);
+        write_to_table(token, column, sum);
       }
     }
   }
@@ -196,7 +209,7 @@ struct JoinedSums : TableGradient {
     for (int64_t next = tile + 1; next * kTile < run_end; ++next) {
       accumulate(heads + next * width + column, sum);
     }
-    add_to_table(token, column, sum);
+    write_to_table(token, column, sum);
   }
 };
 
@@ -224,7 +237,7 @@ std::size_t embedding_backward_weight_workspace(ComputeContext& /*ctx*/, std::in
 }
 
 TableGradient take_scratch(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                           const Tensor& dtable) {
+                           const Tensor& dtable, Write write) {
   TableGradient gradient{};
   Places& places = gradient.places;
   places.tokens = tokens.as<int32_t>();
@@ -233,6 +246,7 @@ TableGradient take_scratch(ComputeContext& ctx, const Tensor& tokens, const Tens
   gradient.dout = dout.as<float>();
   gradient.dtable = dtable.as<float>();
   gradient.width = dtable.shape()[1];
+  gradient.adds = write == Write::kAdd;
   cut(gradient, ctx.workspace(cuda::embedding_backward_weight_workspace(
                     ctx, places.count, places.vocabulary, gradient.width)));
   return gradient;
@@ -269,20 +283,38 @@ void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& 
                        out.as<float>(), tokens.shape()[1], width});
 }
 
-void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                               const Tensor& dtable, const Tensor& dpositions) {
+// Positions after the sequence have no place.
+void position_gradient(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
+                       const Tensor& dpositions, bool wide, Write write) {
   const int64_t samples = tokens.shape()[0], sequence = tokens.shape()[1];
+  const int64_t width = dpositions.shape()[1], after = dpositions.shape()[0] - sequence;
+  for_rows<kWide<float>>(ctx, "embedding of positions, gradient", sequence, width, wide,
+                         PositionGradient{dout.as<float>(), dpositions.as<float>(), samples,
+                                          sequence, width, write == Write::kAdd});
+  if (write == Write::kAdd) return;
+  fill_zero_async(dpositions.as<float>() + sequence * width,
+                  static_cast<std::size_t>(after * width) * sizeof(float), ctx.stream());
+}
+
+void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
+                               const Tensor& dtable, const Tensor& dpositions, Write write) {
   const int64_t width = dtable.shape()[1];
-  if (tokens.elements() == 0 || width == 0) return;
+  if (tokens.elements() == 0 || width == 0) {
+    if (write == Write::kAdd) return;
+    for (const Tensor& each : {dtable, dpositions}) {
+      if (each.data != nullptr) fill_zero_async(each.data, each.spec.bytes(), ctx.stream());
+    }
+    return;
+  }
   constexpr int kAtOnce = kWide<float>;
   const bool wide = width % kAtOnce == 0 && aligned(dout.data, dtable.data, dpositions.data);
-  if (dpositions.data != nullptr) {
-    for_rows<kAtOnce>(
-        ctx, "embedding of positions, gradient", sequence, width, wide,
-        PositionGradient{dout.as<float>(), dpositions.as<float>(), samples, sequence, width});
-  }
-  const TableGradient gradient = take_scratch(ctx, tokens, dout, dtable);
+  if (dpositions.data != nullptr) position_gradient(ctx, tokens, dout, dpositions, wide, write);
+  const TableGradient gradient = take_scratch(ctx, tokens, dout, dtable, write);
   sort_places(ctx, gradient.places);
+  if (write == Write::kOverwrite) {
+    for_rows<kAtOnce>(ctx, "embedding gradient of absent tokens", gradient.places.vocabulary, width,
+                      wide, AbsentTokens{gradient});
+  }
   const int64_t tiles = divide_up(tokens.elements(), kTile);
   for_rows<kAtOnce>(ctx, "embedding gradient of tiles", tiles, width, wide, TileSums{gradient});
   for_rows<kAtOnce>(ctx, "embedding gradient of long runs", tiles, width, wide,

@@ -329,15 +329,16 @@ struct WeightTerms {
 
 template <Norm kNorm>
 void norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                          const Tensor& stats, const Tensor& dgamma,
+                          const Tensor& stats, const Tensor& dgamma, Write write,
                           float* const (&out)[kNorm == Norm::kLayer ? 2 : 1]) {
   const NormShape shape = shape_of(x, dgamma);
   with_type(dy.spec.dtype, [&](auto type) {
     using T = decltype(type);
-    add_sums<kWide<T>>(
+    write_sums<kWide<T>>(
         ctx, kNorm == Norm::kLayer ? "layer norm weights" : "rms norm weights",
         WeightTerms<kNorm, T>{dy.as<T>(), x.as<float>(), stats.as<float>(), shape.width},
-        shape.rows, shape.width, shape.width % kWide<T> == 0 && aligned(dy.data, x.data), out);
+        shape.rows, shape.width, shape.width % kWide<T> == 0 && aligned(dy.data, x.data), write,
+        out);
   });
 }
 
@@ -358,8 +359,9 @@ void layer_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tens
 }
 
 void layer_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta) {
-  norm_backward_weight<Norm::kLayer>(ctx, dy, x, stats, dgamma,
+                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta,
+                                Write write) {
+  norm_backward_weight<Norm::kLayer>(ctx, dy, x, stats, dgamma, write,
                                      {dgamma.as<float>(), dbeta.as<float>()});
 }
 
@@ -374,8 +376,8 @@ void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor
 }
 
 void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                              const Tensor& stats, const Tensor& dgamma) {
-  norm_backward_weight<Norm::kRms>(ctx, dy, x, stats, dgamma, {dgamma.as<float>()});
+                              const Tensor& stats, const Tensor& dgamma, Write write) {
+  norm_backward_weight<Norm::kRms>(ctx, dy, x, stats, dgamma, write, {dgamma.as<float>()});
 }
 
 }  // namespace

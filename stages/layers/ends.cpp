@@ -56,7 +56,8 @@ void EmbeddingLayer::backward_input(StreamCall& call, const Tensor& /*in*/, cons
 
 void EmbeddingLayer::backward_weight(StreamCall& call, const Tensor& in, const Tensor& dout) {
   embedding_backward_weight(call.compute(), in, dropout_.active(call) ? dropped(call) : dout,
-                            tokens_->grad, positions_ != nullptr ? positions_->grad : Tensor{});
+                            tokens_->grad, positions_ != nullptr ? positions_->grad : Tensor{},
+                            next_write({tokens_, positions_}, call.compute().stream()));
 }
 
 HeadLayer::HeadLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies)

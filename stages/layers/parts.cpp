@@ -104,7 +104,8 @@ void Linear::backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor&
 }
 
 void Linear::backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy) const {
-  linear_backward_weight(ctx, x, dy, weight_->grad, bias_ != nullptr ? bias_->grad : Tensor{});
+  linear_backward_weight(ctx, x, dy, weight_->grad, bias_ != nullptr ? bias_->grad : Tensor{},
+                         next_write({weight_, bias_}, ctx.stream()));
 }
 
 Norm::Norm(Kind kind, const std::string& name, std::int64_t width, float epsilon,
@@ -142,10 +143,11 @@ void Norm::backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x
 
 void Norm::backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                            const Tensor& stats) const {
+  const Write write = next_write({weight_, bias_}, ctx.stream());
   if (kind_ == Kind::kLayer) {
-    layer_norm_backward_weight(ctx, dy, x, stats, weight_->grad, bias_->grad);
+    layer_norm_backward_weight(ctx, dy, x, stats, weight_->grad, bias_->grad, write);
   } else {
-    rms_norm_backward_weight(ctx, dy, x, stats, weight_->grad);
+    rms_norm_backward_weight(ctx, dy, x, stats, weight_->grad, write);
   }
 }
 
@@ -170,8 +172,14 @@ void QueryKeyNorm::backward_input(ComputeContext& ctx, const AttentionShape& sha
 void QueryKeyNorm::backward_weight(ComputeContext& ctx, const Tensor& gains) const {
   const std::int64_t head_dim = gains.shape()[1];
   const TensorSpec gain{DType::kF32, Shape{head_dim}};
-  add(ctx, {gains.data, gain}, query_->grad);
-  add(ctx, {gains.as<float>() + head_dim, gain}, key_->grad);
+  const Tensor query{gains.data, gain}, key{gains.as<float>() + head_dim, gain};
+  if (next_write({query_, key_}, ctx.stream()) == Write::kOverwrite) {
+    copy_or_convert(ctx, query, query_->grad);
+    copy_or_convert(ctx, key, key_->grad);
+  } else {
+    add(ctx, query, query_->grad);
+    add(ctx, key, key_->grad);
+  }
 }
 
 Dropout DropoutSite::at(const StreamCall& call, std::int64_t elements_per_sample) const {

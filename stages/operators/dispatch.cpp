@@ -372,14 +372,14 @@ void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& 
 }
 
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
-                            const Tensor& dweight, const Tensor& dbias) {
+                            const Tensor& dweight, const Tensor& dbias, Write write) {
   fits(__func__, {"x", x}, in_rows(kFloats, kAny, kAny), {{"dy", dy}});
   fits(__func__, {"dy", dy}, in_rows(only(x.spec.dtype), rows_of(x), kAny), {{"x", x}});
   fits(__func__, {"dweight", dweight}, matrix(kF32, width_of(dy), width_of(x)),
        {{"x", x}, {"dy", dy}});
   fits_if_given(__func__, {"dbias", dbias}, vector(kF32, width_of(dy)), {{"dy", dy}});
   run({__func__, product_flops(x, dweight)}, &OperatorTable::linear_backward_weight, ctx, x, dy,
-      dweight, dbias);
+      dweight, dbias, write);
 }
 
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
@@ -416,10 +416,11 @@ void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& 
 }
 
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                               const Tensor& dtable, const Tensor& dpositions) {
+                               const Tensor& dtable, const Tensor& dpositions, Write write) {
   embedding(__func__, {"tokens", tokens}, {"dtable", dtable}, {"dpositions", dpositions},
             {"dout", dout});
-  run({__func__}, &OperatorTable::embedding_backward_weight, ctx, tokens, dout, dtable, dpositions);
+  run({__func__}, &OperatorTable::embedding_backward_weight, ctx, tokens, dout, dtable, dpositions,
+      write);
 }
 
 void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
@@ -437,9 +438,11 @@ void layer_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tens
 }
 
 void layer_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta) {
+                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta,
+                                Write write) {
   check_norm_backward_weight(__func__, dy, x, stats, dgamma, &dbeta);
-  run({__func__}, &OperatorTable::layer_norm_backward_weight, ctx, dy, x, stats, dgamma, dbeta);
+  run({__func__}, &OperatorTable::layer_norm_backward_weight, ctx, dy, x, stats, dgamma, dbeta,
+      write);
 }
 
 void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
@@ -455,9 +458,9 @@ void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor
 }
 
 void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                              const Tensor& stats, const Tensor& dgamma) {
+                              const Tensor& stats, const Tensor& dgamma, Write write) {
   check_norm_backward_weight(__func__, dy, x, stats, dgamma, nullptr);
-  run({__func__}, &OperatorTable::rms_norm_backward_weight, ctx, dy, x, stats, dgamma);
+  run({__func__}, &OperatorTable::rms_norm_backward_weight, ctx, dy, x, stats, dgamma, write);
 }
 
 std::size_t attention_state_bytes(DeviceKind device, const AttentionShape& shape, DType dtype) {

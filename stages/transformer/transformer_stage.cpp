@@ -54,6 +54,7 @@ TransformerStage::TransformerStage(const TransformerConfig& config, LayerRange r
       first_parameters_.push_back(first);
     }
   }
+  for (Parameter* parameter : parameters_.all()) parameter->gradient.set_asks();
   if (config.logit_chunks > 1 && gives_logits()) {
     chunking_head_ = dynamic_cast<const HeadLayer*>(layers_.back().get());
   }
@@ -211,11 +212,13 @@ void TransformerStage::prepare(const StageSetup& setup) {
 void TransformerStage::prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) {
   const BlockShape shape = shape_of(inputs[0], compute.device().kind);
   require_fits(shape);
-  if (compute.device().kind != DeviceKind::kCpu) warm_up_size(compute, shape, inputs[0]);
+  if (compute.device().kind == DeviceKind::kCpu) return;
+  const GradientsAside aside(parameters_, compute.memory());
+  warm_up_size(compute, shape, inputs[0]);
 }
 
 // A product's first run creates primitives and loads the library's kernels: it runs once, on zeros,
-// which adds zeros to gradients. Temporary operands stand for the messages.
+// as it overwrites a gradient and as it adds to one. Temporary operands stand for the messages.
 void TransformerStage::warm_up_size(ComputeContext& compute, const BlockShape& shape,
                                     const TensorSpec& in_spec) {
   if (layers_.empty()) return;
@@ -236,7 +239,11 @@ void TransformerStage::warm_up_size(ComputeContext& compute, const BlockShape& s
     forward(ctx, ctx.inputs, {&output, 1});
     ctx.phase = Phase::kTrain;
   }
-  warm_up(ctx, ctx.inputs, {&output, 1});
+  for (const bool old : {true, false}) {
+    if (!old && !trains_) continue;
+    parameters_.set_old_grads(old);
+    warm_up(ctx, ctx.inputs, {&output, 1});
+  }
   compute.wait();  // before the operands are freed
 }
 

@@ -37,6 +37,7 @@ class TransformerStage : public Stage, public SplitBackward {
   void prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) override;
   void begin_step(ComputeContext& compute) override;
   [[nodiscard]] bool graph_capturable() const override { return true; }
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
   void forward(StageContext& ctx, std::span<const Tensor> inputs,
                std::span<const Tensor> outputs) override;
   void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,

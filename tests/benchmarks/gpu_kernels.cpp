@@ -148,7 +148,7 @@ class Kernels {
       const Tensor gradient = memory.make(DType::kBf16, {rows, width});
       const Tensor sums = memory.make(DType::kF32, {width});
       row(width == w ? "bias gradient, output" : "bias gradient, MLP up", bytes(gradient, 2),
-          [&] { cuda::add_column_sums(ctx_, gradient, sums); });
+          [&] { cuda::sum_columns(ctx_, gradient, sums); });
     }
   }
 

@@ -9,7 +9,9 @@
 // activation type T (f32 or bf16, equal for all activation operands unless said); the residual
 // stream, parameters, their gradients and statistics are f32. Sums run in f32 (or wider) in an
 // order that depends on shapes alone. Every output is overwritten unless a comment says that it is
-// added to. Weight gradients are added to.
+// added to. Weight gradients are added to, or overwritten with Write::kOverwrite: then whatever
+// they hold is replaced, without being read, and elements without a term become 0. The bits are
+// those of adding to zeros, but for the sign of a zero.
 //
 // Operands. Every call first checks the types and shapes of its operands. It throws Error(kUsage)
 // that names the operator, the operands and what is legal. The last dimension is the width; rows
@@ -46,7 +48,7 @@ void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& 
                            const Tensor& dx);
 // dweight += dyᵀ x, dbias += column sums of dy; f32.
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
-                            const Tensor& dweight, const Tensor& dbias);
+                            const Tensor& dweight, const Tensor& dbias, Write write = Write::kAdd);
 [[nodiscard]] std::size_t linear_backward_weight_workspace(ComputeContext& ctx,
                                                            const LinearShape& shape);
 
@@ -75,7 +77,8 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out);
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                               const Tensor& dtable, const Tensor& dpositions);
+                               const Tensor& dtable, const Tensor& dpositions,
+                               Write write = Write::kAdd);
 [[nodiscard]] std::size_t embedding_backward_weight_workspace(ComputeContext& ctx,
                                                               std::int64_t rows,
                                                               std::int64_t vocabulary,
@@ -91,14 +94,15 @@ void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delt
 void layer_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                                const Tensor& gamma, const Tensor& stats, const Tensor& dx);
 void layer_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta);
+                                const Tensor& stats, const Tensor& dgamma, const Tensor& dbeta,
+                                Write write = Write::kAdd);
 // RMSNorm: y = x * rstd * gamma; stats [rows, 1]: rstd. As above otherwise.
 void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
                       const Tensor& gamma, float epsilon, const Tensor& y, const Tensor& stats);
 void rms_norm_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                              const Tensor& gamma, const Tensor& stats, const Tensor& dx);
 void rms_norm_backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                              const Tensor& stats, const Tensor& dgamma);
+                              const Tensor& stats, const Tensor& dgamma, Write write = Write::kAdd);
 // Of either: `terms` is 2 for LayerNorm's two gradients, 1 for RMSNorm's.
 [[nodiscard]] std::size_t norm_backward_weight_workspace(ComputeContext& ctx, std::int64_t rows,
                                                          std::int64_t width, int terms);

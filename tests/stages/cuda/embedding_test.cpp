@@ -34,6 +34,12 @@ class CudaEmbeddingTest : public GpuCompareTest {
     compare({&places, &dout, &dtable}, 1e-5, [](ComputeContext& ctx, const Tensors& at) {
       embedding_backward_weight(ctx, at[0], at[1], at[2], {});
     });
+    const Operand over(DType::kF32, {vocabulary, width}),
+        over_positions(DType::kF32, {sequence + 2, width});
+    compare_shifted({&places, &dout, &over, &over_positions}, 1e-5,
+                    [](ComputeContext& ctx, const Tensors& at) {
+                      embedding_backward_weight(ctx, at[0], at[1], at[2], at[3], Write::kOverwrite);
+                    });
   }
 };
 
