@@ -5,7 +5,8 @@
 // places how often each token occurs; where the chunk's share of a token's run begins; where each
 // place lies within it). Blocks then sum equal tiles of the sorted places, however unequal the runs
 // are. Runs that lie inside a tile go to the table at once; pieces of longer ones are kept and
-// joined in order.
+// joined in order. The gradient of positions sums the same numbers in another order: both are
+// computed slice by slice of the columns, so that the second reads a slice from the cache.
 #include "stages/cuda_kernels/elements.cuh"
 #include "stages/cuda_kernels/kernels.hpp"
 #include "stages/tensor/bump_allocator.hpp"
@@ -14,19 +15,35 @@ namespace sluice::cuda {
 
 namespace {
 
+// Several samples at one position: their tokens are read before the first row of the table, and the
+// position's row once.
 struct EmbeddingForward {
+  static constexpr int kSamples = 4;
   const int32_t* tokens;
   const float* table;
   const float* positions;  // may be null
   float* out;
-  int64_t sequence, width;
+  int64_t samples, sequence, width;
+  // Of `group`, which is group / sequence in samples and group % sequence in positions.
   template <int N>
-  __device__ void run(int64_t row, int64_t column) const {
-    Floats<N> values = load<N>(table + tokens[row] * width + column);
-    if (positions != nullptr) {
-      add_to(values, load<N>(positions + row % sequence * width + column));
+  __device__ void run(int64_t group, int64_t column) const {
+    const int64_t position = group % sequence, first = group / sequence * kSamples;
+    int32_t token[kSamples];
+    Floats<N> values[kSamples];
+#pragma unroll
+    for (int k = 0; k < kSamples; ++k) {  // no branch: all at once, the last again
+      token[k] = tokens[min(first + k, samples - 1) * sequence + position];
     }
-    store(out + row * width + column, values);
+#pragma unroll
+    for (int k = 0; k < kSamples; ++k) values[k] = load<N>(table + token[k] * width + column);
+    Floats<N> added = {};
+    if (positions != nullptr) added = load<N>(positions + position * width + column);
+#pragma unroll
+    for (int k = 0; k < kSamples; ++k) {
+      if (first + k >= samples) return;
+      if (positions != nullptr) add_to(values[k], added);
+      store(out + ((first + k) * sequence + position) * width + column, values[k]);
+    }
   }
 };
 
@@ -118,23 +135,23 @@ __global__ void __launch_bounds__(kSortThreads) starts_kernel(const Places place
   if (token == 0) places.starts[0] = 0;
 }
 
-// One block per chunk.
-__global__ void sort_kernel(const Places places) {
+// Blocks share a chunk: a thread places one of its tokens.
+constexpr int kSortBlocks = kChunk / kSortThreads;
+
+__global__ void __launch_bounds__(kSortThreads) sort_kernel(const Places places) {
   __shared__ int32_t tokens[kChunk];
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kChunk;
-  const auto count =
-      static_cast<int>(places.count - first < kChunk ? places.count - first : kChunk);
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSortThreads) {
-    tokens[i] = places.tokens[first + i];
-  }
+  const int64_t chunk = blockIdx.x / kSortBlocks, first = chunk * kChunk;
+  const auto begin = static_cast<int>(blockIdx.x % kSortBlocks) * kSortThreads;
+  const auto end = static_cast<int>(min(places.count - first, int64_t{begin} + kSortThreads));
+  const auto thread = static_cast<int>(threadIdx.x);
+  for (int i = thread; i < end; i += kSortThreads) tokens[i] = places.tokens[first + i];
   __syncthreads();
-  const int32_t* earlier = places.counts + blockIdx.x * places.vocabulary;
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSortThreads) {
-    const int32_t token = tokens[i];
-    int32_t at = places.starts[token] + earlier[token];
-    for (int other = 0; other < i; ++other) at += tokens[other] == token ? 1 : 0;
-    places.sorted[at] = static_cast<int32_t>(first + i);
-  }
+  const int i = begin + thread;
+  if (i >= end) return;
+  const int32_t token = tokens[i];
+  int32_t at = places.starts[token] + places.counts[chunk * places.vocabulary + token];
+  for (int other = 0; other < i; ++other) at += tokens[other] == token ? 1 : 0;
+  places.sorted[at] = static_cast<int32_t>(first + i);
 }
 
 struct TableGradient {
@@ -269,54 +286,96 @@ void sort_places(ComputeContext& ctx, const Places& places) {
     launch("sums of token counts", chunk_sums_kernel<1>, {blocks, kSortThreads}, stream, places);
   }
   launch("starts of tokens", starts_kernel, {blocks, kSortThreads}, stream, places);
-  launch("sorting of places", sort_kernel, {static_cast<unsigned>(chunks), kSortThreads}, stream,
-         places);
+  launch("sorting of places", sort_kernel,
+         {static_cast<unsigned>(chunks * kSortBlocks), kSortThreads}, stream, places);
 }
 
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out) {
+  const int64_t samples = tokens.shape()[0], sequence = tokens.shape()[1];
   const int64_t width = table.shape()[1];
   for_rows<kWide<float>>(
-      ctx, "embedding forward", tokens.elements(), width,
+      ctx, "embedding forward", divide_up(samples, EmbeddingForward::kSamples) * sequence, width,
       width % kWide<float> == 0 && aligned(table.data, positions.data, out.data),
       EmbeddingForward{tokens.as<int32_t>(), table.as<float>(), positions.as<float>(),
-                       out.as<float>(), tokens.shape()[1], width});
+                       out.as<float>(), samples, sequence, width});
+}
+
+// Rows of the positions' gradient, then tiles of the table's.
+struct BothSums {
+  PositionGradient positions;
+  TileSums tiles;
+  int64_t rows;  // of the first
+  template <int N>
+  __device__ void run(int64_t row, int64_t column) const {
+    if (row < rows) {
+      positions.run<N>(row, column);
+    } else {
+      tiles.run<N>(row - rows, column);
+    }
+  }
+};
+
+// As row_kernel(), in slices of a warp's columns, all rows of one before the next: rows that read
+// the same numbers find them in the cache. A warp for each row.
+template <int N, typename Body>
+__global__ void __launch_bounds__(kBlockThreads)
+    slice_kernel(const Body body, const int64_t rows, const int64_t width) {
+  constexpr int64_t kRows = kBlockThreads / kWarpThreads, kSlice = kWarpThreads * N;
+  const int64_t start = blockIdx.x * kRows + threadIdx.x / kWarpThreads;
+  const int64_t place = threadIdx.x % kWarpThreads * N;
+  for (int64_t slice = blockIdx.y * kSlice; slice < width; slice += gridDim.y * kSlice) {
+    if (slice + place >= width) return;
+    for (int64_t row = start; row < rows; row += gridDim.x * kRows) {
+      body.template run<N>(row, slice + place);
+    }
+  }
+}
+
+template <int N, typename Body>
+void for_slices(ComputeContext& ctx, const char* name, int64_t rows, int64_t width, bool wide,
+                const Body& body) {
+  if (rows == 0 || width == 0) return;
+  constexpr int64_t kRows = kBlockThreads / kWarpThreads;
+  const dim3 grid(blocks_for(rows, kRows), blocks_for(width, kWarpThreads * (wide ? N : 1)));
+  launch(name, wide ? slice_kernel<N, Body> : slice_kernel<1, Body>, {grid, kBlockThreads},
+         native(ctx.stream()), body, rows, width);
 }
 
 // Positions after the sequence have no place.
-void position_gradient(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                       const Tensor& dpositions, bool wide, Write write) {
-  const int64_t samples = tokens.shape()[0], sequence = tokens.shape()[1];
-  const int64_t width = dpositions.shape()[1], after = dpositions.shape()[0] - sequence;
-  for_rows<kWide<float>>(ctx, "embedding of positions, gradient", sequence, width, wide,
-                         PositionGradient{dout.as<float>(), dpositions.as<float>(), samples,
-                                          sequence, width, write == Write::kAdd});
-  if (write == Write::kAdd) return;
+void zero_rest(ComputeContext& ctx, const Tensor& dpositions, int64_t sequence) {
+  const int64_t width = dpositions.shape()[1], rest = dpositions.shape()[0] - sequence;
   fill_zero_async(dpositions.as<float>() + sequence * width,
-                  static_cast<std::size_t>(after * width) * sizeof(float), ctx.stream());
+                  static_cast<std::size_t>(rest * width) * sizeof(float), ctx.stream());
 }
 
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
                                const Tensor& dtable, const Tensor& dpositions, Write write) {
+  const int64_t samples = tokens.shape()[0], sequence = tokens.shape()[1];
   const int64_t width = dtable.shape()[1];
+  const bool has_positions = dpositions.data != nullptr, adds = write == Write::kAdd;
   if (tokens.elements() == 0 || width == 0) {
-    if (write == Write::kAdd) return;
-    for (const Tensor& each : {dtable, dpositions}) {
-      if (each.data != nullptr) fill_zero_async(each.data, each.spec.bytes(), ctx.stream());
-    }
+    if (adds) return;
+    fill_zero_async(dtable.data, dtable.spec.bytes(), ctx.stream());
+    if (has_positions) fill_zero_async(dpositions.data, dpositions.spec.bytes(), ctx.stream());
     return;
   }
   constexpr int kAtOnce = kWide<float>;
   const bool wide = width % kAtOnce == 0 && aligned(dout.data, dtable.data, dpositions.data);
-  if (dpositions.data != nullptr) position_gradient(ctx, tokens, dout, dpositions, wide, write);
   const TableGradient gradient = take_scratch(ctx, tokens, dout, dtable, write);
   sort_places(ctx, gradient.places);
-  if (write == Write::kOverwrite) {
+  if (!adds) {
+    if (has_positions) zero_rest(ctx, dpositions, sequence);
     for_rows<kAtOnce>(ctx, "embedding gradient of absent tokens", gradient.places.vocabulary, width,
                       wide, AbsentTokens{gradient});
   }
   const int64_t tiles = divide_up(tokens.elements(), kTile);
-  for_rows<kAtOnce>(ctx, "embedding gradient of tiles", tiles, width, wide, TileSums{gradient});
+  const int64_t positions = has_positions ? sequence : 0;
+  for_slices<kAtOnce>(
+      ctx, "embedding gradient", positions + tiles, width, wide,
+      BothSums{{dout.as<float>(), dpositions.as<float>(), samples, sequence, width, adds},
+               {gradient},
+               positions});
   for_rows<kAtOnce>(ctx, "embedding gradient of long runs", tiles, width, wide,
                     JoinedSums{gradient});
 }

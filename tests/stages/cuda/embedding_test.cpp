@@ -60,6 +60,7 @@ TEST_F(CudaEmbeddingTest, OfManyPlacesIsTheCpus) {
     equal.push_back(3);
   }
   check(frequent, 4, 300, 12);
+  check(even, 5, 1000, 264);  // several slices of columns, and samples that are no multiple of 4
   check(even, 2, 1000, 5);
   check(equal, 1, 4, 8);
 }
