@@ -271,11 +271,7 @@ void NetworkStage::warm_up_size(ComputeContext& compute, const Size& size) {
   ctx.samples = size.specs.front().shape[0];
   ctx.loss_scale = 0.0;
   ctx.inputs = inputs;
-  for (const bool old : {true, false}) {
-    if (!old && !trains_) continue;
-    parameters_.set_old_grads(old);
-    warm_up(ctx, outputs);
-  }
+  warm_up(ctx, outputs);
   compute.wait();  // before the operands are freed
 }
 
@@ -287,7 +283,10 @@ void NetworkStage::warm_up(StageContext& ctx, std::span<const Tensor> outputs) {
   }
   // The inputs are zeros, and their memory also serves for their gradients.
   const bool wanted = is_float(ctx.inputs[0].spec.dtype);
-  backward(ctx, outputs, wanted ? ctx.inputs : std::span<const Tensor>{});
+  for (const bool old : {true, false}) {
+    parameters_.set_old_grads(old);
+    backward(ctx, outputs, wanted ? ctx.inputs : std::span<const Tensor>{});
+  }
 }
 
 LayerCall NetworkStage::call_of(StageContext& ctx, const Size& size, std::size_t part) const {

@@ -239,11 +239,7 @@ void TransformerStage::warm_up_size(ComputeContext& compute, const BlockShape& s
     forward(ctx, ctx.inputs, {&output, 1});
     ctx.phase = Phase::kTrain;
   }
-  for (const bool old : {true, false}) {
-    if (!old && !trains_) continue;
-    parameters_.set_old_grads(old);
-    warm_up(ctx, ctx.inputs, {&output, 1});
-  }
+  warm_up(ctx, ctx.inputs, {&output, 1});
   compute.wait();  // before the operands are freed
 }
 
@@ -254,10 +250,8 @@ void TransformerStage::warm_up(StageContext& ctx, std::span<const Tensor> inputs
   fill_zero(ctx.compute, outputs[0]);
   // Inputs and outputs are zeros; the input's memory also serves for its gradient.
   const std::span<const Tensor> grad_inputs = takes_tokens() ? std::span<const Tensor>{} : inputs;
-  if (split_) {
-    backward_input(ctx, outputs, grad_inputs);
-    backward_weight(ctx, outputs);
-  } else {
+  for (const bool old : {true, false}) {
+    parameters_.set_old_grads(old);
     backward(ctx, outputs, grad_inputs);
   }
 }
@@ -449,8 +443,15 @@ void LastTransformerStage::warm_up(StageContext& ctx, std::span<const Tensor> in
   fill_zero_async(zeros.data(), spec.bytes(), ctx.compute.stream());
   const Tensor targets{zeros.data(), spec};
   forward(ctx, inputs, outputs);
-  if (!trains()) ctx.phase = Phase::kEvaluate;  // there are no gradients
-  loss(ctx, outputs, {&targets, 1}, reinterpret_cast<double*>(sum.data()));
+  if (trains()) {
+    parameters()->set_old_grads(true);
+  } else {
+    ctx.phase = Phase::kEvaluate;  // there are no gradients
+  }
+  const int times = trains() && chunking_head() != nullptr ? 2 : 1;  // the second adds to gradients
+  for (int i = 0; i < times; ++i) {
+    loss(ctx, outputs, {&targets, 1}, reinterpret_cast<double*>(sum.data()));
+  }
   TransformerStage::warm_up(ctx, inputs, outputs);
   ctx.compute.wait();
 }
