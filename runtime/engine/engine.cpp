@@ -574,8 +574,16 @@ void Engine::Impl::at_rest(StepActions* actions) {
 }
 
 // The actions of the step that has just run, in its order: their calls put work on a stream that
-// records it.
+// records it. They write gradients as they did.
 void Engine::Impl::record_calls(StepActions* actions) {
+  const auto set_old_gradients = [&](bool old) {
+    if (actions == nullptr) return;  // the run adds to none
+    for (LocalStage& stage : table.stages()) {
+      ParameterSet* const set = stage.binding.stage->parameters();
+      if (set != nullptr && stage.binding.stage->overwrites_gradients()) set->set_old_grads(old);
+    }
+  };
+  set_old_gradients(request.first_batch);
   for (const PlanOp& op : mine.ops) {
     if (op.kind != OpKind::kCompute) continue;
     LocalStage& stage = local(op);
@@ -601,6 +609,7 @@ void Engine::Impl::record_calls(StepActions* actions) {
       });
     });
   }
+  set_old_gradients(false);  // measure() has left none
 }
 
 void Engine::Impl::hand_out(const PlanOp& op, const Slot& output) {

@@ -1,5 +1,7 @@
 #include "runtime/engine/recorded_calls.hpp"
 
+#include <algorithm>
+
 #include <sluice/error.hpp>
 
 #include "comm/base/throw_error.hpp"
@@ -27,13 +29,17 @@ void RecordedCalls::begin_step(std::uint64_t step, double loss_scale) {
 }
 
 bool RecordedCalls::Entry::fits(const StageContext& ctx) const {
-  return phase == ctx.phase && samples.first == ctx.first_sample && samples.count == ctx.samples;
+  return phase == ctx.phase && samples.first == ctx.first_sample && samples.count == ctx.samples &&
+         std::all_of(gradients.begin(), gradients.end(), [](const Written& each) {
+           return each.gradient->is_old() == each.overwritten;
+         });
 }
 
 bool RecordedCalls::replay(const Entry& entry, const StageContext& ctx) const {
   if (entry.graph.empty() || !entry.fits(ctx)) return false;
   if (entry.workspace != compute_.workspace_place()) return false;
   entry.graph.launch(compute_.stream());
+  for (const Entry::Written& each : entry.gradients) each.gradient->set_old(false);
   return true;
 }
 
@@ -44,11 +50,17 @@ void RecordedCalls::note(Entry& entry, const StageContext& ctx) {
   entry.samples = {ctx.first_sample, ctx.samples};
 }
 
-void RecordedCalls::record(std::size_t action, const Stage& stage, const StageContext& ctx,
+void RecordedCalls::record(std::size_t action, Stage& stage, const StageContext& ctx,
                            const std::function<void()>& call) {
   Entry& entry = entries_[action];
   if (!stage.graph_capturable() || !entry.is_made || !entry.fits(ctx)) return;
   entry.workspace = compute_.workspace_place();
+  std::vector<Parameter*> parameters;
+  if (ParameterSet* set = stage.parameters()) parameters = set->all();
+  for (Parameter* each : parameters) {
+    (void)each->gradient.take_asked();
+    entry.gradients.push_back({&each->gradient, each->gradient.is_old()});
+  }
   try {
     entry.graph = Graph::record(compute_.stream(), call);
   } catch (const Error& error) {
@@ -57,6 +69,8 @@ void RecordedCalls::record(std::size_t action, const Stage& stage, const StageCo
                 "cannot be recorded as a CUDA graph on {}: {}; it can train without --cuda-graphs",
                 to_string(compute_.device()), error.what());
   }
+  std::erase_if(entry.gradients,
+                [](const Entry::Written& each) { return !each.gradient->take_asked(); });
 }
 
 }  // namespace sluice

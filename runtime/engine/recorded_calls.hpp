@@ -4,8 +4,9 @@
 // so at the end of that step, while no kernel of the device waits for another rank, the call is
 // recorded: making a graph may take memory of the device. After that the graph is launched in its
 // place. Values that differ between steps, the step's number and the loss scale, are read from
-// device memory. A call is made, not replayed, if its phase or samples differ from the record, or
-// if the host takes part: it reports final gradients, or sums over replicas.
+// device memory. A call is made, not replayed, if its phase or samples differ from the record, if
+// it would add to a gradient that the record overwrites or the other way round, or if the host
+// takes part: it reports final gradients, or sums over replicas.
 #pragma once
 
 #include <cstddef>
@@ -40,7 +41,7 @@ class RecordedCalls {
   // Makes or replays `call`, which is what `stage` does in action number `action`. Throws what the
   // call throws. `on_host`: the host takes part in it.
   template <typename Call>
-  void run(std::size_t action, const Stage& stage, const StageContext& ctx, bool on_host,
+  void run(std::size_t action, Stage& stage, const StageContext& ctx, bool on_host,
            const Call& call) {
     if (entries_.empty() || on_host || !stage.graph_capturable()) [[likely]] {
       call();
@@ -53,7 +54,7 @@ class RecordedCalls {
   // True once, where calls are to be recorded: the caller passes each that it has run to record().
   [[nodiscard]] bool begin_recording() { return std::exchange(to_record_, false); }
   // Records `call`, as given to run(). Error(kDevice) where it cannot be recorded.
-  void record(std::size_t action, const Stage& stage, const StageContext& ctx,
+  void record(std::size_t action, Stage& stage, const StageContext& ctx,
               const std::function<void()>& call);
 
  private:
@@ -65,6 +66,12 @@ class RecordedCalls {
     // Where the graph's kernels find the context's workspace. If that moves, because a stage
     // described too little, the call is made.
     const std::byte* workspace = nullptr;
+    // The gradients that the call writes, and whether it overwrites them.
+    struct Written {
+      GradientState* gradient;
+      bool overwritten;
+    };
+    std::vector<Written> gradients;
     [[nodiscard]] bool fits(const StageContext& ctx) const;
   };
   struct Values {

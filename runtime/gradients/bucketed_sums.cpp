@@ -18,11 +18,11 @@ std::span<float> gradients_of(const StageBinding& binding) {
 
 }  // namespace
 
-BucketedSums::BucketedSums(NcclRoutes& nccl, std::span<const StageBinding> stages,
-                           std::size_t bucket_bytes)
-    : nccl_(nccl), bucket_(bucket_floats(bucket_bytes)) {
+BucketedSums::BucketedSums(NcclRoutes& nccl, ComputeContext& compute,
+                           std::span<const StageBinding> stages, std::size_t bucket_bytes)
+    : nccl_(nccl), compute_(compute), bucket_(bucket_floats(bucket_bytes)) {
   for (const StageBinding& binding : stages) {
-    stages_.emplace_back(*this, binding.index, gradients_of(binding));
+    stages_.emplace_back(*this, binding.index, binding.stage->parameters());
   }
   open_.reserve(load_of(stages, bucket_bytes).count);
 }
@@ -63,7 +63,14 @@ void BucketedSums::wait_all_on_stream() {
   for (StageSum& sum : stages_) sum.begin_step();
 }
 
+BucketedSums::StageSum::StageSum(BucketedSums& sums, int stage, ParameterSet* parameters)
+    : sums_(sums), stage_(stage), parameters_(parameters) {
+  if (parameters != nullptr) gradients_ = parameters->flat_grads();
+  begin_step();
+}
+
 void BucketedSums::StageSum::from(std::size_t begin) {
+  if (parameters_ != nullptr) parameters_->settle_grads(sums_.compute_.stream(), begin);
   while (left_ > 0) {
     const std::size_t next = left_ - std::min(left_, sums_.bucket_);
     if (next < begin) break;

@@ -21,9 +21,10 @@ namespace sluice {
 
 class BucketedSums {
  public:
-  // `stages` are this rank's. `nccl` and the stages outlive this. `bucket_bytes`, at least 1, is
-  // rounded up to a multiple of kBufferAlignment.
-  BucketedSums(NcclRoutes& nccl, std::span<const StageBinding> stages, std::size_t bucket_bytes);
+  // `stages` are this rank's. `nccl`, `compute` and the stages outlive this. `bucket_bytes`, at
+  // least 1, is rounded up to a multiple of kBufferAlignment.
+  BucketedSums(NcclRoutes& nccl, ComputeContext& compute, std::span<const StageBinding> stages,
+               std::size_t bucket_bytes);
 
   // What NcclRoutes must have room for.
   [[nodiscard]] static SumLoad load_of(std::span<const StageBinding> stages,
@@ -44,8 +45,8 @@ class BucketedSums {
  private:
   class StageSum : public FinalGradients {
    public:
-    StageSum(BucketedSums& sums, int stage, std::span<float> gradients)
-        : sums_(sums), stage_(stage), gradients_(gradients), left_(gradients.size()) {}
+    // `parameters` may be null.
+    StageSum(BucketedSums& sums, int stage, ParameterSet* parameters);
     void from(std::size_t begin) override;
     [[nodiscard]] int stage() const { return stage_; }
     void begin_step() { left_ = gradients_.size(); }
@@ -53,11 +54,13 @@ class BucketedSums {
    private:
     BucketedSums& sums_;
     int stage_;
+    ParameterSet* parameters_;
     std::span<float> gradients_;
-    std::size_t left_;  // floats whose sum has not started, from 0 on
+    std::size_t left_ = 0;  // floats whose sum has not started, from 0 on
   };
 
   NcclRoutes& nccl_;
+  ComputeContext& compute_;
   std::size_t bucket_;  // floats
   std::vector<StageSum> stages_;
   std::vector<NcclTicket> open_;

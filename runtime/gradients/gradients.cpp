@@ -29,7 +29,9 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
       stages_(std::move(stages)),
       mirror_(compute),
       square_offset_(loss_offset_ + 2 * at(options.shape.micro_batches)) {
-  if (nccl != nullptr && nccl->sums()) sums_.emplace(*nccl, stages_, options.devices.bucket_bytes);
+  if (nccl != nullptr && nccl->sums()) {
+    sums_.emplace(*nccl, compute, stages_, options.devices.bucket_bytes);
+  }
   std::size_t workspace = 0;
   std::vector<Parameter*> owners;
   for (const StageBinding& binding : stages_) {
@@ -135,6 +137,7 @@ void GradientSync::reduce_grad(int stage) {
     if (binding.index != stage) continue;
     ParameterSet* set = binding.stage->parameters();
     if (set == nullptr) continue;
+    set->settle_grads(compute_.stream());
     const std::span<float> sum = mirror_.read_back(set->flat_grads());
     job_.replicas.collectives->ordered_sum(sum, floats_, mirror_.owner(set->memory()));
     mirror_.write_back();
@@ -150,11 +153,20 @@ void GradientSync::reduce_tied(int group) {
 void GradientSync::clear() {
   earlier_ = {};
   for (const StageBinding& binding : stages_) {
-    if (ParameterSet* set = binding.stage->parameters()) set->zero_grads(compute_.stream());
+    ParameterSet* set = binding.stage->parameters();
+    if (set == nullptr) continue;
+    if (binding.stage->overwrites_gradients()) {
+      set->forget_grads(compute_.stream());
+    } else {
+      set->zero_grads(compute_.stream());
+    }
   }
 }
 
 void GradientSync::measure() {
+  for (const StageBinding& binding : stages_) {
+    if (ParameterSet* set = binding.stage->parameters()) set->settle_grads(compute_.stream());
+  }
   if (end_ == BatchEnd::kAccumulate) return;
   if (sums_) sums_->wait_all_on_stream();
   sums_of_squares(compute_, owned_grads_, reinterpret_cast<double*>(squares_.data()));

@@ -87,7 +87,8 @@ class GradientSync : public StepActions {
   // target counts, else Error(kNumeric).
   [[nodiscard]] Error refusal() const;
 
-  // Ends the step: zeroes gradients, forgets its batches.
+  // Ends the step: forgets its batches and gradients. Those that their stage overwrites stay as
+  // they are until it does; others are zeroed.
   void clear();
   [[nodiscard]] std::vector<OptimizerState> optimizer_state();
 

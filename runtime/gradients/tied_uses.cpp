@@ -65,6 +65,11 @@ std::size_t TiedUses::most_open(const ParameterTable& table) {
 
 void TiedUses::sum_gradients(int group_index) {
   const std::size_t group = at(group_index);
+  for (Parameter* use : parameters_[group]) {  // those that no micro-batch has written are zero
+    if (use != nullptr && next_write({use}, compute_.stream()) == Write::kOverwrite) {
+      fill_zero_async(use->grad.data, use->grad.spec.bytes(), compute_.stream());
+    }
+  }
   for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
     Parameter* const mine = parameters_[group][use];
     if (Parameter* const owner = parameters_[group].front(); owner != nullptr) {

@@ -581,6 +581,7 @@ StepReport Pipeline::Impl::run_batch(const BatchLoader::Batch& batch, BatchEnd e
                               .step = number,
                               .seed = options.training.seed,
                               .loss_scale = 1 / gradients->divisor(targets),
+                              .first_batch = earlier_samples == 0,
                               .micro_batches = step_ranges,
                               .batch = &batch};
     if (earlier_samples == 0) stage_buffers->keep();

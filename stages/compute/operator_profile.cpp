@@ -37,9 +37,12 @@ double update_bytes(std::span<const UpdateRun> runs, DType state) {
 }
 
 double operand_bytes(const NormGradients& gradients) {
-  const auto& [dx, residual, rounded, dgamma, dbeta] = gradients;
-  return operand_bytes(dx) + operand_bytes(residual) + operand_bytes(rounded) +
-         operand_bytes(dgamma) + operand_bytes(dbeta);
+  double bytes = 0;
+  for (const Tensor* each : {&gradients.dx, &gradients.residual, &gradients.rounded,
+                             &gradients.dgamma, &gradients.dbeta}) {
+    bytes += operand_bytes(*each);
+  }
+  return bytes;
 }
 
 double operand_bytes(std::span<const std::span<const float>> vectors) {

@@ -37,7 +37,7 @@ MatMulSpec linear_input_product(const LinearShape& shape) {
           .result = shape.operands};
 }
 
-MatMulSpec linear_weight_product(const LinearShape& shape) {
+MatMulSpec linear_weight_product(const LinearShape& shape, Write write) {
   return {.m = shape.out,
           .n = shape.in,
           .k = shape.rows,
@@ -45,7 +45,7 @@ MatMulSpec linear_weight_product(const LinearShape& shape) {
           .b = {.row = shape.in},
           .c = {.row = shape.in},
           .operands = shape.operands,
-          .accumulate = true};
+          .accumulate = write == Write::kAdd};
 }
 
 std::size_t MatMulSpecHash::operator()(const MatMulSpec& spec) const {

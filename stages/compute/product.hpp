@@ -36,10 +36,10 @@ struct MatMulSpec {
 [[nodiscard]] std::string to_string(const MatMulSpec& spec);
 
 // The products of a linear layer with weight [out, in], over shape.rows rows:
-// y = x weightᵀ (+ bias), dx = dy weight, and dweight += dyᵀ x in f32.
+// y = x weightᵀ (+ bias), dx = dy weight, and dweight += dyᵀ x, or = dyᵀ x, in f32.
 [[nodiscard]] MatMulSpec linear_product(const LinearShape& shape);
 [[nodiscard]] MatMulSpec linear_input_product(const LinearShape& shape);
-[[nodiscard]] MatMulSpec linear_weight_product(const LinearShape& shape);
+[[nodiscard]] MatMulSpec linear_weight_product(const LinearShape& shape, Write write = Write::kAdd);
 
 // Over every field of a specification, for caches.
 struct MatMulSpecHash {

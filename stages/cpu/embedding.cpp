@@ -41,13 +41,25 @@ std::size_t embedding_backward_weight_workspace(ComputeContext& /*ctx*/, std::in
   return 0;
 }
 
+// Columns [begin, end) of all rows.
+void zero_columns(const Tensor& table, std::int64_t begin, std::int64_t end) {
+  const std::int64_t width = table.shape()[1];
+  for (std::int64_t row = 0; row < table.shape()[0]; ++row) {
+    std::fill_n(table.as<float>() + row * width + begin, end - begin, 0.0F);
+  }
+}
+
 // Threads share columns, not rows: each element of a gradient is summed in the order of rows.
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                               const Tensor& dtable, const Tensor& dpositions) {
+                               const Tensor& dtable, const Tensor& dpositions, Write write) {
   const std::int64_t sequence = tokens.shape()[1], width = dtable.shape()[1];
   const auto* token = tokens.as<std::int32_t>();
   const auto add = kernels_for(ctx, dout.spec.dtype).add;
   parallel_range(ctx, width, kColumnGrain, [&](std::int64_t begin, std::int64_t end) {
+    if (write == Write::kOverwrite) {
+      zero_columns(dtable, begin, end);
+      if (dpositions.data != nullptr) zero_columns(dpositions, begin, end);
+    }
     for (std::int64_t row = 0; row < tokens.elements(); ++row) {
       const void* from = element(dout, row * width + begin);
       add(from, dtable.as<float>() + token[row] * width + begin, end - begin);

@@ -148,14 +148,19 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
 }
 
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
-                            const Tensor& dweight, const Tensor& dbias) {
+                            const Tensor& dweight, const Tensor& dbias, Write write) {
   const LinearShape shape = shape_of(dweight, x);
+  if (write == Write::kOverwrite) {
+    if (dbias.data != nullptr) fill_zero_async(dbias.data, dbias.spec.bytes(), ctx.stream());
+    if (shape.rows == 0) fill_zero_async(dweight.data, dweight.spec.bytes(), ctx.stream());
+  }
   for_row_blocks(dy.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
     if (dbias.data != nullptr) add_column_sums(ctx, rows_of(dy, first, rows, shape.out), dbias);
     LinearShape block = shape;
     block.rows = rows;
-    matmuls_of(ctx).run(linear_weight_product(block), element(dy, first * shape.out),
-                        element(x, first * shape.in), nullptr, dweight.data);
+    matmuls_of(ctx).run(linear_weight_product(block, first == 0 ? write : Write::kAdd),
+                        element(dy, first * shape.out), element(x, first * shape.in), nullptr,
+                        dweight.data);
   });
 }
 

@@ -1,4 +1,6 @@
 // LayerNorm and RMSNorm: rows go to threads; weight gradients: columns do.
+#include <algorithm>
+
 #include "stages/cpu/cpu_backend.hpp"
 #include "stages/cpu/cpu_operators.hpp"
 #include "stages/cpu/parallel.hpp"
@@ -63,6 +65,10 @@ void layer_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
   }
   if (gradients.dgamma.data == nullptr) return;
   parallel_range(ctx, shape.width, kColumnGrain, [&](std::int64_t begin, std::int64_t end) {
+    if (gradients.write == Write::kOverwrite) {
+      std::fill_n(gradients.dgamma.as<float>() + begin, end - begin, 0.0F);
+      std::fill_n(gradients.dbeta.as<float>() + begin, end - begin, 0.0F);
+    }
     kernels.layer_weights(element(dy, begin), element(x, begin), stats.as<float>(), shape.width,
                           shape.rows, end - begin, gradients.dgamma.as<float>() + begin,
                           gradients.dbeta.as<float>() + begin);
@@ -95,6 +101,9 @@ void rms_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, c
   }
   if (gradients.dgamma.data == nullptr) return;
   parallel_range(ctx, shape.width, kColumnGrain, [&](std::int64_t begin, std::int64_t end) {
+    if (gradients.write == Write::kOverwrite) {
+      std::fill_n(gradients.dgamma.as<float>() + begin, end - begin, 0.0F);
+    }
     kernels.rms_weights(element(dy, begin), element(x, begin), stats.as<float>(), shape.width,
                         shape.rows, end - begin, gradients.dgamma.as<float>() + begin);
   });

@@ -90,12 +90,17 @@ void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& 
                                 {.a = dy.data, .b = weight.data, .c = dx.data});
 }
 
-// The product adds to the gradient in f32 (beta = 1). The library's bias-gradient epilogue stores
-// only this micro-batch's sums, in the type of dy: a separate kernel adds them in f32.
+// The product adds to the gradient in f32 (beta = 1), or does not read it (beta = 0); the library
+// chooses the algorithm without beta. Its bias-gradient epilogue stores only this micro-batch's
+// sums, in the type of dy: a separate kernel adds them in f32.
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
-                            const Tensor& dweight, const Tensor& dbias) {
-  if (dbias.data != nullptr) add_column_sums(ctx, dy, dbias);
-  backend_of(ctx).matmuls().run({linear_weight_product(shape_of(dweight, x, 1))},
+                            const Tensor& dweight, const Tensor& dbias, Write write) {
+  if (dbias.data != nullptr) sum_columns(ctx, dy, dbias, write);
+  const LinearShape shape = shape_of(dweight, x, 1);
+  if (shape.rows == 0 && write == Write::kOverwrite) {
+    return fill_zero_async(dweight.data, dweight.spec.bytes(), ctx.stream());
+  }
+  backend_of(ctx).matmuls().run({linear_weight_product(shape, write)},
                                 {.a = dy.data, .b = x.data, .c = dweight.data});
 }
 

@@ -148,6 +148,9 @@ struct SwigluBackward {
   }
 };
 
+// Random numbers take many registers, and memory many loads in flight.
+constexpr int kDropoutBlocks = 8;
+
 template <typename T>
 struct DropoutBody {
   DropoutArguments arguments;
@@ -242,8 +245,10 @@ void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const
   const DropoutArguments arguments = dropout_arguments(dropout, 0);
   with_type(x.spec.dtype, [&](auto type) {
     using T = decltype(type);
-    for_elements<kWide<T>>(ctx, "dropout", x.elements(), aligned(x.data, y.data),
-                           DropoutBody<T>{arguments, x.as<T>(), y.as<T>()});
+    // Words come in fours.
+    const bool wide = aligned(x.data, y.data) && arguments.first % 4 == 0;
+    for_elements<kWide<T>, kDropoutBlocks>(ctx, "dropout", x.elements(), wide,
+                                           DropoutBody<T>{arguments, x.as<T>(), y.as<T>()});
   });
 }
 

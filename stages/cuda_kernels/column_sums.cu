@@ -26,12 +26,12 @@ std::size_t column_sums_workspace(std::int64_t rows, std::int64_t width) {
   return column_sums_bytes(rows, width, 1);
 }
 
-void add_column_sums(ComputeContext& ctx, const Tensor& dy, const Tensor& sums) {
+void sum_columns(ComputeContext& ctx, const Tensor& dy, const Tensor& sums, Write write) {
   const int64_t width = sums.elements(), rows = width == 0 ? 0 : dy.elements() / width;
   with_type(dy.spec.dtype, [&](auto type) {
     using T = decltype(type);
-    add_sums<kWide<T>>(ctx, "column sums", Columns<T>{dy.as<T>(), width}, rows, width,
-                       width % kWide<T> == 0 && aligned(dy.data), {sums.as<float>()});
+    write_sums<kWide<T>>(ctx, "column sums", Columns<T>{dy.as<T>(), width}, rows, width,
+                         width % kWide<T> == 0 && aligned(dy.data), write, {sums.as<float>()});
   });
 }
 

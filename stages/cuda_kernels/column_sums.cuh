@@ -84,9 +84,15 @@ struct SliceSums {
 // Where the sums go. It is indexed where it lies, in the parameters: a copy would be local memory.
 template <int kTerms>
 struct ColumnSums {
-  float* out[kTerms];  // [width], added to
+  float* out[kTerms];  // [width]
+  bool adds;           // to them
   float* slices;       // [kTerms, slices, width], scratch
   unsigned* tickets;   // one for each tile
+
+  __device__ void write(int term, int64_t column, float sum) const {
+    float* const to = out[term] + column;
+    *to = adds ? *to + sum : sum;
+  }
 };
 
 // Grid: column tiles of kTileLanes N from `first_column` on, slices of slice_rows rows. N divides
@@ -104,7 +110,7 @@ __global__ void __launch_bounds__(kTileLanes* kTileRows, 4)
   const auto count = static_cast<int>(min(slice_rows, rows - first));
   sum_tile<N>(matrix, first, count, tile, width, shared, [&](int term, int64_t column, float sum) {
     if (slices == 1) {
-      target.out[term][column] += sum;
+      target.write(term, column, sum);
     } else {
       target.slices[(term * slices + slice) * width + column] = sum;
     }
@@ -112,7 +118,7 @@ __global__ void __launch_bounds__(kTileLanes* kTileRows, 4)
   if (slices == 1 || !last_block(target.tickets + blockIdx.x, gridDim.y)) return;
   sum_tile<N>(SliceSums<kTerms>{target.slices, slices, width}, 0, static_cast<int>(slices), tile,
               width, shared,
-              [&](int term, int64_t column, float sum) { target.out[term][column] += sum; });
+              [&](int term, int64_t column, float sum) { target.write(term, column, sum); });
 }
 
 // How the rows are cut, and what the slices' sums of `terms` sums per column take.
@@ -132,15 +138,27 @@ inline std::size_t column_sums_bytes(int64_t rows, int64_t width, int terms) {
   return slices <= 1 ? 0 : static_cast<std::size_t>(terms * slices * width) * sizeof(float);
 }
 
-// out[term] [width] += the sums over all rows. `wide`: N columns at a time; the matrix and its rows
-// are aligned for it. The sums are the same either way.
+// What no rows leave of out[term] [width], of those that are not null.
+template <int kTerms>
+void zero_sums(ComputeContext& ctx, int64_t width, Write write, float* const (&out)[kTerms]) {
+  if (write == Write::kAdd) return;
+  for (float* each : out) {
+    if (each == nullptr) continue;
+    fill_zero_async(each, static_cast<std::size_t>(width) * sizeof(float), ctx.stream());
+  }
+}
+
+// out[term] [width] += or = the sums over all rows. `wide`: N columns at a time; the matrix and its
+// rows are aligned for it. The sums are the same either way.
 template <int N, typename Matrix>
-void add_sums(ComputeContext& ctx, const char* name, const Matrix& matrix, int64_t rows,
-              int64_t width, bool wide, float* const (&out)[Matrix::kTerms]) {
+void write_sums(ComputeContext& ctx, const char* name, const Matrix& matrix, int64_t rows,
+                int64_t width, bool wide, Write write, float* const (&out)[Matrix::kTerms]) {
   constexpr int kTerms = Matrix::kTerms;
-  if (rows == 0 || width == 0) return;
+  if (rows == 0) return zero_sums(ctx, width, write, out);
+  if (width == 0) return;
   const auto [slice_rows, slices] = row_slices(rows);
   ColumnSums<kTerms> target{};
+  target.adds = write == Write::kAdd;
   for (int term = 0; term < kTerms; ++term) target.out[term] = out[term];
   if (slices > 1) {
     target.slices = reinterpret_cast<float*>(ctx.workspace(column_sums_bytes(rows, width, kTerms)));

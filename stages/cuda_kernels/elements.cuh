@@ -161,9 +161,11 @@ SLUICE_MATH int64_t grid_thread() {
 }
 SLUICE_MATH int64_t grid_threads() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
 
-// body.run<N>(i) for elements [i, i + N), all of [0, count); the rest one by one.
-template <int N, typename Body>
-__global__ void element_kernel(const Body body, const int64_t count) {
+// body.run<N>(i) for elements [i, i + N), all of [0, count); the rest one by one. A multiprocessor
+// has kBlocks blocks at least, as far as registers go.
+template <int N, int kBlocks, typename Body>
+__global__ void __launch_bounds__(kBlockThreads, kBlocks)
+    element_kernel(const Body body, const int64_t count) {
   const int64_t packs = count / N;
   for (int64_t pack = grid_thread(); pack < packs; pack += grid_threads()) {
     body.template run<N>(pack * N);
@@ -173,12 +175,12 @@ __global__ void element_kernel(const Body body, const int64_t count) {
 }
 
 // `wide`: the operands are aligned, N elements of each at a time.
-template <int N, typename Body>
+template <int N, int kBlocks = 1, typename Body>
 void for_elements(ComputeContext& ctx, const char* name, int64_t count, bool wide,
                   const Body& body) {
   if (count == 0) return;
   const int64_t packs = wide ? divide_up(count, N) : count;
-  launch(name, wide ? element_kernel<N, Body> : element_kernel<1, Body>,
+  launch(name, wide ? element_kernel<N, kBlocks, Body> : element_kernel<1, kBlocks, Body>,
          {blocks_for(packs, kBlockThreads), kBlockThreads}, native(ctx.stream()), body, count);
 }
 

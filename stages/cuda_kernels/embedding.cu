@@ -5,7 +5,8 @@
 // places how often each token occurs; where the chunk's share of a token's run begins; where each
 // place lies within it). Blocks then sum equal tiles of the sorted places, however unequal the runs
 // are. Runs that lie inside a tile go to the table at once; pieces of longer ones are kept and
-// joined in order.
+// joined in order. The gradient of positions sums the same numbers in another order: both are
+// computed slice by slice of the columns, so that the second reads a slice from the cache.
 #include "stages/cuda_kernels/elements.cuh"
 #include "stages/cuda_kernels/kernels.hpp"
 #include "stages/tensor/bump_allocator.hpp"
@@ -14,20 +15,36 @@ namespace sluice::cuda {
 
 namespace {
 
+// Several samples at one position: their tokens are read before the first row of the table, and the
+// position's row once.
 template <typename S>
 struct EmbeddingForward {
+  static constexpr int kSamples = 4;
   const int32_t* tokens;
   const float* table;
   const float* positions;  // may be null
   S* out;
-  int64_t sequence, width;
+  int64_t samples, sequence, width;
+  // Of `group`, which is group / sequence in samples and group % sequence in positions.
   template <int N>
-  __device__ void run(int64_t row, int64_t column) const {
-    Floats<N> values = load<N>(table + tokens[row] * width + column);
-    if (positions != nullptr) {
-      add_to(values, load<N>(positions + row % sequence * width + column));
+  __device__ void run(int64_t group, int64_t column) const {
+    const int64_t position = group % sequence, first = group / sequence * kSamples;
+    int32_t token[kSamples];
+    Floats<N> values[kSamples];
+#pragma unroll
+    for (int k = 0; k < kSamples; ++k) {  // no branch: all at once, the last again
+      token[k] = tokens[min(first + k, samples - 1) * sequence + position];
     }
-    store(out + row * width + column, values);
+#pragma unroll
+    for (int k = 0; k < kSamples; ++k) values[k] = load<N>(table + token[k] * width + column);
+    Floats<N> added = {};
+    if (positions != nullptr) added = load<N>(positions + position * width + column);
+#pragma unroll
+    for (int k = 0; k < kSamples; ++k) {
+      if (first + k >= samples) return;
+      if (positions != nullptr) add_to(values[k], added);
+      store(out + ((first + k) * sequence + position) * width + column, values[k]);
+    }
   }
 };
 
@@ -36,9 +53,11 @@ struct PositionGradient {
   const S* dout;
   float* dpositions;
   int64_t samples, sequence, width;
+  bool adds;
   template <int N>
   __device__ void run(int64_t position, int64_t column) const {
-    Floats<N> sum = load<N>(dpositions + position * width + column);
+    Floats<N> sum = {};
+    if (adds) sum = load<N>(dpositions + position * width + column);
     for (int64_t sample = 0; sample < samples; ++sample) {
       add_to(sum, load<N>(dout + (sample * sequence + position) * width + column));
     }
@@ -118,23 +137,23 @@ __global__ void __launch_bounds__(kSortThreads) starts_kernel(const Places place
   if (token == 0) places.starts[0] = 0;
 }
 
-// One block per chunk.
-__global__ void sort_kernel(const Places places) {
+// Blocks share a chunk: a thread places one of its tokens.
+constexpr int kSortBlocks = kChunk / kSortThreads;
+
+__global__ void __launch_bounds__(kSortThreads) sort_kernel(const Places places) {
   __shared__ int32_t tokens[kChunk];
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kChunk;
-  const auto count =
-      static_cast<int>(places.count - first < kChunk ? places.count - first : kChunk);
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSortThreads) {
-    tokens[i] = places.tokens[first + i];
-  }
+  const int64_t chunk = blockIdx.x / kSortBlocks, first = chunk * kChunk;
+  const auto begin = static_cast<int>(blockIdx.x % kSortBlocks) * kSortThreads;
+  const auto end = static_cast<int>(min(places.count - first, int64_t{begin} + kSortThreads));
+  const auto thread = static_cast<int>(threadIdx.x);
+  for (int i = thread; i < end; i += kSortThreads) tokens[i] = places.tokens[first + i];
   __syncthreads();
-  const int32_t* earlier = places.counts + blockIdx.x * places.vocabulary;
-  for (int i = static_cast<int>(threadIdx.x); i < count; i += kSortThreads) {
-    const int32_t token = tokens[i];
-    int32_t at = places.starts[token] + earlier[token];
-    for (int other = 0; other < i; ++other) at += tokens[other] == token ? 1 : 0;
-    places.sorted[at] = static_cast<int32_t>(first + i);
-  }
+  const int i = begin + thread;
+  if (i >= end) return;
+  const int32_t token = tokens[i];
+  int32_t at = places.starts[token] + places.counts[chunk * places.vocabulary + token];
+  for (int other = 0; other < i; ++other) at += tokens[other] == token ? 1 : 0;
+  places.sorted[at] = static_cast<int32_t>(first + i);
 }
 
 template <typename S>
@@ -145,6 +164,7 @@ struct TableGradient {
   float* heads;  // [tiles, width]: of the run that began in an earlier tile
   float* tails;  // [tiles, width]: of the run that goes on in the next
   int64_t width;
+  bool adds;  // to the table
 
   [[nodiscard]] __device__ int32_t token_at(int64_t place) const {
     return places.tokens[places.sorted[place]];
@@ -154,16 +174,28 @@ struct TableGradient {
     add_to(sum, load<N>(from));
   }
   template <int N>
-  __device__ void add_to_table(int32_t token, int64_t column, Floats<N> sum) const {
+  __device__ void write_to_table(int32_t token, int64_t column, Floats<N> sum) const {
     float* to = dtable + token * width + column;
-    accumulate(to, sum);
+    if (adds) accumulate(to, sum);
     store(to, sum);
+  }
+};
+
+// The rows of the table that no place has.
+template <typename S>
+struct AbsentTokens : TableGradient<S> {
+  using TableGradient<S>::dtable, TableGradient<S>::places, TableGradient<S>::width;
+  template <int N>
+  __device__ void run(int64_t token, int64_t column) const {
+    if (places.starts[token] == places.starts[token + 1]) {
+      store(dtable + token * width + column, Floats<N>{});
+    }
   }
 };
 
 template <typename S>
 struct TileSums : TableGradient<S> {
-  using TableGradient<S>::accumulate, TableGradient<S>::add_to_table, TableGradient<S>::dout;
+  using TableGradient<S>::accumulate, TableGradient<S>::write_to_table, TableGradient<S>::dout;
   using TableGradient<S>::heads, TableGradient<S>::places, TableGradient<S>::tails;
   using TableGradient<S>::token_at, TableGradient<S>::width;
   template <int N>
@@ -184,7 +216,7 @@ struct TileSums : TableGradient<S> {
       } else if (run_end > end) {
         store(tails + tile * width + column, sum);
       } else {
-        add_to_table(token, column, sum);
+        write_to_table(token, column, sum);
       }
     }
   }
@@ -193,7 +225,7 @@ struct TileSums : TableGradient<S> {
 // The run that begins in a tile and goes on after it.
 template <typename S>
 struct JoinedSums : TableGradient<S> {
-  using TableGradient<S>::accumulate, TableGradient<S>::add_to_table, TableGradient<S>::heads;
+  using TableGradient<S>::accumulate, TableGradient<S>::write_to_table, TableGradient<S>::heads;
   using TableGradient<S>::places, TableGradient<S>::tails, TableGradient<S>::token_at;
   using TableGradient<S>::width;
   template <int N>
@@ -207,7 +239,7 @@ struct JoinedSums : TableGradient<S> {
     for (int64_t next = tile + 1; next * kTile < run_end; ++next) {
       accumulate(heads + next * width + column, sum);
     }
-    add_to_table(token, column, sum);
+    write_to_table(token, column, sum);
   }
 };
 
@@ -237,7 +269,7 @@ std::size_t embedding_backward_weight_workspace(ComputeContext& /*ctx*/, std::in
 
 template <typename S>
 TableGradient<S> take_scratch(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                              const Tensor& dtable) {
+                              const Tensor& dtable, Write write) {
   TableGradient<S> gradient{};
   Places& places = gradient.places;
   places.tokens = tokens.as<int32_t>();
@@ -246,6 +278,7 @@ TableGradient<S> take_scratch(ComputeContext& ctx, const Tensor& tokens, const T
   gradient.dout = dout.as<S>();
   gradient.dtable = dtable.as<float>();
   gradient.width = dtable.shape()[1];
+  gradient.adds = write == Write::kAdd;
   cut(gradient, ctx.workspace(cuda::embedding_backward_weight_workspace(
                     ctx, places.count, places.vocabulary, gradient.width)));
   return gradient;
@@ -268,49 +301,111 @@ void sort_places(ComputeContext& ctx, const Places& places) {
     launch("sums of token counts", chunk_sums_kernel<1>, {blocks, kSortThreads}, stream, places);
   }
   launch("starts of tokens", starts_kernel, {blocks, kSortThreads}, stream, places);
-  launch("sorting of places", sort_kernel, {static_cast<unsigned>(chunks), kSortThreads}, stream,
-         places);
+  launch("sorting of places", sort_kernel,
+         {static_cast<unsigned>(chunks * kSortBlocks), kSortThreads}, stream, places);
 }
 
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out) {
+  const int64_t samples = tokens.shape()[0], sequence = tokens.shape()[1];
   const int64_t width = table.shape()[1];
   with_type(out.spec.dtype, [&](auto type) {
     using S = decltype(type);
     constexpr int kAtOnce = kWide<S>;
     for_rows<kAtOnce>(
-        ctx, "embedding forward", tokens.elements(), width,
-        width % kAtOnce == 0 && aligned(table.data, positions.data, out.data),
+        ctx, "embedding forward", divide_up(samples, EmbeddingForward<S>::kSamples) * sequence,
+        width, width % kAtOnce == 0 && aligned(table.data, positions.data, out.data),
         EmbeddingForward<S>{tokens.as<int32_t>(), table.as<float>(), positions.as<float>(),
-                            out.as<S>(), tokens.shape()[1], width});
+                            out.as<S>(), samples, sequence, width});
   });
+}
+
+// Rows of the positions' gradient, then tiles of the table's.
+template <typename S>
+struct BothSums {
+  PositionGradient<S> positions;
+  TileSums<S> tiles;
+  int64_t rows;  // of the first
+  template <int N>
+  __device__ void run(int64_t row, int64_t column) const {
+    if (row < rows) {
+      positions.template run<N>(row, column);
+    } else {
+      tiles.template run<N>(row - rows, column);
+    }
+  }
+};
+
+// As row_kernel(), in slices of a warp's columns, all rows of one before the next: rows that read
+// the same numbers find them in the cache. A warp for each row.
+template <int N, typename Body>
+__global__ void __launch_bounds__(kBlockThreads)
+    slice_kernel(const Body body, const int64_t rows, const int64_t width) {
+  constexpr int64_t kRows = kBlockThreads / kWarpThreads, kSlice = kWarpThreads * N;
+  const int64_t start = blockIdx.x * kRows + threadIdx.x / kWarpThreads;
+  const int64_t place = threadIdx.x % kWarpThreads * N;
+  for (int64_t slice = blockIdx.y * kSlice; slice < width; slice += gridDim.y * kSlice) {
+    if (slice + place >= width) return;
+    for (int64_t row = start; row < rows; row += gridDim.x * kRows) {
+      body.template run<N>(row, slice + place);
+    }
+  }
+}
+
+template <int N, typename Body>
+void for_slices(ComputeContext& ctx, const char* name, int64_t rows, int64_t width, bool wide,
+                const Body& body) {
+  if (rows == 0 || width == 0) return;
+  constexpr int64_t kRows = kBlockThreads / kWarpThreads;
+  const dim3 grid(blocks_for(rows, kRows), blocks_for(width, kWarpThreads * (wide ? N : 1)));
+  launch(name, wide ? slice_kernel<N, Body> : slice_kernel<1, Body>, {grid, kBlockThreads},
+         native(ctx.stream()), body, rows, width);
+}
+
+// Positions after the sequence have no place.
+void zero_rest(ComputeContext& ctx, const Tensor& dpositions, int64_t sequence) {
+  const int64_t width = dpositions.shape()[1], rest = dpositions.shape()[0] - sequence;
+  fill_zero_async(dpositions.as<float>() + sequence * width,
+                  static_cast<std::size_t>(rest * width) * sizeof(float), ctx.stream());
 }
 
 template <typename S>
 void run_gradients(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                   const Tensor& dtable, const Tensor& dpositions) {
+                   const Tensor& dtable, const Tensor& dpositions, Write write) {
   const int64_t samples = tokens.shape()[0], sequence = tokens.shape()[1];
   const int64_t width = dtable.shape()[1];
+  const bool has_positions = dpositions.data != nullptr, adds = write == Write::kAdd;
   constexpr int kAtOnce = kWide<S>;
   const bool wide = width % kAtOnce == 0 && aligned(dout.data, dtable.data, dpositions.data);
-  if (dpositions.data != nullptr) {
-    for_rows<kAtOnce>(
-        ctx, "embedding of positions, gradient", sequence, width, wide,
-        PositionGradient<S>{dout.as<S>(), dpositions.as<float>(), samples, sequence, width});
-  }
-  const auto gradient = take_scratch<S>(ctx, tokens, dout, dtable);
+  const auto gradient = take_scratch<S>(ctx, tokens, dout, dtable, write);
   sort_places(ctx, gradient.places);
+  if (!adds) {
+    if (has_positions) zero_rest(ctx, dpositions, sequence);
+    for_rows<kAtOnce>(ctx, "embedding gradient of absent tokens", gradient.places.vocabulary, width,
+                      wide, AbsentTokens<S>{gradient});
+  }
   const int64_t tiles = divide_up(tokens.elements(), kTile);
-  for_rows<kAtOnce>(ctx, "embedding gradient of tiles", tiles, width, wide, TileSums<S>{gradient});
+  const int64_t positions = has_positions ? sequence : 0;
+  for_slices<kAtOnce>(
+      ctx, "embedding gradient", positions + tiles, width, wide,
+      BothSums<S>{{dout.as<S>(), dpositions.as<float>(), samples, sequence, width, adds},
+                  {gradient},
+                  positions});
   for_rows<kAtOnce>(ctx, "embedding gradient of long runs", tiles, width, wide,
                     JoinedSums<S>{gradient});
 }
 
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                               const Tensor& dtable, const Tensor& dpositions) {
-  if (tokens.elements() == 0 || dtable.shape()[1] == 0) return;
+                               const Tensor& dtable, const Tensor& dpositions, Write write) {
+  if (tokens.elements() == 0 || dtable.shape()[1] == 0) {
+    if (write == Write::kAdd) return;
+    for (const Tensor& each : {dtable, dpositions}) {
+      if (each.data != nullptr) fill_zero_async(each.data, each.spec.bytes(), ctx.stream());
+    }
+    return;
+  }
   with_type(dout.spec.dtype, [&](auto type) {
-    run_gradients<decltype(type)>(ctx, tokens, dout, dtable, dpositions);
+    run_gradients<decltype(type)>(ctx, tokens, dout, dtable, dpositions, write);
   });
 }
 

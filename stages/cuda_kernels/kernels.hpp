@@ -23,9 +23,10 @@ void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& d
                      const Tensor& dgate_up);
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);
 
-// sums [width] f32 += the sums of dy's columns; dy [rows, width], f32 or bf16. Sums run in f32 in
-// an order that depends only on the shape. In stream order.
-void add_column_sums(ComputeContext& ctx, const Tensor& dy, const Tensor& sums);
+// sums [width] f32 += or = the sums of dy's columns; dy [rows, width], f32 or bf16. Sums run in f32
+// in an order that depends only on the shape. In stream order.
+void sum_columns(ComputeContext& ctx, const Tensor& dy, const Tensor& sums,
+                 Write write = Write::kAdd);
 // Bytes of ctx.workspace() that it takes.
 [[nodiscard]] std::size_t column_sums_workspace(std::int64_t rows, std::int64_t width);
 

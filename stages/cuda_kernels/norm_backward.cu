@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kMostColumnThreads)
   if constexpr (kNorm == Norm::kLayer) store(sums + gridDim.x * width, dbeta);
 }
 
-// out[term] [width] += the slices' sums. Grid: tiles of kTileLanes columns.
+// out[term] [width] += or = the slices' sums. Grid: tiles of kTileLanes columns.
 template <int kTerms>
 struct SliceColumns : SliceSums<kTerms> {
   static constexpr int kRowsAtOnce = 8;
@@ -188,11 +188,11 @@ __global__ void __launch_bounds__(kTileLanes* kTileRows)
   __shared__ float shared[kTileRows][kTerms][kTileLanes];
   sum_tile<1>(sums, 0, static_cast<int>(sums.slices), static_cast<int64_t>(blockIdx.x) * kTileLanes,
               sums.width, shared,
-              [&](int term, int64_t column, float sum) { target.out[term][column] += sum; });
+              [&](int term, int64_t column, float sum) { target.write(term, column, sum); });
 }
 
 template <Norm kNorm, int N, typename T, typename X>
-void run_slices(ComputeContext& ctx, const Backward<T, X>& a,
+void run_slices(ComputeContext& ctx, const Backward<T, X>& a, Write write,
                 float* const (&out)[kWeightTerms<kNorm>]) {
   constexpr int kTerms = kWeightTerms<kNorm>;
   const auto [rows, count] = norm_slices(a.shape.rows);
@@ -212,6 +212,7 @@ void run_slices(ComputeContext& ctx, const Backward<T, X>& a,
   launch(name, kernel, {static_cast<unsigned>(count), threads}, stream, a, rows, slices);
   if (!weights) return;
   ColumnSums<kTerms> target{};
+  target.adds = write == Write::kAdd;
   for (int term = 0; term < kTerms; ++term) target.out[term] = out[term];
   launch("sums of norm weights", add_slices_kernel<kTerms>,
          {static_cast<unsigned>(divide_up(a.shape.width, kTileLanes)), kTileLanes * kTileRows},
@@ -287,7 +288,7 @@ struct WeightTerms {
 };
 
 template <Norm kNorm, int N, typename T, typename X>
-void run_rows(ComputeContext& ctx, const Backward<T, X>& a, bool wide,
+void run_rows(ComputeContext& ctx, const Backward<T, X>& a, bool wide, Write write,
               float* const (&out)[kWeightTerms<kNorm>]) {
   if (a.dx != nullptr) {
     launch(kNorm == Norm::kLayer ? "layer norm backward" : "rms norm backward",
@@ -295,23 +296,23 @@ void run_rows(ComputeContext& ctx, const Backward<T, X>& a, bool wide,
            native(ctx.stream()), a);
   }
   if (out[0] != nullptr) {
-    add_sums<N>(ctx, kNorm == Norm::kLayer ? "layer norm weights" : "rms norm weights",
-                WeightTerms<kNorm, T, X>{a.dy, a.x, a.stats, a.shape.width}, a.shape.rows,
-                a.shape.width, wide, out);
+    write_sums<N>(ctx, kNorm == Norm::kLayer ? "layer norm weights" : "rms norm weights",
+                  WeightTerms<kNorm, T, X>{a.dy, a.x, a.stats, a.shape.width}, a.shape.rows,
+                  a.shape.width, wide, write, out);
   }
 }
 
 template <Norm kNorm, typename T, typename X>
-void run_backward(ComputeContext& ctx, const Backward<T, X>& a,
+void run_backward(ComputeContext& ctx, const Backward<T, X>& a, Write write,
                   float* const (&out)[kWeightTerms<kNorm>]) {
   constexpr int kAtOnce = kWide<T, X>;
-  if (a.shape.rows == 0) return;
+  if (a.shape.rows == 0) return zero_sums(ctx, a.shape.width, write, out);
   const bool wide =
       a.shape.width % kAtOnce == 0 && aligned(a.dy, a.x, a.gamma, a.residual, a.dx, a.rounded);
   if (wide && a.shape.width <= kMostColumnThreads * kAtOnce) {
-    run_slices<kNorm, kAtOnce>(ctx, a, out);
+    run_slices<kNorm, kAtOnce>(ctx, a, write, out);
   } else {
-    run_rows<kNorm, kAtOnce>(ctx, a, wide, out);
+    run_rows<kNorm, kAtOnce>(ctx, a, wide, write, out);
   }
 }
 
@@ -332,10 +333,10 @@ void norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const
                                       gradients.rounded.as<Bf16>(),
                                       shape_of(x, gamma)};
     if constexpr (kNorm == Norm::kLayer) {
-      run_backward<kNorm>(ctx, arguments,
+      run_backward<kNorm>(ctx, arguments, gradients.write,
                           {gradients.dgamma.as<float>(), gradients.dbeta.as<float>()});
     } else {
-      run_backward<kNorm>(ctx, arguments, {gradients.dgamma.as<float>()});
+      run_backward<kNorm>(ctx, arguments, gradients.write, {gradients.dgamma.as<float>()});
     }
   };
   if (x.spec.dtype == DType::kBf16) return run(Bf16{}, Bf16{});

@@ -179,18 +179,20 @@ std::size_t query_key_norm_backward_workspace(ComputeContext& /*ctx*/,
 void query_key_norm_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& raw,
                              const Tensor& query_gain, const Tensor& key_gain, const Tensor& stats,
                              const Tensor& dqkv, const Tensor& dgains) {
-  fill_zero_async(dgains.data, dgains.spec.bytes(), ctx.stream());
-  if (shape.rows() == 0) return;
+  if (shape.rows() == 0) {
+    return fill_zero_async(dgains.data, dgains.spec.bytes(), ctx.stream());
+  }
   with_type(dqkv.spec.dtype, [&](auto type) {
     using T = decltype(type);
     const Heads<T> heads = heads_of<T>(shape, dqkv, raw, query_gain, key_gain, stats);
     const bool wide = shape.head_dim % kWide<T> == 0 && aligned(dqkv.data, raw.data);
     auto* const sums = dgains.as<float>();
-    add_sums<kWide<T>>(ctx, "query gains", GainTerms<T>{heads, 0, shape.heads},
-                       shape.rows() * shape.heads, shape.head_dim, wide, {sums});
-    add_sums<kWide<T>>(ctx, "key gains", GainTerms<T>{heads, shape.heads, shape.kv_heads},
-                       shape.rows() * shape.kv_heads, shape.head_dim, wide,
-                       {sums + shape.head_dim});
+    write_sums<kWide<T>>(ctx, "query gains", GainTerms<T>{heads, 0, shape.heads},
+                         shape.rows() * shape.heads, shape.head_dim, wide, Write::kOverwrite,
+                         {sums});
+    write_sums<kWide<T>>(ctx, "key gains", GainTerms<T>{heads, shape.heads, shape.kv_heads},
+                         shape.rows() * shape.kv_heads, shape.head_dim, wide, Write::kOverwrite,
+                         {sums + shape.head_dim});
     launch("query and key norm backward", head_norm_backward_kernel<T>, warp_heads(shape),
            native(ctx.stream()), heads);
   });

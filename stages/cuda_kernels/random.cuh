@@ -31,30 +31,32 @@ SLUICE_MATH uint32_t philox_word(const uint32_t (&key)[2], uint64_t index) {
   return index % 4 < 2 ? low : high;
 }
 
-// Dropout of the element of global index `index`.
-SLUICE_MATH float drop_one(const DropoutArguments& dropout, uint64_t index, float value) {
-  return drop(value, philox_word(dropout.key, index), dropout);
+// drop() of kernel_math.hpp; the threshold is below 2^24.
+SLUICE_MATH float drop_by(const DropoutArguments& dropout, uint32_t word, float value) {
+  return word >= dropout.threshold << 8 ? value * dropout.factor : 0.0F;
 }
 
-// Of N elements from `index` on.
+// Dropout of the element of global index `index`.
+SLUICE_MATH float drop_one(const DropoutArguments& dropout, uint64_t index, float value) {
+  return drop_by(dropout, philox_word(dropout.key, index), value);
+}
+
+// Of N elements from `index` on, a multiple of 4 unless N is 1.
 template <int N>
 SLUICE_MATH void drop_consecutive(const DropoutArguments& dropout, uint64_t index,
                                   Floats<N>& values) {
-  if constexpr (N % 4 == 0) {
-    if (index % 4 == 0) {
+  if constexpr (N == 1) {
+    values.at[0] = drop_one(dropout, index, values.at[0]);
+  } else {
+    static_assert(N % 4 == 0);
 #pragma unroll
-      for (int i = 0; i < N; i += 4) {
-        const PhiloxWords words =
-            philox_words(dropout.key, index / 4 + static_cast<uint64_t>(i / 4));
+    for (int i = 0; i < N; i += 4) {
+      const PhiloxWords words = philox_words(dropout.key, (index + static_cast<uint64_t>(i)) / 4);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) values.at[i + k] = drop(values.at[i + k], words.at[k], dropout);
+      for (int k = 0; k < 4; ++k) {
+        values.at[i + k] = drop_by(dropout, words.at[k], values.at[i + k]);
       }
-      return;
     }
-  }
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    values.at[i] = drop_one(dropout, index + static_cast<uint64_t>(i), values.at[i]);
   }
 }
 

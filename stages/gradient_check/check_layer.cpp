@@ -78,6 +78,9 @@ class LayerCheck {
       throw_usage("the output is {}; legal here: f32", to_string(output_));
     }
     layer_->add_parameters(set_, "");
+    if (layer_->overwrites_gradients()) {
+      for (Parameter* each : set_.all()) each->gradient.set_asks();
+    }
     set_.allocate(compute_.memory(), options.seed);
     move_parameters();
     needs_ = layer_->needs(input, compute_);
@@ -95,6 +98,7 @@ class LayerCheck {
                   compute_.workspace_peak(), needs_.operator_bytes);
     }
     gradients_are_added(first);
+    gradients_are_overwritten(first);
     in_flight(first, second);
     without_input_gradient(first);
     fewer_samples();
@@ -187,12 +191,15 @@ class LayerCheck {
     require_finite(dx, "backward_input", "dx");
   }
   // From gradients of `start`; returns all of them.
-  std::vector<float> backward_weight(MicroBatch& batch, float start = 0) {
+  // `old`: they are those of an earlier step.
+  std::vector<float> backward_weight(MicroBatch& batch, float start = 0, bool old = false) {
     set_.zero_grads(compute_.stream());
     for (const Parameter* each : set_.all())
       std::fill_n(each->grad.as<float>(), each->grad.elements(), start);
+    set_.set_old_grads(old);
     call(batch, Phase::kTrain, "backward_weight",
          [&](LayerCall& made) { layer_->backward_weight(made, batch.dy.tensor()); });
+    set_.settle_grads(compute_.stream());
     std::vector<float> grads;
     double all = 0, of_parameters = 0;
     for (const float g : set_.flat_grads()) all += std::abs(static_cast<double>(g));
@@ -254,6 +261,16 @@ class LayerCheck {
           "to add; legal: {:.6g}",
           grads[at], kStart, parameter.name, place_of(parameter.shape, i), expected.grads[at], sum);
     });
+  }
+
+  void gradients_are_overwritten(const Made& expected) {
+    if (!layer_->overwrites_gradients()) return;
+    MicroBatch& batch = *batches_[0];
+    batch.soil();
+    forward(batch);
+    backward_input(batch);
+    same_gradients(expected, backward_weight(batch, /*start=*/3, /*old=*/true),
+                   "where gradients are old,", "the first write overwrites, as next_write() says");
   }
 
   // body(parameter, element, index in Made::grads)

@@ -66,6 +66,7 @@ class AttentionSpecLayer final : public Layer {
             .table_bytes = operators.tables,
             .note = branch_->note(compute, shape)};
   }
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   [[nodiscard]] double cost(const TensorSpec& input) const override {
     const auto rows = static_cast<double>(input.shape[0] * input.shape[1]);

@@ -59,7 +59,8 @@ void EmbeddingLayer::backward_input(StreamCall& call, const Tensor& /*in*/,
 void EmbeddingLayer::backward_weight(StreamCall& call, const Tensor& in,
                                      const StreamGradient& dout) {
   embedding_backward_weight(call.compute(), in, dropout_.active(call) ? dropped(call) : dout.value,
-                            tokens_->grad, positions_ != nullptr ? positions_->grad : Tensor{});
+                            tokens_->grad, positions_ != nullptr ? positions_->grad : Tensor{},
+                            next_write({tokens_, positions_}, call.compute().stream()));
 }
 
 HeadLayer::HeadLayer(const Options& options, ParameterSet& parameters, WeightCopies& copies)

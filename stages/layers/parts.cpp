@@ -106,7 +106,8 @@ void Linear::backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor&
 }
 
 void Linear::backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy) const {
-  linear_backward_weight(ctx, x, dy, weight_->grad, bias_ != nullptr ? bias_->grad : Tensor{});
+  linear_backward_weight(ctx, x, dy, weight_->grad, bias_ != nullptr ? bias_->grad : Tensor{},
+                         next_write({weight_, bias_}, ctx.stream()));
 }
 
 Norm::Norm(Kind kind, const std::string& name, std::int64_t width, float epsilon,
@@ -151,7 +152,9 @@ void Norm::backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x
 void Norm::backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                            const Tensor& stats) const {
   backward(ctx, dy, x, stats,
-           {.dgamma = weight_->grad, .dbeta = bias_ != nullptr ? bias_->grad : Tensor{}});
+           {.dgamma = weight_->grad,
+            .dbeta = bias_ != nullptr ? bias_->grad : Tensor{},
+            .write = next_write({weight_, bias_}, ctx.stream())});
 }
 
 void Norm::backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
@@ -162,7 +165,8 @@ void Norm::backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, cons
             .residual = residual,
             .rounded = dx.rounded,
             .dgamma = weight_->grad,
-            .dbeta = bias_ != nullptr ? bias_->grad : Tensor{}});
+            .dbeta = bias_ != nullptr ? bias_->grad : Tensor{},
+            .write = next_write({weight_, bias_}, ctx.stream())});
 }
 
 QueryKeyNorm::QueryKeyNorm(const std::string& name, std::int64_t head_dim, float epsilon,
@@ -186,8 +190,14 @@ void QueryKeyNorm::backward_input(ComputeContext& ctx, const AttentionShape& sha
 void QueryKeyNorm::backward_weight(ComputeContext& ctx, const Tensor& gains) const {
   const std::int64_t head_dim = gains.shape()[1];
   const TensorSpec gain{DType::kF32, Shape{head_dim}};
-  add(ctx, {gains.data, gain}, query_->grad);
-  add(ctx, {gains.as<float>() + head_dim, gain}, key_->grad);
+  const Tensor query{gains.data, gain}, key{gains.as<float>() + head_dim, gain};
+  if (next_write({query_, key_}, ctx.stream()) == Write::kOverwrite) {
+    copy_or_convert(ctx, query, query_->grad);
+    copy_or_convert(ctx, key, key_->grad);
+  } else {
+    add(ctx, query, query_->grad);
+    add(ctx, key, key_->grad);
+  }
 }
 
 Dropout DropoutSite::at(const StreamCall& call, std::int64_t elements_per_sample) const {

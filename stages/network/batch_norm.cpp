@@ -54,6 +54,7 @@ class BatchNormLayer final : public Layer {
     mean_ = &set.add_buffer(name + "running_mean", {channels_}, Init::constant(0), across);
     variance_ = &set.add_buffer(name + "running_var", {channels_}, Init::constant(1), across);
   }
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& /*input*/,
                                  ComputeContext& /*compute*/) const override {
     const std::size_t pairs = static_cast<std::size_t>(channels_) * sizeof(Pair);
@@ -119,9 +120,11 @@ class BatchNormLayer final : public Layer {
   }
   void backward_weight(LayerCall& call, const Tensor& /*dy*/) override {
     const auto* const sums = reinterpret_cast<const Pair*>(call.gradients);
+    const Write write = next_write({weight_, bias_}, call.compute().stream());
     for (std::int64_t c = 0; c < channels_; ++c) {
-      weight_->grad.at(c) += sums[c].first;
-      bias_->grad.at(c) += sums[c].second;
+      const bool adds = write == Write::kAdd;
+      weight_->grad.at(c) = (adds ? weight_->grad.at(c) : 0.0F) + sums[c].first;
+      bias_->grad.at(c) = (adds ? bias_->grad.at(c) : 0.0F) + sums[c].second;
     }
   }
 

@@ -47,6 +47,7 @@ class ConvolutionLayer final : public Layer {
     weight_ = &set.add(name + "weight", shape, init);
     if (has_bias_) bias_ = &set.add(name + "bias", {out_}, init, /*decay=*/false);
   }
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input,
                                  ComputeContext& /*compute*/) const override {
     return {.memory = {.scratch = scratch_of(input, nullptr).used}};
@@ -71,13 +72,19 @@ class ConvolutionLayer final : public Layer {
     const Scratch scratch = scratch_of(call.x.spec, call.scratch);
     made(call.x.spec)
         .backward_weight(call.x.as<float>(), dy.as<float>(), scratch.dweight, scratch.library);
-    add(call.compute(), {scratch.dweight, weight_->grad.spec}, weight_->grad);
-    if (has_bias_) add_bias_gradient(call, dy);
+    const Write write = next_write({weight_, bias_}, call.compute().stream());
+    if (write == Write::kOverwrite) {
+      copy_async(weight_->grad.data, scratch.dweight, weight_->grad.spec.bytes(),
+                 call.compute().stream());
+    } else {
+      add(call.compute(), {scratch.dweight, weight_->grad.spec}, weight_->grad);
+    }
+    if (has_bias_) write_bias_gradient(call, dy, write);
   }
 
  private:
   // Not by the library, whose sums in f32 lose digits over large pictures.
-  void add_bias_gradient(const LayerCall& call, const Tensor& dy) const {
+  void write_bias_gradient(const LayerCall& call, const Tensor& dy, Write write) const {
     const Shape& shape = dy.shape();
     const std::int64_t size = shape[2] * shape[3];
     parallel_range(call.compute(), out_, 1, [&](std::int64_t begin, std::int64_t end) {
@@ -87,7 +94,8 @@ class ConvolutionLayer final : public Layer {
           const float* const from = dy.as<float>() + (sample * out_ + c) * size;
           sum += sum_of(size, [&](std::int64_t i) { return from[i]; });
         }
-        bias_->grad.at(c) += static_cast<float>(sum);
+        const float before = write == Write::kAdd ? bias_->grad.at(c) : 0.0F;
+        bias_->grad.at(c) = before + static_cast<float>(sum);
       }
     });
   }

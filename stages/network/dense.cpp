@@ -33,6 +33,7 @@ class LinearLayer final : public Layer {
     return {.operator_bytes = std::max(linear_forward_workspace(compute, shape),
                                        linear_backward_weight_workspace(compute, shape))};
   }
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   [[nodiscard]] double cost(const TensorSpec& input) const override {
     return static_cast<double>(input.shape.elements()) * static_cast<double>(out_);
@@ -46,7 +47,8 @@ class LinearLayer final : public Layer {
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
     linear_backward_weight(call.compute(), call.x, dy, weight_->grad,
-                           bias_ != nullptr ? bias_->grad : Tensor{});
+                           bias_ != nullptr ? bias_->grad : Tensor{},
+                           next_write({weight_, bias_}, call.compute().stream()));
   }
 
  private:
@@ -77,6 +79,7 @@ class LayerNormLayer final : public Layer {
     return {.memory = {.until_weight = stats_of({}, rows).spec.bytes()},
             .operator_bytes = norm_backward_workspace(compute, rows, width_, /*terms=*/2)};
   }
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   void forward(LayerCall& call, const Tensor& y) override {
     layer_norm_forward(call.compute(), call.x, {}, weight_->value, bias_->value, epsilon_, y,
@@ -89,7 +92,9 @@ class LayerNormLayer final : public Layer {
   void backward_weight(LayerCall& call, const Tensor& dy) override {
     layer_norm_backward(call.compute(), dy, call.x, weight_->value,
                         stats_of(call.until_weight, rows_of(dy.spec)),
-                        {.dgamma = weight_->grad, .dbeta = bias_->grad});
+                        {.dgamma = weight_->grad,
+                         .dbeta = bias_->grad,
+                         .write = next_write({weight_, bias_}, call.compute().stream())});
   }
 
  private:
@@ -124,6 +129,7 @@ class RmsNormLayer final : public Layer {
     return {.memory = {.until_weight = stats_of({}, rows).spec.bytes()},
             .operator_bytes = norm_backward_workspace(compute, rows, width_, /*terms=*/1)};
   }
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   void forward(LayerCall& call, const Tensor& y) override {
     rms_norm_forward(call.compute(), call.x, {}, weight_->value, epsilon_, y,
@@ -134,8 +140,9 @@ class RmsNormLayer final : public Layer {
                       stats_of(call.until_weight, rows_of(dy.spec)), {.dx = dx});
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    rms_norm_backward(call.compute(), dy, call.x, weight_->value,
-                      stats_of(call.until_weight, rows_of(dy.spec)), {.dgamma = weight_->grad});
+    rms_norm_backward(
+        call.compute(), dy, call.x, weight_->value, stats_of(call.until_weight, rows_of(dy.spec)),
+        {.dgamma = weight_->grad, .write = next_write({weight_}, call.compute().stream())});
   }
 
  private:
@@ -178,6 +185,7 @@ class EmbeddingTable final : public Layer {
     return {.operator_bytes = embedding_backward_weight_workspace(compute, input.shape.elements(),
                                                                   classes_, width_)};
   }
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   void check_inputs(const Tensor& x) const override {
     const std::int32_t* const begin = x.as<std::int32_t>();
@@ -194,7 +202,8 @@ class EmbeddingTable final : public Layer {
   void backward_input(LayerCall& /*call*/, const Tensor& /*dy*/, const Tensor& /*dx*/) override {}
   void backward_weight(LayerCall& call, const Tensor& dy) override {
     embedding_backward_weight(call.compute(), classes_of(call), rows(dy), table_->grad,
-                              positions_ != nullptr ? positions_->grad : Tensor{});
+                              positions_ != nullptr ? positions_->grad : Tensor{},
+                              next_write({table_, positions_}, call.compute().stream()));
   }
 
  private:

@@ -1,4 +1,5 @@
 // group_norm: Wu and He, "Group Normalization", ECCV 2018.
+#include <algorithm>
 #include <cmath>
 
 #include <sluice/layers.hpp>
@@ -31,6 +32,7 @@ class GroupNormLayer final : public Layer {
     weight_ = &set.add(name + "weight", {channels_}, Init::constant(1), /*decay=*/false);
     bias_ = &set.add(name + "bias", {channels_}, Init::constant(0), /*decay=*/false);
   }
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input,
                                  ComputeContext& /*compute*/) const override {
     const auto all = static_cast<std::size_t>(input.shape[0] * groups_);
@@ -81,6 +83,11 @@ class GroupNormLayer final : public Layer {
   void backward_weight(LayerCall& call, const Tensor& dy) override {
     const auto* const kept = reinterpret_cast<const Statistics*>(call.until_weight);
     const std::int64_t count = call.x.shape()[0] * groups_;
+    if (next_write({weight_, bias_}, call.compute().stream()) == Write::kOverwrite) {
+      for (const Parameter* each : {weight_, bias_}) {
+        std::fill_n(each->grad.as<float>(), each->grad.elements(), 0.0F);
+      }
+    }
     for (std::int64_t i = 0; i < count; ++i) {
       const Group group = group_of(call, i);
       for (std::int64_t c = 0; c < group.channels; ++c) {

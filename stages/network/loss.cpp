@@ -14,6 +14,7 @@ namespace {
 
 class SquaredError final : public Loss {
  public:
+  [[nodiscard]] bool leaves_gradients() const override { return true; }
   [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override {
     if (outputs.dtype == DType::kF32 && outputs.shape.rank() > 0) return outputs;
     throw_usage("the outputs are {}; legal: f32 [samples, ...]", to_string(outputs));
@@ -47,6 +48,7 @@ class CrossEntropy final : public Loss {
     }
   }
 
+  [[nodiscard]] bool leaves_gradients() const override { return true; }
   [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override {
     const int rank = outputs.shape.rank();
     const int axis = axis_of(outputs);
@@ -197,6 +199,7 @@ class ElementwiseLoss final : public Loss {
   explicit ElementwiseLoss(std::function<LossTerm(float, float)> term) : term_(std::move(term)) {
     if (!term_) throw_usage("elementwise_loss() without a function");
   }
+  [[nodiscard]] bool leaves_gradients() const override { return true; }
   [[nodiscard]] TensorSpec targets(const TensorSpec& outputs) const override {
     if (outputs.dtype == DType::kF32 && outputs.shape.rank() > 0) return outputs;
     throw_usage("the outputs are {}; legal: f32 [samples, ...]", to_string(outputs));

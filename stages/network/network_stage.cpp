@@ -97,7 +97,11 @@ NetworkStage::NetworkStage(StageLayers parts)
   joins_before(begin_ + static_cast<int>(layers_.size()));
   source_gradients_.resize(made_by_.size());
   for (const NumberedLayer& each : layers_) {
+    const std::size_t first = parameters_.size();
     each.layer->add_parameters(parameters_, fmt::format("{}.", each.number));
+    if (!each.layer->overwrites_gradients()) continue;
+    const std::vector<Parameter*> all = parameters_.all();
+    for (std::size_t i = first; i < all.size(); ++i) all[i]->gradient.set_asks();
   }
 }
 
@@ -232,6 +236,7 @@ void NetworkStage::prepare(const StageSetup& setup) {
     parameters_.allocate(setup.compute->memory(), setup.seed, trains_);
   }
   for (const Size& size : sizes_) warm_up_size(*setup.compute, size);
+  parameters_.zero_grads(setup.compute->stream());
 }
 
 void NetworkStage::prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) {
@@ -242,10 +247,12 @@ void NetworkStage::prepare_size(ComputeContext& compute, std::span<const TensorS
                 parts_[i].join ? "skip()" : layers_[parts_[i].index].name(), to_string(inputs[0]));
   }
   sizes_.push_back(std::move(size));
+  const GradientsAside aside(parameters_, compute.memory());
   warm_up_size(compute, sizes_.back());
 }
 
-// On a GPU: CUDA loads a kernel at its first launch. Temporary operands stand for the messages.
+// On a GPU: CUDA loads a kernel at its first launch. Gradients are overwritten, then added to.
+// Temporary operands stand for the messages.
 void NetworkStage::warm_up_size(ComputeContext& compute, const Size& size) {
   if (compute.device().kind == DeviceKind::kCpu || layers_.empty()) return;
   std::vector<Buffer> memory;
@@ -266,7 +273,6 @@ void NetworkStage::warm_up_size(ComputeContext& compute, const Size& size) {
   ctx.inputs = inputs;
   warm_up(ctx, outputs);
   compute.wait();  // before the operands are freed
-  parameters_.zero_grads(compute.stream());
 }
 
 void NetworkStage::warm_up(StageContext& ctx, std::span<const Tensor> outputs) {
@@ -277,7 +283,10 @@ void NetworkStage::warm_up(StageContext& ctx, std::span<const Tensor> outputs) {
   }
   // The inputs are zeros, and their memory also serves for their gradients.
   const bool wanted = is_float(ctx.inputs[0].spec.dtype);
-  backward(ctx, outputs, wanted ? ctx.inputs : std::span<const Tensor>{});
+  for (const bool old : {true, false}) {
+    parameters_.set_old_grads(old);
+    backward(ctx, outputs, wanted ? ctx.inputs : std::span<const Tensor>{});
+  }
 }
 
 LayerCall NetworkStage::call_of(StageContext& ctx, const Size& size, std::size_t part) const {
@@ -476,6 +485,10 @@ void LossNetworkStage::require_targets(const TensorSpec& outputs,
 
 void LossNetworkStage::loss(StageContext& ctx, std::span<const Tensor> outputs,
                             std::span<const Tensor> targets, double* sum) {
+  ParameterSet* const set = parameters();
+  if (ctx.phase == Phase::kTrain && set != nullptr && !loss_->leaves_gradients()) {
+    set->settle_grads(ctx.compute.stream());
+  }
   naming(kind_, [&] { loss_->compute(ctx, outputs[0], targets[0], sum); });
 }
 

@@ -55,6 +55,7 @@ class NetworkStage : public Stage, public SplitBackward {
   void check_inputs(std::span<const Tensor> inputs) const override;
   void prepare(const StageSetup& setup) override;
   void prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) override;
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
   void forward(StageContext& ctx, std::span<const Tensor> inputs,
                std::span<const Tensor> outputs) override;
   void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,

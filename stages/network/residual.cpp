@@ -46,9 +46,13 @@ class Run {
   }
   void add_parameters(ParameterSet& set, const std::string& name) {
     for (const NumberedLayer& each : layers_) {
+      const std::size_t first = set.size();
       each.layer->add_parameters(set, fmt::format("{}{}.", name, each.number));
+      if (set.size() > first && !each.layer->overwrites_gradients()) overwrites_gradients_ = false;
     }
   }
+  // Whether all layers that have added parameters do.
+  [[nodiscard]] bool overwrites_gradients() const { return overwrites_gradients_; }
   [[nodiscard]] bool runs_on_gpu() const {
     return std::all_of(layers_.begin(), layers_.end(),
                        [](const NumberedLayer& each) { return each.layer->runs_on_gpu(); });
@@ -162,6 +166,7 @@ class Run {
   std::vector<NumberedLayer> layers_;
   mutable std::deque<Plan> plans_;
   std::vector<Made> made_;  // of the present call
+  bool overwrites_gradients_ = true;
 };
 
 // Where the numbers of a block's layers for random numbers begin: beyond those of a model's layers,
@@ -196,6 +201,9 @@ class GroupLayer final : public Layer {
   }
   void add_parameters(ParameterSet& set, const std::string& name) override {
     layers_.add_parameters(set, name);
+  }
+  [[nodiscard]] bool overwrites_gradients() const override {
+    return layers_.overwrites_gradients();
   }
   [[nodiscard]] bool runs_on_gpu() const override { return layers_.runs_on_gpu(); }
   [[nodiscard]] double cost(const TensorSpec& input) const override { return layers_.cost(input); }
@@ -255,6 +263,9 @@ class ResidualBlock final : public Layer {
   void check_inputs(const Tensor& x) const override {
     main_.check_inputs(x);
     shortcut_.check_inputs(x);
+  }
+  [[nodiscard]] bool overwrites_gradients() const override {
+    return main_.overwrites_gradients() && shortcut_.overwrites_gradients();
   }
   [[nodiscard]] bool runs_on_gpu() const override {
     return main_.runs_on_gpu() && shortcut_.runs_on_gpu();

@@ -254,7 +254,7 @@ void check_norm_forward(const char* name, const Tensor& x, const Tensor& delta, 
 // Of either norm; `terms`: 2 for LayerNorm, 1 for RMSNorm, of statistics and weights.
 void check_norm_backward(const char* name, const Tensor& dy, const Tensor& x, const Tensor& gamma,
                          const Tensor& stats, int terms, const NormGradients& gradients) {
-  const auto& [dx, residual, rounded, dgamma, dbeta] = gradients;
+  const auto& [dx, residual, rounded, dgamma, dbeta, write] = gradients;
   const std::int64_t rows = rows_of(x), width = width_of(x);
   fits(name, {"x", x}, in_rows(kFloats, kAny, kAny), {{"gamma", gamma}});
   fits(name, {"dy", dy}, in_rows(results_of(x), rows, width), {{"x", x}});
@@ -391,14 +391,14 @@ void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& 
 }
 
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
-                            const Tensor& dweight, const Tensor& dbias) {
+                            const Tensor& dweight, const Tensor& dbias, Write write) {
   fits(__func__, {"x", x}, in_rows(kFloats, kAny, kAny), {{"dy", dy}});
   fits(__func__, {"dy", dy}, in_rows(only(x.spec.dtype), rows_of(x), kAny), {{"x", x}});
   fits(__func__, {"dweight", dweight}, matrix(kF32, width_of(dy), width_of(x)),
        {{"x", x}, {"dy", dy}});
   fits_if_given(__func__, {"dbias", dbias}, vector(kF32, width_of(dy)), {{"dy", dy}});
   run({__func__, product_flops(x, dweight)}, &OperatorTable::linear_backward_weight, ctx, x, dy,
-      dweight, dbias);
+      dweight, dbias, write);
 }
 
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
@@ -435,10 +435,11 @@ void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& 
 }
 
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                               const Tensor& dtable, const Tensor& dpositions) {
+                               const Tensor& dtable, const Tensor& dpositions, Write write) {
   embedding(__func__, {"tokens", tokens}, {"dtable", dtable}, {"dpositions", dpositions},
             {"dout", dout});
-  run({__func__}, &OperatorTable::embedding_backward_weight, ctx, tokens, dout, dtable, dpositions);
+  run({__func__}, &OperatorTable::embedding_backward_weight, ctx, tokens, dout, dtable, dpositions,
+      write);
 }
 
 void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,

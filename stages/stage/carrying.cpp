@@ -50,6 +50,9 @@ class CarryingBase : public Stage {
   }
   void begin_step(ComputeContext& compute) override { inner_->begin_step(compute); }
   [[nodiscard]] bool graph_capturable() const override { return inner_->graph_capturable(); }
+  [[nodiscard]] bool overwrites_gradients() const override {
+    return inner_->overwrites_gradients();
+  }
   void forward(StageContext& ctx, Tensors inputs, Tensors outputs) override {
     StageContext mine = inner_context(ctx);
     const std::size_t made = outputs.size() - (inputs.size() - inputs_);

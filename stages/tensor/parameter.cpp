@@ -110,6 +110,10 @@ void require_distinct(const std::deque<Parameter>& parameters) {
   }
 }
 
+void zero(const Parameter& parameter, StreamView stream) {
+  fill_zero_async(parameter.grad.data, parameter.grad.spec.bytes(), stream);
+}
+
 }  // namespace
 
 std::size_t parameter_bytes(std::int64_t elements) {
@@ -247,6 +251,58 @@ void ParameterSet::mark_values_changed() {
 void ParameterSet::zero_grads(StreamView stream) {
   const std::span<float> grads = flat_grads();
   if (!grads.empty()) fill_zero_async(grads.data(), grads.size_bytes(), stream);
+  set_old_grads(false);
+}
+
+void ParameterSet::forget_grads(StreamView stream) {
+  if (flat_grads().empty()) return;
+  for (Parameter& parameter : parameters_) {
+    parameter.gradient.set_old(true);
+    if (!parameter.gradient.is_old()) zero(parameter, stream);
+  }
+}
+
+void ParameterSet::set_old_grads(bool old) {
+  for (Parameter& parameter : parameters_) parameter.gradient.set_old(old);
+}
+
+void ParameterSet::settle_grads(StreamView stream, std::size_t begin) {
+  for (Parameter& parameter : parameters_) {
+    if (!parameter.gradient.is_old()) continue;
+    if (parameter.grad.as<float>() < flat_grads().data() + begin) continue;
+    zero(parameter, stream);
+    parameter.gradient.set_old(false);
+  }
+}
+
+GradientsAside::GradientsAside(ParameterSet& set, const DeviceMemory& memory) {
+  std::size_t bytes = 0;
+  for (Parameter* parameter : set.all()) {
+    if (parameter->grad.data == nullptr) continue;
+    had_.push_back({parameter, parameter->grad.data, parameter->gradient});
+    bytes = std::max(bytes, parameter->grad.spec.bytes());
+  }
+  memory_ = memory.allocate(bytes, DeviceMemory::Use::kTemporary);
+  for (const Had& had : had_) had.parameter->grad.data = memory_.data();
+}
+
+GradientsAside::~GradientsAside() {
+  for (const Had& had : had_) {
+    had.parameter->grad.data = had.data;
+    had.parameter->gradient = had.state;
+  }
+}
+
+Write next_write(std::initializer_list<Parameter*> parameters, StreamView stream) {
+  bool all_old = true;
+  for (const Parameter* parameter : parameters) {
+    if (parameter != nullptr && !parameter->gradient.is_old()) all_old = false;
+  }
+  for (Parameter* parameter : parameters) {
+    if (parameter == nullptr) continue;
+    if (parameter->gradient.next() == Write::kOverwrite && !all_old) zero(*parameter, stream);
+  }
+  return all_old ? Write::kOverwrite : Write::kAdd;
 }
 
 namespace {

@@ -54,6 +54,7 @@ class BlockLayer final : public Layer {
     needs.memory.scratch = scratch;
     return needs;
   }
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   [[nodiscard]] double cost(const TensorSpec& input) const override {
     TransformerConfig config = config_;

@@ -54,6 +54,7 @@ TransformerStage::TransformerStage(const TransformerConfig& config, LayerRange r
       first_parameters_.push_back(first);
     }
   }
+  for (Parameter* parameter : parameters_.all()) parameter->gradient.set_asks();
   if (config.logit_chunks > 1 && gives_logits()) {
     chunking_head_ = dynamic_cast<const HeadLayer*>(layers_.back().get());
   }
@@ -226,11 +227,13 @@ void TransformerStage::prepare(const StageSetup& setup) {
 void TransformerStage::prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) {
   const BlockShape shape = shape_of(inputs[0], compute.device().kind);
   require_fits(shape);
-  if (compute.device().kind != DeviceKind::kCpu) warm_up_size(compute, shape, inputs[0]);
+  if (compute.device().kind == DeviceKind::kCpu) return;
+  const GradientsAside aside(parameters_, compute.memory());
+  warm_up_size(compute, shape, inputs[0]);
 }
 
 // A product's first run creates primitives and loads the library's kernels: it runs once, on zeros,
-// which adds zeros to gradients. Temporary operands stand for the messages.
+// as it overwrites a gradient and as it adds to one. Temporary operands stand for the messages.
 void TransformerStage::warm_up_size(ComputeContext& compute, const BlockShape& shape,
                                     const TensorSpec& in_spec) {
   if (layers_.empty()) return;
@@ -262,10 +265,8 @@ void TransformerStage::warm_up(StageContext& ctx, std::span<const Tensor> inputs
   fill_zero(ctx.compute, outputs[0]);
   // Inputs and outputs are zeros; the input's memory also serves for its gradient.
   const std::span<const Tensor> grad_inputs = takes_tokens() ? std::span<const Tensor>{} : inputs;
-  if (split_) {
-    backward_input(ctx, outputs, grad_inputs);
-    backward_weight(ctx, outputs);
-  } else {
+  for (const bool old : {true, false}) {
+    parameters_.set_old_grads(old);
     backward(ctx, outputs, grad_inputs);
   }
 }
@@ -484,8 +485,15 @@ void LastTransformerStage::warm_up(StageContext& ctx, std::span<const Tensor> in
   fill_zero_async(zeros.data(), spec.bytes(), ctx.compute.stream());
   const Tensor targets{zeros.data(), spec};
   forward(ctx, inputs, outputs);
-  if (!trains()) ctx.phase = Phase::kEvaluate;  // there are no gradients
-  loss(ctx, outputs, {&targets, 1}, reinterpret_cast<double*>(sum.data()));
+  if (trains()) {
+    parameters()->set_old_grads(true);
+  } else {
+    ctx.phase = Phase::kEvaluate;  // there are no gradients
+  }
+  const int times = trains() && chunking_head() != nullptr ? 2 : 1;  // the second adds to gradients
+  for (int i = 0; i < times; ++i) {
+    loss(ctx, outputs, {&targets, 1}, reinterpret_cast<double*>(sum.data()));
+  }
   TransformerStage::warm_up(ctx, inputs, outputs);
   ctx.compute.wait();
 }

@@ -38,6 +38,7 @@ class TransformerStage : public Stage, public SplitBackward {
   void prepare_size(ComputeContext& compute, std::span<const TensorSpec> inputs) override;
   void begin_step(ComputeContext& compute) override;
   [[nodiscard]] bool graph_capturable() const override { return true; }
+  [[nodiscard]] bool overwrites_gradients() const override { return true; }
   void forward(StageContext& ctx, std::span<const Tensor> inputs,
                std::span<const Tensor> outputs) override;
   void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
@@ -52,6 +53,8 @@ class TransformerStage : public Stage, public SplitBackward {
   }
 
  protected:
+  // Of the loss of these logits.
+  [[nodiscard]] static TensorSpec targets_of(const TensorSpec& logits);
   // Runs every primitive of one micro-batch size once. Changes only gradients.
   virtual void warm_up(StageContext& ctx, std::span<const Tensor> inputs,
                        std::span<const Tensor> outputs);
@@ -76,8 +79,6 @@ class TransformerStage : public Stage, public SplitBackward {
   };
 
   [[nodiscard]] bool takes_tokens() const { return range_.begin == 0; }
-  // Of the loss of these logits.
-  [[nodiscard]] static TensorSpec targets_of(const TensorSpec& logits);
   [[nodiscard]] bool gives_logits() const {
     return range_.end == config_.layers + 2 && chunking_head_ == nullptr;
   }

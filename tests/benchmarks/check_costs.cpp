@@ -62,7 +62,7 @@ class SmallLayer {
     operators.mean_squared_error(ctx, y_, targets_, 1e-3, true, &sum);
     operators.relu_backward(ctx, y_, y_, y_);
     operators.linear_backward_input(ctx, y_, weight_, dx_);
-    operators.linear_backward_weight(ctx, x_, y_, dweight_, dbias_);
+    operators.linear_backward_weight(ctx, x_, y_, dweight_, dbias_, Write::kAdd);
   }
 
  private:

@@ -158,7 +158,7 @@ class Kernels {
       const Tensor gradient = memory.make(DType::kBf16, {rows, width});
       const Tensor sums = memory.make(DType::kF32, {width});
       row(width == w ? "bias gradient, output" : "bias gradient, MLP up", bytes(gradient, 2),
-          [&] { cuda::add_column_sums(ctx_, gradient, sums); });
+          [&] { cuda::sum_columns(ctx_, gradient, sums); });
     }
   }
 
@@ -178,6 +178,11 @@ class Kernels {
         [&] { embedding_backward_weight(ctx_, tokens, stream, table, positions); });
     row("embedding weight gradient, no positions", of_tokens,
         [&] { embedding_backward_weight(ctx_, tokens, stream, table, {}); });
+    // Of a step's first micro-batch, which also writes the rows of tokens that do not occur.
+    row("embedding weight gradient, overwriting",
+        bytes(table, 4) + bytes(stream, 4) + bytes(positions, 4), [&] {
+          embedding_backward_weight(ctx_, tokens, stream, table, positions, Write::kOverwrite);
+        });
   }
 
   [[nodiscard]] std::int64_t different_values(const Tensor& indices) const {

@@ -88,6 +88,10 @@ class Layer {
                                          ComputeContext& /*compute*/) const {
     return {};
   }
+  // After add_parameters(): whether the layer calls next_write() before each write to a gradient of
+  // its parameters, and overwrites where it says so. False, also for a layer that adds to gradients
+  // of layers inside it: they are zero before the step's first forward.
+  [[nodiscard]] virtual bool overwrites_gradients() const { return false; }
   // Whether it runs on a GPU. A layer that reads its tensors on the host does not.
   [[nodiscard]] virtual bool runs_on_gpu() const { return false; }
   // Work of one call, for cuts by cost; in multiply-adds.
@@ -104,7 +108,8 @@ class Layer {
   // Overwrites dx. Where nobody needs dx it is not called, except for a layer that has
   // LayerMemory::gradients; dx then has null data. dx is not dy.
   virtual void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) = 0;
-  // Adds to the gradients of parameters. dy: as in the backward_input before it.
+  // Adds to the gradients of parameters (see overwrites_gradients()). dy: as in the backward_input
+  // before it.
   virtual void backward_weight(LayerCall& /*call*/, const Tensor& /*dy*/) {}
 };
 
@@ -279,6 +284,9 @@ class Loss {
   // How many targets of a micro-batch count; `targets` are in host memory, and like targets() of
   // `outputs` but for the number of samples. Throws Error(kData) for values that it cannot take.
   [[nodiscard]] virtual double weight(const TensorSpec& outputs, const Tensor& targets) const = 0;
+  // Whether compute() leaves the gradients of parameters alone. If not, those of its stage are zero
+  // before the step's first call.
+  [[nodiscard]] virtual bool leaves_gradients() const { return false; }
   // As LossStage::loss().
   virtual void compute(StageContext& ctx, const Tensor& outputs, const Tensor& targets,
                        double* sum) = 0;
@@ -332,11 +340,12 @@ struct GradientCheck {
 };
 // Runs the layer on a CPU with this input: its gradients agree with finite differences; it writes
 // all of its outputs and gradients, and nothing next to them or to its memory, and changes nothing
-// else; it adds to gradients of parameters; needs() names all that it takes; two micro-batches in
-// flight have the bits of one after the other. Parameters are moved off their initial values.
-// Differences are of f32 outputs, summed in double precision. Throws Error(kUsage) that names the
-// layer's kind, what is wrong, where, what was found and what was expected, and what the layer
-// throws. For small inputs: it calls forward some hundred times for each parameter.
+// else; it adds to gradients of parameters, and overwrites old ones where it says so; needs() names
+// all that it takes; two micro-batches in flight have the bits of one after the other. Parameters
+// are moved off their initial values. Differences are of f32 outputs, summed in double precision.
+// Throws Error(kUsage) that names the layer's kind, what is wrong, where, what was found and what
+// was expected, and what the layer throws. For small inputs: it calls forward some hundred times
+// for each parameter.
 void check_gradients(const LayerSpec& layer, const TensorSpec& input,
                      const GradientCheck& options = {});
 // The same for a loss of these outputs.

@@ -10,7 +10,9 @@
 // stream and its gradient are of type S: f32, or bf16 where T is bf16. Parameters, their gradients
 // and statistics are f32. Sums run in f32 (or wider) in an order that depends on shapes alone.
 // Every output is overwritten unless a comment says that it is added to. Weight gradients are added
-// to.
+// to, or overwritten with Write::kOverwrite: then whatever they hold is replaced, without being
+// read, and elements without a term become 0. The bits are those of adding to zeros, but for the
+// sign of a zero.
 //
 // Operands. Every call first checks the types and shapes of its operands. It throws Error(kUsage)
 // that names the operator, the operands and what is legal. The last dimension is the width; rows
@@ -53,7 +55,7 @@ void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& 
                            const Tensor& dx);
 // dweight += dyᵀ x, dbias += column sums of dy; f32.
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
-                            const Tensor& dweight, const Tensor& dbias);
+                            const Tensor& dweight, const Tensor& dbias, Write write = Write::kAdd);
 [[nodiscard]] std::size_t linear_backward_weight_workspace(ComputeContext& ctx,
                                                            const LinearShape& shape);
 
@@ -83,7 +85,8 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out);
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
-                               const Tensor& dtable, const Tensor& dpositions);
+                               const Tensor& dtable, const Tensor& dpositions,
+                               Write write = Write::kAdd);
 [[nodiscard]] std::size_t embedding_backward_weight_workspace(ComputeContext& ctx,
                                                               std::int64_t rows,
                                                               std::int64_t vocabulary,
@@ -104,7 +107,8 @@ struct NormGradients {
   Tensor dx = {}, residual = {};
   // bf16 [rows, width], where dx is f32 and wanted: dx rounded; overwritten.
   Tensor rounded = {};
-  Tensor dgamma = {}, dbeta = {};  // f32 [width], added to; LayerNorm: both or none
+  Tensor dgamma = {}, dbeta = {};  // f32 [width]; LayerNorm: both or none
+  Write write = Write::kAdd;       // to dgamma and dbeta
 };
 void layer_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                          const Tensor& gamma, const Tensor& stats, const NormGradients& gradients);

@@ -12,12 +12,14 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <sluice/device.hpp>
@@ -42,6 +44,29 @@ struct Init {
 // values. kNothing: each keeps its own, and a save has replica 0's.
 enum class Across { kMean, kFirst, kNothing };
 
+// Whether a gradient holds numbers of the step, or what an earlier one left. A gradient is a sum
+// over a step's micro-batches: where its stage asks before each write, the step's first write can
+// replace what is there, and nobody zeroes the gradient before. Of a gradient whose stage does not
+// ask, this never says that it is old.
+class GradientState {
+ public:
+  // Before the first step: the stage calls next(), or next_write(), before each write.
+  void set_asks() { asks_ = true; }
+  [[nodiscard]] bool asks() const { return asks_; }
+  // How to write to the gradient now: kOverwrite where it is old, which it is no longer after that.
+  [[nodiscard]] Write next() {
+    asked_ = true;
+    return std::exchange(old_, false) ? Write::kOverwrite : Write::kAdd;
+  }
+  [[nodiscard]] bool is_old() const { return old_; }
+  void set_old(bool old) { old_ = old && asks_; }
+  // Whether next() was called since this was. For a record of what a call does.
+  [[nodiscard]] bool take_asked() { return std::exchange(asked_, false); }
+
+ private:
+  bool asks_ = false, old_ = false, asked_ = false;
+};
+
 struct Parameter {
   std::string name;
   Shape shape;
@@ -58,7 +83,12 @@ struct Parameter {
   // either writes the copy too, or has it marked as old by ParameterSet::mark_values_changed().
   Tensor rounded = {};
   bool rounded_is_current = false;
+  GradientState gradient = {};
 };
+
+// How one operator writes the gradients of these parameters (null: none), which it then does. Where
+// some alone are old, zeroes those in order of `stream`, and all are added to.
+[[nodiscard]] Write next_write(std::initializer_list<Parameter*> parameters, StreamView stream);
 
 // Bytes of a parameter's values in their set's memory; its gradients take as many.
 [[nodiscard]] std::size_t parameter_bytes(std::int64_t elements);
@@ -92,7 +122,13 @@ class ParameterSet {
   [[nodiscard]] std::span<float> flat_grads() const;
   [[nodiscard]] std::span<float> flat_values() const;
   [[nodiscard]] std::span<float> flat_buffers() const;
-  void zero_grads(StreamView stream);  // in stream order
+  void zero_grads(StreamView stream);  // in stream order; none is old then
+  // Makes gradients old whose stage asks (GradientState), and zeroes the others, in stream order.
+  void forget_grads(StreamView stream);
+  // The states alone: the gradients whose stage asks become old, or none is.
+  void set_old_grads(bool old);
+  // Zeroes gradients that are still old, of those that lie in flat_grads() from float `begin` on.
+  void settle_grads(StreamView stream, std::size_t begin = 0);
   // Owns what all values and gradients lie in.
   [[nodiscard]] std::shared_ptr<const void> memory() const { return memory_; }
   // Call it after writing values. Stages compare version() and renew their copies in another
@@ -111,6 +147,27 @@ class ParameterSet {
 
   std::size_t flat_floats_ = 0, buffer_floats_ = 0;
   std::uint64_t version_ = 0;
+};
+
+// For its life gradients lie in other memory, all of them in the same, and may be written in any
+// way: a stage runs its calls once without a trace. Then they are where and as they were. The work
+// that writes them has to be done before.
+class GradientsAside {
+ public:
+  // Takes the bytes of the largest gradient. Throws what `memory` throws. The set outlives this.
+  GradientsAside(ParameterSet& set, const DeviceMemory& memory);
+  ~GradientsAside();
+  GradientsAside(const GradientsAside&) = delete;
+  GradientsAside& operator=(const GradientsAside&) = delete;
+
+ private:
+  struct Had {
+    Parameter* parameter;
+    void* data;
+    GradientState state;
+  };
+  std::vector<Had> had_;
+  Buffer memory_;
 };
 
 // --- what parameters are called in files ---

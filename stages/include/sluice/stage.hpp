@@ -152,12 +152,17 @@ class Stage {
   // without running, to be recorded; the record is replayed in later steps. A recorded call may
   // neither wait for the device nor allocate on it.
   [[nodiscard]] virtual bool graph_capturable() const { return false; }
+  // Whether GradientState counts for its parameters: the runtime then zeroes no gradient before a
+  // step whose state says that the stage asks. False, also for a stage that adds to the gradients
+  // of another one inside it: every gradient is zero before a step's first forward.
+  [[nodiscard]] virtual bool overwrites_gradients() const { return false; }
   // Writes every output. `inputs` stay valid until backward is done; `outputs` only until forward
   // returns.
   virtual void forward(StageContext& ctx, std::span<const Tensor> inputs,
                        std::span<const Tensor> outputs) = 0;
-  // Adds to parameter gradients and overwrites grad_inputs. An entry whose input needs no gradient
-  // has null data; stage 0 gets no entries. Equals backward_input then backward_weight.
+  // Adds to parameter gradients (see overwrites_gradients()) and overwrites grad_inputs. An entry
+  // whose input needs no gradient has null data; stage 0 gets no entries. Equals backward_input
+  // then backward_weight.
   virtual void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
                         std::span<const Tensor> grad_inputs) = 0;
   // Null for a stage without parameters.

@@ -39,6 +39,9 @@ struct F16 {
 [[nodiscard]] float to_float(F16 value);
 [[nodiscard]] F16 to_f16(float value);
 
+// What an operator does with what its result holds.
+enum class Write : std::uint8_t { kAdd, kOverwrite };
+
 // Up to six dimensions, each >= 0.
 class Shape {
  public:

@@ -59,7 +59,11 @@ TEST_F(CudaGraphsTest, ReplayedStepsHaveTheBitsOfCalls) {
         const TrainingOutcome plain = train(comm, what, layout);
         Layout recorded = layout;
         recorded.cuda_graphs = true;
-        const TrainingOutcome outcome = train(comm, what, recorded);
+        TrainingCase spoiled = what;
+        spoiled.before_step = [](Pipeline& pipeline) {
+          EXPECT_EQ(spoil_old_gradients(pipeline), pipeline.parameters().size());
+        };
+        const TrainingOutcome outcome = train(comm, spoiled, recorded);
         if (comm.rank() == 0) called = plain, replayed = outcome;
       });
       EXPECT_EQ(called.losses, replayed.losses) << what.name << ", " << schedule;
@@ -84,6 +88,7 @@ class CountedStage : public WrappedStage {
   CountedStage(std::unique_ptr<Stage> model, Calls& calls)
       : WrappedStage(std::move(model)), calls_(calls) {}
   bool graph_capturable() const override { return calls_.graph_capturable; }
+  bool overwrites_gradients() const override { return true; }
   void forward(StageContext& ctx, std::span<const Tensor> inputs,
                std::span<const Tensor> outputs) override {
     ++calls_.forward;
@@ -140,6 +145,47 @@ TEST_F(CudaGraphsTest, AStageThatDoesNotAllowItIsCalledEveryTime) {
   train_counted(calls);
   EXPECT_EQ(calls.forward, 5 * 3 + 5);
   EXPECT_EQ(calls.backward, 5 * 3);
+}
+
+// A step's later batches add to gradients where its first one overwrites: each replays its own
+// records.
+TEST_F(CudaGraphsTest, BatchesOfOneStepAddUp) {
+  const TransformerConfig model = small_model();
+  const auto train = [&](Calls& calls, bool graphs) {
+    PipelineOptions options;
+    options.shape = {.pipeline = 1, .micro_batches = 3, .micro_batch_size = 1};
+    options.devices.choices = parse_devices("cuda:0");
+    options.devices.cuda_graphs = graphs;
+    const StageFactory factory = [&](int stage, int stages) {
+      return std::make_unique<CountedStage>(
+          make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage),
+          calls);
+    };
+    const TensorSpec tokens{DType::kI32, {model.context}};
+    std::vector<std::int32_t> numbers(5 * static_cast<std::size_t>(model.context));
+    for (std::size_t i = 0; i < numbers.size(); ++i) numbers[i] = static_cast<int>(i * i % 48);
+    const auto part = [&](std::int64_t first, std::int64_t count) {
+      const auto cut = std::span(numbers).subspan(static_cast<std::size_t>(first * model.context),
+                                                  static_cast<std::size_t>(count * model.context));
+      const Tensor all = view(cut, {count, model.context});
+      return Batch{.inputs = {all}, .targets = {all}};
+    };
+    std::vector<double> norms;
+    run_loopback(1, [&](Communicator& comm) {
+      Pipeline pipeline(comm, options, factory, {.inputs = {tokens}, .targets = {tokens}});
+      for (int step = 0; step < 4; ++step) {
+        EXPECT_GT(spoil_old_gradients(pipeline), 0U);
+        (void)pipeline.accumulate(part(0, 3));
+        norms.push_back(pipeline.train_step(part(3, 2)).grad_norm);
+      }
+    });
+    return norms;
+  };
+  Calls called, replayed;
+  const std::vector<double> expected = train(called, false);
+  EXPECT_EQ(train(replayed, true), expected);
+  EXPECT_EQ(called.backward, 4 * 5);
+  EXPECT_EQ(replayed.backward, 2 * 5);
 }
 
 TEST_F(CudaGraphsTest, AStageThatWaitsForTheDeviceIsNamed) {

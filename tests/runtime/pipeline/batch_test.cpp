@@ -220,6 +220,7 @@ TEST_P(BatchTest, BatchesOfOneStepAddUp) {
     for (std::uint64_t step = 1; step <= 3; ++step) {
       const Samples samples(*source, step, {0, 8});
       const StepReport expected = whole.train_step(samples.batch());
+      for (Pipeline* each : {&parts, &calls}) EXPECT_GT(spoil_old_gradients(*each), 0U);
       const StepReport half = parts.accumulate(samples.part({0, 4}));
       EXPECT_EQ(half.targets, expected.targets / 2);
       EXPECT_EQ(half.step, step);
@@ -231,6 +232,7 @@ TEST_P(BatchTest, BatchesOfOneStepAddUp) {
       // The same by calls of their own, after a batch that is dropped.
       (void)calls.accumulate(samples.part({2, 4}));
       calls.drop_gradients();
+      EXPECT_GT(spoil_old_gradients(calls), 0U);
       (void)calls.accumulate(samples.part({0, 4}));
       EXPECT_EQ(calls.forward_backward(samples.part({4, 4})).grad_norm, expected.grad_norm);
       EXPECT_EQ(calls.optimizer_step().grad_norm, expected.grad_norm);

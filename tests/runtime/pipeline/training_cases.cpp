@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <span>
 
 #include <sluice/data.hpp>
@@ -76,6 +77,24 @@ std::unique_ptr<DataSource> synthetic_tokens(const TransformerConfig& model) {
   return std::make_unique<SyntheticTokens>(model);
 }
 
+std::size_t spoil_old_gradients(Pipeline& pipeline) {
+  std::size_t old = 0;
+  pipeline.compute().wait();
+  HostMirror mirror(pipeline.compute());
+  for (const Pipeline::Owned& owned : pipeline.parameters()) {
+    const Tensor& grad = owned.parameter->grad;
+    if (!owned.parameter->gradient.is_old()) {
+      for (const float g : mirror.read_back(grad.floats()))
+        EXPECT_EQ(g, 0) << owned.parameter->name;
+      continue;
+    }
+    const std::vector<float> nan(grad.floats().size(), std::nanf(""));
+    copy_now(pipeline.compute().device(), grad.data, nan.data(), grad.spec.bytes());
+    ++old;
+  }
+  return old;
+}
+
 std::string digest_of(Pipeline& pipeline) {
   std::string mine;
   HostMirror mirror(pipeline.compute());
@@ -132,6 +151,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
   Pipeline pipeline(comm, options, factory, *source);
   TrainingOutcome outcome;
   for (int step = 0; step < what.steps; ++step) {
+    if (what.before_step) what.before_step(pipeline);
     const StepReport report = pipeline.train_step();
     outcome.losses.push_back(report.loss);
     outcome.norms.push_back(report.grad_norm);

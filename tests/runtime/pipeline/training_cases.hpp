@@ -21,6 +21,7 @@ struct TrainingCase {
   int steps = 3;
   double clip = 0.5;
   DType moments = DType::kF32;
+  std::function<void(Pipeline&)> before_step = {};
 };
 
 struct Layout {
@@ -74,6 +75,10 @@ void with_ranks(int ranks, const std::function<void(Communicator&)>& body);
 // On rank 0, which alone knows what to expect: all but the peaks. `where` names the place.
 void expect_same(Communicator& comm, const std::string& where, const TrainingOutcome& expected,
                  const TrainingOutcome& actual);
+
+// Between two steps: makes every old gradient of this rank NaN, and returns how many there are.
+// All elements of the others are zero, else the test fails.
+std::size_t spoil_old_gradients(Pipeline& pipeline);
 
 // SHA-256 over names and values of every parameter.
 [[nodiscard]] std::string digest_of(Pipeline& pipeline);

@@ -40,6 +40,12 @@ class CudaEmbeddingTest : public GpuCompareTest {
     compare({&places, &dout, &dtable}, 1e-5, [](ComputeContext& ctx, const Tensors& at) {
       embedding_backward_weight(ctx, at[0], at[1], at[2], {});
     });
+    const Operand over(DType::kF32, {vocabulary, width}),
+        over_positions(DType::kF32, {sequence + 2, width});
+    compare_shifted({&places, &dout, &over, &over_positions}, 1e-5,
+                    [](ComputeContext& ctx, const Tensors& at) {
+                      embedding_backward_weight(ctx, at[0], at[1], at[2], at[3], Write::kOverwrite);
+                    });
   }
 };
 
@@ -60,6 +66,7 @@ TEST_F(CudaEmbeddingTest, OfManyPlacesIsTheCpus) {
     equal.push_back(3);
   }
   check(frequent, 4, 300, 12);
+  check(even, 5, 1000, 264);  // several slices of columns, and samples that are no multiple of 4
   check(even, 2, 1000, 5);
   check(equal, 1, 4, 8);
 }

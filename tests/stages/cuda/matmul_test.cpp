@@ -132,6 +132,25 @@ TEST_F(CudaLinearTest, BackwardWeightAddsInF32OverMicroBatches) {
   });
 }
 
+// What is there is not read: it is NaN.
+TEST_F(CudaLinearTest, BackwardWeightOverwritesWithTheBitsOfAddingToZeros) {
+  for_each_case([this](DType dtype, const Size& size) {
+    const Operand x = random_operand(dtype, {size.rows, size.in}, 8),
+                  dy = random_operand(dtype, {size.rows, size.out}, 18);
+    const auto zeros = [](const Shape& shape) {
+      return Operand(DType::kF32, shape, Values(index_of(shape.elements()), 0));
+    };
+    const OnGpu gpu_x(x), gpu_dy(dy), added(zeros({size.out, size.in})), bias(zeros({size.out}));
+    const OnGpu over(Operand(DType::kF32, {size.out, size.in}));
+    const OnGpu over_bias(Operand(DType::kF32, {size.out}));
+    linear_backward_weight(gpu(), gpu_x.tensor(), gpu_dy.tensor(), added.tensor(), bias.tensor());
+    linear_backward_weight(gpu(), gpu_x.tensor(), gpu_dy.tensor(), over.tensor(),
+                           over_bias.tensor(), Write::kOverwrite);
+    EXPECT_EQ(over.values(gpu()), added.values(gpu()));
+    EXPECT_EQ(over_bias.values(gpu()), bias.values(gpu()));
+  });
+}
+
 TEST_F(CudaLinearTest, BackwardWeightLeavesAbsentBiasAlone) {
   const Operand x = random_operand(DType::kF32, {6, 4}, 30),
                 dy = random_operand(DType::kF32, {6, 8}, 31),
@@ -193,6 +212,9 @@ TEST_F(CudaLinearTest, WithoutRowsNothingIsWritten) {
   linear_forward(gpu(), gpu_x.tensor(), gpu_weight.tensor(), none(), gpu_y.tensor());
   linear_backward_weight(gpu(), gpu_x.tensor(), gpu_y.tensor(), gpu_dweight.tensor(), none());
   EXPECT_EQ(gpu_dweight.values(gpu()), dweight.values());
+  linear_backward_weight(gpu(), gpu_x.tensor(), gpu_y.tensor(), gpu_dweight.tensor(), none(),
+                         Write::kOverwrite);
+  EXPECT_EQ(gpu_dweight.values(gpu()), Values(32, 0));
   static_cast<void>(gpu_y.fetch(gpu()));
 }
 

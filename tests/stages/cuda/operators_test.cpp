@@ -310,6 +310,16 @@ TEST_F(CudaNormTest, GradientsAreTheCpus) {
                         rms_norm_backward(ctx, at[0], at[1], at[2], at[3],
                                           {.dx = at[4], .dgamma = at[5]});
                       });
+      const Operand over(DType::kF32, {width}), over_beta(DType::kF32, {width}),
+          over_rms(DType::kF32, {width});
+      compare_shifted({&dy, &x, &gamma, &stats, &scale, &over, &over_beta, &over_rms}, close,
+                      [](ComputeContext& ctx, const Tensors& at) {
+                        layer_norm_backward(
+                            ctx, at[0], at[1], at[2], at[3],
+                            {.dgamma = at[5], .dbeta = at[6], .write = Write::kOverwrite});
+                        rms_norm_backward(ctx, at[0], at[1], at[2], at[4],
+                                          {.dgamma = at[7], .write = Write::kOverwrite});
+                      });
     }
   });
 }
@@ -354,7 +364,7 @@ TEST_F(CudaNormTest, GradientsDoNotDependOnWhichAreWanted) {
 }
 
 // Scratch is full of NaN before the GPU's sums: what is read there before it is written shows.
-void add_column_sums(ComputeContext& ctx, const Tensors& at) {
+void sum_columns(ComputeContext& ctx, const Tensors& at) {
   const Tensor &dy = at[0], &sums = at[1];
   const std::int64_t width = sums.elements(), rows = dy.elements() / width;
   if (ctx.device() == kGpu) {
@@ -363,7 +373,7 @@ void add_column_sums(ComputeContext& ctx, const Tensors& at) {
       const std::vector<std::byte> nan(scratch, std::byte{0xFF});
       copy_now(kGpu, ctx.workspace(scratch), nan.data(), scratch);
     }
-    cuda::add_column_sums(ctx, dy, sums);
+    cuda::sum_columns(ctx, dy, sums);
     return;
   }
   for (std::int64_t column = 0; column < width; ++column) {
@@ -381,7 +391,7 @@ TEST_F(CudaNormTest, ColumnSumsAddToWhatIsThere) {
   for_each_case([&](DType dtype, std::int64_t rows, std::int64_t width) {
     const Operand dy = random_operand(dtype, {rows, width}, 22),
                   sums = random_operand(DType::kF32, {width}, 23);
-    compare_shifted({&dy, &sums}, 1e-5, add_column_sums);
+    compare_shifted({&dy, &sums}, 1e-5, sum_columns);
   });
 }
 
@@ -396,7 +406,22 @@ TEST_F(CudaNormTest, ColumnSumsOfManySlicesAndTilesAreRight) {
       SCOPED_TRACE(fmt::format("{} [{}, {}]", name_of(dtype), size.rows, size.width));
       const Operand dy = random_operand(dtype, {size.rows, size.width}, 24),
                     sums = random_operand(DType::kF32, {size.width}, 25);
-      compare_shifted({&dy, &sums}, 1e-5, add_column_sums);
+      compare_shifted({&dy, &sums}, 1e-5, sum_columns);
+    }
+  }
+}
+
+// Also where there is no row.
+TEST_F(CudaNormTest, SumsOverwriteWithTheBitsOfAddingToZeros) {
+  for (const DType dtype : kOperandTypes) {
+    for (const std::int64_t rows : {0, 5, 201, 5000}) {
+      SCOPED_TRACE(rows);
+      const Operand dy = random_operand(dtype, {rows, 136}, 27);
+      const OnGpu values(dy), added(Operand(DType::kF32, {136}, Values(136, 0))),
+          over(Operand(DType::kF32, {136}));
+      cuda::sum_columns(gpu(), values.tensor(), added.tensor());
+      cuda::sum_columns(gpu(), values.tensor(), over.tensor(), Write::kOverwrite);
+      EXPECT_EQ(over.values(gpu()), added.values(gpu()));
     }
   }
 }
@@ -405,8 +430,8 @@ TEST_F(CudaNormTest, ColumnSumsAreTheSameWhateverTheAlignment) {
   for (const DType dtype : kOperandTypes) {
     const Operand dy = random_operand(dtype, {1000, 136}, 26), sums(DType::kF32, {136});
     const OnGpu wide(dy), narrow(dy, size_of(dtype)), one(sums), other(sums, sizeof(float));
-    cuda::add_column_sums(gpu(), wide.tensor(), one.tensor());
-    cuda::add_column_sums(gpu(), narrow.tensor(), other.tensor());
+    cuda::sum_columns(gpu(), wide.tensor(), one.tensor());
+    cuda::sum_columns(gpu(), narrow.tensor(), other.tensor());
     EXPECT_TRUE(same_bits(one.fetch(gpu()), other.fetch(gpu()))) << name_of(dtype);
   }
 }

@@ -123,7 +123,7 @@ TEST_F(RecordedTest, ColumnSumsAddUpInEveryReplay) {
   const OnGpu sum(Operand(DType::kF32, {9}, Values(9, 300)));
   expect_replays(
       random_operand(DType::kF32, {9}, 10),
-      [&](const Tensor& sums) { cuda::add_column_sums(gpu(), ones.tensor(), sums); },
+      [&](const Tensor& sums) { cuda::sum_columns(gpu(), ones.tensor(), sums); },
       [&](const Tensor& sums, std::uint64_t, double) { add(gpu(), sum.tensor(), sums); });
 }
 

@@ -102,6 +102,7 @@ TEST(CheckGradientsTest, EveryLossPasses) {
 struct Faults {
   bool y_left = false, y_added = false, dx_left = false, dx_added = false, dx_wrong = false;
   bool weight_forgotten = false, weight_set = false, weight_wrong = false;
+  bool overwrites = false, weight_kept = false, old_forgotten = false;
   bool member_x = false, member_dy = false, x_written = false, dy_written = false;
   bool value_written = false, padding_written = false, remembers_calls = false;
   bool reads_freed = false, reads_scratch = false, weight_needs_input = false;
@@ -116,6 +117,7 @@ class Square : public Layer {
   void add_parameters(ParameterSet& set, const std::string& name) override {
     gain_ = &set.add(name + "gain", {1}, Init::constant(1));
   }
+  [[nodiscard]] bool overwrites_gradients() const override { return faults_.overwrites; }
   [[nodiscard]] LayerNeeds needs(const TensorSpec& input, ComputeContext&) const override {
     const std::size_t bytes = input.bytes();
     return {.memory = {.until_input = bytes - faults_.until_input,
@@ -166,7 +168,11 @@ class Square : public Layer {
       sum += g * (faults_.reads_freed ? floats(call.until_input)[i] : square[i]);
     }
     if (faults_.weight_wrong) sum *= 2;
-    gain_->grad.at(0) = sum + (faults_.weight_set ? 0.0F : gain_->grad.at(0));
+    bool sets = faults_.weight_set;
+    if (faults_.overwrites && !faults_.old_forgotten) {
+      sets = next_write({gain_}, call.compute().stream()) == Write::kOverwrite;
+    }
+    gain_->grad.at(0) = sum + (sets && !faults_.weight_kept ? 0.0F : gain_->grad.at(0));
     if (faults_.padding_written) gain_->grad.at(5) = 1;
   }
 
@@ -211,6 +217,12 @@ TEST(CheckGradientsTest, WrongGradientsAreFoundByDifferences) {
 }
 
 TEST(CheckGradientsTest, GradientsThatAreSetInsteadOfAddedAreFound) {
+  check_gradients(layer<Square>("square", Faults{.overwrites = true}), kRows);
+  expect_fault({.overwrites = true, .weight_kept = true},
+               {"square: where gradients are old, the gradient of 'gain' is ",
+                "the first write overwrites, as next_write() says"});
+  expect_fault({.overwrites = true, .old_forgotten = true},
+               {"square: where gradients are old, the gradient of 'gain' is 0 at [0], otherwise "});
   expect_fault({.weight_set = true}, {"square: backward_weight makes ",
                                       " of the gradient 1 of 'gain' at [0], to which it has "});
 }

@@ -92,14 +92,19 @@ template <typename Operator>
 Call binary(Operator* call) {
   return [call](ComputeContext& ctx, const Tensors& at) { call(ctx, at[0], at[1], at[2]); };
 }
-template <typename Operator>
-Call of_four(Operator* call) {
-  return [call](ComputeContext& ctx, const Tensors& at) { call(ctx, at[0], at[1], at[2], at[3]); };
-}
-template <typename Operator>
-Call of_five(Operator* call) {
+// After the tensors an operator may take how it writes: Write::kAdd.
+template <typename... Writes>
+Call of_four(void (*call)(ComputeContext&, const Tensor&, const Tensor&, const Tensor&,
+                          const Tensor&, Writes...)) {
   return [call](ComputeContext& ctx, const Tensors& at) {
-    call(ctx, at[0], at[1], at[2], at[3], at[4]);
+    call(ctx, at[0], at[1], at[2], at[3], Writes{}...);
+  };
+}
+template <typename... Writes>
+Call of_five(void (*call)(ComputeContext&, const Tensor&, const Tensor&, const Tensor&,
+                          const Tensor&, const Tensor&, Writes...)) {
+  return [call](ComputeContext& ctx, const Tensors& at) {
+    call(ctx, at[0], at[1], at[2], at[3], at[4], Writes{}...);
   };
 }
 

@@ -195,6 +195,78 @@ TEST(ParameterSetTest, ZeroesGradientsAndCountsVersions) {
   EXPECT_GT(set.version(), version);
 }
 
+// Two parameters whose stage asks, and one of a stage that adds; all gradients are 3.
+class OldGradientsTest : public testing::Test {
+ protected:
+  OldGradientsTest() {
+    for (const char* name : {"a", "b", "c"}) set_.add(name, {5}, Init::constant(1));
+    set_.allocate({}, 0);
+    for (Parameter* each : {&a(), &b()}) each->gradient.set_asks();
+    for (Parameter* each : set_.all()) {
+      for (float& g : each->grad.floats()) g = 3;
+    }
+  }
+  Parameter& a() { return *set_.find("a"); }
+  Parameter& b() { return *set_.find("b"); }
+  Parameter& c() { return *set_.find("c"); }
+
+  ParameterSet set_;
+};
+
+TEST_F(OldGradientsTest, AreLeftAndOthersZeroed) {
+  EXPECT_EQ(next_write({&a()}, {}), Write::kAdd);
+  set_.forget_grads({});
+  EXPECT_TRUE(a().gradient.is_old() && b().gradient.is_old());
+  EXPECT_FALSE(c().gradient.is_old());
+  EXPECT_THAT(a().grad.floats(), Each(3.0F));
+  EXPECT_THAT(c().grad.floats(), Each(0.0F));
+}
+
+TEST_F(OldGradientsTest, AreOverwrittenOnce) {
+  set_.forget_grads({});
+  EXPECT_EQ(next_write({&a(), nullptr, &b()}, {}), Write::kOverwrite);
+  EXPECT_EQ(next_write({&a(), nullptr, &b()}, {}), Write::kAdd);
+  EXPECT_THAT(a().grad.floats(), Each(3.0F));
+  set_.settle_grads({});
+  EXPECT_THAT(a().grad.floats(), Each(3.0F));
+}
+
+TEST_F(OldGradientsTest, OfOneOperatorAreZeroedWhereSomeAreNot) {
+  set_.forget_grads({});
+  EXPECT_EQ(next_write({&b()}, {}), Write::kOverwrite);
+  EXPECT_EQ(next_write({&a(), &b()}, {}), Write::kAdd);
+  EXPECT_THAT(a().grad.floats(), Each(0.0F));
+  EXPECT_THAT(b().grad.floats(), Each(3.0F));
+  EXPECT_FALSE(a().gradient.is_old());
+}
+
+TEST_F(OldGradientsTest, ThatNothingWroteAreZeroedFromAPlaceOn) {
+  set_.forget_grads({});
+  set_.settle_grads({}, static_cast<std::size_t>(b().grad.as<float>() - set_.flat_grads().data()));
+  EXPECT_TRUE(a().gradient.is_old());
+  EXPECT_THAT(a().grad.floats(), Each(3.0F));
+  EXPECT_THAT(b().grad.floats(), Each(0.0F));
+  EXPECT_EQ(next_write({&b()}, {}), Write::kAdd);
+  set_.zero_grads({});
+  EXPECT_FALSE(a().gradient.is_old());
+}
+
+TEST_F(OldGradientsTest, AreAsBeforeAfterGradientsAside) {
+  set_.forget_grads({});
+  (void)next_write({&b()}, {});
+  {
+    const GradientsAside aside(set_, {});
+    set_.set_old_grads(true);
+    for (Parameter* each : set_.all()) {
+      for (float& g : each->grad.floats()) g = 7;
+      (void)each->gradient.next();
+    }
+  }
+  EXPECT_TRUE(a().gradient.is_old());
+  EXPECT_FALSE(b().gradient.is_old());
+  for (const Parameter* each : {&a(), &b()}) EXPECT_THAT(each->grad.floats(), Each(3.0F));
+}
+
 TEST(ParameterSetTest, StaysValidWhenEmptyOrMoved) {
   ParameterSet empty;
   empty.allocate({}, 0);
