@@ -22,7 +22,7 @@ if(TARGET sluice)
     OUTPUT ${PROJECT_BINARY_DIR}/sluice.1 ${PROJECT_BINARY_DIR}/sluice.bash
     COMMAND sluice --help=man > ${PROJECT_BINARY_DIR}/sluice.1
     COMMAND sluice --help=bash > ${PROJECT_BINARY_DIR}/sluice.bash
-    DEPENDS sluice
+    DEPENDS sluice sluice_job # whose options they show
     VERBATIM)
   add_custom_target(sluice_pages ALL DEPENDS ${PROJECT_BINARY_DIR}/sluice.1 ${PROJECT_BINARY_DIR}/sluice.bash)
   install(FILES ${PROJECT_BINARY_DIR}/sluice.1 DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
