@@ -161,10 +161,22 @@ SLUICE_MATH int64_t grid_thread() {
 }
 SLUICE_MATH int64_t grid_threads() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
 
+// Blocks of a multiprocessor, of which each GPU has as many as its threads allow: 2048 (compute
+// capability 8.0, 9.0, 10.0), else 1536 (CUDA C++ Programming Guide, "Compute Capabilities").
+[[nodiscard]] constexpr int blocks_at_once(int wanted) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 800 && __CUDA_ARCH__ != 900 && \
+    (__CUDA_ARCH__ < 1000 || __CUDA_ARCH__ >= 1200)
+  constexpr int kMost = 1536 / kBlockThreads;
+#else
+  constexpr int kMost = 2048 / kBlockThreads;
+#endif
+  return wanted < kMost ? wanted : kMost;
+}
+
 // body.run<N>(i) for elements [i, i + N), all of [0, count); the rest one by one. A multiprocessor
-// has kBlocks blocks at least, as far as registers go.
+// has kBlocks blocks at least, as far as its threads and registers go.
 template <int N, int kBlocks, typename Body>
-__global__ void __launch_bounds__(kBlockThreads, kBlocks)
+__global__ void __launch_bounds__(kBlockThreads, blocks_at_once(kBlocks))
     element_kernel(const Body body, const int64_t count) {
   const int64_t packs = count / N;
   for (int64_t pack = grid_thread(); pack < packs; pack += grid_threads()) {

@@ -1,6 +1,5 @@
 // LayerNorm and RMSNorm, forward: a warp per row. It keeps a row of up to 2048 in registers; where
 // a wider one is read once more, it is in the cache.
-#include <type_traits>
 
 #include "stages/cuda_kernels/kernels.hpp"
 #include "stages/cuda_kernels/norm.cuh"
@@ -33,18 +32,13 @@ __device__ void add_stored(Floats<N>& sum, const Floats<N>& values) {
 }
 
 // kCount packs of a lane from its one at i on, all at once, hence without a branch: past the end of
-// the row its last one, which is of no use. Kept: Floats<N>, or Pack<T, N> as they lie in memory.
-template <int N, typename T, typename Kept, int kCount>
-__device__ void read_packs(const T* row, int64_t width, int64_t i, Kept (&packs)[kCount]) {
+// the row its last one, which is of no use.
+template <int N, typename T, int kCount>
+__device__ void read_packs(const T* row, int64_t width, int64_t i, Floats<N> (&packs)[kCount]) {
   const int first = static_cast<int>(i), last = static_cast<int>(width) - N;
 #pragma unroll
   for (int pack = 0; pack < kCount; ++pack) {
-    const T* from = row + min(first + pack * kWarpThreads * N, last);
-    if constexpr (std::is_same_v<Kept, Floats<N>>) {
-      packs[pack] = load<N>(from);
-    } else {
-      packs[pack] = *reinterpret_cast<const Kept*>(from);
-    }
+    packs[pack] = load<N>(row + min(first + pack * kWarpThreads * N, last));
   }
 }
 

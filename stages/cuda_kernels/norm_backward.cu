@@ -307,6 +307,7 @@ void run_backward(ComputeContext& ctx, const Backward<T, X>& a, Write write,
                   float* const (&out)[kWeightTerms<kNorm>]) {
   constexpr int kAtOnce = kWide<T, X>;
   if (a.shape.rows == 0) return zero_sums(ctx, a.shape.width, write, out);
+  if (a.dx == nullptr && out[0] == nullptr) return;
   const bool wide =
       a.shape.width % kAtOnce == 0 && aligned(a.dy, a.x, a.gamma, a.residual, a.dx, a.rounded);
   if (wide && a.shape.width <= kMostColumnThreads * kAtOnce) {

@@ -247,6 +247,7 @@ void NetworkStage::prepare_size(ComputeContext& compute, std::span<const TensorS
                 parts_[i].join ? "skip()" : layers_[parts_[i].index].name(), to_string(inputs[0]));
   }
   sizes_.push_back(std::move(size));
+  if (compute.device().kind == DeviceKind::kCpu) return;
   const GradientsAside aside(parameters_, compute.memory());
   warm_up_size(compute, sizes_.back());
 }

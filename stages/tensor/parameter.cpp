@@ -280,10 +280,13 @@ GradientsAside::GradientsAside(ParameterSet& set, const DeviceMemory& memory) {
   for (Parameter* parameter : set.all()) {
     if (parameter->grad.data == nullptr) continue;
     had_.push_back({parameter, parameter->grad.data, parameter->gradient});
-    bytes = std::max(bytes, parameter->grad.spec.bytes());
+    if (!parameter->gradient.is_old()) bytes = std::max(bytes, parameter->grad.spec.bytes());
   }
+  if (bytes == 0) return;
   memory_ = memory.allocate(bytes, DeviceMemory::Use::kTemporary);
-  for (const Had& had : had_) had.parameter->grad.data = memory_.data();
+  for (const Had& had : had_) {
+    if (!had.state.is_old()) had.parameter->grad.data = memory_.data();
+  }
 }
 
 GradientsAside::~GradientsAside() {

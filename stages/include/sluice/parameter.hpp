@@ -149,12 +149,12 @@ class ParameterSet {
   std::uint64_t version_ = 0;
 };
 
-// For its life gradients lie in other memory, all of them in the same, and may be written in any
-// way: a stage runs its calls once without a trace. Then they are where and as they were. The work
-// that writes them has to be done before.
+// For its life gradients may be written in any way: a stage runs its calls once without a trace.
+// Those that are not old lie in other memory, all in the same; then all are where and as they were,
+// old ones with other numbers. The work that writes them has to be done before.
 class GradientsAside {
  public:
-  // Takes the bytes of the largest gradient. Throws what `memory` throws. The set outlives this.
+  // Takes the bytes of the largest that is not old. Throws what `memory` does. The set outlives it.
   GradientsAside(ParameterSet& set, const DeviceMemory& memory);
   ~GradientsAside();
   GradientsAside(const GradientsAside&) = delete;

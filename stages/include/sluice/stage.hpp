@@ -152,9 +152,9 @@ class Stage {
   // without running, to be recorded; the record is replayed in later steps. A recorded call may
   // neither wait for the device nor allocate on it.
   [[nodiscard]] virtual bool graph_capturable() const { return false; }
-  // Whether GradientState counts for its parameters: the runtime then zeroes no gradient before a
-  // step whose state says that the stage asks. False, also for a stage that adds to the gradients
-  // of another one inside it: every gradient is zero before a step's first forward.
+  // Whether it asks GradientState before each write to a gradient, in loss() too: the runtime then
+  // does not zero gradients whose state says that (set_asks()). False, also for a stage that adds
+  // to gradients of another one inside it: all gradients are zero before a step's first call.
   [[nodiscard]] virtual bool overwrites_gradients() const { return false; }
   // Writes every output. `inputs` stay valid until backward is done; `outputs` only until forward
   // returns.
@@ -178,7 +178,7 @@ class SplitBackward {
   // Overwrites grad_inputs; keeps what backward_weight needs. grad_outputs stay valid until then.
   virtual void backward_input(StageContext& ctx, std::span<const Tensor> grad_outputs,
                               std::span<const Tensor> grad_inputs) = 0;
-  // Adds to parameter gradients.
+  // Adds to parameter gradients (see overwrites_gradients()).
   virtual void backward_weight(StageContext& ctx, std::span<const Tensor> grad_outputs) = 0;
 };
 

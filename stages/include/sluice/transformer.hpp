@@ -65,8 +65,8 @@ struct TransformerConfig {
   std::vector<int> full_layers = {};  // blocks that see all positions in spite of it, ascending
   DType precision = DType::kF32;  // of products' operands; kBf16 keeps f32 master weights and sums
   // Of the residual stream, its gradient and the edges between stages. kBf16 needs a precision of
-  // kBf16; then what is added to the stream is rounded, and the sum, so its bits do not depend on
-  // where stages end.
+  // kBf16. All that leaves a layer has this type, so the bits do not depend on where stages end. On
+  // a CPU what is added to the stream is rounded before the sum, which is rounded too.
   DType stream_precision = DType::kF32;
   Recompute recompute = Recompute::kNone;
   // Above 1 the last stage never has all logits of a micro-batch: LossStage::loss() makes them for
