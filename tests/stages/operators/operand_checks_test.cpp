@@ -242,6 +242,43 @@ std::vector<OperatorForm> embedding_forms() {
   };
 }
 
+// `terms`: 2 for LayerNorm, 1 for RMSNorm.
+OperatorForm norm_backward_form(std::int64_t terms) {
+  const bool centred = terms == 2;
+  OperatorForm form = {
+      centred ? "layer_norm_backward" : "rms_norm_backward",
+      {{kBf16, {2, 4}},
+       {kF32, {2, 4}},
+       {kF32, {4}},
+       {kF32, {2, terms}},
+       {kF32, {2, 4}},
+       {kF32, {2, 4}},
+       {kBf16, {2, 4}},
+       {kF32, {4}},
+       {kF32, {4}}},
+      [centred](ComputeContext& ctx, const Tensors& at) {
+        const NormGradients wanted = {.dx = at[4],
+                                      .residual = at[5],
+                                      .rounded = at[6],
+                                      .dgamma = at[7],
+                                      .dbeta = centred ? at[8] : Tensor{}};
+        (centred ? layer_norm_backward : rms_norm_backward)(ctx, at[0], at[1], at[2], at[3],
+                                                            wanted);
+      },
+      {{0, {kBf16, {3, 4}}, "dy is bf16 [3, 4]; legal with x f32 [2, 4]: f32 or bf16 [2, 4]"},
+       {1, {kI32, {2, 4}}, "x is i32 [2, 4]; legal with gamma f32 [4]: f32 or bf16 [any, any]"},
+       {2, {kF32, {1, 4}}, "gamma is f32 [1, 4]; legal with x f32 [2, 4]: f32 [4]"},
+       {3, {kF32, {2, 3}}, "stats is f32 [2, 3]; legal with x f32 [2, 4]: f32 [2, "},
+       {4, {kBf16, {2, 4}}, "dx is bf16 [2, 4]; legal with x f32 [2, 4]: f32 [2, 4]"},
+       {5, {kBf16, {2, 4}}, "residual is bf16 [2, 4]; legal with x f32 [2, 4]: f32 [2, 4]"},
+       {6, {kF32, {2, 4}}, "rounded is f32 [2, 4]; legal with x f32 [2, 4]: bf16 [2, 4]"},
+       {7, {kBf16, {4}}, "dgamma is bf16 [4]; legal with x f32 [2, 4]: f32 [4]"}}};
+  if (centred) {
+    form.wrongs.push_back({8, {kF32, {2}}, "dbeta is f32 [2]; legal with x f32 [2, 4]: f32 [4]"});
+  }
+  return form;
+}
+
 std::vector<OperatorForm> norm_forms() {
   std::vector<OperatorForm> forms = {
       {"layer_norm_forward",
@@ -282,39 +319,8 @@ std::vector<OperatorForm> norm_forms() {
          {kF32, {2, 4}},
          "delta is f32 [2, 4]; legal with x bf16 [2, 4] and y bf16 [2, 4]: bf16"},
         {4, {kF32, {2, 4}}, "y is f32 [2, 4]; legal with x bf16 [2, 4]: bf16 [2, 4]"}}});
-  for (const std::int64_t terms : {2, 1}) {
-    const bool centred = terms == 2;
-    forms.push_back(
-        {centred ? "layer_norm_backward" : "rms_norm_backward",
-         {{kBf16, {2, 4}},
-          {kF32, {2, 4}},
-          {kF32, {4}},
-          {kF32, {2, terms}},
-          {kF32, {2, 4}},
-          {kF32, {2, 4}},
-          {kBf16, {2, 4}},
-          {kF32, {4}},
-          {kF32, {4}}},
-         [centred](ComputeContext& ctx, const Tensors& at) {
-           const NormGradients wanted = {.dx = at[4],
-                                         .residual = at[5],
-                                         .rounded = at[6],
-                                         .dgamma = at[7],
-                                         .dbeta = centred ? at[8] : Tensor{}};
-           (centred ? layer_norm_backward : rms_norm_backward)(ctx, at[0], at[1], at[2], at[3],
-                                                               wanted);
-         },
-         {{0, {kBf16, {3, 4}}, "dy is bf16 [3, 4]; legal with x f32 [2, 4]: f32 or bf16 [2, 4]"},
-          {1, {kI32, {2, 4}}, "x is i32 [2, 4]; legal with gamma f32 [4]: f32 or bf16 [any, any]"},
-          {2, {kF32, {1, 4}}, "gamma is f32 [1, 4]; legal with x f32 [2, 4]: f32 [4]"},
-          {3, {kF32, {2, 3}}, "stats is f32 [2, 3]; legal with x f32 [2, 4]: f32 [2, "},
-          {4, {kBf16, {2, 4}}, "dx is bf16 [2, 4]; legal with x f32 [2, 4]: f32 [2, 4]"},
-          {5, {kBf16, {2, 4}}, "residual is bf16 [2, 4]; legal with x f32 [2, 4]: f32 [2, 4]"},
-          {6, {kF32, {2, 4}}, "rounded is f32 [2, 4]; legal with x f32 [2, 4]: bf16 [2, 4]"},
-          {7, {kBf16, {4}}, "dgamma is bf16 [4]; legal with x f32 [2, 4]: f32 [4]"}}});
-  }
-  forms[forms.size() - 2].wrongs.push_back(
-      {8, {kF32, {2}}, "dbeta is f32 [2]; legal with x f32 [2, 4]: f32 [4]"});
+  forms.push_back(norm_backward_form(2));
+  forms.push_back(norm_backward_form(1));
   return forms;
 }
 
