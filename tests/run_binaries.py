@@ -11,6 +11,7 @@ what failed; the exit code is 1 then.
 import concurrent.futures
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -35,17 +36,19 @@ def tests_of(build, label):
     return programs
 
 
-def run(command, environment, folder, shard):
+def run(command, environment, folder, shard, seconds=SECONDS):
     """(exit code, output); a test that skips by 77 is no failure."""
     variables = dict(pair.split("=", 1) for pair in environment)
     if shard is not None:
         variables |= {"GTEST_TOTAL_SHARDS": str(SHARDS), "GTEST_SHARD_INDEX": str(shard), "GTEST_BRIEF": "1"}
-    try:
-        done = subprocess.run(command, env={**os.environ, **variables}, cwd=folder, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired as late:
-        return 1, (late.stdout or b"").decode(errors="replace") + f"\nnot done after {SECONDS} s"
-    return (0 if done.returncode == 77 and shard is None else done.returncode), done.stdout.decode(errors="replace")
+    with subprocess.Popen(command, env={**os.environ, **variables}, cwd=folder, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, start_new_session=True) as process:
+        try:
+            output, code = process.communicate(timeout=seconds)[0], process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # what it started, too
+            output, code = process.communicate()[0] + f"\nnot done after {seconds} s".encode(), 1
+    return (0 if code == 77 and shard is None else code), output.decode(errors="replace")
 
 
 def main(build, label):

@@ -65,10 +65,8 @@ std::size_t TiedUses::most_open(const ParameterTable& table) {
 
 void TiedUses::sum_gradients(int group_index) {
   const std::size_t group = at(group_index);
-  for (Parameter* use : parameters_[group]) {  // those that no micro-batch has written are zero
-    if (use != nullptr && next_write({use}, compute_.stream()) == Write::kOverwrite) {
-      fill_zero_async(use->grad.data, use->grad.spec.bytes(), compute_.stream());
-    }
+  for (Parameter* use : parameters_[group]) {  // what no micro-batch has written is zero
+    if (use != nullptr) settle(*use, compute_.stream());
   }
   for (std::size_t use = 1; use < parameters_[group].size(); ++use) {
     Parameter* const mine = parameters_[group][use];

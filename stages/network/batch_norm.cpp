@@ -120,9 +120,8 @@ class BatchNormLayer final : public Layer {
   }
   void backward_weight(LayerCall& call, const Tensor& /*dy*/) override {
     const auto* const sums = reinterpret_cast<const Pair*>(call.gradients);
-    const Write write = next_write({weight_, bias_}, call.compute().stream());
+    const bool adds = next_write({weight_, bias_}, call.compute().stream()) == Write::kAdd;
     for (std::int64_t c = 0; c < channels_; ++c) {
-      const bool adds = write == Write::kAdd;
       weight_->grad.at(c) = (adds ? weight_->grad.at(c) : 0.0F) + sums[c].first;
       bias_->grad.at(c) = (adds ? bias_->grad.at(c) : 0.0F) + sums[c].second;
     }

@@ -375,6 +375,9 @@ void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor&
   product(ctx, __func__, x, weight, bias, {"y", y}, only(x.spec.dtype) | kF32);
   fits(__func__, {"residual", residual}, in_rows(only(y.spec.dtype), rows_of(y), width_of(y)),
        {{"y", y}});
+  if (y.data == residual.data && y.elements() > 0) {
+    refuse(__func__, "y and residual share memory; legal: y in memory of its own");
+  }
   run({__func__, product_flops(x, weight)}, &OperatorTable::linear_residual_forward, ctx, x, weight,
       bias, residual, y);
 }

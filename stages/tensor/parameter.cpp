@@ -268,10 +268,7 @@ void ParameterSet::set_old_grads(bool old) {
 
 void ParameterSet::settle_grads(StreamView stream, std::size_t begin) {
   for (Parameter& parameter : parameters_) {
-    if (!parameter.gradient.is_old()) continue;
-    if (parameter.grad.as<float>() < flat_grads().data() + begin) continue;
-    zero(parameter, stream);
-    parameter.gradient.set_old(false);
+    if (parameter.grad.as<float>() >= flat_grads().data() + begin) settle(parameter, stream);
   }
 }
 
@@ -294,6 +291,12 @@ GradientsAside::~GradientsAside() {
     had.parameter->grad.data = had.data;
     had.parameter->gradient = had.state;
   }
+}
+
+void settle(Parameter& parameter, StreamView stream) {
+  if (!parameter.gradient.is_old()) return;
+  zero(parameter, stream);
+  parameter.gradient.set_old(false);
 }
 
 Write next_write(std::initializer_list<Parameter*> parameters, StreamView stream) {

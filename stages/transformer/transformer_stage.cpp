@@ -55,7 +55,7 @@ TransformerStage::TransformerStage(const TransformerConfig& config, LayerRange r
     }
   }
   for (Parameter* parameter : parameters_.all()) parameter->gradient.set_asks();
-  if (config.logit_chunks > 1 && gives_logits()) {
+  if (config.logit_chunks > 1 && has_head()) {
     chunking_head_ = dynamic_cast<const HeadLayer*>(layers_.back().get());
   }
 }
@@ -83,13 +83,12 @@ BlockShape TransformerStage::shape_of(const TensorSpec& input, DeviceKind device
 
 TensorSpec TransformerStage::output_spec(const BlockShape& shape) const {
   const std::int64_t width = gives_logits() ? config_.vocabulary : config_.width;
-  const bool ends = gives_logits() || chunking_head_ != nullptr;
-  return {ends ? config_.precision : config_.stream_precision,
+  return {has_head() ? config_.precision : config_.stream_precision,
           Shape{shape.samples, shape.sequence, width}};
 }
 
-TensorSpec TransformerStage::targets_of(const TensorSpec& logits) {
-  return {DType::kI32, Shape{logits.shape[0], logits.shape[1]}};
+TensorSpec TransformerStage::targets_of(const TensorSpec& outputs) {
+  return {DType::kI32, Shape{outputs.shape[0], outputs.shape[1]}};
 }
 
 StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
@@ -130,7 +129,7 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
   description.workspace_bytes = most.scratch;
   description.operator_bytes = operators.workspace;
   description.table_bytes = operators.tables;
-  if (gives_logits()) description.targets = {targets_of(description.outputs[0])};
+  if (has_head()) description.targets = {targets_of(description.outputs[0])};
   return description;
 }
 

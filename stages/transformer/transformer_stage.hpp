@@ -53,8 +53,8 @@ class TransformerStage : public Stage, public SplitBackward {
   }
 
  protected:
-  // Of the loss of these logits.
-  [[nodiscard]] static TensorSpec targets_of(const TensorSpec& logits);
+  // Of the loss of these outputs.
+  [[nodiscard]] static TensorSpec targets_of(const TensorSpec& outputs);
   // Runs every primitive of one micro-batch size once. Changes only gradients.
   virtual void warm_up(StageContext& ctx, std::span<const Tensor> inputs,
                        std::span<const Tensor> outputs);
@@ -79,9 +79,8 @@ class TransformerStage : public Stage, public SplitBackward {
   };
 
   [[nodiscard]] bool takes_tokens() const { return range_.begin == 0; }
-  [[nodiscard]] bool gives_logits() const {
-    return range_.end == config_.layers + 2 && chunking_head_ == nullptr;
-  }
+  [[nodiscard]] bool has_head() const { return range_.end == config_.layers + 2; }
+  [[nodiscard]] bool gives_logits() const { return has_head() && chunking_head_ == nullptr; }
   [[nodiscard]] BlockShape shape_of(const TensorSpec& input, DeviceKind device) const;
   [[nodiscard]] TensorSpec output_spec(const BlockShape& shape) const;
   [[nodiscard]] LayerMemory largest_memory(const StreamLayer& layer,

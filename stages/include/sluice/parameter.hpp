@@ -86,6 +86,8 @@ struct Parameter {
   GradientState gradient = {};
 };
 
+// Zeroes the gradient in order of `stream` if it is old, which it is no longer after that.
+void settle(Parameter& parameter, StreamView stream);
 // How one operator writes the gradients of these parameters (null: none), which it then does. Where
 // some alone are old, zeroes those in order of `stream`, and all are added to.
 [[nodiscard]] Write next_write(std::initializer_list<Parameter*> parameters, StreamView stream);

@@ -20,6 +20,7 @@
 #include "runtime/layout/job_layout.hpp"
 #include "tests/gpus/required_gpus.hpp"
 #include "tests/loopback/loopback.hpp"
+#include "tests/runtime/pipeline/changed_tokens.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 #ifdef SLUICE_EMULATED
 #include <cuda_runtime_api.h>
@@ -35,10 +36,8 @@
 namespace sluice::testing {
 namespace {
 
-TrainingCase named(const char* name) {
-  TrainingCase result;
-  result.name = name;
-  result.model = small_model();
+TrainingCase short_case(const char* name) {
+  TrainingCase result = named(name);
   result.micro_batches = 4;
   result.micro_batch_size = 1;
   result.steps = 2;
@@ -47,27 +46,27 @@ TrainingCase named(const char* name) {
 
 std::vector<TrainingCase> cases() {
   std::vector<TrainingCase> all;
-  all.push_back(named("tied, dropout"));
+  all.push_back(short_case("tied, dropout"));
   all.back().model.dropout = 0.2F;
-  all.push_back(named("untied bf16, moments too, smaller last micro-batch"));
+  all.push_back(short_case("untied bf16, moments too, smaller last micro-batch"));
   all.back().moments = DType::kBf16;
   all.back().model.tied = false;
   all.back().model.precision = DType::kBf16;
   all.back().micro_batch_size = 2;
   all.back().batch_size = 7;
-  all.push_back(named("logits in chunks"));
+  all.push_back(short_case("logits in chunks"));
   all.back().model.context = 320;
   all.back().model.logit_chunks = 2;
   all.back().micro_batches = 2;
   all.back().micro_batch_size = 2;
-  all.push_back(named("llama, recomputed"));
+  all.push_back(short_case("llama, recomputed"));
   all.back().model.kind = TransformerKind::kLlama;
   all.back().model.kv_heads = 1;
   all.back().model.recompute = Recompute::kBlock;
-  all.push_back(named("bf16 stream, dropout"));
+  all.push_back(short_case("bf16 stream, dropout"));
   all.back().model.precision = all.back().model.stream_precision = DType::kBf16;
   all.back().model.dropout = 0.2F;
-  all.push_back(named("llama with all its options"));
+  all.push_back(short_case("llama with all its options"));
   TransformerConfig& model = all.back().model;
   model.kind = TransformerKind::kLlama;
   model.kv_heads = 1;
@@ -226,7 +225,7 @@ class DeviceReplicasTest : public DeviceTrainingTest {};
 // Two replicas prove nothing: any order gives the same sum.
 TEST_P(DeviceReplicasTest, ThreeReplicasGiveTheSameBitsAtEveryDepth) {
   with_ranks(GetParam(), [&](Communicator& comm) {
-    TrainingCase what = named("three replicas");
+    TrainingCase what = short_case("three replicas");
     what.micro_batches = 2;
     TrainingOutcome expected;
     if (comm.rank() == 0) {
@@ -306,27 +305,14 @@ TEST_P(NcclTrainingTest, AStepThatIsNotFiniteChangesNothing) {
 }
 
 // Tokens of which one is outside the vocabulary from the second step on.
-class SpoiltTokens : public DataSource {
+class SpoiltTokens : public ChangedTokens {
  public:
-  explicit SpoiltTokens(const TransformerConfig& model) : tokens_(synthetic_tokens(model)) {}
-  std::vector<TensorSpec> input_specs(std::int64_t samples) const override {
-    return tokens_->input_specs(samples);
-  }
-  std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
-    return tokens_->target_specs(samples);
-  }
+  using ChangedTokens::ChangedTokens;
   void inputs(Phase phase, std::uint64_t step, SampleRange range,
               std::span<const Tensor> into) const override {
-    tokens_->inputs(phase, step, range, into);
+    ChangedTokens::inputs(phase, step, range, into);
     if (step > 1) into[0].as<std::int32_t>()[3] = 4711;
   }
-  void targets(Phase phase, std::uint64_t step, SampleRange range,
-               std::span<const Tensor> into) const override {
-    tokens_->targets(phase, step, range, into);
-  }
-
- private:
-  std::unique_ptr<DataSource> tokens_;
 };
 
 // The others wait for messages that never come, NCCL's kernels with them.
@@ -394,7 +380,7 @@ TEST_P(NcclTrainingTest, CopiesNothingToTheHostInAStep) {
 class NcclReplicasTest : public NcclTrainingTest {};
 
 TEST_P(NcclReplicasTest, SumsInTheOrderOfReplicasAreTheHosts) {
-  TrainingCase what = named("three replicas");
+  TrainingCase what = short_case("three replicas");
   what.micro_batches = 2;
   with_ranks(GetParam(), [&](Communicator& comm) {
     Layout layout{.pipeline = GetParam() / 3, .replicas = 3, .devices = "cuda"};
@@ -410,7 +396,7 @@ TEST_P(NcclReplicasTest, SumsInTheOrderOfReplicasAreTheHosts) {
 TEST_P(NcclReplicasTest, AStepThatIsNotFiniteInOneReplicaChangesNothing) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     for (const bool all_reduce : {false, true}) {
-      expect_nan_skipped(comm, named("three replicas"),
+      expect_nan_skipped(comm, short_case("three replicas"),
                          {.pipeline = GetParam() / 3,
                           .replicas = 3,
                           .devices = "cuda",
@@ -428,7 +414,7 @@ class DeviceRefusalTest : public ::testing::Test {
  protected:
   // The error that all of `ranks` ranks throw.
   static std::string refusal(int ranks, const Layout& layout,
-                             const TrainingCase& what = named("refused")) {
+                             const TrainingCase& what = short_case("refused")) {
     std::vector<std::string> said(static_cast<std::size_t>(ranks));
     run_loopback(ranks, [&](Communicator& comm) {
       try {
@@ -495,7 +481,7 @@ class OldDriverTest : public DeviceRefusalTest {
 
 TEST_F(OldDriverTest, TrainsOverMpiWhereTheTransportIsOpen) {
   run_loopback(2, [](Communicator& comm) {
-    const TrainingCase what = named("old driver");
+    const TrainingCase what = short_case("old driver");
     const TrainingOutcome expected = alone(comm, what, {.devices = "cuda:0"});
     expect_same(comm, "over MPI", expected, train(comm, what, {.pipeline = 2, .devices = "cuda"}));
   });
@@ -533,7 +519,7 @@ TEST_F(OldDriverTest, IsLookedAtOnlyWhereNcclCouldBeChosen) {
 // 3.2e9 parameters in a block: more than any GPU holds, and refused before one is allocated.
 TEST_F(DeviceRefusalTest, APlanThatDoesNotFitAGpuIsShownWithItsTable) {
   SLUICE_NEED_A_GPU();
-  TrainingCase what = named("too large");
+  TrainingCase what = short_case("too large");
   what.model.layers = 200;
   what.model.width = 16384;
   const std::string said = refusal(2, {.pipeline = 2, .devices = "cpu,cuda:0"}, what);

@@ -18,13 +18,6 @@
 namespace sluice::testing {
 namespace {
 
-TrainingCase named(const char* name) {
-  TrainingCase result;
-  result.name = name;
-  result.model = small_model();
-  return result;
-}
-
 // All options of llama at once.
 void set_options_of_llama(TransformerConfig& model) {
   model.kind = TransformerKind::kLlama;

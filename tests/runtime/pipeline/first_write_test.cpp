@@ -13,25 +13,21 @@
 #include <sluice/pipeline.hpp>
 
 #include "tests/runtime/engine/wrapped_stage.hpp"
+#include "tests/runtime/pipeline/scale_layer.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
 namespace sluice::testing {
 namespace {
-
-TrainingCase named(const char* name) {
-  TrainingCase result;
-  result.name = name;
-  result.model = small_model();
-  result.micro_batches = 4;
-  return result;
-}
 
 // Tied and untied, all kinds of parameters, logits in chunks, one micro-batch that is the first and
 // the last. 48 tokens at most in a micro-batch: most rows of the embedding have none.
 std::vector<TrainingCase> cases() {
   std::vector<TrainingCase> all = {named("tied"), named("untied, bf16"), named("llama"),
                                    named("chunks"), named("one micro-batch")};
-  for (TrainingCase& each : all) each.model.vocabulary = 300;
+  for (TrainingCase& each : all) {
+    each.model.vocabulary = 300;
+    each.micro_batches = 4;
+  }
   all[1].model.tied = false;
   all[1].model.precision = DType::kBf16;
   TransformerConfig& llama = all[2].model;
@@ -132,27 +128,6 @@ TEST_P(FirstWriteTest, AStageAroundAnotherFindsZeros) {
   });
 }
 
-// Adds to its gradient, as layers of programs do.
-class Scale : public Layer {
- public:
-  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override { return input; }
-  void add_parameters(ParameterSet& set, const std::string& name) override {
-    weight_ = &set.add(name + "weight", {1}, Init::constant(0.5));
-  }
-  void forward(LayerCall& call, const Tensor& y) override {
-    for (std::int64_t i = 0; i < y.elements(); ++i) y.at(i) = call.x.at(i) * weight_->value.at(0);
-  }
-  void backward_input(LayerCall& /*call*/, const Tensor& dy, const Tensor& dx) override {
-    for (std::int64_t i = 0; i < dy.elements(); ++i) dx.at(i) = dy.at(i) * weight_->value.at(0);
-  }
-  void backward_weight(LayerCall& call, const Tensor& dy) override {
-    for (std::int64_t i = 0; i < dy.elements(); ++i) weight_->grad.at(0) += dy.at(i) * call.x.at(i);
-  }
-
- private:
-  Parameter* weight_ = nullptr;
-};
-
 // One of two tables, which takes turns with the micro-batches: in a step of one, the other has no
 // gradient at all.
 class TakesTurns : public Layer {
@@ -201,7 +176,7 @@ Trained train_layers(Communicator& comm, const std::string& schedule, int micro_
   const Sequential model =
       Sequential({conv2d(2, 4, 3, {.padding = 1}), batch_norm2d(4), relu(),
                   residual({conv2d(4, 4, 1), group_norm(2, 4)}), global_avg_pool2d(),
-                  layer<Scale>("scale"), group({linear(4, 6), layer<Scale>("scale")}),
+                  layer<Scale>("scale", 0.5), group({linear(4, 6), layer<Scale>("scale", 0.5)}),
                   layer<TakesTurns>("turns"), rms_norm(6), linear(6, 3)},
                  mse_loss())
           .with_input({DType::kF32, {2, 5, 5}});

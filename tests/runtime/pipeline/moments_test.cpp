@@ -15,7 +15,7 @@
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "tests/loopback/loopback.hpp"
 #include "tests/runtime/expect_error.hpp"
-#include "tests/runtime/pipeline/four_batches.hpp"
+#include "tests/runtime/pipeline/changed_tokens.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
 namespace sluice::testing {

@@ -62,6 +62,13 @@ class SyntheticTokens : public DataSource {
 
 }  // namespace
 
+TrainingCase named(const std::string& name) {
+  TrainingCase result;
+  result.name = name;
+  result.model = small_model();
+  return result;
+}
+
 TransformerConfig small_model() {
   TransformerConfig model;
   model.layers = 2;

@@ -50,6 +50,8 @@ struct TrainingOutcome {
 
 // gpt2, two blocks, width 32: everything small, nothing special.
 [[nodiscard]] TransformerConfig small_model();
+// Of small_model().
+[[nodiscard]] TrainingCase named(const std::string& name);
 
 // Tokens that are a function of seed, step, sample and position.
 [[nodiscard]] std::unique_ptr<DataSource> synthetic_tokens(const TransformerConfig& model);

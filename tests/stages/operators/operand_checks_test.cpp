@@ -339,6 +339,16 @@ TEST(NormOperandsTest, ResultsWithoutMeaningAreRefused) {
   EXPECT_TRUE(operands.untouched());
 }
 
+TEST(LinearOperandsTest, ASumInPlaceIsRefused) {
+  ComputeContext ctx(Device{}, 1);
+  const Operands operands({{kF32, {2, 4}}, {kF32, {4, 4}}, {kF32, {2, 4}}});
+  const Tensor &x = operands.tensors()[0], &weight = operands.tensors()[1],
+               &y = operands.tensors()[2];
+  expect_usage(HasSubstr("linear_residual_forward: y and residual share memory; legal: y in"),
+               [&] { linear_residual_forward(ctx, x, weight, {}, y, y); });
+  EXPECT_TRUE(operands.untouched());
+}
+
 std::vector<OperatorForm> attention_forms() {
   const TensorSpec state = {
       DType::kU8,
