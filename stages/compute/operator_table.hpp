@@ -73,6 +73,7 @@ struct ElementOperators {
   decltype(&sluice::sigmoid_forward) sigmoid_forward;
   decltype(&sluice::sigmoid_backward) sigmoid_backward;
   decltype(&sluice::dropout) dropout;
+  decltype(&sluice::dropout_residual) dropout_residual;
   decltype(&sluice::add) add;
   decltype(&sluice::convert) convert;
 };

@@ -106,14 +106,30 @@ void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& d
 }
 
 void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y) {
-  if (dropout.probability == 0) {
-    copy(x, y);
-    return;
-  }
+  if (dropout.probability == 0) return cpu::convert(ctx, x, y);
+  const TypedKernels& kernels = kernels_for(ctx, y.spec.dtype);
+  parallel_range(ctx, x.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
+    const DropoutArguments arguments = dropout_arguments(dropout, begin);
+    if (x.spec.dtype == y.spec.dtype) {
+      kernels.dropout(&arguments, element(x, begin), element(y, begin), end - begin);
+    } else {
+      kernels.dropout_from_float(&arguments, x.as<float>() + begin, element(y, begin), end - begin);
+    }
+  });
+}
+
+void dropout_residual(ComputeContext& ctx, const Tensor& x, const Dropout& dropout,
+                      const Tensor& residual, const Tensor& y) {
   const TypedKernels& kernels = kernels_for(ctx, x.spec.dtype);
   parallel_range(ctx, x.elements(), kElementGrain, [&](std::int64_t begin, std::int64_t end) {
     const DropoutArguments arguments = dropout_arguments(dropout, begin);
-    kernels.dropout(&arguments, element(x, begin), element(y, begin), end - begin);
+    if (y.spec.dtype == DType::kF32) {
+      kernels.dropout_residual(&arguments, element(x, begin), residual.as<float>() + begin,
+                               y.as<float>() + begin, end - begin);
+    } else {
+      kernels.dropout_residual_typed(&arguments, element(x, begin), element(residual, begin),
+                                     element(y, begin), end - begin);
+    }
   });
 }
 
@@ -160,6 +176,7 @@ ElementOperators element_operators() {
       .sigmoid_forward = sigmoid_forward,
       .sigmoid_backward = sigmoid_backward,
       .dropout = dropout,
+      .dropout_residual = dropout_residual,
       .add = add,
       .convert = convert,
   };

@@ -19,12 +19,9 @@ NormShape shape_of(const Tensor& x, const Tensor& gamma) {
 }
 
 // `type`: of dy or y.
-const NormKernels& norm_kernels_for(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
-                                    DType type) {
+const NormKernels& norm_kernels_for(ComputeContext& ctx, const Tensor& x, DType type) {
   const TypedKernels& kernels = kernels_for(ctx, type);
-  if (x.spec.dtype == DType::kBf16) return kernels.norm_typed;
-  const bool typed = delta.data != nullptr && delta.spec.dtype == DType::kBf16;
-  return typed ? kernels.norm_typed_delta : kernels.norm;
+  return x.spec.dtype == DType::kBf16 ? kernels.norm_typed : kernels.norm;
 }
 
 // From an element on; null stays null.
@@ -37,23 +34,22 @@ std::size_t norm_backward_workspace(ComputeContext& /*ctx*/, std::int64_t /*rows
   return 0;
 }
 
-void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
-                        const Tensor& gamma, const Tensor& beta, float epsilon, const Tensor& y,
-                        const Tensor& stats) {
+void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma,
+                        const Tensor& beta, float epsilon, const Tensor& y, const Tensor& stats) {
   const NormShape shape = shape_of(x, gamma);
-  const NormKernels& kernels = norm_kernels_for(ctx, x, delta, y.spec.dtype);
+  const NormKernels& kernels = norm_kernels_for(ctx, x, y.spec.dtype);
   parallel_range(ctx, shape.rows, 1, [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t first = begin * shape.width;
-    kernels.layer_forward(element(x, first), from(delta, first), gamma.as<float>(),
-                          beta.as<float>(), epsilon, element(y, first),
-                          stats.as<float>() + 2 * begin, end - begin, shape.width);
+    kernels.layer_forward(element(x, first), gamma.as<float>(), beta.as<float>(), epsilon,
+                          element(y, first), stats.as<float>() + 2 * begin, end - begin,
+                          shape.width);
   });
 }
 
 void layer_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                          const Tensor& gamma, const Tensor& stats, const NormGradients& gradients) {
   const NormShape shape = shape_of(x, gamma);
-  const NormKernels& kernels = norm_kernels_for(ctx, x, {}, dy.spec.dtype);
+  const NormKernels& kernels = norm_kernels_for(ctx, x, dy.spec.dtype);
   if (gradients.dx.data != nullptr) {
     parallel_range(ctx, shape.rows, 1, [&](std::int64_t begin, std::int64_t end) {
       const std::int64_t first = begin * shape.width;
@@ -75,21 +71,21 @@ void layer_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
   });
 }
 
-void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
-                      const Tensor& gamma, float epsilon, const Tensor& y, const Tensor& stats) {
+void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma, float epsilon,
+                      const Tensor& y, const Tensor& stats) {
   const NormShape shape = shape_of(x, gamma);
-  const NormKernels& kernels = norm_kernels_for(ctx, x, delta, y.spec.dtype);
+  const NormKernels& kernels = norm_kernels_for(ctx, x, y.spec.dtype);
   parallel_range(ctx, shape.rows, 1, [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t first = begin * shape.width;
-    kernels.rms_forward(element(x, first), from(delta, first), gamma.as<float>(), epsilon,
-                        element(y, first), stats.as<float>() + begin, end - begin, shape.width);
+    kernels.rms_forward(element(x, first), gamma.as<float>(), epsilon, element(y, first),
+                        stats.as<float>() + begin, end - begin, shape.width);
   });
 }
 
 void rms_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& gamma,
                        const Tensor& stats, const NormGradients& gradients) {
   const NormShape shape = shape_of(x, gamma);
-  const NormKernels& kernels = norm_kernels_for(ctx, x, {}, dy.spec.dtype);
+  const NormKernels& kernels = norm_kernels_for(ctx, x, dy.spec.dtype);
   if (gradients.dx.data != nullptr) {
     parallel_range(ctx, shape.rows, 1, [&](std::int64_t begin, std::int64_t end) {
       const std::int64_t first = begin * shape.width;

@@ -101,10 +101,10 @@ void swiglu_backward(const void* gate_up_data, const void* dy_data, void* dgate_
   }
 }
 
-// `from` and `to` may be the same memory.
-template <typename From, typename To>
-SLUICE_INLINE void apply_dropout(const DropoutArguments& dropout, const From* from, To* to,
-                                 int64_t n) {
+// put(i, dropped, part) gets what stays of from[i], and zeros. It may overwrite from[i].
+template <typename From, typename Put>
+SLUICE_INLINE void for_dropped(const DropoutArguments& dropout, const From* from, int64_t n,
+                               const Put& put) {
   RandomWords random;
   for (int64_t start = 0; start < n; start += RandomWords::kWords) {
     const uint32_t* words = random.fill(dropout.key, dropout.first + static_cast<uint64_t>(start));
@@ -112,14 +112,43 @@ SLUICE_INLINE void apply_dropout(const DropoutArguments& dropout, const From* fr
     for_vectors(count, [&](int64_t i, auto part) SLUICE_LAMBDA {
       VecU word;
       __builtin_memcpy(&word, words + i, sizeof word);  // words_ has a vector to spare
-      store(to + start + i, drop(load(from + start + i, part), word, dropout), part);
+      put(start + i, drop(load(from + start + i, part), word, dropout), part);
     });
   }
 }
 
+template <typename From, typename To>
+SLUICE_INLINE void drop_to(const DropoutArguments* arguments, const From* from, To* to, int64_t n) {
+  for_dropped(*arguments, from, n, [&](int64_t i, VecF dropped, auto part) SLUICE_LAMBDA {
+    store(to + i, dropped, part);
+  });
+}
 template <typename T>
 void dropout(const DropoutArguments* arguments, const void* x, void* y, int64_t n) {
-  apply_dropout(*arguments, static_cast<const T*>(x), static_cast<T*>(y), n);
+  drop_to(arguments, static_cast<const T*>(x), static_cast<T*>(y), n);
+}
+template <typename T>
+void dropout_from_float(const DropoutArguments* arguments, const float* x, void* y, int64_t n) {
+  drop_to(arguments, x, static_cast<T*>(y), n);
+}
+
+template <typename From, typename To>
+SLUICE_INLINE void drop_and_add(const DropoutArguments* arguments, const From* from,
+                                const To* residual, To* to, int64_t n) {
+  for_dropped(*arguments, from, n, [&](int64_t i, VecF dropped, auto part) SLUICE_LAMBDA {
+    store(to + i, load(residual + i, part) + dropped, part);
+  });
+}
+template <typename T>
+void dropout_residual(const DropoutArguments* arguments, const void* x, const float* residual,
+                      float* y, int64_t n) {
+  drop_and_add(arguments, static_cast<const T*>(x), residual, y, n);
+}
+template <typename T>
+void dropout_residual_typed(const DropoutArguments* arguments, const void* x, const void* residual,
+                            void* y, int64_t n) {
+  drop_and_add(arguments, static_cast<const T*>(x), static_cast<const T*>(residual),
+               static_cast<T*>(y), n);
 }
 
 template <typename From, typename To>

@@ -17,11 +17,11 @@
 namespace sluice {
 
 // Norms of the residual stream; dy and y of the table's type T. `void*`: x, residual and dx are of
-// type X, delta of type D.
+// type X.
 struct NormKernels {
-  // x += delta first where delta is not null. stats: mean, rstd per row.
-  void (*layer_forward)(void* x, const void* delta, const float* gamma, const float* beta,
-                        float epsilon, void* y, float* stats, int64_t rows, int64_t width);
+  // stats: mean, rstd per row.
+  void (*layer_forward)(const void* x, const float* gamma, const float* beta, float epsilon,
+                        void* y, float* stats, int64_t rows, int64_t width);
   // dx = residual + the gradient; residual: null, or dx. rounded: dx in bf16, or null.
   void (*layer_backward)(const void* dy, const void* x, const float* gamma, const float* stats,
                          const void* residual, void* dx, void* rounded, int64_t rows,
@@ -30,8 +30,8 @@ struct NormKernels {
   void (*layer_weights)(const void* dy, const void* x, const float* stats, int64_t ld, int64_t rows,
                         int64_t width, float* dgamma, float* dbeta);
   // RMSNorm; stats: rstd per row.
-  void (*rms_forward)(void* x, const void* delta, const float* gamma, float epsilon, void* y,
-                      float* stats, int64_t rows, int64_t width);
+  void (*rms_forward)(const void* x, const float* gamma, float epsilon, void* y, float* stats,
+                      int64_t rows, int64_t width);
   void (*rms_backward)(const void* dy, const void* x, const float* gamma, const float* stats,
                        const void* residual, void* dx, void* rounded, int64_t rows, int64_t width);
   void (*rms_weights)(const void* dy, const void* x, const float* stats, int64_t ld, int64_t rows,
@@ -55,6 +55,12 @@ struct TypedKernels {
   void (*swiglu_backward)(const void* gate_up, const void* dy, void* dgate_up, int64_t rows,
                           int64_t hidden);
   void (*dropout)(const DropoutArguments* dropout, const void* x, void* y, int64_t n);
+  void (*dropout_from_float)(const DropoutArguments* dropout, const float* x, void* y, int64_t n);
+  // y = residual + dropout(x), of floats and of type T
+  void (*dropout_residual)(const DropoutArguments* dropout, const void* x, const float* residual,
+                           float* y, int64_t n);
+  void (*dropout_residual_typed)(const DropoutArguments* dropout, const void* x,
+                                 const void* residual, void* y, int64_t n);
   void (*add)(const void* x, float* y, int64_t n);  // y += x
   void (*add_typed)(const void* x, void* y, int64_t n);
   void (*to_float)(const void* x, float* y, int64_t n);
@@ -71,9 +77,8 @@ struct TypedKernels {
   // Rotates the halves of `heads` vectors of head_dim, in place; cosine and sine [head_dim / 2].
   void (*rotate)(void* x, int64_t heads, int64_t head_dim, const float* cosine, const float* sine);
 
-  NormKernels norm;              // X = D = float
-  NormKernels norm_typed_delta;  // X = float, D = T
-  NormKernels norm_typed;        // X = D = T
+  NormKernels norm;        // X = float
+  NormKernels norm_typed;  // X = T
 
   // Rows [first, first + rows) of a causal score matrix: row r sees the last `seen` of columns
   // 0..r. Writes probabilities, and zeros to the rest of columns [begin, end), which hold all that

@@ -1,17 +1,12 @@
 // Normalisation over rows of the residual stream of type X, float or Half; y and dy of type T.
 // Mean, then variance about the mean, each in one pass over a row that is in the first-level cache
-// by then. What is normalised is x + delta as it is stored.
+// by then.
 #pragma once
 
 #include "stages/cpu_kernels/activation.hpp"
 #include "stages/cpu_kernels/vector.hpp"
 
 namespace sluice::SLUICE_KERNEL_NAMESPACE {
-
-template <typename Delta, typename X>
-SLUICE_INLINE void add_delta(X* x, const void* delta, int64_t row, int64_t width) {
-  if (delta != nullptr) add_to(static_cast<const Delta*>(delta) + row * width, x, width);
-}
 
 // Rows of a norm's input gradient: what to add to, and where the sums go.
 template <typename X>
@@ -31,13 +26,12 @@ struct StreamGradient {
   }
 };
 
-template <typename T, typename X, typename Delta>
-void layer_norm_forward(void* x_data, const void* delta, const float* gamma, const float* beta,
-                        float epsilon, void* y_data, float* stats, int64_t rows, int64_t width) {
+template <typename T, typename X>
+void layer_norm_forward(const void* x_data, const float* gamma, const float* beta, float epsilon,
+                        void* y_data, float* stats, int64_t rows, int64_t width) {
   const float inverse = 1.0F / static_cast<float>(width);
-  X* x = static_cast<X*>(x_data);
+  const X* x = static_cast<const X*>(x_data);
   for (int64_t row = 0; row < rows; ++row, x += width) {
-    add_delta<Delta>(x, delta, row, width);
     const float mean = inverse * sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
                          return load(x + i, part);
                        });
@@ -108,13 +102,12 @@ void layer_norm_weights(const void* dy_data, const void* x_data, const float* st
   });
 }
 
-template <typename T, typename X, typename Delta>
-void rms_norm_forward(void* x_data, const void* delta, const float* gamma, float epsilon,
-                      void* y_data, float* stats, int64_t rows, int64_t width) {
+template <typename T, typename X>
+void rms_norm_forward(const void* x_data, const float* gamma, float epsilon, void* y_data,
+                      float* stats, int64_t rows, int64_t width) {
   const float inverse = 1.0F / static_cast<float>(width);
-  X* x = static_cast<X*>(x_data);
+  const X* x = static_cast<const X*>(x_data);
   for (int64_t row = 0; row < rows; ++row, x += width) {
-    add_delta<Delta>(x, delta, row, width);
     const float square = inverse * sum_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {
                            const VecF v = load(x + i, part);
                            return v * v;

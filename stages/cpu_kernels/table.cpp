@@ -8,13 +8,13 @@ namespace sluice::SLUICE_KERNEL_NAMESPACE {
 
 namespace {
 
-template <typename T, typename X, typename D>
+template <typename T, typename X>
 constexpr NormKernels norm_kernels() {
   return {
-      .layer_forward = layer_norm_forward<T, X, D>,
+      .layer_forward = layer_norm_forward<T, X>,
       .layer_backward = layer_norm_backward<T, X>,
       .layer_weights = layer_norm_weights<T, X>,
-      .rms_forward = rms_norm_forward<T, X, D>,
+      .rms_forward = rms_norm_forward<T, X>,
       .rms_backward = rms_norm_backward<T, X>,
       .rms_weights = rms_norm_weights<T, X>,
   };
@@ -38,6 +38,9 @@ constexpr TypedKernels typed_kernels() {
       .swiglu_forward = swiglu_forward<T>,
       .swiglu_backward = swiglu_backward<T>,
       .dropout = dropout<T>,
+      .dropout_from_float = dropout_from_float<T>,
+      .dropout_residual = dropout_residual<T>,
+      .dropout_residual_typed = dropout_residual_typed<T>,
       .add = add<T>,
       .add_typed = add_typed<T>,
       .to_float = to_float<T>,
@@ -46,9 +49,8 @@ constexpr TypedKernels typed_kernels() {
       .head_norm_forward = head_norm_forward<T>,
       .head_norm_backward = head_norm_backward<T>,
       .rotate = rotate<T>,
-      .norm = norm_kernels<T, float, float>(),
-      .norm_typed_delta = norm_kernels<T, float, T>(),
-      .norm_typed = norm_kernels<T, T, T>(),
+      .norm = norm_kernels<T, float>(),
+      .norm_typed = norm_kernels<T, T>(),
       .causal_softmax = causal_softmax<T>,
       .causal_softmax_backward = causal_softmax_backward<T>,
       .row_dots = row_dots<T>,

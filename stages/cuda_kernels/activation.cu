@@ -151,11 +151,11 @@ struct SwigluBackward {
 // Random numbers take many registers, and memory many loads in flight.
 constexpr int kDropoutBlocks = 8;
 
-template <typename T>
+template <typename X, typename Y>
 struct DropoutBody {
   DropoutArguments arguments;
-  const T* x;
-  T* y;
+  const X* x;
+  Y* y;
   template <int N>
   __device__ void run(int64_t i) const {
     Floats<N> values = load<N>(x + i);
@@ -163,6 +163,33 @@ struct DropoutBody {
     store(y + i, values);
   }
 };
+
+template <typename X, typename Y>
+struct DropoutResidualBody {
+  DropoutArguments arguments;
+  const X* x;
+  const Y* residual;
+  Y* y;
+  template <int N>
+  __device__ void run(int64_t i) const {
+    Floats<N> values = load<N>(x + i);
+    const Floats<N> before = load<N>(residual + i);
+    drop_consecutive(at_step(arguments), arguments.first + static_cast<uint64_t>(i), values);
+    add_to(values, before);
+    store(y + i, values);
+  }
+};
+
+template <template <typename, typename> typename Body, typename X, typename Y, typename... Operands>
+void run_dropout(ComputeContext& ctx, const char* name, const Dropout& dropout, const Tensor& x,
+                 const Tensor& y, const Operands*... operands) {
+  const DropoutArguments arguments = dropout_arguments(dropout, 0);
+  // Words come in fours.
+  const bool wide = aligned(x.data, operands..., y.data) && arguments.first % 4 == 0;
+  for_elements<kWide<X, Y>, kDropoutBlocks>(
+      ctx, name, x.elements(), wide,
+      Body<X, Y>{arguments, x.as<X>(), static_cast<const Y*>(operands)..., y.as<Y>()});
+}
 
 }  // namespace
 
@@ -238,17 +265,27 @@ void swiglu_backward(ComputeContext& ctx, const Tensor& gate_up, const Tensor& d
 }
 
 void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y) {
-  if (dropout.probability == 0) {
-    copy(ctx, x, y);
-    return;
-  }
-  const DropoutArguments arguments = dropout_arguments(dropout, 0);
-  with_type(x.spec.dtype, [&](auto type) {
-    using T = decltype(type);
-    // Words come in fours.
-    const bool wide = aligned(x.data, y.data) && arguments.first % 4 == 0;
-    for_elements<kWide<T>, kDropoutBlocks>(ctx, "dropout", x.elements(), wide,
-                                           DropoutBody<T>{arguments, x.as<T>(), y.as<T>()});
+  if (dropout.probability == 0) return cuda::convert(ctx, x, y);
+  with_type(y.spec.dtype, [&](auto y_type) {
+    using Y = decltype(y_type);
+    if (x.spec.dtype == y.spec.dtype) {
+      run_dropout<DropoutBody, Y, Y>(ctx, "dropout", dropout, x, y);
+    } else {
+      run_dropout<DropoutBody, float, Y>(ctx, "dropout", dropout, x, y);
+    }
+  });
+}
+
+void dropout_residual(ComputeContext& ctx, const Tensor& x, const Dropout& dropout,
+                      const Tensor& residual, const Tensor& y) {
+  with_type(x.spec.dtype, [&](auto x_type) {
+    using X = decltype(x_type);
+    const auto run = [&](auto y_type) {
+      using Y = decltype(y_type);
+      run_dropout<DropoutResidualBody, X, Y>(ctx, "dropout to residual", dropout, x, y,
+                                             residual.data);
+    };
+    y.spec.dtype == DType::kF32 ? run(float{}) : run(X{});
   });
 }
 
@@ -291,6 +328,7 @@ ElementOperators element_operators() {
       .sigmoid_forward = sigmoid_forward,
       .sigmoid_backward = sigmoid_backward,
       .dropout = dropout,
+      .dropout_residual = dropout_residual,
       .add = add,
       .convert = convert,
   };

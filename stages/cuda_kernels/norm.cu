@@ -8,10 +8,9 @@ namespace sluice::cuda {
 
 namespace {
 
-template <typename T, typename X, typename Delta>
+template <typename T, typename X>
 struct Forward {
-  X* x;
-  const Delta* delta;  // may be null
+  const X* x;
   const float* gamma;
   const float* beta;  // null for RMSNorm
   float epsilon;
@@ -19,17 +18,6 @@ struct Forward {
   float* stats;
   NormShape shape;
 };
-
-// sum += values, as a stream of type X keeps it.
-template <typename X, int N>
-__device__ void add_stored(Floats<N>& sum, const Floats<N>& values) {
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    X stored;
-    narrow(sum.at[k] + values.at[k], stored);
-    sum.at[k] = widen(stored);
-  }
-}
 
 // kCount packs of a lane from its one at i on, all at once, hence without a branch: past the end of
 // the row its last one, which is of no use.
@@ -44,37 +32,23 @@ __device__ void read_packs(const T* row, int64_t width, int64_t i, Floats<N> (&p
 
 // kPacks > 0: a lane keeps that many packs of its row, which it reads once. 0: rows of any width,
 // read again for each pass. The order of the sums is the same.
-template <Norm kNorm, int N, int kPacks, typename T, typename X, typename Delta>
+template <Norm kNorm, int N, int kPacks, typename T, typename X>
 __global__ void __launch_bounds__(kRowsPerBlock* kWarpThreads, kPacks* N > 32 ? 4 : 6)
-    forward_kernel(const Forward<T, X, Delta> a) {
+    forward_kernel(const Forward<T, X> a) {
   constexpr bool kKept = kPacks > 0;
   const int64_t width = a.shape.width;
   const float inverse = 1.0F / static_cast<float>(width);
   for_warp_row(a.shape.rows, [&](int64_t row, int lane) {
-    X* x = a.x + row * width;
-    const Delta* delta = a.delta == nullptr ? nullptr : a.delta + row * width;
+    const X* x = a.x + row * width;
     Floats<N> v[kKept ? kPacks : 1];
     const auto each_pack = [&](const auto& body) { for_packs<N, kPacks>(width, lane, body); };
-    if constexpr (kKept) {
-      read_packs<N>(x, width, lane * N, v);
-      if (delta != nullptr) {
-        Floats<N> change[kPacks];
-        read_packs<N>(delta, width, lane * N, change);
-#pragma unroll
-        for (int pack = 0; pack < kPacks; ++pack) add_stored<X>(v[pack], change[pack]);
-        each_pack([&](int pack, int64_t i) { store(x + i, v[pack]); });
-      }
-    }
+    if constexpr (kKept) read_packs<N>(x, width, lane * N, v);
     const auto read = [&](int pack, int64_t i) {
       if constexpr (!kKept) v[pack] = load<N>(x + i);
     };
     float sum = 0;  // of x, or of its squares
     each_pack([&](int pack, int64_t i) {
       read(pack, i);
-      if (!kKept && delta != nullptr) {
-        add_stored<X>(v[pack], load<N>(delta + i));
-        store(x + i, v[pack]);
-      }
 #pragma unroll
       for (const float value : v[pack].at) sum += kNorm == Norm::kLayer ? value : value * value;
     });
@@ -133,49 +107,40 @@ void with_packs(int64_t width, bool wide, const Body& body) {
   }
 }
 
-template <Norm kNorm, typename T, typename X, typename Delta>
-void run_forward(ComputeContext& ctx, const Forward<T, X, Delta>& arguments) {
-  constexpr int kAtOnce = kWide<T, X, Delta>;
+template <Norm kNorm, typename T, typename X>
+void run_forward(ComputeContext& ctx, const Forward<T, X>& arguments) {
+  constexpr int kAtOnce = kWide<T, X>;
   const auto& a = arguments;
-  const bool wide = a.shape.width % kAtOnce == 0 && aligned(a.x, a.delta, a.gamma, a.beta, a.y);
+  const bool wide = a.shape.width % kAtOnce == 0 && aligned(a.x, a.gamma, a.beta, a.y);
   if (a.shape.rows == 0) return;
   with_packs<kAtOnce>(a.shape.width, wide, [&](auto at_once, auto packs) {
     launch(kNorm == Norm::kLayer ? "layer norm forward" : "rms norm forward",
-           forward_kernel<kNorm, at_once, packs, T, X, Delta>, warp_rows(a.shape.rows),
+           forward_kernel<kNorm, at_once, packs, T, X>, warp_rows(a.shape.rows),
            native(ctx.stream()), a);
   });
 }
 
 template <Norm kNorm>
-void norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta, const Tensor& gamma,
-                  const float* beta, float epsilon, const Tensor& y, const Tensor& stats) {
-  const auto run = [&](auto y_type, auto x_type, auto delta_type) {
+void norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma, const float* beta,
+                  float epsilon, const Tensor& y, const Tensor& stats) {
+  const auto run = [&](auto y_type, auto x_type) {
     using T = decltype(y_type);
     using X = decltype(x_type);
-    using Delta = decltype(delta_type);
-    run_forward<kNorm>(
-        ctx, Forward<T, X, Delta>{x.as<X>(), delta.as<Delta>(), gamma.as<float>(), beta, epsilon,
-                                  y.as<T>(), stats.as<float>(), shape_of(x, gamma)});
+    run_forward<kNorm>(ctx, Forward<T, X>{x.as<X>(), gamma.as<float>(), beta, epsilon, y.as<T>(),
+                                          stats.as<float>(), shape_of(x, gamma)});
   };
-  if (x.spec.dtype == DType::kBf16) return run(Bf16{}, Bf16{}, Bf16{});
-  with_type(y.spec.dtype, [&](auto y_type) {
-    if (delta.data != nullptr && delta.spec.dtype == DType::kBf16) {
-      run(y_type, float{}, Bf16{});
-    } else {
-      run(y_type, float{}, float{});
-    }
-  });
+  if (x.spec.dtype == DType::kBf16) return run(Bf16{}, Bf16{});
+  with_type(y.spec.dtype, [&](auto y_type) { run(y_type, float{}); });
 }
 
-void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
-                        const Tensor& gamma, const Tensor& beta, float epsilon, const Tensor& y,
-                        const Tensor& stats) {
-  norm_forward<Norm::kLayer>(ctx, x, delta, gamma, beta.as<float>(), epsilon, y, stats);
+void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma,
+                        const Tensor& beta, float epsilon, const Tensor& y, const Tensor& stats) {
+  norm_forward<Norm::kLayer>(ctx, x, gamma, beta.as<float>(), epsilon, y, stats);
 }
 
-void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
-                      const Tensor& gamma, float epsilon, const Tensor& y, const Tensor& stats) {
-  norm_forward<Norm::kRms>(ctx, x, delta, gamma, nullptr, epsilon, y, stats);
+void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma, float epsilon,
+                      const Tensor& y, const Tensor& stats) {
+  norm_forward<Norm::kRms>(ctx, x, gamma, nullptr, epsilon, y, stats);
 }
 
 }  // namespace

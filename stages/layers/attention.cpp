@@ -8,7 +8,8 @@ SelfAttention::Options branch_of(const ResidualOptions& options, SelfAttention::
   attention.width = options.width;
   attention.output_deviation = options.output_deviation;
   attention.precision = options.precision;
-  attention.result = options.stream;
+  attention.result = options.result();
+  attention.sum = options.stream;
   return attention;
 }
 

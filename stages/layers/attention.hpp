@@ -12,7 +12,7 @@ namespace sluice {
 class AttentionLayer final : public ResidualLayer {
  public:
   // `attention`: all but what the branch shares with the layer: name, width, output_deviation,
-  // precision, result.
+  // precision, result, sum.
   AttentionLayer(const ResidualOptions& options, SelfAttention::Options attention,
                  ParameterSet& parameters, WeightCopies& copies);
 

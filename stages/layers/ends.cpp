@@ -38,14 +38,13 @@ Tensor EmbeddingLayer::dropped(const StreamCall& call) const {
   return BumpAllocator(call.gradients).tensor(stream_, call.shape.rows(), width_);
 }
 
-Residual EmbeddingLayer::forward(StreamCall& call, const Residual& in, const Tensor& out) {
+void EmbeddingLayer::forward(StreamCall& call, const Tensor& in, const Tensor& out) {
   ComputeContext& compute = call.compute();
-  embedding_forward(compute, in.value, tokens_->value,
+  embedding_forward(compute, in, tokens_->value,
                     positions_ != nullptr ? positions_->value : Tensor{}, out);
   if (dropout_.active(call)) {
     dropout(compute, out, dropout_.at(call, call.shape.sequence * width_), out);
   }
-  return {out, {}};
 }
 
 void EmbeddingLayer::backward_input(StreamCall& call, const Tensor& /*in*/,
@@ -110,11 +109,10 @@ OperatorMemory HeadLayer::operators(ComputeContext& compute, const BlockShape& s
                        projection_.workspace(compute, chunk_rows(shape.rows()), precision_))};
 }
 
-Residual HeadLayer::forward(StreamCall& call, const Residual& in, const Tensor& out) {
+void HeadLayer::forward(StreamCall& call, const Tensor& in, const Tensor& out) {
   const Kept kept = kept_of(call);
   norm_.forward(call.compute(), in, in_chunks() ? out : kept.normed, kept.stats);
   if (!in_chunks()) projection_.forward(call.compute(), kept.normed, out);
-  return {out, {}};
 }
 
 void HeadLayer::loss(ComputeContext& compute, const BlockShape& shape, std::byte* scratch,
@@ -141,7 +139,7 @@ void HeadLayer::loss(ComputeContext& compute, const BlockShape& shape, std::byte
 void HeadLayer::recompute(StreamCall& call, const Tensor& in) {
   if (in_chunks()) return;  // the statistics are kept
   const Kept kept = kept_of(call);
-  norm_.forward(call.compute(), {in, {}}, kept.normed, kept.stats);
+  norm_.forward(call.compute(), in, kept.normed, kept.stats);
 }
 
 void HeadLayer::backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,

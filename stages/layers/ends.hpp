@@ -22,7 +22,7 @@ class EmbeddingLayer final : public StreamLayer {
   [[nodiscard]] LayerMemory memory(const BlockShape& shape) const override;
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
                                          const BlockShape& shape) const override;
-  [[nodiscard]] Residual forward(StreamCall& call, const Residual& in, const Tensor& out) override;
+  void forward(StreamCall& call, const Tensor& in, const Tensor& out) override;
   void backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
                       const StreamGradient& din) override;
   void backward_weight(StreamCall& call, const Tensor& in, const StreamGradient& dout) override;
@@ -65,7 +65,7 @@ class HeadLayer final : public StreamLayer {
   [[nodiscard]] LayerMemory memory(const BlockShape& shape) const override;
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
                                          const BlockShape& shape) const override;
-  [[nodiscard]] Residual forward(StreamCall& call, const Residual& in, const Tensor& out) override;
+  void forward(StreamCall& call, const Tensor& in, const Tensor& out) override;
   void recompute(StreamCall& call, const Tensor& in) override;
   void backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
                       const StreamGradient& din) override;

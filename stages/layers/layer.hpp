@@ -4,10 +4,6 @@
 // in memory that the stage passes with each call. The layer finds it again by allocating the same
 // tensors in the same order from the same address (BumpAllocator). The border between two layers is
 // the residual stream, f32 or bf16.
-//
-// A layer that drops some of its result leaves the addition to the residual stream to the next one,
-// which fuses it into its norm (Residual::pending). The sum of two numbers, rounded to the stream's
-// type, has the same bits in every kernel, so results do not depend on where a stage ends.
 #pragma once
 
 #include <algorithm>
@@ -64,13 +60,6 @@ struct StreamCall {
   }
 };
 
-// A point of the residual stream: value, or value + pending where pending has data; the sum then
-// belongs in value's memory. [rows, width] of the stream's type.
-struct Residual {
-  Tensor value;
-  Tensor pending;
-};
-
 // The gradient of a point of the residual stream, [rows, width] of the stream's type. `rounded` has
 // data where a layer reads a copy of it in bf16 (reads_rounded()): who writes one writes both.
 struct StreamGradient {
@@ -91,16 +80,14 @@ class StreamLayer {
                                          const BlockShape& /*shape*/) const {
     return {};
   }
-  // Completes `in` where something is pending; writes `out`, and returns it with what is pending.
-  [[nodiscard]] virtual Residual forward(StreamCall& call, const Residual& in,
-                                         const Tensor& out) = 0;
-  // Writes again what forward kept, to the bit; `in` is forward's completed input. A layer that
-  // keeps nothing does nothing.
+  // Overwrites `out`, which is not `in`.
+  virtual void forward(StreamCall& call, const Tensor& in, const Tensor& out) = 0;
+  // Writes again what forward kept, to the bit. A layer that keeps nothing does nothing.
   virtual void recompute(StreamCall& /*call*/, const Tensor& /*in*/) {}
   // Whether backward reads StreamGradient::rounded of its dout.
   [[nodiscard]] virtual bool reads_rounded() const { return false; }
-  // `in` is forward's completed input, `dout` the gradient of its completed output. Overwrites
-  // `din` (null data: not needed). din is not dout.
+  // `in` is forward's input, `dout` the gradient of its output. Overwrites `din` (null data: not
+  // needed). din is not dout.
   virtual void backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
                               const StreamGradient& din) = 0;
   // Adds to the parameters' gradients; operands as in the backward_input before it.

@@ -16,7 +16,7 @@ MlpLayer::MlpLayer(const Options& options, ParameterSet& parameters, WeightCopie
              .out = options.width,
              .deviation = options.output_deviation,
              .bias = options.bias,
-             .rounds_bias = options.stream != DType::kF32},
+             .rounds_bias = options.result() != DType::kF32},
             parameters, copies) {}
 
 MlpLayer::Kept MlpLayer::allocate(const BlockShape& shape, LayerAllocators& memory) const {
@@ -33,8 +33,9 @@ void MlpLayer::measure(const BlockShape& shape, LayerAllocators& memory) const {
 }
 
 OperatorMemory MlpLayer::branch_operators(ComputeContext& compute, const BlockShape& shape) const {
-  return {.workspace = std::max(up_.workspace(compute, shape.rows(), precision()),
-                                down_.workspace(compute, shape.rows(), stream(), activation()))};
+  return {.workspace = std::max({up_.workspace(compute, shape.rows(), precision()),
+                                 down_.workspace(compute, shape.rows(), stream(), activation()),
+                                 down_.workspace(compute, shape.rows(), result(), activation())})};
 }
 
 void MlpLayer::branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) {

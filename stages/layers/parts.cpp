@@ -124,12 +124,12 @@ std::size_t Norm::workspace(ComputeContext& ctx, std::int64_t rows) const {
   return norm_backward_workspace(ctx, rows, weight_->shape[0], kind_ == Kind::kLayer ? 2 : 1);
 }
 
-void Norm::forward(ComputeContext& ctx, const Residual& x, const Tensor& y,
+void Norm::forward(ComputeContext& ctx, const Tensor& x, const Tensor& y,
                    const Tensor& stats) const {
   if (kind_ == Kind::kLayer) {
-    layer_norm_forward(ctx, x.value, x.pending, weight_->value, bias_->value, epsilon_, y, stats);
+    layer_norm_forward(ctx, x, weight_->value, bias_->value, epsilon_, y, stats);
   } else {
-    rms_norm_forward(ctx, x.value, x.pending, weight_->value, epsilon_, y, stats);
+    rms_norm_forward(ctx, x, weight_->value, epsilon_, y, stats);
   }
 }
 

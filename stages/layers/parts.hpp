@@ -96,8 +96,7 @@ class Norm {
   [[nodiscard]] std::int64_t stats_per_row() const { return kind_ == Kind::kLayer ? 2 : 1; }
   // The largest ctx.workspace() of a call.
   [[nodiscard]] std::size_t workspace(ComputeContext& ctx, std::int64_t rows) const;
-  // Completes x first.
-  void forward(ComputeContext& ctx, const Residual& x, const Tensor& y, const Tensor& stats) const;
+  void forward(ComputeContext& ctx, const Tensor& x, const Tensor& y, const Tensor& stats) const;
   // dx = residual + the gradient; residual: NormGradients. dx without data: not wanted.
   void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
                       const Tensor& residual, const StreamGradient& dx) const;

@@ -18,9 +18,9 @@ StreamCall RecomputedLayer::within(const StreamCall& call) const {
           .scratch = call.scratch + memory.until_input};
 }
 
-Residual RecomputedLayer::forward(StreamCall& call, const Residual& in, const Tensor& out) {
+void RecomputedLayer::forward(StreamCall& call, const Tensor& in, const Tensor& out) {
   StreamCall inner = within(call);
-  return layer_->forward(inner, in, out);
+  layer_->forward(inner, in, out);
 }
 
 void RecomputedLayer::backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,

@@ -27,7 +27,7 @@ class RecomputedLayer final : public StreamLayer {
     return layer_->note(compute, shape);
   }
   [[nodiscard]] bool reads_rounded() const override { return layer_->reads_rounded(); }
-  [[nodiscard]] Residual forward(StreamCall& call, const Residual& in, const Tensor& out) override;
+  void forward(StreamCall& call, const Tensor& in, const Tensor& out) override;
   void backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
                       const StreamGradient& din) override;
   void backward_weight(StreamCall& call, const Tensor& in, const StreamGradient& dout) override;

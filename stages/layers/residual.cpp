@@ -12,7 +12,7 @@ ResidualLayer::Kept ResidualLayer::allocate(const BlockShape& shape,
   kept.dnormed = memory.gradients.tensor(precision_, rows, width_);
   if (drops) {
     kept.dbranch = memory.gradients.tensor(precision_, rows, width_);
-    if (precision_ != stream_) kept.dropped = memory.scratch.tensor(stream_, rows, width_);
+    if (result_ != stream_) kept.branch = memory.scratch.tensor(result_, rows, width_);
   }
   return kept;
 }
@@ -29,26 +29,22 @@ OperatorMemory ResidualLayer::operators(ComputeContext& compute, const BlockShap
                  branch_operators(compute, shape));
 }
 
-void ResidualLayer::keep(StreamCall& call, const Residual& in) {
+void ResidualLayer::recompute(StreamCall& call, const Tensor& in) {
   LayerAllocators memory = call.allocators();
   const Kept kept = allocate(call.shape, memory);
   norm_.forward(call.compute(), in, kept.normed, kept.stats);
   branch_keep(call, memory, kept.normed);
 }
 
-void ResidualLayer::recompute(StreamCall& call, const Tensor& in) { keep(call, {in, {}}); }
-
-Residual ResidualLayer::forward(StreamCall& call, const Residual& in, const Tensor& out) {
-  keep(call, in);
+void ResidualLayer::forward(StreamCall& call, const Tensor& in, const Tensor& out) {
+  recompute(call, in);
   LayerAllocators memory = call.allocators();
-  allocate(call.shape, memory);
-  if (!dropout_.active(call)) {
-    branch_result(call, memory, in.value, out);
-    return {out, {}};
-  }
-  branch_result(call, memory, {}, out);
-  dropout(call.compute(), out, dropout_.at(call, call.shape.sequence * width_), out);
-  return {out, in.value};
+  const Kept kept = allocate(call.shape, memory);
+  if (!dropout_.active(call)) return branch_result(call, memory, in, out);
+  const Tensor branch = kept.branch.data != nullptr ? kept.branch : out;
+  branch_result(call, memory, {}, branch);
+  dropout_residual(call.compute(), branch, dropout_.at(call, call.shape.sequence * width_), in,
+                   out);
 }
 
 bool ResidualLayer::reads_rounded() const {
@@ -63,13 +59,9 @@ Tensor ResidualLayer::branch_gradient(const Kept& kept, const StreamGradient& do
 void ResidualLayer::backward_branch(StreamCall& call, const StreamGradient& dout) {
   LayerAllocators memory = call.allocators();
   const Kept kept = allocate(call.shape, memory);
-  ComputeContext& compute = call.compute();
   if (dropout_.active(call)) {
-    const Dropout mask = dropout_.at(call, call.shape.sequence * width_);
-    const bool converts = precision_ != stream_;
-    const Tensor dropped = converts ? kept.dropped : kept.dbranch;
-    dropout(compute, dout.value, mask, dropped);
-    if (converts) convert(compute, dropped, kept.dbranch);
+    dropout(call.compute(), dout.value, dropout_.at(call, call.shape.sequence * width_),
+            kept.dbranch);
   }
   branch_backward_input(call, memory, branch_gradient(kept, dout), kept.dnormed);
 }

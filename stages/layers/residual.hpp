@@ -1,8 +1,7 @@
 // A residual branch: out = in + dropout(branch(norm(in))). Attention and MLP derive from it.
 //
-// The branch's last product adds to `in`. Where something is dropped before the sum, the branch
-// writes its result to the memory of `out`, and `in` stays pending: the next norm adds both.
-// Neither sum needs a pass of its own.
+// The branch's last product adds to `in`. Where something is dropped before the sum, the product is
+// of the products' precision, and dropout adds what stays of it to `in`, in one pass.
 #pragma once
 
 #include <string>
@@ -22,6 +21,9 @@ struct ResidualOptions {
   DropoutSite output;
   DType precision = DType::kF32;  // of the branch's products
   DType stream = DType::kF32;     // f32, or the precision
+
+  // Of the branch's result where it is not added to the stream at once.
+  [[nodiscard]] DType result() const { return output.probability > 0 ? precision : stream; }
 };
 
 class ResidualLayer : public StreamLayer {
@@ -29,7 +31,7 @@ class ResidualLayer : public StreamLayer {
   [[nodiscard]] LayerMemory memory(const BlockShape& shape) const final;
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute,
                                          const BlockShape& shape) const final;
-  [[nodiscard]] Residual forward(StreamCall& call, const Residual& in, const Tensor& out) final;
+  void forward(StreamCall& call, const Tensor& in, const Tensor& out) final;
   void recompute(StreamCall& call, const Tensor& in) final;
   [[nodiscard]] bool reads_rounded() const final;
   void backward_input(StreamCall& call, const Tensor& in, const StreamGradient& dout,
@@ -44,11 +46,14 @@ class ResidualLayer : public StreamLayer {
         dropout_(options.output),
         width_(options.width),
         precision_(options.precision),
-        stream_(options.stream) {}
+        stream_(options.stream),
+        result_(options.result()) {}
 
   [[nodiscard]] std::int64_t width() const { return width_; }
   [[nodiscard]] DType precision() const { return precision_; }
   [[nodiscard]] DType stream() const { return stream_; }
+  // ResidualOptions::result().
+  [[nodiscard]] DType result() const { return result_; }
 
   // Allocates all that the branch uses in any phase. Below, `memory` of a branch follows the memory
   // of the residual layer itself.
@@ -56,8 +61,8 @@ class ResidualLayer : public StreamLayer {
   [[nodiscard]] virtual OperatorMemory branch_operators(ComputeContext& compute,
                                                         const BlockShape& shape) const = 0;
   // Forward in two calls. branch_keep computes what the branch keeps from x [rows, width] in the
-  // products' precision. branch_result computes y [rows, width] of the stream's type from it, and
-  // adds `residual` where it has data.
+  // products' precision. branch_result computes y [rows, width] from it: of the stream's type with
+  // `residual` added where that has data, else of result().
   virtual void branch_keep(StreamCall& call, LayerAllocators memory, const Tensor& x) = 0;
   virtual void branch_result(StreamCall& call, LayerAllocators memory, const Tensor& residual,
                              const Tensor& y) = 0;
@@ -71,11 +76,9 @@ class ResidualLayer : public StreamLayer {
   struct Kept {
     Tensor normed, stats;     // until the weight gradient
     Tensor dbranch, dnormed;  // gradients; dbranch: where something is dropped
-    Tensor dropped;           // scratch, of the stream's type; between dropout and conversion
+    Tensor branch;            // scratch, forward: before dropout; no data: in the memory of `out`
   };
   Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
-  // Completes `in`, then runs forward except for branch_result.
-  void keep(StreamCall& call, const Residual& in);
   // What the branch's products read: of the products' precision.
   [[nodiscard]] Tensor branch_gradient(const Kept& kept, const StreamGradient& dout) const;
   // backward_input except for the norm.
@@ -84,7 +87,7 @@ class ResidualLayer : public StreamLayer {
   Norm norm_;
   DropoutSite dropout_;
   std::int64_t width_;
-  DType precision_, stream_;
+  DType precision_, stream_, result_;
 };
 
 }  // namespace sluice

@@ -11,6 +11,7 @@ SelfAttention::SelfAttention(const Options& options, ParameterSet& parameters, W
       window_(options.window),
       precision_(options.precision),
       result_(options.result),
+      sum_(options.sum),
       positions_(options.positions),
       probabilities_(options.probabilities),
       recompute_(options.recompute),
@@ -67,6 +68,7 @@ OperatorMemory SelfAttention::operators(ComputeContext& compute, const BlockShap
   const std::int64_t rows = batch.rows();
   return {.workspace = std::max({qkv_.workspace(compute, rows, precision_),
                                  output_.workspace(compute, rows, result_),
+                                 output_.workspace(compute, rows, sum_),
                                  attention_forward_workspace(compute, shape, precision_, false),
                                  attention_forward_workspace(compute, shape, precision_, drops),
                                  attention_backward_workspace(compute, shape, precision_, drops),

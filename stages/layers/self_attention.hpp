@@ -1,7 +1,6 @@
 // Causal self-attention with grouped queries (Ainslie et al. 2023): queries, keys and values by one
 // product, perhaps a norm of each query and key and rotary positions, attention, and a product of
-// its result. What a residual branch and a layer of a
-// Sequential are made of.
+// its result. What a residual branch and a layer of a Sequential are made of.
 #pragma once
 
 #include <optional>
@@ -28,6 +27,7 @@ class SelfAttention {
     bool qkv_bias = false, output_bias = false;
     DType precision = DType::kF32;
     DType result = DType::kF32;  // f32, or the precision
+    DType sum = DType::kF32;     // of the result with a residual; likewise
   };
   SelfAttention(const Options& options, ParameterSet& parameters, WeightCopies& copies);
 
@@ -36,8 +36,8 @@ class SelfAttention {
   [[nodiscard]] OperatorMemory operators(ComputeContext& compute, const BlockShape& shape) const;
   [[nodiscard]] std::string note(ComputeContext& compute, const BlockShape& shape) const;
   // Forward in two calls: keep() computes what is kept from x [rows, width], result() writes y
-  // [rows, width] of Options::result from it, plus `residual` where it has data. Operands below: as
-  // in ResidualLayer.
+  // [rows, width] of Options::result from it, or of Options::sum with `residual` added where that
+  // has data. Operands below: as in ResidualLayer.
   void keep(StreamCall& call, LayerAllocators memory, const Tensor& x);
   void result(StreamCall& call, LayerAllocators memory, const Tensor& residual, const Tensor& y);
   // dx with null data: not needed.
@@ -60,7 +60,7 @@ class SelfAttention {
   void attend(StreamCall& call, const Kept& kept) const;
 
   int heads_, kv_heads_, head_dim_, window_;
-  DType precision_, result_;
+  DType precision_, result_, sum_;
   std::optional<RotaryPositions> positions_;
   DropoutSite probabilities_;
   bool recompute_;

@@ -82,7 +82,7 @@ class LayerNormLayer final : public Layer {
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   void forward(LayerCall& call, const Tensor& y) override {
-    layer_norm_forward(call.compute(), call.x, {}, weight_->value, bias_->value, epsilon_, y,
+    layer_norm_forward(call.compute(), call.x, weight_->value, bias_->value, epsilon_, y,
                        stats_of(call.until_weight, rows_of(y.spec)));
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
@@ -132,7 +132,7 @@ class RmsNormLayer final : public Layer {
   [[nodiscard]] bool overwrites_gradients() const override { return true; }
   [[nodiscard]] bool runs_on_gpu() const override { return true; }
   void forward(LayerCall& call, const Tensor& y) override {
-    rms_norm_forward(call.compute(), call.x, {}, weight_->value, epsilon_, y,
+    rms_norm_forward(call.compute(), call.x, weight_->value, epsilon_, y,
                      stats_of(call.until_weight, rows_of(y.spec)));
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {

@@ -233,21 +233,17 @@ void update_runs(const char* name, std::span<const UpdateRun> runs, bool first, 
   }
 }
 
-// What a norm of this residual stream may give.
-Types results_of(const Tensor& stream) {
-  return in(kF32, stream.spec.dtype) ? kFloats : only(stream.spec.dtype);
-}
+// x's type, or one that it can be rounded to.
+Types results_of(const Tensor& x) { return in(kF32, x.spec.dtype) ? kFloats : only(x.spec.dtype); }
 
 // Of either norm. beta: null for RMSNorm, which has none and keeps one number per row.
-void check_norm_forward(const char* name, const Tensor& x, const Tensor& delta, const Tensor& gamma,
-                        const Tensor* beta, const Tensor& y, const Tensor& stats) {
+void check_norm_forward(const char* name, const Tensor& x, const Tensor& gamma, const Tensor* beta,
+                        const Tensor& y, const Tensor& stats) {
   const std::int64_t rows = rows_of(x), width = width_of(x);
   fits(name, {"x", x}, in_rows(kFloats, kAny, kAny), {{"gamma", gamma}});
   fits(name, {"gamma", gamma}, vector(kF32, width), {{"x", x}});
   if (beta != nullptr) fits(name, {"beta", *beta}, vector(kF32, width), {{"x", x}});
   fits(name, {"y", y}, in_rows(results_of(x), rows, width), {{"x", x}});
-  const Types deltas = in(kF32, x.spec.dtype) ? kF32 | only(y.spec.dtype) : only(x.spec.dtype);
-  fits_if_given(name, {"delta", delta}, in_rows(deltas, rows, width), {{"x", x}, {"y", y}});
   fits(name, {"stats", stats}, in_rows(kF32, rows, beta != nullptr ? 2 : 1), {{"x", x}});
 }
 
@@ -311,7 +307,15 @@ void check_query_key_norm(const char* name, const AttentionShape& shape, const O
   fits(name, {"stats", stats}, in_rows(kF32, shape.rows(), heads), {{"shape", shape}});
 }
 
-// y of x's type and shape: activations, dropout.
+// For an operator that reads and writes element by element: y in x's memory is of x's type.
+void in_place_of_equal_type(const char* name, const Operand& x, const Operand& y) {
+  const Tensor &from = *x.tensor, &to = *y.tensor;
+  if (from.data != to.data || from.spec.dtype == to.spec.dtype || to.elements() == 0) return;
+  refuse(name, to_text(x) + " and " + to_text(y) +
+                   " share memory; legal: equal types, or y in memory of its own");
+}
+
+// y of x's type and shape: activations.
 void check_elementwise(const char* name, const Tensor& x, const Tensor& y) {
   fits(name, {"x", x}, in_rows(kFloats, kAny, kAny), {{"y", y}});
   fits(name, {"y", y}, in_rows(only(x.spec.dtype), rows_of(x), width_of(x)), {{"x", x}});
@@ -445,12 +449,10 @@ void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const 
       write);
 }
 
-void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
-                        const Tensor& gamma, const Tensor& beta, float epsilon, const Tensor& y,
-                        const Tensor& stats) {
-  check_norm_forward(__func__, x, delta, gamma, &beta, y, stats);
-  run({__func__}, &OperatorTable::layer_norm_forward, ctx, x, delta, gamma, beta, epsilon, y,
-      stats);
+void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma,
+                        const Tensor& beta, float epsilon, const Tensor& y, const Tensor& stats) {
+  check_norm_forward(__func__, x, gamma, &beta, y, stats);
+  run({__func__}, &OperatorTable::layer_norm_forward, ctx, x, gamma, beta, epsilon, y, stats);
 }
 
 void layer_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
@@ -459,10 +461,10 @@ void layer_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
   run({__func__}, &OperatorTable::layer_norm_backward, ctx, dy, x, gamma, stats, gradients);
 }
 
-void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
-                      const Tensor& gamma, float epsilon, const Tensor& y, const Tensor& stats) {
-  check_norm_forward(__func__, x, delta, gamma, nullptr, y, stats);
-  run({__func__}, &OperatorTable::rms_norm_forward, ctx, x, delta, gamma, epsilon, y, stats);
+void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma, float epsilon,
+                      const Tensor& y, const Tensor& stats) {
+  check_norm_forward(__func__, x, gamma, nullptr, y, stats);
+  run({__func__}, &OperatorTable::rms_norm_forward, ctx, x, gamma, epsilon, y, stats);
 }
 
 void rms_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& gamma,
@@ -608,8 +610,20 @@ void sigmoid_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, co
 }
 
 void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y) {
-  check_elementwise(__func__, x, y);
+  fits(__func__, {"x", x}, in_rows(kFloats, kAny, kAny), {{"y", y}});
+  fits(__func__, {"y", y}, in_rows(results_of(x), rows_of(x), width_of(x)), {{"x", x}});
+  in_place_of_equal_type(__func__, {"x", x}, {"y", y});
   run({__func__}, &OperatorTable::dropout, ctx, x, dropout, y);
+}
+
+void dropout_residual(ComputeContext& ctx, const Tensor& x, const Dropout& dropout,
+                      const Tensor& residual, const Tensor& y) {
+  fits(__func__, {"x", x}, in_rows(kFloats, kAny, kAny), {{"y", y}});
+  fits(__func__, {"y", y}, in_rows(kF32 | only(x.spec.dtype), rows_of(x), width_of(x)), {{"x", x}});
+  fits(__func__, {"residual", residual}, in_rows(only(y.spec.dtype), rows_of(x), width_of(x)),
+       {{"x", x}, {"y", y}});
+  in_place_of_equal_type(__func__, {"x", x}, {"y", y});
+  run({__func__}, &OperatorTable::dropout_residual, ctx, x, dropout, residual, y);
 }
 
 void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {

@@ -63,14 +63,12 @@ class BlockLayer final : public Layer {
   }
 
   void forward(LayerCall& call, const Tensor& y) override {
-    Residual stream{as_rows(call.x), {}};
     Place* const places = begin(call);
     for (std::size_t i = 0; i < parts_.size(); ++i) {
       StreamCall inner = call_of(call, places[i]);
       const bool last = i + 1 == parts_.size();
-      stream = parts_[i]->forward(inner, stream, last ? as_rows(y) : places[i + 1].in);
+      parts_[i]->forward(inner, in_of(call, places, i), last ? as_rows(y) : places[i + 1].in);
     }
-    if (stream.pending.data != nullptr) add(call.compute(), stream.pending, stream.value);
   }
   void backward_input(LayerCall& call, const Tensor& dy, const Tensor& dx) override {
     Place* const places = begin(call);

@@ -403,15 +403,11 @@ void TransformerStage::forward(StageContext& ctx, std::span<const Tensor> inputs
     copy_or_convert(ctx.compute, inputs[0], outputs[0]);
     return;
   }
-  Residual stream{single(inputs), {}};
   for (size_t i = 0; i < layers_.size(); ++i) {
     StreamCall call = call_of(ctx, shape, i);
     const bool last = i + 1 == layers_.size();
-    stream =
-        layers_[i]->forward(call, stream, last ? single(outputs) : layer_output(ctx, shape, i));
-  }
-  if (stream.pending.data != nullptr) {
-    add(ctx.compute, stream.pending, stream.value);
+    layers_[i]->forward(call, layer_input(ctx, shape, i),
+                        last ? single(outputs) : layer_output(ctx, shape, i));
   }
 }
 

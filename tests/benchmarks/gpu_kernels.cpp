@@ -77,9 +77,7 @@ class Kernels {
     const Tensor dgamma = memory.make(DType::kF32, {w}), dbeta = memory.make(DType::kF32, {w});
     const Tensor stats = memory.make(DType::kF32, {rows, 2});
     row("layer norm forward", bytes(stream, 4 + 2),
-        [&] { layer_norm_forward(ctx_, stream, {}, gamma, beta, 1e-5F, narrow, stats); });
-    row("layer norm forward, residual added", bytes(stream, 8 + 2 + 2),
-        [&] { layer_norm_forward(ctx_, stream, delta, gamma, beta, 1e-5F, narrow, stats); });
+        [&] { layer_norm_forward(ctx_, stream, gamma, beta, 1e-5F, narrow, stats); });
     row("layer norm backward, rounded copy", bytes(stream, 2 + 4 + 8 + 2), [&] {
       layer_norm_backward(ctx_, narrow, stream, gamma, stats,
                           {gradient, gradient, copy, dgamma, dbeta});
@@ -89,16 +87,14 @@ class Kernels {
     });
     const Tensor scales = memory.make(DType::kF32, {rows, 1});
     row("rms norm forward", bytes(stream, 4 + 2),
-        [&] { rms_norm_forward(ctx_, stream, {}, gamma, 1e-5F, narrow, scales); });
-    row("rms norm forward, residual added", bytes(stream, 8 + 2 + 2),
-        [&] { rms_norm_forward(ctx_, stream, delta, gamma, 1e-5F, narrow, scales); });
+        [&] { rms_norm_forward(ctx_, stream, gamma, 1e-5F, narrow, scales); });
     row("rms norm backward, rounded copy", bytes(stream, 2 + 4 + 8 + 2), [&] {
       rms_norm_backward(ctx_, narrow, stream, gamma, scales, {gradient, gradient, copy, dgamma});
     });
     row("rms norm weight gradient", bytes(stream, 2 + 4),
         [&] { rms_norm_backward(ctx_, narrow, stream, gamma, scales, {.dgamma = dgamma}); });
-    row("layer norm forward, bf16 stream, residual added", bytes(stream, 3 * 2 + 2),
-        [&] { layer_norm_forward(ctx_, copy, delta, gamma, beta, 1e-5F, narrow, stats); });
+    row("layer norm forward, bf16 stream", bytes(stream, 2 + 2),
+        [&] { layer_norm_forward(ctx_, copy, gamma, beta, 1e-5F, narrow, stats); });
     row("layer norm backward, bf16 stream", bytes(stream, 2 + 2 + 2 * 2), [&] {
       layer_norm_backward(ctx_, narrow, copy, gamma, stats, {delta, delta, {}, dgamma, dbeta});
     });
@@ -144,11 +140,15 @@ class Kernels {
     const Tensor packed = memory.make(DType::kBf16, {rows, shape.packed_width()});
     const Tensor delta = memory.make(DType::kBf16, {rows, w});
     const Tensor out = memory.make(DType::kBf16, {rows, w});
+    const Tensor stream = memory.make(DType::kF32, {rows, w});
+    const Dropout mask = {.probability = 0.1F, .key = {.seed = 1}};
     // Queries and keys, not values.
     row("rotary positions", bytes(delta, 2 * (2 + 2)),
         [&] { rotary(ctx_, shape, {model.rotary_base}, packed, /*backward=*/false); });
-    row("dropout", bytes(delta, 2 + 2),
-        [&] { dropout(ctx_, delta, {.probability = 0.1F, .key = {.seed = 1}}, out); });
+    row("dropout", bytes(delta, 2 + 2), [&] { dropout(ctx_, delta, mask, out); });
+    row("dropout, added to the stream", bytes(delta, 2 + 4 + 4),
+        [&] { dropout_residual(ctx_, delta, mask, stream, stream); });
+    row("dropout, rounded", bytes(delta, 4 + 2), [&] { dropout(ctx_, stream, mask, out); });
   }
 
   // What linear_backward_weight() does for a bias, without its product.

@@ -244,7 +244,7 @@ class Elements {
       dropout(ctx_, narrow, {0.1F, {1, 2, 3}, 0}, other);
     });
     row("layer norm forward", narrow.elements(), 4 + t,
-        [&] { layer_norm_forward(ctx_, stream, {}, gamma, beta, 1e-5F, narrow, stats); });
+        [&] { layer_norm_forward(ctx_, stream, gamma, beta, 1e-5F, narrow, stats); });
     row("layer norm input gradient", narrow.elements(), 12 + t, [&] {
       layer_norm_backward(ctx_, narrow, stream, gamma, stats, {gradient, gradient});
     });
@@ -252,12 +252,15 @@ class Elements {
       layer_norm_backward(ctx_, narrow, stream, gamma, stats, {.dgamma = dgamma, .dbeta = dbeta});
     });
     row("rms norm forward", narrow.elements(), 4 + t,
-        [&] { rms_norm_forward(ctx_, stream, {}, gamma, 1e-5F, narrow, scales); });
+        [&] { rms_norm_forward(ctx_, stream, gamma, 1e-5F, narrow, scales); });
     row("rms norm input gradient", narrow.elements(), 12 + t, [&] {
       rms_norm_backward(ctx_, narrow, stream, gamma, scales, {gradient, gradient});
     });
     row("rms norm weight gradient", narrow.elements(), 4 + t,
         [&] { rms_norm_backward(ctx_, narrow, stream, gamma, scales, {.dgamma = dgamma}); });
+    row("dropout 0.1, added to the stream", narrow.elements(), 8 + t, [&] {
+      dropout_residual(ctx_, narrow, {0.1F, {1, 2, 3}, 0}, stream, stream);
+    });
     row("residual add", narrow.elements(), 8 + t, [&] { add(ctx_, narrow, stream); });
     attention();
     if (dtype_ == DType::kF32) float_only();

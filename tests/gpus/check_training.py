@@ -6,7 +6,7 @@
 
 loss_curves.json has the losses of 200 steps on a CPU in fp32, with and without dropout; --make writes it. On a card
 fp32, dropout, recomputation and CUDA graphs stay within 0.01 % of them, bf16 within 0.5 %, with a bf16 residual stream
-too (on a CPU, with and without dropout: within 0.06 %). Graphs and recomputation have the bits of fp32 on that card, and
+too (on a CPU, with and without dropout: within 0.07 %). Graphs and recomputation have the bits of fp32 on that card, and
 so have four ranks that share it. --steps compares the first N steps.
 """
 

@@ -94,11 +94,8 @@ void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const 
 
 // --- normalisation over the last dimension; x of type S (residual stream), y of type T ---
 // LayerNorm: y = (x - mean) * rstd * gamma + beta. stats f32 [rows, 2]: mean, rstd; overwritten.
-// If `delta` has data, first x += delta, in place: the residual add, fused. It is of type T or f32,
-// bf16 where x is. What is normalised is x as it is stored: the bits are those of add() before.
-void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
-                        const Tensor& gamma, const Tensor& beta, float epsilon, const Tensor& y,
-                        const Tensor& stats);
+void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma,
+                        const Tensor& beta, float epsilon, const Tensor& y, const Tensor& stats);
 // What is wanted of a norm's backward: what has data. The gradients of the weights have the same
 // bits in a call of their own.
 struct NormGradients {
@@ -113,8 +110,8 @@ struct NormGradients {
 void layer_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                          const Tensor& gamma, const Tensor& stats, const NormGradients& gradients);
 // RMSNorm: y = x * rstd * gamma; stats [rows, 1]: rstd. As above otherwise.
-void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& delta,
-                      const Tensor& gamma, float epsilon, const Tensor& y, const Tensor& stats);
+void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma, float epsilon,
+                      const Tensor& y, const Tensor& stats);
 void rms_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& gamma,
                        const Tensor& stats, const NormGradients& gradients);
 // Of either: `terms` is 2 for LayerNorm's two gradients, 1 for RMSNorm's.
@@ -191,8 +188,13 @@ void tanh_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
 void tanh_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
 void sigmoid_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y);
 void sigmoid_backward(ComputeContext& ctx, const Tensor& x, const Tensor& dy, const Tensor& dx);
-// y = keep ? x / (1 - p) : 0; the same call is its own backward. In place allowed.
+// y = keep ? x / (1 - p) : 0; the same call is its own backward. y of x's type, or bf16 where x is
+// f32: then it is rounded. In place allowed where the types are equal.
 void dropout(ComputeContext& ctx, const Tensor& x, const Dropout& dropout, const Tensor& y);
+// y = residual + dropout(x), rounded once: the end of a branch of the residual stream that drops.
+// residual and y f32, or of x's type. y may be residual's memory, or x's where the types are equal.
+void dropout_residual(ComputeContext& ctx, const Tensor& x, const Dropout& dropout,
+                      const Tensor& residual, const Tensor& y);
 void add(ComputeContext& ctx, const Tensor& x, const Tensor& y);  // y += x; y f32, or as x
 // Converts between f32 and bf16 (to nearest even).
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to);

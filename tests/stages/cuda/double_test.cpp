@@ -146,8 +146,8 @@ TEST_F(CudaDoubleTest, LayerNorm) {
       const OnGpu gdx(Operand(stream, {rows, width}));
       const OnGpu gdgamma(Operand(DType::kF32, {width}, none)),
           gdbeta(Operand(DType::kF32, {width}, none));
-      layer_norm_forward(gpu(), gx.tensor(), {}, ggamma.tensor(), gbeta.tensor(), 1e-5F,
-                         gy.tensor(), stats.tensor());
+      layer_norm_forward(gpu(), gx.tensor(), ggamma.tensor(), gbeta.tensor(), 1e-5F, gy.tensor(),
+                         stats.tensor());
       layer_norm_backward(
           gpu(), gdy.tensor(), gx.tensor(), ggamma.tensor(), stats.tensor(),
           {.dx = gdx.tensor(), .dgamma = gdgamma.tensor(), .dbeta = gdbeta.tensor()});

@@ -154,6 +154,29 @@ TEST_F(CudaElementTest, DropoutDropsWhatTheCpuDrops) {
   });
 }
 
+// Rounded, and added to a residual, both of f32 with operands of bf16 and of f32.
+TEST_F(CudaElementTest, DropoutBetweenTypesIsTheCpusToTheBit) {
+  for_each_case([&](DType dtype, std::int64_t size) {
+    for (const std::uint64_t first : {std::uint64_t{4}, std::uint64_t{4003}}) {
+      const Dropout mask = {0.3F, {7, random_site(2, 1), 11}, first};
+      const Operand wide = random_operand(DType::kF32, {size}, 8), rounded(dtype, {size});
+      compare_shifted({&wide, &rounded}, kExact, [&](ComputeContext& ctx, const Tensors& at) {
+        dropout(ctx, at[0], mask, at[1]);
+      });
+      for (const DType stream : {DType::kF32, dtype}) {
+        const Operand x = random_operand(dtype, {size}, 7), sum(stream, {size}),
+                      residual = random_operand(stream, {size}, 9);
+        compare_shifted({&x, &residual, &sum}, kExact, [&](ComputeContext& ctx, const Tensors& at) {
+          dropout_residual(ctx, at[0], mask, at[1], at[2]);
+        });
+        compare({&x, &residual}, kExact, [&](ComputeContext& ctx, const Tensors& at) {
+          dropout_residual(ctx, at[0], mask, at[1], at[1]);  // in place
+        });
+      }
+    }
+  });
+}
+
 TEST_F(CudaElementTest, DropoutOfProbabilityZeroIsTheIdentity) {
   const Operand x = random_operand(DType::kBf16, {77}, 8), y(DType::kBf16, {77});
   compare({&x, &y}, kExact,
@@ -257,27 +280,17 @@ TEST_F(CudaNormTest, ForwardIsTheCpus) {
   for_each_case([&](DType dtype, std::int64_t rows, std::int64_t width) {
     const Operand gamma = random_operand(DType::kF32, {width}, 11),
                   beta = random_operand(DType::kF32, {width}, 12);
-    const auto check = [&](DType stream_type, DType delta_type, bool with_delta) {
-      const Operand delta = random_operand(delta_type, {rows, width}, 13);
+    for (const DType stream_type : streams(dtype)) {
       const Operand x = stream(rows, width, stream_type), y(dtype, {rows, width});
-      const Operand stats(DType::kF32, {rows, 2});
-      compare_shifted({&x, &delta, &gamma, &beta, &y, &stats}, gpu_tolerance(dtype),
+      const Operand stats(DType::kF32, {rows, 2}), scale(DType::kF32, {rows, 1});
+      compare_shifted({&x, &gamma, &beta, &y, &stats}, gpu_tolerance(dtype),
                       [&](ComputeContext& ctx, const Tensors& at) {
-                        layer_norm_forward(ctx, at[0], with_delta ? at[1] : Tensor{}, at[2], at[3],
-                                           1e-5F, at[4], at[5]);
+                        layer_norm_forward(ctx, at[0], at[1], at[2], 1e-5F, at[3], at[4]);
                       });
-      const Operand other = stream(rows, width, stream_type), scale(DType::kF32, {rows, 1});
-      compare_shifted({&other, &delta, &gamma, &y, &scale}, gpu_tolerance(dtype),
+      compare_shifted({&x, &gamma, &y, &scale}, gpu_tolerance(dtype),
                       [&](ComputeContext& ctx, const Tensors& at) {
-                        rms_norm_forward(ctx, at[0], with_delta ? at[1] : Tensor{}, at[2], 1e-5F,
-                                         at[3], at[4]);
+                        rms_norm_forward(ctx, at[0], at[1], 1e-5F, at[2], at[3]);
                       });
-    };
-    for (const bool with_delta : {false, true}) {
-      for (const DType delta_type : {DType::kF32, dtype}) {
-        check(DType::kF32, delta_type, with_delta);
-      }
-      if (dtype != DType::kF32) check(dtype, dtype, with_delta);
     }
   });
 }
@@ -290,9 +303,8 @@ TEST_F(CudaNormTest, GradientsAreTheCpus) {
       const Operand gamma = random_operand(DType::kF32, {width}, 15),
                     beta = random_operand(DType::kF32, {width}, 16), y(dtype, {rows, width});
       const Operand stats(DType::kF32, {rows, 2}), scale(DType::kF32, {rows, 1});
-      layer_norm_forward(cpu(), x.tensor, {}, gamma.tensor, beta.tensor, 1e-3F, y.tensor,
-                         stats.tensor);
-      rms_norm_forward(cpu(), x.tensor, {}, gamma.tensor, 1e-3F, y.tensor, scale.tensor);
+      layer_norm_forward(cpu(), x.tensor, gamma.tensor, beta.tensor, 1e-3F, y.tensor, stats.tensor);
+      rms_norm_forward(cpu(), x.tensor, gamma.tensor, 1e-3F, y.tensor, scale.tensor);
       const Operand residual = random_operand(stream_type, {rows, width}, 17),
                     dx(stream_type, {rows, width});
       const Operand dgamma = random_operand(DType::kF32, {width}, 19),

@@ -69,7 +69,7 @@ TEST_P(OperandsTest, WithoutDataAreRefused) {
     const std::string name = GetParam().name;
     const bool of_norm = name.ends_with("norm_backward");
     const bool optional = operand == "bias" || operand == "dbias" || operand == "positions" ||
-                          operand == "dpositions" || operand == "delta" ||
+                          operand == "dpositions" ||
                           (of_norm && (operand == "residual" || operand == "rounded")) ||
                           (name == "rms_norm_backward" && operand == "dgamma");
     if (optional) {
@@ -282,43 +282,29 @@ OperatorForm norm_backward_form(std::int64_t terms) {
 std::vector<OperatorForm> norm_forms() {
   std::vector<OperatorForm> forms = {
       {"layer_norm_forward",
-       {{kF32, {2, 4}}, {kBf16, {2, 4}}, {kF32, {4}}, {kF32, {4}}, {kBf16, {2, 4}}, {kF32, {2, 2}}},
+       {{kF32, {2, 4}}, {kF32, {4}}, {kF32, {4}}, {kBf16, {2, 4}}, {kF32, {2, 2}}},
        [](ComputeContext& ctx, const Tensors& at) {
-         layer_norm_forward(ctx, at[0], at[1], at[2], at[3], 1e-5F, at[4], at[5]);
+         layer_norm_forward(ctx, at[0], at[1], at[2], 1e-5F, at[3], at[4]);
        },
        {{0, {kI32, {2, 4}}, "x is i32 [2, 4]; legal with gamma f32 [4]: f32 or bf16 [any, any]"},
-        {1,
-         {kBf16, {2, 7}},
-         "delta is bf16 [2, 7]; legal with x f32 [2, 4] and y bf16 [2, 4]: f32 "
-         "or bf16 [2, 4]"},
-        {2, {kF32, {7}}, "gamma is f32 [7]; legal with x f32 [2, 4]: f32 [4]"},
-        {3, {kBf16, {4}}, "beta is bf16 [4]; legal with x f32 [2, 4]: f32 [4]"},
-        {4, {kF32, {1, 4}}, "y is f32 [1, 4]; legal with x f32 [2, 4]: f32 or bf16 [2, 4]"},
-        {5, {kF32, {2, 1}}, "stats is f32 [2, 1]; legal with x f32 [2, 4]: f32 [2, 2]"}}},
-      // A bf16 delta with an f32 result would be read as f32.
+        {1, {kF32, {7}}, "gamma is f32 [7]; legal with x f32 [2, 4]: f32 [4]"},
+        {2, {kBf16, {4}}, "beta is bf16 [4]; legal with x f32 [2, 4]: f32 [4]"},
+        {3, {kF32, {1, 4}}, "y is f32 [1, 4]; legal with x f32 [2, 4]: f32 or bf16 [2, 4]"},
+        {4, {kF32, {2, 1}}, "stats is f32 [2, 1]; legal with x f32 [2, 4]: f32 [2, 2]"}}},
       {"rms_norm_forward",
-       {{kF32, {1, 2, 4}}, {kF32, {2, 4}}, {kF32, {4}}, {kF32, {2, 4}}, {kF32, {2, 1}}},
+       {{kF32, {1, 2, 4}}, {kF32, {4}}, {kF32, {2, 4}}, {kF32, {2, 1}}},
        [](ComputeContext& ctx, const Tensors& at) {
-         rms_norm_forward(ctx, at[0], at[1], at[2], 1e-5F, at[3], at[4]);
+         rms_norm_forward(ctx, at[0], at[1], 1e-5F, at[2], at[3]);
        },
        {{0, {kBf16, {1, 2, 4}}, "y is f32 [2, 4]; legal with x bf16 [1, 2, 4]: bf16 [2, 4]"},
-        {1, {kBf16, {2, 4}}, "delta is bf16 [2, 4]; legal with x f32 [1, 2, 4] and y f32 [2, 4]"},
-        {4, {kF32, {2, 2}}, "stats is f32 [2, 2]; legal with x f32 [1, 2, 4]: f32 [2, 1]"}}},
+        {3, {kF32, {2, 2}}, "stats is f32 [2, 2]; legal with x f32 [1, 2, 4]: f32 [2, 1]"}}},
   };
-  // A stream of bf16 has neither f32 to add nor f32 results.
+  // A stream of bf16 has no f32 results.
   forms.push_back(
       {"layer_norm_forward",
-       {{kBf16, {2, 4}},
-        {kBf16, {2, 4}},
-        {kF32, {4}},
-        {kF32, {4}},
-        {kBf16, {2, 4}},
-        {kF32, {2, 2}}},
+       {{kBf16, {2, 4}}, {kF32, {4}}, {kF32, {4}}, {kBf16, {2, 4}}, {kF32, {2, 2}}},
        forms[0].call,
-       {{1,
-         {kF32, {2, 4}},
-         "delta is f32 [2, 4]; legal with x bf16 [2, 4] and y bf16 [2, 4]: bf16"},
-        {4, {kF32, {2, 4}}, "y is f32 [2, 4]; legal with x bf16 [2, 4]: bf16 [2, 4]"}}});
+       {{3, {kF32, {2, 4}}, "y is f32 [2, 4]; legal with x bf16 [2, 4]: bf16 [2, 4]"}}});
   forms.push_back(norm_backward_form(2));
   forms.push_back(norm_backward_form(1));
   return forms;
@@ -336,6 +322,19 @@ TEST(NormOperandsTest, ResultsWithoutMeaningAreRefused) {
   expect_usage(HasSubstr("rms_norm_backward: dbeta f32 [4]; legal: no data"), [&] {
     rms_norm_backward(ctx, x, x, gamma, stats, {.dgamma = gamma, .dbeta = gamma});
   });
+  EXPECT_TRUE(operands.untouched());
+}
+
+TEST(DropoutOperandsTest, AnotherTypeInPlaceIsRefused) {
+  ComputeContext ctx(Device{}, 1);
+  const Operands operands({{kF32, {2, 4}}, {kBf16, {2, 4}}});
+  const Tensor &wide = operands.tensors()[0], &narrow = operands.tensors()[1];
+  const Tensor wide_as_narrow{wide.data, narrow.spec}, narrow_as_wide{narrow.data, wide.spec};
+  expect_usage(
+      HasSubstr("dropout: x f32 [2, 4] and y bf16 [2, 4] share memory; legal: equal types"),
+      [&] { dropout(ctx, wide, {}, wide_as_narrow); });
+  expect_usage(HasSubstr("dropout_residual: x bf16 [2, 4] and y f32 [2, 4] share memory"),
+               [&] { dropout_residual(ctx, narrow, {}, wide, narrow_as_wide); });
   EXPECT_TRUE(operands.untouched());
 }
 
@@ -422,12 +421,31 @@ std::vector<OperatorForm> element_forms() {
   forms.push_back({"sigmoid_forward", two, unary(sigmoid_forward), wrong_y});
   forms.push_back({"add", two, unary(add), wrong_y});
   for (const float probability : {0.0F, 0.5F}) {
-    forms.push_back({"dropout", two,
-                     [probability](ComputeContext& ctx, const Tensors& at) {
-                       dropout(ctx, at[0], {.probability = probability, .key = {}}, at[1]);
-                     },
-                     wrong_y});
+    const auto drop = [probability](ComputeContext& ctx, const Tensors& at) {
+      dropout(ctx, at[0], {.probability = probability, .key = {}}, at[1]);
+    };
+    forms.push_back(
+        {"dropout",
+         two,
+         drop,
+         {{1, {kF32, {4, 2}}, "y is f32 [4, 2]; legal with x f32 [2, 4]: f32 or bf16 [2, 4]"}}});
+    forms.push_back(
+        {"dropout",
+         {{kBf16, {2, 4}}, {kBf16, {2, 4}}},
+         drop,
+         {{1, {kF32, {2, 4}}, "y is f32 [2, 4]; legal with x bf16 [2, 4]: bf16 [2, 4]"}}});
   }
+  forms.push_back(
+      {"dropout_residual",
+       {{kBf16, {2, 4}}, {kF32, {2, 4}}, {kF32, {2, 4}}},
+       [](ComputeContext& ctx, const Tensors& at) {
+         dropout_residual(ctx, at[0], {.probability = 0.5F, .key = {}}, at[1], at[2]);
+       },
+       {{0, {kI32, {2, 4}}, "x is i32 [2, 4]; legal with y f32 [2, 4]: f32 or bf16 [any, any]"},
+        {1,
+         {kBf16, {2, 4}},
+         "residual is bf16 [2, 4]; legal with x bf16 [2, 4] and y f32 [2, 4]: f32 [2, 4]"},
+        {2, {kF32, {2, 3}}, "y is f32 [2, 3]; legal with x bf16 [2, 4]: f32 or bf16 [2, 4]"}}});
   const std::vector<TensorSpec> three = {{kBf16, {2, 4}}, {kBf16, {2, 4}}, {kBf16, {2, 4}}};
   const std::vector<Wrong> wrong_gradient = {
       {0, {kI32, {2, 4}}, "x is i32 [2, 4]; legal with dy bf16 [2, 4]: f32 or bf16 [any, any]"},
