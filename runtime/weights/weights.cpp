@@ -6,7 +6,6 @@
 
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <system_error>
@@ -189,22 +188,6 @@ std::vector<std::string> WeightsDirectory::names() const {
   std::vector<std::string> names;
   for (const auto& [name, entry] : by_name_) names.push_back(name);
   return names;
-}
-
-void WeightsDirectory::read(const std::string& name, const Tensor& into) const {
-  const SafetensorsFile::Entry* entry = find(name);
-  if (entry == nullptr) {
-    throw_error(ErrorCode::kWeights,
-                "weights in '{}' have no tensor '{}'; the model needs it as {}",
-                directory_.string(), name, to_string(into.spec));
-  }
-  if (entry->spec != into.spec) {
-    throw_error(ErrorCode::kWeights,
-                "weights in '{}' do not fit the model: tensor '{}' was saved as {}, but "
-                "the model needs {}",
-                directory_.string(), name, to_string(entry->spec), to_string(into.spec));
-  }
-  if (!entry->bytes.empty()) std::memcpy(into.data, entry->bytes.data(), entry->bytes.size());
 }
 
 }  // namespace sluice

@@ -80,9 +80,6 @@ class WeightsDirectory {
   [[nodiscard]] std::string file_of(const std::string& name) const;
   // As SafetensorsFile's.
   void release(const std::string& name) const;
-  // Copies into `into`; throws Error(kWeights) where the tensor is missing, or dtype or shape
-  // differ, with both shapes.
-  void read(const std::string& name, const Tensor& into) const;
   // The metadata "step" of the parts; empty where they have none.
   [[nodiscard]] std::string step() const;
 
