@@ -474,6 +474,7 @@ train_in_turns() {
       --json "$state/$command/pytorch-$model-$round.rows"
   done
   row "products-$model" products --model "$model" --micro-batch "$samples"
+  row "biases-$model" biases --model "$model" --micro-batch "$samples"
 }
 
 # The same training on the CPU in fp32 and on the GPU in fp32 and bf16.

@@ -84,6 +84,21 @@ def measured_products(lines, model):
     return text
 
 
+def measured_biases(lines, model):
+    rows = [r for r in rows_of(lines, "GPU: gradients of biases in epilogues of products") if r["model"] == model]
+    if not rows:
+        return None
+    *each, total = rows
+    text = ", ".join(f"{r['product']} {r['ratio']:.2f}" if r["ratio"] != "" else f"{r['product']} not supported"
+                     for r in each)
+    text += f"; together {total['gain ms per micro-batch']:.2f} ms a micro-batch"
+    run = [r for r in rows_of(lines, "GPU: training") if r["model"] == model]
+    if run:
+        gain = total["gain ms per micro-batch"] * run[0]["samples"] / run[0]["micro-batch"]
+        text += f", {gain / training(lines, model)['ms per step']:.1%} of the step"
+    return text
+
+
 def measured_kernels(lines):
     rows = rows_of(lines, "GPU: memory-bound kernels against a device copy")
     if not rows:
@@ -137,6 +152,9 @@ def table(lines):
     for model in ("124m", "1.5b"):
         yield f"matrix products against cuBLASLt called bare, {model.upper()}", f"{BARE}", \
             measured_products(lines, model)
+    for model in ("124m", "1.5b"):
+        yield f"gradients of biases in epilogues of products against apart, {model.upper()}", "", \
+            measured_biases(lines, model)
     yield "memory-bound kernels against a device copy", f"{COPY}", measured_kernels(lines)
     yield "host time to issue one action", "5 us", measured_issue(lines)
     yield "four chunks on one rank against the model unsplit, 124M", "0.97", \

@@ -79,7 +79,7 @@ class GpuTable(unittest.TestCase):
                       text)
         self.assertIn("in bf16 against the CPU's in fp32, largest deviation | 1 % | 0.42% at step 7 |",
                       text)
-        self.assertEqual(table_of([losses(20)]).count("| not run: no GPU |"), 18)
+        self.assertEqual(table_of([losses(20)]).count("| not run: no GPU |"), 20)
 
     def test_gives_what_dropout_costs(self):
         rows = [{"attention": attention, "pass": way, "over bf16 as a model runs it": ratio}
@@ -91,12 +91,20 @@ class GpuTable(unittest.TestCase):
         self.assertIn("| dropout 0.1 against none, 124M | 0.9 | 0.912 |", text)
         self.assertIn("| forward 0.62, backward 0.56 |", text)
 
+    def test_gives_what_epilogues_gain(self):
+        rows = [{"model": "124m", "product": "qkv weight gradient", "ratio": 1.051, "gain ms per micro-batch": 0.4},
+                {"model": "124m", "product": "up weight gradient", "ratio": "", "gain ms per micro-batch": ""},
+                {"model": "124m", "product": "all weight gradients", "ratio": "", "gain ms per micro-batch": 0.4}]
+        biases = {"benchmark": "GPU: gradients of biases in epilogues of products", "gpu": "NVIDIA H200", "rows": rows}
+        self.assertIn("| qkv weight gradient 1.05, up weight gradient not supported; together 0.40 ms a micro-batch |",
+                      table_of([biases]))
+
     def test_says_not_run_of_what_is_missing_or_emulated(self):
         emulated = "Emulated CUDA device"
         for lines in ([], [training(600000, gpu=emulated), products(gpu=emulated)]):
             text = table_of(lines)
             self.assertIn("GPU: none", text)
-            self.assertEqual(text.count("| not run: no GPU |"), 18)
+            self.assertEqual(text.count("| not run: no GPU |"), 20)
 
 
 if __name__ == "__main__":

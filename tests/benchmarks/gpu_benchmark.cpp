@@ -2,7 +2,7 @@
 // cuBLASLt called bare, memory-bound kernels against a device copy, what the host takes, and what
 // chunks cost. Needs a GPU (the tests' emulation of one proves the program, not a speed).
 //
-//   gpu_benchmark training|dropout|attention|chunks|graphs|idle|issue|products|kernels
+//   gpu_benchmark training|dropout|attention|chunks|graphs|idle|issue|products|biases|kernels
 //                 [--model 124m|1.5b]
 //                 [--layers N] [--heads N] [--width N] [--context N] [--vocabulary N]
 //                 [--batch SAMPLES] [--micro-batch SAMPLES] [--rounds TURNS] [--steps STEPS OF A
@@ -25,10 +25,11 @@ struct Row {
   void (*run)(const GpuOptions&);
 };
 
-constexpr std::array kRows = {
-    Row{"training", training_row}, Row{"dropout", dropout_row},   Row{"attention", attention_row},
-    Row{"chunks", chunks_row},     Row{"graphs", graphs_row},     Row{"idle", idle_row},
-    Row{"issue", issue_row},       Row{"products", products_row}, Row{"kernels", kernels_row}};
+constexpr std::array kRows = {Row{"training", training_row},   Row{"dropout", dropout_row},
+                              Row{"attention", attention_row}, Row{"chunks", chunks_row},
+                              Row{"graphs", graphs_row},       Row{"idle", idle_row},
+                              Row{"issue", issue_row},         Row{"products", products_row},
+                              Row{"biases", biases_row},       Row{"kernels", kernels_row}};
 
 void run(int argc, char** argv) {
   const std::string_view name = argc > 1 ? argv[1] : "";
@@ -42,7 +43,7 @@ void run(int argc, char** argv) {
       ErrorCode::kUsage,
       fmt::format(
           "the first argument is '{}'; legal: training, dropout, attention, chunks, graphs, "
-          "idle, issue, products, kernels",
+          "idle, issue, products, biases, kernels",
           name));
 }
 

@@ -1,6 +1,6 @@
 // Every matrix product of a GPT-2 block and of the head, as the layers run it, against cuBLASLt
 // called bare: the same operands, epilogue and scratch, the first algorithm that its heuristic
-// names.
+// names. And what the library's epilogues for the gradients of biases would gain.
 #include <cublasLt.h>
 
 #include <algorithm>
@@ -8,9 +8,11 @@
 #include <type_traits>
 
 #include <sluice/error.hpp>
+#include <sluice/operators.hpp>
 
 #include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/matmul.hpp"
+#include "stages/cuda_kernels/kernels.hpp"
 #include "tests/benchmarks/gpu_rows.hpp"
 
 namespace sluice::benchmarks {
@@ -80,7 +82,9 @@ cuda::ProductSpec spec_of(const Product& product) {
 // is its transpose.
 class BareProduct {
  public:
-  BareProduct(ComputeContext& ctx, const Product& product, const cuda::ProductOperands& operands)
+  // bias_gradient: of the result's type; gets the sums of dy's columns, or of the result's.
+  BareProduct(ComputeContext& ctx, const Product& product, const cuda::ProductOperands& operands,
+              void* bias_gradient = nullptr)
       : ctx_(ctx), operands_(operands), beta_(product.direction == Direction::kWeight ? 1.0F : 0) {
     const MatMulSpec spec = spec_of(product).product;
     cublasLtMatmulDesc_t made = nullptr;
@@ -95,9 +99,12 @@ class BareProduct {
     a_ = transposes_gradient ? layout(CUDA_R_16BF, spec.m, spec.k)
                              : layout(CUDA_R_16BF, spec.k, spec.m);
     c_ = layout(spec.result == DType::kBf16 ? CUDA_R_16BF : CUDA_R_32F, spec.n, spec.m);
-    set_epilogue(product, spec);
+    set_epilogue(product, spec, bias_gradient);
     choose_algorithm();
   }
+
+  // Whether the library has an algorithm; else run() throws.
+  [[nodiscard]] bool supported() const { return found_ > 0; }
 
   void run() {
     const float one = 1;
@@ -122,12 +129,17 @@ class BareProduct {
             "layout");
     return Layout(made);
   }
-  void set_epilogue(const Product& product, const MatMulSpec& spec) {
+  void set_epilogue(const Product& product, const MatMulSpec& spec, void* bias_gradient) {
+    const bool sums = bias_gradient != nullptr;
     cublasLtEpilogue_t epilogue = product.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+    if (sums) epilogue = CUBLASLT_EPILOGUE_BGRADB;  // dy is the library's second operand
     if (product.epilogue == cuda::Epilogue::kGelu) epilogue = CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
-    if (product.epilogue == cuda::Epilogue::kGeluGradient) epilogue = CUBLASLT_EPILOGUE_DGELU;
+    if (product.epilogue == cuda::Epilogue::kGeluGradient) {
+      epilogue = sums ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
+    }
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
     if (product.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, operands_.bias);
+    if (sums) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias_gradient);
     if (product.epilogue == cuda::Epilogue::kNone) return;
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands_.aux);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, spec.n);
@@ -141,12 +153,10 @@ class BareProduct {
                 preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &scratch, sizeof(scratch)),
             "preference");
     cublasLtMatmulHeuristicResult_t result = {};
-    int found = 0;
-    require(cublasLtMatmulAlgoGetHeuristic(cuda::backend_of(ctx_).cublas(), description_.get(),
-                                           b_.get(), a_.get(), c_.get(), c_.get(), preference, 1,
-                                           &result, &found),
-            "cublasLtMatmulAlgoGetHeuristic");
-    if (found == 0) require(CUBLAS_STATUS_NOT_SUPPORTED, "cublasLtMatmulAlgoGetHeuristic");
+    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+        cuda::backend_of(ctx_).cublas(), description_.get(), b_.get(), a_.get(), c_.get(), c_.get(),
+        preference, 1, &result, &found_);
+    if (status != CUBLAS_STATUS_NOT_SUPPORTED) require(status, "cublasLtMatmulAlgoGetHeuristic");
     algorithm_ = result.algo;
   }
 
@@ -155,6 +165,7 @@ class BareProduct {
   float beta_;
   Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy> description_;
   Layout a_, b_, c_;
+  int found_ = 0;  // algorithms
   cublasLtMatmulAlgo_t algorithm_ = {};
 };
 
@@ -246,6 +257,53 @@ void products_row(const GpuOptions& options) {
     all_bare += seconds[1] * product.uses;
   }
   report.row({"all of a micro-batch", "", "", "", all_bare / all, all * 1e3});
+  report.print();
+  report.save(options.json);
+}
+
+// The product that reads or makes dy, then the sums of its columns, as layers compute them, against
+// the product with the library's epilogue, which stores the micro-batch's sums, then an addition.
+void biases_row(const GpuOptions& options) {
+  ComputeContext ctx(kBenchmarkGpu, 1);
+  Report report = gpu_report(
+      "GPU: gradients of biases in epilogues of products",
+      {"model", "product", "apart ms", "epilogue ms", "ratio", "gain ms per micro-batch"});
+  double gain = 0;  // of weight gradients: two rows are of the same bias
+  for (const Product& product : products_of(ctx, options)) {
+    const bool makes_dy = product.epilogue == cuda::Epilogue::kGeluGradient;
+    const bool reads_dy =
+        product.direction == Direction::kWeight && product.out != options.model.vocabulary;
+    if (!makes_dy && !reads_dy) continue;
+    RandomOperands memory(ctx.device());
+    const cuda::ProductOperands operands = operands_of(memory, product);
+    const cuda::ProductSpec spec = spec_of(product);
+    const std::int64_t width = makes_dy ? product.in : product.out;
+    const Tensor sums = memory.make(DType::kF32, {width});
+    const Tensor own = memory.make(spec.product.result, {width});
+    const Tensor dy{const_cast<void*>(makes_dy ? operands.c : operands.a),
+                    {DType::kBf16, {product.rows, width}}};
+    BareProduct bare(ctx, product, operands, own.data);
+    if (!bare.supported()) {
+      report.row({options.model_name, product.name, "", "not supported", "", ""});
+      continue;
+    }
+    const std::vector<double> seconds =
+        in_turns(ctx, options,
+                 {{"apart",
+                   [&] {
+                     cuda::backend_of(ctx).matmuls().run(spec, operands);
+                     cuda::sum_columns(ctx, dy, sums);
+                   }},
+                  {"epilogue", [&] {
+                     bare.run();
+                     add(ctx, own, sums);
+                   }}});
+    const double each = (seconds[0] - seconds[1]) * product.uses * 1e3;
+    report.row({options.model_name, product.name, seconds[0] * 1e3, seconds[1] * 1e3,
+                seconds[0] / seconds[1], each});
+    if (reads_dy) gain += each;
+  }
+  report.row({options.model_name, "all weight gradients", "", "", "", gain});
   report.print();
   report.save(options.json);
 }

@@ -45,6 +45,7 @@ void graphs_row(const GpuOptions& options);    // actions replayed as CUDA graph
 void idle_row(const GpuOptions& options);  // the GPU waiting for the host, and idle between kernels
 void issue_row(const GpuOptions& options);      // the host's time per action
 void products_row(const GpuOptions& options);   // against cuBLASLt called bare
+void biases_row(const GpuOptions& options);     // their gradients apart and in epilogues
 void attention_row(const GpuOptions& options);  // alone, by cuDNN and by own kernels
 void dropout_row(const GpuOptions& options);    // training with dropout 0.1 against without
 void kernels_row(const GpuOptions& options);    // bytes per second against a device copy
