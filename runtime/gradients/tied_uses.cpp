@@ -94,6 +94,7 @@ void TiedUses::broadcast_tied_values() {
       Parameter* const mine = parameters_[group][use];
       if (mine != nullptr) mine->rounded_is_current = false;
       if (owner != nullptr && mine != nullptr) {
+        if (mine->value.data == owner->value.data) continue;  // inference
         copy_async(mine->value.data, owner->value.data, mine->value.spec.bytes(),
                    compute_.stream());
       } else if (mine != nullptr) {

@@ -6,7 +6,9 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <set>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -88,8 +90,11 @@ class MemorySum {
     std::size_t squares = 0, tables = 0;
     for (const int stage : layout_.plans.placement().stages_of(rank_)) {
       const StageEntry& entry = layout_.parameters.stages[at(stage)];
+      std::set<std::string_view> names;
       for (std::size_t i = 0; i < entry.parameters.size(); ++i) {
         const std::int64_t elements = entry.parameters[i].elements;
+        const bool is_new = names.insert(entry.parameters[i].name).second;
+        if (training.inference && !is_new) continue;  // ParameterSet::allocate()
         memory_.parameters += parameter_bytes(elements);
         if (training.inference) continue;
         memory_.gradients += parameter_bytes(elements);

@@ -110,6 +110,22 @@ void require_distinct(const std::deque<Parameter>& parameters) {
   }
 }
 
+// Where in the memory of values each parameter lies, in bytes; at last, the bytes of all. `shared`:
+// the uses of one name lie in the same place.
+std::vector<std::size_t> offsets_of(const std::deque<Parameter>& parameters, bool shared) {
+  std::unordered_map<std::string_view, std::size_t> first_uses;
+  std::vector<std::size_t> offsets;
+  std::size_t end = 0;
+  for (const Parameter& parameter : parameters) {
+    const auto [use, is_new] = first_uses.emplace(parameter.name, end);
+    const bool lies_there = shared && !is_new;
+    offsets.push_back(lies_there ? use->second : end);
+    if (!lies_there) end += padded_bytes(parameter);
+  }
+  offsets.push_back(end);
+  return offsets;
+}
+
 void zero(const Parameter& parameter, StreamView stream) {
   fill_zero_async(parameter.grad.data, parameter.grad.spec.bytes(), stream);
 }
@@ -138,10 +154,8 @@ Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, Ac
 
 void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients) {
   require_distinct(parameters_);
-  std::size_t bytes = 0;
-  for (const Parameter& parameter : parameters_) {
-    bytes += padded_bytes(parameter);
-  }
+  const std::vector<std::size_t> offsets = offsets_of(parameters_, /*shared=*/!gradients);
+  const std::size_t bytes = offsets.back();
   const Device device = memory.device();
   memory_->values = memory.allocate(bytes);
   if (gradients) memory_->grads = memory.allocate(bytes);
@@ -151,13 +165,13 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool
   zero_grads(stream.view());
   stream.view().synchronize();
 
-  std::size_t offset = 0;
+  auto offset = offsets.begin();
   for (Parameter& parameter : parameters_) {
     const TensorSpec spec{DType::kF32, parameter.shape};
-    parameter.value = {memory_->values.data() + offset, spec};
-    parameter.grad = {gradients ? memory_->grads.data() + offset : nullptr, spec};
+    parameter.value = {memory_->values.data() + *offset, spec};
+    parameter.grad = {gradients ? memory_->grads.data() + *offset : nullptr, spec};
     parameter.memory = memory_;
-    offset += padded_bytes(parameter);
+    ++offset;
   }
   draw_values(device, seed);
   allocate_buffers(memory, seed);

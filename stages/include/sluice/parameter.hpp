@@ -111,8 +111,8 @@ class ParameterSet {
 
   // Allocates every value, gradient and buffer, draws initial values (a function of seed, name and
   // position alone) and zeroes gradients. `gradients` false: the stage never runs backward
-  // (StageSetup::trains), and has none. Call it once. Throws Error(kUsage) for a name that is used
-  // twice and not tied, and what `memory` throws.
+  // (StageSetup::trains), has none, and the uses of a tied name share one value. Call it once.
+  // Throws Error(kUsage) for a name that is used twice and not tied, and what `memory` throws.
   void allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients = true);
 
   [[nodiscard]] std::vector<Parameter*> all();      // without buffers, in order of add()

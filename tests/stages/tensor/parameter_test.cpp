@@ -63,6 +63,25 @@ TEST(ParameterSetTest, HasNoGradientsWhereNoneAreWanted) {
   EXPECT_THAT(without.buffers()[0]->value.floats(), Each(1.0F));
 }
 
+TEST(ParameterSetTest, UsesOfATiedNameShareAValueWhereNothingTrains) {
+  ParameterSet with, without;
+  for (ParameterSet* set : {&with, &without}) {
+    set->add("tied", {33, 9}, Init::normal(0.5), true, true);
+    set->add("between", {7}, Init::constant(3));
+    set->add("tied", {33, 9}, Init::normal(0.5), true, true);
+    set->add("behind", {5}, Init::constant(4));
+  }
+  with.allocate({}, 1);
+  without.allocate({}, 1, false);
+
+  const std::vector<Parameter*> apart = with.all(), shared = without.all();
+  EXPECT_NE(apart[0]->value.data, apart[2]->value.data);
+  EXPECT_EQ(shared[0]->value.data, shared[2]->value.data);
+  EXPECT_EQ(without.flat_values().size(),
+            with.flat_values().size() - parameter_bytes(33 * 9) / sizeof(float));
+  for (std::size_t i = 0; i < 4; ++i) EXPECT_EQ(copy(shared[i]->value), copy(apart[i]->value));
+}
+
 TEST(ParameterSetTest, DrawsAFunctionOfSeedAndNameAlone) {
   ParameterSet alone, among, reseeded;
   alone.add("x", {33, 9}, Init::normal(0.5));

@@ -149,8 +149,8 @@ TEST_P(JobMemoryTest, IsWhatWasPlannedToTheByteInOnePiece) {
 // Stages in inference run forward alone, also when they warm up: no memory for gradients is planned
 // or taken. (Operands of the warm-up find no room that training's state would fill later: they lie
 // outside for a while.)
-TEST(DeviceMemoryPlanTest, HasNoGradientsInInference) {
-  Job each = job("gpt2 bf16", model_with(TransformerKind::kGpt2, DType::kBf16), 2, "1f1b");
+void check_inference(int ranks) {
+  Job each = job("gpt2 bf16", model_with(TransformerKind::kGpt2, DType::kBf16), ranks, "1f1b");
   each.options.training.inference = true;
   run(each, [&](Communicator& comm, const DataSource& source) {
     const std::size_t before = mine(comm);
@@ -165,6 +165,10 @@ TEST(DeviceMemoryPlanTest, HasNoGradientsInInference) {
     EXPECT_GT(figures.used, planned.parameters);
   });
 }
+
+TEST(DeviceMemoryPlanTest, HasNoGradientsInInference) { check_inference(2); }
+
+TEST(DeviceMemoryPlanTest, HoldsATiedEmbeddingOnceInInferenceOnOneRank) { check_inference(1); }
 
 std::string name_of_job(const ::testing::TestParamInfo<Job>& info) {
   std::string name = info.param.name;
