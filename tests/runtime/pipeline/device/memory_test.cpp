@@ -162,6 +162,7 @@ void check_inference(int ranks) {
     EXPECT_EQ(emulated::allocations(comm.rank())[before], planned.arena());
     const DeviceMemory::Figures figures = pipeline.compute().memory().figures();
     EXPECT_EQ(figures.peak, figures.used);
+    EXPECT_EQ(figures.used, planned.arena());
     EXPECT_GT(figures.used, planned.parameters);
   });
 }
