@@ -91,7 +91,7 @@ def measured_biases(lines, model):
     *each, total = rows
     text = ", ".join(f"{r['product']} {r['ratio']:.2f}" if r["ratio"] != "" else f"{r['product']} not supported"
                      for r in each)
-    text += f"; together {total['gain ms per micro-batch']:.2f} ms a micro-batch"
+    text += f"; weight gradients together {total['gain ms per micro-batch']:.2f} ms a micro-batch"
     run = [r for r in rows_of(lines, "GPU: training") if r["model"] == model]
     if run:
         gain = total["gain ms per micro-batch"] * run[0]["samples"] / run[0]["micro-batch"]

@@ -349,6 +349,14 @@ fs::path newest_save(const fs::path& path) {
                                 : "does not exist");
 }
 
+bool has_leftovers(const fs::path& directory) {
+  const std::vector<std::string> names = names_in(directory);
+  return std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+    return is_leftover_name(name) ||
+           (is_unfinished_file(name) && !is_real_directory(directory / name));
+  });
+}
+
 std::vector<std::string> open_save_directory(const fs::path& directory) {
   std::error_code error;
   fs::create_directories(directory, error);

@@ -154,7 +154,7 @@ class Training {
   void open_data(Communicator& comm, ControlChannel& control);
   void require_same_options(Collectives& collectives) const;
   [[nodiscard]] bool already_complete(Collectives& collectives) const;
-  void name_last_save() const;
+  void tidy_complete_run() const;
   void open_metrics();
   void open_saver();
   [[nodiscard]] std::map<std::string, std::string> model_files(DType precision) const;
@@ -243,7 +243,7 @@ void Training::run() {
       Collectives collectives(*comm, 0, &control);
       require_same_options(collectives);
       complete = already_complete(collectives);
-      if (complete) return name_last_save();
+      if (complete) return tidy_complete_run();
       if (options_.resume.from) require_steps_left(options_.resume.from->step);
       choice_ = choose_schedule(options_, pipeline_depth(), collectives);
     });
@@ -305,13 +305,20 @@ bool Training::already_complete(Collectives& collectives) const {
   });
 }
 
-// A kill may have left the last save without its name; no Checkpointer opens the directory again.
-void Training::name_last_save() const {
+// A kill may have left the last save without its name, or others half removed; no Checkpointer
+// opens the directory again.
+void Training::tidy_complete_run() const {
   const std::filesystem::path& last = options_.resume.from->directory;
-  if (!first() || last.filename() == save_name(last)) return;
-  const SaveLock lock(options_.save, SaveLock::kWatch,
-                      [](const std::string& line) { fmt::print("{}\n", line); });
-  for (const std::string& line : open_save_directory(options_.save)) fmt::print("{}\n", line);
+  const bool named = last.filename() == save_name(last);
+  if (!first() || (named && !has_leftovers(options_.save))) return;
+  const auto print = [](const std::string& line) { fmt::print("{}\n", line); };
+  try {
+    const SaveLock lock(options_.save, SaveLock::kWatch, print);
+    for (const std::string& line : open_save_directory(options_.save)) print(line);
+  } catch (const Error& error) {
+    if (!named) throw;
+    print(fmt::format("remains of cut saves stay in '{}': {}", options_.save, error.what()));
+  }
 }
 
 void Training::open_data(Communicator& comm, ControlChannel& control) {

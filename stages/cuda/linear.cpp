@@ -92,7 +92,7 @@ void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& 
 
 // The product adds to the gradient in f32 (beta = 1), or does not read it (beta = 0); the library
 // chooses the algorithm without beta. Its bias-gradient epilogue stores only this micro-batch's
-// sums, in the type of dy: a separate kernel adds them in f32.
+// sums: a separate kernel adds them to the gradient (gpu_benchmark biases compares).
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
                             const Tensor& dweight, const Tensor& dbias, Write write) {
   if (dbias.data != nullptr) sum_columns(ctx, dy, dbias, write);

@@ -52,7 +52,7 @@ class Linear {
     std::int64_t in = 0, out = 0;
     double deviation = 0.02;  // of the initial weights
     bool bias = false;
-    bool rounds_bias = false;  // y has the products' precision: WeightCopies::add_bias()
+    bool rounds_bias = false;  // y may have the products' precision: WeightCopies::add_bias()
     bool tied = false;
   };
   Linear(const std::string& name, const Options& options, ParameterSet& parameters,

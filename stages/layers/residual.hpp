@@ -22,7 +22,7 @@ struct ResidualOptions {
   DType precision = DType::kF32;  // of the branch's products
   DType stream = DType::kF32;     // f32, or the precision
 
-  // Of the branch's result where it is not added to the stream at once.
+  // Of the last product in training: before dropout, or, where nothing is dropped, with the sum.
   [[nodiscard]] DType result() const { return output.probability > 0 ? precision : stream; }
 };
 

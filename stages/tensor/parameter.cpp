@@ -182,7 +182,11 @@ void ParameterSet::allocate(const DeviceMemory& memory, std::uint64_t seed, bool
 // inference takes beside its values.
 void ParameterSet::draw_values(Device device, std::uint64_t seed) {
   std::vector<float> drawn;  // in host memory
+  const std::byte* end = nullptr;
   for (Parameter& parameter : parameters_) {
+    const auto* const place = parameter.value.as<const std::byte>();
+    if (end != nullptr && place < end) continue;  // shared with an earlier use
+    end = place + padded_bytes(parameter);
     if (device.kind == DeviceKind::kCpu) {
       draw(parameter, seed, parameter.value.floats());
       continue;

@@ -82,9 +82,14 @@ cuda::ProductSpec spec_of(const Product& product) {
 // is its transpose.
 class BareProduct {
  public:
-  // bias_gradient: of the result's type; gets the sums of dy's columns, or of the result's.
+  struct Options {
+    // Split sums meet in f32, in a fixed order: what layers need (stages/cuda/matmul.cpp).
+    bool in_order = false;
+    // Of the result's type; gets the sums of dy's columns, or of the result's.
+    void* bias_gradient = nullptr;
+  };
   BareProduct(ComputeContext& ctx, const Product& product, const cuda::ProductOperands& operands,
-              void* bias_gradient = nullptr)
+              const Options& options)
       : ctx_(ctx), operands_(operands), beta_(product.direction == Direction::kWeight ? 1.0F : 0) {
     const MatMulSpec spec = spec_of(product).product;
     cublasLtMatmulDesc_t made = nullptr;
@@ -99,8 +104,8 @@ class BareProduct {
     a_ = transposes_gradient ? layout(CUDA_R_16BF, spec.m, spec.k)
                              : layout(CUDA_R_16BF, spec.k, spec.m);
     c_ = layout(spec.result == DType::kBf16 ? CUDA_R_16BF : CUDA_R_32F, spec.n, spec.m);
-    set_epilogue(product, spec, bias_gradient);
-    choose_algorithm();
+    set_epilogue(product, spec, options.bias_gradient);
+    choose_algorithm(options.in_order);
   }
 
   // Whether the library has an algorithm; else run() throws.
@@ -144,7 +149,7 @@ class BareProduct {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, operands_.aux);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, spec.n);
   }
-  void choose_algorithm() {
+  void choose_algorithm(bool in_order) {
     cublasLtMatmulPreference_t preference = nullptr;
     require(cublasLtMatmulPreferenceCreate(&preference), "preference");
     const Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy> owner(preference);
@@ -152,6 +157,12 @@ class BareProduct {
     require(cublasLtMatmulPreferenceSetAttribute(
                 preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &scratch, sizeof(scratch)),
             "preference");
+    if (in_order) {
+      const std::uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+      require(cublasLtMatmulPreferenceSetAttribute(
+                  preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme, sizeof(scheme)),
+              "preference");
+    }
     cublasLtMatmulHeuristicResult_t result = {};
     const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
         cuda::backend_of(ctx_).cublas(), description_.get(), b_.get(), a_.get(), c_.get(), c_.get(),
@@ -243,7 +254,7 @@ void products_row(const GpuOptions& options) {
     RandomOperands memory(ctx.device());
     const cuda::ProductOperands operands = operands_of(memory, product);
     const cuda::ProductSpec spec = spec_of(product);
-    BareProduct bare(ctx, product, operands);
+    BareProduct bare(ctx, product, operands, {});
     const std::vector<double> seconds =
         in_turns(ctx, options,
                  {{"ours", [&] { cuda::backend_of(ctx).matmuls().run(spec, operands); }},
@@ -261,8 +272,9 @@ void products_row(const GpuOptions& options) {
   report.save(options.json);
 }
 
-// The product that reads or makes dy, then the sums of its columns, as layers compute them, against
+// The product that reads or makes dy, then the sums of its columns by the layers' kernel, against
 // the product with the library's epilogue, which stores the micro-batch's sums, then an addition.
+// Both products take the first algorithm that the heuristic names for sums in a fixed order.
 void biases_row(const GpuOptions& options) {
   ComputeContext ctx(kBenchmarkGpu, 1);
   Report report = gpu_report(
@@ -282,22 +294,22 @@ void biases_row(const GpuOptions& options) {
     const Tensor own = memory.make(spec.product.result, {width});
     const Tensor dy{const_cast<void*>(makes_dy ? operands.c : operands.a),
                     {DType::kBf16, {product.rows, width}}};
-    BareProduct bare(ctx, product, operands, own.data);
-    if (!bare.supported()) {
+    BareProduct plain(ctx, product, operands, {.in_order = true});
+    BareProduct fused(ctx, product, operands, {.in_order = true, .bias_gradient = own.data});
+    if (!fused.supported()) {
       report.row({options.model_name, product.name, "", "not supported", "", ""});
       continue;
     }
-    const std::vector<double> seconds =
-        in_turns(ctx, options,
-                 {{"apart",
-                   [&] {
-                     cuda::backend_of(ctx).matmuls().run(spec, operands);
-                     cuda::sum_columns(ctx, dy, sums);
-                   }},
-                  {"epilogue", [&] {
-                     bare.run();
-                     add(ctx, own, sums);
-                   }}});
+    const std::vector<double> seconds = in_turns(ctx, options,
+                                                 {{"apart",
+                                                   [&] {
+                                                     plain.run();
+                                                     cuda::sum_columns(ctx, dy, sums);
+                                                   }},
+                                                  {"epilogue", [&] {
+                                                     fused.run();
+                                                     add(ctx, own, sums);
+                                                   }}});
     const double each = (seconds[0] - seconds[1]) * product.uses * 1e3;
     report.row({options.model_name, product.name, seconds[0] * 1e3, seconds[1] * 1e3,
                 seconds[0] / seconds[1], each});

@@ -4,7 +4,7 @@
 // Names are global ("blocks.3.attention.qkv.weight"): they do not depend on the layout, and files
 // use them as keys. A parameter with several uses is `tied`: each use has an entry of the same
 // name, a copy of the value and a gradient. The first use in the lowest stage is the owner. Only
-// the owner is updated, saved and counted in the norm.
+// the owner is updated, saved and counted in the norm. Uses in one stage that never trains share.
 //
 // Settings of optimizers and learning rates are at the end.
 #pragma once
@@ -111,8 +111,9 @@ class ParameterSet {
 
   // Allocates every value, gradient and buffer, draws initial values (a function of seed, name and
   // position alone) and zeroes gradients. `gradients` false: the stage never runs backward
-  // (StageSetup::trains), has none, and the uses of a tied name share one value. Call it once.
-  // Throws Error(kUsage) for a name that is used twice and not tied, and what `memory` throws.
+  // (StageSetup::trains). It then has no gradients, and uses of one name share the first one's
+  // value. Call it once. Throws Error(kUsage) for a name used twice and not tied, and what `memory`
+  // throws.
   void allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients = true);
 
   [[nodiscard]] std::vector<Parameter*> all();      // without buffers, in order of add()

@@ -72,7 +72,7 @@ struct StageSetup {
   // slots what lives between I and W.
   bool split_backward = true;
   // False: the runtime calls forward() alone (PipelineOptions::Training::inference). The plan of
-  // memory has no gradients of parameters then: pass it on to ParameterSet::allocate().
+  // memory has no gradients then, and a tied value once: pass it to ParameterSet::allocate().
   bool trains = true;
   std::uint64_t seed = 0;  // of initial values
   // Input specs of the micro-batch sizes that are known to occur, the largest first. Others, with

@@ -321,8 +321,9 @@ void write_split(const TemporaryDirectory& dir) {
 }
 
 float value_of(const WeightsDirectory& weights, const std::string& name) {
+  const SafetensorsFile::Entry* const entry = weights.find(name);
   float value = -1;
-  std::memcpy(&value, weights.find(name)->bytes.data(), sizeof value);
+  if (entry != nullptr) std::memcpy(&value, entry->bytes.data(), sizeof value);
   return value;
 }
 

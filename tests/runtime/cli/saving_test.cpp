@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "runtime/checkpoint/save_lock.hpp"
 #include "runtime/models/model_tensors.hpp"
 #include "tests/runtime/cli/cli_tools.hpp"
 
@@ -169,6 +170,31 @@ TEST_F(SavingTest, OneCommandStartsGoesOnAndEnds) {
     EXPECT_EQ(digest(save), before);
   }
   expect_refusal(sluice("train --resume run1 --steps 4"), 2, "choose at least 5");
+}
+
+TEST_F(SavingTest, ACompleteRunClearsWhatAKillLeftBeside) {
+  const std::string again = "--steps 4 --save run --save-every 2 --resume auto";
+  trained(again);
+  const auto leave = [&](const char* name) {
+    fs::copy(path("run/step-00000002"), path(std::string("run/") + name));
+  };
+  leave(".step-00000001.deleted");
+  std::ofstream(path("run/latest.partial")) << "step";
+  const std::string before = digest("run");
+  const Outcome cleared = trained(again);
+  EXPECT_THAT(cleared.out, AllOf(HasSubstr("removed '.step-00000001.deleted', which a cut save"),
+                                 HasSubstr("already complete: run has done all 4 steps\n")));
+  EXPECT_FALSE(fs::exists(path("run/.step-00000001.deleted")));
+  EXPECT_FALSE(fs::exists(path("run/latest.partial")));
+  EXPECT_FALSE(fs::exists(path("run/lock")));
+  EXPECT_EQ(digest("run"), before);
+
+  leave(".step-00000001.deleted");
+  const SaveLock other(path("run"));  // a job that still saves there
+  const Outcome kept = trained(again);
+  EXPECT_THAT(kept.out, AllOf(HasSubstr("remains of cut saves stay in 'run': "),
+                              HasSubstr("already complete: run has done all 4 steps\n")));
+  EXPECT_TRUE(fs::exists(path("run/.step-00000001.deleted")));
 }
 
 TEST_F(SavingTest, AJobIsRefusedOnceForWhatWouldTrainAnotherFunction) {

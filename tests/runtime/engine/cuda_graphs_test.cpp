@@ -31,7 +31,7 @@ class CudaGraphsTest : public ::testing::Test {
   }
   static std::vector<TrainingCase> cases() {
     std::vector<TrainingCase> all = {case_of("tied, dropout"), case_of("bf16, short last one"),
-                                     case_of("llama, recomputed, dropout")};
+                                     case_of("llama bf16, recomputed, dropout")};
     all[0].model.dropout = 0.2F;
     all[1].model.precision = DType::kBf16;
     all[1].model.tied = false;
@@ -39,6 +39,7 @@ class CudaGraphsTest : public ::testing::Test {
     all[1].batch_size = 5;
     all[2].model.kind = TransformerKind::kLlama;
     all[2].model.kv_heads = 1;
+    all[2].model.precision = DType::kBf16;
     all[2].model.dropout = 0.1F;
     all[2].model.recompute = Recompute::kBlock;
     return all;

@@ -54,6 +54,9 @@ std::vector<TrainingCase> cases() {
   all.back().model.precision = DType::kBf16;
   all.back().micro_batch_size = 2;
   all.back().batch_size = 7;
+  all.push_back(short_case("bf16, dropout"));
+  all.back().model.precision = DType::kBf16;
+  all.back().model.dropout = 0.2F;
   all.push_back(short_case("logits in chunks"));
   all.back().model.context = 320;
   all.back().model.logit_chunks = 2;
