@@ -310,7 +310,7 @@ bool Training::already_complete(Collectives& collectives) const {
 void Training::tidy_complete_run() const {
   const std::filesystem::path& last = options_.resume.from->directory;
   const bool named = last.filename() == save_name(last);
-  if (!first() || (named && !has_leftovers(options_.save))) return;
+  if (!first() || options_.dry_run || (named && !has_leftovers(options_.save))) return;
   const auto print = [](const std::string& line) { fmt::print("{}\n", line); };
   try {
     const SaveLock lock(options_.save, SaveLock::kWatch, print);

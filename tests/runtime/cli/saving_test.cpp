@@ -181,6 +181,8 @@ TEST_F(SavingTest, ACompleteRunClearsWhatAKillLeftBeside) {
   leave(".step-00000001.deleted");
   std::ofstream(path("run/latest.partial")) << "step";
   const std::string before = digest("run");
+  trained(again + " --dry-run");
+  EXPECT_TRUE(fs::exists(path("run/.step-00000001.deleted")));
   const Outcome cleared = trained(again);
   EXPECT_THAT(cleared.out, AllOf(HasSubstr("removed '.step-00000001.deleted', which a cut save"),
                                  HasSubstr("already complete: run has done all 4 steps\n")));
