@@ -407,26 +407,15 @@ std::vector<Wrong> of_another_type_and_shape(const char* type, const char* shape
   return {{1, {kBf16, {2, 4}}, type}, {1, {kF32, {4, 2}}, shape}};
 }
 
-std::vector<OperatorForm> element_forms() {
+std::vector<OperatorForm> dropout_forms() {
   std::vector<OperatorForm> forms;
-  const std::vector<TensorSpec> two = {{kF32, {2, 4}}, {kF32, {1, 2, 4}}};
-  const std::vector<Wrong> wrong_y =
-      of_another_type_and_shape("y is bf16 [2, 4]; legal with x f32 [2, 4]: f32 [2, 4]",
-                                "y is f32 [4, 2]; legal with x f32 [2, 4]: f32 [2, 4]");
-  forms.push_back({"gelu_forward", two, unary(gelu_forward), wrong_y});
-  forms.push_back({"exact_gelu_forward", two, unary(exact_gelu_forward), wrong_y});
-  forms.push_back({"relu_forward", two, unary(relu_forward), wrong_y});
-  forms.push_back({"silu_forward", two, unary(silu_forward), wrong_y});
-  forms.push_back({"tanh_forward", two, unary(tanh_forward), wrong_y});
-  forms.push_back({"sigmoid_forward", two, unary(sigmoid_forward), wrong_y});
-  forms.push_back({"add", two, unary(add), wrong_y});
   for (const float probability : {0.0F, 0.5F}) {
     const auto drop = [probability](ComputeContext& ctx, const Tensors& at) {
       dropout(ctx, at[0], {.probability = probability, .key = {}}, at[1]);
     };
     forms.push_back(
         {"dropout",
-         two,
+         {{kF32, {2, 4}}, {kF32, {1, 2, 4}}},
          drop,
          {{1, {kF32, {4, 2}}, "y is f32 [4, 2]; legal with x f32 [2, 4]: f32 or bf16 [2, 4]"}}});
     forms.push_back(
@@ -446,6 +435,22 @@ std::vector<OperatorForm> element_forms() {
          {kBf16, {2, 4}},
          "residual is bf16 [2, 4]; legal with x bf16 [2, 4] and y f32 [2, 4]: f32 [2, 4]"},
         {2, {kF32, {2, 3}}, "y is f32 [2, 3]; legal with x bf16 [2, 4]: f32 or bf16 [2, 4]"}}});
+  return forms;
+}
+
+std::vector<OperatorForm> element_forms() {
+  std::vector<OperatorForm> forms;
+  const std::vector<TensorSpec> two = {{kF32, {2, 4}}, {kF32, {1, 2, 4}}};
+  const std::vector<Wrong> wrong_y =
+      of_another_type_and_shape("y is bf16 [2, 4]; legal with x f32 [2, 4]: f32 [2, 4]",
+                                "y is f32 [4, 2]; legal with x f32 [2, 4]: f32 [2, 4]");
+  forms.push_back({"gelu_forward", two, unary(gelu_forward), wrong_y});
+  forms.push_back({"exact_gelu_forward", two, unary(exact_gelu_forward), wrong_y});
+  forms.push_back({"relu_forward", two, unary(relu_forward), wrong_y});
+  forms.push_back({"silu_forward", two, unary(silu_forward), wrong_y});
+  forms.push_back({"tanh_forward", two, unary(tanh_forward), wrong_y});
+  forms.push_back({"sigmoid_forward", two, unary(sigmoid_forward), wrong_y});
+  forms.push_back({"add", two, unary(add), wrong_y});
   const std::vector<TensorSpec> three = {{kBf16, {2, 4}}, {kBf16, {2, 4}}, {kBf16, {2, 4}}};
   const std::vector<Wrong> wrong_gradient = {
       {0, {kI32, {2, 4}}, "x is i32 [2, 4]; legal with dy bf16 [2, 4]: f32 or bf16 [any, any]"},
@@ -531,6 +536,7 @@ INSTANTIATE_TEST_SUITE_P(Norm, OperandsTest, ::testing::ValuesIn(norm_forms()), 
 INSTANTIATE_TEST_SUITE_P(Attention, OperandsTest, ::testing::ValuesIn(attention_forms()),
                          form_name);
 INSTANTIATE_TEST_SUITE_P(Elements, OperandsTest, ::testing::ValuesIn(element_forms()), form_name);
+INSTANTIATE_TEST_SUITE_P(Dropout, OperandsTest, ::testing::ValuesIn(dropout_forms()), form_name);
 INSTANTIATE_TEST_SUITE_P(Loss, OperandsTest, ::testing::ValuesIn(loss_forms()), form_name);
 
 }  // namespace

@@ -79,7 +79,7 @@ TEST(ParameterSetTest, UsesOfATiedNameShareAValueWhereNothingTrains) {
   EXPECT_EQ(shared[0]->value.data, shared[2]->value.data);
   EXPECT_EQ(without.flat_values().size(),
             with.flat_values().size() - parameter_bytes(33 * 9) / sizeof(float));
-  for (const std::size_t i : {0, 1, 3}) EXPECT_EQ(copy(shared[i]->value), copy(apart[i]->value));
+  for (const std::size_t i : {0U, 1U, 3U}) EXPECT_EQ(copy(shared[i]->value), copy(apart[i]->value));
 }
 
 TEST(ParameterSetTest, DrawsAFunctionOfSeedAndNameAlone) {
