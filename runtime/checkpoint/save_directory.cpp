@@ -351,9 +351,8 @@ fs::path newest_save(const fs::path& path) {
 
 bool has_leftovers(const fs::path& directory) {
   const std::vector<std::string> names = names_in(directory);
-  return std::any_of(names.begin(), names.end(), [&](const std::string& name) {
-    return is_leftover_name(name) ||
-           (is_unfinished_file(name) && !is_real_directory(directory / name));
+  return std::any_of(names.begin(), names.end(), [](const std::string& name) {
+    return is_leftover_name(name) || is_unfinished_file(name);
   });
 }
 

@@ -71,8 +71,7 @@ struct SaveSelection {
 // removed is only a line.
 [[nodiscard]] std::vector<std::string> open_save_directory(const std::filesystem::path& directory);
 
-// Whether open_save_directory() would find remains of cut saves, removals and starts. Changes
-// nothing.
+// Whether DIR has names of what cut saves, removals and starts leave. Changes nothing.
 [[nodiscard]] bool has_leftovers(const std::filesystem::path& directory);
 
 // Creates an empty `.step-*.partial` for `step`, and returns its path. One that is there is

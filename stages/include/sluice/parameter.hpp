@@ -3,8 +3,8 @@
 //
 // Names are global ("blocks.3.attention.qkv.weight"): they do not depend on the layout, and files
 // use them as keys. A parameter with several uses is `tied`: each use has an entry of the same
-// name, a copy of the value and a gradient. The first use in the lowest stage is the owner. Only
-// the owner is updated, saved and counted in the norm. Uses in one stage that never trains share.
+// name, a copy of the value and a gradient; without gradients, the uses in a stage share a value.
+// The first use in the lowest stage is the owner, alone updated, saved and counted in the norm.
 //
 // Settings of optimizers and learning rates are at the end.
 #pragma once
