@@ -90,8 +90,7 @@ void attention_row(const GpuOptions& options) {
     report.row({ways[i / 2].name, contenders[i].name, seconds[i] * 1e3,
                 operations / seconds[i] * 1e-12, seconds[i % 2] / seconds[i]});
   }
-  report.print();
-  report.save(options.json);
+  publish(report, options);
 }
 
 }  // namespace sluice::benchmarks

@@ -39,8 +39,7 @@ class Kernels {
     embedding(w);
     losses(rows, w);
     update();
-    report_.print();
-    report_.save(options_.json);
+    publish(report_, options_);
   }
 
  private:
@@ -228,8 +227,17 @@ class Kernels {
       gradients.emplace_back(runs.back().grad, static_cast<std::size_t>(flat.elements()));
       elements += static_cast<double>(flat.elements());
     }
-    const AdamWStep step = {.learning_rate = 1e-5F, .weight_decay = 0.1F};
+    AdamWStep step = {.learning_rate = 1e-5F, .weight_decay = 0.1F};
     row("adamw over all parameters", elements * (4 + 3 * 8), [&] { adamw(ctx_, step, runs); });
+    for (UpdateRun& run : runs) run.rounded = memory.make(DType::kBf16, {run.count}).as<Bf16>();
+    row("the same, with a bf16 copy", elements * (4 + 3 * 8 + 2), [&] { adamw(ctx_, step, runs); });
+    for (UpdateRun& run : runs) {
+      run.first = memory.make(DType::kBf16, {run.count}).data;
+      fill_zero_async(run.second, static_cast<std::size_t>(run.count) * 2, ctx_.stream());
+    }
+    step.moments = DType::kBf16;
+    row("the same, with bf16 moments", elements * (4 + 8 + 2 * 4 + 2),
+        [&] { adamw(ctx_, step, runs); });
     const HostBuffer sums(ctx_.device(), gradients.size() * sizeof(double));
     auto* to = reinterpret_cast<double*>(sums.data());
     row("sums of squares of all gradients", elements * 4,

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
@@ -34,7 +35,7 @@ struct How {
   double share = 0.85;  // of the GPU's free memory that the run may plan for
   int chunks = 1;
   bool trace = false, cuda_graphs = false;
-  float dropout = 0;
+  void (*change)(GpuOptions& options) = nullptr;  // of the model, the optimizer
 };
 
 class Run {
@@ -47,8 +48,9 @@ class Run {
     settings_.devices.cuda_graphs = how.cuda_graphs;
     settings_.training.learning_rate = {.peak = 1e-5};
     settings_.checks.trace = how.trace;
-    options_.model.dropout = how.dropout;
-    const std::vector<double> costs = layer_costs(options.model);
+    if (how.change != nullptr) how.change(options_);
+    settings_.training.optimizer.moments = options_.moments;
+    const std::vector<double> costs = layer_costs(options_.model);
     factory_ = [model = options_.model, costs](int stage, int stages) {
       return make_transformer_stage(model, partition_by_cost(costs, stages), stage);
     };
@@ -59,6 +61,8 @@ class Run {
   // Wall seconds per step, with the stream drained before and after.
   double seconds_per_step() {
     drain();
+    std::optional<GpuSampler::Measuring> measuring;
+    if (options_.sampler) measuring.emplace(*options_.sampler);
     const double start = steady_seconds();
     for (int i = 0; i < options_.steps; ++i) loss_ = pipeline_->train_step().loss;
     drain();
@@ -72,17 +76,23 @@ class Run {
 
   void drain() { pipeline_->compute().stream().synchronize(); }
 
+  // Of the GPU's memory, since before the pipeline was made.
+  [[nodiscard]] double used_gib() const {
+    const std::size_t free = properties_of(kBenchmarkGpu).free_memory;
+    return (static_cast<double>(free_before_) - static_cast<double>(free)) / kGib;
+  }
+
   Pipeline& pipeline() { return *pipeline_; }
   [[nodiscard]] std::int64_t micro_batch() const { return settings_.shape.micro_batch_size; }
   [[nodiscard]] int micro_batches() const { return settings_.shape.micro_batches; }
   [[nodiscard]] double loss() const { return loss_; }
   [[nodiscard]] double planned_gib() const {
-    return static_cast<double>(PipelineAccess::layout(*pipeline_).memory.ranks[0].total()) /
-           1073741824.0;
+    return static_cast<double>(PipelineAccess::layout(*pipeline_).memory.ranks[0].total()) / kGib;
   }
 
  private:
-  // The most samples that divide the batch, fit, and whose logits a 32-bit index can count.
+  // The most samples that divide the batch, fit, and whose logits that are made at once a 32-bit
+  // index can count: no product of more has run on a card.
   void choose_micro_batch(Communicator& comm, double share) {
     const auto free = static_cast<double>(properties_of(kBenchmarkGpu).free_memory);
     for (std::int64_t samples = options_.batch; samples >= 1; --samples) {
@@ -91,7 +101,8 @@ class Run {
       settings_.shape.micro_batch_size = samples;
       settings_.shape.micro_batches = static_cast<int>(options_.batch / samples);
       if (options_.micro_batch != 0) return;
-      if (samples * options_.model.context * options_.model.vocabulary > INT32_MAX) continue;
+      const std::int64_t logits = samples * options_.model.context * options_.model.vocabulary;
+      if (logits / options_.model.logit_chunks > INT32_MAX) continue;
       try {
         const JobLayout layout = PipelineAccess::plan_layout(comm, settings_, factory_, source_);
         if (static_cast<double>(layout.memory.ranks[0].total()) <= share * free) return;
@@ -101,6 +112,9 @@ class Run {
     }
   }
 
+  static constexpr double kGib = 1073741824.0;
+
+  std::size_t free_before_ = properties_of(kBenchmarkGpu).free_memory;
   GpuOptions options_;
   RandomTokens source_;
   PipelineOptions settings_;
@@ -108,6 +122,8 @@ class Run {
   std::unique_ptr<Pipeline> pipeline_;
   double loss_ = 0;
 };
+
+const char* precision_name(DType dtype) { return dtype == DType::kBf16 ? "bf16" : "fp32"; }
 
 double tokens_per_second(const GpuOptions& options, double seconds) {
   return static_cast<double>(options.rows()) / seconds;
@@ -122,14 +138,16 @@ void training_row(const GpuOptions& options) {
     std::vector<double> turns;
     for (int i = 0; i < options.rounds; ++i) turns.push_back(run.seconds_per_step());
     const double seconds = median(turns), speed = tokens_per_second(options, seconds);
-    Report report =
-        gpu_report("GPU: training", {"model", "parameters", "samples", "micro-batch", "tokens/s",
-                                     "share of 989 TFLOP/s", "ms per step", "planned GiB", "loss"});
+    Report report = gpu_report(
+        "GPU: training", {"model", "parameters", "samples", "micro-batch", "stream", "moments",
+                          "logit chunks", "tokens/s", "share of 989 TFLOP/s", "ms per step",
+                          "planned GiB", "used GiB", "used / planned", "loss"});
     report.row({options.model_name, parameter_count(options.model), options.batch,
-                run.micro_batch(), speed, speed * flops_per_token(options.model) / kPeakFlops,
-                seconds * 1e3, run.planned_gib(), run.loss()});
-    report.print();
-    report.save(options.json);
+                run.micro_batch(), precision_name(options.model.stream_precision),
+                precision_name(options.moments), options.model.logit_chunks, speed,
+                speed * flops_per_token(options.model) / kPeakFlops, seconds * 1e3,
+                run.planned_gib(), run.used_gib(), run.used_gib() / run.planned_gib(), run.loss()});
+    publish(report, options);
   });
 }
 
@@ -158,8 +176,7 @@ void compare_runs(const GpuOptions& options, const char* title, const char* name
                 std::string(name_of_other) + " tokens/s", "ratio", "same loss"});
     report.row({options.model_name, options.batch, first.micro_batch(), a, b, a / b,
                 first.loss() == second.loss()});
-    report.print();
-    report.save(options.json);
+    publish(report, options);
   });
 }
 
@@ -178,7 +195,28 @@ void graphs_row(const GpuOptions& options) {
 // A model with dropout has dropout of the embedding, of probabilities, and after attention and MLP.
 void dropout_row(const GpuOptions& options) {
   compare_runs(options, "GPU: training with dropout 0.1 against without", "dropout",
-               {.share = 0.4, .dropout = 0.1F}, "none", {.share = 0.9});
+               {.share = 0.4, .change = [](GpuOptions& own) { own.model.dropout = 0.1F; }}, "none",
+               {.share = 0.9});
+}
+
+// The three are for a model that was asked for without them.
+void stream_row(const GpuOptions& options) {
+  compare_runs(
+      options, "GPU: training with a bf16 stream against fp32", "bf16 stream",
+      {.share = 0.4, .change = [](GpuOptions& own) { own.model.stream_precision = DType::kBf16; }},
+      "fp32 stream", {.share = 0.9});
+}
+
+void moments_row(const GpuOptions& options) {
+  compare_runs(options, "GPU: training with bf16 moments against fp32", "bf16 moments",
+               {.share = 0.4, .change = [](GpuOptions& own) { own.moments = DType::kBf16; }},
+               "fp32 moments", {.share = 0.9});
+}
+
+void logits_row(const GpuOptions& options) {
+  compare_runs(options, "GPU: training with logits in 8 chunks against whole", "chunks",
+               {.share = 0.4, .change = [](GpuOptions& own) { own.model.logit_chunks = 8; }},
+               "whole", {.share = 0.9});
 }
 
 namespace {
@@ -291,10 +329,8 @@ void idle_between_kernels(Run& run, const GpuOptions& options) {
     report.row({options.model_name, options.batch, run.micro_batch(), 0, 0, 0,
                 "not measured: " + std::string(error.what())});
   }
-  report.print();
-  report.save(options.json);
-  kernels.print();
-  kernels.save(options.json);
+  publish(report, options);
+  publish(kernels, options);
 }
 
 }  // namespace
@@ -328,8 +364,7 @@ void idle_row(const GpuOptions& options) {
                                 "queued ahead ms", "idle share"});
     report.row({options.model_name, options.batch, run.micro_batch(), span * 1e3,
                 median(live) * 1e3, median(ahead) * 1e3, 1 - median(ahead) / span});
-    report.print();
-    report.save(options.json);
+    publish(report, options);
     idle_between_kernels(run, options);  // last: CUPTI stays in the process
   });
 }
@@ -344,8 +379,7 @@ void issue_row(const GpuOptions& options) {
       });
     }
   }
-  report.print();
-  report.save(options.json);
+  publish(report, options);
 }
 
 }  // namespace sluice::benchmarks

@@ -268,8 +268,7 @@ void products_row(const GpuOptions& options) {
     all_bare += seconds[1] * product.uses;
   }
   report.row({"all of a micro-batch", "", "", "", all_bare / all, all * 1e3});
-  report.print();
-  report.save(options.json);
+  publish(report, options);
 }
 
 // The product that reads or makes dy, then the sums of its columns by the layers' kernel, against
@@ -316,8 +315,7 @@ void biases_row(const GpuOptions& options) {
     if (reads_dy) gain += each;
   }
   report.row({options.model_name, "all weight gradients", "", "", "", gain});
-  report.print();
-  report.save(options.json);
+  publish(report, options);
 }
 
 }  // namespace sluice::benchmarks

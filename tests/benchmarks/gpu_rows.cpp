@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cmath>
 #include <map>
+#include <optional>
 #include <random>
 #include <string_view>
 #include <utility>
@@ -28,6 +29,12 @@ TransformerConfig gpt2(int layers, int heads, int width) {
 }
 
 [[noreturn]] void refuse(const std::string& text) { throw Error(ErrorCode::kUsage, text); }
+
+DType parse_precision(std::string_view option, std::string_view text) {
+  if (text == "fp32") return DType::kF32;
+  if (text == "bf16") return DType::kBf16;
+  refuse(fmt::format("{} is '{}'; legal: fp32, bf16", option, text));
+}
 
 template <typename Number>
 Number parse_number(std::string_view option, std::string_view text) {
@@ -63,6 +70,7 @@ GpuOptions parse_gpu_options(int argc, char** argv) {
                                                     {"--width", &options.model.width},
                                                     {"--context", &options.model.context},
                                                     {"--vocabulary", &options.model.vocabulary},
+                                                    {"--logit-chunks", &options.model.logit_chunks},
                                                     {"--rounds", &options.rounds},
                                                     {"--steps", &options.steps}};
   for (int i = 2; i < argc; i += 2) {
@@ -76,11 +84,17 @@ GpuOptions parse_gpu_options(int argc, char** argv) {
       options.batch = parse_number<std::int64_t>(name, text);
     } else if (name == "--micro-batch") {
       options.micro_batch = parse_number<std::int64_t>(name, text);
+    } else if (name == "--stream-precision") {
+      options.model.stream_precision = parse_precision(name, text);
+    } else if (name == "--moment-precision") {
+      options.moments = parse_precision(name, text);
     } else if (name == "--turn-seconds") {
       options.turn_seconds = parse_number<double>(name, text);
     } else if (const auto found = numbers.find(name); found != numbers.end()) {
       *found->second = parse_number<int>(name, text);
-      if (name != "--rounds" && name != "--steps") options.model_name = "own";
+      if (name != "--rounds" && name != "--steps" && name != "--logit-chunks") {
+        options.model_name = "own";
+      }
     } else {
       refuse(fmt::format("unknown option {}", name));
     }
@@ -106,6 +120,21 @@ Report gpu_report(const std::string& title, std::vector<std::string> columns) {
   report.fact("runtime", gpu.runtime);
   report.fact("libraries", cuda::libraries());
   return report;
+}
+
+void publish(Report& report, const GpuOptions& options) {
+  const GpuSampler::Figures figures =
+      options.sampler ? options.sampler->figures() : GpuSampler::Figures{};
+  report.fact("samples of the driver", figures.samples);
+  if (figures.samples > 0) {
+    report.fact("watts", std::round(figures.watts));
+    report.fact("limit watts", std::round(figures.limit_watts));
+    report.fact("SM MHz", std::round(figures.sm_mhz));
+    report.fact("celsius", figures.celsius);
+    report.fact("clocks held back by", figures.held_back);
+  }
+  report.print();
+  report.save(options.json);
 }
 
 RandomOperands::RandomOperands(Device device) : device_(device), pattern_(std::size_t{1} << 20) {
@@ -157,6 +186,8 @@ std::vector<double> in_turns(ComputeContext& ctx, const GpuOptions& options,
     times.push_back(static_cast<int>(std::clamp(options.turn_seconds / once, 1.0, 1e4)));
   }
   std::vector<std::vector<double>> turns(contenders.size());
+  std::optional<GpuSampler::Measuring> measuring;
+  if (options.sampler) measuring.emplace(*options.sampler);
   for (int round = 0; round < options.rounds; ++round) {
     for (std::size_t i = 0; i < contenders.size(); ++i) {
       turns[i].push_back(seconds_of(contenders[i], times[i]));

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include <sluice/transformer.hpp>
 
 #include "tests/benchmarks/benchmark_report.hpp"
+#include "tests/benchmarks/gpu_sampler.hpp"
 
 namespace sluice::benchmarks {
 
@@ -24,6 +26,7 @@ struct GpuOptions {
   std::string model_name = "124m";
   // 124M: tokens are below `tokens`; the table has more rows, so that its products are not slowed.
   TransformerConfig model = {};
+  DType moments = DType::kF32;  // of AdamW
   int tokens = 50257;
   std::int64_t batch = 64;       // samples per step
   std::int64_t micro_batch = 0;  // samples; 0: the most that divides the batch and fits
@@ -31,6 +34,7 @@ struct GpuOptions {
   int steps = 4;                 // training steps of one turn
   double turn_seconds = 0.02;    // at least, of a kernel's turn
   std::string json;              // appended to, if any
+  std::shared_ptr<GpuSampler> sampler = {};
 
   [[nodiscard]] std::int64_t rows() const { return batch * model.context; }
 };
@@ -48,12 +52,17 @@ void products_row(const GpuOptions& options);   // against cuBLASLt called bare
 void biases_row(const GpuOptions& options);     // their gradients apart and in epilogues
 void attention_row(const GpuOptions& options);  // alone, by cuDNN and by own kernels
 void dropout_row(const GpuOptions& options);    // training with dropout 0.1 against without
+void stream_row(const GpuOptions& options);     // training with a bf16 stream against fp32
+void moments_row(const GpuOptions& options);    // training with bf16 moments against fp32
+void logits_row(const GpuOptions& options);     // training with logits in chunks against whole
 void kernels_row(const GpuOptions& options);    // bytes per second against a device copy
 
 inline constexpr Device kBenchmarkGpu = {DeviceKind::kCuda, 0};
 
 // A report that also says which GPU and libraries it was measured on.
 [[nodiscard]] Report gpu_report(const std::string& title, std::vector<std::string> columns);
+// Prints it and appends its JSON line, with the power and clocks of what was measured so far.
+void publish(Report& report, const GpuOptions& options);
 
 // Device memory of random values between -0.5 and 0.5 that are no denormals, in bf16 and f32 alike:
 // random bits, because a product of zeros runs faster than one of numbers.
