@@ -28,8 +28,8 @@ double update_bytes(std::span<const UpdateRun> runs, DType state) {
   double bytes = 0;
   for (const UpdateRun& run : runs) {
     const int vectors = (run.first != nullptr ? 1 : 0) + (run.second != nullptr ? 1 : 0);
-    const std::size_t each = 2 * sizeof(float) +
-                             static_cast<std::size_t>(vectors) * size_of(state) +
+    const std::size_t each = 3 * sizeof(float) +
+                             2 * static_cast<std::size_t>(vectors) * size_of(state) +
                              (run.rounded != nullptr ? sizeof(Bf16) : 0);
     bytes += static_cast<double>(run.count) * static_cast<double>(each);
   }

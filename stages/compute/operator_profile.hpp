@@ -26,7 +26,7 @@ template <typename Other>
   return 0;
 }
 
-// Values, gradients, state of that type, and rounded copies.
+// Values and state of that type, which are read and written, gradients, and rounded copies.
 [[nodiscard]] double update_bytes(std::span<const UpdateRun> runs, DType state);
 
 class OperatorProfile {

@@ -335,12 +335,32 @@ const OperatorTable& operators_of(const ComputeContext& ctx) {
   return ctx.backend().operators();
 }
 
-// What a profile calls an operator, and the floating-point operations of a call.
+// What a profile calls an operator, the floating-point operations of a call, and the bytes that it
+// cannot do without: those of each tensor once, and what is said here.
 struct Work {
   const char* name;
   double flops = 0;
-  double bytes = 0;  // besides those of tensors
+  const Tensor* updated = nullptr;  // an operand that is read and written: counts twice
+  double bytes = 0;                 // besides; below 0 for parts of a tensor that are not touched
 };
+
+const Tensor* updated_if(bool updates, const Tensor& operand) {
+  return updates ? &operand : nullptr;
+}
+
+// Of a table whose rows tokens name, instead of all its rows: those that can differ, `times` each.
+double named_rows(const Tensor& tokens, const Tensor& table, int times) {
+  const std::int64_t rows = table.shape()[0], named = std::min(tokens.elements(), rows);
+  if (rows == 0) return 0;
+  return operand_bytes(table) *
+         (static_cast<double>(times * named) / static_cast<double>(rows) - 1);
+}
+
+// Of queries and keys, which are read and written in place, instead of all of `packed_rows` once.
+double queries_and_keys(const AttentionShape& shape, const Tensor& packed_rows) {
+  const double heads = shape.heads, kv_heads = shape.kv_heads;
+  return operand_bytes(packed_rows) * (2 * (heads + kv_heads) / (heads + 2 * kv_heads) - 1);
+}
 
 // Of x [rows, k] with a weight [n, k] or [k, n].
 double product_flops(const Tensor& x, const Tensor& weight) {
@@ -362,7 +382,8 @@ void run(const Work& work, Function Part::*entry, ComputeContext& ctx,
   if (profile == nullptr) return call(ctx, operands...);
   profile->begin();
   call(ctx, operands...);
-  profile->end(work.name, (work.bytes + ... + operand_bytes(operands)), work.flops);
+  const double more = work.bytes + (work.updated != nullptr ? operand_bytes(*work.updated) : 0);
+  profile->end(work.name, (more + ... + operand_bytes(operands)), work.flops);
 }
 
 }  // namespace
@@ -404,8 +425,8 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
   fits(__func__, {"dweight", dweight}, matrix(kF32, width_of(dy), width_of(x)),
        {{"x", x}, {"dy", dy}});
   fits_if_given(__func__, {"dbias", dbias}, vector(kF32, width_of(dy)), {{"dy", dy}});
-  run({__func__, product_flops(x, dweight)}, &OperatorTable::linear_backward_weight, ctx, x, dy,
-      dweight, dbias, write);
+  run({__func__, product_flops(x, dweight), updated_if(write == Write::kAdd, dweight)},
+      &OperatorTable::linear_backward_weight, ctx, x, dy, dweight, dbias, write);
 }
 
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
@@ -438,15 +459,19 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
 void embedding_forward(ComputeContext& ctx, const Tensor& tokens, const Tensor& table,
                        const Tensor& positions, const Tensor& out) {
   embedding(__func__, {"tokens", tokens}, {"table", table}, {"positions", positions}, {"out", out});
-  run({__func__}, &OperatorTable::embedding_forward, ctx, tokens, table, positions, out);
+  const double bytes = ctx.profile() == nullptr ? 0 : named_rows(tokens, table, 1);
+  run({__func__, 0, nullptr, bytes}, &OperatorTable::embedding_forward, ctx, tokens, table,
+      positions, out);
 }
 
 void embedding_backward_weight(ComputeContext& ctx, const Tensor& tokens, const Tensor& dout,
                                const Tensor& dtable, const Tensor& dpositions, Write write) {
   embedding(__func__, {"tokens", tokens}, {"dtable", dtable}, {"dpositions", dpositions},
             {"dout", dout});
-  run({__func__}, &OperatorTable::embedding_backward_weight, ctx, tokens, dout, dtable, dpositions,
-      write);
+  // What is overwritten is so in all rows.
+  const bool some = ctx.profile() != nullptr && write == Write::kAdd;
+  run({__func__, 0, nullptr, some ? named_rows(tokens, dtable, 2) : 0},
+      &OperatorTable::embedding_backward_weight, ctx, tokens, dout, dtable, dpositions, write);
 }
 
 void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma,
@@ -513,15 +538,16 @@ void rotary(ComputeContext& ctx, const AttentionShape& shape, const RotaryPositi
             const Tensor& qkv, bool backward) {
   check_attention_shape(__func__, shape);
   fits(__func__, {"qkv", qkv}, packed(kFloats, shape), {{"shape", shape}});
-  run({__func__}, &OperatorTable::rotary, ctx, shape, positions, qkv, backward);
+  run({__func__, 0, nullptr, queries_and_keys(shape, qkv)}, &OperatorTable::rotary, ctx, shape,
+      positions, qkv, backward);
 }
 
 void query_key_norm_forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                             const Tensor& query_gain, const Tensor& key_gain, float epsilon,
                             const Tensor& raw, const Tensor& stats) {
   check_query_key_norm(__func__, shape, {"qkv", qkv}, query_gain, key_gain, raw, stats);
-  run({__func__}, &OperatorTable::query_key_norm_forward, ctx, shape, qkv, query_gain, key_gain,
-      epsilon, raw, stats);
+  run({__func__, 0, nullptr, queries_and_keys(shape, qkv)}, &OperatorTable::query_key_norm_forward,
+      ctx, shape, qkv, query_gain, key_gain, epsilon, raw, stats);
 }
 
 void query_key_norm_backward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& raw,
@@ -529,8 +555,9 @@ void query_key_norm_backward(ComputeContext& ctx, const AttentionShape& shape, c
                              const Tensor& dqkv, const Tensor& dgains) {
   check_query_key_norm(__func__, shape, {"dqkv", dqkv}, query_gain, key_gain, raw, stats);
   fits(__func__, {"dgains", dgains}, matrix(kF32, 2, shape.head_dim), {{"shape", shape}});
-  run({__func__}, &OperatorTable::query_key_norm_backward, ctx, shape, raw, query_gain, key_gain,
-      stats, dqkv, dgains);
+  run({__func__, 0, nullptr, queries_and_keys(shape, dqkv)},
+      &OperatorTable::query_key_norm_backward, ctx, shape, raw, query_gain, key_gain, stats, dqkv,
+      dgains);
 }
 
 void gelu_forward(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
@@ -629,7 +656,7 @@ void dropout_residual(ComputeContext& ctx, const Tensor& x, const Dropout& dropo
 void add(ComputeContext& ctx, const Tensor& x, const Tensor& y) {
   fits(__func__, {"x", x}, in_rows(kFloats, kAny, kAny), {{"y", y}});
   fits(__func__, {"y", y}, in_rows(kF32 | only(x.spec.dtype), rows_of(x), width_of(x)), {{"x", x}});
-  run({__func__}, &OperatorTable::add, ctx, x, y);
+  run({__func__, 0, &y}, &OperatorTable::add, ctx, x, y);
 }
 
 void convert(ComputeContext& ctx, const Tensor& from, const Tensor& to) {
@@ -656,9 +683,10 @@ void softmax_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tens
   if (const std::size_t bytes = softmax_cross_entropy_workspace(rows); bytes > 0) {
     losses = reinterpret_cast<double*>(ctx.workspace(bytes));
   }
-  if (rows > 0)
-    run({__func__}, &OperatorTable::row_cross_entropy, ctx, logits, targets, scale, gradient,
-        losses);
+  if (rows > 0) {
+    run({__func__, 0, updated_if(gradient, logits)}, &OperatorTable::row_cross_entropy, ctx, logits,
+        targets, scale, gradient, losses);
+  }
   run({__func__}, &OperatorTable::sum_of_losses, ctx, losses, rows, sum);
 }
 
@@ -667,7 +695,8 @@ void row_cross_entropy(ComputeContext& ctx, const Tensor& logits, const Tensor& 
   rows_with_targets(__func__, logits, targets);
   if (rows_of(logits) == 0) return;
   if (losses == nullptr) refuse_pointer(__func__, "losses", "a number per row");
-  run({__func__}, &OperatorTable::row_cross_entropy, ctx, logits, targets, scale, gradient, losses);
+  run({__func__, 0, updated_if(gradient, logits)}, &OperatorTable::row_cross_entropy, ctx, logits,
+      targets, scale, gradient, losses);
 }
 
 void sum_of_losses(ComputeContext& ctx, const double* losses, std::int64_t rows, double* sum) {
@@ -685,7 +714,8 @@ void mean_squared_error(ComputeContext& ctx, const Tensor& outputs, const Tensor
   fits(__func__, {"targets", targets}, {kF32, outputs.elements(), 1, Legal::Form::kCount},
        {{"outputs", outputs}});
   if (sum == nullptr) refuse_pointer(__func__, "sum", "where the sum goes");
-  run({__func__}, &OperatorTable::mean_squared_error, ctx, outputs, targets, scale, gradient, sum);
+  run({__func__, 0, updated_if(gradient, outputs)}, &OperatorTable::mean_squared_error, ctx,
+      outputs, targets, scale, gradient, sum);
 }
 
 void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun> runs) {
@@ -693,13 +723,13 @@ void adamw(ComputeContext& ctx, const AdamWStep& step, std::span<const UpdateRun
   if (step.moments != DType::kF32 && step.moments != DType::kBf16) {
     refuse(__func__, fmt::format("moments are {}; legal: f32, bf16", name_of(step.moments)));
   }
-  run({__func__, 0, ctx.profile() == nullptr ? 0 : update_bytes(runs, step.moments)},
+  run({__func__, 0, nullptr, ctx.profile() == nullptr ? 0 : update_bytes(runs, step.moments)},
       &OperatorTable::adamw, ctx, step, runs);
 }
 
 void sgd(ComputeContext& ctx, const SgdStep& step, std::span<const UpdateRun> runs) {
   update_runs(__func__, runs, step.momentum != 0, false);
-  run({__func__, 0, ctx.profile() == nullptr ? 0 : update_bytes(runs, DType::kF32)},
+  run({__func__, 0, nullptr, ctx.profile() == nullptr ? 0 : update_bytes(runs, DType::kF32)},
       &OperatorTable::sgd, ctx, step, runs);
 }
 

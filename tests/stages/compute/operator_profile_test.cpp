@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <vector>
 
 #include <sluice/compute.hpp>
@@ -54,7 +55,7 @@ TEST_F(OperatorProfileTest, CountsCallsBytesAndOperations) {
     EXPECT_GE(each.seconds, 0);
     if (each.name == "add") {
       EXPECT_EQ(each.calls, kCalls);
-      EXPECT_EQ(each.bytes, kCalls * 2.0 * 6 * 32 * 4);
+      EXPECT_EQ(each.bytes, kCalls * 3.0 * 6 * 32 * 4);  // y is read and written
       EXPECT_EQ(each.flops, 0);
     } else {
       EXPECT_EQ(each.name, "linear_forward");
@@ -70,6 +71,67 @@ TEST_F(OperatorProfileTest, CountsCallsBytesAndOperations) {
   ctx.profile_operators(false);
   add(ctx, x, x);
   EXPECT_THAT(ctx.operator_times(), IsEmpty());
+}
+
+// The bytes of what `call` does, which is one operator's but for sums.
+double bytes_of(ComputeContext& ctx, const std::function<void()>& call) {
+  ctx.profile_operators(true);
+  call();
+  double bytes = 0;
+  for (const OperatorTime& each : ctx.operator_times()) {
+    if (each.name != "sum_of_losses") bytes += each.bytes;
+  }
+  return bytes;
+}
+
+// What a perfect kernel moves: what is read and written counts twice, what is not touched does not.
+TEST_F(OperatorProfileTest, CountsWhatIsReadAndWrittenTwice) {
+  ComputeContext ctx({kKind, 0}, 1);
+  constexpr int kRows = 8, kWidth = 16, kTable = 24;
+  const Tensor logits = make(ctx, {DType::kBf16, {kRows, kTable}});
+  const Tensor targets = make(ctx, {DType::kI32, {kRows}});
+  const Tensor sum = make(ctx, {DType::kF32, {2}});
+  for (const bool gradient : {false, true}) {
+    EXPECT_EQ(bytes_of(ctx,
+                       [&] {
+                         softmax_cross_entropy(ctx, logits, targets, 1.0, gradient,
+                                               static_cast<double*>(sum.data));
+                       }),
+              kRows * kTable * (gradient ? 4 : 2) + kRows * 4);
+  }
+
+  const Tensor x = make(ctx, {DType::kF32, {kRows, kWidth}});
+  const Tensor table = make(ctx, {DType::kF32, {kTable, kWidth}});
+  const Tensor dy = make(ctx, {DType::kF32, {kRows, kTable}});
+  const Tensor tokens = make(ctx, {DType::kI32, {2, kRows / 2}});
+  constexpr double kX = 4.0 * kRows * kWidth, kWhole = 4.0 * kTable * kWidth;
+  for (const Write write : {Write::kAdd, Write::kOverwrite}) {
+    const bool adds = write == Write::kAdd;
+    EXPECT_EQ(bytes_of(ctx, [&] { linear_backward_weight(ctx, x, dy, table, {}, write); }),
+              kX + 4.0 * kRows * kTable + (adds ? 2 : 1) * kWhole);
+    EXPECT_EQ(bytes_of(ctx, [&] { embedding_backward_weight(ctx, tokens, x, table, {}, write); }),
+              4.0 * kRows + kX + (adds ? 2 * kX : kWhole));
+  }
+  EXPECT_EQ(bytes_of(ctx, [&] { embedding_forward(ctx, tokens, table, {}, x); }),
+            4.0 * kRows + kX + kX);
+}
+
+// A value, its gradient and two moments; with a copy in bf16.
+TEST_F(OperatorProfileTest, CountsAnUpdatesBytes) {
+  ComputeContext ctx({kKind, 0}, 1);
+  constexpr std::int64_t kCount = 64;
+  const auto vector = [&] { return make(ctx, {DType::kF32, {kCount}}).as<float>(); };
+  UpdateRun run{
+      .value = vector(), .grad = vector(), .first = vector(), .second = vector(), .count = kCount};
+  run.rounded = reinterpret_cast<Bf16*>(vector());
+  for (const DType moments : {DType::kF32, DType::kBf16}) {
+    const AdamWStep step{.moments = moments};
+    EXPECT_EQ(bytes_of(ctx,
+                       [&] {
+                         adamw(ctx, step, {&run, 1});
+                       }),
+              kCount * (moments == DType::kF32 ? 30 : 22));
+  }
 }
 
 // Pairs of a query and a key that it sees: a causal half, or a band.
