@@ -25,22 +25,54 @@ def rows_of(lines, benchmark):
     return [row for line in lines if line.get("benchmark") == benchmark for row in line["rows"]]
 
 
-def training(lines, model, benchmark="GPU: training"):
-    """Medians over the turns: tokens per second, share of the peak; None where it was not run."""
-    rows = [row for row in rows_of(lines, benchmark) if row["model"] == model]
+BATCH = {"124m": 64, "1.5b": 16}  # samples of 1024 tokens
+BATCH_OF_HALF_A_MILLION = 512
+DEFAULT, LEAN = "as by default", "stream and moments in bf16, logits in chunks"
+
+
+def way_of(row):
+    changes = [row.get("stream", "fp32") != "fp32", row.get("moments", "fp32") != "fp32",
+               row.get("logit chunks", 1) != 1]
+    return LEAN if all(changes) else None if any(changes) else DEFAULT
+
+
+def training_rows(lines, model, batch=None, way=DEFAULT, benchmark="GPU: training"):
+    return [row for row in rows_of(lines, benchmark)
+            if row["model"] == model and row["samples"] == (batch or BATCH[model]) and way_of(row) == way]
+
+
+def training(*arguments, **names):
+    """Medians over the turns, as training_rows(); None where it was not run."""
+    rows = training_rows(*arguments, **names)
     if not rows:
         return None
     return {key: statistics.median(row[key] for row in rows)
             for key in ("tokens/s", "share of 989 TFLOP/s", "ms per step")}
 
 
-def measured_training(lines, model):
-    run = training(lines, model)
+def measured_training(*arguments):
+    run = training(*arguments)
     return run and f"{run['tokens/s']:,.0f} tokens/s, {run['share of 989 TFLOP/s']:.1%}"
 
 
-def measured_pytorch(lines, model):
-    ours, theirs = training(lines, model), training(lines, model, "PyTorch: training")
+def measured_memory(lines, model):
+    rows = [row for row in training_rows(lines, model) if "used / planned" in row]
+    return rows and f"{rows[-1]['used / planned'] - 1:+.1%} ({rows[-1]['used GiB']:.1f} GiB)"
+
+
+def measured_power(lines, model):
+    """Of the turns of training that the driver was asked in."""
+    found = [line for line in lines if line.get("samples of the driver") and training_rows([line], model)]
+    if not found:
+        return None
+    watts, mhz = (statistics.mean(line[key] for line in found) for key in ("watts", "SM MHz"))
+    reasons = sorted({line["clocks held back by"] for line in found})
+    return f"{watts:.0f} W of {found[0]['limit watts']:.0f}, {mhz:.0f} MHz, held back by {'; '.join(reasons)}"
+
+
+def measured_pytorch(lines, model, batch=None, way=DEFAULT):
+    ours = training(lines, model, batch, way)
+    theirs = training(lines, model, batch, benchmark="PyTorch: training")
     if not ours or not theirs:
         return None
     ratio = ours["tokens/s"] / theirs["tokens/s"]
@@ -76,7 +108,7 @@ def measured_products(lines, model):
     rows, total = found
     lowest = min(rows, key=lambda row: row["ratio"])
     text = f"all together {total['ratio']:.3f}; lowest {lowest['ratio']:.3f} ({lowest['product']})"
-    run = [r for r in rows_of(lines, "GPU: training") if r["model"] == model]
+    run = training_rows(lines, model)
     if run:
         micro_batches = run[0]["samples"] / run[0]["micro-batch"]
         share = total["ms per micro-batch"] * micro_batches / training(lines, model)["ms per step"]
@@ -92,7 +124,7 @@ def measured_biases(lines, model):
     text = ", ".join(f"{r['product']} {r['ratio']:.2f}" if r["ratio"] != "" else f"{r['product']} not supported"
                      for r in each)
     text += f"; weight gradients together {total['gain ms per micro-batch']:.2f} ms a micro-batch"
-    run = [r for r in rows_of(lines, "GPU: training") if r["model"] == model]
+    run = training_rows(lines, model)
     if run:
         gain = total["gain ms per micro-batch"] * run[0]["samples"] / run[0]["micro-batch"]
         text += f", {gain / training(lines, model)['ms per step']:.1%} of the step"
@@ -136,13 +168,25 @@ def measured_losses(lines, precision):
 
 
 def table(lines):
-    yield "GPT-2 124M, bf16, sequence 1024, batch 64, one rank", \
-        "620,000 tokens/s, 50 % of 989 TFLOP/s", measured_training(lines, "124m")
-    yield "GPT-2 1.5B, bf16, sequence 1024, batch 16, one rank", \
-        "56,000 tokens/s, 55 %", measured_training(lines, "1.5b")
+    for model, batch, aim in (("124m", 64, "600,000 tokens/s; beyond 620,000"), ("1.5b", 16, "53,000; beyond 54,400"),
+                              ("1.5b", BATCH_OF_HALF_A_MILLION, "56,000; beyond 58,000")):
+        for way in (DEFAULT, LEAN):
+            yield f"GPT-2 {model.upper()}, bf16, sequence 1024, batch {batch}, one rank, {way}", aim, \
+                measured_training(lines, model, batch, way)
+    for model, batch, aim in (("124m", 64, "1.2 x; beyond 1.25"), ("1.5b", 16, "1.15 x; beyond 1.2"),
+                              ("1.5b", BATCH_OF_HALF_A_MILLION, "1.15 x; beyond 1.2")):
+        for way in (DEFAULT, LEAN):
+            yield f"against PyTorch 2, torch.compile, flash attention, {model.upper()}, batch {batch}, {way}", aim, \
+                measured_pytorch(lines, model, batch, way)
     for model in ("124m", "1.5b"):
-        yield f"against PyTorch 2, torch.compile, flash attention, {model.upper()}", "1.1 x", \
-            measured_pytorch(lines, model)
+        yield f"power and clock of training, {model.upper()}", "", measured_power(lines, model)
+    for model in ("124m", "1.5b"):
+        yield f"memory that training takes against the plan, {model.upper()}", "within 2 %", \
+            measured_memory(lines, model)
+    for name, model in (("a bf16 stream against fp32", "124m"), ("logits in 8 chunks against whole", "124m"),
+                        ("bf16 moments against fp32", "1.5b")):
+        yield f"training with {name}, {model.upper()}", "", \
+            measured_ratio(lines, f"GPU: training with {name}", same_loss=False)
     for model in ("124m", "1.5b"):
         yield f"GPU idle between kernels within a step, {model.upper()}", f"{IDLE:.0%}", \
             measured_idle(lines, model, "GPU: idle between kernels within a step")
@@ -161,7 +205,7 @@ def table(lines):
         measured_ratio(lines, "GPU: four chunks on one rank against the model unsplit")
     yield "`--cuda-graphs` against calls, micro-batches of 4, 124M", "at least 1", \
         measured_ratio(lines, "GPU: CUDA graphs against calls")
-    yield "dropout 0.1 against none, 124M", "0.9", \
+    yield "dropout 0.1 against none, 124M", "0.9; beyond 0.95", \
         measured_ratio(lines, "GPU: training with dropout 0.1 against without", same_loss=False)
     yield "attention with dropout 0.1 by own kernels against that without as a model runs it, bf16", "", \
         measured_attention(lines)

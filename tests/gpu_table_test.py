@@ -11,6 +11,8 @@ import unittest
 sys.dont_write_bytecode = True  # nothing of ours into the sources' folder
 import gpu_table
 
+ALL = len(list(gpu_table.table([])))  # measures
+
 
 def training(speed, benchmark="GPU: training", gpu="NVIDIA H200"):
     return {"benchmark": benchmark, "gpu": gpu,
@@ -44,6 +46,33 @@ class GpuTable(unittest.TestCase):
         text = table_of([{"command": "benchmark", "step": "machine"}, *lines])
         self.assertIn("| 600,000 tokens/s, 60.0% |", text)
         self.assertIn("| 1.500 x (400,000 tokens/s) |", text)
+
+    def test_tells_batches_and_precisions_apart(self):
+        def row(speed, samples=16, **ways):
+            return {"benchmark": "GPU: training", "gpu": "NVIDIA H200",
+                    "rows": [{"model": "1.5b", "samples": samples, "tokens/s": speed, "share of 989 TFLOP/s": 0.5,
+                              "ms per step": 1.0, "used GiB": 50.0, "used / planned": 1.012, **ways}]}
+        lean = {"stream": "bf16", "moments": "bf16", "logit chunks": 8}
+        theirs = {**row(40000, 512), "benchmark": "PyTorch: training"}
+        text = table_of([row(50000), row(51000, **lean), row(56000, 512), row(58000, 512, **lean), theirs,
+                         row(1, stream="bf16")])
+        for line in ("batch 16, one rank, as by default | 53,000; beyond 54,400 | 50,000 tokens/s",
+                     "batch 16, one rank, stream and moments in bf16, logits in chunks | 53,000; beyond 54,400 | 51,000",
+                     "batch 512, one rank, as by default | 56,000; beyond 58,000 | 56,000",
+                     "1.5B, batch 512, stream and moments in bf16, logits in chunks | 1.15 x; beyond 1.2 | 1.450 x",
+                     "against the plan, 1.5B | within 2 % | +1.2% (50.0 GiB) |"):
+            self.assertIn(line, text)
+
+    def test_gives_power_and_clock_under_load(self):
+        line = {**training(600000), "samples of the driver": 9, "watts": 690, "limit watts": 700, "SM MHz": 1550,
+                "clocks held back by": "power limit"}
+        idle = {**training(600000), "samples of the driver": 0}
+        self.assertIn("of training, 124M |  | 690 W of 700, 1550 MHz, held back by power limit |", table_of([line, idle]))
+
+    def test_gives_what_a_setting_brings(self):
+        text = table_of([{"benchmark": "GPU: training with a bf16 stream against fp32", "gpu": "NVIDIA H200",
+                          "rows": [{"ratio": 1.0312, "same loss": False}]}])
+        self.assertIn("| training with a bf16 stream against fp32, 124M |  | 1.031 |", text)
 
     def test_gives_the_lowest_product_and_their_share_of_the_step(self):
         text = table_of([training(600000), products()])
@@ -79,7 +108,7 @@ class GpuTable(unittest.TestCase):
                       text)
         self.assertIn("in bf16 against the CPU's in fp32, largest deviation | 1 % | 0.42% at step 7 |",
                       text)
-        self.assertEqual(table_of([losses(20)]).count("| not run: no GPU |"), 20)
+        self.assertEqual(table_of([losses(20)]).count("| not run: no GPU |"), ALL)
 
     def test_gives_what_dropout_costs(self):
         rows = [{"attention": attention, "pass": way, "over bf16 as a model runs it": ratio}
@@ -88,7 +117,7 @@ class GpuTable(unittest.TestCase):
         text = table_of([{"benchmark": "GPU: attention alone", "gpu": "NVIDIA H200", "rows": rows},
                          {"benchmark": "GPU: training with dropout 0.1 against without", "gpu": "NVIDIA H200",
                           "rows": [{"ratio": 0.912, "same loss": False}]}])
-        self.assertIn("| dropout 0.1 against none, 124M | 0.9 | 0.912 |", text)
+        self.assertIn("| dropout 0.1 against none, 124M | 0.9; beyond 0.95 | 0.912 |", text)
         self.assertIn("| forward 0.62, backward 0.56 |", text)
 
     def test_gives_what_epilogues_gain(self):
@@ -108,7 +137,7 @@ class GpuTable(unittest.TestCase):
         for lines in ([], [training(600000, gpu=emulated), products(gpu=emulated)]):
             text = table_of(lines)
             self.assertIn("GPU: none", text)
-            self.assertEqual(text.count("| not run: no GPU |"), 20)
+            self.assertEqual(text.count("| not run: no GPU |"), ALL)
 
 
 if __name__ == "__main__":
