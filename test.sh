@@ -9,14 +9,19 @@ cd "$(dirname "$0")"
 
 docker/install_dependencies.sh build data test
 
-# Tests compare with reference libraries, which come from PyPI; where they cannot be had, those tests
-# are skipped by name.
+# Tests compare with reference libraries and read machine code of GPUs; where PyPI's packages for that
+# cannot be had, those tests are skipped by name.
 python=$PWD/build/venv/bin/python
-if ! [[ -x $python ]] || ! "$python" -c 'import numpy, safetensors, tokenizers' 2>/dev/null; then
-  python3 -m venv build/venv
-  timeout 120 build/venv/bin/pip install --quiet --disable-pip-version-check --retries 1 \
-    numpy safetensors tokenizers==0.23.3 </dev/null ||
-    echo "test.sh: no Python packages safetensors and tokenizers; their tests skip"
+install_packages() {
+  [[ -x $python ]] || python3 -m venv build/venv
+  timeout 120 build/venv/bin/pip install --quiet --disable-pip-version-check --retries 1 "$@" </dev/null ||
+    echo "test.sh: no Python packages $*; their tests skip"
+}
+"$python" -c 'import numpy, safetensors, tokenizers' 2>/dev/null ||
+  install_packages numpy safetensors tokenizers==0.23.3
+if command -v nvcc /usr/local/cuda/bin/nvcc >/dev/null &&
+  ! compgen -G 'build/venv/lib/python*/site-packages/nvidia/*/bin/cuobjdump' >/dev/null; then
+  install_packages nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm
 fi
 if "$python" -c 'import numpy, safetensors' 2>/dev/null; then export SLUICE_TEST_PYTHON=$python; fi
 

@@ -311,10 +311,9 @@ GradientsAside::~GradientsAside() {
   }
 }
 
+// Asks as a write does: where the call is recorded, a replay settles too.
 void settle(Parameter& parameter, StreamView stream) {
-  if (!parameter.gradient.is_old()) return;
-  zero(parameter, stream);
-  parameter.gradient.set_old(false);
+  if (parameter.gradient.next() == Write::kOverwrite) zero(parameter, stream);
 }
 
 Write next_write(std::initializer_list<Parameter*> parameters, StreamView stream) {

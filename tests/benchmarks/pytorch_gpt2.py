@@ -3,6 +3,8 @@ sizes and random tokens, bf16 autocast over fp32 weights, torch.compile, flash a
 scaled_dot_product_attention, fused AdamW. Prints one JSON line; exit code 77: no PyTorch or no GPU.
 
     python3 tests/benchmarks/pytorch_gpt2.py --model 124m --micro-batch 32
+
+A micro-batch whose logits a 32-bit index cannot count is halved until one can; the line says which it is.
 """
 
 import argparse
@@ -15,6 +17,7 @@ MODELS = {  # layers, heads, width, samples per step
     "124m": (12, 12, 768, 64),
     "1.5b": (48, 25, 1600, 16),
 }
+MOST_LOGITS = 2**31 - 1
 PEAK_FLOPS = 989e12  # dense bf16 of an H100 or H200
 
 
@@ -41,6 +44,10 @@ def parse():
             setattr(options, name, value)
     if options.batch % options.micro_batch:
         parser.error(f"--micro-batch {options.micro_batch} does not divide --batch {options.batch}")
+    while options.micro_batch * options.context * options.vocabulary > MOST_LOGITS:
+        if options.micro_batch % 2:
+            parser.error(f"--micro-batch {options.micro_batch} has more than {MOST_LOGITS} logits and cannot be halved")
+        options.micro_batch //= 2
     return options
 
 

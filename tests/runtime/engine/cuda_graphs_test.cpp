@@ -30,8 +30,12 @@ class CudaGraphsTest : public ::testing::Test {
     return what;
   }
   static std::vector<TrainingCase> cases() {
-    std::vector<TrainingCase> all = {case_of("tied, dropout"), case_of("bf16, short last one"),
-                                     case_of("llama bf16, recomputed, dropout")};
+    std::vector<TrainingCase> all = {case_of("tied, dropout"),
+                                     case_of("bf16, short last one"),
+                                     case_of("llama bf16, recomputed, dropout"),
+                                     case_of("bf16 stream"),
+                                     case_of("bf16 stream, dropout"),
+                                     case_of("logits in chunks")};
     all[0].model.dropout = 0.2F;
     all[1].model.precision = DType::kBf16;
     all[1].model.tied = false;
@@ -42,7 +46,22 @@ class CudaGraphsTest : public ::testing::Test {
     all[2].model.precision = DType::kBf16;
     all[2].model.dropout = 0.1F;
     all[2].model.recompute = Recompute::kBlock;
+    for (TrainingCase* each : {&all[3], &all[4]}) {
+      each->model.precision = each->model.stream_precision = DType::kBf16;
+    }
+    all[4].model.dropout = 0.2F;
+    all[5] = in_chunks(all[5]);
     return all;
+  }
+  // 528 rows of a micro-batch: a part of 512 and one of 16. Forward writes the gradient of the
+  // head's weights.
+  static TrainingCase in_chunks(TrainingCase what) {
+    what.model.width = 16;
+    what.model.logit_chunks = 2;
+    what.micro_batches = 2;
+    what.micro_batch_size = 33;
+    what.steps = 3;
+    return what;
   }
 };
 
@@ -73,6 +92,30 @@ TEST_F(CudaGraphsTest, ReplayedStepsHaveTheBitsOfCalls) {
       EXPECT_EQ(called.digest, replayed.digest) << what.name << ", " << schedule;
     }
   }
+}
+
+// Without which the case above would test what the others test.
+TEST_F(CudaGraphsTest, ItsCaseOfChunksHasTwoPartsInAMicroBatch) {
+  const TrainingCase what = cases().back();
+  ASSERT_GT(what.model.logit_chunks, 1);
+  PipelineOptions options;
+  options.shape = {.micro_batches = what.micro_batches, .micro_batch_size = what.micro_batch_size};
+  options.devices.choices = parse_devices("cuda:0");
+  const auto source = synthetic_tokens(what.model);
+  const StageFactory factory = [&](int stage, int stages) {
+    return make_transformer_stage(what.model, partition_by_cost(layer_costs(what.model), stages),
+                                  stage);
+  };
+  std::int64_t parts = 0;
+  run_loopback(1, [&](Communicator& comm) {
+    Pipeline pipeline(comm, options, factory, *source);
+    pipeline.compute().profile_operators(true);
+    (void)pipeline.train_step();
+    for (const OperatorTime& each : pipeline.compute().operator_times()) {
+      if (each.name == "row_cross_entropy") parts += each.calls;
+    }
+  });
+  EXPECT_EQ(parts, 2 * what.micro_batches);
 }
 
 // How often a stage was called.

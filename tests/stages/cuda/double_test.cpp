@@ -1,32 +1,13 @@
-// Operators on a GPU against references in double precision, at odd shapes. The sizes of GPT-2 124M
-// come with SLUICE_REAL_SHAPES: they take the host a while, and the emulation longer.
-#include <fmt/format.h>
-
-#include <algorithm>
+// Operators on a GPU against references in double precision, at odd shapes: products, LayerNorm,
+// attention, activations, cross-entropy. double_rows_test.cpp has those that work on rows,
+// double_elements_test.cpp those that draw random numbers. The sizes of GPT-2 124M come with
+// SLUICE_REAL_SHAPES.
 #include <array>
-#include <cmath>
-#include <cstdlib>
-#include <utility>
-#include <vector>
 
-#include "tests/stages/cuda/gpu_tools.hpp"
+#include "tests/stages/cuda/double_tools.hpp"
 
 namespace sluice {
 namespace {
-
-constexpr DType kTypes[] = {DType::kF32, DType::kBf16};
-
-bool real_shapes() { return std::getenv("SLUICE_REAL_SHAPES") != nullptr; }
-
-// What a result may differ from double precision by: sums in fp32, results of the type.
-double allowed(DType dtype) { return dtype == DType::kBf16 ? 6e-3 : 2e-6; }
-
-class CudaDoubleTest : public GpuTest {
- protected:
-  void expect_close(const OnGpu& actual, const Values& expected, double most, const char* what) {
-    EXPECT_LE(relative_error(actual.values(gpu()), expected), most) << what;
-  }
-};
 
 // [rows, columns], row-major.
 struct Matrix {
@@ -90,6 +71,37 @@ TEST_F(CudaDoubleTest, ProductsOfALayer) {
   }
 }
 
+// The end of a branch, with a stream of either type: rounded once. Biases are bf16's numbers: a
+// bf16 sum takes them so.
+TEST_F(CudaDoubleTest, ProductsThatAddToTheResidual) {
+  std::vector<std::array<std::int64_t, 3>> shapes = {{37, 29, 53}, {5, 1, 3}, {130, 65, 33}};
+  if (real_shapes()) shapes.insert(shapes.end(), {{256, 768, 768}, {256, 3072, 768}});
+  for (const auto& [dtype, stream] : kStreams) {
+    for (const auto& [rows, in, out] : shapes) {
+      for (const bool has_bias : {true, false}) {
+        SCOPED_TRACE(fmt::format("{}, {} [{}, {}] to {}, bias {}", name_of(dtype), name_of(stream),
+                                 rows, in, out, has_bias));
+        const Operand x = random_operand(dtype, {rows, in}, 1),
+                      w = random_operand(dtype, {out, in}, 2);
+        const Operand residual = random_operand(stream, {rows, out}, 3);
+        const Operand bias(DType::kF32, {out}, random_values(out, 4, DType::kBf16));
+        Values y = product({rows, in, x.values()}, {out, in, w.values()}).values;
+        const Values before = residual.values(), added = bias.values();
+        for (std::size_t i = 0; i < y.size(); ++i) {
+          y[i] += before[i] + (has_bias ? added[i % index_of(out)] : 0);
+        }
+        const OnGpu gx(x), gw(w), gbias(bias), gresidual(residual),
+            gy(Operand(stream, {rows, out}));
+        linear_residual_forward(gpu(), gx.tensor(), gw.tensor(),
+                                has_bias ? gbias.tensor() : Tensor{}, gresidual.tensor(),
+                                gy.tensor());
+        expect_within(gy, y, stream == DType::kBf16 ? 0x1.01p-8 : 4e-6, "y");
+        expect_equal(gresidual, before, "the residual");
+      }
+    }
+  }
+}
+
 // LayerNorm of one row and its gradients, from the definitions.
 struct Norm {
   Values y, dx, dgamma, dbeta;
@@ -125,12 +137,9 @@ Norm layer_norm(const Matrix& x, const Values& gamma, const Values& beta, const 
 
 // With a residual stream of either type that the operands allow.
 TEST_F(CudaDoubleTest, LayerNorm) {
-  using Case = std::pair<DType, DType>;  // of operands, of the stream
   std::vector<std::pair<std::int64_t, std::int64_t>> shapes = {{5, 37}, {3, 1}, {67, 136}};
   if (real_shapes()) shapes.emplace_back(1024, 768);
-  for (const auto& [dtype, stream] : {Case{DType::kF32, DType::kF32},
-                                      {DType::kBf16, DType::kF32},
-                                      {DType::kBf16, DType::kBf16}}) {
+  for (const auto& [dtype, stream] : kStreams) {
     for (const auto& [rows, width] : shapes) {
       if (width == 1) continue;  // its variance is 0
       SCOPED_TRACE(fmt::format("{}, {} [{}, {}]", name_of(dtype), name_of(stream), rows, width));
@@ -314,6 +323,53 @@ TEST_F(CudaDoubleTest, CrossEntropy) {
       softmax_cross_entropy(gpu(), glogits.tensor(), gtargets.tensor(), 0.25, true, found);
       expect_close(glogits, gradient, allowed(dtype), "gradient");
       EXPECT_NEAR(*found, loss, 1e-5 * loss);
+    }
+  }
+}
+
+// Rows of which a column alone is at the top, 80 above the others, as the target and as another
+// column, and one whose every second column is 80 below the top, its target too.
+Operand steep_logits(DType dtype, std::int64_t vocabulary) {
+  Values z = random_values(3 * vocabulary, 1, dtype, 0.5);
+  for (std::size_t i = 0; i < z.size(); ++i) {
+    const std::size_t row = i / index_of(vocabulary), column = i % index_of(vocabulary);
+    const bool high = row < 2 ? column == 2 : column % 2 == 0;
+    z[i] = row < 2 && high ? 16 : z[i] + (high ? 16 : -64);
+  }
+  return {dtype, {3, vocabulary}, z};
+}
+
+// Each probability keeps its own precision down to fp32's smallest normal number; the target's
+// difference from 1 has that of fp32 beside 1.
+TEST_F(CudaDoubleTest, CrossEntropyFarBelowTheTop) {
+  for (const DType dtype : kTypes) {
+    for (const std::int64_t vocabulary : {5, 1001, 8192, 50257}) {
+      SCOPED_TRACE(fmt::format("{}, vocabulary {}", name_of(dtype), vocabulary));
+      const Operand logits = steep_logits(dtype, vocabulary);
+      const Values z = logits.values();
+      const std::array<std::size_t, 3> wanted = {2, 1, 3};
+      const OnGpu glogits(logits), gtargets(Operand(DType::kI32, {3}, {2, 1, 3}));
+      const Buffer memory(kGpu, 3 * sizeof(double));
+      row_cross_entropy(gpu(), glogits.tensor(), gtargets.tensor(), 1, true,
+                        reinterpret_cast<double*>(memory.data()));
+      const Values found = glogits.values(gpu());
+      std::array<double, 3> losses = {};
+      copy_now(kGpu, losses.data(), memory.data(), memory.size());
+      const double own = dtype == DType::kBf16 ? 0x1.02p-8 : 1.5e-5;
+      for (std::size_t row = 0; row < 3; ++row) {
+        const std::size_t first = row * index_of(vocabulary);
+        double sum = 0, worst = 0;
+        for (std::size_t c = 0; c < index_of(vocabulary); ++c) sum += std::exp(z[first + c] - 16);
+        for (std::size_t c = 0; c < index_of(vocabulary); ++c) {
+          const bool target = c == wanted[row];
+          const double p = std::exp(z[first + c] - 16) / sum, gradient = target ? p - 1 : p;
+          const double most = own * std::abs(gradient) + (target ? 0x1p-23 : 0x1p-126);
+          worst = std::max(worst, std::abs(found[first + c] - gradient) / most);
+        }
+        EXPECT_LE(worst, 1) << "gradient of row " << row;
+        const double loss = std::log(sum) + 16 - z[first + wanted[row]];
+        EXPECT_NEAR(losses[row], loss, 2e-6 * std::max(1.0, loss)) << "row " << row;
+      }
     }
   }
 }

@@ -270,6 +270,20 @@ TEST_F(OldGradientsTest, ThatNothingWroteAreZeroedFromAPlaceOn) {
   EXPECT_FALSE(a().gradient.is_old());
 }
 
+// A record of a call has those that it settles, old or not: a replay does what the call did.
+TEST_F(OldGradientsTest, ThatAreSettledCountAsAskedFor) {
+  set_.forget_grads({});
+  (void)next_write({&b()}, {});
+  for (Parameter* each : {&a(), &b()}) (void)each->gradient.take_asked();
+  settle(a(), {});
+  settle(b(), {});
+  EXPECT_TRUE(a().gradient.take_asked());
+  EXPECT_TRUE(b().gradient.take_asked());
+  EXPECT_FALSE(a().gradient.is_old());
+  EXPECT_THAT(a().grad.floats(), Each(0.0F));
+  EXPECT_THAT(b().grad.floats(), Each(3.0F));
+}
+
 TEST_F(OldGradientsTest, AreAsBeforeAfterGradientsAside) {
   set_.forget_grads({});
   (void)next_write({&b()}, {});

@@ -4,7 +4,7 @@
 #include <sluice/operators.hpp>
 
 #include "stages/cuda_kernels/flash_attention.hpp"
-#include "tests/benchmarks/gpu_rows.hpp"
+#include "tests/benchmarks/gpu/rows.hpp"
 
 namespace sluice::benchmarks {
 

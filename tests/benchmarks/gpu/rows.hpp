@@ -18,7 +18,7 @@
 #include <sluice/transformer.hpp>
 
 #include "tests/benchmarks/benchmark_report.hpp"
-#include "tests/benchmarks/gpu_sampler.hpp"
+#include "tests/benchmarks/gpu/sampler.hpp"
 
 namespace sluice::benchmarks {
 

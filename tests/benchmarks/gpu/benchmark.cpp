@@ -20,7 +20,7 @@
 
 #include <sluice/error.hpp>
 
-#include "tests/benchmarks/gpu_rows.hpp"
+#include "tests/benchmarks/gpu/rows.hpp"
 
 namespace sluice::benchmarks {
 namespace {

@@ -1,4 +1,4 @@
-#include "tests/benchmarks/gpu_rows.hpp"
+#include "tests/benchmarks/gpu/rows.hpp"
 
 #include <algorithm>
 #include <charconv>

@@ -13,7 +13,7 @@
 #include "stages/cuda/cuda_backend.hpp"
 #include "stages/cuda/matmul.hpp"
 #include "stages/cuda_kernels/kernels.hpp"
-#include "tests/benchmarks/gpu_rows.hpp"
+#include "tests/benchmarks/gpu/rows.hpp"
 
 namespace sluice::benchmarks {
 

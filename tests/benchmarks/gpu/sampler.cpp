@@ -1,4 +1,4 @@
-#include "tests/benchmarks/gpu_sampler.hpp"
+#include "tests/benchmarks/gpu/sampler.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

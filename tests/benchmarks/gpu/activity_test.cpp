@@ -1,4 +1,4 @@
-#include "tests/benchmarks/gpu_activity.hpp"
+#include "tests/benchmarks/gpu/activity.hpp"
 
 #include <gtest/gtest.h>
 

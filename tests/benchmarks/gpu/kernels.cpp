@@ -1,15 +1,16 @@
 // Kernels that do little but move memory: bytes per second, each in turns with a device copy. Bytes
 // are those that the operator has to read and to write, each once; a copy's count both ways. What a
 // row or a column has one of (tokens, statistics, gamma, sums) is too little to be counted.
+#include "stages/cuda_kernels/kernels.hpp"
+
 #include <algorithm>
 #include <set>
 #include <span>
 
 #include <sluice/operators.hpp>
 
-#include "stages/cuda_kernels/kernels.hpp"
 #include "stages/transformer/build.hpp"
-#include "tests/benchmarks/gpu_rows.hpp"
+#include "tests/benchmarks/gpu/rows.hpp"
 
 namespace sluice::benchmarks {
 

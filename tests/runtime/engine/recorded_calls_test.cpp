@@ -1,0 +1,113 @@
+// Which gradients a replayed call leaves as numbers of the step.
+#include "runtime/engine/recorded_calls.hpp"
+
+#include <gtest/gtest.h>
+
+#include <span>
+#include <vector>
+
+#include <sluice/compute.hpp>
+#include <sluice/operators.hpp>
+#include <sluice/parameter.hpp>
+#include <sluice/stage.hpp>
+
+#include "tests/gpus/required_gpus.hpp"
+
+namespace sluice::testing {
+namespace {
+
+constexpr Device kGpu = {DeviceKind::kCuda, 0};
+
+// Its forward does what a loss does that adds to gradients: it settles all of them, and adds to the
+// first. Both are of a stage that asks.
+class SettlingStage : public Stage {
+ public:
+  explicit SettlingStage(ComputeContext& compute) : addend_(kGpu, 4 * sizeof(float)) {
+    for (const char* name : {"added", "settled"}) set_.add(name, {4}, Init::constant(1));
+    set_.allocate(compute.memory(), 0);
+    for (Parameter* each : set_.all()) each->gradient.set_asks();
+    const std::vector<float> ones(4, 1);
+    copy_now(kGpu, addend_.data(), ones.data(), addend_.size());
+  }
+  StageDescription describe(std::span<const TensorSpec>, ComputeContext&) const override {
+    return {};
+  }
+  void prepare(const StageSetup&) override {}
+  bool graph_capturable() const override { return true; }
+  bool overwrites_gradients() const override { return true; }
+  ParameterSet* parameters() override { return &set_; }
+  void forward(StageContext& ctx, std::span<const Tensor>, std::span<const Tensor>) override {
+    ++calls;
+    set_.settle_grads(ctx.compute.stream());
+    const Tensor& grad = set_.find("added")->grad;
+    add(ctx.compute, {addend_.data(), grad.spec}, grad);
+  }
+  void backward(StageContext&, std::span<const Tensor>, std::span<const Tensor>) override {}
+
+  int calls = 0;
+
+ private:
+  ParameterSet set_;
+  Buffer addend_;
+};
+
+std::vector<float> fetch(ComputeContext& compute, const Tensor& tensor) {
+  compute.wait();
+  std::vector<float> values(static_cast<std::size_t>(tensor.elements()));
+  copy_now(kGpu, values.data(), tensor.data, tensor.spec.bytes());
+  return values;
+}
+
+class RecordedCallsTest : public ::testing::Test {
+ protected:
+  void SetUp() override { SLUICE_NEED_A_GPU(); }
+};
+
+TEST_F(RecordedCallsTest, AReplayLeavesSettledGradientsAsTheCallDoes) {
+  ComputeContext compute(kGpu, 1);
+  SettlingStage stage(compute);
+  ParameterSet& set = *stage.parameters();
+  RecordedCalls calls(compute, 1, /*wanted=*/true);
+  StageContext ctx{.compute = compute};
+  const auto forward = [&] { stage.forward(ctx, {}, {}); };
+  for (std::uint64_t step = 1; step <= 3; ++step) {
+    SCOPED_TRACE(step);
+    calls.begin_step(step, 1);
+    set.forget_grads(compute.stream());
+    calls.run(0, stage, ctx, /*on_host=*/false, forward);
+    EXPECT_EQ(fetch(compute, set.find("added")->grad), std::vector<float>(4, 1));
+    EXPECT_EQ(fetch(compute, set.find("settled")->grad), std::vector<float>(4, 0));
+    for (Parameter* each : set.all()) {
+      EXPECT_FALSE(each->gradient.is_old()) << each->name;
+      EXPECT_EQ(next_write({each}, compute.stream()), Write::kAdd) << each->name;
+    }
+    if (!calls.begin_recording()) continue;
+    set.set_old_grads(true);
+    calls.record(0, stage, ctx, forward);
+    set.set_old_grads(false);
+  }
+  EXPECT_EQ(stage.calls, 2) << "called, then recorded, then replayed";
+}
+
+// The record zeroes gradients that are not old here.
+TEST_F(RecordedCallsTest, ACallIsMadeWhereGradientsAreNotOldThatTheRecordSettles) {
+  ComputeContext compute(kGpu, 1);
+  SettlingStage stage(compute);
+  ParameterSet& set = *stage.parameters();
+  RecordedCalls calls(compute, 1, /*wanted=*/true);
+  StageContext ctx{.compute = compute};
+  const auto forward = [&] { stage.forward(ctx, {}, {}); };
+  calls.begin_step(1, 1);
+  set.forget_grads(compute.stream());
+  calls.run(0, stage, ctx, /*on_host=*/false, forward);
+  ASSERT_TRUE(calls.begin_recording());
+  set.set_old_grads(true);
+  calls.record(0, stage, ctx, forward);
+  set.set_old_grads(false);
+  calls.run(0, stage, ctx, /*on_host=*/false, forward);
+  EXPECT_EQ(fetch(compute, set.find("added")->grad), std::vector<float>(4, 2));
+  EXPECT_EQ(stage.calls, 3);
+}
+
+}  // namespace
+}  // namespace sluice::testing
