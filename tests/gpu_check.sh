@@ -6,7 +6,7 @@
 #                                        minutes: operators against double precision, gradients of
 #                                        whole models against PyTorch's, losses of 200 steps against
 #                                        stored ones, bits of 1 and 4 ranks and of graphs, two
-#                                        processes over NCCL, tokens/s against the card's stored row
+#                                        processes over NCCL, tokens/s against the card's stored rows
 #   tests/gpu_check.sh nccl [RANKS]      NCCL between 2 processes, or 4, that share the first card:
 #                                        messages, sums, order, bits, dying and stopped ranks, the end
 #   tests/gpu_check.sh sanitize          compute-sanitizer's memcheck, racecheck, initcheck and
@@ -16,18 +16,21 @@
 #   tests/gpu_check.sh pack FOLDER       elsewhere, before: what a bare machine lacks, into one folder
 #                                        (Debian's packages as files; with `pack FOLDER BUILD` the
 #                                        built tests and benchmark of that build folder, and what
-#                                        they need to run; and data/kjv.txt, where train.sh made it)
+#                                        they need to run; and data/kjv.txt, where train.sh made it).
+#                                        The build is one file, build.tar.xz, where tar and xz are there
 #
 # Each command can be called again after whatever ended it and goes on from there; exit code 75 asks
 # for that: its time was up before its work was done. 0: all done and well; 1: something failed; 2:
-# wrong use, or something needed is missing. Reports are there at all times, also of a part:
-# COMMAND.txt and COMMAND.jsonl. Those of `check` are what to send with a report about a card.
+# wrong use, or something needed is missing. What failed is tried again once the rest is done.
+# Reports are there at all times, also of a part: COMMAND.txt and COMMAND.jsonl. They name a step
+# that was stopped or skipped, and why. Those of `check` are what to send with a report about a card.
 #
 # From the environment:
 #   SLUICE_GPU_REPORT   folder of reports          [$OUT where that is set, else build/gpu-report]
 #   SLUICE_GPU_STATE    folder of what is done     [build/gpu-state]
 #   SLUICE_GPU_DEPS     a folder that `pack` made  [none: the system has everything]
-#   SLUICE_GPU_BUILD    a folder that `pack` put builds into (FOLDER/build): nothing is built here
+#   SLUICE_GPU_BUILD    a build that `pack` made (FOLDER/build.tar.xz, FOLDER/build): nothing is built here
+#   SLUICE_GPU_PACK_MIB the most that `pack` may make, in MiB [any]
 #   SLUICE_GPU_TREE     the folder to build in     [build/cuda]
 #   SLUICE_GPU_SECONDS  of one call                [530]
 #   SLUICE_GPU_CMAKE    more arguments of the configuration, -DSLUICE_CUDA_ARCHITECTURES=80;90 say
@@ -35,6 +38,8 @@
 #   SLUICE_GPU_ROWS     more arguments of every row of gpu_benchmark, to try the script itself
 #   SLUICE_GPU_CURVE    more options of the trainings whose losses are compared, for the same
 #   SLUICE_GPU_STEPS    of the losses that `check` compares, for the same [200]
+#   SLUICE_GPU_MARGIN   seconds of a call within which no step is begun at its end, and a step has all
+#                       of it at its begin, for the same [a twentieth of it]
 #
 # On the emulated CUDA, which has no speed and no bits of a card, the script itself can be tried:
 #   cmake --preset emulated -DSLUICE_BUILD_TESTS=ON && cmake --build build/emulated
@@ -47,7 +52,10 @@ state=${SLUICE_GPU_STATE:-build/gpu-state}
 reports=${SLUICE_GPU_REPORT:-${OUT:-build/gpu-report}}
 seconds=${SLUICE_GPU_SECONDS:-530}
 build=${SLUICE_GPU_TREE:-build/cuda}
+# With less left no step is begun, and one that was begun within it had a whole call.
+margin=${SLUICE_GPU_MARGIN:-$((seconds / 20 > 0 ? seconds / 20 : 1))}
 failed=0
+skipped=()
 
 # Debian 12's packages that programs of ours need to run, and more of them to be built, where a
 # compiler, CMake, Ninja and the CUDA toolkit are there.
@@ -72,9 +80,9 @@ left() {
 
 # --- steps: each is done once for the same inputs ---
 
-# Appends what is known of a step to the command's report. $1: name, $2: result, $3: seconds, $4: log
+# Puts what is known of a step into the command's report. $1: name, $2: result, $3: seconds
 write_record() {
-  python3 - "$command" "$@" >"$state/$command/$1.json" <<'PYTHON'
+  python3 - "$command" "$@" "$state/$command/$1.log" >"$state/$command/$1.json" <<'PYTHON'
 import json, sys
 command, name, result, seconds, log = sys.argv[1:6]
 tail = open(log, encoding="utf-8", errors="replace").read().splitlines()[-40:]
@@ -104,14 +112,17 @@ write_report() {
   done < <(cat "$state/$command/order" 2>/dev/null || true)
 }
 
+# $1: name of the step, $2: seconds that it took
 stop_here() {
-  write_report
+  write_record "$1" 'stopped: time is up' "$2"
   echo "gpu_check: the time of this call is up at '$1'; call '$0 $command' again to go on" >&2
   exit 75
 }
 
-# step NAME INPUTS COMMAND...: runs it, unless it was done for the same INPUTS (any text). A step
-# whose program ends with 77 is skipped. One that alone takes longer than a call fails.
+# step NAME INPUTS COMMAND...: runs it, unless it passed before for the same INPUTS (any text), or
+# failed since the command began: the later steps have their turn first. A program that ends with 77
+# is skipped, one that ends with 75 says that its time is up. One that alone takes longer than a
+# call fails. SLUICE_JOB_SECONDS tells the program how long it has.
 step() {
   local name=$1 inputs=$2 started=$SECONDS code=0 result=passed
   local base=$state/$command/$name
@@ -122,26 +133,47 @@ step() {
     echo "-- $name: done before"
     return
   fi
-  if (($(left) < 20)); then stop_here "$name"; fi
+  if [[ -f $base.failed && $(<"$base.failed") == "$inputs" ]]; then
+    echo "-- $name: failed before"
+    failed=1
+    return
+  fi
+  touch "$base.log"
+  if (($(left) < margin)); then stop_here "$name" 0; fi
   echo "-- $name"
-  rm -f "$base.rows"
-  timeout --kill-after=10 "$(left)" "$@" >"$base.log" 2>&1 || code=$?
-  if ((code == 124 || code == 137)); then
-    if ((started > 30)) || [[ $name == build || $name == test ]]; then stop_here "$name"; fi
+  rm -f "$base.rows" "$base.done" "$base.failed"
+  SLUICE_JOB_SECONDS=$(($(left) > margin ? $(left) - margin : 1)) \
+    timeout --kill-after=10 "$(left)" "$@" >"$base.log" 2>&1 || code=$?
+  # timeout ends with 124 or 137; so does a program that the system kills, for want of memory say.
+  if ((code == 75)) || { ((code == 124 || code == 137)) && (($(left) <= 0)); }; then
+    if ((started > margin)) || [[ $name == build || $name == test ]]; then
+      tail -n 30 "$base.log"
+      stop_here "$name" "$((SECONDS - started))"
+    fi
     result='failed: longer than a whole call'
   elif ((code == 77)); then
     result=skipped
+    skipped+=("$name")
   elif ((code != 0)); then
     result="failed: exit code $code"
   fi
   if [[ $result == failed* ]]; then
     failed=1
     tail -n 30 "$base.log"
-  else
+    printf '%s' "$inputs" >"$base.failed"
+  elif [[ $result == passed ]]; then
     printf '%s' "$inputs" >"$base.done"
   fi
   echo "   $result after $((SECONDS - started)) s"
-  write_record "$name" "$result" "$((SECONDS - started))" "$base.log"
+  write_record "$name" "$result" "$((SECONDS - started))"
+}
+
+# skip_step NAME REASON...
+skip_step() {
+  local name=$1
+  shift
+  # shellcheck disable=SC2016
+  step "$name" "" bash -c 'echo "$*"; exit 77' bash "$@"
 }
 
 # A name for the contents of files.
@@ -149,9 +181,23 @@ contents() {
   sha256sum "$@" | sha256sum | cut -c 1-16
 }
 
+# The cards, the driver, and the variables that steps depend on.
+conditions() {
+  nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null || true
+  echo "${CUDA_VISIBLE_DEVICES-all} ${SLUICE_GPU_STEPS:-} ${SLUICE_GPU_ROWS:-} ${SLUICE_GPU_CURVE:-}"
+}
+
+# What the steps of a check depend on: programs of the build, the scripts, stored numbers. $@: programs
+inputs_of_checks() {
+  contents "${@/#/$build/}" "$SLUICE_GOLDEN_TRANSFORMERS" tests/gpus/*.py tests/gpus/*.json tests/faults/harness.py
+  conditions
+}
+
 finish() {
+  rm -f "$state/$command"/*.failed
   write_report
-  echo "gpu_check: $command: $1; report in $reports/$command.txt and $reports/$command.jsonl"
+  echo "gpu_check: $command: $1${skipped:+; skipped: ${skipped[*]}};" \
+    "report in $reports/$command.txt and $reports/$command.jsonl"
   exit "$failed"
 }
 
@@ -232,26 +278,38 @@ prepare() {
   export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
   export OMPI_MCA_rmaps_base_oversubscribe=1 OMPI_MCA_btl=^tcp
   export PMIX_MCA_pcompress_base_silence_warning=1
+  # Where it lies here; the tests know where it lay when they were built.
+  export SLUICE_GOLDEN_TRANSFORMERS=$PWD/tests/stages/transformer/golden.json
   use_build
   step machine "$(date +%F-%H)" bash -c describe_machine
 }
 
 # A build that was brought along names the folders it was made in; here they are others.
 use_build() {
-  local what from
-  [[ -n ${SLUICE_GPU_BUILD:-} ]] || return 0
-  [[ -f $SLUICE_GPU_BUILD/folders ]] || die "SLUICE_GPU_BUILD=$SLUICE_GPU_BUILD is no folder that pack made"
+  local what from brought=${SLUICE_GPU_BUILD:-} made
+  [[ -n $brought ]] || return 0
+  if [[ -d $brought ]]; then brought+=/folders; fi
+  [[ -f $brought ]] || die "SLUICE_GPU_BUILD=$SLUICE_GPU_BUILD is no build that pack made"
   build=$(realpath "$state")/build
-  if [[ -f $build/folders ]] && cmp -s "$build/folders" "$SLUICE_GPU_BUILD/folders"; then return; fi
+  made=$(contents "$brought")
+  if [[ -f $build/made && $(<"$build/made") == "$made" ]]; then return; fi
   rm -rf "$build"
-  cp -r "$SLUICE_GPU_BUILD" "$build"
+  if [[ -d $SLUICE_GPU_BUILD ]]; then
+    cp -r "$SLUICE_GPU_BUILD" "$build"
+  else
+    mkdir -p "$build"
+    tar -xJf "$brought" -C "$build" 2>/dev/null || python3 -m tarfile -e "$brought" "$build" ||
+      die "$brought cannot be unpacked"
+  fi
   while IFS='=' read -r what from; do
     case $what in
       build) move_names "$from" "$build" ;;
       source) move_names "$from" "$PWD" ;;
       mpiexec) move_names "$from" "$(command -v mpirun || echo mpirun)" ;;
+      python) move_names "$from" "$(command -v python3)" ;;
     esac
   done <"$build/folders"
+  echo "$made" >"$build/made"
 }
 
 move_names() {
@@ -260,8 +318,10 @@ move_names() {
 
 describe_machine() {
   uname -srm
-  nvidia-smi --query-gpu=name,memory.total,driver_version,compute_cap,clocks.sm,clocks.mem \
-    --format=csv 2>&1 || echo "no nvidia-smi"
+  local fields=name,memory.total,driver_version,compute_cap,clocks.sm,clocks.mem,power.limit,temperature.gpu
+  # Older drivers know the reasons for low clocks by another name.
+  nvidia-smi --query-gpu="$fields,clocks_event_reasons.active" --format=csv 2>/dev/null ||
+    nvidia-smi --query-gpu="$fields,clocks_throttle_reasons.active" --format=csv 2>&1 || echo "no nvidia-smi"
   nvcc --version 2>&1 | tail -n 2 || echo "no nvcc"
   c++ --version 2>&1 | head -n 1
   cmake --version 2>&1 | head -n 1
@@ -365,8 +425,9 @@ sanitize_shard() {
 export -f sanitize_shard
 
 sanitize() {
-  local tool program shard shards=4 programs name
+  local tool program shard shards=4 programs name conditions
   prepare
+  conditions=$(conditions)
   command -v compute-sanitizer >/dev/null || die "compute-sanitizer is missing (part of the CUDA toolkit)"
   # Every kernel of ours, those of comm/ and cuDNN's attention with them, is launched by a test of
   # this name; the graph test launches none, the one of whole models the same ones again.
@@ -378,7 +439,7 @@ sanitize() {
     for program in "${programs[@]}"; do
       for ((shard = 0; shard < shards; ++shard)); do
         name=$tool-$(basename "$program")-$((shard + 1))of$shards
-        GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$shard step "$name" "$(contents "$program")" \
+        GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$shard step "$name" "$(contents "$program") $conditions" \
           bash -c 'sanitize_shard "$@"' bash "$tool" "$program"
       done
     done
@@ -387,16 +448,17 @@ sanitize() {
 }
 
 # Whether this build can run NCCL between processes.
+nccl_tests=(tests/comm/comm_nccl_mpi_test tests/runtime/runtime_device_mpi_test)
 has_nccl() {
-  [[ -x $build/tests/comm/comm_nccl_mpi_test ]]
+  [[ -x $build/${nccl_tests[0]} && -x $build/${nccl_tests[1]} ]]
 }
 
-# What a test prints is its log; a case that is skipped fails the step.
+# What a test prints is its log, of which $1 is the file; a case that is skipped fails the step.
 whole_test() {
-  local output code=0
-  output=$("$@" 2>&1) || code=$?
-  printf '%s\n' "$output"
-  if ((code == 0)) && grep -q 'SKIPPED' <<<"$output"; then
+  local log=$1 code=0
+  shift
+  "$@" || code=$?
+  if ((code == 0)) && grep -q 'SKIPPED' "$log"; then
     echo "gpu_check: a case was skipped"
     code=1
   fi
@@ -404,32 +466,61 @@ whole_test() {
 }
 export -f whole_test
 
+# test_step NAME COMMAND...
+test_step() {
+  local name=$1
+  shift
+  # shellcheck disable=SC2016
+  step "$name" "$inputs" bash -c 'whole_test "$@"' bash "$state/$command/$name.log" "$@"
+}
+
+# A card's check that brought a build along without NCCL fails: that build was made for it.
 nccl_step() {
   local ranks=$1
-  step "nccl-$ranks" "$inputs" python3 tests/gpus/nccl_processes.py --build "$build" --ranks "$ranks" \
-    --report "$state/$command/nccl-$ranks.rows"
+  if has_nccl; then
+    step "nccl-$ranks" "$inputs" python3 tests/gpus/nccl_processes.py --build "$build" --ranks "$ranks" \
+      --report "$state/$command/nccl-$ranks.rows"
+  elif [[ -n ${SLUICE_GPU_BUILD:-} ]] && (($(gpus) > 0)); then
+    step "nccl-$ranks" "$inputs" bash -c 'echo "the build that was brought along has no NCCL"; exit 1'
+  else
+    skip_step "nccl-$ranks" "this build has no NCCL"
+  fi
+}
+
+# Tokens per second of the card against its stored rows; 1.5b where there is time for it.
+throughput_steps() {
+  local program=$build/tests/benchmarks/gpu_benchmark name rows=()
+  row throughput training --model 124m --rounds 3 --steps 4
+  if (($(left) < 4 * margin)); then
+    skip_step throughput-1.5b "too little of the call is left"
+  else
+    row throughput-1.5b training --model 1.5b --rounds 3 --steps 2
+  fi
+  for name in throughput throughput-1.5b; do
+    if [[ -f $state/$command/$name.rows ]]; then rows+=("$state/$command/$name.rows"); fi
+  done
+  if ((${#rows[@]} > 0)); then
+    step throughput-stored "$inputs $(contents "${rows[@]}")" python3 tests/gpus/check_throughput.py "${rows[@]}"
+  fi
 }
 
 check() {
-  local inputs program=tests/benchmarks/gpu_benchmark double=tests/stages/stages_cuda_double_test
-  local golden=tests/stages/stages_cuda_golden_test real=1
+  local inputs double=tests/stages/stages_cuda_double_test golden=tests/stages/stages_cuda_golden_test real=1
+  local needed=("$double" "$golden" sluice sluice-job tests/benchmarks/gpu_benchmark)
   prepare
-  need_card "$double" "$golden" sluice sluice-job "$program"
+  need_card "${needed[@]}"
   if is_emulated; then real=; fi # the shapes of a real model would take minutes
-  inputs=$(contents "$build/$double" "$build/sluice-job" tests/gpus/*.py tests/gpus/*.json)
-  step operators "$inputs" env ${real:+SLUICE_REAL_SHAPES=1} bash -c 'whole_test "$@"' bash "$build/$double"
-  step gradients "$inputs" bash -c 'whole_test "$@"' bash "$build/$golden"
+  if has_nccl; then needed+=("${nccl_tests[@]}"); fi
+  inputs=$(inputs_of_checks "${needed[@]}")
+  test_step operators env ${real:+SLUICE_REAL_SHAPES=1} "$build/$double"
+  test_step gradients "$build/$golden"
   step training "$inputs" python3 tests/gpus/check_training.py --build "$build" --steps "${SLUICE_GPU_STEPS:-200}" \
     --report "$state/$command/training.rows"
-  if has_nccl; then nccl_step 2; else echo "-- nccl: this build has no NCCL"; fi
+  nccl_step 2
   if is_emulated && [[ -z ${SLUICE_GPU_ROWS:-} ]]; then
     echo "-- throughput: the emulation has none"
   else
-    program=$build/$program
-    row throughput training --model 124m --rounds 3 --steps 4
-    if [[ -f $state/$command/throughput.rows ]]; then
-      step throughput-stored "$inputs" python3 tests/gpus/check_throughput.py "$state/$command/throughput.rows"
-    fi
+    throughput_steps
   fi
   if ((failed == 0)); then finish "all well"; else finish "not well"; fi
 }
@@ -440,7 +531,7 @@ nccl() {
   prepare
   need_card sluice sluice-job
   has_nccl || die "this build has no NCCL"
-  inputs=$(contents "$build/sluice-job" "$build/tests/comm/comm_nccl_mpi_test" tests/gpus/*.py tests/gpus/*.json)
+  inputs=$(inputs_of_checks sluice sluice-job "${nccl_tests[@]}")
   nccl_step "$ranks"
   if ((failed == 0)); then finish "all well"; else finish "not well"; fi
 }
@@ -461,20 +552,54 @@ print(json.loads(open(sys.argv[1]).readlines()[-1])["rows"][0]["micro-batch"])' 
     "$state/$command/$1.rows" 2>/dev/null || true
 }
 
-# In turns, so that what the machine does meanwhile meets both.
+# The median of three rounds of a training by PyTorch. $1: name, $2: micro-batch; the rest: arguments
+pytorch() {
+  local name=pytorch-$1 samples=$2 script=tests/benchmarks/pytorch_gpt2.py
+  shift 2
+  if [[ -z $samples ]]; then
+    skip_step "$name" "no training of ours tells the micro-batch"
+    return
+  fi
+  LD_LIBRARY_PATH=$system_libraries TORCHINDUCTOR_CACHE_DIR=$(realpath "$state")/inductor \
+    step "$name" "$inputs $(contents "$script") $samples $*" python3 "$script" \
+    "$@" --micro-batch "$samples" --json "$state/$command/$name.rows"
+}
+
+# By us and by PyTorch in turns, so that what the machine does meanwhile meets both. Sets `samples`
+# to our micro-batch. $1: name, $2: turns; the rest: arguments of both programs
 train_in_turns() {
-  local model=$1 steps=$2 round samples
-  for round in 1 2 3; do
-    row "training-$model-$round" training --model "$model" --rounds 3 --steps "$steps"
-    samples=$(micro_batch_of "training-$model-1")
-    [[ -n $samples ]] || return 0
-    LD_LIBRARY_PATH=$system_libraries TORCHINDUCTOR_CACHE_DIR=$(realpath "$state")/inductor \
-      step "pytorch-$model-$round" "$inputs $samples" python3 tests/benchmarks/pytorch_gpt2.py \
-      --model "$model" --micro-batch "$samples" --rounds 3 --steps "$steps" \
-      --json "$state/$command/pytorch-$model-$round.rows"
+  local name=$1 turns=$2 turn
+  shift 2
+  samples=
+  for ((turn = 1; turn <= turns; ++turn)); do
+    row "training-$name-$turn" training "$@"
+    samples=${samples:-$(micro_batch_of "training-$name-$turn")}
+    pytorch "$name-$turn" "$samples" "$@"
   done
-  row "products-$model" products --model "$model" --micro-batch "$samples"
-  row "biases-$model" biases --model "$model" --micro-batch "$samples"
+}
+
+# What fills less memory. $1: name; the rest: arguments
+train_lean() {
+  local name=$1
+  shift
+  row "training-lean-$name" training "$@" --stream-precision bf16 --moment-precision bf16 --logit-chunks 8
+}
+
+# The rows of training a model. $1: model, $2: steps of a round
+train_model() {
+  local model=$1 samples
+  local options=(--model "$model" --rounds 3 --steps "$2")
+  train_in_turns "$model" 3 "${options[@]}"
+  row "products-$model" products --model "$model" ${samples:+--micro-batch "$samples"}
+  row "biases-$model" biases --model "$model" ${samples:+--micro-batch "$samples"}
+  train_lean "$model" "${options[@]}"
+}
+
+# 524,288 tokens a step.
+train_large_batch() {
+  local samples options=(--model 1.5b --batch 512 --rounds 3 --steps 1)
+  train_in_turns 1.5b-512 1 "${options[@]}"
+  train_lean 1.5b-512 "${options[@]}"
 }
 
 # The same training on the CPU in fp32 and on the GPU in fp32 and bf16.
@@ -482,12 +607,11 @@ loss_curve() {
   local text=data/kjv.txt gpu inputs files=() run
   if [[ -s ${SLUICE_GPU_DEPS:-.}/kjv.txt ]]; then text=$SLUICE_GPU_DEPS/kjv.txt; fi
   if [[ ! -s $text ]]; then
-    step loss-curve "no text" bash -c 'echo "no $1: ./train.sh makes it, and pack brings it"; exit 77' \
-      bash "$text"
+    skip_step loss-curve "no $text: ./train.sh makes it, and pack brings it"
     return
   fi
   gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1 || true)
-  inputs="$(contents "$build/sluice" "$text" tests/loss_curve.py) ${SLUICE_GPU_CURVE:-}"
+  inputs="$(contents "$build/sluice" "$build/sluice-job" "$text" tests/loss_curve.py) $(conditions)"
   for run in cpu/fp32 cuda:0/fp32 cuda:0/bf16; do
     files+=("$state/$command/loss-${run//[:\/]/-}.metrics")
     # shellcheck disable=SC2086
@@ -508,7 +632,7 @@ benchmark() {
   if [[ -z ${SLUICE_GPU_ROWS:-} ]]; then
     nvidia-smi -L >/dev/null 2>&1 || die "there is no GPU here"
   fi
-  inputs="$(contents "$program") ${SLUICE_GPU_ROWS:-}"
+  inputs="$(contents "$program") $(conditions)"
   loss_curve
   row kernels kernels
   row issue issue
@@ -517,18 +641,22 @@ benchmark() {
   row graphs-124m graphs --model 124m --micro-batch 4
   row attention attention
   row dropout-124m dropout --model 124m
-  train_in_turns 124m 4
+  row stream-124m stream --model 124m
+  row logits-124m logits --model 124m
+  train_model 124m 4
   row idle-1.5b idle --model 1.5b --rounds 3
-  train_in_turns 1.5b 2
+  row moments-1.5b moments --model 1.5b --rounds 3 --steps 1
+  train_model 1.5b 2
+  train_large_batch
   write_report
   python3 tests/gpu_table.py "$reports/benchmark.jsonl" | tee "$reports/table.md"
-  finish "done"
+  if ((failed == 0)); then finish "done"; else finish "done, and something failed"; fi
 }
 
 # Debian's packages as they are: small, and unpacked in seconds. With a build to bring along, those
 # alone that it needs to run.
 pack() {
-  local folder=${1:-} from=${2:-} wanted=$to_run package missing=()
+  local folder=${1:-} from=${2:-} wanted=$to_run package missing=() packed size
   [[ -n $folder ]] || die "pack needs the folder to fill"
   mkdir -p "$folder"
   folder=$(realpath "$folder")
@@ -545,21 +673,34 @@ pack() {
   else
     echo "gpu_check: no data/kjv.txt (./train.sh --dry-run makes it): no losses will be compared there" >&2
   fi
-  if [[ -n $from ]]; then pack_build "$(realpath "$from")" "$folder/build"; fi
-  du -sh "$folder"
-  echo "gpu_check: there: SLUICE_GPU_DEPS=<folder>${from:+ SLUICE_GPU_BUILD=<folder>/build} $0 build-and-test"
+  if [[ -n $from ]]; then
+    packed=$folder/build
+    pack_build "$(realpath "$from")" "$packed"
+    if command -v tar >/dev/null && command -v xz >/dev/null; then
+      XZ_OPT='-9 -T0' tar -cJf "$packed.tar.xz" -C "$packed" .
+      rm -rf "$packed"
+      packed+=.tar.xz
+    fi
+  fi
+  size=$(($(du -sb "$folder" | cut -f 1) / 1048576 + 1))
+  echo "gpu_check: $folder has $size MiB"
+  if [[ -n ${SLUICE_GPU_PACK_MIB:-} ]] && ((size > SLUICE_GPU_PACK_MIB)); then
+    echo "gpu_check: that is more than SLUICE_GPU_PACK_MIB=$SLUICE_GPU_PACK_MIB" >&2
+    exit 1
+  fi
+  echo "gpu_check: there: SLUICE_GPU_DEPS=<folder>${from:+ SLUICE_GPU_BUILD=<folder>/$(basename "$packed")} $0 build-and-test"
 }
 
 # The programs of the target gpu_tests, stripped, and what ctest knows of them.
 pack_build() {
   local from=$1 to=$2 file
   [[ -f $from/CMakeCache.txt ]] || die "$from is no build folder"
-  rm -rf "$to"
+  rm -rf "$to" "$to.tar.xz"
   mkdir -p "$to"
   {
     echo "build=$from"
-    sed -n 's/^CMAKE_HOME_DIRECTORY:INTERNAL=/source=/p; s/^MPIEXEC_EXECUTABLE:[A-Z]*=/mpiexec=/p' \
-      "$from/CMakeCache.txt"
+    sed -n 's/^CMAKE_HOME_DIRECTORY:INTERNAL=/source=/p; s/^MPIEXEC_EXECUTABLE:[A-Z]*=/mpiexec=/p;
+      s/^_Python3_EXECUTABLE:INTERNAL=/python=/p' "$from/CMakeCache.txt"
     echo "made=$(date +%FT%T)"
   } >"$to/folders"
   while read -r file; do

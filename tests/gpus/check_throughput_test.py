@@ -1,8 +1,11 @@
 #!/usr/bin/env python3
 """The comparison with stored rows, and the stored files themselves."""
 
+import contextlib
+import io
 import json
 import pathlib
+import tempfile
 import unittest
 
 import check_throughput
@@ -13,8 +16,9 @@ FOLDER = pathlib.Path(__file__).parent
 STORED = [{"gpu": "A", "model": "124m", "tokens/s": 1000, "date": "2026-01-01", "command": "c"}]
 
 
-def line(gpu, *rates, model="124m"):
-    return {"benchmark": "GPU: training", "gpu": gpu, "rows": [{"model": model, "tokens/s": rate} for rate in rates]}
+def line(gpu, *rates, model="124m", **columns):
+    return {"benchmark": "GPU: training", "gpu": gpu,
+            "rows": [{"model": model, "tokens/s": rate, **columns} for rate in rates]}
 
 
 class ThroughputTest(unittest.TestCase):
@@ -31,6 +35,22 @@ class ThroughputTest(unittest.TestCase):
             self.assertTrue(well)
             self.assertIn("no row is stored", texts[0])
             self.assertEqual(json.loads(texts[1])["tokens/s"], 5)
+
+    def test_other_precisions_and_logits_do_not_count(self):
+        default = line("A", 1000, stream="fp32", moments="fp32", **{"logit chunks": 1})
+        for column, value in (("stream", "bf16"), ("moments", "bf16"), ("logit chunks", 8)):
+            other = line("A", 10, 10, 10, **{column: value})
+            self.assertTrue(check_throughput.check([default, other], STORED)[1], column)
+            self.assertFalse(check_throughput.check([other], STORED)[1], column)  # no rows
+
+    def test_rows_of_several_files(self):
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [pathlib.Path(folder, name) for name in "ab"]
+            for path, model in zip(paths, ("one", "two")):
+                path.write_text(json.dumps(line("none", 5, model=model)) + "\n", encoding="utf-8")
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                self.assertEqual(check_throughput.main(*paths), 0)
+            self.assertEqual(said.getvalue().count("no row is stored"), 2)
 
     def test_no_rows_fail(self):
         self.assertFalse(check_throughput.check([{"benchmark": "other", "rows": [{}]}], STORED)[1])

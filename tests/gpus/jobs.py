@@ -10,8 +10,10 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/faults"))
@@ -19,12 +21,14 @@ sys.path.insert(0, str(ROOT / "tests/faults"))
 from harness import Job, Setup, Violation, require  # noqa: E402
 
 SECONDS = 240  # of one job at most
+TIME_IS_UP = 75  # exit code: call again for the rest
 # On the emulation NCCL's ranks are processes, and there is one GPU.
 CARD = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         "SLUICE_EMULATED_DEVICES": "1", "SLUICE_EMULATED_DEVICE_MEMORY": str(8 << 30),
         "SLUICE_EMULATED_NCCL": os.environ.get("SLUICE_EMULATED_NCCL", "processes"),
-        "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-MODEL = ("--layers", "4", "--heads", "2", "--width", "32", "--context", "32", "--micro-batches", "4", "--warmup", "2",
+        "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
+# The layers with embedding and head fill two chunks on each of 4 ranks.
+MODEL = ("--layers", "6", "--heads", "2", "--width", "32", "--context", "32", "--micro-batches", "4", "--warmup", "2",
          "--seed", "7", "--validation-samples", "1")
 
 
@@ -35,10 +39,19 @@ def arguments(description):
     return parser
 
 
+class Stopped(Exception):
+    """Somebody asks this process to end."""
+
+
 class Card:
-    """The programs of a build, and a folder for what they write."""
+    """The programs of a build, a folder for what they write, and the time that is left for them.
+
+    SLUICE_JOB_SECONDS is the time of all jobs together. At its end a job is stuck, however short it ran.
+    """
 
     def __init__(self, options):
+        self.deadline = time.monotonic() + float(os.environ.get("SLUICE_JOB_SECONDS", "inf"))
+        self.started = []
         self.setup = Setup(options)
         self.build = pathlib.Path(options.build).resolve()
         self.setup.sluice = str(self.build / "sluice")
@@ -49,8 +62,25 @@ class Card:
     def remove(self):
         self.setup.remove()
 
-    def start(self, ranks, *command, apart=False, launcher=()):
-        """A job. `apart`: each process is on a machine of its own, as NCCL sees it."""
+    def time_is_up(self):
+        return time.monotonic() >= self.deadline
+
+    def within(self, seconds):
+        """So many seconds, or those that are left."""
+        return max(0.0, min(seconds, self.deadline - time.monotonic()))
+
+    def end_jobs(self):
+        """Kills the jobs that still run; says what they printed last."""
+        tails = []
+        for job in self.started:
+            if job.running() or job.processes():
+                job.end()
+                tails.append(job.tail())
+        self.started.clear()
+        return "\n".join(tails)
+
+    def start(self, ranks, *command, apart=False, launcher=(), environment=None):
+        """A job. `apart`: each process is on a machine of its own, as NCCL sees it. The processes get `environment`."""
         self.setup.jobs += 1
         words = list(map(str, command))
         if ranks > 1:
@@ -59,17 +89,14 @@ class Card:
                 host = ["-x", f"NCCL_HOSTID=sluice-{rank}"] if apart else []
                 whole += [*([":"] if rank else []), "-n", "1" if apart else str(ranks), *host, *words]
             words = whole
-        return Job(words, CARD, self.folder / f"output-{self.setup.jobs}")
+        self.started.append(Job(words, {**CARD, **(environment or {})}, self.folder / f"output-{self.setup.jobs}"))
+        return self.started[-1]
 
     def program(self, ranks, path, *words, environment=None):
-        """Runs a test under mpirun, processes apart."""
-        before = dict(os.environ)
-        os.environ.update(environment or {})
-        try:
-            self.start(ranks, self.build / path, *words, apart=True).expect(0, within=SECONDS)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
+        """Runs a test under mpirun, processes apart. A case that is skipped is a violation."""
+        none_skips = {"SLUICE_TEST_SKIP_CODE": "77", "SLUICE_REQUIRE_GPUS": str(ranks)}
+        job = self.start(ranks, self.build / path, *words, apart=True, environment={**none_skips, **(environment or {})})
+        job.expect(0, within=self.within(SECONDS))
 
     def train(self, ranks, *options, apart=False, digest=True, text=None, model=MODEL):
         """(losses by step, digest of the parameters) of a training on the card."""
@@ -79,7 +106,7 @@ class Card:
         words = ["--data", text or self.setup.data, *model, "--metrics", metrics, "--device", "cuda:0", *options]
         if digest:
             words += ["--save", name]
-        self.start(ranks, self.setup.sluice, "train", *words, apart=apart).expect(0, within=SECONDS)
+        self.start(ranks, self.setup.sluice, "train", *words, apart=apart).expect(0, within=self.within(SECONDS))
         return losses_of(metrics), self.setup.digest(name) if digest else None
 
 
@@ -103,23 +130,50 @@ def which(program):
     return any(os.access(os.path.join(folder, program), os.X_OK) for folder in os.get_exec_path())
 
 
+def stop(number, _):
+    signal.signal(number, signal.SIG_IGN)  # timeout sends it twice
+    raise Stopped
+
+
+def result_of(card, case):
+    """(result, what is said) of one case. "stopped": its time was up, and its jobs are ended."""
+    try:
+        if card.time_is_up():
+            return "stopped", "time is up"
+        return "passed", case(card)
+    except Violation as violation:
+        return ("stopped" if card.time_is_up() else "failed"), str(violation)
+    except (subprocess.TimeoutExpired, OSError, ValueError) as error:  # such as metrics that are not there
+        return "failed", str(error)
+    except Stopped:
+        return "stopped", card.end_jobs()
+    finally:
+        card.end_jobs()
+
+
+def write_report(path, card, rows):
+    if path:
+        line = {"benchmark": pathlib.Path(sys.argv[0]).stem, "gpu": gpu_name(card.build), "rows": rows}
+        pathlib.Path(path).write_text(json.dumps(line) + "\n", encoding="utf-8")
+
+
 def run(card, cases, report=None):
-    """Runs (name, function) after each other; 1 where one is violated. `report`: a file for one JSON line."""
-    rows, failed = [], 0
+    """Runs (name, function) after each other. `report`: a file for one JSON line, written after each case.
+
+    1 where a case is violated, TIME_IS_UP where time or SIGTERM stopped one; the later ones are not run then.
+    """
+    signal.signal(signal.SIGTERM, stop)
+    rows = []
     for name, case in cases:
-        try:
-            said = case(card)
-            rows.append({"case": name, "result": "passed", **({"said": said} if said else {})})
-        except Violation as violation:
-            failed = 1
-            rows.append({"case": name, "result": "failed", "said": str(violation)[-2000:]})
-        print(f"{rows[-1]['result']}: {name}" + (f": {rows[-1]['said']}" if "said" in rows[-1] else ""), flush=True)
-    if report:
-        with open(report, "w", encoding="utf-8") as out:
-            out.write(json.dumps({"benchmark": pathlib.Path(sys.argv[0]).stem, "gpu": gpu_name(card.build),
-                                  "rows": rows}) + "\n")
-    if not failed:
+        result, said = result_of(card, case)
+        rows.append({"case": name, "result": result, **({"said": said[-2000:]} if said else {})})
+        print(f"{result}: {name}" + (f": {rows[-1]['said']}" if said else ""), flush=True)
+        write_report(report, card, rows)
+        if result == "stopped":
+            break
+    found = {row["result"] for row in rows}
+    if found == {"passed"}:
         card.remove()
     else:
         print(f"what the jobs wrote is in {card.folder}")
-    return failed
+    return 1 if "failed" in found else TIME_IS_UP if "stopped" in found else 0
