@@ -18,10 +18,11 @@ constexpr std::size_t kProbeBytes = 1024;
 
 // A receive is posted in advance, and its kernel occupies the multiprocessors of all its blocks
 // until the message arrives. By default NCCL takes up to 32, a quarter of an H100. Two blocks fill
-// one of its 18 NVLinks (NCCL issue 1703), so eight carry about 100 GB/s on 6 % of the
-// multiprocessors. Over a network NCCL takes two or four (issue 1424). NCCL rounds up to a power of
-// two. NCCL_MAX_CTAS in the environment overrides the number. Not measured.
-constexpr int kMessageBlocks = 8;
+// one of its 18 NVLinks (NCCL issue 1703), so four carry about 50 GB/s on 3 % of the
+// multiprocessors; a rank waits for two receives at a time, one from each side. Over a network NCCL
+// takes two or four (issue 1424). NCCL rounds up to a power of two. NCCL_MAX_CTAS in the
+// environment overrides the number. Not measured.
+constexpr int kMessageBlocks = 4;
 
 // Pairs with an even lower rank come first: in a pipeline these pairs share no rank and connect
 // concurrently. Within a pair the edge from the lower rank comes first.
@@ -35,6 +36,25 @@ std::vector<NcclTransport::Edge> in_agreed_order(std::span<const NcclTransport::
             [&](const auto& a, const auto& b) { return place(a) < place(b); });
   order.erase(std::unique(order.begin(), order.end()), order.end());
   return order;
+}
+
+// [edge of `order`] Its communicator: the first in which neither end has an edge. On a chain, and
+// on a ring of an even number of ranks, that is the fewest there can be, four; elsewhere less than
+// twice that.
+std::vector<int> communicator_of(const std::vector<NcclTransport::Edge>& order) {
+  std::vector<int> chosen;
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    std::vector<bool> taken(i + 1);
+    for (std::size_t k = 0; k < i; ++k) {
+      const auto& [from, to] = order[k];
+      const bool meets =
+          from == order[i].from || from == order[i].to || to == order[i].from || to == order[i].to;
+      if (meets) taken[static_cast<std::size_t>(chosen[k])] = true;
+    }
+    chosen.push_back(
+        static_cast<int>(std::find(taken.begin(), taken.end(), false) - taken.begin()));
+  }
+  return chosen;
 }
 
 // The first message over an edge; its bytes differ from edge to edge.
@@ -54,30 +74,37 @@ NcclTransport::NcclTransport(NcclQueue& queue, Collectives& bootstrap, const Dev
                              std::span<const Edge> edges, const NcclLabel& label,
                              Interrupt* interrupt)
     : queue_(queue), rank_(bootstrap.communicator().rank()) {
-  if (edges.empty()) return;
-  for (const Edge& edge : in_agreed_order(edges)) {
-    if (edge.from == rank_ || edge.to == rank_) edges_.push_back(edge);
+  const std::vector<Edge> order = in_agreed_order(edges);
+  const std::vector<int> chosen = communicator_of(order);
+  std::vector<int> nccl_streams;
+  for (int i = 0; i < communicators(edges); ++i) {
+    nccl_streams.push_back(queue_.add(std::make_unique<NcclCommunicator>(
+        bootstrap, memory.device(), label, interrupt, kMessageBlocks)));
   }
-  auto made = std::make_unique<NcclCommunicator>(bootstrap, memory.device(), label, interrupt,
-                                                 kMessageBlocks);
-  const NcclCommunicator& ranks = *made;
-  nccl_stream_ = queue_.add(std::move(made));
-  warm_up(ranks, memory, interrupt);
+  for (std::size_t i = 0; i < order.size(); ++i) {
+    if (order[i].from != rank_ && order[i].to != rank_) continue;
+    edges_.push_back({order[i], nccl_streams[static_cast<std::size_t>(chosen[i])]});
+  }
+  if (!order.empty()) warm_up(memory, interrupt);
 }
 
-void NcclTransport::warm_up(const NcclCommunicator& ranks, const DeviceMemory& memory,
-                            Interrupt* interrupt) {
+int NcclTransport::communicators(std::span<const Edge> edges) {
+  const std::vector<int> chosen = communicator_of(in_agreed_order(edges));
+  return chosen.empty() ? 0 : 1 + *std::max_element(chosen.begin(), chosen.end());
+}
+
+void NcclTransport::warm_up(const DeviceMemory& memory, Interrupt* interrupt) {
   const Buffer room = memory.allocate(2 * kProbeBytes, DeviceMemory::Use::kTemporary);
   try {
-    for (const Edge& edge : edges_) probe(edge, ranks, room, interrupt);
+    for (const Own& own : edges_) probe(own, room, interrupt);
   } catch (...) {
     queue_.abort();  // its kernels may wait for a lost peer, and freeing memory waits for them
     throw;
   }
 }
 
-void NcclTransport::probe(const Edge& edge, const NcclCommunicator& ranks, const Buffer& memory,
-                          Interrupt* interrupt) {
+void NcclTransport::probe(const Own& own, const Buffer& memory, Interrupt* interrupt) {
+  const Edge& edge = own.edge;
   const auto expected = probe_of(edge);
   const std::span<std::byte> out(memory.data(), kProbeBytes);
   const std::span<std::byte> in(memory.data() + kProbeBytes, kProbeBytes);
@@ -95,6 +122,7 @@ void NcclTransport::probe(const Edge& edge, const NcclCommunicator& ranks, const
   queue_.wait(received, interrupt);
   copy_now(memory.device(), arrived.data(), in.data(), kProbeBytes);
   if (arrived != expected) {
+    const NcclCommunicator& ranks = queue_.communicator(own.nccl_stream);
     throw Error(ErrorCode::kDevice,
                 fmt::format("NCCL delivers other bytes than were sent from {} to {}: "
                             "direct access between these GPUs is broken (NCCL_P2P_DISABLE=1 "
@@ -104,21 +132,21 @@ void NcclTransport::probe(const Edge& edge, const NcclCommunicator& ranks, const
 }
 
 NcclTicket NcclTransport::send(int peer, std::span<const std::byte> data, const Event& ready) {
-  require({rank_, peer});
-  return queue_.send(nccl_stream_, peer, data, ready);
+  return queue_.send(nccl_stream_of({rank_, peer}), peer, data, ready);
 }
 
 NcclTicket NcclTransport::recv(int peer, std::span<std::byte> data, const Event& ready) {
-  require({peer, rank_});
-  return queue_.recv(nccl_stream_, peer, data, ready);
+  return queue_.recv(nccl_stream_of({peer, rank_}), peer, data, ready);
 }
 
 void NcclTransport::register_memory(std::span<std::byte> memory) {
-  if (nccl_stream_ >= 0) queue_.communicator(nccl_stream_).register_memory(memory);
+  for (const Own& own : edges_) queue_.communicator(own.nccl_stream).register_memory(memory);
 }
 
-void NcclTransport::require(const Edge& edge) const {
-  if (std::find(edges_.begin(), edges_.end(), edge) != edges_.end()) return;
+int NcclTransport::nccl_stream_of(const Edge& edge) const {
+  for (const Own& own : edges_) {
+    if (own.edge == edge) return own.nccl_stream;
+  }
   throw Error(ErrorCode::kInternal,
               fmt::format("no edge from rank {} to rank {} goes through NCCL", edge.from, edge.to));
 }

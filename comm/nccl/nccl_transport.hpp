@@ -1,10 +1,15 @@
 // NcclTransport: the messages of a plan between GPUs, through NCCL.
 //
+// A communicator executes one group after the other, so a receive that waits for its message holds
+// back all that is issued after it. Each edge therefore has a queue of its own at both ends: an
+// NCCL stream of a communicator in which neither end has another edge. Edges without a rank in
+// common share a communicator, so there are about as many as a rank has edges, four in a chain.
+//
 // Only the order in which two ranks issue messages identifies them. A user therefore issues exactly
 // the plan's list (MessageOrder::kGlobal) with its groups (PlanOp::with_previous), and both ends
 // pass the same number of bytes; this is not checked. A message without a counterpart blocks its
-// group and all later ones. Waits therefore poll an Interrupt, and its exception leads to
-// NcclQueue::abort().
+// group and all later ones of its edge. Waits therefore poll an Interrupt, and its exception leads
+// to NcclQueue::abort().
 //
 // Asynchronous, with the rules and threading of NcclQueue.
 #pragma once
@@ -29,7 +34,7 @@ class NcclTransport {
     friend bool operator==(const Edge&, const Edge&) = default;
   };
 
-  // Collective over `bootstrap`: adds one communicator to `queue`, which must outlive this object.
+  // Collective over `bootstrap`: adds its communicators to `queue`, which must outlive this object.
   // Sends a message over every edge, since NCCL connects two ranks at their first exchange; this
   // uses 2 KiB of temporary `memory`. `edges` are equal on all ranks, in any order; repeated ones
   // count once. Without edges there is no communicator. Throws as NcclCommunicator, and
@@ -42,23 +47,30 @@ class NcclTransport {
   [[nodiscard]] NcclTicket send(int peer, std::span<const std::byte> data, const Event& ready);
   [[nodiscard]] NcclTicket recv(int peer, std::span<std::byte> data, const Event& ready);
 
+  // How many communicators that takes.
+  [[nodiscard]] static int communicators(std::span<const Edge> edges);
+
   // As NcclCommunicator::register_memory(); does nothing where there is no edge.
   void register_memory(std::span<std::byte> memory);
 
   [[nodiscard]] NcclQueue& queue() { return queue_; }
 
  private:
-  void warm_up(const NcclCommunicator& ranks, const DeviceMemory& memory, Interrupt* interrupt);
+  // An edge from this rank or to it.
+  struct Own {
+    Edge edge;
+    int nccl_stream;  // of the queue
+  };
+
+  void warm_up(const DeviceMemory& memory, Interrupt* interrupt);
   // Sends over one edge of this rank, or receives and compares.
-  void probe(const Edge& edge, const NcclCommunicator& ranks, const Buffer& memory,
-             Interrupt* interrupt);
+  void probe(const Own& own, const Buffer& memory, Interrupt* interrupt);
   // Error(kInternal) unless there is such an edge of this rank.
-  void require(const Edge& edge) const;
+  [[nodiscard]] int nccl_stream_of(const Edge& edge) const;
 
   NcclQueue& queue_;
   int rank_;
-  int nccl_stream_ = -1;     // of the queue
-  std::vector<Edge> edges_;  // from this rank or to it
+  std::vector<Own> edges_;
 };
 
 }  // namespace sluice

@@ -26,9 +26,39 @@ NcclSums::Method method_of(bool all_reduce) {
   return all_reduce ? NcclSums::Method::kAllReduce : NcclSums::Method::kOrdered;
 }
 
+// [pipeline rank] its rank among those with a GPU; -1 for a CPU.
+std::vector<int> gpus_of(const JobLayout& layout) {
+  std::vector<int> gpus;
+  int next = 0;
+  for (const RankDevice& rank : layout.place.devices) {
+    gpus.push_back(rank.device.kind == DeviceKind::kCuda ? next++ : -1);
+  }
+  return gpus;
+}
+
+// Both directions of every NCCL edge and of every NCCL route between uses of a tied parameter.
+std::vector<NcclTransport::Edge> edges_of(const JobLayout& layout) {
+  const std::vector<int> gpus = gpus_of(layout);
+  std::vector<NcclTransport::Edge> edges;
+  const auto join = [&](const EdgeRoute& route, int stage, int other) {
+    if (route.kind != RouteKind::kNccl) return;
+    const int from = gpus[at(layout.plans.placement().rank_of(stage))];
+    const int to = gpus[at(layout.plans.placement().rank_of(other))];
+    edges.push_back({from, to});
+    edges.push_back({to, from});
+  };
+  for (int s = 1; s < layout.plans.num_stages(); ++s) join(layout.wires.routes[at(s)], s - 1, s);
+  for (const TiedParameter& tie : layout.parameters.tied) {
+    for (std::size_t use = 1; use < tie.uses.size(); ++use) {
+      join(tie.routes[use], tie.uses.front().stage, tie.uses[use].stage);
+    }
+  }
+  return edges;
+}
+
 }  // namespace
 
-// Its communicator joins the pipeline's ranks with a GPU. All ranks call split().
+// Its communicators join the pipeline's ranks with a GPU. All ranks call split().
 struct NcclRoutes::Impl {
   Impl(JobContext& job, const JobLayout& layout, ComputeContext& compute_in, const SumLoad& load,
        std::size_t open, bool all_reduce)
@@ -36,11 +66,9 @@ struct NcclRoutes::Impl {
         interrupt(*job.watch),
         gpus(job.pipeline.ranks->split(compute_in.device().kind == DeviceKind::kCuda ? 0 : 1,
                                        layout.place.rank)),
-        bootstrap(*gpus, 0, job.watch.get()) {
+        bootstrap(*gpus, 0, job.watch.get()),
+        gpu_of_rank(gpus_of(layout)) {
     if (compute.device().kind == DeviceKind::kCpu) return;
-    for (const RankDevice& rank : layout.place.devices) {
-      gpu_of_rank.push_back(rank.device.kind == DeviceKind::kCuda ? next_gpu++ : -1);
-    }
     const std::size_t sum_groups = std::max<std::size_t>(load.count, 1) * NcclSums::kGroupsPerSum;
     queue.emplace(compute.device(), open + sum_groups, job.world.ranks->local_size());
     transport.emplace(*queue, bootstrap, compute.memory(), edges_of(layout),
@@ -54,30 +82,10 @@ struct NcclRoutes::Impl {
     for (std::size_t i = 0; i < load.count; ++i) ready.emplace_back(compute.device());
   }
 
-  // Both directions of every NCCL edge and of every NCCL route between uses of a tied parameter.
-  [[nodiscard]] std::vector<NcclTransport::Edge> edges_of(const JobLayout& layout) const {
-    std::vector<NcclTransport::Edge> edges;
-    const auto join = [&](const EdgeRoute& route, int stage, int other) {
-      if (route.kind != RouteKind::kNccl) return;
-      const int from = gpu_of_rank[at(layout.plans.placement().rank_of(stage))];
-      const int to = gpu_of_rank[at(layout.plans.placement().rank_of(other))];
-      edges.push_back({from, to});
-      edges.push_back({to, from});
-    };
-    for (int s = 1; s < layout.plans.num_stages(); ++s) join(layout.wires.routes[at(s)], s - 1, s);
-    for (const TiedParameter& tie : layout.parameters.tied) {
-      for (std::size_t use = 1; use < tie.uses.size(); ++use) {
-        join(tie.routes[use], tie.uses.front().stage, tie.uses[use].stage);
-      }
-    }
-    return edges;
-  }
-
   ComputeContext& compute;
   Interrupt& interrupt;
   std::unique_ptr<Communicator> gpus;
   Collectives bootstrap;
-  int next_gpu = 0;
   std::vector<int> gpu_of_rank;  // [pipeline rank] its rank in `gpus`, -1 for a CPU
   Buffer workspace;              // of all sums, which run one after the other
   std::vector<Event> ready;      // of sums, used in turn
@@ -128,6 +136,10 @@ void NcclRoutes::abort() noexcept {
   if (impl_->queue) impl_->queue->abort();
 }
 
+int NcclRoutes::message_communicators(const JobLayout& layout) {
+  return NcclTransport::communicators(edges_of(layout));
+}
+
 std::size_t NcclRoutes::sum_bytes(const SumLoad& sums, int replicas, bool all_reduce) {
   return NcclSums::workspace(sums.largest, replicas, method_of(all_reduce)) * sizeof(float);
 }
@@ -164,6 +176,7 @@ void NcclRoutes::progress() {}
 void NcclRoutes::register_messages(std::span<std::byte> /*memory*/) {}
 void NcclRoutes::finalize() {}
 void NcclRoutes::abort() noexcept {}
+int NcclRoutes::message_communicators(const JobLayout& /*layout*/) { return 0; }
 std::size_t NcclRoutes::sum_bytes(const SumLoad&, int, bool) { return 0; }
 bool NcclRoutes::sums() const { return false; }
 NcclTicket NcclRoutes::sum(std::span<float> /*values*/) { return {}; }

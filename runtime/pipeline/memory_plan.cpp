@@ -151,12 +151,14 @@ class MemorySum {
     memory_.buffers += largest;
   }
 
-  // An NCCL communicator takes hundreds of megabytes. The pipeline has one, the sums have another.
+  // What communicators of NCCL take: estimates, not measured. Those of messages have few blocks,
+  // and at most one peer each.
   void add_nccl() {
-    constexpr std::size_t kNcclCommunicator = std::size_t{512} << 20;
+    constexpr std::size_t kOfMessages = std::size_t{256} << 20, kOfSums = std::size_t{512} << 20;
     if (device_ == DeviceKind::kCpu) return;
     const bool sums = layout_.wires.sums_by_nccl(rank_);
-    add_libraries(kNcclCommunicator * ((layout_.nccl_in_pipeline() ? 1 : 0) + (sums ? 1 : 0)));
+    add_libraries(kOfMessages * at(NcclRoutes::message_communicators(layout_)) +
+                  (sums ? kOfSums : 0));
     if (!sums) return;
     std::vector<std::size_t> floats;
     for (const int stage : layout_.plans.placement().stages_of(rank_)) {

@@ -25,6 +25,8 @@ void require_plannable(std::int64_t stages, std::int64_t micro_batches) {
 }
 
 TransportNeeds needs_of(std::string_view transport) {
+  // Each edge has a queue of its own (kNcclEdges). The plan must end in one per rank too, which is
+  // stricter: then streams may share a hardware queue.
   if (transport == "nccl") return {"nccl", MessageOrder::kGlobal, {TransportModel::kNccl}};
   // Messages with tags are sent without blocking, at worst by rendezvous. These transports do not
   // bound the number of unmatched sends.

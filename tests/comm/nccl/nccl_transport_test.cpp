@@ -233,10 +233,58 @@ TEST_P(NcclTransportTest, ReceivesPostedAheadOccupyFewMultiprocessors) {
     queue.finalize(&rank.control);
   });
   const std::vector<int> asked = emulated::most_blocks_asked();
-  ASSERT_EQ(asked.size(), before + static_cast<std::size_t>(GetParam()));
-  for (std::size_t i = before; i < asked.size(); ++i) EXPECT_EQ(asked[i], 8);
+  ASSERT_EQ(asked.size(),
+            before + static_cast<std::size_t>(GetParam() *
+                                              NcclTransport::communicators(ring_of(GetParam()))));
+  for (std::size_t i = before; i < asked.size(); ++i) EXPECT_EQ(asked[i], 4);
 }
 #endif
+
+// In one queue each rank's send would wait for the receive before it, all around the ring.
+TEST_P(NcclTransportTest, AReceiveThatWaitsHoldsBackNoOtherEdge) {
+  run([](Rank& rank) {
+    NcclQueue queue(rank.device, 8, rank.size());
+    NcclTransport transport(queue, rank.bootstrap, DeviceMemory(rank.device), ring_of(rank.size()),
+                            NcclLabel{"the pipeline"}, &rank.control);
+    const OnDevice<int> from_previous(rank.device, std::vector<int>(4, -1));
+    const OnDevice<int> from_next(rank.device, std::vector<int>(4, -1));
+    const OnDevice<int> own(rank.device, std::vector<int>(4, rank.rank()));
+    const int previous = (rank.rank() + rank.size() - 1) % rank.size();
+    NcclTicket tickets[4];
+    const auto alone = [&](NcclTicket& ticket, const auto& operation) {
+      queue.begin_group();
+      ticket = operation();
+      queue.end_group();
+    };
+    alone(tickets[0], [&] { return transport.recv(previous, from_previous.bytes(), Event()); });
+    alone(tickets[1], [&] { return transport.recv(rank.next(), from_next.bytes(), Event()); });
+    alone(tickets[2], [&] { return transport.send(rank.next(), own.bytes(), Event()); });
+    alone(tickets[3], [&] { return transport.send(previous, own.bytes(), Event()); });
+    testing::ThrowingInterrupt limit(100'000, "a message is held back");
+    try {
+      for (NcclTicket& ticket : tickets) queue.wait(ticket, &limit);
+    } catch (const Error& error) {
+      ADD_FAILURE() << error.what();
+      return queue.abort();  // before memory is freed, which waits for kernels
+    }
+    EXPECT_THAT(from_previous.read(), ::testing::Each(previous));
+    EXPECT_THAT(from_next.read(), ::testing::Each(rank.next()));
+    queue.finalize(&rank.control);
+  });
+}
+
+// Each in one that neither of its ranks uses for another edge.
+TEST(NcclEdgesTest, TakeFewCommunicators) {
+  using Edges = std::vector<NcclTransport::Edge>;
+  EXPECT_EQ(NcclTransport::communicators(Edges{}), 0);
+  EXPECT_EQ(NcclTransport::communicators(Edges{{0, 1}, {1, 0}, {0, 1}}), 2);
+  for (const int ranks : {3, 4, 5, 8, 64}) {
+    Edges chain = ring_of(ranks);
+    EXPECT_EQ(NcclTransport::communicators(chain), ranks % 2 == 0 ? 4 : 6) << ranks;
+    chain.resize(chain.size() - 2);
+    EXPECT_EQ(NcclTransport::communicators(chain), 4) << ranks;
+  }
+}
 
 TEST_P(NcclTransportTest, MakesNothingForAPipelineWithoutEdges) {
   run([](Rank& rank) {
