@@ -18,11 +18,11 @@ constexpr std::size_t kProbeBytes = 1024;
 
 // A receive is posted in advance, and its kernel occupies the multiprocessors of all its blocks
 // until the message arrives. By default NCCL takes up to 32, a quarter of an H100. Two blocks fill
-// one of its 18 NVLinks (NCCL issue 1703), so four carry about 50 GB/s on 3 % of the
-// multiprocessors; a rank waits for two receives at a time, one from each side. Over a network NCCL
-// takes two or four (issue 1424). NCCL rounds up to a power of two. NCCL_MAX_CTAS in the
-// environment overrides the number. Not measured.
-constexpr int kMessageBlocks = 4;
+// one of its 18 NVLinks (NCCL issue 1703). In a communicator of n ranks NCCL 2.28 takes 8 / n of
+// eight for a message of up to 16 MiB a block, at least one, and more for larger ones (enqueue.cc).
+// Communicators of two ranks would give each message four. NCCL rounds up to a power of two.
+// NCCL_MAX_CTAS in the environment overrides the number. Not measured.
+constexpr int kMessageBlocks = 8;
 
 // Pairs with an even lower rank come first: in a pipeline these pairs share no rank and connect
 // concurrently. Within a pair the edge from the lower rank comes first.

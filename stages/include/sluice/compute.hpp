@@ -25,8 +25,8 @@ struct OperatorTime {
   std::string name;  // of the function in <sluice/operators.hpp>
   std::int64_t calls = 0;
   double seconds = 0;  // on a GPU by its clock, with the gaps between the operator's kernels
-  double bytes = 0;    // that its calls cannot do without: once what they read, once what they write
-  double flops = 0;    // of matrix products and attention; 0 for other operators
+  double bytes = 0;  // that its calls cannot do without: once what they read, once what they write
+  double flops = 0;  // of matrix products and attention; 0 for other operators
 };
 
 // How rotary angles are scaled for a context longer than the one trained for.

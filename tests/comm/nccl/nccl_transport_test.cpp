@@ -236,7 +236,7 @@ TEST_P(NcclTransportTest, ReceivesPostedAheadOccupyFewMultiprocessors) {
   ASSERT_EQ(asked.size(),
             before + static_cast<std::size_t>(GetParam() *
                                               NcclTransport::communicators(ring_of(GetParam()))));
-  for (std::size_t i = before; i < asked.size(); ++i) EXPECT_EQ(asked[i], 4);
+  for (std::size_t i = before; i < asked.size(); ++i) EXPECT_EQ(asked[i], 8);
 }
 #endif
 
