@@ -10,10 +10,10 @@ namespace {
 
 constexpr const char* kVariable = "CUDA_DEVICE_MAX_CONNECTIONS";
 constexpr int kMost = 32;  // of CUDA
-// Compute, copies in both directions, the default stream, seven communicators (six of messages in a
-// ring of an odd number of ranks, one of sums), and up to two streams that NCCL has for each of
-// these.
-constexpr int kFewest = 25;
+// Compute, copies in both directions, the default stream, one that NCCL has for all communicators,
+// five of these (of messages from and to two neighbours, and of sums), and two streams that NCCL
+// has for each.
+constexpr int kFewest = 20;
 
 }  // namespace
 

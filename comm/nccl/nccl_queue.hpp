@@ -84,8 +84,8 @@ class NcclQueue {
   void wait_issued(const NcclTicket& ticket, Interrupt* interrupt);
   void wait(NcclTicket& ticket, Interrupt* interrupt);
 
-  // Collective over all communicators, added in the same order on all ranks: shuts them down after
-  // all issued operations are done.
+  // Collective over all communicators, which all ranks added in one order, each those that it is
+  // in: shuts them down after all issued operations are done.
   void finalize(Interrupt* interrupt);
   // Stops the kernels of all communicators, waiting ones too, and frees the communicators.
   void abort() noexcept;

@@ -18,10 +18,10 @@ constexpr std::size_t kProbeBytes = 1024;
 
 // A receive is posted in advance, and its kernel occupies the multiprocessors of all its blocks
 // until the message arrives. By default NCCL takes up to 32, a quarter of an H100. Two blocks fill
-// one of its 18 NVLinks (NCCL issue 1703). In a communicator of n ranks NCCL 2.28 takes 8 / n of
-// eight for a message of up to 16 MiB a block, at least one, and more for larger ones (enqueue.cc).
-// Communicators of two ranks would give each message four. NCCL rounds up to a power of two.
-// NCCL_MAX_CTAS in the environment overrides the number. Not measured.
+// one of its 18 NVLinks (NCCL issue 1703). In a communicator of two ranks NCCL 2.28 takes half of
+// its blocks for a message of up to 16 MiB a block (enqueue.cc), so four carry about 50 GB/s on 3 %
+// of the multiprocessors, and larger messages get eight. Over a network NCCL takes two or four
+// (issue 1424). NCCL_MAX_CTAS in the environment overrides the number. Not measured.
 constexpr int kMessageBlocks = 8;
 
 // Pairs with an even lower rank come first: in a pipeline these pairs share no rank and connect
@@ -38,24 +38,31 @@ std::vector<NcclTransport::Edge> in_agreed_order(std::span<const NcclTransport::
   return order;
 }
 
-// [edge of `order`] Its communicator: the first in which neither end has an edge. On a chain, and
-// on a ring of an even number of ranks, that is the fewest there can be, four; elsewhere less than
-// twice that.
-std::vector<int> communicator_of(const std::vector<NcclTransport::Edge>& order) {
-  std::vector<int> chosen;
-  for (std::size_t i = 0; i < order.size(); ++i) {
-    std::vector<bool> taken(i + 1);
-    for (std::size_t k = 0; k < i; ++k) {
-      const auto& [from, to] = order[k];
-      const bool meets =
-          from == order[i].from || from == order[i].to || to == order[i].from || to == order[i].to;
-      if (meets) taken[static_cast<std::size_t>(chosen[k])] = true;
-    }
-    chosen.push_back(
-        static_cast<int>(std::find(taken.begin(), taken.end(), false) - taken.begin()));
+// The pairs of ranks that have edges, in classes in which no rank is in two pairs: those of a class
+// connect at the same time. A chain has two classes.
+using Pair = std::pair<int, int>;
+std::vector<std::vector<Pair>> classes_of(const std::vector<NcclTransport::Edge>& order) {
+  std::vector<std::vector<Pair>> classes;
+  for (const NcclTransport::Edge& edge : order) {
+    const Pair pair = std::minmax(edge.from, edge.to);
+    const auto has_it = [&](const std::vector<Pair>& each) {
+      return std::find(each.begin(), each.end(), pair) != each.end();
+    };
+    if (std::any_of(classes.begin(), classes.end(), has_it)) continue;
+    const auto meets = [&](const Pair& other) {
+      return other.first == pair.first || other.first == pair.second ||
+             other.second == pair.first || other.second == pair.second;
+    };
+    const auto free = std::find_if(classes.begin(), classes.end(), [&](const auto& each) {
+      return std::none_of(each.begin(), each.end(), meets);
+    });
+    (free != classes.end() ? *free : classes.emplace_back()).push_back(pair);
   }
-  return chosen;
+  return classes;
 }
+
+// A rank's number in the communicator of it and another.
+int side_of(int rank, int other) { return rank > other ? 1 : 0; }
 
 // The first message over an edge; its bytes differ from edge to edge.
 std::array<std::byte, kProbeBytes> probe_of(const NcclTransport::Edge& edge) {
@@ -74,23 +81,35 @@ NcclTransport::NcclTransport(NcclQueue& queue, Collectives& bootstrap, const Dev
                              std::span<const Edge> edges, const NcclLabel& label,
                              Interrupt* interrupt)
     : queue_(queue), rank_(bootstrap.communicator().rank()) {
+  // All groups first: whoever waits in split() cannot hear that another rank failed.
   const std::vector<Edge> order = in_agreed_order(edges);
-  const std::vector<int> chosen = communicator_of(order);
-  std::vector<int> nccl_streams;
-  for (int i = 0; i < communicators(edges); ++i) {
-    nccl_streams.push_back(queue_.add(std::make_unique<NcclCommunicator>(
-        bootstrap, memory.device(), label, interrupt, kMessageBlocks)));
+  std::vector<std::pair<Pair, std::unique_ptr<Communicator>>> pairs;  // this rank's
+  for (const std::vector<Pair>& each : classes_of(order)) {
+    const auto mine = std::find_if(each.begin(), each.end(), [&](const Pair& pair) {
+      return pair.first == rank_ || pair.second == rank_;
+    });
+    const bool joins = mine != each.end();
+    const int others = bootstrap.communicator().size();
+    auto group = bootstrap.communicator().split(joins ? mine->first : others, rank_);
+    if (joins) pairs.emplace_back(*mine, std::move(group));
   }
-  for (std::size_t i = 0; i < order.size(); ++i) {
-    if (order[i].from != rank_ && order[i].to != rank_) continue;
-    edges_.push_back({order[i], nccl_streams[static_cast<std::size_t>(chosen[i])]});
+  const NcclLabel named = {label.group, label.rank < 0 ? rank_ : label.rank};
+  for (const auto& [pair, group] : pairs) {
+    Collectives both(*group, 0, interrupt);
+    for (const Edge& edge : order) {
+      if (Pair(std::minmax(edge.from, edge.to)) != pair) continue;
+      edges_.push_back({edge, queue_.add(std::make_unique<NcclCommunicator>(
+                                  both, memory.device(), named, interrupt, kMessageBlocks))});
+    }
   }
   if (!order.empty()) warm_up(memory, interrupt);
 }
 
-int NcclTransport::communicators(std::span<const Edge> edges) {
-  const std::vector<int> chosen = communicator_of(in_agreed_order(edges));
-  return chosen.empty() ? 0 : 1 + *std::max_element(chosen.begin(), chosen.end());
+int NcclTransport::communicators(std::span<const Edge> edges, int rank) {
+  const std::vector<Edge> order = in_agreed_order(edges);
+  return static_cast<int>(std::count_if(order.begin(), order.end(), [&](const Edge& edge) {
+    return edge.from == rank || edge.to == rank;
+  }));
 }
 
 void NcclTransport::warm_up(const DeviceMemory& memory, Interrupt* interrupt) {
@@ -127,16 +146,17 @@ void NcclTransport::probe(const Own& own, const Buffer& memory, Interrupt* inter
                 fmt::format("NCCL delivers other bytes than were sent from {} to {}: "
                             "direct access between these GPUs is broken (NCCL_P2P_DISABLE=1 "
                             "avoids it)",
-                            ranks.name_of(edge.from), ranks.name_of(edge.to)));
+                            ranks.name_of(side_of(edge.from, edge.to)),
+                            ranks.name_of(side_of(edge.to, edge.from))));
   }
 }
 
 NcclTicket NcclTransport::send(int peer, std::span<const std::byte> data, const Event& ready) {
-  return queue_.send(nccl_stream_of({rank_, peer}), peer, data, ready);
+  return queue_.send(nccl_stream_of({rank_, peer}), side_of(peer, rank_), data, ready);
 }
 
 NcclTicket NcclTransport::recv(int peer, std::span<std::byte> data, const Event& ready) {
-  return queue_.recv(nccl_stream_of({peer, rank_}), peer, data, ready);
+  return queue_.recv(nccl_stream_of({peer, rank_}), side_of(peer, rank_), data, ready);
 }
 
 void NcclTransport::register_memory(std::span<std::byte> memory) {

@@ -1,9 +1,9 @@
 // NcclTransport: the messages of a plan between GPUs, through NCCL.
 //
 // A communicator executes one group after the other, so a receive that waits for its message holds
-// back all that is issued after it. Each edge therefore has a queue of its own at both ends: an
-// NCCL stream of a communicator in which neither end has another edge. Edges without a rank in
-// common share a communicator, so there are about as many as a rank has edges, four in a chain.
+// back all that is issued after it. Each edge therefore has a communicator of its own, of its two
+// ranks: a rank within a chain has four. NCCL also divides the blocks of a message by the ranks of
+// its communicator.
 //
 // Only the order in which two ranks issue messages identifies them. A user therefore issues exactly
 // the plan's list (MessageOrder::kGlobal) with its groups (PlanOp::with_previous), and both ends
@@ -47,8 +47,8 @@ class NcclTransport {
   [[nodiscard]] NcclTicket send(int peer, std::span<const std::byte> data, const Event& ready);
   [[nodiscard]] NcclTicket recv(int peer, std::span<std::byte> data, const Event& ready);
 
-  // How many communicators that takes.
-  [[nodiscard]] static int communicators(std::span<const Edge> edges);
+  // How many communicators that takes on a rank.
+  [[nodiscard]] static int communicators(std::span<const Edge> edges, int rank);
 
   // As NcclCommunicator::register_memory(); does nothing where there is no edge.
   void register_memory(std::span<std::byte> memory);

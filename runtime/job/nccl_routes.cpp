@@ -136,8 +136,8 @@ void NcclRoutes::abort() noexcept {
   if (impl_->queue) impl_->queue->abort();
 }
 
-int NcclRoutes::message_communicators(const JobLayout& layout) {
-  return NcclTransport::communicators(edges_of(layout));
+int NcclRoutes::message_communicators(const JobLayout& layout, int rank) {
+  return NcclTransport::communicators(edges_of(layout), gpus_of(layout)[at(rank)]);
 }
 
 std::size_t NcclRoutes::sum_bytes(const SumLoad& sums, int replicas, bool all_reduce) {
@@ -176,7 +176,7 @@ void NcclRoutes::progress() {}
 void NcclRoutes::register_messages(std::span<std::byte> /*memory*/) {}
 void NcclRoutes::finalize() {}
 void NcclRoutes::abort() noexcept {}
-int NcclRoutes::message_communicators(const JobLayout& /*layout*/) { return 0; }
+int NcclRoutes::message_communicators(const JobLayout& /*layout*/, int /*rank*/) { return 0; }
 std::size_t NcclRoutes::sum_bytes(const SumLoad&, int, bool) { return 0; }
 bool NcclRoutes::sums() const { return false; }
 NcclTicket NcclRoutes::sum(std::span<float> /*values*/) { return {}; }

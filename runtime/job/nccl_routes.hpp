@@ -63,8 +63,8 @@ class NcclRoutes {
   // Ends what NCCL does on this rank, whatever other ranks do; only the destructor may follow.
   void abort() noexcept;
 
-  // Of NCCL, for the messages of a layout: each rank with a GPU is in all of them.
-  [[nodiscard]] static int message_communicators(const JobLayout& layout);
+  // Of NCCL, for the messages of a pipeline rank.
+  [[nodiscard]] static int message_communicators(const JobLayout& layout, int rank);
   // Bytes of device memory that a rank's sums take, in addition to NCCL's own.
   [[nodiscard]] static std::size_t sum_bytes(const SumLoad& sums, int replicas, bool all_reduce);
   // Whether the layout transfers anything over NCCL.

@@ -151,13 +151,13 @@ class MemorySum {
     memory_.buffers += largest;
   }
 
-  // What communicators of NCCL take: estimates, not measured. Those of messages have few blocks,
-  // and at most one peer each.
+  // What communicators of NCCL take: estimates, not measured. Those of messages have few blocks and
+  // one peer; before NCCL 2.22 they take more, because it connects what no message needs.
   void add_nccl() {
-    constexpr std::size_t kOfMessages = std::size_t{256} << 20, kOfSums = std::size_t{512} << 20;
+    constexpr std::size_t kOfMessages = std::size_t{128} << 20, kOfSums = std::size_t{512} << 20;
     if (device_ == DeviceKind::kCpu) return;
     const bool sums = layout_.wires.sums_by_nccl(rank_);
-    add_libraries(kOfMessages * at(NcclRoutes::message_communicators(layout_)) +
+    add_libraries(kOfMessages * at(NcclRoutes::message_communicators(layout_, rank_)) +
                   (sums ? kOfSums : 0));
     if (!sums) return;
     std::vector<std::size_t> floats;

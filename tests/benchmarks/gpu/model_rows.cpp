@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
-#include <optional>
 
 #include <sluice/error.hpp>
 #include <sluice/pipeline.hpp>
@@ -61,8 +60,7 @@ class Run {
   // Wall seconds per step, with the stream drained before and after.
   double seconds_per_step() {
     drain();
-    std::optional<GpuSampler::Measuring> measuring;
-    if (options_.sampler) measuring.emplace(*options_.sampler);
+    const GpuSampler::Measuring measuring(*options_.sampler);
     const double start = steady_seconds();
     for (int i = 0; i < options_.steps; ++i) loss_ = pipeline_->train_step().loss;
     drain();

@@ -4,7 +4,6 @@
 #include <charconv>
 #include <cmath>
 #include <map>
-#include <optional>
 #include <random>
 #include <string_view>
 #include <utility>
@@ -123,8 +122,7 @@ Report gpu_report(const std::string& title, std::vector<std::string> columns) {
 }
 
 void publish(Report& report, const GpuOptions& options) {
-  const GpuSampler::Figures figures =
-      options.sampler ? options.sampler->figures() : GpuSampler::Figures{};
+  const GpuSampler::Figures figures = options.sampler->figures();
   report.fact("samples of the driver", figures.samples);
   if (figures.samples > 0) {
     report.fact("watts", std::round(figures.watts));
@@ -186,8 +184,7 @@ std::vector<double> in_turns(ComputeContext& ctx, const GpuOptions& options,
     times.push_back(static_cast<int>(std::clamp(options.turn_seconds / once, 1.0, 1e4)));
   }
   std::vector<std::vector<double>> turns(contenders.size());
-  std::optional<GpuSampler::Measuring> measuring;
-  if (options.sampler) measuring.emplace(*options.sampler);
+  const GpuSampler::Measuring measuring(*options.sampler);
   for (int round = 0; round < options.rounds; ++round) {
     for (std::size_t i = 0; i < contenders.size(); ++i) {
       turns[i].push_back(seconds_of(contenders[i], times[i]));

@@ -28,13 +28,13 @@ struct GpuOptions {
   TransformerConfig model = {};
   DType moments = DType::kF32;  // of AdamW
   int tokens = 50257;
-  std::int64_t batch = 64;       // samples per step
-  std::int64_t micro_batch = 0;  // samples; 0: the most that divides the batch and fits
-  int rounds = 5;                // turns
-  int steps = 4;                 // training steps of one turn
-  double turn_seconds = 0.02;    // at least, of a kernel's turn
-  std::string json;              // appended to, if any
-  std::shared_ptr<GpuSampler> sampler = {};
+  std::int64_t batch = 64;                   // samples per step
+  std::int64_t micro_batch = 0;              // samples; 0: the most that divides the batch and fits
+  int rounds = 5;                            // turns
+  int steps = 4;                             // training steps of one turn
+  double turn_seconds = 0.02;                // at least, of a kernel's turn
+  std::string json;                          // appended to, if any
+  std::shared_ptr<GpuSampler> sampler = {};  // of kBenchmarkGpu; main() makes it
 
   [[nodiscard]] std::int64_t rows() const { return batch * model.context; }
 };
