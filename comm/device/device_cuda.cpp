@@ -94,6 +94,7 @@ DeviceProperties read_properties(int index) {
   check(cudaMemGetInfo(&properties.free_memory, &properties.memory), "cudaMemGetInfo");
   properties.major = found.major;
   properties.minor = found.minor;
+  properties.multiprocessors = found.multiProcessorCount;
   properties.shared_memory = found.sharedMemPerMultiprocessor;
   check(cudaDriverGetVersion(&properties.driver), "cudaDriverGetVersion");
   check(cudaRuntimeGetVersion(&properties.runtime), "cudaRuntimeGetVersion");

@@ -2,6 +2,7 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -24,7 +25,7 @@ struct PeerInfo {
   std::vector<nccl::Peer> peer_table;
 };
 
-PeerInfo exchange_peer_info(Collectives& bootstrap, Device device, int rank) {
+PeerInfo exchange_peer_info(Collectives& bootstrap, Device device, int rank, int most_blocks) {
   PeerInfo info;
   std::string problem;
   if (device.kind == DeviceKind::kCuda) {
@@ -40,6 +41,7 @@ PeerInfo exchange_peer_info(Collectives& bootstrap, Device device, int rank) {
   const int version = problem.empty() && info.library ? info.library->version() : 0;
   nccl::Peer mine = nccl::describe_rank(device, version, problem);
   mine.rank = rank < 0 ? bootstrap.communicator().rank() : rank;
+  mine.most_blocks = most_blocks;
   info.peer_table = nccl::gather_peer_table(bootstrap, mine);
   return info;
 }
@@ -51,6 +53,11 @@ struct NcclIdMessage {
 };
 
 }  // namespace
+
+int blocks_within(Device device, int parts, int kernels, int most) {
+  const int share = properties_of(device).multiprocessors / parts / std::max(kernels, 1);
+  return std::clamp(share, 1, most);
+}
 
 struct NcclCommunicator::Impl {
   Impl(const PeerInfo& info, const Communicator& bootstrap, std::string name)
@@ -121,13 +128,13 @@ struct NcclCommunicator::Impl {
 
 NcclCommunicator::NcclCommunicator(Collectives& bootstrap, Device device, const NcclLabel& label,
                                    Interrupt* interrupt, int most_blocks) {
-  const PeerInfo info = exchange_peer_info(bootstrap, device, label.rank);
+  const PeerInfo info = exchange_peer_info(bootstrap, device, label.rank, most_blocks);
   if (const auto refused = nccl::refusal(info.peer_table, label.group)) throw *refused;
   impl_ = std::make_unique<Impl>(info, bootstrap.communicator(), label.group);
   NcclIdMessage message;
   if (impl_->rank == 0) message.made = impl_->library.make_id(message.id);
   bootstrap.broadcast(std::as_writable_bytes(std::span(&message, 1)), 0);
-  impl_->start(message, interrupt, most_blocks);
+  impl_->start(message, interrupt, nccl::most_blocks_of(info.peer_table));
 }
 
 NcclCommunicator::~NcclCommunicator() = default;
@@ -214,7 +221,7 @@ void NcclGroup::end() {
 }
 
 std::optional<Error> nccl_refusal(Collectives& bootstrap, Device device, const NcclLabel& label) {
-  PeerInfo info = exchange_peer_info(bootstrap, device, label.rank);
+  PeerInfo info = exchange_peer_info(bootstrap, device, label.rank, 0);
   std::erase_if(info.peer_table,
                 [](const nccl::Peer& member) { return member.device.kind != DeviceKind::kCuda; });
   return nccl::refusal(info.peer_table, label.group);

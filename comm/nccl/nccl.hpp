@@ -34,12 +34,17 @@ struct NcclLabel {
   int rank = -1;      // this rank in the job; -1: its rank in the bootstrap communicator
 };
 
+// A bound of blocks for each of `kernels` that wait for other ranks at the same time: all of them
+// occupy at most one multiprocessor in `parts` of the GPU, or one each. At most `most`, at least 1.
+[[nodiscard]] int blocks_within(Device device, int parts, int kernels, int most);
+
 class NcclCommunicator {
  public:
   // Collective over `bootstrap`, all of whose ranks join. `device` is this rank's GPU. Polls
-  // `interrupt`, which may be null. `most_blocks`, equal on all ranks, bounds the multiprocessors
-  // that one kernel occupies, also while it waits for a peer; 0: NCCL chooses. Throws what
-  // nccl_refusal() returns, or Error(kPeer | kDevice) where NCCL fails.
+  // `interrupt`, which may be null. `most_blocks` bounds the multiprocessors that one kernel
+  // occupies, also while it waits for a peer; 0: no bound. The smallest bound of a rank counts;
+  // without one NCCL chooses. Throws what nccl_refusal() returns, or Error(kPeer | kDevice) where
+  // NCCL fails.
   NcclCommunicator(Collectives& bootstrap, Device device, const NcclLabel& label,
                    Interrupt* interrupt, int most_blocks = 0);
   // Aborts unless finalized. Never throws.

@@ -49,6 +49,14 @@ std::vector<Peer> gather_peer_table(Collectives& bootstrap, const Peer& mine) {
   return peer_table;
 }
 
+int most_blocks_of(std::span<const Peer> peer_table) {
+  int most = 0;
+  for (const Peer& peer : peer_table) {
+    if (peer.most_blocks > 0 && (most == 0 || peer.most_blocks < most)) most = peer.most_blocks;
+  }
+  return most;
+}
+
 std::string name_of(const Peer& peer) {
   return fmt::format("rank {} on {} ({})", peer.rank, peer.host.data(), to_string(peer.device));
 }

@@ -17,8 +17,9 @@ namespace sluice::nccl {
 
 // One rank, as sent between ranks: texts are truncated to fit and end in a zero.
 struct Peer {
-  int rank = 0;     // as messages name it
-  int version = 0;  // of its library; 0: `problem` says why there is none, or why it is no use
+  int rank = 0;         // as messages name it
+  int version = 0;      // of its library; 0: `problem` says why there is none, or why it is no use
+  int most_blocks = 0;  // of a kernel; 0: NCCL chooses
   Device device;
   std::array<char, 64> host{};      // for messages
   std::array<char, 128> machine{};  // as nccl_machine_id()
@@ -32,6 +33,9 @@ struct Peer {
 
 // Collective. The table has one entry per rank of the bootstrap communicator.
 [[nodiscard]] std::vector<Peer> gather_peer_table(Collectives& bootstrap, const Peer& mine);
+
+// The bound that all ranks can keep: the smallest that one asks for; 0: none asks.
+[[nodiscard]] int most_blocks_of(std::span<const Peer> peer_table);
 
 // Why the ranks of the peer table cannot share a communicator, the same on every rank, or nothing.
 // In this order: a rank without GPU (kUsage), without NCCL (kDevice), with another version than the

@@ -18,9 +18,10 @@ namespace {
 constexpr std::size_t kShardMultiple = 32;
 
 // A sum runs beside backward, and spins where replicas differ in speed. 16 blocks are 12 % of an
-// H100's multiprocessors; by default NCCL takes up to 32. NCCL_MAX_CTAS in the environment
-// overrides the number. Not measured.
-constexpr int kSumBlocks = 16;
+// H100's multiprocessors; by default NCCL takes up to 32. A small GPU gives a quarter of its
+// multiprocessors. NCCL_MAX_CTAS in the environment overrides the number. Not measured.
+constexpr int kMostSumBlocks = 16;
+constexpr int kPartsOfGpu = 4;
 
 }  // namespace
 
@@ -33,8 +34,9 @@ NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& 
       method_(method) {
   if (size_ == 1) return;
   const Device device = memory.device();
-  nccl_stream_ = queue_.add(
-      std::make_unique<NcclCommunicator>(replicas, device, label, interrupt, kSumBlocks));
+  const int blocks = blocks_within(device, kPartsOfGpu, 1, kMostSumBlocks);
+  nccl_stream_ =
+      queue_.add(std::make_unique<NcclCommunicator>(replicas, device, label, interrupt, blocks));
   std::vector<std::size_t> first = {kShardMultiple * at(size_)};
   if (method == Method::kAllReduce) first.insert(first.end(), sizes.begin(), sizes.end());
   connect(memory, first, interrupt);

@@ -22,7 +22,10 @@ constexpr std::size_t kProbeBytes = 1024;
 // its blocks for a message of up to 16 MiB a block (enqueue.cc), so four carry about 50 GB/s on 3 %
 // of the multiprocessors, and larger messages get eight. Over a network NCCL takes two or four
 // (issue 1424). NCCL_MAX_CTAS in the environment overrides the number. Not measured.
-constexpr int kMessageBlocks = 8;
+constexpr int kMostMessageBlocks = 8;
+// All communicators of a rank have this part of its multiprocessors: a small GPU, or a rank with
+// many edges, takes fewer blocks for each. Else the kernels that others wait for may find no room.
+constexpr int kPartsOfGpu = 2;
 
 // Pairs with an even lower rank come first: in a pipeline these pairs share no rank and connect
 // concurrently. Within a pair the edge from the lower rank comes first.
@@ -93,13 +96,15 @@ NcclTransport::NcclTransport(NcclQueue& queue, Collectives& bootstrap, const Dev
     auto group = bootstrap.communicator().split(joins ? mine->first : others, rank_);
     if (joins) pairs.emplace_back(*mine, std::move(group));
   }
+  const int blocks =
+      blocks_within(memory.device(), kPartsOfGpu, communicators(order, rank_), kMostMessageBlocks);
   const NcclLabel named = {label.group, label.rank < 0 ? rank_ : label.rank};
   for (const auto& [pair, group] : pairs) {
     Collectives both(*group, 0, interrupt);
     for (const Edge& edge : order) {
       if (Pair(std::minmax(edge.from, edge.to)) != pair) continue;
       edges_.push_back({edge, queue_.add(std::make_unique<NcclCommunicator>(
-                                  both, memory.device(), named, interrupt, kMessageBlocks))});
+                                  both, memory.device(), named, interrupt, blocks))});
     }
   }
   if (!order.empty()) warm_up(memory, interrupt);

@@ -36,6 +36,9 @@ void set_communicator_status(ncclResult_t status);
 // What the device says its compute capability is from now on, 75 for 7.5. 90 at the start.
 void set_compute_capability(int device, int capability);
 
+// How many multiprocessors the device says it has from now on. 4 at the start.
+void set_multiprocessors(int device, int number);
+
 // Host memory that one cudaHostAlloc gets at most, in bytes; more is cudaErrorMemoryAllocation from
 // now on. No limit at the start.
 void set_most_host_memory(std::size_t bytes);

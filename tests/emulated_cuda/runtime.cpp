@@ -25,26 +25,33 @@ constexpr unsigned kBlockThreads = 1024;
 constexpr unsigned kGridBlocks = 65535;  // in y and z
 constexpr int kOldestDriver = 12000;
 
-// What set_compute_capability() was told.
-class Capabilities {
+// A number of each device, which a test may set.
+class NumberOfDevices {
  public:
-  void set(int device, int capability) {
+  explicit NumberOfDevices(int standard) : standard_(standard) {}
+  void set(int device, int number) {
     const std::lock_guard lock(mutex_);
-    set_[device] = capability;
+    set_[device] = number;
   }
   int of(int device) {
     const std::lock_guard lock(mutex_);
     const auto found = set_.find(device);
-    return found == set_.end() ? 90 : found->second;
+    return found == set_.end() ? standard_ : found->second;
   }
 
  private:
   std::mutex mutex_;
   std::map<int, int> set_;
+  int standard_;
 };
 
-Capabilities& capabilities() {
-  static Capabilities all;
+NumberOfDevices& capabilities() {
+  static NumberOfDevices all(90);
+  return all;
+}
+
+NumberOfDevices& multiprocessors() {
+  static NumberOfDevices all(4);
   return all;
 }
 
@@ -138,6 +145,8 @@ bool is_device(int device) { return device >= 0 && device < device_count(); }
 
 void set_compute_capability(int device, int capability) { capabilities().set(device, capability); }
 
+void set_multiprocessors(int device, int number) { multiprocessors().set(device, number); }
+
 std::size_t copied_to_host(int device) { return bytes_to_host[static_cast<std::size_t>(device)]; }
 
 cudaError_t enqueue_kernel(const Launch& launch, cudaStream_t stream,
@@ -202,7 +211,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   const int capability = capabilities().of(device);
   properties->major = capability / 10;
   properties->minor = capability % 10;
-  properties->multiProcessorCount = 4;
+  properties->multiProcessorCount = multiprocessors().of(device);
   properties->asyncEngineCount = 2;
   properties->unifiedAddressing = 1;
   properties->canMapHostMemory = 1;

@@ -46,6 +46,7 @@ struct DeviceProperties {
   std::size_t memory = 0;         // bytes
   std::size_t free_memory = 0;    // bytes, now
   int major = 0, minor = 0;       // compute capability
+  int multiprocessors = 0;
   std::size_t shared_memory = 0;  // bytes of a multiprocessor
   int driver = 0, runtime = 0;    // CUDA versions as CUDA counts them, 13000 for 13.0
 };
