@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""What the machine code of kernels for compute capability 9.0 must have: no spilled registers, tensor cores.
+"""What the machine code of kernels for compute capability 9.0 must have: no spilled registers, tensor cores, and no
+more shared memory of its own than launch() reckons with.
 
     tests/kernel_code_test.py BUILD [FOLDER...]
 
@@ -30,6 +31,7 @@ MAY_SPILL = {
 MOST_SPILLED = 32  # bytes a thread, of those
 TILES = re.compile(r"tile_\w+_kernel<(float|Bf16), \d+")
 INSTRUCTIONS = {"float": r"HMMA\.\S+\.TF32", "Bf16": r"HMMA\.\S+\.BF16"}
+MOST_SHARED = 20 * 1024 + 1024  # bytes of shared memory that a kernel declares (cuda.hpp), and the driver's own
 LEAST_KERNELS = 200  # all objects together; fewer: the output has another form
 
 
@@ -73,16 +75,18 @@ def short_names(mangled):
     return names
 
 
-def spills(objects, tool):
+def resources(objects, tool):
     """([kernel's short name], violations)"""
     found = []
     for path in objects:
         lines = shown(tool, "-res-usage", path, "-arch", ARCHITECTURE)
-        found += re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", lines)
-    names = short_names([name for name, _, _ in found])
+        found += re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", lines)
+    names = short_names([name for name, *_ in found])
     violations = []
-    for name, stack, local in found:
+    for name, stack, shared, local in found:
         short, taken = names[name], int(stack) + int(local)
+        if int(shared) > MOST_SHARED:
+            violations.append(f"{short} declares {shared} bytes of shared memory on {ARCHITECTURE}; legal: {MOST_SHARED}")
         if taken > (MOST_SPILLED if short in MAY_SPILL else 0):
             violations.append(f"{short} spills {taken} bytes a thread on {ARCHITECTURE}")
         elif taken == 0 and short in MAY_SPILL:
@@ -115,7 +119,7 @@ def main():
         skip(f"no objects of kernels in {build}")
     if ARCHITECTURE not in shown(tool, "-lelf", objects[0]):
         skip(f"{build} has no machine code for {ARCHITECTURE}")
-    kernels, violations = spills(objects, tool)
+    kernels, violations = resources(objects, tool)
     if len(kernels) < LEAST_KERNELS:
         violations.append(f"{len(kernels)} kernels were read; there are at least {LEAST_KERNELS}")
     violations += [f"there is no kernel {name} any more: take it from the list"

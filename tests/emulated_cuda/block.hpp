@@ -20,6 +20,7 @@ namespace sluice::emulated {
 
 struct Launch {
   const char* name;  // what the kernel is for; outlives the launch
+  const void* function;
   dim3 grid;
   dim3 block;
   std::size_t shared_bytes;

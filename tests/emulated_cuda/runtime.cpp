@@ -45,6 +45,30 @@ class NumberOfDevices {
   int standard_;
 };
 
+// Dynamic shared memory that kernels may have: what was asked for, else 48 KiB less the most
+// that launch() allows a kernel to declare itself (the emulation does not know how much it does).
+class SharedBytesAllowed {
+ public:
+  void set(int device, const void* function, std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    asked_[{device, function}] = bytes;
+  }
+  std::size_t of(int device, const void* function) {
+    const std::lock_guard lock(mutex_);
+    const auto found = asked_.find({device, function});
+    return found == asked_.end() ? std::size_t{28 * 1024} : found->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::pair<int, const void*>, std::size_t> asked_;
+};
+
+SharedBytesAllowed& shared_bytes_allowed() {
+  static SharedBytesAllowed all;
+  return all;
+}
+
 NumberOfDevices& capabilities() {
   static NumberOfDevices all(90);
   return all;
@@ -162,7 +186,9 @@ cudaError_t enqueue_kernel(const Launch& launch, cudaStream_t stream,
       launch.grid.y > kGridBlocks || launch.grid.z > kGridBlocks) {
     return cudaErrorInvalidConfiguration;
   }
-  if (launch.shared_bytes > kSharedBytes) return cudaErrorInvalidValue;
+  if (launch.shared_bytes > shared_bytes_allowed().of(current_device(), launch.function)) {
+    return cudaErrorInvalidValue;
+  }
   if (const cudaError_t status = kernel_status(current_device()); status != cudaSuccess) {
     return status;
   }
@@ -393,10 +419,11 @@ cudaError_t cudaMemset(void* address, int value, std::size_t bytes) {
 
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
   if (function == nullptr) return note(cudaErrorInvalidDeviceFunction);
-  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize &&
-      (value < 0 || static_cast<std::size_t>(value) > kSharedBytes)) {
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  if (value < 0 || static_cast<std::size_t>(value) > kSharedBytes) {
     return note(cudaErrorInvalidValue);
   }
+  shared_bytes_allowed().set(current_device(), function, static_cast<std::size_t>(value));
   return cudaSuccess;
 }
 

@@ -67,6 +67,9 @@ void load_kernels();
 
 namespace sluice::cuda {
 
+// Of shared memory that a kernel with dynamic shared memory may declare itself.
+inline constexpr std::size_t kMostStaticSharedBytes = 20 * 1024;
+
 struct LaunchShape {
   dim3 grid;
   dim3 block;
@@ -110,8 +113,9 @@ template <typename... Parameters, typename... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
             cudaStream_t stream, Arguments&&... arguments) {
   static_assert((!std::is_reference_v<Parameters> && ...), "a kernel takes its arguments by value");
-  constexpr std::size_t kSharedBytesOfRight = 48 * 1024;  // more has to be asked for
-  if (shape.shared_bytes > kSharedBytesOfRight) {
+  // More has to be asked for; what the kernel declares itself counts.
+  constexpr std::size_t kSharedBytesOfRight = 48 * 1024;
+  if (shape.shared_bytes > kSharedBytesOfRight - kMostStaticSharedBytes) {
     detail::check_launch(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                               cudaFuncAttributeMaxDynamicSharedMemorySize,
                                               static_cast<int>(shape.shared_bytes)),
@@ -121,7 +125,8 @@ void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& 
   const auto run_thread = [kernel, ... copies = static_cast<Parameters>(arguments)] {
     kernel(copies...);
   };
-  const emulated::Launch request{name, shape.grid, shape.block, shape.shared_bytes};
+  const emulated::Launch request{name, reinterpret_cast<const void*>(kernel), shape.grid,
+                                 shape.block, shape.shared_bytes};
   detail::check_launch(emulated::enqueue_kernel(request, stream, run_thread), name, shape);
 #else
   cudaLaunchConfig_t config = {};

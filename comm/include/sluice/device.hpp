@@ -41,11 +41,11 @@ struct Device {
 [[nodiscard]] std::string no_gpu_reason();
 
 struct DeviceProperties {
-  std::string name;               // "NVIDIA H200"; the CPU has none
-  std::string identity;           // PCI bus address, the same from every process of a host
-  std::size_t memory = 0;         // bytes
-  std::size_t free_memory = 0;    // bytes, now
-  int major = 0, minor = 0;       // compute capability
+  std::string name;             // "NVIDIA H200"; the CPU has none
+  std::string identity;         // PCI bus address, the same from every process of a host
+  std::size_t memory = 0;       // bytes
+  std::size_t free_memory = 0;  // bytes, now
+  int major = 0, minor = 0;     // compute capability
   int multiprocessors = 0;
   std::size_t shared_memory = 0;  // bytes of a multiprocessor
   int driver = 0, runtime = 0;    // CUDA versions as CUDA counts them, 13000 for 13.0
