@@ -10,10 +10,7 @@ namespace {
 
 constexpr const char* kVariable = "CUDA_DEVICE_MAX_CONNECTIONS";
 constexpr int kMost = 32;  // of CUDA
-// Compute, copies in both directions, the default stream, one that NCCL has for all communicators,
-// five of these (of messages from and to two neighbours, and of sums), and two streams that NCCL
-// has for each.
-constexpr int kFewest = 20;
+static_assert(5 + 3 * (2 * kMostNcclPartners + 1) == kMost);
 
 }  // namespace
 
@@ -30,11 +27,11 @@ std::string too_few_hardware_queues() {
   const std::string_view text = set;
   int number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error == std::errc() && end == text.data() + text.size() && number >= kFewest) return "";
+  if (error == std::errc() && end == text.data() + text.size() && number >= kMost) return "";
   return std::string(kVariable) + "='" + set +
          "' lets streams share hardware queues, and a kernel may stand behind a receive that waits "
          "for it; legal: " +
-         std::to_string(kFewest) + " to " + std::to_string(kMost) + ", or not set";
+         std::to_string(kMost) + ", or not set";
 }
 
 }  // namespace sluice::cuda

@@ -1,11 +1,19 @@
 // A GPU runs streams side by side only as far as they have hardware queues of their own. Streams
 // that share one run in the order in which work was put on any of them: then a kernel may stand
 // behind a receive that waits, over other ranks, for that kernel. CUDA has 8 by default, and reads
-// their number from the environment when a process first calls it. A rank needs one for compute,
-// two for copies, one for each NCCL communicator, and those of NCCL itself.
+// their number from the environment when a process first calls it.
 #pragma once
 
 #include <string>
+
+namespace sluice {
+
+// Ranks with which a GPU's rank may exchange messages over NCCL and have a hardware queue for every
+// stream: compute, two for copies, the default stream, one that NCCL has for all communicators, and
+// three for each communicator, of which there are two for each of these ranks, and one for sums.
+inline constexpr int kMostNcclPartners = 4;
+
+}  // namespace sluice
 
 namespace sluice::cuda {
 

@@ -12,6 +12,7 @@
 
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
+#include "comm/device/hardware_queues.hpp"
 #if SLUICE_WITH_NCCL
 #include "comm/nccl/nccl.hpp"
 #endif
@@ -141,27 +142,46 @@ EdgeRoute choose_sum_route(int rank, int replicas, const RouteQuestion& question
                  .by_nccl = "a GPU of its own for every replica"});
 }
 
-EdgeRoute choose_route(int from, int to, const RouteQuestion& question) {
+RouteChoice::RouteChoice(const RouteQuestion& question)
+    : question_(question), partners_(question.devices.size()) {}
+
+EdgeRoute RouteChoice::between(int from, int to) {
   if (from == to) return {};
-  const RankDevice &a = question.devices[at(from)], &b = question.devices[at(to)];
-  return choose(a, b, question,
-                {.task = fmt::format("join pipeline ranks {} ({}) and {} ({})", from,
-                                     to_string(a.device), to, to_string(b.device)),
-                 .needs_gpus = "it needs a GPU at both ends",
-                 .on_cpus = "both ends compute on the CPU",
-                 .by_nccl = "a GPU of its own at both ends"});
+  const RankDevice &a = question_.devices[at(from)], &b = question_.devices[at(to)];
+  RouteQuestion question = question_;
+  for (const auto& [rank, other] : {std::pair(from, to), std::pair(to, from)}) {
+    if (question.nccl_refusal.empty() && !partners_[at(rank)].contains(other) &&
+        static_cast<int>(partners_[at(rank)].size()) == kMostNcclPartners) {
+      question.nccl_refusal = fmt::format(
+          "rank {} of the pipeline exchanges with {} others over NCCL already, and has "
+          "hardware queues for no more",
+          rank, kMostNcclPartners);
+    }
+  }
+  const EdgeRoute route =
+      choose(a, b, question,
+             {.task = fmt::format("join pipeline ranks {} ({}) and {} ({})", from,
+                                  to_string(a.device), to, to_string(b.device)),
+              .needs_gpus = "it needs a GPU at both ends",
+              .on_cpus = "both ends compute on the CPU",
+              .by_nccl = "a GPU of its own at both ends"});
+  if (route.kind == RouteKind::kNccl) {
+    partners_[at(from)].insert(to);
+    partners_[at(to)].insert(from);
+  }
+  return route;
 }
 
-std::vector<EdgeRoute> choose_routes(const Placement& placement, const RouteQuestion& question) {
+std::vector<EdgeRoute> RouteChoice::edges(const Placement& placement) {
   std::vector<EdgeRoute> routes(at(placement.stages()));
   const auto on_gpu = [&](int stage) {
-    return is_gpu(question.devices[at(placement.rank_of(stage))]);
+    return is_gpu(question_.devices[at(placement.rank_of(stage))]);
   };
   for (int s = 1; s < placement.stages(); ++s) {
-    routes[at(s)] = choose_route(placement.rank_of(s - 1), placement.rank_of(s), question);
+    routes[at(s)] = between(placement.rank_of(s - 1), placement.rank_of(s));
   }
   if (uses_nccl(routes)) return routes;
-  const std::string& why_not = question.no_device_messages;
+  const std::string& why_not = question_.no_device_messages;
   for (int s = 1; s < placement.stages(); ++s) {
     EdgeRoute& route = routes[at(s)];
     if (route.kind != RouteKind::kStaged || !on_gpu(s - 1) || !on_gpu(s)) continue;

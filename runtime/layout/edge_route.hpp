@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -52,14 +53,23 @@ inline constexpr const char* kDeviceMessagesNotTried = "not tried: no edge needs
                                                  TransportChoice wanted, const std::string& no_nccl,
                                                  int depth);
 
-// The route between two ranks of a pipeline, both directions; never kDirect. Throws as
-// choose_routes().
-[[nodiscard]] EdgeRoute choose_route(int from, int to, const RouteQuestion& question);
-// [stage s]: the edge between stages s - 1 and s, both directions; entry 0 is local. Where any edge
-// is kNccl, none is kDirect: CUDA-aware MPI and NCCL together can deadlock. Throws Error(kUsage)
-// that names both ranks where the wanted transport cannot carry an edge.
-[[nodiscard]] std::vector<EdgeRoute> choose_routes(const Placement& placement,
-                                                   const RouteQuestion& question);
+// Chooses the routes between the ranks of a pipeline, both directions each. NCCL joins a rank with
+// at most kMostNcclPartners others; those that are asked for first come first. Throw Error(kUsage)
+// that names both ranks where the wanted transport cannot carry a route.
+class RouteChoice {
+ public:
+  explicit RouteChoice(const RouteQuestion& question);  // which outlives it
+
+  // [stage s]: the edge between stages s - 1 and s; entry 0 is local. Where any edge is kNccl, none
+  // is kDirect: CUDA-aware MPI and NCCL together can deadlock.
+  [[nodiscard]] std::vector<EdgeRoute> edges(const Placement& placement);
+  // Never kDirect.
+  [[nodiscard]] EdgeRoute between(int from, int to);
+
+ private:
+  const RouteQuestion& question_;
+  std::vector<std::set<int>> partners_;  // [rank], over NCCL
+};
 
 // What sums the gradients of pipeline rank `rank` over `replicas` replicas: kLocal for one replica,
 // else kHost, kStaged or kNccl. Throws Error(kUsage) that names the rank where NCCL is wanted and

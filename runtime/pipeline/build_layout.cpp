@@ -237,11 +237,12 @@ void choose_all_routes(const JobContext& job, const PipelineOptions& options, Jo
                                .nccl_refusal = job.devices.no_nccl,
                                .devices = job.place.devices};
   const Placement& placement = layout.plans.order.placement;
-  layout.wires.routes = choose_routes(placement, question);
+  RouteChoice choice(question);
+  layout.wires.routes = choice.edges(placement);
   for (TiedParameter& tie : layout.parameters.tied) {
     const int owner = placement.rank_of(tie.uses.front().stage);
     for (const TiedUse& use : tie.uses) {
-      tie.routes.push_back(choose_route(owner, placement.rank_of(use.stage), question));
+      tie.routes.push_back(choice.between(owner, placement.rank_of(use.stage)));
     }
   }
   const int replicas = options.training.inference ? 1 : job.place.topology.replicas;

@@ -42,7 +42,7 @@ EdgeRoute route_of(TransportChoice wanted) {
   question.devices = choose_devices(world, make_topology(2, 2, 1, RankOrder::kPipelineFirst),
                                     parse_devices("cuda:0"), world.all_gather_strings(host_name()));
   question.nccl_refusal = find_why_no_nccl(world, question.devices, wanted);
-  return choose_route(0, 1, question);
+  return RouteChoice(question).between(0, 1);
 }
 
 TEST(DeviceChoiceMpiTest, OneGpuOfOneMachineIsOneAndIsNotJoinedByNccl) {

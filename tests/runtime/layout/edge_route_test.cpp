@@ -22,6 +22,10 @@ RankDevice gpu(int index) {
 }
 RankDevice cpu() { return {{}, "host", "", 0, ""}; }
 
+std::vector<EdgeRoute> choose_routes(const Placement& placement, const RouteQuestion& question) {
+  return RouteChoice(question).edges(placement);
+}
+
 std::vector<RouteKind> kinds(const std::vector<EdgeRoute>& routes) {
   std::vector<RouteKind> result;
   for (const EdgeRoute& route : routes) result.push_back(route.kind);
@@ -66,11 +70,11 @@ TEST(EdgeRouteTest, EqualHostIdsOfTwoMachinesAreNamed) {
 
 TEST(EdgeRouteTest, RanksThatAreNoNeighboursAreJoinedByTheSameRule) {
   RouteQuestion asked = question(TransportChoice::kAuto, {gpu(0), cpu(), gpu(1), gpu(2)});
-  EXPECT_EQ(choose_route(0, 0, asked).kind, RouteKind::kLocal);
-  EXPECT_EQ(choose_route(0, 3, asked).kind, RouteKind::kNccl);
-  EXPECT_EQ(choose_route(3, 1, asked).kind, RouteKind::kStaged);
+  EXPECT_EQ(RouteChoice(asked).between(0, 0).kind, RouteKind::kLocal);
+  EXPECT_EQ(RouteChoice(asked).between(0, 3).kind, RouteKind::kNccl);
+  EXPECT_EQ(RouteChoice(asked).between(3, 1).kind, RouteKind::kStaged);
   asked.wanted = TransportChoice::kMpi;
-  const EdgeRoute staged = choose_route(0, 3, asked);
+  const EdgeRoute staged = RouteChoice(asked).between(0, 3);
   EXPECT_EQ(describe_route(staged),
             "through page-locked host memory (asked for by --transport mpi)");
 }
@@ -119,6 +123,26 @@ TEST(EdgeRouteTest, GpusThatNcclRefusesAreJoinedByMpi) {
   asked.wanted = TransportChoice::kNccl;
   expect_error(ErrorCode::kUsage, {"transport nccl cannot join pipeline ranks 0 (cuda:0) and 1"},
                [&] { (void)choose_routes(Placement::linear(2), asked); });
+}
+
+// More streams than a GPU has hardware queues could wait for one another.
+TEST(EdgeRouteTest, NcclJoinsARankWithFourOthersAtMost) {
+  RouteQuestion asked =
+      question(TransportChoice::kAuto, {gpu(0), gpu(1), gpu(2), gpu(3), gpu(4), gpu(5)});
+  RouteChoice choice(asked);
+  const auto edges = choice.edges(Placement::linear(6));
+  for (std::size_t s = 1; s < edges.size(); ++s) EXPECT_EQ(edges[s].kind, RouteKind::kNccl);
+  for (const int other : {2, 3, 4, 1}) {
+    EXPECT_EQ(choice.between(0, other).kind, RouteKind::kNccl) << other;
+  }
+  const EdgeRoute fifth = choice.between(5, 0);
+  EXPECT_EQ(fifth.kind, RouteKind::kStaged);
+  EXPECT_THAT(fifth.reason, HasSubstr("rank 0 of the pipeline exchanges with 4 others over NCCL"));
+  EXPECT_EQ(choice.between(5, 3).kind, RouteKind::kNccl);
+  asked.wanted = TransportChoice::kNccl;
+  expect_error(ErrorCode::kUsage,
+               {"cannot join pipeline ranks 5 (cuda:5) and 0", "hardware queues", "legal: auto"},
+               [&] { (void)choice.between(5, 0); });
 }
 
 TEST(EdgeRouteTest, SumsOverReplicasSayWhatCarriesThemAndWhy) {
