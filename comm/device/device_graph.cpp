@@ -46,6 +46,8 @@ Graph Graph::record(StreamView stream, const std::function<void()>& work) {
   cuda::check(cudaGraphInstantiate(&executable, capture.end(), 0), "cudaGraphInstantiate");
   Graph graph;
   graph.native_.reset(executable);
+  // Else the first launch takes memory, within a step in which kernels wait for other ranks.
+  cuda::check(cudaGraphUpload(executable, cuda::native(stream)), "cudaGraphUpload");
   return graph;
 }
 

@@ -467,6 +467,14 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph,
   return cudaSuccess;
 }
 
+// There is no memory to fill; a stream that records work refuses it, as CUDA does.
+cudaError_t cudaGraphUpload(cudaGraphExec_t executable, cudaStream_t stream) {
+  cudaStream_t real = resolve(stream);
+  if (executable == nullptr) return note(cudaErrorInvalidValue);
+  if (real == nullptr) return note(cudaErrorInvalidResourceHandle);
+  return real->capture ? note(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+}
+
 cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t stream) {
   cudaStream_t real = resolve(stream);
   if (executable == nullptr) return note(cudaErrorInvalidValue);
