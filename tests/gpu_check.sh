@@ -5,8 +5,8 @@
 #   tests/gpu_check.sh check             whether this card computes what it should, in at most six
 #                                        minutes: operators against double precision, gradients of
 #                                        whole models against PyTorch's, losses of 200 steps against
-#                                        stored ones, bits of 1 and 4 ranks and of graphs, two
-#                                        processes over NCCL, tokens/s against the card's stored rows
+#                                        stored ones, bits of 1 and 4 ranks and of graphs, tokens/s
+#                                        against the card's stored rows, two processes over NCCL
 #   tests/gpu_check.sh nccl [RANKS]      NCCL between 2 processes, or 4, that share the first card:
 #                                        messages, sums, order, bits, dying and stopped ranks, the end
 #   tests/gpu_check.sh sanitize          compute-sanitizer's memcheck, racecheck, initcheck and
@@ -247,7 +247,7 @@ unpack() {
 use_python_libraries() {
   local name folder file toolkit
   toolkit=$(dirname "$(dirname "$(command -v nvcc || echo /usr/local/cuda/bin/nvcc)")")
-  libraries+=("$toolkit/lib64")
+  libraries+=("$toolkit/lib64" "$toolkit/lib") # lib: of a toolkit of Python's packages
   for name in cudnn nccl; do
     if compgen -G "$toolkit/*/$name.h" >/dev/null || [[ -f /usr/include/$name.h ]]; then continue; fi
     folder=$(python3 -c "import nvidia.$name; print(list(nvidia.$name.__path__)[0])" 2>/dev/null || true)
@@ -325,6 +325,7 @@ describe_machine() {
   nvcc --version 2>&1 | tail -n 2 || echo "no nvcc"
   c++ --version 2>&1 | head -n 1
   cmake --version 2>&1 | head -n 1
+  df -h /dev/shm 2>&1 || true # NCCL takes 33 MiB for each communicator over a network
   git log -1 --format='commit %h %s' 2>/dev/null || true
 }
 export -f describe_machine
@@ -489,18 +490,22 @@ nccl_step() {
 
 # Tokens per second of the card against its stored rows; 1.5b where there is time for it.
 throughput_steps() {
-  local program=$build/tests/benchmarks/gpu_benchmark name rows=()
+  local program=$build/tests/benchmarks/gpu_benchmark
   row throughput training --model 124m --rounds 3 --steps 4
+  compare_throughput throughput
   if (($(left) < 4 * margin)); then
     skip_step throughput-1.5b "too little of the call is left"
   else
     row throughput-1.5b training --model 1.5b --rounds 3 --steps 2
+    compare_throughput throughput-1.5b
   fi
-  for name in throughput throughput-1.5b; do
-    if [[ -f $state/$command/$name.rows ]]; then rows+=("$state/$command/$name.rows"); fi
-  done
-  if ((${#rows[@]} > 0)); then
-    step throughput-stored "$inputs $(contents "${rows[@]}")" python3 tests/gpus/check_throughput.py "${rows[@]}"
+}
+
+# With the card's stored rows. $1: name of the row's step
+compare_throughput() {
+  local rows=$state/$command/$1.rows
+  if [[ -f $rows ]]; then
+    step "$1-stored" "$inputs $(contents "$rows")" python3 tests/gpus/check_throughput.py "$rows"
   fi
 }
 
@@ -516,12 +521,12 @@ check() {
   test_step gradients "$build/$golden"
   step training "$inputs" python3 tests/gpus/check_training.py --build "$build" --steps "${SLUICE_GPU_STEPS:-200}" \
     --report "$state/$command/training.rows"
-  nccl_step 2
   if is_emulated && [[ -z ${SLUICE_GPU_ROWS:-} ]]; then
     echo "-- throughput: the emulation has none"
   else
     throughput_steps
   fi
+  nccl_step 2
   if ((failed == 0)); then finish "all well"; else finish "not well"; fi
 }
 

@@ -16,6 +16,8 @@ namespace sluice {
 namespace {
 
 constexpr std::int64_t kSharedMemoryPerRank = std::int64_t{16} << 20;
+// Of a GPU whose NCCL goes over a network: 33 MiB for each of five communicators (comm/README.md).
+constexpr std::int64_t kSharedMemoryOfNccl = std::int64_t{165} << 20;
 
 using Ranks = std::vector<RankFacts>;
 
@@ -66,6 +68,22 @@ void check_binding(const Ranks& ranks, std::vector<Finding>& findings) {
                      rank.mpi.cores == 1 ? "it" : "them",
                      host_has_them ? "mpirun has bound it; start with 'mpirun --bind-to none'"
                                    : fmt::format("use at most --threads {}", rank.host_cores))});
+    return;
+  }
+}
+
+// NCCL's threads, some of which poll, stay on the cores of their rank.
+void check_binding_of_gpus(const Ranks& ranks, std::vector<Finding>& findings) {
+  if (SLUICE_WITH_NCCL == 0) return;
+  const auto has_gpu = [](const RankFacts& rank) { return !rank.device_identity.empty(); };
+  if (std::count_if(ranks.begin(), ranks.end(), has_gpu) < 2) return;
+  for (const RankFacts& rank : ranks) {
+    if (!has_gpu(rank) || rank.limits.cores.size() != 1 || rank.host_cores < 2) continue;
+    findings.push_back(
+        {false, fmt::format("rank {} is bound to one core, which NCCL's threads share with it: "
+                            "'mpirun --bind-to none' (Slurm: 'srun --cpus-per-task=4') gives it "
+                            "more",
+                            rank.rank)});
     return;
   }
 }
@@ -199,17 +217,25 @@ void check_progress(const Ranks& ranks, std::vector<Finding>& findings) {
 }
 
 void check_shared_memory(const Ranks& ranks, std::vector<Finding>& findings) {
-  for (const RankFacts* host : first_of_hosts(ranks)) {
-    const std::int64_t wanted = kSharedMemoryPerRank * host->mpi.local_size;
-    if (host->mpi.local_size < 2 || host->limits.shared_memory_bytes < 0 ||
-        host->limits.shared_memory_bytes >= wanted) {
+  const auto hosts = first_of_hosts(ranks);
+  for (const RankFacts* host : hosts) {
+    const auto gpus = std::count_if(ranks.begin(), ranks.end(), [&](const RankFacts& rank) {
+      return rank.mpi.host == host->mpi.host && !rank.device_identity.empty();
+    });
+    const bool by_network = SLUICE_WITH_NCCL == 1 && hosts.size() > 1;
+    const std::int64_t wanted =
+        (host->mpi.local_size > 1 ? kSharedMemoryPerRank * host->mpi.local_size : 0) +
+        (by_network ? kSharedMemoryOfNccl * gpus : 0);
+    if (host->limits.shared_memory_bytes < 0 || host->limits.shared_memory_bytes >= wanted) {
       continue;
     }
     findings.push_back(
-        {true, fmt::format("{}: /dev/shm has {} MiB free, {} ranks need about {}; in a container "
-                           "give it more (docker run --shm-size=1g)",
-                           host->mpi.host, host->limits.shared_memory_bytes >> 20,
-                           host->mpi.local_size, wanted >> 20)});
+        {true,
+         fmt::format("{}: /dev/shm has {} MiB free, {} rank{} need{} about {}; in a container "
+                     "give it more (docker run --shm-size=1g)",
+                     host->mpi.host, host->limits.shared_memory_bytes >> 20, host->mpi.local_size,
+                     host->mpi.local_size == 1 ? "" : "s", host->mpi.local_size == 1 ? "s" : "",
+                     wanted >> 20)});
   }
 }
 
@@ -305,6 +331,7 @@ std::vector<Finding> diagnose(const std::vector<RankFacts>& ranks) {
   std::vector<Finding> findings;
   check_cores(ranks, findings);
   check_binding(ranks, findings);
+  check_binding_of_gpus(ranks, findings);
   check_double_binding(ranks, findings);
   check_network(ranks, findings);
   check_launcher(ranks, findings);

@@ -20,13 +20,18 @@ sys.path.insert(0, str(ROOT / "tests/faults"))
 
 from harness import Job, Setup, Violation, require  # noqa: E402
 
-SECONDS = 240  # of one job at most
+SECONDS = 120  # of one job on a card at most: one that hangs leaves time for the others
+EMULATED_SECONDS = 240
+SAID = 6000  # characters of a case in the report
+EMULATED = "Emulated CUDA device"
 TIME_IS_UP = 75  # exit code: call again for the rest
 # On the emulation NCCL's ranks are processes, and there is one GPU.
 CARD = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
         "SLUICE_EMULATED_DEVICES": "1", "SLUICE_EMULATED_DEVICE_MEMORY": str(8 << 30),
         "SLUICE_EMULATED_NCCL": os.environ.get("SLUICE_EMULATED_NCCL", "processes"),
-        "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
+        "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
+        # Else mpirun binds each of two ranks to one core, for all of its threads and those of NCCL.
+        "OMPI_MCA_hwloc_base_binding_policy": "none", "PRTE_MCA_hwloc_default_binding_policy": "none"}
 # The layers with embedding and head fill two chunks on each of 4 ranks.
 MODEL = ("--layers", "6", "--heads", "2", "--width", "32", "--context", "32", "--micro-batches", "4", "--warmup", "2",
          "--seed", "7", "--validation-samples", "1")
@@ -58,6 +63,7 @@ class Card:
         require(os.access(self.setup.sluice, os.X_OK), f"no {self.setup.sluice}: build it first")
         self.folder = self.setup.folder
         self.number = 0
+        self.seconds = EMULATED_SECONDS if gpu_name(options.build) == EMULATED else SECONDS
 
     def remove(self):
         self.setup.remove()
@@ -65,9 +71,21 @@ class Card:
     def time_is_up(self):
         return time.monotonic() >= self.deadline
 
-    def within(self, seconds):
-        """So many seconds, or those that are left."""
-        return max(0.0, min(seconds, self.deadline - time.monotonic()))
+    def within(self, seconds=None):
+        """So many seconds, or those of one job; no more than are left."""
+        return max(0.0, min(self.seconds if seconds is None else seconds, self.deadline - time.monotonic()))
+
+    def written(self):
+        """What the jobs that were started wrote, and what NCCL says of itself in files."""
+        parts = [shortened(job.output, job.command) for job in self.started]
+        return parts + [shortened(path.read_text(errors="replace"), [path.name]) for path in
+                        sorted(self.folder.glob("nccl-*"))]
+
+    def forget(self):
+        """Begins a case: of the earlier ones nothing is shown any more."""
+        self.started.clear()
+        for path in self.folder.glob("nccl-*"):
+            path.unlink()
 
     def end_jobs(self):
         """Kills the jobs that still run; says what they printed last."""
@@ -76,7 +94,6 @@ class Card:
             if job.running() or job.processes():
                 job.end()
                 tails.append(job.tail())
-        self.started.clear()
         return "\n".join(tails)
 
     def start(self, ranks, *command, apart=False, launcher=(), environment=None):
@@ -89,14 +106,19 @@ class Card:
                 host = ["-x", f"NCCL_HOSTID=sluice-{rank}"] if apart else []
                 whole += [*([":"] if rank else []), "-n", "1" if apart else str(ranks), *host, *words]
             words = whole
-        self.started.append(Job(words, {**CARD, **(environment or {})}, self.folder / f"output-{self.setup.jobs}"))
+        # What NCCL tells of its work goes to files, which are shown where a case fails.
+        debug = {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "INFO"),
+                 "NCCL_DEBUG_SUBSYS": os.environ.get("NCCL_DEBUG_SUBSYS", "INIT,NET,PROXY,BOOTSTRAP"),
+                 "NCCL_DEBUG_FILE": str(self.folder / "nccl-%h-%p")} if apart else {}
+        self.started.append(Job(words, {**CARD, **debug, **(environment or {})},
+                                self.folder / f"output-{self.setup.jobs}"))
         return self.started[-1]
 
     def program(self, ranks, path, *words, environment=None):
         """Runs a test under mpirun, processes apart. A case that is skipped is a violation."""
         none_skips = {"SLUICE_TEST_SKIP_CODE": "77", "SLUICE_REQUIRE_GPUS": str(ranks)}
         job = self.start(ranks, self.build / path, *words, apart=True, environment={**none_skips, **(environment or {})})
-        job.expect(0, within=self.within(SECONDS))
+        job.expect(0, within=self.within())
 
     def train(self, ranks, *options, apart=False, digest=True, text=None, model=MODEL):
         """(losses by step, digest of the parameters) of a training on the card."""
@@ -106,7 +128,7 @@ class Card:
         words = ["--data", text or self.setup.data, *model, "--metrics", metrics, "--device", "cuda:0", *options]
         if digest:
             words += ["--save", name]
-        self.start(ranks, self.setup.sluice, "train", *words, apart=apart).expect(0, within=self.within(SECONDS))
+        self.start(ranks, self.setup.sluice, "train", *words, apart=apart).expect(0, within=self.within())
         return losses_of(metrics), self.setup.digest(name) if digest else None
 
 
@@ -123,7 +145,14 @@ def gpu_name(build):
         return shown.stdout.splitlines()[0].strip()
     cache = pathlib.Path(build) / "CMakeCache.txt"
     emulated = cache.exists() and re.search(r"^SLUICE_CUDA:\w+=emulated$", cache.read_text(), re.MULTILINE)
-    return "Emulated CUDA device" if emulated else "unknown"
+    return EMULATED if emulated else "unknown"
+
+
+def shortened(text, named):
+    """The begin and the end of what was written, and of the rest what NCCL warns of."""
+    lines = text.splitlines()
+    middle = [line for line in lines[20:-60] if "NCCL WARN" in line][:20]
+    return "\n".join([f"== {' '.join(map(str, named))}", *lines[:20], *middle, *lines[max(20, len(lines) - 60):]])
 
 
 def which(program):
@@ -151,6 +180,11 @@ def result_of(card, case):
         card.end_jobs()
 
 
+def cut(text):
+    """Of a text that is too long for the report, the begin and the end."""
+    return text if len(text) <= SAID else f"{text[:SAID // 3]}\n[...]\n{text[-2 * SAID // 3:]}"
+
+
 def write_report(path, card, rows):
     if path:
         line = {"benchmark": pathlib.Path(sys.argv[0]).stem, "gpu": gpu_name(card.build), "rows": rows}
@@ -165,9 +199,12 @@ def run(card, cases, report=None):
     signal.signal(signal.SIGTERM, stop)
     rows = []
     for name, case in cases:
+        card.forget()
         result, said = result_of(card, case)
-        rows.append({"case": name, "result": result, **({"said": said[-2000:]} if said else {})})
+        rows.append({"case": name, "result": result, **({"said": cut(said)} if said else {})})
         print(f"{result}: {name}" + (f": {rows[-1]['said']}" if said else ""), flush=True)
+        if result != "passed":
+            print("\n".join(card.written()), flush=True)
         write_report(report, card, rows)
         if result == "stopped":
             break

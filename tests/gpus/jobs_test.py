@@ -96,11 +96,25 @@ class JobsTest(unittest.TestCase):
         self.assertIn("requires 2", self.rows()["second"]["said"])
         self.assertEqual(self.rows()["third"]["result"], "passed")
 
-    def test_nccl_says_what_it_warns_of(self):
-        self.write("warns", '[[ $NCCL_DEBUG == WARN && -n $NCCL_HOSTID ]]')
-        process = self.start(second='lambda card: card.program(2, "warns")')
+    def test_a_job_that_hangs_fails_and_leaves_time_for_the_others(self):
+        process = self.start(second='lambda card: setattr(card, "seconds", 2) or hang(card)', seconds="600")
         output, _ = process.communicate(timeout=60)
-        self.assertEqual(process.returncode, 0, output)
+        self.assertEqual(process.returncode, 1, output)
+        self.assertEqual({name: row["result"] for name, row in self.rows().items()},
+                         {"first": "passed", "second": "failed", "third": "passed"})
+        self.require_no_job()
+
+    def test_a_failed_case_shows_what_nccl_says_of_it(self):
+        self.write("fails", """
+            [[ $NCCL_DEBUG == INFO && -n $NCCL_HOSTID && $OMPI_MCA_hwloc_base_binding_policy == none ]] || exit 0
+            for ((i = 0; i < 200; ++i)); do echo "line $i"; done
+            echo "NCCL WARN a full /dev/shm" >"${NCCL_DEBUG_FILE//%?/1}"
+            exit 3""")
+        process = self.start(second='lambda card: card.program(2, "fails")')
+        output, _ = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 1, output)
+        for part in ("line 0\n", "line 199\n", "NCCL WARN a full /dev/shm"):
+            self.assertIn(part, output)
 
 
 if __name__ == "__main__":

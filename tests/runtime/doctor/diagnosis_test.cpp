@@ -100,6 +100,32 @@ TEST(DiagnosisTest, WarnsOfLittleSharedMemory) {
   EXPECT_THAT(said(facts, true), HasSubstr("/dev/shm has 64 MiB free"));
 }
 
+TEST(DiagnosisTest, SaysThatNcclHasOneCore) {
+  auto facts = job(2);
+  facts[1].limits.cores = {1};
+  EXPECT_THAT(said(facts, false), Not(HasSubstr("NCCL")));
+  for (RankFacts& each : facts) each.device_identity = "0000:0" + std::to_string(each.rank);
+  const std::string text = said(facts, false);
+  EXPECT_EQ(text.find("rank 1 is bound to one core, which NCCL's threads share") != text.npos,
+            SLUICE_WITH_NCCL == 1)
+      << text;
+}
+
+TEST(DiagnosisTest, CountsTheSharedMemoryOfNcclBetweenHosts) {
+  auto facts = job(2);
+  for (RankFacts& each : facts) {
+    each.limits.shared_memory_bytes = std::int64_t{150} << 20;
+    each.device_identity = "0000:0" + std::to_string(each.rank);
+  }
+  EXPECT_THAT(said(facts, true), Not(HasSubstr("/dev/shm")));
+  facts[1].mpi.host = "beta";
+  for (RankFacts& each : facts) each.mpi.local_size = 1;
+  const std::string text = said(facts, true);
+  EXPECT_EQ(text.find("beta: /dev/shm has 150 MiB free, 1 rank needs about 165;") != text.npos,
+            SLUICE_WITH_NCCL == 1)
+      << text;
+}
+
 TEST(DiagnosisTest, SaysWhyMpiCarriesNothingFromGpuToGpu) {
   auto facts = job(2);
   for (RankFacts& each : facts) each.no_device_messages = "MPI is not CUDA-aware";
