@@ -597,6 +597,7 @@ train_model() {
   train_in_turns "$model" 3 "${options[@]}"
   row "products-$model" products --model "$model" ${samples:+--micro-batch "$samples"}
   row "biases-$model" biases --model "$model" ${samples:+--micro-batch "$samples"}
+  row "waiting-$model" waiting --model "$model" ${samples:+--micro-batch "$samples"}
   train_lean "$model" "${options[@]}"
 }
 

@@ -131,6 +131,11 @@ def measured_biases(lines, model):
     return text
 
 
+def measured_waiting(lines, model):
+    rows = [r for r in rows_of(lines, "GPU: products beside kernels that wait") if r["model"] == model]
+    return ", ".join(f"{r['ratio']:.3f} beside {r['blocks that wait']} blocks" for r in rows[1:]) or None
+
+
 def measured_kernels(lines):
     rows = rows_of(lines, "GPU: memory-bound kernels against a device copy")
     if not rows:
@@ -199,6 +204,9 @@ def table(lines):
     for model in ("124m", "1.5b"):
         yield f"gradients of biases in epilogues of products against apart, {model.upper()}", "", \
             measured_biases(lines, model)
+    for model in ("124m", "1.5b"):
+        yield f"time of products beside kernels that wait over that alone, {model.upper()}", "", \
+            measured_waiting(lines, model)
     yield "memory-bound kernels against a device copy", f"{COPY}", measured_kernels(lines)
     yield "host time to issue one action", "5 us", measured_issue(lines)
     yield "four chunks on one rank against the model unsplit, 124M", "0.97", \

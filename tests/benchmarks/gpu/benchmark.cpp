@@ -3,7 +3,7 @@
 // chunks cost. Needs a GPU (the tests' emulation of one proves the program, not a speed).
 //
 //   gpu_benchmark training|dropout|stream|moments|logits|attention|chunks|graphs|idle|issue|
-//                 products|biases|kernels
+//                 products|biases|waiting|kernels
 //                 [--model 124m|1.5b]
 //                 [--layers N] [--heads N] [--width N] [--context N] [--vocabulary N]
 //                 [--stream-precision fp32|bf16] [--moment-precision fp32|bf16]
@@ -35,7 +35,7 @@ constexpr std::array kRows = {
     Row{"moments", moments_row},   Row{"logits", logits_row},     Row{"attention", attention_row},
     Row{"chunks", chunks_row},     Row{"graphs", graphs_row},     Row{"idle", idle_row},
     Row{"issue", issue_row},       Row{"products", products_row}, Row{"biases", biases_row},
-    Row{"kernels", kernels_row}};
+    Row{"waiting", waiting_row},   Row{"kernels", kernels_row}};
 
 void run(int argc, char** argv) {
   const std::string_view name = argc > 1 ? argv[1] : "";

@@ -1,6 +1,7 @@
 // Every matrix product of a GPT-2 block and of the head, as the layers run it, against cuBLASLt
 // called bare: the same operands, epilogue and scratch, the first algorithm that its heuristic
-// names. And what the library's epilogues for the gradients of biases would gain.
+// names. What the library's epilogues for the gradients of biases would gain. And how products run
+// beside kernels that wait for other ranks.
 #include <cublasLt.h>
 
 #include <algorithm>
@@ -14,6 +15,7 @@
 #include "stages/cuda/matmul.hpp"
 #include "stages/cuda_kernels/kernels.hpp"
 #include "tests/benchmarks/gpu/rows.hpp"
+#include "tests/benchmarks/gpu/waiting.hpp"
 
 namespace sluice::benchmarks {
 
@@ -315,6 +317,37 @@ void biases_row(const GpuOptions& options) {
     if (reads_dy) gain += each;
   }
   report.row({options.model_name, "all weight gradients", "", "", "", gain});
+  publish(report, options);
+}
+
+// Receives of NCCL that wait take 4 to 8 multiprocessors each (comm/nccl/nccl_transport.cpp). A
+// product whose kernel has a block for each multiprocessor may then take two waves.
+void waiting_row(const GpuOptions& options) {
+  ComputeContext ctx(kBenchmarkGpu, 1);
+  Report report = gpu_report("GPU: products beside kernels that wait",
+                             {"model", "blocks that wait", "ms per micro-batch", "ratio"});
+  GpuOptions once = options;
+  once.rounds = 1;
+  const std::vector<int> counts = {0, 4, 8, 16, 32};
+  std::vector<double> all(counts.size());
+  for (const Product& product : products_of(ctx, options)) {
+    RandomOperands memory(ctx.device());
+    const cuda::ProductOperands operands = operands_of(memory, product);
+    const auto run = [&] { cuda::backend_of(ctx).matmuls().run(spec_of(product), operands); };
+    run();  // loads its kernel, for which a kernel that waits might have to end
+    ctx.stream().synchronize();
+    std::vector<std::vector<double>> seconds(counts.size());
+    for (int round = 0; round < options.rounds; ++round) {
+      for (std::size_t i = 0; i < counts.size(); ++i) {
+        const WaitingKernel waiting(ctx.device(), counts[i]);
+        seconds[i].push_back(in_turns(ctx, once, {{"beside", run}}).front());
+      }
+    }
+    for (std::size_t i = 0; i < counts.size(); ++i) all[i] += median(seconds[i]) * product.uses;
+  }
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    report.row({options.model_name, counts[i], all[i] * 1e3, all[i] / all[0]});
+  }
   publish(report, options);
 }
 

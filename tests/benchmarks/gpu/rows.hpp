@@ -50,6 +50,7 @@ void idle_row(const GpuOptions& options);  // the GPU waiting for the host, and 
 void issue_row(const GpuOptions& options);      // the host's time per action
 void products_row(const GpuOptions& options);   // against cuBLASLt called bare
 void biases_row(const GpuOptions& options);     // their gradients apart and in epilogues
+void waiting_row(const GpuOptions& options);    // products beside kernels that wait
 void attention_row(const GpuOptions& options);  // alone, by cuDNN and by own kernels
 void dropout_row(const GpuOptions& options);    // training with dropout 0.1 against without
 void stream_row(const GpuOptions& options);     // training with a bf16 stream against fp32
