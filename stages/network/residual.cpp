@@ -143,8 +143,9 @@ class Run {
     TensorSpec spec = input;
     for (const NumberedLayer& each : layers_) {
       const TensorSpec out = output_of(each, spec);
-      plan.places.push_back(
-          {.input = spec, .first = plan.places.empty(), .needs = each.layer->needs(spec, compute)});
+      plan.places.push_back({.input = spec,
+                             .first = plan.places.empty(),
+                             .needs = needs_of(*each.layer, spec, compute)});
       spec = out;
     }
     return plans_.emplace_back(std::move(plan));
