@@ -10,6 +10,8 @@
 #include "comm/base/throw_error.hpp"
 #include "runtime/data/batch_shape.hpp"
 #include "runtime/data/sample_specs.hpp"
+#include "runtime/job/guard.hpp"
+#include "runtime/pipeline/refusal.hpp"
 
 namespace sluice {
 namespace {
@@ -204,9 +206,29 @@ void BatchFeed::require_items(const BatchSpec& items) const {
   compare(items.targets, one_target_, "target");
 }
 
-BatchFeed::Header BatchFeed::check(Call call, const Batch* batch, std::string& fault) const {
-  Header header{.call = static_cast<std::int32_t>(call)};
-  if (!has_batch(call) || !fault.empty()) return header;
+void BatchFeed::require_like(const DataSource& other) const {
+  const auto compare = [](const std::vector<TensorSpec>& theirs,
+                          const std::vector<TensorSpec>& ours, const char* what) {
+    if (theirs == ours) return;
+    const auto first = [](const std::vector<TensorSpec>& specs) {
+      return specs.empty() ? "none" : to_string(specs.front());
+    };
+    throw_usage("the source has {} {}s of a sample, the first {}; the pipeline has {}, {}",
+                theirs.size(), what, first(theirs), ours.size(), first(ours));
+  };
+  const auto specs_of = [&](const char* what, auto specs) {
+    try {
+      return (other.*specs)(1);
+    } catch (...) {
+      rethrow_from(fmt::format("the source, {}()", what));
+    }
+  };
+  compare(specs_of("input_specs", &DataSource::input_specs), one_input_, "input");
+  compare(specs_of("target_specs", &DataSource::target_specs), one_target_, "target");
+}
+
+void BatchFeed::count_samples(Call call, const Batch* batch, Header& header) const {
+  if (!has_batch(call)) return;
   const bool whole = feed_ == Feed::kRank0;
   const bool here = whole && job_.world.ranks->rank() == 0;
   try {
@@ -214,23 +236,27 @@ BatchFeed::Header BatchFeed::check(Call call, const Batch* batch, std::string& f
     if (has_targets(call) && (whole ? here : last_)) {
       header.targets = samples_of(batch->targets, true);
     }
-  } catch (const Error& error) {
-    fault = fmt::format("{}: {}", name_of(call), error.what());
+  } catch (...) {
+    rethrow_from(name_of(call));
   }
-  return header;
 }
 
 std::optional<Error> BatchFeed::agree(Call call, const Batch* batch, std::int64_t argument,
-                                      std::string fault) {
-  Header mine = check(call, batch, fault);
-  mine.argument = argument;
-  mine.fault = fault.empty() ? 0 : 1;
+                                      const std::function<void()>& check) {
+  Header mine{.call = static_cast<std::int32_t>(call), .argument = argument};
+  const auto look = [&] {
+    if (check) check();
+    count_samples(call, batch, mine);
+  };
+  const std::optional<Error> fault = error_of(std::cref(look));  // allocates nothing
+  if (fault) mine.fault = 1 + static_cast<std::int32_t>(fault->code());
   job_.world.collectives->all_gather(std::as_bytes(std::span(&mine, 1)),
                                      std::as_writable_bytes(std::span(headers_)));
   for (std::size_t rank = 0; rank < headers_.size(); ++rank) {
     if (headers_[rank].fault == 0) continue;
     const int from = static_cast<int>(rank);
-    return Error(ErrorCode::kUsage, job_.world.collectives->broadcast_string(fault, from), from);
+    return Error(static_cast<ErrorCode>(headers_[rank].fault - 1),
+                 job_.world.collectives->broadcast_string(fault ? fault->what() : "", from), from);
   }
   for (std::size_t rank = 1; rank < headers_.size(); ++rank) {
     if (headers_[rank].call != headers_[0].call) {

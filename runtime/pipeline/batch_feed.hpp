@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -31,10 +32,11 @@ class BatchFeed {
   // `job` and `layout` outlive it. `shapes`: the pipeline's source.
   BatchFeed(JobContext& job, const JobLayout& layout, const DataSource& shapes, Feed feed);
 
-  // Collective over the job. What all ranks refuse, or nothing. `fault`: what this rank finds wrong
-  // by itself; `argument`: equal on all ranks. `batch` may be null for calls without one.
+  // Collective over the job. What all ranks refuse, or nothing. `check` throws, in any type, what
+  // this rank finds wrong by itself; it calls no other rank, and may be empty. `argument`: equal on
+  // all ranks. `batch` may be null for calls without one.
   [[nodiscard]] std::optional<Error> agree(Call call, const Batch* batch, std::int64_t argument = 0,
-                                           std::string fault = {});
+                                           const std::function<void()>& check = {});
   // [replica] samples, after agree() of a call with a batch.
   [[nodiscard]] std::span<const std::int64_t> shares() const { return shares_; }
   // The first sample of this replica's share in the batch, and their number.
@@ -44,6 +46,8 @@ class BatchFeed {
   [[nodiscard]] BatchShare passed() const;
   // Throws Error(kUsage) where items are unlike the samples of the pipeline.
   void require_items(const BatchSpec& items) const;
+  // The same of another source.
+  void require_like(const DataSource& other) const;
 
   // Collective over the job, after agree(): brings each replica's share to where it is used.
   void distribute(const Batch& batch, bool targets);
@@ -54,12 +58,14 @@ class BatchFeed {
 
  private:
   struct Header {
-    std::int32_t call = 0, fault = 0;
+    std::int32_t call = 0;
+    std::int32_t fault = 0;  // 0: none, else 1 + its ErrorCode
     std::int64_t argument = 0, inputs = 0, targets = 0;
   };
   // Samples of `tensors`, which need to be like the shapes'; throws Error(kUsage).
   [[nodiscard]] std::int64_t samples_of(std::span<const Tensor> tensors, bool targets) const;
-  [[nodiscard]] Header check(Call call, const Batch* batch, std::string& fault) const;
+  // Counts the samples that this rank passes; throws Error(kUsage) where they cannot be.
+  void count_samples(Call call, const Batch* batch, Header& header) const;
   [[nodiscard]] std::optional<Error> compare(Call call, bool targets);
   void send_share(std::span<const Tensor> whole, int rank, SampleRange share) const;
   void receive_share(bool targets);

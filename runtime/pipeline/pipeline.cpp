@@ -121,8 +121,9 @@ struct Pipeline::Impl {
   // The same, with a device that is set and errors of memory that name `who`.
   template <typename Body>
   void guarded(const std::string& who, const Body& body);
-  // Throws what all ranks refuse.
-  void agree(Call call, const Batch* batch, std::int64_t argument = 0, std::string fault = {});
+  // Throws what all ranks refuse; as BatchFeed::agree().
+  void agree(Call call, const Batch* batch, std::int64_t argument = 0,
+             const std::function<void()>& check = {});
   // As PipelineAccess::run_call().
   void run_call(Call call, const std::string& who, const std::function<void()>& body);
   void require_training() const;
@@ -145,9 +146,8 @@ struct Pipeline::Impl {
   EvaluationReport evaluate(const DataSource& other, std::int64_t samples);
   EvaluationReport run_evaluation(const std::string& who, SampleRange samples,
                                   const ForwardRounds::Load& load);
-  std::string unlike(const DataSource& other) const;
-  // Why nothing can be evaluated, or empty.
-  std::string unfit_for_loss() const;
+  void require_loss() const;
+  void require_answers(const InferOptions& how) const;
   std::span<const Tensor> infer(const Batch& batch, const InferOptions& how);
   DataLoader make_loader(std::shared_ptr<const Dataset> data, LoaderOptions how);
   void close();
@@ -450,9 +450,9 @@ void Pipeline::Impl::guarded(const std::string& who, const Body& body) {
 }
 
 void Pipeline::Impl::agree(Call call, const Batch* batch, std::int64_t argument,
-                           std::string fault) {
+                           const std::function<void()>& check) {
   std::optional<Error> refusal;
-  guarded([&] { refusal = feed->agree(call, batch, argument, std::move(fault)); });
+  guarded([&] { refusal = feed->agree(call, batch, argument, check); });
   // Not guarded: all ranks throw it, and the control channel keeps what it reports for good.
   if (refusal) throw Error(*refusal);
 }
@@ -745,35 +745,23 @@ EvaluationReport Pipeline::Impl::run_evaluation(const std::string& who, SampleRa
   return report;
 }
 
-// Why another source's tensors are not like this pipeline's; empty where they are.
-std::string Pipeline::Impl::unlike(const DataSource& other) const {
-  const auto differs = [](const std::vector<TensorSpec>& theirs,
-                          const std::vector<TensorSpec>& ours, const char* what) -> std::string {
-    if (theirs == ours) return {};
-    const auto first = [](const std::vector<TensorSpec>& specs) {
-      return specs.empty() ? "none" : to_string(specs.front());
-    };
-    return fmt::format("the source has {} {}s of a sample, the first {}; the pipeline has {}, {}",
-                       theirs.size(), what, first(theirs), ours.size(), first(ours));
-  };
-  std::string why = differs(other.input_specs(1), batches.source->input_specs(1), "input");
-  if (why.empty()) why = differs(other.target_specs(1), batches.source->target_specs(1), "target");
-  return why;
-}
-
-std::string Pipeline::Impl::unfit_for_loss() const {
-  return lacks_loss ? "evaluate() needs a loss, but the last stage is not a LossStage" : "";
+void Pipeline::Impl::require_loss() const {
+  if (lacks_loss) throw_usage("evaluate() needs a loss, but the last stage is not a LossStage");
 }
 
 EvaluationReport Pipeline::Impl::evaluate(const DataSource& other, std::int64_t samples) {
   require_open();
-  std::string fault = unfit_for_loss();
-  if (fault.empty()) fault = unlike(other);
-  constexpr std::int64_t kMost = 1'000'000'000'000;
-  if (fault.empty() && (samples < 1 || samples > kMost)) {
-    fault = fmt::format("an evaluation of {} samples; legal are 1 to {}", samples, kMost);
-  }
-  agree(Call::kEvaluateSource, nullptr, samples, std::move(fault));
+  agree(Call::kEvaluateSource, nullptr, samples, [&] {
+    require_loss();
+    if (&other == batches.own.get()) {
+      throw_usage(
+          "this pipeline was made from a BatchSpec and has no source: pass a batch or a source");
+    }
+    feed->require_like(other);
+    constexpr std::int64_t kMost = 1'000'000'000'000;
+    if (samples >= 1 && samples <= kMost) return;
+    throw_usage("an evaluation of {} samples; legal are 1 to {}", samples, kMost);
+  });
   const Topology& topology = layout.place.topology;
   return run_evaluation(fmt::format("evaluation of {} samples", samples),
                         share_of(samples, topology.replicas, layout.place.replica),
@@ -784,7 +772,7 @@ EvaluationReport Pipeline::Impl::evaluate(const DataSource& other, std::int64_t 
 
 EvaluationReport Pipeline::Impl::evaluate(const Batch& batch) {
   require_open();
-  agree(Call::kEvaluate, &batch, 0, unfit_for_loss());
+  agree(Call::kEvaluate, &batch, 0, [&] { require_loss(); });
   guarded("a batch", [&] { feed->distribute(batch, /*targets=*/true); });
   const SampleRange share = feed->share();
   return run_evaluation("evaluation of a batch", share,
@@ -793,20 +781,28 @@ EvaluationReport Pipeline::Impl::evaluate(const Batch& batch) {
                         });
 }
 
-std::span<const Tensor> Pipeline::Impl::infer(const Batch& batch, const InferOptions& how) {
-  require_open();
-  std::string fault;
+void Pipeline::Impl::require_answers(const InferOptions& how) const {
   if (how.to < InferOptions::kEveryRank || how.to >= job.world.ranks->size()) {
-    fault = fmt::format("infer() to rank {}; legal are 0 to {}, kWhereMade and kEveryRank", how.to,
-                        job.world.ranks->size() - 1);
+    throw_usage("infer() to rank {}; legal are 0 to {}, kWhereMade and kEveryRank", how.to,
+                job.world.ranks->size() - 1);
   }
   if (how.on_outputs && how.to != InferOptions::kWhereMade) {
-    fault = "infer() with on_outputs and with a rank that gets all outputs; one of them is legal";
+    throw_usage(
+        "infer() with on_outputs and with a rank that gets all outputs; one of them is legal");
   }
-  if (fault.empty() && !bindings.empty() && bindings.back().loss != nullptr) {
-    fault = bindings.back().loss->why_no_answers();
+  if (bindings.empty() || bindings.back().loss == nullptr) return;
+  std::string why;
+  try {
+    why = bindings.back().loss->why_no_answers();
+  } catch (...) {
+    rethrow_from(fmt::format("stage {}, why_no_answers()", bindings.back().index));
   }
-  agree(Call::kInfer, &batch, how.to, std::move(fault));
+  if (!why.empty()) throw Error(ErrorCode::kUsage, why);
+}
+
+std::span<const Tensor> Pipeline::Impl::infer(const Batch& batch, const InferOptions& how) {
+  require_open();
+  agree(Call::kInfer, &batch, how.to, [&] { require_answers(how); });
   outputs->require_samples();
   guarded("inference", [&] {
     feed->distribute(batch, /*targets=*/false);

@@ -11,31 +11,32 @@ namespace {
 
 using Json = nlohmann::json;
 
-std::string pack(ErrorCode code, const char* message) {
-  return Json::array({static_cast<int>(code), message})
+// Empty for no error.
+std::string pack(const std::optional<Error>& error) {
+  if (!error) return {};
+  return Json::array({static_cast<int>(error->code()), error->what()})
       .dump(-1, ' ', false, Json::error_handler_t::replace);
-}
-
-// What `body` throws; empty where it throws nothing.
-std::string fault_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Error& error) {
-    return pack(error.code(), error.what());
-  } catch (const std::bad_alloc&) {
-    return pack(ErrorCode::kDevice, "out of host memory");
-  } catch (const std::exception& error) {
-    return pack(code_of_foreign(error), error.what());
-  } catch (...) {
-    return pack(ErrorCode::kInternal, "an exception that is not a std::exception");
-  }
-  return {};
 }
 
 }  // namespace
 
+std::optional<Error> error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error;
+  } catch (const std::bad_alloc&) {
+    return Error(ErrorCode::kDevice, "out of host memory");
+  } catch (const std::exception& error) {
+    return Error(code_of_foreign(error), error.what());
+  } catch (...) {
+    return Error(ErrorCode::kInternal, "an exception that is not a std::exception");
+  }
+  return std::nullopt;
+}
+
 void on_all_ranks(Collectives& world, const std::function<void()>& body) {
-  const std::vector<std::string> all = world.all_gather_strings(fault_of(body));
+  const std::vector<std::string> all = world.all_gather_strings(pack(error_of(body)));
   for (std::size_t rank = 0; rank < all.size(); ++rank) {
     if (all[rank].empty()) continue;
     const Json error = Json::parse(all[rank]);

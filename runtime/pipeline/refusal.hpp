@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 
 #include <sluice/error.hpp>
 
@@ -14,6 +15,9 @@ namespace sluice {
 struct Refused {
   Error error;
 };
+
+// What `body` throws, of any type, as an Error; nothing where it throws nothing.
+[[nodiscard]] std::optional<Error> error_of(const std::function<void()>& body);
 
 // Collective, and a barrier. Runs `body`, which calls no other rank. Where it throws on any rank,
 // all ranks throw Refused with what the lowest of them threw, as an Error that names the rank.

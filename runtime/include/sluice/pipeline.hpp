@@ -13,6 +13,8 @@
 // Errors: some calls are refused. All ranks throw the same Error before or after the work of the
 // call, and the pipeline is as it was before:
 //   Error(kUsage), Error(kMismatch): what ranks pass does not fit, or differs between them
+//   of any code: what a rank throws while it looks at what was passed, such as a source that cannot
+//   tell its shapes
 //   Error(kNumeric), Error(kData) at the end of a step: its loss or a gradient is not finite, or no
 //   target counts. The step's gradients are dropped.
 // Any other error, of whichever code, ends the pipeline on all ranks, with the same Error, which
@@ -144,7 +146,8 @@ class Pipeline {
   [[nodiscard]] EvaluationReport evaluate(const Batch& batch);
   // Loss of the first `samples` samples of `source`, whose tensors are like the pipeline's.
   [[nodiscard]] EvaluationReport evaluate(const DataSource& source, std::int64_t samples);
-  // Mean loss of the first `samples` samples of the pipeline's own source.
+  // Mean loss of the first `samples` samples of the pipeline's own source. Error(kUsage) where it
+  // was made from a BatchSpec.
   [[nodiscard]] double evaluate(std::int64_t samples);
   // Outputs of the last stage for any number of samples, without a loss. All micro-batches are in
   // flight one after the other. `inputs`: as Batch::inputs. Returns host memory, dimension 0 joined

@@ -377,6 +377,7 @@ TEST_P(BatchTest, WhatRanksPassIsComparedBeforeTheFirstMessage) {
         (void)pipeline.train_step(samples.part({0, 0}));
       });
       expect_refusal("has no source", [&] { (void)pipeline.train_step(); });
+      expect_refusal("has no source", [&] { (void)pipeline.evaluate(3); });
       expect_refusal("needs a forward_backward()", [&] { (void)pipeline.optimizer_step(); });
       expect_refusal("infer() to rank 99",
                      [&] { (void)pipeline.infer(samples.batch().inputs, {.to = 99}); });

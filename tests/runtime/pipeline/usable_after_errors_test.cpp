@@ -275,6 +275,70 @@ TEST_P(UsableTest, ARefusedInferenceChangesNothing) {
   });
 }
 
+// A source whose shapes one rank cannot tell.
+class NoShapes final : public DataSource {
+ public:
+  NoShapes(const DataSource& whole, bool broken) : whole_(whole), broken_(broken) {}
+  std::vector<TensorSpec> input_specs(std::int64_t samples) const override {
+    if (broken_) throw std::runtime_error("the file is gone");
+    return whole_.input_specs(samples);
+  }
+  std::vector<TensorSpec> target_specs(std::int64_t samples) const override {
+    return whole_.target_specs(samples);
+  }
+  void inputs(Phase phase, std::uint64_t step, SampleRange range, Tensors into) const override {
+    whole_.inputs(phase, step, range, into);
+  }
+  void targets(Phase phase, std::uint64_t step, SampleRange range, Tensors into) const override {
+    whole_.targets(phase, step, range, into);
+  }
+
+ private:
+  const DataSource& whole_;
+  bool broken_;
+};
+
+class NoAnswers : public WrappedStage {
+ public:
+  using WrappedStage::WrappedStage;
+  std::string why_no_answers() const override { throw std::runtime_error("nobody knows"); }
+};
+
+TEST_P(UsableTest, WhatOneRankThrowsBeforeACallIsRefusedOnAll) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TransformerConfig model = small_model();
+    const auto source = synthetic_tokens(model);
+    const int last = comm.size() - 1;
+    const StageFactory factory = [&](int stage, int stages) -> std::unique_ptr<Stage> {
+      auto whole =
+          make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
+      if (stage + 1 < stages) return whole;
+      return std::make_unique<NoAnswers>(std::move(whole));
+    };
+    Pipeline pipeline(comm, options_of({.pipeline = GetParam()}), factory, *source);
+    std::vector<std::int32_t> tokens(16, 3);
+    const Tensor inputs{tokens.data(), source->input_specs(1)[0]};
+    for (int attempt = 0; attempt < 2; ++attempt) {
+      const auto refused = [&](const std::string& text, const auto& call) {
+        try {
+          call();
+          ADD_FAILURE() << "not refused: " << text;
+        } catch (const Error& error) {
+          EXPECT_EQ(error.rank(), last);
+          EXPECT_EQ(error.what(), text);
+        }
+      };
+      refused("stage " + std::to_string(last) + ", why_no_answers(): nobody knows", [&] {
+        (void)pipeline.infer({&inputs, 1});
+      });
+      refused("the source, input_specs(): the file is gone",
+              [&] { (void)pipeline.evaluate(NoShapes(*source, comm.rank() == last), 5); });
+      EXPECT_EQ(pipeline.evaluate(NoShapes(*source, false), 5).loss, pipeline.evaluate(5));
+      (void)pipeline.train_step();
+    }
+  });
+}
+
 TEST_P(UsableTest, ALearningRateCountsFromTheNextStepOn) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const TransformerConfig model = small_model();
