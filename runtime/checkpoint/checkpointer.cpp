@@ -624,6 +624,8 @@ void Checkpointer::after_step(const StepReport& report) {
 
 void Checkpointer::save_now() {
   Impl& me = *impl_;
+  // Ranks of different steps would part below.
+  PipelineAccess::run_call(me.pipeline, Call::kSave, "saving", [] {});
   me.finish_open_save();
   if (me.saved_step == me.pipeline.step()) return;
   me.begin();

@@ -305,6 +305,10 @@ LoadedCheckpoint find_checkpoint(Pipeline& pipeline, const fs::path& path, Verif
                     "'{}' holds weights alone (--save-weights-only): it cannot be resumed",
                     chosen.directory.string());
       }
+      if (all && chosen.state.step > Pipeline::kMostSteps) {
+        throw_error(ErrorCode::kWeights, "'{}' is of step {}; a run goes on from at most {}",
+                    chosen.directory.string(), chosen.state.step, Pipeline::kMostSteps);
+      }
       saved.emplace(chosen.directory, chosen.state);
       if (all) saved->prefer_masters();
     }

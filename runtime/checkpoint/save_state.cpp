@@ -26,7 +26,7 @@ constexpr std::size_t kMostBytes = std::size_t{1} << 30;
 // Json::dump() recurses. An ordered object searches its keys from the front.
 constexpr int kMostLevels = 100;
 constexpr std::size_t kMostKeys = 4'000;
-constexpr std::uint64_t kMostSteps = std::uint64_t{1} << 53;
+constexpr std::uint64_t kMostNumber = std::uint64_t{1} << 53;  // of steps and saves
 
 // Throws for one file.
 class Reader {
@@ -290,8 +290,8 @@ SaveState parse_save_state(std::string_view text, const std::filesystem::path& p
   state.run = reader.hash(reader.text(json, "run"), "run");
   state.sequence = reader.number(json, "sequence");
   state.step = reader.number(json, "step");
-  if (std::max(state.sequence, state.step) > kMostSteps) {
-    reader.refuse("'step' or 'sequence' is above {}", kMostSteps);
+  if (std::max(state.sequence, state.step) > kMostNumber) {
+    reader.refuse("'step' or 'sequence' is above {}", kMostNumber);
   }
   state.time = reader.text(json, "time");
   const Json& weights_only = reader.field(json, "weights_only");

@@ -66,6 +66,11 @@ constexpr std::int64_t kAnyNumber = -1;  // of samples: there are no tensors
 // Each replica needs samples for a micro-batch of gradients.
 bool trains(Call call) { return has_targets(call) && call != Call::kEvaluate; }
 
+// Whether the number of steps done decides what the call does.
+bool counts_on(Call call) {
+  return trains(call) || call == Call::kTrainSource || call == Call::kUpdate || call == Call::kSave;
+}
+
 // "f32 [samples, 3]".
 std::string describe(const TensorSpec& one) {
   std::string text = fmt::format("{} [samples", name_of(one.dtype));
@@ -227,26 +232,27 @@ void BatchFeed::require_like(const DataSource& other) const {
   compare(specs_of("target_specs", &DataSource::target_specs), one_target_, "target");
 }
 
-void BatchFeed::count_samples(Call call, const Batch* batch, Header& header) const {
-  if (!has_batch(call)) return;
+void BatchFeed::count_samples(const Asked& asked, Header& header) const {
+  if (!has_batch(asked.call)) return;
   const bool whole = feed_ == Feed::kRank0;
   const bool here = whole && job_.world.ranks->rank() == 0;
   try {
-    if (whole ? here : first_) header.inputs = samples_of(batch->inputs, false);
-    if (has_targets(call) && (whole ? here : last_)) {
-      header.targets = samples_of(batch->targets, true);
+    if (whole ? here : first_) header.inputs = samples_of(asked.batch->inputs, false);
+    if (has_targets(asked.call) && (whole ? here : last_)) {
+      header.targets = samples_of(asked.batch->targets, true);
     }
   } catch (...) {
-    rethrow_from(name_of(call));
+    rethrow_from(name_of(asked.call));
   }
 }
 
-std::optional<Error> BatchFeed::agree(Call call, const Batch* batch, std::int64_t argument,
-                                      const std::function<void()>& check) {
-  Header mine{.call = static_cast<std::int32_t>(call), .argument = argument};
+std::optional<Error> BatchFeed::agree(const Asked& asked, const std::function<void()>& check) {
+  Header mine{.call = static_cast<std::int32_t>(asked.call),
+              .step = asked.step,
+              .argument = asked.argument};
   const auto look = [&] {
     if (check) check();
-    count_samples(call, batch, mine);
+    count_samples(asked, mine);
   };
   const std::optional<Error> fault = error_of(std::cref(look));  // allocates nothing
   if (fault) mine.fault = 1 + static_cast<std::int32_t>(fault->code());
@@ -258,26 +264,41 @@ std::optional<Error> BatchFeed::agree(Call call, const Batch* batch, std::int64_
     return Error(static_cast<ErrorCode>(headers_[rank].fault - 1),
                  job_.world.collectives->broadcast_string(fault ? fault->what() : "", from), from);
   }
-  for (std::size_t rank = 1; rank < headers_.size(); ++rank) {
-    if (headers_[rank].call != headers_[0].call) {
-      return Error(ErrorCode::kMismatch,
-                   fmt::format("ranks make different calls: rank 0 {}, rank {} {}",
-                               name_of(static_cast<Call>(headers_[0].call)), rank,
-                               name_of(static_cast<Call>(headers_[rank].call))),
-                   static_cast<int>(rank));
-    }
-    if (headers_[rank].argument != headers_[0].argument) {
-      return Error(ErrorCode::kUsage,
-                   fmt::format("{}: rank 0 passes {}, rank {} passes {}", name_of(call),
-                               headers_[0].argument, rank, headers_[rank].argument),
-                   static_cast<int>(rank));
-    }
-  }
-  if (!has_batch(call)) return std::nullopt;
-  return compare(call, has_targets(call));
+  std::optional<Error> differs = compare_calls(asked.call);
+  return differs || !has_batch(asked.call) ? differs : compare_samples(asked.call);
 }
 
-std::optional<Error> BatchFeed::compare(Call call, bool targets) {
+std::optional<Error> BatchFeed::compare_calls(Call call) const {
+  const Header& first = headers_[0];
+  for (std::size_t rank = 1; rank < headers_.size(); ++rank) {
+    const Header& other = headers_[rank];
+    const int from = static_cast<int>(rank);
+    if (other.call != first.call) {
+      return Error(ErrorCode::kMismatch,
+                   fmt::format("ranks make different calls: rank 0 {}, rank {} {}",
+                               name_of(static_cast<Call>(first.call)), rank,
+                               name_of(static_cast<Call>(other.call))),
+                   from);
+    }
+    if (counts_on(call) && other.step != first.step) {
+      return Error(ErrorCode::kMismatch,
+                   fmt::format("{} after a different number of steps: rank 0 has {}, rank {} has "
+                               "{}; set_step() takes the same number on all ranks",
+                               name_of(call), first.step, rank, other.step),
+                   from);
+    }
+    if (other.argument != first.argument) {
+      return Error(ErrorCode::kUsage,
+                   fmt::format("{}: rank 0 passes {}, rank {} passes {}", name_of(call),
+                               first.argument, rank, other.argument),
+                   from);
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<Error> BatchFeed::compare_samples(Call call) {
+  const bool targets = has_targets(call);
   const Topology& topology = layout_.place.topology;
   const auto refuse = [&](int inputs_rank, int targets_rank) {
     return Error(ErrorCode::kUsage,

@@ -32,11 +32,16 @@ class BatchFeed {
   // `job` and `layout` outlive it. `shapes`: the pipeline's source.
   BatchFeed(JobContext& job, const JobLayout& layout, const DataSource& shapes, Feed feed);
 
+  // What a rank brings to a call.
+  struct Asked {
+    Call call = {};
+    std::uint64_t step = 0;        // steps done: equal on all ranks where the call counts on
+    std::int64_t argument = 0;     // equal on all ranks
+    const Batch* batch = nullptr;  // null for calls without one
+  };
   // Collective over the job. What all ranks refuse, or nothing. `check` throws, in any type, what
-  // this rank finds wrong by itself; it calls no other rank, and may be empty. `argument`: equal on
-  // all ranks. `batch` may be null for calls without one.
-  [[nodiscard]] std::optional<Error> agree(Call call, const Batch* batch, std::int64_t argument = 0,
-                                           const std::function<void()>& check = {});
+  // this rank finds wrong by itself; it calls no other rank, and may be empty.
+  [[nodiscard]] std::optional<Error> agree(const Asked& asked, const std::function<void()>& check);
   // [replica] samples, after agree() of a call with a batch.
   [[nodiscard]] std::span<const std::int64_t> shares() const { return shares_; }
   // The first sample of this replica's share in the batch, and their number.
@@ -60,13 +65,17 @@ class BatchFeed {
   struct Header {
     std::int32_t call = 0;
     std::int32_t fault = 0;  // 0: none, else 1 + its ErrorCode
+    std::uint64_t step = 0;
     std::int64_t argument = 0, inputs = 0, targets = 0;
   };
   // Samples of `tensors`, which need to be like the shapes'; throws Error(kUsage).
   [[nodiscard]] std::int64_t samples_of(std::span<const Tensor> tensors, bool targets) const;
   // Counts the samples that this rank passes; throws Error(kUsage) where they cannot be.
-  void count_samples(Call call, const Batch* batch, Header& header) const;
-  [[nodiscard]] std::optional<Error> compare(Call call, bool targets);
+  void count_samples(const Asked& asked, Header& header) const;
+  // Of all ranks' headers: what differs.
+  [[nodiscard]] std::optional<Error> compare_calls(Call call) const;
+  // The same of their samples; sets the shares.
+  [[nodiscard]] std::optional<Error> compare_samples(Call call);
   void send_share(std::span<const Tensor> whole, int rank, SampleRange share) const;
   void receive_share(bool targets);
 

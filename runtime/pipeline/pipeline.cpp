@@ -452,7 +452,8 @@ void Pipeline::Impl::guarded(const std::string& who, const Body& body) {
 void Pipeline::Impl::agree(Call call, const Batch* batch, std::int64_t argument,
                            const std::function<void()>& check) {
   std::optional<Error> refusal;
-  guarded([&] { refusal = feed->agree(call, batch, argument, check); });
+  const BatchFeed::Asked asked{.call = call, .step = step, .argument = argument, .batch = batch};
+  guarded([&] { refusal = feed->agree(asked, check); });
   // Not guarded: all ranks throw it, and the control channel keeps what it reports for good.
   if (refusal) throw Error(*refusal);
 }
@@ -882,7 +883,10 @@ void Pipeline::set_learning_rate(double rate) { impl_->set_learning_rate({.peak 
 void Pipeline::set_learning_rate(const LearningRate& rate) { impl_->set_learning_rate(rate); }
 void Pipeline::close() { impl_->close(); }
 std::uint64_t Pipeline::step() const { return impl_->step; }
-void Pipeline::set_step(std::uint64_t step) { impl_->step = step; }
+void Pipeline::set_step(std::uint64_t step) {
+  if (step > kMostSteps) throw_usage("set_step({}); legal are 0 to {}", step, kMostSteps);
+  impl_->step = step;
+}
 const JobLayout& PipelineAccess::layout(const Pipeline& pipeline) { return pipeline.impl_->layout; }
 
 std::vector<Pipeline::Owned> Pipeline::parameters() {

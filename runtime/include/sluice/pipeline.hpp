@@ -166,8 +166,11 @@ class Pipeline {
 
   // The number of steps done, skipped ones included. Not collective.
   [[nodiscard]] std::uint64_t step() const;
-  // The next train_step() is number step + 1. Not collective; all ranks set the same number.
+  // The next train_step() is number step + 1. Not collective; all ranks set the same number: a step
+  // or a save before which they differ is Error(kMismatch) on all ranks and changes nothing. Throws
+  // Error(kUsage) above kMostSteps.
   void set_step(std::uint64_t step);
+  static constexpr std::uint64_t kMostSteps = std::uint64_t{1} << 52;
 
   // This rank's parameters, in order of stage; owned by its stages. Not collective. After values
   // are written, every rank calls values_changed().

@@ -19,6 +19,7 @@
 
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "tests/runtime/engine/wrapped_stage.hpp"
+#include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
 namespace sluice::testing {
@@ -396,6 +397,37 @@ TEST_P(UsableTest, DifferentLearningRatesChangeNothing) {
     pipeline.set_learning_rate(0.25);
     EXPECT_EQ(pipeline.train_step().loss, reference.train_step().loss);
     EXPECT_EQ(digest_of(pipeline), digest_of(reference));
+  });
+}
+
+TEST_P(UsableTest, DifferentNumbersOfStepsChangeNothing) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TransformerConfig model = small_model();
+    const auto source = synthetic_tokens(model);
+    const StageFactory factory = [&](int stage, int stages) {
+      return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
+    };
+    std::vector<Layout> layouts = {{.pipeline = GetParam()}};
+    if (GetParam() > 1) layouts.push_back({.pipeline = 1, .replicas = GetParam()});
+    for (const Layout& layout : layouts) {
+      Pipeline pipeline(comm, options_of(layout), factory, *source);
+      expect_refusal("legal are 0 to 4503599627370496",
+                     [&] { pipeline.set_step(std::numeric_limits<std::uint64_t>::max()); });
+      EXPECT_EQ(pipeline.step(), 0U);
+      if (comm.size() == 1) continue;
+      const std::string before = digest_of(pipeline);
+      const int last = comm.size() - 1;
+      pipeline.set_step(comm.rank() == last ? 5 : 0);
+      for (int attempt = 0; attempt < 2; ++attempt) {
+        expect_error(ErrorCode::kMismatch,
+                     {"rank 0 has 0, rank " + std::to_string(last) + " has 5", "set_step()"},
+                     [&] { (void)pipeline.train_step(); });
+      }
+      EXPECT_EQ(digest_of(pipeline), before);
+      (void)pipeline.evaluate(5);  // takes no number of steps
+      pipeline.set_step(5);
+      EXPECT_EQ(pipeline.train_step().step, 6U);
+    }
   });
 }
 
