@@ -68,9 +68,12 @@ struct Checkpointer::Impl {
 
   [[nodiscard]] Collectives& world() const { return PipelineAccess::world(pipeline); }
   [[nodiscard]] bool first() const { return rank == 0; }
+  // For a body that on_all_ranks() runs: what `note` throws is refused on all ranks.
   void say(const std::string& line) const {
     if (first() && note) note(line);
   }
+  // Collective: says rank 0's lines.
+  void tell(const std::vector<std::string>& lines);
   void require_sensible() const;
   void require_same_options();
   void find_leaders();
@@ -81,7 +84,8 @@ struct Checkpointer::Impl {
   void require_own_directory(const SaveScan& scan) const;
   void collect_share();
   [[nodiscard]] std::uint32_t flags() const;
-  void remove_stop_file();
+  // On rank 0: removes the stop file. Lines for people.
+  [[nodiscard]] std::vector<std::string> remove_stop_file() const;
   void begin();
   struct ShareTensors {
     std::vector<SaveTensor> model, optimizer;
@@ -401,14 +405,22 @@ std::uint32_t Checkpointer::Impl::flags() const {
   return mine;
 }
 
-void Checkpointer::Impl::remove_stop_file() {
+std::vector<std::string> Checkpointer::Impl::remove_stop_file() const {
   const fs::path path = options.directory / "stop";
   std::error_code error;
-  if (!fs::is_regular_file(path, error)) return;
+  if (!first() || !fs::is_regular_file(path, error)) return {};
   fs::remove(path, error);
-  if (!error) return;
-  say(fmt::format("cannot remove '{}' ({}): it stops every later start as well", path.string(),
-                  error.message()));
+  if (!error) return {};
+  return {fmt::format("cannot remove '{}' ({}): it stops every later start as well", path.string(),
+                      error.message())};
+}
+
+void Checkpointer::Impl::tell(const std::vector<std::string>& lines) {
+  PipelineAccess::run_call(pipeline, Call::kSave, "saving", [&] {
+    on_all_ranks(world(), [&] {
+      for (const std::string& line : lines) say(line);
+    });
+  });
 }
 
 void Checkpointer::Impl::begin() {
@@ -566,10 +578,10 @@ void Checkpointer::Impl::advance() {
   } else if (phase == Phase::kPublishing) {
     if (leader) newest = options.directory / step_directory_name(state.step);
     PipelineAccess::saved(pipeline, state.step);
-    for (const std::string& warning : std::exchange(warnings, {})) say(warning);
     ++sequence;
     published_step = saved_step;
     phase = Phase::kIdle;
+    tell(std::exchange(warnings, {}));
   }
 }
 
@@ -602,7 +614,7 @@ void Checkpointer::after_step(const StepReport& report) {
   const std::uint32_t flags = PipelineAccess::step_flags(me.pipeline);
   if ((flags & kStop) != 0 && !me.stop) {
     me.stop = true;
-    if (me.first()) me.remove_stop_file();
+    me.tell(me.remove_stop_file());
   }
   if ((flags & kFailed) != 0) me.rethrow_writer_error();
   if (me.phase != Impl::Phase::kIdle && (flags & kBusy) == 0) me.advance();
@@ -612,10 +624,10 @@ void Checkpointer::after_step(const StepReport& report) {
   if (me.saved_step == step) return;
   if (me.phase != Impl::Phase::kIdle) {
     if (!std::exchange(me.waited, true)) {
-      me.say(
-          fmt::format("the save of step {} waits for that of step {}: the disk is slower than "
-                      "saves are due",
-                      step, *me.saved_step));
+      me.tell(
+          {fmt::format("the save of step {} waits for that of step {}: the disk is slower than "
+                       "saves are due",
+                       step, *me.saved_step)});
     }
     me.finish_open_save();
   }

@@ -79,8 +79,9 @@ class Checkpointer {
  public:
   // Takes the directory's lock, removes what a cut save left, finds out whether all hosts see the
   // directory (unless `local`). `note`: is called on rank 0 with lines for people, such as a save
-  // that has to wait for the one before; may be empty.
-  // PipelineOptions::Training::save_copy puts the host memory into the plan.
+  // that has to wait for the one before; may be empty. What it throws, all ranks throw; the
+  // pipeline and the Checkpointer stay usable. PipelineOptions::Training::save_copy puts the host
+  // memory into the plan.
   Checkpointer(Pipeline& pipeline, CheckpointOptions options,
                std::function<void(const std::string&)> note = {});
   // Not collective. Waits for this rank's writer, abandons a save that is not published yet, and

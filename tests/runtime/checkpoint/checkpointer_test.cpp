@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <optional>
+#include <stdexcept>
 
 #include <sluice/checkpoint.hpp>
 #include <sluice/data.hpp>
@@ -361,6 +363,32 @@ TEST_F(CheckpointerTest, ASaveThatCannotBeginLeavesThePipelineUsable) {
     }
   });
   EXPECT_THAT(steps_on_disk(), ElementsAre("step-00000004", "step-00000001"));
+}
+
+TEST_F(CheckpointerTest, ANoteThatThrowsIsRefusedOnAllRanks) {
+  run(3, 1, [&](Pipeline& pipeline, Communicator& comm) {
+    int notes = 0;
+    Checkpointer saver(pipeline, {.directory = saves(), .every_steps = 1}, [&](const std::string&) {
+      ++notes;
+      throw std::runtime_error("the log is full");
+    });
+    int refused = 0;
+    for (int step = 0; step < 4 && refused == 0; ++step) {
+      const StepReport report = pipeline.train_step();
+      try {
+        saver.after_step(report);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.rank(), 0);
+        EXPECT_STREQ(error.what(), "the log is full");
+        ++refused;
+      }
+    }
+    EXPECT_EQ(refused, 1) << "no save had to wait";
+    EXPECT_EQ(notes, comm.rank() == 0 ? 1 : 0);
+    EXPECT_TRUE(pipeline.usable());
+    train(pipeline, saver, 1);
+    saver.save_now();
+  });
 }
 
 TEST_F(CheckpointerTest, ASaveThatIsLostWhileItIsWrittenIsRefusedOnAllRanksAndTheNextOneSucceeds) {
