@@ -181,6 +181,12 @@ void Checkpointer::Impl::require_sensible() const {
     if (std::find(legal.begin(), legal.end(), name) != legal.end()) continue;
     throw_usage("a Checkpointer's file '{}'; legal are {}", name, fmt::join(legal, ", "));
   }
+  if (!options.run.empty() && !is_id(options.run)) {
+    throw_usage(
+        "a Checkpointer's run of {} characters; legal are the 32 hexadecimal digits of "
+        "LoadedCheckpoint::run, and none for a new run",
+        options.run.size());
+  }
   if (!(options.every_minutes >= 0)) {
     throw_usage("saving every {} minutes is not possible; 0 means never", options.every_minutes);
   }
@@ -345,7 +351,9 @@ void Checkpointer::Impl::collect_share() {
       share_saves(layout.plans, layout.parameters, layout.place.topology.replicas);
   parts = save_parts(shares, layout.place.topology);
   std::set<std::string> mine;
+  std::vector<std::string> all;
   for (const SavedParameter& share : shares) {
+    all.push_back(share.name);
     if (share.rank == layout.place.rank && share.replica == layout.place.replica) {
       mine.insert(share.name);
     }
@@ -368,6 +376,7 @@ void Checkpointer::Impl::collect_share() {
     }
   }
   on_all_ranks(world(), [&] {
+    require_own_names(options.layout, all);
     for (const NamedTensor& named : std::span(live).first(model_tensors)) {
       (void)parts_of(options.layout, named.name, named.tensor.spec.shape);
     }
@@ -598,6 +607,7 @@ Checkpointer::Checkpointer(Pipeline& pipeline, CheckpointOptions options,
 Checkpointer::~Checkpointer() = default;
 
 void Checkpointer::add_state(std::string name, std::function<ProgramState()> take) {
+  if (!take) throw_usage("state '{}': no function that takes it", name);
   if (name.empty() || name.find('/') != std::string::npos || impl_->takers.contains(name)) {
     throw_usage("state '{}': a name is not empty, has no '/' and is given once", name);
   }

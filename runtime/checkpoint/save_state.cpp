@@ -66,10 +66,7 @@ class Reader {
     return value;
   }
   std::string hash(const std::string& text, const char* name) const {
-    const bool hex = text.size() == 32 && std::all_of(text.begin(), text.end(), [](char c) {
-                       return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
-                     });
-    if (!hex) refuse("'{}' has a value that is not 32 hexadecimal digits", name);
+    if (!is_id(text)) refuse("'{}' has a value that is not 32 hexadecimal digits", name);
     return text;
   }
   SaveState::Values values(const Json& parent, const char* name) const {
@@ -191,6 +188,12 @@ std::span<const std::string_view> model_file_names() {
                                                               "chat_template.jinja",
                                                               "chat_template.json"};
   return kNames;
+}
+
+bool is_id(std::string_view text) {
+  return text.size() == 32 && std::all_of(text.begin(), text.end(), [](char c) {
+           return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
+         });
 }
 
 bool is_save_file_name(std::string_view name) {

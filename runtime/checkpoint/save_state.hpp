@@ -73,6 +73,9 @@ struct SaveState {
 // object.
 [[nodiscard]] bool is_state_json(std::string_view text);
 
+// Whether `text` can be SaveState::save or SaveState::run: 32 hexadecimal digits, as of a hash.
+[[nodiscard]] bool is_id(std::string_view text);
+
 [[nodiscard]] std::string to_json_text(const SaveState& state);
 // Throws Error(kWeights) naming `path` and the field that is missing, of a wrong type or out of
 // range; a file name that is_save_file_name() refuses; a file or tensor twice; a tensor in a file

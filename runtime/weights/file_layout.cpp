@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <map>
 
 #include "comm/base/throw_error.hpp"
 
@@ -90,13 +91,43 @@ std::vector<FilePart> parts_of(const FileLayout& layout, const std::string& para
                   to_string(shape), part.name, part.rows,
                   part.transposed ? ", transposed; only a matrix can be" : "");
     }
-    sum += part.rows;
+    if (__builtin_add_overflow(sum, part.rows, &sum)) {
+      throw_usage(
+          "the layout of parameter '{}' has more rows than a number can say; legal are the "
+          "{} of its shape {}",
+          parameter, rows, to_string(shape));
+    }
   }
   if (sum != rows || found->second.empty()) {
     throw_usage("the layout of parameter '{}' has {} rows; legal are the {} of its shape {}",
                 parameter, sum, rows, to_string(shape));
   }
   return found->second;
+}
+
+void require_own_names(const FileLayout& layout, std::span<const std::string> parameters) {
+  std::map<std::string, const std::string*> parameter_of;  // by tensor
+  const auto add = [&](const std::string& tensor, const std::string& parameter) {
+    const auto [other, is_new] = parameter_of.emplace(tensor, &parameter);
+    if (is_new) return;
+    throw_usage(
+        "the layout has tensor '{}' twice, in parameter '{}' and in '{}'; a name is legal "
+        "once",
+        tensor, *other->second, parameter);
+  };
+  for (const std::string& parameter : parameters) {
+    const auto found = layout.find(parameter);
+    if (found == layout.end()) {
+      add(parameter, parameter);
+      continue;
+    }
+    for (const FilePart& part : found->second) {
+      if (part.name.empty()) {
+        throw_usage("the layout of parameter '{}' has a part without a name", parameter);
+      }
+      add(part.name, parameter);
+    }
+  }
 }
 
 Shape part_shape(const FilePart& part, const Shape& parameter) {

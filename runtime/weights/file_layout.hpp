@@ -17,6 +17,9 @@ namespace sluice {
 // transposed.
 [[nodiscard]] std::vector<FilePart> parts_of(const FileLayout& layout, const std::string& parameter,
                                              const Shape& shape);
+// Throws Error(kUsage) where the files of a model with these parameters would have two tensors of
+// one name, or where a part has no name.
+void require_own_names(const FileLayout& layout, std::span<const std::string> parameters);
 
 // What the file holds of a part.
 [[nodiscard]] Shape part_shape(const FilePart& part, const Shape& parameter);

@@ -49,7 +49,7 @@ struct CheckpointOptions {
   // first save of this one replaces. Without it that is Error(kIo).
   bool overwrite = false;
   // LoadedCheckpoint::run where this run goes on from one: its saves are this run's own. Empty: a
-  // new run.
+  // new run. Any other text is Error(kUsage).
   std::string run = {};
   // Names of saves in the directory that LoadedCheckpoint::passed_over names: they do not count as
   // kept, and may be newer than the step that this run goes on from.
@@ -91,7 +91,8 @@ class Checkpointer {
   Checkpointer& operator=(const Checkpointer&) = delete;
 
   // State of the program, saved as `name` from now on. `take` runs on rank 0 at each save. Not
-  // collective; the same names on all ranks.
+  // collective; the same names on all ranks. Throws Error(kUsage) for a null `take` and for a name
+  // that is empty, has a '/' or was given before.
   void add_state(std::string name, std::function<ProgramState()> take);
 
   // To be called after each train_step(), also a skipped one. Publishes a save that all ranks have

@@ -545,6 +545,36 @@ TEST_F(CheckpointerTest, NonsenseIsRefused) {
   expect_error(ErrorCode::kUsage, {"no JSON"}, [&] { open({.directory = saves(), .model = "{"}); });
   expect_error(ErrorCode::kUsage, {"needs a directory"}, [&] { open({}); });
   expect_error(ErrorCode::kIo, {"/dev/null"}, [&] { open({.directory = "/dev/null/saves"}); });
+  for (const std::string& text :
+       {std::string("x\ny"), std::string("my run"), std::string(1000, 'a'), std::string(32, 'A')}) {
+    expect_error(ErrorCode::kUsage, {std::to_string(text.size()), "32 hexadecimal digits"},
+                 [&] { open({.directory = saves(), .run = text}); });
+  }
+  run(1, 1, [&](Pipeline& pipeline, Communicator&) {
+    Checkpointer saver(pipeline, {.directory = saves()});
+    expect_error(ErrorCode::kUsage, {"state 'loader'", "no function"},
+                 [&] { saver.add_state("loader", {}); });
+  });
+}
+
+TEST_F(CheckpointerTest, ALayoutOfFilesThatCannotWorkIsRefusedBeforeASave) {
+  run(2, 1, [&](Pipeline& pipeline, Communicator&) {
+    // Of stages on different ranks.
+    const std::vector<StageEntry>& stages = PipelineAccess::layout(pipeline).parameters.stages;
+    const ParameterEntry& one = stages.front().parameters.front();
+    const ParameterEntry& other = stages.back().parameters.front();
+    const auto refused = [&](const FileLayout& layout, const std::string& text) {
+      expect_error(ErrorCode::kUsage, {text},
+                   [&] { Checkpointer(pipeline, {.directory = saves(), .layout = layout}); });
+      EXPECT_TRUE(pipeline.usable());
+    };
+    constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+    refused({{one.name, {{"a", 1}, {"a", 1}}}}, "tensor 'a' twice");
+    refused({{one.name, {{"a", 1}}}, {other.name, {{"a", 1}}}}, "tensor 'a' twice");
+    refused({{one.name, {{other.name, 1}}}}, "tensor '" + other.name + "' twice");
+    refused({{one.name, {{"", 1}}}}, "without a name");
+    refused({{one.name, {{"a", kMost}, {"b", kMost}, {"c", 3}}}}, "more rows than");
+  });
 }
 
 TEST_F(CheckpointerTest, ThePlanCountsTheHostCopy) {
