@@ -38,7 +38,11 @@ constexpr std::array kKinds = {
 
 constexpr std::string_view kOverlapSuffix = ")OVERLAP_F_B";
 
-const KindRow& row_of(ActionKind kind) { return kKinds[at(kind)]; }
+// A program may have made the kind from any number.
+const KindRow& row_of(ActionKind kind) {
+  static constexpr KindRow kUnknown{ActionKind::kForward, "?", false};
+  return at(kind) < kKinds.size() ? kKinds[at(kind)] : kUnknown;
+}
 
 std::string known_kinds() {
   std::string names;

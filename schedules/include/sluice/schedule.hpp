@@ -60,7 +60,7 @@ enum class ActionKind : std::uint8_t {
 }
 // True where the text form carries a micro-batch (compute, message and RECOMPUTE kinds).
 [[nodiscard]] bool has_micro_batch(ActionKind kind);
-// "F", "SEND_B", ...
+// "F", "SEND_B", ..., and "?" for a number that is no kind.
 [[nodiscard]] std::string_view name_of(ActionKind kind);
 
 struct Action {

@@ -40,6 +40,7 @@ TEST(ActionTest, PrintsStageKindAndMicroBatch) {
   EXPECT_EQ(to_string(Action{ActionKind::kSendBackward, 0, 3, 1, -1}), "3SEND_B1");
   EXPECT_EQ(to_string(Action{ActionKind::kReduceGrad, 0, 0, -1, -1}), "0REDUCE_GRAD");
   EXPECT_EQ(to_string(Action{ActionKind::kSendForward, 1, 3, 1, 5}), "3SEND_F1>5@1");
+  EXPECT_EQ(to_string(Action{static_cast<ActionKind>(99), 0, 3, 1, -1}), "3?");
 }
 
 TEST(ActionTest, OverlappedPairSurvivesTextAndBack) {
