@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <span>
+#include <stdexcept>
 
 #include <sluice/error.hpp>
 #include <sluice/options.hpp>
@@ -56,6 +57,15 @@ void add_training(const PipelineOptions::Training& training, NamedValues& values
   values.emplace_back("evaluations", fmt::format("{}", fmt::join(training.evaluations, ",")));
 }
 
+// Of the program's own order, which no file has checked.
+std::string text_of(const Schedule& given) {
+  try {
+    return to_schedule_json(given);
+  } catch (const std::invalid_argument& error) {
+    throw_usage("options.order.given: {}", error.what());
+  }
+}
+
 }  // namespace
 
 NamedValues agreed_values(const PipelineOptions& options) {
@@ -73,7 +83,7 @@ NamedValues agreed_values(const PipelineOptions& options) {
     add("schedule", options.order.schedule);
     add("chunks", options.order.chunks);
   } else {
-    const std::string text = to_schedule_json(*options.order.given);
+    const std::string text = text_of(*options.order.given);
     add("schedule", options.order.given->name);
     add("SHA-256 of the schedule", sha256_hex(std::as_bytes(std::span<const char>(text))));
   }

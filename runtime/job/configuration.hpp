@@ -13,7 +13,8 @@ struct PipelineOptions;
 
 using NamedValues = std::vector<std::pair<std::string, std::string>>;
 
-// options.checks.configuration, followed by the options of the pipeline itself.
+// options.checks.configuration, followed by the options of the pipeline itself. Requires options of
+// require_sensible(). Throws Error(kUsage) for a given order that no schedule file can hold.
 [[nodiscard]] NamedValues agreed_values(const PipelineOptions& options);
 
 // Collective. Throws the same Error(kMismatch) on every rank where values differ; it names the

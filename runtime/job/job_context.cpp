@@ -21,6 +21,7 @@
 #include "comm/group/transport.hpp"
 #include "runtime/job/configuration.hpp"
 #include "runtime/job/guard.hpp"
+#include "runtime/job/sensible_options.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/rank_arrangement.hpp"
 
@@ -84,6 +85,7 @@ JobContext::JobContext(Communicator& comm, const PipelineOptions& options, JobSi
   watch = std::make_unique<JobWatch>(*waits, WaitGroup::kJob, all);
   world = RankGroup(std::move(job), watch.get());
   guarded([&] {
+    require_sensible(options);
     if (planned) {
       plan(options);
     } else {

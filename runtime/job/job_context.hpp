@@ -71,9 +71,9 @@ enum class JobSize {
 class JobContext {
  public:
   // Collective over `comm`, of which it duplicates its own communicators. Compares the ranks'
-  // options first. Throws Error(kMismatch) where they differ, Error(kUsage) for a topology or a
-  // device that cannot work. Planned ranks compute on a device each like the one of this rank, on
-  // hosts whose memory is not known.
+  // options first. Throws Error(kMismatch) where they differ, Error(kUsage) for options, a topology
+  // or a device that cannot work. Planned ranks compute on a device each like the one of this rank,
+  // on hosts whose memory is not known.
   JobContext(Communicator& comm, const PipelineOptions& options,
              JobSize job_size = JobSize::kStarted);
 

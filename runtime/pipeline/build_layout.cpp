@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cmath>
 #include <functional>
 #include <limits>
 #include <map>
@@ -22,7 +21,6 @@
 #include "runtime/pipeline/memory_plan.hpp"
 #include "runtime/pipeline/stage_report.hpp"
 #include "runtime/pipeline/transport_plan.hpp"
-#include "stages/operators/optimizer.hpp"
 
 namespace sluice {
 namespace {
@@ -111,18 +109,9 @@ void require_groups(const PipelineOptions& options, const std::vector<StageEntry
     }
   }
   for (const ParameterGroup& group : groups) {
-    if (!used.contains(&group)) {
-      throw_usage("the group of parameters '{}' has none that an earlier group does not have",
-                  group.names);
-    }
-    if (!(std::isfinite(group.learning_rate_scale) && group.learning_rate_scale >= 0)) {
-      throw_usage("group '{}' has a factor of {} for the learning rate; legal are numbers from 0",
-                  group.names, group.learning_rate_scale);
-    }
-    if (group.weight_decay && options.training.make_optimizer) {
-      throw_usage("group '{}' has a weight decay, which an optimizer of one's own does not get",
-                  group.names);
-    }
+    if (used.contains(&group)) continue;
+    throw_usage("the group of parameters '{}' has none that an earlier group does not have",
+                group.names);
   }
 }
 
@@ -369,7 +358,6 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   layout.parameters.stages = std::move(reports.entries);
   layout.parameters.tied = find_ties(layout.parameters.stages);
   require_own_buffer_names(layout.parameters.stages);
-  if (!options.training.make_optimizer) require_sensible(options.training.optimizer);
   require_groups(options, layout.parameters.stages);
   choose_all_routes(job, options, layout);
   // The order that NCCL's queues need suits tagged messages too.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <functional>
 #include <optional>
 #include <utility>
@@ -26,6 +25,7 @@
 #include "runtime/job/job_context.hpp"
 #include "runtime/job/nccl_routes.hpp"
 #include "runtime/job/polled_device_wait.hpp"
+#include "runtime/job/sensible_options.hpp"
 #include "runtime/pipeline/batch_feed.hpp"
 #include "runtime/pipeline/build_layout.hpp"
 #include "runtime/pipeline/forward_rounds.hpp"
@@ -142,6 +142,8 @@ struct Pipeline::Impl {
   StepReport optimizer_step();
   void drop_gradients();
   void set_learning_rate(const LearningRate& rate);
+  // Of the next step.
+  void require_rate() const;
   EvaluationReport evaluate(const Batch& batch);
   EvaluationReport evaluate(const DataSource& other, std::int64_t samples);
   EvaluationReport run_evaluation(const std::string& who, SampleRange samples,
@@ -540,7 +542,7 @@ StepReport Pipeline::Impl::train_step() {
     throw_usage("this pipeline was made from a BatchSpec and has no source: pass a batch");
   }
   require_no_gradients();
-  agree(Call::kTrainSource, nullptr);
+  agree(Call::kTrainSource, nullptr, 0, [&] { require_rate(); });
   const BatchLoader::Batch* batch = nullptr;
   guarded([&] {
     const ActivityScope loading(*job.activity, Doing::kLoading);
@@ -554,7 +556,7 @@ StepReport Pipeline::Impl::train_step() {
 StepReport Pipeline::Impl::train_on(Call call, const Batch& batch) {
   require_training();
   require_no_gradients();
-  agree(call, &batch);
+  agree(call, &batch, 0, [&] { require_rate(); });
   cut_step();
   const BatchLoader::Batch* mine = nullptr;
   guarded("a batch", [&] {
@@ -635,7 +637,7 @@ void Pipeline::Impl::forget_batches() {
 StepReport Pipeline::Impl::optimizer_step() {
   require_training();
   if (!gradients_ready) throw_usage("optimizer_step() needs a forward_backward() before it");
-  agree(Call::kUpdate, nullptr);
+  agree(Call::kUpdate, nullptr, 0, [&] { require_rate(); });
   StepReport report;
   guarded("the update", [&] {
     const double started = steady_seconds();
@@ -656,12 +658,12 @@ void Pipeline::Impl::drop_gradients() {
   });
 }
 
+void Pipeline::Impl::require_rate() const {
+  require_sensible_at(step + 1, options.training.learning_rate, options.training.groups);
+}
+
 void Pipeline::Impl::set_learning_rate(const LearningRate& rate) {
-  for (const double value : {rate.peak, rate.final_share, rate.factor}) {
-    if (std::isfinite(value) && value >= 0) continue;
-    throw_usage("a learning rate of {} (final share {}, factor {}); legal are numbers from 0",
-                rate.peak, rate.final_share, rate.factor);
-  }
+  require_sensible(rate, options.training.groups);
   options.training.learning_rate = rate;
 }
 

@@ -181,9 +181,31 @@ class RunOptimizer final : public Optimizer {
   StateMemory state_;
 };
 
+void require_numbers(const OptimizerConfig& config) {
+  const auto require = [](const char* name, float value, bool fits, const char* legal) {
+    if (std::isfinite(value) && fits) return;
+    throw Error(ErrorCode::kUsage,
+                fmt::format("an optimizer's {} is {}; legal are {}", name, value, legal));
+  };
+  constexpr const char* kBelowOne = "numbers from 0 to below 1";
+  constexpr const char* kFromZero = "numbers from 0";
+  require("beta1", config.beta1, config.beta1 >= 0 && config.beta1 < 1, kBelowOne);
+  require("beta2", config.beta2, config.beta2 >= 0 && config.beta2 < 1, kBelowOne);
+  // An element whose gradients are all 0 would be divided by 0.
+  require("epsilon", config.epsilon, config.epsilon > 0, "numbers above 0");
+  require("momentum", config.momentum, config.momentum >= 0, kFromZero);
+  require("weight decay", config.weight_decay, config.weight_decay >= 0, kFromZero);
+}
+
 }  // namespace
 
 void require_sensible(const OptimizerConfig& config) {
+  const auto kind = static_cast<int>(config.kind);
+  if (kind < 0 || kind > static_cast<int>(OptimizerConfig::Kind::kAdam)) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("an optimizer of kind {}; legal are AdamW, SGD and Adam", kind));
+  }
+  require_numbers(config);
   if (config.nesterov && !(config.kind == OptimizerConfig::Kind::kSgd && config.momentum > 0)) {
     throw Error(ErrorCode::kUsage, "nesterov is for SGD with a momentum above 0");
   }

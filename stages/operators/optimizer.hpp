@@ -12,7 +12,8 @@
 
 namespace sluice {
 
-// Throws Error(kUsage) for settings that contradict each other.
+// Throws Error(kUsage) for settings that contradict each other, and for numbers that no step can
+// work with.
 void require_sensible(const OptimizerConfig& config);
 
 // State for the parameters it is given (the owners, not other uses of tied ones), in that order.

@@ -137,7 +137,8 @@ class Pipeline {
   // The learning rate from the next step on, in place of options.training.learning_rate; as a
   // number it is constant. Not collective, but every rank sets the same: a step before which they
   // differ is Error(kMismatch) on all ranks and changes nothing. Throws Error(kUsage) for a value
-  // that is not finite or below 0. Not part of a save.
+  // that is not finite or below 0, or that f32 cannot hold, also times the factor of a group; a
+  // step whose rate grows so far is Error(kUsage) on all ranks. Not part of a save.
   void set_learning_rate(double rate);
   void set_learning_rate(const LearningRate& rate);
   // --- without training, between any two steps ---

@@ -226,6 +226,27 @@ TEST(PipelineTest, RanksWithOtherOptionsAreToldBothValues) {
   }
 }
 
+TEST(PipelineTest, OptionsThatCannotWorkAreRefusedOnAllRanks) {
+  const auto source = counting_source(4);
+  const std::vector<std::pair<std::string, std::function<void(PipelineOptions&)>>> wrong = {
+      {"a learning rate of -1", [](auto& o) { o.training.learning_rate.peak = -1; }},
+      {"a learning rate of nan", [](auto& o) { o.training.learning_rate.peak = std::nan(""); }},
+      {"clip is nan", [](auto& o) { o.training.clip = std::nan(""); }},
+      {"momentum is nan", [](auto& o) { o.training.optimizer.momentum = std::nanf(""); }},
+      {"pipeline is -1", [](auto& o) { o.shape.pipeline = -1; }},
+      {"transport is 9", [](auto& o) { o.devices.transport = static_cast<TransportChoice>(9); }}};
+  for (const auto& [text, change] : wrong) {
+    PipelineOptions options = sgd_options(2);
+    change(options);
+    for (const Error& error : errors_of(2, [&](Communicator& comm) {
+           Pipeline pipeline(comm, options, arithmetic(), *source);
+         })) {
+      EXPECT_EQ(error.code(), ErrorCode::kUsage);
+      EXPECT_THAT(error.what(), HasSubstr(text));
+    }
+  }
+}
+
 TEST(PipelineTest, RefusesAParameterOwnedTwice) {
   const auto source = counting_source(4);
   const StageFactory twice = [](int, int) { return std::make_unique<ArithmeticStage>(0); };

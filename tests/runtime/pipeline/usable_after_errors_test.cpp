@@ -362,9 +362,29 @@ TEST_P(UsableTest, ALearningRateCountsFromTheNextStepOn) {
       for (const double wrong : {-1.0, std::nan(""), HUGE_VAL}) {
         expect_refusal("legal are numbers from 0", [&] { pipeline.set_learning_rate(wrong); });
       }
+      expect_refusal("legal are at most 3.4", [&] { pipeline.set_learning_rate(1e39); });
       EXPECT_EQ(pipeline.train_step().learning_rate, expected.learning_rate);
     }
     EXPECT_EQ(digest_of(pipeline), digest_of(reference));
+  });
+}
+
+TEST_P(UsableTest, ALearningRateThatGrowsTooFarIsRefusedBeforeItsStep) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const TransformerConfig model = small_model();
+    const auto source = synthetic_tokens(model);
+    const StageFactory factory = [&](int stage, int stages) {
+      return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
+    };
+    Pipeline pipeline(comm, options_of({.pipeline = GetParam()}), factory, *source);
+    pipeline.set_learning_rate(
+        {.peak = 1e-3, .decay = LearningRate::Decay::kStep, .factor = 1e300, .every = 1});
+    (void)pipeline.train_step();
+    const std::string before = digest_of(pipeline);
+    expect_refusal("the learning rate of step 2 is 1e+297", [&] { (void)pipeline.train_step(); });
+    EXPECT_EQ(digest_of(pipeline), before);
+    pipeline.set_learning_rate(1e-3);
+    EXPECT_EQ(pipeline.train_step().step, 2U);
   });
 }
 
