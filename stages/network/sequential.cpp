@@ -34,8 +34,13 @@ struct Sequential::Model {
   }
   // Null without a loss; an Error names it.
   [[nodiscard]] std::unique_ptr<Loss> make_loss() const {
-    if (!loss.make) return nullptr;
-    return naming(loss.kind, [&] { return loss.make(); });
+    if (loss.kind.empty() && !loss.make) return nullptr;
+    return naming(loss.kind.empty() ? "a loss" : loss.kind, [&] {
+      if (!loss.make) throw_usage("a LossSpec without `make`; legal: a function that makes a Loss");
+      std::unique_ptr<Loss> made = loss.make();
+      if (made == nullptr) throw_usage("LossSpec::make returned null; legal: a Loss");
+      return made;
+    });
   }
   [[nodiscard]] NumberedLayer make(std::size_t index) const {
     const int number = static_cast<int>(index);

@@ -304,6 +304,12 @@ TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
     expect_error(ErrorCode::kUsage, {part}, [&] { const Sequential model(std::move(layers)); });
   };
   refused({}, "a Sequential needs at least one layer");
+  for (const auto& [loss, text] : std::vector<std::pair<LossSpec, std::string>>{
+           {{.kind = "own", .make = {}}, "own: a LossSpec without `make`"},
+           {{.kind = "own", .make = [] { return std::unique_ptr<Loss>(); }},
+            "own: LossSpec::make returned null"}}) {
+    expect_error(ErrorCode::kUsage, {text}, [&] { const Sequential model({relu()}, loss); });
+  }
   refused({relu(), linear(0, 5)}, "layer 1 (linear): in is 0; legal: at least 1");
   refused({linear(4, -1)}, "layer 0 (linear): out is -1");
   refused({dropout(1)}, "layer 0 (dropout): the probability is 1; legal: at least 0 and below 1");
