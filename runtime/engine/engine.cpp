@@ -516,8 +516,7 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
       stage.binding.stage->check_inputs(request.batch->inputs[at(op.micro_batch)]);
     }
     if (result != nullptr) {
-      result->weight =
-          stage.binding.loss->target_weight(request.batch->targets[at(op.micro_batch)]);
+      result->weight = target_weight(stage.binding, request.batch->targets[at(op.micro_batch)]);
     }
     calls.run(index_in_plan(op), *stage.binding.stage, ctx, host_takes_part(op, ctx),
               [&] { call_forward(stage, op, ctx, output, result); });
@@ -579,7 +578,7 @@ void Engine::Impl::record_calls(StepActions* actions) {
   const auto set_old_gradients = [&](bool old) {
     if (actions == nullptr) return;  // the run adds to none
     for (LocalStage& stage : table.stages()) {
-      ParameterSet* const set = stage.binding.stage->parameters();
+      ParameterSet* const set = stage.binding.parameters;
       if (set != nullptr && stage.binding.stage->overwrites_gradients()) set->set_old_grads(old);
     }
   };

@@ -10,10 +10,10 @@
 
 #include <sluice/communicator.hpp>
 #include <sluice/plan.hpp>
-#include <sluice/stage.hpp>
 
 #include "comm/group/transport.hpp"
 #include "comm/group/waiter.hpp"
+#include "runtime/engine/stage_binding.hpp"
 #include "runtime/layout/edge_route.hpp"
 #include "runtime/layout/edges.hpp"
 
@@ -23,14 +23,6 @@ class ActivityBoard;  // runtime/job/activity.hpp
 class DeviceBatch;    // runtime/engine/device_batch.hpp
 class NcclRoutes;     // runtime/job/nccl_routes.hpp
 class SlotStore;      // runtime/engine/slots.hpp
-
-// A stage by its interfaces; the pointers are of one object, which the caller owns.
-struct StageBinding {
-  int index = 0;  // global
-  Stage* stage = nullptr;
-  SplitBackward* split = nullptr;  // null: cannot split backward
-  LossStage* loss = nullptr;       // set on the last stage
-};
 
 // Seconds in the compute actions of a stage: forward, whole backward, input half and weight half,
 // each summed over `count` actions.

@@ -12,7 +12,7 @@ std::size_t bucket_floats(std::size_t bucket_bytes) {
 }
 
 std::span<float> gradients_of(const StageBinding& binding) {
-  const ParameterSet* set = binding.stage->parameters();
+  const ParameterSet* set = binding.parameters;
   return set == nullptr ? std::span<float>() : set->flat_grads();
 }
 
@@ -22,7 +22,7 @@ BucketedSums::BucketedSums(NcclRoutes& nccl, ComputeContext& compute,
                            std::span<const StageBinding> stages, std::size_t bucket_bytes)
     : nccl_(nccl), compute_(compute), bucket_(bucket_floats(bucket_bytes)) {
   for (const StageBinding& binding : stages) {
-    stages_.emplace_back(*this, binding.index, binding.stage->parameters());
+    stages_.emplace_back(*this, binding.index, binding.parameters);
   }
   open_.reserve(load_of(stages, bucket_bytes).count);
 }

@@ -35,7 +35,7 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
   std::size_t workspace = 0;
   std::vector<Parameter*> owners;
   for (const StageBinding& binding : stages_) {
-    ParameterSet* set = binding.stage->parameters();
+    ParameterSet* set = binding.parameters;
     if (set == nullptr) continue;
     if (!sums_) {
       workspace = std::max(
@@ -135,7 +135,7 @@ void GradientSync::reduce_grad(int stage) {
   if (sums_) return sums_->finish(stage);
   for (const StageBinding& binding : stages_) {
     if (binding.index != stage) continue;
-    ParameterSet* set = binding.stage->parameters();
+    ParameterSet* set = binding.parameters;
     if (set == nullptr) continue;
     set->settle_grads(compute_.stream());
     const std::span<float> sum = mirror_.read_back(set->flat_grads());
@@ -153,7 +153,7 @@ void GradientSync::reduce_tied(int group) {
 void GradientSync::clear() {
   earlier_ = {};
   for (const StageBinding& binding : stages_) {
-    ParameterSet* set = binding.stage->parameters();
+    ParameterSet* set = binding.parameters;
     if (set == nullptr) continue;
     if (binding.stage->overwrites_gradients()) {
       set->forget_grads(compute_.stream());
@@ -165,7 +165,7 @@ void GradientSync::clear() {
 
 void GradientSync::measure() {
   for (const StageBinding& binding : stages_) {
-    if (ParameterSet* set = binding.stage->parameters()) set->settle_grads(compute_.stream());
+    if (ParameterSet* set = binding.parameters) set->settle_grads(compute_.stream());
   }
   if (end_ == BatchEnd::kAccumulate) return;
   if (sums_) sums_->wait_all_on_stream();
@@ -253,9 +253,13 @@ Error GradientSync::refusal() const {
   if (totals_.finite != 0) {
     return {ErrorCode::kData, fmt::format("step {} has no target that counts", step_), 0};
   }
-  auto index = static_cast<std::size_t>(totals_.first_nonfinite_index);
+  auto index = static_cast<std::size_t>(std::max(totals_.first_nonfinite_index, 0.0));
   std::string what;
-  if (totals_.nonfinite_is_loss != 0) {
+  if (totals_.first_nonfinite_index < 0) {
+    what = fmt::format("the {} of step {} over {} targets is not finite",
+                       totals_.nonfinite_is_loss != 0 ? "mean loss" : "norm of the mean gradient",
+                       step_, totals_.targets);
+  } else if (totals_.nonfinite_is_loss != 0) {
     const std::size_t micro_batches = at(micro_batches_);
     what = fmt::format("the loss of step {} is not finite, first in micro-batch {} of replica {}",
                        step_, index % micro_batches, index / micro_batches);
@@ -283,11 +287,20 @@ void GradientSync::exchange() {
 void GradientSync::scale_gradients(double factor) {
   if (factor == 1) return;
   for (const StageBinding& binding : stages_) {
-    ParameterSet* set = binding.stage->parameters();
+    ParameterSet* set = binding.parameters;
     if (set == nullptr) continue;
     for (float& value : mirror_.read_back(set->flat_grads())) value *= static_cast<float>(factor);
     mirror_.write_back();
   }
+}
+
+void GradientSync::check_means() {
+  if (totals_.finite == 0 || earlier_.targets <= 0) return;
+  const bool loss = std::isfinite(totals_.loss) && std::isfinite(earlier_.targets);
+  if (loss && std::isfinite(totals_.grad_norm) && std::isfinite(static_cast<float>(factor_)))
+    return;
+  totals_.finite = 0;
+  totals_.nonfinite_is_loss = loss ? 0 : 1;
 }
 
 // The gradients are sums of 1/divisor of each loss. Once all batches are known, they are multiplied
@@ -306,6 +319,7 @@ void GradientSync::optimizer() {
   totals_.busy_seconds = earlier_.busy_seconds;
   factor_ = earlier_.targets > 0 ? divisor / earlier_.targets : 1;
   totals_.grad_norm *= factor_;
+  check_means();
   if (refused()) return;
   if (end_ == BatchEnd::kUpdate) return apply();
   if (end_ == BatchEnd::kGradients) scale_gradients(std::exchange(factor_, 1));

@@ -38,7 +38,7 @@ struct StepTotals {
   double window_seconds = 0;          // longest time from step start to the norm, over all ranks
   double busy_seconds = 0;            // summed over all ranks
   double finite = 1;                  // 0: some loss or gradient is not; nothing was updated
-  double first_nonfinite_index = -1;  // among the job's losses or parameters
+  double first_nonfinite_index = -1;  // among the job's losses or parameters; -1: of their mean
   double nonfinite_is_loss = 0;       // 1: the index is a loss
   double flags = 0;                   // bits that any rank had set, as a number below 2^32
   // The first rank of the job whose learning rate is another than rank 0's, and both; -1: none.
@@ -101,6 +101,8 @@ class GradientSync : public StepActions {
   // Multiplies gradients by `factor`.
   void scale_gradients(double factor);
   void apply();
+  // Refuses a step whose finite numbers have a sum or a quotient that is not.
+  void check_means();
 
   JobContext& job_;
   const JobLayout& layout_;

@@ -29,7 +29,7 @@ void check_replicas(JobContext& job, const TiedUses& tied, std::span<const Stage
                     HostMirror& mirror, std::uint64_t step) {
   std::vector<Digest> all(static_cast<std::size_t>(job.place.topology.replicas));
   for (const StageBinding& binding : stages) {
-    ParameterSet* set = binding.stage->parameters();
+    ParameterSet* set = binding.parameters;
     if (set == nullptr) continue;
     std::vector<Parameter*> compared = set->all();
     for (Parameter* buffer : set->buffers()) {

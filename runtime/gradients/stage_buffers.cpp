@@ -9,7 +9,7 @@ StageBuffers::StageBuffers(JobContext& job, ComputeContext& compute, HostMirror&
                            std::span<const StageBinding> stages)
     : job_(job), compute_(compute), mirror_(mirror) {
   for (const StageBinding& binding : stages) {
-    ParameterSet* set = binding.stage->parameters();
+    ParameterSet* set = binding.parameters;
     if (set == nullptr || set->flat_buffers().empty()) continue;
     kept_.push_back({set, compute.memory().allocate(set->flat_buffers().size_bytes())});
   }

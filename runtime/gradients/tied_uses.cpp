@@ -12,7 +12,7 @@ namespace {
 
 Parameter* find(const TiedUse& use, std::span<const StageBinding> stages) {
   for (const StageBinding& binding : stages) {
-    if (binding.index == use.stage) return binding.stage->parameters()->all()[at(use.index)];
+    if (binding.index == use.stage) return binding.parameters->all()[at(use.index)];
   }
   return nullptr;
 }
@@ -109,7 +109,7 @@ void TiedUses::broadcast_tied_values() {
 
 void TiedUses::mark_values_changed() {
   for (const StageBinding& binding : stages_) {
-    if (ParameterSet* set = binding.stage->parameters()) set->mark_values_changed();
+    if (ParameterSet* set = binding.parameters) set->mark_values_changed();
   }
 }
 

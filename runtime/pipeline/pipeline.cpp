@@ -33,6 +33,7 @@
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/pipeline/programs.hpp"
 #include "runtime/pipeline/refusal.hpp"
+#include "runtime/pipeline/stage_report.hpp"
 #include "runtime/pipeline/transport_plan.hpp"
 #include "runtime/watch/watchdog.hpp"
 
@@ -354,7 +355,8 @@ void Pipeline::Impl::prepare_stages() {
     StageBinding binding{.index = index,
                          .stage = stages[i].get(),
                          .split = dynamic_cast<SplitBackward*>(stages[i].get()),
-                         .loss = nullptr};
+                         .loss = nullptr,
+                         .parameters = nullptr};
     if (splits && binding.split == nullptr) {
       throw_usage("schedule '{}' splits the backward pass, but stage {} is not a SplitBackward",
                   options.order.schedule, index);
@@ -387,6 +389,12 @@ void Pipeline::Impl::prepare_stages() {
         rethrow_from(fmt::format("stage {}, prepare()", index));
       }
     });
+    try {
+      binding.parameters = stages[i]->parameters();
+    } catch (...) {
+      rethrow_from(fmt::format("stage {}, parameters()", index));
+    }
+    require_prepared(binding, layout.parameters.stages[at(index)], setup.trains);
     bindings.push_back(binding);
   }
 }
@@ -523,7 +531,7 @@ double Pipeline::Impl::count_targets(const BatchLoader::Batch& batch, std::size_
   double mine = 0;
   for (std::size_t m = 0; m < micro_batches; ++m) {
     try {
-      mine += bindings.back().loss->target_weight(batch.targets[m]);
+      mine += target_weight(bindings.back(), batch.targets[m]);
     } catch (...) {
       rethrow_from(fmt::format("stage {}, target_weight() of micro-batch {}",
                                layout.plans.num_stages() - 1, m));
@@ -894,7 +902,7 @@ const JobLayout& PipelineAccess::layout(const Pipeline& pipeline) { return pipel
 std::vector<Pipeline::Owned> Pipeline::parameters() {
   std::vector<Owned> owned;
   for (const StageBinding& binding : impl_->bindings) {
-    ParameterSet* set = binding.stage->parameters();
+    ParameterSet* set = binding.parameters;
     if (set == nullptr) continue;
     int index = 0;
     for (Parameter* parameter : set->all()) {
@@ -913,7 +921,7 @@ DataLoader Pipeline::loader(std::shared_ptr<const Dataset> data, LoaderOptions o
 std::vector<Pipeline::Owned> Pipeline::buffers() {
   std::vector<Owned> owned;
   for (const StageBinding& binding : impl_->bindings) {
-    ParameterSet* set = binding.stage->parameters();
+    ParameterSet* set = binding.parameters;
     if (set == nullptr) continue;
     for (Parameter* buffer : set->buffers()) {
       owned.push_back({.stage = binding.index, .owner = true, .parameter = buffer});

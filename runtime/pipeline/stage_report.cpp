@@ -197,7 +197,13 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     report.input_gradients.push_back(gradients_of(description, specs, index));
     raise(report.entry, description);
   }
-  if (ParameterSet* parameters = stage.parameters()) {
+  ParameterSet* parameters = nullptr;
+  try {
+    parameters = stage.parameters();
+  } catch (...) {
+    rethrow_from(fmt::format("stage {}, parameters()", index));
+  }
+  if (parameters != nullptr) {
     const auto list = [&](const std::vector<Parameter*>& from, std::vector<ParameterEntry>& to,
                           std::string_view what) {
       std::size_t bytes = 0;
@@ -215,6 +221,35 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     list(parameters->buffers(), report.entry.buffers, "buffers");
   }
   return report;
+}
+
+void require_prepared(const StageBinding& binding, const StageEntry& described, bool trains) {
+  const auto compare = [&](const std::vector<Parameter*>& now,
+                           const std::vector<ParameterEntry>& then, const char* what) {
+    const bool same = std::equal(now.begin(), now.end(), then.begin(), then.end(),
+                                 [](const Parameter* parameter, const ParameterEntry& entry) {
+                                   return parameter->name == entry.name &&
+                                          parameter->shape.elements() == entry.elements;
+                                 });
+    if (same) return;
+    throw_usage("stage {} has other {} after prepare() than when it was described: {}, then {}",
+                binding.index, what, then.size(), now.size());
+  };
+  const auto require_memory = [&](const Parameter& parameter, bool gradient) {
+    if (parameter.shape.elements() == 0) return;
+    const bool has_memory = parameter.value.data != nullptr;
+    if (has_memory && (!gradient || parameter.grad.data != nullptr)) return;
+    throw_usage(
+        "stage {}: '{}' has no {} after prepare(), which has to call ParameterSet::allocate() "
+        "once, with StageSetup::trains",
+        binding.index, parameter.name, has_memory ? "gradient" : "memory");
+  };
+  ParameterSet none;
+  ParameterSet& set = binding.parameters == nullptr ? none : *binding.parameters;
+  compare(set.all(), described.parameters, "parameters");
+  compare(set.buffers(), described.buffers, "buffers");
+  for (const Parameter* parameter : set.all()) require_memory(*parameter, trains);
+  for (const Parameter* buffer : set.buffers()) require_memory(*buffer, false);
 }
 
 std::string to_text(const StageReport& report) {

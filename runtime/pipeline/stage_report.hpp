@@ -1,5 +1,5 @@
-// What the rank that owns a stage tells every other rank about it, and its form as text. Internal
-// to the layout.
+// What the rank that owns a stage tells every other rank about it, and its form as text; whether
+// the stage keeps to it. Internal to the pipeline.
 #pragma once
 
 #include <string>
@@ -9,6 +9,7 @@
 #include <sluice/stage.hpp>
 #include <sluice/tensor.hpp>
 
+#include "runtime/engine/stage_binding.hpp"
 #include "runtime/layout/job_layout.hpp"
 
 namespace sluice {
@@ -28,6 +29,10 @@ struct StageReport {
                                     const std::vector<std::vector<TensorSpec>>& inputs,
                                     const std::vector<std::vector<TensorSpec>>& targets,
                                     ComputeContext& compute);
+
+// After prepare(). Throws Error(kUsage) where a stage has other parameters than it described, or
+// some without memory; `trains`: StageSetup's.
+void require_prepared(const StageBinding& binding, const StageEntry& described, bool trains);
 
 [[nodiscard]] std::string to_text(const StageReport& report);
 // Requires a text of to_text().

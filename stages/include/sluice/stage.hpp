@@ -165,7 +165,7 @@ class Stage {
   // then backward_weight.
   virtual void backward(StageContext& ctx, std::span<const Tensor> grad_outputs,
                         std::span<const Tensor> grad_inputs) = 0;
-  // Null for a stage without parameters.
+  // Null for a stage without parameters. The same set at all times; the pipeline keeps the address.
   [[nodiscard]] virtual ParameterSet* parameters() { return nullptr; }
   // Stage 0 only, before each forward, with the micro-batch's inputs in host memory. Throws
   // Error(kData) for values that forward cannot take.
@@ -191,8 +191,8 @@ class LossStage {
   // loss over the counted targets, in stream order; on a GPU page-locked, so that kernels write it.
   virtual void loss(StageContext& ctx, std::span<const Tensor> outputs,
                     std::span<const Tensor> targets, double* sum) = 0;
-  // How many targets of a micro-batch count. `targets` are in host memory. Runs before any
-  // forward of the step.
+  // How many targets of a micro-batch count: a finite number from 0, else Error(kUsage) ends the
+  // pipeline. `targets` are in host memory. Runs before any forward of the step.
   [[nodiscard]] virtual double target_weight(std::span<const Tensor> targets) const = 0;
   // One line why forward()'s outputs are no answer to infer(), which then refuses; empty: they are.
   [[nodiscard]] virtual std::string why_no_answers() const { return {}; }

@@ -1,0 +1,25 @@
+// A stage of this rank by its interfaces, as the engine and the sums of gradients use it.
+#pragma once
+
+#include <span>
+
+#include <sluice/parameter.hpp>
+#include <sluice/stage.hpp>
+
+namespace sluice {
+
+// The pointers are of one object, which the caller owns, and of what it owns.
+struct StageBinding {
+  int index = 0;  // global
+  Stage* stage = nullptr;
+  SplitBackward* split = nullptr;  // null: cannot split backward
+  LossStage* loss = nullptr;       // set on the last stage
+  // Asked for once, after prepare(). Null: the stage has none.
+  ParameterSet* parameters = nullptr;
+};
+
+// LossStage::target_weight() of the last stage. Throws what it throws, and Error(kUsage) for a
+// number that is no weight: it would be in the mean loss and in every gradient.
+[[nodiscard]] double target_weight(const StageBinding& last, std::span<const Tensor> targets);
+
+}  // namespace sluice

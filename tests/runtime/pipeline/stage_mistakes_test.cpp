@@ -1,0 +1,173 @@
+// Mistakes in the program's own stages and optimizers: all ranks throw the same Error, which names
+// the stage, and no parameter gets a number that is not finite.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <sluice/error.hpp>
+#include <sluice/pipeline.hpp>
+#include <sluice/stage.hpp>
+
+#include "tests/runtime/engine/arithmetic_stage.hpp"
+#include "tests/runtime/engine/wrapped_stage.hpp"
+#include "tests/runtime/expect_error.hpp"
+#include "tests/runtime/pipeline/training_cases.hpp"
+
+namespace sluice::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+PipelineOptions options_of(int ranks) {
+  PipelineOptions options;
+  options.shape = {.pipeline = ranks, .micro_batches = 2, .micro_batch_size = 2};
+  options.training.optimizer = OptimizerConfig::sgd();
+  options.training.learning_rate = {.peak = 1e-3};
+  return options;
+}
+
+// What the stage with this mistake does in place of the right thing.
+struct Mistake {
+  std::function<void(ParameterSet&, const StageSetup&)> prepare = {};
+  std::function<void()> parameters = {};  // before they are returned
+  std::function<double()> weight = {};
+};
+
+class MistakenStage : public WrappedStage {
+ public:
+  MistakenStage(int stage, Mistake mistake)
+      : WrappedStage(std::make_unique<ArithmeticStage>(stage)), mistake_(std::move(mistake)) {}
+  void prepare(const StageSetup& setup) override {
+    if (mistake_.prepare) return mistake_.prepare(*WrappedStage::parameters(), setup);
+    WrappedStage::prepare(setup);
+  }
+  ParameterSet* parameters() override {
+    if (mistake_.parameters) mistake_.parameters();
+    return WrappedStage::parameters();
+  }
+  double target_weight(std::span<const Tensor> targets) const override {
+    return mistake_.weight ? mistake_.weight() : WrappedStage::target_weight(targets);
+  }
+
+ private:
+  Mistake mistake_;
+};
+
+// The last stage makes the mistake.
+StageFactory factory_of(const Mistake& mistake) {
+  return [=](int stage, int stages) -> std::unique_ptr<Stage> {
+    return std::make_unique<MistakenStage>(stage, stage + 1 == stages ? mistake : Mistake{});
+  };
+}
+
+std::string last_stage(const Communicator& comm) {
+  return "stage " + std::to_string(comm.size() - 1);
+}
+
+class StageMistakesTest : public ::testing::TestWithParam<int> {};
+
+TEST_P(StageMistakesTest, AWeightThatIsNoneEndsThePipelineOnAllRanks) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = counting_source(4);
+    for (const auto& [weight, text] : std::vector<std::pair<double, std::string>>{
+             {std::nan(""), "nan"}, {HUGE_VAL, "inf"}, {-1, "-1"}}) {
+      const StageFactory make = factory_of({.weight = [weight = weight] { return weight; }});
+      for (const bool evaluates : {false, true}) {
+        Pipeline pipeline(comm, options_of(comm.size()), make, *source);
+        const std::string before = digest_of(pipeline);
+        expect_error(ErrorCode::kUsage,
+                     {last_stage(comm), " of micro-batch 0", "weight of the targets is " + text},
+                     [&] { evaluates ? (void)pipeline.evaluate(4) : (void)pipeline.train_step(); });
+        EXPECT_FALSE(pipeline.usable());
+      }
+    }
+  });
+}
+
+// Each is finite, but their sum is not.
+TEST_P(StageMistakesTest, WeightsThatAddUpToInfinityChangeNothing) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = counting_source(4);
+    double weight = 1e308;
+    const StageFactory make = factory_of({.weight = [&] { return weight; }});
+    PipelineOptions options = options_of(comm.size());
+    Pipeline refusing(comm, options, make, *source);
+    options.training.skip_nonfinite = true;
+    Pipeline skipping(comm, options, make, *source);
+    const std::string before = digest_of(refusing);
+    expect_error(ErrorCode::kNumeric, {"the mean loss of step 1 over inf targets is not finite"},
+                 [&] { (void)refusing.train_step(); });
+    EXPECT_EQ(digest_of(refusing), before);
+    EXPECT_TRUE(skipping.train_step().skipped);
+    EXPECT_EQ(digest_of(skipping), before);
+    weight = 2;
+    EXPECT_EQ(refusing.train_step().targets, 4);
+    EXPECT_FALSE(skipping.train_step().skipped);
+  });
+}
+
+TEST_P(StageMistakesTest, AStageThatPreparesOtherParametersIsNamed) {
+  using Prepare = std::function<void(ParameterSet&, const StageSetup&)>;
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = counting_source(4);
+    const std::vector<std::pair<Prepare, std::string>> wrong = {
+        {[](ParameterSet&, const StageSetup&) {}, "has no memory after prepare()"},
+        {[](ParameterSet& set, const StageSetup& setup) {
+           set.allocate(setup.compute->memory(), setup.seed, /*gradients=*/false);
+         },
+         "has no gradient after prepare()"},
+        {[](ParameterSet& set, const StageSetup& setup) {
+           set.add("late", {1}, Init::constant(0));
+           set.allocate(setup.compute->memory(), setup.seed);
+         },
+         "has other parameters after prepare() than when it was described: 1, then 2"},
+        {[](ParameterSet& set, const StageSetup& setup) {
+           set.add_buffer("late", {1}, Init::constant(0));
+           set.allocate(setup.compute->memory(), setup.seed);
+         },
+         "has other buffers"}};
+    for (const auto& [prepare, text] : wrong) {
+      expect_error(ErrorCode::kUsage, {last_stage(comm), text}, [&] {
+        const Pipeline none(comm, options_of(comm.size()), factory_of({.prepare = prepare}),
+                            *source);
+      });
+    }
+  });
+}
+
+TEST_P(StageMistakesTest, ParametersAreAskedForTwiceAndWhatThatThrowsNamesTheStage) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = counting_source(4);
+    for (const int failing : {1, 2, 3}) {
+      int calls = 0;
+      const StageFactory make = factory_of({.parameters = [&] {
+        if (++calls == failing) throw std::runtime_error("not yet");
+      }});
+      const auto train = [&] {
+        Pipeline pipeline(comm, options_of(comm.size()), make, *source);
+        (void)pipeline.train_step();
+        (void)pipeline.state();
+        pipeline.close();
+      };
+      if (failing == 3) {
+        train();
+        EXPECT_EQ(calls, comm.rank() + 1 == comm.size() ? 2 : 0);
+        continue;
+      }
+      expect_error(ErrorCode::kInternal, {last_stage(comm) + ", parameters(): not yet"}, train);
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, StageMistakesTest, ::testing::Values(1, 2, 3));
+
+}  // namespace
+}  // namespace sluice::testing
