@@ -15,6 +15,7 @@
 #include "comm/base/index.hpp"
 #include "comm/base/throw_error.hpp"
 #include "runtime/engine/steady_seconds.hpp"
+#include "runtime/job/guard.hpp"
 
 namespace sluice {
 
@@ -33,7 +34,7 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
     sums_.emplace(*nccl, compute, stages_, options.devices.bucket_bytes);
   }
   std::size_t workspace = 0;
-  std::vector<Parameter*> owners;
+  std::vector<OwnedParameter> owners;
   for (const StageBinding& binding : stages_) {
     ParameterSet* set = binding.parameters;
     if (set == nullptr) continue;
@@ -45,7 +46,7 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       if (!layout_.parameters.is_owner(binding.index, static_cast<int>(i))) continue;
       owned_grads_.emplace_back(parameters[i]->grad.floats());
-      owners.push_back(parameters[i]);
+      owners.push_back({binding.index, parameters[i]});
     }
   }
   workspace_ = HostBuffer(compute_.device(), workspace * sizeof(float));
@@ -70,9 +71,17 @@ GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const Pipel
   }
 }
 
-void GradientSync::make_optimizers(std::span<Parameter* const> owners) {
+std::string GradientSync::Updated::name() const {
+  const std::string stages = first_stage == last_stage
+                                 ? fmt::format("stage {}", first_stage)
+                                 : fmt::format("stages {} to {}", first_stage, last_stage);
+  return fmt::format("the optimizer of {} ({} parameters, the first '{}')", stages,
+                     parameters.size(), parameters.front()->name);
+}
+
+void GradientSync::make_optimizers(std::span<const OwnedParameter> owners) {
   const PipelineOptions::Training& training = options_.training;
-  for (Parameter* parameter : owners) {
+  for (const auto& [stage, parameter] : owners) {
     const ParameterGroup* group = group_of(training.groups, parameter->name);
     frozen_.push_back(group != nullptr && group->frozen);
     if (frozen_.back()) continue;
@@ -82,13 +91,18 @@ void GradientSync::make_optimizers(std::span<Parameter* const> owners) {
       return each.rate_scale == scale && each.weight_decay == decay;
     });
     if (like == updated_.end()) {
-      like = updated_.insert(like, {scale, decay, {}, nullptr});
+      like = updated_.insert(like, {scale, decay, stage, stage, {}, nullptr});
     }
+    like->last_stage = stage;
     like->parameters.push_back(parameter);
   }
   for (Updated& each : updated_) {
     if (training.make_optimizer) {
-      each.optimizer = training.make_optimizer(each.parameters, compute_.memory());
+      try {
+        each.optimizer = training.make_optimizer(each.parameters, compute_.memory());
+      } catch (...) {
+        rethrow_from("making " + each.name());
+      }
       if (each.optimizer == nullptr) throw_usage("the factory made no optimizer");
       continue;
     }
@@ -346,8 +360,12 @@ void GradientSync::apply() {
   const double factor = clip_factor(totals_.grad_norm, options_.training.clip);
   ties_.mark_values_changed();  // then optimizers say which copies they have written
   for (const Updated& each : updated_) {
-    each.optimizer->update(compute_, step_, static_cast<float>(record_[4] * each.rate_scale),
-                           static_cast<float>(factor * factor_));
+    try {
+      each.optimizer->update(compute_, step_, static_cast<float>(record_[4] * each.rate_scale),
+                             static_cast<float>(factor * factor_));
+    } catch (...) {
+      rethrow_from(fmt::format("{}, update() of step {}", each.name(), step_));
+    }
   }
   ties_.broadcast_tied_values();
 }

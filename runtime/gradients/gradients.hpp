@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -93,9 +94,13 @@ class GradientSync : public StepActions {
   [[nodiscard]] std::vector<OptimizerState> optimizer_state();
 
  private:
+  struct OwnedParameter {
+    int stage = 0;
+    Parameter* parameter = nullptr;
+  };
   // Exchanges the ranks' records; fills totals_.
   void exchange();
-  void make_optimizers(std::span<Parameter* const> owners);
+  void make_optimizers(std::span<const OwnedParameter> owners);
   void pack_record();
   void reduce_records();
   // Multiplies gradients by `factor`.
@@ -115,8 +120,11 @@ class GradientSync : public StepActions {
   struct Updated {
     double rate_scale = 1;
     std::optional<float> weight_decay;  // in place of the configuration's
+    int first_stage = 0, last_stage = 0;
     std::vector<Parameter*> parameters;
     std::unique_ptr<Optimizer> optimizer;
+    // "the optimizer of stage 1 (2 parameters, the first 'w1')".
+    [[nodiscard]] std::string name() const;
   };
   std::vector<Updated> updated_;
   std::vector<bool> frozen_;                         // [owned parameter]

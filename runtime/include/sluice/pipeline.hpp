@@ -18,9 +18,10 @@
 //   Error(kNumeric), Error(kData) at the end of a step: its loss or a gradient is not finite, or no
 //   target counts. The step's gradients are dropped.
 // Any other error, of whichever code, ends the pipeline on all ranks, with the same Error, which
-// names the rank that failed. usable() tells the two apart: then usable() is false, failure() is
-// that error, and only the destructor may follow. It does not wait: `world` keeps the memory of
-// messages that are still open.
+// names the rank that failed. A rank that has done its part of a step before another one fails in
+// the update learns it in its next call, at the latest in close(). usable() tells the two apart:
+// then usable() is false, failure() is that error, and only the destructor may follow. It does not
+// wait: `world` keeps the memory of messages that are still open.
 #pragma once
 
 #include <cstdint>

@@ -225,7 +225,9 @@ class Optimizer {
   virtual ~Optimizer() = default;
   // Changes the values of its parameters by their gradients, in order of the compute stream. `step`
   // counts from 1. `grad_scale` multiplies gradients (clipping). The calls have equal arguments on
-  // all ranks and replicas, and equal gradients give equal values. It should allocate nothing.
+  // all ranks and replicas, and equal gradients give equal values. It should allocate nothing. What
+  // it throws ends the pipeline. Nothing follows it in a step: ranks that have done theirs throw
+  // the same in their next call, at the latest in Pipeline::close().
   virtual void update(ComputeContext& compute, std::uint64_t step, float learning_rate,
                       float grad_scale) = 0;
   // What a save has of it: f32 or bf16 tensors, owned by this, whose addresses and shapes stay.

@@ -167,6 +167,48 @@ TEST_P(StageMistakesTest, ParametersAreAskedForTwiceAndWhatThatThrowsNamesTheSta
   });
 }
 
+class FailingOptimizer final : public Optimizer {
+ public:
+  explicit FailingOptimizer(bool fails) : fails_(fails) {}
+  void update(ComputeContext&, std::uint64_t step, float, float) override {
+    if (fails_ && step == 2) throw std::runtime_error("no more scratch");
+  }
+  std::vector<OptimizerState> state() override { return {}; }
+
+ private:
+  bool fails_;
+};
+
+TEST_P(StageMistakesTest, AnOptimizerThatThrowsIsNamedOnAllRanksInTheNextCallAtTheLatest) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto source = counting_source(4);
+    const bool last = comm.rank() + 1 == comm.size();
+    const std::string name = "the optimizer of " + last_stage(comm) +
+                             " (1 parameters, the first 'w" + std::to_string(comm.size() - 1) +
+                             "')";
+    PipelineOptions options = options_of(comm.size());
+    options.training.make_optimizer = [&](std::span<Parameter* const>, const DeviceMemory&) {
+      return std::make_unique<FailingOptimizer>(last);
+    };
+    Pipeline pipeline(comm, options, factory_of({}), *source);
+    (void)pipeline.train_step();
+    expect_error(ErrorCode::kInternal, {name + ", update() of step 2: no more scratch"}, [&] {
+      (void)pipeline.train_step();
+      EXPECT_FALSE(last);
+      pipeline.close();
+    });
+    EXPECT_FALSE(pipeline.usable());
+    EXPECT_EQ(pipeline.failure()->rank(), comm.size() - 1);
+    options.training.make_optimizer = [&](std::span<Parameter* const>,
+                                          const DeviceMemory&) -> std::unique_ptr<Optimizer> {
+      if (last) throw std::runtime_error("no more scratch");
+      return std::make_unique<FailingOptimizer>(false);
+    };
+    expect_error(ErrorCode::kInternal, {"making " + name + ": no more scratch"},
+                 [&] { const Pipeline none(comm, options, factory_of({}), *source); });
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, StageMistakesTest, ::testing::Values(1, 2, 3));
 
 }  // namespace
