@@ -75,8 +75,9 @@ std::string GradientSync::Updated::name() const {
   const std::string stages = first_stage == last_stage
                                  ? fmt::format("stage {}", first_stage)
                                  : fmt::format("stages {} to {}", first_stage, last_stage);
-  return fmt::format("the optimizer of {} ({} parameters, the first '{}')", stages,
-                     parameters.size(), parameters.front()->name);
+  return fmt::format("the optimizer of {} ({} parameter{}, the first '{}')", stages,
+                     parameters.size(), parameters.size() == 1 ? "" : "s",
+                     parameters.front()->name);
 }
 
 void GradientSync::make_optimizers(std::span<const OwnedParameter> owners) {

@@ -36,7 +36,7 @@ TEST(SensibleOptionsTest, WhatIsGivenByDefaultIsSensible) {
                                         OptimizerConfig::adam(), OptimizerConfig::adamw()}) {
     PipelineOptions options;
     options.training.optimizer = config;
-    options.training.clip = kInfinity;
+    options.training.clip = std::numeric_limits<double>::infinity();
     options.training.learning_rate = {.peak = 0, .final_share = 0};
     require_sensible(options);
   }

@@ -1,6 +1,5 @@
 // Mistakes in the program's own stages and optimizers: all ranks throw the same Error, which names
 // the stage, and no parameter gets a number that is not finite.
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -23,8 +22,6 @@
 
 namespace sluice::testing {
 namespace {
-
-using ::testing::HasSubstr;
 
 PipelineOptions options_of(int ranks) {
   PipelineOptions options;
@@ -184,8 +181,7 @@ TEST_P(StageMistakesTest, AnOptimizerThatThrowsIsNamedOnAllRanksInTheNextCallAtT
     const auto source = counting_source(4);
     const bool last = comm.rank() + 1 == comm.size();
     const std::string name = "the optimizer of " + last_stage(comm) +
-                             " (1 parameters, the first 'w" + std::to_string(comm.size() - 1) +
-                             "')";
+                             " (1 parameter, the first 'w" + std::to_string(comm.size() - 1) + "')";
     PipelineOptions options = options_of(comm.size());
     options.training.make_optimizer = [&](std::span<Parameter* const>, const DeviceMemory&) {
       return std::make_unique<FailingOptimizer>(last);
