@@ -33,6 +33,7 @@
 #include "runtime/cli/layout_report.hpp"
 #include "runtime/cli/schedule_choice.hpp"
 #include "runtime/cli/train_options.hpp"
+#include "runtime/files/trace.hpp"
 #include "runtime/files/writable.hpp"
 #include "runtime/job/activity.hpp"
 #include "runtime/job/configuration.hpp"
@@ -256,7 +257,10 @@ void Training::run() {
     open_data(*comm, control);
     guarded(control, world_.rank(), [&] { require_writable_outputs(); });
     plan_evaluations();
-    if (options_.dry_run) return dry_run(*comm, control);
+    if (options_.dry_run) {
+      dry_run(*comm, control);
+      return require_stdout();
+    }
   }
   make_pipeline();
   steps();
@@ -379,7 +383,9 @@ void Training::require_unused(const std::filesystem::path& directory) const {
 // Called before anything is computed. It changes no file, because the run may still be refused.
 void Training::require_writable_outputs() const {
   if (!first()) return;
-  if (!options_.trace.empty()) require_writable_file(options_.trace);
+  if (!options_.trace.empty()) {
+    require_replaceable_file(options_.trace, kTraceBegin, "timeline");
+  }
   if (!options_.metrics.empty()) require_writable_file(options_.metrics);
   if (options_.save.empty()) return;
   require_writable_directory(options_.save);

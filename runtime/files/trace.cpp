@@ -75,7 +75,8 @@ std::string microseconds(std::int64_t ns) {
 class EventList {
  public:
   EventList(const std::function<void(std::string_view)>& put, std::string_view layers) : put_(put) {
-    put_text("{\"displayTimeUnit\":\"ms\",");
+    put_text(kTraceBegin);
+    put_text("\"ms\",");
     if (!layers.empty()) fmt::format_to(std::back_inserter(text_), "\"layers\":{},", layers);
     put_text("\"traceEvents\":[");
   }

@@ -20,6 +20,9 @@
 
 namespace sluice {
 
+// How a file with a timeline begins.
+inline constexpr std::string_view kTraceBegin = "{\"displayTimeUnit\":";
+
 // kSums: REDUCE_GRAD at its place in the list, for as long as it occupies the rank. A sum that runs
 // concurrently with computation takes almost no time there.
 enum class TraceTrack : std::uint8_t { kPlanned, kCompute, kSends, kReceives, kSums };

@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstdlib>
+#include <fstream>
 #include <string>
 #include <system_error>
 #include <vector>
@@ -61,6 +62,20 @@ void require_writable_file(const fs::path& file) {
   if (fd < 0) fail(errno);
   ::close(fd);
   ::unlink(file.c_str());
+}
+
+void require_replaceable_file(const fs::path& file, std::string_view begin, std::string_view what) {
+  require_writable_file(file);
+  std::error_code error;
+  if (!fs::is_regular_file(file, error) || fs::file_size(file, error) == 0) return;
+  std::string found(begin.size(), '\0');
+  std::ifstream(file, std::ios::binary)
+      .read(found.data(), static_cast<std::streamsize>(found.size()));
+  if (found == begin) return;
+  throw_error(ErrorCode::kIo,
+              "'{}' holds something else than a {}, which would replace it; give another file, or "
+              "remove that",
+              file.string(), what);
 }
 
 }  // namespace sluice

@@ -14,5 +14,9 @@ inline constexpr std::string_view kWritablePrefix = ".writable-";
 void require_writable_directory(const std::filesystem::path& directory);
 // The same for a file. An existing file keeps its bytes.
 void require_writable_file(const std::filesystem::path& file);
+// The same for a file that is replaced as a whole: one that is there, and is not empty, begins with
+// `begin`. `what`: "timeline".
+void require_replaceable_file(const std::filesystem::path& file, std::string_view begin,
+                              std::string_view what);
 
 }  // namespace sluice

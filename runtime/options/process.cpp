@@ -10,6 +10,7 @@
 #include <iostream>
 #include <new>
 #include <string_view>
+#include <system_error>
 
 #include <sluice/error.hpp>
 
@@ -22,6 +23,12 @@ void flush_stdout() {
   std::fflush(stdout);
 }
 
+void require_stdout() {
+  flush_stdout();
+  if (std::ferror(stdout) == 0 && std::cout) return;
+  throw Error(ErrorCode::kIo, "cannot write to standard output");
+}
+
 Error current_error() {
   try {
     throw;
@@ -29,6 +36,10 @@ Error current_error() {
     return error;
   } catch (const std::bad_alloc&) {
     return {ErrorCode::kInternal, "out of memory"};
+  } catch (const std::system_error& error) {
+    // fmt::print() throws where the output takes no more.
+    if (std::ferror(stdout) == 0) return {code_of_foreign(error), error.what()};
+    return {ErrorCode::kIo, "cannot write to standard output: " + error.code().message()};
   } catch (const std::exception& error) {
     return {code_of_foreign(error), error.what()};
   } catch (...) {
@@ -49,10 +60,7 @@ void print_error(const Error& error) {
 int run_guarded(const std::function<void()>& body) {
   try {
     body();
-    flush_stdout();
-    if (std::ferror(stdout) != 0 || !std::cout) {
-      throw Error(ErrorCode::kIo, "cannot write to standard output");
-    }
+    require_stdout();
     return 0;
   } catch (...) {
     const Error error = current_error();

@@ -33,6 +33,8 @@ auto usage_errors(const Body& body) {
 
 // Empties the buffers of standard output.
 void flush_stdout();
+// The same. Throws Error(kIo) where standard output has not taken everything.
+void require_stdout();
 
 // The same for a command line: parses it, then prints the help if it was requested, else runs
 // `body`.

@@ -159,7 +159,9 @@ void MetricsWriter::line(std::string json) {
       throw_error(ErrorCode::kIo, "cannot cut '{}' to {} bytes: {}", path_.string(), *kept_,
                   error.message());
     }
-    out_.open(path_, std::ios::binary | (kept_ ? std::ios::app : std::ios::trunc));
+    // Emptied first, then appended to: a program that empties the file meanwhile leaves no hole.
+    if (!kept_) std::ofstream(path_, std::ios::binary | std::ios::trunc);
+    out_.open(path_, std::ios::binary | std::ios::app);
   }
   out_ << json << '\n' << std::flush;
   if (!out_) {

@@ -447,6 +447,22 @@ TEST(WritableTest, ProvesAFileAndLeavesItAsItWas) {
                [&] { require_writable_file(dir.path() / "none" / "a"); });
 }
 
+TEST(WritableTest, AFileThatIsReplacedHoldsTheSameKind) {
+  const TemporaryDirectory dir;
+  const auto require = [](const std::filesystem::path& file) {
+    require_replaceable_file(file, "{\"kind\":", "list");
+  };
+  EXPECT_NO_THROW(require(dir.path() / "new"));
+  EXPECT_NO_THROW(require(dir.write("empty", "")));
+  EXPECT_NO_THROW(require(dir.write("old", "{\"kind\":1}")));
+  EXPECT_NO_THROW(require("/dev/null"));
+  for (const char* other : {"{\"kin", "{\"format\":1}"}) {
+    expect_error(ErrorCode::kIo, {"other' holds something else than a list"},
+                 [&] { require(dir.write("other", other)); });
+    EXPECT_EQ(dir.read("other"), other);
+  }
+}
+
 TEST(DigestTest, IsSha256OfTheBytesThenOfTheSortedLines) {
   const std::string abc = "abc";
   const std::vector<ParameterDigest> digests = {{"a", sha256_hex({})},

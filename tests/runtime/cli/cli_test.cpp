@@ -161,6 +161,12 @@ TEST_F(TrainedTest, WritesWeightsThatDigestAndGenerateRead) {
   const Outcome digest = sluice("digest run");
   EXPECT_EQ(digest.code, 0) << digest.err;
   EXPECT_EQ(lines_with(digest.out, "  total"), 1);
+  for (const char* command : {"digest run", "inspect run"}) {
+    const Outcome full =
+        shell("sh -c '" SLUICE_PROGRAM " " + std::string(command) + " > /dev/full'");
+    EXPECT_EQ(full.code, 4) << full.err;
+    EXPECT_THAT(full.err, HasSubstr("cannot write to standard output"));
+  }
   EXPECT_EQ(lines_with(digest.out, "  blocks.0.norm1.weight"), 1);
 
   const std::string arguments = "generate --weights run --prompt abc --tokens 20 --seed 5";
@@ -461,9 +467,11 @@ TEST_F(CliTest, WithoutACommandListsThem) {
 }
 
 TEST_F(CliTest, OutputThatCannotBeWrittenIsAnError) {
-  const Outcome outcome = shell("sh -c '" SLUICE_PROGRAM " schedule > /dev/full'");
-  EXPECT_EQ(outcome.code, 4);
-  EXPECT_EQ(lines_with(outcome.err, "sluice: error: "), 1) << outcome.err;
+  for (const std::string command : {"schedule", "doctor"}) {
+    const Outcome outcome = shell("sh -c '" SLUICE_PROGRAM " " + command + " > /dev/full'");
+    EXPECT_EQ(outcome.code, 4) << command;
+    EXPECT_EQ(lines_with(outcome.err, "sluice: error: "), 1) << outcome.err;
+  }
 }
 
 TEST_F(CliTest, DoctorWorksAlone) {

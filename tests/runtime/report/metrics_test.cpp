@@ -211,6 +211,16 @@ TEST(MetricsWriterTest, ASkippedStepSaysSo) {
   EXPECT_THAT(progress_line(record, 1, 2, 1), HasSubstr("loss nan, skipped  3072 tokens/s"));
 }
 
+// As a program does that copies and truncates logs.
+TEST(MetricsWriterTest, AFileThatIsEmptiedMeanwhileHasNoHole) {
+  const TemporaryDirectory dir;
+  MetricsWriter writer(dir.path() / "m.jsonl", "{}");
+  writer.validation(1, 2);
+  std::filesystem::resize_file(dir.path() / "m.jsonl", 0);
+  writer.validation(2, 2);
+  EXPECT_EQ(dir.read("m.jsonl"), "{\"step\":2,\"val_loss\":2.0}\n");
+}
+
 TEST(MetricsWriterTest, RefusesPathsThatCannotBeWritten) {
   const TemporaryDirectory dir;
   expect_error(ErrorCode::kIo, {"none/m.jsonl", "No such file"},
