@@ -31,14 +31,6 @@ namespace {
 
 std::size_t padded(std::size_t bytes) { return round_up(bytes, kBufferAlignment); }
 
-// sum += times * bytes, but at most kMostStageBytes: no machine has that much, and sums of such
-// numbers do not wrap.
-void grow(std::size_t& sum, std::size_t bytes, std::size_t times = 1) {
-  std::size_t product = 0;
-  const bool wraps = __builtin_mul_overflow(bytes, times, &product) || product > kMostStageBytes;
-  sum = std::min(sum + (wraps ? kMostStageBytes : product), kMostStageBytes);
-}
-
 // Adds up the memory of one rank, part by part.
 class MemorySum {
  public:
@@ -60,7 +52,7 @@ class MemorySum {
         bytes = std::max(bytes, SlotPool::bytes(pool, layout_.wires.edges));
       }
     });
-    for (const auto& [pool, bytes] : largest) grow(memory_.buffers, bytes);
+    for (const auto& [pool, bytes] : largest) memory_.buffers += bytes;
   }
 
   // A GPU has a copy of every micro-batch's inputs and targets.
@@ -69,18 +61,18 @@ class MemorySum {
     std::size_t micro_batch = 0;
     if (rank_ == layout_.plans.first_rank()) {
       for (const EdgeTensor& input : layout_.wires.edges.inputs(layout_.wires.edges.largest(), 0)) {
-        grow(micro_batch, padded(input.spec.bytes()));
+        micro_batch += padded(input.spec.bytes());
       }
     }
     if (rank_ == layout_.plans.last_rank() && !options_.training.inference) {
       for (const TensorSpec& target : source.target_specs(layout_.wires.edges.largest())) {
-        grow(micro_batch, padded(target.bytes()));
+        micro_batch += padded(target.bytes());
       }
     }
     int most = 0;
     layout_.plans.for_each_plan(
         [&](const Plan& plan) { most = std::max(most, plan.micro_batches); });
-    grow(memory_.buffers, micro_batch, at(most));
+    memory_.buffers += micro_batch * at(most);
   }
 
   void add_graphs() {
@@ -103,30 +95,28 @@ class MemorySum {
         const std::int64_t elements = entry.parameters[i].elements;
         const bool is_new = names.insert(entry.parameters[i].name).second;
         if (training.inference && !is_new) continue;  // ParameterSet::allocate()
-        grow(memory_.parameters, parameter_bytes(elements));
+        memory_.parameters += parameter_bytes(elements);
         if (training.inference) continue;
-        grow(memory_.gradients, parameter_bytes(elements));
+        memory_.gradients += parameter_bytes(elements);
         if (!layout_.parameters.is_owner(stage, static_cast<int>(i))) continue;
-        grow(squares, sum_of_squares_workspace(elements));
+        squares += sum_of_squares_workspace(elements);
         const ParameterGroup* group = group_of(training.groups, entry.parameters[i].name);
         if (training.make_optimizer || (group != nullptr && group->frozen)) continue;
-        grow(memory_.optimizer, optimizer_bytes(training.optimizer, parameter_bytes(elements)));
+        memory_.optimizer += optimizer_bytes(training.optimizer, parameter_bytes(elements));
       }
       std::size_t buffers = 0;
       for (const ParameterEntry& buffer : entry.buffers)
-        grow(buffers, parameter_bytes(buffer.elements));
+        buffers += parameter_bytes(buffer.elements);
       // Training keeps a copy of them until a step is done.
-      grow(memory_.parameters, buffers, training.inference ? 1 : 2);
+      memory_.parameters += buffers * (training.inference ? 1 : 2);
       const bool splits = layout_.plans.splits_backward();
       const std::size_t slot = entry.state_bytes + (splits ? entry.split_bytes : 0);
-      std::size_t activations = 0;
-      grow(activations, slot, at(layout_.plans.slots_of(stage)));
-      activations = padded(activations);
+      const std::size_t activations = padded(at(layout_.plans.slots_of(stage)) * slot);
       const std::size_t workspace =
           padded(entry.workspace_bytes) + (splits ? 0 : padded(entry.shared_gradient_bytes));
-      grow(memory_.parameters, padded(entry.copy_bytes));
-      grow(memory_.activations, activations);
-      grow(memory_.workspace, workspace);
+      memory_.parameters += padded(entry.copy_bytes);
+      memory_.activations += activations;
+      memory_.workspace += workspace;
       if (entry.own_memory)
         memory_.outside_arena += padded(entry.copy_bytes) + activations + workspace;
       operator_bytes_ = std::max(operator_bytes_, entry.operator_bytes);
@@ -158,7 +148,7 @@ class MemorySum {
         largest = std::max(largest, parameter_bytes(entry.parameters[at(owner.index)].elements));
       }
     }
-    grow(memory_.buffers, largest);
+    memory_.buffers += largest;
   }
 
   // What communicators of NCCL take: estimates, not measured. Those of messages have few blocks and

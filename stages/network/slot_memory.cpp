@@ -48,16 +48,12 @@ LayerNeeds needs_of(const Layer& layer, const TensorSpec& input, ComputeContext&
 
 StageDescription SlotMemory::describe(std::span<const Need> needs) {
   StageDescription description;
-  // More than a stage may have stays more, so that no sum wraps.
-  const auto add = [](std::size_t& sum, std::size_t bytes) {
-    sum = std::min(sum + round_up(bytes, kBufferAlignment), 2 * kMostStageBytes);
-  };
   for (const Need& need : needs) {
-    add(description.state_bytes_until_input, need.layer.until_input);
-    add(description.state_bytes_until_weight, need.layer.until_weight);
-    add(description.state_bytes_until_weight, need.output);
-    add(description.gradient_bytes_until_weight, need.layer.gradients);
-    add(description.gradient_bytes_until_weight, need.input_gradient);
+    const auto rounded = [](std::size_t bytes) { return round_up(bytes, kBufferAlignment); };
+    description.state_bytes_until_input += rounded(need.layer.until_input);
+    description.state_bytes_until_weight += rounded(need.layer.until_weight) + rounded(need.output);
+    description.gradient_bytes_until_weight +=
+        rounded(need.layer.gradients) + rounded(need.input_gradient);
     description.workspace_bytes = std::max(description.workspace_bytes, need.layer.scratch);
   }
   const Shared shared = shared_of(needs);

@@ -93,8 +93,8 @@ void settle(Parameter& parameter, StreamView stream);
 [[nodiscard]] Write next_write(std::initializer_list<Parameter*> parameters, StreamView stream);
 
 // The most bytes that the parameters or the buffers of a stage take, and that a stage or a layer
-// may say of anything.
-inline constexpr std::size_t kMostStageBytes = std::size_t{1} << 60;
+// may say of anything: sums over all stages and micro-batches of a job then fit into 64 bits.
+inline constexpr std::size_t kMostStageBytes = std::size_t{1} << 44;
 
 // Bytes of a parameter's values in their set's memory; its gradients take as many.
 [[nodiscard]] std::size_t parameter_bytes(std::int64_t elements);

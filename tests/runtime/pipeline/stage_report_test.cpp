@@ -38,7 +38,7 @@ class DescribedStage : public Stage {
 
 void expect_refused(Stage& stage, const std::string& what) {
   ComputeContext compute({}, 1);
-  expect_error(ErrorCode::kUsage, {what, "; legal: at most 1152921504606846976"}, [&] {
+  expect_error(ErrorCode::kUsage, {what, "; legal: at most 17592186044416"}, [&] {
     (void)report_of(stage, 3, {{{DType::kF32, {2, 3}}}}, {}, compute);
   });
 }
@@ -60,7 +60,7 @@ TEST(StageReportTest, BytesThatNoMachineHasAreRefusedByName) {
     expect_refused(stage, "stage 3 describes 9223372036854775808 bytes of " + name);
   }
   DescribedStage output([](StageDescription& description) {
-    description.outputs = {{DType::kF32, {1 << 30, 1 << 29}}};
+    description.outputs = {{DType::kF32, {1 << 30, 1 << 20}}};
   });
   expect_refused(output, "bytes of an output");
 }

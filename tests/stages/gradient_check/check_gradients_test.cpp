@@ -253,7 +253,7 @@ TEST(CheckGradientsTest, NeedsThatAreTooSmallAreNamed) {
                {"backward_input writes beyond the end of LayerMemory::gradients"});
   expect_fault({.scratch = std::size_t{0} - (std::size_t{1} << 63)},
                {"needs() of f32 [4, 6] says 9223372036854775904 bytes; legal: at most "
-                "1152921504606846976"});
+                "17592186044416"});
   expect_fault({.grows = true}, {"needs() says 3928 bytes of scratch for f32 [3, 6], 3904 for f32 "
                                  "[4, 6]; legal: not more for fewer samples"});
 }

@@ -218,12 +218,11 @@ TEST(ParameterSetTest, RefusesMoreBytesThanAStageMayHave) {
       FAIL() << "no error";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kUsage);
-      EXPECT_STREQ(error.what(), buffers
-                                     ? "buffer x0 has the shape [576460752303423488]: the "
-                                       "buffers of a stage take at most 1152921504606846976 bytes"
-                                     : "parameter x0 has the shape [576460752303423488]: the "
-                                       "parameters of a stage take at most 1152921504606846976 "
-                                       "bytes");
+      EXPECT_STREQ(error.what(), buffers ? "buffer x0 has the shape [576460752303423488]: the "
+                                           "buffers of a stage take at most 17592186044416 bytes"
+                                         : "parameter x0 has the shape [576460752303423488]: the "
+                                           "parameters of a stage take at most 17592186044416 "
+                                           "bytes");
     }
   }
 }
