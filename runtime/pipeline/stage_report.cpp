@@ -89,28 +89,6 @@ std::string to_text(const std::vector<TensorSpec>& specs) {
   return specs.empty() ? "none" : fmt::format("{}", fmt::join(texts, ", "));
 }
 
-void require_bytes(std::size_t bytes, std::string_view what, int index) {
-  if (bytes <= kMostStageBytes) return;
-  throw_usage("stage {} describes {} bytes of {}; legal: at most {}", index, bytes, what,
-              kMostStageBytes);
-}
-
-// So that no sum of the plan of memory wraps.
-void require_bytes(const StageDescription& description, int index) {
-  for (const TensorSpec& output : description.outputs) {
-    require_bytes(output.bytes(), "an output", index);
-  }
-  require_bytes(description.state_bytes_until_input, "state until the input gradient", index);
-  require_bytes(description.state_bytes_until_weight, "state until the weight gradient", index);
-  require_bytes(description.gradient_bytes_until_weight, "gradients until the weight gradient",
-                index);
-  require_bytes(description.shared_gradient_bytes, "shared gradients", index);
-  require_bytes(description.workspace_bytes, "workspace", index);
-  require_bytes(description.copy_bytes, "copies of parameters", index);
-  require_bytes(description.operator_bytes, "scratch of operators", index);
-  require_bytes(description.table_bytes, "tables", index);
-}
-
 void require_targets(const std::vector<TensorSpec>& given, const StageDescription& description,
                      int index) {
   if (description.targets.empty() || given == description.targets) return;
@@ -184,7 +162,6 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
   for (const std::vector<TensorSpec>& specs : inputs) {
     const StageDescription description = description_of(stage, index, specs, compute);
     require_legal_outputs(description.outputs, index);
-    require_bytes(description, index);
     if (!targets.empty()) require_targets(targets[report.outputs.size()], description, index);
     set_sums(report.entry, description, report.outputs.empty(), index);
     if (report.outputs.empty()) {
@@ -204,12 +181,8 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
     rethrow_from(fmt::format("stage {}, parameters()", index));
   }
   if (parameters != nullptr) {
-    const auto list = [&](const std::vector<Parameter*>& from, std::vector<ParameterEntry>& to,
-                          std::string_view what) {
-      std::size_t bytes = 0;
+    const auto list = [&](const std::vector<Parameter*>& from, std::vector<ParameterEntry>& to) {
       for (const Parameter* p : from) {
-        bytes += parameter_bytes(p->shape.elements());
-        require_bytes(bytes, what, index);
         if (!is_utf8(p->name)) {
           throw_usage("stage {} has a parameter whose name {} is not UTF-8", index,
                       quoted(p->name));
@@ -217,8 +190,8 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
         to.push_back({p->name, p->shape.elements(), p->tied});
       }
     };
-    list(parameters->all(), report.entry.parameters, "parameters");
-    list(parameters->buffers(), report.entry.buffers, "buffers");
+    list(parameters->all(), report.entry.parameters);
+    list(parameters->buffers(), report.entry.buffers);
   }
   return report;
 }

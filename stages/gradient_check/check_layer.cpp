@@ -16,7 +16,6 @@
 #include "stages/gradient_check/finite_differences.hpp"
 #include "stages/gradient_check/guarded_memory.hpp"
 #include "stages/network/naming.hpp"
-#include "stages/network/slot_memory.hpp"
 #include "stages/tensor/unwritten.hpp"
 
 namespace sluice {
@@ -84,7 +83,7 @@ class LayerCheck {
     }
     set_.allocate(compute_.memory(), options.seed);
     move_parameters();
-    needs_ = needs_of(*layer_, input, compute_);
+    needs_ = layer_->needs(input, compute_);
     for (int i = 0; i < 2; ++i) batches_.push_back(make_batch(i, input));
     scratch_ = std::make_unique<GuardedMemory>("LayerMemory::scratch", needs_.memory.scratch);
   }
@@ -126,7 +125,7 @@ class LayerCheck {
 
   std::unique_ptr<MicroBatch> make_batch(int number, const TensorSpec& input) {
     const TensorSpec output = layer_->output(input);
-    const LayerNeeds needs = needs_of(*layer_, input, compute_);
+    const LayerNeeds needs = layer_->needs(input, compute_);
     auto made = std::make_unique<MicroBatch>(number, input, output, needs.memory);
     const std::uint64_t seed = options_.seed + 2 * static_cast<std::uint64_t>(number);
     if (options_.input) {
@@ -337,7 +336,7 @@ class LayerCheck {
     std::vector<std::int64_t> dims = {samples};
     for (int d = 1; d < input_.shape.rank(); ++d) dims.push_back(input_.shape[d]);
     const TensorSpec fewer{input_.dtype, Shape(std::span<const std::int64_t>(dims))};
-    const LayerNeeds needs = needs_of(*layer_, fewer, compute_);
+    const LayerNeeds needs = layer_->needs(fewer, compute_);
     const auto more = [&](std::size_t mine, std::size_t largest, const char* what) {
       if (mine <= largest) return;
       throw_usage(

@@ -35,7 +35,7 @@ class BatchNormLayer final : public Layer {
   BatchNormLayer(std::int64_t channels, const BatchNormOptions& options)
       : channels_(channels), options_(options) {
     require_positive(channels, "channels");
-    require_epsilon(options.epsilon);
+    if (!(options.epsilon > 0)) throw_usage("epsilon is {}; legal: above 0", options.epsilon);
     if (!(options.momentum >= 0 && options.momentum <= 1)) {
       throw_usage("momentum is {}; legal: 0 to 1", options.momentum);
     }

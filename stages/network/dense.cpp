@@ -63,7 +63,7 @@ class LayerNormLayer final : public Layer {
   LayerNormLayer(std::int64_t width, double epsilon)
       : width_(width), epsilon_(static_cast<float>(epsilon)) {
     require_positive(width, "width");
-    require_epsilon(epsilon);
+    if (!(epsilon > 0)) throw_usage("epsilon is {}; legal: greater than 0", epsilon);
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
@@ -114,7 +114,7 @@ class RmsNormLayer final : public Layer {
   RmsNormLayer(std::int64_t width, double epsilon)
       : width_(width), epsilon_(static_cast<float>(epsilon)) {
     require_positive(width, "width");
-    require_epsilon(epsilon);
+    if (!(epsilon > 0)) throw_usage("epsilon is {}; legal: greater than 0", epsilon);
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {

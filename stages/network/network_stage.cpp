@@ -121,7 +121,7 @@ TensorSpec NetworkStage::measure(const Part& part, const TensorSpec& in, Compute
   const NumberedLayer& each = layers_[part.index];
   const TensorSpec out = output_of(each, in);
   require_gpu(each.layer->runs_on_gpu(), each.name(), compute);
-  const LayerNeeds needs = naming(each.name(), [&] { return needs_of(*each.layer, in, compute); });
+  const LayerNeeds needs = naming(each.name(), [&] { return each.layer->needs(in, compute); });
   size.operator_bytes = std::max(size.operator_bytes, needs.operator_bytes);
   size.table_bytes = std::max(size.table_bytes, needs.table_bytes);
   if (size.note.empty()) size.note = needs.note;

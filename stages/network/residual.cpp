@@ -143,9 +143,8 @@ class Run {
     TensorSpec spec = input;
     for (const NumberedLayer& each : layers_) {
       const TensorSpec out = output_of(each, spec);
-      plan.places.push_back({.input = spec,
-                             .first = plan.places.empty(),
-                             .needs = needs_of(*each.layer, spec, compute)});
+      plan.places.push_back(
+          {.input = spec, .first = plan.places.empty(), .needs = each.layer->needs(spec, compute)});
       spec = out;
     }
     return plans_.emplace_back(std::move(plan));

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "comm/base/throw_error.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice {
@@ -33,18 +32,6 @@ Shared shared_of(std::span<const SlotMemory::Need> needs) {
 }
 
 }  // namespace
-
-LayerNeeds needs_of(const Layer& layer, const TensorSpec& input, ComputeContext& compute) {
-  LayerNeeds needs = layer.needs(input, compute);
-  const LayerMemory& memory = needs.memory;
-  for (const std::size_t bytes : {memory.until_input, memory.until_weight, memory.gradients,
-                                  memory.scratch, needs.operator_bytes, needs.table_bytes}) {
-    if (bytes <= kMostStageBytes) continue;
-    throw_usage("needs() of {} says {} bytes; legal: at most {}", to_string(input), bytes,
-                kMostStageBytes);
-  }
-  return needs;
-}
 
 StageDescription SlotMemory::describe(std::span<const Need> needs) {
   StageDescription description;

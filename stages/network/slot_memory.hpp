@@ -13,11 +13,6 @@
 
 namespace sluice {
 
-// What the layer says it needs. Throws what needs() throws, and Error(kUsage) where it is more than
-// kMostStageBytes of anything.
-[[nodiscard]] LayerNeeds needs_of(const Layer& layer, const TensorSpec& input,
-                                  ComputeContext& compute);
-
 class SlotMemory {
  public:
   // Of one layer, in bytes.

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 
 #include <sluice/tensor.hpp>
 
@@ -23,19 +22,8 @@ inline void require_width(const TensorSpec& input, std::int64_t width) {
   throw_usage("the input is {}; legal: f32 [samples, ..., {}]", to_string(input), width);
 }
 
-inline constexpr std::int64_t kMostWidth = std::numeric_limits<std::int32_t>::max();
-
 inline void require_positive(std::int64_t value, const char* what) {
   if (value < 1) throw_usage("{} is {}; legal: at least 1", what, value);
-  if (value > kMostWidth) throw_usage("{} is {}; legal: at most {}", what, value, kMostWidth);
-}
-
-// In fp32, which operators take it in, it is neither 0 nor infinite.
-inline void require_epsilon(double epsilon) {
-  constexpr double kLeast = std::numeric_limits<float>::min();
-  constexpr double kMost = std::numeric_limits<float>::max();
-  if (epsilon >= kLeast && epsilon <= kMost) return;
-  throw_usage("epsilon is {}; legal: {:.3g} to {:.3g}", epsilon, kLeast, kMost);
 }
 
 // `input` with another last dimension.

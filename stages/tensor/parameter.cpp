@@ -110,15 +110,6 @@ void require_distinct(const std::deque<Parameter>& parameters) {
   }
 }
 
-// `end` and the bytes of `parameter`, which lies there.
-std::size_t end_of(const Parameter& parameter, std::size_t end, const char* what) {
-  end += padded_bytes(parameter);
-  if (end <= kMostStageBytes) return end;
-  throw Error(ErrorCode::kUsage,
-              fmt::format("{} {} has the shape {}: the {}s of a stage take at most {} bytes", what,
-                          parameter.name, to_string(parameter.shape), what, kMostStageBytes));
-}
-
 // Where in the memory of values each parameter lies, in bytes; at last, the bytes of all. `shared`:
 // the uses of one name lie in the same place.
 std::vector<std::size_t> offsets_of(const std::deque<Parameter>& parameters, bool shared) {
@@ -129,7 +120,7 @@ std::vector<std::size_t> offsets_of(const std::deque<Parameter>& parameters, boo
     const auto [use, is_new] = first_uses.emplace(parameter.name, end);
     const bool lies_there = shared && !is_new;
     offsets.push_back(lies_there ? use->second : end);
-    if (!lies_there) end = end_of(parameter, end, "parameter");
+    if (!lies_there) end += padded_bytes(parameter);
   }
   offsets.push_back(end);
   return offsets;
@@ -214,7 +205,7 @@ void ParameterSet::allocate_buffers(const DeviceMemory& memory, std::uint64_t se
           ErrorCode::kUsage,
           fmt::format("buffer {} has the name of a parameter; give it another", buffer.name));
     }
-    bytes = end_of(buffer, bytes, "buffer");
+    bytes += padded_bytes(buffer);
   }
   require_distinct(buffers_);
   if (bytes == 0) return;

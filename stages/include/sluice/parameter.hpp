@@ -92,10 +92,6 @@ void settle(Parameter& parameter, StreamView stream);
 // some alone are old, zeroes those in order of `stream`, and all are added to.
 [[nodiscard]] Write next_write(std::initializer_list<Parameter*> parameters, StreamView stream);
 
-// The most bytes that the parameters or the buffers of a stage take, and that a stage or a layer
-// may say of anything: sums over all stages and micro-batches of a job then fit into 64 bits.
-inline constexpr std::size_t kMostStageBytes = std::size_t{1} << 44;
-
 // Bytes of a parameter's values in their set's memory; its gradients take as many.
 [[nodiscard]] std::size_t parameter_bytes(std::int64_t elements);
 

@@ -4,7 +4,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -199,31 +198,6 @@ TEST(ParameterSetTest, RefusesANameUsedTwiceUnlessTied) {
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_THAT(error.what(), AllOf(HasSubstr("x"), HasSubstr("[2]"), HasSubstr("[3]")));
-  }
-}
-
-// The bytes of eight such parameters wrap to 0 in 64 bits.
-TEST(ParameterSetTest, RefusesMoreBytesThanAStageMayHave) {
-  for (const bool buffers : {false, true}) {
-    ParameterSet set;
-    set.add("p", {1}, Init::constant(0));
-    for (int i = 0; i < 8; ++i) {
-      const std::string name = "x" + std::to_string(i);
-      const Shape shape{std::int64_t{1} << 59};
-      buffers ? set.add_buffer(name, shape, Init::constant(0))
-              : set.add(name, shape, Init::constant(0));
-    }
-    try {
-      set.allocate({}, 0);
-      FAIL() << "no error";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::kUsage);
-      EXPECT_STREQ(error.what(), buffers ? "buffer x0 has the shape [576460752303423488]: the "
-                                           "buffers of a stage take at most 17592186044416 bytes"
-                                         : "parameter x0 has the shape [576460752303423488]: the "
-                                           "parameters of a stage take at most 17592186044416 "
-                                           "bytes");
-    }
   }
 }
 
