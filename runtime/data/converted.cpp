@@ -1,7 +1,5 @@
 // Values of arrays in another type.
-#include <bit>
 #include <cmath>
-#include <cstdint>
 #include <cstring>
 #include <limits>
 
@@ -21,23 +19,12 @@ double to_double(T value) {
   }
 }
 
-// The nearest fp32 number with an odd last bit, where fp32 has not the value itself. Rounded once
-// more, to a type with two bits less or fewer, it gives what the value gives (Boldo and Melquiond,
-// "Emulation of FMA and correctly rounded sums", 2008).
-float rounded_to_odd(double value) {
-  const auto nearest = static_cast<float>(value);
-  if (static_cast<double>(nearest) == value || std::isnan(value)) return nearest;
-  auto bits = std::bit_cast<std::uint32_t>(nearest);
-  if (std::abs(static_cast<double>(nearest)) > std::abs(value)) --bits;  // toward 0
-  return std::bit_cast<float>(bits | 1U);
-}
-
 template <typename T>
 T from_double(double value, std::size_t index) {
   if constexpr (std::is_same_v<T, Bf16>) {
-    return to_bf16(rounded_to_odd(value));
+    return to_bf16(static_cast<float>(value));
   } else if constexpr (std::is_same_v<T, F16>) {
-    return to_f16(rounded_to_odd(value));
+    return to_f16(static_cast<float>(value));
   } else if constexpr (std::is_floating_point_v<T>) {
     return static_cast<T>(value);
   } else {

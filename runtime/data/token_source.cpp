@@ -119,11 +119,7 @@ void require_split(const TokenFile& file, const char* name, std::int64_t tokens,
   throw_error(ErrorCode::kData,
               "the {} split of data file '{}' has {} of its {} tokens; --context {} "
               "needs at least {}",
-              name, file.path().string(), tokens, file.size(), context, std::int64_t{context} + 1);
-}
-
-void require_file(const TokenFile* file) {
-  if (file == nullptr) throw_usage("a source of tokens is made of no file");
+              name, file.path().string(), tokens, file.size(), context, context + 1);
 }
 
 void require_sizes(int context, int vocabulary) {
@@ -161,7 +157,6 @@ void require_vocabulary(const TokenFile& file, int vocabulary) {
 
 std::unique_ptr<DataSource> make_token_source(std::shared_ptr<TokenFile> file, int context,
                                               int vocabulary, std::uint64_t seed) {
-  require_file(file.get());
   require_sizes(context, vocabulary);
   require_split(*file, "training", file->train_size(), context);
   if (file->train_size() < file->size()) {
@@ -173,7 +168,6 @@ std::unique_ptr<DataSource> make_token_source(std::shared_ptr<TokenFile> file, i
 
 std::shared_ptr<Dataset> make_token_dataset(std::shared_ptr<TokenFile> file, int context,
                                             int vocabulary, TokenPart part) {
-  require_file(file.get());
   require_sizes(context, vocabulary);
   const bool training = part == TokenPart::kTraining;
   const std::int64_t first = training ? 0 : file->train_size();
@@ -188,7 +182,6 @@ std::unique_ptr<DataSource> make_token_shapes(int context) {
 }
 
 std::int64_t validation_samples(const TokenFile& file, int context) {
-  if (context < 1) throw_usage("--context is {}; it must be at least 1", context);
   const std::int64_t tokens = file.size() - file.train_size();
   return tokens > context ? (tokens - 1) / context : 0;
 }

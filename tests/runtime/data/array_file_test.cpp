@@ -185,24 +185,6 @@ TEST(ConvertedTest, ScalesAndRounds) {
   }
 }
 
-// Halfway between two neighbours, and next to that by less than fp32 shows.
-TEST(ConvertedTest, RoundsOnce) {
-  const auto rounded = [](double value, DType to) {
-    const HostTensor from = tensor_of(DType::kF64, raw<double>({value, -value}), 2);
-    return values<double>(converted(converted(from, to), DType::kF64));
-  };
-  for (const auto& [to, ulp] : {std::pair(DType::kBf16, 0x1p-7), std::pair(DType::kF16, 0x1p-10)}) {
-    const double half = ulp / 2, little = 0x1p-40;
-    EXPECT_THAT(rounded(1 + half, to), ElementsAre(1, -1));
-    EXPECT_THAT(rounded(1 + half + little, to), ElementsAre(1 + ulp, -1 - ulp));
-    EXPECT_THAT(rounded(1 + 3 * half - little, to), ElementsAre(1 + ulp, -1 - ulp));
-    EXPECT_THAT(rounded(1 + 3 * half, to), ElementsAre(1 + 2 * ulp, -1 - 2 * ulp));
-  }
-  constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  EXPECT_THAT(rounded(1e300, DType::kBf16), ElementsAre(kInfinity, -kInfinity));
-  EXPECT_THAT(rounded(1e-300, DType::kF16), ElementsAre(0, 0));
-}
-
 TEST(ConvertedTest, RefusesWhatDoesNotFit) {
   const auto refused = [](double value, DType to, const std::string& part) {
     const HostTensor from = tensor_of(DType::kF64, raw<double>({0, value}), 2);
