@@ -12,6 +12,8 @@
 
 #include <sluice/device.hpp>
 
+#include "comm/base/byte_sums.hpp"
+
 namespace sluice {
 namespace {
 
@@ -25,7 +27,7 @@ struct Slot {
 
 std::size_t bytes_of(const std::vector<TensorSpec>& specs) {
   std::size_t bytes = 0;
-  for (const TensorSpec& spec : specs) bytes += round_up(spec.bytes(), kBufferAlignment);
+  for (const TensorSpec& spec : specs) add_bytes(bytes, round_up(spec.bytes(), kBufferAlignment));
   return bytes;
 }
 
@@ -61,8 +63,10 @@ struct BatchLoader::Impl {
     std::vector<std::vector<TensorSpec>> inputs, targets;
     std::size_t bytes = 0;
     for (const SampleRange& range : ranges) {
-      if (wants_inputs) bytes += bytes_of(inputs.emplace_back(source.input_specs(range.count)));
-      if (wants_targets) bytes += bytes_of(targets.emplace_back(source.target_specs(range.count)));
+      if (wants_inputs)
+        add_bytes(bytes, bytes_of(inputs.emplace_back(source.input_specs(range.count))));
+      if (wants_targets)
+        add_bytes(bytes, bytes_of(targets.emplace_back(source.target_specs(range.count))));
     }
     slot.memory = HostBuffer(device, bytes);
     std::byte* at = slot.memory.data();

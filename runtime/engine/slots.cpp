@@ -2,6 +2,8 @@
 
 #include <array>
 
+#include "comm/base/byte_sums.hpp"
+
 namespace sluice {
 namespace {
 
@@ -9,7 +11,7 @@ static_assert(kMaxDims == Shape::kMaxDims, "a message carries every shape");
 
 // The payload starts aligned; the header sits in the bytes just before it.
 std::size_t tensor_bytes(const EdgeTensor& tensor) {
-  return kBufferAlignment + round_up(tensor.spec.bytes(), kBufferAlignment);
+  return sum_of_bytes({kBufferAlignment, round_up(tensor.spec.bytes(), kBufferAlignment)});
 }
 
 void set_spec(Slot& slot, std::size_t index, const TensorSpec& spec) {
@@ -61,9 +63,10 @@ std::size_t SlotPool::bytes(const BufferPool& pool, const EdgeTable& edges) {
   if (pool.kind == BufferKind::kState) return 0;
   std::size_t slot_bytes = 0;
   for (const EdgeTensor& tensor : edges.inputs(edges.largest(), edge_of(pool))) {
-    if (!is_gradient(pool.kind) || tensor.wants_gradient) slot_bytes += tensor_bytes(tensor);
+    if (!is_gradient(pool.kind) || tensor.wants_gradient)
+      add_bytes(slot_bytes, tensor_bytes(tensor));
   }
-  return slot_bytes * static_cast<std::size_t>(pool.count);
+  return multiply_bytes(slot_bytes, static_cast<std::size_t>(pool.count));
 }
 
 const SlotStore::Memory& SlotStore::take(const BufferPool& pool, const DeviceMemory& memory,

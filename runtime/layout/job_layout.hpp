@@ -12,6 +12,7 @@
 #include <sluice/plan.hpp>
 #include <sluice/stage.hpp>
 
+#include "comm/base/byte_sums.hpp"
 #include "comm/group/topology.hpp"
 #include "runtime/layout/device_choice.hpp"
 #include "runtime/layout/edge_route.hpp"
@@ -23,6 +24,7 @@ struct ParameterEntry {
   std::string name;
   std::int64_t elements = 0;
   bool tied = false;
+  std::string use = {};  // of a tied one, what all its uses share: "[4, 2], initially normal 0.02"
 };
 
 struct StageEntry {
@@ -54,7 +56,7 @@ struct TiedParameter {
 };
 
 // What one rank of a pipeline holds of its device, in bytes, every buffer rounded up to
-// kBufferAlignment.
+// kBufferAlignment; kTooManyBytes where a sum is larger.
 struct RankMemory {
   // Parameters with their copies in another precision.
   std::size_t parameters = 0, gradients = 0, optimizer = 0;
@@ -68,8 +70,8 @@ struct RankMemory {
   std::size_t outside_arena = 0;  // of all these, what does not come from the rank's arena
   std::size_t save_copy = 0;      // in host memory, not in total(): PipelineOptions' save_copy
   [[nodiscard]] std::size_t total() const {
-    return parameters + gradients + optimizer + activations + buffers + workspace + operators +
-           libraries;
+    return sum_of_bytes(
+        {parameters, gradients, optimizer, activations, buffers, workspace, operators, libraries});
   }
   // What a GPU's rank takes in one piece before the first step (DeviceMemory).
   [[nodiscard]] std::size_t arena() const { return total() - outside_arena; }

@@ -73,9 +73,11 @@ std::vector<TiedParameter> find_ties(const std::vector<StageEntry>& stages) {
             "must declare it tied",
             entry.name, first.stage, s);
       }
-      if (entry.elements != owner.elements) {
-        throw_usage("tied parameter '{}' has {} elements on stage {} and {} on stage {}",
-                    entry.name, owner.elements, first.stage, entry.elements, s);
+      if (!is_new && entry.use != owner.use) {
+        throw_usage(
+            "tied parameter '{}' is {} on stage {} and {} on stage {}; all uses have one shape and "
+            "the same initial values",
+            entry.name, owner.use, first.stage, entry.use, s);
       }
     }
   }
@@ -356,6 +358,7 @@ BuiltLayout build_layout(JobContext& job, const PipelineOptions& options, Comput
   require_same_model(*job.world.collectives, reports.model);
   layout.wires.edges = EdgeTable(division.sizes, std::move(reports.edges));
   layout.parameters.stages = std::move(reports.entries);
+  require_countable(layout.parameters.stages);
   layout.parameters.tied = find_ties(layout.parameters.stages);
   require_own_buffer_names(layout.parameters.stages);
   require_groups(options, layout.parameters.stages);

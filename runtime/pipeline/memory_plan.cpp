@@ -17,7 +17,9 @@
 #include <sluice/operators.hpp>
 #include <sluice/options.hpp>
 
+#include "comm/base/byte_sums.hpp"
 #include "comm/base/index.hpp"
+#include "comm/base/throw_error.hpp"
 #include "runtime/engine/recorded_calls.hpp"
 #include "runtime/engine/slots.hpp"
 #include "runtime/gradients/bucketed_sums.hpp"
@@ -52,7 +54,7 @@ class MemorySum {
         bytes = std::max(bytes, SlotPool::bytes(pool, layout_.wires.edges));
       }
     });
-    for (const auto& [pool, bytes] : largest) memory_.buffers += bytes;
+    for (const auto& [pool, bytes] : largest) add_bytes(memory_.buffers, bytes);
   }
 
   // A GPU has a copy of every micro-batch's inputs and targets.
@@ -61,23 +63,23 @@ class MemorySum {
     std::size_t micro_batch = 0;
     if (rank_ == layout_.plans.first_rank()) {
       for (const EdgeTensor& input : layout_.wires.edges.inputs(layout_.wires.edges.largest(), 0)) {
-        micro_batch += padded(input.spec.bytes());
+        add_bytes(micro_batch, padded(input.spec.bytes()));
       }
     }
     if (rank_ == layout_.plans.last_rank() && !options_.training.inference) {
       for (const TensorSpec& target : source.target_specs(layout_.wires.edges.largest())) {
-        micro_batch += padded(target.bytes());
+        add_bytes(micro_batch, padded(target.bytes()));
       }
     }
     int most = 0;
     layout_.plans.for_each_plan(
         [&](const Plan& plan) { most = std::max(most, plan.micro_batches); });
-    memory_.buffers += micro_batch * at(most);
+    add_bytes(memory_.buffers, multiply_bytes(micro_batch, at(most)));
   }
 
   void add_graphs() {
     if (!layout_.plans.cuda_graphs || device_ == DeviceKind::kCpu) return;
-    memory_.buffers += padded(RecordedCalls::kDeviceBytes);
+    add_bytes(memory_.buffers, padded(RecordedCalls::kDeviceBytes));
     // The driver keeps a graph's kernels on the device: some hundreds, of about a kilobyte each.
     constexpr std::size_t kGraph = std::size_t{256} << 10;
     for (const PlanOp& op : layout_.plans.train.ranks[at(rank_)].ops) {
@@ -95,41 +97,46 @@ class MemorySum {
         const std::int64_t elements = entry.parameters[i].elements;
         const bool is_new = names.insert(entry.parameters[i].name).second;
         if (training.inference && !is_new) continue;  // ParameterSet::allocate()
-        memory_.parameters += parameter_bytes(elements);
+        add_bytes(memory_.parameters, parameter_bytes(elements));
         if (training.inference) continue;
-        memory_.gradients += parameter_bytes(elements);
+        add_bytes(memory_.gradients, parameter_bytes(elements));
         if (!layout_.parameters.is_owner(stage, static_cast<int>(i))) continue;
-        squares += sum_of_squares_workspace(elements);
+        add_bytes(squares, sum_of_squares_workspace(elements));
         const ParameterGroup* group = group_of(training.groups, entry.parameters[i].name);
         if (training.make_optimizer || (group != nullptr && group->frozen)) continue;
-        memory_.optimizer += optimizer_bytes(training.optimizer, parameter_bytes(elements));
+        add_bytes(memory_.optimizer,
+                  optimizer_bytes(training.optimizer, parameter_bytes(elements)));
       }
       std::size_t buffers = 0;
       for (const ParameterEntry& buffer : entry.buffers)
-        buffers += parameter_bytes(buffer.elements);
+        add_bytes(buffers, parameter_bytes(buffer.elements));
       // Training keeps a copy of them until a step is done.
-      memory_.parameters += buffers * (training.inference ? 1 : 2);
+      add_bytes(memory_.parameters, multiply_bytes(buffers, training.inference ? 1 : 2));
       const bool splits = layout_.plans.splits_backward();
-      const std::size_t slot = entry.state_bytes + (splits ? entry.split_bytes : 0);
-      const std::size_t activations = padded(at(layout_.plans.slots_of(stage)) * slot);
-      const std::size_t workspace =
-          padded(entry.workspace_bytes) + (splits ? 0 : padded(entry.shared_gradient_bytes));
-      memory_.parameters += padded(entry.copy_bytes);
-      memory_.activations += activations;
-      memory_.workspace += workspace;
+      const std::size_t slot = sum_of_bytes({entry.state_bytes, splits ? entry.split_bytes : 0});
+      const std::size_t activations =
+          padded(multiply_bytes(slot, at(layout_.plans.slots_of(stage))));
+      const std::size_t workspace = sum_of_bytes(
+          {padded(entry.workspace_bytes), splits ? 0 : padded(entry.shared_gradient_bytes)});
+      add_bytes(memory_.parameters, padded(entry.copy_bytes));
+      add_bytes(memory_.activations, activations);
+      add_bytes(memory_.workspace, workspace);
       if (entry.own_memory)
-        memory_.outside_arena += padded(entry.copy_bytes) + activations + workspace;
+        add_bytes(memory_.outside_arena,
+                  sum_of_bytes({padded(entry.copy_bytes), activations, workspace}));
       operator_bytes_ = std::max(operator_bytes_, entry.operator_bytes);
       tables = std::max(tables, entry.table_bytes);
     }
     operator_bytes_ = std::max(operator_bytes_, squares);
-    memory_.operators = padded(operator_bytes_) + padded(tables) + library_bytes(device_);
+    memory_.operators =
+        sum_of_bytes({padded(operator_bytes_), padded(tables), library_bytes(device_)});
   }
 
   void add_save_copy(const std::vector<SavedParameter>& shares) {
     if (!options_.training.save_copy) return;
-    memory_.save_copy = static_cast<std::size_t>(most_saved_elements(shares, rank_)) *
-                        (sizeof(float) + state_bytes_per_element(options_.training.optimizer));
+    memory_.save_copy =
+        multiply_bytes(sizeof(float) + state_bytes_per_element(options_.training.optimizer),
+                       static_cast<std::size_t>(most_saved_elements(shares, rank_)));
   }
 
   // The receive buffer for gradients of tied parameters, which arrive one at a time.
@@ -148,7 +155,7 @@ class MemorySum {
         largest = std::max(largest, parameter_bytes(entry.parameters[at(owner.index)].elements));
       }
     }
-    memory_.buffers += largest;
+    add_bytes(memory_.buffers, largest);
   }
 
   // What communicators of NCCL take: estimates, not measured. Those of messages have few blocks and
@@ -164,20 +171,20 @@ class MemorySum {
     for (const int stage : layout_.plans.placement().stages_of(rank_)) {
       std::size_t bytes = 0;
       for (const ParameterEntry& each : layout_.parameters.stages[at(stage)].parameters) {
-        bytes += parameter_bytes(each.elements);
+        add_bytes(bytes, parameter_bytes(each.elements));
       }
       floats.push_back(bytes / sizeof(float));
     }
-    memory_.buffers +=
-        padded(NcclRoutes::sum_bytes(BucketedSums::load_of(floats, options_.devices.bucket_bytes),
-                                     layout_.place.topology.replicas, layout_.wires.all_reduce));
+    const SumLoad load = BucketedSums::load_of(floats, options_.devices.bucket_bytes);
+    add_bytes(memory_.buffers, padded(NcclRoutes::sum_bytes(load, layout_.place.topology.replicas,
+                                                            layout_.wires.all_reduce)));
   }
 
  private:
   // What libraries allocate themselves.
   void add_libraries(std::size_t bytes) {
-    memory_.libraries += bytes;
-    memory_.outside_arena += bytes;
+    add_bytes(memory_.libraries, bytes);
+    add_bytes(memory_.outside_arena, bytes);
   }
 
   const JobLayout& layout_;
@@ -187,6 +194,12 @@ class MemorySum {
   RankMemory memory_;
   std::size_t operator_bytes_ = 0;  // MemoryTable::operator_bytes
 };
+
+void require_part(std::size_t bytes, int stage, const char* what) {
+  if (bytes < kTooManyBytes) return;
+  throw_usage("stage {} describes more {} than 2^64 - 2 bytes, the most that can be counted", stage,
+              what);
+}
 
 double mebi(std::size_t bytes) { return static_cast<double>(bytes) / (1024 * 1024); }
 
@@ -212,6 +225,31 @@ MemoryTable plan_memory(const JobLayout& layout, const PipelineOptions& options,
   return table;
 }
 
+void require_countable(const std::vector<StageEntry>& stages) {
+  std::size_t sum = 0;
+  for (std::size_t s = 0; s < stages.size(); ++s) {
+    const StageEntry& entry = stages[s];
+    const int stage = static_cast<int>(s);
+    require_part(entry.state_bytes, stage, "state of a micro-batch");
+    require_part(entry.split_bytes, stage, "gradients of a micro-batch");
+    require_part(entry.shared_gradient_bytes, stage, "shared gradients");
+    require_part(entry.workspace_bytes, stage, "workspace");
+    require_part(entry.copy_bytes, stage, "copies of parameters");
+    require_part(entry.operator_bytes, stage, "scratch of operators");
+    require_part(entry.table_bytes, stage, "tables of operators");
+    for (const auto* parameters : {&entry.parameters, &entry.buffers}) {
+      for (const ParameterEntry& each : *parameters) {
+        add_bytes(sum, parameter_bytes(each.elements));
+        if (sum < kTooManyBytes) continue;
+        throw_usage(
+            "with '{}' of stage {}, of {} elements, the model's parameters and buffers take more "
+            "than 2^64 - 2 bytes, the most that can be counted",
+            each.name, s, each.elements);
+      }
+    }
+  }
+}
+
 void require_memory(const std::vector<RankDevice>& devices, const Topology& topology,
                     const std::vector<RankMemory>& memory) {
   // The ranks that share one memory: GPUs first, by host and GPU, then hosts.
@@ -230,10 +268,10 @@ void require_memory(const std::vector<RankDevice>& devices, const Topology& topo
       const std::size_t seen = on_cpu ? device.host_memory : device.free_memory;
       if (seen > 0 || !on_cpu) available = std::min(available, seen);
       const RankMemory& planned = memory[at(topology.pipeline_rank(static_cast<int>(rank)))];
-      needed += planned.total() + (on_cpu ? planned.save_copy : 0);
+      add_bytes(needed, sum_of_bytes({planned.total(), on_cpu ? planned.save_copy : 0}));
       tables.push_back(fmt::format("rank {}: {}", rank, to_string(planned)));
     }
-    if (needed <= available) continue;
+    if (needed <= available && needed < kTooManyBytes) continue;
     const std::size_t rank = ranks.front();
     const RankDevice& first = devices[rank];
     throw Error(ErrorCode::kDevice,

@@ -12,6 +12,7 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
 #include "comm/group/transport.hpp"
 #include "runtime/job/guard.hpp"
@@ -30,7 +31,7 @@ static void from_json(const Json& json, Shape& shape) {
   shape = Shape(std::span(dims));
 }
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TensorSpec, dtype, shape)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(ParameterEntry, name, elements, tied, use)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StageEntry, parameters, buffers, state_bytes, split_bytes,
                                    shared_gradient_bytes, workspace_bytes, copy_bytes,
                                    operator_bytes, table_bytes, own_memory, note, forward_sums,
@@ -139,11 +140,16 @@ std::vector<bool> gradients_of(const StageDescription& description,
               gradients.size(), inputs.size());
 }
 
+// ParameterEntry::use.
+std::string use_of(const Parameter& parameter) {
+  return fmt::format("{}, initially {}", to_string(parameter.shape), to_string(parameter.init));
+}
+
 // An entry has the maximum over all sizes of micro-batches.
 void raise(StageEntry& entry, const StageDescription& description) {
   const auto raise_to = [](std::size_t& to, std::size_t bytes) { to = std::max(to, bytes); };
-  raise_to(entry.state_bytes,
-           description.state_bytes_until_input + description.state_bytes_until_weight);
+  raise_to(entry.state_bytes, sum_of_bytes({description.state_bytes_until_input,
+                                            description.state_bytes_until_weight}));
   raise_to(entry.split_bytes, description.gradient_bytes_until_weight);
   raise_to(entry.shared_gradient_bytes, description.shared_gradient_bytes);
   raise_to(entry.workspace_bytes, description.workspace_bytes);
@@ -187,7 +193,7 @@ StageReport report_of(Stage& stage, int index, const std::vector<std::vector<Ten
           throw_usage("stage {} has a parameter whose name {} is not UTF-8", index,
                       quoted(p->name));
         }
-        to.push_back({p->name, p->shape.elements(), p->tied});
+        to.push_back({p->name, p->shape.elements(), p->tied, p->tied ? use_of(*p) : ""});
       }
     };
     list(parameters->all(), report.entry.parameters);

@@ -8,6 +8,7 @@
 #include <sluice/error.hpp>
 #include <sluice/operators.hpp>
 
+#include "comm/base/byte_sums.hpp"
 #include "comm/base/throw_error.hpp"
 #include "stages/network/naming.hpp"
 #include "stages/tensor/unwritten.hpp"
@@ -55,6 +56,17 @@ NumberedLayer make_layer(const LayerSpec& spec, int number, int drawn) {
     if (made.layer == nullptr) throw_usage("made nothing");
     return std::move(made);
   });
+}
+
+// A size that std::size_t holds may still be too large to be rounded up.
+static void require_countable(const LayerNeeds& needs, const std::string& layer) {
+  const LayerMemory& memory = needs.memory;
+  for (const std::size_t bytes : {memory.until_input, memory.until_weight, memory.gradients,
+                                  memory.scratch, needs.operator_bytes, needs.table_bytes}) {
+    if (round_up(bytes, kBufferAlignment) < kTooManyBytes) continue;
+    throw_usage("{} needs {} bytes; legal: at most {}", layer, bytes,
+                kTooManyBytes / kBufferAlignment * kBufferAlignment);
+  }
 }
 
 TensorSpec output_of(const NumberedLayer& layer, const TensorSpec& input) {
@@ -127,6 +139,7 @@ TensorSpec NetworkStage::measure(const Part& part, const TensorSpec& in, Compute
   if (size.note.empty()) size.note = needs.note;
   size.forward_sums += needs.forward_sums;
   size.backward_sums += needs.backward_sums;
+  require_countable(needs, each.name());
   size.needs.push_back({.layer = needs.memory});
   return out;
 }
@@ -182,7 +195,7 @@ std::size_t NetworkStage::place_gradients(std::span<const Size> sizes,
     if (source.from < 0 || source.input > 0) continue;  // needs none, or is in a message
     std::size_t bytes = 0;
     for (const Size& size : sizes) bytes = std::max(bytes, size.sources[k].bytes());
-    used += round_up(bytes, kBufferAlignment);
+    add_bytes(used, round_up(bytes, kBufferAlignment));
   }
   return used;
 }
@@ -202,7 +215,7 @@ StageDescription NetworkStage::describe(std::span<const TensorSpec> inputs,
   description.model = model_;
   description.forward_sums = size.forward_sums;
   description.backward_sums = size.backward_sums;
-  description.workspace_bytes += place_gradients({&size, 1}, nullptr);
+  add_bytes(description.workspace_bytes, place_gradients({&size, 1}, nullptr));
   for (const TensorSpec& input : inputs) {
     description.input_gradients.push_back(is_float(input.dtype));
   }

@@ -9,6 +9,7 @@
 #include <sluice/layers.hpp>
 #include <sluice/operators.hpp>
 
+#include "comm/base/byte_sums.hpp"
 #include "stages/network/network_stage.hpp"
 #include "stages/network/specs.hpp"
 #include "stages/tensor/bump_allocator.hpp"
@@ -282,7 +283,7 @@ class ResidualBlock final : public Layer {
     needs.memory = {.until_input = memory.until_input.used(),
                     .until_weight = memory.until_weight.used(),
                     .gradients = memory.gradients.used(),
-                    .scratch = branch + needs.memory.scratch};
+                    .scratch = sum_of_bytes({branch, needs.memory.scratch})};
     return needs;
   }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "comm/base/byte_sums.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice {
@@ -37,15 +38,17 @@ StageDescription SlotMemory::describe(std::span<const Need> needs) {
   StageDescription description;
   for (const Need& need : needs) {
     const auto rounded = [](std::size_t bytes) { return round_up(bytes, kBufferAlignment); };
-    description.state_bytes_until_input += rounded(need.layer.until_input);
-    description.state_bytes_until_weight += rounded(need.layer.until_weight) + rounded(need.output);
-    description.gradient_bytes_until_weight +=
-        rounded(need.layer.gradients) + rounded(need.input_gradient);
+    add_bytes(description.state_bytes_until_input, rounded(need.layer.until_input));
+    add_bytes(description.state_bytes_until_weight, rounded(need.layer.until_weight));
+    add_bytes(description.state_bytes_until_weight, rounded(need.output));
+    add_bytes(description.gradient_bytes_until_weight, rounded(need.layer.gradients));
+    add_bytes(description.gradient_bytes_until_weight, rounded(need.input_gradient));
     description.workspace_bytes = std::max(description.workspace_bytes, need.layer.scratch);
   }
   const Shared shared = shared_of(needs);
+  const std::size_t output = round_up(shared.output, kBufferAlignment);
   description.shared_gradient_bytes =
-      round_up(shared.gradients, kBufferAlignment) + 2 * round_up(shared.output, kBufferAlignment);
+      sum_of_bytes({round_up(shared.gradients, kBufferAlignment), output, output});
   return description;
 }
 
@@ -77,8 +80,9 @@ void SlotMemory::prepare(std::span<const Need> needs, int slots, bool split,
   slot_state_ = state.used();
   slot_gradients_ = gradients.used();
   const DeviceMemory& memory = compute.memory();
-  state_ = memory.allocate(static_cast<std::size_t>(slots) * slot_state_);
-  gradients_ = memory.allocate((split ? static_cast<std::size_t>(slots) : 1) * slot_gradients_);
+  state_ = memory.allocate(multiply_bytes(slot_state_, static_cast<std::size_t>(slots)));
+  gradients_ =
+      memory.allocate(multiply_bytes(slot_gradients_, split ? static_cast<std::size_t>(slots) : 1));
   scratch_ = memory.allocate(scratch);
   for (const Buffer* buffer : {&state_, &gradients_, &scratch_}) {
     fill_zero_async(buffer->data(), buffer->size(), compute.stream());

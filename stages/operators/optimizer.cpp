@@ -7,6 +7,8 @@
 #include <sluice/error.hpp>
 #include <sluice/operators.hpp>
 
+#include "comm/base/byte_sums.hpp"
+
 namespace sluice {
 
 namespace {
@@ -231,8 +233,8 @@ std::size_t state_bytes_per_element(const OptimizerConfig& config) {
 
 std::size_t optimizer_bytes(const OptimizerConfig& config, std::size_t bytes) {
   const std::size_t elements = bytes / sizeof(float);
-  return kinds_of(config).size() *
-         round_up(elements * size_of(state_type(config)), kBufferAlignment);
+  return multiply_bytes(round_up(elements * size_of(state_type(config)), kBufferAlignment),
+                        kinds_of(config).size());
 }
 
 double clip_factor(double norm, double clip) { return clip > 0 && norm > clip ? clip / norm : 1.0; }

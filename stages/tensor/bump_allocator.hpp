@@ -8,6 +8,8 @@
 #include <sluice/device.hpp>
 #include <sluice/tensor.hpp>
 
+#include "comm/base/byte_sums.hpp"
+
 namespace sluice {
 
 // Every part starts at a multiple of kBufferAlignment. Owns nothing.
@@ -20,7 +22,7 @@ class BumpAllocator {
   // Null where base is null; likewise below.
   [[nodiscard]] std::byte* bytes(std::size_t count) {
     std::byte* const here = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += round_up(count, kBufferAlignment);
+    add_bytes(used_, round_up(count, kBufferAlignment));
     return here;
   }
   [[nodiscard]] std::byte* take(std::int64_t elements, DType dtype) {

@@ -15,6 +15,7 @@
 #include <sluice/error.hpp>
 #include <sluice/parameter.hpp>
 
+#include "comm/base/byte_sums.hpp"
 #include "comm/base/cores.hpp"
 
 namespace sluice {
@@ -107,7 +108,24 @@ void require_distinct(const std::deque<Parameter>& parameters) {
           fmt::format("tied parameter {} is used with shapes {} and {}; uses share a shape",
                       parameter.name, to_string(use->second->shape), to_string(parameter.shape)));
     }
+    if (to_string(parameter.init) != to_string(use->second->init)) {
+      throw Error(
+          ErrorCode::kUsage,
+          fmt::format("tied parameter {} begins with {} and with {}; uses share initial "
+                      "values",
+                      parameter.name, to_string(use->second->init), to_string(parameter.init)));
+    }
   }
+}
+
+// Adds the bytes of one more parameter to those of the set.
+void count(std::size_t& sum, const Parameter& parameter) {
+  add_bytes(sum, padded_bytes(parameter));
+  if (sum < kTooManyBytes) return;
+  throw Error(ErrorCode::kUsage,
+              fmt::format("with {}, of {} elements, a set has more than 2^64 - 2 bytes of values; "
+                          "give it fewer or smaller parameters",
+                          parameter.name, parameter.shape.elements()));
 }
 
 // Where in the memory of values each parameter lies, in bytes; at last, the bytes of all. `shared`:
@@ -120,7 +138,7 @@ std::vector<std::size_t> offsets_of(const std::deque<Parameter>& parameters, boo
     const auto [use, is_new] = first_uses.emplace(parameter.name, end);
     const bool lies_there = shared && !is_new;
     offsets.push_back(lies_there ? use->second : end);
-    if (!lies_there) end += padded_bytes(parameter);
+    if (!lies_there) count(end, parameter);
   }
   offsets.push_back(end);
   return offsets;
@@ -132,20 +150,34 @@ void zero(const Parameter& parameter, StreamView stream) {
 
 }  // namespace
 
+std::string to_string(const Init& init) {
+  switch (init.kind) {
+    case Init::Kind::kConstant:
+      return fmt::format("constant {}", init.value);
+    case Init::Kind::kNormal:
+      return fmt::format("normal {}", init.value);
+    case Init::Kind::kUniform:
+      return fmt::format("uniform {}", init.value);
+  }
+  return fmt::format("unknown kind {}", static_cast<int>(init.kind));
+}
+
 std::size_t parameter_bytes(std::int64_t elements) {
   return round_up(static_cast<std::size_t>(elements) * sizeof(float), kBufferAlignment);
 }
 
 Parameter& ParameterSet::add(std::string name, Shape shape, Init init, bool decay, bool tied) {
-  if (memory_->values.data() != nullptr) {
-    throw Error(ErrorCode::kInternal, fmt::format("parameter {} is added after allocate()", name));
+  if (is_allocated()) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("parameter {} is added after allocate(); add it before", name));
   }
   return parameters_.emplace_back(Parameter{std::move(name), shape, init, decay, tied, {}, {}, {}});
 }
 
 Parameter& ParameterSet::add_buffer(std::string name, Shape shape, Init init, Across across) {
-  if (memory_->values.data() != nullptr) {
-    throw Error(ErrorCode::kInternal, fmt::format("buffer {} is added after allocate()", name));
+  if (is_allocated()) {
+    throw Error(ErrorCode::kUsage,
+                fmt::format("buffer {} is added after allocate(); add it before", name));
   }
   Parameter buffer{std::move(name), shape, init, false, false, {}, {}, {}};
   buffer.across = across;
@@ -205,7 +237,7 @@ void ParameterSet::allocate_buffers(const DeviceMemory& memory, std::uint64_t se
           ErrorCode::kUsage,
           fmt::format("buffer {} has the name of a parameter; give it another", buffer.name));
     }
-    bytes += padded_bytes(buffer);
+    count(bytes, buffer);
   }
   require_distinct(buffers_);
   if (bytes == 0) return;

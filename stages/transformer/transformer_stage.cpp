@@ -6,6 +6,8 @@
 
 #include <sluice/error.hpp>
 
+#include "comm/base/byte_sums.hpp"
+
 namespace sluice {
 
 namespace {
@@ -114,18 +116,20 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
     operators = largest(operators, layers_[i]->operators(compute, shape));
     add_note(description.note, layers_[i]->note(compute, shape));
     const LayerMemory memory = layers_[i]->memory(shape);
-    description.state_bytes_until_input += memory.until_input;
-    description.state_bytes_until_weight += memory.until_weight;
-    description.gradient_bytes_until_weight += memory.gradients;
-    if (layers_[i]->reads_rounded()) description.gradient_bytes_until_weight += rounded;
+    add_bytes(description.state_bytes_until_input, memory.until_input);
+    add_bytes(description.state_bytes_until_weight, memory.until_weight);
+    add_bytes(description.gradient_bytes_until_weight, memory.gradients);
+    if (layers_[i]->reads_rounded()) add_bytes(description.gradient_bytes_until_weight, rounded);
     if (i + 1 < layers_.size()) {  // a layer's output, and its gradient
-      description.state_bytes_until_weight += stream;
-      description.gradient_bytes_until_weight += stream;
+      add_bytes(description.state_bytes_until_weight, stream);
+      add_bytes(description.gradient_bytes_until_weight, stream);
     }
     most = largest(most, memory);
   }
-  description.shared_gradient_bytes = layers_.empty() ? 0 : most.gradients + stream;
-  if (reads_rounded()) description.shared_gradient_bytes += rounded;
+  if (!layers_.empty()) {
+    description.shared_gradient_bytes =
+        sum_of_bytes({most.gradients, stream, reads_rounded() ? rounded : 0});
+  }
   description.workspace_bytes = most.scratch;
   description.operator_bytes = operators.workspace;
   description.table_bytes = operators.tables;

@@ -222,8 +222,10 @@ void fill_zero_async(void* to, std::size_t bytes, StreamView stream);
 // the host's. Not ordered with any stream: synchronise those that use the memory first.
 void copy_now(Device device, void* to, const void* from, std::size_t bytes);
 
+// The next multiple, from `bytes` on; the largest std::size_t where that does not hold it.
 [[nodiscard]] constexpr std::size_t round_up(std::size_t bytes, std::size_t multiple) {
-  return (bytes + multiple - 1) / multiple * multiple;
+  const std::size_t rest = bytes % multiple, more = rest == 0 ? 0 : multiple - rest;
+  return bytes > static_cast<std::size_t>(-1) - more ? static_cast<std::size_t>(-1) : bytes + more;
 }
 
 }  // namespace sluice

@@ -4,7 +4,8 @@
 // Names are global ("blocks.3.attention.qkv.weight"): they do not depend on the layout, and files
 // use them as keys. A parameter with several uses is `tied`: each use has an entry of the same
 // name, a copy of the value and a gradient; without gradients, the uses in a stage share a value.
-// The first use in the lowest stage is the owner, alone updated, saved and counted in the norm.
+// All uses have one shape and one Init, so all begin with the same values. The first use in the
+// lowest stage is the owner, alone updated, saved and counted in the norm.
 //
 // Settings of optimizers and learning rates are at the end.
 #pragma once
@@ -39,6 +40,7 @@ struct Init {
   static Init normal(double deviation) { return {Kind::kNormal, deviation}; }
   static Init uniform(double bound) { return {Kind::kUniform, bound}; }
 };
+[[nodiscard]] std::string to_string(const Init& init);  // "normal 0.02"
 
 // How replicas keep a buffer equal: at the end of each step all take the mean, or replica 0's
 // values. kNothing: each keeps its own, and a save has replica 0's.
@@ -101,7 +103,7 @@ class ParameterSet {
   ParameterSet(ParameterSet&&) = default;
   ParameterSet& operator=(ParameterSet&&) = default;
 
-  // The reference stays valid for the life of the set. Requires: allocate() not yet called.
+  // The reference stays valid for the life of the set. Throws Error(kUsage) after allocate().
   Parameter& add(std::string name, Shape shape, Init init, bool decay = true, bool tied = false);
 
   // State that is not trained, such as running statistics: fp32, saved with the parameters, under a
@@ -112,8 +114,9 @@ class ParameterSet {
   // Allocates every value, gradient and buffer, draws initial values (a function of seed, name and
   // position alone) and zeroes gradients. `gradients` false: the stage never runs backward
   // (StageSetup::trains). It then has no gradients, and uses of one name share the first one's
-  // value. Call it once. Throws Error(kUsage) for a name used twice and not tied, and what `memory`
-  // throws.
+  // value. Call it once. Throws Error(kUsage) for a name used twice and not tied, for uses of
+  // different shapes or initial values and for more bytes than a std::size_t holds, and what
+  // `memory` throws.
   void allocate(const DeviceMemory& memory, std::uint64_t seed, bool gradients = true);
 
   [[nodiscard]] std::vector<Parameter*> all();      // without buffers, in order of add()
@@ -147,6 +150,9 @@ class ParameterSet {
   std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
   void allocate_buffers(const DeviceMemory& memory, std::uint64_t seed);
   void draw_values(Device device, std::uint64_t seed);
+  [[nodiscard]] bool is_allocated() const {
+    return memory_->values.data() != nullptr || memory_->buffers.data() != nullptr;
+  }
 
   std::size_t flat_floats_ = 0, buffer_floats_ = 0;
   std::uint64_t version_ = 0;

@@ -27,7 +27,7 @@ class ArithmeticStage : public Stage, public SplitBackward, public LossStage {
   // `tied`: the name of a parameter that all stages share, instead of one of its own.
   explicit ArithmeticStage(int stage, PlannedFailure failure = {}, const std::string& tied = "")
       : weight_(&set_.add(tied.empty() ? "w" + std::to_string(stage) : tied, Shape{1},
-                          Init::constant(stage + 1), true, !tied.empty())),
+                          Init::constant(tied.empty() ? stage + 1 : 1), true, !tied.empty())),
         failure_(std::move(failure)) {}
 
   StageDescription describe(std::span<const TensorSpec> inputs, ComputeContext&) const override {

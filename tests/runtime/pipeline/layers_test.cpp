@@ -5,6 +5,8 @@
 
 #include <cmath>
 #include <memory>
+#include <cstdint>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -15,6 +17,7 @@
 #include <sluice/pipeline.hpp>
 
 #include "tests/runtime/expect_error.hpp"
+#include "tests/loopback/loopback.hpp"
 #include "tests/runtime/pipeline/scale_layer.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
@@ -300,6 +303,38 @@ TEST_P(LayersTest, WhatDoesNotFitNamesTheLayerOnAllRanks) {
 INSTANTIATE_TEST_SUITE_P(Ranks, LayersTest, ::testing::Values(1, 2, 3, 4));
 
 TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
+// Needs whose sum or multiple is more than a std::size_t holds.
+class Greedy : public Layer {
+ public:
+  explicit Greedy(std::size_t bytes) : bytes_(bytes) {}
+  [[nodiscard]] TensorSpec output(const TensorSpec& input) const override { return input; }
+  [[nodiscard]] LayerNeeds needs(const TensorSpec&, ComputeContext&) const override {
+    return {.memory = {.until_input = bytes_}};
+  }
+  void forward(LayerCall&, const Tensor&) override {}
+  void backward_input(LayerCall&, const Tensor&, const Tensor&) override {}
+
+ private:
+  std::size_t bytes_;
+};
+
+TEST(SequentialTest, NeedsThatCannotBeCountedAreRefused) {
+  constexpr std::size_t kMost = std::numeric_limits<std::size_t>::max();
+  const auto refused = [](std::vector<LayerSpec> layers, const std::string& part) {
+    run_loopback(1, [&](Communicator& comm) {
+      expect_error(ErrorCode::kUsage, {part}, [&] {
+        const Pipeline pipeline(comm, {}, Sequential(std::move(layers), mse_loss()),
+                                {.inputs = {{DType::kF32, {3}}}, .targets = {{DType::kF32, {3}}}});
+      });
+    });
+  };
+  refused({relu(), layer<Greedy>("mine", kMost - 100)},
+          "layer 1 (mine) needs 18446744073709551515 bytes; legal: at most 18446744073709551360");
+  refused({residual({relu(), layer<Greedy>("mine", kMost - 100)})}, "layer 0 (residual) needs");
+  const LayerSpec half = layer<Greedy>("mine", kMost / 2 + 1);
+  refused({half, half}, "stage 0 describes more state of a micro-batch than 2^64 - 2 bytes");
+}
+
   const auto refused = [](std::vector<LayerSpec> layers, const std::string& part) {
     expect_error(ErrorCode::kUsage, {part}, [&] { const Sequential model(std::move(layers)); });
   };

@@ -6,7 +6,10 @@
 #include <string>
 #include <vector>
 
+#include <sluice/device.hpp>
 #include <sluice/error.hpp>
+
+#include "comm/base/byte_sums.hpp"
 
 namespace sluice {
 namespace {
@@ -54,6 +57,29 @@ TEST(MemoryPlanTest, AddsUpReplicas) {
 TEST(MemoryPlanTest, AsksNothingOfAHostWhoseMemoryIsNotKnown) {
   const Topology topology = make_topology(1, 1, 1, RankOrder::kPipelineFirst);
   EXPECT_NO_THROW(require_memory({RankDevice{}}, topology, {kNeeded}));
+}
+
+// Two halves of what a std::size_t holds are more than any memory, known or not.
+TEST(MemoryPlanTest, RefusesASumThatCannotBeCounted) {
+  const Topology topology = make_topology(2, 2, 1, RankOrder::kPipelineFirst);
+  const RankMemory half = {.parameters = std::size_t{1} << 63};
+  EXPECT_EQ((RankMemory{.parameters = half.parameters, .gradients = half.parameters}.total()),
+            kTooManyBytes);
+  EXPECT_THROW(require_memory({RankDevice{}, RankDevice{}}, topology, {half, half}), Error);
+}
+
+TEST(ByteSumsTest, StayAtTheLargestNumber) {
+  constexpr std::size_t kHalf = std::size_t{1} << 63;
+  EXPECT_EQ(sum_of_bytes({kHalf, kHalf - 1}), kTooManyBytes);
+  EXPECT_EQ(sum_of_bytes({kHalf, kHalf, 5}), kTooManyBytes);
+  EXPECT_EQ(sum_of_bytes({3, 4, 5}), 12U);
+  EXPECT_EQ(multiply_bytes(kHalf, 2), kTooManyBytes);
+  EXPECT_EQ(multiply_bytes(kHalf, 1), kHalf);
+  EXPECT_EQ(multiply_bytes(kTooManyBytes, 0), 0U);
+  EXPECT_EQ(round_up(kTooManyBytes - 10, 256), kTooManyBytes);
+  EXPECT_EQ(round_up(kTooManyBytes - 255, 256), kTooManyBytes - 255);
+  EXPECT_EQ(round_up(257, 256), 512U);
+  EXPECT_THROW((void)DeviceMemory{}.allocate(kTooManyBytes - 10), OutOfMemory);
 }
 
 }  // namespace

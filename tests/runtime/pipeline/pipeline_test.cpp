@@ -270,6 +270,100 @@ TEST(PipelineTest, RefusesAParameterWhoseNameIsNotUtf8) {
   }
 }
 
+// Describes what `change` leaves, and declares other parameters.
+class DeclaringStage : public ArithmeticStage {
+ public:
+  using Change = std::function<void(StageDescription&, ParameterSet&)>;
+  DeclaringStage(int stage, const Change& change) : ArithmeticStage(stage), change_(change) {
+    StageDescription unused;
+    change(unused, declared_);
+  }
+  StageDescription describe(std::span<const TensorSpec> inputs,
+                            ComputeContext& compute) const override {
+    StageDescription description = ArithmeticStage::describe(inputs, compute);
+    ParameterSet unused;
+    change_(description, unused);
+    return description;
+  }
+  ParameterSet* parameters() override { return &declared_; }
+
+ private:
+  Change change_;
+  ParameterSet declared_;
+};
+
+using Declare = std::function<void(int, StageDescription&, ParameterSet&)>;
+
+// What a pipeline of two such stages, changed by their number, says on both ranks.
+void expect_both_refuse(const std::string& part, const Declare& declare,
+                        ErrorCode code = ErrorCode::kUsage) {
+  SCOPED_TRACE(part);
+  const auto source = counting_source(4);
+  const StageFactory factory = [&](int stage, int) {
+    return std::make_unique<DeclaringStage>(
+        stage, [&declare, stage](StageDescription& description, ParameterSet& set) {
+          declare(stage, description, set);
+        });
+  };
+  for (const Error& error : errors_of(2, [&](Communicator& comm) {
+         Pipeline pipeline(comm, sgd_options(2), factory, *source);
+       })) {
+    EXPECT_STREQ(name_of(error.code()), name_of(code));
+    EXPECT_THAT(error.what(), HasSubstr(part));
+  }
+}
+
+TEST(PipelineTest, RefusesUsesOfATiedParameterThatDiffer) {
+  expect_both_refuse(
+      "tied parameter 'w' is [3, 2], initially constant 1 on stage 0 and [2, 3],",
+      [](int stage, StageDescription&, ParameterSet& set) {
+        set.add("w", stage == 0 ? Shape{3, 2} : Shape{2, 3}, Init::constant(1), true, true);
+      });
+  expect_both_refuse("initially normal 0.5 on stage 0 and [2], initially normal 0.25 on stage 1",
+                     [](int stage, StageDescription&, ParameterSet& set) {
+                       set.add("w", {2}, Init::normal(stage == 0 ? 0.5 : 0.25), true, true);
+                     });
+}
+
+TEST(PipelineTest, RefusesSizesThatNoSumHolds) {
+  constexpr std::size_t kMost = std::numeric_limits<std::size_t>::max();
+  const auto on_stage_1 = [](const std::function<void(StageDescription&)>& change) {
+    return [change](int stage, StageDescription& description, ParameterSet&) {
+      if (stage == 1) change(description);
+    };
+  };
+  expect_both_refuse("stage 1 describes more state of a micro-batch than 2^64 - 2 bytes",
+                     on_stage_1([](StageDescription& description) {
+                       description.state_bytes_until_input = kMost / 2;
+                       description.state_bytes_until_weight = kMost / 2 + 5;
+                     }));
+  expect_both_refuse("stage 1 describes more workspace",
+                     on_stage_1([](StageDescription& d) { d.workspace_bytes = kMost; }));
+  // Each of these is a number that a sum or a multiple of no longer is.
+  for (std::size_t StageDescription::*size :
+       {&StageDescription::state_bytes_until_input, &StageDescription::shared_gradient_bytes,
+        &StageDescription::workspace_bytes, &StageDescription::operator_bytes,
+        &StageDescription::table_bytes, &StageDescription::copy_bytes}) {
+    expect_both_refuse("but the plan needs",
+                       on_stage_1([size](StageDescription& d) { d.*size = kMost - 100; }),
+                       ErrorCode::kDevice);
+  }
+  for (const bool buffers : {false, true}) {
+    expect_both_refuse("with 'w3' of stage 1, of 576460752303423488 elements, the model's",
+                       [=](int stage, StageDescription&, ParameterSet& set) {
+                         for (int i = 0; i < 4; ++i) {
+                           const std::string name = (stage == 0 ? "v" : "w") + std::to_string(i);
+                           const Shape shape{std::int64_t{1} << 59};
+                           if (buffers) {
+                             set.add_buffer(name, shape, Init::constant(1));
+                           } else {
+                             set.add(name, shape, Init::constant(1));
+                           }
+                         }
+                       });
+  }
+}
+
 // What a stage throws outside of forward and backward names the stage and the call.
 enum class Place { kFactory, kDescribe, kPrepare, kCount };
 

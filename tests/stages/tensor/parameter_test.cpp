@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -68,7 +69,7 @@ TEST(ParameterSetTest, UsesOfATiedNameShareAValueWhereNothingTrains) {
   for (ParameterSet* set : {&with, &without}) {
     set->add("tied", {33, 9}, Init::normal(0.5), true, true);
     set->add("between", {7}, Init::constant(3));
-    set->add("tied", {33, 9}, Init::normal(0.1), true, true);  // the first use decides
+    set->add("tied", {33, 9}, Init::normal(0.5), true, true);
     set->add("behind", {5}, Init::constant(4));
   }
   with.allocate({}, 1);
@@ -178,6 +179,16 @@ TEST(ParameterSetTest, TiedUsesHaveEqualValuesAndGradientsOfTheirOwn) {
   EXPECT_EQ(set.find("none"), nullptr);
 }
 
+void expect_usage(ParameterSet& set, const std::string& part) {
+  try {
+    set.allocate({}, 0);
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_THAT(error.what(), HasSubstr(part));
+  }
+}
+
 TEST(ParameterSetTest, RefusesANameUsedTwiceUnlessTied) {
   ParameterSet twice;
   twice.add("x", {2}, Init::constant(0));
@@ -198,6 +209,46 @@ TEST(ParameterSetTest, RefusesANameUsedTwiceUnlessTied) {
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_THAT(error.what(), AllOf(HasSubstr("x"), HasSubstr("[2]"), HasSubstr("[3]")));
+  }
+}
+
+TEST(ParameterSetTest, RefusesUsesOfOneNameThatBeginWithOtherValues) {
+  ParameterSet set;
+  set.add("x", {2}, Init::normal(0.5), true, true);
+  set.add("x", {2}, Init::normal(0.1), true, true);
+  expect_usage(set, "tied parameter x begins with normal 0.5 and with normal 0.1");
+}
+
+TEST(ParameterSetTest, RefusesMoreBytesThanCanBeCounted) {
+  const Shape large{std::int64_t{1} << 59};
+  ParameterSet parameters, buffers;
+  for (int i = 0; i < 8; ++i) {
+    parameters.add("p" + std::to_string(i), large, Init::constant(1));
+    buffers.add_buffer("b" + std::to_string(i), large, Init::constant(1));
+  }
+  parameters.add("small", {1}, Init::constant(1));
+  buffers.add_buffer("small", {1}, Init::constant(1));
+  expect_usage(parameters, "with p7, of 576460752303423488 elements, a set has more than");
+  expect_usage(buffers, "with b7, of 576460752303423488 elements, a set has more than");
+  EXPECT_EQ(buffers.buffers()[0]->value.data, nullptr);
+}
+
+TEST(ParameterSetTest, RefusesWhatIsAddedAfterAllocate) {
+  ParameterSet set, buffers;
+  set.add("x", {2}, Init::constant(0));
+  set.allocate({}, 0);
+  buffers.add_buffer("x", {2}, Init::constant(0));
+  buffers.allocate({}, 0);
+  for (ParameterSet* each : {&set, &buffers}) {
+    for (const bool buffer : {false, true}) {
+      try {
+        (void)(buffer ? each->add_buffer("late", {1}, {}) : each->add("late", {1}, {}));
+        FAIL() << "no error";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::kUsage);
+        EXPECT_THAT(error.what(), HasSubstr("late is added after allocate(); add it before"));
+      }
+    }
   }
 }
 
