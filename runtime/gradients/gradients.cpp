@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -18,6 +19,44 @@
 #include "runtime/job/guard.hpp"
 
 namespace sluice {
+
+namespace {
+
+// A save has state by "kind.parameter", next to the model's parameters and buffers; a load finds it
+// by the same name.
+void require_savable(const std::vector<OptimizerState>& states,
+                     std::span<Parameter* const> parameters, const ParameterTable& model) {
+  std::set<std::string> owned, saved;
+  for (const Parameter* parameter : parameters) owned.insert(parameter->name);
+  for (const StageEntry& stage : model.stages) {
+    for (const ParameterEntry& each : stage.parameters) saved.insert(each.name);
+    for (const ParameterEntry& each : stage.buffers) saved.insert(each.name);
+  }
+  for (const OptimizerState& state : states) {
+    const TensorSpec& spec = state.tensor.spec;
+    if (!owned.contains(state.parameter)) {
+      throw_usage(
+          "the optimizer has state '{}' of '{}'; legal: of the {} parameters that the factory got",
+          state.kind, state.parameter, parameters.size());
+    }
+    if (spec.dtype != DType::kF32 && spec.dtype != DType::kBf16) {
+      throw_usage("the optimizer's state '{}' of '{}' is {}; legal: f32 and bf16", state.kind,
+                  state.parameter, to_string(spec));
+    }
+    if (state.tensor.data == nullptr && spec.bytes() > 0) {
+      throw_usage("the optimizer's state '{}' of '{}' has null data; legal: memory of its own",
+                  state.kind, state.parameter);
+    }
+    if (!saved.insert(state.kind + "." + state.parameter).second) {
+      throw_usage(
+          "the optimizer's state '{}' of '{}' has a name in saves, '{}.{}', that something else "
+          "has too; legal: another kind",
+          state.kind, state.parameter, state.kind, state.parameter);
+    }
+  }
+}
+
+}  // namespace
 
 GradientSync::GradientSync(JobContext& job, const JobLayout& layout, const PipelineOptions& options,
                            ComputeContext& compute, NcclRoutes* nccl, TiedUses& ties,
@@ -105,6 +144,7 @@ void GradientSync::make_optimizers(std::span<const OwnedParameter> owners) {
         rethrow_from("making " + each.name());
       }
       if (each.optimizer == nullptr) throw_usage("the factory made no optimizer");
+      require_savable(each.optimizer->state(), each.parameters, layout_.parameters);
       continue;
     }
     OptimizerConfig config = training.optimizer;

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -859,6 +860,49 @@ TEST_P(BatchTest, AnOptimizerOfOnesOwnIsSaved) {
     };
     expect_refusal("the factory made no optimizer",
                    [&] { const Pipeline none(comm, options, factory(), spec({})); });
+  });
+}
+
+// With state that a save would have, but no load could find.
+class Careless : public Optimizer {
+ public:
+  using States = std::function<std::vector<OptimizerState>(const std::string& owned, float* data)>;
+  Careless(std::span<Parameter* const> parameters, States states)
+      : owned_(parameters[0]->name), states_(std::move(states)) {}
+  void update(ComputeContext&, std::uint64_t, float, float) override {}
+  std::vector<OptimizerState> state() override { return states_(owned_, data_.data()); }
+
+ private:
+  std::string owned_;
+  States states_;
+  std::array<float, 3> data_ = {};
+};
+
+TEST_P(BatchTest, StateOfAnOptimizerOfOnesOwnThatNoLoadFindsIsRefused) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const auto refused = [&](const std::string& part, const Careless::States& states) {
+      PipelineOptions options = options_of({.pipeline = comm.size()});
+      options.training.make_optimizer = [&](std::span<Parameter* const> parameters,
+                                            const DeviceMemory&) {
+        return std::make_unique<Careless>(parameters, states);
+      };
+      expect_refusal(part, [&] { const Pipeline none(comm, options, factory(), spec({})); });
+    };
+    const TensorSpec f32{DType::kF32, {3}}, i32{DType::kI32, {3}};
+    refused("the optimizer has state 'k' of 'nosuch'; legal: of the",
+            [=](const std::string&, float* data) {
+              return std::vector<OptimizerState>{{"nosuch", "k", {data, f32}}};
+            });
+    refused("is i32 [3]; legal: f32 and bf16", [=](const std::string& owned, float* data) {
+      return std::vector<OptimizerState>{{owned, "k", {data, i32}}};
+    });
+    refused("has null data; legal: memory of its own", [=](const std::string& owned, float*) {
+      return std::vector<OptimizerState>{{owned, "k", {nullptr, f32}}};
+    });
+    refused("that something else has too; legal: another kind",
+            [=](const std::string& owned, float* data) {
+              return std::vector<OptimizerState>(2, {owned, "k", {data, f32}});
+            });
   });
 }
 
