@@ -14,6 +14,12 @@ std::string to_string(const MatMulSpec& spec) {
                      spec.accumulate ? ", accumulated" : "");
 }
 
+std::int64_t leading_rows(const Tensor& tensor) {
+  std::int64_t rows = 1;
+  for (int d = 0; d + 1 < tensor.shape().rank(); ++d) rows *= tensor.shape()[d];
+  return rows;
+}
+
 MatMulSpec linear_product(const LinearShape& shape) {
   return {.m = shape.rows,
           .n = shape.out,

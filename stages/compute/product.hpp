@@ -35,6 +35,9 @@ struct MatMulSpec {
 
 [[nodiscard]] std::string to_string(const MatMulSpec& spec);
 
+// The product of all dimensions but the last, which may be 0; 1 without any.
+[[nodiscard]] std::int64_t leading_rows(const Tensor& tensor);
+
 // The products of a linear layer with weight [out, in], over shape.rows rows:
 // y = x weightᵀ (+ bias), dx = dy weight, and dweight += dyᵀ x, or = dyᵀ x, in f32.
 [[nodiscard]] MatMulSpec linear_product(const LinearShape& shape);

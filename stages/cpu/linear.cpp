@@ -9,9 +9,8 @@ namespace {
 
 // x and the other operand of the product have one type.
 LinearShape shape_of(const Tensor& weight, const Tensor& x) {
-  const std::int64_t in = weight.shape()[1];
-  return {.rows = in == 0 ? 0 : x.elements() / in,
-          .in = in,
+  return {.rows = leading_rows(x),
+          .in = weight.shape()[1],
           .out = weight.shape()[0],
           .operands = x.spec.dtype};
 }
@@ -123,10 +122,8 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
                                       const Tensor& weight, const Tensor& raised,
                                       const Tensor& draised) {
   const std::int64_t width = weight.shape()[1];
-  const LinearShape shape = {.rows = width == 0 ? 0 : dy.elements() / weight.shape()[0],
-                             .in = width,
-                             .out = weight.shape()[0],
-                             .operands = dy.spec.dtype};
+  const LinearShape shape = {
+      .rows = leading_rows(dy), .in = width, .out = weight.shape()[0], .operands = dy.spec.dtype};
   Tensor block = {nullptr, gradient_block(shape)};
   if (const std::size_t bytes =
           cpu::linear_activation_backward_input_workspace(ctx, activation, shape);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <dnnl.hpp>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 
@@ -121,6 +122,24 @@ void for_each_run(std::int64_t batches, std::int64_t rows, std::int64_t columns,
                  });
 }
 
+// c where k is 0: the bias, or what accumulating leaves of it. The library leaves c as it is.
+template <typename Result>
+void write_sums_of_nothing(const MatMulSpec& spec, const float* bias, Result* c) {
+  for (std::int64_t batch = 0; batch < spec.batches; ++batch) {
+    for (std::int64_t i = 0; i < spec.m; ++i) {
+      for (std::int64_t j = 0; j < spec.n; ++j) {
+        Result& sum = c[batch * spec.c.batch + i * spec.c.row + j * spec.c.column];
+        const float added = spec.bias ? bias[j] : 0.0F;
+        if constexpr (std::is_same_v<Result, Bf16>) {
+          sum = to_bf16(spec.accumulate ? to_float(sum) + added : added);
+        } else {
+          sum = spec.accumulate ? sum + added : added;
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 struct MatMulCache::State {
@@ -228,6 +247,12 @@ MatMulCache::~MatMulCache() = default;
 
 void MatMulCache::run(const MatMulSpec& spec, const void* a, const void* b, const void* bias,
                       void* c) {
+  if (spec.batches == 0 || spec.m == 0 || spec.n == 0) return;
+  if (spec.k == 0) {
+    const auto* const row = static_cast<const float*>(bias);
+    return spec.result == DType::kBf16 ? write_sums_of_nothing(spec, row, static_cast<Bf16*>(c))
+                                       : write_sums_of_nothing(spec, row, static_cast<float*>(c));
+  }
   Product& product = state_->find(spec);
   if (!state_->recording) {
     state_->execute(spec, product, a, b, bias, c);

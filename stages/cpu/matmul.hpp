@@ -25,8 +25,8 @@ class MatMulCache {
   MatMulCache(const MatMulCache&) = delete;
   MatMulCache& operator=(const MatMulCache&) = delete;
 
-  // Makes the primitive on first use. Throws Error(kDevice) with the specification where the
-  // library cannot make or run it.
+  // Makes the primitive on first use; sums without terms, where k is 0, need none. Throws
+  // Error(kDevice) with the specification where the library cannot make or run it.
   void run(const MatMulSpec& spec, const void* a, const void* b, const void* bias, void* c);
   // Makes the primitive and its scratch, runs nothing.
   void prepare(const MatMulSpec& spec);

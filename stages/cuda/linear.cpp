@@ -8,10 +8,9 @@ namespace sluice::cuda {
 
 namespace {
 
-// dimension: of `weight`, which `operand` has as its width.
-LinearShape shape_of(const Tensor& weight, const Tensor& operand, int dimension) {
-  const std::int64_t width = weight.shape()[dimension];
-  return {.rows = width == 0 ? 0 : operand.elements() / width,
+// Over the rows of `operand`.
+LinearShape shape_of(const Tensor& weight, const Tensor& operand) {
+  return {.rows = leading_rows(operand),
           .in = weight.shape()[1],
           .out = weight.shape()[0],
           .operands = operand.spec.dtype};
@@ -19,7 +18,7 @@ LinearShape shape_of(const Tensor& weight, const Tensor& operand, int dimension)
 
 LinearShape forward_shape(const Tensor& x, const Tensor& weight, const Tensor& bias,
                           const Tensor& y) {
-  LinearShape shape = shape_of(weight, x, 1);
+  LinearShape shape = shape_of(weight, x);
   shape.result = y.spec.dtype;
   shape.bias = bias.data != nullptr;
   return shape;
@@ -39,6 +38,16 @@ const void* bias_for(ComputeContext& ctx, const Tensor& bias, DType result) {
   return rounded.data;
 }
 
+// The result of a product whose sums have no terms, which the library does not take.
+void write_bias(ComputeContext& ctx, const Tensor& bias, const Tensor& y) {
+  if (bias.data == nullptr) return fill_zero_async(y.data, y.spec.bytes(), ctx.stream());
+  const void* const row = bias_for(ctx, bias, y.spec.dtype);
+  const std::size_t bytes = static_cast<std::size_t>(bias.elements()) * size_of(y.spec.dtype);
+  for (std::size_t at = 0; at < y.spec.bytes(); at += bytes) {
+    copy_async(y.as<std::byte>() + at, row, bytes, ctx.stream());
+  }
+}
+
 // Whether the product applies or differentiates GELU itself. Only in bf16: there the library's
 // approximation of tanh is lost in the rounding of the result. On Ampere and Ada its fused products
 // are slower than a product and a kernel. It takes rows of multiples of 8 elements.
@@ -48,7 +57,7 @@ bool fuses(ComputeContext& ctx, const ProductSpec& spec) {
   CudaBackend& cuda = backend_of(ctx);
   return product.operands == DType::kBf16 && product.result == DType::kBf16 &&
          cuda.compute_capability() >= kHopper && product.c.row % 8 == 0 && product.m > 0 &&
-         cuda.matmuls().supports(spec);
+         product.k > 0 && cuda.matmuls().supports(spec);
 }
 
 std::size_t linear_forward_workspace(ComputeContext& /*ctx*/, const LinearShape& shape) {
@@ -68,6 +77,7 @@ std::size_t linear_activation_backward_input_workspace(ComputeContext& /*ctx*/,
 
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y) {
+  if (weight.shape()[1] == 0) return write_bias(ctx, bias, y);
   backend_of(ctx).matmuls().run(
       {linear_product(forward_shape(x, weight, bias, y))},
       {.a = x.data, .b = weight.data, .bias = bias_for(ctx, bias, y.spec.dtype), .c = y.data});
@@ -75,6 +85,10 @@ void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, 
 
 void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
                              const Tensor& bias, const Tensor& residual, const Tensor& y) {
+  if (weight.shape()[1] == 0) {
+    write_bias(ctx, bias, y);
+    return cuda_operators().add(ctx, residual, y);
+  }
   MatMulSpec product = linear_product(forward_shape(x, weight, bias, y));
   product.accumulate = true;
   backend_of(ctx).matmuls().run({product}, {.a = x.data,
@@ -86,7 +100,8 @@ void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor&
 
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx) {
-  backend_of(ctx).matmuls().run({linear_input_product(shape_of(weight, dy, 0))},
+  if (weight.shape()[0] == 0) return write_bias(ctx, {}, dx);
+  backend_of(ctx).matmuls().run({linear_input_product(shape_of(weight, dy))},
                                 {.a = dy.data, .b = weight.data, .c = dx.data});
 }
 
@@ -96,7 +111,7 @@ void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& 
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
                             const Tensor& dweight, const Tensor& dbias, Write write) {
   if (dbias.data != nullptr) sum_columns(ctx, dy, dbias, write);
-  const LinearShape shape = shape_of(dweight, x, 1);
+  const LinearShape shape = shape_of(dweight, x);
   if (shape.rows == 0 && write == Write::kOverwrite) {
     return fill_zero_async(dweight.data, dweight.spec.bytes(), ctx.stream());
   }
@@ -127,7 +142,7 @@ void linear_activation_forward(ComputeContext& ctx, Activation activation, const
 void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
                                       const Tensor& weight, const Tensor& raised,
                                       const Tensor& draised) {
-  const LinearShape shape = shape_of(weight, dy, 0);
+  const LinearShape shape = shape_of(weight, dy);
   if (activation == Activation::kGelu) {
     const ProductSpec fused = {linear_input_product(shape), Epilogue::kGeluGradient};
     if (fuses(ctx, fused)) {

@@ -218,6 +218,48 @@ TEST_F(CudaLinearTest, WithoutRowsNothingIsWritten) {
   static_cast<void>(gpu_y.fetch(gpu()));
 }
 
+TEST_F(CudaLinearTest, WithoutInputsTheResultIsTheCpus) {
+  for (const DType dtype : {DType::kF32, DType::kBf16}) {
+    const Operand x(dtype, {6, 0}), weight(dtype, {8, 0}), down(dtype, {0, 8}),
+        bias = random_operand(DType::kF32, {8}, 70), dy = random_operand(dtype, {6, 8}, 71),
+        dweight(DType::kF32, {8, 0});
+    const OnGpu gpu_x(x), gpu_weight(weight), gpu_down(down), gpu_bias(bias), gpu_dy(dy),
+        gpu_dweight(dweight);
+    for (const bool biased : {false, true}) {
+      const Tensor given = biased ? bias.tensor : none();
+      const Tensor gpu_given = biased ? gpu_bias.tensor() : none();
+      const Operand y(dtype, {6, 8}), sum(dtype, {6, 8}), raised(dtype, {6, 8}),
+          active(dtype, {6, 8});
+      const OnGpu gpu_y(y), gpu_sum(sum), gpu_raised(raised), gpu_active(active);
+      linear_forward(cpu(), x.tensor, weight.tensor, given, y.tensor);
+      linear_forward(gpu(), gpu_x.tensor(), gpu_weight.tensor(), gpu_given, gpu_y.tensor());
+      EXPECT_EQ(gpu_y.values(gpu()), y.values());
+      linear_residual_forward(cpu(), x.tensor, weight.tensor, given, dy.tensor, sum.tensor);
+      linear_residual_forward(gpu(), gpu_x.tensor(), gpu_weight.tensor(), gpu_given,
+                              gpu_dy.tensor(), gpu_sum.tensor());
+      EXPECT_EQ(gpu_sum.values(gpu()), sum.values());
+      linear_activation_forward(cpu(), Activation::kGelu, x.tensor, weight.tensor, given,
+                                raised.tensor, active.tensor);
+      linear_activation_forward(gpu(), Activation::kGelu, gpu_x.tensor(), gpu_weight.tensor(),
+                                gpu_given, gpu_raised.tensor(), gpu_active.tensor());
+      EXPECT_EQ(gpu_raised.values(gpu()), raised.values());
+      expect_near(gpu_active, active, dtype, "GELU of the bias");
+    }
+    const Operand dx(dtype, {6, 8}), dbias(DType::kF32, {8});
+    const OnGpu gpu_dx(dx), gpu_dbias(dbias);
+    linear_backward_input(gpu(), gpu_x.tensor(), gpu_down.tensor(), gpu_dx.tensor());
+    EXPECT_EQ(gpu_dx.values(gpu()), Values(48, 0));
+    linear_activation_backward_input(gpu(), Activation::kGelu, gpu_x.tensor(), gpu_down.tensor(),
+                                     gpu_dy.tensor(), gpu_dx.tensor());
+    EXPECT_EQ(gpu_dx.values(gpu()), Values(48, 0));
+    linear_backward_weight(cpu(), x.tensor, dy.tensor, dweight.tensor, dbias.tensor,
+                           Write::kOverwrite);
+    linear_backward_weight(gpu(), gpu_x.tensor(), gpu_dy.tensor(), gpu_dweight.tensor(),
+                           gpu_dbias.tensor(), Write::kOverwrite);
+    expect_near(gpu_dbias, dbias, DType::kF32, "the bias's gradient");
+  }
+}
+
 MatMulSpec square(std::int64_t n, DType dtype) {
   return {.m = n,
           .n = n,

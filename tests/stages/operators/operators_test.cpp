@@ -369,6 +369,55 @@ TEST_P(LinearTest, CutsManyRowsIntoBlocks) {
   EXPECT_TRUE(y.end_untouched() && dx.end_untouched() && dw.end_untouched() && db.end_untouched());
 }
 
+// Sums without terms are 0; every output is written, and the bias's gradient has its rows.
+TEST_P(LinearTest, WritesTheBiasWhereAWidthIsZero) {
+  const std::int64_t rows = 37, out = 5;
+  const Operand x(dtype(), {1, rows, 0}), weight(dtype(), {out, 0}), dweight(DType::kF32, {out, 0}),
+      dx(dtype(), {rows, 0});
+  const Operand bias = random_operand(dtype(), {out}, 1),
+                residual(dtype(), {rows, out}, Values(185, 1));
+  const Operand wide_bias(DType::kF32, {out}, bias.values());
+  const Values row = bias.values();
+  for (const bool biased : {false, true}) {
+    const Tensor given = biased ? wide_bias.tensor : Tensor{};
+    const auto value = [&](std::size_t i) { return biased ? row[i % row.size()] : 0.0; };
+    for (const DType result : {DType::kF32, dtype()}) {
+      const Operand y(result, {1, rows, out});
+      linear_forward(ctx(), x.tensor, weight.tensor, given, y.tensor);
+      for (std::size_t i = 0; i < 185; ++i) ASSERT_EQ(y.values()[i], value(i)) << i;
+      EXPECT_TRUE(y.end_untouched());
+    }
+    const Operand y(dtype(), {1, rows, out}), raised(dtype(), {1, rows, out}),
+        expected(dtype(), {rows, out});
+    linear_activation_forward(ctx(), Activation::kGelu, x.tensor, weight.tensor, given,
+                              raised.tensor, y.tensor);
+    for (std::size_t i = 0; i < 185; ++i) ASSERT_EQ(raised.values()[i], value(i)) << i;
+    gelu_forward(ctx(), raised.tensor, expected.tensor);
+    EXPECT_EQ(y.values(), expected.values());
+    linear_residual_forward(ctx(), {x.tensor.data, {dtype(), {rows, 0}}}, weight.tensor, given,
+                            residual.tensor, expected.tensor);
+    for (std::size_t i = 0; i < 185; ++i) EXPECT_NEAR(expected.values()[i], 1 + value(i), 0.02);
+  }
+  const Operand dy = random_operand(dtype(), {rows, out}, 2), dbias(DType::kF32, {out}),
+                sums(DType::kF32, {out}), one(dtype(), {rows, 1}, Values(37, 1)),
+                unused(DType::kF32, {out, 1});
+  linear_backward_weight(ctx(), dx.tensor, dy.tensor, dweight.tensor, dbias.tensor,
+                         Write::kOverwrite);
+  linear_backward_weight(ctx(), one.tensor, dy.tensor, unused.tensor, sums.tensor,
+                         Write::kOverwrite);
+  EXPECT_EQ(dbias.values(), sums.values());
+  linear_backward_input(ctx(), dy.tensor, weight.tensor, dx.tensor);
+
+  const Operand none(dtype(), {rows, 0}), down(dtype(), {0, out}), dhidden(dtype(), {rows, out});
+  linear_backward_input(ctx(), none.tensor, down.tensor, dhidden.tensor);
+  EXPECT_EQ(dhidden.values(), Values(185, 0));
+  const Operand draised(dtype(), {rows, out});
+  linear_activation_backward_input(ctx(), Activation::kGelu, none.tensor, down.tensor, dy.tensor,
+                                   draised.tensor);
+  EXPECT_EQ(draised.values(), Values(185, 0));
+  EXPECT_TRUE(dhidden.end_untouched() && draised.end_untouched() && dx.end_untouched());
+}
+
 // Blocks of rows in f32 and in bf16, and a shorter last one.
 TEST_P(LinearTest, ResidualProductHasTheBitsOfAProductAndASum) {
   const std::int64_t rows = 700, in = 9, out = 13;
