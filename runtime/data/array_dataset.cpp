@@ -68,6 +68,10 @@ class ArrayDataset final : public Dataset {
 }  // namespace
 
 HostTensor host_copy(const Tensor& values) {
+  if (values.data == nullptr && values.spec.bytes() > 0) {
+    throw_usage("a copy of {} whose data is null; legal: values in host memory",
+                to_string(values.spec));
+  }
   const auto* const first = static_cast<const std::byte*>(values.data);
   return {.spec = values.spec, .bytes = {first, first + values.spec.bytes()}};
 }

@@ -119,7 +119,11 @@ void require_split(const TokenFile& file, const char* name, std::int64_t tokens,
   throw_error(ErrorCode::kData,
               "the {} split of data file '{}' has {} of its {} tokens; --context {} "
               "needs at least {}",
-              name, file.path().string(), tokens, file.size(), context, context + 1);
+              name, file.path().string(), tokens, file.size(), context, std::int64_t{context} + 1);
+}
+
+void require_file(const std::shared_ptr<TokenFile>& file) {
+  if (file == nullptr) throw_usage("tokens of a null file; legal: a TokenFile");
 }
 
 void require_sizes(int context, int vocabulary) {
@@ -157,6 +161,7 @@ void require_vocabulary(const TokenFile& file, int vocabulary) {
 
 std::unique_ptr<DataSource> make_token_source(std::shared_ptr<TokenFile> file, int context,
                                               int vocabulary, std::uint64_t seed) {
+  require_file(file);
   require_sizes(context, vocabulary);
   require_split(*file, "training", file->train_size(), context);
   if (file->train_size() < file->size()) {
@@ -168,6 +173,7 @@ std::unique_ptr<DataSource> make_token_source(std::shared_ptr<TokenFile> file, i
 
 std::shared_ptr<Dataset> make_token_dataset(std::shared_ptr<TokenFile> file, int context,
                                             int vocabulary, TokenPart part) {
+  require_file(file);
   require_sizes(context, vocabulary);
   const bool training = part == TokenPart::kTraining;
   const std::int64_t first = training ? 0 : file->train_size();
@@ -182,6 +188,7 @@ std::unique_ptr<DataSource> make_token_shapes(int context) {
 }
 
 std::int64_t validation_samples(const TokenFile& file, int context) {
+  require_sizes(context, /*vocabulary=*/1);
   const std::int64_t tokens = file.size() - file.train_size();
   return tokens > context ? (tokens - 1) / context : 0;
 }

@@ -5,6 +5,8 @@
 
 #include <sluice/schedule.hpp>
 
+#include "schedules/model/text.hpp"
+
 namespace sluice {
 
 [[nodiscard]] constexpr Action make_action(ActionKind kind, int stage, int micro_batch = -1) {
@@ -44,6 +46,12 @@ namespace sluice {
 [[nodiscard]] inline bool crosses(const Placement& placement, int stage, int neighbour) {
   return neighbour >= 0 && neighbour < placement.stages() &&
          placement.rank_of(neighbour) != placement.rank_of(stage);
+}
+
+// Throws std::invalid_argument where the placement does not have the stage.
+inline void require_stage(const Placement& placement, int stage) {
+  if (stage >= 0 && stage < placement.stages()) return;
+  refuse("an action of stage ", stage, "; legal: 0 to ", placement.stages() - 1);
 }
 
 // Calls visit(action) for each action of a rank's list, the overlapped ones included.

@@ -13,6 +13,7 @@ bool is_exact(const Schedule& schedule) {
   for (const std::vector<Step>& steps : schedule.ranks) {
     for_each_action(steps, [&](const Action& action) {
       if (!ends_backward(action.kind)) return;
+      require_stage(schedule.placement, action.stage);
       int& before = last[at(action.stage)];
       ascending = ascending && action.micro_batch > before;
       before = action.micro_batch;

@@ -73,6 +73,7 @@ const float* ComputeContext::rotary_table(std::int64_t sequence, std::int64_t he
   }
   const std::int64_t half = head_dim / 2;
   const std::size_t bytes = rotary_table_bytes(sequence, head_dim);
+  Buffer memory = memory_.allocate(bytes);
   std::vector<float> values(bytes / sizeof(float));
   std::vector<double> frequencies(static_cast<std::size_t>(half));
   for (std::int64_t i = 0; i < half; ++i) {
@@ -89,14 +90,13 @@ const float* ComputeContext::rotary_table(std::int64_t sequence, std::int64_t he
       row[2 * half + i] = -row[half + i];
     }
   }
-  rotary_tables_.push_back({sequence, head_dim, positions, memory_.allocate(bytes)});
-  std::byte* const table = rotary_tables_.back().values.data();
-  copy_now(device(), table, values.data(), bytes);
-  return reinterpret_cast<const float*>(table);
+  copy_now(device(), memory.data(), values.data(), bytes);
+  rotary_tables_.push_back({sequence, head_dim, positions, std::move(memory)});
+  return reinterpret_cast<const float*>(rotary_tables_.back().values.data());
 }
 
 std::size_t ComputeContext::rotary_table_bytes(std::int64_t sequence, std::int64_t head_dim) {
-  return static_cast<std::size_t>(sequence * 3 * (head_dim / 2)) * sizeof(float);
+  return TensorSpec{DType::kF32, {sequence, 3, head_dim / 2}}.bytes();
 }
 
 }  // namespace sluice

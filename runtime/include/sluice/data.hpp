@@ -86,7 +86,7 @@ class Dataset {
                    std::span<const Tensor> targets) const = 0;
 };
 
-// A tensor with a copy of values in host memory.
+// A tensor with a copy of values in host memory. Throws Error(kUsage) for elements with null data.
 [[nodiscard]] HostTensor host_copy(const Tensor& values);
 // Item i is sample i of every array: dimension 0 counts samples. Throws Error(kUsage) without
 // inputs, and where arrays have different numbers of samples, or none.
@@ -239,7 +239,7 @@ class TokenFile {
 // the i-th window of the validation part (wrapping around), for every step.
 // Throws Error(kData): a split shorter than context + 1 (a validation split of share 0 may be
 // absent until it is asked for), a token >= vocabulary, or >= that of the file's header (naming its
-// place).
+// place). Error(kUsage): no file, or a context or vocabulary below 1.
 [[nodiscard]] std::unique_ptr<DataSource> make_token_source(std::shared_ptr<TokenFile> file,
                                                             int context, int vocabulary,
                                                             std::uint64_t seed);
@@ -252,7 +252,7 @@ enum class TokenPart { kTraining, kValidation };
 // The shapes of such a source without any tokens, for dry runs and inference; its inputs() and
 // targets() leave memory as it is.
 [[nodiscard]] std::unique_ptr<DataSource> make_token_shapes(int context);
-// Number of whole validation windows.
+// Number of whole validation windows. Throws Error(kUsage) for a context below 1.
 [[nodiscard]] std::int64_t validation_samples(const TokenFile& file, int context);
 
 }  // namespace sluice

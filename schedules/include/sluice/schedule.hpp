@@ -103,6 +103,7 @@ class Placement {
 
   [[nodiscard]] int ranks() const { return ranks_; }
   [[nodiscard]] int stages() const { return static_cast<int>(stage_to_rank_.size()); }
+  // Requires a stage from 0 to stages() - 1; stages_of(): a rank from 0 to ranks() - 1.
   [[nodiscard]] int rank_of(int stage) const { return stage_to_rank_[static_cast<size_t>(stage)]; }
   // Ascending.
   [[nodiscard]] const std::vector<int>& stages_of(int rank) const {
@@ -139,14 +140,9 @@ struct Schedule {
 [[nodiscard]] Schedule empty_schedule(std::string_view name, const Placement& placement,
                                       int micro_batches, int steps_per_rank = 0);
 
-// Appends an action that computes `micro_batch` on `stage` to the list of the stage's rank.
-inline void append(Schedule& schedule, ActionKind kind, int stage, int micro_batch) {
-  Step step;
-  step.action.kind = kind;
-  step.action.stage = stage;
-  step.action.micro_batch = micro_batch;
-  schedule.ranks[static_cast<std::size_t>(schedule.placement.rank_of(stage))].push_back(step);
-}
+// Appends an action that computes `micro_batch` on `stage` to the list of the stage's rank. Throws
+// std::invalid_argument where the placement has no such stage, or the schedule no list for it.
+void append(Schedule& schedule, ActionKind kind, int stage, int micro_batch);
 
 // Where a schedule or plan breaks a rule. `position` indexes the rank's list, -1: no one place.
 struct Violation {
@@ -166,7 +162,8 @@ struct Violation {
 [[nodiscard]] std::optional<Violation> check(const Schedule& schedule);
 
 // True if every stage's weight gradients accumulate in ascending micro-batch order, so results are
-// bit-identical to any other such schedule.
+// bit-identical to any other such schedule. Throws std::invalid_argument for a backward action of
+// a stage that the placement does not have.
 [[nodiscard]] bool is_exact(const Schedule& schedule);
 
 // Per rank, the most chunks held at a time as the list runs: a stage holds a micro-batch from the

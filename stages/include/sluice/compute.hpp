@@ -125,7 +125,8 @@ class ComputeContext {
   [[nodiscard]] std::size_t workspace_peak() const { return workspace_peak_; }
 
   // For positions 0 .. sequence - 1: cosines, sines, negated sines of the angles, [sequence, 3,
-  // head_dim / 2], on the device. Computed in double precision on first use.
+  // head_dim / 2], on the device. Computed in double precision on first use. Throws Error(kUsage)
+  // for numbers below 0, and for a table of more than 2^60 elements.
   [[nodiscard]] const float* rotary_table(std::int64_t sequence, std::int64_t head_dim,
                                           const RotaryPositions& positions);
   [[nodiscard]] static std::size_t rotary_table_bytes(std::int64_t sequence, std::int64_t head_dim);

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -444,6 +445,28 @@ TEST(TokenSourceTest, RefusesSplitsShorterThanOneWindow) {
                [&] { (void)make_token_source(file, 90, 256, 1); });
   expect_error(ErrorCode::kUsage, {"--context is 0"},
                [&] { (void)make_token_source(file, 0, 256, 1); });
+  expect_error(ErrorCode::kData, {"has 90 of its 100", "at least 2147483648"},
+               [&] { (void)make_token_source(file, std::numeric_limits<int>::max(), 256, 1); });
+}
+
+TEST(HostCopyTest, RefusesNullData) {
+  EXPECT_TRUE(host_copy({nullptr, {DType::kF32, {0}}}).bytes.empty());
+  expect_error(ErrorCode::kUsage, {"a copy of f32 [4] whose data is null; legal"}, [] {
+    (void)host_copy({nullptr, {DType::kF32, {4}}});
+  });
+}
+
+TEST(TokenSourceTest, RefusesAContextBelowOneAndANullFile) {
+  const TemporaryDirectory dir;
+  const TokenFile file(dir.write("a.txt", std::string(100, 'x')), 0.1);
+  for (const int context : {0, -1}) {
+    expect_error(ErrorCode::kUsage, {"--context is " + std::to_string(context)},
+                 [&] { (void)validation_samples(file, context); });
+  }
+  expect_error(ErrorCode::kUsage, {"tokens of a null file; legal: a TokenFile"},
+               [] { (void)make_token_source(nullptr, 8, 256, 1); });
+  expect_error(ErrorCode::kUsage, {"tokens of a null file"},
+               [] { (void)make_token_dataset(nullptr, 8, 256); });
 }
 
 TEST(TokenSourceTest, WithoutValidationSplitOnlyEvaluationIsRefused) {

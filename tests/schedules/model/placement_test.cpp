@@ -45,5 +45,25 @@ TEST(PlacementTest, RefusesRanksWithoutStagesAndStagesWithoutRanks) {
   EXPECT_THROW((void)Placement::custom(2, {0, 1, -1}), std::invalid_argument);
 }
 
+TEST(AppendTest, RefusesStagesThatThePlacementDoesNotHave) {
+  Schedule schedule = empty_schedule("own", Placement::linear(2), 1);
+  append(schedule, ActionKind::kForward, 1, 0);
+  EXPECT_EQ(schedule.ranks[1].size(), 1U);
+  for (const int stage : {-1, 2, 1 << 30}) {
+    EXPECT_THROW(append(schedule, ActionKind::kForward, stage, 0), std::invalid_argument);
+  }
+  schedule.ranks.pop_back();
+  EXPECT_THROW(append(schedule, ActionKind::kForward, 1, 0), std::invalid_argument);
+}
+
+TEST(IsExactTest, RefusesStagesThatThePlacementDoesNotHave) {
+  for (const int stage : {-1, 2, 1 << 28}) {
+    Schedule schedule = empty_schedule("own", Placement::linear(2), 1);
+    schedule.ranks[0].push_back(
+        {{.kind = ActionKind::kBackward, .stage = stage, .micro_batch = 0}});
+    EXPECT_THROW((void)is_exact(schedule), std::invalid_argument);
+  }
+}
+
 }  // namespace
 }  // namespace sluice

@@ -144,6 +144,16 @@ TEST(OperandChecksTest, OfAnUpdateAreCountedAndGiven) {
   sums_of_squares(ctx, {}, nullptr);
 }
 
+TEST(OperandChecksTest, RotaryTablesHaveSizesThatCanBeCounted) {
+  ComputeContext ctx(Device{}, 1);
+  expect_usage(HasSubstr("more than 2^60 elements"),
+               [&] { (void)ctx.rotary_table(std::int64_t{1} << 61, 4, {}); });
+  expect_usage(HasSubstr("a dimension of -1"), [&] { (void)ctx.rotary_table(-1, 4, {}); });
+  EXPECT_THROW((void)ctx.rotary_table(std::int64_t{1} << 56, 4, {}), OutOfMemory);
+  EXPECT_EQ(ComputeContext::rotary_table_bytes(5, 6), 5 * 3 * 3 * sizeof(float));
+  EXPECT_EQ(*ctx.rotary_table(2, 4, {}), 1.0F) << "after a refusal";
+}
+
 TEST(OperandChecksTest, ThatPassAllocateNothing) {
   ComputeContext ctx(Device{}, 1);
   const Operands memory({{kF32, {16, 10}}, {kF32, {16}}, {kF32, {2, 16}}});
