@@ -1,5 +1,7 @@
 // Values of arrays in another type.
+#include <bit>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <limits>
 
@@ -19,12 +21,24 @@ double to_double(T value) {
   }
 }
 
+// The float next to `value` towards zero, with its last bit set where that is another number. A
+// type with at least two bits less gets the nearest number from it, as if it were rounded once:
+// Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008.
+float to_odd(double value) {
+  const auto near = static_cast<float>(value);
+  if (!(std::abs(value) <= std::numeric_limits<double>::max())) return near;  // NaN, infinity
+  if (static_cast<double>(near) == value) return near;
+  auto bits = std::bit_cast<std::uint32_t>(near);
+  if (std::abs(static_cast<double>(near)) > std::abs(value)) --bits;
+  return std::bit_cast<float>(bits | 1U);
+}
+
 template <typename T>
 T from_double(double value, std::size_t index) {
   if constexpr (std::is_same_v<T, Bf16>) {
-    return to_bf16(static_cast<float>(value));
+    return to_bf16(to_odd(value));
   } else if constexpr (std::is_same_v<T, F16>) {
-    return to_f16(static_cast<float>(value));
+    return to_f16(to_odd(value));
   } else if constexpr (std::is_floating_point_v<T>) {
     return static_cast<T>(value);
   } else {

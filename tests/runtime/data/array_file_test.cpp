@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <zlib.h>
 
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -183,6 +184,30 @@ TEST(ConvertedTest, ScalesAndRounds) {
   for (const DType dtype : {DType::kBf16, DType::kF16, DType::kF64, DType::kI64, DType::kF32}) {
     EXPECT_EQ(converted(converted(bytes, dtype), DType::kU8).bytes, bytes.bytes) << name_of(dtype);
   }
+}
+
+// Just beyond the middle between two numbers of the type; a float between would be the middle.
+TEST(ConvertedTest, RoundsOnce) {
+  const double small = std::ldexp(1.0, -40);
+  const auto last = [](double value, DType to) {
+    const HostTensor real = tensor_of(DType::kF64, raw<double>({value}), 1);
+    return values<double>(converted(converted(real, to), DType::kF64)).back();
+  };
+  const auto check = [&](DType to, double step, double least) {
+    for (const double sign : {1.0, -1.0}) {
+      EXPECT_EQ(last(sign * (1 + step / 2 + small), to), sign * (1 + step)) << name_of(to);
+      EXPECT_EQ(last(sign * (1 + step / 2 - small), to), sign) << name_of(to);
+      EXPECT_EQ(last(sign * (1 + step / 2), to), sign) << name_of(to) << ": ties to even";
+      EXPECT_EQ(last(sign * (1 + 3 * step / 2 - small), to), sign * (1 + step)) << name_of(to);
+      EXPECT_EQ(last(sign * least * (0.5 + small), to), sign * least) << name_of(to);
+      EXPECT_EQ(last(sign * least * (0.5 - small), to), 0) << name_of(to);
+    }
+  };
+  check(DType::kBf16, std::ldexp(1.0, -7), std::ldexp(1.0, -133));
+  check(DType::kF16, std::ldexp(1.0, -10), std::ldexp(1.0, -24));
+  EXPECT_EQ(last(65519.999999, DType::kF16), 65504);
+  EXPECT_EQ(last(1e300, DType::kBf16), std::numeric_limits<double>::infinity());
+  EXPECT_TRUE(std::isnan(last(std::numeric_limits<double>::quiet_NaN(), DType::kF16)));
 }
 
 TEST(ConvertedTest, RefusesWhatDoesNotFit) {
