@@ -35,12 +35,11 @@ class BatchNormLayer final : public Layer {
   BatchNormLayer(std::int64_t channels, const BatchNormOptions& options)
       : channels_(channels), options_(options) {
     require_positive(channels, "channels");
-    if (!(options.epsilon > 0)) throw_usage("epsilon is {}; legal: above 0", options.epsilon);
+    (void)Shape{channels};  // throws where nothing has as many
+    require_epsilon(options.epsilon);
     if (!(options.momentum >= 0 && options.momentum <= 1)) {
       throw_usage("momentum is {}; legal: 0 to 1", options.momentum);
     }
-    sums_.resize(static_cast<std::size_t>(channels));
-    exchanged_.resize(2 * static_cast<std::size_t>(channels) + 1);
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
@@ -166,9 +165,11 @@ class BatchNormLayer final : public Layer {
     if (synchronised() && call.stage.collective != nullptr) call.stage.collective->sum(exchanged_);
   }
 
-  // Writes each channel's mean and 1 / deviation, and adds to its sums.
+  // Writes each channel's mean and 1 / deviation, and adds to its sums. The first call allocates:
+  // the plan has refused more channels than there is memory for.
   void measure_all(const LayerCall& call) {
-    if (seen_ == 0) std::fill(sums_.begin(), sums_.end(), Sums{});
+    if (seen_ == 0) sums_.assign(static_cast<std::size_t>(channels_), Sums{});
+    exchanged_.resize(first_of(channels_) + 1);
     for_channels(call, [&](const Channel& channel) {
       measure(call.x.as<float>(), channel, &exchanged_[first_of(channel.number)]);
     });

@@ -60,10 +60,10 @@ class LinearLayer final : public Layer {
 
 class LayerNormLayer final : public Layer {
  public:
-  LayerNormLayer(std::int64_t width, double epsilon)
-      : width_(width), epsilon_(static_cast<float>(epsilon)) {
+  LayerNormLayer(std::int64_t width, double epsilon) : width_(width) {
     require_positive(width, "width");
-    if (!(epsilon > 0)) throw_usage("epsilon is {}; legal: greater than 0", epsilon);
+    require_epsilon(epsilon);
+    epsilon_ = static_cast<float>(epsilon);
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
@@ -104,17 +104,17 @@ class LayerNormLayer final : public Layer {
   }
 
   std::int64_t width_;
-  float epsilon_;
+  float epsilon_ = 0;
   Parameter* weight_ = nullptr;
   Parameter* bias_ = nullptr;
 };
 
 class RmsNormLayer final : public Layer {
  public:
-  RmsNormLayer(std::int64_t width, double epsilon)
-      : width_(width), epsilon_(static_cast<float>(epsilon)) {
+  RmsNormLayer(std::int64_t width, double epsilon) : width_(width) {
     require_positive(width, "width");
-    if (!(epsilon > 0)) throw_usage("epsilon is {}; legal: greater than 0", epsilon);
+    require_epsilon(epsilon);
+    epsilon_ = static_cast<float>(epsilon);
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {
@@ -152,7 +152,7 @@ class RmsNormLayer final : public Layer {
   }
 
   std::int64_t width_;
-  float epsilon_;
+  float epsilon_ = 0;
   Parameter* weight_ = nullptr;
 };
 

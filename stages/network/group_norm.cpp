@@ -21,7 +21,7 @@ class GroupNormLayer final : public Layer {
       throw_usage("{} channels in {} groups; legal: groups that divide the channels", channels,
                   groups);
     }
-    if (!(epsilon > 0)) throw_usage("epsilon is {}; legal: greater than 0", epsilon);
+    require_epsilon(epsilon);
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 
 #include <sluice/tensor.hpp>
 
@@ -24,6 +25,14 @@ inline void require_width(const TensorSpec& input, std::int64_t width) {
 
 inline void require_positive(std::int64_t value, const char* what) {
   if (value < 1) throw_usage("{} is {}; legal: at least 1", what, value);
+}
+
+// What is added to a variance: as a float it is neither 0, which makes a constant row NaN, nor
+// infinite.
+inline void require_epsilon(double value) {
+  using Range = std::numeric_limits<float>;
+  if (value >= double{Range::min()} && value <= double{Range::max()}) return;
+  throw_usage("epsilon is {}; legal: from {} to {}", value, Range::min(), Range::max());
 }
 
 // `input` with another last dimension.

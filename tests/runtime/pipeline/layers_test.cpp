@@ -1,12 +1,13 @@
 // Models of layers: every cut and schedule has the bits of one rank, and what does not fit is
 // named.
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <memory>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -16,8 +17,8 @@
 #include <sluice/layers.hpp>
 #include <sluice/pipeline.hpp>
 
-#include "tests/runtime/expect_error.hpp"
 #include "tests/loopback/loopback.hpp"
+#include "tests/runtime/expect_error.hpp"
 #include "tests/runtime/pipeline/scale_layer.hpp"
 #include "tests/runtime/pipeline/training_cases.hpp"
 
@@ -302,7 +303,6 @@ TEST_P(LayersTest, WhatDoesNotFitNamesTheLayerOnAllRanks) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, LayersTest, ::testing::Values(1, 2, 3, 4));
 
-TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
 // Needs whose sum or multiple is more than a std::size_t holds.
 class Greedy : public Layer {
  public:
@@ -335,6 +335,7 @@ TEST(SequentialTest, NeedsThatCannotBeCountedAreRefused) {
   refused({half, half}, "stage 0 describes more state of a micro-batch than 2^64 - 2 bytes");
 }
 
+TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
   const auto refused = [](std::vector<LayerSpec> layers, const std::string& part) {
     expect_error(ErrorCode::kUsage, {part}, [&] { const Sequential model(std::move(layers)); });
   };
@@ -362,6 +363,17 @@ TEST(SequentialTest, NeedsThatCannotBeCountedAreRefused) {
   refused({residual({relu(), cut(), relu()})}, "layer 0 (residual): cut() within another layer");
   refused({residual({relu(), linear(0, 1)})}, "layer 0 (residual): layer 1 (linear): in is 0");
   refused({rms_norm(4, -1)}, "layer 0 (rms_norm): epsilon is -1");
+  for (const double epsilon : {1e-60, 1e300, std::numeric_limits<double>::infinity()}) {
+    const std::string part = fmt::format("): epsilon is {}; legal: from 1.1754944e-38 to", epsilon);
+    refused({layer_norm(4, epsilon)}, "layer 0 (layer_norm" + part);
+    refused({rms_norm(4, epsilon)}, "layer 0 (rms_norm" + part);
+    refused({group_norm(2, 4, epsilon)}, "layer 0 (group_norm" + part);
+    refused({batch_norm2d(4, {.epsilon = epsilon})}, "layer 0 (batch_norm2d" + part);
+  }
+  refused({batch_norm2d(std::numeric_limits<std::int64_t>::max())},
+          "layer 0 (batch_norm2d): a shape of more than 2^60 elements");
+  refused({attention(std::int64_t{1} << 32, 1)},
+          "layer 0 (attention): a width of 4294967296 in 1 heads; legal: at most 715827882 heads");
   refused({group_norm(3, 4)}, "layer 0 (group_norm): 4 channels in 3 groups; legal");
   refused({group_norm(0, 4)}, "layer 0 (group_norm): groups is 0");
   refused({group({})}, "layer 0 (group): group() needs at least one layer");
