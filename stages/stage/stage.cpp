@@ -152,8 +152,10 @@ Partition partition_by_cost(std::span<const double> costs, int stages) {
 Partition parse_partition(std::string_view text, std::span<const double> costs, int stages) {
   require_stages(stages);
   if (costs.size() < 3) {
-    throw Error(ErrorCode::kInternal,
-                fmt::format("{} layer costs; expected embedding, blocks and head", costs.size()));
+    throw Error(ErrorCode::kUsage,
+                fmt::format("a partition of {} layers by their costs; legal: at least 3, of the "
+                            "embedding, each block and the head",
+                            costs.size()));
   }
   const int blocks = static_cast<int>(costs.size()) - 2;
   if (text == "auto") {

@@ -24,8 +24,8 @@ std::size_t size_of(DType dtype) {
     case DType::kI64:
       return 8;
   }
-  throw Error(ErrorCode::kInternal, fmt::format("no element type has number {}; legal: 0 to {}",
-                                                static_cast<int>(dtype), kDTypes - 1));
+  throw Error(ErrorCode::kUsage, fmt::format("no element type has number {}; legal: 0 to {}",
+                                             static_cast<int>(dtype), kDTypes - 1));
 }
 
 const char* name_of(DType dtype) {

@@ -33,8 +33,8 @@ void validate(const TransformerConfig& config, const Partition& partition, int s
                     fmt::join(first, ", ")));
   }
   if (stage < 0 || stage >= partition.stages()) {
-    throw Error(ErrorCode::kInternal,
-                fmt::format("stage {} of a partition into {} stages", stage, partition.stages()));
+    refuse(fmt::format("stage {} of a partition into {} stages; legal: 0 to {}", stage,
+                       partition.stages(), partition.stages() - 1));
   }
 }
 

@@ -225,8 +225,8 @@ struct Partition {
 
 // "auto" (by cost), "even" (equal counts of blocks, the first stages take one more; embedding with
 // the first block, head with the last), or a list of blocks per stage such as "2,3,0,2". `costs`
-// has 1 + blocks + 1 entries: embedding, blocks, head. Throws Error(kUsage) naming what was given
-// and what the counts must add up to.
+// has 1 + blocks + 1 entries: embedding, at least one block, head. Throws Error(kUsage) naming what
+// was given and what the counts must add up to.
 [[nodiscard]] Partition parse_partition(std::string_view text, std::span<const double> costs,
                                         int stages);
 

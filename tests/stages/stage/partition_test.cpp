@@ -128,6 +128,8 @@ TEST(PartitionTest, RefusesNamingTheTextAndWhatWouldBeLegal) {
   EXPECT_THAT(error_of("balanced", costs, 2), HasSubstr("auto, even"));
   EXPECT_THAT(error_of("", costs, 1), HasSubstr("is not a count"));
   EXPECT_THAT(error_of("auto", costs, 0), HasSubstr("0 stages"));
+  EXPECT_THAT(error_of("even", {}, 2), HasSubstr("a partition of 0 layers by their costs; legal"));
+  EXPECT_THAT(error_of("auto", {1.0}, 2), HasSubstr("a partition of 1 layers by their costs"));
   EXPECT_THROW((void)partition_by_cost(std::vector<double>{1}, 2), Error);
 }
 

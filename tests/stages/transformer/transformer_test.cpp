@@ -487,6 +487,20 @@ TEST(TransformerTest, RefusesMicroBatchesLargerThanPrepared) {
   EXPECT_THROW(stage->forward(ctx, ctx.inputs, {&output, 1}), Error);
 }
 
+TEST(TransformerTest, RefusesAStageThatThePartitionDoesNotHave) {
+  const TransformerConfig config;
+  for (const int stage : {-1, 2, 99}) {
+    try {
+      (void)make_transformer_stage(config, Partition{{0, 3, config.layers + 2}}, stage);
+      FAIL() << "no error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kUsage);
+      EXPECT_THAT(error.what(),
+                  ::testing::HasSubstr("of a partition into 2 stages; legal: 0 to 1"));
+    }
+  }
+}
+
 std::string validation_error(const std::function<void(TransformerConfig&)>& change) {
   TransformerConfig config;
   change(config);
