@@ -325,7 +325,7 @@ describe_machine() {
   nvcc --version 2>&1 | tail -n 2 || echo "no nvcc"
   c++ --version 2>&1 | head -n 1
   cmake --version 2>&1 | head -n 1
-  df -h /dev/shm 2>&1 || true # NCCL takes 33 MiB for each communicator over a network
+  df -h /dev/shm 2>&1 || true # NCCL takes 31.5 MiB for each communicator over a network
   git log -1 --format='commit %h %s' 2>/dev/null || true
 }
 export -f describe_machine

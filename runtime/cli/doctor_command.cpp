@@ -338,6 +338,7 @@ int doctor_command(int argc, char** argv) {
         } else {
           examine(options, world);
         }
+        require_stdout();
       });
 }
 

@@ -23,6 +23,7 @@
 #include "runtime/models/model_config.hpp"
 #include "runtime/models/model_tensors.hpp"
 #include "runtime/options/option_table.hpp"
+#include "runtime/options/process.hpp"
 
 namespace sluice {
 namespace {
@@ -147,6 +148,7 @@ int evaluate_command(int argc, char** argv) {
         with_newest_save(options.weights, world, [&](const std::filesystem::path& save) {
           evaluate(save, options, world);
         });
+        require_stdout();
       });
 }
 

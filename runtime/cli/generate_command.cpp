@@ -28,6 +28,7 @@
 #include "runtime/models/model_config.hpp"
 #include "runtime/models/model_tensors.hpp"
 #include "runtime/options/option_table.hpp"
+#include "runtime/options/process.hpp"
 #include "runtime/pipeline/pipeline_access.hpp"
 #include "runtime/tokens/token_decoder.hpp"
 
@@ -340,6 +341,7 @@ int generate_command(int argc, char** argv) {
         with_newest_save(options.weights, world, [&](const std::filesystem::path& save) {
           generate_text(save, options, world);
         });
+        require_stdout();
       });
 }
 

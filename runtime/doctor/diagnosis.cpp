@@ -16,8 +16,9 @@ namespace sluice {
 namespace {
 
 constexpr std::int64_t kSharedMemoryPerRank = std::int64_t{16} << 20;
-// Of a GPU whose NCCL goes over a network: 33 MiB for each of five communicators (comm/README.md).
-constexpr std::int64_t kSharedMemoryOfNccl = std::int64_t{165} << 20;
+// Of a GPU whose NCCL goes over a network: 31.5 MiB for each of five communicators
+// (comm/README.md).
+constexpr std::int64_t kSharedMemoryOfNccl = std::int64_t{158} << 20;
 
 using Ranks = std::vector<RankFacts>;
 

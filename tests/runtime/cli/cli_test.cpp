@@ -161,12 +161,6 @@ TEST_F(TrainedTest, WritesWeightsThatDigestAndGenerateRead) {
   const Outcome digest = sluice("digest run");
   EXPECT_EQ(digest.code, 0) << digest.err;
   EXPECT_EQ(lines_with(digest.out, "  total"), 1);
-  for (const char* command : {"digest run", "inspect run"}) {
-    const Outcome full =
-        shell("sh -c '" SLUICE_PROGRAM " " + std::string(command) + " > /dev/full'");
-    EXPECT_EQ(full.code, 4) << full.err;
-    EXPECT_THAT(full.err, HasSubstr("cannot write to standard output"));
-  }
   EXPECT_EQ(lines_with(digest.out, "  blocks.0.norm1.weight"), 1);
 
   const std::string arguments = "generate --weights run --prompt abc --tokens 20 --seed 5";
@@ -177,6 +171,31 @@ TEST_F(TrainedTest, WritesWeightsThatDigestAndGenerateRead) {
   const Outcome three = mpirun(3, SLUICE_PROGRAM, arguments);
   EXPECT_EQ(three.code, 0) << three.err;
   EXPECT_EQ(three.out, alone.out);
+}
+
+TEST_F(TrainedTest, ACommandWhoseOutputIsLostFails) {
+  for (const std::string& command :
+       {std::string("schedule"), std::string("digest run"), std::string("inspect run"),
+        std::string("doctor"), std::string("generate --weights run --tokens 5"),
+        std::string("evaluate --weights run"), small("--dry-run")}) {
+    const Outcome full = shell("sh -c '" SLUICE_PROGRAM " " + command + " > /dev/full'");
+    EXPECT_EQ(full.code, 4) << command << ": " << full.err;
+    EXPECT_EQ(lines_with(full.err, "sluice: error: cannot write to standard output"), 1) << command;
+  }
+  // A training has its saves.
+  const Outcome trained = shell("sh -c '" SLUICE_PROGRAM " " + small("--save b") + " > /dev/full'");
+  EXPECT_EQ(trained.code, 0) << trained.err;
+  EXPECT_EQ(sluice("digest b").out, sluice("digest run").out);
+}
+
+TEST_F(TrainedTest, ATimelineReplacesNoSave) {
+  const std::string before = sluice("digest run").out;
+  for (const char* file : {"model.safetensors", "state.json"}) {
+    expect_refusal(sluice(small("--trace run/step-00000002/" + std::string(file))), 4,
+                   "holds something else than a timeline");
+  }
+  EXPECT_EQ(sluice("digest run").out, before);
+  for (int time = 0; time < 2; ++time) EXPECT_EQ(sluice(small("--trace t.json")).code, 0);
 }
 
 TEST_F(TrainedTest, GenerateTakesAndGivesTokenNumbers) {
@@ -464,14 +483,6 @@ TEST_F(CliTest, WithoutACommandListsThem) {
   }
   EXPECT_EQ(sluice("--help").code, 0);
   EXPECT_THAT(sluice("--version").out, StartsWith("sluice "));
-}
-
-TEST_F(CliTest, OutputThatCannotBeWrittenIsAnError) {
-  for (const std::string command : {"schedule", "doctor"}) {
-    const Outcome outcome = shell("sh -c '" SLUICE_PROGRAM " " + command + " > /dev/full'");
-    EXPECT_EQ(outcome.code, 4) << command;
-    EXPECT_EQ(lines_with(outcome.err, "sluice: error: "), 1) << outcome.err;
-  }
 }
 
 TEST_F(CliTest, DoctorWorksAlone) {

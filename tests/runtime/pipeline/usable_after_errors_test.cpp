@@ -189,6 +189,12 @@ std::vector<Layout> layouts_of(int ranks) {
   return all;
 }
 
+StageFactory stages_of(const TransformerConfig& model) {
+  return [model](int stage, int stages) {
+    return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
+  };
+}
+
 class UsableTest : public ::testing::TestWithParam<int> {};
 
 TEST_P(UsableTest, AStepThatIsNotFiniteChangesNothing) {
@@ -222,9 +228,7 @@ TEST_P(UsableTest, ARefusedEvaluationChangesNothing) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const TransformerConfig model = small_model();
     const auto source = synthetic_tokens(model);
-    const StageFactory factory = [&](int stage, int stages) {
-      return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
-    };
+    const StageFactory factory = stages_of(model);
     Pipeline one(comm, options_of({.pipeline = GetParam()}), factory, *source);
     Pipeline two(comm, options_of({.pipeline = GetParam()}), factory, *source);
     for (int step = 0; step < 2; ++step) {
@@ -248,9 +252,7 @@ TEST_P(UsableTest, ARefusedInferenceChangesNothing) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const TransformerConfig model = small_model();
     const auto source = synthetic_tokens(model);
-    const StageFactory factory = [&](int stage, int stages) {
-      return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
-    };
+    const StageFactory factory = stages_of(model);
     PipelineOptions options = options_of({.pipeline = GetParam()});
     options.order.schedule = "forward-only";
     options.shape.micro_batches = 1;
@@ -344,9 +346,7 @@ TEST_P(UsableTest, ALearningRateCountsFromTheNextStepOn) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const TransformerConfig model = small_model();
     const auto source = synthetic_tokens(model);
-    const StageFactory factory = [&](int stage, int stages) {
-      return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
-    };
+    const StageFactory factory = stages_of(model);
     PipelineOptions options = options_of({.pipeline = GetParam()});
     const LearningRate planned = options.training.learning_rate;
     Pipeline reference(comm, options, factory, *source);
@@ -373,9 +373,7 @@ TEST_P(UsableTest, ALearningRateThatGrowsTooFarIsRefusedBeforeItsStep) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const TransformerConfig model = small_model();
     const auto source = synthetic_tokens(model);
-    const StageFactory factory = [&](int stage, int stages) {
-      return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
-    };
+    const StageFactory factory = stages_of(model);
     Pipeline pipeline(comm, options_of({.pipeline = GetParam()}), factory, *source);
     pipeline.set_learning_rate(
         {.peak = 1e-3, .decay = LearningRate::Decay::kStep, .factor = 1e300, .every = 1});
@@ -393,9 +391,7 @@ TEST_P(UsableTest, DifferentLearningRatesChangeNothing) {
     if (comm.size() == 1) return;
     const TransformerConfig model = small_model();
     const auto source = synthetic_tokens(model);
-    const StageFactory factory = [&](int stage, int stages) {
-      return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
-    };
+    const StageFactory factory = stages_of(model);
     Pipeline reference(comm, options_of({.pipeline = GetParam()}), factory, *source);
     Pipeline pipeline(comm, options_of({.pipeline = GetParam()}), factory, *source);
     reference.set_learning_rate(0.25);
@@ -424,9 +420,7 @@ TEST_P(UsableTest, DifferentNumbersOfStepsChangeNothing) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const TransformerConfig model = small_model();
     const auto source = synthetic_tokens(model);
-    const StageFactory factory = [&](int stage, int stages) {
-      return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
-    };
+    const StageFactory factory = stages_of(model);
     std::vector<Layout> layouts = {{.pipeline = GetParam()}};
     if (GetParam() > 1) layouts.push_back({.pipeline = 1, .replicas = GetParam()});
     for (const Layout& layout : layouts) {
@@ -455,9 +449,7 @@ TEST_P(UsableTest, RanksExchangeFlagsInEachStep) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const TransformerConfig model = small_model();
     const auto source = synthetic_tokens(model);
-    const StageFactory factory = [&](int stage, int stages) {
-      return make_transformer_stage(model, partition_by_cost(layer_costs(model), stages), stage);
-    };
+    const StageFactory factory = stages_of(model);
     Pipeline pipeline(comm, options_of({.pipeline = GetParam()}), factory, *source);
     EXPECT_EQ(PipelineAccess::step_flags(pipeline), 0U);
     pipeline.train_step();
