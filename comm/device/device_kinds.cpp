@@ -24,7 +24,7 @@ std::byte* allocate_cpu(std::size_t bytes) {
   constexpr std::size_t kHugePage = std::size_t{2} << 20;
   const std::size_t alignment = bytes >= 2 * kHugePage ? kHugePage : kBufferAlignment;
   const std::size_t rounded = round_up(bytes, alignment);
-  if (rounded < bytes) return nullptr;  // wrapped around
+  if (rounded % alignment != 0) return nullptr;  // the largest number: round_up()
   void* data = std::aligned_alloc(alignment, rounded);
 #ifdef __linux__
   if (data != nullptr && alignment == kHugePage) {
