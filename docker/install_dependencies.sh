@@ -2,7 +2,7 @@
 # The one list of packages Sluice needs, installed through apt on Debian 12, Debian 13 and Ubuntu
 # 24.04; for train.sh, test.sh, .ci/run and the images.
 #
-#   docker/install_dependencies.sh [GROUP...]      groups: build data test hosts check runtime
+#   docker/install_dependencies.sh [GROUP...]      groups: build data test hosts check runtime bare
 #                                                images torch; none: the first five
 #
 # Installs only what dpkg does not know as installed: with nothing missing it never calls apt, so it
@@ -28,16 +28,18 @@ packages_of() {
     hosts) echo iproute2 openssh-client openssh-server procps slurm-wlm munge ;;
     # What an image has beside the program and its libraries: mpirun, and SSH between hosts.
     runtime) echo openmpi-bin openssh-client openssh-server libnss-wrapper ;;
+    # A bare Debian to try things in: tests/bare_root.sh.
+    bare) echo debootstrap ;;
     # Images without a container engine: docker/test.sh.
-    images) echo buildah debootstrap ca-certificates ;;
+    images) echo buildah ca-certificates ;;
     # LibTorch, for <sluice/torch.hpp>: 470 MB, which no other part of Sluice needs.
     torch) echo libtorch-dev ;;
-    # Formatting and static checks: the sources are formatted with version 14; clang-tidy knows
+    # What .ci/run needs. Formatting and static checks: the sources are formatted with version 14; clang-tidy knows
     # std::source_location from 15 on, and wants an omp.h of its own version; clang for fuzzing.
     check) if [[ $system == debian-12 ]]; then
-      echo git python3 clang-format-14 clang-tidy-16 libomp-16-dev clang-16 libclang-rt-16-dev
+      echo git python3 xz-utils clang-format-14 clang-tidy-16 libomp-16-dev clang-16 libclang-rt-16-dev
     else
-      echo git python3 clang-format clang-tidy libomp-dev clang libclang-rt-dev
+      echo git python3 xz-utils clang-format clang-tidy libomp-dev clang libclang-rt-dev
     fi ;;
     *) return 1 ;;
   esac
@@ -88,7 +90,7 @@ missing=()
 for group in "$@"; do
   if ! list=$(packages_of "$group"); then
     echo "install_dependencies: unknown group '$group'; legal are build, data, test, hosts, check, runtime," \
-      "images and torch" >&2
+      "bare, images and torch" >&2
     exit 2
   fi
   for package in $list; do

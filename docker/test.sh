@@ -5,7 +5,7 @@
 #   docker/test.sh [--suite bookworm|trixie] [--keep] [--cold] [--cuda]
 #
 # Needs root and the package sources of this machine, and installs what is missing: buildah,
-# debootstrap, and what tests/hosts needs. Stands on a base made by debootstrap. --keep leaves the
+# debootstrap, and what tests/hosts needs. Stands on the Debian of tests/bare_root.sh. --keep leaves the
 # images; otherwise only that base stays, for the next run. --cold uses nothing that stayed, and compiles
 # everything for each of the two builds that are compared. --cuda builds the image for GPUs instead, on a
 # base that has this machine's toolkit, and starts it: it says that there is no GPU.
@@ -60,26 +60,12 @@ step() {
 
 # The system alone, with the package sources of this machine.
 make_base() {
-  local container root=$work/base
+  local container root
   if buildah inspect --type image "$base" >/dev/null 2>&1; then return; fi
-  apt-get update -qq
-  # shellcheck disable=SC2046
-  debootstrap --variant=minbase "$suite" "$root" $(mirror) >"$work/debootstrap.log"
-  apt-config dump | grep '^Acquire::' >"$root/etc/apt/apt.conf.d/99machine" || true
-  if [[ $suite == "$(. /etc/os-release && echo "$VERSION_CODENAME")" && -f /etc/apt/sources.list.d/debian.sources ]]; then
-    cp /etc/apt/sources.list.d/debian.sources "$root/etc/apt/sources.list.d/"
-    : >"$root/etc/apt/sources.list"
-  fi
-  rm -rf "$root"/var/cache/apt/* "$root"/var/lib/apt/lists/* "$root"/var/log/* "$root"/dev/*
+  root=$(tests/bare_root.sh --suite "$suite")
   container=$(buildah from scratch)
   buildah add -q "$container" "$root" / >/dev/null
   buildah commit -q --rm --format docker --timestamp 0 "$container" "$base" >/dev/null
-  rm -rf --one-file-system "$root"
-}
-
-# Where this machine gets Debian's packages; empty: where debootstrap does by itself.
-mirror() {
-  apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 2>/dev/null | grep -m 1 '/debian/*$' || true
 }
 
 # mounted NAME: the path of an image's files, in `root`.
@@ -146,7 +132,10 @@ forget() {
 }
 
 step "Base"
-if $cold; then buildah rmi --force "$base" >/dev/null 2>&1 || true; fi
+if $cold; then
+  buildah rmi --force "$base" >/dev/null 2>&1 || true
+  rm -rf --one-file-system "/var/cache/sluice-bare-$suite"
+fi
 forget
 make_base
 
