@@ -3,7 +3,8 @@
 #
 #   ./test.sh [options passed on to ctest]         e.g. ./test.sh -R schedules
 #
-# Ends with ctest's own summary and its exit code.
+# Ends with ctest's own summary and its exit code. SLUICE_TEST_TARGET in the environment names one
+# target to build in place of everything.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -26,5 +27,5 @@ fi
 if "$python" -c 'import numpy, safetensors' 2>/dev/null; then export SLUICE_TEST_PYTHON=$python; fi
 
 cmake --preset release -DSLUICE_BUILD_TESTS=ON -DSLUICE_BUILD_EXAMPLES=ON
-cmake --build --preset release
+cmake --build --preset release ${SLUICE_TEST_TARGET:+--target "$SLUICE_TEST_TARGET"}
 exec ctest --test-dir build/release --output-on-failure --parallel "$(nproc)" "$@"
