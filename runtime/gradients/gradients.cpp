@@ -246,8 +246,9 @@ void GradientSync::pack_record() {
   record_[4] = options_.training.learning_rate.at(step_);
 }
 
-// On rank 0. Losses are added in order of replica and micro-batch, squares in order of stage and
-// parameter: neither order depends on the placement.
+// On rank 0. Losses are added in order of batch, replica and micro-batch, whatever the number of
+// the step's batches, squares in order of stage and parameter: neither order depends on the
+// placement.
 void GradientSync::reduce_records() {
   const auto record = [&](int replica, int rank) {
     return &records_[at(layout_.place.topology.rank_of(replica, rank)) * record_.size()];
@@ -258,12 +259,14 @@ void GradientSync::reduce_records() {
     totals_.first_nonfinite_index = index;
     totals_.nonfinite_is_loss = is_loss;
   };
+  totals_.loss_sum = earlier_.loss_sum;
+  totals_.targets = earlier_.targets;
   for (int r = 0; r < layout_.place.topology.replicas; ++r) {
     for (int m = 0; m < micro_batches_; ++m) {
       const double sum = record(r, layout_.plans.last_rank())[loss_offset_ + 2 * at(m)];
       check(sum, r * micro_batches_ + m, 1);
       totals_.loss_sum += sum;
-      totals_.batch_targets += record(r, layout_.plans.last_rank())[loss_offset_ + 2 * at(m) + 1];
+      totals_.targets += record(r, layout_.plans.last_rank())[loss_offset_ + 2 * at(m) + 1];
     }
   }
   double squares = 0;
@@ -350,8 +353,8 @@ void GradientSync::scale_gradients(double factor) {
 }
 
 void GradientSync::check_means() {
-  if (totals_.finite == 0 || earlier_.targets <= 0) return;
-  const bool loss = std::isfinite(totals_.loss) && std::isfinite(earlier_.targets);
+  if (totals_.finite == 0 || totals_.targets <= 0) return;
+  const bool loss = std::isfinite(totals_.loss) && std::isfinite(totals_.targets);
   if (loss && std::isfinite(totals_.grad_norm) && std::isfinite(static_cast<float>(factor_)))
     return;
   totals_.finite = 0;
@@ -362,17 +365,16 @@ void GradientSync::check_means() {
 // by divisor/targets. That is 1 for a single batch.
 void GradientSync::optimizer() {
   exchange();
-  const double divisor = this->divisor(totals_.batch_targets);
-  earlier_.loss_sum += totals_.loss_sum;
-  earlier_.targets += totals_.batch_targets;
+  const double divisor = this->divisor(totals_.targets);
+  earlier_.loss_sum = totals_.loss_sum;
+  earlier_.targets = totals_.targets;
   earlier_.window_seconds += totals_.window_seconds;
   earlier_.busy_seconds += totals_.busy_seconds;
   earlier_.divisor = divisor;
-  totals_.loss = earlier_.loss_sum / earlier_.targets;
-  totals_.targets = earlier_.targets;
+  totals_.loss = totals_.loss_sum / totals_.targets;
   totals_.window_seconds = earlier_.window_seconds;
   totals_.busy_seconds = earlier_.busy_seconds;
-  factor_ = earlier_.targets > 0 ? divisor / earlier_.targets : 1;
+  factor_ = totals_.targets > 0 ? divisor / totals_.targets : 1;
   totals_.grad_norm *= factor_;
   check_means();
   if (refused()) return;

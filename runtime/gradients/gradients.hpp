@@ -34,8 +34,7 @@ enum class BatchEnd {
 
 // The results of a step so far, the same on every rank.
 struct StepTotals {
-  double loss = 0, targets = 0, grad_norm = 0;  // of all the step's batches
-  double loss_sum = 0, batch_targets = 0;       // of the last batch
+  double loss = 0, loss_sum = 0, targets = 0, grad_norm = 0;  // of all the step's batches
   double window_seconds = 0;          // longest time from step start to the norm, over all ranks
   double busy_seconds = 0;            // summed over all ranks
   double finite = 1;                  // 0: some loss or gradient is not; nothing was updated
