@@ -14,7 +14,7 @@ import unittest
 
 ROOT = pathlib.Path(sys.argv.pop(1) if len(sys.argv) > 1 else pathlib.Path(__file__).parents[2]).resolve()
 DOCKER = ROOT / "docker"
-TOOLS = ("bash", "awk", "cat", "chmod", "cp", "dirname", "env", "find", "getent", "git", "grep", "head", "id", "mkdir",
+TOOLS = ("bash", "awk", "cat", "chmod", "cp", "dirname", "env", "find", "getent", "grep", "head", "id", "mkdir",
          "printenv", "rm", "sed", "stat", "tr")
 
 

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import unittest
 
-SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "gpu_check.sh"
+TESTS = pathlib.Path(__file__).resolve().parents[1]
 OPERATORS, GRADIENTS = "tests/stages/stages_cuda_double_test", "tests/stages/stages_cuda_golden_test"
 BENCHMARK = "tests/benchmarks/gpu_benchmark"
 PROGRAMS = ("sluice", "sluice-job", OPERATORS, GRADIENTS, BENCHMARK)
@@ -31,6 +31,10 @@ class GpuCheckTest(unittest.TestCase):
         temporary = tempfile.TemporaryDirectory()
         self.addCleanup(temporary.cleanup)
         self.folder = pathlib.Path(temporary.name)
+        # A tree without what runs leave in this one, such as data/kjv.txt.
+        self.tree = self.folder / "tree"
+        self.tree.mkdir()
+        (self.tree / "tests").symlink_to(TESTS)
         self.build = self.folder / "build"
         for program in PROGRAMS:
             self.write(self.build / program, "")
@@ -52,7 +56,7 @@ class GpuCheckTest(unittest.TestCase):
         for name, value in {"TREE": self.build, "STATE": self.folder / "state", "REPORT": self.folder / "report",
                             "SECONDS": 500, **settings}.items():
             environment[f"SLUICE_GPU_{name}"] = str(value)
-        ran = subprocess.run([str(SCRIPT), *map(str, words)], env=environment, stdout=subprocess.PIPE,
+        ran = subprocess.run([str(self.tree / "tests/gpu_check.sh"), *map(str, words)], env=environment, stdout=subprocess.PIPE,
                              stderr=subprocess.STDOUT, text=True, check=False)
         return ran.returncode, ran.stdout
 
@@ -120,7 +124,7 @@ class GpuCheckTest(unittest.TestCase):
         code, output = self.run_script("check", BUILD=self.build)
         self.assertEqual(code, 1, output)
         self.assertEqual(self.records()["nccl-2"]["result"], "failed: exit code 1")
-        self.assertIn(f"numbers in {SCRIPT.parent}/stages/transformer/golden.json", self.log())
+        self.assertIn(f"numbers in {self.tree}/tests/stages/transformer/golden.json", self.log())
         self.assertIn("temperature.gpu,clocks_throttle_reasons.active", self.log())
 
     def test_a_failure_hides_no_later_row(self):

@@ -250,7 +250,7 @@ struct Sample {
 
 class ScheduleFilesTest : public ::testing::TestWithParam<Sample> {};
 
-TEST_P(ScheduleFilesTest, TrainFromOursLikeAGenerator) {
+TEST_P(ScheduleFilesTest, TrainLikeAGenerator) {
   train_from_file(std::string(SLUICE_SCHEDULE_SAMPLES "/") + GetParam().file, GetParam().exact);
 }
 
@@ -258,29 +258,12 @@ INSTANTIATE_TEST_SUITE_P(All, ScheduleFilesTest,
                          ::testing::Values(Sample{"v_split.json"}, Sample{"overlapped_v.csv"},
                                            Sample{"every_message_cell.csv"},
                                            Sample{"older_alphabet.csv"},
-                                           Sample{"descending.csv", false}),
+                                           Sample{"descending.csv", false},
+                                           Sample{"pytorch_2_15/interleaved_zero_bubble.csv"},
+                                           Sample{"pytorch_2_15/zbv.csv"},
+                                           Sample{"pytorch_2_15/dualpipev.csv"}),
                          [](const auto& instance) {
-                           const std::string name(instance.param.file);
-                           return name.substr(0, name.find('.'));
-                         });
-
-class PytorchFilesTest : public ::testing::TestWithParam<const char*> {};
-
-TEST_P(PytorchFilesTest, TrainsToTheBitsOfOneRank) {
-  const char* const named = std::getenv("SLUICE_PYTORCH_SCHEDULES");
-  const std::string folder = named != nullptr ? named : SLUICE_PYTORCH_SCHEDULES;
-  const std::string path = folder + "/" + GetParam();
-  if (!std::filesystem::exists(path)) GTEST_SKIP() << "no " << GetParam() << " in " << folder;
-  train_from_file(path, true);
-}
-
-INSTANTIATE_TEST_SUITE_P(All, PytorchFilesTest,
-                         ::testing::Values("zb1p_2rank_2stagep_compute.csv",
-                                           "zb1p_2rank_2stagep_comms.csv",
-                                           "dualpipev_4rank_10mb.csv"),
-                         [](const auto& instance) {
-                           const std::string name(instance.param);
-                           return name.substr(0, name.find('.'));
+                           return std::filesystem::path(instance.param.file).stem().string();
                          });
 
 class ReplicasTest : public ::testing::TestWithParam<int> {};

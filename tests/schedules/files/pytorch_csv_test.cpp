@@ -1,7 +1,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <string>
 
 #include <sluice/draw.hpp>
@@ -233,40 +232,6 @@ TEST(PytorchCsvTest, WritesNothingPytorchHasNoNameFor) {
               }),
               HasSubstr("0OPTIMIZER"));
 }
-
-// The files PyTorch ships as test data, where this machine has them: SLUICE_PYTORCH_SCHEDULES in
-// the environment, or the CMake variable of that name, names their folder.
-class PytorchFilesTest : public ::testing::TestWithParam<const char*> {
- protected:
-  static std::string folder() {
-    const char* const named = std::getenv("SLUICE_PYTORCH_SCHEDULES");
-    return named != nullptr ? named : SLUICE_PYTORCH_SCHEDULES;
-  }
-  void SetUp() override {
-    text_ = testing::contents(folder() + "/" + GetParam());
-    if (text_.empty()) GTEST_SKIP() << "no " << GetParam() << " in " << folder();
-  }
-  std::string text_;
-};
-
-TEST_P(PytorchFilesTest, LoadsChecksPlansAndVerifies) {
-  const PytorchCsv csv = parse_pytorch_csv(text_, GetParam());
-  const bool comms = std::string(GetParam()).find("comms") != std::string::npos;
-  EXPECT_EQ(csv.alphabet, comms ? CsvAlphabet::kNoWaits : CsvAlphabet::kCurrent);
-  EXPECT_EQ(csv.messages > 0, std::string(GetParam()).find("comms") != std::string::npos);
-  EXPECT_EQ(complaint_about(csv.schedule), "");
-  EXPECT_TRUE(same_steps(parsed(to_pytorch_csv(csv.schedule)).schedule, csv.schedule));
-  EXPECT_TRUE(is_exact(csv.schedule));
-}
-
-INSTANTIATE_TEST_SUITE_P(All, PytorchFilesTest,
-                         ::testing::Values("zb1p_2rank_2stagep_compute.csv",
-                                           "zb1p_2rank_2stagep_comms.csv",
-                                           "dualpipev_4rank_10mb.csv"),
-                         [](const auto& instance) {
-                           const std::string name(instance.param);
-                           return name.substr(0, name.find('.'));
-                         });
 
 }  // namespace
 }  // namespace sluice
