@@ -142,8 +142,9 @@ start_sshd() {
 leave() {
   trap '' TERM INT
   kill $! || true
-  pkill -USR1 -u "$(id -u)" -x sluice || true
-  while pgrep -u "$(id -u)" -x sshd >/dev/null; do sleep 0.2; done
+  pkill -USR1 -u "$(id -u)" -x sluice-job || true # what the program's training is called
+  # A connection is served by `sshd`, from OpenSSH 10 on by `sshd-session`.
+  while pgrep -u "$(id -u)" -x 'sshd(-session)?' >/dev/null; do sleep 0.2; done
   exit 0
 }
 

@@ -196,6 +196,9 @@ class Containers:
         wait_for(lambda: job.poll() is not None or len(metrics_so_far(self.folder / "leaves.jsonl")) > 5,
                  "no step is done", 60)
         self.hosts.in_host(2, "pkill", "-TERM", "-f", "sluice-entrypoint sshd")
+        node = self.hosts.processes["sshd2"]
+        wait_for(lambda: node.poll() is not None or job.poll() is not None, "neither the job nor the node ends", 60)
+        self.hosts.in_host(2, "pkill", "-KILL", "-x", "sluice-job")  # as a container ends with its first process
         output = job.communicate(timeout=60)[0].decode()
         require(job.returncode == STOPPED, f"exit {job.returncode} instead of {STOPPED}\n{output}")
         self.says("sluice", "verify", "leaves")
