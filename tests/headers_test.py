@@ -3,8 +3,8 @@
 
     tests/headers_test.py ROOT CXX [FLAG...]
 
-CXX and, where it is installed, clang compile one source that includes every public header by -I, not -isystem.
-FLAGs name what the headers include of others. First a header that is wrong has to be refused.
+CXX and, where one is installed that knows std::source_location (from 15 on), clang compile one source that includes
+every public header by -I, not -isystem. FLAGs name what the headers include of others. First a header that is wrong has to be refused.
 """
 
 import pathlib
@@ -15,6 +15,7 @@ import tempfile
 
 WARNINGS = "-Wall -Wextra -Wconversion -Wshadow -Werror".split()
 WRONG = "inline int narrow(long value) { return value; }\n"  # -Wconversion
+NEEDED = "#include <source_location>\nstd::source_location here;\n"
 
 
 def compile_all(compiler, source, folders, flags):
@@ -26,10 +27,11 @@ def compile_all(compiler, source, folders, flags):
 def main():
     root, compilers, flags = pathlib.Path(sys.argv[1]), [sys.argv[2]], sys.argv[3:]
     clang = shutil.which("clang++-16") or shutil.which("clang++")
-    if clang:
+    if clang and subprocess.run([clang, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"], input=NEEDED, text=True,
+                                capture_output=True).returncode == 0:
         compilers.append(clang)
     else:
-        print("clang is not installed: the headers were compiled by one compiler")
+        print("no clang with std::source_location is installed: the headers were compiled by one compiler")
     folders = sorted(root.glob("*/include"))
     headers = sorted(header.relative_to(folder) for folder in folders for header in folder.glob("sluice/*.hpp")
                      if header.name != "torch.hpp")  # needs LibTorch
