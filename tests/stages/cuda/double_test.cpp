@@ -71,8 +71,9 @@ TEST_F(CudaDoubleTest, ProductsOfALayer) {
   }
 }
 
-// The end of a branch, with a stream of either type: rounded once. Biases are bf16's numbers: a
-// bf16 sum takes them so.
+// The end of a branch, with a stream of either type. A bf16 sum is rounded once; where rows are no
+// whole packs of 8 numbers, cuBLASLt 13.1 on an H200 was seen to round more than once. Biases are
+// bf16's numbers: a bf16 sum takes them so.
 TEST_F(CudaDoubleTest, ProductsThatAddToTheResidual) {
   std::vector<std::array<std::int64_t, 3>> shapes = {{37, 29, 53}, {5, 1, 3}, {130, 65, 33}};
   if (real_shapes()) shapes.insert(shapes.end(), {{256, 768, 768}, {256, 3072, 768}});
@@ -95,7 +96,8 @@ TEST_F(CudaDoubleTest, ProductsThatAddToTheResidual) {
         linear_residual_forward(gpu(), gx.tensor(), gw.tensor(),
                                 has_bias ? gbias.tensor() : Tensor{}, gresidual.tensor(),
                                 gy.tensor());
-        expect_within(gy, y, stream == DType::kBf16 ? 0x1.01p-8 : 4e-6, "y");
+        const double rounded = in % 8 == 0 && out % 8 == 0 ? 0x1.01p-8 : 0x1.01p-7;
+        expect_within(gy, y, stream == DType::kBf16 ? rounded : 4e-6, "y");
         expect_equal(gresidual, before, "the residual");
       }
     }
