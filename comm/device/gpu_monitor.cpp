@@ -10,7 +10,7 @@ namespace {
 
 // The C interface of NVML, by NVIDIA's "NVML API Reference Guide". It is stable: names with _v2 are
 // the current ones, and structures that grow get new names.
-using Device = void*;
+using NvmlDevice = void*;
 struct Memory {
   unsigned long long total, free, used;
 };
@@ -33,16 +33,16 @@ constexpr std::array<Reason, 5> kReasons = {{{0x04, "power limit"},
 struct GpuMonitor::Nvml {
   void* library = nullptr;
   bool is_open = false;
-  Device device = nullptr;
+  NvmlDevice device = nullptr;
   int (*init)() = nullptr;
   int (*shutdown)() = nullptr;
-  int (*find)(const char*, Device*) = nullptr;
-  int (*power)(Device, unsigned*) = nullptr;
-  int (*power_limit)(Device, unsigned*) = nullptr;
-  int (*clock)(Device, int, unsigned*) = nullptr;
-  int (*temperature)(Device, int, unsigned*) = nullptr;
-  int (*memory)(Device, Memory*) = nullptr;
-  int (*reasons)(Device, unsigned long long*) = nullptr;
+  int (*find)(const char*, NvmlDevice*) = nullptr;
+  int (*power)(NvmlDevice, unsigned*) = nullptr;
+  int (*power_limit)(NvmlDevice, unsigned*) = nullptr;
+  int (*clock)(NvmlDevice, int, unsigned*) = nullptr;
+  int (*temperature)(NvmlDevice, int, unsigned*) = nullptr;
+  int (*memory)(NvmlDevice, Memory*) = nullptr;
+  int (*reasons)(NvmlDevice, unsigned long long*) = nullptr;
 
   Nvml() = default;
   Nvml(const Nvml&) = delete;

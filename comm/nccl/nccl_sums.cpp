@@ -21,7 +21,7 @@ constexpr std::size_t kShardMultiple = 32;
 // H100's multiprocessors; by default NCCL takes up to 32. A small GPU gives a quarter of its
 // multiprocessors. NCCL_MAX_CTAS in the environment overrides the number. Not measured.
 constexpr int kMostSumBlocks = 16;
-constexpr int kPartsOfGpu = 4;
+constexpr int kPartsForSums = 4;
 
 }  // namespace
 
@@ -34,7 +34,7 @@ NcclSums::NcclSums(NcclQueue& queue, Collectives& replicas, const DeviceMemory& 
       method_(method) {
   if (size_ == 1) return;
   const Device device = memory.device();
-  const int blocks = blocks_within(device, kPartsOfGpu, 1, kMostSumBlocks);
+  const int blocks = blocks_within(device, kPartsForSums, 1, kMostSumBlocks);
   nccl_stream_ =
       queue_.add(std::make_unique<NcclCommunicator>(replicas, device, label, interrupt, blocks));
   std::vector<std::size_t> first = {kShardMultiple * at(size_)};

@@ -25,7 +25,7 @@ constexpr std::size_t kProbeBytes = 1024;
 constexpr int kMostMessageBlocks = 8;
 // All communicators of a rank have this part of its multiprocessors: a small GPU, or a rank with
 // many edges, takes fewer blocks for each. Else the kernels that others wait for may find no room.
-constexpr int kPartsOfGpu = 2;
+constexpr int kPartsForMessages = 2;
 
 // Pairs with an even lower rank come first: in a pipeline these pairs share no rank and connect
 // concurrently. Within a pair the edge from the lower rank comes first.
@@ -96,8 +96,8 @@ NcclTransport::NcclTransport(NcclQueue& queue, Collectives& bootstrap, const Dev
     auto group = bootstrap.communicator().split(joins ? mine->first : others, rank_);
     if (joins) pairs.emplace_back(*mine, std::move(group));
   }
-  const int blocks =
-      blocks_within(memory.device(), kPartsOfGpu, communicators(order, rank_), kMostMessageBlocks);
+  const int blocks = blocks_within(memory.device(), kPartsForMessages, communicators(order, rank_),
+                                   kMostMessageBlocks);
   const NcclLabel named = {label.group, label.rank < 0 ? rank_ : label.rank};
   for (const auto& [pair, group] : pairs) {
     Collectives both(*group, 0, interrupt);

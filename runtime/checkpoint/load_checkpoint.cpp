@@ -33,8 +33,6 @@ namespace sluice {
 namespace {
 
 namespace fs = std::filesystem;
-using Json = nlohmann::json;
-
 // The model's parameters are exactly those that were saved, with these sizes. One host's directory
 // may lack those of other hosts' ranks; require_tensors() finds what this rank lacks.
 void require_fitting(const SavedTensors& saved, const JobLayout& layout, const fs::path& path) {
@@ -150,10 +148,11 @@ Found find_saves(Collectives& world, const fs::path& path, bool resumable) {
     found.broken = selection.broken;
     found.one_step = selection.one_step;
     found.of_0_1 = selection.of_0_1;
-    const std::vector<std::uint8_t> bytes = Json::to_cbor(found);  // paths may not be UTF-8
+    const std::vector<std::uint8_t> bytes =
+        nlohmann::json::to_cbor(found);  // paths may not be UTF-8
     text.assign(bytes.begin(), bytes.end());
   });
-  return Json::from_cbor(world.broadcast_string(text, 0)).get<Found>();
+  return nlohmann::json::from_cbor(world.broadcast_string(text, 0)).get<Found>();
 }
 
 // The pieces that this rank hashes: ranks that see the same files share them.
@@ -349,7 +348,7 @@ LoadedCheckpoint load(Pipeline& pipeline, const fs::path& path, Verify verify, O
 std::uint64_t step_of_0_1(const fs::path& directory) {
   const fs::path path = directory / "state.json";
   std::ifstream in(path);
-  const Json state = Json::parse(in, nullptr, false);
+  const nlohmann::json state = nlohmann::json::parse(in, nullptr, false);
   if (state.is_object() && state.contains("format") && state["format"] != 1) {
     throw_error(ErrorCode::kWeights, "'{}' is of format {}, which this version does not read",
                 path.string(), state["format"].dump());

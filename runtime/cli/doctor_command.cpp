@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <chrono>
 #include <iterator>
-#include <limits>
 #include <optional>
 
 #include <sluice/program.hpp>
@@ -36,12 +35,11 @@
 namespace sluice {
 namespace {
 
-constexpr int kMaxInt = std::numeric_limits<int>::max();
 constexpr int kBaseTag = 0, kProbeTag = 8;
 // Longer than an unusable name server or a slow file system keeps a rank.
 constexpr double kSilenceSeconds = 60;
 constexpr std::size_t kMostShown = 40;  // links in the table
-constexpr const char* kAbout =
+constexpr const char* kAboutDoctor =
     "Says where every rank of a job runs, which stages it would own, how quick the links between\n"
     "ranks are, and what looks wrong. Start it as the training would be started:\n"
     "\n"
@@ -66,7 +64,7 @@ struct DoctorOptions {
 };
 
 OptionTable make_table(DoctorOptions& options) {
-  OptionTable table("sluice doctor [options]", kAbout);
+  OptionTable table("sluice doctor [options]", kAboutDoctor);
   table.add_integer("pipeline", options.pipeline, 1, kMaxInt,
                     "ranks of one pipeline; auto: ranks / replicas", "auto");
   table.add_integer("replicas", options.replicas, 1, kMaxInt, "pipelines that share each batch");

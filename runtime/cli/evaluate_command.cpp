@@ -28,8 +28,7 @@
 namespace sluice {
 namespace {
 
-constexpr int kMaxInt = std::numeric_limits<int>::max();
-constexpr const char* kAbout =
+constexpr const char* kAboutEvaluate =
     "Prints the mean loss of what 'sluice train --save DIR' wrote over the validation part of a\n"
     "file, as a pipeline over the ranks of an MPI job, or alone. It does not depend on the number\n"
     "of ranks. Without --data and --validation-share these are the training's.\n"
@@ -47,7 +46,7 @@ struct EvaluateOptions {
 };
 
 OptionTable make_table(EvaluateOptions& options) {
-  OptionTable table("sluice evaluate --weights DIR [options]", kAbout);
+  OptionTable table("sluice evaluate --weights DIR [options]", kAboutEvaluate);
   table.add_text("weights", options.weights, "DIR",
                  "what 'sluice train --save' wrote, or one step of it; required");
   table.add_text("data", options.data, "FILE", "text or tokens; default: the training's");

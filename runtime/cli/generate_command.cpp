@@ -35,8 +35,7 @@
 namespace sluice {
 namespace {
 
-constexpr int kMaxInt = std::numeric_limits<int>::max();
-constexpr const char* kAbout =
+constexpr const char* kAboutGenerate =
     "Goes on from a prompt with a model that 'sluice train --save DIR' wrote, as a pipeline over "
     "the\n"
     "ranks of an MPI job, or alone. The text is a function of weights, prompt and options: it "
@@ -59,7 +58,7 @@ struct GenerateOptions {
 };
 
 OptionTable make_table(GenerateOptions& options) {
-  OptionTable table("sluice generate --weights DIR [options]", kAbout);
+  OptionTable table("sluice generate --weights DIR [options]", kAboutGenerate);
   table.add_text("weights", options.weights, "DIR",
                  "what 'sluice train --save' wrote, or one step of it; required");
   table.add_text("prompt", options.prompt, "TEXT", "where to start; default: a line's end (or 0)");

@@ -13,9 +13,6 @@
 namespace sluice {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr RealRange kPositive = {.low = 0, .high = kInfinity, .low_open = true};
-
 std::vector<std::string_view> split(std::string_view text) {
   std::vector<std::string_view> parts;
   for (std::size_t begin = 0; begin <= text.size();) {
@@ -93,7 +90,8 @@ void add_model_text(OptionTable& table, TransformerConfig& model, ModelText& tex
   table.add_real("norm-epsilon", model.norm_epsilon, kPositive, "of all norms");
   table.add_integer("head-dim", model.head_dim, 1, TransformerLimits::kWidth,
                     "width of a head (llama); auto: width / heads", "auto");
-  table.add_real("rotary-base", model.rotary_base, {.low = 1, .high = kInfinity, .low_open = true},
+  table.add_real("rotary-base", model.rotary_base,
+                 {.low = 1, .high = std::numeric_limits<double>::infinity(), .low_open = true},
                  "of rotary positions (llama)");
   table.add_text(
       "rotary-scaling", text.rotary_scaling, "SCALING",

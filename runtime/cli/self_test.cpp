@@ -28,8 +28,8 @@
 namespace sluice {
 namespace {
 
-constexpr int kBaseTag = 0;
-constexpr double kSilenceSeconds = 60;  // longer than a rank takes for its steps
+constexpr int kSelfTestTag = 0;
+constexpr double kSelfTestSilence = 60;  // longer than a rank takes for its steps
 constexpr const char* kStarted = "SLUICE_SELF_TEST";
 
 // Tokens that depend on their place alone.
@@ -90,8 +90,8 @@ std::string digest_after_a_step(Communicator& world, const std::vector<DeviceCho
   };
   Pipeline pipeline(world, options, make_stage, data);
   pipeline.train_step();
-  SilenceLimit silence(world.rank(), kSilenceSeconds, "the other ranks");
-  Collectives collectives(world, kBaseTag, &silence);
+  SilenceLimit silence(world.rank(), kSelfTestSilence, "the other ranks");
+  Collectives collectives(world, kSelfTestTag, &silence);
   std::vector<ParameterDigest> digests;
   for (const std::string& lines : collectives.all_gather_strings(lines_of(pipeline))) {
     for (std::size_t begin = 0; begin < lines.size();) {
@@ -118,8 +118,8 @@ void run_self_test(Communicator& world, const std::vector<DeviceChoice>& devices
   const int layers = std::max(4, world.size());
   const DeviceChoice mine = devices[at(world.rank()) % devices.size()];
   const std::string alone = digest_after_a_step(*world.split(world.rank(), 0), {mine}, layers);
-  SilenceLimit silence(world.rank(), kSilenceSeconds, "the other ranks");
-  Collectives collectives(world, kBaseTag, &silence);
+  SilenceLimit silence(world.rank(), kSelfTestSilence, "the other ranks");
+  Collectives collectives(world, kSelfTestTag, &silence);
   const std::vector<std::string> all = collectives.all_gather_strings(alone);
   const std::vector<std::string> hosts = collectives.all_gather_strings(mpi_info().host);
   for (std::size_t rank = 1; rank < all.size(); ++rank) {

@@ -28,17 +28,14 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int kMaxInt = std::numeric_limits<int>::max();
 constexpr std::int64_t kMaxSamples = TrainOptions::kAllWindows;
 constexpr std::uint64_t kMaxSteps = std::uint64_t{1} << 40;
 constexpr int kMaxMicroBatches = 1'000'000;
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr RealRange kShare = {.low = 0, .high = 1};
 constexpr RealRange kBelowOne = {.low = 0, .high = 1, .high_open = true};
-constexpr RealRange kNotNegative = {.low = 0, .high = kInfinity};
-constexpr RealRange kPositive = {.low = 0, .high = kInfinity, .low_open = true};
+constexpr RealRange kNotNegative = {.low = 0, .high = std::numeric_limits<double>::infinity()};
 
-constexpr const char* kAbout =
+constexpr const char* kAboutTrain =
     "Trains a transformer as a pipeline of stages over the ranks of an MPI job (one rank without\n"
     "mpirun). ranks = pipeline x replicas. Batches: samples per step = replicas x micro-batches x\n"
     "micro-batch size; give any two, the last micro-batch may be smaller. Results depend on "
@@ -301,7 +298,7 @@ struct TrainTable {
 
   TrainOptions options;
   RawOptionText raw;
-  OptionTable table = OptionTable("sluice train [options]", kAbout);
+  OptionTable table = OptionTable("sluice train [options]", kAboutTrain);
 };
 
 using Source = OptionTable::Source;

@@ -18,7 +18,7 @@ namespace sluice {
 namespace {
 
 // A batch and the memory its tensors point into.
-struct Slot {
+struct BatchSlot {
   HostBuffer memory;
   BatchLoader::Batch batch;
   std::optional<std::uint64_t> step;  // loaded, or failed with `error`
@@ -46,7 +46,7 @@ struct BatchLoader::Impl {
   Impl(const DataSource& data, Phase of_phase, std::vector<SampleRange> micro_batches,
        bool wants_inputs, bool wants_targets, Device device)
       : source(data), phase(of_phase), ranges(std::move(micro_batches)) {
-    for (Slot& slot : slots) allocate(slot, wants_inputs, wants_targets, device);
+    for (BatchSlot& slot : slots) allocate(slot, wants_inputs, wants_targets, device);
     if (wants_inputs || wants_targets) worker = std::thread([this] { work(); });
   }
 
@@ -59,7 +59,7 @@ struct BatchLoader::Impl {
     if (worker.joinable()) worker.join();
   }
 
-  void allocate(Slot& slot, bool wants_inputs, bool wants_targets, Device device) {
+  void allocate(BatchSlot& slot, bool wants_inputs, bool wants_targets, Device device) {
     std::vector<std::vector<TensorSpec>> inputs, targets;
     std::size_t bytes = 0;
     for (const SampleRange& range : ranges) {
@@ -85,7 +85,7 @@ struct BatchLoader::Impl {
       changed.wait(lock, [this] { return stopping || wanted.has_value(); });
       if (stopping) return;
       const std::uint64_t step = *wanted;
-      Slot& slot = slots[1 - reading];
+      BatchSlot& slot = slots[1 - reading];
       lock.unlock();
       std::exception_ptr error = fill(slot, step);
       lock.lock();
@@ -96,7 +96,7 @@ struct BatchLoader::Impl {
     }
   }
 
-  std::exception_ptr fill(const Slot& slot, std::uint64_t step) const {
+  std::exception_ptr fill(const BatchSlot& slot, std::uint64_t step) const {
     try {
       for (std::size_t i = 0; i < ranges.size(); ++i) {
         if (!slot.batch.inputs[i].empty()) {
@@ -118,7 +118,7 @@ struct BatchLoader::Impl {
     if (slots[reading].step == step) return slots[reading].batch;
     const auto idle = [this] { return !wanted.has_value(); };
     changed.wait(lock, idle);
-    Slot* slot = &slots[1 - reading];
+    BatchSlot* slot = &slots[1 - reading];
     if (slot->step != step) {
       wanted = step;
       changed.notify_all();
@@ -137,7 +137,7 @@ struct BatchLoader::Impl {
   const DataSource& source;
   const Phase phase;
   const std::vector<SampleRange> ranges;
-  std::array<Slot, 2> slots;
+  std::array<BatchSlot, 2> slots;
 
   std::mutex mutex;
   std::condition_variable changed;

@@ -21,31 +21,31 @@
 namespace sluice {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
-constexpr const char* kFormat = "sluice-cluster";
+constexpr const char* kClusterFormat = "sluice-cluster";
 constexpr std::int64_t kVersion = 1;
 constexpr double kMostSeconds = 1e6, kMostBandwidth = 1e18;  // bytes per second
-constexpr int kMaxInt = std::numeric_limits<int>::max();
+constexpr int kMostInteger = std::numeric_limits<int>::max();
 
 // One object of the file. `where`: its path in the file, as "links[3]"; empty for the file itself.
 class Reader {
  public:
-  Reader(const Json& json, std::string file, std::string where)
+  Reader(const OrderedJson& json, std::string file, std::string where)
       : json_(json), file_(std::move(file)), where_(std::move(where)) {
     if (!json_.is_object()) fail("", "is not an object");
   }
 
-  [[nodiscard]] const Json& field(const char* key) const {
+  [[nodiscard]] const OrderedJson& field(const char* key) const {
     const auto found = json_.find(key);
     if (found == json_.end()) fail(key, "is missing");
     return *found;
   }
   [[nodiscard]] int integer(const char* key, std::int64_t low, std::int64_t high) const {
-    const Json& value = field(key);
+    const OrderedJson& value = field(key);
     const bool legal =
         value.is_number_integer() &&
-        !(value.is_number_unsigned() && value.get<std::uint64_t>() > std::uint64_t{kMaxInt}) &&
+        !(value.is_number_unsigned() && value.get<std::uint64_t>() > std::uint64_t{kMostInteger}) &&
         value.get<std::int64_t>() >= low && value.get<std::int64_t>() <= high;
     if (!legal) {
       fail(key,
@@ -54,7 +54,7 @@ class Reader {
     return value.get<int>();
   }
   [[nodiscard]] double real(const char* key, double low, double high) const {
-    const Json& value = field(key);
+    const OrderedJson& value = field(key);
     const double number = value.is_number() ? value.get<double>() : low - 1;
     if (!std::isfinite(number) || number < low || number > high) {
       fail(key, fmt::format("is {}; legal is a number from {:g} to {:g}", shown(value), low, high));
@@ -62,13 +62,13 @@ class Reader {
     return number;
   }
   [[nodiscard]] std::string text(const char* key) const {
-    const Json& value = field(key);
+    const OrderedJson& value = field(key);
     if (!value.is_string()) fail(key, fmt::format("is {}; legal is a text", shown(value)));
     return value.get<std::string>();
   }
   template <typename Read>
   void each(const char* key, const Read& read) const {
-    const Json& items = field(key);
+    const OrderedJson& items = field(key);
     if (!items.is_array()) fail(key, fmt::format("is {}; legal is a list", shown(items)));
     const std::string prefix = path_of(key);
     for (std::size_t i = 0; i < items.size(); ++i) {
@@ -95,23 +95,23 @@ class Reader {
     if (key.empty() || where_.empty()) return key.empty() ? where_ : key;
     return where_ + "." + key;
   }
-  static std::string shown(const Json& value) {
+  static std::string shown(const OrderedJson& value) {
     if (value.is_structured()) return value.is_array() ? "a list" : "an object";
     std::string text = value.dump(-1, ' ', true);
     if (text.size() > kShown) text = text.substr(0, kShown) + "...";
     return text;
   }
 
-  const Json& json_;
+  const OrderedJson& json_;
   std::string file_, where_;
 };
 
 void read_header(const Reader& file) {
-  if (file.text("format") != kFormat) {
-    file.fail("format",
-              fmt::format("is not '{}': 'sluice doctor --output' writes such files", kFormat));
+  if (file.text("format") != kClusterFormat) {
+    file.fail("format", fmt::format("is not '{}': 'sluice doctor --output' writes such files",
+                                    kClusterFormat));
   }
-  const int version = file.integer("version", 1, kMaxInt);
+  const int version = file.integer("version", 1, kMostInteger);
   if (version != kVersion) {
     file.fail("version",
               fmt::format("is {}; this Sluice reads version {}: write the file anew with its own "
@@ -175,16 +175,11 @@ LinkCost slower(const LinkCost& one, const LinkCost& two) {
 }  // namespace
 
 std::string to_json_text(const Cluster& cluster) {
-  Json json = {{"format", kFormat},
-               {"version", kVersion},
-               {"sluice", cluster.sluice},
-               {"mpi", cluster.mpi},
-               {"pipeline", cluster.pipeline},
-               {"replicas", cluster.replicas},
-               {"hosts", Json::array()},
-               {"ranks", Json::array()},
-               {"links", Json::array()},
-               {"pairs_left_out", cluster.pairs_left_out}};
+  OrderedJson json = {{"format", kClusterFormat},      {"version", kVersion},
+                      {"sluice", cluster.sluice},      {"mpi", cluster.mpi},
+                      {"pipeline", cluster.pipeline},  {"replicas", cluster.replicas},
+                      {"hosts", OrderedJson::array()}, {"ranks", OrderedJson::array()},
+                      {"links", OrderedJson::array()}, {"pairs_left_out", cluster.pairs_left_out}};
   for (const ClusterHost& host : cluster.hosts) {
     json["hosts"].push_back({{"name", host.name}, {"cores", host.cores}});
   }
@@ -204,11 +199,11 @@ std::string to_json_text(const Cluster& cluster) {
                              {"advanced_while_computing", link.advanced},
                              {"over", link.over}});
   }
-  return json.dump(1, ' ', false, Json::error_handler_t::replace) + "\n";
+  return json.dump(1, ' ', false, OrderedJson::error_handler_t::replace) + "\n";
 }
 
 Cluster parse_cluster(std::string_view text, const std::string& name) {
-  const Json json = Json::parse(text, nullptr, false);
+  const OrderedJson json = OrderedJson::parse(text, nullptr, false);
   if (json.is_discarded()) {
     throw_error(ErrorCode::kData, "cluster file '{}': it is not JSON, or it is cut off", name);
   }
@@ -219,17 +214,17 @@ Cluster parse_cluster(std::string_view text, const std::string& name) {
   Cluster cluster;
   cluster.sluice = file.text("sluice");
   cluster.mpi = file.text("mpi");
-  cluster.pipeline = file.integer("pipeline", 1, kMaxInt);
-  cluster.replicas = file.integer("replicas", 1, kMaxInt);
+  cluster.pipeline = file.integer("pipeline", 1, kMostInteger);
+  cluster.replicas = file.integer("replicas", 1, kMostInteger);
   std::set<std::string> hosts;
   file.each("hosts", [&](const Reader& host) {
     host.allow_only({"name", "cores"});
-    cluster.hosts.push_back({host.text("name"), host.integer("cores", 1, kMaxInt)});
+    cluster.hosts.push_back({host.text("name"), host.integer("cores", 1, kMostInteger)});
     if (!hosts.insert(cluster.hosts.back().name).second) host.fail("name", "stands twice");
   });
   read_ranks(file, cluster);
   read_links(file, cluster);
-  cluster.pairs_left_out = file.integer("pairs_left_out", 0, kMaxInt);
+  cluster.pairs_left_out = file.integer("pairs_left_out", 0, kMostInteger);
   return cluster;
 }
 

@@ -17,9 +17,8 @@
 namespace sluice {
 namespace {
 
-constexpr std::size_t kMostListed = 16;
-constexpr int kMaxInt = std::numeric_limits<int>::max();
-constexpr const char* kAbout =
+constexpr std::size_t kMostCandidates = 16;
+constexpr const char* kAboutAuto =
     "Searches for the schedule, the number of chunks, the placement and the layers of each stage\n"
     "that make the step shortest for the costs given, within a memory limit. A heuristic: it "
     "prints\n"
@@ -131,7 +130,7 @@ std::string to_table_text(const AutoSchedule& found, Objective objective) {
   const SearchResult& result = found.result;
   std::string text = fmt::format("{:<9}{:>7}{:>12}{:>12}{:>13}{:>15}  {}\n", "placement", "chunks",
                                  "makespan", "span", "bubble_span", "micro-batches", "origin");
-  const std::size_t listed = std::min(kMostListed, result.candidates.size());
+  const std::size_t listed = std::min(kMostCandidates, result.candidates.size());
   for (std::size_t i = 0; i < listed; ++i) text += row_text(result.candidates[i]);
   if (listed < result.candidates.size()) {
     text += fmt::format("... and {} more\n", result.candidates.size() - listed);
@@ -167,7 +166,7 @@ std::string to_json_text(const AutoSchedule& found, Objective objective) {
 }
 
 OptionTable make_table(AutoOptions& options) {
-  OptionTable table("sluice schedule auto [options]", kAbout);
+  OptionTable table("sluice schedule auto [options]", kAboutAuto);
   table.add_integer("ranks", options.request.ranks, 1, kMaxInt, "pipeline depth");
   table.add_integer("micro-batches", options.request.micro_batches, 1, kMaxInt, "per step");
   add_objective(table, options.request.objective,

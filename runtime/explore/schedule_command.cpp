@@ -1,6 +1,5 @@
 #include "runtime/explore/schedule_command.hpp"
 
-#include <limits>
 #include <optional>
 
 #include <sluice/generate.hpp>
@@ -13,7 +12,6 @@
 namespace sluice {
 namespace {
 
-constexpr int kMaxInt = std::numeric_limits<int>::max();
 constexpr const char* kAbout =
     "Proves, simulates and draws a schedule: no MPI, no model. Time has the unit of the times "
     "given;\n"

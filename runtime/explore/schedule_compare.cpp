@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <limits>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <tuple>
@@ -15,13 +14,14 @@
 #include <sluice/generate.hpp>
 
 #include "comm/base/throw_error.hpp"
+#include "runtime/explore/schedule_output.hpp"
 #include "runtime/explore/schedule_report.hpp"
 #include "runtime/options/process.hpp"
 
 namespace sluice {
 namespace {
 
-constexpr const char* kAbout =
+constexpr const char* kAboutCompare =
     "Proves and simulates every schedule on the same work and lists them by makespan. Times\n"
     "and bytes are of one micro-batch on one rank's whole share of the model; with v chunks per\n"
     "rank each action takes a v-th of them. Lists have one number per rank's share, in the\n"
@@ -290,9 +290,8 @@ std::string remark_on_barrier(const std::map<std::string, StepTimes>& times) {
 }
 
 int schedule_compare_command(const std::vector<std::string>& arguments) {
-  constexpr int kMaxInt = std::numeric_limits<int>::max();
   CompareOptions options;
-  OptionTable table("sluice schedule compare [options]", kAbout);
+  OptionTable table("sluice schedule compare [options]", kAboutCompare);
   table.add_integer("ranks", options.shape.ranks, 1, kMaxInt, "pipeline depth");
   table.add_integer("micro-batches", options.shape.micro_batches, 1, kMaxInt, "per step");
   table.add_integer("chunks", options.shape.chunks, 1, kMaxChunks,

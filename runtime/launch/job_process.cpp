@@ -52,11 +52,11 @@ void do_not_block(int fd) { ::fcntl(fd, F_SETFL, ::fcntl(fd, F_GETFL) | O_NONBLO
 // Where the keeper was killed, its children are this process's own: they get SIGTERM, and SIGKILL
 // after two seconds.
 void end_orphans() {
-  using Clock = std::chrono::steady_clock;
-  const auto kill_from = Clock::now() + std::chrono::seconds(2);
-  const auto give_up = Clock::now() + std::chrono::seconds(10);
-  for (int signal = SIGTERM; signal_children(signal) && Clock::now() < give_up;) {
-    signal = Clock::now() < kill_from ? 0 : SIGKILL;
+  using Steady = std::chrono::steady_clock;
+  const auto kill_from = Steady::now() + std::chrono::seconds(2);
+  const auto give_up = Steady::now() + std::chrono::seconds(10);
+  for (int signal = SIGTERM; signal_children(signal) && Steady::now() < give_up;) {
+    signal = Steady::now() < kill_from ? 0 : SIGKILL;
     while (::waitpid(-1, nullptr, WNOHANG) > 0) {
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(10));

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <functional>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -26,6 +27,11 @@ struct RealRange {
   double low = 0, high = 0;
   bool low_open = false, high_open = false;  // the bound itself is not legal
 };
+
+// Bounds of many options.
+constexpr int kMaxInt = std::numeric_limits<int>::max();
+constexpr RealRange kPositive = {
+    .low = 0, .high = std::numeric_limits<double>::infinity(), .low_open = true};
 
 class OptionTable {
  public:

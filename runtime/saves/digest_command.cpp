@@ -11,7 +11,7 @@
 namespace sluice {
 namespace {
 
-constexpr const char* kAbout =
+constexpr const char* kAboutDigest =
     "Prints the SHA-256 of every parameter in DIR (the little-endian bytes of its fp32 values), "
     "one\n"
     "line '<sha256>  <name>' each, sorted by name; then '<sha256>  total', the SHA-256 of those\n"
@@ -25,7 +25,7 @@ constexpr const char* kAbout =
 
 int digest_command(const std::vector<std::string>& arguments) {
   std::string directory;
-  OptionTable table("sluice digest DIR", kAbout);
+  OptionTable table("sluice digest DIR", kAboutDigest);
   table.add_argument("DIR", directory);
   return run_guarded(table, arguments, [&] {
     SavedTensors tensors = open_model_tensors(newest_save(directory));

@@ -25,7 +25,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kAbout =
+constexpr const char* kAboutExport =
     "Writes a model as a directory of Hugging Face: config.json, model.safetensors or its parts "
     "with\n"
     "their index, tokenizer files. DIR is what 'sluice train --save DIR' wrote, of which it takes "
@@ -181,7 +181,7 @@ void write_export(const ExportOptions& options) {
 
 int export_command(const std::vector<std::string>& arguments) {
   ExportOptions options;
-  OptionTable table("sluice export DIR OUT [options]", kAbout);
+  OptionTable table("sluice export DIR OUT [options]", kAboutExport);
   table.add_argument("DIR", options.directory);
   table.add_argument("OUT", options.out);
   table.add_choice("precision", options.precision, {"saved", "fp32", "bf16"},

@@ -16,7 +16,7 @@
 namespace sluice {
 namespace {
 
-constexpr const char* kAbout =
+constexpr const char* kAboutInspect =
     "Prints what a model's directory holds: a line for every tensor of its files, then the model, "
     "its\n"
     "parameters and bytes. DIR is a directory of Hugging Face, what 'sluice train --save DIR' "
@@ -88,7 +88,7 @@ std::string describe_optimizer(const std::filesystem::path& directory) {
 
 int inspect_command(const std::vector<std::string>& arguments) {
   std::string directory;
-  OptionTable table("sluice inspect DIR", kAbout);
+  OptionTable table("sluice inspect DIR", kAboutInspect);
   table.add_argument("DIR", directory);
   return run_guarded(table, arguments, [&] {
     const std::filesystem::path path = newest_save(directory);

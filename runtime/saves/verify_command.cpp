@@ -18,7 +18,7 @@
 namespace sluice {
 namespace {
 
-constexpr const char* kAbout =
+constexpr const char* kAboutVerify =
     "Compares the files of every save in DIR with the sizes and hashes that were recorded, and\n"
     "prints a line for each, the newest first. DIR is what 'sluice train --save DIR' wrote, or "
     "one\n"
@@ -72,7 +72,7 @@ void verify_of_0_1(const std::string& directory) {
 
 int verify_command(const std::vector<std::string>& arguments) {
   std::string directory;
-  OptionTable table("sluice verify DIR", kAbout);
+  OptionTable table("sluice verify DIR", kAboutVerify);
   table.add_argument("DIR", directory);
   return run_guarded(table, arguments, [&] {
     const SaveSelection selection = select_saves(directory);

@@ -21,6 +21,9 @@ struct AttemptSteps {
   bool complete = false;    // it said that it reached its end
 };
 
+// Exit codes of a job: stopped as asked and saved; ended by a signal, this and its number.
+constexpr int kStoppedCode = 12, kSignalBase = 128;
+
 struct Attempt {
   JobEnd end;
   double seconds = 0;                 // from its start to its end

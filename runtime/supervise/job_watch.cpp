@@ -20,7 +20,6 @@ namespace sluice {
 namespace {
 
 constexpr std::size_t kReadAtOnce = 64U << 10;
-constexpr int kSignalBase = 128;
 
 class JobWatch {
  public:

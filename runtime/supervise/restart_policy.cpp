@@ -18,7 +18,6 @@ namespace {
 
 constexpr double kMinute = 60;
 constexpr int kTimesLost = 2, kKillsInARow = 3, kMostWithoutProgress = 2;
-constexpr int kStopped = 12;
 
 struct KnownCode {
   int code;
@@ -36,11 +35,10 @@ constexpr std::array kKnownCodes = {
     KnownCode{9, "MPI"},
     KnownCode{10, "a device"},
     KnownCode{11, "a rank died or stopped answering"},
-    KnownCode{kStopped, "stopped as asked, saved"},
+    KnownCode{kStoppedCode, "stopped as asked, saved"},
     KnownCode{70, "an internal error of Sluice"},
 };
 
-constexpr int kSignalBase = 128;
 // SIGABRT, SIGBUS, SIGFPE, SIGKILL, SIGUSR1 and SIGSEGV.
 constexpr int kFirstSignal = kSignalBase + SIGABRT, kLastSignal = kSignalBase + SIGSEGV;
 
@@ -81,7 +79,7 @@ std::optional<std::string> known_as(const std::string& host, std::span<const std
 
 ExitKind kind_of_exit(int code) {
   if (code == 0) return ExitKind::kDone;
-  if (code == kStopped) return ExitKind::kStopped;
+  if (code == kStoppedCode) return ExitKind::kStopped;
   const bool retried =
       code == 1 || code == exit_code(ErrorCode::kMpi) || code == exit_code(ErrorCode::kDevice) ||
       code == exit_code(ErrorCode::kPeer) || (code >= kFirstSignal && code <= kLastSignal);

@@ -32,8 +32,6 @@
 namespace sluice {
 namespace {
 
-constexpr int kStopped = 12;
-
 std::vector<std::string> own_environment() {
   std::vector<std::string> result;
   for (char** entry = environ; *entry != nullptr; ++entry) result.emplace_back(*entry);
@@ -210,7 +208,7 @@ class Supervisor {
             fmt::format("no layout of --layouts fits the {} slots that are left", places_.slots()));
       }
       announce(attempt, decision);
-      if (!pause(decision.pause)) return kStopped;
+      if (!pause(decision.pause)) return kStoppedCode;
     }
   }
 

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kTag = 0;
 constexpr std::size_t kMostWaiting = 16;  // notes to one rank
-constexpr auto kCloseTime = std::chrono::milliseconds(200);
+constexpr auto kLinkCloseTime = std::chrono::milliseconds(200);
 
 }  // namespace
 
@@ -86,7 +86,7 @@ void MpiLink::progress() {
 void MpiLink::close() {
   for (int rank = 0; rank < comm_.size(); ++rank) send(rank, NoteKind::kBye, {});
   Waiter waiter(std::numeric_limits<int>::max());
-  const auto until = std::chrono::steady_clock::now() + kCloseTime;
+  const auto until = std::chrono::steady_clock::now() + kLinkCloseTime;
   for (bool all = false; !all && std::chrono::steady_clock::now() < until; waiter.pause()) {
     all = true;
     for (int rank = 0; rank < comm_.size(); ++rank) all = push(rank) && all;

@@ -23,7 +23,7 @@ namespace {
 
 constexpr auto kEndTime = std::chrono::seconds(2);
 constexpr int kMostNames = 100;
-constexpr std::size_t kMostWaiting = 64;
+constexpr std::size_t kMostWaitingJobs = 64;
 
 void write_all(int file, std::string_view text) {
   while (!text.empty()) {
@@ -93,7 +93,7 @@ Scribe::~Scribe() {
 void Scribe::run(std::function<void()> job) {
   const std::lock_guard lock(state_->mutex);
   if (!std::exchange(state_->started, true)) start();
-  if (state_->jobs.size() >= kMostWaiting) return;
+  if (state_->jobs.size() >= kMostWaitingJobs) return;
   state_->jobs.push_back(std::move(job));
   state_->changed.notify_all();
 }

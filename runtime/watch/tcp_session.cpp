@@ -14,7 +14,7 @@ namespace {
 using boost::system::error_code;
 
 constexpr auto kGreetingTime = std::chrono::seconds(5);
-constexpr std::size_t kMostWaiting = 64;         // notes
+constexpr std::size_t kMostWaitingNotes = 64;    // notes
 constexpr std::size_t kMostWaitingStatuses = 2;  // a peer that has stopped needs no more
 
 // In front of a note's contents. Little-endian; all ranks have the same build.
@@ -95,7 +95,7 @@ std::string TcpSession::seal(NoteKind kind, std::span<const std::byte> contents)
 
 void TcpSession::send(NoteKind kind, std::span<const std::byte> contents) {
   if (owner_ == nullptr || contents.size() > kMostNoteBytes) return;
-  const std::size_t most = kind == NoteKind::kStatus ? kMostWaitingStatuses : kMostWaiting;
+  const std::size_t most = kind == NoteKind::kStatus ? kMostWaitingStatuses : kMostWaitingNotes;
   if (waiting_.size() >= most) return;
   waiting_.push_back(seal(kind, contents));
   if (waiting_.size() == 1) write_next();

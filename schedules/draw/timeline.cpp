@@ -27,7 +27,7 @@ std::string time_text(double value) {
   return text.data();
 }
 
-std::string percent(double share) {
+std::string percent_text(double share) {
   std::array<char, 32> text{};
   std::snprintf(text.data(), text.size(), "%.1f %%", 100 * share);
   return text.data();
@@ -62,7 +62,7 @@ std::string draw_timeline(const Schedule& schedule, const Simulation& simulation
     text += concat("rank ", std::string(label - number.size(), ' '), number, " |", row, "\n");
   }
   return text + concat("makespan ", time_text(simulation.makespan), ", bubble ",
-                       percent(simulation.bubble_makespan), "\n");
+                       percent_text(simulation.bubble_makespan), "\n");
 }
 
 }  // namespace sluice

@@ -16,7 +16,7 @@
 namespace sluice {
 namespace {
 
-constexpr std::string_view kReader = "schedule CSV";
+constexpr std::string_view kCsvReader = "schedule CSV";
 
 bool is_kind_letter(char c) { return (c >= 'A' && c <= 'Z') || c == '_'; }
 
@@ -26,7 +26,7 @@ struct Position {
 };
 
 [[noreturn]] void fail_at(const Position& at, const std::string& what) {
-  refuse(kReader, ", row ", at.row, ", column ", at.column, ": ", what);
+  refuse(kCsvReader, ", row ", at.row, ", column ", at.column, ": ", what);
 }
 
 // Calls visit(position, cell) for every cell, also the empty ones.
@@ -148,7 +148,7 @@ class Waits {
   // After the last row: messages and sums have a wait each, or none has.
   void require_all() const {
     if (waited_sends_ > 0 && waited_sends_ < sends_) {
-      refuse(kReader, ": ", sends_ - waited_sends_, " of ", sends_,
+      refuse(kCsvReader, ": ", sends_ - waited_sends_, " of ", sends_,
              " sends have no wait (WAIT_SEND_F, WAIT_SEND_B); legal is one for each, or none");
     }
     if (waited_sums_ == 0) return;
@@ -159,7 +159,7 @@ class Waits {
                                       "at a time"));
     }
     if (waited_sums_ < sums_) {
-      refuse(kReader, ": ", sums_ - waited_sums_, " of ", sums_,
+      refuse(kCsvReader, ": ", sums_ - waited_sums_, " of ", sums_,
              " REDUCE_GRAD have no WAIT_REDUCE_GRAD; legal is one for each, or none");
     }
   }
@@ -211,7 +211,7 @@ class CsvReader {
         fail_at(at, quoted_excerpt(cell) + " is a wait, which this alphabet does not have");
       }
       waits_.end(at, parse(at, awaited).action);
-      require_action_count(kReader,
+      require_action_count(kCsvReader,
                            computes_ + result_.messages + result_.sharding + waits_.count());
       return;
     }
@@ -261,7 +261,8 @@ class CsvReader {
     ++(is_compute(action.kind)   ? computes_
        : is_message(action.kind) ? result_.messages
                                  : result_.sharding);
-    require_action_count(kReader, computes_ + result_.messages + result_.sharding + waits_.count());
+    require_action_count(kCsvReader,
+                         computes_ + result_.messages + result_.sharding + waits_.count());
     if (!is_compute(action.kind)) return;
     const auto stage = static_cast<std::size_t>(action.stage);
     if (stage >= most_stages()) {
@@ -292,7 +293,7 @@ class CsvReader {
     Schedule& schedule = result_.schedule;
     for (std::size_t stage = 0; stage < stage_to_rank_.size(); ++stage) {
       if (stage_to_rank_[stage] >= 0) continue;
-      refuse(kReader, ": no row computes stage ", stage, ", but one ", "computes stage ",
+      refuse(kCsvReader, ": no row computes stage ", stage, ", but one ", "computes stage ",
              stage_to_rank_.size() - 1, "; stages count from 0 without gaps");
     }
     for (std::size_t rank = 0; rank < schedule.ranks.size(); ++rank) {
@@ -302,8 +303,9 @@ class CsvReader {
       });
       if (!computes) fail_at({rank + 1, 1}, "the row computes nothing; every rank needs a stage");
     }
-    if (computes_ == 0) throw std::invalid_argument(std::string(kReader) + ": the file is empty");
-    require_enough_actions(kReader, static_cast<std::int64_t>(stage_to_rank_.size()),
+    if (computes_ == 0)
+      throw std::invalid_argument(std::string(kCsvReader) + ": the file is empty");
+    require_enough_actions(kCsvReader, static_cast<std::int64_t>(stage_to_rank_.size()),
                            schedule.micro_batches, computes_);
     schedule.placement =
         Placement::custom(static_cast<int>(schedule.ranks.size()), std::move(stage_to_rank_));
@@ -322,7 +324,7 @@ class CsvReader {
   void check_messages() {
     if (const auto violation = check(result_.schedule)) {
       if (violation->rank < 0 || violation->position < 0) {
-        throw std::invalid_argument(std::string(kReader) + ": " + violation->message);
+        throw std::invalid_argument(std::string(kCsvReader) + ": " + violation->message);
       }
       fail_at(position_of(*violation), violation->message);
     }
@@ -353,7 +355,7 @@ class CsvReader {
 }  // namespace
 
 PytorchCsv parse_pytorch_csv(std::string_view text, std::string_view name, CsvAlphabet alphabet) {
-  require_file_size(kReader, text);
+  require_file_size(kCsvReader, text);
   return CsvReader(text, name, alphabet).read();
 }
 

@@ -15,7 +15,7 @@
 namespace sluice {
 namespace {
 
-constexpr std::string_view kReader = "schedule file";
+constexpr std::string_view kJsonReader = "schedule file";
 constexpr std::string_view kFormat = "sluice-schedule";
 
 enum Key : std::size_t {
@@ -171,7 +171,7 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
     } else if (depth_ == 1 && key_ == kListsKey) {
       depth_ = 2;
       schedule_.ranks.emplace_back();
-      require_action_count(kReader, static_cast<std::int64_t>(schedule_.ranks.size()));
+      require_action_count(kJsonReader, static_cast<std::int64_t>(schedule_.ranks.size()));
     } else {
       return unexpected("a list");
     }
@@ -192,7 +192,7 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
 
  private:
   [[noreturn]] static void fail(const std::string& what) {
-    throw std::invalid_argument(std::string(kReader) + ": " + what);
+    throw std::invalid_argument(std::string(kJsonReader) + ": " + what);
   }
 
   static std::string keys_text() {
@@ -233,7 +233,7 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
 
   void number(int value) {
     if (depth_ == 1 && key_ == kPlacementKey) {
-      require_action_count(kReader, static_cast<std::int64_t>(placement_.size()) + 1);
+      require_action_count(kJsonReader, static_cast<std::int64_t>(placement_.size()) + 1);
       placement_.push_back(value);
     } else if (depth_ == 0 && key_ == kRanksKey) {
       ranks_ = at_least_one(value);
@@ -282,7 +282,7 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
     }
     sharding_ += is_sharding(step.action.kind) ? 1 : 0;
     actions_ += step.overlapped ? 2 : 1;
-    require_action_count(kReader, actions_);
+    require_action_count(kJsonReader, actions_);
     steps.push_back(step);
   }
 
@@ -294,7 +294,7 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
     };
     agree(placement_.size(), stages_, "stages", kPlacementKey);
     agree(schedule_.ranks.size(), ranks_, "ranks", kListsKey);
-    require_enough_actions(kReader, stages_, schedule_.micro_batches, actions_ - sharding_);
+    require_enough_actions(kJsonReader, stages_, schedule_.micro_batches, actions_ - sharding_);
     try {
       schedule_.placement = Placement::custom(ranks_, std::move(placement_));
     } catch (const std::invalid_argument& error) {
@@ -325,7 +325,7 @@ class ScheduleHandler : public nlohmann::json_sax<nlohmann::json> {
 }  // namespace
 
 ScheduleFile parse_schedule_json(std::string_view text) {
-  require_file_size(kReader, text);
+  require_file_size(kJsonReader, text);
   return ScheduleHandler().take(text);
 }
 

@@ -8,7 +8,7 @@ namespace sluice::cpu {
 namespace {
 
 // x and the other operand of the product have one type.
-LinearShape shape_of(const Tensor& weight, const Tensor& x) {
+LinearShape linear_shape_of(const Tensor& weight, const Tensor& x) {
   return {.rows = leading_rows(x),
           .in = weight.shape()[1],
           .out = weight.shape()[0],
@@ -80,7 +80,7 @@ std::size_t linear_activation_backward_input_workspace(ComputeContext& /*ctx*/,
 
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y) {
-  const LinearShape shape = shape_of(weight, x);
+  const LinearShape shape = linear_shape_of(weight, x);
   for_row_blocks(x.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
     forward_rows(ctx, shape, first, rows, x, weight, bias, y);
   });
@@ -88,7 +88,7 @@ void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, 
 
 void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
                              const Tensor& bias, const Tensor& residual, const Tensor& y) {
-  const LinearShape shape = shape_of(weight, x);
+  const LinearShape shape = linear_shape_of(weight, x);
   for_row_blocks(x.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
     forward_rows(ctx, shape, first, rows, x, weight, bias, y);
     cpu::add(ctx, rows_of(residual, first, rows, shape.out), rows_of(y, first, rows, shape.out));
@@ -97,7 +97,7 @@ void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor&
 
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx) {
-  const LinearShape shape = shape_of(weight, dx);
+  const LinearShape shape = linear_shape_of(weight, dx);
   for_row_blocks(dy.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
     backward_rows(ctx, shape, first, rows, dy, weight, dx);
   });
@@ -106,7 +106,7 @@ void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& 
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
                                const Tensor& weight, const Tensor& bias, const Tensor& raised,
                                const Tensor& y) {
-  const LinearShape shape = shape_of(weight, x);
+  const LinearShape shape = linear_shape_of(weight, x);
   for_row_blocks(x.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
     forward_rows(ctx, shape, first, rows, x, weight, bias, raised);
     const Tensor raised_rows = rows_of(raised, first, rows, shape.out);
@@ -146,7 +146,7 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
 
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
                             const Tensor& dweight, const Tensor& dbias, Write write) {
-  const LinearShape shape = shape_of(dweight, x);
+  const LinearShape shape = linear_shape_of(dweight, x);
   if (write == Write::kOverwrite) {
     if (dbias.data != nullptr) fill_zero_async(dbias.data, dbias.spec.bytes(), ctx.stream());
     if (shape.rows == 0) fill_zero_async(dweight.data, dweight.spec.bytes(), ctx.stream());

@@ -13,7 +13,7 @@ struct NormShape {
   std::int64_t rows, width;
 };
 
-NormShape shape_of(const Tensor& x, const Tensor& gamma) {
+NormShape norm_shape_of(const Tensor& x, const Tensor& gamma) {
   const std::int64_t width = gamma.elements();
   return {width == 0 ? 0 : x.elements() / width, width};
 }
@@ -36,7 +36,7 @@ std::size_t norm_backward_workspace(ComputeContext& /*ctx*/, std::int64_t /*rows
 
 void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma,
                         const Tensor& beta, float epsilon, const Tensor& y, const Tensor& stats) {
-  const NormShape shape = shape_of(x, gamma);
+  const NormShape shape = norm_shape_of(x, gamma);
   const NormKernels& kernels = norm_kernels_for(ctx, x, y.spec.dtype);
   parallel_range(ctx, shape.rows, 1, [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t first = begin * shape.width;
@@ -48,7 +48,7 @@ void layer_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamm
 
 void layer_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
                          const Tensor& gamma, const Tensor& stats, const NormGradients& gradients) {
-  const NormShape shape = shape_of(x, gamma);
+  const NormShape shape = norm_shape_of(x, gamma);
   const NormKernels& kernels = norm_kernels_for(ctx, x, dy.spec.dtype);
   if (gradients.dx.data != nullptr) {
     parallel_range(ctx, shape.rows, 1, [&](std::int64_t begin, std::int64_t end) {
@@ -73,7 +73,7 @@ void layer_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
 
 void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma, float epsilon,
                       const Tensor& y, const Tensor& stats) {
-  const NormShape shape = shape_of(x, gamma);
+  const NormShape shape = norm_shape_of(x, gamma);
   const NormKernels& kernels = norm_kernels_for(ctx, x, y.spec.dtype);
   parallel_range(ctx, shape.rows, 1, [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t first = begin * shape.width;
@@ -84,7 +84,7 @@ void rms_norm_forward(ComputeContext& ctx, const Tensor& x, const Tensor& gamma,
 
 void rms_norm_backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& gamma,
                        const Tensor& stats, const NormGradients& gradients) {
-  const NormShape shape = shape_of(x, gamma);
+  const NormShape shape = norm_shape_of(x, gamma);
   const NormKernels& kernels = norm_kernels_for(ctx, x, dy.spec.dtype);
   if (gradients.dx.data != nullptr) {
     parallel_range(ctx, shape.rows, 1, [&](std::int64_t begin, std::int64_t end) {

@@ -8,7 +8,7 @@ namespace sluice::cuda {
 
 namespace {
 
-constexpr std::int64_t kAlignment = 16;
+constexpr std::int64_t kTensorAlignment = 16;
 
 CudnnDescriptor operation_graph(const CudnnTarget& target,
                                 std::span<const CudnnDescriptor> operations) {
@@ -126,7 +126,7 @@ CudnnTensor CudnnGraph::add_tensor(const CudnnLayout& layout, cudnnDataType_t ty
   made.set(CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, type);
   made.set(CUDNN_ATTR_TENSOR_DIMENSIONS, CUDNN_TYPE_INT64, 4, layout.sizes.data());
   made.set(CUDNN_ATTR_TENSOR_STRIDES, CUDNN_TYPE_INT64, 4, layout.strides.data());
-  made.set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, CUDNN_TYPE_INT64, kAlignment);
+  made.set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, CUDNN_TYPE_INT64, kTensorAlignment);
   made.set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, CUDNN_TYPE_BOOLEAN, !in_memory && !by_value);
   made.set(CUDNN_ATTR_TENSOR_IS_BY_VALUE, CUDNN_TYPE_BOOLEAN, by_value);
   made.finalize("cudnnBackendFinalize of a tensor");

@@ -12,8 +12,6 @@ namespace sluice {
 
 namespace {
 
-[[noreturn]] void refuse(const std::string& message) { throw Error(ErrorCode::kUsage, message); }
-
 void validate(const TransformerConfig& config, const Partition& partition, int stage) {
   validate(config);
   const std::vector<int>& first = partition.first;
@@ -21,20 +19,23 @@ void validate(const TransformerConfig& config, const Partition& partition, int s
   const bool covers = first.size() >= 2 && first.front() == 0 && first.back() == layers &&
                       std::is_sorted(first.begin(), first.end());
   if (!covers) {
-    refuse(
+    throw Error(
+        ErrorCode::kUsage,
         fmt::format("the partition [{}] does not cut layers 0 to {} (embedding, {} blocks, head) "
                     "into stages, ascending from 0 to {}",
                     fmt::join(first, ", "), layers - 1, config.layers, layers));
   }
   if (first[1] < 1 || first[first.size() - 2] == layers) {
-    refuse(
+    throw Error(
+        ErrorCode::kUsage,
         fmt::format("the partition [{}] leaves the first or the last stage empty; they hold the "
                     "embedding and the head",
                     fmt::join(first, ", ")));
   }
   if (stage < 0 || stage >= partition.stages()) {
-    refuse(fmt::format("stage {} of a partition into {} stages; legal: 0 to {}", stage,
-                       partition.stages(), partition.stages() - 1));
+    throw Error(ErrorCode::kUsage,
+                fmt::format("stage {} of a partition into {} stages; legal: 0 to {}", stage,
+                            partition.stages(), partition.stages() - 1));
   }
 }
 

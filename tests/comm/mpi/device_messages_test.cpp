@@ -31,17 +31,17 @@ SLUICE_COMM_TEST(DeviceMessagesTest, FindsNoFaultWhereAllBytesArrive) {
 
 // Passes everything on but one message, which it spoils or fails to send; in the latter case the
 // message comes at its end, into the receive that is still open.
-class Spoiler final : public testing::PassingCommunicator {
+class MessageSpoiler final : public testing::PassingCommunicator {
  public:
-  Spoiler(Communicator& comm, int good, bool fails)
+  MessageSpoiler(Communicator& comm, int good, bool fails)
       : PassingCommunicator(comm), good_(good), fails_(fails) {}
-  ~Spoiler() override {
+  ~MessageSpoiler() override {
     if (!fails_) return;
     Request late = inner().start_send(rank(), 0, spoiled_);
     (void)testing::finish(inner(), late);
   }
-  Spoiler(const Spoiler&) = delete;
-  Spoiler& operator=(const Spoiler&) = delete;
+  MessageSpoiler(const MessageSpoiler&) = delete;
+  MessageSpoiler& operator=(const MessageSpoiler&) = delete;
   Request start_send(int peer, int tag, std::span<const std::byte> bytes) override {
     if (good_-- != 0) return inner().start_send(peer, tag, bytes);
     spoiled_.assign(bytes.begin(), bytes.end());
@@ -58,14 +58,14 @@ class Spoiler final : public testing::PassingCommunicator {
 
 SLUICE_COMM_TEST(DeviceMessagesTest, SaysThatBytesDiffer) {
   for (int good = 0; good < 3; ++good) {
-    EXPECT_THAT(device_message_fault(std::make_unique<Spoiler>(comm, good, false), Device{}),
+    EXPECT_THAT(device_message_fault(std::make_unique<MessageSpoiler>(comm, good, false), Device{}),
                 ::testing::HasSubstr("arrived with other bytes"))
         << good;
   }
 }
 
 SLUICE_COMM_TEST(DeviceMessagesTest, SaysWhatMpiAnsweredAndEndsWhatIsOpenBeforeTheMemoryGoes) {
-  EXPECT_THAT(device_message_fault(std::make_unique<Spoiler>(comm, 1, true), Device{}),
+  EXPECT_THAT(device_message_fault(std::make_unique<MessageSpoiler>(comm, 1, true), Device{}),
               ::testing::HasSubstr("a test message failed: MPI_Isend failed: invalid buffer"));
 }
 

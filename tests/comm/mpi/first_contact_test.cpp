@@ -16,7 +16,7 @@ namespace sluice {
 namespace {
 
 constexpr auto kShort = std::chrono::milliseconds(200);
-constexpr auto kLong = std::chrono::seconds(50);
+constexpr auto kLongWait = std::chrono::seconds(50);
 
 std::optional<Error> refusal(const std::string& build, std::chrono::milliseconds limit) {
   try {
@@ -32,14 +32,14 @@ bool contains(const Error& error, const std::string& part) {
 }
 
 TEST(FirstContactTest, EqualRanksPassAgainAndAgain) {
-  for (int i = 0; i < 3; ++i) EXPECT_FALSE(refusal("1.0 build a", kLong));
+  for (int i = 0; i < 3; ++i) EXPECT_FALSE(refusal("1.0 build a", kLongWait));
 }
 
 TEST(FirstContactTest, EveryRankNamesTheRankWithAnotherBuild) {
   const int last = testing::world().size() - 1;
   if (last == 0) GTEST_SKIP() << "one rank";
   const bool other = testing::world().rank() == last;
-  const std::optional<Error> error = refusal(other ? "1.0 build b" : "1.0 build a", kLong);
+  const std::optional<Error> error = refusal(other ? "1.0 build b" : "1.0 build a", kLongWait);
   ASSERT_TRUE(error);
   EXPECT_EQ(error->code(), ErrorCode::kMismatch);
   EXPECT_EQ(error->rank(), 0);

@@ -22,7 +22,7 @@ namespace sluice {
 namespace {
 
 using testing::ElementsAre;
-using testing::Pair;
+using ::testing::Pair;
 
 // Tensors of every type, a scalar, an empty one, with names that need escapes.
 struct Sample {

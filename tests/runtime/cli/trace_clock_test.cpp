@@ -10,8 +10,6 @@
 namespace sluice::testing {
 namespace {
 
-using nlohmann::json;
-
 // Seconds that the second rank's clock is ahead.
 class TraceClockTest : public CliTest, public ::testing::WithParamInterface<const char*> {
  protected:
@@ -32,9 +30,9 @@ struct Messages {
   std::map<std::tuple<bool, int, int>, std::vector<double>> sent, received;
 };
 
-Messages messages_of(const json& trace) {
+Messages messages_of(const nlohmann::json& trace) {
   Messages messages;
-  for (const json& event : trace) {
+  for (const nlohmann::json& event : trace) {
     if (event.at("ph") != "X") continue;
     const bool sends = event.at("cat") == "sends";
     if (!sends && event.at("cat") != "receives") continue;
@@ -60,9 +58,9 @@ TEST_P(TraceClockTest, ReceivesEndAfterTheirSendsAndAllEventsLieInTheRun) {
   ASSERT_NE(at, std::string::npos) << outcome.out;
   const double error = std::stod(outcome.out.substr(at + line.size()));
 
-  const json trace = json::parse(read_file(path("t.json"))).at("traceEvents");
+  const nlohmann::json trace = nlohmann::json::parse(read_file(path("t.json"))).at("traceEvents");
   constexpr double kMostMicroseconds = 30e6;  // mpirun() ends a job that takes longer
-  for (const json& event : trace) {
+  for (const nlohmann::json& event : trace) {
     if (event.at("ph") == "M") continue;
     EXPECT_GE(event.at("ts"), 0) << event;
     EXPECT_LE(event.at("ts").get<double>() + event.value("dur", 0.0), kMostMicroseconds) << event;

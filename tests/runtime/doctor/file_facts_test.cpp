@@ -19,7 +19,7 @@ using ::testing::HasSubstr;
 
 constexpr DirectoryLimits kShort = {.write_seconds = 0.01, .seen_seconds = 0.05};
 
-std::string said(const std::vector<RankFacts>& facts, bool wrong) {
+std::string said_of_files(const std::vector<RankFacts>& facts, bool wrong) {
   std::string text;
   for (const Finding& finding : diagnose_files(facts)) {
     if (finding.wrong == wrong) text += finding.text + "\n";
@@ -86,12 +86,13 @@ TEST(FileDiagnosisTest, NamesTheHostWithoutTheData) {
   const TemporaryDirectory directory;
   auto facts = two_hosts();
   for (RankFacts& each : facts) each.data = data_facts(directory.write("t", "text"));
-  EXPECT_EQ(said(facts, true), "");
-  EXPECT_THAT(said(facts, false), HasSubstr("looks the same on all hosts (compared: all bytes)"));
+  EXPECT_EQ(said_of_files(facts, true), "");
+  EXPECT_THAT(said_of_files(facts, false),
+              HasSubstr("looks the same on all hosts (compared: all bytes)"));
   facts[0].data.problem = "No such file or directory";
-  EXPECT_THAT(said(facts, true), HasSubstr("alpha: rank 0 cannot read data file"));
+  EXPECT_THAT(said_of_files(facts, true), HasSubstr("alpha: rank 0 cannot read data file"));
   facts[1].data.problem = facts[0].data.problem;
-  EXPECT_THAT(said(facts, true), HasSubstr("beta: rank 1 cannot read data file"));
+  EXPECT_THAT(said_of_files(facts, true), HasSubstr("beta: rank 1 cannot read data file"));
 }
 
 TEST(FileDiagnosisTest, SaysHowTheDataDiffers) {
@@ -99,20 +100,20 @@ TEST(FileDiagnosisTest, SaysHowTheDataDiffers) {
   facts[0].data = {"text.txt", "", 100, "aaaaaaaaaa"};
   facts[1].data = {"text.txt", "", 90, "bbbbbbbbbb"};
   EXPECT_THAT(
-      said(facts, true),
+      said_of_files(facts, true),
       HasSubstr("data file 'text.txt' differs: 100 bytes, hash aaaaaaaa on alpha, 90 bytes, "
                 "hash bbbbbbbb on beta (compared: sizes)"));
   facts[1].data.bytes = 100;
-  EXPECT_THAT(said(facts, true), HasSubstr("(compared: all bytes)"));
+  EXPECT_THAT(said_of_files(facts, true), HasSubstr("(compared: all bytes)"));
   facts[0].data.bytes = facts[1].data.bytes = 100 * kHashedEnd;
-  EXPECT_THAT(said(facts, true), HasSubstr("(compared: size, first and last MiB)"));
+  EXPECT_THAT(said_of_files(facts, true), HasSubstr("(compared: size, first and last MiB)"));
 }
 
 TEST(DirectoryProbeTest, ASharedDirectoryIsSeenAndLeftAsItWas) {
   const TemporaryDirectory directory;
   const auto path = directory.path() / "runs" / "a";
   const auto facts = probe({path, path});
-  EXPECT_EQ(said(facts, true), "");
+  EXPECT_EQ(said_of_files(facts, true), "");
   for (const RankFacts& each : facts) {
     EXPECT_EQ(each.save.problem, "");
     EXPECT_GT(each.save.bytes_per_second, 0);
@@ -138,39 +139,41 @@ TEST(DirectoryProbeTest, TheDirectoryGoesAfterTheFilesOfAllHosts) {
 TEST(DirectoryProbeTest, FilesOfOthersStay) {
   const TemporaryDirectory directory;
   (void)directory.write("mine", "x");
-  EXPECT_EQ(said(probe({directory.path(), directory.path()}), true), "");
+  EXPECT_EQ(said_of_files(probe({directory.path(), directory.path()}), true), "");
   EXPECT_EQ(directory.read("mine"), "x");
   EXPECT_EQ(directory.file_count(), 1);
 }
 
 TEST(DirectoryProbeTest, NamesTheHostThatDoesNotShareTheDirectory) {
   const TemporaryDirectory one, two;
-  const std::string text = said(probe({one.path(), two.path()}), true);
+  const std::string text = said_of_files(probe({one.path(), two.path()}), true);
   EXPECT_THAT(text, HasSubstr("beta: a new file of rank 0 (alpha)"));
   EXPECT_THAT(text, HasSubstr("--save-local"));
-  EXPECT_THAT(said(probe({one.path(), two.path() / "none"}), true), HasSubstr("beta: a new file"));
+  EXPECT_THAT(said_of_files(probe({one.path(), two.path() / "none"}), true),
+              HasSubstr("beta: a new file"));
   EXPECT_EQ(one.file_count() + two.file_count(), 0);
 }
 
 TEST(DirectoryProbeTest, NamesTheRankThatCannotWrite) {
   const TemporaryDirectory directory;
   const auto file = directory.write("file", "x");
-  EXPECT_THAT(said(probe({file / "runs", file / "runs"}), true),
+  EXPECT_THAT(said_of_files(probe({file / "runs", file / "runs"}), true),
               HasSubstr("alpha: rank 0 cannot write to directory"));
 }
 
 TEST(FileDiagnosisTest, TellsSlowDirectoriesAndCachedNames) {
   auto facts = two_hosts();
   for (RankFacts& each : facts) each.save = {"runs", "", "nfs", 1e8, 0};
-  EXPECT_EQ(said(facts, true), "");
-  EXPECT_THAT(said(facts, false), HasSubstr("takes 100 MB/s on the slowest host"));
+  EXPECT_EQ(said_of_files(facts, true), "");
+  EXPECT_THAT(said_of_files(facts, false), HasSubstr("takes 100 MB/s on the slowest host"));
   facts[1].save.seen_after = 3.25;
-  EXPECT_THAT(said(facts, true), HasSubstr("beta: a new file in 'runs' is seen after 3.2 s only"));
+  EXPECT_THAT(said_of_files(facts, true),
+              HasSubstr("beta: a new file in 'runs' is seen after 3.2 s only"));
   facts[1].save.seen_after = -1;
-  EXPECT_THAT(said(facts, true), HasSubstr("lookupcache=positive"));
+  EXPECT_THAT(said_of_files(facts, true), HasSubstr("lookupcache=positive"));
   facts[1].save.seen_after = 0;
   facts[1].save.bytes_per_second = 5e6;
-  EXPECT_THAT(said(facts, true), HasSubstr("beta: directory 'runs' takes 5 MB/s"));
+  EXPECT_THAT(said_of_files(facts, true), HasSubstr("beta: directory 'runs' takes 5 MB/s"));
 }
 
 }  // namespace

@@ -17,7 +17,8 @@ namespace {
 
 using ::testing::ElementsAre;
 
-constexpr ProbeLimits kShort = {.pair_seconds = 0.02, .total_seconds = 20, .silence_seconds = 20};
+constexpr ProbeLimits kShortProbe = {
+    .pair_seconds = 0.02, .total_seconds = 20, .silence_seconds = 20};
 
 Topology topology(int pipeline, int replicas, RankOrder order = RankOrder::kPipelineFirst) {
   return make_topology(pipeline * replicas, pipeline, replicas, order);
@@ -46,7 +47,7 @@ TEST(NetworkProbeTest, MeasuresBothDirectionsOfEveryPair) {
   for (const int chunks : {1, 2}) {
     const auto pairs = pairs_of_training(topology(2, 2), chunks);
     run_loopback(4, [&](Communicator& comm) {
-      const ProbeResult result = probe_links(comm, 3, pairs, kShort);
+      const ProbeResult result = probe_links(comm, 3, pairs, kShortProbe);
       EXPECT_EQ(result.pairs_left_out, 0);
       if (comm.rank() != 0) {
         EXPECT_TRUE(result.links.empty());
@@ -72,14 +73,15 @@ TEST(NetworkProbeTest, LeavesTheCommunicatorUsable) {
   const auto pairs = pairs_of_training(topology(3, 1), 2);
   run_loopback(3, [&](Communicator& comm) {
     for (int i = 0; i < 2; ++i) {
-      EXPECT_EQ(probe_links(comm, 0, pairs, kShort).links.size(), comm.rank() == 0 ? 6U : 0U);
+      EXPECT_EQ(probe_links(comm, 0, pairs, kShortProbe).links.size(), comm.rank() == 0 ? 6U : 0U);
     }
   });
 }
 
 TEST(NetworkProbeTest, WithoutPairsNothingIsMeasured) {
-  run_loopback(
-      2, [](Communicator& comm) { EXPECT_TRUE(probe_links(comm, 0, {}, kShort).links.empty()); });
+  run_loopback(2, [](Communicator& comm) {
+    EXPECT_TRUE(probe_links(comm, 0, {}, kShortProbe).links.empty());
+  });
 }
 
 TEST(NetworkProbeTest, SaysHowManyPairsTimeLeftOut) {

@@ -23,7 +23,6 @@
 namespace sluice {
 namespace {
 
-using nlohmann::json;
 using testing::ElementsAre;
 
 TraceEvent event(TraceTrack track, ActionKind kind, double start, double end, int micro_batch = 0) {
@@ -36,13 +35,13 @@ TraceEvent event(TraceTrack track, ActionKind kind, double start, double end, in
 }
 
 // The file's events, parsed; `ph` "X" or "M".
-std::vector<json> events_of(const std::vector<RankTrace>& ranks, const std::string& ph) {
+std::vector<nlohmann::json> events_of(const std::vector<RankTrace>& ranks, const std::string& ph) {
   const TemporaryDirectory dir;
   write_trace(dir.path() / "trace.json", ranks);
   EXPECT_EQ(dir.file_count(), 1);
-  std::vector<json> events;
-  const json whole = json::parse(dir.read("trace.json"));
-  for (const json& each : whole.at("traceEvents")) {
+  std::vector<nlohmann::json> events;
+  const nlohmann::json whole = nlohmann::json::parse(dir.read("trace.json"));
+  for (const nlohmann::json& each : whole.at("traceEvents")) {
     if (each.at("ph") == ph) events.push_back(each);
   }
   return events;
@@ -51,7 +50,7 @@ std::vector<json> events_of(const std::vector<RankTrace>& ranks, const std::stri
 // (pid, tid) -> name of the thread.
 std::map<std::pair<int, int>, std::string> threads_of(const std::vector<RankTrace>& ranks) {
   std::map<std::pair<int, int>, std::string> names;
-  for (const json& each : events_of(ranks, "M")) {
+  for (const nlohmann::json& each : events_of(ranks, "M")) {
     if (each.at("name") == "thread_name") {
       names[{each.at("pid"), each.at("tid")}] = each.at("args").at("name");
     }
@@ -69,7 +68,7 @@ TEST(TraceTest, GivesEveryRankAProcessAndEveryTrackAThread) {
         event(TraceTrack::kReceives, ActionKind::kRecvBackward, 1, 3)}},
       {1, "rank 1", {event(TraceTrack::kCompute, ActionKind::kBackward, 2, 2.000001)}}};
   std::map<int, std::string> processes;
-  for (const json& each : events_of(ranks, "M")) {
+  for (const nlohmann::json& each : events_of(ranks, "M")) {
     if (each.at("name") == "process_name") processes[each.at("pid")] = each.at("args").at("name");
   }
   EXPECT_EQ(processes, (std::map<int, std::string>{{0, "rank 0: \"quoted\""}, {1, "rank 1"}}));
@@ -77,7 +76,7 @@ TEST(TraceTest, GivesEveryRankAProcessAndEveryTrackAThread) {
   std::multiset<std::string> names;
   for (const auto& [place, name] : threads) names.insert(name);
   EXPECT_THAT(names, ElementsAre("compute", "compute", "planned", "receives", "sends"));
-  for (const json& each : events_of(ranks, "X")) {
+  for (const nlohmann::json& each : events_of(ranks, "X")) {
     EXPECT_EQ(threads.at({each.at("pid"), each.at("tid")}), each.at("cat").get<std::string>());
   }
 }
@@ -94,7 +93,7 @@ TEST(TraceTest, NamesActionsAndGivesTimesInMicroseconds) {
   EXPECT_EQ(events[0].at("pid"), 3);
   EXPECT_EQ(events[0].at("ts"), 1e6);
   EXPECT_EQ(events[0].at("dur"), 0.5);
-  EXPECT_EQ(events[0].at("args"), (json{{"stage", 2}, {"micro_batch", 7}}));
+  EXPECT_EQ(events[0].at("args"), (nlohmann::json{{"stage", 2}, {"micro_batch", 7}}));
   EXPECT_EQ(events[1].at("name"), "2OPTIMIZER");
   EXPECT_EQ(events[1].at("dur"), 0);
 }
@@ -107,7 +106,7 @@ TEST(TraceTest, MessagesInFlightTogetherGetLanesSoThatNoSlicesCross) {
     rank.events.push_back(event(TraceTrack::kSends, ActionKind::kSendForward, start, start + 0.29));
   }
   std::map<int, std::vector<std::pair<double, double>>> lanes;
-  for (const json& each : events_of({rank}, "X")) {
+  for (const nlohmann::json& each : events_of({rank}, "X")) {
     const double start = each.at("ts");
     lanes[each.at("tid")].emplace_back(start, start + each.at("dur").get<double>());
   }
@@ -136,7 +135,7 @@ TEST(TraceTest, EventsThatTouchShareALaneWhateverTheirTimesRoundTo) {
   EXPECT_EQ(threads_of({rank}).size(), 1u);
 }
 
-std::int64_t nanoseconds(const json& each) {
+std::int64_t nanoseconds(const nlohmann::json& each) {
   return std::llround(each.at("ts").get<double>() * 1000);
 }
 
@@ -146,9 +145,9 @@ std::pair<std::int64_t, std::int64_t> arrow_between(const TraceEvent& from, cons
   std::ostringstream text;
   write_trace([&](std::string_view piece) { text << piece; }, {{0, "", {from}}, {1, "", {to}}},
               {{.from = {0, 0}, .to = {1, 0}}});
-  std::map<std::string, json> events;
-  const json whole = json::parse(text.str());
-  for (const json& each : whole.at("traceEvents")) {
+  std::map<std::string, nlohmann::json> events;
+  const nlohmann::json whole = nlohmann::json::parse(text.str());
+  for (const nlohmann::json& each : whole.at("traceEvents")) {
     events[each.at("ph")] = each;
   }
   return {nanoseconds(events.at("s")), nanoseconds(events.at("f"))};
@@ -161,9 +160,9 @@ TEST(TraceTest, AnArrowIsAPairOfFlowEventsOnTheThreadsOfItsSlices) {
   write_trace([&](std::string_view piece) { text << piece; },
               {{4, "", {used, made}}, {7, "", {made, used}}},
               {{.from = {0, 1}, .to = {1, 1}}, {.from = {1, 0}, .to = {0, 0}}});
-  std::vector<json> slices, flows;
-  const json whole = json::parse(text.str());
-  for (const json& each : whole.at("traceEvents")) {
+  std::vector<nlohmann::json> slices, flows;
+  const nlohmann::json whole = nlohmann::json::parse(text.str());
+  for (const nlohmann::json& each : whole.at("traceEvents")) {
     if (each.at("ph") == "X") slices.push_back(each);
     if (each.at("ph") == "s" || each.at("ph") == "f") {
       EXPECT_EQ(slices.size(), 4u) << "a flow event stands before a slice that it may belong to";
@@ -172,13 +171,13 @@ TEST(TraceTest, AnArrowIsAPairOfFlowEventsOnTheThreadsOfItsSlices) {
   }
   ASSERT_EQ(flows.size(), 4u);
   const auto tid_of = [&](int pid, const std::string& track) {
-    for (const json& each : slices) {
+    for (const nlohmann::json& each : slices) {
       if (each.at("pid") == pid && each.at("cat") == track) return each.at("tid");
     }
-    return json();
+    return nlohmann::json();
   };
   for (const std::size_t i : {0u, 2u}) {
-    const json &leaves = flows[i], &arrives = flows[i + 1];
+    const nlohmann::json &leaves = flows[i], &arrives = flows[i + 1];
     const int from = i == 0 ? 4 : 7, to = i == 0 ? 7 : 4;
     EXPECT_EQ(leaves.at("ph"), "s");
     EXPECT_EQ(leaves.at("pid"), from);

@@ -18,7 +18,6 @@
 namespace sluice::testing {
 namespace {
 
-using nlohmann::json;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
@@ -32,22 +31,25 @@ std::string error_of(const std::function<void()>& body) {
   return "no error";
 }
 
-std::string config_error(const json& config) {
+std::string config_error(const nlohmann::json& config) {
   return error_of([&] { (void)parse_hugging_face_config(config.dump(), "M/config.json"); });
 }
 
-TransformerConfig parsed(const json& config) {
+TransformerConfig parsed(const nlohmann::json& config) {
   return parse_hugging_face_config(config.dump(), "M/config.json").model;
 }
 
-json golden_config(const char* name) { return golden_models().at("models").at(name).at("config"); }
+nlohmann::json golden_config(const char* name) {
+  return golden_models().at("models").at(name).at("config");
+}
 
 TEST(HuggingFaceConfigTest, ReadsTheFormOfTransformers5) {
   for (const char* name : {"llama", "llama 3", "llama linear", "qwen3"}) {
-    json config = golden_config(name);
+    nlohmann::json config = golden_config(name);
     const TransformerConfig before = parsed(config);
-    json parameters =
-        config["rope_scaling"].is_null() ? json{{"rope_type", "default"}} : config["rope_scaling"];
+    nlohmann::json parameters = config["rope_scaling"].is_null()
+                                    ? nlohmann::json{{"rope_type", "default"}}
+                                    : config["rope_scaling"];
     parameters["rope_theta"] = config["rope_theta"];
     config.erase("rope_scaling");
     config.erase("rope_theta");
@@ -60,14 +62,14 @@ TEST(HuggingFaceConfigTest, ReadsTheFormOfTransformers5) {
 TEST(HuggingFaceConfigTest, WritesWhatItReads) {
   for (const auto& [name, model] : golden_models().at("models").items()) {
     SCOPED_TRACE(name);
-    const json config = model.at("config");
+    const nlohmann::json config = model.at("config");
     const TransformerConfig read = parsed(config);
     const std::string text = hugging_face_config_text(read, DType::kF32, config.dump());
     EXPECT_EQ(model_config_text(parse_hugging_face_config(text, "again").model),
               model_config_text(read));
-    EXPECT_EQ(json::parse(text).at("architectures"), config.at("architectures"));
-    EXPECT_EQ(json::parse(text).at("dtype"), "float32");
-    EXPECT_EQ(json::parse(text).at("initializer_range"), config.at("initializer_range"));
+    EXPECT_EQ(nlohmann::json::parse(text).at("architectures"), config.at("architectures"));
+    EXPECT_EQ(nlohmann::json::parse(text).at("dtype"), "float32");
+    EXPECT_EQ(nlohmann::json::parse(text).at("initializer_range"), config.at("initializer_range"));
     // The same without what others wrote.
     const std::string own = hugging_face_config_text(read, DType::kBf16, "");
     EXPECT_EQ(model_config_text(parse_hugging_face_config(own, "own").model),
@@ -76,7 +78,7 @@ TEST(HuggingFaceConfigTest, WritesWhatItReads) {
 }
 
 TEST(HuggingFaceConfigTest, TakesTheValuesOfTransformersForMissingFields) {
-  json config = golden_config("mistral");
+  nlohmann::json config = golden_config("mistral");
   for (const char* name : {"rms_norm_eps", "rope_theta", "head_dim", "sliding_window"}) {
     config.erase(name);
   }
@@ -108,15 +110,15 @@ TEST(HuggingFaceConfigTest, TakesTheValuesOfTransformersForMissingFields) {
 
 struct BadConfig {
   const char *model, *field;
-  json value;
+  nlohmann::json value;
   const char *first, *second;  // what the error says
 };
 
 TEST(HuggingFaceConfigTest, NamesFieldsThatItCannotHonour) {
-  const json yarn = {{"rope_type", "yarn"}, {"factor", 2.0}};
-  const json low = {{"rope_type", "linear"}};
+  const nlohmann::json yarn = {{"rope_type", "yarn"}, {"factor", 2.0}};
+  const nlohmann::json low = {{"rope_type", "linear"}};
   const std::vector<BadConfig> bad = {
-      {"llama", "architectures", json::array({"FalconForCausalLM"}), "FalconForCausalLM",
+      {"llama", "architectures", nlohmann::json::array({"FalconForCausalLM"}), "FalconForCausalLM",
        "Qwen3ForCausalLM"},
       {"llama", "architectures", "LlamaForCausalLM", "'architectures'", "legal is a list"},
       {"llama", "hidden_act", "gelu", "'hidden_act' is 'gelu'", "legal: silu"},
@@ -132,15 +134,16 @@ TEST(HuggingFaceConfigTest, NamesFieldsThatItCannotHonour) {
       {"llama", "rms_norm_eps", 0, "'rms_norm_eps' is 0", "above 0"},
       {"llama", "tie_word_embeddings", "yes", "'tie_word_embeddings' is \"yes\"", "true and false"},
       {"llama", "quantization_config", {{"bits", 4}}, "'quantization_config'", "Sluice lacks it"},
-      {"qwen2", "layer_types", json::array({"full_attention"}), "'layer_types'", "list of 2"},
-      {"qwen2", "layer_types", json::array({"full_attention", "chunked"}), "\"chunked\"",
+      {"qwen2", "layer_types", nlohmann::json::array({"full_attention"}), "'layer_types'",
+       "list of 2"},
+      {"qwen2", "layer_types", nlohmann::json::array({"full_attention", "chunked"}), "\"chunked\"",
        "sliding_attention"},
       {"gpt2", "activation_function", "relu", "'activation_function' is 'relu'", "gelu_new"},
       {"gpt2", "scale_attn_by_inverse_layer_idx", true, "'scale_attn_by_inverse_layer_idx' is true",
        "legal: false"},
   };
   for (const BadConfig& each : bad) {
-    json config = golden_config(each.model);
+    nlohmann::json config = golden_config(each.model);
     config[each.field] = each.value;
     EXPECT_THAT(config_error(config),
                 AllOf(HasSubstr("M/config.json"), HasSubstr(each.first), HasSubstr(each.second)));
@@ -246,8 +249,8 @@ TEST_F(HuggingFaceFilesTest, TakesWhatOthersLeaveInTheirFiles) {
 
 TEST_F(HuggingFaceFilesTest, ReadsModelsThatWereSavedWithoutTheirHead) {
   const auto& golden = golden_models().at("models").at("gpt2");
-  json stripped = golden;
-  stripped["tensors"] = json::object();
+  nlohmann::json stripped = golden;
+  stripped["tensors"] = nlohmann::json::object();
   for (const auto& [name, shape] : golden.at("tensors").items()) {
     stripped["tensors"][name.substr(std::string("transformer.").size())] = shape;
   }
@@ -290,8 +293,8 @@ TEST_F(HuggingFaceFilesTest, CarriesTokenizerFilesAndIds) {
   EXPECT_EQ(written.at("tokenizer.json"), "{\"model\": {}}");
   EXPECT_EQ(written.at("generation_config.json"), "{\"eos_token_id\": [5, 7]}");
   EXPECT_EQ(written.count("README.md"), 0U);
-  EXPECT_EQ(json::parse(written.at("config.json")).at("torch_dtype"), "bfloat16");
-  EXPECT_EQ(json::parse(written.at("config.json")).at("bos_token_id"), 1);
+  EXPECT_EQ(nlohmann::json::parse(written.at("config.json")).at("torch_dtype"), "bfloat16");
+  EXPECT_EQ(nlohmann::json::parse(written.at("config.json")).at("bos_token_id"), 1);
 }
 
 }  // namespace

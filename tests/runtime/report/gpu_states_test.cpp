@@ -9,12 +9,12 @@
 namespace sluice {
 namespace {
 
-constexpr int kTags = 100;  // that nothing else uses here
+constexpr int kGpuTags = 100;  // that nothing else uses here
 
 // The driver tells all of the first GPU, and the power of the second alone.
 TEST(JobGpusTest, RankZeroHasTheStatesOfAllRanks) {
   run_loopback(3, [](Communicator& comm) {
-    Collectives world(comm, kTags, nullptr);
+    Collectives world(comm, kGpuTags, nullptr);
     JobGpus gpus(world, "machine", {DeviceKind::kCuda, comm.rank() == 2 ? 0 : comm.rank()},
                  SLUICE_FAKE_NVML);
     EXPECT_EQ(gpus.peak(ProductPrecision::kBf16), 0);  // such a card is in no table

@@ -24,13 +24,11 @@
 namespace sluice::testing {
 namespace {
 
-using nlohmann::json;
-
 constexpr int kSteps = 3;
 constexpr int kMicroBatches = 4;
 
 // What the trace of kSteps steps holds.
-json trace_of(const Layout& layout) {
+nlohmann::json trace_of(const Layout& layout) {
   const TemporaryDirectory dir;
   TransformerConfig model = small_model();
   model.layers = 4;
@@ -65,7 +63,7 @@ json trace_of(const Layout& layout) {
     EXPECT_EQ(error > 0, comm.size() > 1);
     pipeline.close();
   });
-  return json::parse(dir.read("trace.json")).at("traceEvents");
+  return nlohmann::json::parse(dir.read("trace.json")).at("traceEvents");
 }
 
 struct Slice {
@@ -74,15 +72,15 @@ struct Slice {
   Action action;
 };
 
-std::int64_t nanoseconds(const json& event, const char* key) {
+std::int64_t nanoseconds(const nlohmann::json& event, const char* key) {
   return std::llround(event.at(key).get<double>() * 1000);
 }
 
 // Of one track, in order of time.
-std::vector<Slice> slices_of(const json& trace, const std::string& track) {
+std::vector<Slice> slices_of(const nlohmann::json& trace, const std::string& track) {
   std::map<int, int> replicas;
   std::vector<Slice> slices;
-  for (const json& event : trace) {
+  for (const nlohmann::json& event : trace) {
     if (event.at("name") == "process_name") {
       const std::string label = event.at("args").at("name");
       replicas[event.at("pid")] = std::stoi(label.substr(label.find("replica ") + 8));
@@ -134,7 +132,7 @@ std::multiset<std::string> expected_arrows(const std::vector<Slice>& slices) {
 }
 
 // The name of the slice of that thread that holds the flow event.
-std::string around(const json& flow, const std::vector<Slice>& slices,
+std::string around(const nlohmann::json& flow, const std::vector<Slice>& slices,
                    const std::vector<std::string>& names) {
   const std::int64_t when = nanoseconds(flow, "ts");
   for (std::size_t i = 0; i < slices.size(); ++i) {
@@ -146,11 +144,12 @@ std::string around(const json& flow, const std::vector<Slice>& slices,
   return "nothing";
 }
 
-std::multiset<std::string> drawn_arrows(const json& trace, const std::vector<Slice>& slices) {
+std::multiset<std::string> drawn_arrows(const nlohmann::json& trace,
+                                        const std::vector<Slice>& slices) {
   const std::vector<std::string> names = names_of(slices);
   std::map<int, std::string> leaving;
   std::multiset<std::string> arrows;
-  for (const json& event : trace) {
+  for (const nlohmann::json& event : trace) {
     if (event.at("ph") == "s") {
       EXPECT_TRUE(leaving.emplace(event.at("id"), around(event, slices, names)).second);
     } else if (event.at("ph") == "f") {
@@ -173,7 +172,7 @@ struct ArrowCase {
 class ArrowsTest : public ::testing::TestWithParam<ArrowCase> {};
 
 TEST_P(ArrowsTest, GoFromWhatMadeATensorToWhatUsedItOnAnotherRank) {
-  const json trace = trace_of(GetParam().layout);
+  const nlohmann::json trace = trace_of(GetParam().layout);
   const std::vector<Slice> slices = slices_of(trace, "compute");
   const std::multiset<std::string> drawn = drawn_arrows(trace, slices);
   EXPECT_EQ(drawn, expected_arrows(slices));
@@ -195,7 +194,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 // Step by step: the first planned action stands where the first action is.
 TEST(TimelineTest, ThePlannedTrackStartsWithEachStep) {
-  const json trace = trace_of({.pipeline = 2});
+  const nlohmann::json trace = trace_of({.pipeline = 2});
   const auto starts = [&](const std::string& track) {
     std::vector<std::int64_t> found;
     for (const Slice& slice : slices_of(trace, track)) {

@@ -19,11 +19,11 @@ constexpr double kNever = 1e6;
 const std::string kStays = "while :; do sleep 0.01; done";
 const std::string kHang =
     R"(echo 'sluice-event {"event":"hang","kind":"lost","hosts":["node3"],"ranks":[2],"step":7}' >&2; )";
-const std::string kFrame = std::string(74, '-') + R"(\n)";
+const std::string kPrintedFrame = std::string(74, '-') + R"(\n)";
 const std::string kKilled =
-    "printf %b '" + kFrame +
+    "printf %b '" + kPrintedFrame +
     R"(mpirun noticed that process rank 1 with PID 5 on node node2 exited on signal 9 (Killed).\n)" +
-    kFrame + "' >&2; ";
+    kPrintedFrame + "' >&2; ";
 
 class JobWatchTest : public ::testing::Test {
  public:
@@ -69,7 +69,8 @@ TEST_F(JobWatchTest, KeepsTheCodeOfALauncherThatReturns) {
 }
 
 TEST_F(JobWatchTest, KeepsTheLaunchersTextForLater) {
-  const Attempt attempt = watch("printf %b '" + kFrame + R"(no slots\n)" + kFrame + "' >&2", {});
+  const Attempt attempt =
+      watch("printf %b '" + kPrintedFrame + R"(no slots\n)" + kPrintedFrame + "' >&2", {});
   EXPECT_EQ(attempt.end.code, 0);
   EXPECT_THAT(attempt.launcher_text, HasSubstr("no slots"));
 }

@@ -27,7 +27,7 @@ namespace {
 using ::testing::HasSubstr;
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kPatience = std::chrono::seconds(30);
+constexpr auto kWatchPatience = std::chrono::seconds(30);
 
 PlanOp op(OpKind kind, ActionKind action, int stage, int micro_batch) {
   PlanOp result;
@@ -96,7 +96,7 @@ WatchedJob job_of(ActivityBoard& board, int ranks) {
 
 // Polls as a wait does, until the watchdog ends it.
 std::string wait_for_end(ActivityBoard& board) {
-  const auto deadline = Clock::now() + kPatience;
+  const auto deadline = Clock::now() + kWatchPatience;
   try {
     while (Clock::now() < deadline) {
       board.poll();

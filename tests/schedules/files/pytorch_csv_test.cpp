@@ -27,7 +27,7 @@ PytorchCsv parsed(const std::string& text, CsvAlphabet alphabet = CsvAlphabet::k
   return parse_pytorch_csv(text, "test", alphabet);
 }
 
-std::string refusal_of(const std::string& text, CsvAlphabet alphabet = CsvAlphabet::kDetect) {
+std::string csv_refusal(const std::string& text, CsvAlphabet alphabet = CsvAlphabet::kDetect) {
   return refusal([&] { (void)parsed(text, alphabet); });
 }
 
@@ -67,14 +67,14 @@ TEST(PytorchCsvTest, DetectsTheOlderAlphabet) {
 
 TEST(PytorchCsvTest, AStatedAlphabetIsNotDetected) {
   EXPECT_EQ(text_of(parsed("0F0,0B0", CsvAlphabet::kOlder).schedule.ranks[0]), "0F0 0I0");
-  EXPECT_THAT(refusal_of("0F0,0BW0", CsvAlphabet::kCurrent),
+  EXPECT_THAT(csv_refusal("0F0,0BW0", CsvAlphabet::kCurrent),
               AllOf(HasSubstr("row 1, column 2"), HasSubstr("unknown kind 'BW'")));
-  EXPECT_THAT(refusal_of("0F0,0I0,0W0", CsvAlphabet::kOlder),
+  EXPECT_THAT(csv_refusal("0F0,0I0,0W0", CsvAlphabet::kOlder),
               AllOf(HasSubstr("row 1, column 2"), HasSubstr("has I")));
 }
 
 TEST(PytorchCsvTest, RefusesAMixOfAlphabets) {
-  EXPECT_THAT(refusal_of("0F0,0BW0\n1F0,1I0,1W0"),
+  EXPECT_THAT(csv_refusal("0F0,0BW0\n1F0,1I0,1W0"),
               AllOf(HasSubstr("row 1, column 2"), HasSubstr("row 2, column 2")));
 }
 
@@ -89,7 +89,7 @@ TEST(PytorchCsvTest, TakesTheWholeCellOrNamesRowAndColumn) {
                            "0REDUCE_TIED", "0RECOMPUTE0",
                            "0F0\r",        "0F99999999999",
                            "\x01",         "\357\273\2770F0"}) {
-    const std::string message = refusal_of("0F0,0B0\n1F0,," + std::string(cell) + ",1B0");
+    const std::string message = csv_refusal("0F0,0B0\n1F0,," + std::string(cell) + ",1B0");
     EXPECT_THAT(message, HasSubstr("row 2, column 3")) << cell;
     for (const char c : message) EXPECT_TRUE(c >= ' ' && c <= '~') << cell;
   }
@@ -102,23 +102,23 @@ TEST(PytorchCsvTest, LineEndsMayBeMissingLineFeedOrBoth) {
 }
 
 TEST(PytorchCsvTest, EveryRankComputesAndEveryStageHasOneRank) {
-  EXPECT_THAT(refusal_of(""), HasSubstr("the file is empty"));
-  EXPECT_THAT(refusal_of("0F0,0B0\n\n"), HasSubstr("row 2, column 1: the row computes nothing"));
-  EXPECT_THAT(refusal_of("0F0,0B0\n0F1,0B1"),
+  EXPECT_THAT(csv_refusal(""), HasSubstr("the file is empty"));
+  EXPECT_THAT(csv_refusal("0F0,0B0\n\n"), HasSubstr("row 2, column 1: the row computes nothing"));
+  EXPECT_THAT(csv_refusal("0F0,0B0\n0F1,0B1"),
               AllOf(HasSubstr("row 2, column 1"), HasSubstr("row 1 computes stage 0")));
-  EXPECT_THAT(refusal_of("0F0,0B0\n2F0,2B0"), HasSubstr("no row computes stage 1"));
+  EXPECT_THAT(csv_refusal("0F0,0B0\n2F0,2B0"), HasSubstr("no row computes stage 1"));
 }
 
 TEST(PytorchCsvTest, RefusesIndicesWithoutActionsBeforeAllocatingForThem) {
-  EXPECT_THAT(refusal_of("2000000000F0"), HasSubstr("row 1, column 1"));
-  EXPECT_THAT(refusal_of("0F2000000000"), HasSubstr("row 1, column 1"));
-  EXPECT_THAT(refusal_of("0F5000000"), HasSubstr("only 1 compute actions"));
+  EXPECT_THAT(csv_refusal("2000000000F0"), HasSubstr("row 1, column 1"));
+  EXPECT_THAT(csv_refusal("0F2000000000"), HasSubstr("row 1, column 1"));
+  EXPECT_THAT(csv_refusal("0F5000000"), HasSubstr("only 1 compute actions"));
 }
 
 TEST(PytorchCsvTest, RefusesMessagesThatDoNotPairNamingTheirCell) {
-  EXPECT_THAT(refusal_of("0F0,,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0"),
+  EXPECT_THAT(csv_refusal("0F0,,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0"),
               AllOf(HasSubstr("row 2, column 1"), HasSubstr("1RECV_F0")));
-  EXPECT_THAT(refusal_of("0F0,,0SEND_F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0"),
+  EXPECT_THAT(csv_refusal("0F0,,0SEND_F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0"),
               HasSubstr("row 1, column 4"));
 }
 
@@ -194,23 +194,23 @@ INSTANTIATE_TEST_SUITE_P(All, PytorchDumpTest,
 TEST(PytorchCsvTest, WaitsComeAfterWhatTheyWaitFor) {
   const std::string second = "\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0";
   EXPECT_EQ(parsed("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0" + second).waits, 2);
-  EXPECT_THAT(refusal_of("0F0,0WAIT_SEND_F0,0SEND_F0,0RECV_B0,0B0" + second),
+  EXPECT_THAT(csv_refusal("0F0,0WAIT_SEND_F0,0SEND_F0,0RECV_B0,0B0" + second),
               AllOf(HasSubstr("row 1, column 2"), HasSubstr("does not come before it")));
-  EXPECT_THAT(refusal_of("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0,0WAIT_SEND_F0" + second),
+  EXPECT_THAT(csv_refusal("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0,0WAIT_SEND_F0" + second),
               HasSubstr("row 1, column 6"));
-  EXPECT_THAT(refusal_of("0F0,0SEND_F0,0RECV_B0,0B0" + second), HasSubstr("1 of 2 sends"));
-  EXPECT_THAT(refusal_of("0F0,0SEND_F0,0RECV_B0,0WAIT_RECV_B0,0B0" + second),
+  EXPECT_THAT(csv_refusal("0F0,0SEND_F0,0RECV_B0,0B0" + second), HasSubstr("1 of 2 sends"));
+  EXPECT_THAT(csv_refusal("0F0,0SEND_F0,0RECV_B0,0WAIT_RECV_B0,0B0" + second),
               AllOf(HasSubstr("row 1, column 4"), HasSubstr("waits for no send")));
-  EXPECT_THAT(refusal_of("0F0,0WAIT_F0,0B0"), HasSubstr("row 1, column 2"));
-  EXPECT_THAT(refusal_of("0F0,0WAIT_,0B0"), HasSubstr("row 1, column 2"));
-  EXPECT_THAT(refusal_of("0F0,0BW0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD"),
+  EXPECT_THAT(csv_refusal("0F0,0WAIT_F0,0B0"), HasSubstr("row 1, column 2"));
+  EXPECT_THAT(csv_refusal("0F0,0WAIT_,0B0"), HasSubstr("row 1, column 2"));
+  EXPECT_THAT(csv_refusal("0F0,0BW0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD"),
               HasSubstr("this alphabet does not have"));
   const std::string two = "0F0,1F0,1B0,0B0,";
   EXPECT_EQ(parsed(two + "1REDUCE_GRAD,1WAIT_REDUCE_GRAD,0REDUCE_GRAD,0WAIT_REDUCE_GRAD").waits, 2);
   EXPECT_EQ(parsed(two + "1REDUCE_GRAD,0REDUCE_GRAD").sharding, 2);
-  EXPECT_THAT(refusal_of(two + "1REDUCE_GRAD,0REDUCE_GRAD,1WAIT_REDUCE_GRAD,0WAIT_REDUCE_GRAD"),
+  EXPECT_THAT(csv_refusal(two + "1REDUCE_GRAD,0REDUCE_GRAD,1WAIT_REDUCE_GRAD,0WAIT_REDUCE_GRAD"),
               AllOf(HasSubstr("row 1, column 6"), HasSubstr("one stage at a time")));
-  EXPECT_THAT(refusal_of(two + "1REDUCE_GRAD,1WAIT_REDUCE_GRAD,0REDUCE_GRAD"),
+  EXPECT_THAT(csv_refusal(two + "1REDUCE_GRAD,1WAIT_REDUCE_GRAD,0REDUCE_GRAD"),
               HasSubstr("1 of 2 REDUCE_GRAD"));
 }
 

@@ -29,7 +29,7 @@ std::string edited(const std::string& from, const std::string& to) {
   return text.replace(at, from.size(), to);
 }
 
-std::string refusal_of(const std::string& text) {
+std::string file_refusal(const std::string& text) {
   return refusal([&] { (void)parse_schedule_json(text); });
 }
 
@@ -64,69 +64,69 @@ TEST(ScheduleFileTest, WritesTheSampleAsItStands) {
 }
 
 TEST(ScheduleFileTest, RefusesUnknownRepeatedAndMissingKeys) {
-  EXPECT_THAT(refusal_of(edited("\"name\"", "\"nome\"")), HasSubstr("unknown key 'nome'"));
-  EXPECT_THAT(refusal_of(edited("\"name\"", "\"format\"")),
+  EXPECT_THAT(file_refusal(edited("\"name\"", "\"nome\"")), HasSubstr("unknown key 'nome'"));
+  EXPECT_THAT(file_refusal(edited("\"name\"", "\"format\"")),
               HasSubstr("'format' appears a second time"));
-  EXPECT_THAT(refusal_of(edited(" \"ranks\": 2,\n", "")), HasSubstr("'ranks' is missing"));
-  EXPECT_THAT(refusal_of("{}"), HasSubstr("'format' is missing"));
+  EXPECT_THAT(file_refusal(edited(" \"ranks\": 2,\n", "")), HasSubstr("'ranks' is missing"));
+  EXPECT_THAT(file_refusal("{}"), HasSubstr("'format' is missing"));
 }
 
 TEST(ScheduleFileTest, RefusesOtherFormatsAndVersions) {
-  EXPECT_THAT(refusal_of(edited("sluice-schedule", "other")),
+  EXPECT_THAT(file_refusal(edited("sluice-schedule", "other")),
               HasSubstr("key 'format' has the text 'other'"));
-  EXPECT_THAT(refusal_of(edited("\"version\": 1", "\"version\": 2")),
+  EXPECT_THAT(file_refusal(edited("\"version\": 1", "\"version\": 2")),
               AllOf(HasSubstr("version 2"), HasSubstr("reads version 1")));
 }
 
 TEST(ScheduleFileTest, RefusesValuesOfTheWrongKindByKey) {
   for (const char* value : {"null", "true", "-1", "0", "1.5", "\"2\"", "[2]", "{}", "3000000000"}) {
     const std::string message =
-        refusal_of(edited("\"ranks\": 2", "\"ranks\": " + std::string(value)));
+        file_refusal(edited("\"ranks\": 2", "\"ranks\": " + std::string(value)));
     EXPECT_THAT(message, AllOf(HasSubstr("'ranks'"), HasSubstr("an integer from 1 up"))) << value;
   }
-  EXPECT_THAT(refusal_of(edited("[0, 1, 1, 0]", "[0, 1, \"1\", 0]")), HasSubstr("'placement'"));
-  EXPECT_THAT(refusal_of(edited("\"0F1\"", "[\"0F1\"]")), HasSubstr("list 0, position 1"));
-  EXPECT_THAT(refusal_of(edited("\"0F1\"", "7")), HasSubstr("list 0, position 1"));
-  EXPECT_THAT(refusal_of("[]"), HasSubstr("legal is one object"));
-  EXPECT_THAT(refusal_of("3"), HasSubstr("legal is one object"));
+  EXPECT_THAT(file_refusal(edited("[0, 1, 1, 0]", "[0, 1, \"1\", 0]")), HasSubstr("'placement'"));
+  EXPECT_THAT(file_refusal(edited("\"0F1\"", "[\"0F1\"]")), HasSubstr("list 0, position 1"));
+  EXPECT_THAT(file_refusal(edited("\"0F1\"", "7")), HasSubstr("list 0, position 1"));
+  EXPECT_THAT(file_refusal("[]"), HasSubstr("legal is one object"));
+  EXPECT_THAT(file_refusal("3"), HasSubstr("legal is one object"));
 }
 
 TEST(ScheduleFileTest, RefusesCellsByListAndPosition) {
-  EXPECT_THAT(refusal_of(edited("\"0F1\"", "\"0Q1\"")),
+  EXPECT_THAT(file_refusal(edited("\"0F1\"", "\"0Q1\"")),
               AllOf(HasSubstr("list 0, position 1"), HasSubstr("unknown kind 'Q'")));
-  EXPECT_THAT(refusal_of(edited("\"0F1\"", "\"0SEND_F1\"")),
+  EXPECT_THAT(file_refusal(edited("\"0F1\"", "\"0SEND_F1\"")),
               AllOf(HasSubstr("list 0, position 1"), HasSubstr("does not compute")));
-  EXPECT_THAT(refusal_of(edited("\"0F1\"", "\"\"")), HasSubstr("list 0, position 1"));
-  EXPECT_THAT(refusal_of(edited("\"0F1\"", "\"" + std::string(100, '0') + "\"")),
+  EXPECT_THAT(file_refusal(edited("\"0F1\"", "\"\"")), HasSubstr("list 0, position 1"));
+  EXPECT_THAT(file_refusal(edited("\"0F1\"", "\"" + std::string(100, '0') + "\"")),
               HasSubstr("list 0, position 1"));
 }
 
 TEST(ScheduleFileTest, RefusesFilesWhoseNumbersDisagree) {
-  EXPECT_THAT(refusal_of(edited("\"stages\": 4", "\"stages\": 5")),
+  EXPECT_THAT(file_refusal(edited("\"stages\": 4", "\"stages\": 5")),
               HasSubstr("'placement' has 4 entries, but the file says 5 stages"));
-  EXPECT_THAT(refusal_of(edited("\"ranks\": 2", "\"ranks\": 3")),
+  EXPECT_THAT(file_refusal(edited("\"ranks\": 2", "\"ranks\": 3")),
               HasSubstr("'lists' has 2 entries, but the file says 3 ranks"));
-  EXPECT_THAT(refusal_of(edited("[0, 1, 1, 0]", "[0, 1, 2, 0]")), HasSubstr("on rank 2"));
-  EXPECT_THAT(refusal_of(edited("[0, 1, 1, 0]", "[1, 1, 1, 1]")), HasSubstr("without a stage"));
+  EXPECT_THAT(file_refusal(edited("[0, 1, 1, 0]", "[0, 1, 2, 0]")), HasSubstr("on rank 2"));
+  EXPECT_THAT(file_refusal(edited("[0, 1, 1, 0]", "[1, 1, 1, 1]")), HasSubstr("without a stage"));
 }
 
 TEST(ScheduleFileTest, RefusesMoreMicroBatchesThanActionsBeforeAllocatingForThem) {
-  EXPECT_THAT(refusal_of(edited("\"micro_batches\": 2", "\"micro_batches\": 2000000000")),
+  EXPECT_THAT(file_refusal(edited("\"micro_batches\": 2", "\"micro_batches\": 2000000000")),
               HasSubstr("only 24 compute actions"));
 }
 
 TEST(ScheduleFileTest, RefusesTextThatIsNoJsonNamingTheByte) {
-  EXPECT_THAT(refusal_of(""), HasSubstr("no JSON at byte 1"));
-  EXPECT_THAT(refusal_of(sample("v_split.json") + "x"), HasSubstr("no JSON at byte"));
-  EXPECT_THAT(refusal_of(edited("[0, 1", "[0,, 1")), HasSubstr("no JSON at byte"));
-  EXPECT_THAT(refusal_of(edited("v-split", "v\xff")), HasSubstr("no JSON at byte"));
-  EXPECT_NE(refusal_of(std::string(1'000'000, '[')), "");
+  EXPECT_THAT(file_refusal(""), HasSubstr("no JSON at byte 1"));
+  EXPECT_THAT(file_refusal(sample("v_split.json") + "x"), HasSubstr("no JSON at byte"));
+  EXPECT_THAT(file_refusal(edited("[0, 1", "[0,, 1")), HasSubstr("no JSON at byte"));
+  EXPECT_THAT(file_refusal(edited("v-split", "v\xff")), HasSubstr("no JSON at byte"));
+  EXPECT_NE(file_refusal(std::string(1'000'000, '[')), "");
 }
 
 TEST(ScheduleFileTest, RefusesNamesThatAreEmptyLongOrUnprintable) {
-  EXPECT_THAT(refusal_of(edited("v-split", "")), HasSubstr("the name ''"));
-  EXPECT_THAT(refusal_of(edited("v-split", std::string(201, 'a'))), HasSubstr("1 to 200 bytes"));
-  EXPECT_THAT(refusal_of(edited("v-split", "a\\u001b[31m")), HasSubstr("the name 'a?[31m'"));
+  EXPECT_THAT(file_refusal(edited("v-split", "")), HasSubstr("the name ''"));
+  EXPECT_THAT(file_refusal(edited("v-split", std::string(201, 'a'))), HasSubstr("1 to 200 bytes"));
+  EXPECT_THAT(file_refusal(edited("v-split", "a\\u001b[31m")), HasSubstr("the name 'a?[31m'"));
   Schedule unnamed = generate("gpipe", {1, 1, 1});
   unnamed.name.clear();
   EXPECT_THROW((void)to_schedule_json(unnamed), std::invalid_argument);
@@ -161,7 +161,7 @@ TEST(ScheduleFileTest, RefusesAMadeForThatIsNone) {
   const auto with = [&](const std::string& from, const std::string& to) {
     std::string other = text;
     other.replace(other.find(from), from.size(), to);
-    return refusal_of(other);
+    return file_refusal(other);
   };
   for (const auto& [from, to] : std::vector<std::pair<std::string, std::string>>{
            {"\"bubble\":0.0", "\"bubble\":1.5"},

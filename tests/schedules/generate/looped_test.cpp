@@ -24,7 +24,7 @@ double unit_makespan(const Schedule& schedule) {
 }
 
 template <class Body>
-void for_each_shape(const Body& body) {
+void for_each_chunked_shape(const Body& body) {
   for (int v = 1; v <= 4; ++v) {
     for (int p = 1; p <= 8; ++p) {
       for (int m = 1; m <= 17; ++m) {
@@ -52,7 +52,7 @@ TEST(LoopedTest, GridsAreTheOnesInTheComments) {
 }
 
 TEST(InterleavedTest, MeetsTheClosedFormOfItsMakespanAsLoopedBfsDoes) {
-  for_each_shape([](int p, int m, int v) {
+  for_each_chunked_shape([](int p, int m, int v) {
     const int makespan = 3 * (m >= p ? m * v + p - 1 : m + p * v - 1);
     EXPECT_EQ(unit_makespan(generate("interleaved", {p, m, v})), makespan);
     EXPECT_EQ(unit_makespan(generate("looped-bfs", {p, m, v})), makespan);
@@ -60,7 +60,7 @@ TEST(InterleavedTest, MeetsTheClosedFormOfItsMakespanAsLoopedBfsDoes) {
 }
 
 TEST(InterleavedTest, KeepsTheChunksForwardedAheadAndOneMore) {
-  for_each_shape([](int p, int m, int v) {
+  for_each_chunked_shape([](int p, int m, int v) {
     if (m < p) return;
     const std::vector<int> peaks = peak_in_flight(generate("interleaved", {p, m, v}));
     for (int rank = 0; rank < p; ++rank) {
@@ -71,13 +71,13 @@ TEST(InterleavedTest, KeepsTheChunksForwardedAheadAndOneMore) {
 }
 
 TEST(LoopedBfsTest, KeepsEveryChunkOfEveryMicroBatch) {
-  for_each_shape([](int p, int m, int v) {
+  for_each_chunked_shape([](int p, int m, int v) {
     EXPECT_THAT(peak_in_flight(generate("looped-bfs", {p, m, v})), ::testing::Each(m * v));
   });
 }
 
 TEST(InterleavedZbTest, IdlesDepthMinusOneUnitsAndHoldsItsFirstGroupsAndTheDepth) {
-  for_each_shape([](int p, int m, int v) {
+  for_each_chunked_shape([](int p, int m, int v) {
     if (m < p) return;
     const Schedule schedule = generate("interleaved-zb", {p, m, v});
     EXPECT_EQ(unit_makespan(schedule), 3 * m * v + p - 1);
@@ -97,7 +97,7 @@ TEST(InterleavedZbTest, WithOneChunkIsZbH1) {
 TEST(LoopedTest, EveryShapeIsExactAndProgressesOverTransportsWithTags) {
   for (const char* name : {"interleaved", "looped-bfs", "interleaved-zb"}) {
     SCOPED_TRACE(name);
-    for_each_shape([&](int p, int m, int v) {
+    for_each_chunked_shape([&](int p, int m, int v) {
       const Schedule schedule = generate(name, {p, m, v});
       EXPECT_TRUE(is_exact(schedule));
       ASSERT_FALSE(check(schedule).has_value());

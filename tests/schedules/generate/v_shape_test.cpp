@@ -23,7 +23,7 @@ using ::testing::Le;
 constexpr const char* kNames[] = {"zb-v", "v-half", "v-min", "dualpipe-v"};
 
 template <class Body>
-void for_each_shape(const Body& body) {
+void for_each_v_shape(const Body& body) {
   for (int p = 1; p <= 12; ++p) {
     for (int m = 1; m <= 3 * p + 2; ++m) {
       SCOPED_TRACE("p = " + std::to_string(p) + ", m = " + std::to_string(m));
@@ -38,7 +38,7 @@ Simulation unit_simulation(const Schedule& schedule) {
   return simulate(schedule, times);
 }
 
-int most(const std::vector<int>& peaks) { return *std::max_element(peaks.begin(), peaks.end()); }
+int highest(const std::vector<int>& peaks) { return *std::max_element(peaks.begin(), peaks.end()); }
 
 TEST(VShapeTest, GridsAreThoseInTheComments) {
   EXPECT_EQ(
@@ -69,7 +69,7 @@ TEST(VShapeTest, GridsAreThoseInTheComments) {
 TEST(VShapeTest, EveryScheduleIsWholeExactAndProgressesOverTransportsWithTags) {
   for (const char* name : kNames) {
     SCOPED_TRACE(name);
-    for_each_shape([&](int p, int m) {
+    for_each_v_shape([&](int p, int m) {
       const Schedule schedule = generate(name, {p, m, 1});
       const auto violation = check(schedule);
       ASSERT_FALSE(violation.has_value()) << describe(schedule, *violation);
@@ -101,7 +101,7 @@ TEST(VShapeTest, OneAndTwoChunksMeanTheSameAndMoreAreRefused) {
 TEST(VShapeTest, WithoutReceivesAheadOneSendBufferCarriesEverySchedule) {
   for (const char* name : kNames) {
     SCOPED_TRACE(name);
-    for_each_shape([&](int p, int m) {
+    for_each_v_shape([&](int p, int m) {
       const Plan plan = testing::plan_of(generate(name, {p, m, 1}), {}, PlanOptions{0, 1});
       const Verification verification = verify(plan);
       ASSERT_TRUE(verification.progresses(TransportModel::kBounded))
@@ -111,7 +111,7 @@ TEST(VShapeTest, WithoutReceivesAheadOneSendBufferCarriesEverySchedule) {
 }
 
 TEST(ZbVTest, NoRankIdlesBetweenItsFirstAndLastActionFromTwoDepthsOn) {
-  for_each_shape([](int p, int m) {
+  for_each_v_shape([](int p, int m) {
     if (m < 2 * p - 1) return;
     const Simulation simulation = unit_simulation(generate("zb-v", {p, m, 1}));
     EXPECT_EQ(simulation.span, 6 * m);
@@ -121,14 +121,14 @@ TEST(ZbVTest, NoRankIdlesBetweenItsFirstAndLastActionFromTwoDepthsOn) {
 }
 
 TEST(ZbVTest, HoldsTwoDepthsOfChunks) {
-  for_each_shape([](int p, int m) {
+  for_each_v_shape([](int p, int m) {
     const std::vector<int> peaks = peak_in_flight(generate("zb-v", {p, m, 1}));
-    EXPECT_EQ(most(peaks), std::min(2 * p, 2 * m));
+    EXPECT_EQ(highest(peaks), std::min(2 * p, 2 * m));
   });
 }
 
 TEST(VHalfTest, IdlesForTheSlotsThatThePaperCounts) {
-  for_each_shape([](int p, int m) {
+  for_each_v_shape([](int p, int m) {
     if (p < 3 || m < p + 2) return;
     const int idle = p == 3 ? 5 : p % 2 == 0 ? 3 * p - 7 : 3 * p - 4;
     EXPECT_EQ(unit_simulation(generate("v-half", {p, m, 1})).makespan, 6 * m + idle);
@@ -136,17 +136,17 @@ TEST(VHalfTest, IdlesForTheSlotsThatThePaperCounts) {
 }
 
 TEST(VHalfTest, HoldsHalfADepthOfMicroBatches) {
-  for_each_shape([](int p, int m) {
+  for_each_v_shape([](int p, int m) {
     const std::vector<int> peaks = peak_in_flight(generate("v-half", {p, m, 1}));
     EXPECT_THAT(peaks, Each(Le(2 * ((p + 2) / 2))));
     if (m >= p) {
-      EXPECT_EQ(most(peaks), 2 * ((p + 2) / 2));
+      EXPECT_EQ(highest(peaks), 2 * ((p + 2) / 2));
     }
   });
 }
 
 TEST(VMinTest, IdlesForTheSlotsThatThePaperCounts) {
-  for_each_shape([](int p, int m) {
+  for_each_v_shape([](int p, int m) {
     if (p < 3 || m < p) return;
     const int idle = p % 3 == 0 ? 4 * p - 7 : 4 * p - 5;
     EXPECT_EQ(unit_simulation(generate("v-min", {p, m, 1})).makespan, 6 * m + idle);
@@ -154,11 +154,11 @@ TEST(VMinTest, IdlesForTheSlotsThatThePaperCounts) {
 }
 
 TEST(VMinTest, HoldsAThirdOfADepthOfMicroBatches) {
-  for_each_shape([](int p, int m) {
+  for_each_v_shape([](int p, int m) {
     const std::vector<int> peaks = peak_in_flight(generate("v-min", {p, m, 1}));
     EXPECT_THAT(peaks, Each(Le(2 * ((p + 4) / 3))));
     if (m >= p) {
-      EXPECT_EQ(most(peaks), 2 * ((p + 4) / 3));
+      EXPECT_EQ(highest(peaks), 2 * ((p + 4) / 3));
     }
   });
 }
@@ -172,11 +172,11 @@ TEST(VMinTest, NeverIdlesForMoreThanItsPattern) {
 }
 
 TEST(DualPipeVTest, HoldsTwoDepthsAndOneChunk) {
-  for_each_shape([](int p, int m) {
+  for_each_v_shape([](int p, int m) {
     const std::vector<int> peaks = peak_in_flight(generate("dualpipe-v", {p, m, 1}));
     EXPECT_THAT(peaks, Each(Le(std::min(2 * p + 1, 2 * m))));
     if (p > 1 && m > 2 * p) {
-      EXPECT_EQ(most(peaks), 2 * p + 1);
+      EXPECT_EQ(highest(peaks), 2 * p + 1);
     }
   });
 }

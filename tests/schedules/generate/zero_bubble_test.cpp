@@ -25,7 +25,7 @@ Simulation simulate_unit(const Schedule& schedule, double message = 0) {
 }
 
 template <class Body>
-void for_each_shape(const Body& body) {
+void for_each_zero_bubble_shape(const Body& body) {
   for (int p = 1; p <= kMostRanks; ++p) {
     for (int m = 1; m <= kMostMicroBatches; ++m) {
       SCOPED_TRACE("p = " + std::to_string(p) + ", m = " + std::to_string(m));
@@ -34,7 +34,7 @@ void for_each_shape(const Body& body) {
   }
 }
 
-int most(const std::vector<int>& peaks) { return *std::max_element(peaks.begin(), peaks.end()); }
+int most_of(const std::vector<int>& peaks) { return *std::max_element(peaks.begin(), peaks.end()); }
 
 TEST(OneFOneBEagerTest, GridIsTheOneInItsComment) {
   EXPECT_EQ(draw_grid(generate("1f1b-eager", {3, 6, 1})),
@@ -44,7 +44,7 @@ TEST(OneFOneBEagerTest, GridIsTheOneInItsComment) {
 }
 
 TEST(OneFOneBEagerTest, KeepsTwiceTheDepthBehindAStageInFlight) {
-  for_each_shape([](int p, int m) {
+  for_each_zero_bubble_shape([](int p, int m) {
     const Schedule schedule = generate("1f1b-eager", {p, m, 1});
     const std::vector<int> peaks = peak_in_flight(schedule);
     for (int rank = 0; rank < p; ++rank) {
@@ -54,7 +54,7 @@ TEST(OneFOneBEagerTest, KeepsTwiceTheDepthBehindAStageInFlight) {
 }
 
 TEST(OneFOneBEagerTest, LosesToLatencyOnceThereAndOnceBackWhateverTheMicroBatches) {
-  for_each_shape([](int p, int m) {
+  for_each_zero_bubble_shape([](int p, int m) {
     for (const double latency : {0.0, 0.5, 1.5}) {
       EXPECT_DOUBLE_EQ(simulate_unit(generate("1f1b-eager", {p, m, 1}), latency).makespan,
                        3 * (m + p - 1) + 2 * (p - 1) * latency);
@@ -74,30 +74,30 @@ TEST(ZeroBubbleTest, GridsAreTheOnesInTheComment) {
 }
 
 TEST(ZeroBubbleTest, H1MeetsTheClosedFormOfItsMakespan) {
-  for_each_shape([](int p, int m) {
+  for_each_zero_bubble_shape([](int p, int m) {
     EXPECT_EQ(simulate_unit(generate("zb-h1", {p, m, 1})).makespan,
               m >= p ? 3 * m + p - 1 : 2 * (m + p - 1) + 1);
   });
 }
 
 TEST(ZeroBubbleTest, H1KeepsNoMoreInFlightThanTheFirstRankOfOneFOneB) {
-  for_each_shape([](int p, int m) {
-    EXPECT_EQ(most(peak_in_flight(generate("zb-h1", {p, m, 1}))), std::min(p, m));
+  for_each_zero_bubble_shape([](int p, int m) {
+    EXPECT_EQ(most_of(peak_in_flight(generate("zb-h1", {p, m, 1}))), std::min(p, m));
   });
 }
 
 TEST(ZeroBubbleTest, H2HasNoBubbleWithinItsSpan) {
-  for_each_shape([](int p, int m) {
+  for_each_zero_bubble_shape([](int p, int m) {
     const Schedule schedule = generate("zb-h2", {p, m, 1});
-    EXPECT_LE(most(peak_in_flight(schedule)), std::min(2 * p - 1, m));
+    EXPECT_LE(most_of(peak_in_flight(schedule)), std::min(2 * p - 1, m));
     if (m < 2 * p - 1) return;
-    EXPECT_EQ(most(peak_in_flight(schedule)), 2 * p - 1);
+    EXPECT_EQ(most_of(peak_in_flight(schedule)), 2 * p - 1);
     EXPECT_EQ(simulate_unit(schedule).span, 3 * m);
   });
 }
 
 TEST(ZeroBubbleTest, WeightGradientsAccumulateInAscendingOrder) {
-  for_each_shape([](int p, int m) {
+  for_each_zero_bubble_shape([](int p, int m) {
     for (const char* name : {"1f1b-eager", "zb-h1", "zb-h2"}) {
       EXPECT_TRUE(is_exact(generate(name, {p, m, 1}))) << name;
     }

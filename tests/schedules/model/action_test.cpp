@@ -9,7 +9,7 @@
 namespace sluice {
 namespace {
 
-std::string refusal_of(std::string_view text) {
+std::string action_refusal(std::string_view text) {
   try {
     (void)parse_step(text);
   } catch (const std::invalid_argument& error) {
@@ -84,19 +84,19 @@ TEST(ActionTest, RefusesTextThatDoesNotMatchToItsEnd) {
                            "(0F0;1B0;2B0)OVERLAP_F_B",
                            "(0F0;1SEND_B0)OVERLAP_F_B",
                            "((0F0;1B0)OVERLAP_F_B;0F0)OVERLAP_F_B"}) {
-    EXPECT_NE(refusal_of(text), "accepted") << "'" << text << "'";
+    EXPECT_NE(action_refusal(text), "accepted") << "'" << text << "'";
   }
 }
 
 TEST(ActionTest, RefusalNamesTheTextThePartAndWhatIsLegal) {
   EXPECT_THAT(
-      refusal_of("1Q2"),
+      action_refusal("1Q2"),
       ::testing::AllOf(::testing::HasSubstr("'1Q2'"), ::testing::HasSubstr("unknown kind 'Q'"),
                        ::testing::HasSubstr("F B I W SEND_F"),
                        ::testing::HasSubstr("legal is <stage><KIND>[micro_batch]")));
-  EXPECT_THAT(refusal_of("0F0x"), ::testing::HasSubstr("unexpected 'x' after F"));
-  EXPECT_THAT(refusal_of("3SEND_B"), ::testing::HasSubstr("SEND_B needs a micro-batch index"));
-  EXPECT_THAT(refusal_of("0REDUCE_GRAD1"), ::testing::HasSubstr("takes no micro-batch"));
+  EXPECT_THAT(action_refusal("0F0x"), ::testing::HasSubstr("unexpected 'x' after F"));
+  EXPECT_THAT(action_refusal("3SEND_B"), ::testing::HasSubstr("SEND_B needs a micro-batch index"));
+  EXPECT_THAT(action_refusal("0REDUCE_GRAD1"), ::testing::HasSubstr("takes no micro-batch"));
 }
 
 }  // namespace

@@ -16,8 +16,6 @@ using ::testing::StartsWith;
 
 using Call = std::function<void(ComputeContext&, const Tensors&)>;
 
-constexpr DType kF32 = DType::kF32, kBf16 = DType::kBf16, kI32 = DType::kI32;
-
 // One operand replaced by another, and what the message says of the two operands and of the legal.
 struct Wrong {
   std::size_t operand;

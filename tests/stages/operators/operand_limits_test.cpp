@@ -19,8 +19,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-constexpr DType kF32 = DType::kF32, kI32 = DType::kI32;
-
 TEST(OperandChecksTest, OfNoElementsNeedNoData) {
   ComputeContext ctx(Device{}, 1);
   std::vector<float> weight(12, 1);

@@ -13,6 +13,8 @@
 
 namespace sluice {
 
+constexpr DType kF32 = DType::kF32, kBf16 = DType::kBf16, kI32 = DType::kI32;
+
 using Tensors = std::vector<Tensor>;
 
 inline constexpr AttentionShape kAttention = {

@@ -158,11 +158,11 @@ class OperatorTest : public testing::TestWithParam<OperatorCase> {
   std::unique_ptr<ComputeContext> context_;
 };
 
-#define SLUICE_OPERATOR_CASES(suite)                                                         \
-  INSTANTIATE_TEST_SUITE_P(                                                                  \
-      Kernels, suite,                                                                        \
-      testing::Combine(testing::Values("baseline", "avx2", "avx512"), testing::Values(1, 2), \
-                       testing::Values(DType::kF32, DType::kBf16)),                          \
+#define SLUICE_OPERATOR_CASES(suite)                                                               \
+  INSTANTIATE_TEST_SUITE_P(                                                                        \
+      Kernels, suite,                                                                              \
+      ::testing::Combine(::testing::Values("baseline", "avx2", "avx512"), ::testing::Values(1, 2), \
+                         ::testing::Values(DType::kF32, DType::kBf16)),                            \
       case_name)
 
 }  // namespace sluice

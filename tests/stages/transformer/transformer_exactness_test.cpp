@@ -215,7 +215,7 @@ void change_all(TransformerConfig& config) {
   config.full_layers = {1};
 }
 
-Variant llama(const char* name, void (*change)(TransformerConfig& config)) {
+Variant llama_variant(const char* name, void (*change)(TransformerConfig& config)) {
   return {name, TransformerKind::kLlama, true, 0, DType::kF32, change};
 }
 
@@ -227,17 +227,18 @@ INSTANTIATE_TEST_SUITE_P(
         Variant{"Gpt2Bf16Dropout", TransformerKind::kGpt2, true, 0.2F, DType::kBf16},
         Variant{"Llama", TransformerKind::kLlama, true, 0.1F, DType::kF32},
         Variant{"LlamaUntiedBf16", TransformerKind::kLlama, false, 0, DType::kBf16},
-        llama("HeadDim", [](auto& c) { c.head_dim = 10; }),
-        llama("Epsilon", [](auto& c) { c.norm_epsilon = 1e-3F; }),
-        llama("Biases", [](auto& c) { c.qkv_bias = c.attention_output_bias = c.mlp_bias = true; }),
-        llama("Scaling", [](auto& c) { c.rotary_scaling = kScaling; }),
-        llama("QkNorm", [](auto& c) { c.qk_norm = true; }),
-        llama("Window",
-              [](auto& c) {
-                c.window = 5;
-                c.full_layers = {0, 2};
-              }),
-        llama("All", change_all),
+        llama_variant("HeadDim", [](auto& c) { c.head_dim = 10; }),
+        llama_variant("Epsilon", [](auto& c) { c.norm_epsilon = 1e-3F; }),
+        llama_variant("Biases",
+                      [](auto& c) { c.qkv_bias = c.attention_output_bias = c.mlp_bias = true; }),
+        llama_variant("Scaling", [](auto& c) { c.rotary_scaling = kScaling; }),
+        llama_variant("QkNorm", [](auto& c) { c.qk_norm = true; }),
+        llama_variant("Window",
+                      [](auto& c) {
+                        c.window = 5;
+                        c.full_layers = {0, 2};
+                      }),
+        llama_variant("All", change_all),
         Variant{"Gpt2StreamDropout", TransformerKind::kGpt2, true, 0.2F, DType::kBf16, to_stream},
         Variant{"LlamaStream", TransformerKind::kLlama, false, 0, DType::kBf16, to_stream},
         Variant{"AllBf16Dropout", TransformerKind::kLlama, false, 0.2F, DType::kBf16, change_all}),
