@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """The tests of one label by whole programs: what GoogleTest's tests need when each start is slow, as with sanitizers.
 
-    tests/run_binaries.py BUILD LABEL
+    tests/run_binaries.py BUILD LABEL [SECONDS]
 
 ctest starts a program once for every test. This starts it once for every shard of its tests, one program per core at a
 time, with the environment that ctest gives it. Tests that are no GoogleTest run as ctest runs them. Prints the output of
-what failed; the exit code is 1 then.
+what failed; the exit code is 1 then. No program is started after SECONDS; how many were not is said.
 """
 
 import concurrent.futures
@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 SHARDS = 4
 SECONDS = 600  # of a shard
@@ -51,7 +52,8 @@ def run(command, environment, folder, shard, seconds=SECONDS):
     return (0 if code == 77 and shard is None else code), output.decode(errors="replace")
 
 
-def main(build, label):
+def main(build, label, most_seconds=float("inf")):
+    end = time.monotonic() + most_seconds
     programs = tests_of(build, label)
     failed = 0
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -60,18 +62,26 @@ def main(build, label):
             for shard in range(min(SHARDS, len(names))) if whole else [None]:
                 runs[pool.submit(run, command, environment, folder, shard)] = (command, shard)
         for future in concurrent.futures.as_completed(runs):
+            if future.cancelled():
+                continue
             code, output = future.result()
+            if time.monotonic() > end:
+                for other in runs:
+                    other.cancel()
             command, shard = runs[future]
             if code == 0:
                 continue
             failed += 1
             part = "" if shard is None else f" (GTEST_TOTAL_SHARDS={SHARDS} GTEST_SHARD_INDEX={shard})"
             print(f"FAILED with {code}: {' '.join(command)}{part}\n{output}", flush=True)
+        late = sum(future.cancelled() for future in runs)
+    if late:
+        print(f"stopped after {most_seconds:g} s: {late} of {len(runs)} runs were not reached")
     print(f"{sum(map(len, programs.values()))} tests in {len(runs)} runs of {len(programs)} programs, {failed} runs failed")
     return failed > 0
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
+    if len(sys.argv) not in (3, 4):
         sys.exit(__doc__)
-    sys.exit(main(sys.argv[1], sys.argv[2]))
+    sys.exit(main(*sys.argv[1:3], *map(float, sys.argv[3:])))

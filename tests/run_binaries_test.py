@@ -40,6 +40,15 @@ class RunBinaries(unittest.TestCase):
         self.assertIn("GTEST_SHARD_INDEX=2)\nat 2", output)
         self.assertNotIn("at 1", output)
 
+    def test_starts_none_after_its_time_and_keeps_a_failure(self):
+        tests = {(shell(f"exit {code}"), (), "/", False): ["name"] for code in range(1, 9)}
+        output = io.StringIO()
+        with mock.patch.object(run_binaries, "tests_of", return_value=tests), contextlib.redirect_stdout(output), \
+                mock.patch.object(run_binaries.os, "cpu_count", return_value=1):
+            failed = run_binaries.main("build", "unit", 0)
+        self.assertTrue(failed)
+        self.assertRegex(output.getvalue(), r"stopped after 0 s: [1-7] of 8 runs were not reached")
+
     def test_a_skip_is_no_failure_of_a_script_alone(self):
         self.assertFalse(self.run_all(("exit 77", False, 1))[0])
         self.assertTrue(self.run_all(("exit 77", True, 1))[0])
