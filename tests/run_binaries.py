@@ -11,6 +11,7 @@ what failed; the exit code is 1 then. No program is started after SECONDS; how m
 import concurrent.futures
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -58,7 +59,9 @@ def main(build, label, most_seconds=float("inf")):
     failed = 0
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         runs = {}
-        for (command, environment, folder, whole), names in programs.items():
+        # First what a machine without a GPU runs nowhere else.
+        order = sorted(programs.items(), key=lambda each: not re.search("cuda|device|gpu|nccl", each[0][0][0]))
+        for (command, environment, folder, whole), names in order:
             for shard in range(min(SHARDS, len(names))) if whole else [None]:
                 runs[pool.submit(run, command, environment, folder, shard)] = (command, shard)
         for future in concurrent.futures.as_completed(runs):
