@@ -101,7 +101,7 @@ template <int N, typename Matrix>
 __global__ void __launch_bounds__(kTileLanes* kTileRows, 4)
     column_sums_kernel(const Matrix matrix, const int64_t rows, const int64_t width,
                        const int64_t slice_rows, const int64_t first_column,
-                       const __grid_constant__ ColumnSums<Matrix::kTerms> target) {
+                       const ColumnSums<Matrix::kTerms> __grid_constant__ target) {
   constexpr int kTerms = Matrix::kTerms;
   alignas(16) __shared__ float shared[kTileRows][kTerms][kTileLanes * N];
   const int64_t tile = first_column + static_cast<int64_t>(blockIdx.x) * kTileLanes * N;

@@ -184,7 +184,7 @@ struct SliceColumns : SliceSums<kTerms> {
 template <int kTerms>
 __global__ void __launch_bounds__(kTileLanes* kTileRows)
     add_slices_kernel(const SliceColumns<kTerms> sums,
-                      const __grid_constant__ ColumnSums<kTerms> target) {
+                      const ColumnSums<kTerms> __grid_constant__ target) {
   __shared__ float shared[kTileRows][kTerms][kTileLanes];
   sum_tile<1>(sums, 0, static_cast<int>(sums.slices), static_cast<int64_t>(blockIdx.x) * kTileLanes,
               sums.width, shared,

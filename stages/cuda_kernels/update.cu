@@ -179,7 +179,7 @@ struct Rounded {
 // body.run<N>(run, i) for elements [i, i + N) of a run, all of every run.
 template <typename Body, typename Table>
 __global__ void __launch_bounds__(kBlockThreads)
-    runs_kernel(const __grid_constant__ Body body, const __grid_constant__ Table table) {
+    runs_kernel(const Body __grid_constant__ body, const Table __grid_constant__ table) {
   constexpr int kPack = Body::kPack;
   const int64_t chunks = table.chunks();
   for (int64_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
@@ -232,7 +232,7 @@ struct Squares {
 
 // partial[block] = the sum of squares of one block of kSumBlock elements of a vector.
 __global__ void __launch_bounds__(kSumThreads)
-    squares_kernel(const __grid_constant__ SquareTable table, double* const partial) {
+    squares_kernel(const SquareTable __grid_constant__ table, double* const partial) {
   const int64_t blocks = table.chunks();
   for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
     const int index = table.run_of(block);
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kSumThreads)
 
 // sums[index] = the sum of the partial sums of vector `index`. A block per vector.
 __global__ void __launch_bounds__(kSumThreads)
-    squares_total_kernel(const __grid_constant__ SquareTable table, const double* const partial,
+    squares_total_kernel(const SquareTable __grid_constant__ table, const double* const partial,
                          double* const sums) {
   const auto index = static_cast<int>(blockIdx.x);
   const int64_t first = table.first_chunk[index], count = table.first_chunk[index + 1] - first;

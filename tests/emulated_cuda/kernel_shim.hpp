@@ -33,7 +33,7 @@
 #undef __grid_constant__
 #define __shared__ static thread_local  // the blocks of a kernel run on one thread
 #define __launch_bounds__(...)
-#define __grid_constant__
+#define __grid_constant__ &  // after the type
 #define __CUDA_ARCH_LIST__ 800, 900
 
 #define threadIdx (::sluice::emulated::place().thread)

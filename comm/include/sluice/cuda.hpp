@@ -112,7 +112,11 @@ inline void check_launch(cudaError_t status, const char* name, const LaunchShape
 template <typename... Parameters, typename... Arguments>
 void launch(const char* name, void (*kernel)(Parameters...), const LaunchShape& shape,
             cudaStream_t stream, Arguments&&... arguments) {
-  static_assert((!std::is_reference_v<Parameters> && ...), "a kernel takes its arguments by value");
+  // The emulation does not copy a __grid_constant__ for each of its threads.
+  static_assert(((!std::is_reference_v<Parameters> ||
+                  (SLUICE_EMULATED_CUDA && std::is_const_v<std::remove_reference_t<Parameters>>)) &&
+                 ...),
+                "a kernel takes its arguments by value");
   // More has to be asked for; what the kernel declares itself counts.
   constexpr std::size_t kSharedBytesOfRight = 48 * 1024;
   if (shape.shared_bytes > kSharedBytesOfRight - kMostStaticSharedBytes) {
