@@ -60,7 +60,7 @@ def main(build, label, most_seconds=float("inf")):
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         runs = {}
         # First what a machine without a GPU runs nowhere else.
-        order = sorted(programs.items(), key=lambda each: not re.search("cuda|device|gpu|nccl", each[0][0][0]))
+        order = sorted(programs.items(), key=lambda each: not re.search("cuda|device|gpu|nccl|replica_sums", each[0][0][0]))
         for (command, environment, folder, whole), names in order:
             for shard in range(min(SHARDS, len(names))) if whole else [None]:
                 runs[pool.submit(run, command, environment, folder, shard)] = (command, shard)

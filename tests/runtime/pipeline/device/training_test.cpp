@@ -58,6 +58,7 @@ std::vector<TrainingCase> cases() {
   all.back().model.precision = DType::kBf16;
   all.back().model.dropout = 0.2F;
   all.push_back(short_case("logits in chunks"));
+  all.back().model.width = 16;
   all.back().model.logit_chunks = 2;  // of the 528 rows of a micro-batch
   all.back().micro_batches = 2;
   all.back().micro_batch_size = 33;
