@@ -21,9 +21,10 @@ packages_of() {
       libboost-dev libboost-program-options-dev nlohmann-json3-dev libfmt-dev libssl-dev libxxhash-dev zlib1g-dev ;;
     # The text that train.sh learns.
     data) echo bible-kjv bible-kjv-text ;;
-    # Tests and benchmarks, and the pictures of an example; Boost.Context for the threads of a block in tests/emulated_cuda.
+    # Tests and benchmarks, and the pictures of an example; Boost.Context for the threads of a block in tests/emulated_cuda,
+    # xz for what `tests/gpu_check.sh pack` makes.
     test) echo libgtest-dev libgmock-dev libboost-context-dev pkg-config python3 python3-venv \
-      python3-jsonschema python3-yaml ca-certificates dataset-fashion-mnist ;;
+      python3-jsonschema python3-yaml xz-utils ca-certificates dataset-fashion-mnist ;;
     # Hosts as network namespaces. Not in `test`: on a system with systemd, services such as sshd start.
     hosts) echo iproute2 openssh-client openssh-server procps slurm-wlm munge ;;
     # What an image has beside the program and its libraries: mpirun, and SSH between hosts.
@@ -37,9 +38,9 @@ packages_of() {
     # What .ci/run needs. Formatting and static checks: the sources are formatted with version 14; clang-tidy knows
     # std::source_location from 15 on, and wants an omp.h of its own version; clang for fuzzing.
     check) if [[ $system == debian-12 ]]; then
-      echo git python3 xz-utils clang-format-14 clang-tidy-16 libomp-16-dev clang-16 libclang-rt-16-dev
+      echo git python3 clang-format-14 clang-tidy-16 libomp-16-dev clang-16 libclang-rt-16-dev
     else
-      echo git python3 xz-utils clang-format clang-tidy libomp-dev clang libclang-rt-dev
+      echo git python3 clang-format clang-tidy libomp-dev clang libclang-rt-dev
     fi ;;
     *) return 1 ;;
   esac
