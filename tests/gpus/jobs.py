@@ -57,6 +57,7 @@ class Card:
     def __init__(self, options):
         self.deadline = time.monotonic() + float(os.environ.get("SLUICE_JOB_SECONDS", "inf"))
         self.started = []
+        self.starting = self.stopping = False
         self.setup = Setup(options)
         self.build = pathlib.Path(options.build).resolve()
         self.setup.sluice = str(self.build / "sluice")
@@ -110,9 +111,19 @@ class Card:
         debug = {"NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "INFO"),
                  "NCCL_DEBUG_SUBSYS": os.environ.get("NCCL_DEBUG_SUBSYS", "INIT,NET,PROXY,BOOTSTRAP"),
                  "NCCL_DEBUG_FILE": str(self.folder / "nccl-%h-%p")} if apart else {}
+        self.starting = True  # a signal waits: the job would live on and not be in the report
         self.started.append(Job(words, {**CARD, **debug, **(environment or {})},
                                 self.folder / f"output-{self.setup.jobs}"))
+        self.starting = False
+        if self.stopping:
+            raise Stopped
         return self.started[-1]
+
+    def stop(self, number, _):
+        signal.signal(number, signal.SIG_IGN)  # timeout sends it twice
+        self.stopping = True
+        if not self.starting:
+            raise Stopped
 
     def program(self, ranks, path, *words, environment=None):
         """Runs a test under mpirun, processes apart. A case that is skipped is a violation."""
@@ -159,11 +170,6 @@ def which(program):
     return any(os.access(os.path.join(folder, program), os.X_OK) for folder in os.get_exec_path())
 
 
-def stop(number, _):
-    signal.signal(number, signal.SIG_IGN)  # timeout sends it twice
-    raise Stopped
-
-
 def result_of(card, case):
     """(result, what is said) of one case. "stopped": its time was up, and its jobs are ended."""
     try:
@@ -196,7 +202,7 @@ def run(card, cases, report=None):
 
     1 where a case is violated, TIME_IS_UP where time or SIGTERM stopped one; the later ones are not run then.
     """
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, card.stop)
     rows = []
     for name, case in cases:
         card.forget()

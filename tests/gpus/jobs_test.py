@@ -13,14 +13,25 @@ import time
 import unittest
 
 FOLDER = pathlib.Path(__file__).parent
-# Two cases: one passes, the other's job says where it is and then hangs.
+# Two cases: one passes, the other's job says where it is and then hangs. `begun`: SIGTERM comes while that one is started.
 CASES = """
-    import sys
+    import os, pathlib, signal, sys
     sys.path.insert(0, {folder!r})
+    import jobs
     from jobs import Card, arguments, run
 
     def hang(card):
         card.program(2, "hang")
+
+    class Begun(jobs.Job):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.wait_for(lambda: "before the hang" in self.output, "nothing written")
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def begun(card):
+        jobs.Job = Begun
+        hang(card)
 
     options = arguments("").parse_args()
     sys.exit(run(Card(options), [("first", lambda card: "seen"), ("second", {second}), ("third", lambda card: None)],
@@ -77,6 +88,13 @@ class JobsTest(unittest.TestCase):
         rows = self.rows()
         self.assertEqual({name: row["result"] for name, row in rows.items()}, {"first": "passed", "second": "stopped"})
         self.assertIn("before the hang", rows["second"]["said"])
+        self.require_no_job()
+
+    def test_sigterm_ends_a_job_that_is_being_started(self):
+        process = self.start(second="begun")
+        output, _ = process.communicate(timeout=60)
+        self.assertEqual(process.returncode, 75, output)
+        self.assertIn("before the hang", self.rows()["second"]["said"])
         self.require_no_job()
 
     def test_a_job_has_the_time_that_is_left(self):
