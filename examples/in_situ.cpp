@@ -4,6 +4,7 @@
 // program has its own MPI: Sluice gets a communicator of the ranks that train.
 #include <mpi.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <exception>

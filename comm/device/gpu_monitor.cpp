@@ -11,9 +11,6 @@ namespace {
 // The C interface of NVML, by NVIDIA's "NVML API Reference Guide". It is stable: names with _v2 are
 // the current ones, and structures that grow get new names.
 using NvmlDevice = void*;
-struct Memory {
-  unsigned long long total, free, used;
-};
 constexpr int kSuccess = 0;
 constexpr int kSmClock = 1;      // NVML_CLOCK_SM
 constexpr int kTemperature = 0;  // NVML_TEMPERATURE_GPU
@@ -31,6 +28,10 @@ constexpr std::array<Reason, 5> kReasons = {{{0x04, "power limit"},
 }  // namespace
 
 struct GpuMonitor::Nvml {
+  struct Memory {  // not in the namespace above: GCC 14 crashes on it where a room is one file
+    unsigned long long total, free, used;
+  };
+
   void* library = nullptr;
   bool is_open = false;
   NvmlDevice device = nullptr;
@@ -94,7 +95,7 @@ GpuState GpuMonitor::read() const {
   if (ask(nvml_->power_limit, &number)) state.limit_watts = number * 1e-3;
   if (ask(nvml_->clock, kSmClock, &number)) state.sm_mhz = number;
   if (ask(nvml_->temperature, kTemperature, &number)) state.celsius = number;
-  Memory memory{};
+  Nvml::Memory memory{};
   if (ask(nvml_->memory, &memory)) state.memory_used = memory.used;
   unsigned long long reasons = 0;
   if (ask(nvml_->reasons, &reasons)) state.held_back = reasons;
