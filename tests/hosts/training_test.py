@@ -9,12 +9,13 @@ Messages go over TCP between network namespaces. Parameters are compared by `slu
 import functools
 import re
 
-from cases import PATIENCE, TRAINED, require, run
+from cases import PATIENCE, ROOT, TRAINED, metrics_so_far, require, run, wait_for
 
 STEPS = 4
 USAGE = 2  # exit code: options that cannot work
 OUTPUT = 4  # exit code: an output that cannot be written
 PEER = 11  # exit code: a rank or host does not answer
+STOPPED = 12  # exit code: asked to stop
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-v")
 
 
@@ -139,6 +140,35 @@ def asked_first(setup):
     setup.hosts.check(2, "umount", local)
 
 
+def node_leaves(setup):
+    """A node that the images' entrypoint made is asked to end: the job stops after its step, saved, and then the node
+    ends."""
+    entrypoint, keys = ROOT / "docker/entrypoint.sh", setup.hosts.folder / "keys"
+    keys.mkdir()
+    (keys / "authorized_keys").write_text((setup.hosts.folder / "ssh/key.pub").read_text())
+    environment = {"SLUICE_SSH_PORT": "22", "SLUICE_SSH_KEYS": str(keys)}
+    setup.hosts.stop_sshd(2)
+    node = setup.hosts.start(2, entrypoint, "sshd", environment=environment)
+    listens = ["test", "-s", "/tmp/sluice-0/sshd.pid"]
+    wait_for(lambda: setup.hosts.run(2, *listens).returncode == 0, "the node does not listen")
+    metrics = setup.folder / "leaves.jsonl"
+    job = setup.hosts.start(1, "mpirun", *over(setup, 2), *setup.train(
+        "--pipeline", 2, "--steps", 1000000, "--metrics", metrics, "--save", "leaves"))
+    wait_for(lambda: job.poll() is not None or len(metrics_so_far(metrics)) > 5, "no step is done", PATIENCE)
+    setup.hosts.check(2, "pkill", "-TERM", "-f", "entrypoint.sh sshd")
+    try:
+        wait_for(lambda: job.poll() is not None, "the job trains on", PATIENCE)
+        output = job.communicate()[0].decode()
+        require(job.returncode == STOPPED, f"exit {job.returncode} instead of {STOPPED}\n{output}")
+        code, output = setup.sluice_says("verify", "leaves")
+        require(code == 0, f"sluice verify leaves: exit {code}\n{output}")
+        require(node.wait(PATIENCE) == 0, f"the node ends with {node.returncode} instead of 0")
+    finally:
+        setup.hosts.run(1, "pkill", "-KILL", "-x", "mpirun")
+        setup.hosts.run(2, "pkill", "-KILL", "-f", "entrypoint.sh sshd")
+        setup.hosts.start_sshd(2)
+
+
 def slow_link(setup):
     """A host whose link has a hundredth of the bandwidth: slower, the same bits."""
     setup.hosts.limit(2, "10mbit")
@@ -160,6 +190,7 @@ def cases(setup):
         "a directory that node2 lacks": functools.partial(unshared, setup),
         "hosts that are not ready": functools.partial(asked_first, setup),
         "as the README says": functools.partial(as_the_readme_says, setup),
+        "a node is asked to end": functools.partial(node_leaves, setup),
         "a slow link": functools.partial(slow_link, setup),
     }
 
