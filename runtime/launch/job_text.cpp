@@ -151,16 +151,18 @@ void JobText::look_at_block(std::string_view block) {
     const std::size_t daemon = block.find("Remote daemon");
     if (daemon != std::string_view::npos) lose(word_after(block.substr(daemon), " on node "));
   }
-  if (has(block, " noticed that process rank ")) {
+  std::string text(block);
+  std::replace(text.begin(), text.end(), '\n', ' ');  // Open MPI 5 breaks lines anywhere
+  if (has(text, " noticed that process rank ")) {
     findings_.launcher_ends = true;
-    const auto rank = number_after(block, " process rank ");
-    const auto signal = number_after(block, " exited on signal ");
+    const auto rank = number_after(text, " process rank ");
+    const auto signal = number_after(text, " exited on signal ");
     if (rank && signal && !findings_.killed) {
-      findings_.killed = {*rank, std::string(word_after(block, " on node ")), *signal};
+      findings_.killed = {*rank, std::string(word_after(text, " on node ")), *signal};
     }
   }
-  if (has(block, "MPI_ABORT was invoked") || has(block, "process returned\na non-zero exit code") ||
-      has(block, "exited with non-zero status, thus causing")) {
+  if (has(text, "MPI_ABORT was invoked") || has(text, "process returned a non-zero exit code") ||
+      has(text, "exited with non-zero status, thus causing")) {
     findings_.launcher_ends = true;
   }
 }

@@ -25,7 +25,7 @@ SPLIT = ("--pipeline", "2", "--replicas", "2")
 PEER = 11           # exit code: a rank died or stopped answering
 REPORT_TIME = 10.0  # seconds beyond the limit
 GONE_TIME = 5.0     # seconds from the report on
-SPARES = ("--mca", "orte_enable_recovery", "1")  # the launcher lets survivors live
+SPARES = ("--enable-recovery",)  # the launcher lets survivors live
 SPARED = (PEER, 0)  # Open MPI 4.1 gives 0 then, whatever its ranks do ("mpirun ... sh -c 'exit 11'" too)
 CULPRIT = r"^sluice: error: (.*)$"
 

@@ -96,6 +96,21 @@ TEST(JobTextTest, HidesTheLaunchersBlocksAndReadsThem) {
   EXPECT_THAT(reader.text.explanation(), HasSubstr("terminated normally"));
 }
 
+TEST(JobTextTest, ReadsTheFilledLinesOfOpenMpi5) {
+  Reader reader;
+  reader.text.feed(kFrame +
+                       "prterun noticed that process rank 1 with PID 32405 on node vm exited on\n"
+                       "signal 9 (Killed).\n" +
+                       kFrame,
+                   0);
+  const JobFindings& found = reader.text.findings();
+  EXPECT_TRUE(found.launcher_ends);
+  ASSERT_TRUE(found.killed);
+  EXPECT_EQ(found.killed->rank, 1);
+  EXPECT_EQ(found.killed->host, "vm");
+  EXPECT_EQ(found.killed->signal, 9);
+}
+
 TEST(JobTextTest, ShowsThemWhereAsked) {
   Reader reader(true);
   const std::string said =
