@@ -58,12 +58,12 @@ std::optional<JobEvent> parse_event(std::string_view text) {
   }
 }
 
-std::string_view event_in(std::string_view line) {
+EventText event_in(std::string_view line) {
   const std::size_t mark = line.find(kMark);
   if (mark == std::string_view::npos) return {};
-  const bool tagged = line.front() == '[' && line.substr(0, mark).ends_with(kTagged);
-  if (mark != 0 && !tagged) return {};
-  return line.substr(mark + kMark.size() - 1);
+  const std::string_view before = line.substr(0, mark);
+  const bool tagged = before.starts_with('[') && before.ends_with(kTagged);
+  return {tagged ? std::string_view() : before, line.substr(mark + kMark.size() - 1)};
 }
 
 }  // namespace sluice

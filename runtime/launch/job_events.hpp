@@ -30,7 +30,11 @@ struct JobEvent {
 // another one.
 [[nodiscard]] std::optional<JobEvent> parse_event(std::string_view json);
 
-// The JSON of a line "sluice-event {...}", also behind mpirun's "[1,0]<stderr>:"; else empty.
-[[nodiscard]] std::string_view event_in(std::string_view line);
+// The JSON of a line "sluice-event {...}"; else empty. `before`: what stands before it of another
+// line, of which Open MPI 5 may put a part there; mpirun's "[1,0]<stderr>:" does not count.
+struct EventText {
+  std::string_view before, json;
+};
+[[nodiscard]] EventText event_in(std::string_view line);
 
 }  // namespace sluice

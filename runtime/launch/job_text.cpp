@@ -86,8 +86,9 @@ void JobText::feed(std::string_view bytes, double now) {
 }
 
 void JobText::line(std::string_view text, double now) {
-  if (const std::string_view json = event_in(text); !json.empty()) {
+  if (const auto [before, json] = event_in(text); !json.empty()) {
     if (const auto event = parse_event(json)) on_event_(*event);
+    if (!before.empty()) show_(std::string(before) + '\n');
     return;
   }
   if (!is_frame(text)) {

@@ -59,6 +59,14 @@ TEST(JobTextTest, ReadsAHang) {
   EXPECT_THAT(reader.events[0].ranks, ElementsAre(2));
 }
 
+TEST(JobTextTest, ReadsAnEventBehindAPartOfAnotherLine) {
+  Reader reader;
+  reader.text.feed("  sasluice-event {\"event\":\"start\",\"step\":8}\nafter\n", 0);
+  ASSERT_EQ(reader.events.size(), 1U);
+  EXPECT_EQ(reader.events[0].step, 8U);
+  EXPECT_EQ(reader.shown, "  sa\nafter\n");
+}
+
 TEST(JobTextTest, PassesOverEventsThatAreNone) {
   for (const char* json :
        {"{}", "{", "{\"event\":\"other\"}", "{\"event\":1}", "{\"event\":\"step\",\"step\":-1}",
