@@ -87,9 +87,10 @@ void JobText::feed(std::string_view bytes, double now) {
 
 void JobText::line(std::string_view text, double now) {
   if (const auto [before, json] = event_in(text); !json.empty()) {
-    if (const auto event = parse_event(json)) on_event_(*event);
-    if (!before.empty()) show_(std::string(before) + '\n');
-    return;
+    const auto event = parse_event(json);
+    if (event) on_event_(*event);
+    if (before.empty()) return;
+    if (event) return show_(std::string(before) + '\n');
   }
   if (!is_frame(text)) {
     if (block_.empty()) return outside(text);

@@ -112,9 +112,11 @@ class Card:
                  "NCCL_DEBUG_SUBSYS": os.environ.get("NCCL_DEBUG_SUBSYS", "INIT,NET,PROXY,BOOTSTRAP"),
                  "NCCL_DEBUG_FILE": str(self.folder / "nccl-%h-%p")} if apart else {}
         self.starting = True  # a signal waits: the job would live on and not be in the report
-        self.started.append(Job(words, {**CARD, **debug, **(environment or {})},
-                                self.folder / f"output-{self.setup.jobs}"))
-        self.starting = False
+        try:
+            self.started.append(Job(words, {**CARD, **debug, **(environment or {})},
+                                    self.folder / f"output-{self.setup.jobs}"))
+        finally:
+            self.starting = False
         if self.stopping:
             raise Stopped
         return self.started[-1]

@@ -148,15 +148,15 @@ def node_leaves(setup):
     (keys / "authorized_keys").write_text((setup.hosts.folder / "ssh/key.pub").read_text())
     environment = {"SLUICE_SSH_PORT": "22", "SLUICE_SSH_KEYS": str(keys)}
     setup.hosts.stop_sshd(2)
-    node = setup.hosts.start(2, entrypoint, "sshd", environment=environment)
-    listens = ["test", "-s", "/tmp/sluice-0/sshd.pid"]
-    wait_for(lambda: setup.hosts.run(2, *listens).returncode == 0, "the node does not listen")
-    metrics = setup.folder / "leaves.jsonl"
-    job = setup.hosts.start(1, "mpirun", *over(setup, 2), *setup.train(
-        "--pipeline", 2, "--steps", 1000000, "--metrics", metrics, "--save", "leaves"))
-    wait_for(lambda: job.poll() is not None or len(metrics_so_far(metrics)) > 5, "no step is done", PATIENCE)
-    setup.hosts.check(2, "pkill", "-TERM", "-f", "entrypoint.sh sshd")
     try:
+        node = setup.hosts.start(2, entrypoint, "sshd", environment=environment)
+        listens = ["test", "-s", "/tmp/sluice-0/sshd.pid"]
+        wait_for(lambda: setup.hosts.run(2, *listens).returncode == 0, "the node does not listen")
+        metrics = setup.folder / "leaves.jsonl"
+        job = setup.hosts.start(1, "mpirun", *over(setup, 2), *setup.train(
+            "--pipeline", 2, "--steps", 1000000, "--metrics", metrics, "--save", "leaves"))
+        wait_for(lambda: job.poll() is not None or len(metrics_so_far(metrics)) > 5, "no step is done", PATIENCE)
+        setup.hosts.check(2, "pkill", "-TERM", "-f", "entrypoint.sh sshd")
         wait_for(lambda: job.poll() is not None, "the job trains on", PATIENCE)
         output = job.communicate()[0].decode()
         require(job.returncode == STOPPED, f"exit {job.returncode} instead of {STOPPED}\n{output}")

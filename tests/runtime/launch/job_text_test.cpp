@@ -65,6 +65,8 @@ TEST(JobTextTest, ReadsAnEventBehindAPartOfAnotherLine) {
   ASSERT_EQ(reader.events.size(), 1U);
   EXPECT_EQ(reader.events[0].step, 8U);
   EXPECT_EQ(reader.shown, "  sa\nafter\n");
+  reader.text.feed("a text of sluice-event {}\n", 0);
+  EXPECT_EQ(reader.shown, "  sa\nafter\na text of sluice-event {}\n");
 }
 
 TEST(JobTextTest, PassesOverEventsThatAreNone) {
