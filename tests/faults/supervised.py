@@ -88,10 +88,10 @@ def always_fails(setup):
     """A rank is killed before each save: two restarts, then the reason."""
     run = Supervised(setup, "fails", 100000, training=("--save-every", "100000"))
     for start in range(3):
-        restarts = start
-        run.job.wait_for(lambda: len(run.ranks()) == RANKS and metrics_so_far(run.metrics), f"no start {start}")
+        # Open MPI 4.1 does not name a rank that is killed while the job still starts: each start does a step first.
+        run.job.wait_for(lambda: run.job.output.count("step 1/100000 ") > start, f"no step of start {start}")  # noqa: B023
         run.kill(1)
-        said = "giving up" if start == 2 else f"; restart {restarts + 1} "
+        said = "giving up" if start == 2 else f"; restart {start + 1} "
         run.job.wait_for(lambda: said in run.job.output, f"'{said}' is not said")  # noqa: B023
     run.job.expect(137, r"giving up: rank 1 on \S+ was killed by SIGKILL; two restarts in a row added no save")
 
