@@ -157,6 +157,10 @@ void add_model_options(OptionTable& table, TrainOptions& options, RawOptionText&
   table.add_integer("logit-chunks", model.logit_chunks, 1, TransformerLimits::kLogitChunks,
                     "parts of a micro-batch's rows whose logits are in memory one after the other, "
                     "of multiples of 512; on a GPU results depend on it");
+  table.add_flag(
+      "batch-invariant", model.batch_invariant,
+      "on a CPU: the same results for every --micro-batch-size of a --batch-size; always "
+      "so from --context 256 on, below it costs time");
 }
 
 void add_layout_options(OptionTable& table, TrainOptions& options, RawOptionText& raw) {
@@ -684,8 +688,10 @@ std::string changes_since(const SavedRun& saved, const TrainOptions& options) {
     const bool tf32 = before.raw.precision == "tf32";
     const Recompute recompute = before.options.model.recompute;
     const int logit_chunks = before.options.model.logit_chunks;
+    const bool batch_invariant = before.options.model.batch_invariant;
     before.options.model = *saved.model;
     before.options.model.logit_chunks = logit_chunks;
+    before.options.model.batch_invariant = batch_invariant;
     before.raw.model = saved.model->kind == TransformerKind::kGpt2 ? "gpt2" : "llama";
     before.raw.parts = text_of(*saved.model);
     before.options.model.recompute = recompute;

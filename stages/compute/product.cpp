@@ -20,6 +20,13 @@ std::int64_t leading_rows(const Tensor& tensor) {
   return rows;
 }
 
+Tensor rows_from(const Tensor& all, std::int64_t first, std::int64_t rows) {
+  const std::int64_t width = all.shape()[all.shape().rank() - 1];
+  if (all.data == nullptr) return {};
+  return {all.as<std::byte>() + first * width * static_cast<std::int64_t>(size_of(all.spec.dtype)),
+          {all.spec.dtype, Shape{rows, width}}};
+}
+
 MatMulSpec linear_product(const LinearShape& shape) {
   return {.m = shape.rows,
           .n = shape.out,

@@ -38,6 +38,20 @@ struct MatMulSpec {
 // The product of all dimensions but the last, which may be 0; 1 without any.
 [[nodiscard]] std::int64_t leading_rows(const Tensor& tensor);
 
+// work(first row, rows) for each part of [0, samples * rows) that sums over rows, such as weight
+// gradients, add up by itself: each sample, so that they do not depend on how samples are gathered
+// into micro-batches, or all of them.
+template <typename Work>
+void for_summed_rows(std::int64_t samples, std::int64_t rows, bool by_sample, const Work& work) {
+  if (!by_sample) return work(std::int64_t{0}, samples * rows);
+  for (std::int64_t sample = 0; sample < samples; ++sample) work(sample * rows, rows);
+}
+// `rows` of [all, width] from the row `first` on; null data stays null.
+[[nodiscard]] Tensor rows_from(const Tensor& all, std::int64_t first, std::int64_t rows);
+
+// Rows of a sample from which products that sum over the rows of one are as fast as others.
+inline constexpr std::int64_t kRowsToSumBySample = 256;
+
 // The products of a linear layer with weight [out, in], over shape.rows rows:
 // y = x weightᵀ (+ bias), dx = dy weight, and dweight += dyᵀ x, or = dyᵀ x, in f32.
 [[nodiscard]] MatMulSpec linear_product(const LinearShape& shape);

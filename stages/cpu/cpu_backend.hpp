@@ -7,6 +7,7 @@
 #include "stages/compute/backend.hpp"
 #include "stages/cpu/kernel_set.hpp"
 #include "stages/cpu/matmul.hpp"
+#include "stages/cpu/row_products.hpp"
 
 namespace sluice {
 
@@ -17,9 +18,11 @@ class CpuBackend final : public Backend {
 
   [[nodiscard]] const Kernels& kernels() const { return kernels_; }
   [[nodiscard]] MatMulCache& matmuls() { return matmuls_; }
+  [[nodiscard]] RowProducts& row_products() { return row_products_; }
 
  private:
   MatMulCache matmuls_{Device{}};
+  RowProducts row_products_{matmuls_};
   const Kernels& kernels_ = choose_kernels();
 };
 
@@ -32,6 +35,13 @@ class CpuBackend final : public Backend {
 }
 [[nodiscard]] inline MatMulCache& matmuls_of(const ComputeContext& ctx) {
   return static_cast<CpuBackend&>(ctx.backend()).matmuls();
+}
+
+[[nodiscard]] inline RowProducts& row_products_of(const ComputeContext& ctx) {
+  return static_cast<CpuBackend&>(ctx.backend()).row_products();
+}
+[[nodiscard]] inline const RowBlocks& row_blocks_of(const ComputeContext& ctx, DType operands) {
+  return row_products_of(ctx).blocks(operands, ctx.threads());
 }
 
 }  // namespace sluice

@@ -15,27 +15,27 @@ LinearShape linear_shape_of(const Tensor& weight, const Tensor& x) {
           .operands = x.spec.dtype};
 }
 
-// Rows of one product: 256 of f32, 512 of bf16. A block's operands stay in a second-level cache of
-// 2 MiB, which makes the products themselves faster (1024 rows, width 256, AVX-512: 5 % in f32, up
-// to 20 % of weight gradients in bf16), and what else is done with the same rows.
-std::int64_t block_rows(DType dtype) { return 1024 / static_cast<std::int64_t>(size_of(dtype)); }
-
-// work(first, rows) for each block, in order.
+// work(first, rows) for each block of rows of a product that keeps them apart, in order.
 template <typename Work>
-void for_row_blocks(DType dtype, std::int64_t rows, const Work& work) {
-  const std::int64_t block = block_rows(dtype);
+void for_row_blocks(const RowBlocks& blocks, std::int64_t rows, const Work& work) {
+  const std::int64_t block = blocks.block(rows);
   for (std::int64_t first = 0; first < rows; first += block) {
     work(first, std::min(block, rows - first));
   }
 }
+
+// Rows that a weight gradient's product sums over: 256 of f32, 512 of bf16. A block's operands stay
+// in a second-level cache of 2 MiB (1024 rows, width 256, AVX-512: 5 % faster in f32, up to 20 % in
+// bf16).
+std::int64_t sum_rows(DType dtype) { return 1024 / static_cast<std::int64_t>(size_of(dtype)); }
 
 Tensor rows_of(const Tensor& tensor, std::int64_t first, std::int64_t rows, std::int64_t width) {
   return {element(tensor, first * width), {tensor.spec.dtype, {rows, width}}};
 }
 
 // A block of the gradient between a product and SwiGLU.
-TensorSpec gradient_block(const LinearShape& shape) {
-  return {shape.operands, {std::min(block_rows(shape.operands), shape.rows), shape.in}};
+TensorSpec gradient_block(const RowBlocks& blocks, const LinearShape& shape) {
+  return {shape.operands, {std::min(blocks.most, shape.rows), shape.in}};
 }
 
 void forward_rows(ComputeContext& ctx, LinearShape shape, std::int64_t first, std::int64_t rows,
@@ -43,15 +43,15 @@ void forward_rows(ComputeContext& ctx, LinearShape shape, std::int64_t first, st
   shape.rows = rows;
   shape.result = y.spec.dtype;
   shape.bias = bias.data != nullptr;
-  matmuls_of(ctx).run(linear_product(shape), element(x, first * shape.in), weight.data, bias.data,
-                      element(y, first * shape.out));
+  row_products_of(ctx).run(linear_product(shape), element(x, first * shape.in), weight.data,
+                           bias.data, element(y, first * shape.out));
 }
 
 void backward_rows(ComputeContext& ctx, LinearShape shape, std::int64_t first, std::int64_t rows,
                    const Tensor& dy, const Tensor& weight, const Tensor& dx) {
   shape.rows = rows;
-  matmuls_of(ctx).run(linear_input_product(shape), element(dy, first * shape.out), weight.data,
-                      nullptr, element(dx, first * shape.in));
+  row_products_of(ctx).run(linear_input_product(shape), element(dy, first * shape.out), weight.data,
+                           nullptr, element(dx, first * shape.in));
 }
 
 // sums += column sums of dy.
@@ -72,50 +72,55 @@ std::size_t linear_backward_weight_workspace(ComputeContext& /*ctx*/,
   return 0;
 }
 
-std::size_t linear_activation_backward_input_workspace(ComputeContext& /*ctx*/,
-                                                       Activation activation,
+std::size_t linear_activation_backward_input_workspace(ComputeContext& ctx, Activation activation,
                                                        const LinearShape& shape) {
-  return activation == Activation::kSwiglu ? gradient_block(shape).bytes() : 0;
+  if (activation != Activation::kSwiglu) return 0;
+  return gradient_block(row_blocks_of(ctx, shape.operands), shape).bytes();
 }
 
 void linear_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight, const Tensor& bias,
                     const Tensor& y) {
   const LinearShape shape = linear_shape_of(weight, x);
-  for_row_blocks(x.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
-    forward_rows(ctx, shape, first, rows, x, weight, bias, y);
-  });
+  for_row_blocks(row_blocks_of(ctx, x.spec.dtype), shape.rows,
+                 [&](std::int64_t first, std::int64_t rows) {
+                   forward_rows(ctx, shape, first, rows, x, weight, bias, y);
+                 });
 }
 
 void linear_residual_forward(ComputeContext& ctx, const Tensor& x, const Tensor& weight,
                              const Tensor& bias, const Tensor& residual, const Tensor& y) {
   const LinearShape shape = linear_shape_of(weight, x);
-  for_row_blocks(x.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
-    forward_rows(ctx, shape, first, rows, x, weight, bias, y);
-    cpu::add(ctx, rows_of(residual, first, rows, shape.out), rows_of(y, first, rows, shape.out));
-  });
+  for_row_blocks(row_blocks_of(ctx, x.spec.dtype), shape.rows,
+                 [&](std::int64_t first, std::int64_t rows) {
+                   forward_rows(ctx, shape, first, rows, x, weight, bias, y);
+                   cpu::add(ctx, rows_of(residual, first, rows, shape.out),
+                            rows_of(y, first, rows, shape.out));
+                 });
 }
 
 void linear_backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& weight,
                            const Tensor& dx) {
   const LinearShape shape = linear_shape_of(weight, dx);
-  for_row_blocks(dy.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
-    backward_rows(ctx, shape, first, rows, dy, weight, dx);
-  });
+  for_row_blocks(row_blocks_of(ctx, dy.spec.dtype), shape.rows,
+                 [&](std::int64_t first, std::int64_t rows) {
+                   backward_rows(ctx, shape, first, rows, dy, weight, dx);
+                 });
 }
 
 void linear_activation_forward(ComputeContext& ctx, Activation activation, const Tensor& x,
                                const Tensor& weight, const Tensor& bias, const Tensor& raised,
                                const Tensor& y) {
   const LinearShape shape = linear_shape_of(weight, x);
-  for_row_blocks(x.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
-    forward_rows(ctx, shape, first, rows, x, weight, bias, raised);
-    const Tensor raised_rows = rows_of(raised, first, rows, shape.out);
-    if (activation == Activation::kGelu) {
-      cpu::gelu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out));
-    } else {
-      cpu::swiglu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out / 2));
-    }
-  });
+  for_row_blocks(row_blocks_of(ctx, x.spec.dtype), shape.rows,
+                 [&](std::int64_t first, std::int64_t rows) {
+                   forward_rows(ctx, shape, first, rows, x, weight, bias, raised);
+                   const Tensor raised_rows = rows_of(raised, first, rows, shape.out);
+                   if (activation == Activation::kGelu) {
+                     cpu::gelu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out));
+                   } else {
+                     cpu::swiglu_forward(ctx, raised_rows, rows_of(y, first, rows, shape.out / 2));
+                   }
+                 });
 }
 
 void linear_activation_backward_input(ComputeContext& ctx, Activation activation, const Tensor& dy,
@@ -124,24 +129,25 @@ void linear_activation_backward_input(ComputeContext& ctx, Activation activation
   const std::int64_t width = weight.shape()[1];
   const LinearShape shape = {
       .rows = leading_rows(dy), .in = width, .out = weight.shape()[0], .operands = dy.spec.dtype};
-  Tensor block = {nullptr, gradient_block(shape)};
+  Tensor block = {nullptr, gradient_block(row_blocks_of(ctx, dy.spec.dtype), shape)};
   if (const std::size_t bytes =
           cpu::linear_activation_backward_input_workspace(ctx, activation, shape);
       bytes > 0) {
     block.data = ctx.workspace(bytes);
   }
-  for_row_blocks(dy.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
-    if (activation == Activation::kGelu) {
-      backward_rows(ctx, shape, first, rows, dy, weight, draised);
-      const Tensor gradient = rows_of(draised, first, rows, width);
-      cpu::gelu_backward(ctx, rows_of(raised, first, rows, width), gradient, gradient);
-      return;
-    }
-    const Tensor gradient = rows_of(block, 0, rows, width);
-    backward_rows(ctx, shape, 0, rows, rows_of(dy, first, rows, shape.out), weight, gradient);
-    cpu::swiglu_backward(ctx, rows_of(raised, first, rows, 2 * width), gradient,
-                         rows_of(draised, first, rows, 2 * width));
-  });
+  for_row_blocks(
+      row_blocks_of(ctx, dy.spec.dtype), shape.rows, [&](std::int64_t first, std::int64_t rows) {
+        if (activation == Activation::kGelu) {
+          backward_rows(ctx, shape, first, rows, dy, weight, draised);
+          const Tensor gradient = rows_of(draised, first, rows, width);
+          cpu::gelu_backward(ctx, rows_of(raised, first, rows, width), gradient, gradient);
+          return;
+        }
+        const Tensor gradient = rows_of(block, 0, rows, width);
+        backward_rows(ctx, shape, 0, rows, rows_of(dy, first, rows, shape.out), weight, gradient);
+        cpu::swiglu_backward(ctx, rows_of(raised, first, rows, 2 * width), gradient,
+                             rows_of(draised, first, rows, 2 * width));
+      });
 }
 
 void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy,
@@ -151,14 +157,16 @@ void linear_backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& 
     if (dbias.data != nullptr) fill_zero_async(dbias.data, dbias.spec.bytes(), ctx.stream());
     if (shape.rows == 0) fill_zero_async(dweight.data, dweight.spec.bytes(), ctx.stream());
   }
-  for_row_blocks(dy.spec.dtype, shape.rows, [&](std::int64_t first, std::int64_t rows) {
+  const std::int64_t most = sum_rows(dy.spec.dtype);
+  for (std::int64_t first = 0; first < shape.rows; first += most) {
+    const std::int64_t rows = std::min(most, shape.rows - first);
     if (dbias.data != nullptr) add_column_sums(ctx, rows_of(dy, first, rows, shape.out), dbias);
     LinearShape block = shape;
     block.rows = rows;
     matmuls_of(ctx).run(linear_weight_product(block, first == 0 ? write : Write::kAdd),
                         element(dy, first * shape.out), element(x, first * shape.in), nullptr,
                         dweight.data);
-  });
+  }
 }
 
 }  // namespace

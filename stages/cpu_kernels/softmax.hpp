@@ -127,8 +127,8 @@ void cross_entropy(void* data, const int32_t* targets, float scale, bool gradien
       if (gradient && kKeeps) store(logits + i, e, part);
       return e;
     });
-    losses[row] = __builtin_log(static_cast<double>(sum)) -
-                  (static_cast<double>(wanted[0]) - static_cast<double>(shift));
+    losses[row] = rounded_loss(__builtin_log(static_cast<double>(sum)) -
+                               (static_cast<double>(wanted[0]) - static_cast<double>(shift)));
     if (!gradient) continue;
     const float factor = scale / sum;
     for_vectors(width, [&](int64_t i, auto part) SLUICE_LAMBDA {

@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) cross_entropy_kernel(const CrossEntr
     __syncthreads();  // the target's column is written, and all of the row read
     if (threadIdx.x == 0) {
       const double at_target = static_cast<double>(wanted) - static_cast<double>(top);
-      a.losses[row] = ::log(static_cast<double>(sum)) - at_target;
+      a.losses[row] = rounded_loss(::log(static_cast<double>(sum)) - at_target);
       if (a.gradient) narrow(exponential_below_one(wanted - top) * factor - scale, logits[target]);
     }
   }

@@ -71,8 +71,9 @@ HeadLayer::HeadLayer(const Options& options, ParameterSet& parameters, WeightCop
       precision_(options.precision),
       chunks_(options.chunks) {}
 
-std::int64_t HeadLayer::chunk_rows(std::int64_t rows) const {
-  if (!in_chunks()) return rows;
+std::int64_t HeadLayer::chunk_rows(const BlockShape& shape) const {
+  if (!in_chunks()) return shape.rows();
+  const std::int64_t rows = shape.by_sample ? shape.sequence : shape.rows();  // in chunks
   const auto share = static_cast<std::size_t>((rows + chunks_ - 1) / chunks_);
   return std::min(rows, static_cast<std::int64_t>(round_up(share, kChunkRows)));
 }
@@ -82,7 +83,7 @@ HeadLayer::Kept HeadLayer::allocate(const BlockShape& shape, LayerAllocators& me
   Kept kept;
   if (in_chunks()) {
     kept.stats = memory.until_weight.tensor(DType::kF32, rows, norm_.stats_per_row());
-    kept.logits = memory.scratch.tensor(precision_, chunk_rows(rows), projection_.out());
+    kept.logits = memory.scratch.tensor(precision_, chunk_rows(shape), projection_.out());
     kept.losses = memory.scratch.take<double>(rows);
     return kept;
   }
@@ -104,9 +105,8 @@ LayerMemory HeadLayer::memory(const BlockShape& shape) const {
 }
 
 OperatorMemory HeadLayer::operators(ComputeContext& compute, const BlockShape& shape) const {
-  return {.workspace =
-              std::max(norm_.workspace(compute, shape.rows()),
-                       projection_.workspace(compute, chunk_rows(shape.rows()), precision_))};
+  return {.workspace = std::max(norm_.workspace(compute, shape.rows()),
+                                projection_.workspace(compute, chunk_rows(shape), precision_))};
 }
 
 void HeadLayer::forward(StreamCall& call, const Tensor& in, const Tensor& out) {
@@ -120,20 +120,20 @@ void HeadLayer::loss(ComputeContext& compute, const BlockShape& shape, std::byte
   LayerAllocators memory;
   memory.scratch = BumpAllocator(scratch);
   const Kept kept = allocate(shape, memory);
-  const std::int64_t rows = shape.rows(), step = chunk_rows(rows), width = projection_.out();
-  for (std::int64_t first = 0; first < rows; first += step) {
-    const std::int64_t count = std::min(step, rows - first);
-    const auto offset = static_cast<std::size_t>(first * width_) * size_of(precision_);
-    const Tensor x{loss.normed.as<std::byte>() + offset, {precision_, Shape{count, width_}}};
-    const Tensor logits{kept.logits.data, {precision_, Shape{count, width}}};
-    const Tensor targets{loss.targets.as<std::int32_t>() + first, {DType::kI32, Shape{count}}};
-    projection_.forward(compute, x, logits);
-    row_cross_entropy(compute, logits, targets, loss.scale, loss.gradient, kept.losses + first);
-    if (!loss.gradient) continue;
-    projection_.backward_weight(compute, x, logits);
-    projection_.backward_input(compute, logits, x);
-  }
-  sum_of_losses(compute, kept.losses, rows, loss.sum);
+  for_summed_rows(shape, [&](std::int64_t begin, std::int64_t rows) {
+    for (std::int64_t first = begin; first < begin + rows; first += chunk_rows(shape)) {
+      const std::int64_t count = std::min(chunk_rows(shape), begin + rows - first);
+      const Tensor x = rows_from(loss.normed, first, count);
+      const Tensor logits = rows_from(kept.logits, 0, count);
+      const Tensor targets{loss.targets.as<std::int32_t>() + first, {DType::kI32, Shape{count}}};
+      projection_.forward(compute, x, logits);
+      row_cross_entropy(compute, logits, targets, loss.scale, loss.gradient, kept.losses + first);
+      if (!loss.gradient) continue;
+      projection_.backward_weight(compute, {.samples = 1, .sequence = count}, x, logits);
+      projection_.backward_input(compute, logits, x);
+    }
+  });
+  sum_of_losses(compute, kept.losses, shape.rows(), loss.sum);
 }
 
 void HeadLayer::recompute(StreamCall& call, const Tensor& in) {
@@ -151,8 +151,10 @@ void HeadLayer::backward_input(StreamCall& call, const Tensor& in, const StreamG
 
 void HeadLayer::backward_weight(StreamCall& call, const Tensor& in, const StreamGradient& dout) {
   const Kept kept = kept_of(call);
-  if (!in_chunks()) projection_.backward_weight(call.compute(), kept.normed, dout.value);
-  norm_.backward_weight(call.compute(), normed_gradient(kept, dout), in, kept.stats);
+  if (!in_chunks()) {
+    projection_.backward_weight(call.compute(), call.shape, kept.normed, dout.value);
+  }
+  norm_.backward_weight(call.compute(), call.shape, normed_gradient(kept, dout), in, kept.stats);
 }
 
 void HeadLayer::backward(StreamCall& call, const Tensor& in, const StreamGradient& dout,
@@ -160,9 +162,9 @@ void HeadLayer::backward(StreamCall& call, const Tensor& in, const StreamGradien
   const Kept kept = kept_of(call);
   if (!in_chunks()) {
     projection_.backward_input(call.compute(), dout.value, kept.dnormed);
-    projection_.backward_weight(call.compute(), kept.normed, dout.value);
+    projection_.backward_weight(call.compute(), call.shape, kept.normed, dout.value);
   }
-  norm_.backward(call.compute(), normed_gradient(kept, dout), in, kept.stats, {}, din);
+  norm_.backward(call.compute(), call.shape, normed_gradient(kept, dout), in, kept.stats, {}, din);
 }
 
 }  // namespace sluice

@@ -50,7 +50,8 @@ class HeadLayer final : public StreamLayer {
     DType precision = DType::kF32;
     int chunks = 1;
   };
-  // A multiple of the rows of one of the CPU's products: there the chunks change no bit.
+  // A multiple of the rows that one of the CPU's products sums over: there the chunks change no
+  // bit.
   static constexpr std::size_t kChunkRows = 512;
   // One micro-batch: the norm's results [rows, width], which become their gradients if wanted,
   // targets i32 [rows], and where the summed loss goes.
@@ -85,7 +86,7 @@ class HeadLayer final : public StreamLayer {
     double* losses = nullptr;  // scratch: of all rows
   };
   [[nodiscard]] bool in_chunks() const { return chunks_ > 1; }
-  [[nodiscard]] std::int64_t chunk_rows(std::int64_t rows) const;
+  [[nodiscard]] std::int64_t chunk_rows(const BlockShape& shape) const;
   [[nodiscard]] Kept allocate(const BlockShape& shape, LayerAllocators& memory) const;
   [[nodiscard]] Kept kept_of(const StreamCall& call) const;
   // The gradient of the norm's results, from that of the output.

@@ -15,6 +15,7 @@
 #include <sluice/operators.hpp>
 #include <sluice/stage.hpp>
 
+#include "stages/compute/product.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice {
@@ -23,9 +24,16 @@ namespace sluice {
 struct BlockShape {
   std::int64_t samples = 0, sequence = 0;
   DeviceKind device = DeviceKind::kCpu;
+  bool by_sample = false;  // sums over rows start anew at each sample
   [[nodiscard]] std::int64_t rows() const { return samples * sequence; }
   friend bool operator==(const BlockShape&, const BlockShape&) = default;
 };
+
+// As for_summed_rows() of its samples.
+template <typename Work>
+void for_summed_rows(const BlockShape& shape, const Work& work) {
+  for_summed_rows(shape.samples, shape.sequence, shape.by_sample, work);
+}
 
 // What a layer's operators take of the compute context, which all layers of a rank share.
 struct OperatorMemory {

@@ -60,8 +60,8 @@ void MlpLayer::branch_backward_input(StreamCall& call, LayerAllocators memory, c
 void MlpLayer::branch_backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x,
                                       const Tensor& dy) {
   const Kept kept = allocate(call.shape, memory);
-  down_.backward_weight(call.compute(), kept.hidden, dy);
-  up_.backward_weight(call.compute(), x, kept.draised);
+  down_.backward_weight(call.compute(), call.shape, kept.hidden, dy);
+  up_.backward_weight(call.compute(), call.shape, x, kept.draised);
 }
 
 }  // namespace sluice

@@ -105,9 +105,13 @@ void Linear::backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor&
   linear_backward_input(ctx, dy, *operand_, dx);
 }
 
-void Linear::backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy) const {
-  linear_backward_weight(ctx, x, dy, weight_->grad, bias_ != nullptr ? bias_->grad : Tensor{},
-                         next_write({weight_, bias_}, ctx.stream()));
+void Linear::backward_weight(ComputeContext& ctx, const BlockShape& shape, const Tensor& x,
+                             const Tensor& dy) const {
+  for_summed_rows(shape, [&](std::int64_t first, std::int64_t rows) {
+    linear_backward_weight(ctx, rows_from(x, first, rows), rows_from(dy, first, rows),
+                           weight_->grad, bias_ != nullptr ? bias_->grad : Tensor{},
+                           next_write({weight_, bias_}, ctx.stream()));
+  });
 }
 
 Norm::Norm(Kind kind, const std::string& name, std::int64_t width, float epsilon,
@@ -149,17 +153,24 @@ void Norm::backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x
   backward(ctx, dy, x, stats, {.dx = dx.value, .residual = residual, .rounded = dx.rounded});
 }
 
-void Norm::backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                           const Tensor& stats) const {
-  backward(ctx, dy, x, stats,
-           {.dgamma = weight_->grad,
-            .dbeta = bias_ != nullptr ? bias_->grad : Tensor{},
-            .write = next_write({weight_, bias_}, ctx.stream())});
+void Norm::backward_weight(ComputeContext& ctx, const BlockShape& shape, const Tensor& dy,
+                           const Tensor& x, const Tensor& stats) const {
+  for_summed_rows(shape, [&](std::int64_t first, std::int64_t rows) {
+    backward(ctx, rows_from(dy, first, rows), rows_from(x, first, rows),
+             rows_from(stats, first, rows),
+             {.dgamma = weight_->grad,
+              .dbeta = bias_ != nullptr ? bias_->grad : Tensor{},
+              .write = next_write({weight_, bias_}, ctx.stream())});
+  });
 }
 
-void Norm::backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
-                    const Tensor& residual, const StreamGradient& dx) const {
-  if (dx.value.data == nullptr) return backward_weight(ctx, dy, x, stats);
+void Norm::backward(ComputeContext& ctx, const BlockShape& shape, const Tensor& dy, const Tensor& x,
+                    const Tensor& stats, const Tensor& residual, const StreamGradient& dx) const {
+  if (shape.by_sample) {
+    backward_weight(ctx, shape, dy, x, stats);  // dx may be dy's memory
+    return backward_input(ctx, dy, x, stats, residual, dx);
+  }
+  if (dx.value.data == nullptr) return backward_weight(ctx, shape, dy, x, stats);
   backward(ctx, dy, x, stats,
            {.dx = dx.value,
             .residual = residual,
@@ -184,19 +195,30 @@ void QueryKeyNorm::forward(ComputeContext& ctx, const AttentionShape& shape, con
 void QueryKeyNorm::backward_input(ComputeContext& ctx, const AttentionShape& shape,
                                   const Tensor& raw, const Tensor& stats, const Tensor& dqkv,
                                   const Tensor& gains) const {
-  query_key_norm_backward(ctx, shape, raw, query_->value, key_->value, stats, dqkv, gains);
+  const std::int64_t parts = gains.shape()[0] / 2;
+  AttentionShape part = shape;
+  part.samples = shape.samples / parts;
+  for (std::int64_t i = 0; i < parts; ++i) {
+    const std::int64_t first = i * part.rows();
+    query_key_norm_backward(ctx, part, rows_from(raw, first, part.rows()), query_->value,
+                            key_->value, rows_from(stats, first, part.rows()),
+                            rows_from(dqkv, first, part.rows()), rows_from(gains, 2 * i, 2));
+  }
 }
 
 void QueryKeyNorm::backward_weight(ComputeContext& ctx, const Tensor& gains) const {
   const std::int64_t head_dim = gains.shape()[1];
   const TensorSpec gain{DType::kF32, Shape{head_dim}};
-  const Tensor query{gains.data, gain}, key{gains.as<float>() + head_dim, gain};
-  if (next_write({query_, key_}, ctx.stream()) == Write::kOverwrite) {
-    copy_or_convert(ctx, query, query_->grad);
-    copy_or_convert(ctx, key, key_->grad);
-  } else {
-    add(ctx, query, query_->grad);
-    add(ctx, key, key_->grad);
+  for (std::int64_t part = 0; part < gains.shape()[0]; part += 2) {
+    float* const place = gains.as<float>() + part * head_dim;
+    const Tensor query{place, gain}, key{place + head_dim, gain};
+    if (next_write({query_, key_}, ctx.stream()) == Write::kOverwrite) {
+      copy_or_convert(ctx, query, query_->grad);
+      copy_or_convert(ctx, key, key_->grad);
+    } else {
+      add(ctx, query, query_->grad);
+      add(ctx, key, key_->grad);
+    }
   }
 }
 

@@ -68,7 +68,8 @@ class Linear {
   void forward(ComputeContext& ctx, const Tensor& x, const Tensor& y,
                const Tensor& residual = {}) const;
   void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& dx) const;
-  void backward_weight(ComputeContext& ctx, const Tensor& x, const Tensor& dy) const;
+  void backward_weight(ComputeContext& ctx, const BlockShape& shape, const Tensor& x,
+                       const Tensor& dy) const;
   // With the activation that follows (precedes) the product; raised is what it was applied to.
   void forward(ComputeContext& ctx, Activation activation, const Tensor& x, const Tensor& raised,
                const Tensor& y) const;
@@ -100,11 +101,11 @@ class Norm {
   // dx = residual + the gradient; residual: NormGradients. dx without data: not wanted.
   void backward_input(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
                       const Tensor& residual, const StreamGradient& dx) const;
-  void backward_weight(ComputeContext& ctx, const Tensor& dy, const Tensor& x,
-                       const Tensor& stats) const;
+  void backward_weight(ComputeContext& ctx, const BlockShape& shape, const Tensor& dy,
+                       const Tensor& x, const Tensor& stats) const;
   // Both, in one pass on a GPU, with the same bits.
-  void backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
-                const Tensor& residual, const StreamGradient& dx) const;
+  void backward(ComputeContext& ctx, const BlockShape& shape, const Tensor& dy, const Tensor& x,
+                const Tensor& stats, const Tensor& residual, const StreamGradient& dx) const;
 
  private:
   void backward(ComputeContext& ctx, const Tensor& dy, const Tensor& x, const Tensor& stats,
@@ -117,8 +118,8 @@ class Norm {
 };
 
 // RMSNorm of each head of queries and keys in a packed qkv, with weights <name>.query_norm.weight
-// and <name>.key_norm.weight. `gains`: their gradients of one micro-batch, [2, head_dim], from the
-// input gradient to the weight gradient.
+// and <name>.key_norm.weight. `gains`: their gradients of one micro-batch, from the input gradient
+// to the weight gradient.
 class QueryKeyNorm {
  public:
   QueryKeyNorm(const std::string& name, std::int64_t head_dim, float epsilon,
@@ -126,6 +127,10 @@ class QueryKeyNorm {
 
   [[nodiscard]] static std::size_t workspace(ComputeContext& ctx, const AttentionShape& shape) {
     return query_key_norm_backward_workspace(ctx, shape);
+  }
+  // f32 [n, head_dim]: two rows for each part whose sums are added up by themselves.
+  [[nodiscard]] static Shape gains(const BlockShape& shape, std::int64_t head_dim) {
+    return {2 * (shape.by_sample ? shape.samples : 1), head_dim};
   }
   void forward(ComputeContext& ctx, const AttentionShape& shape, const Tensor& qkv,
                const Tensor& raw, const Tensor& stats) const;

@@ -79,7 +79,7 @@ void ResidualLayer::backward_weight(StreamCall& call, const Tensor& in,
   LayerAllocators memory = call.allocators();
   const Kept kept = allocate(call.shape, memory);
   branch_backward_weight(call, memory, kept.normed, branch_gradient(kept, dout));
-  norm_.backward_weight(call.compute(), kept.dnormed, in, kept.stats);
+  norm_.backward_weight(call.compute(), call.shape, kept.dnormed, in, kept.stats);
 }
 
 void ResidualLayer::backward(StreamCall& call, const Tensor& in, const StreamGradient& dout,
@@ -89,7 +89,7 @@ void ResidualLayer::backward(StreamCall& call, const Tensor& in, const StreamGra
   LayerAllocators memory = call.allocators();
   const Kept kept = allocate(call.shape, memory);
   branch_backward_weight(call, memory, kept.normed, branch_gradient(kept, dout));
-  norm_.backward(call.compute(), kept.dnormed, in, kept.stats, dout.value, din);
+  norm_.backward(call.compute(), call.shape, kept.dnormed, in, kept.stats, dout.value, din);
 }
 
 }  // namespace sluice

@@ -47,7 +47,8 @@ SelfAttention::Kept SelfAttention::allocate(const BlockShape& shape,
     const std::int64_t heads = std::int64_t{heads_} + kv_heads_;
     kept.raw = memory.until_input.tensor(precision_, rows, heads * head_dim_);
     kept.stats = memory.until_input.tensor(DType::kF32, rows, heads);
-    kept.dgains = memory.gradients.tensor(DType::kF32, 2, head_dim_);
+    const Shape gains = QueryKeyNorm::gains(shape, head_dim_);
+    kept.dgains = memory.gradients.tensor(DType::kF32, gains[0], gains[1]);
   }
   kept.probabilities =
       probabilities.bytes(attention_state_bytes(shape.device, attention_shape(shape), precision_));
@@ -126,9 +127,9 @@ void SelfAttention::backward_input(StreamCall& call, LayerAllocators memory, con
 void SelfAttention::backward_weight(StreamCall& call, LayerAllocators memory, const Tensor& x,
                                     const Tensor& dy) {
   const Kept kept = allocate(call.shape, memory);
-  output_.backward_weight(call.compute(), kept.mixed, dy);
+  output_.backward_weight(call.compute(), call.shape, kept.mixed, dy);
   if (norm_) norm_->backward_weight(call.compute(), kept.dgains);
-  qkv_.backward_weight(call.compute(), x, kept.dqkv);
+  qkv_.backward_weight(call.compute(), call.shape, x, kept.dqkv);
 }
 
 }  // namespace sluice

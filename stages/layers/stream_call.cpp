@@ -1,6 +1,7 @@
 #include "stages/layers/stream_call.hpp"
 
 #include "comm/base/throw_error.hpp"
+#include "stages/compute/product.hpp"
 
 namespace sluice {
 
@@ -10,7 +11,10 @@ void require_stream(const TensorSpec& input, std::int64_t width) {
 }
 
 BlockShape block_shape(const TensorSpec& input, DeviceKind device) {
-  return {.samples = input.shape[0], .sequence = input.shape[1], .device = device};
+  return {.samples = input.shape[0],
+          .sequence = input.shape[1],
+          .device = device,
+          .by_sample = device == DeviceKind::kCpu && input.shape[1] >= kRowsToSumBySample};
 }
 
 StreamCall stream_call(const LayerCall& call) {

@@ -5,11 +5,21 @@
 #include <sluice/layers.hpp>
 #include <sluice/operators.hpp>
 
+#include "stages/compute/product.hpp"
 #include "stages/network/specs.hpp"
 #include "stages/tensor/bump_allocator.hpp"
 
 namespace sluice {
 namespace {
+
+// As the other one, of a layer's input: by sample where that costs no time. Sums of an RMSNorm go
+// row by row anyway.
+template <typename Work>
+void for_summed_rows(const LayerCall& call, const Work& work) {
+  const std::int64_t samples = call.x.shape()[0], rows = leading_rows(call.x) / samples;
+  const bool on_cpu = call.compute().device().kind == DeviceKind::kCpu;
+  sluice::for_summed_rows(samples, rows, on_cpu && rows >= kRowsToSumBySample, work);
+}
 
 class LinearLayer final : public Layer {
  public:
@@ -46,9 +56,12 @@ class LinearLayer final : public Layer {
     linear_backward_input(call.compute(), dy, weight_->value, dx);
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    linear_backward_weight(call.compute(), call.x, dy, weight_->grad,
-                           bias_ != nullptr ? bias_->grad : Tensor{},
-                           next_write({weight_, bias_}, call.compute().stream()));
+    for_summed_rows(call, [&](std::int64_t first, std::int64_t rows) {
+      linear_backward_weight(call.compute(), rows_from(call.x, first, rows),
+                             rows_from(dy, first, rows), weight_->grad,
+                             bias_ != nullptr ? bias_->grad : Tensor{},
+                             next_write({weight_, bias_}, call.compute().stream()));
+    });
   }
 
  private:
@@ -90,11 +103,15 @@ class LayerNormLayer final : public Layer {
                         stats_of(call.until_weight, rows_of(dy.spec)), {.dx = dx});
   }
   void backward_weight(LayerCall& call, const Tensor& dy) override {
-    layer_norm_backward(call.compute(), dy, call.x, weight_->value,
-                        stats_of(call.until_weight, rows_of(dy.spec)),
-                        {.dgamma = weight_->grad,
-                         .dbeta = bias_->grad,
-                         .write = next_write({weight_, bias_}, call.compute().stream())});
+    const Tensor stats = stats_of(call.until_weight, rows_of(dy.spec));
+    for_summed_rows(call, [&](std::int64_t first, std::int64_t rows) {
+      layer_norm_backward(call.compute(), rows_from(dy, first, rows),
+                          rows_from(call.x, first, rows), weight_->value,
+                          rows_from(stats, first, rows),
+                          {.dgamma = weight_->grad,
+                           .dbeta = bias_->grad,
+                           .write = next_write({weight_, bias_}, call.compute().stream())});
+    });
   }
 
  private:

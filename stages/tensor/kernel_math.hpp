@@ -31,6 +31,14 @@ SLUICE_MATH typename Lanes<V>::Word round_at_random(V value, typename Lanes<V>::
   return value == value ? rounded : constant<W>(0x7FC0U);
 }
 
+// --- losses ---
+// To the nearest multiple of 2^-26, below what f32 logits tell apart. Sums of such numbers are
+// exact up to 2^27, so they have no order: not of rows, micro-batches or replicas.
+SLUICE_MATH double rounded_loss(double loss) {
+  constexpr double kShift = 1.5 * (1 << 26);  // whose last bit is 2^-26
+  return loss + kShift - kShift;
+}
+
 // --- functions of one number ---
 // e^x to about 1 ulp for x in [-86.9, high], the nearest end's value outside, NaN for NaN (one
 // whose low nine bits are zero, as those that arithmetic makes and conversion leaves); high is at

@@ -9,6 +9,8 @@
 #include <sluice/error.hpp>
 #include <sluice/transformer.hpp>
 
+#include "stages/compute/product.hpp"
+
 namespace sluice {
 
 namespace {
@@ -144,6 +146,10 @@ int owner_of(const Partition& partition, int layer) {
 }
 
 }  // namespace
+
+bool TransformerConfig::sums_by_sample() const {
+  return context >= kRowsToSumBySample || batch_invariant;
+}
 
 void validate(const TransformerConfig& config) {
   require_range("--layers", config.layers, 1, TransformerLimits::kLayers);

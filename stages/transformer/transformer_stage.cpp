@@ -7,6 +7,7 @@
 #include <sluice/error.hpp>
 
 #include "comm/base/byte_sums.hpp"
+#include "stages/cpu/cpu_report.hpp"
 
 namespace sluice {
 
@@ -80,7 +81,14 @@ BlockShape TransformerStage::shape_of(const TensorSpec& input, DeviceKind device
                                                  name_of(config_.stream_precision), config_.width),
                     config_.context));
   }
-  return {shape[0], shape[1], device};
+  return batch_shape(shape, device);
+}
+
+BlockShape TransformerStage::batch_shape(const Shape& shape, DeviceKind device) const {
+  return {.samples = shape[0],
+          .sequence = shape[1],
+          .device = device,
+          .by_sample = device == DeviceKind::kCpu && config_.sums_by_sample()};
 }
 
 TensorSpec TransformerStage::output_spec(const BlockShape& shape) const {
@@ -109,6 +117,9 @@ StageDescription TransformerStage::describe(std::span<const TensorSpec> inputs,
   description.outputs = {output_spec(shape)};
   description.input_gradients = {!takes_tokens()};
   description.copy_bytes = copies_.bytes(compute.device().kind);
+  if (shape.device == DeviceKind::kCpu) {
+    add_note(description.note, row_warning(compute, config_.precision));
+  }
   LayerMemory most;
   OperatorMemory operators;
   if (gives_logits()) operators.workspace = softmax_cross_entropy_workspace(shape.rows());
@@ -509,8 +520,7 @@ void LastTransformerStage::loss(StageContext& ctx, std::span<const Tensor> outpu
   }
   const Tensor flat{targets[0].data, {DType::kI32, Shape{targets[0].elements()}}};
   if (chunking_head() != nullptr) {
-    const BlockShape shape = {outputs[0].shape()[0], outputs[0].shape()[1],
-                              ctx.compute.device().kind};
+    const BlockShape shape = batch_shape(outputs[0].shape(), ctx.compute.device().kind);
     chunking_head()->loss(ctx.compute, shape, scratch(),
                           {logits, flat, ctx.loss_scale, ctx.phase == Phase::kTrain, sum});
     return;

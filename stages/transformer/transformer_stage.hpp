@@ -59,6 +59,8 @@ class TransformerStage : public Stage, public SplitBackward {
   virtual void warm_up(StageContext& ctx, std::span<const Tensor> inputs,
                        std::span<const Tensor> outputs);
   [[nodiscard]] const TransformerConfig& config() const { return config_; }
+  // [samples, sequence, ...]
+  [[nodiscard]] BlockShape batch_shape(const Shape& shape, DeviceKind device) const;
   // The head that computes the loss itself; null: forward gives logits.
   [[nodiscard]] const HeadLayer* chunking_head() const { return chunking_head_; }
   [[nodiscard]] std::byte* scratch() const { return scratch_.data(); }

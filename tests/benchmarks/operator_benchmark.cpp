@@ -213,6 +213,33 @@ void measure(const Options& options, ComputeContext& ctx, const NamedProduct& pr
               spec.flops() * 1e-9 / other, other / own});
 }
 
+// The input gradient of an MLP's second product, with its activation, over all rows; against its
+// products alone.
+void measure_with_activation(const Options& options, ComputeContext& ctx, DType dtype,
+                             Report& report) {
+  const std::int64_t rows = options.samples * options.sequence, w = options.width;
+  Tensors tensors;
+  const Tensor dy = tensors.make(dtype, {rows, w}), weight = tensors.make(dtype, {w, 4 * w});
+  const Tensor raised = tensors.make(dtype, {rows, 4 * w}), dx = tensors.make(dtype, {rows, 4 * w});
+  const auto body = [&] {
+    linear_activation_backward_input(ctx, Activation::kGelu, dy, weight, raised, dx);
+  };
+  body();
+  matmuls_of(ctx).record(true);
+  body();
+  matmuls_of(ctx).record(false);
+  const std::vector<MatMulCall> calls(matmuls_of(ctx).recorded().begin(),
+                                      matmuls_of(ctx).recorded().end());
+  double own = 1e30, bare = 1e30;
+  for (int round = 0; round < options.rounds; ++round) {
+    own = std::min(own, seconds_of(body, 3));
+    bare = std::min(bare, seconds_of([&] { matmuls_of(ctx).replay(calls); }, 3));
+  }
+  const double flops = 8.0 * static_cast<double>(rows * w * w);
+  report.row({"down input gradient, with GELU", name_of(dtype), flops * 1e-9 / own,
+              flops * 1e-9 / bare, bare / own});
+}
+
 // The element-wise operators, with operands of one micro-batch.
 class Elements {
  public:
@@ -417,6 +444,7 @@ void run(const Options& options) {
   for (const DType dtype : {DType::kF32, DType::kBf16}) {
     for (const NamedProduct& product : linear_products(options, ctx, dtype))
       measure(options, ctx, product, products);
+    measure_with_activation(options, ctx, dtype, products);
     for (const NamedProduct& product : attention_products(options, ctx, dtype))
       measure(options, ctx, product, products);
     Elements(options, ctx, dtype, elements).measure();

@@ -75,6 +75,11 @@ struct TransformerConfig {
   // may be fewer parts. On a CPU the bits are those of 1; on a GPU, whose products then have other
   // shapes, they are a function of it.
   int logit_chunks = 1;
+  // On a CPU, sums over rows (gradients of weights, biases and gains) start anew at each sample,
+  // and samples are added in ascending order. So the bits do not depend on how a batch is cut into
+  // micro-batches. Always so from a context of 256 on; below, it costs time.
+  bool batch_invariant = false;
+  [[nodiscard]] bool sums_by_sample() const;
 };
 
 // Throws Error(kUsage) naming the option, its value and the nearest legal one: sizes >= 1 and small

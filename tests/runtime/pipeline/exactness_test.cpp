@@ -165,6 +165,51 @@ TEST_P(ExactnessTest, RecomputationGivesTheBitsOfOneRankThatKeeps) {
   });
 }
 
+// Ten samples a step, cut in every way: the last micro-batch is a smaller one. Short contexts ask
+// for it, longer ones always have it.
+std::vector<TrainingCase> cases_of_any_micro_batch() {
+  std::vector<TrainingCase> all;
+  const auto add = [&](const char* name, int context, DType precision) -> TransformerConfig& {
+    all.push_back(named(name));
+    TrainingCase& added = all.back();
+    added.model.context = context;
+    added.model.batch_invariant = context < 256;
+    added.model.precision = precision;
+    added.batch_size = 10;
+    added.steps = 2;
+    return added.model;
+  };
+  add("gpt2 of 7 positions", 7, DType::kF32).dropout = 0.2F;
+  set_options_of_llama(add("llama of 96 positions", 96, DType::kF32));
+  add("gpt2 of 257 positions in bf16", 257, DType::kBf16).logit_chunks = 2;
+  TransformerConfig& llama = add("llama of 320 positions, bf16 stream", 320, DType::kBf16);
+  set_options_of_llama(llama);
+  llama.stream_precision = DType::kBf16;
+  llama.recompute = Recompute::kBlock;
+  add("gpt2 of 1000 positions", 1000, DType::kF32).logit_chunks = 2;
+  return all;
+}
+
+TEST_P(ExactnessTest, EveryMicroBatchSizeGivesTheBitsOfSingleSamples) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    for (TrainingCase& what : cases_of_any_micro_batch()) {
+      for (const int threads : {1, 2}) {
+        if (threads == 2 && GetParam() > 1) continue;
+        what.threads = threads;
+        what.micro_batch_size = 1;
+        what.micro_batches = 10;
+        const TrainingOutcome expected = alone(comm, what);
+        for (const int size : {2, 3, 4, 10}) {
+          what.micro_batch_size = size;
+          what.micro_batches = (10 + size - 1) / size;
+          const Layout layout{.pipeline = GetParam(), .schedule = size == 3 ? "zb-h1" : "1f1b"};
+          expect_same(comm, what, layout, expected, train(comm, what, layout));
+        }
+      }
+    }
+  });
+}
+
 TEST_P(ExactnessTest, LargeProductsGiveTheBitsOfOneRank) {
   with_ranks(GetParam(), [&](Communicator& comm) {
     const TrainingCase what = large_case();

@@ -137,6 +137,7 @@ TrainingOutcome train(Communicator& comm, const TrainingCase& what, const Layout
   options.order.chunks = layout.chunks;
   options.order.given = layout.own;
   options.devices.choices = parse_devices(layout.devices);
+  options.devices.threads = what.threads;
   options.devices.transport = layout.transport;
   options.devices.all_reduce = layout.all_reduce;
   options.devices.cuda_graphs = layout.cuda_graphs;

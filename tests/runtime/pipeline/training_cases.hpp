@@ -18,7 +18,7 @@ struct TrainingCase {
   int micro_batches = 3;
   std::int64_t micro_batch_size = 2;
   std::int64_t batch_size = 0;  // 0: all micro-batches full
-  int steps = 3;
+  int steps = 3, threads = 1;
   double clip = 0.5;
   DType moments = DType::kF32;
   std::function<void(Pipeline&)> before_step = {};

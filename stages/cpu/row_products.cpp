@@ -1,0 +1,151 @@
+#include "stages/cpu/row_products.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <dnnl.hpp>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace sluice {
+
+namespace {
+
+// In the order of trial. With more threads the library shares rows out, and each share has its own
+// last rows.
+std::vector<RowBlocks> candidates(int threads) {
+  const std::int64_t n = threads;
+  std::vector<RowBlocks> table = {{240, 12}, {192, 12}, {48 * n, 12 * n}};
+  if (static_cast<unsigned>(dnnl::get_effective_cpu_isa()) >=
+      static_cast<unsigned>(dnnl::cpu_isa::avx512_core)) {
+    table.insert(table.begin(), {256, 16});
+  }
+  return table;
+}
+
+// Rows of random numbers through one product of every size that the check tries.
+class RowCheck {
+ public:
+  RowCheck(DType operands, const RowBlocks& blocks) : operands_(operands), blocks_(blocks) {}
+
+  // Whether each row of a product [in, out] is the same in blocks of several sizes, at several
+  // places. `transposed`: as in the forward product, else as in the input gradient.
+  bool passes(std::int64_t in, std::int64_t out, bool transposed) {
+    a_ = numbers(blocks_.most * in);
+    b_ = numbers(in * out);
+    const std::vector<float> whole = product(0, blocks_.most, in, out, transposed);
+    for (const std::int64_t rows : {blocks_.step, 3 * blocks_.step, blocks_.most / 2}) {
+      const std::int64_t count = rows / blocks_.step * blocks_.step;
+      if (count < 1 || count > blocks_.most) continue;
+      for (const std::int64_t first :
+           {std::int64_t{0}, (blocks_.most - count) / 2, blocks_.most - count}) {
+        const std::vector<float> part = product(first, count, in, out, transposed);
+        if (std::memcmp(part.data(), whole.data() + first * out, part.size() * 4) != 0)
+          return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  // Of the type of the operands; a simple generator, since any numbers do.
+  [[nodiscard]] std::vector<std::byte> numbers(std::int64_t count) {
+    std::vector<std::byte> bytes(static_cast<std::size_t>(count) * size_of(operands_));
+    for (std::int64_t i = 0; i < count; ++i) {
+      state_ = state_ * 6364136223846793005U + 1442695040888963407U;
+      const float value = static_cast<float>(static_cast<std::int32_t>(state_ >> 32)) * 0x1p-31F;
+      if (operands_ == DType::kF32) {
+        std::memcpy(bytes.data() + 4 * i, &value, 4);
+      } else {
+        const Bf16 rounded = to_bf16(value);
+        std::memcpy(bytes.data() + 2 * i, &rounded, 2);
+      }
+    }
+    return bytes;
+  }
+  std::vector<float> product(std::int64_t first, std::int64_t rows, std::int64_t in,
+                             std::int64_t out, bool transposed) {
+    LinearShape shape{.rows = rows, .in = in, .out = out, .operands = operands_};
+    if (!transposed) std::swap(shape.in, shape.out);
+    MatMulSpec spec = transposed ? linear_product(shape) : linear_input_product(shape);
+    spec.result = DType::kF32;
+    std::vector<float> result(static_cast<std::size_t>(rows * out));
+    products_.run(spec, a_.data() + first * in * static_cast<std::int64_t>(size_of(operands_)),
+                  b_.data(), nullptr, result.data());
+    return result;
+  }
+
+  DType operands_;
+  RowBlocks blocks_;
+  MatMulCache products_{Device{}};
+  std::vector<std::byte> a_, b_;
+  std::uint64_t state_ = 1;
+};
+
+RowBlocks find_row_blocks(DType operands, int threads) {
+  // Narrow, wide and odd ones; those that take the library's other kernels at more rows.
+  constexpr std::array<std::pair<std::int64_t, std::int64_t>, 6> kShapes = {
+      {{64, 16}, {64, 64}, {256, 64}, {100, 10}, {96, 384}, {320, 1280}}};
+  const std::vector<RowBlocks> table = candidates(threads);
+  for (const RowBlocks& blocks : table) {
+    RowCheck check(operands, blocks);
+    if (std::ranges::all_of(kShapes, [&](const auto& shape) {
+          return check.passes(shape.first, shape.second, true) &&
+                 check.passes(shape.first, shape.second, false);
+        })) {
+      return blocks;
+    }
+  }
+  return {256, 1, false};
+}
+
+// The rows of a matrix whose rows are adjacent.
+std::size_t bytes_of_rows(std::int64_t rows, std::int64_t width, DType type) {
+  return static_cast<std::size_t>(rows * width) * size_of(type);
+}
+
+}  // namespace
+
+std::int64_t RowBlocks::block(std::int64_t rows) const {
+  const std::int64_t blocks = std::max<std::int64_t>(1, (rows + most - 1) / most);
+  return std::max(step, (rows + blocks * step - 1) / (blocks * step) * step);
+}
+
+RowBlocks row_blocks(DType operands, int threads) {
+  // A fact of the library and the processor, so one for the process.
+  static std::mutex mutex;
+  static std::map<std::pair<DType, int>, RowBlocks> known;
+  const std::lock_guard lock(mutex);
+  const auto found = known.find({operands, threads});
+  if (found != known.end()) return found->second;
+  return known.emplace(std::pair(operands, threads), find_row_blocks(operands, threads))
+      .first->second;
+}
+
+const RowBlocks& RowProducts::blocks(DType operands, int threads) {
+  std::optional<RowBlocks>& blocks = known(operands);
+  if (!blocks) blocks = row_blocks(operands, threads);
+  return *blocks;
+}
+
+void RowProducts::run(MatMulSpec spec, const void* a, const void* b, const void* bias, void* c) {
+  const std::int64_t rows = spec.m, step = known(spec.operands)->step;
+  spec.m = (rows + step - 1) / step * step;
+  if (spec.m == rows || spec.k == 0) {
+    spec.m = rows;
+    return products_.run(spec, a, b, bias, c);
+  }
+  const std::size_t a_bytes = bytes_of_rows(spec.m, spec.k, spec.operands);
+  const std::size_t a_given = bytes_of_rows(rows, spec.k, spec.operands);
+  const std::size_t c_place = round_up(a_bytes, kBufferAlignment);
+  const std::size_t needed = c_place + bytes_of_rows(spec.m, spec.n, spec.result);
+  if (padded_.size() < needed) padded_ = Buffer(Device{}, needed);
+  std::memcpy(padded_.data(), a, a_given);
+  std::memset(padded_.data() + a_given, 0, a_bytes - a_given);
+  products_.run(spec, padded_.data(), b, bias, padded_.data() + c_place);
+  std::memcpy(c, padded_.data() + c_place, bytes_of_rows(rows, spec.n, spec.result));
+}
+
+}  // namespace sluice

@@ -1,0 +1,50 @@
+// Products of rows, of which no row's bits depend on the rows beside it: forward and input gradient
+// of a linear layer. The library takes another kernel for some numbers of rows, and for the last
+// rows of a product. So rows are taken in blocks whose sizes suit it, and the last block is filled
+// up with zeros. Which sizes do comes from a table by instruction set; a check of the library as it
+// runs here chooses among them, never a time.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "stages/cpu/matmul.hpp"
+
+namespace sluice {
+
+struct RowBlocks {
+  std::int64_t most = 240;  // rows of a product, a multiple of `step`
+  std::int64_t step = 12;   // every product has a multiple of as many
+  bool invariant = true;    // the check has passed
+  // Rows of each block but the last of `rows`: as few blocks as there can be, of equal size.
+  [[nodiscard]] std::int64_t block(std::int64_t rows) const;
+  friend bool operator==(const RowBlocks&, const RowBlocks&) = default;
+};
+
+// The first row of the table that passes the check with this many threads; where none does,
+// blocks that the caches like. Takes up to 0.1 s at the first call of a process with these
+// arguments; the result is kept. Requires: the calling thread's OpenMP team has `threads`.
+[[nodiscard]] RowBlocks row_blocks(DType operands, int threads);
+
+// Runs products of a cache over padded rows. Used from one thread.
+class RowProducts {
+ public:
+  explicit RowProducts(MatMulCache& products) : products_(products) {}
+
+  // row_blocks(), found once.
+  [[nodiscard]] const RowBlocks& blocks(DType operands, int threads);
+  // As MatMulCache::run() of one product of adjacent rows, after blocks() of its operands. Requires
+  // spec.m <= most.
+  void run(MatMulSpec spec, const void* a, const void* b, const void* bias, void* c);
+
+ private:
+  [[nodiscard]] std::optional<RowBlocks>& known(DType operands) {
+    return operands == DType::kBf16 ? bf16_ : f32_;
+  }
+
+  MatMulCache& products_;
+  std::optional<RowBlocks> f32_, bf16_;
+  Buffer padded_;  // rows of a, then of c
+};
+
+}  // namespace sluice
