@@ -36,6 +36,7 @@
 #include "runtime/pipeline/stage_report.hpp"
 #include "runtime/pipeline/transport_plan.hpp"
 #include "runtime/watch/watchdog.hpp"
+#include "stages/compute/thread_team.hpp"
 
 namespace sluice {
 namespace {
@@ -204,6 +205,7 @@ Pipeline::Impl::Impl(Communicator& world, const PipelineOptions& options_in,
     rethrow_device_error_with_plan("the libraries", [&] {
       compute = std::make_unique<ComputeContext>(job.place.device(), options.devices.threads);
     });
+    const ThreadTeam team(*compute);
     compute->set_device_wait(&device_wait);
     compute->set_tf32(options.devices.tf32);
     BuiltLayout built;
@@ -442,6 +444,7 @@ void Pipeline::Impl::need_size(std::int64_t samples) {
 template <typename Body>
 void Pipeline::Impl::guarded(const Body& body) {
   require_open();
+  const ThreadTeam team(*compute);
   const ActivityScope calling(*job.activity, Doing::kCalling);
   try {
     job.guarded(std::cref(body));
@@ -860,6 +863,7 @@ JobLayout PipelineAccess::plan_layout(Communicator& world, const PipelineOptions
   JobLayout layout;
   job.guarded([&] {
     ComputeContext compute(job.place.device(), options.devices.threads);
+    const ThreadTeam team(compute);
     compute.set_tf32(options.devices.tf32);
     layout = build_layout(job, options, compute, make_stage, source, /*any_size=*/false).layout;
   });

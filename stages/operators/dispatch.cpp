@@ -20,6 +20,7 @@
 #include "stages/compute/operator_profile.hpp"
 #include "stages/compute/operator_table.hpp"
 #include "stages/compute/partial_sums.hpp"
+#include "stages/compute/thread_team.hpp"
 #include "stages/operators/context.hpp"
 
 namespace sluice {
@@ -377,6 +378,7 @@ double attention_flops(const AttentionShape& shape, int products) {
 template <typename Part, typename Function, typename... Operands>
 void run(const Work& work, Function Part::*entry, ComputeContext& ctx,
          const Operands&... operands) {
+  const ThreadTeam team(ctx);
   const Function call = operators_of(ctx).*entry;
   OperatorProfile* const profile = ctx.profile();
   if (profile == nullptr) return call(ctx, operands...);

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <omp.h>
 
 #include <cmath>
 #include <cstdint>
@@ -158,6 +159,29 @@ TEST_P(LayersTest, AStageWithoutLayersPassesItsInputOn) {
     const Result alone = trained(*self, model, options_of(1, "1f1b", 1));
     EXPECT_EQ(trained(comm, model, options_of(comm.size(), "1f1b", 1)), alone);
     EXPECT_EQ(trained(comm, model, options_of(comm.size(), "zb-h1", 1)), alone);
+  });
+}
+
+// OpenMP's team is the pipeline's while it computes, and the program's afterwards.
+TEST_P(LayersTest, APipelineLeavesTheProgramItsTeam) {
+  with_ranks(GetParam(), [&](Communicator& comm) {
+    const int had = omp_get_max_threads();
+    omp_set_num_threads(3);
+    PipelineOptions options = options_of(comm.size(), "1f1b", 1);
+    options.devices.threads = 2;
+    const Sequential model = Sequential(parts(), mse_loss()).with_input({DType::kF32, {kWidth}});
+    Pipeline pipeline(comm, options, model, spec());
+    EXPECT_EQ(omp_get_max_threads(), 3);
+    const Numbers data;
+    (void)pipeline.train_step(data.batch());
+    EXPECT_EQ(omp_get_max_threads(), 3);
+    int inside = 2;
+    (void)pipeline.infer(data.batch().inputs, {.on_outputs = [&](SampleRange, auto) {
+                           inside = omp_get_max_threads();
+                         }});
+    EXPECT_EQ(inside, 2);
+    EXPECT_EQ(omp_get_max_threads(), 3);
+    omp_set_num_threads(had);
   });
 }
 
