@@ -124,7 +124,7 @@ std::string to_text(const Legal& legal) {
     case Legal::Form::kTable:
       return fmt::format("{} [at least {}, {}]", types, legal.rows, size(legal.width));
     case Legal::Form::kCount:
-      return fmt::format("{} [{}]", types, legal.rows);
+      return fmt::format("{} of any shape with {} elements", types, legal.rows);
     default:
       return fmt::format("{} [{}, {}]", types, size(legal.rows), size(legal.width));
   }

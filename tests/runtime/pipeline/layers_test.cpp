@@ -377,7 +377,8 @@ TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
   refused({layer_norm(4, 0)}, "layer 0 (layer_norm): epsilon is 0");
   refused({embedding(0, 4)}, "layer 0 (embedding): classes is 0");
   refused({conv2d(0, 1, 3)}, "layer 0 (conv2d): in is 0");
-  refused({conv2d(4, 6, 3, {.groups = 3})}, "3 groups divide neither 4 channels into 6 alike");
+  refused({conv2d(4, 6, 3, {.groups = 3})},
+          "3 groups of 4 and 6 channels; legal: divisors of both numbers, at most 2");
   refused({conv2d(4, 6, {3, 0})}, "layer 0 (conv2d): the kernel is 0; legal: at least 1");
   refused({conv2d(4, 6, 3, {.stride = 0})}, "the stride is 0");
   refused({conv2d(4, 6, 3, {.padding = -1})}, "the padding is -1");
