@@ -40,6 +40,10 @@ class BatchNormLayer final : public Layer {
     if (!(options.momentum >= 0 && options.momentum <= 1)) {
       throw_usage("momentum is {}; legal: 0 to 1", options.momentum);
     }
+    if (!synchronised() && options.statistics != BatchStatistics::kMicroBatch) {
+      throw_usage("statistics {}; legal: BatchStatistics::kMicroBatch and kReplicas",
+                  static_cast<int>(options.statistics));
+    }
   }
 
   [[nodiscard]] TensorSpec output(const TensorSpec& input) const override {

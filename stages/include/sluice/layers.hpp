@@ -94,7 +94,7 @@ class Layer {
   [[nodiscard]] virtual bool overwrites_gradients() const { return false; }
   // Whether it runs on a GPU. A layer that reads its tensors on the host does not.
   [[nodiscard]] virtual bool runs_on_gpu() const { return false; }
-  // Work of one call, for cuts by cost; in multiply-adds.
+  // Work of one call, for cuts by cost; in multiply-adds, at least 0.
   [[nodiscard]] virtual double cost(const TensorSpec& input) const {
     return static_cast<double>(input.shape.elements());
   }

@@ -219,8 +219,8 @@ struct Partition {
 // layers. Of equal ones, the one whose later stages are lighter. costs[i] >= 0 is layer i's work,
 // embedding and head included. Stage 0 always owns the first layer and the last stage the last one.
 // No stage is empty if there are at least as many layers as stages; else each layer has its own
-// stage and stages before the last are empty. Throws Error(kUsage) for stages < 1, and for one
-// layer on several stages.
+// stage and stages before the last are empty. Throws Error(kUsage) for stages < 1, for one layer on
+// several stages, and for a cost that is negative or not finite.
 [[nodiscard]] Partition partition_by_cost(std::span<const double> costs, int stages);
 
 // "auto" (by cost), "even" (equal counts of blocks, the first stages take one more; embedding with

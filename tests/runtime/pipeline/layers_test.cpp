@@ -384,6 +384,10 @@ TEST(SequentialTest, NumbersThatCannotWorkAreRefusedWhenTheModelIsMade) {
   refused({conv2d(4, 6, 3, {.padding = -1})}, "the padding is -1");
   refused({max_pool2d(2, {.padding = 2})}, "the padding is 2; legal with a kernel");
   refused({batch_norm2d(3, {.momentum = 2})}, "momentum is 2; legal: 0 to 1");
+  refused({batch_norm2d(3, {.statistics = static_cast<BatchStatistics>(9)})},
+          "statistics 9; legal: BatchStatistics::kMicroBatch and kReplicas");
+  refused({relu(), relu(), skip(-1, 1, static_cast<Join>(9))},
+          "skip(-1, 1): join 9; legal: Join::kAdd and Join::kConcatenate");
   refused({residual({})}, "layer 0 (residual): residual() needs at least one layer");
   refused({residual({relu(), cut(), relu()})}, "layer 0 (residual): cut() within another layer");
   refused({residual({relu(), linear(0, 1)})}, "layer 0 (residual): layer 1 (linear): in is 0");

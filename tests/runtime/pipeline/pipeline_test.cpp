@@ -257,6 +257,32 @@ TEST(PipelineTest, RefusesAParameterOwnedTwice) {
   }
 }
 
+TEST(PipelineTest, RefusesAParameterWhoseNameNoFileHolds) {
+  const auto source = counting_source(4);
+  for (const std::string name : {"w\n", "__metadata__"}) {
+    const StageFactory factory = [&](int stage, int) -> std::unique_ptr<Stage> {
+      return std::make_unique<ArithmeticStage>(stage, PlannedFailure{}, stage == 1 ? name : "");
+    };
+    for (const Error& error : errors_of(2, [&](Communicator& comm) {
+           Pipeline pipeline(comm, sgd_options(4), factory, *source);
+         })) {
+      EXPECT_EQ(error.code(), ErrorCode::kUsage);
+      EXPECT_THAT(error.what(), HasSubstr("stage 1 has a parameter named \""));
+      EXPECT_THAT(error.what(), HasSubstr("legal: at least one character"));
+    }
+  }
+}
+
+TEST(PipelineTest, RefusesAFactoryThatIsNull) {
+  const auto source = counting_source(4);
+  for (const Error& error : errors_of(2, [&](Communicator& comm) {
+         Pipeline pipeline(comm, sgd_options(4), StageFactory{}, *source);
+       })) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage);
+    EXPECT_THAT(error.what(), HasSubstr("the StageFactory is null"));
+  }
+}
+
 TEST(PipelineTest, RefusesAParameterWhoseNameIsNotUtf8) {
   const auto source = counting_source(4);
   const StageFactory factory = [](int stage, int) -> std::unique_ptr<Stage> {
