@@ -416,7 +416,9 @@ StageContext Engine::Impl::context_of(const PlanOp& op) {
           .samples = range.count,
           .loss_scale = calls.loss_scale(),
           .inputs = op.stage == 0 ? batch.inputs(op.micro_batch) : std::span<const Tensor>(),
-          .collective = config.plan->forward_only ? nullptr : &sums};
+          .collective = config.plan->forward_only ? nullptr : &sums,
+          .first_batch = request.first_batch,
+          .last_batch = request.last_batch};
 }
 
 void Engine::Impl::compute(const PlanOp& op, StepActions* actions) {

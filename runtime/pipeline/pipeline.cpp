@@ -596,6 +596,7 @@ StepReport Pipeline::Impl::run_batch(const BatchLoader::Batch& batch, BatchEnd e
                               .seed = options.training.seed,
                               .loss_scale = 1 / gradients->divisor(targets),
                               .first_batch = earlier_samples == 0,
+                              .last_batch = end != BatchEnd::kAccumulate,
                               .micro_batches = step_ranges,
                               .batch = &batch};
     if (earlier_samples == 0) stage_buffers->keep();

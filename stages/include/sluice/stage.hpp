@@ -122,6 +122,9 @@ struct StageContext {
   // gradients, if sums over replicas can overlap; else null. Use is optional. All replicas make the
   // same calls in the same order.
   FinalGradients* final_gradients = nullptr;
+  // Whether the step's batches before this one, and after it, are none: accumulate() adds batches.
+  // A stage whose work depends on these is not graph_capturable().
+  bool first_batch = true, last_batch = true;
 };
 
 class Stage {
