@@ -3,7 +3,8 @@
 // It executes the plan's list of posts, sends, waits, computations and releases in order, and has
 // no scheduling rules. It refuses an op whose slot is not in the state that the op needs:
 // Error(kPlan). A stage's first forward and first backward on a CPU must write every number of its
-// outputs and of its inputs' gradients, else Error(kUsage). The constructor allocates everything;
+// outputs and of its inputs' gradients and no input, and a loss its sum and gradient, else
+// Error(kUsage). The constructor allocates everything;
 // run() allocates nothing. Threads: only the one that constructed it. Only waits block; they
 // progress the transport and poll the interrupt.
 //

@@ -103,7 +103,7 @@ class Layer {
   // Error(kData) for values that forward cannot take.
   virtual void check_inputs(const Tensor& /*x*/) const {}
 
-  // Writes y.
+  // Writes y; x stays as it is, here and in backward_input.
   virtual void forward(LayerCall& call, const Tensor& y) = 0;
   // Overwrites dx. Where nobody needs dx it is not called, except for a layer that has
   // LayerMemory::gradients; dx then has null data. dx is not dy.

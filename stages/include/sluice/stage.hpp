@@ -159,8 +159,8 @@ class Stage {
   // does not zero gradients whose state says that (set_asks()). False, also for a stage that adds
   // to gradients of another one inside it: all gradients are zero before a step's first call.
   [[nodiscard]] virtual bool overwrites_gradients() const { return false; }
-  // Writes every output. `inputs` stay valid until backward is done; `outputs` only until forward
-  // returns.
+  // Writes every output, and no input. `inputs` stay valid until backward is done; `outputs` only
+  // until forward returns.
   virtual void forward(StageContext& ctx, std::span<const Tensor> inputs,
                        std::span<const Tensor> outputs) = 0;
   // Adds to parameter gradients (see overwrites_gradients()) and overwrites grad_inputs. An entry
@@ -192,6 +192,8 @@ class LossStage {
   // gradient of (sum * ctx.loss_scale) with respect to them, which comes back as backward's
   // grad_outputs; it may add to parameter gradients too. In evaluation they stay or not. *sum = the
   // loss over the counted targets, in stream order; on a GPU page-locked, so that kernels write it.
+  // Where the first gradient in training is all of what forward wrote, as of a loss y^2 / 2, a CPU
+  // asks twice more, to tell it from a loss that writes none.
   virtual void loss(StageContext& ctx, std::span<const Tensor> outputs,
                     std::span<const Tensor> targets, double* sum) = 0;
   // How many targets of a micro-batch count: a finite number from 0, else Error(kUsage) ends the

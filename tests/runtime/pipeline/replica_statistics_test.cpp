@@ -179,9 +179,10 @@ class Summing : public Stage, public LossStage {
     for (int i = 0; i < backward_; ++i) ctx.collective->sum({&one, 1});
     set_.find("weight")->grad.at(0) += grad_out[0].at(0);
   }
-  void loss(StageContext& /*ctx*/, std::span<const Tensor> outputs,
-            std::span<const Tensor> /*targets*/, double* sum) override {
+  void loss(StageContext& ctx, std::span<const Tensor> outputs, std::span<const Tensor> /*targets*/,
+            double* sum) override {
     *sum = static_cast<double>(outputs[0].at(0));
+    outputs[0].at(0) = static_cast<float>(ctx.loss_scale);
   }
   [[nodiscard]] double target_weight(std::span<const Tensor> /*targets*/) const override {
     return 1;
