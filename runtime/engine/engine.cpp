@@ -519,9 +519,6 @@ void Engine::Impl::forward(LocalStage& stage, const PlanOp& op, StageContext& ct
   output.pool->shape(output, samples(op));
   LossResult* const result = result_of(stage, op);
   in_stage(op, [&] {
-    if (op.stage == 0) {
-      stage.binding.stage->check_inputs(request.batch->inputs[at(op.micro_batch)]);
-    }
     if (result != nullptr) {
       result->weight = target_weight(stage.binding, request.batch->targets[at(op.micro_batch)]);
     }

@@ -99,8 +99,8 @@ class Layer {
     return static_cast<double>(input.shape.elements());
   }
 
-  // Of the model's first layer alone, before each forward: its input in host memory. Throws
-  // Error(kData) for values that forward cannot take.
+  // Of the model's first layer alone: its input in host memory. Throws Error(kData) for values that
+  // forward cannot take, as Stage::check_inputs().
   virtual void check_inputs(const Tensor& /*x*/) const {}
 
   // Writes y; x stays as it is, here and in backward_input.

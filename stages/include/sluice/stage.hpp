@@ -170,8 +170,10 @@ class Stage {
                         std::span<const Tensor> grad_inputs) = 0;
   // Null for a stage without parameters. The same set at all times; the pipeline keeps the address.
   [[nodiscard]] virtual ParameterSet* parameters() { return nullptr; }
-  // Stage 0 only, before each forward, with the micro-batch's inputs in host memory. Throws
-  // Error(kData) for values that forward cannot take.
+  // Stage 0 only, before the first message of a step, an evaluation or an inference, with the
+  // inputs of each micro-batch in host memory. Throws Error(kData) for values that forward cannot
+  // take: all ranks then refuse the call, and the pipeline stays usable. To name the sample, the
+  // pipeline calls it again with the samples one by one.
   virtual void check_inputs(std::span<const Tensor> /*inputs*/) const {}
 };
 
@@ -196,8 +198,9 @@ class LossStage {
   // asks twice more, to tell it from a loss that writes none.
   virtual void loss(StageContext& ctx, std::span<const Tensor> outputs,
                     std::span<const Tensor> targets, double* sum) = 0;
-  // How many targets of a micro-batch count: a finite number from 0, else Error(kUsage) ends the
-  // pipeline. `targets` are in host memory. Runs before any forward of the step.
+  // How many targets of a micro-batch count: a finite number from 0, else Error(kUsage). `targets`
+  // are in host memory. Throws Error(kData) for values that loss() cannot take. Runs when
+  // check_inputs() does, and again before loss(); what it throws is refused alike.
   [[nodiscard]] virtual double target_weight(std::span<const Tensor> targets) const = 0;
   // One line why forward()'s outputs are no answer to infer(), which then refuses; empty: they are.
   [[nodiscard]] virtual std::string why_no_answers() const { return {}; }

@@ -420,7 +420,7 @@ TEST(PipelineTest, WhatAStageThrowsInAnyCallNamesTheStageAndTheCall) {
            {Place::kFactory, "making stage 1: an odd width"},
            {Place::kDescribe, "stage 1, describe() of f32 ["},
            {Place::kPrepare, "stage 1, prepare(): an odd width"},
-           {Place::kCount, "stage 1, target_weight() of micro-batch 0: an odd width"}}) {
+           {Place::kCount, "stage 1, target_weight() of sample 0 of the batch: an odd width"}}) {
     const StageFactory factory = [place = place](int stage, int) -> std::unique_ptr<Stage> {
       if (stage != 1) return std::make_unique<ArithmeticStage>(stage, PlannedFailure{});
       if (place == Place::kFactory) throw std::invalid_argument("an odd width");
